@@ -1,0 +1,1 @@
+"""Real NVIDIA GPUs, imported as `flashsim.backends`; a backend loads when it is asked for."""

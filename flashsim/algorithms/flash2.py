@@ -1,0 +1,165 @@
+"""FlashAttention-2: Tri Dao, arXiv:2307.08691. The numbers at the right are that paper's lines.
+
+`load`, `store` and `reduce` are the only ways to touch HBM, and count bytes. A `step` or `visit`
+frees what was allocated inside it, so indentation shows how long a tile lives on chip. Leading
+axes (batch * key heads, group) ride along: every head makes the same walk.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flashsim.algorithms.tiles import (
+    accumulator_name,
+    clear_dbias,
+    convert,
+    finite,
+    score_gradient,
+    score_tile,
+)
+from flashsim.memory import Machine, Sram
+
+
+def forward(machine: Machine) -> None:
+    """Algorithm 1. Queries outside: O, m and l stay on chip; K and V stream past.
+
+    Line 10 of the paper prints the rescaling of O as an inverse; it is a product.
+    """
+    hbm, p = machine.hbm, machine.problem
+    with machine.stage("forward") as sram:
+        schedule = sram.schedule
+        for i in range(schedule.t_r):                                                     # 3
+            rows = schedule.row_slice(i)
+            with sram.step(i):
+                Q_i = sram.load(hbm.Q, rows)                                              # 4
+                n = Q_i.shape[-2]
+                O_i = sram.alloc("O", (n, p.head_dim_v), fill=0.0)                        # 5
+                l_i = sram.alloc("l", (n,), fill=0.0)
+                m_i = sram.alloc("m", (n,), fill=-np.inf)
+                for visit in schedule.visits(i):                                          # 6
+                    with sram.visit(visit):
+                        K_j = sram.load(hbm.K, visit.cols)                                # 7
+                        V_j = sram.load(hbm.V, visit.cols)
+                        S_ij, _ = score_tile(sram, hbm, Q_i, K_j, visit)                  # 8
+                        m_new = np.maximum(m_i, S_ij.max(axis=-1))                        # 9
+                        S_ij -= finite(m_new)[..., None]
+                        P_ij = np.exp(S_ij, out=S_ij)  # P takes over S's tile
+                        alpha = np.exp(m_i - finite(m_new))
+                        l_i[:] = alpha * l_i + P_ij.sum(axis=-1)
+                        O_i *= alpha[..., None]                                           # 10
+                        O_i += p.rounded(P_ij) @ V_j
+                        m_i[:] = m_new
+                l_safe = np.where(l_i == 0, 1, l_i)  # no key seen: out = 0, lse = -inf
+                sram.store(hbm.O, rows, O_i / l_safe[..., None])                          # 12, 14
+                sram.store(hbm.L, rows, m_i + np.log(l_safe))                             # 13, 15
+
+
+def backward(machine: Machine) -> None:
+    """Algorithm 2 in three passes without atomics: delta; dK and dV; dQ. Deterministic.
+
+    dQ is a sum over keys, dK and dV over queries: one loop order can keep only one of them on
+    chip, so the scores are recomputed once for each. 7 products instead of 5: 14 N^2 d FLOPs.
+    """
+    delta_pass(machine)
+    clear_dbias(machine)
+    with machine.stage("dkdv") as sram:
+        _keys_outside(machine, sram, fused=False)
+    _dq_pass(machine)
+    convert(machine, "dBias_acc", "dBias")
+
+
+def backward_fused(machine: Machine) -> None:
+    """Algorithm 2 in one pass, keys outside; dQ is reduced into an accumulator in HBM.
+
+    5 products, 10 N^2 d FLOPs, each tile's dQ added by atomics: on a GPU their order, and so the
+    last bits of dQ, change from run to run.
+    """
+    delta_pass(machine)
+    clear_dbias(machine)
+    with machine.stage("fused") as sram:
+        _keys_outside(machine, sram, fused=True)
+    convert(machine, "dQ_acc", "dQ")
+    convert(machine, "dBias_acc", "dBias")
+
+
+def delta_pass(machine: Machine) -> None:
+    """delta = rowsum(dO o O) (the paper's D); the fused form clears dQ's accumulator as well."""
+    hbm = machine.hbm
+    with machine.stage("delta") as sram:
+        for i in range(sram.schedule.t_r):
+            rows = sram.schedule.row_slice(i)
+            with sram.step(i):
+                O_i, dO_i = sram.load(hbm.O, rows), sram.load(hbm.dO, rows)
+                delta_i = sram.alloc("delta", O_i.shape[-2:-1])
+                np.sum(dO_i * O_i, axis=-1, out=delta_i)                                  # 4
+                sram.store(hbm.delta, rows, delta_i)
+                if machine.has("fused"):
+                    sram.store(hbm.tensors[accumulator_name(machine, "dQ")], rows, 0.0)   # 3
+
+
+def _keys_outside(machine: Machine, sram: Sram, *, fused: bool) -> None:
+    """dK and dV (and, fused, dQ): a block owns column tile j of one key head, and its group."""
+    hbm, p, schedule = machine.hbm, machine.problem, sram.schedule
+    for j in schedule.outer_order():                                                      # 5
+        cols = schedule.col_slice(j)
+        with sram.step(j):
+            K_j, V_j = sram.load(hbm.K, cols), sram.load(hbm.V, cols)                     # 6
+            dK_j = sram.alloc("dK", K_j.shape[-2:], fill=0.0)                             # 7
+            dV_j = sram.alloc("dV", V_j.shape[-2:], fill=0.0)
+            for g in range(p.group):  # the query heads that share this key head
+                for visit in schedule.visits(j):                                          # 8
+                    with sram.visit(visit, member=g):
+                        rows = visit.rows
+                        Q_i = sram.load(hbm.Q, rows, member=g)                            # 9
+                        dO_i = sram.load(hbm.dO, rows, member=g)
+                        L_i = sram.load(hbm.L, rows, member=g)
+                        delta_i = sram.load(hbm.delta, rows, member=g)
+                        S_ij, gate = score_tile(
+                            sram, hbm, Q_i, K_j, visit, member=g, backward=True           # 10
+                        )
+                        S_ij -= finite(L_i)[..., None]
+                        P_ij = np.exp(S_ij, out=S_ij)                                     # 11
+                        dV_j += p.rounded(P_ij).mT @ dO_i                                 # 12
+                        dS_ij, dbias_ij = score_gradient(                                 # 13, 14
+                            sram, P_ij, dO_i, V_j, delta_i, gate
+                        )
+                        dS_ij = p.rounded(dS_ij)
+                        if fused:
+                            dQ_i = sram.alloc("dQ", Q_i.shape[-2:])
+                            np.matmul(dS_ij, K_j, out=dQ_i)
+                            dQ_i *= p.scale
+                            dQ = hbm.tensors[accumulator_name(machine, "dQ")]
+                            sram.reduce(dQ, rows, dQ_i, member=g)                         # 15
+                            _reduce_dbias(machine, sram, visit, dbias_ij, g)
+                        dK_j += dS_ij.mT @ Q_i                                            # 16
+            sram.store(hbm.dK, cols, dK_j * p.scale)                                      # 18
+            sram.store(hbm.dV, cols, dV_j)
+
+
+def _dq_pass(machine: Machine) -> None:
+    """dQ: queries outside, as in the forward pass."""
+    hbm, p = machine.hbm, machine.problem
+    with machine.stage("dq") as sram:
+        schedule = sram.schedule
+        for i in range(schedule.t_r):
+            rows = schedule.row_slice(i)
+            with sram.step(i):
+                Q_i, dO_i = sram.load(hbm.Q, rows), sram.load(hbm.dO, rows)
+                L_i, delta_i = sram.load(hbm.L, rows), sram.load(hbm.delta, rows)
+                dQ_i = sram.alloc("dQ", Q_i.shape[-2:], fill=0.0)
+                for visit in schedule.visits(i):
+                    with sram.visit(visit):
+                        K_j, V_j = sram.load(hbm.K, visit.cols), sram.load(hbm.V, visit.cols)
+                        S_ij, gate = score_tile(sram, hbm, Q_i, K_j, visit, backward=True)
+                        S_ij -= finite(L_i)[..., None]
+                        P_ij = np.exp(S_ij, out=S_ij)
+                        dS_ij, dbias_ij = score_gradient(sram, P_ij, dO_i, V_j, delta_i, gate)
+                        dQ_i += p.rounded(dS_ij) @ K_j
+                        _reduce_dbias(machine, sram, visit, dbias_ij, None)
+                sram.store(hbm.dQ, rows, dQ_i * p.scale)
+
+
+def _reduce_dbias(machine: Machine, sram: Sram, visit, tile: np.ndarray, member) -> None:
+    if machine.has("clear_dbias"):
+        dbias = machine.hbm.tensors[accumulator_name(machine, "dBias")]
+        sram.reduce(dbias, visit.rows, tile, visit.cols, member=member)

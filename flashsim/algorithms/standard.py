@@ -1,0 +1,150 @@
+"""Standard attention: S and P are materialised in HBM (Algorithms 0 and 3 of arXiv:2205.14135).
+
+The products are tiled like any matrix product; nothing else is clever. No tile is skipped, masked
+or not, as in the frameworks' plain implementations. The numbers at the right are the paper's lines.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flashsim.algorithms.tiles import clear_dbias, convert, finite, score_tile
+from flashsim.memory import Machine
+
+
+def forward(machine: Machine) -> None:
+    """Algorithm 0: S = Q K^T; P = softmax(S); O = P V."""
+    _scores(machine)
+    _softmax(machine)
+    hbm, p = machine.hbm, machine.problem
+    with machine.stage("output") as sram:
+        for i in range(sram.schedule.t_r):
+            rows = sram.schedule.row_slice(i)
+            with sram.step(i):
+                n = rows.stop - rows.start
+                O_i = sram.alloc("O", (n, p.head_dim_v), fill=0.0)
+                for visit in sram.schedule.visits(i):
+                    with sram.visit(visit):
+                        P_ij = sram.load(hbm.P, rows, visit.cols)                         # 3
+                        O_i += P_ij @ sram.load(hbm.V, visit.cols)
+                sram.store(hbm.O, rows, O_i)
+
+
+def _scores(machine: Machine) -> None:
+    hbm = machine.hbm
+    with machine.stage("scores") as sram:
+        for i in range(sram.schedule.t_r):
+            rows = sram.schedule.row_slice(i)
+            with sram.step(i):
+                Q_i = sram.load(hbm.Q, rows)                                              # 1
+                for visit in sram.schedule.visits(i):
+                    with sram.visit(visit):
+                        K_j = sram.load(hbm.K, visit.cols)
+                        S_ij, _ = score_tile(sram, hbm, Q_i, K_j, visit)
+                        sram.store(hbm.S, rows, S_ij, visit.cols)
+
+
+def _softmax(machine: Machine) -> None:
+    """Whole rows at a time. LSE is noted for the caller; standard attention does not store it."""
+    hbm = machine.hbm
+    with machine.stage("softmax") as sram:
+        for i in range(sram.schedule.t_r):
+            sequence = sram.schedule.sequence_of_row(i)
+            keys = slice(sequence.k_start, sequence.k_stop)
+            with sram.step(i):
+                for rows in machine.strips(sram, i):
+                    with sram.strip():
+                        S_i = sram.load(hbm.S, rows, keys)                                # 2
+                        m_i = S_i.max(axis=-1, initial=-np.inf)
+                        S_i -= finite(m_i)[..., None]
+                        P_i = np.exp(S_i, out=S_i)
+                        l_i = P_i.sum(axis=-1)
+                        P_i /= np.where(l_i == 0, 1, l_i)[..., None]
+                        sram.store(hbm.P, rows, P_i, keys)
+                        machine.note_lse(rows, m_i + np.log(np.where(l_i == 0, 1, l_i)))
+
+
+def backward(machine: Machine) -> None:
+    """Algorithm 3, from the P that the forward saved (with a softcap, from S as well)."""
+    _dv(machine)
+    hbm = machine.hbm
+    with machine.stage("dp") as sram:
+        for i in range(sram.schedule.t_r):
+            rows = sram.schedule.row_slice(i)
+            with sram.step(i):
+                dO_i = sram.load(hbm.dO, rows)
+                for visit in sram.schedule.visits(i):
+                    with sram.visit(visit):
+                        V_j = sram.load(hbm.V, visit.cols)
+                        dP_ij = sram.alloc("dP", (dO_i.shape[-2], V_j.shape[-2]))
+                        np.matmul(dO_i, V_j.mT, out=dP_ij)                                # 2
+                        sram.store(hbm.dP, rows, dP_ij, visit.cols)
+    _ds(machine)
+    _dq_and_dk(machine)
+    convert(machine, "dBias_acc", "dBias")
+
+
+def _dv(machine: Machine) -> None:
+    hbm, p = machine.hbm, machine.problem
+    with machine.stage("dv") as sram:
+        schedule = sram.schedule
+        for j in schedule.outer_order():
+            cols = schedule.col_slice(j)
+            with sram.step(j):
+                dV_j = sram.alloc("dV", (cols.stop - cols.start, p.head_dim_v), fill=0.0)
+                for g in range(p.group):
+                    for visit in schedule.visits(j):
+                        with sram.visit(visit, member=g):
+                            P_ij = sram.load(hbm.P, visit.rows, cols, member=g)
+                            dV_j += P_ij.mT @ sram.load(hbm.dO, visit.rows, member=g)     # 1
+                sram.store(hbm.dV, cols, dV_j)
+
+
+def _ds(machine: Machine) -> None:
+    hbm, p = machine.hbm, machine.problem
+    dBias = clear_dbias(machine)
+    with machine.stage("ds") as sram:
+        for i in range(sram.schedule.t_r):
+            sequence = sram.schedule.sequence_of_row(i)
+            keys = slice(sequence.k_start, sequence.k_stop)
+            with sram.step(i):
+                for rows in machine.strips(sram, i):
+                    with sram.strip():
+                        P_i = sram.load(hbm.P, rows, keys)                                # 3
+                        dP_i = sram.load(hbm.dP, rows, keys)
+                        dS_i = P_i * (dP_i - (P_i * dP_i).sum(axis=-1, keepdims=True))
+                        if dBias is not None:
+                            sram.reduce(dBias, rows, dS_i, keys)
+                        if p.softcap:
+                            S_i = sram.load(hbm.S, rows, keys)
+                            if p.bias is not None:
+                                S_i -= sram.load(hbm.bias, rows, keys)
+                            # A masked score has S = -inf and dS = 0; its gate does not matter.
+                            dS_i *= np.where(np.isneginf(S_i), 0, 1 - (S_i / p.softcap) ** 2)
+                        sram.store(hbm.dS, rows, dS_i, keys)
+
+
+def _dq_and_dk(machine: Machine) -> None:
+    hbm, p = machine.hbm, machine.problem
+    with machine.stage("dq") as sram:
+        for i in range(sram.schedule.t_r):
+            rows = sram.schedule.row_slice(i)
+            with sram.step(i):
+                dQ_i = sram.alloc("dQ", (rows.stop - rows.start, p.head_dim), fill=0.0)
+                for visit in sram.schedule.visits(i):
+                    with sram.visit(visit):
+                        dS_ij = sram.load(hbm.dS, rows, visit.cols)
+                        dQ_i += dS_ij @ sram.load(hbm.K, visit.cols)                      # 4
+                sram.store(hbm.dQ, rows, dQ_i * p.scale)
+    with machine.stage("dk") as sram:
+        schedule = sram.schedule
+        for j in schedule.outer_order():
+            cols = schedule.col_slice(j)
+            with sram.step(j):
+                dK_j = sram.alloc("dK", (cols.stop - cols.start, p.head_dim), fill=0.0)
+                for g in range(p.group):
+                    for visit in schedule.visits(j):
+                        with sram.visit(visit, member=g):
+                            dS_ij = sram.load(hbm.dS, visit.rows, cols, member=g)
+                            dK_j += dS_ij.mT @ sram.load(hbm.Q, visit.rows, member=g)     # 5
+                sram.store(hbm.dK, cols, dK_j * p.scale)

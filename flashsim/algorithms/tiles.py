@@ -1,0 +1,116 @@
+"""What the algorithms share: a tile of scores, and the small stages before and after the walk."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flashsim.memory import Hbm, Machine, Sram, Tensor
+from flashsim.schedule import Visit
+
+
+def finite(m: np.ndarray) -> np.ndarray:
+    """A row maximum (or LSE) fit for subtraction: 0 where no key was seen, so no inf - inf."""
+    return np.where(np.isneginf(m), 0, m)
+
+
+def score_tile(
+    sram: Sram,
+    hbm: Hbm,
+    Q_i: np.ndarray,
+    K_j: np.ndarray,
+    visit: Visit,
+    *,
+    member: int | None = None,
+    backward: bool = False,
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """S_ij = softcap(scale Q_i K_j^T) + bias, masked scores at -inf.
+
+    Returns
+    -------
+    S_ij : ndarray, (.., rows, cols)
+    gate : ndarray or None
+        With a softcap c in a backward pass: 1 - tanh(scale q.k / c)^2, the factor from dS to the
+        gradient of the scaled product.
+    """
+    p = visit.schedule.problem
+    shape = Q_i.shape[-2], K_j.shape[-2]
+    S_ij, gate = sram.alloc("S", shape), None
+    np.matmul(Q_i, K_j.mT, out=S_ij)
+    S_ij *= p.scale
+    if p.softcap:
+        np.tanh(S_ij / p.softcap, out=S_ij)
+        if backward:
+            gate = sram.alloc("gate", shape)
+            gate[:] = 1 - S_ij * S_ij
+        S_ij *= p.softcap
+    if p.bias is not None:
+        S_ij += sram.load(hbm.bias, visit.rows, visit.cols, member=member)
+    if (keep := visit.keep) is not None:
+        S_ij[..., ~keep] = -np.inf
+    return S_ij, gate
+
+
+def score_gradient(
+    sram: Sram,
+    P_ij: np.ndarray,
+    dO_i: np.ndarray,
+    V_j: np.ndarray,
+    delta_i: np.ndarray,
+    gate: np.ndarray | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """dS_ij = P_ij (dP_ij - delta_i) with dP_ij = dO_i V_j^T, in dP's tile.
+
+    Returns
+    -------
+    dS_ij : ndarray
+        Gradient of the scaled, uncapped product: what dQ and dK are made of.
+    dbias_ij : ndarray
+        Gradient of the score after the softcap: the bias's own.
+    """
+    dP_ij = sram.alloc("dP", P_ij.shape[-2:])
+    np.matmul(dO_i, V_j.mT, out=dP_ij)
+    dS_ij = np.multiply(P_ij, dP_ij - delta_i[..., None], out=dP_ij)
+    if gate is None:
+        return dS_ij, dS_ij
+    dbias_ij = dS_ij.copy()
+    dS_ij *= gate
+    return dS_ij, dbias_ij
+
+
+def fill(machine: Machine, name: str, values: dict[str, float]) -> None:
+    """A stage that only writes constants to HBM: ``{tensor: value}``."""
+    with machine.stage(name) as sram:
+        for i in range(sram.schedule.t_r):
+            with sram.step(i):
+                for tensor, value in values.items():
+                    sram.store(machine.hbm.tensors[tensor], sram.schedule.row_slice(i), value)
+
+
+def convert(machine: Machine, accumulator: str, result: str) -> None:
+    """Round an accumulator in HBM to the input's type; no stage where the two types are one."""
+    name = "convert_dbias" if result == "dBias" else "convert"
+    if not machine.has(name):
+        return
+    tensors = machine.hbm.tensors
+    with machine.stage(name) as sram:
+        for i in range(sram.schedule.t_r):
+            rows = sram.schedule.row_slice(i)
+            with sram.step(i):
+                for strip in machine.strips(sram, i) if name == "convert_dbias" else (rows,):
+                    with sram.strip():
+                        sram.store(tensors[result], strip, sram.load(tensors[accumulator], strip))
+
+
+def clear_dbias(machine: Machine) -> Tensor | None:
+    """Zero the bias's gradient, if there is one; returns its accumulator."""
+    if not machine.has("clear_dbias"):
+        return None
+    name = accumulator_name(machine, "dBias")
+    fill(machine, "clear_dbias", {name: 0.0})
+    return machine.hbm.tensors[name]
+
+
+def accumulator_name(machine: Machine, result: str) -> str:
+    """The tensor that `result` is accumulated in: itself, where its type is the accumulator's."""
+    name = f"{result}_acc"
+    return name if name in machine.hbm.tensors else result

@@ -1,0 +1,475 @@
+"""The public functions: `run`, `count`, `compare`. The only place that chooses an engine."""
+
+from __future__ import annotations
+
+import importlib
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from flashsim import inputs, plans, report, traffic
+from flashsim.engine import Engine, Job, Outcome
+from flashsim.errors import DTypeError, FlashSimError, OptionError, choices
+from flashsim.hardware import Device
+from flashsim.problem import BlockMask, Problem
+from flashsim.tiling import Tiling
+from flashsim.trace import Trace
+from flashsim.traffic import Traffic
+from flashsim.version import __version__
+
+#: Engines by name; a module is imported when its engine is first asked for.
+ENGINES = {"numpy": "flashsim.engines.simulator"}
+
+TRACE_MODES = (False, True, "timeline")
+
+
+@dataclass(frozen=True, eq=False)
+class Gradients:
+    """Gradients of ``sum(out * dout)``, shaped and typed like the inputs.
+
+    Attributes
+    ----------
+    dq, dk, dv : array
+    dbias : array or None
+        Shaped like the bias, if there was one.
+    trace : Trace or None
+    kernel : str
+        What ran.
+    """
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any
+    trace: Trace | None
+    kernel: str
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """What `run` returns.
+
+    Attributes
+    ----------
+    out : array, shaped like q with v's head_dim
+    lse : array, q's shape without its last axis
+        Natural log of the sum of exponentials of each row of scores, in the accumulator type.
+    trace : Trace or None
+        What was moved, if ``trace=True``.
+    kernel : str
+        What ran.
+    """
+
+    out: Any
+    lse: Any
+    trace: Trace | None
+    kernel: str
+    _job: Job = field(repr=False)
+    _saved: Mapping[str, Any] = field(repr=False)
+    _backend: str = field(repr=False)
+    _bias_shape: tuple[int, ...] | None = field(repr=False)
+
+    @property
+    def problem(self) -> Problem:
+        """The problem that was solved."""
+        return self._job.problem
+
+    def backward(
+        self,
+        dout: Any,
+        *,
+        tiling: Tiling | None = None,
+        deterministic: bool | None = None,
+        trace: bool | str | None = None,
+    ) -> Gradients:
+        """The backward pass of the same algorithm, recomputing what was not saved.
+
+        Parameters
+        ----------
+        dout : array
+            Gradient of the loss with respect to `out`; same shape and dtype.
+        tiling : Tiling, optional
+            Default: the best that fits; a backward pass holds more buffers than a forward pass.
+        deterministic : bool, optional
+            For FlashAttention-2: True runs the three-pass form without atomics, False the fused
+            one. Default: what `algorithm` says ("flash2": True, "flash2-fused": False).
+        trace : bool or "timeline", optional
+            Default: as in `run`.
+
+        Raises
+        ------
+        ShapeError, DTypeError, OptionError, SramOverflow
+        """
+        dout = inputs.check_like("dout", dout, self.out, "out")
+        _check_tiling(tiling)
+        algorithm = _backward_form(self._job.algorithm, deterministic)
+        job = replace(
+            self._job,
+            tiling=tiling,
+            algorithm=algorithm,
+            trace=self._job.trace if trace is None else _trace_mode(trace),
+        )
+        ndim = len(self.out.shape)
+        outcome = _engine(self._backend).backward(job, self._saved, _as_4d(dout))
+        grads = {name: _squeeze(x, ndim) for name, x in outcome.arrays.items() if name != "dbias"}
+        dbias = outcome.arrays.get("dbias")
+        if dbias is not None:
+            dbias = dbias.reshape(self._bias_shape)
+        return Gradients(
+            **grads,
+            dbias=dbias,
+            trace=_trace(job, outcome, "backward", self._backend),
+            kernel=outcome.kernel,
+        )
+
+
+def run(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    algorithm: str = "flash2",
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    scale: float | None = None,
+    bias: Any = None,
+    mask: Callable[..., Any] | None = None,
+    block_mask: Any = None,
+    cu_seqlens_q: Sequence[int] | None = None,
+    cu_seqlens_k: Sequence[int] | None = None,
+    tiling: Tiling | None = None,
+    device: str | Device = "H100",
+    backend: str = "numpy",
+    key_order: str = "ascending",
+    nan_policy: str = "propagate",
+    trace: bool | str = False,
+    **options: Any,
+) -> Result:
+    """Attention, tile by tile.
+
+    Computes ``softmax(mask(softcap(scale q k^T) + bias)) v``.
+
+    Parameters
+    ----------
+    q : array, (batch, heads, n_q, head_dim); leading axes may be left out
+    k, v : array, (batch, kv_heads, n_kv, head_dim) and (batch, kv_heads, n_kv, head_dim_v)
+        `heads` must be a multiple of `kv_heads`. float64, float32, float16 or bfloat16.
+    algorithm : {"flash2", "flash2-fused", "flash1", "standard"}
+        The last two hold what the first papers describe; "flash2-fused" differs from "flash2" in
+        the backward pass only.
+    causal, window, softcap, scale, mask, cu_seqlens_q, cu_seqlens_k
+        See `Problem`.
+    bias : array, (1 or batch, 1 or heads, n_q, n_kv), optional
+        Added to the scores, in q's dtype; leading axes may be left out.
+    block_mask : BlockMask, or a boolean grid with one value a tile (then give `tiling`), optional
+    tiling : Tiling, optional
+        Default: the tiling that fits `device` and moves the fewest bytes.
+    device : str or Device
+        The machine that is simulated; see ``flashsim devices`` for names.
+    backend : str
+        "numpy": the simulator.
+    key_order : {"ascending", "descending"}
+        In which order key tiles are taken.
+    nan_policy : {"propagate", "raise"}
+        What to do about NaN and infinity in the inputs.
+    trace : bool or "timeline"
+        Record what moves. "timeline" (GPU backends) also records where and when.
+    **options
+        Options of the backend, where it has any.
+
+    Returns
+    -------
+    Result
+        With `out`, `lse`, `trace` and a `backward(dout)` method.
+
+    Raises
+    ------
+    FlashSimError
+        Of a kind that fits (each is also a ValueError, TypeError, ...): what was wrong, what was
+        given, what is possible.
+    """
+    engine = _engine(backend)
+    inputs.reject_unknown(
+        (name for name in options if name not in engine.OPTIONS),
+        [*_RUN_ARGUMENTS, *engine.OPTIONS],
+        "run",
+    )
+    plans.check_algorithm(algorithm)
+    _check_tiling(tiling)
+    given = inputs.prepare(
+        q,
+        k,
+        v,
+        bias=bias,
+        block_mask=block_mask,
+        tiling=tiling,
+        nan_policy=nan_policy,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        scale=scale,
+        mask=mask,
+        cu_seqlens_q=None if cu_seqlens_q is None else tuple(cu_seqlens_q),
+        cu_seqlens_k=None if cu_seqlens_k is None else tuple(cu_seqlens_k),
+    )
+    if backend in _ON_CPU:
+        for name, x in (("q", given.q), ("k", given.k), ("v", given.v), ("bias", given.bias)):
+            _require_numpy(name, x, backend)
+    job = Job(
+        given.problem,
+        given.q,
+        given.k,
+        given.v,
+        given.bias,
+        tiling,
+        Device.get(device),
+        algorithm,
+        _key_order(key_order),
+        _trace_mode(trace),
+        options,
+    )
+    outcome = engine.forward(job)
+    return Result(
+        out=_squeeze(outcome.arrays["out"], given.ndim),
+        lse=_squeeze(outcome.arrays["lse"], given.ndim - 1),
+        trace=_trace(job, outcome, "forward", backend),
+        kernel=outcome.kernel,
+        _job=job,
+        _saved=outcome.saved,
+        _backend=backend,
+        _bias_shape=None if bias is None else tuple(bias.shape),
+    )
+
+
+_RUN_ARGUMENTS = tuple(run.__kwdefaults__ or ())
+_ON_CPU = ("numpy", "numba")
+
+
+def count(
+    problem: Problem,
+    *,
+    algorithm: str = "flash2",
+    direction: str = "forward",
+    tiling: Tiling | None = None,
+    device: str | Device = "H100",
+    key_order: str = "ascending",
+) -> Traffic:
+    """What a run would move and compute, without data and without arithmetic.
+
+    Equal, as integers, to what `run(..., trace=True)` measures. Costs O(row tiles) for causal and
+    windowed problems.
+
+    Parameters
+    ----------
+    problem : Problem
+    algorithm, tiling, device, key_order
+        As in `run`.
+    direction : {"forward", "backward"}
+
+    Raises
+    ------
+    OptionError, SramOverflow
+    """
+    if not isinstance(problem, Problem):
+        raise DTypeError(f"count() takes a flashsim.Problem, got {type(problem).__name__}")
+    plans.stages(problem, algorithm, direction)
+    _check_tiling(tiling)
+    device = Device.get(device)
+    tiling = tiling or Tiling.fit(problem, device, algorithm, direction)
+    return traffic.count_schedule(
+        problem, tiling, algorithm, direction, device, _key_order(key_order)
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Several algorithms on the same inputs; prints as one table.
+
+    Attributes
+    ----------
+    results : dict of Result, by algorithm
+    gradients : dict of Gradients, by algorithm
+        Empty unless `dout` was given.
+    """
+
+    results: dict[str, Result]
+    gradients: dict[str, Gradients]
+
+    @property
+    def traces(self) -> list[Trace]:
+        """All traces, forward before backward."""
+        runs: list[Result | Gradients] = [*self.results.values(), *self.gradients.values()]
+        return [r.trace for r in runs if r.trace is not None]
+
+    def table(self) -> report.Table:
+        """One row an algorithm and direction."""
+        traces = self.traces
+        first = traces[0]
+        p = first.problem
+        table = report.Table(
+            f"{p.batch} x {p.heads} heads, {p.n_q:,} x {p.n_kv:,}, d={p.head_dim}, {p.dtype}"
+            f"{', causal' if p.causal else ''} on {first.device.name}",
+            (
+                *("algorithm", "direction", "tile", "load B", "store B", "reduce B"),
+                *("requested B", "x compulsory", "FLOP/B", "peak SRAM B", "max |diff|"),
+            ),
+            note="max |diff|: largest difference of out (or of a gradient) from the first row's",
+        )
+        for trace in traces:
+            table.rows.append(
+                (
+                    trace.algorithm,
+                    trace.direction,
+                    str(trace.tiling),
+                    *(trace.bytes(op) for op in traffic.OPS),
+                    trace.bytes(),
+                    round(trace.bytes() / trace.compulsory(), 2),
+                    round(trace.intensity(), 2),
+                    trace.peak_sram(),
+                    self._difference(trace.algorithm, trace.direction),
+                )
+            )
+        return table
+
+    def _difference(self, algorithm: str, direction: str) -> float:
+        if direction == "forward":
+            mine, first = self.results[algorithm].out, next(iter(self.results.values())).out
+            pairs = [(mine, first)]
+        else:
+            g, f = self.gradients[algorithm], next(iter(self.gradients.values()))
+            pairs = [(g.dq, f.dq), (g.dk, f.dk), (g.dv, f.dv)]
+        return max(
+            float(np.abs(np.subtract(a, b, dtype=np.float64, casting="unsafe")).max())
+            for a, b in ((x.astype(np.float64), y.astype(np.float64)) for x, y in pairs)
+        )
+
+    def __str__(self) -> str:
+        return self.table().text(width=150)
+
+    def _repr_html_(self) -> str:
+        return self.table().html()
+
+
+def compare(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    algorithms: Sequence[str] = ("standard", "flash1", "flash2"),
+    dout: Any = None,
+    **options: Any,
+) -> Comparison:
+    """Run several algorithms on the same inputs, traced, and set them side by side.
+
+    Parameters
+    ----------
+    q, k, v : array
+        As in `run`.
+    algorithms : sequence of str
+    dout : array, optional
+        Gradient of `out`; with it, the backward passes run too.
+    **options
+        Any other keyword of `run`.
+
+    Raises
+    ------
+    OptionError
+        If no algorithm is named; otherwise as `run`.
+    """
+    if isinstance(algorithms, str) or not algorithms:
+        raise OptionError(
+            f"algorithms must be a non-empty list of names, got {algorithms!r}; "
+            + choices(algorithms, plans.ALGORITHMS)
+        )
+    results = {
+        name: run(q, k, v, algorithm=name, **{"trace": True, **options}) for name in algorithms
+    }
+    grads = {} if dout is None else {name: r.backward(dout) for name, r in results.items()}
+    return Comparison(results, grads)
+
+
+def _engine(name: str) -> Engine:
+    if name not in ENGINES:
+        raise OptionError(f"unknown backend {name!r}; {choices(name, ENGINES)}")
+    return importlib.import_module(ENGINES[name])
+
+
+def _trace(job: Job, outcome: Outcome, direction: str, backend: str) -> Trace | None:
+    if outcome.stages is None:
+        return None
+    provenance = {
+        "flashsim": __version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "kernel": outcome.kernel,
+    }
+    return Trace(
+        job.problem,
+        job.device,
+        job.algorithm,
+        direction,
+        backend,
+        outcome.stages,
+        provenance,
+    )
+
+
+def _backward_form(algorithm: str, deterministic: bool | None) -> str:
+    if deterministic is None:
+        return algorithm
+    if algorithm not in ("flash2", "flash2-fused"):
+        raise OptionError(
+            f"deterministic chooses between the forms of FlashAttention-2's backward; "
+            f"{algorithm!r} has one form, and it is deterministic"
+        )
+    return "flash2" if deterministic else "flash2-fused"
+
+
+def _trace_mode(trace: bool | str) -> bool | str:
+    if trace not in TRACE_MODES:
+        raise OptionError(f"trace must be True, False or 'timeline', got {trace!r}")
+    return trace
+
+
+def _key_order(key_order: str) -> Any:
+    orders = ("ascending", "descending")
+    if key_order not in orders:
+        raise OptionError(f"unknown key_order {key_order!r}; {choices(key_order, orders)}")
+    return key_order
+
+
+def _check_tiling(tiling: Any) -> None:
+    if tiling is not None and not isinstance(tiling, Tiling):
+        raise DTypeError(f"tiling must be a flashsim.Tiling(block_q, block_k), got {tiling!r}")
+
+
+def _require_numpy(name: str, x: Any, backend: str) -> None:
+    if x is not None and not isinstance(x, np.ndarray):
+        raise DTypeError(
+            f"backend {backend!r} takes NumPy arrays, got {name} as {type(x).__module__}."
+            f"{type(x).__name__}; convert it first, or run on a GPU backend"
+        )
+
+
+def _as_4d(x: Any) -> Any:
+    return x.reshape((1,) * (4 - len(x.shape)) + tuple(x.shape))
+
+
+def _squeeze(x: Any, ndim: int) -> Any:
+    return x.reshape(tuple(x.shape)[len(x.shape) - ndim :])
+
+
+__all__ = [
+    "BlockMask",
+    "Comparison",
+    "FlashSimError",
+    "Gradients",
+    "Result",
+    "compare",
+    "count",
+    "run",
+]

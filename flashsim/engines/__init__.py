@@ -1,0 +1,1 @@
+"""Engines that run on the CPU: the NumPy simulator."""

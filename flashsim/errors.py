@@ -1,0 +1,66 @@
+"""Every error flashsim raises on purpose; all derive from `FlashSimError`.
+
+Each kind is also the built-in that a caller would expect (`ValueError`, `TypeError`, ...), so code
+that does not know flashsim still catches the right thing.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FlashSimError(Exception):
+    """Base of every error raised by flashsim."""
+
+
+class ShapeError(FlashSimError, ValueError):
+    """An array or a length has a shape that the problem cannot have."""
+
+
+class DTypeError(FlashSimError, TypeError):
+    """An array or an argument has the wrong type."""
+
+
+class OptionError(FlashSimError, ValueError):
+    """An option has a value outside its range, or a name that does not exist."""
+
+
+class UnknownArgumentError(FlashSimError, TypeError):
+    """A keyword argument that the function does not take."""
+
+
+class MaskError(FlashSimError, ValueError):
+    """A mask that is malformed or that cannot be evaluated."""
+
+
+class TilingError(FlashSimError, ValueError):
+    """A tiling that cannot be used."""
+
+
+class SramOverflow(TilingError):
+    """The tiles of an algorithm do not fit in on-chip memory."""
+
+
+class MemoryModelError(FlashSimError, RuntimeError):
+    """An algorithm broke the rules of the simulated memory (a bug in the algorithm)."""
+
+
+class TraceError(FlashSimError, ValueError):
+    """A trace, or a trace file, that cannot be used for what was asked."""
+
+
+class BackendUnavailable(FlashSimError, RuntimeError):
+    """The backend asked for cannot run here; the message says what to install or change."""
+
+
+class UnsupportedError(FlashSimError, NotImplementedError):
+    """A valid problem that this backend or algorithm does not handle."""
+
+
+def choices(given: object, possible: Iterable[object]) -> str:
+    """Say what is possible and, where the name given looks like one of them, which was meant."""
+    names = [str(name) for name in possible]
+    close = difflib.get_close_matches(str(given), names, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"possible: {', '.join(names)}{hint}"

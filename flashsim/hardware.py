@@ -1,0 +1,251 @@
+"""GPUs as flashsim sees them: how much fits on chip, and how fast each level moves and computes.
+
+Sources, cited by letter beside each device:
+
+ [V] NVIDIA Tesla V100 GPU Architecture whitepaper (WP-08608), tables 1 and 4.
+ [T] NVIDIA Turing GPU Architecture whitepaper (WP-09183), appendix on the Tesla T4.
+ [A] NVIDIA A100 Tensor Core GPU Architecture whitepaper, tables 4 and 5.
+ [G] NVIDIA Ampere GA102 GPU Architecture whitepaper, appendix A (GeForce RTX 3090).
+ [L] NVIDIA Ada GPU Architecture whitepaper, appendices (RTX 4090; RTX 4000 Ada; L40S datasheet).
+ [H] NVIDIA H100 Tensor Core GPU Architecture whitepaper, table 2; H200 datasheet for its memory.
+ [B] NVIDIA Blackwell Architecture technical brief and DGX B200 datasheet.
+ [C] CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": shared memory
+     per SM and per block (opt-in), registers per SM.
+ [M] L2 bandwidth is not in the whitepapers. Where one is given it is a published micro-benchmark:
+     Jia et al. 2018 (arXiv:1804.06826) for V100 and T4; the A100 whitepaper's 5120 B/clk at
+     1.41 GHz; Chips and Cheese's load tests for Ada and Hopper (2022, 2023).
+
+Matrix peaks are *dense*, with float32 accumulation, at boost clock. 0 means: the chip has no such
+unit. A data sheet's figure "with sparsity" is halved before it is entered here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from flashsim.errors import OptionError, choices
+
+KIB = 1024
+MIB = 1024 * KIB
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU: capacities in bytes, bandwidths in bytes/s, peaks in FLOP/s (a multiply-add is 2).
+
+    Parameters
+    ----------
+    name : str
+        What tables and plots print.
+    sram_bytes : int
+        Shared memory one thread block can own: the capacity that simulated algorithms must fit in.
+    sram_per_sm, registers_per_sm : int
+        Shared memory and register file of one SM, in bytes.
+    sm_count : int
+        Streaming multiprocessors.
+    l2_bytes : int
+        L2 cache, in bytes.
+    hbm_bytes : int
+        Off-chip memory, in bytes.
+    hbm_bandwidth, l2_bandwidth : float
+        Bytes per second. `l2_bandwidth` is 0 where no measurement is published.
+    tensor_flops, cuda_flops : mapping of str to float
+        Peak FLOP/s by input dtype on tensor cores (dense) and on CUDA cores.
+    compute_capability : tuple of int
+        For example ``(9, 0)``.
+    source : str
+        Where the figures come from.
+
+    Raises
+    ------
+    OptionError
+        If a capacity or a bandwidth is not positive.
+    """
+
+    name: str
+    sram_bytes: int
+    sram_per_sm: int
+    registers_per_sm: int = 256 * KIB
+    sm_count: int = 1
+    l2_bytes: int = MIB
+    hbm_bytes: int = 1 << 30
+    hbm_bandwidth: float = 1e12
+    l2_bandwidth: float = 0.0
+    tensor_flops: Mapping[str, float] = field(default_factory=dict, hash=False)
+    cuda_flops: Mapping[str, float] = field(default_factory=dict, hash=False)
+    compute_capability: tuple[int, int] = (0, 0)
+    source: str = "user"
+
+    def __post_init__(self) -> None:
+        for name in ("sram_bytes", "sram_per_sm", "sm_count", "l2_bytes", "hbm_bytes"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+                raise OptionError(f"Device.{name} must be a positive integer, got {value!r}")
+        if not self.hbm_bandwidth > 0:
+            raise OptionError(f"Device.hbm_bandwidth must be positive, got {self.hbm_bandwidth!r}")
+        object.__setattr__(self, "tensor_flops", MappingProxyType(dict(self.tensor_flops)))
+        object.__setattr__(self, "cuda_flops", MappingProxyType(dict(self.cuda_flops)))
+
+    def __reduce__(self) -> tuple:  # MappingProxyType cannot be pickled; sweeps send devices around
+        return _rebuild, (self.to_dict(),)
+
+    def to_dict(self) -> dict:
+        """All fields as plain Python values (JSON-ready); `Device(**d)` gives the device back."""
+        values = dict(vars(self))
+        values["tensor_flops"] = dict(self.tensor_flops)
+        values["cuda_flops"] = dict(self.cuda_flops)
+        values["compute_capability"] = list(self.compute_capability)
+        return values
+
+    def peak(self, dtype: str, *, tensor_cores: bool = True) -> float:
+        """Peak FLOP/s for matrix products of `dtype`, on tensor cores where the chip has them."""
+        on_tensor = self.tensor_flops.get(dtype, 0.0) if tensor_cores else 0.0
+        peak = on_tensor or self.cuda_flops.get(dtype, 0.0)
+        if not peak:
+            raise OptionError(
+                f"{self.name} has no peak for dtype {dtype!r}; "
+                + choices(dtype, sorted({*self.tensor_flops, *self.cuda_flops}))
+            )
+        return peak
+
+    def ridge(self, dtype: str) -> float:
+        """Intensity (FLOP per byte of HBM) above which arithmetic on `dtype` bounds the time."""
+        return self.peak(dtype) / self.hbm_bandwidth
+
+    def with_sram(self, sram_bytes: int) -> Device:
+        """The same device with another on-chip capacity per block, for studies over M."""
+        return replace(
+            self,
+            name=f"{self.name} (M = {sram_bytes:,} B)",
+            sram_bytes=sram_bytes,
+            sram_per_sm=max(sram_bytes, self.sram_per_sm),
+        )
+
+    @classmethod
+    def get(cls, device: str | Device) -> Device:
+        """The preset of that name (case, spaces and hyphens do not matter), or the device itself.
+
+        Raises
+        ------
+        OptionError
+            If there is no such preset.
+        """
+        if isinstance(device, Device):
+            return device
+        found = _BY_KEY.get(_key(device)) if isinstance(device, str) else None
+        if found is None:
+            raise OptionError(
+                f"unknown device {device!r}; {choices(device, PRESETS)}; "
+                "or build your own with flashsim.Device(...)"
+            )
+        return found
+
+
+def _rebuild(values: dict) -> Device:
+    return Device(**{**values, "compute_capability": tuple(values["compute_capability"])})
+
+
+def _key(name: str) -> str:
+    return "".join(c for c in name.lower() if c.isalnum())
+
+
+def _tera(**peaks: float) -> dict[str, float]:
+    return {dtype: value * 1e12 for dtype, value in peaks.items()}
+
+
+def _preset(name: str, cc: tuple[int, int], sms: int, sram_kib: tuple[int, int], **rest) -> Device:
+    return Device(
+        name=name,
+        compute_capability=cc,
+        sm_count=sms,
+        sram_bytes=sram_kib[0] * KIB,
+        sram_per_sm=sram_kib[1] * KIB,
+        **rest,
+    )
+
+
+# sram_kib = (largest per block, per SM), [C]. 64 Ki registers of 4 B an SM on all of them [C].
+_ALL = [
+    _preset(
+        "V100", (7, 0), 80, (96, 96), l2_bytes=6 * MIB, hbm_bytes=32 << 30,
+        hbm_bandwidth=900e9, l2_bandwidth=2155e9,
+        tensor_flops=_tera(float16=125),
+        cuda_flops=_tera(float64=7.8, float32=15.7, float16=31.4), source="[V] SXM2; L2 [M]",
+    ),
+    _preset(
+        "T4", (7, 5), 40, (64, 64), l2_bytes=4 * MIB, hbm_bytes=16 << 30,
+        hbm_bandwidth=320e9, l2_bandwidth=1270e9,
+        tensor_flops=_tera(float16=65),
+        cuda_flops=_tera(float64=0.254, float32=8.1, float16=16.2), source="[T]; L2 [M]",
+    ),
+    _preset(
+        "A100", (8, 0), 108, (163, 164), l2_bytes=40 * MIB, hbm_bytes=40 << 30,
+        hbm_bandwidth=1555e9, l2_bandwidth=7219e9,
+        tensor_flops=_tera(float64=19.5, float16=312, bfloat16=312),
+        cuda_flops=_tera(float64=9.7, float32=19.5, float16=78, bfloat16=39),
+        source="[A] SXM4 40 GB; L2 [M]",
+    ),
+    _preset(
+        "A100-80GB", (8, 0), 108, (163, 164), l2_bytes=40 * MIB, hbm_bytes=80 << 30,
+        hbm_bandwidth=2039e9, l2_bandwidth=7219e9,
+        tensor_flops=_tera(float64=19.5, float16=312, bfloat16=312),
+        cuda_flops=_tera(float64=9.7, float32=19.5, float16=78, bfloat16=39),
+        source="[A] SXM4 80 GB; L2 [M]",
+    ),
+    _preset(
+        "RTX 3090", (8, 6), 82, (99, 100), l2_bytes=6 * MIB, hbm_bytes=24 << 30,
+        hbm_bandwidth=936e9,
+        tensor_flops=_tera(float16=71, bfloat16=71),
+        cuda_flops=_tera(float64=0.556, float32=35.6, float16=35.6, bfloat16=35.6),
+        source="[G]; L2 bandwidth not published",
+    ),
+    _preset(
+        "RTX 4090", (8, 9), 128, (99, 100), l2_bytes=72 * MIB, hbm_bytes=24 << 30,
+        hbm_bandwidth=1008e9, l2_bandwidth=5000e9,
+        tensor_flops=_tera(float16=165.2, bfloat16=165.2),
+        cuda_flops=_tera(float64=1.29, float32=82.6, float16=82.6, bfloat16=82.6),
+        source="[L]; L2 [M]",
+    ),
+    _preset(
+        "RTX 4000 Ada", (8, 9), 48, (99, 100), l2_bytes=48 * MIB, hbm_bytes=20 << 30,
+        hbm_bandwidth=360e9,
+        tensor_flops=_tera(float16=106.9, bfloat16=106.9),
+        cuda_flops=_tera(float64=0.418, float32=26.7, float16=26.7, bfloat16=26.7),
+        source="[L] RTX 4000 Ada datasheet",
+    ),
+    _preset(
+        "L40S", (8, 9), 142, (99, 100), l2_bytes=96 * MIB, hbm_bytes=48 << 30,
+        hbm_bandwidth=864e9,
+        tensor_flops=_tera(float16=362, bfloat16=362),
+        cuda_flops=_tera(float64=1.43, float32=91.6, float16=91.6, bfloat16=91.6),
+        source="[L] L40S datasheet; L2 bandwidth not published",
+    ),
+    _preset(
+        "H100", (9, 0), 132, (227, 228), l2_bytes=50 * MIB, hbm_bytes=80 << 30,
+        hbm_bandwidth=3352e9, l2_bandwidth=5500e9,
+        tensor_flops=_tera(float64=66.9, float16=989.4, bfloat16=989.4),
+        cuda_flops=_tera(float64=33.5, float32=66.9, float16=133.8, bfloat16=133.8),
+        source="[H] SXM5; L2 [M]",
+    ),
+    _preset(
+        "H200", (9, 0), 132, (227, 228), l2_bytes=60 * MIB, hbm_bytes=141 * 10**9,
+        hbm_bandwidth=4800e9, l2_bandwidth=5500e9,
+        tensor_flops=_tera(float64=66.9, float16=989.4, bfloat16=989.4),
+        cuda_flops=_tera(float64=33.5, float32=66.9, float16=133.8, bfloat16=133.8),
+        source="[H] SXM; L2 size read off the device; L2 bandwidth as H100 [M]",
+    ),
+    _preset(
+        "B200", (10, 0), 148, (227, 228), l2_bytes=126 * MIB, hbm_bytes=180 * 10**9,
+        hbm_bandwidth=7700e9,
+        tensor_flops=_tera(float64=37, float16=2250, bfloat16=2250),
+        cuda_flops=_tera(float64=37, float32=75, float16=150, bfloat16=150),
+        source="[B] HGX/DGX B200; L2 bandwidth not published",
+    ),
+]  # fmt: skip
+
+#: The presets by name.
+PRESETS: Mapping[str, Device] = MappingProxyType({device.name: device for device in _ALL})
+_BY_KEY = {_key(name): device for name, device in PRESETS.items()}
+_BY_KEY["a10040gb"] = PRESETS["A100"]

@@ -1,0 +1,223 @@
+"""From the user's arrays and keywords to a validated `Problem` and 4-D arrays.
+
+Works on anything with `shape`, `dtype` and `reshape` (NumPy, CuPy, torch), without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flashsim.errors import (
+    DTypeError,
+    MaskError,
+    OptionError,
+    ShapeError,
+    UnknownArgumentError,
+    choices,
+)
+from flashsim.problem import BlockMask, Problem
+from flashsim.tiling import Tiling
+
+AXES = {2: "(n, d)", 3: "(heads, n, d)", 4: "(batch, heads, n, d)"}
+
+#: What people type, and what it is called here.
+SYNONYMS = {
+    "is_causal": "causal",
+    "sm_scale": "scale",
+    "softmax_scale": "scale",
+    "window_size": "window",
+    "sliding_window": "window",
+    "logits_soft_cap": "softcap",
+    "soft_cap": "softcap",
+    "attn_mask": "mask (a function), block_mask (a tile grid) or bias (added to the scores)",
+    "attn_bias": "bias",
+    "alibi_slopes": "bias",
+    "block_size": "tiling=flashsim.Tiling(block_q, block_k)",
+    "block_m": "tiling=flashsim.Tiling(block_q, block_k)",
+    "block_n": "tiling=flashsim.Tiling(block_q, block_k)",
+    "cu_seqlens_kv": "cu_seqlens_k",
+    "algo": "algorithm",
+    "gpu": "device",
+    "engine": "backend",
+    "return_lse": "nothing: the result always has .lse",
+    "enable_gqa": "nothing: grouped-query heads follow from the shapes",
+    "dropout_p": None,
+}
+
+
+class Inputs(NamedTuple):
+    """Validated arrays, 4-D, and the problem they pose; `ndim` is what the user gave."""
+
+    problem: Problem
+    q: Any
+    k: Any
+    v: Any
+    bias: Any
+    ndim: int
+
+
+def reject_unknown(given: Iterable[str], known: Iterable[str], function: str) -> None:
+    """Raise `UnknownArgumentError` for the first keyword that `function` does not take."""
+    for name in given:
+        if SYNONYMS.get(name, ""):
+            raise UnknownArgumentError(
+                f"{function}() has no argument {name!r}; here it is called {SYNONYMS[name]}"
+            )
+        if name in SYNONYMS:
+            raise UnknownArgumentError(
+                f"{function}() has no argument {name!r}; dropout is not simulated"
+            )
+        raise UnknownArgumentError(
+            f"{function}() has no argument {name!r}; {choices(name, sorted(known))}"
+        )
+
+
+def dtype_name(array: Any) -> str:
+    """The name of an array's element type, for NumPy, CuPy and torch alike."""
+    return str(array.dtype).removeprefix("torch.")
+
+
+def prepare(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    bias: Any = None,
+    block_mask: Any = None,
+    tiling: Tiling | None = None,
+    nan_policy: str = "propagate",
+    **fields: Any,
+) -> Inputs:
+    """Check arrays against each other and build the problem they pose.
+
+    Raises
+    ------
+    ShapeError, DTypeError, OptionError, MaskError
+        Each says what was wrong, what was given and what is possible.
+    """
+    arrays = {name: _array(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
+    ndim = _same_ndim(arrays)
+    q, k, v = (x.reshape((1,) * (4 - ndim) + tuple(x.shape)) for x in arrays.values())
+    dtypes = {name: dtype_name(x) for name, x in arrays.items()}
+    if len(set(dtypes.values())) > 1:
+        raise DTypeError(
+            "q, k and v must have one dtype, got "
+            + ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        )
+    _check_shapes(q, k, v)
+    batch, heads, n_q, d = (int(x) for x in q.shape)
+    if bias is not None:
+        bias = _bias(bias, dtypes["q"], (batch, heads, n_q, int(k.shape[2])))
+    problem = Problem(
+        n_q=n_q,
+        n_kv=int(k.shape[2]),
+        head_dim=d,
+        head_dim_v=int(v.shape[3]),
+        batch=batch,
+        heads=heads,
+        kv_heads=int(k.shape[1]),
+        dtype=dtypes["q"],
+        bias=None if bias is None else (int(bias.shape[0]), int(bias.shape[1])),
+        block_mask=_block_mask(block_mask, tiling),
+        **fields,
+    )
+    if nan_policy not in ("propagate", "raise"):
+        raise OptionError(
+            f"unknown nan_policy {nan_policy!r}; {choices(nan_policy, ('propagate', 'raise'))}"
+        )
+    if nan_policy == "raise":
+        for name, x in {**arrays, **({} if bias is None else {"bias": bias})}.items():
+            check_finite(name, x)
+    return Inputs(problem, q, k, v, bias, ndim)
+
+
+def check_like(name: str, array: Any, like: Any, what: str) -> Any:
+    """`array`, if it has the shape and dtype of `like`; `what` is what the error calls that."""
+    array = _array(name, array)
+    if tuple(array.shape) != tuple(like.shape):
+        raise ShapeError(
+            f"{name} must have {what}'s shape {tuple(like.shape)}, got {tuple(array.shape)}"
+        )
+    if dtype_name(array) != dtype_name(like):
+        raise DTypeError(
+            f"{name} must have {what}'s dtype {dtype_name(like)}, got {dtype_name(array)}; "
+            f"convert it with {name}.astype(...) if that is meant"
+        )
+    return array
+
+
+def check_finite(name: str, array: Any) -> None:
+    """Raise `OptionError` if an array holds NaN or infinity (``nan_policy="raise"``)."""
+    wide = array if dtype_name(array) != "bfloat16" else array.astype(np.float32)
+    bad = int((~np.isfinite(wide)).sum())
+    if bad:
+        raise OptionError(
+            f"{name} holds {bad:,} NaN or infinite values and nan_policy is 'raise'; "
+            "nan_policy='propagate' lets them through"
+        )
+
+
+def _array(name: str, x: Any) -> Any:
+    if not all(hasattr(x, attribute) for attribute in ("shape", "dtype", "reshape")):
+        raise DTypeError(
+            f"{name} must be an array (NumPy, CuPy or torch), got {type(x).__name__}; "
+            f"np.asarray({name}, np.float32) makes one"
+        )
+    several = isinstance(x, np.ndarray) and x.ndim > 0 and x.size > 0 and x.shape[-1] > 1
+    if several and x.strides[-1] != x.itemsize:
+        raise ShapeError(
+            f"{name}'s last axis must be contiguous, got strides {x.strides} B for shape "
+            f"{x.shape}; np.ascontiguousarray({name}) makes it so"
+        )
+    return x
+
+
+def _same_ndim(arrays: dict[str, Any]) -> int:
+    shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in arrays.items())
+    ndims = {len(x.shape) for x in arrays.values()}
+    if len(ndims) > 1 or not ndims <= set(AXES):
+        raise ShapeError(
+            f"q, k and v must all be {', '.join(AXES.values())} arrays alike, got {shapes}"
+        )
+    if any(0 in tuple(x.shape) for x in arrays.values()):
+        raise ShapeError(f"q, k and v must not be empty, got {shapes}")
+    return ndims.pop()
+
+
+def _check_shapes(q: Any, k: Any, v: Any) -> None:
+    given = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if q.shape[0] != k.shape[0] or q.shape[0] != v.shape[0]:
+        raise ShapeError(f"q, k and v must have the same batch size, got {given}")
+    if k.shape[1] != v.shape[1]:
+        raise ShapeError(f"k and v must have the same number of heads, got {given}")
+    if k.shape[2] != v.shape[2]:
+        raise ShapeError(f"k and v must have the same number of rows, got {given}")
+    if q.shape[3] != k.shape[3]:
+        raise ShapeError(f"q and k must have the same head_dim, got {given}")
+
+
+def _bias(bias: Any, dtype: str, full: tuple[int, int, int, int]) -> Any:
+    bias = _array("bias", bias)
+    if dtype_name(bias) != dtype:
+        raise DTypeError(f"bias must have q's dtype {dtype}, got {dtype_name(bias)}")
+    shape = tuple(int(x) for x in bias.shape)
+    if not 2 <= len(shape) <= 4 or shape[-2:] != full[2:]:
+        raise ShapeError(
+            f"bias must be (1 or {full[0]}, 1 or {full[1]}, {full[2]}, {full[3]}), leading axes "
+            f"optional, got {shape}"
+        )
+    return bias.reshape((1,) * (4 - len(shape)) + shape)
+
+
+def _block_mask(block_mask: Any, tiling: Tiling | None) -> BlockMask | None:
+    if block_mask is None or isinstance(block_mask, BlockMask):
+        return block_mask
+    if tiling is None:
+        raise MaskError(
+            "a bare block_mask grid means one value per tile, so it needs an explicit tiling; "
+            "or give flashsim.BlockMask(grid, block_q, block_k)"
+        )
+    return BlockMask(block_mask, tiling.block_q, tiling.block_k)

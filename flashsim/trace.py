@@ -1,0 +1,491 @@
+"""`Trace`: what was moved and computed, event by event, and the questions one asks of it.
+
+An event is 28 bytes: operation, tensor, level, stage, head, i, j, visit, bytes. Since every head
+makes the same walk, a stage keeps the events of one walk and how often it is made; `events` spells
+them all out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from flashsim import plans, report, traffic
+from flashsim.errors import OptionError, TraceError, choices
+from flashsim.hardware import Device
+from flashsim.problem import Problem
+from flashsim.schedule import Schedule
+from flashsim.traffic import Traffic
+from flashsim.work import on_chip_bytes, stage_work, total_flops
+
+#: Operations. `load`, `store` and `reduce` move bytes between HBM and SRAM; the others are on chip.
+OPS = ("load", "store", "reduce", "alloc", "free", "compute")
+LOAD, STORE, REDUCE, ALLOC, FREE, COMPUTE = range(len(OPS))
+TRANSFERS = (LOAD, STORE, REDUCE)
+LEVELS = ("hbm", "sram")
+#: Tensors by the papers' names. `_acc`: an accumulator in HBM, in the accumulator type.
+TENSORS = (
+    *("-", "Q", "K", "V", "O", "L", "m", "l", "O_acc", "S", "P", "dO", "delta", "dQ", "dK", "dV"),
+    *("dQ_acc", "dP", "dS", "bias", "dBias", "dBias_acc", "gate"),
+)
+CODES = {name: code for code, name in enumerate(TENSORS)}
+
+EVENT = np.dtype(
+    [
+        *((name, "u1") for name in ("op", "tensor", "level", "stage")),
+        *((name, "<i4") for name in ("head", "i", "j", "visit")),
+        ("bytes", "<i8"),
+    ]
+)
+
+
+@dataclass(frozen=True, eq=False)
+class StageTrace:
+    """The events of one stage: one walk, made `repeat` times, `stride` query heads apart.
+
+    In `events`, ``head`` counts from the walk's first query head.
+    """
+
+    stage: plans.Stage
+    schedule: Schedule
+    repeat: int
+    stride: int
+    events: np.ndarray
+
+    @classmethod
+    def build(
+        cls,
+        stage: plans.Stage,
+        schedule: Schedule,
+        repeat: int,
+        stride: int,
+        rows: Sequence[tuple[int, int, int, int, int, int, int]] | np.ndarray,
+    ) -> StageTrace:
+        """From rows of (op, tensor, member, i, j, visit, bytes)."""
+        table = np.asarray(rows, np.int64).reshape(-1, 7)
+        events = np.zeros(len(table), EVENT)
+        for column, name in enumerate(("op", "tensor", "head", "i", "j", "visit", "bytes")):
+            events[name] = table[:, column]
+        events["level"] = ~np.isin(events["op"], TRANSFERS)
+        events.setflags(write=False)
+        return cls(stage, schedule, repeat, stride, events)
+
+    @property
+    def name(self) -> str:
+        """The stage's name."""
+        return self.stage.name
+
+    def expand(self, number: int) -> np.ndarray:
+        """The events of every head; `number` is the stage's place in the trace."""
+        full = np.tile(self.events, self.repeat)
+        full["head"] += np.repeat(
+            np.arange(self.repeat, dtype=np.int32) * self.stride, len(self.events)
+        )
+        full["stage"] = number
+        return full
+
+
+class Frame(NamedTuple):
+    """The state of a walk right after visit `step`, for drawing. Tile grids are (T_r, T_c)."""
+
+    step: int
+    stage: str
+    i: int
+    j: int
+    head: int
+    order: np.ndarray  # visit number of each tile seen so far in this stage; NaN elsewhere
+    hbm_bytes: int  # moved by this head's walk up to and including this visit, all stages
+    moved: dict[str, int]  # the same by "op tensor", e.g. {"load K": ...}
+    on_chip: dict[str, int]  # what SRAM holds during the visit: bytes by buffer
+    flops: int
+
+
+class Trace:
+    """A recorded run. Answers by the same names as `Traffic`, its prediction.
+
+    Attributes
+    ----------
+    problem, device, algorithm, direction, backend
+        What ran.
+    stages : tuple of StageTrace
+        One for each pass, in order.
+    provenance : dict
+        Versions and how the trace came about.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        device: Device,
+        algorithm: str,
+        direction: str,
+        backend: str,
+        stages: Sequence[StageTrace],
+        provenance: Mapping[str, str] | None = None,
+    ) -> None:
+        self.problem, self.device = problem, device
+        self.algorithm, self.direction, self.backend = algorithm, direction, backend
+        self.stages = tuple(stages)
+        self.provenance = dict(provenance or {})
+
+    # -- events ---------------------------------------------------------------------------------
+
+    @cached_property
+    def events(self) -> np.ndarray:
+        """Every event of every head, one structured array (dtype `EVENT`), stage by stage."""
+        parts = [stage.expand(number) for number, stage in enumerate(self.stages)]
+        return np.concatenate(parts) if parts else np.zeros(0, EVENT)
+
+    @property
+    def n_events(self) -> int:
+        """Number of events over all heads, without spelling them out."""
+        return sum(len(stage.events) * stage.repeat for stage in self.stages)
+
+    @property
+    def tiling(self):
+        """The tiling that ran."""
+        return self.stages[0].schedule.tiling
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of the stage with the most visits: the walk worth drawing."""
+        return self.main_stage.schedule
+
+    @property
+    def main_stage(self) -> StageTrace:
+        """The (first) stage with the most visits."""
+        return max(self.stages, key=lambda s: int((s.events["visit"] >= 0).sum()))
+
+    def stage(self, name: str) -> StageTrace:
+        """The stage of that name."""
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        raise OptionError(f"no stage {name!r}; {choices(name, [s.name for s in self.stages])}")
+
+    # -- totals ---------------------------------------------------------------------------------
+
+    @cached_property
+    def transfers(self) -> dict[tuple[str, str, str], int]:
+        """Requested bytes over all heads: ``{(stage, op, tensor): bytes}``."""
+        result: dict[tuple[str, str, str], int] = {}
+        for stage in self.stages:
+            events = stage.events
+            moving = np.isin(events["op"], TRANSFERS)
+            keys = events["op"][moving].astype(np.int64) * len(TENSORS) + events["tensor"][moving]
+            found, inverse = np.unique(keys, return_inverse=True)
+            sums = np.zeros(len(found), np.int64)
+            np.add.at(sums, inverse, events["bytes"][moving])
+            for key, total in zip(found.tolist(), sums.tolist(), strict=True):
+                op, tensor = divmod(key, len(TENSORS))
+                place = (stage.name, OPS[op], TENSORS[tensor])
+                result[place] = result.get(place, 0) + total * stage.repeat
+        return result
+
+    def bytes(self, op: str | None = None, tensor: str | None = None) -> int:
+        """Requested bytes between HBM and SRAM, all heads: of one operation and tensor, or all.
+
+        Parameters
+        ----------
+        op : {"load", "store", "reduce"}, optional
+        tensor : str, optional
+            For example "K"; see `TENSORS`.
+
+        Raises
+        ------
+        OptionError
+            For a name that does not exist.
+        """
+        return traffic.select(self.transfers, op, tensor)
+
+    def compulsory(self) -> int:
+        """Bytes that any algorithm must move: each input read once, each output written once."""
+        return traffic.compulsory(self.problem, self.direction)
+
+    def by_tensor(self) -> dict[str, dict[str, int]]:
+        """``{tensor: {op: bytes}}`` over all heads and stages."""
+        return traffic.by_tensor(self.transfers)
+
+    def by_tile(self, op: str | None = None, tensor: str | None = None) -> np.ndarray:
+        """Requested bytes of each score tile, int64 (T_r, T_c), all heads.
+
+        Transfers of an outer step (Q and O with queries outside) belong to no tile; with
+        `by_outer` they complete the total.
+        """
+        grid = np.zeros((self.schedule.t_r, self.schedule.t_c), np.int64)
+        for stage in self.stages:
+            if (stage.schedule.t_r, stage.schedule.t_c) != grid.shape:
+                continue
+            e = stage.events[self._moving(stage.events, op, tensor)]
+            e = e[(e["i"] >= 0) & (e["j"] >= 0)]
+            np.add.at(grid, (e["i"], e["j"]), e["bytes"] * stage.repeat)
+        return grid
+
+    def by_outer(self, op: str | None = None, tensor: str | None = None) -> int:
+        """Requested bytes that belong to an outer step rather than to a tile."""
+        return self.bytes(op, tensor) - int(self.by_tile(op, tensor).sum())
+
+    def by_head(self) -> np.ndarray:
+        """Requested bytes of each query head, int64 (batch * heads,).
+
+        What a walk moves for a whole group of query heads counts for the group's first one.
+        """
+        totals = np.zeros(self.problem.batch * self.problem.heads, np.int64)
+        for stage in self.stages:
+            e = stage.events[self._moving(stage.events)]
+            one = np.bincount(e["head"], weights=e["bytes"], minlength=1).astype(np.int64)
+            first = np.arange(stage.repeat) * stage.stride
+            for member, nbytes in enumerate(one):
+                totals[first + member] += nbytes
+        return totals
+
+    @staticmethod
+    def _moving(events: np.ndarray, op: str | None = None, tensor: str | None = None) -> np.ndarray:
+        traffic.check_names(op, tensor)
+        chosen = np.isin(events["op"], TRANSFERS if op is None else OPS.index(op))
+        if tensor is not None:
+            chosen &= events["tensor"] == CODES[tensor]
+        return chosen
+
+    # -- work -----------------------------------------------------------------------------------
+
+    @cached_property
+    def _work(self) -> tuple[dict[str, int], dict[str, int]]:
+        """FLOPs by kind and on-chip bytes, priced from the visits and steps that were executed."""
+        flops: dict[str, int] = {}
+        chip: dict[str, int] = {}
+        for stage in self.stages:
+            work = stage_work(self.problem, self.algorithm, self.direction, stage.name)
+            done = stage.events[stage.events["op"] == COMPUTE]
+            visited = done[done["visit"] >= 0]
+            outer = done[done["visit"] < 0]
+            for ops, tiles in ((work.visit, visited), (work.outer, outer)):
+                extent = self._extent(stage.schedule, tiles)
+                for total, part in (
+                    (flops, total_flops(ops, *extent)),
+                    (chip, on_chip_bytes(ops, stage.stage, *extent)),
+                ):
+                    for key, value in part.items():
+                        total[key] = total.get(key, 0) + value * stage.repeat
+        return flops, chip
+
+    def _extent(self, schedule: Schedule, tiles: np.ndarray) -> tuple[int, int, int]:
+        """Sums of rows, columns and scores over executed visits, or over outer steps.
+
+        A step with queries outside spans its sequence's keys (standard attention's softmax does
+        work on whole rows); no algorithm computes in a step with keys outside.
+        """
+        i, j = tiles["i"], tiles["j"]
+        if (i < 0).any():
+            return 0, 0, 0
+        r = (schedule.rows[i, 1] - schedule.rows[i, 0]).astype(np.int64)
+        whole = j < 0
+        c = np.where(whole, schedule.key_counts[i], schedule.cols[j, 1] - schedule.cols[j, 0])
+        return int(r.sum()), int(c.sum()), int((r * c).sum())
+
+    def flops(self, kind: str | None = None) -> int:
+        """FLOPs executed, all heads; of one kind (see `work.KINDS`) or all together."""
+        return traffic.select_kind(self._work[0], kind)
+
+    def on_chip(self, op: str | None = None) -> int:
+        """Bytes read from ("read") and written to ("write") SRAM by tile operations."""
+        return traffic.select_chip(self._work[1], op)
+
+    def intensity(self) -> float:
+        """Arithmetic intensity: FLOPs for each requested byte of HBM."""
+        return self.flops() / self.bytes()
+
+    # -- SRAM -----------------------------------------------------------------------------------
+
+    def sram_timeline(self, stage: str | None = None) -> tuple[list[str], np.ndarray]:
+        """What one walk keeps on chip, event by event.
+
+        Returns
+        -------
+        names : list of str
+            Buffers.
+        held : ndarray of int64, shape (events, len(names))
+            Bytes held by each buffer after each event of the stage (default: the main one).
+        """
+        events = (self.main_stage if stage is None else self.stage(stage)).events
+        gain = _gain(events)
+        owner = _buffer_of(events["tensor"])
+        names = [TENSORS[code] for code in np.unique(owner[gain != 0])]
+        held = np.zeros((len(events), len(names)), np.int64)
+        for column, name in enumerate(names):
+            held[:, column] = np.cumsum(np.where(owner == CODES[name], gain, 0))
+        return names, held
+
+    def peak_sram(self) -> int:
+        """Most bytes that one thread block held on chip at any time, over all stages."""
+        peaks = [np.cumsum(_gain(stage.events)).max(initial=0) for stage in self.stages]
+        return int(max(peaks, default=0))
+
+    # -- over time ------------------------------------------------------------------------------
+
+    def cumulative(self) -> np.ndarray:
+        """Requested bytes of one walk of each stage, summed up visit by visit, all stages.
+
+        Entry v is what has moved when v visits have ended; transfers outside visits count with
+        the visit that they precede (or, at the end of a stage, the one they follow).
+        """
+        per_visit = [np.zeros(1, np.int64)]
+        for stage in self.stages:
+            e = stage.events
+            ended = np.cumsum((e["op"] == COMPUTE) & (e["visit"] >= 0))
+            n = int(ended[-1]) if len(ended) else 0
+            slot = np.minimum(ended, max(n - 1, 0))
+            sums = np.zeros(max(n, 1), np.int64)
+            np.add.at(sums, slot, np.where(np.isin(e["op"], TRANSFERS), e["bytes"], 0))
+            per_visit.append(sums)
+        return np.cumsum(np.concatenate(per_visit))
+
+    @cached_property
+    def _steps(self) -> list[tuple[int, int]]:
+        """(stage, position of the visit's compute event) of each visit, in order."""
+        return [
+            (number, int(position))
+            for number, stage in enumerate(self.stages)
+            for position in np.flatnonzero(
+                (stage.events["op"] == COMPUTE) & (stage.events["visit"] >= 0)
+            )
+        ]
+
+    @property
+    def n_visits(self) -> int:
+        """Visits in one walk of every stage: the steps of an animation."""
+        return len(self._steps)
+
+    def frame(self, step: int = -1, head: int = 0) -> Frame:
+        """The state right after visit `step` (negative counts from the end) of one head.
+
+        Raises
+        ------
+        TraceError
+            If there is no such step.
+        """
+        steps = self._steps
+        if not -len(steps) <= step < len(steps):
+            raise TraceError(f"step must be between 0 and {len(steps) - 1}, got {step}")
+        step %= len(steps)
+        number, position = steps[step]
+        stage = self.stages[number]
+        events = stage.events[: position + 1]
+        seen = events[(events["op"] == COMPUTE) & (events["visit"] >= 0)]
+        order = np.full((stage.schedule.t_r, stage.schedule.t_c), np.nan)
+        order[seen["i"], seen["j"]] = np.arange(len(seen))
+        moved: dict[str, int] = {}
+        flops = 0
+        for at, part in ((n, self.stages[n]) for n in range(number + 1)):
+            e = part.events if at < number else events
+            for op in TRANSFERS:
+                for code in np.unique(e["tensor"][e["op"] == op]):
+                    key = f"{OPS[op]} {TENSORS[code]}"
+                    chosen = (e["op"] == op) & (e["tensor"] == code)
+                    moved[key] = moved.get(key, 0) + int(e["bytes"][chosen].sum())
+            work = stage_work(self.problem, self.algorithm, self.direction, part.name)
+            done = e[(e["op"] == COMPUTE) & (e["visit"] >= 0)]
+            flops += sum(total_flops(work.visit, *self._extent(part.schedule, done)).values())
+        gain, owner = _gain(events), _buffer_of(events["tensor"])
+        on_chip = {
+            TENSORS[code]: int(gain[owner == code].sum()) for code in np.unique(owner[gain != 0])
+        }
+        last = events[position]
+        return Frame(
+            step=step,
+            stage=stage.name,
+            i=int(last["i"]),
+            j=int(last["j"]),
+            head=head + int(last["head"]),
+            order=order,
+            hbm_bytes=sum(moved.values()),
+            moved=moved,
+            on_chip={name: size for name, size in on_chip.items() if size},
+            flops=flops,
+        )
+
+    # -- against others -------------------------------------------------------------------------
+
+    def predicted(self) -> Traffic:
+        """The closed form for the same schedule: what `flashsim.count` says."""
+        first = self.stages[0].schedule
+        return traffic.count_schedule(
+            self.problem, first.tiling, self.algorithm, self.direction, self.device, first.key_order
+        )
+
+    def diff(self, other: Trace | Traffic) -> dict[tuple[str, str, str], tuple[int, int]]:
+        """Where two differ: ``{(stage, op, tensor): (ours, theirs)}``; empty if they agree."""
+        ours, theirs = self.transfers, other.transfers
+        return {
+            key: (ours.get(key, 0), theirs.get(key, 0))
+            for key in sorted({*ours, *theirs})
+            if ours.get(key, 0) != theirs.get(key, 0)
+        }
+
+    def same_events(self, other: Trace) -> bool:
+        """Whether two traces have the same stages and, walk for walk, the same events."""
+        return [s.name for s in self.stages] == [s.name for s in other.stages] and np.array_equal(
+            self.events, other.events
+        )
+
+    # -- to and from disk -----------------------------------------------------------------------
+
+    def save(self, path) -> None:
+        """Write a versioned ``.npz`` (no pickle) that `Trace.load` reads back."""
+        from flashsim.tracefile import save
+
+        save(self, path)
+
+    @staticmethod
+    def load(path) -> Trace:
+        """Read a trace file.
+
+        Raises
+        ------
+        TraceError
+            If the file is truncated, is not a trace, or comes from a newer flashsim.
+        """
+        from flashsim.tracefile import load
+
+        return load(path)
+
+    # -- for people -----------------------------------------------------------------------------
+
+    def table(self) -> report.Table:
+        """Bytes by tensor and direction, FLOPs, intensity and peak SRAM, as a table."""
+        return traffic.summary(self)
+
+    def __iter__(self) -> Iterator[np.void]:
+        return iter(self.events)
+
+    def __len__(self) -> int:
+        return self.n_events
+
+    def __repr__(self) -> str:
+        return (
+            f"<Trace {self.algorithm} {self.direction} on {self.backend}: {self.n_events:,} events,"
+            f" {self.bytes():,} B requested>"
+        )
+
+    def __str__(self) -> str:
+        return self.table().text()
+
+    def _repr_html_(self) -> str:
+        return self.table().html()
+
+
+def _gain(events: np.ndarray) -> np.ndarray:
+    """Change of what SRAM holds, in bytes, at each event."""
+    on = (events["op"] == LOAD) | (events["op"] == ALLOC)
+    off = events["op"] == FREE
+    return np.where(on, events["bytes"], 0) - np.where(off, events["bytes"], 0)
+
+
+def _buffer_of(codes: np.ndarray) -> np.ndarray:
+    """The on-chip buffer a tensor is loaded into: an accumulator's is named without `_acc`."""
+    table = np.array([CODES[name.removesuffix("_acc")] for name in TENSORS])
+    return table[codes]

@@ -1,0 +1,472 @@
+"""Traffic in closed form: what a schedule moves, computed without moving anything.
+
+Every term is a sentence about an algorithm: "with queries outside, K is read once for each visit"
+is ``load K: heads * row_cols * d * e``. The sums over a schedule's visits (`Schedule.sums`) cost
+O(row tiles) for causal and windowed problems, so a million queries take milliseconds. Nothing here
+shares code with the simulator; the tests assert that the two are equal as integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from flashsim import plans, report
+from flashsim.errors import OptionError, choices
+from flashsim.hardware import Device
+from flashsim.problem import Problem
+from flashsim.schedule import Schedule
+from flashsim.tiling import Tiling, is_strip
+from flashsim.work import KINDS, on_chip_bytes, stage_work, total_flops
+
+if TYPE_CHECKING:
+    from flashsim.trace import Trace
+
+OPS = ("load", "store", "reduce")
+Transfers = Mapping[tuple[str, str, str], int]
+
+
+class Traffic:
+    """What a schedule would move and compute. Answers by the same names as `Trace`.
+
+    Attributes
+    ----------
+    problem, tiling, algorithm, direction, device
+        What was counted.
+    transfers : dict
+        Requested bytes over all heads, ``{(stage, op, tensor): bytes}``.
+    """
+
+    backend = "closed form"
+
+    def __init__(
+        self,
+        problem: Problem,
+        tiling: Tiling,
+        algorithm: str,
+        direction: str,
+        device: Device,
+        key_order: str = "ascending",
+    ) -> None:
+        self.problem, self.tiling, self.device = problem, tiling, device
+        self.algorithm, self.direction = algorithm, direction
+        self.stages = plans.stages(problem, algorithm, direction)
+        walks = {(s.outer, s.dense) for s in self.stages}
+        self._schedules = {
+            key: Schedule(problem, tiling, key[0], key_order, key[1])  # type: ignore[arg-type]
+            for key in walks
+        }
+        self.transfers: dict[tuple[str, str, str], int] = {}
+        forms = _Forms(problem)
+        table = forms.forward if direction == "forward" else forms.backward
+        for stage in self.stages:
+            for (op, tensor), nbytes in table(algorithm, stage.name, self.schedule(stage)).items():
+                if nbytes:
+                    self.transfers[stage.name, op, tensor] = nbytes
+
+    def schedule(self, stage: plans.Stage) -> Schedule:
+        """The walk of one stage."""
+        return self._schedules[stage.outer, stage.dense]
+
+    def bytes(self, op: str | None = None, tensor: str | None = None) -> int:
+        """Requested bytes between HBM and SRAM, all heads: of one operation and tensor, or all."""
+        return select(self.transfers, op, tensor)
+
+    def by_tensor(self) -> dict[str, dict[str, int]]:
+        """``{tensor: {op: bytes}}`` over all heads and stages."""
+        return by_tensor(self.transfers)
+
+    def compulsory(self) -> int:
+        """Bytes that any algorithm must move: each input read once, each output written once."""
+        return compulsory(self.problem, self.direction)
+
+    def _work(self) -> tuple[dict[str, int], dict[str, int]]:
+        flops: dict[str, int] = {}
+        chip: dict[str, int] = {}
+        p = self.problem
+        for stage in self.stages:
+            work = stage_work(p, self.algorithm, self.direction, stage.name)
+            sums = self.schedule(stage).sums
+            repeat = p.batch * p.heads
+            for ops, extent in (
+                (work.visit, (sums.col_rows, sums.row_cols, sums.area)),
+                (work.outer, (p.n_q, 0, sums.area if is_strip(stage) else 0)),
+            ):
+                for total, part in (
+                    (flops, total_flops(ops, *extent)),
+                    (chip, on_chip_bytes(ops, stage, *extent)),
+                ):
+                    for key, value in part.items():
+                        total[key] = total.get(key, 0) + value * repeat
+        return flops, chip
+
+    def flops(self, kind: str | None = None) -> int:
+        """FLOPs executed, all heads; of one kind (see `work.KINDS`) or all together."""
+        return select_kind(self._work()[0], kind)
+
+    def on_chip(self, op: str | None = None) -> int:
+        """Bytes read from ("read") and written to ("write") SRAM by tile operations."""
+        return select_chip(self._work()[1], op)
+
+    def intensity(self) -> float:
+        """Arithmetic intensity: FLOPs for each requested byte of HBM."""
+        return self.flops() / self.bytes()
+
+    def peak_sram(self) -> int:
+        """Most bytes that one thread block holds on chip at any time, over all stages."""
+        return max(self._peak(stage) for stage in self.stages)
+
+    def _peak(self, stage: plans.Stage) -> int:
+        if is_strip(stage):
+            row = sum(b.per_row for b in stage.buffers)
+            return row * strip_rows(stage, self.schedule(stage), self.device)
+        own, inner = self.schedule(stage).extents()
+        rows, cols = (own, inner) if stage.outer == "queries" else (inner, own)
+        held = sum(b.nbytes(rows, cols) * (inner > 0 if b.visit else 1) for b in stage.buffers)
+        return int(max(held, default=0)) if stage.buffers else 0
+
+    def saved(self) -> int:
+        """Bytes kept in HBM from forward to backward: inputs, output, statistics, or S and P."""
+        return saved(self.problem, self.algorithm)
+
+    def workspace(self) -> int:
+        """Bytes of HBM used besides inputs, outputs and what is saved: accumulators, dP, dS."""
+        return workspace(self.problem, self.algorithm, self.direction)
+
+    def table(self) -> report.Table:
+        """Bytes by tensor and direction, FLOPs, intensity and peak SRAM, as a table."""
+        return summary(self)
+
+    def __repr__(self) -> str:
+        return f"<Traffic {self.algorithm} {self.direction}: {self.bytes():,} B requested>"
+
+    def __str__(self) -> str:
+        return self.table().text()
+
+    def _repr_html_(self) -> str:
+        return self.table().html()
+
+
+def count_schedule(
+    problem: Problem,
+    tiling: Tiling,
+    algorithm: str,
+    direction: str,
+    device: Device,
+    key_order: str = "ascending",
+) -> Traffic:
+    """The closed form of one algorithm under one tiling.
+
+    Raises
+    ------
+    SramOverflow
+        If a stage does not fit on the device's chip.
+    """
+    tiling.check(problem, device, algorithm, direction)
+    return Traffic(problem, tiling, algorithm, direction, device, key_order)
+
+
+class _Forms:
+    """Requested bytes of each stage. e, a: bytes of an element and of an accumulator in HBM."""
+
+    def __init__(self, p: Problem) -> None:
+        self.p = p
+        self.e, self.a = p.itemsize, p.compute_itemsize
+        self.heads, self.kv_heads = p.batch * p.heads, p.batch * p.kv_heads
+        self.lead = p.bias[0] * p.bias[1] if p.bias else 0
+        # A float32 (or float64) problem accumulates in the result itself.
+        self.acc = "" if self.e == self.a else "_acc"
+
+    # One tensor, whole, once: bytes over all heads.
+    def q(self, item: int) -> int:
+        return self.heads * self.p.n_q * self.p.head_dim * item
+
+    def o(self, item: int) -> int:
+        return self.heads * self.p.n_q * self.p.head_dim_v * item
+
+    def k(self) -> int:
+        return self.kv_heads * self.p.n_kv * self.p.head_dim * self.e
+
+    def v(self) -> int:
+        return self.kv_heads * self.p.n_kv * self.p.head_dim_v * self.e
+
+    def stat(self) -> int:
+        return self.heads * self.p.n_q * self.a
+
+    def matrix(self, item: int) -> int:
+        return self.lead * self.p.n_q * self.p.n_kv * item
+
+    def forward(self, algorithm: str, stage: str, s: Schedule) -> dict[tuple[str, str], int]:
+        h, e, a, d, dv, sums = (
+            self.heads,
+            self.e,
+            self.a,
+            self.p.head_dim,
+            self.p.head_dim_v,
+            s.sums,
+        )
+        bias = {("load", "bias"): h * sums.area * e} if self.lead else {}
+        keys = {("load", "K"): h * sums.row_cols * d * e}
+        values = {("load", "V"): h * sums.row_cols * dv * e}
+        scores = h * sums.area * e
+        if stage == "scores":
+            return {("load", "Q"): self.q(e), **keys, **bias, ("store", "S"): scores}
+        if stage == "softmax":
+            return {("load", "S"): scores, ("store", "P"): scores}
+        if stage == "output":
+            return {("load", "P"): scores, **values, ("store", "O"): self.o(e)}
+        o_acc = "O" + self.acc
+        if stage == "init":
+            return {
+                ("store", o_acc): self.o(a),
+                ("store", "l"): self.stat(),
+                ("store", "m"): self.stat(),
+            }
+        if stage == "convert":
+            return {("load", "O_acc"): self.o(a), ("store", "O"): self.o(e)}
+        if algorithm == "flash1":
+            rows = h * sums.col_rows
+            state = {o_acc: rows * dv * a, "l": rows * a, "m": rows * a}
+            return {
+                ("load", "K"): h * self.p.n_kv * d * e,
+                ("load", "V"): h * self.p.n_kv * dv * e,
+                ("load", "Q"): rows * d * e,
+                **{("load", name): size for name, size in state.items()},
+                **{("store", name): size for name, size in state.items()},
+                **bias,
+            }
+        return {
+            ("load", "Q"): self.q(e),
+            **keys,
+            **values,
+            **bias,
+            ("store", "O"): self.o(e),
+            ("store", "L"): self.stat(),
+        }
+
+    def backward(self, algorithm: str, stage: str, s: Schedule) -> dict[tuple[str, str], int]:
+        h, e, a, d, dv, sums = (
+            self.heads,
+            self.e,
+            self.a,
+            self.p.head_dim,
+            self.p.head_dim_v,
+            s.sums,
+        )
+        dq_acc, dbias_acc = "dQ" + self.acc, "dBias" + self.acc
+        scores, rows, cols = h * sums.area * e, h * sums.col_rows, h * sums.row_cols
+        bias = {("load", "bias"): scores} if self.lead else {}
+        dbias = {("reduce", dbias_acc): h * sums.area * a} if self.lead else {}
+        if stage == "clear_dbias":
+            return {("store", dbias_acc): self.matrix(a)}
+        if stage == "convert_dbias":
+            return {("load", "dBias_acc"): self.matrix(a), ("store", "dBias"): self.matrix(e)}
+        if stage == "init":
+            return {("store", dq_acc): self.q(a)}
+        if stage == "convert":
+            return {("load", "dQ_acc"): self.q(a), ("store", "dQ"): self.q(e)}
+        if stage == "delta":
+            clear = {("store", dq_acc): self.q(a)} if algorithm == "flash2-fused" else {}
+            return {
+                ("load", "O"): self.o(e),
+                ("load", "dO"): self.o(e),
+                ("store", "delta"): self.stat(),
+                **clear,
+            }
+        if algorithm == "standard":
+            return self._standard_backward(stage, scores, rows, cols, dbias)
+        stats = {("load", name): rows * a for name in ("L", "delta")}
+        if stage == "dq":
+            return {
+                ("load", "Q"): self.q(e),
+                ("load", "dO"): self.o(e),
+                ("load", "L"): self.stat(),
+                ("load", "delta"): self.stat(),
+                ("load", "K"): cols * d * e,
+                ("load", "V"): cols * dv * e,
+                **bias,
+                **dbias,
+                ("store", "dQ"): self.q(e),
+            }
+        shared = {
+            ("load", "K"): self.k(),
+            ("load", "V"): self.v(),
+            ("load", "Q"): rows * d * e,
+            ("load", "dO"): rows * dv * e,
+            **bias,
+            ("store", "dK"): self.k(),
+            ("store", "dV"): self.v(),
+        }
+        if stage == "dkdv":
+            return {**shared, **stats}
+        if stage == "fused":
+            return {**shared, **stats, **dbias, ("reduce", dq_acc): rows * d * a}
+        return {  # FlashAttention-1
+            **shared,
+            **dbias,
+            ("load", "O"): rows * dv * e,
+            ("load", "l"): rows * a,
+            ("load", "m"): rows * a,
+            ("load", dq_acc): rows * d * a,
+            ("store", dq_acc): rows * d * a,
+        }
+
+    def _standard_backward(
+        self, stage: str, scores: int, rows: int, cols: int, dbias: dict[tuple[str, str], int]
+    ) -> dict[tuple[str, str], int]:
+        e, d, dv = self.e, self.p.head_dim, self.p.head_dim_v
+        if stage == "dv":
+            return {("load", "P"): scores, ("load", "dO"): rows * dv * e, ("store", "dV"): self.v()}
+        if stage == "dp":
+            return {
+                ("load", "dO"): self.o(e),
+                ("load", "V"): cols * dv * e,
+                ("store", "dP"): scores,
+            }
+        if stage == "ds":
+            capped = {("load", "S"): scores} if self.p.softcap else {}
+            if self.p.softcap and self.lead:
+                capped["load", "bias"] = scores
+            return {
+                **capped,
+                ("load", "P"): scores,
+                ("load", "dP"): scores,
+                ("store", "dS"): scores,
+                **dbias,
+            }
+        if stage == "dq":
+            return {
+                ("load", "dS"): scores,
+                ("load", "K"): cols * d * e,
+                ("store", "dQ"): self.q(e),
+            }
+        return {("load", "dS"): scores, ("load", "Q"): rows * d * e, ("store", "dK"): self.k()}
+
+
+# -- bounds and memory ----------------------------------------------------------------------------
+
+
+def compulsory(problem: Problem, direction: str = "forward") -> int:
+    """Bytes that any algorithm must move: each input read once, each output written once.
+
+    Forward: q, k, v (and bias) in, out and LSE out. Backward: those inputs, out, dout and LSE in;
+    dq, dk, dv (and the bias's gradient) out.
+    """
+    f = _Forms(problem)
+    inputs = f.q(f.e) + f.k() + f.v() + f.matrix(f.e)
+    if direction == "forward":
+        return inputs + f.o(f.e) + f.stat()
+    return 2 * inputs + 2 * f.o(f.e) + f.stat()
+
+
+def saved(problem: Problem, algorithm: str) -> int:
+    """Bytes of HBM kept from forward to backward, the inputs included.
+
+    Standard attention keeps P (and, with a softcap, S): O(N^2). FlashAttention-1 keeps out, l and
+    m, FlashAttention-2 keeps out and LSE: O(N).
+    """
+    plans.check_algorithm(algorithm)
+    f = _Forms(problem)
+    inputs = f.q(f.e) + f.k() + f.v() + f.matrix(f.e)
+    if algorithm == "standard":
+        return inputs + _score_matrix(f) * (2 if problem.softcap else 1)
+    return inputs + f.o(f.e) + f.stat() * (2 if algorithm == "flash1" else 1)
+
+
+def workspace(problem: Problem, algorithm: str, direction: str = "forward") -> int:
+    """Bytes of HBM a pass uses besides its inputs, its outputs and what is saved."""
+    plans.check_algorithm(algorithm)
+    f = _Forms(problem)
+    wide = f.e != f.a  # accumulators in HBM need room of their own
+    if direction == "forward":
+        if algorithm == "standard":
+            return _score_matrix(f) * (0 if problem.softcap else 1)  # S; P is saved
+        return f.o(f.a) * (wide and algorithm == "flash1")
+    dbias = f.matrix(f.a) * wide
+    if algorithm == "standard":
+        return 2 * _score_matrix(f) + dbias  # dP, dS
+    delta = 0 if algorithm == "flash1" else f.stat()
+    return delta + dbias + f.q(f.a) * (wide and algorithm != "flash2")
+
+
+def _score_matrix(f: _Forms) -> int:
+    spans = f.p.sequences
+    return f.heads * f.e * sum((s.q_stop - s.q_start) * (s.k_stop - s.k_start) for s in spans)
+
+
+def strip_rows(stage: plans.Stage, schedule: Schedule, device: Device) -> int:
+    """Whole score rows that a strip stage keeps on chip at a time."""
+    row = sum(b.per_row for b in stage.buffers)
+    tallest = int((schedule.rows[:, 1] - schedule.rows[:, 0]).max())
+    return max(1, min(tallest, device.sram_bytes // row))
+
+
+# -- questions that Trace and Traffic answer alike -------------------------------------------------
+
+
+def check_names(op: str | None, tensor: str | None) -> None:
+    """Raise `OptionError` unless both name something that exists."""
+    from flashsim.trace import TENSORS
+
+    if op is not None and op not in OPS:
+        raise OptionError(f"unknown operation {op!r}; {choices(op, OPS)}")
+    if tensor is not None and tensor not in TENSORS[1:]:
+        raise OptionError(f"unknown tensor {tensor!r}; {choices(tensor, TENSORS[1:])}")
+
+
+def select(transfers: Transfers, op: str | None, tensor: str | None) -> int:
+    """Bytes of one operation and tensor, or of all."""
+    check_names(op, tensor)
+    return sum(
+        nbytes
+        for (_, its_op, its_tensor), nbytes in transfers.items()
+        if op in (None, its_op) and tensor in (None, its_tensor)
+    )
+
+
+def select_kind(flops: Mapping[str, int], kind: str | None) -> int:
+    """FLOPs of one kind, or of all."""
+    if kind is None:
+        return sum(flops.values())
+    if kind not in KINDS:
+        raise OptionError(f"unknown kind of FLOP {kind!r}; {choices(kind, KINDS)}")
+    return flops.get(kind, 0)
+
+
+def select_chip(chip: Mapping[str, int], op: str | None) -> int:
+    """On-chip bytes read or written, or both."""
+    if op is None:
+        return sum(chip.values())
+    if op not in ("read", "write"):
+        raise OptionError(f"unknown on-chip operation {op!r}; {choices(op, ('read', 'write'))}")
+    return chip.get(op, 0)
+
+
+def by_tensor(transfers: Transfers) -> dict[str, dict[str, int]]:
+    """``{tensor: {op: bytes}}``."""
+    result: dict[str, dict[str, int]] = {}
+    for (_, op, tensor), nbytes in transfers.items():
+        row = result.setdefault(tensor, dict.fromkeys(OPS, 0))
+        row[op] += nbytes
+    return result
+
+
+def summary(source: Traffic | Trace) -> report.Table:
+    """The table that `print(trace)` shows."""
+    p, tables = source.problem, source.by_tensor()
+    table = report.Table(
+        f"{source.algorithm} {source.direction} ({source.backend}): {p.batch} x {p.heads} heads, "
+        f"{p.n_q:,} x {p.n_kv:,}, d={p.head_dim}, {p.dtype}, tiles {source.tiling}, "
+        f"{source.device.name}",
+        ("tensor", "load B", "store B", "reduce B", "total B"),
+        note=(
+            f"compulsory {source.compulsory():,} B · {source.flops():,} FLOPs "
+            f"(matmul {source.flops('matmul'):,}) · {source.intensity():.4g} FLOP/B · "
+            f"on chip {source.on_chip():,} B, peak {source.peak_sram():,} B a block"
+        ),
+    )
+    for tensor, row in tables.items():
+        table.rows.append((tensor, *(row[op] for op in OPS), sum(row.values())))
+    totals = [source.bytes(op) for op in OPS]
+    table.rows.append(("all", *totals, sum(totals)))
+    return table

@@ -1,0 +1,1 @@
+"""Plots, animations and pages of traces. Matplotlib is imported here and nowhere else."""
