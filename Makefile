@@ -1,0 +1,39 @@
+# The two commands of the README are `make demo` and `make test`; both build their own environment.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+JOBS ?= 2
+
+.PHONY: demo test lint unit wheel bench gallery clean
+
+demo: $(VENV)/.installed
+	$(BIN)/flashsim demo --out out
+
+# Everything CI runs: format, lint, types, the suite with coverage, and the wheel installed elsewhere.
+test: lint unit wheel
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+unit: $(VENV)/.dev
+	$(BIN)/python -m pytest -n $(JOBS) --cov --cov-report=term --cov-fail-under=95
+
+wheel: $(VENV)/.dev
+	$(BIN)/python tests/wheel.py
+
+bench: $(VENV)/.dev
+	$(BIN)/python benchmarks/trace.py
+
+$(VENV)/.installed: setup.cfg pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.installed
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e .[dev]
+	touch $@
+
+clean:
+	rm -rf $(VENV) out build dist *.egg-info
