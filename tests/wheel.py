@@ -1,4 +1,4 @@
-"""Build the wheel, install it in a fresh environment elsewhere, import it and run the command.
+"""Build the sdist, the wheel from it, install that in a fresh environment and use it there.
 
 `python tests/wheel.py`; part of `make test`. An editable install would hide a file that the wheel
 lacks, so this looks at the wheel alone, from a directory where no source lies.
@@ -44,7 +44,7 @@ def main() -> None:
     """Raise `CalledProcessError` at the first step that fails."""
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
-        run(sys.executable, "-m", "build", "-q", "--wheel", "--outdir", place, ROOT, cwd=place)
+        run(sys.executable, "-m", "build", "-q", "--outdir", place, ROOT, cwd=place)
         (wheel,) = place.glob("flashsim-*.whl")
         venv.create(place / "env", with_pip=True)
         python = place / "env" / "bin" / "python"
