@@ -415,6 +415,7 @@ def _trace(job: Job, outcome: Outcome, direction: str, backend: str) -> Trace | 
         backend,
         outcome.stages,
         provenance,
+        outcome.timeline,
     )
 
 

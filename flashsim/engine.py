@@ -63,8 +63,8 @@ class Outcome:
         What ran, for people: "simulator", a kernel's name.
     saved : dict
         What the engine's `backward` wants back, besides the job.
-    timeline : ndarray or None
-        Where and when each visit ran on a GPU, from ``trace="timeline"``.
+    timeline : ndarray of dtype `events.TIMELINE`, or None
+        Where and when each part of each visit ran on a GPU, from ``trace="timeline"``.
     """
 
     arrays: dict[str, Any]

@@ -1,92 +1,40 @@
 """`Trace`: what was moved and computed, event by event, and the questions one asks of it.
 
-An event is 28 bytes: operation, tensor, level, stage, head, i, j, visit, bytes. Since every head
-makes the same walk, a stage keeps the events of one walk and how often it is made; `events` spells
+Since every head makes the same walk, a stage keeps the events of one walk and how often it is made; `events` spells
 them all out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from flashsim import plans, report, traffic
+from flashsim import report, traffic
 from flashsim.errors import OptionError, TraceError, choices
+from flashsim.events import (
+    CODES,
+    COMPUTE,
+    EVENT,
+    OPS,
+    TENSORS,
+    TRANSFERS,
+    StageTrace,
+    buffer_of,
+    gain,
+)
 from flashsim.hardware import Device
 from flashsim.problem import Problem
 from flashsim.schedule import Schedule
 from flashsim.traffic import Traffic
 from flashsim.work import on_chip_bytes, stage_work, total_flops
 
-#: Operations. `load`, `store` and `reduce` move bytes between HBM and SRAM; the others are on chip.
-OPS = ("load", "store", "reduce", "alloc", "free", "compute")
-LOAD, STORE, REDUCE, ALLOC, FREE, COMPUTE = range(len(OPS))
-TRANSFERS = (LOAD, STORE, REDUCE)
-LEVELS = ("hbm", "sram")
-#: Tensors by the papers' names. `_acc`: an accumulator in HBM, in the accumulator type.
-TENSORS = (
-    *("-", "Q", "K", "V", "O", "L", "m", "l", "O_acc", "S", "P", "dO", "delta", "dQ", "dK", "dV"),
-    *("dQ_acc", "dP", "dS", "bias", "dBias", "dBias_acc", "gate"),
-)
-CODES = {name: code for code, name in enumerate(TENSORS)}
-
-EVENT = np.dtype(
-    [
-        *((name, "u1") for name in ("op", "tensor", "level", "stage")),
-        *((name, "<i4") for name in ("head", "i", "j", "visit")),
-        ("bytes", "<i8"),
-    ]
-)
-
-
-@dataclass(frozen=True, eq=False)
-class StageTrace:
-    """The events of one stage: one walk, made `repeat` times, `stride` query heads apart.
-
-    In `events`, ``head`` counts from the walk's first query head.
-    """
-
-    stage: plans.Stage
-    schedule: Schedule
-    repeat: int
-    stride: int
-    events: np.ndarray
-
-    @classmethod
-    def build(
-        cls,
-        stage: plans.Stage,
-        schedule: Schedule,
-        repeat: int,
-        stride: int,
-        rows: Sequence[tuple[int, int, int, int, int, int, int]] | np.ndarray,
-    ) -> StageTrace:
-        """From rows of (op, tensor, member, i, j, visit, bytes)."""
-        table = np.asarray(rows, np.int64).reshape(-1, 7)
-        events = np.zeros(len(table), EVENT)
-        for column, name in enumerate(("op", "tensor", "head", "i", "j", "visit", "bytes")):
-            events[name] = table[:, column]
-        events["level"] = ~np.isin(events["op"], TRANSFERS)
-        events.setflags(write=False)
-        return cls(stage, schedule, repeat, stride, events)
-
-    @property
-    def name(self) -> str:
-        """The stage's name."""
-        return self.stage.name
-
-    def expand(self, number: int) -> np.ndarray:
-        """The events of every head; `number` is the stage's place in the trace."""
-        full = np.tile(self.events, self.repeat)
-        full["head"] += np.repeat(
-            np.arange(self.repeat, dtype=np.int32) * self.stride, len(self.events)
-        )
-        full["stage"] = number
-        return full
+__all__ = [
+    *("ALLOC", "CODES", "COMPUTE", "EVENT", "FREE", "LOAD", "OPS", "PHASES", "REDUCE", "ROLES"),
+    *("STORE", "TENSORS", "TIMELINE", "TRANSFERS", "Frame", "StageTrace", "Trace"),
+]
 
 
 class Frame(NamedTuple):
@@ -115,6 +63,8 @@ class Trace:
         One for each pass, in order.
     provenance : dict
         Versions and how the trace came about.
+    timeline : ndarray of dtype `TIMELINE`, or None
+        Where and when each part of each visit ran on a GPU, from ``trace="timeline"``.
     """
 
     def __init__(
@@ -126,11 +76,13 @@ class Trace:
         backend: str,
         stages: Sequence[StageTrace],
         provenance: Mapping[str, str] | None = None,
+        timeline: np.ndarray | None = None,
     ) -> None:
         self.problem, self.device = problem, device
         self.algorithm, self.direction, self.backend = algorithm, direction, backend
         self.stages = tuple(stages)
         self.provenance = dict(provenance or {})
+        self.timeline = timeline
 
     # -- events ---------------------------------------------------------------------------------
 
@@ -312,17 +264,17 @@ class Trace:
             Bytes held by each buffer after each event of the stage (default: the main one).
         """
         events = (self.main_stage if stage is None else self.stage(stage)).events
-        gain = _gain(events)
-        owner = _buffer_of(events["tensor"])
-        names = [TENSORS[code] for code in np.unique(owner[gain != 0])]
+        change = gain(events)
+        owner = buffer_of(events["tensor"])
+        names = [TENSORS[code] for code in np.unique(owner[change != 0])]
         held = np.zeros((len(events), len(names)), np.int64)
         for column, name in enumerate(names):
-            held[:, column] = np.cumsum(np.where(owner == CODES[name], gain, 0))
+            held[:, column] = np.cumsum(np.where(owner == CODES[name], change, 0))
         return names, held
 
     def peak_sram(self) -> int:
         """Most bytes that one thread block held on chip at any time, over all stages."""
-        peaks = [np.cumsum(_gain(stage.events)).max(initial=0) for stage in self.stages]
+        peaks = [np.cumsum(gain(stage.events)).max(initial=0) for stage in self.stages]
         return int(max(peaks, default=0))
 
     # -- over time ------------------------------------------------------------------------------
@@ -390,9 +342,10 @@ class Trace:
             work = stage_work(self.problem, self.algorithm, self.direction, part.name)
             done = e[(e["op"] == COMPUTE) & (e["visit"] >= 0)]
             flops += sum(total_flops(work.visit, *self._extent(part.schedule, done)).values())
-        gain, owner = _gain(events), _buffer_of(events["tensor"])
+        change, owner = gain(events), buffer_of(events["tensor"])
         on_chip = {
-            TENSORS[code]: int(gain[owner == code].sum()) for code in np.unique(owner[gain != 0])
+            TENSORS[code]: int(change[owner == code].sum())
+            for code in np.unique(owner[change != 0])
         }
         last = events[position]
         return Frame(
@@ -476,16 +429,3 @@ class Trace:
 
     def _repr_html_(self) -> str:
         return self.table().html()
-
-
-def _gain(events: np.ndarray) -> np.ndarray:
-    """Change of what SRAM holds, in bytes, at each event."""
-    on = (events["op"] == LOAD) | (events["op"] == ALLOC)
-    off = events["op"] == FREE
-    return np.where(on, events["bytes"], 0) - np.where(off, events["bytes"], 0)
-
-
-def _buffer_of(codes: np.ndarray) -> np.ndarray:
-    """The on-chip buffer a tensor is loaded into: an accumulator's is named without `_acc`."""
-    table = np.array([CODES[name.removesuffix("_acc")] for name in TENSORS])
-    return table[codes]

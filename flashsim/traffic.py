@@ -1,9 +1,8 @@
 """Traffic in closed form: what a schedule moves, computed without moving anything.
 
-Every term is a sentence about an algorithm: "with queries outside, K is read once for each visit"
-is ``load K: heads * row_cols * d * e``. The sums over a schedule's visits (`Schedule.sums`) cost
-O(row tiles) for causal and windowed problems, so a million queries take milliseconds. Nothing here
-shares code with the simulator; the tests assert that the two are equal as integers.
+The forms themselves stand in `forms`. The sums over a schedule's visits that they need cost O(row
+tiles) for causal and windowed problems, so a million queries take milliseconds. Nothing here shares
+code with the simulator; the tests assert that the two are equal as integers.
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from flashsim import plans, report
 from flashsim.errors import OptionError, choices
+from flashsim.events import TENSORS
+from flashsim.forms import Forms
 from flashsim.hardware import Device
 from flashsim.problem import Problem
 from flashsim.schedule import Schedule
@@ -57,7 +58,7 @@ class Traffic:
             for key in walks
         }
         self.transfers: dict[tuple[str, str, str], int] = {}
-        forms = _Forms(problem)
+        forms = Forms(problem)
         table = forms.forward if direction == "forward" else forms.backward
         for stage in self.stages:
             for (op, tensor), nbytes in table(algorithm, stage.name, self.schedule(stage)).items():
@@ -166,183 +167,6 @@ def count_schedule(
     return Traffic(problem, tiling, algorithm, direction, device, key_order)
 
 
-class _Forms:
-    """Requested bytes of each stage. e, a: bytes of an element and of an accumulator in HBM."""
-
-    def __init__(self, p: Problem) -> None:
-        self.p = p
-        self.e, self.a = p.itemsize, p.compute_itemsize
-        self.heads, self.kv_heads = p.batch * p.heads, p.batch * p.kv_heads
-        self.lead = p.bias[0] * p.bias[1] if p.bias else 0
-        # A float32 (or float64) problem accumulates in the result itself.
-        self.acc = "" if self.e == self.a else "_acc"
-
-    # One tensor, whole, once: bytes over all heads.
-    def q(self, item: int) -> int:
-        return self.heads * self.p.n_q * self.p.head_dim * item
-
-    def o(self, item: int) -> int:
-        return self.heads * self.p.n_q * self.p.head_dim_v * item
-
-    def k(self) -> int:
-        return self.kv_heads * self.p.n_kv * self.p.head_dim * self.e
-
-    def v(self) -> int:
-        return self.kv_heads * self.p.n_kv * self.p.head_dim_v * self.e
-
-    def stat(self) -> int:
-        return self.heads * self.p.n_q * self.a
-
-    def matrix(self, item: int) -> int:
-        return self.lead * self.p.n_q * self.p.n_kv * item
-
-    def forward(self, algorithm: str, stage: str, s: Schedule) -> dict[tuple[str, str], int]:
-        h, e, a, d, dv, sums = (
-            self.heads,
-            self.e,
-            self.a,
-            self.p.head_dim,
-            self.p.head_dim_v,
-            s.sums,
-        )
-        bias = {("load", "bias"): h * sums.area * e} if self.lead else {}
-        keys = {("load", "K"): h * sums.row_cols * d * e}
-        values = {("load", "V"): h * sums.row_cols * dv * e}
-        scores = h * sums.area * e
-        if stage == "scores":
-            return {("load", "Q"): self.q(e), **keys, **bias, ("store", "S"): scores}
-        if stage == "softmax":
-            return {("load", "S"): scores, ("store", "P"): scores}
-        if stage == "output":
-            return {("load", "P"): scores, **values, ("store", "O"): self.o(e)}
-        o_acc = "O" + self.acc
-        if stage == "init":
-            return {
-                ("store", o_acc): self.o(a),
-                ("store", "l"): self.stat(),
-                ("store", "m"): self.stat(),
-            }
-        if stage == "convert":
-            return {("load", "O_acc"): self.o(a), ("store", "O"): self.o(e)}
-        if algorithm == "flash1":
-            rows = h * sums.col_rows
-            state = {o_acc: rows * dv * a, "l": rows * a, "m": rows * a}
-            return {
-                ("load", "K"): h * self.p.n_kv * d * e,
-                ("load", "V"): h * self.p.n_kv * dv * e,
-                ("load", "Q"): rows * d * e,
-                **{("load", name): size for name, size in state.items()},
-                **{("store", name): size for name, size in state.items()},
-                **bias,
-            }
-        return {
-            ("load", "Q"): self.q(e),
-            **keys,
-            **values,
-            **bias,
-            ("store", "O"): self.o(e),
-            ("store", "L"): self.stat(),
-        }
-
-    def backward(self, algorithm: str, stage: str, s: Schedule) -> dict[tuple[str, str], int]:
-        h, e, a, d, dv, sums = (
-            self.heads,
-            self.e,
-            self.a,
-            self.p.head_dim,
-            self.p.head_dim_v,
-            s.sums,
-        )
-        dq_acc, dbias_acc = "dQ" + self.acc, "dBias" + self.acc
-        scores, rows, cols = h * sums.area * e, h * sums.col_rows, h * sums.row_cols
-        bias = {("load", "bias"): scores} if self.lead else {}
-        dbias = {("reduce", dbias_acc): h * sums.area * a} if self.lead else {}
-        if stage == "clear_dbias":
-            return {("store", dbias_acc): self.matrix(a)}
-        if stage == "convert_dbias":
-            return {("load", "dBias_acc"): self.matrix(a), ("store", "dBias"): self.matrix(e)}
-        if stage == "init":
-            return {("store", dq_acc): self.q(a)}
-        if stage == "convert":
-            return {("load", "dQ_acc"): self.q(a), ("store", "dQ"): self.q(e)}
-        if stage == "delta":
-            clear = {("store", dq_acc): self.q(a)} if algorithm == "flash2-fused" else {}
-            return {
-                ("load", "O"): self.o(e),
-                ("load", "dO"): self.o(e),
-                ("store", "delta"): self.stat(),
-                **clear,
-            }
-        if algorithm == "standard":
-            return self._standard_backward(stage, scores, rows, cols, dbias)
-        stats = {("load", name): rows * a for name in ("L", "delta")}
-        if stage == "dq":
-            return {
-                ("load", "Q"): self.q(e),
-                ("load", "dO"): self.o(e),
-                ("load", "L"): self.stat(),
-                ("load", "delta"): self.stat(),
-                ("load", "K"): cols * d * e,
-                ("load", "V"): cols * dv * e,
-                **bias,
-                **dbias,
-                ("store", "dQ"): self.q(e),
-            }
-        shared = {
-            ("load", "K"): self.k(),
-            ("load", "V"): self.v(),
-            ("load", "Q"): rows * d * e,
-            ("load", "dO"): rows * dv * e,
-            **bias,
-            ("store", "dK"): self.k(),
-            ("store", "dV"): self.v(),
-        }
-        if stage == "dkdv":
-            return {**shared, **stats}
-        if stage == "fused":
-            return {**shared, **stats, **dbias, ("reduce", dq_acc): rows * d * a}
-        return {  # FlashAttention-1
-            **shared,
-            **dbias,
-            ("load", "O"): rows * dv * e,
-            ("load", "l"): rows * a,
-            ("load", "m"): rows * a,
-            ("load", dq_acc): rows * d * a,
-            ("store", dq_acc): rows * d * a,
-        }
-
-    def _standard_backward(
-        self, stage: str, scores: int, rows: int, cols: int, dbias: dict[tuple[str, str], int]
-    ) -> dict[tuple[str, str], int]:
-        e, d, dv = self.e, self.p.head_dim, self.p.head_dim_v
-        if stage == "dv":
-            return {("load", "P"): scores, ("load", "dO"): rows * dv * e, ("store", "dV"): self.v()}
-        if stage == "dp":
-            return {
-                ("load", "dO"): self.o(e),
-                ("load", "V"): cols * dv * e,
-                ("store", "dP"): scores,
-            }
-        if stage == "ds":
-            capped = {("load", "S"): scores} if self.p.softcap else {}
-            if self.p.softcap and self.lead:
-                capped["load", "bias"] = scores
-            return {
-                **capped,
-                ("load", "P"): scores,
-                ("load", "dP"): scores,
-                ("store", "dS"): scores,
-                **dbias,
-            }
-        if stage == "dq":
-            return {
-                ("load", "dS"): scores,
-                ("load", "K"): cols * d * e,
-                ("store", "dQ"): self.q(e),
-            }
-        return {("load", "dS"): scores, ("load", "Q"): rows * d * e, ("store", "dK"): self.k()}
-
-
 # -- bounds and memory ----------------------------------------------------------------------------
 
 
@@ -352,7 +176,7 @@ def compulsory(problem: Problem, direction: str = "forward") -> int:
     Forward: q, k, v (and bias) in, out and LSE out. Backward: those inputs, out, dout and LSE in;
     dq, dk, dv (and the bias's gradient) out.
     """
-    f = _Forms(problem)
+    f = Forms(problem)
     inputs = f.q(f.e) + f.k() + f.v() + f.matrix(f.e)
     if direction == "forward":
         return inputs + f.o(f.e) + f.stat()
@@ -366,7 +190,7 @@ def saved(problem: Problem, algorithm: str) -> int:
     m, FlashAttention-2 keeps out and LSE: O(N).
     """
     plans.check_algorithm(algorithm)
-    f = _Forms(problem)
+    f = Forms(problem)
     inputs = f.q(f.e) + f.k() + f.v() + f.matrix(f.e)
     if algorithm == "standard":
         return inputs + _score_matrix(f) * (2 if problem.softcap else 1)
@@ -376,7 +200,7 @@ def saved(problem: Problem, algorithm: str) -> int:
 def workspace(problem: Problem, algorithm: str, direction: str = "forward") -> int:
     """Bytes of HBM a pass uses besides its inputs, its outputs and what is saved."""
     plans.check_algorithm(algorithm)
-    f = _Forms(problem)
+    f = Forms(problem)
     wide = f.e != f.a  # accumulators in HBM need room of their own
     if direction == "forward":
         if algorithm == "standard":
@@ -389,7 +213,7 @@ def workspace(problem: Problem, algorithm: str, direction: str = "forward") -> i
     return delta + dbias + f.q(f.a) * (wide and algorithm != "flash2")
 
 
-def _score_matrix(f: _Forms) -> int:
+def _score_matrix(f: Forms) -> int:
     spans = f.p.sequences
     return f.heads * f.e * sum((s.q_stop - s.q_start) * (s.k_stop - s.k_start) for s in spans)
 
@@ -406,8 +230,6 @@ def strip_rows(stage: plans.Stage, schedule: Schedule, device: Device) -> int:
 
 def check_names(op: str | None, tensor: str | None) -> None:
     """Raise `OptionError` unless both name something that exists."""
-    from flashsim.trace import TENSORS
-
     if op is not None and op not in OPS:
         raise OptionError(f"unknown operation {op!r}; {choices(op, OPS)}")
     if tensor is not None and tensor not in TENSORS[1:]:
