@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from flashsim.events import StageTrace
 from flashsim.hardware import Device
 from flashsim.problem import Problem
 from flashsim.schedule import KeyOrder
 from flashsim.tiling import Tiling
-from flashsim.trace import StageTrace
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ import numpy as np
 
 from flashsim import plans
 from flashsim.errors import MemoryModelError, SramOverflow
+from flashsim.events import ALLOC, CODES, COMPUTE, FREE, LOAD, REDUCE, STORE, StageTrace
 from flashsim.hardware import Device
 from flashsim.plans import heads_of
 from flashsim.problem import Problem, numpy_dtype
 from flashsim.schedule import KeyOrder, Schedule, Visit
 from flashsim.tiling import Tiling
-from flashsim.trace import ALLOC, CODES, COMPUTE, FREE, LOAD, REDUCE, STORE, StageTrace
 from flashsim.traffic import strip_rows
 
 ALL = slice(None)

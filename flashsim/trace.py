@@ -1,7 +1,7 @@
 """`Trace`: what was moved and computed, event by event, and the questions one asks of it.
 
-Since every head makes the same walk, a stage keeps the events of one walk and how often it is made; `events` spells
-them all out.
+Since every head makes the same walk, a stage keeps the events of one walk and how often it is
+made; `Trace.events` spells them all out.
 """
 
 from __future__ import annotations
@@ -30,11 +30,6 @@ from flashsim.problem import Problem
 from flashsim.schedule import Schedule
 from flashsim.traffic import Traffic
 from flashsim.work import on_chip_bytes, stage_work, total_flops
-
-__all__ = [
-    *("ALLOC", "CODES", "COMPUTE", "EVENT", "FREE", "LOAD", "OPS", "PHASES", "REDUCE", "ROLES"),
-    *("STORE", "TENSORS", "TIMELINE", "TRANSFERS", "Frame", "StageTrace", "Trace"),
-]
 
 
 class Frame(NamedTuple):
