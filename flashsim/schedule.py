@@ -27,11 +27,11 @@ import numpy as np
 from flashsim.errors import DTypeError, OptionError, choices
 from flashsim.plans import Outer
 from flashsim.problem import Problem, Segment
+from flashsim.savedmask import Csr, SavedMask
 from flashsim.tiling import Tiling
 
 FULL, MASKED = 0, 1
 KeyOrder = Literal["ascending", "descending"]
-Csr = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class Sums(NamedTuple):
@@ -274,6 +274,8 @@ class Schedule:
 
     def _evaluate(self) -> Csr:
         """Try the mask on one row of tiles at a time; memory stays linear in the length."""
+        if isinstance(self.problem.mask, SavedMask):
+            return self.problem.mask.row_csr(self.tiling)
         band = Schedule(_band(self.problem), self.tiling).row_spans
         assert band is not None
         ptr, cols, kinds = [0], [], []

@@ -1,0 +1,240 @@
+"""Trace files: a versioned ``.npz`` without pickle, written whole or not at all.
+
+An archive holds ``header`` (JSON, as UTF-8 bytes): format, version, problem, device, stages and
+provenance; and arrays: ``events_0``, ``events_1``, ... (dtype `trace.EVENT`), one a stage;
+``block_mask``, if there is one; and ``mask_0_ptr``, ``mask_0_col``, ``mask_0_kind``, the tiles that
+a mask function kept under the trace's first tiling (see `SavedMask`), and so on.
+
+Codes of operations and tensors are spelled out in the header, so a later flashsim may renumber.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import zipfile
+import zlib
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flashsim import plans
+from flashsim.errors import TraceError
+from flashsim.hardware import Device
+from flashsim.problem import BlockMask, Problem
+from flashsim.savedmask import Csr, SavedMask
+from flashsim.schedule import Schedule
+from flashsim.tiling import Tiling
+from flashsim.trace import EVENT, OPS, TENSORS, StageTrace, Trace
+from flashsim.version import __version__
+
+FORMAT = "flashsim-trace"
+VERSION = 1
+_CSR_PARTS = ("ptr", "col", "kind")
+
+#: What reading a damaged archive can raise, from zipfile, zlib, NumPy, JSON or our own checks.
+_DAMAGE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    EOFError,
+    NotImplementedError,
+    KeyError,
+    IndexError,
+    TypeError,
+    ValueError,
+)
+
+
+def save(trace: Trace, path: str | os.PathLike) -> None:
+    """Write `trace` to `path`, replacing what was there only once the new file is complete.
+
+    Raises
+    ------
+    TraceError
+        If the file cannot be written.
+    """
+    path = Path(path)
+    header, arrays = _pack(trace)
+    text = np.frombuffer(json.dumps(header).encode(), np.uint8)
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        try:
+            with part.open("xb") as file:
+                np.savez_compressed(file, header=text, **arrays)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise TraceError(
+            f"cannot write a trace to {str(path)!r}: {error.strerror or error}; the folder must "
+            "exist and be writable"
+        ) from error
+
+
+def load(path: str | os.PathLike) -> Trace:
+    """Read a trace that `save` wrote.
+
+    Raises
+    ------
+    TraceError
+        If there is no such file, it is damaged, is not a trace, or comes from a newer flashsim.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            if file.read(2) != b"PK":  # every .npz is a zip archive
+                raise TraceError(f"{str(path)!r} is not a flashsim trace file (a zip archive)")
+            file.seek(0)
+            return _read(file, str(path))
+    except OSError as error:
+        raise TraceError(
+            f"cannot read a trace from {str(path)!r}: {error.strerror or error}"
+        ) from error
+
+
+def _read(file: Any, path: str) -> Trace:
+    try:
+        archive = np.load(file, allow_pickle=False)
+        names = archive.files
+    except _DAMAGE as error:
+        raise _damaged(path, error) from error
+    if "header" not in names:
+        raise TraceError(
+            f"{path!r} is an archive, but not a flashsim trace: it holds {', '.join(names[:5])}"
+        )
+    try:
+        header = json.loads(archive["header"].tobytes())
+        known = isinstance(header, dict) and header.get("format") == FORMAT
+        version = int(header["version"]) if known else 0
+    except _DAMAGE as error:
+        raise _damaged(path, error) from error
+    if not known:
+        raise TraceError(f"{path!r} is an archive with a header, but not a flashsim trace")
+    if version > VERSION:
+        raise TraceError(
+            f"{path!r} has trace format {version}, written by flashsim "
+            f"{header.get('flashsim', '?')}; flashsim {__version__} reads formats up to {VERSION}: "
+            "install a newer flashsim"
+        )
+    try:
+        return _unpack(header, archive)
+    except _DAMAGE as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: str, error: Exception) -> TraceError:
+    return TraceError(
+        f"{path!r} is truncated or damaged ({type(error).__name__}: {error}); save the trace again"
+    )
+
+
+# -- a trace as JSON and arrays -----------------------------------------------------------------
+
+
+def _pack(trace: Trace) -> tuple[dict[str, Any], dict[str, Any]]:
+    problem, mask, grid = trace.problem, trace.problem.mask, trace.problem.block_mask
+    arrays: dict[str, Any] = {f"events_{n}": stage.events for n, stage in enumerate(trace.stages)}
+    header: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "flashsim": __version__,
+        "ops": OPS,
+        "tensors": TENSORS,
+        "problem": {
+            field.name: getattr(problem, field.name)
+            for field in fields(problem)
+            if field.name not in ("mask", "block_mask")
+        },
+        "device": trace.device.to_dict(),
+        "algorithm": trace.algorithm,
+        "direction": trace.direction,
+        "backend": trace.backend,
+        "provenance": trace.provenance,
+        "stages": [_pack_stage(stage) for stage in trace.stages],
+    }
+    if grid is not None:
+        header["block_mask"] = [grid.block_q, grid.block_k]
+        arrays["block_mask"] = grid.grid
+    if mask is not None:
+        tilings = list(dict.fromkeys(stage.schedule.tiling for stage in trace.stages))
+        header["mask"] = {
+            "name": getattr(mask, "__name__", type(mask).__name__),
+            "tilings": [[t.block_q, t.block_k] for t in tilings],
+        }
+        for n, tiling in enumerate(tilings):
+            table = Schedule(problem, tiling).row_csr
+            for part, array in zip(_CSR_PARTS, table, strict=True):
+                arrays[f"mask_{n}_{part}"] = array
+    return header, arrays
+
+
+def _pack_stage(stage: StageTrace) -> dict[str, Any]:
+    schedule = stage.schedule
+    return {
+        **{key: value for key, value in asdict(stage.stage).items() if key != "buffers"},
+        "buffers": [list(buffer) for buffer in stage.stage.buffers],
+        "tiling": [schedule.tiling.block_q, schedule.tiling.block_k],
+        "key_order": schedule.key_order,
+        "repeat": stage.repeat,
+        "stride": stage.stride,
+    }
+
+
+def _unpack(header: dict[str, Any], archive: Any) -> Trace:
+    block_mask = mask = None
+    if "block_mask" in header:
+        block_mask = BlockMask(archive["block_mask"], *header["block_mask"])
+    if "mask" in header:
+        saved = header["mask"]
+        tables: dict[Tiling, Csr] = {
+            Tiling(*tiling): _table(archive, n) for n, tiling in enumerate(saved["tilings"])
+        }
+        mask = SavedMask(saved["name"], tables)
+    problem = Problem(**header["problem"], block_mask=block_mask, mask=mask)
+    recode = {
+        "op": np.array([OPS.index(name) for name in header["ops"]], np.uint8),
+        "tensor": np.array([TENSORS.index(name) for name in header["tensors"]], np.uint8),
+    }
+    stages = [
+        _unpack_stage(entry, problem, archive[f"events_{n}"], recode)
+        for n, entry in enumerate(header["stages"])
+    ]
+    return Trace(
+        problem,
+        Device(**header["device"]),
+        header["algorithm"],
+        header["direction"],
+        header["backend"],
+        stages,
+        header["provenance"],
+    )
+
+
+def _table(archive: Any, n: int) -> Csr:
+    ptr, col, kind = (archive[f"mask_{n}_{part}"] for part in _CSR_PARTS)
+    return ptr, col, kind
+
+
+def _unpack_stage(
+    entry: dict[str, Any], problem: Problem, events: np.ndarray, recode: dict[str, np.ndarray]
+) -> StageTrace:
+    if events.dtype != EVENT:
+        raise ValueError(f"events have dtype {events.dtype}")
+    for name, table in recode.items():
+        events[name] = table[events[name]]
+    events.setflags(write=False)
+    stage = plans.Stage(
+        entry["name"],
+        entry["outer"],
+        tuple(plans.Buffer(*buffer) for buffer in entry["buffers"]),
+        entry["dense"],
+        entry["per"],
+    )
+    schedule = Schedule(
+        problem, Tiling(*entry["tiling"]), stage.outer, entry["key_order"], stage.dense
+    )
+    return StageTrace(stage, schedule, entry["repeat"], entry["stride"], events)
