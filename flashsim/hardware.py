@@ -4,19 +4,28 @@ Sources, cited by letter beside each device:
 
  [V] NVIDIA Tesla V100 GPU Architecture whitepaper (WP-08608), tables 1 and 4.
  [T] NVIDIA Turing GPU Architecture whitepaper (WP-09183), appendix on the Tesla T4.
- [A] NVIDIA A100 Tensor Core GPU Architecture whitepaper, tables 4 and 5.
+ [A] NVIDIA A100 Tensor Core GPU Architecture whitepaper, tables 1, 4 and 5; A100 datasheet (80 GB).
  [G] NVIDIA Ampere GA102 GPU Architecture whitepaper, appendix A (GeForce RTX 3090).
- [L] NVIDIA Ada GPU Architecture whitepaper, appendices (RTX 4090; RTX 4000 Ada; L40S datasheet).
- [H] NVIDIA H100 Tensor Core GPU Architecture whitepaper, table 2; H200 datasheet for its memory.
- [B] NVIDIA Blackwell Architecture technical brief and DGX B200 datasheet.
+ [L] NVIDIA Ada GPU Architecture whitepaper, appendix A (GeForce RTX 4090).
+ [W] NVIDIA RTX 4000 Ada Generation datasheet: SMs, memory, FP32 peak; AD104's 48 MiB of L2.
+ [S] NVIDIA L40S datasheet; L2 size of the full AD102 from [L].
+ [H] NVIDIA H100 Tensor Core GPU Architecture whitepaper, tables 1 and 2 (SXM5).
+ [I] NVIDIA H200 datasheet for its memory; peaks as [H]; L2 size as the device reports it.
+ [B] NVIDIA DGX B200 datasheet (1,440 GB and 64 TB/s over eight GPUs), HGX B200 specifications
+     (FP64 296, FP32 600 TFLOP/s and FP16 36 PFLOP/s with sparsity, over eight GPUs); SM count and
+     L2 size as the device reports them.
  [C] CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": shared memory
-     per SM and per block (opt-in), registers per SM.
- [M] L2 bandwidth is not in the whitepapers. Where one is given it is a published micro-benchmark:
-     Jia et al. 2018 (arXiv:1804.06826) for V100 and T4; the A100 whitepaper's 5120 B/clk at
-     1.41 GHz; Chips and Cheese's load tests for Ada and Hopper (2022, 2023).
+     per SM and per block (opt-in), registers per SM; and "Arithmetic Instructions", whose rates
+     give the FP64, FP16 and BF16 peaks of CUDA cores where a paper leaves them out.
+ [J] L2 read bandwidth measured by Jia et al.: V100, arXiv:1804.06826; T4, arXiv:1903.07486.
+ [E] L2 read bandwidth measured by github.com/RRZE-HPC/gpu-benches, `gpu-l2-cache`, median of the
+     data sets from 8 to 30 MB: A100 80 GB 5.4 TB/s, L40 5.2, H200 9.8. Entered also for the chips
+     with the same die and SM count: A100 40 GB, L40S, H100.
 
-Matrix peaks are *dense*, with float32 accumulation, at boost clock. 0 means: the chip has no such
-unit. A data sheet's figure "with sparsity" is halved before it is entered here.
+Off-chip capacities are the GB of the data sheets, which are GiB: an H200 "of 141 GB" reports
+143,771 MiB, not 134,468. Matrix peaks are *dense*, with float32 accumulation, at boost clock; a
+data sheet's figure "with sparsity" is halved before it is entered here. A dtype that is missing
+has no such unit. Bandwidth 0 means that no figure is published.
 """
 
 from __future__ import annotations
@@ -87,6 +96,7 @@ class Device:
             raise OptionError(f"Device.hbm_bandwidth must be positive, got {self.hbm_bandwidth!r}")
         object.__setattr__(self, "tensor_flops", MappingProxyType(dict(self.tensor_flops)))
         object.__setattr__(self, "cuda_flops", MappingProxyType(dict(self.cuda_flops)))
+        object.__setattr__(self, "compute_capability", tuple(self.compute_capability))
 
     def __reduce__(self) -> tuple:  # MappingProxyType cannot be pickled; sweeps send devices around
         return _rebuild, (self.to_dict(),)
@@ -144,7 +154,7 @@ class Device:
 
 
 def _rebuild(values: dict) -> Device:
-    return Device(**{**values, "compute_capability": tuple(values["compute_capability"])})
+    return Device(**values)
 
 
 def _key(name: str) -> str:
@@ -172,27 +182,28 @@ _ALL = [
         "V100", (7, 0), 80, (96, 96), l2_bytes=6 * MIB, hbm_bytes=32 << 30,
         hbm_bandwidth=900e9, l2_bandwidth=2155e9,
         tensor_flops=_tera(float16=125),
-        cuda_flops=_tera(float64=7.8, float32=15.7, float16=31.4), source="[V] SXM2; L2 [M]",
+        cuda_flops=_tera(float64=7.8, float32=15.7, float16=31.4),
+        source="[V] SXM2, 32 GB; L2 bandwidth [J]",
     ),
     _preset(
         "T4", (7, 5), 40, (64, 64), l2_bytes=4 * MIB, hbm_bytes=16 << 30,
         hbm_bandwidth=320e9, l2_bandwidth=1270e9,
         tensor_flops=_tera(float16=65),
-        cuda_flops=_tera(float64=0.254, float32=8.1, float16=16.2), source="[T]; L2 [M]",
+        cuda_flops=_tera(float64=0.254, float32=8.1, float16=16.2), source="[T]; L2 bandwidth [J]",
     ),
     _preset(
         "A100", (8, 0), 108, (163, 164), l2_bytes=40 * MIB, hbm_bytes=40 << 30,
-        hbm_bandwidth=1555e9, l2_bandwidth=7219e9,
+        hbm_bandwidth=1555e9, l2_bandwidth=5400e9,
         tensor_flops=_tera(float64=19.5, float16=312, bfloat16=312),
         cuda_flops=_tera(float64=9.7, float32=19.5, float16=78, bfloat16=39),
-        source="[A] SXM4 40 GB; L2 [M]",
+        source="[A] SXM4 40 GB; L2 bandwidth [E]",
     ),
     _preset(
         "A100-80GB", (8, 0), 108, (163, 164), l2_bytes=40 * MIB, hbm_bytes=80 << 30,
-        hbm_bandwidth=2039e9, l2_bandwidth=7219e9,
+        hbm_bandwidth=2039e9, l2_bandwidth=5400e9,
         tensor_flops=_tera(float64=19.5, float16=312, bfloat16=312),
         cuda_flops=_tera(float64=9.7, float32=19.5, float16=78, bfloat16=39),
-        source="[A] SXM4 80 GB; L2 [M]",
+        source="[A] SXM4 80 GB; L2 bandwidth [E]",
     ),
     _preset(
         "RTX 3090", (8, 6), 82, (99, 100), l2_bytes=6 * MIB, hbm_bytes=24 << 30,
@@ -203,45 +214,46 @@ _ALL = [
     ),
     _preset(
         "RTX 4090", (8, 9), 128, (99, 100), l2_bytes=72 * MIB, hbm_bytes=24 << 30,
-        hbm_bandwidth=1008e9, l2_bandwidth=5000e9,
+        hbm_bandwidth=1008e9,
         tensor_flops=_tera(float16=165.2, bfloat16=165.2),
         cuda_flops=_tera(float64=1.29, float32=82.6, float16=82.6, bfloat16=82.6),
-        source="[L]; L2 [M]",
+        source="[L]; L2 bandwidth not published",
     ),
     _preset(
         "RTX 4000 Ada", (8, 9), 48, (99, 100), l2_bytes=48 * MIB, hbm_bytes=20 << 30,
         hbm_bandwidth=360e9,
+        # The sheet's matrix figure is FP8; FP16 is 4 x the FP32 peak, as on the L40S.
         tensor_flops=_tera(float16=106.9, bfloat16=106.9),
         cuda_flops=_tera(float64=0.418, float32=26.7, float16=26.7, bfloat16=26.7),
-        source="[L] RTX 4000 Ada datasheet",
+        source="[W]; L2 bandwidth not published",
     ),
     _preset(
         "L40S", (8, 9), 142, (99, 100), l2_bytes=96 * MIB, hbm_bytes=48 << 30,
-        hbm_bandwidth=864e9,
-        tensor_flops=_tera(float16=362, bfloat16=362),
+        hbm_bandwidth=864e9, l2_bandwidth=5200e9,
+        tensor_flops=_tera(float16=362.05, bfloat16=362.05),
         cuda_flops=_tera(float64=1.43, float32=91.6, float16=91.6, bfloat16=91.6),
-        source="[L] L40S datasheet; L2 bandwidth not published",
+        source="[S]; L2 bandwidth [E]",
     ),
     _preset(
         "H100", (9, 0), 132, (227, 228), l2_bytes=50 * MIB, hbm_bytes=80 << 30,
-        hbm_bandwidth=3352e9, l2_bandwidth=5500e9,
+        hbm_bandwidth=3352e9, l2_bandwidth=9800e9,
         tensor_flops=_tera(float64=66.9, float16=989.4, bfloat16=989.4),
         cuda_flops=_tera(float64=33.5, float32=66.9, float16=133.8, bfloat16=133.8),
-        source="[H] SXM5; L2 [M]",
+        source="[H] SXM5; L2 bandwidth [E]",
     ),
     _preset(
-        "H200", (9, 0), 132, (227, 228), l2_bytes=60 * MIB, hbm_bytes=141 * 10**9,
-        hbm_bandwidth=4800e9, l2_bandwidth=5500e9,
+        "H200", (9, 0), 132, (227, 228), l2_bytes=60 * MIB, hbm_bytes=141 << 30,
+        hbm_bandwidth=4800e9, l2_bandwidth=9800e9,
         tensor_flops=_tera(float64=66.9, float16=989.4, bfloat16=989.4),
         cuda_flops=_tera(float64=33.5, float32=66.9, float16=133.8, bfloat16=133.8),
-        source="[H] SXM; L2 size read off the device; L2 bandwidth as H100 [M]",
+        source="[I] SXM; L2 bandwidth [E]",
     ),
     _preset(
-        "B200", (10, 0), 148, (227, 228), l2_bytes=126 * MIB, hbm_bytes=180 * 10**9,
-        hbm_bandwidth=7700e9,
+        "B200", (10, 0), 148, (227, 228), l2_bytes=132_644_864, hbm_bytes=180 << 30,
+        hbm_bandwidth=8000e9,
         tensor_flops=_tera(float64=37, float16=2250, bfloat16=2250),
         cuda_flops=_tera(float64=37, float32=75, float16=150, bfloat16=150),
-        source="[B] HGX/DGX B200; L2 bandwidth not published",
+        source="[B]; L2 bandwidth not published",
     ),
 ]  # fmt: skip
 
