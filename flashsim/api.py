@@ -213,8 +213,8 @@ def run(
         softcap=softcap,
         scale=scale,
         mask=mask,
-        cu_seqlens_q=None if cu_seqlens_q is None else tuple(cu_seqlens_q),
-        cu_seqlens_k=None if cu_seqlens_k is None else tuple(cu_seqlens_k),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
     )
     if backend in _ON_CPU:
         for name, x in (("q", given.q), ("k", given.k), ("v", given.v), ("bias", given.bias)):

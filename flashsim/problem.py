@@ -16,7 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from flashsim.errors import DTypeError, MaskError, OptionError, ShapeError, choices
+from flashsim.errors import (
+    DTypeError,
+    FlashSimError,
+    MaskError,
+    OptionError,
+    ShapeError,
+    choices,
+)
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 MAX_HEAD_DIM = 512
@@ -43,7 +50,7 @@ class BlockMask:
     """
 
     def __init__(self, grid: Any, block_q: int, block_k: int) -> None:
-        array = np.asarray(grid)
+        array = _as_array("a block mask's grid", grid)
         if array.dtype != np.bool_ or array.ndim != 2 or 0 in array.shape:
             raise MaskError(
                 "a block mask is a non-empty 2-D boolean grid, one value per cell; got dtype "
@@ -173,7 +180,7 @@ class Problem:
         self._check_sequences(put)
         if self.bias is not None:
             allowed = ((1, self.batch), (1, self.heads))
-            lead = tuple(self.bias)
+            lead = tuple(self.bias) if isinstance(self.bias, (tuple, list)) else ()
             if len(lead) != 2 or any(x not in ok for x, ok in zip(lead, allowed, strict=True)):
                 raise ShapeError(
                     f"bias is given by its leading shape (1 or {self.batch}, 1 or {self.heads}), "
@@ -312,7 +319,7 @@ def _call_mask(mask: Callable[..., Any], q: np.ndarray, k: np.ndarray) -> np.nda
     name = getattr(mask, "__name__", repr(mask))
     try:
         result = np.asarray(mask(q, k))
-    except MaskError:
+    except FlashSimError:
         raise
     except Exception as error:
         raise MaskError(
@@ -338,11 +345,18 @@ def _positive_int(name: str, value: Any) -> int:
     return int(value)
 
 
-def _number(name: str, value: Any, low: float = -math.inf) -> float:
+def _as_array(name: str, values: Any) -> np.ndarray:
     try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise DTypeError(f"{name} must be a number, got {value!r}") from None
+        return np.asarray(values)
+    except (TypeError, ValueError) as error:  # ragged lists, arrays on a GPU
+        raise DTypeError(f"{name} cannot be read as a NumPy array: {error}") from error
+
+
+def _number(name: str, value: Any, low: float = -math.inf) -> float:
+    real = isinstance(value, (int, float, np.integer, np.floating))
+    if not real or isinstance(value, bool):
+        raise DTypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
+    number = float(value)
     if not math.isfinite(number) or number < low:
         bound = "finite" if low == -math.inf else f"finite and at least {low:g}"
         raise OptionError(f"{name} must be {bound}, got {value!r}")
@@ -351,7 +365,7 @@ def _number(name: str, value: Any, low: float = -math.inf) -> float:
 
 def _dtype_name(dtype: Any) -> str:
     try:
-        name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+        name = str(dtype) if isinstance(dtype, (str, type(None))) else np.dtype(dtype).name
     except TypeError:
         name = str(dtype)
     if name not in DTYPES:
@@ -377,7 +391,7 @@ def _window(window: Any) -> tuple[int, int] | None:
 
 
 def _cu_seqlens(name: str, values: Sequence[int], total: int) -> tuple[int, ...]:
-    array = np.asarray(values)
+    array = _as_array(name, values)
     if array.ndim != 1 or array.size < 2 or array.dtype.kind not in "iu":
         raise ShapeError(
             f"{name} must be a 1-D list of at least two integer offsets, got {values!r}"
