@@ -1,11 +1,13 @@
 """Trace files: a versioned ``.npz`` without pickle, written whole or not at all.
 
 An archive holds ``header`` (JSON, as UTF-8 bytes): format, version, problem, device, stages and
-provenance; and arrays: ``events_0``, ``events_1``, ... (dtype `trace.EVENT`), one a stage;
-``block_mask``, if there is one; and ``mask_0_ptr``, ``mask_0_col``, ``mask_0_kind``, the tiles that
-a mask function kept under the trace's first tiling (see `SavedMask`), and so on.
+provenance; and arrays: ``events_0``, ``events_1``, ... (dtype `events.EVENT`), one a stage;
+``timeline`` (dtype `events.TIMELINE`) and ``block_mask``, if there are any; and ``mask_0_ptr``,
+``mask_0_col``, ``mask_0_kind``, the tiles that a mask function kept under the trace's first tiling
+(see `SavedMask`), and so on.
 
-Codes of operations and tensors are spelled out in the header, so a later flashsim may renumber.
+What the codes of operations, tensors, phases and roles mean is spelled out in the header, so a
+later flashsim may renumber them.
 """
 
 from __future__ import annotations
@@ -23,17 +25,19 @@ import numpy as np
 
 from flashsim import plans
 from flashsim.errors import TraceError
+from flashsim.events import EVENT, OPS, PHASES, ROLES, TENSORS, TIMELINE, StageTrace
 from flashsim.hardware import Device
 from flashsim.problem import BlockMask, Problem
 from flashsim.savedmask import Csr, SavedMask
 from flashsim.schedule import Schedule
 from flashsim.tiling import Tiling
-from flashsim.trace import EVENT, OPS, TENSORS, StageTrace, Trace
+from flashsim.trace import Trace
 from flashsim.version import __version__
 
 FORMAT = "flashsim-trace"
 VERSION = 1
 _CSR_PARTS = ("ptr", "col", "kind")
+_NAMES = {"op": OPS, "tensor": TENSORS, "phase": PHASES, "role": ROLES}
 
 #: What reading a damaged archive can raise, from zipfile, zlib, NumPy, JSON or our own checks.
 _DAMAGE = (
@@ -142,8 +146,7 @@ def _pack(trace: Trace) -> tuple[dict[str, Any], dict[str, Any]]:
         "format": FORMAT,
         "version": VERSION,
         "flashsim": __version__,
-        "ops": OPS,
-        "tensors": TENSORS,
+        "names": _NAMES,
         "problem": {
             field.name: getattr(problem, field.name)
             for field in fields(problem)
@@ -156,6 +159,8 @@ def _pack(trace: Trace) -> tuple[dict[str, Any], dict[str, Any]]:
         "provenance": trace.provenance,
         "stages": [_pack_stage(stage) for stage in trace.stages],
     }
+    if trace.timeline is not None:
+        arrays["timeline"] = trace.timeline
     if grid is not None:
         header["block_mask"] = [grid.block_q, grid.block_k]
         arrays["block_mask"] = grid.grid
@@ -195,14 +200,14 @@ def _unpack(header: dict[str, Any], archive: Any) -> Trace:
         }
         mask = SavedMask(saved["name"], tables)
     problem = Problem(**header["problem"], block_mask=block_mask, mask=mask)
-    recode = {
-        "op": np.array([OPS.index(name) for name in header["ops"]], np.uint8),
-        "tensor": np.array([TENSORS.index(name) for name in header["tensors"]], np.uint8),
-    }
+    names = header["names"]
     stages = [
-        _unpack_stage(entry, problem, archive[f"events_{n}"], recode)
+        _unpack_stage(entry, problem, _recoded(archive[f"events_{n}"], EVENT, names))
         for n, entry in enumerate(header["stages"])
     ]
+    timeline = None
+    if "timeline" in archive.files:
+        timeline = _recoded(archive["timeline"], TIMELINE, names)
     return Trace(
         problem,
         Device(**header["device"]),
@@ -211,6 +216,7 @@ def _unpack(header: dict[str, Any], archive: Any) -> Trace:
         header["backend"],
         stages,
         header["provenance"],
+        timeline,
     )
 
 
@@ -219,14 +225,19 @@ def _table(archive: Any, n: int) -> Csr:
     return ptr, col, kind
 
 
-def _unpack_stage(
-    entry: dict[str, Any], problem: Problem, events: np.ndarray, recode: dict[str, np.ndarray]
-) -> StageTrace:
-    if events.dtype != EVENT:
-        raise ValueError(f"events have dtype {events.dtype}")
-    for name, table in recode.items():
-        events[name] = table[events[name]]
-    events.setflags(write=False)
+def _recoded(table: np.ndarray, dtype: np.dtype, names: dict[str, list[str]]) -> np.ndarray:
+    """`table` with the file's codes turned into ours, by what they are called; read-only."""
+    if table.dtype != dtype:
+        raise ValueError(f"a table has dtype {table.dtype}")
+    for field, ours in _NAMES.items():
+        if field in (dtype.names or ()):
+            codes = np.array([ours.index(name) for name in names[field]], np.uint8)
+            table[field] = codes[table[field]]
+    table.setflags(write=False)
+    return table
+
+
+def _unpack_stage(entry: dict[str, Any], problem: Problem, events: np.ndarray) -> StageTrace:
     stage = plans.Stage(
         entry["name"],
         entry["outer"],
