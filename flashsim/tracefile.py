@@ -231,6 +231,8 @@ def _recoded(table: np.ndarray, dtype: np.dtype, names: dict[str, list[str]]) ->
         raise ValueError(f"a table has dtype {table.dtype}")
     for field, ours in _NAMES.items():
         if field in (dtype.names or ()):
+            if unknown := set(names[field]) - set(ours):
+                raise ValueError(f"unknown {field} {', '.join(map(repr, sorted(unknown)))}")
             codes = np.array([ours.index(name) for name in names[field]], np.uint8)
             table[field] = codes[table[field]]
     table.setflags(write=False)
