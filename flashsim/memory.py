@@ -36,8 +36,6 @@ class Tensor:
     `data` is (batch * kv_heads, group or 1, n[, width]); `dtype` is its element type in HBM.
     """
 
-    __array_ufunc__ = None  # NumPy operators defer to us, and we refuse
-
     def __init__(self, name: str, data: np.ndarray, dtype: str) -> None:
         self.name, self.data, self.dtype = name, data, dtype
         self.code = CODES[name]
