@@ -99,7 +99,7 @@ def imports_of(source, package, *, late=True):
 
 def sources(package):
     root = Path(package.__file__).parent
-    return {path.relative_to(root).parts: path.read_text() for path in root.rglob("*.py")}
+    return {path.relative_to(root).parts: path.read_text() for path in sorted(root.rglob("*.py"))}
 
 
 def part_of(parts):
