@@ -80,6 +80,10 @@ OPTION_CASES = {
     "softcap": ({}, {"softcap": 1.5}),
     "scale": ({}, {"scale": -0.4}),
     "varlen": ({}, {"cu_seqlens_q": (0, 0, 40, 60, 113), "cu_seqlens_k": (0, 20, 100, 100, 203)}),
+    "varlen-bias": (
+        {"bias": (1, 1), "heads": 2, "kv_heads": 1},
+        {"cu_seqlens_q": (0, 40, 40, 113), "cu_seqlens_k": (0, 0, 20, 203), "softcap": 1.5},
+    ),
     "varlen-causal": (
         {"heads": 2, "kv_heads": 1},
         {"cu_seqlens_q": (0, 50, 113), "cu_seqlens_k": (0, 20, 203), "causal": True},
