@@ -12,12 +12,16 @@ import importlib.util
 import sys
 from dataclasses import dataclass
 
-FORWARD = "test_engines.py::test_kinds_and_types"
-OPTIONS = "test_engines.py::test_options"
-PRECISION = "test_engines.py::test_p_is_rounded_to_the_input_type"
-ORACLE = "test_oracle.py"
-TRAFFIC = "test_traffic.py::test_fixed_problems_are_counted_exactly"
-WORK = "test_work.py"
+# Where each fault shows: pytest's arguments for a quick part of the suite.
+KINDS_1 = ("test_engines.py::test_kinds_and_types", "-k", "numpy-flash1- and float32")
+KINDS_2 = ("test_engines.py::test_kinds_and_types", "-k", "numpy-flash2- and float32")
+KINDS_FUSED = ("test_engines.py::test_kinds_and_types", "-k", "numpy-flash2-fused and float32")
+KINDS_STANDARD = ("test_engines.py::test_kinds_and_types", "-k", "numpy-standard and float32")
+OPTIONS = ("test_engines.py::test_options", "-k", "numpy-flash2- and float32")
+PRECISION = ("test_engines.py::test_p_is_rounded_to_the_input_type",)
+ORACLE = ("test_oracle.py::test_agrees_with_a_second_formula", "-k", "causal or window")
+TRAFFIC = ("test_traffic.py::test_fixed_problems_are_counted_exactly", "-k", "gqa")
+WORK = ("test_work.py", "-k", "flash2-plain")
 
 
 class FaultError(Exception):
@@ -26,45 +30,45 @@ class FaultError(Exception):
 
 @dataclass(frozen=True)
 class Fault:
-    """`old` becomes `new` in `module`; the tests in `caught_by` must notice."""
+    """`old` becomes `new` in `module`; the tests of `caught_by` must notice."""
 
     bug: str
     module: str
     old: str
     new: str
-    caught_by: str
+    caught_by: tuple[str, ...]
 
 
 FLASH1, FLASH2 = "flashsim.algorithms.flash1", "flashsim.algorithms.flash2"
 STANDARD, TILES = "flashsim.algorithms.standard", "flashsim.algorithms.tiles"
 MEMORY, PROBLEM = "flashsim.memory", "flashsim.problem"
-SCHEDULE, COUNTS = "flashsim.schedule", "flashsim.traffic"
+SCHEDULE, COUNTS = "flashsim.schedule", "flashsim.forms"
 
 FAULTS = {
     # -- online softmax -------------------------------------------------------------------------
     "o-not-rescaled": Fault(
         "O keeps the scale of an older maximum",
-        *(FLASH2, "O_i *= alpha[..., None]", "pass", FORWARD),
+        *(FLASH2, "O_i *= alpha[..., None]", "pass", KINDS_2),
     ),
     "l-not-rescaled": Fault(
         "l keeps the scale of an older maximum",
-        *(FLASH2, "l_i[:] = alpha * l_i + P_ij", "l_i[:] = l_i + P_ij", FORWARD),
+        *(FLASH2, "l_i[:] = alpha * l_i + P_ij", "l_i[:] = l_i + P_ij", KINDS_2),
     ),
     "maximum-not-carried": Fault(
         "each tile starts from a maximum of -inf",
-        *(FLASH2, "m_i[:] = m_new", "pass", FORWARD),
+        *(FLASH2, "m_i[:] = m_new", "pass", KINDS_2),
     ),
     "maximum-of-the-tile-only": Fault(
         "the maximum may fall from tile to tile, and the sums overflow",
-        *(FLASH2, "np.maximum(m_i, S_ij.max(axis=-1))", "S_ij.max(axis=-1)", FORWARD),
+        *(FLASH2, "np.maximum(m_i, S_ij.max(axis=-1))", "S_ij.max(axis=-1)", KINDS_2),
     ),
     "o-not-normalised": Fault(
         "O is stored without the division by l",
-        *(FLASH2, "rows, O_i / l_safe[..., None]", "rows, O_i", FORWARD),
+        *(FLASH2, "rows, O_i / l_safe[..., None]", "rows, O_i", KINDS_2),
     ),
     "lse-without-log": Fault(
         "LSE is m + l",
-        *(FLASH2, "m_i + np.log(l_safe)", "m_i + l_safe", FORWARD),
+        *(FLASH2, "m_i + np.log(l_safe)", "m_i + l_safe", KINDS_2),
     ),
     "empty-row-is-nan": Fault(
         "a row that has seen no key subtracts -inf from -inf",
@@ -72,12 +76,12 @@ FAULTS = {
     ),
     "flash1-beta-left-out": Fault(
         "FlashAttention-1 adds a tile at its own maximum's scale",
-        *(FLASH1, "beta[..., None] * (p.rounded(P_ij) @ V_j)", "p.rounded(P_ij) @ V_j", FORWARD),
+        *(FLASH1, "beta[..., None] * (p.rounded(P_ij) @ V_j)", "p.rounded(P_ij) @ V_j", KINDS_1),
     ),
     # -- scores and masks -----------------------------------------------------------------------
     "scale-off-by-1e-4": Fault(
         "the scale is off by one part in ten thousand",
-        *(TILES, "S_ij *= p.scale", "S_ij *= p.scale * (1 + 1e-4)", FORWARD),
+        *(TILES, "S_ij *= p.scale", "S_ij *= p.scale * (1 + 1e-4)", KINDS_2),
     ),
     "mask-ignored": Fault(
         "masked scores of a visited tile count",
@@ -104,16 +108,16 @@ FAULTS = {
     ),
     "span-one-tile-short": Fault(
         "the last tile of a row is not visited",
-        *(SCHEDULE, "end // block + 1)", "np.maximum(end // block, 1))", FORWARD),
+        *(SCHEDULE, "end // block + 1)", "np.maximum(end // block, 1))", KINDS_2),
     ),
-    "bias-before-softcap": Fault(
+    "bias-of-the-first-row": Fault(
         "the bias of the first query serves all rows of a tile",
         *(TILES, "S_ij += sram.load(", "S_ij[..., :1, :] += sram.load(", OPTIONS),
     ),
     # -- backward -------------------------------------------------------------------------------
     "delta-left-out": Fault(
         "dS = P dP",
-        *(TILES, "P_ij, dP_ij - delta_i[..., None]", "P_ij, dP_ij", FORWARD),
+        *(TILES, "P_ij, dP_ij - delta_i[..., None]", "P_ij, dP_ij", KINDS_2),
     ),
     "softcap-gradient-missing": Fault(
         "the softcap is not differentiated",
@@ -126,18 +130,18 @@ FAULTS = {
     "dk-without-scale": Fault(
         "dK lacks the scale",
         *(FLASH2, "sram.store(hbm.dK, cols, dK_j * p.scale)", "sram.store(hbm.dK, cols, dK_j)"),
-        FORWARD,
+        KINDS_2,
     ),
     "flash1-p-not-normalised": Fault(
         "FlashAttention-1's backward forgets that P is divided by l",
-        *(FLASH1, "P_ij /= np.where(l_i == 0, 1, l_i)[..., None]", "pass", FORWARD),
+        *(FLASH1, "P_ij /= np.where(l_i == 0, 1, l_i)[..., None]", "pass", KINDS_1),
     ),
     "reduce-overwrites": Fault(
         "a tile reduced into HBM replaces what was there",
         MEMORY,
         "self.view(rows, cols, member)[...] += tile",
         "self.view(rows, cols, member)[...] = tile",
-        FORWARD,
+        KINDS_FUSED,
     ),
     "dbias-of-the-first-head": Fault(
         "a shared bias's gradient is not summed over the heads",
@@ -148,11 +152,11 @@ FAULTS = {
         STANDARD,
         "(dP_i - (P_i * dP_i).sum(axis=-1, keepdims=True))",
         "dP_i",
-        FORWARD,
+        KINDS_STANDARD,
     ),
     "forgotten-store": Fault(
         "dV stays on chip",
-        *(FLASH2, "sram.store(hbm.dV, cols, dV_j)", "pass", FORWARD),
+        *(FLASH2, "sram.store(hbm.dV, cols, dV_j)", "pass", KINDS_2),
     ),
     # -- precision ------------------------------------------------------------------------------
     "p-not-rounded": Fault(
@@ -164,7 +168,7 @@ FAULTS = {
         "K is read for free after the first row tile",
         FLASH2,
         "K_j = sram.load(hbm.K, visit.cols)                                # 7",
-        "K_j = sram.load(hbm.K, visit.cols) if i == 0 else hbm.K.view(visit.cols, slice(None), None)",
+        "K_j = hbm.K.view(visit.cols, slice(None), None) if i else sram.load(hbm.K, visit.cols)",
         TRAFFIC,
     ),
     "ragged-tile-counted-whole": Fault(
@@ -183,7 +187,11 @@ FAULTS = {
     ),
     "lse-in-the-input-type": Fault(
         "statistics are counted at the input's width",
-        *(COUNTS, "return self.heads * self.p.n_q * self.a", "return self.heads * self.p.n_q * self.e"),
+        *(
+            COUNTS,
+            "return self.heads * self.p.n_q * self.a",
+            "return self.heads * self.p.n_q * self.e",
+        ),
         TRAFFIC,
     ),
     "multiply-add-is-one": Fault(

@@ -110,7 +110,7 @@ def _mask(p: Problem) -> np.ndarray:
 
 
 def plain(x, p: Problem, work) -> dict[str, np.ndarray]:
-    """Attention, P and the gradients, whole matrices at once, in NumPy's own arithmetic of type `work`.
+    """Attention, P and the gradients, whole matrices at once, in NumPy arithmetic of type `work`.
 
     Written beside `flashsim.oracle`, not from it, and its mask is `brute_force_mask`. With
     ``work=np.longdouble`` it judges float64 problems.

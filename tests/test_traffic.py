@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -111,7 +112,7 @@ def problems(draw):
     elif sparse == "blocks":
         cell = draw(st.integers(3, 30)), draw(st.integers(3, 30))
         longest = [
-            max(b - a for a, b in zip(cu, cu[1:], strict=False))
+            max(b - a for a, b in pairwise(cu))
             for cu in (
                 fields.get("cu_seqlens_q", (0, n_q)),
                 fields.get("cu_seqlens_k", (0, n_kv)),
@@ -130,7 +131,12 @@ tilings = st.builds(Tiling, st.integers(5, 64), st.integers(5, 64))
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(p=problems(), tiling=tilings, tight=st.booleans(), key_order=st.sampled_from(["ascending", "descending"]))
+@given(
+    p=problems(),
+    tiling=tilings,
+    tight=st.booleans(),
+    key_order=st.sampled_from(["ascending", "descending"]),
+)
 def test_count_equals_measurement(algorithm, p, tiling, tight, key_order):
     device = Device.get("H100")
     if tight:  # a chip on which the tiling fits to the byte
@@ -308,13 +314,15 @@ def test_bounds():
 
 def test_questions_name_what_exists():
     t = flashsim.count(Problem(64))
-    with pytest.raises(OptionError, match="unknown operation 'lod'; possible: load.*mean 'load'"):
+    with pytest.raises(OptionError, match=r"unknown operation 'lod'; possible: load.*mean 'load'"):
         t.bytes("lod")
     with pytest.raises(OptionError, match="unknown tensor 'X'; possible: Q, K"):
         t.bytes(tensor="X")
-    with pytest.raises(OptionError, match="unknown kind of FLOP 'expo'.*mean 'exp'"):
+    with pytest.raises(OptionError, match=r"unknown kind of FLOP 'expo'.*mean 'exp'"):
         t.flops("expo")
-    with pytest.raises(OptionError, match="unknown on-chip operation 'load'; possible: read, write"):
+    with pytest.raises(
+        OptionError, match="unknown on-chip operation 'load'; possible: read, write"
+    ):
         t.on_chip("load")
 
 

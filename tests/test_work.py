@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ class Counted(np.ndarray):
     guard against an empty row are not counted.
     """
 
-    seen: Counter = Counter()
+    seen: ClassVar[Counter] = Counter()
     product = False  # whether this array is a matrix product that nothing has touched yet
 
     def __array_ufunc__(self, ufunc, method, *inputs, out=None, **kwargs):
