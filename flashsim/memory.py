@@ -83,11 +83,12 @@ class SharedTensor(Tensor):
         p, part = self.problem, self.data[:, self._select(member), rows, cols]
         heads = p.heads if member is None else p.kv_heads
         full = np.broadcast_to(part, (p.batch, heads, *part.shape[2:]))
-        return full.reshape(p.batch * p.kv_heads, -1, *part.shape[2:])
+        return full.reshape(p.batch * p.kv_heads, heads // p.kv_heads, *part.shape[2:])
 
     def add(self, rows: slice, cols: slice, member: int | None, tile: np.ndarray) -> None:
         """Add every head's tile, summed over the heads that share a matrix."""
-        full = tile.reshape(self.problem.batch, -1, *tile.shape[2:])
+        batch = self.problem.batch
+        full = tile.reshape(batch, tile.shape[0] // batch * tile.shape[1], *tile.shape[2:])
         shared = tuple(axis for axis in (0, 1) if self.data.shape[axis] == 1)
         self.data[:, self._select(member), rows, cols] += full.sum(axis=shared, keepdims=True)
 

@@ -122,7 +122,7 @@ class Trace:
         result: dict[tuple[str, str, str], int] = {}
         for stage in self.stages:
             events = stage.events
-            moving = np.isin(events["op"], TRANSFERS)
+            moving = np.isin(events["op"], TRANSFERS) & (events["bytes"] > 0)
             keys = events["op"][moving].astype(np.int64) * len(TENSORS) + events["tensor"][moving]
             found, inverse = np.unique(keys, return_inverse=True)
             sums = np.zeros(len(found), np.int64)
@@ -224,11 +224,11 @@ class Trace:
         """Sums of rows, columns and scores over executed visits, or over outer steps.
 
         A step with queries outside spans its sequence's keys (standard attention's softmax does
-        work on whole rows); no algorithm computes in a step with keys outside.
+        work on whole rows); one with keys outside has columns alone.
         """
         i, j = tiles["i"], tiles["j"]
         if (i < 0).any():
-            return 0, 0, 0
+            return 0, int((schedule.cols[j, 1] - schedule.cols[j, 0]).sum()), 0
         r = (schedule.rows[i, 1] - schedule.rows[i, 0]).astype(np.int64)
         whole = j < 0
         c = np.where(whole, schedule.key_counts[i], schedule.cols[j, 1] - schedule.cols[j, 0])

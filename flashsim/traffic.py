@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from flashsim import plans, report
 from flashsim.errors import OptionError, choices
 from flashsim.events import TENSORS
@@ -88,10 +90,13 @@ class Traffic:
         for stage in self.stages:
             work = stage_work(p, self.algorithm, self.direction, stage.name)
             sums = self.schedule(stage).sums
-            repeat = p.batch * p.heads
-            for ops, extent in (
-                (work.visit, (sums.col_rows, sums.row_cols, sums.area)),
-                (work.outer, (p.n_q, 0, sums.area if is_strip(stage) else 0)),
+            if stage.outer == "keys":
+                step = 0, p.n_kv, 0
+            else:
+                step = p.n_q, 0, sums.area if is_strip(stage) else 0
+            for ops, extent, repeat in (
+                (work.visit, (sums.col_rows, sums.row_cols, sums.area), p.batch * p.heads),
+                (work.outer, step, plans.heads_of(stage, p)[0]),
             ):
                 for total, part in (
                     (flops, total_flops(ops, *extent)),
@@ -119,12 +124,21 @@ class Traffic:
 
     def _peak(self, stage: plans.Stage) -> int:
         if is_strip(stage):
-            row = sum(b.per_row for b in stage.buffers)
-            return row * strip_rows(stage, self.schedule(stage), self.device)
+            return self._strip_peak(stage)
         own, inner = self.schedule(stage).extents()
         rows, cols = (own, inner) if stage.outer == "queries" else (inner, own)
         held = sum(b.nbytes(rows, cols) * (inner > 0 if b.visit else 1) for b in stage.buffers)
         return int(max(held, default=0)) if stage.buffers else 0
+
+    def _strip_peak(self, stage: plans.Stage) -> int:
+        """A buffer's row spans the longest sequence's keys; other sequences hold their own part."""
+        schedule, row = self.schedule(stage), sum(b.per_row for b in stage.buffers)
+        heights = (schedule.rows[:, 1] - schedule.rows[:, 0]).astype(np.int64)
+        held = np.minimum(heights, strip_rows(stage, schedule, self.device)) * row
+        if stage.per != "bias":
+            longest = max(s.k_stop - s.k_start for s in self.problem.sequences)
+            held = held // longest * schedule.key_counts
+        return int(held.max())
 
     def saved(self) -> int:
         """Bytes kept in HBM from forward to backward: inputs, output, statistics, or S and P."""

@@ -4,7 +4,8 @@ Each stage is a short list of tile operations. A cost is linear in the tile's ro
 scores, so the same table prices one visit, or, given the sums over a schedule, all of them.
 
 Rules. A multiply-add in a matrix product is 2 FLOPs. ``exp`` counts exponentials, logarithms and
-tanh (a GPU's special-function unit); ``max`` counts comparisons; subtraction is ``add``. A tile
+tanh (a GPU's special-function unit); ``max`` counts comparisons; subtraction is ``add``. A row sum
+or row maximum over n elements is n; guards against rows without keys are not counted. A tile
 operation reads each operand once from SRAM and writes its result once; reuse in registers lies
 below this model. A masked tile costs what a full one does: the hardware computes all of it.
 """
@@ -60,6 +61,11 @@ def rows(n: int, score: int = 0) -> Cost:
     return Cost(row=n, score=score)
 
 
+def columns(n: int) -> Cost:
+    """`n` operations a column."""
+    return Cost(col=n)
+
+
 def stage_work(problem: Problem, algorithm: str, direction: str, stage: str) -> StageWork:
     """The tile operations of one stage of an algorithm (a stage without arithmetic has none)."""
     d, dv, p = problem.head_dim, problem.head_dim_v, problem
@@ -86,8 +92,8 @@ def _scores(p: Problem, d: int, *, backward: bool = False) -> tuple[TileOp, ...]
 
 def _forward(p: Problem, d: int, dv: int, algorithm: str) -> dict[str, StageWork]:
     softmax = {
-        "max": scores(1),
-        "add": rows(1, score=2),  # S - m, row sum of P; m_old - m_new
+        "max": rows(1, score=1),  # the tile's row maximum; against m_old
+        "add": rows(2, score=2),  # S - m, row sum of P; m_old - m_new, alpha l + ..
         "exp": rows(1, score=1),  # P; alpha
         "multiply": rows(1),  # alpha l
     }
@@ -142,19 +148,22 @@ def _forward(p: Problem, d: int, dv: int, algorithm: str) -> dict[str, StageWork
 
 def _backward(p: Problem, d: int, dv: int, algorithm: str) -> dict[str, StageWork]:
     delta = {"multiply": rows(dv), "add": rows(dv)}
+    scale_dq = TileOp("dQ = scale dQ", "dQ", "dQ", {"multiply": rows(d)})
+    scale_dk = TileOp("dK = scale dK", "dK", "dK", {"multiply": columns(d)})
     if algorithm == "standard":
         ds = {"multiply": scores(2), "add": scores(2)}
         reads = "P dP"
         if p.softcap:
             ds = {"multiply": scores(4), "add": scores(3), "divide": scores(1)}
-            reads = "S P dP bias" if p.bias else "S P dP"
-        scaled = {"matmul": scores(2 * d)}
+            reads = "S P dP"
+            if p.bias:
+                ds["add"], reads = scores(4), "S P dP bias"
         return {
             "dv": StageWork(visit=(_mm("dV = dV + P^T dO", "P dO dV", "dV", dv),)),
             "dp": StageWork(visit=(_mm("dP = dO V^T", "dO V", "dP", dv),)),
             "ds": StageWork(outer=(TileOp("dS = P (dP - sum(P dP))", reads, "dP", ds),)),
-            "dq": StageWork(visit=(TileOp("dQ = dQ + dS K", "dS K dQ", "dQ", scaled),)),
-            "dk": StageWork(visit=(TileOp("dK = dK + dS^T Q", "dS Q dK", "dK", scaled),)),
+            "dq": StageWork((_mm("dQ = dQ + dS K", "dS K dQ", "dQ", d),), (scale_dq,)),
+            "dk": StageWork((_mm("dK = dK + dS^T Q", "dS Q dK", "dK", d),), (scale_dk,)),
         }
     ds = {"add": scores(1), "multiply": scores(1)}
     softmax = {"add": scores(1), "exp": scores(1)}
@@ -173,15 +182,20 @@ def _backward(p: Problem, d: int, dv: int, algorithm: str) -> dict[str, StageWor
     dv_op = _mm("dV = dV + P^T dO", "S dO dV", "dV", dv)
     dk_op = _mm("dK = dK + dS^T Q", "dP Q dK", "dK", d)
     dq_op = _mm("dQ = dQ + dS K", "dP K dQ", "dQ", d)
+    # A tile of dQ that leaves the chip at every visit is scaled there.
+    product = {"matmul": scores(2 * d), "multiply": rows(d)}
+    to_reduce = TileOp("dQ = scale dS K", "dP K", "dQ", product)
+    added_dq = TileOp("dQ = dQ + scale dS K", "dP K dQ", "dQ", {**product, "add": rows(d)})
     table = {
         "delta": StageWork(outer=(TileOp("delta = rowsum(dO O)", "O dO", "delta", delta),)),
-        "dkdv": StageWork(visit=(*recompute, dv_op, *grad_s, dk_op)),
-        "dq": StageWork(visit=(*recompute, *grad_s, dq_op)),
-        "fused": StageWork(visit=(*recompute, dv_op, *grad_s, dk_op, dq_op)),
+        "dkdv": StageWork((*recompute, dv_op, *grad_s, dk_op), (scale_dk,)),
+        "dq": StageWork((*recompute, *grad_s, dq_op), (scale_dq,)),
+        "fused": StageWork((*recompute, dv_op, *grad_s, dk_op, to_reduce), (scale_dk,)),
     }
     if algorithm == "flash1":
         row_sum = TileOp("D = rowsum(dO O)", "O dO", "", delta)
-        table["backward"] = StageWork(visit=(*recompute, dv_op, row_sum, *grad_s, dk_op, dq_op))
+        visit = (*recompute, dv_op, row_sum, *grad_s, dk_op, added_dq)
+        table["backward"] = StageWork(visit, (scale_dk,))
     return table
 
 

@@ -1,0 +1,50 @@
+"""Options and marks of the suite. Imports nothing of flashsim: a fault must be installed first."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import faults
+import pytest
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--fault",
+        metavar="NAME",
+        help="seed a bug of tests/faults.py into flashsim before the tests run; they should fail",
+    )
+
+
+def pytest_configure(config):
+    name = config.getoption("--fault")
+    if name:
+        try:
+            faults.install(name)
+        except faults.FaultError as error:
+            raise pytest.UsageError(str(error)) from None
+
+
+def pytest_report_header(config):
+    name = config.getoption("--fault")
+    return f"seeded fault: {name}: {faults.FAULTS[name].bug}" if name else None
+
+
+def pytest_collection_modifyitems(items):
+    missing = _why_no_gpu()
+    for item in items if missing else ():
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=missing))
+
+
+def _why_no_gpu():
+    """Why tests marked `gpu` cannot run here; None if they can."""
+    if importlib.util.find_spec("cupy") is None:
+        return "needs CuPy and an NVIDIA GPU"
+    import cupy
+
+    try:
+        cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return f"needs an NVIDIA GPU: {error}"
+    return None

@@ -1,0 +1,264 @@
+"""What run, Result.backward, count and compare return and refuse."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from helpers import tensors
+
+import flashsim
+from flashsim import (
+    BlockMask,
+    Device,
+    DTypeError,
+    FlashSimError,
+    MaskError,
+    OptionError,
+    Problem,
+    ShapeError,
+    SramOverflow,
+    Tiling,
+    UnknownArgumentError,
+)
+
+
+@pytest.fixture
+def x():
+    return tensors(40, 50, 8, heads=4, kv_heads=2, batch=2, bias=(1, 1))
+
+
+def run(x, **options):
+    return flashsim.run(x.q, x.k, x.v, **options)
+
+
+def test_run_returns_arrays_of_the_same_kind(x):
+    result = run(x)
+    assert type(result.out) is type(result.lse) is np.ndarray
+    assert result.out.shape == (2, 4, 40, 8)
+    assert result.lse.shape == (2, 4, 40)
+    assert result.trace is None
+    assert result.kernel == "simulator"
+    expected = Problem(40, 50, 8, batch=2, heads=4, kv_heads=2)
+    assert result.problem == expected
+
+
+def test_inputs_are_left_alone(x):
+    before = [a.copy() for a in (x.q, x.k, x.v, x.bias, x.dout)]
+    run(x, bias=x.bias).backward(x.dout)
+    for array, copy in zip((x.q, x.k, x.v, x.bias, x.dout), before, strict=True):
+        np.testing.assert_array_equal(array, copy)
+
+
+def test_outputs_are_not_the_inputs_memory(x):
+    result = run(x)
+    gradients = result.backward(x.dout)
+    for array in (result.out, result.lse, gradients.dq, gradients.dk, gradients.dv):
+        assert not any(np.shares_memory(array, given) for given in (x.q, x.k, x.v, x.dout))
+
+
+def test_tracing_changes_no_result(x):
+    quiet, traced = (run(x, causal=True, trace=trace) for trace in (False, True))
+    np.testing.assert_array_equal(quiet.out, traced.out)
+    silent = quiet.backward(x.dout)
+    assert silent.trace is None
+    np.testing.assert_array_equal(silent.dq, traced.backward(x.dout).dq)
+
+
+def test_backward_can_be_asked_for_its_own_trace_and_tiling(x):
+    result = run(x, trace=True)
+    assert result.backward(x.dout).trace.direction == "backward"
+    assert result.backward(x.dout, trace=False).trace is None
+    assert run(x).backward(x.dout, trace=True, tiling=Tiling(7, 9)).trace.tiling == Tiling(7, 9)
+
+
+def test_backward_may_run_twice_with_the_same_result(x):
+    result = run(x, bias=x.bias, algorithm="flash1")
+    once, twice = (result.backward(x.dout) for _ in range(2))
+    for name in ("dq", "dk", "dv", "dbias"):
+        np.testing.assert_array_equal(getattr(once, name), getattr(twice, name))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "deterministic", "stages"),
+    [
+        ("flash2", None, ["delta", "dkdv", "dq"]),
+        ("flash2-fused", None, ["delta", "fused"]),
+        ("flash2", False, ["delta", "fused"]),
+        ("flash2-fused", True, ["delta", "dkdv", "dq"]),
+    ],
+)
+def test_deterministic_chooses_the_form(x, algorithm, deterministic, stages):
+    result = run(x, algorithm=algorithm, trace=True)
+    trace = result.backward(x.dout, deterministic=deterministic).trace
+    assert [stage.name for stage in trace.stages] == stages
+
+
+def test_deterministic_is_refused_where_there_is_one_form(x):
+    with pytest.raises(OptionError, match=r"'standard' has one form, and it is deterministic"):
+        run(x, algorithm="standard").backward(x.dout, deterministic=True)
+
+
+def test_bias_gradient_has_the_bias_s_shape():
+    x = tensors(9, 10, 4, heads=3, bias=(1, 1))
+    for shape in ((9, 10), (1, 9, 10), (1, 1, 9, 10)):
+        result = flashsim.run(x.q, x.k, x.v, bias=x.bias.reshape(shape))
+        assert result.backward(x.dout).dbias.shape == shape
+    assert run(x).backward(x.dout).dbias is None
+
+
+@pytest.mark.parametrize("kind", ["numpy", "list"])
+def test_sequence_offsets_may_be_lists_or_arrays(kind):
+    x = tensors(40, 50, 8)
+    cu_q, cu_k = ([0, 10, 40], [0, 30, 50])
+    if kind == "numpy":
+        cu_q, cu_k = np.array(cu_q), np.array(cu_k, np.int32)
+    result = run(x, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    alone = flashsim.run(x.q[:, :, :10], x.k[:, :, :30], x.v[:, :, :30])
+    np.testing.assert_allclose(result.out[:, :, :10], alone.out, rtol=1e-5, atol=1e-6)
+
+
+def test_a_bare_grid_is_one_value_a_tile(x):
+    grid = np.array([[True, False], [True, True]])
+    given = run(x, block_mask=grid, tiling=Tiling(20, 25)).out
+    cells = BlockMask(grid, 20, 25)
+    np.testing.assert_array_equal(given, run(x, block_mask=cells, tiling=Tiling(20, 25)).out)
+    with pytest.raises(MaskError, match="needs an explicit tiling"):
+        run(x, block_mask=grid)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"algorithm": "flash3"}, OptionError, r"unknown algorithm 'flash3'.*did you mean 'flash"),
+        ({"backend": "numppy"}, OptionError, r"unknown backend 'numppy'.*did you mean 'numpy'"),
+        ({"device": "H1000"}, OptionError, r"H1000"),
+        ({"trace": "yes"}, OptionError, r"trace must be True, False or 'timeline', got 'yes'"),
+        (
+            {"key_order": "down"},
+            OptionError,
+            r"unknown key_order 'down'; possible: ascending, desc",
+        ),
+        ({"tiling": (64, 64)}, DTypeError, r"tiling must be a flashsim.Tiling.*got \(64, 64\)"),
+        ({"is_causal": True}, UnknownArgumentError, r"no argument 'is_causal'.*called causal"),
+        ({"sm_scale": 1.0}, UnknownArgumentError, r"no argument 'sm_scale'.*called scale"),
+        ({"softmax_scale": 1.0}, UnknownArgumentError, r"called scale"),
+        ({"dropout_p": 0.1}, UnknownArgumentError, r"dropout is not simulated"),
+        ({"casual": True}, UnknownArgumentError, r"no argument 'casual'.*did you mean 'causal'"),
+        ({"tiling": Tiling(512, 512)}, SramOverflow, r"the largest tiling that fits is"),
+    ],
+)
+def test_run_refuses(x, options, kind, text):
+    if "tiling" in options and kind is SramOverflow:
+        x = tensors(600, 600, 64)
+    with pytest.raises(kind, match=text) as caught:
+        run(x, **options)
+    assert isinstance(caught.value, FlashSimError)
+    assert isinstance(caught.value, ValueError | TypeError)
+
+
+def test_the_numpy_backend_takes_numpy_arrays(x):
+    class Foreign:
+        def __init__(self, a):
+            self.shape, self.dtype, self.a = a.shape, a.dtype, a
+
+        def reshape(self, shape):
+            return Foreign(self.a.reshape(shape))
+
+    with pytest.raises(DTypeError, match=r"backend 'numpy' takes NumPy arrays, got q as .*Foreign"):
+        flashsim.run(*(Foreign(a) for a in (x.q, x.k, x.v)))
+
+
+def test_backward_refuses_a_wrong_dout(x):
+    result = run(x)
+    with pytest.raises(ShapeError, match=r"dout must have out's shape \(2, 4, 40, 8\), got \(40,"):
+        result.backward(x.dout[0, 0])
+    with pytest.raises(DTypeError, match="dout must have out's dtype float32, got float64"):
+        result.backward(x.dout.astype(np.float64))
+    with pytest.raises(DTypeError, match="dout must be an array"):
+        result.backward(1.0)
+    with pytest.raises(DTypeError, match="tiling must be"):
+        result.backward(x.dout, tiling=64)
+    with pytest.raises(OptionError, match="trace must be"):
+        result.backward(x.dout, trace="all")
+
+
+def test_infinite_inputs_spread_or_raise(x):
+    x.k[0, 0, 3, 2] = np.nan
+    assert np.isnan(run(x).out[0, 0]).all()
+    assert np.isfinite(run(x).out[1]).all()
+    with pytest.raises(OptionError, match="k holds 1 NaN or infinite values"):
+        run(x, nan_policy="raise")
+
+
+def test_a_device_of_your_own(x):
+    small = Device("small", sram_bytes=4096, sram_per_sm=8192)
+    result = run(x, device=small, trace=True)
+    assert result.trace.device is small
+    assert result.trace.peak_sram() <= 4096
+    with pytest.raises(SramOverflow, match=r"even with a 1 x 1 tile.*use a device with more SRAM"):
+        run(x, device=Device("tiny", sram_bytes=64, sram_per_sm=64))
+
+
+# -- count ----------------------------------------------------------------------------------------
+
+
+def test_count_takes_the_tiling_that_run_takes(x):
+    trace = run(x, causal=True, trace=True, device="T4").trace
+    traffic = flashsim.count(trace.problem, device="T4")
+    assert traffic.tiling == trace.tiling
+    assert trace.diff(traffic) == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"algorithm": "flash"}, OptionError, "unknown algorithm 'flash'"),
+        ({"direction": "back"}, OptionError, "unknown direction 'back'.*mean 'backward'"),
+        ({"key_order": "up"}, OptionError, "unknown key_order"),
+        ({"tiling": 64}, DTypeError, "tiling must be"),
+    ],
+)
+def test_count_refuses(options, kind, text):
+    with pytest.raises(kind, match=text):
+        flashsim.count(Problem(64), **options)
+
+
+def test_count_wants_a_problem():
+    with pytest.raises(DTypeError, match=r"count\(\) takes a flashsim.Problem, got int"):
+        flashsim.count(4096)
+
+
+# -- compare --------------------------------------------------------------------------------------
+
+
+def test_compare_runs_each_algorithm_once(x):
+    both = flashsim.compare(x.q, x.k, x.v, dout=x.dout, causal=True)
+    assert list(both.results) == list(both.gradients) == ["standard", "flash1", "flash2"]
+    rows = both.table().records()
+    ways = [(row["algorithm"], row["direction"]) for row in rows]
+    assert ways == [(a, w) for w in ("forward", "backward") for a in both.results]
+    for trace, row in zip(both.traces, rows, strict=True):
+        assert row["requested B"] == trace.bytes()
+        assert row["load B"] + row["store B"] + row["reduce B"] == trace.bytes()
+        assert row["peak SRAM B"] == trace.peak_sram()
+        assert row["x compulsory"] >= 1
+        assert 0 <= row["max |diff|"] < 1e-4
+    assert [row["max |diff|"] for row in rows[::3]] == [0, 0]
+    assert "standard" in str(both)
+    assert "flash1" in both._repr_html_()
+    assert json.loads(both.table().json()) == rows
+
+
+def test_compare_shows_a_real_difference(x):
+    both = flashsim.compare(x.q, x.k, x.v, algorithms=["flash2", "flash1"])
+    both.results["flash1"].out[0, 0, 0, 0] += 0.5
+    assert both.table().records()[1]["max |diff|"] == pytest.approx(0.5, abs=1e-4)
+    assert both.gradients == {}
+
+
+@pytest.mark.parametrize("algorithms", ["flash2", [], ()])
+def test_compare_wants_names(x, algorithms):
+    with pytest.raises(OptionError, match="algorithms must be a non-empty list of names"):
+        flashsim.compare(x.q, x.k, x.v, algorithms=algorithms)
