@@ -4,34 +4,27 @@ from __future__ import annotations
 
 import errno
 import multiprocessing
-import sys
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.console import Console
 from typer.core import TyperGroup
 
-from flashsim import api, plans, report, traffic
+from flashsim import api, plans, report
 from flashsim import cli_options as opt
+from flashsim.cli_output import add, event_table, figures, say, show_tables, working
 from flashsim.compare import compare as run_comparison
 from flashsim.demo import LIMIT
 from flashsim.demo import demo as run_demo
-from flashsim.errors import FlashSimError, OptionError
+from flashsim.errors import FlashSimError
 from flashsim.hardware import PRESETS
 from flashsim.problem import Problem
 from flashsim.sweep import sweep as run_sweep
-from flashsim.trace import LEVELS, OPS, TENSORS, Trace
-from flashsim.traffic import Traffic
+from flashsim.trace import Trace
 from flashsim.version import __version__
-from flashsim.work import KINDS
-
-#: Columns for tables that do not go to a terminal.
-WIDTH = 200
 
 
 class _Group(TyperGroup):
@@ -94,6 +87,7 @@ def run(
     algorithm: opt.Algorithm = "flash2",
     backward: opt.Backward = False,
     tiling: opt.Tile = "fit",
+    backward_tiling: opt.BackwardTile = "fit",
     device: opt.DeviceName = "H100",
     sram: opt.Sram = None,
     key_order: opt.KeyOrder = "ascending",
@@ -109,8 +103,9 @@ def run(
     """Execute attention tile by tile and show what it moved."""
     sizes = _sizes(n_q, n_kv, head_dim, head_dim_v, batch, heads, kv_heads, dtype)
     arrays = opt.read_arrays(sizes, seed, input, demo_data)
-    tile = opt.choose_tiling(tiling, arrays.q.shape[-1], causal)
-    with _working("simulating"):
+    d = arrays.q.shape[-1]
+    tile, backward_tile = (opt.choose_tiling(t, d, causal) for t in (tiling, backward_tiling))
+    with working("simulating"):
         result = api.run(
             *arrays[:3],
             algorithm=algorithm,
@@ -124,14 +119,17 @@ def run(
             key_order=key_order,
             trace=True,
         )
-        grads = result.backward(arrays.gradient(seed + 1), tiling=tile) if backward else None
-    passes = [result, *([grads] if grads else [])]
-    traces = [part.trace for part in passes if part.trace is not None]
-    tables = [_figures(trace) for trace in traces]
+        grads = None
+        if backward:
+            grads = result.backward(arrays.gradient(seed + 1), tiling=backward_tile)
+    passes = (result.trace, grads.trace if grads is not None else None)
+    traces = [trace for trace in passes if trace is not None]
+    tables, every = [trace.table() for trace in traces], [figures(trace) for trace in traces]
     if arrays.out is not None:
         difference = float(np.abs(result.out.astype(np.float64) - arrays.out).max())
-        _add(tables[0], traces[0], "largest difference from the model's output", None, difference)
-    _show([table for t in traces for table in (t.table(),)], tables, json, csv)
+        add(every[0], traces[0], "difference from the model", "largest of out", difference)
+        tables[0].note += f" · largest difference from the model's output {difference:.2e}"
+    show_tables(tables, every, json, csv)
     if save is not None:
         for trace in traces:
             _save(trace, save if trace.direction == "forward" else _backward_name(save))
@@ -142,7 +140,7 @@ def run(
         _folder(output)
         with output.open("wb") as stream:  # given a name, savez would append .npz to it
             np.savez(stream, allow_pickle=False, **found)
-        _say(f"results in {output}")
+        say(f"results in {output}")
 
 
 @app.command()
@@ -176,7 +174,7 @@ def compare(
     """Execute several algorithms on the same tensors, side by side."""
     sizes = _sizes(n_q, n_kv, head_dim, head_dim_v, batch, heads, kv_heads, dtype)
     arrays = opt.read_arrays(sizes, seed, input, demo_data)
-    with _working("simulating"):
+    with working("simulating"):
         comparison = run_comparison(
             *arrays[:3],
             algorithms=opt.parse_list("algorithms", algorithms, str),
@@ -189,7 +187,7 @@ def compare(
             device=opt.choose_device(device, sram),
             key_order=key_order,
         )
-    _show([comparison.table()], [comparison.table()], json, csv)
+    show_tables([comparison.table()], [comparison.table()], json, csv)
 
 
 @app.command()
@@ -208,6 +206,7 @@ def count(
     algorithm: opt.Algorithm = "flash2",
     backward: opt.Backward = False,
     tiling: opt.Tile = "fit",
+    backward_tiling: opt.BackwardTile = "fit",
     device: opt.DeviceName = "H100",
     sram: opt.Sram = None,
     key_order: opt.KeyOrder = "ascending",
@@ -218,18 +217,19 @@ def count(
     sizes = _sizes(n_q, n_kv, head_dim, head_dim_v, batch, heads, kv_heads, dtype)
     seen = opt.parse_window(window) if window else None
     problem = Problem(**sizes, causal=causal, window=seen, softcap=softcap)
+    wanted = [("forward", tiling), *([("backward", backward_tiling)] if backward else [])]
     counts = [
         api.count(
             problem,
             algorithm=algorithm,
             direction=direction,
-            tiling=opt.choose_tiling(tiling, problem.head_dim, causal),
+            tiling=opt.choose_tiling(tile, problem.head_dim, causal),
             device=opt.choose_device(device, sram),
             key_order=key_order,
         )
-        for direction in plans.DIRECTIONS[: 1 + backward]
+        for direction, tile in wanted
     ]
-    _show([c.table() for c in counts], [_figures(c) for c in counts], json, csv)
+    show_tables([c.table() for c in counts], [figures(c) for c in counts], json, csv)
 
 
 @app.command()
@@ -259,7 +259,7 @@ def sweep(
     csv: opt.Csv = False,
 ) -> None:
     """Count (or simulate) every combination of comma-separated values."""
-    values = {
+    values: dict[str, Any] = {
         "n": opt.parse_list("n", n, int),
         "head_dim": opt.parse_list("head-dim", head_dim, int),
         "batch": opt.parse_list("batch", batch, int),
@@ -279,9 +279,9 @@ def sweep(
     pool = ProcessPoolExecutor(workers, mp_context=context) if workers else nullcontext()
     with pool as executor:
         result = run_sweep(**values, method=method, executor=executor, path=out)
-    _show([result.table()], [result.full_table()], json, csv)
+    show_tables([result.table()], [result.full_table()], json, csv)
     if out is not None:
-        _say(f"rows in {out}")
+        say(f"rows in {out}")
 
 
 @app.command()
@@ -303,7 +303,7 @@ def devices(json: opt.Json = False, csv: opt.Csv = False) -> None:
                 *(d.peak("float16") / 1e12, d.cuda_flops["float32"] / 1e12, d.source),
             )
         )
-    _show([table], [table], json, csv)
+    show_tables([table], [table], json, csv)
 
 
 @trace_app.command()
@@ -316,8 +316,8 @@ def show(
 ) -> None:
     """Show what a saved trace holds."""
     trace = Trace.load(file)
-    table = _events(trace, limit) if events else _figures(trace)
-    _show([table if events else trace.table()], [table], json, csv)
+    table = event_table(trace, limit) if events else figures(trace)
+    show_tables([table if events else trace.table()], [table], json, csv)
 
 
 @app.command()
@@ -325,19 +325,14 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for the traces.")] = Path("out"),
 ) -> None:
     """Run a real model's tensors, check the output against the model's, compare algorithms."""
-    with _working("simulating a real model's attention"):
+    with working("simulating a real model's attention"):
         layers = run_demo(out)
-    console = _console()
     for layer in layers:
-        console.print(layer.comparison.table().rich())
-        console.print(
-            f"{layer.name}: largest difference from the model's own output "
-            f"{layer.difference:.2e}, limit {LIMIT:g}: {'ok' if layer.passed else 'TOO LARGE'}",
-            highlight=False,
-        )
+        show_tables([layer.comparison.table(), layer.agreement()], [], False, False)
         for path in layer.files:
-            console.print(f"trace in {path}", highlight=False, soft_wrap=True)
+            say(f"trace in {path}")
     if not all(layer.passed for layer in layers):
+        say(f"the output differs from the model's by {LIMIT:g} or more")
         raise typer.Exit(1)
 
 
@@ -349,92 +344,10 @@ def _sizes(*values: Any) -> dict[str, Any]:
     return dict(zip(names, values, strict=True))
 
 
-_FIGURES = ("algorithm", "direction", "tile", "quantity", "of", "value", "unit")
-
-
-def _figures(source: Trace | Traffic) -> report.Table:
-    """Every figure of a run or count, one a row."""
-    table = report.Table(f"{source.algorithm} {source.direction}", _FIGURES)
-    for tensor, row in source.by_tensor().items():
-        for op, nbytes in row.items():
-            if nbytes:
-                _add(table, source, op, tensor, nbytes, "B")
-    for op in traffic.OPS:
-        _add(table, source, op, "all tensors", source.bytes(op), "B")
-    _add(table, source, "requested", "all tensors", source.bytes(), "B")
-    _add(table, source, "compulsory", "all tensors", source.compulsory(), "B")
-    for kind in KINDS:
-        _add(table, source, "flops", kind, source.flops(kind), "FLOP")
-    _add(table, source, "flops", "all kinds", source.flops(), "FLOP")
-    _add(table, source, "intensity", None, source.intensity(), "FLOP/B")
-    for op in ("read", "write"):
-        _add(table, source, "on chip", op, source.on_chip(op), "B")
-    _add(table, source, "peak SRAM", "one block", source.peak_sram(), "B")
-    problem, algorithm = source.problem, source.algorithm
-    _add(table, source, "saved for backward", None, traffic.saved(problem, algorithm), "B")
-    workspace = traffic.workspace(problem, algorithm, source.direction)
-    _add(table, source, "workspace", None, workspace, "B")
-    return table
-
-
-def _add(
-    table: report.Table,
-    source: Trace | Traffic,
-    quantity: str,
-    of: str | None,
-    value: float,
-    unit: str | None = None,
-) -> None:
-    what = (source.algorithm, source.direction, str(source.tiling))
-    table.rows.append((*what, quantity, of, value, unit))
-
-
-def _events(trace: Trace, limit: int) -> report.Table:
-    columns = ("stage", "op", "tensor", "level", "head", "i", "j", "visit", "bytes")
-    table = report.Table(f"{trace.n_events:,} events, the first {limit:,}", columns)
-    for e in trace.events[:limit]:
-        name, op, tensor = trace.stages[e["stage"]].name, OPS[e["op"]], TENSORS[e["tensor"]]
-        numbers = (int(e[field]) for field in columns[4:])
-        table.rows.append((name, op, tensor, LEVELS[e["level"]], *numbers))
-    return table
-
-
-def _show(people: list[report.Table], full: list[report.Table], json: bool, csv: bool) -> None:
-    """Print tables for people, or everything there is as one JSON array or one CSV."""
-    if json and csv:
-        raise OptionError("--json and --csv are two formats; give one of them")
-    if not json and not csv:
-        for table in people:
-            _console().print(table.rich())
-        return
-    rows = [row for table in full for row in table.rows]
-    table = report.Table("", full[0].columns, rows)
-    typer.echo(table.json() if json else table.csv(), nl=json)
-
-
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else WIDTH)
-
-
-@contextmanager
-def _working(text: str) -> Iterator[None]:
-    """A spinner while something takes long; only on a terminal."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    with Console(stderr=True).status(text):
-        yield
-
-
-def _say(text: str) -> None:
-    """News about files go to stderr: stdout holds the figures alone."""
-    typer.echo(text, err=True)
-
-
 def _save(trace: Trace, path: Path) -> None:
     _folder(path)
     trace.save(path)
-    _say(f"trace in {path}")
+    say(f"trace in {path}")
 
 
 def _backward_name(path: Path) -> Path:

@@ -59,9 +59,10 @@ Tile = _option(
     str,
     "--tiling",
     "-t",
-    help=f"QUERIESxKEYS, e.g. 128x64; fit; or a kernel's: {', '.join(PRESETS)}.",
+    help=f"QUERIESxKEYS, e.g. 128x64; fit; or a kernel's: {', '.join(PRESETS)}. Forward pass.",
     panel=_HOW,
 )
+BackwardTile = _option(str, "--backward-tiling", help="The same for the backward.", panel=_HOW)
 DeviceName = _option(str, "--device", help="See `flashsim devices`.", panel=_HOW)
 Sram = _option(int | None, "--sram", help="Bytes on chip, instead of the device's.", panel=_HOW)
 KeyOrder = _option(str, "--key-order", help="ascending or descending.", panel=_HOW)

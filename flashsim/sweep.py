@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Executor, as_completed
+from concurrent.futures import Executor, as_completed, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -253,12 +253,22 @@ def _submit(todo: list[Point], executor: Executor) -> Iterator[Row]:
     futures = [executor.submit(measure, point) for point in todo]
 
     def results() -> Iterator[Row]:
+        left = set(futures)
+        failure = None
         try:
             for future in as_completed(futures):
+                left.discard(future)
+                failure = future.exception()
+                if failure is not None:
+                    break
                 yield future.result()
         finally:  # a failure or an interrupt: what has not begun need not begin
-            for future in futures:
+            for future in left:
                 future.cancel()
+        begun = [future for future in left if not future.cancelled()]
+        yield from (f.result() for f in wait(begun).done if f.exception() is None)
+        if failure is not None:
+            raise failure
 
     return results()
 
