@@ -143,6 +143,24 @@ def test_run_reads_a_file(tmp_path):
         np.testing.assert_array_equal(stored["dq"], result.backward(dout).dq)
 
 
+def test_a_file_without_dout_gets_a_random_one(tmp_path):
+    q, k, v = np.random.default_rng(5).standard_normal((3, 3, 40, 8)).astype(np.float32)
+    np.savez(tmp_path / "mine.npz", q=q, k=k, v=v)
+    run = ("run", "--input", tmp_path / "mine.npz", "--output", tmp_path / "out.npz")
+
+    ok(*run)
+    with np.load(tmp_path / "out.npz") as stored:
+        assert set(stored) == {"out", "lse"}
+    gradients = []
+    for seed in (1, 1, 2):
+        ok(*run, "--backward", "--seed", seed)
+        with np.load(tmp_path / "out.npz") as stored:
+            gradients.append(stored["dq"])
+
+    np.testing.assert_array_equal(gradients[0], gradients[1])
+    assert (gradients[0] != gradients[2]).all()
+
+
 def test_run_on_the_bundled_tensors_is_held_against_the_model():
     rows = records("run", "--demo-data", "layer0")
 
@@ -345,6 +363,7 @@ class Terminal(io.StringIO):
 
 
 def test_a_spinner_on_a_terminal_only(monkeypatch, capfd):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as CI sets it; it makes no terminal of a log file
     with cli_output.working("thinking"):
         pass
     assert capfd.readouterr() == ("", "")

@@ -285,6 +285,20 @@ def test_rows_are_on_disk_as_they_come_and_an_interrupted_sweep_resumes(tmp_path
     ]
 
 
+def test_a_row_is_on_disk_before_the_next_point_begins(tmp_path, monkeypatch):
+    path = tmp_path / "rows.csv"
+    seen = []
+
+    def measure(point):
+        seen.append(len(lines_of(path)))
+        return point_module.measure(point)
+
+    monkeypatch.setattr(sweep_module, "measure", measure)
+    flashsim.sweep(**SMALL, path=path)
+
+    assert seen == list(range(1, 1 + 8))
+
+
 def test_errors_and_odd_text_survive_the_file(tmp_path, monkeypatch):
     path = tmp_path / "rows.csv"
     device = Device('a "small" chip, mine', sram_bytes=9_999, sram_per_sm=9_999)
@@ -308,6 +322,9 @@ def test_a_file_cut_anywhere_resumes(tmp_path):
         path.write_bytes(content[:length])
         assert flashsim.sweep(**axes, path=path).rows == whole.rows
         assert path.read_bytes() == content
+    path.write_bytes(content + b"count,flash2,torn")  # and nothing left to run
+    assert flashsim.sweep(**axes, path=path).rows == whole.rows
+    assert path.read_bytes() == content
 
 
 def test_a_larger_sweep_builds_on_a_smaller_and_leaves_other_rows_alone(tmp_path, monkeypatch):
@@ -408,6 +425,7 @@ class Terminal(io.StringIO):
 
 
 def test_progress_is_shown_on_a_terminal_only(monkeypatch, capfd):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as CI sets it; it makes no terminal of a log file
     flashsim.sweep(**SMALL)
     assert capfd.readouterr() == ("", "")
     terminal = Terminal()
