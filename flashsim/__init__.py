@@ -1,6 +1,7 @@
 """flashsim: watch FlashAttention move its tiles, and count every byte."""
 
-from flashsim.api import Comparison, Gradients, Result, compare, count, run
+from flashsim.api import Gradients, Result, count, run
+from flashsim.compare import Comparison, compare
 from flashsim.errors import (
     BackendUnavailable,
     DTypeError,
@@ -17,7 +18,9 @@ from flashsim.errors import (
 )
 from flashsim.hardware import Device
 from flashsim.problem import BlockMask, Problem
+from flashsim.samples import load_sample, random_inputs
 from flashsim.schedule import Schedule
+from flashsim.sweep import Sweep, sweep
 from flashsim.tiling import Tiling
 from flashsim.trace import Trace
 from flashsim.traffic import Traffic
@@ -39,6 +42,7 @@ __all__ = [
     "Schedule",
     "ShapeError",
     "SramOverflow",
+    "Sweep",
     "Tiling",
     "TilingError",
     "Trace",
@@ -49,5 +53,8 @@ __all__ = [
     "__version__",
     "compare",
     "count",
+    "load_sample",
+    "random_inputs",
     "run",
+    "sweep",
 ]

@@ -1,4 +1,4 @@
-"""The public functions: `run`, `count`, `compare`. The only place that chooses an engine."""
+"""The public functions `run` and `count`. The only place that chooses an engine."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from flashsim import inputs, plans, report, traffic
+from flashsim import inputs, plans, traffic
 from flashsim.engine import Engine, Job, Outcome
-from flashsim.errors import DTypeError, FlashSimError, OptionError, choices
+from flashsim.errors import DTypeError, OptionError, choices
 from flashsim.hardware import Device
-from flashsim.problem import BlockMask, Problem
+from flashsim.problem import Problem
 from flashsim.tiling import Tiling
 from flashsim.trace import Trace
 from flashsim.traffic import Traffic
@@ -285,113 +285,6 @@ def count(
     )
 
 
-@dataclass(frozen=True, eq=False)
-class Comparison:
-    """Several algorithms on the same inputs; prints as one table.
-
-    Attributes
-    ----------
-    results : dict of Result, by algorithm
-    gradients : dict of Gradients, by algorithm
-        Empty unless `dout` was given.
-    """
-
-    results: dict[str, Result]
-    gradients: dict[str, Gradients]
-
-    @property
-    def traces(self) -> list[Trace]:
-        """All traces, forward before backward."""
-        runs: list[Result | Gradients] = [*self.results.values(), *self.gradients.values()]
-        return [r.trace for r in runs if r.trace is not None]
-
-    def table(self) -> report.Table:
-        """One row an algorithm and direction."""
-        traces = self.traces
-        first = traces[0]
-        p = first.problem
-        table = report.Table(
-            f"{p.batch} x {p.heads} heads, {p.n_q:,} x {p.n_kv:,}, d={p.head_dim}, {p.dtype}"
-            f"{', causal' if p.causal else ''} on {first.device.name}",
-            (
-                *("algorithm", "direction", "tile", "load B", "store B", "reduce B"),
-                *("requested B", "x compulsory", "FLOP/B", "peak SRAM B", "max |diff|"),
-            ),
-            note="max |diff|: largest difference of out (or of a gradient) from the first row's",
-        )
-        for trace in traces:
-            table.rows.append(
-                (
-                    trace.algorithm,
-                    trace.direction,
-                    str(trace.tiling),
-                    *(trace.bytes(op) for op in traffic.OPS),
-                    trace.bytes(),
-                    round(trace.bytes() / trace.compulsory(), 2),
-                    round(trace.intensity(), 2),
-                    trace.peak_sram(),
-                    self._difference(trace.algorithm, trace.direction),
-                )
-            )
-        return table
-
-    def _difference(self, algorithm: str, direction: str) -> float:
-        if direction == "forward":
-            mine, first = self.results[algorithm].out, next(iter(self.results.values())).out
-            pairs = [(mine, first)]
-        else:
-            g, f = self.gradients[algorithm], next(iter(self.gradients.values()))
-            pairs = [(g.dq, f.dq), (g.dk, f.dk), (g.dv, f.dv)]
-        return max(
-            float(np.abs(np.subtract(a, b, dtype=np.float64, casting="unsafe")).max())
-            for a, b in ((x.astype(np.float64), y.astype(np.float64)) for x, y in pairs)
-        )
-
-    def __str__(self) -> str:
-        return self.table().text(width=150)
-
-    def _repr_html_(self) -> str:
-        return self.table().html()
-
-
-def compare(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    algorithms: Sequence[str] = ("standard", "flash1", "flash2"),
-    dout: Any = None,
-    **options: Any,
-) -> Comparison:
-    """Run several algorithms on the same inputs, traced, and set them side by side.
-
-    Parameters
-    ----------
-    q, k, v : array
-        As in `run`.
-    algorithms : sequence of str
-    dout : array, optional
-        Gradient of `out`; with it, the backward passes run too.
-    **options
-        Any other keyword of `run`.
-
-    Raises
-    ------
-    OptionError
-        If no algorithm is named; otherwise as `run`.
-    """
-    if isinstance(algorithms, str) or not algorithms:
-        raise OptionError(
-            f"algorithms must be a non-empty list of names, got {algorithms!r}; "
-            + choices(algorithms, plans.ALGORITHMS)
-        )
-    results = {
-        name: run(q, k, v, algorithm=name, **{"trace": True, **options}) for name in algorithms
-    }
-    grads = {} if dout is None else {name: r.backward(dout) for name, r in results.items()}
-    return Comparison(results, grads)
-
-
 def _engine(name: str) -> Engine:
     if name not in ENGINES:
         raise OptionError(f"unknown backend {name!r}; {choices(name, ENGINES)}")
@@ -464,13 +357,4 @@ def _squeeze(x: Any, ndim: int) -> Any:
     return x.reshape(tuple(x.shape)[len(x.shape) - ndim :])
 
 
-__all__ = [
-    "BlockMask",
-    "Comparison",
-    "FlashSimError",
-    "Gradients",
-    "Result",
-    "compare",
-    "count",
-    "run",
-]
+__all__ = ["Gradients", "Result", "count", "run"]

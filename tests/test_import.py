@@ -33,7 +33,10 @@ LAYERS = (
     ("algorithms",),
     ("engines",),
     ("api",),
-    ("compare", "sweep", "samples"),
+    ("compare", "samples", "sweepfile"),
+    ("point", "demo"),
+    ("sweep",),
+    ("cli_options", "cli_output"),
     ("cli",),
 )
 FROM_BACKENDS = {

@@ -1,0 +1,33 @@
+"""A trace event by event: what one thread block did, and what it held on chip meanwhile."""
+
+from pathlib import Path
+
+import numpy as np
+
+import flashsim
+from flashsim import Tiling, Trace
+from flashsim.events import OPS, TENSORS
+
+q, k, v = np.random.default_rng(0).standard_normal((3, 96, 16), dtype=np.float32)
+trace = flashsim.run(q, k, v, tiling=Tiling(32, 48), trace=True).trace
+
+# Each event is one line: which operation, on which tensor, for which tile (i, j), how many bytes.
+for event in trace.events[:12]:
+    op, tensor = OPS[event["op"]], TENSORS[event["tensor"]]
+    print(f"{op:<8}{tensor:<3} tile ({event['i']:>2}, {event['j']:>2})  {event['bytes']:>6,} B")
+
+# The sum of the loads in the list is what bytes() says.
+loads = trace.events[trace.events["op"] == OPS.index("load")]
+assert loads["bytes"].sum() == trace.bytes("load")
+
+names, held = trace.sram_timeline()
+print(f"on chip {names}: at most {held.sum(axis=1).max():,} B = {trace.peak_sram():,} B")
+print(f"moved after each visit: {trace.cumulative().tolist()}")
+
+# What was measured equals what the closed form predicts, to the byte.
+assert not trace.diff(trace.predicted())
+
+path = Path("out") / "trace.npz"
+path.parent.mkdir(exist_ok=True)
+trace.save(path)
+print(f"{len(Trace.load(path)):,} events read back from {path}")

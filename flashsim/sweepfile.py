@@ -1,0 +1,112 @@
+"""A CSV file that grows row by row and survives being interrupted at any moment."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from flashsim.errors import OptionError
+from flashsim.report import Cell
+
+Row = dict[str, Cell]
+
+
+class SweepFile:
+    """Rows on disk under fixed columns; opening the file again finds those already there.
+
+    Each row is one line, written and flushed at once, so an interruption can tear only the last
+    line. A torn line is dropped when the file is opened.
+
+    Parameters
+    ----------
+    path : path-like
+        Created, with a header, if it does not exist or is empty.
+    columns : sequence of str
+        The header.
+    parse : callable
+        Turns the text of one line, ``{column: text}``, back into a row; raises ValueError for
+        text that no row has.
+
+    Raises
+    ------
+    OptionError
+        If the folder does not exist, or the file is something else: another header, a line that
+        does not parse. The file is left as it was.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        columns: Sequence[str],
+        parse: Callable[[Mapping[str, str]], Row],
+    ) -> None:
+        self.path, self.columns = Path(path), tuple(columns)
+        if not self.path.parent.is_dir():
+            raise OptionError(f"cannot write {self.path}: there is no folder {self.path.parent}")
+        if self.path.is_dir():
+            raise OptionError(f"cannot write {self.path}: it is a folder; name a file")
+        content = self.path.read_bytes() if self.path.exists() else b""
+        whole = content[: content.rfind(b"\n") + 1]
+        if not whole and not self._header.encode().startswith(content):
+            raise self._foreign(content)
+        self.rows = self._read(whole, parse) if whole else []
+        self._stream = self.path.open("r+b" if self.path.exists() else "x+b")
+        self._stream.truncate(len(whole))
+        self._stream.seek(len(whole))
+        if not whole:
+            self._write(self._header)
+
+    def append(self, row: Row) -> None:
+        """Add one row at the end, at once."""
+        self._write(_line([row[name] for name in self.columns]))
+
+    def __enter__(self) -> SweepFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stream.close()
+
+    @property
+    def _header(self) -> str:
+        return _line(self.columns)
+
+    def _write(self, line: str) -> None:
+        self._stream.write(line.encode())
+        self._stream.flush()
+
+    def _read(self, whole: bytes, parse: Callable[[Mapping[str, str]], Row]) -> list[Row]:
+        header = self._header.encode()
+        if not whole.startswith(header):
+            raise self._foreign(whole)
+        rows = []
+        lines = csv.reader(io.StringIO(whole[len(header) :].decode(errors="replace")))
+        for number, cells in enumerate(lines, start=2):
+            try:
+                rows.append(parse(dict(zip(self.columns, cells, strict=True))))
+            except ValueError as error:
+                raise OptionError(
+                    f"{self.path}, line {number}: not a row of a sweep ({error}); remove the line, "
+                    "or give another file"
+                ) from None
+        return rows
+
+    def _foreign(self, content: bytes) -> OptionError:
+        first = content.split(b"\n", 1)[0].decode(errors="replace")
+        return OptionError(
+            f"{self.path} is not the file of such a sweep: its first line is {first[:80]!r}, and "
+            f"a sweep's begins with {self._header[:40]!r}; give another file, or remove this one"
+        )
+
+
+def _line(cells: Sequence[Cell]) -> str:
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n").writerow(cells)
+    return buffer.getvalue()
