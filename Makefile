@@ -17,8 +17,9 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# One BLAS thread for each of the $(JOBS) test processes: more of them fight over the cores.
 unit: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(JOBS) --cov --cov-report=term --cov-fail-under=95
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --cov --cov-report=term --cov-fail-under=95
 
 wheel: $(VENV)/.dev
 	$(BIN)/python tests/wheel.py
