@@ -165,6 +165,7 @@ def compare(
     ] = "standard,flash1,flash2",
     backward: opt.Backward = False,
     tiling: opt.Tile = "fit",
+    backward_tiling: opt.BackwardTile = "fit",
     device: opt.DeviceName = "H100",
     sram: opt.Sram = None,
     key_order: opt.KeyOrder = "ascending",
@@ -184,6 +185,7 @@ def compare(
             softcap=softcap,
             scale=scale,
             tiling=opt.choose_tiling(tiling, arrays.q.shape[-1], causal),
+            backward_tiling=opt.choose_tiling(backward_tiling, arrays.q.shape[-1], causal),
             device=opt.choose_device(device, sram),
             key_order=key_order,
         )

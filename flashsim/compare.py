@@ -11,6 +11,7 @@ import numpy as np
 from flashsim import plans, report, traffic
 from flashsim.api import Gradients, Result, run
 from flashsim.errors import OptionError, UnknownArgumentError, choices
+from flashsim.tiling import Tiling
 from flashsim.trace import Trace
 
 
@@ -89,6 +90,7 @@ def compare(
     *,
     algorithms: Sequence[str] = ("standard", "flash1", "flash2"),
     dout: Any = None,
+    backward_tiling: Tiling | None = None,
     **options: Any,
 ) -> Comparison:
     """Run several algorithms on the same inputs, traced, and set them side by side.
@@ -100,6 +102,8 @@ def compare(
     algorithms : sequence of str
     dout : array, optional
         Gradient of `out`; with it, the backward passes run too.
+    backward_tiling : Tiling, optional
+        Of the backward passes (`tiling` is the forward's); default: the best that fits.
     **options
         Any other keyword of `run`.
 
@@ -123,5 +127,8 @@ def compare(
     if not options["trace"]:
         raise OptionError(f"compare() shows what was traced, got trace={options['trace']!r}")
     results = {name: run(q, k, v, algorithm=name, **options) for name in algorithms}
-    grads = {} if dout is None else {name: r.backward(dout) for name, r in results.items()}
-    return Comparison(results, grads)
+    if dout is None:
+        return Comparison(results, {})
+    return Comparison(
+        results, {name: r.backward(dout, tiling=backward_tiling) for name, r in results.items()}
+    )

@@ -64,7 +64,9 @@ def demo(out: Path) -> list[DemoLayer]:
 
 def _layer(name: str, out: Path) -> DemoLayer:
     q, k, v, expected = load_sample(name)
-    comparison = compare(q, k, v, dout=expected.astype(v.dtype), tiling=TILING)
+    comparison = compare(
+        q, k, v, dout=expected.astype(v.dtype), tiling=TILING, backward_tiling=TILING
+    )
     differences = {
         algorithm: float(np.abs(result.out.astype(np.float64) - expected).max())
         for algorithm, result in comparison.results.items()
