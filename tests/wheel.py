@@ -51,7 +51,7 @@ def main() -> None:
         run(python, "-m", "pip", "install", "-q", "--disable-pip-version-check", wheel, cwd=place)
         run(python, "-c", CHECK, ROOT, cwd=place)
         command = place / "env" / "bin" / "flashsim"
-        run(command, "count", "--n", "1024", "--json", cwd=place)
+        run(command, "count", "--n-q", "1024", "--json", cwd=place)
 
 
 def run(*command: object, cwd: Path) -> None:
