@@ -6,7 +6,7 @@ import importlib
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
@@ -20,9 +20,13 @@ from flashsim.trace import Trace
 from flashsim.traffic import Traffic
 from flashsim.version import __version__
 
+if TYPE_CHECKING:
+    from flashsim.l2 import Dram, L2Model
+
 #: Engines by name; a module is imported when its engine is first asked for.
 ENGINES = {"numpy": "flashsim.engines.simulator"}
 
+LEVELS = ("requested", "dram")
 TRACE_MODES = (False, True, "timeline")
 
 
@@ -249,6 +253,33 @@ _RUN_ARGUMENTS = tuple(run.__kwdefaults__ or ())
 _ON_CPU = ("numpy", "numba")
 
 
+@overload
+def count(
+    problem: Problem,
+    *,
+    algorithm: str = ...,
+    direction: str = ...,
+    tiling: Tiling | None = ...,
+    device: str | Device = ...,
+    key_order: str = ...,
+    level: Literal["requested"] = ...,
+) -> Traffic: ...
+
+
+@overload
+def count(
+    problem: Problem,
+    *,
+    algorithm: str = ...,
+    direction: str = ...,
+    tiling: Tiling | None = ...,
+    device: str | Device = ...,
+    key_order: str = ...,
+    level: Literal["dram"],
+    l2: L2Model | None = ...,
+) -> Dram: ...
+
+
 def count(
     problem: Problem,
     *,
@@ -257,7 +288,9 @@ def count(
     tiling: Tiling | None = None,
     device: str | Device = "H100",
     key_order: str = "ascending",
-) -> Traffic:
+    level: str = "requested",
+    l2: L2Model | None = None,
+) -> Traffic | Dram:
     """What a run would move and compute, without data and without arithmetic.
 
     Equal, as integers, to what `run(..., trace=True)` measures. Costs O(row tiles) for causal and
@@ -269,20 +302,33 @@ def count(
     algorithm, tiling, device, key_order
         As in `run`.
     direction : {"forward", "backward"}
+    level : {"requested", "dram"}
+        Which bytes: every tile transfer, or what a model of the L2 cache leaves for DRAM.
+    l2 : L2Model, optional
+        With ``level="dram"``: launch order, blocks in flight, partitions (see `flashsim.l2`).
 
     Raises
     ------
-    OptionError, SramOverflow
+    OptionError, SramOverflow, UnsupportedError
     """
+    if level not in LEVELS:
+        raise OptionError(f"unknown level {level!r}; {choices(level, LEVELS)}")
+    if l2 is not None and level != "dram":
+        raise OptionError("l2 describes the cache before DRAM; give level='dram' as well")
     if not isinstance(problem, Problem):
         raise DTypeError(f"count() takes a flashsim.Problem, got {type(problem).__name__}")
     plans.stages(problem, algorithm, direction)
     _check_tiling(tiling)
     device = Device.get(device)
     tiling = tiling or Tiling.fit(problem, device, algorithm, direction)
-    return traffic.count_schedule(
+    requested = traffic.count_schedule(
         problem, tiling, algorithm, direction, device, _key_order(key_order)
     )
+    if level == "requested":
+        return requested
+    from flashsim.l2 import dram
+
+    return dram(requested, l2)
 
 
 def _engine(name: str) -> Engine:

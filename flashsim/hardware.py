@@ -56,6 +56,8 @@ class Device:
         Streaming multiprocessors.
     l2_bytes : int
         L2 cache, in bytes.
+    l2_partitions : int
+        1, or 2 where L2 is two halves that each serve the nearer SMs and memory [A], [H].
     hbm_bytes : int
         Off-chip memory, in bytes.
     hbm_bandwidth, l2_bandwidth : float
@@ -79,6 +81,7 @@ class Device:
     registers_per_sm: int = 256 * KIB
     sm_count: int = 1
     l2_bytes: int = MIB
+    l2_partitions: int = 1
     hbm_bytes: int = 1 << 30
     hbm_bandwidth: float = 1e12
     l2_bandwidth: float = 0.0
@@ -92,6 +95,8 @@ class Device:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
                 raise OptionError(f"Device.{name} must be a positive integer, got {value!r}")
+        if self.l2_partitions not in (1, 2):
+            raise OptionError(f"Device.l2_partitions must be 1 or 2, got {self.l2_partitions!r}")
         if not self.hbm_bandwidth > 0:
             raise OptionError(f"Device.hbm_bandwidth must be positive, got {self.hbm_bandwidth!r}")
         object.__setattr__(self, "tensor_flops", MappingProxyType(dict(self.tensor_flops)))
@@ -193,14 +198,14 @@ _ALL = [
     ),
     _preset(
         "A100", (8, 0), 108, (163, 164), l2_bytes=40 * MIB, hbm_bytes=40 << 30,
-        hbm_bandwidth=1555e9, l2_bandwidth=5400e9,
+        l2_partitions=2, hbm_bandwidth=1555e9, l2_bandwidth=5400e9,
         tensor_flops=_tera(float64=19.5, float16=312, bfloat16=312),
         cuda_flops=_tera(float64=9.7, float32=19.5, float16=78, bfloat16=39),
         source="[A] SXM4 40 GB; L2 bandwidth [E]",
     ),
     _preset(
         "A100-80GB", (8, 0), 108, (163, 164), l2_bytes=40 * MIB, hbm_bytes=80 << 30,
-        hbm_bandwidth=2039e9, l2_bandwidth=5400e9,
+        l2_partitions=2, hbm_bandwidth=2039e9, l2_bandwidth=5400e9,
         tensor_flops=_tera(float64=19.5, float16=312, bfloat16=312),
         cuda_flops=_tera(float64=9.7, float32=19.5, float16=78, bfloat16=39),
         source="[A] SXM4 80 GB; L2 bandwidth [E]",
@@ -236,21 +241,21 @@ _ALL = [
     ),
     _preset(
         "H100", (9, 0), 132, (227, 228), l2_bytes=50 * MIB, hbm_bytes=80 << 30,
-        hbm_bandwidth=3352e9, l2_bandwidth=9800e9,
+        l2_partitions=2, hbm_bandwidth=3352e9, l2_bandwidth=9800e9,
         tensor_flops=_tera(float64=66.9, float16=989.4, bfloat16=989.4),
         cuda_flops=_tera(float64=33.5, float32=66.9, float16=133.8, bfloat16=133.8),
         source="[H] SXM5; L2 bandwidth [E]",
     ),
     _preset(
         "H200", (9, 0), 132, (227, 228), l2_bytes=60 * MIB, hbm_bytes=141 << 30,
-        hbm_bandwidth=4800e9, l2_bandwidth=9800e9,
+        l2_partitions=2, hbm_bandwidth=4800e9, l2_bandwidth=9800e9,
         tensor_flops=_tera(float64=66.9, float16=989.4, bfloat16=989.4),
         cuda_flops=_tera(float64=33.5, float32=66.9, float16=133.8, bfloat16=133.8),
         source="[I] SXM; L2 bandwidth [E]",
     ),
     _preset(
         "B200", (10, 0), 148, (227, 228), l2_bytes=132_644_864, hbm_bytes=180 << 30,
-        hbm_bandwidth=8000e9,
+        l2_partitions=2, hbm_bandwidth=8000e9,
         tensor_flops=_tera(float64=37, float16=2250, bfloat16=2250),
         cuda_flops=_tera(float64=37, float32=75, float16=150, bfloat16=150),
         source="[B]; L2 bandwidth not published",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,9 @@ from flashsim.problem import Problem
 from flashsim.schedule import Schedule
 from flashsim.traffic import Traffic
 from flashsim.work import on_chip_bytes, stage_work, total_flops
+
+if TYPE_CHECKING:
+    from flashsim.l2 import Dram, L2Model
 
 
 class Frame(NamedTuple):
@@ -364,6 +367,23 @@ class Trace:
         return traffic.count_schedule(
             self.problem, first.tiling, self.algorithm, self.direction, self.device, first.key_order
         )
+
+    def dram(self, device: str | Device | None = None, l2: L2Model | None = None) -> Dram:
+        """DRAM bytes, by a model of the L2 cache of `device` (default: the one that ran).
+
+        The schedule's requests are replayed, tile by tile; see `flashsim.l2`.
+
+        Raises
+        ------
+        UnsupportedError
+            If there are too many requests to replay.
+        """
+        from flashsim.l2 import dram
+
+        requested = self.predicted()
+        if device is not None:
+            requested.device = Device.get(device)
+        return dram(requested, l2)
 
     def diff(self, other: Trace | Traffic) -> dict[tuple[str, str, str], tuple[int, int]]:
         """Where two differ: ``{(stage, op, tensor): (ours, theirs)}``; empty if they agree."""

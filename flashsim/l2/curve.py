@@ -1,0 +1,89 @@
+"""`Curve`: DRAM traffic as a function of the size of L2, exact for every size at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flashsim.errors import OptionError
+from flashsim.l2.requests import Stream
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What a fully associative LRU cache of any size reads from and writes to DRAM.
+
+    From stack distances: Mattson, Gecsei, Slutz and Traiger, "Evaluation techniques for storage
+    hierarchies", 1970; writes after Thompson and Smith, "Efficient (stack) algorithms for analysis
+    of write-back and sector memories", 1989.
+
+    Attributes
+    ----------
+    steps : int64 (n,)
+        Cache sizes in bytes at which something begins to hit, rising.
+    saved : int64 (n,)
+        Read bytes that a cache of at least ``steps[k]`` no longer reads, summed up to k.
+    most : int
+        Bytes read without a cache.
+    write_steps, write_saved, most_written
+        The same for evicted dirty bytes.
+    """
+
+    steps: np.ndarray
+    saved: np.ndarray
+    most: int
+    write_steps: np.ndarray
+    write_saved: np.ndarray
+    most_written: int
+
+    @classmethod
+    def measure(cls, stream: Stream, size: np.ndarray) -> Curve:
+        """From the requests of one stage, in one pass."""
+        from flashsim.l2 import kernels
+
+        near, strayed = kernels.distances(stream.ids, stream.codes, size)
+        op, nbytes = stream.codes & 3, size[stream.ids]
+        reads = op != kernels.STORE
+        again = reads & (near != kernels.COLD)
+        written = op != kernels.LOAD
+        return cls(
+            *_cumulative(near[again], nbytes[again]),
+            int(nbytes[reads].sum()),
+            *_cumulative(strayed[written], nbytes[written]),
+            int(nbytes[written].sum()),
+        )
+
+    def reads(self, l2_bytes):
+        """DRAM bytes read with an L2 of that size (a number or an array of them)."""
+        return self._at(l2_bytes, self.steps, self.saved, self.most)
+
+    def writes(self, l2_bytes):
+        """Dirty bytes evicted to DRAM while the stage runs, with an L2 of that size."""
+        return self._at(l2_bytes, self.write_steps, self.write_saved, self.most_written)
+
+    @property
+    def cold(self) -> int:
+        """Bytes read with an L2 of unlimited size."""
+        return int(self.most - (self.saved[-1] if len(self.saved) else 0))
+
+    def enough(self) -> int:
+        """The smallest L2, in bytes, that leaves only first reads."""
+        return int(self.steps[-1]) if len(self.steps) else 0
+
+    @staticmethod
+    def _at(l2_bytes, steps: np.ndarray, saved: np.ndarray, most: int):
+        sizes = np.asarray(l2_bytes)
+        if (sizes < 0).any():
+            raise OptionError(f"the size of L2 must be at least 0 B, got {l2_bytes!r}")
+        hits = np.concatenate([[0], saved])[np.searchsorted(steps, sizes, side="right")]
+        result = most - hits
+        return int(result) if result.ndim == 0 else result
+
+
+def _cumulative(at: np.ndarray, nbytes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Different values of `at`, rising, and the sum of `nbytes` up to each of them."""
+    order = np.argsort(at)
+    at, total = at[order], np.cumsum(nbytes[order])
+    last = np.append(at[1:] != at[:-1], True)[: len(at)]
+    return at[last], total[last]

@@ -1,0 +1,202 @@
+"""From a schedule to the requests of one stage, as arrays of tile numbers in the order issued."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from flashsim import plans
+from flashsim.errors import UnsupportedError
+from flashsim.hardware import Device
+from flashsim.l2.launch import L2Model
+from flashsim.l2.recipes import (
+    BIAS,
+    COL,
+    KEY,
+    QUERY,
+    ROW,
+    TILE,
+    Recipe,
+    Tensor,
+    recipe,
+    tensors,
+)
+from flashsim.plans import heads_of
+from flashsim.problem import Problem
+from flashsim.schedule import Csr, Schedule
+
+#: Most requests of one stage, and most different tiles, that are replayed: 5 B and 40 B each.
+MOST_REQUESTS, MOST_TILES = 400_000_000, 50_000_000
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The requests of one stage.
+
+    Attributes
+    ----------
+    stage : plans.Stage
+    ids : int32 (n,)
+        Tile numbers, in the order issued.
+    codes : uint8 (n,)
+        Operation and partition, see `kernels`.
+    """
+
+    stage: plans.Stage
+    ids: np.ndarray
+    codes: np.ndarray
+
+
+class Layout:
+    """Numbers for all tiles of all tensors of one pass, and their sizes.
+
+    Attributes
+    ----------
+    first : dict of int
+        Number of each tensor's first tile; a tensor's tiles stand together, head by head.
+    size : int64 (tiles,)
+        Bytes of each tile.
+    """
+
+    def __init__(self, problem: Problem, schedule: Schedule, names: list[str]) -> None:
+        self.problem, self.schedule, self.names = problem, schedule, names
+        rows, cols = (np.diff(t[:, :2], axis=1)[:, 0] for t in (schedule.rows, schedule.cols))
+        self.heights, self.widths = rows.astype(np.int64), cols.astype(np.int64)
+        self.first: dict[str, int] = {}
+        self.tensors = {name: tensors(problem)[name] for name in names}
+        sizes: list[np.ndarray] = []
+        at = 0
+        for name, tensor in self.tensors.items():
+            count = self.owners(tensor.owner) * self.tiles(tensor)
+            self.first[name] = at
+            at += count
+            if at > MOST_TILES:
+                raise UnsupportedError(
+                    f"the L2 model tells apart at most {MOST_TILES:,} tiles, and {name} takes it "
+                    f"to {at:,}; use larger tiles, fewer heads or a shorter sequence"
+                )
+            sizes.append(np.tile(self._sizes(tensor), self.owners(tensor.owner)))
+        self.size = np.concatenate(sizes)
+
+    def tiles(self, tensor: Tensor) -> int:
+        """Tiles of one head's matrix."""
+        t_r, t_c = self.schedule.t_r, self.schedule.t_c
+        return {ROW: t_r, COL: t_c}.get(tensor.axis, t_r * t_c)
+
+    def owners(self, owner: int) -> int:
+        """How many matrices there are: one a query head, a key head or a bias head."""
+        p = self.problem
+        lead = p.bias[0] * p.bias[1] if p.bias else 0
+        return {QUERY: p.batch * p.heads, KEY: p.batch * p.kv_heads, BIAS: lead}[owner]
+
+    def _sizes(self, tensor: Tensor) -> np.ndarray:
+        if tensor.axis == TILE:
+            return np.multiply.outer(self.heights, self.widths).ravel() * tensor.width
+        return (self.heights if tensor.axis == ROW else self.widths) * tensor.width
+
+    def by_tensor(self, per_tile: np.ndarray) -> dict[str, int]:
+        """Sums of a value per tile (or per piece of it) over each tensor, zeros left out."""
+        pieces = len(per_tile) // len(self.size)
+        edges = [*self.first.values(), len(self.size)]
+        sums = [int(per_tile[pieces * a : pieces * b].sum()) for a, b in pairwise(edges)]
+        return {name: total for name, total in zip(self.names, sums, strict=True) if total}
+
+
+def layout(problem: Problem, schedule: Schedule, algorithm: str, direction: str) -> Layout:
+    """The tiles of every tensor that the pass touches."""
+    used: dict[str, None] = {}
+    for stage in plans.stages(problem, algorithm, direction):
+        r = recipe(problem, algorithm, direction, stage.name)
+        used |= dict.fromkeys(name for _, name in (*r.before, *r.visit, *r.after))
+    return Layout(problem, schedule, list(used))
+
+
+def stream(
+    stage: plans.Stage,
+    schedule: Schedule,
+    tiles: Layout,
+    algorithm: str,
+    direction: str,
+    device: Device,
+    model: L2Model,
+) -> Stream:
+    """The requests of one stage, woven together as its thread blocks would issue them.
+
+    Raises
+    ------
+    UnsupportedError
+        If there are more than `MOST_REQUESTS`.
+    """
+    from flashsim.l2 import kernels
+
+    p = schedule.problem
+    r = recipe(p, algorithm, direction, stage.name)
+    repeat, stride = heads_of(stage, p)
+    members = stride if stage.per == "group" else 1
+    if stage.per == "bias":
+        stride = 1
+    t_outer = schedule.t_r if stage.outer == "queries" else schedule.t_c
+    visits = schedule.t_r * schedule.t_c if r.every else schedule.sums.visits
+    n = repeat * (t_outer * (len(r.before) + len(r.after)) + members * visits * len(r.visit))
+    if n > MOST_REQUESTS:
+        raise UnsupportedError(
+            f"stage {stage.name!r} makes {n:,} tile requests; the L2 model replays at most "
+            f"{MOST_REQUESTS:,}: use larger tiles or fewer heads (heads behave alike once there "
+            "are many more blocks than fit on the device at a time)"
+        )
+    ptr, inner = _visits(stage, schedule, r)
+    walks, outers = model.order(stage, schedule, np.diff(ptr), device)
+    slots = min(model.slots(stage, schedule, device), len(walks))
+    rng = np.random.default_rng(model.seed)
+    pace = 1 + model.skew * rng.uniform(-1, 1, len(walks))
+    wave = np.arange(len(walks)) // slots
+    flipped = (wave % 2 == 1) if model.walk == "sawtooth" else np.zeros(len(walks), bool)
+    ids, codes = np.empty(n, np.int32), np.empty(n, np.uint8)
+    table = [_row(tiles, op, name, kernels.OPS[op]) for op, name in (*r.before, *r.visit, *r.after)]
+    parts = np.cumsum([0, len(r.before), len(r.visit), len(r.after)])
+    written = kernels.weave(
+        *(walks, outers, ptr.astype(np.int64), inner.astype(np.int32)),
+        *(np.array(table, np.int64).reshape(-1, 6), parts, _head_table(p, stage)),
+        *(stride, members, pace, flipped, slots, device.sm_count),
+        *(model.partitions or device.l2_partitions, stage.outer == "keys", ids, codes),
+    )
+    assert written == n
+    return Stream(stage, ids, codes)
+
+
+def _visits(stage: plans.Stage, schedule: Schedule, r: Recipe) -> tuple[np.ndarray, np.ndarray]:
+    """``(ptr, inner)`` of the visits that make requests."""
+    by_row = stage.outer == "queries"
+    t_outer = schedule.t_r if by_row else schedule.t_c
+    if not r.visit:
+        return np.zeros(t_outer + 1, np.int64), np.zeros(0, np.int32)
+    if r.every:
+        t_inner = schedule.t_c if by_row else schedule.t_r
+        return np.arange(t_outer + 1) * t_inner, np.tile(np.arange(t_inner), t_outer)
+    csr: Csr = schedule.row_csr if by_row else schedule.col_csr
+    return csr[0], csr[1]
+
+
+def _row(tiles: Layout, op: str, name: str, code: int) -> tuple[int, ...]:
+    tensor = tiles.tensors[name]
+    return (
+        *(code, tensor.axis, tensor.owner),
+        *(tiles.first[name], tiles.tiles(tensor), tiles.schedule.t_c),
+    )
+
+
+def _head_table(p: Problem, stage: plans.Stage) -> np.ndarray:
+    """int32 (3, batch * heads): the number of a query head's own, key's and bias's matrix.
+
+    A stage that walks over a bias's matrices numbers those themselves; a bias shared by all heads
+    of a batch entry, or by all entries, has fewer matrices than there are heads.
+    """
+    head = np.arange(p.batch * p.heads)
+    if stage.per == "bias":
+        return np.stack([head, head, head]).astype(np.int32)
+    b, h = divmod(head, p.heads)
+    lead_b, lead_h = p.bias or (1, 1)
+    shared = (b if lead_b > 1 else 0) * lead_h + (h if lead_h > 1 else 0)
+    return np.stack([head, b * p.kv_heads + h // p.group, shared + 0 * head]).astype(np.int32)
