@@ -9,6 +9,7 @@ a small problem is replayed first so that it is not timed.
 
 import sys
 import time
+from dataclasses import replace
 
 import flashsim
 from flashsim import Device, Problem, Tiling, l2
@@ -16,7 +17,7 @@ from flashsim import Device, Problem, Tiling, l2
 
 def main(lengths):
     # Kernels keep accumulators in registers, which a block may use as well as its shared memory.
-    device = Device.get("H200").with_sram((228 + 256) * 1024)
+    device = replace(Device.get("H200"), sram_bytes=(228 + 256) * 1024)
     for partitions in (1, 2):
         small = flashsim.count(Problem(64, head_dim=16))
         l2.dram(small, l2.L2Model(partitions=partitions))

@@ -13,7 +13,7 @@ import numpy as np
 import typer
 from typer.core import TyperGroup
 
-from flashsim import api, plans, report
+from flashsim import api, cli_truth, plans, report
 from flashsim import cli_options as opt
 from flashsim.cli_output import add, event_table, figures, say, show_tables, working
 from flashsim.compare import compare as run_comparison
@@ -51,6 +51,7 @@ app = typer.Typer(
 )
 trace_app = typer.Typer(no_args_is_help=True, help="Look into saved traces.")
 app.add_typer(trace_app, name="trace")
+cli_truth.register(app)
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ import typer
 
 from flashsim.errors import FlashSimError, OptionError, ShapeError, choices
 from flashsim.hardware import Device
+from flashsim.l2.launch import ORDERS, WALKS
 from flashsim.plans import ALGORITHMS
 from flashsim.problem import DTYPES, Problem
 from flashsim.samples import SAMPLES, load_sample, random_inputs
@@ -25,6 +26,7 @@ def _option(kind: Any, *names: str, help: str, panel: str) -> Any:
 
 
 _SIZES, _MASK, _HOW, _OUTPUT = "Sizes", "Mask and scores", "How", "Output"
+_L2 = "L2 cache"
 
 Nq = _option(int | None, "--n-q", "-n", help="Queries.", panel=_SIZES)
 Nkv = _option(int | None, "--n-kv", help="Keys; as many as queries.", panel=_SIZES)
@@ -74,6 +76,16 @@ Save = _option(
     "--save",
     help="Write the trace to this .npz file (a backward trace to NAME-backward.npz).",
     panel=_OUTPUT,
+)
+
+Launch = _option(str, "--launch", help=f"Order of blocks: {', '.join(ORDERS)}.", panel=_L2)
+Walk = _option(str, "--walk", help=f"Order of a block's visits: {', '.join(WALKS)}.", panel=_L2)
+BlocksPerSm = _option(int | None, "--blocks-per-sm", help="Blocks an SM; what fits.", panel=_L2)
+Partitions = _option(int | None, "--partitions", help="1 or 2; the device's.", panel=_L2)
+Skew = _option(float, "--skew", help="How unevenly blocks progress, 0 to 1.", panel=_L2)
+Warm = _option(bool, "--warm", help="A stage finds in L2 what the last one left.", panel=_L2)
+L2Sizes = _option(
+    str | None, "--l2-sizes", help="MiB, e.g. 10,20,50: DRAM bytes at each size.", panel=_L2
 )
 
 

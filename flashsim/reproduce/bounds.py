@@ -26,9 +26,9 @@ def bounds() -> list[Table]:
         f"HBM accesses in elements, N = {n}, d = {d}, float32, FlashAttention (executed)",
         ("M elements", "tile", "accesses", "N^2 d^2 / M", "ratio", "lower bound", "of"),
         note="Theorem 2 and Saha and Ye (arXiv:2402.07443) are orders of growth: a steady ratio "
-        "confirms them, its value is ours. Below M = d^2 = 1,024 the bound is N^2 d / sqrt(M) instead "
-        "of N^2 d^2 / M, so FlashAttention is optimal only above. The ratio grows once the "
-        "N d accesses that no tile saves are no longer few",
+        "confirms them, its value is ours. Below M = d^2 = 1,024 the bound is N^2 d / sqrt(M), so "
+        "FlashAttention is optimal only above. The ratio grows once the N d accesses that no tile "
+        "saves are no longer few",
     )
     rng = np.random.default_rng(0)
     q, k, v = rng.standard_normal((3, 1, 1, n, d), dtype=np.float32)

@@ -1,0 +1,151 @@
+"""Nsight Compute: which counters to ask for, how to ask, and how to read its CSV."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from flashsim.errors import BackendUnavailable, TraceError
+
+SECTOR = 32  # bytes L2 moves at a time
+
+#: What names of flashsim's kernels begin with (a regular expression).
+KERNELS = "(?:flash|hopper)_"
+
+#: Counters by what they measure here; sectors become bytes.
+METRICS = {
+    "requested read": "lts__t_sectors_srcunit_tex_op_read.sum",
+    "requested write": "lts__t_sectors_srcunit_tex_op_write.sum",
+    "requested reduce": "lts__t_sectors_srcunit_tex_op_red.sum",
+    "DRAM read": "dram__bytes_read.sum",
+    "DRAM write": "dram__bytes_write.sum",
+    "shared bank conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
+    "tensor instructions": "sm__inst_executed_pipe_tensor.sum",
+}
+
+#: Nsight Compute's units, in bytes or counts: it scales bytes by thousands.
+UNITS = {
+    **{"": 1, "byte": 1, "Kbyte": 10**3, "Mbyte": 10**6, "Gbyte": 10**9, "Tbyte": 10**12},
+    **{"sector": SECTOR, "inst": 1, "n/a": 1},
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch: its name and its counters in bytes or counts, by our names."""
+
+    kernel: str
+    number: int
+    counters: dict[str, float] = field(default_factory=dict)
+
+
+def parse(text: str) -> list[Launch]:
+    """Read what ``ncu --csv`` printed: one counter a row, or one launch a row (``--page raw``).
+
+    Lines before the header (``==PROF==``, the program's own output) are skipped.
+
+    Raises
+    ------
+    TraceError
+        If there is no table, no counter we know, or a value or unit we do not understand.
+    """
+    lines = text.splitlines()
+    start = next((n for n, x in enumerate(lines) if x.startswith('"ID"') or x[:3] == "ID,"), None)
+    if start is None:
+        raise TraceError(
+            'no table of Nsight Compute found: expected a line that begins with "ID" as '
+            "`ncu --csv` prints it; save its whole output to a file"
+        )
+    body = (x for x in lines[start:] if x.strip() and not x.startswith("=="))
+    header, *rows = csv.reader(body)
+    if "Kernel Name" not in header:
+        raise TraceError(f"the table has no column 'Kernel Name'; it has {', '.join(header)}")
+    long = "Metric Name" in header
+    launches = _long(header, rows) if long else _wide(header, rows)
+    if not any(launch.counters for launch in launches):
+        raise TraceError(
+            "the table holds none of the counters that flashsim compares: "
+            + ", ".join(METRICS.values())
+        )
+    return launches
+
+
+_OURS = {counter: name for name, counter in METRICS.items()}
+
+
+def _long(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[Launch]:
+    launches: dict[int, Launch] = {}
+    for row in rows:
+        cell = _cells(header, row)
+        number = int(cell["ID"])
+        launch = launches.setdefault(number, Launch(cell["Kernel Name"], number))
+        counter = cell["Metric Name"]
+        if counter in _OURS:
+            value = _value(counter, cell["Metric Value"], cell.get("Metric Unit", ""))
+            launch.counters[_OURS[counter]] = value
+    return list(launches.values())
+
+
+def _wide(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[Launch]:
+    """The first row below the header holds the units."""
+    if not rows:
+        return []
+    units = _cells(header, rows[0])
+    launches = []
+    for row in rows[1:]:
+        cell = _cells(header, row)
+        counters = {
+            name: _value(counter, cell[counter], units[counter])
+            for counter, name in _OURS.items()
+            if counter in cell
+        }
+        launches.append(Launch(cell["Kernel Name"], int(cell["ID"]), counters))
+    return launches
+
+
+def _cells(header: Sequence[str], row: Sequence[str]) -> dict[str, str]:
+    if len(row) != len(header):
+        raise TraceError(
+            f"a row of the table has {len(row)} cells where its header has {len(header)}: "
+            f"{','.join(row)[:80]!r}; was the file cut off?"
+        )
+    return dict(zip(header, row, strict=True))
+
+
+def _value(counter: str, text: str, unit: str) -> float:
+    """A counter in bytes or counts; sectors are bytes whatever unit column is printed."""
+    try:
+        value = float(text.replace(",", ""))
+    except ValueError:
+        raise TraceError(
+            f"{counter} is {text!r}, not a number; a counter the device does not have, or one "
+            "that needs permission (ERR_NVGPUCTRPERM)?"
+        ) from None
+    if unit not in UNITS:
+        raise TraceError(f"{counter} is in {unit!r}; known units: {', '.join(UNITS)}")
+    scale = SECTOR if counter.startswith("lts__t_sectors") else UNITS[unit]
+    return value * scale
+
+
+def command(program: Sequence[str]) -> list[str]:
+    """The command line that profiles a program's kernels.
+
+    Clocks are left alone; the cache is flushed before each kernel, as the L2 model assumes.
+
+    Raises
+    ------
+    BackendUnavailable
+        If there is no ``ncu``.
+    """
+    found = shutil.which("ncu")
+    if found is None:
+        raise BackendUnavailable(
+            "verify needs NVIDIA's Nsight Compute, but there is no `ncu` on the path; install it, "
+            "or read a saved table with --from FILE, made on another machine by: ncu --csv "
+            f"--clock-control none --metrics {','.join(METRICS.values())} PROGRAM"
+        )
+    options = ["--csv", "--clock-control", "none", "--cache-control", "all"]
+    metrics = ["--metrics", ",".join(METRICS.values()), "--kernel-name", f"regex:{KERNELS}"]
+    return [found, *options, *metrics, *program]
