@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import tokenize
 import zipfile
 import zlib
 from dataclasses import asdict, fields
@@ -44,11 +45,13 @@ _DAMAGE = (
     zipfile.BadZipFile,
     zlib.error,
     EOFError,
-    NotImplementedError,
+    RuntimeError,  # an archive that claims to be encrypted; NotImplementedError is one too
     KeyError,
     IndexError,
     TypeError,
     ValueError,
+    SyntaxError,  # these two: NumPy parsing the text of an array's header
+    tokenize.TokenError,
 )
 
 

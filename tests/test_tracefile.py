@@ -268,6 +268,22 @@ def test_flipped_bytes_are_refused_or_do_not_matter(trace, path):
         assert loaded.same_events(trace)  # a time stamp or an attribute of the archive
 
 
+def test_damage_that_zip_and_numpy_report_in_their_own_ways_is_refused(trace, path):
+    trace.save(path)
+    whole = path.read_bytes()
+    directory = whole.index(b"PK\x01\x02")
+    encrypted = bytes([whole[directory + 8] | 1])  # the flag of the archive's first entry
+    path.write_bytes(whole[: directory + 8] + encrypted + whole[directory + 9 :])
+    refused(path, "truncated or damaged")
+
+    text = b"{'descr': ("  # NumPy's parser: a multi-line statement without an end
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(
+            "header.npy", b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+        )
+    refused(path, "truncated or damaged")
+
+
 def test_a_newer_format_says_so(trace, path):
     trace.save(path)
     edit(path, header=lambda h: h.update(version=2, flashsim="9.9"))
