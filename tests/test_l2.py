@@ -113,6 +113,31 @@ def test_longest_first_starts_with_the_last_causal_rows():
     assert walks.tolist() == [0, 1] * 4
 
 
+def test_groups_of_heads_run_one_after_the_other():
+    traffic = flashsim.count(Problem(32, head_dim=8, heads=4, causal=True), tiling=Tiling(16, 16))
+    stage = traffic.stages[0]
+    schedule, visits = traffic.schedule(stage), np.array([1, 2])
+    model = l2.L2Model(launch="grouped", heads_in_group=2)
+    walks, tiles = model.order(stage, schedule, visits, traffic.device)
+    assert walks.tolist() == [0, 1, 0, 1, 2, 3, 2, 3]
+    assert tiles.tolist() == [1, 1, 0, 0] * 2
+    # By default as many heads as keep K and V (2 KiB a head) in half of L2.
+    by_size = l2.L2Model(launch="grouped").order(stage, schedule, visits, small_device(8 * 1024))
+    assert by_size[0].tolist() == walks.tolist()
+
+
+def test_keys_outside_start_where_the_key_order_says():
+    orders = []
+    for key_order in ("ascending", "descending"):
+        traffic = flashsim.count(
+            Problem(48, head_dim=8), algorithm="flash1", tiling=Tiling(16, 16), key_order=key_order
+        )
+        stage = traffic.stages[1]
+        order = l2.L2Model().order(stage, traffic.schedule(stage), np.ones(3), traffic.device)
+        orders.append(order[1].tolist())
+    assert orders == [[0, 1, 2], [2, 1, 0]]
+
+
 def test_occupancy_follows_the_shared_memory_of_an_sm():
     traffic = flashsim.count(Problem(512, head_dim=64), tiling=Tiling(64, 64))
     stage = traffic.stages[0]
@@ -361,6 +386,7 @@ def test_count_and_trace_speak_of_dram():
     assert counted.bytes() == problem.heads * 64 * 4 * (4 * 8 + 1)  # Q, K, V, O and LSE, once
     assert counted.intensity() == counted.requested.flops() / counted.bytes()
     assert "not yet calibrated" in str(counted)
+    assert f"{counted.bytes():,} B of {counted.requested.bytes():,} B" in repr(counted)
     assert counted.hit_rate() == 1 - counted.bytes("read") / counted.requested.bytes("load")
 
 
@@ -387,9 +413,14 @@ def test_bad_questions_are_refused():
         counted.bytes("read", stage="backward")
     with pytest.raises(OptionError, match="possible: requested, dram"):
         flashsim.count(Problem(64, head_dim=8), level="l2")
+    with pytest.raises(OptionError, match="give level='dram' as well"):
+        flashsim.count(Problem(64, head_dim=8), l2=l2.L2Model())
 
 
 def test_too_much_to_replay_is_refused():
     problem = Problem(1 << 20, head_dim=64, heads=8)
     with pytest.raises(UnsupportedError, match="larger tiles or fewer heads"):
         flashsim.count(problem, tiling=Tiling(128, 128), level="dram")
+    scores = Problem(1 << 14, head_dim=8, heads=64)
+    with pytest.raises(UnsupportedError, match="at most 50,000,000 tiles, and S takes it to"):
+        flashsim.count(scores, algorithm="standard", tiling=Tiling(16, 16), level="dram")

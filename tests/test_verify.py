@@ -2,14 +2,17 @@
 
 import csv
 import io
+import json
 import stat
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
 import flashsim
 from flashsim import BackendUnavailable, Problem, Tiling, TraceError
-from flashsim.verify import METRICS, Launch, command, parse, verify
+from flashsim.cli import app
+from flashsim.verify import METRICS, Launch, command, parse, verify, workload
 from flashsim.verify.measure import measure
 
 PROBLEM = Problem(256, head_dim=32, heads=2, dtype="bfloat16", causal=True)
@@ -170,6 +173,31 @@ def test_a_workload_is_run_twice_and_its_table_read(tmp_path, monkeypatch):
     assert traces[0].transfers == expected.transfers
     row = verify([t.predicted() for t in traces], launches, traces=traces).rows[0]
     assert row.counted == row.predicted == expected.bytes("load")
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_workload_counts_only_where_it_is_told_to(tmp_path, backward):
+    wanted = json.dumps({**WANTED, "backward": backward})
+    workload.main([wanted])
+    assert not list(tmp_path.iterdir())
+    workload.main([wanted, str(tmp_path)])
+    names = ["backward.npz", "forward.npz"] if backward else ["forward.npz"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_the_command_measures_and_keeps_the_table(tmp_path, monkeypatch):
+    text = long_csv([("flash_forward", {READ: ("10", "sector")})])
+    stand_in(tmp_path, f"print({text!r})")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    kept = tmp_path / "kept.csv"
+    arguments = ["-n", "64", "-d", "8", "--heads", "1", "--batch", "1", "--backend", "numpy"]
+    result = CliRunner().invoke(app, ["verify", *arguments, "--save", str(kept), "--json"])
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(result.stdout)
+    problem = Problem(64, head_dim=8, dtype="bfloat16")
+    assert row["predicted"] == row["counted"] == flashsim.count(problem).bytes("load")
+    assert row["measured"] == 320
+    assert parse(kept.read_text()) == parse(text)
 
 
 def test_a_profiler_that_fails_is_quoted(tmp_path, monkeypatch):
