@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo test lint unit wheel bench gallery clean
+.PHONY: demo test lint unit wheel bench gallery reproduce clean
 
 demo: $(VENV)/.installed
 	$(BIN)/flashsim demo --out out
@@ -26,6 +26,11 @@ wheel: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/trace.py
+	$(BIN)/python benchmarks/l2.py
+
+# Published numbers, recomputed: paper, ours, why they differ.
+reproduce: $(VENV)/.installed
+	$(BIN)/flashsim reproduce all
 
 $(VENV)/.installed: setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -65,7 +65,9 @@ def test_requests_add_up_to_the_traffic(problem, algorithm, direction):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_a_block_asks_in_the_order_the_simulator_moves(algorithm, direction):
     """One SM, one block at a time: the requests are the simulator's transfers, one by one."""
-    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 1, 40, 8), dtype=np.float32)
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((2, 4, 40, 8))
+    k, v = rng.standard_normal((2, 2, 2, 40, 8))  # a key head for two query heads
     tiling = Tiling(16, 12)
     result = flashsim.run(
         q.astype(np.float16), k.astype(np.float16), v.astype(np.float16),
@@ -74,22 +76,46 @@ def test_a_block_asks_in_the_order_the_simulator_moves(algorithm, direction):
     trace = result.trace
     if direction == "backward":
         trace = result.backward(np.ones_like(result.out), tiling=tiling).trace
-    tiles, parts = streams(trace.predicted(), l2.L2Model())
-    one = [
-        requests.stream(
-            part.stage, trace.predicted().schedule(part.stage), tiles, algorithm, direction,
+    predicted = trace.predicted()
+    tiles, _ = streams(predicted, l2.L2Model())
+    assert len(predicted.stages) == len(trace.stages)
+    for number, stage in enumerate(trace.stages):
+        schedule = predicted.schedule(stage.stage)
+        part = requests.stream(
+            stage.stage, schedule, tiles, algorithm, direction,
             small_device(1, sms=1), l2.L2Model(skew=0, blocks_per_sm=1),
-        )
-        for part in parts
-    ]  # fmt: skip
-    names = np.array(tiles.names)
-    firsts = np.array(list(tiles.first.values()))
-    for part, stage in zip(one, trace.stages, strict=True):
-        moved = stage.events[np.isin(stage.events["op"], TRANSFERS)]
-        expected = [(OPS[e["op"]], TENSORS[e["tensor"]], e["bytes"]) for e in moved]
-        tensor = names[np.searchsorted(firsts, part.ids, side="right") - 1]
-        ops = np.array(list(kernels.OPS))[part.codes & 3]
-        assert list(zip(ops, tensor, tiles.size[part.ids], strict=True)) == expected
+        )  # fmt: skip
+        events = stage.expand(number)  # of every head, one after the other
+        expected = [
+            (kernels.OPS[OPS[e["op"]]], tile_number(tiles, schedule, e))
+            for e in events[np.isin(events["op"], TRANSFERS)]
+        ]
+        assert list(zip((part.codes & 3).tolist(), part.ids.tolist(), strict=True)) == expected
+
+
+def tile_number(tiles, schedule, event):
+    """Where the tile of an event stands: K, V and their gradients by key head and column tile."""
+    name, head = TENSORS[event["tensor"]], event["head"]
+    if name in ("K", "V", "dK", "dV"):
+        place = head // schedule.problem.group * schedule.t_c + event["j"]
+    else:
+        place = head * schedule.t_r + event["i"]
+    number = tiles.first[name] + place
+    assert tiles.size[number] == event["bytes"]
+    return number
+
+
+def test_sms_take_turns_between_the_partitions():
+    """In lock-step, blocks 0, 1, 2, ... are on SMs 0, 1, 2, ..., of alternating partitions."""
+    traffic = flashsim.count(
+        Problem(64, head_dim=8), tiling=Tiling(16, 64), device=small_device(1 << 20, sms=4)
+    )
+    for partitions, sides in ((1, [0, 0, 0, 0]), (2, [0, 1, 0, 1])):
+        model = l2.L2Model(skew=0, blocks_per_sm=1, partitions=partitions)
+        tiles, (part,) = streams(traffic, model)
+        asks_q = part.ids < tiles.first["K"]
+        assert part.ids[asks_q].tolist() == [0, 1, 2, 3]
+        assert (part.codes[asks_q] // kernels.SIDE).tolist() == sides
 
 
 def test_all_blocks_run_once_whatever_the_order():
