@@ -186,7 +186,7 @@ def verify(
             raise OptionError(
                 "--from needs the tiles that ran: give --tiling and --backward-tiling"
             )
-        launches, traces = verification.parse(file.read_text()), list[Trace]()
+        launches, traces = verification.parse(file.read_text(errors="replace")), list[Trace]()
         predictions = [
             api.count(problem, algorithm=algorithm, direction=d, tiling=t, device=wide)
             for d, t in zip(directions, tiles, strict=False)

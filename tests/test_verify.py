@@ -48,14 +48,14 @@ def test_one_counter_a_row():
     text = long_csv(
         [
             ("flash_forward", {READ: ("1,234", "sector"), DRAM: ("2.5", "Mbyte")}),
-            ("flash_dq", {READ: ("7", "sector"), "some__other.sum": ("1", "weird")}),
+            ("flash_dq", {READ: ("7", "Ksector"), "some__other.sum": ("1", "weird")}),
         ]
     )
     launches = parse(text)
     assert launches[0] == Launch(
         "flash_forward", 0, {"requested read": 1234 * 32, "DRAM read": 2_500_000}
     )
-    assert launches[1] == Launch("flash_dq", 1, {"requested read": 7 * 32})
+    assert launches[1] == Launch("flash_dq", 1, {"requested read": 7000 * 32})
 
 
 def test_one_launch_a_row():
@@ -72,6 +72,9 @@ def test_one_launch_a_row():
     [
         ("no table here\n", "no table of Nsight Compute found"),
         (table([["ID", "Metric Name"], ["0", "x"]]), "no column 'Kernel Name'"),
+        (table([["ID", "Kernel Name", "Metric Name"]]), "no column 'Metric Unit'"),
+        (table([["ID", "Kernel Name", READ], ["", "", "sector"]]), "none of the counters"),
+        (table([["ID", "Kernel Name", READ], ["", "", ""], ["x", "k", "1"]]), "got 'x'"),
         (long_csv([("flash_dq", {"other": ("1", "")})]), "none of the counters"),
         (long_csv([("flash_dq", {READ: ("n/a", "sector")})]), "is 'n/a', not a number"),
         (long_csv([("flash_dq", {DRAM: ("1", "furlong")})]), "is in 'furlong'"),

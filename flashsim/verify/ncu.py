@@ -25,11 +25,9 @@ METRICS = {
     "tensor instructions": "sm__inst_executed_pipe_tensor.sum",
 }
 
-#: Nsight Compute's units, in bytes or counts: it scales bytes by thousands.
-UNITS = {
-    **{"": 1, "byte": 1, "Kbyte": 10**3, "Mbyte": 10**6, "Gbyte": 10**9, "Tbyte": 10**12},
-    **{"sector": SECTOR, "inst": 1, "n/a": 1},
-}
+#: Nsight Compute's units, in bytes or counts. Unless told not to, it scales by thousands.
+UNITS = {"": 1, "byte": 1, "sector": SECTOR, "inst": 1}
+PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True)
@@ -60,9 +58,11 @@ def parse(text: str) -> list[Launch]:
         )
     body = (x for x in lines[start:] if x.strip() and not x.startswith("=="))
     header, *rows = csv.reader(body)
-    if "Kernel Name" not in header:
-        raise TraceError(f"the table has no column 'Kernel Name'; it has {', '.join(header)}")
     long = "Metric Name" in header
+    needed = ("ID", "Kernel Name", *(("Metric Unit", "Metric Value") if long else ()))
+    for column in needed:
+        if column not in header:
+            raise TraceError(f"the table has no column {column!r}; it has {', '.join(header)}")
     launches = _long(header, rows) if long else _wide(header, rows)
     if not any(launch.counters for launch in launches):
         raise TraceError(
@@ -79,11 +79,11 @@ def _long(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[Launch]:
     launches: dict[int, Launch] = {}
     for row in rows:
         cell = _cells(header, row)
-        number = int(cell["ID"])
+        number = _number(cell["ID"])
         launch = launches.setdefault(number, Launch(cell["Kernel Name"], number))
         counter = cell["Metric Name"]
         if counter in _OURS:
-            value = _value(counter, cell["Metric Value"], cell.get("Metric Unit", ""))
+            value = _value(counter, cell["Metric Value"], cell["Metric Unit"])
             launch.counters[_OURS[counter]] = value
     return list(launches.values())
 
@@ -101,7 +101,7 @@ def _wide(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[Launch]:
             for counter, name in _OURS.items()
             if counter in cell
         }
-        launches.append(Launch(cell["Kernel Name"], int(cell["ID"]), counters))
+        launches.append(Launch(cell["Kernel Name"], _number(cell["ID"]), counters))
     return launches
 
 
@@ -114,8 +114,14 @@ def _cells(header: Sequence[str], row: Sequence[str]) -> dict[str, str]:
     return dict(zip(header, row, strict=True))
 
 
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise TraceError(f"a launch's ID is a whole number, got {text!r}; was the file edited?")
+    return int(text)
+
+
 def _value(counter: str, text: str, unit: str) -> float:
-    """A counter in bytes or counts; sectors are bytes whatever unit column is printed."""
+    """A counter in bytes or counts."""
     try:
         value = float(text.replace(",", ""))
     except ValueError:
@@ -123,10 +129,12 @@ def _value(counter: str, text: str, unit: str) -> float:
             f"{counter} is {text!r}, not a number; a counter the device does not have, or one "
             "that needs permission (ERR_NVGPUCTRPERM)?"
         ) from None
-    if unit not in UNITS:
-        raise TraceError(f"{counter} is in {unit!r}; known units: {', '.join(UNITS)}")
-    scale = SECTOR if counter.startswith("lts__t_sectors") else UNITS[unit]
-    return value * scale
+    for prefix, thousands in PREFIXES.items():
+        if unit.startswith(prefix) and unit[len(prefix) :] in UNITS:
+            return value * thousands * UNITS[unit[len(prefix) :]]
+    raise TraceError(
+        f"{counter} is in {unit!r}, which flashsim does not know; run ncu with --print-units base"
+    )
 
 
 def command(program: Sequence[str]) -> list[str]:
@@ -146,6 +154,14 @@ def command(program: Sequence[str]) -> list[str]:
             "or read a saved table with --from FILE, made on another machine by: ncu --csv "
             f"--clock-control none --metrics {','.join(METRICS.values())} PROGRAM"
         )
-    options = ["--csv", "--clock-control", "none", "--cache-control", "all"]
+    options = [
+        "--csv",
+        "--clock-control",
+        "none",
+        "--cache-control",
+        "all",
+        "--print-units",
+        "base",
+    ]
     metrics = ["--metrics", ",".join(METRICS.values()), "--kernel-name", f"regex:{KERNELS}"]
     return [found, *options, *metrics, *program]
