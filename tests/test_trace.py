@@ -227,6 +227,16 @@ def test_diff_names_what_differs():
     assert trace.diff(trace.predicted()) == {}
 
 
+def test_what_ran_is_predicted_whether_or_not_the_model_would_fit_it():
+    """A GPU's kernel keeps accumulators in registers: its device may be too small for its tiles."""
+    q = np.ones((1, 1, 32, 8), np.float32)
+    ran = flashsim.run(q, q, q, tiling=flashsim.Tiling(16, 16), trace=True).trace
+    small = flashsim.Device("small", sram_bytes=64, sram_per_sm=64)
+    trace = flashsim.Trace(ran.problem, small, ran.algorithm, ran.direction, "gpu", ran.stages)
+
+    assert trace.predicted().transfers == ran.transfers
+
+
 def test_same_events():
     assert traced().same_events(traced())
     assert not traced().same_events(traced(tiling=Tiling(48, 32)))
