@@ -118,8 +118,9 @@ def verify(
     first = predictions[0]
     p = first.problem
     title = (
-        f"{p.batch} x {p.heads} heads, {p.n_q:,} x {p.n_kv:,}, d={p.head_dim}, {p.dtype}"
-        f"{', causal' if p.causal else ''} on {first.device.name}"
+        f"{p.batch} x {p.heads} heads{f' ({p.kv_heads} key heads)' if p.group > 1 else ''}, "
+        f"{p.n_q:,} x {p.n_kv:,}, d={p.head_dim}, {p.dtype}{', causal' if p.causal else ''}"
+        f"{f', window {p.window}' if p.window else ''} on {first.device.name}"
     )
     return Verification(title, tuple(rows), sum(len(x) for x in measured.values()))
 

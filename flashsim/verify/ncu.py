@@ -152,7 +152,8 @@ def command(program: Sequence[str]) -> list[str]:
         raise BackendUnavailable(
             "verify needs NVIDIA's Nsight Compute, but there is no `ncu` on the path; install it, "
             "or read a saved table with --from FILE, made on another machine by: ncu --csv "
-            f"--clock-control none --metrics {','.join(METRICS.values())} PROGRAM"
+            f"--clock-control none --print-units base --metrics {','.join(METRICS.values())} "
+            "PROGRAM"
         )
     options = [
         "--csv",
