@@ -232,9 +232,7 @@ class _Clock:
             return 0.0
         rows = int(schedule.rows[i, 1] - schedule.rows[i, 0])
         cols = (
-            int(schedule.key_counts[i])
-            if j < 0
-            else int(schedule.cols[j, 1] - schedule.cols[j, 0])
+            int(schedule.key_counts[i]) if j < 0 else int(schedule.cols[j, 1] - schedule.cols[j, 0])
         )
         flops = total_flops((op,), rows, cols, rows * cols)
         matmul = flops.pop("matmul")

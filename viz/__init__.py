@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flashsim.viz.animation import animate
-    from flashsim.viz.player import Page, page
     from flashsim.viz.palette import color
+    from flashsim.viz.player import Page, page
     from flashsim.viz.plot_bytes import cumulative, diff, gpu_timeline, sram_timeline, traffic
     from flashsim.viz.plot_models import io_curve, memory_footprint, roofline
     from flashsim.viz.plot_tiles import tile_map

@@ -81,9 +81,7 @@ def animate(
     """
     path = Path(path)
     if path.suffix not in FORMATS:
-        raise OptionError(
-            f"cannot write {path.name!r}: an animation ends in {', '.join(FORMATS)}"
-        )
+        raise OptionError(f"cannot write {path.name!r}: an animation ends in {', '.join(FORMATS)}")
     if path.suffix == ".mp4" and shutil.which("ffmpeg") is None:
         raise BackendUnavailable(
             f"writing {path.name!r} needs ffmpeg, which is not installed; "
@@ -154,16 +152,18 @@ class Film:
             diagram = (0.02, 0.03, 0.6, 0.94)
             facts, sram = (0.67, 0.6, 0.31, 0.37), (0.67, 0.45, 0.31, 0.075)
         else:
-            diagram = (left, 0.29, width, 0.69)
-            facts, sram = (left, 0.115, width, 0.17), (left, 0.02, width, 0.055)
+            diagram = (left, 0.32, width, 0.66)
+            facts, sram = (left, 0.12, width, 0.19), (left, 0.02, width, 0.055)
         at = self.figure.add_axes
         aspect = diagram[2] * _SIZE[0] / (diagram[3] * _SIZE[1])
         scene = Scene(at(diagram), at(sram), walk, look, aspect)
         self.scenes.append(scene)
-        panels: list[Any] = [scene, Counters(at(facts), walk, look, label, 2 if total == 1 else 5)]
+        panels: list[Any] = [scene, Counters(at(facts), walk, look, label, 2 if total == 1 else 4)]
         if row is not None and total == 1:
             panels.append(
-                StatisticsPanel(at((0.71, 0.22, 0.27, 0.13)), at((0.71, 0.05, 0.27, 0.13)), row, look)
+                StatisticsPanel(
+                    at((0.71, 0.22, 0.27, 0.13)), at((0.71, 0.05, 0.27, 0.13)), row, look
+                )
             )
         self.panels.append(panels)
 
@@ -176,9 +176,14 @@ class Film:
         for panels, step in zip(self.panels, self.schedule[number].tolist(), strict=True):
             for panel in panels:
                 panel.update(step)
+        pixels = np.asarray(self.canvas.buffer_rgba())
+        for panels in self.panels:
+            for mosaic in panels[0].mosaics:
+                mosaic.draw(pixels)
+            for panel in panels:
                 for artist in sorted(panel.artists, key=lambda a: a.get_zorder()):
                     self.figure.draw_artist(artist)
-        return np.asarray(self.canvas.buffer_rgba())[..., :3].copy()
+        return pixels[..., :3].copy()
 
     def frames(self) -> Iterator[np.ndarray]:
         """All frames, in order."""

@@ -63,7 +63,7 @@ THEMES: Mapping[str, Theme] = MappingProxyType(
                 dQ="#044d73", dK="#c2b36f", dV="#498d69", dO="#a64106", dP="#7a12a9", dS="#d061d7",
                 L="#464835", m="#9fb5cb", l="#626054", delta="#302d2c", bias="#a39a56",
             ),
-            cycle=("#15181e", "#e6003d", "#8792a3", "#7a1533", "#ee86a4", "#4d5a6e"),
+            cycle=("#15181e", "#e6003d", "#a3b1c6", "#4a6394", "#f09ab3", "#73571f"),
         ),
         "dark": Theme(
             name="dark",
@@ -78,7 +78,7 @@ THEMES: Mapping[str, Theme] = MappingProxyType(
                 dQ="#1b7390", dK="#cda269", dV="#a5ff97", dO="#b4480b", dP="#a25af3", dS="#e868e0",
                 L="#6b695e", m="#728772", l="#ebf0e9", delta="#aaaaaa", bias="#fbe12c",
             ),
-            cycle=("#f0f3f8", "#ff5c86", "#8592a8", "#ffc4d3", "#b8315a", "#5d6b82"),
+            cycle=("#f0f3f8", "#ff5c86", "#3f63ab", "#dcb93a", "#8fa0ba", "#96355a"),
         ),
     }
 )  # fmt: skip

@@ -173,9 +173,7 @@ def sram_timeline(
             f"steps must be a range within 0 .. {len(ends)}, got {steps}; stage {part.name!r} has "
             f"{len(ends)} steps"
         )
-    where = np.interp(
-        np.arange(len(held)), np.concatenate([[-1], ends]), np.arange(len(ends) + 1)
-    )
+    where = np.interp(np.arange(len(held)), np.concatenate([[-1], ends]), np.arange(len(ends) + 1))
     # The longest-lived at the bottom, so that what stays on chip makes a level base.
     lasting = np.argsort(-(held > 0).sum(axis=0), kind="stable")
     names, held = [names[n] for n in lasting], held[:, lasting]

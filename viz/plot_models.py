@@ -158,7 +158,10 @@ def roofline(
     labels = list(sources.labelled(data)) if not hasattr(data, "rows") else None
     peak, cuda = machine.peak(dtype), machine.peak(dtype, tensor_cores=False)
     spots = [
-        (row["matmul_flops"] / row["requested_bytes"], row["matmul_flops"] / row["compulsory_bytes"])
+        (
+            row["matmul_flops"] / row["requested_bytes"],
+            row["matmul_flops"] / row["compulsory_bytes"],
+        )
         for row in rows
     ]
     low = min(min(min(s) for s in spots), machine.ridge(dtype)) / 4
@@ -207,7 +210,9 @@ def roofline(
     unit_axis(ax.yaxis, "FLOP/s")
     ax.grid()
     ax.legend(
-        loc="upper left", bbox_to_anchor=(1, 1), title="hollow: all bytes from HBM\nfilled: perfect L2"
+        loc="upper left",
+        bbox_to_anchor=(1, 1),
+        title="hollow: all bytes from HBM\nfilled: perfect L2",
     )
 
 
@@ -243,7 +248,9 @@ def memory_footprint(
         ]
     else:
         rows = sources.rows(data)
-    for number, name in enumerate(a for a in plans.ALGORITHMS if a in {r["algorithm"] for r in rows}):
+    for number, name in enumerate(
+        a for a in plans.ALGORITHMS if a in {r["algorithm"] for r in rows}
+    ):
         points = {r["n_q"]: r["saved_bytes"] for r in rows if r["algorithm"] == name}
         sizes = sorted(points)
         ax.plot(

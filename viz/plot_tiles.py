@@ -11,7 +11,6 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.patches import Patch
 
 from flashsim.errors import OptionError, choices
-from flashsim.events import CODES
 from flashsim.schedule import MASKED, Schedule
 from flashsim.viz import sources
 from flashsim.viz.palette import Theme
@@ -63,8 +62,11 @@ def tile_map(
     ax.add_collection(  # a corner, so that the number in the tile stays legible
         PolyCollection(
             [[(j + 0.05, i - 0.5), (j + 0.5, i - 0.5), (j + 0.5, i - 0.05)] for i, j in cut],
-            facecolor=theme.accent, edgecolor=theme.background, lw=min(0.8, 20 / max(t_r, t_c)),
-            zorder=3, label="masked",
+            facecolor=theme.accent,
+            edgecolor=theme.background,
+            lw=min(0.8, 20 / max(t_r, t_c)),
+            zorder=3,
+            label="masked",
         )  # fmt: skip
     )
     if max(t_r, t_c) <= _LABELS_UP_TO:
@@ -75,9 +77,7 @@ def tile_map(
         handles.append(Patch(facecolor=theme.accent, label=f"masked (corner): {len(cut):,}"))
     if seen < grid.size:
         handles.append(_skipped(theme, label=f"skipped: {grid.size - seen:,}"))
-    ax.legend(
-        handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=len(handles)
-    )
+    ax.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=len(handles))
     bar = ax.figure.colorbar(image, ax=ax, label=_UNITS[color], pad=0.02)
     bar.outline.set_visible(False)
     if color != "order":
@@ -134,8 +134,10 @@ def _write_values(ax: Axes, grid: np.ndarray, quantity: str) -> None:
 
 def _ramp(theme: Theme) -> LinearSegmentedColormap:
     """One hue from the background's side to the text's: readable in print and for all eyes."""
-    ends = ("#d5e3fb", "#0953dc", "#06204f") if theme.name == "light" else (
-        "#1c3357", "#659eff", "#e4eeff"
+    ends = (
+        ("#d5e3fb", "#0953dc", "#06204f")
+        if theme.name == "light"
+        else ("#1c3357", "#659eff", "#e4eeff")
     )
     return LinearSegmentedColormap.from_list(f"tiles-{theme.name}", ends)
 

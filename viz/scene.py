@@ -84,9 +84,12 @@ class Scene:
             self.strip_boxes[name] = (x, y + h + _GAP + n * out, w, _STRIP)
 
     def _mosaic(self, box: tuple[float, float, float, float], rows: int, cols: int) -> Mosaic:
-        mosaic = Mosaic(self.ax, box, rows, cols, self.theme.background)
-        self.artists.append(mosaic.image)
-        return mosaic
+        return Mosaic(self.ax, box, rows, cols, self.theme.background)
+
+    @property
+    def mosaics(self) -> list[Mosaic]:
+        """The grid and the strips, which lie under all artists."""
+        return [self.grid, *self.strips.values()]
 
     def _strip_shape(self, name: str) -> tuple[int, int]:
         t_r, t_c = one_grid(self.walk.trace)
@@ -279,7 +282,9 @@ class StatisticsPanel:
                 xlim=(-0.5, max(len(values) - 0.5, 0.5)), ylim=(span[0] - pad, span[1] + pad),
                 xticks=[], ylabel=name,
             )  # fmt: skip
-            panel.yaxis.label.set(rotation=0, fontweight="bold", fontsize=13, ha="right", va="center")
+            panel.yaxis.label.set(
+                rotation=0, fontweight="bold", fontsize=13, ha="right", va="center"
+            )
             panel.tick_params(labelsize=9.5)
             (line,) = panel.plot(
                 [], [], color=color(name, theme.name), drawstyle="steps-post", marker="o", ms=4
@@ -312,11 +317,14 @@ class Counters:
             facts["reduced"] = 2
         self.ops = list(facts.values())
         names = [*facts, "computed", "FLOP per byte"]
+        columns = max(columns, len(names) if columns > 2 else columns)
         height = 0.74 / -(-len(names) // columns)
         self.values = []
         for n, name in enumerate(names):
             x, y = n % columns / columns, 0.74 - n // columns * height
-            value = ax.text(x, y, "", fontsize=13, fontweight="bold", va="top")
+            value = ax.text(
+                x, y, "", fontsize=13 if columns == 2 else 11, fontweight="bold", va="top"
+            )
             ax.text(x, y - 0.5 * height, name, fontsize=10, color=theme.muted, va="top")
             self.values.append(value)
         self.artists: list[Artist] = list(self.values)

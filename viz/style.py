@@ -79,8 +79,8 @@ def themed(draw: Callable[..., None]) -> Callable[..., Axes]:
 
     @functools.wraps(draw)
     def plot(*data: Any, ax: Axes | None = None, theme: str | None = None, **options: Any) -> Axes:
-        chosen = theme_of(ax) if ax is not None and theme is None else palette.theme(
-            theme or "light"
+        chosen = (
+            theme_of(ax) if ax is not None and theme is None else palette.theme(theme or "light")
         )
         with plt.rc_context(rc(chosen)):
             if ax is None:

@@ -14,7 +14,14 @@ from flashsim.trace import Trace
 from flashsim.viz.palette import Theme, color
 
 #: What stands for a phase: the tensor it brings or makes.
-_PHASE_TENSOR = {"visit": "m", "load": "K", "scores": "S", "softmax": "P", "output": "O", "store": "L"}
+_PHASE_TENSOR = {
+    "visit": "m",
+    "load": "K",
+    "scores": "S",
+    "softmax": "P",
+    "output": "O",
+    "store": "L",
+}
 
 
 def phase_bars(
