@@ -1,4 +1,4 @@
-"""A grid of flat tiles at the canvas' own resolution: what an `imshow` would show, without resampling.
+"""A grid of flat tiles, painted at the canvas' own resolution.
 
 An animation paints hundreds of frames of such grids; copying pixels into the canvas' buffer costs a
 hundredth of resampling an image.

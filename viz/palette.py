@@ -29,7 +29,7 @@ class Theme:
     tensors : mapping of str to str
         By the papers' names; see `color`.
     cycle : tuple of str
-        For lines and bars that stand for algorithms: ink and accent, so that none looks like a tensor.
+        For lines and bars that stand for algorithms: none looks like a tensor.
     """
 
     name: str

@@ -112,7 +112,7 @@ def cumulative(
     for n, (label, source) in enumerate(sources.labelled(data).items()):
         walk = Walk(sources.one_trace(source))
         steps = np.arange(1, len(walk) + 1)
-        line = {"color": theme.cycle[n % len(theme.cycle)]}
+        line: dict[str, Any] = {"color": theme.cycle[n % len(theme.cycle)]}
         if quantity != "flops":
             total = walk.hbm_bytes.sum(axis=1)
             dash = "-" if quantity == "both" else DASHES[n % len(DASHES)]

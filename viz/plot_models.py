@@ -78,7 +78,7 @@ def io_curve(data: Any, *, x: str | None = None, ax: Axes, theme: Theme) -> None
 
 def _bounds(points: list[dict[str, Any]], x: str, ax: Axes, theme: Theme) -> None:
     at = [p[x] for p in points]
-    quiet = {"color": theme.muted, "lw": 1.6, "zorder": 2}
+    quiet: dict[str, Any] = {"color": theme.muted, "lw": 1.6, "zorder": 2}
     heads = [p["batch"] * p["heads"] * numpy_dtype(p["dtype"]).itemsize for p in points]
     sizes = [
         (p["n_q"], p["n_kv"], p["head_dim"], p["sram_bytes"] // numpy_dtype(p["dtype"]).itemsize)
@@ -240,7 +240,7 @@ def memory_footprint(
         See `themed`.
     """
     if isinstance(data, Problem):
-        rows = [
+        rows: list[dict[str, Any]] = [
             {"algorithm": name, "n_q": size, "saved_bytes": traffic.saved(problem, name)}
             for name in algorithms
             for size in n

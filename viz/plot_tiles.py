@@ -59,16 +59,10 @@ def tile_map(
         grid, cmap=_ramp(theme), vmin=low, interpolation="nearest", aspect="auto", zorder=2
     )
     cut = masked_tiles(schedule)
-    ax.add_collection(  # a corner, so that the number in the tile stays legible
-        PolyCollection(
-            [[(j + 0.05, i - 0.5), (j + 0.5, i - 0.5), (j + 0.5, i - 0.05)] for i, j in cut],
-            facecolor=theme.accent,
-            edgecolor=theme.background,
-            lw=min(0.8, 20 / max(t_r, t_c)),
-            zorder=3,
-            label="masked",
-        )  # fmt: skip
-    )
+    corners = [[(j + 0.05, i - 0.5), (j + 0.5, i - 0.5), (j + 0.5, i - 0.05)] for i, j in cut]
+    masked = PolyCollection(corners, facecolor=theme.accent, zorder=3, label="masked")
+    masked.set(edgecolor=theme.background, linewidth=min(0.8, 20 / max(t_r, t_c)))
+    ax.add_collection(masked)  # a corner, so that the number in the tile stays legible
     if max(t_r, t_c) <= _LABELS_UP_TO:
         _write_values(ax, grid, color)
     seen = int(np.isfinite(grid).sum())

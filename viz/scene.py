@@ -9,6 +9,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
+from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
 from flashsim.events import LOAD, TENSORS, TRANSFERS
@@ -95,7 +96,7 @@ class Scene:
         t_r, t_c = one_grid(self.walk.trace)
         return (1, t_c) if name in KEY_SIDE else (t_r, 1)
 
-    def _line(self) -> Artist:
+    def _line(self) -> Line2D:
         (line,) = self.ax.plot([], [], lw=2.4, zorder=5, solid_capstyle="butt")
         self.artists.append(line)
         return line
@@ -273,7 +274,8 @@ class StatisticsPanel:
     """m and l of one query row, growing visit by visit."""
 
     def __init__(self, ax: Axes, low: Axes, statistics: RowStatistics, theme: Theme) -> None:
-        self.s, self.artists, self.lines = statistics, [], []
+        self.s, self.lines = statistics, list[Line2D]()
+        self.artists: list[Artist] = []
         for panel, name, values in ((ax, "m", statistics.m), (low, "l", statistics.l)):
             finite = values[np.isfinite(values)]
             span = (finite.min(), finite.max()) if len(finite) else (0, 1)

@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import matplotlib as mpl
 import matplotlib.pyplot as plt
+from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.ticker import FuncFormatter
@@ -24,7 +24,7 @@ HATCH = "////"  # of gradients
 SLIDE = (9.6, 5.4)
 
 
-def rc(theme: Theme) -> dict[str, Any]:
+def rc(theme: Theme) -> Any:
     """Matplotlib settings of a theme: large text, thin frames, text kept as text in SVG and PDF."""
     return {
         "figure.facecolor": theme.background,
@@ -40,7 +40,7 @@ def rc(theme: Theme) -> dict[str, Any]:
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.axisbelow": True,
-        "axes.prop_cycle": mpl.cycler(color=list(theme.cycle)),
+        "axes.prop_cycle": cycler(color=list(theme.cycle)),
         "grid.color": theme.grid,
         "grid.linewidth": 0.8,
         "text.color": theme.text,

@@ -52,7 +52,9 @@ def phase_bars(
         corners = np.stack([np.stack(c, -1) for c in ((x0, y0), (x1, y0), (x1, y1), (x0, y1))], 1)
         shade = theme.grid if phase == "visit" else color(_PHASE_TENSOR[phase], theme.name)
         ax.add_collection(
-            PolyCollection(corners, facecolor=shade, edgecolor="none", label=phase, zorder=1 + code)
+            PolyCollection(
+                list(corners), facecolor=shade, edgecolor="none", label=phase, zorder=1 + code
+            )
         )
         handles.append(Patch(facecolor=shade, label=phase))
     ax.set_xlim(0, (spans["end_ns"].max() - origin) / 1000)
