@@ -12,18 +12,20 @@ if TYPE_CHECKING:
     from flashsim.viz.animation import animate
     from flashsim.viz.palette import color
     from flashsim.viz.player import Page, page
-    from flashsim.viz.plot_bytes import cumulative, diff, gpu_timeline, sram_timeline, traffic
+    from flashsim.viz.plot_bytes import cumulative, diff, sram_timeline, traffic
     from flashsim.viz.plot_models import io_curve, memory_footprint, roofline
     from flashsim.viz.plot_tiles import tile_map
+    from flashsim.viz.plot_timeline import gpu_timeline
     from flashsim.viz.statistics import row_statistics
 
 _ROOMS = {
     "animation": ("animate",),
     "player": ("Page", "page"),
     "palette": ("color",),
-    "plot_bytes": ("cumulative", "diff", "gpu_timeline", "sram_timeline", "traffic"),
+    "plot_bytes": ("cumulative", "diff", "sram_timeline", "traffic"),
     "plot_models": ("io_curve", "memory_footprint", "roofline"),
     "plot_tiles": ("tile_map",),
+    "plot_timeline": ("gpu_timeline",),
     "statistics": ("row_statistics",),
 }
 _HOME = {name: room for room, names in _ROOMS.items() for name in names}

@@ -12,6 +12,7 @@ import io
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -254,9 +255,10 @@ def _write_mp4(film: Film, path: Path, fps: float) -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stderr is not None
-        for pixels in film.frames():
-            process.stdin.write(pixels.tobytes())
-        process.stdin.close()
+        with suppress(BrokenPipeError):  # ffmpeg has given up; its message says why
+            for pixels in film.frames():
+                process.stdin.write(pixels.tobytes())
+            process.stdin.close()
         message = process.stderr.read().decode(errors="replace")
     if process.returncode:
         raise BackendUnavailable(f"ffmpeg could not write {path.name!r}: {message.strip()}")

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from flashsim.errors import OptionError, TraceError, choices
+from flashsim.errors import OptionError, choices
 from flashsim.events import COMPUTE
 from flashsim.traffic import OPS
 from flashsim.viz import sources
@@ -248,37 +248,3 @@ def diff(first: Any, second: Any, *, ax: Axes, theme: Theme) -> None:
         ax.set_yticks([])
         ax.set_xlim(-1, 1)
         ax.text(0.5, 0.5, "equal, byte for byte", transform=ax.transAxes, ha="center", fontsize=20)
-
-
-@themed
-def gpu_timeline(
-    data: Any, *, stage: str | None = None, sms: tuple[int, int] | None = None, ax: Axes,
-    theme: Theme,
-) -> None:  # fmt: skip
-    """Where and when each part of each visit ran on a GPU: SM by time.
-
-    Parameters
-    ----------
-    data : Trace, Result or Gradients
-        Run on a GPU with ``trace="timeline"``.
-    stage : str, optional
-        Default: the one with the most visits.
-    sms : (int, int), optional
-        First and last SM shown; default: all.
-    ax, theme
-        See `themed`. Blocks that share an SM share its row, one lane each.
-
-    Raises
-    ------
-    TraceError
-        If the trace has no timeline.
-    """
-    from flashsim.viz.timeline import phase_bars
-
-    trace = sources.one_trace(data)
-    if trace.timeline is None:
-        raise TraceError(
-            'this trace has no timeline; run on a GPU backend with trace="timeline", or plot '
-            "viz.sram_timeline, which needs none"
-        )
-    phase_bars(trace, stage, sms, ax, theme)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.patches import Patch
 
-from flashsim.errors import OptionError
+from flashsim.errors import OptionError, TraceError
 from flashsim.events import PHASES
 from flashsim.perfetto import lanes
-from flashsim.trace import Trace
+from flashsim.viz import sources
 from flashsim.viz.palette import Theme, color
+from flashsim.viz.style import themed
 
 #: What stands for a phase: the tensor it brings or makes.
 _PHASE_TENSOR = {
@@ -24,13 +27,46 @@ _PHASE_TENSOR = {
 }
 
 
-def phase_bars(
-    trace: Trace, stage: str | None, sms: tuple[int, int] | None, ax: Axes, theme: Theme
+_RASTER_FROM = 20_000  # spans beyond which a vector file would be too large to open
+
+
+@themed
+def gpu_timeline(
+    data: Any,
+    *,
+    stage: str | None = None,
+    sms: tuple[int, int] | None = None,
+    ax: Axes,
+    theme: Theme,
 ) -> None:
-    """Draw the spans of one stage; see `flashsim.viz.gpu_timeline`."""
+    """Where and when each part of each visit ran on a GPU: SM by time.
+
+    Parameters
+    ----------
+    data : Trace, Result or Gradients
+        Run on a GPU with ``trace="timeline"``.
+    stage : str, optional
+        Default: the one with the most visits.
+    sms : (int, int), optional
+        First and last SM shown; default: all.
+    ax, theme
+        See `themed`. Blocks that share an SM share its row, one lane each.
+
+    Raises
+    ------
+    TraceError
+        If the trace has no timeline.
+    OptionError
+        If nothing of it is shown.
+    """
+    trace = sources.one_trace(data)
+    if trace.timeline is None:
+        raise TraceError(
+            'this trace has no timeline; run on a GPU backend with trace="timeline", or plot '
+            "viz.sram_timeline, which needs none"
+        )
     part = trace.main_stage if stage is None else trace.stage(stage)
     number = [s.name for s in trace.stages].index(part.name)
-    assert trace.timeline is not None
     spans = trace.timeline[trace.timeline["stage"] == number]
     if sms is not None:
         spans = spans[(spans["sm"] >= sms[0]) & (spans["sm"] <= sms[1])]
@@ -51,11 +87,9 @@ def phase_bars(
         y0, y1 = y0 + inset * (y1 - y0), y1 - inset * (y1 - y0)
         corners = np.stack([np.stack(c, -1) for c in ((x0, y0), (x1, y0), (x1, y1), (x0, y1))], 1)
         shade = theme.grid if phase == "visit" else color(_PHASE_TENSOR[phase], theme.name)
-        ax.add_collection(
-            PolyCollection(
-                list(corners), facecolor=shade, edgecolor="none", label=phase, zorder=1 + code
-            )
-        )
+        bars = PolyCollection(list(corners), facecolor=shade, edgecolor="none", label=phase)
+        bars.set(zorder=1 + code, rasterized=len(spans) > _RASTER_FROM)
+        ax.add_collection(bars)
         handles.append(Patch(facecolor=shade, label=phase))
     ax.set_xlim(0, (spans["end_ns"].max() - origin) / 1000)
     ax.set_ylim(spans["sm"].max() + 0.7, spans["sm"].min() - 0.7)
