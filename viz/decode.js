@@ -16,6 +16,7 @@ class Walk {
     Object.assign(this, { label: pane.label, about: pane.about, rows: pane.rows, cols: pane.cols,
       limit: pane.limit, device: pane.device, layout: pane.layout, statistics: pane.statistics });
     this.names = page.tensors.map((name) => name.replace(/_acc$/, ""));
+    this.symbols = page.symbols;
     this.keySide = new Set(page.keySide);
     this.matrices = new Set(page.matrices);
     this.stages = pane.stages.map((s) => ({ name: s.name, outer: s.outer, kinds: column(s.kinds) }));

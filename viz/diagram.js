@@ -189,8 +189,8 @@ class Diagram {
   }
 
   name(s) {
-    const c = this.context, { text } = this.box, size = Math.min(text, s.name.length > 3 ? this.box.strip * 0.62 : text);
-    c.font = `600 ${size}px system-ui, sans-serif`;
+    const c = this.context, { text } = this.box, name = this.walk.symbols[s.name] || s.name;
+    c.font = `600 ${Math.min(text, this.box.strip)}px system-ui, sans-serif`;
     c.fillStyle = this.theme.text;
     c.textBaseline = "middle";
     // Each side has its names where no other side's strips or names come.
@@ -198,7 +198,7 @@ class Diagram {
     c.textAlign = s.upright ? "center" : s.side === "top" ? "right" : "left";
     const at = { left: [x + w / 2, y + h + text * 0.75], right: [x + w / 2, y - text * 0.6],
       top: [x - 6, y + h / 2], bottom: [x + w + 6, y + h / 2] }[s.side];
-    c.fillText(s.name, at[0], at[1]);
+    c.fillText(name, at[0], at[1]);
   }
 
   // Tiles in flight: full colour, an outline, and a line to the tile being worked on.

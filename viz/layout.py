@@ -17,6 +17,8 @@ from flashsim.trace import Trace
 from flashsim.viz.walk import Walk
 
 KEY_SIDE = frozenset({"K", "V", "dK", "dV"})
+#: How names too long for a strip are written beside it.
+SYMBOLS = {"delta": "δ", "dBias": "dB", "bias": "B"}
 MATRICES = frozenset({"S", "P", "dP", "dS", "bias", "dBias", "gate"})
 
 

@@ -23,7 +23,7 @@ from flashsim.errors import OptionError
 from flashsim.events import OPS, TENSORS
 from flashsim.trace import Trace
 from flashsim.viz import sources
-from flashsim.viz.layout import KEY_SIDE, MATRICES, layout, one_grid
+from flashsim.viz.layout import KEY_SIDE, MATRICES, SYMBOLS, layout, one_grid
 from flashsim.viz.palette import THEMES
 from flashsim.viz.statistics import RowStatistics
 from flashsim.viz.walk import Walk
@@ -109,6 +109,7 @@ def page(
         "themes": {name: _theme(name) for name in THEMES},
         "keySide": sorted(KEY_SIDE),
         "matrices": sorted(MATRICES),
+        "symbols": SYMBOLS,
         "ops": OPS,
         "tensors": TENSORS,
         "panes": panes,

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.ticker import NullFormatter
 
 from flashsim import bounds, plans, traffic
 from flashsim.errors import OptionError, choices
@@ -164,7 +165,8 @@ def roofline(
         )
         for row in rows
     ]
-    low = min(min(min(s) for s in spots), machine.ridge(dtype)) / 4
+    # Two decades of roof at least, so that slopes show and ticks are powers of ten.
+    low = min(min(min(s) for s in spots) / 4, machine.ridge(dtype) / 200)
     high = max(max(max(s) for s in spots), machine.ridge(dtype)) * 4
     reach = np.geomspace(low, high, 200)
     roof = np.minimum(reach * machine.hbm_bandwidth, peak)
@@ -207,6 +209,7 @@ def roofline(
         xscale="log", yscale="log", xlim=(low, high), xlabel="matrix FLOP per byte of HBM",
         ylabel="FLOP/s", title=f"Roofline of {machine.name}",
     )  # fmt: skip
+    ax.yaxis.set_minor_formatter(NullFormatter())
     unit_axis(ax.yaxis, "FLOP/s")
     ax.grid()
     ax.legend(

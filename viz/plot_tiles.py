@@ -59,7 +59,7 @@ def tile_map(
         grid, cmap=_ramp(theme), vmin=low, interpolation="nearest", aspect="auto", zorder=2
     )
     cut = masked_tiles(schedule)
-    corners = [[(j + 0.05, i - 0.5), (j + 0.5, i - 0.5), (j + 0.5, i - 0.05)] for i, j in cut]
+    corners = [[(j + 0.15, i - 0.5), (j + 0.5, i - 0.5), (j + 0.5, i - 0.15)] for i, j in cut]
     masked = PolyCollection(corners, facecolor=theme.accent, zorder=3, label="masked")
     masked.set(edgecolor=theme.background, linewidth=min(0.8, 20 / max(t_r, t_c)))
     ax.add_collection(masked)  # a corner, so that the number in the tile stays legible

@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
 from flashsim.events import LOAD, TENSORS, TRANSFERS
-from flashsim.viz.layout import KEY_SIDE, first_touch, layout, one_grid
+from flashsim.viz.layout import KEY_SIDE, SYMBOLS, first_touch, layout, one_grid
 from flashsim.viz.mosaic import Mosaic
 from flashsim.viz.palette import Theme, color, is_gradient
 from flashsim.viz.plot_tiles import masked_tiles
@@ -118,8 +118,8 @@ class Scene:
             }
             side = next(s for s, names in p.sides.items() if name in names)
             tx, ty, ha, va = where[side]
-            size = 13 if len(name) < 3 else 9
-            self.ax.text(tx, ty, name, ha=ha, va=va, fontsize=size, fontweight="bold")
+            symbol = SYMBOLS.get(name, name)
+            self.ax.text(tx, ty, symbol, ha=ha, va=va, fontsize=12.5, fontweight="bold")
         self.stage_text = self.ax.text(0, 0, "", va="top", fontsize=12, color=self.theme.muted)
         self.artists.append(self.stage_text)
 
