@@ -24,6 +24,7 @@ from flashsim.trace import Trace
 #: What each kind of plot is drawn from.
 FROM_TRACES = ("traffic", "tile-map", "cumulative", "sram-timeline", "diff", "gpu-timeline")
 FROM_SIZES = ("io-curve", "roofline", "memory-footprint")
+_DPI = 150  # of pixel formats: 1440 x 810
 KINDS = (*FROM_TRACES, *FROM_SIZES)
 _OVER = {
     "n_q": (512, 1024, 2048, 4096, 8192, 16384),
@@ -301,4 +302,4 @@ def _draw(kind: str, data: Any, out: Path, theme: str, options: dict[str, Any]) 
     else:
         axes = getattr(viz, kind.replace("-", "_"))(data, theme=theme, **options)
     out.parent.mkdir(parents=True, exist_ok=True)
-    axes.figure.savefig(out)
+    axes.figure.savefig(out, dpi=_DPI)

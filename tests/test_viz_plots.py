@@ -228,7 +228,7 @@ def test_diff_shows_only_differences():
     same = viz.diff(two, two.predicted())
     assert not bars(same)
     assert same.texts[0].get_text() == "equal, byte for byte"
-    assert "5 equal" in same.get_title(loc="left")
+    assert "5 transfers equal" in same.get_title(loc="left")
 
 
 # -- models ----------------------------------------------------------------------------------------

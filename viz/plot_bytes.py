@@ -241,8 +241,8 @@ def diff(first: Any, second: Any, *, ax: Axes, theme: Theme) -> None:
     ax.axvline(0, color=theme.text, lw=1.2)
     ax.margins(x=0.2)
     ax.grid(axis="x")
-    same = len(keys) - len(shown)
-    ax.set(xlabel="requested HBM bytes, difference", title=f"{other} minus {one}: {same} equal")
+    same = f"{len(keys) - len(shown)} transfers equal"
+    ax.set(xlabel="requested HBM bytes, difference", title=f"{other} minus {one}: {same}")
     unit_axis(ax.xaxis)
     if not shown:
         ax.set_yticks([])

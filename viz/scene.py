@@ -264,7 +264,7 @@ class Scene:
         for size, bar, text in zip(held.tolist(), self.bars, self.bar_names, strict=True):
             bar.set(x=left, width=size)
             text.set_x(left + size / 2)
-            text.set_visible(size > 0.045 * self.full)
+            text.set_visible(size > (0.02 + 0.025 * len(text.get_text())) * self.full)
             left += size
         device = self.walk.trace.device
         self.sram_text.set_text(f"SRAM: {left:,} of {device.sram_bytes:,} B")
@@ -304,7 +304,8 @@ class StatisticsPanel:
         for line, values in zip(self.lines, (self.s.m, self.s.l), strict=True):
             line.set_data(np.arange(n), values[:n])
         m, l = (self.s.m[n - 1], self.s.l[n - 1]) if n else (-np.inf, 0.0)
-        self.text.set_text(f"query row {self.s.row}: m = {m:.2f}, l = {l:.3g}")
+        top = "−∞" if np.isneginf(m) else f"{m:.2f}"
+        self.text.set_text(f"query row {self.s.row}: m = {top}, l = {l:.3g}")
 
 
 class Counters:
@@ -314,20 +315,24 @@ class Counters:
         self.walk = walk
         ax.axis("off")
         ax.text(0, 1, label, va="top", fontsize=15, fontweight="bold")
+        p = walk.trace.problem
+        about = f"one head, {p.n_q:,} × {p.n_kv:,}, d = {p.head_dim}, {p.dtype}"
+        ax.text(0, 0.86 if columns == 2 else 0.78, about, va="top", fontsize=10, color=theme.muted)
         facts = {"loaded": 0, "stored": 1}
         if walk.hbm_bytes[-1, 2]:
             facts["reduced"] = 2
         self.ops = list(facts.values())
         names = [*facts, "computed", "FLOP per byte"]
         columns = max(columns, len(names) if columns > 2 else columns)
-        height = 0.74 / -(-len(names) // columns)
+        top = 0.68 if columns == 2 else 0.55
+        height = top / -(-len(names) // columns)
         self.values = []
         for n, name in enumerate(names):
-            x, y = n % columns / columns, 0.74 - n // columns * height
+            x, y = n % columns / columns, top - n // columns * height
             value = ax.text(
                 x, y, "", fontsize=13 if columns == 2 else 11, fontweight="bold", va="top"
             )
-            ax.text(x, y - 0.5 * height, name, fontsize=10, color=theme.muted, va="top")
+            ax.text(x, y - 0.45 * height, name, fontsize=10, color=theme.muted, va="top")
             self.values.append(value)
         self.artists: list[Artist] = list(self.values)
 

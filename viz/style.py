@@ -25,10 +25,9 @@ SLIDE = (9.6, 5.4)
 
 
 def rc(theme: Theme) -> Any:
-    """Matplotlib settings of a theme: large text, thin frames, text kept as text in SVG and PDF."""
+    """Matplotlib settings of a theme: large text, thin frames."""
     return {
         "figure.facecolor": theme.background,
-        "savefig.facecolor": theme.background,
         "axes.facecolor": theme.background,
         "axes.edgecolor": theme.muted,
         "axes.labelcolor": theme.text,
@@ -58,9 +57,6 @@ def rc(theme: Theme) -> Any:
         "hatch.linewidth": 1.2,
         "figure.figsize": SLIDE,
         "figure.dpi": 100,
-        "savefig.dpi": 150,
-        "svg.fonttype": "none",
-        "pdf.fonttype": 42,
     }
 
 
