@@ -228,12 +228,10 @@ class _Clock:
     def _duration(self, op: TileOp, stage: StageTrace, e: np.void) -> float:
         """Microseconds of one tile operation."""
         schedule, i, j = stage.schedule, int(e["i"]), int(e["j"])
-        if i < 0:
-            return 0.0
-        rows = int(schedule.rows[i, 1] - schedule.rows[i, 0])
-        cols = (
-            int(schedule.key_counts[i]) if j < 0 else int(schedule.cols[j, 1] - schedule.cols[j, 0])
-        )
+        # As `Trace.flops`: with keys outside, the end of an outer step has columns alone.
+        rows = 0 if i < 0 else int(schedule.rows[i, 1] - schedule.rows[i, 0])
+        span = schedule.key_counts[i] if j < 0 else schedule.cols[j, 1] - schedule.cols[j, 0]
+        cols = int(span)
         flops = total_flops((op,), rows, cols, rows * cols)
         matmul = flops.pop("matmul")
         return matmul / self.matmul_per_us + sum(flops.values()) / self.other_per_us

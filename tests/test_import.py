@@ -19,7 +19,7 @@ HEAVY = (
 #: DESIGN: modules may import from lower layers; `backends` and `viz` only from those listed.
 LAYERS = (
     ("errors", "version"),
-    ("hardware", "report"),
+    ("hardware", "report", "bounds"),
     ("problem",),
     ("plans",),
     ("tiling",),
@@ -28,7 +28,7 @@ LAYERS = (
     ("forms", "events"),
     ("traffic",),
     ("trace",),
-    ("tracefile",),
+    ("tracefile", "perfetto"),
     ("memory", "engine"),
     ("algorithms",),
     ("engines",),
@@ -37,6 +37,7 @@ LAYERS = (
     ("point", "demo"),
     ("sweep",),
     ("cli_options", "cli_output"),
+    ("cli_viz",),
     ("cli",),
 )
 FROM_BACKENDS = {
@@ -44,7 +45,7 @@ FROM_BACKENDS = {
 }
 FROM_VIZ = {
     *("errors", "hardware", "problem", "tiling", "schedule", "events", "trace", "traffic"),
-    "report",
+    *("report", "bounds", "work", "perfetto"),
 }
 
 
@@ -113,7 +114,7 @@ def part_of(parts):
 CORE = {parts: text for parts, text in sources(flashsim).items() if parts != ("__init__.py",)}
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 #: (module, what it imports) against the direction, inside a function or for type checkers only.
-LATE = {("trace", "tracefile"), ("traffic", "trace")}
+LATE = {("trace", "tracefile"), ("trace", "perfetto"), ("traffic", "trace")}
 
 
 @pytest.mark.parametrize("parts", CORE, ids="/".join)

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter
 
-from flashsim import bounds, plans, traffic
+from flashsim import bounds, traffic
 from flashsim.errors import OptionError, choices
 from flashsim.hardware import Device
 from flashsim.problem import Problem, numpy_dtype
@@ -251,9 +251,8 @@ def memory_footprint(
         ]
     else:
         rows = sources.rows(data)
-    for number, name in enumerate(
-        a for a in plans.ALGORITHMS if a in {r["algorithm"] for r in rows}
-    ):
+    drawn = {row["algorithm"] for row in rows}
+    for number, name in enumerate(name for name in sources.NAMES if name in drawn):
         points = {r["n_q"]: r["saved_bytes"] for r in rows if r["algorithm"] == name}
         sizes = sorted(points)
         ax.plot(

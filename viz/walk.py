@@ -96,7 +96,7 @@ class Walk:
             work = stage_work(trace.problem, trace.algorithm, trace.direction, stage.name)
             for ops, chosen in (
                 (work.visit, (self.stage == number) & (self.visit >= 0)),
-                (work.outer, (self.stage == number) & (self.visit < 0) & (self.i >= 0)),
+                (work.outer, (self.stage == number) & (self.visit < 0)),
             ):
                 costs = [cost for op in ops for cost in op.flops.values()]
                 rows, cols = self._extent(stage, chosen)
@@ -108,9 +108,12 @@ class Walk:
         return done
 
     def _extent(self, stage: StageTrace, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Rows and columns of some steps; the end of an outer step spans its sequence's keys."""
+        """Rows and columns of some steps.
+
+        The end of an outer step spans its sequence's keys, or with keys outside columns alone.
+        """
         schedule, i, j = stage.schedule, self.i[chosen], self.j[chosen]
-        rows = (schedule.rows[i, 1] - schedule.rows[i, 0]).astype(np.int64)
+        rows = np.where(i < 0, 0, schedule.rows[i, 1] - schedule.rows[i, 0]).astype(np.int64)
         cols = np.where(j < 0, schedule.key_counts[i], schedule.cols[j, 1] - schedule.cols[j, 0])
         return rows, cols
 
