@@ -41,5 +41,9 @@ $(VENV)/.dev: $(VENV)/.installed
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e .[dev]
 	touch $@
 
+# Every figure of docs/gallery.md (page.png needs Chromium).
+gallery: $(VENV)/.dev
+	$(BIN)/python docs/gallery.py
+
 clean:
 	rm -rf $(VENV) out build dist *.egg-info

@@ -13,7 +13,7 @@ import numpy as np
 import typer
 from typer.core import TyperGroup
 
-from flashsim import api, cli_truth, plans, report
+from flashsim import api, cli_truth, cli_viz, plans, report
 from flashsim import cli_options as opt
 from flashsim.cli_output import add, event_table, figures, say, show_tables, working
 from flashsim.compare import compare as run_comparison
@@ -52,6 +52,7 @@ app = typer.Typer(
 trace_app = typer.Typer(no_args_is_help=True, help="Look into saved traces.")
 app.add_typer(trace_app, name="trace")
 cli_truth.register(app)
+cli_viz.register(app)
 
 
 def main() -> None:
@@ -334,6 +335,9 @@ def demo(
         show_tables([layer.comparison.table(), layer.agreement()], [], False, False)
         for path in layer.files:
             say(f"trace in {path}")
+    with working("drawing"):
+        for path in cli_viz.demo_figures(layers[0].name, layers[0].comparison, out):
+            say(f"{path.suffix[1:]} in {path}")
     if not all(layer.passed for layer in layers):
         say(f"the output differs from the model's by {LIMIT:g} or more")
         raise typer.Exit(1)

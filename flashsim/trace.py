@@ -425,6 +425,12 @@ class Trace:
 
         return load(path)
 
+    def to_perfetto(self, path, *, heads: int = 1):
+        """Write Chrome trace events for https://ui.perfetto.dev; see `flashsim.perfetto.write`."""
+        from flashsim.perfetto import write
+
+        return write(self, path, heads=heads)
+
     # -- for people -----------------------------------------------------------------------------
 
     def table(self) -> report.Table:

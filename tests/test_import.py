@@ -5,11 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import flashsim.backends
-import flashsim.viz
 import pytest
 
 import flashsim
+import flashsim.backends
+import flashsim.viz
 
 HEAVY = (
     *("scipy", "numba", "matplotlib", "ml_dtypes", "rich", "typer", "pandas", "dask", "PIL"),
@@ -19,7 +19,7 @@ HEAVY = (
 #: DESIGN: modules may import from lower layers; `backends` and `viz` only from those listed.
 LAYERS = (
     ("errors", "version"),
-    ("hardware", "report"),
+    ("hardware", "report", "bounds"),
     ("problem",),
     ("plans",),
     ("tiling",),
@@ -29,7 +29,7 @@ LAYERS = (
     ("traffic",),
     ("l2",),
     ("trace", "roofline"),
-    ("tracefile",),
+    ("tracefile", "perfetto"),
     ("memory", "engine"),
     ("algorithms",),
     ("engines",),
@@ -38,7 +38,7 @@ LAYERS = (
     ("point", "demo", "reproduce", "verify"),
     ("sweep",),
     ("cli_options", "cli_output"),
-    ("cli_truth",),
+    ("cli_truth", "cli_viz"),
     ("cli",),
 )
 FROM_BACKENDS = {
@@ -46,7 +46,7 @@ FROM_BACKENDS = {
 }
 FROM_VIZ = {
     *("errors", "hardware", "problem", "tiling", "schedule", "events", "trace", "traffic"),
-    "report",
+    *("report", "bounds", "work", "perfetto"),
 }
 
 
@@ -115,7 +115,7 @@ def part_of(parts):
 CORE = {parts: text for parts, text in sources(flashsim).items() if parts != ("__init__.py",)}
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 #: (module, what it imports) against the direction, inside a function or for type checkers only.
-LATE = {("trace", "tracefile"), ("traffic", "trace")}
+LATE = {("trace", "tracefile"), ("trace", "perfetto"), ("traffic", "trace")}
 
 
 @pytest.mark.parametrize("parts", CORE, ids="/".join)

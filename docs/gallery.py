@@ -1,0 +1,168 @@
+"""Write every picture, animation and page of docs/gallery.md and README.md into docs/gallery/.
+
+    python docs/gallery.py [NAME ...]
+
+Names are file names without folder; default: all. `page.png`, the picture of a page, needs
+Playwright and Chromium and is left as it is without them.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from functools import cache
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+
+import flashsim
+from flashsim import Problem, Tiling, viz
+
+HERE = Path(__file__).parent / "gallery"
+TILE = Tiling(64, 64)
+
+
+@cache
+def tensors(n, d=64):
+    """Random q, k, v of one head."""
+    return np.random.default_rng(0).standard_normal((3, n, d), dtype=np.float32)
+
+
+@cache
+def run(algorithm="flash2", n=1024, causal=False):
+    """A traced forward pass."""
+    return flashsim.run(*tensors(n), algorithm=algorithm, causal=causal, tiling=TILE, trace=True)
+
+
+@cache
+def backward(algorithm="flash2", n=512):
+    """A traced backward pass."""
+    return run(algorithm, n, causal=True).backward(tensors(n)[0], tiling=TILE)
+
+
+@cache
+def real():
+    """One layer of a real sentence encoder, and m and l of a query row."""
+    sample = flashsim.load_sample("layer5")
+    result = flashsim.run(sample.q, sample.k, sample.v, tiling=Tiling(32, 32), trace=True)
+    return result, viz.row_statistics(result.trace, sample.q, sample.k)
+
+
+def three(**options):
+    """Three algorithms on the same inputs."""
+    return [run(name, **options) for name in ("standard", "flash1", "flash2")]
+
+
+def counts(problem, **options):
+    """Three algorithms in closed form."""
+    return [
+        flashsim.count(problem, algorithm=name, **options)
+        for name in ("standard", "flash1", "flash2")
+    ]
+
+
+BIG = Problem(8192, head_dim=128, heads=16, dtype="bfloat16")
+PLOTS = {
+    "traffic.png": lambda: viz.traffic(three()),
+    "traffic-backward-dark.png": lambda: viz.traffic(
+        [backward(name) for name in ("standard", "flash1", "flash2", "flash2-fused")], theme="dark"
+    ),
+    "tile-map.png": lambda: viz.tile_map(run(causal=True)),
+    "tile-map-2048.png": lambda: viz.tile_map(run("flash1", n=2048, causal=True)),
+    "cumulative.png": lambda: viz.cumulative(three(n=2048, causal=True)),
+    "sram-timeline.png": lambda: viz.sram_timeline(run()),
+    "sram-timeline-dark.png": lambda: viz.sram_timeline(backward(), theme="dark"),
+    "io-curve.png": lambda: viz.io_curve(
+        flashsim.sweep(
+            [512, 1024, 2048, 4096, 8192, 16384, 32768], dtype="bfloat16",
+            algorithm=["standard", "flash1", "flash2"],
+        )
+    ),
+    "io-curve-sram.png": lambda: viz.io_curve(
+        flashsim.sweep(
+            8192, dtype="bfloat16", algorithm=["flash1", "flash2"],
+            sram_bytes=[16384, 32768, 65536, 131072, 262144, 524288],
+        ),
+        x="sram_bytes",
+    ),
+    "roofline.png": lambda: viz.roofline(counts(BIG, tiling=Tiling(64, 64))),
+    "memory-footprint.png": lambda: viz.memory_footprint(BIG, device="H100"),
+    "diff.png": lambda: viz.diff(run("flash1"), run("flash2")),
+}  # fmt: skip
+ANIMATIONS = {
+    "traversal.gif": lambda path: viz.animate(
+        run(n=512, causal=True),
+        path,
+        statistics=viz.row_statistics(run(n=512, causal=True).trace, *tensors(512)[:2]),
+        fps=6,
+    ),
+    "real-tensors.gif": lambda path: viz.animate(real()[0], path, statistics=real()[1], fps=20),
+    "side-by-side.gif": lambda path: viz.animate(
+        [run("standard", n=512, causal=True), run(n=512, causal=True)], path, clock="bytes", fps=10
+    ),
+    "backward-dark.gif": lambda path: viz.animate(backward(), path, theme="dark", fps=8),
+}
+PAGES = {
+    "causal-2048.html": lambda path: viz.page(
+        run(n=2048, causal=True),
+        path,
+        statistics=viz.row_statistics(run(n=2048, causal=True).trace, *tensors(2048)[:2]),
+    ),
+    "real-tensors.html": lambda path: viz.page(real()[0], path, statistics=real()[1]),
+    "flash1-flash2.html": lambda path: viz.page([run("flash1"), run("flash2")], path),
+    "backward.html": lambda path: viz.page(backward("flash2-fused"), path),
+}
+
+
+def plot(path, draw):
+    """Draw one figure at slide size."""
+    axes = draw()
+    axes.figure.savefig(path, dpi=110, metadata={"Software": None})  # the same bytes every time
+    mpl.pyplot.close(axes.figure)
+
+
+def picture(path):
+    """A picture of one page, half-way through its walk."""
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        chromium = None
+    if chromium is None:
+        print(f"{path.name}: left as it is, for want of Playwright or Chromium")
+        return
+    real_page = HERE / "real-tensors.html"
+    PAGES[real_page.name](real_page)
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        tab = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme="dark")
+        tab.goto(real_page.as_uri())
+        tab.evaluate("player.go(200)")
+        tab.keyboard.press("Enter")
+        tab.wait_for_timeout(300)
+        tab.screenshot(path=path)
+        browser.close()
+
+
+def main(wanted):
+    """Write what is wanted, or everything."""
+    mpl.use("Agg")
+    HERE.mkdir(exist_ok=True)
+    every = [*PLOTS, *ANIMATIONS, *PAGES, "page.png"]
+    unknown = set(wanted) - set(every)
+    if unknown:
+        raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; possible: {', '.join(every)}")
+    for name in wanted or every:
+        path = HERE / name
+        if name in PLOTS:
+            plot(path, PLOTS[name])
+        elif name == "page.png":
+            picture(path)
+        else:
+            {**ANIMATIONS, **PAGES}[name](path)
+        print(f"{path.relative_to(HERE.parent)}: {path.stat().st_size:,} B")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

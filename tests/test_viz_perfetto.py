@@ -1,0 +1,89 @@
+"""Chrome trace events: they load, nest within each thread, and add up."""
+
+import json
+from collections import defaultdict
+
+import pytest
+import viz_cases as cases
+
+from flashsim import perfetto
+from flashsim.errors import OptionError
+
+
+def load(trace, tmp_path, **options):
+    path = trace.to_perfetto(tmp_path / "trace.json", **options)
+    return json.loads(path.read_text())["traceEvents"]
+
+
+def assert_nested(events):
+    """Within a thread id, any two slices are disjoint or one holds the other."""
+    threads = defaultdict(list)
+    for e in events:
+        if e["ph"] == "X":
+            assert e["dur"] >= 0
+            threads[e["tid"]].append((e["ts"], e["ts"] + e["dur"]))
+    slack = 1e-6  # microseconds: rounding of sums
+    for slices in threads.values():
+        stack = []
+        for start, end in sorted(slices, key=lambda s: (s[0], -s[1])):
+            while stack and stack[-1] <= start + slack:
+                stack.pop()
+            assert not stack or end <= stack[-1] + slack
+            stack.append(end)
+    return threads
+
+
+@pytest.mark.parametrize(("algorithm", "direction"), cases.PASSES)
+def test_simulated_slices_nest_and_counters_add_up(algorithm, direction, tmp_path):
+    trace = cases.trace(algorithm, direction)
+    events = load(trace, tmp_path)
+    assert_nested(events)
+    moved = [e["args"]["bytes"] for e in events if e["name"] == "HBM bytes"]
+    assert moved == sorted(moved)
+    assert moved[-1] == trace.bytes()
+    held = [e["args"]["bytes"] for e in events if e["name"] == "SRAM bytes"]
+    assert max(held, default=0) == trace.peak_sram()
+    slices = [e for e in events if e["ph"] == "X"]
+    assert sum("visit (" in e["name"] for e in slices) == trace.n_visits
+    assert sum(e["args"]["bytes"] for e in slices if "HBM" in e["cat"]) == trace.bytes()
+
+
+def test_blocks_spread_over_multiprocessors(tmp_path):
+    events = load(cases.trace(), tmp_path)
+    named = {e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert {f"SM {n}" for n in range(6)} <= named  # six row tiles, each on an SM of its own
+    assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == set(perfetto.PIPES)
+
+
+def test_heads(tmp_path):
+    trace = cases.result(n=32, heads=3).trace
+    for heads, shown in ((1, {0}), (2, {0, 1}), (9, {0, 1, 2})):
+        events = load(trace, tmp_path, heads=heads)
+        assert {e["args"]["head"] for e in events if e["ph"] == "X"} == shown
+    with pytest.raises(OptionError, match="heads must be a positive integer, got 0"):
+        trace.to_perfetto(tmp_path / "x.json", heads=0)
+
+
+def test_real_timelines_nest_although_blocks_share_a_multiprocessor(tmp_path):
+    trace = cases.with_timeline(sm_count=2, shared=2)
+    events = load(trace, tmp_path)
+    threads = assert_nested(events)
+    assert len(threads) == 4  # two SMs, two lanes each
+    assert sum(len(slices) for slices in threads.values()) == len(trace.timeline)
+    visits = [e for e in events if e["name"] == "visit"]
+    assert min(e["ts"] for e in visits) == 0
+    assert visits[0]["dur"] == pytest.approx(0.64)
+
+
+def test_the_nesting_check_can_fail():
+    overlap = [{"ph": "X", "tid": 1, "ts": t, "dur": 2} for t in (0, 1)]
+    with pytest.raises(AssertionError):
+        assert_nested(overlap)
+
+
+def test_needs_no_matplotlib():
+    import subprocess
+    import sys
+
+    code = "import sys, flashsim.perfetto; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

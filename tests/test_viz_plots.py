@@ -1,0 +1,354 @@
+"""Plots, looked at through their artists and data."""
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+import viz_cases as cases
+from matplotlib import pyplot as plt
+from matplotlib.colors import to_hex
+
+import flashsim
+from flashsim import Problem, Tiling, bounds, traffic, viz
+from flashsim.errors import DTypeError, OptionError, TraceError
+from flashsim.viz import palette
+from flashsim.viz.style import human
+
+mpl.use("Agg")
+
+
+@pytest.fixture(autouse=True)
+def close_figures():
+    yield
+    plt.close("all")
+
+
+def comparison():
+    q, k, v = cases.arrays()
+    return flashsim.compare(q, k, v, causal=True, dout=q, tiling=cases.TILING)
+
+
+def counts(**options):
+    return [
+        flashsim.count(Problem(n, head_dim=64, dtype="bfloat16"), algorithm=name, **options)
+        for name in ("standard", "flash1", "flash2")
+        for n in (512, 1024, 2048)
+    ]
+
+
+# -- every plot ------------------------------------------------------------------------------------
+
+EVERY = {
+    "traffic": lambda **o: viz.traffic([cases.trace("standard"), cases.trace()], **o),
+    "tile_map": lambda **o: viz.tile_map(cases.trace(), **o),
+    "cumulative": lambda **o: viz.cumulative(cases.result(), **o),
+    "sram_timeline": lambda **o: viz.sram_timeline(cases.trace(), **o),
+    "io_curve": lambda **o: viz.io_curve(counts(), **o),
+    "roofline": lambda **o: viz.roofline(counts()[:1], **o),
+    "memory_footprint": lambda **o: viz.memory_footprint(Problem(64), **o),
+    "gpu_timeline": lambda **o: viz.gpu_timeline(cases.with_timeline(), **o),
+    "diff": lambda **o: viz.diff(cases.trace("flash1"), cases.trace(), **o),
+}
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_labels_theme_and_vector_output(name, theme, tmp_path):
+    ax = EVERY[name](theme=theme)
+    assert ax.get_xlabel() or name == "traffic"
+    assert ax.get_title(loc="left")
+    assert to_hex(ax.figure.get_facecolor()) == palette.THEMES[theme].background
+    ax.figure.savefig(tmp_path / "figure.svg")
+    assert "</svg>" in (tmp_path / "figure.svg").read_text()
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_draws_into_the_axes_given(name):
+    figure, (first, second) = plt.subplots(1, 2)
+    second.set_facecolor(palette.THEMES["dark"].background)
+    assert EVERY[name](ax=second) is second
+    assert not first.has_data()
+    assert plt.get_fignums() == [figure.number]
+    assert second.xaxis.label.get_color() == "black" or second.xaxis.label.get_color()  # kept
+
+
+def test_settings_do_not_leak():
+    before = dict(mpl.rcParams)
+    viz.traffic(cases.trace(), theme="dark")
+    assert dict(mpl.rcParams) == before
+
+
+def test_unknown_theme():
+    with pytest.raises(OptionError, match="unknown theme 'sepia'"):
+        viz.traffic(cases.trace(), theme="sepia")
+
+
+# -- traffic ---------------------------------------------------------------------------------------
+
+
+def bars(ax):
+    return {p.get_gid(): p for p in ax.patches if p.get_gid()}
+
+
+def test_traffic_bars_are_the_bytes():
+    found = comparison()
+    ax = viz.traffic(found.results)
+    for name, result in found.results.items():
+        for tensor, by_op in result.trace.by_tensor().items():
+            for op, nbytes in by_op.items():
+                if nbytes:
+                    bar = bars(ax)[f"{name}/{op}/{tensor}"]
+                    assert bar.get_height() == nbytes
+                    assert to_hex(bar.get_facecolor()) == palette.color(tensor)
+
+
+def test_gradients_are_hatched():
+    ax = viz.traffic({"x": cases.trace(direction="backward")})
+    assert bars(ax)["x/store/dK"].get_hatch()
+    assert not bars(ax)["x/load/K"].get_hatch()
+
+
+def test_traffic_on_a_log_axis_shows_totals():
+    ax = viz.traffic(cases.trace(), log=True)
+    assert [p.get_height() for p in ax.patches] == [
+        cases.trace().bytes("load"), cases.trace().bytes("store")
+    ]  # fmt: skip
+    assert ax.get_yscale() == "log"
+
+
+def test_labels_say_what_differs():
+    ax = viz.traffic(comparison())
+    labels = [t.get_text() for t in ax.get_xticklabels()]
+    assert labels[0].startswith("standard\nforward")
+    assert labels[-1].startswith("FlashAttention-2\nbackward")
+    twice = viz.traffic([cases.trace(), cases.trace()])
+    assert [t.get_text() for t in twice.get_xticklabels()] == [
+        "FlashAttention-2", "FlashAttention-2 (2)"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("data", [7, "flash2", [3]])
+def test_other_data_are_refused(data):
+    with pytest.raises(DTypeError, match="expected a Trace"):
+        viz.traffic(data)
+
+
+def test_nothing_to_plot():
+    with pytest.raises(OptionError, match="the list of traces is empty"):
+        viz.traffic([])
+    untraced = flashsim.run(*cases.arrays(), tiling=cases.TILING)
+    with pytest.raises(TraceError, match="run with trace=True"):
+        viz.tile_map(untraced)
+
+
+# -- tile map --------------------------------------------------------------------------------------
+
+
+def test_tile_map_order():
+    ax = viz.tile_map(cases.trace())
+    grid = np.ma.filled(ax.images[0].get_array(), np.nan)
+    rows, cols = np.tril_indices(6)
+    assert np.array_equal(grid[rows, cols], np.arange(21))  # queries outside, causal
+    assert np.isnan(grid[0, 1])
+    keys_outside = viz.tile_map(cases.trace("flash1")).images[0].get_array()
+    assert list(keys_outside[:, 0]) == [0, 1, 2, 3, 4, 5]
+
+
+def test_tile_map_marks_masked_tiles():
+    ax = viz.tile_map(cases.trace())
+    masked = next(c for c in ax.collections if c.get_label() == "masked")
+    corners = [path.get_extents().p1 for path in masked.get_paths()]
+    assert [(round(x - 0.5), round(y)) for x, y in corners] == [(i, i) for i in range(6)]
+    texts = [t.get_text() for t in ax.get_legend().get_texts()]
+    assert texts == ["full: 15", "masked (corner): 6", "skipped: 15"]
+
+
+@pytest.mark.parametrize("color", ["bytes", "flops"])
+def test_tile_map_sums(color):
+    trace = cases.trace()
+    grid = np.ma.filled(viz.tile_map(trace, color=color).images[0].get_array(), 0)
+    if color == "bytes":
+        assert np.array_equal(grid, trace.by_tile())
+    else:
+        assert grid[3, 1] == grid[0, 0] > 2 * 16 * 16 * 8 * 2  # both products, and the softmax
+
+
+def test_tile_map_of_a_large_grid_has_no_numbers():
+    big = flashsim.run(*cases.arrays(n=20), tiling=Tiling(1, 1), trace=True)
+    ax = viz.tile_map(big)
+    assert not ax.texts
+    assert ax.images[0].get_array().shape == (20, 20)
+
+
+def test_tile_map_unknown_color():
+    with pytest.raises(OptionError, match="unknown color 'time'; possible: order, bytes, flops"):
+        viz.tile_map(cases.trace(), color="time")
+
+
+# -- over the walk ---------------------------------------------------------------------------------
+
+
+def test_cumulative_ends_at_the_totals():
+    ax = viz.cumulative(comparison().results["flash2"])
+    assert ax.lines[0].get_ydata()[-1] == cases.trace().bytes()
+    flops = viz.cumulative(cases.trace(), quantity="flops", log=True)
+    assert flops.lines[0].get_ydata()[-1] == cases.trace().flops()
+    assert flops.get_xscale() == "log"
+    with pytest.raises(OptionError, match="unknown quantity 'time'"):
+        viz.cumulative(cases.trace(), quantity="time")
+    with pytest.raises(DTypeError, match="got Traffic"):
+        viz.cumulative(cases.trace().predicted())
+
+
+def test_sram_timeline_reaches_the_peak():
+    trace = cases.trace()
+    ax = viz.sram_timeline(trace)
+    top = max(path.vertices[:, 1].max() for c in ax.collections for path in c.get_paths())
+    assert top == trace.peak_sram()
+    assert f"{trace.device.sram_bytes:,} B" in ax.texts[0].get_text()
+    labels = [t.get_text() for t in ax.get_legend().get_texts()]
+    assert labels[-2:] == ["O", "Q"]  # what stays on chip makes the base; listed from the top
+
+
+def test_sram_timeline_draws_the_limit_when_it_is_near():
+    device = flashsim.Device.get("H100").with_sram(4096)
+    run = flashsim.run(*cases.arrays(), tiling=cases.TILING, device=device, trace=True)
+    ax = viz.sram_timeline(run, stage="forward", steps=(0, 4))
+    assert ax.lines[0].get_ydata()[0] == 4096
+    with pytest.raises(OptionError, match="steps must be a range within"):
+        viz.sram_timeline(run, steps=(9, 9))
+    with pytest.raises(OptionError, match="no stage 'dq'"):
+        viz.sram_timeline(run, stage="dq")
+
+
+def test_diff_shows_only_differences():
+    one, two = cases.trace("flash1"), cases.trace("flash2")
+    ax = viz.diff(one, two)
+    expected = {"/".join(k): b - a for k, (a, b) in one.diff(two).items()}
+    assert {gid: bar.get_width() for gid, bar in bars(ax).items()} == expected
+    same = viz.diff(two, two.predicted())
+    assert not bars(same)
+    assert same.texts[0].get_text() == "equal, byte for byte"
+    assert "5 transfers equal" in same.get_title(loc="left")
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+def line(ax, text):
+    return next(x for x in ax.lines if text in str(x.get_label()))
+
+
+def test_io_curve_from_counts_and_from_a_sweep():
+    sweep = flashsim.sweep(
+        [512, 1024, 2048], dtype="bfloat16", algorithm=["standard", "flash1", "flash2"]
+    )
+    for data in (counts(), sweep, sweep.rows):
+        ax = viz.io_curve(data)
+        ours = line(ax, "FlashAttention-2")
+        assert list(ours.get_xdata()) == [512, 1024, 2048]
+        assert list(ours.get_ydata()) == [c.bytes() for c in counts()[6:]]
+        assert list(line(ax, "compulsory").get_ydata()) == [c.compulsory() for c in counts()[6:]]
+    frame = pytest.importorskip("pandas").DataFrame(sweep.rows)
+    assert len(viz.io_curve(frame).lines) == len(ax.lines)
+
+
+def test_io_curve_slopes():
+    ax = viz.io_curve(counts(tiling=Tiling(64, 64)))
+    theorem = line(ax, "Θ(N²d²/M)").get_ydata()
+    assert theorem[1] / theorem[0] == pytest.approx(4)
+    lower = line(ax, "Saha").get_ydata()
+    assert lower[1] / lower[0] == pytest.approx(4)
+
+
+@pytest.mark.parametrize("x", ["head_dim", "block_q", "sram_bytes"])
+def test_io_curve_over(x):
+    options = {
+        "head_dim": {"head_dim": [32, 64]},
+        "block_q": {"tiling": [Tiling(16, 64), Tiling(64, 64)]},
+        "sram_bytes": {"sram_bytes": [65536, 131072], "algorithm": ["flash1", "flash2"]},
+    }[x]
+    ax = viz.io_curve(flashsim.sweep(1024, **options), x=x)
+    assert len([entry for entry in ax.lines if entry.get_marker() == "o"]) == 1
+    assert len(line(ax, "FlashAttention-2").get_xdata()) == 2
+
+
+def test_io_curve_needs_something_that_varies():
+    with pytest.raises(OptionError, match="points that differ in one of n_q, head_dim"):
+        viz.io_curve(counts()[:1])
+    with pytest.raises(OptionError, match="unknown x 'n'; possible: n_q"):
+        viz.io_curve(counts(), x="n")
+
+
+def test_failed_points_are_left_out():
+    sweep = flashsim.sweep([512, 1024], tiling=[Tiling(32, 32), Tiling(512, 512)], sram_bytes=65536)
+    assert len(line(viz.io_curve(sweep), "FlashAttention-2").get_xdata()) == 2
+    with pytest.raises(OptionError, match="no point of this sweep succeeded"):
+        viz.io_curve([row for row in sweep.rows if row["status"] != "ok"])
+
+
+def test_bounds():
+    assert bounds.flash_theorem(1024, 1024, 64, 2048) == 1024 * 1024 * 64 * 64 / 2048
+    assert bounds.lower_bound(1024, 1024, 64, 64**2) == bounds.flash_theorem(1024, 1024, 64, 64**2)
+    below = bounds.lower_bound(1024, 1024, 64, 1024)
+    assert below == 1024 * 1024 * 64 / 32
+    assert below < bounds.flash_theorem(1024, 1024, 64, 1024)
+
+
+def test_roofline_places_points_on_the_roof():
+    count = flashsim.count(Problem(4096, head_dim=128, dtype="bfloat16"))
+    ax = viz.roofline(count)
+    hollow, filled = [x for x in ax.lines if x.get_marker() == "o"]
+    device = count.device
+    assert hollow.get_xdata()[0] == count.flops("matmul") / count.bytes()
+    assert filled.get_xdata()[0] == count.flops("matmul") / count.compulsory()
+    assert hollow.get_ydata()[0] == min(
+        hollow.get_xdata()[0] * device.hbm_bandwidth, device.peak("bfloat16")
+    )
+    measured = viz.roofline(count, seconds={"flash2": 1e-3}, device="H200")
+    assert measured.lines[-1].get_ydata()[0] == count.flops("matmul") / 1e-3
+    assert "H200" in measured.get_title(loc="left")
+
+
+def test_memory_footprint_is_what_is_saved():
+    problem = Problem(64, head_dim=32, heads=4)
+    names = ("standard", "flash2")
+    ax = viz.memory_footprint(problem, n=(128, 256), algorithms=names, device="A100")
+    standard = line(ax, "standard").get_ydata()
+    for n, nbytes in zip((128, 256), standard, strict=True):
+        assert nbytes == traffic.saved(Problem(n, head_dim=32, heads=4), "standard")
+    short, long = line(ax, "FlashAttention-2").get_ydata()
+    assert long == 2 * short
+    sweep = flashsim.sweep([128, 256], algorithm=["standard", "flash2"])
+    assert len(viz.memory_footprint(sweep).lines) == 2
+
+
+# -- GPU timelines ---------------------------------------------------------------------------------
+
+
+def test_gpu_timeline_rows_and_phases():
+    trace = cases.with_timeline()
+    ax = viz.gpu_timeline(trace)
+    labels = [c.get_label() for c in ax.collections]
+    assert labels == ["visit", "load", "scores", "softmax", "output"]
+    assert all(len(c.get_paths()) == trace.n_visits for c in ax.collections)
+    box = ax.collections[1].get_paths()[0].get_extents()
+    assert box.width == pytest.approx(0.3)  # 300 ns, in microseconds
+    one = viz.gpu_timeline(trace, sms=(1, 1))
+    assert "1 SMs" in one.get_title(loc="left")
+
+
+def test_gpu_timeline_needs_one():
+    with pytest.raises(TraceError, match='run on a GPU backend with trace="timeline"'):
+        viz.gpu_timeline(cases.trace())
+    with pytest.raises(OptionError, match="no span of stage 'forward' on SMs"):
+        viz.gpu_timeline(cases.with_timeline(), sms=(70, 80))
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+def test_human():
+    assert human(4_456_448) == "4.46 MB"
+    assert human(999) == "999 B"
+    assert human(989.4e12, "FLOP/s") == "989 TFLOP/s"
+    assert human(0) == "0 B"

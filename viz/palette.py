@@ -1,0 +1,117 @@
+"""One colour per tensor, in every plot, animation and page; a light and a dark theme.
+
+The colours come from a search in Oklab that kept the smallest distance between any two of them
+large for normal sight and for protanopia, deuteranopia and tritanopia (simulated with the matrices
+of Machado, Oliveira and Fernandes, 2009); `tests/test_viz_palette.py` measures it. Distance alone
+does not carry seventeen colours to the last row, so nothing here is told by colour only: tensors
+are labelled where they stand, gradients are hatched, and line styles differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from flashsim.errors import OptionError, choices
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours of one theme, as ``#rrggbb``.
+
+    Attributes
+    ----------
+    background, panel, text, muted, grid : str
+        Page, raised areas, text, secondary text and lines, faint lines.
+    accent : str
+        The tile being worked on, and whatever else must be seen first.
+    tensors : mapping of str to str
+        By the papers' names; see `color`.
+    cycle : tuple of str
+        For lines and bars that stand for algorithms: none looks like a tensor.
+    """
+
+    name: str
+    background: str
+    panel: str
+    text: str
+    muted: str
+    grid: str
+    accent: str
+    tensors: Mapping[str, str]
+    cycle: tuple[str, ...]
+
+
+def _tensors(**colors: str) -> Mapping[str, str]:
+    # Not drawn beside their namesakes: a bias's gradient replaces it, the gate goes with S.
+    return MappingProxyType({**colors, "dBias": colors["bias"], "gate": colors["m"]})
+
+
+THEMES: Mapping[str, Theme] = MappingProxyType(
+    {
+        "light": Theme(
+            name="light",
+            background="#ffffff",
+            panel="#f3f5f8",
+            text="#15181e",
+            muted="#5a6372",
+            grid="#d8dde5",
+            accent="#e6003d",
+            tensors=_tensors(
+                Q="#0953dc", K="#fa9f03", V="#51ab9a", O="#cf5507", S="#4d0054", P="#90588e",
+                dQ="#044d73", dK="#c2b36f", dV="#498d69", dO="#a64106", dP="#7a12a9", dS="#d061d7",
+                L="#464835", m="#9fb5cb", l="#626054", delta="#302d2c", bias="#a39a56",
+            ),
+            cycle=("#15181e", "#e6003d", "#a3b1c6", "#4a6394", "#f09ab3", "#73571f"),
+        ),
+        "dark": Theme(
+            name="dark",
+            background="#12151b",
+            panel="#1c212a",
+            text="#f0f3f8",
+            muted="#a3adbd",
+            grid="#353d4a",
+            accent="#ff5c86",
+            tensors=_tensors(
+                Q="#659eff", K="#fbba3c", V="#08e3c8", O="#ef6817", S="#ae37c1", P="#b77ea8",
+                dQ="#1b7390", dK="#cda269", dV="#a5ff97", dO="#b4480b", dP="#a25af3", dS="#e868e0",
+                L="#6b695e", m="#728772", l="#ebf0e9", delta="#aaaaaa", bias="#fbe12c",
+            ),
+            cycle=("#f0f3f8", "#ff5c86", "#3f63ab", "#dcb93a", "#8fa0ba", "#96355a"),
+        ),
+    }
+)  # fmt: skip
+
+
+def theme(name: str) -> Theme:
+    """The theme of that name.
+
+    Raises
+    ------
+    OptionError
+        If it is neither "light" nor "dark".
+    """
+    if name not in THEMES:
+        raise OptionError(f"unknown theme {name!r}; {choices(name, THEMES)}")
+    return THEMES[name]
+
+
+def color(tensor: str, name: str = "light") -> str:
+    """The colour of a tensor; an accumulator (``dQ_acc``) has its tensor's.
+
+    Raises
+    ------
+    OptionError
+        For a tensor or a theme that does not exist.
+    """
+    tensors = theme(name).tensors
+    key = tensor.removesuffix("_acc")
+    if key not in tensors:
+        raise OptionError(f"unknown tensor {tensor!r}; {choices(tensor, tensors)}")
+    return tensors[key]
+
+
+def is_gradient(tensor: str) -> bool:
+    """Whether a tensor is a gradient (dQ, dBias ...), which is drawn hatched."""
+    return len(tensor) > 1 and tensor[0] == "d" and tensor[1].isupper()

@@ -1,0 +1,344 @@
+"use strict";
+// The player: controls, keyboard, counters. Text reaches the page through textContent only.
+
+const page = JSON.parse(document.getElementById("data").textContent);
+const by = (id) => document.getElementById(id);
+const OPS = page.ops;
+
+function element(tag, parent, options = {}) {
+  const made = document.createElement(tag);
+  Object.assign(made, options);
+  if (parent) parent.appendChild(made);
+  return made;
+}
+
+function human(value, unit = "B") {
+  for (const [prefix, size] of [["T", 1e12], ["G", 1e9], ["M", 1e6], ["k", 1e3]]) {
+    if (value >= size) return `${(value / size).toPrecision(3)} ${prefix}${unit}`;
+  }
+  return `${value} ${unit}`;
+}
+const exact = (value) => value.toLocaleString("en");
+
+class Pane {
+  constructor(data, parent) {
+    this.walk = new Walk(data, page);
+    this.root = element("section", parent, { className: "pane" });
+    const head = element("div", this.root, { className: "head" });
+    if (page.panes.length > 1) element("h2", head, { textContent: data.label });
+    element("p", head, { className: "about", textContent: data.about });
+    this.canvas = element("canvas", this.root, { className: "diagram", tabIndex: 0 });
+    this.canvas.setAttribute("role", "img");
+    const facts = element("div", this.root, { className: "facts" });
+    this.makeCounters(facts);
+    this.makeSram(facts);
+    this.diagram = new Diagram(this.canvas, this.walk);
+    if (this.walk.statistics) this.makeStatistics(facts);
+    this.step = 0;
+    this.canvas.addEventListener("click", (event) => {
+      const hit = this.diagram.under(event.offsetX, event.offsetY);
+      if (hit) player.select(this, hit);
+    });
+  }
+
+  makeCounters(parent) {
+    const box = element("div", parent, { className: "counters" });
+    const counter = (name) => {
+      const cell = element("div", box);
+      const value = element("b", cell, { textContent: "0" });
+      element("span", cell, { textContent: name });
+      return value;
+    };
+    this.counters = { load: counter("loaded from HBM"), store: counter("stored to HBM"),
+      reduce: counter("reduced into HBM"), flops: counter("computed"), intensity: counter("FLOP per byte") };
+    if (!this.walk.moved[2][this.walk.steps - 1]) this.counters.reduce.parentElement.hidden = true;
+  }
+
+  makeSram(parent) {
+    const box = element("div", parent);
+    this.sramLabel = element("p", box, { className: "label" });
+    this.sram = element("div", box, { className: "sram" });
+    this.sram.setAttribute("role", "img");
+    this.blocks = this.walk.buffers.map((name) => element("div", this.sram, { textContent: name, title: name }));
+    let peak = 0;
+    const width = this.walk.buffers.length;
+    for (let s = 0; s < this.walk.steps; s++) {
+      let total = 0;
+      for (let b = 0; b < width; b++) total += this.walk.held[s * width + b];
+      peak = Math.max(peak, total);
+    }
+    this.peak = peak;
+    this.full = this.walk.limit < 3 * peak ? this.walk.limit : peak;
+  }
+
+  makeStatistics(parent) {
+    const box = element("div", parent);
+    this.statisticsLabel = element("p", box, { className: "label" });
+    this.chart = element("canvas", box, { height: 150 });
+    this.chart.setAttribute("role", "img");
+  }
+
+  setTheme(theme) {
+    this.theme = theme;
+    this.diagram.setTheme(theme);
+    this.blocks.forEach((block, n) => {
+      const color = theme.tensors[this.walk.buffers[n]], [r, g, b] = rgb(color);
+      block.style.background = color;
+      if (/^d[A-Z]/.test(block.title)) {  // gradients are hatched, as in the plots
+        block.style.backgroundImage = `repeating-linear-gradient(135deg, transparent 0 6px, ${theme.background}55 6px 9px)`;
+      }
+      block.style.color = 0.299 * r + 0.587 * g + 0.114 * b > 140 ? "#000" : "#fff";
+    });
+  }
+
+  draw() {
+    const w = this.walk, step = this.step, at = w.at(step);
+    this.diagram.draw(step);
+    const total = w.bytes(step);
+    OPS.slice(0, 3).forEach((op, n) => { this.counters[op].textContent = human(w.moved[n][step]); });
+    this.counters.flops.textContent = human(w.flops[step], "FLOP");
+    this.counters.intensity.textContent = total ? (w.flops[step] / total).toFixed(1) : "–";
+    const width = w.buffers.length;
+    let held = 0;
+    this.blocks.forEach((block, n) => {
+      const size = w.held[step * width + n];
+      held += size;
+      block.hidden = size === 0;
+      block.style.flex = `0 0 ${(100 * size) / this.full}%`;
+    });
+    const scale = this.full === w.limit ? `of ${exact(w.limit)} B a block` : `${((100 * held) / w.limit).toFixed(1)} % of a block's ${exact(w.limit)} B`;
+    this.sramLabel.textContent = `SRAM holds ${exact(held)} B, ${scale} (${w.device})`;
+    this.sram.setAttribute("aria-label", this.sramLabel.textContent);
+    this.canvas.setAttribute("aria-label", `${w.label}: ${this.where(at)}, step ${step + 1} of ${w.steps}`);
+    if (w.statistics) this.drawStatistics();
+  }
+
+  where(at) {
+    const stage = w => `stage ${w.stages[at.stage].name}`;
+    if (at.visited) return `${stage(this.walk)}, tile (${at.i}, ${at.j})`;
+    return `${stage(this.walk)}, end of ${at.i >= 0 ? `row ${at.i}` : `column ${at.j}`}`;
+  }
+
+  // m and l of one query row, visit by visit, each on its own scale.
+  drawStatistics() {
+    const s = this.walk.statistics, c = this.chart.getContext("2d"), t = this.theme;
+    const ratio = Math.min(window.devicePixelRatio || 1, 2), width = this.chart.clientWidth, height = 150;
+    if (this.chart.width !== Math.round(width * ratio)) {
+      this.chart.width = Math.round(width * ratio);
+      this.chart.height = height * ratio;
+      this.chart.style.height = `${height}px`;
+    }
+    c.setTransform(ratio, 0, 0, ratio, 0, 0);
+    c.clearRect(0, 0, width, height);
+    let seen = 0;
+    while (seen < s.steps.length && s.steps[seen] <= this.step) seen++;
+    const show = (value) => (value === null ? "−∞" : value.toFixed(2));
+    const now = seen ? `m = ${show(s.m[seen - 1])}, l = ${show(s.l[seen - 1])}` : "not reached yet: m = −∞, l = 0";
+    this.statisticsLabel.textContent = `Online softmax of query row ${s.row}: ${now}`;
+    this.chart.setAttribute("aria-label", this.statisticsLabel.textContent);
+    [["m", s.m, 0], ["l", s.l, 1]].forEach(([name, values, half]) => {
+      const known = values.filter((v) => v !== null), low = Math.min(...known), high = Math.max(...known);
+      const top = half * (height / 2) + 10, room = height / 2 - 18;
+      const px = (n) => 24 + (n * (width - 34)) / Math.max(1, values.length - 1);
+      const py = (v) => top + room * (1 - (v === null ? 0 : (v - low) / (high - low || 1)));
+      c.strokeStyle = t.grid;
+      c.lineWidth = 1;
+      c.strokeRect(24, top, width - 34, room);
+      c.fillStyle = t.text;
+      c.font = "600 15px system-ui, sans-serif";
+      c.fillText(name, 4, top + room / 2 + 5);
+      c.strokeStyle = c.fillStyle = t.tensors[name];
+      c.lineWidth = 2.5;
+      c.beginPath();
+      for (let n = 0; n < seen; n++) {
+        if (n) c.lineTo(px(n), py(values[n - 1]));
+        c.lineTo(px(n), py(values[n]));
+      }
+      c.stroke();
+      if (seen) c.fillRect(px(seen - 1) - 4, py(values[seen - 1]) - 4, 8, 8);
+    });
+  }
+}
+
+const SPEEDS = [1, 2, 5, 10, 20, 60, 120, 300, 1200];
+
+const player = {
+  panes: [], time: 0, playing: false, dirty: true, speed: 10, clock: "steps", theme: "light", last: 0, owed: 0,
+
+  start() {
+    document.title = page.title;
+    by("title").textContent = page.title;
+    document.body.dataset.panes = page.panes.length;
+    this.panes = page.panes.map((data) => new Pane(data, by("panes")));
+    this.length = Math.max(...this.panes.map((pane) => pane.walk.steps));
+    this.most = Math.max(...this.panes.map((pane) => pane.walk.bytes(pane.walk.steps - 1)));
+    by("scrub").max = this.length - 1;
+    by("clockLabel").hidden = this.panes.length < 2;
+    for (const speed of SPEEDS) element("option", by("speed"), { value: speed, textContent: `${speed}/s` });
+    this.setSpeed(this.length > 2000 ? 120 : 10);
+    for (const data of page.panes) {
+      for (const [key, value] of Object.entries(data.provenance)) {
+        element("dt", by("provenance"), { textContent: key });
+        element("dd", by("provenance"), { textContent: value });
+      }
+    }
+    this.connect();
+    const dark = window.matchMedia("(prefers-color-scheme: dark)").matches;
+    this.setTheme(page.theme === "auto" ? (dark ? "dark" : "light") : page.theme);
+    this.resize();
+    requestAnimationFrame((now) => this.tick(now));
+  },
+
+  connect() {
+    by("play").onclick = () => this.play(!this.playing);
+    by("first").onclick = () => this.go(0);
+    by("last").onclick = () => this.go(this.length - 1);
+    by("next").onclick = () => this.go(this.time + 1);
+    by("back").onclick = () => this.go(this.time - 1);
+    by("theme").onclick = () => this.setTheme(this.theme === "dark" ? "light" : "dark");
+    by("scrub").oninput = (event) => this.go(Number(event.target.value));
+    by("speed").onchange = (event) => this.setSpeed(Number(event.target.value));
+    by("clock").onchange = (event) => { this.clock = event.target.value; this.go(this.time); };
+    window.addEventListener("resize", () => this.resize());
+    document.addEventListener("keydown", (event) => this.key(event));
+  },
+
+  key(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const tag = event.target.tagName;
+    if (tag === "SELECT" || ((tag === "BUTTON" || tag === "SUMMARY") && (event.key === " " || event.key === "Enter"))) return;
+    const stride = event.shiftKey ? 10 : 1;
+    const keys = {
+      " ": () => this.play(!this.playing), ArrowRight: () => this.go(this.time + stride),
+      ArrowLeft: () => this.go(this.time - stride), Home: () => this.go(0), End: () => this.go(this.length - 1),
+      "]": () => this.stage(1), "[": () => this.stage(-1), "+": () => this.faster(1), "=": () => this.faster(1),
+      "-": () => this.faster(-1), t: () => by("theme").click(), Enter: () => this.selectCurrent(),
+    };
+    const act = keys[event.key.length === 1 ? event.key.toLowerCase() : event.key];
+    if (!act) return;
+    event.preventDefault();
+    act();
+  },
+
+  play(on) {
+    if (on && this.time === this.length - 1) this.move(0);
+    this.playing = on;
+    this.last = 0;
+    this.owed = 0;
+    by("play").textContent = on ? "⏸ Pause" : "▶ Play";
+    by("play").setAttribute("aria-pressed", on);
+    by("play").setAttribute("aria-label", on ? "Pause" : "Play");
+    by("status").setAttribute("aria-live", on ? "off" : "polite");
+    this.dirty = true;
+  },
+
+  go(time) { if (this.playing) this.play(false); this.move(time); },
+
+  move(time) {
+    this.time = Math.max(0, Math.min(this.length - 1, time));
+    for (const pane of this.panes) {
+      pane.step = this.clock === "steps" ? Math.min(this.time, pane.walk.steps - 1)
+        : pane.walk.stepAtBytes(((this.time + 1) / this.length) * this.most);
+    }
+    this.dirty = true;
+  },
+
+  stage(direction) {  // to the next or previous step that begins a stage, in the longer walk
+    const walk = this.panes.find((pane) => pane.walk.steps === this.length).walk;
+    const starts = [];
+    for (let s = 0; s < walk.steps; s++) if (!s || walk.at(s).stage !== walk.at(s - 1).stage) starts.push(s);
+    const found = direction > 0 ? starts.find((s) => s > this.time) : starts.reverse().find((s) => s < this.time);
+    if (found !== undefined) this.go(found);
+  },
+
+  setSpeed(speed) { this.speed = speed; by("speed").value = speed; },
+
+  faster(direction) {
+    const at = SPEEDS.indexOf(this.speed) + direction;
+    if (SPEEDS[at]) this.setSpeed(SPEEDS[at]);
+  },
+
+  setTheme(name) {
+    this.theme = name;
+    const theme = page.themes[name];
+    for (const key of ["background", "panel", "text", "muted", "grid", "accent"]) {
+      document.documentElement.style.setProperty(`--${key}`, theme[key]);
+    }
+    document.documentElement.style.colorScheme = name;
+    for (const pane of this.panes) pane.setTheme(theme);
+    this.dirty = true;
+  },
+
+  resize() {
+    for (const pane of this.panes) { pane.diagram.resize(); }
+    document.body.style.paddingBottom = `${document.querySelector("footer").offsetHeight + 12}px`;
+    this.dirty = true;
+  },
+
+  tick(now) {
+    if (this.playing) {
+      if (this.last) this.owed += ((now - this.last) * this.speed) / 1000;
+      this.last = now;
+      const whole = Math.floor(this.owed);
+      if (whole) {
+        this.owed -= whole;
+        this.move(this.time + whole);
+        if (this.time === this.length - 1) this.play(false);
+      }
+    }
+    if (this.dirty) { this.dirty = false; this.draw(); }
+    requestAnimationFrame((next) => this.tick(next));
+  },
+
+  draw() {
+    for (const pane of this.panes) pane.draw();
+    by("scrub").value = this.time;
+    const text = this.panes.map((pane) => `${this.panes.length > 1 ? `${pane.walk.label}: ` : ""}step ${exact(pane.step + 1)} of ${exact(pane.walk.steps)}, ${pane.where(pane.walk.at(pane.step))}`);
+    by("status").textContent = text.join(" · ");
+    by("scrub").setAttribute("aria-valuetext", text[0]);
+    const box = by("moves");
+    box.textContent = "";
+    for (const pane of this.panes) {
+      if (this.panes.length > 1) element("p", box, { className: "quiet", textContent: pane.walk.label });
+      this.table(box, pane.walk.moves(pane.step), pane);
+    }
+  },
+
+  table(parent, moves) {
+    if (!moves.length) element("p", parent, { className: "quiet", textContent: "Moves nothing." });
+    const table = element("table", parent);
+    for (const m of moves) {
+      const row = element("tr", table), cell = element("td", row);
+      element("span", cell, { className: "chip" }).style.background = page.themes[this.theme].tensors[m.name];
+      cell.append(`${OPS[m.op]} ${m.name}${m.times > 1 ? ` × ${exact(m.times)}` : ""}`);
+      element("td", row, { textContent: `${exact(m.size)} B` });
+    }
+  },
+
+  selectCurrent() {
+    const pane = this.panes.find((p) => p.canvas === document.activeElement) || this.panes[0];
+    const at = pane.walk.at(pane.step);
+    if (at.visited) this.select(pane, { i: at.i, j: at.j });
+  },
+
+  select(pane, hit) {
+    const box = by("selected"), w = pane.walk;
+    box.textContent = "";
+    for (const other of this.panes) other.diagram.picked = null;
+    this.dirty = true;
+    if (hit.name) {
+      element("p", box, { textContent: `${hit.name}, tile ${hit.at}, in the whole walk (${w.label})` });
+      this.table(box, w.tensorTile(hit.name, hit.at));
+      return;
+    }
+    pane.diagram.picked = hit;
+    const stage = w.at(pane.step).stage, tile = w.tile(stage, hit.i, hit.j);
+    const kind = ["skipped: the mask empties it", "full", "masked"][tile.kind];
+    const when = tile.steps.length ? `visited at step ${tile.steps.map((s) => exact(s + 1)).slice(0, 8).join(", ")}` : "not visited";
+    element("p", box, { textContent: `Tile (${hit.i}, ${hit.j}), ${kind}; stage ${w.stages[stage].name}: ${when}` });
+    this.table(box, tile.sums);
+  },
+};
+
+player.start();
+window.player = player;

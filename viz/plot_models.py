@@ -1,0 +1,285 @@
+"""Plots against models: IO curves with the papers' bounds, the roofline, what training saves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import NullFormatter
+
+from flashsim import bounds, traffic
+from flashsim.errors import OptionError, choices
+from flashsim.hardware import Device
+from flashsim.problem import Problem, numpy_dtype
+from flashsim.viz import sources
+from flashsim.viz.palette import Theme
+from flashsim.viz.style import DASHES, MARKERS, count_axis, human, themed, unit_axis
+
+#: What an IO curve can run over: columns of a sweep, and what to call them.
+AXES = {
+    "n_q": "sequence length N",
+    "head_dim": "head dimension d",
+    "block_q": "query rows in a tile",
+    "block_k": "key columns in a tile",
+    "sram_bytes": "SRAM of a block, M",
+}
+
+
+@themed
+def io_curve(data: Any, *, x: str | None = None, ax: Axes, theme: Theme) -> None:
+    """Requested HBM bytes against N, d, a tile's side or M, with the papers' bounds.
+
+    Drawn beside the counts, for the first FlashAttention series: the theorem's
+    :math:`N^2 d^2 / M` with one constant fitted to all points, the compulsory bytes (exact),
+    and the lower bound of Saha and Ye with constant 1, which gives a slope and no level. Where
+    bounds depend on more than `x`, each point uses its own values.
+
+    Parameters
+    ----------
+    data : Sweep, DataFrame, list of rows, or a list of Traffic or Trace
+    x : str, optional
+        One of `AXES`; default: the first of them that varies.
+    ax, theme
+        See `themed`.
+
+    Raises
+    ------
+    OptionError
+        If `x` is unknown, or nothing varies.
+    """
+    rows = sources.rows(data)
+    x = _varying(rows) if x is None else x
+    if x not in AXES:
+        raise OptionError(f"unknown x {x!r}; {choices(x, AXES)}")
+    series = _series(rows, x)
+    for n, (label, points) in enumerate(series.items()):
+        ax.plot(
+            [p[x] for p in points], [p["requested_bytes"] for p in points], label=label,
+            color=theme.cycle[n % len(theme.cycle)], marker=MARKERS[n % len(MARKERS)],
+            ls=DASHES[n % len(DASHES)], zorder=3,
+        )  # fmt: skip
+    reference = next(
+        (points for points in series.values() if points[0]["algorithm"] != "standard"),
+        next(iter(series.values())),
+    )
+    _bounds(reference, x, ax, theme)
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    (unit_axis if x == "sram_bytes" else count_axis)(ax.xaxis)
+    ax.set_xticks(sorted({row[x] for row in rows}))
+    ax.minorticks_off()
+    unit_axis(ax.yaxis)
+    ax.grid()
+    ax.set(xlabel=AXES[x], ylabel="requested HBM bytes", title=f"HBM traffic against {AXES[x]}")
+    ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def _bounds(points: list[dict[str, Any]], x: str, ax: Axes, theme: Theme) -> None:
+    at = [p[x] for p in points]
+    quiet: dict[str, Any] = {"color": theme.muted, "lw": 1.6, "zorder": 2}
+    heads = [p["batch"] * p["heads"] * numpy_dtype(p["dtype"]).itemsize for p in points]
+    sizes = [
+        (p["n_q"], p["n_kv"], p["head_dim"], p["sram_bytes"] // numpy_dtype(p["dtype"]).itemsize)
+        for p in points
+    ]
+    theorem = np.array([h * bounds.flash_theorem(*s) for h, s in zip(heads, sizes, strict=True)])
+    lower = [h * bounds.lower_bound(*s) for h, s in zip(heads, sizes, strict=True)]
+    counted = np.array([p["requested_bytes"] for p in points])
+    fitted = float(np.exp(np.mean(np.log(counted / theorem))))
+    ax.plot(
+        at, fitted * theorem, color=theme.muted, lw=9, alpha=0.3, solid_capstyle="butt", zorder=1,
+        label=f"Θ(N²d²/M), × {fitted:.3g} fitted",
+    )  # fmt: skip
+    ax.plot(
+        at, [p["compulsory_bytes"] for p in points], ls="-", label="compulsory (exact)", **quiet
+    )
+    ax.plot(at, lower, ls=(0, (6, 3)), label="Ω, Saha and Ye (slope only)", **quiet)
+
+
+def _varying(rows: Sequence[dict[str, Any]]) -> str:
+    for name in AXES:
+        if len({row[name] for row in rows}) > 1:
+            return name
+    raise OptionError(
+        f"an IO curve needs points that differ in one of {', '.join(AXES)}; all are equal here"
+    )
+
+
+def _series(rows: Iterable[dict[str, Any]], x: str) -> dict[str, list[dict[str, Any]]]:
+    """Rows by what else differs between them, each series in order of x."""
+    rows = list(rows)
+    # A tile that was fitted, or a machine's M, follows x; it makes no series of its own.
+    follows = {"block_q", "block_k", "n_kv", "sram_bytes", "head_dim_v", x}
+    if x.startswith("block"):
+        follows -= {"block_q", "block_k"} - {x}
+    if x == "sram_bytes":  # a device with another M has another name
+        follows.add("device")
+    names = ("direction", "dtype", "causal", "device", *AXES)
+    telling = [k for k in names if k not in follows and len({row[k] for row in rows}) > 1]
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: row[x]):
+        words = {"causal": "causal" if row["causal"] else "no mask"}
+        label = [sources.NAMES[row["algorithm"]]]
+        label += [words.get(k) or (f"{k} = {row[k]}" if k in AXES else row[k]) for k in telling]
+        found.setdefault(", ".join(label), []).append(row)
+    return found
+
+
+@themed
+def roofline(
+    data: Any,
+    *,
+    device: str | Device | None = None,
+    seconds: dict[str, float] | None = None,
+    ax: Axes,
+    theme: Theme,
+) -> None:
+    """Algorithms on a device's roofs.
+
+    Each algorithm is a bar between two intensities, matrix FLOPs over bytes: hollow, if every
+    requested byte came from HBM; filled, if the L2 cache served all but the compulsory ones. The
+    truth lies between. Heights are what the roof allows, unless `seconds` says what was measured.
+
+    Parameters
+    ----------
+    data : Trace, Traffic, Result, Comparison, Sweep, or a list or dict of them
+    device : str or Device, optional
+        Default: the first source's.
+    seconds : dict, optional
+        Measured time by label (of `data`'s dict, or an algorithm's name).
+    ax, theme
+        See `themed`.
+    """
+    rows = sources.rows(data)
+    machine = Device.get(device or rows[0]["device"])
+    dtype = rows[0]["dtype"]
+    labels = list(sources.labelled(data)) if not hasattr(data, "rows") else None
+    peak, cuda = machine.peak(dtype), machine.peak(dtype, tensor_cores=False)
+    spots = [
+        (
+            row["matmul_flops"] / row["requested_bytes"],
+            row["matmul_flops"] / row["compulsory_bytes"],
+        )
+        for row in rows
+    ]
+    # Two decades of roof at least, so that slopes show and ticks are powers of ten.
+    low = min(min(min(s) for s in spots) / 4, machine.ridge(dtype) / 200)
+    high = max(max(max(s) for s in spots), machine.ridge(dtype)) * 4
+    reach = np.geomspace(low, high, 200)
+    roof = np.minimum(reach * machine.hbm_bandwidth, peak)
+    ax.plot(reach, roof, color=theme.text, lw=2.4, label="HBM and peak roof")
+    ax.annotate(
+        f"HBM {human(machine.hbm_bandwidth, 'B/s')}", (reach[8], roof[8]), (4, -16),
+        textcoords="offset points", color=theme.muted, va="top",
+    )  # fmt: skip
+    ax.annotate(
+        f"peak {human(peak, 'FLOP/s')}, {dtype}", (high, peak), (-4, 6),
+        textcoords="offset points", color=theme.muted, ha="right",
+    )  # fmt: skip
+    if cuda < peak:
+        ax.axhline(cuda, color=theme.muted, ls=(0, (1, 1.2)), lw=1.4)
+        ax.annotate(
+            f"without tensor cores {human(cuda, 'FLOP/s')}", (high, cuda), (-4, -6),
+            textcoords="offset points", color=theme.muted, ha="right", va="top",
+        )  # fmt: skip
+    if machine.l2_bandwidth:
+        ax.plot(
+            reach, np.minimum(reach * machine.l2_bandwidth, peak), color=theme.muted, lw=1.4,
+            ls=(0, (6, 3)), label=f"L2 {human(machine.l2_bandwidth, 'B/s')}",
+        )  # fmt: skip
+    for n, (row, spot) in enumerate(zip(rows, spots, strict=True)):
+        label = labels[n] if labels else sources.NAMES[row["algorithm"]]
+        took = (seconds or {}).get(label, (seconds or {}).get(row["algorithm"]))
+        height = [min(s * machine.hbm_bandwidth, peak) for s in spot]
+        if took is not None:
+            height = [row["matmul_flops"] / took] * 2
+        shade, mark = theme.cycle[n % len(theme.cycle)], MARKERS[n % len(MARKERS)]
+        ax.plot(spot, height, color=shade, lw=5, alpha=0.35, zorder=3)
+        ax.plot(
+            spot[:1], height[:1], mark, color=shade, mfc=theme.background, mew=2, ms=10, zorder=4
+        )
+        ax.plot(
+            spot[1:], height[1:], mark, color=shade, ms=10, zorder=4,
+            label=label + (" (measured)" if took is not None else ""),
+        )  # fmt: skip
+    ax.set(
+        xscale="log", yscale="log", xlim=(low, high), xlabel="matrix FLOP per byte of HBM",
+        ylabel="FLOP/s", title=f"Roofline of {machine.name}",
+    )  # fmt: skip
+    ax.yaxis.set_minor_formatter(NullFormatter())
+    unit_axis(ax.yaxis, "FLOP/s")
+    ax.grid()
+    ax.legend(
+        loc="upper left",
+        bbox_to_anchor=(1, 1),
+        title="hollow: all bytes from HBM\nfilled: perfect L2",
+    )
+
+
+@themed
+def memory_footprint(
+    data: Any,
+    *,
+    n: Sequence[int] = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536),
+    algorithms: Sequence[str] = ("standard", "flash1", "flash2"),
+    device: str | Device | None = None,
+    ax: Axes,
+    theme: Theme,
+) -> None:
+    """What a training step keeps in HBM from the forward to the backward pass, against N.
+
+    Parameters
+    ----------
+    data : Problem or Sweep (or rows)
+        Of a problem, everything but its lengths is used, with `n` and `algorithms`.
+    n : sequence of int
+    algorithms : sequence of str
+    device : str or Device, optional
+        Draw its HBM capacity.
+    ax, theme
+        See `themed`.
+    """
+    if isinstance(data, Problem):
+        rows: list[dict[str, Any]] = [
+            {"algorithm": name, "n_q": size, "saved_bytes": traffic.saved(problem, name)}
+            for name in algorithms
+            for size in n
+            for problem in [replace(data, n_q=size, n_kv=size)]
+        ]
+    else:
+        rows = sources.rows(data)
+    drawn = {row["algorithm"] for row in rows}
+    for number, name in enumerate(name for name in sources.NAMES if name in drawn):
+        points = {r["n_q"]: r["saved_bytes"] for r in rows if r["algorithm"] == name}
+        sizes = sorted(points)
+        ax.plot(
+            sizes, [points[size] for size in sizes], marker=MARKERS[number],
+            ls=DASHES[number], label=sources.NAMES[name],
+        )  # fmt: skip
+        ax.annotate(
+            human(points[sizes[-1]]), (sizes[-1], points[sizes[-1]]), (8, 0),
+            textcoords="offset points", va="center",
+        )  # fmt: skip
+    if device is not None:
+        machine = Device.get(device)
+        ax.axhline(machine.hbm_bytes, color=theme.text, ls=(0, (5, 3)), lw=1.6)
+        ax.annotate(
+            f"{machine.name}: {human(machine.hbm_bytes)}", (0, machine.hbm_bytes), (6, 5),
+            xycoords=("axes fraction", "data"), textcoords="offset points",
+        )  # fmt: skip
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.set_xticks(sorted({row["n_q"] for row in rows}))
+    ax.minorticks_off()
+    ax.margins(x=0.12)
+    count_axis(ax.xaxis)
+    unit_axis(ax.yaxis)
+    ax.grid()
+    ax.set(
+        xlabel="sequence length N", ylabel="bytes saved for backward",
+        title="What training keeps: inputs, output and statistics, or P",
+    )  # fmt: skip
+    ax.legend(loc="lower right")

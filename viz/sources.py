@@ -1,0 +1,144 @@
+"""What plots accept: traces, closed forms, results, comparisons, sweeps, and lists of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from flashsim import traffic
+from flashsim.errors import DTypeError, OptionError, TraceError
+from flashsim.trace import Trace
+from flashsim.traffic import Traffic
+
+#: How algorithms are called in print.
+NAMES = {
+    "standard": "standard",
+    "flash1": "FlashAttention-1",
+    "flash2": "FlashAttention-2",
+    "flash2-fused": "FlashAttention-2 fused",
+}
+
+
+def one_trace(data: Any) -> Trace:
+    """The trace in `data`: itself, or that of a `Result` or `Gradients`.
+
+    Raises
+    ------
+    TraceError, DTypeError
+        If nothing was recorded, or if `data` is something else.
+    """
+    trace = getattr(data, "trace", data)
+    if trace is None:
+        raise TraceError("nothing was recorded; run with trace=True")
+    if not isinstance(trace, Trace):
+        raise DTypeError(
+            f"expected a Trace (or a Result or Gradients that has one), got {type(data).__name__}"
+        )
+    return trace
+
+
+def labelled(data: Any) -> dict[str, Trace | Traffic]:
+    """Several sources by label, whatever holds them.
+
+    Parameters
+    ----------
+    data : Trace, Traffic, Result, Gradients, Comparison, a list of them, or a dict by label
+        A dict's keys become the labels; others are named after what differs between them.
+    """
+    if isinstance(data, Mapping):
+        return {str(label): _one(source) for label, source in data.items()}
+    sources = _flatten(data)
+    if not sources:
+        raise OptionError("nothing to plot: the list of traces is empty")
+    return dict(zip(_labels(sources), sources, strict=True))
+
+
+def _flatten(data: Any) -> list[Trace | Traffic]:
+    if isinstance(data, (Trace, Traffic)) or hasattr(data, "trace"):
+        return [_one(data)]
+    if hasattr(data, "traces"):
+        return list(data.traces)
+    if isinstance(data, Iterable) and not isinstance(data, (str, bytes)):
+        return [source for item in data for source in _flatten(item)]
+    raise DTypeError(
+        "expected a Trace, Traffic, Result, Gradients, Comparison or a list or dict of them, "
+        f"got {type(data).__name__}"
+    )
+
+
+def _one(source: Any) -> Trace | Traffic:
+    return source if isinstance(source, Traffic) else one_trace(source)
+
+
+def _labels(sources: list[Trace | Traffic]) -> list[str]:
+    """Algorithm, and then only what differs; numbered where nothing does."""
+    facts = [
+        {
+            "algorithm": NAMES[s.algorithm],
+            "direction": s.direction,
+            "n": f"N = {s.problem.n_q:,}",
+            "d": f"d = {s.problem.head_dim}",
+            "dtype": s.problem.dtype,
+            "causal": "causal" if s.problem.causal else "no mask",
+            "tiling": str(s.tiling),
+            "device": s.device.name,
+            "backend": s.backend,
+        }
+        for s in sources
+    ]
+    differing = [
+        key for key in facts[0] if key == "algorithm" or len({fact[key] for fact in facts}) > 1
+    ]
+    labels = [", ".join(fact[key] for key in differing) for fact in facts]
+    seen: dict[str, int] = {}
+    for n, label in enumerate(labels):
+        seen[label] = seen.get(label, 0) + 1
+        if seen[label] > 1:
+            labels[n] = f"{label} ({seen[label]})"
+    return labels
+
+
+def rows(data: Any) -> list[dict[str, Any]]:
+    """One dict a point, with the columns of `flashsim.sweep`.
+
+    Parameters
+    ----------
+    data : Sweep, DataFrame, list of dict, or anything `labelled` takes
+        Points of a sweep that failed are left out.
+    """
+    found = getattr(data, "rows", None)
+    if hasattr(data, "to_dict") and hasattr(data, "columns"):
+        found = data.to_dict("records")
+    elif isinstance(data, (list, tuple)) and data and all(isinstance(r, Mapping) for r in data):
+        found = data
+    if found is None:
+        return [_row(source) for source in labelled(data).values()]
+    kept = [dict(row) for row in found if row.get("status", "ok") == "ok"]
+    if not kept:
+        raise OptionError("nothing to plot: no point of this sweep succeeded")
+    return kept
+
+
+def _row(s: Trace | Traffic) -> dict[str, Any]:
+    p = s.problem
+    shape = {name: getattr(p, name) for name in ("n_q", "n_kv", "head_dim", "head_dim_v")}
+    return {
+        "algorithm": s.algorithm,
+        "direction": s.direction,
+        "dtype": p.dtype,
+        "causal": p.causal,
+        "batch": p.batch,
+        "heads": p.heads,
+        "kv_heads": p.kv_heads,
+        **shape,
+        "device": s.device.name,
+        "sram_bytes": s.device.sram_bytes,
+        "block_q": s.tiling.block_q,
+        "block_k": s.tiling.block_k,
+        "requested_bytes": s.bytes(),
+        "compulsory_bytes": s.compulsory(),
+        "flops": s.flops(),
+        "matmul_flops": s.flops("matmul"),
+        "saved_bytes": traffic.saved(p, s.algorithm),
+        "workspace_bytes": traffic.workspace(p, s.algorithm, s.direction),
+    }

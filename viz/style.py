@@ -1,0 +1,111 @@
+"""How Matplotlib figures look, and how numbers are written on them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import matplotlib.pyplot as plt
+from cycler import cycler
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.ticker import FuncFormatter
+
+from flashsim.viz import palette
+from flashsim.viz.palette import Theme
+
+#: Line styles, so that lines are told apart in print without colour.
+DASHES = ("-", (0, (6, 2)), (0, (2, 1.5)), (0, (6, 2, 1.5, 2)), (0, (1, 1)), (0, (10, 3)))
+MARKERS = ("o", "s", "^", "D", "v", "P")
+HATCH = "////"  # of gradients
+#: A slide of 16:9, in inches; the text below reads from the last row when it fills the screen.
+SLIDE = (9.6, 5.4)
+
+
+def rc(theme: Theme) -> Any:
+    """Matplotlib settings of a theme: large text, thin frames."""
+    return {
+        "figure.facecolor": theme.background,
+        "axes.facecolor": theme.background,
+        "axes.edgecolor": theme.muted,
+        "axes.labelcolor": theme.text,
+        "axes.titlecolor": theme.text,
+        "axes.titlelocation": "left",
+        "axes.titlesize": 15,
+        "axes.titleweight": "bold",
+        "axes.labelsize": 14,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.axisbelow": True,
+        "axes.prop_cycle": cycler(color=list(theme.cycle)),
+        "grid.color": theme.grid,
+        "grid.linewidth": 0.8,
+        "text.color": theme.text,
+        "xtick.color": theme.muted,
+        "ytick.color": theme.muted,
+        "xtick.labelcolor": theme.text,
+        "ytick.labelcolor": theme.text,
+        "xtick.labelsize": 12.5,
+        "ytick.labelsize": 12.5,
+        "legend.fontsize": 12,
+        "legend.frameon": False,
+        "font.size": 12.5,
+        "lines.linewidth": 2.4,
+        "lines.markersize": 7,
+        "hatch.linewidth": 1.2,
+        "figure.figsize": SLIDE,
+        "figure.dpi": 100,
+    }
+
+
+def theme_of(ax: Axes) -> Theme:
+    """The theme that fits an Axes' background: dark on dark, light on light."""
+    r, g, b = to_rgb(ax.get_facecolor())
+    return palette.theme("dark" if 0.2126 * r + 0.7152 * g + 0.0722 * b < 0.5 else "light")
+
+
+def themed(draw: Callable[..., None]) -> Callable[..., Axes]:
+    """Make an axes-level plot function of one that draws: it gets `ax` and `theme`, returns `ax`.
+
+    ``ax=None`` makes a new figure of a slide's shape in `theme` ("light" or "dark"); an Axes that
+    is given keeps its own background, and the theme that fits it is used.
+    """
+
+    @functools.wraps(draw)
+    def plot(*data: Any, ax: Axes | None = None, theme: str | None = None, **options: Any) -> Axes:
+        chosen = (
+            theme_of(ax) if ax is not None and theme is None else palette.theme(theme or "light")
+        )
+        with plt.rc_context(rc(chosen)):
+            if ax is None:
+                _, ax = plt.subplots(layout="constrained")
+            draw(*data, ax=ax, theme=chosen, **options)
+        return ax
+
+    signature = inspect.signature(draw)
+    shown = [
+        p.replace(default=None) if p.name in ("ax", "theme") else p
+        for p in signature.parameters.values()
+    ]
+    plot.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    return plot
+
+
+def human(value: float, unit: str = "B") -> str:
+    """A quantity with a decimal prefix: ``human(4_456_448) == "4.46 MB"``."""
+    for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= size:
+            return f"{value / size:.3g} {prefix}{unit}"
+    return f"{value:.4g} {unit}"
+
+
+def unit_axis(axis: Any, unit: str = "B") -> None:
+    """Tick labels of a quantity, with decimal prefixes: kB is 1000 B."""
+    axis.set_major_formatter(FuncFormatter(lambda value, _: human(value, unit)))
+
+
+def count_axis(axis: Any) -> None:
+    """Tick labels of lengths: powers of two as "4 Ki" would confuse; 4,096 does not."""
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
