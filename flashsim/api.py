@@ -21,7 +21,10 @@ from flashsim.traffic import Traffic
 from flashsim.version import __version__
 
 #: Engines by name; a module is imported when its engine is first asked for.
-ENGINES = {"numpy": "flashsim.engines.simulator"}
+ENGINES = {
+    "numpy": "flashsim.engines.simulator",
+    "cupy": "flashsim.backends.cupy_engine",
+}
 
 TRACE_MODES = (False, True, "timeline")
 
