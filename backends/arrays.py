@@ -9,6 +9,7 @@ that is current in the array's own library.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any, NamedTuple
 
 import cupy
@@ -105,7 +106,9 @@ class NumpySpace(CupySpace):
 class TorchSpace(Space):
     """torch CUDA tensors on torch's current stream."""
 
-    def __init__(self, torch: Any, device: int) -> None:
+    def __init__(self, device: int) -> None:
+        import torch
+
         self.torch, self.device = torch, device
 
     def view(self, array: Any) -> View:
@@ -128,7 +131,29 @@ class TorchSpace(Space):
     def active(self) -> AbstractContextManager[Any]:
         """See `Space`."""
         stream = self.torch.cuda.current_stream(self.device).cuda_stream
-        return cupy.cuda.ExternalStream(stream, self.device)
+        return _Active(self.device, stream)
+
+
+class _Active:
+    """Makes a device and a foreign stream on it CuPy's current ones."""
+
+    def __init__(self, device: int, stream: int) -> None:
+        self._device, self._pointer = cupy.cuda.Device(device), stream
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._pointer  # what Stream.from_external asks for
+
+    def __enter__(self) -> None:
+        self._device.__enter__()
+        if hasattr(cupy.cuda.Stream, "from_external"):  # CuPy 14
+            self._stream = cupy.cuda.Stream.from_external(self)
+        else:
+            self._stream = cupy.cuda.ExternalStream(self._pointer)
+        self._stream.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._stream.__exit__(*error)
+        self._device.__exit__(*error)
 
 
 def space_of(arrays: dict[str, Any], dtype: str) -> Space:
@@ -139,10 +164,10 @@ def space_of(arrays: dict[str, Any], dtype: str) -> Space:
     DTypeError
         If they do not all live in one, or in none that a GPU kernel can reach.
     """
-    spaces = {name: _space(name, array, dtype) for name, array in arrays.items()}
-    first = next(iter(spaces.values()))
-    for space in spaces.values():
-        if type(space) is not type(first) or space.device != first.device:
+    spaces = [_space(name, array, dtype) for name, array in arrays.items()]
+    first = spaces[0]
+    for space in spaces[1:]:
+        if space is not first:
             raise DTypeError(
                 "all arrays must live in one place, got "
                 + ", ".join(f"{n} {_place(a)}" for n, a in arrays.items())
@@ -150,20 +175,24 @@ def space_of(arrays: dict[str, Any], dtype: str) -> Space:
     return first
 
 
+@cache
+def _made(space: Any, *where: Any) -> Space:
+    """One object for each space, so that arrays are in the same one iff theirs are identical."""
+    return space(*where)
+
+
 def _space(name: str, array: Any, dtype: str) -> Any:
     if isinstance(array, np.ndarray):
-        return NumpySpace(cupy.cuda.runtime.getDevice(), dtype)
+        return _made(NumpySpace, cupy.cuda.runtime.getDevice(), dtype)
     if type(array).__module__.partition(".")[0] == "torch":
-        import torch
-
         if not array.is_cuda:
             raise DTypeError(
                 f"{name} is a torch tensor on {array.device}; move it with {name}.cuda(), or give "
                 f"{name}.numpy()"
             )
-        return TorchSpace(torch, array.device.index)
+        return _made(TorchSpace, array.device.index)
     if hasattr(array, "__cuda_array_interface__"):
-        return CupySpace(cupy.asarray(array).device.id)
+        return _made(CupySpace, cupy.asarray(array).device.id)
     raise DTypeError(
         f"{name} must be a NumPy array, or a CuPy array, torch CUDA tensor or other array with "
         f"__cuda_array_interface__, got {type(array).__module__}.{type(array).__name__}"

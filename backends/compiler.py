@@ -44,4 +44,4 @@ def load(kernel: Kernel, device: int) -> Any:
         )
     if kernel.shared_bytes > 48 * 1024:
         function.max_dynamic_shared_size_bytes = kernel.shared_bytes
-    return function
+    return function.kernel  # what a RawKernel looks up again at every launch

