@@ -5,11 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import flashsim.backends
-import flashsim.viz
 import pytest
 
 import flashsim
+import flashsim.backends
+import flashsim.viz
 
 HEAVY = (
     *("scipy", "numba", "matplotlib", "ml_dtypes", "rich", "typer", "pandas", "dask", "PIL"),
