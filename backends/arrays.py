@@ -59,7 +59,7 @@ class CupySpace(Space):
         size = array.itemsize
         strides = tuple(s // size for s in array.strides)
         pointer = array.data.ptr
-        if not _readable(pointer, array.shape, strides, size):
+        if not _readable(pointer, array.shape[-1], strides, size):
             array = _padded(array, cupy)
             strides = tuple(s // size for s in array.strides)
             pointer = array.data.ptr
@@ -114,10 +114,10 @@ class TorchSpace(Space):
     def view(self, array: Any) -> View:
         """See `Space`."""
         strides, pointer = array.stride(), array.data_ptr()
-        if not _readable(pointer, array.shape, strides, array.element_size()):
+        if not _readable(pointer, array.shape[-1], strides, array.element_size()):
             array = _padded(array, self.torch)
             strides, pointer = array.stride(), array.data_ptr()
-        return View(pointer, tuple(strides[:3]), array)
+        return View(pointer, strides[:3], array)
 
     def empty(self, shape: tuple[int, ...], like: Any = None) -> Any:
         """See `Space`."""
@@ -154,6 +154,15 @@ class _Active:
     def __exit__(self, *error: object) -> None:
         self._stream.__exit__(*error)
         self._device.__exit__(*error)
+
+
+def check_space(name: str, array: Any, dtype: str, space: Space) -> None:
+    """Raise `DTypeError` unless `array` lives in `space`, where the forward pass ran."""
+    if _space(name, array, dtype) is not space:
+        raise DTypeError(
+            f"{name} must live where q, k and v do, got {_place(array)}; the forward pass ran on "
+            f"arrays of {type(space).__name__.removesuffix('Space').lower()}, GPU {space.device}"
+        )
 
 
 def space_of(arrays: dict[str, Any], dtype: str) -> Space:
@@ -203,10 +212,11 @@ def _place(array: Any) -> str:
     return f"{type(array).__module__.partition('.')[0]} on {getattr(array, 'device', 'the CPU')}"
 
 
-def _readable(pointer: int, shape: Any, strides: Any, itemsize: int) -> bool:
+def _readable(pointer: int, width: int, strides: Any, itemsize: int) -> bool:
     """Whether rows of whole 16-byte pieces lie on 16-byte boundaries."""
-    aligned = pointer % 16 == 0 and all(s * itemsize % 16 == 0 for s in strides[:3])
-    return aligned and shape[-1] % 8 == 0 and strides[-1] == 1
+    batch, head, row, last = strides
+    steps = (batch | head | row) * itemsize | pointer  # a multiple of 16 iff all of them are
+    return last == 1 and width % 8 == 0 and steps % 16 == 0
 
 
 def _padded(array: Any, library: Any) -> Any:

@@ -69,7 +69,7 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
     p = job.problem
     space, gpu = saved["space"], saved["gpu"]
     family = _family(job)
-    arrays.space_of({"dout": dout}, p.dtype)
+    arrays.check_space("dout", dout, p.dtype, space)
     with _errors(job), space.active():
         passes = family.backward_passes(
             p, job.tiling, gpu, job.key_order, _report(job), job.algorithm
@@ -125,12 +125,12 @@ class Launcher:
         self.job, self.space, self.gpu = job, space, gpu
         self.views, self.scratch = views, scratch
         self.reports: list[dict[str, cupy.ndarray]] = []
-        absent = (0, 0, 0, 0)
-        tensors = (views.get(name) for name in launch.TENSORS)
-        self._head = [
-            *(x for v in tensors for x in ((v.pointer, *v.strides) if v else absent)),
-            *(space.pointer(scratch[n]) if n in scratch else 0 for n in ("lse", "delta", "dq_acc")),
-        ]
+        self._head: list[int] = []
+        for name in launch.TENSORS:
+            view = views.get(name)
+            self._head += (0, 0, 0, 0) if view is None else (view.pointer, *view.strides)
+        for name in ("lse", "delta", "dq_acc"):
+            self._head.append(space.pointer(scratch[name]) if name in scratch else 0)
 
     def run(self, passes: tuple[Pass, ...]) -> tuple[StageTrace, ...] | None:
         """Launch every pass in order; the stages' events if the job asks for them."""
@@ -195,7 +195,7 @@ class Launcher:
 
     def _launch(self, one: Pass, report: dict[str, Any]) -> None:
         ready = prepared(one, self.space.device)
-        reported = (report[n].data.ptr if n in report else 0 for n in launch.REPORTS)
+        reported = [report[n].data.ptr if n in report else 0 for n in launch.REPORTS]
         packed = launch.ARGS_FORMAT.pack(*self._head, *ready.tables, *reported, *ready.numbers)
         # As plain bytes: CuPy would spell out a structured dtype's fields at every launch.
         args = np.frombuffer(packed, _ARGS_BYTES)

@@ -357,7 +357,7 @@ def _as_4d(x: Any) -> Any:
 
 
 def _squeeze(x: Any, ndim: int) -> Any:
-    return x.reshape(tuple(x.shape)[len(x.shape) - ndim :])
+    return x if len(x.shape) == ndim else x.reshape(tuple(x.shape)[len(x.shape) - ndim :])
 
 
 __all__ = ["Gradients", "Result", "count", "run"]

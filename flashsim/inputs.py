@@ -101,7 +101,9 @@ def prepare(
     """
     arrays = {name: _array(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
     ndim = _same_ndim(arrays)
-    q, k, v = (x.reshape((1,) * (4 - ndim) + tuple(x.shape)) for x in arrays.values())
+    q, k, v = arrays.values()
+    if ndim < 4:
+        q, k, v = (x.reshape((1,) * (4 - ndim) + tuple(x.shape)) for x in (q, k, v))
     dtypes = {name: dtype_name(x) for name, x in arrays.items()}
     if len(set(dtypes.values())) > 1:
         raise DTypeError(
