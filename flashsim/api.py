@@ -174,7 +174,8 @@ def run(
     device : str or Device
         The machine that is simulated; see ``flashsim devices`` for names.
     backend : str
-        "numpy": the simulator.
+        "numpy": the simulator; "cupy": CUDA C++ kernels on the NVIDIA GPU that holds the arrays
+        (NumPy arrays are copied there and back). What goes in comes out.
     key_order : {"ascending", "descending"}
         In which order key tiles are taken.
     nan_policy : {"propagate", "raise"}
@@ -182,7 +183,7 @@ def run(
     trace : bool or "timeline"
         Record what moves. "timeline" (GPU backends) also records where and when.
     **options
-        Options of the backend, where it has any.
+        Options of the backend, where it has any: "cupy" takes ``kernel="portable"``.
 
     Returns
     -------
