@@ -13,7 +13,7 @@ from flashsim import Problem, Tiling
 from flashsim.backends import launch, portable
 from flashsim.backends.launch import Gpu
 from flashsim.backends.lowering import lower
-from flashsim.errors import BackendUnavailable, TilingError, UnsupportedError
+from flashsim.errors import BackendUnavailable, OptionError, TilingError, UnsupportedError
 from flashsim.problem import BlockMask
 from flashsim.schedule import Schedule
 
@@ -238,6 +238,13 @@ def test_default_tilings_divide_a_block_masks_cells():
     odd = Problem(256, 256, dtype="float16", block_mask=BlockMask(np.ones((11, 11), bool), 24, 24))
     with pytest.raises(TilingError, match=r"no default tiling .* divides the block mask"):
         portable.forward_passes(odd, None, H200, "ascending", "")
+
+
+def test_an_unknown_kernel_family_is_an_option_error():
+    pytest.importorskip("cupy")
+    x = np.zeros((8, 16), np.float32)
+    with pytest.raises(OptionError, match=r"unknown kernel 'portabel'.*did you mean 'portable'"):
+        flashsim.run(x, x, x, backend="cupy", kernel="portabel")
 
 
 def test_without_a_gpu_the_backend_says_what_is_missing():

@@ -113,6 +113,7 @@ def check(problem, tiling=None, backward_tiling=None, kind="normal", backward=Tr
     result = flashsim.run(*given, backend="cupy", tiling=tiling, **options(p))
     assert result.out.dtype == numpy_dtype(p.dtype)
     assert result.lse.dtype == np.float32
+    assert result.kernel == "portable"
     error = np.abs(result.out.astype(np.float64) - exact).max()
     assert error <= budget(exact, plain, p)
     np.testing.assert_allclose(result.lse, lse, rtol=2e-6, atol=2e-5)
@@ -183,8 +184,10 @@ def test_the_tiling_given_is_the_one_that_runs(tiling, dtype):
 @pytest.mark.parametrize("algorithm", ["flash2", "flash2-fused"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", FEATURES)
-def test_counted_bytes_are_the_simulators(name, dtype, algorithm, key_order):
-    p = Problem(head_dim=40, head_dim_v=24, dtype=dtype, **FEATURES[name])
+@pytest.mark.parametrize("sides", [(40, 24), (64, 64)])  # padded rows; rows as wide as a tile's
+def test_counted_bytes_are_the_simulators(sides, name, dtype, algorithm, key_order):
+    head_dim, head_dim_v = sides
+    p = Problem(head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, **FEATURES[name])
     x = make(p)
     traces = []
     for backend in ("numpy", "cupy"):
