@@ -16,7 +16,7 @@ constexpr int KT = BLOCK_K * PARTS / (16 * WARPS);  // 16-key blocks a warp
 constexpr int CHUNK = FS_CHUNK;  // queries whose scores are in registers at a time
 constexpr int DP = D / PARTS, DVP = DV / PARTS;
 static_assert(KT * 16 * WARPS == BLOCK_K * PARTS && BLOCK_Q % CHUNK == 0 && CHUNK % 16 == 0 &&
-              DP % 16 == 0 && DVP % 16 == 0, "see launch.dkdv_plan");
+              DP % 16 == 0 && DVP % 16 == 0, "see launch.dkdv_kernel");
 
 struct OnChip {
     Tile<BLOCK_K, D> K;    // whole block; at the end dK, staged for wide stores
@@ -28,7 +28,7 @@ struct OnChip {
 #endif
     float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q];  // one visit
 };
-static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "launch.dkdv_plan and OnChip must agree");
+static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "launch.dkdv_kernel and OnChip must agree");
 
 #if FS_FUSED
 // Add a warp's fragments of dQ to HBM, from `row` on; a WHOLE tile, which nearly all are, takes no
@@ -56,7 +56,7 @@ __device__ inline u32 add_rows(float* acc, const float (&dq)[MT][FRAGMENTS][4], 
 __device__ inline u32 reduce_dq(const Args& a, const OnChip& t, int stage, int head, Range rows) {
     constexpr int WARPS_Q = FS_WARPS_Q, WARPS_D = WARPS / WARPS_Q, MT = BLOCK_Q / (16 * WARPS_Q);
     constexpr int PAIRS = D / 16, NT = (PAIRS + WARPS_D - 1) / WARPS_D;  // 16 columns at a time
-    static_assert(MT * 16 * WARPS_Q == BLOCK_Q, "see launch.dkdv_plan");
+    static_assert(MT * 16 * WARPS_Q == BLOCK_Q, "see launch.dkdv_kernel");
     const int warp = threadIdx.x / 32;
     const int my_rows = warp % WARPS_Q * MT * 16, my_pair = warp / WARPS_Q * NT;
     const auto ds_pieces = pieces_a_trans(t.dS[stage]);

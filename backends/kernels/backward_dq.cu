@@ -10,7 +10,7 @@ constexpr int BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K, D = FS_D, DV = FS_DV, 
 constexpr int THREADS = 32 * WARPS, MT = BLOCK_Q / (16 * WARPS), STAGES = FS_STAGES;
 constexpr int CHUNK = FS_CHUNK;  // keys whose scores are in registers at a time
 static_assert(MT * 16 * WARPS == BLOCK_Q && BLOCK_K % CHUNK == 0 && CHUNK % 16 == 0,
-              "see launch.dq_plan");
+              "see launch.dq_kernel");
 
 struct OnChip {
     Tile<BLOCK_Q, D> Q;    // whole block; at the end dQ, staged for wide stores
@@ -19,7 +19,7 @@ struct OnChip {
     Tile<BLOCK_K, DV> V[STAGES];  // one visit
     float lse[BLOCK_Q], delta[BLOCK_Q];  // whole block
 };
-static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "launch.dq_plan and OnChip must agree");
+static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "launch.dq_kernel and OnChip must agree");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 flash_dq(const __grid_constant__ Args a) {

@@ -7,7 +7,7 @@
 
 constexpr int BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K, D = FS_D, DV = FS_DV, WARPS = FS_WARPS;
 constexpr int THREADS = 32 * WARPS, MT = BLOCK_Q / (16 * WARPS);  // MT 16-row blocks a warp
-static_assert(MT * 16 * WARPS == BLOCK_Q && BLOCK_K % 16 == 0, "see launch.forward_plan");
+static_assert(MT * 16 * WARPS == BLOCK_Q && BLOCK_K % 16 == 0, "see launch.forward_kernel");
 
 union OnChip {  // the launcher asks for exactly sizeof(OnChip) bytes
     struct {
@@ -17,7 +17,7 @@ union OnChip {  // the launcher asks for exactly sizeof(OnChip) bytes
     };
     Tile<BLOCK_Q, DV> O;          // after the last visit: staging for wide stores
 };
-static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "launch.forward_plan and OnChip must agree");
+static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "launch.forward_kernel and OnChip must agree");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 flash_forward(const __grid_constant__ Args a) {
