@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from flashsim.l2 import Dram, L2Model
 
 #: Engines by name; a module is imported when its engine is first asked for.
-ENGINES = {"numpy": "flashsim.engines.simulator"}
+ENGINES = {
+    "numpy": "flashsim.engines.simulator",
+    "cupy": "flashsim.backends.cupy_engine",
+}
 
 LEVELS = ("requested", "dram")
 TRACE_MODES = (False, True, "timeline")
@@ -175,7 +178,8 @@ def run(
     device : str or Device
         The machine that is simulated; see ``flashsim devices`` for names.
     backend : str
-        "numpy": the simulator.
+        "numpy": the simulator; "cupy": CUDA C++ kernels on the NVIDIA GPU that holds the arrays
+        (NumPy arrays are copied there and back). What goes in comes out.
     key_order : {"ascending", "descending"}
         In which order key tiles are taken.
     nan_policy : {"propagate", "raise"}
@@ -183,7 +187,7 @@ def run(
     trace : bool or "timeline"
         Record what moves. "timeline" (GPU backends) also records where and when.
     **options
-        Options of the backend, where it has any.
+        Options of the backend, where it has any: "cupy" takes ``kernel="portable"``.
 
     Returns
     -------
@@ -400,7 +404,7 @@ def _as_4d(x: Any) -> Any:
 
 
 def _squeeze(x: Any, ndim: int) -> Any:
-    return x.reshape(tuple(x.shape)[len(x.shape) - ndim :])
+    return x if len(x.shape) == ndim else x.reshape(tuple(x.shape)[len(x.shape) - ndim :])
 
 
 __all__ = ["Gradients", "Result", "count", "run"]

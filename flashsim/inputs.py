@@ -6,6 +6,7 @@ Works on anything with `shape`, `dtype` and `reshape` (NumPy, CuPy, torch), with
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,7 +101,9 @@ def prepare(
     """
     arrays = {name: _array(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
     ndim = _same_ndim(arrays)
-    q, k, v = (x.reshape((1,) * (4 - ndim) + tuple(x.shape)) for x in arrays.values())
+    q, k, v = arrays.values()
+    if ndim < 4:
+        q, k, v = (x.reshape((1,) * (4 - ndim) + tuple(x.shape)) for x in (q, k, v))
     dtypes = {name: dtype_name(x) for name, x in arrays.items()}
     if len(set(dtypes.values())) > 1:
         raise DTypeError(
@@ -111,7 +114,7 @@ def prepare(
     batch, heads, n_q, d = (int(x) for x in q.shape)
     if bias is not None:
         bias = _bias(bias, dtypes["q"], (batch, heads, n_q, int(k.shape[2])))
-    problem = Problem(
+    problem = _problem(
         n_q=n_q,
         n_kv=int(k.shape[2]),
         head_dim=d,
@@ -132,6 +135,19 @@ def prepare(
         for name, x in {**arrays, **({} if bias is None else {"bias": bias})}.items():
             check_finite(name, x)
     return Inputs(problem, q, k, v, bias, ndim)
+
+
+@lru_cache(maxsize=256, typed=True)
+def _same_problem(**fields: Any) -> Problem:
+    return Problem(**fields)
+
+
+def _problem(**fields: Any) -> Problem:
+    """`Problem`, validated once for the same arguments: short GPU calls feel the difference."""
+    try:
+        return _same_problem(**fields)
+    except TypeError:  # an unhashable argument, such as a window given as a list
+        return Problem(**fields)
 
 
 def check_like(name: str, array: Any, like: Any, what: str) -> Any:
@@ -176,27 +192,31 @@ def _array(name: str, x: Any) -> Any:
 
 
 def _same_ndim(arrays: dict[str, Any]) -> int:
-    shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in arrays.items())
-    ndims = {len(x.shape) for x in arrays.values()}
+    shapes = [tuple(x.shape) for x in arrays.values()]
+    ndims = {len(shape) for shape in shapes}
     if len(ndims) > 1 or not ndims <= set(AXES):
         raise ShapeError(
-            f"q, k and v must all be {', '.join(AXES.values())} arrays alike, got {shapes}"
+            f"q, k and v must all be {', '.join(AXES.values())} arrays alike, got {_named(shapes)}"
         )
-    if any(0 in tuple(x.shape) for x in arrays.values()):
-        raise ShapeError(f"q, k and v must not be empty, got {shapes}")
+    if any(0 in shape for shape in shapes):
+        raise ShapeError(f"q, k and v must not be empty, got {_named(shapes)}")
     return ndims.pop()
 
 
 def _check_shapes(q: Any, k: Any, v: Any) -> None:
-    given = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if q.shape[0] != k.shape[0] or q.shape[0] != v.shape[0]:
-        raise ShapeError(f"q, k and v must have the same batch size, got {given}")
-    if k.shape[1] != v.shape[1]:
-        raise ShapeError(f"k and v must have the same number of heads, got {given}")
-    if k.shape[2] != v.shape[2]:
-        raise ShapeError(f"k and v must have the same number of rows, got {given}")
-    if q.shape[3] != k.shape[3]:
-        raise ShapeError(f"q and k must have the same head_dim, got {given}")
+    shapes = q, k, v = tuple(q.shape), tuple(k.shape), tuple(v.shape)
+    if q[0] != k[0] or q[0] != v[0]:
+        raise ShapeError(f"q, k and v must have the same batch size, got {_named(shapes)}")
+    if k[1] != v[1]:
+        raise ShapeError(f"k and v must have the same number of heads, got {_named(shapes)}")
+    if k[2] != v[2]:
+        raise ShapeError(f"k and v must have the same number of rows, got {_named(shapes)}")
+    if q[3] != k[3]:
+        raise ShapeError(f"q and k must have the same head_dim, got {_named(shapes)}")
+
+
+def _named(shapes: Iterable[tuple[int, ...]]) -> str:
+    return ", ".join(f"{name} {shape}" for name, shape in zip("qkv", shapes, strict=True))
 
 
 def _bias(bias: Any, dtype: str, full: tuple[int, int, int, int]) -> Any:

@@ -1,0 +1,232 @@
+"""Arrays in and out of a GPU: NumPy, CuPy and torch behind one small interface.
+
+What goes in comes out. GPU arrays are used where they lie; a copy is made only of one that the
+kernels' 16-byte accesses cannot read: last axis not contiguous, rows or base not 16-byte aligned,
+or a head_dim that is no multiple of 8. NumPy arrays travel through CuPy. Work goes to the stream
+that is current in the array's own library.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any, NamedTuple
+
+import cupy
+import numpy as np
+
+from flashsim.backends.launch import row_elements
+from flashsim.errors import DTypeError
+from flashsim.problem import numpy_dtype
+
+
+class View(NamedTuple):
+    """A (batch, heads, n, d) array in HBM as kernels see it."""
+
+    pointer: int
+    strides: tuple[int, int, int]  # elements, of the first three axes
+    array: Any  # keeps the memory alive
+
+
+class Space:
+    """Where a call's arrays live: their library, device and stream.
+
+    Beside what is below, a space has `view` (an array for a kernel; a copy only if it cannot be
+    read as it is), `empty` (a new array of `like`'s type, float32 without), `pointer` (the address
+    of one of its arrays) and `active` (makes its device and stream CuPy's current ones).
+    """
+
+    device: int
+
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> cupy.ndarray:
+        """A new CuPy array for what a kernel reports."""
+        return cupy.zeros(shape, dtype)
+
+    def result(self, array: Any, width: int | None = None) -> Any:
+        """An array of this space as the caller gets it, its last axis cut to `width`."""
+        return array if width in (None, array.shape[-1]) else _copy(array[..., :width])
+
+
+class CupySpace(Space):
+    """CuPy arrays on the current stream."""
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+
+    def view(self, array: Any) -> View:
+        """See `Space`; any array with ``__cuda_array_interface__``."""
+        array = cupy.asarray(array)
+        size = array.itemsize
+        strides = tuple(s // size for s in array.strides)
+        pointer = array.data.ptr
+        if not _readable(pointer, array.shape[-1], strides, size):
+            array = _padded(array, cupy)
+            strides = tuple(s // size for s in array.strides)
+            pointer = array.data.ptr
+        return View(pointer, strides[:3], array)
+
+    def empty(self, shape: tuple[int, ...], like: Any = None) -> Any:
+        """See `Space`."""
+        return cupy.empty(shape, np.float32 if like is None else like.dtype)
+
+    def pointer(self, array: Any) -> int:
+        """See `Space`."""
+        return array.data.ptr
+
+    def active(self) -> AbstractContextManager[Any]:
+        """See `Space`."""
+        return cupy.cuda.Device(self.device)
+
+
+class NumpySpace(CupySpace):
+    """NumPy arrays: uploaded, and their results downloaded. 16-bit types travel as raw bits."""
+
+    def __init__(self, device: int, dtype: str) -> None:
+        super().__init__(device)
+        self.dtype = numpy_dtype(dtype)
+
+    def view(self, array: Any) -> View:
+        """See `Space`; NumPy arrays are uploaded."""
+        if isinstance(array, np.ndarray):
+            bits = array.view(np.uint16) if array.itemsize == 2 else array
+            array = cupy.asarray(np.ascontiguousarray(bits))
+        return super().view(array)
+
+    def empty(self, shape: tuple[int, ...], like: Any = None) -> Any:
+        """See `Space`."""
+        narrow = like is not None and self.dtype.itemsize == 2
+        return cupy.empty(shape, np.uint16 if narrow else np.float32)
+
+    def result(self, array: Any, width: int | None = None) -> Any:
+        """See `Space`."""
+        host = cupy.asnumpy(super().result(array, width))
+        return host.view(self.dtype) if host.dtype == np.uint16 else host
+
+
+class TorchSpace(Space):
+    """torch CUDA tensors on torch's current stream."""
+
+    def __init__(self, device: int) -> None:
+        import torch
+
+        self.torch, self.device = torch, device
+
+    def view(self, array: Any) -> View:
+        """See `Space`."""
+        strides, pointer = array.stride(), array.data_ptr()
+        if not _readable(pointer, array.shape[-1], strides, array.element_size()):
+            array = _padded(array, self.torch)
+            strides, pointer = array.stride(), array.data_ptr()
+        return View(pointer, strides[:3], array)
+
+    def empty(self, shape: tuple[int, ...], like: Any = None) -> Any:
+        """See `Space`."""
+        dtype = self.torch.float32 if like is None else like.dtype
+        return self.torch.empty(shape, dtype=dtype, device=self.device)
+
+    def pointer(self, array: Any) -> int:
+        """See `Space`."""
+        return array.data_ptr()
+
+    def active(self) -> AbstractContextManager[Any]:
+        """See `Space`."""
+        stream = self.torch.cuda.current_stream(self.device).cuda_stream
+        return _Active(self.device, stream)
+
+
+class _Active:
+    """Makes a device and a foreign stream on it CuPy's current ones."""
+
+    def __init__(self, device: int, stream: int) -> None:
+        self._device, self._pointer = cupy.cuda.Device(device), stream
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._pointer  # what Stream.from_external asks for
+
+    def __enter__(self) -> None:
+        self._device.__enter__()
+        if hasattr(cupy.cuda.Stream, "from_external"):  # CuPy 14
+            self._stream = cupy.cuda.Stream.from_external(self)
+        else:
+            self._stream = cupy.cuda.ExternalStream(self._pointer)
+        self._stream.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._stream.__exit__(*error)
+        self._device.__exit__(*error)
+
+
+def check_space(name: str, array: Any, dtype: str, space: Space) -> None:
+    """Raise `DTypeError` unless `array` lives in `space`, where the forward pass ran."""
+    if _space(name, array, dtype) is not space:
+        raise DTypeError(
+            f"{name} must live where q, k and v do, got {_place(array)}; the forward pass ran on "
+            f"arrays of {type(space).__name__.removesuffix('Space').lower()}, GPU {space.device}"
+        )
+
+
+def space_of(arrays: dict[str, Any], dtype: str) -> Space:
+    """The space that all of `arrays` live in.
+
+    Raises
+    ------
+    DTypeError
+        If they do not all live in one, or in none that a GPU kernel can reach.
+    """
+    spaces = [_space(name, array, dtype) for name, array in arrays.items()]
+    first = spaces[0]
+    for space in spaces[1:]:
+        if space is not first:
+            raise DTypeError(
+                "all arrays must live in one place, got "
+                + ", ".join(f"{n} {_place(a)}" for n, a in arrays.items())
+            )
+    return first
+
+
+@cache
+def _made(space: Any, *where: Any) -> Space:
+    """One object for each space, so that arrays are in the same one iff theirs are identical."""
+    return space(*where)
+
+
+def _space(name: str, array: Any, dtype: str) -> Any:
+    if isinstance(array, np.ndarray):
+        return _made(NumpySpace, cupy.cuda.runtime.getDevice(), dtype)
+    if type(array).__module__.partition(".")[0] == "torch":
+        if not array.is_cuda:
+            raise DTypeError(
+                f"{name} is a torch tensor on {array.device}; move it with {name}.cuda(), or give "
+                f"{name}.numpy()"
+            )
+        return _made(TorchSpace, array.device.index)
+    if hasattr(array, "__cuda_array_interface__"):
+        return _made(CupySpace, cupy.asarray(array).device.id)
+    raise DTypeError(
+        f"{name} must be a NumPy array, or a CuPy array, torch CUDA tensor or other array with "
+        f"__cuda_array_interface__, got {type(array).__module__}.{type(array).__name__}"
+    )
+
+
+def _place(array: Any) -> str:
+    return f"{type(array).__module__.partition('.')[0]} on {getattr(array, 'device', 'the CPU')}"
+
+
+def _readable(pointer: int, width: int, strides: Any, itemsize: int) -> bool:
+    """Whether rows of whole 16-byte pieces lie on 16-byte boundaries."""
+    batch, head, row, last = strides
+    steps = (batch | head | row) * itemsize | pointer  # a multiple of 16 iff all of them are
+    return last == 1 and width % 8 == 0 and steps % 16 == 0
+
+
+def _padded(array: Any, library: Any) -> Any:
+    """A contiguous copy whose rows are filled up with zeros to a multiple of 8 elements."""
+    shape = (*array.shape[:-1], row_elements(array.shape[-1]))
+    where = {} if library is cupy else {"device": array.device}
+    copy = library.zeros(shape, dtype=array.dtype, **where)
+    copy[..., : array.shape[-1]] = array
+    return copy
+
+
+def _copy(array: Any) -> Any:
+    return array.copy() if hasattr(array, "copy") else array.contiguous()

@@ -1,0 +1,47 @@
+"""CUDA C++ kernels to functions: sources joined, compiled by NVRTC, cached by CuPy on disk."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from flashsim.backends.launch import Kernel
+
+_INCLUDE = re.compile(r'^#include "([\w.]+)"$', re.MULTILINE)
+#: Compiling for longer than this is worth a line on stderr.
+_PATIENCE_S = 0.5
+
+
+@cache
+def source(file: str) -> str:
+    """A kernel's source with its headers in place: one text, so that caches key on all of it."""
+    text = (resources.files("flashsim.backends") / "kernels" / file).read_text("utf-8")
+    return _INCLUDE.sub(lambda match: source(match[1]), text)
+
+
+@cache
+def load(kernel: Kernel, device: int) -> Any:
+    """The compiled function on CuPy's current device, ready to launch.
+
+    The first compile of a kernel takes about a second and says so on stderr; after that CuPy's disk
+    cache (``~/.cupy/kernel_cache``, or ``CUPY_CACHE_DIR``) has it.
+    """
+    import cupy
+
+    start = time.perf_counter()
+    module = cupy.RawModule(code=source(kernel.file), options=kernel.options, backend="nvrtc")
+    function = module.get_function(kernel.name)
+    function.compile()
+    took = time.perf_counter() - start
+    if took > _PATIENCE_S:
+        print(
+            f"flashsim: compiled {kernel.name} ({kernel.file}) in {took:.1f} s; cached on disk",
+            file=sys.stderr,
+        )
+    if kernel.shared_bytes > 48 * 1024:
+        function.max_dynamic_shared_size_bytes = kernel.shared_bytes
+    return function.kernel  # what a RawKernel looks up again at every launch

@@ -1,0 +1,342 @@
+"""`backend="cupy"`: FlashAttention-2 on a real NVIDIA GPU, in CUDA C++ compiled by NVRTC.
+
+The kernels walk the tiles that `Schedule` lists and, if asked, report what they moved and when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+
+from flashsim.backends import counts, launch, lowering, portable, timeline
+from flashsim.backends.launch import Gpu
+from flashsim.backends.lowering import Lowered
+from flashsim.backends.portable import Pass
+from flashsim.engine import Job, Outcome
+from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError, choices
+from flashsim.events import StageTrace
+
+OPTIONS: frozenset[str] = frozenset({"kernel"})
+#: Kernel families by name; each offers `forward_passes` and `backward_passes`.
+KERNELS = {"portable": portable}
+OLDEST = (8, 0)
+
+try:
+    import cupy
+except ImportError as error:
+    raise BackendUnavailable(
+        f"backend='cupy' needs CuPy, which cannot be imported ({error}); install it for your "
+        "driver's CUDA: pip install 'flashsim[cuda13]' or 'flashsim[cuda12]'"
+    ) from None
+
+from flashsim.backends import arrays, compiler  # noqa: E402  (they import CuPy)
+
+
+def forward(job: Job) -> Outcome:
+    """Run the forward pass on the GPU that holds the arrays (NumPy arrays: on the current one)."""
+    p = job.problem
+    _check(job)
+    family = _family(job)
+    require_gpu()
+    space = arrays.space_of({"q": job.q, "k": job.k, "v": job.v}, p.dtype)
+    with _errors(job), space.active():
+        gpu = gpu_of(space.device)
+        passes = family.forward_passes(p, job.tiling, gpu, job.key_order, _report(job))
+        views = {"q": space.view(job.q), "k": space.view(job.k), "v": space.view(job.v)}
+        width = launch.row_elements(p.head_dim_v)
+        out = space.empty((p.batch, p.heads, p.n_q, width), views["q"].array)
+        lse = space.empty((p.batch, p.heads, p.n_q))
+        launcher = Launcher(job, space, gpu, {**views, "o": space.view(out)}, {"lse": lse})
+        stages = launcher.run(passes)
+        saved = {"space": space, "views": launcher.views, "lse": lse, "gpu": gpu}
+        arrays_out = {"out": space.result(out, p.head_dim_v), "lse": space.result(lse)}
+        return Outcome(
+            arrays_out,
+            passes[0].tables.schedule.tiling,
+            stages,
+            family.NAME,
+            saved,
+            launcher.timeline(passes),
+        )
+
+
+def backward(job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
+    """Run the backward pass: three deterministic passes, or fused with reductions into dQ."""
+    p = job.problem
+    space, gpu = saved["space"], saved["gpu"]
+    family = _family(job)
+    arrays.check_space("dout", dout, p.dtype, space)
+    with _errors(job), space.active():
+        passes = family.backward_passes(
+            p, job.tiling, gpu, job.key_order, _report(job), job.algorithm
+        )
+        like = saved["views"]["q"].array
+        d, dv = launch.row_elements(p.head_dim), launch.row_elements(p.head_dim_v)
+        new = {
+            "dq": space.empty((p.batch, p.heads, p.n_q, d), like),
+            "dk": space.empty((p.batch, p.kv_heads, p.n_kv, d), like),
+            "dv": space.empty((p.batch, p.kv_heads, p.n_kv, dv), like),
+        }
+        scratch = {"lse": saved["lse"], "delta": space.empty((p.batch, p.heads, p.n_q))}
+        if job.algorithm == "flash2-fused":
+            narrow = p.dtype != "float32"
+            acc = space.empty((p.batch, p.heads, p.n_q, d)) if narrow else new["dq"]
+            scratch["dq_acc"] = acc
+        views = {**saved["views"], "dout": space.view(dout)}
+        views |= {name: space.view(array) for name, array in new.items()}
+        launcher = Launcher(job, space, gpu, views, scratch)
+        stages = launcher.run(passes)
+        widths = {"dq": p.head_dim, "dk": p.head_dim, "dv": p.head_dim_v}
+        return Outcome(
+            {name: space.result(array, widths[name]) for name, array in new.items()},
+            passes[0].tables.schedule.tiling,
+            stages,
+            family.NAME,
+            timeline=launcher.timeline(passes),
+        )
+
+
+class Launcher:
+    """Launches passes over one call's arrays and collects what they report.
+
+    Parameters
+    ----------
+    job : Job
+    space : arrays.Space
+    gpu : Gpu
+    views : dict of str to arrays.View
+        By the names of `launch.TENSORS`.
+    scratch : dict of str to array
+        Contiguous float32 arrays: "lse", "delta", "dq_acc".
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        space: arrays.Space,
+        gpu: Gpu,
+        views: dict[str, Any],
+        scratch: dict[str, Any],
+    ) -> None:
+        self.job, self.space, self.gpu = job, space, gpu
+        self.views, self.scratch = views, scratch
+        self.reports: list[dict[str, cupy.ndarray]] = []
+        self._head: list[int] = []
+        for name in launch.TENSORS:
+            view = views.get(name)
+            self._head += (0, 0, 0, 0) if view is None else (view.pointer, *view.strides)
+        for name in ("lse", "delta", "dq_acc"):
+            self._head.append(space.pointer(scratch[name]) if name in scratch else 0)
+
+    def run(self, passes: tuple[Pass, ...]) -> tuple[StageTrace, ...] | None:
+        """Launch every pass in order; the stages' events if the job asks for them."""
+        for one in passes:
+            prepared(one, self.space.device)  # compile first: no gap between launches
+        for one in passes:
+            report = self._buffers(one) if self.job.trace else {}
+            self.reports.append(report)
+            self._launch(one, report)
+        if not self.job.trace:
+            return None
+        fused = self.job.algorithm == "flash2-fused"
+        return tuple(
+            counts.stage_trace(
+                one.stage,
+                one.tables.schedule,
+                report["tile_counts"].get(),
+                report["visit_counts"].get(),
+                fused=fused,
+            )
+            for one, report in zip(passes, self.reports, strict=True)
+        )
+
+    def timeline(self, passes: tuple[Pass, ...]) -> np.ndarray | None:
+        """Where and when each visit ran, from the first block's start; None unless asked for."""
+        if self.job.trace != "timeline":
+            return None
+        parts = [
+            timeline.spans(
+                number,
+                one.tables.schedule,
+                one.tables.by,
+                report["tile_stamps"].get(),
+                report["visit_stamps"].get(),
+                self.gpu.clock_khz,
+            )
+            for number, (one, report) in enumerate(zip(passes, self.reports, strict=True))
+            if one.kernel.shared_bytes  # row-wise passes have no visits
+        ]
+        spans = np.concatenate(parts)
+        first = spans["start_ns"].min()
+        spans["start_ns"] -= first
+        spans["end_ns"] -= first
+        return spans
+
+    def _buffers(self, one: Pass) -> dict[str, Any]:
+        p, tables = self.job.problem, one.tables
+        heads = p.batch * p.heads
+        shapes = {
+            "visit_counts": (heads, tables.n_visits, launch.SLOTS),
+            "tile_counts": (one.walks, tables.tiles, launch.SLOTS),
+        }
+        made = {name: self.space.zeros(shape, "uint32") for name, shape in shapes.items()}
+        if self.job.trace == "timeline":
+            made["visit_stamps"] = self.space.zeros(
+                (heads, tables.n_visits, launch.VISIT_STAMPS), "uint64"
+            )
+            made["tile_stamps"] = self.space.zeros(
+                (one.walks, tables.tiles, launch.TILE_STAMPS), "uint64"
+            )
+        return made
+
+    def _launch(self, one: Pass, report: dict[str, Any]) -> None:
+        ready = prepared(one, self.space.device)
+        reported = [report[n].data.ptr if n in report else 0 for n in launch.REPORTS]
+        packed = launch.ARGS_FORMAT.pack(*self._head, *ready.tables, *reported, *ready.numbers)
+        # As plain bytes: CuPy would spell out a structured dtype's fields at every launch.
+        args = np.frombuffer(packed, _ARGS_BYTES)
+        ready.function(one.grid, ready.block, (args,), shared_mem=one.kernel.shared_bytes)
+
+
+_ARGS_BYTES = np.dtype(("V", launch.ARGS.itemsize))
+
+
+class Uploaded:
+    """A walk's tables in GPU memory."""
+
+    def __init__(self, tables: Lowered) -> None:
+        self.arrays = {
+            name: cupy.asarray(table)
+            for name in launch.TABLES
+            if (table := getattr(tables, name)) is not None
+        }
+        self.pointers = [
+            self.arrays[name].data.ptr if name in self.arrays else 0 for name in launch.TABLES
+        ]
+
+
+@lru_cache(maxsize=256)
+def uploaded(tables: Lowered, device: int) -> Uploaded:
+    """The tables on CuPy's current device, uploaded once."""
+    made = Uploaded(tables)
+    cupy.cuda.get_current_stream().synchronize()  # other streams may use them from now on
+    return made
+
+
+class Prepared:
+    """All of a launch that does not change from call to call."""
+
+    def __init__(self, one: Pass, device: int) -> None:
+        self.function = compiler.load(one.kernel, device)
+        self.block = (one.kernel.threads,)
+        self._uploaded = uploaded(one.tables, device)  # keeps the tables alive
+        self.tables = self._uploaded.pointers
+        p = one.tables.schedule.problem
+        values = {
+            **{"walks": one.walks, "tiles": one.tables.tiles, "clump": one.clump},
+            "n_visits": one.tables.n_visits,
+        }
+        names = (*launch.INTEGERS, "scale", "softcap")
+        self.numbers = [values.get(n) if n in values else getattr(p, n) for n in names]
+
+
+@lru_cache(maxsize=512)
+def prepared(one: Pass, device: int) -> Prepared:
+    """A pass compiled and its tables uploaded, once for each device."""
+    return Prepared(one, device)
+
+
+@cache
+def gpu_of(device: int) -> Gpu:
+    """What launch arithmetic needs to know of a device.
+
+    Raises
+    ------
+    BackendUnavailable
+        If it is too old for the kernels.
+    """
+    properties = cupy.cuda.runtime.getDeviceProperties(device)
+    capability = (properties["major"], properties["minor"])
+    name = properties["name"].decode()
+    if capability < OLDEST:
+        raise BackendUnavailable(
+            f"{name} has compute capability {capability[0]}.{capability[1]}; the kernels need "
+            f"{OLDEST[0]}.{OLDEST[1]} (Ampere) or later: use backend='numpy' or 'numba'"
+        )
+    return Gpu(
+        name,
+        capability,
+        properties["sharedMemPerBlockOptin"],
+        properties["l2CacheSize"],
+        properties["clockRate"],
+    )
+
+
+@cache
+def require_gpu() -> None:
+    """Raise `BackendUnavailable`, saying what is missing, unless CuPy sees a GPU."""
+    try:
+        found = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        version = cupy.cuda.runtime.runtimeGetVersion()
+        cuda = f"{version // 1000}.{version % 1000 // 10}"
+        raise BackendUnavailable(
+            f"CuPy {cupy.__version__} (built for CUDA {cuda}) finds no usable GPU: {error}; check "
+            "nvidia-smi, and that the driver is new enough for this CuPy (flashsim[cuda12] or "
+            "[cuda13] must match it)"
+        ) from None
+    if not found:
+        raise BackendUnavailable("no NVIDIA GPU is visible; see CUDA_VISIBLE_DEVICES, nvidia-smi")
+
+
+def _check(job: Job) -> None:
+    p = job.problem
+    if job.algorithm not in ("flash2", "flash2-fused"):
+        raise UnsupportedError(
+            f"backend='cupy' runs 'flash2' and 'flash2-fused', not {job.algorithm!r}; "
+            "backend='numpy' simulates it"
+        )
+    if p.dtype == "float64":
+        raise UnsupportedError(
+            "backend='cupy' takes float16, bfloat16 and float32, not float64; convert the arrays, "
+            "or use backend='numpy'"
+        )
+    for name in ("head_dim", "head_dim_v"):
+        if getattr(p, name) > launch.MAX_HEAD_DIM:
+            raise UnsupportedError(
+                f"backend='cupy' takes {name} up to {launch.MAX_HEAD_DIM}, got {getattr(p, name)}"
+            )
+    if p.mask is not None or p.bias is not None:
+        lowering.check(p, job.tiling)
+
+
+def _family(job: Job) -> Any:
+    name = job.options.get("kernel", "portable")
+    if name not in KERNELS:
+        raise OptionError(f"unknown kernel {name!r}; {choices(name, KERNELS)}")
+    return KERNELS[name]
+
+
+def _report(job: Job) -> str:
+    return "timeline" if job.trace == "timeline" else "counts" if job.trace else ""
+
+
+@contextmanager
+def _errors(job: Job) -> Iterator[None]:
+    """Say what a failure of the GPU means for the caller."""
+    try:
+        yield
+    except cupy.cuda.memory.OutOfMemoryError as error:
+        raise BackendUnavailable(
+            f"out of GPU memory: {error}; free arrays, use a shorter batch or, for the backward "
+            "pass, deterministic=True, which needs no float32 accumulator for dQ"
+        ) from error
+    except (cupy.cuda.driver.CUDADriverError, cupy.cuda.runtime.CUDARuntimeError) as error:
+        raise BackendUnavailable(
+            f"the GPU refused the launch: {error}; if it was an earlier kernel that failed, only a "
+            "new process helps"
+        ) from error

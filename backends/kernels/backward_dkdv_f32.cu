@@ -1,0 +1,108 @@
+// FlashAttention-2 backward, keys outside, in float32 without tensor cores; backward_dkdv.cu's walk.
+// Where things live: K, V in shared memory for the whole block; Q, dO, P, dS in shared memory for one
+// visit; dK, dV, S, dP in registers.
+#include "common.cuh"
+#include "simt.cuh"
+
+constexpr int BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K, D = FS_D, DV = FS_DV;
+constexpr int RT = BLOCK_Q / SIDE, CT = BLOCK_K / SIDE;
+
+struct OnChip {
+    Mat<BLOCK_K, D> K;    // whole block
+    Mat<BLOCK_K, DV> V;   // whole block
+    Mat<BLOCK_Q, D> Q;    // one visit
+    Mat<BLOCK_Q, DV> dO;  // one visit
+    Mat<BLOCK_Q, BLOCK_K> P, dS;  // one visit
+    float lse[BLOCK_Q], delta[BLOCK_Q];  // one visit
+};
+static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "launch.dkdv_kernel and OnChip must agree");
+
+extern "C" __global__ void __launch_bounds__(THREADS) flash_dkdv(const __grid_constant__ Args a) {
+    extern __shared__ __align__(128) char shared[];
+    OnChip& t = *reinterpret_cast<OnChip*>(shared);
+    // -- Phase 0: what this block owns ------------------------------------------------------------
+    const Work work = take_work(a);
+    const int kv_heads = a.heads / a.group;
+    const int kv_head = work.walk % kv_heads, batch = work.walk / kv_heads;
+    const Range cols = col_tile(a, work.outer);
+    const int n_cols = cols.stop - cols.start;
+    const Walk walk(a, work.outer);
+    u32* tile_count = a.tile_counts + (i64(work.walk) * a.tiles + work.outer) * 8;
+    u64* tile_stamp = a.tile_stamps + (i64(work.walk) * a.tiles + work.outer) * 5;
+    stamp_block(tile_stamp, false);
+
+    // -- Phase 1: load K, V -----------------------------------------------------------------------
+    const char* k = a.k.data + (batch * a.k.batch + kv_head * a.k.head + cols.start * a.k.row) * 4;
+    const char* v = a.v.data + (batch * a.v.batch + kv_head * a.v.head + cols.start * a.v.row) * 4;
+    report(tile_count, load_tile<FS_HEAD_DIM>(t.K, k, a.k.row, n_cols));
+    report(tile_count + 1, load_tile<FS_HEAD_DIM_V>(t.V, v, a.v.row, n_cols));
+    float dk[CT][D / SIDE] = {}, dv[CT][DV / SIDE] = {};
+
+    for (int member = 0; member < a.group; ++member)  // the query heads that share this key head
+        for (int n = 0; n < walk.count; ++n) {
+            const Visit visit = walk(a, n);
+            const Range rows = row_tile(a, visit.tile);
+            const int head = kv_head * a.group + member, n_rows = rows.stop - rows.start;
+            const i64 query_walk = i64(batch) * a.heads + head, row = query_walk * a.n_q + rows.start;
+            const i64 slot = query_walk * a.n_visits + walk.first + n;
+            const char* q = a.q.data + (batch * a.q.batch + head * a.q.head + rows.start * a.q.row) * 4;
+            const char* dout = a.dout.data + (batch * a.dout.batch + head * a.dout.head +
+                                              rows.start * a.dout.row) * 4;
+            STAMP(a.visit_stamps + slot * 5, 0);
+            __syncthreads();  // B0: all threads have read the last visit's tiles
+            report(a.visit_counts + slot * 8, load_tile<FS_HEAD_DIM>(t.Q, q, a.q.row, n_rows));
+            report(a.visit_counts + slot * 8 + 1, load_tile<FS_HEAD_DIM_V>(t.dO, dout, a.dout.row, n_rows));
+            report(a.visit_counts + slot * 8 + 2, load_vector<BLOCK_Q>(t.lse, a.lse + row, n_rows));
+            report(a.visit_counts + slot * 8 + 3, load_vector<BLOCK_Q>(t.delta, a.delta + row, n_rows));
+            __syncthreads();  // B1: Q, dO, L, delta (at first K, V too) are complete
+            STAMP(a.visit_stamps + slot * 5, 1);
+            // -- Phase 2: S = Q K^T, dP = dO V^T --------------------------------------------------
+            float s[RT][CT] = {}, dp[RT][CT] = {};
+            product_abt(s, t.Q, t.K);
+            product_abt(dp, t.dO, t.V);
+            STAMP(a.visit_stamps + slot * 5, 2);
+            // -- Phase 3: P = exp(S - L), dS = P (dP - delta) -------------------------------------
+#pragma unroll
+            for (int r = 0; r < RT; ++r) {
+                const int y = tile_y() + r * SIDE;
+                const Keep keep(a, rows.start + y, rows.offset, cols.stop);
+#pragma unroll
+                for (int c = 0; c < CT; ++c) {
+                    const int x = tile_x() + c * SIDE;
+                    float slope, p = expf(score(a, s[r][c], &slope) - t.lse[y]);
+                    if (visit.masked && !keep(cols.start + x)) p = 0.0f;
+                    t.P[y][x] = p;
+                    t.dS[y][x] = p * (dp[r][c] - t.delta[y]) * slope;
+                }
+            }
+            __syncthreads();  // B2: P and dS are complete; a thread reads rows that others wrote
+            STAMP(a.visit_stamps + slot * 5, 3);
+            // -- Phase 4: dV += P^T dO, dK += dS^T Q, dQ += dS K ----------------------------------
+            product_ab<true>(dv, t.P, t.dO);
+            product_ab<true>(dk, t.dS, t.Q);
+#if FS_FUSED
+            float dq[RT][D / SIDE] = {};
+            product_ab<false>(dq, t.dS, t.K);
+            u32 reduced = 0;
+#pragma unroll
+            for (int r = 0; r < RT; ++r)
+#pragma unroll
+                for (int x = 0; x < D / SIDE; ++x) {
+                    const int y = tile_y() + r * SIDE, col = tile_x() + x * SIDE;
+                    if (y < n_rows && col < FS_HEAD_DIM) {
+                        atomicAdd(a.dq_acc + (row + y) * FS_HEAD_DIM + col, dq[r][x] * a.scale);
+                        reduced += 4;
+                    }
+                }
+            report(a.visit_counts + slot * 8 + 4, reduced);
+#endif
+            STAMP(a.visit_stamps + slot * 5, 4);
+        }
+
+    // -- Phase 5: dK *= scale; store dK, dV -------------------------------------------------------
+    char* dk_out = a.dk.data + (batch * a.dk.batch + kv_head * a.dk.head + cols.start * a.dk.row) * 4;
+    char* dv_out = a.dv.data + (batch * a.dv.batch + kv_head * a.dv.head + cols.start * a.dv.row) * 4;
+    report(tile_count + 2, store_part<FS_HEAD_DIM>(dk, dk_out, a.dk.row, n_cols, a.scale));
+    report(tile_count + 3, store_part<FS_HEAD_DIM_V>(dv, dv_out, a.dv.row, n_cols, 1.0f));
+    stamp_block(tile_stamp, true);
+}

@@ -1,0 +1,188 @@
+// What every kernel of the portable backend shares: the argument block, the walk over a schedule's
+// tables, the order in which blocks take work, the element-wise mask, byte counts and time stamps.
+//
+// Compile-time constants (FS_*) come from flashsim.backends.launch; nothing here has a default, so
+// a constant that the launcher forgets is a compile error.
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+#define NEG_INF __int_as_float(0xff800000)  // NVRTC has no constexpr infinity
+constexpr float LOG2E = 1.4426950408889634f;
+
+// A (batch, heads, n, d) array in HBM; strides in elements, the last axis contiguous.
+struct Tensor {
+    char* data;
+    i64 batch, head, row;
+};
+
+// One struct for every kernel, passed by value; mirrored by launch.ARGS and compared by size here.
+struct Args {
+    Tensor q, k, v, o, dout, dq, dk, dv;
+    float *lse, *delta, *dq_acc;   // (batch * heads, n_q), the same, (batch * heads, n_q, FS_HEAD_DIM)
+    const int4 *rows, *cols;       // Schedule.rows, Schedule.cols
+    const int4* spans;             // Schedule.row_spans or col_spans, whichever this pass walks
+    const int *ptr, *index, *kind; // Schedule.row_csr or col_csr
+    const int* order;              // outer tiles, the longest walk first
+    u32 *visit_counts, *tile_counts;  // bytes moved: (query heads, n_visits, 8), (walks, tiles, 8)
+    u64 *visit_stamps, *tile_stamps;  // (query heads, n_visits, 5), (walks, tiles, 5)
+    int n_q, n_kv, heads, group, walks, tiles, clump, n_visits, left, right;
+    float scale, softcap;
+};  // batch * heads always counts query heads; `walks` counts what this pass's blocks own
+static_assert(sizeof(Args) == FS_ARGS_BYTES, "launch.ARGS and Args must agree");
+
+// -- Which tiles: read from the schedule, never decided here --------------------------------------
+struct Visit {
+    int tile;     // inner tile: column j in a walk by row, row i in a walk by column
+    bool masked;  // some scores of the tile are dropped
+};
+
+struct Walk {
+    int4 span;  // lo, full_lo, full_hi, hi
+    int first, count;
+
+    __device__ Walk(const Args& a, int outer) {
+#if FS_SPANS
+        span = a.spans[outer];
+        count = span.w - span.x;
+        first = FS_TRACE || FS_TIMELINE ? a.ptr[outer] : 0;  // visit numbers follow the CSR order
+#else
+        first = a.ptr[outer];
+        count = a.ptr[outer + 1] - first;
+#endif
+    }
+    __device__ Visit operator()(const Args& a, int v) const {
+#if FS_SPANS
+        const int t = FS_DESCENDING ? span.w - 1 - v : span.x + v;
+        return {t, t < span.y || t >= span.z};
+#else
+        return {a.index[first + v], a.kind[first + v] != 0};
+#endif
+    }
+};
+
+struct Range {  // the elements of one tile, in packed indices
+    int start, stop, offset;
+};
+
+__device__ inline Range row_tile(const Args& a, int i) {
+#if FS_VARLEN
+    const int4 t = a.rows[i];
+    return {t.x, t.y, t.z};
+#else
+    return {i * FS_BLOCK_Q, min((i + 1) * FS_BLOCK_Q, a.n_q), a.n_kv - a.n_q};
+#endif
+}
+__device__ inline Range col_tile(const Args& a, int j) {
+#if FS_VARLEN
+    const int4 t = a.cols[j];
+    return {t.x, t.y, t.z};
+#else
+    return {j * FS_BLOCK_K, min((j + 1) * FS_BLOCK_K, a.n_kv), a.n_kv - a.n_q};
+#endif
+}
+
+// -- Who does what --------------------------------------------------------------------------------
+// Blocks start in index order. `clump` heads, whose tensors fit in L2 together, are finished before
+// the next ones; inside a clump the longest walks of all its heads come first.
+struct Work {
+    int walk, outer;  // walk = batch * heads + head (kv heads in a keys-outside pass)
+};
+__device__ inline Work take_work(const Args& a) {
+    const int block = blockIdx.x, whole = a.clump * a.tiles;
+    const int first = block / whole * a.clump, size = min(a.clump, a.walks - first);
+    const int rest = block % whole;
+    return {first + rest % size, a.order[rest / size]};
+}
+
+// -- Which scores ---------------------------------------------------------------------------------
+// Query q keeps keys lo(q) <= k <= hi(q); a window or causality that is off costs nothing.
+struct Keep {
+    int lo, hi;
+    __device__ Keep(const Args& a, int query, int offset, int key_stop) {
+        hi = FS_RIGHT ? min(query + offset + a.right, key_stop - 1) : key_stop - 1;
+        lo = FS_LEFT ? query + offset - a.left : 0;
+    }
+    __device__ bool operator()(int key) const { return key <= hi && (!FS_LEFT || key >= lo); }
+};
+
+// The same question asked of a key: which queries keep it? A key past the tile's end, none.
+struct KeepColumn {
+    int lo, hi;
+    __device__ KeepColumn(const Args& a, int key, Range cols) {
+        lo = FS_RIGHT ? key - cols.offset - a.right : 0;
+        hi = FS_LEFT ? key - cols.offset + a.left : 0x7fffffff;
+        if (key >= cols.stop) lo = 0x7fffffff, hi = -1;
+    }
+    __device__ bool operator()(int query) const { return query >= lo && (!FS_LEFT || query <= hi); }
+};
+
+__device__ inline float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// tanh through exp2: two special-function calls, error of a few 1e-7 (tanh.approx has 5e-4).
+__device__ inline float fast_tanh(float x) {
+    return 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(2.0f * LOG2E * x));
+}
+
+// -- 16-bit elements -------------------------------------------------------------------------------
+// Two floats rounded to 16 bits, the first in the low half.
+__device__ inline u32 pack(float lo, float hi) {
+    u32 r;
+#if FS_BF16
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+#else
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+#endif
+    return r;
+}
+__device__ inline float2 unpack(u32 x) {
+#if FS_BF16
+    return {__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)};
+#else
+    float2 r;
+    asm("{.reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
+        : "=f"(r.x), "=f"(r.y) : "r"(x));
+    return r;
+#endif
+}
+// -- What was moved -------------------------------------------------------------------------------
+// Every thread says how many bytes it moved; a warp adds them up and sends one reduction.
+__device__ inline void report(u32* slot, u32 bytes) {
+#if FS_TRACE
+    bytes = __reduce_add_sync(~0u, bytes);
+    if (threadIdx.x % 32 == 0 && bytes) atomicAdd(slot, bytes);
+#endif
+}
+
+// -- When -----------------------------------------------------------------------------------------
+__device__ inline u64 cycles() {
+    u64 t;
+    asm volatile("mov.u64 %0, %%clock64;" : "=l"(t)::"memory");
+    return t;
+}
+__device__ inline u64 nanoseconds() {
+    u64 t;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)::"memory");
+    return t;
+}
+#if FS_TIMELINE
+#define STAMP(base, slot) if (threadIdx.x == 0) (base)[slot] = cycles()
+#else
+#define STAMP(base, slot) static_cast<void>(base)
+#endif
+// A block's record: SM, then (cycles, ns) at its start and end, which tie clock64 to globaltimer.
+__device__ inline void stamp_block(u64* record, bool end) {
+#if FS_TIMELINE
+    if (threadIdx.x == 0) {
+        u32 sm;
+        asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
+        record[0] = sm;
+        record[end ? 3 : 1] = cycles();
+        record[end ? 4 : 2] = nanoseconds();
+    }
+#endif
+}

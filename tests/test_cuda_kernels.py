@@ -1,0 +1,269 @@
+"""The CUDA C++ kernels without a GPU: they compile for every architecture, in registers; the launch
+arithmetic is theirs (the kernels static_assert its sizes); what cannot run says so.
+"""
+
+import re
+from functools import cache
+
+import numpy as np
+import pytest
+
+import flashsim
+from flashsim import Problem, Tiling
+from flashsim.backends import launch, portable
+from flashsim.backends.launch import Gpu
+from flashsim.backends.lowering import lower
+from flashsim.errors import BackendUnavailable, OptionError, TilingError, UnsupportedError
+from flashsim.problem import BlockMask
+from flashsim.schedule import Schedule
+
+KIB = 1024
+#: Shared memory a block may have, and L2: what launch arithmetic asks a GPU.
+GPUS = {
+    "sm_80": Gpu("A100", (8, 0), 163 * KIB, 40 << 20),
+    "sm_86": Gpu("RTX 3090", (8, 6), 99 * KIB, 6 << 20),
+    "sm_89": Gpu("RTX 4090", (8, 9), 99 * KIB, 72 << 20),
+    "sm_90": Gpu("H200", (9, 0), 227 * KIB, 60 << 20),
+    "sm_100": Gpu("B200", (10, 0), 227 * KIB, 126 << 20),
+    "sm_120": Gpu("RTX 5090", (12, 0), 99 * KIB, 96 << 20),
+}
+H200 = GPUS["sm_90"]
+#: Bytes a thread may spill: registers hold everything but a few rarely used values.
+SPILL_BYTES = 128
+
+PROBLEMS = {
+    "bf16 128 causal": Problem(512, 512, 128, heads=2, dtype="bfloat16", causal=True),
+    "bf16 64": Problem(512, 512, 64, heads=2, dtype="bfloat16"),
+    "fp16 256": Problem(512, 512, 256, heads=2, dtype="float16", causal=True),
+    "fp16 odd": Problem(
+        *(500, 500, 80, 40),
+        heads=4,
+        kv_heads=2,
+        dtype="float16",
+        window=(30, 5),
+        softcap=3.0,
+        cu_seqlens_q=(0, 200, 500),
+        cu_seqlens_k=(0, 300, 500),
+    ),
+    "blocks": Problem(
+        *(256, 256, 96),
+        dtype="bfloat16",
+        block_mask=BlockMask(np.eye(2, dtype=bool), 128, 128),
+    ),
+    "fp32 64": Problem(512, 512, 64, heads=2, dtype="float32", causal=True, softcap=1.0),
+    "fp32 256": Problem(512, 512, 256, heads=2, dtype="float32"),
+}
+
+
+def passes(problem, gpu, report=""):
+    """Every pass of the forward and of both backwards."""
+    yield from portable.forward_passes(problem, None, gpu, "ascending", report)
+    for algorithm in ("flash2", "flash2-fused"):
+        yield from portable.backward_passes(problem, None, gpu, "ascending", report, algorithm)
+
+
+def toolchain():
+    """CuPy's NVRTC, which needs no GPU, and the module that puts sources together."""
+    pytest.importorskip("cupy")
+    from cupy.cuda import nvrtc
+
+    from flashsim.backends import compiler
+
+    return nvrtc, compiler
+
+
+@cache
+def compile_kernel(kernel, arch):
+    """{function: (stack bytes, spilled bytes, registers)} and the cubin, from NVRTC."""
+    nvrtc, compiler = toolchain()
+
+    program = nvrtc.createProgram(compiler.source(kernel.file), kernel.file, [], [])
+    options = (*kernel.options, f"-arch={arch}", "--ptxas-options=-v")
+    try:
+        nvrtc.compileProgram(program, options)
+    except nvrtc.NVRTCError:
+        pytest.fail(nvrtc.getProgramLog(program))
+    log = nvrtc.getProgramLog(program)
+    assert "warning" not in log
+    found = re.findall(
+        r"entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores"
+        r".*?Used (\d+) registers",
+        log,
+        re.DOTALL,
+    )
+    return {name: tuple(map(int, numbers)) for name, *numbers in found}, nvrtc.getCUBIN(program)
+
+
+#: These two have all the kernels there are; what the others vary is tried on the two main targets.
+EVERYWHERE = ("bf16 128 causal", "fp32 64")
+TARGETS = [
+    (name, arch)
+    for name in PROBLEMS
+    for arch in (GPUS if name in EVERYWHERE else ("sm_80", "sm_90"))
+]
+
+
+@pytest.mark.parametrize(("name", "arch"), TARGETS)
+def test_kernels_compile_and_stay_in_registers(name, arch):
+    compiled = 0
+    for one in passes(PROBLEMS[name], GPUS[arch]):
+        stack, spilled, registers = compile_kernel(one.kernel, arch)[0][one.kernel.name]
+        assert spilled <= SPILL_BYTES, (one.stage.name, one.kernel)
+        assert stack <= SPILL_BYTES, "an array lives in local memory"
+        assert registers * one.kernel.threads <= 64 * KIB
+        compiled += 1
+    assert compiled >= 6
+
+
+@pytest.mark.parametrize("report", ["counts", "timeline"])
+@pytest.mark.parametrize("name", ["bf16 128 causal", "fp16 odd", "fp32 64"])
+def test_kernels_that_report_compile(name, report):
+    for one in passes(PROBLEMS[name], H200, report):
+        assert one.kernel.name in compile_kernel(one.kernel, "sm_90")[0]
+
+
+def test_reporting_costs_nothing_when_it_is_off():
+    """The source with all reporting cut out gives the same machine code as the switch."""
+    nvrtc, compiler = toolchain()
+
+    (one,) = portable.forward_passes(PROBLEMS["bf16 64"], None, H200, "ascending", "")
+    text = compiler.source(one.kernel.file)
+    bare = re.sub(r"^ *report\((\w+(?: \+ \d)?), lse_bytes\);$", "", text, flags=re.MULTILINE)
+    bare = re.sub(r"^ *STAMP\(.*\);$", "", bare, flags=re.MULTILINE)
+    bare = re.sub(r"^ *stamp_block\(.*\);$", "", bare, flags=re.MULTILINE)
+    assert bare.count("STAMP(") < text.count("STAMP(") - 3
+
+    def machine_code(source):
+        program = nvrtc.createProgram(source, "kernel.cu", [], [])
+        nvrtc.compileProgram(program, (*one.kernel.options, "-arch=sm_90"))
+        return nvrtc.getCUBIN(program)
+
+    code = machine_code(text)
+    assert machine_code(bare) == code
+    assert machine_code(text.replace("FS_TRACE", "1")) != code
+
+
+def test_a_wrong_size_does_not_compile():
+    nvrtc, compiler = toolchain()
+
+    (one,) = portable.forward_passes(PROBLEMS["bf16 64"], None, H200, "ascending", "")
+    for name in ("FS_SMEM_BYTES", "FS_ARGS_BYTES"):
+        options = [
+            f"-D{name}={dict(one.kernel.constants)[name] + 16}" if name in o else o
+            for o in one.kernel.options
+        ]
+        program = nvrtc.createProgram(compiler.source(one.kernel.file), "kernel.cu", [], [])
+        with pytest.raises(nvrtc.NVRTCError):
+            nvrtc.compileProgram(program, (*options, "-arch=sm_90"))
+        assert "must agree" in nvrtc.getProgramLog(program)
+
+
+def test_arguments_pack_as_the_struct_lies():
+    assert launch.ARGS_FORMAT.size == launch.ARGS.itemsize
+    values = list(range(1, len(launch.ARGS_FORMAT.unpack(bytes(launch.ARGS.itemsize))) + 1))
+    record = np.frombuffer(launch.ARGS_FORMAT.pack(*values), launch.ARGS)[0]
+    assert [int(x) for name in launch.TENSORS for x in record[name]] == values[:32]
+    names = (*launch.POINTERS, *launch.INTEGERS, "scale", "softcap")
+    assert [int(record[name]) for name in names] == values[32:]
+
+
+def test_shared_memory_is_the_tiles_that_lie_there():
+    p = Problem(512, 512, 128, dtype="bfloat16")
+    (one,) = portable.forward_passes(p, Tiling(128, 64), H200, "ascending", "")
+    assert one.kernel.shared_bytes == 2 * (128 * 128 + 2 * 64 * 128 + 2 * 64 * 128)
+    _, fused, _ = portable.backward_passes(
+        p, Tiling(64, 128), H200, "ascending", "", "flash2-fused"
+    )
+    tiles = 2 * 128 * 128 + 2 * 2 * 64 * 128 + 2 * 128 * 64  # K, V; Q, dO twice; dS twice
+    assert fused.kernel.shared_bytes == 2 * tiles + 2 * 2 * 64 * 4  # LSE, delta twice
+
+
+def test_grids_have_a_block_for_every_tile_and_head():
+    p = Problem(300, 500, 64, batch=3, heads=8, kv_heads=2, dtype="float16")
+    (forward,) = portable.forward_passes(p, Tiling(128, 64), H200, "ascending", "")
+    assert forward.grid == (3 * 3 * 8,)
+    assert forward.walks == 24
+    assert forward.clump % p.group == 0
+    delta, dkdv, dq = portable.backward_passes(p, Tiling(64, 128), H200, "ascending", "", "flash2")
+    assert delta.grid == (5, 24)
+    assert dkdv.grid == (4 * 3 * 2,)
+    assert dq.grid == (5 * 24,)
+
+
+def test_longest_walks_start_first():
+    p = Problem(512, 512, 64, dtype="float16", causal=True)
+    tables = lower(Schedule(p, Tiling(128, 64)), "row")
+    assert tables.order.tolist() == [3, 2, 1, 0]
+    assert lower(Schedule(p, Tiling(128, 64)), "col").order.tolist() == list(range(8))
+
+
+@pytest.mark.parametrize("arch", GPUS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("head_dim", [8, 64, 96, 128, 160, 256])
+def test_every_gpu_has_a_default_tiling_that_fits(head_dim, dtype, arch):
+    p = Problem(64, 64, head_dim, dtype=dtype)
+    for one in passes(p, GPUS[arch]):
+        assert one.kernel.shared_bytes <= GPUS[arch].shared_bytes
+        assert one.kernel.threads <= 1024
+
+
+def test_tilings_that_no_kernel_has_are_refused_with_those_that_run():
+    p = Problem(64, 64, 128, dtype="float16")
+    with pytest.raises(TilingError, match=r"24 x 64 tile is not one .*multiples of 16.*128 x 64"):
+        portable.forward_passes(p, Tiling(24, 64), H200, "ascending", "")
+    with pytest.raises(TilingError, match=r"needs [\d,]+ B of shared memory.*possible: 16 x 16"):
+        portable.forward_passes(p, Tiling(128, 128), GPUS["sm_86"], "ascending", "")
+    for tiling in launch.runnable(p, GPUS["sm_86"], "forward", fused=False):
+        (one,) = portable.forward_passes(p, tiling, GPUS["sm_86"], "ascending", "")
+        assert one.tables.schedule.tiling == tiling
+
+
+def test_masks_that_a_kernel_cannot_evaluate_are_refused():
+    plain = dict(n_q=64, n_kv=64, head_dim=16)
+    tiling = Tiling(32, 32)
+    for problem, why in (
+        (Problem(**plain, mask=lambda q, k: q >= k), "no mask function"),
+        (Problem(**plain, bias=(1, 1)), "no bias"),
+        (Problem(**plain, block_mask=BlockMask(np.ones((2, 2), bool), 48, 48)), "48 x 48 cells"),
+    ):
+        with pytest.raises(UnsupportedError, match=why):
+            lower(Schedule(problem, tiling), "row")
+
+
+def test_default_tilings_divide_a_block_masks_cells():
+    mask = BlockMask(np.ones((8, 8), bool), 32, 32)
+    p = Problem(256, 256, 128, dtype="bfloat16", block_mask=mask)
+    (one,) = portable.forward_passes(p, None, H200, "ascending", "")
+    assert one.tables.schedule.tiling == Tiling(32, 32)
+    odd = Problem(256, 256, dtype="float16", block_mask=BlockMask(np.ones((11, 11), bool), 24, 24))
+    with pytest.raises(TilingError, match=r"no default tiling .* divides the block mask"):
+        portable.forward_passes(odd, None, H200, "ascending", "")
+
+
+def test_an_unknown_kernel_family_is_an_option_error():
+    pytest.importorskip("cupy")
+    x = np.zeros((8, 16), np.float32)
+    with pytest.raises(OptionError, match=r"unknown kernel 'portabel'.*did you mean 'portable'"):
+        flashsim.run(x, x, x, backend="cupy", kernel="portabel")
+
+
+def test_without_a_gpu_the_backend_says_what_is_missing():
+    cupy = pytest.importorskip("cupy")
+    try:
+        cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError:
+        x = np.zeros((8, 16), np.float32)
+        with pytest.raises(BackendUnavailable, match=r"finds no usable GPU.*nvidia-smi"):
+            flashsim.run(x, x, x, backend="cupy")
+    else:
+        pytest.skip("there is a GPU")
+
+
+def test_without_cupy_the_backend_says_what_to_install(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.delitem(sys.modules, "flashsim.backends.cupy_engine", raising=False)
+    x = np.zeros((8, 16), np.float32)
+    with pytest.raises(BackendUnavailable, match=r"pip install 'flashsim\[cuda13\]'"):
+        flashsim.run(x, x, x, backend="cupy")
