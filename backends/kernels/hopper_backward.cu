@@ -33,7 +33,7 @@ struct OnChip {
 static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "backends.hopper and OnChip must agree");
 
 // Named barriers; 0 is __syncthreads, STAGING + g is warpgroup g's own.
-constexpr int DS_READY = 1, STAGING = 2;
+enum NamedBarrier { DS_READY = 1, STAGING = 2 };
 
 // The heads and visits of an item, in order: for each query head of the group, each row tile.
 struct Step {
@@ -62,7 +62,8 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
         }
         u32* counts = a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8;
         const int keys = min(BLOCK_K, a.n_kv - it.own.start);
-        report_one(counts, keys * FS_HEAD_DIM * 2), report_one(counts + 1, keys * FS_HEAD_DIM_V * 2);
+        report_one(counts, keys * FS_HEAD_DIM * 2);
+        report_one(counts + 1, keys * FS_HEAD_DIM_V * 2);
         Step step;
 #pragma unroll 1
         for (int left = a.group * it.visits.count; left; --left) {
@@ -72,7 +73,8 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
             arrive_expect(&s.full[ring.stage], sizeof(s.q[0]) + sizeof(s.dout[0]));
 #pragma unroll 1
             for (int c = 0; c < CHUNKS; ++c) {
-                copy_box(s.q[ring.stage][c], map_q, &s.full[ring.stage], 64 * c, query, head, batch);
+                copy_box(s.q[ring.stage][c], map_q, &s.full[ring.stage], 64 * c, query, head,
+                         batch);
                 copy_box(s.dout[ring.stage][c], map_dout, &s.full[ring.stage], 64 * c, query, head,
                          batch);
             }
@@ -130,6 +132,13 @@ __device__ __forceinline__ void issue_scores(float (&S)[BLOCK_Q / 2], const u16*
     wgmma_commit();
 }
 
+// One statistic of the query pairs that this thread's columns are.
+__device__ __forceinline__ void load_rows(float2 (&rows)[BLOCK_Q / 8], const float* statistic) {
+#pragma unroll
+    for (int j = 0; j < BLOCK_Q / 8; ++j)
+        rows[j] = *reinterpret_cast<const float2*>(&statistic[8 * j + fragment_column()]);
+}
+
 // dV += P^T dO, issued and committed; P^T comes from registers.
 __device__ __forceinline__ void issue_dv(float (&dV)[D / 2], const u32 (&P)[BLOCK_Q / 16][4],
                                          const u16* dout) {
@@ -140,8 +149,8 @@ __device__ __forceinline__ void issue_dv(float (&dV)[D / 2], const u32 (&P)[BLOC
     wgmma_commit();
 }
 
-// dK += dS^T Q, issued and committed; `ds` is this warpgroup's 64 rows. They come from shared memory,
-// so that their registers are free while the product goes on into the next visit.
+// dK += dS^T Q, issued and committed; `ds` is this warpgroup's 64 rows. They come from shared
+// memory, so that their registers are free while the product goes on into the next visit.
 __device__ __forceinline__ void issue_dk(float (&dK)[D / 2], const u16* ds, const u16* q) {
     const u32 da = descriptor(ds, 0), db = descriptor(q, BLOCK_Q * 128);
     wgmma_fence();
@@ -168,8 +177,7 @@ __device__ __forceinline__ void shape_scores(float (&S)[BLOCK_Q / 2], const Args
 #if FS_SCALED
 #pragma unroll
     for (int e = 0; e < BLOCK_Q / 2; ++e) {
-        const float y = S[e] * a.scale;
-        S[e] = FS_SOFTCAP ? a.softcap * fast_tanh(y / a.softcap) : y;
+        S[e] = scaled(a, S[e]);
     }
 #endif
     if (!visit.masked) return;
@@ -188,10 +196,10 @@ __device__ __forceinline__ void shape_scores(float (&S)[BLOCK_Q / 2], const Args
 
 __device__ void consume(OnChip& s, const Args& a, const TensorMap* map_dq, int g) {
     const float to_log2 = FS_SCALED ? LOG2E : a.scale * LOG2E;  // exponents in base 2
-    const int lane = threadIdx.x % 32, column = fragment_column();
+    [[maybe_unused]] const float uncap = 1.0f / a.softcap;
+    const int lane = threadIdx.x % 32;
     const bool speaks = lane == 0;              // for its warp
     const bool leads = threadIdx.x % 128 == 0;  // owns the warpgroup's copies out
-    const int dq_rows = Q_CHUNKS == 1 ? 0 : 64 * g, dq_column = Q_CHUNKS == 1 ? 64 * g : 0;
     const int ds_row = 64 * g + threadIdx.x / 32 % 4 * 16 + lane % 16;  // for store_matrices
     const int kv_heads = a.heads / a.group;
     Ring ring, slot;
@@ -212,7 +220,7 @@ __device__ void consume(OnChip& s, const Args& a, const TensorMap* map_dq, int g
 #pragma unroll 1
         for (int step = 0; step < steps; ++step) {
             const Visit visit = it.visits(a, next.v);
-            const int query = it.base + visit.tile * BLOCK_Q, stage = ring.stage;
+            const int stage = ring.stage;
             const int walk = it.walk * a.group + next.member;  // of the query head
             const i64 number = i64(walk) * a.n_visits + it.visits.first + next.v;
             u64* stamps = a.visit_stamps + number * 5;
@@ -225,35 +233,37 @@ __device__ void consume(OnChip& s, const Args& a, const TensorMap* map_dq, int g
             stamp(stamps, 1);
             issue_scores(S, &s.k[0][64 * g * 64], s.q[stage][0]);
             issue_scores(dP, &s.v[0][64 * g * 64], s.dout[stage][0]);
+            float2 rows[BLOCK_Q / 8];  // statistics of this thread's query pairs: lse, then delta
+            load_rows(rows, s.lse[stage]);  // under the products
             wgmma_wait<1>();  // S of this visit and dK of the last are complete
             pin(S);
             ring.next(STAGES);  // of two stages, the next one is also the last visit's
             if (speaks && step > 0) arrive(&s.empty[ring.stage]);
             stamp(stamps, 2);
-            // -- P^T = exp2(c S^T - lse) ------------------------------------------------------------
+            // -- P^T = exp2(c S^T - lse) ----------------------------------------------------------
             shape_scores(S, a, it, visit, key);
 #pragma unroll
             for (int e = 0; e < BLOCK_Q / 2; e += 2) {
-                const float2 lse = *reinterpret_cast<float2*>(&s.lse[stage][e / 4 * 8 + column]);
-                const float p0 = exp2_approx(S[e] * to_log2 - lse.x);
-                const float p1 = exp2_approx(S[e + 1] * to_log2 - lse.y);
+                const float p0 = exp2_approx(S[e] * to_log2 - rows[e / 4].x);
+                const float p1 = exp2_approx(S[e + 1] * to_log2 - rows[e / 4].y);
                 P[e / 8][e / 2 % 4] = pack(p0, p1);
 #if FS_SOFTCAP  // from here on S is P times the slope of c tanh(x / c), 1 - tanh^2; S may be -inf
-                const float t0 = fmaxf(S[e] / a.softcap, -1.0f), t1 = fmaxf(S[e + 1] / a.softcap, -1.0f);
+                const float t0 = fmaxf(S[e] * uncap, -1.0f), t1 = fmaxf(S[e + 1] * uncap, -1.0f);
                 S[e] = p0 * (1.0f - t0 * t0), S[e + 1] = p1 * (1.0f - t1 * t1);
 #else
                 S[e] = p0, S[e + 1] = p1;
 #endif
             }
-            // -- dV += P^T dO, and under it dS^T = P^T (dP^T - delta) ------------------------------
+            // -- dV += P^T dO, and under it dS^T = P^T (dP^T - delta) -----------------------------
+            load_rows(rows, s.delta[stage]);
             if (DV_EARLY) issue_dv(dV, P, s.dout[stage][0]);
             wgmma_wait<DV_EARLY ? 1 : 0>();
             pin(dP);
             stamp(stamps, 3);
 #pragma unroll
             for (int e = 0; e < BLOCK_Q / 2; e += 2) {
-                const float2 delta = *reinterpret_cast<float2*>(&s.delta[stage][e / 4 * 8 + column]);
-                dP[e] = S[e] * (dP[e] - delta.x), dP[e + 1] = S[e + 1] * (dP[e + 1] - delta.y);
+                dP[e] = S[e] * (dP[e] - rows[e / 4].x);
+                dP[e + 1] = S[e + 1] * (dP[e + 1] - rows[e / 4].y);
             }
             round_operand(dS, dP);
 #pragma unroll
@@ -284,17 +294,20 @@ __device__ void consume(OnChip& s, const Args& a, const TensorMap* map_dq, int g
                 const int row = fragment_row() + e / 2 % 2 * 8, x = e ^ 8;
                 const int piece = (e / 4 % 4 ^ odd * 2) * 2 + lane % 4 / 2;
                 float* to = &s.dq[g][e / 16][row * 32 + (piece ^ row % 8) * 4 + lane % 2 * 2];
-                *reinterpret_cast<float2*>(to) = odd ? float2{dQ[x], dQ[x + 1]} : float2{dQ[e], dQ[e + 1]};
+                *reinterpret_cast<float2*>(to) =
+                    odd ? float2{dQ[x], dQ[x + 1]} : float2{dQ[e], dQ[e + 1]};
             }
             fence_async_shared();
             named_sync(STAGING + g, 128);  // the piece is complete
             if (leads) {
+                const int dq_column = Q_CHUNKS == 1 ? 64 * g : 0;
+                const int row = it.base + visit.tile * BLOCK_Q + (Q_CHUNKS == 1 ? 0 : 64 * g);
 #pragma unroll
                 for (int c = 0; c < DQ_COLUMNS / 32; ++c)
-                    reduce_box(map_dq, s.dq[g][c], dq_column + 32 * c, query + dq_rows,
-                               walk % a.heads, walk / a.heads);
+                    reduce_box(map_dq, s.dq[g][c], dq_column + 32 * c, row, walk % a.heads,
+                               walk / a.heads);
                 reduce_commit();
-                const int rows = max(0, min(64, a.n_q - query - dq_rows));
+                const int rows = max(0, min(64, a.n_q - row));
                 const int columns = max(0, min(DQ_COLUMNS, FS_HEAD_DIM - dq_column));
                 report_one(a.visit_counts + number * 8 + 4, rows * columns * 4);
             }

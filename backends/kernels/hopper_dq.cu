@@ -1,8 +1,8 @@
 // dQ of the deterministic backward for Hopper: queries outside, no atomics, no accumulator in HBM.
 // Each of two consumer warpgroups keeps dQ of 64 query rows in registers; per visit it recomputes
 // S = Q K^T and dP = dO V^T and makes dS = P (dP - delta), which in registers already is the left
-// operand of dQ += dS K. With row tiles of 128 the warpgroups share out the rows; with 64, the keys of
-// each visit, and their two dQ are added at the end. One producer thread keeps a ring of K and V
+// operand of dQ += dS K. With row tiles of 128 the warpgroups share out the rows; with 64, the keys
+// of each visit, and their two dQ are added at the end. One producer thread keeps a ring of K and V
 // tiles full. Which tiles are visited is read from the schedule's tables.
 #include "hopper_work.cuh"
 
@@ -48,21 +48,25 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
         own_parity ^= 1;
         u32* counts = a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8;
         const int rows = min(BLOCK_Q, a.n_q - it.own.start);
-        report_one(counts, rows * FS_HEAD_DIM * 2), report_one(counts + 1, rows * FS_HEAD_DIM_V * 2);
+        report_one(counts, rows * FS_HEAD_DIM * 2);
+        report_one(counts + 1, rows * FS_HEAD_DIM_V * 2);
         for (int n = 0; n < it.visits.count; ++n) {
             const int key = it.base + it.visits(a, n).tile * BLOCK_K;
             wait(&s.empty[ring.stage], ring.parity ^ 1);  // its last readers are done
             arrive_expect(&s.full[ring.stage], sizeof(s.k[0]) + sizeof(s.v[0]));
 #pragma unroll 1
             for (int c = 0; c < CHUNKS; ++c) {
-                copy_box(s.k[ring.stage][c], map_k, &s.full[ring.stage], 64 * c, key, kv_head, batch);
-                copy_box(s.v[ring.stage][c], map_v, &s.full[ring.stage], 64 * c, key, kv_head, batch);
+                copy_box(s.k[ring.stage][c], map_k, &s.full[ring.stage], 64 * c, key, kv_head,
+                         batch);
+                copy_box(s.v[ring.stage][c], map_v, &s.full[ring.stage], 64 * c, key, kv_head,
+                         batch);
             }
             ring.next(STAGES);
 #if FS_TRACE
             u32* visit = a.visit_counts + (i64(it.walk) * a.n_visits + it.visits.first + n) * 8;
             const int keys = min(BLOCK_K, a.n_kv - key);
-            report_one(visit, keys * FS_HEAD_DIM * 2), report_one(visit + 1, keys * FS_HEAD_DIM_V * 2);
+            report_one(visit, keys * FS_HEAD_DIM * 2);
+            report_one(visit + 1, keys * FS_HEAD_DIM_V * 2);
 #endif
         }
     }
@@ -91,6 +95,7 @@ __device__ __forceinline__ void issue_dq(float (&dQ)[D / 2], const u32 (&dS)[KEY
 
 __device__ void consume(OnChip& s, const Args& a, int g) {
     const float to_log2 = FS_SCALED ? LOG2E : a.scale * LOG2E;  // exponents in base 2
+    [[maybe_unused]] const float uncap = 1.0f / a.softcap;
     const bool speaks = threadIdx.x % 32 == 0;                  // one arrival a warp
     const int part = SPLIT_KEYS ? 0 : g, my_key = SPLIT_KEYS ? KEYS * g : 0;
     Ring ring, slot;
@@ -137,8 +142,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #if FS_SCALED
 #pragma unroll
             for (int e = 0; e < KEYS / 2; ++e) {
-                const float y = S[e] * a.scale;
-                S[e] = FS_SOFTCAP ? a.softcap * fast_tanh(y / a.softcap) : y;
+                S[e] = scaled(a, S[e]);
             }
 #endif
             if (visit.masked) {
@@ -158,7 +162,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             for (int e = 0; e < KEYS / 2; ++e) {
                 const float p = exp2_approx(S[e] * to_log2 - lse[e / 2 % 2]);
 #if FS_SOFTCAP  // times the slope of c tanh(x / c), 1 - tanh^2; S may be -inf
-                const float t = fmaxf(S[e] / a.softcap, -1.0f);
+                const float t = fmaxf(S[e] * uncap, -1.0f);
                 S[e] = p * (1.0f - t * t);
 #else
                 S[e] = p;

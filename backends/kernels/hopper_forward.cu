@@ -12,7 +12,7 @@ constexpr int THREADS = 128 * (WARPGROUPS + 1);
 // What setmaxnreg leaves a thread; 65,536 registers go to THREADS threads.
 constexpr int PRODUCER_REGISTERS = WARPGROUPS == 3 ? 32 : 40;
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 3 ? 160 : 232;
-static_assert(BLOCK_Q % 64 == 0 && (WARPGROUPS == 2 || WARPGROUPS == 3), "a warpgroup owns 64 rows");
+static_assert(BLOCK_Q == 128 || BLOCK_Q == 192, "two or three warpgroups of 64 rows");
 static_assert(D % 16 == 0 && DV % 16 == 0 && BLOCK_K % 16 == 0 && BLOCK_K <= 256, "wgmma's shapes");
 
 struct OnChip {
@@ -105,8 +105,7 @@ __device__ __forceinline__ void shape_scores(float (&S)[BLOCK_K / 2], const Args
 #if FS_SCALED
 #pragma unroll
     for (int e = 0; e < BLOCK_K / 2; ++e) {
-        const float y = S[e] * a.scale;
-        S[e] = FS_SOFTCAP ? a.softcap * fast_tanh(y / a.softcap) : y;
+        S[e] = scaled(a, S[e]);
     }
 #endif
     const Visit visit = it.visits(a, v);
@@ -124,7 +123,8 @@ __device__ __forceinline__ void shape_scores(float (&S)[BLOCK_K / 2], const Args
     }
 }
 
-struct Softmax {  // of this thread's two rows; l is this thread's share, the quad adds up at the end
+// Of this thread's two rows; l is this thread's share, the quad adds up at the end.
+struct Softmax {
     float m[2] = {NEG_INF, NEG_INF}, l[2] = {0.0f, 0.0f};
 
     // m_new = max(m, rowmax S), P = exp2(c (S - m_new)) in S's place, l = alpha l + rowsum P;

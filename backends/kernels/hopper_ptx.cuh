@@ -11,7 +11,7 @@ __device__ inline u32 shared_address(const void* p) {
     return static_cast<u32>(__cvta_generic_to_shared(p));
 }
 
-// -- mbarrier: counts arrivals, and bytes still to come; has a phase bit ---------------------------
+// -- mbarrier: counts arrivals, and bytes still to come; has a phase bit -------------------------
 // A barrier completes phases of parity 0, 1, 0, ...; wait(parity) returns once the phase of that
 // parity is over. A fresh barrier behaves as if a phase of parity 1 had just been completed.
 __device__ inline void barrier_init(u64* bar, int arrivals) {
@@ -40,7 +40,7 @@ __device__ inline void wait(u64* bar, u32 parity) {
     } while (!done);
 }
 
-// -- named barriers: 0 is __syncthreads, 1..15 are ours --------------------------------------------
+// -- named barriers: 0 is __syncthreads, 1..15 are ours ------------------------------------------
 __device__ inline void named_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
 }
@@ -48,7 +48,7 @@ __device__ inline void named_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory");
 }
 
-// -- the copy engine (TMA) -------------------------------------------------------------------------
+// -- the copy engine (TMA) -----------------------------------------------------------------------
 // Copies one box of a (d, n, head, batch) tensor to shared memory. Elements outside the tensor are
 // not fetched and arrive as zeros; the bytes of the whole box are credited to `bar`.
 __device__ inline void copy_box(void* to, const TensorMap* map, u64* bar, int column, int row,
@@ -86,7 +86,7 @@ __device__ inline void store_matrices(void* to, const u32 (&x)[4]) {
                  : "memory");
 }
 
-// -- registers move from the producer to the consumers ---------------------------------------------
+// -- registers move from the producer to the consumers -------------------------------------------
 template <int N> __device__ inline void registers_give() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(N));
 }
@@ -94,7 +94,7 @@ template <int N> __device__ inline void registers_take() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(N));
 }
 
-// -- wgmma (its multiplications themselves: hopper_wgmma.py) ---------------------------------------
+// -- wgmma (its multiplications themselves: hopper_wgmma.cuh) ------------------------------------
 __device__ inline void wgmma_fence() {  // registers and shared memory are as the product may read
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }

@@ -1,6 +1,6 @@
-// `wgmma` for accumulators of 64 rows by N = 32, 48, ..., 256 columns, float32, over 16 of k. PTX wants
-// every register of an instruction spelled out, hence the lists; the accumulator's length picks the
-// overload. A and B are descriptors (hopper_ptx.cuh), or A is an operand fragment in registers.
+// `wgmma` for accumulators of 64 rows by N = 32, 48, ..., 256 columns, float32, over 16 of k. PTX
+// wants every register of an instruction spelled out, hence the lists; the accumulator's length
+// picks the overload. A and B are descriptors (hopper_ptx.cuh), or A is a fragment in registers.
 // `accumulate` 0 overwrites d. TRANS 1: the operand's k runs down its rows (MN-major).
 
 #if FS_BF16

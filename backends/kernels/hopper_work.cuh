@@ -72,7 +72,12 @@ struct Items {
     }
 };
 
-// -- accumulator fragments -------------------------------------------------------------------------
+// A raw score, scaled and capped; for where the exponent cannot take the scale (FS_SCALED).
+__device__ inline float scaled(const Args& a, float score) {
+    return FS_SOFTCAP ? a.softcap * fast_tanh(score * (a.scale / a.softcap)) : score * a.scale;
+}
+
+// -- accumulator fragments -----------------------------------------------------------------------
 // Of a 64-row accumulator, a thread holds rows r = 16 (warp % 4) + lane / 4 and r + 8, and of each
 // 8 columns the pair at 2 (lane % 4): element e is row e / 2 % 2, column 8 (e / 4) + e % 2 + pair.
 __device__ inline int fragment_row() { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
@@ -130,7 +135,7 @@ __device__ inline void report_one(u32* slot, u32 bytes) {
 #endif
 }
 
-// -- when: the first thread of the first consumer warpgroup stamps --------------------------------
+// -- when: the first thread of the first consumer warpgroup stamps -------------------------------
 [[maybe_unused]] constexpr int STAMPER = 128;
 
 __device__ inline void stamp(u64* visit_stamps, int slot) {
