@@ -14,8 +14,8 @@ constexpr int THREADS = 128 * (WARPGROUPS + 1);
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 // dQ's tile is shared out among the warpgroups in pieces of 64 rows by DQ_COLUMNS.
 constexpr int DQ_COLUMNS = D * Q_CHUNKS / WARPGROUPS;
-// Start dV before dS is computed, where there are registers enough.
-constexpr bool DV_EARLY = BLOCK_Q == 64;
+// Registers enough to start dV before dS is computed, and to load statistics ahead of their use.
+constexpr bool AHEAD = BLOCK_Q == 64;
 static_assert(D % 64 == 0 && BLOCK_Q % 64 == 0 && WARPGROUPS == 2 && DQ_COLUMNS == 64, "");
 
 struct OnChip {
@@ -132,11 +132,13 @@ __device__ __forceinline__ void issue_scores(float (&S)[BLOCK_Q / 2], const u16*
     wgmma_commit();
 }
 
-// One statistic of the query pairs that this thread's columns are.
+// A statistic of the two queries that are this thread's columns in the j-th eight; of all of them.
+__device__ __forceinline__ float2 query_pair(const float* statistic, int j) {
+    return *reinterpret_cast<const float2*>(&statistic[8 * j + fragment_column()]);
+}
 __device__ __forceinline__ void load_rows(float2 (&rows)[BLOCK_Q / 8], const float* statistic) {
 #pragma unroll
-    for (int j = 0; j < BLOCK_Q / 8; ++j)
-        rows[j] = *reinterpret_cast<const float2*>(&statistic[8 * j + fragment_column()]);
+    for (int j = 0; j < BLOCK_Q / 8; ++j) rows[j] = query_pair(statistic, j);
 }
 
 // dV += P^T dO, issued and committed; P^T comes from registers.
@@ -233,8 +235,8 @@ __device__ void consume(OnChip& s, const Args& a, const TensorMap* map_dq, int g
             stamp(stamps, 1);
             issue_scores(S, &s.k[0][64 * g * 64], s.q[stage][0]);
             issue_scores(dP, &s.v[0][64 * g * 64], s.dout[stage][0]);
-            float2 rows[BLOCK_Q / 8];  // statistics of this thread's query pairs: lse, then delta
-            load_rows(rows, s.lse[stage]);  // under the products
+            float2 rows[BLOCK_Q / 8];  // a statistic of this thread's query pairs: lse, then delta
+            if (AHEAD) load_rows(rows, s.lse[stage]);  // under the products
             wgmma_wait<1>();  // S of this visit and dK of the last are complete
             pin(S);
             ring.next(STAGES);  // of two stages, the next one is also the last visit's
@@ -244,8 +246,9 @@ __device__ void consume(OnChip& s, const Args& a, const TensorMap* map_dq, int g
             shape_scores(S, a, it, visit, key);
 #pragma unroll
             for (int e = 0; e < BLOCK_Q / 2; e += 2) {
-                const float p0 = exp2_approx(S[e] * to_log2 - rows[e / 4].x);
-                const float p1 = exp2_approx(S[e + 1] * to_log2 - rows[e / 4].y);
+                const float2 lse = AHEAD ? rows[e / 4] : query_pair(s.lse[stage], e / 4);
+                const float p0 = exp2_approx(S[e] * to_log2 - lse.x);
+                const float p1 = exp2_approx(S[e + 1] * to_log2 - lse.y);
                 P[e / 8][e / 2 % 4] = pack(p0, p1);
 #if FS_SOFTCAP  // from here on S is P times the slope of c tanh(x / c), 1 - tanh^2; S may be -inf
                 const float t0 = fmaxf(S[e] * uncap, -1.0f), t1 = fmaxf(S[e + 1] * uncap, -1.0f);
@@ -255,15 +258,15 @@ __device__ void consume(OnChip& s, const Args& a, const TensorMap* map_dq, int g
 #endif
             }
             // -- dV += P^T dO, and under it dS^T = P^T (dP^T - delta) -----------------------------
-            load_rows(rows, s.delta[stage]);
-            if (DV_EARLY) issue_dv(dV, P, s.dout[stage][0]);
-            wgmma_wait<DV_EARLY ? 1 : 0>();
+            if (AHEAD) load_rows(rows, s.delta[stage]), issue_dv(dV, P, s.dout[stage][0]);
+            wgmma_wait<AHEAD ? 1 : 0>();
             pin(dP);
             stamp(stamps, 3);
 #pragma unroll
             for (int e = 0; e < BLOCK_Q / 2; e += 2) {
-                dP[e] = S[e] * (dP[e] - rows[e / 4].x);
-                dP[e + 1] = S[e + 1] * (dP[e + 1] - rows[e / 4].y);
+                const float2 delta = AHEAD ? rows[e / 4] : query_pair(s.delta[stage], e / 4);
+                dP[e] = S[e] * (dP[e] - delta.x);
+                dP[e + 1] = S[e + 1] * (dP[e + 1] - delta.y);
             }
             round_operand(dS, dP);
 #pragma unroll
@@ -271,7 +274,7 @@ __device__ void consume(OnChip& s, const Args& a, const TensorMap* map_dq, int g
                 const int piece = x % 4 * 2 + lane / 16;  // 8 queries, 16 bytes
                 store_matrices(&s.ds[stage][x / 4][ds_row * 64 + (piece ^ ds_row % 8) * 8], dS[x]);
             }
-            if (!DV_EARLY) issue_dv(dV, P, s.dout[stage][0]);
+            if (!AHEAD) issue_dv(dV, P, s.dout[stage][0]);
             fence_async_shared();
             // All of dS is written. The other stage's dS is free from here on: its products were
             // waited for before this visit's scores were used.
