@@ -59,7 +59,7 @@ def tilings(problem: Problem, gpu: Gpu, direction: str) -> tuple[Tiling, ...]:
         return (Tiling(128, 128),) if d <= 64 else (Tiling(64, 128),)
     if d <= 64:
         best = [Tiling(192, 128), Tiling(128, 128)]
-        if min(problem.n_q, problem.n_kv) <= 2048:
+        if problem.causal and problem.n_kv <= 1024:
             best.reverse()
     elif d <= 128:
         best = [Tiling(128, 176), Tiling(128, 128)]

@@ -105,10 +105,8 @@ def make(p, kind="normal"):
 
 def run(p, x, **more):
     names = ("causal", "window", "softcap", "scale", "block_mask", "cu_seqlens_q", "cu_seqlens_k")
-    given = {name: getattr(p, name) for name in names}
-    return flashsim.run(
-        x["q"], x["k"], x["v"], backend="cupy", kernel="hopper", **{**given, **more}
-    )
+    given = {name: getattr(p, name) for name in names} | {"kernel": "hopper"}
+    return flashsim.run(x["q"], x["k"], x["v"], backend="cupy", **{**given, **more})
 
 
 def within(got, exact, plain, p, name):
