@@ -4,14 +4,17 @@ products, the launch arithmetic is theirs, and what they do not take they refuse
 
 import ctypes
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+import flashsim
 from flashsim import Problem, Tiling
-from flashsim.backends import hopper, launch, tensor_maps
+from flashsim.backends import hopper, launch, portable, tensor_maps
 from flashsim.backends.launch import Box, Gpu
-from flashsim.errors import UnsupportedError
+from flashsim.engine import Job
+from flashsim.errors import OptionError, UnsupportedError
 from flashsim.problem import BlockMask
 
 H200 = Gpu("H200", (9, 0), 227 * 1024, 60 << 20)
@@ -197,3 +200,28 @@ def test_kernels_say_that_they_need_hoppers_instructions():
     assert rows.kernel.name == "flash_delta"
     assert not any("-arch" in o for o in rows.kernel.options)
     assert isinstance(rows.kernel, launch.Kernel)
+
+
+def engine():
+    pytest.importorskip("cupy")
+    from flashsim.backends import cupy_engine
+
+    return cupy_engine
+
+
+def test_auto_takes_hoppers_kernels_where_they_run():
+    chosen = engine()._family
+    job = Job(PROBLEMS["192"], None, None, None)
+    assert chosen(job, H200, "forward") is hopper
+    assert chosen(job, H200, "backward") is portable
+    assert chosen(job, A100, "forward") is portable
+    assert chosen(replace(job, tiling=Tiling(64, 64)), H200, "forward") is portable
+    assert chosen(replace(job, options={"kernel": "portable"}), H200, "forward") is portable
+    assert chosen(replace(job, options={"kernel": "hopper"}), A100, "forward") is hopper
+
+
+def test_an_unknown_kernel_is_named():
+    engine()
+    x = np.zeros((8, 16), np.float16)
+    with pytest.raises(OptionError, match=r"unknown kernel 'hoper'.*did you mean 'hopper'"):
+        flashsim.run(x, x, x, backend="cupy", kernel="hoper")
