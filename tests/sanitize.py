@@ -34,7 +34,7 @@ def main() -> None:
                 q, k, v, dout = (
                     rng.standard_normal(shape).astype(numpy_dtype(dtype)) for shape in shapes
                 )
-                # Small tiles are the portable kernels'; the default ones on a Hopper GPU are Hopper's.
+                # Small tiles are the portable kernels', the default ones on a Hopper GPU Hopper's.
                 for tiles in ({"tiling": Tiling(32, 32)}, {}):
                     for trace in (False, "timeline"):
                         result = flashsim.run(q, k, v, backend="cupy", trace=trace, **tiles, **mask)

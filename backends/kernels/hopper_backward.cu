@@ -113,8 +113,7 @@ __device__ void produce_statistics(OnChip& s, const Args& a) {
                 s.delta[ring.stage][x] = exists ? a.delta[row] : 0.0f;
                 report(counts + 2, 4 * exists), report(counts + 3, 4 * exists);
             }
-            __syncwarp();  // all lanes' values are written before lane 0 says so
-            if (lane == 0) arrive(&s.full[ring.stage]);
+            arrive(&s.full[ring.stage]);  // every lane for what it wrote
             ring.next(STAGES);
             step.next(it.visits.count);
         }
@@ -351,7 +350,7 @@ hopper_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__
     if (threadIdx.x == 0) {
         barrier_init(&s.kv_full, 1), barrier_init(&s.kv_empty, 4 * WARPGROUPS);
         for (int i = 0; i < STAGES; ++i) {
-            barrier_init(&s.full[i], 2);  // the copies, and the statistics
+            barrier_init(&s.full[i], 1 + 32);  // the copies, and the lanes with the statistics
             barrier_init(&s.empty[i], 4 * WARPGROUPS);
         }
         s.items.init(4 * WARPGROUPS + 1);
