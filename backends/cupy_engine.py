@@ -12,17 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from flashsim.backends import counts, launch, lowering, portable, timeline
+from flashsim.backends import counts, hopper, launch, lowering, portable, tensor_maps, timeline
 from flashsim.backends.launch import Gpu
 from flashsim.backends.lowering import Lowered
-from flashsim.backends.portable import Pass
+from flashsim.backends.passes import Pass
 from flashsim.engine import Job, Outcome
 from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError, choices
 from flashsim.events import StageTrace
 
 OPTIONS: frozenset[str] = frozenset({"kernel"})
-#: Kernel families by name; each offers `forward_passes` and `backward_passes`.
-KERNELS = {"portable": portable}
+#: Kernel families by name; each offers `NAME`, `forward_passes` and `backward_passes`.
+KERNELS = {"portable": portable, "hopper": hopper}
 OLDEST = (8, 0)
 
 try:
@@ -40,11 +40,12 @@ def forward(job: Job) -> Outcome:
     """Run the forward pass on the GPU that holds the arrays (NumPy arrays: on the current one)."""
     p = job.problem
     _check(job)
-    family = _family(job)
+    _check_kernel(job)
     require_gpu()
     space = arrays.space_of({"q": job.q, "k": job.k, "v": job.v}, p.dtype)
     with _errors(job), space.active():
         gpu = gpu_of(space.device)
+        family = _family(job, gpu, "forward")
         passes = family.forward_passes(p, job.tiling, gpu, job.key_order, _report(job))
         views = {"q": space.view(job.q), "k": space.view(job.k), "v": space.view(job.v)}
         width = launch.row_elements(p.head_dim_v)
@@ -68,7 +69,7 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
     """Run the backward pass: three deterministic passes, or fused with reductions into dQ."""
     p = job.problem
     space, gpu = saved["space"], saved["gpu"]
-    family = _family(job)
+    family = _family(job, gpu, "backward")
     arrays.check_space("dout", dout, p.dtype, space)
     with _errors(job), space.active():
         passes = family.backward_passes(
@@ -199,7 +200,22 @@ class Launcher:
         packed = launch.ARGS_FORMAT.pack(*self._head, *ready.tables, *reported, *ready.numbers)
         # As plain bytes: CuPy would spell out a structured dtype's fields at every launch.
         args = np.frombuffer(packed, _ARGS_BYTES)
-        ready.function(one.grid, ready.block, (args,), shared_mem=one.kernel.shared_bytes)
+        values: tuple[Any, ...] = (args,)
+        if one.kernel.boxes:
+            maps = (self._map(box) for box in one.kernel.boxes)
+            values = (*maps, args, self.space.zeros((1,), "uint32"))
+        ready.function(one.grid, ready.block, values, shared_mem=one.kernel.shared_bytes)
+
+    def _map(self, box: launch.Box) -> np.ndarray:
+        """The tensor map of one array of this call."""
+        p = self.job.problem
+        if box.tensor in self.views:
+            pointer, strides, _ = self.views[box.tensor]
+        else:
+            d = launch.row_elements(p.head_dim)
+            pointer = self.space.pointer(self.scratch[box.tensor])
+            strides = (p.heads * p.n_q * d, p.n_q * d, d)
+        return tensor_maps.encode(p, box, pointer, strides)
 
 
 _ARGS_BYTES = np.dtype(("V", launch.ARGS.itemsize))
@@ -273,6 +289,7 @@ def gpu_of(device: int) -> Gpu:
         properties["sharedMemPerBlockOptin"],
         properties["l2CacheSize"],
         properties["clockRate"],
+        properties["multiProcessorCount"],
     )
 
 
@@ -314,11 +331,19 @@ def _check(job: Job) -> None:
         lowering.check(p, job.tiling)
 
 
-def _family(job: Job) -> Any:
-    name = job.options.get("kernel", "portable")
-    if name not in KERNELS:
-        raise OptionError(f"unknown kernel {name!r}; {choices(name, KERNELS)}")
-    return KERNELS[name]
+def _check_kernel(job: Job) -> None:
+    name = job.options.get("kernel", "auto")
+    if name not in ("auto", *KERNELS):
+        raise OptionError(f"unknown kernel {name!r}; {choices(name, ('auto', *KERNELS))}")
+
+
+def _family(job: Job, gpu: Gpu, direction: str) -> Any:
+    """The kernels that were asked for; "auto" takes Hopper's wherever they run this."""
+    name = job.options.get("kernel", "auto")
+    if name != "auto":
+        return KERNELS[name]
+    refused = hopper.refusal(job.problem, job.tiling, gpu, direction, _report(job))
+    return portable if refused else hopper
 
 
 def _report(job: Job) -> str:

@@ -62,6 +62,7 @@ class Gpu:
     l2_bytes : int
     clock_khz : int
         Highest SM clock.
+    multiprocessors : int
     """
 
     name: str
@@ -69,6 +70,7 @@ class Gpu:
     shared_bytes: int
     l2_bytes: int
     clock_khz: int = 1_000_000
+    multiprocessors: int = 132
 
 
 @dataclass(frozen=True)
@@ -82,19 +84,34 @@ class Variant:
 
 
 @dataclass(frozen=True)
+class Box:
+    """What one order to Hopper's copy engine moves: rows by columns of a tensor."""
+
+    tensor: str
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True)
 class Kernel:
-    """One kernel, compiled for one problem and tiling: all that a launch needs but the data."""
+    """One kernel, compiled for one problem and tiling: all that a launch needs but the data.
+
+    Where it has `boxes`, its arguments are a tensor map for each, ``struct Args`` and the address
+    of a work counter that starts at 0; elsewhere ``struct Args`` alone.
+    """
 
     file: str
     name: str
     threads: int
     shared_bytes: int
     constants: tuple[tuple[str, int], ...]
+    boxes: tuple[Box, ...] = ()
 
     @property
     def options(self) -> tuple[str, ...]:
         """Options for NVRTC."""
-        return ("-std=c++17", *(f"-D{name}={value}" for name, value in self.constants))
+        arch = ("-arch=sm_90a",) if self.boxes else ()  # Hopper's own instructions
+        return ("-std=c++17", *arch, *(f"-D{name}={value}" for name, value in self.constants))
 
 
 def padded(head_dim: int) -> int:
@@ -307,11 +324,20 @@ def _kernel(
     _require(tiling, warps <= 8)
     half = problem.dtype != "float32"
     shared = -(-shared // 128) * 128 if half else shared  # half tiles are 128-byte aligned
+    values = constants(problem, tiling, variant) | {
+        "SMEM_BYTES": shared,
+        "WARPS": warps,
+        **{key.upper(): value for key, value in more.items()},
+    }
+    return Kernel(file, name, 32 * warps, shared, macros(values))
+
+
+def constants(problem: Problem, tiling: Tiling, variant: Variant) -> dict[str, int]:
+    """What every kernel is compiled for."""
     unlimited = problem.n_q + problem.n_kv
     softcap = bool(problem.softcap)
-    constants = {
+    return {
         "ARGS_BYTES": ARGS.itemsize,
-        "SMEM_BYTES": shared,
         "SPANS": variant.spans,
         "DESCENDING": variant.descending,
         "TRACE": variant.counts,
@@ -323,15 +349,15 @@ def _kernel(
         "DV": padded(problem.head_dim_v),
         "HEAD_DIM": row_elements(problem.head_dim),
         "HEAD_DIM_V": row_elements(problem.head_dim_v),
-        "WARPS": warps,
         "BF16": problem.dtype == "bfloat16",
         "RIGHT": problem.right < unlimited,
         "LEFT": problem.left < unlimited,
         # exp2 takes the scale along, unless a softcap needs it first or it would turn max to min.
         "SCALED": softcap or problem.scale <= 0,
         "SOFTCAP": softcap,
-        **{key.upper(): value for key, value in more.items()},
     }
-    return Kernel(
-        file, name, 32 * warps, shared, tuple((f"FS_{k}", int(v)) for k, v in constants.items())
-    )
+
+
+def macros(values: dict[str, int]) -> tuple[tuple[str, int], ...]:
+    """Constants as the macros of `Kernel.constants`."""
+    return tuple((f"FS_{name}", int(value)) for name, value in values.items())

@@ -6,44 +6,17 @@ A *kernel family* like this one offers `NAME`, `forward_passes` and `backward_pa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 from flashsim import plans
 from flashsim.backends import launch
-from flashsim.backends.launch import Gpu, Kernel, Variant
-from flashsim.backends.lowering import Lowered, lower
+from flashsim.backends.launch import Gpu
+from flashsim.backends.passes import Pass, tables_of, variant_of, walk_pass
 from flashsim.problem import Problem
-from flashsim.schedule import KeyOrder, Schedule
+from flashsim.schedule import KeyOrder
 from flashsim.tiling import Tiling
 
 NAME = "portable"
-
-
-@dataclass(frozen=True, eq=False)
-class Pass:
-    """One launch: a stage of `flashsim.plans` with its walk and its kernel.
-
-    Attributes
-    ----------
-    stage : plans.Stage
-    tables : Lowered
-    kernel : Kernel
-    grid : tuple of int
-        Thread blocks. A walk's blocks are numbered in one dimension, a row-wise pass's in two.
-    walks : int
-        How many times the walk is made: query heads, or key heads with keys outside.
-    clump : int
-        Heads whose tensors are worked on together, to stay in L2 (`take_work` in common.cuh).
-    """
-
-    stage: plans.Stage
-    tables: Lowered
-    kernel: Kernel
-    grid: tuple[int, ...]
-    walks: int
-    clump: int
 
 
 @lru_cache(maxsize=256)
@@ -65,9 +38,9 @@ def forward_passes(
     """
     tiling = _tiling(problem, tiling, gpu, "forward", fused=False)
     (stage,) = plans.stages(problem, "flash2", "forward")
-    tables = _tables(problem, tiling, key_order, "row")
-    kernel = launch.forward_kernel(problem, tiling, _variant(tables, report))
-    return (_walk(stage, tables, kernel, gpu),)
+    tables = tables_of(stage, problem, tiling, key_order)
+    kernel = launch.forward_kernel(problem, tiling, variant_of(tables, report))
+    return (walk_pass(stage, tables, kernel, gpu),)
 
 
 @lru_cache(maxsize=256)
@@ -84,15 +57,14 @@ def backward_passes(
     tiling = _tiling(problem, tiling, gpu, "backward", fused=fused)
     passes = []
     for stage in plans.stages(problem, algorithm, "backward"):
-        by: Literal["row", "col"] = "row" if stage.outer == "queries" else "col"
-        tables = _tables(problem, tiling, key_order, by)
-        variant = _variant(tables, report)
+        tables = tables_of(stage, problem, tiling, key_order)
+        variant = variant_of(tables, report)
         if stage.name in ("dkdv", "fused"):
             kernel = launch.dkdv_kernel(problem, tiling, variant, gpu, fused=fused)
-            passes.append(_walk(stage, tables, kernel, gpu))
+            passes.append(walk_pass(stage, tables, kernel, gpu))
         elif stage.name == "dq":
             kernel = launch.dq_kernel(problem, tiling, variant, gpu)
-            passes.append(_walk(stage, tables, kernel, gpu))
+            passes.append(walk_pass(stage, tables, kernel, gpu))
         else:
             name = f"flash_{stage.name}"
             kernel = launch.rows_kernel(problem, tiling, variant, name, fused=fused)
@@ -108,33 +80,3 @@ def _tiling(
         return launch.default_tiling(problem, gpu, direction, fused=fused)
     launch.check(problem, tiling, gpu, direction, fused=fused)
     return tiling
-
-
-def _tables(
-    problem: Problem, tiling: Tiling, key_order: KeyOrder, by: Literal["row", "col"]
-) -> Lowered:
-    outer: plans.Outer = "queries" if by == "row" else "keys"
-    return lower(Schedule(problem, tiling, outer, key_order), by)
-
-
-def _variant(tables: Lowered, report: str) -> Variant:
-    return Variant(
-        spans=tables.spans is not None,
-        descending=tables.descending,
-        counts=report != "",
-        timeline=report == "timeline",
-    )
-
-
-def _walk(stage: plans.Stage, tables: Lowered, kernel: Kernel, gpu: Gpu) -> Pass:
-    p = tables.schedule.problem
-    walks, _ = plans.heads_of(stage, p)
-    d, dv = p.head_dim, p.head_dim_v
-    if tables.by == "row":  # a walk reads K and V; the query heads of a group share them
-        heads_at_once = p.group * int(0.4 * gpu.l2_bytes) // (p.n_kv * (d + dv) * p.itemsize)
-        clump = max(p.group, heads_at_once // p.group * p.group)
-    else:  # a walk reads Q and dO and, fused, adds to a float32 dQ, for each head of its group
-        per_walk = p.group * p.n_q * ((d + dv) * p.itemsize + 4 * d)
-        clump = max(1, int(0.4 * gpu.l2_bytes) // per_walk)
-    clump = min(clump, walks)
-    return Pass(stage, tables, kernel, (tables.tiles * walks,), walks, clump)

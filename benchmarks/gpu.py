@@ -107,6 +107,7 @@ def implementations() -> dict[str, Any]:
     return {
         "flashsim cupy": Flashsim("cupy", deterministic=False),
         "flashsim cupy deterministic": Flashsim("cupy", deterministic=True),
+        "flashsim cupy portable": Flashsim("cupy", deterministic=False, kernel="portable"),
         "torch flash2": Torch(SDPBackend.FLASH_ATTENTION),
         "torch cudnn": Torch(SDPBackend.CUDNN_ATTENTION),
         "torch efficient": Torch(SDPBackend.EFFICIENT_ATTENTION),
