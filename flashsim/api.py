@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 #: Engines by name; a module is imported when its engine is first asked for.
 ENGINES = {
     "numpy": "flashsim.engines.simulator",
+    "numba": "flashsim.engines.cpu",
     "cupy": "flashsim.backends.cupy_engine",
 }
 

@@ -1,1 +1,1 @@
-"""Engines that run on the CPU: the NumPy simulator."""
+"""Engines that run on the CPU: the NumPy simulator, and the fast one in Numba."""

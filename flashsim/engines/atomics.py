@@ -1,0 +1,69 @@
+"""The few atomic operations with which threads share work, through Numba's `@intrinsic`."""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+INT = ir.IntType(64)
+
+
+def _address(context, builder, kind, array, index):
+    data = context.make_array(kind)(context, builder, array).data
+    return builder.gep(data, [index])
+
+
+@intrinsic
+def fetch_add(context, counter):
+    """Add 1 to ``counter[0]``, atomically; returns what it held before."""
+    del context
+
+    def codegen(context, builder, signature, args):
+        zero = ir.Constant(INT, 0)
+        address = _address(context, builder, signature.args[0], args[0], zero)
+        return builder.atomic_rmw("add", address, ir.Constant(INT, 1), "monotonic")
+
+    return types.int64(counter), codegen
+
+
+@intrinsic
+def load_acquire(context, array, index):
+    """``array[index]``; what its writer wrote before `store_release` is then seen as well."""
+    del context, index
+
+    def codegen(context, builder, signature, args):
+        address = _address(context, builder, signature.args[0], *args)
+        return builder.load_atomic(address, "acquire", 8)
+
+    return types.int64(array, types.int64), codegen
+
+
+@intrinsic
+def store_release(context, array, index, value):
+    """``array[index] = value``, after everything written before it."""
+    del context, index, value
+
+    def codegen(context, builder, signature, args):
+        address = _address(context, builder, signature.args[0], *args[:2])
+        builder.store_atomic(args[2], address, "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, types.int64), codegen
+
+
+@intrinsic
+def pause(context):
+    """Tell an x86 core that this thread is waiting; nothing elsewhere."""
+    del context
+
+    def codegen(context, builder, signature, args):
+        del signature, args
+        if "x86" in builder.module.triple:
+            name = "llvm.x86.sse2.pause"
+            kind = ir.FunctionType(ir.VoidType(), [])
+            function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+            builder.call(function, [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen

@@ -1,0 +1,296 @@
+"""`backend="numba"`: FlashAttention-2 on the CPU as fast as it goes, walking the same tiles.
+
+Forward and both forms of the backward pass for everything a `Problem` can say. The arithmetic runs
+in the accumulator's type on whole arrays widened once; memory stays linear in the sequence. Every
+sum has one order, so results do not depend on the number of threads.
+
+Options of `run`: ``threads`` (default: the CPUs this process may use) and ``micro_kernel``,
+"vector" or "plain" (see `panels.py`; default: "vector" where the CPU's registers are known).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from flashsim import plans
+from flashsim.engine import Job, Outcome
+from flashsim.engines import registers, threads
+from flashsim.engines.notes import stage_trace
+from flashsim.engines.scores import BFLOAT16, FLOAT16, NO_ROUNDING, Rules
+from flashsim.engines.tables import NOTE, Grads, Inputs, Notes, Shape, Tiles
+from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError, choices
+from flashsim.problem import Problem, numpy_dtype
+from flashsim.schedule import MASKED, Schedule
+from flashsim.tiling import Tiling
+from flashsim.trace import StageTrace
+
+OPTIONS = frozenset({"threads", "micro_kernel"})
+ALGORITHMS = ("flash2", "flash2-fused")
+MICRO_KERNELS = ("vector", "plain")
+
+#: Tiles that suit a CPU's caches (measured, see docs/performance.md), taken where none is asked for.
+FORWARD_TILING, BACKWARD_TILING = Tiling(128, 64), Tiling(64, 64)
+
+#: Mask bits (bytes) that are evaluated ahead of a walk: bounds the memory of arbitrary masks.
+MASK_CHUNK = 1 << 25
+
+ROUNDING = {"bfloat16": BFLOAT16, "float16": FLOAT16}
+
+
+def forward(job: Job) -> Outcome:
+    """The forward pass."""
+    engine = _Pass(job, "forward")
+    p = job.problem
+    out = np.empty((p.batch, p.heads, p.n_q, p.head_dim_v), p.compute_dtype)
+    lse = np.empty((p.batch, p.heads, p.n_q), p.compute_dtype)
+    engine.walk("forward", *engine.wide(job.q, job.k, job.v), out.reshape(-1), lse.reshape(-1))
+    out = out.astype(numpy_dtype(p.dtype), copy=False)
+    return engine.outcome({"out": out, "lse": lse}, {"O": out, "L": lse})
+
+
+def backward(job: Job, saved: Mapping[str, Any], dout: np.ndarray) -> Outcome:
+    """The backward pass: in three passes ("flash2"), or fused, with dQ summed up in memory."""
+    engine = _Pass(job, "backward")
+    p, real = job.problem, job.problem.compute_dtype
+    out, dout, q, k, v = engine.wide(saved["O"], dout, job.q, job.k, job.v)
+    lse = threads.frozen(np.where(np.isneginf(saved["L"]), 0, saved["L"]))
+    delta = np.empty(p.batch * p.heads * p.n_q, real)
+    engine.walk("delta", out, dout, delta)
+    inputs = Inputs(q, k, v, dout, lse, threads.frozen(delta))
+
+    dk = np.empty((p.batch, p.kv_heads, p.n_kv, p.head_dim), real)
+    dv = np.empty((p.batch, p.kv_heads, p.n_kv, p.head_dim_v), real)
+    dbias = np.zeros((0,) if job.bias is None else job.bias.shape, real)
+    fused = job.algorithm == "flash2-fused"
+    width = -(-p.head_dim // engine.cpu.width) * engine.cpu.width if fused else p.head_dim
+    dq = (np.zeros if fused else np.empty)((p.batch, p.heads, p.n_q, width), real)
+    grads = Grads(dq.reshape(-1), dk.reshape(-1), dv.reshape(-1), dbias.reshape(-1), width)
+    engine.note("clear_dbias")
+    for stage in ("fused",) if fused else ("dkdv", "dq"):
+        engine.walk(stage, inputs, grads)
+    engine.note("convert")
+    engine.note("convert_dbias")
+    arrays = {"dq": dq[..., : p.head_dim], "dk": dk, "dv": dv}
+    if job.bias is not None:
+        arrays["dbias"] = dbias
+    dtype = numpy_dtype(p.dtype)
+    return engine.outcome({name: np.ascontiguousarray(x, dtype) for name, x in arrays.items()})
+
+
+@dataclass
+class _Pass:
+    """One pass in one direction: what its walks share, and the stages they leave behind."""
+
+    job: Job
+    direction: str
+    stages: list[StageTrace] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        job, p = self.job, self.job.problem
+        if job.algorithm not in ALGORITHMS:
+            raise UnsupportedError(
+                f"backend 'numba' runs {' and '.join(ALGORITHMS)}, not {job.algorithm!r}; "
+                "backend='numpy' simulates every algorithm"
+            )
+        if job.trace == "timeline":
+            raise UnsupportedError(
+                "trace='timeline' needs a GPU backend; backend 'numba' records trace=True"
+            )
+        self.threads = _threads(job.options.get("threads"))
+        self.cpu = _cpu(job.options.get("micro_kernel"), p.compute_dtype)
+        self.tiling = job.tiling or self._default_tiling()
+        self.tiling.check(p, job.device, job.algorithm, self.direction)
+        tile = self.tiling.clip(p)
+        sizes = (p.heads, p.kv_heads, p.n_q, p.n_kv, p.head_dim, p.head_dim_v)
+        self.shape = Shape(*sizes, tile.block_q, tile.block_k)
+        real = np.dtype(p.compute_dtype).type
+        bias = np.zeros(0, real) if job.bias is None else job.bias
+        batch, heads = p.bias or (1, 1)
+        matrix = p.n_q * p.n_kv
+        self.rules = Rules(
+            scale=real(p.scale),
+            softcap=real(p.softcap),
+            left=p.left,
+            right=p.right,
+            banded=p.banded,
+            rounding=ROUNDING.get(p.dtype, NO_ROUNDING),
+            bias=self.wide(bias)[0],
+            bias_batch=matrix * heads if batch > 1 else 0,
+            bias_head=matrix if heads > 1 else 0,
+        )
+        self._plan = {s.name: s for s in plans.stages(p, job.algorithm, self.direction)}
+
+    def _default_tiling(self) -> Tiling:
+        job, p = self.job, self.job.problem
+        usual = FORWARD_TILING if self.direction == "forward" else BACKWARD_TILING
+        if usual.footprint(p, job.algorithm, self.direction) <= job.device.sram_bytes:
+            return usual
+        return Tiling.fit(p, job.device, job.algorithm, self.direction)
+
+    def wide(self, *arrays: np.ndarray) -> list[np.ndarray]:
+        """Flat, contiguous and in the accumulator's type; a view where possible."""
+        real = self.job.problem.compute_dtype
+        return [threads.frozen(x.astype(real, copy=False)) for x in arrays]
+
+    def schedule(self, stage: plans.Stage) -> Schedule:
+        """A stage's walk."""
+        p, order = self.job.problem, self.job.key_order
+        return Schedule(p, self.tiling, stage.outer, order, stage.dense)
+
+    def walk(self, name: str, *arrays: Any) -> None:
+        """Run a stage on all threads, and keep its trace if one is asked for."""
+        stage = self._plan[name]
+        schedule = self.schedule(stage)
+        by_row = stage.outer == "queries"
+        own, other = (schedule.rows, schedule.cols) if by_row else (schedule.cols, schedule.rows)
+        csr = schedule.row_csr if by_row else schedule.col_csr
+        p = self.job.problem
+        walks = p.batch * (p.heads if by_row else p.kv_heads)
+        notes = _no_notes()
+        if self.job.trace:
+            visits = np.zeros((p.batch * p.heads, len(csr[1])), np.int64)
+            notes = Notes(np.zeros((walks, len(own)), np.int64), visits)
+        fused = name == "fused"
+        order, turn = _order(schedule, csr, fused), _turns(schedule, csr) if fused else _NOTHING
+        turns = np.zeros(p.batch * p.heads * schedule.t_r if fused else 0, np.int64)
+        set_ptr, sets = self._sets(by_row, shares=name in ("dq", "fused"))
+        for part, keep_at, keep in self._masks(schedule, csr, order, by_row):
+            tables = (own, other, *csr, keep_at, keep, turn, part, set_ptr, sets)
+            tiles = Tiles(*(_table(x) for x in tables))
+            counter = np.zeros(1, np.int64)
+            if name == "delta":
+                args = "delta", (*arrays, self.shape, tiles, notes, counter)
+            elif name == "forward":
+                args = "forward", (*arrays, self.shape, tiles, self.rules, notes, counter)
+            elif name == "dq":
+                args = "grad_queries", (*arrays, self.shape, tiles, self.rules, notes, counter)
+            else:
+                common = (*arrays, self.shape, tiles, self.rules, notes, counter)
+                args = "grad_keys", (*common, fused, turns)
+            threads.run(args[0], self.threads, self.cpu, *args[1])
+        if self.job.trace:
+            shape = walks, p.batch * p.heads // walks, len(csr[1])
+            self._trace(stage, schedule, notes.steps, notes.visits.reshape(shape))
+
+    def note(self, name: str) -> None:
+        """The trace of a stage that NumPy carries out on whole arrays, if there is such a stage."""
+        if name not in self._plan or not self.job.trace:
+            return
+        stage = self._plan[name]
+        schedule = self.schedule(stage)
+        heights = (schedule.rows[:, 1] - schedule.rows[:, 0]).astype(np.int64)
+        self._trace(stage, schedule, heights[None], np.zeros((1, 1, 0), np.int64))
+
+    def _trace(self, stage, schedule, steps, visits) -> None:
+        job = self.job
+        self.stages.append(stage_trace(stage, schedule, job.device, job.algorithm, steps, visits))
+
+    def _sets(self, by_row: bool, *, shares: bool) -> tuple[np.ndarray, np.ndarray]:
+        """CSR of the heads that one thread takes in turn: those that add to one bias gradient."""
+        p = self.job.problem
+        heads = p.heads if by_row else p.kv_heads
+        numbers = np.arange(p.batch * heads).reshape(p.batch, heads)
+        if shares and p.bias is not None:
+            batch, of = p.bias
+            numbers = numbers if of == p.heads else numbers[:, None, :]
+            if of == p.heads:
+                numbers = (
+                    numbers.T.reshape(heads, p.batch) if batch == 1 else numbers.reshape(-1, 1)
+                )
+            else:
+                numbers = numbers.reshape(1 if batch == 1 else p.batch, -1)
+        else:
+            numbers = numbers.reshape(-1, 1)
+        return np.arange(len(numbers) + 1) * numbers.shape[1], numbers.reshape(-1)
+
+    def _masks(
+        self, schedule: Schedule, csr, order: np.ndarray, by_row: bool
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Outer tiles in runs, each with the mask bits that its MASKED visits need."""
+        ptr, inner, kind = csr
+        keep_at = np.full(len(inner), -1, np.int64)
+        if self.job.problem.banded:
+            yield order, keep_at, np.zeros(0, np.uint8)
+            return
+        begin, size = 0, 0
+        bits: list[np.ndarray] = []
+        for place, outer in enumerate(order.tolist()):
+            for at in range(ptr[outer], ptr[outer + 1]):
+                if kind[at] != MASKED:
+                    continue
+                i, j = (outer, inner[at]) if by_row else (inner[at], outer)
+                kept = schedule.keep(int(i), int(j))
+                if kept is not None:
+                    keep_at[at] = size
+                    bits.append(kept.reshape(-1).view(np.uint8))
+                    size += kept.size
+            if size > MASK_CHUNK or place == len(order) - 1:
+                yield order[begin : place + 1], keep_at, np.concatenate([*bits, _NO_BITS])
+                begin, size, bits = place + 1, 0, []
+
+    def outcome(self, arrays: dict[str, Any], saved: dict[str, Any] | None = None) -> Outcome:
+        """What the engine hands back."""
+        stages = tuple(self.stages) if self.job.trace else None
+        kernel = f"numba {type(self.cpu).__name__.lower()}, {self.threads} threads"
+        return Outcome(arrays, self.tiling, stages, kernel, saved or {})
+
+
+_NOTHING = np.zeros(0, np.int32)
+_NO_BITS = np.zeros(0, np.uint8)
+
+
+def _no_notes() -> Notes:
+    return Notes(np.zeros((0, 0), np.int64), np.zeros((0, 0), np.int64))
+
+
+def _table(array: np.ndarray) -> np.ndarray:
+    """A read-only view of a table, whatever it was before: one type, one compilation."""
+    view = np.ascontiguousarray(array).view()
+    view.setflags(write=False)
+    return view
+
+
+def _order(schedule: Schedule, csr, fused: bool) -> np.ndarray:
+    """In which order outer tiles are handed out: longest first; fused, in the order of turns."""
+    if fused:
+        return np.array(schedule.outer_order(), np.int64)
+    return np.argsort(-np.diff(csr[0]), kind="stable")
+
+
+def _turns(schedule: Schedule, csr) -> np.ndarray:
+    """How many visits of the same row tile precede each visit, columns in the outer order."""
+    row = csr[1]
+    order = np.argsort(row, kind="stable")
+    counts = np.bincount(row, minlength=schedule.t_r)
+    turn = np.empty(len(row), np.int32)
+    turn[order] = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return counts[row] - 1 - turn if schedule.key_order == "descending" else turn
+
+
+def _threads(given: Any) -> int:
+    if given is None:
+        return threads.available()
+    if isinstance(given, bool) or not isinstance(given, (int, np.integer)) or given < 1:
+        raise OptionError(f"threads must be a positive integer, got {given!r}")
+    return int(given)
+
+
+def _cpu(micro_kernel: Any, dtype: str) -> registers.Cpu:
+    if micro_kernel not in (None, *MICRO_KERNELS):
+        raise OptionError(
+            f"unknown micro_kernel {micro_kernel!r}; {choices(micro_kernel, MICRO_KERNELS)}"
+        )
+    cpu = registers.best(dtype, plain=micro_kernel == "plain")
+    if micro_kernel == "vector" and isinstance(cpu, registers.Plain):
+        raise BackendUnavailable(
+            "micro_kernel='vector' needs a CPU with AVX2 and FMA, AVX-512 or NEON; "
+            "micro_kernel='plain' runs on any"
+        )
+    return cpu
+
+
+__all__ = ["NOTE", "OPTIONS", "backward", "forward"]
