@@ -23,7 +23,7 @@ from flashsim.engines.notes import stage_trace
 from flashsim.engines.scores import BFLOAT16, FLOAT16, NO_ROUNDING, Rules
 from flashsim.engines.tables import NOTE, Grads, Inputs, Notes, Shape, Tiles
 from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError, choices
-from flashsim.problem import Problem, numpy_dtype
+from flashsim.problem import numpy_dtype
 from flashsim.schedule import MASKED, Schedule
 from flashsim.tiling import Tiling
 from flashsim.trace import StageTrace
@@ -32,7 +32,7 @@ OPTIONS = frozenset({"threads", "micro_kernel"})
 ALGORITHMS = ("flash2", "flash2-fused")
 MICRO_KERNELS = ("vector", "plain")
 
-#: Tiles that suit a CPU's caches (measured, see docs/performance.md), taken where none is asked for.
+#: Tiles that suit a CPU's caches (see docs/performance.md), taken where none is asked for.
 FORWARD_TILING, BACKWARD_TILING = Tiling(128, 64), Tiling(64, 64)
 
 #: Mask bits (bytes) that are evaluated ahead of a walk: bounds the memory of arbitrary masks.

@@ -145,7 +145,7 @@ class Code:
     # -- control --------------------------------------------------------------------------------
 
     def loop(self, count, carried: list, body: Callable, by: int = 1) -> list:
-        """Do ``carried = body(i, carried)`` for whole steps of `by` up to `count`; the last values."""
+        """Do ``carried = body(i, carried)`` for i = 0, by, .. while i + by <= count; the last."""
         b, f = self.b, self.function
         before = b.block
         head, inside, after = (f.append_basic_block(name) for name in ("head", "body", "after"))
