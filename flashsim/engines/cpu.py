@@ -23,10 +23,10 @@ from flashsim.engines.notes import stage_trace
 from flashsim.engines.scores import BFLOAT16, FLOAT16, NO_ROUNDING, Rules
 from flashsim.engines.tables import NOTE, Grads, Inputs, Notes, Shape, Tiles
 from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError, choices
+from flashsim.events import StageTrace
 from flashsim.problem import numpy_dtype
 from flashsim.schedule import MASKED, Schedule
 from flashsim.tiling import Tiling
-from flashsim.trace import StageTrace
 
 OPTIONS = frozenset({"threads", "micro_kernel"})
 ALGORITHMS = ("flash2", "flash2-fused")

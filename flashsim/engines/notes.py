@@ -11,11 +11,11 @@ import numpy as np
 
 from flashsim.engines.tables import NOTE
 from flashsim.errors import MemoryModelError
+from flashsim.events import ALLOC, CODES, COMPUTE, FREE, LOAD, REDUCE, STORE, StageTrace
 from flashsim.hardware import Device
 from flashsim.plans import Stage, heads_of
 from flashsim.problem import Problem
 from flashsim.schedule import Schedule
-from flashsim.trace import ALLOC, CODES, COMPUTE, FREE, LOAD, REDUCE, STORE, StageTrace
 from flashsim.traffic import strip_rows
 
 _OPS = {"load": LOAD, "store": STORE, "reduce": REDUCE, "alloc": ALLOC}
