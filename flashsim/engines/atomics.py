@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numba.extending
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
+
+#: Its stub counts the compiler's context as an argument of the caller's.
+intrinsic: Any = numba.extending.intrinsic
 
 INT = ir.IntType(64)
 

@@ -78,6 +78,7 @@ def stage_trace(
     if (steps != steps[:1]).any() or (visits != visits[:1]).any():
         raise MemoryModelError(f"stage {stage.name!r}: not every head made the same walk")
     repeat, stride = heads_of(stage, schedule.problem)
+    rows: np.ndarray | list
     if stage.name == "convert_dbias":
         rows = _convert_dbias(stage, schedule, device, steps[0])
     else:

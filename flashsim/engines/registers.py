@@ -12,6 +12,7 @@ is part of the key of Numba's on-disk cache.
 from __future__ import annotations
 
 import platform
+from functools import cache
 from typing import NamedTuple
 
 import llvmlite.binding as llvm
@@ -73,6 +74,7 @@ def best(dtype: str, *, plain: bool = False) -> Cpu:
     return (Plain if plain else kind)(width)
 
 
+@cache
 def _host() -> type[Cpu]:
     features = llvm.get_host_cpu_features()
     if features.get("avx512f") and features.get("avx512vl"):

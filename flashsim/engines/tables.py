@@ -30,7 +30,7 @@ class Tiles(NamedTuple):
     ----------
     own, other : int32 (T, 4)
         The outer and the inner tiles: start, stop, offset, ..
-    ptr, index, kind : int32
+    ptr, inner, kind : int32
         CSR: inner tiles of each outer tile.
     keep_at : int64 (visits,)
         Where a visit's mask bits start in `keep`; -1 where it has none.
@@ -47,7 +47,7 @@ class Tiles(NamedTuple):
     own: np.ndarray
     other: np.ndarray
     ptr: np.ndarray
-    index: np.ndarray
+    inner: np.ndarray
     kind: np.ndarray
     keep_at: np.ndarray
     keep: np.ndarray

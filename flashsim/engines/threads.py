@@ -6,14 +6,14 @@ import hashlib
 import os
 import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numba import njit, typeof
+from numba import njit
+from numba.core.event import Event, Listener, install_listener
 
 from flashsim.engines import walks, walks_backward
 
@@ -51,7 +51,12 @@ def _entries(sources: str) -> dict[str, Any]:
         sources  # noqa: B018
         walks_backward.grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter)
 
-    return {f.__name__: f for f in (forward, delta, grad_keys, grad_queries)}
+    return {
+        "forward": forward,
+        "delta": delta,
+        "grad_keys": grad_keys,
+        "grad_queries": grad_queries,
+    }
 
 
 def _digest() -> str:
@@ -73,13 +78,22 @@ def available() -> int:
 def run(name: str, threads: int, *args: Any) -> None:
     """Run one walk on `threads` threads, this one among them; compile it first if need be."""
     walk = _WALKS[name]
-    with _notice():
-        walk.compile(tuple(typeof(a) for a in args))
-    with ThreadPoolExecutor(max(threads - 1, 1)) as pool:
-        others = [pool.submit(walk, *args) for _ in range(threads - 1)]
+    with install_listener("numba:compile", _Notice()):
+        others = [_pool(threads - 1).submit(walk, *args) for _ in range(threads - 1)]
         walk(*args)
         for other in others:
             other.result()
+
+
+def _pool(size: int) -> ThreadPoolExecutor:
+    """Threads that wait for work from one call to the next; new ones after a fork."""
+    return _pool_of(size, os.getpid())
+
+
+@lru_cache(maxsize=4)
+def _pool_of(size: int, process: int) -> ThreadPoolExecutor:
+    del process
+    return ThreadPoolExecutor(size, thread_name_prefix="flashsim")
 
 
 def frozen(array: np.ndarray) -> np.ndarray:
@@ -90,19 +104,20 @@ def frozen(array: np.ndarray) -> np.ndarray:
     return view
 
 
-@contextmanager
-def _notice() -> Iterator[None]:
-    """Say on a terminal that code is being compiled, if that takes longer than `PATIENCE`."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    timer = threading.Timer(PATIENCE, _say_compiling)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+class _Notice(Listener):
+    """Says on a terminal that a walk is being compiled, if that takes longer than `PATIENCE`."""
+
+    def on_start(self, event: Event) -> None:
+        """Numba starts to compile a function."""
+        if event.data["dispatcher"] in _WALKS.values() and sys.stderr.isatty():
+            self.timer = threading.Timer(PATIENCE, _say_compiling)
+            self.timer.daemon = True
+            self.timer.start()
+
+    def on_end(self, event: Event) -> None:
+        """It has compiled it."""
+        if event.data["dispatcher"] in _WALKS.values() and hasattr(self, "timer"):
+            self.timer.cancel()
 
 
 def _say_compiling() -> None:

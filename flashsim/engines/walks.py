@@ -57,7 +57,7 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
             m[:] = -np.inf
             l[:] = 0
             for at in range(tiles.ptr[i], tiles.ptr[i + 1]):
-                j = tiles.index[at]
+                j = tiles.inner[at]
                 k0, k1 = tiles.other[j, 0], tiles.other[j, 1]
                 masked = tiles.kind[at] == MASKED
                 for p in range(panels_of(cpu, q1 - q0)):

@@ -66,7 +66,7 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
                 h = batch * shape.heads + head
                 bias0 = batch * rules.bias_batch + head * rules.bias_head
                 for at in range(tiles.ptr[j], tiles.ptr[j + 1]):
-                    i = tiles.index[at]
+                    i = tiles.inner[at]
                     q0, rows = tiles.other[i, 0], tiles.other[i, 1] - tiles.other[i, 0]
                     masked = tiles.kind[at] == MASKED
                     for p in range(panels_of(cpu, n)):
@@ -168,7 +168,7 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
             delta[:rows] = inputs.delta[row0 : row0 + rows]
             dQ[:] = 0
             for at in range(tiles.ptr[i], tiles.ptr[i + 1]):
-                j = tiles.index[at]
+                j = tiles.inner[at]
                 k0, n = tiles.other[j, 0], tiles.other[j, 1] - tiles.other[j, 0]
                 masked = tiles.kind[at] == MASKED
                 for p in range(panels_of(cpu, rows)):
