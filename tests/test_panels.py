@@ -10,7 +10,7 @@ import pytest
 from llvmlite import ir
 from numba import njit
 
-from flashsim.engines import panels, registers, vector
+from flashsim.engines import codegen, panels, registers
 from flashsim.engines.registers import BLOCKING, ROWS, Avx2, Avx512, Neon, Plain
 
 HOST = type(registers.best("float32"))
@@ -47,6 +47,16 @@ def by_row(cpu, *args):
 @njit
 def by_lane(cpu, *args):
     panels.grad_scores_by_lane(cpu, *args)
+
+
+@njit
+def cap(cpu, *args):
+    panels.soft_cap(cpu, *args)
+
+
+@njit
+def cap_gated(cpu, *args):
+    panels.soft_cap_gated(cpu, *args)
 
 
 def compare(definition, walk, dtype, args, ulps):
@@ -111,6 +121,22 @@ def test_gradient_of_scores(dtype):
     compare(panels.grad_scores_by_lane, by_lane, dtype, args, 8)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_soft_cap(dtype):
+    w = registers.best(dtype).width
+    x = np.concatenate([np.geomspace(1e-8, 300, 50 * w), [0, np.inf] + [1] * (w - 2)])
+    S = np.concatenate([-x, x]).astype(dtype)
+    c, rows = np.array([1.5], dtype), len(S) // w
+    compare(panels.soft_cap, cap, dtype, (S, 0, w, rows, c), 4)
+    compare(panels.soft_cap_gated, cap_gated, dtype, (S, 0, w, rows, c, np.zeros_like(S), 0), 4)
+    small = np.full(w, 1e-6, dtype)  # relative precision where a difference of powers would lose it
+    cap(registers.best(dtype), small, 0, w, 1, c)
+    np.testing.assert_allclose(small, 1.5 * np.tanh(1e-6 / 1.5), rtol=4 * np.finfo(dtype).eps)
+    nan = np.full(w, np.nan, dtype)
+    cap(registers.best(dtype), nan, 0, w, 1, c)
+    assert np.isnan(nan).all()
+
+
 @pytest.mark.parametrize(("dtype", "ulps"), [("float32", 2), ("float64", 2)])
 def test_powers_of_two(dtype, ulps):
     """Through the softmax with m = 0, above every score: P = exp(S), relative error in ulps."""
@@ -138,7 +164,7 @@ def assembly(kind, triple, cpu, features, itemsize=4):
     """A product of `ROWS` rows, compiled for another CPU."""
     module = ir.Module()
     module.triple = triple
-    function = vector.build_product(module, BLOCKING[kind], itemsize, "add")
+    function = codegen.build_product(module, BLOCKING[kind], itemsize, "add")
     function.linkage = ""
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()

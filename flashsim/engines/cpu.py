@@ -30,6 +30,14 @@ from flashsim.tiling import Tiling
 
 OPTIONS = frozenset({"threads", "micro_kernel"})
 ALGORITHMS = ("flash2", "flash2-fused")
+#: Which walk carries out a stage.
+WALKS = {
+    "forward": "forward",
+    "delta": "delta",
+    "dq": "grad_queries",
+    "dkdv": "grad_keys",
+    "fused": "grad_keys",
+}
 MICRO_KERNELS = ("vector", "plain")
 
 #: Tiles that suit a CPU's caches (see docs/performance.md), taken where none is asked for.
@@ -113,7 +121,7 @@ class _Pass:
         matrix = p.n_q * p.n_kv
         self.rules = Rules(
             scale=real(p.scale),
-            softcap=real(p.softcap),
+            softcap=threads.frozen(np.array([p.softcap], real)),
             left=p.left,
             right=p.right,
             banded=p.banded,
@@ -162,16 +170,10 @@ class _Pass:
             tables = (own, other, *csr, keep_at, keep, turn, part, set_ptr, sets)
             tiles = Tiles(*(_table(x) for x in tables))
             counter = np.zeros(1, np.int64)
-            if name == "delta":
-                args = "delta", (*arrays, self.shape, tiles, notes, counter)
-            elif name == "forward":
-                args = "forward", (*arrays, self.shape, tiles, self.rules, notes, counter)
-            elif name == "dq":
-                args = "grad_queries", (*arrays, self.shape, tiles, self.rules, notes, counter)
-            else:
-                common = (*arrays, self.shape, tiles, self.rules, notes, counter)
-                args = "grad_keys", (*common, fused, turns)
-            threads.run(args[0], self.threads, self.cpu, *args[1])
+            args = [*arrays, self.shape, tiles, self.rules, notes, counter]
+            if WALKS[name] == "grad_keys":
+                args += [fused, turns]
+            threads.run(WALKS[name], self.threads, self.cpu, *args)
         if self.job.trace:
             shape = walks, p.batch * p.heads // walks, len(csr[1])
             self._trace(stage, schedule, notes.steps, notes.visits.reshape(shape))

@@ -120,3 +120,21 @@ def grad_scores_by_lane(cpu, S, s0, dP, d0, ld, rows, L, delta, l0):
             p = np.exp2((S[s0 + r * ld + c] - L[l0 + c]) * log2e)
             S[s0 + r * ld + c] = p
             dP[d0 + r * ld + c] = p * (dP[d0 + r * ld + c] - delta[l0 + c])
+
+
+@operation(vector.soft_cap)
+def soft_cap(cpu, S, s0, ld, rows, c):
+    """S = c tanh(S / c), with the cap in ``c[0]``."""
+    for r in range(rows):
+        for at in range(s0 + r * ld, s0 + r * ld + cpu.width):
+            S[at] = c[0] * np.tanh(S[at] / c[0])
+
+
+@operation(vector.soft_cap_gated)
+def soft_cap_gated(cpu, S, s0, ld, rows, c, gate, g0):
+    """As `soft_cap`; `gate`, laid out like S, takes 1 - tanh^2, the factor from dS back."""
+    for r in range(rows):
+        for x in range(r * ld, r * ld + cpu.width):
+            t = np.tanh(S[s0 + x] / c[0])
+            S[s0 + x] = c[0] * t
+            gate[g0 + x] = 1 - t * t

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from flashsim.engines.panels import soft_cap, soft_cap_gated
+
 #: How P and dS are rounded before they meet V, K and Q: the input's type, if it is narrower.
 NO_ROUNDING, BFLOAT16, FLOAT16 = 0, 1, 2
 
@@ -21,7 +23,9 @@ class Rules(NamedTuple):
 
     Attributes
     ----------
-    scale, softcap : scalar of the accumulator type
+    scale : scalar of the accumulator type
+    softcap : ndarray (1,)
+        The cap, 0 without one.
     left, right : int
         The band: score (q, k) is kept iff ``-left <= k - (q + offset) <= right``.
     banded : bool
@@ -33,7 +37,7 @@ class Rules(NamedTuple):
     """
 
     scale: float
-    softcap: float
+    softcap: np.ndarray
     left: int
     right: int
     banded: bool
@@ -64,7 +68,7 @@ class Place(NamedTuple):
 @njit
 def is_plain(cpu, rules, masked, lanes):
     """Whether a panel's scores are what the product left: the common case, which costs nothing."""
-    return not masked and lanes == cpu.width and rules.softcap == 0 and rules.bias.size == 0
+    return not masked and lanes == cpu.width and rules.softcap[0] == 0 and rules.bias.size == 0
 
 
 @njit
@@ -82,13 +86,12 @@ def finish_scores(cpu, S, s0, ld, first, last, lanes, rules, place, masked, bits
     With a softcap, `gate` (laid out like S, or empty) takes 1 - tanh^2, the factor from dS to the
     gradient of the scaled product.
     """
-    if rules.softcap > 0:
-        for r in range(first, last):
-            for c in range(lanes):
-                t = np.tanh(S[s0 + r * ld + c] / rules.softcap)
-                S[s0 + r * ld + c] = t * rules.softcap
-                if gate.size > 0:
-                    gate[s0 + r * ld + c] = 1 - t * t
+    if rules.softcap[0] > 0:
+        x0 = s0 + first * ld
+        if gate.size > 0:
+            soft_cap_gated(cpu, S, x0, ld, last - first, rules.softcap, gate, x0)
+        else:
+            soft_cap(cpu, S, x0, ld, last - first, rules.softcap)
     if rules.bias.size > 0:
         for r in range(first, last):
             at = place.bias + r * place.bias_row

@@ -26,7 +26,7 @@ def _entries(sources: str) -> dict[str, Any]:
 
     Numba notices an edit of the file that holds a cached function, not of those it calls. So the
     functions here have the text of all of them, `sources`, as a free variable: it is then part of
-    the cache's key.
+    the cache's key. All take the same arguments after their arrays, needed or not.
     """
 
     @njit(nogil=True, cache=True)
@@ -35,7 +35,7 @@ def _entries(sources: str) -> dict[str, Any]:
         walks.forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter)
 
     @njit(nogil=True, cache=True)
-    def delta(cpu, out, dout, delta, shape, tiles, notes, counter):
+    def delta(cpu, out, dout, delta, shape, tiles, rules, notes, counter):
         sources  # noqa: B018
         walks_backward.delta_rows(cpu, out, dout, delta, shape, tiles, notes, counter)
 

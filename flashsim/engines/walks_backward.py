@@ -44,7 +44,7 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
     dK, dV = np.empty(ld * d, t), np.empty(ld * dv, t)
     K_rows = np.empty(shape.block_k * padded if fused else 0, t)
     S, dS = np.empty(shape.block_q * ld, t), np.empty(shape.block_q * ld, t)
-    gate = np.empty(S.size if rules.softcap > 0 else 0, t)
+    gate = np.empty(S.size if rules.softcap[0] > 0 else 0, t)
     scales, ones = np.full(shape.block_k, rules.scale, t), np.ones(shape.block_k, t)
     n_sets = tiles.set_ptr.size - 1
     while True:
@@ -104,7 +104,7 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
                         )
                         if fused and grads.dbias.size > 0:
                             add_bias_gradient(grads.dbias, dS, p * w, ld, first, last, lanes, place)
-                        if rules.softcap > 0:
+                        if rules.softcap[0] > 0:
                             apply_gate(dS, gate, p * w, ld, first, last, lanes)
                         if rules.rounding != NO_ROUNDING:
                             round_panel(cpu, S, x0, ld, kept, rules.rounding)
@@ -148,7 +148,7 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
     Q, dO, dQ = np.empty(lanes_all * d, t), np.empty(lanes_all * dv, t), np.empty(lanes_all * d, t)
     S, dS = np.empty(shape.block_k * w, t), np.empty(shape.block_k * w, t)
     L, delta = np.zeros(lanes_all, t), np.zeros(lanes_all, t)
-    gate = np.empty(S.size if rules.softcap > 0 else 0, t)
+    gate = np.empty(S.size if rules.softcap[0] > 0 else 0, t)
     scales, one = np.full(shape.block_q, rules.scale, t), np.ones(1, t)
     n_sets = tiles.set_ptr.size - 1
     while True:
@@ -195,7 +195,7 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
                     grad_scores_by_lane(cpu, S, x0, dS, x0, w, kept, L, delta, p * w)
                     if grads.dbias.size > 0:
                         add_bias_gradient(grads.dbias, dS, 0, w, first, last, lanes, place)
-                    if rules.softcap > 0:
+                    if rules.softcap[0] > 0:
                         apply_gate(dS, gate, 0, w, first, last, lanes)
                     if rules.rounding != NO_ROUNDING:
                         round_panel(cpu, dS, x0, w, kept, rules.rounding)
