@@ -179,8 +179,10 @@ def run(
     device : str or Device
         The machine that is simulated; see ``flashsim devices`` for names.
     backend : str
-        "numpy": the simulator; "cupy": CUDA C++ kernels on the NVIDIA GPU that holds the arrays
-        (NumPy arrays are copied there and back). What goes in comes out.
+        "numpy": the simulator. "numba": the same tiles as fast as this CPU can (FlashAttention-2
+        only), with the same trace; compiled at the first call, then cached on disk. "cupy": CUDA
+        C++ kernels on the NVIDIA GPU that holds the arrays (NumPy arrays are copied there and
+        back). What goes in comes out.
     key_order : {"ascending", "descending"}
         In which order key tiles are taken.
     nan_policy : {"propagate", "raise"}
@@ -188,7 +190,9 @@ def run(
     trace : bool or "timeline"
         Record what moves. "timeline" (GPU backends) also records where and when.
     **options
-        Options of the backend, where it has any: "cupy" takes ``kernel="portable"``.
+        Options of the backend, where it has any: "cupy" takes ``kernel="portable"``; "numba"
+        takes `threads`, how many (default: every CPU this process may use), and `micro_kernel`,
+        "vector" or "plain".
 
     Returns
     -------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numba.extending
@@ -58,17 +59,16 @@ def store_release(context, array, index, value):
 
 
 @intrinsic
-def pause(context):
-    """Tell an x86 core that this thread is waiting; nothing elsewhere."""
+def give_way(context):
+    """Let another thread have this CPU: the one that is waited for may be without."""
     del context
 
     def codegen(context, builder, signature, args):
         del signature, args
-        if "x86" in builder.module.triple:
-            name = "llvm.x86.sse2.pause"
-            kind = ir.FunctionType(ir.VoidType(), [])
-            function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
-            builder.call(function, [])
+        name = "SwitchToThread" if sys.platform == "win32" else "sched_yield"
+        kind = ir.FunctionType(ir.IntType(32), [])
+        module = builder.module
+        builder.call(module.globals.get(name) or ir.Function(module, kind, name), [])
         return context.get_dummy_value()
 
     return types.void(), codegen

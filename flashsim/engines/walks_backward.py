@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from flashsim.engines.atomics import fetch_add, load_acquire, pause, store_release
+from flashsim.engines.atomics import fetch_add, give_way, load_acquire, store_release
 from flashsim.engines.packing import clear_rows, copy_rows, pack, panels_of, unpack
 from flashsim.engines.panels import (
     grad_scores_by_lane,
@@ -120,7 +120,7 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
                     if fused:
                         turn = h * tiles.other.shape[0] + i
                         while load_acquire(turns, turn) != tiles.turn[at]:
-                            pause()
+                            give_way()
                         to = (h * shape.n_q + q0) * padded
                         for x in range(0, padded, w):
                             product_add(

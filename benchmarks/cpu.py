@@ -1,0 +1,280 @@
+"""How fast the CPU engine is: python benchmarks/cpu.py [--quick] [--out out/cpu]
+
+Three tables, printed and written as CSV, and a plot:
+
+- speed: forward, and forward + backward, against PyTorch's CPU attention (if it is installed) and a
+  2048^3 single-precision matrix product, all in one process, turn by turn, medians;
+- extras: one head on one thread and on all, what ``trace=True`` costs, both backward forms;
+- scaling: time and peak memory over N, each method in a process of its own.
+
+FLOP/s count 4 N^2 d a head for a forward pass and 14 N^2 d with the backward, half of it if causal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib.util
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import flashsim
+from flashsim.engines import registers, threads
+
+SHAPES = ((8, 1024, 64), (8, 4096, 64), (4, 4096, 128))  # heads, N, d
+LENGTHS = (1024, 2048, 4096, 8192, 16384)
+METHODS = ("numba", "torch", "naive", "simulator")
+#: Seconds before each measurement: threads of the one before spin on for a while.
+REST = 0.25
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+
+
+def alternating(repeats: int, works: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Median seconds of each, taken turn by turn after one round that is thrown away."""
+    rounds: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(repeats + 1):
+        for name, work in works.items():
+            time.sleep(REST)
+            start = time.perf_counter()
+            work()
+            rounds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(column[1:]) for name, column in rounds.items()}
+
+
+def inputs(heads: int, n: int, d: int) -> list[np.ndarray]:
+    """q, k, v and dout, float32."""
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal((1, heads, n, d), dtype=np.float32) for _ in range(4)]
+
+
+def numba_works(arrays, causal, **options) -> dict[str, Callable[[], object]]:
+    """Forward alone and with the (fused) backward."""
+    q, k, v, dout = arrays
+
+    def forward():
+        return flashsim.run(
+            q, k, v, causal=causal, backend="numba", algorithm="flash2-fused", **options
+        )
+
+    return {"forward": forward, "forward + backward": lambda: forward().backward(dout)}
+
+
+def torch_works(arrays, causal) -> dict[str, Callable[[], object]]:
+    """The same by PyTorch, on as many threads."""
+    import torch
+
+    torch.set_num_threads(threads.available())
+    attention = torch.nn.functional.scaled_dot_product_attention
+    *qkv, dout = (torch.from_numpy(x) for x in arrays)
+    leaves = [x.clone().requires_grad_() for x in qkv]
+
+    def forward():
+        with torch.no_grad():
+            return attention(*qkv, is_causal=causal)
+
+    def both():
+        attention(*leaves, is_causal=causal).backward(dout)
+
+    return {"forward": forward, "forward + backward": both}
+
+
+def speed(repeats: int) -> list[dict]:
+    """The judged shapes."""
+    a, b = np.random.default_rng(0).standard_normal((2, 2048, 2048), dtype=np.float32)
+    rows = []
+    for heads, n, d in SHAPES:
+        for causal in (False, True):
+            arrays = inputs(heads, n, d)
+            ours, theirs = numba_works(arrays, causal), {}
+            if HAS_TORCH:
+                theirs = torch_works(arrays, causal)
+            for what, factor in (("forward", 4), ("forward + backward", 14)):
+                works = {"numba": ours[what], "sgemm": lambda: a @ b}
+                if theirs:
+                    works["torch"] = theirs[what]
+                took = alternating(repeats, works)
+                flops = factor * heads * n * n * d / (2 if causal else 1)
+                gemm = 2 * 2048**3 / took["sgemm"]
+                rows.append(
+                    {
+                        "heads": heads,
+                        "N": n,
+                        "d": d,
+                        "mask": "causal" if causal else "none",
+                        "pass": what,
+                        "numba ms": round(took["numba"] * 1e3, 1),
+                        "torch ms": round(took["torch"] * 1e3, 1) if theirs else "",
+                        "x torch": round(took["torch"] / took["numba"], 2) if theirs else "",
+                        "GFLOP/s": round(flops / took["numba"] / 1e9),
+                        "sgemm GFLOP/s": round(gemm / 1e9),
+                        "of sgemm": round(flops / took["numba"] / gemm, 2),
+                    }
+                )
+    return rows
+
+
+def extras(repeats: int, n: int) -> list[dict]:
+    """Threads for one head, the cost of a trace, and of the form without reductions."""
+    arrays = inputs(1, n, 64)
+    dout = arrays[3]
+    single, every = (numba_works(arrays, False, threads=t) for t in (1, threads.available()))
+    off, on = (numba_works(inputs(8, n, 64), False, trace=t) for t in (False, True))
+    result = every["forward"]()
+    cases = {
+        "one head, forward: all threads against one": (single["forward"], every["forward"]),
+        "one head, forward + backward: all threads against one": (
+            single["forward + backward"],
+            every["forward + backward"],
+        ),
+        "eight heads, forward: trace=False against trace=True": (off["forward"], on["forward"]),
+        "one head, backward: three passes against fused": (
+            lambda: result.backward(dout, deterministic=True),
+            lambda: result.backward(dout),
+        ),
+    }
+    rows = []
+    for name, (first, second) in cases.items():
+        took = alternating(repeats, {"first": first, "second": second})
+        rows.append(
+            {
+                "what": name,
+                "N": n,
+                "first ms": round(took["first"] * 1e3, 1),
+                "second ms": round(took["second"] * 1e3, 1),
+                "ratio": round(took["first"] / took["second"], 3),
+            }
+        )
+    return rows
+
+
+def naive(q, k, v) -> np.ndarray:
+    """The whole score matrix at once."""
+    scores = (q @ k.mT) * np.float32(q.shape[-1] ** -0.5)
+    scores -= scores.max(axis=-1, keepdims=True)
+    np.exp(scores, out=scores)
+    scores /= scores.sum(axis=-1, keepdims=True)
+    return scores @ v
+
+
+def child(method: str, n: int, repeats: int) -> None:
+    """One method at one length: median seconds and the peak memory that it added, as JSON."""
+    import resource
+
+    def peak() -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def work(arrays):
+        if method == "torch":
+            return torch_works(arrays, False)["forward"]
+        if method == "numba":
+            return numba_works(arrays, False)["forward"]
+        if method == "naive":
+            return lambda: naive(*arrays[:3])
+        return lambda: flashsim.run(*arrays[:3])
+
+    work(inputs(1, 256, 64))()  # loads, and compiles, what there is to load
+    forward = work(inputs(1, n, 64))
+    before = peak()
+    took = alternating(repeats, {"it": forward})["it"]
+    print(json.dumps({"ms": round(took * 1e3, 1), "MiB": round((peak() - before) / 2**20, 1)}))
+
+
+def scaling(repeats: int, lengths) -> list[dict]:
+    """One head, d = 64, no mask, forward."""
+    rows = []
+    for n in lengths:
+        row: dict = {"N": n}
+        for method in METHODS:
+            if method == "torch" and not HAS_TORCH:
+                continue
+            command = [sys.executable, __file__, "--child", method, str(n), str(repeats)]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            found = json.loads(done.stdout.splitlines()[-1])
+            row[f"{method} ms"], row[f"{method} MiB"] = found["ms"], found["MiB"]
+        rows.append(row)
+    return rows
+
+
+def report(name: str, title: str, rows: list[dict], out: Path) -> None:
+    """Print one table, and write it."""
+    table = Table(*rows[0], title=title)
+    for row in rows:
+        table.add_row(*(f"{x:,}" if isinstance(x, int) else str(x) for x in row.values()))
+    Console(width=150).print(table)
+    with (out / f"{name}.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def plot(rows: list[dict], path: Path) -> None:
+    """Time and peak memory over N, both axes logarithmic."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for axis, unit, label in zip(
+        axes, ("ms", "MiB"), ("time, ms", "added memory, MiB"), strict=True
+    ):
+        for method in METHODS:
+            if f"{method} {unit}" in rows[0]:
+                values = [max(row[f"{method} {unit}"], 0.1) for row in rows]
+                axis.loglog([row["N"] for row in rows], values, "o-", label=method)
+        axis.set(xlabel="N", ylabel=label)
+    axes[0].legend()
+    figure.suptitle("Forward, one head, d = 64, float32")
+    figure.savefig(path, dpi=120)
+
+
+def machine() -> str:
+    """What ran: CPU, threads, registers, versions."""
+    name = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((x.split(": ", 1)[1] for x in lines if x.startswith("model name")), name)
+    kind = type(registers.best("float32")).__name__
+    versions = [f"numpy {np.__version__}"]
+    if HAS_TORCH:
+        import torch
+
+        versions.append(f"torch {torch.__version__}")
+    return f"{name}, {threads.available()} CPUs, {kind}; {', '.join(versions)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, shorter sequences")
+    parser.add_argument("--out", type=Path, default=Path("out/cpu"), help="folder for CSV and plot")
+    parser.add_argument("--only", choices=("speed", "extras", "scaling"), help="one of the tables")
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        child(options.child[0], int(options.child[1]), int(options.child[2]))
+        return
+    options.out.mkdir(parents=True, exist_ok=True)
+    repeats = 3 if options.quick else 9
+    title = machine()
+    if options.only in (None, "speed"):
+        report("speed", title, speed(repeats), options.out)
+    if options.only in (None, "extras"):
+        report("extras", title, extras(repeats, 2048 if options.quick else 4096), options.out)
+    if options.only in (None, "scaling"):
+        rows = scaling(min(repeats, 5), LENGTHS[:3] if options.quick else LENGTHS)
+        report("scaling", f"One head, d = 64; {title}", rows, options.out)
+        plot(rows, options.out / "scaling.png")
+
+
+if __name__ == "__main__":
+    main()
