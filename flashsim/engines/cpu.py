@@ -40,8 +40,12 @@ WALKS = {
 }
 MICRO_KERNELS = ("vector", "plain")
 
-#: Tiles that suit a CPU's caches (see docs/performance.md), taken where none is asked for.
-FORWARD_TILING, BACKWARD_TILING = Tiling(128, 64), Tiling(64, 64)
+#: Tiles that suit a CPU's caches (see docs/performance.md): where no tiling is asked for, the first
+#: that fits the device.
+USUAL = {
+    "forward": (Tiling(128, 64), Tiling(64, 64)),
+    "backward": (Tiling(64, 64), Tiling(48, 64)),
+}
 
 #: Mask bits (bytes) that are evaluated ahead of a walk: bounds the memory of arbitrary masks.
 MASK_CHUNK = 1 << 25
@@ -134,9 +138,9 @@ class _Pass:
 
     def _default_tiling(self) -> Tiling:
         job, p = self.job, self.job.problem
-        usual = FORWARD_TILING if self.direction == "forward" else BACKWARD_TILING
-        if usual.footprint(p, job.algorithm, self.direction) <= job.device.sram_bytes:
-            return usual
+        for usual in USUAL[self.direction]:
+            if usual.footprint(p, job.algorithm, self.direction) <= job.device.sram_bytes:
+                return usual
         return Tiling.fit(p, job.device, job.algorithm, self.direction)
 
     def wide(self, *arrays: np.ndarray) -> list[np.ndarray]:
@@ -196,15 +200,11 @@ class _Pass:
         p = self.job.problem
         heads = p.heads if by_row else p.kv_heads
         numbers = np.arange(p.batch * heads).reshape(p.batch, heads)
-        if shares and p.bias is not None:
-            batch, of = p.bias
-            numbers = numbers if of == p.heads else numbers[:, None, :]
-            if of == p.heads:
-                numbers = (
-                    numbers.T.reshape(heads, p.batch) if batch == 1 else numbers.reshape(-1, 1)
-                )
-            else:
-                numbers = numbers.reshape(1 if batch == 1 else p.batch, -1)
+        batch, matrices = p.bias if shares and p.bias is not None else (p.batch, p.heads)
+        if matrices == 1:
+            numbers = numbers.reshape(batch, -1)
+        elif batch == 1:  # the matrix of a head serves every batch entry
+            numbers = numbers.T
         else:
             numbers = numbers.reshape(-1, 1)
         return np.arange(len(numbers) + 1) * numbers.shape[1], numbers.reshape(-1)
