@@ -26,6 +26,7 @@ wheel: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/trace.py
+	$(BIN)/python benchmarks/cpu.py
 	$(BIN)/python benchmarks/l2.py
 
 # Published numbers, recomputed: paper, ours, why they differ.

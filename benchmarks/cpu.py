@@ -7,6 +7,9 @@ Three tables, printed and written as CSV, and a plot:
 - extras: one head on one thread and on all, what ``trace=True`` costs, both backward forms;
 - scaling: time and peak memory over N, each method in a process of its own.
 
+On a machine that others use as well, compare CPU seconds of one thread, which waiting does not
+touch: OPENBLAS_NUM_THREADS=1 python benchmarks/cpu.py --only speed --threads 1 --cpu-time
+
 FLOP/s count 4 N^2 d a head for a forward pass and 14 N^2 d with the backward, half of it if causal.
 """
 
@@ -39,15 +42,19 @@ REST = 0.25
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 
-def alternating(repeats: int, works: dict[str, Callable[[], object]]) -> dict[str, float]:
+def alternating(
+    repeats: int,
+    works: dict[str, Callable[[], object]],
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, float]:
     """Median seconds of each, taken turn by turn after one round that is thrown away."""
     rounds: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(repeats + 1):
         for name, work in works.items():
             time.sleep(REST)
-            start = time.perf_counter()
+            start = clock()
             work()
-            rounds[name].append(time.perf_counter() - start)
+            rounds[name].append(clock() - start)
     return {name: statistics.median(column[1:]) for name, column in rounds.items()}
 
 
@@ -69,11 +76,11 @@ def numba_works(arrays, causal, **options) -> dict[str, Callable[[], object]]:
     return {"forward": forward, "forward + backward": lambda: forward().backward(dout)}
 
 
-def torch_works(arrays, causal) -> dict[str, Callable[[], object]]:
+def torch_works(arrays, causal, n_threads) -> dict[str, Callable[[], object]]:
     """The same by PyTorch, on as many threads."""
     import torch
 
-    torch.set_num_threads(threads.available())
+    torch.set_num_threads(n_threads)
     attention = torch.nn.functional.scaled_dot_product_attention
     *qkv, dout = (torch.from_numpy(x) for x in arrays)
     leaves = [x.clone().requires_grad_() for x in qkv]
@@ -88,21 +95,21 @@ def torch_works(arrays, causal) -> dict[str, Callable[[], object]]:
     return {"forward": forward, "forward + backward": both}
 
 
-def speed(repeats: int) -> list[dict]:
+def speed(repeats: int, n_threads: int, clock: Callable[[], float]) -> list[dict]:
     """The judged shapes."""
     a, b = np.random.default_rng(0).standard_normal((2, 2048, 2048), dtype=np.float32)
     rows = []
     for heads, n, d in SHAPES:
         for causal in (False, True):
             arrays = inputs(heads, n, d)
-            ours, theirs = numba_works(arrays, causal), {}
+            ours, theirs = numba_works(arrays, causal, threads=n_threads), {}
             if HAS_TORCH:
-                theirs = torch_works(arrays, causal)
+                theirs = torch_works(arrays, causal, n_threads)
             for what, factor in (("forward", 4), ("forward + backward", 14)):
                 works = {"numba": ours[what], "sgemm": lambda: a @ b}
                 if theirs:
                     works["torch"] = theirs[what]
-                took = alternating(repeats, works)
+                took = alternating(repeats, works, clock)
                 flops = factor * heads * n * n * d / (2 if causal else 1)
                 gemm = 2 * 2048**3 / took["sgemm"]
                 rows.append(
@@ -175,7 +182,7 @@ def child(method: str, n: int, repeats: int) -> None:
 
     def work(arrays):
         if method == "torch":
-            return torch_works(arrays, False)["forward"]
+            return torch_works(arrays, False, threads.available())["forward"]
         if method == "numba":
             return numba_works(arrays, False)["forward"]
         if method == "naive":
@@ -258,6 +265,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer rounds, shorter sequences")
     parser.add_argument("--out", type=Path, default=Path("out/cpu"), help="folder for CSV and plot")
     parser.add_argument("--only", choices=("speed", "extras", "scaling"), help="one of the tables")
+    parser.add_argument(
+        "--threads", type=int, default=threads.available(), help="of the speed table"
+    )
+    parser.add_argument("--cpu-time", action="store_true", help="CPU seconds in the speed table")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -267,7 +278,9 @@ def main() -> None:
     repeats = 3 if options.quick else 9
     title = machine()
     if options.only in (None, "speed"):
-        report("speed", title, speed(repeats), options.out)
+        clock = time.process_time if options.cpu_time else time.perf_counter
+        title += f"; {options.threads} threads, {'CPU' if options.cpu_time else 'wall'} time"
+        report("speed", title, speed(repeats, options.threads, clock), options.out)
     if options.only in (None, "extras"):
         report("extras", title, extras(repeats, 2048 if options.quick else 4096), options.out)
     if options.only in (None, "scaling"):
