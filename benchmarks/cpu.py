@@ -187,7 +187,7 @@ def child(method: str, n: int, repeats: int) -> None:
             return numba_works(arrays, False)["forward"]
         if method == "naive":
             return lambda: naive(*arrays[:3])
-        return lambda: flashsim.run(*arrays[:3])
+        return lambda: flashsim.run(*arrays[:3], tiling=flashsim.Tiling(128, 128))
 
     work(inputs(1, 256, 64))()  # loads, and compiles, what there is to load
     forward = work(inputs(1, n, 64))
@@ -204,7 +204,8 @@ def scaling(repeats: int, lengths) -> list[dict]:
         for method in METHODS:
             if method == "torch" and not HAS_TORCH:
                 continue
-            command = [sys.executable, __file__, "--child", method, str(n), str(repeats)]
+            rounds = 1 if n > 4096 and method in ("naive", "simulator") else repeats
+            command = [sys.executable, __file__, "--child", method, str(n), str(rounds)]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             found = json.loads(done.stdout.splitlines()[-1])
             row[f"{method} ms"], row[f"{method} MiB"] = found["ms"], found["MiB"]
