@@ -175,10 +175,11 @@ def naive(q, k, v) -> np.ndarray:
 
 def child(method: str, n: int, repeats: int) -> None:
     """One method at one length: median seconds and the peak memory that it added, as JSON."""
-    import resource
 
     def peak() -> int:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        """Most memory this process ever held, in KiB (`ru_maxrss` would start at its parent's)."""
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0])
 
     def work(arrays):
         if method == "torch":
@@ -193,7 +194,7 @@ def child(method: str, n: int, repeats: int) -> None:
     forward = work(inputs(1, n, 64))
     before = peak()
     took = alternating(repeats, {"it": forward})["it"]
-    print(json.dumps({"ms": round(took * 1e3, 1), "MiB": round((peak() - before) / 2**20, 1)}))
+    print(json.dumps({"ms": round(took * 1e3, 1), "MiB": round((peak() - before) / 1024, 1)}))
 
 
 def scaling(repeats: int, lengths) -> list[dict]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -136,13 +137,15 @@ def test_nan_stays_where_it_belongs():
     assert np.isnan(out).sum() == 8
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
 def test_memory_is_linear_in_the_length():
     code = """
-import resource, numpy as np, flashsim
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+import numpy as np, flashsim
+# ru_maxrss would start at the peak of the process that started this one
+peak = lambda: int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) * 1024
 x = [np.ones((n, 8), np.float32) for n in (64, 12_000)]
 def go(a):
-    flashsim.run(a, a, a, backend="numba", algorithm="flash2-fused", trace=True).backward(a)
+    flashsim.run(a, a, a, backend="numba", algorithm="flash2-fused").backward(a)
 go(x[0])
 before = peak()
 go(x[1])
