@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from test_engines import OPTION_CASES, SIZES
 
 import flashsim
 from flashsim import BackendUnavailable, Device, OptionError, SramOverflow, Tiling, UnsupportedError
+from flashsim.engine import Job
 from flashsim.engines import cpu, notes, registers, threads
 from flashsim.engines.tables import NOTE
 from flashsim.errors import MemoryModelError
@@ -110,6 +112,27 @@ def test_bits_do_not_depend_on_the_number_of_threads(algorithm, shape, options):
     )
     assert_same_bits(one, two)
     assert_same_bits(one, five)
+
+
+@pytest.mark.parametrize("bias", [(1, 1), (1, 4), (2, 1), (2, 4), None])
+@pytest.mark.parametrize("by_row", [True, False])
+def test_heads_that_share_a_bias_gradient_belong_to_one_thread(by_row, bias):
+    """Threads that race for a gradient's tile seldom show it, so this looks at who takes what."""
+    problem = flashsim.Problem(8, batch=2, heads=4, kv_heads=2, bias=bias)
+    x = tensors(8, 8, 64, batch=2, heads=4, kv_heads=2, bias=bias)
+    ptr, members = cpu._Pass(Job(problem, x.q, x.k, x.v, x.bias), "backward")._sets(
+        by_row, shares=True
+    )
+    heads = 4 if by_row else 2
+    assert sorted(members) == list(range(2 * heads))
+    batch, matrices = bias or (2, 4)
+    owner = {}
+    for number, (first, last) in enumerate(itertools.pairwise(ptr)):
+        for head in members[first:last]:
+            entry, at = divmod(int(head), heads)
+            matrix = (entry if batch == 2 else 0, at if matrices == 4 else 0)
+            assert owner.setdefault(matrix, number) == number
+    assert len(owner) == len(ptr) - 1  # and no more is put together than must be
 
 
 @pytest.mark.parametrize("algorithm", cpu.ALGORITHMS)

@@ -10,8 +10,9 @@ import pytest
 from llvmlite import ir
 from numba import njit
 
-from flashsim.engines import codegen, panels, registers
+from flashsim.engines import codegen, panels, registers, scores
 from flashsim.engines.registers import BLOCKING, ROWS, Avx2, Avx512, Neon, Plain
+from flashsim.problem import numpy_dtype
 
 HOST = type(registers.best("float32"))
 pytestmark = pytest.mark.skipif(
@@ -155,6 +156,27 @@ def test_powers_of_two(dtype, ulps):
     special[:4] = [-np.inf, np.nan, 2 * low, 0]
     softmax(cpu, special, 0, 1, m, l, alpha, 0)
     np.testing.assert_array_equal(special[:4], np.array([0, np.nan, 0, 1], dtype))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rounding"), [("float16", scores.FLOAT16), ("bfloat16", scores.BFLOAT16)]
+)
+def test_rounding_to_16_bits(dtype, rounding):
+    """Every 16-bit number, what lies halfway to its neighbour, and what lies beside that."""
+    narrow = numpy_dtype(dtype)
+    exact = np.arange(2**16, dtype=np.uint16).view(narrow).astype(np.float32)
+    exact = np.sort(exact[np.isfinite(exact)])
+    with np.errstate(over="ignore"):
+        half = (exact[1:].astype(np.float64) + exact[:-1]) / 2
+        half = half.astype(np.float32)
+        x = np.concatenate(
+            [exact, half, np.nextafter(half, np.float32(9)), np.float32([np.nan, np.inf, -np.inf])]
+        )
+        cpu = registers.best("float32")
+        x = np.concatenate([x, np.zeros(-len(x) % cpu.width, np.float32)])
+        expected = x.astype(narrow).astype(np.float32)
+    scores.round_panel(cpu, x, 0, cpu.width, len(x) // cpu.width, rounding)
+    np.testing.assert_array_equal(x, expected)
 
 
 # -- what LLVM makes of it -------------------------------------------------------------------------
