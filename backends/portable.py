@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from flashsim import plans
-from flashsim.backends import launch
+from flashsim.backends import compiler, launch
 from flashsim.backends.launch import Gpu
 from flashsim.backends.passes import Pass, tables_of, variant_of, walk_pass
 from flashsim.problem import Problem
@@ -17,6 +17,7 @@ from flashsim.schedule import KeyOrder
 from flashsim.tiling import Tiling
 
 NAME = "portable"
+load = compiler.load
 
 
 @lru_cache(maxsize=256)
