@@ -80,9 +80,7 @@ def forward_with(family_of: FamilyOf, job: Job) -> Outcome:
         )
 
 
-def backward_with(
-    family_of: FamilyOf, job: Job, saved: Mapping[str, Any], dout: Any
-) -> Outcome:
+def backward_with(family_of: FamilyOf, job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
     """The backward pass, likewise."""
     p = job.problem
     space, gpu = saved["space"], saved["gpu"]

@@ -1,7 +1,7 @@
 """The portable kernels (sm_80 and later): which pass runs which kernel, and how it is launched.
 
-A *kernel family* like this one offers `NAME`, `forward_passes` and `backward_passes`; the engine
-(`cupy_engine`) owns arrays, errors and traces.
+A *kernel family* like this one offers `NAME`, `forward_passes`, `backward_passes` and `load`, its
+compiler; the engine (`cupy_engine`) owns arrays, errors and traces.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """FlashAttention-2 backward, keys outside, on tensor cores (arXiv:2307.08691, Algorithm 2).
 
 A block owns column tile j of one key head and visits, for every query head of the group, the row
-tiles that the schedule lists. It works on transposed scores, S^T = K Q^T, so that P^T and dS^T leave
-the products in exactly the registers in which dV += P^T dO and dK += dS^T Q want them. The fused
-form adds dQ += dS K as well, reduced into a float32 accumulator in HBM (its order, and so its last
-bit, varies); without it `backward_dq` makes dQ.
-Where things live: K, V in shared memory for the whole block; Q, dO, L and delta in one or two shared
-stages; dK, dV, S^T, P^T, dP^T in registers; dS in shared memory, only to cross warps for dQ.
+tiles that the schedule lists. It works on transposed scores, S^T = K Q^T, so that P^T and dS^T
+leave the products in exactly the registers in which dV += P^T dO and dK += dS^T Q want them. The
+fused form adds dQ += dS K as well, reduced into a float32 accumulator in HBM (its order, and so its
+last bit, varies); without it `backward_dq` makes dQ.
+Where things live: K, V in shared memory for the whole block; Q, dO, L and delta in one or two
+shared stages; dK, dV, S^T, P^T, dP^T in registers; dS in shared memory, only to cross warps for dQ.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from numba import cuda
 from numba.cuda import types
 
 from flashsim.backends.launch import Kernel
-from flashsim.backends.numba_gpu import fragments as f
-from flashsim.backends.numba_gpu.fragments import LOG2E, Operand, Tile
+from flashsim.backends.numba_gpu import gradients, output, tiles
+from flashsim.backends.numba_gpu.softmax import LOG2E
+from flashsim.backends.numba_gpu.tiles import Operand, Tile
 from flashsim.backends.numba_gpu.walk import (
     SLOTS,
     TILE_STAMPS,
@@ -65,37 +66,49 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
     load_vector = vector_load(block_q, threads)
 
     # -- Fragments
-    new_scores = f.zeros(blocks * chunk // 2)
-    new_dk, new_dv = f.zeros(blocks * d_part // 2), f.zeros(blocks * dv_part // 2)
-    pieces_k, pieces_v = f.pieces(tile_k, transposed=False), f.pieces(tile_v, transposed=False)
-    pieces_q, pieces_do = f.pieces(tile_q, transposed=True), f.pieces(tile_do, transposed=True)
-    columns_q, columns_do = f.pieces(tile_q, transposed=False), f.pieces(tile_do, transposed=False)
-    pieces_ds, columns_k = f.pieces(tile_ds, transposed=True), f.pieces(tile_k, transposed=False)
-    swapped_q, swapped_do = Operand(tile_q, swapped=True), Operand(tile_do, swapped=True)
-    multiply_kq = f.multiply(bf16, blocks, chunk, d, Operand(tile_k), swapped_q)
-    multiply_vdo = f.multiply(bf16, blocks, chunk, dv, Operand(tile_v), swapped_do)
-    right_q, right_do = Operand(tile_q, extra=True), Operand(tile_do, extra=True)
-    multiply_dsq = f.multiply(bf16, blocks, d_part, chunk, "accumulators", right_q)
-    multiply_pdo = f.multiply(bf16, blocks, dv_part, chunk, "accumulators", right_do)
-    load_columns = f.load_columns(chunk)
-    probabilities = f.probabilities(blocks, chunk, False, scaled, softcap)
-    mask = f.mask_probabilities(blocks, chunk, False, bool(c.left), bool(c.right))
-    score_gradients = f.score_gradients(blocks, chunk, False, softcap)
-    scale_dk = f.scale_all(blocks * d_part // 2)
-    stage_dk, stage_dv = (
-        f.stage(bf16, blocks, d_part, tile_k),
-        f.stage(bf16, blocks, dv_part, tile_v),
+    new_scores = tiles.zeros(blocks * chunk // 2)
+    new_dk, new_dv = tiles.zeros(blocks * d_part // 2), tiles.zeros(blocks * dv_part // 2)
+    pieces_k, pieces_v = (
+        tiles.pieces(tile_k, transposed=False),
+        tiles.pieces(tile_v, transposed=False),
     )
-    stage_ds = f.stage(bf16, blocks, chunk, tile_ds)
+    pieces_q, pieces_do = (
+        tiles.pieces(tile_q, transposed=True),
+        tiles.pieces(tile_do, transposed=True),
+    )
+    columns_q, columns_do = (
+        tiles.pieces(tile_q, transposed=False),
+        tiles.pieces(tile_do, transposed=False),
+    )
+    pieces_ds, columns_k = (
+        tiles.pieces(tile_ds, transposed=True),
+        tiles.pieces(tile_k, transposed=False),
+    )
+    swapped_q, swapped_do = Operand(tile_q, swapped=True), Operand(tile_do, swapped=True)
+    multiply_kq = tiles.multiply(bf16, blocks, chunk, d, Operand(tile_k), swapped_q)
+    multiply_vdo = tiles.multiply(bf16, blocks, chunk, dv, Operand(tile_v), swapped_do)
+    right_q, right_do = Operand(tile_q, extra=True), Operand(tile_do, extra=True)
+    multiply_dsq = tiles.multiply(bf16, blocks, d_part, chunk, "accumulators", right_q)
+    multiply_pdo = tiles.multiply(bf16, blocks, dv_part, chunk, "accumulators", right_do)
+    load_columns = gradients.load_columns(chunk)
+    probabilities = gradients.probabilities(blocks, chunk, False, scaled, softcap)
+    mask = gradients.mask_probabilities(blocks, chunk, False, bool(c.left), bool(c.right))
+    score_gradients = gradients.score_gradients(blocks, chunk, False, softcap)
+    scale_dk = tiles.scale_all(blocks * d_part // 2)
+    stage_dk, stage_dv = (
+        output.stage(bf16, blocks, d_part, tile_k),
+        output.stage(bf16, blocks, dv_part, tile_v),
+    )
+    stage_ds = output.stage(bf16, blocks, chunk, tile_ds)
     # dQ: the block's warps stand as warps_q x warps_d over its (block_q, d) tile
     warps_q, warps_d = c.warps_q, c.warps // c.warps_q
     dq_blocks, dq_cols = block_q // (16 * warps_q), -(-(d // 16) // warps_d) * 16
-    new_dq = f.zeros(dq_blocks * dq_cols // 2)
+    new_dq = tiles.zeros(dq_blocks * dq_cols // 2)
     left_ds = Operand(tile_ds, swapped=True, extra=True)
-    multiply_dsk = f.multiply(
+    multiply_dsk = tiles.multiply(
         bf16, dq_blocks, dq_cols, block_k, left_ds, Operand(tile_k, extra=True)
     )
-    reduce_dq = f.reduce_tile(dq_blocks, dq_cols, head_dim, wide)
+    reduce_dq = output.reduce_tile(dq_blocks, dq_cols, head_dim, wide)
     take_work, row_tile, col_tile = w.take_work, w.row_tile, w.col_tile
     begin, visit_of, report = w.begin, w.visit, w.report
     stamp, stamp_block = w.stamp, w.stamp_block
@@ -183,7 +196,7 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
                     at = a.visit_counts + next_slot * (SLOTS * 4)
                     load_visit(a, shared, 1 - now, next_walk, head, batch, start, stop, at)
 
-            # -- Phase 2: dQ += dS K of the last visit; one visit late, so that B1 is the only barrier
+            # -- Phase 2: dQ += dS K of the last visit; one late, so that B1 is the only barrier
             if fused and u > 0:
                 row, col = warp % warps_q * (16 * dq_blocks), warp // warps_q * dq_cols
                 ds_base = ds_pieces + (1 - (u & 1)) * ds_bytes

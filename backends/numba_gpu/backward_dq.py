@@ -14,8 +14,9 @@ from numba import cuda
 from numba.cuda import types
 
 from flashsim.backends.launch import Kernel
-from flashsim.backends.numba_gpu import fragments as f
-from flashsim.backends.numba_gpu.fragments import LOG2E, Operand, Tile
+from flashsim.backends.numba_gpu import gradients, output, tiles
+from flashsim.backends.numba_gpu.softmax import LOG2E
+from flashsim.backends.numba_gpu.tiles import Operand, Tile
 from flashsim.backends.numba_gpu.walk import (
     SLOTS,
     TILE_STAMPS,
@@ -58,19 +59,25 @@ def flash_dq_kernel(kernel: Kernel) -> Any:
     load_vector = vector_load(block_q, threads)
 
     # -- Fragments
-    new_scores, new_dq = f.zeros(blocks * chunk // 2), f.zeros(blocks * d // 2)
-    pieces_q, pieces_do = f.pieces(tile_q, transposed=False), f.pieces(tile_do, transposed=False)
-    pieces_k, columns_k = f.pieces(tile_k, transposed=True), f.pieces(tile_k, transposed=False)
-    pieces_v = f.pieces(tile_v, transposed=True)
+    new_scores, new_dq = tiles.zeros(blocks * chunk // 2), tiles.zeros(blocks * d // 2)
+    pieces_q, pieces_do = (
+        tiles.pieces(tile_q, transposed=False),
+        tiles.pieces(tile_do, transposed=False),
+    )
+    pieces_k, columns_k = (
+        tiles.pieces(tile_k, transposed=True),
+        tiles.pieces(tile_k, transposed=False),
+    )
+    pieces_v = tiles.pieces(tile_v, transposed=True)
     swapped_k, swapped_v = Operand(tile_k, swapped=True), Operand(tile_v, swapped=True)
-    multiply_qk = f.multiply(bf16, blocks, chunk, d, Operand(tile_q), swapped_k)
-    multiply_dov = f.multiply(bf16, blocks, chunk, dv, Operand(tile_do), swapped_v)
-    multiply_dsk = f.multiply(bf16, blocks, d, chunk, "accumulators", Operand(tile_k))
-    load_rows = f.load_rows(blocks)
-    probabilities = f.probabilities(blocks, chunk, True, scaled, softcap)
-    mask = f.mask_probabilities(blocks, chunk, True, bool(c.left), bool(c.right))
-    score_gradients = f.score_gradients(blocks, chunk, True, softcap)
-    scale_dq, stage_dq = f.scale_all(blocks * d // 2), f.stage(bf16, blocks, d, tile_q)
+    multiply_qk = tiles.multiply(bf16, blocks, chunk, d, Operand(tile_q), swapped_k)
+    multiply_dov = tiles.multiply(bf16, blocks, chunk, dv, Operand(tile_do), swapped_v)
+    multiply_dsk = tiles.multiply(bf16, blocks, d, chunk, "accumulators", Operand(tile_k))
+    load_rows = gradients.load_rows(blocks)
+    probabilities = gradients.probabilities(blocks, chunk, True, scaled, softcap)
+    mask = gradients.mask_probabilities(blocks, chunk, True, bool(c.left), bool(c.right))
+    score_gradients = gradients.score_gradients(blocks, chunk, True, softcap)
+    scale_dq, stage_dq = tiles.scale_all(blocks * d // 2), output.stage(bf16, blocks, d, tile_q)
     take_work, row_tile, col_tile = w.take_work, w.row_tile, w.col_tile
     begin, visit_of, report = w.begin, w.visit, w.report
     stamp, stamp_block = w.stamp, w.stamp_block

@@ -1,4 +1,4 @@
-"""The two row-wise passes around a backward pass: `flash_delta` before it and `flash_convert` after.
+"""The row-wise passes around a backward pass: `flash_delta` before it, `flash_convert` after.
 
 `flash_delta` computes delta = rowsum(dO * O) and clears the float32 accumulator of dQ where dQ is
 reduced into one; `flash_convert` rounds that accumulator. Block (i, head) owns row tile i; no

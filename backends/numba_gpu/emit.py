@@ -125,11 +125,11 @@ def struct_values(builder: ir.IRBuilder, value: ir.Value, count: int) -> Values:
     return [builder.extract_value(value, x) for x in range(count)]
 
 
-# -- the kernels' one argument ----------------------------------------------------------------------
+# -- the kernels' one argument --------------------------------------------------------------------
 
 
 class ArgsType(types.Type):
-    """`launch.ARGS`, by value; its fields are attributes, a tensor's named ``q_data``, ``q_row``."""
+    """`launch.ARGS`, by value; its fields are attributes, a tensor's ``q_data``, ``q_row`` ..."""
 
     def __init__(self) -> None:
         super().__init__("flashsim.Args")

@@ -53,9 +53,8 @@ def forward(job: Job) -> Outcome:
     if _kernel(job) == "teaching":
         return teaching_run.forward(job)
     from flashsim.backends import cupy_engine
-    from flashsim.backends.numba_gpu import tensor
 
-    return cupy_engine.forward_with(tensor, job)
+    return cupy_engine.forward_with(_tensor, job)
 
 
 def backward(job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
@@ -63,9 +62,15 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
     if _kernel(job) == "teaching":
         return teaching_run.backward(job, saved, dout)
     from flashsim.backends import cupy_engine
+
+    return cupy_engine.backward_with(_tensor, job, saved, dout)
+
+
+def _tensor(job: Job, gpu: Any, direction: str) -> Any:
+    """The tensor-core kernels, for every job and GPU."""
     from flashsim.backends.numba_gpu import tensor
 
-    return cupy_engine.backward_with(tensor, job, saved, dout)
+    return tensor
 
 
 def _kernel(job: Job) -> str:

@@ -13,8 +13,9 @@ from numba import cuda
 from numba.cuda import types
 
 from flashsim.backends.launch import Kernel
-from flashsim.backends.numba_gpu import fragments as f
-from flashsim.backends.numba_gpu.fragments import LOG2E, NEG_INF, Operand, Tile
+from flashsim.backends.numba_gpu import output, softmax, tiles
+from flashsim.backends.numba_gpu.softmax import LOG2E, NEG_INF
+from flashsim.backends.numba_gpu.tiles import Operand, Tile
 from flashsim.backends.numba_gpu.walk import (
     SLOTS,
     TILE_STAMPS,
@@ -49,20 +50,23 @@ def flash_forward_kernel(kernel: Kernel) -> Any:
     store_o = tile_copies(tile_o, c.head_dim_v, threads).store
 
     # -- Fragments
-    new_scores, new_o = f.zeros(blocks * block_k // 2), f.zeros(blocks * dv // 2)
-    new_max, new_sum = f.full(2 * blocks, NEG_INF), f.zeros(2 * blocks)
-    pieces_q, pieces_v = f.pieces(tile_q, transposed=False), f.pieces(tile_v, transposed=False)
-    pieces_k = f.pieces(tile_k, transposed=True)
-    keep_q = f.load_fragments(blocks, d, tile_q)
+    new_scores, new_o = tiles.zeros(blocks * block_k // 2), tiles.zeros(blocks * dv // 2)
+    new_max, new_sum = tiles.full(2 * blocks, NEG_INF), tiles.zeros(2 * blocks)
+    pieces_q, pieces_v = (
+        tiles.pieces(tile_q, transposed=False),
+        tiles.pieces(tile_v, transposed=False),
+    )
+    pieces_k = tiles.pieces(tile_k, transposed=True)
+    keep_q = tiles.load_fragments(blocks, d, tile_q)
     left = "registers" if q_regs else Operand(tile_q)
-    multiply_qk = f.multiply(bf16, blocks, block_k, d, left, Operand(tile_k, swapped=True))
-    multiply_pv = f.multiply(bf16, blocks, dv, block_k, "accumulators", Operand(tile_v))
-    scale_scores = f.scale_scores(blocks, block_k, softcap)
-    mask = f.mask_rows(blocks, block_k, bool(c.left), bool(c.right))
-    row_max, softmax_base = f.row_max(blocks, block_k), f.softmax_base(blocks)
-    rescaling, scale_o = f.rescaling(blocks), f.scale_rows(blocks, dv)
-    exponentials, finish_rows = f.exponentials(blocks, block_k), f.finish_rows(blocks)
-    stage_o, store_lse = f.stage(bf16, blocks, dv, tile_o), f.store_rows(blocks)
+    multiply_qk = tiles.multiply(bf16, blocks, block_k, d, left, Operand(tile_k, swapped=True))
+    multiply_pv = tiles.multiply(bf16, blocks, dv, block_k, "accumulators", Operand(tile_v))
+    scale_scores = softmax.scale_scores(blocks, block_k, softcap)
+    mask = softmax.mask_rows(blocks, block_k, bool(c.left), bool(c.right))
+    row_max, softmax_base = softmax.row_max(blocks, block_k), softmax.softmax_base(blocks)
+    rescaling, scale_o = softmax.rescaling(blocks), softmax.scale_rows(blocks, dv)
+    exponentials, finish_rows = softmax.exponentials(blocks, block_k), softmax.finish_rows(blocks)
+    stage_o, store_lse = output.stage(bf16, blocks, dv, tile_o), output.store_rows(blocks)
     take_work, row_tile, col_tile = w.take_work, w.row_tile, w.col_tile
     begin, visit_of, report = w.begin, w.visit, w.report
     stamp, stamp_block = w.stamp, w.stamp_block

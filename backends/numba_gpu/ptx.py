@@ -16,7 +16,7 @@ _FOUR_WORDS = ir.LiteralStructType([I32] * 4)
 _FOUR_FLOATS = ir.LiteralStructType([F32] * 4)
 
 
-# -- matrix fragments -------------------------------------------------------------------------------
+# -- matrix fragments -----------------------------------------------------------------------------
 
 
 def ldmatrix(b: ir.IRBuilder, address: ir.Value, *, transposed: bool) -> Values:
@@ -49,7 +49,7 @@ def mma(b: ir.IRBuilder, bf16: bool, c: Values, a: Values, b0: ir.Value, b1: ir.
 
 
 def pack(b: ir.IRBuilder, bf16: bool, low: ir.Value, high: ir.Value) -> ir.Value:
-    """Two floats rounded to 16 bits, in one register ("cvt": the first operand is the high half)."""
+    """Two floats rounded to 16 bits, in one register ("cvt"; the high half comes first)."""
     kind = "bf16x2" if bf16 else "f16x2"
     return asm(b, f"cvt.rn.{kind}.f32 $0, $1, $2;", "=r,f,f", [high, low], I32)
 
@@ -64,7 +64,7 @@ def unpack(b: ir.IRBuilder, bf16: bool, word: ir.Value) -> Values:
     return struct_values(b, made, 2)
 
 
-# -- HBM to shared memory, asynchronously -------------------------------------------------------------
+# -- HBM to shared memory, asynchronously ---------------------------------------------------------
 
 
 def cp_async_16(
@@ -90,7 +90,7 @@ def cp_async_wait(b: ir.IRBuilder) -> None:
     asm(b, "cp.async.wait_all;", "", [], effects=True)
 
 
-# -- shared memory and HBM, plainly -------------------------------------------------------------------
+# -- shared memory and HBM, plainly ---------------------------------------------------------------
 
 
 def store_shared(b: ir.IRBuilder, to: ir.Value, word: ir.Value) -> None:
@@ -144,7 +144,7 @@ def add_count(b: ir.IRBuilder, to: ir.Value, count: ir.Value) -> None:
     asm(b, "red.global.add.u32 [$0], $1;", "l,r", [to, count], effects=True)
 
 
-# -- within a warp, and arithmetic ----------------------------------------------------------------------
+# -- within a warp, and arithmetic ----------------------------------------------------------------
 
 
 def shuffle_xor(b: ir.IRBuilder, value: ir.Value, mask: int) -> ir.Value:

@@ -1,12 +1,12 @@
 """FlashAttention-2 in plain Numba-CUDA, to learn from: one thread a row, float32, no tensor cores.
 
-The phases are those of Algorithms 1 and 2 of arXiv:2307.08691. Blocks are (tile, batch * heads); the
-kernels visit the tiles that the schedule's tables list and never decide which exist. They run on
-any NVIDIA GPU, and without one in Numba's simulator (``NUMBA_ENABLE_CUDASIM=1``).
+The phases are those of Algorithms 1 and 2 of arXiv:2307.08691. Blocks are (tile, batch * heads).
+The kernels visit the tiles that the schedule's tables list and never decide which exist. They run
+on any NVIDIA GPU, and without one in Numba's simulator (``NUMBA_ENABLE_CUDASIM=1``).
 
-Tables: ``rows``, ``cols`` (start, stop, offset, end of the other side); ``ptr``, ``index``, ``kind`` in
-CSR. A kernel adds the bytes it moves to ``tile_counts`` (walks, tiles, 8) and ``visit_counts``
-(batch * heads, visits, 8), if it was built with `counts`.
+Tables: ``rows``, ``cols`` (start, stop, offset, end of the other side); ``ptr``, ``index``,
+``kind`` in CSR. A kernel adds the bytes it moves to ``tile_counts`` (walks, tiles, 8) and
+``visit_counts`` (batch * heads, visits, 8), if it was built with `counts`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Shape:
     fused: bool = False
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, inline="always")
 def _keeps(query, key, offset, key_stop, left, right):
     """Whether a query of the tile keeps a key: the band of `flashsim.schedule`."""
     centre = query + offset

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -32,7 +33,7 @@ def simulated() -> bool:
 
 
 def shared_bytes(problem: Problem, tiling: Tiling, direction: str) -> int:
-    """Shared memory of the larger kernel of a pass, in bytes: the tiles that `teaching` declares."""
+    """Shared memory of a pass's largest kernel, in bytes: the tiles that `teaching` declares."""
     q, k, d, dv = tiling.block_q, tiling.block_k, problem.head_dim + 1, problem.head_dim_v + 1
     if direction == "forward":
         return 4 * (q * (d + dv + k + 1) + k * (d + dv))
@@ -109,6 +110,13 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
     return Outcome(given, tiling, call.stages(), NAME)
 
 
+def _launch(kernel: Any, grid: tuple[int, int], threads: int, given: Any) -> None:
+    """Launch without Numba's advice to fill the GPU: small problems are what these are for."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*Grid size")
+        kernel[grid, threads](*given)
+
+
 class _Call:
     """One pass: its kernels' shape, its launches, and what they report."""
 
@@ -141,15 +149,15 @@ class _Call:
         lists = (tables.rows, tables.cols, tables.ptr, tables.index, tables.kind)
         numbers = (int(p.left), int(p.right), np.float32(p.scale), np.float32(p.softcap or 1))
         threads = self.tiling.block_q if by == "row" else self.tiling.block_k
-        launch_ = kernel(self.shape)[(tables.tiles, walks), threads]
-        launch_(*arrays, *map(self.taken, lists), *numbers, tile_counts, visit_counts)
+        given = (*arrays, *map(self.taken, lists), *numbers, tile_counts, visit_counts)
+        _launch(kernel(self.shape), (tables.tiles, walks), threads, given)
 
     def rows(self, name: str, kernel: Any, arrays: Any) -> None:
         """Launch a pass over rows: one block for each row tile of each head."""
         tables, walks = self._tables("row"), self.problem.batch * self.problem.heads
         tile_counts, _ = self._report(name, tables, walks)
-        launch_ = kernel(self.shape)[(tables.tiles, walks), self.tiling.block_q]
-        launch_(*arrays, self.taken(tables.rows), tile_counts)
+        given = (*arrays, self.taken(tables.rows), tile_counts)
+        _launch(kernel(self.shape), (tables.tiles, walks), self.tiling.block_q, given)
 
     def stages(self) -> tuple[StageTrace, ...] | None:
         """The events of the launches so far, if the job asks for them."""

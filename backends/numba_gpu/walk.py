@@ -18,8 +18,8 @@ from numba.cuda import cgutils, types
 from flashsim.backends import launch
 from flashsim.backends.launch import Kernel
 from flashsim.backends.numba_gpu import ptx
-from flashsim.backends.numba_gpu.emit import F32, I8, I32, I64, emitted, f32, i32
-from flashsim.backends.numba_gpu.fragments import Tile
+from flashsim.backends.numba_gpu.emit import F32, I8, I32, I64, emitted, i32
+from flashsim.backends.numba_gpu.tiles import Tile
 
 device = cuda.jit(device=True, inline="always")
 int32, int64 = types.int32, types.int64
@@ -31,7 +31,7 @@ def constants(kernel: Kernel) -> SimpleNamespace:
     return SimpleNamespace(**{k.removeprefix("FS_").lower(): v for k, v in kernel.constants})
 
 
-# -- memory -----------------------------------------------------------------------------------------
+# -- memory ---------------------------------------------------------------------------------------
 
 
 @emitted(types.int32)
@@ -198,7 +198,7 @@ def vector_load(rows_all: int, threads: int) -> Any:
     return load
 
 
-# -- reports ------------------------------------------------------------------------------------------
+# -- reports --------------------------------------------------------------------------------------
 
 
 @emitted(None, types.int64, types.int32)
@@ -224,7 +224,7 @@ def _sm(b: ir.IRBuilder) -> ir.Value:
     return ptx.special(b, "smid")
 
 
-# -- the walk -----------------------------------------------------------------------------------------
+# -- the walk -------------------------------------------------------------------------------------
 
 
 def walk_functions(c: SimpleNamespace) -> SimpleNamespace:
