@@ -5,7 +5,7 @@ The kernels walk the tiles that `Schedule` lists and, if asked, report what they
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from flashsim.backends import counts, hopper, launch, lowering, portable, tensor_maps, timeline
-from flashsim.backends.launch import Gpu
+from flashsim.backends.launch import Gpu, Kernel
 from flashsim.backends.lowering import Lowered
 from flashsim.backends.passes import Pass
 from flashsim.engine import Job, Outcome
@@ -21,9 +21,12 @@ from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError, c
 from flashsim.events import StageTrace
 
 OPTIONS: frozenset[str] = frozenset({"kernel"})
-#: Kernel families by name; each offers `NAME`, `forward_passes` and `backward_passes`.
+#: Kernel families by name; each offers `NAME`, `forward_passes`, `backward_passes`, `load`.
 KERNELS = {"portable": portable, "hopper": hopper}
 OLDEST = (8, 0)
+#: What a family's `load` is, and what picks a family: ``(job, gpu, direction)``.
+Load = Callable[[Kernel, int], Any]
+FamilyOf = Callable[[Job, Gpu, str], Any]
 
 try:
     import cupy
@@ -33,25 +36,37 @@ except ImportError as error:
         "driver's CUDA: pip install 'flashsim[cuda13]' or 'flashsim[cuda12]'"
     ) from None
 
-from flashsim.backends import arrays, compiler  # noqa: E402  (they import CuPy)
+from flashsim.backends import arrays  # noqa: E402  (it imports CuPy)
 
 
 def forward(job: Job) -> Outcome:
     """Run the forward pass on the GPU that holds the arrays (NumPy arrays: on the current one)."""
-    p = job.problem
     _check(job)
     _check_kernel(job)
+    return forward_with(_family, job)
+
+
+def backward(job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
+    """Run the backward pass: three deterministic passes, or fused with reductions into dQ."""
+    return backward_with(_family, job, saved, dout)
+
+
+def forward_with(family_of: FamilyOf, job: Job) -> Outcome:
+    """The forward pass by the kernels that `family_of` picks, for a job that it takes."""
+    p = job.problem
     require_gpu()
     space = arrays.space_of({"q": job.q, "k": job.k, "v": job.v}, p.dtype)
     with _errors(job), space.active():
         gpu = gpu_of(space.device)
-        family = _family(job, gpu, "forward")
+        family = family_of(job, gpu, "forward")
         passes = family.forward_passes(p, job.tiling, gpu, job.key_order, _report(job))
         views = {"q": space.view(job.q), "k": space.view(job.k), "v": space.view(job.v)}
         width = launch.row_elements(p.head_dim_v)
         out = space.empty((p.batch, p.heads, p.n_q, width), views["q"].array)
         lse = space.empty((p.batch, p.heads, p.n_q))
-        launcher = Launcher(job, space, gpu, {**views, "o": space.view(out)}, {"lse": lse})
+        launcher = Launcher(
+            job, space, gpu, {**views, "o": space.view(out)}, {"lse": lse}, family.load
+        )
         stages = launcher.run(passes)
         saved = {"space": space, "views": launcher.views, "lse": lse, "gpu": gpu}
         arrays_out = {"out": space.result(out, p.head_dim_v), "lse": space.result(lse)}
@@ -65,11 +80,11 @@ def forward(job: Job) -> Outcome:
         )
 
 
-def backward(job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
-    """Run the backward pass: three deterministic passes, or fused with reductions into dQ."""
+def backward_with(family_of: FamilyOf, job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
+    """The backward pass, likewise."""
     p = job.problem
     space, gpu = saved["space"], saved["gpu"]
-    family = _family(job, gpu, "backward")
+    family = family_of(job, gpu, "backward")
     arrays.check_space("dout", dout, p.dtype, space)
     with _errors(job), space.active():
         passes = family.backward_passes(
@@ -89,7 +104,7 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
             scratch["dq_acc"] = acc
         views = {**saved["views"], "dout": space.view(dout)}
         views |= {name: space.view(array) for name, array in new.items()}
-        launcher = Launcher(job, space, gpu, views, scratch)
+        launcher = Launcher(job, space, gpu, views, scratch, family.load)
         stages = launcher.run(passes)
         widths = {"dq": p.head_dim, "dk": p.head_dim, "dv": p.head_dim_v}
         return Outcome(
@@ -113,6 +128,8 @@ class Launcher:
         By the names of `launch.TENSORS`.
     scratch : dict of str to array
         Contiguous float32 arrays: "lse", "delta", "dq_acc".
+    load : callable
+        ``load(kernel, device)``, the family's compiler.
     """
 
     def __init__(
@@ -122,8 +139,9 @@ class Launcher:
         gpu: Gpu,
         views: dict[str, Any],
         scratch: dict[str, Any],
+        load: Load,
     ) -> None:
-        self.job, self.space, self.gpu = job, space, gpu
+        self.job, self.space, self.gpu, self.load = job, space, gpu, load
         self.views, self.scratch = views, scratch
         self.reports: list[dict[str, cupy.ndarray]] = []
         self._head: list[int] = []
@@ -136,7 +154,7 @@ class Launcher:
     def run(self, passes: tuple[Pass, ...]) -> tuple[StageTrace, ...] | None:
         """Launch every pass in order; the stages' events if the job asks for them."""
         for one in passes:
-            prepared(one, self.space.device)  # compile first: no gap between launches
+            prepared(one, self.space.device, self.load)  # compile first: no gap between launches
         for one in passes:
             report = self._buffers(one) if self.job.trace else {}
             self.reports.append(report)
@@ -195,7 +213,7 @@ class Launcher:
         return made
 
     def _launch(self, one: Pass, report: dict[str, Any]) -> None:
-        ready = prepared(one, self.space.device)
+        ready = prepared(one, self.space.device, self.load)
         reported = [report[n].data.ptr if n in report else 0 for n in launch.REPORTS]
         packed = launch.ARGS_FORMAT.pack(*self._head, *ready.tables, *reported, *ready.numbers)
         # As plain bytes: CuPy would spell out a structured dtype's fields at every launch.
@@ -246,8 +264,8 @@ def uploaded(tables: Lowered, device: int) -> Uploaded:
 class Prepared:
     """All of a launch that does not change from call to call."""
 
-    def __init__(self, one: Pass, device: int) -> None:
-        self.function = compiler.load(one.kernel, device)
+    def __init__(self, one: Pass, device: int, load: Load) -> None:
+        self.function = load(one.kernel, device)
         self.block = (one.kernel.threads,)
         self._uploaded = uploaded(one.tables, device)  # keeps the tables alive
         self.tables = self._uploaded.pointers
@@ -261,9 +279,9 @@ class Prepared:
 
 
 @lru_cache(maxsize=512)
-def prepared(one: Pass, device: int) -> Prepared:
-    """A pass compiled and its tables uploaded, once for each device."""
-    return Prepared(one, device)
+def prepared(one: Pass, device: int, load: Load) -> Prepared:
+    """A pass compiled and its tables uploaded, once for each device and compiler."""
+    return Prepared(one, device, load)
 
 
 @cache

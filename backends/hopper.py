@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from flashsim import plans
-from flashsim.backends import launch
+from flashsim.backends import compiler, launch
 from flashsim.backends.launch import Box, Gpu, Kernel, Variant
 from flashsim.backends.passes import Pass, tables_of, variant_of, walk_pass
 from flashsim.errors import UnsupportedError
@@ -18,6 +18,7 @@ from flashsim.schedule import KeyOrder
 from flashsim.tiling import Tiling
 
 NAME = "hopper"
+load = compiler.load
 CAPABILITY = (9, 0)
 MAX_HEAD_DIM = {"forward": 256, "backward": 128}
 

@@ -1,7 +1,7 @@
 """The portable kernels (sm_80 and later): which pass runs which kernel, and how it is launched.
 
-A *kernel family* like this one offers `NAME`, `forward_passes` and `backward_passes`; the engine
-(`cupy_engine`) owns arrays, errors and traces.
+A *kernel family* like this one offers `NAME`, `forward_passes`, `backward_passes` and `load`, its
+compiler; the engine (`cupy_engine`) owns arrays, errors and traces.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from flashsim import plans
-from flashsim.backends import launch
+from flashsim.backends import compiler, launch
 from flashsim.backends.launch import Gpu
 from flashsim.backends.passes import Pass, tables_of, variant_of, walk_pass
 from flashsim.problem import Problem
@@ -17,6 +17,7 @@ from flashsim.schedule import KeyOrder
 from flashsim.tiling import Tiling
 
 NAME = "portable"
+load = compiler.load
 
 
 @lru_cache(maxsize=256)

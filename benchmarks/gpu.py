@@ -108,6 +108,8 @@ def implementations() -> dict[str, Any]:
         "flashsim cupy": Flashsim("cupy", deterministic=False),
         "flashsim cupy deterministic": Flashsim("cupy", deterministic=True),
         "flashsim cupy portable": Flashsim("cupy", deterministic=False, kernel="portable"),
+        "flashsim numba_cuda": Flashsim("numba_cuda", deterministic=False),
+        "flashsim numba_cuda deterministic": Flashsim("numba_cuda", deterministic=True),
         "torch flash2": Torch(SDPBackend.FLASH_ATTENTION),
         "torch cudnn": Torch(SDPBackend.CUDNN_ATTENTION),
         "torch efficient": Torch(SDPBackend.EFFICIENT_ATTENTION),

@@ -28,6 +28,7 @@ ENGINES = {
     "numpy": "flashsim.engines.simulator",
     "numba": "flashsim.engines.cpu",
     "cupy": "flashsim.backends.cupy_engine",
+    "numba_cuda": "flashsim.backends.numba_gpu.engine",
 }
 
 LEVELS = ("requested", "dram")

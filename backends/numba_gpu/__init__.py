@@ -1,0 +1,1 @@
+"""`backend="numba_cuda"`: FlashAttention-2 on NVIDIA GPUs in Python, compiled by numba-cuda."""

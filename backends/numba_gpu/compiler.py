@@ -1,0 +1,122 @@
+"""Tensor-core kernels in Python to machine code: numba-cuda to PTX, nvJitLink to a cubin, on disk.
+
+Nothing but `load` needs a GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import cache, partial
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import numba_cuda
+from numba.cuda import compile as numba_compile
+from numba.cuda import types
+
+from flashsim.backends.launch import Kernel
+from flashsim.backends.numba_gpu.backward_dkdv import flash_dkdv_kernel
+from flashsim.backends.numba_gpu.backward_dq import flash_dq_kernel
+from flashsim.backends.numba_gpu.backward_rows import flash_convert_kernel, flash_delta_kernel
+from flashsim.backends.numba_gpu.emit import ArgsType
+from flashsim.backends.numba_gpu.forward import flash_forward_kernel
+
+#: Compiling for longer than this is worth a line on stderr.
+_PATIENCE_S = 0.5
+_ENTRY = re.compile(r"\.entry\s+([\w$]+)")
+
+
+def python_kernel(kernel: Kernel, capability: tuple[int, int]) -> Callable[[Any], None]:
+    """The Python function that the launch arithmetic's `kernel` names, for its constants."""
+    writers: dict[str, Callable[[Kernel], Any]] = {
+        "flash_forward": flash_forward_kernel,
+        "flash_dkdv": partial(flash_dkdv_kernel, wide=capability >= (9, 0)),
+        "flash_dq": flash_dq_kernel,
+        "flash_delta": flash_delta_kernel,
+        "flash_convert": flash_convert_kernel,
+    }
+    return writers[kernel.name](kernel)
+
+
+def ptx(kernel: Kernel, capability: tuple[int, int]) -> str:
+    """A kernel's PTX for a compute capability; its entry has the kernel's plain name."""
+    text, _ = numba_compile(
+        python_kernel(kernel, capability),
+        types.void(ArgsType()),
+        device=False,
+        abi="numba",
+        cc=(*capability, "a") if capability[0] == 9 else capability,
+        output="ptx",
+        launch_bounds=kernel.threads,
+    )
+    (entry,) = set(_ENTRY.findall(text))
+    return text.replace(entry, kernel.name)
+
+
+def assemble(text: str, capability: tuple[int, int]) -> tuple[bytes, str]:
+    """PTX to a cubin, and what the assembler says of registers, stack and spills."""
+    from cuda.core import Linker, LinkerOptions, ObjectCode
+
+    arch = f"sm_{capability[0]}{capability[1]}{'a' if capability[0] == 9 else ''}"
+    linker = Linker(
+        ObjectCode.from_ptx(text.encode()), options=LinkerOptions(arch=arch, ptxas_options=["-v"])
+    )
+    return bytes(linker.link("cubin").code), linker.get_info_log()
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: ``FLASHSIM_CACHE_DIR``, else ``~/.cache/flashsim``."""
+    return Path(os.environ.get("FLASHSIM_CACHE_DIR") or Path.home() / ".cache" / "flashsim")
+
+
+@cache
+def _sources() -> bytes:
+    """A digest of all that decides what a kernel compiles to, besides its constants."""
+    digest = hashlib.sha256(f"{numba_cuda.__version__} {llvmlite.__version__}".encode())
+    for file in sorted(resources.files(__package__).iterdir(), key=lambda f: f.name):
+        if file.name.endswith(".py"):
+            digest.update(file.read_bytes())
+    return digest.digest()
+
+
+def cubin(kernel: Kernel, capability: tuple[int, int]) -> Path:
+    """The file of a compiled kernel; compiles it, and says so on stderr, if it is not there yet."""
+    key = hashlib.sha256(_sources() + repr((kernel, capability)).encode()).hexdigest()
+    path = cache_folder() / f"{kernel.name}-{key[:32]}.cubin"
+    if path.exists():
+        return path
+    start = time.perf_counter()
+    image, _ = assemble(ptx(kernel, capability), capability)
+    took = time.perf_counter() - start
+    if took > _PATIENCE_S:
+        print(
+            f"flashsim: compiled {kernel.name} (Python) in {took:.1f} s; cached in {path.parent}",
+            file=sys.stderr,
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Another process may be doing the same: write aside, then rename.
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(image)
+    os.replace(file.name, path)
+    return path
+
+
+@cache
+def load(kernel: Kernel, device: int) -> Any:
+    """The compiled function on CuPy's current device, ready to launch."""
+    import cupy
+
+    properties = cupy.cuda.runtime.getDeviceProperties(device)
+    path = cubin(kernel, (properties["major"], properties["minor"]))
+    function = cupy.RawModule(path=str(path)).get_function(kernel.name)
+    if kernel.shared_bytes > 48 * 1024:
+        function.max_dynamic_shared_size_bytes = kernel.shared_bytes
+    return function.kernel

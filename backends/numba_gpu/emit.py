@@ -1,0 +1,186 @@
+"""From a Python function that emits LLVM IR to something a Numba-CUDA kernel can call.
+
+A register fragment is a Python tuple to the kernel and a list of LLVM values to the function that
+emits. A tuple has no run-time index, so that fragments stay in registers by construction; loops
+over their elements are Python loops that run while the kernel is compiled.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba.cuda import types
+from numba.cuda.extending import intrinsic
+
+from flashsim.backends import launch
+
+I1, I8, I32, I64, F32 = ir.IntType(1), ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+Values = list[ir.Value]
+
+
+def i32(value: int) -> ir.Constant:
+    """A 32-bit integer constant."""
+    return ir.Constant(I32, value)
+
+
+def f32(value: float) -> ir.Constant:
+    """A float32 constant."""
+    return ir.Constant(F32, value)
+
+
+def floats(count: int) -> types.Type:
+    """The Numba type of a fragment of `count` float32 registers."""
+    return types.UniTuple(types.float32, count)
+
+
+def words(count: int) -> types.Type:
+    """The Numba type of a fragment of `count` 32-bit registers, two 16-bit elements each."""
+    return types.UniTuple(types.int32, count)
+
+
+def emitted(returns: Any, *parameters: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Decorate ``function(builder, *values)``, which emits IR, into a Numba intrinsic.
+
+    Parameters
+    ----------
+    returns : Numba type, list of them, or None
+        What the function gives: a value, a list for a fragment, a list of lists for several.
+    *parameters : Numba type
+        Scalars are cast to these; a fragment must have exactly this type.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        several = isinstance(returns, list)
+        result = types.Tuple(returns) if several else types.void if returns is None else returns
+
+        def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+            values = [
+                _unpack(builder, context.cast(builder, value, given, wanted), wanted)
+                for value, given, wanted in zip(args, signature.args, parameters, strict=True)
+            ]
+            made = function(builder, *values)
+            if returns is None:
+                return context.get_dummy_value()
+            if not several:
+                return _pack(builder, made, returns)
+            parts = [_pack(builder, part, kind) for part, kind in zip(made, returns, strict=True)]
+            return context.make_tuple(builder, result, parts)
+
+        def typer(typing_context: Any, *args: Any) -> Any:
+            return result(*args), generate
+
+        typer.__name__, typer.__doc__ = function.__name__, function.__doc__
+        names = ["typing_context", *(f"x{n}" for n in range(len(parameters)))]
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        typer.__signature__ = inspect.Signature(  # Numba folds arguments by it
+            [inspect.Parameter(name, kind) for name in names]
+        )
+        return intrinsic(typer)
+
+    return decorate
+
+
+def _unpack(builder: ir.IRBuilder, value: ir.Value, kind: Any) -> Any:
+    if isinstance(kind, types.UniTuple):
+        return [builder.extract_value(value, x) for x in range(kind.count)]
+    return value
+
+
+def _pack(builder: ir.IRBuilder, values: Any, kind: Any) -> ir.Value:
+    if not isinstance(kind, types.UniTuple):
+        return values
+    element = F32 if kind.dtype == types.float32 else I32
+    packed: ir.Value = ir.Constant(ir.ArrayType(element, kind.count), ir.Undefined)
+    for x, value in enumerate(values):
+        packed = builder.insert_value(packed, value, x)
+    return packed
+
+
+def asm(
+    builder: ir.IRBuilder,
+    text: str,
+    constraints: str,
+    operands: Values,
+    returns: ir.Type | None = None,
+    *,
+    effects: bool = False,
+) -> ir.Value:
+    """One PTX instruction; ``$n`` in `text` is the n-th operand, results first.
+
+    `effects` keeps its place among barriers and other memory accesses, and keeps it at all if
+    nothing uses its result.
+    """
+    result = returns or ir.VoidType()
+    kind = ir.FunctionType(result, [v.type for v in operands])
+    if effects:
+        constraints += ",~{memory}" if constraints else "~{memory}"
+    return builder.call(ir.InlineAsm(kind, text, constraints, side_effect=effects), operands)
+
+
+def struct_values(builder: ir.IRBuilder, value: ir.Value, count: int) -> Values:
+    """The results of an instruction that has several."""
+    return [builder.extract_value(value, x) for x in range(count)]
+
+
+# -- the kernels' one argument --------------------------------------------------------------------
+
+
+class ArgsType(types.Type):
+    """`launch.ARGS`, by value; its fields are attributes, a tensor's ``q_data``, ``q_row`` ..."""
+
+    def __init__(self) -> None:
+        super().__init__("flashsim.Args")
+
+
+def _fields() -> dict[str, tuple[int, Any]]:
+    """Byte offset and Numba type of each field."""
+    kinds = {"u8": types.int64, "i8": types.int64, "i4": types.int32, "f4": types.float32}
+    found = {}
+    for name in launch.ARGS.names or ():
+        dtype, offset = launch.ARGS.fields[name][:2]  # type: ignore[index]
+        if dtype.names is None:
+            found[name] = (offset, kinds[dtype.str[1:]])
+            continue
+        for part in dtype.names:
+            inner, start = dtype.fields[part][:2]
+            found[f"{name}_{part}"] = (offset + start, kinds[inner.str[1:]])
+    return found
+
+
+FIELDS = _fields()
+
+
+def _register() -> None:
+    """Tell numba-cuda how an `ArgsType` is passed (as an array of words) and read."""
+    from numba.cuda import models
+    from numba.cuda.cudadecl import registry as typing_registry
+    from numba.cuda.cudaimpl import registry as lowering_registry
+    from numba.cuda.extending import register_model
+    from numba.cuda.typing.templates import AttributeTemplate
+
+    @register_model(ArgsType)
+    class _Model(models.PrimitiveModel):
+        def __init__(self, manager: Any, kind: Any) -> None:
+            super().__init__(manager, kind, ir.ArrayType(I64, launch.ARGS.itemsize // 8))
+
+    @typing_registry.register_attr
+    class _Attributes(AttributeTemplate):
+        key = ArgsType
+
+        def generic_resolve(self, kind: Any, name: str) -> Any:
+            return FIELDS[name][1] if name in FIELDS else None
+
+    @lowering_registry.lower_getattr_generic(ArgsType)
+    def _read(context: Any, builder: ir.IRBuilder, kind: Any, value: ir.Value, name: str) -> Any:
+        offset, wanted = FIELDS[name]
+        word = builder.extract_value(value, offset // 8)
+        if wanted == types.int64:
+            return word
+        half = builder.trunc(builder.lshr(word, ir.Constant(I64, offset % 8 * 8)), I32)
+        return builder.bitcast(half, F32) if wanted == types.float32 else half
+
+
+_register()

@@ -1,0 +1,120 @@
+"""`backend="numba_cuda"`: FlashAttention-2 on a GPU in Python, compiled by numba-cuda.
+
+Two families of kernels: "tensor" (float16 and bfloat16, on tensor cores, from sm_80 on) and
+"teaching" (float16 and float32, plain Python loops, also in Numba's CUDA simulator).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from flashsim.engine import Job, Outcome
+from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError, choices
+
+OPTIONS: frozenset[str] = frozenset({"kernel"})
+KERNELS = ("tensor", "teaching")
+
+
+def _require_numba_cuda() -> None:
+    """Import numba-cuda, or say what to install."""
+    try:
+        import numba_cuda
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"backend='numba_cuda' needs NVIDIA's numba-cuda, which cannot be imported ({error}); "
+            "install it for your driver's CUDA: pip install 'flashsim[cuda13]' or "
+            "'flashsim[cuda12]'"
+        ) from None
+    try:
+        from numba import cuda  # noqa: F401
+    except (ImportError, AttributeError) as error:
+        raise BackendUnavailable(
+            f"numba-cuda {numba_cuda.__version__} fails to import beside NumPy {np.__version__} "
+            f"({error}); {_remedy()}"
+        ) from error
+
+
+def _remedy() -> str:
+    if np.lib.NumpyVersion(np.__version__) >= "2.5.0":
+        return "this numba-cuda uses names that NumPy 2.5 removed: pip install 'numpy<2.5'"
+    return "upgrade it: pip install --upgrade numba-cuda numba"
+
+
+_require_numba_cuda()
+
+from flashsim.backends.numba_gpu import teaching_run  # noqa: E402  (it imports numba-cuda)
+
+
+def forward(job: Job) -> Outcome:
+    """Run the forward pass on the GPU that holds the arrays (NumPy arrays: on the current one)."""
+    if _kernel(job) == "teaching":
+        return teaching_run.forward(job)
+    from flashsim.backends import cupy_engine
+
+    return cupy_engine.forward_with(_tensor, job)
+
+
+def backward(job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
+    """Run the backward pass: three deterministic passes, or fused with reductions into dQ."""
+    if _kernel(job) == "teaching":
+        return teaching_run.backward(job, saved, dout)
+    from flashsim.backends import cupy_engine
+
+    return cupy_engine.backward_with(_tensor, job, saved, dout)
+
+
+def _tensor(job: Job, gpu: Any, direction: str) -> Any:
+    """The tensor-core kernels, for every job and GPU."""
+    from flashsim.backends.numba_gpu import tensor
+
+    return tensor
+
+
+def _kernel(job: Job) -> str:
+    """Which family runs a job: the one asked for, else "tensor" where there is one.
+
+    Raises
+    ------
+    OptionError, UnsupportedError
+    """
+    p = job.problem
+    if job.algorithm not in ("flash2", "flash2-fused"):
+        raise UnsupportedError(
+            f"backend='numba_cuda' runs 'flash2' and 'flash2-fused', not {job.algorithm!r}; "
+            "backend='numpy' simulates it"
+        )
+    simulated = teaching_run.simulated()
+    narrow = p.dtype in ("float16", "bfloat16")
+    name = job.options.get("kernel", "tensor" if narrow and not simulated else "teaching")
+    if name not in KERNELS:
+        raise OptionError(f"unknown kernel {name!r}; {choices(name, KERNELS)}")
+    takes = ("float16", "bfloat16") if name == "tensor" else ("float16", "float32")
+    if p.dtype not in takes:
+        raise UnsupportedError(
+            f"backend='numba_cuda', kernel={name!r} takes {' and '.join(takes)}, not {p.dtype}; "
+            "convert the arrays, or use backend='numpy'"
+        )
+    if name == "tensor" and simulated:
+        raise UnsupportedError(
+            "Numba's CUDA simulator (NUMBA_ENABLE_CUDASIM) has no tensor cores; use "
+            "kernel='teaching', or unset it on a machine with a GPU"
+        )
+    if name == "teaching" and job.trace == "timeline":
+        raise UnsupportedError("the teaching kernels record no time stamps; use kernel='tensor'")
+    if name == "tensor":
+        _check_head_dims(p)
+    return name
+
+
+def _check_head_dims(problem: Any) -> None:
+    from flashsim.backends import launch
+
+    for name in ("head_dim", "head_dim_v"):
+        if getattr(problem, name) > launch.MAX_HEAD_DIM:
+            raise UnsupportedError(
+                f"backend='numba_cuda' takes {name} up to {launch.MAX_HEAD_DIM}, got "
+                f"{getattr(problem, name)}"
+            )

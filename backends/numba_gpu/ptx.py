@@ -1,0 +1,193 @@
+"""The PTX instructions that the kernels need, one function each.
+
+Every function emits one instruction at an LLVM builder and returns its result's registers.
+Semantics and operand layouts are those of NVIDIA's *PTX ISA* (docs.nvidia.com/cuda/
+parallel-thread-execution); the section of each is named. All run on sm_80 and later except where
+said otherwise. A *lane* is a thread's place in its warp, 0 to 31.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+
+from flashsim.backends.numba_gpu.emit import F32, I32, I64, Values, asm, i32, struct_values
+
+_FOUR_WORDS = ir.LiteralStructType([I32] * 4)
+_FOUR_FLOATS = ir.LiteralStructType([F32] * 4)
+
+
+# -- matrix fragments -----------------------------------------------------------------------------
+
+
+def ldmatrix(b: ir.IRBuilder, address: ir.Value, *, transposed: bool) -> Values:
+    """Load four 8 x 8 matrices of 16-bit elements from shared memory ("Warp-level matrix load").
+
+    Lane l gives the address of one row (16 bytes, 16-byte aligned): row l % 8 of matrix l / 8. Lane
+    l receives, of each matrix, row l / 4, columns 2 (l % 4) and the next, in one register;
+    `transposed`, the matrix is transposed on the way.
+    """
+    trans = ".trans" if transposed else ""
+    text = f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{$0,$1,$2,$3}}, [$4];"
+    loaded = asm(b, text, "=r,=r,=r,=r,r", [address], _FOUR_WORDS, effects=True)
+    return struct_values(b, loaded, 4)
+
+
+def mma(b: ir.IRBuilder, bf16: bool, c: Values, a: Values, b0: ir.Value, b1: ir.Value) -> Values:
+    """C + A B of a 16 x 16 A and a 16 x 8 B, sums in float32 ("Matrix fragments for mma.m16n8k16").
+
+    With r = lane / 4 and x = 2 (lane % 4), a lane holds of A the pairs (r, x), (r + 8, x),
+    (r, x + 8), (r + 8, x + 8), each with its right neighbour; of B the pairs (x, r) and (x + 8, r),
+    each with its lower neighbour; of C the elements (r, x), (r, x + 1), (r + 8, x), (r + 8, x + 1).
+    """
+    kind = "bf16" if bf16 else "f16"
+    text = (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+        "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+    )
+    made = asm(b, text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", [*a, b0, b1, *c], _FOUR_FLOATS)
+    return struct_values(b, made, 4)
+
+
+def pack(b: ir.IRBuilder, bf16: bool, low: ir.Value, high: ir.Value) -> ir.Value:
+    """Two floats rounded to 16 bits, in one register ("cvt"; the high half comes first)."""
+    kind = "bf16x2" if bf16 else "f16x2"
+    return asm(b, f"cvt.rn.{kind}.f32 $0, $1, $2;", "=r,f,f", [high, low], I32)
+
+
+def unpack(b: ir.IRBuilder, bf16: bool, word: ir.Value) -> Values:
+    """The two floats of a register. A bfloat16 is the upper half of a float32."""
+    if bf16:
+        halves = (b.shl(word, i32(16)), b.and_(word, i32(0xFFFF0000)))
+        return [b.bitcast(half, F32) for half in halves]
+    text = "{.reg .f16 x, y; mov.b32 {x, y}, $2; cvt.f32.f16 $0, x; cvt.f32.f16 $1, y;}"
+    made = asm(b, text, "=f,=f,r", [word], ir.LiteralStructType([F32, F32]))
+    return struct_values(b, made, 2)
+
+
+# -- HBM to shared memory, asynchronously ---------------------------------------------------------
+
+
+def cp_async_16(
+    b: ir.IRBuilder, to: ir.Value, source: ir.Value, taken: ir.Value | None = None
+) -> None:
+    """Copy 16 bytes past the registers and L1; of `taken` < 16 bytes the rest becomes zero
+    ("Non-bulk copy", `cp.async`, its src-size operand)."""
+    if taken is None:
+        asm(b, "cp.async.cg.shared.global [$0], [$1], 16;", "r,l", [to, source], effects=True)
+    else:
+        text = "cp.async.cg.shared.global [$0], [$1], 16, $2;"
+        asm(b, text, "r,l,r", [to, source, taken], effects=True)
+
+
+def cp_async_4(b: ir.IRBuilder, to: ir.Value, source: ir.Value, taken: ir.Value) -> None:
+    """The same for 4 bytes; only the `.ca` form takes so few."""
+    text = "cp.async.ca.shared.global [$0], [$1], 4, $2;"
+    asm(b, text, "r,l,r", [to, source, taken], effects=True)
+
+
+def cp_async_wait(b: ir.IRBuilder) -> None:
+    """Wait until this thread's copies have arrived; a barrier must follow for other threads'."""
+    asm(b, "cp.async.wait_all;", "", [], effects=True)
+
+
+# -- shared memory and HBM, plainly ---------------------------------------------------------------
+
+
+def store_shared(b: ir.IRBuilder, to: ir.Value, word: ir.Value) -> None:
+    """Store one register in shared memory."""
+    asm(b, "st.shared.b32 [$0], $1;", "r,r", [to, word], effects=True)
+
+
+def load_shared_float(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """Load one float32 from shared memory."""
+    return asm(b, "ld.shared.f32 $0, [$1];", "=f,r", [address], F32, effects=True)
+
+
+def load_shared_pair(b: ir.IRBuilder, address: ir.Value) -> Values:
+    """Load two neighbouring float32 from shared memory."""
+    kind = ir.LiteralStructType([F32, F32])
+    text = "ld.shared.v2.f32 {$0,$1}, [$2];"
+    return struct_values(b, asm(b, text, "=f,=f,r", [address], kind, effects=True), 2)
+
+
+def copy_out_16(b: ir.IRBuilder, to: ir.Value, address: ir.Value) -> None:
+    """Copy 16 bytes from shared memory to HBM, through registers."""
+    text = "ld.shared.v4.b32 {$0,$1,$2,$3}, [$4];"
+    four = asm(b, text, "=r,=r,=r,=r,r", [address], _FOUR_WORDS, effects=True)
+    store_16(b, to, struct_values(b, four, 4))
+
+
+def load_16(b: ir.IRBuilder, source: ir.Value) -> Values:
+    """Load 16 bytes from HBM."""
+    text = "ld.global.v4.b32 {$0,$1,$2,$3}, [$4];"
+    four = asm(b, text, "=r,=r,=r,=r,l", [source], _FOUR_WORDS, effects=True)
+    return struct_values(b, four, 4)
+
+
+def store_16(b: ir.IRBuilder, to: ir.Value, four: Values) -> None:
+    """Store 16 bytes in HBM."""
+    text = "st.global.v4.b32 [$0], {$1,$2,$3,$4};"
+    asm(b, text, "l,r,r,r,r", [to, *four], effects=True)
+
+
+def add_float(b: ir.IRBuilder, to: ir.Value, values: Values) -> None:
+    """Add 1 or, from sm_90 on, 4 neighbouring float32 in HBM ("Parallel reduction", `red`)."""
+    if len(values) == 1:
+        asm(b, "red.global.add.f32 [$0], $1;", "l,f", [to, *values], effects=True)
+    else:
+        text = "red.global.add.v4.f32 [$0], {$1,$2,$3,$4};"
+        asm(b, text, "l,f,f,f,f", [to, *values], effects=True)
+
+
+def add_count(b: ir.IRBuilder, to: ir.Value, count: ir.Value) -> None:
+    """Add an unsigned integer in HBM."""
+    asm(b, "red.global.add.u32 [$0], $1;", "l,r", [to, count], effects=True)
+
+
+# -- within a warp, and arithmetic ----------------------------------------------------------------
+
+
+def shuffle_xor(b: ir.IRBuilder, value: ir.Value, mask: int) -> ir.Value:
+    """The value that lane (own XOR `mask`) holds ("shfl.sync", butterfly)."""
+    text = f"shfl.sync.bfly.b32 $0, $1, {mask}, 31, -1;"
+    return asm(b, text, "=f,f", [value], F32, effects=True)
+
+
+def warp_sum(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """The sum of an integer over a warp's lanes ("redux.sync")."""
+    return asm(b, "redux.sync.add.s32 $0, $1, -1;", "=r,r", [value], I32, effects=True)
+
+
+def maximum(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
+    """The larger of two floats; a NaN loses."""
+    return asm(b, "max.f32 $0, $1, $2;", "=f,f,f", [x, y], F32)
+
+
+def exp2(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """2 to the x by the special-function unit, 2 ulp ("ex2.approx")."""
+    return asm(b, "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], F32)
+
+
+def log2(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """Base-2 logarithm by the special-function unit ("lg2.approx")."""
+    return asm(b, "lg2.approx.f32 $0, $1;", "=f,f", [x], F32)
+
+
+def reciprocal(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """1 / x, correctly rounded ("rcp")."""
+    return asm(b, "rcp.rn.f32 $0, $1;", "=f,f", [x], F32)
+
+
+def special(b: ir.IRBuilder, name: str, *, effects: bool = False) -> ir.Value:
+    """A 32-bit special register: tid.x, ctaid.x, smid ..."""
+    return asm(b, f"mov.u32 $0, %{name};", "=r", [], I32, effects=effects)
+
+
+def again(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """A 32-bit integer, unchanged, of which LLVM cannot know that it is the same every time."""
+    return asm(b, "mov.b32 $0, $1;", "=r,r", [value], I32, effects=True)
+
+
+def clock(b: ir.IRBuilder, name: str) -> ir.Value:
+    """A 64-bit special register that counts: clock64 (SM cycles), globaltimer (ns)."""
+    return asm(b, f"mov.u64 $0, %{name};", "=l", [], I64, effects=True)

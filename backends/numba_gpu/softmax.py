@@ -1,0 +1,174 @@
+"""The online softmax on score fragments (laid out as `tiles` says), as Numba intrinsics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba.cuda import types
+
+from flashsim.backends.numba_gpu import ptx
+from flashsim.backends.numba_gpu.emit import Values, emitted, f32, floats, i32
+from flashsim.backends.numba_gpu.tiles import elements, lane_of
+
+LOG2E = 1.4426950408889634
+NEG_INF = float("-inf")
+
+
+def tanh(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """1 - 2 / (1 + e^2x): an error of a few 1e-7, where tanh.approx has 5e-4."""
+    power = ptx.exp2(b, b.fmul(x, f32(2 * LOG2E)))
+    return b.fsub(f32(1.0), b.fmul(f32(2.0), ptx.reciprocal(b, b.fadd(power, f32(1.0)))))
+
+
+def scale_scores(blocks: int, n: int, softcap: bool) -> Any:
+    """``scale_scores(s, scale, cap) -> s``: cap tanh(scale s / cap), or scale s without a cap."""
+    kind = floats(blocks * n // 2)
+
+    @emitted(kind, kind, types.float32, types.float32)
+    def scale_scores_(b: ir.IRBuilder, s: Values, scale: ir.Value, cap: ir.Value) -> Values:
+        s = [b.fmul(x, scale) for x in s]
+        if not softcap:
+            return s
+        inverse = ptx.reciprocal(b, cap)
+        return [b.fmul(cap, tanh(b, b.fmul(x, inverse))) for x in s]
+
+    return scale_scores_
+
+
+def mask_rows(blocks: int, n: int, left: bool, right: bool) -> Any:
+    """``mask_rows(s, query, key, offset, key_stop, left, right) -> s``: dropped scores are -inf.
+
+    Query q keeps keys ``q + offset - left <= k <= q + offset + right`` with k < key_stop. `query`
+    and `key` are the warp's first ones; a limit that is off costs nothing.
+    """
+    kind = floats(blocks * n // 2)
+
+    @emitted(kind, kind, *[types.int32] * 6)
+    def mask_rows_(
+        b: ir.IRBuilder,
+        s: Values,
+        query: ir.Value,
+        key: ir.Value,
+        offset: ir.Value,
+        key_stop: ir.Value,
+        window_left: ir.Value,
+        window_right: ir.Value,
+    ) -> Values:
+        lane, limits = lane_of(b), {}
+        column = b.add(key, b.shl(b.and_(lane, i32(3)), i32(1)))
+        last = b.sub(b.sub(key_stop, i32(1)), column)  # compared with constants from here on
+        centre = b.sub(b.add(b.add(query, b.lshr(lane, i32(2))), offset), column)
+        for i in range(blocks):
+            for half in range(2):
+                here = b.add(centre, i32(i * 16 + half * 8))
+                end = b.add(here, window_right)
+                high = b.select(b.icmp_signed("<", end, last), end, last) if right else last
+                limits[i, half] = high, b.sub(here, window_left) if left else None
+        made = list(s)
+        for at, i, c, x in elements(blocks, n):
+            high, low = limits[i, x // 2]
+            place = i32(c * 8 + x % 2)
+            keep = b.icmp_signed("<=", place, high)
+            if low is not None:
+                keep = b.and_(keep, b.icmp_signed(">=", place, low))
+            made[at] = b.select(keep, s[at], f32(NEG_INF))
+        return made
+
+    return mask_rows_
+
+
+def row_max(blocks: int, n: int) -> Any:
+    """``row_max(m, s) -> m``: the maximum so far of each of the lane's rows."""
+
+    @emitted(floats(2 * blocks), floats(2 * blocks), floats(blocks * n // 2))
+    def row_max_(b: ir.IRBuilder, m: Values, s: Values) -> Values:
+        top = list(m)
+        for at, i, _, x in elements(blocks, n):
+            if x % 2 == 0:  # two neighbours first: half the length of the chain
+                row, pair = 2 * i + x // 2, ptx.maximum(b, s[at], s[at + 1])
+                top[row] = ptx.maximum(b, top[row], pair)
+        for mask in (1, 2):  # the quad's four lanes share the row
+            top = [ptx.maximum(b, t, ptx.shuffle_xor(b, t, mask)) for t in top]
+        return top
+
+    return row_max_
+
+
+def softmax_base(blocks: int) -> Any:
+    """``softmax_base(top, to_log2) -> base``: the maxima in base 2, 0 for a row without a key yet.
+
+    The 0 avoids inf - inf: such a row's scores are all -inf, and 2^(-inf - 0) = 0.
+    """
+    kind = floats(2 * blocks)
+
+    @emitted(kind, kind, types.float32)
+    def softmax_base_(b: ir.IRBuilder, top: Values, to_log2: ir.Value) -> Values:
+        none = [b.fcmp_ordered("==", t, f32(NEG_INF)) for t in top]
+        return [b.select(e, f32(0.0), b.fmul(t, to_log2)) for e, t in zip(none, top, strict=True)]
+
+    return softmax_base_
+
+
+def rescaling(blocks: int) -> Any:
+    """``rescaling(m, base, to_log2) -> alpha = exp(m - m_new)``, m the maxima before this visit."""
+    kind = floats(2 * blocks)
+
+    @emitted(kind, kind, kind, types.float32)
+    def rescaling_(b: ir.IRBuilder, m: Values, base: Values, to_log2: ir.Value) -> Values:
+        return [ptx.exp2(b, b.fsub(b.fmul(x, to_log2), y)) for x, y in zip(m, base, strict=True)]
+
+    return rescaling_
+
+
+def scale_rows(blocks: int, n: int) -> Any:
+    """``scale_rows(c, factors) -> c``, each of the lane's rows times its factor."""
+    kind = floats(blocks * n // 2)
+
+    @emitted(kind, kind, floats(2 * blocks))
+    def scale_rows_(b: ir.IRBuilder, c: Values, factors: Values) -> Values:
+        return [b.fmul(c[at], factors[2 * i + x // 2]) for at, i, _, x in elements(blocks, n)]
+
+    return scale_rows_
+
+
+def exponentials(blocks: int, n: int) -> Any:
+    """``exponentials(s, base, l, alpha, to_log2) -> p, l``: P = exp(S - m_new), l = alpha l + sum.
+
+    l is summed over the lane's own columns only; the quad adds up once, at the end.
+    """
+    s_kind, l_kind = floats(blocks * n // 2), floats(2 * blocks)
+
+    @emitted([s_kind, l_kind], s_kind, l_kind, l_kind, l_kind, types.float32)
+    def exponentials_(
+        b: ir.IRBuilder, s: Values, base: Values, l: Values, alpha: Values, to_log2: ir.Value
+    ) -> list[Values]:
+        p, l = list(s), [b.fmul(x, y) for x, y in zip(l, alpha, strict=True)]
+        minus = [b.fsub(f32(-0.0), x) for x in base]
+        for at, i, _, x in elements(blocks, n):
+            row = 2 * i + x // 2
+            p[at] = ptx.exp2(b, b.fma(s[at], to_log2, minus[row]))
+            l[row] = b.fadd(l[row], p[at])
+        return [p, l]
+
+    return exponentials_
+
+
+def finish_rows(blocks: int) -> Any:
+    """``finish_rows(m, l, to_natural) -> 1 / l, lse``; a row without a key gives 0 and -inf."""
+    kind = floats(2 * blocks)
+
+    @emitted([kind, kind], kind, kind, types.float32)
+    def finish_rows_(b: ir.IRBuilder, m: Values, l: Values, to_natural: ir.Value) -> list[Values]:
+        for mask in (1, 2):
+            l = [b.fadd(x, ptx.shuffle_xor(b, x, mask)) for x in l]
+        inverse, lse = [], []
+        for top, total in zip(m, l, strict=True):
+            empty = b.fcmp_ordered("==", total, f32(0.0))
+            inverse.append(b.select(empty, f32(0.0), ptx.reciprocal(b, total)))
+            natural = b.fmul(ptx.log2(b, total), f32(1 / LOG2E))
+            value = b.fadd(b.fmul(top, to_natural), natural)
+            lse.append(b.select(empty, f32(NEG_INF), value))
+        return [inverse, lse]
+
+    return finish_rows_

@@ -1,0 +1,380 @@
+"""FlashAttention-2 in plain Numba-CUDA, to learn from: one thread a row, float32, no tensor cores.
+
+The phases are those of Algorithms 1 and 2 of arXiv:2307.08691. Blocks are (tile, batch * heads).
+The kernels visit the tiles that the schedule's tables list and never decide which exist. They run
+on any NVIDIA GPU, and without one in Numba's simulator (``NUMBA_ENABLE_CUDASIM=1``).
+
+Tables: ``rows``, ``cols`` (start, stop, offset, end of the other side); ``ptr``, ``index``,
+``kind`` in CSR. A kernel adds the bytes it moves to ``tile_counts`` (walks, tiles, 8) and
+``visit_counts`` (batch * heads, visits, 8), if it was built with `counts`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from numba import cuda, float32
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a teaching kernel is compiled for; tiles live in shared memory, whose size is fixed."""
+
+    block_q: int
+    block_k: int
+    d: int
+    dv: int
+    group: int
+    softcap: bool
+    itemsize: int
+    counts: bool
+    fused: bool = False
+
+
+@cuda.jit(device=True, inline="always")
+def _keeps(query, key, offset, key_stop, left, right):
+    """Whether a query of the tile keeps a key: the band of `flashsim.schedule`."""
+    centre = query + offset
+    return key < key_stop and centre - left <= key and key <= centre + right
+
+
+@lru_cache(maxsize=64)
+def forward_kernel(shape: Shape) -> Any:
+    """Forward: block (i, head) owns row tile i, thread r its row r."""
+    block_q, block_k, d, dv = shape.block_q, shape.block_k, shape.d, shape.dv
+    group, softcap, itemsize, counts = shape.group, shape.softcap, shape.itemsize, shape.counts
+    d_pad, dv_pad, block_k_pad = d + 1, dv + 1, block_k + 1  # odd strides: no bank conflicts
+
+    @cuda.jit
+    def flash_forward(
+        Q,
+        K,
+        V,
+        O,
+        L,
+        rows,
+        cols,
+        ptr,
+        index,
+        kind,
+        left,
+        right,
+        scale,
+        cap,
+        tile_counts,
+        visit_counts,
+    ):
+        # -- Phase 0: what this block owns ------------------------------------------------------
+        i, walk, r = cuda.blockIdx.x, cuda.blockIdx.y, cuda.threadIdx.x
+        heads = Q.shape[1]
+        batch, head = walk // heads, walk % heads
+        kv_head = head // group
+        start, n_rows, offset = rows[i, 0], rows[i, 1] - rows[i, 0], rows[i, 2]
+        tQ = cuda.shared.array((block_q, d_pad), float32)  # the whole block
+        tK = cuda.shared.array((block_k, d_pad), float32)  # one visit
+        tV = cuda.shared.array((block_k, dv_pad), float32)  # one visit
+        tS = cuda.shared.array((block_q, block_k_pad), float32)  # one visit: scores, then P
+        tO = cuda.shared.array((block_q, dv_pad), float32)  # the whole block
+        m, l = float32(-math.inf), float32(0)
+        # -- Phase 1: load Q, clear O -----------------------------------------------------------
+        moved = 0
+        for e in range(r, block_q * d, block_q):
+            y, x = e // d, e % d
+            if y < n_rows:
+                tQ[y, x] = Q[batch, head, start + y, x]
+                moved += itemsize
+            else:
+                tQ[y, x] = float32(0)
+        if counts:
+            cuda.atomic.add(tile_counts, (walk, i, 0), moved)
+        for x in range(dv):
+            tO[r, x] = float32(0)
+        for v in range(ptr[i], ptr[i + 1]):
+            # -- Phase 2: load K_j, V_j, neighbouring threads reading neighbouring elements -----
+            first, key_stop = cols[index[v], 0], cols[index[v], 1]
+            moved_k, moved_v = 0, 0
+            for e in range(r, block_k * d, block_q):
+                y, x = e // d, e % d
+                if first + y < key_stop:
+                    tK[y, x] = K[batch, kv_head, first + y, x]
+                    moved_k += itemsize
+                else:
+                    tK[y, x] = float32(0)
+            for e in range(r, block_k * dv, block_q):
+                y, x = e // dv, e % dv
+                if first + y < key_stop:
+                    tV[y, x] = V[batch, kv_head, first + y, x]
+                    moved_v += itemsize
+                else:
+                    tV[y, x] = float32(0)
+            if counts:
+                cuda.atomic.add(visit_counts, (walk, v, 0), moved_k)
+                cuda.atomic.add(visit_counts, (walk, v, 1), moved_v)
+            cuda.syncthreads()  # B1: tQ, tK and tV are complete before any thread reads them
+            # -- Phase 3: S = scale Q K^T, capped and masked; m_new = max(m, rowmax S) ----------
+            m_new = m
+            for c in range(block_k):
+                s = float32(0)
+                for x in range(d):
+                    s += tQ[r, x] * tK[c, x]
+                s *= scale
+                if softcap:
+                    s = cap * math.tanh(s / cap)
+                key = first + c
+                if kind[v] != 0 and not _keeps(start + r, key, offset, key_stop, left, right):
+                    s = float32(-math.inf)
+                tS[r, c] = s
+                m_new = max(m_new, s)
+            # -- Phase 4: P = exp(S - m_new); l = alpha l + rowsum P ----------------------------
+            base = float32(0) if m_new == -math.inf else m_new  # no key yet: no inf - inf
+            alpha = math.exp(m - base)
+            l *= alpha
+            for c in range(block_k):
+                tS[r, c] = math.exp(tS[r, c] - base)
+                l += tS[r, c]
+            m = m_new
+            # -- Phase 5: O = alpha O + P V; row r by thread r alone, so no barrier -------------
+            for x in range(dv):
+                o = alpha * tO[r, x]
+                for c in range(block_k):
+                    o += tS[r, c] * tV[c, x]
+                tO[r, x] = o
+            cuda.syncthreads()  # B2: all have read tK and tV; the next visit overwrites them
+        # -- Phase 6: O /= l, L = m + log l -----------------------------------------------------
+        if r < n_rows:
+            for x in range(dv):
+                O[batch, head, start + r, x] = tO[r, x] / l if l > 0 else float32(0)
+            L[batch, head, start + r] = m + math.log(l) if l > 0 else -math.inf
+            if counts:
+                cuda.atomic.add(tile_counts, (walk, i, 1), dv * itemsize)
+                cuda.atomic.add(tile_counts, (walk, i, 2), 4)
+
+    return flash_forward
+
+
+@lru_cache(maxsize=64)
+def delta_kernel(shape: Shape) -> Any:
+    """delta = rowsum(dO * O), and the clearing of dQ's accumulator; thread r owns row r."""
+    d, dv, itemsize, counts, fused = shape.d, shape.dv, shape.itemsize, shape.counts, shape.fused
+
+    @cuda.jit
+    def flash_delta(O, dO, delta, dQ, rows, tile_counts):
+        i, walk, r = cuda.blockIdx.x, cuda.blockIdx.y, cuda.threadIdx.x
+        batch, head, row = walk // O.shape[1], walk % O.shape[1], rows[i, 0] + r
+        if row < rows[i, 1]:
+            total = float32(0)
+            for x in range(dv):
+                total += float32(O[batch, head, row, x]) * float32(dO[batch, head, row, x])
+            delta[batch, head, row] = total
+            if fused:
+                for x in range(d):
+                    dQ[batch, head, row, x] = float32(0)
+            if counts:
+                cuda.atomic.add(tile_counts, (walk, i, 0), dv * itemsize)
+                cuda.atomic.add(tile_counts, (walk, i, 1), dv * itemsize)
+                cuda.atomic.add(tile_counts, (walk, i, 2), 4)
+                cuda.atomic.add(tile_counts, (walk, i, 3), d * 4 if fused else 0)
+
+    return flash_delta
+
+
+@lru_cache(maxsize=64)
+def dkdv_kernel(shape: Shape) -> Any:
+    """dK and dV: block (j, key head) owns column tile j, thread c its key c.
+
+    With `fused` it adds dS K into the float32 dQ as well, atomically.
+    """
+    block_q, block_k, d, dv = shape.block_q, shape.block_k, shape.d, shape.dv
+    group, softcap, itemsize, counts = shape.group, shape.softcap, shape.itemsize, shape.counts
+    fused = shape.fused
+    d_pad, dv_pad, block_k_pad = d + 1, dv + 1, block_k + 1
+
+    @cuda.jit
+    def flash_dkdv(
+        Q, K, V, dO, L, delta, dQ, dK, dV,
+        rows, cols, ptr, index, kind, left, right, scale, cap, tile_counts, visit_counts,
+    ):  # fmt: skip
+        # -- Phase 0: what this block owns ------------------------------------------------------
+        j, walk, c = cuda.blockIdx.x, cuda.blockIdx.y, cuda.threadIdx.x
+        kv_heads = K.shape[1]
+        batch, kv_head = walk // kv_heads, walk % kv_heads
+        first, n_cols, offset = cols[j, 0], cols[j, 1] - cols[j, 0], cols[j, 2]
+        tK = cuda.shared.array((block_k, d_pad), float32)  # the whole block
+        tV = cuda.shared.array((block_k, dv_pad), float32)  # the whole block
+        tdK = cuda.shared.array((block_k, d_pad), float32)  # the whole block
+        tdV = cuda.shared.array((block_k, dv_pad), float32)  # the whole block
+        tQ = cuda.shared.array((block_q, d_pad), float32)  # one visit
+        tdO = cuda.shared.array((block_q, dv_pad), float32)  # one visit
+        tdS = cuda.shared.array((block_q, block_k_pad), float32)  # one visit, for dQ
+        # -- Phase 1: load K, V; clear dK, dV ---------------------------------------------------
+        for x in range(d):
+            tK[c, x] = K[batch, kv_head, first + c, x] if c < n_cols else float32(0)
+            tdK[c, x] = float32(0)
+        for x in range(dv):
+            tV[c, x] = V[batch, kv_head, first + c, x] if c < n_cols else float32(0)
+            tdV[c, x] = float32(0)
+        if counts and c < n_cols:
+            cuda.atomic.add(tile_counts, (walk, j, 0), d * itemsize)
+            cuda.atomic.add(tile_counts, (walk, j, 1), dv * itemsize)
+        for member in range(group):
+            head = kv_head * group + member
+            for v in range(ptr[j], ptr[j + 1]):
+                # -- Phase 2: load Q_i, dO_i; thread c copies rows c, c + block_k, ... ----------
+                start, stop, query_walk = (
+                    rows[index[v], 0],
+                    rows[index[v], 1],
+                    batch * Q.shape[1] + head,
+                )
+                for y in range(c, block_q, block_k):
+                    for x in range(d):
+                        inside = start + y < stop
+                        tQ[y, x] = Q[batch, head, start + y, x] if inside else float32(0)
+                    for x in range(dv):
+                        inside = start + y < stop
+                        tdO[y, x] = dO[batch, head, start + y, x] if inside else float32(0)
+                    if counts and start + y < stop:
+                        cuda.atomic.add(visit_counts, (query_walk, v, 0), d * itemsize)
+                        cuda.atomic.add(visit_counts, (query_walk, v, 1), dv * itemsize)
+                        cuda.atomic.add(visit_counts, (query_walk, v, 2), 4)
+                        cuda.atomic.add(visit_counts, (query_walk, v, 3), 4)
+                        cuda.atomic.add(visit_counts, (query_walk, v, 4), d * 4 if fused else 0)
+                cuda.syncthreads()  # B1: tQ and tdO (at first tK too) are complete
+                for y in range(min(block_q, stop - start)):
+                    # -- Phase 3: S, P = exp(S - L), dP = dO V^T, dS = P (dP - delta) -----------
+                    s, dp, slope = float32(0), float32(0), float32(1)
+                    for x in range(d):
+                        s += tQ[y, x] * tK[c, x]
+                    s *= scale
+                    if softcap:
+                        t = math.tanh(s / cap)
+                        s, slope = cap * t, 1 - t * t
+                    for x in range(dv):
+                        dp += tdO[y, x] * tV[c, x]
+                    p = float32(0)
+                    if _keeps(start + y, first + c, offset, first + n_cols, left, right):
+                        p = math.exp(s - L[batch, head, start + y])
+                    ds = p * (dp - delta[batch, head, start + y]) * slope * scale
+                    # -- Phase 4: dV += P^T dO, dK += dS^T Q; key c by thread c alone -----------
+                    for x in range(dv):
+                        tdV[c, x] += p * tdO[y, x]
+                    for x in range(d):
+                        tdK[c, x] += ds * tQ[y, x]
+                    tdS[y, c] = ds
+                cuda.syncthreads()  # B2: tdS is complete; all have read tQ and tdO
+                if fused:  # -- Phase 5: dQ += dS K ---------------------------------------------
+                    for y in range(c, min(block_q, stop - start), block_k):
+                        for x in range(d):
+                            total = float32(0)
+                            for key in range(block_k):
+                                total += tdS[y, key] * tK[key, x]
+                            cuda.atomic.add(dQ, (batch, head, start + y, x), total)
+                    cuda.syncthreads()  # B3: all have read tdS; the next visit overwrites it
+        # -- Phase 6: store dK, dV --------------------------------------------------------------
+        if c < n_cols:
+            for x in range(d):
+                dK[batch, kv_head, first + c, x] = tdK[c, x]
+            for x in range(dv):
+                dV[batch, kv_head, first + c, x] = tdV[c, x]
+            if counts:
+                cuda.atomic.add(tile_counts, (walk, j, 2), d * itemsize)
+                cuda.atomic.add(tile_counts, (walk, j, 3), dv * itemsize)
+
+    return flash_dkdv
+
+
+@lru_cache(maxsize=64)
+def dq_kernel(shape: Shape) -> Any:
+    """dQ alone, without atomics: block (i, head) owns row tile i, thread r its row r."""
+    block_q, block_k, d, dv = shape.block_q, shape.block_k, shape.d, shape.dv
+    group, softcap, itemsize, counts = shape.group, shape.softcap, shape.itemsize, shape.counts
+    d_pad, dv_pad = d + 1, dv + 1
+
+    @cuda.jit
+    def flash_dq(
+        Q, K, V, dO, L, delta, dQ,
+        rows, cols, ptr, index, kind, left, right, scale, cap, tile_counts, visit_counts,
+    ):  # fmt: skip
+        # -- Phase 0: what this block owns ------------------------------------------------------
+        i, walk, r = cuda.blockIdx.x, cuda.blockIdx.y, cuda.threadIdx.x
+        batch, head = walk // Q.shape[1], walk % Q.shape[1]
+        kv_head, row, offset = head // group, rows[i, 0] + r, rows[i, 2]
+        mine = row < rows[i, 1]
+        tQ = cuda.shared.array((block_q, d_pad), float32)  # the whole block
+        tdO = cuda.shared.array((block_q, dv_pad), float32)  # the whole block
+        tdQ = cuda.shared.array((block_q, d_pad), float32)  # the whole block
+        tK = cuda.shared.array((block_k, d_pad), float32)  # one visit
+        tV = cuda.shared.array((block_k, dv_pad), float32)  # one visit
+        # -- Phase 1: load Q, dO, L, delta; row r by thread r alone, so no barrier --------------
+        for x in range(d):
+            tQ[r, x] = Q[batch, head, row, x] if mine else float32(0)
+            tdQ[r, x] = float32(0)
+        for x in range(dv):
+            tdO[r, x] = dO[batch, head, row, x] if mine else float32(0)
+        lse = L[batch, head, row] if mine else float32(0)
+        row_delta = delta[batch, head, row] if mine else float32(0)
+        if counts and mine:
+            cuda.atomic.add(tile_counts, (walk, i, 0), d * itemsize)
+            cuda.atomic.add(tile_counts, (walk, i, 1), dv * itemsize)
+            cuda.atomic.add(tile_counts, (walk, i, 2), 4)
+            cuda.atomic.add(tile_counts, (walk, i, 3), 4)
+        for v in range(ptr[i], ptr[i + 1]):
+            # -- Phase 2: load K_j, V_j; thread r copies keys r, r + block_q, ... ---------------
+            first, key_stop = cols[index[v], 0], cols[index[v], 1]
+            for y in range(r, block_k, block_q):
+                for x in range(d):
+                    inside = first + y < key_stop
+                    tK[y, x] = K[batch, kv_head, first + y, x] if inside else float32(0)
+                for x in range(dv):
+                    inside = first + y < key_stop
+                    tV[y, x] = V[batch, kv_head, first + y, x] if inside else float32(0)
+                if counts and first + y < key_stop:
+                    cuda.atomic.add(visit_counts, (walk, v, 0), d * itemsize)
+                    cuda.atomic.add(visit_counts, (walk, v, 1), dv * itemsize)
+            cuda.syncthreads()  # B1: tK and tV are complete before any thread reads them
+            for c in range(block_k):
+                # -- Phase 3: S, P = exp(S - L), dP = dO V^T, dS = P (dP - delta) ---------------
+                if mine and _keeps(row, first + c, offset, key_stop, left, right):
+                    s, dp, slope = float32(0), float32(0), float32(1)
+                    for x in range(d):
+                        s += tQ[r, x] * tK[c, x]
+                    s *= scale
+                    if softcap:
+                        t = math.tanh(s / cap)
+                        s, slope = cap * t, 1 - t * t
+                    for x in range(dv):
+                        dp += tdO[r, x] * tV[c, x]
+                    ds = math.exp(s - lse) * (dp - row_delta) * slope * scale
+                    # -- Phase 4: dQ += dS K ----------------------------------------------------
+                    for x in range(d):
+                        tdQ[r, x] += ds * tK[c, x]
+            cuda.syncthreads()  # B2: all have read tK and tV; the next visit overwrites them
+        # -- Phase 5: store dQ ------------------------------------------------------------------
+        if mine:
+            for x in range(d):
+                dQ[batch, head, row, x] = tdQ[r, x]
+            if counts:
+                cuda.atomic.add(tile_counts, (walk, i, 4), d * itemsize)
+
+    return flash_dq
+
+
+@lru_cache(maxsize=64)
+def convert_kernel(shape: Shape) -> Any:
+    """dQ's float32 accumulator to the inputs' type; thread r owns row r."""
+    d, itemsize, counts = shape.d, shape.itemsize, shape.counts
+
+    @cuda.jit
+    def flash_convert(acc, dQ, rows, tile_counts):
+        i, walk, r = cuda.blockIdx.x, cuda.blockIdx.y, cuda.threadIdx.x
+        batch, head, row = walk // dQ.shape[1], walk % dQ.shape[1], rows[i, 0] + r
+        if row < rows[i, 1]:
+            for x in range(d):
+                dQ[batch, head, row, x] = acc[batch, head, row, x]
+            if counts:
+                cuda.atomic.add(tile_counts, (walk, i, 0), d * 4)
+                cuda.atomic.add(tile_counts, (walk, i, 1), d * itemsize)
+
+    return flash_convert

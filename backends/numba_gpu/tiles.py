@@ -1,0 +1,225 @@
+"""Tiles in shared memory, fragments in registers, and products of them, as Numba intrinsics.
+
+A warp owns `blocks` blocks of 16 rows. An accumulator fragment of an n-column tile is a tuple of
+``blocks * n / 8 * 4`` float32; element ``(i * n / 8 + c) * 4 + x`` lies in block i, 8-column piece
+c, at row ``x // 2 * 8 + lane / 4`` and column ``c * 8 + lane % 4 * 2 + x % 2`` (`ptx.mma`). So the
+four lanes of a *quad* share rows, and a lane has two rows of each block: its *halves*.
+
+Accumulators of a score tile have the layout that the next product wants of its left operand, but
+for the rounding to 16 bits, so P and dS never leave the registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir
+from numba.cuda import types
+
+from flashsim.backends.numba_gpu import ptx
+from flashsim.backends.numba_gpu.emit import Values, emitted, f32, floats, i32, words
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A rows x cols tile of 16-bit elements in shared memory, without padding.
+
+    A row is cut into 16-byte chunks, and chunk c of row r lies at c XOR f(r), where f spreads 8
+    consecutive rows over all 32 banks: `ldmatrix`, which reads a chunk of each of 8 rows at a time,
+    then meets no bank conflict.
+    """
+
+    rows: int
+    cols: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in shared memory."""
+        return self.rows * self.cols * 2
+
+    @property
+    def chunks(self) -> int:
+        """16-byte chunks of a row."""
+        return self.cols // 8
+
+    @property
+    def spread(self) -> int:
+        """How many chunks trade places."""
+        return next(s for s in (8, 4, 2) if self.chunks % s == 0)
+
+    @property
+    def shift(self) -> int:
+        """Rows that share a swizzle, as a power of two: 32 banks hold several short rows."""
+        return {8: 0, 4: 1, 2: 2}[self.spread]
+
+    def offset(self, b: ir.IRBuilder, row: ir.Value, chunk: ir.Value) -> ir.Value:
+        """Emit the byte offset of a chunk."""
+        swizzle = b.and_(b.lshr(row, i32(self.shift)), i32(self.spread - 1))
+        return b.add(b.mul(row, i32(self.cols * 2)), b.shl(b.xor(chunk, swizzle), i32(4)))
+
+    def at(
+        self, b: ir.IRBuilder, base: ir.Value, row: int, col: int, extra: Any = None
+    ) -> ir.Value:
+        """Emit the address of the 16 x 16 piece at (row, col [+ extra]), from that at (0, 0).
+
+        The swizzle of row r depends on r % 8 alone, so a piece is one XOR and one constant away:
+        `row` must be a multiple of 8 and `col` of 16.
+        """
+        if extra is None:
+            low = col // 8 & (self.spread - 1)
+            at = b.xor(base, i32(low << 4)) if low else base
+            return b.add(at, i32(row * self.cols * 2 + (col // 8 - low << 4)))
+        chunk = b.add(b.lshr(extra, i32(3)), i32(col // 8))
+        part = b.and_(chunk, i32(self.spread - 1))
+        at = b.xor(base, b.shl(part, i32(4)))
+        return b.add(b.add(at, b.shl(b.sub(chunk, part), i32(4))), i32(row * self.cols * 2))
+
+
+def lane_of(b: ir.IRBuilder) -> ir.Value:
+    """Emit the thread's place in its warp."""
+    return b.and_(ptx.special(b, "tid.x"), i32(31))
+
+
+def elements(blocks: int, n: int) -> Iterator[tuple[int, int, int, int]]:
+    """Index, block, 8-column piece and x of every element of an accumulator fragment."""
+    for i in range(blocks):
+        for c in range(n // 8):
+            for x in range(4):
+                yield (i * (n // 8) + c) * 4 + x, i, c, x
+
+
+def zeros(count: int) -> Any:
+    """``zeros() -> fragment``."""
+
+    @emitted(floats(count))
+    def zeros_(b: ir.IRBuilder) -> Values:
+        return [f32(0.0)] * count
+
+    return zeros_
+
+
+def full(count: int, value: float) -> Any:
+    """``full() -> fragment``, every element `value`."""
+
+    @emitted(floats(count))
+    def full_(b: ir.IRBuilder) -> Values:
+        return [f32(value)] * count
+
+    return full_
+
+
+def scale_all(count: int) -> Any:
+    """``scale_all(c, factor) -> c``."""
+
+    @emitted(floats(count), floats(count), types.float32)
+    def scale_all_(b: ir.IRBuilder, c: Values, factor: ir.Value) -> Values:
+        return [b.fmul(x, factor) for x in c]
+
+    return scale_all_
+
+
+# -- products -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A product's operand in shared memory.
+
+    `swapped` says that the tile is stored the other way round: A [m][k] and B [k][n] are straight,
+    A [k][m] and B [n][k] (K in Q K^T) are swapped. `extra` says that a first column in the tile,
+    known only at run time, comes with the address.
+    """
+
+    tile: Tile
+    swapped: bool = False
+    extra: bool = False
+
+    @property
+    def parameters(self) -> tuple[Any, ...]:
+        """Numba types: the address of the lane's piece at (0, 0), and the first column."""
+        return (types.int32, types.int32) if self.extra else (types.int32,)
+
+
+def pieces(tile: Tile, *, transposed: bool) -> Any:
+    """``pieces(address) -> address``: where this lane reads its row of a tile's first piece.
+
+    Straight order gives `ldmatrix` the A fragment of a straight tile and two B fragments of a
+    straight one; transposed order those of a swapped tile.
+    """
+
+    @emitted(types.int32, types.int32)
+    def pieces_(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
+        lane = lane_of(b)
+        if transposed:
+            row = b.add(b.and_(lane, i32(7)), b.shl(b.lshr(lane, i32(4)), i32(3)))
+            chunk = b.and_(b.lshr(lane, i32(3)), i32(1))
+        else:
+            row, chunk = b.and_(lane, i32(15)), b.lshr(lane, i32(4))
+        return b.add(address, tile.offset(b, row, chunk))
+
+    return pieces_
+
+
+def load_fragments(blocks: int, depth: int, tile: Tile) -> Any:
+    """``load_fragments(pieces) -> fragment``: A's registers for a whole product."""
+
+    @emitted(words(blocks * depth // 4), types.int32)
+    def load_fragments_(b: ir.IRBuilder, base: ir.Value) -> Values:
+        return [
+            word
+            for kk in range(depth // 16)
+            for i in range(blocks)
+            for word in ptx.ldmatrix(b, tile.at(b, base, i * 16, kk * 16), transposed=False)
+        ]
+
+    return load_fragments_
+
+
+def multiply(bf16: bool, blocks: int, n: int, depth: int, a: Operand | str, right: Operand) -> Any:
+    """``multiply(c, a..., b...) -> c + A B``, C being (16 `blocks`, n).
+
+    Parameters
+    ----------
+    a : Operand, "registers" or "accumulators"
+        Where A (16 `blocks`, depth) is: in shared memory; a fragment of `load_fragments`; or an
+        earlier product's accumulators, rounded here to 16 bits.
+    right : Operand
+        B (depth, n).
+    """
+    count = blocks * n // 2
+    if isinstance(a, Operand):
+        given = a.parameters
+    else:
+        given = (words(blocks * depth // 4) if a == "registers" else floats(blocks * depth // 2),)
+
+    @emitted(floats(count), floats(count), *given, *right.parameters)
+    def multiply_(b: ir.IRBuilder, c: Values, *operands: Any) -> Values:
+        c = list(c)
+        left, base = operands[: len(given)], operands[len(given) :]
+        for kk in range(depth // 16):
+            rows = [left_rows(b, left, i, kk) for i in range(blocks)]
+            for piece in range(n // 16):
+                place = (piece * 16, kk * 16) if right.swapped else (kk * 16, piece * 16)
+                address = right.tile.at(b, base[0], *place, *base[1:])
+                w = ptx.ldmatrix(b, address, transposed=not right.swapped)
+                for i, row in enumerate(rows):
+                    for half in range(2):
+                        at = (i * (n // 8) + 2 * piece + half) * 4
+                        pair = w[2 * half], w[2 * half + 1]
+                        c[at : at + 4] = ptx.mma(b, bf16, c[at : at + 4], row, *pair)
+        return c
+
+    def left_rows(b: ir.IRBuilder, left: Any, i: int, kk: int) -> Values:
+        if isinstance(a, Operand):
+            place = (kk * 16, i * 16) if a.swapped else (i * 16, kk * 16)
+            return ptx.ldmatrix(b, a.tile.at(b, left[0], *place, *left[1:]), transposed=a.swapped)
+        if a == "registers":
+            at = (kk * blocks + i) * 4
+            return left[0][at : at + 4]
+        at = (i * (depth // 8) + 2 * kk) * 4
+        eight = left[0][at : at + 8]
+        return [ptx.pack(b, bf16, eight[x], eight[x + 1]) for x in (0, 2, 4, 6)]
+
+    return multiply_

@@ -1,0 +1,209 @@
+"""backend="numba_cuda" without a GPU: kernels compile, in registers; what cannot run says so."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import flashsim
+from flashsim import Problem, Tiling
+from flashsim.backends import launch, portable
+from flashsim.backends.launch import Gpu
+from flashsim.errors import BackendUnavailable, OptionError, TilingError, UnsupportedError
+
+try:
+    from flashsim.backends.numba_gpu import teaching_run
+    from flashsim.backends.numba_gpu import engine as numba_engine  # isort: skip
+except BackendUnavailable as error:
+    pytest.skip(str(error), allow_module_level=True)
+except ImportError as error:
+    pytest.skip(f"no numba-cuda: {error}", allow_module_level=True)
+
+GPUS = {
+    "sm_80": Gpu("A100", (8, 0), 163 * 1024, 40 << 20),
+    "sm_90a": Gpu("H200", (9, 0), 227 * 1024, 60 << 20),
+}
+#: Bytes a thread may spill: registers hold everything but some rarely used values.
+SPILL_BYTES = 256
+PROBLEMS = {
+    "bf16 128 causal": Problem(512, 512, 128, heads=2, dtype="bfloat16", causal=True),
+    "fp16 odd": Problem(
+        *(500, 500, 40, 24),
+        heads=4,
+        kv_heads=2,
+        dtype="float16",
+        window=(30, 5),
+        softcap=3.0,
+        cu_seqlens_q=(0, 200, 500),
+        cu_seqlens_k=(0, 300, 500),
+    ),
+}
+
+
+def kernels(problem, gpu, report=""):
+    """Every kernel of the forward and of both backwards, once."""
+    passes = [*portable.forward_passes(problem, None, gpu, "ascending", report)]
+    for algorithm in ("flash2", "flash2-fused"):
+        passes += portable.backward_passes(problem, None, gpu, "ascending", report, algorithm)
+    return {one.kernel for one in passes}
+
+
+def resources(log):
+    """Registers, stack bytes and spilled bytes, from the assembler's report."""
+    stack, stores = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores", log).groups()
+    registers = re.search(r"Used (\d+) registers", log)[1]
+    return int(registers), int(stack), int(stores)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", GPUS)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_tensor_core_kernels_assemble_in_registers(name, arch):
+    from flashsim.backends.numba_gpu import compiler
+
+    gpu = GPUS[arch]
+    for kernel in sorted(kernels(PROBLEMS[name], gpu), key=repr):
+        text = compiler.ptx(kernel, gpu.compute_capability)
+        assert f".target {arch}" in text
+        assert ".local" not in text  # no array that the compiler could not keep in registers
+        assert ("mma.sync" in text) == (kernel.shared_bytes > 0)
+        _, log = compiler.assemble(text, gpu.compute_capability)
+        registers, stack, spilled = resources(log)
+        assert registers <= 65536 // kernel.threads
+        assert spilled <= SPILL_BYTES, (kernel, log)
+        assert stack <= spilled
+
+
+@pytest.mark.slow
+def test_reports_are_compiled_in_only_where_asked_for():
+    from flashsim.backends.numba_gpu import compiler
+
+    gpu = GPUS["sm_80"]
+    problem = PROBLEMS["bf16 128 causal"]
+    for report, counted, stamped in (("", 0, 0), ("counts", 1, 0), ("timeline", 1, 1)):
+        (one,) = portable.forward_passes(problem, None, gpu, "ascending", report)
+        text = compiler.ptx(one.kernel, gpu.compute_capability)
+        assert ("red.global.add.u32" in text) == counted
+        assert ("%clock64" in text) == stamped
+
+
+def test_compiled_kernels_are_kept_on_disk(tmp_path, monkeypatch, capsys):
+    from flashsim.backends.numba_gpu import compiler
+
+    monkeypatch.setenv("FLASHSIM_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiler, "_PATIENCE_S", 0)
+    one = portable.backward_passes(
+        PROBLEMS["fp16 odd"], None, GPUS["sm_80"], "ascending", "", "flash2-fused"
+    )[-1]
+    assert one.kernel.name == "flash_convert"
+    path = compiler.cubin(one.kernel, (8, 0))
+    assert path.parent == tmp_path
+    assert path.read_bytes()[:4] == b"\x7fELF"
+    assert "compiled flash_convert (Python)" in capsys.readouterr().err
+    monkeypatch.setattr(compiler, "ptx", None)  # a second compile would fail
+    assert compiler.cubin(one.kernel, (8, 0)) == path
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("cc", [(8, 0), (9, 0)])
+@pytest.mark.parametrize("softcap", [False, True])
+def test_teaching_kernels_compile_with_the_shared_memory_said(cc, softcap):
+    from numba import cuda, types
+
+    from flashsim.backends.numba_gpu import compiler, teaching
+
+    problem = Problem(64, 64, 64, 32, heads=2, kv_heads=1, dtype="float32")
+    shape = teaching.Shape(16, 8, 64, 32, 2, softcap, 4, counts=True, fused=True)
+    x4, x3 = (types.Array(types.float32, n, "C") for n in (4, 3))
+    i2, i1 = (types.Array(types.int32, n, "C") for n in (2, 1))
+    counts = types.Array(types.uint32, 3, "C")
+    tables = (i2, i2, i1, i1, i1)
+    numbers = (types.int64, types.int64, types.float32, types.float32)
+    signatures = {
+        "forward_kernel": (x4, x4, x4, x4, x3, *tables, *numbers, counts, counts),
+        "delta_kernel": (x4, x4, x3, x4, i2, counts),
+        "dkdv_kernel": (x4, x4, x4, x4, x3, x3, x4, x4, x4, *tables, *numbers, counts, counts),
+        "dq_kernel": (x4, x4, x4, x4, x3, x3, x4, *tables, *numbers, counts, counts),
+        "convert_kernel": (x4, x4, i2, counts),
+    }
+    used = {}
+    for name, signature in signatures.items():
+        function = getattr(teaching, name)(shape).py_func
+        text, _ = cuda.compile(
+            *(function, types.void(*signature)), device=False, abi="numba", cc=cc, output="ptx"
+        )
+        _, log = compiler.assemble(text, cc)
+        _, stack, spilled = resources(log)
+        assert (stack, spilled) == (0, 0), name
+        used[name] = sum(map(int, re.findall(r"\.shared .*\[(\d+)\];", text)))
+    tiling = Tiling(16, 8)
+    assert used["forward_kernel"] == teaching_run.shared_bytes(problem, tiling, "forward")
+    backward = max(used["dkdv_kernel"], used["dq_kernel"])
+    assert backward == teaching_run.shared_bytes(problem, tiling, "backward")
+
+
+def test_teaching_kernels_are_right_in_the_simulator():
+    """Runs tests/test_numba_teaching.py in a process where Numba simulates the GPU."""
+    tests = Path(__file__).with_name("test_numba_teaching.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)],
+        env={**os.environ, "NUMBA_ENABLE_CUDASIM": "1"},
+        cwd=tests.parent.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "passed" in done.stdout
+    assert "skipped" not in done.stdout
+
+
+# -- what cannot run ------------------------------------------------------------------------------
+
+
+def arrays(dtype):
+    return [np.ones((1, 1, 8, 16), dtype) for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "error", "text"),
+    [
+        ("float32", {"algorithm": "standard"}, UnsupportedError, "not 'standard'"),
+        ("float64", {}, UnsupportedError, "'teaching' takes float16 and float32, not float64"),
+        ("float32", {"kernel": "tensor"}, UnsupportedError, "takes float16 and bfloat16, not fl"),
+        ("float16", {"kernel": "tensors"}, OptionError, "did you mean 'tensor'"),
+        ("float32", {"trace": "timeline"}, UnsupportedError, "record no time stamps"),
+        ("float32", {"tiling": Tiling(128, 128)}, TilingError, "needs .* possible: .*32 x 32"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(dtype, options, error, text):
+    with pytest.raises(error, match=text):
+        flashsim.run(*arrays(dtype), backend="numba_cuda", **options)
+
+
+def test_head_dims_beyond_the_kernels_are_refused():
+    given = [np.ones((1, 1, 8, launch.MAX_HEAD_DIM + 8), "float16") for _ in range(3)]
+    with pytest.raises(UnsupportedError, match="takes head_dim up to 256, got 264"):
+        flashsim.run(*given, backend="numba_cuda")
+
+
+@pytest.mark.parametrize(
+    ("broken", "version", "text"),
+    [
+        ("numba_cuda", np.__version__, "needs NVIDIA's numba-cuda"),
+        ("numba.cuda", "2.5.0", r"beside NumPy 2\.5\.0 .*pip install 'numpy<2\.5'"),
+        ("numba.cuda", "2.4.0", "pip install --upgrade numba-cuda numba"),
+    ],
+)
+def test_a_numba_cuda_that_does_not_import_says_what_to_install(broken, version, text, monkeypatch):
+    monkeypatch.setitem(sys.modules, broken, None)
+    import numba
+
+    monkeypatch.delattr(numba, "cuda", raising=False)
+    monkeypatch.setattr(np, "__version__", version)
+    with pytest.raises(BackendUnavailable, match=text):
+        numba_engine._require_numba_cuda()
