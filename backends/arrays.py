@@ -8,6 +8,7 @@ that is current in the array's own library.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, NamedTuple
@@ -37,6 +38,10 @@ class Space:
     """
 
     device: int
+    view: Callable[..., Any]
+    empty: Callable[..., Any]
+    pointer: Callable[[Any], int]
+    active: Callable[[], AbstractContextManager[Any]]
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> cupy.ndarray:
         """A new CuPy array for what a kernel reports."""

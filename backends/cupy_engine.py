@@ -345,8 +345,7 @@ def _check(job: Job) -> None:
             raise UnsupportedError(
                 f"backend='cupy' takes {name} up to {launch.MAX_HEAD_DIM}, got {getattr(p, name)}"
             )
-    if p.mask is not None or p.bias is not None:
-        lowering.check(p, job.tiling)
+    lowering.refuse(p)
 
 
 def _check_kernel(job: Job) -> None:

@@ -181,7 +181,10 @@ def dkdv_kernel(
             break
     return _kernel(
         *("backward_dkdv.cu", "flash_dkdv", warps, shared, problem, tiling, variant),
-        **{"parts": parts, "chunk": chunk, "stages": stages, "warps_q": warps_q},
+        parts=parts,
+        chunk=chunk,
+        stages=stages,
+        warps_q=warps_q,
         fused=int(fused),
     )
 
@@ -248,6 +251,7 @@ def runnable(problem: Problem, gpu: Gpu, direction: str, *, fused: bool) -> list
 
 def default_tiling(problem: Problem, gpu: Gpu, direction: str, *, fused: bool) -> Tiling:
     """The fastest tiling that runs here, of those measured on an H200 (docs/performance.md)."""
+    order: tuple[tuple[int, int], ...]
     d = max(problem.head_dim, problem.head_dim_v)
     if problem.dtype == "float32":
         order = ((64, 64), (32, 32), (16, 16))

@@ -75,8 +75,8 @@ def lower(schedule: Schedule, by: Literal["row", "col"]) -> Lowered:
     return Lowered(schedule, by, schedule.rows, schedule.cols, spans, ptr, index, kind, order)
 
 
-def check(problem: Problem, tiling: Tiling) -> None:
-    """Raise `UnsupportedError` for a problem whose masks a GPU kernel cannot evaluate."""
+def refuse(problem: Problem) -> None:
+    """Raise `UnsupportedError` for what a GPU kernel cannot evaluate under any tiling."""
     if problem.mask is not None:
         raise UnsupportedError(
             "the GPU kernels take no mask function (it is Python); use backend='numpy' or 'numba', "
@@ -87,6 +87,11 @@ def check(problem: Problem, tiling: Tiling) -> None:
             "the GPU kernels take no bias; use backend='numpy' or 'numba', or causal, window, "
             "softcap or block_mask"
         )
+
+
+def check(problem: Problem, tiling: Tiling) -> None:
+    """Raise `UnsupportedError` for a problem whose masks a GPU kernel cannot evaluate."""
+    refuse(problem)
     cells = problem.block_mask
     if cells is not None and (cells.block_q % tiling.block_q or cells.block_k % tiling.block_k):
         raise UnsupportedError(
