@@ -1,4 +1,4 @@
-"""Every CUDA C++ kernel once on small ragged problems, for NVIDIA's compute-sanitizer.
+"""Every GPU kernel but the teaching ones, on small ragged problems, for NVIDIA's compute-sanitizer.
 
     for tool in memcheck racecheck initcheck; do
         compute-sanitizer --tool $tool --error-exitcode 1 python tests/sanitize.py
@@ -35,9 +35,14 @@ def main() -> None:
                     rng.standard_normal(shape).astype(numpy_dtype(dtype)) for shape in shapes
                 )
                 # Small tiles are the portable kernels', the default ones on a Hopper GPU Hopper's.
-                for tiles in ({"tiling": Tiling(32, 32)}, {}):
+                ways = [("cupy", {"tiling": Tiling(32, 32)}), ("cupy", {})]
+                if dtype != "float32":  # the kernels in Python, on tensor cores
+                    ways.append(("numba_cuda", {"tiling": Tiling(32, 32)}))
+                for backend, tiles in ways:
                     for trace in (False, "timeline"):
-                        result = flashsim.run(q, k, v, backend="cupy", trace=trace, **tiles, **mask)
+                        result = flashsim.run(
+                            *(q, k, v), backend=backend, trace=trace, **tiles, **mask
+                        )
                         for deterministic in (True, False):
                             result.backward(dout, deterministic=deterministic, **tiles)
                             runs += 1

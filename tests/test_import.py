@@ -51,8 +51,15 @@ FROM_VIZ = {
 
 
 def loaded_by(statement):
-    """Top-level packages that a fresh interpreter holds after `statement`."""
-    code = f"{statement}\nimport sys\nprint(*sorted({{m.split('.')[0] for m in sys.modules}}))"
+    """Top-level packages that `statement` loads in a fresh interpreter.
+
+    What the environment itself loads as Python starts does not count (cuda-bindings has a .pth
+    file that puts an empty `cuda` there).
+    """
+    code = (
+        f"import sys\nbefore = set(sys.modules)\n{statement}\n"
+        "print(*sorted({m.split('.')[0] for m in set(sys.modules) - before}))"
+    )
     # -I: no PYTHONPATH and no working directory on sys.path, as for an installed package.
     done = subprocess.run(
         [sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True, timeout=120
