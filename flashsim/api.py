@@ -183,7 +183,7 @@ def run(
         "numpy": the simulator. "numba": the same tiles as fast as this CPU can (FlashAttention-2
         only), with the same trace; compiled at the first call, then cached on disk. "cupy": CUDA
         C++ kernels on the NVIDIA GPU that holds the arrays (NumPy arrays are copied there and
-        back). What goes in comes out.
+        back); "numba_cuda": kernels in Python there. What goes in comes out.
     key_order : {"ascending", "descending"}
         In which order key tiles are taken.
     nan_policy : {"propagate", "raise"}
