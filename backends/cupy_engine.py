@@ -51,6 +51,18 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
     return backward_with(_family, job, saved, dout)
 
 
+def orders_dq(job: Job, saved: Mapping[str, Any]) -> bool:
+    """Whether the fastest deterministic backward here is the fused one, dQ added in a fixed order.
+
+    Parameters
+    ----------
+    job : Job
+        A backward pass.
+    """
+    family = _family(job, saved["gpu"], "backward")
+    return family is hopper and hopper.orders_dq(job.problem)
+
+
 def forward_with(family_of: FamilyOf, job: Job) -> Outcome:
     """The forward pass by the kernels that `family_of` picks, for a job that it takes."""
     p = job.problem
@@ -88,7 +100,13 @@ def backward_with(family_of: FamilyOf, job: Job, saved: Mapping[str, Any], dout:
     arrays.check_space("dout", dout, p.dtype, space)
     with _errors(job), space.active():
         passes = family.backward_passes(
-            p, job.tiling, gpu, job.key_order, _report(job), job.algorithm
+            p,
+            job.tiling,
+            gpu,
+            job.key_order,
+            _report(job),
+            job.algorithm,
+            **({"ordered": True} if job.deterministic else {}),
         )
         like = saved["views"]["q"].array
         d, dv = launch.row_elements(p.head_dim), launch.row_elements(p.head_dim_v)
@@ -102,6 +120,8 @@ def backward_with(family_of: FamilyOf, job: Job, saved: Mapping[str, Any], dout:
             narrow = p.dtype != "float32"
             acc = space.empty((p.batch, p.heads, p.n_q, d)) if narrow else new["dq"]
             scratch["dq_acc"] = acc
+            if job.deterministic:
+                scratch["turns"] = space.zeros((p.batch, p.heads, p.n_q, 2), "uint32")
         views = {**saved["views"], "dout": space.view(dout)}
         views |= {name: space.view(array) for name, array in new.items()}
         launcher = Launcher(job, space, gpu, views, scratch, family.load)
@@ -127,7 +147,7 @@ class Launcher:
     views : dict of str to arrays.View
         By the names of `launch.TENSORS`.
     scratch : dict of str to array
-        Contiguous float32 arrays: "lse", "delta", "dq_acc".
+        Contiguous arrays by the names of `launch.SCRATCH`.
     load : callable
         ``load(kernel, device)``, the family's compiler.
     """
@@ -148,7 +168,7 @@ class Launcher:
         for name in launch.TENSORS:
             view = views.get(name)
             self._head += (0, 0, 0, 0) if view is None else (view.pointer, *view.strides)
-        for name in ("lse", "delta", "dq_acc"):
+        for name in launch.SCRATCH:
             self._head.append(space.pointer(scratch[name]) if name in scratch else 0)
 
     def run(self, passes: tuple[Pass, ...]) -> tuple[StageTrace, ...] | None:
@@ -359,7 +379,9 @@ def _family(job: Job, gpu: Gpu, direction: str) -> Any:
     name = job.options.get("kernel", "auto")
     if name != "auto":
         return KERNELS[name]
-    refused = hopper.refusal(job.problem, job.tiling, gpu, direction, _report(job))
+    refused = hopper.refusal(
+        job.problem, job.tiling, gpu, direction, _report(job), job.algorithm
+    )
     return portable if refused else hopper
 
 

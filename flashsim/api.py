@@ -103,8 +103,9 @@ class Result:
         tiling : Tiling, optional
             Default: the best that fits; a backward pass holds more buffers than a forward pass.
         deterministic : bool, optional
-            For FlashAttention-2: True runs the three-pass form without atomics, False the fused
-            one. Default: what `algorithm` says ("flash2": True, "flash2-fused": False).
+            For FlashAttention-2: True runs the three-pass form without atomics or, on a backend that
+            can and where that is faster, the fused one with dQ's additions in a fixed order; False
+            runs the fused one. Default: what `algorithm` says ("flash2": True, "flash2-fused": False).
         trace : bool or "timeline", optional
             Default: as in `run`.
 
@@ -121,8 +122,11 @@ class Result:
             algorithm=algorithm,
             trace=self._job.trace if trace is None else _trace_mode(trace),
         )
+        engine = _engine(self._backend)
+        if deterministic and hasattr(engine, "orders_dq") and engine.orders_dq(job, self._saved):
+            job = replace(job, algorithm="flash2-fused", deterministic=True)
         ndim = len(self.out.shape)
-        outcome = _engine(self._backend).backward(job, self._saved, _as_4d(dout))
+        outcome = engine.backward(job, self._saved, _as_4d(dout))
         grads = {name: _squeeze(x, ndim) for name, x in outcome.arrays.items() if name != "dbias"}
         dbias = outcome.arrays.get("dbias")
         if dbias is not None:

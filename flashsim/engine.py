@@ -30,6 +30,9 @@ class Job:
     bias : array (1 or batch, 1 or heads, n_q, n_kv) or None
     trace : bool or str
         False, True (counts) or "timeline".
+    deterministic : bool
+        Backward, "flash2-fused": add to dQ in a fixed order. Only where the engine's `orders_dq`
+        said that it can.
     options : mapping
         The engine's own options, by the names it lists in ``OPTIONS``.
     """
@@ -44,6 +47,7 @@ class Job:
     algorithm: str = "flash2"
     key_order: KeyOrder = "ascending"
     trace: bool | str = False
+    deterministic: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
