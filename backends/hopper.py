@@ -21,7 +21,7 @@ from flashsim.tiling import Tiling
 NAME = "hopper"
 load = compiler.load
 CAPABILITY = (9, 0)
-MAX_HEAD_DIM = {"forward": 256, "backward": 128}
+MAX_HEAD_DIM = 256
 
 #: Bytes of the item slots (struct Items in kernels/hopper_work.cuh) and of one mbarrier.
 _ITEMS, _BARRIER = 160, 8
@@ -43,9 +43,8 @@ def refusal(
         )
     if problem.itemsize != 2:
         return f"they take float16 and bfloat16, not {problem.dtype}"
-    limit = MAX_HEAD_DIM[direction]
-    if max(problem.head_dim, problem.head_dim_v) > limit:
-        return f"{direction}, they take a head_dim up to {limit}"
+    if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
+        return f"they take a head_dim up to {MAX_HEAD_DIM}"
     if report and problem.cu_seqlens_q is not None:
         return (
             "the copy engine's boxes run over the ends of packed sequences, so their counts are "
@@ -67,6 +66,8 @@ def tilings(
     if direction == "backward":
         if d <= 64:
             return (Tiling(128, 128),)
+        if d > 128:
+            return (Tiling(64, 64),)
         # Alone, dQ takes 64 rows to a product; a softcap takes registers.
         wide = algorithm == "flash2-fused" and not problem.softcap
         return (Tiling(80, 128), Tiling(64, 128)) if wide else (Tiling(64, 128),)
@@ -86,7 +87,7 @@ def tilings(
 
 def orders_dq(problem: Problem) -> bool:
     """Whether the fused backward with dQ in a fixed order is faster than three passes."""
-    return True
+    return max(problem.head_dim, problem.head_dim_v) <= 128
 
 
 @lru_cache(maxsize=256)
@@ -202,16 +203,21 @@ def _backward_kernel(
     problem: Problem, tiling: Tiling, variant: Variant, *, fused: bool, ordered: bool
 ) -> Kernel:
     d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
-    tiles = 2 * (2 * bk * d + stages * 2 * bq * d + stages * bq * bk) + 4 * bq * d
+    wide = d > 128
+    tiles = 2 * (2 * bk * d + stages * 2 * bq * d + stages * bq * bk)
+    tiles += 2 * stages * bq * bk if wide else 4 * bq * d  # P, or dQ on its way out
     shared = _on_chip(tiles + 4 * stages * 2 * bq, 2 + 2 * stages)
     values = launch.constants(problem, tiling, variant)
     boxes = (
         *(Box("q", bq, _CHUNK), Box("k", bk, _CHUNK), Box("v", bk, _CHUNK)),
-        *(Box("dout", bq, _CHUNK), Box("dq_acc", bq if d == 128 else bq // 2, 32) if fused else Box("q", bq, 32)),
+        Box("dout", bq, _CHUNK),
     )
+    if not wide:
+        boxes += (Box("dq_acc", bq if d == 128 else bq // 2, 32) if fused else boxes[0],)
+    name = "hopper_backward_wide" if wide else "hopper_backward"
     return Kernel(
-        "hopper_backward.cu",
-        "hopper_backward",
+        f"{name}.cu",
+        name,
         384,
         shared,
         launch.macros(
@@ -223,7 +229,7 @@ def _backward_kernel(
 
 def _dq_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
     d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
-    partial = 4 * 128 * (d // 2 if bq == 64 else 1)
+    partial = 4 * 128 * (32 if bq == 64 else 1)
     shared = _on_chip(2 * (2 * bq * d + stages * 2 * bk * d) + partial, 2 * bq // 64 + 2 * stages)
     values = launch.constants(problem, tiling, variant)
     return Kernel(

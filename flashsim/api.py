@@ -123,8 +123,9 @@ class Result:
             trace=self._job.trace if trace is None else _trace_mode(trace),
         )
         engine = _engine(self._backend)
-        if deterministic and hasattr(engine, "orders_dq") and engine.orders_dq(job, self._saved):
-            job = replace(job, algorithm="flash2-fused", deterministic=True)
+        if deterministic and hasattr(engine, "orders_dq"):
+            ordered = replace(job, algorithm="flash2-fused", deterministic=True)
+            job = ordered if engine.orders_dq(ordered, self._saved) else job
         ndim = len(self.out.shape)
         outcome = engine.backward(job, self._saved, _as_4d(dout))
         grads = {name: _squeeze(x, ndim) for name, x in outcome.arrays.items() if name != "dbias"}

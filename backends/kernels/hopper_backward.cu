@@ -86,102 +86,7 @@ static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "backends.hopper and OnChip must 
 // and fro between it and the warp that sends it off.
 enum NamedBarrier { DS_READY = 1, DQ_FREE = 2, DQ_FULL = 4 };
 
-// The heads and visits of an item, in order: for each query head of the group, each row tile.
-struct Step {
-    int member = 0, v = 0;
-    __device__ inline void next(int visits) {
-        if (++v == visits) v = 0, ++member;
-    }
-};
-
-__device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const TensorMap* map_k,
-                        const TensorMap* map_v, const TensorMap* map_dout, u32* counter) {
-    Ring ring, slot;
-    u32 kv_parity = 0;
-    const int kv_heads = a.heads / a.group;
-    for (int w = first_work();; w = next_work(counter)) {
-        const Item& it = s.items.write(slot, a, w, a.walks * a.tiles, false);
-        if (it.walk < 0) return;
-        const int kv_head = it.walk % kv_heads, batch = it.walk / kv_heads;
-        wait(&s.kv_empty, kv_parity ^ 1);  // the last item is done with K and V
-        kv_parity ^= 1;
-        arrive_expect(&s.kv_full, sizeof(s.k) + sizeof(s.v));
-#pragma unroll 1
-        for (int c = 0; c < CHUNKS; ++c) {
-            copy_box(s.k[c], map_k, &s.kv_full, 64 * c, it.own.start, kv_head, batch);
-            copy_box(s.v[c], map_v, &s.kv_full, 64 * c, it.own.start, kv_head, batch);
-        }
-        u32* counts = a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8;
-        const int keys = min(BLOCK_K, a.n_kv - it.own.start);
-        report_one(counts, keys * FS_HEAD_DIM * 2);
-        report_one(counts + 1, keys * FS_HEAD_DIM_V * 2);
-        Step step;
-#pragma unroll 1
-        for (int left = a.group * it.visits.count; left; --left) {
-            const int query = it.base + it.visits(a, step.v).tile * BLOCK_Q;
-            const int head = kv_head * a.group + step.member;
-            wait(&s.empty[ring.stage], ring.parity ^ 1);  // its last readers are done
-            arrive_expect(&s.full[ring.stage], sizeof(s.q[0]) + sizeof(s.dout[0]));
-#pragma unroll 1
-            for (int c = 0; c < CHUNKS; ++c) {
-                copy_box(s.q[ring.stage][c], map_q, &s.full[ring.stage], 64 * c, query, head,
-                         batch);
-                copy_box(s.dout[ring.stage][c], map_dout, &s.full[ring.stage], 64 * c, query, head,
-                         batch);
-            }
-            ring.next(STAGES);
-#if FS_TRACE
-            const i64 visit = i64(batch * a.heads + head) * a.n_visits + it.visits.first + step.v;
-            const int rows = min(BLOCK_Q, a.n_q - query);
-            report_one(a.visit_counts + visit * 8, rows * FS_HEAD_DIM * 2);
-            report_one(a.visit_counts + visit * 8 + 1, rows * FS_HEAD_DIM_V * 2);
-#endif
-            step.next(it.visits.count);
-        }
-    }
-}
-
-// A warp: where the scores and dP of each visit's rows start, on the tiles' barriers. A row past the
-// end, or one that sees no key, gets -inf, so that its P is exactly 0.
-__device__ void produce_statistics(OnChip& s, const Args& a) {
-    constexpr int PER_LANE = (BLOCK_Q + 31) / 32;
-    const int lane = threadIdx.x % 32;
-    const float unit = START ? -1.0f / a.scale : -LOG2E;
-    Ring ring, slot;
-    while (true) {
-        const Item it = s.items.read(slot);
-        if (it.walk < 0) return;
-        Step step;
-#pragma unroll 1
-        for (int left = a.group * it.visits.count; left; --left) {
-            const int walk = it.walk * a.group + step.member;  // of the query head
-            const int first = it.base + it.visits(a, step.v).tile * BLOCK_Q;
-            u32* counts = a.visit_counts + (i64(walk) * a.n_visits + it.visits.first + step.v) * 8;
-            float lse[PER_LANE], delta[PER_LANE];
-#pragma unroll
-            for (int i = 0; i < PER_LANE; ++i) {  // before the wait, to hide their latency
-                const int x = lane + 32 * i;
-                const bool exists = x < BLOCK_Q && first + x < it.end;
-                const i64 row = i64(walk) * a.n_q + first + x;
-                lse[i] = exists ? a.lse[row] : NEG_INF;
-                delta[i] = exists ? a.delta[row] : 0.0f;
-                report(counts + 2, 4 * exists), report(counts + 3, 4 * exists);
-            }
-            wait(&s.empty[ring.stage], ring.parity ^ 1);  // its last readers are done
-#pragma unroll
-            for (int i = 0; i < PER_LANE; ++i) {
-                const int x = lane + 32 * i;
-                if (x < BLOCK_Q) {
-                    s.lse[ring.stage][x] = lse[i] == NEG_INF ? NEG_INF : lse[i] * unit;
-                    s.delta[ring.stage][x] = -delta[i];
-                }
-            }
-            arrive(&s.full[ring.stage]);  // every lane for what it wrote
-            ring.next(STAGES);
-            step.next(it.visits.count);
-        }
-    }
-}
+#include "hopper_keys_outside.cuh"
 
 // A warp for each warpgroup g: its piece of dQ, once staged, is added to the accumulator.
 __device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g) {
@@ -240,10 +145,7 @@ __device__ __forceinline__ void issue_scores(float (&S)[BLOCK_Q / 2], const u16*
     wgmma_commit();
 }
 
-// A statistic of the two queries that are this thread's columns in the j-th eight; of all of them.
-__device__ __forceinline__ float2 query_pair(const float* statistic, int j) {
-    return *reinterpret_cast<const float2*>(&statistic[8 * j + fragment_column()]);
-}
+// The statistic of each of this thread's scores.
 __device__ __forceinline__ void load_rows(float (&S)[BLOCK_Q / 2], const float* statistic) {
 #pragma unroll
     for (int j = 0; j < BLOCK_Q / 8; ++j) {
@@ -282,30 +184,6 @@ __device__ __forceinline__ void issue_dq(float (&dQ)[DQ_ROWS / 2], const u16* k,
     for (int x = 0; x < BLOCK_K / 16; ++x)
         wgmma_ss<1, 1, DESCRIPTOR_HIGH, DS_HIGH>(dQ, da + down_rows(x), db + x * 16 * DS_WIDE * 2 / 16, x > 0);
     wgmma_commit();
-}
-
-// Scales and caps the scores (where the exponent cannot take the scale), masks them (where asked).
-// Queries past the end need none: their lse is +inf.
-__device__ __forceinline__ void shape_scores(float (&S)[BLOCK_Q / 2], const Args& a, const Item& it,
-                                             Visit visit, int key) {
-#if FS_SCALED
-#pragma unroll
-    for (int e = 0; e < BLOCK_Q / 2; ++e) {
-        S[e] = scaled(a, S[e]);
-    }
-#endif
-    if (!visit.masked) return;
-    const int query = it.base + visit.tile * BLOCK_Q + fragment_column();
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const KeepColumn keep(a, key + 8 * r, it.own);
-        const int first = keep.lo - query, last = FS_LEFT ? keep.hi - query : BLOCK_Q;
-#pragma unroll
-        for (int e = 0; e < BLOCK_Q / 2; ++e) {
-            const int c = e / 4 * 8 + e % 2;
-            if (e / 2 % 2 == r && (c < first || (FS_LEFT && c > last))) S[e] = NEG_INF;
-        }
-    }
 }
 
 __device__ void consume(OnChip& s, const Args& a, int g) {
@@ -366,7 +244,8 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             if (!X_INIT && CARRY && speaks && step > 0) arrive(&s.empty[ring.stage]);
             stamp(stamps, 2);
             // -- P^T = exp2(c S^T) ----------------------------------------------------------------
-            shape_scores(S, a, it, visit, key);
+            shape_scores(S, a, it, visit.masked, key,
+                         it.base + visit.tile * BLOCK_Q + fragment_column());
 #pragma unroll
             for (int e = 0; e < BLOCK_Q / 2; e += 2) {
                 const float2 lse = START ? float2{0.0f, 0.0f} : query_pair(s.lse[stage], e / 4);

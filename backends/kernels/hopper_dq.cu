@@ -19,7 +19,7 @@ struct OnChip {
     alignas(1024) u16 dout[ROW_GROUPS][CHUNKS][64 * 64];  // lives for one item
     alignas(1024) u16 k[STAGES][CHUNKS][BLOCK_K * 64];    // ring, one visit each
     alignas(1024) u16 v[STAGES][CHUNKS][BLOCK_K * 64];    // ring, one visit each
-    float partial[SPLIT_KEYS ? D / 2 : 1][128];           // dQ of the second half of the keys
+    float partial[SPLIT_KEYS ? 32 : 1][128];              // 64 columns of the second half's dQ
     u64 own_full[ROW_GROUPS], own_empty[ROW_GROUPS];      // of q and dout
     u64 full[STAGES], empty[STAGES];                      // of k and v
     Items items;
@@ -183,14 +183,17 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         }
         if (speaks) arrive(&s.own_empty[part]);  // the next item's Q and dO may come
         if (SPLIT_KEYS) {  // the first warpgroup adds up; always in this order
-            named_sync(1, 256);  // it has read the last item's other half
-            if (g == 1)
 #pragma unroll
-                for (int e = 0; e < D / 2; ++e) s.partial[e][threadIdx.x % 128] = dQ[e];
-            named_sync(1, 256);  // the other half is complete
-            if (g == 0)
+            for (int c = 0; c < D / 2; c += 32) {
+                named_sync(1, 256);  // it has read the last columns
+                if (g == 1)
 #pragma unroll
-                for (int e = 0; e < D / 2; ++e) dQ[e] += s.partial[e][threadIdx.x % 128];
+                    for (int e = 0; e < 32; ++e) s.partial[e][threadIdx.x % 128] = dQ[c + e];
+                named_sync(1, 256);  // the other half's columns are complete
+                if (g == 0)
+#pragma unroll
+                    for (int e = 0; e < 32; ++e) dQ[c + e] += s.partial[e][threadIdx.x % 128];
+            }
         }
         const int head = it.walk % a.heads, batch = it.walk / a.heads;
         u32 dq_bytes = 0;
