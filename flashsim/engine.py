@@ -30,11 +30,11 @@ class Job:
     bias : array (1 or batch, 1 or heads, n_q, n_kv) or None
     trace : bool or str
         False, True (counts) or "timeline".
+    options : mapping
+        The engine's own options, by the names it lists in ``OPTIONS``.
     deterministic : bool
         Backward, "flash2-fused": add to dQ in a fixed order. Only where the engine's `orders_dq`
         said that it can.
-    options : mapping
-        The engine's own options, by the names it lists in ``OPTIONS``.
     """
 
     problem: Problem
@@ -47,8 +47,8 @@ class Job:
     algorithm: str = "flash2"
     key_order: KeyOrder = "ascending"
     trace: bool | str = False
-    deterministic: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)

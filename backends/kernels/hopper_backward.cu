@@ -32,7 +32,8 @@ constexpr int D = FS_D, BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K;  // D: both 
 #endif
 constexpr int WARPGROUPS = BLOCK_K / 64, STAGES = 2, CHUNKS = D / 64;
 constexpr int THREADS = 128 * (WARPGROUPS + 1);
-constexpr int PRODUCER_REGISTERS = 32, CONSUMER_REGISTERS = 240;
+constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
+static_assert(registers_suffice<THREADS>(PRODUCER_REGISTERS, CONSUMER_REGISTERS), "or all hang");
 // dQ^T, D x BLOCK_Q, is shared out in pieces of 64 columns of dQ by DQ_ROWS queries: at D = 128 a
 // warpgroup takes half of the columns, at 64 half of the queries.
 constexpr bool SPLIT_COLUMNS = D == 128;

@@ -8,7 +8,8 @@
 
 constexpr int D = FS_D, BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K;  // D: both head dims, padded
 constexpr int WARPGROUPS = 2, STAGES = 2, CHUNKS = D / 64, THREADS = 128 * (WARPGROUPS + 1);
-constexpr int PRODUCER_REGISTERS = 32, CONSUMER_REGISTERS = 240;
+constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
+static_assert(registers_suffice<THREADS>(PRODUCER_REGISTERS, CONSUMER_REGISTERS), "or all hang");
 constexpr bool START = false;  // the scores' accumulators start at 0
 constexpr int QUERIES = BLOCK_Q / WARPGROUPS;  // whose scores a warpgroup makes
 // A warpgroup's columns: WIDE ones from 128 g on, in whole chunks, and at D = 192 half of the chunk

@@ -12,6 +12,7 @@ constexpr bool SPLIT_KEYS = ROW_GROUPS == 1;
 constexpr int KEYS = SPLIT_KEYS ? BLOCK_K / 2 : BLOCK_K;  // of a visit, a warpgroup's share
 constexpr int THREADS = 128 * (WARPGROUPS + 1);
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+static_assert(registers_suffice<THREADS>(PRODUCER_REGISTERS, CONSUMER_REGISTERS), "or all hang");
 static_assert(D % 64 == 0 && KEYS % 16 == 0 && (BLOCK_Q == 64 || BLOCK_Q == 128), "wgmma's shapes");
 
 struct OnChip {
