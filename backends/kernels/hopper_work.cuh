@@ -6,7 +6,7 @@
 // A kernel starts with as many registers a thread as there are for all its threads, in eights. If the
 // warpgroups ask for more than that in total, the last one to ask waits for ever.
 template <int THREADS>
-constexpr bool registers_suffice(int producer, int consumer) {
+__device__ constexpr bool registers_suffice(int producer, int consumer) {
     return producer + consumer * (THREADS / 128 - 1) <= THREADS / 128 * (65536 / THREADS / 8 * 8);
 }
 
