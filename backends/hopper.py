@@ -45,11 +45,6 @@ def refusal(
         return f"they take float16 and bfloat16, not {problem.dtype}"
     if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
         return f"they take a head_dim up to {MAX_HEAD_DIM}"
-    if report and problem.cu_seqlens_q is not None:
-        return (
-            "the copy engine's boxes run over the ends of packed sequences, so their counts are "
-            "not a tile's"
-        )
     possible = tilings(problem, gpu, direction, algorithm)
     if tiling is None:
         return None if _divide(problem, possible) else "their tiles do not divide the block mask's"

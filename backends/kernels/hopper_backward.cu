@@ -112,17 +112,15 @@ __device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g
 #if FS_ORDERED
                 wait_turn(turn, a.ranks[a.ptr[it.outer] + step.v]);
 #endif
+                const Place to = place(row, it.end, a.n_q, walk / a.heads);
 #pragma unroll
                 for (int c = 0; c < 2; ++c)
-                    reduce_box(map_dq, s.dq[g][c], column + 32 * c, row, walk % a.heads,
-                               walk / a.heads);
+                    reduce_box(map_dq, s.dq[g][c], column + 32 * c, to.row, walk % a.heads, to.batch);
                 reduce_commit();
-#if FS_TRACE
                 const i64 number = i64(walk) * a.n_visits + it.visits.first + step.v;
-                const int rows = max(0, min(DQ_ROWS, a.n_q - row));
+                const int rows = max(0, min(DQ_ROWS, it.end - row));
                 const int columns = max(0, min(64, FS_HEAD_DIM - column));
                 report_one(a.visit_counts + number * 8 + 4, rows * columns * 4);
-#endif
                 reduce_wait_read();
             }
             __syncwarp();
@@ -132,6 +130,7 @@ __device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g
 #endif
             step.next(it.visits.count);
         }
+        stamp_item(a, it.walk, it.outer, true);
     }
 }
 
@@ -207,8 +206,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         if (it.walk < 0) break;
         const int key = it.own.start + 64 * g + fragment_row();
         const int steps = a.group * it.visits.count;
-        u64* item_stamps = a.tile_stamps + (i64(it.walk) * a.tiles + it.outer) * 5;
-        stamp_item(item_stamps, false);
+        stamp_item(a, it.walk, it.outer, false);
         float dK[D / 2], dV[D / 2];
 #pragma unroll
         for (int e = 0; e < D / 2; ++e) dK[e] = dV[e] = 0.0f;
@@ -221,7 +219,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             const int stage = ring.stage, ds_stage = DS_STAGES == 2 ? stage : 0;
             [[maybe_unused]] const int walk = it.walk * a.group + next.member;  // of the query head
             [[maybe_unused]] const i64 number = i64(walk) * a.n_visits + it.visits.first + next.v;
-            u64* stamps = a.visit_stamps + number * 5;
+            u64* stamps = visit_stamps(a, number);
             next.next(it.visits.count);
             float S[BLOCK_Q / 2], dP[BLOCK_Q / 2];
             u32 P[BLOCK_Q / 16][4], dS[BLOCK_Q / 16][4];
@@ -341,7 +339,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         }
         u32* counts = a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8;
         report(counts + 2, dk_bytes), report(counts + 3, dv_bytes);
-        stamp_item(item_stamps, true);
+        stamp_item(a, it.walk, it.outer, true);
     }
 #if FS_FUSED
     named_sync(DQ_FREE + g, 160);

@@ -129,8 +129,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         if (it.walk < 0) return;
         const int key = it.own.start + fragment_row();
         const int steps = a.group * it.visits.count;
-        u64* item_stamps = a.tile_stamps + (i64(it.walk) * a.tiles + it.outer) * 5;
-        stamp_item(item_stamps, false);
+        stamp_item(a, it.walk, it.outer, false);
         Columns dK, dV;
         clear(dK), clear(dV);
         wait(&s.kv_full, kv_parity);
@@ -142,7 +141,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             const int stage = ring.stage, query = it.base + visit.tile * BLOCK_Q;
             [[maybe_unused]] const int walk = it.walk * a.group + next.member;  // of the query head
             [[maybe_unused]] const i64 number = i64(walk) * a.n_visits + it.visits.first + next.v;
-            u64* stamps = a.visit_stamps + number * 5;
+            u64* stamps = visit_stamps(a, number);
             next.next(it.visits.count);
             float S[QUERIES / 2], dP[QUERIES / 2];
             // -- S^T = K Q^T and dP^T = V dO^T, queued behind the last visit's dK -----------------
@@ -231,7 +230,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         }
         u32* counts = a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8;
         report(counts + 2, dk_bytes), report(counts + 3, dv_bytes);
-        stamp_item(item_stamps, true);
+        stamp_item(a, it.walk, it.outer, true);
     }
 }
 

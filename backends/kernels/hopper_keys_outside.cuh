@@ -18,16 +18,15 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
         const Item& it = s.items.write(slot, a, w, a.walks * a.tiles, false);
         if (it.walk < 0) return;
         const int kv_head = it.walk % kv_heads, batch = it.walk / kv_heads;
+        stamp_item(a, it.walk, it.outer, false);
         wait(&s.kv_empty, kv_parity ^ 1);  // the last item is done with K and V
         kv_parity ^= 1;
         arrive_expect(&s.kv_full, sizeof(s.k) + sizeof(s.v));
-#pragma unroll 1
-        for (int c = 0; c < CHUNKS; ++c) {
-            copy_box(s.k[c], map_k, &s.kv_full, 64 * c, it.own.start, kv_head, batch);
-            copy_box(s.v[c], map_v, &s.kv_full, 64 * c, it.own.start, kv_head, batch);
-        }
+        const Place own = place(it.own.start, it.own.stop, a.n_kv, batch);
+        copy_tile(s.k, map_k, &s.kv_full, own, kv_head);
+        copy_tile(s.v, map_v, &s.kv_full, own, kv_head);
         u32* counts = a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8;
-        const int keys = min(BLOCK_K, a.n_kv - it.own.start);
+        const int keys = it.own.stop - it.own.start;
         report_one(counts, keys * FS_HEAD_DIM * 2);
         report_one(counts + 1, keys * FS_HEAD_DIM_V * 2);
         Step step;
@@ -35,24 +34,23 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
         for (int left = a.group * it.visits.count; left; --left) {
             const int query = it.base + it.visits(a, step.v).tile * BLOCK_Q;
             const int head = kv_head * a.group + step.member;
-            wait(&s.empty[ring.stage], ring.parity ^ 1);  // its last readers are done
-            arrive_expect(&s.full[ring.stage], sizeof(s.q[0]) + sizeof(s.dout[0]));
-#pragma unroll 1
-            for (int c = 0; c < CHUNKS; ++c) {
-                copy_box(s.q[ring.stage][c], map_q, &s.full[ring.stage], 64 * c, query, head,
-                         batch);
-                copy_box(s.dout[ring.stage][c], map_dout, &s.full[ring.stage], 64 * c, query, head,
-                         batch);
-            }
-            ring.next(STAGES);
-#if FS_TRACE
             const i64 visit = i64(batch * a.heads + head) * a.n_visits + it.visits.first + step.v;
-            const int rows = min(BLOCK_Q, a.n_q - query);
+            u64* stamps = visit_stamps(a, visit);
+            stamp(stamps, 0);
+            wait(&s.empty[ring.stage], ring.parity ^ 1);  // its last readers are done
+            stamp(stamps, 1);
+            arrive_expect(&s.full[ring.stage], sizeof(s.q[0]) + sizeof(s.dout[0]));
+            const Place from = place(query, it.end, a.n_q, batch);
+            copy_tile(s.q[ring.stage], map_q, &s.full[ring.stage], from, head);
+            copy_tile(s.dout[ring.stage], map_dout, &s.full[ring.stage], from, head);
+            stamp(stamps, 4);
+            ring.next(STAGES);
+            const int rows = min(BLOCK_Q, it.end - query);
             report_one(a.visit_counts + visit * 8, rows * FS_HEAD_DIM * 2);
             report_one(a.visit_counts + visit * 8 + 1, rows * FS_HEAD_DIM_V * 2);
-#endif
             step.next(it.visits.count);
         }
+        stamp_item(a, it.walk, it.outer, true);
     }
 }
 
