@@ -100,12 +100,12 @@ def test_compiled_kernels_are_kept_on_disk(tmp_path, monkeypatch, capsys):
         PROBLEMS["fp16 odd"], None, GPUS["sm_80"], "ascending", "", "flash2-fused"
     )[-1]
     assert one.kernel.name == "flash_convert"
-    path = compiler.cubin(one.kernel, (8, 0))
+    path = compiler.image(one.kernel, (8, 0))
     assert path.parent == tmp_path
     assert path.read_bytes()[:4] == b"\x7fELF"
     assert "compiled flash_convert (Python)" in capsys.readouterr().err
     monkeypatch.setattr(compiler, "ptx", None)  # a second compile would fail
-    assert compiler.cubin(one.kernel, (8, 0)) == path
+    assert compiler.image(one.kernel, (8, 0)) == path
     assert capsys.readouterr().err == ""
 
 
