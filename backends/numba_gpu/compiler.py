@@ -103,7 +103,7 @@ def _sources() -> bytes:
 
 
 def image(kernel: Kernel, capability: tuple[int, int]) -> Path:
-    """The file of a compiled kernel, cubin or PTX; compiles it, and says so on stderr, if need be."""
+    """The file of a compiled kernel, cubin or PTX; compiles it first, if need be, and says so."""
     key = hashlib.sha256(_sources() + repr((kernel, capability)).encode()).hexdigest()
     suffix = "ptx" if kernel.boxes else "cubin"
     path = cache_folder() / f"{kernel.name}-{key[:32]}.{suffix}"

@@ -244,9 +244,8 @@ def walk_functions(c: SimpleNamespace, stamper: int = 0) -> SimpleNamespace:
     ``item(a, n)`` gives the n-th (walk, outer tile), ``take_work(a)`` the block's; ``row_tile`` and
     ``col_tile`` a tile's (start, stop, offset); ``begin(a, outer)`` a walk: the number of its first
     visit, how many there are, and its span; ``visit(a, walk, n)`` the n-th visit's (inner tile,
-    masked); ``report(slot, bytes)`` and
-    ``stamp(address, slot)`` tell the host, if the kernel was built for it; ``report`` is for whole
-    warps, ``report_one`` for a single thread.
+    masked). ``report(slot, bytes)``, for whole warps, ``report_one``, for a single thread, and
+    ``stamp(address, slot)`` tell the host, if the kernel was built for it.
     """
     block_q, block_k, varlen = c.block_q, c.block_k, bool(c.varlen)
     spans, descending = bool(c.spans), bool(c.descending)
