@@ -1,16 +1,17 @@
 """The portable kernels (sm_80 and later): which pass runs which kernel, and how it is launched.
 
-A *kernel family* like this one offers `NAME`, `forward_passes`, `backward_passes` and `load`, its
-compiler; the engine (`cupy_engine`) owns arrays, errors and traces.
+A *kernel family* offers `NAME`, `forward_passes`, `backward_passes` and `load`, its compiler; the
+engine (`cupy_engine`) owns arrays, errors and traces. This module is one, `Portable` makes more.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from flashsim import plans
-from flashsim.backends import compiler, launch
-from flashsim.backends.launch import Gpu
+from flashsim.backends import compiler, fitting, launch
+from flashsim.backends.launch import Gpu, Variant
 from flashsim.backends.passes import Pass, tables_of, variant_of, walk_pass
 from flashsim.problem import Problem
 from flashsim.schedule import KeyOrder
@@ -20,32 +21,62 @@ NAME = "portable"
 load = compiler.load
 
 
+@dataclass(frozen=True)
+class Portable:
+    """Passes whose kernels are compiled for `like`, but for what a walk and a report ask."""
+
+    like: Variant
+
+    def forward_passes(
+        self, problem: Problem, tiling: Tiling | None, gpu: Gpu, key_order: KeyOrder, report: str
+    ) -> tuple[Pass, ...]:
+        """The forward pass: one launch.
+
+        Parameters
+        ----------
+        tiling : Tiling or None
+            None takes `fitting.default_tiling`.
+        report : {"", "counts", "timeline"}
+            What the kernels record.
+
+        Raises
+        ------
+        TilingError, UnsupportedError
+        """
+        return _forward_passes(self.like, problem, tiling, gpu, key_order, report)
+
+    def backward_passes(
+        self,
+        problem: Problem,
+        tiling: Tiling | None,
+        gpu: Gpu,
+        key_order: KeyOrder,
+        report: str,
+        algorithm: str,
+    ) -> tuple[Pass, ...]:
+        """The backward pass, in the order of its launches; as `forward_passes`."""
+        return _backward_passes(self.like, problem, tiling, gpu, key_order, report, algorithm)
+
+
 @lru_cache(maxsize=256)
-def forward_passes(
-    problem: Problem, tiling: Tiling | None, gpu: Gpu, key_order: KeyOrder, report: str
+def _forward_passes(
+    like: Variant,
+    problem: Problem,
+    tiling: Tiling | None,
+    gpu: Gpu,
+    key_order: KeyOrder,
+    report: str,
 ) -> tuple[Pass, ...]:
-    """The forward pass: one launch.
-
-    Parameters
-    ----------
-    tiling : Tiling or None
-        None takes `launch.default_tiling`.
-    report : {"", "counts", "timeline"}
-        What the kernels record.
-
-    Raises
-    ------
-    TilingError, UnsupportedError
-    """
-    tiling = _tiling(problem, tiling, gpu, "forward", fused=False)
+    tiling = _tiling(like, problem, tiling, gpu, "forward", fused=False)
     (stage,) = plans.stages(problem, "flash2", "forward")
     tables = tables_of(stage, problem, tiling, key_order)
-    kernel = launch.forward_kernel(problem, tiling, variant_of(tables, report))
-    return (walk_pass(stage, tables, kernel, gpu),)
+    variant = _variant(like, variant_of(tables, report))
+    return (walk_pass(stage, tables, launch.forward_kernel(problem, tiling, variant), gpu),)
 
 
 @lru_cache(maxsize=256)
-def backward_passes(
+def _backward_passes(
+    like: Variant,
     problem: Problem,
     tiling: Tiling | None,
     gpu: Gpu,
@@ -53,13 +84,12 @@ def backward_passes(
     report: str,
     algorithm: str,
 ) -> tuple[Pass, ...]:
-    """The backward pass, in the order of its launches; as `forward_passes`."""
     fused = algorithm == "flash2-fused"
-    tiling = _tiling(problem, tiling, gpu, "backward", fused=fused)
+    tiling = _tiling(like, problem, tiling, gpu, "backward", fused=fused)
     passes = []
     for stage in plans.stages(problem, algorithm, "backward"):
         tables = tables_of(stage, problem, tiling, key_order)
-        variant = variant_of(tables, report)
+        variant = _variant(like, variant_of(tables, report))
         if stage.name in ("dkdv", "fused"):
             kernel = launch.dkdv_kernel(problem, tiling, variant, gpu, fused=fused)
             passes.append(walk_pass(stage, tables, kernel, gpu))
@@ -74,10 +104,24 @@ def backward_passes(
     return tuple(passes)
 
 
+def _variant(like: Variant, asked: Variant) -> Variant:
+    return replace(asked, tf32=like.tf32, cross=like.cross)
+
+
 def _tiling(
-    problem: Problem, tiling: Tiling | None, gpu: Gpu, direction: str, *, fused: bool
+    like: Variant,
+    problem: Problem,
+    tiling: Tiling | None,
+    gpu: Gpu,
+    direction: str,
+    *,
+    fused: bool,
 ) -> Tiling:
     if tiling is None:
-        return launch.default_tiling(problem, gpu, direction, fused=fused)
-    launch.check(problem, tiling, gpu, direction, fused=fused)
+        return fitting.default_tiling(problem, gpu, direction, like, fused=fused)
+    fitting.check(problem, tiling, gpu, direction, like, fused=fused)
     return tiling
+
+
+_passes = Portable(fitting.PLAIN)
+forward_passes, backward_passes = _passes.forward_passes, _passes.backward_passes

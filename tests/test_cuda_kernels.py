@@ -10,7 +10,7 @@ import pytest
 
 import flashsim
 from flashsim import Problem, Tiling
-from flashsim.backends import launch, portable
+from flashsim.backends import fitting, launch, portable
 from flashsim.backends.launch import Gpu
 from flashsim.backends.lowering import lower
 from flashsim.errors import BackendUnavailable, OptionError, TilingError, UnsupportedError
@@ -213,7 +213,7 @@ def test_tilings_that_no_kernel_has_are_refused_with_those_that_run():
         portable.forward_passes(p, Tiling(24, 64), H200, "ascending", "")
     with pytest.raises(TilingError, match=r"needs [\d,]+ B of shared memory.*possible: 16 x 16"):
         portable.forward_passes(p, Tiling(128, 128), GPUS["sm_86"], "ascending", "")
-    for tiling in launch.runnable(p, GPUS["sm_86"], "forward", fused=False):
+    for tiling in fitting.runnable(p, GPUS["sm_86"], "forward", fused=False):
         (one,) = portable.forward_passes(p, tiling, GPUS["sm_86"], "ascending", "")
         assert one.tables.schedule.tiling == tiling
 
