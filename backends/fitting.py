@@ -72,9 +72,7 @@ def _preferred(problem: Problem, direction: str, variant: Variant) -> tuple[tupl
     return ((128, 64), (128, 32), (64, 32), (32, 32), (16, 16))
 
 
-def _possible(
-    problem: Problem, gpu: Gpu, direction: str, variant: Variant, fused: bool
-) -> str:
+def _possible(problem: Problem, gpu: Gpu, direction: str, variant: Variant, fused: bool) -> str:
     found = runnable(problem, gpu, direction, variant, fused=fused)
     return ", ".join(map(str, found)) or "none on this GPU"
 

@@ -7,7 +7,6 @@ static_assert that `Kernel.shared_bytes` and `ARGS` equal what they declare.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np

@@ -6,26 +6,27 @@ engine (`cupy_engine`) owns arrays, errors and traces. This module is one, `Port
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from flashsim import plans
 from flashsim.backends import compiler, fitting, launch
-from flashsim.backends.launch import Gpu, Variant
+from flashsim.backends.launch import Gpu, Kernel, Variant
 from flashsim.backends.passes import Pass, tables_of, variant_of, walk_pass
 from flashsim.problem import Problem
 from flashsim.schedule import KeyOrder
 from flashsim.tiling import Tiling
 
-NAME = "portable"
-load = compiler.load
-
 
 @dataclass(frozen=True)
 class Portable:
-    """Passes whose kernels are compiled for `like`, but for what a walk and a report ask."""
+    """The family whose kernels are compiled for `like`, but for what a walk and a report ask."""
 
-    like: Variant
+    like: Variant = fitting.PLAIN
+    NAME: str = "portable"
+    load: Callable[[Kernel, int], Any] = compiler.load
 
     def forward_passes(
         self, problem: Problem, tiling: Tiling | None, gpu: Gpu, key_order: KeyOrder, report: str
@@ -123,5 +124,8 @@ def _tiling(
     return tiling
 
 
-_passes = Portable(fitting.PLAIN)
-forward_passes, backward_passes = _passes.forward_passes, _passes.backward_passes
+_plain = Portable()
+NAME, load = _plain.NAME, _plain.load
+forward_passes, backward_passes = _plain.forward_passes, _plain.backward_passes
+#: float32 products on tensor cores, their operands rounded to tf32.
+TF32 = Portable(replace(fitting.PLAIN, tf32=True), "portable, tf32")

@@ -1,4 +1,4 @@
-"""backend="cupy" on a GPU: against the float64 oracle, the simulator's trace, and itself.
+"""backend="cupy", kernel="portable", on a GPU: against the float64 oracle, the simulator's trace, and itself.
 
 Outputs are filled with NaN before every kernel, so what is not written shows.
 """
@@ -99,28 +99,37 @@ def options(problem):
 
 def budget(exact, plain, problem):
     """Twice plain attention's error in the same type, one rounding, and float32 sums' own."""
+    # With tf32, `plain` has rounded operands; results are float32.
     u = {"float16": 2**-11, "bfloat16": 2**-8, "float32": 2**-24}[problem.dtype]
     size = np.abs(exact).max()
     sums = 2**-24 * (problem.n_kv + problem.n_q + problem.head_dim) * problem.group
     return 2 * np.abs(plain - exact).max() + (u + sums) * max(size, 1)
 
 
-def check(problem, tiling=None, backward_tiling=None, kind="normal", backward=True):
+def check(problem, tiling=None, backward_tiling=None, kind="normal", backward=True, tf32=False):
     p, x = problem, make(problem, kind=kind)
     given = (x["q"], x["k"], x["v"])
     exact, lse = oracle.attention(*given, p)
-    plain, _ = oracle.attention(*given, p, dtype=p.dtype)
-    result = flashsim.run(*given, backend="cupy", tiling=tiling, **options(p))
+    kind = "tf32" if tf32 else p.dtype
+    rounded = {name: oracle.tf32(a) if tf32 else a for name, a in x.items()}
+    coarse = (rounded["q"], rounded["k"], rounded["v"])
+    plain, plain_lse = oracle.attention(*coarse, p, dtype=kind)
+    result = flashsim.run(
+        *given, backend="cupy", kernel="portable", tiling=tiling, allow_tf32=tf32, **options(p)
+    )
     assert result.out.dtype == numpy_dtype(p.dtype)
     assert result.lse.dtype == np.float32
-    assert result.kernel == "portable"
+    assert result.kernel == ("portable, tf32" if tf32 else "portable")
     error = np.abs(result.out.astype(np.float64) - exact).max()
     assert error <= budget(exact, plain, p)
-    np.testing.assert_allclose(result.lse, lse, rtol=2e-6, atol=2e-5)
+    seen = np.isfinite(lse)
+    np.testing.assert_array_equal(np.isfinite(result.lse), seen)
+    off = 2 * np.abs(plain_lse - lse)[seen].max(initial=0) if tf32 else 0
+    np.testing.assert_allclose(result.lse[seen], lse[seen], rtol=2e-6, atol=2e-5 + off)
     if not backward:
         return
     exact = oracle.gradients(*given, x["dout"], p)
-    plain = oracle.gradients(*given, x["dout"], p, dtype=p.dtype)
+    plain = oracle.gradients(*coarse, rounded["dout"], p, dtype=kind)
     for deterministic in (True, False):
         grads = result.backward(x["dout"], deterministic=deterministic, tiling=backward_tiling)
         for name in ("dq", "dk", "dv"):
@@ -159,6 +168,37 @@ def test_features(name, dtype):
     check(Problem(head_dim=64, dtype=dtype, **FEATURES[name]))
 
 
+@pytest.mark.parametrize("head_dim", [37, 64, 80, 128, 192, 256])
+@pytest.mark.parametrize("name", FEATURES)
+def test_tf32(name, head_dim):
+    check(Problem(head_dim=head_dim, dtype="float32", **FEATURES[name]), tf32=True)
+
+
+@pytest.mark.parametrize(
+    "tiling", [(16, 16), (32, 64), (48, 16), (64, 32), (96, 48), (128, 64), (128, 96), (16, 128)]
+)
+def test_tf32_tilings(tiling):
+    p = Problem(150, 201, 64, 40, heads=2, dtype="float32", causal=True)
+    check(p, Tiling(*tiling), Tiling(*(min(side, 64) for side in tiling)), tf32=True)
+
+
+def test_tf32_is_used_when_allowed_and_not_otherwise():
+    p = Problem(300, 400, 64, heads=2, dtype="float32")
+    x = make(p)
+    given = (x["q"], x["k"], x["v"])
+    exact, _ = oracle.attention(*given, p)
+    errors = {}
+    for allowed in (False, True):
+        out = flashsim.run(*given, backend="cupy", kernel="portable", allow_tf32=allowed).out
+        errors[allowed] = np.abs(out - exact).max()
+    assert errors[True] > 50 * errors[False]
+    assert flashsim.run(*given, backend="cupy", kernel="portable").kernel == "portable"
+    half = [a.astype(np.float16) for a in given]
+    assert (
+        "tf32" not in flashsim.run(*half, backend="cupy", kernel="portable", allow_tf32=True).kernel
+    )
+
+
 @pytest.mark.parametrize("kind", ["rising", "falling", "outliers"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_kinds_of_scores(kind, dtype):
@@ -175,18 +215,35 @@ def test_the_tiling_given_is_the_one_that_runs(tiling, dtype):
     check(p, Tiling(*tiling), Tiling(*(min(side, 64) for side in tiling)))
     x = make(p)
     result = flashsim.run(
-        x["q"], x["k"], x["v"], backend="cupy", tiling=Tiling(*tiling), causal=True, trace=True
+        x["q"],
+        x["k"],
+        x["v"],
+        backend="cupy",
+        kernel="portable",
+        tiling=Tiling(*tiling),
+        causal=True,
+        trace=True,
     )
     assert result.trace.tiling == Tiling(*tiling)
 
 
-@pytest.mark.parametrize("key_order", ["ascending", "descending"])
-@pytest.mark.parametrize("algorithm", ["flash2", "flash2-fused"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+#: Padded tiles; rows as wide as a tile's; padded rows; scores that cross warps. (head_dim, value's)
+SIDES = [(40, 24), (64, 64), (37, 61), (96, 128)]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "key_order"),
+    [("flash2", "ascending"), ("flash2-fused", "ascending"), ("flash2", "descending")],
+)
 @pytest.mark.parametrize("name", FEATURES)
-@pytest.mark.parametrize("sides", [(40, 24), (64, 64)])  # padded rows; rows as wide as a tile's
+@pytest.mark.parametrize(
+    ("dtype", "sides"),
+    [*((dtype, s) for dtype in ("bfloat16", "float32") for s in SIDES), ("tf32", SIDES[2])],
+)
 def test_counted_bytes_are_the_simulators(sides, name, dtype, algorithm, key_order):
     head_dim, head_dim_v = sides
+    extra = {"cupy": {"kernel": "portable", "allow_tf32": dtype == "tf32"}, "numpy": {}}
+    dtype = "float32" if dtype == "tf32" else dtype
     p = Problem(head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, **FEATURES[name])
     x = make(p)
     traces = []
@@ -198,6 +255,7 @@ def test_counted_bytes_are_the_simulators(sides, name, dtype, algorithm, key_ord
             tiling=Tiling(32, 64),
             key_order=key_order,
             trace=True,
+            **extra[backend],
             **options(p),
         )
         traces.append([result.trace, result.backward(x["dout"], tiling=Tiling(64, 32)).trace])
@@ -221,7 +279,9 @@ def test_two_hundred_runs_give_the_same_bits(dtype):
         bits = lambda a: a.view("i4")  # noqa: E731
     first = None
     for _ in range(200):
-        result = flashsim.run(x["q"], x["k"], x["v"], backend="cupy", causal=True)
+        result = flashsim.run(
+            x["q"], x["k"], x["v"], backend="cupy", kernel="portable", causal=True
+        )
         grads = result.backward(x["dout"], deterministic=True)
         got = [bits(a) for a in (result.out, grads.dq, grads.dk, grads.dv)]
         first = first or got
@@ -236,6 +296,7 @@ def test_timeline_nests_and_lies_on_the_chip(dtype, algorithm):
     result = flashsim.run(
         *(x["q"], x["k"], x["v"]),
         backend="cupy",
+        kernel="portable",
         algorithm=algorithm,
         causal=True,
         trace="timeline",
@@ -265,7 +326,7 @@ def test_torch_tensors_come_back_as_torch_without_a_copy_and_on_their_stream():
     torch = pytest.importorskip("torch")
     p = Problem(100, 120, 64, batch=2, heads=2, dtype="bfloat16", causal=True)
     x = make(p)
-    host = flashsim.run(x["q"], x["k"], x["v"], backend="cupy", causal=True)
+    host = flashsim.run(x["q"], x["k"], x["v"], backend="cupy", kernel="portable", causal=True)
     on_gpu = {
         name: torch.as_tensor(a.astype(np.float32), device="cuda").to(torch.bfloat16)
         for name, a in x.items()
@@ -276,7 +337,9 @@ def test_torch_tensors_come_back_as_torch_without_a_copy_and_on_their_stream():
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         before = torch.cuda.memory_allocated()
-        result = flashsim.run(strided["q"], strided["k"], strided["v"], backend="cupy", causal=True)
+        result = flashsim.run(
+            strided["q"], strided["k"], strided["v"], backend="cupy", kernel="portable", causal=True
+        )
         made = torch.cuda.memory_allocated() - before
         grads = result.backward(strided["dout"])
     stream.synchronize()
@@ -291,7 +354,9 @@ def test_torch_tensors_come_back_as_torch_without_a_copy_and_on_their_stream():
 def test_cupy_arrays_come_back_as_cupy():
     p = Problem(64, 64, 32, heads=1, dtype="float16")
     x = {name: cupy.asarray(a) for name, a in make(p).items()}
-    result = flashsim.run(x["q"][0, 0], x["k"][0, 0], x["v"][0, 0], backend="cupy")
+    result = flashsim.run(
+        x["q"][0, 0], x["k"][0, 0], x["v"][0, 0], backend="cupy", kernel="portable"
+    )
     assert isinstance(result.out, cupy.ndarray)
     assert result.out.shape == (64, 32)
     assert result.lse.shape == (64,)
@@ -304,20 +369,28 @@ def test_unaligned_rows_are_copied_not_misread():
     wide = {n: cupy.zeros((*a.shape[:-1], 33), a.dtype) for n, a in x.items()}
     for name, array in wide.items():
         array[..., 1:] = cupy.asarray(x[name])
-    result = flashsim.run(*(wide[n][..., 1:] for n in "qkv"), backend="cupy")
-    expected = flashsim.run(x["q"], x["k"], x["v"], backend="cupy")
+    result = flashsim.run(*(wide[n][..., 1:] for n in "qkv"), backend="cupy", kernel="portable")
+    expected = flashsim.run(x["q"], x["k"], x["v"], backend="cupy", kernel="portable")
     np.testing.assert_array_equal(result.out.get(), expected.out)
+
+
+def test_copies_for_alignment_are_named():
+    x = make(Problem(50, 60, 37, 40, dtype="float16"))
+    result = flashsim.run(x["q"], x["k"], x["v"], backend="cupy", kernel="portable")
+    assert result.copied == {"q": 50 * 40 * 2, "k": 60 * 40 * 2}
+    x = make(Problem(50, 60, 40, dtype="float16"))
+    assert flashsim.run(x["q"], x["k"], x["v"], backend="cupy", kernel="portable").copied == {}
 
 
 def test_arrays_in_two_places_are_refused():
     x = make(Problem(8, 8, 16, dtype="float32"))
     with pytest.raises(DTypeError, match="all arrays must live in one place, got q cupy"):
-        flashsim.run(cupy.asarray(x["q"]), x["k"], x["v"], backend="cupy")
+        flashsim.run(cupy.asarray(x["q"]), x["k"], x["v"], backend="cupy", kernel="portable")
 
 
 def test_a_gradient_from_elsewhere_is_refused():
     x = make(Problem(8, 8, 16, dtype="float32"))
-    result = flashsim.run(x["q"], x["k"], x["v"], backend="cupy")
+    result = flashsim.run(x["q"], x["k"], x["v"], backend="cupy", kernel="portable")
     with pytest.raises(DTypeError, match="dout must live where q, k and v do, got cupy"):
         result.backward(cupy.asarray(x["dout"]))
 
@@ -325,21 +398,25 @@ def test_a_gradient_from_elsewhere_is_refused():
 def test_a_tiling_no_kernel_has_names_those_that_run():
     x = make(Problem(8, 8, 16, dtype="float16"))
     with pytest.raises(TilingError, match=r"a 24 x 64 tile .*possible: .*128 x 64"):
-        flashsim.run(x["q"], x["k"], x["v"], backend="cupy", tiling=Tiling(24, 64))
+        flashsim.run(
+            x["q"], x["k"], x["v"], backend="cupy", kernel="portable", tiling=Tiling(24, 64)
+        )
 
 
 def test_what_gpus_cannot_do_is_refused():
     x = make(Problem(64, 64, 16, dtype="float32"))
     given = (x["q"], x["k"], x["v"])
     with pytest.raises(UnsupportedError, match="no mask function"):
-        flashsim.run(*given, backend="cupy", mask=lambda q, k: q >= k)
+        flashsim.run(*given, backend="cupy", kernel="portable", mask=lambda q, k: q >= k)
     with pytest.raises(UnsupportedError, match="not float64"):
-        flashsim.run(*(a.astype(np.float64) for a in given), backend="cupy")
+        flashsim.run(*(a.astype(np.float64) for a in given), backend="cupy", kernel="portable")
     with pytest.raises(UnsupportedError, match="not 'standard'"):
-        flashsim.run(*given, backend="cupy", algorithm="standard")
+        flashsim.run(*given, backend="cupy", kernel="portable", algorithm="standard")
     mask = BlockMask(np.ones((2, 2), bool), 48, 48)
     with pytest.raises(UnsupportedError, match="tiles must divide"):
-        flashsim.run(*given, backend="cupy", block_mask=mask, tiling=Tiling(32, 32))
+        flashsim.run(
+            *given, backend="cupy", kernel="portable", block_mask=mask, tiling=Tiling(32, 32)
+        )
 
 
 def test_out_of_memory_says_so(monkeypatch):
@@ -350,4 +427,4 @@ def test_out_of_memory_says_so(monkeypatch):
 
     monkeypatch.setattr(cupy, "empty", full)
     with pytest.raises(BackendUnavailable, match="out of GPU memory"):
-        flashsim.run(x["q"], x["k"], x["v"], backend="cupy")
+        flashsim.run(x["q"], x["k"], x["v"], backend="cupy", kernel="portable")
