@@ -1,4 +1,4 @@
-"""backend="cupy", kernel="portable", on a GPU: against the float64 oracle, the simulator's trace, and itself.
+"""The portable kernels on a GPU: against the float64 oracle, the simulator's trace, and themselves.
 
 Outputs are filled with NaN before every kernel, so what is not written shows.
 """
