@@ -268,3 +268,20 @@ def test_without_cupy_the_backend_says_what_to_install(monkeypatch):
     x = np.zeros((8, 16), np.float32)
     with pytest.raises(BackendUnavailable, match=r"pip install 'flashsim\[cuda13\]'"):
         flashsim.run(x, x, x, backend="cupy")
+
+
+def test_kernels_with_delays_compile_and_every_barrier_has_a_number():
+    """What tests/test_cupy_barriers.py runs on a GPU."""
+    nvrtc, _ = toolchain()
+    from barriers import barriers, jittered
+
+    files = {
+        one.kernel.file: one.kernel
+        for name in ("fp16 256", "fp32 64")
+        for one in passes(PROBLEMS[name], H200)
+    }
+    del files["backward_rows.cu"]  # no barriers
+    for file, kernel in files.items():
+        assert barriers(file)
+        program = nvrtc.createProgram(jittered(file, "B1"), file, [], [])
+        nvrtc.compileProgram(program, (*kernel.options, "-arch=sm_90"))
