@@ -77,8 +77,9 @@ class Gpu:
 class Variant:
     """What a kernel is compiled for besides the tile: the tables, what it reports, its arithmetic.
 
-    `tf32` puts float32 products on tensor cores, their operands rounded to tf32; `cross` lets the
-    warps of a block trade scores in the backward pass (backward_dkdv.cu).
+    `tf32` puts float32 products on tensor cores, their operands rounded to tf32. `python` says that
+    the kernel is one of `flashsim.backends.numba_gpu`: its warps trade no scores in the backward
+    pass, and its row sums are in registers whatever it costs.
     """
 
     spans: bool
@@ -86,7 +87,7 @@ class Variant:
     counts: bool = False
     timeline: bool = False
     tf32: bool = False
-    cross: bool = True
+    python: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,12 +121,12 @@ class Kernel:
         return ("-std=c++17", *arch, *(f"-D{name}={value}" for name, value in self.constants))
 
 
-def padded(head_dim: int, widest: int) -> int:
+def padded(head_dim: int, other: int = 0) -> int:
     """The head_dim a kernel computes with: tensor cores take 16 at a time, split rows 32.
 
-    `widest` is the wider of head_dim and head_dim_v.
+    `other` is head_dim_v, which is split in the same way.
     """
-    step = 16 if widest <= 128 else 32
+    step = 16 if max(head_dim, other) <= 128 else 32
     return -(-head_dim // step) * step
 
 
@@ -152,7 +153,8 @@ def forward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel
     held = blocks * (dv + bk) // 2
     _require(tiling, held <= _ACCUMULATORS)
     q_regs = held + blocks * d * size // 8 <= _ACCUMULATORS
-    sums_shared = held == _ACCUMULATORS  # no register is left for the row sums
+    # Row sums leave the registers where these are full.
+    sums_shared = held == _ACCUMULATORS and not variant.python
     tiles = size * max(bq * d + 2 * bk * (d + dv), bq * dv)
     shared = -(-tiles // 128) * 128 + 8 * bq * 2 * sums_shared
     return _kernel(
@@ -175,11 +177,11 @@ def dkdv_kernel(
             *("backward_dkdv_f32.cu", "flash_dkdv", 8, shared + 8 * bq, problem, tiling, variant),
             fused=int(fused),
         )
-    if variant.cross:
+    if variant.python:
+        splits, queries = max(d, dv) > 128, bq
+    else:
         splits = max(d, dv) > 64 and bq % 32 == d % 32 == dv % 32 == 0
         queries = bq // 2 if splits else bq  # of a visit, whose scores a warp makes
-    else:
-        splits, queries = max(d, dv) > 128, bq
     parts = 2 if splits else 1
     # 16-key blocks a warp: two, where the accumulators of dK and dV leave room for the scores.
     blocks = 2 if bk * parts % 128 == 0 and d + dv <= 128 * parts else 1
@@ -193,7 +195,9 @@ def dkdv_kernel(
     _require(tiling, bool(chunk))
     warps_q = max(w for w in range(1, warps + 1) if warps % w == 0 and w <= max(1, bq // 32))
     warps_q = warps_q if bq % (16 * warps_q) == 0 else 1
-    crossing = 2 * bk * bq if fused or (variant.cross and splits) else 0  # dS twice, or P and dS
+    crossing = (
+        2 * bk * bq if fused or (splits and not variant.python) else 0
+    )  # dS twice, or P and dS
     for stages in (2, 1):
         shared = problem.itemsize * (bk * (d + dv) + stages * bq * (d + dv) + crossing)
         shared += 8 * stages * bq
@@ -252,7 +256,7 @@ def _sides(problem: Problem, tiling: Tiling) -> tuple[int, int, int, int]:
 
 def _padded(problem: Problem) -> tuple[int, int]:
     d, dv = problem.head_dim, problem.head_dim_v
-    return padded(d, max(d, dv)), padded(dv, max(d, dv))
+    return padded(d, dv), padded(dv, d)
 
 
 def _plain(problem: Problem, variant: Variant) -> bool:

@@ -106,7 +106,7 @@ def _backward_passes(
 
 
 def _variant(like: Variant, asked: Variant) -> Variant:
-    return replace(asked, tf32=like.tf32, cross=like.cross)
+    return replace(asked, tf32=like.tf32, python=like.python)
 
 
 def _tiling(

@@ -1,7 +1,7 @@
 """The tensor-core kernels in Python: a kernel family as `flashsim.backends.portable` describes it.
 
-Passes, tiles, threads and shared memory are those of the CUDA C++ kernels, but that warps trade no
-scores in the backward pass; what differs is the language, and so the compiler.
+Passes, tiles, threads and shared memory are those of the CUDA C++ kernels, but for what
+`launch.Variant` says; what differs is the language, and so the compiler.
 """
 
 from dataclasses import replace
@@ -14,5 +14,5 @@ __all__ = ["NAME", "backward_passes", "forward_passes", "load"]
 
 NAME = "tensor"
 load = compiler.load
-_passes = Portable(replace(fitting.PLAIN, cross=False))
+_passes = Portable(replace(fitting.PLAIN, python=True))
 forward_passes, backward_passes = _passes.forward_passes, _passes.backward_passes
