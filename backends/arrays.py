@@ -220,7 +220,7 @@ def _made(space: Any, *where: Any) -> Space:
 def _space(name: str, array: Any, dtype: str) -> Any:
     if isinstance(array, np.ndarray):
         return _made(NumpySpace, cupy.cuda.runtime.getDevice(), dtype)
-    if _is_torch(type(array)):
+    if type(array).__module__.partition(".")[0] == "torch":
         if not array.is_cuda:
             raise DTypeError(
                 f"{name} is a torch tensor on {array.device}; move it with {name}.cuda(), or give "
@@ -233,11 +233,6 @@ def _space(name: str, array: Any, dtype: str) -> Any:
         f"{name} must be a NumPy array, or a CuPy array, torch CUDA tensor or other array with "
         f"__cuda_array_interface__, got {type(array).__module__}.{type(array).__name__}"
     )
-
-
-@cache
-def _is_torch(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] == "torch"
 
 
 def _place(array: Any) -> str:

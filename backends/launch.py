@@ -19,7 +19,8 @@ _TENSOR = [("data", "<u8"), ("batch", "<i8"), ("head", "<i8"), ("row", "<i8")]
 TENSORS = ("q", "k", "v", "o", "dout", "dq", "dk", "dv")
 TABLES = ("rows", "cols", "spans", "ptr", "index", "kind", "order")
 REPORTS = ("visit_counts", "tile_counts", "visit_stamps", "tile_stamps")
-POINTERS = ("lse", "delta", "dq_acc", *TABLES, *REPORTS)
+SCRATCH = ("lse", "delta", "dq_acc")
+POINTERS = (*SCRATCH, *TABLES, *REPORTS)
 INTEGERS = (
     *("n_q", "n_kv", "heads", "group", "walks", "tiles", "clump", "n_visits", "left", "right"),
 )

@@ -27,11 +27,11 @@ from flashsim.tiling import Tiling
 
 Load = Callable[[Kernel, int], Any]
 
-#: What a call changes of ``struct Args``: every tensor's address and strides, the scratch arrays'.
-SCRATCH = ("lse", "delta", "dq_acc")
-_HEAD = struct.Struct("<" + "Qqqq" * len(launch.TENSORS) + "Q" * len(SCRATCH))
+#: What a call changes of ``struct Args``, which begins with it: every tensor's address and strides,
+#: and the addresses of scratch arrays.
+_HEAD = struct.Struct("<" + "Qqqq" * len(launch.TENSORS) + "Q" * len(launch.SCRATCH))
 _REPORTS = struct.Struct("<" + "Q" * len(launch.REPORTS))
-_REPORTS_AT = launch.ARGS.fields[launch.REPORTS[0]][1]
+_REPORTS_AT = _HEAD.size + 8 * len(launch.TABLES)
 ABSENT = (0, 0, 0, 0)
 
 
@@ -66,7 +66,7 @@ class Call:
     places : sequence of (int, int, int, int)
         Address and strides of each of `launch.TENSORS`, `ABSENT` for those that the call lacks.
     scratch : dict of str to int
-        Addresses of contiguous float32 arrays, by the names of `SCRATCH`.
+        Addresses of contiguous float32 arrays, by the names of `launch.SCRATCH`.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Call:
         self.space, self.places, self.scratch = space, places, scratch
         self.stream = space.stream()
         self.head = [x for place in places for x in place]
-        self.head += [scratch.get(name, 0) for name in SCRATCH]
+        self.head += [scratch.get(name, 0) for name in launch.SCRATCH]
 
 
 class Launch:

@@ -178,7 +178,7 @@ def _problem(
         scale=scale,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
-        bias=None if bias_shape is None else bias_shape[:2],
+        bias=None if bias_shape is None else (bias_shape[0], bias_shape[1]),
         block_mask=block_mask,
         mask=mask,
     )
