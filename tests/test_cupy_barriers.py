@@ -4,40 +4,30 @@ without any one barrier they do not.
 
 import numpy as np
 import pytest
+from barriers import Jittered, backward_job, barriers
+from cupy_checks import MARKS
 
 import flashsim
 from flashsim import Problem, Tiling
 from flashsim.problem import numpy_dtype
 
-cupy = pytest.importorskip("cupy")
-
-from barriers import Jittered, backward_job, barriers  # noqa: E402
-
-
-def gpus():
-    try:
-        return cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError:
-        return 0
-
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not gpus(), reason="no NVIDIA GPU")]
+pytestmark = MARKS
 
 HALF, SINGLE = "float16", "float32"
 #: Kernel, algorithm, dtype, head_dim, tiling, and the barriers that this form of it has and needs.
 CASES = [
     ("forward.cu", "", HALF, 64, (64, 64), "B0 B1 B3"),  # Q in registers
     ("forward.cu", "", HALF, 128, (128, 64), "B1 B2 B3"),  # Q in shared memory, O staged over it
-    ("backward_dkdv.cu", "flash2", HALF, 64, (64, 128), "B1 B3 B4"),
-    ("backward_dkdv.cu", "flash2-fused", HALF, 64, (64, 128), "B1"),  # dS crosses warps at B1
-    ("backward_dkdv.cu", "flash2", HALF, 128, (64, 128), "B1 B2 B3 B4"),  # so do scores, at B2
-    ("backward_dkdv.cu", "flash2-fused", HALF, 128, (64, 128), "B1 B2"),
+    ("backward_dkdv.cu", "flash2", HALF, 64, (64, 128), "B1 B4"),
+    ("backward_dkdv.cu", "flash2-fused", HALF, 64, (64, 128), "B1 B3"),  # dS crosses warps at B1
+    ("backward_dkdv.cu", "flash2", HALF, 128, (64, 128), "B1 B2 B4"),  # so do scores, at B2
+    ("backward_dkdv.cu", "flash2-fused", HALF, 128, (64, 128), "B1 B2 B3"),
     ("backward_dkdv.cu", "flash2", HALF, 256, (96, 64), "B0"),  # one stage
     ("backward_dq.cu", "flash2", HALF, 64, (64, 64), "B1 B2 B3"),
-    ("backward_dq.cu", "flash2", HALF, 256, (64, 128), "B0"),  # one stage
+    ("backward_dq.cu", "flash2", HALF, 256, (128, 64), "B0"),  # one stage
     ("forward_f32.cu", "", SINGLE, 64, (64, 64), "B0 B1 B2 B3"),
     ("backward_dkdv_f32.cu", "flash2", SINGLE, 64, (64, 64), "B0 B1 B2"),
-    ("backward_dq_f32.cu", "flash2", SINGLE, 64, (64, 64), "B0 B1 B2"),
+    ("backward_dq_f32.cu", "flash2", SINGLE, 64, (64, 64), "B0 B1"),
 ]
 RUNS = 6
 
@@ -46,7 +36,8 @@ def results(file, algorithm, dtype, head_dim, tiling, without=None):
     """Bits of RUNS runs; of the kernels as they are if `without` is None, jittered otherwise."""
     from flashsim.backends import cupy_engine
 
-    p = Problem(500, 700, head_dim, heads=4, dtype=dtype, causal=True)
+    # The first row tiles see no key: their blocks end while copies of Q are still under way.
+    p = Problem(700, 500, head_dim, heads=4, dtype=dtype, causal=True)
     rng = np.random.default_rng(0)
     given = [
         rng.standard_normal((1, 4, n, head_dim)).astype(numpy_dtype(dtype))
