@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import platform
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -85,6 +86,15 @@ class Result:
     def problem(self) -> Problem:
         """The problem that was solved."""
         return self._job.problem
+
+    @property
+    def copied(self) -> Mapping[str, int]:
+        """Bytes, by tensor, of the copies on the GPU of inputs that its kernels cannot read.
+
+        They read rows of whole 16-byte pieces on 16-byte boundaries: a head_dim that is no
+        multiple of 8 is padded. A trace counts elements that exist, and no copy.
+        """
+        return self._saved.get("copied", {})
 
     def backward(
         self,
@@ -212,11 +222,12 @@ def run(
         given, what is possible.
     """
     engine = _engine(backend)
-    inputs.reject_unknown(
-        (name for name in options if name not in engine.OPTIONS),
-        [*_RUN_ARGUMENTS, *engine.OPTIONS],
-        "run",
-    )
+    if options:
+        inputs.reject_unknown(
+            (name for name in options if name not in engine.OPTIONS),
+            [*_RUN_ARGUMENTS, *engine.OPTIONS],
+            "run",
+        )
     plans.check_algorithm(algorithm)
     _check_tiling(tiling)
     given = inputs.prepare(
@@ -349,7 +360,8 @@ def count(
 def _engine(name: str) -> Engine:
     if name not in ENGINES:
         raise OptionError(f"unknown backend {name!r}; {choices(name, ENGINES)}")
-    return importlib.import_module(ENGINES[name])
+    module = ENGINES[name]
+    return sys.modules.get(module) or importlib.import_module(module)
 
 
 def _trace(job: Job, outcome: Outcome, direction: str, backend: str) -> Trace | None:
@@ -411,11 +423,11 @@ def _require_numpy(name: str, x: Any, backend: str) -> None:
 
 
 def _as_4d(x: Any) -> Any:
-    return x.reshape((1,) * (4 - len(x.shape)) + tuple(x.shape))
+    return x if x.ndim == 4 else x.reshape((1,) * (4 - len(x.shape)) + tuple(x.shape))
 
 
 def _squeeze(x: Any, ndim: int) -> Any:
-    return x if len(x.shape) == ndim else x.reshape(tuple(x.shape)[len(x.shape) - ndim :])
+    return x if x.ndim == ndim else x.reshape(tuple(x.shape)[len(x.shape) - ndim :])
 
 
 __all__ = ["Gradients", "Result", "count", "run"]
