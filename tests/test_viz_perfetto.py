@@ -64,15 +64,54 @@ def test_heads(tmp_path):
         trace.to_perfetto(tmp_path / "x.json", heads=0)
 
 
+def counters(events, name):
+    return [(e["pid"], e["ts"], e["args"]["bytes"]) for e in events if e["name"] == name]
+
+
 def test_real_timelines_nest_although_blocks_share_a_multiprocessor(tmp_path):
     trace = cases.with_timeline(sm_count=2, shared=2)
     events = load(trace, tmp_path)
     threads = assert_nested(events)
-    assert len(threads) == 4  # two SMs, two lanes each
+    assert len(threads) == 4  # two SMs, two blocks each
     assert sum(len(slices) for slices in threads.values()) == len(trace.timeline)
-    visits = [e for e in events if e["name"] == "visit"]
+    visits = [e for e in events if e["name"].startswith("visit (")]
+    assert len(visits) == trace.n_visits
     assert min(e["ts"] for e in visits) == 0
     assert visits[0]["dur"] == pytest.approx(0.64)
+    names = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert names == {"block 0", "block 1"}
+
+
+def test_a_block_keeps_its_place(tmp_path):
+    trace = cases.with_timeline(sm_count=2, shared=2)
+    places = defaultdict(set)
+    for e in load(trace, tmp_path):
+        if e["ph"] == "X":
+            places[e["args"]["i"]].add(e["tid"])
+    assert [len(found) for found in places.values()] == [1] * trace.schedule.t_r
+
+
+def test_roles_and_overlapping_visits_nest(tmp_path):
+    trace = cases.with_roles()
+    events = load(trace, tmp_path)
+    threads = assert_nested(events)
+    assert len(threads) == 5 * trace.schedule.t_r  # a block an SM: producer, twice a consumer's two
+    assert sum(len(slices) for slices in threads.values()) == len(trace.timeline)
+
+
+@pytest.mark.parametrize("timed", [cases.with_roles, cases.with_timeline])
+def test_real_counters(timed, tmp_path):
+    trace = timed()
+    events = load(trace, tmp_path)
+    moved = [nbytes for _, _, nbytes in counters(events, "HBM bytes")]
+    assert moved == sorted(moved)
+    stored = timed is cases.with_roles  # the other times no stores, so Q and O are not counted
+    by_rows = sum(trace.bytes(None, tensor) for tensor in "QOL")
+    assert moved[-1] == trace.bytes() - (0 if stored else by_rows)
+    held = counters(events, "SRAM bytes")
+    together = 1 if stored else 2  # blocks on an SM
+    assert max(nbytes for _, _, nbytes in held) == together * trace.peak_sram()
+    assert {nbytes for sm, _, nbytes in held[-1:]} == {0}
 
 
 def test_the_nesting_check_can_fail():
