@@ -37,7 +37,16 @@ class StatisticsPanel:
             )
             panel.tick_params(labelsize=9.5)
             (line,) = panel.plot(
-                [], [], color=color(name, theme.name), drawstyle="steps-post", marker="o", ms=4
+                [],
+                [],
+                color=theme.text,
+                lw=1.8,
+                drawstyle="steps-post",
+                marker="o",
+                ms=6,
+                mfc=color(name, theme.name),
+                mec=theme.text,
+                mew=1,
             )
             self.lines.append(line)
             self.artists.append(line)

@@ -271,8 +271,9 @@ class Scene:
             text.set_x(left + size / 2)
             text.set_visible(size > (6 + 9 * len(text.get_text())) / self.sram_pixels * self.full)
             left += size
-        device = self.walk.trace.device
-        self.sram_text.set_text(f"SRAM: {left:,} of {device.sram_bytes:,} B")
+        limit = self.walk.trace.device.sram_bytes
+        whole = f" of {limit:,} B" if self.full == limit else f" B, {left / limit:.0%} of a block's"
+        self.sram_text.set_text(f"SRAM: {left:,}{whole}")
 
 
 def sram_scale(walk: Walk) -> int:

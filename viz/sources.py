@@ -114,7 +114,7 @@ def about(source: Trace | Traffic) -> list[str]:
     return [
         f"{p.batch * p.heads} heads" if p.batch * p.heads > 1 else "1 head",
         f"{p.n_q:,} × {p.n_kv:,}",
-        f"d = {p.head_dim}",
+        f"d\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}{p.head_dim}",
         p.dtype,
         *(["causal"] if p.causal else []),
         f"tiles of {source.tiling.block_q} × {source.tiling.block_k}",
