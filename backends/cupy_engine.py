@@ -204,11 +204,12 @@ class Launcher:
         }
         made = {name: self.space.zeros(shape, "uint32") for name, shape in shapes.items()}
         if self.job.trace == "timeline":
+            roles = one.kernel.roles
             made["visit_stamps"] = self.space.zeros(
-                (heads, tables.n_visits, launch.VISIT_STAMPS), "uint64"
+                (heads, tables.n_visits, roles, launch.VISIT_STAMPS), "uint64"
             )
             made["tile_stamps"] = self.space.zeros(
-                (one.walks, tables.tiles, launch.TILE_STAMPS), "uint64"
+                (one.walks, tables.tiles, roles, launch.TILE_STAMPS), "uint64"
             )
         return made
 

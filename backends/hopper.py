@@ -40,11 +40,6 @@ def refusal(
     limit = MAX_HEAD_DIM[direction]
     if max(problem.head_dim, problem.head_dim_v) > limit:
         return f"{direction}, they take a head_dim up to {limit}"
-    if report and problem.cu_seqlens_q is not None:
-        return (
-            "the copy engine's boxes run over the ends of packed sequences, so their counts are "
-            "not a tile's"
-        )
     possible = tilings(problem, gpu, direction)
     if tiling is None:
         return None if _divide(problem, possible) else "their tiles do not divide the block mask's"

@@ -108,6 +108,11 @@ class Kernel:
     boxes: tuple[Box, ...] = ()
 
     @property
+    def roles(self) -> int:
+        """What stamps the time: 1, a whole block; more, a producer and consumer warpgroups."""
+        return self.threads // 128 if self.boxes else 1
+
+    @property
     def options(self) -> tuple[str, ...]:
         """Options for NVRTC."""
         arch = ("-arch=sm_90a",) if self.boxes else ()  # Hopper's own instructions

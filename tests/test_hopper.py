@@ -13,7 +13,7 @@ import pytest
 import flashsim
 from flashsim import Device, Problem, Tiling, oracle
 from flashsim.errors import UnsupportedError
-from flashsim.events import PHASES
+from flashsim.events import PHASES, ROLES
 from flashsim.problem import BlockMask, numpy_dtype
 
 cupy = pytest.importorskip("cupy")
@@ -162,7 +162,7 @@ def test_kinds_of_scores(head_dim, kind):
 
 
 @pytest.mark.parametrize("order", ["ascending", "descending"])
-@pytest.mark.parametrize("name", [n for n in FEATURES if n != "varlen"])
+@pytest.mark.parametrize("name", FEATURES)
 def test_counts_are_the_closed_forms(name, order):
     p = Problem(head_dim=96, dtype="bfloat16", **FEATURES[name])
     x = make(p)
@@ -185,14 +185,75 @@ def test_timeline_has_every_visit_in_order():
     p = Problem(700, 700, 128, heads=4, dtype="bfloat16", causal=True)
     x = make(p)
     result = run(p, x, trace="timeline")
-    spans = result.trace.timeline
+    traces = [result.trace]
+    for deterministic in (True, False):
+        traces.append(result.backward(x["dout"], deterministic=deterministic).trace)
+    for trace in traces:
+        stages = [n for n, s in enumerate(trace.stages) if s.name not in ("delta", "convert")]
+        assert set(trace.timeline["stage"]) == set(stages)
+        for stage in stages:
+            spans = trace.timeline[trace.timeline["stage"] == stage]
+            assert {ROLES[r] for r in spans["role"]} == {"producer", "consumer 0", "consumer 1"}
+            for role in set(spans["role"]):
+                check_spans(trace, stage, spans[spans["role"] == role], ROLES[role])
+
+
+def check_spans(trace, stage, spans, role):
+    """One role's spans of a stage: every visit once, each phase inside its visit."""
     visits = spans[spans["phase"] == PHASES.index("visit")]
-    assert len(visits) == 4 * result.trace.schedule.sums.visits
+    ordered = trace.stages[stage].schedule.sums.visits
+    assert len(visits) == trace.problem.batch * trace.problem.heads * ordered
     assert (visits["end_ns"] > visits["start_ns"]).all()
-    for phase in ("load", "scores", "softmax", "output"):
+    phases = ("load",) if role == "producer" else ("load", "scores", "softmax", "output")
+    for phase in phases:
         part = spans[spans["phase"] == PHASES.index(phase)]
+        assert len(part) == len(visits)
         assert (part["start_ns"] >= visits["start_ns"]).all()
         assert (part["end_ns"] <= visits["end_ns"]).all()
+    stores = spans["phase"] == PHASES.index("store")
+    assert stores.any() == (role != "producer")
+
+
+def test_a_producer_runs_ahead_of_its_consumers():
+    p = Problem(2048, 2048, 128, heads=16, dtype="bfloat16")
+    spans = run(p, make(p), trace="timeline").trace.timeline
+    visits = spans[spans["phase"] == PHASES.index("visit")]
+    order = np.lexsort((visits["visit"], visits["head"], visits["role"]))
+    producer, *consumers = np.split(visits[order], 3)
+    for consumer in consumers:
+        assert (producer["visit"] == consumer["visit"]).all()
+        assert (producer["start_ns"] <= consumer["start_ns"]).mean() > 0.99
+        assert (producer["end_ns"] < consumer["end_ns"]).all()
+
+
+def test_a_packed_sequence_never_meets_its_neighbours():
+    """Copies end where a sequence does: NaN beyond would reach an output as 0 x NaN."""
+    ends = (0, 100, 163, 400)
+    p = Problem(400, 400, 64, dtype="bfloat16", causal=True, cu_seqlens_q=ends, cu_seqlens_k=ends)
+    x = make(p)
+    clean = run(p, x)
+    kept = {fused: clean.backward(x["dout"], deterministic=not fused) for fused in (False, True)}
+    for array in x.values():
+        array[..., 100:163, :] = np.nan
+    result = run(p, x)
+    rest = np.r_[0:100, 163:400]
+    assert (result.out[..., rest, :] == clean.out[..., rest, :]).all()
+    for fused, expected in kept.items():
+        grads = result.backward(x["dout"], deterministic=not fused)
+        for name in ("dq", "dk", "dv"):
+            got, want = (getattr(g, name)[..., rest, :] for g in (grads, expected))
+            if fused and name == "dq":  # reduced in any order
+                assert np.isfinite(got.astype(np.float32)).all()
+            else:
+                assert (got == want).all(), (name, fused)
+
+
+def test_traces_of_packed_sequences_are_hoppers():
+    p = Problem(head_dim=64, dtype="bfloat16", **FEATURES["varlen"])
+    x = make(p)
+    result = run(p, x, kernel="auto", trace=True)
+    grads = result.backward(x["dout"])
+    assert result.kernel == grads.kernel == "hopper"
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -52,16 +52,15 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
         const Item& it = s.items.write(slot, a, w, a.walks * a.tiles, false);
         if (it.walk < 0) return;
         const int kv_head = it.walk % kv_heads, batch = it.walk / kv_heads;
+        stamp_item(a, it.walk, it.outer, false);
         wait(&s.kv_empty, kv_parity ^ 1);  // the last item is done with K and V
         kv_parity ^= 1;
         arrive_expect(&s.kv_full, sizeof(s.k) + sizeof(s.v));
-#pragma unroll 1
-        for (int c = 0; c < CHUNKS; ++c) {
-            copy_box(s.k[c], map_k, &s.kv_full, 64 * c, it.own.start, kv_head, batch);
-            copy_box(s.v[c], map_v, &s.kv_full, 64 * c, it.own.start, kv_head, batch);
-        }
+        const Place own = place(it.own.start, it.own.stop, a.n_kv, batch);
+        copy_tile(s.k, map_k, &s.kv_full, own, kv_head);
+        copy_tile(s.v, map_v, &s.kv_full, own, kv_head);
         u32* counts = a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8;
-        const int keys = min(BLOCK_K, a.n_kv - it.own.start);
+        const int keys = it.own.stop - it.own.start;
         report_one(counts, keys * FS_HEAD_DIM * 2);
         report_one(counts + 1, keys * FS_HEAD_DIM_V * 2);
         Step step;
@@ -69,24 +68,23 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
         for (int left = a.group * it.visits.count; left; --left) {
             const int query = it.base + it.visits(a, step.v).tile * BLOCK_Q;
             const int head = kv_head * a.group + step.member;
-            wait(&s.empty[ring.stage], ring.parity ^ 1);  // its last readers are done
-            arrive_expect(&s.full[ring.stage], sizeof(s.q[0]) + sizeof(s.dout[0]));
-#pragma unroll 1
-            for (int c = 0; c < CHUNKS; ++c) {
-                copy_box(s.q[ring.stage][c], map_q, &s.full[ring.stage], 64 * c, query, head,
-                         batch);
-                copy_box(s.dout[ring.stage][c], map_dout, &s.full[ring.stage], 64 * c, query, head,
-                         batch);
-            }
-            ring.next(STAGES);
-#if FS_TRACE
             const i64 visit = i64(batch * a.heads + head) * a.n_visits + it.visits.first + step.v;
-            const int rows = min(BLOCK_Q, a.n_q - query);
+            u64* stamps = visit_stamps(a, visit);
+            stamp(stamps, 0);
+            wait(&s.empty[ring.stage], ring.parity ^ 1);  // its last readers are done
+            stamp(stamps, 1);
+            arrive_expect(&s.full[ring.stage], sizeof(s.q[0]) + sizeof(s.dout[0]));
+            const Place from = place(query, it.end, a.n_q, batch);
+            copy_tile(s.q[ring.stage], map_q, &s.full[ring.stage], from, head);
+            copy_tile(s.dout[ring.stage], map_dout, &s.full[ring.stage], from, head);
+            stamp(stamps, 4);
+            ring.next(STAGES);
+            const int rows = min(BLOCK_Q, it.end - query);
             report_one(a.visit_counts + visit * 8, rows * FS_HEAD_DIM * 2);
             report_one(a.visit_counts + visit * 8 + 1, rows * FS_HEAD_DIM_V * 2);
-#endif
             step.next(it.visits.count);
         }
+        stamp_item(a, it.walk, it.outer, true);
     }
 }
 
@@ -210,8 +208,7 @@ __device__ void consume(OnChip& s, const Args& a, const TensorMap* map_dq, int g
         if (it.walk < 0) break;
         const int key = it.own.start + 64 * g + fragment_row();
         const int steps = a.group * it.visits.count;
-        u64* item_stamps = a.tile_stamps + (i64(it.walk) * a.tiles + it.outer) * 5;
-        stamp_item(item_stamps, false);
+        stamp_item(a, it.walk, it.outer, false);
         float dK[D / 2], dV[D / 2];
 #pragma unroll
         for (int e = 0; e < D / 2; ++e) dK[e] = dV[e] = 0.0f;
@@ -224,7 +221,7 @@ __device__ void consume(OnChip& s, const Args& a, const TensorMap* map_dq, int g
             const int stage = ring.stage;
             const int walk = it.walk * a.group + next.member;  // of the query head
             const i64 number = i64(walk) * a.n_visits + it.visits.first + next.v;
-            u64* stamps = a.visit_stamps + number * 5;
+            u64* stamps = visit_stamps(a, number);
             next.next(it.visits.count);
             float S[BLOCK_Q / 2], dP[BLOCK_Q / 2];
             u32 P[BLOCK_Q / 16][4], dS[BLOCK_Q / 16][4];
@@ -304,12 +301,13 @@ __device__ void consume(OnChip& s, const Args& a, const TensorMap* map_dq, int g
             if (leads) {
                 const int dq_column = Q_CHUNKS == 1 ? 64 * g : 0;
                 const int row = it.base + visit.tile * BLOCK_Q + (Q_CHUNKS == 1 ? 0 : 64 * g);
+                const Place to = place(row, it.end, a.n_q, walk / a.heads);
 #pragma unroll
                 for (int c = 0; c < DQ_COLUMNS / 32; ++c)
-                    reduce_box(map_dq, s.dq[g][c], dq_column + 32 * c, row, walk % a.heads,
-                               walk / a.heads);
+                    reduce_box(map_dq, s.dq[g][c], dq_column + 32 * c, to.row, walk % a.heads,
+                               to.batch);
                 reduce_commit();
-                const int rows = max(0, min(64, a.n_q - row));
+                const int rows = max(0, min(64, it.end - row));
                 const int columns = max(0, min(DQ_COLUMNS, FS_HEAD_DIM - dq_column));
                 report_one(a.visit_counts + number * 8 + 4, rows * columns * 4);
             }
@@ -335,7 +333,7 @@ __device__ void consume(OnChip& s, const Args& a, const TensorMap* map_dq, int g
         }
         u32* counts = a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8;
         report(counts + 2, dk_bytes), report(counts + 3, dv_bytes);
-        stamp_item(item_stamps, true);
+        stamp_item(a, it.walk, it.outer, true);
     }
     if (leads) reduce_wait_read();  // shared memory must outlive the copies that read it
 }

@@ -72,6 +72,26 @@ struct Items {
     }
 };
 
+// Where rows `row` to `stop` of a tensor of n rows lie in its tensor map. The copy engine clips a box
+// only where the map ends. A map of packed sequences therefore is one view of the tensor for each
+// place where a tile may end, numbered by its last axis: in view `stop` the row before `stop` is the
+// last (tensor_maps.py). So nothing of the next sequence is moved.
+struct Place {
+    int row, batch;
+};
+__device__ inline Place place(int row, int stop, int n, int batch) {
+    return FS_VARLEN ? Place{n - stop + row, stop} : Place{row, batch};
+}
+
+// Orders a tile, 64 columns a box, and credits `bar` with its bytes.
+template <int CHUNKS, int ELEMENTS>
+__device__ inline void copy_tile(u16 (&to)[CHUNKS][ELEMENTS], const TensorMap* map, u64* bar,
+                                 Place from, int head) {
+#pragma unroll 1
+    for (int c = 0; c < CHUNKS; ++c)
+        copy_box(to[c], map, bar, 64 * c, from.row, head, from.batch);
+}
+
 // A raw score, scaled and capped; for where the exponent cannot take the scale (FS_SCALED).
 __device__ inline float scaled(const Args& a, float score) {
     return FS_SOFTCAP ? a.softcap * fast_tanh(score * (a.scale / a.softcap)) : score * a.scale;
@@ -135,17 +155,22 @@ __device__ inline void report_one(u32* slot, u32 bytes) {
 #endif
 }
 
-// -- when: the first thread of the first consumer warpgroup stamps -------------------------------
-[[maybe_unused]] constexpr int STAMPER = 128;
-
-__device__ inline void stamp(u64* visit_stamps, int slot) {
+// -- when: the producer and the first thread of each consumer warpgroup stamp, each on its own -----
+// A warpgroup is a role, the producer's is 0. This role's record of visit `number`, counted over all heads; the slots are timeline.py's.
+__device__ inline u64* visit_stamps(const Args& a, i64 number) {
+    return a.visit_stamps + (number * (blockDim.x / 128) + threadIdx.x / 128) * 5;
+}
+__device__ inline void stamp(u64* stamps, int slot) {
 #if FS_TIMELINE
-    if (threadIdx.x == STAMPER) visit_stamps[slot] = cycles();
+    if (threadIdx.x % 128 == 0) stamps[slot] = cycles();
 #endif
 }
-__device__ inline void stamp_item(u64* record, bool end) {  // as stamp_block in common.cuh
+// As stamp_block in common.cuh, for this role's share of an item.
+__device__ inline void stamp_item(const Args& a, int walk, int outer, bool end) {
 #if FS_TIMELINE
-    if (threadIdx.x == STAMPER) {
+    if (threadIdx.x % 128 == 0) {
+        const i64 item = i64(walk) * a.tiles + outer;
+        u64* record = a.tile_stamps + (item * (blockDim.x / 128) + threadIdx.x / 128) * 5;
         u32 sm;
         asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
         record[0] = sm;
