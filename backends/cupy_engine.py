@@ -77,6 +77,7 @@ def forward_with(family_of: FamilyOf, job: Job) -> Outcome:
             family.NAME,
             saved,
             launcher.timeline(passes),
+            gpu.name,
         )
 
 
@@ -113,6 +114,7 @@ def backward_with(family_of: FamilyOf, job: Job, saved: Mapping[str, Any], dout:
             stages,
             family.NAME,
             timeline=launcher.timeline(passes),
+            gpu=gpu.name,
         )
 
 

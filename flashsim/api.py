@@ -355,6 +355,7 @@ def _trace(job: Job, outcome: Outcome, direction: str, backend: str) -> Trace | 
         "numpy": np.__version__,
         "python": platform.python_version(),
         "kernel": outcome.kernel,
+        **({"gpu": outcome.gpu} if outcome.gpu else {}),
     }
     return Trace(
         job.problem,

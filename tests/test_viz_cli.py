@@ -50,7 +50,7 @@ def test_plot_of_a_gpu_timeline(tmp_path):
     cases.with_timeline().save(tmp_path / "gpu.npz")
     out = tmp_path / "gpu.svg"
     assert call("plot", "gpu-timeline", "-T", tmp_path / "gpu.npz", "-o", out).exit_code == 0
-    assert "SMs at work" in out.read_text()
+    assert "stage forward: 3 SMs" in out.read_text()
 
 
 @pytest.mark.parametrize("over", ["head_dim", "block_q", "sram_bytes"])
