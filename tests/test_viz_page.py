@@ -87,6 +87,22 @@ def test_file_and_notebook(tmp_path):
     assert 'sandbox="allow-scripts"' in frame
 
 
+def test_plays_in_a_notebook(browser, tmp_path):
+    host = tmp_path / "cell.html"
+    host.write_text(f"<!DOCTYPE html><body>{viz.page(cases.result())._repr_html_()}</body>")
+    tab = browser.new_page(viewport={"width": 900, "height": 900})
+    problems = []
+    tab.on("console", lambda message: problems.append(message.text))
+    tab.on("pageerror", lambda error: problems.append(str(error)))
+    tab.goto(host.as_uri())
+    frame = tab.frame_locator("iframe")
+    frame.get_by_label("Step forward").click()
+    expect = f"step 2 of {len(Walk(cases.trace()))}"
+    frame.get_by_text(expect).wait_for(timeout=5000)
+    tab.close()
+    assert not problems
+
+
 def test_errors():
     with pytest.raises(OptionError, match="at most two traces, got 3"):
         viz.page([cases.trace()] * 3)

@@ -300,6 +300,8 @@ def _write_html(film: Film, path: Path, fps: float) -> None:
     labels = " and ".join(scene.walk.trace.algorithm for scene in film.scenes)
     parts = {
         "TITLE": html.escape(f"flashsim: {labels}"),
+        "BACKGROUND": film.theme.background,
+        "SCHEME": film.theme.name,
         "DELAY": str(round(1000 / fps)),
         "FRAMES": ",".join(f'"{frame}"' for frame in encoded),
     }

@@ -9,6 +9,7 @@ from matplotlib.lines import Line2D
 from matplotlib.text import Text
 
 from flashsim.events import LOAD, OPS, TENSORS
+from flashsim.viz import sources
 from flashsim.viz.layout import SYMBOLS
 from flashsim.viz.palette import Theme, color
 from flashsim.viz.statistics import RowStatistics
@@ -73,16 +74,18 @@ class Counters:
         self.walk = walk
         ax.axis("off")
         ax.text(0, 1, label, va="top", fontsize=15, fontweight="bold")
-        p = walk.trace.problem
-        about = f"one head, {p.n_q:,} × {p.n_kv:,}, d = {p.head_dim}, {p.dtype}"
-        ax.text(0, 0.86 if columns == 2 else 0.78, about, va="top", fontsize=10, color=theme.muted)
+        words = ["one head", *sources.about(walk.trace)[1:]]  # of one walk, whatever ran
+        about = ", ".join(words)
+        if columns == 2:
+            about = ", ".join(words[:3]) + ",\n" + ", ".join(words[3:])
+        ax.text(0, 0.87 if columns == 2 else 0.78, about, va="top", fontsize=10, color=theme.muted)
         facts = {"loaded": 0, "stored": 1}
         if walk.hbm_bytes[-1, 2]:
             facts["reduced"] = 2
         self.ops = list(facts.values())
         names = [*facts, "computed", "FLOP per byte"]
         columns = max(columns, len(names) if columns > 2 else columns)
-        top = 0.68 if columns == 2 else 0.55
+        top = 0.62 if columns == 2 else 0.55
         height = top / -(-len(names) // columns)
         self.values = []
         for n, name in enumerate(names):
