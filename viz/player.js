@@ -203,6 +203,8 @@ const player = {
     by("scrub").oninput = (event) => this.go(Number(event.target.value));
     by("speed").onchange = (event) => this.setSpeed(Number(event.target.value));
     by("clock").onchange = (event) => { this.clock = event.target.value; this.go(this.time); };
+    // Also called when a notebook shows a frame that began without a size; panes follow the window.
+    new ResizeObserver(() => this.resize()).observe(by("panes"));
     window.addEventListener("resize", () => this.resize());
     document.addEventListener("keydown", (event) => this.key(event));
   },
@@ -229,7 +231,7 @@ const player = {
     this.playing = on;
     this.last = 0;
     this.owed = 0;
-    by("play").textContent = on ? "⏸ Pause" : "▶ Play";
+    by("play").textContent = on ? "❚❚ Pause" : "▶ Play";
     by("play").setAttribute("aria-pressed", on);
     by("play").setAttribute("aria-label", on ? "Pause" : "Play");
     by("status").setAttribute("aria-live", on ? "off" : "polite");
