@@ -11,6 +11,7 @@ visits (real), and within it slices nest.
 
 from __future__ import annotations
 
+import gzip
 import heapq
 import json
 from collections.abc import Iterator
@@ -39,6 +40,7 @@ def write(trace: Trace, path: str | Path, *, heads: int = 1) -> Path:
     ----------
     trace : Trace
     path : path-like
+        One that ends in .gz is compressed, which Perfetto opens as well.
     heads : int
         Of a simulated trace: how many walks of each stage to lay out, at most all.
 
@@ -66,7 +68,8 @@ def write(trace: Trace, path: str | Path, *, heads: int = 1) -> Path:
         },
     }
     path = Path(path)
-    path.write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
+    data = json.dumps(document, separators=(",", ":")).encode()
+    path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
     return path
 
 
@@ -107,19 +110,19 @@ def _real_counters(
     """Requested HBM bytes, counted when a block's part ends; SRAM that the blocks of an SM hold.
 
     The timeline knows when, the events know how much: bytes of a visit count at its end, those of a
-    whole row or column when it is stored. A block holds its stage's peak from start to end.
+    whole row or column when it is stored. A block holds its stage's peak while its last role works.
     """
     yield _name("process_name", _COUNTERS, 0, "totals")
     moved: list[tuple[int, int]] = []
     held: list[tuple[int, int, int]] = []
     for number in np.unique(spans["stage"]).tolist():
         stage, mine = trace.stages[number], spans["stage"] == number
-        parts = spans[mine & np.isin(spans["phase"], (VISIT, STORE))]
-        parts = parts[parts["role"] == parts["role"].max()]  # the last role that works on a visit
+        last = mine & (spans["role"] == spans["role"][mine].max())  # of a visit's roles
+        parts = spans[last & np.isin(spans["phase"], (VISIT, STORE))]
         moved += zip(parts["end_ns"].tolist(), _part_bytes(stage, parts).tolist(), strict=True)
         peak = int(np.cumsum(gain(stage.events)).max(initial=0))
         for one in np.unique(block[mine]).tolist():
-            life = spans[block == one]
+            life = spans[last & (block == one)]
             sm = int(life["sm"][0])
             held.append((int(life["start_ns"].min()), peak, sm))
             held.append((int(life["end_ns"].max()), -peak, sm))

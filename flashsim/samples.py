@@ -58,7 +58,7 @@ def load_sample_trace(name: str = "h200-forward") -> Trace:
     """A real GPU's trace, with a timeline: where and when each part of each visit ran.
 
     FlashAttention-2 of 16 heads, 2,048 queries and keys, causal, bfloat16, by the Hopper kernels on
-    an NVIDIA H200; forward with head_dim 128, backward (fused) with 64. ``provenance`` says more.
+    an NVIDIA H200; head_dim 128, the backward pass fused. ``provenance`` says more.
 
     Parameters
     ----------

@@ -24,12 +24,12 @@ class Rows:
     block : ndarray of int, (n,)
         Number of each span's thread block, in the order of their starts.
     slot : ndarray of int, (n,)
-        The block's place on its SM: blocks that share an SM at one time have different ones.
+        The block's place on its SM: blocks that share it at one time have different ones.
     row : ndarray of int, (n,)
         The span's row among its SM's. Spans of a visit by one role share one.
     names : tuple of str
-        What each row of an SM holds: which of its blocks, which role, whether visits that overlap
-        those of the row above.
+        What each row of an SM holds: which of its blocks, which role, and "next" for visits that
+        begin before those of the row above have ended.
     """
 
     block: np.ndarray
@@ -60,19 +60,23 @@ def rows(trace: Trace, spans: np.ndarray) -> Rows:
     stage = spans["stage"].astype(np.int64)
     outer = np.where(keys_outside[stage], spans["j"], spans["i"])
     block = _numbers(stage, spans["sm"], spans["head"] // stride[stage], outer)
-    starts, ends = _extents(spans, block)
+    starts, _ = _extents(spans, block)
     by_start = np.argsort(starts, kind="stable")
     rank = np.empty_like(by_start)
     rank[by_start] = np.arange(len(by_start))
-    block, starts, ends = rank[block], starts[by_start], ends[by_start]
-    _, first = np.unique(block, return_index=True)
-    slots = _greedy(spans["sm"][first], starts, ends)
-    slot = slots[block]
+    block = rank[block]
+    # A persistent kernel's producer begins the next block while its consumers finish this one, so
+    # blocks share an SM where the same role of both is at work.
+    part = _numbers(block, spans["role"])
+    _, first = np.unique(part, return_index=True)
+    place = _numbers(spans["sm"], spans["role"])[first]
+    slots = _greedy(place, *_extents(spans, part))
+    slot = slots[part]
 
-    # Within a block and a role, a visit takes the first row that is free again.
-    visit = _numbers(block, spans["role"], spans["head"], spans["visit"])
+    # Within a place and a role, a visit takes the first row that is free again.
+    visit = _numbers(part, spans["head"], spans["visit"])
     _, first = np.unique(visit, return_index=True)
-    owner = _numbers(block, spans["role"])[first]
+    owner = _numbers(place[part], slot)[first]
     layer = _greedy(owner, *_extents(spans, visit))[visit]
 
     roles = np.unique(spans["role"])
@@ -92,7 +96,7 @@ def rows(trace: Trace, spans: np.ndarray) -> Rows:
 
 
 def _name(place: str, role: str, layer: int) -> str:
-    words = [place, "" if role == "block" else role, "overlapping" if layer else ""]
+    words = [place, "" if role == "block" else role, "next" if layer else ""]
     return ", ".join(word for word in words if word) or "visits"
 
 

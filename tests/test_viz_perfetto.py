@@ -1,13 +1,17 @@
 """Chrome trace events: they load, nest within each thread, and add up."""
 
+import gzip
 import json
 from collections import defaultdict
 
+import numpy as np
 import pytest
 import viz_cases as cases
 
-from flashsim import perfetto
+import flashsim
+from flashsim import perfetto, timeline
 from flashsim.errors import OptionError
+from flashsim.events import TRANSFERS
 
 
 def load(trace, tmp_path, **options):
@@ -112,6 +116,25 @@ def test_real_counters(timed, tmp_path):
     together = 1 if stored else 2  # blocks on an SM
     assert max(nbytes for _, _, nbytes in held) == together * trace.peak_sram()
     assert {nbytes for sm, _, nbytes in held[-1:]} == {0}
+
+
+def test_bundled_gpu_traces(tmp_path):
+    for name, passes in (("h200-forward", 0), ("h200-backward", 1)):
+        trace = flashsim.load_sample_trace(name)
+        path = trace.to_perfetto(tmp_path / f"{name}.json.gz")
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        threads = assert_nested(events)
+        assert sum(len(slices) for slices in threads.values()) == len(trace.timeline)
+        stage = trace.stages[passes]
+        moved = np.isin(stage.events["op"], TRANSFERS)
+        total = int(stage.events["bytes"][moved].sum()) * stage.repeat
+        assert counters(events, "HBM bytes")[-1][2] == total
+
+
+def test_a_producer_that_runs_ahead_takes_no_place(tmp_path):
+    trace = flashsim.load_sample_trace("h200-backward")
+    names = timeline.rows(trace, trace.timeline).names
+    assert names == ("producer", "consumer 0", "consumer 1")  # one block an SM at a time
 
 
 def test_the_nesting_check_can_fail():

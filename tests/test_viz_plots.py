@@ -177,9 +177,7 @@ def test_tile_map_sums(color):
 def test_tile_map_of_a_large_grid_has_no_numbers():
     big = flashsim.run(*cases.arrays(n=20), tiling=Tiling(1, 1), trace=True)
     ax = viz.tile_map(big)
-    assert [t.get_text() for t in ax.texts] == [  # what is shown; no numbers
-        "1 head, 20 × 20, d = 8, float32, tiles of 1 × 1"
-    ]
+    assert not [t for t in ax.texts if t.get_text().isdigit()]
     assert ax.images[0].get_array().shape == (20, 20)
 
 
@@ -374,8 +372,8 @@ def test_gpu_timeline_of_overlapping_visits_and_roles():
     trace = cases.with_roles()
     ax = viz.gpu_timeline(trace, sms=(0, 0))
     assert [t.get_text() for t in ax.get_yticklabels()] == [
-        "SM 0  producer", "consumer 0", "consumer 0, overlapping", "consumer 1",
-        "consumer 1, overlapping",
+        "SM 0  producer", "consumer 0", "consumer 0, next", "consumer 1",
+        "consumer 1, next",
     ]  # fmt: skip
     visits = [path.get_extents() for path in ax.collections[0].get_paths()]
     for one, other in itertools.combinations(visits, 2):

@@ -137,7 +137,7 @@ def _pane(label: str, trace: Trace, statistics: RowStatistics | None) -> dict[st
         "label": label,
         "about": (
             f"{sources.NAMES[trace.algorithm]} {trace.direction}: {sources.common([trace])}; "
-            f"{'one of them is shown; ' if p.batch * p.heads > 1 else ''}SRAM of "
+            f"{'one head is shown; ' if p.batch * p.heads > 1 else ''}SRAM of "
             f"{trace.device.name}; recorded by {trace.backend}{f' on {gpu}' if gpu else ''}"
         ),
         "provenance": {str(k): str(v) for k, v in trace.provenance.items()},

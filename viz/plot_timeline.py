@@ -110,7 +110,7 @@ def gpu_timeline(
 
 def _about(trace: Trace) -> str:
     kernel, gpu = trace.provenance.get("kernel", ""), trace.provenance.get("gpu", "")
-    where = f"{kernel} kernel on {gpu}" if gpu else f"{kernel} kernel"
+    where = f"{kernel} on {gpu}" if gpu else kernel
     return f"{sources.common([trace])}; {where}"
 
 
@@ -174,7 +174,10 @@ def _number(
 def _blocks(
     ax: Axes, theme: Theme, spans: np.ndarray, bars: np.ndarray, placed: Rows, outer: str
 ) -> None:
-    """One bar a thread block."""
+    """One bar a thread block, of its last role: a consumer's, where a producer runs ahead."""
+    last = spans["role"] == spans["role"].max()
+    spans, bars = spans[last], bars[last]
+    placed = Rows(placed.block[last], placed.slot[last], placed.row[last], placed.names)
     order = np.argsort(placed.block, kind="stable")
     _, first = np.unique(placed.block[order], return_index=True)
     life = np.stack(
