@@ -87,6 +87,7 @@ def forward_with(family_of: FamilyOf, job: Job) -> Outcome:
                 plan.name,
                 saved,
                 spans,
+                plan.gpu.name,
             )
     except (MemoryError, RuntimeError) as error:
         explained = _explained(error)
@@ -132,7 +133,9 @@ def backward_with(family_of: FamilyOf, job: Job, saved: Mapping[str, Any], dout:
                 "dk": space.result(dk, p.head_dim, d),
                 "dv": space.result(dv_out, p.head_dim_v, dv),
             }
-            return Outcome(gradients, plan.tiling, stages, plan.name, timeline=spans)
+            return Outcome(
+                gradients, plan.tiling, stages, plan.name, timeline=spans, gpu=plan.gpu.name
+            )
     except (MemoryError, RuntimeError) as error:
         explained = _explained(error)
         if explained is None:

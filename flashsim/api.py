@@ -113,9 +113,10 @@ class Result:
         tiling : Tiling, optional
             Default: the best that fits; a backward pass holds more buffers than a forward pass.
         deterministic : bool, optional
-            For FlashAttention-2: True runs the three-pass form without atomics or, on a backend that
-            can and where that is faster, the fused one with dQ's additions in a fixed order; False
-            runs the fused one. Default: what `algorithm` says ("flash2": True, "flash2-fused": False).
+            For FlashAttention-2: True runs the three-pass form without atomics or, on a backend
+            that can and where that is faster, the fused one with dQ's additions in a fixed order;
+            False runs the fused one. Default: what `algorithm` says ("flash2": True,
+            "flash2-fused": False).
         trace : bool or "timeline", optional
             Default: as in `run`.
 
@@ -372,6 +373,7 @@ def _trace(job: Job, outcome: Outcome, direction: str, backend: str) -> Trace | 
         "numpy": np.__version__,
         "python": platform.python_version(),
         "kernel": outcome.kernel,
+        **({"gpu": outcome.gpu} if outcome.gpu else {}),
     }
     return Trace(
         job.problem,
