@@ -42,7 +42,7 @@ def dram(
     walk: opt.Walk = "straight",
     blocks_per_sm: opt.BlocksPerSm = None,
     partitions: opt.Partitions = None,
-    skew: opt.Skew = L2Model.skew,
+    jitter: opt.Jitter = L2Model.jitter * 1e6,
     warm: opt.Warm = False,
     l2_sizes: opt.L2Sizes = None,
     json: opt.Json = False,
@@ -52,7 +52,7 @@ def dram(
     from flashsim import l2
 
     problem = Problem(n_q, n_kv, head_dim, head_dim, batch, heads, kv_heads, dtype, causal)
-    model = L2Model(launch, walk, blocks_per_sm, partitions, skew, not warm)
+    model = L2Model(launch, walk, blocks_per_sm, partitions, jitter=jitter * 1e-6, flush=not warm)
     requested = _count(problem, algorithm, backward, tiling, device)
     with working("replaying"):
         if l2_sizes is None:
