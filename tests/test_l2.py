@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
+from l2_cases import small_device
 
 import flashsim
 from flashsim import OptionError, Problem, Tiling, UnsupportedError, l2
 from flashsim.plans import ALGORITHMS, DIRECTIONS
-from l2_cases import small_device
 
 RUNS = [(a, d) for a in ALGORITHMS for d in DIRECTIONS]
 LONG = Problem(1024, head_dim=16, heads=2)

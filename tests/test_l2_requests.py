@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from l2_cases import small_device, streams
 
 import flashsim
 from flashsim import Device, Problem, Tiling, l2
@@ -9,7 +10,6 @@ from flashsim.events import OPS, TENSORS, TRANSFERS
 from flashsim.l2 import recipes, requests
 from flashsim.l2.launch import occupancy
 from flashsim.plans import ALGORITHMS, DIRECTIONS
-from l2_cases import small_device, streams
 
 PROBLEMS = {
     "plain": Problem(50, 70, head_dim=8, batch=2, heads=2),

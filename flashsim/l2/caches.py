@@ -6,7 +6,6 @@ are the stack distances of `distances`. `replay_sets` has sets of a few ways, an
 
 from __future__ import annotations
 
-import numpy as np
 from numba import njit
 
 from flashsim.l2.recipes import LOAD, SIDE, STORE
@@ -67,7 +66,7 @@ def replay(ids, codes, size, capacity, links, state, used, fetched, lost):
             used[0] -= size[last]
 
 
-# -- set-associative, in partitions: a sample of the lines ------------------------------------------
+# -- set-associative, in partitions: a sample of the lines -----------------------------------------
 #
 # `held[part, set, way]` is a line number or -1; `touched` when it was used last.
 

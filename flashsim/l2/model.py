@@ -212,8 +212,8 @@ class _Sets:
     """A GPU's L2: `caches.replay_sets` over a sample of its sets.
 
     A set sees the lines that hash to it and no others, so some of the sets speak for all
-    (set sampling: Kessler, Hill and Wood, 1994). Every tile gives the sample its share of lines; what
-    happens to a tensor's sampled lines happens to all of its bytes.
+    (set sampling: Kessler, Hill and Wood, 1994). Every tile gives the sample its share of lines;
+    what happens to a tensor's sampled lines happens to all of its bytes.
     """
 
     def __init__(self, tiles: Layout, device: Device, model: L2Model) -> None:
