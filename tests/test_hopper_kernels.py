@@ -28,6 +28,7 @@ PROBLEMS = {
     "64 causal": Problem(1024, 1024, 64, heads=2, dtype="bfloat16", causal=True),
     "96 window": Problem(4096, 4096, 96, heads=2, dtype="bfloat16", window=(100, 20)),
     "40": Problem(333, 517, 40, heads=2, dtype="float16"),
+    "40, values 8": Problem(333, 517, 40, 8, heads=2, dtype="float16"),
     "192": Problem(4096, 4096, 192, heads=2, dtype="bfloat16", causal=True),
     "256": Problem(4096, 4096, 256, heads=2, dtype="bfloat16", causal=True),
     "128 odd": Problem(
