@@ -130,7 +130,7 @@ def _means(launches: Sequence[Launch]) -> dict[str, float]:
         found["tensor FLOPs"] = sum(flops)
     same = ("reads at L2", "local memory writes", "DRAM read", "DRAM write")
     conflicts = ("shared-memory wavefronts", "shared bank conflicts")
-    return found | {name: mean[name] for name in (*same, *conflicts) if name in mean}
+    return found | {name: mean[name] for name in (*same, *conflicts, "seconds") if name in mean}
 
 
 def _predicted(traffic: Traffic, stage: plans.Stage, launch: Launch) -> dict[str, int]:
