@@ -82,7 +82,7 @@ Launch = _option(str, "--launch", help=f"Order of blocks: {', '.join(ORDERS)}.",
 Walk = _option(str, "--walk", help=f"Order of a block's visits: {', '.join(WALKS)}.", panel=_L2)
 BlocksPerSm = _option(int | None, "--blocks-per-sm", help="Blocks an SM; what fits.", panel=_L2)
 Partitions = _option(int | None, "--partitions", help="1 or 2; the device's.", panel=_L2)
-Skew = _option(float, "--skew", help="How unevenly blocks progress, 0 to 1.", panel=_L2)
+Jitter = _option(float, "--jitter", help="How far a visit's time strays, in µs.", panel=_L2)
 Warm = _option(bool, "--warm", help="A stage finds in L2 what the last one left.", panel=_L2)
 L2Sizes = _option(
     str | None, "--l2-sizes", help="MiB, e.g. 10,20,50: DRAM bytes at each size.", panel=_L2

@@ -32,6 +32,9 @@ class Job:
         False, True (counts) or "timeline".
     options : mapping
         The engine's own options, by the names it lists in ``OPTIONS``.
+    deterministic : bool
+        Backward, "flash2-fused": add to dQ in a fixed order. Only where the engine's `orders_dq`
+        said that it can.
     """
 
     problem: Problem
@@ -45,6 +48,7 @@ class Job:
     key_order: KeyOrder = "ascending"
     trace: bool | str = False
     options: Mapping[str, Any] = field(default_factory=dict)
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ constexpr bool SPLIT_KEYS = ROW_GROUPS == 1;
 constexpr int KEYS = SPLIT_KEYS ? BLOCK_K / 2 : BLOCK_K;  // of a visit, a warpgroup's share
 constexpr int THREADS = 128 * (WARPGROUPS + 1);
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+static_assert(registers_suffice<THREADS>(PRODUCER_REGISTERS, CONSUMER_REGISTERS), "or all hang");
 static_assert(D % 64 == 0 && KEYS % 16 == 0 && (BLOCK_Q == 64 || BLOCK_Q == 128), "wgmma's shapes");
 
 struct OnChip {
@@ -19,7 +20,7 @@ struct OnChip {
     alignas(1024) u16 dout[ROW_GROUPS][CHUNKS][64 * 64];  // lives for one item
     alignas(1024) u16 k[STAGES][CHUNKS][BLOCK_K * 64];    // ring, one visit each
     alignas(1024) u16 v[STAGES][CHUNKS][BLOCK_K * 64];    // ring, one visit each
-    float partial[SPLIT_KEYS ? D / 2 : 1][128];           // dQ of the second half of the keys
+    float partial[SPLIT_KEYS ? 32 : 1][128];              // 64 columns of the second half's dQ
     u64 own_full[ROW_GROUPS], own_empty[ROW_GROUPS];      // of q and dout
     u64 full[STAGES], empty[STAGES];                      // of k and v
     Items items;
@@ -179,14 +180,17 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         }
         if (speaks) arrive(&s.own_empty[part]);  // the next item's Q and dO may come
         if (SPLIT_KEYS) {  // the first warpgroup adds up; always in this order
-            named_sync(1, 256);  // it has read the last item's other half
-            if (g == 1)
 #pragma unroll
-                for (int e = 0; e < D / 2; ++e) s.partial[e][threadIdx.x % 128] = dQ[e];
-            named_sync(1, 256);  // the other half is complete
-            if (g == 0)
+            for (int c = 0; c < D / 2; c += 32) {
+                named_sync(1, 256);  // it has read the last columns
+                if (g == 1)
 #pragma unroll
-                for (int e = 0; e < D / 2; ++e) dQ[e] += s.partial[e][threadIdx.x % 128];
+                    for (int e = 0; e < 32; ++e) s.partial[e][threadIdx.x % 128] = dQ[c + e];
+                named_sync(1, 256);  // the other half's columns are complete
+                if (g == 0)
+#pragma unroll
+                    for (int e = 0; e < 32; ++e) dQ[c + e] += s.partial[e][threadIdx.x % 128];
+            }
         }
         const int head = it.walk % a.heads, batch = it.walk / a.heads;
         u32 dq_bytes = 0;

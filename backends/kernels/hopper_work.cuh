@@ -3,6 +3,13 @@
 #include "hopper_ptx.cuh"
 #include "hopper_wgmma.cuh"
 
+// A kernel starts with as many registers a thread as there are for all its threads, in eights. If the
+// warpgroups ask for more than that in total, the last one to ask waits for ever.
+template <int THREADS>
+__device__ constexpr bool registers_suffice(int producer, int consumer) {
+    return producer + consumer * (THREADS / 128 - 1) <= THREADS / 128 * (65536 / THREADS / 8 * 8);
+}
+
 struct Ring {  // a place in a ring of stages, and the parity of the present lap
     int stage = 0;
     u32 parity = 0;
@@ -122,12 +129,13 @@ __device__ __forceinline__ void transpose_quad(u32 (&x)[4]) {
     if (high) x[0] = give0, x[1] = give1; else x[2] = give0, x[3] = give1;
 }
 
-// Rounds fragment row r (0 or 1) of an accumulator times `factor` and stores its first WIDTH
-// columns at row `row` of one head of `to`; all four threads of the quad take part, `exists` says
+// Rounds fragment row r (0 or 1) of an accumulator times `factor` and stores it, from column `first`
+// on and as far as the WIDTH columns there are, at row `row` of one head of `to`; all four threads of the quad take part, `exists` says
 // whether to write. Returns the bytes that this thread wrote.
 template <int WIDTH, int N>
 __device__ __forceinline__ u32 store_row(const Tensor& to, int batch, int head, int row,
-                                         const float (&acc)[N], int r, float factor, bool exists) {
+                                         const float (&acc)[N], int r, float factor, bool exists,
+                                         int first = 0) {
     char* at = to.data + (batch * to.batch + head * to.head + row * to.row) * 2;
     u32 bytes = 0;
 #pragma unroll
@@ -139,7 +147,7 @@ __device__ __forceinline__ u32 store_row(const Tensor& to, int batch, int head, 
             x[p] = e < N ? pack(acc[e < N ? e : 0] * factor, acc[e < N ? e + 1 : 0] * factor) : 0;
         }
         transpose_quad(x);
-        const int column = 32 * c + threadIdx.x % 4 * 8;
+        const int column = first + 32 * c + threadIdx.x % 4 * 8;
         if (exists && column < WIDTH) {
             *reinterpret_cast<uint4*>(at + column * 2) = make_uint4(x[0], x[1], x[2], x[3]);
             bytes += 16;
