@@ -152,6 +152,15 @@ def parse_list(name: str, text: str, convert: Callable[[str], T]) -> list[T]:
         ) from None
 
 
+def parse_range(name: str, text: str) -> tuple[int, int]:
+    """``FIRST:LAST``; an error names the option."""
+    try:
+        first, last = (int(side) for side in text.split(":"))
+    except ValueError:
+        raise OptionError(f"--{name} takes FIRST:LAST, e.g. 0:3, got {text!r}") from None
+    return first, last
+
+
 def parse_window(text: str) -> tuple[int, int] | None:
     """``LEFT:RIGHT``, or "none"."""
     if text == "none":
