@@ -34,6 +34,7 @@ LAYERS = (
     ("memory", "engine"),
     ("algorithms",),
     ("engines",),
+    ("backends",),
     ("api", "ladder"),
     ("compare", "samples", "sweepfile"),
     ("point", "demo", "predict", "reproduce", "verify"),

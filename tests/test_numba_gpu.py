@@ -6,7 +6,7 @@ Its inputs, error budget and list of features are used here; outputs begin as Na
 import numpy as np
 import pytest
 import test_cupy
-from test_cupy import FEATURES, budget, cupy, gpus, make, options, poisoned  # noqa: F401
+from cupy_checks import FEATURES, budget, cupy, gpus, make, options, poisoned  # noqa: F401
 
 import flashsim
 from flashsim import Problem, Tiling, oracle
