@@ -36,7 +36,7 @@ LAYERS = (
     ("engines",),
     ("api", "ladder"),
     ("compare", "samples", "sweepfile"),
-    ("point", "demo", "reproduce", "verify"),
+    ("point", "demo", "predict", "reproduce", "verify"),
     ("sweep",),
     ("cli_options", "cli_output"),
     ("cli_truth", "cli_viz"),

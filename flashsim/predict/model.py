@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +14,7 @@ from flashsim import report
 from flashsim.errors import OptionError, choices
 from flashsim.hardware import Device
 from flashsim.l2.recipes import COL, KEY, ROW, tensors
+from flashsim.plans import DIRECTIONS
 from flashsim.predict.calibration import CALIBRATED, HBM_SHARE, LAUNCH, Constants
 from flashsim.predict.units import UNITS, visit_seconds
 from flashsim.problem import Problem
@@ -68,17 +70,6 @@ class Prediction:
         """All stages, one after the other."""
         return sum(stage.seconds for stage in self.stages)
 
-    def achieved(self) -> float:
-        """FLOP/s as the papers count FLOPs: unmasked scores, and five products backward."""
-        p = self.traffic.problem
-        scores = self.traffic.schedule(self.traffic.stages[-1]).sums.visits
-        kept = scores * self.traffic.tiling.block_q * self.traffic.tiling.block_k
-        dense = min(kept, p.n_q * p.n_kv)
-        products = 2 * (p.head_dim + p.head_dim_v)
-        whole = dense if not p.causal else min(kept, p.n_q * p.n_kv // 2)
-        factor = 1.0 if self.traffic.direction == "forward" else 2.5
-        return factor * p.batch * p.heads * whole * products / self.seconds
-
     def table(self) -> report.Table:
         """One row a stage: time, what each unit needs of it, waves and tail."""
         t = self.traffic
@@ -133,6 +124,21 @@ def predict(
     OptionError, UnsupportedError, TilingError
         If there is no such family, or its kernels do not run this.
     """
+    passes, traffic = _prepare(problem, direction, algorithm, kernels, tiling, Device.get(device))
+    known = constants or CALIBRATED[kernels]
+    return Prediction(traffic, kernels, tuple(_stage(one, traffic, known) for one in passes))
+
+
+@lru_cache(maxsize=128)
+def _prepare(
+    problem: Problem,
+    direction: str,
+    algorithm: str,
+    kernels: str,
+    tiling: Tiling | None,
+    device: Device,
+) -> tuple[tuple[Pass, ...], Traffic]:
+    """What would be launched, and its traffic."""
     from flashsim import api
     from flashsim.backends import hopper, portable
     from flashsim.backends.launch import Gpu
@@ -140,28 +146,28 @@ def predict(
     families = {"hopper": hopper, "portable": portable}
     if kernels not in families:
         raise OptionError(f"unknown kernels {kernels!r}; {choices(kernels, families)}")
+    if direction not in DIRECTIONS:
+        raise OptionError(f"unknown direction {direction!r}; {choices(direction, DIRECTIONS)}")
     if algorithm not in ("flash2", "flash2-fused"):
-        raise OptionError(f"kernels run flash2 and flash2-fused, not {algorithm!r}")
-    here = Device.get(device)
+        raise OptionError(f"GPU kernels run flash2 and flash2-fused, not {algorithm!r}")
     gpu = Gpu(
-        *(here.name, here.compute_capability, here.sram_bytes, here.l2_bytes),
-        multiprocessors=here.sm_count,
+        *(device.name, device.compute_capability, device.sram_bytes, device.l2_bytes),
+        multiprocessors=device.sm_count,
     )
-    family, order = families[kernels], "ascending"
+    family = families[kernels]
     passes = (
-        family.forward_passes(problem, tiling, gpu, order, "")
+        family.forward_passes(problem, tiling, gpu, "ascending", "")
         if direction == "forward"
-        else family.backward_passes(problem, tiling, gpu, order, "", algorithm)
+        else family.backward_passes(problem, tiling, gpu, "ascending", "", algorithm)
     )
     traffic = api.count(
         problem,
         algorithm=algorithm,
         direction=direction,
         tiling=passes[0].tables.schedule.tiling,
-        device=replace(here, sram_bytes=here.sram_per_sm + here.registers_per_sm),
+        device=replace(device, sram_bytes=device.sram_per_sm + device.registers_per_sm),
     )
-    known = constants or CALIBRATED[kernels]
-    return Prediction(traffic, kernels, tuple(_stage(one, traffic, known) for one in passes))
+    return passes, traffic
 
 
 def _stage(one: Pass, traffic: Traffic, constants: Mapping[str, Constants]) -> StageTime:
@@ -175,8 +181,9 @@ def _stage(one: Pass, traffic: Traffic, constants: Mapping[str, Constants]) -> S
     blocks = blocks_per_sm(one, device)
     slots = blocks * device.sm_count
     chosen = constants[name]
-    busiest = max(each.values())
-    a_visit = blocks * (chosen.busiest * busiest + chosen.others * (sum(each.values()) - busiest))
+    inside = [t for unit, t in each.items() if unit != "L2"]  # copies run beside the arithmetic
+    mixed = chosen.busiest * max(inside) + chosen.others * (sum(inside) - max(inside))
+    a_visit = blocks * max(mixed, each["L2"])
     durations = visits * a_visit + chosen.item
     last, mean = _finish(durations, one.walks, one.clump, slots)
     seconds = LAUNCH + max(last, hbm)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -34,7 +35,7 @@ def main(arguments: list[str]) -> None:
 def run_case(case: Case, *, counting: bool) -> list[Counted]:
     """Run a case: the forward pass, then its backward passes. What they counted, if they did."""
     q, k, v, dout = _inputs(case)
-    options = {} if case.kernel is None else {"kernel": case.kernel}
+    options: dict[str, Any] = {} if case.kernel is None else {"kernel": case.kernel}
     result = run(
         q,
         k,
