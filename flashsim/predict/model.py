@@ -6,7 +6,8 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import Any
 
 import numpy as np
 
@@ -20,9 +21,6 @@ from flashsim.predict.units import UNITS, visit_seconds
 from flashsim.problem import Problem
 from flashsim.tiling import Tiling
 from flashsim.traffic import Traffic
-
-if TYPE_CHECKING:
-    from flashsim.backends.passes import Pass
 
 #: Shared memory that CUDA keeps for itself, a block (CUDA C++ Programming Guide).
 RESERVED = 1024
@@ -137,24 +135,22 @@ def _prepare(
     kernels: str,
     tiling: Tiling | None,
     device: Device,
-) -> tuple[tuple[Pass, ...], Traffic]:
+) -> tuple[tuple[Any, ...], Traffic]:
     """What would be launched, and its traffic."""
     from flashsim import api
-    from flashsim.backends import hopper, portable
-    from flashsim.backends.launch import Gpu
 
-    families = {"hopper": hopper, "portable": portable}
-    if kernels not in families:
-        raise OptionError(f"unknown kernels {kernels!r}; {choices(kernels, families)}")
+    if kernels not in CALIBRATED:
+        raise OptionError(f"unknown kernels {kernels!r}; {choices(kernels, CALIBRATED)}")
     if direction not in DIRECTIONS:
         raise OptionError(f"unknown direction {direction!r}; {choices(direction, DIRECTIONS)}")
     if algorithm not in ("flash2", "flash2-fused"):
         raise OptionError(f"GPU kernels run flash2 and flash2-fused, not {algorithm!r}")
-    gpu = Gpu(
+    # Loaded by name, as `api` loads engines: launch arithmetic, which needs no GPU.
+    family = import_module(f"flashsim.backends.{kernels}")
+    gpu = import_module("flashsim.backends.launch").Gpu(
         *(device.name, device.compute_capability, device.sram_bytes, device.l2_bytes),
         multiprocessors=device.sm_count,
     )
-    family = families[kernels]
     passes = (
         family.forward_passes(problem, tiling, gpu, "ascending", "")
         if direction == "forward"
@@ -170,7 +166,7 @@ def _prepare(
     return passes, traffic
 
 
-def _stage(one: Pass, traffic: Traffic, constants: Mapping[str, Constants]) -> StageTime:
+def _stage(one: Any, traffic: Traffic, constants: Mapping[str, Constants]) -> StageTime:
     device, name = traffic.device, one.stage.name
     hbm = once_bytes(traffic, name) / (device.hbm_bandwidth * HBM_SHARE)
     if name not in constants:  # row by row: it streams
@@ -207,7 +203,7 @@ def _finish(durations: Sequence[float], walks: int, clump: int, slots: int) -> t
     return max(free), sum(free) / slots
 
 
-def rows_a_reader(one: Pass) -> int:
+def rows_a_reader(one: Any) -> int:
     """Rows of the outer tile for which a warp, or a Hopper warpgroup, reads the visited tiles."""
     tiling = one.tables.schedule.tiling
     outer = tiling.block_q if one.stage.outer == "queries" else tiling.block_k
@@ -216,7 +212,7 @@ def rows_a_reader(one: Pass) -> int:
     return outer // (one.kernel.threads // 32)
 
 
-def blocks_per_sm(one: Pass, device: Device) -> int:
+def blocks_per_sm(one: Any, device: Device) -> int:
     """Thread blocks that fit on an SM by shared memory; one of a persistent kernel."""
     if one.kernel.boxes:
         return 1
