@@ -221,9 +221,7 @@ def _backward_kernel(
         name,
         384,
         shared,
-        launch.macros(
-            values | {"SMEM_BYTES": shared, "D": d, "FUSED": fused, "ORDERED": ordered}
-        ),
+        launch.macros(values | {"SMEM_BYTES": shared, "D": d, "FUSED": fused, "ORDERED": ordered}),
         boxes,
     )
 

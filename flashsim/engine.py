@@ -69,6 +69,8 @@ class Outcome:
         What the engine's `backward` wants back, besides the job.
     timeline : ndarray of dtype `events.TIMELINE`, or None
         Where and when each part of each visit ran on a GPU, from ``trace="timeline"``.
+    gpu : str
+        The GPU's name; "" where none ran it.
     """
 
     arrays: dict[str, Any]
@@ -77,6 +79,7 @@ class Outcome:
     kernel: str
     saved: dict[str, Any] = field(default_factory=dict)
     timeline: Any = None
+    gpu: str = ""
 
 
 class Engine(Protocol):

@@ -143,7 +143,9 @@ def test_features(name, head_dim):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("head_dims", [(40, 40), (64, 128), (80, 80), (96, 96), (192, 128), (136, 200)])
+@pytest.mark.parametrize(
+    "head_dims", [(40, 40), (64, 128), (80, 80), (96, 96), (192, 128), (136, 200)]
+)
 def test_head_dims(head_dims, dtype):
     check(Problem(300, 500, *head_dims, heads=2, dtype=dtype, causal=True))
 

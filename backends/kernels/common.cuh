@@ -151,6 +151,23 @@ __device__ inline float2 unpack(u32 x) {
     return r;
 #endif
 }
+// -- Rows in HBM ------------------------------------------------------------------------------------
+// WIDTH elements, filled up to whole 16-byte pieces; the EXIST that are the problem's are counted.
+template <int WIDTH_, int EXIST_>
+struct Row {
+    static constexpr int WIDTH = WIDTH_, EXIST = EXIST_;
+    static_assert(WIDTH % 8 == 0 && EXIST <= WIDTH && WIDTH - EXIST < 8, "see launch.row_elements");
+    // Of `n` columns, those that exist, where `left` of WIDTH are left from the first of them on.
+    __device__ static int counted(int left, int n) { return max(0, min(n, left - (WIDTH - EXIST))); }
+    // Bytes that exist in 16-byte piece `piece`.
+    __device__ static u32 bytes(int piece) {
+        constexpr int N = 16 / FS_BYTES;
+        return WIDTH == EXIST ? 16 : counted(WIDTH - piece * N, N) * FS_BYTES;
+    }
+};
+using KeyRow = Row<FS_HEAD_DIM, FS_COUNTED>;        // of Q, K, dQ, dK
+using ValueRow = Row<FS_HEAD_DIM_V, FS_COUNTED_V>;  // of V, O, dO, dV
+
 // -- What was moved -------------------------------------------------------------------------------
 // Every thread says how many bytes it moved; a warp adds them up and sends one reduction.
 __device__ inline void report(u32* slot, u32 bytes) {
