@@ -18,7 +18,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--kernel-fault",
         metavar="NAME",
-        help="seed a bug of tests/kernel_faults.py into the CUDA kernels; the GPU tests should fail",
+        help="seed a bug of tests/kernel_faults.py into the CUDA kernels; GPU tests should fail",
     )
 
 
