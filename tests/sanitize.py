@@ -34,10 +34,11 @@ def main() -> None:
                 q, k, v, dout = (
                     rng.standard_normal(shape).astype(numpy_dtype(dtype)) for shape in shapes
                 )
-                # Small tiles are the portable kernels', the default ones on a Hopper GPU Hopper's.
+                # Small tiles are the portable kernels', the default ones on a Hopper GPU Hopper's;
+                # so it is in Python.
                 ways = [("cupy", {"tiling": Tiling(32, 32)}), ("cupy", {})]
                 if dtype != "float32":  # the kernels in Python, on tensor cores
-                    ways.append(("numba_cuda", {"tiling": Tiling(32, 32)}))
+                    ways += [("numba_cuda", {"tiling": Tiling(32, 32)}), ("numba_cuda", {})]
                 for backend, tiles in ways:
                     for trace in (False, "timeline"):
                         result = flashsim.run(
