@@ -8,8 +8,9 @@ that is current in the array's own library.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -24,9 +25,9 @@ from flashsim.problem import numpy_dtype
 class View(NamedTuple):
     """A (batch, heads, n, d) array in HBM as kernels see it."""
 
-    pointer: int
-    strides: tuple[int, int, int]  # elements, of the first three axes
+    place: tuple[int, int, int, int]  # address; strides of the first three axes, in elements
     array: Any  # keeps the memory alive
+    copied: int = 0  # bytes of a copy that had to be made on the GPU
 
 
 class Space:
@@ -34,22 +35,30 @@ class Space:
 
     Beside what is below, a space has `view` (an array for a kernel; a copy only if it cannot be
     read as it is), `empty` (a new array of `like`'s type, float32 without), `pointer` (the address
-    of one of its arrays) and `active` (makes its device and stream CuPy's current ones).
+    of one of its arrays), `stream` (the address of the current stream) and `active` (makes its
+    device and stream CuPy's current ones).
     """
 
     device: int
     view: Callable[..., Any]
     empty: Callable[..., Any]
     pointer: Callable[[Any], int]
+    stream: Callable[[], int]
     active: Callable[[], AbstractContextManager[Any]]
+
+    def on_device(self) -> AbstractContextManager[Any]:
+        """Makes its device the thread's current one; most often it is."""
+        if cupy.cuda.runtime.getDevice() == self.device:
+            return _AS_IT_IS
+        return cupy.cuda.Device(self.device)
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> cupy.ndarray:
         """A new CuPy array for what a kernel reports."""
         return cupy.zeros(shape, dtype)
 
-    def result(self, array: Any, width: int | None = None) -> Any:
-        """An array of this space as the caller gets it, its last axis cut to `width`."""
-        return array if width in (None, array.shape[-1]) else _copy(array[..., :width])
+    def result(self, array: Any, keep: int = 0, width: int = 0) -> Any:
+        """An array of this space as the caller gets it: of its `width` columns those to `keep`."""
+        return array if keep == width else _copy(array[..., :keep])
 
 
 class CupySpace(Space):
@@ -62,13 +71,10 @@ class CupySpace(Space):
         """See `Space`; any array with ``__cuda_array_interface__``."""
         array = cupy.asarray(array)
         size = array.itemsize
-        strides = tuple(s // size for s in array.strides)
-        pointer = array.data.ptr
-        if not _readable(pointer, array.shape[-1], strides, size):
-            array = _padded(array, cupy)
-            strides = tuple(s // size for s in array.strides)
-            pointer = array.data.ptr
-        return View(pointer, strides[:3], array)
+        batch, head, row, last = array.strides
+        if _readable(array.data.ptr | batch | head | row, last // size, array.shape[-1]):
+            return View((array.data.ptr, batch // size, head // size, row // size), array)
+        return self.view(_padded(array, cupy))._replace(copied=_padded_bytes(array, size))
 
     def empty(self, shape: tuple[int, ...], like: Any = None) -> Any:
         """See `Space`."""
@@ -77,6 +83,10 @@ class CupySpace(Space):
     def pointer(self, array: Any) -> int:
         """See `Space`."""
         return array.data.ptr
+
+    def stream(self) -> int:
+        """See `Space`."""
+        return cupy.cuda.get_current_stream().ptr
 
     def active(self) -> AbstractContextManager[Any]:
         """See `Space`."""
@@ -102,9 +112,9 @@ class NumpySpace(CupySpace):
         narrow = like is not None and self.dtype.itemsize == 2
         return cupy.empty(shape, np.uint16 if narrow else np.float32)
 
-    def result(self, array: Any, width: int | None = None) -> Any:
+    def result(self, array: Any, keep: int = 0, width: int = 0) -> Any:
         """See `Space`."""
-        host = cupy.asnumpy(super().result(array, width))
+        host = cupy.asnumpy(super().result(array, keep, width))
         return host.view(self.dtype) if host.dtype == np.uint16 else host
 
 
@@ -115,28 +125,37 @@ class TorchSpace(Space):
         import torch
 
         self.torch, self.device = torch, device
+        self._float32 = torch.empty(0, dtype=torch.float32, device=device)
+        # torch's own short cut, where it has it, saves making a Stream object at every call.
+        self._stream = getattr(
+            torch._C,
+            "_cuda_getCurrentRawStream",
+            lambda device: torch.cuda.current_stream(device).cuda_stream,
+        )
 
     def view(self, array: Any) -> View:
         """See `Space`."""
-        strides, pointer = array.stride(), array.data_ptr()
-        if not _readable(pointer, array.shape[-1], strides, array.element_size()):
-            array = _padded(array, self.torch)
-            strides, pointer = array.stride(), array.data_ptr()
-        return View(pointer, strides[:3], array)
+        batch, head, row, last = array.stride()
+        pointer, size = array.data_ptr(), array.element_size()
+        if _readable((batch | head | row) * size | pointer, last, array.shape[-1]):
+            return View((pointer, batch, head, row), array)
+        return self.view(_padded(array, self.torch))._replace(copied=_padded_bytes(array, size))
 
     def empty(self, shape: tuple[int, ...], like: Any = None) -> Any:
         """See `Space`."""
-        dtype = self.torch.float32 if like is None else like.dtype
-        return self.torch.empty(shape, dtype=dtype, device=self.device)
+        return (self._float32 if like is None else like).new_empty(shape)
 
     def pointer(self, array: Any) -> int:
         """See `Space`."""
-        return array.data_ptr()
+        return array.data.ptr if isinstance(array, cupy.ndarray) else array.data_ptr()
+
+    def stream(self) -> int:
+        """See `Space`."""
+        return self._stream(self.device)
 
     def active(self) -> AbstractContextManager[Any]:
         """See `Space`."""
-        stream = self.torch.cuda.current_stream(self.device).cuda_stream
-        return _Active(self.device, stream)
+        return _Active(self.device, self.stream())
 
 
 class _Active:
@@ -189,6 +208,9 @@ def space_of(arrays: dict[str, Any], dtype: str) -> Space:
     return first
 
 
+_AS_IT_IS = nullcontext()
+
+
 @cache
 def _made(space: Any, *where: Any) -> Space:
     """One object for each space, so that arrays are in the same one iff theirs are identical."""
@@ -204,7 +226,7 @@ def _space(name: str, array: Any, dtype: str) -> Any:
                 f"{name} is a torch tensor on {array.device}; move it with {name}.cuda(), or give "
                 f"{name}.numpy()"
             )
-        return _made(TorchSpace, array.device.index)
+        return _made(TorchSpace, array.get_device())
     if hasattr(array, "__cuda_array_interface__"):
         return _made(CupySpace, cupy.asarray(array).device.id)
     raise DTypeError(
@@ -217,11 +239,17 @@ def _place(array: Any) -> str:
     return f"{type(array).__module__.partition('.')[0]} on {getattr(array, 'device', 'the CPU')}"
 
 
-def _readable(pointer: int, width: int, strides: Any, itemsize: int) -> bool:
-    """Whether rows of whole 16-byte pieces lie on 16-byte boundaries."""
-    batch, head, row, last = strides
-    steps = (batch | head | row) * itemsize | pointer  # a multiple of 16 iff all of them are
+def _readable(steps: int, last: int, width: int) -> bool:
+    """Whether rows of whole 16-byte pieces lie on 16-byte boundaries.
+
+    `steps` is the address OR all strides in bytes: a multiple of 16 iff each of them is.
+    """
     return last == 1 and width % 8 == 0 and steps % 16 == 0
+
+
+def _padded_bytes(array: Any, itemsize: int) -> int:
+    *shape, width = array.shape
+    return math.prod(shape) * row_elements(width) * itemsize
 
 
 def _padded(array: Any, library: Any) -> Any:

@@ -5,27 +5,21 @@ The kernels walk the tiles that `Schedule` lists and, if asked, report what they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
-import numpy as np
-
-from flashsim.backends import counts, hopper, launch, lowering, portable, tensor_maps, timeline
-from flashsim.backends.launch import Gpu, Kernel
-from flashsim.backends.lowering import Lowered
-from flashsim.backends.passes import Pass
+from flashsim.backends import hopper, launch, lowering, portable
+from flashsim.backends.launch import Gpu
 from flashsim.engine import Job, Outcome
 from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError, choices
-from flashsim.events import StageTrace
 
-OPTIONS: frozenset[str] = frozenset({"kernel"})
+OPTIONS: frozenset[str] = frozenset({"kernel", "allow_tf32"})
 #: Kernel families by name; each offers `NAME`, `forward_passes`, `backward_passes`, `load`.
 KERNELS = {"portable": portable, "hopper": hopper}
 OLDEST = (8, 0)
-#: What a family's `load` is, and what picks a family: ``(job, gpu, direction)``.
-Load = Callable[[Kernel, int], Any]
+#: What picks a family for a job without arrays: ``(job, gpu, direction)``.
 FamilyOf = Callable[[Job, Gpu, str], Any]
 
 try:
@@ -37,12 +31,12 @@ except ImportError as error:
     ) from None
 
 from flashsim.backends import arrays  # noqa: E402  (it imports CuPy)
+from flashsim.backends.launching import ABSENT, Call, Plan  # noqa: E402
 
 
 def forward(job: Job) -> Outcome:
     """Run the forward pass on the GPU that holds the arrays (NumPy arrays: on the current one)."""
     _check(job)
-    _check_kernel(job)
     return forward_with(_family, job)
 
 
@@ -51,237 +45,153 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
     return backward_with(_family, job, saved, dout)
 
 
-def forward_with(family_of: FamilyOf, job: Job) -> Outcome:
-    """The forward pass by the kernels that `family_of` picks, for a job that it takes."""
-    p = job.problem
-    require_gpu()
-    space = arrays.space_of({"q": job.q, "k": job.k, "v": job.v}, p.dtype)
-    with _errors(job), space.active():
-        gpu = gpu_of(space.device)
-        family = family_of(job, gpu, "forward")
-        passes = family.forward_passes(p, job.tiling, gpu, job.key_order, _report(job))
-        views = {"q": space.view(job.q), "k": space.view(job.k), "v": space.view(job.v)}
-        width = launch.row_elements(p.head_dim_v)
-        out = space.empty((p.batch, p.heads, p.n_q, width), views["q"].array)
-        lse = space.empty((p.batch, p.heads, p.n_q))
-        launcher = Launcher(
-            job, space, gpu, {**views, "o": space.view(out)}, {"lse": lse}, family.load
-        )
-        stages = launcher.run(passes)
-        saved = {"space": space, "views": launcher.views, "lse": lse, "gpu": gpu}
-        arrays_out = {"out": space.result(out, p.head_dim_v), "lse": space.result(lse)}
-        return Outcome(
-            arrays_out,
-            passes[0].tables.schedule.tiling,
-            stages,
-            family.NAME,
-            saved,
-            launcher.timeline(passes),
-        )
-
-
-def backward_with(family_of: FamilyOf, job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
-    """The backward pass, likewise."""
-    p = job.problem
-    space, gpu = saved["space"], saved["gpu"]
-    family = family_of(job, gpu, "backward")
-    arrays.check_space("dout", dout, p.dtype, space)
-    with _errors(job), space.active():
-        passes = family.backward_passes(
-            p, job.tiling, gpu, job.key_order, _report(job), job.algorithm
-        )
-        like = saved["views"]["q"].array
-        d, dv = launch.row_elements(p.head_dim), launch.row_elements(p.head_dim_v)
-        new = {
-            "dq": space.empty((p.batch, p.heads, p.n_q, d), like),
-            "dk": space.empty((p.batch, p.kv_heads, p.n_kv, d), like),
-            "dv": space.empty((p.batch, p.kv_heads, p.n_kv, dv), like),
-        }
-        scratch = {"lse": saved["lse"], "delta": space.empty((p.batch, p.heads, p.n_q))}
-        if job.algorithm == "flash2-fused":
-            narrow = p.dtype != "float32"
-            acc = space.empty((p.batch, p.heads, p.n_q, d)) if narrow else new["dq"]
-            scratch["dq_acc"] = acc
-        views = {**saved["views"], "dout": space.view(dout)}
-        views |= {name: space.view(array) for name, array in new.items()}
-        launcher = Launcher(job, space, gpu, views, scratch, family.load)
-        stages = launcher.run(passes)
-        widths = {"dq": p.head_dim, "dk": p.head_dim, "dv": p.head_dim_v}
-        return Outcome(
-            {name: space.result(array, widths[name]) for name, array in new.items()},
-            passes[0].tables.schedule.tiling,
-            stages,
-            family.NAME,
-            timeline=launcher.timeline(passes),
-        )
-
-
-class Launcher:
-    """Launches passes over one call's arrays and collects what they report.
+def orders_dq(job: Job, saved: Mapping[str, Any]) -> bool:
+    """Whether the fastest deterministic backward here is the fused one, dQ added in a fixed order.
 
     Parameters
     ----------
     job : Job
-    space : arrays.Space
-    gpu : Gpu
-    views : dict of str to arrays.View
-        By the names of `launch.TENSORS`.
-    scratch : dict of str to array
-        Contiguous float32 arrays: "lse", "delta", "dq_acc".
-    load : callable
-        ``load(kernel, device)``, the family's compiler.
+        A backward pass.
     """
+    family = _family(job, gpu_of(saved["space"].device), "backward")
+    return family is hopper and hopper.orders_dq(job.problem)
 
-    def __init__(
-        self,
-        job: Job,
-        space: arrays.Space,
-        gpu: Gpu,
-        views: dict[str, Any],
-        scratch: dict[str, Any],
-        load: Load,
-    ) -> None:
-        self.job, self.space, self.gpu, self.load = job, space, gpu, load
-        self.views, self.scratch = views, scratch
-        self.reports: list[dict[str, cupy.ndarray]] = []
-        self._head: list[int] = []
-        for name in launch.TENSORS:
-            view = views.get(name)
-            self._head += (0, 0, 0, 0) if view is None else (view.pointer, *view.strides)
-        for name in ("lse", "delta", "dq_acc"):
-            self._head.append(space.pointer(scratch[name]) if name in scratch else 0)
 
-    def run(self, passes: tuple[Pass, ...]) -> tuple[StageTrace, ...] | None:
-        """Launch every pass in order; the stages' events if the job asks for them."""
-        for one in passes:
-            prepared(one, self.space.device, self.load)  # compile first: no gap between launches
-        for one in passes:
-            report = self._buffers(one) if self.job.trace else {}
-            self.reports.append(report)
-            self._launch(one, report)
-        if not self.job.trace:
-            return None
-        fused = self.job.algorithm == "flash2-fused"
-        return tuple(
-            counts.stage_trace(
-                one.stage,
-                one.tables.schedule,
-                report["tile_counts"].get(),
-                report["visit_counts"].get(),
-                fused=fused,
+def forward_with(family_of: FamilyOf, job: Job) -> Outcome:
+    """The forward pass by the kernels that `family_of` picks."""
+    p = job.problem
+    require_gpu()
+    space = arrays.space_of({"q": job.q, "k": job.k, "v": job.v}, p.dtype)
+    try:
+        plan = _plan(family_of, job, "forward", space)
+        with space.on_device():
+            q, k, v = space.view(job.q), space.view(job.k), space.view(job.v)
+            width = launch.row_elements(p.head_dim_v)
+            out = space.empty((p.batch, p.heads, p.n_q, width), q.array)
+            lse = space.empty((p.batch, p.heads, p.n_q))
+            inputs = (q.place, k.place, v.place, _place(space, out, p.heads, p.n_q, width))
+            lse_at = space.pointer(lse)
+            call = Call(space, (*inputs, *_NO_GRADIENTS), {"lse": lse_at})
+            stages, spans = plan.run(call, job.trace)
+            saved = {
+                "space": space,
+                "arrays": (q.array, k.array, v.array, out, lse),  # keeps them alive
+                "places": inputs,
+                "lse": lse_at,
+                "copied": _copies({"q": q, "k": k, "v": v}),
+            }
+            return Outcome(
+                {"out": space.result(out, p.head_dim_v, width), "lse": space.result(lse)},
+                plan.tiling,
+                stages,
+                plan.name,
+                saved,
+                spans,
+                plan.gpu.name,
             )
-            for one, report in zip(passes, self.reports, strict=True)
-        )
+    except (MemoryError, RuntimeError) as error:
+        explained = _explained(error)
+        if explained is None:
+            raise
+        raise explained from error
 
-    def timeline(self, passes: tuple[Pass, ...]) -> np.ndarray | None:
-        """Where and when each visit ran, from the first block's start; None unless asked for."""
-        if self.job.trace != "timeline":
-            return None
-        parts = [
-            timeline.spans(
-                number,
-                one.tables.schedule,
-                one.tables.by,
-                report["tile_stamps"].get(),
-                report["visit_stamps"].get(),
-                self.gpu.clock_khz,
+
+def backward_with(family_of: FamilyOf, job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
+    """The backward pass, likewise."""
+    p, space = job.problem, saved["space"]
+    arrays.check_space("dout", dout, p.dtype, space)
+    fused = job.algorithm == "flash2-fused"
+    try:
+        plan = _plan(family_of, job, "backward", space)
+        with space.on_device():
+            like = saved["arrays"][0]
+            d, dv = launch.row_elements(p.head_dim), launch.row_elements(p.head_dim_v)
+            given = space.view(dout)
+            dq = space.empty((p.batch, p.heads, p.n_q, d), like)
+            dk = space.empty((p.batch, p.kv_heads, p.n_kv, d), like)
+            dv_out = space.empty((p.batch, p.kv_heads, p.n_kv, dv), like)
+            delta = space.empty((p.batch, p.heads, p.n_q))
+            places = (
+                *saved["places"],
+                given.place,
+                _place(space, dq, p.heads, p.n_q, d),
+                _place(space, dk, p.kv_heads, p.n_kv, d),
+                _place(space, dv_out, p.kv_heads, p.n_kv, dv),
             )
-            for number, (one, report) in enumerate(zip(passes, self.reports, strict=True))
-            if one.kernel.shared_bytes  # row-wise passes have no visits
-        ]
-        spans = np.concatenate(parts)
-        first = spans["start_ns"].min()
-        spans["start_ns"] -= first
-        spans["end_ns"] -= first
-        return spans
-
-    def _buffers(self, one: Pass) -> dict[str, Any]:
-        p, tables = self.job.problem, one.tables
-        heads = p.batch * p.heads
-        shapes = {
-            "visit_counts": (heads, tables.n_visits, launch.SLOTS),
-            "tile_counts": (one.walks, tables.tiles, launch.SLOTS),
-        }
-        made = {name: self.space.zeros(shape, "uint32") for name, shape in shapes.items()}
-        if self.job.trace == "timeline":
-            made["visit_stamps"] = self.space.zeros(
-                (heads, tables.n_visits, launch.VISIT_STAMPS), "uint64"
+            scratch = {"lse": saved["lse"], "delta": space.pointer(delta)}
+            if fused:
+                narrow = p.dtype != "float32"
+                acc = space.empty((p.batch, p.heads, p.n_q, d)) if narrow else dq
+                scratch["dq_acc"] = space.pointer(acc)
+            if fused and job.deterministic:
+                with space.active():
+                    turns = space.zeros((p.batch, p.heads, p.n_q, 2), "uint32")
+                scratch["turns"] = turns.data.ptr
+            stages, spans = plan.run(Call(space, places, scratch), job.trace, fused=fused)
+            gradients = {
+                "dq": space.result(dq, p.head_dim, d),
+                "dk": space.result(dk, p.head_dim, d),
+                "dv": space.result(dv_out, p.head_dim_v, dv),
+            }
+            return Outcome(
+                gradients, plan.tiling, stages, plan.name, timeline=spans, gpu=plan.gpu.name
             )
-            made["tile_stamps"] = self.space.zeros(
-                (one.walks, tables.tiles, launch.TILE_STAMPS), "uint64"
-            )
-        return made
-
-    def _launch(self, one: Pass, report: dict[str, Any]) -> None:
-        ready = prepared(one, self.space.device, self.load)
-        reported = [report[n].data.ptr if n in report else 0 for n in launch.REPORTS]
-        packed = launch.ARGS_FORMAT.pack(*self._head, *ready.tables, *reported, *ready.numbers)
-        # As plain bytes: CuPy would spell out a structured dtype's fields at every launch.
-        args = np.frombuffer(packed, _ARGS_BYTES)
-        values: tuple[Any, ...] = (args,)
-        if one.kernel.boxes:
-            maps = (self._map(box) for box in one.kernel.boxes)
-            values = (*maps, args, self.space.zeros((1,), "uint32"))
-        ready.function(one.grid, ready.block, values, shared_mem=one.kernel.shared_bytes)
-
-    def _map(self, box: launch.Box) -> np.ndarray:
-        """The tensor map of one array of this call."""
-        p = self.job.problem
-        if box.tensor in self.views:
-            pointer, strides, _ = self.views[box.tensor]
-        else:
-            d = launch.row_elements(p.head_dim)
-            pointer = self.space.pointer(self.scratch[box.tensor])
-            strides = (p.heads * p.n_q * d, p.n_q * d, d)
-        return tensor_maps.encode(p, box, pointer, strides)
+    except (MemoryError, RuntimeError) as error:
+        explained = _explained(error)
+        if explained is None:
+            raise
+        raise explained from error
 
 
-_ARGS_BYTES = np.dtype(("V", launch.ARGS.itemsize))
+def _copies(views: Mapping[str, arrays.View]) -> dict[str, int]:
+    return {name: view.copied for name, view in views.items() if view.copied}
 
 
-class Uploaded:
-    """A walk's tables in GPU memory."""
-
-    def __init__(self, tables: Lowered) -> None:
-        self.arrays = {
-            name: cupy.asarray(table)
-            for name in launch.TABLES
-            if (table := getattr(tables, name)) is not None
-        }
-        self.pointers = [
-            self.arrays[name].data.ptr if name in self.arrays else 0 for name in launch.TABLES
-        ]
+_NO_GRADIENTS = (ABSENT,) * (len(launch.TENSORS) - 4)
 
 
-@lru_cache(maxsize=256)
-def uploaded(tables: Lowered, device: int) -> Uploaded:
-    """The tables on CuPy's current device, uploaded once."""
-    made = Uploaded(tables)
-    cupy.cuda.get_current_stream().synchronize()  # other streams may use them from now on
-    return made
+def _place(
+    space: arrays.Space, array: Any, heads: int, n: int, width: int
+) -> tuple[int, int, int, int]:
+    """Address and strides of a new, contiguous (batch, heads, n, width) array."""
+    return space.pointer(array), heads * n * width, n * width, width
 
 
-class Prepared:
-    """All of a launch that does not change from call to call."""
-
-    def __init__(self, one: Pass, device: int, load: Load) -> None:
-        self.function = load(one.kernel, device)
-        self.block = (one.kernel.threads,)
-        self._uploaded = uploaded(one.tables, device)  # keeps the tables alive
-        self.tables = self._uploaded.pointers
-        p = one.tables.schedule.problem
-        values = {
-            **{"walks": one.walks, "tiles": one.tables.tiles, "clump": one.clump},
-            "n_visits": one.tables.n_visits,
-        }
-        names = (*launch.INTEGERS, "scale", "softcap")
-        self.numbers = [values.get(n) if n in values else getattr(p, n) for n in names]
+def _plan(family_of: FamilyOf, job: Job, direction: str, space: arrays.Space) -> Plan:
+    """The job's launches, made ready at its first call: looked up by all but its arrays."""
+    return _planned(
+        *(family_of, direction, job.problem, job.tiling, job.key_order, job.algorithm),
+        *(job.deterministic, job.trace),
+        tuple(job.options.items()) if job.options else (),
+        space,
+    )
 
 
 @lru_cache(maxsize=512)
-def prepared(one: Pass, device: int, load: Load) -> Prepared:
-    """A pass compiled and its tables uploaded, once for each device and compiler."""
-    return Prepared(one, device, load)
+def _planned(
+    family_of: FamilyOf,
+    direction: str,
+    problem: Any,
+    tiling: Any,
+    key_order: Any,
+    algorithm: str,
+    ordered: bool,
+    trace: bool | str,
+    options: tuple[tuple[str, Any], ...],
+    space: arrays.Space,
+) -> Plan:
+    job = Job(problem, None, None, None, options=dict(options))
+    job = replace(job, tiling=tiling, key_order=key_order, algorithm=algorithm, trace=trace)
+    with space.active():
+        gpu = gpu_of(space.device)
+        family = family_of(job, gpu, direction)
+        given = (problem, tiling, gpu, key_order, _report(job))
+        if direction == "forward":
+            passes = family.forward_passes(*given)
+        else:
+            extra = {"ordered": True} if ordered else {}
+            passes = family.backward_passes(*given, algorithm, **extra)
+        return Plan(family.NAME, passes, gpu, space.device, family.load)
 
 
 @cache
@@ -346,39 +256,40 @@ def _check(job: Job) -> None:
                 f"backend='cupy' takes {name} up to {launch.MAX_HEAD_DIM}, got {getattr(p, name)}"
             )
     lowering.refuse(p)
-
-
-def _check_kernel(job: Job) -> None:
-    name = job.options.get("kernel", "auto")
+    name, tf32 = job.options.get("kernel", "auto"), job.options.get("allow_tf32", False)
     if name not in ("auto", *KERNELS):
         raise OptionError(f"unknown kernel {name!r}; {choices(name, ('auto', *KERNELS))}")
+    if not isinstance(tf32, bool):
+        raise OptionError(f"allow_tf32 must be True or False, got {tf32!r}")
 
 
 def _family(job: Job, gpu: Gpu, direction: str) -> Any:
     """The kernels that were asked for; "auto" takes Hopper's wherever they run this."""
     name = job.options.get("kernel", "auto")
-    if name != "auto":
-        return KERNELS[name]
-    refused = hopper.refusal(job.problem, job.tiling, gpu, direction, _report(job))
-    return portable if refused else hopper
+    if name == "hopper" or (
+        name == "auto"
+        and not hopper.refusal(job.problem, job.tiling, gpu, direction, _report(job), job.algorithm)
+    ):
+        return hopper
+    tf32 = job.problem.dtype == "float32" and job.options.get("allow_tf32", False)
+    return portable.TF32 if tf32 else portable
 
 
 def _report(job: Job) -> str:
     return "timeline" if job.trace == "timeline" else "counts" if job.trace else ""
 
 
-@contextmanager
-def _errors(job: Job) -> Iterator[None]:
-    """Say what a failure of the GPU means for the caller."""
-    try:
-        yield
-    except cupy.cuda.memory.OutOfMemoryError as error:
-        raise BackendUnavailable(
+def _explained(error: Exception) -> BackendUnavailable | None:
+    """What a failure of the GPU means for the caller; None if it is another."""
+    refused = (cupy.cuda.driver.CUDADriverError, cupy.cuda.runtime.CUDARuntimeError)
+    if type(error).__name__ == "OutOfMemoryError":  # CuPy's or torch's
+        return BackendUnavailable(
             f"out of GPU memory: {error}; free arrays, use a shorter batch or, for the backward "
             "pass, deterministic=True, which needs no float32 accumulator for dQ"
-        ) from error
-    except (cupy.cuda.driver.CUDADriverError, cupy.cuda.runtime.CUDARuntimeError) as error:
-        raise BackendUnavailable(
-            f"the GPU refused the launch: {error}; if it was an earlier kernel that failed, only a "
-            "new process helps"
-        ) from error
+        )
+    if not isinstance(error, refused):
+        return None
+    return BackendUnavailable(
+        f"the GPU refused the launch: {error}; if it was an earlier kernel that failed, only a "
+        "new process helps"
+    )

@@ -1,51 +1,83 @@
 """The portable kernels (sm_80 and later): which pass runs which kernel, and how it is launched.
 
-A *kernel family* like this one offers `NAME`, `forward_passes`, `backward_passes` and `load`, its
-compiler; the engine (`cupy_engine`) owns arrays, errors and traces.
+A *kernel family* offers `NAME`, `forward_passes`, `backward_passes` and `load`, its compiler; the
+engine (`cupy_engine`) owns arrays, errors and traces. This module is one, `Portable` makes more.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from flashsim import plans
-from flashsim.backends import compiler, launch
-from flashsim.backends.launch import Gpu
+from flashsim.backends import compiler, fitting, launch
+from flashsim.backends.launch import Gpu, Kernel, Variant
 from flashsim.backends.passes import Pass, tables_of, variant_of, walk_pass
 from flashsim.problem import Problem
 from flashsim.schedule import KeyOrder
 from flashsim.tiling import Tiling
 
-NAME = "portable"
-load = compiler.load
+
+@dataclass(frozen=True)
+class Portable:
+    """The family whose kernels are compiled for `like`, but for what a walk and a report ask."""
+
+    like: Variant = fitting.PLAIN
+    NAME: str = "portable"
+    load: Callable[[Kernel, int], Any] = compiler.load
+
+    def forward_passes(
+        self, problem: Problem, tiling: Tiling | None, gpu: Gpu, key_order: KeyOrder, report: str
+    ) -> tuple[Pass, ...]:
+        """The forward pass: one launch.
+
+        Parameters
+        ----------
+        tiling : Tiling or None
+            None takes `fitting.default_tiling`.
+        report : {"", "counts", "timeline"}
+            What the kernels record.
+
+        Raises
+        ------
+        TilingError, UnsupportedError
+        """
+        return _forward_passes(self.like, problem, tiling, gpu, key_order, report)
+
+    def backward_passes(
+        self,
+        problem: Problem,
+        tiling: Tiling | None,
+        gpu: Gpu,
+        key_order: KeyOrder,
+        report: str,
+        algorithm: str,
+    ) -> tuple[Pass, ...]:
+        """The backward pass, in the order of its launches; as `forward_passes`."""
+        return _backward_passes(self.like, problem, tiling, gpu, key_order, report, algorithm)
 
 
 @lru_cache(maxsize=256)
-def forward_passes(
-    problem: Problem, tiling: Tiling | None, gpu: Gpu, key_order: KeyOrder, report: str
+def _forward_passes(
+    like: Variant,
+    problem: Problem,
+    tiling: Tiling | None,
+    gpu: Gpu,
+    key_order: KeyOrder,
+    report: str,
 ) -> tuple[Pass, ...]:
-    """The forward pass: one launch.
-
-    Parameters
-    ----------
-    tiling : Tiling or None
-        None takes `launch.default_tiling`.
-    report : {"", "counts", "timeline"}
-        What the kernels record.
-
-    Raises
-    ------
-    TilingError, UnsupportedError
-    """
-    tiling = _tiling(problem, tiling, gpu, "forward", fused=False)
+    tiling = _tiling(like, problem, tiling, gpu, "forward", fused=False)
     (stage,) = plans.stages(problem, "flash2", "forward")
     tables = tables_of(stage, problem, tiling, key_order)
-    kernel = launch.forward_kernel(problem, tiling, variant_of(tables, report))
-    return (walk_pass(stage, tables, kernel, gpu),)
+    variant = _variant(like, variant_of(tables, report))
+    return (walk_pass(stage, tables, launch.forward_kernel(problem, tiling, variant), gpu),)
 
 
 @lru_cache(maxsize=256)
-def backward_passes(
+def _backward_passes(
+    like: Variant,
     problem: Problem,
     tiling: Tiling | None,
     gpu: Gpu,
@@ -53,13 +85,12 @@ def backward_passes(
     report: str,
     algorithm: str,
 ) -> tuple[Pass, ...]:
-    """The backward pass, in the order of its launches; as `forward_passes`."""
     fused = algorithm == "flash2-fused"
-    tiling = _tiling(problem, tiling, gpu, "backward", fused=fused)
+    tiling = _tiling(like, problem, tiling, gpu, "backward", fused=fused)
     passes = []
     for stage in plans.stages(problem, algorithm, "backward"):
         tables = tables_of(stage, problem, tiling, key_order)
-        variant = variant_of(tables, report)
+        variant = _variant(like, variant_of(tables, report))
         if stage.name in ("dkdv", "fused"):
             kernel = launch.dkdv_kernel(problem, tiling, variant, gpu, fused=fused)
             passes.append(walk_pass(stage, tables, kernel, gpu))
@@ -74,10 +105,27 @@ def backward_passes(
     return tuple(passes)
 
 
+def _variant(like: Variant, asked: Variant) -> Variant:
+    return replace(asked, tf32=like.tf32, python=like.python)
+
+
 def _tiling(
-    problem: Problem, tiling: Tiling | None, gpu: Gpu, direction: str, *, fused: bool
+    like: Variant,
+    problem: Problem,
+    tiling: Tiling | None,
+    gpu: Gpu,
+    direction: str,
+    *,
+    fused: bool,
 ) -> Tiling:
     if tiling is None:
-        return launch.default_tiling(problem, gpu, direction, fused=fused)
-    launch.check(problem, tiling, gpu, direction, fused=fused)
+        return fitting.default_tiling(problem, gpu, direction, like, fused=fused)
+    fitting.check(problem, tiling, gpu, direction, like, fused=fused)
     return tiling
+
+
+_plain = Portable()
+NAME, load = _plain.NAME, _plain.load
+forward_passes, backward_passes = _plain.forward_passes, _plain.backward_passes
+#: float32 products on tensor cores, their operands rounded to tf32.
+TF32 = Portable(replace(fitting.PLAIN, tf32=True), "portable, tf32")

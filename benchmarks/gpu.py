@@ -6,34 +6,34 @@ Implementations: flashsim's GPU backends, and torch's FlashAttention-2, cuDNN, m
 math kernels through `scaled_dot_product_attention`. Times are medians of interleaved repetitions
 between CUDA events, after warm-up; each repetition makes several calls back to back behind a
 spinning kernel, so that the host runs ahead and the GPU's time alone is measured. FLOPs are the
-papers': 4 B H N^2 d forward (half for causal), 2.5 times that backward. Every configuration runs,
-whatever fails; `status` says ok, OOM, unsupported or error.
+papers': 4 B H N^2 d forward (half for causal), 2.5 times that backward. Peaks are memory in use
+beyond the inputs, MiB; saved activations what the forward pass keeps for the backward beside the
+output. Every configuration runs, whatever fails, in another process after a failure that may have
+spoilt this one; `status` says ok, OOM, unsupported or error. Without a torch that sees the GPU,
+flashsim's kernels run on CuPy arrays (float16 and float32).
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import multiprocessing
 import statistics
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-import torch
-import torch.nn.functional as functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from gpu_lab import MIB, Lab, TorchLab, open_lab
 
-import flashsim
-from flashsim.errors import FlashSimError
-
-MIB = 1024 * 1024
 COLUMNS = (
     *("implementation", "d_model", "seq_len", "forward_ms", "forward_peak_MiB", "backward_ms"),
     *("backward_peak_MiB", "saved_activations_MiB", "status", "gpu", "dtype", "head_dim", "causal"),
     *("forward_tflops", "backward_tflops"),
 )
-#: The papers' twelve shapes: 16 k tokens a batch, d_model 2048.
+#: (head_dim, causal, sequence length). The papers' twelve shapes: 16 k tokens, d_model 2048.
 PAPERS = [
     (d, causal, n) for d in (128, 64) for causal in (False, True) for n in (1024, 4096, 16384)
 ]
@@ -41,48 +41,68 @@ SMOKE = [(64, True, 1024), (128, False, 1024)]
 TOKENS, D_MODEL = 16384, 2048
 
 
-@dataclass
+@dataclass(frozen=True)
 class Shape:
-    """One configuration: (batch, heads, n, d) inputs and the gradient of the output."""
+    """One configuration: batch and heads follow from the tokens and d_model."""
 
     head_dim: int
     causal: bool
     n: int
-    dtype: torch.dtype
+    dtype: str
 
-    def __post_init__(self) -> None:
-        self.batch, self.heads = TOKENS // self.n, D_MODEL // self.head_dim
-        shape = (self.batch, self.heads, self.n, self.head_dim)
-        self.q, self.k, self.v, self.dout = (
-            torch.randn(shape, device="cuda", dtype=self.dtype) for _ in range(4)
-        )
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """(batch, heads, n, head_dim)."""
+        return TOKENS // self.n, D_MODEL // self.head_dim, self.n, self.head_dim
 
     @property
     def flops(self) -> float:
         """FLOPs of the forward pass, as the papers count them."""
-        return 4 * self.batch * self.heads * self.n**2 * self.head_dim * (0.5 if self.causal else 1)
+        batch, heads, n, d = self.sizes
+        return 4 * batch * heads * n**2 * d * (0.5 if self.causal else 1)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The arrays of one shape."""
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    causal: bool
 
 
 class Torch:
-    """One kernel of torch's scaled_dot_product_attention."""
+    """One kernel of torch's scaled_dot_product_attention, by its name in `SDPBackend`."""
 
-    def __init__(self, backend: SDPBackend) -> None:
+    def __init__(self, backend: str) -> None:
         self.backend = backend
 
-    def forward(self, s: Shape) -> Any:
+    def _attend(self, q: Any, k: Any, v: Any, causal: bool) -> Any:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+        from torch.nn.functional import scaled_dot_product_attention
+
+        with sdpa_kernel(getattr(SDPBackend, self.backend)):
+            return scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    def forward(self, x: Inputs) -> Any:
         """With a graph, for the backward pass."""
-        self.inputs = [x.detach().requires_grad_() for x in (s.q, s.k, s.v)]
-        with sdpa_kernel(self.backend):
-            return functional.scaled_dot_product_attention(*self.inputs, is_causal=s.causal)
+        self.inputs = [a.detach().requires_grad_() for a in (x.q, x.k, x.v)]
+        return self._attend(*self.inputs, x.causal)
 
-    def inference(self, s: Shape) -> Any:
+    def inference(self, x: Inputs) -> Any:
         """Without one."""
-        with torch.no_grad(), sdpa_kernel(self.backend):
-            return functional.scaled_dot_product_attention(s.q, s.k, s.v, is_causal=s.causal)
+        import torch
 
-    def backward(self, s: Shape, result: Any) -> Any:
+        with torch.no_grad():
+            return self._attend(x.q, x.k, x.v, x.causal)
+
+    def backward(self, x: Inputs, result: Any) -> Any:
         """The gradients of q, k and v."""
-        return torch.autograd.grad(result, self.inputs, s.dout, retain_graph=True)
+        import torch
+
+        return torch.autograd.grad(result, self.inputs, x.dout, retain_graph=True)
 
 
 class Flashsim:
@@ -91,109 +111,159 @@ class Flashsim:
     def __init__(self, backend: str, deterministic: bool, **options: Any) -> None:
         self.backend, self.deterministic, self.options = backend, deterministic, options
 
-    def forward(self, s: Shape) -> Any:
+    def forward(self, x: Inputs) -> Any:
         """The forward pass."""
-        return flashsim.run(s.q, s.k, s.v, causal=s.causal, backend=self.backend, **self.options)
+        import flashsim
+
+        return flashsim.run(x.q, x.k, x.v, causal=x.causal, backend=self.backend, **self.options)
 
     inference = forward
 
-    def backward(self, s: Shape, result: Any) -> Any:
+    def backward(self, x: Inputs, result: Any) -> Any:
         """The gradients of q, k and v."""
-        return result.backward(s.dout, deterministic=self.deterministic)
+        return result.backward(x.dout, deterministic=self.deterministic)
 
 
-def implementations() -> dict[str, Any]:
-    """Everything that might run here, by the name that the CSV gives it."""
-    return {
-        "flashsim cupy": Flashsim("cupy", deterministic=False),
-        "flashsim cupy deterministic": Flashsim("cupy", deterministic=True),
-        "flashsim cupy portable": Flashsim("cupy", deterministic=False, kernel="portable"),
-        "flashsim numba_cuda": Flashsim("numba_cuda", deterministic=False),
-        "flashsim numba_cuda deterministic": Flashsim("numba_cuda", deterministic=True),
-        "torch flash2": Torch(SDPBackend.FLASH_ATTENTION),
-        "torch cudnn": Torch(SDPBackend.CUDNN_ATTENTION),
-        "torch efficient": Torch(SDPBackend.EFFICIENT_ATTENTION),
-        "torch math": Torch(SDPBackend.MATH),
-    }
+#: Everything that might run, by the name that the CSV gives it.
+IMPLEMENTATIONS: dict[str, Torch | Flashsim] = {
+    "flashsim cupy": Flashsim("cupy", deterministic=False),
+    "flashsim cupy deterministic": Flashsim("cupy", deterministic=True),
+    "flashsim cupy portable": Flashsim("cupy", deterministic=False, kernel="portable"),
+    "flashsim cupy portable deterministic": Flashsim("cupy", deterministic=True, kernel="portable"),
+    "flashsim cupy tf32": Flashsim("cupy", deterministic=False, allow_tf32=True),
+    "flashsim numba_cuda": Flashsim("numba_cuda", deterministic=False),
+    "flashsim numba_cuda deterministic": Flashsim("numba_cuda", deterministic=True),
+    "torch flash2": Torch("FLASH_ATTENTION"),
+    "torch cudnn": Torch("CUDNN_ATTENTION"),
+    "torch efficient": Torch("EFFICIENT_ATTENTION"),
+    "torch math": Torch("MATH"),
+}
 
 
-def peak_mib(work: Callable[[], Any]) -> tuple[Any, float, float]:
-    """What `work` returns, its peak memory beyond what was there, and what it keeps, in MiB."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    result = work()
-    torch.cuda.synchronize()
-    peak, after = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
-    return result, (peak - before) / MIB, (after - before) / MIB
+def status_of(error: Exception) -> str:
+    """What a failure is called in the table."""
+    from flashsim.errors import FlashSimError
+
+    kind, text = type(error).__name__, str(error)
+    if kind == "OutOfMemoryError" or "out of GPU memory" in text or "out of memory" in text:
+        return "OOM"
+    unsupported = isinstance(
+        error, (FlashSimError, ImportError, AttributeError, NotImplementedError)
+    )
+    return "unsupported" if unsupported or "No available kernel" in text else "error"
 
 
-def interleaved(
-    works: dict[str, Callable[[], Any]], repetitions: int, flush: torch.Tensor | None
-) -> dict[str, float]:
-    """Median milliseconds a call of each, their repetitions taken in turn."""
-    times: dict[str, list[float]] = {name: [] for name in works}
-    calls = 1 if flush is not None else 3
-    for work in works.values():
-        work()
-    for _ in range(repetitions):
-        for name, work in works.items():
-            if flush is not None:
-                flush.zero_()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(1_000_000)
-            start.record()
-            for _ in range(calls):
-                work()
-            end.record()
-            end.synchronize()
-            times[name].append(start.elapsed_time(end) / calls)
-    return {name: statistics.median(t) for name, t in times.items()}
+@dataclass
+class Contender:
+    """An implementation at one shape: its row of the table, and what is timed."""
 
+    one: Torch | Flashsim
+    row: dict[str, Any]
+    works: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    times: dict[str, list[float]] = field(default_factory=dict)
 
-def measure(s: Shape, repetitions: int, flush: torch.Tensor | None) -> Iterator[dict[str, Any]]:
-    """One row for each implementation."""
-    rows: dict[str, dict[str, Any]] = {}
-    forward: dict[str, Callable[[], Any]] = {}
-    backward: dict[str, Callable[[], Any]] = {}
-    for name, one in implementations().items():
-        row = rows[name] = dict.fromkeys(COLUMNS, "")
+    def attempt(self, work: Callable[[], None]) -> None:
+        """Do it, unless something failed before; note a failure."""
+        if self.row["status"] != "ok":
+            return
         try:
-            one.inference(s)  # compiles, and fails here if it must
-            _, row["forward_peak_MiB"], _ = peak_mib(lambda one=one: one.inference(s))
-            result, _, kept = peak_mib(lambda one=one: one.forward(s))
-            out = getattr(result, "out", result)
-            row["saved_activations_MiB"] = kept - out.nbytes / MIB
-            one.backward(s, result)
-            _, row["backward_peak_MiB"], _ = peak_mib(
-                lambda one=one, result=result: one.backward(s, result)
-            )
-            forward[name] = lambda one=one: one.inference(s)
-            backward[name] = lambda one=one, result=result: one.backward(s, result)
-            row["status"] = "ok"
-        except torch.cuda.OutOfMemoryError:
-            row["status"] = "OOM"
-        except FlashSimError as error:
-            row["status"] = "OOM" if "out of GPU memory" in str(error) else "unsupported"
-        except RuntimeError as error:
-            row["status"] = "unsupported" if "No available kernel" in str(error) else "error"
-        finally:
-            torch.cuda.empty_cache()
-    for key, works, factor in (("forward", forward, 1.0), ("backward", backward, 2.5)):
-        for name, ms in interleaved(works, repetitions, flush).items():
-            rows[name][f"{key}_ms"] = ms
-            rows[name][f"{key}_tflops"] = factor * s.flops / ms / 1e9
-    for name, row in rows.items():
-        row |= {
-            "implementation": name,
-            "d_model": D_MODEL,
-            "seq_len": s.n,
-            "gpu": torch.cuda.get_device_name(),
-            "dtype": str(s.dtype).removeprefix("torch."),
-            "head_dim": s.head_dim,
-            "causal": s.causal,
-        }
-        yield row
+            work()
+        except Exception as error:
+            self.row["status"] = status_of(error)
+            self.works.clear()
+            print(f"  {self.row['implementation']}: {type(error).__name__}: {error}"[:300])
+
+    def prepare(self, lab: Lab, x: Inputs) -> None:
+        """Compile, measure memory."""
+        self.one.inference(x)
+        _, peak, _ = lab.peak(lambda: self.one.inference(x))
+        self.row["forward_peak_MiB"] = peak / MIB
+        result, _, kept = lab.peak(lambda: self.one.forward(x))
+        self.row["saved_activations_MiB"] = (kept - getattr(result, "out", result).nbytes) / MIB
+        self.one.backward(x, result)
+        _, peak, _ = lab.peak(lambda: self.one.backward(x, result))
+        self.row["backward_peak_MiB"] = peak / MIB
+        self.works["forward"] = lambda: self.one.inference(x)
+        self.works["backward"] = lambda: self.one.backward(x, result)
+
+    def time(self, lab: Lab, direction: str, *, flush: bool) -> None:
+        """One repetition: the mean of a few calls, or one behind a flushed cache."""
+        calls = 1 if flush else 3
+        if flush:
+            lab.flush()
+        lab.spin()
+        start = lab.event()
+        for _ in range(calls):
+            self.works[direction]()
+        self.times.setdefault(direction, []).append(lab.milliseconds(start, lab.event()) / calls)
+
+
+def measure(s: Shape, repetitions: int, flush: bool) -> list[dict[str, Any]]:
+    """One row for each implementation."""
+    lab, why = open_lab()
+    if why:
+        print(f"  no torch kernels, arrays are CuPy's: {why}")
+    rows = blank(s, lab.name)
+    everyone = [Contender(IMPLEMENTATIONS[row["implementation"]], row) for row in rows]
+    try:
+        x = Inputs(*(lab.array(s.sizes, s.dtype) for _ in range(4)), s.causal)
+    except Exception as error:
+        print(f"  inputs: {type(error).__name__}: {error}"[:300])
+        return [row | {"status": status_of(error)} for row in rows]
+    for c in everyone:
+        if isinstance(c.one, Torch) and not isinstance(lab, TorchLab):
+            c.row["status"] = "unsupported"
+        c.attempt(partial(c.prepare, lab, x))
+        lab.release()
+    for direction in ("forward", "backward"):
+        for _ in range(1 + repetitions):  # the first one warms up
+            for c in everyone:
+                c.attempt(partial(c.time, lab, direction, flush=flush))
+    for c in everyone:
+        for direction, factor in (("forward", 1.0), ("backward", 2.5)):
+            if c.row["status"] == "ok":
+                ms = statistics.median(c.times[direction][1:])
+                c.row[f"{direction}_ms"] = ms
+                c.row[f"{direction}_tflops"] = factor * s.flops / ms / 1e9
+    return rows
+
+
+def blank(s: Shape, gpu: str) -> list[dict[str, Any]]:
+    """The rows of a shape before anything was measured."""
+    return [
+        dict.fromkeys(COLUMNS, "")
+        | {"implementation": name, "d_model": D_MODEL, "seq_len": s.n, "status": "ok", "gpu": gpu}
+        | {"dtype": s.dtype, "head_dim": s.head_dim, "causal": s.causal}
+        for name in IMPLEMENTATIONS
+        if s.dtype == "float32" or "tf32" not in name
+    ]
+
+
+class Worker:
+    """A process that measures shapes; a fresh one after any that a failure may have spoilt."""
+
+    def __init__(self) -> None:
+        self._pool: ProcessPoolExecutor | None = None
+
+    def measure(self, s: Shape, repetitions: int, flush: bool) -> list[dict[str, Any]]:
+        """As `measure`; rows of status "error" if the process died."""
+        if self._pool is None:
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(1, mp_context=context)
+        try:
+            rows = self._pool.submit(measure, s, repetitions, flush).result()
+        except Exception as error:
+            print(f"  {type(error).__name__}: {error}"[:300])
+            rows = [row | {"status": "error"} for row in blank(s, "")]
+        if any(row["status"] == "error" for row in rows):
+            self.close()
+        return rows
+
+    def close(self) -> None:
+        """End the process."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
 
 
 def main() -> None:
@@ -207,24 +277,36 @@ def main() -> None:
     )
     parser.add_argument("--csv", default="gpu.csv", help="where the table goes")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("benchmarks/gpu.py needs an NVIDIA GPU and a torch that sees it")
-    flush = torch.empty(256 * MIB, dtype=torch.uint8, device="cuda") if options.flush_l2 else None
+    try:
+        open_lab()
+    except RuntimeError as error:
+        sys.exit(f"benchmarks/gpu.py: {error}")
+    worker = Worker()
     with open(options.csv, "w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         for head_dim, causal, n in PAPERS if options.shapes == "papers" else SMOKE:
-            shape = Shape(head_dim, causal, n, getattr(torch, options.dtype))
-            print(f"d={head_dim} N={n} {'causal' if causal else 'full'} {options.dtype}")
-            for row in measure(shape, options.repetitions, flush):
-                writer.writerow(row)
-                file.flush()
-                speed = "".join(
-                    f"  {key} {row[f'{key}_ms']:8.3f} ms {row[f'{key}_tflops']:4.0f} TFLOP/s"
-                    for key in ("forward", "backward")
-                    if row[f"{key}_ms"] != ""
-                )
-                print(f"  {row['implementation']:<28}{row['status']:<12}{speed}", flush=True)
+            shape = Shape(head_dim, causal, n, options.dtype)
+            print(
+                f"d={head_dim} N={n} {'causal' if causal else 'full'} {options.dtype}", flush=True
+            )
+            rows = worker.measure(shape, options.repetitions, options.flush_l2)
+            writer.writerows(rows)
+            file.flush()
+            for row in rows:
+                print(line(row), flush=True)
+    worker.close()
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row for people."""
+    speed = "".join(
+        f"  {key} {row[f'{key}_ms']:8.3f} ms {row[f'{key}_tflops']:4.0f} TFLOP/s"
+        f" {row[f'{key}_peak_MiB']:7.1f} MiB"
+        for key in ("forward", "backward")
+        if row["status"] == "ok"
+    )
+    return f"  {row['implementation']:<38}{row['status']:<12}{speed}"
 
 
 if __name__ == "__main__":

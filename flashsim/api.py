@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import platform
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -86,6 +87,15 @@ class Result:
         """The problem that was solved."""
         return self._job.problem
 
+    @property
+    def copied(self) -> Mapping[str, int]:
+        """Bytes, by tensor, of the copies on the GPU of inputs that its kernels cannot read.
+
+        They read rows of whole 16-byte pieces on 16-byte boundaries: a head_dim that is no
+        multiple of 8 is padded. A trace counts elements that exist, and no copy.
+        """
+        return self._saved.get("copied", {})
+
     def backward(
         self,
         dout: Any,
@@ -103,8 +113,10 @@ class Result:
         tiling : Tiling, optional
             Default: the best that fits; a backward pass holds more buffers than a forward pass.
         deterministic : bool, optional
-            For FlashAttention-2: True runs the three-pass form without atomics, False the fused
-            one. Default: what `algorithm` says ("flash2": True, "flash2-fused": False).
+            For FlashAttention-2: True runs the three-pass form without atomics or, on a backend
+            that can and where that is faster, the fused one with dQ's additions in a fixed order;
+            False runs the fused one. Default: what `algorithm` says ("flash2": True,
+            "flash2-fused": False).
         trace : bool or "timeline", optional
             Default: as in `run`.
 
@@ -121,8 +133,12 @@ class Result:
             algorithm=algorithm,
             trace=self._job.trace if trace is None else _trace_mode(trace),
         )
+        engine = _engine(self._backend)
+        if deterministic and hasattr(engine, "orders_dq"):
+            ordered = replace(job, algorithm="flash2-fused", deterministic=True)
+            job = ordered if engine.orders_dq(ordered, self._saved) else job
         ndim = len(self.out.shape)
-        outcome = _engine(self._backend).backward(job, self._saved, _as_4d(dout))
+        outcome = engine.backward(job, self._saved, _as_4d(dout))
         grads = {name: _squeeze(x, ndim) for name, x in outcome.arrays.items() if name != "dbias"}
         dbias = outcome.arrays.get("dbias")
         if dbias is not None:
@@ -207,11 +223,12 @@ def run(
         given, what is possible.
     """
     engine = _engine(backend)
-    inputs.reject_unknown(
-        (name for name in options if name not in engine.OPTIONS),
-        [*_RUN_ARGUMENTS, *engine.OPTIONS],
-        "run",
-    )
+    if options:
+        inputs.reject_unknown(
+            (name for name in options if name not in engine.OPTIONS),
+            [*_RUN_ARGUMENTS, *engine.OPTIONS],
+            "run",
+        )
     plans.check_algorithm(algorithm)
     _check_tiling(tiling)
     given = inputs.prepare(
@@ -344,7 +361,8 @@ def count(
 def _engine(name: str) -> Engine:
     if name not in ENGINES:
         raise OptionError(f"unknown backend {name!r}; {choices(name, ENGINES)}")
-    return importlib.import_module(ENGINES[name])
+    module = ENGINES[name]
+    return sys.modules.get(module) or importlib.import_module(module)
 
 
 def _trace(job: Job, outcome: Outcome, direction: str, backend: str) -> Trace | None:
@@ -355,6 +373,7 @@ def _trace(job: Job, outcome: Outcome, direction: str, backend: str) -> Trace | 
         "numpy": np.__version__,
         "python": platform.python_version(),
         "kernel": outcome.kernel,
+        **({"gpu": outcome.gpu} if outcome.gpu else {}),
     }
     return Trace(
         job.problem,
@@ -406,11 +425,11 @@ def _require_numpy(name: str, x: Any, backend: str) -> None:
 
 
 def _as_4d(x: Any) -> Any:
-    return x.reshape((1,) * (4 - len(x.shape)) + tuple(x.shape))
+    return x if x.ndim == 4 else x.reshape((1,) * (4 - len(x.shape)) + tuple(x.shape))
 
 
 def _squeeze(x: Any, ndim: int) -> Any:
-    return x if len(x.shape) == ndim else x.reshape(tuple(x.shape)[len(x.shape) - ndim :])
+    return x if x.ndim == ndim else x.reshape(tuple(x.shape)[len(x.shape) - ndim :])
 
 
 __all__ = ["Gradients", "Result", "count", "run"]

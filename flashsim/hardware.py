@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from types import MappingProxyType
 
 from flashsim.errors import OptionError, choices
@@ -162,6 +163,7 @@ def _rebuild(values: dict) -> Device:
     return Device(**values)
 
 
+@cache
 def _key(name: str) -> str:
     return "".join(c for c in name.lower() if c.isalnum())
 

@@ -78,7 +78,11 @@ def reject_unknown(given: Iterable[str], known: Iterable[str], function: str) ->
 
 def dtype_name(array: Any) -> str:
     """The name of an array's element type, for NumPy, CuPy and torch alike."""
-    return str(array.dtype).removeprefix("torch.")
+    return _name(array.dtype)
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def prepare(
@@ -90,7 +94,13 @@ def prepare(
     block_mask: Any = None,
     tiling: Tiling | None = None,
     nan_policy: str = "propagate",
-    **fields: Any,
+    causal: Any = False,
+    window: Any = None,
+    softcap: Any = 0.0,
+    scale: Any = None,
+    mask: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
 ) -> Inputs:
     """Check arrays against each other and build the problem they pose.
 
@@ -99,34 +109,23 @@ def prepare(
     ShapeError, DTypeError, OptionError, MaskError
         Each says what was wrong, what was given and what is possible.
     """
-    arrays = {name: _array(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
-    ndim = _same_ndim(arrays)
-    q, k, v = arrays.values()
+    shapes = _array("q", q), _array("k", k), _array("v", v)
+    dtypes = q.dtype, k.dtype, v.dtype
+    added = None
+    if bias is not None:
+        added = _array("bias", bias), bias.dtype
+    if block_mask is not None:
+        block_mask = _block_mask(block_mask, tiling)
+    fields = (causal, window, softcap, scale, mask, cu_seqlens_q, cu_seqlens_k)
+    try:
+        problem, ndim, bias_shape = _same_problem(shapes, dtypes, added, block_mask, *fields)
+    except TypeError:  # an unhashable argument, such as a window given as a list; or an error
+        problem, ndim, bias_shape = _problem(shapes, dtypes, added, block_mask, *fields)
+    if bias is not None:
+        bias = bias.reshape(bias_shape)
+    arrays = {"q": q, "k": k, "v": v}
     if ndim < 4:
         q, k, v = (x.reshape((1,) * (4 - ndim) + tuple(x.shape)) for x in (q, k, v))
-    dtypes = {name: dtype_name(x) for name, x in arrays.items()}
-    if len(set(dtypes.values())) > 1:
-        raise DTypeError(
-            "q, k and v must have one dtype, got "
-            + ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-        )
-    _check_shapes(q, k, v)
-    batch, heads, n_q, d = (int(x) for x in q.shape)
-    if bias is not None:
-        bias = _bias(bias, dtypes["q"], (batch, heads, n_q, int(k.shape[2])))
-    problem = _problem(
-        n_q=n_q,
-        n_kv=int(k.shape[2]),
-        head_dim=d,
-        head_dim_v=int(v.shape[3]),
-        batch=batch,
-        heads=heads,
-        kv_heads=int(k.shape[1]),
-        dtype=dtypes["q"],
-        bias=None if bias is None else (int(bias.shape[0]), int(bias.shape[1])),
-        block_mask=_block_mask(block_mask, tiling),
-        **fields,
-    )
     if nan_policy not in ("propagate", "raise"):
         raise OptionError(
             f"unknown nan_policy {nan_policy!r}; {choices(nan_policy, ('propagate', 'raise'))}"
@@ -137,27 +136,65 @@ def prepare(
     return Inputs(problem, q, k, v, bias, ndim)
 
 
-@lru_cache(maxsize=256, typed=True)
-def _same_problem(**fields: Any) -> Problem:
-    return Problem(**fields)
+def _problem(
+    shapes: tuple[tuple[int, ...], ...],
+    dtypes: tuple[Any, ...],
+    bias: tuple[tuple[int, ...], Any] | None,
+    block_mask: Any,
+    causal: Any,
+    window: Any,
+    softcap: Any,
+    scale: Any,
+    mask: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+) -> tuple[Problem, int, tuple[int, ...] | None]:
+    """The problem that arrays of these shapes and types pose, their ndim, and the bias in 4-D."""
+    ndim = _same_ndim(shapes)
+    names = [_name(dtype) for dtype in dtypes]
+    if len(set(names)) > 1:
+        raise DTypeError(
+            "q, k and v must have one dtype, got "
+            + ", ".join(f"{name} {dtype}" for name, dtype in zip("qkv", names, strict=True))
+        )
+    q, k, v = ((1,) * (4 - ndim) + shape for shape in shapes)
+    _check_shapes(q, k, v)
+    batch, heads, n_q, d = q
+    bias_shape = None
+    if bias is not None:
+        bias_shape = _bias_shape(*bias, names[0], (batch, heads, n_q, k[2]))
+    problem = Problem(
+        n_q=n_q,
+        n_kv=k[2],
+        head_dim=d,
+        head_dim_v=v[3],
+        batch=batch,
+        heads=heads,
+        kv_heads=k[1],
+        dtype=names[0],
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        scale=scale,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        bias=None if bias_shape is None else (bias_shape[0], bias_shape[1]),
+        block_mask=block_mask,
+        mask=mask,
+    )
+    return problem, ndim, bias_shape
 
 
-def _problem(**fields: Any) -> Problem:
-    """`Problem`, validated once for the same arguments: short GPU calls feel the difference."""
-    try:
-        return _same_problem(**fields)
-    except TypeError:  # an unhashable argument, such as a window given as a list
-        return Problem(**fields)
+#: Validated once for the same arguments: short GPU calls feel the difference.
+_same_problem = lru_cache(maxsize=256, typed=True)(_problem)
 
 
 def check_like(name: str, array: Any, like: Any, what: str) -> Any:
     """`array`, if it has the shape and dtype of `like`; `what` is what the error calls that."""
-    array = _array(name, array)
-    if tuple(array.shape) != tuple(like.shape):
-        raise ShapeError(
-            f"{name} must have {what}'s shape {tuple(like.shape)}, got {tuple(array.shape)}"
-        )
-    if dtype_name(array) != dtype_name(like):
+    shape = _array(name, array)
+    if shape != tuple(like.shape):
+        raise ShapeError(f"{name} must have {what}'s shape {tuple(like.shape)}, got {shape}")
+    if array.dtype != like.dtype and dtype_name(array) != dtype_name(like):
         raise DTypeError(
             f"{name} must have {what}'s dtype {dtype_name(like)}, got {dtype_name(array)}; "
             f"convert it with {name}.astype(...) if that is meant"
@@ -176,23 +213,25 @@ def check_finite(name: str, array: Any) -> None:
         )
 
 
-def _array(name: str, x: Any) -> Any:
-    if not all(hasattr(x, attribute) for attribute in ("shape", "dtype", "reshape")):
+def _array(name: str, x: Any) -> tuple[int, ...]:
+    """The shape of an array, if it is one."""
+    try:
+        shape, _, _ = tuple(x.shape), x.dtype, x.reshape
+    except (AttributeError, TypeError):
         raise DTypeError(
             f"{name} must be an array (NumPy, CuPy or torch), got {type(x).__name__}; "
             f"np.asarray({name}, np.float32) makes one"
-        )
-    several = isinstance(x, np.ndarray) and x.ndim > 0 and x.size > 0 and x.shape[-1] > 1
+        ) from None
+    several = isinstance(x, np.ndarray) and x.size > 0 and shape and shape[-1] > 1
     if several and x.strides[-1] != x.itemsize:
         raise ShapeError(
             f"{name}'s last axis must be contiguous, got strides {x.strides} B for shape "
-            f"{x.shape}; np.ascontiguousarray({name}) makes it so"
+            f"{shape}; np.ascontiguousarray({name}) makes it so"
         )
-    return x
+    return shape
 
 
-def _same_ndim(arrays: dict[str, Any]) -> int:
-    shapes = [tuple(x.shape) for x in arrays.values()]
+def _same_ndim(shapes: tuple[tuple[int, ...], ...]) -> int:
     ndims = {len(shape) for shape in shapes}
     if len(ndims) > 1 or not ndims <= set(AXES):
         raise ShapeError(
@@ -203,8 +242,8 @@ def _same_ndim(arrays: dict[str, Any]) -> int:
     return ndims.pop()
 
 
-def _check_shapes(q: Any, k: Any, v: Any) -> None:
-    shapes = q, k, v = tuple(q.shape), tuple(k.shape), tuple(v.shape)
+def _check_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> None:
+    shapes = q, k, v
     if q[0] != k[0] or q[0] != v[0]:
         raise ShapeError(f"q, k and v must have the same batch size, got {_named(shapes)}")
     if k[1] != v[1]:
@@ -219,21 +258,21 @@ def _named(shapes: Iterable[tuple[int, ...]]) -> str:
     return ", ".join(f"{name} {shape}" for name, shape in zip("qkv", shapes, strict=True))
 
 
-def _bias(bias: Any, dtype: str, full: tuple[int, int, int, int]) -> Any:
-    bias = _array("bias", bias)
-    if dtype_name(bias) != dtype:
-        raise DTypeError(f"bias must have q's dtype {dtype}, got {dtype_name(bias)}")
-    shape = tuple(int(x) for x in bias.shape)
+def _bias_shape(
+    shape: tuple[int, ...], kind: Any, dtype: str, full: tuple[int, ...]
+) -> tuple[int, ...]:
+    if _name(kind) != dtype:
+        raise DTypeError(f"bias must have q's dtype {dtype}, got {_name(kind)}")
     if not 2 <= len(shape) <= 4 or shape[-2:] != full[2:]:
         raise ShapeError(
             f"bias must be (1 or {full[0]}, 1 or {full[1]}, {full[2]}, {full[3]}), leading axes "
             f"optional, got {shape}"
         )
-    return bias.reshape((1,) * (4 - len(shape)) + shape)
+    return (1,) * (4 - len(shape)) + shape
 
 
-def _block_mask(block_mask: Any, tiling: Tiling | None) -> BlockMask | None:
-    if block_mask is None or isinstance(block_mask, BlockMask):
+def _block_mask(block_mask: Any, tiling: Tiling | None) -> BlockMask:
+    if isinstance(block_mask, BlockMask):
         return block_mask
     if tiling is None:
         raise MaskError(

@@ -30,7 +30,7 @@ def attention(
     bias: np.ndarray | None = None,
     dtype: str = "float64",
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Plain attention with every intermediate rounded to `dtype`.
+    """Plain attention with every intermediate rounded to `dtype`, an element type or "tf32".
 
     In "float64" it is the oracle; in the input's type it is what an untiled implementation would
     give, whose error is the yardstick for tiled ones.
@@ -118,6 +118,17 @@ def finite_difference(
     return result
 
 
+def tf32(x: np.ndarray) -> np.ndarray:
+    """float32 values rounded to NVIDIA's tf32, 10 bits of mantissa: to nearest, ties away from 0.
+
+    What a tensor core takes as an operand of a float32 product where that is allowed; it is off by
+    at most 2**-11 of itself.
+    """
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    rounded = (bits + np.uint32(1 << 12)) & np.uint32(0xFFFFE000)
+    return np.where(np.isfinite(x), rounded.view(np.float32), x).astype(np.float32)
+
+
 def _probabilities(
     q: np.ndarray, k: np.ndarray, p: Problem, bias: np.ndarray | None, dtype: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | float]:
@@ -148,4 +159,6 @@ def _over_group(x: np.ndarray, p: Problem) -> np.ndarray:
 
 def _round(x: np.ndarray, dtype: str) -> np.ndarray:
     """Round to `dtype`; sums themselves are exact enough (float64) to judge that type by."""
+    if dtype == "tf32":
+        return tf32(x).astype(np.float64)
     return x if dtype == "float64" else x.astype(numpy_dtype(dtype)).astype(np.float64)

@@ -10,7 +10,7 @@ import pytest
 
 import flashsim
 from flashsim import Problem, Tiling
-from flashsim.backends import launch, portable
+from flashsim.backends import fitting, launch, portable
 from flashsim.backends.launch import Gpu
 from flashsim.backends.lowering import lower
 from flashsim.errors import BackendUnavailable, OptionError, TilingError, UnsupportedError
@@ -170,11 +170,12 @@ def test_arguments_pack_as_the_struct_lies():
 def test_shared_memory_is_the_tiles_that_lie_there():
     p = Problem(512, 512, 128, dtype="bfloat16")
     (one,) = portable.forward_passes(p, Tiling(128, 64), H200, "ascending", "")
-    assert one.kernel.shared_bytes == 2 * (128 * 128 + 2 * 64 * 128 + 2 * 64 * 128)
+    sums = 128 * 2 * 2 * 4  # of 128 threads, each with two 16-row blocks
+    assert one.kernel.shared_bytes == 2 * (128 * 128 + 2 * 64 * 128 + 2 * 64 * 128) + sums
     _, fused, _ = portable.backward_passes(
         p, Tiling(64, 128), H200, "ascending", "", "flash2-fused"
     )
-    tiles = 2 * 128 * 128 + 2 * 2 * 64 * 128 + 2 * 128 * 64  # K, V; Q, dO twice; dS twice
+    tiles = 2 * 128 * 128 + 2 * 2 * 64 * 128 + 2 * 128 * 64  # K, V; Q, dO twice; P, dS
     assert fused.kernel.shared_bytes == 2 * tiles + 2 * 2 * 64 * 4  # LSE, delta twice
 
 
@@ -213,7 +214,7 @@ def test_tilings_that_no_kernel_has_are_refused_with_those_that_run():
         portable.forward_passes(p, Tiling(24, 64), H200, "ascending", "")
     with pytest.raises(TilingError, match=r"needs [\d,]+ B of shared memory.*possible: 16 x 16"):
         portable.forward_passes(p, Tiling(128, 128), GPUS["sm_86"], "ascending", "")
-    for tiling in launch.runnable(p, GPUS["sm_86"], "forward", fused=False):
+    for tiling in fitting.runnable(p, GPUS["sm_86"], "forward", fused=False):
         (one,) = portable.forward_passes(p, tiling, GPUS["sm_86"], "ascending", "")
         assert one.tables.schedule.tiling == tiling
 
@@ -267,3 +268,20 @@ def test_without_cupy_the_backend_says_what_to_install(monkeypatch):
     x = np.zeros((8, 16), np.float32)
     with pytest.raises(BackendUnavailable, match=r"pip install 'flashsim\[cuda13\]'"):
         flashsim.run(x, x, x, backend="cupy")
+
+
+def test_kernels_with_delays_compile_and_every_barrier_has_a_number():
+    """What tests/test_cupy_barriers.py runs on a GPU."""
+    nvrtc, _ = toolchain()
+    from barriers import barriers, jittered
+
+    files = {
+        one.kernel.file: one.kernel
+        for name in ("fp16 256", "fp32 64")
+        for one in passes(PROBLEMS[name], H200)
+    }
+    del files["backward_rows.cu"]  # no barriers
+    for file, kernel in files.items():
+        assert barriers(file)
+        program = nvrtc.createProgram(jittered(file, "B1"), file, [], [])
+        nvrtc.compileProgram(program, (*kernel.options, "-arch=sm_90"))

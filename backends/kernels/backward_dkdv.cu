@@ -2,20 +2,25 @@
 // A block owns column tile j of one key head and visits, for every query head of the group, the row
 // tiles that the schedule lists. It works on transposed scores, S^T = K Q^T, so that P^T and dS^T
 // leave the products in exactly the registers in which dV += P^T dO and dK += dS^T Q want them.
+// Where a row of dK and dV is too wide for one warp's registers, FS_PARTS warps share its keys: each
+// makes the scores of its part of the queries, these cross through shared memory, and each adds up
+// its part of the columns. A warp then has more keys to use an element of Q and dO for that it reads.
 // FS_FUSED adds dQ += dS K as well, reduced into a float32 accumulator in HBM (its order, and so
 // its last bit, varies); without it a second kernel (backward_dq.cu) makes dQ.
 // Where things live: K, V in shared memory for the whole block; Q, dO in FS_STAGES shared stages;
-// dK, dV, S^T, P^T, dP^T in registers; dS in shared memory, only to cross warps for dQ.
+// dK, dV, S^T, dP^T in registers; P^T, dS^T there, too, or in shared memory where they cross warps.
 #include "common.cuh"
 #include "mma.cuh"
 
 constexpr int BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K, D = FS_D, DV = FS_DV, WARPS = FS_WARPS;
 constexpr int THREADS = 32 * WARPS, STAGES = FS_STAGES;
-constexpr int PARTS = FS_PARTS;  // warps that share 16 KT keys, each with its part of dK's, dV's columns
+constexpr int PARTS = FS_PARTS;  // warps that share 16 KT keys
 constexpr int KT = BLOCK_K * PARTS / (16 * WARPS);  // 16-key blocks a warp
 constexpr int CHUNK = FS_CHUNK;  // queries whose scores are in registers at a time
-constexpr int DP = D / PARTS, DVP = DV / PARTS;
-static_assert(KT * 16 * WARPS == BLOCK_K * PARTS && BLOCK_Q % CHUNK == 0 && CHUNK % 16 == 0 &&
+constexpr int DP = D / PARTS, DVP = DV / PARTS, QUERIES = BLOCK_Q / PARTS;  // a warp's part of each
+// dQ is made one visit late, so that a visit needs one barrier, unless it needs a second one anyway.
+constexpr bool CROSS = PARTS > 1, LATE = FS_FUSED && !CROSS;
+static_assert(KT * 16 * WARPS == BLOCK_K * PARTS && QUERIES % CHUNK == 0 && CHUNK % 16 == 0 &&
               DP % 16 == 0 && DVP % 16 == 0, "see launch.dkdv_kernel");
 
 struct OnChip {
@@ -23,7 +28,9 @@ struct OnChip {
     Tile<BLOCK_K, DV> V;   // whole block; at the end dV
     Tile<BLOCK_Q, D> Q[STAGES];    // one visit
     Tile<BLOCK_Q, DV> dO[STAGES];  // one visit
-#if FS_FUSED
+#if FS_PARTS > 1
+    Tile<BLOCK_K, BLOCK_Q> P, dS[1];  // P^T, dS^T: written up to B2 of a visit, then read
+#elif FS_FUSED
     Tile<BLOCK_K, BLOCK_Q> dS[2];  // dS^T: written in one visit, read in the next
 #endif
     float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q];  // one visit
@@ -59,29 +66,33 @@ __device__ inline u32 reduce_dq(const Args& a, const OnChip& t, int stage, int h
     static_assert(MT * 16 * WARPS_Q == BLOCK_Q, "see launch.dkdv_kernel");
     const int warp = threadIdx.x / 32;
     const int my_rows = warp % WARPS_Q * MT * 16, my_pair = warp / WARPS_Q * NT;
-    const auto ds_pieces = pieces_a_trans(t.dS[stage]);
-    const auto k_pieces = pieces_b(t.K);
+    const auto ds_at = read_a_trans(t.dS[stage]);
+    const auto k_at = read_b(t.K);
     float dq[MT][2 * NT][4] = {};
 #pragma unroll
     for (int kk = 0; kk < BLOCK_K / 16; ++kk) {
-        u32 sa[MT][4];
+        FragmentA sa[MT];
 #pragma unroll
-        for (int i = 0; i < MT; ++i) ldmatrix_trans(sa[i], ds_pieces.at(kk * 16, my_rows + i * 16));
+        for (int i = 0; i < MT; ++i) sa[i] = ds_at(kk * 16, my_rows + i * 16);
 #pragma unroll
         for (int c = 0; c < NT; ++c) {
             if (PAIRS % WARPS_D != 0 && my_pair + c >= PAIRS) break;
-            u32 b[4];
-            ldmatrix_trans(b, k_pieces.at(kk * 16, (my_pair + c) * 16));
+            const FragmentB b = k_at(kk * 16, (my_pair + c) * 16);
 #pragma unroll
-            for (int i = 0; i < MT; ++i) {
-                mma(dq[i][2 * c], sa[i], b[0], b[1]);
-                mma(dq[i][2 * c + 1], sa[i], b[2], b[3]);
-            }
+            for (int i = 0; i < MT; ++i) mma(dq[i][2 * c], dq[i][2 * c + 1], sa[i], b);
         }
     }
+#if FS_TF32  // the accumulator is dQ itself; elsewhere flash_convert scales
+#pragma unroll
+    for (int i = 0; i < MT; ++i)
+#pragma unroll
+        for (int c = 0; c < 2 * NT; ++c)
+#pragma unroll
+            for (int x = 0; x < 4; ++x) dq[i][c][x] *= a.scale;
+#endif
     const int n_rows = rows.stop - rows.start;
     float* acc = a.dq_acc + (i64(head) * a.n_q + rows.start) * FS_HEAD_DIM + my_pair * 16;
-    if (FS_HEAD_DIM == 16 * NT * WARPS_D && n_rows == BLOCK_Q)
+    if (KeyRow::EXIST == 16 * NT * WARPS_D && n_rows == BLOCK_Q)
         return add_rows<true>(acc, dq, my_rows, n_rows, 16);
     return add_rows<false>(acc, dq, my_rows, n_rows, FS_HEAD_DIM - my_pair * 16);
 }
@@ -109,37 +120,36 @@ flash_dkdv(const __grid_constant__ Args a) {
         const int count = rows.stop - rows.start, head = kv_head * a.group + member;
         const i64 query = i64(first_walk + member) * a.n_q + rows.start;
         u32* slots = a.visit_counts + (i64(first_walk + member) * a.n_visits + walk.first + n) * 8;
-        const char* q = a.q.data + (batch * a.q.batch + head * a.q.head + rows.start * a.q.row) * 2;
+        const char* q = a.q.data + (batch * a.q.batch + head * a.q.head + rows.start * a.q.row) * FS_BYTES;
         const char* dout =
-            a.dout.data + (batch * a.dout.batch + head * a.dout.head + rows.start * a.dout.row) * 2;
-        report(slots, load_async<FS_HEAD_DIM, THREADS>(t.Q[stage], q, a.q.row, count));
-        report(slots + 1, load_async<FS_HEAD_DIM_V, THREADS>(t.dO[stage], dout, a.dout.row, count));
+            a.dout.data + (batch * a.dout.batch + head * a.dout.head + rows.start * a.dout.row) * FS_BYTES;
+        report(slots, load_async<KeyRow, THREADS>(t.Q[stage], q, a.q.row, count));
+        report(slots + 1, load_async<ValueRow, THREADS>(t.dO[stage], dout, a.dout.row, count));
         report(slots + 2, load_vector_async<BLOCK_Q, THREADS>(t.lse[stage], a.lse + query, count));
         report(slots + 3, load_vector_async<BLOCK_Q, THREADS>(t.delta[stage], a.delta + query, count));
     };
 
     // -- Phase 1: start copying K, V and the first Q, dO ------------------------------------------
-    const char* k = a.k.data + (batch * a.k.batch + kv_head * a.k.head + cols.start * a.k.row) * 2;
-    const char* v = a.v.data + (batch * a.v.batch + kv_head * a.v.head + cols.start * a.v.row) * 2;
-    report(tile_count, load_async<FS_HEAD_DIM, THREADS>(t.K, k, a.k.row, cols.stop - cols.start));
-    report(tile_count + 1, load_async<FS_HEAD_DIM_V, THREADS>(t.V, v, a.v.row, cols.stop - cols.start));
+    const char* k = a.k.data + (batch * a.k.batch + kv_head * a.k.head + cols.start * a.k.row) * FS_BYTES;
+    const char* v = a.v.data + (batch * a.v.batch + kv_head * a.v.head + cols.start * a.v.row) * FS_BYTES;
+    report(tile_count, load_async<KeyRow, THREADS>(t.K, k, a.k.row, cols.stop - cols.start));
+    report(tile_count + 1, load_async<ValueRow, THREADS>(t.V, v, a.v.row, cols.stop - cols.start));
     const int total = a.group * walk.count;
     Visit next = {0, false};
     if (total) next = walk(a, 0);
     if (total && STAGES == 2) load_q(0, 0, 0, next);
 
-    const auto k_pieces = pieces_a(t.K);
-    const auto v_pieces = pieces_a(t.V);
+    const auto k_at = read_a(t.K);
+    const auto v_at = read_a(t.V);
     float dk[KT][DP / 8][4] = {}, dv[KT][DVP / 8][4] = {};
     const float to_log2 = FS_SCALED ? LOG2E : a.scale * LOG2E;
     int member = 0, n = 0;  // query head of the group, visit of its walk
 
-#if FS_FUSED
-    struct { int head; i64 slot; Range rows; } last = {};  // the visit before this one
+#if FS_FUSED && FS_PARTS == 1
+    struct { int head; i64 slot; Range rows; } last = {};  // the visit whose dQ comes next
 #endif
 
-    // A fused walk takes one step more, for the last visit's dQ.
-    for (int u = 0; u < total + FS_FUSED; ++u) {
+    for (int u = 0; u < total + LATE; ++u) {  // one step more for the last visit's dQ
         const Visit visit = next;
         const int stage_now = STAGES == 2 ? u % 2 : 0, head_now = first_walk + member;
         const i64 slot = i64(head_now) * a.n_visits + walk.first + n;
@@ -149,16 +159,17 @@ flash_dkdv(const __grid_constant__ Args a) {
             load_q(0, member, n, visit);
         }
         cp_async_wait();
-        __syncthreads();  // B1: this visit's Q, dO (at first K, V too) are complete, and so is the last
-                          // visit's dS; all warps have read what this visit's copies and dS overwrite
+        __syncthreads();  // B1: this visit's Q, dO (at first K, V too) are complete, and where it is read
+                          // late, the last visit's dS; all warps have read what this visit's copies,
+                          // P and dS overwrite
         if (u < total) STAMP(a.visit_stamps + slot * 5, 1);
         if (++n == walk.count) n = 0, ++member;
         if (u + 1 < total) {
             next = walk(a, n);
             if (STAGES == 2) load_q(stage_now ^ 1, member, n, next);
         }
-#if FS_FUSED
-        // -- Phase 2: dQ += dS K of the last visit; one visit late, so that B1 is the only barrier
+#if FS_FUSED && FS_PARTS == 1
+        // -- Phase 2: dQ += dS K of the last visit ------------------------------------------------
         if (u) {
             const u32 reduced = reduce_dq(a, t, (u - 1) % 2, last.head, last.rows);
             report(a.visit_counts + last.slot * 8 + 4, reduced);
@@ -168,27 +179,43 @@ flash_dkdv(const __grid_constant__ Args a) {
         const auto& tQ = t.Q[stage_now];
         const auto& tdO = t.dO[stage_now];
         const Range rows = row_tile(a, visit.tile);
-        const auto q_pieces = pieces_b_trans(tQ), q_columns = pieces_b(tQ);
-        const auto do_pieces = pieces_b_trans(tdO), do_columns = pieces_b(tdO);
+        const auto q_at = read_b_trans(tQ);
+        const auto do_at = read_b_trans(tdO);
+        const auto q_columns = read_b(tQ);
+        const auto do_columns = read_b(tdO);
+        // dV += P^T dO and dK += dS^T Q over 16 queries, in this warp's columns.
+        auto add_dv = [&](int query, const FragmentA (&pa)[KT]) {
+#pragma unroll
+            for (int c = 0; c < DVP / 16; ++c) {
+                const FragmentB b = do_columns(query, part * DVP + c * 16);
+#pragma unroll
+                for (int i = 0; i < KT; ++i) mma(dv[i][2 * c], dv[i][2 * c + 1], pa[i], b);
+            }
+        };
+        auto add_dk = [&](int query, const FragmentA (&sa)[KT]) {
+#pragma unroll
+            for (int c = 0; c < DP / 16; ++c) {
+                const FragmentB b = q_columns(query, part * DP + c * 16);
+#pragma unroll
+                for (int i = 0; i < KT; ++i) mma(dk[i][2 * c], dk[i][2 * c + 1], sa[i], b);
+            }
+        };
 
+        const int first = CROSS ? part * QUERIES : 0;
 #pragma unroll 1
-        for (int q0 = 0; q0 < BLOCK_Q; q0 += CHUNK) {
+        for (int q0 = first; q0 < first + QUERIES; q0 += CHUNK) {
             // -- Phase 3: S^T = K Q^T, P^T = exp(S^T - L) -----------------------------------------
             float p[KT][CHUNK / 8][4] = {};
 #pragma unroll
             for (int kk = 0; kk < D / 16; ++kk) {
-                u32 ka[KT][4];
+                FragmentA ka[KT];
 #pragma unroll
-                for (int i = 0; i < KT; ++i) ldmatrix(ka[i], k_pieces.at(my_keys + i * 16, kk * 16));
+                for (int i = 0; i < KT; ++i) ka[i] = k_at(my_keys + i * 16, kk * 16);
 #pragma unroll
                 for (int c = 0; c < CHUNK / 16; ++c) {
-                    u32 b[4];
-                    ldmatrix(b, q_pieces.at(q0 + c * 16, kk * 16));
+                    const FragmentB b = q_at(q0 + c * 16, kk * 16);
 #pragma unroll
-                    for (int i = 0; i < KT; ++i) {
-                        mma(p[i][2 * c], ka[i], b[0], b[1]);
-                        mma(p[i][2 * c + 1], ka[i], b[2], b[3]);
-                    }
+                    for (int i = 0; i < KT; ++i) mma(p[i][2 * c], p[i][2 * c + 1], ka[i], b);
                 }
             }
 #if FS_SOFTCAP
@@ -214,23 +241,19 @@ flash_dkdv(const __grid_constant__ Args a) {
                         p[i][c][x] = exp2_approx(s * to_log2 - base[x % 2]);
                     }
             }
-            if (q0 == 0) STAMP(a.visit_stamps + slot * 5, 2);
+            if (q0 == first) STAMP(a.visit_stamps + slot * 5, 2);
             // -- Phase 4: dP^T = V dO^T -----------------------------------------------------------
             float ds[KT][CHUNK / 8][4] = {};
 #pragma unroll
             for (int kk = 0; kk < DV / 16; ++kk) {
-                u32 va[KT][4];
+                FragmentA va[KT];
 #pragma unroll
-                for (int i = 0; i < KT; ++i) ldmatrix(va[i], v_pieces.at(my_keys + i * 16, kk * 16));
+                for (int i = 0; i < KT; ++i) va[i] = v_at(my_keys + i * 16, kk * 16);
 #pragma unroll
                 for (int c = 0; c < CHUNK / 16; ++c) {
-                    u32 b[4];
-                    ldmatrix(b, do_pieces.at(q0 + c * 16, kk * 16));
+                    const FragmentB b = do_at(q0 + c * 16, kk * 16);
 #pragma unroll
-                    for (int i = 0; i < KT; ++i) {
-                        mma(ds[i][2 * c], va[i], b[0], b[1]);
-                        mma(ds[i][2 * c + 1], va[i], b[2], b[3]);
-                    }
+                    for (int i = 0; i < KT; ++i) mma(ds[i][2 * c], ds[i][2 * c + 1], va[i], b);
                 }
             }
             if (visit.masked) {
@@ -247,7 +270,7 @@ flash_dkdv(const __grid_constant__ Args a) {
                                     p[i][c][h * 2 + x] = 0.0f;
                     }
             }
-            // -- Phase 5: dS^T = P^T (dP^T - delta); dV += P^T dO ---------------------------------
+            // -- Phase 5: dS^T = P^T (dP^T - delta) -----------------------------------------------
 #pragma unroll
             for (int c = 0; c < CHUNK / 8; ++c) {
                 const float2 delta =
@@ -262,53 +285,61 @@ flash_dkdv(const __grid_constant__ Args a) {
 #endif
                     }
             }
-#if FS_FUSED
 #pragma unroll
-            for (int i = 0; i < KT; ++i)
-                if (part == 0) stage(t.dS[u % 2], my_keys + i * 16, q0, ds[i], 1.0f, 1.0f);
+            for (int i = 0; i < KT; ++i) {
+#if FS_PARTS > 1
+                stage(t.P, my_keys + i * 16, q0, p[i], 1.0f, 1.0f);
+                stage(t.dS[0], my_keys + i * 16, q0, ds[i], 1.0f, 1.0f);
+#elif FS_FUSED
+                stage(t.dS[u % 2], my_keys + i * 16, q0, ds[i], 1.0f, 1.0f);
 #endif
-#pragma unroll
-            for (int kk = 0; kk < CHUNK / 16; ++kk) {
-                u32 pa[KT][4];
-#pragma unroll
-                for (int i = 0; i < KT; ++i) to_a(pa[i], p[i][2 * kk], p[i][2 * kk + 1]);
-#pragma unroll
-                for (int c = 0; c < DVP / 16; ++c) {
-                    u32 b[4];
-                    ldmatrix_trans(b, do_columns.at(q0 + kk * 16, part * DVP + c * 16));
-#pragma unroll
-                    for (int i = 0; i < KT; ++i) {
-                        mma(dv[i][2 * c], pa[i], b[0], b[1]);
-                        mma(dv[i][2 * c + 1], pa[i], b[2], b[3]);
-                    }
-                }
             }
-            // -- Phase 6: dK += dS^T Q ------------------------------------------------------------
+            // -- Phase 6: dV += P^T dO, dK += dS^T Q ----------------------------------------------
+            if (CROSS) continue;  // after B2
+            FragmentA fragment[KT];
 #pragma unroll
             for (int kk = 0; kk < CHUNK / 16; ++kk) {
-                u32 sa[KT][4];
 #pragma unroll
-                for (int i = 0; i < KT; ++i) to_a(sa[i], ds[i][2 * kk], ds[i][2 * kk + 1]);
+                for (int i = 0; i < KT; ++i) fragment[i] = to_a(p[i][2 * kk], p[i][2 * kk + 1]);
+                add_dv(q0 + kk * 16, fragment);
+            }
 #pragma unroll
-                for (int c = 0; c < DP / 16; ++c) {
-                    u32 b[4];
-                    ldmatrix_trans(b, q_columns.at(q0 + kk * 16, part * DP + c * 16));
+            for (int kk = 0; kk < CHUNK / 16; ++kk) {
 #pragma unroll
-                    for (int i = 0; i < KT; ++i) {
-                        mma(dk[i][2 * c], sa[i], b[0], b[1]);
-                        mma(dk[i][2 * c + 1], sa[i], b[2], b[3]);
-                    }
-                }
+                for (int i = 0; i < KT; ++i) fragment[i] = to_a(ds[i][2 * kk], ds[i][2 * kk + 1]);
+                add_dk(q0 + kk * 16, fragment);
             }
         }
         STAMP(a.visit_stamps + slot * 5, 3);
-#if FS_FUSED
+#if FS_FUSED && FS_PARTS == 1
         last = {head_now, slot, rows};
+#endif
+#if FS_PARTS > 1
+        __syncthreads();  // B2: P^T and dS^T are complete; a warp reads queries that others wrote
+        const auto p_at = read_a(t.P);
+        const auto ds_at = read_a(t.dS[0]);
+        FragmentA fragment[KT];
+#pragma unroll
+        for (int kk = 0; kk < BLOCK_Q / 16; ++kk) {
+#pragma unroll
+            for (int i = 0; i < KT; ++i) fragment[i] = p_at(my_keys + i * 16, kk * 16);
+            add_dv(kk * 16, fragment);
+        }
+#pragma unroll
+        for (int kk = 0; kk < BLOCK_Q / 16; ++kk) {
+#pragma unroll
+            for (int i = 0; i < KT; ++i) fragment[i] = ds_at(my_keys + i * 16, kk * 16);
+            add_dk(kk * 16, fragment);
+        }
+#if FS_FUSED
+        // -- Phase 7: dQ += dS K ------------------------------------------------------------------
+        report(a.visit_counts + slot * 8 + 4, reduce_dq(a, t, 0, head_now, rows));
+#endif
 #endif
         STAMP(a.visit_stamps + slot * 5, 4);
     }
 
-    // -- Phase 7: dK *= scale; store dK, dV -------------------------------------------------------
+    // -- Phase 8: dK *= scale; store dK, dV -------------------------------------------------------
     cp_async_wait();  // a block without visits still has K, V under way
     __syncthreads();  // B3: all warps have read K and V; dK and dV are staged over them
 #pragma unroll
@@ -317,9 +348,9 @@ flash_dkdv(const __grid_constant__ Args a) {
         stage(t.V, my_keys + i * 16, part * DVP, dv[i], 1.0f, 1.0f);
     }
     __syncthreads();  // B4: dK, dV are complete; a thread stores rows that other warps staged
-    char* dk_out = a.dk.data + (batch * a.dk.batch + kv_head * a.dk.head + cols.start * a.dk.row) * 2;
-    char* dv_out = a.dv.data + (batch * a.dv.batch + kv_head * a.dv.head + cols.start * a.dv.row) * 2;
-    report(tile_count + 2, store_tile<FS_HEAD_DIM, THREADS>(t.K, dk_out, a.dk.row, cols.stop - cols.start));
-    report(tile_count + 3, store_tile<FS_HEAD_DIM_V, THREADS>(t.V, dv_out, a.dv.row, cols.stop - cols.start));
+    char* dk_out = a.dk.data + (batch * a.dk.batch + kv_head * a.dk.head + cols.start * a.dk.row) * FS_BYTES;
+    char* dv_out = a.dv.data + (batch * a.dv.batch + kv_head * a.dv.head + cols.start * a.dv.row) * FS_BYTES;
+    report(tile_count + 2, store_tile<KeyRow, THREADS>(t.K, dk_out, a.dk.row, cols.stop - cols.start));
+    report(tile_count + 3, store_tile<ValueRow, THREADS>(t.V, dv_out, a.dv.row, cols.stop - cols.start));
     stamp_block(tile_stamp, true);
 }

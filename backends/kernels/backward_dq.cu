@@ -32,8 +32,8 @@ flash_dq(const __grid_constant__ Args a) {
     const int n_rows = rows.stop - rows.start;
     const Walk walk(a, work.outer);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, my_rows = warp * MT * 16;
-    const char* k = a.k.data + (batch * a.k.batch + kv_head * a.k.head) * 2;
-    const char* v = a.v.data + (batch * a.v.batch + kv_head * a.v.head) * 2;
+    const char* k = a.k.data + (batch * a.k.batch + kv_head * a.k.head) * FS_BYTES;
+    const char* v = a.v.data + (batch * a.v.batch + kv_head * a.v.head) * FS_BYTES;
     u32* tile_count = a.tile_counts + (i64(work.walk) * a.tiles + work.outer) * 8;
     u32* visit_count = a.visit_counts + (i64(work.walk) * a.n_visits + walk.first) * 8;
     u64* tile_stamp = a.tile_stamps + (i64(work.walk) * a.tiles + work.outer) * 5;
@@ -43,27 +43,27 @@ flash_dq(const __grid_constant__ Args a) {
     auto load_kv = [&](int stage, int n, Visit visit) {
         const Range cols = col_tile(a, visit.tile);
         const int count = cols.stop - cols.start;
-        report(visit_count + n * 8, load_async<FS_HEAD_DIM, THREADS>(
-            t.K[stage], k + cols.start * a.k.row * 2, a.k.row, count));
-        report(visit_count + n * 8 + 1, load_async<FS_HEAD_DIM_V, THREADS>(
-            t.V[stage], v + cols.start * a.v.row * 2, a.v.row, count));
+        report(visit_count + n * 8, load_async<KeyRow, THREADS>(
+            t.K[stage], k + cols.start * a.k.row * FS_BYTES, a.k.row, count));
+        report(visit_count + n * 8 + 1, load_async<ValueRow, THREADS>(
+            t.V[stage], v + cols.start * a.v.row * FS_BYTES, a.v.row, count));
     };
 
     // -- Phase 1: start copying Q, dO, L, delta and the first K, V --------------------------------
-    const char* q = a.q.data + (batch * a.q.batch + head * a.q.head + rows.start * a.q.row) * 2;
+    const char* q = a.q.data + (batch * a.q.batch + head * a.q.head + rows.start * a.q.row) * FS_BYTES;
     const char* dout =
-        a.dout.data + (batch * a.dout.batch + head * a.dout.head + rows.start * a.dout.row) * 2;
+        a.dout.data + (batch * a.dout.batch + head * a.dout.head + rows.start * a.dout.row) * FS_BYTES;
     const i64 query = i64(work.walk) * a.n_q + rows.start;
-    report(tile_count, load_async<FS_HEAD_DIM, THREADS>(t.Q, q, a.q.row, n_rows));
-    report(tile_count + 1, load_async<FS_HEAD_DIM_V, THREADS>(t.dO, dout, a.dout.row, n_rows));
+    report(tile_count, load_async<KeyRow, THREADS>(t.Q, q, a.q.row, n_rows));
+    report(tile_count + 1, load_async<ValueRow, THREADS>(t.dO, dout, a.dout.row, n_rows));
     report(tile_count + 2, load_vector_async<BLOCK_Q, THREADS>(t.lse, a.lse + query, n_rows));
     report(tile_count + 3, load_vector_async<BLOCK_Q, THREADS>(t.delta, a.delta + query, n_rows));
     Visit next = {0, false};
     if (walk.count) next = walk(a, 0);
     if (walk.count && STAGES == 2) load_kv(0, 0, next);
 
-    const auto q_pieces = pieces_a(t.Q);
-    const auto do_pieces = pieces_a(t.dO);
+    const auto q_at = read_a(t.Q);
+    const auto do_at = read_a(t.dO);
     float dq[MT][D / 8][4] = {};
     const float to_log2 = FS_SCALED ? LOG2E : a.scale * LOG2E;
 
@@ -84,8 +84,9 @@ flash_dq(const __grid_constant__ Args a) {
             if (STAGES == 2) load_kv(now ^ 1, n + 1, next);
         }
         const Range cols = col_tile(a, visit.tile);
-        const auto k_pieces = pieces_b_trans(t.K[now]), k_columns = pieces_b(t.K[now]);
-        const auto v_pieces = pieces_b_trans(t.V[now]);
+        const auto k_at = read_b_trans(t.K[now]);
+        const auto v_at = read_b_trans(t.V[now]);
+        const auto k_columns = read_b(t.K[now]);
 
 #pragma unroll 1
         for (int k0 = 0; k0 < BLOCK_K; k0 += CHUNK) {
@@ -93,34 +94,26 @@ flash_dq(const __grid_constant__ Args a) {
             float p[MT][CHUNK / 8][4] = {}, ds[MT][CHUNK / 8][4] = {};
 #pragma unroll
             for (int kk = 0; kk < D / 16; ++kk) {
-                u32 qa[MT][4];
+                FragmentA qa[MT];
 #pragma unroll
-                for (int i = 0; i < MT; ++i) ldmatrix(qa[i], q_pieces.at(my_rows + i * 16, kk * 16));
+                for (int i = 0; i < MT; ++i) qa[i] = q_at(my_rows + i * 16, kk * 16);
 #pragma unroll
                 for (int c = 0; c < CHUNK / 16; ++c) {
-                    u32 b[4];
-                    ldmatrix(b, k_pieces.at(k0 + c * 16, kk * 16));
+                    const FragmentB b = k_at(k0 + c * 16, kk * 16);
 #pragma unroll
-                    for (int i = 0; i < MT; ++i) {
-                        mma(p[i][2 * c], qa[i], b[0], b[1]);
-                        mma(p[i][2 * c + 1], qa[i], b[2], b[3]);
-                    }
+                    for (int i = 0; i < MT; ++i) mma(p[i][2 * c], p[i][2 * c + 1], qa[i], b);
                 }
             }
 #pragma unroll
             for (int kk = 0; kk < DV / 16; ++kk) {
-                u32 oa[MT][4];
+                FragmentA oa[MT];
 #pragma unroll
-                for (int i = 0; i < MT; ++i) ldmatrix(oa[i], do_pieces.at(my_rows + i * 16, kk * 16));
+                for (int i = 0; i < MT; ++i) oa[i] = do_at(my_rows + i * 16, kk * 16);
 #pragma unroll
                 for (int c = 0; c < CHUNK / 16; ++c) {
-                    u32 b[4];
-                    ldmatrix(b, v_pieces.at(k0 + c * 16, kk * 16));
+                    const FragmentB b = v_at(k0 + c * 16, kk * 16);
 #pragma unroll
-                    for (int i = 0; i < MT; ++i) {
-                        mma(ds[i][2 * c], oa[i], b[0], b[1]);
-                        mma(ds[i][2 * c + 1], oa[i], b[2], b[3]);
-                    }
+                    for (int i = 0; i < MT; ++i) mma(ds[i][2 * c], ds[i][2 * c + 1], oa[i], b);
                 }
             }
             if (k0 == 0) STAMP(visit_stamp + n * 5, 2);
@@ -153,18 +146,14 @@ flash_dq(const __grid_constant__ Args a) {
             // -- Phase 4: dQ += dS K --------------------------------------------------------------
 #pragma unroll
             for (int kk = 0; kk < CHUNK / 16; ++kk) {
-                u32 sa[MT][4];
+                FragmentA sa[MT];
 #pragma unroll
-                for (int i = 0; i < MT; ++i) to_a(sa[i], ds[i][2 * kk], ds[i][2 * kk + 1]);
+                for (int i = 0; i < MT; ++i) sa[i] = to_a(ds[i][2 * kk], ds[i][2 * kk + 1]);
 #pragma unroll
                 for (int c = 0; c < D / 16; ++c) {
-                    u32 b[4];
-                    ldmatrix_trans(b, k_columns.at(k0 + kk * 16, c * 16));
+                    const FragmentB b = k_columns(k0 + kk * 16, c * 16);
 #pragma unroll
-                    for (int i = 0; i < MT; ++i) {
-                        mma(dq[i][2 * c], sa[i], b[0], b[1]);
-                        mma(dq[i][2 * c + 1], sa[i], b[2], b[3]);
-                    }
+                    for (int i = 0; i < MT; ++i) mma(dq[i][2 * c], dq[i][2 * c + 1], sa[i], b);
                 }
             }
         }
@@ -177,7 +166,7 @@ flash_dq(const __grid_constant__ Args a) {
 #pragma unroll
     for (int i = 0; i < MT; ++i) stage(t.Q, my_rows + i * 16, 0, dq[i], a.scale, a.scale);
     __syncthreads();  // B3: dQ is complete; a thread stores rows that other warps staged
-    char* out = a.dq.data + (batch * a.dq.batch + head * a.dq.head + rows.start * a.dq.row) * 2;
-    report(tile_count + 4, store_tile<FS_HEAD_DIM, THREADS>(t.Q, out, a.dq.row, n_rows));
+    char* out = a.dq.data + (batch * a.dq.batch + head * a.dq.head + rows.start * a.dq.row) * FS_BYTES;
+    report(tile_count + 4, store_tile<KeyRow, THREADS>(t.Q, out, a.dq.row, n_rows));
     stamp_block(tile_stamp, true);
 }

@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_dq(const __grid_cons
         }
         STAMP(a.visit_stamps + slot * 5, 3);
         // -- Phase 4: dQ += dS K ------------------------------------------------------------------
-        __syncthreads();  // B2: dS is complete; a thread reads columns that others wrote
+        __syncwarp();  // dS is complete: a thread reads a row that its own warp wrote
         product_ab<false>(dq, t.dS, t.K);
         STAMP(a.visit_stamps + slot * 5, 4);
     }

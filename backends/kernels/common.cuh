@@ -20,10 +20,12 @@ struct Tensor {
 struct Args {
     Tensor q, k, v, o, dout, dq, dk, dv;
     float *lse, *delta, *dq_acc;   // (batch * heads, n_q), the same, (batch * heads, n_q, FS_HEAD_DIM)
+    u32* turns;                    // (batch * heads, n_q, 2): whose turn it is to add dQ (hopper_backward)
     const int4 *rows, *cols;       // Schedule.rows, Schedule.cols
     const int4* spans;             // Schedule.row_spans or col_spans, whichever this pass walks
     const int *ptr, *index, *kind; // Schedule.row_csr or col_csr
-    const int* order;              // outer tiles, the longest walk first
+    const int* order;              // outer tiles, in the order in which blocks take them
+    const int* ranks;              // of each visit, where dQ is added in a fixed order (lowering.py)
     u32 *visit_counts, *tile_counts;  // bytes moved: (query heads, n_visits, 8), (walks, tiles, 8)
     u64 *visit_stamps, *tile_stamps;  // (query heads, n_visits, 5), (walks, tiles, 5)
     int n_q, n_kv, heads, group, walks, tiles, clump, n_visits, left, right;
@@ -149,6 +151,23 @@ __device__ inline float2 unpack(u32 x) {
     return r;
 #endif
 }
+// -- Rows in HBM ------------------------------------------------------------------------------------
+// WIDTH elements, filled up to whole 16-byte pieces; the EXIST that are the problem's are counted.
+template <int WIDTH_, int EXIST_>
+struct Row {
+    static constexpr int WIDTH = WIDTH_, EXIST = EXIST_;
+    static_assert(WIDTH % 8 == 0 && EXIST <= WIDTH && WIDTH - EXIST < 8, "see launch.row_elements");
+    // Of `n` columns, those that exist, where `left` of WIDTH are left from the first of them on.
+    __device__ static int counted(int left, int n) { return max(0, min(n, left - (WIDTH - EXIST))); }
+    // Bytes that exist in 16-byte piece `piece`.
+    __device__ static u32 bytes(int piece) {
+        constexpr int N = 16 / FS_BYTES;
+        return WIDTH == EXIST ? 16 : counted(WIDTH - piece * N, N) * FS_BYTES;
+    }
+};
+using KeyRow = Row<FS_HEAD_DIM, FS_COUNTED>;        // of Q, K, dQ, dK
+using ValueRow = Row<FS_HEAD_DIM_V, FS_COUNTED_V>;  // of V, O, dO, dV
+
 // -- What was moved -------------------------------------------------------------------------------
 // Every thread says how many bytes it moved; a warp adds them up and sends one reduction.
 __device__ inline void report(u32* slot, u32 bytes) {

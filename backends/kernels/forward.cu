@@ -1,7 +1,8 @@
 // FlashAttention-2 forward (arXiv:2307.08691, Algorithm 1) on tensor cores, float16 or bfloat16.
 // A block owns row tile i of one head and visits the column tiles that the schedule lists for it.
 // Where things live: K, V in two shared stages each, so that a visit's copies run under the visit
-// before; O, m, l, S, P in registers; Q in registers where they suffice (FS_Q_REGS), else in shared.
+// before; O, m, l, S, P in registers; Q in registers where they suffice (FS_Q_REGS), else in shared, and
+// so l (FS_SUMS_SHARED), which the compiler would spill to memory that lies in HBM.
 #include "common.cuh"
 #include "mma.cuh"
 
@@ -9,13 +10,18 @@ constexpr int BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K, D = FS_D, DV = FS_DV, 
 constexpr int THREADS = 32 * WARPS, MT = BLOCK_Q / (16 * WARPS);  // MT 16-row blocks a warp
 static_assert(MT * 16 * WARPS == BLOCK_Q && BLOCK_K % 16 == 0, "see launch.forward_kernel");
 
-union OnChip {  // the launcher asks for exactly sizeof(OnChip) bytes
-    struct {
-        Tile<BLOCK_Q, D> Q;       // lives for the whole block
-        Tile<BLOCK_K, D> K[2];    // a stage lives for one visit, and is filled during the one before
-        Tile<BLOCK_K, DV> V[2];
+struct OnChip {  // the launcher asks for exactly sizeof(OnChip) bytes
+    union {
+        struct {
+            Tile<BLOCK_Q, D> Q;     // lives for the whole block
+            Tile<BLOCK_K, D> K[2];  // a stage lives for one visit, and is filled during the one before
+            Tile<BLOCK_K, DV> V[2];
+        };
+        Tile<BLOCK_Q, DV> O;        // after the last visit: staging for wide stores
     };
-    Tile<BLOCK_Q, DV> O;          // after the last visit: staging for wide stores
+#if FS_SUMS_SHARED
+    float l[MT][2][THREADS];        // each thread's own, whole block
+#endif
 };
 static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "launch.forward_kernel and OnChip must agree");
 
@@ -29,9 +35,9 @@ flash_forward(const __grid_constant__ Args a) {
     const Range rows = row_tile(a, work.outer);
     const Walk walk(a, work.outer);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const char* q = a.q.data + (batch * a.q.batch + head * a.q.head + rows.start * a.q.row) * 2;
-    const char* k = a.k.data + (batch * a.k.batch + kv_head * a.k.head) * 2;
-    const char* v = a.v.data + (batch * a.v.batch + kv_head * a.v.head) * 2;
+    const char* q = a.q.data + (batch * a.q.batch + head * a.q.head + rows.start * a.q.row) * FS_BYTES;
+    const char* k = a.k.data + (batch * a.k.batch + kv_head * a.k.head) * FS_BYTES;
+    const char* v = a.v.data + (batch * a.v.batch + kv_head * a.v.head) * FS_BYTES;
     u32* tile_count = a.tile_counts + (i64(work.walk) * a.tiles + work.outer) * 8;
     u32* visit_count = a.visit_counts + (i64(work.walk) * a.n_visits + walk.first) * 8;
     u64* tile_stamp = a.tile_stamps + (i64(work.walk) * a.tiles + work.outer) * 5;
@@ -41,29 +47,37 @@ flash_forward(const __grid_constant__ Args a) {
     auto load_kv = [&](int n, Visit visit) {
         const Range cols = col_tile(a, visit.tile);
         const int count = cols.stop - cols.start;
-        u32 bytes = load_async<FS_HEAD_DIM, THREADS>(t.K[n % 2], k + cols.start * a.k.row * 2, a.k.row, count);
+        u32 bytes = load_async<KeyRow, THREADS>(t.K[n % 2], k + cols.start * a.k.row * FS_BYTES, a.k.row, count);
         report(visit_count + n * 8, bytes);
-        bytes = load_async<FS_HEAD_DIM_V, THREADS>(t.V[n % 2], v + cols.start * a.v.row * 2, a.v.row, count);
+        bytes = load_async<ValueRow, THREADS>(t.V[n % 2], v + cols.start * a.v.row * FS_BYTES, a.v.row, count);
         report(visit_count + n * 8 + 1, bytes);
     };
 
     // -- Phase 1: start copying Q and the first K, V ----------------------------------------------
-    report(tile_count, load_async<FS_HEAD_DIM, THREADS>(t.Q, q, a.q.row, rows.stop - rows.start));
+    report(tile_count, load_async<KeyRow, THREADS>(t.Q, q, a.q.row, rows.stop - rows.start));
     Visit next = {0, false};
     if (walk.count) load_kv(0, next = walk(a, 0));
 
-    const auto q_pieces = pieces_a(t.Q);
-    float o[MT][DV / 8][4] = {}, m[MT][2], l[MT][2] = {};
+    const auto q_at = read_a(t.Q);
+    float o[MT][DV / 8][4] = {}, m[MT][2];
+#if FS_SUMS_SHARED
+    auto l = [&](int i, int h) -> float& { return t.l[i][h][threadIdx.x]; };
+#else
+    float sums[MT][2];
+    auto l = [&](int i, int h) -> float& { return sums[i][h]; };
+#endif
 #pragma unroll
-    for (int i = 0; i < MT; ++i) m[i][0] = m[i][1] = NEG_INF;
+    for (int i = 0; i < MT; ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) m[i][h] = NEG_INF, l(i, h) = 0.0f;
 #if FS_Q_REGS
-    u32 q_regs[D / 16][MT][4];
+    FragmentA q_regs[D / 16][MT];
     cp_async_wait();
     __syncthreads();  // B0: Q is complete before any warp reads it
 #pragma unroll
     for (int kk = 0; kk < D / 16; ++kk)
 #pragma unroll
-        for (int i = 0; i < MT; ++i) ldmatrix(q_regs[kk][i], q_pieces.at((warp * MT + i) * 16, kk * 16));
+        for (int i = 0; i < MT; ++i) q_regs[kk][i] = q_at((warp * MT + i) * 16, kk * 16);
 #endif
     const float to_log2 = FS_SCALED ? LOG2E : a.scale * LOG2E;  // exponents in base 2
 
@@ -77,27 +91,23 @@ flash_forward(const __grid_constant__ Args a) {
         if (n + 1 < walk.count) load_kv(n + 1, next = walk(a, n + 1));
 
         // -- Phase 2: S = Q K^T -------------------------------------------------------------------
-        const auto k_pieces = pieces_b_trans(t.K[n % 2]);
+        const auto k_at = read_b_trans(t.K[n % 2]);
         float s[MT][BLOCK_K / 8][4] = {};
 #pragma unroll
         for (int kk = 0; kk < D / 16; ++kk) {
-            u32 qa[MT][4];
+            FragmentA qa[MT];
 #pragma unroll
             for (int i = 0; i < MT; ++i)
 #if FS_Q_REGS
-                for (int x = 0; x < 4; ++x) qa[i][x] = q_regs[kk][i][x];
+                qa[i] = q_regs[kk][i];
 #else
-                ldmatrix(qa[i], q_pieces.at((warp * MT + i) * 16, kk * 16));
+                qa[i] = q_at((warp * MT + i) * 16, kk * 16);
 #endif
 #pragma unroll
             for (int c = 0; c < BLOCK_K / 16; ++c) {
-                u32 b[4];
-                ldmatrix(b, k_pieces.at(c * 16, kk * 16));
+                const FragmentB b = k_at(c * 16, kk * 16);
 #pragma unroll
-                for (int i = 0; i < MT; ++i) {
-                    mma(s[i][2 * c], qa[i], b[0], b[1]);
-                    mma(s[i][2 * c + 1], qa[i], b[2], b[3]);
-                }
+                for (int i = 0; i < MT; ++i) mma(s[i][2 * c], s[i][2 * c + 1], qa[i], b);
             }
         }
         STAMP(visit_stamp + n * 5, 2);
@@ -134,7 +144,7 @@ flash_forward(const __grid_constant__ Args a) {
         // products of phase 5.
 #pragma unroll
         for (int i = 0; i < MT; ++i) {
-            float alpha[2], base[2];
+            float alpha[2], base[2], sum[2];
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 float top = m[i][h];
@@ -145,7 +155,7 @@ flash_forward(const __grid_constant__ Args a) {
                 base[h] = top == NEG_INF ? 0.0f : top * to_log2;  // no key yet: no inf - inf
                 alpha[h] = exp2_approx(m[i][h] * to_log2 - base[h]);
                 m[i][h] = top;
-                l[i][h] *= alpha[h];  // this lane's columns; the quad adds up at the end
+                sum[h] = l(i, h) * alpha[h];  // this lane's columns; the quad adds up at the end
             }
 #pragma unroll
             for (int c = 0; c < DV / 8; ++c)
@@ -156,26 +166,23 @@ flash_forward(const __grid_constant__ Args a) {
 #pragma unroll
                 for (int x = 0; x < 4; ++x) {
                     float& p = s[i][c][x];
-                    l[i][x / 2] += p = exp2_approx(p * to_log2 - base[x / 2]);
+                    sum[x / 2] += p = exp2_approx(p * to_log2 - base[x / 2]);
                 }
+            l(i, 0) = sum[0], l(i, 1) = sum[1];
         }
         STAMP(visit_stamp + n * 5, 3);
         // -- Phase 5: O += P V --------------------------------------------------------------------
-        const auto v_pieces = pieces_b(t.V[n % 2]);
+        const auto v_at = read_b(t.V[n % 2]);
 #pragma unroll
         for (int kk = 0; kk < BLOCK_K / 16; ++kk) {
-            u32 p[MT][4];
+            FragmentA p[MT];
 #pragma unroll
-            for (int i = 0; i < MT; ++i) to_a(p[i], s[i][2 * kk], s[i][2 * kk + 1]);
+            for (int i = 0; i < MT; ++i) p[i] = to_a(s[i][2 * kk], s[i][2 * kk + 1]);
 #pragma unroll
             for (int c = 0; c < DV / 16; ++c) {
-                u32 b[4];
-                ldmatrix_trans(b, v_pieces.at(kk * 16, c * 16));
+                const FragmentB b = v_at(kk * 16, c * 16);
 #pragma unroll
-                for (int i = 0; i < MT; ++i) {
-                    mma(o[i][2 * c], p[i], b[0], b[1]);
-                    mma(o[i][2 * c + 1], p[i], b[2], b[3]);
-                }
+                for (int i = 0; i < MT; ++i) mma(o[i][2 * c], o[i][2 * c + 1], p[i], b);
             }
         }
         STAMP(visit_stamp + n * 5, 4);
@@ -190,7 +197,7 @@ flash_forward(const __grid_constant__ Args a) {
         float inverse[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const float sum = quad_sum(l[i][h]);
+            const float sum = quad_sum(l(i, h));
             inverse[h] = sum == 0.0f ? 0.0f : 1.0f / sum;
             const int row = rows.start + (warp * MT + i) * 16 + h * 8 + lane / 4;
             if (lane % 4 == 0 && row < rows.stop) {
@@ -203,7 +210,7 @@ flash_forward(const __grid_constant__ Args a) {
     }
     report(tile_count + 2, lse_bytes);
     __syncthreads();  // B3: O is complete; a thread stores rows that other warps staged
-    char* out = a.o.data + (batch * a.o.batch + head * a.o.head + rows.start * a.o.row) * 2;
-    report(tile_count + 1, store_tile<FS_HEAD_DIM_V, THREADS>(t.O, out, a.o.row, rows.stop - rows.start));
+    char* out = a.o.data + (batch * a.o.batch + head * a.o.head + rows.start * a.o.row) * FS_BYTES;
+    report(tile_count + 1, store_tile<ValueRow, THREADS>(t.O, out, a.o.row, rows.stop - rows.start));
     stamp_block(tile_stamp, true);
 }

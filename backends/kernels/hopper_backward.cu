@@ -9,22 +9,73 @@
 #include "hopper_work.cuh"
 
 constexpr int D = FS_D, BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K;  // D: both head dims, padded
-constexpr int WARPGROUPS = BLOCK_K / 64, STAGES = 2, CHUNKS = D / 64, Q_CHUNKS = BLOCK_Q / 64;
+#ifndef X_DS32
+#define X_DS32 (FS_BLOCK_Q % 64 != 0)
+#endif
+#ifndef X_EARLY
+#define X_EARLY (FS_BLOCK_Q != 128)
+#endif
+#ifndef X_DKRS
+#define X_DKRS 0
+#endif
+#ifndef X_CARRY
+#define X_CARRY 1
+#endif
+#ifndef X_UNPACK
+#define X_UNPACK 0
+#endif
+#ifndef X_INIT
+#define X_INIT 1
+#endif
+#ifndef X_DSS
+#define X_DSS 2
+#endif
+constexpr int WARPGROUPS = BLOCK_K / 64, STAGES = 2, CHUNKS = D / 64;
 constexpr int THREADS = 128 * (WARPGROUPS + 1);
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
-// dQ's tile is shared out among the warpgroups in pieces of 64 rows by DQ_COLUMNS.
-constexpr int DQ_COLUMNS = D * Q_CHUNKS / WARPGROUPS;
-// Registers enough to start dV before dS is computed, and to load statistics ahead of their use.
-constexpr bool AHEAD = BLOCK_Q == 64;
-static_assert(D % 64 == 0 && BLOCK_Q % 64 == 0 && WARPGROUPS == 2 && DQ_COLUMNS == 64, "");
+static_assert(registers_suffice<THREADS>(PRODUCER_REGISTERS, CONSUMER_REGISTERS), "or all hang");
+// dQ^T, D x BLOCK_Q, is shared out in pieces of 64 columns of dQ by DQ_ROWS queries: at D = 128 a
+// warpgroup takes half of the columns, at 64 half of the queries.
+constexpr bool SPLIT_COLUMNS = D == 128;
+constexpr int DQ_ROWS = SPLIT_COLUMNS ? BLOCK_Q : BLOCK_Q / 2;
+constexpr bool EARLY_DV = X_EARLY, DK_RS = X_DKRS, CARRY = X_CARRY, UNPACK = X_UNPACK;
+constexpr bool START = !FS_SCALED && X_INIT;
+constexpr int DS_STAGES = X_DSS;
+static_assert((D == 64 || D == 128) && BLOCK_Q % 16 == 0 && WARPGROUPS == 2 && DQ_ROWS % 8 == 0, "");
+
+// dS^T in shared memory: a row is a key; DS_WIDE queries to a chunk.
+constexpr int DS_WIDE = X_DS32 ? 16 : 64;
+constexpr u32 DS_HIGH = X_DS32 ? (256 >> 4 | 3u << 30) : DESCRIPTOR_HIGH;
+
+__device__ inline void reduce_wait() {  // this thread's reductions are done
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+__device__ inline void wait_turn(const u32* turn, u32 mine) {
+    u32 now;
+    do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+    while (now != mine);
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+__device__ inline void pass_turn(u32* turn) {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" :: "l"(turn) : "memory");
+}
+__device__ inline void opaque(u32& x) { asm volatile("" : "+r"(x)); }
+__device__ inline void store_float(u32 to, float x) {
+    asm volatile("st.shared.f32 [%0], %1;" :: "r"(to), "f"(x) : "memory");
+}
+__device__ inline void store_matrices(u32 to, const u32 (&x)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};"
+                 :: "r"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+}
 
 struct OnChip {
     alignas(1024) u16 k[CHUNKS][BLOCK_K * 64];             // lives for one item
     alignas(1024) u16 v[CHUNKS][BLOCK_K * 64];             // lives for one item
     alignas(1024) u16 q[STAGES][CHUNKS][BLOCK_Q * 64];     // ring, one visit each
     alignas(1024) u16 dout[STAGES][CHUNKS][BLOCK_Q * 64];  // ring, one visit each
-    alignas(1024) u16 ds[STAGES][Q_CHUNKS][BLOCK_K * 64];  // dS^T: a row is a key, 64 queries wide
-    alignas(1024) float dq[WARPGROUPS][DQ_COLUMNS / 32][64 * 32];  // leaving for the accumulator
+    alignas(1024) u16 ds[DS_STAGES][BLOCK_Q / DS_WIDE][BLOCK_K * DS_WIDE];  // dS^T
+    alignas(1024) float dq[WARPGROUPS][2][DQ_ROWS * 32];   // leaving for the accumulator
     float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q];    // lse in units of log 2
     u64 kv_full, kv_empty;
     u64 full[STAGES], empty[STAGES];                       // of q, dout, lse and delta
@@ -32,121 +83,84 @@ struct OnChip {
 };
 static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "backends.hopper and OnChip must agree");
 
-// Named barriers; 0 is __syncthreads, STAGING + g is warpgroup g's own.
-enum NamedBarrier { DS_READY = 1, STAGING = 2 };
+// Named barriers; 0 is __syncthreads. DQ_FREE + g and DQ_FULL + g pass warpgroup g's piece of dQ to
+// and fro between it and the warp that sends it off.
+enum NamedBarrier { DS_READY = 1, DQ_FREE = 2, DQ_FULL = 4 };
 
-// The heads and visits of an item, in order: for each query head of the group, each row tile.
-struct Step {
-    int member = 0, v = 0;
-    __device__ inline void next(int visits) {
-        if (++v == visits) v = 0, ++member;
-    }
-};
+#include "hopper_keys_outside.cuh"
 
-__device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const TensorMap* map_k,
-                        const TensorMap* map_v, const TensorMap* map_dout, u32* counter) {
-    Ring ring, slot;
-    u32 kv_parity = 0;
-    const int kv_heads = a.heads / a.group;
-    for (int w = first_work();; w = next_work(counter)) {
-        const Item& it = s.items.write(slot, a, w, a.walks * a.tiles, false);
-        if (it.walk < 0) return;
-        const int kv_head = it.walk % kv_heads, batch = it.walk / kv_heads;
-        wait(&s.kv_empty, kv_parity ^ 1);  // the last item is done with K and V
-        kv_parity ^= 1;
-        arrive_expect(&s.kv_full, sizeof(s.k) + sizeof(s.v));
-#pragma unroll 1
-        for (int c = 0; c < CHUNKS; ++c) {
-            copy_box(s.k[c], map_k, &s.kv_full, 64 * c, it.own.start, kv_head, batch);
-            copy_box(s.v[c], map_v, &s.kv_full, 64 * c, it.own.start, kv_head, batch);
-        }
-        u32* counts = a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8;
-        const int keys = min(BLOCK_K, a.n_kv - it.own.start);
-        report_one(counts, keys * FS_HEAD_DIM * 2);
-        report_one(counts + 1, keys * FS_HEAD_DIM_V * 2);
-        Step step;
-#pragma unroll 1
-        for (int left = a.group * it.visits.count; left; --left) {
-            const int query = it.base + it.visits(a, step.v).tile * BLOCK_Q;
-            const int head = kv_head * a.group + step.member;
-            wait(&s.empty[ring.stage], ring.parity ^ 1);  // its last readers are done
-            arrive_expect(&s.full[ring.stage], sizeof(s.q[0]) + sizeof(s.dout[0]));
-#pragma unroll 1
-            for (int c = 0; c < CHUNKS; ++c) {
-                copy_box(s.q[ring.stage][c], map_q, &s.full[ring.stage], 64 * c, query, head,
-                         batch);
-                copy_box(s.dout[ring.stage][c], map_dout, &s.full[ring.stage], 64 * c, query, head,
-                         batch);
-            }
-            ring.next(STAGES);
-#if FS_TRACE
-            const i64 visit = i64(batch * a.heads + head) * a.n_visits + it.visits.first + step.v;
-            const int rows = min(BLOCK_Q, a.n_q - query);
-            report_one(a.visit_counts + visit * 8, rows * FS_HEAD_DIM * 2);
-            report_one(a.visit_counts + visit * 8 + 1, rows * FS_HEAD_DIM_V * 2);
-#endif
-            step.next(it.visits.count);
-        }
-    }
-}
-
-// A warp: log-sum-exp and delta of each visit's rows, on the tiles' barriers. A row past the end,
-// or one that sees no key, gets lse = +inf, so that its P is exactly 0.
-__device__ void produce_statistics(OnChip& s, const Args& a) {
-    const int lane = threadIdx.x % 32;
-    Ring ring, slot;
+// A warp for each warpgroup g: its piece of dQ, once staged, is added to the accumulator.
+__device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g) {
+    const bool leads = threadIdx.x % 32 == 0;
+    Ring slot;
+    named_arrive(DQ_FREE + g, 160);
     while (true) {
         const Item it = s.items.read(slot);
         if (it.walk < 0) return;
         Step step;
+#pragma unroll 1
         for (int left = a.group * it.visits.count; left; --left) {
             const int walk = it.walk * a.group + step.member;  // of the query head
-            const int first = it.base + it.visits(a, step.v).tile * BLOCK_Q;
-            u32* counts = a.visit_counts + (i64(walk) * a.n_visits + it.visits.first + step.v) * 8;
-            wait(&s.empty[ring.stage], ring.parity ^ 1);  // its last readers are done
+            const int tile = it.visits(a, step.v).tile;
+            const int row = it.base + tile * BLOCK_Q + (SPLIT_COLUMNS ? 0 : DQ_ROWS * g);
+            const int column = SPLIT_COLUMNS ? 64 * g : 0;
+#if FS_ORDERED
+            u32* turn = a.turns + (i64(walk) * a.n_q + it.base + tile * BLOCK_Q) * 2 + g;
+#endif
+            named_sync(DQ_FULL + g, 160);  // the piece is complete
+            if (leads) {
+#if FS_ORDERED
+                wait_turn(turn, a.ranks[a.ptr[it.outer] + step.v]);
+#endif
+                const Place to = place(row, it.end, a.n_q, walk / a.heads);
 #pragma unroll
-            for (int x = lane; x < BLOCK_Q; x += 32) {
-                const bool exists = first + x < it.end;
-                const i64 row = i64(walk) * a.n_q + first + x;
-                const float lse = exists ? a.lse[row] : NEG_INF;
-                s.lse[ring.stage][x] = lse == NEG_INF ? -NEG_INF : lse * LOG2E;
-                s.delta[ring.stage][x] = exists ? a.delta[row] : 0.0f;
-                report(counts + 2, 4 * exists), report(counts + 3, 4 * exists);
+                for (int c = 0; c < 2; ++c)
+                    reduce_box(map_dq, s.dq[g][c], column + 32 * c, to.row, walk % a.heads, to.batch);
+                reduce_commit();
+                const i64 number = i64(walk) * a.n_visits + it.visits.first + step.v;
+                const int rows = max(0, min(DQ_ROWS, it.end - row));
+                const int columns = max(0, min(64, FS_HEAD_DIM - column));
+                report_one(a.visit_counts + number * 8 + 4, rows * columns * 4);
+                reduce_wait_read();
             }
-            arrive(&s.full[ring.stage]);  // every lane for what it wrote
-            ring.next(STAGES);
+            __syncwarp();
+            named_arrive(DQ_FREE + g, 160);
+#if FS_ORDERED
+            if (leads) reduce_wait(), pass_turn(turn);
+#endif
             step.next(it.visits.count);
         }
+        stamp_item(a, it.walk, it.outer, true);
     }
 }
 
-// S^T = K Q^T or dP^T = V dO^T, issued and committed: `mine` is 64 rows of a key-side tile.
+// S^T += K Q^T or dP^T += V dO^T, issued and committed: `mine` is 64 rows of a key-side tile.
+template <bool ADD>
 __device__ __forceinline__ void issue_scores(float (&S)[BLOCK_Q / 2], const u16* mine,
                                              const u16* visited) {
     const u32 da = descriptor(mine, 0), db = descriptor(visited, 0);
-    wgmma_fence();
 #pragma unroll
     for (int x = 0; x < D / 16; ++x)
-        wgmma_ss<0, 0>(S, da + along_row(x, BLOCK_K), db + along_row(x, BLOCK_Q), x > 0);
+        wgmma_ss<0, 0>(S, da + along_row(x, BLOCK_K), db + along_row(x, BLOCK_Q), ADD || x > 0);
     wgmma_commit();
 }
 
-// A statistic of the two queries that are this thread's columns in the j-th eight; of all of them.
-__device__ __forceinline__ float2 query_pair(const float* statistic, int j) {
-    return *reinterpret_cast<const float2*>(&statistic[8 * j + fragment_column()]);
-}
-__device__ __forceinline__ void load_rows(float2 (&rows)[BLOCK_Q / 8], const float* statistic) {
+// The statistic of each of this thread's scores.
+__device__ __forceinline__ void load_rows(float (&S)[BLOCK_Q / 2], const float* statistic) {
 #pragma unroll
-    for (int j = 0; j < BLOCK_Q / 8; ++j) rows[j] = query_pair(statistic, j);
+    for (int j = 0; j < BLOCK_Q / 8; ++j) {
+        const float2 pair = query_pair(statistic, j);
+        S[4 * j] = S[4 * j + 2] = pair.x, S[4 * j + 1] = S[4 * j + 3] = pair.y;
+    }
 }
 
-// dV += P^T dO, issued and committed; P^T comes from registers.
-__device__ __forceinline__ void issue_dv(float (&dV)[D / 2], const u32 (&P)[BLOCK_Q / 16][4],
-                                         const u16* dout) {
-    const u32 db = descriptor(dout, BLOCK_Q * 128);
+// dV += P^T dO or dK += dS^T Q, issued and committed; the left operand comes from registers.
+__device__ __forceinline__ void issue_rs(float (&acc)[D / 2], const u32 (&P)[BLOCK_Q / 16][4],
+                                         const u16* visited) {
+    const u32 db = descriptor(visited, BLOCK_Q * 128);
     wgmma_fence();
 #pragma unroll
-    for (int x = 0; x < BLOCK_Q / 16; ++x) wgmma_rs<1>(dV, P[x], db + down_rows(x), 1);
+    for (int x = 0; x < BLOCK_Q / 16; ++x) wgmma_rs<1>(acc, P[x], db + down_rows(x), 1);
     wgmma_commit();
 }
 
@@ -157,52 +171,34 @@ __device__ __forceinline__ void issue_dk(float (&dK)[D / 2], const u16* ds, cons
     wgmma_fence();
 #pragma unroll
     for (int x = 0; x < BLOCK_Q / 16; ++x)
-        wgmma_ss<0, 1>(dK, da + along_row(x, BLOCK_K), db + down_rows(x), 1);
+        wgmma_ss<0, 1, DS_HIGH, DESCRIPTOR_HIGH>(dK, da + (X_DS32 ? x * BLOCK_K * 32 / 16 : along_row(x, BLOCK_K)),
+                       db + down_rows(x), 1);
     wgmma_commit();
 }
 
-// This warpgroup's piece of dQ = dS K, issued and committed.
-__device__ __forceinline__ void issue_dq(float (&dQ)[DQ_COLUMNS / 2], const u16* ds, const u16* k) {
-    const u32 da = descriptor(ds, 0), db = descriptor(k, 0);
+// This warpgroup's piece of dQ^T = K^T dS^T, issued and committed.
+__device__ __forceinline__ void issue_dq(float (&dQ)[DQ_ROWS / 2], const u16* k, const u16* ds) {
+    const u32 da = descriptor(k, 0), db = descriptor(ds, BLOCK_K * DS_WIDE * 2);
     wgmma_fence();
 #pragma unroll
     for (int x = 0; x < BLOCK_K / 16; ++x)
-        wgmma_ss<1, 1>(dQ, da + down_rows(x), db + down_rows(x), x > 0);
+        wgmma_ss<1, 1, DESCRIPTOR_HIGH, DS_HIGH>(dQ, da + down_rows(x), db + x * 16 * DS_WIDE * 2 / 16, x > 0);
     wgmma_commit();
 }
 
-// Scales and caps the scores (where the exponent cannot take the scale), masks them (where asked).
-// Queries past the end need none: their lse is +inf.
-__device__ __forceinline__ void shape_scores(float (&S)[BLOCK_Q / 2], const Args& a, const Item& it,
-                                             Visit visit, int key) {
-#if FS_SCALED
-#pragma unroll
-    for (int e = 0; e < BLOCK_Q / 2; ++e) {
-        S[e] = scaled(a, S[e]);
-    }
-#endif
-    if (!visit.masked) return;
-    const int query = it.base + visit.tile * BLOCK_Q + fragment_column();
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const KeepColumn keep(a, key + 8 * r, it.own);
-        const int first = keep.lo - query, last = FS_LEFT ? keep.hi - query : BLOCK_Q;
-#pragma unroll
-        for (int e = 0; e < BLOCK_Q / 2; ++e) {
-            const int c = e / 4 * 8 + e % 2;
-            if (e / 2 % 2 == r && (c < first || (FS_LEFT && c > last))) S[e] = NEG_INF;
-        }
-    }
-}
-
-__device__ void consume(OnChip& s, const Args& a, const TensorMap* map_dq, int g) {
+__device__ void consume(OnChip& s, const Args& a, int g) {
     const float to_log2 = FS_SCALED ? LOG2E : a.scale * LOG2E;  // exponents in base 2
     [[maybe_unused]] const float uncap = 1.0f / a.softcap;
     const int lane = threadIdx.x % 32;
-    const bool speaks = lane == 0;              // for its warp
-    const bool leads = threadIdx.x % 128 == 0;  // owns the warpgroup's copies out
+    const bool speaks = lane == 0;                              // for its warp
     const int ds_row = 64 * g + threadIdx.x / 32 % 4 * 16 + lane % 16;  // for store_matrices
     const int kv_heads = a.heads / a.group;
+    // Where this thread's part of dQ^T is staged: rows are queries, 32 columns of dQ to a box.
+    const int dq_row = lane % 4 * 2, dq_piece = threadIdx.x / 32 % 2 * 4 + lane / 16;
+    const u32 dq_box = shared_address(&s.dq[g][threadIdx.x / 64 % 2][dq_row * 32]) +
+                       (dq_piece ^ dq_row) * 16 + lane / 4 % 4 * 4;
+    const u32 ds_at = shared_address(s.ds[0][0]) + ds_row * DS_WIDE * 2 +
+                      (lane / 16 ^ (X_DS32 ? ds_row / 4 % 2 : ds_row % 8)) * 16;
     Ring ring, slot;
     u32 kv_parity = 0;
     while (true) {
@@ -210,8 +206,7 @@ __device__ void consume(OnChip& s, const Args& a, const TensorMap* map_dq, int g
         if (it.walk < 0) break;
         const int key = it.own.start + 64 * g + fragment_row();
         const int steps = a.group * it.visits.count;
-        u64* item_stamps = a.tile_stamps + (i64(it.walk) * a.tiles + it.outer) * 5;
-        stamp_item(item_stamps, false);
+        stamp_item(a, it.walk, it.outer, false);
         float dK[D / 2], dV[D / 2];
 #pragma unroll
         for (int e = 0; e < D / 2; ++e) dK[e] = dV[e] = 0.0f;
@@ -221,33 +216,40 @@ __device__ void consume(OnChip& s, const Args& a, const TensorMap* map_dq, int g
 #pragma unroll 1
         for (int step = 0; step < steps; ++step) {
             const Visit visit = it.visits(a, next.v);
-            const int stage = ring.stage;
-            const int walk = it.walk * a.group + next.member;  // of the query head
-            const i64 number = i64(walk) * a.n_visits + it.visits.first + next.v;
-            u64* stamps = a.visit_stamps + number * 5;
+            const int stage = ring.stage, ds_stage = DS_STAGES == 2 ? stage : 0;
+            [[maybe_unused]] const int walk = it.walk * a.group + next.member;  // of the query head
+            [[maybe_unused]] const i64 number = i64(walk) * a.n_visits + it.visits.first + next.v;
+            u64* stamps = visit_stamps(a, number);
             next.next(it.visits.count);
             float S[BLOCK_Q / 2], dP[BLOCK_Q / 2];
             u32 P[BLOCK_Q / 16][4], dS[BLOCK_Q / 16][4];
-            // -- S^T = K Q^T and dP^T = V dO^T, queued behind the last visit's dK -----------------
+            // -- S^T = K Q^T - lse / scale and dP^T = V dO^T - delta, behind the last visit's dK ---
             stamp(stamps, 0);
             wait(&s.full[stage], ring.parity);
             stamp(stamps, 1);
-            issue_scores(S, &s.k[0][64 * g * 64], s.q[stage][0]);
-            issue_scores(dP, &s.v[0][64 * g * 64], s.dout[stage][0]);
-            float2 rows[BLOCK_Q / 8];  // a statistic of this thread's query pairs: lse, then delta
-            if (AHEAD) load_rows(rows, s.lse[stage]);  // under the products
+            if (START) load_rows(S, s.lse[stage]);
+#if X_INIT
+            load_rows(dP, s.delta[stage]);
+            if (CARRY) wgmma_wait<0>();  // dK of the last visit is complete
+            if (CARRY) pin(dK);
+#endif
+            wgmma_fence();
+            issue_scores<START>(S, &s.k[0][64 * g * 64], s.q[stage][0]);
+            issue_scores<X_INIT>(dP, &s.v[0][64 * g * 64], s.dout[stage][0]);
+            ring.next(STAGES);  // of two stages, the next one is also the last visit's
+            if (X_INIT && CARRY && speaks && step > 0) arrive(&s.empty[ring.stage]);
             wgmma_wait<1>();  // S of this visit and dK of the last are complete
             pin(S);
-            ring.next(STAGES);  // of two stages, the next one is also the last visit's
-            if (speaks && step > 0) arrive(&s.empty[ring.stage]);
+            if (!X_INIT && CARRY && speaks && step > 0) arrive(&s.empty[ring.stage]);
             stamp(stamps, 2);
-            // -- P^T = exp2(c S^T - lse) ----------------------------------------------------------
-            shape_scores(S, a, it, visit, key);
+            // -- P^T = exp2(c S^T) ----------------------------------------------------------------
+            shape_scores(S, a, it, visit.masked, key,
+                         it.base + visit.tile * BLOCK_Q + fragment_column());
 #pragma unroll
             for (int e = 0; e < BLOCK_Q / 2; e += 2) {
-                const float2 lse = AHEAD ? rows[e / 4] : query_pair(s.lse[stage], e / 4);
-                const float p0 = exp2_approx(S[e] * to_log2 - lse.x);
-                const float p1 = exp2_approx(S[e + 1] * to_log2 - lse.y);
+                const float2 lse = START ? float2{0.0f, 0.0f} : query_pair(s.lse[stage], e / 4);
+                const float p0 = exp2_approx(S[e] * to_log2 + lse.x);
+                const float p1 = exp2_approx(S[e + 1] * to_log2 + lse.y);
                 P[e / 8][e / 2 % 4] = pack(p0, p1);
 #if FS_SOFTCAP  // from here on S is P times the slope of c tanh(x / c), 1 - tanh^2; S may be -inf
                 const float t0 = fmaxf(S[e] * uncap, -1.0f), t1 = fmaxf(S[e + 1] * uncap, -1.0f);
@@ -256,72 +258,74 @@ __device__ void consume(OnChip& s, const Args& a, const TensorMap* map_dq, int g
                 S[e] = p0, S[e + 1] = p1;
 #endif
             }
-            // -- dV += P^T dO, and under it dS^T = P^T (dP^T - delta) -----------------------------
-            if (AHEAD) load_rows(rows, s.delta[stage]), issue_dv(dV, P, s.dout[stage][0]);
-            wgmma_wait<AHEAD ? 1 : 0>();
+            // -- dV += P^T dO, and under it dS^T = P^T dP^T ---------------------------------------
+            if (EARLY_DV) issue_rs(dV, P, s.dout[stage][0]);
+            wgmma_wait<EARLY_DV ? 1 : 0>();
             pin(dP);
             stamp(stamps, 3);
 #pragma unroll
             for (int e = 0; e < BLOCK_Q / 2; e += 2) {
-                const float2 delta = AHEAD ? rows[e / 4] : query_pair(s.delta[stage], e / 4);
-                dP[e] = S[e] * (dP[e] - delta.x);
-                dP[e + 1] = S[e + 1] * (dP[e + 1] - delta.y);
+#if !X_INIT
+                const float2 delta = query_pair(s.delta[stage], e / 4);
+                dP[e] += delta.x, dP[e + 1] += delta.y;
+#endif
+                const float2 p = UNPACK && !FS_SOFTCAP ? unpack(P[e / 8][e / 2 % 4]) : float2{S[e], S[e + 1]};
+                dP[e] = p.x * dP[e];
+                dP[e + 1] = p.y * dP[e + 1];
             }
             round_operand(dS, dP);
+            if (DS_STAGES == 1 && step > 0) named_sync(DS_READY + 5, 128 * WARPGROUPS);
 #pragma unroll
             for (int x = 0; x < BLOCK_Q / 16; ++x) {
-                const int piece = x % 4 * 2 + lane / 16;  // 8 queries, 16 bytes
-                store_matrices(&s.ds[stage][x / 4][ds_row * 64 + (piece ^ ds_row % 8) * 8], dS[x]);
+                u32 at = ds_at + ds_stage * sizeof(s.ds[0]);
+                if (DS_WIDE == 64) at ^= x % 4 * 32;
+                store_matrices(at + (DS_WIDE == 64 ? x / 4 * BLOCK_K * 128 : x * BLOCK_K * 32), dS[x]);
             }
-            if (!AHEAD) issue_dv(dV, P, s.dout[stage][0]);
+            if (!EARLY_DV) issue_rs(dV, P, s.dout[stage][0]);
             fence_async_shared();
             // All of dS is written. The other stage's dS is free from here on: its products were
             // waited for before this visit's scores were used.
             named_sync(DS_READY, 128 * WARPGROUPS);
-            // -- dQ = dS K, dK += dS^T Q ----------------------------------------------------------
+            // -- dQ^T = K^T dS^T, dK += dS^T Q ----------------------------------------------------
 #if FS_FUSED
-            float dQ[DQ_COLUMNS / 2];
-            issue_dq(dQ, s.ds[stage][Q_CHUNKS == 1 ? 0 : g], s.k[Q_CHUNKS == 1 ? g : 0]);
-            issue_dk(dK, &s.ds[stage][0][64 * g * 64], s.q[stage][0]);
+            float dQ[DQ_ROWS / 2];
+            issue_dq(dQ, s.k[SPLIT_COLUMNS ? g : 0],
+                     s.ds[ds_stage][SPLIT_COLUMNS ? 0 : g * DQ_ROWS / DS_WIDE]);
+#endif
+            if (DK_RS) issue_rs(dK, dS, s.q[stage][0]);
+            else issue_dk(dK, &s.ds[ds_stage][0][64 * g * DS_WIDE], s.q[stage][0]);
+#if FS_FUSED
             wgmma_wait<1>();  // dV and dQ are complete; dK goes on into the next visit
             pin(dQ);
-            // -- dQ leaves: staged, then added to the accumulator by the copy engine --------------
-            if (leads) reduce_wait_read();
-            named_sync(STAGING + g, 128);  // the copy engine has read the last visit's piece
+            // -- dQ leaves: staged, to be sent off by another warp --------------------------------
+            named_sync(DQ_FREE + g, 160);  // the last visit's piece is sent off
 #pragma unroll
-            for (int e = 0; e < DQ_COLUMNS / 2; e += 2) {
-                // Odd rows take the 8-column group two further on, so that a half-warp's four rows
-                // fall into different banks.
-                const bool odd = lane / 4 % 2;
-                const int row = fragment_row() + e / 2 % 2 * 8, x = e ^ 8;
-                const int piece = (e / 4 % 4 ^ odd * 2) * 2 + lane % 4 / 2;
-                float* to = &s.dq[g][e / 16][row * 32 + (piece ^ row % 8) * 4 + lane % 2 * 2];
-                *reinterpret_cast<float2*>(to) =
-                    odd ? float2{dQ[x], dQ[x + 1]} : float2{dQ[e], dQ[e + 1]};
+            for (int x = 0; x < 4; ++x) {
+                // Rows 8 j + dq_row + p of the box; their piece, dq_piece + 2 h, is swizzled by the
+                // row: a warp's 32 elements fall into 32 banks.
+                const int p = x % 2, h = x / 2;
+                u32 at = dq_box;
+                opaque(at);  // not worth four registers
+                at ^= 16 * p + 32 * h;
+#pragma unroll
+                for (int j = 0; j < DQ_ROWS / 8; ++j)
+                    store_float(at + 128 * (8 * j + p), dQ[4 * j + x]);
             }
             fence_async_shared();
-            named_sync(STAGING + g, 128);  // the piece is complete
-            if (leads) {
-                const int dq_column = Q_CHUNKS == 1 ? 64 * g : 0;
-                const int row = it.base + visit.tile * BLOCK_Q + (Q_CHUNKS == 1 ? 0 : 64 * g);
-#pragma unroll
-                for (int c = 0; c < DQ_COLUMNS / 32; ++c)
-                    reduce_box(map_dq, s.dq[g][c], dq_column + 32 * c, row, walk % a.heads,
-                               walk / a.heads);
-                reduce_commit();
-                const int rows = max(0, min(64, a.n_q - row));
-                const int columns = max(0, min(DQ_COLUMNS, FS_HEAD_DIM - dq_column));
-                report_one(a.visit_counts + number * 8 + 4, rows * columns * 4);
-            }
+            named_arrive(DQ_FULL + g, 160);
 #else
-            issue_dk(dK, &s.ds[stage][0][64 * g * 64], s.q[stage][0]);
             wgmma_wait<1>();  // dV is complete; dK goes on into the next visit
 #endif
+            if (!CARRY) {
+                wgmma_wait<0>();
+                pin(dK);
+                if (speaks) arrive(&s.empty[stage]);
+            }
             stamp(stamps, 4);
         }
         wgmma_wait<0>();
         pin(dK), pin(dV);
-        if (speaks && steps > 0) arrive(&s.empty[ring.stage ^ 1]);
+        if (CARRY && speaks && steps > 0) arrive(&s.empty[ring.stage ^ 1]);
         if (speaks) arrive(&s.kv_empty);  // the next item's K and V may come
         // -- dK and dV, straight from registers ---------------------------------------------------
         const int kv_head = it.walk % kv_heads, batch = it.walk / kv_heads;
@@ -335,9 +339,11 @@ __device__ void consume(OnChip& s, const Args& a, const TensorMap* map_dq, int g
         }
         u32* counts = a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8;
         report(counts + 2, dk_bytes), report(counts + 3, dv_bytes);
-        stamp_item(item_stamps, true);
+        stamp_item(a, it.walk, it.outer, true);
     }
-    if (leads) reduce_wait_read();  // shared memory must outlive the copies that read it
+#if FS_FUSED
+    named_sync(DQ_FREE + g, 160);
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -353,7 +359,7 @@ hopper_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__
             barrier_init(&s.full[i], 1 + 32);  // the copies, and the lanes with the statistics
             barrier_init(&s.empty[i], 4 * WARPGROUPS);
         }
-        s.items.init(4 * WARPGROUPS + 1);
+        s.items.init(4 * WARPGROUPS + 1 + 2 * FS_FUSED);
         barrier_init_fence();
     }
     __syncthreads();  // nobody touches a barrier before it exists
@@ -362,9 +368,12 @@ hopper_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__
         registers_give<PRODUCER_REGISTERS>();
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
         if (warp == 1) produce_statistics(s, a);
+#if FS_FUSED
+        else if (warp >= 2) send_dq(s, a, &map_dq, warp - 2);
+#endif
         else if (threadIdx.x == 0) produce(s, a, &map_q, &map_k, &map_v, &map_dout, counter);
     } else {
         registers_take<CONSUMER_REGISTERS>();
-        consume(s, a, &map_dq, role - 1);
+        consume(s, a, role - 1);
     }
 }

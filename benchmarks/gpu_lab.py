@@ -1,0 +1,153 @@
+"""What benchmarks/gpu.py measures with: arrays, clock and memory counters, of torch or of CuPy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+MIB = 1024 * 1024
+
+
+class Lab:
+    """Arrays on the GPU, elapsed time and memory in use.
+
+    `array` makes a random one, `event` and `milliseconds` a clock on the GPU, `spin` keeps it busy
+    while the host runs ahead, `flush` empties the L2 cache; `peak` gives what a call returns, the
+    peak of memory in use beyond what was there, and what it keeps, in bytes.
+    """
+
+    name: str
+    array: Callable[[tuple[int, ...], str], Any]
+    event: Callable[[], Any]
+    milliseconds: Callable[[Any, Any], float]
+    spin: Callable[[], None]
+    flush: Callable[[], None]
+    peak: Callable[[Callable[[], Any]], tuple[Any, int, int]]
+    release: Callable[[], None]
+
+
+class TorchLab(Lab):
+    """With torch, which must see a GPU."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.torch, self.name = torch, torch.cuda.get_device_name()
+        self._wide: Any = None
+
+    def array(self, shape: tuple[int, ...], dtype: str) -> Any:
+        """See `Lab`."""
+        return self.torch.randn(shape, device="cuda", dtype=getattr(self.torch, dtype))
+
+    def event(self) -> Any:
+        """See `Lab`."""
+        event = self.torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def milliseconds(self, start: Any, end: Any) -> float:
+        """See `Lab`."""
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    def spin(self) -> None:
+        """See `Lab`."""
+        self.torch.cuda._sleep(1_000_000)
+
+    def flush(self) -> None:
+        """See `Lab`."""
+        if self._wide is None:
+            self._wide = self.torch.empty(256 * MIB, dtype=self.torch.uint8, device="cuda")
+        self._wide.zero_()
+
+    def peak(self, work: Callable[[], Any]) -> tuple[Any, int, int]:
+        """See `Lab`."""
+        cuda = self.torch.cuda
+        cuda.synchronize()
+        cuda.reset_peak_memory_stats()
+        before = cuda.memory_allocated()
+        result = work()
+        cuda.synchronize()
+        return result, cuda.max_memory_allocated() - before, cuda.memory_allocated() - before
+
+    def release(self) -> None:
+        """Give memory that is not in use back to the driver."""
+        self.torch.cuda.empty_cache()
+
+
+class CupyLab(Lab):
+    """With CuPy, where there is no torch that sees the GPU."""
+
+    def __init__(self) -> None:
+        import cupy
+
+        self.cupy = cupy
+        self.name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+        self._wide: Any = None
+
+    def array(self, shape: tuple[int, ...], dtype: str) -> Any:
+        """See `Lab`."""
+        return self.cupy.random.standard_normal(shape, dtype="float32").astype(dtype)
+
+    def event(self) -> Any:
+        """See `Lab`."""
+        event = self.cupy.cuda.Event()
+        event.record()
+        return event
+
+    def milliseconds(self, start: Any, end: Any) -> float:
+        """See `Lab`."""
+        end.synchronize()
+        return self.cupy.cuda.get_elapsed_time(start, end)
+
+    def spin(self) -> None:
+        """See `Lab`."""
+        _spinning(self.cupy)((1,), (1,), (1_000_000,))
+
+    def flush(self) -> None:
+        """See `Lab`."""
+        if self._wide is None:
+            self._wide = self.cupy.empty(256 * MIB, "uint8")
+        self._wide.fill(0)
+
+    def peak(self, work: Callable[[], Any]) -> tuple[Any, int, int]:
+        """See `Lab`."""
+        pool = self.cupy.get_default_memory_pool()
+
+        class Meter(self.cupy.cuda.MemoryHook):
+            name = "flashsim peak"
+            most = before = pool.used_bytes()
+
+            def malloc_postprocess(self, **_: Any) -> None:
+                self.most = max(self.most, pool.used_bytes())
+
+        meter = Meter()
+        with meter:
+            result = work()
+        return result, meter.most - meter.before, pool.used_bytes() - meter.before
+
+    def release(self) -> None:
+        """See `TorchLab`."""
+        self.cupy.get_default_memory_pool().free_all_blocks()
+
+
+def _spinning(cupy: Any) -> Any:
+    loop = "long long t = clock64(); while (clock64() - t < n);"
+    return cupy.RawKernel('extern "C" __global__ void spin(int n) {' + loop + "}", "spin")
+
+
+def open_lab() -> tuple[Lab, str]:
+    """A lab, and why it is not torch's, if it is not.
+
+    Raises
+    ------
+    RuntimeError
+        If neither torch nor CuPy sees a GPU.
+    """
+    why = []
+    for lab in (TorchLab, CupyLab):
+        try:
+            return lab(), "; ".join(why)
+        except Exception as error:
+            why.append(f"{lab.__name__.removesuffix('Lab')}: {type(error).__name__}: {error}")
+    raise RuntimeError("no NVIDIA GPU is to be reached: " + "; ".join(why))
