@@ -63,9 +63,11 @@ def tilings(
             return (Tiling(128, 128),)
         if d > 128:
             return (Tiling(64, 64),)
-        # Alone, dQ takes 64 rows to a product; a softcap takes registers.
-        wide = algorithm == "flash2-fused" and not problem.softcap
-        return (Tiling(80, 128), Tiling(64, 128)) if wide else (Tiling(64, 128),)
+        # By itself dQ takes 64 rows to a product; a softcap takes registers.
+        if algorithm != "flash2-fused" or problem.softcap:
+            return (Tiling(64, 128),)
+        both = (Tiling(64, 128), Tiling(80, 128))  # more of a taller tile is masked
+        return both if problem.causal or problem.window else both[::-1]
     if d <= 64:
         best = [Tiling(192, 128), Tiling(128, 128)]
         if problem.causal and problem.n_kv <= 1024:
@@ -199,8 +201,11 @@ def _backward_kernel(
 ) -> Kernel:
     d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
     wide = d > 128
-    tiles = 2 * (2 * bk * d + stages * 2 * bq * d + stages * bq * bk)
-    tiles += 2 * stages * bq * bk if wide else 4 * bq * d  # P, or dQ on its way out
+    tiles = 2 * (2 * bk * d + stages * 2 * bq * d)
+    if wide:
+        tiles += 2 * 2 * stages * bq * bk  # P and dS
+    elif fused:
+        tiles += 2 * stages * bq * bk + 4 * bq * d  # dS, and dQ on its way out
     shared = _on_chip(tiles + 4 * stages * 2 * bq, 2 + 2 * stages)
     values = launch.constants(problem, tiling, variant)
     boxes = (

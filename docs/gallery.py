@@ -107,7 +107,9 @@ ANIMATIONS = {
         statistics=viz.row_statistics(run(n=512, causal=True).trace, *tensors(512)[:2]),
         fps=6,
     ),
-    "real-tensors.gif": lambda path: viz.animate(real()[0], path, statistics=real()[1], fps=20),
+    "real-tensors.gif": lambda path: viz.animate(
+        real()[0], path, statistics=real()[1], max_frames=136, fps=10
+    ),
     "side-by-side.gif": lambda path: viz.animate(
         [run("standard", n=512, causal=True), run(n=512, causal=True)], path, clock="bytes", fps=10
     ),
@@ -115,7 +117,7 @@ ANIMATIONS = {
         [run("flash1", n=512, causal=True), run(n=512, causal=True)], path, fps=6
     ),
     "backward-dark.gif": lambda path: viz.animate(backward(), path, theme="dark", fps=8),
-    "gpu-forward.gif": lambda path: viz.animate(gpu("h200-forward"), path, fps=15),
+    "gpu-forward.gif": lambda path: viz.animate(gpu("h200-forward"), path, max_frames=76, fps=8),
 }
 FILES = {
     "causal-2048.html": lambda path: viz.page(

@@ -117,7 +117,7 @@ def plot(
         if trace:
             raise OptionError(f"{kind} is drawn from sizes, not from a trace; leave out --trace")
         data = _counted(kind, sizes, causal, names, backward, tiling, device, over)
-        options = {"x": over} if kind == "io-curve" else {}
+        options: dict[str, Any] = {"x": over} if kind == "io-curve" else {}
     else:
         if kind in ("tile-map", "sram-timeline"):
             names = names[-1:]

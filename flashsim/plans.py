@@ -9,6 +9,7 @@ and the simulated SRAM is measured against it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from flashsim.errors import OptionError, choices
@@ -61,6 +62,7 @@ class Stage:
     per: Literal["head", "group", "bias"] = "head"
 
 
+@lru_cache(maxsize=64)
 def stages(problem: Problem, algorithm: str, direction: str = "forward") -> tuple[Stage, ...]:
     """The stages of an algorithm, in the order they run.
 

@@ -18,12 +18,10 @@ from pathlib import Path
 from faults import Fault
 
 NUMBA = "flashsim.backends.numba_gpu"
-BACKWARD = f"{NUMBA}.hopper_backward"
-FORWARD, WORK = f"{NUMBA}.hopper_forward", f"{NUMBA}.hopper_work"
-TILES, SOFTMAX = f"{NUMBA}.hopper_tiles", f"{NUMBA}.softmax"
+FORWARD, TILES = f"{NUMBA}.hopper_forward", f"{NUMBA}.hopper_tiles"
+PTX, SOFTMAX = f"{NUMBA}.ptx_hopper", f"{NUMBA}.softmax"
 TENSOR = "test_numba_gpu.py"
 RAGGED = ("test_numba_hopper.py::test_kinds_of_scores", "-k", "128-rising")
-GROUP = ("test_numba_hopper.py::test_features", "-k", "causal-64")
 CAUSAL = ("test_numba_hopper.py::test_features", "-k", "causal-64")
 VARLEN = ("test_numba_hopper.py::test_features", "-k", "varlen-64")
 COUNTS = ("test_numba_hopper.py::test_counts_are_the_closed_forms", "-k", "ragged-ascending")
@@ -56,14 +54,11 @@ FAULTS = {
     ),
     "hopper-sequences-start-at-0": Fault(
         "the keys of every packed sequence are read from the first one's tiles",
-        *(WORK, "base = int32(read_int(other, tile * 4) - tile * block)", "pass", VARLEN),
+        *(FORWARD, "base = int32(read_int(a.cols, tile * 4) - tile * block_k)", "pass", VARLEN),
     ),
     "hopper-second-chunk-of-v": Fault(
         "a product steps from one 64-column chunk of V to a wrong one",
-        TILES,
-        "descriptor(b, right, depth * 128),\n            [ptx_hopper.along_row",
-        "descriptor(b, right, depth * 64),\n            [ptx_hopper.along_row",
-        RAGGED,
+        *(TILES, "descriptor(b, v, depth * 128)", "descriptor(b, v, depth * 64)", RAGGED),
     ),
     "hopper-quads-not-transposed": Fault(
         "lanes of a quad store each other's columns",
@@ -101,35 +96,6 @@ FAULTS = {
         *(TILES, "ptx_hopper.barrier_wait(b, barrier, _lap(b, position))"),
         "ptx_hopper.barrier_wait(b, barrier, i32(0))",
         BITS,
-    ),
-    # -- Hopper's backward ----------------------------------------------------------------------
-    "hopper-dk-not-scaled": Fault(
-        "dK lacks the factor of the scores' scale",
-        *(BACKWARD, "factors = a.scale, a.scale", "factors = to_log2, to_log2", RAGGED),
-    ),
-    "hopper-ds-not-waited-for": Fault(
-        "dQ and dK are computed before the other warps have written dS",
-        *(BACKWARD, "                    both_sync(1)", "                    pass", RAGGED),
-    ),
-    "hopper-dq-columns-traded": Fault(
-        "odd rows of dQ are staged in another order than they are read",
-        *(f"{NUMBA}.hopper_gradients", "b.select(odd, i32(4), i32(0))", "i32(0)", RAGGED),
-    ),
-    "hopper-row-without-a-key": Fault(
-        "a row that sees no key is given weights",
-        f"{NUMBA}.hopper_gradients",
-        "b.select(none, found, b.fmul(found, f32(-LOG2E)))",
-        "b.select(none, f32(0.0), b.fmul(found, f32(-LOG2E)))",
-        RAGGED,
-    ),
-    "hopper-visit-of-the-next-head": Fault(
-        "a group's query heads share one visit list, restarted one too late",
-        *(
-            BACKWARD,
-            "                    if n == steps[1]:",
-            "                    if n > steps[1]:",
-            GROUP,
-        ),
     ),
     # -- the mma.sync kernels -------------------------------------------------------------------
     "mma-copies-not-waited-for": Fault(

@@ -1,11 +1,15 @@
 """Every GPU kernel but the teaching ones, on small ragged problems, for NVIDIA's compute-sanitizer.
 
     for tool in memcheck racecheck initcheck; do
-        compute-sanitizer --tool $tool --error-exitcode 1 python tests/sanitize.py
+        compute-sanitizer --tool $tool --error-exitcode 1 python tests/sanitize.py [FAMILY ...]
     done
 
-Each array is an allocation of its own (no memory pool), so that a step past its end is seen.
+Families: portable, tf32, hopper (what a Hopper GPU runs by default), python; all of them if none is
+named. Each array is an allocation of its own (no memory pool), so that a step past its end is seen.
 """
+
+import sys
+from collections.abc import Iterator, Sequence
 
 import cupy
 import numpy as np
@@ -22,7 +26,23 @@ MASKS = (
 )
 
 
-def main() -> None:
+FAMILIES = ("portable", "tf32", "hopper", "python")
+
+
+def ways(dtype: str, families: Sequence[str]) -> Iterator[tuple[dict, dict]]:
+    """How to run: what the backward pass takes, too, and what is for `run` alone."""
+    small = {"tiling": Tiling(32, 32)}
+    if "portable" in families:
+        yield small, {"backend": "cupy", "kernel": "portable"}
+    if "tf32" in families and dtype == "float32":
+        yield small, {"backend": "cupy", "kernel": "portable", "allow_tf32": True}
+    if "hopper" in families:
+        yield {}, {"backend": "cupy"}
+    if "python" in families and dtype != "float32":  # on tensor cores
+        yield small, {"backend": "numba_cuda"}
+
+
+def main(families: Sequence[str]) -> None:
     """Forward and both backwards, traced and not."""
     cupy.cuda.set_allocator(None)
     rng = np.random.default_rng(0)
@@ -34,16 +54,9 @@ def main() -> None:
                 q, k, v, dout = (
                     rng.standard_normal(shape).astype(numpy_dtype(dtype)) for shape in shapes
                 )
-                # Small tiles are the portable kernels', the default ones on a Hopper GPU Hopper's;
-                # so it is in Python.
-                ways = [("cupy", {"tiling": Tiling(32, 32)}), ("cupy", {})]
-                if dtype != "float32":  # the kernels in Python, on tensor cores
-                    ways += [("numba_cuda", {"tiling": Tiling(32, 32)}), ("numba_cuda", {})]
-                for backend, tiles in ways:
+                for tiles, how in ways(dtype, families):
                     for trace in (False, "timeline"):
-                        result = flashsim.run(
-                            *(q, k, v), backend=backend, trace=trace, **tiles, **mask
-                        )
+                        result = flashsim.run(q, k, v, trace=trace, **tiles, **how, **mask)
                         for deterministic in (True, False):
                             result.backward(dout, deterministic=deterministic, **tiles)
                             runs += 1
@@ -51,4 +64,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:] or FAMILIES)

@@ -52,14 +52,16 @@ PROBLEMS = {
     ),
     "fp32 64": Problem(512, 512, 64, heads=2, dtype="float32", causal=True, softcap=1.0),
     "fp32 256": Problem(512, 512, 256, heads=2, dtype="float32"),
+    "tf32 64": Problem(512, 512, 64, heads=2, dtype="float32", causal=True),
+    "tf32 128": Problem(512, 512, 128, heads=2, dtype="float32"),
 }
 
 
-def passes(problem, gpu, report=""):
+def passes(problem, gpu, report="", family=portable):
     """Every pass of the forward and of both backwards."""
-    yield from portable.forward_passes(problem, None, gpu, "ascending", report)
+    yield from family.forward_passes(problem, None, gpu, "ascending", report)
     for algorithm in ("flash2", "flash2-fused"):
-        yield from portable.backward_passes(problem, None, gpu, "ascending", report, algorithm)
+        yield from family.backward_passes(problem, None, gpu, "ascending", report, algorithm)
 
 
 def toolchain():
@@ -106,7 +108,8 @@ TARGETS = [
 @pytest.mark.parametrize(("name", "arch"), TARGETS)
 def test_kernels_compile_and_stay_in_registers(name, arch):
     compiled = 0
-    for one in passes(PROBLEMS[name], GPUS[arch]):
+    family = portable.TF32 if "tf32" in name else portable
+    for one in passes(PROBLEMS[name], GPUS[arch], family=family):
         stack, spilled, registers = compile_kernel(one.kernel, arch)[0][one.kernel.name]
         assert spilled <= SPILL_BYTES, (one.stage.name, one.kernel)
         assert stack <= SPILL_BYTES, "an array lives in local memory"

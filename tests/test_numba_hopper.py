@@ -36,15 +36,6 @@ def check(p, kind="normal", **more):
     assert result.kernel == "hopper"
     within(result.out, exact, plain, p, "out")
     np.testing.assert_allclose(result.lse, lse, rtol=2e-6, atol=2e-5)
-    if max(p.head_dim, p.head_dim_v) > 128:
-        return
-    exact = oracle.gradients(*given, x["dout"], p)
-    plain = oracle.gradients(*given, x["dout"], p, dtype=p.dtype)
-    for deterministic in (True, False):
-        grads = result.backward(x["dout"], deterministic=deterministic)
-        assert grads.kernel == "hopper"
-        for name in ("dq", "dk", "dv"):
-            within(getattr(grads, name), exact[name], plain[name], p, (name, deterministic))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -76,36 +67,23 @@ def test_the_tiling_given_is_the_one_that_runs(sides):
 @pytest.mark.parametrize("name", FEATURES)
 def test_counts_are_the_closed_forms(name, order):
     p = Problem(head_dim=96, dtype="bfloat16", **FEATURES[name])
-    x = make(p)
-    for algorithm in ("flash2", "flash2-fused"):
-        result = run(p, x, algorithm=algorithm, key_order=order, trace=True)
-        for trace in (result.trace, result.backward(x["dout"]).trace):
-            expected = flashsim.count(
-                p,
-                algorithm=algorithm,
-                direction=trace.direction,
-                tiling=trace.tiling,
-                key_order=order,
-                device=ROOMY,
-            )
-            for op in ("load", "store", "reduce"):
-                assert trace.bytes(op) == expected.bytes(op), (algorithm, trace.direction, op)
+    trace = run(p, make(p), key_order=order, trace=True).trace
+    expected = flashsim.count(p, tiling=trace.tiling, key_order=order, device=ROOMY)
+    for op in ("load", "store", "reduce"):
+        assert trace.bytes(op) == expected.bytes(op), op
 
 
 def test_timeline_has_every_visit_in_order():
     p = Problem(700, 700, 128, heads=4, dtype="bfloat16", causal=True)
-    x = make(p)
-    result = run(p, x, algorithm="flash2-fused", trace="timeline")
-    for trace in (result.trace, result.backward(x["dout"]).trace):
-        spans = trace.timeline
-        visits = spans[spans["phase"] == PHASES.index("visit")]
-        stage = next(s for s in trace.stages if s.schedule.n_visits)
-        assert len(visits) == 4 * stage.schedule.n_visits
-        assert (visits["end_ns"] > visits["start_ns"]).all()
-        for phase in ("load", "scores", "softmax", "output"):
-            part = spans[spans["phase"] == PHASES.index(phase)]
-            assert (part["start_ns"] >= visits["start_ns"]).all()
-            assert (part["end_ns"] <= visits["end_ns"]).all()
+    result = run(p, make(p), trace="timeline")
+    spans = result.trace.timeline
+    visits = spans[spans["phase"] == PHASES.index("visit")]
+    assert len(visits) == 4 * result.trace.schedule.sums.visits
+    assert (visits["end_ns"] > visits["start_ns"]).all()
+    for phase in ("load", "scores", "softmax", "output"):
+        part = spans[spans["phase"] == PHASES.index(phase)]
+        assert (part["start_ns"] >= visits["start_ns"]).all()
+        assert (part["end_ns"] <= visits["end_ns"]).all()
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -114,19 +92,12 @@ def test_two_hundred_runs_give_the_same_bits(head_dim, causal):
     p = Problem(4096, 4096, head_dim, heads=4, dtype="float16", causal=causal)
     x = {name: cupy.asarray(array) for name, array in make(p).items()}
     first = run(p, x)
-    exact, fused = first.backward(x["dout"]), first.backward(x["dout"], deterministic=False)
     for repeat in range(200):
         if repeat % 20 == 0:
             test_hopper.poison_shared_memory()
         again = run(p, x)
         assert (again.out.view(cupy.uint16) == first.out.view(cupy.uint16)).all()
         assert (again.lse.view(cupy.uint32) == first.lse.view(cupy.uint32)).all()
-        grads = again.backward(x["dout"])
-        for name in ("dq", "dk", "dv"):
-            assert (getattr(grads, name) == getattr(exact, name)).all(), (name, repeat)
-        grads = again.backward(x["dout"], deterministic=False)
-        for name in ("dk", "dv"):  # dQ is reduced in any order
-            assert (getattr(grads, name) == getattr(fused, name)).all(), (name, repeat)
 
 
 def test_what_runs_is_chosen_by_rule_and_named():
@@ -134,15 +105,11 @@ def test_what_runs_is_chosen_by_rule_and_named():
     x = make(p)
     result = run(p, x, kernel="auto")
     assert result.kernel == "hopper"
-    assert result.backward(x["dout"]).kernel == "hopper"
+    assert result.backward(x["dout"]).kernel == "tensor"
     assert run(p, x, kernel="auto", tiling=Tiling(64, 64)).kernel == "tensor"
     assert run(p, x, kernel="tensor").kernel == "tensor"
     with pytest.raises(UnsupportedError, match="64 x 64 tiles are none of theirs"):
         run(p, x, tiling=Tiling(64, 64))
-    large = Problem(256, 256, 192, dtype="bfloat16")
-    result = run(large, make(large), kernel="auto")
-    assert result.kernel == "hopper"
-    assert result.backward(make(large)["dout"]).kernel == "tensor"
 
 
 def test_views_are_read_where_they_lie():

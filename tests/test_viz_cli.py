@@ -120,7 +120,7 @@ def test_the_gallery_writes_what_the_docs_show(tmp_path, monkeypatch):
     spec = importlib.util.spec_from_file_location("gallery", docs / "gallery.py")
     gallery = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(gallery)
-    names = {*gallery.PLOTS, *gallery.ANIMATIONS, *gallery.PAGES, "page.png"}
+    names = {*gallery.PLOTS, *gallery.ANIMATIONS, *gallery.FILES, "page.png"}
     text = (docs / "gallery.md").read_text(encoding="utf-8")
     assert names == {path.name for path in (docs / "gallery").iterdir()}
     assert all(f"(gallery/{name})" in text for name in names)

@@ -46,7 +46,9 @@ def traffic(data: Any, *, log: bool = False, ax: Axes, theme: Theme) -> None:
                 ax.bar(x, total, width * 0.92, color=theme.cycle[o], label=op if g == 0 else None)
             bottom = 0
             parts = source.by_tensor() if not log else {}
-            for tensor in sorted(parts, key=CODES.get):  # one order, whoever moves what first
+            for tensor in sorted(
+                parts, key=CODES.__getitem__
+            ):  # one order, whoever moves what first
                 by_op = parts[tensor]
                 if by_op[op]:
                     base = tensor.removesuffix("_acc")
@@ -75,7 +77,7 @@ def traffic(data: Any, *, log: bool = False, ax: Axes, theme: Theme) -> None:
     ax.set(ylabel="requested HBM bytes")
     heading(ax, theme, "What moves between HBM and SRAM", sources.common(groups.values()))
     unit_axis(ax.yaxis)
-    handles = [tensor_patch(tensor, theme) for tensor in sorted(shown, key=CODES.get)]
+    handles = [tensor_patch(tensor, theme) for tensor in sorted(shown, key=CODES.__getitem__)]
     if handles:  # listed as they are stacked
         ax.legend(handles=handles[::-1], loc="upper left", bbox_to_anchor=(1, 1), title="tensor")
 
@@ -127,7 +129,7 @@ def cumulative(
         if quantity != "bytes":
             dash = (0, (4, 2)) if quantity == "both" else DASHES[n % len(DASHES)]
             text = f"{label}: {human(walk.flops[-1], 'FLOP')}" if quantity == "flops" else None
-            thin = {"lw": 1.3, "alpha": 0.75} if quantity == "both" else {}
+            thin: dict[str, Any] = {"lw": 1.3, "alpha": 0.75} if quantity == "both" else {}
             right.plot(steps, walk.flops, label=text, ls=dash, **thin, **line)
     if quantity == "both":
         right.set_ylim(0, None)

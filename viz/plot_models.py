@@ -235,7 +235,7 @@ def roofline(
         # Perfect caches often give all algorithms one point: marks shrink, so each is seen.
         text = label + (" (measured)" if took is not None else "")
         ax.plot(spot[1:], height[1:], **style, ms=max(15 - 4 * n, 5))
-        where = {"transform": blended_transform_factory(ax.transData, ax.transAxes)}
+        where: dict[str, Any] = {"transform": blended_transform_factory(ax.transData, ax.transAxes)}
         level = [0.06 + 0.07 * (len(rows) - 1 - n)] * 2
         if took is not None:
             where, level = {}, height

@@ -145,7 +145,7 @@ def _phases(
         edge = (0.04 if phase == "visit" else 0.16) * height
         shade = theme.grid if phase == "visit" else tensor_color(_PHASE_TENSOR[phase], theme.name)
         drawn = _bars(bars[chosen], top[chosen] + edge, height - 2 * edge)
-        collection = PolyCollection(drawn, facecolor=shade, edgecolor="none", label=phase)
+        collection = PolyCollection(list(drawn), facecolor=shade, edgecolor="none", label=phase)
         collection.set(zorder=1 + code, rasterized=len(spans) > _RASTER_FROM)
         ax.add_collection(collection)
         handles.append(Patch(facecolor=shade, label=phase))
@@ -187,7 +187,7 @@ def _blocks(
     one = order[first]
     height = 0.9 / places
     top = spans["sm"][one] - 0.45 + placed.slot[one] * height
-    collection = PolyCollection(_bars(life, top, height), cmap=ramp(theme), label="blocks")
+    collection = PolyCollection(list(_bars(life, top, height)), cmap=ramp(theme), label="blocks")
     collection.set_array(spans[outer][one])
     collection.set(edgecolor=theme.background, linewidth=0.4)
     ax.add_collection(collection)

@@ -294,8 +294,8 @@ flash_dkdv(const __grid_constant__ Args a) {
                 stage(t.dS[u % 2], my_keys + i * 16, q0, ds[i], 1.0f, 1.0f);
 #endif
             }
-            // -- Phase 6: dV += P^T dO, dK += dS^T Q ----------------------------------------------
-            if (CROSS) continue;  // after B2
+            // -- Phase 6: dV += P^T dO, dK += dS^T Q; after B2 where scores cross warps -----------
+#if FS_PARTS == 1
             FragmentA fragment[KT];
 #pragma unroll
             for (int kk = 0; kk < CHUNK / 16; ++kk) {
@@ -309,6 +309,7 @@ flash_dkdv(const __grid_constant__ Args a) {
                 for (int i = 0; i < KT; ++i) fragment[i] = to_a(ds[i][2 * kk], ds[i][2 * kk + 1]);
                 add_dk(q0 + kk * 16, fragment);
             }
+#endif
         }
         STAMP(a.visit_stamps + slot * 5, 3);
 #if FS_FUSED && FS_PARTS == 1

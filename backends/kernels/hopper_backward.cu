@@ -1,82 +1,43 @@
 // FlashAttention-3 backward (arXiv:2407.08608, Algorithm 3) for Hopper: 16-bit inputs, float32
 // accumulators, keys outside. A block owns one tile of keys of one key head; each of two consumer
 // warpgroups owns 64 of its keys and keeps their dK and dV in registers. Scores are computed
-// transposed, keys by queries, so that P^T is already the left operand of dV = P^T dO. Only dS
-// passes through shared memory, for dK = dS^T Q and dQ = dS K; dQ is added into a float32
-// accumulator by the copy engine. One producer thread loads tiles, another warp the rows'
-// log-sum-exp and delta. Which row tiles are visited is read from the schedule's tables.
-// Without FS_FUSED there is no dQ: the deterministic form leaves it to hopper_dq.
+// transposed, keys by queries, so that P^T and dS^T are already the left operands of dV = P^T dO and
+// dK = dS^T Q. Only for dQ^T = K^T dS^T, which needs all keys of the tile, does dS pass through shared
+// memory; dQ is added into a float32 accumulator by the copy engine, with FS_ORDERED in the order of
+// the key tiles. One producer thread loads tiles, a second warp the rows' log-sum-exp and delta, two
+// more send dQ off. Which row tiles are visited is read from the schedule's tables. Without FS_FUSED
+// there is no dQ: the three-pass form leaves it to hopper_dq.
 #include "hopper_work.cuh"
 
 constexpr int D = FS_D, BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K;  // D: both head dims, padded
-#ifndef X_DS32
-#define X_DS32 (FS_BLOCK_Q % 64 != 0)
-#endif
-#ifndef X_EARLY
-#define X_EARLY (FS_BLOCK_Q != 128)
-#endif
-#ifndef X_DKRS
-#define X_DKRS 0
-#endif
-#ifndef X_CARRY
-#define X_CARRY 1
-#endif
-#ifndef X_UNPACK
-#define X_UNPACK 0
-#endif
-#ifndef X_INIT
-#define X_INIT 1
-#endif
-#ifndef X_DSS
-#define X_DSS 2
-#endif
 constexpr int WARPGROUPS = BLOCK_K / 64, STAGES = 2, CHUNKS = D / 64;
 constexpr int THREADS = 128 * (WARPGROUPS + 1);
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 static_assert(registers_suffice<THREADS>(PRODUCER_REGISTERS, CONSUMER_REGISTERS), "or all hang");
+// The scores' accumulators start at -lse / scale, unless a softcap needs the scores themselves.
+constexpr bool START = !FS_SCALED;
+// At d = 64 there are no registers left to start dV before dS is computed.
+constexpr bool EARLY_DV = D == 128;
 // dQ^T, D x BLOCK_Q, is shared out in pieces of 64 columns of dQ by DQ_ROWS queries: at D = 128 a
 // warpgroup takes half of the columns, at 64 half of the queries.
 constexpr bool SPLIT_COLUMNS = D == 128;
 constexpr int DQ_ROWS = SPLIT_COLUMNS ? BLOCK_Q : BLOCK_Q / 2;
-constexpr bool EARLY_DV = X_EARLY, DK_RS = X_DKRS, CARRY = X_CARRY, UNPACK = X_UNPACK;
-constexpr bool START = !FS_SCALED && X_INIT;
-constexpr int DS_STAGES = X_DSS;
 static_assert((D == 64 || D == 128) && BLOCK_Q % 16 == 0 && WARPGROUPS == 2 && DQ_ROWS % 8 == 0, "");
-
-// dS^T in shared memory: a row is a key; DS_WIDE queries to a chunk.
-constexpr int DS_WIDE = X_DS32 ? 16 : 64;
-constexpr u32 DS_HIGH = X_DS32 ? (256 >> 4 | 3u << 30) : DESCRIPTOR_HIGH;
-
-__device__ inline void reduce_wait() {  // this thread's reductions are done
-    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-}
-__device__ inline void wait_turn(const u32* turn, u32 mine) {
-    u32 now;
-    do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
-    while (now != mine);
-    asm volatile("fence.proxy.async.global;" ::: "memory");
-}
-__device__ inline void pass_turn(u32* turn) {
-    asm volatile("fence.proxy.async.global;" ::: "memory");
-    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" :: "l"(turn) : "memory");
-}
-__device__ inline void opaque(u32& x) { asm volatile("" : "+r"(x)); }
-__device__ inline void store_float(u32 to, float x) {
-    asm volatile("st.shared.f32 [%0], %1;" :: "r"(to), "f"(x) : "memory");
-}
-__device__ inline void store_matrices(u32 to, const u32 (&x)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};"
-                 :: "r"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
-}
+// dS^T in shared memory: a row is a key, DS_WIDE queries to a chunk (hopper_ptx.cuh).
+constexpr int DS_WIDE = BLOCK_Q % 64 ? 16 : 64;
+[[maybe_unused]] constexpr u32 DS_HIGH =
+    DS_WIDE == 16 ? DESCRIPTOR_HIGH_NARROW : DESCRIPTOR_HIGH;
 
 struct OnChip {
     alignas(1024) u16 k[CHUNKS][BLOCK_K * 64];             // lives for one item
     alignas(1024) u16 v[CHUNKS][BLOCK_K * 64];             // lives for one item
     alignas(1024) u16 q[STAGES][CHUNKS][BLOCK_Q * 64];     // ring, one visit each
     alignas(1024) u16 dout[STAGES][CHUNKS][BLOCK_Q * 64];  // ring, one visit each
-    alignas(1024) u16 ds[DS_STAGES][BLOCK_Q / DS_WIDE][BLOCK_K * DS_WIDE];  // dS^T
+#if FS_FUSED
+    alignas(1024) u16 ds[STAGES][BLOCK_Q / DS_WIDE][BLOCK_K * DS_WIDE];  // dS^T
     alignas(1024) float dq[WARPGROUPS][2][DQ_ROWS * 32];   // leaving for the accumulator
-    float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q];    // lse in units of log 2
+#endif
+    float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q];    // negative; lse in the scores' unit
     u64 kv_full, kv_empty;
     u64 full[STAGES], empty[STAGES];                       // of q, dout, lse and delta
     Items items;
@@ -88,6 +49,19 @@ static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "backends.hopper and OnChip must 
 enum NamedBarrier { DS_READY = 1, DQ_FREE = 2, DQ_FULL = 4 };
 
 #include "hopper_keys_outside.cuh"
+
+#if FS_FUSED
+// Adding in a fixed order: `turn` counts the additions that a piece of dQ has had.
+__device__ inline void wait_turn(const u32* turn, u32 mine) {
+    u32 now;
+    do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+    while (now != mine);
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+__device__ inline void pass_turn(u32* turn) {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" :: "l"(turn) : "memory");
+}
 
 // A warp for each warpgroup g: its piece of dQ, once staged, is added to the accumulator.
 __device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g) {
@@ -101,17 +75,15 @@ __device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g
 #pragma unroll 1
         for (int left = a.group * it.visits.count; left; --left) {
             const int walk = it.walk * a.group + step.member;  // of the query head
-            const int tile = it.visits(a, step.v).tile;
-            const int row = it.base + tile * BLOCK_Q + (SPLIT_COLUMNS ? 0 : DQ_ROWS * g);
-            const int column = SPLIT_COLUMNS ? 64 * g : 0;
-#if FS_ORDERED
-            u32* turn = a.turns + (i64(walk) * a.n_q + it.base + tile * BLOCK_Q) * 2 + g;
-#endif
+            const int first = it.base + it.visits(a, step.v).tile * BLOCK_Q;
             named_sync(DQ_FULL + g, 160);  // the piece is complete
             if (leads) {
 #if FS_ORDERED
+                u32* turn = a.turns + (i64(walk) * a.n_q + first) * 2 + g;
                 wait_turn(turn, a.ranks[a.ptr[it.outer] + step.v]);
 #endif
+                const int row = first + (SPLIT_COLUMNS ? 0 : DQ_ROWS * g);
+                const int column = SPLIT_COLUMNS ? 64 * g : 0;
                 const Place to = place(row, it.end, a.n_q, walk / a.heads);
 #pragma unroll
                 for (int c = 0; c < 2; ++c)
@@ -124,17 +96,20 @@ __device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g
                 reduce_wait_read();
             }
             __syncwarp();
-            named_arrive(DQ_FREE + g, 160);
+            named_arrive(DQ_FREE + g, 160);  // the piece may be overwritten
 #if FS_ORDERED
-            if (leads) reduce_wait(), pass_turn(turn);
+            if (leads) {
+                reduce_wait();
+                pass_turn(a.turns + (i64(walk) * a.n_q + first) * 2 + g);
+            }
 #endif
             step.next(it.visits.count);
         }
-        stamp_item(a, it.walk, it.outer, true);
     }
 }
+#endif
 
-// S^T += K Q^T or dP^T += V dO^T, issued and committed: `mine` is 64 rows of a key-side tile.
+// S^T (+)= K Q^T or dP^T += V dO^T, issued and committed: `mine` is 64 rows of a key-side tile.
 template <bool ADD>
 __device__ __forceinline__ void issue_scores(float (&S)[BLOCK_Q / 2], const u16* mine,
                                              const u16* visited) {
@@ -155,7 +130,7 @@ __device__ __forceinline__ void load_rows(float (&S)[BLOCK_Q / 2], const float* 
 }
 
 // dV += P^T dO or dK += dS^T Q, issued and committed; the left operand comes from registers.
-__device__ __forceinline__ void issue_rs(float (&acc)[D / 2], const u32 (&P)[BLOCK_Q / 16][4],
+__device__ __forceinline__ void issue_grad(float (&acc)[D / 2], const u32 (&P)[BLOCK_Q / 16][4],
                                          const u16* visited) {
     const u32 db = descriptor(visited, BLOCK_Q * 128);
     wgmma_fence();
@@ -164,83 +139,67 @@ __device__ __forceinline__ void issue_rs(float (&acc)[D / 2], const u32 (&P)[BLO
     wgmma_commit();
 }
 
-// dK += dS^T Q, issued and committed; `ds` is this warpgroup's 64 rows. They come from shared
-// memory, so that their registers are free while the product goes on into the next visit.
-__device__ __forceinline__ void issue_dk(float (&dK)[D / 2], const u16* ds, const u16* q) {
-    const u32 da = descriptor(ds, 0), db = descriptor(q, BLOCK_Q * 128);
-    wgmma_fence();
-#pragma unroll
-    for (int x = 0; x < BLOCK_Q / 16; ++x)
-        wgmma_ss<0, 1, DS_HIGH, DESCRIPTOR_HIGH>(dK, da + (X_DS32 ? x * BLOCK_K * 32 / 16 : along_row(x, BLOCK_K)),
-                       db + down_rows(x), 1);
-    wgmma_commit();
-}
-
+#if FS_FUSED
 // This warpgroup's piece of dQ^T = K^T dS^T, issued and committed.
 __device__ __forceinline__ void issue_dq(float (&dQ)[DQ_ROWS / 2], const u16* k, const u16* ds) {
     const u32 da = descriptor(k, 0), db = descriptor(ds, BLOCK_K * DS_WIDE * 2);
     wgmma_fence();
 #pragma unroll
     for (int x = 0; x < BLOCK_K / 16; ++x)
-        wgmma_ss<1, 1, DESCRIPTOR_HIGH, DS_HIGH>(dQ, da + down_rows(x), db + x * 16 * DS_WIDE * 2 / 16, x > 0);
+        wgmma_ss<1, 1, DESCRIPTOR_HIGH, DS_HIGH>(dQ, da + down_rows(x), db + x * DS_WIDE * 2, x > 0);
     wgmma_commit();
 }
+#endif
 
 __device__ void consume(OnChip& s, const Args& a, int g) {
     const float to_log2 = FS_SCALED ? LOG2E : a.scale * LOG2E;  // exponents in base 2
     [[maybe_unused]] const float uncap = 1.0f / a.softcap;
     const int lane = threadIdx.x % 32;
-    const bool speaks = lane == 0;                              // for its warp
-    const int ds_row = 64 * g + threadIdx.x / 32 % 4 * 16 + lane % 16;  // for store_matrices
+    const bool speaks = lane == 0;  // for its warp
     const int kv_heads = a.heads / a.group;
-    // Where this thread's part of dQ^T is staged: rows are queries, 32 columns of dQ to a box.
+#if FS_FUSED
+    // Where this thread's row of dS^T starts (for store_matrices), swizzled.
+    const int ds_row = 64 * g + threadIdx.x / 32 % 4 * 16 + lane % 16;
+    const int ds_turn = DS_WIDE == 16 ? ds_row / 4 % 2 : ds_row % 8;
+    const u32 ds_at = shared_address(s.ds[0][0]) + ds_row * DS_WIDE * 2 + (lane / 16 ^ ds_turn) * 16;
+    // Where its part of dQ^T is staged: rows are queries, 32 columns of dQ to a box.
     const int dq_row = lane % 4 * 2, dq_piece = threadIdx.x / 32 % 2 * 4 + lane / 16;
-    const u32 dq_box = shared_address(&s.dq[g][threadIdx.x / 64 % 2][dq_row * 32]) +
-                       (dq_piece ^ dq_row) * 16 + lane / 4 % 4 * 4;
-    const u32 ds_at = shared_address(s.ds[0][0]) + ds_row * DS_WIDE * 2 +
-                      (lane / 16 ^ (X_DS32 ? ds_row / 4 % 2 : ds_row % 8)) * 16;
+    const u32 dq_at = shared_address(&s.dq[g][threadIdx.x / 64 % 2][dq_row * 32]) +
+                      (dq_piece ^ dq_row) * 16 + lane / 4 % 4 * 4;
+#endif
     Ring ring, slot;
     u32 kv_parity = 0;
     while (true) {
         const Item it = s.items.read(slot);
         if (it.walk < 0) break;
         const int key = it.own.start + 64 * g + fragment_row();
-        const int steps = a.group * it.visits.count;
         stamp_item(a, it.walk, it.outer, false);
         float dK[D / 2], dV[D / 2];
 #pragma unroll
         for (int e = 0; e < D / 2; ++e) dK[e] = dV[e] = 0.0f;
         wait(&s.kv_full, kv_parity);
         kv_parity ^= 1;
-        Step next;
+        Step step;
 #pragma unroll 1
-        for (int step = 0; step < steps; ++step) {
-            const Visit visit = it.visits(a, next.v);
-            const int stage = ring.stage, ds_stage = DS_STAGES == 2 ? stage : 0;
-            [[maybe_unused]] const int walk = it.walk * a.group + next.member;  // of the query head
-            [[maybe_unused]] const i64 number = i64(walk) * a.n_visits + it.visits.first + next.v;
-            u64* stamps = visit_stamps(a, number);
-            next.next(it.visits.count);
+        for (int left = a.group * it.visits.count; left; --left) {
+            const Visit visit = it.visits(a, step.v);
+            const int stage = ring.stage, walk = it.walk * a.group + step.member;  // of the query head
+            u64* stamps = visit_stamps(a, i64(walk) * a.n_visits + it.visits.first + step.v);
             float S[BLOCK_Q / 2], dP[BLOCK_Q / 2];
             u32 P[BLOCK_Q / 16][4], dS[BLOCK_Q / 16][4];
-            // -- S^T = K Q^T - lse / scale and dP^T = V dO^T - delta, behind the last visit's dK ---
+            // -- S^T = K Q^T - lse / scale and dP^T = V dO^T - delta ------------------------------
+            // The statistics are where the accumulators start, so they take no registers. Both are
+            // loaded before either product starts: ptxas would make the second wait for the first.
             stamp(stamps, 0);
             wait(&s.full[stage], ring.parity);
             stamp(stamps, 1);
             if (START) load_rows(S, s.lse[stage]);
-#if X_INIT
             load_rows(dP, s.delta[stage]);
-            if (CARRY) wgmma_wait<0>();  // dK of the last visit is complete
-            if (CARRY) pin(dK);
-#endif
             wgmma_fence();
             issue_scores<START>(S, &s.k[0][64 * g * 64], s.q[stage][0]);
-            issue_scores<X_INIT>(dP, &s.v[0][64 * g * 64], s.dout[stage][0]);
-            ring.next(STAGES);  // of two stages, the next one is also the last visit's
-            if (X_INIT && CARRY && speaks && step > 0) arrive(&s.empty[ring.stage]);
-            wgmma_wait<1>();  // S of this visit and dK of the last are complete
+            issue_scores<true>(dP, &s.v[0][64 * g * 64], s.dout[stage][0]);
+            wgmma_wait<1>();
             pin(S);
-            if (!X_INIT && CARRY && speaks && step > 0) arrive(&s.empty[ring.stage]);
             stamp(stamps, 2);
             // -- P^T = exp2(c S^T) ----------------------------------------------------------------
             shape_scores(S, a, it, visit.masked, key,
@@ -259,53 +218,43 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #endif
             }
             // -- dV += P^T dO, and under it dS^T = P^T dP^T ---------------------------------------
-            if (EARLY_DV) issue_rs(dV, P, s.dout[stage][0]);
+            if (EARLY_DV) issue_grad(dV, P, s.dout[stage][0]);
             wgmma_wait<EARLY_DV ? 1 : 0>();
             pin(dP);
             stamp(stamps, 3);
 #pragma unroll
-            for (int e = 0; e < BLOCK_Q / 2; e += 2) {
-#if !X_INIT
-                const float2 delta = query_pair(s.delta[stage], e / 4);
-                dP[e] += delta.x, dP[e + 1] += delta.y;
-#endif
-                const float2 p = UNPACK && !FS_SOFTCAP ? unpack(P[e / 8][e / 2 % 4]) : float2{S[e], S[e + 1]};
-                dP[e] = p.x * dP[e];
-                dP[e + 1] = p.y * dP[e + 1];
-            }
+            for (int e = 0; e < BLOCK_Q / 2; ++e) dP[e] *= S[e];
             round_operand(dS, dP);
-            if (DS_STAGES == 1 && step > 0) named_sync(DS_READY + 5, 128 * WARPGROUPS);
+#if FS_FUSED
 #pragma unroll
             for (int x = 0; x < BLOCK_Q / 16; ++x) {
-                u32 at = ds_at + ds_stage * sizeof(s.ds[0]);
-                if (DS_WIDE == 64) at ^= x % 4 * 32;
-                store_matrices(at + (DS_WIDE == 64 ? x / 4 * BLOCK_K * 128 : x * BLOCK_K * 32), dS[x]);
+                const u32 at = ds_at + stage * sizeof(s.ds[0]);
+                if (DS_WIDE == 16) store_matrices(at + x * BLOCK_K * 32, dS[x]);
+                else store_matrices((at ^ x % 4 * 32) + x / 4 * BLOCK_K * 128, dS[x]);
             }
-            if (!EARLY_DV) issue_rs(dV, P, s.dout[stage][0]);
+#endif
+            if (!EARLY_DV) issue_grad(dV, P, s.dout[stage][0]);
+#if FS_FUSED
             fence_async_shared();
-            // All of dS is written. The other stage's dS is free from here on: its products were
-            // waited for before this visit's scores were used.
+            // All of dS is written. The other stage's is free from here on: both warpgroups waited
+            // for all products of the last visit before they came here.
             named_sync(DS_READY, 128 * WARPGROUPS);
             // -- dQ^T = K^T dS^T, dK += dS^T Q ----------------------------------------------------
-#if FS_FUSED
             float dQ[DQ_ROWS / 2];
             issue_dq(dQ, s.k[SPLIT_COLUMNS ? g : 0],
-                     s.ds[ds_stage][SPLIT_COLUMNS ? 0 : g * DQ_ROWS / DS_WIDE]);
-#endif
-            if (DK_RS) issue_rs(dK, dS, s.q[stage][0]);
-            else issue_dk(dK, &s.ds[ds_stage][0][64 * g * DS_WIDE], s.q[stage][0]);
-#if FS_FUSED
-            wgmma_wait<1>();  // dV and dQ are complete; dK goes on into the next visit
+                     s.ds[stage][SPLIT_COLUMNS ? 0 : g * DQ_ROWS / DS_WIDE]);
+            issue_grad(dK, dS, s.q[stage][0]);
+            wgmma_wait<1>();  // dV and dQ are complete
             pin(dQ);
-            // -- dQ leaves: staged, to be sent off by another warp --------------------------------
+            // -- dQ leaves under dK: staged, to be sent off by another warp -----------------------
             named_sync(DQ_FREE + g, 160);  // the last visit's piece is sent off
 #pragma unroll
             for (int x = 0; x < 4; ++x) {
                 // Rows 8 j + dq_row + p of the box; their piece, dq_piece + 2 h, is swizzled by the
                 // row: a warp's 32 elements fall into 32 banks.
                 const int p = x % 2, h = x / 2;
-                u32 at = dq_box;
-                opaque(at);  // not worth four registers
+                u32 at = dq_at;
+                opaque(at);  // computed again each visit: not worth four registers
                 at ^= 16 * p + 32 * h;
 #pragma unroll
                 for (int j = 0; j < DQ_ROWS / 8; ++j)
@@ -314,18 +263,15 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             fence_async_shared();
             named_arrive(DQ_FULL + g, 160);
 #else
-            wgmma_wait<1>();  // dV is complete; dK goes on into the next visit
+            issue_grad(dK, dS, s.q[stage][0]);
 #endif
-            if (!CARRY) {
-                wgmma_wait<0>();
-                pin(dK);
-                if (speaks) arrive(&s.empty[stage]);
-            }
+            wgmma_wait<0>();
+            pin(dK), pin(dV);
+            if (speaks) arrive(&s.empty[stage]);
+            ring.next(STAGES);
+            step.next(it.visits.count);
             stamp(stamps, 4);
         }
-        wgmma_wait<0>();
-        pin(dK), pin(dV);
-        if (CARRY && speaks && steps > 0) arrive(&s.empty[ring.stage ^ 1]);
         if (speaks) arrive(&s.kv_empty);  // the next item's K and V may come
         // -- dK and dV, straight from registers ---------------------------------------------------
         const int kv_head = it.walk % kv_heads, batch = it.walk / kv_heads;
@@ -342,7 +288,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         stamp_item(a, it.walk, it.outer, true);
     }
 #if FS_FUSED
-    named_sync(DQ_FREE + g, 160);
+    named_sync(DQ_FREE + g, 160);  // shared memory outlives the copies that read it
 #endif
 }
 

@@ -92,7 +92,7 @@ __device__ __forceinline__ void store_scores(u16* to, const float (&S)[QUERIES /
 #pragma unroll
     for (int x = 0; x < QUERIES / 16; ++x) {
         const int piece = 4 * g + 2 * x + lane / 16;  // 8 queries, 16 bytes
-        store_matrices(&to[row * 64 + (piece ^ row % 8) * 8], rounded[x]);
+        store_matrices(shared_address(&to[row * 64 + (piece ^ row % 8) * 8]), rounded[x]);
     }
 }
 

@@ -30,7 +30,6 @@ from flashsim.backends.numba_gpu.backward_dq import flash_dq_kernel
 from flashsim.backends.numba_gpu.backward_rows import flash_convert_kernel, flash_delta_kernel
 from flashsim.backends.numba_gpu.emit import ArgsType, MapType
 from flashsim.backends.numba_gpu.forward import flash_forward_kernel
-from flashsim.backends.numba_gpu.hopper_backward import hopper_backward_kernel
 from flashsim.backends.numba_gpu.hopper_forward import hopper_forward_kernel
 
 #: Compiling for longer than this is worth a line on stderr.
@@ -46,7 +45,6 @@ def python_kernel(kernel: Kernel, capability: tuple[int, int]) -> Callable[[Any]
     writers: dict[str, Callable[[Kernel], Any]] = {
         "flash_forward": flash_forward_kernel,
         "hopper_forward": hopper_forward_kernel,
-        "hopper_backward": hopper_backward_kernel,
         "flash_dkdv": partial(flash_dkdv_kernel, wide=capability >= (9, 0)),
         "flash_dq": flash_dq_kernel,
         "flash_delta": flash_delta_kernel,

@@ -1,7 +1,7 @@
 """`backend="numba_cuda"`: FlashAttention-2 on a GPU in Python, compiled by numba-cuda.
 
 Three families of kernels: "tensor" (float16 and bfloat16, on tensor cores, from sm_80 on), "hopper"
-(the same with Hopper's own instructions) and "teaching" (float16 and float32, plain
+(the same with Hopper's own instructions, forward only) and "teaching" (float16 and float32, plain
 Python loops, also in Numba's CUDA simulator).
 """
 
@@ -68,11 +68,14 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
 
 
 def _family(job: Job, gpu: Any, direction: str) -> Any:
-    """The tensor-core kernels that were asked for; "auto" takes Hopper's wherever they run this."""
+    """The tensor-core kernels that run a pass: unless told otherwise, Hopper's where they do.
+
+    A backward pass is always `tensor`'s.
+    """
     from flashsim.backends.numba_gpu import hopper, tensor
 
     asked = job.options.get("kernel", "auto")
-    if asked != "auto":
+    if direction == "forward" and asked != "auto":
         return hopper if asked == "hopper" else tensor
     refused = hopper.refusal(job.problem, job.tiling, gpu, direction)
     return tensor if refused else hopper

@@ -47,64 +47,6 @@ def _per_element(values: Values, by_row: bool, i: int, c: int, x: int) -> ir.Val
     return values[2 * i + x // 2] if by_row else values[2 * c + x % 2]
 
 
-def _columns(b: ir.IRBuilder, given: Any, c: int) -> Values:
-    """A statistic of the lane's two columns of piece c, from registers or from shared memory."""
-    if isinstance(given, list):
-        return given[2 * c : 2 * c + 2]
-    mine = b.add(given, b.shl(b.and_(lane_of(b), i32(3)), i32(3)))
-    return ptx.load_shared_pair(b, b.add(mine, i32(c * 32)))
-
-
-def transposed_probabilities(n: int, scaled: bool, softcap: bool, ahead: bool) -> Any:
-    """``transposed_probabilities(s, minus, scale, cap, to_log2) -> p, slope``, as `probabilities`.
-
-    For one block of S^T; `minus` is -L log2 e for each of the lane's columns, -inf for one without
-    a key. `ahead` says that it comes from `load_columns`; otherwise it is the address of the first
-    column's, and each is loaded at its use.
-    """
-    kind = floats(n // 2)
-    per = floats(n // 4) if ahead else types.int32
-
-    @emitted([kind, kind if softcap else floats(1)], kind, per, *[types.float32] * 3)
-    def probabilities_(
-        b: ir.IRBuilder, s: Values, minus: Any, scale: ir.Value, cap: ir.Value, to_log2: ir.Value
-    ) -> list[Values]:
-        inverse = ptx.reciprocal(b, cap) if softcap else None
-        p, slope, pair = list(s), [], []
-        for at, _, c, x in elements(1, n):
-            pair = pair if x else _columns(b, minus, c)
-            score = b.fmul(s[at], scale) if scaled else s[at]
-            if softcap:
-                y = tanh(b, b.fmul(score, inverse))
-                slope.append(b.fsub(f32(1.0), b.fmul(y, y)))
-                score = b.fmul(cap, y)
-            p[at] = ptx.exp2(b, b.fma(score, to_log2, pair[x % 2]))
-        return [p, slope or [f32(0.0)]]
-
-    return probabilities_
-
-
-def transposed_score_gradients(n: int, softcap: bool, ahead: bool) -> Any:
-    """``transposed_score_gradients(p, dp, delta, slope) -> dS^T``, as `score_gradients`.
-
-    `delta` comes as `minus` does to `transposed_probabilities`.
-    """
-    kind = floats(n // 2)
-    per = floats(n // 4) if ahead else types.int32
-
-    @emitted(kind, kind, kind, per, kind if softcap else floats(1))
-    def gradients_(b: ir.IRBuilder, p: Values, dp: Values, delta: Any, slope: Values) -> Values:
-        ds, pair = list(p), []
-        for at, _, c, x in elements(1, n):
-            pair = pair if x else _columns(b, delta, c)
-            ds[at] = b.fmul(p[at], b.fsub(dp[at], pair[x % 2]))
-            if softcap:
-                ds[at] = b.fmul(ds[at], slope[at])
-        return ds
-
-    return gradients_
-
-
 def probabilities(blocks: int, n: int, by_row: bool, scaled: bool, softcap: bool) -> Any:
     """``probabilities(s, lse, scale, cap, to_log2) -> p, slope``: P = exp(S - L), from raw Q K^T.
 

@@ -1,6 +1,6 @@
 """The Hopper kernels in Python: a kernel family as `flashsim.backends.portable` describes it.
 
-`refusal` says what they do not run; there `tensor` does.
+There is a forward only; the backward is `tensor`'s. `refusal` says what they do not run.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from functools import lru_cache
 from flashsim import plans
 from flashsim.backends import launch
 from flashsim.backends.launch import Box, Gpu, Kernel, Variant
-from flashsim.backends.numba_gpu import compiler, hopper_backward, hopper_forward
-from flashsim.backends.numba_gpu.hopper_work import Shared
+from flashsim.backends.numba_gpu import compiler
+from flashsim.backends.numba_gpu.hopper_forward import Layout
 from flashsim.backends.numba_gpu.ptx_hopper import CHUNK
 from flashsim.backends.passes import Pass, tables_of, variant_of, walk_pass
 from flashsim.errors import UnsupportedError
@@ -22,18 +22,16 @@ from flashsim.tiling import Tiling
 NAME = "hopper"
 load = compiler.load
 CAPABILITY = (9, 0)
-MAX_HEAD_DIM = {"forward": 256, "backward": 128}
 
 
 def refusal(problem: Problem, tiling: Tiling | None, gpu: Gpu, direction: str) -> str | None:
     """Why these kernels do not run this; None if they do."""
+    if direction != "forward":
+        return "they have no backward pass"
     if gpu.compute_capability != CAPABILITY:
         has = ".".join(map(str, gpu.compute_capability))
         return f"they need compute capability 9.0, and {gpu.name} has {has}"
-    limit = MAX_HEAD_DIM[direction]
-    if max(problem.head_dim, problem.head_dim_v) > limit:
-        return f"{direction}, they take a head_dim up to {limit}"
-    possible = tilings(problem, gpu, direction)
+    possible = tilings(problem, gpu)
     if tiling is None:
         return None if _divide(problem, possible) else "their tiles do not divide the block mask's"
     if tiling not in possible:
@@ -41,11 +39,9 @@ def refusal(problem: Problem, tiling: Tiling | None, gpu: Gpu, direction: str) -
     return None
 
 
-def tilings(problem: Problem, gpu: Gpu, direction: str) -> tuple[Tiling, ...]:
+def tilings(problem: Problem, gpu: Gpu) -> tuple[Tiling, ...]:
     """The tilings that the kernels are built for, the best first (docs/hopper.md)."""
     d = max(problem.head_dim, problem.head_dim_v)
-    if direction == "backward":
-        return (Tiling(128, 128),) if d <= 64 else (Tiling(64, 128),)
     if d <= 64:
         best = [Tiling(192, 128), Tiling(128, 128)]
         if problem.causal and problem.n_kv <= 1024:
@@ -57,7 +53,7 @@ def tilings(problem: Problem, gpu: Gpu, direction: str) -> tuple[Tiling, ...]:
     else:
         best = [Tiling(128, 112)] if d <= 192 else [Tiling(128, 80)]
     best += [Tiling(128, 64)]  # divides common block masks
-    return tuple(t for t in best if _forward_shared(problem, t).nbytes <= gpu.shared_bytes)
+    return tuple(t for t in best if _layout(problem, t).nbytes <= gpu.shared_bytes)
 
 
 @lru_cache(maxsize=256)
@@ -71,51 +67,17 @@ def forward_passes(
     UnsupportedError
         With `refusal`'s reason.
     """
-    tiling = _tiling(problem, tiling, gpu, "forward")
-    (stage,) = plans.stages(problem, "flash2", "forward")
-    tables = tables_of(stage, problem, tiling, key_order)
-    kernel = _forward_kernel(problem, tiling, variant_of(tables, report))
-    return (walk_pass(stage, tables, kernel, gpu, persistent=True),)
-
-
-@lru_cache(maxsize=256)
-def backward_passes(
-    problem: Problem,
-    tiling: Tiling | None,
-    gpu: Gpu,
-    key_order: KeyOrder,
-    report: str,
-    algorithm: str,
-) -> tuple[Pass, ...]:
-    """As `portable.backward_passes`; dQ alone and the row-wise passes are `tensor`'s kernels."""
-    fused = algorithm == "flash2-fused"
-    tiling = _tiling(problem, tiling, gpu, "backward")
-    passes = []
-    for stage in plans.stages(problem, algorithm, "backward"):
-        tables = tables_of(stage, problem, tiling, key_order)
-        variant = variant_of(tables, report)
-        if stage.name in ("dkdv", "fused"):
-            kernel = _backward_kernel(problem, tiling, variant, fused=fused)
-            passes.append(walk_pass(stage, tables, kernel, gpu, persistent=True))
-        elif stage.name == "dq":
-            kernel = launch.dq_kernel(problem, tiling, variant, gpu)
-            passes.append(walk_pass(stage, tables, kernel, gpu))
-        else:
-            name = f"flash_{stage.name}"
-            kernel = launch.rows_kernel(problem, tiling, variant, name, fused=fused)
-            heads = problem.batch * problem.heads
-            passes.append(Pass(stage, tables, kernel, (tables.tiles, heads), heads, 1))
-    return tuple(passes)
-
-
-def _tiling(problem: Problem, tiling: Tiling | None, gpu: Gpu, direction: str) -> Tiling:
-    reason = refusal(problem, tiling, gpu, direction)
+    reason = refusal(problem, tiling, gpu, "forward")
     if reason is not None:
         raise UnsupportedError(
             f"the Hopper kernels do not run this: {reason}; kernel='tensor' may, and without "
             "kernel=... whichever does is taken"
         )
-    return tiling or _divide(problem, tilings(problem, gpu, direction))[0]
+    tiling = tiling or _divide(problem, tilings(problem, gpu))[0]
+    (stage,) = plans.stages(problem, "flash2", "forward")
+    tables = tables_of(stage, problem, tiling, key_order)
+    kernel = _forward_kernel(problem, tiling, variant_of(tables, report))
+    return (walk_pass(stage, tables, kernel, gpu, persistent=True),)
 
 
 def _divide(problem: Problem, possible: tuple[Tiling, ...]) -> list[Tiling]:
@@ -128,41 +90,15 @@ def _divide(problem: Problem, possible: tuple[Tiling, ...]) -> list[Tiling]:
     ]
 
 
-# -- kernels: threads, shared memory, boxes -------------------------------------------------------
-
-
-def _forward_shared(problem: Problem, tiling: Tiling) -> Shared:
+def _layout(problem: Problem, tiling: Tiling) -> Layout:
     sides = launch.padded(problem.head_dim), launch.padded(problem.head_dim_v)
-    return hopper_forward.shared_memory(tiling.block_q, tiling.block_k, *sides)
+    return Layout(tiling.block_q, tiling.block_k, *sides)
 
 
 def _forward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
-    threads = 128 * (tiling.block_q // 64 + 1)
+    layout = _layout(problem, tiling)
     return Kernel(
-        *("hopper_forward.py", "hopper_forward", threads, _forward_shared(problem, tiling).nbytes),
+        *("hopper_forward.py", "hopper_forward", 128 * (layout.groups + 1), layout.nbytes),
         launch.macros(launch.constants(problem, tiling, variant)),
         (Box("q", 64, CHUNK), Box("k", tiling.block_k, CHUNK), Box("v", tiling.block_k, CHUNK)),
-    )
-
-
-def _backward_kernel(problem: Problem, tiling: Tiling, variant: Variant, *, fused: bool) -> Kernel:
-    bq, bk = tiling.block_q, tiling.block_k
-    d = -(-max(problem.head_dim, problem.head_dim_v) // CHUNK) * CHUNK  # of Q and K as of V and dO
-    values = launch.constants(problem, tiling, variant) | {"D": d, "FUSED": fused}
-    threads = 128 * (bk // 64 + 1)
-    return Kernel(
-        "hopper_backward.py",
-        "hopper_backward",
-        threads,
-        hopper_backward.shared_memory(bq, bk, d).nbytes,
-        launch.macros(values),
-        (
-            *(
-                Box("q", bq, CHUNK),
-                Box("k", bk, CHUNK),
-                Box("v", bk, CHUNK),
-                Box("dout", bq, CHUNK),
-            ),
-            Box("dq_acc" if fused else "q", 64, 32),
-        ),
     )

@@ -3,11 +3,13 @@
 The structure is that of kernels/hopper_forward.cu: one producer thread keeps rings of K and V tiles
 full through the copy engine; each consumer warpgroup owns 64 query rows, with S, P and O in
 registers. Which tiles a row of tiles visits, and which of them need a mask, is read from the
-schedule's tables.
+schedule's tables. Blocks are persistent: each takes the next item (row tile, head) of the launch's
+list, and the producer tells the consumers through slots in shared memory.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from numba import cuda
@@ -16,19 +18,6 @@ from numba.cuda import types
 from flashsim.backends.launch import Kernel
 from flashsim.backends.numba_gpu import hopper_tiles as hopper
 from flashsim.backends.numba_gpu import output, softmax, tiles
-from flashsim.backends.numba_gpu.hopper_work import (
-    BASE,
-    COUNT,
-    END,
-    FIRST,
-    OFFSET,
-    OUTER,
-    START,
-    STOP,
-    WALK,
-    Shared,
-    item_functions,
-)
 from flashsim.backends.numba_gpu.softmax import LOG2E, NEG_INF
 from flashsim.backends.numba_gpu.walk import (
     SLOTS,
@@ -37,33 +26,111 @@ from flashsim.backends.numba_gpu.walk import (
     constants,
     device,
     quotient,
+    read_int,
     shared_base,
     walk_functions,
 )
 
 int32, int64, float32 = types.int32, types.int64, types.float32
 
+#: Words of an item slot: the walk (-1: no work is left), the row tile and its rows; where tile 0 of
+#: the keys would start and where their sequence ends; the visits as `walk.begin` gives them.
+WALK, OUTER, START, STOP, OFFSET, BASE, END, FIRST, COUNT, LO, FULL_LO, FULL_HI = range(0, 48, 4)
+_ITEM = 48
 
-def shared_memory(block_q: int, block_k: int, d: int, dv: int) -> Shared:
-    """Q lives for one item, a stage of K or V for one visit; each warpgroup has its rows of Q.
 
-    A full barrier takes the producer's arrival, and its copies' bytes; a free one takes one of each
-    warp that reads.
+@dataclass(frozen=True)
+class Layout:
+    """Where everything lies in shared memory: byte offsets.
+
+    Tiles are chunks of 64 columns (`ptx_hopper`). Q's lives for one item, a stage of K or V for one
+    visit.
     """
-    groups, chunks, chunks_v = block_q // 64, -(-d // 64), -(-dv // 64)
-    return Shared(
-        {
-            "q": groups * chunks * 64 * 128,
-            "k": 2 * chunks * block_k * 128,
-            "v": 2 * chunks_v * block_k * 128,
-        },
-        {
+
+    block_q: int
+    block_k: int
+    d: int
+    dv: int
+
+    @property
+    def groups(self) -> int:
+        """Consumer warpgroups, 64 query rows each."""
+        return self.block_q // 64
+
+    @property
+    def chunks(self) -> int:
+        """64-column chunks of a row of Q or K."""
+        return -(-self.d // 64)
+
+    @property
+    def chunks_v(self) -> int:
+        """64-column chunks of a row of V."""
+        return -(-self.dv // 64)
+
+    @property
+    def q_bytes(self) -> int:
+        """A warpgroup's rows of Q."""
+        return 64 * 128 * self.chunks
+
+    @property
+    def k_bytes(self) -> int:
+        """A stage of K."""
+        return self.block_k * 128 * self.chunks
+
+    @property
+    def v_bytes(self) -> int:
+        """A stage of V."""
+        return self.block_k * 128 * self.chunks_v
+
+    @property
+    def k(self) -> int:
+        """Both stages of K, behind Q."""
+        return self.groups * self.q_bytes
+
+    @property
+    def v(self) -> int:
+        """Both stages of V."""
+        return self.k + 2 * self.k_bytes
+
+    @property
+    def barriers(self) -> int:
+        """The mbarriers, in `arrivals`' order."""
+        return self.v + 2 * self.v_bytes
+
+    @property
+    def arrivals(self) -> dict[str, tuple[int, int]]:
+        """Kinds of mbarriers, in their order: how many, and the arrivals that end a phase.
+
+        A full barrier takes the producer's arrival, and its copies' bytes; a free one takes one of
+        each warp that reads.
+        """
+        groups = self.groups
+        return {
             **{"q_full": (groups, 1), "q_free": (groups, 4)},
             **{"k_full": (2, 1), "k_free": (2, 4 * groups)},
             **{"v_full": (2, 1), "v_free": (2, 4 * groups)},
-        },
-        4 * groups,
-    )
+            **{"item_full": (2, 1), "item_free": (2, 4 * groups)},
+        }
+
+    def barrier(self, kind: str) -> int:
+        """Offset of the first barrier of a kind."""
+        before = list(self.arrivals).index(kind)
+        return self.barriers + sum(n for n, _ in list(self.arrivals.values())[:before]) * 8
+
+    @property
+    def items(self) -> int:
+        """Both item slots."""
+        return self.barriers + sum(n for n, _ in self.arrivals.values()) * 8
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return self.items + 2 * _ITEM
+
+
+def registers(groups: int) -> tuple[int, int]:
+    """Registers of a producer's and of a consumer's thread: 65,536 go to 128 (groups + 1)."""
+    return (32, 160) if groups == 3 else (40, 232)
 
 
 def hopper_forward_kernel(kernel: Kernel) -> Any:
@@ -73,30 +140,37 @@ def hopper_forward_kernel(kernel: Kernel) -> Any:
     that starts at 0.
     """
     c = constants(kernel)
-    block_k, d, dv, groups = c.block_k, c.d, c.dv, c.block_q // 64
+    w = walk_functions(c, stamper=128)  # the first consumer's first thread
+    at = Layout(c.block_q, c.block_k, c.d, c.dv)
+    block_k, d, dv, groups = c.block_k, c.d, c.dv, at.groups
     row_bytes, row_bytes_v = c.head_dim * 2, c.head_dim_v * 2
-    bf16, scaled, softcap = bool(c.bf16), bool(c.scaled), bool(c.softcap)
+    bf16, scaled, softcap, varlen = bool(c.bf16), bool(c.scaled), bool(c.softcap), bool(c.varlen)
 
     # -- Shared memory
-    at = shared_memory(c.block_q, block_k, d, dv)
-    chunks, chunks_v = -(-d // 64), -(-dv // 64)
-    q_bytes, k_bytes, v_bytes = chunks * 64 * 128, chunks * block_k * 128, chunks_v * block_k * 128
-    q_at, k_at, v_at = at["q"], at["k"], at["v"]
-    q_full, k_full, v_full = at["q_full"], at["k_full"], at["v_full"]
-    q_free, k_free, v_free = at["q_free"], at["k_free"], at["v_free"]
-    barriers_begin = hopper.barriers_begin(at.arrivals)
-    expect_q, copy_q = hopper.expect(q_bytes), hopper.copy_tile(64, chunks)
-    expect_k, copy_k = hopper.expect(k_bytes), hopper.copy_tile(block_k, chunks)
-    expect_v, copy_v = hopper.expect(v_bytes), hopper.copy_tile(block_k, chunks_v)
-    # 65,536 registers go to 128 (groups + 1) threads.
-    give_registers = hopper.registers(32 if groups == 3 else 40, more=False)
-    take_registers = hopper.registers(160 if groups == 3 else 232, more=True)
+    q_bytes, k_bytes, v_bytes, k_at, v_at = at.q_bytes, at.k_bytes, at.v_bytes, at.k, at.v
+    q_full, q_free = at.barrier("q_full"), at.barrier("q_free")
+    k_full, k_free = at.barrier("k_full"), at.barrier("k_free")
+    v_full, v_free = at.barrier("v_full"), at.barrier("v_free")
+    item_full, item_free, items = at.barrier("item_full"), at.barrier("item_free"), at.items
+    barriers_begin = hopper.barriers_begin(
+        {
+            at.barrier(kind) + 8 * x: arrivals
+            for kind, (count, arrivals) in at.arrivals.items()
+            for x in range(count)
+        }
+    )
+    expect_q, copy_q = hopper.expect(q_bytes), hopper.copy_tile(64, at.chunks)
+    expect_k, copy_k = hopper.expect(k_bytes), hopper.copy_tile(block_k, at.chunks)
+    expect_v, copy_v = hopper.expect(v_bytes), hopper.copy_tile(block_k, at.chunks_v)
+    give, take = registers(groups)
+    give_registers = hopper.registers(give, more=False)
+    take_registers = hopper.registers(take, more=True)
 
     # -- Fragments
     new_o, new_sum = tiles.zeros(dv // 2), tiles.zeros(2)
     new_max = tiles.full(2, NEG_INF)
-    queue_scores = hopper.queue_scores(bf16, block_k, d, rows=64)
-    queue_output = hopper.queue_accumulated(bf16, dv, block_k)
+    queue_scores = hopper.queue_scores(bf16, block_k, d)
+    queue_output = hopper.queue_output(bf16, dv, block_k)
     scores_done = hopper.product_wait(0, block_k)  # nothing else is under way
     scores_first = hopper.product_wait(1, block_k)  # the output queued behind them is
     output_done = hopper.product_wait(0, dv)
@@ -108,32 +182,66 @@ def hopper_forward_kernel(kernel: Kernel) -> Any:
     round_operand = hopper.round_operand(bf16, block_k)
     store_lse = output.store_rows(1)
     store_output = hopper.store_output(bf16, dv, c.head_dim_v)
-    w = walk_functions(c, stamper=128)  # the first consumer's first thread
-    visit_of, report, report_one = w.visit, w.report, w.report_one
+    item_of, row_tile = w.item, w.row_tile
+    begin, visit_of, report, report_one = w.begin, w.visit, w.report, w.report_one
     stamp, stamp_block = w.stamp, w.stamp_block
-    i = item_functions(c, w, at, by_row=True)
-    offer, take, done_with, slot_of = i.offer, i.take, i.done, i.slot
-    visits_of, next_number, place = i.visits_of, i.next_number, i.place
-    get, map_address = hopper.get, hopper.map_address
+    put, get, map_address = hopper.put, hopper.get, hopper.map_address
     wait, arrive, stage = hopper.wait, hopper.arrive, hopper.stage
     wait_full, wait_free, arrive_behind = hopper.wait_full, hopper.wait_free, hopper.arrive_behind
-    my_turn, pass_turn = hopper.named_sync(256), hopper.named_arrive(256)  # two warpgroups' threads
-    warpgroup, speaks, uncounted = hopper.warpgroup, hopper.speaks, hopper.uncounted
+    my_turn, pass_turn = hopper.my_turn, hopper.pass_turn
+    warpgroup, speaks, fetch_add = hopper.warpgroup, hopper.speaks, hopper.fetch_add
+
+    @device
+    def write_item(a, slot, number):
+        walk, outer = item_of(a, number)
+        start, stop, offset = row_tile(a, outer)
+        first, count, lo, full_lo, full_hi = begin(a, outer)
+        base, end = int32(0), a.n_kv
+        if varlen:
+            end = read_int(a.rows, outer * 4 + 3)
+            if count > 0:
+                tile, _ = visit_of(a, (first, count, lo, full_lo, full_hi), int32(0))
+                base = int32(read_int(a.cols, tile * 4) - tile * block_k)
+        put(slot + WALK, walk)
+        put(slot + OUTER, outer)
+        put(slot + START, start)
+        put(slot + STOP, stop)
+        put(slot + OFFSET, offset)
+        put(slot + BASE, base)
+        put(slot + END, end)
+        put(slot + FIRST, first)
+        put(slot + COUNT, count)
+        put(slot + LO, lo)
+        put(slot + FULL_LO, full_lo)
+        put(slot + FULL_HI, full_hi)
+
+    @device
+    def visits_of(slot):
+        span = get(slot + LO), get(slot + FULL_LO), get(slot + FULL_HI)
+        return get(slot + FIRST), get(slot + COUNT), span[0], span[1], span[2]
 
     @device
     def produce(map_q, map_k, map_v, a, counter, shared):
         # `item` counts the block's items, `done` the visits of those before this one.
         item, done, number = int32(0), int32(0), int32(cuda.blockIdx.x)
-        while offer(a, shared, item, number):
-            slot = slot_of(shared, item)
+        while True:
+            slot = int32(shared + items + (item & 1) * _ITEM)
+            wait_free(shared + item_free, item)  # every warp is done with the slot's last item
+            if number >= a.walks * a.tiles:
+                put(slot + WALK, int32(-1))
+                arrive(stage(shared + item_full, item), True)
+                break
+            write_item(a, slot, number)
+            arrive(stage(shared + item_full, item), True)  # releases the item to its readers
             walk, base, count = get(slot + WALK), get(slot + BASE), get(slot + COUNT)
-            batch, head = place(a, walk)
+            batch = quotient(walk, a.heads)
+            head = int32(walk - batch * a.heads)
             kv_head = quotient(head, a.group)
             tile_count = a.tile_counts + (int64(walk) * a.tiles + get(slot + OUTER)) * (SLOTS * 4)
             visit_count = int64(walk) * a.n_visits + get(slot + FIRST)
             visit_count = a.visit_counts + visit_count * (SLOTS * 4)
             n = int32(0)
-            while n <= uncounted(count):  # in the order of need: K0 Q, K1 V0, K2 V1, ...
+            while n <= count:  # in the order of need: K0 Q, K1 V0, K2 V1, ...
                 if n < count:
                     tile, _ = visit_of(a, visits_of(slot), n)
                     key, position = int32(base + tile * block_k), int32(done + n)
@@ -156,19 +264,19 @@ def hopper_forward_kernel(kernel: Kernel) -> Any:
                     report_one(visit_count + n * (SLOTS * 4) - (SLOTS * 4 - 4), moved)
                 else:
                     start, group = get(slot + START), int32(0)
-                    while group < uncounted(groups):
+                    while group < groups:
                         # The last item's scores are all computed:
                         wait(shared + q_free + group * 8, (item & 1) ^ 1)
                         barrier = int32(shared + q_full + group * 8)
                         expect_q(barrier)
-                        to, row = int32(shared + q_at + group * q_bytes), int32(start + 64 * group)
+                        to, row = int32(shared + group * q_bytes), int32(start + 64 * group)
                         copy_q(to, map_address(map_q), barrier, row, head, batch)
                         group = int32(group + 1)
                     report_one(tile_count, int32((get(slot + STOP) - start) * row_bytes))
                 n = int32(n + 1)
             done = int32(done + count)
             item = int32(item + 1)
-            number = next_number(counter)
+            number = int32(cuda.gridDim.x + fetch_add(counter, 1))
 
     @device
     def consume(a, shared, group):
@@ -178,12 +286,13 @@ def hopper_forward_kernel(kernel: Kernel) -> Any:
         row0 = int32(
             int32(cuda.threadIdx.x) % 128 // 32 * 16 + 64 * group
         )  # the warp's, in the tile
-        q = int32(shared + q_at + group * q_bytes)
+        q = int32(shared + group * q_bytes)
         if group == groups - 1:
             pass_turn(next_turn)  # warpgroup 0 has the first turn
         item, done = int32(0), int32(0)  # as the producer's
         while True:
-            slot = take(shared, item)
+            slot = int32(shared + items + (item & 1) * _ITEM)
+            wait_full(shared + item_full, item)
             walk = get(slot + WALK)
             if walk < 0:
                 break
@@ -264,13 +373,15 @@ def hopper_forward_kernel(kernel: Kernel) -> Any:
 
             # -- O / l and L = m + log l, straight from registers -------------------------------
             walk, outer, stop = get(slot + WALK), get(slot + OUTER), get(slot + STOP)
-            batch, head = place(a, walk)
+            batch = quotient(walk, a.heads)
+            head = int32(walk - batch * a.heads)
             tile_count = a.tile_counts + (int64(walk) * a.tiles + outer) * (SLOTS * 4)
             inverse, lse = finish_rows(m, l, to_log2 * float32(1 / LOG2E))
             report(tile_count + 8, store_lse(a.lse + int64(walk) * a.n_q * 4, lse, query, stop))
             out = a.o_data + (batch * a.o_batch + head * a.o_head) * 2
             report(tile_count + 4, store_output(out, a.o_row * 2, o, inverse, query, stop))
-            done_with(shared, item, speaking)
+            cuda.syncwarp()  # the whole warp is done with the item
+            arrive(stage(shared + item_free, item), speaking)
             stamp_block(tile_stamp, True)
             done = int32(done + count)
             item = int32(item + 1)

@@ -21,6 +21,7 @@ from flashsim.backends.numba_gpu.emit import I1, I32, I64, Values, emitted, floa
 from flashsim.backends.numba_gpu.tiles import lane_of
 
 int32, int64 = types.int32, types.int64
+BARRIER = 8  # bytes
 
 
 # -- who I am -------------------------------------------------------------------------------------
@@ -28,20 +29,10 @@ int32, int64 = types.int32, types.int64
 
 @emitted(int32)
 def warpgroup(b: ir.IRBuilder) -> ir.Value:
-    """The thread's warpgroup in the block."""
-    return _whole_warps(b, b.lshr(ptx.special(b, "tid.x"), i32(7)))
-
-
-@emitted(int32)
-def warp(b: ir.IRBuilder) -> ir.Value:
-    """The thread's warp in the block."""
-    return _whole_warps(b, b.lshr(ptx.special(b, "tid.x"), i32(5)))
-
-
-def _whole_warps(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """The value, in such a way that the assembler sees that a warp's lanes have the same."""
+    """The thread's warpgroup in the block; the compiler sees that it is a whole warp's."""
+    mine = b.lshr(ptx.special(b, "tid.x"), i32(7))
     text = "shfl.sync.idx.b32 $0, $1, 0, 31, -1;"
-    return ptx.asm(b, text, "=r,r", [value], I32, effects=True, together=True)
+    return ptx.asm(b, text, "=r,r", [mine], I32, effects=True, together=True)
 
 
 @emitted(types.boolean)
@@ -58,15 +49,6 @@ def registers(count: int, *, more: bool) -> Any:
         ptx_hopper.registers(b, count, more=more)
 
     return registers_
-
-
-@emitted(int32, int32)
-def uncounted(b: ir.IRBuilder, stop: ir.Value) -> ir.Value:
-    """`stop`, as a loop's end that LLVM cannot know, and so does not unroll for.
-
-    Unrolled, a producer's loops would need more registers than it has.
-    """
-    return ptx.again(b, stop)
 
 
 # -- barriers -------------------------------------------------------------------------------------
@@ -142,24 +124,16 @@ def arrive_behind(b: ir.IRBuilder, barrier: ir.Value, condition: ir.Value, sums:
     ptx_hopper.barrier_arrive(b, barrier, condition)
 
 
-def named_sync(threads: int) -> Any:
-    """``named_sync(number)``: wait at a named barrier until `threads` threads have come."""
-
-    @emitted(None, int32)
-    def named_sync_(b: ir.IRBuilder, number: ir.Value) -> None:
-        ptx_hopper.named_sync(b, number, threads)
-
-    return named_sync_
+@emitted(None, int32)
+def my_turn(b: ir.IRBuilder, barrier: ir.Value) -> None:
+    """Wait until the warpgroup before has queued its products (a named barrier of two)."""
+    ptx_hopper.named_sync(b, barrier, 256)
 
 
-def named_arrive(threads: int) -> Any:
-    """``named_arrive(number)``: come to a named barrier, and go on."""
-
-    @emitted(None, int32)
-    def named_arrive_(b: ir.IRBuilder, number: ir.Value) -> None:
-        ptx_hopper.named_arrive(b, number, threads)
-
-    return named_arrive_
+@emitted(None, int32)
+def pass_turn(b: ir.IRBuilder, barrier: ir.Value) -> None:
+    """Let the next warpgroup queue its products."""
+    ptx_hopper.named_arrive(b, barrier, 256)
 
 
 # -- items: what the producer tells the consumers -------------------------------------------------
@@ -214,78 +188,45 @@ def copy_tile(rows: int, chunks: int) -> Any:
 # -- products -------------------------------------------------------------------------------------
 
 
-def queue_scores(bf16: bool, n: int, depth: int, rows: int) -> Any:
-    """``queue_scores(mine, visited) -> s``: 64 rows of ``mine visited^T``, to be waited for.
+def queue_scores(bf16: bool, n: int, depth: int) -> Any:
+    """``queue_scores(q, k) -> s``: S = Q K^T of 64 rows, to be waited for.
 
     Parameters
     ----------
     n, depth : int
-        Rows of the visited tile; columns of both.
-    rows : int
-        Rows of the tile that `mine`, the address of a first row, lies in.
+        Rows of the K tile; columns of both tiles.
     """
     steps = range(depth // 16)
 
     @emitted(floats(n // 2), int32, int32)
-    def queue_scores_(b: ir.IRBuilder, mine: ir.Value, visited: ir.Value) -> Values:
+    def queue_scores_(b: ir.IRBuilder, q: ir.Value, k: ir.Value) -> Values:
         return ptx_hopper.wgmma(
             *(b, bf16, n, None),
-            *(ptx_hopper.descriptor(b, mine, 0), ptx_hopper.descriptor(b, visited, 0)),
-            [ptx_hopper.along_row(x, rows) for x in steps],
+            *(ptx_hopper.descriptor(b, q, 0), ptx_hopper.descriptor(b, k, 0)),
+            [ptx_hopper.along_row(x, 64) for x in steps],
             [ptx_hopper.along_row(x, n) for x in steps],
+            right_down=False,
         )
 
     return queue_scores_
 
 
-def queue_accumulated(bf16: bool, n: int, depth: int, rows: int = 0) -> Any:
-    """``queue_accumulated(c, left, right) -> c + left right``, to be waited for.
+def queue_output(bf16: bool, n: int, depth: int) -> Any:
+    """``queue_output(o, p, v) -> o + P V``, to be waited for; P comes from `round_operand`.
 
     Parameters
     ----------
     n, depth : int
-        Columns and rows of the right tile.
-    rows : int
-        Of the tile that the left operand lies in, given by the address of its first row; 0: it
-        comes from `round_operand`.
+        Columns and rows of the V tile.
     """
-    steps = range(depth // 16)
 
-    @emitted(floats(n // 2), floats(n // 2), int32 if rows else words(depth // 4), int32)
-    def queue_accumulated_(b: ir.IRBuilder, c: Values, left: Any, right: ir.Value) -> Values:
-        return ptx_hopper.wgmma(
-            *(b, bf16, n, c),
-            ptx_hopper.descriptor(b, left, 0) if rows else left,
-            ptx_hopper.descriptor(b, right, depth * 128),
-            [ptx_hopper.along_row(x, rows) for x in steps],
-            [ptx_hopper.down_rows(x) for x in steps],
-            right_down=True,
-        )
+    @emitted(floats(n // 2), floats(n // 2), words(depth // 4), int32)
+    def queue_output_(b: ir.IRBuilder, o: Values, p: Values, v: ir.Value) -> Values:
+        right = ptx_hopper.descriptor(b, v, depth * 128)
+        right_at = [ptx_hopper.down_rows(x) for x in range(depth // 16)]
+        return ptx_hopper.wgmma(b, bf16, n, o, p, right, [], right_at, right_down=True)
 
-    return queue_accumulated_
-
-
-def queue_transposed(bf16: bool, n: int, depth: int) -> Any:
-    """``queue_transposed(left, right) -> left^T right``, to be waited for.
-
-    Both lie in chunks of `depth` rows, whose addresses are given: 64 columns of the left one and
-    `n` of the right.
-    """
-    steps = range(depth // 16)
-
-    @emitted(floats(n // 2), int32, int32)
-    def queue_transposed_(b: ir.IRBuilder, left: ir.Value, right: ir.Value) -> Values:
-        return ptx_hopper.wgmma(
-            *(b, bf16, n, None),
-            ptx_hopper.descriptor(b, left, depth * 128),
-            ptx_hopper.descriptor(b, right, depth * 128),
-            [ptx_hopper.down_rows(x) for x in steps],
-            [ptx_hopper.down_rows(x) for x in steps],
-            left_down=True,
-            right_down=True,
-        )
-
-    return queue_transposed_
+    return queue_output_
 
 
 def product_wait(pending: int, n: int) -> Any:
@@ -296,18 +237,6 @@ def product_wait(pending: int, n: int) -> Any:
         return ptx_hopper.wgmma_wait(b, pending, c)
 
     return product_wait_
-
-
-def products_wait(pending: int, n: int) -> Any:
-    """``products_wait(c, e) -> c, e``: the same for two fragments."""
-    kind = floats(n // 2)
-
-    @emitted([kind, kind], kind, kind)
-    def products_wait_(b: ir.IRBuilder, c: Values, e: Values) -> list[Values]:
-        made = ptx_hopper.wgmma_wait(b, pending, [*c, *e])
-        return [made[: n // 2], made[n // 2 :]]
-
-    return products_wait_
 
 
 def round_operand(bf16: bool, n: int) -> Any:

@@ -10,8 +10,6 @@ swizzle); chunks start at multiples of 1024 bytes.
 
 from __future__ import annotations
 
-import struct
-
 from llvmlite import ir
 
 from flashsim.backends.numba_gpu.emit import F32, I32, I64, Values, asm, struct_values
@@ -29,7 +27,7 @@ def barrier_init(b: ir.IRBuilder, barrier: ir.Value, arrivals: int) -> None:
 def barrier_init_fence(b: ir.IRBuilder) -> None:
     """Barriers begun by this thread exist for the copy engine, too ("fence.proxy", "membar")."""
     asm(b, "fence.mbarrier_init.release.cluster;", "", [], effects=True)
-    fence_async_shared(b)
+    asm(b, "fence.proxy.async.shared::cta;", "", [], effects=True)
 
 
 def barrier_arrive(b: ir.IRBuilder, barrier: ir.Value, condition: ir.Value) -> None:
@@ -99,59 +97,6 @@ def fetch_add(b: ir.IRBuilder, address: ir.Value, value: ir.Value) -> ir.Value:
     )
 
 
-def reduce_box(b: ir.IRBuilder, tensor_map: ir.Value, source: ir.Value, place: Values) -> None:
-    """Add a box of float32 in shared memory to a tensor ("cp.reduce.async.bulk.tensor").
-
-    The additions are done at the L2; what lies outside the tensor is dropped.
-    """
-    text = (
-        "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group "
-        "[$0, {$2, $3, $4, $5}], [$1];"
-    )
-    asm(b, text, "l,r,r,r,r,r", [tensor_map, source, *place], effects=True)
-
-
-def reduce_commit(b: ir.IRBuilder) -> None:
-    """This thread's reductions so far are a group ("cp.async.bulk.commit_group")."""
-    asm(b, "cp.async.bulk.commit_group;", "", [], effects=True)
-
-
-def reduce_wait_read(b: ir.IRBuilder) -> None:
-    """The sources of this thread's groups have been read ("cp.async.bulk.wait_group")."""
-    asm(b, "cp.async.bulk.wait_group.read 0;", "", [], effects=True)
-
-
-def fence_async_shared(b: ir.IRBuilder) -> None:
-    """What this thread wrote to shared memory is seen by products and copies ("fence.proxy")."""
-    asm(b, "fence.proxy.async.shared::cta;", "", [], effects=True)
-
-
-def store_matrices(b: ir.IRBuilder, to: ir.Value, four: Values) -> None:
-    """Four 8 x 8 matrices of 16-bit elements to shared memory ("stmatrix"), as `ptx.ldmatrix`."""
-    text = "stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [$0], {$1, $2, $3, $4};"
-    asm(b, text, "r,r,r,r,r", [to, *four], effects=True, together=True)
-
-
-# -- plain accesses -------------------------------------------------------------------------------
-
-
-def load_float_if(
-    b: ir.IRBuilder, source: ir.Value, condition: ir.Value, otherwise: float
-) -> ir.Value:
-    """Load a float32 from HBM where `condition` holds ("ld")."""
-    bits = struct.unpack("<I", struct.pack("<f", otherwise))[0]
-    text = (
-        f"{{.reg .pred p; setp.ne.b32 p, $2, 0; mov.f32 $0, 0f{bits:08X}; "
-        "@p ld.global.f32 $0, [$1];}"
-    )
-    return asm(b, text, "=&f,l,r", [source, b.zext(condition, I32)], F32, effects=True)
-
-
-def store_pair(b: ir.IRBuilder, to: ir.Value, pair: Values) -> None:
-    """Store two neighbouring float32 in shared memory ("st")."""
-    asm(b, "st.shared.v2.f32 [$0], {$1, $2};", "r,f,f", [to, *pair], effects=True)
-
-
 # -- registers move from one warpgroup to others --------------------------------------------------
 
 
@@ -200,8 +145,7 @@ def wgmma(
     left_at: list[int],
     right_at: list[int],
     *,
-    left_down: bool = False,
-    right_down: bool = False,
+    right_down: bool,
 ) -> Values:
     """Queue C + A B of a warpgroup ("wgmma.mma_async"), a step of 16 of k each, as one group.
 
@@ -217,14 +161,14 @@ def wgmma(
     c : list of values, or None
         None for 0.
     left : value or list of values
-        A (64 x 16 a step) by its `descriptor`; or in registers, four a step, in `ptx.mma`'s
-        layout.
+        A (64 x 16 a step) by its `descriptor`, rows along k; or in registers, four a step, in
+        `ptx.mma`'s layout.
     right : value
         B (16 x n a step) by its descriptor.
     left_at, right_at : list of int
         Each step's place from the descriptors, in their units; `left_at` only for a descriptor.
-    left_down, right_down : bool
-        The operand's k runs down its tile's rows, not along them.
+    right_down : bool
+        B's k runs down the tile's rows, not along them.
     """
     count = n // 2
     sums = ", ".join(f"${x}" for x in range(count))
@@ -242,7 +186,7 @@ def wgmma(
             transposed = f"{int(right_down)}"
         else:
             lines += _place("l", first, left_at[step])
-            a, transposed = "l", f"{int(left_down)}, {int(right_down)}"
+            a, transposed = "l", f"0, {int(right_down)}"
         lines += _place("r", first + len(words), where)
         add = "fresh" if c is None and step == 0 else "more"
         lines.append(

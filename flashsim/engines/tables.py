@@ -38,8 +38,11 @@ class Tiles(NamedTuple):
         Rows x columns bits of visits, one after the other.
     turn : int32 (visits,)
         How many visits of the same row tile come earlier: fixes the order in which dQ is summed.
-    order : int64
-        Outer tiles, in the order they are handed out.
+    runs : int64 (items, 2)
+        Neighbouring outer tiles, first and last + 1, that one thread walks together, in the order
+        they are handed out.
+    descending : bool
+        Whether a walk takes its inner tiles from the last to the first.
     set_ptr, sets : int64
         CSR: heads that one item takes one after the other, since they add to the same memory.
     """
@@ -52,7 +55,8 @@ class Tiles(NamedTuple):
     keep_at: np.ndarray
     keep: np.ndarray
     turn: np.ndarray
-    order: np.ndarray
+    runs: np.ndarray
+    descending: bool
     set_ptr: np.ndarray
     sets: np.ndarray
 
