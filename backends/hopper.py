@@ -208,7 +208,7 @@ def _backward_kernel(
         tiles += 2 * stages * bq * bk + 4 * bq * d  # dS, and dQ on its way out
     shared = _on_chip(tiles + 4 * stages * 2 * bq, 2 + 2 * stages)
     values = launch.constants(problem, tiling, variant)
-    boxes = (
+    boxes: tuple[Box, ...] = (
         *(Box("q", bq, _CHUNK), Box("k", bk, _CHUNK), Box("v", bk, _CHUNK)),
         Box("dout", bq, _CHUNK),
     )

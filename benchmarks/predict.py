@@ -23,13 +23,13 @@ def main(path):
     from verify import cases
 
     measured = {}
-    for row in csv.DictReader(Path(path).open()):
-        if row["quantity"] == "seconds":
-            key = row["shape"], row["kernels"], row["pass"], row["kernel"]
-            measured[key] = float(row["measured"])
-    print(
-        f"{'kernels':<9}{'stage':<9}{'busiest':>8}{'others':>8}{'item us':>8}  fitted, held out: rms, worst"
-    )
+    with Path(path).open(newline="") as stream:
+        for row in csv.DictReader(stream):
+            if row["quantity"] == "seconds":
+                key = row["shape"], row["kernels"], row["pass"], row["kernel"]
+                measured[key] = float(row["measured"])
+    columns = f"{'kernels':<9}{'stage':<9}{'busiest':>8}{'others':>8}{'item us':>8}"
+    print(f"{columns}  fitted, held out: rms, worst")
     for kernels, stages in CALIBRATED.items():
         of_family = [case for case in cases("H200", [kernels])]
         for stage in stages:

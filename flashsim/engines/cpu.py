@@ -172,8 +172,8 @@ class _Pass:
         runs = _runs(schedule, csr, fused, self._together(name, len(own) * (len(set_ptr) - 1)))
         descending = schedule.key_order == "descending"
         for part, keep_at, keep in self._masks(schedule, csr, runs, by_row):
-            tables = (own, other, *csr, keep_at, keep, turn, part)
-            tiles = Tiles(*map(_table, tables), descending, *map(_table, (set_ptr, sets)))
+            tables = (own, other, *csr, keep_at, keep, turn, part, set_ptr, sets)
+            tiles = Tiles._make([*(_table(x) for x in tables), descending])
             counter = np.zeros(1, np.int64)
             args = [*arrays, self.shape, tiles, self.rules, notes, counter]
             if WALKS[name] == "grad_keys":

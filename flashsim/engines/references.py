@@ -34,7 +34,8 @@ def _disowned(context, builder, kind, value):
             setattr(array, owner, cgutils.get_null_value(getattr(array, owner).type))
         return array._getvalue()
     if isinstance(kind, types.BaseTuple):
-        parts = cgutils.unpack_tuple(builder, value)
-        parts = [_disowned(context, builder, *x) for x in zip(kind.types, parts, strict=True)]
+        elements: Any = kind
+        pairs = zip(elements.types, cgutils.unpack_tuple(builder, value), strict=True)
+        parts = [_disowned(context, builder, *pair) for pair in pairs]
         return context.make_tuple(builder, kind, parts)
     return value

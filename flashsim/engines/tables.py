@@ -41,10 +41,10 @@ class Tiles(NamedTuple):
     runs : int64 (items, 2)
         Neighbouring outer tiles, first and last + 1, that one thread walks together, in the order
         they are handed out.
-    descending : bool
-        Whether a walk takes its inner tiles from the last to the first.
     set_ptr, sets : int64
         CSR: heads that one item takes one after the other, since they add to the same memory.
+    descending : bool
+        Whether a walk takes its inner tiles from the last to the first.
     """
 
     own: np.ndarray
@@ -56,9 +56,9 @@ class Tiles(NamedTuple):
     keep: np.ndarray
     turn: np.ndarray
     runs: np.ndarray
-    descending: bool
     set_ptr: np.ndarray
     sets: np.ndarray
+    descending: bool
 
 
 class Notes(NamedTuple):

@@ -1,7 +1,7 @@
 """Two caches, compiled by Numba: one that textbooks assume, and one built like a GPU's L2.
 
-`replay` is fully associative, least recently used, of whole tiles: its answers for all sizes at once
-are the stack distances of `distances`. `replay_sets` has sets of a few ways, and partitions.
+`replay` is fully associative, least recently used, of whole tiles: its answers for all sizes at
+once are the stack distances of `distances`. `replay_sets` has sets of a few ways, and partitions.
 """
 
 from __future__ import annotations

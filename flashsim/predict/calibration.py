@@ -1,7 +1,7 @@
 """Constants of the time model, fitted by ``python benchmarks/predict.py`` to one H200's kernels.
 
-Fitted to N = 4096, 4 batch entries, without and with causal mask, head_dim 64 and 128, bfloat16: four
-times a stage; everything else in docs/verify-h200.csv was kept to test them (docs/truth.md).
+Fitted to N = 4096, 4 batch entries, without and with causal mask, head_dim 64 and 128, bfloat16:
+four times a stage; everything else in docs/verify-h200.csv was kept to test them (docs/truth.md).
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ METRICS = {
 }
 
 #: Nsight Compute's units, in bytes, seconds or counts. Unless told not to, it scales by thousands.
-UNITS = {"": 1, "byte": 1, "sector": SECTOR, "inst": 1, "cycle": 1, "block": 1}
+UNITS: dict[str, float] = {"": 1, "byte": 1, "sector": SECTOR, "inst": 1, "cycle": 1, "block": 1}
 UNITS |= {"ns": 1e-9, "nsecond": 1e-9, "us": 1e-6, "usecond": 1e-6, "ms": 1e-3, "msecond": 1e-3}
 PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 

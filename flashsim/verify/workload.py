@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> None:
 def run_case(case: Case, *, counting: bool) -> list[Counted]:
     """Run a case: the forward pass, then its backward passes. What they counted, if they did."""
     q, k, v, dout = _inputs(case)
-    options = {} if case.kernel is None else {"kernel": case.kernel}
+    options: dict[str, Any] = {} if case.kernel is None else {"kernel": case.kernel}
     result = run(
         q,
         k,
