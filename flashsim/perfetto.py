@@ -6,7 +6,9 @@ FLOP/s, a step moves its tiles and then computes, nothing overlaps. It shows ord
 it does not predict a kernel's time.
 
 One thread id stands for one SM and pipe (simulated), or one SM, role and layer of overlapping
-visits (real), and within it slices nest.
+visits (real), and within it slices nest. Both clocks tick in whole nanoseconds, as Perfetto's does:
+it rounds starts and durations apart from each other, and drops a slice that then ends after the one
+that holds it.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from flashsim.trace import Trace
 from flashsim.work import TileOp, stage_work, total_flops
 
 PIPES = ("block", "memory", "compute")
-_LANES = 256  # thread ids kept for each SM: pipes, or rows of the blocks that share it
+# Thread ids kept for each SM: pipes, or rows of the blocks that share it. They begin above all process
+# ids, since a thread that has its process's id would be taken for its main thread.
+_LANES = 1024
 VISIT, STORE = PHASES.index("visit"), PHASES.index("store")
 _COUNTERS = 1_000_000  # a process id of its own for the counters
 Slice = dict[str, Any]
@@ -83,7 +87,7 @@ def _real(trace: Trace) -> Iterator[Slice]:
         return
     placed = timeline.rows(trace, spans)
     origin = int(spans["start_ns"].min())
-    thread = spans["sm"].astype(np.int64) * _LANES + placed.row
+    thread = _thread(spans["sm"].astype(np.int64), placed.row)
     # Outer spans first where two begin together: slices nest in the order they are listed.
     for at in np.lexsort((-spans["end_ns"], spans["start_ns"])).tolist():
         s = spans[at]
@@ -98,9 +102,9 @@ def _real(trace: Trace) -> Iterator[Slice]:
             "args": {key: int(s[key]) for key in ("head", "i", "j", "visit")},
         }
     for sm in np.unique(spans["sm"]).tolist():
-        yield _name("process_name", sm, 0, f"SM {sm}")
+        yield from _process(sm, "SM")
     for tid in np.unique(thread).tolist():
-        yield _name("thread_name", tid // _LANES, tid, placed.names[tid % _LANES])
+        yield _about("thread_name", tid // _LANES - 1, tid, placed.names[tid % _LANES])
     yield from _real_counters(trace, spans, placed.block, origin)
 
 
@@ -112,7 +116,7 @@ def _real_counters(
     The timeline knows when, the events know how much: bytes of a visit count at its end, those of a
     whole row or column when it is stored. A block holds its stage's peak while its last role works.
     """
-    yield _name("process_name", _COUNTERS, 0, "totals")
+    yield from _process(_COUNTERS, "totals")
     moved: list[tuple[int, int]] = []
     held: list[tuple[int, int, int]] = []
     for number in np.unique(spans["stage"]).tolist():
@@ -129,11 +133,11 @@ def _real_counters(
     total = 0
     for end, nbytes in sorted(moved):
         total += nbytes
-        yield _counter("HBM bytes", _COUNTERS, (end - origin) / 1000, total)
+        yield _counter("HBM", _COUNTERS, end - origin, total)
     on_chip: dict[int, int] = {}
     for when, change, sm in sorted(held):  # an end before a start at the same time
         on_chip[sm] = on_chip.get(sm, 0) + change
-        yield _counter("SRAM bytes", sm, (when - origin) / 1000, on_chip[sm])
+        yield _counter("SRAM", sm, when - origin, on_chip[sm])
 
 
 def _part_bytes(stage: StageTrace, parts: np.ndarray) -> np.ndarray:
@@ -157,8 +161,8 @@ def _part_bytes(stage: StageTrace, parts: np.ndarray) -> np.ndarray:
 
 def _simulated(trace: Trace, heads: int) -> Iterator[Slice]:
     clock = _Clock(trace)
-    start = 0.0
-    moved: list[tuple[float, int]] = []
+    start = 0
+    moved: list[tuple[int, int]] = []
     for stage in trace.stages:
         ready = [(start, sm) for sm in range(trace.device.sm_count)]
         steps = _outer_steps(stage)
@@ -173,14 +177,14 @@ def _simulated(trace: Trace, heads: int) -> Iterator[Slice]:
                 latest = max(latest, end)
         start = latest
     for sm in sorted(clock.used):
-        yield _name("process_name", sm, 0, f"SM {sm}")
-        for tid, pipe in enumerate(PIPES):
-            yield _name("thread_name", sm, sm * _LANES + tid, pipe)
-    yield _name("process_name", _COUNTERS, 0, "totals")
+        yield from _process(sm, "SM")
+        for row, pipe in enumerate(PIPES):
+            yield _about("thread_name", sm, _thread(sm, row), pipe)
+    yield from _process(_COUNTERS, "totals")
     total = 0
-    for ts, nbytes in sorted(moved):
+    for when, nbytes in sorted(moved):
         total += nbytes
-        yield _counter("HBM bytes", _COUNTERS, ts, total)
+        yield _counter("HBM", _COUNTERS, when, total)
 
 
 def _outer_steps(stage: StageTrace) -> list[np.ndarray]:
@@ -201,26 +205,26 @@ class _Clock:
     def __init__(self, trace: Trace) -> None:
         self.trace, self.used = trace, set[int]()
         device, dtype = trace.device, trace.problem.dtype
-        per_us = 1e-6 / device.sm_count  # one SM's share in a microsecond
+        per_ns = 1e-9 / device.sm_count  # one SM's share in a nanosecond
         matmul = device.peak(dtype)
-        self.bytes_per_us = device.hbm_bandwidth * per_us
-        self.matmul_per_us = matmul * per_us
-        self.other_per_us = device.cuda_flops.get("float32", matmul) * per_us
+        self.bytes_per_ns = device.hbm_bandwidth * per_ns
+        self.matmul_per_ns = matmul * per_ns
+        self.other_per_ns = device.cuda_flops.get("float32", matmul) * per_ns
 
     def block(
-        self, stage: StageTrace, events: np.ndarray, start: float, sm: int, walk: int
-    ) -> tuple[list[Slice], float, list[tuple[float, int]]]:
-        """Slices, end and transfers (time, bytes) of one outer step that begins at `start`."""
+        self, stage: StageTrace, events: np.ndarray, start: int, sm: int, walk: int
+    ) -> tuple[list[Slice], int, list[tuple[int, int]]]:
+        """Slices, end and transfers (time, bytes) of one outer step that begins at `start`, ns."""
         self.used.add(sm)
         trace = self.trace
         work = stage_work(trace.problem, trace.algorithm, trace.direction, stage.name)
         slices: list[Slice] = []
-        moved: list[tuple[float, int]] = []
+        moved: list[tuple[int, int]] = []
         held, now, begun = 0, start, start
         outer = events[0]["i"] if stage.stage.outer == "queries" else events[0]["j"]
         for e, change in zip(events, gain(events).tolist(), strict=True):
             if e["op"] in TRANSFERS:
-                took = int(e["bytes"]) / self.bytes_per_us
+                took = _ticks(int(e["bytes"]) / self.bytes_per_ns)
                 name = f"{OPS[e['op']]} {TENSORS[e['tensor']]}"
                 slices.append(_slice(name, "HBM", sm, 1, now, took, e, stage, walk))
                 now += took
@@ -237,14 +241,14 @@ class _Clock:
                 begun = now
             if change:
                 held += change
-                slices.append(_counter("SRAM bytes", sm, now, held))
+                slices.append(_counter("SRAM", sm, now, held))
         whole = _slice(
             f"{stage.name} {outer}", "block", sm, 0, start, now - start, events[0], stage, walk
         )
         return [whole, *slices], now, moved
 
-    def _duration(self, op: TileOp, stage: StageTrace, e: np.void) -> float:
-        """Microseconds of one tile operation."""
+    def _duration(self, op: TileOp, stage: StageTrace, e: np.void) -> int:
+        """Nanoseconds of one tile operation."""
         schedule, i, j = stage.schedule, int(e["i"]), int(e["j"])
         # As `Trace.flops`: with keys outside, the end of an outer step has columns alone.
         rows = 0 if i < 0 else int(schedule.rows[i, 1] - schedule.rows[i, 0])
@@ -252,24 +256,45 @@ class _Clock:
         cols = int(span)
         flops = total_flops((op,), rows, cols, rows * cols)
         matmul = flops.pop("matmul")
-        return matmul / self.matmul_per_us + sum(flops.values()) / self.other_per_us
+        return _ticks(matmul / self.matmul_per_ns + sum(flops.values()) / self.other_per_ns)
+
+
+def _ticks(ns: float) -> int:
+    """Whole nanoseconds, at least one, so that every slice can be seen."""
+    return max(1, round(ns))
+
+
+# -- Chrome trace events; times come in ns and go out in µs ---------------------------------------
 
 
 def _slice(
-    name: str, cat: str, sm: int, pipe: int, ts: float, dur: float, e: np.void, stage: StageTrace,
+    name: str, cat: str, sm: int, pipe: int, start: int, took: int, e: np.void, stage: StageTrace,
     walk: int,
 ) -> Slice:  # fmt: skip
     args = {key: int(e[key]) for key in ("i", "j", "visit", "bytes") if e[key] >= 0}
     args["head"] = walk * stage.stride + int(e["head"])
     return {
-        "ph": "X", "name": name, "cat": f"{stage.name},{cat}", "pid": sm, "tid": sm * _LANES + pipe,
-        "ts": ts, "dur": dur, "args": args,
+        "ph": "X", "name": name, "cat": f"{stage.name},{cat}", "pid": sm, "tid": _thread(sm, pipe),
+        "ts": start / 1000, "dur": took / 1000, "args": args,
     }  # fmt: skip
 
 
-def _counter(name: str, pid: int, ts: float, value: int) -> Slice:
-    return {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": ts, "args": {"bytes": value}}
+def _thread(sm: Any, row: Any) -> Any:
+    """The thread id of a row of an SM; both may be arrays."""
+    return (sm + 1) * _LANES + row
 
 
-def _name(kind: str, pid: int, tid: int, name: str) -> Slice:
+def _counter(name: str, pid: int, when: int, value: int) -> Slice:
+    """Shown as `name` bytes."""
+    return {"ph": "C", "name": name, "pid": pid, "ts": when / 1000, "args": {"bytes": value}}
+
+
+def _process(pid: int, name: str) -> Iterator[Slice]:
+    """A process's name, which viewers show before its id, and its place: the totals, SM 0, SM 1 ..."""
+    yield _about("process_name", pid, 0, name)
+    order = 0 if pid == _COUNTERS else 1 + pid
+    yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": order}}
+
+
+def _about(kind: str, pid: int, tid: int, name: str) -> Slice:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
