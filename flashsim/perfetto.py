@@ -29,8 +29,8 @@ from flashsim.trace import Trace
 from flashsim.work import TileOp, stage_work, total_flops
 
 PIPES = ("block", "memory", "compute")
-# Thread ids kept for each SM: pipes, or rows of the blocks that share it. They begin above all process
-# ids, since a thread that has its process's id would be taken for its main thread.
+# Thread ids kept for each SM: pipes, or rows of the blocks that share it. They begin above all
+# process ids, since a thread with the id of a process would be taken for its main one.
 _LANES = 1024
 VISIT, STORE = PHASES.index("visit"), PHASES.index("store")
 _COUNTERS = 1_000_000  # a process id of its own for the counters
@@ -290,7 +290,7 @@ def _counter(name: str, pid: int, when: int, value: int) -> Slice:
 
 
 def _process(pid: int, name: str) -> Iterator[Slice]:
-    """A process's name, which viewers show before its id, and its place: the totals, SM 0, SM 1 ..."""
+    """A process's name, which viewers show before its id, and its place: totals, SM 0, SM 1 ..."""
     yield _about("process_name", pid, 0, name)
     order = 0 if pid == _COUNTERS else 1 + pid
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": order}}

@@ -9,6 +9,7 @@ import pytest
 import viz_cases as cases
 from PIL import Image
 
+import flashsim
 from flashsim import viz
 from flashsim.errors import BackendUnavailable, OptionError
 from flashsim.viz import palette
@@ -80,6 +81,38 @@ def test_sram_bar_holds_what_the_walk_says():
     scene = film.scenes[0]
     widths = dict(zip(scene.walk.buffers, (b.get_width() for b in scene.bars), strict=True))
     assert widths == dict(zip(scene.walk.buffers, scene.walk.on_chip[3].tolist(), strict=True))
+
+
+def test_registers_come_on_top_of_shared_memory():
+    trace = flashsim.load_sample_trace("h200-backward")
+    film = Film(trace, max_frames=1)
+    (scene,) = film.scenes
+    held = scene.walk.on_chip.sum(axis=1)
+    scene.update(int(held.argmax()))
+    assert held.max() == trace.peak_sram() == scene.full > trace.device.sram_bytes
+    assert scene.sram_text.get_text() == "SRAM 232,448 B + registers 95,744 B"
+    last = scene.bars[-1]
+    assert last.get_x() + last.get_width() <= scene.bars[0].axes.get_xlim()[1]
+
+
+def test_long_labels_stay_in_their_half():
+    pair = {f"{n} " + "a label too long for half a slide " * 2: cases.trace() for n in (1, 2)}
+    film = Film(pair)
+    for panels in film.panels:
+        counters = panels[1]
+        ax = counters.values[0].axes
+        room = ax.get_window_extent()
+        static = [text for text in ax.texts if text not in counters.values]
+        assert max(text.get_window_extent().x1 for text in static[:2]) <= room.x1 + 1
+
+
+def test_says_what_lies_in_hbm():
+    words = []
+    for name in ("flash2", "standard"):
+        film = Film(cases.trace(name))
+        film.frame(0)
+        words.append(film.scenes[0].stage_text.get_text())
+    assert words == ["stage forward · HBM: the strips", "stage scores · HBM: the strips, S, P"]
 
 
 def test_statistics_grow():

@@ -98,15 +98,15 @@ def test_plays_in_a_notebook(browser, tmp_path):
     tab.on("pageerror", lambda error: problems.append(str(error)))
     tab.goto(host.as_uri())
     inside = tab.frames[-1]
-    inside.wait_for_function("window.player")
+    until(inside, "window.player")
     tab.evaluate("document.getElementById('cell').style.display = 'block'")
     frame = tab.frame_locator("iframe")
     frame.get_by_label("Step forward").click()
     expect = f"step 2 of {len(Walk(cases.trace()))}"
     frame.get_by_text(expect).wait_for(timeout=5000)
-    inside.wait_for_function("player.panes[0].diagram.box.w > 300", timeout=5000)
+    until(inside, "player.panes[0].diagram.box.w > 300")
     inside.evaluate("document.getElementById('panes').style.width = '280px'")  # no resize event
-    inside.wait_for_function("player.panes[0].canvas.width === 280", timeout=5000)
+    until(inside, "player.panes[0].canvas.width === 280")
     tab.close()
     assert not problems
 
@@ -300,6 +300,49 @@ def test_compare_two(show):
     tab.keyboard.press("]")
     assert "standard: " in status(tab)
     assert "stage softmax" in status(tab)
+
+
+def test_numbers_are_written_as_in_the_plots(show):
+    tab = show(viz.page(cases.trace()))
+    values = [0, 999, 1000, 999_499, 999_500, 999_999, 9_996_000, 17_000_000, 4_456_448, 10**15]
+    assert tab.evaluate("(values) => values.map((n) => human(n))", values) == [
+        human(value) for value in values
+    ]
+
+
+BARS = """(step) => { player.go(step); player.draw(); return player.panes.map((p) => ({
+    width: p.sram.clientWidth, held: p.walk.held[p.step * p.walk.buffers.length],
+    first: p.blocks[0].getBoundingClientRect().width, label: p.sramLabel.textContent,
+    end: Math.max(...p.blocks.map((b) => b.getBoundingClientRect().right)),
+    right: p.sram.getBoundingClientRect().right,
+    mark: p.mark.hidden ? null : p.mark.offsetLeft / p.sram.clientWidth })); }"""
+
+
+def test_sram_bars_of_two_traces_share_one_scale(show):
+    device = flashsim.Device.get("H100").with_sram(15_000)  # three times one peak, not the other
+    runs = [
+        flashsim.run(
+            *cases.arrays(), algorithm=name, tiling=cases.TILING, device=device, trace=True
+        )
+        for name in ("flash2", "standard")
+    ]
+    peaks = [run.trace.peak_sram() for run in runs]
+    assert peaks[0] < 5000 < peaks[1]
+    bars = show(viz.page(runs)).evaluate(BARS, 3)
+    scales = [bar["held"] / (bar["first"] / bar["width"]) for bar in bars]
+    assert scales == pytest.approx([15_000, 15_000], rel=0.02)
+
+
+def test_registers_come_on_top_of_shared_memory(show):
+    trace = flashsim.load_sample_trace("h200-backward")
+    held = Walk(trace).on_chip.sum(axis=1)
+    assert held.max() == trace.peak_sram() == 328_192
+    (bar,) = show(viz.page(trace)).evaluate(BARS, int(held.argmax()))
+    assert bar["label"] == "SRAM holds 328,192 B: a block's 232,448 B and registers (H200)"
+    assert bar["end"] <= bar["right"]  # nothing is cut off
+    assert bar["mark"] == pytest.approx(232_448 / 328_192, abs=0.01)
+    (plain,) = show(viz.page(cases.trace())).evaluate(BARS, 0)
+    assert plain["mark"] is None
 
 
 @pytest.mark.parametrize("width", [360, 1920])

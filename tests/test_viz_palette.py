@@ -82,6 +82,7 @@ def test_contrast(name):
     assert contrast(theme.text, theme.background) > 12
     assert contrast(theme.muted, theme.background) > 4.5
     assert contrast(theme.accent, theme.background) > 3
+    assert all(contrast(color, theme.background) > 3 for color in theme.cycle[:4])
     for tensor, color in theme.tensors.items():
         assert contrast(color, theme.background) > 1.7, tensor
 

@@ -13,7 +13,7 @@ import flashsim
 from flashsim import Problem, Tiling, bounds, traffic, viz
 from flashsim.errors import DTypeError, OptionError, TraceError
 from flashsim.viz import palette
-from flashsim.viz.style import human
+from flashsim.viz.style import human, unit_axis
 
 mpl.use("Agg")
 
@@ -128,6 +128,13 @@ def test_labels_say_what_differs():
     ]  # fmt: skip
 
 
+def test_a_sweep_has_no_tensors():
+    sweep = flashsim.sweep([64, 128])
+    for draw in (viz.traffic, viz.cumulative, viz.page):
+        with pytest.raises(DTypeError, match=r"a Sweep holds totals.*viz\.io_curve"):
+            draw(sweep)
+
+
 @pytest.mark.parametrize("data", [7, "flash2", [3]])
 def test_other_data_are_refused(data):
     with pytest.raises(DTypeError, match="expected a Trace"):
@@ -174,6 +181,25 @@ def test_tile_map_sums(color):
         assert grid[3, 1] == grid[0, 0] > 2 * 16 * 16 * 8 * 2  # both products, and the softmax
 
 
+@pytest.mark.parametrize("color", ["order", "bytes", "flops"])
+def test_numbers_stay_clear_of_the_marked_corner(color):
+    run = flashsim.run(*cases.arrays(n=11 * 16, d=64), tiling=cases.TILING, causal=True, trace=True)
+    ax = viz.tile_map(run, color=color)
+    ax.figure.canvas.draw()
+    masked = next(c for c in ax.collections if c.get_label() == "masked")
+    corners = {}
+    for path in masked.get_paths():  # the long side runs from top left to bottom right
+        left, _, bottom = ax.transData.transform(path.vertices[:3])
+        corners[round(path.vertices[1][1] + 0.5)] = left, bottom
+    for text in ax.texts:
+        j, i = text.get_position() if text.get_ha() == "center" else (-1, -2)
+        if i == j:
+            box = text.get_window_extent()
+            left, bottom = corners[i]
+            (along, down), (x, y) = bottom - left, np.array([box.x1, box.y1]) - left
+            assert along * y - down * x < 0  # its upper right corner is below the long side
+
+
 def test_tile_map_of_a_large_grid_has_no_numbers():
     big = flashsim.run(*cases.arrays(n=20), tiling=Tiling(1, 1), trace=True)
     ax = viz.tile_map(big)
@@ -199,6 +225,25 @@ def test_cumulative_ends_at_the_totals():
         viz.cumulative(cases.trace(), quantity="time")
     with pytest.raises(DTypeError, match="got Traffic"):
         viz.cumulative(cases.trace().predicted())
+
+
+def test_legend_of_cumulative_covers_no_line():
+    ax = viz.cumulative(flashsim.compare(*cases.arrays()))  # small: dashed lines rise at the left
+    ax.figure.canvas.draw()
+    box = ax.get_legend().get_window_extent()
+    for axes in ax.figure.axes:
+        for curve in axes.lines:
+            assert axes.transData.transform(curve.get_xydata())[:, 1].max() < box.y0
+
+
+def test_registers_come_on_top_of_shared_memory():
+    trace = flashsim.load_sample_trace("h200-backward")
+    assert trace.peak_sram() > trace.device.sram_bytes
+    label = viz.sram_timeline(trace).texts[0]
+    assert label.get_text() == "H200: 232,448 B a block, without registers"
+    assert label.get_bbox_patch() is not None  # read on top of the buffers
+    plain = viz.sram_timeline(cases.trace()).texts[0]
+    assert "registers" not in plain.get_text()
 
 
 def test_sram_timeline_reaches_the_peak():
@@ -233,6 +278,18 @@ def test_diff_shows_only_differences():
     assert any(t.get_text().startswith("5 transfers are equal") for t in same.texts)
 
 
+def test_diff_lists_stages_in_order_and_fits_its_title():
+    forward, backward = (flashsim.load_sample_trace(f"h200-{d}") for d in ("forward", "backward"))
+    ax = viz.diff([forward, backward])  # one argument that holds two
+    stages = [label.get_text().split(":")[0] for label in ax.get_yticklabels()]
+    assert list(dict.fromkeys(stages)) == ["forward", "delta", "fused", "convert"]
+    ax.figure.canvas.draw()
+    title = ax._left_title.get_window_extent()
+    assert title.x1 < ax.figure.bbox.x1
+    with pytest.raises(OptionError, match="diff takes two traces, got 6: standard"):
+        viz.diff(comparison())
+
+
 # -- models ----------------------------------------------------------------------------------------
 
 
@@ -252,6 +309,13 @@ def test_io_curve_from_counts_and_from_a_sweep():
         assert list(line(ax, "compulsory").get_ydata()) == [c.compulsory() for c in counts()[6:]]
     frame = pytest.importorskip("pandas").DataFrame(sweep.rows)
     assert len(viz.io_curve(frame).lines) == len(ax.lines)
+
+
+def test_io_curve_lists_algorithms_in_one_order_and_says_what_was_fitted():
+    sweep = flashsim.sweep([512, 1024], algorithm=["flash2", "standard"])
+    texts = [text.get_text() for text in viz.io_curve(sweep).get_legend().get_texts()]
+    assert texts[:2] == ["standard", "FlashAttention-2"]
+    assert texts[2].endswith("fitted\nto FlashAttention-2")
 
 
 def test_io_curve_slopes():
@@ -310,6 +374,35 @@ def test_roofline_places_points_on_the_roof():
     bar = line(measured, "FlashAttention-2 (measured)")
     assert list(bar.get_ydata()) == [count.flops("matmul") / 1e-3]
     assert "H200" in measured.get_title(loc="left")
+
+
+def test_bars_without_a_height_lie_beside_no_figure():
+    ax = viz.roofline(counts()[::3], seconds={"flash1": 1e-3})
+    strip = next(p for p in ax.patches if p.get_height() > 0)
+    floor = strip.get_y() + strip.get_height()
+    assert min(ax.get_yticks()) >= floor
+    heights = {y for entry in ax.lines for y in entry.get_ydata() if y < 1}  # of the axes
+    assert len(heights) == 2  # of three: one was measured
+    share = ax.transAxes.inverted().transform(ax.transData.transform((1, floor)))[1]
+    assert max(heights) < share
+    assert min(line(ax, "HBM").get_ydata()) >= floor
+    measured = viz.roofline(counts()[:1], seconds={"standard": 1e-3})
+    assert not measured.patches
+
+
+def test_roofline_of_a_sweep_says_which_point_is_which():
+    ax = viz.roofline(flashsim.sweep([512, 1024], algorithm=["standard", "flash2"]))
+    texts = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert "standard, N = 512" in texts
+    assert "FlashAttention-2, N = 1,024" in texts
+
+
+def test_memory_footprint_writes_no_number_over_another():
+    ax = viz.memory_footprint(Problem(64, head_dim=64))  # m and l, or L: almost the same
+    ax.figure.canvas.draw()
+    boxes = [text.get_window_extent() for text in ax.texts]
+    assert sum(text.get_text().count("B") for text in ax.texts) == 3
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
 
 
 def test_memory_footprint_is_what_is_saved():
@@ -396,5 +489,11 @@ def test_gpu_timeline_needs_one():
 def test_human():
     assert human(4_456_448) == "4.46 MB"
     assert human(999) == "999 B"
+    assert [human(n) for n in (17_000_000, 99_960_000, 999_499)] == ["17.0 MB", "100 MB", "999 kB"]
+    assert human(999_500) == human(999_999) == "1.00 MB"  # never 1e+03 kB
+    ticks = plt.figure().add_subplot().yaxis
+    unit_axis(ticks)
+    shown = [ticks.get_major_formatter()(n) for n in (0, 400, 15e6, 17.5e6, 300e6)]
+    assert shown == ["0 B", "400 B", "15 MB", "17.5 MB", "300 MB"]
     assert human(989.4e12, "FLOP/s") == "989 TFLOP/s"
     assert human(0) == "0 B"

@@ -64,7 +64,7 @@ THEMES: Mapping[str, Theme] = MappingProxyType(
                 dQ="#044d73", dK="#c2b36f", dV="#498d69", dO="#a64106", dP="#7a12a9", dS="#d061d7",
                 L="#464835", m="#9fb5cb", l="#626054", delta="#302d2c", bias="#a39a56",
             ),
-            cycle=("#15181e", "#4a6394", "#e6003d", "#a3b1c6", "#f09ab3", "#73571f"),
+            cycle=("#15181e", "#4a6394", "#e6003d", "#7f8ebe", "#73571f", "#f09ab3"),
         ),
         "dark": Theme(
             name="dark",

@@ -73,12 +73,13 @@ class Counters:
     def __init__(self, ax: Axes, walk: Walk, theme: Theme, label: str, columns: int) -> None:
         self.walk = walk
         ax.axis("off")
-        ax.text(0, 1, label, va="top", fontsize=15, fontweight="bold")
+        _fit(ax.text(0, 1, label, va="top", fontsize=15, fontweight="bold"), ax)
         words = ["one head", *sources.about(walk.trace)[1:]]  # of one walk, whatever ran
         about = ", ".join(words)
         if columns == 2:
             about = ", ".join(words[:3]) + ",\n" + ", ".join(words[3:])
-        ax.text(0, 0.87 if columns == 2 else 0.78, about, va="top", fontsize=10, color=theme.muted)
+        level = 0.87 if columns == 2 else 0.78
+        _fit(ax.text(0, level, about, va="top", fontsize=10, color=theme.muted), ax)
         facts = {"loaded": 0, "stored": 1}
         if walk.hbm_bytes[-1, 2]:
             facts["reduced"] = 2
@@ -90,10 +91,9 @@ class Counters:
         self.values = []
         for n, name in enumerate(names):
             x, y = n % columns / columns, top - n // columns * height
-            value = ax.text(
-                x, y, "", fontsize=13 if columns == 2 else 11, fontweight="bold", va="top"
-            )
-            ax.text(x, y - 0.45 * height, name, fontsize=10, color=theme.muted, va="top")
+            size = {2: 13, 4: 11}.get(columns, 8.8)
+            value = ax.text(x, y, "", fontsize=size, fontweight="bold", va="top")
+            ax.text(x, y - 0.45 * height, name, fontsize=min(size, 10), color=theme.muted, va="top")
             self.values.append(value)
         self.artists: list[Artist] = list(self.values)
 
@@ -105,6 +105,12 @@ class Counters:
         texts += [human(flops, "FLOP"), f"{flops / total:.1f}" if total else "–"]
         for value, text in zip(self.values, texts, strict=True):
             value.set_text(text)
+
+
+def _fit(text: Text, ax: Axes) -> None:
+    """Make a text small enough for its Axes' width."""
+    room = ax.get_window_extent().width
+    text.set_fontsize(text.get_fontsize() * min(1, room / text.get_window_extent().width))
 
 
 class Moves:

@@ -13,8 +13,8 @@ function element(tag, parent, options = {}) {
 }
 
 function human(value, unit = "B") {
-  for (const [prefix, size] of [["T", 1e12], ["G", 1e9], ["M", 1e6], ["k", 1e3]]) {
-    if (value >= size) return `${(value / size).toPrecision(3)} ${prefix}${unit}`;
+  for (const [prefix, size] of [["P", 1e15], ["T", 1e12], ["G", 1e9], ["M", 1e6], ["k", 1e3]]) {
+    if (value >= 0.9995 * size) return `${Math.max(value / size, 1).toPrecision(3)} ${prefix}${unit}`;
   }
   return `${value} ${unit}`;
 }
@@ -67,8 +67,16 @@ class Pane {
       for (let b = 0; b < width; b++) total += this.walk.held[s * width + b];
       peak = Math.max(peak, total);
     }
-    this.peak = peak;
-    this.full = this.walk.limit < 3 * peak ? this.walk.limit : peak;
+    // A GPU's kernel may hold more than a block's shared memory: its registers come on top.
+    this.full = peak <= this.walk.limit && this.walk.limit < 3 * peak ? this.walk.limit : peak;
+    this.mark = element("i", this.sram, { title: "a block's shared memory" });
+  }
+
+  // Panes share one scale, so that their bars compare.
+  scaleSram(full) {
+    this.full = full;
+    this.mark.hidden = this.walk.limit >= full;
+    this.mark.style.left = `${(100 * this.walk.limit) / full}%`;
   }
 
   makeStatistics(parent) {
@@ -106,8 +114,9 @@ class Pane {
       block.hidden = size === 0;
       block.style.flex = `0 0 ${(100 * size) / this.full}%`;
     });
-    const scale = this.full === w.limit ? `of ${exact(w.limit)} B a block` : `${((100 * held) / w.limit).toFixed(1)} % of a block's ${exact(w.limit)} B`;
-    this.sramLabel.textContent = `SRAM holds ${exact(held)} B, ${scale} (${w.device})`;
+    const share = held > w.limit ? `: a block's ${exact(w.limit)} B and registers`
+      : this.full === w.limit ? ` of a block's ${exact(w.limit)} B` : `, ${((100 * held) / w.limit).toFixed(1)} % of a block's ${exact(w.limit)} B`;
+    this.sramLabel.textContent = `SRAM holds ${exact(held)} B${share} (${w.device})`;
     this.sram.setAttribute("aria-label", this.sramLabel.textContent);
     this.canvas.setAttribute("aria-label", `${w.label}: ${this.where(at)}, step ${step + 1} of ${w.steps}`);
     if (w.statistics) this.drawStatistics();
@@ -174,6 +183,8 @@ const player = {
     by("title").textContent = page.title;
     document.body.dataset.panes = page.panes.length;
     this.panes = page.panes.map((data) => new Pane(data, by("panes")));
+    const full = Math.max(...this.panes.map((pane) => pane.full));
+    for (const pane of this.panes) pane.scaleSram(full);
     this.length = Math.max(...this.panes.map((pane) => pane.walk.steps));
     this.most = Math.max(...this.panes.map((pane) => pane.walk.bytes(pane.walk.steps - 1)));
     by("scrub").max = this.length - 1;
@@ -182,7 +193,7 @@ const player = {
     this.setSpeed(this.length > 2000 ? 120 : 10);
     for (const data of page.panes) {
       for (const [key, value] of Object.entries(data.provenance)) {
-        element("dt", by("provenance"), { textContent: key });
+        element("dt", by("provenance"), { textContent: page.panes.length > 1 ? `${data.label}: ${key}` : key });
         element("dd", by("provenance"), { textContent: value });
       }
     }

@@ -131,8 +131,9 @@ def cumulative(
             text = f"{label}: {human(walk.flops[-1], 'FLOP')}" if quantity == "flops" else None
             thin: dict[str, Any] = {"lw": 1.3, "alpha": 0.75} if quantity == "both" else {}
             right.plot(steps, walk.flops, label=text, ls=dash, **thin, **line)
+    for axes in {ax, right}:  # with room for the legend above whatever rises at the left
+        axes.set_ylim(0, axes.dataLim.y1 * (1.05 + 0.08 * len(groups)))
     if quantity == "both":
-        right.set_ylim(0, None)
         right.set_ylabel("FLOPs (dashed)", labelpad=10)
         right.spines["right"].set_visible(True)
         unit_axis(right.yaxis, "FLOP")
@@ -143,7 +144,6 @@ def cumulative(
     ax.set(
         xlabel="step (visit of a tile, or end of a row or column)",
         ylabel=what + (" (solid)" if quantity == "both" else ""),
-        ylim=(0, None),
     )
     heading(ax, theme, f"{title[quantity]}, one head", sources.common(groups.values()))
     unit_axis(ax.yaxis, "FLOP" if quantity == "flops" else "B")
@@ -172,7 +172,8 @@ def sram_timeline(
         spread evenly: the axis is order, not time.
     ax, theme
         See `themed`. The dashed line is the device's capacity for one block; where the tiles fill
-        little of it, it is written at the top instead.
+        little of it, it is written at the top instead. A GPU's kernel may hold more: registers come
+        on top of the shared memory that a block gets.
     """
     trace = sources.one_trace(data)
     part = trace.main_stage if stage is None else trace.stage(stage)
@@ -203,10 +204,13 @@ def sram_timeline(
     ax.set_ylim(0, peak * 1.12)
     if limit < 3 * peak:
         ax.set_ylim(0, max(limit, peak) * 1.1)
-        ax.axhline(limit, color=theme.text, ls=(0, (5, 3)), lw=1.6)
+        ax.axhline(limit, color=theme.text, ls=(0, (5, 3)), lw=1.6, zorder=3)
+        above = peak > limit  # then the label must be read on top of the buffers
         ax.annotate(
-            device, (last, limit), (-4, 4), textcoords="offset points", ha="right", va="bottom"
-        )
+            f"{device}, without registers" if above else device, (last, limit), (-4, 4),
+            textcoords="offset points", ha="right", va="bottom", zorder=4,
+            bbox={"facecolor": theme.background, "edgecolor": "none", "pad": 3} if above else None,
+        )  # fmt: skip
     else:
         ax.annotate(
             f"{peak / limit:.0%} of the {device}", (1, 1), (-4, -4), xycoords="axes fraction",
@@ -222,7 +226,7 @@ def sram_timeline(
 
 
 @themed
-def diff(first: Any, second: Any, *, ax: Axes, theme: Theme) -> None:
+def diff(first: Any, second: Any = None, *, ax: Axes, theme: Theme) -> None:
     """Where two traces (or a trace and its prediction) differ, by stage, direction and tensor.
 
     Bars are `second` minus `first`, in requested bytes; transfers that are equal are counted below
@@ -231,12 +235,24 @@ def diff(first: Any, second: Any, *, ax: Axes, theme: Theme) -> None:
     Parameters
     ----------
     first, second : Trace, Traffic, Result or Gradients
+        Or, alone, what holds two of them: a Comparison, a list or a dict by label.
     ax, theme
         See `themed`.
+
+    Raises
+    ------
+    OptionError
+        If it is not two.
     """
-    labels = list(sources.labelled([first, second]).items())
+    labels = list(sources.labelled(first if second is None else [first, second]).items())
+    if len(labels) != 2:
+        raise OptionError(f"diff takes two traces, got {len(labels)}: {', '.join(dict(labels))}")
     (one, a), (other, b) = labels
-    keys = sorted({*a.transfers, *b.transfers})
+    stages = list(dict.fromkeys(stage for stage, _, _ in [*a.transfers, *b.transfers]))
+    keys = sorted(
+        {*a.transfers, *b.transfers},
+        key=lambda key: (stages.index(key[0]), OPS.index(key[1]), CODES[key[2]]),
+    )
     changes = {key: b.transfers.get(key, 0) - a.transfers.get(key, 0) for key in keys}
     shown = {key: change for key, change in changes.items() if change}
     for y, ((stage, op, tensor), change) in enumerate(shown.items()):
@@ -257,7 +273,9 @@ def diff(first: Any, second: Any, *, ax: Axes, theme: Theme) -> None:
     same = len(keys) - len(shown)
     equal = f"{same} transfers are equal; " if same else ""
     ax.set_xlabel("requested HBM bytes, difference")
-    heading(ax, theme, f"{other} minus {one}", equal + sources.common([a, b]))
+    whole = f"{other} minus {one}"
+    title = whole if len(whole) < 50 else f"{other}\nminus {one}"
+    heading(ax, theme, title, equal + sources.common([a, b]))
     unit_axis(ax.xaxis)
     if not shown:
         ax.set_yticks([])

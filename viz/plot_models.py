@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import NullFormatter
+from matplotlib.ticker import NullLocator
 from matplotlib.transforms import blended_transform_factory
 
 from flashsim import bounds, traffic
@@ -36,6 +36,7 @@ AXES = {
     "block_k": "key columns in a tile",
     "sram_bytes": "SRAM of a block, M",
 }
+_BAR = 0.07  # of a roofline's height, for each bar without one
 
 
 @themed
@@ -66,7 +67,7 @@ def io_curve(data: Any, *, x: str | None = None, ax: Axes, theme: Theme) -> None
         raise OptionError(f"unknown x {x!r}; {choices(x, AXES)}")
     series = _series(rows, x)
     place = sources.places(points[0]["algorithm"] for points in series.values())
-    for n, (label, points) in zip(place, series.items(), strict=True):
+    for n, (label, points) in sorted(zip(place, series.items(), strict=True)):
         ax.plot(
             [p[x] for p in points], [p["requested_bytes"] for p in points], label=label,
             color=theme.cycle[n % len(theme.cycle)], marker=MARKERS[n % len(MARKERS)],
@@ -76,7 +77,7 @@ def io_curve(data: Any, *, x: str | None = None, ax: Axes, theme: Theme) -> None
         (points for points in series.values() if points[0]["algorithm"] != "standard"),
         next(iter(series.values())),
     )
-    _bounds(reference, x, ax, theme)
+    _bounds(reference, x, len(series) > 1, ax, theme)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     (binary_axis if x == "sram_bytes" else count_axis)(ax.xaxis)
@@ -89,7 +90,8 @@ def io_curve(data: Any, *, x: str | None = None, ax: Axes, theme: Theme) -> None
     ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
-def _bounds(points: list[dict[str, Any]], x: str, ax: Axes, theme: Theme) -> None:
+def _bounds(points: list[dict[str, Any]], x: str, among: bool, ax: Axes, theme: Theme) -> None:
+    """Draw the bounds of a series; `among` several, the fit says of which."""
     at = [p[x] for p in points]
     quiet: dict[str, Any] = {"color": theme.muted, "lw": 1.6, "zorder": 2}
     heads = [p["batch"] * p["heads"] * numpy_dtype(p["dtype"]).itemsize for p in points]
@@ -103,7 +105,8 @@ def _bounds(points: list[dict[str, Any]], x: str, ax: Axes, theme: Theme) -> Non
     fitted = float(np.exp(np.mean(np.log(counted / theorem))))
     ax.plot(
         at, fitted * theorem, color=theme.muted, lw=9, alpha=0.3, solid_capstyle="butt", zorder=1,
-        label=f"Θ(N²d²/M), × {fitted:.3g} fitted",
+        label=f"Θ(N²d²/M), × {fitted:.3g} fitted"
+        + (f"\nto {sources.NAMES[points[0]['algorithm']]}" if among else ""),
     )  # fmt: skip
     ax.plot(
         at, [p["compulsory_bytes"] for p in points], ls="-", label="compulsory (exact)", **quiet
@@ -168,10 +171,10 @@ def roofline(
 ) -> None:
     """Algorithms on a device's roofs.
 
-    Each algorithm is a bar, at the bottom, between two intensities, matrix FLOPs over bytes:
-    hollow, if every requested byte came from HBM; filled, if the L2 cache served all but the
-    compulsory ones. The truth lies between. The marks stand on the roof again,
-    unless `seconds` says what was measured: then that is the bar's height.
+    Each algorithm is a bar between two intensities, matrix FLOPs over bytes: hollow, if every
+    requested byte came from HBM; filled, if the L2 cache served all but the compulsory ones. The
+    truth lies between. `seconds` says what was measured, and that is the bar's height. Without it
+    a bar has none: it lies in a strip below the axis' figures, and its ends stand on the roof.
 
     Parameters
     ----------
@@ -186,7 +189,7 @@ def roofline(
     rows = sources.rows(data)
     machine = Device.get(device or rows[0]["device"])
     dtype = rows[0]["dtype"]
-    labels = list(sources.labelled(data)) if not hasattr(data, "rows") else None
+    labels = _labels(rows) if hasattr(data, "rows") else list(sources.labelled(data))
     peak, cuda = machine.peak(dtype), machine.peak(dtype, tensor_cores=False)
     spots = [
         (
@@ -220,9 +223,13 @@ def roofline(
             label=f"L2 {human(machine.l2_bandwidth, 'B/s')}",
         )  # fmt: skip
     places = sources.places(row["algorithm"] for row in rows)
+    times = [
+        (seconds or {}).get(l, (seconds or {}).get(r["algorithm"]))
+        for l, r in zip(labels, rows, strict=True)
+    ]
+    unmeasured = bars = times.count(None)
     for n, (row, spot, place) in enumerate(zip(rows, spots, places, strict=True)):
-        label = labels[n] if labels else sources.NAMES[row["algorithm"]]
-        took = (seconds or {}).get(label, (seconds or {}).get(row["algorithm"]))
+        label, took = labels[n], times[n]
         height = [min(intensity * machine.hbm_bandwidth, peak) for intensity in spot]
         if took is not None:
             height = [row["matmul_flops"] / took] * 2
@@ -236,9 +243,11 @@ def roofline(
         text = label + (" (measured)" if took is not None else "")
         ax.plot(spot[1:], height[1:], **style, ms=max(15 - 4 * n, 5))
         where: dict[str, Any] = {"transform": blended_transform_factory(ax.transData, ax.transAxes)}
-        level = [0.06 + 0.07 * (len(rows) - 1 - n)] * 2
+        level = [_BAR * (unmeasured - 0.5)] * 2
         if took is not None:
             where, level = {}, height
+        else:
+            unmeasured -= 1
         ax.plot(spot, level, color=style["color"], lw=5, alpha=0.35, zorder=3, **where)
         ax.plot(spot[:1], level[:1], **hollow, **where)
         ax.plot(spot[1:], level[1:], **style, ms=10, label=text, **where)
@@ -247,8 +256,10 @@ def roofline(
         ylabel="FLOP/s",
     )  # fmt: skip
     ax.set_ylim(top=peak * 2.2)
+    ax.yaxis.set_minor_locator(NullLocator())
+    if bars:
+        _strip(ax, theme, bars * _BAR)
     heading(ax, theme, f"Roofline of {machine.name}", _fixed(rows, "device"))
-    ax.yaxis.set_minor_formatter(NullFormatter())
     unit_axis(ax.yaxis, "FLOP/s")
     ax.grid()
     ax.legend(
@@ -256,6 +267,30 @@ def roofline(
         bbox_to_anchor=(1, 1),
         title="hollow: all bytes from HBM\nfilled: perfect L2",
     )
+
+
+def _labels(rows: list[dict[str, Any]]) -> list[str]:
+    """Of each point of a sweep: its algorithm, and what else differs between them."""
+    words = {"direction": "{}", "n_q": "N = {:,}", "head_dim": "d = {}", "causal": "causal: {}"}
+    telling = [name for name in words if len({row[name] for row in rows}) > 1]
+    return [
+        ", ".join([sources.NAMES[row["algorithm"]], *(words[t].format(row[t]) for t in telling)])
+        for row in rows
+    ]
+
+
+def _strip(ax: Axes, theme: Theme, share: float) -> None:
+    """Room for bars without a height, `share` of the axes: below all roofs, without ticks."""
+    floor, top = ax.get_ylim()
+    ticks = [tick for tick in ax.get_yticks() if floor <= tick <= top]
+    bottom = top * (floor / top) ** (1 / (1 - share))
+    ax.axhspan(bottom, floor, facecolor=theme.panel, zorder=0)
+    ax.set_ylim(bottom, top)
+    ax.set_yticks(ticks)
+    ax.annotate(
+        "intensity only", (0, share), (6, -4), xycoords="axes fraction",
+        textcoords="offset points", color=theme.muted, va="top", fontsize=11,
+    )  # fmt: skip
 
 
 @themed
@@ -295,6 +330,7 @@ def memory_footprint(
     else:
         rows = sources.rows(data)
     drawn = {row["algorithm"] for row in rows}
+    ends: list[tuple[int, int]] = []
     for number, name in enumerate(sources.NAMES):
         if name not in drawn:
             continue
@@ -304,9 +340,11 @@ def memory_footprint(
             sizes, [points[size] for size in sizes], marker=MARKERS[number],
             ls=DASHES[number], color=theme.cycle[number], label=sources.NAMES[name],
         )  # fmt: skip
+        ends.append((sizes[-1], points[sizes[-1]]))
+    for close in _close(ends):
+        texts = dict.fromkeys(human(saved) for _, saved in close)
         ax.annotate(
-            human(points[sizes[-1]]), (sizes[-1], points[sizes[-1]]), (8, 0),
-            textcoords="offset points", va="center",
+            "\n".join(reversed(texts)), close[-1], (8, 0), textcoords="offset points", va="center",
         )  # fmt: skip
     if device is not None:
         machine = Device.get(device)
@@ -328,3 +366,14 @@ def memory_footprint(
         ax, theme, "What training keeps: inputs, output and statistics, or P", _fixed(rows, "n_q")
     )
     ax.legend(loc="lower right")
+
+
+def _close(ends: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Ends of lines, (x, y), in groups whose y would be written over each other."""
+    groups: list[list[tuple[int, int]]] = []
+    for x, y in sorted(ends):
+        if groups and groups[-1][-1][0] == x and y < 1.3 * groups[-1][-1][1]:
+            groups[-1].append((x, y))
+        else:
+            groups.append([(x, y)])
+    return groups

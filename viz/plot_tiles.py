@@ -120,7 +120,8 @@ def masked_tiles(schedule: Schedule) -> np.ndarray:
 
 def _write_values(ax: Axes, grid: np.ndarray, quantity: str) -> None:
     image = ax.images[0]
-    size = min(13, 150 / max(grid.shape))
+    # A value is wider than a visit's number, and must not reach the marked corner.
+    size = min(13, (150 if quantity == "order" else 110) / max(grid.shape))
     for i, j in np.argwhere(np.isfinite(grid)):
         text = f"{grid[i, j]:.0f}" if quantity == "order" else human(grid[i, j], "")
         r, g, b, _ = image.cmap(image.norm(grid[i, j]))

@@ -148,6 +148,11 @@ class Scene:
             self.bars.append(bar)
             self.bar_names.append(text)
             self.artists += [bar, text]
+        if self.full > walk.trace.device.sram_bytes:  # a GPU's registers hold the rest
+            mark = ax.axvline(
+                walk.trace.device.sram_bytes, color=self.theme.text, ls=(0, (2, 1)), lw=2, zorder=5
+            )
+            self.artists.append(mark)
         self.sram_text = ax.text(
             0, 1.12, "", transform=ax.transAxes, fontsize=11.5, color=self.theme.muted
         )
@@ -167,8 +172,8 @@ class Scene:
             self._stage = stage
         self._flights(step, i, j)
         held = self.places.grid
-        words = f"stage {walk.trace.stages[stage].name}"
-        self.stage_text.set_text(words + (f" · in HBM: {', '.join(held)}" if held else ""))
+        words = f"stage {walk.trace.stages[stage].name} · HBM: the strips"
+        self.stage_text.set_text(words + (f", {', '.join(held)}" if held else ""))
         self._update_sram(step)
 
     def _grid_colors(self, step: int, stage: int) -> np.ndarray:
@@ -272,14 +277,22 @@ class Scene:
             text.set_visible(size > (6 + 9 * len(text.get_text())) / self.sram_pixels * self.full)
             left += size
         limit = self.walk.trace.device.sram_bytes
-        whole = f" of {limit:,} B" if self.full == limit else f" B, {left / limit:.0%} of a block's"
-        self.sram_text.set_text(f"SRAM: {left:,}{whole}")
+        if left > limit:
+            text = f"SRAM {limit:,} B + registers {left - limit:,} B"
+        elif self.full == limit:
+            text = f"SRAM: {left:,} of {limit:,} B"
+        else:
+            text = f"SRAM: {left:,} B, {left / limit:.0%} of a block's"
+        self.sram_text.set_text(text)
 
 
 def sram_scale(walk: Walk) -> int:
-    """Bytes that fill a bar of SRAM: the device's, or the walk's peak where that is far less."""
+    """Bytes that fill a bar of SRAM: the device's, or the peak where that is more or far less.
+
+    A GPU's kernel may hold more than a block's shared memory: its registers come on top.
+    """
     peak, limit = int(walk.on_chip.sum(axis=1).max(initial=1)), walk.trace.device.sram_bytes
-    return limit if limit < 1.5 * peak else peak
+    return limit if peak <= limit < 1.5 * peak else peak
 
 
 def _kinds(schedule: Any) -> np.ndarray:

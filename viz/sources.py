@@ -54,6 +54,11 @@ def labelled(data: Any) -> dict[str, Trace | Traffic]:
 
 
 def _flatten(data: Any) -> list[Trace | Traffic]:
+    if hasattr(data, "rows"):
+        raise DTypeError(
+            "a Sweep holds totals, not what each tensor or step moved; draw it with viz.io_curve, "
+            "viz.roofline or viz.memory_footprint"
+        )
     if isinstance(data, (Trace, Traffic)) or hasattr(data, "trace"):
         return [_one(data)]
     if hasattr(data, "traces"):

@@ -119,18 +119,26 @@ def ink_on(shade: str) -> str:
 
 
 def human(value: float, unit: str = "B") -> str:
-    """A quantity with a decimal prefix: ``human(4_456_448) == "4.46 MB"``."""
+    """A quantity in three figures with a decimal prefix: ``human(4_456_448) == "4.46 MB"``."""
     if value < 0:
         return "−" + human(-value, unit)
     for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= size:
-            return f"{value / size:.3g} {prefix}{unit}"
+        if value >= 0.9995 * size:  # 999,999 B is 1.00 MB, not 1000 kB
+            scaled = max(value / size, 1)
+            return (
+                f"{scaled:.{2 if scaled < 9.995 else 1 if scaled < 99.95 else 0}f} {prefix}{unit}"
+            )
     return f"{value:.4g} {unit}"
 
 
 def unit_axis(axis: Any, unit: str = "B") -> None:
-    """Tick labels of a quantity, with decimal prefixes: kB is 1000 B."""
-    axis.set_major_formatter(FuncFormatter(lambda value, _: human(value, unit)))
+    """Tick labels of a quantity, with decimal prefixes (kB is 1000 B) and no zeros to spare."""
+
+    def text(value: float, _: Any) -> str:
+        number, suffix = human(value, unit).split(" ", 1)
+        return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {suffix}"
+
+    axis.set_major_formatter(FuncFormatter(text))
 
 
 def binary_axis(axis: Any) -> None:
