@@ -109,6 +109,22 @@ def test_gradients_are_hatched():
     assert not bars(ax)["x/load/K"].get_hatch()
 
 
+def test_traffic_names_tensors_where_they_stand():
+    ax = viz.traffic(cases.trace("standard", "backward"))
+    ax.figure.canvas.draw()
+    placed = {gid.rsplit("/")[-1]: bar.get_window_extent() for gid, bar in bars(ax).items()}
+    named = [text for text in ax.texts if text.get_text() in placed]
+    assert {"P", "dS"} <= {text.get_text() for text in named}
+    for text in named:
+        box, low = text.get_window_extent(), min(b.height for b in placed.values())
+        assert box.height > low  # the smallest have no room for one
+        assert any(
+            bar.x0 <= box.x0 <= box.x1 <= bar.x1 and bar.y0 <= box.y0 <= box.y1 <= bar.y1
+            for gid, bar in ((g, b.get_window_extent()) for g, b in bars(ax).items())
+            if gid.endswith(f"/{text.get_text()}")
+        )
+
+
 def test_traffic_on_a_log_axis_shows_totals():
     ax = viz.traffic(cases.trace(), log=True)
     assert [p.get_height() for p in ax.patches] == [
@@ -286,6 +302,12 @@ def test_diff_lists_stages_in_order_and_fits_its_title():
     ax.figure.canvas.draw()
     title = ax._left_title.get_window_extent()
     assert title.x1 < ax.figure.bbox.x1
+    many = viz.diff(cases.trace("flash1", "backward"), cases.trace("flash2", "backward"))
+    many.figure.canvas.draw()
+    assert len(bars(many)) > 25
+    for texts in (many.get_yticklabels(), [t for t in many.texts if "B" in t.get_text()]):
+        boxes = [text.get_window_extent() for text in texts]
+        assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
     with pytest.raises(OptionError, match="diff takes two traces, got 6: standard"):
         viz.diff(comparison())
 

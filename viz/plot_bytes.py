@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
+from matplotlib.patheffects import withStroke
 
 from flashsim.errors import OptionError, choices
 from flashsim.events import CODES, COMPUTE
 from flashsim.traffic import OPS
 from flashsim.viz import sources
 from flashsim.viz.palette import Theme, color, is_gradient
-from flashsim.viz.style import DASHES, HATCH, MARKERS, heading, human, themed, unit_axis
+from flashsim.viz.style import DASHES, HATCH, MARKERS, heading, human, ink_on, themed, unit_axis
 from flashsim.viz.walk import Walk
 
 _ALPHA = {"load": 1.0, "store": 0.55, "reduce": 0.3}  # a direction's shade of a tensor's colour
@@ -38,6 +39,7 @@ def traffic(data: Any, *, log: bool = False, ax: Axes, theme: Theme) -> None:
     ops = [op for op in OPS if any(s.bytes(op) for s in groups.values())]
     width = 0.8 / len(ops)
     shown: set[str] = set()
+    middles: list[tuple[float, float, int, str]] = []
     for g, (label, source) in enumerate(groups.items()):
         for o, op in enumerate(ops):
             x = g + (o - (len(ops) - 1) / 2) * width
@@ -58,6 +60,7 @@ def traffic(data: Any, *, log: bool = False, ax: Axes, theme: Theme) -> None:
                         hatch=HATCH if is_gradient(base) else None, gid=f"{label}/{op}/{tensor}",
                     )  # fmt: skip
                     shown.add(base)
+                    middles.append((x, bottom + by_op[op] / 2, by_op[op], base))
                     bottom += by_op[op]
             if total:
                 ax.annotate(
@@ -77,9 +80,23 @@ def traffic(data: Any, *, log: bool = False, ax: Axes, theme: Theme) -> None:
     ax.set(ylabel="requested HBM bytes")
     heading(ax, theme, "What moves between HBM and SRAM", sources.common(groups.values()))
     unit_axis(ax.yaxis)
+    _name_parts(ax, theme, middles)
     handles = [tensor_patch(tensor, theme) for tensor in sorted(shown, key=CODES.__getitem__)]
     if handles:  # listed as they are stacked
         ax.legend(handles=handles[::-1], loc="upper left", bbox_to_anchor=(1, 1), title="tensor")
+
+
+def _name_parts(ax: Axes, theme: Theme, parts: list[tuple[float, float, int, str]]) -> None:
+    """Names of tensors on their parts of a bar, where one is high enough: print has no colour."""
+    low, high = ax.get_ylim()
+    for x, y, nbytes, tensor in parts:
+        if nbytes > 0.055 * (high - low):
+            shade = color(tensor, theme.name)
+            text = ax.text(
+                x, y, tensor, ha="center", va="center", fontsize=11, fontweight="bold",
+                color=ink_on(shade),
+            )  # fmt: skip
+            text.set_path_effects([withStroke(linewidth=3.5, foreground=shade)])  # over a hatch
 
 
 def tensor_patch(tensor: str, theme: Theme) -> Patch:
@@ -255,6 +272,7 @@ def diff(first: Any, second: Any = None, *, ax: Axes, theme: Theme) -> None:
     )
     changes = {key: b.transfers.get(key, 0) - a.transfers.get(key, 0) for key in keys}
     shown = {key: change for key, change in changes.items() if change}
+    size = min(12.5, 240 / max(len(shown), 1))  # as high as a bar on a slide
     for y, ((stage, op, tensor), change) in enumerate(shown.items()):
         ax.barh(
             y, change, color=color(tensor, theme.name), edgecolor=theme.background,
@@ -263,9 +281,10 @@ def diff(first: Any, second: Any = None, *, ax: Axes, theme: Theme) -> None:
         ax.annotate(
             f"{'+' if change > 0 else '−'}{human(abs(change))}", (change, y),
             (5 if change > 0 else -5, 0), textcoords="offset points", va="center",
-            ha="left" if change > 0 else "right",
+            ha="left" if change > 0 else "right", fontsize=size,
         )  # fmt: skip
-    ax.set_yticks(range(len(shown)), [f"{stage}: {op} {tensor}" for stage, op, tensor in shown])
+    names = [f"{stage}: {op} {tensor}" for stage, op, tensor in shown]
+    ax.set_yticks(range(len(shown)), names, fontsize=size)
     ax.invert_yaxis()
     ax.axvline(0, color=theme.text, lw=1.2)
     ax.margins(x=0.2)
