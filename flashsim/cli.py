@@ -319,9 +319,20 @@ def show(
     csv: opt.Csv = False,
 ) -> None:
     """Show what a saved trace holds."""
-    trace = Trace.load(file)
+    trace = opt.load_trace(file)
     table = event_table(trace, limit) if events else figures(trace)
     show_tables([table if events else trace.table()], [table], json, csv)
+
+
+@trace_app.command()
+def perfetto(
+    file: Path,
+    out: Annotated[Path, typer.Option("--out", "-o", help="A .json or .json.gz file.")],
+    heads: Annotated[int, typer.Option(min=1, help="Of a simulated trace: how many.")] = 1,
+) -> None:
+    """Write a saved trace as Chrome trace events, for https://ui.perfetto.dev."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    say(f"events in {opt.load_trace(file).to_perfetto(out, heads=heads)}")
 
 
 @app.command()

@@ -15,8 +15,9 @@ from flashsim.hardware import Device
 from flashsim.l2.launch import ORDERS, WALKS
 from flashsim.plans import ALGORITHMS
 from flashsim.problem import DTYPES, Problem
-from flashsim.samples import SAMPLES, load_sample, random_inputs
+from flashsim.samples import SAMPLES, TRACES, load_sample, load_sample_trace, random_inputs
 from flashsim.tiling import PRESETS, Tiling
+from flashsim.trace import Trace
 
 T = TypeVar("T")
 
@@ -57,6 +58,7 @@ Softcap = _option(float, "--softcap", help="c of c tanh(s / c); 0 is off.", pane
 Scale = _option(float | None, "--scale", help="On Q K^T; 1 / sqrt(head_dim).", panel=_MASK)
 Algorithm = _option(str, "--algorithm", "-a", help=f"{', '.join(ALGORITHMS)}.", panel=_HOW)
 Backward = _option(bool, "--backward", help="The backward pass as well.", panel=_HOW)
+BackwardOnly = _option(bool, "--backward", help="The backward pass instead.", panel=_HOW)
 Tile = _option(
     str,
     "--tiling",
@@ -161,6 +163,15 @@ def parse_range(name: str, text: str) -> tuple[int, int]:
     return first, last
 
 
+def parse_times(text: str) -> tuple[float, float]:
+    """``FIRST:LAST`` in microseconds."""
+    try:
+        first, last = (float(side) for side in text.split(":"))
+    except ValueError:
+        raise OptionError(f"--times takes FIRST:LAST in µs, e.g. 0:40, got {text!r}") from None
+    return first, last
+
+
 def parse_window(text: str) -> tuple[int, int] | None:
     """``LEFT:RIGHT``, or "none"."""
     if text == "none":
@@ -202,6 +213,12 @@ def choose_tiling(text: str, head_dim: int, causal: bool) -> Tiling | None:
     if isinstance(tiling, Tiling):
         return tiling
     return None if tiling == "fit" else Tiling.preset(tiling, head_dim, causal=causal)
+
+
+def load_trace(file: Path) -> Trace:
+    """A saved trace; a bundled one by its name, unless a file has it."""
+    bundled = str(file) in TRACES and not file.exists()
+    return load_sample_trace(str(file)) if bundled else Trace.load(file)
 
 
 def choose_device(name: str, sram: int | None) -> Device:

@@ -16,7 +16,7 @@ from flashsim.cli_output import say, working
 from flashsim.compare import Comparison
 from flashsim.errors import FlashSimError, OptionError, choices
 from flashsim.problem import Problem
-from flashsim.samples import TRACES, load_sample, load_sample_trace
+from flashsim.samples import TRACES, load_sample
 from flashsim.sweep import sweep
 from flashsim.tiling import Tiling
 from flashsim.trace import Trace
@@ -86,15 +86,18 @@ def plot(
     out: Out,
     trace: Traces = None,
     n_q: opt.Nq = None,
+    n_kv: opt.Nkv = None,
     head_dim: opt.HeadDim = None,
     heads: opt.Heads = None,
+    kv_heads: opt.KvHeads = None,
     dtype: opt.Dtype = None,
     seed: opt.Seed = 0,
     input: opt.Input = None,
     demo_data: opt.DemoData = None,
     causal: opt.Causal = False,
+    window: opt.Window = None,
     algorithms: Algorithms = "standard,flash1,flash2",
-    backward: opt.Backward = False,
+    backward: opt.BackwardOnly = False,
     tiling: opt.Tile = "fit",
     device: opt.DeviceName = "H100",
     over: Annotated[str, typer.Option(help=f"io-curve: one of {', '.join(_OVER)}.")] = "n_q",
@@ -103,6 +106,7 @@ def plot(
         typer.Option(help="tile-map: order, bytes or flops; gpu-timeline: phase or block."),
     ] = None,
     sms: Annotated[str | None, typer.Option(help="gpu-timeline: FIRST:LAST SM shown.")] = None,
+    times: Annotated[str | None, typer.Option(help="gpu-timeline: FIRST:LAST µs shown.")] = None,
     theme: Theme = "light",
 ) -> None:
     """Draw one figure: .png, .svg, .pdf or what else Matplotlib writes.
@@ -112,23 +116,35 @@ def plot(
     if kind not in KINDS:
         raise OptionError(f"unknown kind of plot {kind!r}; {choices(kind, KINDS)}")
     names = opt.parse_list("algorithms", algorithms, str)
-    sizes = {"n_q": n_q, "head_dim": head_dim, "heads": heads, "dtype": dtype}
+    sizes = _sizes(n_q, n_kv, head_dim, heads, kv_heads, dtype)
     if kind in FROM_SIZES:
         if trace:
             raise OptionError(f"{kind} is drawn from sizes, not from a trace; leave out --trace")
-        data = _counted(kind, sizes, causal, names, backward, tiling, device, over)
+        mask = _mask(causal, window)
+        data = _counted(kind, sizes, mask, names, backward, tiling, device, over)
         options: dict[str, Any] = {"x": over} if kind == "io-curve" else {}
     else:
         if kind in ("tile-map", "sram-timeline"):
             names = names[-1:]
-        if sms is not None and kind != "gpu-timeline":
-            raise OptionError(f"--sms is for gpu-timeline, not for {kind}")
+        for name, value in {"sms": sms, "times": times}.items():
+            if value is not None and kind != "gpu-timeline":
+                raise OptionError(f"--{name} is for gpu-timeline, not for {kind}")
+        if kind == "gpu-timeline" and not trace:
+            raise OptionError(
+                "gpu-timeline is drawn from what a GPU recorded; give --trace FILE, or a bundled "
+                f"one: {', '.join(TRACES)}"
+            )
         data = _recorded(
-            trace, sizes, seed, input, demo_data, causal, names, backward, tiling, device
-        ).traces
+            trace, sizes, seed, input, demo_data, _mask(causal, window), names, backward, tiling,
+            device,
+        ).traces  # fmt: skip
         options = {"color": color or "order"} if kind == "tile-map" else {}
         if kind == "gpu-timeline":
-            options = {"color": color, "sms": opt.parse_range("sms", sms) if sms else None}
+            options = {
+                "color": color,
+                "sms": opt.parse_range("sms", sms) if sms else None,
+                "times": opt.parse_times(times) if times else None,
+            }
     _draw(kind, data, out, theme, options)
     say(f"plot in {out}")
 
@@ -137,15 +153,18 @@ def animate(
     out: Out,
     trace: Traces = None,
     n_q: opt.Nq = None,
+    n_kv: opt.Nkv = None,
     head_dim: opt.HeadDim = None,
     heads: opt.Heads = None,
+    kv_heads: opt.KvHeads = None,
     dtype: opt.Dtype = None,
     seed: opt.Seed = 0,
     input: opt.Input = None,
     demo_data: opt.DemoData = None,
     causal: opt.Causal = False,
+    window: opt.Window = None,
     algorithms: Algorithms = "flash2",
-    backward: opt.Backward = False,
+    backward: opt.BackwardOnly = False,
     tiling: opt.Tile = "64x64",
     device: opt.DeviceName = "H100",
     row: Row = None,
@@ -155,9 +174,10 @@ def animate(
     theme: Theme = "light",
 ) -> None:
     """Animate one trace, or two side by side, as .gif, .mp4 or .html."""
-    sizes = {"n_q": n_q, "head_dim": head_dim, "heads": heads, "dtype": dtype}
+    sizes = _sizes(n_q, n_kv, head_dim, heads, kv_heads, dtype)
     names = opt.parse_list("algorithms", algorithms, str)
-    found = _recorded(trace, sizes, seed, input, demo_data, causal, names, backward, tiling, device)
+    mask = _mask(causal, window)
+    found = _recorded(trace, sizes, seed, input, demo_data, mask, names, backward, tiling, device)
     with working("drawing frames"):
         out.parent.mkdir(parents=True, exist_ok=True)
         _viz().animate(
@@ -176,24 +196,28 @@ def page(
     out: Out,
     trace: Traces = None,
     n_q: opt.Nq = None,
+    n_kv: opt.Nkv = None,
     head_dim: opt.HeadDim = None,
     heads: opt.Heads = None,
+    kv_heads: opt.KvHeads = None,
     dtype: opt.Dtype = None,
     seed: opt.Seed = 0,
     input: opt.Input = None,
     demo_data: opt.DemoData = None,
     causal: opt.Causal = False,
+    window: opt.Window = None,
     algorithms: Algorithms = "flash2",
-    backward: opt.Backward = False,
+    backward: opt.BackwardOnly = False,
     tiling: opt.Tile = "64x64",
     device: opt.DeviceName = "H100",
     row: Row = None,
     theme: Annotated[str, typer.Option(help="auto, light or dark.")] = "auto",
 ) -> None:
     """Write a page that plays one trace, or two side by side: one file, no network."""
-    sizes = {"n_q": n_q, "head_dim": head_dim, "heads": heads, "dtype": dtype}
+    sizes = _sizes(n_q, n_kv, head_dim, heads, kv_heads, dtype)
     names = opt.parse_list("algorithms", algorithms, str)
-    found = _recorded(trace, sizes, seed, input, demo_data, causal, names, backward, tiling, device)
+    mask = _mask(causal, window)
+    found = _recorded(trace, sizes, seed, input, demo_data, mask, names, backward, tiling, device)
     out.parent.mkdir(parents=True, exist_ok=True)
     _viz().page(found.traces, out, theme=theme, statistics=found.statistics(row))
     say(f"page in {out}")
@@ -221,13 +245,22 @@ def _viz() -> Any:
 # -- where the data come from ---------------------------------------------------------------------
 
 
+def _sizes(*values: Any) -> dict[str, Any]:
+    names = ("n_q", "n_kv", "head_dim", "heads", "kv_heads", "dtype")
+    return dict(zip(names, values, strict=True))
+
+
+def _mask(causal: bool, window: str | None) -> dict[str, Any]:
+    return {"causal": causal, "window": opt.parse_window(window) if window else None}
+
+
 def _recorded(
     files: list[Path] | None,
     sizes: dict[str, Any],
     seed: int,
     input: Path | None,
     sample: str | None,
-    causal: bool,
+    mask: dict[str, Any],
     algorithms: list[str],
     backward: bool,
     tiling: str,
@@ -237,17 +270,18 @@ def _recorded(
     if files:
         given = [name for name, value in sizes.items() if value is not None]
         given += ["input"] * (input is not None) + ["demo-data"] * (sample is not None)
+        given += [name for name, value in mask.items() if value] + ["backward"] * backward
         if given:
             names = ", ".join("--" + name.replace("_", "-") for name in given)
             raise OptionError(f"a saved trace has its own sizes and tensors; leave out {names}")
-        return Recorded([_load(file) for file in files])
+        return Recorded([opt.load_trace(file) for file in files])
     arrays = opt.read_arrays(sizes, seed, input, sample)
-    tile = opt.choose_tiling(tiling, arrays.q.shape[-1], causal)
+    tile = opt.choose_tiling(tiling, arrays.q.shape[-1], mask["causal"])
     traces = []
     with working("simulating"):
         for name in algorithms:
             forward = api.run(
-                *arrays[:3], algorithm=name, causal=causal, tiling=None if backward else tile,
+                *arrays[:3], algorithm=name, **mask, tiling=None if backward else tile,
                 device=device, trace=not backward,
             )  # fmt: skip
             if not backward:
@@ -258,16 +292,10 @@ def _recorded(
     return Recorded([t for t in traces if t is not None], arrays.q, arrays.k)
 
 
-def _load(file: Path) -> Trace:
-    """A saved trace; a bundled one by its name, unless a file has it."""
-    bundled = str(file) in TRACES and not file.exists()
-    return load_sample_trace(str(file)) if bundled else Trace.load(file)
-
-
 def _counted(
     kind: str,
     sizes: dict[str, Any],
-    causal: bool,
+    mask: dict[str, Any],
     algorithms: list[str],
     backward: bool,
     tiling: str,
@@ -288,13 +316,13 @@ def _counted(
         else:
             shape[{"n_q": "n"}.get(over, over)] = _OVER[over]
         return sweep(
-            **shape, causal=causal, algorithm=algorithms, direction=direction, tiling=tile,
+            **shape, **mask, algorithm=algorithms, direction=direction, tiling=tile,
             device=device,
         )  # fmt: skip
-    problem = Problem(**{"n_q": 4096, "head_dim": 64, **given}, causal=causal)
+    problem = Problem(**{"n_q": 4096, "head_dim": 64, **given}, **mask)
     if kind == "memory-footprint":
         return problem
-    tile = opt.choose_tiling(tiling, problem.head_dim, causal)
+    tile = opt.choose_tiling(tiling, problem.head_dim, problem.causal)
     return [
         api.count(problem, algorithm=name, direction=direction, tiling=tile, device=device)
         for name in algorithms

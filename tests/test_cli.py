@@ -253,6 +253,10 @@ def test_a_trace_is_saved_and_shown(tmp_path):
     assert Trace.load(tmp_path / "new" / "trace-backward.npz").direction == "backward"
     same_figures(records("trace", "show", file), trace)
     assert "flash2 forward" in ok("trace", "show", file)
+    ok("trace", "perfetto", file, "--out", tmp_path / "new" / "walk.json")
+    written = json.loads((tmp_path / "new" / "walk.json").read_text())["traceEvents"]
+    assert sum("visit (" in event["name"] for event in written) == trace.n_visits
+    assert "flash2 forward (cupy)" in ok("trace", "show", "h200-forward")  # a bundled one
     events = records("trace", "show", file, "--events", "--limit", 7)
     assert len(events) == 7
     assert events[0] == {

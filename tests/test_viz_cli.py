@@ -65,11 +65,30 @@ def test_plot_of_a_gpu_timeline(tmp_path):
     assert "stage forward: 3 SMs" in out.read_text()
 
 
+def test_times_of_a_gpu_timeline(tmp_path):
+    out, words = tmp_path / "gpu.svg", ("plot", "gpu-timeline", "-T", "h200-backward")
+    assert call(*words, "--sms", "0:1", "--times", "0:40", "-o", out).exit_code == 0
+    assert "<!-- 40 -->" in out.read_text()
+    assert "<!-- 60 -->" not in out.read_text()  # it takes 160 µs
+    wrong = call(*words, "--times", "soon", "-o", out)
+    assert (wrong.exit_code, "--times takes FIRST:LAST in µs" in wrong.output) == (2, True)
+
+
 @pytest.mark.parametrize("over", ["head_dim", "block_q", "sram_bytes"])
 def test_io_curve_over(over, tmp_path):
     out = tmp_path / "io.svg"
     words = ("-n", 512, "-a", "flash2", "--over", over, "-o", out)
     assert call("plot", "io-curve", *words).exit_code == 0
+
+
+def test_windows_and_grouped_heads(tmp_path):
+    out, html = tmp_path / "map.svg", tmp_path / "walk.html"
+    words = ("--n-kv", 96, "--window", "16:8", "--heads", 4, "--kv-heads", 2, "-t", "16x16")
+    assert call("plot", "tile-map", *SMALL, *words, "-o", out).exit_code == 0
+    assert "4 heads, 64 × 96" in out.read_text()
+    assert "window 16:8" in out.read_text()
+    assert call("page", *SMALL, *words, "-o", html).exit_code == 0
+    assert "window 16:8" in html.read_text()
 
 
 def test_animate_and_page(tmp_path):
@@ -91,8 +110,10 @@ def test_animate_and_page(tmp_path):
         (("plot", "pie"), "unknown kind of plot 'pie'; possible: traffic"),
         (("plot", "diff", *SMALL), "diff takes two traces or algorithms, got 3"),
         (("plot", "traffic", *SMALL, "--theme", "blue"), "unknown theme 'blue'"),
-        (("plot", "gpu-timeline", *SMALL), "gpu-timeline shows one trace, got 3"),
-        (("plot", "gpu-timeline", *SMALL, "-a", "flash2"), "this trace has no timeline"),
+        (("plot", "gpu-timeline", *SMALL), "or a bundled one: h200-forward, h200-backward"),
+        (("plot", "tile-map", *SMALL, "--times", "0:1"), "--times is for gpu-timeline"),
+        (("plot", "traffic", "-T", "h200-forward", "--backward"), "tensors; leave out --backward"),
+        (("page", "-T", "h200-forward", "--window", "8:0"), "tensors; leave out --window"),
         (("plot", "io-curve", "--over", "time"), "unknown axis 'time'; possible: n_q"),
         (("plot", "roofline", "-T", "x.npz"), "drawn from sizes, not from a trace"),
         (("plot", "traffic", "-T", "x.npz", "-n", "5"), "has its own sizes and tensors"),

@@ -340,6 +340,25 @@ def test_io_curve_lists_algorithms_in_one_order_and_says_what_was_fitted():
     assert texts[2].endswith("fitted\nto FlashAttention-2")
 
 
+def test_io_curve_under_a_window_shows_no_bound_that_does_not_hold():
+    options = {"head_dim": 64, "algorithm": ["standard", "flash2"]}
+    texts = {
+        window: [
+            entry.get_label() for entry in viz.io_curve(sweep).lines if entry.get_color() != "k"
+        ]
+        for window in (None, (64, 0))
+        for sweep in [flashsim.sweep([1024, 4096], window=window, **options)]
+    }
+    assert any("Saha" in text for text in texts[None])
+    assert not any("Saha" in text or "Θ" in text for text in texts[64, 0])
+    assert "compulsory (exact)" in texts[64, 0]
+    both = flashsim.sweep([1024, 4096], window=[(64, 0), None])
+    assert line(viz.io_curve(both), "FlashAttention-2, window 64:0")
+    causal = flashsim.sweep([1024, 4096], causal=True, window=(64, 0), direction="backward")
+    about = [text.get_text() for text in viz.io_curve(causal).texts]
+    assert "d = 64, float32, causal, window 64:0, backward, H100" in about
+
+
 def test_io_curve_slopes():
     ax = viz.io_curve(counts(tiling=Tiling(64, 64)))
     theorem = line(ax, "Θ(N²d²/M)").get_ydata()

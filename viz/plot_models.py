@@ -46,7 +46,8 @@ def io_curve(data: Any, *, x: str | None = None, ax: Axes, theme: Theme) -> None
     Drawn beside the counts, for the first FlashAttention series: the theorem's
     :math:`N^2 d^2 / M` with one constant fitted to all points, the compulsory bytes (exact),
     and the lower bound of Saha and Ye with constant 1, which gives a slope and no level. Where
-    bounds depend on more than `x`, each point uses its own values.
+    bounds depend on more than `x`, each point uses its own values. Under a sliding window, work
+    grows with N and neither of the two holds: the compulsory bytes stand alone.
 
     Parameters
     ----------
@@ -94,6 +95,10 @@ def _bounds(points: list[dict[str, Any]], x: str, among: bool, ax: Axes, theme: 
     """Draw the bounds of a series; `among` several, the fit says of which."""
     at = [p[x] for p in points]
     quiet: dict[str, Any] = {"color": theme.muted, "lw": 1.6, "zorder": 2}
+    compulsory = [p["compulsory_bytes"] for p in points]
+    if any(p["window"] for p in points):
+        ax.plot(at, compulsory, ls="-", label="compulsory (exact)", **quiet)
+        return
     heads = [p["batch"] * p["heads"] * numpy_dtype(p["dtype"]).itemsize for p in points]
     sizes = [
         (p["n_q"], p["n_kv"], p["head_dim"], p["sram_bytes"] // numpy_dtype(p["dtype"]).itemsize)
@@ -108,9 +113,7 @@ def _bounds(points: list[dict[str, Any]], x: str, among: bool, ax: Axes, theme: 
         label=f"Θ(N²d²/M), × {fitted:.3g} fitted"
         + (f"\nto {sources.NAMES[points[0]['algorithm']]}" if among else ""),
     )  # fmt: skip
-    ax.plot(
-        at, [p["compulsory_bytes"] for p in points], ls="-", label="compulsory (exact)", **quiet
-    )
+    ax.plot(at, compulsory, ls="-", label="compulsory (exact)", **quiet)
     ax.plot(at, lower, ls=(0, (6, 3)), label="Ω, Saha and Ye (slope only)", **quiet)
 
 
@@ -118,12 +121,13 @@ def _fixed(rows: Sequence[dict[str, Any]], x: str) -> str:
     """What is the same at every point, in words."""
     words = {
         "batch": "batch {}", "heads": "{} heads", "n_q": "N = {:,}", "head_dim": "d = {}",
-        "dtype": "{}", "device": "{}",
+        "dtype": "{}", "causal": "causal", "window": "window {}", "direction": "{}", "device": "{}",
     }  # fmt: skip
-    one = {"batch": 1, "heads": 1}  # go without saying
+    # These go without saying.
+    one = {"batch": 1, "heads": 1, "causal": False, "window": None, "direction": "forward"}
     found = {key: {row[key] for row in rows} for key in words if key in rows[0] and key != x}
     return ", ".join(
-        words[key].format(value)
+        words[key].format(value.replace(",", ":") if key == "window" else value)
         for key, values in found.items()
         if len(values) == 1
         for value in values
@@ -149,11 +153,15 @@ def _series(rows: Iterable[dict[str, Any]], x: str) -> dict[str, list[dict[str, 
         follows -= {"block_q", "block_k"} - {x}
     if x == "sram_bytes":  # a device with another M has another name
         follows.add("device")
-    names = ("direction", "dtype", "causal", "device", *AXES)
+    names = ("direction", "dtype", "causal", "window", "device", *AXES)
     telling = [k for k in names if k not in follows and len({row[k] for row in rows}) > 1]
     found: dict[str, list[dict[str, Any]]] = {}
     for row in sorted(rows, key=lambda row: row[x]):
-        words = {"causal": "causal" if row["causal"] else "no mask"}
+        window = row["window"]
+        words = {
+            "causal": "causal" if row["causal"] else "not causal",
+            "window": f"window {window.replace(',', ':')}" if window else "no window",
+        }
         label = [sources.NAMES[row["algorithm"]]]
         label += [words.get(k) or (f"{k} = {row[k]}" if k in AXES else row[k]) for k in telling]
         found.setdefault(", ".join(label), []).append(row)
@@ -321,7 +329,7 @@ def memory_footprint(
             {
                 "algorithm": name, "n_q": size, "saved_bytes": traffic.saved(problem, name),
                 "batch": data.batch, "heads": data.heads, "head_dim": data.head_dim,
-                "dtype": data.dtype,
+                "dtype": data.dtype, "causal": data.causal,
             }
             for name in algorithms
             for size in n

@@ -84,7 +84,8 @@ def _labels(sources: list[Trace | Traffic]) -> list[str]:
             "n": f"N = {s.problem.n_q:,}",
             "d": f"d = {s.problem.head_dim}",
             "dtype": s.problem.dtype,
-            "causal": "causal" if s.problem.causal else "no mask",
+            "causal": "causal" if s.problem.causal else "not causal",
+            "window": window(s.problem.window) if s.problem.window else "no window",
             "tiling": str(s.tiling),
             "device": s.device.name,
             "backend": s.backend,
@@ -116,14 +117,25 @@ def places(algorithms: Iterable[str]) -> list[int]:
 def about(source: Trace | Traffic) -> list[str]:
     """Heads, lengths, width, type, mask and tiling of a source, in words."""
     p = source.problem
+    packed = p.cu_seqlens_q is not None
     return [
         f"{p.batch * p.heads} heads" if p.batch * p.heads > 1 else "1 head",
         f"{p.n_q:,} × {p.n_kv:,}",
         f"d\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}{p.head_dim}",
         p.dtype,
         *(["causal"] if p.causal else []),
+        *([window(p.window)] if p.window else []),
+        *(["packed sequences"] if packed else []),
+        *(["with a bias"] if p.bias else []),
+        *(["block-sparse"] if p.block_mask else []),
+        *(["own mask"] if p.mask else []),
         f"tiles of {source.tiling.block_q} × {source.tiling.block_k}",
     ]
+
+
+def window(sides: tuple[int, int]) -> str:
+    """A sliding window in words, as on the command line."""
+    return f"window {sides[0]}:{sides[1]}"
 
 
 def common(sources: Iterable[Trace | Traffic], *, name: bool = False) -> str:
@@ -152,6 +164,8 @@ def rows(data: Any) -> list[dict[str, Any]]:
     if found is None:
         return [_row(source) for source in labelled(data).values()]
     kept = [dict(row) for row in found if row.get("status", "ok") == "ok"]
+    for row in kept:  # pandas reads no window from a file as NaN
+        row["window"] = row["window"] if isinstance(row.get("window"), str) else None
     if not kept:
         raise OptionError("nothing to plot: no point of this sweep succeeded")
     return kept
@@ -165,6 +179,7 @@ def _row(s: Trace | Traffic) -> dict[str, Any]:
         "direction": s.direction,
         "dtype": p.dtype,
         "causal": p.causal,
+        "window": p.window and f"{p.window[0]},{p.window[1]}",
         "batch": p.batch,
         "heads": p.heads,
         "kv_heads": p.kv_heads,
