@@ -110,7 +110,7 @@ class Counters:
 def _fit(text: Text, ax: Axes) -> None:
     """Make a text small enough for its Axes' width."""
     room = ax.get_window_extent().width
-    text.set_fontsize(text.get_fontsize() * min(1, room / text.get_window_extent().width))
+    text.set_fontsize(float(text.get_fontsize()) * min(1, room / text.get_window_extent().width))
 
 
 class Moves:

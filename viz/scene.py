@@ -278,12 +278,12 @@ class Scene:
             left += size
         limit = self.walk.trace.device.sram_bytes
         if left > limit:
-            text = f"SRAM {limit:,} B + registers {left - limit:,} B"
+            words = f"SRAM {limit:,} B + registers {left - limit:,} B"
         elif self.full == limit:
-            text = f"SRAM: {left:,} of {limit:,} B"
+            words = f"SRAM: {left:,} of {limit:,} B"
         else:
-            text = f"SRAM: {left:,} B, {left / limit:.0%} of a block's"
-        self.sram_text.set_text(text)
+            words = f"SRAM: {left:,} B, {left / limit:.0%} of a block's"
+        self.sram_text.set_text(words)
 
 
 def sram_scale(walk: Walk) -> int:
