@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from flashsim.events import COMPUTE, OPS, TENSORS, TRANSFERS, buffer_of, gain
-from flashsim.work import stage_work, total_flops
-
-if TYPE_CHECKING:
-    from flashsim.trace import Trace
+from flashsim.events import COMPUTE, OPS, TENSORS, TRANSFERS, StageTrace, buffer_of, gain
+from flashsim.work import StageWork, total_flops
 
 
 class Frame(NamedTuple):
@@ -28,25 +26,34 @@ class Frame(NamedTuple):
     flops: int
 
 
-def frame(trace: Trace, step: int, number: int, position: int, head: int) -> Frame:
-    """The state after visit `step`, whose compute event is at `position` in stage `number`."""
-    stage = trace.stages[number]
+def frame(
+    stages: Sequence[StageTrace],
+    works: Sequence[StageWork],
+    step: int,
+    number: int,
+    position: int,
+    head: int,
+) -> Frame:
+    """The state after visit `step`, whose compute event is at `position` in stage `number`.
+
+    `works` is what a visit of each stage computes.
+    """
+    stage = stages[number]
     events = stage.events[: position + 1]
     seen = events[(events["op"] == COMPUTE) & (events["visit"] >= 0)]
     order = np.full((stage.schedule.t_r, stage.schedule.t_c), np.nan)
     order[seen["i"], seen["j"]] = np.arange(len(seen))
     moved: dict[str, int] = {}
     flops = 0
-    for at, part in ((n, trace.stages[n]) for n in range(number + 1)):
+    for at, part in enumerate(stages[: number + 1]):
         e = part.events if at < number else events
         for op in TRANSFERS:
             for code in np.unique(e["tensor"][e["op"] == op]):
                 key = f"{OPS[op]} {TENSORS[code]}"
                 chosen = (e["op"] == op) & (e["tensor"] == code)
                 moved[key] = moved.get(key, 0) + int(e["bytes"][chosen].sum())
-        work = stage_work(trace.problem, trace.algorithm, trace.direction, part.name)
         done = e[(e["op"] == COMPUTE) & (e["visit"] >= 0)]
-        flops += sum(total_flops(work.visit, *part.extent(done)).values())
+        flops += sum(total_flops(works[at].visit, *part.extent(done)).values())
     change, owner = gain(events), buffer_of(events["tensor"])
     on_chip = {
         TENSORS[code]: int(change[owner == code].sum()) for code in np.unique(owner[change != 0])

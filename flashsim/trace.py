@@ -30,7 +30,7 @@ from flashsim.hardware import Device
 from flashsim.problem import Problem
 from flashsim.schedule import Schedule
 from flashsim.traffic import Traffic
-from flashsim.work import on_chip_bytes, stage_work, total_flops
+from flashsim.work import StageWork, on_chip_bytes, stage_work, total_flops
 
 if TYPE_CHECKING:
     from flashsim.l2 import Dram, L2Model
@@ -189,13 +189,17 @@ class Trace:
 
     # -- work -----------------------------------------------------------------------------------
 
+    @property
+    def _works(self) -> list[StageWork]:
+        given = self.problem, self.algorithm, self.direction
+        return [stage_work(*given, stage.name) for stage in self.stages]
+
     @cached_property
     def _work(self) -> tuple[dict[str, int], dict[str, int]]:
         """FLOPs by kind and on-chip bytes, priced from the visits and steps that were executed."""
         flops: dict[str, int] = {}
         chip: dict[str, int] = {}
-        for stage in self.stages:
-            work = stage_work(self.problem, self.algorithm, self.direction, stage.name)
+        for stage, work in zip(self.stages, self._works, strict=True):
             done = stage.events[stage.events["op"] == COMPUTE]
             visited = done[done["visit"] >= 0]
             outer = done[done["visit"] < 0]
@@ -294,7 +298,7 @@ class Trace:
         if not -len(steps) <= step < len(steps):
             raise TraceError(f"step must be between 0 and {len(steps) - 1}, got {step}")
         step %= len(steps)
-        return frames.frame(self, step, *steps[step], head)
+        return frames.frame(self.stages, self._works, step, *steps[step], head)
 
     # -- against others -------------------------------------------------------------------------
 
