@@ -347,8 +347,8 @@ def demo(
         for path in layer.files:
             say(f"trace in {path}")
     with working("drawing"):
-        figures = cli_viz.demo_figures(layers[0].name, layers[0].comparison, out)
-        for kind, path in zip(("plot", "animation", "page"), figures, strict=True):
+        pictures = cli_viz.demo_figures(layers[0].name, layers[0].comparison, out)
+        for kind, path in zip(("plot", "animation", "page"), pictures, strict=True):
             say(f"{kind} in {path}")
     if not all(layer.passed for layer in layers):
         say(f"the output differs from the model's by {LIMIT:g} or more")
