@@ -1,10 +1,9 @@
 """Traces as Chrome trace events, for https://ui.perfetto.dev or chrome://tracing.
 
 A real timeline (``trace="timeline"`` on a GPU) keeps its own clock; stages that it did not time are
-left out, of the counters too. A simulated trace has none, so
-one is made up from the device's peaks: an SM gets 1 / sm_count of the HBM bandwidth and of the
-FLOP/s, a step moves its tiles and then computes, nothing overlaps. It shows order and proportion;
-it does not predict a kernel's time.
+left out, of the counters too. A simulated trace has none, so one is made up from the device's
+peaks: an SM gets 1 / sm_count of the HBM bandwidth and of the FLOP/s, a step moves its tiles and
+then computes, nothing overlaps. It shows order and proportion; it does not predict a kernel's time.
 
 One thread id stands for one SM and pipe (simulated), or one SM, role and layer of overlapping
 visits (real), and within it slices nest. Both clocks tick in whole nanoseconds, as Perfetto's does:
