@@ -10,7 +10,7 @@ from matplotlib import pyplot as plt
 from matplotlib.colors import to_hex
 
 import flashsim
-from flashsim import Problem, Tiling, bounds, traffic, viz
+from flashsim import Problem, Tiling, bounds, l2, traffic, viz
 from flashsim.errors import DTypeError, OptionError, TraceError
 from flashsim.viz import palette
 from flashsim.viz.style import human
@@ -46,6 +46,7 @@ EVERY = {
     "sram_timeline": lambda **o: viz.sram_timeline(cases.trace(), **o),
     "io_curve": lambda **o: viz.io_curve(counts(), **o),
     "roofline": lambda **o: viz.roofline(counts()[:1], **o),
+    "l2_curve": lambda **o: viz.l2_curve(l2.curves(counts()[0]), **o),
     "memory_footprint": lambda **o: viz.memory_footprint(Problem(64), **o),
     "gpu_timeline": lambda **o: viz.gpu_timeline(cases.with_timeline(), **o),
     "diff": lambda **o: viz.diff(cases.trace("flash1"), cases.trace(), **o),
@@ -294,6 +295,19 @@ def test_bounds():
     below = bounds.lower_bound(1024, 1024, 64, 1024)
     assert below == 1024 * 1024 * 64 / 32
     assert below < bounds.flash_theorem(1024, 1024, 64, 1024)
+
+
+def test_l2_curve_ends_at_first_reads_and_marks_devices():
+    requested = counts()[-1]
+    (curve,) = l2.curves(requested).values()
+    ax = viz.l2_curve({"here": curve}, devices=("H100",))
+    line = next(x for x in ax.lines if x.get_label() == "here")
+    assert line.get_ydata()[0] == requested.bytes("load")
+    assert line.get_ydata()[-1] == curve.cold < curve.reads(curve.enough() - 1)
+    assert any(list(x.get_xdata()) == [50 * 2**20] * 2 for x in ax.lines)
+    assert "H100" in {text.get_text() for text in ax.texts}
+    with pytest.raises(OptionError, match="no curve to draw"):
+        viz.l2_curve({})
 
 
 def test_roofline_places_points_on_the_roof():
