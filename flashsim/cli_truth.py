@@ -96,7 +96,7 @@ def ladder(
     dtype: opt.Dtype = "float32",
     tiling: opt.Tile = "32x64",
     device: opt.DeviceName = "H100",
-    rungs: Annotated[str | None, typer.Option(help="Of the ladder; default: all.")] = None,
+    rungs: Annotated[str | None, typer.Option(help="Names with commas; default: all.")] = None,
     magnify: Annotated[float, typer.Option(help="Multiplies Q: large scores.")] = 1.0,
     seed: opt.Seed = 0,
     json: opt.Json = False,
@@ -199,7 +199,9 @@ def verify(
     backward_tiling: opt.BackwardTile = "fit",
     device: opt.DeviceName = "H200",
     backend: opt.Backend = "cupy",
-    kernel: Annotated[str | None, typer.Option(help="hopper or portable; the best.")] = None,
+    kernel: Annotated[
+        str | None, typer.Option(help="hopper or portable; default: the best that runs.")
+    ] = None,
     launch: opt.Launch = "grouped",
     blocks_per_sm: opt.BlocksPerSm = None,
     save: Annotated[Path | None, typer.Option(help="Keep Nsight Compute's CSV here.")] = None,
