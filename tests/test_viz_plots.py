@@ -297,19 +297,6 @@ def test_bounds():
     assert below < bounds.flash_theorem(1024, 1024, 64, 1024)
 
 
-def test_l2_curve_ends_at_first_reads_and_marks_devices():
-    requested = counts()[-1]
-    (curve,) = l2.curves(requested).values()
-    ax = viz.l2_curve({"here": curve}, devices=("H100",))
-    line = next(x for x in ax.lines if x.get_label() == "here")
-    assert line.get_ydata()[0] == requested.bytes("load")
-    assert line.get_ydata()[-1] == curve.cold < curve.reads(curve.enough() - 1)
-    assert any(list(x.get_xdata()) == [50 * 2**20] * 2 for x in ax.lines)
-    assert "H100" in {text.get_text() for text in ax.texts}
-    with pytest.raises(OptionError, match="no curve to draw"):
-        viz.l2_curve({})
-
-
 def test_roofline_places_points_on_the_roof():
     count = flashsim.count(Problem(4096, head_dim=128, dtype="bfloat16"))
     ax = viz.roofline(count)
