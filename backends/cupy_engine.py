@@ -10,10 +10,11 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
-from flashsim.backends import hopper, launch, lowering, portable
+from flashsim.backends import fitting, hopper, launch, lowering, portable
 from flashsim.backends.launch import Gpu
 from flashsim.engine import Job, Outcome
 from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError, choices
+from flashsim.problem import Problem
 
 OPTIONS: frozenset[str] = frozenset({"kernel", "allow_tf32"})
 #: Kernel families by name; each offers `NAME`, `forward_passes`, `backward_passes`, `load`.
@@ -151,7 +152,7 @@ def _plan(family_of: FamilyOf, job: Job, direction: str, space: arrays.Space) ->
 def _planned(
     family_of: FamilyOf,
     direction: str,
-    problem: Any,
+    problem: Problem,
     tiling: Any,
     key_order: Any,
     algorithm: str,
@@ -243,13 +244,29 @@ def _check(job: Job) -> None:
 
 def _family(job: Job, gpu: Gpu, direction: str) -> Any:
     """The kernels that were asked for; "auto" takes Hopper's wherever they run this."""
-    name = job.options.get("kernel", "auto")
-    if name == "hopper" or (
-        name == "auto" and not hopper.refusal(job.problem, job.tiling, gpu, direction, _report(job))
-    ):
+    name, report = job.options.get("kernel", "auto"), _report(job)
+    padding = bool(report) and _padded(job.problem)  # which Hopper's kernels would count
+    if name == "hopper":
+        if padding:
+            raise UnsupportedError(
+                "the Hopper kernels cannot trace a head_dim that is no multiple of 8: they count "
+                "the rows of the padded copies; kernel='portable' counts elements that exist"
+            )
         return hopper
-    tf32 = job.problem.dtype == "float32" and job.options.get("allow_tf32", False)
-    return portable.TF32 if tf32 else portable
+    refused = padding or hopper.refusal(job.problem, job.tiling, gpu, direction, report)
+    if name == "auto" and not refused:
+        return hopper
+    if job.problem.dtype == "float32" and job.options.get("allow_tf32", False):
+        # Allowed, not asked for: where their larger tiles do not fit, float32 throughout.
+        like, fused = portable.TF32.like, job.algorithm == "flash2-fused"
+        if fitting.fits(job.problem, job.tiling, gpu, direction, like, fused=fused):
+            return portable.TF32
+    return portable
+
+
+def _padded(problem: Problem) -> bool:
+    dims = (problem.head_dim, problem.head_dim_v)
+    return any(d != launch.row_elements(d) for d in dims)
 
 
 def _report(job: Job) -> str:
