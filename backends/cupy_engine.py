@@ -46,6 +46,18 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
     return backward_with(_family, job, saved, dout)
 
 
+def orders_dq(job: Job, saved: Mapping[str, Any]) -> bool:
+    """Whether the fastest deterministic backward here is the fused one, dQ added in a fixed order.
+
+    Parameters
+    ----------
+    job : Job
+        A backward pass.
+    """
+    family = _family(job, gpu_of(saved["space"].device), "backward")
+    return family is hopper and hopper.orders_dq(job.problem)
+
+
 def forward_with(family_of: FamilyOf, job: Job) -> Outcome:
     """The forward pass by the kernels that `family_of` picks."""
     p = job.problem
@@ -76,6 +88,7 @@ def forward_with(family_of: FamilyOf, job: Job) -> Outcome:
                 plan.name,
                 saved,
                 spans,
+                plan.gpu.name,
             )
     except (MemoryError, RuntimeError) as error:
         explained = _explained(error)
@@ -111,13 +124,19 @@ def backward_with(family_of: FamilyOf, job: Job, saved: Mapping[str, Any], dout:
                 narrow = p.dtype != "float32"
                 acc = space.empty((p.batch, p.heads, p.n_q, d)) if narrow else dq
                 scratch["dq_acc"] = space.pointer(acc)
+            if fused and job.deterministic:
+                with space.active():
+                    turns = space.zeros((p.batch, p.heads, p.n_q, 2), "uint32")
+                scratch["turns"] = turns.data.ptr
             stages, spans = plan.run(Call(space, places, scratch), job.trace, fused=fused)
             gradients = {
                 "dq": space.result(dq, p.head_dim, d),
                 "dk": space.result(dk, p.head_dim, d),
                 "dv": space.result(dv_out, p.head_dim_v, dv),
             }
-            return Outcome(gradients, plan.tiling, stages, plan.name, timeline=spans)
+            return Outcome(
+                gradients, plan.tiling, stages, plan.name, timeline=spans, gpu=plan.gpu.name
+            )
     except (MemoryError, RuntimeError) as error:
         explained = _explained(error)
         if explained is None:
@@ -142,7 +161,8 @@ def _place(
 def _plan(family_of: FamilyOf, job: Job, direction: str, space: arrays.Space) -> Plan:
     """The job's launches, made ready at its first call: looked up by all but its arrays."""
     return _planned(
-        *(family_of, direction, job.problem, job.tiling, job.key_order, job.algorithm, job.trace),
+        *(family_of, direction, job.problem, job.tiling, job.key_order, job.algorithm),
+        *(job.deterministic, job.trace),
         tuple(job.options.items()) if job.options else (),
         space,
     )
@@ -156,6 +176,7 @@ def _planned(
     tiling: Any,
     key_order: Any,
     algorithm: str,
+    ordered: bool,
     trace: bool | str,
     options: tuple[tuple[str, Any], ...],
     space: arrays.Space,
@@ -169,7 +190,8 @@ def _planned(
         if direction == "forward":
             passes = family.forward_passes(*given)
         else:
-            passes = family.backward_passes(*given, algorithm)
+            extra = {"ordered": True} if ordered else {}
+            passes = family.backward_passes(*given, algorithm, **extra)
         return Plan(family.NAME, passes, gpu, space.device, family.load)
 
 
@@ -244,17 +266,9 @@ def _check(job: Job) -> None:
 
 def _family(job: Job, gpu: Gpu, direction: str) -> Any:
     """The kernels that were asked for; "auto" takes Hopper's wherever they run this."""
-    name, report = job.options.get("kernel", "auto"), _report(job)
-    padding = bool(report) and _padded(job.problem)  # which Hopper's kernels would count
-    if name == "hopper":
-        if padding:
-            raise UnsupportedError(
-                "the Hopper kernels cannot trace a head_dim that is no multiple of 8: they count "
-                "the rows of the padded copies; kernel='portable' counts elements that exist"
-            )
-        return hopper
-    refused = padding or hopper.refusal(job.problem, job.tiling, gpu, direction, report)
-    if name == "auto" and not refused:
+    name = job.options.get("kernel", "auto")
+    given = (job.problem, job.tiling, gpu, direction, _report(job), job.algorithm)
+    if name == "hopper" or (name == "auto" and not hopper.refusal(*given)):
         return hopper
     if job.problem.dtype == "float32" and job.options.get("allow_tf32", False):
         # Allowed, not asked for: where their larger tiles do not fit, float32 throughout.
@@ -262,11 +276,6 @@ def _family(job: Job, gpu: Gpu, direction: str) -> Any:
         if fitting.fits(job.problem, job.tiling, gpu, direction, like, fused=fused):
             return portable.TF32
     return portable
-
-
-def _padded(problem: Problem) -> bool:
-    dims = (problem.head_dim, problem.head_dim_v)
-    return any(d != launch.row_elements(d) for d in dims)
 
 
 def _report(job: Job) -> str:

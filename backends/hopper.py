@@ -11,6 +11,7 @@ from functools import lru_cache
 from flashsim import plans
 from flashsim.backends import compiler, launch
 from flashsim.backends.launch import Box, Gpu, Kernel, Variant
+from flashsim.backends.lowering import in_turns
 from flashsim.backends.passes import Pass, tables_of, variant_of, walk_pass
 from flashsim.errors import UnsupportedError
 from flashsim.problem import Problem
@@ -20,7 +21,7 @@ from flashsim.tiling import Tiling
 NAME = "hopper"
 load = compiler.load
 CAPABILITY = (9, 0)
-MAX_HEAD_DIM = {"forward": 256, "backward": 128}
+MAX_HEAD_DIM = 256
 
 #: Bytes of the item slots (struct Items in kernels/hopper_work.cuh) and of one mbarrier.
 _ITEMS, _BARRIER = 160, 8
@@ -28,7 +29,12 @@ _CHUNK = 64  # columns of a shared-memory chunk: 128 bytes of 16-bit elements
 
 
 def refusal(
-    problem: Problem, tiling: Tiling | None, gpu: Gpu, direction: str, report: str
+    problem: Problem,
+    tiling: Tiling | None,
+    gpu: Gpu,
+    direction: str,
+    report: str,
+    algorithm: str = "flash2",
 ) -> str | None:
     """Why the Hopper kernels do not run this; None if they do."""
     if gpu.compute_capability != CAPABILITY:
@@ -37,15 +43,9 @@ def refusal(
         )
     if problem.itemsize != 2:
         return f"they take float16 and bfloat16, not {problem.dtype}"
-    limit = MAX_HEAD_DIM[direction]
-    if max(problem.head_dim, problem.head_dim_v) > limit:
-        return f"{direction}, they take a head_dim up to {limit}"
-    if report and problem.cu_seqlens_q is not None:
-        return (
-            "the copy engine's boxes run over the ends of packed sequences, so their counts are "
-            "not a tile's"
-        )
-    possible = tilings(problem, gpu, direction)
+    if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
+        return f"they take a head_dim up to {MAX_HEAD_DIM}"
+    possible = tilings(problem, gpu, direction, algorithm)
     if tiling is None:
         return None if _divide(problem, possible) else "their tiles do not divide the block mask's"
     if tiling not in possible:
@@ -53,11 +53,21 @@ def refusal(
     return None
 
 
-def tilings(problem: Problem, gpu: Gpu, direction: str) -> tuple[Tiling, ...]:
+def tilings(
+    problem: Problem, gpu: Gpu, direction: str, algorithm: str = "flash2"
+) -> tuple[Tiling, ...]:
     """The tilings that the kernels are built for, the best first (docs/hopper.md)."""
     d = max(problem.head_dim, problem.head_dim_v)
     if direction == "backward":
-        return (Tiling(128, 128),) if d <= 64 else (Tiling(64, 128),)
+        if d <= 64:
+            return (Tiling(128, 128),)
+        if d > 128:
+            return (Tiling(64, 64),)
+        # By itself dQ takes 64 rows to a product; a softcap takes registers.
+        if algorithm != "flash2-fused" or problem.softcap:
+            return (Tiling(64, 128),)
+        both = (Tiling(64, 128), Tiling(80, 128))  # more of a taller tile is masked
+        return both if problem.causal or problem.window else both[::-1]
     if d <= 64:
         best = [Tiling(192, 128), Tiling(128, 128)]
         if problem.causal and problem.n_kv <= 1024:
@@ -70,6 +80,11 @@ def tilings(problem: Problem, gpu: Gpu, direction: str) -> tuple[Tiling, ...]:
         best = [Tiling(128, 112)] if d <= 192 else [Tiling(128, 80)]
     best += [Tiling(128, 64)]  # divides common block masks
     return tuple(t for t in best if _forward_bytes(problem, t) <= gpu.shared_bytes)
+
+
+def orders_dq(problem: Problem) -> bool:
+    """Whether the fused backward with dQ in a fixed order is faster than three passes."""
+    return max(problem.head_dim, problem.head_dim_v) <= 128
 
 
 @lru_cache(maxsize=256)
@@ -98,16 +113,24 @@ def backward_passes(
     key_order: KeyOrder,
     report: str,
     algorithm: str,
+    ordered: bool = False,
 ) -> tuple[Pass, ...]:
-    """As `portable.backward_passes`; the row-wise passes are the portable ones."""
+    """As `portable.backward_passes`; the row-wise passes are the portable ones.
+
+    Parameters
+    ----------
+    ordered : bool
+        "flash2-fused" only: add to dQ in a fixed order (`lowering.in_turns`).
+    """
     fused = algorithm == "flash2-fused"
-    tiling = _tiling(problem, tiling, gpu, "backward", report)
+    tiling = _tiling(problem, tiling, gpu, "backward", report, algorithm)
     passes = []
     for stage in plans.stages(problem, algorithm, "backward"):
         tables = tables_of(stage, problem, tiling, key_order)
         variant = variant_of(tables, report)
         if stage.name in ("dkdv", "fused"):
-            kernel = _backward_kernel(problem, tiling, variant, fused=fused)
+            tables = in_turns(tables) if ordered else tables
+            kernel = _backward_kernel(problem, tiling, variant, fused=fused, ordered=ordered)
             passes.append(walk_pass(stage, tables, kernel, gpu, persistent=True))
         elif stage.name == "dq":
             kernel = _dq_kernel(problem, tiling, variant)
@@ -121,15 +144,20 @@ def backward_passes(
 
 
 def _tiling(
-    problem: Problem, tiling: Tiling | None, gpu: Gpu, direction: str, report: str
+    problem: Problem,
+    tiling: Tiling | None,
+    gpu: Gpu,
+    direction: str,
+    report: str,
+    algorithm: str = "flash2",
 ) -> Tiling:
-    reason = refusal(problem, tiling, gpu, direction, report)
+    reason = refusal(problem, tiling, gpu, direction, report, algorithm)
     if reason is not None:
         raise UnsupportedError(
             f"the Hopper kernels do not run this: {reason}; kernel='portable' may, and without "
             "kernel=... whichever does is taken"
         )
-    return tiling or _divide(problem, tilings(problem, gpu, direction))[0]
+    return tiling or _divide(problem, tilings(problem, gpu, direction, algorithm))[0]
 
 
 def _divide(problem: Problem, possible: tuple[Tiling, ...]) -> list[Tiling]:
@@ -168,28 +196,38 @@ def _forward_bytes(problem: Problem, tiling: Tiling) -> int:
     return _on_chip(2 * (q + stages * kv), 2 * groups + 4 * stages)
 
 
-def _backward_kernel(problem: Problem, tiling: Tiling, variant: Variant, *, fused: bool) -> Kernel:
+def _backward_kernel(
+    problem: Problem, tiling: Tiling, variant: Variant, *, fused: bool, ordered: bool
+) -> Kernel:
     d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
-    tiles = 2 * (2 * bk * d + stages * 2 * bq * d + stages * bq * bk) + 4 * bq * d
+    wide = d > 128
+    tiles = 2 * (2 * bk * d + stages * 2 * bq * d)
+    if wide:
+        tiles += 2 * 2 * stages * bq * bk  # P and dS
+    elif fused:
+        tiles += 2 * stages * bq * bk + 4 * bq * d  # dS, and dQ on its way out
     shared = _on_chip(tiles + 4 * stages * 2 * bq, 2 + 2 * stages)
     values = launch.constants(problem, tiling, variant)
-    boxes = (
+    boxes: tuple[Box, ...] = (
         *(Box("q", bq, _CHUNK), Box("k", bk, _CHUNK), Box("v", bk, _CHUNK)),
-        *(Box("dout", bq, _CHUNK), Box("dq_acc" if fused else "q", 64, 32)),
+        Box("dout", bq, _CHUNK),
     )
+    if not wide:
+        boxes += (Box("dq_acc", bq if d == 128 else bq // 2, 32) if fused else boxes[0],)
+    name = "hopper_backward_wide" if wide else "hopper_backward"
     return Kernel(
-        "hopper_backward.cu",
-        "hopper_backward",
+        f"{name}.cu",
+        name,
         384,
         shared,
-        launch.macros(values | {"SMEM_BYTES": shared, "D": d, "FUSED": fused}),
+        launch.macros(values | {"SMEM_BYTES": shared, "D": d, "FUSED": fused, "ORDERED": ordered}),
         boxes,
     )
 
 
 def _dq_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
     d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
-    partial = 4 * 128 * (d // 2 if bq == 64 else 1)
+    partial = 4 * 128 * (32 if bq == 64 else 1)
     shared = _on_chip(2 * (2 * bq * d + stages * 2 * bk * d) + partial, 2 * bq // 64 + 2 * stages)
     values = launch.constants(problem, tiling, variant)
     return Kernel(

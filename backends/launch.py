@@ -17,9 +17,9 @@ from flashsim.tiling import Tiling
 
 _TENSOR = [("data", "<u8"), ("batch", "<i8"), ("head", "<i8"), ("row", "<i8")]
 TENSORS = ("q", "k", "v", "o", "dout", "dq", "dk", "dv")
-TABLES = ("rows", "cols", "spans", "ptr", "index", "kind", "order")
+TABLES = ("rows", "cols", "spans", "ptr", "index", "kind", "order", "ranks")
 REPORTS = ("visit_counts", "tile_counts", "visit_stamps", "tile_stamps")
-SCRATCH = ("lse", "delta", "dq_acc")
+SCRATCH = ("lse", "delta", "dq_acc", "turns")
 POINTERS = (*SCRATCH, *TABLES, *REPORTS)
 INTEGERS = (
     *("n_q", "n_kv", "heads", "group", "walks", "tiles", "clump", "n_visits", "left", "right"),
@@ -114,6 +114,11 @@ class Kernel:
     shared_bytes: int
     constants: tuple[tuple[str, int], ...]
     boxes: tuple[Box, ...] = ()
+
+    @property
+    def roles(self) -> int:
+        """What stamps the time: 1, a whole block; more, a producer and consumer warpgroups."""
+        return self.threads // 128 if self.boxes else 1
 
     @property
     def options(self) -> tuple[str, ...]:

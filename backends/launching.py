@@ -216,11 +216,12 @@ class Plan:
         }
         made = {name: space.zeros(shape, "uint32") for name, shape in shapes.items()}
         if trace == "timeline":
+            roles = one.kernel.roles
             made["visit_stamps"] = space.zeros(
-                (heads, tables.n_visits, launch.VISIT_STAMPS), "uint64"
+                (heads, tables.n_visits, roles, launch.VISIT_STAMPS), "uint64"
             )
             made["tile_stamps"] = space.zeros(
-                (one.walks, tables.tiles, launch.TILE_STAMPS), "uint64"
+                (one.walks, tables.tiles, roles, launch.TILE_STAMPS), "uint64"
             )
         return made
 

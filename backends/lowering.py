@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -29,7 +29,10 @@ class Lowered:
     ptr, index, kind : ndarray of int32
         `Schedule.row_csr` or `col_csr`.
     order : ndarray of int32, (tiles,)
-        Outer tiles, those with the most visits first: blocks that start late should be short.
+        Outer tiles in the order in which blocks take them: those with the most visits first, since
+        blocks that start late should be short. `in_turns` has another.
+    ranks : ndarray of int32, (n_visits,), or None
+        See `in_turns`.
     """
 
     schedule: Schedule
@@ -41,6 +44,7 @@ class Lowered:
     index: np.ndarray
     kind: np.ndarray
     order: np.ndarray
+    ranks: np.ndarray | None = None
 
     @property
     def tiles(self) -> int:
@@ -73,6 +77,29 @@ def lower(schedule: Schedule, by: Literal["row", "col"]) -> Lowered:
     spans = schedule.row_spans if by == "row" else schedule.col_spans
     order = np.argsort(-np.diff(ptr), kind="stable").astype(np.int32)
     return Lowered(schedule, by, schedule.rows, schedule.cols, spans, ptr, index, kind, order)
+
+
+@lru_cache(maxsize=64)
+def in_turns(walk: Lowered) -> Lowered:
+    """A walk by column whose blocks add to a row tile's dQ in a fixed order, one after the other.
+
+    `ranks` says, for each visit, how many visits of its row tile come before it: those of the
+    columns that stand before its own in `order`. A block thus waits only for blocks that took their
+    columns earlier, so the waiting ends. Columns that start at the last rows are taken first: a
+    causal column reaches the rows of the next one just when that one has left them.
+    """
+    columns = np.repeat(np.arange(walk.tiles), np.diff(walk.ptr))
+    first = np.full(walk.tiles, -1)
+    visited = np.diff(walk.ptr) > 0
+    first[visited] = walk.index[walk.ptr[:-1][visited]]
+    order = np.argsort(-first, kind="stable").astype(np.int32)
+    place = np.empty(walk.tiles, np.int64)
+    place[order] = np.arange(walk.tiles)
+    by_row = np.lexsort((place[columns], walk.index))
+    rows = walk.index[by_row]
+    ranks = np.empty(walk.n_visits, np.int32)
+    ranks[by_row] = np.arange(walk.n_visits) - np.searchsorted(rows, rows)
+    return replace(walk, order=order, ranks=ranks)
 
 
 def refuse(problem: Problem) -> None:

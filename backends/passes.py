@@ -61,15 +61,9 @@ def walk_pass(
 
     A persistent kernel gets one block a multiprocessor, and takes its items itself.
     """
-    p = tables.schedule.problem
-    walks, _ = plans.heads_of(stage, p)
-    d, dv = p.head_dim, p.head_dim_v
-    if tables.by == "row":  # a walk reads K and V; the query heads of a group share them
-        heads_at_once = p.group * int(0.4 * gpu.l2_bytes) // (p.n_kv * (d + dv) * p.itemsize)
-        clump = max(p.group, heads_at_once // p.group * p.group)
-    else:  # a walk reads Q and dO and, fused, adds to a float32 dQ, for each head of its group
-        per_walk = p.group * p.n_q * ((d + dv) * p.itemsize + 4 * d)
-        clump = max(1, int(0.4 * gpu.l2_bytes) // per_walk)
+    problem = tables.schedule.problem
+    walks, _ = plans.heads_of(stage, problem)
     items = tables.tiles * walks
     blocks = min(items, gpu.multiprocessors) if persistent else items
-    return Pass(stage, tables, kernel, (blocks,), walks, min(clump, walks))
+    clump = plans.clump(stage, problem, gpu.l2_bytes)
+    return Pass(stage, tables, kernel, (blocks,), walks, clump)

@@ -46,6 +46,13 @@ def encode(problem: Problem, box: Box, pointer: int, strides: tuple[int, ...]) -
     d = row_elements(p.head_dim_v if box.tensor in ("v", "dout") else p.head_dim)
     itemsize = 4 if dtype == "float32" else 2
     batch_step, head_step, row_step = (s * itemsize for s in strides)
+    batch = p.batch
+    if p.cu_seqlens_q is not None:
+        # A box is clipped at the map's end, not at a sequence's. So the last axis, there being one
+        # batch only, numbers views of the tensor, each a row further on than the one before: the
+        # last row of view `stop` is row stop - 1 of the tensor, and a box that begins in it ends
+        # there. Every access is in the tensor, although the map begins before it.
+        pointer, batch, batch_step = pointer - n * row_step, n + 1, row_step
     storage = np.zeros(_MAP_BYTES + _MAP_ALIGNMENT, np.uint8)
     start = -storage.ctypes.data % _MAP_ALIGNMENT
     made = storage[start : start + _MAP_BYTES]
@@ -54,7 +61,7 @@ def encode(problem: Problem, box: Box, pointer: int, strides: tuple[int, ...]) -
         _TYPES[dtype],
         4,
         ctypes.c_void_p(pointer),
-        (ctypes.c_uint64 * 4)(d, n, heads, p.batch),
+        (ctypes.c_uint64 * 4)(d, n, heads, batch),
         (ctypes.c_uint64 * 3)(row_step, head_step, batch_step),
         (ctypes.c_uint32 * 4)(box.columns, box.rows, 1, 1),
         (ctypes.c_uint32 * 4)(1, 1, 1, 1),

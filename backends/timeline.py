@@ -5,6 +5,11 @@ scores were done, its softmax, its products. Each block's record ties its SM's c
 nanoseconds (globaltimer), which tick coarsely: so one straight line is drawn for each SM, through
 its first block's start and its last block's end.
 
+A warp-specialised kernel stamps once for each role: the producer, then the consumer warpgroups. The
+producer's "visit" begins where it waits for room on chip; its "load" lies between its first and its
+last order to the copy engine, and it has no other phases. (Tiles arrive later: a consumer's "load"
+is its wait for them.)
+
 Where a kernel works on a tile in parts, "scores" and "softmax" are the first part's and "output"
 covers the rest; the fused backward adds a visit's dQ at the start of the next, inside its "scores".
 """
@@ -13,10 +18,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from flashsim.events import PHASES, TIMELINE
+from flashsim.events import PHASES, ROLES, TIMELINE
 from flashsim.schedule import Schedule
 
+#: Phases of a visit, by the stamps between which they lie.
 _SPANS = {"visit": (0, 4), "load": (0, 1), "scores": (1, 2), "softmax": (2, 3), "output": (3, 4)}
+_PRODUCER_SPANS = {"visit": (0, 4), "load": (1, 4)}
+_BLOCK, _PRODUCER = ROLES.index("block"), ROLES.index("producer")
 
 
 def spans(
@@ -35,44 +43,52 @@ def spans(
         The stage's place in the trace.
     schedule, by
         The walk, by "row" or by "col".
-    tile_stamps : ndarray of uint64, (walks, tiles, 5)
-        SM, cycles and ns at the block's start, cycles and ns at its end.
-    visit_stamps : ndarray of uint64, (batch * heads, n_visits, 5)
+    tile_stamps : ndarray of uint64, (walks, tiles, roles, 5)
+        SM, cycles and ns at the block's start, cycles and ns at its end. One role is the whole
+        block; of several, the first is the producer.
+    visit_stamps : ndarray of uint64, (batch * heads, n_visits, roles, 5)
     clock_khz : int
         The SM clock to assume for an SM whose blocks were too short to measure it.
 
     Returns
     -------
-    ndarray of dtype `events.TIMELINE`, (batch * heads * n_visits * 5 + walks * tiles,)
+    ndarray of dtype `events.TIMELINE`
+        Of a block or a consumer, five spans a visit and one for each outer tile; of a producer, two
+        a visit.
     """
     ptr, inner, _ = schedule.row_csr if by == "row" else schedule.col_csr
-    heads, n_visits, _ = visit_stamps.shape
-    walks, tiles, _ = tile_stamps.shape
+    heads, n_visits, roles, _ = visit_stamps.shape
+    walks, tiles = tile_stamps.shape[:2]
     outer = np.repeat(np.arange(tiles), np.diff(ptr))
     i, j = (outer, inner) if by == "row" else (inner, outer)
     blocks = tile_stamps.astype(np.int64)
-    clock = _Clock(blocks.reshape(-1, 5), clock_khz)
+    clock = _Clock(blocks.reshape(-1, blocks.shape[-1]), clock_khz)
     owner = np.arange(heads) * walks // heads
-    sm = blocks[owner][:, outer, 0]
-    times = clock.ns(sm[..., None], visit_stamps.astype(np.int64))
+    sm = blocks[owner][:, outer, 0, 0]
     parts = []
-    for phase, (begin, end) in _SPANS.items():
-        part = np.zeros((heads, n_visits), TIMELINE)
-        part["stage"], part["phase"], part["sm"] = stage, PHASES.index(phase), sm
-        part["head"] = np.arange(heads)[:, None]
-        part["i"], part["j"], part["visit"] = i, j, np.arange(n_visits)
-        part["start_ns"], part["end_ns"] = times[..., begin], times[..., end]
-        parts.append(part.ravel())
-    parts.append(_stores(stage, by, blocks, clock, times, ptr, heads // walks))
+    for number in range(roles):
+        role = _BLOCK if roles == 1 else _PRODUCER + number
+        times = clock.ns(sm[..., None], visit_stamps[:, :, number].astype(np.int64))
+        for phase, (begin, end) in (_PRODUCER_SPANS if role == _PRODUCER else _SPANS).items():
+            part = np.zeros((heads, n_visits), TIMELINE)
+            part["stage"], part["phase"], part["role"] = stage, PHASES.index(phase), role
+            part["head"], part["sm"] = np.arange(heads)[:, None], sm
+            part["i"], part["j"], part["visit"] = i, j, np.arange(n_visits)
+            part["start_ns"], part["end_ns"] = times[..., begin], times[..., end]
+            parts.append(part.ravel())
+        if role != _PRODUCER:
+            mine = blocks[:, :, number]
+            parts.append(_stores(stage, by, mine, clock, times, ptr, heads // walks, role))
     return np.concatenate(parts)
 
 
-def _stores(stage, by, blocks, clock, times, ptr, group) -> np.ndarray:
+def _stores(stage, by, blocks, clock, times, ptr, group, role) -> np.ndarray:
     """From a block's last visit (or its start, if it has none) to its end."""
     walks, tiles, _ = blocks.shape
     part = np.zeros((walks, tiles), TIMELINE)
     sm = blocks[..., 0]
-    part["stage"], part["phase"], part["sm"] = stage, PHASES.index("store"), sm
+    part["stage"], part["phase"], part["role"] = stage, PHASES.index("store"), role
+    part["sm"] = sm
     part["head"] = np.arange(walks)[:, None] * group
     part["i"], part["j"] = (np.arange(tiles), -1) if by == "row" else (-1, np.arange(tiles))
     part["visit"] = -1

@@ -18,9 +18,8 @@ from flashsim import Device, Problem, Tiling, l2
 def main(lengths):
     # Kernels keep accumulators in registers, which a block may use as well as its shared memory.
     device = replace(Device.get("H200"), sram_bytes=(228 + 256) * 1024)
-    for partitions in (1, 2):
-        small = flashsim.count(Problem(64, head_dim=16))
-        l2.dram(small, l2.L2Model(partitions=partitions))
+    small = flashsim.count(Problem(64, head_dim=16))
+    l2.dram(small)
     l2.curves(small)
     print(
         f"{'N':>7} {'direction':<9} {'requested':>12} {'DRAM read':>12} {'replay':>9} {'curve':>9}"

@@ -62,6 +62,11 @@ def counts(problem, **options):
     ]
 
 
+def gpu(name):
+    """A trace that a GPU recorded; it comes with flashsim."""
+    return flashsim.load_sample_trace(name)
+
+
 BIG = Problem(8192, head_dim=128, heads=16, dtype="bfloat16")
 PLOTS = {
     "traffic.png": lambda: viz.traffic(three()),
@@ -89,6 +94,11 @@ PLOTS = {
     "roofline.png": lambda: viz.roofline(counts(BIG, tiling=Tiling(64, 64))),
     "memory-footprint.png": lambda: viz.memory_footprint(BIG, device="H100"),
     "diff.png": lambda: viz.diff(run("flash1"), run("flash2")),
+    "gpu-phases.png": lambda: viz.gpu_timeline(gpu("h200-forward"), sms=(0, 1)),
+    "gpu-phases-dark.png": lambda: viz.gpu_timeline(
+        gpu("h200-backward"), sms=(0, 1), times=(0, 40), theme="dark"
+    ),
+    "gpu-blocks.png": lambda: viz.gpu_timeline(gpu("h200-forward")),
 }  # fmt: skip
 ANIMATIONS = {
     "traversal.gif": lambda path: viz.animate(
@@ -97,13 +107,19 @@ ANIMATIONS = {
         statistics=viz.row_statistics(run(n=512, causal=True).trace, *tensors(512)[:2]),
         fps=6,
     ),
-    "real-tensors.gif": lambda path: viz.animate(real()[0], path, statistics=real()[1], fps=20),
+    "real-tensors.gif": lambda path: viz.animate(
+        real()[0], path, statistics=real()[1], max_frames=136, fps=10
+    ),
     "side-by-side.gif": lambda path: viz.animate(
         [run("standard", n=512, causal=True), run(n=512, causal=True)], path, clock="bytes", fps=10
     ),
+    "flash1-flash2.gif": lambda path: viz.animate(
+        [run("flash1", n=512, causal=True), run(n=512, causal=True)], path, fps=6
+    ),
     "backward-dark.gif": lambda path: viz.animate(backward(), path, theme="dark", fps=8),
+    "gpu-forward.gif": lambda path: viz.animate(gpu("h200-forward"), path, max_frames=76, fps=8),
 }
-PAGES = {
+FILES = {
     "causal-2048.html": lambda path: viz.page(
         run(n=2048, causal=True),
         path,
@@ -112,6 +128,9 @@ PAGES = {
     "real-tensors.html": lambda path: viz.page(real()[0], path, statistics=real()[1]),
     "flash1-flash2.html": lambda path: viz.page([run("flash1"), run("flash2")], path),
     "backward.html": lambda path: viz.page(backward("flash2-fused"), path),
+    "gpu-forward.html": lambda path: viz.page(gpu("h200-forward"), path),
+    "gpu-backward.html": lambda path: viz.page(gpu("h200-backward"), path),
+    "gpu-forward.json.gz": lambda path: gpu("h200-forward").to_perfetto(path),
 }
 
 
@@ -133,7 +152,7 @@ def picture(path):
         print(f"{path.name}: left as it is, for want of Playwright or Chromium")
         return
     real_page = HERE / "real-tensors.html"
-    PAGES[real_page.name](real_page)
+    FILES[real_page.name](real_page)
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         tab = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme="dark")
@@ -149,7 +168,7 @@ def main(wanted):
     """Write what is wanted, or everything."""
     mpl.use("Agg")
     HERE.mkdir(exist_ok=True)
-    every = [*PLOTS, *ANIMATIONS, *PAGES, "page.png"]
+    every = [*PLOTS, *ANIMATIONS, *FILES, "page.png"]
     unknown = set(wanted) - set(every)
     if unknown:
         raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; possible: {', '.join(every)}")
@@ -160,7 +179,7 @@ def main(wanted):
         elif name == "page.png":
             picture(path)
         else:
-            {**ANIMATIONS, **PAGES}[name](path)
+            {**ANIMATIONS, **FILES}[name](path)
         print(f"{path.relative_to(HERE.parent)}: {path.stat().st_size:,} B")
 
 

@@ -18,7 +18,7 @@ from flashsim.errors import (
 )
 from flashsim.hardware import Device
 from flashsim.problem import BlockMask, Problem
-from flashsim.samples import load_sample, random_inputs
+from flashsim.samples import load_sample, load_sample_trace, random_inputs
 from flashsim.schedule import Schedule
 from flashsim.sweep import Sweep, sweep
 from flashsim.tiling import Tiling
@@ -54,6 +54,7 @@ __all__ = [
     "compare",
     "count",
     "load_sample",
+    "load_sample_trace",
     "random_inputs",
     "run",
     "sweep",

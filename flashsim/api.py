@@ -113,8 +113,10 @@ class Result:
         tiling : Tiling, optional
             Default: the best that fits; a backward pass holds more buffers than a forward pass.
         deterministic : bool, optional
-            For FlashAttention-2: True runs the three-pass form without atomics, False the fused
-            one. Default: what `algorithm` says ("flash2": True, "flash2-fused": False).
+            For FlashAttention-2: True runs the three-pass form without atomics or, on a backend
+            that can and where that is faster, the fused one with dQ's additions in a fixed order;
+            False runs the fused one. Default: what `algorithm` says ("flash2": True,
+            "flash2-fused": False).
         trace : bool or "timeline", optional
             Default: as in `run`.
 
@@ -131,8 +133,12 @@ class Result:
             algorithm=algorithm,
             trace=self._job.trace if trace is None else _trace_mode(trace),
         )
+        engine = _engine(self._backend)
+        if deterministic and hasattr(engine, "orders_dq"):
+            ordered = replace(job, algorithm="flash2-fused", deterministic=True)
+            job = ordered if engine.orders_dq(ordered, self._saved) else job
         ndim = len(self.out.shape)
-        outcome = _engine(self._backend).backward(job, self._saved, _as_4d(dout))
+        outcome = engine.backward(job, self._saved, _as_4d(dout))
         grads = {name: _squeeze(x, ndim) for name, x in outcome.arrays.items() if name != "dbias"}
         dbias = outcome.arrays.get("dbias")
         if dbias is not None:
@@ -368,6 +374,7 @@ def _trace(job: Job, outcome: Outcome, direction: str, backend: str) -> Trace | 
         "numpy": np.__version__,
         "python": platform.python_version(),
         "kernel": outcome.kernel,
+        **({"gpu": outcome.gpu} if outcome.gpu else {}),
     }
     return Trace(
         job.problem,

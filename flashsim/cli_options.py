@@ -82,7 +82,7 @@ Launch = _option(str, "--launch", help=f"Order of blocks: {', '.join(ORDERS)}.",
 Walk = _option(str, "--walk", help=f"Order of a block's visits: {', '.join(WALKS)}.", panel=_L2)
 BlocksPerSm = _option(int | None, "--blocks-per-sm", help="Blocks an SM; what fits.", panel=_L2)
 Partitions = _option(int | None, "--partitions", help="1 or 2; the device's.", panel=_L2)
-Skew = _option(float, "--skew", help="How unevenly blocks progress, 0 to 1.", panel=_L2)
+Jitter = _option(float, "--jitter", help="How far a visit's time strays, in µs.", panel=_L2)
 Warm = _option(bool, "--warm", help="A stage finds in L2 what the last one left.", panel=_L2)
 L2Sizes = _option(
     str | None, "--l2-sizes", help="MiB, e.g. 10,20,50: DRAM bytes at each size.", panel=_L2
@@ -150,6 +150,15 @@ def parse_list(name: str, text: str, convert: Callable[[str], T]) -> list[T]:
         raise OptionError(
             f"--{name} takes values separated by commas, e.g. 1024,2048; got {text!r}"
         ) from None
+
+
+def parse_range(name: str, text: str) -> tuple[int, int]:
+    """``FIRST:LAST``; an error names the option."""
+    try:
+        first, last = (int(side) for side in text.split(":"))
+    except ValueError:
+        raise OptionError(f"--{name} takes FIRST:LAST, e.g. 0:3, got {text!r}") from None
+    return first, last
 
 
 def parse_window(text: str) -> tuple[int, int] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,11 +11,9 @@ from flashsim import api
 from flashsim import cli_options as opt
 from flashsim.cli_output import show_tables, working
 from flashsim.errors import OptionError
-from flashsim.hardware import Device
 from flashsim.l2 import L2Model
 from flashsim.problem import Problem
 from flashsim.report import Table
-from flashsim.trace import Trace
 
 
 def register(app: typer.Typer) -> None:
@@ -42,7 +39,7 @@ def dram(
     walk: opt.Walk = "straight",
     blocks_per_sm: opt.BlocksPerSm = None,
     partitions: opt.Partitions = None,
-    skew: opt.Skew = L2Model.skew,
+    jitter: opt.Jitter = L2Model.jitter * 1e6,
     warm: opt.Warm = False,
     l2_sizes: opt.L2Sizes = None,
     json: opt.Json = False,
@@ -52,7 +49,7 @@ def dram(
     from flashsim import l2
 
     problem = Problem(n_q, n_kv, head_dim, head_dim, batch, heads, kv_heads, dtype, causal)
-    model = L2Model(launch, walk, blocks_per_sm, partitions, skew, not warm)
+    model = L2Model(launch, walk, blocks_per_sm, partitions, jitter=jitter * 1e-6, flush=not warm)
     requested = _count(problem, algorithm, backward, tiling, device)
     with working("replaying"):
         if l2_sizes is None:
@@ -161,7 +158,8 @@ def verify(
     backward_tiling: opt.BackwardTile = "fit",
     device: opt.DeviceName = "H200",
     backend: opt.Backend = "cupy",
-    launch: opt.Launch = "head-first",
+    kernel: Annotated[str | None, typer.Option(help="hopper or portable; the best.")] = None,
+    launch: opt.Launch = "grouped",
     blocks_per_sm: opt.BlocksPerSm = None,
     save: Annotated[Path | None, typer.Option(help="Keep Nsight Compute's CSV here.")] = None,
     json: opt.Json = False,
@@ -173,42 +171,33 @@ def verify(
     options must say what ran there.
     """
     from flashsim import verify as verification
-    from flashsim.verify.measure import measure
 
     seen = opt.parse_window(window) if window else None
     problem = Problem(n_q, n_kv, head_dim, head_dim, batch, heads, kv_heads, dtype, causal, seen)
     tiles = [opt.choose_tiling(t, problem.head_dim, causal) for t in (tiling, backward_tiling)]
-    here = Device.get(device)  # kernels keep tiles in registers as well as in shared memory
-    wide = replace(here, sram_bytes=here.sram_per_sm + here.registers_per_sm)
-    directions = ("forward", "backward") if backward else ("forward",)
+    model = L2Model(launch, blocks_per_sm=blocks_per_sm)
+    case = verification.Case(
+        *(problem, algorithm, backend, device, kernel, (tiles[0], tiles[1])),
+        backward=(None,) if backward else (),
+    )
     if file is not None:
+        directions = ("forward", "backward") if backward else ("forward",)
         if None in tiles[: len(directions)]:
             raise OptionError(
                 "--from needs the tiles that ran: give --tiling and --backward-tiling"
             )
-        launches, traces = verification.parse(file.read_text(errors="replace")), list[Trace]()
+        launches = verification.parse(file.read_text(errors="replace"))
         predictions = [
-            api.count(problem, algorithm=algorithm, direction=d, tiling=t, device=wide)
+            verification.predict(problem, algorithm, d, t, device)
             for d, t in zip(directions, tiles, strict=False)
         ]
+        passes = verification.assign(predictions, launches)
     else:
-        wanted = {
-            "problem": {
-                name: getattr(problem, name)
-                for name in ("n_q", "n_kv", "head_dim", "batch", "heads", "kv_heads", "dtype")
-            }
-            | {"causal": causal, "window": seen},
-            "tilings": [None if t is None else (t.block_q, t.block_k) for t in tiles],
-            **{"algorithm": algorithm, "backend": backend, "backward": backward},
-            "device": device,
-        }
         with working("measuring"):
-            launches, traces, text = measure(wanted)
+            (passes,), text, _ = verification.measure([case])
         if save is not None:
             save.write_text(text)
-        predictions = [trace.predicted() for trace in traces]
-    model = L2Model(launch, blocks_per_sm=blocks_per_sm)
-    table = verification.verify(predictions, launches, traces=traces, l2=model).table()
+    table = verification.verify(passes, str(case), l2=model).table()
     show_tables([table], [table], json, csv)
 
 

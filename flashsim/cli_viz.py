@@ -16,7 +16,7 @@ from flashsim.cli_output import say, working
 from flashsim.compare import Comparison
 from flashsim.errors import FlashSimError, OptionError, choices
 from flashsim.problem import Problem
-from flashsim.samples import load_sample
+from flashsim.samples import TRACES, load_sample, load_sample_trace
 from flashsim.sweep import sweep
 from flashsim.tiling import Tiling
 from flashsim.trace import Trace
@@ -35,7 +35,12 @@ _OVER = {
 
 Traces = Annotated[
     list[Path] | None,
-    typer.Option("--trace", "-T", help="A saved trace; twice for two. Otherwise give sizes."),
+    typer.Option(
+        "--trace",
+        "-T",
+        help=f"A saved trace, or a bundled one of a GPU: {', '.join(TRACES)}. Twice for two. "
+        "Otherwise give sizes.",
+    ),
 ]
 Algorithms = Annotated[
     str, typer.Option("--algorithms", "-a", help="Separated by commas; run on the same tensors.")
@@ -93,7 +98,11 @@ def plot(
     tiling: opt.Tile = "fit",
     device: opt.DeviceName = "H100",
     over: Annotated[str, typer.Option(help=f"io-curve: one of {', '.join(_OVER)}.")] = "n_q",
-    color: Annotated[str, typer.Option(help="tile-map: order, bytes or flops.")] = "order",
+    color: Annotated[
+        str | None,
+        typer.Option(help="tile-map: order, bytes or flops; gpu-timeline: phase or block."),
+    ] = None,
+    sms: Annotated[str | None, typer.Option(help="gpu-timeline: FIRST:LAST SM shown.")] = None,
     theme: Theme = "light",
 ) -> None:
     """Draw one figure: .png, .svg, .pdf or what else Matplotlib writes.
@@ -108,14 +117,18 @@ def plot(
         if trace:
             raise OptionError(f"{kind} is drawn from sizes, not from a trace; leave out --trace")
         data = _counted(kind, sizes, causal, names, backward, tiling, device, over)
-        options = {"x": over} if kind == "io-curve" else {}
+        options: dict[str, Any] = {"x": over} if kind == "io-curve" else {}
     else:
         if kind in ("tile-map", "sram-timeline"):
             names = names[-1:]
+        if sms is not None and kind != "gpu-timeline":
+            raise OptionError(f"--sms is for gpu-timeline, not for {kind}")
         data = _recorded(
             trace, sizes, seed, input, demo_data, causal, names, backward, tiling, device
         ).traces
-        options = {"color": color} if kind == "tile-map" else {}
+        options = {"color": color or "order"} if kind == "tile-map" else {}
+        if kind == "gpu-timeline":
+            options = {"color": color, "sms": opt.parse_range("sms", sms) if sms else None}
     _draw(kind, data, out, theme, options)
     say(f"plot in {out}")
 
@@ -227,7 +240,7 @@ def _recorded(
         if given:
             names = ", ".join("--" + name.replace("_", "-") for name in given)
             raise OptionError(f"a saved trace has its own sizes and tensors; leave out {names}")
-        return Recorded([Trace.load(file) for file in files])
+        return Recorded([_load(file) for file in files])
     arrays = opt.read_arrays(sizes, seed, input, sample)
     tile = opt.choose_tiling(tiling, arrays.q.shape[-1], causal)
     traces = []
@@ -243,6 +256,12 @@ def _recorded(
             dout = arrays.gradient(seed + 1)
             traces.append(forward.backward(dout, tiling=tile, trace=True).trace)
     return Recorded([t for t in traces if t is not None], arrays.q, arrays.k)
+
+
+def _load(file: Path) -> Trace:
+    """A saved trace; a bundled one by its name, unless a file has it."""
+    bundled = str(file) in TRACES and not file.exists()
+    return load_sample_trace(str(file)) if bundled else Trace.load(file)
 
 
 def _counted(

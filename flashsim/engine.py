@@ -32,6 +32,9 @@ class Job:
         False, True (counts) or "timeline".
     options : mapping
         The engine's own options, by the names it lists in ``OPTIONS``.
+    deterministic : bool
+        Backward, "flash2-fused": add to dQ in a fixed order. Only where the engine's `orders_dq`
+        said that it can.
     """
 
     problem: Problem
@@ -45,6 +48,7 @@ class Job:
     key_order: KeyOrder = "ascending"
     trace: bool | str = False
     options: Mapping[str, Any] = field(default_factory=dict)
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,8 @@ class Outcome:
         What the engine's `backward` wants back, besides the job.
     timeline : ndarray of dtype `events.TIMELINE`, or None
         Where and when each part of each visit ran on a GPU, from ``trace="timeline"``.
+    gpu : str
+        The GPU's name; "" where none ran it.
     """
 
     arrays: dict[str, Any]
@@ -73,6 +79,7 @@ class Outcome:
     kernel: str
     saved: dict[str, Any] = field(default_factory=dict)
     timeline: Any = None
+    gpu: str = ""
 
 
 class Engine(Protocol):

@@ -5,11 +5,13 @@ one is made up from the device's peaks: an SM gets 1 / sm_count of the HBM bandw
 FLOP/s, a step moves its tiles and then computes, nothing overlaps. It shows order and proportion;
 it does not predict a kernel's time.
 
-One thread id stands for one SM and pipe, and within it slices nest.
+One thread id stands for one SM and pipe (simulated), or one SM, role and layer of overlapping
+visits (real), and within it slices nest.
 """
 
 from __future__ import annotations
 
+import gzip
 import heapq
 import json
 from collections.abc import Iterator
@@ -18,13 +20,15 @@ from typing import Any
 
 import numpy as np
 
+from flashsim import timeline
 from flashsim.errors import OptionError
 from flashsim.events import COMPUTE, OPS, PHASES, ROLES, TENSORS, TRANSFERS, StageTrace, gain
 from flashsim.trace import Trace
 from flashsim.work import TileOp, stage_work, total_flops
 
 PIPES = ("block", "memory", "compute")
-_LANES = 64  # thread ids kept for each SM: pipes, or blocks that share it
+_LANES = 256  # thread ids kept for each SM: pipes, or rows of the blocks that share it
+VISIT, STORE = PHASES.index("visit"), PHASES.index("store")
 _COUNTERS = 1_000_000  # a process id of its own for the counters
 Slice = dict[str, Any]
 
@@ -36,6 +40,7 @@ def write(trace: Trace, path: str | Path, *, heads: int = 1) -> Path:
     ----------
     trace : Trace
     path : path-like
+        One that ends in .gz is compressed, which Perfetto opens as well.
     heads : int
         Of a simulated trace: how many walks of each stage to lay out, at most all.
 
@@ -63,45 +68,12 @@ def write(trace: Trace, path: str | Path, *, heads: int = 1) -> Path:
         },
     }
     path = Path(path)
-    path.write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
+    data = json.dumps(document, separators=(",", ":")).encode()
+    path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
     return path
 
 
 # -- real timelines -------------------------------------------------------------------------------
-
-
-def lanes(spans: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Which lane of its SM each span goes to, so that blocks which share an SM do not overlap.
-
-    Parameters
-    ----------
-    spans : ndarray of dtype `TIMELINE`, (n,)
-
-    Returns
-    -------
-    lane, count : ndarray of int, (n,)
-        The lane, and how many lanes the span's SM has. All spans of a visit by one role share one.
-    """
-    fields = ("stage", "sm", "role", "head", "i", "j", "visit")
-    _, owner = np.unique(spans[list(fields)], return_inverse=True)
-    n = int(owner.max(initial=-1)) + 1
-    start, end = np.full(n, np.iinfo(np.int64).max), np.full(n, np.iinfo(np.int64).min)
-    sm, role = np.zeros(n, np.int64), np.zeros(n, np.int64)
-    np.minimum.at(start, owner, spans["start_ns"])
-    np.maximum.at(end, owner, spans["end_ns"])
-    sm[owner], role[owner] = spans["sm"], spans["role"]
-    lane = np.zeros(n, np.int64)
-    free: dict[int, list[int]] = {}  # when each lane of an SM ends
-    for at in np.lexsort((role, start)):
-        ends = free.setdefault(int(sm[at]), [])
-        fitting = [k for k, stop in enumerate(ends) if stop <= start[at]]
-        lane[at] = fitting[0] if fitting else len(ends)
-        if fitting:
-            ends[fitting[0]] = int(end[at])
-        else:
-            ends.append(int(end[at]))
-    counts = np.array([len(free[int(s)]) for s in sm], np.int64)
-    return lane[owner], counts[owner]
 
 
 def _real(trace: Trace) -> Iterator[Slice]:
@@ -109,29 +81,75 @@ def _real(trace: Trace) -> Iterator[Slice]:
     assert spans is not None
     if not len(spans):
         return
-    lane, _ = lanes(spans)
+    placed = timeline.rows(trace, spans)
     origin = int(spans["start_ns"].min())
-    names: dict[tuple[int, int], None] = {}
+    thread = spans["sm"].astype(np.int64) * _LANES + placed.row
     # Outer spans first where two begin together: slices nest in the order they are listed.
-    for at in np.lexsort((-spans["end_ns"], spans["start_ns"])):
-        s, thread = spans[at], int(lane[at])
-        names[int(s["sm"]), thread] = None
+    for at in np.lexsort((-spans["end_ns"], spans["start_ns"])).tolist():
+        s = spans[at]
         yield {
             "ph": "X",
-            "name": PHASES[s["phase"]],
-            "cat": trace.stages[s["stage"]].name,
+            "name": f"visit ({s['i']}, {s['j']})" if s["phase"] == 0 else PHASES[s["phase"]],
+            "cat": f"{trace.stages[s['stage']].name},{ROLES[s['role']]}",
             "pid": int(s["sm"]),
-            "tid": int(s["sm"]) * _LANES + thread,
+            "tid": int(thread[at]),
             "ts": (int(s["start_ns"]) - origin) / 1000,
             "dur": (int(s["end_ns"]) - int(s["start_ns"])) / 1000,
-            "args": {
-                **{key: int(s[key]) for key in ("head", "i", "j", "visit")},
-                "role": ROLES[s["role"]],
-            },
+            "args": {key: int(s[key]) for key in ("head", "i", "j", "visit")},
         }
-    for sm, thread in names:
+    for sm in np.unique(spans["sm"]).tolist():
         yield _name("process_name", sm, 0, f"SM {sm}")
-        yield _name("thread_name", sm, sm * _LANES + thread, f"lane {thread}")
+    for tid in np.unique(thread).tolist():
+        yield _name("thread_name", tid // _LANES, tid, placed.names[tid % _LANES])
+    yield from _real_counters(trace, spans, placed.block, origin)
+
+
+def _real_counters(
+    trace: Trace, spans: np.ndarray, block: np.ndarray, origin: int
+) -> Iterator[Slice]:
+    """Requested HBM bytes, counted when a block's part ends; SRAM that the blocks of an SM hold.
+
+    The timeline knows when, the events know how much: bytes of a visit count at its end, those of a
+    whole row or column when it is stored. A block holds its stage's peak while its last role works.
+    """
+    yield _name("process_name", _COUNTERS, 0, "totals")
+    moved: list[tuple[int, int]] = []
+    held: list[tuple[int, int, int]] = []
+    for number in np.unique(spans["stage"]).tolist():
+        stage, mine = trace.stages[number], spans["stage"] == number
+        last = mine & (spans["role"] == spans["role"][mine].max())  # of a visit's roles
+        parts = spans[last & np.isin(spans["phase"], (VISIT, STORE))]
+        moved += zip(parts["end_ns"].tolist(), _part_bytes(stage, parts).tolist(), strict=True)
+        peak = int(np.cumsum(gain(stage.events)).max(initial=0))
+        for one in np.unique(block[mine]).tolist():
+            life = spans[last & (block == one)]
+            sm = int(life["sm"][0])
+            held.append((int(life["start_ns"].min()), peak, sm))
+            held.append((int(life["end_ns"].max()), -peak, sm))
+    total = 0
+    for end, nbytes in sorted(moved):
+        total += nbytes
+        yield _counter("HBM bytes", _COUNTERS, (end - origin) / 1000, total)
+    on_chip: dict[int, int] = {}
+    for when, change, sm in sorted(held):  # an end before a start at the same time
+        on_chip[sm] = on_chip.get(sm, 0) + change
+        yield _counter("SRAM bytes", sm, (when - origin) / 1000, on_chip[sm])
+
+
+def _part_bytes(stage: StageTrace, parts: np.ndarray) -> np.ndarray:
+    """Requested bytes of visits, and of the rows or columns that are stored; int64 (n_parts,)."""
+    events = stage.events[np.isin(stage.events["op"], TRANSFERS)]
+    side = "j" if stage.stage.outer == "keys" else "i"
+    inside = events["visit"] >= 0
+    by_visit = np.zeros((stage.stride, int(events["visit"].max(initial=0)) + 1), np.int64)
+    np.add.at(by_visit, (events["head"][inside], events["visit"][inside]), events["bytes"][inside])
+    by_outer = np.zeros(int(events[side].max(initial=0)) + 1, np.int64)
+    np.add.at(by_outer, events[side][~inside], events["bytes"][~inside])
+    return np.where(
+        parts["phase"] == VISIT,
+        by_visit[parts["head"] % stage.stride, parts["visit"]],
+        by_outer[parts[side]],
+    )
 
 
 # -- simulated traces -----------------------------------------------------------------------------

@@ -9,6 +9,7 @@ and the simulated SRAM is measured against it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from flashsim.errors import OptionError, choices
@@ -61,6 +62,7 @@ class Stage:
     per: Literal["head", "group", "bias"] = "head"
 
 
+@lru_cache(maxsize=64)
 def stages(problem: Problem, algorithm: str, direction: str = "forward") -> tuple[Stage, ...]:
     """The stages of an algorithm, in the order they run.
 
@@ -89,6 +91,22 @@ def heads_of(stage: Stage, problem: Problem) -> tuple[int, int]:
         return batch * heads, 1 if heads == p.heads else p.heads
     stride = p.group if stage.per == "group" else 1
     return p.batch * p.heads // stride, stride
+
+
+def clump(stage: Stage, problem: Problem, l2_bytes: int) -> int:
+    """How many walks are worked on together, so that what their blocks share stays in L2.
+
+    Their tensors take at most 0.4 of L2: K and V, which query heads of a group share, with queries
+    outside; Q, dO and a float32 dQ with keys outside.
+    """
+    p, room = problem, int(0.4 * l2_bytes)
+    d, dv = p.head_dim, p.head_dim_v
+    if stage.outer == "queries":
+        heads = p.group * room // (p.n_kv * (d + dv) * p.itemsize)
+        size = max(p.group, heads // p.group * p.group)
+    else:
+        size = max(1, room // (p.group * p.n_q * ((d + dv) * p.itemsize + 4 * d)))
+    return min(size, heads_of(stage, p)[0])
 
 
 class _Sizes:

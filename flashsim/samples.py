@@ -1,4 +1,4 @@
-"""Inputs to try flashsim on: tensors of a real model that come with it, and random ones."""
+"""What comes with flashsim: tensors of a real model, timed traces of a real GPU; random inputs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import numpy as np
 
 from flashsim.errors import OptionError, choices
 from flashsim.problem import Problem, numpy_dtype
+from flashsim.trace import Trace
 
 #: Layers of the bundled model (see flashsim/data/README.md).
 SAMPLES = ("layer0", "layer5")
+#: Bundled traces of GPU runs.
+TRACES = ("h200-forward", "h200-backward")
 
 
 class Sample(NamedTuple):
@@ -49,6 +52,31 @@ def load_sample(name: str = "layer0") -> Sample:
     file = resources.files("flashsim") / "data" / "minilm_qkv.npz"
     with file.open("rb") as stream, np.load(stream) as arrays:
         return Sample(*(arrays[f"{name}_{field}"] for field in Sample._fields))
+
+
+def load_sample_trace(name: str = "h200-forward") -> Trace:
+    """A real GPU's trace, with a timeline: where and when each part of each visit ran.
+
+    FlashAttention-2 of 16 heads, 2,048 queries and keys, causal, bfloat16, by the Hopper kernels on
+    an NVIDIA H200; head_dim 128, the backward pass fused. ``provenance`` says more.
+
+    Parameters
+    ----------
+    name : {"h200-forward", "h200-backward"}
+
+    Returns
+    -------
+    Trace
+
+    Raises
+    ------
+    OptionError
+        For a trace that is not bundled.
+    """
+    if name not in TRACES:
+        raise OptionError(f"unknown trace {name!r}; {choices(name, TRACES)}")
+    with resources.as_file(resources.files("flashsim") / "data" / f"{name}.npz") as file:
+        return Trace.load(file)
 
 
 class RandomInputs(NamedTuple):

@@ -2,9 +2,10 @@
 
 An archive holds ``header`` (JSON, as UTF-8 bytes): format, version, problem, device, stages and
 provenance; and arrays: ``events_0``, ``events_1``, ... (dtype `events.EVENT`), one a stage;
-``timeline`` (dtype `events.TIMELINE`) and ``block_mask``, if there are any; and ``mask_0_ptr``,
-``mask_0_col``, ``mask_0_kind``, the tiles that a mask function kept under the trace's first tiling
-(see `SavedMask`), and so on.
+``block_mask``, if there is one; and ``mask_0_ptr``, ``mask_0_col``, ``mask_0_kind``, the tiles that
+a mask function kept under the trace's first tiling (see `SavedMask`), and so on. A timeline is
+stored field by field, ``timeline_sm`` and so on (`events.TIMELINE`), each start as its distance
+from the one before and each end as a duration: a third of the size.
 
 What the codes of operations, tensors, phases and roles mean is spelled out in the header, so a
 later flashsim may renumber them.
@@ -163,7 +164,7 @@ def _pack(trace: Trace) -> tuple[dict[str, Any], dict[str, Any]]:
         "stages": [_pack_stage(stage) for stage in trace.stages],
     }
     if trace.timeline is not None:
-        arrays["timeline"] = trace.timeline
+        arrays |= _pack_timeline(trace.timeline)
     if grid is not None:
         header["block_mask"] = [grid.block_q, grid.block_k]
         arrays["block_mask"] = grid.grid
@@ -209,8 +210,8 @@ def _unpack(header: dict[str, Any], archive: Any) -> Trace:
         for n, entry in enumerate(header["stages"])
     ]
     timeline = None
-    if "timeline" in archive.files:
-        timeline = _recoded(archive["timeline"], TIMELINE, names)
+    if "timeline_sm" in archive.files:
+        timeline = _recoded(_unpack_timeline(archive), TIMELINE, names)
     return Trace(
         problem,
         Device(**header["device"]),
@@ -221,6 +222,25 @@ def _unpack(header: dict[str, Any], archive: Any) -> Trace:
         header["provenance"],
         timeline,
     )
+
+
+def _pack_timeline(spans: np.ndarray) -> dict[str, np.ndarray]:
+    fields = {name: spans[name] for name in TIMELINE.names or ()}
+    fields["end_ns"] = fields["end_ns"] - fields["start_ns"]
+    fields["start_ns"] = np.diff(fields["start_ns"], prepend=0)
+    return {f"timeline_{name}": values for name, values in fields.items()}
+
+
+def _unpack_timeline(archive: Any) -> np.ndarray:
+    stored = {name: archive[f"timeline_{name}"] for name in TIMELINE.names or ()}
+    spans = np.zeros(len(stored["sm"]), TIMELINE)
+    for name, values in stored.items():
+        if values.dtype != TIMELINE[name] or values.shape != spans.shape:
+            raise ValueError(f"timeline_{name} has dtype {values.dtype} and shape {values.shape}")
+        spans[name] = values
+    spans["start_ns"] = np.cumsum(spans["start_ns"])
+    spans["end_ns"] += spans["start_ns"]
+    return spans
 
 
 def _table(archive: Any, n: int) -> Csr:

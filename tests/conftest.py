@@ -27,7 +27,7 @@ def pytest_configure(config):
 
 def pytest_report_header(config):
     name = config.getoption("--fault")
-    return f"seeded fault: {name}: {faults.FAULTS[name].bug}" if name else None
+    return f"seeded fault: {name}: {faults.catalogue()[name].bug}" if name else None
 
 
 def pytest_collection_modifyitems(items):

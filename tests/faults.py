@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib.machinery
 import importlib.util
+import os
 import sys
 from dataclasses import dataclass
 
@@ -204,6 +205,13 @@ FAULTS = {
 }
 
 
+def catalogue() -> dict[str, Fault]:
+    """These faults, and those that need a GPU."""
+    import faults_numba  # it imports this module
+
+    return FAULTS | faults_numba.FAULTS
+
+
 def install(name: str) -> None:
     """Seed one fault; flashsim must not have been imported yet.
 
@@ -212,13 +220,14 @@ def install(name: str) -> None:
     FaultError
         If there is no such fault, it no longer fits, or it comes too late.
     """
-    if name not in FAULTS:
-        close = difflib.get_close_matches(name, FAULTS, n=1)
+    known = catalogue()
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise FaultError(f"no fault {name!r}{hint}; there are: {', '.join(FAULTS)}")
+        raise FaultError(f"no fault {name!r}{hint}; there are: {', '.join(known)}")
     if "flashsim" in sys.modules:
         raise FaultError("flashsim is already imported; a fault must be seeded before that")
-    fault = FAULTS[name]
+    fault = known[name]
     faulty_source(fault)
     sys.meta_path.insert(0, _Finder(fault))
 
@@ -228,6 +237,8 @@ def faulty_source(fault: Fault) -> str:
     *parents, leaf = fault.module.split(".")
     folder = importlib.util.find_spec(parents[0])
     path = "/".join([*folder.submodule_search_locations, *parents[1:], f"{leaf}.py"])
+    if not os.path.exists(path):  # as checked out, flashsim.backends lies beside flashsim
+        path = path.replace("/flashsim/backends/", "/backends/")
     with open(path, encoding="utf-8") as file:
         source = file.read()
     if source.count(fault.old) != 1:

@@ -114,6 +114,41 @@ def test_bits_do_not_depend_on_the_number_of_threads(algorithm, shape, options):
     assert_same_bits(one, five)
 
 
+RUNS = {
+    "causal": {"causal": True},
+    "descending": {"causal": True, "key_order": "descending"},
+    "window": {"window": (25, 9)},
+    "mask": {"mask": lambda q, k: (q + k) % 7 != 0},
+    "block-mask": {"block_mask": np.random.default_rng(1).random((8, 11)) < 0.4},
+    "varlen": {"cu_seqlens_q": (0, 40, 40, 113), "cu_seqlens_k": (0, 60, 80, 170), "causal": True},
+}
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_row_tiles_walked_together_keep_their_bits_and_traces(case, monkeypatch):
+    x = tensors(113, 170, 16, heads=8)
+    options = {"tiling": Tiling(16, 16), "threads": 1, "trace": True, **RUNS[case]}
+    run = [], []
+    for together, heights in ((1 << 18, run[0]), (0, run[1])):
+        monkeypatch.setattr(cpu, "TOGETHER", together)
+        real = cpu._runs
+
+        def noted(*args, real=real, heights=heights):
+            runs = real(*args)
+            heights.append(np.diff(runs).max())
+            return runs
+
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu, "_runs", noted)
+            result = flashsim.run(x.q, x.k, x.v, backend="numba", **options)
+        heights.append(result)
+    (several, grouped), (one, alone) = run
+    assert several > one == 1
+    np.testing.assert_array_equal(grouped.out, alone.out)
+    np.testing.assert_array_equal(grouped.lse, alone.lse)
+    assert grouped.trace.same_events(alone.trace)
+
+
 @pytest.mark.parametrize("bias", [(1, 1), (1, 4), (2, 1), (2, 4), None])
 @pytest.mark.parametrize("by_row", [True, False])
 def test_heads_that_share_a_bias_gradient_belong_to_one_thread(by_row, bias):

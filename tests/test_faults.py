@@ -34,9 +34,9 @@ def test_the_suite_notices(name):
     assert f"seeded fault: {name}" in done.stdout
 
 
-@pytest.mark.parametrize("name", faults.FAULTS)
+@pytest.mark.parametrize("name", faults.catalogue())
 def test_fits_the_source_and_compiles(name):
-    compile(faults.faulty_source(faults.FAULTS[name]), name, "exec")
+    compile(faults.faulty_source(faults.catalogue()[name]), name, "exec")
 
 
 def test_a_fragment_that_is_gone_is_an_error():

@@ -127,8 +127,8 @@ def test_heads_that_disagree_are_an_error():
 def test_timeline_turns_cycles_into_nanoseconds():
     p = Problem(64, 48, 16, heads=2)
     schedule = Schedule(p, TILING)  # 2 row tiles x 3 visits
-    blocks = np.zeros((2, 2, launch.TILE_STAMPS), np.uint64)
-    visits = np.zeros((2, schedule.n_visits, launch.VISIT_STAMPS), np.uint64)
+    blocks = np.zeros((2, 2, 1, launch.TILE_STAMPS), np.uint64)
+    visits = np.zeros((2, schedule.n_visits, 1, launch.VISIT_STAMPS), np.uint64)
     for walk in range(2):
         for tile in range(2):
             sm = walk * 2 + tile

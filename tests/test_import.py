@@ -29,7 +29,8 @@ LAYERS = (
     ("traffic",),
     ("l2",),
     ("trace", "roofline"),
-    ("tracefile", "perfetto"),
+    ("tracefile", "timeline"),
+    ("perfetto",),
     ("memory", "engine"),
     ("algorithms",),
     ("engines",),
@@ -46,7 +47,7 @@ FROM_BACKENDS = {
 }
 FROM_VIZ = {
     *("errors", "hardware", "problem", "tiling", "schedule", "events", "trace", "traffic"),
-    *("report", "bounds", "work", "perfetto"),
+    *("report", "bounds", "work", "timeline"),
 }
 
 

@@ -27,7 +27,9 @@ def check(problem, tiling=None, backward_tiling=None, kind="normal"):
     given = (x["q"], x["k"], x["v"])
     exact, lse = oracle.attention(*given, p)
     plain, _ = oracle.attention(*given, p, dtype=p.dtype)
-    result = flashsim.run(*given, backend="numba_cuda", tiling=tiling, **options(p))
+    result = flashsim.run(
+        *given, backend="numba_cuda", kernel="tensor", tiling=tiling, **options(p)
+    )
     assert result.out.dtype == numpy_dtype(p.dtype)
     assert result.kernel == "tensor"
     assert np.abs(result.out.astype(np.float64) - exact).max() <= budget(exact, plain, p)

@@ -2,8 +2,10 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,9 @@ import flashsim
 from flashsim import Problem, Tiling
 from flashsim.backends import launch, portable
 from flashsim.backends.launch import Gpu
+from flashsim.engine import Job
 from flashsim.errors import BackendUnavailable, OptionError, TilingError, UnsupportedError
+from flashsim.problem import BlockMask
 
 try:
     from flashsim.backends.numba_gpu import teaching_run
@@ -78,6 +82,109 @@ def test_tensor_core_kernels_assemble_in_registers(name, arch):
         assert stack <= spilled
 
 
+HOPPER = {
+    "128": Problem(4096, 4096, 128, heads=2, dtype="bfloat16"),
+    "64 causal": Problem(4096, 4096, 64, heads=2, dtype="bfloat16", causal=True),
+    "256": Problem(4096, 4096, 256, heads=2, dtype="bfloat16", causal=True),
+    "odd": PROBLEMS["fp16 odd"],
+    "128 blocks": Problem(
+        *(512, 512, 128),
+        dtype="bfloat16",
+        block_mask=BlockMask(np.eye(4, dtype=bool), 128, 128),
+    ),
+}
+
+
+def hopper_kernel(problem, report=""):
+    from flashsim.backends.numba_gpu import hopper
+
+    (one,) = hopper.forward_passes(problem, None, GPUS["sm_90a"], "ascending", report)
+    return one.kernel
+
+
+def ptxas(text, folder):
+    """What ptxas says of a whole program, as the driver compiles it; nvJitLink cannot."""
+    finder = pytest.importorskip("cuda.pathfinder")
+    program = finder.find_nvidia_binary_utility("ptxas") or shutil.which("ptxas")
+    if program is None:
+        pytest.skip("no ptxas: pip install nvidia-cuda-nvcc (cu12: nvidia-cuda-nvcc-cu12)")
+    source = folder / "kernel.ptx"
+    source.write_text(text)
+    command = [program, "-arch=sm_90a", "-v", str(source), "-o", str(folder / "kernel.cubin")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    log = done.stdout + done.stderr
+    assert done.returncode == 0, log
+    return log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("report", ["", "timeline"])
+@pytest.mark.parametrize("name", HOPPER)
+def test_hopper_kernels_assemble_in_registers_and_asynchronously(name, report, tmp_path):
+    from flashsim.backends.numba_gpu import compiler
+
+    kernel = hopper_kernel(HOPPER[name], report)
+    text = compiler.ptx(kernel, (9, 0))
+    assert text.startswith(".version 8.0") or "\n.version 8.0\n" in text
+    for number in range(3):  # the copy engine reads tensor maps at multiples of 64
+        assert f".param .align 64 .b8 hopper_forward_param_{number}[128]" in text
+    assert ".local" not in text
+    log = ptxas(text, tmp_path)
+    assert "C75" not in log, log  # C7504: setmaxnreg is ignored; C7509 ...: wgmma is serialised
+    registers, stack, spilled = resources(log)
+    assert registers * kernel.threads <= 65536
+    assert (stack, spilled) == (0, 0)
+
+
+def test_a_group_of_products_is_one_piece_of_ptx():
+    """No register move may come between the fence and a product, nor between two products."""
+    from flashsim.backends.numba_gpu import compiler
+
+    text = compiler.ptx(hopper_kernel(HOPPER["64 causal"]), (9, 0))
+    groups = re.findall(r"wgmma\.fence.*?wgmma\.commit_group[^;]*;", text, re.DOTALL)
+    assert len(groups) == 4  # scores and output, of the first (last) visit and of the others
+    for group in groups:
+        lines = {line.split()[0] for line in re.split(r"[;\n]\s*", group) if line.strip()}
+        assert {name.split(".")[0] for name in lines} == {"wgmma", "add", "mov"}
+        moved = re.findall(r"mov\.b64\s+(\w)", group)
+        assert set(moved) <= {"l", "r"}  # descriptors
+
+
+@pytest.mark.parametrize(
+    ("change", "tiling", "gpu", "why"),
+    [
+        ({}, None, "sm_80", "they need compute capability 9.0, and A100 has 8.0"),
+        ({}, Tiling(64, 64), "sm_90a", "64 x 64 tiles are none of theirs"),
+        (
+            {"block_mask": BlockMask(np.ones((8, 8), bool), 64, 64)},
+            *(None, "sm_90a", "do not divide the block mask"),
+        ),
+    ],
+)
+def test_what_hoppers_kernels_do_not_take_is_refused_with_a_reason(change, tiling, gpu, why):
+    from flashsim.backends.numba_gpu import hopper
+
+    p = Problem(512, 512, 128, dtype="bfloat16", **change)
+    assert hopper.refusal(PROBLEMS["bf16 128 causal"], None, GPUS["sm_90a"], "forward") is None
+    assert why in hopper.refusal(p, tiling, GPUS[gpu], "forward")
+    with pytest.raises(UnsupportedError, match=f"{why}.*kernel='tensor' may"):
+        hopper.forward_passes(p, tiling, GPUS[gpu], "ascending", "")
+
+
+def test_hoppers_kernels_are_taken_where_they_run():
+    from flashsim.backends.numba_gpu import hopper, tensor
+
+    job = Job(PROBLEMS["bf16 128 causal"], None, None, None)
+    chosen = numba_engine._family
+    h200 = GPUS["sm_90a"]
+    assert chosen(job, h200, "forward") is hopper
+    assert chosen(job, h200, "backward") is tensor
+    assert chosen(job, GPUS["sm_80"], "forward") is tensor
+    assert chosen(replace(job, tiling=Tiling(64, 64)), h200, "forward") is tensor
+    assert chosen(replace(job, options={"kernel": "tensor"}), h200, "forward") is tensor
+    assert chosen(replace(job, options={"kernel": "hopper"}), GPUS["sm_80"], "forward") is hopper
+
+
 @pytest.mark.slow
 def test_reports_are_compiled_in_only_where_asked_for():
     from flashsim.backends.numba_gpu import compiler
@@ -100,12 +207,12 @@ def test_compiled_kernels_are_kept_on_disk(tmp_path, monkeypatch, capsys):
         PROBLEMS["fp16 odd"], None, GPUS["sm_80"], "ascending", "", "flash2-fused"
     )[-1]
     assert one.kernel.name == "flash_convert"
-    path = compiler.cubin(one.kernel, (8, 0))
+    path = compiler.image(one.kernel, (8, 0))
     assert path.parent == tmp_path
     assert path.read_bytes()[:4] == b"\x7fELF"
     assert "compiled flash_convert (Python)" in capsys.readouterr().err
     monkeypatch.setattr(compiler, "ptx", None)  # a second compile would fail
-    assert compiler.cubin(one.kernel, (8, 0)) == path
+    assert compiler.image(one.kernel, (8, 0)) == path
     assert capsys.readouterr().err == ""
 
 

@@ -29,6 +29,29 @@ def test_an_unknown_sample_says_which_there_are():
         flashsim.load_sample("layer1")
 
 
+@pytest.mark.parametrize("name", ["h200-forward", "h200-backward"])
+def test_a_bundled_trace_is_a_gpus_and_its_counts_are_the_prediction(name):
+    trace = flashsim.load_sample_trace(name)
+
+    assert trace.provenance["gpu"] == "NVIDIA H200"
+    assert trace.provenance["command"].startswith("benchmarks/gpu_trace.py")
+    assert (trace.backend, trace.direction) == ("cupy", name.removeprefix("h200-"))
+    assert not trace.diff(trace.predicted())
+    spans = trace.timeline
+    assert (spans["end_ns"] >= spans["start_ns"]).all()
+    assert 100 < len(np.unique(spans["sm"])) <= 132
+    main = [s.name for s in trace.stages].index(trace.main_stage.name)
+    visits = spans[(spans["stage"] == main) & (spans["phase"] == 0)]
+    roles, each = np.unique(visits["role"], return_counts=True)
+    assert set(each) == {trace.main_stage.schedule.n_visits * 16}  # every role, every visit
+    assert len(roles) == 3
+
+
+def test_an_unknown_trace_says_which_there_are():
+    with pytest.raises(FlashSimError, match=r"unknown trace 'h200'; .*possible: h200-forward"):
+        flashsim.load_sample_trace("h200")
+
+
 def test_random_inputs_have_the_problems_shapes_and_follow_the_seed():
     problem = Problem(
         n_q=5, n_kv=7, head_dim=3, head_dim_v=2, batch=2, heads=4, kv_heads=2, dtype="bfloat16"

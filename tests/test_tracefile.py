@@ -159,7 +159,10 @@ def test_masks_without_a_name_are_called_by_their_type(path):
 def test_timelines_are_kept(trace, path):
     trace.timeline = np.zeros(5, TIMELINE)
     trace.timeline["phase"] = np.arange(5)
-    trace.timeline["start_ns"] = 10**15 + np.arange(5)
+    trace.timeline["start_ns"] = 10**15 + np.array([50, 7, 99, 0, 12])  # in no order
+    trace.timeline["end_ns"] = trace.timeline["start_ns"] + np.arange(5) ** 2
+    for field in ("role", "sm", "head", "i", "j", "visit"):
+        trace.timeline[field] = np.arange(5) % 3 - (field in ("i", "j", "visit"))
     trace.save(path)
 
     loaded = Trace.load(path).timeline
@@ -168,21 +171,30 @@ def test_timelines_are_kept(trace, path):
     assert loaded.dtype == TIMELINE
 
 
+def test_a_timeline_of_another_shape_is_refused(trace, path):
+    trace.timeline = np.zeros(5, TIMELINE)
+    trace.save(path)
+    edit(path, add={"timeline_head": np.zeros(4, np.int32)})
+
+    with pytest.raises(TraceError, match="timeline_head has dtype int32 and shape"):
+        Trace.load(path)
+
+
 def test_codes_are_read_by_their_names(trace, path):
     """A file from a flashsim that numbers its tensors in another order reads the same."""
     trace.timeline = np.zeros(len(PHASES), TIMELINE)
     trace.timeline["phase"] = np.arange(len(PHASES))
     trace.save(path)
     with np.load(path) as archive:
-        events, timeline = archive["events_0"], archive["timeline"]
+        events, timeline = archive["events_0"], archive["timeline_phase"]
     events["tensor"] = len(TENSORS) - 1 - events["tensor"]
-    timeline["phase"] = len(PHASES) - 1 - timeline["phase"]
+    timeline = (len(PHASES) - 1 - timeline).astype(np.uint8)
 
     def reverse(header):
         header["names"]["tensor"].reverse()
         header["names"]["phase"].reverse()
 
-    edit(path, header=reverse, add={"events_0": events, "timeline": timeline})
+    edit(path, header=reverse, add={"events_0": events, "timeline_phase": timeline})
 
     loaded = Trace.load(path)
     assert loaded.same_events(trace)

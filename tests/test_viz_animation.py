@@ -115,6 +115,33 @@ def test_gif(tmp_path):
     assert {bytes_of(palette.color("O")), bytes_of(palette.THEMES["light"].accent)} <= colors
 
 
+def test_every_frame_of_a_gif_is_whole(tmp_path):
+    """Pixels that stay are left out of the file; what a viewer shows must not miss them."""
+    path = viz.animate(cases.trace(), tmp_path / "walk.gif", max_frames=6)
+    film = Film(cases.trace(), max_frames=6)
+    with Image.open(path) as gif:
+        for number, expected in enumerate(film.frames()):
+            gif.seek(number)
+            off = np.abs(np.asarray(gif.convert("RGB")).astype(int) - expected).max(axis=2)
+            assert np.mean(off > 40) < 0.002  # edges of text take the nearest colour
+
+
+def test_what_is_in_flight_is_listed():
+    film = Film(cases.trace(direction="backward"))
+    moves = film.panels[0][2]
+    step = next(n for n in range(len(film)) if len(film.scenes[0].walk.moves(n)) >= 4)
+    film.frame(step)
+    listed = [name.get_text() for _, name, _ in moves.rows if name.get_visible()]
+    events = film.scenes[0].walk.moves(step)
+    assert len(listed) == len(events)
+    assert {text.split()[0] for text in listed} <= {"load", "store", "reduce"}
+
+
+def test_two_walks_share_one_scale_of_sram():
+    film = Film([cases.trace("standard"), cases.trace("flash2")])
+    assert film.scenes[0].full == film.scenes[1].full
+
+
 def test_two_side_by_side(tmp_path):
     pair = {"a": cases.trace("flash1"), "b": cases.trace("flash2")}
     path = viz.animate(pair, tmp_path / "two.gif", max_frames=3, clock="bytes", theme="dark")

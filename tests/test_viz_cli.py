@@ -46,11 +46,23 @@ def test_plot_from_saved_traces(tmp_path):
     assert call("plot", "tile-map", *files[:2], "-o", tmp_path / "map.pdf").exit_code == 0
 
 
+def test_bundled_gpu_traces_have_names(tmp_path):
+    out = tmp_path / "gpu.svg"
+    done = call("plot", "gpu-timeline", "-T", "h200-forward", "--sms", "0:1", "-o", out)
+    assert done.exit_code == 0
+    assert "stage forward: 2 SMs" in out.read_text()
+    assert "NVIDIA H200" in out.read_text()
+    wrong = call("plot", "gpu-timeline", "-T", "h200-forward", "--sms", "0-1", "-o", out)
+    assert (wrong.exit_code, "--sms takes FIRST:LAST" in wrong.output) == (2, True)
+    wrong = call("plot", "tile-map", "-n", 64, "--sms", "0:1", "-o", out)
+    assert (wrong.exit_code, "--sms is for gpu-timeline" in wrong.output) == (2, True)
+
+
 def test_plot_of_a_gpu_timeline(tmp_path):
     cases.with_timeline().save(tmp_path / "gpu.npz")
     out = tmp_path / "gpu.svg"
     assert call("plot", "gpu-timeline", "-T", tmp_path / "gpu.npz", "-o", out).exit_code == 0
-    assert "SMs at work" in out.read_text()
+    assert "stage forward: 3 SMs" in out.read_text()
 
 
 @pytest.mark.parametrize("over", ["head_dim", "block_q", "sram_bytes"])
@@ -108,7 +120,7 @@ def test_the_gallery_writes_what_the_docs_show(tmp_path, monkeypatch):
     spec = importlib.util.spec_from_file_location("gallery", docs / "gallery.py")
     gallery = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(gallery)
-    names = {*gallery.PLOTS, *gallery.ANIMATIONS, *gallery.PAGES, "page.png"}
+    names = {*gallery.PLOTS, *gallery.ANIMATIONS, *gallery.FILES, "page.png"}
     text = (docs / "gallery.md").read_text(encoding="utf-8")
     assert names == {path.name for path in (docs / "gallery").iterdir()}
     assert all(f"(gallery/{name})" in text for name in names)

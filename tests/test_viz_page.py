@@ -87,6 +87,30 @@ def test_file_and_notebook(tmp_path):
     assert 'sandbox="allow-scripts"' in frame
 
 
+def test_plays_in_a_notebook(browser, tmp_path):
+    host = tmp_path / "cell.html"
+    # JupyterLab shows a cell's frame only after its page has run.
+    cell = viz.page(cases.result())._repr_html_()
+    host.write_text(f"<!DOCTYPE html><div id='cell' style='display:none'>{cell}</div>")
+    tab = browser.new_page(viewport={"width": 900, "height": 900})
+    problems = []
+    tab.on("console", lambda message: problems.append(message.text))
+    tab.on("pageerror", lambda error: problems.append(str(error)))
+    tab.goto(host.as_uri())
+    inside = tab.frames[-1]
+    inside.wait_for_function("window.player")
+    tab.evaluate("document.getElementById('cell').style.display = 'block'")
+    frame = tab.frame_locator("iframe")
+    frame.get_by_label("Step forward").click()
+    expect = f"step 2 of {len(Walk(cases.trace()))}"
+    frame.get_by_text(expect).wait_for(timeout=5000)
+    inside.wait_for_function("player.panes[0].diagram.box.w > 300", timeout=5000)
+    inside.evaluate("document.getElementById('panes').style.width = '280px'")  # no resize event
+    inside.wait_for_function("player.panes[0].canvas.width === 280", timeout=5000)
+    tab.close()
+    assert not problems
+
+
 def test_errors():
     with pytest.raises(OptionError, match="at most two traces, got 3"):
         viz.page([cases.trace()] * 3)

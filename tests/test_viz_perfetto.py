@@ -1,13 +1,17 @@
 """Chrome trace events: they load, nest within each thread, and add up."""
 
+import gzip
 import json
 from collections import defaultdict
 
+import numpy as np
 import pytest
 import viz_cases as cases
 
-from flashsim import perfetto
+import flashsim
+from flashsim import perfetto, timeline
 from flashsim.errors import OptionError
+from flashsim.events import TRANSFERS
 
 
 def load(trace, tmp_path, **options):
@@ -64,15 +68,73 @@ def test_heads(tmp_path):
         trace.to_perfetto(tmp_path / "x.json", heads=0)
 
 
+def counters(events, name):
+    return [(e["pid"], e["ts"], e["args"]["bytes"]) for e in events if e["name"] == name]
+
+
 def test_real_timelines_nest_although_blocks_share_a_multiprocessor(tmp_path):
     trace = cases.with_timeline(sm_count=2, shared=2)
     events = load(trace, tmp_path)
     threads = assert_nested(events)
-    assert len(threads) == 4  # two SMs, two lanes each
+    assert len(threads) == 4  # two SMs, two blocks each
     assert sum(len(slices) for slices in threads.values()) == len(trace.timeline)
-    visits = [e for e in events if e["name"] == "visit"]
+    visits = [e for e in events if e["name"].startswith("visit (")]
+    assert len(visits) == trace.n_visits
     assert min(e["ts"] for e in visits) == 0
     assert visits[0]["dur"] == pytest.approx(0.64)
+    names = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert names == {"block 0", "block 1"}
+
+
+def test_a_block_keeps_its_place(tmp_path):
+    trace = cases.with_timeline(sm_count=2, shared=2)
+    places = defaultdict(set)
+    for e in load(trace, tmp_path):
+        if e["ph"] == "X":
+            places[e["args"]["i"]].add(e["tid"])
+    assert [len(found) for found in places.values()] == [1] * trace.schedule.t_r
+
+
+def test_roles_and_overlapping_visits_nest(tmp_path):
+    trace = cases.with_roles()
+    events = load(trace, tmp_path)
+    threads = assert_nested(events)
+    assert len(threads) == 5 * trace.schedule.t_r  # a block an SM: producer, twice a consumer's two
+    assert sum(len(slices) for slices in threads.values()) == len(trace.timeline)
+
+
+@pytest.mark.parametrize("timed", [cases.with_roles, cases.with_timeline])
+def test_real_counters(timed, tmp_path):
+    trace = timed()
+    events = load(trace, tmp_path)
+    moved = [nbytes for _, _, nbytes in counters(events, "HBM bytes")]
+    assert moved == sorted(moved)
+    stored = timed is cases.with_roles  # the other times no stores, so Q and O are not counted
+    by_rows = sum(trace.bytes(None, tensor) for tensor in "QOL")
+    assert moved[-1] == trace.bytes() - (0 if stored else by_rows)
+    held = counters(events, "SRAM bytes")
+    together = 1 if stored else 2  # blocks on an SM
+    assert max(nbytes for _, _, nbytes in held) == together * trace.peak_sram()
+    assert {nbytes for sm, _, nbytes in held[-1:]} == {0}
+
+
+def test_bundled_gpu_traces(tmp_path):
+    for name, passes in (("h200-forward", 0), ("h200-backward", 1)):
+        trace = flashsim.load_sample_trace(name)
+        path = trace.to_perfetto(tmp_path / f"{name}.json.gz")
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        threads = assert_nested(events)
+        assert sum(len(slices) for slices in threads.values()) == len(trace.timeline)
+        stage = trace.stages[passes]
+        moved = np.isin(stage.events["op"], TRANSFERS)
+        total = int(stage.events["bytes"][moved].sum()) * stage.repeat
+        assert counters(events, "HBM bytes")[-1][2] == total
+
+
+def test_a_producer_that_runs_ahead_takes_no_place(tmp_path):
+    trace = flashsim.load_sample_trace("h200-backward")
+    names = timeline.rows(trace, trace.timeline).names
+    assert names == ("producer", "consumer 0", "consumer 1")  # one block an SM at a time
 
 
 def test_the_nesting_check_can_fail():

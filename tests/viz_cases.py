@@ -49,8 +49,40 @@ def with_timeline(sm_count=3, shared=2):
                 now += took
             spans.append((0, 0, 0, sm, *where, start, now))
         free[sm, lane] = now
-    timeline = np.array(spans, TIMELINE)
+    return _timed(source, spans)
+
+
+def with_roles():
+    """A trace of one warp-specialised block an SM; the next visit begins under this one's output.
+
+    The producer runs ahead; two consumers make the same visits, the second 50 ns later.
+    """
+    source = trace(causal=False)
+    spans = []
+    for i in range(source.schedule.t_r):
+        for visit in source.schedule.visits(i):
+            now, where = 400 * (visit.index % source.schedule.t_c), (0, i, visit.j, visit.index)
+            spans.append((0, PHASES.index("visit"), 1, i, *where, now, now + 390))
+            spans.append((0, PHASES.index("load"), 1, i, *where, now + 300, now + 390))
+            for role, at in ((2, now + 400), (3, now + 450)):
+                start = at
+                for phase, took in (
+                    ("load", 20),
+                    ("scores", 150),
+                    ("softmax", 200),
+                    ("output", 400),
+                ):
+                    spans.append((0, PHASES.index(phase), role, i, *where, at, at + took))
+                    at += took
+                spans.append((0, PHASES.index("visit"), role, i, *where, start, at))
+        for role in (2, 3):
+            where = (0, i, -1, -1)
+            spans.append((0, PHASES.index("store"), role, i, *where, at, at + 250))
+    return _timed(source, spans)
+
+
+def _timed(source, spans):
     return Trace(
         source.problem, source.device, source.algorithm, source.direction, "cupy", source.stages,
-        source.provenance, timeline,
+        source.provenance, np.array(spans, TIMELINE),
     )  # fmt: skip

@@ -26,8 +26,8 @@ from PIL import Image
 
 from flashsim.errors import BackendUnavailable, OptionError, choices
 from flashsim.viz import palette, sources
-from flashsim.viz.palette import Theme
-from flashsim.viz.scene import Counters, Scene, StatisticsPanel
+from flashsim.viz.panels import Counters, Moves, StatisticsPanel
+from flashsim.viz.scene import Scene, sram_scale
 from flashsim.viz.statistics import RowStatistics
 from flashsim.viz.style import rc
 from flashsim.viz.walk import Walk
@@ -136,8 +136,9 @@ class Film:
             self.canvas = FigureCanvasAgg(self.figure)
             self.panels: list[list[Any]] = []
             self.scenes: list[Scene] = []
+            full = max(sram_scale(walk) for walk in walks.values())  # one scale, to compare
             for n, (label, walk) in enumerate(walks.items()):
-                self._build(n, len(walks), label, walk, look, (statistics or {}).get(label))
+                self._build(n, len(walks), label, walk, full, (statistics or {}).get(label))
         for panels in self.panels:
             for panel in panels:
                 for artist in panel.artists:
@@ -146,8 +147,9 @@ class Film:
         self.background = self.canvas.copy_from_bbox(self.figure.bbox)
 
     def _build(
-        self, n: int, total: int, label: str, walk: Walk, look: Theme, row: RowStatistics | None
+        self, n: int, total: int, label: str, walk: Walk, full: int, row: RowStatistics | None
     ) -> None:
+        look = self.theme
         left, width = 0.02 + n / total, 1 / total - 0.04
         if total == 1:  # the diagram at the left, facts at the right
             diagram = (0.02, 0.03, 0.6, 0.94)
@@ -157,15 +159,14 @@ class Film:
             facts, sram = (left, 0.12, width, 0.19), (left, 0.02, width, 0.055)
         at = self.figure.add_axes
         aspect = diagram[2] * _SIZE[0] / (diagram[3] * _SIZE[1])
-        scene = Scene(at(diagram), at(sram), walk, look, aspect)
+        scene = Scene(at(diagram), at(sram), walk, look, aspect, full)
         self.scenes.append(scene)
         panels: list[Any] = [scene, Counters(at(facts), walk, look, label, 2 if total == 1 else 4)]
-        if row is not None and total == 1:
-            panels.append(
-                StatisticsPanel(
-                    at((0.71, 0.22, 0.27, 0.13)), at((0.71, 0.05, 0.27, 0.13)), row, look
-                )
-            )
+        if total == 1 and row is None:
+            panels.append(Moves(at((0.67, 0.03, 0.31, 0.38)), walk, look))
+        elif row is not None and total == 1:
+            high, low = at((0.735, 0.22, 0.245, 0.13)), at((0.735, 0.05, 0.245, 0.13))
+            panels.append(StatisticsPanel(high, low, row, look, facts[0]))
         self.panels.append(panels)
 
     def __len__(self) -> int:
@@ -212,38 +213,63 @@ def frame_steps(walks: list[Walk], clock: str, max_frames: int) -> np.ndarray:
 # -- formats --------------------------------------------------------------------------------------
 
 
-def _shared_palette(film: Film) -> Image.Image:
-    """The colours that are drawn, and shades between those that meet at edges of text.
+def _colors(film: Film) -> np.ndarray:
+    """The colours that are drawn, and shades at the edges of text, uint8 (n, 3).
 
     Worked out rather than guessed from a few frames: a tensor that moves once would lose its own.
+    At most 255, which leaves a GIF one to say "as before".
     """
     look = film.theme
-    colors = [look.background, look.panel, look.grid, look.accent, look.muted, look.text]
-    solid = [np.array(to_rgb(c)) for c in (*colors, *look.tensors.values())]
-    pale = np.concatenate([scene.shades() for scene in film.scenes]) / 255
-    ink = [np.array(to_rgb(c)) for c in (look.text, look.muted, look.accent, "black", "white")]
-    page = solid[0]
-    edges = [page + (c - page) * t for c in ink for t in (0.15, 0.3, 0.5, 0.7, 0.85)]
-    table = np.unique((np.array([*solid, *pale, *edges]) * 255).round().astype(np.uint8), axis=0)
-    image = Image.new("P", (1, 1))
-    image.putpalette(table[:256].tobytes())
+    solid = [look.background, look.panel, look.grid, look.accent, look.muted, look.text]
+    flat = np.concatenate([scene.shades() for scene in film.scenes])
+    page = _bytes(look.background)
+    inks = [_bytes(c) for c in (look.text, look.muted, look.accent)]
+    edges = [page + (c - page) * t for c in inks for t in (0.15, 0.3, 0.5, 0.7, 0.85)]
+    table = np.array([*map(_bytes, solid), *edges, *flat]).round().astype(np.uint8)
+    return np.unique(table, axis=0)[:255]
+
+
+def _bytes(color: str) -> np.ndarray:
+    return np.array(to_rgb(color)) * 255
+
+
+def _indexed(film: Film, colors: np.ndarray) -> Iterator[np.ndarray]:
+    """Frames as indices into `colors`, uint8 (height, width)."""
+    shared = Image.new("P", (1, 1))
+    shared.putpalette(colors.tobytes())
+    for pixels in film.frames():
+        picture = Image.fromarray(pixels).quantize(palette=shared, dither=Image.Dither.NONE)
+        yield np.asarray(picture)
+
+
+def _picture(indices: np.ndarray, colors: np.ndarray) -> Image.Image:
+    image = Image.fromarray(indices)
+    image.putpalette(colors.tobytes())
     return image
 
 
-def _indexed(film: Film) -> Iterator[Image.Image]:
-    shared = _shared_palette(film)
-    for pixels in film.frames():
-        yield Image.fromarray(pixels).quantize(palette=shared, dither=Image.Dither.NONE)
+def _changes(frames: Iterator[np.ndarray], same: int) -> Iterator[np.ndarray]:
+    """Each frame with `same` where it is as the one before: flat, so it packs to a third."""
+    before = next(frames)
+    yield before
+    for frame in frames:
+        yield np.where(frame == before, np.uint8(same), frame)
+        before = frame
 
 
 def _write_gif(film: Film, path: Path, fps: float) -> None:
-    frames = _indexed(film)
+    colors = _colors(film)
+    same = len(colors)
+    unused = next(c for c in np.eye(3, dtype=np.uint8) if not (colors == c).all(axis=1).any())
+    colors = np.concatenate([colors, [unused]])
+    frames = (_picture(f, colors) for f in _changes(_indexed(film, colors[:same]), same))
     first = next(frames)
     delay = max(20, round(1000 / fps))  # viewers slow down what is faster than 20 ms
     durations = [delay] * (len(film) - 1) + [_HOLD_MS]
     first.save(
-        path, save_all=True, append_images=frames, duration=durations, loop=0, optimize=False
-    )
+        path, save_all=True, append_images=frames, duration=durations, loop=0, optimize=False,
+        transparency=same, disposal=1, palette=colors.tobytes(),
+    )  # fmt: skip
 
 
 def _write_mp4(film: Film, path: Path, fps: float) -> None:
@@ -265,15 +291,17 @@ def _write_mp4(film: Film, path: Path, fps: float) -> None:
 
 
 def _write_html(film: Film, path: Path, fps: float) -> None:
-    encoded = []
-    for image in _indexed(film):
+    encoded, colors = [], _colors(film)
+    for indices in _indexed(film, colors):
         buffer = io.BytesIO()
-        image.save(buffer, "PNG", optimize=True)
+        _picture(indices, colors).save(buffer, "PNG", optimize=True)
         encoded.append(base64.b64encode(buffer.getvalue()).decode("ascii"))
     template = files("flashsim.viz").joinpath("film.html").read_text(encoding="utf-8")
     labels = " and ".join(scene.walk.trace.algorithm for scene in film.scenes)
     parts = {
         "TITLE": html.escape(f"flashsim: {labels}"),
+        "BACKGROUND": film.theme.background,
+        "SCHEME": film.theme.name,
         "DELAY": str(round(1000 / fps)),
         "FRAMES": ",".join(f'"{frame}"' for frame in encoded),
     }

@@ -40,16 +40,17 @@ class Diagram {
     this.shown = -1;
   }
 
-  resize() {
+  // `tall`: the height that the page has for the whole drawing, in pixels.
+  resize(tall) {
     const ratio = Math.min(window.devicePixelRatio || 1, 2), width = this.canvas.clientWidth;
     const w = this.walk, count = (side) => w.layout[side].length;
-    const text = Math.max(12, Math.min(22, width / 34));
-    const strip = Math.max(13, Math.min(30, width / 26)), gap = strip * 0.5;
-    const x = text * 1.9 + count("left") * (strip + gap), y = text * 2.6 + count("top") * (strip + gap);
+    const text = Math.max(12, Math.min(22, width / 34, tall / 24));
+    const strip = Math.max(13, Math.min(30, width / 26, tall / 18)), gap = strip * 0.5;
+    const x = text * 1.9 + count("left") * (strip + gap), y = text * 1.9 + count("top") * (strip + gap);
     const right = count("right") * (strip + gap) + gap;
     const bottom = count("bottom") * (strip + gap) + text * 1.7;
     const room = Math.max(40, width - x - right);
-    const most = Math.max(160, Math.min(window.innerHeight * 0.62, 900) - y - bottom);
+    const most = Math.max(160, tall - y - bottom);
     const gridHeight = Math.min(most, Math.max(60, room * Math.max(0.4, Math.min(1, w.rows / w.cols))));
     this.box = { x, y, w: room, h: gridHeight, strip, gap, text };
     const height = y + gridHeight + bottom;

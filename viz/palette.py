@@ -29,7 +29,8 @@ class Theme:
     tensors : mapping of str to str
         By the papers' names; see `color`.
     cycle : tuple of str
-        For lines and bars that stand for algorithms: none looks like a tensor.
+        For lines and bars that stand for algorithms, in the order of `sources.NAMES`: standard,
+        FlashAttention-1, FlashAttention-2, fused; none looks like a tensor.
     """
 
     name: str
@@ -63,7 +64,7 @@ THEMES: Mapping[str, Theme] = MappingProxyType(
                 dQ="#044d73", dK="#c2b36f", dV="#498d69", dO="#a64106", dP="#7a12a9", dS="#d061d7",
                 L="#464835", m="#9fb5cb", l="#626054", delta="#302d2c", bias="#a39a56",
             ),
-            cycle=("#15181e", "#e6003d", "#a3b1c6", "#4a6394", "#f09ab3", "#73571f"),
+            cycle=("#15181e", "#4a6394", "#e6003d", "#a3b1c6", "#f09ab3", "#73571f"),
         ),
         "dark": Theme(
             name="dark",
@@ -78,7 +79,7 @@ THEMES: Mapping[str, Theme] = MappingProxyType(
                 dQ="#1b7390", dK="#cda269", dV="#a5ff97", dO="#b4480b", dP="#a25af3", dS="#e868e0",
                 L="#6b695e", m="#728772", l="#ebf0e9", delta="#aaaaaa", bias="#fbe12c",
             ),
-            cycle=("#f0f3f8", "#ff5c86", "#3f63ab", "#dcb93a", "#8fa0ba", "#96355a"),
+            cycle=("#f0f3f8", "#dcb93a", "#ff5c86", "#3f63ab", "#8fa0ba", "#96355a"),
         ),
     }
 )  # fmt: skip

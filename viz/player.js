@@ -147,15 +147,19 @@ class Pane {
       c.fillStyle = t.text;
       c.font = "600 15px system-ui, sans-serif";
       c.fillText(name, 4, top + room / 2 + 5);
-      c.strokeStyle = c.fillStyle = t.tensors[name];
-      c.lineWidth = 2.5;
+      c.strokeStyle = t.text;
+      c.fillStyle = t.tensors[name];
+      c.lineWidth = 2;
       c.beginPath();
       for (let n = 0; n < seen; n++) {
         if (n) c.lineTo(px(n), py(values[n - 1]));
         c.lineTo(px(n), py(values[n]));
       }
       c.stroke();
-      if (seen) c.fillRect(px(seen - 1) - 4, py(values[seen - 1]) - 4, 8, 8);
+      if (seen) {
+        c.fillRect(px(seen - 1) - 5, py(values[seen - 1]) - 5, 10, 10);
+        c.strokeRect(px(seen - 1) - 5, py(values[seen - 1]) - 5, 10, 10);
+      }
     });
   }
 }
@@ -199,6 +203,8 @@ const player = {
     by("scrub").oninput = (event) => this.go(Number(event.target.value));
     by("speed").onchange = (event) => this.setSpeed(Number(event.target.value));
     by("clock").onchange = (event) => { this.clock = event.target.value; this.go(this.time); };
+    // Also called when a notebook shows a frame that began without a size; panes follow the window.
+    new ResizeObserver(() => this.resize()).observe(by("panes"));
     window.addEventListener("resize", () => this.resize());
     document.addEventListener("keydown", (event) => this.key(event));
   },
@@ -225,7 +231,7 @@ const player = {
     this.playing = on;
     this.last = 0;
     this.owed = 0;
-    by("play").textContent = on ? "⏸ Pause" : "▶ Play";
+    by("play").textContent = on ? "❚❚ Pause" : "▶ Play";
     by("play").setAttribute("aria-pressed", on);
     by("play").setAttribute("aria-label", on ? "Pause" : "Play");
     by("status").setAttribute("aria-live", on ? "off" : "polite");
@@ -270,8 +276,13 @@ const player = {
   },
 
   resize() {
-    for (const pane of this.panes) { pane.diagram.resize(); }
-    document.body.style.paddingBottom = `${document.querySelector("footer").offsetHeight + 12}px`;
+    // On a wide screen what must be seen beside or below a diagram fits without scrolling.
+    const foot = document.querySelector("footer").offsetHeight, rem = parseFloat(getComputedStyle(document.documentElement).fontSize);
+    const wide = window.innerWidth >= 60 * rem, below = (this.panes.length > 1 ? 10.5 : 8.5) * rem;
+    const top = Math.max(...this.panes.map((pane) => pane.canvas.getBoundingClientRect().top)) + window.scrollY;
+    const tall = wide ? window.innerHeight - top - foot - below : Math.min(window.innerHeight * 0.62, 900);
+    for (const pane of this.panes) pane.diagram.resize(Math.max(tall, window.innerHeight * 0.4));
+    document.body.style.paddingBottom = `${foot + 12}px`;
     this.dirty = true;
   },
 

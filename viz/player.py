@@ -127,7 +127,7 @@ def _theme(name: str) -> dict[str, Any]:
 
 
 def _pane(label: str, trace: Trace, statistics: RowStatistics | None) -> dict[str, Any]:
-    walk, p = Walk(trace), trace.problem
+    walk, p, gpu = Walk(trace), trace.problem, trace.provenance.get("gpu", "")
     t_r, t_c = one_grid(trace)
     e = walk.events
     sizes, size = np.unique(e["bytes"], return_inverse=True)
@@ -136,10 +136,9 @@ def _pane(label: str, trace: Trace, statistics: RowStatistics | None) -> dict[st
     return {
         "label": label,
         "about": (
-            f"{sources.NAMES[trace.algorithm]} {trace.direction}, {p.n_q:,} queries, "
-            f"{p.n_kv:,} keys, d = {p.head_dim}, {p.dtype}"
-            f"{', causal' if p.causal else ''}; tiles of {trace.tiling}; {trace.device.name}; "
-            f"one head of {p.batch * p.heads:,}; recorded by {trace.backend}"
+            f"{sources.NAMES[trace.algorithm]} {trace.direction}: {sources.common([trace])}; "
+            f"{'one head is shown; ' if p.batch * p.heads > 1 else ''}SRAM of "
+            f"{trace.device.name}; recorded by {trace.backend}{f' on {gpu}' if gpu else ''}"
         ),
         "provenance": {str(k): str(v) for k, v in trace.provenance.items()},
         "rows": t_r,

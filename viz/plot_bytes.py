@@ -9,11 +9,11 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from flashsim.errors import OptionError, choices
-from flashsim.events import COMPUTE
+from flashsim.events import CODES, COMPUTE
 from flashsim.traffic import OPS
 from flashsim.viz import sources
 from flashsim.viz.palette import Theme, color, is_gradient
-from flashsim.viz.style import DASHES, HATCH, human, themed, unit_axis
+from flashsim.viz.style import DASHES, HATCH, MARKERS, heading, human, themed, unit_axis
 from flashsim.viz.walk import Walk
 
 _ALPHA = {"load": 1.0, "store": 0.55, "reduce": 0.3}  # a direction's shade of a tensor's colour
@@ -37,7 +37,7 @@ def traffic(data: Any, *, log: bool = False, ax: Axes, theme: Theme) -> None:
     groups = sources.labelled(data)
     ops = [op for op in OPS if any(s.bytes(op) for s in groups.values())]
     width = 0.8 / len(ops)
-    tensors: dict[str, None] = {}
+    shown: set[str] = set()
     for g, (label, source) in enumerate(groups.items()):
         for o, op in enumerate(ops):
             x = g + (o - (len(ops) - 1) / 2) * width
@@ -45,7 +45,11 @@ def traffic(data: Any, *, log: bool = False, ax: Axes, theme: Theme) -> None:
             if log and total:
                 ax.bar(x, total, width * 0.92, color=theme.cycle[o], label=op if g == 0 else None)
             bottom = 0
-            for tensor, by_op in source.by_tensor().items() if not log else ():
+            parts = source.by_tensor() if not log else {}
+            for tensor in sorted(
+                parts, key=CODES.__getitem__
+            ):  # one order, whoever moves what first
+                by_op = parts[tensor]
                 if by_op[op]:
                     base = tensor.removesuffix("_acc")
                     ax.bar(
@@ -53,7 +57,7 @@ def traffic(data: Any, *, log: bool = False, ax: Axes, theme: Theme) -> None:
                         color=color(tensor, theme.name), edgecolor=theme.background, linewidth=0.8,
                         hatch=HATCH if is_gradient(base) else None, gid=f"{label}/{op}/{tensor}",
                     )  # fmt: skip
-                    tensors[base] = None
+                    shown.add(base)
                     bottom += by_op[op]
             if total:
                 ax.annotate(
@@ -70,11 +74,12 @@ def traffic(data: Any, *, log: bool = False, ax: Axes, theme: Theme) -> None:
     if log:
         ax.set_yscale("log")
     ax.margins(y=0.16)
-    ax.set(ylabel="requested HBM bytes", title="What moves between HBM and SRAM")
+    ax.set(ylabel="requested HBM bytes")
+    heading(ax, theme, "What moves between HBM and SRAM", sources.common(groups.values()))
     unit_axis(ax.yaxis)
-    handles = [tensor_patch(tensor, theme) for tensor in tensors]
-    if handles:
-        ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1), title="tensor")
+    handles = [tensor_patch(tensor, theme) for tensor in sorted(shown, key=CODES.__getitem__)]
+    if handles:  # listed as they are stacked
+        ax.legend(handles=handles[::-1], loc="upper left", bbox_to_anchor=(1, 1), title="tensor")
 
 
 def tensor_patch(tensor: str, theme: Theme) -> Patch:
@@ -109,20 +114,26 @@ def cumulative(
             f"unknown quantity {quantity!r}; {choices(quantity, ('both', 'bytes', 'flops'))}"
         )
     right = ax.twinx() if quantity == "both" else ax
-    for n, (label, source) in enumerate(sources.labelled(data).items()):
-        walk = Walk(sources.one_trace(source))
+    groups = {label: sources.one_trace(source) for label, source in sources.labelled(data).items()}
+    place = sources.places(trace.algorithm for trace in groups.values())
+    for n, (label, trace) in zip(place, groups.items(), strict=True):
+        walk = Walk(trace)
         steps = np.arange(1, len(walk) + 1)
         line: dict[str, Any] = {"color": theme.cycle[n % len(theme.cycle)]}
         if quantity != "flops":
             total = walk.hbm_bytes.sum(axis=1)
             dash = "-" if quantity == "both" else DASHES[n % len(DASHES)]
             ax.plot(steps, total, label=f"{label}: {human(total[-1])}", ls=dash, **line)
+            mark = MARKERS[n % len(MARKERS)]
+            ax.plot(steps[-1:], total[-1:], mark, color=line["color"], ms=9, zorder=3)
         if quantity != "bytes":
             dash = (0, (4, 2)) if quantity == "both" else DASHES[n % len(DASHES)]
             text = f"{label}: {human(walk.flops[-1], 'FLOP')}" if quantity == "flops" else None
-            right.plot(steps, walk.flops, label=text, ls=dash, lw=1.6, **line)
+            thin: dict[str, Any] = {"lw": 1.3, "alpha": 0.75} if quantity == "both" else {}
+            right.plot(steps, walk.flops, label=text, ls=dash, **thin, **line)
     if quantity == "both":
-        right.set(ylabel="FLOPs (dashed)", ylim=(0, None))
+        right.set_ylim(0, None)
+        right.set_ylabel("FLOPs (dashed)", labelpad=10)
         right.spines["right"].set_visible(True)
         unit_axis(right.yaxis, "FLOP")
     if log:
@@ -133,8 +144,8 @@ def cumulative(
         xlabel="step (visit of a tile, or end of a row or column)",
         ylabel=what + (" (solid)" if quantity == "both" else ""),
         ylim=(0, None),
-        title=f"{title[quantity]}, one head",
     )
+    heading(ax, theme, f"{title[quantity]}, one head", sources.common(groups.values()))
     unit_axis(ax.yaxis, "FLOP" if quantity == "flops" else "B")
     ax.grid()
     ax.legend(loc="upper left")
@@ -182,8 +193,9 @@ def sram_timeline(
     base = np.zeros(len(x))
     for column, name in enumerate(names):
         ax.fill_between(
-            x, base, levels[:, column], step="post", color=color(name, theme.name), lw=0,
-            hatch=HATCH if is_gradient(name) else None, edgecolor=theme.background, label=name,
+            x, base, levels[:, column], step="post", facecolor=color(name, theme.name),
+            lw=0.3, hatch=HATCH if is_gradient(name) else None, edgecolor=theme.background,
+            label=name,
         )  # fmt: skip
         base = levels[:, column]
     peak, limit = int(levels.max()), trace.device.sram_bytes
@@ -202,8 +214,9 @@ def sram_timeline(
         )  # fmt: skip
     ax.set(
         xlabel="step (a tile is computed at each)", ylabel="bytes on chip", xlim=(first, last),
-        title=f"SRAM of one block, stage {part.name}: peak {peak:,} B",
     )  # fmt: skip
+    title = f"SRAM of one block, stage {part.name}: peak {peak:,} B"
+    heading(ax, theme, title, sources.common([trace], name=True))
     unit_axis(ax.yaxis)
     ax.legend(loc="upper left", bbox_to_anchor=(1, 1), title="buffer", reverse=True)
 
@@ -212,7 +225,7 @@ def sram_timeline(
 def diff(first: Any, second: Any, *, ax: Axes, theme: Theme) -> None:
     """Where two traces (or a trace and its prediction) differ, by stage, direction and tensor.
 
-    Bars are `second` minus `first`, in requested bytes; transfers that are equal are counted in
+    Bars are `second` minus `first`, in requested bytes; transfers that are equal are counted below
     the title.
 
     Parameters
@@ -241,8 +254,10 @@ def diff(first: Any, second: Any, *, ax: Axes, theme: Theme) -> None:
     ax.axvline(0, color=theme.text, lw=1.2)
     ax.margins(x=0.2)
     ax.grid(axis="x")
-    same = f"{len(keys) - len(shown)} transfers equal"
-    ax.set(xlabel="requested HBM bytes, difference", title=f"{other} minus {one}: {same}")
+    same = len(keys) - len(shown)
+    equal = f"{same} transfers are equal; " if same else ""
+    ax.set_xlabel("requested HBM bytes, difference")
+    heading(ax, theme, f"{other} minus {one}", equal + sources.common([a, b]))
     unit_axis(ax.xaxis)
     if not shown:
         ax.set_yticks([])

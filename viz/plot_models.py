@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter
+from matplotlib.transforms import blended_transform_factory
 
 from flashsim import bounds, traffic
 from flashsim.errors import OptionError, choices
@@ -16,7 +17,16 @@ from flashsim.hardware import Device
 from flashsim.problem import Problem, numpy_dtype
 from flashsim.viz import sources
 from flashsim.viz.palette import Theme
-from flashsim.viz.style import DASHES, MARKERS, count_axis, human, themed, unit_axis
+from flashsim.viz.style import (
+    DASHES,
+    MARKERS,
+    binary_axis,
+    count_axis,
+    heading,
+    human,
+    themed,
+    unit_axis,
+)
 
 #: What an IO curve can run over: columns of a sweep, and what to call them.
 AXES = {
@@ -55,7 +65,8 @@ def io_curve(data: Any, *, x: str | None = None, ax: Axes, theme: Theme) -> None
     if x not in AXES:
         raise OptionError(f"unknown x {x!r}; {choices(x, AXES)}")
     series = _series(rows, x)
-    for n, (label, points) in enumerate(series.items()):
+    place = sources.places(points[0]["algorithm"] for points in series.values())
+    for n, (label, points) in zip(place, series.items(), strict=True):
         ax.plot(
             [p[x] for p in points], [p["requested_bytes"] for p in points], label=label,
             color=theme.cycle[n % len(theme.cycle)], marker=MARKERS[n % len(MARKERS)],
@@ -68,12 +79,13 @@ def io_curve(data: Any, *, x: str | None = None, ax: Axes, theme: Theme) -> None
     _bounds(reference, x, ax, theme)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
-    (unit_axis if x == "sram_bytes" else count_axis)(ax.xaxis)
+    (binary_axis if x == "sram_bytes" else count_axis)(ax.xaxis)
     ax.set_xticks(sorted({row[x] for row in rows}))
     ax.minorticks_off()
     unit_axis(ax.yaxis)
     ax.grid()
-    ax.set(xlabel=AXES[x], ylabel="requested HBM bytes", title=f"HBM traffic against {AXES[x]}")
+    ax.set(xlabel=AXES[x], ylabel="requested HBM bytes")
+    heading(ax, theme, f"HBM traffic against {AXES[x]}", _fixed(rows, x))
     ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
@@ -97,6 +109,23 @@ def _bounds(points: list[dict[str, Any]], x: str, ax: Axes, theme: Theme) -> Non
         at, [p["compulsory_bytes"] for p in points], ls="-", label="compulsory (exact)", **quiet
     )
     ax.plot(at, lower, ls=(0, (6, 3)), label="Ω, Saha and Ye (slope only)", **quiet)
+
+
+def _fixed(rows: Sequence[dict[str, Any]], x: str) -> str:
+    """What is the same at every point, in words."""
+    words = {
+        "batch": "batch {}", "heads": "{} heads", "n_q": "N = {:,}", "head_dim": "d = {}",
+        "dtype": "{}", "device": "{}",
+    }  # fmt: skip
+    one = {"batch": 1, "heads": 1}  # go without saying
+    found = {key: {row[key] for row in rows} for key in words if key in rows[0] and key != x}
+    return ", ".join(
+        words[key].format(value)
+        for key, values in found.items()
+        if len(values) == 1
+        for value in values
+        if value != one.get(key)
+    )
 
 
 def _varying(rows: Sequence[dict[str, Any]]) -> str:
@@ -139,9 +168,10 @@ def roofline(
 ) -> None:
     """Algorithms on a device's roofs.
 
-    Each algorithm is a bar between two intensities, matrix FLOPs over bytes: hollow, if every
-    requested byte came from HBM; filled, if the L2 cache served all but the compulsory ones. The
-    truth lies between. Heights are what the roof allows, unless `seconds` says what was measured.
+    Each algorithm is a bar, at the bottom, between two intensities, matrix FLOPs over bytes:
+    hollow, if every requested byte came from HBM; filled, if the L2 cache served all but the
+    compulsory ones. The truth lies between. The marks stand on the roof again,
+    unless `seconds` says what was measured: then that is the bar's height.
 
     Parameters
     ----------
@@ -170,13 +200,11 @@ def roofline(
     high = max(max(max(s) for s in spots), machine.ridge(dtype)) * 4
     reach = np.geomspace(low, high, 200)
     roof = np.minimum(reach * machine.hbm_bandwidth, peak)
-    ax.plot(reach, roof, color=theme.text, lw=2.4, label="HBM and peak roof")
+    ax.plot(
+        reach, roof, color=theme.text, lw=2.4, label=f"HBM {human(machine.hbm_bandwidth, 'B/s')}"
+    )
     ax.annotate(
-        f"HBM {human(machine.hbm_bandwidth, 'B/s')}", (reach[8], roof[8]), (4, -16),
-        textcoords="offset points", color=theme.muted, va="top",
-    )  # fmt: skip
-    ax.annotate(
-        f"peak {human(peak, 'FLOP/s')}, {dtype}", (high, peak), (-4, 6),
+        f"peak {human(peak, 'FLOP/s')}, {dtype}", (high, peak), (-4, 12),
         textcoords="offset points", color=theme.muted, ha="right",
     )  # fmt: skip
     if cuda < peak:
@@ -186,29 +214,40 @@ def roofline(
             textcoords="offset points", color=theme.muted, ha="right", va="top",
         )  # fmt: skip
     if machine.l2_bandwidth:
+        below = reach[reach * machine.l2_bandwidth < peak]  # beyond, it is the roof itself
         ax.plot(
-            reach, np.minimum(reach * machine.l2_bandwidth, peak), color=theme.muted, lw=1.4,
-            ls=(0, (6, 3)), label=f"L2 {human(machine.l2_bandwidth, 'B/s')}",
+            below, below * machine.l2_bandwidth, color=theme.muted, lw=1.4, ls=(0, (6, 3)),
+            label=f"L2 {human(machine.l2_bandwidth, 'B/s')}",
         )  # fmt: skip
-    for n, (row, spot) in enumerate(zip(rows, spots, strict=True)):
+    places = sources.places(row["algorithm"] for row in rows)
+    for n, (row, spot, place) in enumerate(zip(rows, spots, places, strict=True)):
         label = labels[n] if labels else sources.NAMES[row["algorithm"]]
         took = (seconds or {}).get(label, (seconds or {}).get(row["algorithm"]))
-        height = [min(s * machine.hbm_bandwidth, peak) for s in spot]
+        height = [min(intensity * machine.hbm_bandwidth, peak) for intensity in spot]
         if took is not None:
             height = [row["matmul_flops"] / took] * 2
-        shade, mark = theme.cycle[n % len(theme.cycle)], MARKERS[n % len(MARKERS)]
-        ax.plot(spot, height, color=shade, lw=5, alpha=0.35, zorder=3)
-        ax.plot(
-            spot[:1], height[:1], mark, color=shade, mfc=theme.background, mew=2, ms=10, zorder=4
-        )
-        ax.plot(
-            spot[1:], height[1:], mark, color=shade, ms=10, zorder=4,
-            label=label + (" (measured)" if took is not None else ""),
-        )  # fmt: skip
+        style: dict[str, Any] = {
+            "color": theme.cycle[place % len(theme.cycle)], "marker": MARKERS[place % len(MARKERS)],
+            "ls": "none", "zorder": 4,
+        }  # fmt: skip
+        hollow = {**style, "mfc": theme.background, "mew": 2, "ms": 10}
+        ax.plot(spot[:1], height[:1], **hollow)
+        # Perfect caches often give all algorithms one point: marks shrink, so each is seen.
+        text = label + (" (measured)" if took is not None else "")
+        ax.plot(spot[1:], height[1:], **style, ms=max(15 - 4 * n, 5))
+        where: dict[str, Any] = {"transform": blended_transform_factory(ax.transData, ax.transAxes)}
+        level = [0.06 + 0.07 * (len(rows) - 1 - n)] * 2
+        if took is not None:
+            where, level = {}, height
+        ax.plot(spot, level, color=style["color"], lw=5, alpha=0.35, zorder=3, **where)
+        ax.plot(spot[:1], level[:1], **hollow, **where)
+        ax.plot(spot[1:], level[1:], **style, ms=10, label=text, **where)
     ax.set(
         xscale="log", yscale="log", xlim=(low, high), xlabel="matrix FLOP per byte of HBM",
-        ylabel="FLOP/s", title=f"Roofline of {machine.name}",
+        ylabel="FLOP/s",
     )  # fmt: skip
+    ax.set_ylim(top=peak * 2.2)
+    heading(ax, theme, f"Roofline of {machine.name}", _fixed(rows, "device"))
     ax.yaxis.set_minor_formatter(NullFormatter())
     unit_axis(ax.yaxis, "FLOP/s")
     ax.grid()
@@ -244,20 +283,26 @@ def memory_footprint(
     """
     if isinstance(data, Problem):
         rows: list[dict[str, Any]] = [
-            {"algorithm": name, "n_q": size, "saved_bytes": traffic.saved(problem, name)}
+            {
+                "algorithm": name, "n_q": size, "saved_bytes": traffic.saved(problem, name),
+                "batch": data.batch, "heads": data.heads, "head_dim": data.head_dim,
+                "dtype": data.dtype,
+            }
             for name in algorithms
             for size in n
             for problem in [replace(data, n_q=size, n_kv=size)]
-        ]
+        ]  # fmt: skip
     else:
         rows = sources.rows(data)
     drawn = {row["algorithm"] for row in rows}
-    for number, name in enumerate(name for name in sources.NAMES if name in drawn):
+    for number, name in enumerate(sources.NAMES):
+        if name not in drawn:
+            continue
         points = {r["n_q"]: r["saved_bytes"] for r in rows if r["algorithm"] == name}
         sizes = sorted(points)
         ax.plot(
             sizes, [points[size] for size in sizes], marker=MARKERS[number],
-            ls=DASHES[number], label=sources.NAMES[name],
+            ls=DASHES[number], color=theme.cycle[number], label=sources.NAMES[name],
         )  # fmt: skip
         ax.annotate(
             human(points[sizes[-1]]), (sizes[-1], points[sizes[-1]]), (8, 0),
@@ -278,8 +323,8 @@ def memory_footprint(
     count_axis(ax.xaxis)
     unit_axis(ax.yaxis)
     ax.grid()
-    ax.set(
-        xlabel="sequence length N", ylabel="bytes saved for backward",
-        title="What training keeps: inputs, output and statistics, or P",
-    )  # fmt: skip
+    ax.set(xlabel="sequence length N", ylabel="bytes saved for backward")
+    heading(
+        ax, theme, "What training keeps: inputs, output and statistics, or P", _fixed(rows, "n_q")
+    )
     ax.legend(loc="lower right")

@@ -7,14 +7,13 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
-from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.patches import Patch
 
 from flashsim.errors import OptionError, choices
 from flashsim.schedule import MASKED, Schedule
 from flashsim.viz import sources
 from flashsim.viz.palette import Theme
-from flashsim.viz.style import human, themed, unit_axis
+from flashsim.viz.style import heading, human, ramp, themed, unit_axis
 from flashsim.viz.walk import Walk
 
 QUANTITIES = ("order", "bytes", "flops")
@@ -56,17 +55,22 @@ def tile_map(
     )
     low = 0.0 if color != "order" else None
     image = ax.imshow(
-        grid, cmap=_ramp(theme), vmin=low, interpolation="nearest", aspect="auto", zorder=2
+        grid, cmap=ramp(theme), vmin=low, interpolation="nearest", aspect="auto", zorder=2
     )
     cut = masked_tiles(schedule)
-    corners = [[(j + 0.15, i - 0.5), (j + 0.5, i - 0.5), (j + 0.5, i - 0.15)] for i, j in cut]
+    # As wide as high on a slide, where the grid is about twice as wide as high.
+    high = 0.5 if max(t_r, t_c) > _LABELS_UP_TO else 0.42
+    wide = min(0.95, high * t_c / t_r / 1.8)
+    corners = [
+        [(j + 0.5 - wide, i - 0.5), (j + 0.5, i - 0.5), (j + 0.5, i - 0.5 + high)] for i, j in cut
+    ]
     masked = PolyCollection(corners, facecolor=theme.accent, zorder=3, label="masked")
     masked.set(edgecolor=theme.background, linewidth=min(0.8, 20 / max(t_r, t_c)))
     ax.add_collection(masked)  # a corner, so that the number in the tile stays legible
     if max(t_r, t_c) <= _LABELS_UP_TO:
         _write_values(ax, grid, color)
     seen = int(np.isfinite(grid).sum())
-    handles = [Patch(facecolor=_ramp(theme)(0.5), label=f"full: {seen - len(cut):,}")]
+    handles = [Patch(facecolor=ramp(theme)(0.5), label=f"full: {seen - len(cut):,}")]
     if len(cut):
         handles.append(Patch(facecolor=theme.accent, label=f"masked (corner): {len(cut):,}"))
     if seen < grid.size:
@@ -79,8 +83,9 @@ def tile_map(
     ax.set(
         xlabel=f"key tile j ({schedule.tiling.block_k} keys each)",
         ylabel=f"query tile i ({schedule.tiling.block_q} queries each)",
-        title=f"{sources.NAMES[trace.algorithm]} {trace.direction}: {schedule.outer} outside",
     )
+    title = f"{sources.NAMES[trace.algorithm]} {trace.direction}: {schedule.outer} outside"
+    heading(ax, theme, title, sources.common([trace]))
     ax.xaxis.set_major_locator(_integers())
     ax.yaxis.set_major_locator(_integers())
     for side in ("left", "bottom"):
@@ -124,16 +129,6 @@ def _write_values(ax: Axes, grid: np.ndarray, quantity: str) -> None:
             j, i, text, ha="center", va="center", fontsize=size, zorder=4,
             color="black" if light else "white",
         )  # fmt: skip
-
-
-def _ramp(theme: Theme) -> LinearSegmentedColormap:
-    """One hue from the background's side to the text's: readable in print and for all eyes."""
-    ends = (
-        ("#d5e3fb", "#0953dc", "#06204f")
-        if theme.name == "light"
-        else ("#1c3357", "#659eff", "#e4eeff")
-    )
-    return LinearSegmentedColormap.from_list(f"tiles-{theme.name}", ends)
 
 
 def _skipped(theme: Theme, **options: Any) -> Patch:

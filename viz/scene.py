@@ -11,14 +11,14 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
+from matplotlib.patheffects import withStroke
 
 from flashsim.events import LOAD, TENSORS, TRANSFERS
 from flashsim.viz.layout import KEY_SIDE, SYMBOLS, first_touch, layout, one_grid
 from flashsim.viz.mosaic import Mosaic
 from flashsim.viz.palette import Theme, color, is_gradient
 from flashsim.viz.plot_tiles import masked_tiles
-from flashsim.viz.statistics import RowStatistics
-from flashsim.viz.style import HATCH, human
+from flashsim.viz.style import HATCH, ink_on
 from flashsim.viz.walk import Walk
 
 _STRIP, _GAP = 0.045, 0.018  # of the diagram's height
@@ -35,8 +35,10 @@ class Scene:
         What changes from step to step; everything else is background.
     """
 
-    def __init__(self, ax: Axes, sram: Axes, walk: Walk, theme: Theme, aspect: float) -> None:
-        self.ax, self.walk, self.theme = ax, walk, theme
+    def __init__(
+        self, ax: Axes, sram: Axes, walk: Walk, theme: Theme, aspect: float, full: int
+    ) -> None:
+        self.ax, self.walk, self.theme, self.full = ax, walk, theme, full
         self.places = layout(walk.trace)
         self.touched = first_touch(walk)
         self.kinds = [_kinds(stage.schedule) for stage in walk.trace.stages]
@@ -124,14 +126,12 @@ class Scene:
         self.artists.append(self.stage_text)
 
     def _build_sram(self, ax: Axes) -> None:
-        """A bar of what SRAM holds, to scale, on as much of the capacity as is needed."""
-        walk, limit = self.walk, self.walk.trace.device.sram_bytes
-        peak = int(walk.on_chip.sum(axis=1).max(initial=1))
-        self.full = limit if limit < 3 * peak else peak
+        """A bar of what SRAM holds, to scale; `full` bytes fill it."""
+        walk = self.walk
         ax.set(xlim=(0, self.full), ylim=(0, 1), xticks=[], yticks=[], facecolor=self.theme.panel)
         for spine in ax.spines.values():
             spine.set(visible=True, color=self.theme.grid)
-        self.sram = ax
+        self.sram_pixels = ax.get_position().width * ax.figure.bbox.width
         self.bars, self.bar_names = [], []
         for name in walk.buffers:
             shade = color(name, self.theme.name)
@@ -140,12 +140,11 @@ class Scene:
                 hatch=HATCH if is_gradient(name) else None,
             )  # fmt: skip
             ax.add_patch(bar)
-            r, g, b = to_rgb(shade)
-            ink = "black" if 0.299 * r + 0.587 * g + 0.114 * b > 0.55 else "white"
             text = ax.text(
-                0, 0.5, name, ha="center", va="center", fontsize=11, fontweight="bold", color=ink,
-                clip_on=True,
+                0, 0.5, name, ha="center", va="center", fontsize=11, fontweight="bold",
+                color=ink_on(shade), clip_on=True,
             )  # fmt: skip
+            text.set_path_effects([withStroke(linewidth=3.5, foreground=shade)])  # over a hatch
             self.bars.append(bar)
             self.bar_names.append(text)
             self.artists += [bar, text]
@@ -194,13 +193,19 @@ class Scene:
         return colors[None] if name in KEY_SIDE else colors[:, None]
 
     def shades(self) -> np.ndarray:
-        """Every flat colour the mosaics can show (the grid's ramp sampled), uint8 (n, 3)."""
-        theme, own = self.theme, [color(name, self.theme.name) for name in self.strips]
+        """Every flat colour it can show (the grid's ramp sampled), and those at the edges of names
+        on the SRAM bar; uint8 (n, 3)."""
+        theme = self.theme
+        own = [
+            color(name, theme.name) for name in {**self.strips, **dict.fromkeys(self.places.grid)}
+        ]
+        held = [color(name, theme.name) for name in self.walk.buffers]
         s = color("S", theme.name)
         ramp = [_mix(theme.panel, s, share) for share in np.linspace(0.3, 0.75, 40)]
-        strips = [_mix(theme.background, c, share) for c in own for share in (0.22, 0.55)]
+        strips = [_mix(theme.background, c, share) for c in own for share in (0.22, 0.55, 1)]
+        names = [_mix(c, ink_on(c), share) for c in held for share in (0, 0.3, 0.65)]
         skipped = _mix(theme.background, theme.grid, 0.45)
-        return np.array([*ramp, *strips, skipped]).astype(np.uint8)
+        return np.array([*ramp, *strips, *names, skipped]).astype(np.uint8)
 
     def _corner_polygons(self, stage: int) -> list[Any]:
         x, y, w, h = self.box
@@ -264,86 +269,17 @@ class Scene:
         for size, bar, text in zip(held.tolist(), self.bars, self.bar_names, strict=True):
             bar.set(x=left, width=size)
             text.set_x(left + size / 2)
-            text.set_visible(size > (0.02 + 0.025 * len(text.get_text())) * self.full)
+            text.set_visible(size > (6 + 9 * len(text.get_text())) / self.sram_pixels * self.full)
             left += size
-        device = self.walk.trace.device
-        self.sram_text.set_text(f"SRAM: {left:,} of {device.sram_bytes:,} B")
+        limit = self.walk.trace.device.sram_bytes
+        whole = f" of {limit:,} B" if self.full == limit else f" B, {left / limit:.0%} of a block's"
+        self.sram_text.set_text(f"SRAM: {left:,}{whole}")
 
 
-class StatisticsPanel:
-    """m and l of one query row, growing visit by visit."""
-
-    def __init__(self, ax: Axes, low: Axes, statistics: RowStatistics, theme: Theme) -> None:
-        self.s, self.lines = statistics, list[Line2D]()
-        self.artists: list[Artist] = []
-        for panel, name, values in ((ax, "m", statistics.m), (low, "l", statistics.l)):
-            finite = values[np.isfinite(values)]
-            span = (finite.min(), finite.max()) if len(finite) else (0, 1)
-            pad = 0.1 * (span[1] - span[0]) or 1.0
-            panel.set(
-                xlim=(-0.5, max(len(values) - 0.5, 0.5)), ylim=(span[0] - pad, span[1] + pad),
-                xticks=[], ylabel=name,
-            )  # fmt: skip
-            panel.yaxis.label.set(
-                rotation=0, fontweight="bold", fontsize=13, ha="right", va="center"
-            )
-            panel.tick_params(labelsize=9.5)
-            (line,) = panel.plot(
-                [], [], color=color(name, theme.name), drawstyle="steps-post", marker="o", ms=4
-            )
-            self.lines.append(line)
-            self.artists.append(line)
-        self.text = ax.text(
-            0, 1.1, "", transform=ax.transAxes, fontsize=11.5, color=theme.muted, va="bottom"
-        )
-        self.artists.append(self.text)
-
-    def update(self, step: int) -> None:
-        """Show the visits made up to a step."""
-        n = int(np.searchsorted(self.s.steps, step, side="right"))
-        for line, values in zip(self.lines, (self.s.m, self.s.l), strict=True):
-            line.set_data(np.arange(n), values[:n])
-        m, l = (self.s.m[n - 1], self.s.l[n - 1]) if n else (-np.inf, 0.0)
-        top = "−∞" if np.isneginf(m) else f"{m:.2f}"
-        self.text.set_text(f"query row {self.s.row}: m = {top}, l = {l:.3g}")
-
-
-class Counters:
-    """Running totals of a walk, `columns` of them side by side."""
-
-    def __init__(self, ax: Axes, walk: Walk, theme: Theme, label: str, columns: int) -> None:
-        self.walk = walk
-        ax.axis("off")
-        ax.text(0, 1, label, va="top", fontsize=15, fontweight="bold")
-        p = walk.trace.problem
-        about = f"one head, {p.n_q:,} × {p.n_kv:,}, d = {p.head_dim}, {p.dtype}"
-        ax.text(0, 0.86 if columns == 2 else 0.78, about, va="top", fontsize=10, color=theme.muted)
-        facts = {"loaded": 0, "stored": 1}
-        if walk.hbm_bytes[-1, 2]:
-            facts["reduced"] = 2
-        self.ops = list(facts.values())
-        names = [*facts, "computed", "FLOP per byte"]
-        columns = max(columns, len(names) if columns > 2 else columns)
-        top = 0.68 if columns == 2 else 0.55
-        height = top / -(-len(names) // columns)
-        self.values = []
-        for n, name in enumerate(names):
-            x, y = n % columns / columns, top - n // columns * height
-            value = ax.text(
-                x, y, "", fontsize=13 if columns == 2 else 11, fontweight="bold", va="top"
-            )
-            ax.text(x, y - 0.45 * height, name, fontsize=10, color=theme.muted, va="top")
-            self.values.append(value)
-        self.artists: list[Artist] = list(self.values)
-
-    def update(self, step: int) -> None:
-        """Show the totals of a step."""
-        moved, flops = self.walk.hbm_bytes[step], int(self.walk.flops[step])
-        texts = [human(int(moved[op])) for op in self.ops]
-        total = int(moved.sum())
-        texts += [human(flops, "FLOP"), f"{flops / total:.1f}" if total else "–"]
-        for value, text in zip(self.values, texts, strict=True):
-            value.set_text(text)
+def sram_scale(walk: Walk) -> int:
+    """Bytes that fill a bar of SRAM: the device's, or the walk's peak where that is far less."""
+    peak, limit = int(walk.on_chip.sum(axis=1).max(initial=1)), walk.trace.device.sram_bytes
+    return limit if limit < 1.5 * peak else peak
 
 
 def _kinds(schedule: Any) -> np.ndarray:

@@ -98,6 +98,39 @@ def _labels(sources: list[Trace | Traffic]) -> list[str]:
     return labels
 
 
+def places(algorithms: Iterable[str]) -> list[int]:
+    """Which colour, dash and marker each series has: its algorithm's, so that one algorithm looks
+    the same in every figure; where an algorithm comes twice, series are counted instead."""
+    names = list(algorithms)
+    order = list(NAMES)
+    return (
+        [order.index(a) for a in names] if len(set(names)) == len(names) else [*range(len(names))]
+    )
+
+
+def about(source: Trace | Traffic) -> list[str]:
+    """Heads, lengths, width, type, mask and tiling of a source, in words."""
+    p = source.problem
+    return [
+        f"{p.batch * p.heads} heads" if p.batch * p.heads > 1 else "1 head",
+        f"{p.n_q:,} × {p.n_kv:,}",
+        f"d\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}{p.head_dim}",
+        p.dtype,
+        *(["causal"] if p.causal else []),
+        f"tiles of {source.tiling.block_q} × {source.tiling.block_k}",
+    ]
+
+
+def common(sources: Iterable[Trace | Traffic], *, name: bool = False) -> str:
+    """What `about` says of all sources alike, in one line; with `name`, the algorithm first."""
+    all_of_them = list(sources)
+    words = [about(source) for source in all_of_them]
+    alike = [word for word in words[0] if all(word in other for other in words)]
+    if name:
+        alike.insert(0, NAMES[all_of_them[0].algorithm] + " " + all_of_them[0].direction)
+    return ", ".join(alike)
+
+
 def rows(data: Any) -> list[dict[str, Any]]:
     """One dict a point, with the columns of `flashsim.sweep`.
 

@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 from cycler import cycler
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
+from matplotlib.colors import LinearSegmentedColormap, to_rgb
 from matplotlib.ticker import FuncFormatter
 
 from flashsim.viz import palette
@@ -93,10 +93,37 @@ def themed(draw: Callable[..., None]) -> Callable[..., Axes]:
     return plot
 
 
+def heading(ax: Axes, theme: Theme, title: str, about: str = "") -> None:
+    """A title and, in smaller print below it, what exactly is shown."""
+    ax.set_title(title, pad=24 if about else 8)
+    if about:
+        ax.annotate(
+            about, (0, 1), (0, 9), xycoords="axes fraction", textcoords="offset points",
+            fontsize=11, color=theme.muted,
+        )  # fmt: skip
+
+
+def ramp(theme: Theme) -> LinearSegmentedColormap:
+    """One hue from the background's side to the text's: readable in print and for all eyes."""
+    light = ("#d5e3fb", "#0953dc", "#06204f")
+    dark = ("#1c3357", "#659eff", "#e4eeff")
+    return LinearSegmentedColormap.from_list(
+        f"tiles-{theme.name}", light if theme.name == "light" else dark
+    )
+
+
+def ink_on(shade: str) -> str:
+    """Black or white, whichever reads on a colour."""
+    r, g, b = to_rgb(shade)
+    return "black" if 0.299 * r + 0.587 * g + 0.114 * b > 0.55 else "white"
+
+
 def human(value: float, unit: str = "B") -> str:
     """A quantity with a decimal prefix: ``human(4_456_448) == "4.46 MB"``."""
+    if value < 0:
+        return "−" + human(-value, unit)
     for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(value) >= size:
+        if value >= size:
             return f"{value / size:.3g} {prefix}{unit}"
     return f"{value:.4g} {unit}"
 
@@ -104,6 +131,15 @@ def human(value: float, unit: str = "B") -> str:
 def unit_axis(axis: Any, unit: str = "B") -> None:
     """Tick labels of a quantity, with decimal prefixes: kB is 1000 B."""
     axis.set_major_formatter(FuncFormatter(lambda value, _: human(value, unit)))
+
+
+def binary_axis(axis: Any) -> None:
+    """Tick labels of on-chip sizes, powers of two: KiB is 1024 B."""
+
+    def text(value: float, _: Any) -> str:
+        return f"{value / 1024:.4g} KiB" if value >= 1024 else f"{value:.4g} B"
+
+    axis.set_major_formatter(FuncFormatter(text))
 
 
 def count_axis(axis: Any) -> None:

@@ -20,10 +20,12 @@ struct Tensor {
 struct Args {
     Tensor q, k, v, o, dout, dq, dk, dv;
     float *lse, *delta, *dq_acc;   // (batch * heads, n_q), the same, (batch * heads, n_q, FS_HEAD_DIM)
+    u32* turns;                    // (batch * heads, n_q, 2): whose turn it is to add dQ (hopper_backward)
     const int4 *rows, *cols;       // Schedule.rows, Schedule.cols
     const int4* spans;             // Schedule.row_spans or col_spans, whichever this pass walks
     const int *ptr, *index, *kind; // Schedule.row_csr or col_csr
-    const int* order;              // outer tiles, the longest walk first
+    const int* order;              // outer tiles, in the order in which blocks take them
+    const int* ranks;              // of each visit, where dQ is added in a fixed order (lowering.py)
     u32 *visit_counts, *tile_counts;  // bytes moved: (query heads, n_visits, 8), (walks, tiles, 8)
     u64 *visit_stamps, *tile_stamps;  // (query heads, n_visits, 5), (walks, tiles, 5)
     int n_q, n_kv, heads, group, walks, tiles, clump, n_visits, left, right;

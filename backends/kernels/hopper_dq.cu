@@ -12,6 +12,7 @@ constexpr bool SPLIT_KEYS = ROW_GROUPS == 1;
 constexpr int KEYS = SPLIT_KEYS ? BLOCK_K / 2 : BLOCK_K;  // of a visit, a warpgroup's share
 constexpr int THREADS = 128 * (WARPGROUPS + 1);
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+static_assert(registers_suffice<THREADS>(PRODUCER_REGISTERS, CONSUMER_REGISTERS), "or all hang");
 static_assert(D % 64 == 0 && KEYS % 16 == 0 && (BLOCK_Q == 64 || BLOCK_Q == 128), "wgmma's shapes");
 
 struct OnChip {
@@ -19,7 +20,7 @@ struct OnChip {
     alignas(1024) u16 dout[ROW_GROUPS][CHUNKS][64 * 64];  // lives for one item
     alignas(1024) u16 k[STAGES][CHUNKS][BLOCK_K * 64];    // ring, one visit each
     alignas(1024) u16 v[STAGES][CHUNKS][BLOCK_K * 64];    // ring, one visit each
-    float partial[SPLIT_KEYS ? D / 2 : 1][128];           // dQ of the second half of the keys
+    float partial[SPLIT_KEYS ? 32 : 1][128];              // 64 columns of the second half's dQ
     u64 own_full[ROW_GROUPS], own_empty[ROW_GROUPS];      // of q and dout
     u64 full[STAGES], empty[STAGES];                      // of k and v
     Items items;
@@ -34,41 +35,38 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
         const Item& it = s.items.write(slot, a, w, a.walks * a.tiles, true);
         if (it.walk < 0) return;
         const int head = it.walk % a.heads, batch = it.walk / a.heads, kv_head = head / a.group;
+        stamp_item(a, it.walk, it.outer, false);
 #pragma unroll 1
         for (int g = 0; g < ROW_GROUPS; ++g) {
             wait(&s.own_empty[g], own_parity ^ 1);  // the last item's products are complete
             arrive_expect(&s.own_full[g], sizeof(s.q[0]) + sizeof(s.dout[0]));
-            const int row = it.own.start + 64 * g;
-#pragma unroll 1
-            for (int c = 0; c < CHUNKS; ++c) {
-                copy_box(s.q[g][c], map_q, &s.own_full[g], 64 * c, row, head, batch);
-                copy_box(s.dout[g][c], map_dout, &s.own_full[g], 64 * c, row, head, batch);
-            }
+            const Place own = place(it.own.start + 64 * g, it.own.stop, a.n_q, batch);
+            copy_tile(s.q[g], map_q, &s.own_full[g], own, head);
+            copy_tile(s.dout[g], map_dout, &s.own_full[g], own, head);
         }
         own_parity ^= 1;
         u32* counts = a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8;
-        const int rows = min(BLOCK_Q, a.n_q - it.own.start);
+        const int rows = it.own.stop - it.own.start;
         report_one(counts, rows * FS_HEAD_DIM * 2);
         report_one(counts + 1, rows * FS_HEAD_DIM_V * 2);
         for (int n = 0; n < it.visits.count; ++n) {
             const int key = it.base + it.visits(a, n).tile * BLOCK_K;
+            const i64 visit = i64(it.walk) * a.n_visits + it.visits.first + n;
+            u64* stamps = visit_stamps(a, visit);
+            stamp(stamps, 0);
             wait(&s.empty[ring.stage], ring.parity ^ 1);  // its last readers are done
+            stamp(stamps, 1);
             arrive_expect(&s.full[ring.stage], sizeof(s.k[0]) + sizeof(s.v[0]));
-#pragma unroll 1
-            for (int c = 0; c < CHUNKS; ++c) {
-                copy_box(s.k[ring.stage][c], map_k, &s.full[ring.stage], 64 * c, key, kv_head,
-                         batch);
-                copy_box(s.v[ring.stage][c], map_v, &s.full[ring.stage], 64 * c, key, kv_head,
-                         batch);
-            }
+            const Place from = place(key, it.end, a.n_kv, batch);
+            copy_tile(s.k[ring.stage], map_k, &s.full[ring.stage], from, kv_head);
+            copy_tile(s.v[ring.stage], map_v, &s.full[ring.stage], from, kv_head);
+            stamp(stamps, 4);
             ring.next(STAGES);
-#if FS_TRACE
-            u32* visit = a.visit_counts + (i64(it.walk) * a.n_visits + it.visits.first + n) * 8;
-            const int keys = min(BLOCK_K, a.n_kv - key);
-            report_one(visit, keys * FS_HEAD_DIM * 2);
-            report_one(visit + 1, keys * FS_HEAD_DIM_V * 2);
-#endif
+            const int keys = min(BLOCK_K, it.end - key);
+            report_one(a.visit_counts + visit * 8, keys * FS_HEAD_DIM * 2);
+            report_one(a.visit_counts + visit * 8 + 1, keys * FS_HEAD_DIM_V * 2);
         }
+        stamp_item(a, it.walk, it.outer, true);
     }
 }
 
@@ -104,8 +102,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         const Item it = s.items.read(slot);
         if (it.walk < 0) return;
         const int query = it.own.start + 64 * part + fragment_row();
-        u64* item_stamps = a.tile_stamps + (i64(it.walk) * a.tiles + it.outer) * 5;
-        stamp_item(item_stamps, false);
+        stamp_item(a, it.walk, it.outer, false);
         // This thread's two rows. One past the end, or one that sees no key, gets lse = +inf, so
         // that its P is exactly 0.
         float lse[2], delta[2], dQ[D / 2];
@@ -128,7 +125,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         for (int n = 0; n < it.visits.count; ++n) {
             const Visit visit = it.visits(a, n);
             const int key = it.base + visit.tile * BLOCK_K + my_key, stage = ring.stage;
-            u64* stamps = a.visit_stamps + (i64(it.walk) * a.n_visits + it.visits.first + n) * 5;
+            u64* stamps = visit_stamps(a, i64(it.walk) * a.n_visits + it.visits.first + n);
             float S[KEYS / 2], dP[KEYS / 2];
             u32 dS[KEYS / 16][4];
             stamp(stamps, 0);
@@ -183,14 +180,17 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         }
         if (speaks) arrive(&s.own_empty[part]);  // the next item's Q and dO may come
         if (SPLIT_KEYS) {  // the first warpgroup adds up; always in this order
-            named_sync(1, 256);  // it has read the last item's other half
-            if (g == 1)
 #pragma unroll
-                for (int e = 0; e < D / 2; ++e) s.partial[e][threadIdx.x % 128] = dQ[e];
-            named_sync(1, 256);  // the other half is complete
-            if (g == 0)
+            for (int c = 0; c < D / 2; c += 32) {
+                named_sync(1, 256);  // it has read the last columns
+                if (g == 1)
 #pragma unroll
-                for (int e = 0; e < D / 2; ++e) dQ[e] += s.partial[e][threadIdx.x % 128];
+                    for (int e = 0; e < 32; ++e) s.partial[e][threadIdx.x % 128] = dQ[c + e];
+                named_sync(1, 256);  // the other half's columns are complete
+                if (g == 0)
+#pragma unroll
+                    for (int e = 0; e < 32; ++e) dQ[c + e] += s.partial[e][threadIdx.x % 128];
+            }
         }
         const int head = it.walk % a.heads, batch = it.walk / a.heads;
         u32 dq_bytes = 0;
@@ -200,7 +200,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                                                query + 8 * r < it.own.stop && !(SPLIT_KEYS && g));
         u32* counts = a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8;
         report(counts + 2, row_bytes), report(counts + 3, row_bytes), report(counts + 4, dq_bytes);
-        stamp_item(item_stamps, true);
+        stamp_item(a, it.walk, it.outer, true);
     }
 }
 

@@ -25,10 +25,6 @@ struct OnChip {
 };
 static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "backends.hopper and OnChip must agree");
 
-__device__ inline u64* visit_stamps(const Args& a, const Item& it, int v) {
-    return a.visit_stamps + (i64(it.walk) * a.n_visits + it.visits.first + v) * 5;
-}
-
 __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const TensorMap* map_k,
                         const TensorMap* map_v, u32* counter) {
     Ring ring_k, ring_v, slot;
@@ -38,44 +34,46 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
         if (it.walk < 0) return;
         const int head = it.walk % a.heads, batch = it.walk / a.heads, kv_head = head / a.group;
         const int n = it.visits.count;
-        u32* counts = a.visit_counts + (i64(it.walk) * a.n_visits + it.visits.first) * 8;
+        const i64 first = i64(it.walk) * a.n_visits + it.visits.first;
+        stamp_item(a, it.walk, it.outer, false);
         for (int v = 0; v <= n; ++v) {  // in the order of need: K0 Q, K1 V0, K2 V1, ...
             if (v < n) {
                 const int key = it.base + it.visits(a, v).tile * BLOCK_K;
+                u64* stamps = visit_stamps(a, first + v);
+                stamp(stamps, 0);
                 wait(&s.k_empty[ring_k.stage], ring_k.parity ^ 1);  // its last reader is done
+                stamp(stamps, 1);
                 arrive_expect(&s.k_full[ring_k.stage], sizeof(s.k[0]));
-#pragma unroll 1
-                for (int c = 0; c < CHUNKS; ++c)
-                    copy_box(s.k[ring_k.stage][c], map_k, &s.k_full[ring_k.stage],
-                             64 * c, key, kv_head, batch);
+                copy_tile(s.k[ring_k.stage], map_k, &s.k_full[ring_k.stage],
+                          place(key, it.end, a.n_kv, batch), kv_head);
                 ring_k.next(STAGES);
-                report_one(counts + v * 8, min(BLOCK_K, a.n_kv - key) * FS_HEAD_DIM * 2);
+                report_one(a.visit_counts + (first + v) * 8,
+                           min(BLOCK_K, it.end - key) * FS_HEAD_DIM * 2);
             }
             if (v > 0) {
                 const int key = it.base + it.visits(a, v - 1).tile * BLOCK_K;
                 wait(&s.v_empty[ring_v.stage], ring_v.parity ^ 1);  // its last reader is done
                 arrive_expect(&s.v_full[ring_v.stage], sizeof(s.v[0]));
-#pragma unroll 1
-                for (int c = 0; c < CHUNKS_V; ++c)
-                    copy_box(s.v[ring_v.stage][c], map_v, &s.v_full[ring_v.stage],
-                             64 * c, key, kv_head, batch);
+                copy_tile(s.v[ring_v.stage], map_v, &s.v_full[ring_v.stage],
+                          place(key, it.end, a.n_kv, batch), kv_head);
+                stamp(visit_stamps(a, first + v - 1), 4);
                 ring_v.next(STAGES);
-                report_one(counts + v * 8 - 7, min(BLOCK_K, a.n_kv - key) * FS_HEAD_DIM_V * 2);
+                report_one(a.visit_counts + (first + v - 1) * 8 + 1,
+                           min(BLOCK_K, it.end - key) * FS_HEAD_DIM_V * 2);
             } else {
 #pragma unroll 1
                 for (int g = 0; g < WARPGROUPS; ++g) {
                     wait(&s.q_empty[g], q_parity ^ 1);  // the last item's scores are all computed
                     arrive_expect(&s.q_full[g], sizeof(s.q[0]));
-#pragma unroll 1
-                    for (int c = 0; c < CHUNKS; ++c)
-                        copy_box(s.q[g][c], map_q, &s.q_full[g],
-                                 64 * c, it.own.start + 64 * g, head, batch);
+                    copy_tile(s.q[g], map_q, &s.q_full[g],
+                              place(it.own.start + 64 * g, it.own.stop, a.n_q, batch), head);
                 }
                 q_parity ^= 1;
                 report_one(a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8,
-                           min(BLOCK_Q, a.n_q - it.own.start) * FS_HEAD_DIM * 2);
+                           (it.own.stop - it.own.start) * FS_HEAD_DIM * 2);
             }
         }
+        stamp_item(a, it.walk, it.outer, true);
     }
 }
 
@@ -168,8 +166,8 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         const Item it = s.items.read(slot);
         if (it.walk < 0) return;
         const int n = it.visits.count, query = it.own.start + 64 * g + fragment_row();
-        u64* item_stamps = a.tile_stamps + (i64(it.walk) * a.tiles + it.outer) * 5;
-        stamp_item(item_stamps, false);
+        const i64 first = i64(it.walk) * a.n_visits + it.visits.first;
+        stamp_item(a, it.walk, it.outer, false);
         Softmax softmax;
         float O[DV / 2], alpha[2];
 #pragma unroll
@@ -181,19 +179,19 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             u32 P[BLOCK_K / 16][4];
             {  // the first visit: scores and softmax
                 float S[BLOCK_K / 2];
-                stamp(visit_stamps(a, it, 0), 0);
+                stamp(visit_stamps(a, first + 0), 0);
                 wait(&s.k_full[ring_k.stage], ring_k.parity);
-                stamp(visit_stamps(a, it, 0), 1);
+                stamp(visit_stamps(a, first + 0), 1);
                 issue_scores(S, s.q[g][0], s.k[ring_k.stage][0]);
                 wgmma_wait<0>();
                 pin(S);
                 if (speaks) arrive(&s.k_empty[ring_k.stage]);
                 ring_k.next(STAGES);
-                stamp(visit_stamps(a, it, 0), 2);
+                stamp(visit_stamps(a, first + 0), 2);
                 shape_scores(S, a, it, 0, query);
                 softmax(S, alpha, to_log2);
                 round_operand(P, S);
-                stamp(visit_stamps(a, it, 0), 3);
+                stamp(visit_stamps(a, first + 0), 3);
             }
 #pragma unroll 1
             for (int v = 1; v < n; ++v) {
@@ -201,9 +199,9 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 // of v then runs while the tensor cores work on the output and, turn and turn
                 // about, on the other warpgroups' products.
                 float S[BLOCK_K / 2];
-                stamp(visit_stamps(a, it, v), 0);
+                stamp(visit_stamps(a, first + v), 0);
                 wait(&s.k_full[ring_k.stage], ring_k.parity);
-                stamp(visit_stamps(a, it, v), 1);
+                stamp(visit_stamps(a, first + v), 1);
                 named_sync(turn, 256);  // the warpgroup before has queued its products
                 issue_scores(S, s.q[g][0], s.k[ring_k.stage][0]);
                 wait(&s.v_full[ring_v.stage], ring_v.parity);
@@ -211,7 +209,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 named_arrive(next_turn, 256);
                 wgmma_wait<1>();
                 pin(S);
-                stamp(visit_stamps(a, it, v), 2);
+                stamp(visit_stamps(a, first + v), 2);
                 shape_scores(S, a, it, v, query);
                 softmax(S, alpha, to_log2);
                 // Sums are never negative: the test only ties the release, and with it the wait
@@ -219,10 +217,10 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 if (speaks && !(softmax.l[0] < 0.0f) && !(softmax.l[1] < 0.0f))
                     arrive(&s.k_empty[ring_k.stage]);
                 ring_k.next(STAGES);
-                stamp(visit_stamps(a, it, v), 3);
+                stamp(visit_stamps(a, first + v), 3);
                 wgmma_wait<0>();
                 pin(O);
-                stamp(visit_stamps(a, it, v - 1), 4);
+                stamp(visit_stamps(a, first + v - 1), 4);
                 if (speaks) arrive(&s.v_empty[ring_v.stage]);
                 ring_v.next(STAGES);
                 round_operand(P, S);
@@ -234,7 +232,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             issue_output(O, P, s.v[ring_v.stage][0]);
             wgmma_wait<0>();
             pin(O);
-            stamp(visit_stamps(a, it, n - 1), 4);
+            stamp(visit_stamps(a, first + n - 1), 4);
             if (speaks) arrive(&s.v_empty[ring_v.stage]);
             ring_v.next(STAGES);
         } else if (speaks) {
@@ -261,7 +259,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         }
         u32* counts = a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8;
         report(counts + 1, o_bytes), report(counts + 2, lse_bytes);
-        stamp_item(item_stamps, true);
+        stamp_item(a, it.walk, it.outer, true);
     }
 }
 

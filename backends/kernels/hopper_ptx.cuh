@@ -73,6 +73,9 @@ __device__ inline void reduce_commit() {
 __device__ inline void reduce_wait_read() {  // this thread's sources may be overwritten
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
+__device__ inline void reduce_wait() {  // this thread's additions are done
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
 // Ordinary shared-memory writes of this thread become visible to wgmma and to the copy engine.
 __device__ inline void fence_async_shared() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -80,11 +83,15 @@ __device__ inline void fence_async_shared() {
 
 // Four 8 x 8 blocks of 16-bit elements to shared memory: lane i gives the address of row i % 8 of
 // block i / 8.
-__device__ inline void store_matrices(void* to, const u32 (&x)[4]) {
+__device__ inline void store_matrices(u32 to, const u32 (&x)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};"
-                 :: "r"(shared_address(to)), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
-                 : "memory");
+                 :: "r"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
+__device__ inline void store_float(u32 to, float x) {
+    asm volatile("st.shared.f32 [%0], %1;" :: "r"(to), "f"(x) : "memory");
+}
+// No instruction: the compiler no longer knows what x is, and computes anew what depends on it.
+__device__ inline void opaque(u32& x) { asm volatile("" : "+r"(x)); }
 
 // -- registers move from the producer to the consumers -------------------------------------------
 template <int N> __device__ inline void registers_give() {
@@ -118,11 +125,15 @@ template <int N> __device__ __forceinline__ void pin(float (&r)[N]) {
 //     16 further k lie 32 B on, 64 further k in the next chunk.
 //   MN-major (k runs down the rows): stride = 8 rows = 1024 B, leading = one chunk (64 further
 //     columns); 16 further k lie 16 rows = 2048 B on.
+// A tile whose width 64 does not divide may lie in chunks of 16 columns instead, with the 32-byte
+// swizzle (3 in bits 62-63): row r is the 32 bytes at r * 32, its two pieces swapped where r / 4 is
+// odd; stride = 8 rows = 256 B.
 // Only the low 32 bits vary; the wgmma functions add the rest.
 __device__ inline u32 descriptor(const void* tile, u32 leading_bytes) {
     return (shared_address(tile) & 0x3FFFF) >> 4 | leading_bytes >> 4 << 16;
 }
 constexpr u32 DESCRIPTOR_HIGH = 1024 >> 4 | 1u << 30;
+[[maybe_unused]] constexpr u32 DESCRIPTOR_HIGH_NARROW = 256 >> 4 | 3u << 30;
 // Sixteen further k, `x` times, in descriptor units.
 __device__ inline constexpr u32 along_row(int x, int rows) {
     return (x / 4 * rows * 128 + x % 4 * 32) / 16;

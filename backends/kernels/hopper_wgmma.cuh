@@ -63,16 +63,16 @@
 
 // i0 .. i7 number the operands behind the accumulator.
 #define WGMMA(N, K, i0, i1, i2, i3, i4, i5, i6, i7)                                              \
-    template <int TRANS_A, int TRANS_B>                                                          \
+    template <int TRANS_A, int TRANS_B, u32 HIGH_A = DESCRIPTOR_HIGH, u32 HIGH_B = HIGH_A>        \
     __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], u32 a, u32 b, int accumulate) {  \
         asm volatile("{\n.reg .pred p;\n.reg .b64 a, b;\n"                                      \
                      "setp.ne.b32 p, %" #i2 ", 0;\n"                                             \
-                     "mov.b64 a, {%" #i0 ", %" #i3 "};\nmov.b64 b, {%" #i1 ", %" #i3 "};\n"     \
+                     "mov.b64 a, {%" #i0 ", %" #i3 "};\nmov.b64 b, {%" #i1 ", %" #i6 "};\n"     \
                      "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." KIND                      \
                      " {" REGS##K "}, a, b, p, 1, 1, %" #i4 ", %" #i5 ";\n}"                     \
                      : OUTS##K                                                                   \
-                     : "r"(a), "r"(b), "r"(accumulate), "n"(DESCRIPTOR_HIGH), "n"(TRANS_A),      \
-                       "n"(TRANS_B));                                                            \
+                     : "r"(a), "r"(b), "r"(accumulate), "n"(HIGH_A), "n"(TRANS_A), "n"(TRANS_B), \
+                       "n"(HIGH_B));                                                             \
     }                                                                                            \
     template <int TRANS_B>                                                                       \
     __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const u32 (&a)[4], u32 b,        \

@@ -3,6 +3,13 @@
 #include "hopper_ptx.cuh"
 #include "hopper_wgmma.cuh"
 
+// A kernel starts with as many registers a thread as there are for all its threads, in eights. If the
+// warpgroups ask for more than that in total, the last one to ask waits for ever.
+template <int THREADS>
+__device__ constexpr bool registers_suffice(int producer, int consumer) {
+    return producer + consumer * (THREADS / 128 - 1) <= THREADS / 128 * (65536 / THREADS / 8 * 8);
+}
+
 struct Ring {  // a place in a ring of stages, and the parity of the present lap
     int stage = 0;
     u32 parity = 0;
@@ -72,6 +79,26 @@ struct Items {
     }
 };
 
+// Where rows `row` to `stop` of a tensor of n rows lie in its tensor map. The copy engine clips a box
+// only where the map ends. A map of packed sequences therefore is one view of the tensor for each
+// place where a tile may end, numbered by its last axis: in view `stop` the row before `stop` is the
+// last (tensor_maps.py). So nothing of the next sequence is moved.
+struct Place {
+    int row, batch;
+};
+__device__ inline Place place(int row, int stop, int n, int batch) {
+    return FS_VARLEN ? Place{n - stop + row, stop} : Place{row, batch};
+}
+
+// Orders a tile, 64 columns a box, and credits `bar` with its bytes.
+template <int CHUNKS, int ELEMENTS>
+__device__ inline void copy_tile(u16 (&to)[CHUNKS][ELEMENTS], const TensorMap* map, u64* bar,
+                                 Place from, int head) {
+#pragma unroll 1
+    for (int c = 0; c < CHUNKS; ++c)
+        copy_box(to[c], map, bar, 64 * c, from.row, head, from.batch);
+}
+
 // A raw score, scaled and capped; for where the exponent cannot take the scale (FS_SCALED).
 __device__ inline float scaled(const Args& a, float score) {
     return FS_SOFTCAP ? a.softcap * fast_tanh(score * (a.scale / a.softcap)) : score * a.scale;
@@ -102,12 +129,13 @@ __device__ __forceinline__ void transpose_quad(u32 (&x)[4]) {
     if (high) x[0] = give0, x[1] = give1; else x[2] = give0, x[3] = give1;
 }
 
-// Rounds fragment row r (0 or 1) of an accumulator times `factor` and stores its first WIDTH
-// columns at row `row` of one head of `to`; all four threads of the quad take part, `exists` says
+// Rounds fragment row r (0 or 1) of an accumulator times `factor` and stores it, from column `first`
+// on and as far as the WIDTH columns there are, at row `row` of one head of `to`; all four threads of the quad take part, `exists` says
 // whether to write. Returns the bytes that this thread wrote.
 template <int WIDTH, int N>
 __device__ __forceinline__ u32 store_row(const Tensor& to, int batch, int head, int row,
-                                         const float (&acc)[N], int r, float factor, bool exists) {
+                                         const float (&acc)[N], int r, float factor, bool exists,
+                                         int first = 0) {
     char* at = to.data + (batch * to.batch + head * to.head + row * to.row) * 2;
     u32 bytes = 0;
 #pragma unroll
@@ -119,7 +147,7 @@ __device__ __forceinline__ u32 store_row(const Tensor& to, int batch, int head, 
             x[p] = e < N ? pack(acc[e < N ? e : 0] * factor, acc[e < N ? e + 1 : 0] * factor) : 0;
         }
         transpose_quad(x);
-        const int column = 32 * c + threadIdx.x % 4 * 8;
+        const int column = first + 32 * c + threadIdx.x % 4 * 8;
         if (exists && column < WIDTH) {
             *reinterpret_cast<uint4*>(at + column * 2) = make_uint4(x[0], x[1], x[2], x[3]);
             bytes += 16;
@@ -135,17 +163,22 @@ __device__ inline void report_one(u32* slot, u32 bytes) {
 #endif
 }
 
-// -- when: the first thread of the first consumer warpgroup stamps -------------------------------
-[[maybe_unused]] constexpr int STAMPER = 128;
-
-__device__ inline void stamp(u64* visit_stamps, int slot) {
+// -- when: the producer and the first thread of each consumer warpgroup stamp, each on its own -----
+// A warpgroup is a role, the producer's is 0. This role's record of visit `number`, counted over all heads; the slots are timeline.py's.
+__device__ inline u64* visit_stamps(const Args& a, i64 number) {
+    return a.visit_stamps + (number * (blockDim.x / 128) + threadIdx.x / 128) * 5;
+}
+__device__ inline void stamp(u64* stamps, int slot) {
 #if FS_TIMELINE
-    if (threadIdx.x == STAMPER) visit_stamps[slot] = cycles();
+    if (threadIdx.x % 128 == 0) stamps[slot] = cycles();
 #endif
 }
-__device__ inline void stamp_item(u64* record, bool end) {  // as stamp_block in common.cuh
+// As stamp_block in common.cuh, for this role's share of an item.
+__device__ inline void stamp_item(const Args& a, int walk, int outer, bool end) {
 #if FS_TIMELINE
-    if (threadIdx.x == STAMPER) {
+    if (threadIdx.x % 128 == 0) {
+        const i64 item = i64(walk) * a.tiles + outer;
+        u64* record = a.tile_stamps + (item * (blockDim.x / 128) + threadIdx.x / 128) * 5;
         u32 sm;
         asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
         record[0] = sm;

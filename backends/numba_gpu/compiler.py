@@ -1,6 +1,8 @@
-"""Tensor-core kernels in Python to machine code: numba-cuda to PTX, nvJitLink to a cubin, on disk.
+"""Tensor-core kernels in Python to what a GPU runs, kept on disk; only `load` needs a GPU.
 
-Nothing but `load` needs a GPU.
+numba-cuda makes PTX. nvJitLink makes a cubin of it, but for Hopper's instructions: it compiles for
+being linked with more, where `setmaxnreg` is ignored and every `wgmma` is waited for at once (ptxas
+says so: C7504, C7509). The driver compiles such PTX as the whole program that it is.
 """
 
 from __future__ import annotations
@@ -26,11 +28,15 @@ from flashsim.backends.launch import Kernel
 from flashsim.backends.numba_gpu.backward_dkdv import flash_dkdv_kernel
 from flashsim.backends.numba_gpu.backward_dq import flash_dq_kernel
 from flashsim.backends.numba_gpu.backward_rows import flash_convert_kernel, flash_delta_kernel
-from flashsim.backends.numba_gpu.emit import ArgsType
+from flashsim.backends.numba_gpu.emit import ArgsType, MapType
 from flashsim.backends.numba_gpu.forward import flash_forward_kernel
+from flashsim.backends.numba_gpu.hopper_forward import hopper_forward_kernel
 
 #: Compiling for longer than this is worth a line on stderr.
 _PATIENCE_S = 0.5
+#: The first version of PTX with Hopper's instructions.
+_HOPPER_PTX = "8.0"
+_VERSION = re.compile(r"^\.version .*$", re.MULTILINE)
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)")
 
 
@@ -38,6 +44,7 @@ def python_kernel(kernel: Kernel, capability: tuple[int, int]) -> Callable[[Any]
     """The Python function that the launch arithmetic's `kernel` names, for its constants."""
     writers: dict[str, Callable[[Kernel], Any]] = {
         "flash_forward": flash_forward_kernel,
+        "hopper_forward": hopper_forward_kernel,
         "flash_dkdv": partial(flash_dkdv_kernel, wide=capability >= (9, 0)),
         "flash_dq": flash_dq_kernel,
         "flash_delta": flash_delta_kernel,
@@ -48,17 +55,25 @@ def python_kernel(kernel: Kernel, capability: tuple[int, int]) -> Callable[[Any]
 
 def ptx(kernel: Kernel, capability: tuple[int, int]) -> str:
     """A kernel's PTX for a compute capability; its entry has the kernel's plain name."""
+    maps = [MapType(kernel.name, n) for n in range(len(kernel.boxes))]
+    arguments = [*maps, ArgsType(), types.int64] if maps else [ArgsType()]
     text, _ = numba_compile(
         python_kernel(kernel, capability),
-        types.void(ArgsType()),
+        types.void(*arguments),
         device=False,
         abi="numba",
         cc=(*capability, "a") if capability[0] == 9 else capability,
         output="ptx",
-        launch_bounds=kernel.threads,
+        # `setmaxnreg` wants to know that a block has the multiprocessor for itself.
+        launch_bounds=(kernel.threads, 1) if maps else kernel.threads,
     )
     (entry,) = set(_ENTRY.findall(text))
-    return text.replace(entry, kernel.name)
+    text = text.replace(entry, kernel.name)
+    if maps:  # any assembler that knows the instructions will do, however new numba-cuda's PTX is
+        text = _VERSION.sub(f".version {_HOPPER_PTX}", text, count=1)
+    for one in maps:  # the copy engine reads a tensor map at a multiple of 64
+        text = text.replace(f".align 8 .b8 {one.parameter}[", f".align 64 .b8 {one.parameter}[")
+    return text
 
 
 def assemble(text: str, capability: tuple[int, int]) -> tuple[bytes, str]:
@@ -87,14 +102,16 @@ def _sources() -> bytes:
     return digest.digest()
 
 
-def cubin(kernel: Kernel, capability: tuple[int, int]) -> Path:
-    """The file of a compiled kernel; compiles it, and says so on stderr, if it is not there yet."""
+def image(kernel: Kernel, capability: tuple[int, int]) -> Path:
+    """The file of a compiled kernel, cubin or PTX; compiles it first, if need be, and says so."""
     key = hashlib.sha256(_sources() + repr((kernel, capability)).encode()).hexdigest()
-    path = cache_folder() / f"{kernel.name}-{key[:32]}.cubin"
+    suffix = "ptx" if kernel.boxes else "cubin"
+    path = cache_folder() / f"{kernel.name}-{key[:32]}.{suffix}"
     if path.exists():
         return path
     start = time.perf_counter()
-    image, _ = assemble(ptx(kernel, capability), capability)
+    text = ptx(kernel, capability)
+    made = text.encode() if kernel.boxes else assemble(text, capability)[0]
     took = time.perf_counter() - start
     if took > _PATIENCE_S:
         print(
@@ -104,7 +121,7 @@ def cubin(kernel: Kernel, capability: tuple[int, int]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     # Another process may be doing the same: write aside, then rename.
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(image)
+        file.write(made)
     os.replace(file.name, path)
     return path
 
@@ -115,7 +132,7 @@ def load(kernel: Kernel, device: int) -> Any:
     import cupy
 
     properties = cupy.cuda.runtime.getDeviceProperties(device)
-    path = cubin(kernel, (properties["major"], properties["minor"]))
+    path = image(kernel, (properties["major"], properties["minor"]))
     function = cupy.RawModule(path=str(path)).get_function(kernel.name)
     if kernel.shared_bytes > 48 * 1024:
         function.max_dynamic_shared_size_bytes = kernel.shared_bytes

@@ -107,17 +107,20 @@ def asm(
     returns: ir.Type | None = None,
     *,
     effects: bool = False,
+    together: bool = False,
 ) -> ir.Value:
     """One PTX instruction; ``$n`` in `text` is the n-th operand, results first.
 
     `effects` keeps its place among barriers and other memory accesses, and keeps it at all if
-    nothing uses its result.
+    nothing uses its result. `together` keeps it, besides, where all threads of a warp that reach it
+    do so at once: LLVM may put it behind no further condition.
     """
     result = returns or ir.VoidType()
     kind = ir.FunctionType(result, [v.type for v in operands])
     if effects:
         constraints += ",~{memory}" if constraints else "~{memory}"
-    return builder.call(ir.InlineAsm(kind, text, constraints, side_effect=effects), operands)
+    code = ir.InlineAsm(kind, text, constraints, side_effect=effects)
+    return builder.call(code, operands, attrs=("convergent",) if together else ())
 
 
 def struct_values(builder: ir.IRBuilder, value: ir.Value, count: int) -> Values:
@@ -125,7 +128,19 @@ def struct_values(builder: ir.IRBuilder, value: ir.Value, count: int) -> Values:
     return [builder.extract_value(value, x) for x in range(count)]
 
 
-# -- the kernels' one argument --------------------------------------------------------------------
+# -- the kernels' arguments -----------------------------------------------------------------------
+
+
+class MapType(types.Type):
+    """A tensor map (`flashsim.backends.tensor_maps`), the n-th parameter of a kernel, by value.
+
+    The copy engine wants its address, and Numba passes values; but PTX names a kernel's parameters
+    KERNEL_param_0, KERNEL_param_1 ..., so that `hopper_tiles.map_address` finds it by name.
+    """
+
+    def __init__(self, kernel: str, number: int) -> None:
+        super().__init__(f"flashsim.Map({kernel}, {number})")
+        self.parameter = f"{kernel}_param_{number}"
 
 
 class ArgsType(types.Type):
@@ -154,7 +169,7 @@ FIELDS = _fields()
 
 
 def _register() -> None:
-    """Tell numba-cuda how an `ArgsType` is passed (as an array of words) and read."""
+    """Tell numba-cuda how an `ArgsType` is passed (as an array of words) and read; and a map."""
     from numba.cuda import models
     from numba.cuda.cudadecl import registry as typing_registry
     from numba.cuda.cudaimpl import registry as lowering_registry
@@ -165,6 +180,11 @@ def _register() -> None:
     class _Model(models.PrimitiveModel):
         def __init__(self, manager: Any, kind: Any) -> None:
             super().__init__(manager, kind, ir.ArrayType(I64, launch.ARGS.itemsize // 8))
+
+    @register_model(MapType)
+    class _MapModel(models.PrimitiveModel):
+        def __init__(self, manager: Any, kind: Any) -> None:
+            super().__init__(manager, kind, ir.ArrayType(I64, 128 // 8))
 
     @typing_registry.register_attr
     class _Attributes(AttributeTemplate):

@@ -1,7 +1,8 @@
 """`backend="numba_cuda"`: FlashAttention-2 on a GPU in Python, compiled by numba-cuda.
 
-Two families of kernels: "tensor" (float16 and bfloat16, on tensor cores, from sm_80 on) and
-"teaching" (float16 and float32, plain Python loops, also in Numba's CUDA simulator).
+Three families of kernels: "tensor" (float16 and bfloat16, on tensor cores, from sm_80 on), "hopper"
+(the same with Hopper's own instructions, forward only) and "teaching" (float16 and float32, plain
+Python loops, also in Numba's CUDA simulator).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from flashsim.engine import Job, Outcome
 from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError, choices
 
 OPTIONS: frozenset[str] = frozenset({"kernel"})
-KERNELS = ("tensor", "teaching")
+KERNELS = ("tensor", "hopper", "teaching")
 
 
 def _require_numba_cuda() -> None:
@@ -54,7 +55,7 @@ def forward(job: Job) -> Outcome:
         return teaching_run.forward(job)
     from flashsim.backends import cupy_engine
 
-    return cupy_engine.forward_with(_tensor, job)
+    return cupy_engine.forward_with(_family, job)
 
 
 def backward(job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
@@ -63,18 +64,25 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
         return teaching_run.backward(job, saved, dout)
     from flashsim.backends import cupy_engine
 
-    return cupy_engine.backward_with(_tensor, job, saved, dout)
+    return cupy_engine.backward_with(_family, job, saved, dout)
 
 
-def _tensor(job: Job, gpu: Any, direction: str) -> Any:
-    """The tensor-core kernels, for every job and GPU."""
-    from flashsim.backends.numba_gpu import tensor
+def _family(job: Job, gpu: Any, direction: str) -> Any:
+    """The tensor-core kernels that run a pass: unless told otherwise, Hopper's where they do.
 
-    return tensor
+    A backward pass is always `tensor`'s.
+    """
+    from flashsim.backends.numba_gpu import hopper, tensor
+
+    asked = job.options.get("kernel", "auto")
+    if direction == "forward" and asked != "auto":
+        return hopper if asked == "hopper" else tensor
+    refused = hopper.refusal(job.problem, job.tiling, gpu, direction)
+    return tensor if refused else hopper
 
 
 def _kernel(job: Job) -> str:
-    """Which family runs a job: the one asked for, else "tensor" where there is one.
+    """ "teaching", or "tensor" or "hopper" for a family on tensor cores: the one asked for, if any.
 
     Raises
     ------
@@ -88,23 +96,25 @@ def _kernel(job: Job) -> str:
         )
     simulated = teaching_run.simulated()
     narrow = p.dtype in ("float16", "bfloat16")
-    name = job.options.get("kernel", "tensor" if narrow and not simulated else "teaching")
-    if name not in KERNELS:
-        raise OptionError(f"unknown kernel {name!r}; {choices(name, KERNELS)}")
-    takes = ("float16", "bfloat16") if name == "tensor" else ("float16", "float32")
+    name = job.options.get("kernel", "auto")
+    if name not in ("auto", *KERNELS):
+        raise OptionError(f"unknown kernel {name!r}; {choices(name, ('auto', *KERNELS))}")
+    if name == "auto":
+        name = "tensor" if narrow and not simulated else "teaching"
+    takes = ("float16", "float32") if name == "teaching" else ("float16", "bfloat16")
     if p.dtype not in takes:
         raise UnsupportedError(
             f"backend='numba_cuda', kernel={name!r} takes {' and '.join(takes)}, not {p.dtype}; "
             "convert the arrays, or use backend='numpy'"
         )
-    if name == "tensor" and simulated:
+    if name != "teaching" and simulated:
         raise UnsupportedError(
             "Numba's CUDA simulator (NUMBA_ENABLE_CUDASIM) has no tensor cores; use "
             "kernel='teaching', or unset it on a machine with a GPU"
         )
     if name == "teaching" and job.trace == "timeline":
         raise UnsupportedError("the teaching kernels record no time stamps; use kernel='tensor'")
-    if name == "tensor":
+    if name != "teaching":
         _check_head_dims(p)
     return name
 

@@ -148,7 +148,8 @@ def exponentials(blocks: int, n: int) -> Any:
         for at, i, _, x in elements(blocks, n):
             row = 2 * i + x // 2
             p[at] = ptx.exp2(b, b.fma(s[at], to_log2, minus[row]))
-            l[row] = b.fadd(l[row], p[at])
+            if x % 2:  # two neighbours first: half the length of the chain
+                l[row] = b.fadd(l[row], b.fadd(p[at - 1], p[at]))
         return [p, l]
 
     return exponentials_

@@ -41,7 +41,7 @@ def shared_base(b: ir.IRBuilder) -> ir.Value:
     module = b.module
     if name not in module.globals:
         made = ir.GlobalVariable(module, kind, name, addrspace=3)
-        made.linkage, made.align = "external", 128
+        made.linkage, made.align = "external", 1024  # what the copy engine's swizzle repeats over
     return b.ptrtoint(module.globals[name], I32)
 
 
@@ -54,6 +54,12 @@ def _pointer(b: ir.IRBuilder, address: ir.Value, index: ir.Value, kind: ir.Type)
 def read_int(b: ir.IRBuilder, address: ir.Value, index: ir.Value) -> ir.Value:
     """``int32[index]`` of a table in HBM."""
     return b.load(_pointer(b, address, index, I32))
+
+
+@emitted(types.int32, types.int32, types.int32)
+def quotient(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
+    """x // y of integers that are not negative, in 32 bits (Python's own is a 64-bit one)."""
+    return b.udiv(x, y)
 
 
 @emitted(None, types.int64, types.int32, types.float32)
@@ -209,6 +215,11 @@ def _report(b: ir.IRBuilder, slot: ir.Value, count: ir.Value) -> None:
         ptx.add_count(b, slot, total)
 
 
+@emitted(None, types.int64, types.int32)
+def _report_one(b: ir.IRBuilder, slot: ir.Value, count: ir.Value) -> None:
+    ptx.add_count(b, slot, count)
+
+
 @emitted(types.int64)
 def _cycles(b: ir.IRBuilder) -> ir.Value:
     return ptx.clock(b, "clock64")
@@ -227,12 +238,13 @@ def _sm(b: ir.IRBuilder) -> ir.Value:
 # -- the walk -------------------------------------------------------------------------------------
 
 
-def walk_functions(c: SimpleNamespace) -> SimpleNamespace:
-    """The walk's device functions for one kernel's constants.
+def walk_functions(c: SimpleNamespace, stamper: int = 0) -> SimpleNamespace:
+    """The walk's device functions for one kernel's constants; thread `stamper` stamps.
 
-    ``take_work(a)`` gives (walk, outer tile); ``row_tile``, ``col_tile`` a tile's (start, stop,
-    offset); ``begin(a, outer)`` a walk: the number of its first visit, how many there are, and its
-    span; ``visit(a, walk, n)`` the n-th visit's (inner tile, masked); ``report(slot, bytes)`` and
+    ``item(a, n)`` gives the n-th (walk, outer tile), ``take_work(a)`` the block's; ``row_tile`` and
+    ``col_tile`` a tile's (start, stop, offset); ``begin(a, outer)`` a walk: the number of its first
+    visit, how many there are, and its span; ``visit(a, walk, n)`` the n-th visit's (inner tile,
+    masked). ``report(slot, bytes)``, for whole warps, ``report_one``, for a single thread, and
     ``stamp(address, slot)`` tell the host, if the kernel was built for it.
     """
     block_q, block_k, varlen = c.block_q, c.block_k, bool(c.varlen)
@@ -241,13 +253,19 @@ def walk_functions(c: SimpleNamespace) -> SimpleNamespace:
     numbered = counts or stamps
 
     @device
+    def item(a, number):
+        # `clump` heads, whose tensors fit in L2 together, are finished before the next ones; inside
+        # a clump the longest walks of all its heads come first.
+        whole = int32(a.clump * a.tiles)
+        clump = quotient(number, whole)
+        first, rest = int32(clump * a.clump), int32(number - clump * whole)
+        size = int32(min(a.clump, a.walks - first))
+        place = quotient(rest, size)
+        return int32(first + rest - place * size), int32(read_int(a.order, place))
+
+    @device
     def take_work(a):
-        # Blocks start in index order. `clump` heads, whose tensors fit in L2 together, are finished
-        # before the next ones; inside a clump the longest walks of all its heads come first.
-        block, whole = int32(cuda.blockIdx.x), a.clump * a.tiles
-        first = block // whole * a.clump
-        size, rest = min(a.clump, a.walks - first), block % whole
-        return int32(first + rest % size), int32(read_int(a.order, rest // size))
+        return item(a, int32(cuda.blockIdx.x))  # blocks start in index order
 
     @device
     def row_tile(a, i):
@@ -285,24 +303,31 @@ def walk_functions(c: SimpleNamespace) -> SimpleNamespace:
             _report(slot, moved)
 
     @device
+    def report_one(slot, moved):
+        if counts:
+            _report_one(slot, moved)
+
+    @device
     def stamp(address, slot):
-        if stamps and cuda.threadIdx.x == 0:
+        if stamps and cuda.threadIdx.x == stamper:
             write_word(address, slot, _cycles())
 
     @device
     def stamp_block(address, end):
-        if stamps and cuda.threadIdx.x == 0:
+        if stamps and cuda.threadIdx.x == stamper:
             write_word(address, 0, _sm())
             write_word(address, 3 if end else 1, _cycles())
             write_word(address, 4 if end else 2, _nanoseconds())
 
     return SimpleNamespace(
+        item=item,
         take_work=take_work,
         row_tile=row_tile,
         col_tile=col_tile,
         begin=begin,
         visit=visit,
         report=report,
+        report_one=report_one,
         stamp=stamp,
         stamp_block=stamp_block,
     )

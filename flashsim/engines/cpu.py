@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,8 @@ from flashsim.engines.scores import BFLOAT16, FLOAT16, NO_ROUNDING, Rules
 from flashsim.engines.tables import NOTE, Grads, Inputs, Notes, Shape, Tiles
 from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError, choices
 from flashsim.events import StageTrace
-from flashsim.problem import numpy_dtype
+from flashsim.hardware import Device
+from flashsim.problem import Problem, numpy_dtype
 from flashsim.schedule import MASKED, Schedule
 from flashsim.tiling import Tiling
 
@@ -46,6 +48,10 @@ USUAL = {
     "forward": (Tiling(128, 64), Tiling(64, 64)),
     "backward": (Tiling(64, 64), Tiling(48, 64)),
 }
+
+#: Bytes of Q and O that a thread keeps in its second-level cache, so that K and V, which come from
+#: further away, are fetched once for all these rows; and the least number of items for a thread.
+TOGETHER, ITEMS = 1 << 18, 4
 
 #: Mask bits (bytes) that are evaluated ahead of a walk: bounds the memory of arbitrary masks.
 MASK_CHUNK = 1 << 25
@@ -114,8 +120,7 @@ class _Pass:
             )
         self.threads = _threads(job.options.get("threads"))
         self.cpu = _cpu(job.options.get("micro_kernel"), p.compute_dtype)
-        self.tiling = job.tiling or self._default_tiling()
-        self.tiling.check(p, job.device, job.algorithm, self.direction)
+        self.tiling = _tiling(p, job.tiling, job.device, job.algorithm, self.direction)
         tile = self.tiling.clip(p)
         sizes = (p.heads, p.kv_heads, p.n_q, p.n_kv, p.head_dim, p.head_dim_v)
         self.shape = Shape(*sizes, tile.block_q, tile.block_k)
@@ -136,13 +141,6 @@ class _Pass:
         )
         self._plan = {s.name: s for s in plans.stages(p, job.algorithm, self.direction)}
 
-    def _default_tiling(self) -> Tiling:
-        job, p = self.job, self.job.problem
-        for usual in USUAL[self.direction]:
-            if usual.footprint(p, job.algorithm, self.direction) <= job.device.sram_bytes:
-                return usual
-        return Tiling.fit(p, job.device, job.algorithm, self.direction)
-
     def wide(self, *arrays: np.ndarray) -> list[np.ndarray]:
         """Flat, contiguous and in the accumulator's type; a view where possible."""
         real = self.job.problem.compute_dtype
@@ -151,7 +149,8 @@ class _Pass:
     def schedule(self, stage: plans.Stage) -> Schedule:
         """A stage's walk."""
         p, order = self.job.problem, self.job.key_order
-        return Schedule(p, self.tiling, stage.outer, order, stage.dense)
+        schedule = Schedule(p, self.tiling, stage.outer, order, stage.dense)
+        return _known(schedule) if p.banded else schedule
 
     def walk(self, name: str, *arrays: Any) -> None:
         """Run a stage on all threads, and keep its trace if one is asked for."""
@@ -167,12 +166,14 @@ class _Pass:
             visits = np.zeros((p.batch * p.heads, len(csr[1])), np.int64)
             notes = Notes(np.zeros((walks, len(own)), np.int64), visits)
         fused = name == "fused"
-        order, turn = _order(schedule, csr, fused), _turns(schedule, csr) if fused else _NOTHING
+        turn = _turns(schedule, csr) if fused else _NOTHING
         turns = np.zeros(p.batch * p.heads * schedule.t_r if fused else 0, np.int64)
         set_ptr, sets = self._sets(by_row, shares=name in ("dq", "fused"))
-        for part, keep_at, keep in self._masks(schedule, csr, order, by_row):
+        runs = _runs(schedule, csr, fused, self._together(name, len(own) * (len(set_ptr) - 1)))
+        descending = schedule.key_order == "descending"
+        for part, keep_at, keep in self._masks(schedule, csr, runs, by_row):
             tables = (own, other, *csr, keep_at, keep, turn, part, set_ptr, sets)
-            tiles = Tiles(*(_table(x) for x in tables))
+            tiles = Tiles._make([*(_table(x) for x in tables), descending])
             counter = np.zeros(1, np.int64)
             args = [*arrays, self.shape, tiles, self.rules, notes, counter]
             if WALKS[name] == "grad_keys":
@@ -181,6 +182,14 @@ class _Pass:
         if self.job.trace:
             shape = walks, p.batch * p.heads // walks, len(csr[1])
             self._trace(stage, schedule, notes.steps, notes.visits.reshape(shape))
+
+    def _together(self, name: str, n: int) -> int:
+        """How many of n outer tiles a thread walks at a time; results do not depend on it."""
+        if name != "forward":
+            return 1
+        row = (self.shape.d + self.shape.dv) * np.dtype(self.job.problem.compute_dtype).itemsize
+        fit = TOGETHER // (row * self.shape.block_q)
+        return max(1, min(fit, n // (ITEMS * self.threads)))
 
     def note(self, name: str) -> None:
         """The trace of a stage that NumPy carries out on whole arrays, if there is such a stage."""
@@ -210,28 +219,29 @@ class _Pass:
         return np.arange(len(numbers) + 1) * numbers.shape[1], numbers.reshape(-1)
 
     def _masks(
-        self, schedule: Schedule, csr, order: np.ndarray, by_row: bool
+        self, schedule: Schedule, csr, runs: np.ndarray, by_row: bool
     ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Outer tiles in runs, each with the mask bits that its MASKED visits need."""
+        """Runs in parts, each with the mask bits that its MASKED visits need."""
         ptr, inner, kind = csr
         keep_at = np.full(len(inner), -1, np.int64)
         if self.job.problem.banded:
-            yield order, keep_at, np.zeros(0, np.uint8)
+            yield runs, keep_at, np.zeros(0, np.uint8)
             return
         begin, size = 0, 0
         bits: list[np.ndarray] = []
-        for place, outer in enumerate(order.tolist()):
-            for at in range(ptr[outer], ptr[outer + 1]):
+        owner = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr))
+        for place, (first, last) in enumerate(runs.tolist()):
+            for at in range(ptr[first], ptr[last]):
                 if kind[at] != MASKED:
                     continue
-                i, j = (outer, inner[at]) if by_row else (inner[at], outer)
+                i, j = (owner[at], inner[at]) if by_row else (inner[at], owner[at])
                 kept = schedule.keep(int(i), int(j))
                 if kept is not None:
                     keep_at[at] = size
                     bits.append(kept.reshape(-1).view(np.uint8))
                     size += kept.size
-            if size > MASK_CHUNK or place == len(order) - 1:
-                yield order[begin : place + 1], keep_at, np.concatenate([*bits, _NO_BITS])
+            if size > MASK_CHUNK or place == len(runs) - 1:
+                yield runs[begin : place + 1], keep_at, np.concatenate([*bits, _NO_BITS])
                 begin, size, bits = place + 1, 0, []
 
     def outcome(self, arrays: dict[str, Any], saved: dict[str, Any] | None = None) -> Outcome:
@@ -239,6 +249,29 @@ class _Pass:
         stages = tuple(self.stages) if self.job.trace else None
         kernel = f"numba {type(self.cpu).__name__.lower()}, {self.threads} threads"
         return Outcome(arrays, self.tiling, stages, kernel, saved or {})
+
+
+@lru_cache(maxsize=64)
+def _tiling(
+    problem: Problem, given: Tiling | None, device: Device, algorithm: str, direction: str
+) -> Tiling:
+    """The tiling asked for, which must fit the device, or one that suits a CPU."""
+    if given is not None:
+        given.check(problem, device, algorithm, direction)
+        return given
+    for usual in USUAL[direction]:
+        if usual.footprint(problem, algorithm, direction) <= device.sram_bytes:
+            return usual
+    return Tiling.fit(problem, device, algorithm, direction)
+
+
+@lru_cache(maxsize=8)
+def _known(schedule: Schedule) -> Schedule:
+    """A schedule whose tables are there already, if it was walked lately.
+
+    Only for problems whose fields say everything: what a mask function returns may change.
+    """
+    return schedule
 
 
 _NOTHING = np.zeros(0, np.int32)
@@ -256,11 +289,14 @@ def _table(array: np.ndarray) -> np.ndarray:
     return view
 
 
-def _order(schedule: Schedule, csr, fused: bool) -> np.ndarray:
-    """In which order outer tiles are handed out: longest first; fused, in the order of turns."""
+def _runs(schedule: Schedule, csr, fused: bool, together: int) -> np.ndarray:
+    """Runs of up to `together` outer tiles: longest first; fused, in the order of turns."""
     if fused:
-        return np.array(schedule.outer_order(), np.int64)
-    return np.argsort(-np.diff(csr[0]), kind="stable")
+        first = np.array(schedule.outer_order(), np.int64)
+        return np.stack([first, first + 1], axis=1)
+    edges = np.append(np.arange(0, len(csr[0]) - 1, together), len(csr[0]) - 1)
+    longest_first = np.argsort(-np.diff(csr[0][edges]), kind="stable")
+    return np.stack([edges[:-1], edges[1:]], axis=1)[longest_first]
 
 
 def _turns(schedule: Schedule, csr) -> np.ndarray:

@@ -38,10 +38,13 @@ class Tiles(NamedTuple):
         Rows x columns bits of visits, one after the other.
     turn : int32 (visits,)
         How many visits of the same row tile come earlier: fixes the order in which dQ is summed.
-    order : int64
-        Outer tiles, in the order they are handed out.
+    runs : int64 (items, 2)
+        Neighbouring outer tiles, first and last + 1, that one thread walks together, in the order
+        they are handed out.
     set_ptr, sets : int64
         CSR: heads that one item takes one after the other, since they add to the same memory.
+    descending : bool
+        Whether a walk takes its inner tiles from the last to the first.
     """
 
     own: np.ndarray
@@ -52,9 +55,10 @@ class Tiles(NamedTuple):
     keep_at: np.ndarray
     keep: np.ndarray
     turn: np.ndarray
-    order: np.ndarray
+    runs: np.ndarray
     set_ptr: np.ndarray
     sets: np.ndarray
+    descending: bool
 
 
 class Notes(NamedTuple):

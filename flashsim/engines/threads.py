@@ -16,6 +16,7 @@ from numba import njit
 from numba.core.event import Event, Listener, install_listener
 
 from flashsim.engines import walks, walks_backward
+from flashsim.engines.references import borrow
 
 #: Seconds of compiling after which a person at a terminal is told why nothing happens.
 PATIENCE = 1.0
@@ -26,30 +27,29 @@ def _entries(sources: str) -> dict[str, Any]:
 
     Numba notices an edit of the file that holds a cached function, not of those it calls. So the
     functions here have the text of all of them, `sources`, as a free variable: it is then part of
-    the cache's key. All take the same arguments after their arrays, needed or not.
+    the cache's key. All take the same arguments after their arrays, needed or not; the arrays live
+    as long as the call (see `references.borrow`).
     """
 
     @njit(nogil=True, cache=True)
-    def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
+    def forward(cpu, *args):
         sources  # noqa: B018
-        walks.forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter)
+        walks.forward(cpu, *borrow(args))
 
     @njit(nogil=True, cache=True)
-    def delta(cpu, out, dout, delta, shape, tiles, rules, notes, counter):
+    def delta(cpu, *args):
         sources  # noqa: B018
-        walks_backward.delta_rows(cpu, out, dout, delta, shape, tiles, notes, counter)
+        walks_backward.delta_rows(cpu, *borrow(args))
 
     @njit(nogil=True, cache=True)
-    def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, turns):
+    def grad_keys(cpu, *args):
         sources  # noqa: B018
-        walks_backward.grad_keys(
-            cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, turns
-        )
+        walks_backward.grad_keys(cpu, *borrow(args))
 
     @njit(nogil=True, cache=True)
-    def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
+    def grad_queries(cpu, *args):
         sources  # noqa: B018
-        walks_backward.grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter)
+        walks_backward.grad_queries(cpu, *borrow(args))
 
     return {
         "forward": forward,

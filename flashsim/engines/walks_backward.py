@@ -49,9 +49,9 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
     n_sets = tiles.set_ptr.size - 1
     while True:
         item = fetch_add(counter)
-        if item >= tiles.order.size * n_sets:
+        if item >= len(tiles.runs) * n_sets:
             break
-        j, s = tiles.order[item // n_sets], item % n_sets
+        j, s = tiles.runs[item // n_sets, 0], item % n_sets  # runs of one
         k0, n, offset = tiles.own[j, 0], tiles.own[j, 1] - tiles.own[j, 0], tiles.own[j, 2]
         for kv_head in tiles.sets[tiles.set_ptr[s] : tiles.set_ptr[s + 1]]:
             batch, col0 = kv_head // shape.kv_heads, kv_head * shape.n_kv + k0
@@ -153,9 +153,9 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
     n_sets = tiles.set_ptr.size - 1
     while True:
         item = fetch_add(counter)
-        if item >= tiles.order.size * n_sets:
+        if item >= len(tiles.runs) * n_sets:
             break
-        i, s = tiles.order[item // n_sets], item % n_sets
+        i, s = tiles.runs[item // n_sets, 0], item % n_sets  # runs of one
         q0, rows, offset = tiles.own[i, 0], tiles.own[i, 1] - tiles.own[i, 0], tiles.own[i, 2]
         for h in tiles.sets[tiles.set_ptr[s] : tiles.set_ptr[s + 1]]:
             batch, head = h // shape.heads, h % shape.heads
@@ -217,16 +217,17 @@ def row_dot(a, b, start, n):
 
 
 @njit
-def delta_rows(cpu, out, dout, delta, shape, tiles, notes, counter):
+def delta_rows(cpu, out, dout, delta, shape, tiles, rules, notes, counter):
     """delta = rowsum(dO o O), the first stage of a backward pass."""
     n_sets = tiles.set_ptr.size - 1
     while True:
         item = fetch_add(counter)
-        if item >= tiles.order.size * n_sets:
+        if item >= len(tiles.runs) * n_sets:
             break
-        i, s = tiles.order[item // n_sets], item % n_sets
+        begin, end, s = tiles.runs[item // n_sets, 0], tiles.runs[item // n_sets, 1], item % n_sets
         for h in tiles.sets[tiles.set_ptr[s] : tiles.set_ptr[s + 1]]:
-            for q in range(h * shape.n_q + tiles.own[i, 0], h * shape.n_q + tiles.own[i, 1]):
-                delta[q] = row_dot(out, dout, q * shape.dv, shape.dv)
-            if notes.steps.size > 0:
-                notes.steps[h, i] = tiles.own[i, 1] - tiles.own[i, 0]
+            for i in range(begin, end):
+                for q in range(h * shape.n_q + tiles.own[i, 0], h * shape.n_q + tiles.own[i, 1]):
+                    delta[q] = row_dot(out, dout, q * shape.dv, shape.dv)
+                if notes.steps.size > 0:
+                    notes.steps[h, i] = tiles.own[i, 1] - tiles.own[i, 0]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flashsim.errors import OptionError
+from flashsim.l2.recipes import LOAD, STORE
 from flashsim.l2.requests import Stream
 
 
@@ -40,13 +41,13 @@ class Curve:
     @classmethod
     def measure(cls, stream: Stream, size: np.ndarray) -> Curve:
         """From the requests of one stage, in one pass."""
-        from flashsim.l2 import kernels
+        from flashsim.l2.distances import COLD, distances
 
-        near, strayed = kernels.distances(stream.ids, stream.codes, size)
+        near, strayed = distances(stream.ids, stream.codes, size)
         op, nbytes = stream.codes & 3, size[stream.ids]
-        reads = op != kernels.STORE
-        again = reads & (near != kernels.COLD)
-        written = op != kernels.LOAD
+        reads = op != STORE
+        again = reads & (near != COLD)
+        written = op != LOAD
         return cls(
             *_cumulative(near[again], nbytes[again]),
             int(nbytes[reads].sum()),
@@ -83,7 +84,8 @@ class Curve:
 
 def _cumulative(at: np.ndarray, nbytes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Different values of `at`, rising, and the sum of `nbytes` up to each of them."""
-    order = np.argsort(at)
-    at, total = at[order], np.cumsum(nbytes[order])
-    last = np.append(at[1:] != at[:-1], True)[: len(at)]
-    return at[last], total[last]
+    from flashsim.l2.distances import tally
+
+    steps, sums = tally(at, nbytes)
+    order = np.argsort(steps)
+    return steps[order], np.cumsum(sums[order])

@@ -12,6 +12,7 @@ from flashsim.hardware import KIB, Device
 from flashsim.plans import heads_of
 from flashsim.schedule import Schedule
 from flashsim.tiling import is_strip
+from flashsim.work import stage_work, total_flops
 
 ORDERS = ("head-first", "tile-first", "longest-first", "grouped")
 WALKS = ("straight", "sawtooth")
@@ -32,8 +33,9 @@ class L2Model:
     launch : {"head-first", "tile-first", "longest-first", "grouped"}
         The order thread blocks start in. "head-first": all tiles of one head, then the next head
         (FlashAttention-2's grid). "tile-first": tile 0 of every head, then tile 1. "longest-first":
-        over all heads, the tile with the most visits first. "grouped": heads in groups whose K and
-        V take at most half of L2, the longest tiles of a group first (as FlashAttention-3 does).
+        over all heads, the tile with the most visits first. "grouped": heads in groups whose
+        tensors stay in L2 together, the longest tiles of a group first (as FlashAttention-3 does,
+        and the kernels of `flashsim.backends`: `plans.clump`).
     walk : {"straight", "sawtooth"}
         "sawtooth": every other wave of blocks takes its visits backwards, so that it begins with
         what the wave before left in L2 (arXiv:2601.16032).
@@ -43,15 +45,20 @@ class L2Model:
         1 or 2; default: the device's. With 2, each half caches the half of memory attached to it,
         and copies of what its own SMs read from the other half; so data that all SMs read takes
         its space twice.
-    skew : float
-        Each block's pace is drawn from [1 - skew, 1 + skew]; 0 is lock-step. Not calibrated.
+    jitter : float
+        In seconds: how far a visit's time strays, uniformly, each on its own. A visit takes as long
+        as its matrix products at the device's peak; where that is not known for the dtype, and with
+        0, all blocks keep step.
+    ways : int or None
+        Lines a set of the cache holds. None: the textbook cache, fully associative, of whole tiles,
+        in one partition, as `curves` assumes.
     flush : bool
         Start every stage with an empty cache, as Nsight Compute does by default. False: what one
         stage leaves, the next one finds.
     heads_in_group : int, optional
         For "grouped". Default: as described there.
     seed : int
-        Of the paces.
+        Of the jitter, of which SM is in which partition, and of which lines share a set.
 
     Raises
     ------
@@ -63,7 +70,8 @@ class L2Model:
     walk: str = "straight"
     blocks_per_sm: int | None = None
     partitions: int | None = None
-    skew: float = 0.05
+    jitter: float = 0.35e-6
+    ways: int | None = 16
     flush: bool = True
     heads_in_group: int | None = None
     seed: int = 0
@@ -73,13 +81,42 @@ class L2Model:
             value = getattr(self, name)
             if value not in possible:
                 raise OptionError(f"unknown {name} {value!r}; {choices(value, possible)}")
-        for name, largest in (("blocks_per_sm", None), ("partitions", 2), ("heads_in_group", None)):
+        limits = {"blocks_per_sm": None, "partitions": 2, "heads_in_group": None, "ways": 64}
+        for name, largest in limits.items():
             value = getattr(self, name)
             if value is not None and (value < 1 or (largest and value > largest)):
                 limit = f"between 1 and {largest}" if largest else "at least 1"
                 raise OptionError(f"{name} must be {limit}, got {value!r}")
-        if not 0 <= self.skew < 1:
-            raise OptionError(f"skew must be at least 0 and below 1, got {self.skew!r}")
+        if self.ways is None and self.partitions == 2:
+            raise OptionError("the fully associative cache (ways=None) has one partition, not 2")
+        if not 0 <= self.jitter < 1e-3:
+            raise OptionError(
+                f"jitter must be at least 0 and below 1e-3 seconds, got {self.jitter!r}"
+            )
+        if self.seed < 0:
+            raise OptionError(f"seed must be at least 0, got {self.seed!r}")
+
+    def parts(self, device: Device) -> int:
+        """Partitions of the cache."""
+        return 1 if self.ways is None else self.partitions or device.l2_partitions
+
+    def sides(self, slots: int, device: Device) -> np.ndarray:
+        """uint8 (slots,): the partition of each slot's SM; half of the SMs, drawn at random."""
+        halves = np.arange(device.sm_count) % self.parts(device)
+        return np.resize(np.random.default_rng(self.seed).permutation(halves), slots).astype("u1")
+
+    def jitter_share(
+        self, stage: plans.Stage, schedule: Schedule, device: Device, algorithm: str, direction: str
+    ) -> float:
+        """The jitter as a share of a visit's time, at most 1."""
+        p, tile = schedule.problem, schedule.tiling.clip(schedule.problem)
+        if p.dtype not in {*device.tensor_flops, *device.cuda_flops}:
+            return 0.0
+        visit = stage_work(p, algorithm, direction, stage.name).visit
+        sides = tile.block_q, tile.block_k, tile.block_q * tile.block_k
+        flops = total_flops(visit, *sides)["matmul"]
+        each = device.peak(p.dtype) / self.slots(stage, schedule, device)
+        return min(1.0, self.jitter * each / flops) if flops else 0.0
 
     def slots(self, stage: plans.Stage, schedule: Schedule, device: Device) -> int:
         """Thread blocks in flight at once: SMs times blocks an SM."""
@@ -104,20 +141,15 @@ class L2Model:
         if self.launch == "tile-first":
             return _grid(np.arange(walks), tile_order, walk_outside=False)
         longest = tile_order[np.argsort(-visits[tile_order], kind="stable")]
-        size = walks if self.launch == "longest-first" else self._group(stage, schedule, device)
+        size = walks
+        if self.launch == "grouped":
+            clump = plans.clump(stage, schedule.problem, device.l2_bytes)
+            size = self.heads_in_group or clump
         groups = [
             _grid(np.arange(first, min(first + size, walks)), longest, walk_outside=False)
             for first in range(0, walks, size)
         ]
         return np.concatenate([g[0] for g in groups]), np.concatenate([g[1] for g in groups])
-
-    def _group(self, stage: plans.Stage, schedule: Schedule, device: Device) -> int:
-        if self.heads_in_group is not None:
-            return self.heads_in_group
-        p = schedule.problem
-        keys = p.n_kv * (p.head_dim + p.head_dim_v) * p.itemsize
-        key_heads = max(1, device.l2_bytes // 2 // keys)
-        return key_heads * (p.group if stage.per == "head" else 1)
 
 
 def _grid(

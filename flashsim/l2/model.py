@@ -9,12 +9,16 @@ import numpy as np
 
 from flashsim import report, traffic
 from flashsim.errors import OptionError, choices
+from flashsim.hardware import Device
 from flashsim.l2.curve import Curve
 from flashsim.l2.launch import L2Model
 from flashsim.l2.requests import Layout, Stream, layout, stream
 from flashsim.traffic import Traffic
 
 OPS = ("read", "write", "pending")
+
+#: Bytes of a cache line, and how much of the cache is sampled: so many sets, or so many lines.
+LINE, LEAST_SETS, LEAST_LINES, SPARE = 128, 256, 50_000, 16
 
 
 @dataclass(frozen=True)
@@ -111,8 +115,8 @@ class Dram:
                 *("DRAM read B", "DRAM write B", "pending B"),
             ),
             note=(
-                f"compulsory {r.compulsory():,} B · L2 hit rate {self.hit_rate():.1%} · a model, "
-                "not yet calibrated against hardware counters (docs/truth.md)"
+                f"compulsory {r.compulsory():,} B · L2 hit rate {self.hit_rate():.1%} · a model; "
+                "how far it is from hardware counters: docs/truth.md"
             ),
         )
 
@@ -140,36 +144,23 @@ def dram(requested: Traffic, model: L2Model | None = None) -> Dram:
     UnsupportedError
         If there are too many requests to replay.
     """
-    from flashsim.l2 import kernels
-
     model = model or L2Model()
-    device = requested.device
-    partitions = model.partitions or device.l2_partitions
     tiles, streams = _streams(requested, model)
-    size = _pieces(tiles.size, partitions)
-    cache = _Cache(len(size), partitions)
-    run = kernels.replay if partitions == 1 else kernels.replay_two
+    whole = model.ways is None
+    cache = _WholeTiles(tiles, requested.device) if whole else _Sets(tiles, requested.device, model)
     stages: list[StageDram] = []
     for part in streams:
-        fetched, lost = np.zeros(len(size), np.int64), np.zeros(len(size), np.int64)
-        capacity = device.l2_bytes // partitions
-        arrays = cache.links, cache.state, cache.used
-        run(part.ids, part.codes, size, capacity, *arrays, fetched, lost)
-        dirty = np.zeros(len(size), np.int64)
-        if model.flush or len(stages) + 1 == len(requested.stages):  # else it is not over yet
-            dirty += size * (cache.state[:, :-1] == kernels.DIRTY).any(axis=0)
-            cache = _Cache(len(size), partitions)
-        stages.append(
-            StageDram(part.stage.name, *(tiles.by_tensor(x) for x in (fetched, lost, dirty)))
-        )
+        read, written = cache.replay(part)
+        last = len(stages) + 1 == len(requested.stages)
+        pending = cache.drain() if model.flush or last else {}  # else it is not over yet
+        stages.append(StageDram(part.stage.name, read, written, pending))
     return Dram(requested, model, tuple(stages))
 
 
 def curves(requested: Traffic, model: L2Model | None = None) -> dict[str, Curve]:
     """DRAM bytes of each stage as a function of the size of L2, from one pass over its requests.
 
-    Each stage starts with an empty cache of one partition; `model.partitions` and `flush` are not
-    used.
+    The cache is the textbook one, `L2Model(ways=None)`; each stage starts with an empty one.
     """
     model = model or L2Model()
     tiles, streams = _streams(requested, model)
@@ -185,18 +176,94 @@ def _streams(requested: Traffic, model: L2Model) -> tuple[Layout, Iterator[Strea
     )
 
 
-def _pieces(size: np.ndarray, partitions: int) -> np.ndarray:
-    """Sizes of whole tiles, or of their halves (even pieces at home in the first partition)."""
-    if partitions == 1:
-        return size
-    return np.stack([size - size // 2, size // 2], axis=1).ravel()
+class _WholeTiles:
+    """The textbook cache: `caches.replay`."""
+
+    def __init__(self, tiles: Layout, device: Device) -> None:
+        self.tiles, self.capacity = tiles, device.l2_bytes
+        self._empty()
+
+    def _empty(self) -> None:
+        count = len(self.tiles.size)
+        self.links = np.zeros((count + 1, 2), np.int32)
+        self.links[count] = count  # the sentinel: an empty ring
+        self.state, self.used = np.zeros(count + 1, np.uint8), np.zeros(1, np.int64)
+
+    def replay(self, part: Stream) -> tuple[dict[str, int], dict[str, int]]:
+        """Bytes read and written by tensor."""
+        from flashsim.l2.caches import replay
+
+        size = self.tiles.size
+        fetched, lost = np.zeros((2, len(size)), np.int64)
+        arrays = self.links, self.state, self.used
+        replay(part.ids, part.codes, size, self.capacity, *arrays, fetched, lost)
+        return self.tiles.by_tensor(fetched), self.tiles.by_tensor(lost)
+
+    def drain(self) -> dict[str, int]:
+        """Bytes still dirty, by tensor; the cache is empty afterwards."""
+        from flashsim.l2.caches import DIRTY
+
+        dirty = self.tiles.by_tensor(self.tiles.size * (self.state[:-1] == DIRTY))
+        self._empty()
+        return dirty
 
 
-class _Cache:
-    """State of `kernels.replay`: an empty cache."""
+class _Sets:
+    """A GPU's L2: `caches.replay_sets` over a sample of its sets.
 
-    def __init__(self, pieces: int, partitions: int) -> None:
-        self.links = np.zeros((partitions, pieces + 1, 2), np.int32)
-        self.links[:, pieces] = pieces  # the sentinel: an empty ring
-        self.state = np.zeros((partitions, pieces + 1), np.uint8)
-        self.used = np.zeros(partitions, np.int64)
+    A set sees the lines that hash to it and no others, so some of the sets speak for all
+    (set sampling: Kessler, Hill and Wood, 1994). Every tile gives the sample its share of lines;
+    what happens to a tensor's sampled lines happens to all of its bytes.
+    """
+
+    def __init__(self, tiles: Layout, device: Device, model: L2Model) -> None:
+        assert model.ways is not None
+        self.tiles = tiles
+        rng = np.random.default_rng(model.seed)
+        lines = -(-tiles.size // LINE)
+        parts = model.parts(device)
+        # More cache than all tensors could fill many times over changes nothing.
+        capacity = min(device.l2_bytes, SPARE * (int(lines.sum()) + 1) * LINE)
+        all_sets = max(1, round(capacity / (parts * LINE * model.ways)))
+        share = min(1.0, max(LEAST_SETS / all_sets, LEAST_LINES / int(lines.sum())))
+        sets = max(1, round(all_sets * share))
+        if share < 1:
+            lines = np.floor(tiles.size / LINE * sets / all_sets + rng.random(len(lines)))
+            lines = lines.astype(np.int64)
+        self.first = np.concatenate([[0], np.cumsum(lines)])
+        count = int(self.first[-1])
+        self.places = rng.integers(sets, size=count, dtype=np.int32)
+        self.homes = rng.integers(parts, size=count, dtype=np.uint8)
+        self.tile_of = np.repeat(np.arange(len(lines), dtype=np.int32), lines)
+        self.shape = parts, sets, model.ways
+        per_tensor, nbytes = tiles.by_tensor(lines), tiles.by_tensor(tiles.size)
+        self.bytes_a_line = {name: nbytes[name] / n for name, n in per_tensor.items()}
+        self._empty()
+
+    def _empty(self) -> None:
+        self.held, self.touched = np.full(self.shape, -1, np.int32), np.zeros(self.shape, np.int64)
+        self.dirty, self.clock = np.zeros(self.shape, bool), np.zeros(1, np.int64)
+
+    def replay(self, part: Stream) -> tuple[dict[str, int], dict[str, int]]:
+        """Bytes read and written by tensor."""
+        from flashsim.l2.caches import replay_sets
+
+        fetched, lost = np.zeros((2, len(self.tiles.size)), np.int64)
+        replay_sets(
+            *(part.ids, part.codes, self.first, self.places, self.homes, self.tile_of),
+            *(self.held, self.touched, self.dirty, self.clock, fetched, lost),
+        )
+        return self._bytes(fetched), self._bytes(lost)
+
+    def drain(self) -> dict[str, int]:
+        """Bytes still dirty, by tensor; the cache is empty afterwards."""
+        lines = self.held[self.dirty & (self.held >= 0)]
+        dirty = np.bincount(self.tile_of[lines], minlength=len(self.tiles.size))
+        self._empty()
+        return self._bytes(dirty)
+
+    def _bytes(self, lines: np.ndarray) -> dict[str, int]:
+        return {
+            name: round(n * self.bytes_a_line[name])
+            for name, n in self.tiles.by_tensor(lines).items()
+        }

@@ -11,6 +11,10 @@ from typing import NamedTuple
 
 from flashsim.problem import Problem
 
+#: The code of a request: its operation, plus SIDE if an SM of the second partition asks.
+LOAD, STORE, REDUCE, SIDE = 0, 1, 2, 4
+OPS = {"load": LOAD, "store": STORE, "reduce": REDUCE}
+
 ROW, COL, TILE = range(3)  # a tensor is cut into row tiles, column tiles or score tiles
 QUERY, KEY, BIAS = range(3)  # it has one matrix a query head, a key head or a bias head
 

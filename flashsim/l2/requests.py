@@ -15,6 +15,7 @@ from flashsim.l2.recipes import (
     BIAS,
     COL,
     KEY,
+    OPS,
     QUERY,
     ROW,
     TILE,
@@ -41,7 +42,7 @@ class Stream:
     ids : int32 (n,)
         Tile numbers, in the order issued.
     codes : uint8 (n,)
-        Operation and partition, see `kernels`.
+        Operation and partition, see `recipes`.
     """
 
     stage: plans.Stage
@@ -97,10 +98,9 @@ class Layout:
         return (self.heights if tensor.axis == ROW else self.widths) * tensor.width
 
     def by_tensor(self, per_tile: np.ndarray) -> dict[str, int]:
-        """Sums of a value per tile (or per piece of it) over each tensor, zeros left out."""
-        pieces = len(per_tile) // len(self.size)
+        """Sums of a value per tile over each tensor, zeros left out."""
         edges = [*self.first.values(), len(self.size)]
-        sums = [int(per_tile[pieces * a : pieces * b].sum()) for a, b in pairwise(edges)]
+        sums = [int(per_tile[a:b].sum()) for a, b in pairwise(edges)]
         return {name: total for name, total in zip(self.names, sums, strict=True) if total}
 
 
@@ -129,7 +129,7 @@ def stream(
     UnsupportedError
         If there are more than `MOST_REQUESTS`.
     """
-    from flashsim.l2 import kernels
+    from flashsim.l2.weaving import weave
 
     p = schedule.problem
     r = recipe(p, algorithm, direction, stage.name)
@@ -149,18 +149,17 @@ def stream(
     ptr, inner = _visits(stage, schedule, r)
     walks, outers = model.order(stage, schedule, np.diff(ptr), device)
     slots = min(model.slots(stage, schedule, device), len(walks))
-    rng = np.random.default_rng(model.seed)
-    pace = 1 + model.skew * rng.uniform(-1, 1, len(walks))
     wave = np.arange(len(walks)) // slots
     flipped = (wave % 2 == 1) if model.walk == "sawtooth" else np.zeros(len(walks), bool)
+    jitter = model.jitter_share(stage, schedule, device, algorithm, direction)
     ids, codes = np.empty(n, np.int32), np.empty(n, np.uint8)
-    table = [_row(tiles, op, name, kernels.OPS[op]) for op, name in (*r.before, *r.visit, *r.after)]
+    table = [_row(tiles, op, name, OPS[op]) for op, name in (*r.before, *r.visit, *r.after)]
     parts = np.cumsum([0, len(r.before), len(r.visit), len(r.after)])
-    written = kernels.weave(
+    written = weave(
         *(walks, outers, ptr.astype(np.int64), inner.astype(np.int32)),
         *(np.array(table, np.int64).reshape(-1, 6), parts, _head_table(p, stage)),
-        *(stride, members, pace, flipped, slots, device.sm_count),
-        *(model.partitions or device.l2_partitions, stage.outer == "keys", ids, codes),
+        *(stride, members, flipped, slots, model.sides(slots, device), jitter, model.seed),
+        *(stage.outer == "keys", ids, codes),
     )
     assert written == n
     return Stream(stage, ids, codes)

@@ -1,6 +1,23 @@
 """Predictions against hardware counters: what Nsight Compute measured, kernel by kernel."""
 
-from flashsim.verify.comparison import Verification, verify
+from flashsim.verify.cases import Case, Counted, Pass, predict
+from flashsim.verify.comparison import Row, Verification, verify
+from flashsim.verify.measure import assign, measure, passes_of
 from flashsim.verify.ncu import METRICS, Launch, command, parse
 
-__all__ = ["METRICS", "Launch", "Verification", "command", "parse", "verify"]
+__all__ = [
+    "METRICS",
+    "Case",
+    "Counted",
+    "Launch",
+    "Pass",
+    "Row",
+    "Verification",
+    "assign",
+    "command",
+    "measure",
+    "parse",
+    "passes_of",
+    "predict",
+    "verify",
+]

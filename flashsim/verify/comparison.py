@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean
 
-from flashsim.errors import TraceError
-from flashsim.l2 import Dram, L2Model, dram
-from flashsim.report import Cell, Table
-from flashsim.trace import Trace
-from flashsim.traffic import Traffic
-from flashsim.verify.ncu import KERNELS, METRICS, Launch
+import numpy as np
 
-_OPS = {"requested read": "load", "requested write": "store", "requested reduce": "reduce"}
-_DRAM = {"DRAM read": "read", "DRAM write": "write"}
+from flashsim import plans
+from flashsim.errors import TraceError
+from flashsim.l2 import L2Model, dram
+from flashsim.l2.recipes import ROW, recipe, tensors
+from flashsim.report import Cell, Table
+from flashsim.traffic import Traffic
+from flashsim.verify.cases import Pass
+from flashsim.verify.ncu import Launch
+from flashsim.work import stage_work, total_flops
+
+#: Tensors that Hopper's copy engine loads in whole boxes, also over the end of a sequence.
+BOXED = ("Q", "K", "V", "dO")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One counter of one stage's kernel, bytes or counts. None: not predicted, not counted."""
+    """One quantity of one stage's kernel, bytes or counts. None: not predicted, not counted."""
 
-    kernel: str
+    stage: str
     quantity: str
     predicted: int | None
     counted: int | None
@@ -30,7 +34,7 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Measured over predicted."""
+        """Measured over predicted; None where nothing is predicted, or zero."""
         return self.measured / self.predicted if self.predicted else None
 
 
@@ -57,106 +61,153 @@ class Verification:
         return max(known)
 
     def table(self) -> Table:
-        """One row a kernel and counter."""
+        """One row a kernel and quantity."""
         table = Table(
             self.title,
             ("kernel", "quantity", "predicted", "counted", "measured", "measured / predicted"),
-            note=f"means of {self.launches} launches; bytes, or counts where nothing is predicted; "
-            "DRAM write: predicted are the evictions while the kernel runs, what is still dirty in "
-            "L2 comes on top; the L2 model is not yet calibrated (docs/truth.md)",
+            note=f"means of {self.launches} launches; bytes, FLOPs or counts; of DRAM write, "
+            "predicted are evictions while the kernel runs, what is still dirty in L2 comes on "
+            "top; what each counter is, and how far the L2 model is off: docs/truth.md",
         )
         for row in self.rows:
             measured: Cell = int(row.measured) if row.measured.is_integer() else row.measured
-            cells = (row.kernel, row.quantity, row.predicted, row.counted, measured, row.ratio)
+            cells = (row.stage, row.quantity, row.predicted, row.counted, measured, row.ratio)
             table.rows.append(cells)
         return table
 
 
-def verify(
-    predictions: Sequence[Traffic],
-    launches: Sequence[Launch],
-    *,
-    traces: Sequence[Trace] = (),
-    l2: L2Model | None = None,
-) -> Verification:
+def verify(passes: Sequence[Pass], title: str, *, l2: L2Model | None = None) -> Verification:
     """Set launches against predictions.
-
-    A launch belongs to the stage that its kernel's name ends in (``flash_dq``: "dq").
 
     Parameters
     ----------
-    predictions : sequence of Traffic
-        The passes that ran, forward and backward.
-    launches : sequence of Launch
-        From `ncu.parse`.
-    traces : sequence of Trace, optional
-        What the kernels themselves counted, for the same passes.
+    passes : sequence of Pass
+        From `measure.measure` or `measure.assign`.
+    title : str
     l2 : L2Model, optional
-
-    Raises
-    ------
-    TraceError
-        If no launch is a kernel of a predicted stage.
+        Default: heads in groups, as the kernels of `flashsim.backends` run them. Where it does not
+        say `blocks_per_sm`, what Nsight Compute recorded of the launch does.
     """
-    measured: dict[str, list[Launch]] = {}
-    known = {stage.name for traffic in predictions for stage in traffic.stages}
-    for launch in launches:
-        stage = _stage(launch.kernel, known)
-        if stage is not None:
-            measured.setdefault(stage, []).append(launch)
-    if not measured:
-        raise TraceError(
-            f"none of the kernels measured ({', '.join({x.kernel for x in launches})}) belongs to "
-            f"a stage that was predicted ({', '.join(sorted(known))}); do the options say what ran?"
-        )
-    rows: list[Row] = []
-    for traffic in predictions:
-        left = dram(traffic, l2)
-        trace = next((t for t in traces if t.direction == traffic.direction), None)
-        for stage in (s.name for s in traffic.stages):
-            rows += _rows(stage, measured.get(stage, []), traffic, left, trace)
-    first = predictions[0]
-    p = first.problem
-    title = (
-        f"{p.batch} x {p.heads} heads{f' ({p.kv_heads} key heads)' if p.group > 1 else ''}, "
-        f"{p.n_q:,} x {p.n_kv:,}, d={p.head_dim}, {p.dtype}{', causal' if p.causal else ''}"
-        f"{f', window {p.window}' if p.window else ''} on {first.device.name}"
-    )
-    return Verification(title, tuple(rows), sum(len(x) for x in measured.values()))
+    rows = [row for one in passes for row in _rows(one, l2 or L2Model("grouped"))]
+    launches = {id(x) for one in passes for those in one.launches.values() for x in those}
+    return Verification(title, tuple(rows), len(launches))
 
 
-def _stage(kernel: str, known: set[str]) -> str | None:
-    """The stage a kernel is, by its name; None for a kernel that is not ours.
-
-    The pass with keys outside is one kernel, called ``dkdv`` or ``backward``, whether it also
-    reduces dQ (stage "fused") or not (stage "dkdv").
-    """
-    found = re.search(KERNELS + r"([a-z]+)", kernel)
-    if found is None:
-        return None
-    stage = found[1]
-    if stage in ("dkdv", "backward"):
-        stage = "fused" if "fused" in known else "dkdv"
-    return stage if stage in known else None
-
-
-def _rows(
-    stage: str, launches: list[Launch], traffic: Traffic, left: Dram, trace: Trace | None
-) -> list[Row]:
-    rows = []
-    for quantity in METRICS:
-        values = [x.counters[quantity] for x in launches if quantity in x.counters]
-        if not values:
+def _rows(one: Pass, l2: L2Model) -> Iterator[Row]:
+    left = _Dram(one.traffic, l2)
+    for stage in one.traffic.stages:
+        launches = one.launches.get(stage.name, ())
+        if not launches:
             continue
-        predicted, counted = None, None
-        if quantity in _OPS:
-            predicted = _of(traffic, stage, _OPS[quantity])
-            counted = None if trace is None else _of(trace, stage, _OPS[quantity])
-        elif quantity in _DRAM:
-            predicted = left.bytes(_DRAM[quantity], stage=stage)
-        rows.append(Row(stage, quantity, predicted, counted, fmean(values)))
-    return rows
+        measured = _means(launches)
+        predicted = _predicted(one.traffic, stage, launches[0])
+        if measured.keys() & {"DRAM read", "DRAM write"}:
+            predicted |= left.predicted(stage.name, launches[0].blocks_per_sm)
+        for quantity, value in measured.items():
+            op = _OPS.get(quantity)
+            counted = (
+                None if op is None or one.counted is None else _of(one.counted, stage.name, op)
+            )
+            yield Row(stage.name, quantity, predicted.get(quantity), counted, value)
 
 
-def _of(source: Traffic | Trace, stage: str, op: str) -> int:
-    return sum(n for (s, o, _), n in source.transfers.items() if (s, o) == (stage, op))
+_OPS = {"requested read": "load", "requested write": "store", "requested reduce": "reduce"}
+
+
+def _means(launches: Sequence[Launch]) -> dict[str, float]:
+    """Quantities of a stage: means over its launches."""
+    names = launches[0].counters.keys()
+    mean = {n: fmean(x.counters[n] for x in launches if n in x.counters) for n in names}
+    found = {}
+    if "bytes into SMs" in mean:
+        found["requested read"] = mean["bytes into SMs"]
+    if "writes at L2" in mean:  # spilled registers are written through to L2, too
+        found["requested write"] = mean["writes at L2"] - mean.get("local memory writes", 0.0)
+    if "reductions at L2" in mean:
+        found["requested reduce"] = mean["reductions at L2"]
+    flops = [mean[name] for name in mean if name.startswith("tensor FLOPs")]
+    if flops:
+        found["tensor FLOPs"] = sum(flops)
+    same = ("reads at L2", "local memory writes", "DRAM read", "DRAM write")
+    conflicts = ("shared-memory wavefronts", "shared bank conflicts")
+    return found | {name: mean[name] for name in (*same, *conflicts, "seconds") if name in mean}
+
+
+def _predicted(traffic: Traffic, stage: plans.Stage, launch: Launch) -> dict[str, int]:
+    """Everything but DRAM."""
+    requested = {name: _of(traffic.transfers, stage.name, op) for name, op in _OPS.items()}
+    read = requested["requested read"]
+    if "hopper_" in launch.kernel:
+        requested["requested read"] += overhang(traffic, stage)
+    return requested | {
+        "reads at L2": read,
+        "local memory writes": 0,
+        "shared bank conflicts": 0,
+        "tensor FLOPs": tensor_flops(traffic, stage),
+    }
+
+
+def overhang(traffic: Traffic, stage: plans.Stage) -> int:
+    """Bytes of the boxes that a copy engine delivers beyond the ends of the tensors, as zeros."""
+    p, schedule, tiling = traffic.problem, traffic.schedule(stage), traffic.tiling
+    r = recipe(p, traffic.algorithm, traffic.direction, stage.name)
+    by_row = stage.outer == "queries"
+    walks, _ = plans.heads_of(stage, p)
+    members = p.group if stage.per == "group" else 1
+    total = 0
+    for asked, at_visits in ((r.before, False), (r.visit, True)):
+        for op, name in asked:
+            if op != "load" or name not in BOXED:
+                continue
+            tensor = tensors(p)[name]
+            rows = tensor.axis == ROW
+            table, block = (
+                (schedule.rows, tiling.block_q) if rows else (schedule.cols, tiling.block_k)
+            )
+            missing = block - np.diff(table[:, :2], axis=1)[:, 0].astype(np.int64)
+            if at_visits:  # the other side's tiles, once for each of their visits
+                assert rows != by_row
+                times = np.diff((schedule.row_csr if rows else schedule.col_csr)[0]) * members
+            else:
+                times = np.ones(len(missing), np.int64)
+            total += walks * int((missing * times).sum()) * tensor.width
+    return total
+
+
+def tensor_flops(traffic: Traffic, stage: plans.Stage) -> int:
+    """FLOPs of the matrix products on tensor cores: whole tiles, masked and ragged ones as well.
+
+    Right for a head_dim that needs no padding: a multiple of 64.
+    """
+    p, tiling = traffic.problem, traffic.tiling
+    visit = stage_work(p, traffic.algorithm, traffic.direction, stage.name).visit
+    sides = tiling.block_q, tiling.block_k, tiling.block_q * tiling.block_k
+    walks, _ = plans.heads_of(stage, p)
+    members = p.group if stage.per == "group" else 1
+    each = total_flops(visit, *sides)["matmul"]
+    return each * traffic.schedule(stage).sums.visits * walks * members
+
+
+class _Dram:
+    """DRAM bytes of a pass's stages; replayed once for each number of blocks an SM."""
+
+    def __init__(self, traffic: Traffic, l2: L2Model) -> None:
+        self.traffic, self.l2 = traffic, l2
+        self.replayed: dict[int | None, dict[str, dict[str, int]]] = {}
+
+    def predicted(self, stage: str, blocks_per_sm: int | None) -> dict[str, int]:
+        blocks = self.l2.blocks_per_sm or blocks_per_sm
+        if blocks not in self.replayed:
+            left = dram(self.traffic, replace(self.l2, blocks_per_sm=blocks))
+            self.replayed[blocks] = {
+                part.name: {
+                    "DRAM read": sum(part.read.values()),
+                    "DRAM write": sum(part.write.values()),
+                }
+                for part in left.stages
+            }
+        return self.replayed[blocks][stage]
+
+
+def _of(transfers: Mapping[tuple[str, str, str], int], stage: str, op: str) -> int:
+    return sum(n for (s, o, _), n in transfers.items() if (s, o) == (stage, op))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,29 +15,56 @@ SECTOR = 32  # bytes L2 moves at a time
 #: What names of flashsim's kernels begin with (a regular expression).
 KERNELS = "(?:flash|hopper)_"
 
-#: Counters by what they measure here; sectors become bytes.
+#: Counters by what they measure here; sectors become bytes. docs/truth.md says why these.
 METRICS = {
-    "requested read": "lts__t_sectors_srcunit_tex_op_read.sum",
-    "requested write": "lts__t_sectors_srcunit_tex_op_write.sum",
-    "requested reduce": "lts__t_sectors_srcunit_tex_op_red.sum",
+    "bytes into SMs": "l1tex__m_xbar2l1tex_read_bytes.sum",
+    "reads at L2": "lts__t_sectors_srcunit_tex_op_read.sum",
+    "writes at L2": "lts__t_sectors_srcunit_tex_op_write.sum",
+    "reductions at L2": "lts__t_sectors_srcunit_tex_op_red.sum",
+    "local memory writes": "l1tex__t_sectors_pipe_lsu_mem_local_op_st.sum",
     "DRAM read": "dram__bytes_read.sum",
     "DRAM write": "dram__bytes_write.sum",
+    "shared-memory wavefronts": "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum",
     "shared bank conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
-    "tensor instructions": "sm__inst_executed_pipe_tensor.sum",
+    "tensor FLOPs, bf16": "sm__ops_path_tensor_src_bf16_dst_fp32.sum",
+    "tensor FLOPs, fp16": "sm__ops_path_tensor_src_fp16.sum",
+    "seconds": "gpu__time_duration.sum",
+    "cycles": "sm__cycles_elapsed.max",
+    "blocks an SM by registers": "launch__occupancy_limit_registers",
+    "blocks an SM by shared memory": "launch__occupancy_limit_shared_mem",
 }
 
-#: Nsight Compute's units, in bytes or counts. Unless told not to, it scales by thousands.
-UNITS = {"": 1, "byte": 1, "sector": SECTOR, "inst": 1}
+#: Nsight Compute's units, in bytes, seconds or counts. Unless told not to, it scales by thousands.
+UNITS: dict[str, float] = {"": 1, "byte": 1, "sector": SECTOR, "inst": 1, "cycle": 1, "block": 1}
+UNITS |= {"ns": 1e-9, "nsecond": 1e-9, "us": 1e-6, "usecond": 1e-6, "ms": 1e-3, "msecond": 1e-3}
 PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch: its name and its counters in bytes or counts, by our names."""
+    """One kernel launch: its name and its counters, by our names, in bytes, seconds or counts."""
 
     kernel: str
     number: int
     counters: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def blocks_per_sm(self) -> int | None:
+        """Thread blocks that fit on an SM side by side; None where that was not recorded."""
+        limits = [n for name, n in self.counters.items() if name.startswith("blocks an SM")]
+        return int(min(limits)) if limits else None
+
+
+def stage_of(kernel: str) -> str | None:
+    """The stage that a kernel is, by its name; None for a kernel that is not ours.
+
+    The pass with keys outside is one kernel, called ``dkdv`` or ``backward``, whether it also
+    reduces dQ (stage "fused") or not (stage "dkdv"): "dkdv" here.
+    """
+    found = re.search(KERNELS + r"([a-z]+)", kernel)
+    if found is None:
+        return None
+    return "dkdv" if found[1] == "backward" else found[1]
 
 
 def parse(text: str) -> list[Launch]:
@@ -121,7 +149,7 @@ def _number(text: str) -> int:
 
 
 def _value(counter: str, text: str, unit: str) -> float:
-    """A counter in bytes or counts."""
+    """A counter in bytes, seconds or counts."""
     try:
         value = float(text.replace(",", ""))
     except ValueError:

@@ -1,0 +1,231 @@
+"""Hopper's own PTX instructions (sm_90a), one function each, as `ptx` has those of sm_80.
+
+Sections named are those of NVIDIA's *PTX ISA*. Addresses in shared memory are 32-bit. A *warpgroup*
+is four warps, the first of them a multiple of four.
+
+A tile of 16-bit elements lies in shared memory as *chunks* of 64 columns: row r of a chunk is the
+128 bytes at 128 r, whose eight 16-byte pieces the copy engine permutes by r % 8 (the 128-byte
+swizzle); chunks start at multiples of 1024 bytes.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+
+from flashsim.backends.numba_gpu.emit import F32, I32, I64, Values, asm, struct_values
+
+CHUNK = 64  # columns
+
+# -- mbarriers: they count arrivals, and bytes that the copy engine still owes --------------------
+
+
+def barrier_init(b: ir.IRBuilder, barrier: ir.Value, arrivals: int) -> None:
+    """A barrier at 8 bytes of shared memory whose phases take `arrivals` ("mbarrier.init")."""
+    asm(b, f"mbarrier.init.shared::cta.b64 [$0], {arrivals};", "r", [barrier], effects=True)
+
+
+def barrier_init_fence(b: ir.IRBuilder) -> None:
+    """Barriers begun by this thread exist for the copy engine, too ("fence.proxy", "membar")."""
+    asm(b, "fence.mbarrier_init.release.cluster;", "", [], effects=True)
+    asm(b, "fence.proxy.async.shared::cta;", "", [], effects=True)
+
+
+def barrier_arrive(b: ir.IRBuilder, barrier: ir.Value, condition: ir.Value) -> None:
+    """Arrive, in the threads where `condition` holds ("mbarrier.arrive")."""
+    text = "{.reg .pred p; setp.ne.b32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0];}"
+    asm(b, text, "r,r", [barrier, b.zext(condition, I32)], effects=True)
+
+
+def barrier_expect(b: ir.IRBuilder, barrier: ir.Value, count: int) -> None:
+    """Arrive, and let the phase wait for `count` bytes besides ("mbarrier.arrive", expect_tx)."""
+    text = f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {count};"
+    asm(b, text, "r", [barrier], effects=True)
+
+
+def barrier_wait(b: ir.IRBuilder, barrier: ir.Value, parity: ir.Value) -> None:
+    """Wait until the phase of that parity is over ("mbarrier.try_wait").
+
+    Phases have parity 0, 1, 0, ...; on a fresh barrier a phase of parity 1 counts as over.
+    """
+    text = (
+        "{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; "
+        "@!p bra again;}"
+    )
+    asm(b, text, "r,r", [barrier, parity], effects=True)
+
+
+# -- named barriers: 0 is syncthreads -------------------------------------------------------------
+
+
+def named_sync(b: ir.IRBuilder, number: ir.Value, threads: int) -> None:
+    """Wait until `threads` threads have come to a barrier or arrived at it ("bar.sync")."""
+    asm(b, f"bar.sync $0, {threads};", "r", [number], effects=True, together=True)
+
+
+def named_arrive(b: ir.IRBuilder, number: ir.Value, threads: int) -> None:
+    """Come to a barrier and go on ("bar.arrive")."""
+    asm(b, f"bar.arrive $0, {threads};", "r", [number], effects=True, together=True)
+
+
+# -- the copy engine ------------------------------------------------------------------------------
+
+
+def parameter_address(b: ir.IRBuilder, name: str) -> ir.Value:
+    """Generic address of a kernel's parameter, by its name in PTX ("cvta", `.param`)."""
+    text = f"{{.reg .b64 x; mov.b64 x, {name}; cvta.param.u64 $0, x;}}"
+    return asm(b, text, "=l", [], I64)
+
+
+def copy_box(
+    b: ir.IRBuilder, to: ir.Value, tensor_map: ir.Value, barrier: ir.Value, place: Values
+) -> None:
+    """Copy the box at `place` (column, row, head, batch) of a tensor ("cp.async.bulk.tensor").
+
+    What lies outside the tensor arrives as zeros; the box's bytes are credited to `barrier`.
+    """
+    text = (
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[$0], [$1, {$3, $4, $5, $6}], [$2];"
+    )
+    asm(b, text, "r,l,r,r,r,r,r", [to, tensor_map, barrier, *place], effects=True)
+
+
+def fetch_add(b: ir.IRBuilder, address: ir.Value, value: ir.Value) -> ir.Value:
+    """Add to a 32-bit integer in HBM and get what it was ("atom")."""
+    return asm(
+        b, "atom.global.add.u32 $0, [$1], $2;", "=r,l,r", [address, value], I32, effects=True
+    )
+
+
+# -- registers move from one warpgroup to others --------------------------------------------------
+
+
+def registers(b: ir.IRBuilder, count: int, *, more: bool) -> None:
+    """A warpgroup's threads have `count` registers from here on ("setmaxnreg")."""
+    way = "inc" if more else "dec"
+    text = f"setmaxnreg.{way}.sync.aligned.u32 {count};"
+    asm(b, text, "", [], effects=True, together=True)
+
+
+# -- products of a warpgroup ----------------------------------------------------------------------
+
+
+def descriptor(b: ir.IRBuilder, address: ir.Value, leading: int) -> ir.Value:
+    """The low half of a tile's matrix descriptor ("Matrix descriptor format").
+
+    In units of 16 bytes: start in bits 0 to 13, `leading` (given in bytes) from bit 16. The high
+    half is the same for every tile: eight rows take 1024 bytes, and the swizzle is 128 bytes wide.
+    Along a row, the product's k running along it, `leading` is not read; down the rows it is the
+    way from one chunk to the next.
+    """
+    start = b.lshr(b.and_(address, ir.Constant(I32, 0x3FFFF)), ir.Constant(I32, 4))
+    return b.or_(start, ir.Constant(I32, leading >> 4 << 16))
+
+
+_DESCRIPTOR_HIGH = 1024 >> 4 | 1 << 30
+
+
+def along_row(step: int, rows: int) -> int:
+    """Where, in descriptor units, the step-th 16 columns of a tile of `rows` rows start."""
+    return (step // 4 * rows * 128 + step % 4 * 32) // 16
+
+
+def down_rows(step: int) -> int:
+    """Where, in descriptor units, the step-th 16 rows start."""
+    return step * 16 * 128 // 16
+
+
+def wgmma(
+    b: ir.IRBuilder,
+    bf16: bool,
+    n: int,
+    c: Values | None,
+    left: ir.Value | Values,
+    right: ir.Value,
+    left_at: list[int],
+    right_at: list[int],
+    *,
+    right_down: bool,
+) -> Values:
+    """Queue C + A B of a warpgroup ("wgmma.mma_async"), a step of 16 of k each, as one group.
+
+    C is 64 x n in float32. Warp w of the four holds rows 16 w to 16 w + 15; in it, lane l holds of
+    each 8 columns the elements of rows l / 4 and l / 4 + 8 at columns 2 (l % 4) and the next: the
+    layout of `ptx.mma`. The sums are in the registers returned, but not before `wgmma_wait`.
+
+    All steps are one piece of PTX with the fence before and the commit behind them: nothing, no
+    register move either, may come between the fence and a product.
+
+    Parameters
+    ----------
+    c : list of values, or None
+        None for 0.
+    left : value or list of values
+        A (64 x 16 a step) by its `descriptor`, rows along k; or in registers, four a step, in
+        `ptx.mma`'s layout.
+    right : value
+        B (16 x n a step) by its descriptor.
+    left_at, right_at : list of int
+        Each step's place from the descriptors, in their units; `left_at` only for a descriptor.
+    right_down : bool
+        B's k runs down the tile's rows, not along them.
+    """
+    count = n // 2
+    sums = ", ".join(f"${x}" for x in range(count))
+    first = count if c is None else 2 * count  # operands that come behind the accumulators
+    words = left if isinstance(left, list) else [left]
+    kind = "bf16" if bf16 else "f16"
+    lines = [
+        "{.reg .pred fresh, more; .reg .b32 at; .reg .b64 l, r;",
+        "mov.b32 at, 0; setp.ne.b32 fresh, at, 0; setp.eq.b32 more, at, 0;",
+        "wgmma.fence.sync.aligned;",
+    ]
+    for step, where in enumerate(right_at):
+        if isinstance(left, list):
+            a = "{" + ", ".join(f"${first + 4 * step + x}" for x in range(4)) + "}"
+            transposed = f"{int(right_down)}"
+        else:
+            lines += _place("l", first, left_at[step])
+            a, transposed = "l", f"0, {int(right_down)}"
+        lines += _place("r", first + len(words), where)
+        add = "fresh" if c is None and step == 0 else "more"
+        lines.append(
+            f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} "
+            f"{{{sums}}}, {a}, r, {add}, 1, 1, {transposed};"
+        )
+    lines.append("wgmma.commit_group.sync.aligned;}")
+    given = [] if c is None else list(c)
+    constraints = ["=f"] * count + [str(x) for x in range(len(given))] + ["r"] * (len(words) + 1)
+    made = asm(
+        b,
+        "\n".join(lines),
+        ",".join(constraints),
+        [*given, *words, right],
+        ir.LiteralStructType([F32] * count),
+        effects=True,
+        together=True,
+    )
+    return struct_values(b, made, count)
+
+
+def _place(name: str, operand: int, offset: int) -> list[str]:
+    """Lines that make the 64-bit descriptor `name` of a low half and an offset."""
+    return [f"add.u32 at, ${operand}, {offset};", f"mov.b64 {name}, {{at, {_DESCRIPTOR_HIGH}}};"]
+
+
+def wgmma_wait(b: ir.IRBuilder, pending: int, c: Values) -> Values:
+    """Wait for all groups but the last `pending` ("wgmma.wait_group"); `c` are sums now complete.
+
+    The registers pass through the instruction, so that nothing reads them before it.
+    """
+    count = len(c)
+    made = asm(
+        b,
+        f"wgmma.wait_group.sync.aligned {pending};",
+        ",".join(["=f"] * count + [str(x) for x in range(count)]),
+        c,
+        ir.LiteralStructType([F32] * count),
+        effects=True,
+        together=True,
+    )
+    return struct_values(b, made, count)

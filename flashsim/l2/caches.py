@@ -1,0 +1,148 @@
+"""Two caches, compiled by Numba: one that textbooks assume, and one built like a GPU's L2.
+
+`replay` is fully associative, least recently used, of whole tiles: its answers for all sizes at
+once are the stack distances of `distances`. `replay_sets` has sets of a few ways, and partitions.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from flashsim.l2.recipes import LOAD, SIDE, STORE
+
+# -- fully associative: whole tiles ----------------------------------------------------------------
+#
+# One list, most recent tile first, linked through `links[tile] = (before, after)`; the last tile
+# number is the sentinel that closes the ring.
+
+ABSENT, CLEAN, DIRTY = 0, 1, 2
+
+
+@njit(cache=True)
+def _unlink(links, tile):
+    before, after = links[tile, 0], links[tile, 1]
+    links[before, 1] = after
+    links[after, 0] = before
+
+
+@njit(cache=True)
+def replay(ids, codes, size, capacity, links, state, used, fetched, lost):
+    """What requests read from DRAM and what evictions write to it.
+
+    Parameters
+    ----------
+    ids, codes : requests
+    size : int64 (tiles,)
+        Bytes of each tile.
+    capacity : int
+        Bytes.
+    links : int32 (tiles + 1, 2); state : uint8 (tiles + 1); used : int64 (1,)
+        The cache, changed in place.
+    fetched, lost : int64 (tiles,)
+        Bytes of each tile read from and written to DRAM, added to.
+    """
+    end = len(links) - 1
+    for r in range(len(ids)):
+        tile, op = ids[r], codes[r] & 3
+        if state[tile] == ABSENT:
+            if op != STORE:  # a store overwrites the whole tile: nothing to fetch
+                fetched[tile] += size[tile]
+            used[0] += size[tile]
+            state[tile] = CLEAN
+        else:
+            _unlink(links, tile)
+        if op != LOAD:
+            state[tile] = DIRTY
+        first = links[end, 1]
+        links[tile, 0], links[tile, 1] = end, first
+        links[first, 0] = tile
+        links[end, 1] = tile
+        while used[0] > capacity:
+            last = links[end, 0]
+            _unlink(links, last)
+            if state[last] == DIRTY:
+                lost[last] += size[last]
+            state[last] = ABSENT
+            used[0] -= size[last]
+
+
+# -- set-associative, in partitions: a sample of the lines -----------------------------------------
+#
+# `held[part, set, way]` is a line number or -1; `touched` when it was used last.
+
+
+@njit(cache=True)
+def _way(held, part, place, line):
+    for way in range(held.shape[2]):
+        if held[part, place, way] == line:
+            return way
+    return -1
+
+
+@njit(cache=True)
+def _insert(held, touched, dirty, part, place, line, now, tile_of, lost):
+    """Put a line in an empty way, or in that of the line not used for longest; which way."""
+    way = 0
+    for other in range(held.shape[2]):
+        if held[part, place, other] < 0:
+            way = other
+            break
+        if touched[part, place, other] < touched[part, place, way]:
+            way = other
+    if held[part, place, way] >= 0 and dirty[part, place, way]:
+        lost[tile_of[held[part, place, way]]] += 1
+    held[part, place, way] = line
+    touched[part, place, way] = now
+    dirty[part, place, way] = False
+    return way
+
+
+@njit(cache=True)
+def replay_sets(
+    ids, codes, first, place_of, home_of, tile_of, held, touched, dirty, clock, fetched, lost
+):
+    """What requests read from DRAM and what evictions write to it, in lines.
+
+    An SM asks its own partition. A line that is at home in the other one is fetched through it and
+    kept on both sides; what is written or reduced goes home, and the copy on the other side is
+    dropped.
+
+    Parameters
+    ----------
+    ids, codes : requests
+    first : int64 (tiles + 1,)
+        Lines of tile t are ``first[t] .. first[t + 1] - 1``.
+    place_of : int32 (lines,); home_of : uint8 (lines,); tile_of : int32 (lines,)
+        Set, home partition and tile of each line.
+    held : int32, touched : int64, dirty : bool (partitions, sets, ways); clock : int64 (1,)
+        The cache, changed in place.
+    fetched, lost : int64 (tiles,)
+        Lines of each tile read from and written to DRAM, added to.
+    """
+    partitions = held.shape[0]
+    for r in range(len(ids)):
+        tile, op = ids[r], codes[r] & 3
+        side = codes[r] // SIDE if partitions == 2 else 0
+        for line in range(first[tile], first[tile + 1]):
+            clock[0] += 1
+            place, home = place_of[line], home_of[line]
+            if op == LOAD and home != side:
+                way = _way(held, side, place, line)
+                if way >= 0:
+                    touched[side, place, way] = clock[0]
+                    continue
+            way = _way(held, home, place, line)
+            if way >= 0:
+                touched[home, place, way] = clock[0]
+            else:
+                if op != STORE:  # a store overwrites whole lines: nothing to fetch
+                    fetched[tile] += 1
+                way = _insert(held, touched, dirty, home, place, line, clock[0], tile_of, lost)
+            if op != LOAD:
+                dirty[home, place, way] = True
+                if partitions == 2:
+                    copy = _way(held, 1 - home, place, line)
+                    if copy >= 0:
+                        held[1 - home, place, copy] = -1
+            elif home != side:
+                _insert(held, touched, dirty, side, place, line, clock[0], tile_of, lost)

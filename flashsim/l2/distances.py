@@ -1,0 +1,130 @@
+"""Stack distances: how large a cache must be for each request to hit (Numba)."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from flashsim.l2.recipes import LOAD
+
+#: Stack distance of a tile that was never seen before.
+COLD = np.iinfo(np.int64).max
+
+
+@njit(cache=True)
+def _add(tree, at, value):
+    at += 1
+    while at < len(tree):
+        tree[at] += value
+        at += at & -at
+
+
+@njit(cache=True)
+def _sum(tree, at):
+    """Sum of entries 0 .. at."""
+    at += 1
+    total = 0
+    while at:
+        total += tree[at]
+        at -= at & -at
+    return total
+
+
+@njit(cache=True)
+def distances(ids, codes, size):
+    """Stack distance in bytes of every request, and how far each written tile strayed.
+
+    The distance of a request is the size of all different tiles touched since its tile was last
+    touched, its own size included: a cache of C bytes hits exactly when distance <= C
+    (Mattson et al. 1970). A tile written once is written back once by every cache that its
+    largest distance until it is next written, or dropped at the end, exceeds.
+
+    Returns
+    -------
+    near : int64 (n,)
+        Distance of each request, COLD at a tile's first.
+    strayed : int64 (n,)
+        For each store or reduction: the largest distance at which its tile was asked for again, up
+        to and including the next write, or the depth at which it ends; -1 for a load.
+    """
+    tiles, n = len(size), len(ids)
+    room = max(4 * tiles, 1024)
+    tree = np.zeros(room + 1, np.int64)  # bytes of each tile, at the time it was last touched
+    last = np.full(tiles, -1, np.int64)
+    owner = np.full(room, -1, np.int64)
+    near = np.empty(n, np.int64)
+    strayed = np.full(n, -1, np.int64)
+    writer = np.full(tiles, -1, np.int64)  # the last request that wrote the tile
+    now, total = 0, 0
+    for r in range(n):
+        tile = ids[r]
+        if now == room:  # renumber times: keep the order, drop the gaps
+            tree[:] = 0
+            kept = 0
+            for at in range(room):
+                if owner[at] >= 0:
+                    t = owner[at]
+                    owner[at] = -1
+                    owner[kept] = t
+                    last[t] = kept
+                    _add(tree, kept, size[t])
+                    kept += 1
+            now = kept
+        if last[tile] < 0:
+            near[r] = COLD
+            total += size[tile]
+        else:
+            near[r] = total - _sum(tree, last[tile]) + size[tile]
+            _add(tree, last[tile], -size[tile])
+            owner[last[tile]] = -1
+            if writer[tile] >= 0:
+                strayed[writer[tile]] = max(strayed[writer[tile]], near[r])
+        if codes[r] & 3 != LOAD:
+            writer[tile] = r
+            strayed[r] = 0
+        last[tile] = now
+        owner[now] = tile
+        _add(tree, now, size[tile])
+        now += 1
+    for tile in range(tiles):
+        if writer[tile] >= 0:
+            depth = total - _sum(tree, last[tile]) + size[tile]
+            strayed[writer[tile]] = max(strayed[writer[tile]], depth)
+    return near, strayed
+
+
+@njit(cache=True)
+def tally(keys, weights):
+    """Different keys (at least 0), in no order, and the sum of the weights of each: a hash table.
+
+    Much faster than sorting: millions of requests have a few thousand different distances.
+    """
+    bits = 12
+    table, sums = np.full(1 << bits, -1, np.int64), np.zeros(1 << bits, np.int64)
+    held = 0
+    for k in range(len(keys)):
+        if 2 * held > len(table):
+            bits += 1
+            old, old_sums = table, sums
+            table, sums = np.full(1 << bits, -1, np.int64), np.zeros(1 << bits, np.int64)
+            for at in range(len(old)):
+                if old[at] >= 0:
+                    to = _find(table, old[at])
+                    table[to], sums[to] = old[at], old_sums[at]
+        at = _find(table, keys[k])
+        if table[at] < 0:
+            table[at] = keys[k]
+            held += 1
+        sums[at] += weights[k]
+    used = table >= 0
+    return table[used], sums[used]
+
+
+@njit(cache=True)
+def _find(table, key):
+    """Where a key stands in a hash table of a power of two of places, or should stand."""
+    mask = len(table) - 1
+    at = (key * 0x9E3779B97F4A7C1 >> 20) & mask  # Fibonacci hashing
+    while table[at] >= 0 and table[at] != key:
+        at = (at + 1) & mask
+    return at

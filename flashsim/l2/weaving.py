@@ -1,0 +1,132 @@
+"""Weave the blocks' requests together, in the order in which the SMs issue them (Numba).
+
+A request is a tile number and a code: its operation (`recipes.OPS`) plus SIDE for an SM of the
+second partition.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from flashsim.l2.recipes import SIDE
+
+
+@njit(cache=True)
+def _earlier(time, a, b):
+    """Whether slot a acts before slot b; lock-step slots act in the order of their numbers."""
+    return time[a] < time[b] or (time[a] == time[b] and a < b)
+
+
+@njit(cache=True)
+def _sift_down(heap, n, time):
+    at = 0
+    while True:
+        child = 2 * at + 1
+        if child >= n:
+            return
+        if child + 1 < n and _earlier(time, heap[child + 1], heap[child]):
+            child += 1
+        if not _earlier(time, heap[child], heap[at]):
+            return
+        heap[at], heap[child] = heap[child], heap[at]
+        at = child
+
+
+@njit(cache=True)
+def _ask(
+    requests, first, last, head_of, walk_head, outer, inner, keys_outside, side, out, codes, n
+):
+    """Append requests first .. last - 1 of the table for one block at one visit."""
+    i, j = (inner, outer) if keys_outside else (outer, inner)
+    for r in range(first, last):
+        axis, owner = requests[r, 1], requests[r, 2]
+        if axis == 0:
+            tile = i
+        elif axis == 1:
+            tile = j
+        else:
+            tile = i * requests[r, 5] + j
+        out[n] = requests[r, 3] + head_of[owner, walk_head] * requests[r, 4] + tile
+        codes[n] = requests[r, 0] + side
+        n += 1
+    return n
+
+
+@njit(cache=True)
+def weave(
+    walks, outers, ptr, inner, requests, parts, head_of, stride, members, flipped,
+    slots, sides, jitter, seed, keys_outside, out, codes,
+):  # fmt: skip
+    """Lay out all requests of one stage in the order in which the SMs issue them.
+
+    Block b belongs to walk ``walks[b]``, owns outer tile ``outers[b]`` and makes the visits
+    ``inner[ptr[outer]:ptr[outer + 1]]`` once for each of `members` query heads. `slots` blocks run
+    at once; one that ends makes room for the next. A visit takes 1 plus a draw from ± `jitter`.
+
+    Parameters
+    ----------
+    requests : int64 (n, 6)
+        op, axis, owner, first tile number, tiles a head, column tiles; `parts` (4,) splits the
+        table into those before, at and after the visits.
+    head_of : int32 (3, heads)
+        Number of a query head's matrix among those of query heads, key heads and bias heads.
+    flipped : bool (blocks,)
+        Whether the block makes its visits backwards.
+    sides : uint8 (slots,)
+        Partition of each slot's SM.
+    out, codes : int32, uint8
+        Filled in.
+
+    Returns
+    -------
+    int
+        Number of requests.
+    """
+    blocks, n, started = len(walks), 0, 0
+    draw = np.int64(seed)
+    time = np.zeros(slots)
+    block = np.zeros(slots, np.int64)
+    done = np.zeros(slots, np.int64)
+    heap = np.arange(slots)
+    alive = min(slots, blocks)
+    for slot in range(alive):
+        block[slot] = slot
+    started = alive
+    while alive:
+        slot = heap[0]
+        b = block[slot]
+        head, outer = walks[b] * stride, outers[b]
+        side = SIDE * sides[slot]
+        visits = ptr[outer + 1] - ptr[outer]
+        total = visits * members
+        if done[slot] == 0:
+            n = _ask(
+                requests, parts[0], parts[1], head_of, head, outer, 0, keys_outside, side,
+                out, codes, n,
+            )  # fmt: skip
+        if done[slot] < total:
+            member, v = done[slot] // visits, done[slot] % visits
+            if flipped[b]:
+                v = visits - 1 - v
+            n = _ask(
+                requests, parts[1], parts[2], head_of, head + member, outer, inner[ptr[outer] + v],
+                keys_outside, side, out, codes, n,
+            )  # fmt: skip
+        done[slot] += 1
+        draw = (draw * 1103515245 + 12345) & 0x7FFFFFFF  # a linear congruential generator
+        time[slot] += 1.0 + jitter * (draw / 0x40000000 - 1.0)
+        if done[slot] >= total:
+            n = _ask(
+                requests, parts[2], parts[3], head_of, head, outer, 0, keys_outside, side,
+                out, codes, n,
+            )  # fmt: skip
+            done[slot] = 0
+            if started < blocks:
+                block[slot] = started
+                started += 1
+            else:
+                alive -= 1
+                heap[0] = heap[alive]
+        _sift_down(heap, alive, time)
+    return n

@@ -1,0 +1,138 @@
+"""What is measured: a `Case` is a problem and how it is run; a `Pass` is one of its passes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from flashsim import api
+from flashsim.hardware import Device
+from flashsim.problem import Problem
+from flashsim.tiling import Tiling
+from flashsim.traffic import Traffic
+from flashsim.verify.ncu import Launch
+
+_SHAPE = ("n_q", "n_kv", "head_dim", "batch", "heads", "kv_heads", "dtype", "causal", "window")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem and how a backend runs it.
+
+    Attributes
+    ----------
+    problem : Problem
+        Dense, causal or windowed.
+    algorithm, backend, device : str
+    kernel : str or None
+        Passed on to `run` where given: "hopper" or "portable".
+    tilings : (Tiling or None, Tiling or None)
+        Forward and backward; None takes the backend's.
+    backward : tuple of (bool or None)
+        A backward pass for each: the `deterministic` of `Result.backward`.
+    """
+
+    problem: Problem
+    algorithm: str = "flash2"
+    backend: str = "cupy"
+    device: str = "H200"
+    kernel: str | None = None
+    tilings: tuple[Tiling | None, Tiling | None] = (None, None)
+    backward: tuple[bool | None, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        sides = [None if t is None else (t.block_q, t.block_k) for t in self.tilings]
+        shape = {name: getattr(self.problem, name) for name in _SHAPE}
+        return vars(self) | {"problem": shape, "tilings": sides}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Case:
+        """The case that `to_dict` described."""
+        window = values["problem"]["window"]
+        shape = values["problem"] | {"window": None if window is None else tuple(window)}
+        forward, backward = (None if t is None else Tiling(*t) for t in values["tilings"])
+        return cls(
+            **{
+                **values,
+                "problem": Problem(**shape),
+                "tilings": (forward, backward),
+                "backward": tuple(values["backward"]),
+            }
+        )
+
+    def __str__(self) -> str:
+        p = self.problem
+        return (
+            f"{p.batch} x {p.heads} heads{f' ({p.kv_heads} key heads)' if p.group > 1 else ''}, "
+            f"{p.n_q:,} x {p.n_kv:,}, d={p.head_dim}, {p.dtype}{', causal' if p.causal else ''}"
+            f"{f', window {p.window}' if p.window else ''} on {self.device}"
+        )
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What the kernels of one pass counted.
+
+    Attributes
+    ----------
+    algorithm, direction : str
+    tiling : Tiling
+        The tiles that ran.
+    transfers : dict
+        ``{(stage, op, tensor): bytes}``.
+    """
+
+    algorithm: str
+    direction: str
+    tiling: Tiling
+    transfers: Mapping[tuple[str, str, str], int]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "algorithm": self.algorithm,
+            "direction": self.direction,
+            "tiling": (self.tiling.block_q, self.tiling.block_k),
+            "transfers": [(*key, nbytes) for key, nbytes in self.transfers.items()],
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Counted:
+        """The pass that `to_dict` described."""
+        transfers = {(stage, op, tensor): n for stage, op, tensor, n in values["transfers"]}
+        tiling = Tiling(*values["tiling"])
+        return cls(values["algorithm"], values["direction"], tiling, transfers)
+
+    def predicted(self, case: Case) -> Traffic:
+        """The closed forms for the same pass."""
+        return predict(case.problem, self.algorithm, self.direction, self.tiling, case.device)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass with all that is known of it.
+
+    Attributes
+    ----------
+    traffic : Traffic
+        Predicted.
+    launches : dict of list of Launch
+        By stage.
+    counted : dict or None
+        Transfers that the kernels counted.
+    """
+
+    traffic: Traffic
+    launches: Mapping[str, Sequence[Launch]] = field(default_factory=dict)
+    counted: Mapping[tuple[str, str, str], int] | None = None
+
+
+def predict(
+    problem: Problem, algorithm: str, direction: str, tiling: Tiling | None, device: str
+) -> Traffic:
+    """Closed forms for a GPU's kernels, which keep tiles in registers as well as shared memory."""
+    here = Device.get(device)
+    wide = replace(here, sram_bytes=here.sram_per_sm + here.registers_per_sm)
+    return api.count(problem, algorithm=algorithm, direction=direction, tiling=tiling, device=wide)

@@ -1,0 +1,152 @@
+"""Bugs in the tensor-core kernels in Python, as `faults` has them of the rest: these need a GPU.
+
+    python tests/faults_numba.py [NAME ...]
+
+seeds each in turn and says whether the tests that should notice it did. With a bug in its order of
+events a kernel may hang instead; that is noticed, too.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from faults import Fault
+
+NUMBA = "flashsim.backends.numba_gpu"
+FORWARD, TILES = f"{NUMBA}.hopper_forward", f"{NUMBA}.hopper_tiles"
+PTX, SOFTMAX = f"{NUMBA}.ptx_hopper", f"{NUMBA}.softmax"
+TENSOR = "test_numba_gpu.py"
+RAGGED = ("test_numba_hopper.py::test_kinds_of_scores", "-k", "128-rising")
+CAUSAL = ("test_numba_hopper.py::test_features", "-k", "causal-64")
+VARLEN = ("test_numba_hopper.py::test_features", "-k", "varlen-64")
+COUNTS = ("test_numba_hopper.py::test_counts_are_the_closed_forms", "-k", "ragged-ascending")
+BITS = ("test_numba_hopper.py::test_two_hundred_runs_give_the_same_bits", "-k", "64-False")
+MMA = (f"{TENSOR}::test_shapes", "-k", "shape6-64-True or shape7-64-True")
+
+FAULTS = {
+    # -- Hopper's forward: what is computed -----------------------------------------------------
+    "hopper-o-not-rescaled": Fault(
+        "O keeps the scale of an older maximum",
+        *(FORWARD, "o = scale_o(o, alpha)", "pass", RAGGED),
+    ),
+    "hopper-maximum-not-carried": Fault(
+        "each tile starts from a maximum of -inf",
+        *(FORWARD, "top = row_max(m, s)", "top = row_max(new_max(), s)", RAGGED),
+    ),
+    "hopper-mask-of-later-visits-ignored": Fault(
+        "only a row's first tile is masked",
+        *(FORWARD, "tile, masked = visit_of(a, steps, n)", "tile, masked = int32(0), False"),
+        CAUSAL,
+    ),
+    "hopper-mask-one-key-late": Fault(
+        "a row sees one key past its end",
+        *(
+            SOFTMAX,
+            "last = b.sub(b.sub(key_stop, i32(1)), column)",
+            "last = b.sub(key_stop, column)",
+        ),
+        RAGGED,
+    ),
+    "hopper-sequences-start-at-0": Fault(
+        "the keys of every packed sequence are read from the first one's tiles",
+        *(FORWARD, "base = int32(read_int(a.cols, tile * 4) - tile * block_k)", "pass", VARLEN),
+    ),
+    "hopper-second-chunk-of-v": Fault(
+        "a product steps from one 64-column chunk of V to a wrong one",
+        *(TILES, "descriptor(b, v, depth * 128)", "descriptor(b, v, depth * 64)", RAGGED),
+    ),
+    "hopper-quads-not-transposed": Fault(
+        "lanes of a quad store each other's columns",
+        *(TILES, "four = _transposed(b, four, odd, high)", "pass", RAGGED),
+    ),
+    "hopper-ragged-tile-counted-whole": Fault(
+        "a ragged tile of K counts as a whole one",
+        FORWARD,
+        "int32(min(block_k, get(slot + END) - key) * row_bytes)",
+        "int32(block_k * row_bytes)",
+        COUNTS,
+    ),
+    # -- Hopper's forward: when -----------------------------------------------------------------
+    "hopper-k-not-waited-for": Fault(
+        "scores are computed before K has arrived",
+        *(FORWARD, "wait_full(shared + k_full, now)", "pass", RAGGED),
+    ),
+    "hopper-q-not-waited-for": Fault(
+        "scores are computed before Q has arrived",
+        *(FORWARD, "wait(shared + q_full + group * 8, item & 1)", "pass", RAGGED),
+    ),
+    "hopper-output-not-waited-for": Fault(
+        "O is rescaled while a product still adds to it",
+        FORWARD,
+        "output_done = hopper.product_wait(0, dv)",
+        "output_done = hopper.product_wait(2, dv)",
+        RAGGED,
+    ),
+    "hopper-stage-not-free": Fault(
+        "a tile is copied over one that is still read",
+        *(FORWARD, "wait_free(shared + k_free, position)", "pass", BITS),
+    ),
+    "hopper-lap-forgotten": Fault(
+        "a full stage is taken for the next lap's",
+        *(TILES, "ptx_hopper.barrier_wait(b, barrier, _lap(b, position))"),
+        "ptx_hopper.barrier_wait(b, barrier, i32(0))",
+        BITS,
+    ),
+    # -- the mma.sync kernels -------------------------------------------------------------------
+    "mma-copies-not-waited-for": Fault(
+        "tiles are read before their copies have arrived",
+        *(f"{NUMBA}.walk", "    ptx.cp_async_wait(b)", "    pass", MMA),
+    ),
+    "mma-bank-swizzle-of-reads": Fault(
+        "a tile is read without the permutation with which it was written",
+        *(f"{NUMBA}.tiles", "low = col // 8 & (self.spread - 1)", "low = 0", MMA),
+    ),
+    "mma-dk-not-scaled": Fault(
+        "dK lacks the factor of the scores' scale",
+        *(f"{NUMBA}.backward_dkdv", "scale_dk(dk, a.scale)", "dk", MMA),
+    ),
+    "mma-delta-of-one-lane": Fault(
+        "delta is not summed over the lanes that share a row",
+        *(f"{NUMBA}.backward_rows", "total = lane_sum(total)", "pass", MMA),
+    ),
+}
+
+
+def noticed(name: str) -> str:
+    """Run the tests that should fail under a fault, and say what came of it."""
+    with tempfile.TemporaryDirectory() as cache:
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+        try:
+            done = subprocess.run(
+                [*command, "-p", "no:xdist", "--fault", name, *FAULTS[name].caught_by],
+                cwd=Path(__file__).parent,
+                env={**os.environ, "FLASHSIM_CACHE_DIR": cache},
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return "caught: hangs"
+    if done.returncode == 1 and "AssertionError" in done.stdout:  # not that it fails to compile
+        return "caught: " + done.stdout.strip().splitlines()[-1]
+    return f"NOT CAUGHT (pytest says {done.returncode}): " + (done.stdout + done.stderr)[-300:]
+
+
+def main() -> int:
+    """How many faults were not noticed."""
+    names = sys.argv[1:] or list(FAULTS)
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(noticed, names))
+    for name, result in zip(names, results, strict=True):
+        print(f"{name:38}{result}")
+    return sum("NOT CAUGHT" in result for result in results)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

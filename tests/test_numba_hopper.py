@@ -1,0 +1,121 @@
+"""Hopper's instructions from Python, on a Hopper GPU: what test_hopper.py asks of the C++ kernels.
+
+Its inputs, error budget and list of features are used; outputs and shared memory begin as NaN.
+"""
+
+import numpy as np
+import pytest
+import test_hopper
+from test_hopper import FEATURES, ROOMY, cupy, hoppers, make, poisoned, within  # noqa: F401
+
+import flashsim
+from flashsim import Problem, Tiling, oracle
+from flashsim.errors import BackendUnavailable, UnsupportedError
+from flashsim.events import PHASES
+
+try:
+    import flashsim.backends.numba_gpu.engine
+except BackendUnavailable as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not hoppers(), reason="no Hopper GPU")]
+
+
+def run(p, x, **more):
+    names = ("causal", "window", "softcap", "scale", "block_mask", "cu_seqlens_q", "cu_seqlens_k")
+    given = {name: getattr(p, name) for name in names} | {"kernel": "hopper"}
+    return flashsim.run(x["q"], x["k"], x["v"], backend="numba_cuda", **{**given, **more})
+
+
+def check(p, kind="normal", **more):
+    x = make(p, kind)
+    given = (x["q"], x["k"], x["v"])
+    exact, lse = oracle.attention(*given, p)
+    plain, _ = oracle.attention(*given, p, dtype=p.dtype)
+    result = run(p, x, **more)
+    assert result.kernel == "hopper"
+    within(result.out, exact, plain, p, "out")
+    np.testing.assert_allclose(result.lse, lse, rtol=2e-6, atol=2e-5)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", FEATURES)
+def test_features(name, head_dim):
+    check(Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name]))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head_dims", [(40, 24), (64, 128), (80, 80), (192, 128), (256, 256)])
+def test_head_dims(head_dims, dtype):
+    check(Problem(300, 500, *head_dims, heads=2, dtype=dtype, causal=True))
+
+
+@pytest.mark.parametrize("kind", ["rising", "falling", "outliers"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_kinds_of_scores(head_dim, kind):
+    check(Problem(333, 517, head_dim, heads=2, dtype="bfloat16"), kind)
+
+
+@pytest.mark.parametrize("sides", [(128, 128), (192, 128), (128, 64)])
+def test_the_tiling_given_is_the_one_that_runs(sides):
+    p = Problem(500, 700, 64, heads=2, dtype="float16", causal=True)
+    check(p, tiling=Tiling(*sides))
+    assert run(p, make(p), tiling=Tiling(*sides), trace=True).trace.tiling == Tiling(*sides)
+
+
+@pytest.mark.parametrize("order", ["ascending", "descending"])
+@pytest.mark.parametrize("name", FEATURES)
+def test_counts_are_the_closed_forms(name, order):
+    p = Problem(head_dim=96, dtype="bfloat16", **FEATURES[name])
+    trace = run(p, make(p), key_order=order, trace=True).trace
+    expected = flashsim.count(p, tiling=trace.tiling, key_order=order, device=ROOMY)
+    for op in ("load", "store", "reduce"):
+        assert trace.bytes(op) == expected.bytes(op), op
+
+
+def test_timeline_has_every_visit_in_order():
+    p = Problem(700, 700, 128, heads=4, dtype="bfloat16", causal=True)
+    result = run(p, make(p), trace="timeline")
+    spans = result.trace.timeline
+    visits = spans[spans["phase"] == PHASES.index("visit")]
+    assert len(visits) == 4 * result.trace.schedule.sums.visits
+    assert (visits["end_ns"] > visits["start_ns"]).all()
+    for phase in ("load", "scores", "softmax", "output"):
+        part = spans[spans["phase"] == PHASES.index(phase)]
+        assert (part["start_ns"] >= visits["start_ns"]).all()
+        assert (part["end_ns"] <= visits["end_ns"]).all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_two_hundred_runs_give_the_same_bits(head_dim, causal):
+    p = Problem(4096, 4096, head_dim, heads=4, dtype="float16", causal=causal)
+    x = {name: cupy.asarray(array) for name, array in make(p).items()}
+    first = run(p, x)
+    for repeat in range(200):
+        if repeat % 20 == 0:
+            test_hopper.poison_shared_memory()
+        again = run(p, x)
+        assert (again.out.view(cupy.uint16) == first.out.view(cupy.uint16)).all()
+        assert (again.lse.view(cupy.uint32) == first.lse.view(cupy.uint32)).all()
+
+
+def test_what_runs_is_chosen_by_rule_and_named():
+    p = Problem(256, 256, 64, dtype="bfloat16")
+    x = make(p)
+    result = run(p, x, kernel="auto")
+    assert result.kernel == "hopper"
+    assert result.backward(x["dout"]).kernel == "tensor"
+    assert run(p, x, kernel="auto", tiling=Tiling(64, 64)).kernel == "tensor"
+    assert run(p, x, kernel="tensor").kernel == "tensor"
+    with pytest.raises(UnsupportedError, match="64 x 64 tiles are none of theirs"):
+        run(p, x, tiling=Tiling(64, 64))
+
+
+def test_views_are_read_where_they_lie():
+    p = Problem(300, 300, 64, heads=4, dtype="float16", causal=True)
+    x = make(p)
+    expected = run(p, x).out
+    moved = {k: cupy.asarray(a.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3) for k, a in x.items()}
+    assert not moved["q"].flags.c_contiguous
+    assert (run(p, moved).out.get() == expected).all()
