@@ -66,8 +66,7 @@ def tilings(
         # By itself dQ takes 64 rows to a product; a softcap takes registers.
         if algorithm != "flash2-fused" or problem.softcap:
             return (Tiling(64, 128),)
-        both = (Tiling(64, 128), Tiling(80, 128))  # more of a taller tile is masked
-        return both if problem.causal or problem.window else both[::-1]
+        return (Tiling(64, 128), Tiling(80, 128))
     if d <= 64:
         best = [Tiling(192, 128), Tiling(128, 128)]
         if problem.causal and problem.n_kv <= 1024:
@@ -123,7 +122,7 @@ def backward_passes(
         "flash2-fused" only: add to dQ in a fixed order (`lowering.in_turns`).
     """
     fused = algorithm == "flash2-fused"
-    tiling = _tiling(problem, tiling, gpu, "backward", report, algorithm)
+    tiling = _tiling(problem, tiling, gpu, "backward", report, algorithm, ordered)
     passes = []
     for stage in plans.stages(problem, algorithm, "backward"):
         tables = tables_of(stage, problem, tiling, key_order)
@@ -150,6 +149,7 @@ def _tiling(
     direction: str,
     report: str,
     algorithm: str = "flash2",
+    ordered: bool = False,
 ) -> Tiling:
     reason = refusal(problem, tiling, gpu, direction, report, algorithm)
     if reason is not None:
@@ -157,7 +157,8 @@ def _tiling(
             f"the Hopper kernels do not run this: {reason}; kernel='portable' may, and without "
             "kernel=... whichever does is taken"
         )
-    return tiling or _divide(problem, tilings(problem, gpu, direction, algorithm))[0]
+    possible = _divide(problem, tilings(problem, gpu, direction, algorithm))
+    return tiling or possible[-1 if ordered else 0]  # the fewer row tiles, the fewer turns to wait
 
 
 def _divide(problem: Problem, possible: tuple[Tiling, ...]) -> list[Tiling]:

@@ -40,7 +40,7 @@ def cases(device, kernels):
     for kernel in kernels:
         for shape in shapes():
             whole = {"heads": WIDTH // shape["head_dim"], "dtype": "bfloat16", **shape}
-            yield Case(Problem(**whole), device=device, kernel=kernel, backward=(True, False))
+            yield Case(Problem(**whole), device=device, kernel=kernel, backward=(None, False))
 
 
 def main():
@@ -73,9 +73,10 @@ def main():
             for one in passes:
                 table = verify([one], str(case)).table()
                 if number == 0 and one is passes[0]:
-                    writer.writerow(("shape", "kernels", "pass", *table.columns))
+                    writer.writerow(("shape", "kernels", "pass", "tile", *table.columns))
                 name = "forward" if one.traffic.direction == "forward" else one.traffic.algorithm
-                writer.writerows((table.title, case.kernel, name, *row) for row in table.rows)
+                where = table.title, case.kernel, name, str(one.traffic.tiling)
+                writer.writerows((*where, *row) for row in table.rows)
 
 
 if __name__ == "__main__":

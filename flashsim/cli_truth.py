@@ -18,7 +18,7 @@ from flashsim.report import Table
 
 def register(app: typer.Typer) -> None:
     """Add these commands to the `flashsim` command."""
-    for command in (dram, roofline, ladder, reproduce, verify):
+    for command in (dram, roofline, ladder, predict, reproduce, verify):
         app.command()(command)
 
 
@@ -120,6 +120,40 @@ def ladder(
         seed=seed,
     )
     table = climb.table()
+    show_tables([table], [table], json, csv)
+
+
+def predict(
+    n_q: opt.Nq = 4096,
+    n_kv: opt.Nkv = None,
+    head_dim: opt.HeadDim = 128,
+    batch: opt.Batch = 4,
+    heads: opt.Heads = 16,
+    kv_heads: opt.KvHeads = None,
+    dtype: opt.Dtype = "bfloat16",
+    causal: opt.Causal = False,
+    window: opt.Window = None,
+    algorithm: opt.Algorithm = "flash2",
+    backward: opt.Backward = False,
+    tiling: opt.Tile = "fit",
+    device: opt.DeviceName = "H200",
+    kernel: Annotated[str, typer.Option(help="The family: hopper or portable.")] = "hopper",
+    json: opt.Json = False,
+    csv: opt.Csv = False,
+) -> None:
+    """Predict how long the CUDA kernels take: units, overlap, waves and tails."""
+    from flashsim import predict as model
+
+    seen = opt.parse_window(window) if window else None
+    problem = Problem(n_q, n_kv, head_dim, head_dim, batch, heads, kv_heads, dtype, causal, seen)
+    table = model.predict(
+        problem,
+        direction="backward" if backward else "forward",
+        algorithm=algorithm,
+        kernels=kernel,
+        tiling=opt.choose_tiling(tiling, head_dim or 0, causal),
+        device=device,
+    ).table()
     show_tables([table], [table], json, csv)
 
 

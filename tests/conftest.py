@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 import faults
+import kernel_faults
 import pytest
 
 
@@ -14,6 +15,11 @@ def pytest_addoption(parser):
         metavar="NAME",
         help="seed a bug of tests/faults.py into flashsim before the tests run; they should fail",
     )
+    parser.addoption(
+        "--kernel-fault",
+        metavar="NAME",
+        help="seed a bug of tests/kernel_faults.py into the CUDA kernels; GPU tests should fail",
+    )
 
 
 def pytest_configure(config):
@@ -22,6 +28,12 @@ def pytest_configure(config):
         try:
             faults.install(name)
         except faults.FaultError as error:
+            raise pytest.UsageError(str(error)) from None
+    name = config.getoption("--kernel-fault")
+    if name:
+        try:
+            kernel_faults.install(name)
+        except kernel_faults.KernelFaultError as error:
             raise pytest.UsageError(str(error)) from None
 
 

@@ -40,6 +40,7 @@ def ways(dtype: str, families: Sequence[str]) -> Iterator[tuple[dict, dict]]:
         yield {}, {"backend": "cupy"}
     if "python" in families and dtype != "float32":  # on tensor cores
         yield small, {"backend": "numba_cuda"}
+        yield {}, {"backend": "numba_cuda"}  # on a Hopper GPU, its own instructions
 
 
 def main(families: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""`flashsim dram`, `roofline`, `ladder`, `reproduce`, `verify`: the library's figures, printed."""
+"""`flashsim dram`, `roofline`, `ladder`, `predict`, `reproduce`, `verify`: figures, printed."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 import flashsim
-from flashsim import Problem, Tiling, l2, ladder, reproduce, roofline
+from flashsim import Problem, Tiling, l2, ladder, predict, reproduce, roofline
 from flashsim.cli import app
 from flashsim.verify import METRICS
 
@@ -56,6 +56,15 @@ def test_ladder_climbs_the_rungs_named():
     assert found == expected.table().records()
 
 
+def test_predict_prints_the_models_times():
+    found = rows(
+        "predict", "-n", 1024, "-d", 64, "--batch", 2, "--kernel", "portable", "--backward"
+    )
+    problem = Problem(1024, head_dim=64, batch=2, heads=16, dtype="bfloat16")
+    expected = predict.predict(problem, direction="backward", kernels="portable")
+    assert found == expected.table().records()
+
+
 def test_reproduce_lists_and_recomputes():
     assert [row["name"] for row in rows("reproduce")] == list(reproduce.NAMES)
     expected = [row for table in reproduce.tables("tiles") for row in table.records()]
@@ -73,12 +82,12 @@ def test_reproduce_all_recomputes_everything(monkeypatch):
 
 @pytest.fixture
 def counters(tmp_path):
-    """A table of Nsight Compute: the forward read exactly what is predicted, in sectors."""
-    sectors = requested().bytes("load") // 32
+    """A table of Nsight Compute: the forward read exactly what is predicted."""
+    nbytes = requested().bytes("load")
     path = tmp_path / "ncu.csv"
     path.write_text(
         '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"\n'
-        f'"0","flash_forward","{METRICS["requested read"]}","sector","{sectors:,}"\n'
+        f'"0","flash_forward","{METRICS["bytes into SMs"]}","byte","{nbytes:,}"\n'
     )
     return path
 

@@ -6,7 +6,7 @@ Its inputs, error budget and list of features are used here; outputs begin as Na
 import numpy as np
 import pytest
 import test_cupy
-from test_cupy import FEATURES, budget, cupy, gpus, make, options, poisoned  # noqa: F401
+from cupy_checks import FEATURES, budget, cupy, gpus, make, options, poisoned  # noqa: F401
 
 import flashsim
 from flashsim import Problem, Tiling, oracle
@@ -112,7 +112,9 @@ def test_two_hundred_runs_give_the_same_bits():
     x = {name: cupy.asarray(a) for name, a in make(p).items()}
     first = None
     for _ in range(200):
-        result = flashsim.run(x["q"], x["k"], x["v"], backend="numba_cuda", causal=True)
+        result = flashsim.run(
+            *(x["q"], x["k"], x["v"]), backend="numba_cuda", kernel="tensor", causal=True
+        )
         grads = result.backward(x["dout"], deterministic=True)
         got = [a.view("i2") for a in (result.out, grads.dq, grads.dk, grads.dv)]
         first = first or got
@@ -126,6 +128,7 @@ def test_timeline_covers_every_visit_of_every_head(algorithm):
     result = flashsim.run(
         *(x["q"], x["k"], x["v"]),
         backend="numba_cuda",
+        kernel="tensor",
         algorithm=algorithm,
         causal=True,
         trace="timeline",

@@ -6,12 +6,21 @@ Its inputs, error budget and list of features are used; outputs and shared memor
 import numpy as np
 import pytest
 import test_hopper
-from test_hopper import FEATURES, ROOMY, cupy, hoppers, make, poisoned, within  # noqa: F401
+from test_hopper import (  # noqa: F401
+    FEATURES,
+    ROOMY,
+    check_spans,
+    cupy,
+    hoppers,
+    make,
+    poisoned,
+    within,
+)
 
 import flashsim
 from flashsim import Problem, Tiling, oracle
 from flashsim.errors import BackendUnavailable, UnsupportedError
-from flashsim.events import PHASES
+from flashsim.events import ROLES
 
 try:
     import flashsim.backends.numba_gpu.engine
@@ -73,17 +82,25 @@ def test_counts_are_the_closed_forms(name, order):
         assert trace.bytes(op) == expected.bytes(op), op
 
 
-def test_timeline_has_every_visit_in_order():
+def test_timeline_has_every_visit_of_every_role_in_order():
     p = Problem(700, 700, 128, heads=4, dtype="bfloat16", causal=True)
-    result = run(p, make(p), trace="timeline")
-    spans = result.trace.timeline
-    visits = spans[spans["phase"] == PHASES.index("visit")]
-    assert len(visits) == 4 * result.trace.schedule.sums.visits
-    assert (visits["end_ns"] > visits["start_ns"]).all()
-    for phase in ("load", "scores", "softmax", "output"):
-        part = spans[spans["phase"] == PHASES.index(phase)]
-        assert (part["start_ns"] >= visits["start_ns"]).all()
-        assert (part["end_ns"] <= visits["end_ns"]).all()
+    trace = run(p, make(p), trace="timeline").trace
+    spans = trace.timeline
+    assert {ROLES[r] for r in spans["role"]} == {"producer", "consumer 0", "consumer 1"}
+    for role in set(spans["role"]):
+        check_spans(trace, 0, spans[spans["role"] == role], ROLES[role])
+
+
+def test_a_packed_sequence_never_meets_its_neighbours():
+    """Copies end where a sequence does: NaN beyond would reach an output as 0 x NaN."""
+    ends = (0, 100, 163, 400)
+    p = Problem(400, 400, 64, dtype="bfloat16", causal=True, cu_seqlens_q=ends, cu_seqlens_k=ends)
+    x = make(p)
+    clean = run(p, x)
+    for array in x.values():
+        array[..., 100:163, :] = np.nan
+    rest = np.r_[0:100, 163:400]
+    assert (run(p, x).out[..., rest, :] == clean.out[..., rest, :]).all()
 
 
 @pytest.mark.parametrize("causal", [False, True])

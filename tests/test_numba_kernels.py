@@ -79,7 +79,7 @@ def test_tensor_core_kernels_assemble_in_registers(name, arch):
         registers, stack, spilled = resources(log)
         assert registers <= 65536 // kernel.threads
         assert spilled <= SPILL_BYTES, (kernel, log)
-        assert stack <= spilled
+        assert stack <= -(-spilled // 8) * 8  # nothing but spills; a frame is a multiple of 8
 
 
 HOPPER = {

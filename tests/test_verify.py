@@ -10,10 +10,23 @@ import pytest
 from typer.testing import CliRunner
 
 import flashsim
-from flashsim import BackendUnavailable, Problem, Tiling, TraceError
+from flashsim import BackendUnavailable, Problem, Tiling, TraceError, l2
 from flashsim.cli import app
-from flashsim.verify import METRICS, Launch, command, parse, verify, workload
-from flashsim.verify.measure import measure
+from flashsim.verify import (
+    METRICS,
+    Case,
+    Counted,
+    Launch,
+    Pass,
+    assign,
+    command,
+    measure,
+    parse,
+    passes_of,
+    verify,
+    workload,
+)
+from flashsim.verify.comparison import overhang, tensor_flops
 
 PROBLEM = Problem(256, head_dim=32, heads=2, dtype="bfloat16", causal=True)
 HEADER = ["ID", "Process ID", "Kernel Name", "Grid Size", "Section Name"]
@@ -41,7 +54,7 @@ def long_csv(launches):
     return "==PROF== Connected to process 77\nprinted by the program\n" + table(rows)
 
 
-READ, DRAM = METRICS["requested read"], METRICS["DRAM read"]
+READ, DRAM = METRICS["reads at L2"], METRICS["DRAM read"]
 
 
 def test_one_counter_a_row():
@@ -53,9 +66,9 @@ def test_one_counter_a_row():
     )
     launches = parse(text)
     assert launches[0] == Launch(
-        "flash_forward", 0, {"requested read": 1234 * 32, "DRAM read": 2_500_000}
+        "flash_forward", 0, {"reads at L2": 1234 * 32, "DRAM read": 2_500_000}
     )
-    assert launches[1] == Launch("flash_dq", 1, {"requested read": 7000 * 32})
+    assert launches[1] == Launch("flash_dq", 1, {"reads at L2": 7000 * 32})
 
 
 def test_one_launch_a_row():
@@ -64,7 +77,7 @@ def test_one_launch_a_row():
     text = "==PROF== Disconnected\n" + table(
         [header, units, [0, 77, "flash_forward", "(4, 2, 1)", "", "10", "1.5"]]
     )
-    assert parse(text) == [Launch("flash_forward", 0, {"requested read": 320, "DRAM read": 1500})]
+    assert parse(text) == [Launch("flash_forward", 0, {"reads at L2": 320, "DRAM read": 1500})]
 
 
 @pytest.mark.parametrize(
@@ -86,17 +99,19 @@ def test_bad_tables_are_refused(text, message):
         parse(text)
 
 
+COUNTERS = {"bytes into SMs": "load", "writes at L2": "store", "reductions at L2": "reduce"}
+
+
 def measured(traffic, prefix="flash_", rename=None, factor=1.0):
     """Launches whose L2 counters are the prediction times a factor."""
-    ops = {"requested read": "load", "requested write": "store", "requested reduce": "reduce"}
     return [
         Launch(
             prefix + (rename or {}).get(stage.name, stage.name) + "(Args)",
             number,
             {
-                quantity: factor
+                name: factor
                 * sum(n for (s, o, _), n in traffic.transfers.items() if (s, o) == (stage.name, op))
-                for quantity, op in ops.items()
+                for name, op in COUNTERS.items()
             },
         )
         for number, stage in enumerate(traffic.stages)
@@ -108,36 +123,79 @@ def test_counters_meet_their_predictions_kernel_by_kernel(algorithm):
     forward, backward = predictions(algorithm)
     rename = {"fused": "dkdv"}
     launches = [*measured(forward), *measured(backward, rename=rename)]
-    launches += measured(backward, prefix="hopper_", rename={"fused": "backward"}, factor=1.02)
-    found = verify([forward, backward], launches)
+    launches += measured(backward, rename=rename, factor=1.02)
+    found = verify(assign([forward, backward], launches), "title")
     assert found.worst("requested read") == pytest.approx(0.01)  # the mean of 1 and 1.02
-    assert {row.kernel for row in found.rows} == {
+    assert {row.stage for row in found.rows} == {
         s.name for t in (forward, backward) for s in t.stages
     }
-    ratios = [row.ratio for row in found.rows if row.kernel == "forward" and row.ratio]
+    ratios = [row.ratio for row in found.rows if row.stage == "forward" and row.ratio]
     assert ratios == [1, 1]
-    assert "not yet calibrated" in str(found.table().note)
+    assert "docs/truth.md" in str(found.table().note)
 
 
 def test_other_kernels_are_left_alone():
     forward, _ = predictions()
-    launches = [*measured(forward), Launch("ampere_sgemm", 9, {"requested read": 1.0})]
-    assert verify([forward], launches).launches == 1
+    launches = [*measured(forward), Launch("ampere_sgemm", 9, {"bytes into SMs": 1.0})]
+    assert verify(assign([forward], launches), "title").launches == 1
     with pytest.raises(TraceError, match="none of the kernels measured"):
-        verify([forward], launches[1:])
+        assign([forward], launches[1:])
     with pytest.raises(TraceError, match="no kernel has a predicted"):
-        verify([forward], launches).worst("DRAM read")
+        verify(assign([forward], launches), "title").worst("DRAM read")
 
 
-def test_dram_and_plain_counters_have_their_rows():
+def rows_of(counters, kernel="flash_forward"):
     forward, _ = predictions()
-    counters = {"DRAM read": 3.0, "shared bank conflicts": 5.0}
-    rows = {r.quantity: r for r in verify([forward], [Launch("flash_forward", 0, counters)]).rows}
-    from flashsim import l2
+    one = Pass(forward, {"forward": [Launch(kernel, 0, counters)]})
+    return {row.quantity: row for row in verify([one], "title").rows}
 
-    assert rows["DRAM read"].predicted == l2.dram(forward).bytes("read")
-    assert rows["shared bank conflicts"].predicted is None
-    assert rows["shared bank conflicts"].ratio is None
+
+def test_dram_is_predicted_for_the_blocks_that_ran():
+    forward, _ = predictions()
+    limits = {"blocks an SM by registers": 3.0, "blocks an SM by shared memory": 2.0}
+    found = rows_of({"DRAM read": 3.0, **limits})["DRAM read"]
+    model = l2.L2Model("grouped", blocks_per_sm=2)
+    assert found.predicted == l2.dram(forward, model).bytes("read")
+    assert list(rows_of({"DRAM read": 3.0, **limits})) == ["DRAM read"]
+
+
+def test_spills_are_no_requested_writes():
+    found = rows_of({"writes at L2": 100.0, "local memory writes": 30.0})
+    assert found["requested write"].measured == 70
+    assert (found["local memory writes"].predicted, found["local memory writes"].ratio) == (0, None)
+
+
+def test_tensor_flops_are_those_of_whole_tiles():
+    found = rows_of({"tensor FLOPs, bf16": 10.0, "tensor FLOPs, fp16": 1.0})["tensor FLOPs"]
+    tiles = 4 + 3 + 2 + 1  # of 64 x 64, causal
+    assert found.predicted == 2 * tiles * 2 * (2 * 64 * 64 * 32)
+    assert found.measured == 11
+    assert rows_of({"shared bank conflicts": 5.0})["shared bank conflicts"].predicted == 0
+
+
+def test_boxes_hang_over_the_ends():
+    """n = 100 in tiles of 64: 28 rows of the second tile's box are no rows of the tensor."""
+    p = Problem(100, head_dim=64, heads=4, kv_heads=2, dtype="bfloat16")
+    row = 64 * 2
+    forward = flashsim.count(p, tiling=Tiling(64, 64))
+    once = 4 * 28 * row  # Q of four heads
+    visits = 4 * 2 * 28 * row * 2  # K and V: four heads, two row tiles
+    assert overhang(forward, forward.stages[0]) == once + visits
+    backward = flashsim.count(p, direction="backward", tiling=Tiling(64, 64))
+    keys_outside = next(s for s in backward.stages if s.name == "dkdv")
+    once = 2 * 28 * row * 2  # K and V of two key heads
+    visits = 2 * 2 * 2 * 28 * row * 2  # Q and dO: two key heads, two query heads each, two tiles
+    assert overhang(backward, keys_outside) == once + visits
+    forward_rows = {
+        kernel: verify(
+            [Pass(forward, {"forward": [Launch(kernel, 0, {"bytes into SMs": 1.0})]})], "title"
+        ).rows[0]
+        for kernel in ("hopper_forward", "flash_forward")
+    }
+    extra = overhang(forward, forward.stages[0])
+    by_kernel = {kernel: row.predicted for kernel, row in forward_rows.items()}
+    assert by_kernel["hopper_forward"] - by_kernel["flash_forward"] == extra
+    assert tensor_flops(forward, forward.stages[0]) == 4 * 4 * 2 * (2 * 64 * 64 * 64)
 
 
 def test_without_ncu_the_error_says_what_to_do(monkeypatch):
@@ -146,11 +204,16 @@ def test_without_ncu_the_error_says_what_to_do(monkeypatch):
         command(["program"])
 
 
-WANTED = {
-    "problem": {"n_q": 32, "head_dim": 8, "causal": True},
-    "tilings": [(16, 16), (16, 16)],
-    **{"algorithm": "flash2", "backend": "numpy", "backward": True, "device": "H100"},
-}
+TILES = (Tiling(16, 16), Tiling(16, 16))
+CASES = [
+    Case(Problem(32, head_dim=8, causal=True), backend="numpy", tilings=TILES, backward=(None,)),
+    Case(Problem(48, head_dim=8, heads=2, kv_heads=1, window=(9, 0)), "flash2", "numpy"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_case_survives_json(case):
+    assert Case.from_dict(json.loads(json.dumps(case.to_dict()))) == case
 
 
 def stand_in(folder, body):
@@ -160,32 +223,44 @@ def stand_in(folder, body):
     path.chmod(path.stat().st_mode | stat.S_IEXEC)
 
 
-def test_a_workload_is_run_twice_and_its_table_read(tmp_path, monkeypatch):
-    text = long_csv([("flash_forward", {READ: ("10", "sector")})])
+def test_cases_are_run_twice_and_their_table_read(tmp_path, monkeypatch):
+    kernels = ["flash_forward", "flash_delta", "hopper_backward", "flash_dq", "flash_forward"]
+    text = long_csv([(kernel, {READ: ("10", "sector")}) for kernel in kernels])
     stand_in(
         tmp_path,
         f"assert '--clock-control' in sys.argv and 'flashsim.verify.workload' in sys.argv\n"
         f"print({text!r})",
     )
     monkeypatch.setenv("PATH", str(tmp_path))
-    launches, traces, kept = measure(WANTED)
-    assert launches == parse(kept) == [Launch("flash_forward", 0, {"requested read": 320})]
-    assert [trace.direction for trace in traces] == ["forward", "backward"]
-    problem = Problem(32, head_dim=8, causal=True)
-    expected = flashsim.count(problem, tiling=Tiling(16, 16))
-    assert traces[0].transfers == expected.transfers
-    row = verify([t.predicted() for t in traces], launches, traces=traces).rows[0]
-    assert row.counted == row.predicted == expected.bytes("load")
+    cases, kept, counted = measure(CASES)
+    assert parse(kept) == parse(text)
+    assert [[one.traffic.direction for one in case] for case in cases] == [
+        ["forward", "backward"],
+        ["forward"],
+    ]
+    expected = flashsim.count(Problem(32, head_dim=8, causal=True), tiling=Tiling(16, 16))
+    assert cases[0][0].counted == cases[0][0].traffic.transfers == expected.transfers
+    assert [x.kernel for x in cases[0][1].launches["dkdv"]] == ["hopper_backward"]
+    for wrong, message in (
+        (kernels[:-1], "no launch where stage 'forward'"),
+        ([kernels[1], *kernels[1:]], "flash_delta where stage 'forward'"),
+        ([*kernels, "flash_dq"], "one too many"),
+    ):
+        table_of = long_csv([(kernel, {READ: ("10", "sector")}) for kernel in wrong])
+        with pytest.raises(TraceError, match=message):
+            passes_of(CASES, table_of, counted)
 
 
-@pytest.mark.parametrize("backward", [False, True])
-def test_the_workload_counts_only_where_it_is_told_to(tmp_path, backward):
-    wanted = json.dumps({**WANTED, "backward": backward})
+def test_the_workload_counts_only_where_it_is_told_to(tmp_path):
+    wanted = json.dumps([case.to_dict() for case in CASES])
     workload.main([wanted])
     assert not list(tmp_path.iterdir())
-    workload.main([wanted, str(tmp_path)])
-    names = ["backward.npz", "forward.npz"] if backward else ["forward.npz"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    workload.main([wanted, str(tmp_path / "counted.json")])
+    counted = json.loads((tmp_path / "counted.json").read_text())
+    first = Counted.from_dict(counted[0][1])
+    assert (first.direction, first.tiling) == ("backward", Tiling(16, 16))
+    assert first.predicted(CASES[0]).transfers == first.transfers
+    assert [len(case) for case in counted] == [2, 1]
 
 
 def test_the_command_measures_and_keeps_the_table(tmp_path, monkeypatch):
@@ -198,7 +273,8 @@ def test_the_command_measures_and_keeps_the_table(tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     (row,) = json.loads(result.stdout)
     problem = Problem(64, head_dim=8, dtype="bfloat16")
-    assert row["predicted"] == row["counted"] == flashsim.count(problem).bytes("load")
+    assert row["quantity"] == "reads at L2"
+    assert row["predicted"] == flashsim.count(problem).bytes("load")
     assert row["measured"] == 320
     assert parse(kept.read_text()) == parse(text)
 
@@ -207,4 +283,4 @@ def test_a_profiler_that_fails_is_quoted(tmp_path, monkeypatch):
     stand_in(tmp_path, "print('ERR_NVGPUCTRPERM'); sys.exit(1)")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(BackendUnavailable, match="exit code 1: ERR_NVGPUCTRPERM"):
-        measure(WANTED)
+        measure(CASES)

@@ -18,6 +18,8 @@ static_assert(registers_suffice<THREADS>(PRODUCER_REGISTERS, CONSUMER_REGISTERS)
 constexpr bool START = !FS_SCALED;
 // At d = 64 there are no registers left to start dV before dS is computed.
 constexpr bool EARLY_DV = D == 128;
+// dK of a visit is waited for in the next one, where registers allow for that.
+constexpr bool CARRY = D == 128 && BLOCK_Q == 64 && !FS_SOFTCAP;
 // dQ^T, D x BLOCK_Q, is shared out in pieces of 64 columns of dQ by DQ_ROWS queries: at D = 128 a
 // warpgroup takes half of the columns, at 64 half of the queries.
 constexpr bool SPLIT_COLUMNS = D == 128;
@@ -180,8 +182,9 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         wait(&s.kv_full, kv_parity);
         kv_parity ^= 1;
         Step step;
+        const int steps = a.group * it.visits.count;
 #pragma unroll 1
-        for (int left = a.group * it.visits.count; left; --left) {
+        for (int left = steps; left; --left) {
             const Visit visit = it.visits(a, step.v);
             const int stage = ring.stage, walk = it.walk * a.group + step.member;  // of the query head
             u64* stamps = visit_stamps(a, i64(walk) * a.n_visits + it.visits.first + step.v);
@@ -195,9 +198,11 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             stamp(stamps, 1);
             if (START) load_rows(S, s.lse[stage]);
             load_rows(dP, s.delta[stage]);
+            if (CARRY) wgmma_wait<0>(), pin(dK);  // ptxas would wait here anyway
             wgmma_fence();
             issue_scores<START>(S, &s.k[0][64 * g * 64], s.q[stage][0]);
             issue_scores<true>(dP, &s.v[0][64 * g * 64], s.dout[stage][0]);
+            if (CARRY && speaks && left < steps) arrive(&s.empty[stage ^ 1]);
             wgmma_wait<1>();
             pin(S);
             stamp(stamps, 2);
@@ -237,7 +242,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #if FS_FUSED
             fence_async_shared();
             // All of dS is written. The other stage's is free from here on: both warpgroups waited
-            // for all products of the last visit before they came here.
+            // for the last visit's products before they came here.
             named_sync(DS_READY, 128 * WARPGROUPS);
             // -- dQ^T = K^T dS^T, dK += dS^T Q ----------------------------------------------------
             float dQ[DQ_ROWS / 2];
@@ -264,14 +269,20 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             named_arrive(DQ_FULL + g, 160);
 #else
             issue_grad(dK, dS, s.q[stage][0]);
+            wgmma_wait<1>();  // dV is complete
 #endif
-            wgmma_wait<0>();
-            pin(dK), pin(dV);
-            if (speaks) arrive(&s.empty[stage]);
+            if (!CARRY) {
+                wgmma_wait<0>();
+                pin(dK);
+                if (speaks) arrive(&s.empty[stage]);
+            }
             ring.next(STAGES);
             step.next(it.visits.count);
             stamp(stamps, 4);
         }
+        wgmma_wait<0>();
+        pin(dK), pin(dV);
+        if (CARRY && speaks && steps > 0) arrive(&s.empty[ring.stage ^ 1]);
         if (speaks) arrive(&s.kv_empty);  // the next item's K and V may come
         // -- dK and dV, straight from registers ---------------------------------------------------
         const int kv_head = it.walk % kv_heads, batch = it.walk / kv_heads;

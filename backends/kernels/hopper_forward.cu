@@ -9,9 +9,10 @@ constexpr int D = FS_D, DV = FS_DV, BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K, 
 constexpr int WARPGROUPS = BLOCK_Q / 64;         // consumers
 constexpr int CHUNKS = (D + 63) / 64, CHUNKS_V = (DV + 63) / 64;
 constexpr int THREADS = 128 * (WARPGROUPS + 1);
-// What setmaxnreg leaves a thread; 65,536 registers go to THREADS threads.
+// What setmaxnreg leaves a thread.
 constexpr int PRODUCER_REGISTERS = WARPGROUPS == 3 ? 32 : 40;
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 3 ? 160 : 232;
+static_assert(registers_suffice<THREADS>(PRODUCER_REGISTERS, CONSUMER_REGISTERS), "or all hang");
 static_assert(BLOCK_Q == 128 || BLOCK_Q == 192, "two or three warpgroups of 64 rows");
 static_assert(D % 16 == 0 && DV % 16 == 0 && BLOCK_K % 16 == 0 && BLOCK_K <= 256, "wgmma's shapes");
 

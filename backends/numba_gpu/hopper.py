@@ -91,7 +91,8 @@ def _divide(problem: Problem, possible: tuple[Tiling, ...]) -> list[Tiling]:
 
 
 def _layout(problem: Problem, tiling: Tiling) -> Layout:
-    sides = launch.padded(problem.head_dim), launch.padded(problem.head_dim_v)
+    d, dv = problem.head_dim, problem.head_dim_v
+    sides = launch.padded(d, dv), launch.padded(dv, d)
     return Layout(tiling.block_q, tiling.block_k, *sides)
 
 

@@ -140,7 +140,7 @@ def hopper_forward_kernel(kernel: Kernel) -> Any:
     that starts at 0.
     """
     c = constants(kernel)
-    w = walk_functions(c, stamper=128)  # the first consumer's first thread
+    w = walk_functions(c, every=128)  # a thread of each warpgroup
     at = Layout(c.block_q, c.block_k, c.d, c.dv)
     block_k, d, dv, groups = c.block_k, c.d, c.dv, at.groups
     row_bytes, row_bytes_v = c.head_dim * 2, c.head_dim_v * 2
@@ -191,6 +191,27 @@ def hopper_forward_kernel(kernel: Kernel) -> Any:
     my_turn, pass_turn = hopper.my_turn, hopper.pass_turn
     warpgroup, speaks, fetch_add = hopper.warpgroup, hopper.speaks, hopper.fetch_add
 
+    # Stamps: each warpgroup is a role with records of its own, the producer's the first.
+    visit_words, tile_words = (groups + 1) * VISIT_STAMPS, (groups + 1) * TILE_STAMPS
+
+    @device
+    def visit_stamps(a, walk, first, role):
+        number = int64(walk) * a.n_visits + first
+        return a.visit_stamps + (number * visit_words + role * VISIT_STAMPS) * 8
+
+    @device
+    def tile_stamps(a, walk, outer, role):
+        number = int64(walk) * a.tiles + outer
+        return a.tile_stamps + (number * tile_words + role * TILE_STAMPS) * 8
+
+    @device
+    def place(row, stop, n, batch):
+        # Where rows `row` to `stop` of a tensor of n rows lie in its tensor map: row and last axis.
+        # Of packed sequences a map has a view for each end of a tile (`tensor_maps`).
+        if varlen:
+            return int32(n - stop + row), stop
+        return row, batch
+
     @device
     def write_item(a, slot, number):
         walk, outer = item_of(a, number)
@@ -240,16 +261,22 @@ def hopper_forward_kernel(kernel: Kernel) -> Any:
             tile_count = a.tile_counts + (int64(walk) * a.tiles + get(slot + OUTER)) * (SLOTS * 4)
             visit_count = int64(walk) * a.n_visits + get(slot + FIRST)
             visit_count = a.visit_counts + visit_count * (SLOTS * 4)
+            visit_stamp = visit_stamps(a, walk, get(slot + FIRST), 0)
+            tile_stamp = tile_stamps(a, walk, get(slot + OUTER), 0)
+            stamp_block(tile_stamp, False)
             n = int32(0)
             while n <= count:  # in the order of need: K0 Q, K1 V0, K2 V1, ...
                 if n < count:
                     tile, _ = visit_of(a, visits_of(slot), n)
                     key, position = int32(base + tile * block_k), int32(done + n)
                     barrier = stage(shared + k_full, position)
+                    stamp(visit_stamp, n * visit_words)
                     wait_free(shared + k_free, position)  # its last reader is done
+                    stamp(visit_stamp, n * visit_words + 1)
                     expect_k(barrier)
                     to = int32(shared + k_at + (position & 1) * k_bytes)
-                    copy_k(to, map_address(map_k), barrier, key, kv_head, batch)
+                    row, last = place(key, get(slot + END), a.n_kv, batch)
+                    copy_k(to, map_address(map_k), barrier, row, kv_head, last)
                     moved = int32(min(block_k, get(slot + END) - key) * row_bytes)
                     report_one(visit_count + n * (SLOTS * 4), moved)
                 if n > 0:
@@ -259,7 +286,9 @@ def hopper_forward_kernel(kernel: Kernel) -> Any:
                     wait_free(shared + v_free, position)  # its last reader is done
                     expect_v(barrier)
                     to = int32(shared + v_at + (position & 1) * v_bytes)
-                    copy_v(to, map_address(map_v), barrier, key, kv_head, batch)
+                    row, last = place(key, get(slot + END), a.n_kv, batch)
+                    copy_v(to, map_address(map_v), barrier, row, kv_head, last)
+                    stamp(visit_stamp, (n - 1) * visit_words + 4)
                     moved = int32(min(block_k, get(slot + END) - key) * row_bytes_v)
                     report_one(visit_count + n * (SLOTS * 4) - (SLOTS * 4 - 4), moved)
                 else:
@@ -270,10 +299,12 @@ def hopper_forward_kernel(kernel: Kernel) -> Any:
                         barrier = int32(shared + q_full + group * 8)
                         expect_q(barrier)
                         to, row = int32(shared + group * q_bytes), int32(start + 64 * group)
-                        copy_q(to, map_address(map_q), barrier, row, head, batch)
+                        row, last = place(row, get(slot + STOP), a.n_q, batch)
+                        copy_q(to, map_address(map_q), barrier, row, head, last)
                         group = int32(group + 1)
                     report_one(tile_count, int32((get(slot + STOP) - start) * row_bytes))
                 n = int32(n + 1)
+            stamp_block(tile_stamp, True)
             done = int32(done + count)
             item = int32(item + 1)
             number = int32(cuda.gridDim.x + fetch_add(counter, 1))
@@ -300,8 +331,8 @@ def hopper_forward_kernel(kernel: Kernel) -> Any:
             first, count = steps[0], steps[1]
             query = int32(get(slot + START) + row0)
             outer = get(slot + OUTER)
-            tile_stamp = a.tile_stamps + (int64(walk) * a.tiles + outer) * (TILE_STAMPS * 8)
-            visit_stamp = a.visit_stamps + (int64(walk) * a.n_visits + first) * (VISIT_STAMPS * 8)
+            tile_stamp = tile_stamps(a, walk, outer, 1 + group)
+            visit_stamp = visit_stamps(a, walk, first, 1 + group)
             stamp_block(tile_stamp, False)
             o, m, l = new_o(), new_max(), new_sum()
             wait(shared + q_full + group * 8, item & 1)
@@ -331,16 +362,16 @@ def hopper_forward_kernel(kernel: Kernel) -> Any:
                     # softmax of n then runs while the tensor cores work on the output and, turn
                     # and turn about, on the other warpgroups' products.
                     now, last = int32(done + n), int32(done + n - 1)
-                    stamp(visit_stamp, n * VISIT_STAMPS)
+                    stamp(visit_stamp, n * visit_words)
                     wait_full(shared + k_full, now)
-                    stamp(visit_stamp, n * VISIT_STAMPS + 1)
+                    stamp(visit_stamp, n * visit_words + 1)
                     my_turn(turn)  # the warpgroup before has queued its products
                     queued = queue_scores(q, shared + k_at + (now & 1) * k_bytes)
                     wait_full(shared + v_full, last)
                     growing = queue_output(o, p, shared + v_at + (last & 1) * v_bytes)
                     pass_turn(next_turn)
                     s = scores_first(queued)
-                    stamp(visit_stamp, n * VISIT_STAMPS + 2)
+                    stamp(visit_stamp, n * visit_words + 2)
                     tile, masked = visit_of(a, steps, n)
                     if scaled:
                         s = scale_scores(s, a.scale, a.softcap)
@@ -354,9 +385,9 @@ def hopper_forward_kernel(kernel: Kernel) -> Any:
                     m = top
                     s, l = exponentials(s, base, l, alpha, to_log2)
                     arrive_behind(stage(shared + k_free, now), speaking, l)
-                    stamp(visit_stamp, n * VISIT_STAMPS + 3)
+                    stamp(visit_stamp, n * visit_words + 3)
                     o = output_done(growing)
-                    stamp(visit_stamp, n * VISIT_STAMPS - 1)
+                    stamp(visit_stamp, (n - 1) * visit_words + 4)
                     arrive(stage(shared + v_free, last), speaking)
                     p = round_operand(s)
                     o = scale_o(o, alpha)
@@ -366,7 +397,7 @@ def hopper_forward_kernel(kernel: Kernel) -> Any:
                 last = int32(done + count - 1)
                 wait_full(shared + v_full, last)
                 o = output_done(queue_output(o, p, shared + v_at + (last & 1) * v_bytes))
-                stamp(visit_stamp, count * VISIT_STAMPS - 1)
+                stamp(visit_stamp, (count - 1) * visit_words + 4)
                 arrive(stage(shared + v_free, last), speaking)
             else:
                 arrive(shared + q_free + group * 8, speaking)

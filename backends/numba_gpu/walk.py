@@ -238,8 +238,8 @@ def _sm(b: ir.IRBuilder) -> ir.Value:
 # -- the walk -------------------------------------------------------------------------------------
 
 
-def walk_functions(c: SimpleNamespace, stamper: int = 0) -> SimpleNamespace:
-    """The walk's device functions for one kernel's constants; thread `stamper` stamps.
+def walk_functions(c: SimpleNamespace, every: int = 1024) -> SimpleNamespace:
+    """The walk's device functions for one kernel's constants; each `every`-th thread stamps.
 
     ``item(a, n)`` gives the n-th (walk, outer tile), ``take_work(a)`` the block's; ``row_tile`` and
     ``col_tile`` a tile's (start, stop, offset); ``begin(a, outer)`` a walk: the number of its first
@@ -309,12 +309,12 @@ def walk_functions(c: SimpleNamespace, stamper: int = 0) -> SimpleNamespace:
 
     @device
     def stamp(address, slot):
-        if stamps and cuda.threadIdx.x == stamper:
+        if stamps and int32(cuda.threadIdx.x) % every == 0:
             write_word(address, slot, _cycles())
 
     @device
     def stamp_block(address, end):
-        if stamps and cuda.threadIdx.x == stamper:
+        if stamps and int32(cuda.threadIdx.x) % every == 0:
             write_word(address, 0, _sm())
             write_word(address, 3 if end else 1, _cycles())
             write_word(address, 4 if end else 2, _nanoseconds())

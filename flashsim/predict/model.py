@@ -5,7 +5,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
 
 import numpy as np
 
@@ -13,14 +15,12 @@ from flashsim import report
 from flashsim.errors import OptionError, choices
 from flashsim.hardware import Device
 from flashsim.l2.recipes import COL, KEY, ROW, tensors
+from flashsim.plans import DIRECTIONS
 from flashsim.predict.calibration import CALIBRATED, HBM_SHARE, LAUNCH, Constants
 from flashsim.predict.units import UNITS, visit_seconds
 from flashsim.problem import Problem
 from flashsim.tiling import Tiling
 from flashsim.traffic import Traffic
-
-if TYPE_CHECKING:
-    from flashsim.backends.passes import Pass
 
 #: Shared memory that CUDA keeps for itself, a block (CUDA C++ Programming Guide).
 RESERVED = 1024
@@ -67,17 +67,6 @@ class Prediction:
     def seconds(self) -> float:
         """All stages, one after the other."""
         return sum(stage.seconds for stage in self.stages)
-
-    def achieved(self) -> float:
-        """FLOP/s as the papers count FLOPs: unmasked scores, and five products backward."""
-        p = self.traffic.problem
-        scores = self.traffic.schedule(self.traffic.stages[-1]).sums.visits
-        kept = scores * self.traffic.tiling.block_q * self.traffic.tiling.block_k
-        dense = min(kept, p.n_q * p.n_kv)
-        products = 2 * (p.head_dim + p.head_dim_v)
-        whole = dense if not p.causal else min(kept, p.n_q * p.n_kv // 2)
-        factor = 1.0 if self.traffic.direction == "forward" else 2.5
-        return factor * p.batch * p.heads * whole * products / self.seconds
 
     def table(self) -> report.Table:
         """One row a stage: time, what each unit needs of it, waves and tail."""
@@ -133,38 +122,51 @@ def predict(
     OptionError, UnsupportedError, TilingError
         If there is no such family, or its kernels do not run this.
     """
-    from flashsim import api
-    from flashsim.backends import hopper, portable
-    from flashsim.backends.launch import Gpu
+    passes, traffic = _prepare(problem, direction, algorithm, kernels, tiling, Device.get(device))
+    known = constants or CALIBRATED[kernels]
+    return Prediction(traffic, kernels, tuple(_stage(one, traffic, known) for one in passes))
 
-    families = {"hopper": hopper, "portable": portable}
-    if kernels not in families:
-        raise OptionError(f"unknown kernels {kernels!r}; {choices(kernels, families)}")
+
+@lru_cache(maxsize=128)
+def _prepare(
+    problem: Problem,
+    direction: str,
+    algorithm: str,
+    kernels: str,
+    tiling: Tiling | None,
+    device: Device,
+) -> tuple[tuple[Any, ...], Traffic]:
+    """What would be launched, and its traffic."""
+    from flashsim import api
+
+    if kernels not in CALIBRATED:
+        raise OptionError(f"unknown kernels {kernels!r}; {choices(kernels, CALIBRATED)}")
+    if direction not in DIRECTIONS:
+        raise OptionError(f"unknown direction {direction!r}; {choices(direction, DIRECTIONS)}")
     if algorithm not in ("flash2", "flash2-fused"):
-        raise OptionError(f"kernels run flash2 and flash2-fused, not {algorithm!r}")
-    here = Device.get(device)
-    gpu = Gpu(
-        *(here.name, here.compute_capability, here.sram_bytes, here.l2_bytes),
-        multiprocessors=here.sm_count,
+        raise OptionError(f"GPU kernels run flash2 and flash2-fused, not {algorithm!r}")
+    # Loaded by name, as `api` loads engines: launch arithmetic, which needs no GPU.
+    family = import_module(f"flashsim.backends.{kernels}")
+    gpu = import_module("flashsim.backends.launch").Gpu(
+        *(device.name, device.compute_capability, device.sram_bytes, device.l2_bytes),
+        multiprocessors=device.sm_count,
     )
-    family, order = families[kernels], "ascending"
     passes = (
-        family.forward_passes(problem, tiling, gpu, order, "")
+        family.forward_passes(problem, tiling, gpu, "ascending", "")
         if direction == "forward"
-        else family.backward_passes(problem, tiling, gpu, order, "", algorithm)
+        else family.backward_passes(problem, tiling, gpu, "ascending", "", algorithm)
     )
     traffic = api.count(
         problem,
         algorithm=algorithm,
         direction=direction,
         tiling=passes[0].tables.schedule.tiling,
-        device=replace(here, sram_bytes=here.sram_per_sm + here.registers_per_sm),
+        device=replace(device, sram_bytes=device.sram_per_sm + device.registers_per_sm),
     )
-    known = constants or CALIBRATED[kernels]
-    return Prediction(traffic, kernels, tuple(_stage(one, traffic, known) for one in passes))
+    return passes, traffic
 
 
-def _stage(one: Pass, traffic: Traffic, constants: Mapping[str, Constants]) -> StageTime:
+def _stage(one: Any, traffic: Traffic, constants: Mapping[str, Constants]) -> StageTime:
     device, name = traffic.device, one.stage.name
     hbm = once_bytes(traffic, name) / (device.hbm_bandwidth * HBM_SHARE)
     if name not in constants:  # row by row: it streams
@@ -175,8 +177,9 @@ def _stage(one: Pass, traffic: Traffic, constants: Mapping[str, Constants]) -> S
     blocks = blocks_per_sm(one, device)
     slots = blocks * device.sm_count
     chosen = constants[name]
-    busiest = max(each.values())
-    a_visit = blocks * (chosen.busiest * busiest + chosen.others * (sum(each.values()) - busiest))
+    inside = [t for unit, t in each.items() if unit != "L2"]  # copies run beside the arithmetic
+    mixed = chosen.busiest * max(inside) + chosen.others * (sum(inside) - max(inside))
+    a_visit = blocks * max(mixed, each["L2"])
     durations = visits * a_visit + chosen.item
     last, mean = _finish(durations, one.walks, one.clump, slots)
     seconds = LAUNCH + max(last, hbm)
@@ -200,7 +203,7 @@ def _finish(durations: Sequence[float], walks: int, clump: int, slots: int) -> t
     return max(free), sum(free) / slots
 
 
-def rows_a_reader(one: Pass) -> int:
+def rows_a_reader(one: Any) -> int:
     """Rows of the outer tile for which a warp, or a Hopper warpgroup, reads the visited tiles."""
     tiling = one.tables.schedule.tiling
     outer = tiling.block_q if one.stage.outer == "queries" else tiling.block_k
@@ -209,7 +212,7 @@ def rows_a_reader(one: Pass) -> int:
     return outer // (one.kernel.threads // 32)
 
 
-def blocks_per_sm(one: Pass, device: Device) -> int:
+def blocks_per_sm(one: Any, device: Device) -> int:
     """Thread blocks that fit on an SM by shared memory; one of a persistent kernel."""
     if one.kernel.boxes:
         return 1

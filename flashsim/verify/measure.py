@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -79,7 +79,7 @@ def assign(traffics: Iterable[Traffic], launches: Sequence[Launch]) -> list[Pass
 def _pass(
     traffic: Traffic,
     launches: Iterator[Launch],
-    counted: dict[tuple[str, str, str], int],
+    counted: Mapping[tuple[str, str, str], int],
     case: Case,
 ) -> Pass:
     taken = {}
