@@ -269,22 +269,6 @@ def test_kernels_with_delays_compile_and_every_barrier_has_a_number():
         assert cubin, log
 
 
-@pytest.mark.parametrize("kernel", ["auto", "portable", "hopper"])
-def test_traces_of_padded_rows_are_the_portable_kernels(kernel):
-    pytest.importorskip("cupy")
-    from flashsim.backends import cupy_engine, hopper
-
-    p = Problem(64, 64, 37, dtype="float16")
-    for trace in (False, True, "timeline"):
-        job = Job(p, None, None, None, trace=trace, options={"kernel": kernel})
-        if kernel == "hopper" and trace:
-            with pytest.raises(UnsupportedError, match="no multiple of 8"):
-                cupy_engine._family(job, H200, "forward")
-        else:
-            taken = portable if trace or kernel == "portable" else hopper
-            assert cupy_engine._family(job, H200, "forward") is taken
-
-
 def test_tf32_is_for_float32_and_says_so():
     pytest.importorskip("cupy")
     from flashsim.backends import cupy_engine

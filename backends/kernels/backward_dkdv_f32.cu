@@ -34,8 +34,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_dkdv(const __grid_co
     // -- Phase 1: load K, V -----------------------------------------------------------------------
     const char* k = a.k.data + (batch * a.k.batch + kv_head * a.k.head + cols.start * a.k.row) * 4;
     const char* v = a.v.data + (batch * a.v.batch + kv_head * a.v.head + cols.start * a.v.row) * 4;
-    report(tile_count, load_tile<FS_HEAD_DIM>(t.K, k, a.k.row, n_cols));
-    report(tile_count + 1, load_tile<FS_HEAD_DIM_V>(t.V, v, a.v.row, n_cols));
+    report(tile_count, load_tile<KeyRow>(t.K, k, a.k.row, n_cols));
+    report(tile_count + 1, load_tile<ValueRow>(t.V, v, a.v.row, n_cols));
     float dk[CT][D / SIDE] = {}, dv[CT][DV / SIDE] = {};
 
     for (int member = 0; member < a.group; ++member)  // the query heads that share this key head
@@ -50,8 +50,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_dkdv(const __grid_co
                                               rows.start * a.dout.row) * 4;
             STAMP(a.visit_stamps + slot * 5, 0);
             __syncthreads();  // B0: all threads have read the last visit's tiles
-            report(a.visit_counts + slot * 8, load_tile<FS_HEAD_DIM>(t.Q, q, a.q.row, n_rows));
-            report(a.visit_counts + slot * 8 + 1, load_tile<FS_HEAD_DIM_V>(t.dO, dout, a.dout.row, n_rows));
+            report(a.visit_counts + slot * 8, load_tile<KeyRow>(t.Q, q, a.q.row, n_rows));
+            report(a.visit_counts + slot * 8 + 1, load_tile<ValueRow>(t.dO, dout, a.dout.row, n_rows));
             report(a.visit_counts + slot * 8 + 2, load_vector<BLOCK_Q>(t.lse, a.lse + row, n_rows));
             report(a.visit_counts + slot * 8 + 3, load_vector<BLOCK_Q>(t.delta, a.delta + row, n_rows));
             __syncthreads();  // B1: Q, dO, L, delta (at first K, V too) are complete
@@ -89,9 +89,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_dkdv(const __grid_co
 #pragma unroll
                 for (int x = 0; x < D / SIDE; ++x) {
                     const int y = tile_y() + r * SIDE, col = tile_x() + x * SIDE;
-                    if (y < n_rows && col < FS_HEAD_DIM) {
+                    if (y < n_rows && col < KeyRow::WIDTH) {
                         atomicAdd(a.dq_acc + (row + y) * FS_HEAD_DIM + col, dq[r][x] * a.scale);
-                        reduced += 4;
+                        reduced += KeyRow::counted(KeyRow::WIDTH - col, 1) * 4;
                     }
                 }
             report(a.visit_counts + slot * 8 + 4, reduced);
@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_dkdv(const __grid_co
     // -- Phase 5: dK *= scale; store dK, dV -------------------------------------------------------
     char* dk_out = a.dk.data + (batch * a.dk.batch + kv_head * a.dk.head + cols.start * a.dk.row) * 4;
     char* dv_out = a.dv.data + (batch * a.dv.batch + kv_head * a.dv.head + cols.start * a.dv.row) * 4;
-    report(tile_count + 2, store_part<FS_HEAD_DIM>(dk, dk_out, a.dk.row, n_cols, a.scale));
-    report(tile_count + 3, store_part<FS_HEAD_DIM_V>(dv, dv_out, a.dv.row, n_cols, 1.0f));
+    report(tile_count + 2, store_part<KeyRow>(dk, dk_out, a.dk.row, n_cols, a.scale));
+    report(tile_count + 3, store_part<ValueRow>(dv, dv_out, a.dv.row, n_cols, 1.0f));
     stamp_block(tile_stamp, true);
 }

@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_delta(const __grid_c
                 const Elements d = widen(reinterpret_cast<const uint4*>(row_of(a, a.dout, walk, r))[c]);
 #pragma unroll
                 for (int x = 0; x < WIDE; ++x) sum += o.x[x] * d.x[x];
-                loaded += 16;
+                loaded += ValueRow::bytes(c);
             }
 #pragma unroll
         for (int w = LANES / 2; w; w /= 2) sum += __shfl_xor_sync(~0u, sum, w);
@@ -51,8 +51,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_delta(const __grid_c
     }
 #if FS_FUSED
     float4* acc = reinterpret_cast<float4*>(a.dq_acc + (i64(walk) * a.n_q + rows.start) * FS_HEAD_DIM);
-    for (int e = threadIdx.x; e < (rows.stop - rows.start) * (FS_HEAD_DIM / 4); e += THREADS)
-        acc[e] = {0.0f, 0.0f, 0.0f, 0.0f}, cleared += 16;
+    for (int e = threadIdx.x; e < (rows.stop - rows.start) * (FS_HEAD_DIM / 4); e += THREADS) {
+        acc[e] = {0.0f, 0.0f, 0.0f, 0.0f};
+        cleared += KeyRow::counted(FS_HEAD_DIM - e % (FS_HEAD_DIM / 4) * 4, 4) * 4;
+    }
 #endif
     report(slots, loaded), report(slots + 1, loaded);  // O and dO: one chunk of each at a time
     report(slots + 2, stored), report(slots + 3, cleared);
@@ -74,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_convert(const __grid
                            pack(y.z * s, y.w * s)};
         char* row = const_cast<char*>(row_of(a, a.dq, walk, rows.start + e / PER_ROW));
         reinterpret_cast<uint4*>(row)[e % PER_ROW] = out;
-        stored += 16;
+        stored += KeyRow::bytes(e % PER_ROW);
     }
     report(slots, 2 * stored), report(slots + 1, stored);
 }

@@ -93,7 +93,7 @@ __device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g
                 reduce_commit();
                 const i64 number = i64(walk) * a.n_visits + it.visits.first + step.v;
                 const int rows = max(0, min(DQ_ROWS, it.end - row));
-                const int columns = max(0, min(64, FS_HEAD_DIM - column));
+                const int columns = max(0, min(64, FS_COUNTED - column));
                 report_one(a.visit_counts + number * 8 + 4, rows * columns * 4);
                 reduce_wait_read();
             }
@@ -291,8 +291,8 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         for (int r = 0; r < 2; ++r) {
             const int row = key + 8 * r;
             const bool exists = row < it.own.stop;
-            dk_bytes += store_row<FS_HEAD_DIM>(a.dk, batch, kv_head, row, dK, r, a.scale, exists);
-            dv_bytes += store_row<FS_HEAD_DIM_V>(a.dv, batch, kv_head, row, dV, r, 1.0f, exists);
+            dk_bytes += store_row<KeyRow>(a.dk, batch, kv_head, row, dK, r, a.scale, exists);
+            dv_bytes += store_row<ValueRow>(a.dv, batch, kv_head, row, dV, r, 1.0f, exists);
         }
         u32* counts = a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8;
         report(counts + 2, dk_bytes), report(counts + 3, dv_bytes);

@@ -112,7 +112,8 @@ __device__ __forceinline__ u32 add_columns(float* tile, const float (&dQ)[N], in
 #pragma unroll
         for (int j = 0; j < N / 4; ++j)
             if (FS_HEAD_DIM == D || column + 8 * j < FS_HEAD_DIM)
-                add_pair(to + 8 * j, dQ[4 * j + 2 * r], dQ[4 * j + 2 * r + 1]), bytes += 8;
+                add_pair(to + 8 * j, dQ[4 * j + 2 * r], dQ[4 * j + 2 * r + 1]),
+                    bytes += KeyRow::counted(FS_HEAD_DIM - column - 8 * j, 2) * 4;
     }
     return bytes;
 }
@@ -218,14 +219,14 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         for (int r = 0; r < 2; ++r) {
             const int row = key + 8 * r;
             const bool exists = row < it.own.stop;
-            dk_bytes += store_row<FS_HEAD_DIM>(a.dk, batch, kv_head, row, dK.wide, r, a.scale,
+            dk_bytes += store_row<KeyRow>(a.dk, batch, kv_head, row, dK.wide, r, a.scale,
                                                exists, wide_column(g));
-            dv_bytes += store_row<FS_HEAD_DIM_V>(a.dv, batch, kv_head, row, dV.wide, r, 1.0f,
+            dv_bytes += store_row<ValueRow>(a.dv, batch, kv_head, row, dV.wide, r, 1.0f,
                                                  exists, wide_column(g));
             if (!NARROW) continue;
-            dk_bytes += store_row<FS_HEAD_DIM>(a.dk, batch, kv_head, row, dK.narrow, r, a.scale,
+            dk_bytes += store_row<KeyRow>(a.dk, batch, kv_head, row, dK.narrow, r, a.scale,
                                                exists, narrow_column(g));
-            dv_bytes += store_row<FS_HEAD_DIM_V>(a.dv, batch, kv_head, row, dV.narrow, r, 1.0f,
+            dv_bytes += store_row<ValueRow>(a.dv, batch, kv_head, row, dV.narrow, r, 1.0f,
                                                  exists, narrow_column(g));
         }
         u32* counts = a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8;

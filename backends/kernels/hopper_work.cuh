@@ -130,9 +130,10 @@ __device__ __forceinline__ void transpose_quad(u32 (&x)[4]) {
 }
 
 // Rounds fragment row r (0 or 1) of an accumulator times `factor` and stores it, from column `first`
-// on and as far as the WIDTH columns there are, at row `row` of one head of `to`; all four threads of the quad take part, `exists` says
-// whether to write. Returns the bytes that this thread wrote.
-template <int WIDTH, int N>
+// on and as far as there are columns, at row `row` of one head of `to`, whose rows are R (see Row);
+// all four threads of the quad take part, `exists` says whether to write. Returns the bytes that this
+// thread wrote.
+template <class R, int N>
 __device__ __forceinline__ u32 store_row(const Tensor& to, int batch, int head, int row,
                                          const float (&acc)[N], int r, float factor, bool exists,
                                          int first = 0) {
@@ -148,9 +149,9 @@ __device__ __forceinline__ u32 store_row(const Tensor& to, int batch, int head, 
         }
         transpose_quad(x);
         const int column = first + 32 * c + threadIdx.x % 4 * 8;
-        if (exists && column < WIDTH) {
+        if (exists && column < R::WIDTH) {
             *reinterpret_cast<uint4*>(at + column * 2) = make_uint4(x[0], x[1], x[2], x[3]);
-            bytes += 16;
+            bytes += R::bytes(column / 8);
         }
     }
     return bytes;
