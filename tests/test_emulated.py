@@ -2,8 +2,6 @@
 bytes that they count are the simulator's.
 """
 
-import ctypes
-
 import numpy as np
 import pytest
 
@@ -102,7 +100,8 @@ def test_what_a_row_counts_adds_up_to_the_elements_that_exist(tmp_path, size):
         int wrong() {
             using R = Row<(D + 7) / 8 * 8, D>;
             int sums[4] = {};
-            for (int piece = 0; piece < R::WIDTH * FS_BYTES / 16; ++piece) sums[0] += R::bytes(piece);
+            for (int piece = 0; piece < R::WIDTH * FS_BYTES / 16; ++piece)
+                sums[0] += R::bytes(piece);
             for (int n = 1, i = 1; n <= 4; n *= 2, ++i)
                 for (int column = 0; column < R::WIDTH; column += n)
                     sums[i] += R::counted(R::WIDTH - column, n) * FS_BYTES;
@@ -129,7 +128,7 @@ def test_what_a_row_counts_adds_up_to_the_elements_that_exist(tmp_path, size):
         ("forward.cu", "load_async<KeyRow, THREADS>(t.Q", "2 * load_async<KeyRow, THREADS>(t.Q"),
         ("forward.cu", "cp_async_wait();\n        __syncthreads();  // B1", "// B1"),
         ("backward_dkdv.cu", "__syncthreads();  // B4", "// B4"),
-        ("backward_dq.cu", "__syncthreads();  // B3", "if (warp) __syncthreads();"),
+        ("backward_dq.cu", "__syncthreads();  // B3", "if (warp) __syncthreads();  // B3"),
     ],
 )
 def test_a_faulty_kernel_shows(machine, monkeypatch, tmp_path, file, old, new):
