@@ -1,9 +1,9 @@
 // The CUDA C++ that the portable kernels use, on a CPU: emulator.py puts this before a kernel.
 //
-// Blocks run one after the other. A block's threads are coroutines, run in turn until each has come to
-// its next barrier or exchange within a warp; a turn in which nobody gets further is a deadlock. Shared
-// memory starts as NaN, and what cp.async copies arrives no sooner than the thread waits for it. PTX
-// instructions are functions, named after their opcode.
+// Blocks run one after the other. A block's threads are coroutines, run in turn until each has come
+// to its next barrier or exchange within a warp; a turn in which nobody gets further is a deadlock.
+// Shared memory starts as NaN, and what cp.async copies arrives no sooner than the thread waits for
+// it. PTX instructions are functions, named after their opcode.
 #include <cmath>
 #include <csetjmp>
 #include <cstring>
@@ -28,7 +28,7 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 struct Index { unsigned x, y, z; } threadIdx, blockIdx;
 alignas(128) char shared[FS_SMEM_BYTES + 128];
 
-// -- Threads, barriers ------------------------------------------------------------------------------
+// -- Threads, barriers ----------------------------------------------------------------------------
 struct Copy { char* to; const char* from; int size, bytes; };
 struct Thread {
     jmp_buf place;
@@ -105,7 +105,10 @@ extern "C" bool run(const void* args, unsigned x, unsigned y, unsigned count) {
     for (Thread& t : threads) t.stack = new char[STACK];
     slots = new unsigned[count][8];
     bool ended = true;
-    for (unsigned n = 0; ended && n < x * y; ++n) blockIdx = {n % x, n / x, 0}, ended = run_block(count);
+    for (unsigned n = 0; ended && n < x * y; ++n) {
+        blockIdx = {n % x, n / x, 0};
+        ended = run_block(count);
+    }
     for (Thread& t : threads) delete[] t.stack;
     delete[] slots;
     return ended;
@@ -128,14 +131,17 @@ inline int max(int a, int b) { return a > b ? a : b; }
 inline u32 atomicAdd(u32* to, u32 x) { return *to += x, *to - x; }
 inline float atomicAdd(float* to, float x) { const float old = *to; *to = old + x; return old; }
 
-// Shows `mine` to the warp's other lanes and gives what `lane` shows, for every lane that is asked for.
+// Shows `mine` to the warp's other lanes and gives what `lane` shows, for every lane that is asked
+// for.
 template <int N>
 struct Shown {
     Shown(const u32 (&mine)[N]) {
         memcpy(slots[threadIdx.x], mine, sizeof mine);
         meet_warp();
     }
-    u32 operator()(unsigned lane, int i = 0) const { return slots[threadIdx.x / 32 * 32 + lane][i]; }
+    u32 operator()(unsigned lane, int i = 0) const {
+        return slots[threadIdx.x / 32 * 32 + lane][i];
+    }
     ~Shown() { meet_warp(); }  // all have read
 };
 inline u32 __reduce_add_sync(u32, u32 x) {
@@ -150,7 +156,9 @@ inline float __shfl_xor_sync(u32, float x, int mask) {
 }
 
 // -- PTX ------------------------------------------------------------------------------------------
-inline u32 __cvta_generic_to_shared(const void* p) { return u32(static_cast<const char*>(p) - shared); }
+inline u32 __cvta_generic_to_shared(const void* p) {
+    return u32(static_cast<const char*>(p) - shared);
+}
 
 inline void ptx_cp_async_cg_shared_global(u32 to, const void* from, int bytes = 16) {
     threads[threadIdx.x].copies.push_back({shared + to, static_cast<const char*>(from), 16, bytes});
@@ -180,7 +188,9 @@ inline u32 bf16(float x) {  // to nearest, ties to even
     const u32 u = bits<u32>(x);
     return std::isnan(x) ? 0x7fff : (u + 0x7fff + (u >> 16 & 1)) >> 16;
 }
-inline void ptx_cvt_rn_bf16x2_f32(u32& r, float high, float low) { r = bf16(high) << 16 | bf16(low); }
+inline void ptx_cvt_rn_bf16x2_f32(u32& r, float high, float low) {
+    r = bf16(high) << 16 | bf16(low);
+}
 inline u32 f16(float x) {
     const u32 sign = bits<u32>(x) >> 16 & 0x8000, u = bits<u32>(std::fabs(x));
     if (std::isnan(x)) return 0x7fff;
@@ -209,19 +219,23 @@ template <bool TRANSPOSE>
 void load_matrices(u32* const (&r)[4], u32 at) {
     const Shown<1> row({at});
     const unsigned lane = threadIdx.x % 32, y = lane / 4, x = lane % 4 * 2;
-    for (int i = 0; i < 4; ++i)
-        *r[i] = TRANSPOSE ? half_at(row(8 * i + x) + 2 * y) | half_at(row(8 * i + x + 1) + 2 * y) << 16
-                          : half_at(row(8 * i + y) + 2 * x) | half_at(row(8 * i + y) + 2 * x + 2) << 16;
+    for (int i = 0; i < 4; ++i) {
+        const u32 first = TRANSPOSE ? row(8 * i + x) + 2 * y : row(8 * i + y) + 2 * x;
+        const u32 second = TRANSPOSE ? row(8 * i + x + 1) + 2 * y : first + 2;
+        *r[i] = half_at(first) | half_at(second) << 16;
+    }
 }
 inline void ptx_ldmatrix_sync_aligned_m8n8_x4_shared_b16(u32& a, u32& b, u32& c, u32& d, u32 at) {
     load_matrices<false>({&a, &b, &c, &d}, at);
 }
-inline void ptx_ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(u32& a, u32& b, u32& c, u32& d, u32 at) {
+inline void ptx_ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(u32& a, u32& b, u32& c, u32& d,
+                                                               u32 at) {
     load_matrices<true>({&a, &b, &c, &d}, at);
 }
 
-// Lane 4 g + t holds of A rows g and g + 8, of B column g, of C rows g and g + 8, columns 2 t, 2 t + 1.
-// A register is one element of k (tf32: t or t + 4) or two (2 t and the next, or those 8 further on).
+// Lane 4 g + t holds of A rows g and g + 8, of B column g, of C rows g and g + 8, columns 2 t, 2 t
+// + 1. A register is one element of k (tf32: t or t + 4) or two (2 t and the next, or those 8
+// further on).
 inline float bf16_of(u32 x, int i) { return bits<float>(i ? x & 0xffff0000 : x << 16); }
 inline float f16_of(u32 x, int i) { return from_f16(i ? x >> 16 : x & 0xffff); }
 template <float half_of(u32, int)>

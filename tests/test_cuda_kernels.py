@@ -4,6 +4,7 @@ arithmetic is theirs (the kernels static_assert its sizes); what cannot run says
 
 import re
 from functools import cache
+from importlib import resources
 
 import numpy as np
 import pytest
@@ -126,6 +127,13 @@ def test_reporting_costs_nothing_when_it_is_off():
     assert code
     assert machine_code(bare) == code
     assert machine_code(text.replace("FS_TRACE", "1")) != code
+
+
+def test_lines_are_as_short_as_in_python():
+    folder = resources.files("flashsim.backends") / "kernels"
+    lines = {(f.name, line) for f in folder.iterdir() for line in f.read_text("utf-8").split("\n")}
+    assert len(lines) > 1000
+    assert not {x for x in lines if len(x[1]) > 100}
 
 
 def test_a_wrong_size_does_not_compile():

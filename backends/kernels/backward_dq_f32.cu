@@ -32,9 +32,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_dq(const __grid_cons
 
     // -- Phase 1: load Q, dO, L, delta ------------------------------------------------------------
     const i64 query = i64(work.walk) * a.n_q + rows.start;
-    const char* q = a.q.data + (batch * a.q.batch + head * a.q.head + rows.start * a.q.row) * 4;
-    const char* dout =
-        a.dout.data + (batch * a.dout.batch + head * a.dout.head + rows.start * a.dout.row) * 4;
+    const char* q = a.q.at(batch, head, rows.start);
+    const char* dout = a.dout.at(batch, head, rows.start);
     report(tile_count, load_tile<KeyRow>(t.Q, q, a.q.row, n_rows));
     report(tile_count + 1, load_tile<ValueRow>(t.dO, dout, a.dout.row, n_rows));
     report(tile_count + 2, load_vector<BLOCK_Q>(t.lse, a.lse + query, n_rows));
@@ -46,8 +45,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_dq(const __grid_cons
         const Range cols = col_tile(a, visit.tile);
         const int n_cols = cols.stop - cols.start;
         const i64 slot = i64(work.walk) * a.n_visits + walk.first + n;
-        const char* k = a.k.data + (batch * a.k.batch + kv_head * a.k.head + cols.start * a.k.row) * 4;
-        const char* v = a.v.data + (batch * a.v.batch + kv_head * a.v.head + cols.start * a.v.row) * 4;
+        const char* k = a.k.at(batch, kv_head, cols.start);
+        const char* v = a.v.at(batch, kv_head, cols.start);
         STAMP(a.visit_stamps + slot * 5, 0);
         __syncthreads();  // B0: all threads have read the last visit's K, V and dS
         report(a.visit_counts + slot * 8, load_tile<KeyRow>(t.K, k, a.k.row, n_cols));
@@ -80,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_dq(const __grid_cons
     }
 
     // -- Phase 5: dQ *= scale; store --------------------------------------------------------------
-    char* out = a.dq.data + (batch * a.dq.batch + head * a.dq.head + rows.start * a.dq.row) * 4;
+    char* out = a.dq.at(batch, head, rows.start);
     report(tile_count + 4, store_part<KeyRow>(dq, out, a.dq.row, n_rows, a.scale));
     stamp_block(tile_stamp, true);
 }

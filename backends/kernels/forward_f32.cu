@@ -33,7 +33,7 @@ flash_forward(const __grid_constant__ Args a) {
     stamp_block(tile_stamp, false);
 
     // -- Phase 1: load Q --------------------------------------------------------------------------
-    const char* q = a.q.data + (batch * a.q.batch + head * a.q.head + rows.start * a.q.row) * 4;
+    const char* q = a.q.at(batch, head, rows.start);
     report(tile_count, load_tile<KeyRow>(t.Q, q, a.q.row, n_rows));
     float o[RT][DV / SIDE] = {}, m[RT], l[RT] = {};
 #pragma unroll
@@ -96,14 +96,15 @@ flash_forward(const __grid_constant__ Args a) {
         const float sum = row_sum(l[r]);
         const int row = tile_y() + r * SIDE;
         if (tile_x() == 0 && row < n_rows) {
-            a.lse[i64(work.walk) * a.n_q + rows.start + row] = sum == 0.0f ? NEG_INF : m[r] + logf(sum);
+            a.lse[i64(work.walk) * a.n_q + rows.start + row] =
+                sum == 0.0f ? NEG_INF : m[r] + logf(sum);
             lse_bytes += 4;
         }
 #pragma unroll
         for (int x = 0; x < DV / SIDE; ++x) o[r][x] = sum == 0.0f ? 0.0f : o[r][x] / sum;
     }
     report(tile_count + 2, lse_bytes);
-    char* out = a.o.data + (batch * a.o.batch + head * a.o.head + rows.start * a.o.row) * 4;
+    char* out = a.o.at(batch, head, rows.start);
     report(tile_count + 1, store_part<ValueRow>(o, out, a.o.row, n_rows, 1.0f));
     stamp_block(tile_stamp, true);
 }

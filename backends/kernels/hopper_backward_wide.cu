@@ -1,9 +1,10 @@
 // The backward for head dims of 192 and 256 on Hopper: as hopper_backward.cu, keys outside, but the
-// accumulators of dK and dV for 64 keys fill the registers of both consumer warpgroups, so it is the
-// columns of the head dim that they share out. Each makes the scores of all 64 keys by its half of
-// the queries; P^T and dS^T go through shared memory, whole, and then each warpgroup multiplies them
-// for its own columns of dV, dK and dQ. dQ's float32 tile would not fit in shared memory beside the
-// rest: it is added to the accumulator straight from registers. Without FS_FUSED there is no dQ.
+// accumulators of dK and dV for 64 keys fill the registers of both consumer warpgroups, so it is
+// the columns of the head dim that they share out. Each makes the scores of all 64 keys by its half
+// of the queries; P^T and dS^T go through shared memory, whole, and then each warpgroup multiplies
+// them for its own columns of dV, dK and dQ. dQ's float32 tile would not fit in shared memory
+// beside the rest: it is added to the accumulator straight from registers. Without FS_FUSED there
+// is no dQ.
 #include "hopper_work.cuh"
 
 constexpr int D = FS_D, BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K;  // D: both head dims, padded
@@ -110,10 +111,12 @@ __device__ __forceinline__ u32 add_columns(float* tile, const float (&dQ)[N], in
         if (row >= rows) continue;
         float* to = tile + row * FS_HEAD_DIM + column;
 #pragma unroll
-        for (int j = 0; j < N / 4; ++j)
-            if (FS_HEAD_DIM == D || column + 8 * j < FS_HEAD_DIM)
+        for (int j = 0; j < N / 4; ++j) {
+            const int at = column + 8 * j;
+            if (FS_HEAD_DIM == D || at < FS_HEAD_DIM)
                 add_pair(to + 8 * j, dQ[4 * j + 2 * r], dQ[4 * j + 2 * r + 1]),
-                    bytes += KeyRow::counted(FS_HEAD_DIM - column - 8 * j, 2) * 4;
+                    bytes += (KeyRow::exists(at) + KeyRow::exists(at + 1)) * 4;
+        }
     }
     return bytes;
 }

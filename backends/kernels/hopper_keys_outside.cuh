@@ -54,8 +54,8 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
     }
 }
 
-// A warp: where the scores and dP of each visit's rows start, on the tiles' barriers. A row past the
-// end, or one that sees no key, gets -inf, so that its P is exactly 0.
+// A warp: where the scores and dP of each visit's rows start, on the tiles' barriers. A row past
+// the end, or one that sees no key, gets -inf, so that its P is exactly 0.
 __device__ void produce_statistics(OnChip& s, const Args& a) {
     constexpr int PER_LANE = (BLOCK_Q + 31) / 32;
     const int lane = threadIdx.x % 32;

@@ -1,5 +1,6 @@
-// float32 tiles without tensor cores: 256 threads stand as 16 x 16 over a tile, thread (y, x) owning
-// rows y, y + 16, ... and columns x, x + 16, ... of it. Products run over operands in shared memory.
+// float32 tiles without tensor cores: 256 threads stand as 16 x 16 over a tile, thread (y, x)
+// owning rows y, y + 16, ... and columns x, x + 16, ... of it. Products run over operands in shared
+// memory.
 constexpr int SIDE = 16, THREADS = SIDE * SIDE;
 
 template <int ROWS_, int COLS_>
@@ -14,7 +15,8 @@ struct Mat {  // rows padded by 16 bytes: float4 reads of neighbouring rows meet
 __device__ inline int tile_y() { return threadIdx.x / SIDE; }
 __device__ inline int tile_x() { return threadIdx.x % SIDE; }
 
-// Copy `rows` rows of an R (see Row) to a tile, zero elsewhere; returns this thread's bytes from HBM.
+// Copy `rows` rows of an R (see Row) to a tile, zero elsewhere; returns this thread's bytes from
+// HBM.
 template <class R, class T>
 __device__ inline u32 load_tile(T& tile, const char* from, i64 stride, int rows) {
     u32 bytes = 0;
@@ -99,7 +101,8 @@ __device__ inline float row_sum(float x) {
 
 // Store a thread's part of `rows` rows of an R, times `factor`; returns its bytes.
 template <class R, int RT, int CT>
-__device__ inline u32 store_part(const float (&c)[RT][CT], char* to, i64 stride, int rows, float factor) {
+__device__ inline u32 store_part(const float (&c)[RT][CT], char* to, i64 stride, int rows,
+                                 float factor) {
     u32 bytes = 0;
 #pragma unroll
     for (int r = 0; r < RT; ++r)
@@ -108,7 +111,7 @@ __device__ inline u32 store_part(const float (&c)[RT][CT], char* to, i64 stride,
             const int row = tile_y() + r * SIDE, col = tile_x() + i * SIDE;
             if (row < rows && col < R::WIDTH) {
                 reinterpret_cast<float*>(to)[row * stride + col] = c[r][i] * factor;
-                bytes += R::counted(R::WIDTH - col, 1) * 4;
+                bytes += R::exists(col) ? 4 : 0;
             }
         }
     return bytes;
