@@ -32,7 +32,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/cpu.py
 	$(BIN)/python benchmarks/l2.py
 
-# On a GPU, in an environment that has CuPy: tests, sanitizer, seeded bugs, times. STAGES picks some.
+# On a GPU, with CuPy and .[test] in PYTHON's environment: tests, sanitizer, seeded bugs, times.
 gpu:
 	$(PYTHON) tests/gpu_check.py $(STAGES) --out out/gpu
 

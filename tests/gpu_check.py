@@ -67,7 +67,9 @@ class Stage:
 
 def stage_of_tests(out: Path, jobs: int) -> Stage:
     """The GPU tests but for seeded bugs."""
-    words = (*_pytest(jobs), "-m", "gpu", "--ignore", "tests/test_kernel_faults.py", "tests")
+    # A module that wants a package of the test extra shows as an error; the others still run.
+    words = (*_pytest(jobs), "-m", "gpu", "--continue-on-collection-errors")
+    words += ("--ignore", "tests/test_kernel_faults.py", "tests")
     return Stage((Command("tests", words, 1200),))
 
 
