@@ -99,12 +99,14 @@ def test_what_a_row_counts_adds_up_to_the_elements_that_exist(tmp_path, size):
         template <int D>
         int wrong() {
             using R = Row<(D + 7) / 8 * 8, D>;
-            int sums[4] = {};
+            int sums[5] = {};
             for (int piece = 0; piece < R::WIDTH * FS_BYTES / 16; ++piece)
                 sums[0] += R::bytes(piece);
             for (int n = 1, i = 1; n <= 4; n *= 2, ++i)
                 for (int column = 0; column < R::WIDTH; column += n)
                     sums[i] += R::counted(R::WIDTH - column, n) * FS_BYTES;
+            for (int column = 0; column < R::WIDTH; ++column)
+                sums[4] += R::exists(column) * FS_BYTES;
             int bad = 0;
             for (int sum : sums) bad += sum != D * FS_BYTES;
             if constexpr (D > 1) bad += wrong<D - 1>();
