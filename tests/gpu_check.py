@@ -35,7 +35,7 @@ from conftest import why_no_gpu
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ("memcheck", "racecheck", "initcheck")
 #: racecheck does not follow the order that Hopper's mbarriers make (docs/hopper.md).
-UNFIT = {("hopper", "racecheck")}
+UNFIT = {("hopper", "racecheck"), ("python-hopper", "racecheck")}
 _TIMED_OUT, _MISSING = 124, 127
 
 

@@ -2,8 +2,9 @@
 
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py portable
 
-Families: portable, tf32, hopper (what a Hopper GPU runs by default), python; all of them if none is
-named. Each array is an allocation of its own (no memory pool), so that a step past its end is seen.
+Families: portable, tf32, python, and what a Hopper GPU runs by default, hopper and python-hopper;
+all of them if none is named. Each array is an allocation of its own (no memory pool), so that a step
+past its end is seen.
 `tests/gpu_check.py sanitize` runs every family under every tool.
 """
 
@@ -19,7 +20,7 @@ import flashsim
 from flashsim import Problem, Tiling
 from flashsim.problem import BlockMask
 
-FAMILIES = ("portable", "tf32", "hopper", "python")
+FAMILIES = ("portable", "tf32", "hopper", "python", "python-hopper")
 #: (head_dim, head_dim_v, what else): padded rows; scores that cross warps, halves of a wide row; a
 #: walk that is listed tile by tile. Ragged all of them, and with two query heads to a key head.
 SHAPES = (
@@ -30,13 +31,15 @@ SHAPES = (
 )
 _CUPY = {"backend": "cupy"}
 _PORTABLE = {**_CUPY, "kernel": "portable"}
+_NUMBA = {"backend": "numba_cuda"}
 _SMALL = {"tiling": Tiling(32, 32)}
 #: What a family runs: element types, what both passes take, what is for `run` alone.
 WAYS: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
     "portable": (("bfloat16", "float32"), _SMALL, _PORTABLE),
     "tf32": (("float32",), _SMALL, {**_PORTABLE, "allow_tf32": True}),
     "hopper": (("float16",), {}, _CUPY),
-    "python": (("bfloat16",), _SMALL, {"backend": "numba_cuda"}),
+    "python": (("bfloat16",), _SMALL, {**_NUMBA, "kernel": "tensor"}),
+    "python-hopper": (("bfloat16",), {}, _NUMBA),
 }
 
 

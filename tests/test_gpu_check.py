@@ -44,7 +44,8 @@ def test_every_family_meets_every_tool_that_fits(tmp_path):
     stage = gpu_check.stage_of_sanitize(tmp_path, 2)
     pairs = {(c.words[-1], c.words[2]) for c in stage.commands}
     every = {(f, t) for f in sanitize.FAMILIES for t in ("memcheck", "racecheck", "initcheck")}
-    assert pairs == every - {("hopper", "racecheck")}
+    assert pairs == every - gpu_check.UNFIT
+    assert {tool for family, tool in pairs if family == "portable"} == set(gpu_check.TOOLS)
     assert all(c.limit_s <= 60 for c in stage.commands)
 
 
