@@ -3,8 +3,8 @@
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py portable
 
 Families: portable, tf32, python, and what a Hopper GPU runs by default, hopper and python-hopper;
-all of them if none is named. Each array is an allocation of its own (no memory pool), so that a step
-past its end is seen.
+all of them if none is named. Each array is an allocation of its own (no memory pool), so that a
+step past its end is seen.
 `tests/gpu_check.py sanitize` runs every family under every tool.
 """
 
