@@ -9,6 +9,7 @@ import ctypes
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from flashsim.backends.passes import Pass
 from flashsim.events import StageTrace
 from flashsim.problem import Problem, numpy_dtype
 
-COMPILER = shutil.which("g++")
+COMPILER = shutil.which("g++") if sys.platform == "linux" else None
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 _FLAGS = ("-std=c++17", "-O0", "-w", "-shared", "-fPIC", "-U_FORTIFY_SOURCE")
 #: A statement of PTX: the text, then operands, whose parentheses are one deep.
@@ -35,10 +36,9 @@ def function_calls(source: str) -> str:
     """Preprocessed CUDA C++ with every ``asm`` a call of the function named after its opcode."""
 
     def call(found: re.Match[str]) -> str:
-        statement = found[1]
-        opcode = _OPCODE.search(statement.replace("a, b;", ""))
-        assert opcode, statement
-        return f"ptx_{re.sub(r'[.:]+', '_', opcode[0])}({', '.join(_OPERAND.findall(statement))});"
+        opcode = _OPCODE.search(found[1])
+        assert opcode, found[1]
+        return f"ptx_{re.sub(r'[.:]+', '_', opcode[0])}({', '.join(_OPERAND.findall(found[1]))});"
 
     return _ASM.sub(call, source)
 

@@ -15,7 +15,7 @@ import emulator
 from cupy_checks import FEATURES, budget, check_lse, make, options
 from test_cuda_kernels import H200
 
-pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="needs g++")
+pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
 FORWARD, BACKWARD = Tiling(32, 64), Tiling(64, 32)
 PLAIN, TF32 = portable, portable.TF32
 
