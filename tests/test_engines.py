@@ -77,6 +77,7 @@ OPTION_CASES = {
     "window-left": ({}, {"window": (30, -1)}),
     "window-right": ({}, {"window": (-1, 7)}),
     "window-causal": ({}, {"window": (25, 9), "causal": True}),
+    "window-gqa": ({"heads": 4, "kv_heads": 2}, {"window": (20, 5)}),
     "softcap": ({}, {"softcap": 1.5}),
     "scale": ({}, {"scale": -0.4}),
     "varlen": ({}, {"cu_seqlens_q": (0, 0, 40, 60, 113), "cu_seqlens_k": (0, 20, 100, 100, 203)}),
