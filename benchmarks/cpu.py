@@ -271,6 +271,7 @@ def main() -> None:
     parser.add_argument(
         "--threads", type=int, default=threads.available(), help="of the speed table"
     )
+    parser.add_argument("--rounds", type=int, help="rounds to take medians of (9, quick: 3)")
     parser.add_argument("--cpu-time", action="store_true", help="CPU seconds in the speed table")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -278,7 +279,7 @@ def main() -> None:
         child(options.child[0], int(options.child[1]), int(options.child[2]))
         return
     options.out.mkdir(parents=True, exist_ok=True)
-    repeats = 3 if options.quick else 9
+    repeats = options.rounds or (3 if options.quick else 9)
     title = machine()
     if options.only in (None, "speed"):
         clock = time.process_time if options.cpu_time else time.perf_counter

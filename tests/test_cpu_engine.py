@@ -92,7 +92,7 @@ def test_no_trace_unless_asked_for():
     assert gradients.trace is None
 
 
-# -- every option in the other types (test_engines.py has float32 and bfloat16) ---------------------
+# -- every option in the other types (float32 and bfloat16 are in test_engines.py) ----------------
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
