@@ -131,12 +131,13 @@ def speed(repeats: int, n_threads: int, clock: Callable[[], float]) -> list[dict
     return rows
 
 
-def extras(repeats: int, n: int) -> list[dict]:
+def extras(repeats: int, n: int, n_threads: int, clock: Callable[[], float]) -> list[dict]:
     """Threads for one head, the cost of a trace, and of the form without reductions."""
     arrays = inputs(1, n, 64)
     dout = arrays[3]
-    single, every = (numba_works(arrays, False, threads=t) for t in (1, threads.available()))
-    off, on = (numba_works(inputs(8, n, 64), False, trace=t) for t in (False, True))
+    single, every = (numba_works(arrays, False, threads=t) for t in (1, n_threads))
+    eight = inputs(8, n, 64)
+    off, on = (numba_works(eight, False, trace=t, threads=n_threads) for t in (False, True))
     result = every["forward"]()
     cases = {
         "one head, forward: all threads against one": (single["forward"], every["forward"]),
@@ -152,7 +153,9 @@ def extras(repeats: int, n: int) -> list[dict]:
     }
     rows = []
     for name, (first, second) in cases.items():
-        took = alternating(repeats, {"first": first, "second": second})
+        if "threads" in name and (n_threads == 1 or clock is time.process_time):
+            continue  # two threads take the CPU seconds of one
+        took = alternating(repeats, {"first": first, "second": second}, clock)
         rows.append(
             {
                 "what": name,
@@ -270,10 +273,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/cpu"), help="folder for CSV and plot")
     parser.add_argument("--only", choices=("speed", "extras", "scaling"), help="one of the tables")
     parser.add_argument(
-        "--threads", type=int, default=threads.available(), help="of speed and scaling"
+        "--threads", type=int, default=threads.available(), help="how many, at most"
     )
     parser.add_argument("--rounds", type=int, help="rounds to take medians of (9, quick: 3)")
-    parser.add_argument("--cpu-time", action="store_true", help="CPU seconds in these tables")
+    parser.add_argument("--cpu-time", action="store_true", help="CPU seconds, not wall time")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     clock = time.process_time if options.cpu_time else time.perf_counter
@@ -283,16 +286,17 @@ def main() -> None:
         return
     options.out.mkdir(parents=True, exist_ok=True)
     repeats = options.rounds or (3 if options.quick else 9)
-    how = f"{options.threads} threads, {'CPU' if options.cpu_time else 'wall'} time"
+    unit = "CPU" if options.cpu_time else "wall"
+    title = f"{machine()}; {options.threads} threads, {unit} time"
     if options.only in (None, "speed"):
-        title = f"{machine()}; {how}"
         report("speed", title, speed(repeats, options.threads, clock), options.out)
     if options.only in (None, "extras"):
-        report("extras", machine(), extras(repeats, 2048 if options.quick else 4096), options.out)
+        rows = extras(repeats, 2048 if options.quick else 4096, options.threads, clock)
+        report("extras", title, rows, options.out)
     if options.only in (None, "scaling"):
         flags = ["--threads", str(options.threads), *["--cpu-time"] * options.cpu_time]
         rows = scaling(min(repeats, 5), LENGTHS[:3] if options.quick else LENGTHS, flags)
-        report("scaling", f"One head, d = 64; {machine()}; {how}", rows, options.out)
+        report("scaling", f"One head, d = 64; {title}", rows, options.out)
         plot(rows, options.out / "scaling.png")
 
 
