@@ -138,8 +138,10 @@ class Result:
             ordered = replace(job, algorithm="flash2-fused", deterministic=True)
             job = ordered if engine.orders_dq(ordered, self._saved) else job
         ndim = len(self.out.shape)
-        outcome = engine.backward(job, self._saved, _as_4d(dout))
-        grads = {name: _squeeze(x, ndim) for name, x in outcome.arrays.items() if name != "dbias"}
+        outcome = engine.backward(job, self._saved, inputs.as_4d(dout))
+        grads = {
+            name: inputs.squeeze(x, ndim) for name, x in outcome.arrays.items() if name != "dbias"
+        }
         dbias = outcome.arrays.get("dbias")
         if dbias is not None:
             dbias = dbias.reshape(self._bias_shape)
@@ -249,7 +251,7 @@ def run(
     )
     if backend in _ON_CPU:
         for name, x in (("q", given.q), ("k", given.k), ("v", given.v), ("bias", given.bias)):
-            _require_numpy(name, x, backend)
+            inputs.require_numpy(name, x, backend)
     job = Job(
         given.problem,
         given.q,
@@ -265,8 +267,8 @@ def run(
     )
     outcome = engine.forward(job)
     return Result(
-        out=_squeeze(outcome.arrays["out"], given.ndim),
-        lse=_squeeze(outcome.arrays["lse"], given.ndim - 1),
+        out=inputs.squeeze(outcome.arrays["out"], given.ndim),
+        lse=inputs.squeeze(outcome.arrays["lse"], given.ndim - 1),
         trace=_trace(job, outcome, "forward", backend),
         kernel=outcome.kernel,
         _job=job,
@@ -414,22 +416,6 @@ def _key_order(key_order: str) -> Any:
 def _check_tiling(tiling: Any) -> None:
     if tiling is not None and not isinstance(tiling, Tiling):
         raise DTypeError(f"tiling must be a flashsim.Tiling(block_q, block_k), got {tiling!r}")
-
-
-def _require_numpy(name: str, x: Any, backend: str) -> None:
-    if x is not None and not isinstance(x, np.ndarray):
-        raise DTypeError(
-            f"backend {backend!r} takes NumPy arrays, got {name} as {type(x).__module__}."
-            f"{type(x).__name__}; convert it first, or run on a GPU backend"
-        )
-
-
-def _as_4d(x: Any) -> Any:
-    return x if x.ndim == 4 else x.reshape((1,) * (4 - len(x.shape)) + tuple(x.shape))
-
-
-def _squeeze(x: Any, ndim: int) -> Any:
-    return x if x.ndim == ndim else x.reshape(tuple(x.shape)[len(x.shape) - ndim :])
 
 
 __all__ = ["Gradients", "Result", "count", "run"]

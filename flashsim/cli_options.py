@@ -10,11 +10,12 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import numpy as np
 import typer
 
+from flashsim.checks import DTYPES
 from flashsim.errors import FlashSimError, OptionError, ShapeError, choices
 from flashsim.hardware import Device
 from flashsim.l2.launch import ORDERS, WALKS
 from flashsim.plans import ALGORITHMS
-from flashsim.problem import DTYPES, Problem
+from flashsim.problem import Problem
 from flashsim.samples import SAMPLES, load_sample, random_inputs
 from flashsim.tiling import PRESETS, Tiling
 

@@ -85,6 +85,20 @@ class StageTrace:
         """The stage's name."""
         return self.stage.name
 
+    def extent(self, tiles: np.ndarray) -> tuple[int, int, int]:
+        """Sums of rows, columns and scores over executed visits, or over outer steps.
+
+        A step with queries outside spans its sequence's keys (standard attention's softmax does
+        work on whole rows); one with keys outside has columns alone.
+        """
+        schedule, i, j = self.schedule, tiles["i"], tiles["j"]
+        if (i < 0).any():
+            return 0, int((schedule.cols[j, 1] - schedule.cols[j, 0]).sum()), 0
+        r = (schedule.rows[i, 1] - schedule.rows[i, 0]).astype(np.int64)
+        whole = j < 0
+        c = np.where(whole, schedule.key_counts[i], schedule.cols[j, 1] - schedule.cols[j, 0])
+        return int(r.sum()), int(c.sum()), int((r * c).sum())
+
     def expand(self, number: int) -> np.ndarray:
         """The events of every head; `number` is the stage's place in the trace."""
         full = np.tile(self.events, self.repeat)

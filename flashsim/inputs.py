@@ -280,3 +280,22 @@ def _block_mask(block_mask: Any, tiling: Tiling | None) -> BlockMask:
             "or give flashsim.BlockMask(grid, block_q, block_k)"
         )
     return BlockMask(block_mask, tiling.block_q, tiling.block_k)
+
+
+def require_numpy(name: str, x: Any, backend: str) -> None:
+    """Refuse anything but NumPy arrays: this backend runs on the CPU."""
+    if x is not None and not isinstance(x, np.ndarray):
+        raise DTypeError(
+            f"backend {backend!r} takes NumPy arrays, got {name} as {type(x).__module__}."
+            f"{type(x).__name__}; convert it first, or run on a GPU backend"
+        )
+
+
+def as_4d(x: Any) -> Any:
+    """With axes of length 1 in front, where there are fewer than four."""
+    return x if x.ndim == 4 else x.reshape((1,) * (4 - len(x.shape)) + tuple(x.shape))
+
+
+def squeeze(x: Any, ndim: int) -> Any:
+    """Without the axes that `as_4d` put in front."""
+    return x if x.ndim == ndim else x.reshape(tuple(x.shape)[len(x.shape) - ndim :])

@@ -8,24 +8,16 @@ aligned; `window=(left, right)` is inclusive, -1 unlimited; scores are
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from flashsim.errors import (
-    DTypeError,
-    FlashSimError,
-    MaskError,
-    OptionError,
-    ShapeError,
-    choices,
-)
+from flashsim import checks
+from flashsim.errors import DTypeError, FlashSimError, MaskError, ShapeError
 
-DTYPES = ("float64", "float32", "float16", "bfloat16")
 MAX_HEAD_DIM = 512
 
 
@@ -50,14 +42,14 @@ class BlockMask:
     """
 
     def __init__(self, grid: Any, block_q: int, block_k: int) -> None:
-        array = _as_array("a block mask's grid", grid)
+        array = checks.as_array("a block mask's grid", grid)
         if array.dtype != np.bool_ or array.ndim != 2 or 0 in array.shape:
             raise MaskError(
                 "a block mask is a non-empty 2-D boolean grid, one value per cell; got dtype "
                 f"{array.dtype}, shape {array.shape}"
             )
-        self.block_q = _positive_int("block_mask block_q", block_q)
-        self.block_k = _positive_int("block_mask block_k", block_k)
+        self.block_q = checks.positive_int("block_mask block_q", block_q)
+        self.block_k = checks.positive_int("block_mask block_k", block_k)
         self.grid = array.copy()
         self.grid.setflags(write=False)
         self._key = (self.block_q, self.block_k, array.shape, self.grid.tobytes())
@@ -158,7 +150,7 @@ class Problem:
             if getattr(self, name) is None:
                 put(name, default)
         for name in ("n_q", "n_kv", "head_dim", "head_dim_v", "batch", "heads", "kv_heads"):
-            put(name, _positive_int(name, getattr(self, name)))
+            put(name, checks.positive_int(name, getattr(self, name)))
         for name in ("head_dim", "head_dim_v"):
             if getattr(self, name) > MAX_HEAD_DIM:
                 raise ShapeError(
@@ -169,14 +161,14 @@ class Problem:
                 f"query heads must be a multiple of key heads, got heads={self.heads}, "
                 f"kv_heads={self.kv_heads}"
             )
-        put("dtype", _dtype_name(self.dtype))
+        put("dtype", checks.dtype_name(self.dtype))
         if not isinstance(self.causal, (bool, np.bool_)):
             raise DTypeError(f"causal must be True or False, got {self.causal!r}")
         put("causal", bool(self.causal))
-        put("window", _window(self.window))
-        put("softcap", _number("softcap", self.softcap, low=0.0))
+        put("window", checks.window(self.window))
+        put("softcap", checks.number("softcap", self.softcap, low=0.0))
         scale = 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale
-        put("scale", _number("scale", scale))
+        put("scale", checks.number("scale", scale))
         self._check_sequences(put)
         if self.bias is not None:
             allowed = ((1, self.batch), (1, self.heads))
@@ -205,8 +197,8 @@ class Problem:
                 f"cu_seqlens packs the sequences of a batch into one: batch must be 1, got "
                 f"{self.batch}"
             )
-        q = _cu_seqlens("cu_seqlens_q", self.cu_seqlens_q, self.n_q)
-        k = _cu_seqlens("cu_seqlens_k", self.cu_seqlens_k, self.n_kv)
+        q = checks.cu_seqlens("cu_seqlens_q", self.cu_seqlens_q, self.n_q)
+        k = checks.cu_seqlens("cu_seqlens_k", self.cu_seqlens_k, self.n_kv)
         put("cu_seqlens_q", q)
         put("cu_seqlens_k", k)
         nq, nk = len(q), len(k)
@@ -335,71 +327,3 @@ def _call_mask(mask: Callable[..., Any], q: np.ndarray, k: np.ndarray) -> np.nda
             f"mask function {name!r} must return an array that broadcasts to {shape}, got "
             f"{result.shape}"
         ) from None
-
-
-def _positive_int(name: str, value: Any) -> int:
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-        raise DTypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__})")
-    if value < 1:
-        raise ShapeError(f"{name} must be at least 1, got {value}")
-    return int(value)
-
-
-def _as_array(name: str, values: Any) -> np.ndarray:
-    try:
-        return np.asarray(values)
-    except (TypeError, ValueError) as error:  # ragged lists, arrays on a GPU
-        raise DTypeError(f"{name} cannot be read as a NumPy array: {error}") from error
-
-
-def _number(name: str, value: Any, low: float = -math.inf) -> float:
-    real = isinstance(value, (int, float, np.integer, np.floating))
-    if not real or isinstance(value, bool):
-        raise DTypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
-    number = float(value)
-    if not math.isfinite(number) or number < low:
-        bound = "finite" if low == -math.inf else f"finite and at least {low:g}"
-        raise OptionError(f"{name} must be {bound}, got {value!r}")
-    return number
-
-
-def _dtype_name(dtype: Any) -> str:
-    try:
-        name = str(dtype) if isinstance(dtype, (str, type(None))) else np.dtype(dtype).name
-    except TypeError:
-        name = str(dtype)
-    if name not in DTYPES:
-        raise DTypeError(f"dtype {name!r} is not supported; {choices(name, DTYPES)}")
-    return name
-
-
-def _window(window: Any) -> tuple[int, int] | None:
-    if window is None:
-        return None
-    try:
-        left, right = window
-    except (TypeError, ValueError):
-        raise DTypeError(
-            f"window must be a pair (left, right) of key counts, -1 unlimited, got {window!r}"
-        ) from None
-    for value in (left, right):
-        if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-            raise DTypeError(f"window must hold two integers, got {window!r}")
-        if value < -1:
-            raise OptionError(f"window sides must be -1 (unlimited) or more, got {window!r}")
-    return int(left), int(right)
-
-
-def _cu_seqlens(name: str, values: Sequence[int], total: int) -> tuple[int, ...]:
-    array = _as_array(name, values)
-    if array.ndim != 1 or array.size < 2 or array.dtype.kind not in "iu":
-        raise ShapeError(
-            f"{name} must be a 1-D list of at least two integer offsets, got {values!r}"
-        )
-    offsets = tuple(int(x) for x in array)
-    if offsets[0] != 0 or offsets[-1] != total or any(b < a for a, b in pairwise(offsets)):
-        raise ShapeError(
-            f"{name} must start at 0, never fall and end at the packed length {total}, got "
-            f"{list(offsets)}"
-        )
-    return offsets

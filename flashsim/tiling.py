@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from flashsim import plans
+from flashsim import checks, plans
 from flashsim.errors import OptionError, SramOverflow, TilingError, choices
 from flashsim.hardware import Device
-from flashsim.problem import Problem, _positive_int
+from flashsim.problem import Problem
 
 #: Tile sides that `Tiling.fit` considers; real kernels use multiples of the tensor cores' 16.
 SIDES = (16, 32, 64, 128, 256, 512)
@@ -31,7 +31,7 @@ class Tiling:
     def __post_init__(self) -> None:
         for name in ("block_q", "block_k"):
             try:
-                object.__setattr__(self, name, _positive_int(name, getattr(self, name)))
+                object.__setattr__(self, name, checks.positive_int(name, getattr(self, name)))
             except ValueError as error:
                 raise TilingError(str(error)) from None
 

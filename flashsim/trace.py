@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flashsim import report, traffic
+from flashsim import frames, report, traffic
 from flashsim.errors import OptionError, TraceError, choices
 from flashsim.events import (
     CODES,
@@ -25,29 +25,15 @@ from flashsim.events import (
     buffer_of,
     gain,
 )
+from flashsim.frames import Frame
 from flashsim.hardware import Device
 from flashsim.problem import Problem
 from flashsim.schedule import Schedule
 from flashsim.traffic import Traffic
-from flashsim.work import on_chip_bytes, stage_work, total_flops
+from flashsim.work import StageWork, on_chip_bytes, stage_work, total_flops
 
 if TYPE_CHECKING:
     from flashsim.l2 import Dram, L2Model
-
-
-class Frame(NamedTuple):
-    """The state of a walk right after visit `step`, for drawing. Tile grids are (T_r, T_c)."""
-
-    step: int
-    stage: str
-    i: int
-    j: int
-    head: int
-    order: np.ndarray  # visit number of each tile seen so far in this stage; NaN elsewhere
-    hbm_bytes: int  # moved by this head's walk up to and including this visit, all stages
-    moved: dict[str, int]  # the same by "op tensor", e.g. {"load K": ...}
-    on_chip: dict[str, int]  # what SRAM holds during the visit: bytes by buffer
-    flops: int
 
 
 class Trace:
@@ -203,18 +189,22 @@ class Trace:
 
     # -- work -----------------------------------------------------------------------------------
 
+    @property
+    def _works(self) -> list[StageWork]:
+        given = self.problem, self.algorithm, self.direction
+        return [stage_work(*given, stage.name) for stage in self.stages]
+
     @cached_property
     def _work(self) -> tuple[dict[str, int], dict[str, int]]:
         """FLOPs by kind and on-chip bytes, priced from the visits and steps that were executed."""
         flops: dict[str, int] = {}
         chip: dict[str, int] = {}
-        for stage in self.stages:
-            work = stage_work(self.problem, self.algorithm, self.direction, stage.name)
+        for stage, work in zip(self.stages, self._works, strict=True):
             done = stage.events[stage.events["op"] == COMPUTE]
             visited = done[done["visit"] >= 0]
             outer = done[done["visit"] < 0]
             for ops, tiles in ((work.visit, visited), (work.outer, outer)):
-                extent = self._extent(stage.schedule, tiles)
+                extent = stage.extent(tiles)
                 for total, part in (
                     (flops, total_flops(ops, *extent)),
                     (chip, on_chip_bytes(ops, stage.stage, *extent)),
@@ -222,20 +212,6 @@ class Trace:
                     for key, value in part.items():
                         total[key] = total.get(key, 0) + value * stage.repeat
         return flops, chip
-
-    def _extent(self, schedule: Schedule, tiles: np.ndarray) -> tuple[int, int, int]:
-        """Sums of rows, columns and scores over executed visits, or over outer steps.
-
-        A step with queries outside spans its sequence's keys (standard attention's softmax does
-        work on whole rows); one with keys outside has columns alone.
-        """
-        i, j = tiles["i"], tiles["j"]
-        if (i < 0).any():
-            return 0, int((schedule.cols[j, 1] - schedule.cols[j, 0]).sum()), 0
-        r = (schedule.rows[i, 1] - schedule.rows[i, 0]).astype(np.int64)
-        whole = j < 0
-        c = np.where(whole, schedule.key_counts[i], schedule.cols[j, 1] - schedule.cols[j, 0])
-        return int(r.sum()), int(c.sum()), int((r * c).sum())
 
     def flops(self, kind: str | None = None) -> int:
         """FLOPs executed, all heads; of one kind (see `work.KINDS`) or all together."""
@@ -322,42 +298,7 @@ class Trace:
         if not -len(steps) <= step < len(steps):
             raise TraceError(f"step must be between 0 and {len(steps) - 1}, got {step}")
         step %= len(steps)
-        number, position = steps[step]
-        stage = self.stages[number]
-        events = stage.events[: position + 1]
-        seen = events[(events["op"] == COMPUTE) & (events["visit"] >= 0)]
-        order = np.full((stage.schedule.t_r, stage.schedule.t_c), np.nan)
-        order[seen["i"], seen["j"]] = np.arange(len(seen))
-        moved: dict[str, int] = {}
-        flops = 0
-        for at, part in ((n, self.stages[n]) for n in range(number + 1)):
-            e = part.events if at < number else events
-            for op in TRANSFERS:
-                for code in np.unique(e["tensor"][e["op"] == op]):
-                    key = f"{OPS[op]} {TENSORS[code]}"
-                    chosen = (e["op"] == op) & (e["tensor"] == code)
-                    moved[key] = moved.get(key, 0) + int(e["bytes"][chosen].sum())
-            work = stage_work(self.problem, self.algorithm, self.direction, part.name)
-            done = e[(e["op"] == COMPUTE) & (e["visit"] >= 0)]
-            flops += sum(total_flops(work.visit, *self._extent(part.schedule, done)).values())
-        change, owner = gain(events), buffer_of(events["tensor"])
-        on_chip = {
-            TENSORS[code]: int(change[owner == code].sum())
-            for code in np.unique(owner[change != 0])
-        }
-        last = events[position]
-        return Frame(
-            step=step,
-            stage=stage.name,
-            i=int(last["i"]),
-            j=int(last["j"]),
-            head=head + int(last["head"]),
-            order=order,
-            hbm_bytes=sum(moved.values()),
-            moved=moved,
-            on_chip={name: size for name, size in on_chip.items() if size},
-            flops=flops,
-        )
+        return frames.frame(self.stages, self._works, step, *steps[step], head)
 
     # -- against others -------------------------------------------------------------------------
 

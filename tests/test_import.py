@@ -19,7 +19,7 @@ HEAVY = (
 #: DESIGN: modules may import from lower layers; `backends` and `viz` only from those listed.
 LAYERS = (
     ("errors", "version"),
-    ("hardware", "report", "bounds"),
+    ("hardware", "report", "bounds", "checks"),
     ("problem",),
     ("plans",),
     ("tiling",),
@@ -28,6 +28,7 @@ LAYERS = (
     ("forms", "events"),
     ("traffic",),
     ("l2",),
+    ("frames",),
     ("trace", "roofline"),
     ("tracefile", "timeline"),
     ("perfetto",),
