@@ -128,6 +128,16 @@ def test_bits_do_not_depend_on_the_number_of_threads(algorithm, shape, options):
         assert_same_bits(one, several)
 
 
+def test_threads_that_meet_at_one_accumulator_keep_its_bits():
+    """One head and enough work that threads overlap: without turns, dQ's sums change order."""
+    x = tensors(1500, 1500, 16, heads=1)
+    one, *more = (
+        both(x, "flash2-fused", tiling=Tiling(32, 32), threads=n)[2] for n in (1, 2, 3, 2, 3)
+    )
+    for several in more:
+        assert_same_bits(one, several)
+
+
 RUNS = {
     "causal": {"causal": True},
     "descending": {"causal": True, "key_order": "descending"},
