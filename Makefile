@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo test lint unit wheel bench gallery reproduce clean
+.PHONY: demo test lint unit wheel bench gpu gallery reproduce clean
 
 demo: $(VENV)/.installed
 	$(BIN)/flashsim demo --out out
@@ -31,6 +31,10 @@ bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/trace.py
 	$(BIN)/python benchmarks/cpu.py
 	$(BIN)/python benchmarks/l2.py
+
+# On a GPU, with CuPy and .[test] in PYTHON's environment: tests, sanitizer, seeded bugs, times.
+gpu:
+	$(PYTHON) tests/gpu_check.py $(STAGES) --out out/gpu
 
 # Published numbers, recomputed: paper, ours, why they differ.
 reproduce: $(VENV)/.installed

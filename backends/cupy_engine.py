@@ -10,10 +10,11 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
-from flashsim.backends import hopper, launch, lowering, portable
+from flashsim.backends import fitting, hopper, launch, lowering, portable
 from flashsim.backends.launch import Gpu
 from flashsim.engine import Job, Outcome
 from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError, choices
+from flashsim.problem import Problem
 
 OPTIONS: frozenset[str] = frozenset({"kernel", "allow_tf32"})
 #: Kernel families by name; each offers `NAME`, `forward_passes`, `backward_passes`, `load`.
@@ -171,7 +172,7 @@ def _plan(family_of: FamilyOf, job: Job, direction: str, space: arrays.Space) ->
 def _planned(
     family_of: FamilyOf,
     direction: str,
-    problem: Any,
+    problem: Problem,
     tiling: Any,
     key_order: Any,
     algorithm: str,
@@ -266,13 +267,15 @@ def _check(job: Job) -> None:
 def _family(job: Job, gpu: Gpu, direction: str) -> Any:
     """The kernels that were asked for; "auto" takes Hopper's wherever they run this."""
     name = job.options.get("kernel", "auto")
-    if name == "hopper" or (
-        name == "auto"
-        and not hopper.refusal(job.problem, job.tiling, gpu, direction, _report(job), job.algorithm)
-    ):
+    given = (job.problem, job.tiling, gpu, direction, _report(job), job.algorithm)
+    if name == "hopper" or (name == "auto" and not hopper.refusal(*given)):
         return hopper
-    tf32 = job.problem.dtype == "float32" and job.options.get("allow_tf32", False)
-    return portable.TF32 if tf32 else portable
+    if job.problem.dtype == "float32" and job.options.get("allow_tf32", False):
+        # Allowed, not asked for: where their larger tiles do not fit, float32 throughout.
+        like, fused = portable.TF32.like, job.algorithm == "flash2-fused"
+        if fitting.fits(job.problem, job.tiling, gpu, direction, like, fused=fused):
+            return portable.TF32
+    return portable
 
 
 def _report(job: Job) -> str:

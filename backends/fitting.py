@@ -32,6 +32,25 @@ def check(
     )
 
 
+def fits(
+    problem: Problem,
+    tiling: Tiling | None,
+    gpu: Gpu,
+    direction: str,
+    variant: Variant,
+    *,
+    fused: bool,
+) -> bool:
+    """Whether the kernels run here: with this tiling, or with a default one for None."""
+    if tiling is not None:
+        return _runs(problem, tiling, gpu, direction, variant, fused)
+    try:
+        default_tiling(problem, gpu, direction, variant, fused=fused)
+    except TilingError:
+        return False
+    return True
+
+
 def runnable(
     problem: Problem, gpu: Gpu, direction: str, variant: Variant = PLAIN, *, fused: bool
 ) -> list[Tiling]:

@@ -1,13 +1,17 @@
-"""Fit the time model to measured kernels, and test it on the rest. Needs no GPU.
+"""How far the time model is from measured kernels; fits its constants again. Needs no GPU.
 
-    python benchmarks/predict.py docs/verify-h200.csv
+    python benchmarks/predict.py          # errors of the constants that ship
+    python benchmarks/predict.py --fit    # fit them again (minutes), print both
 
-The file is `benchmarks/verify.py`'s. Constants of each stage are fitted to N = 4096 of 4 batch
-entries, dense and causal, head_dim 64 and 128; printed are the constants (they stand in
-`flashsim.predict.calibration`) and the errors on these shapes and on all others.
+Measured: docs/verify-h200.csv (seconds of every kernel under Nsight Compute) and, for the fused
+pass of the Hopper kernels, which were rewritten after that, the TFLOP/s of whole calls in the last
+table of docs/hopper.md. Fitted are N = 4096 with 4 batch entries, dense and causal, head_dim 64 and
+128: four shapes a stage. Held out are the other lengths, and grouped heads, a window, ragged ones.
 """
 
+import argparse
 import csv
+import re
 import sys
 from pathlib import Path
 
@@ -15,64 +19,128 @@ import numpy as np
 
 from flashsim.predict import Constants, predict
 from flashsim.predict.calibration import CALIBRATED
+from flashsim.report import Table
 from flashsim.verify import Case
 
+HERE = Path(__file__).parent
+DOCS = HERE.parent / "docs"
+PASSES = {"forward": ("forward", "flash2"), "flash2": ("backward", "flash2")}
+PASSES["flash2-fused"] = ("backward", "flash2-fused")
+STAGES = {"forward": "forward", "dkdv": "flash2", "dq": "flash2", "fused": "flash2-fused"}
+GROUPS = ("fitted", "lengths", "others")
 
-def main(path):
-    sys.path.insert(0, str(Path(__file__).parent))
-    from verify import cases
-
-    measured = {}
-    with Path(path).open(newline="") as stream:
-        for row in csv.DictReader(stream):
-            if row["quantity"] == "seconds":
-                key = row["shape"], row["kernels"], row["pass"], row["kernel"]
-                measured[key] = float(row["measured"])
-    columns = f"{'kernels':<9}{'stage':<9}{'busiest':>8}{'others':>8}{'item us':>8}"
-    print(f"{columns}  fitted, held out: rms, worst")
-    for kernels, stages in CALIBRATED.items():
-        of_family = [case for case in cases("H200", [kernels])]
-        for stage in stages:
-            fitted = [x for x in of_family if is_fitted(x)]
-            found = fit(kernels, stage, fitted, measured)
-            errors = [
-                [error(kernels, stage, case, found, measured) for case in group]
-                for group in (fitted, [x for x in of_family if not is_fitted(x)])
-            ]
-            text = "   ".join(f"{rms(e):6.1%} {max(map(abs, e)):6.1%}" for e in errors)
-            print(
-                f"{kernels:<9}{stage:<9}{found.busiest:8.3f}{found.others:8.3f}"
-                f"{found.item * 1e6:8.2f}  {text}"
-            )
+# d, causal, N, then the sixth column from there: the fused backward's TFLOP/s.
+_FUSED = re.compile(r"^\| (\d+) \| (yes|no) \| (\d+) (?:\|[^|]+){3}\| (\d+) ", re.M)
 
 
-def is_fitted(case: Case) -> bool:
+def cases(kernels):
+    """The shapes of `benchmarks/verify.py` with one kernel family."""
+    sys.path.insert(0, str(HERE))
+    from verify import cases as every_case
+
+    return list(every_case("H200", [kernels]))
+
+
+def measured():
+    """Seconds by (case as text, kernels, pass, stage)."""
+    with (DOCS / "verify-h200.csv").open(newline="") as stream:
+        seconds = {
+            (row["shape"], row["kernels"], row["pass"], row["kernel"]): float(row["measured"])
+            for row in csv.DictReader(stream)
+            if row["quantity"] == "seconds"
+        }
+    calls = fused_calls()
+    for case in cases("hopper"):
+        key = str(case), "hopper", "flash2-fused"
+        del seconds[*key, "fused"]
+        if str(case) in calls:  # what the call takes beside delta and conversion
+            rest = seconds[*key, "delta"] + seconds[*key, "convert"]
+            seconds[*key, "fused"] = calls[str(case)] - rest
+    return seconds
+
+
+def fused_calls():
+    """Seconds of a fused backward by the Hopper kernels, from the last table of docs/hopper.md."""
+    text = (DOCS / "hopper.md").read_text(encoding="utf-8").partition("## Where it stands")[2]
+    speeds = {(int(d), c == "yes", int(n)): float(t) for d, c, n, t in _FUSED.findall(text)}
+    found = {}
+    for case in cases("hopper"):
+        p = case.problem
+        speed = speeds.get((p.head_dim, p.causal, p.n_q))
+        if group_of(case) != GROUPS[2] and speed:
+            flops = 2.5 * 4 * p.batch * p.heads * p.n_q**2 * p.head_dim / (2 if p.causal else 1)
+            found[str(case)] = flops / (1e12 * speed)
+    return found
+
+
+def group_of(case: Case) -> str:
     p = case.problem
-    return p.n_q == p.n_kv == 4096 and p.group == 1 and p.window is None
+    if p.group > 1 or p.window is not None or p.n_q % 1024 or p.n_q != p.n_kv:
+        return GROUPS[2]
+    return GROUPS[0] if p.n_q == 4096 else GROUPS[1]
 
 
-def error(kernels, stage, case, constants, measured):
-    """Predicted over measured, minus 1."""
-    backward = "forward" if stage == "forward" else "backward"
-    algorithm = "flash2-fused" if stage == "fused" else "flash2"
-    name = stage if stage == "forward" else algorithm
-    seen = measured[str(case), kernels, name, stage]
-    whole = CALIBRATED[kernels] | {stage: constants}
-    predicted = predict(
-        case.problem, direction=backward, algorithm=algorithm, kernels=kernels, constants=whole
+def pass_errors(seconds):
+    """Predicted over measured, minus 1, of whole passes: {(kernels, pass, group): [...]}."""
+    found = {}
+    for kernels in CALIBRATED:
+        for case in cases(kernels):
+            for name, (direction, algorithm) in PASSES.items():
+                guess = predict(
+                    case.problem, direction=direction, algorithm=algorithm, kernels=kernels
+                )
+                each = [seconds.get((str(case), kernels, name, s.name)) for s in guess.stages]
+                if None not in each:
+                    key = kernels, name, group_of(case)
+                    found.setdefault(key, []).append(guess.seconds / sum(each) - 1)
+    return found
+
+
+def errors_table(seconds):
+    """One row a pass: rms and largest error of the fitted shapes and of those held out."""
+    errors = pass_errors(seconds)
+    table = Table(
+        "Predicted time of a pass on an H200: predicted / measured - 1, %",
+        ("kernels", "pass", *(f"{group}, {what}" for group in GROUPS for what in ("rms", "worst"))),
+        note="fitted: N = 4096; held out: 8 other lengths; 4 others, grouped, windowed or ragged",
     )
-    return next(s.seconds for s in predicted.stages if s.name == stage) / seen - 1
+    for kernels in CALIBRATED:
+        for name in PASSES:
+            cells = [kernels, name]
+            for group in GROUPS:
+                known = errors.get((kernels, name, group))
+                if known is None:
+                    cells += [None, None]
+                else:
+                    worst = max(known, key=abs)
+                    cells += [f"{100 * rms(known):.1f}", f"{100 * worst:+.1f}"]
+            table.rows.append(cells)
+    return table
 
 
 def rms(errors):
     return float(np.sqrt(np.mean(np.square(errors))))
 
 
-def fit(kernels, stage, fitted, measured):
-    """Least squares of relative errors by pattern search, from a few starts."""
+def fit(kernels, stage, seconds):
+    """Constants of a stage: least squares of relative errors by pattern search, from two starts."""
+    name = STAGES[stage]
+    direction, algorithm = PASSES[name]
+    fitted = [case for case in cases(kernels) if group_of(case) == GROUPS[0]]
 
     def loss(x):
-        return rms([error(kernels, stage, c, Constants(*x), measured) for c in fitted])
+        errors = []
+        for case in fitted:
+            guess = predict(
+                case.problem,
+                direction=direction,
+                algorithm=algorithm,
+                kernels=kernels,
+                constants=CALIBRATED[kernels] | {stage: Constants(*x)},
+            )
+            predicted = next(s.seconds for s in guess.stages if s.name == stage)
+            errors.append(predicted / seconds[str(case), kernels, name, stage] - 1)
+        return rms(errors)
 
     best = None
     for start in ((1.0, 0.5, 2e-6), (1.3, 0.2, 1e-6)):
@@ -88,8 +156,26 @@ def fit(kernels, stage, fitted, measured):
                 step /= 2
         if best is None or value < best[0]:
             best = value, x
-    return Constants(*map(float, best[1]))
+    return Constants(*map(float, best[1])), best[0]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--fit", action="store_true", help="fit the constants again, print them")
+    parser.add_argument("--kernels", default=",".join(CALIBRATED))
+    parser.add_argument("--stages", default=",".join(STAGES))
+    chosen = parser.parse_args()
+    seconds = measured()
+    if chosen.fit:
+        for kernels in chosen.kernels.split(","):
+            for stage in chosen.stages.split(","):
+                found, error = fit(kernels, stage, seconds)
+                print(
+                    f"{kernels:<9}{stage:<8} Constants({found.busiest:.3f}, {found.others:.3f}, "
+                    f"{found.item * 1e6:.2f}e-6)  rms {error:.1%}, now {CALIBRATED[kernels][stage]}"
+                )
+    print(errors_table(seconds).text(width=120))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

@@ -6,7 +6,8 @@
 Forward, three-pass and fused backward, both kernel families; 16 Ki tokens a batch, 2048 / d heads:
 d 64 and 128, N 1 Ki to 16 Ki, causal and not, then grouped heads, a window and ragged lengths. One
 row a kernel and quantity. Two processes measure (one counts, one is profiled); --keep saves what
-they gave, --from reads it again. What the quantities are: docs/truth.md.
+they gave, --from reads it again. `flashsim verify --summary FILE` sums the table up. What the
+quantities are: docs/truth.md.
 """
 
 import argparse

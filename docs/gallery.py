@@ -17,7 +17,7 @@ import matplotlib as mpl
 import numpy as np
 
 import flashsim
-from flashsim import Problem, Tiling, viz
+from flashsim import Problem, Tiling, l2, viz
 
 HERE = Path(__file__).parent / "gallery"
 TILE = Tiling(64, 64)
@@ -67,6 +67,15 @@ def gpu(name):
     return flashsim.load_sample_trace(name)
 
 
+def caches(problem):
+    """DRAM reads at every size of L2, in two orders of thread blocks."""
+    requested = flashsim.count(problem, tiling=Tiling(128, 64), device="H100")
+    return {
+        order: l2.curves(requested, l2.L2Model(order))["forward"]
+        for order in ("head-first", "tile-first", "grouped")
+    }
+
+
 BIG = Problem(8192, head_dim=128, heads=16, dtype="bfloat16")
 PLOTS = {
     "traffic.png": lambda: viz.traffic(three()),
@@ -93,6 +102,7 @@ PLOTS = {
     ),
     "roofline.png": lambda: viz.roofline(counts(BIG, tiling=Tiling(64, 64))),
     "memory-footprint.png": lambda: viz.memory_footprint(BIG, device="H100"),
+    "l2-curve.png": lambda: viz.l2_curve(caches(BIG), devices=("A100", "H100")),
     "diff.png": lambda: viz.diff(run("flash1"), run("flash2")),
     "gpu-phases.png": lambda: viz.gpu_timeline(gpu("h200-forward"), sms=(0, 1)),
     "gpu-phases-dark.png": lambda: viz.gpu_timeline(

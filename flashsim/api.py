@@ -209,9 +209,10 @@ def run(
     trace : bool or "timeline"
         Record what moves. "timeline" (GPU backends) also records where and when.
     **options
-        Options of the backend, where it has any: "cupy" takes ``kernel="portable"``; "numba"
-        takes `threads`, how many (default: every CPU this process may use), and `micro_kernel`,
-        "vector" or "plain".
+        Options of the backend, where it has any: "cupy" takes ``kernel="portable"`` and
+        `allow_tf32`: float32 products on tensor cores, every operand rounded to tf32, which is off
+        by at most 2**-11 of itself (default: False, float32 throughout); "numba" takes `threads`,
+        how many (default: every CPU this process may use), and `micro_kernel`, "vector" or "plain".
 
     Returns
     -------

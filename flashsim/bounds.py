@@ -16,10 +16,11 @@ def flash_theorem(n_q: int, n_kv: int, head_dim: int, m: int) -> float:
 
 
 def lower_bound(n_q: int, n_kv: int, head_dim: int, m: int) -> float:
-    """Elements any algorithm with the usual matrix product must move, up to a constant.
+    """Elements that any exact algorithm must move, up to a constant.
 
-    Saha and Ye, arXiv:2402.07443: N^2 d^2 / M where M >= d^2, and N^2 d / sqrt(M) below, where
-    the scores' own product is what costs.
+    Saha and Ye, arXiv:2402.07443: N^2 d^2 / M where M >= d^2, whichever way matrices are
+    multiplied, so FlashAttention is optimal there; N^2 d / sqrt(M) below, for algorithms that
+    multiply matrices the usual way, where the scores' own product is what costs.
     """
     if m >= head_dim**2:
         return flash_theorem(n_q, n_kv, head_dim, m)

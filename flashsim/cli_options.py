@@ -58,6 +58,9 @@ Softcap = _option(float, "--softcap", help="c of c tanh(s / c); 0 is off.", pane
 Scale = _option(float | None, "--scale", help="On Q K^T; 1 / sqrt(head_dim).", panel=_MASK)
 Algorithm = _option(str, "--algorithm", "-a", help=f"{', '.join(ALGORITHMS)}.", panel=_HOW)
 Backward = _option(bool, "--backward", help="The backward pass as well.", panel=_HOW)
+BackwardInstead = _option(
+    bool, "--backward", help="The backward pass instead of the forward.", panel=_HOW
+)
 Tile = _option(
     str,
     "--tiling",
@@ -67,6 +70,13 @@ Tile = _option(
 )
 BackwardTile = _option(str, "--backward-tiling", help="The same for the backward.", panel=_HOW)
 DeviceName = _option(str, "--device", help="See `flashsim devices`.", panel=_HOW)
+KernelTile = _option(
+    str, "--tiling", "-t", help="QUERIESxKEYS; fit: the one that the kernels choose.", panel=_HOW
+)
+KernelAlgorithm = _option(
+    str, "--algorithm", "-a", help="flash2, or flash2-fused: backward in one pass.", panel=_HOW
+)
+Family = _option(str, "--kernel", help="Kernel family: hopper or portable.", panel=_HOW)
 Sram = _option(int | None, "--sram", help="Bytes on chip, instead of the device's.", panel=_HOW)
 KeyOrder = _option(str, "--key-order", help="ascending or descending.", panel=_HOW)
 Backend = _option(str, "--backend", help="What executes it; numpy is the simulator.", panel=_HOW)
@@ -105,6 +115,20 @@ class Arrays(NamedTuple):
             return self.dout
         shape = (*self.q.shape[:-1], self.v.shape[-1])
         return np.random.default_rng(seed).standard_normal(shape).astype(self.q.dtype)
+
+
+def read_text(file: Path) -> str:
+    """The text of a file that the user named.
+
+    Raises
+    ------
+    OptionError
+        If it cannot be read.
+    """
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise OptionError(f"cannot read {str(file)!r}: {error.strerror}") from None
 
 
 def read_arrays(sizes: dict[str, Any], seed: int, file: Path | None, sample: str | None) -> Arrays:

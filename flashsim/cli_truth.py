@@ -32,7 +32,7 @@ def dram(
     dtype: opt.Dtype = "bfloat16",
     causal: opt.Causal = False,
     algorithm: opt.Algorithm = "flash2",
-    backward: opt.Backward = False,
+    backward: opt.BackwardInstead = False,
     tiling: opt.Tile = "fit",
     device: opt.DeviceName = "H100",
     launch: opt.Launch = "head-first",
@@ -70,7 +70,7 @@ def roofline(
     dtype: opt.Dtype = "bfloat16",
     causal: opt.Causal = False,
     algorithms: Annotated[str, typer.Option("--algorithms", "-a")] = "standard,flash2",
-    backward: opt.Backward = False,
+    backward: opt.BackwardInstead = False,
     tiling: opt.Tile = "fit",
     device: opt.DeviceName = "H100",
     seconds: Annotated[float | None, typer.Option(help="Measured time of the kernels.")] = None,
@@ -96,7 +96,7 @@ def ladder(
     dtype: opt.Dtype = "float32",
     tiling: opt.Tile = "32x64",
     device: opt.DeviceName = "H100",
-    rungs: Annotated[str | None, typer.Option(help="Of the ladder; default: all.")] = None,
+    rungs: Annotated[str | None, typer.Option(help="Names with commas; default: all.")] = None,
     magnify: Annotated[float, typer.Option(help="Multiplies Q: large scores.")] = 1.0,
     seed: opt.Seed = 0,
     json: opt.Json = False,
@@ -133,15 +133,18 @@ def predict(
     dtype: opt.Dtype = "bfloat16",
     causal: opt.Causal = False,
     window: opt.Window = None,
-    algorithm: opt.Algorithm = "flash2",
-    backward: opt.Backward = False,
-    tiling: opt.Tile = "fit",
+    algorithm: opt.KernelAlgorithm = "flash2",
+    backward: opt.BackwardInstead = False,
+    tiling: opt.KernelTile = "fit",
     device: opt.DeviceName = "H200",
-    kernel: Annotated[str, typer.Option(help="The family: hopper or portable.")] = "hopper",
+    kernel: opt.Family = "hopper",
     json: opt.Json = False,
     csv: opt.Csv = False,
 ) -> None:
-    """Predict how long the CUDA kernels take: units, overlap, waves and tails."""
+    """Predict how long the kernels of backend cupy take: units, overlap, waves and tails.
+
+    Needs no GPU. Calibrated on one H200; docs/truth.md says how far it is off.
+    """
     from flashsim import predict as model
 
     seen = opt.parse_window(window) if window else None
@@ -177,6 +180,10 @@ def reproduce(
 
 def verify(
     file: Annotated[Path | None, typer.Option("--from", help="A saved Nsight Compute CSV.")] = None,
+    summary: Annotated[
+        Path | None,
+        typer.Option(help="Only sum up a table of benchmarks/verify.py: docs/verify-h200.csv."),
+    ] = None,
     n_q: opt.Nq = 4096,
     n_kv: opt.Nkv = None,
     head_dim: opt.HeadDim = 128,
@@ -192,7 +199,9 @@ def verify(
     backward_tiling: opt.BackwardTile = "fit",
     device: opt.DeviceName = "H200",
     backend: opt.Backend = "cupy",
-    kernel: Annotated[str | None, typer.Option(help="hopper or portable; the best.")] = None,
+    kernel: Annotated[
+        str | None, typer.Option(help="hopper or portable; default: the best that runs.")
+    ] = None,
     launch: opt.Launch = "grouped",
     blocks_per_sm: opt.BlocksPerSm = None,
     save: Annotated[Path | None, typer.Option(help="Keep Nsight Compute's CSV here.")] = None,
@@ -202,10 +211,14 @@ def verify(
     """Compare predictions with hardware counters, kernel by kernel.
 
     Runs the kernels under Nsight Compute, or with --from reads what it printed elsewhere; then the
-    options must say what ran there.
+    options must say what ran there. A table of many shapes is summed up by --summary.
     """
     from flashsim import verify as verification
 
+    if summary is not None:
+        tables = verification.summary(opt.read_text(summary))
+        show_tables(tables, tables[-1:], json, csv)
+        return
     seen = opt.parse_window(window) if window else None
     problem = Problem(n_q, n_kv, head_dim, head_dim, batch, heads, kv_heads, dtype, causal, seen)
     tiles = [opt.choose_tiling(t, problem.head_dim, causal) for t in (tiling, backward_tiling)]
@@ -218,9 +231,10 @@ def verify(
         directions = ("forward", "backward") if backward else ("forward",)
         if None in tiles[: len(directions)]:
             raise OptionError(
-                "--from needs the tiles that ran: give --tiling and --backward-tiling"
+                "--from needs the tiles that ran: give --tiling and --backward-tiling (a table of "
+                "benchmarks/verify.py is read by --summary)"
             )
-        launches = verification.parse(file.read_text(errors="replace"))
+        launches = verification.parse(opt.read_text(file))
         predictions = [
             verification.predict(problem, algorithm, d, t, device)
             for d, t in zip(directions, tiles, strict=False)
@@ -247,7 +261,7 @@ def _count(problem: Problem, algorithm: str, backward: bool, tiling: str, device
 
 def _at_sizes(curves: dict[str, Any], sizes: list[float]) -> Table:
     table = Table(
-        "DRAM bytes over the size of L2",
+        "DRAM bytes over the size of L2 (textbook cache: fully associative, LRU)",
         ("stage", "L2 MiB", "DRAM read B", "DRAM write B"),
         note="; ".join(
             f"{name}: {curve.enough():,} B of L2 leave first reads only"

@@ -11,13 +11,15 @@ Sources, cited by letter beside each device:
  [S] NVIDIA L40S datasheet; L2 size of the full AD102 from [L].
  [H] NVIDIA H100 Tensor Core GPU Architecture whitepaper, tables 1 and 2 (SXM5).
  [I] NVIDIA H200 datasheet for its memory; peaks as [H]; L2 size as the device reports it.
- [B] NVIDIA DGX B200 datasheet (1,440 GB and 64 TB/s over eight GPUs), HGX B200 specifications
-     (FP64 296, FP32 600 TFLOP/s and FP16 36 PFLOP/s with sparsity, over eight GPUs); SM count and
-     L2 size as the device reports them.
+ [B] NVIDIA DGX B200 datasheet (1,440 GB and 64 TB/s over eight GPUs), NVIDIA's table of HGX B200,
+     one GPU: FP64 37 (tensor cores 37), FP32 75, FP16 4,500 TFLOP/s with sparsity; SM count and L2
+     size as the device reports them. Other sheets differ: the Blackwell brief of 2024 printed FP64
+     40 and FP32 80, and HGX tables of 2025 print 7.7 TB/s.
  [C] CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": shared memory
      per SM and per block (opt-in), registers per SM; and "Arithmetic Instructions", whose rates
      give the FP64, FP16 and BF16 peaks of CUDA cores where a paper leaves them out.
- [J] L2 read bandwidth measured by Jia et al.: V100, arXiv:1804.06826; T4, arXiv:1903.07486.
+ [J] L2 read bandwidth measured by Jia et al.: V100 2155 GB/s, arXiv:1804.06826; T4,
+     arXiv:1903.07486 (the one figure here that was entered from memory and not found again).
  [E] L2 read bandwidth measured by github.com/RRZE-HPC/gpu-benches, `gpu-l2-cache`, median of the
      data sets from 8 to 30 MB: A100 80 GB 5.4 TB/s, L40 5.2, H200 9.8. Entered also for the chips
      with the same die and SM count: A100 40 GB, L40S, H100.

@@ -52,6 +52,12 @@ class Table:
             table.add_row(*(Text(format_cell(cell)) for cell in row))
         return table
 
+    def markdown(self) -> str:
+        """The table as GitHub's Markdown has it, without title and note."""
+        rows = [list(self.columns), ["---"] * len(self.columns)]
+        rows += [[format_cell(cell) for cell in row] for row in self.rows]
+        return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
     def json(self) -> str:
         """The rows as a JSON array of objects."""
         return json.dumps(self.records(), indent=2)

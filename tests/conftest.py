@@ -43,13 +43,13 @@ def pytest_report_header(config):
 
 
 def pytest_collection_modifyitems(items):
-    missing = _why_no_gpu()
+    missing = why_no_gpu()
     for item in items if missing else ():
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=missing))
 
 
-def _why_no_gpu():
+def why_no_gpu():
     """Why tests marked `gpu` cannot run here; None if they can."""
     if importlib.util.find_spec("cupy") is None:
         return "needs CuPy and an NVIDIA GPU"

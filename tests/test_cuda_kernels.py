@@ -4,15 +4,18 @@ arithmetic is theirs (the kernels static_assert its sizes); what cannot run says
 
 import re
 from functools import cache
+from importlib import resources
 
 import numpy as np
 import pytest
+from compiled import compiled, source
 
 import flashsim
 from flashsim import Problem, Tiling
 from flashsim.backends import fitting, launch, portable
 from flashsim.backends.launch import Gpu
 from flashsim.backends.lowering import lower
+from flashsim.engine import Job
 from flashsim.errors import BackendUnavailable, OptionError, TilingError, UnsupportedError
 from flashsim.problem import BlockMask
 from flashsim.schedule import Schedule
@@ -64,28 +67,11 @@ def passes(problem, gpu, report="", family=portable):
         yield from family.backward_passes(problem, None, gpu, "ascending", report, algorithm)
 
 
-def toolchain():
-    """CuPy's NVRTC, which needs no GPU, and the module that puts sources together."""
-    pytest.importorskip("cupy")
-    from cupy.cuda import nvrtc
-
-    from flashsim.backends import compiler
-
-    return nvrtc, compiler
-
-
 @cache
 def compile_kernel(kernel, arch):
-    """{function: (stack bytes, spilled bytes, registers)} and the cubin, from NVRTC."""
-    nvrtc, compiler = toolchain()
-
-    program = nvrtc.createProgram(compiler.source(kernel.file), kernel.file, [], [])
-    options = (*kernel.options, f"-arch={arch}", "--ptxas-options=-v")
-    try:
-        nvrtc.compileProgram(program, options)
-    except nvrtc.NVRTCError:
-        pytest.fail(nvrtc.getProgramLog(program))
-    log = nvrtc.getProgramLog(program)
+    """{function: (stack bytes, spilled bytes, registers)}, from NVRTC."""
+    log, cubin = compiled(kernel, (*kernel.options, f"-arch={arch}"))
+    assert cubin, log
     assert "warning" not in log
     found = re.findall(
         r"entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores"
@@ -93,7 +79,7 @@ def compile_kernel(kernel, arch):
         log,
         re.DOTALL,
     )
-    return {name: tuple(map(int, numbers)) for name, *numbers in found}, nvrtc.getCUBIN(program)
+    return {name: tuple(map(int, numbers)) for name, *numbers in found}
 
 
 #: These two have all the kernels there are; what the others vary is tried on the two main targets.
@@ -110,7 +96,7 @@ def test_kernels_compile_and_stay_in_registers(name, arch):
     compiled = 0
     family = portable.TF32 if "tf32" in name else portable
     for one in passes(PROBLEMS[name], GPUS[arch], family=family):
-        stack, spilled, registers = compile_kernel(one.kernel, arch)[0][one.kernel.name]
+        stack, spilled, registers = compile_kernel(one.kernel, arch)[one.kernel.name]
         assert spilled <= SPILL_BYTES, (one.stage.name, one.kernel)
         assert stack <= SPILL_BYTES, "an array lives in local memory"
         assert registers * one.kernel.threads <= 64 * KIB
@@ -122,43 +108,44 @@ def test_kernels_compile_and_stay_in_registers(name, arch):
 @pytest.mark.parametrize("name", ["bf16 128 causal", "fp16 odd", "fp32 64"])
 def test_kernels_that_report_compile(name, report):
     for one in passes(PROBLEMS[name], H200, report):
-        assert one.kernel.name in compile_kernel(one.kernel, "sm_90")[0]
+        assert one.kernel.name in compile_kernel(one.kernel, "sm_90")
 
 
 def test_reporting_costs_nothing_when_it_is_off():
     """The source with all reporting cut out gives the same machine code as the switch."""
-    nvrtc, compiler = toolchain()
-
     (one,) = portable.forward_passes(PROBLEMS["bf16 64"], None, H200, "ascending", "")
-    text = compiler.source(one.kernel.file)
+    text = source(one.kernel)
     bare = re.sub(r"^ *report\((\w+(?: \+ \d)?), lse_bytes\);$", "", text, flags=re.MULTILINE)
     bare = re.sub(r"^ *STAMP\(.*\);$", "", bare, flags=re.MULTILINE)
     bare = re.sub(r"^ *stamp_block\(.*\);$", "", bare, flags=re.MULTILINE)
     assert bare.count("STAMP(") < text.count("STAMP(") - 3
 
     def machine_code(source):
-        program = nvrtc.createProgram(source, "kernel.cu", [], [])
-        nvrtc.compileProgram(program, (*one.kernel.options, "-arch=sm_90"))
-        return nvrtc.getCUBIN(program)
+        return compiled(one.kernel, (*one.kernel.options, "-arch=sm_90"), source)[1]
 
     code = machine_code(text)
+    assert code
     assert machine_code(bare) == code
     assert machine_code(text.replace("FS_TRACE", "1")) != code
 
 
-def test_a_wrong_size_does_not_compile():
-    nvrtc, compiler = toolchain()
+def test_lines_are_as_short_as_in_python():
+    folder = resources.files("flashsim.backends") / "kernels"
+    lines = {(f.name, line) for f in folder.iterdir() for line in f.read_text("utf-8").split("\n")}
+    assert len(lines) > 1000
+    assert not {x for x in lines if len(x[1]) > 100}
 
+
+def test_a_wrong_size_does_not_compile():
     (one,) = portable.forward_passes(PROBLEMS["bf16 64"], None, H200, "ascending", "")
     for name in ("FS_SMEM_BYTES", "FS_ARGS_BYTES"):
         options = [
             f"-D{name}={dict(one.kernel.constants)[name] + 16}" if name in o else o
             for o in one.kernel.options
         ]
-        program = nvrtc.createProgram(compiler.source(one.kernel.file), "kernel.cu", [], [])
-        with pytest.raises(nvrtc.NVRTCError):
-            nvrtc.compileProgram(program, (*options, "-arch=sm_90"))
-        assert "must agree" in nvrtc.getProgramLog(program)
+        log, cubin = compiled(one.kernel, (*options, "-arch=sm_90"))
+        assert not cubin
+        assert "must agree" in log
 
 
 def test_arguments_pack_as_the_struct_lies():
@@ -275,16 +262,52 @@ def test_without_cupy_the_backend_says_what_to_install(monkeypatch):
 
 def test_kernels_with_delays_compile_and_every_barrier_has_a_number():
     """What tests/test_cupy_barriers.py runs on a GPU."""
-    nvrtc, _ = toolchain()
+    pytest.importorskip("cupy")
     from barriers import barriers, jittered
 
-    files = {
+    kernels = {
         one.kernel.file: one.kernel
         for name in ("fp16 256", "fp32 64")
         for one in passes(PROBLEMS[name], H200)
     }
-    del files["backward_rows.cu"]  # no barriers
-    for file, kernel in files.items():
+    del kernels["backward_rows.cu"]  # no barriers
+    for file, kernel in kernels.items():
         assert barriers(file)
-        program = nvrtc.createProgram(jittered(file, "B1"), file, [], [])
-        nvrtc.compileProgram(program, (*kernel.options, "-arch=sm_90"))
+        log, cubin = compiled(kernel, (*kernel.options, "-arch=sm_90"), jittered(file, "B1"))
+        assert cubin, log
+
+
+def test_tf32_is_for_float32_and_says_so():
+    pytest.importorskip("cupy")
+    from flashsim.backends import cupy_engine
+
+    for dtype, allowed, name in (
+        ("float32", True, "portable, tf32"),
+        ("float32", False, "portable"),
+        ("float16", True, "portable"),
+    ):
+        p = Problem(64, 64, 64, dtype=dtype)
+        job = Job(p, None, None, None, options={"allow_tf32": allowed})
+        family = cupy_engine._family(job, GPUS["sm_80"], "forward")
+        assert name == family.NAME
+    x = np.zeros((8, 16), np.float32)
+    with pytest.raises(OptionError, match="allow_tf32 must be True or False, got 'yes'"):
+        flashsim.run(x, x, x, backend="cupy", allow_tf32="yes")
+
+
+@pytest.mark.parametrize("arch", GPUS)
+@pytest.mark.parametrize("head_dim", [8, 64, 128, 256])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_tf32_runs_wherever_its_tiles_fit(head_dim, arch, direction):
+    pytest.importorskip("cupy")
+    from flashsim.backends import cupy_engine
+
+    p, gpu = Problem(64, 64, head_dim, dtype="float32"), GPUS[arch]
+    job = Job(p, None, None, None, options={"allow_tf32": True})
+    family = cupy_engine._family(job, gpu, direction)
+    small = head_dim == 256 and direction == "backward" and gpu.shared_bytes < 100 * KIB
+    assert family is (portable if small else portable.TF32)  # a row of K, V, Q, dO has 4 KiB
+    given = (p, None, gpu, "ascending", "")
+    made = family.forward_passes if direction == "forward" else family.backward_passes
+    for one in made(*given, *(["flash2"] if direction == "backward" else [])):
+        assert one.kernel.shared_bytes <= gpu.shared_bytes

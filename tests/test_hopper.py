@@ -160,7 +160,15 @@ def test_kinds_of_scores(head_dim, kind):
 @pytest.mark.parametrize("head_dim", [96, 200])
 @pytest.mark.parametrize("name", FEATURES)
 def test_counts_are_the_closed_forms(name, head_dim, order):
-    p = Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name])
+    check_counts(Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name]), order)
+
+
+@pytest.mark.parametrize("head_dims", [(37, 61), (101, 75), (203, 133)])
+def test_counts_leave_out_what_rows_are_padded_with(head_dims):
+    check_counts(Problem(333, 517, *head_dims, heads=2, dtype="bfloat16", causal=True))
+
+
+def check_counts(p, order="ascending"):
     x = make(p)
     for algorithm in ("flash2", "flash2-fused"):
         result = run(p, x, algorithm=algorithm, key_order=order, trace=True)

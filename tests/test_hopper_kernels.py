@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from compiled import compiled
 
 import flashsim
 from flashsim import Problem, Tiling
@@ -59,20 +60,11 @@ def kernels(problem, report=""):
 
 
 def compile_log(kernel, **changed):
-    """NVRTC's log; raises NVRTCError if the kernel does not compile."""
-    pytest.importorskip("cupy")
-    from cupy.cuda import nvrtc
-
-    from flashsim.backends import compiler
-
+    """NVRTC's log, beginning with "failed" if the kernel does not compile."""
     options = [o for o in kernel.options if not any(f"-DFS_{name}=" in o for name in changed)]
     options += [f"-DFS_{name}={value}" for name, value in changed.items()]
-    program = nvrtc.createProgram(compiler.source(kernel.file), kernel.file, [], [])
-    try:
-        nvrtc.compileProgram(program, (*options, "--ptxas-options=-v"))
-    except nvrtc.NVRTCError:
-        return "failed: " + nvrtc.getProgramLog(program)
-    return nvrtc.getProgramLog(program)
+    log, cubin = compiled(kernel, options)
+    return log if cubin else "failed: " + log
 
 
 @pytest.mark.parametrize("name", PROBLEMS)

@@ -23,7 +23,7 @@ def test_every_page_prints_and_names_its_source(name):
 @pytest.mark.parametrize(("name", "number"), [("tiles", 0), ("tiles", 1), ("softmax", 0)])
 def test_exact_pages_agree_exactly(name, number):
     for quantity, row in rows(name, number).items():
-        if "most that" not in quantity:  # printed as 1.33
+        if quantity != "safe / online":  # a speed-up there
             assert row["ours"] == row["paper"], quantity
 
 

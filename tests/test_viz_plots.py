@@ -10,7 +10,7 @@ from matplotlib import pyplot as plt
 from matplotlib.colors import to_hex
 
 import flashsim
-from flashsim import Problem, Tiling, bounds, traffic, viz
+from flashsim import Problem, Tiling, bounds, l2, traffic, viz
 from flashsim.errors import DTypeError, OptionError, TraceError
 from flashsim.viz import palette
 from flashsim.viz.style import human
@@ -46,6 +46,7 @@ EVERY = {
     "sram_timeline": lambda **o: viz.sram_timeline(cases.trace(), **o),
     "io_curve": lambda **o: viz.io_curve(counts(), **o),
     "roofline": lambda **o: viz.roofline(counts()[:1], **o),
+    "l2_curve": lambda **o: viz.l2_curve(l2.curves(counts()[0]), **o),
     "memory_footprint": lambda **o: viz.memory_footprint(Problem(64), **o),
     "gpu_timeline": lambda **o: viz.gpu_timeline(cases.with_timeline(), **o),
     "diff": lambda **o: viz.diff(cases.trace("flash1"), cases.trace(), **o),

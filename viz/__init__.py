@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from flashsim.viz.palette import color
     from flashsim.viz.player import Page, page
     from flashsim.viz.plot_bytes import cumulative, diff, sram_timeline, traffic
+    from flashsim.viz.plot_cache import l2_curve
     from flashsim.viz.plot_models import io_curve, memory_footprint, roofline
     from flashsim.viz.plot_tiles import tile_map
     from flashsim.viz.plot_timeline import gpu_timeline
@@ -23,6 +24,7 @@ _ROOMS = {
     "player": ("Page", "page"),
     "palette": ("color",),
     "plot_bytes": ("cumulative", "diff", "sram_timeline", "traffic"),
+    "plot_cache": ("l2_curve",),
     "plot_models": ("io_curve", "memory_footprint", "roofline"),
     "plot_tiles": ("tile_map",),
     "plot_timeline": ("gpu_timeline",),
@@ -38,6 +40,7 @@ __all__ = [
     "diff",
     "gpu_timeline",
     "io_curve",
+    "l2_curve",
     "memory_footprint",
     "page",
     "roofline",

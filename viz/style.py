@@ -134,9 +134,11 @@ def unit_axis(axis: Any, unit: str = "B") -> None:
 
 
 def binary_axis(axis: Any) -> None:
-    """Tick labels of on-chip sizes, powers of two: KiB is 1024 B."""
+    """Tick labels of on-chip sizes, powers of two: KiB is 1024 B, MiB 1024 KiB."""
 
     def text(value: float, _: Any) -> str:
+        if value >= 1 << 20:
+            return f"{value / (1 << 20):.4g} MiB"
         return f"{value / 1024:.4g} KiB" if value >= 1024 else f"{value:.4g} B"
 
     axis.set_major_formatter(FuncFormatter(text))

@@ -2,11 +2,11 @@
 // A block owns column tile j of one key head and visits, for every query head of the group, the row
 // tiles that the schedule lists. It works on transposed scores, S^T = K Q^T, so that P^T and dS^T
 // leave the products in exactly the registers in which dV += P^T dO and dK += dS^T Q want them.
-// Where a row of dK and dV is too wide for one warp's registers, FS_PARTS warps share its keys: each
-// makes the scores of its part of the queries, these cross through shared memory, and each adds up
-// its part of the columns. A warp then has more keys to use an element of Q and dO for that it reads.
-// FS_FUSED adds dQ += dS K as well, reduced into a float32 accumulator in HBM (its order, and so
-// its last bit, varies); without it a second kernel (backward_dq.cu) makes dQ.
+// Where a row of dK and dV is too wide for one warp's registers, FS_PARTS warps share its keys:
+// each makes the scores of its part of the queries, these cross through shared memory, and each
+// adds up its part of the columns. A warp then has more keys to use an element of Q and dO for that
+// it reads. FS_FUSED adds dQ += dS K as well, reduced into a float32 accumulator in HBM (its order,
+// and so its last bit, varies); without it a second kernel (backward_dq.cu) makes dQ.
 // Where things live: K, V in shared memory for the whole block; Q, dO in FS_STAGES shared stages;
 // dK, dV, S^T, dP^T in registers; P^T, dS^T there, too, or in shared memory where they cross warps.
 #include "common.cuh"
@@ -18,7 +18,7 @@ constexpr int PARTS = FS_PARTS;  // warps that share 16 KT keys
 constexpr int KT = BLOCK_K * PARTS / (16 * WARPS);  // 16-key blocks a warp
 constexpr int CHUNK = FS_CHUNK;  // queries whose scores are in registers at a time
 constexpr int DP = D / PARTS, DVP = DV / PARTS, QUERIES = BLOCK_Q / PARTS;  // a warp's part of each
-// dQ is made one visit late, so that a visit needs one barrier, unless it needs a second one anyway.
+// dQ is made one visit late, so that a visit needs one barrier, unless it needs a second anyway.
 constexpr bool CROSS = PARTS > 1, LATE = FS_FUSED && !CROSS;
 static_assert(KT * 16 * WARPS == BLOCK_K * PARTS && QUERIES % CHUNK == 0 && CHUNK % 16 == 0 &&
               DP % 16 == 0 && DVP % 16 == 0, "see launch.dkdv_kernel");
@@ -51,9 +51,9 @@ __device__ inline u32 add_rows(float* acc, const float (&dq)[MT][FRAGMENTS][4], 
 #pragma unroll
             for (int c = 0; c < FRAGMENTS; c += 2) {
                 const int r = row + i * 16 + h * 8 + threadIdx.x % 32 / 4;
-                reduced += reduce_pair(acc + r * FS_HEAD_DIM + c * 8, dq[i][c][h * 2], dq[i][c][h * 2 + 1],
-                                       dq[i][c + 1][h * 2], dq[i][c + 1][h * 2 + 1],
-                                       WHOLE || r < n_rows, WHOLE ? 16 : columns - c * 8);
+                const float *left = dq[i][c] + h * 2, *right = dq[i][c + 1] + h * 2;
+                reduced += reduce_pair(acc + r * FS_HEAD_DIM + c * 8, left[0], left[1], right[0],
+                                       right[1], WHOLE || r < n_rows, WHOLE ? 16 : columns - c * 8);
             }
     return reduced;
 }
@@ -120,18 +120,18 @@ flash_dkdv(const __grid_constant__ Args a) {
         const int count = rows.stop - rows.start, head = kv_head * a.group + member;
         const i64 query = i64(first_walk + member) * a.n_q + rows.start;
         u32* slots = a.visit_counts + (i64(first_walk + member) * a.n_visits + walk.first + n) * 8;
-        const char* q = a.q.data + (batch * a.q.batch + head * a.q.head + rows.start * a.q.row) * FS_BYTES;
-        const char* dout =
-            a.dout.data + (batch * a.dout.batch + head * a.dout.head + rows.start * a.dout.row) * FS_BYTES;
+        const char* q = a.q.at(batch, head, rows.start);
+        const char* dout = a.dout.at(batch, head, rows.start);
         report(slots, load_async<KeyRow, THREADS>(t.Q[stage], q, a.q.row, count));
         report(slots + 1, load_async<ValueRow, THREADS>(t.dO[stage], dout, a.dout.row, count));
         report(slots + 2, load_vector_async<BLOCK_Q, THREADS>(t.lse[stage], a.lse + query, count));
-        report(slots + 3, load_vector_async<BLOCK_Q, THREADS>(t.delta[stage], a.delta + query, count));
+        report(slots + 3,
+               load_vector_async<BLOCK_Q, THREADS>(t.delta[stage], a.delta + query, count));
     };
 
     // -- Phase 1: start copying K, V and the first Q, dO ------------------------------------------
-    const char* k = a.k.data + (batch * a.k.batch + kv_head * a.k.head + cols.start * a.k.row) * FS_BYTES;
-    const char* v = a.v.data + (batch * a.v.batch + kv_head * a.v.head + cols.start * a.v.row) * FS_BYTES;
+    const char* k = a.k.at(batch, kv_head, cols.start);
+    const char* v = a.v.at(batch, kv_head, cols.start);
     report(tile_count, load_async<KeyRow, THREADS>(t.K, k, a.k.row, cols.stop - cols.start));
     report(tile_count + 1, load_async<ValueRow, THREADS>(t.V, v, a.v.row, cols.stop - cols.start));
     const int total = a.group * walk.count;
@@ -159,9 +159,9 @@ flash_dkdv(const __grid_constant__ Args a) {
             load_q(0, member, n, visit);
         }
         cp_async_wait();
-        __syncthreads();  // B1: this visit's Q, dO (at first K, V too) are complete, and where it is read
-                          // late, the last visit's dS; all warps have read what this visit's copies,
-                          // P and dS overwrite
+        __syncthreads();  // B1: this visit's Q, dO (at first K, V too) are complete, and where
+                          // it is read late, the last visit's dS; all warps have read what this
+                          // visit's copies, P and dS overwrite
         if (u < total) STAMP(a.visit_stamps + slot * 5, 1);
         if (++n == walk.count) n = 0, ++member;
         if (u + 1 < total) {
@@ -223,8 +223,8 @@ flash_dkdv(const __grid_constant__ Args a) {
 #endif
 #pragma unroll
             for (int c = 0; c < CHUNK / 8; ++c) {
-                const float2 lse =
-                    *reinterpret_cast<const float2*>(&t.lse[stage_now][q0 + c * 8 + lane % 4 * 2]);
+                const int at = q0 + c * 8 + lane % 4 * 2;
+                const float2 lse = *reinterpret_cast<const float2*>(&t.lse[stage_now][at]);
                 const float base[2] = {lse.x * LOG2E, lse.y * LOG2E};
 #pragma unroll
                 for (int i = 0; i < KT; ++i)
@@ -261,7 +261,8 @@ flash_dkdv(const __grid_constant__ Args a) {
                 for (int i = 0; i < KT; ++i)
 #pragma unroll
                     for (int h = 0; h < 2; ++h) {
-                        const KeepColumn keep(a, cols.start + my_keys + i * 16 + h * 8 + lane / 4, cols);
+                        const int key = cols.start + my_keys + i * 16 + h * 8 + lane / 4;
+                        const KeepColumn keep(a, key, cols);
 #pragma unroll
                         for (int c = 0; c < CHUNK / 8; ++c)
 #pragma unroll
@@ -273,8 +274,8 @@ flash_dkdv(const __grid_constant__ Args a) {
             // -- Phase 5: dS^T = P^T (dP^T - delta) -----------------------------------------------
 #pragma unroll
             for (int c = 0; c < CHUNK / 8; ++c) {
-                const float2 delta =
-                    *reinterpret_cast<const float2*>(&t.delta[stage_now][q0 + c * 8 + lane % 4 * 2]);
+                const int at = q0 + c * 8 + lane % 4 * 2;
+                const float2 delta = *reinterpret_cast<const float2*>(&t.delta[stage_now][at]);
 #pragma unroll
                 for (int i = 0; i < KT; ++i)
 #pragma unroll
@@ -349,9 +350,10 @@ flash_dkdv(const __grid_constant__ Args a) {
         stage(t.V, my_keys + i * 16, part * DVP, dv[i], 1.0f, 1.0f);
     }
     __syncthreads();  // B4: dK, dV are complete; a thread stores rows that other warps staged
-    char* dk_out = a.dk.data + (batch * a.dk.batch + kv_head * a.dk.head + cols.start * a.dk.row) * FS_BYTES;
-    char* dv_out = a.dv.data + (batch * a.dv.batch + kv_head * a.dv.head + cols.start * a.dv.row) * FS_BYTES;
-    report(tile_count + 2, store_tile<KeyRow, THREADS>(t.K, dk_out, a.dk.row, cols.stop - cols.start));
-    report(tile_count + 3, store_tile<ValueRow, THREADS>(t.V, dv_out, a.dv.row, cols.stop - cols.start));
+    char* dk_out = a.dk.at(batch, kv_head, cols.start);
+    char* dv_out = a.dv.at(batch, kv_head, cols.start);
+    const int n_cols = cols.stop - cols.start;
+    report(tile_count + 2, store_tile<KeyRow, THREADS>(t.K, dk_out, a.dk.row, n_cols));
+    report(tile_count + 3, store_tile<ValueRow, THREADS>(t.V, dv_out, a.dv.row, n_cols));
     stamp_block(tile_stamp, true);
 }

@@ -1,8 +1,8 @@
 // FlashAttention-2 backward, queries outside: dQ alone, the third of three passes without atomics.
 // A block owns row tile i of one head, recomputes S and dP for the column tiles that the schedule
 // lists, and adds dS K in registers, so that equal inputs give equal bits.
-// Where things live: Q, dO in shared memory for the whole block; K, V in two shared stages; dQ, S, P,
-// dP, dS in registers.
+// Where things live: Q, dO in shared memory for the whole block; K, V in two shared stages; dQ, S,
+// P, dP, dS in registers.
 #include "common.cuh"
 #include "mma.cuh"
 
@@ -50,9 +50,8 @@ flash_dq(const __grid_constant__ Args a) {
     };
 
     // -- Phase 1: start copying Q, dO, L, delta and the first K, V --------------------------------
-    const char* q = a.q.data + (batch * a.q.batch + head * a.q.head + rows.start * a.q.row) * FS_BYTES;
-    const char* dout =
-        a.dout.data + (batch * a.dout.batch + head * a.dout.head + rows.start * a.dout.row) * FS_BYTES;
+    const char* q = a.q.at(batch, head, rows.start);
+    const char* dout = a.dout.at(batch, head, rows.start);
     const i64 query = i64(work.walk) * a.n_q + rows.start;
     report(tile_count, load_async<KeyRow, THREADS>(t.Q, q, a.q.row, n_rows));
     report(tile_count + 1, load_async<ValueRow, THREADS>(t.dO, dout, a.dout.row, n_rows));
@@ -138,7 +137,9 @@ flash_dq(const __grid_constant__ Args a) {
                             s = a.softcap * y, slope = 1.0f - y * y;
 #endif
                             float e = exp2_approx(s * to_log2 - base);
-                            if (visit.masked && !keep(cols.start + k0 + c * 8 + lane % 4 * 2 + x)) e = 0.0f;
+                            if (visit.masked &&
+                                !keep(cols.start + k0 + c * 8 + lane % 4 * 2 + x))
+                                e = 0.0f;
                             ds[i][c][h * 2 + x] = e * (ds[i][c][h * 2 + x] - delta) * slope;
                         }
                 }
@@ -160,13 +161,13 @@ flash_dq(const __grid_constant__ Args a) {
         STAMP(visit_stamp + n * 5, 4);
     }
 
-    // -- Phase 5: dQ *= scale; store ---------------------------------------------------------------
+    // -- Phase 5: dQ *= scale; store --------------------------------------------------------------
     cp_async_wait();  // a block without visits still has Q, dO under way
-    __syncthreads();  // B2: all warps have read Q, and no copy into it is under way; dQ is staged there
+    __syncthreads();  // B2: all warps have read Q, no copy into it is under way; dQ is staged there
 #pragma unroll
     for (int i = 0; i < MT; ++i) stage(t.Q, my_rows + i * 16, 0, dq[i], a.scale, a.scale);
     __syncthreads();  // B3: dQ is complete; a thread stores rows that other warps staged
-    char* out = a.dq.data + (batch * a.dq.batch + head * a.dq.head + rows.start * a.dq.row) * FS_BYTES;
+    char* out = a.dq.at(batch, head, rows.start);
     report(tile_count + 4, store_tile<KeyRow, THREADS>(t.Q, out, a.dq.row, n_rows));
     stamp_block(tile_stamp, true);
 }

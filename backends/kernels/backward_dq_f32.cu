@@ -32,11 +32,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_dq(const __grid_cons
 
     // -- Phase 1: load Q, dO, L, delta ------------------------------------------------------------
     const i64 query = i64(work.walk) * a.n_q + rows.start;
-    const char* q = a.q.data + (batch * a.q.batch + head * a.q.head + rows.start * a.q.row) * 4;
-    const char* dout =
-        a.dout.data + (batch * a.dout.batch + head * a.dout.head + rows.start * a.dout.row) * 4;
-    report(tile_count, load_tile<FS_HEAD_DIM>(t.Q, q, a.q.row, n_rows));
-    report(tile_count + 1, load_tile<FS_HEAD_DIM_V>(t.dO, dout, a.dout.row, n_rows));
+    const char* q = a.q.at(batch, head, rows.start);
+    const char* dout = a.dout.at(batch, head, rows.start);
+    report(tile_count, load_tile<KeyRow>(t.Q, q, a.q.row, n_rows));
+    report(tile_count + 1, load_tile<ValueRow>(t.dO, dout, a.dout.row, n_rows));
     report(tile_count + 2, load_vector<BLOCK_Q>(t.lse, a.lse + query, n_rows));
     report(tile_count + 3, load_vector<BLOCK_Q>(t.delta, a.delta + query, n_rows));
     float dq[RT][D / SIDE] = {};
@@ -46,12 +45,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_dq(const __grid_cons
         const Range cols = col_tile(a, visit.tile);
         const int n_cols = cols.stop - cols.start;
         const i64 slot = i64(work.walk) * a.n_visits + walk.first + n;
-        const char* k = a.k.data + (batch * a.k.batch + kv_head * a.k.head + cols.start * a.k.row) * 4;
-        const char* v = a.v.data + (batch * a.v.batch + kv_head * a.v.head + cols.start * a.v.row) * 4;
+        const char* k = a.k.at(batch, kv_head, cols.start);
+        const char* v = a.v.at(batch, kv_head, cols.start);
         STAMP(a.visit_stamps + slot * 5, 0);
         __syncthreads();  // B0: all threads have read the last visit's K, V and dS
-        report(a.visit_counts + slot * 8, load_tile<FS_HEAD_DIM>(t.K, k, a.k.row, n_cols));
-        report(a.visit_counts + slot * 8 + 1, load_tile<FS_HEAD_DIM_V>(t.V, v, a.v.row, n_cols));
+        report(a.visit_counts + slot * 8, load_tile<KeyRow>(t.K, k, a.k.row, n_cols));
+        report(a.visit_counts + slot * 8 + 1, load_tile<ValueRow>(t.V, v, a.v.row, n_cols));
         __syncthreads();  // B1: K, V (at first Q, dO, L, delta too) are complete
         STAMP(a.visit_stamps + slot * 5, 1);
         // -- Phase 2: S = Q K^T, dP = dO V^T ------------------------------------------------------
@@ -80,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_dq(const __grid_cons
     }
 
     // -- Phase 5: dQ *= scale; store --------------------------------------------------------------
-    char* out = a.dq.data + (batch * a.dq.batch + head * a.dq.head + rows.start * a.dq.row) * 4;
-    report(tile_count + 4, store_part<FS_HEAD_DIM>(dq, out, a.dq.row, n_rows, a.scale));
+    char* out = a.dq.at(batch, head, rows.start);
+    report(tile_count + 4, store_part<KeyRow>(dq, out, a.dq.row, n_rows, a.scale));
     stamp_block(tile_stamp, true);
 }

@@ -14,18 +14,23 @@ constexpr float LOG2E = 1.4426950408889634f;
 struct Tensor {
     char* data;
     i64 batch, head, row;
+
+    __device__ char* at(int b, int h, int r) const {
+        return data + (b * batch + h * head + r * row) * FS_BYTES;
+    }
 };
 
 // One struct for every kernel, passed by value; mirrored by launch.ARGS and compared by size here.
 struct Args {
     Tensor q, k, v, o, dout, dq, dk, dv;
-    float *lse, *delta, *dq_acc;   // (batch * heads, n_q), the same, (batch * heads, n_q, FS_HEAD_DIM)
-    u32* turns;                    // (batch * heads, n_q, 2): whose turn it is to add dQ (hopper_backward)
+    float *lse, *delta;            // (batch * heads, n_q)
+    float* dq_acc;                 // (batch * heads, n_q, FS_HEAD_DIM)
+    u32* turns;                    // (batch * heads, n_q, 2): who adds dQ next (hopper_backward)
     const int4 *rows, *cols;       // Schedule.rows, Schedule.cols
     const int4* spans;             // Schedule.row_spans or col_spans, whichever this pass walks
     const int *ptr, *index, *kind; // Schedule.row_csr or col_csr
     const int* order;              // outer tiles, in the order in which blocks take them
-    const int* ranks;              // of each visit, where dQ is added in a fixed order (lowering.py)
+    const int* ranks;              // of each visit, where dQ is added in order (lowering.py)
     u32 *visit_counts, *tile_counts;  // bytes moved: (query heads, n_visits, 8), (walks, tiles, 8)
     u64 *visit_stamps, *tile_stamps;  // (query heads, n_visits, 5), (walks, tiles, 5)
     int n_q, n_kv, heads, group, walks, tiles, clump, n_visits, left, right;
@@ -130,7 +135,7 @@ __device__ inline float fast_tanh(float x) {
     return 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(2.0f * LOG2E * x));
 }
 
-// -- 16-bit elements -------------------------------------------------------------------------------
+// -- 16-bit elements ------------------------------------------------------------------------------
 // Two floats rounded to 16 bits, the first in the low half.
 __device__ inline u32 pack(float lo, float hi) {
     u32 r;
@@ -151,14 +156,18 @@ __device__ inline float2 unpack(u32 x) {
     return r;
 #endif
 }
-// -- Rows in HBM ------------------------------------------------------------------------------------
+// -- Rows in HBM ----------------------------------------------------------------------------------
 // WIDTH elements, filled up to whole 16-byte pieces; the EXIST that are the problem's are counted.
 template <int WIDTH_, int EXIST_>
 struct Row {
     static constexpr int WIDTH = WIDTH_, EXIST = EXIST_;
     static_assert(WIDTH % 8 == 0 && EXIST <= WIDTH && WIDTH - EXIST < 8, "see launch.row_elements");
+    // Is it the problem's? Of a column below WIDTH.
+    __device__ static bool exists(int column) { return WIDTH == EXIST || column < EXIST; }
     // Of `n` columns, those that exist, where `left` of WIDTH are left from the first of them on.
-    __device__ static int counted(int left, int n) { return max(0, min(n, left - (WIDTH - EXIST))); }
+    __device__ static int counted(int left, int n) {
+        return max(0, min(n, left - (WIDTH - EXIST)));
+    }
     // Bytes that exist in 16-byte piece `piece`.
     __device__ static u32 bytes(int piece) {
         constexpr int N = 16 / FS_BYTES;

@@ -1,8 +1,8 @@
 // FlashAttention-2 forward (arXiv:2307.08691, Algorithm 1) on tensor cores, float16 or bfloat16.
 // A block owns row tile i of one head and visits the column tiles that the schedule lists for it.
 // Where things live: K, V in two shared stages each, so that a visit's copies run under the visit
-// before; O, m, l, S, P in registers; Q in registers where they suffice (FS_Q_REGS), else in shared, and
-// so l (FS_SUMS_SHARED), which the compiler would spill to memory that lies in HBM.
+// before; O, m, l, S, P in registers; Q in registers where they suffice (FS_Q_REGS), else in
+// shared, and so l (FS_SUMS_SHARED), which the compiler would spill to memory that lies in HBM.
 #include "common.cuh"
 #include "mma.cuh"
 
@@ -14,7 +14,7 @@ struct OnChip {  // the launcher asks for exactly sizeof(OnChip) bytes
     union {
         struct {
             Tile<BLOCK_Q, D> Q;     // lives for the whole block
-            Tile<BLOCK_K, D> K[2];  // a stage lives for one visit, and is filled during the one before
+            Tile<BLOCK_K, D> K[2];  // a stage lives for one visit, filled during the one before
             Tile<BLOCK_K, DV> V[2];
         };
         Tile<BLOCK_Q, DV> O;        // after the last visit: staging for wide stores
@@ -35,7 +35,7 @@ flash_forward(const __grid_constant__ Args a) {
     const Range rows = row_tile(a, work.outer);
     const Walk walk(a, work.outer);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const char* q = a.q.data + (batch * a.q.batch + head * a.q.head + rows.start * a.q.row) * FS_BYTES;
+    const char* q = a.q.at(batch, head, rows.start);
     const char* k = a.k.data + (batch * a.k.batch + kv_head * a.k.head) * FS_BYTES;
     const char* v = a.v.data + (batch * a.v.batch + kv_head * a.v.head) * FS_BYTES;
     u32* tile_count = a.tile_counts + (i64(work.walk) * a.tiles + work.outer) * 8;
@@ -47,10 +47,10 @@ flash_forward(const __grid_constant__ Args a) {
     auto load_kv = [&](int n, Visit visit) {
         const Range cols = col_tile(a, visit.tile);
         const int count = cols.stop - cols.start;
-        u32 bytes = load_async<KeyRow, THREADS>(t.K[n % 2], k + cols.start * a.k.row * FS_BYTES, a.k.row, count);
-        report(visit_count + n * 8, bytes);
-        bytes = load_async<ValueRow, THREADS>(t.V[n % 2], v + cols.start * a.v.row * FS_BYTES, a.v.row, count);
-        report(visit_count + n * 8 + 1, bytes);
+        report(visit_count + n * 8, load_async<KeyRow, THREADS>(
+            t.K[n % 2], k + cols.start * a.k.row * FS_BYTES, a.k.row, count));
+        report(visit_count + n * 8 + 1, load_async<ValueRow, THREADS>(
+            t.V[n % 2], v + cols.start * a.v.row * FS_BYTES, a.v.row, count));
     };
 
     // -- Phase 1: start copying Q and the first K, V ----------------------------------------------
@@ -210,7 +210,8 @@ flash_forward(const __grid_constant__ Args a) {
     }
     report(tile_count + 2, lse_bytes);
     __syncthreads();  // B3: O is complete; a thread stores rows that other warps staged
-    char* out = a.o.data + (batch * a.o.batch + head * a.o.head + rows.start * a.o.row) * FS_BYTES;
-    report(tile_count + 1, store_tile<ValueRow, THREADS>(t.O, out, a.o.row, rows.stop - rows.start));
+    char* out = a.o.at(batch, head, rows.start);
+    const int n_rows = rows.stop - rows.start;
+    report(tile_count + 1, store_tile<ValueRow, THREADS>(t.O, out, a.o.row, n_rows));
     stamp_block(tile_stamp, true);
 }

@@ -33,8 +33,8 @@ flash_forward(const __grid_constant__ Args a) {
     stamp_block(tile_stamp, false);
 
     // -- Phase 1: load Q --------------------------------------------------------------------------
-    const char* q = a.q.data + (batch * a.q.batch + head * a.q.head + rows.start * a.q.row) * 4;
-    report(tile_count, load_tile<FS_HEAD_DIM>(t.Q, q, a.q.row, n_rows));
+    const char* q = a.q.at(batch, head, rows.start);
+    report(tile_count, load_tile<KeyRow>(t.Q, q, a.q.row, n_rows));
     float o[RT][DV / SIDE] = {}, m[RT], l[RT] = {};
 #pragma unroll
     for (int r = 0; r < RT; ++r) m[r] = NEG_INF;
@@ -48,7 +48,7 @@ flash_forward(const __grid_constant__ Args a) {
         STAMP(a.visit_stamps + slot * 5, 0);
         __syncthreads();  // B0: all threads have read the last visit's V and P
         report(a.visit_counts + slot * 8,
-               load_tile<FS_HEAD_DIM>(t.K, a.k.data + at * 4, a.k.row, cols.stop - cols.start));
+               load_tile<KeyRow>(t.K, a.k.data + at * 4, a.k.row, cols.stop - cols.start));
         __syncthreads();  // B1: K (at first Q too) is complete
         STAMP(a.visit_stamps + slot * 5, 1);
         // -- Phase 2: S = Q K^T -------------------------------------------------------------------
@@ -83,7 +83,7 @@ flash_forward(const __grid_constant__ Args a) {
         // -- Phase 4: O += P V --------------------------------------------------------------------
         __syncthreads();  // B2: all threads have read K, whose place V takes
         report(a.visit_counts + slot * 8 + 1,
-               load_tile<FS_HEAD_DIM_V>(t.V, a.v.data + at_v * 4, a.v.row, cols.stop - cols.start));
+               load_tile<ValueRow>(t.V, a.v.data + at_v * 4, a.v.row, cols.stop - cols.start));
         __syncthreads();  // B3: V and P are complete
         product_ab<false>(o, t.P, t.V);
         STAMP(a.visit_stamps + slot * 5, 4);
@@ -96,14 +96,15 @@ flash_forward(const __grid_constant__ Args a) {
         const float sum = row_sum(l[r]);
         const int row = tile_y() + r * SIDE;
         if (tile_x() == 0 && row < n_rows) {
-            a.lse[i64(work.walk) * a.n_q + rows.start + row] = sum == 0.0f ? NEG_INF : m[r] + logf(sum);
+            a.lse[i64(work.walk) * a.n_q + rows.start + row] =
+                sum == 0.0f ? NEG_INF : m[r] + logf(sum);
             lse_bytes += 4;
         }
 #pragma unroll
         for (int x = 0; x < DV / SIDE; ++x) o[r][x] = sum == 0.0f ? 0.0f : o[r][x] / sum;
     }
     report(tile_count + 2, lse_bytes);
-    char* out = a.o.data + (batch * a.o.batch + head * a.o.head + rows.start * a.o.row) * 4;
-    report(tile_count + 1, store_part<FS_HEAD_DIM_V>(o, out, a.o.row, n_rows, 1.0f));
+    char* out = a.o.at(batch, head, rows.start);
+    report(tile_count + 1, store_part<ValueRow>(o, out, a.o.row, n_rows, 1.0f));
     stamp_block(tile_stamp, true);
 }

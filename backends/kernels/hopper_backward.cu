@@ -1,12 +1,12 @@
 // FlashAttention-3 backward (arXiv:2407.08608, Algorithm 3) for Hopper: 16-bit inputs, float32
 // accumulators, keys outside. A block owns one tile of keys of one key head; each of two consumer
 // warpgroups owns 64 of its keys and keeps their dK and dV in registers. Scores are computed
-// transposed, keys by queries, so that P^T and dS^T are already the left operands of dV = P^T dO and
-// dK = dS^T Q. Only for dQ^T = K^T dS^T, which needs all keys of the tile, does dS pass through shared
-// memory; dQ is added into a float32 accumulator by the copy engine, with FS_ORDERED in the order of
-// the key tiles. One producer thread loads tiles, a second warp the rows' log-sum-exp and delta, two
-// more send dQ off. Which row tiles are visited is read from the schedule's tables. Without FS_FUSED
-// there is no dQ: the three-pass form leaves it to hopper_dq.
+// transposed, keys by queries, so that P^T and dS^T are already the left operands of dV = P^T dO
+// and dK = dS^T Q. Only for dQ^T = K^T dS^T, which needs all keys of the tile, does dS pass through
+// shared memory; dQ is added into a float32 accumulator by the copy engine, with FS_ORDERED in the
+// order of the key tiles. One producer thread loads tiles, a second warp the rows' log-sum-exp and
+// delta, two more send dQ off. Which row tiles are visited is read from the schedule's tables.
+// Without FS_FUSED there is no dQ: the three-pass form leaves it to hopper_dq.
 #include "hopper_work.cuh"
 
 constexpr int D = FS_D, BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K;  // D: both head dims, padded
@@ -24,7 +24,8 @@ constexpr bool CARRY = D == 128 && BLOCK_Q == 64 && !FS_SOFTCAP;
 // warpgroup takes half of the columns, at 64 half of the queries.
 constexpr bool SPLIT_COLUMNS = D == 128;
 constexpr int DQ_ROWS = SPLIT_COLUMNS ? BLOCK_Q : BLOCK_Q / 2;
-static_assert((D == 64 || D == 128) && BLOCK_Q % 16 == 0 && WARPGROUPS == 2 && DQ_ROWS % 8 == 0, "");
+static_assert(D == 64 || D == 128, "");
+static_assert(BLOCK_Q % 16 == 0 && WARPGROUPS == 2 && DQ_ROWS % 8 == 0, "");
 // dS^T in shared memory: a row is a key, DS_WIDE queries to a chunk (hopper_ptx.cuh).
 constexpr int DS_WIDE = BLOCK_Q % 64 ? 16 : 64;
 [[maybe_unused]] constexpr u32 DS_HIGH =
@@ -89,11 +90,12 @@ __device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g
                 const Place to = place(row, it.end, a.n_q, walk / a.heads);
 #pragma unroll
                 for (int c = 0; c < 2; ++c)
-                    reduce_box(map_dq, s.dq[g][c], column + 32 * c, to.row, walk % a.heads, to.batch);
+                    reduce_box(map_dq, s.dq[g][c], column + 32 * c, to.row, walk % a.heads,
+                               to.batch);
                 reduce_commit();
                 const i64 number = i64(walk) * a.n_visits + it.visits.first + step.v;
                 const int rows = max(0, min(DQ_ROWS, it.end - row));
-                const int columns = max(0, min(64, FS_HEAD_DIM - column));
+                const int columns = max(0, min(64, FS_COUNTED - column));
                 report_one(a.visit_counts + number * 8 + 4, rows * columns * 4);
                 reduce_wait_read();
             }
@@ -148,7 +150,8 @@ __device__ __forceinline__ void issue_dq(float (&dQ)[DQ_ROWS / 2], const u16* k,
     wgmma_fence();
 #pragma unroll
     for (int x = 0; x < BLOCK_K / 16; ++x)
-        wgmma_ss<1, 1, DESCRIPTOR_HIGH, DS_HIGH>(dQ, da + down_rows(x), db + x * DS_WIDE * 2, x > 0);
+        wgmma_ss<1, 1, DESCRIPTOR_HIGH, DS_HIGH>(dQ, da + down_rows(x), db + x * DS_WIDE * 2,
+                                                 x > 0);
     wgmma_commit();
 }
 #endif
@@ -163,7 +166,8 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
     // Where this thread's row of dS^T starts (for store_matrices), swizzled.
     const int ds_row = 64 * g + threadIdx.x / 32 % 4 * 16 + lane % 16;
     const int ds_turn = DS_WIDE == 16 ? ds_row / 4 % 2 : ds_row % 8;
-    const u32 ds_at = shared_address(s.ds[0][0]) + ds_row * DS_WIDE * 2 + (lane / 16 ^ ds_turn) * 16;
+    const u32 ds_at =
+        shared_address(s.ds[0][0]) + ds_row * DS_WIDE * 2 + (lane / 16 ^ ds_turn) * 16;
     // Where its part of dQ^T is staged: rows are queries, 32 columns of dQ to a box.
     const int dq_row = lane % 4 * 2, dq_piece = threadIdx.x / 32 % 2 * 4 + lane / 16;
     const u32 dq_at = shared_address(&s.dq[g][threadIdx.x / 64 % 2][dq_row * 32]) +
@@ -186,7 +190,8 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #pragma unroll 1
         for (int left = steps; left; --left) {
             const Visit visit = it.visits(a, step.v);
-            const int stage = ring.stage, walk = it.walk * a.group + step.member;  // of the query head
+            const int stage = ring.stage;
+            const int walk = it.walk * a.group + step.member;  // of the query head
             u64* stamps = visit_stamps(a, i64(walk) * a.n_visits + it.visits.first + step.v);
             float S[BLOCK_Q / 2], dP[BLOCK_Q / 2];
             u32 P[BLOCK_Q / 16][4], dS[BLOCK_Q / 16][4];
@@ -291,8 +296,8 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         for (int r = 0; r < 2; ++r) {
             const int row = key + 8 * r;
             const bool exists = row < it.own.stop;
-            dk_bytes += store_row<FS_HEAD_DIM>(a.dk, batch, kv_head, row, dK, r, a.scale, exists);
-            dv_bytes += store_row<FS_HEAD_DIM_V>(a.dv, batch, kv_head, row, dV, r, 1.0f, exists);
+            dk_bytes += store_row<KeyRow>(a.dk, batch, kv_head, row, dK, r, a.scale, exists);
+            dv_bytes += store_row<ValueRow>(a.dv, batch, kv_head, row, dV, r, 1.0f, exists);
         }
         u32* counts = a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8;
         report(counts + 2, dk_bytes), report(counts + 3, dv_bytes);

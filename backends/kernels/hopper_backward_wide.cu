@@ -1,9 +1,10 @@
 // The backward for head dims of 192 and 256 on Hopper: as hopper_backward.cu, keys outside, but the
-// accumulators of dK and dV for 64 keys fill the registers of both consumer warpgroups, so it is the
-// columns of the head dim that they share out. Each makes the scores of all 64 keys by its half of
-// the queries; P^T and dS^T go through shared memory, whole, and then each warpgroup multiplies them
-// for its own columns of dV, dK and dQ. dQ's float32 tile would not fit in shared memory beside the
-// rest: it is added to the accumulator straight from registers. Without FS_FUSED there is no dQ.
+// accumulators of dK and dV for 64 keys fill the registers of both consumer warpgroups, so it is
+// the columns of the head dim that they share out. Each makes the scores of all 64 keys by its half
+// of the queries; P^T and dS^T go through shared memory, whole, and then each warpgroup multiplies
+// them for its own columns of dV, dK and dQ. dQ's float32 tile would not fit in shared memory
+// beside the rest: it is added to the accumulator straight from registers. Without FS_FUSED there
+// is no dQ.
 #include "hopper_work.cuh"
 
 constexpr int D = FS_D, BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K;  // D: both head dims, padded
@@ -110,9 +111,12 @@ __device__ __forceinline__ u32 add_columns(float* tile, const float (&dQ)[N], in
         if (row >= rows) continue;
         float* to = tile + row * FS_HEAD_DIM + column;
 #pragma unroll
-        for (int j = 0; j < N / 4; ++j)
-            if (FS_HEAD_DIM == D || column + 8 * j < FS_HEAD_DIM)
-                add_pair(to + 8 * j, dQ[4 * j + 2 * r], dQ[4 * j + 2 * r + 1]), bytes += 8;
+        for (int j = 0; j < N / 4; ++j) {
+            const int at = column + 8 * j;
+            if (FS_HEAD_DIM == D || at < FS_HEAD_DIM)
+                add_pair(to + 8 * j, dQ[4 * j + 2 * r], dQ[4 * j + 2 * r + 1]),
+                    bytes += (KeyRow::exists(at) + KeyRow::exists(at + 1)) * 4;
+        }
     }
     return bytes;
 }
@@ -218,14 +222,14 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         for (int r = 0; r < 2; ++r) {
             const int row = key + 8 * r;
             const bool exists = row < it.own.stop;
-            dk_bytes += store_row<FS_HEAD_DIM>(a.dk, batch, kv_head, row, dK.wide, r, a.scale,
+            dk_bytes += store_row<KeyRow>(a.dk, batch, kv_head, row, dK.wide, r, a.scale,
                                                exists, wide_column(g));
-            dv_bytes += store_row<FS_HEAD_DIM_V>(a.dv, batch, kv_head, row, dV.wide, r, 1.0f,
+            dv_bytes += store_row<ValueRow>(a.dv, batch, kv_head, row, dV.wide, r, 1.0f,
                                                  exists, wide_column(g));
             if (!NARROW) continue;
-            dk_bytes += store_row<FS_HEAD_DIM>(a.dk, batch, kv_head, row, dK.narrow, r, a.scale,
+            dk_bytes += store_row<KeyRow>(a.dk, batch, kv_head, row, dK.narrow, r, a.scale,
                                                exists, narrow_column(g));
-            dv_bytes += store_row<FS_HEAD_DIM_V>(a.dv, batch, kv_head, row, dV.narrow, r, 1.0f,
+            dv_bytes += store_row<ValueRow>(a.dv, batch, kv_head, row, dV.narrow, r, 1.0f,
                                                  exists, narrow_column(g));
         }
         u32* counts = a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8;

@@ -47,8 +47,8 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
         own_parity ^= 1;
         u32* counts = a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8;
         const int rows = it.own.stop - it.own.start;
-        report_one(counts, rows * FS_HEAD_DIM * 2);
-        report_one(counts + 1, rows * FS_HEAD_DIM_V * 2);
+        report_one(counts, rows * FS_COUNTED * 2);
+        report_one(counts + 1, rows * FS_COUNTED_V * 2);
         for (int n = 0; n < it.visits.count; ++n) {
             const int key = it.base + it.visits(a, n).tile * BLOCK_K;
             const i64 visit = i64(it.walk) * a.n_visits + it.visits.first + n;
@@ -63,8 +63,8 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
             stamp(stamps, 4);
             ring.next(STAGES);
             const int keys = min(BLOCK_K, it.end - key);
-            report_one(a.visit_counts + visit * 8, keys * FS_HEAD_DIM * 2);
-            report_one(a.visit_counts + visit * 8 + 1, keys * FS_HEAD_DIM_V * 2);
+            report_one(a.visit_counts + visit * 8, keys * FS_COUNTED * 2);
+            report_one(a.visit_counts + visit * 8 + 1, keys * FS_COUNTED_V * 2);
         }
         stamp_item(a, it.walk, it.outer, true);
     }
@@ -196,7 +196,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         u32 dq_bytes = 0;
 #pragma unroll
         for (int r = 0; r < 2; ++r)
-            dq_bytes += store_row<FS_HEAD_DIM>(a.dq, batch, head, query + 8 * r, dQ, r, a.scale,
+            dq_bytes += store_row<KeyRow>(a.dq, batch, head, query + 8 * r, dQ, r, a.scale,
                                                query + 8 * r < it.own.stop && !(SPLIT_KEYS && g));
         u32* counts = a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8;
         report(counts + 2, row_bytes), report(counts + 3, row_bytes), report(counts + 4, dq_bytes);

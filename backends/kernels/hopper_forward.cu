@@ -49,7 +49,7 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
                           place(key, it.end, a.n_kv, batch), kv_head);
                 ring_k.next(STAGES);
                 report_one(a.visit_counts + (first + v) * 8,
-                           min(BLOCK_K, it.end - key) * FS_HEAD_DIM * 2);
+                           min(BLOCK_K, it.end - key) * FS_COUNTED * 2);
             }
             if (v > 0) {
                 const int key = it.base + it.visits(a, v - 1).tile * BLOCK_K;
@@ -60,7 +60,7 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
                 stamp(visit_stamps(a, first + v - 1), 4);
                 ring_v.next(STAGES);
                 report_one(a.visit_counts + (first + v - 1) * 8 + 1,
-                           min(BLOCK_K, it.end - key) * FS_HEAD_DIM_V * 2);
+                           min(BLOCK_K, it.end - key) * FS_COUNTED_V * 2);
             } else {
 #pragma unroll 1
                 for (int g = 0; g < WARPGROUPS; ++g) {
@@ -71,7 +71,7 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
                 }
                 q_parity ^= 1;
                 report_one(a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8,
-                           (it.own.stop - it.own.start) * FS_HEAD_DIM * 2);
+                           (it.own.stop - it.own.start) * FS_COUNTED * 2);
             }
         }
         stamp_item(a, it.walk, it.outer, true);
@@ -256,7 +256,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 lse_bytes += 4;
             }
             const float inverse = l == 0.0f ? 0.0f : 1.0f / l;
-            o_bytes += store_row<FS_HEAD_DIM_V>(a.o, batch, head, row, O, r, inverse, exists);
+            o_bytes += store_row<ValueRow>(a.o, batch, head, row, O, r, inverse, exists);
         }
         u32* counts = a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8;
         report(counts + 1, o_bytes), report(counts + 2, lse_bytes);

@@ -27,8 +27,8 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
         copy_tile(s.v, map_v, &s.kv_full, own, kv_head);
         u32* counts = a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8;
         const int keys = it.own.stop - it.own.start;
-        report_one(counts, keys * FS_HEAD_DIM * 2);
-        report_one(counts + 1, keys * FS_HEAD_DIM_V * 2);
+        report_one(counts, keys * FS_COUNTED * 2);
+        report_one(counts + 1, keys * FS_COUNTED_V * 2);
         Step step;
 #pragma unroll 1
         for (int left = a.group * it.visits.count; left; --left) {
@@ -46,16 +46,16 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
             stamp(stamps, 4);
             ring.next(STAGES);
             const int rows = min(BLOCK_Q, it.end - query);
-            report_one(a.visit_counts + visit * 8, rows * FS_HEAD_DIM * 2);
-            report_one(a.visit_counts + visit * 8 + 1, rows * FS_HEAD_DIM_V * 2);
+            report_one(a.visit_counts + visit * 8, rows * FS_COUNTED * 2);
+            report_one(a.visit_counts + visit * 8 + 1, rows * FS_COUNTED_V * 2);
             step.next(it.visits.count);
         }
         stamp_item(a, it.walk, it.outer, true);
     }
 }
 
-// A warp: where the scores and dP of each visit's rows start, on the tiles' barriers. A row past the
-// end, or one that sees no key, gets -inf, so that its P is exactly 0.
+// A warp: where the scores and dP of each visit's rows start, on the tiles' barriers. A row past
+// the end, or one that sees no key, gets -inf, so that its P is exactly 0.
 __device__ void produce_statistics(OnChip& s, const Args& a) {
     constexpr int PER_LANE = (BLOCK_Q + 31) / 32;
     const int lane = threadIdx.x % 32;

@@ -3,8 +3,8 @@
 #include "hopper_ptx.cuh"
 #include "hopper_wgmma.cuh"
 
-// A kernel starts with as many registers a thread as there are for all its threads, in eights. If the
-// warpgroups ask for more than that in total, the last one to ask waits for ever.
+// A kernel starts with as many registers a thread as there are for all its threads, in eights. If
+// the warpgroups ask for more than that in total, the last one to ask waits for ever.
 template <int THREADS>
 __device__ constexpr bool registers_suffice(int producer, int consumer) {
     return producer + consumer * (THREADS / 128 - 1) <= THREADS / 128 * (65536 / THREADS / 8 * 8);
@@ -79,10 +79,10 @@ struct Items {
     }
 };
 
-// Where rows `row` to `stop` of a tensor of n rows lie in its tensor map. The copy engine clips a box
-// only where the map ends. A map of packed sequences therefore is one view of the tensor for each
-// place where a tile may end, numbered by its last axis: in view `stop` the row before `stop` is the
-// last (tensor_maps.py). So nothing of the next sequence is moved.
+// Where rows `row` to `stop` of a tensor of n rows lie in its tensor map. The copy engine clips a
+// box only where the map ends. A map of packed sequences therefore is one view of the tensor for
+// each place where a tile may end, numbered by its last axis: in view `stop` the row before `stop`
+// is the last (tensor_maps.py). So nothing of the next sequence is moved.
 struct Place {
     int row, batch;
 };
@@ -129,10 +129,11 @@ __device__ __forceinline__ void transpose_quad(u32 (&x)[4]) {
     if (high) x[0] = give0, x[1] = give1; else x[2] = give0, x[3] = give1;
 }
 
-// Rounds fragment row r (0 or 1) of an accumulator times `factor` and stores it, from column `first`
-// on and as far as the WIDTH columns there are, at row `row` of one head of `to`; all four threads of the quad take part, `exists` says
-// whether to write. Returns the bytes that this thread wrote.
-template <int WIDTH, int N>
+// Rounds fragment row r (0 or 1) of an accumulator times `factor` and stores it, from column
+// `first` on and as far as there are columns, at row `row` of one head of `to`, whose rows are R
+// (see Row); all four threads of the quad take part, `exists` says whether to write. Returns the
+// bytes that this thread wrote.
+template <class R, int N>
 __device__ __forceinline__ u32 store_row(const Tensor& to, int batch, int head, int row,
                                          const float (&acc)[N], int r, float factor, bool exists,
                                          int first = 0) {
@@ -148,9 +149,9 @@ __device__ __forceinline__ u32 store_row(const Tensor& to, int batch, int head, 
         }
         transpose_quad(x);
         const int column = first + 32 * c + threadIdx.x % 4 * 8;
-        if (exists && column < WIDTH) {
+        if (exists && column < R::WIDTH) {
             *reinterpret_cast<uint4*>(at + column * 2) = make_uint4(x[0], x[1], x[2], x[3]);
-            bytes += 16;
+            bytes += R::bytes(column / 8);
         }
     }
     return bytes;
@@ -163,8 +164,9 @@ __device__ inline void report_one(u32* slot, u32 bytes) {
 #endif
 }
 
-// -- when: the producer and the first thread of each consumer warpgroup stamp, each on its own -----
-// A warpgroup is a role, the producer's is 0. This role's record of visit `number`, counted over all heads; the slots are timeline.py's.
+// -- when: the producer and the first thread of each consumer warpgroup stamp, each on its own ----
+// A warpgroup is a role, the producer's is 0. This role's record of visit `number`, counted over
+// all heads; the slots are timeline.py's.
 __device__ inline u64* visit_stamps(const Args& a, i64 number) {
     return a.visit_stamps + (number * (blockDim.x / 128) + threadIdx.x / 128) * 5;
 }

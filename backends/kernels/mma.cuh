@@ -1,5 +1,5 @@
-// Tensor-core tiles for sm_80 and later: swizzled shared memory, cp.async, mma.sync. What depends on
-// the element type (16 bits, or float32 taken as tf32) is in mma_half.cuh and mma_tf32.cuh.
+// Tensor-core tiles for sm_80 and later: swizzled shared memory, cp.async, mma.sync. What depends
+// on the element type (16 bits, or float32 taken as tf32) is in mma_half.cuh and mma_tf32.cuh.
 #if FS_TF32
 using element_t = float;
 #else
@@ -13,12 +13,14 @@ __device__ inline u32 shared_address(const void* p) {
 
 // A ROWS x COLS tile in shared memory. A row is cut into 16-byte chunks, and chunk c of row r lies
 // at c ^ f(r), where f spreads 8 consecutive rows over all 32 banks: ldmatrix, which reads one
-// chunk from each of 8 rows at a time, then meets no bank conflict, and no byte is spent on padding.
-// tf32 fragments are read without it: two neighbouring chunks from each of rows 0 to 3, 4 to 7, or
-// every other row; there bits of the row are permuted so that these meet no conflict either.
+// chunk from each of 8 rows at a time, then meets no bank conflict, and no byte is spent on
+// padding. tf32 fragments are read without it: two neighbouring chunks from each of rows 0 to 3, 4
+// to 7, or every other row; there bits of the row are permuted so that these meet no conflict
+// either.
 template <int ROWS_, int COLS_>
 struct alignas(128) Tile {
-    static constexpr int ROWS = ROWS_, COLS = COLS_, CHUNKS = COLS / WIDE, PITCH = COLS * sizeof(element_t);
+    static constexpr int ROWS = ROWS_, COLS = COLS_, CHUNKS = COLS / WIDE;
+    static constexpr int PITCH = COLS * sizeof(element_t);
     static constexpr int SPREAD = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : 2;
     static constexpr int SHIFT = SPREAD == 8 ? 0 : SPREAD == 4 ? 1 : 2;
     static_assert(COLS % 16 == 0, "ldmatrix takes two chunks at a time");
@@ -115,10 +117,10 @@ __device__ inline u32 store_tile(const T& tile, char* to, i64 stride, int rows) 
 }
 
 // -- Fragments ------------------------------------------------------------------------------------
-// All products go by 16 x 16 x 16 pieces. A lane's part of an accumulator, float[4], is the same for
-// either element type: rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the next, of 8. The operands
-// are read from tiles by four readers, named after how the tile is stored: A is [m][k], its
-// transpose [k][m]; B is [k][n], its transpose [n][k].
+// All products go by 16 x 16 x 16 pieces. A lane's part of an accumulator, float[4], is the same
+// for either element type: rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the next, of 8. The
+// operands are read from tiles by four readers, named after how the tile is stored: A is [m][k],
+// its transpose [k][m]; B is [k][n], its transpose [n][k].
 #if FS_TF32
 #include "mma_tf32.cuh"
 #else
@@ -147,11 +149,13 @@ __device__ inline void stage(T& tile, int row, int col, const float (&c)[N][4], 
     }
 }
 
-// Add a row's part of two neighbouring 8-column fragments to HBM: (x, y) this lane's elements of the
-// left one, (z, w) of the right one, `row` the left one's first column, of which `columns` are left in
-// the row. From sm_90 on two lanes trade, so that each adds four neighbours in one instruction.
+// Add a row's part of two neighbouring 8-column fragments to HBM: (x, y) this lane's elements of
+// the left one, (z, w) of the right one, `row` the left one's first column, of which `columns` are
+// left in the row. From sm_90 on two lanes trade, so that each adds four neighbours in one
+// instruction.
 // Every lane of the warp must call it; `inside` says whether its row exists. Returns bytes added.
-__device__ inline u32 reduce_pair(float* row, float x, float y, float z, float w, bool inside, int columns) {
+__device__ inline u32 reduce_pair(float* row, float x, float y, float z, float w, bool inside,
+                                  int columns) {
     const int lane = threadIdx.x % 32;
 #if __CUDA_ARCH__ >= 900
     const bool right = lane % 2;  // which fragment this lane adds
@@ -159,7 +163,8 @@ __device__ inline u32 reduce_pair(float* row, float x, float y, float z, float w
     const float got_x = __shfl_xor_sync(~0u, give_x, 1), got_y = __shfl_xor_sync(~0u, give_y, 1);
     if (!inside || right * 8 >= columns) return 0;
     const int first = right * 8 + lane % 4 / 2 * 4;
-    const float a = right ? got_x : x, b = right ? got_y : y, c = right ? z : got_x, d = right ? w : got_y;
+    const float a = right ? got_x : x, b = right ? got_y : y;
+    const float c = right ? z : got_x, d = right ? w : got_y;
     asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(row + first), "f"(a), "f"(b),
                  "f"(c), "f"(d) : "memory");
     return KeyRow::counted(columns - first, 4) * 4;

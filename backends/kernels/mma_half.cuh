@@ -50,17 +50,18 @@ __device__ inline auto read_b_trans(const T& t) {
 
 __device__ inline void mma(float (&c)[4], const FragmentA& a, u32 b0, u32 b1) {
 #if FS_BF16
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-        "{%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
 #else
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-        "{%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
 #endif
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b0), "r"(b1));
 }
 // Two neighbouring n-tiles: c += A B over 16 of k.
-__device__ inline void mma(float (&left)[4], float (&right)[4], const FragmentA& a, const FragmentB& b) {
+__device__ inline void mma(float (&left)[4], float (&right)[4], const FragmentA& a,
+                           const FragmentB& b) {
     mma(left, a, b.r[0], b.r[1]);
     mma(right, a, b.r[2], b.r[3]);
 }

@@ -1,8 +1,8 @@
-// Fragments of float32 elements rounded to tf32 (10 bits of mantissa, to nearest): mma.m16n8k8. There
-// is no ldmatrix for 32 bits with a transpose, so lanes load their elements themselves.
-// Within 8 steps of k, position p < 4 of a fragment is element 2p and position p + 4 element 2p + 1, in
-// A and in B alike: a sum may be taken in any order, and so a lane's accumulators are its part of the
-// next product's A, and two neighbouring elements come by one 8-byte load.
+// Fragments of float32 elements rounded to tf32 (10 bits of mantissa, to nearest): mma.m16n8k8.
+// There is no ldmatrix for 32 bits with a transpose, so lanes load their elements themselves.
+// Within 8 steps of k, position p < 4 of a fragment is element 2p and position p + 4 element 2p +
+// 1, in A and in B alike: a sum may be taken in any order, and so a lane's accumulators are its
+// part of the next product's A, and two neighbouring elements come by one 8-byte load.
 struct FragmentA { u32 r[8]; };  // 16 x 16: two halves of k, four registers each
 struct FragmentB { u32 r[8]; };  // 16 x 16: two n-tiles of 8, two halves of k each, two registers
 
@@ -18,7 +18,8 @@ __device__ inline float load_one(u32 address) {
 }
 __device__ inline float2 load_two(u32 address) {
     float2 x;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
     return x;
 }
 
@@ -44,7 +45,8 @@ struct ReadA : Place<T> {
         FragmentA f;
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
-            const float2 x = load_two(this->at(row, col + 8 * k)), y = load_two(this->at(row + 8, col + 8 * k));
+            const float2 x = load_two(this->at(row, col + 8 * k));
+            const float2 y = load_two(this->at(row + 8, col + 8 * k));
             f.r[4 * k] = tf32(x.x), f.r[4 * k + 1] = tf32(y.x);
             f.r[4 * k + 2] = tf32(x.y), f.r[4 * k + 3] = tf32(y.y);
         }
@@ -98,13 +100,14 @@ template <class T> __device__ inline auto read_b(const T& t) { return ReadB<T>(t
 template <class T> __device__ inline auto read_b_trans(const T& t) { return ReadBTrans<T>(t); }
 
 // Two neighbouring n-tiles: c += A B over 16 of k.
-__device__ inline void mma(float (&left)[4], float (&right)[4], const FragmentA& a, const FragmentB& b) {
+__device__ inline void mma(float (&left)[4], float (&right)[4], const FragmentA& a,
+                           const FragmentB& b) {
 #pragma unroll
     for (int x = 0; x < 4; ++x) {  // n-tile x / 2, half x % 2 of k
         float (&c)[4] = x / 2 ? right : left;
         const u32* k = a.r + x % 2 * 4;
-        asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-            "{%0,%1,%2,%3};"
+        asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+            "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
             : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
             : "r"(k[0]), "r"(k[1]), "r"(k[2]), "r"(k[3]), "r"(b.r[2 * x]), "r"(b.r[2 * x + 1]));
     }

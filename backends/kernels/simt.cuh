@@ -1,5 +1,6 @@
-// float32 tiles without tensor cores: 256 threads stand as 16 x 16 over a tile, thread (y, x) owning
-// rows y, y + 16, ... and columns x, x + 16, ... of it. Products run over operands in shared memory.
+// float32 tiles without tensor cores: 256 threads stand as 16 x 16 over a tile, thread (y, x)
+// owning rows y, y + 16, ... and columns x, x + 16, ... of it. Products run over operands in shared
+// memory.
 constexpr int SIDE = 16, THREADS = SIDE * SIDE;
 
 template <int ROWS_, int COLS_>
@@ -14,16 +15,17 @@ struct Mat {  // rows padded by 16 bytes: float4 reads of neighbouring rows meet
 __device__ inline int tile_y() { return threadIdx.x / SIDE; }
 __device__ inline int tile_x() { return threadIdx.x % SIDE; }
 
-// Copy `rows` rows of WIDTH floats to a tile, zero elsewhere; returns this thread's bytes from HBM.
-template <int WIDTH, class T>
+// Copy `rows` rows of an R (see Row) to a tile, zero elsewhere; returns this thread's bytes from
+// HBM.
+template <class R, class T>
 __device__ inline u32 load_tile(T& tile, const char* from, i64 stride, int rows) {
     u32 bytes = 0;
     for (int e = threadIdx.x; e < T::ROWS * (T::COLS / 4); e += THREADS) {
         const int r = e / (T::COLS / 4), c = e % (T::COLS / 4) * 4;
         float4 x = {0.0f, 0.0f, 0.0f, 0.0f};
-        if (r < rows && c < WIDTH) {
+        if (r < rows && c < R::WIDTH) {
             x = *reinterpret_cast<const float4*>(from + (r * stride + c) * 4);
-            bytes += 16;
+            bytes += R::bytes(c / 4);
         }
         *reinterpret_cast<float4*>(&tile[r][c]) = x;
     }
@@ -97,18 +99,19 @@ __device__ inline float row_sum(float x) {
     return x;
 }
 
-// Store a thread's part of a (rows, WIDTH) tile, times `factor`; returns its bytes.
-template <int WIDTH, int RT, int CT>
-__device__ inline u32 store_part(const float (&c)[RT][CT], char* to, i64 stride, int rows, float factor) {
+// Store a thread's part of `rows` rows of an R, times `factor`; returns its bytes.
+template <class R, int RT, int CT>
+__device__ inline u32 store_part(const float (&c)[RT][CT], char* to, i64 stride, int rows,
+                                 float factor) {
     u32 bytes = 0;
 #pragma unroll
     for (int r = 0; r < RT; ++r)
 #pragma unroll
         for (int i = 0; i < CT; ++i) {
             const int row = tile_y() + r * SIDE, col = tile_x() + i * SIDE;
-            if (row < rows && col < WIDTH) {
+            if (row < rows && col < R::WIDTH) {
                 reinterpret_cast<float*>(to)[row * stride + col] = c[r][i] * factor;
-                bytes += 4;
+                bytes += R::exists(col) ? 4 : 0;
             }
         }
     return bytes;

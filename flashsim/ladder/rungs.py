@@ -157,7 +157,8 @@ class Climb:
                 *("rung", "computes", "loads/score", "stores/score", "load B", "store B"),
                 *("predicted", "SRAM B", "max |error|"),
             ),
-            note="predicted: does the closed form equal what was moved? error: against float64",
+            note="predicted: does the closed form equal what was moved? error: against float64; "
+            "nan: an exponential overflowed",
         )
         for name, step in self.steps.items():
             loads, stores = step.accesses(p.n_q * p.n_kv, p.itemsize)

@@ -76,8 +76,8 @@ class Prediction:
             f"{t.algorithm} {t.direction} on {t.device.name}, {self.kernels} kernels, "
             f"tiles {t.tiling}: {self.seconds * 1e3:.3f} ms",
             ("stage", "ms", "bound", *(f"{unit} ms" for unit in units), "waves", "tail"),
-            note="calibrated on one H200; errors on other shapes, and what is not modelled: "
-            "docs/truth.md",
+            note=f"calibrated on one H200{_untested(t.device)}; errors on other shapes, and what "
+            "is not modelled: docs/truth.md",
         )
         for s in self.stages:
             busy = [1e3 * s.units.get(unit, 0.0) for unit in units]
@@ -86,6 +86,10 @@ class Prediction:
 
     def __str__(self) -> str:
         return self.table().text(width=160)
+
+
+def _untested(device: Device) -> str:
+    return "" if device.name == "H200" else f", untested on {device.name}"
 
 
 def predict(

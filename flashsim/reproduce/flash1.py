@@ -46,7 +46,9 @@ def hbm() -> list[Table]:
         "the program it timed also masks, scales and drops out",
         "tile 128 x 256; the paper does not print its own",
     )
-    after = "left by the L2 model, which is not calibrated; the paper's may be a DRAM counter's"
+    after = (
+        "left by the L2 model, calibrated on an H200, not here; the paper's may be a DRAM counter's"
+    )
     for name, pair, paper, why in zip(KINDS, (standard, flash), PAPER_GB, whys, strict=True):
         left.rows.append(line(f"HBM, {name}, GB", paper, sum(t.bytes() for t in pair) / 1e9, why))
         dram = sum(l2.dram(t).bytes() for t in pair) / 1e9

@@ -1,5 +1,6 @@
 """Predictions against hardware counters: what Nsight Compute measured, kernel by kernel."""
 
+from flashsim.verify.agreement import summary
 from flashsim.verify.cases import Case, Counted, Pass, predict
 from flashsim.verify.comparison import Row, Verification, verify
 from flashsim.verify.measure import assign, measure, passes_of
@@ -19,5 +20,6 @@ __all__ = [
     "parse",
     "passes_of",
     "predict",
+    "summary",
     "verify",
 ]

@@ -1,0 +1,184 @@
+"""What a table of `benchmarks/verify.py` says: how far predictions are from counters.
+
+Predictions and counters are read as they stand in the table; nothing is measured or replayed.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import median
+
+from flashsim.errors import TraceError
+from flashsim.report import Cell, Table
+
+#: What agreement is asked for, as relative differences: requested bytes, DRAM reads where the
+#: tensors exceed L2 and where they fit.
+REQUESTED, DRAM, DRAM_WITHIN = 0.001, 0.05, 0.10
+
+#: Kernels that stream rows past once; they neither visit tiles nor multiply matrices.
+ROW_BY_ROW = ("delta", "convert")
+
+_COLUMNS = ("shape", "kernels", "pass", "kernel", "quantity", "predicted", "measured")
+_READS, _WRITES = "requested read", "requested write"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One quantity of one kernel on one shape."""
+
+    shape: str
+    kernels: str
+    name: str
+    kernel: str
+    quantity: str
+    predicted: float
+    measured: float
+
+    @property
+    def relative(self) -> float | None:
+        """(measured - predicted) / predicted; None where zero was predicted."""
+        return self.measured / self.predicted - 1 if self.predicted else None
+
+
+def read(text: str) -> list[Difference]:
+    """Rows of a table of `benchmarks/verify.py` that have a prediction.
+
+    Raises
+    ------
+    TraceError
+        If it is another kind of file.
+    """
+    rows = csv.DictReader(text.splitlines())
+    missing = [name for name in _COLUMNS if name not in (rows.fieldnames or ())]
+    if missing:
+        raise TraceError(
+            f"this is no table of benchmarks/verify.py: it has no column {missing[0]!r}; "
+            "what Nsight Compute printed is read with --from"
+        )
+    found = []
+    for row in rows:
+        if row["predicted"]:
+            shape, kernels, name, kernel, quantity = (row[column] for column in _COLUMNS[:5])
+            values = float(row["predicted"]), float(row["measured"])
+            found.append(Difference(shape, kernels, name, kernel, quantity, *values))
+    return found
+
+
+def summary(text: str) -> list[Table]:
+    """Tables of the requested bytes, DRAM reads and bank conflicts, and of what misses its target.
+
+    Parameters
+    ----------
+    text : str
+        The table, CSV.
+    """
+    rows = read(text)
+    kernels: dict[tuple[str, str, str], dict[str, list[Difference]]] = {}
+    for row in rows:
+        of_kernel = kernels.setdefault((row.kernels, row.name, row.kernel), {})
+        of_kernel.setdefault(row.quantity, []).append(row)
+    wavefronts = {
+        (row["shape"], row["kernels"], row["pass"], row["kernel"]): float(row["measured"])
+        for row in csv.DictReader(text.splitlines())
+        if row["quantity"] == "shared-memory wavefronts"
+    }
+    return [_requested(kernels), _dram(kernels), _conflicts(kernels, wavefronts), _missed(rows)]
+
+
+_Kernels = Mapping[tuple[str, str, str], Mapping[str, list[Difference]]]
+
+
+def _requested(kernels: _Kernels) -> Table:
+    table = Table(
+        "Requested bytes and tensor FLOPs: largest difference, measured / predicted - 1, %",
+        ("kernels", "pass", "kernel", "shapes", "read", "write", "reduce", "FLOPs"),
+        note="exact: not a byte or FLOP of difference on any shape; empty: none predicted",
+    )
+    for key, of in kernels.items():
+        cells: list[Cell] = [*key, len(of[_READS])]
+        for quantity in (_READS, _WRITES, "requested reduce", "tensor FLOPs"):
+            cells.append(_worst(of.get(quantity, ())))
+        table.rows.append(cells)
+    return table
+
+
+def _dram(kernels: _Kernels) -> Table:
+    table = Table(
+        "DRAM reads: difference, measured / predicted - 1, %",
+        ("kernels", "pass", "kernel", "shapes", "median", "largest", "within 5 %", "within 10 %"),
+        note="median of the absolute differences; rows count shapes",
+    )
+    everything: list[float] = []
+    for key, of in kernels.items():
+        known = _known(of.get("DRAM read", ()))
+        if key[2] in ROW_BY_ROW or not known:
+            continue
+        everything += known
+        table.rows.append((*key, len(known), *_spread(known)))
+    table.rows.append(("all", "", "", len(everything), *_spread(everything)))
+    return table
+
+
+def _spread(known: list[float]) -> tuple[Cell, ...]:
+    sizes = [abs(x) for x in known]
+    inside = [sum(x <= limit for x in sizes) for limit in (DRAM, DRAM_WITHIN)]
+    return f"{median(sizes):.1%}"[:-1], _signed(max(known, key=abs), 1), *inside
+
+
+def _conflicts(kernels: _Kernels, wavefronts: Mapping[tuple[str, str, str, str], float]) -> Table:
+    table = Table(
+        "Shared-memory bank conflicts: measured, % of wavefronts; predicted: none",
+        ("kernels", "pass", "kernel", "shapes", "median", "largest", "on"),
+    )
+    for key, of in kernels.items():
+        rows = of.get("shared bank conflicts", ())
+        if key[2] in ROW_BY_ROW or not rows:
+            continue
+        shares = [(100 * x.measured / wavefronts[x.shape, *key], x.shape) for x in rows]
+        largest, shape = max(shares)
+        middle = median(share for share, _ in shares)
+        table.rows.append((*key, len(rows), f"{middle:.2f}", f"{largest:.2f}", _short(shape)))
+    return table
+
+
+def _missed(rows: Iterable[Difference]) -> Table:
+    limits = {_READS: REQUESTED, _WRITES: REQUESTED, "requested reduce": REQUESTED}
+    limits |= {"tensor FLOPs": REQUESTED, "DRAM read": DRAM}
+    table = Table(
+        f"Beyond {REQUESTED:.1%} (requested, FLOPs) or {DRAM:.0%} (DRAM reads)",
+        ("kernels", "pass", "kernel", "quantity", "shape", "difference, %"),
+        note="without the delta kernel's writes, which touch whole sectors for a few bytes",
+    )
+    for row in rows:
+        known = row.relative
+        sectors = row.kernel == "delta" and row.quantity == _WRITES
+        if (
+            known is not None
+            and not sectors
+            and abs(known) > limits.get(row.quantity, float("inf"))
+        ):
+            where = row.kernels, row.name, row.kernel, row.quantity, _short(row.shape)
+            table.rows.append((*where, _signed(known, 2)))
+    return table
+
+
+def _known(rows: Iterable[Difference]) -> list[float]:
+    return [x for row in rows if (x := row.relative) is not None]
+
+
+def _worst(rows: Iterable[Difference]) -> Cell:
+    known = _known(rows)
+    if not known:
+        return None
+    worst = max(known, key=abs)
+    return "exact" if worst == 0 else _signed(worst, 3)
+
+
+def _signed(share: float, digits: int) -> str:
+    return f"{100 * share:+.{digits}f}"
+
+
+def _short(shape: str) -> str:
+    return shape.replace(", bfloat16", "").split(" on ")[0]

@@ -1,0 +1,265 @@
+// The CUDA C++ that the portable kernels use, on a CPU: emulator.py puts this before a kernel.
+//
+// Blocks run one after the other. A block's threads are coroutines, run in turn until each has come
+// to its next barrier or exchange within a warp; a turn in which nobody gets further is a deadlock.
+// Shared memory starts as NaN, and what cp.async copies arrives no sooner than the thread waits for
+// it. PTX instructions are functions, named after their opcode.
+#include <cmath>
+#include <csetjmp>
+#include <cstring>
+#include <ucontext.h>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __shared__
+#define __grid_constant__
+#define __launch_bounds__(threads)
+#define __align__(n) __attribute__((aligned(n)))
+
+using u32 = unsigned int;
+using u64 = unsigned long long;
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(16) int4 { int x, y, z, w; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+struct Index { unsigned x, y, z; } threadIdx, blockIdx;
+alignas(128) char shared[FS_SMEM_BYTES + 128];
+
+// -- Threads, barriers ----------------------------------------------------------------------------
+struct Copy { char* to; const char* from; int size, bytes; };
+struct Thread {
+    jmp_buf place;
+    char* stack;
+    std::vector<Copy> copies;  // that cp.async started
+    bool done = false;
+};
+struct Meeting {  // of a warp's or a block's threads
+    int size, here = 0;
+    long held = 0;
+};
+constexpr size_t STACK = 1 << 17;
+std::vector<Thread> threads;
+std::vector<Meeting> warps;
+Meeting block;
+jmp_buf scheduler;
+long progress;  // meetings held, threads ended
+unsigned (*slots)[8];  // what each thread shows its warp
+
+inline void yield() {
+    const unsigned me = threadIdx.x;
+    if (!_setjmp(threads[me].place)) _longjmp(scheduler, 1);
+}
+inline void meet(Meeting& m) {
+    const long number = m.held;
+    if (++m.here == m.size) m.here = 0, ++m.held, ++progress;
+    while (m.held == number) yield();
+}
+inline void meet_warp() { meet(warps[threadIdx.x / 32]); }
+inline void __syncthreads() { meet(block); }
+inline void __syncwarp() { meet_warp(); }
+
+const void* arguments;
+void kernel();  // with these arguments
+void body() {
+    kernel();
+    threads[threadIdx.x].done = true, ++progress;
+    _longjmp(scheduler, 1);
+}
+
+void start(Thread& t) {  // returns to run_block as soon as the thread first waits
+    ucontext_t context;
+    getcontext(&context);
+    context.uc_stack.ss_sp = t.stack, context.uc_stack.ss_size = STACK;
+    makecontext(&context, body, 0);
+    setcontext(&context);
+}
+
+bool run_block(unsigned count) {  // false: threads wait for each other in vain
+    memset(shared, 0xff, sizeof shared);
+    block = {int(count)};
+    for (Meeting& w : warps) w = {32};
+    for (Thread& t : threads) t.done = false, t.copies.clear();
+    for (long before = -1, turn = 0;; ++turn) {
+        unsigned left = 0;
+        if (before == progress) return false;
+        before = progress - (turn == 0);  // the first turn takes each thread to its first meeting
+        for (volatile unsigned t = 0; t < count; t = t + 1) {
+            if (threads[t].done) continue;
+            threadIdx = {t, 0, 0};
+            if (!_setjmp(scheduler)) {
+                if (turn == 0) start(threads[t]);
+                else _longjmp(threads[t].place, 1);
+            }
+            left += !threads[t].done;
+        }
+        if (!left) return true;
+    }
+}
+
+extern "C" bool run(const void* args, unsigned x, unsigned y, unsigned count) {
+    arguments = args;
+    threads.resize(count), warps.resize(count / 32);
+    for (Thread& t : threads) t.stack = new char[STACK];
+    slots = new unsigned[count][8];
+    bool ended = true;
+    for (unsigned n = 0; ended && n < x * y; ++n) {
+        blockIdx = {n % x, n / x, 0};
+        ended = run_block(count);
+    }
+    for (Thread& t : threads) delete[] t.stack;
+    delete[] slots;
+    return ended;
+}
+
+// -- Functions ------------------------------------------------------------------------------------
+template <class To, class From>
+To bits(From x) {
+    static_assert(sizeof(To) == sizeof(From), "");
+    To y;
+    memcpy(&y, &x, sizeof y);
+    return y;
+}
+inline float __uint_as_float(u32 x) { return bits<float>(x); }
+inline float __int_as_float(int x) { return bits<float>(x); }
+inline u32 __float_as_uint(float x) { return bits<u32>(x); }
+inline float __fdividef(float x, float y) { return x / y; }
+inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
+inline u32 atomicAdd(u32* to, u32 x) { return *to += x, *to - x; }
+inline float atomicAdd(float* to, float x) { const float old = *to; *to = old + x; return old; }
+
+// Shows `mine` to the warp's other lanes and gives what `lane` shows, for every lane that is asked
+// for.
+template <int N>
+struct Shown {
+    Shown(const u32 (&mine)[N]) {
+        memcpy(slots[threadIdx.x], mine, sizeof mine);
+        meet_warp();
+    }
+    u32 operator()(unsigned lane, int i = 0) const {
+        return slots[threadIdx.x / 32 * 32 + lane][i];
+    }
+    ~Shown() { meet_warp(); }  // all have read
+};
+inline u32 __reduce_add_sync(u32, u32 x) {
+    const Shown<1> shown({x});
+    u32 sum = 0;
+    for (int lane = 0; lane < 32; ++lane) sum += shown(lane);
+    return sum;
+}
+inline float __shfl_xor_sync(u32, float x, int mask) {
+    const Shown<1> shown({bits<u32>(x)});
+    return bits<float>(shown(threadIdx.x % 32 ^ mask));
+}
+
+// -- PTX ------------------------------------------------------------------------------------------
+inline u32 __cvta_generic_to_shared(const void* p) {
+    return u32(static_cast<const char*>(p) - shared);
+}
+
+inline void ptx_cp_async_cg_shared_global(u32 to, const void* from, int bytes = 16) {
+    threads[threadIdx.x].copies.push_back({shared + to, static_cast<const char*>(from), 16, bytes});
+}
+inline void ptx_cp_async_ca_shared_global(u32 to, const void* from, int bytes) {
+    threads[threadIdx.x].copies.push_back({shared + to, static_cast<const char*>(from), 4, bytes});
+}
+inline void ptx_cp_async_wait_all() {
+    for (const Copy& c : threads[threadIdx.x].copies) {
+        memset(c.to, 0, c.size);
+        memcpy(c.to, c.from, c.bytes);
+    }
+    threads[threadIdx.x].copies.clear();
+}
+inline void ptx_ld_shared_f32(float& x, u32 at) { memcpy(&x, shared + at, 4); }
+inline void ptx_ld_shared_v2_f32(float& x, float& y, u32 at) {
+    memcpy(&x, shared + at, 4), memcpy(&y, shared + at + 4, 4);
+}
+inline void ptx_red_global_add_v4_f32(float* to, float a, float b, float c, float d) {
+    to[0] += a, to[1] += b, to[2] += c, to[3] += d;
+}
+inline void ptx_mov_u64(u64& t) { t = 0; }
+inline void ptx_mov_u32(u32& t) { t = 0; }
+
+inline void ptx_ex2_approx_ftz_f32(float& y, float x) { y = exp2f(x); }
+inline u32 bf16(float x) {  // to nearest, ties to even
+    const u32 u = bits<u32>(x);
+    return std::isnan(x) ? 0x7fff : (u + 0x7fff + (u >> 16 & 1)) >> 16;
+}
+inline void ptx_cvt_rn_bf16x2_f32(u32& r, float high, float low) {
+    r = bf16(high) << 16 | bf16(low);
+}
+inline u32 f16(float x) {
+    const u32 sign = bits<u32>(x) >> 16 & 0x8000, u = bits<u32>(std::fabs(x));
+    if (std::isnan(x)) return 0x7fff;
+    if (std::fabs(x) >= 65520.0f) return sign | 0x7c00;
+    if (std::fabs(x) < 0x1p-14f) return sign | u32(std::nearbyint(std::fabs(x) * 0x1p24f));
+    return sign | (((u + 0xfff + (u >> 13 & 1)) >> 13) - (112 << 10));
+}
+inline float from_f16(u32 x) {
+    const u32 sign = (x & 0x8000) << 16, rest = x & 0x7fff;
+    if (rest < 0x400) return bits<float>(bits<u32>(rest * 0x1p-24f) | sign);
+    return bits<float>(sign | (rest << 13) + ((rest < 0x7c00 ? 112 : 224) << 23));
+}
+inline void ptx_cvt_rn_f16x2_f32(u32& r, float high, float low) { r = f16(high) << 16 | f16(low); }
+inline void ptx_mov_b32(float& low, float& high, u32 x) {  // and to float32
+    low = from_f16(x & 0xffff), high = from_f16(x >> 16);
+}
+inline void ptx_cvt_rna_tf32_f32(u32& r, float x) { r = (bits<u32>(x) + 0x1000) & ~0x1fffu; }
+
+// Four 8 x 8 matrices of 16-bit elements; lane 8 i + r gives the address of row r of matrix i.
+inline u32 half_at(u32 at) {
+    unsigned short x;
+    memcpy(&x, shared + at, 2);
+    return x;
+}
+template <bool TRANSPOSE>
+void load_matrices(u32* const (&r)[4], u32 at) {
+    const Shown<1> row({at});
+    const unsigned lane = threadIdx.x % 32, y = lane / 4, x = lane % 4 * 2;
+    for (int i = 0; i < 4; ++i) {
+        const u32 first = TRANSPOSE ? row(8 * i + x) + 2 * y : row(8 * i + y) + 2 * x;
+        const u32 second = TRANSPOSE ? row(8 * i + x + 1) + 2 * y : first + 2;
+        *r[i] = half_at(first) | half_at(second) << 16;
+    }
+}
+inline void ptx_ldmatrix_sync_aligned_m8n8_x4_shared_b16(u32& a, u32& b, u32& c, u32& d, u32 at) {
+    load_matrices<false>({&a, &b, &c, &d}, at);
+}
+inline void ptx_ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(u32& a, u32& b, u32& c, u32& d,
+                                                               u32 at) {
+    load_matrices<true>({&a, &b, &c, &d}, at);
+}
+
+// Lane 4 g + t holds of A rows g and g + 8, of B column g, of C rows g and g + 8, columns 2 t, 2 t
+// + 1. A register is one element of k (tf32: t or t + 4) or two (2 t and the next, or those 8
+// further on).
+inline float bf16_of(u32 x, int i) { return bits<float>(i ? x & 0xffff0000 : x << 16); }
+inline float f16_of(u32 x, int i) { return from_f16(i ? x >> 16 : x & 0xffff); }
+template <float half_of(u32, int)>
+void mma_half(float& c0, float& c1, float& c2, float& c3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
+              u32 b1) {
+    const Shown<6> lanes({a0, a1, a2, a3, b0, b1});
+    const unsigned lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    float* const c[4] = {&c0, &c1, &c2, &c3};
+    for (int x = 0; x < 4; ++x)
+        for (int k = 0; k < 16; ++k) {
+            const int quad = k % 8 / 2, far = k / 8;
+            *c[x] += half_of(lanes(4 * g + quad, x / 2 + 2 * far), k % 2) *
+                     half_of(lanes(4 * (2 * t + x % 2) + quad, 4 + far), k % 2);
+        }
+}
+constexpr auto ptx_mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32 = mma_half<bf16_of>;
+constexpr auto ptx_mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32 = mma_half<f16_of>;
+inline void ptx_mma_sync_aligned_m16n8k8_row_col_f32_tf32_tf32_f32(
+    float& c0, float& c1, float& c2, float& c3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    const Shown<6> lanes({a0, a1, a2, a3, b0, b1});
+    const unsigned lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    float* const c[4] = {&c0, &c1, &c2, &c3};
+    for (int x = 0; x < 4; ++x)
+        for (int k = 0; k < 8; ++k)
+            *c[x] += bits<float>(lanes(4 * g + k % 4, x / 2 + 2 * (k / 4))) *
+                     bits<float>(lanes(4 * (2 * t + x % 2) + k % 4, 4 + k / 4));
+}

@@ -1,0 +1,29 @@
+"""The plot of DRAM reads over the size of L2, looked at through its artists and data."""
+
+import matplotlib as mpl
+import pytest
+from matplotlib import pyplot as plt
+
+import flashsim
+from flashsim import OptionError, Problem, l2, viz
+
+mpl.use("Agg")
+
+
+@pytest.fixture(autouse=True)
+def close_figures():
+    yield
+    plt.close("all")
+
+
+def test_l2_curve_ends_at_first_reads_and_marks_devices():
+    requested = flashsim.count(Problem(2048, head_dim=64, dtype="bfloat16"))
+    (curve,) = l2.curves(requested).values()
+    ax = viz.l2_curve({"here": curve}, devices=("H100",))
+    line = next(x for x in ax.lines if x.get_label() == "here")
+    assert line.get_ydata()[0] == requested.bytes("load")
+    assert line.get_ydata()[-1] == curve.cold < curve.reads(curve.enough() - 1)
+    assert any(list(x.get_xdata()) == [50 * 2**20] * 2 for x in ax.lines)
+    assert "H100" in {text.get_text() for text in ax.texts}
+    with pytest.raises(OptionError, match="no curve to draw"):
+        viz.l2_curve({})
