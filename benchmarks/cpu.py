@@ -47,15 +47,16 @@ def alternating(
     works: dict[str, Callable[[], object]],
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Median seconds of each, taken turn by turn after one round that is thrown away."""
+    """Median seconds of each, taken turn by turn; of several rounds the first is thrown away."""
     rounds: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(repeats + 1):
+    extra = int(repeats > 1)
+    for _ in range(repeats + extra):
         for name, work in works.items():
             time.sleep(REST)
             start = clock()
             work()
             rounds[name].append(clock() - start)
-    return {name: statistics.median(column[1:]) for name, column in rounds.items()}
+    return {name: statistics.median(column[extra:]) for name, column in rounds.items()}
 
 
 def inputs(heads: int, n: int, d: int) -> list[np.ndarray]:
@@ -130,12 +131,13 @@ def speed(repeats: int, n_threads: int, clock: Callable[[], float]) -> list[dict
     return rows
 
 
-def extras(repeats: int, n: int) -> list[dict]:
+def extras(repeats: int, n: int, n_threads: int, clock: Callable[[], float]) -> list[dict]:
     """Threads for one head, the cost of a trace, and of the form without reductions."""
     arrays = inputs(1, n, 64)
     dout = arrays[3]
-    single, every = (numba_works(arrays, False, threads=t) for t in (1, threads.available()))
-    off, on = (numba_works(inputs(8, n, 64), False, trace=t) for t in (False, True))
+    single, every = (numba_works(arrays, False, threads=t) for t in (1, n_threads))
+    eight = inputs(8, n, 64)
+    off, on = (numba_works(eight, False, trace=t, threads=n_threads) for t in (False, True))
     result = every["forward"]()
     cases = {
         "one head, forward: all threads against one": (single["forward"], every["forward"]),
@@ -151,7 +153,9 @@ def extras(repeats: int, n: int) -> list[dict]:
     }
     rows = []
     for name, (first, second) in cases.items():
-        took = alternating(repeats, {"first": first, "second": second})
+        if "threads" in name and (n_threads == 1 or clock is time.process_time):
+            continue  # two threads take the CPU seconds of one
+        took = alternating(repeats, {"first": first, "second": second}, clock)
         rows.append(
             {
                 "what": name,
@@ -173,7 +177,7 @@ def naive(q, k, v) -> np.ndarray:
     return scores @ v
 
 
-def child(method: str, n: int, repeats: int) -> None:
+def child(method: str, n: int, repeats: int, n_threads: int, clock: Callable[[], float]) -> None:
     """One method at one length: median seconds and the peak memory that it added, as JSON."""
 
     def peak() -> int:
@@ -183,9 +187,9 @@ def child(method: str, n: int, repeats: int) -> None:
 
     def work(arrays):
         if method == "torch":
-            return torch_works(arrays, False, threads.available())["forward"]
+            return torch_works(arrays, False, n_threads)["forward"]
         if method == "numba":
-            return numba_works(arrays, False)["forward"]
+            return numba_works(arrays, False, threads=n_threads)["forward"]
         if method == "naive":
             return lambda: naive(*arrays[:3])
         return lambda: flashsim.run(*arrays[:3], tiling=flashsim.Tiling(128, 128))
@@ -194,12 +198,12 @@ def child(method: str, n: int, repeats: int) -> None:
     forward = work(inputs(1, n, 64))
     Path("/proc/self/clear_refs").write_text("5")  # the peak so far was loading and compiling
     before = peak()
-    took = alternating(repeats, {"it": forward})["it"]
+    took = alternating(repeats, {"it": forward}, clock)["it"]
     print(json.dumps({"ms": round(took * 1e3, 1), "MiB": round((peak() - before) / 1024, 1)}))
 
 
-def scaling(repeats: int, lengths) -> list[dict]:
-    """One head, d = 64, no mask, forward."""
+def scaling(repeats: int, lengths, flags: list[str]) -> list[dict]:
+    """One head, d = 64, no mask, forward; `flags` go to the processes that measure."""
     rows = []
     for n in lengths:
         row: dict = {"N": n}
@@ -207,7 +211,7 @@ def scaling(repeats: int, lengths) -> list[dict]:
             if method == "torch" and not HAS_TORCH:
                 continue
             rounds = 1 if n > 4096 and method in ("naive", "simulator") else repeats
-            command = [sys.executable, __file__, "--child", method, str(n), str(rounds)]
+            command = [sys.executable, __file__, "--child", method, str(n), str(rounds), *flags]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             found = json.loads(done.stdout.splitlines()[-1])
             row[f"{method} ms"], row[f"{method} MiB"] = found["ms"], found["MiB"]
@@ -269,25 +273,29 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/cpu"), help="folder for CSV and plot")
     parser.add_argument("--only", choices=("speed", "extras", "scaling"), help="one of the tables")
     parser.add_argument(
-        "--threads", type=int, default=threads.available(), help="of the speed table"
+        "--threads", type=int, default=threads.available(), help="how many, at most"
     )
-    parser.add_argument("--cpu-time", action="store_true", help="CPU seconds in the speed table")
+    parser.add_argument("--rounds", type=int, help="rounds to take medians of (9, quick: 3)")
+    parser.add_argument("--cpu-time", action="store_true", help="CPU seconds, not wall time")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    clock = time.process_time if options.cpu_time else time.perf_counter
     if options.child:
-        child(options.child[0], int(options.child[1]), int(options.child[2]))
+        method, n, rounds = options.child
+        child(method, int(n), int(rounds), options.threads, clock)
         return
     options.out.mkdir(parents=True, exist_ok=True)
-    repeats = 3 if options.quick else 9
-    title = machine()
+    repeats = options.rounds or (3 if options.quick else 9)
+    unit = "CPU" if options.cpu_time else "wall"
+    title = f"{machine()}; {options.threads} threads, {unit} time"
     if options.only in (None, "speed"):
-        clock = time.process_time if options.cpu_time else time.perf_counter
-        title += f"; {options.threads} threads, {'CPU' if options.cpu_time else 'wall'} time"
         report("speed", title, speed(repeats, options.threads, clock), options.out)
     if options.only in (None, "extras"):
-        report("extras", title, extras(repeats, 2048 if options.quick else 4096), options.out)
+        rows = extras(repeats, 2048 if options.quick else 4096, options.threads, clock)
+        report("extras", title, rows, options.out)
     if options.only in (None, "scaling"):
-        rows = scaling(min(repeats, 5), LENGTHS[:3] if options.quick else LENGTHS)
+        flags = ["--threads", str(options.threads), *["--cpu-time"] * options.cpu_time]
+        rows = scaling(min(repeats, 5), LENGTHS[:3] if options.quick else LENGTHS, flags)
         report("scaling", f"One head, d = 64; {title}", rows, options.out)
         plot(rows, options.out / "scaling.png")
 

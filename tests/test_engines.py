@@ -77,6 +77,7 @@ OPTION_CASES = {
     "window-left": ({}, {"window": (30, -1)}),
     "window-right": ({}, {"window": (-1, 7)}),
     "window-causal": ({}, {"window": (25, 9), "causal": True}),
+    "window-gqa": ({"heads": 4, "kv_heads": 2}, {"window": (20, 5)}),
     "softcap": ({}, {"softcap": 1.5}),
     "scale": ({}, {"scale": -0.4}),
     "varlen": ({}, {"cu_seqlens_q": (0, 0, 40, 60, 113), "cu_seqlens_k": (0, 20, 100, 100, 203)}),
@@ -161,10 +162,13 @@ def test_keys_that_nobody_sees_have_no_gradient(target, algorithm):
         assert np.abs(grad[:, :, 60 - 20 - 3 :]).min() > 0
 
 
-@pytest.mark.parametrize("algorithm", ["flash2", "flash1", "standard"])
+@pytest.mark.parametrize(
+    ("backend", "algorithm"),
+    [("numpy", "flash2"), ("numpy", "flash1"), ("numpy", "standard"), ("numba", "flash2")],
+)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_p_is_rounded_to_the_input_type(algorithm, dtype):
-    """The simulator emulates a GPU: P in the input's type meets V, sums stay in float32.
+def test_p_is_rounded_to_the_input_type(backend, algorithm, dtype):
+    """CPU engines emulate a GPU: P in the input's type meets V, sums stay in float32.
 
     Scores are s, 0, 0 and only key 1 has values, so a row is w v / l with w = exp(-s): every
     rounding is known. (Standard attention divides before it rounds P for HBM.)
@@ -181,5 +185,5 @@ def test_p_is_rounded_to_the_input_type(algorithm, dtype):
         rounded = weight.astype(narrow)[1].astype(np.float32) * value / weight.sum()
     expected, wide = rounded.astype(narrow), (weight[1] * value / weight.sum()).astype(narrow)
     assert (expected != wide).any(), "these inputs cannot tell"
-    out = flashsim.run(x.q, x.k, x.v, scale=1.0, algorithm=algorithm).out[0, 0, 0]
+    out = flashsim.run(x.q, x.k, x.v, scale=1.0, algorithm=algorithm, backend=backend).out[0, 0, 0]
     np.testing.assert_array_equal(out, expected)

@@ -49,9 +49,10 @@ USUAL = {
     "backward": (Tiling(64, 64), Tiling(48, 64)),
 }
 
-#: Bytes of Q and O that a thread keeps in its second-level cache, so that K and V, which come from
-#: further away, are fetched once for all these rows; and the least number of items for a thread.
-TOGETHER, ITEMS = 1 << 18, 4
+#: Bytes of its outer tiles that a thread keeps in its second-level cache, so that the inner ones,
+#: which come from further away, are fetched once for all of these; and the least number of items
+#: for a thread.
+TOGETHER, ITEMS = 400 << 10, 4
 
 #: Mask bits (bytes) that are evaluated ahead of a walk: bounds the memory of arbitrary masks.
 MASK_CHUNK = 1 << 25
@@ -185,10 +186,15 @@ class _Pass:
 
     def _together(self, name: str, n: int) -> int:
         """How many of n outer tiles a thread walks at a time; results do not depend on it."""
-        if name != "forward":
+        d, dv, block_q, block_k = self.shape[-4:]
+        elements = {
+            "forward": (d + dv) * block_q,  # Q, O
+            "dkdv": 2 * (d + dv) * block_k,  # K, V, dK, dV
+            "fused": (3 * d + 2 * dv) * block_k,  # K once more, by row
+        }
+        if name not in elements:
             return 1
-        row = (self.shape.d + self.shape.dv) * np.dtype(self.job.problem.compute_dtype).itemsize
-        fit = TOGETHER // (row * self.shape.block_q)
+        fit = TOGETHER // (elements[name] * np.dtype(self.job.problem.compute_dtype).itemsize)
         return max(1, min(fit, n // (ITEMS * self.threads)))
 
     def note(self, name: str) -> None:
@@ -290,13 +296,13 @@ def _table(array: np.ndarray) -> np.ndarray:
 
 
 def _runs(schedule: Schedule, csr, fused: bool, together: int) -> np.ndarray:
-    """Runs of up to `together` outer tiles: longest first; fused, in the order of turns."""
+    """Even runs of up to `together` outer tiles: longest first; fused, in the order of turns."""
+    tiles = len(csr[0]) - 1
+    edges = np.linspace(0, tiles, -(-tiles // together) + 1).astype(np.int64)
+    runs = np.stack([edges[:-1], edges[1:]], axis=1)
     if fused:
-        first = np.array(schedule.outer_order(), np.int64)
-        return np.stack([first, first + 1], axis=1)
-    edges = np.append(np.arange(0, len(csr[0]) - 1, together), len(csr[0]) - 1)
-    longest_first = np.argsort(-np.diff(csr[0][edges]), kind="stable")
-    return np.stack([edges[:-1], edges[1:]], axis=1)[longest_first]
+        return runs[::-1] if schedule.key_order == "descending" else runs
+    return runs[np.argsort(-np.diff(csr[0][edges]), kind="stable")]
 
 
 def _turns(schedule: Schedule, csr) -> np.ndarray:

@@ -62,7 +62,7 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
             m[:] = -np.inf
             l[:] = 0
             while True:
-                j = next_inner(tiles, at, begin, end)
+                j = next_inner(tiles, at, begin, end, tiles.descending)
                 if j < 0:
                     break
                 for i in range(begin, end):
@@ -126,7 +126,7 @@ def longest_run(tiles):
 
 
 @njit
-def next_inner(tiles, at, begin, end):
+def next_inner(tiles, at, begin, end, descending):
     """The inner tile that comes next for any tile of a run, where each is at visit ``at``; or -1.
 
     A walk takes inner tiles in ascending or in descending order.
@@ -135,6 +135,6 @@ def next_inner(tiles, at, begin, end):
     for i in range(begin, end):
         if at[i - begin] < tiles.ptr[i + 1]:
             j = tiles.inner[at[i - begin]]
-            if best < 0 or (j > best if tiles.descending else j < best):
+            if best < 0 or (j > best if descending else j < best):
                 best = j
     return best
