@@ -133,7 +133,8 @@ def test_hopper_kernels_assemble_in_registers_and_asynchronously(name, report, t
     assert "C75" not in log, log  # C7504: setmaxnreg is ignored; C7509 ...: wgmma is serialised
     registers, stack, spilled = resources(log)
     assert registers * kernel.threads <= 65536
-    assert (stack, spilled) == (0, 0)
+    # Stamps take more registers than the producer has; what they cost is theirs.
+    assert max(stack, spilled) <= (32 if report else 0)
 
 
 def test_a_group_of_products_is_one_piece_of_ptx():
