@@ -282,7 +282,7 @@ class Scene:
         elif self.full == limit:
             words = f"SRAM: {left:,} of {limit:,} B"
         else:
-            words = f"SRAM: {left:,} B, {left / limit:.0%} of a block's"
+            words = f"SRAM: {left:,} B, {left / limit:.0%} of {limit:,} B"
         self.sram_text.set_text(words)
 
 
