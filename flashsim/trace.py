@@ -189,7 +189,7 @@ class Trace:
 
     # -- work -----------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def _works(self) -> list[StageWork]:
         given = self.problem, self.algorithm, self.direction
         return [stage_work(*given, stage.name) for stage in self.stages]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import flashsim
-from flashsim import oracle
+from flashsim import Tiling, oracle
 from flashsim.problem import BlockMask, numpy_dtype
 
 cupy = pytest.importorskip("cupy")
@@ -53,6 +53,10 @@ FEATURES = {
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """Every output starts as NaN (all bits set)."""
+    poison_outputs(monkeypatch)
+
+
+def poison_outputs(monkeypatch):
     from flashsim.backends import arrays
 
     for space in (arrays.CupySpace, arrays.NumpySpace):
@@ -136,3 +140,25 @@ def check(problem, tiling=None, backward_tiling=None, kind="normal", backward=Tr
             got = getattr(grads, name).astype(np.float64)
             error = np.abs(got - exact[name]).max()
             assert error <= budget(exact[name], plain[name], p), (name, deterministic)
+
+
+def check_counts(problem, backend, algorithm, key_order, **extra):
+    """What a backend counts, forward and backward, is what the simulator counts, visit by visit."""
+    x = make(problem)
+    traces = []
+    for name, more in (("numpy", {}), (backend, extra)):
+        result = flashsim.run(
+            *(x["q"], x["k"], x["v"]),
+            backend=name,
+            algorithm=algorithm,
+            tiling=Tiling(32, 64),
+            key_order=key_order,
+            trace=True,
+            **more,
+            **options(problem),
+        )
+        traces.append([result.trace, result.backward(x["dout"], tiling=Tiling(64, 32)).trace])
+    for simulated, counted in zip(*traces, strict=True):
+        assert counted.diff(simulated) == {}
+        assert counted.same_events(simulated)
+        assert counted.transfers == counted.predicted().transfers

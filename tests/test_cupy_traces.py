@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from cupy_checks import FEATURES, MARKS, cupy, make, options, poisoned  # noqa: F401
+from cupy_checks import FEATURES, MARKS, check_counts, cupy, make, options, poisoned  # noqa: F401
 
 import flashsim
-from flashsim import Problem, Tiling
+from flashsim import Problem
 from flashsim.events import PHASES
 
 pytestmark = MARKS
@@ -25,27 +25,10 @@ SIDES = [(40, 24), (64, 64), (37, 61), (96, 128)]
 )
 def test_counted_bytes_are_the_simulators(sides, name, dtype, algorithm, key_order):
     head_dim, head_dim_v = sides
-    extra = {"cupy": {"kernel": "portable", "allow_tf32": dtype == "tf32"}, "numpy": {}}
+    extra = {"kernel": "portable", "allow_tf32": dtype == "tf32"}
     dtype = "float32" if dtype == "tf32" else dtype
     p = Problem(head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, **FEATURES[name])
-    x = make(p)
-    traces = []
-    for backend in ("numpy", "cupy"):
-        result = flashsim.run(
-            *(x["q"], x["k"], x["v"]),
-            backend=backend,
-            algorithm=algorithm,
-            tiling=Tiling(32, 64),
-            key_order=key_order,
-            trace=True,
-            **extra[backend],
-            **options(p),
-        )
-        traces.append([result.trace, result.backward(x["dout"], tiling=Tiling(64, 32)).trace])
-    for simulated, counted in zip(*traces, strict=True):
-        assert counted.diff(simulated) == {}
-        assert counted.same_events(simulated)
-        assert counted.transfers == counted.predicted().transfers
+    check_counts(p, "cupy", algorithm, key_order, **extra)
 
 
 @pytest.mark.parametrize("algorithm", ["flash2", "flash2-fused"])

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cupy_checks import poison_outputs
 
 import flashsim
 from flashsim import Device, Problem, Tiling, oracle
@@ -61,17 +62,7 @@ FEATURES = {
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """Every output starts as NaN (all bits set), and so does shared memory."""
-    from flashsim.backends import arrays
-
-    for space in (arrays.CupySpace, arrays.NumpySpace):
-        empty = space.empty
-
-        def filled(self, shape, like=None, empty=empty):
-            made = empty(self, shape, like)
-            made.view(cupy.uint8).fill(0xFF)
-            return made
-
-        monkeypatch.setattr(space, "empty", filled)
+    poison_outputs(monkeypatch)
     poison_shared_memory()
 
 

@@ -6,7 +6,16 @@ Its inputs, error budget and list of features are used here; outputs begin as Na
 import numpy as np
 import pytest
 import test_cupy
-from cupy_checks import FEATURES, budget, cupy, gpus, make, options, poisoned  # noqa: F401
+from cupy_checks import (  # noqa: F401
+    FEATURES,
+    budget,
+    check_counts,
+    cupy,
+    gpus,
+    make,
+    options,
+    poisoned,
+)
 
 import flashsim
 from flashsim import Problem, Tiling, oracle
@@ -89,22 +98,7 @@ def test_the_tiling_given_is_the_one_that_runs(sides):
 def test_counted_bytes_are_the_simulators(sides, name, algorithm, key_order):
     head_dim, head_dim_v = sides
     p = Problem(head_dim=head_dim, head_dim_v=head_dim_v, dtype="bfloat16", **FEATURES[name])
-    x = make(p)
-    traces = []
-    for backend in ("numpy", "numba_cuda"):
-        result = flashsim.run(
-            *(x["q"], x["k"], x["v"]),
-            backend=backend,
-            algorithm=algorithm,
-            tiling=Tiling(32, 64),
-            key_order=key_order,
-            trace=True,
-            **options(p),
-        )
-        traces.append([result.trace, result.backward(x["dout"], tiling=Tiling(64, 32)).trace])
-    for simulated, counted in zip(*traces, strict=True):
-        assert counted.diff(simulated) == {}
-        assert counted.same_events(simulated)
+    check_counts(p, "numba_cuda", algorithm, key_order)
 
 
 def test_two_hundred_runs_give_the_same_bits():
