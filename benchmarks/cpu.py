@@ -1,10 +1,11 @@
 """How fast the CPU engine is: python benchmarks/cpu.py [--quick] [--out out/cpu]
 
-Three tables, printed and written as CSV, and a plot:
+Four tables, printed and written as CSV, and a plot:
 
 - speed: forward, and forward + backward, against PyTorch's CPU attention (if it is installed) and a
   2048^3 single-precision matrix product, all in one process, turn by turn, medians;
 - extras: one head on one thread and on all, what ``trace=True`` costs, both backward forms;
+- short: calls at N = 1024, the best of many beside the median, on one thread and on all in turn;
 - scaling: time and peak memory over N, each method in a process of its own.
 
 On a machine that others use as well, compare CPU seconds of one thread, which waiting does not
@@ -35,6 +36,7 @@ import flashsim
 from flashsim.engines import registers, threads
 
 SHAPES = ((8, 1024, 64), (8, 4096, 64), (4, 4096, 128))  # heads, N, d
+TABLES = ("speed", "extras", "short", "scaling")
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 METHODS = ("numba", "torch", "naive", "simulator")
 #: Seconds before each measurement: threads of the one before spin on for a while.
@@ -168,6 +170,30 @@ def extras(repeats: int, n: int, n_threads: int, clock: Callable[[], float]) -> 
     return rows
 
 
+def short(calls: int, n_threads: int, clock: Callable[[], float]) -> list[dict]:
+    """Best and median of calls so short that whatever else runs shows; 8 heads, d = 64."""
+    rows = []
+    for causal in (False, True):
+        arrays = inputs(8, 1024, 64)
+        forward = {t: numba_works(arrays, causal, threads=t)["forward"] for t in {1, n_threads}}
+        took: dict[int, list[float]] = {t: [] for t in forward}
+        for _ in range(calls):
+            for count, work in forward.items():
+                start = clock()
+                work()
+                took[count].append((clock() - start) * 1e3)
+        rows += [
+            {
+                "mask": "causal" if causal else "none",
+                "threads": count,
+                "best ms": round(min(times), 1),
+                "median ms": round(statistics.median(times), 1),
+            }
+            for count, times in took.items()
+        ]
+    return rows
+
+
 def naive(q, k, v) -> np.ndarray:
     """The whole score matrix at once."""
     scores = (q @ k.mT) * np.float32(q.shape[-1] ** -0.5)
@@ -271,7 +297,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds, shorter sequences")
     parser.add_argument("--out", type=Path, default=Path("out/cpu"), help="folder for CSV and plot")
-    parser.add_argument("--only", choices=("speed", "extras", "scaling"), help="one of the tables")
+    parser.add_argument("--only", choices=TABLES, help="one of the tables")
     parser.add_argument(
         "--threads", type=int, default=threads.available(), help="how many, at most"
     )
@@ -293,6 +319,8 @@ def main() -> None:
     if options.only in (None, "extras"):
         rows = extras(repeats, 2048 if options.quick else 4096, options.threads, clock)
         report("extras", title, rows, options.out)
+    if options.only in (None, "short"):
+        report("short", title, short(8 * repeats, options.threads, clock), options.out)
     if options.only in (None, "scaling"):
         flags = ["--threads", str(options.threads), *["--cpu-time"] * options.cpu_time]
         rows = scaling(min(repeats, 5), LENGTHS[:3] if options.quick else LENGTHS, flags)
