@@ -32,14 +32,9 @@ FAULTS = {
         "products start before the copy engine has brought Q and dO",
         *(BACKWARD, "wait(&s.full[stage], ring.parity);", "", "test_features and ragged and 128"),
     ),
-    "wrong-parity": KernelFault(
-        "the ring's wait asks for the lap before",
-        *(BACKWARD, "wait(&s.full[stage], ring.parity);"),
-        *("wait(&s.full[stage], ring.parity ^ 1);", "test_features and ragged and 128"),
-    ),
-    "keys-not-awaited": KernelFault(
-        "products start before the copy engine has brought K and V",
-        *(BACKWARD, "wait(&s.kv_full, kv_parity);", "", "test_features and ragged and 128"),
+    "keys-overwritten": KernelFault(
+        "the next item's K and V are copied over those that are still read",
+        *(SHARED, "wait(&s.kv_empty, kv_parity ^ 1);", "", "test_features and many and 128"),
     ),
     "ds-not-awaited": KernelFault(
         "dQ starts before the other warpgroup has written its dS",
@@ -68,9 +63,10 @@ FAULTS = {
         "the diagonal itself is masked in dQ's own pass",
         *(DQ, "(c > last ||", "(c >= last ||", "test_features and causal and 64"),
     ),
-    "row-bound-off-by-one": KernelFault(
-        "a row past the sequence's end takes part",
-        *(SHARED, "first + x < it.end;", "first + x <= it.end;", "test_features and varlen"),
+    "sequences-start-at-0": KernelFault(
+        "the rows of every packed sequence are read from the first one's tiles",
+        *(SHARED, "const int query = it.base + it", "const int query = it"),
+        "test_features and varlen",
     ),
     # -- arithmetic -------------------------------------------------------------------------------
     "delta-left-out": KernelFault(

@@ -55,7 +55,7 @@ FEATURES = {
         cu_seqlens_q=(0, 100, 101, 400, 700),
         cu_seqlens_k=(0, 300, 300, 643, 900),
     ),
-    "many items": dict(n_q=400, n_kv=400, batch=4, heads=40, causal=True),
+    "many items": dict(n_q=200, n_kv=200, batch=8, heads=40, causal=True),
 }
 
 

@@ -1,0 +1,78 @@
+"""What traces cost on a GPU: python benchmarks/tracing.py [--backend cupy] [--kernel portable]
+
+Time of the forward and the fused backward kernel with `trace=True` and with `trace="timeline"`,
+against without a trace: medians of rounds in turn, between CUDA events around the launch alone.
+bfloat16, 16,384 tokens, heads = 2048 / d. What a trace takes on the host is not part of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from statistics import median
+from typing import Any
+
+import cupy
+import torch
+
+import flashsim
+from flashsim.backends.launching import Call, Launch
+
+TRACES = (False, True, "timeline")
+TOKENS, WIDTH, N = 16384, 2048, 4096
+
+
+def time_launches(into: list[tuple[str, Any, Any]]) -> None:
+    """From now on each launch appends its stage and an event before and after it."""
+    plain = Launch.__call__
+
+    def timed(self: Launch, call: Call, report: dict[str, Any]) -> None:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        plain(self, call, report)
+        end.record()
+        into.append((self.one.stage.name, start, end))
+
+    Launch.__call__ = timed  # type: ignore[method-assign]
+
+
+def milliseconds(launches: list[tuple[str, Any, Any]], stage: str) -> float:
+    """Of the launches of one stage since the last time."""
+    torch.cuda.synchronize()
+    took = sum(start.elapsed_time(end) for name, start, end in launches if name == stage)
+    launches.clear()
+    return took
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backend", default="cupy", help="cupy or numba_cuda")
+    parser.add_argument("--kernel", help="as for flashsim.run")
+    parser.add_argument("--rounds", type=int, default=11)
+    options = parser.parse_args()
+    more = {"kernel": options.kernel} if options.kernel else {}
+    name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+    launches: list[tuple[str, Any, Any]] = []
+    time_launches(launches)
+    print(f"{name}, {options.backend}\n   d causal  pass          ms    counts  timeline")
+    for d, causal in ((128, False), (128, True), (64, False), (64, True)):
+        shape = (4, TOKENS // N, WIDTH // d, N, d)
+        q, k, v, dout = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        took: dict[tuple[str, Any], list[float]] = {}
+        for round_ in range(1 + options.rounds):  # the first one compiles
+            for trace in TRACES:
+                given = {"causal": causal, "backend": options.backend, "trace": trace, **more}
+                result = flashsim.run(q, k, v, **given)
+                forward = milliseconds(launches, "forward")
+                result.backward(dout, deterministic=False)
+                backward = milliseconds(launches, "fused")
+                if round_:
+                    took.setdefault(("forward", trace), []).append(forward)
+                    took.setdefault(("backward", trace), []).append(backward)
+        for one in ("forward", "backward"):
+            off, counts, timeline = (median(took[one, trace]) for trace in TRACES)
+            shares = f"{counts / off - 1:+10.1%}{timeline / off - 1:+10.1%}"
+            print(f"{d:4} {'yes' if causal else 'no':6}  {one:9}{off:7.3f}{shares}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
