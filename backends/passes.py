@@ -65,5 +65,7 @@ def walk_pass(
     walks, _ = plans.heads_of(stage, problem)
     items = tables.tiles * walks
     blocks = min(items, gpu.multiprocessors) if persistent else items
-    clump = plans.clump(stage, problem, gpu.l2_bytes)
+    clump = plans.clump(
+        stage, problem, tables.tiles, l2_bytes=gpu.l2_bytes, processors=gpu.multiprocessors
+    )
     return Pass(stage, tables, kernel, (blocks,), walks, clump)

@@ -93,20 +93,37 @@ def heads_of(stage: Stage, problem: Problem) -> tuple[int, int]:
     return p.batch * p.heads // stride, stride
 
 
-def clump(stage: Stage, problem: Problem, l2_bytes: int) -> int:
+def clump(stage: Stage, problem: Problem, tiles: int, *, l2_bytes: int, processors: int) -> int:
     """How many walks are worked on together, so that what their blocks share stays in L2.
 
-    Their tensors take at most 0.4 of L2: K and V, which query heads of a group share, with queries
-    outside; Q, dO and a float32 dQ with keys outside.
+    A launch hands out the outer tiles of one clump, the longest first, then those of the next. The
+    next clump fills the places that one leaves idle at its end, but nothing follows the last, which
+    has whatever walks remain: the fewer, the longer most of the GPU waits for a few long tiles. So
+    of the sizes that fit, this is the one that leaves the most for the last clump, and of several
+    such sizes the smallest.
+
+    What fits takes at most 0.8 of L2, where what is only read counts twice, since either half of a
+    large L2 keeps a copy of it: K and V, which query heads of a group share, with queries outside;
+    Q and dO with keys outside, where a float32 dQ counts once. Walks whose tiles all run at once
+    share L2 in any order, so as many as that fit, whatever they take.
+
+    Parameters
+    ----------
+    tiles : int
+        Outer tiles of a walk.
+    l2_bytes : int
+    processors : int
+        How many blocks run at once, at least: one on every SM.
     """
-    p, room = problem, int(0.4 * l2_bytes)
-    d, dv = p.head_dim, p.head_dim_v
-    if stage.outer == "queries":
-        heads = p.group * room // (p.n_kv * (d + dv) * p.itemsize)
-        size = max(p.group, heads // p.group * p.group)
+    p, room = problem, 4 * l2_bytes // 5
+    read = 2 * (p.head_dim + p.head_dim_v) * p.itemsize  # of a row; twice, for the copies
+    if stage.outer == "queries":  # heads that share K and V stay together
+        step, held = p.group if stage.per == "head" else 1, p.n_kv * read
     else:
-        size = max(1, room // (p.group * p.n_q * ((d + dv) * p.itemsize + 4 * d)))
-    return min(size, heads_of(stage, p)[0])
+        step, held = 1, p.group * p.n_q * (read + 4 * p.head_dim)
+    steps = heads_of(stage, p)[0] // step
+    most = min(steps, max(1, room // held, processors // (tiles * step)))
+    return step * max(range(1, most + 1), key=lambda size: ((steps - 1) % size, -size))
 
 
 class _Sizes:

@@ -2,6 +2,8 @@
 bytes that they count are the simulator's.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -18,6 +20,7 @@ from test_cuda_kernels import H200
 pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
 FORWARD, BACKWARD = Tiling(32, 64), Tiling(64, 32)
 PLAIN, TF32 = portable, portable.TF32
+SMALL = replace(H200, l2_bytes=28 << 10, multiprocessors=1)
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +29,9 @@ def machine(tmp_path_factory):
     return {a: emulator.Emulator(tmp_path_factory.mktemp(str(a)), a) for a in (800, 900)}
 
 
-def emulated(machine, family, problem, x, algorithm, key_order):
+def emulated(machine, family, problem, x, algorithm, key_order, gpu):
     """[(arrays, stages)] of the forward and the backward pass."""
-    given = (H200, key_order, "counts")
+    given = (gpu, key_order, "counts")
     passes = family.forward_passes(problem, FORWARD, *given)
     forward = emulator.run_forward(machine, passes, problem, x)
     passes = family.backward_passes(problem, BACKWARD, *given, algorithm)
@@ -37,10 +40,10 @@ def emulated(machine, family, problem, x, algorithm, key_order):
     return [forward, backward]
 
 
-def compare(machine, family, problem, algorithm="flash2", key_order="ascending"):
+def compare(machine, family, problem, algorithm="flash2", key_order="ascending", gpu=H200):
     """Every result within the budget of its type, every event the simulator's."""
     p, x = problem, make(problem)
-    runs = emulated(machine, family, p, x, algorithm, key_order)
+    runs = emulated(machine, family, p, x, algorithm, key_order, gpu)
     arrays = runs[1][0]
     rounded = {name: oracle.tf32(a) if family is TF32 else a for name, a in x.items()}
     kind = "tf32" if family is TF32 else p.dtype
@@ -89,6 +92,14 @@ def test_results_and_counted_bytes(machine, family, dtype, sides, name, algorith
 def test_descending_keys(machine):
     p = Problem(head_dim=37, head_dim_v=61, dtype="bfloat16", **FEATURES["gqa"])
     compare(machine[900], PLAIN, p, key_order="descending")
+
+
+def test_a_last_clump_of_fewer_heads(machine):
+    """On a GPU so small that seven heads are worked on four at a time."""
+    p = Problem(45, 40, 16, heads=7, dtype="bfloat16", causal=True)
+    (one,) = portable.forward_passes(p, FORWARD, SMALL, "ascending", "")
+    assert (one.walks, one.clump) == (7, 4)
+    compare(machine[900], PLAIN, p, gpu=SMALL)
 
 
 @pytest.mark.parametrize("size", [2, 4])

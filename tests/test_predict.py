@@ -48,6 +48,15 @@ def test_every_unmodelled_second_of_a_tile_counts():
     assert with_it.seconds - without.seconds == pytest.approx(1e-6 * np.ceil(without.waves))
 
 
+def test_heads_worked_on_one_by_one_leave_a_longer_tail():
+    causal = Problem(2048, head_dim=128, heads=16, dtype="bfloat16", causal=True)
+    together, alone = (
+        predict(causal, heads_in_group={"forward": size}).stages[0] for size in (16, 1)
+    )
+    assert alone.seconds > together.seconds
+    assert alone.units == together.units  # the same work
+
+
 def test_a_device_with_little_bandwidth_is_bound_by_it():
     slow = Device(**{**Device.get("H200").to_dict(), "hbm_bandwidth": 1e9})
     found = predict(PROBLEM, device=slow).stages[0]
@@ -64,6 +73,7 @@ def test_a_device_with_little_bandwidth_is_bound_by_it():
         ({"algorithm": "standard"}, OptionError, "not 'standard'"),
         ({"direction": "sideways"}, OptionError, "unknown direction"),
         ({"device": "A100"}, UnsupportedError, "compute capability 9.0"),
+        ({"heads_in_group": {"forward": 0}}, OptionError, "at least 1, got 0 for 'forward'"),
     ],
 )
 def test_what_cannot_be_predicted_is_refused(options, error, message):

@@ -143,8 +143,11 @@ class L2Model:
         longest = tile_order[np.argsort(-visits[tile_order], kind="stable")]
         size = walks
         if self.launch == "grouped":
-            clump = plans.clump(stage, schedule.problem, device.l2_bytes)
-            size = self.heads_in_group or clump
+            size = self.heads_in_group or plans.clump(
+                *(stage, schedule.problem, tiles),
+                l2_bytes=device.l2_bytes,
+                processors=device.sm_count,
+            )
         groups = [
             _grid(np.arange(first, min(first + size, walks)), longest, walk_outside=False)
             for first in range(0, walks, size)

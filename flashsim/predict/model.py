@@ -101,6 +101,7 @@ def predict(
     tiling: Tiling | None = None,
     device: str | Device = "H200",
     constants: Mapping[str, Constants] | None = None,
+    heads_in_group: Mapping[str, int] | None = None,
 ) -> Prediction:
     """How long the kernels of `backend="cupy"` take.
 
@@ -120,6 +121,8 @@ def predict(
         The constants were fitted on an H200; for another device they are taken over, untested.
     constants : mapping of Constants, optional
         By stage; default: the calibrated ones.
+    heads_in_group : mapping of int, optional
+        By stage, how many heads are worked on together; default: the kernels' own (`plans.clump`).
 
     Raises
     ------
@@ -128,6 +131,10 @@ def predict(
     """
     passes, traffic = _prepare(problem, direction, algorithm, kernels, tiling, Device.get(device))
     known = constants or CALIBRATED[kernels]
+    for name, heads in (heads_in_group or {}).items():
+        if heads < 1:
+            raise OptionError(f"heads_in_group must be at least 1, got {heads!r} for {name!r}")
+        passes = tuple(replace(x, clump=heads) if x.stage.name == name else x for x in passes)
     return Prediction(traffic, kernels, tuple(_stage(one, traffic, known) for one in passes))
 
 
