@@ -9,6 +9,7 @@ constexpr int D = FS_D, DV = FS_DV, BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K, 
 constexpr int WARPGROUPS = BLOCK_Q / 64;         // consumers
 constexpr int CHUNKS = (D + 63) / 64, CHUNKS_V = (DV + 63) / 64;
 constexpr int THREADS = 128 * (WARPGROUPS + 1);
+constexpr float LN2 = 1.0f / LOG2E;
 // What setmaxnreg leaves a thread.
 constexpr int PRODUCER_REGISTERS = WARPGROUPS == 3 ? 32 : 40;
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 3 ? 160 : 232;
@@ -252,15 +253,18 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             const bool exists = row < it.own.stop;
             if (exists && lane % 4 == 0) {
                 a.lse[i64(it.walk) * a.n_q + row] =
-                    l == 0.0f ? NEG_INF : softmax.m[r] * to_log2 / LOG2E + logf(l);
+                    l == 0.0f ? NEG_INF : softmax.m[r] * (to_log2 * LN2) + __logf(l);
                 lse_bytes += 4;
             }
-            const float inverse = l == 0.0f ? 0.0f : 1.0f / l;
+            const float inverse = l == 0.0f ? 0.0f : __fdividef(1.0f, l);
             o_bytes += store_row<ValueRow>(a.o, batch, head, row, O, r, inverse, exists);
         }
         u32* counts = a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8;
         report(counts + 1, o_bytes), report(counts + 2, lse_bytes);
         stamp_item(a, it.walk, it.outer, true);
+        // Rows that do not exist have left the stores apart. Where ptxas cannot tell that a warp is
+        // together again, it keeps the loop's addresses in every thread, not once a warp.
+        __syncwarp();
     }
 }
 
