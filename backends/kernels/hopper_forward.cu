@@ -79,9 +79,9 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
     }
 }
 
-// S = Q K^T, issued and committed, not waited for.
-__device__ __forceinline__ void issue_scores(float (&S)[BLOCK_K / 2], const u16* q, const u16* k) {
-    const u32 dq = descriptor(q, 0), dk = descriptor(k, 0);
+// S = Q K^T, issued and committed, not waited for; K by its descriptor.
+__device__ __forceinline__ void issue_scores(float (&S)[BLOCK_K / 2], const u16* q, u32 dk) {
+    const u32 dq = descriptor(q, 0);
     wgmma_fence();
 #pragma unroll
     for (int x = 0; x < D / 16; ++x)
@@ -194,7 +194,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 stamp(visit_stamps(a, first + 0), 0);
                 wait(&s.k_full[ring_k.stage], ring_k.parity);
                 stamp(visit_stamps(a, first + 0), 1);
-                issue_scores(S, s.q[g][0], s.k[ring_k.stage][0]);
+                issue_scores(S, s.q[g][0], descriptor(s.k[ring_k.stage][0], 0));
                 wgmma_wait<0>();
                 pin(S);
                 if (speaks) arrive(&s.k_empty[ring_k.stage]);
@@ -205,17 +205,23 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 round_operand(P, S);
                 stamp(visit_stamps(a, first + 0), 3);
             }
+            // A visit's K is waited for at the end of the visit before, where the wait, and finding
+            // K's address, hide behind arithmetic.
+            const int last = n - 1;
+            if (last > 0) {
+                stamp(visit_stamps(a, first + 1), 0);
+                wait(&s.k_full[ring_k.stage], ring_k.parity);
+                stamp(visit_stamps(a, first + 1), 1);
+            }
+            u32 dk = descriptor(s.k[ring_k.stage][0], 0);
 #pragma unroll 1
             for (int v = 1; v < n; ++v) {
                 // Scores of visit v and the output of visit v - 1 are queued together; the softmax
                 // of v then runs while the tensor cores work on the output and, turn and turn
                 // about, on the other warpgroups' products.
                 float S[BLOCK_K / 2];
-                stamp(visit_stamps(a, first + v), 0);
-                wait(&s.k_full[ring_k.stage], ring_k.parity);
-                stamp(visit_stamps(a, first + v), 1);
                 named_sync(turn, 256);  // the warpgroup before has queued its products
-                issue_scores(S, s.q[g][0], s.k[ring_k.stage][0]);
+                issue_scores(S, s.q[g][0], dk);
                 wait(&s.v_full[ring_v.stage], ring_v.parity);
                 issue_output(O, P, s.v[ring_v.stage][0]);
                 named_arrive(next_turn, 256);
@@ -238,6 +244,14 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 round_operand(P, S);
 #pragma unroll
                 for (int e = 0; e < DV / 2; ++e) O[e] *= alpha[e / 2 % 2];
+                if (FS_TIMELINE && v < last) stamp(visit_stamps(a, first + v + 1), 0);
+                // Behind the last visit there is no K to wait for. A branch would keep the wait
+                // from running under the rescaling, so it is for Q then, which stays full until we
+                // let it go. (K's barrier may be a lap ahead by then: that wait could hang.)
+                wait(v < last ? &s.k_full[ring_k.stage] : &s.q_full[g],
+                     v < last ? ring_k.parity : q_parity ^ 1);
+                if (FS_TIMELINE && v < last) stamp(visit_stamps(a, first + v + 1), 1);
+                dk = descriptor(s.k[ring_k.stage][0], 0);
             }
             if (speaks) arrive(&s.q_empty[g]);  // the next item's Q may come
             wait(&s.v_full[ring_v.stage], ring_v.parity);
