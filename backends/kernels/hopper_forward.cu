@@ -9,6 +9,7 @@ constexpr int D = FS_D, DV = FS_DV, BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K, 
 constexpr int WARPGROUPS = BLOCK_Q / 64;         // consumers
 constexpr int CHUNKS = (D + 63) / 64, CHUNKS_V = (DV + 63) / 64;
 constexpr int THREADS = 128 * (WARPGROUPS + 1);
+constexpr float LN2 = 1.0f / LOG2E;
 // What setmaxnreg leaves a thread.
 constexpr int PRODUCER_REGISTERS = WARPGROUPS == 3 ? 32 : 40;
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 3 ? 160 : 232;
@@ -78,9 +79,9 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
     }
 }
 
-// S = Q K^T, issued and committed, not waited for.
-__device__ __forceinline__ void issue_scores(float (&S)[BLOCK_K / 2], const u16* q, const u16* k) {
-    const u32 dq = descriptor(q, 0), dk = descriptor(k, 0);
+// S = Q K^T, issued and committed, not waited for; K by its descriptor.
+__device__ __forceinline__ void issue_scores(float (&S)[BLOCK_K / 2], const u16* q, u32 dk) {
+    const u32 dq = descriptor(q, 0);
     wgmma_fence();
 #pragma unroll
     for (int x = 0; x < D / 16; ++x)
@@ -130,28 +131,38 @@ struct Softmax {
     // returns in alpha what O must be multiplied by.
     __device__ __forceinline__ void operator()(float (&S)[BLOCK_K / 2], float (&alpha)[2],
                                                float to_log2) {
+        row<0>(S, alpha[0], to_log2);
+        row<1>(S, alpha[1], to_log2);
+    }
+
+    // Exponentials take longest, so they should begin early and never wait: row 0's as soon as its
+    // maximum is known, row 1's maximum in the gaps between them. ptxas schedules what has the
+    // longest chain ahead of it first, so row 0's maximum is one chain and row 1's two, and it is
+    // the other way round with the sums. Two neighbours first: half the length of a chain.
+    template <int R>
+    __device__ __forceinline__ void row(float (&S)[BLOCK_K / 2], float& alpha, float to_log2) {
+        constexpr int PAIRS = BLOCK_K / 8;
+        float top = m[R], top1 = fmaxf(S[2 * R], S[2 * R + 1]);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            float top = S[2 * r], top1 = S[2 * r + 1];  // two chains each: shorter waits
-#pragma unroll
-            for (int e = 1; e < BLOCK_K / 8; ++e)
-                top = fmaxf(top, S[4 * e + 2 * r]), top1 = fmaxf(top1, S[4 * e + 2 * r + 1]);
-            top = fmaxf(top, top1);
-            top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-            top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-            top = fmaxf(top, m[r]);
-            const float base = top == NEG_INF ? 0.0f : top * to_log2;  // no key yet: no inf - inf
-            alpha[r] = exp2_approx(m[r] * to_log2 - base);
-            m[r] = top;
-            float sum = 0.0f, sum1 = 0.0f;
-#pragma unroll
-            for (int e = 0; e < BLOCK_K / 8; ++e) {
-                float &p = S[4 * e + 2 * r], &p1 = S[4 * e + 2 * r + 1];
-                sum += p = exp2_approx(p * to_log2 - base);
-                sum1 += p1 = exp2_approx(p1 * to_log2 - base);
-            }
-            l[r] = l[r] * alpha[r] + (sum + sum1);
+        for (int e = 1; e < PAIRS; ++e) {
+            float& chain = R == 0 || e % 2 == 0 ? top : top1;
+            chain = fmaxf(chain, fmaxf(S[4 * e + 2 * R], S[4 * e + 2 * R + 1]));
         }
+        top = fmaxf(top, top1);
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+        const float base = top == NEG_INF ? 0.0f : top * to_log2;  // no key yet: no inf - inf
+        alpha = exp2_approx(m[R] * to_log2 - base);
+        m[R] = top;
+        float sum = l[R] * alpha, sum1 = 0.0f;
+#pragma unroll
+        for (int e = 0; e < PAIRS; ++e) {
+            float &p = S[4 * e + 2 * R], &p1 = S[4 * e + 2 * R + 1];
+            p = exp2_approx(p * to_log2 - base);
+            p1 = exp2_approx(p1 * to_log2 - base);
+            (R == 1 || e % 2 == 0 ? sum : sum1) += p + p1;
+        }
+        l[R] = R == 1 ? sum : sum + sum1;
     }
 };
 
@@ -183,7 +194,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 stamp(visit_stamps(a, first + 0), 0);
                 wait(&s.k_full[ring_k.stage], ring_k.parity);
                 stamp(visit_stamps(a, first + 0), 1);
-                issue_scores(S, s.q[g][0], s.k[ring_k.stage][0]);
+                issue_scores(S, s.q[g][0], descriptor(s.k[ring_k.stage][0], 0));
                 wgmma_wait<0>();
                 pin(S);
                 if (speaks) arrive(&s.k_empty[ring_k.stage]);
@@ -194,17 +205,23 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 round_operand(P, S);
                 stamp(visit_stamps(a, first + 0), 3);
             }
+            // A visit's K is waited for at the end of the visit before, where the wait, and finding
+            // K's address, hide behind arithmetic.
+            const int last = n - 1;
+            if (last > 0) {
+                stamp(visit_stamps(a, first + 1), 0);
+                wait(&s.k_full[ring_k.stage], ring_k.parity);
+                stamp(visit_stamps(a, first + 1), 1);
+            }
+            u32 dk = descriptor(s.k[ring_k.stage][0], 0);
 #pragma unroll 1
             for (int v = 1; v < n; ++v) {
                 // Scores of visit v and the output of visit v - 1 are queued together; the softmax
                 // of v then runs while the tensor cores work on the output and, turn and turn
                 // about, on the other warpgroups' products.
                 float S[BLOCK_K / 2];
-                stamp(visit_stamps(a, first + v), 0);
-                wait(&s.k_full[ring_k.stage], ring_k.parity);
-                stamp(visit_stamps(a, first + v), 1);
                 named_sync(turn, 256);  // the warpgroup before has queued its products
-                issue_scores(S, s.q[g][0], s.k[ring_k.stage][0]);
+                issue_scores(S, s.q[g][0], dk);
                 wait(&s.v_full[ring_v.stage], ring_v.parity);
                 issue_output(O, P, s.v[ring_v.stage][0]);
                 named_arrive(next_turn, 256);
@@ -227,6 +244,14 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 round_operand(P, S);
 #pragma unroll
                 for (int e = 0; e < DV / 2; ++e) O[e] *= alpha[e / 2 % 2];
+                if (FS_TIMELINE && v < last) stamp(visit_stamps(a, first + v + 1), 0);
+                // Behind the last visit there is no K to wait for. A branch would keep the wait
+                // from running under the rescaling, so it is for Q then, which stays full until we
+                // let it go. (K's barrier may be a lap ahead by then: that wait could hang.)
+                wait(v < last ? &s.k_full[ring_k.stage] : &s.q_full[g],
+                     v < last ? ring_k.parity : q_parity ^ 1);
+                if (FS_TIMELINE && v < last) stamp(visit_stamps(a, first + v + 1), 1);
+                dk = descriptor(s.k[ring_k.stage][0], 0);
             }
             if (speaks) arrive(&s.q_empty[g]);  // the next item's Q may come
             wait(&s.v_full[ring_v.stage], ring_v.parity);
@@ -252,15 +277,18 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             const bool exists = row < it.own.stop;
             if (exists && lane % 4 == 0) {
                 a.lse[i64(it.walk) * a.n_q + row] =
-                    l == 0.0f ? NEG_INF : softmax.m[r] * to_log2 / LOG2E + logf(l);
+                    l == 0.0f ? NEG_INF : softmax.m[r] * (to_log2 * LN2) + __logf(l);
                 lse_bytes += 4;
             }
-            const float inverse = l == 0.0f ? 0.0f : 1.0f / l;
+            const float inverse = l == 0.0f ? 0.0f : __fdividef(1.0f, l);
             o_bytes += store_row<ValueRow>(a.o, batch, head, row, O, r, inverse, exists);
         }
         u32* counts = a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8;
         report(counts + 1, o_bytes), report(counts + 2, lse_bytes);
         stamp_item(a, it.walk, it.outer, true);
+        // Rows that do not exist have left the stores apart. Where ptxas cannot tell that a warp is
+        // together again, it keeps the loop's addresses in every thread, not once a warp.
+        __syncwarp();
     }
 }
 
