@@ -8,6 +8,7 @@ Python loops, also in Numba's CUDA simulator).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -30,10 +31,14 @@ def _require_numba_cuda() -> None:
             "'flashsim[cuda12]'"
         ) from None
     try:
-        from numba import cuda  # noqa: F401
+        from numba import config, cuda  # noqa: F401
+        # Beside a NumPy that it cannot use, numba-cuda imports; what every compile needs does not.
+        # The simulator compiles nothing.
+        if not config.ENABLE_CUDASIM:
+            import_module("numba.cuda.cudaimpl")
     except (ImportError, AttributeError) as error:
         raise BackendUnavailable(
-            f"numba-cuda {numba_cuda.__version__} fails to import beside NumPy {np.__version__} "
+            f"numba-cuda {numba_cuda.__version__} cannot be used beside NumPy {np.__version__} "
             f"({error}); {_remedy()}"
         ) from error
 
