@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from flashsim.backends import failures
 from flashsim.engine import Job, Outcome
 from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError, choices
 
@@ -32,6 +33,7 @@ def _require_numba_cuda() -> None:
         ) from None
     try:
         from numba import config, cuda  # noqa: F401
+
         # Beside a NumPy that it cannot use, numba-cuda imports; what every compile needs does not.
         # The simulator compiles nothing.
         if not config.ENABLE_CUDASIM:
@@ -58,18 +60,22 @@ def forward(job: Job) -> Outcome:
     """Run the forward pass on the GPU that holds the arrays (NumPy arrays: on the current one)."""
     if _kernel(job) == "teaching":
         return teaching_run.forward(job)
-    from flashsim.backends import cupy_engine
-
-    return cupy_engine.forward_with(_family, job)
+    return _launcher().forward_with(_family, job)
 
 
 def backward(job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
     """Run the backward pass: three deterministic passes, or fused with reductions into dQ."""
     if _kernel(job) == "teaching":
         return teaching_run.backward(job, saved, dout)
+    return _launcher().backward_with(_family, job, saved, dout)
+
+
+def _launcher() -> Any:
+    """The engine that owns arrays, launches and traces of the families on tensor cores: CuPy's."""
+    failures.require_cupy("numba_cuda")
     from flashsim.backends import cupy_engine
 
-    return cupy_engine.backward_with(_family, job, saved, dout)
+    return cupy_engine
 
 
 def _family(job: Job, gpu: Any, direction: str) -> Any:
@@ -118,7 +124,10 @@ def _kernel(job: Job) -> str:
             "kernel='teaching', or unset it on a machine with a GPU"
         )
     if name == "teaching" and job.trace == "timeline":
-        raise UnsupportedError("the teaching kernels record no time stamps; use kernel='tensor'")
+        raise UnsupportedError(
+            "the teaching kernels, the only ones of backend='numba_cuda' for float32, record no "
+            "time stamps; use kernel='tensor' with float16 or bfloat16, or backend='cupy'"
+        )
     if name != "teaching":
         _check_head_dims(p)
     return name
