@@ -4,14 +4,18 @@ CuPy's functions are replaced where they would fail. `Host` stands in for the GP
 """
 
 import contextlib
+import os
+import shutil
 import sys
+import types
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import flashsim
 from flashsim import Problem
-from flashsim.backends import failures
+from flashsim.backends import compiler, failures, launch, portable
 from flashsim.backends.launch import Gpu
 from flashsim.engine import Job
 from flashsim.errors import BackendUnavailable
@@ -214,6 +218,57 @@ def test_without_cupy_the_error_names_the_backend_asked_for(backend, dtype, monk
     x = np.zeros((8, 16), dtype)
     with pytest.raises(BackendUnavailable, match=rf"backend='{backend}' needs CuPy, .*\[cuda13\]"):
         flashsim.run(x, x, x, backend=backend)
+
+
+# -- compiling ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("compiles", "patience"), [(True, 0), (False, 0), (True, 60)])
+def test_a_compile_that_lasts_says_so_and_a_load_from_disk_does_not(
+    compiles, patience, tmp_path, monkeypatch, capsys
+):
+    """CuPy puts what it compiles into its cache; from there it only loads."""
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiler, "_PATIENCE_S", patience)
+    os.utime(tmp_path, ns=(0, 0))
+
+    class Function:
+        kernel = "the function"
+
+        def compile(self):
+            if compiles:
+                (tmp_path / "made.cubin").touch()
+
+    module = types.SimpleNamespace(get_function=lambda name: Function())
+    monkeypatch.setattr(cupy, "RawModule", lambda **_: module)
+    (one,) = portable.forward_passes(P, None, H200, "ascending", "")
+    assert compiler.load.__wrapped__(one.kernel, 0) == "the function"
+    said = capsys.readouterr().err
+    expected = (
+        f"flashsim: compiled {one.kernel.name} ({one.kernel.file}) in 0.0 s; cached on disk\n"
+    )
+    assert said == (expected if compiles and not patience else "")
+
+
+@pytest.mark.parametrize(
+    "change", ["nothing", "numba", "numba_gpu/walk.py", "launch.py", "counts.py"]
+)
+def test_a_compiled_kernel_is_kept_for_all_that_decides_what_it_is(change, tmp_path, monkeypatch):
+    pytest.importorskip("numba_cuda")
+    from flashsim.backends.numba_gpu import compiler as python_compiler
+
+    folder = tmp_path / "backends"
+    shutil.copytree(Path(launch.__file__).parent, folder)
+    places = {"flashsim.backends": folder, "flashsim.backends.numba_gpu": folder / "numba_gpu"}
+    monkeypatch.setattr(python_compiler.resources, "files", lambda name: places[name])
+    before = python_compiler._sources.__wrapped__()
+    if change == "numba":
+        monkeypatch.setattr(python_compiler.numba, "__version__", "0.0.0")
+    elif change != "nothing":
+        with (folder / change).open("a") as file:
+            file.write("# changed\n")
+    same = python_compiler._sources.__wrapped__() == before
+    assert same == (change in ("nothing", "counts.py"))
 
 
 # -- the teaching kernels -------------------------------------------------------------------------
