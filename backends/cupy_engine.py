@@ -42,6 +42,12 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
     return backward_with(_family, job, saved, dout)
 
 
+def adopt(name: str, array: Any) -> Any:
+    """An array that speaks DLPack only, as one that a job can hold."""
+    require_gpu()
+    return arrays.adopt(name, array)
+
+
 def orders_dq(job: Job, saved: Mapping[str, Any]) -> bool:
     """Whether the fastest deterministic backward here is the fused one, dQ added in a fixed order.
 
