@@ -1,9 +1,10 @@
 """Arrays in and out of a GPU: NumPy, CuPy and torch behind one small interface.
 
-What goes in comes out. GPU arrays are used where they lie; a copy is made only of one that the
-kernels' 16-byte accesses cannot read: last axis not contiguous, rows or base not 16-byte aligned,
-or a head_dim that is no multiple of 8. NumPy arrays travel through CuPy. Work goes to the stream
-that is current in the array's own library.
+What goes in comes out: NumPy, CuPy and torch arrays as such, those of any other library as CuPy's,
+which it can take through DLPack without a copy. GPU arrays are used where they lie; a copy is made
+only of one that the kernels' 16-byte accesses cannot read: last axis not contiguous, rows or base
+not 16-byte aligned, or a head_dim that is no multiple of 8. NumPy arrays travel through CuPy. Work
+goes to the stream that is current in the array's own library, for others' arrays to CuPy's.
 """
 
 from __future__ import annotations
@@ -180,6 +181,32 @@ class _Active:
         self._device.__exit__(*error)
 
 
+def adopt(name: str, array: Any) -> cupy.ndarray:
+    """An array that speaks DLPack and nothing else we know, as a CuPy array over the same memory.
+
+    Its library makes CuPy's current stream wait for what it has under way there.
+
+    Raises
+    ------
+    DTypeError
+        If it is not on an NVIDIA GPU, or of a type that CuPy has not (bfloat16, before CuPy 14).
+    """
+    kind, number = array.__dlpack_device__()
+    what = f"{name}, {_type_name(array)},"
+    if kind not in _DLPACK_CUDA:
+        raise DTypeError(
+            f"{what} is on no NVIDIA GPU (its DLPack device is ({int(kind)}, {number})); move it "
+            f"there or, if it is in the CPU's memory, give numpy.from_dlpack({name})"
+        )
+    try:
+        return cupy.from_dlpack(array)
+    except (BufferError, NotImplementedError, TypeError, ValueError) as error:
+        raise DTypeError(
+            f"{what} cannot be taken through DLPack by CuPy {cupy.__version__}: {error}; torch "
+            "CUDA tensors and NumPy arrays need no DLPack"
+        ) from error
+
+
 def check_space(name: str, array: Any, dtype: str, space: Space) -> None:
     """Raise `DTypeError` unless `array` lives in `space`, where the forward pass ran."""
     if _space(name, array, dtype) is not space:
@@ -209,6 +236,8 @@ def space_of(arrays: dict[str, Any], dtype: str) -> Space:
 
 
 _AS_IT_IS = nullcontext()
+#: DLPack's numbers for memory of a GPU and for managed memory.
+_DLPACK_CUDA = (2, 13)
 
 
 @cache
@@ -231,8 +260,12 @@ def _space(name: str, array: Any, dtype: str) -> Any:
         return _made(CupySpace, cupy.asarray(array).device.id)
     raise DTypeError(
         f"{name} must be a NumPy array, or a CuPy array, torch CUDA tensor or other array with "
-        f"__cuda_array_interface__, got {type(array).__module__}.{type(array).__name__}"
+        f"__cuda_array_interface__ or __dlpack__, got {_type_name(array)}"
     )
+
+
+def _type_name(array: Any) -> str:
+    return f"{type(array).__module__}.{type(array).__name__}"
 
 
 def _place(array: Any) -> str:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
-from flashsim.backends import fitting, hopper, launch, lowering, portable
+from flashsim.backends import failures, fitting, hopper, launch, lowering, portable
 from flashsim.backends.launch import Gpu
 from flashsim.engine import Job, Outcome
 from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError, choices
@@ -23,13 +23,9 @@ OLDEST = (8, 0)
 #: What picks a family for a job without arrays: ``(job, gpu, direction)``.
 FamilyOf = Callable[[Job, Gpu, str], Any]
 
-try:
-    import cupy
-except ImportError as error:
-    raise BackendUnavailable(
-        f"backend='cupy' needs CuPy, which cannot be imported ({error}); install it for your "
-        "driver's CUDA: pip install 'flashsim[cuda13]' or 'flashsim[cuda12]'"
-    ) from None
+failures.require_cupy("cupy")
+
+import cupy  # noqa: E402
 
 from flashsim.backends import arrays  # noqa: E402  (it imports CuPy)
 from flashsim.backends.launching import ABSENT, Call, Plan  # noqa: E402
@@ -44,6 +40,12 @@ def forward(job: Job) -> Outcome:
 def backward(job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
     """Run the backward pass: three deterministic passes, or fused with reductions into dQ."""
     return backward_with(_family, job, saved, dout)
+
+
+def adopt(name: str, array: Any) -> Any:
+    """An array that speaks DLPack only, as one that a job can hold."""
+    require_gpu()
+    return arrays.adopt(name, array)
 
 
 def orders_dq(job: Job, saved: Mapping[str, Any]) -> bool:
@@ -63,7 +65,7 @@ def forward_with(family_of: FamilyOf, job: Job) -> Outcome:
     p = job.problem
     require_gpu()
     space = arrays.space_of({"q": job.q, "k": job.k, "v": job.v}, p.dtype)
-    try:
+    with failures.Explaining():
         plan = _plan(family_of, job, "forward", space)
         with space.on_device():
             q, k, v = space.view(job.q), space.view(job.k), space.view(job.v)
@@ -90,11 +92,6 @@ def forward_with(family_of: FamilyOf, job: Job) -> Outcome:
                 spans,
                 plan.gpu.name,
             )
-    except (MemoryError, RuntimeError) as error:
-        explained = _explained(error)
-        if explained is None:
-            raise
-        raise explained from error
 
 
 def backward_with(family_of: FamilyOf, job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
@@ -102,7 +99,7 @@ def backward_with(family_of: FamilyOf, job: Job, saved: Mapping[str, Any], dout:
     p, space = job.problem, saved["space"]
     arrays.check_space("dout", dout, p.dtype, space)
     fused = job.algorithm == "flash2-fused"
-    try:
+    with failures.Explaining():
         plan = _plan(family_of, job, "backward", space)
         with space.on_device():
             like = saved["arrays"][0]
@@ -137,11 +134,6 @@ def backward_with(family_of: FamilyOf, job: Job, saved: Mapping[str, Any], dout:
             return Outcome(
                 gradients, plan.tiling, stages, plan.name, timeline=spans, gpu=plan.gpu.name
             )
-    except (MemoryError, RuntimeError) as error:
-        explained = _explained(error)
-        if explained is None:
-            raise
-        raise explained from error
 
 
 def _copies(views: Mapping[str, arrays.View]) -> dict[str, int]:
@@ -280,19 +272,3 @@ def _family(job: Job, gpu: Gpu, direction: str) -> Any:
 
 def _report(job: Job) -> str:
     return "timeline" if job.trace == "timeline" else "counts" if job.trace else ""
-
-
-def _explained(error: Exception) -> BackendUnavailable | None:
-    """What a failure of the GPU means for the caller; None if it is another."""
-    refused = (cupy.cuda.driver.CUDADriverError, cupy.cuda.runtime.CUDARuntimeError)
-    if type(error).__name__ == "OutOfMemoryError":  # CuPy's or torch's
-        return BackendUnavailable(
-            f"out of GPU memory: {error}; free arrays, use a shorter batch or, for the backward "
-            "pass, deterministic=True, which needs no float32 accumulator for dQ"
-        )
-    if not isinstance(error, refused):
-        return None
-    return BackendUnavailable(
-        f"the GPU refused the launch: {error}; if it was an earlier kernel that failed, only a "
-        "new process helps"
-    )

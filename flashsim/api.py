@@ -33,7 +33,6 @@ ENGINES = {
 }
 
 LEVELS = ("requested", "dram")
-TRACE_MODES = (False, True, "timeline")
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,16 +123,16 @@ class Result:
         ------
         ShapeError, DTypeError, OptionError, SramOverflow
         """
-        dout = inputs.check_like("dout", dout, self.out, "out")
-        _check_tiling(tiling)
-        algorithm = _backward_form(self._job.algorithm, deterministic)
+        engine = _engine(self._backend)
+        dout = inputs.check_like("dout", _known(engine, "dout", dout), self.out, "out")
+        inputs.check_tiling(tiling)
+        algorithm = plans.backward_form(self._job.algorithm, deterministic)
         job = replace(
             self._job,
             tiling=tiling,
             algorithm=algorithm,
-            trace=self._job.trace if trace is None else _trace_mode(trace),
+            trace=self._job.trace if trace is None else inputs.check_trace_mode(trace),
         )
-        engine = _engine(self._backend)
         if deterministic and hasattr(engine, "orders_dq"):
             ordered = replace(job, algorithm="flash2-fused", deterministic=True)
             job = ordered if engine.orders_dq(ordered, self._saved) else job
@@ -184,7 +183,8 @@ def run(
     ----------
     q : array, (batch, heads, n_q, head_dim); leading axes may be left out
     k, v : array, (batch, kv_heads, n_kv, head_dim) and (batch, kv_heads, n_kv, head_dim_v)
-        `heads` must be a multiple of `kv_heads`. float64, float32, float16 or bfloat16.
+        `heads` must be a multiple of `kv_heads`. float64, float32, float16 or bfloat16 (on a GPU
+        not float64).
     algorithm : {"flash2", "flash2-fused", "flash1", "standard"}
         The last two hold what the first papers describe; "flash2-fused" differs from "flash2" in
         the backward pass only.
@@ -201,18 +201,24 @@ def run(
         "numpy": the simulator. "numba": the same tiles as fast as this CPU can (FlashAttention-2
         only), with the same trace; compiled at the first call, then cached on disk. "cupy": CUDA
         C++ kernels on the NVIDIA GPU that holds the arrays (NumPy arrays are copied there and
-        back); "numba_cuda": kernels in Python there. What goes in comes out.
+        back); "numba_cuda": kernels in Python there. What goes in comes out: NumPy, CuPy or torch;
+        another library's GPU arrays, by ``__cuda_array_interface__`` or ``__dlpack__``, come out
+        as CuPy's over memory that it can take back through DLPack.
     key_order : {"ascending", "descending"}
         In which order key tiles are taken.
     nan_policy : {"propagate", "raise"}
         What to do about NaN and infinity in the inputs.
     trace : bool or "timeline"
-        Record what moves. "timeline" (GPU backends) also records where and when.
+        Record what moves. "timeline" also records where and when: on a GPU, by any kernels but the
+        "teaching" ones of "numba_cuda", so by that backend not for float32.
     **options
-        Options of the backend, where it has any: "cupy" takes ``kernel="portable"`` and
-        `allow_tf32`: float32 products on tensor cores, every operand rounded to tf32, which is off
-        by at most 2**-11 of itself (default: False, float32 throughout); "numba" takes `threads`,
-        how many (default: every CPU this process may use), and `micro_kernel`, "vector" or "plain".
+        Options of the backend, where it has any. "numba": `threads`, how many (default: every CPU
+        this process may use), and `micro_kernel`, "vector" or "plain". "cupy": `kernel`, "hopper"
+        or "portable" (default: Hopper's wherever they run the problem), and `allow_tf32`: float32
+        products on tensor cores, every operand rounded to tf32, which is off by at most 2**-11 of
+        itself (default: False, float32 throughout). "numba_cuda": `kernel`, "hopper" (forward
+        only), "tensor" (both: float16 and bfloat16) or "teaching" (float16 and float32); default:
+        the first of them that runs the problem.
 
     Returns
     -------
@@ -233,11 +239,11 @@ def run(
             "run",
         )
     plans.check_algorithm(algorithm)
-    _check_tiling(tiling)
+    inputs.check_tiling(tiling)
     given = inputs.prepare(
-        q,
-        k,
-        v,
+        _known(engine, "q", q),
+        _known(engine, "k", k),
+        _known(engine, "v", v),
         bias=bias,
         block_mask=block_mask,
         tiling=tiling,
@@ -251,8 +257,7 @@ def run(
         cu_seqlens_k=cu_seqlens_k,
     )
     if backend in _ON_CPU:
-        for name, x in (("q", given.q), ("k", given.k), ("v", given.v), ("bias", given.bias)):
-            inputs.require_numpy(name, x, backend)
+        inputs.require_numpy(given, backend)
     job = Job(
         given.problem,
         given.q,
@@ -262,8 +267,8 @@ def run(
         tiling,
         Device.get(device),
         algorithm,
-        _key_order(key_order),
-        _trace_mode(trace),
+        inputs.check_key_order(key_order),
+        inputs.check_trace_mode(trace),
         options,
     )
     outcome = engine.forward(job)
@@ -348,11 +353,11 @@ def count(
     if not isinstance(problem, Problem):
         raise DTypeError(f"count() takes a flashsim.Problem, got {type(problem).__name__}")
     plans.stages(problem, algorithm, direction)
-    _check_tiling(tiling)
+    inputs.check_tiling(tiling)
     device = Device.get(device)
     tiling = tiling or Tiling.fit(problem, device, algorithm, direction)
     requested = traffic.count_schedule(
-        problem, tiling, algorithm, direction, device, _key_order(key_order)
+        problem, tiling, algorithm, direction, device, inputs.check_key_order(key_order)
     )
     if level == "requested":
         return requested
@@ -366,6 +371,11 @@ def _engine(name: str) -> Engine:
         raise OptionError(f"unknown backend {name!r}; {choices(name, ENGINES)}")
     module = ENGINES[name]
     return sys.modules.get(module) or importlib.import_module(module)
+
+
+def _known(engine: Any, name: str, x: Any) -> Any:
+    """An array of a kind that the engine knows, if it can make one of `x`."""
+    return engine.adopt(name, x) if inputs.only_dlpack(x) and hasattr(engine, "adopt") else x
 
 
 def _trace(job: Job, outcome: Outcome, direction: str, backend: str) -> Trace | None:
@@ -388,35 +398,6 @@ def _trace(job: Job, outcome: Outcome, direction: str, backend: str) -> Trace | 
         provenance,
         outcome.timeline,
     )
-
-
-def _backward_form(algorithm: str, deterministic: bool | None) -> str:
-    if deterministic is None:
-        return algorithm
-    if algorithm not in ("flash2", "flash2-fused"):
-        raise OptionError(
-            f"deterministic chooses between the forms of FlashAttention-2's backward; "
-            f"{algorithm!r} has one form, and it is deterministic"
-        )
-    return "flash2" if deterministic else "flash2-fused"
-
-
-def _trace_mode(trace: bool | str) -> bool | str:
-    if trace not in TRACE_MODES:
-        raise OptionError(f"trace must be True, False or 'timeline', got {trace!r}")
-    return trace
-
-
-def _key_order(key_order: str) -> Any:
-    orders = ("ascending", "descending")
-    if key_order not in orders:
-        raise OptionError(f"unknown key_order {key_order!r}; {choices(key_order, orders)}")
-    return key_order
-
-
-def _check_tiling(tiling: Any) -> None:
-    if tiling is not None and not isinstance(tiling, Tiling):
-        raise DTypeError(f"tiling must be a flashsim.Tiling(block_q, block_k), got {tiling!r}")
 
 
 __all__ = ["Gradients", "Result", "count", "run"]

@@ -77,7 +77,7 @@ KernelTile = _option(
 KernelAlgorithm = _option(
     str, "--algorithm", "-a", help="flash2, or flash2-fused: backward in one pass.", panel=_HOW
 )
-Family = _option(str, "--kernel", help="Kernel family: hopper or portable.", panel=_HOW)
+Family = _option(str, "--kernel", help="Kernels of backend cupy: hopper or portable.", panel=_HOW)
 Sram = _option(int | None, "--sram", help="Bytes on chip, instead of the device's.", panel=_HOW)
 KeyOrder = _option(str, "--key-order", help="ascending or descending.", panel=_HOW)
 Backend = _option(str, "--backend", help="What executes it; numpy is the simulator.", panel=_HOW)

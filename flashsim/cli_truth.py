@@ -200,7 +200,11 @@ def verify(
     device: opt.DeviceName = "H200",
     backend: opt.Backend = "cupy",
     kernel: Annotated[
-        str | None, typer.Option(help="hopper or portable; default: the best that runs.")
+        str | None,
+        typer.Option(
+            help="cupy: hopper or portable; numba_cuda: hopper, tensor or teaching. "
+            "Default: the best that runs."
+        ),
     ] = None,
     launch: opt.Launch = "grouped",
     blocks_per_sm: opt.BlocksPerSm = None,

@@ -83,7 +83,11 @@ class Outcome:
 
 
 class Engine(Protocol):
-    """The functions of an engine module."""
+    """The functions of an engine module.
+
+    One may have more: `orders_dq(job, saved)` (see `Job.deterministic`) and `adopt(name, array)`,
+    which makes of an array that speaks DLPack only one of a kind that the engine knows.
+    """
 
     OPTIONS: frozenset[str]
 

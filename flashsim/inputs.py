@@ -24,6 +24,9 @@ from flashsim.tiling import Tiling
 
 AXES = {2: "(n, d)", 3: "(heads, n, d)", 4: "(batch, heads, n, d)"}
 
+KEY_ORDERS = ("ascending", "descending")
+TRACE_MODES = (False, True, "timeline")
+
 #: What people type, and what it is called here.
 SYNONYMS = {
     "is_causal": "causal",
@@ -83,6 +86,33 @@ def dtype_name(array: Any) -> str:
 
 def _name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def only_dlpack(x: Any) -> bool:
+    """Whether an array has to be taken through DLPack: not NumPy, CuPy, torch or the like."""
+    if type(x).__module__.partition(".")[0] in ("numpy", "cupy", "torch"):
+        return False
+    return hasattr(x, "__dlpack__") and not hasattr(x, "__cuda_array_interface__")
+
+
+def check_tiling(tiling: Any) -> None:
+    """Raise `DTypeError` unless this is a `Tiling`, or None."""
+    if tiling is not None and not isinstance(tiling, Tiling):
+        raise DTypeError(f"tiling must be a flashsim.Tiling(block_q, block_k), got {tiling!r}")
+
+
+def check_key_order(key_order: str) -> Any:
+    """`key_order`, if there is such an order."""
+    if key_order not in KEY_ORDERS:
+        raise OptionError(f"unknown key_order {key_order!r}; {choices(key_order, KEY_ORDERS)}")
+    return key_order
+
+
+def check_trace_mode(trace: bool | str) -> bool | str:
+    """`trace`, if it says what to record."""
+    if trace not in TRACE_MODES:
+        raise OptionError(f"trace must be True, False or 'timeline', got {trace!r}")
+    return trace
 
 
 def prepare(
@@ -282,13 +312,15 @@ def _block_mask(block_mask: Any, tiling: Tiling | None) -> BlockMask:
     return BlockMask(block_mask, tiling.block_q, tiling.block_k)
 
 
-def require_numpy(name: str, x: Any, backend: str) -> None:
+def require_numpy(given: Inputs, backend: str) -> None:
     """Refuse anything but NumPy arrays: this backend runs on the CPU."""
-    if x is not None and not isinstance(x, np.ndarray):
-        raise DTypeError(
-            f"backend {backend!r} takes NumPy arrays, got {name} as {type(x).__module__}."
-            f"{type(x).__name__}; convert it first, or run on a GPU backend"
-        )
+    for name in ("q", "k", "v", "bias"):
+        x = getattr(given, name)
+        if x is not None and not isinstance(x, np.ndarray):
+            raise DTypeError(
+                f"backend {backend!r} takes NumPy arrays, got {name} as {type(x).__module__}."
+                f"{type(x).__name__}; convert it first, or run on a GPU backend"
+            )
 
 
 def as_4d(x: Any) -> Any:

@@ -77,6 +77,24 @@ def stages(problem: Problem, algorithm: str, direction: str = "forward") -> tupl
     return _TABLE[algorithm, direction](_Sizes(problem))
 
 
+def backward_form(algorithm: str, deterministic: bool | None) -> str:
+    """The algorithm whose backward pass `deterministic` asks for; None asks for `algorithm`'s own.
+
+    Raises
+    ------
+    OptionError
+        If there is nothing to choose.
+    """
+    if deterministic is None:
+        return algorithm
+    if algorithm not in ("flash2", "flash2-fused"):
+        raise OptionError(
+            f"deterministic chooses between the forms of FlashAttention-2's backward; "
+            f"{algorithm!r} has one form, and it is deterministic"
+        )
+    return "flash2" if deterministic else "flash2-fused"
+
+
 def check_algorithm(algorithm: str) -> None:
     """Raise `OptionError`, naming the algorithms there are, unless `algorithm` is one of them."""
     if algorithm not in ALGORITHMS:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import llvmlite
+import numba
 import numba_cuda
 from numba.cuda import compile as numba_compile
 from numba.cuda import types
@@ -32,8 +33,6 @@ from flashsim.backends.numba_gpu.emit import ArgsType, MapType
 from flashsim.backends.numba_gpu.forward import flash_forward_kernel
 from flashsim.backends.numba_gpu.hopper_forward import hopper_forward_kernel
 
-#: Compiling for longer than this is worth a line on stderr.
-_PATIENCE_S = 0.5
 #: The first version of PTX with Hopper's instructions.
 _HOPPER_PTX = "8.0"
 _VERSION = re.compile(r"^\.version .*$", re.MULTILINE)
@@ -94,9 +93,15 @@ def cache_folder() -> Path:
 
 @cache
 def _sources() -> bytes:
-    """A digest of all that decides what a kernel compiles to, besides its constants."""
-    digest = hashlib.sha256(f"{numba_cuda.__version__} {llvmlite.__version__}".encode())
-    for file in sorted(resources.files(__package__).iterdir(), key=lambda f: f.name):
+    """A digest of all that decides what a kernel compiles to, besides its constants.
+
+    Those are the compilers' versions, the kernels and, from launch arithmetic, where the fields of
+    their argument lie and how reports are laid out.
+    """
+    versions = (numba.__version__, numba_cuda.__version__, llvmlite.__version__)
+    digest = hashlib.sha256(" ".join(versions).encode())
+    kernels = sorted(resources.files(__package__).iterdir(), key=lambda f: f.name)
+    for file in (*kernels, resources.files("flashsim.backends") / "launch.py"):
         if file.name.endswith(".py"):
             digest.update(file.read_bytes())
     return digest.digest()
@@ -109,15 +114,17 @@ def image(kernel: Kernel, capability: tuple[int, int]) -> Path:
     path = cache_folder() / f"{kernel.name}-{key[:32]}.{suffix}"
     if path.exists():
         return path
+    # Seconds: said before they pass, and how many they were on the same line.
+    print(f"flashsim: compiling {kernel.name} (Python) ...", end="", file=sys.stderr, flush=True)
     start = time.perf_counter()
-    text = ptx(kernel, capability)
-    made = text.encode() if kernel.boxes else assemble(text, capability)[0]
+    try:
+        text = ptx(kernel, capability)
+        made = text.encode() if kernel.boxes else assemble(text, capability)[0]
+    except BaseException:
+        print(" failed", file=sys.stderr)
+        raise
     took = time.perf_counter() - start
-    if took > _PATIENCE_S:
-        print(
-            f"flashsim: compiled {kernel.name} (Python) in {took:.1f} s; cached in {path.parent}",
-            file=sys.stderr,
-        )
+    print(f" compiled in {took:.1f} s; cached in {path.parent}", file=sys.stderr)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Another process may be doing the same: write aside, then rename.
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:

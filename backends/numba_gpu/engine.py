@@ -8,10 +8,12 @@ Python loops, also in Numba's CUDA simulator).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 
+from flashsim.backends import failures
 from flashsim.engine import Job, Outcome
 from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError, choices
 
@@ -30,10 +32,15 @@ def _require_numba_cuda() -> None:
             "'flashsim[cuda12]'"
         ) from None
     try:
-        from numba import cuda  # noqa: F401
+        from numba import config, cuda  # noqa: F401
+
+        # Beside a NumPy that it cannot use, numba-cuda imports; what every compile needs does not.
+        # The simulator compiles nothing.
+        if not config.ENABLE_CUDASIM:
+            import_module("numba.cuda.cudaimpl")
     except (ImportError, AttributeError) as error:
         raise BackendUnavailable(
-            f"numba-cuda {numba_cuda.__version__} fails to import beside NumPy {np.__version__} "
+            f"numba-cuda {numba_cuda.__version__} cannot be used beside NumPy {np.__version__} "
             f"({error}); {_remedy()}"
         ) from error
 
@@ -53,18 +60,27 @@ def forward(job: Job) -> Outcome:
     """Run the forward pass on the GPU that holds the arrays (NumPy arrays: on the current one)."""
     if _kernel(job) == "teaching":
         return teaching_run.forward(job)
-    from flashsim.backends import cupy_engine
-
-    return cupy_engine.forward_with(_family, job)
+    return _launcher().forward_with(_family, job)
 
 
 def backward(job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
     """Run the backward pass: three deterministic passes, or fused with reductions into dQ."""
     if _kernel(job) == "teaching":
         return teaching_run.backward(job, saved, dout)
+    return _launcher().backward_with(_family, job, saved, dout)
+
+
+def adopt(name: str, array: Any) -> Any:
+    """An array that speaks DLPack only, as one that a job can hold."""
+    return array if teaching_run.simulated() else _launcher().adopt(name, array)
+
+
+def _launcher() -> Any:
+    """The engine that owns arrays, launches and traces of the families on tensor cores: CuPy's."""
+    failures.require_cupy("numba_cuda")
     from flashsim.backends import cupy_engine
 
-    return cupy_engine.backward_with(_family, job, saved, dout)
+    return cupy_engine
 
 
 def _family(job: Job, gpu: Any, direction: str) -> Any:
@@ -113,7 +129,10 @@ def _kernel(job: Job) -> str:
             "kernel='teaching', or unset it on a machine with a GPU"
         )
     if name == "teaching" and job.trace == "timeline":
-        raise UnsupportedError("the teaching kernels record no time stamps; use kernel='tensor'")
+        raise UnsupportedError(
+            "the teaching kernels, the only ones of backend='numba_cuda' for float32, record no "
+            "time stamps; use kernel='tensor' with float16 or bfloat16, or backend='cupy'"
+        )
     if name != "teaching":
         _check_head_dims(p)
     return name

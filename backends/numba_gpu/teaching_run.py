@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import numpy as np
 from numba import config, cuda
 
 from flashsim import plans
-from flashsim.backends import counts, launch
+from flashsim.backends import counts, failures, launch
 from flashsim.backends.lowering import Lowered, check, lower
 from flashsim.backends.numba_gpu import teaching
 from flashsim.backends.numba_gpu.teaching import Shape
@@ -76,59 +79,175 @@ def choose(problem: Problem, tiling: Tiling | None, direction: str) -> Tiling:
 def forward(job: Job) -> Outcome:
     """The forward pass."""
     p, tiling = job.problem, choose(job.problem, job.tiling, "forward")
-    call = _Call(job, tiling, fused=False)
-    q, k, v = (call.taken(x) for x in (job.q, job.k, job.v))
-    out = call.new((p.batch, p.heads, p.n_q, p.head_dim_v), q.dtype)
-    lse = call.new((p.batch, p.heads, p.n_q), np.float32)
-    call.walk("row", "forward", teaching.forward_kernel, (q, k, v, out, lse))
-    saved = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
-    given = {"out": call.given(out, job.q), "lse": call.given(lse, job.q)}
-    return Outcome(given, tiling, call.stages(), NAME, saved)
+    check(p, tiling)
+    place = _Simulator(job) if simulated() else _Gpu.of(job)
+    with place.active():
+        call = _Call(job, tiling, place, fused=False)
+        q, k, v = (place.taken(x) for x in (job.q, job.k, job.v))
+        out = place.new((p.batch, p.heads, p.n_q, p.head_dim_v), q.dtype)
+        lse = place.new((p.batch, p.heads, p.n_q), np.float32)
+        call.walk("row", "forward", teaching.forward_kernel, (q, k, v, out, lse))
+        saved = {"place": place, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+        given = {"out": place.given(out, job.q), "lse": place.given(lse, job.q)}
+        return Outcome(given, tiling, call.stages(), NAME, saved)
 
 
 def backward(job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
     """The backward pass: delta, dkdv and dq, or with "flash2-fused" delta, fused and convert."""
     p, tiling = job.problem, choose(job.problem, job.tiling, "backward")
+    check(p, tiling)
     fused = job.algorithm == "flash2-fused"
-    call = _Call(job, tiling, fused=fused)
-    q, k, v, out, lse = (saved[name] for name in ("q", "k", "v", "out", "lse"))
-    dout = call.taken(dout)
-    delta = call.new((p.batch, p.heads, p.n_q), np.float32)
-    dq, dk, dv = (call.new(x.shape, x.dtype) for x in (q, k, v))
-    acc = call.new(q.shape, np.float32) if fused and q.dtype != np.float32 else dq
-    call.rows("delta", teaching.delta_kernel, (out, dout, delta, acc))
-    inputs = (q, k, v, dout, lse, delta)
-    if fused:
-        call.walk("col", "fused", teaching.dkdv_kernel, (*inputs, acc, dk, dv))
-        if acc is not dq:
-            call.rows("convert", teaching.convert_kernel, (acc, dq))
-    else:
-        call.walk("col", "dkdv", teaching.dkdv_kernel, (*inputs, dq, dk, dv))
-        call.walk("row", "dq", teaching.dq_kernel, (*inputs, dq))
-    made = {"dq": dq, "dk": dk, "dv": dv}
-    given = {name: call.given(array, job.q) for name, array in made.items()}
-    return Outcome(given, tiling, call.stages(), NAME)
+    place = saved["place"]
+    place.check("dout", dout, p.dtype)
+    with place.active():
+        call = _Call(job, tiling, place, fused=fused)
+        q, k, v, out, lse = (saved[name] for name in ("q", "k", "v", "out", "lse"))
+        dout = place.taken(dout)
+        delta = place.new((p.batch, p.heads, p.n_q), np.float32)
+        dq, dk, dv = (place.new(x.shape, x.dtype) for x in (q, k, v))
+        acc = place.new(q.shape, np.float32) if fused and q.dtype != np.float32 else dq
+        call.rows("delta", teaching.delta_kernel, (out, dout, delta, acc))
+        inputs = (q, k, v, dout, lse, delta)
+        if fused:
+            call.walk("col", "fused", teaching.dkdv_kernel, (*inputs, acc, dk, dv))
+            if acc is not dq:
+                call.rows("convert", teaching.convert_kernel, (acc, dq))
+        else:
+            call.walk("col", "dkdv", teaching.dkdv_kernel, (*inputs, dq, dk, dv))
+            call.walk("row", "dq", teaching.dq_kernel, (*inputs, dq))
+        made = {"dq": dq, "dk": dk, "dv": dv}
+        given = {name: place.given(array, job.q) for name, array in made.items()}
+        return Outcome(given, tiling, call.stages(), NAME)
 
 
-def _launch(kernel: Any, grid: tuple[int, int], threads: int, given: Any) -> None:
+class _Simulator:
+    """Arrays and launches in Numba's simulator, where both are NumPy's."""
+
+    def __init__(self, job: Job) -> None:
+        if not isinstance(job.q, np.ndarray):
+            raise UnsupportedError("Numba's CUDA simulator takes NumPy arrays only")
+
+    def check(self, name: str, array: Any, dtype: str) -> None:
+        """Raise unless `array` lives here."""
+        if not isinstance(array, np.ndarray):
+            raise UnsupportedError(f"Numba's CUDA simulator takes NumPy arrays only, not as {name}")
+
+    def active(self) -> AbstractContextManager[Any]:
+        """A scope in which kernels run here."""
+        return nullcontext()
+
+    def taken(self, array: Any) -> Any:
+        """An array as a kernel takes it: of its own, since the simulator writes arguments back."""
+        return cuda.to_device(array)
+
+    def new(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """A new array of that kind, of zeros."""
+        return np.zeros(shape, dtype)
+
+    def given(self, array: Any, like: Any) -> Any:
+        """A result as the caller gets it: of the kind of what the caller gave."""
+        return array
+
+    def host(self, array: Any) -> np.ndarray:
+        """An array of counts as NumPy's."""
+        return array
+
+    def launch(self, kernel: Any, grid: tuple[int, int], threads: int, given: Any) -> None:
+        """Run a kernel."""
+        _launch(kernel, (grid, threads), given)
+
+
+class _Gpu:
+    """Arrays and launches on the GPU that holds the job's arrays, on their library's stream.
+
+    Kernels take CuPy arrays: the caller's own memory, but for NumPy arrays.
+    """
+
+    def __init__(self, space: Any) -> None:
+        self.space = space
+
+    @classmethod
+    def of(cls, job: Job) -> _Gpu:
+        """Where a job's arrays live.
+
+        Raises
+        ------
+        BackendUnavailable, DTypeError
+        """
+        failures.require_cupy("numba_cuda")
+        from flashsim.backends import arrays, cupy_engine
+
+        cupy_engine.require_gpu()
+        return cls(arrays.space_of({"q": job.q, "k": job.k, "v": job.v}, job.problem.dtype))
+
+    def check(self, name: str, array: Any, dtype: str) -> None:
+        """See `_Simulator`."""
+        from flashsim.backends import arrays
+
+        arrays.check_space(name, array, dtype, self.space)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """See `_Simulator`."""
+        # Both CuPy and numba-cuda work on the device's primary context; each keeps a current one.
+        with failures.Explaining(), self.space.active(), cuda.gpus[self.space.device]:
+            yield
+
+    def taken(self, array: Any) -> Any:
+        """See `_Simulator`."""
+        import cupy
+
+        if type(array).__module__.partition(".")[0] == "torch":
+            return cupy.from_dlpack(array.detach())
+        return cupy.asarray(array)
+
+    def new(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """See `_Simulator`."""
+        import cupy
+
+        return cupy.zeros(shape, dtype)
+
+    def given(self, array: Any, like: Any) -> Any:
+        """See `_Simulator`."""
+        if isinstance(like, np.ndarray):
+            return array.get()
+        if type(like).__module__.partition(".")[0] == "torch":
+            import torch
+
+            return torch.from_dlpack(array)
+        return array
+
+    def host(self, array: Any) -> np.ndarray:
+        """See `_Simulator`."""
+        return array.get()
+
+    def launch(self, kernel: Any, grid: tuple[int, int], threads: int, given: Any) -> None:
+        """Run a kernel; its first compile for such arrays takes a second or more and says so."""
+        compiled, start = len(kernel.overloads), time.perf_counter()
+        stream = cuda.external_stream(self.space.stream())
+        _launch(kernel, (grid, threads, stream), given)
+        if len(kernel.overloads) > compiled:
+            took = time.perf_counter() - start
+            print(
+                f"flashsim: compiled {kernel.__name__} (Python, to learn from) in {took:.1f} s; "
+                "kept until this process ends",
+                file=sys.stderr,
+            )
+
+
+def _launch(kernel: Any, where: tuple[Any, ...], given: Any) -> None:
     """Launch without Numba's advice to fill the GPU: small problems are what these are for."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Grid size")
-        kernel[grid, threads](*given)
+        kernel[where](*given)
 
 
 class _Call:
     """One pass: its kernels' shape, its launches, and what they report."""
 
-    def __init__(self, job: Job, tiling: Tiling, *, fused: bool) -> None:
+    def __init__(self, job: Job, tiling: Tiling, place: Any, *, fused: bool) -> None:
         p = self.problem = job.problem
-        check(p, tiling)
-        if not simulated():
-            from flashsim.backends import cupy_engine
-
-            cupy_engine.require_gpu()
-        elif not isinstance(job.q, np.ndarray):
-            raise UnsupportedError("Numba's CUDA simulator takes NumPy arrays only")
+        self.place = place
         self.tiling, self.key_order = tiling, job.key_order
         self.counting, self.fused = bool(job.trace), fused
         self.shape = Shape(
@@ -149,15 +268,15 @@ class _Call:
         lists = (tables.rows, tables.cols, tables.ptr, tables.index, tables.kind)
         numbers = (int(p.left), int(p.right), np.float32(p.scale), np.float32(p.softcap or 1))
         threads = self.tiling.block_q if by == "row" else self.tiling.block_k
-        given = (*arrays, *map(self.taken, lists), *numbers, tile_counts, visit_counts)
-        _launch(kernel(self.shape), (tables.tiles, walks), threads, given)
+        given = (*arrays, *map(self.place.taken, lists), *numbers, tile_counts, visit_counts)
+        self.place.launch(kernel(self.shape), (tables.tiles, walks), threads, given)
 
     def rows(self, name: str, kernel: Any, arrays: Any) -> None:
         """Launch a pass over rows: one block for each row tile of each head."""
         tables, walks = self._tables("row"), self.problem.batch * self.problem.heads
         tile_counts, _ = self._report(name, tables, walks)
-        given = (*arrays, self.taken(tables.rows), tile_counts)
-        _launch(kernel(self.shape), (tables.tiles, walks), self.tiling.block_q, given)
+        given = (*arrays, self.place.taken(tables.rows), tile_counts)
+        self.place.launch(kernel(self.shape), (tables.tiles, walks), self.tiling.block_q, given)
 
     def stages(self) -> tuple[StageTrace, ...] | None:
         """The events of the launches so far, if the job asks for them."""
@@ -165,40 +284,11 @@ class _Call:
             return None
         return tuple(
             counts.stage_trace(
-                *(stage, tables.schedule, self._host(tile), self._host(visit)), fused=self.fused
+                *(stage, tables.schedule, self.place.host(tile), self.place.host(visit)),
+                fused=self.fused,
             )
             for stage, tables, tile, visit in self.reports
         )
-
-    def taken(self, array: Any) -> Any:
-        """An array as a kernel takes it: the simulator's own kind, else CuPy."""
-        if simulated():
-            return cuda.to_device(array)  # of its own: the simulator writes arguments back
-        import cupy
-
-        if type(array).__module__.partition(".")[0] == "torch":
-            return cupy.from_dlpack(array.detach())
-        return cupy.asarray(array)
-
-    def new(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """A new array of that kind."""
-        if simulated():
-            return np.zeros(shape, dtype)
-        import cupy
-
-        return cupy.zeros(shape, dtype)
-
-    def given(self, array: Any, like: Any) -> Any:
-        """A result as the caller gets it: of the kind of what the caller gave."""
-        if simulated():
-            return array
-        if isinstance(like, np.ndarray):
-            return array.get()
-        if type(like).__module__.partition(".")[0] == "torch":
-            import torch
-
-            return torch.from_dlpack(array)
-        return array
 
     def _tables(self, by: Literal["row", "col"]) -> Lowered:
         outer: plans.Outer = "queries" if by == "row" else "keys"
@@ -206,13 +296,10 @@ class _Call:
 
     def _report(self, name: str, tables: Lowered, walks: int) -> tuple[Any, Any]:
         heads = self.problem.batch * self.problem.heads
-        tile = self.new((walks, tables.tiles, launch.SLOTS), np.uint32)
-        visit = self.new((heads, tables.n_visits, launch.SLOTS), np.uint32)
+        tile = self.place.new((walks, tables.tiles, launch.SLOTS), np.uint32)
+        visit = self.place.new((heads, tables.n_visits, launch.SLOTS), np.uint32)
         direction = "forward" if name == "forward" else "backward"
         stages = plans.stages(self.problem, self.algorithm, direction)
         stage = next(stage for stage in stages if stage.name == name)
         self.reports.append((stage, tables, tile, visit))
         return tile, visit
-
-    def _host(self, array: Any) -> np.ndarray:
-        return array if simulated() else array.get()

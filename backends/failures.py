@@ -1,0 +1,79 @@
+"""What a failure of the GPU, its driver or its compilers means for the caller.
+
+Errors of CuPy, torch, numba-cuda and cuda.core are told by their names, so that none of these
+libraries is imported only to be asked.
+"""
+
+from __future__ import annotations
+
+from flashsim.errors import BackendUnavailable
+
+_INSTALL = "install it for your driver's CUDA: pip install 'flashsim[cuda13]' or 'flashsim[cuda12]'"
+_FULL = frozenset({"OutOfMemoryError"})  # CuPy's and torch's
+_REFUSED = frozenset(
+    {
+        *("CUDADriverError", "CUDARuntimeError"),  # CuPy
+        *("CudaAPIError", "CUDAError"),  # numba-cuda, and cuda.core through which it launches
+        "AcceleratorError",  # torch
+    }
+)
+_UNCOMPILED = frozenset(
+    {
+        *("CompileException", "NVRTCError"),  # CuPy
+        *("LinkerError", "NvvmError", "NvrtcError", "nvJitLinkError", "nvvmError"),  # numba-cuda
+    }
+)
+_UNLOADED = frozenset({"CudaSupportError", "NvvmSupportError", "NvrtcSupportError"})  # numba-cuda
+
+
+def require_cupy(backend: str) -> None:
+    """Raise `BackendUnavailable`, naming the backend that was asked for, unless CuPy imports."""
+    try:
+        import cupy  # noqa: F401
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"backend={backend!r} needs CuPy, which cannot be imported ({error}); {_INSTALL}"
+        ) from None
+
+
+class Explaining:
+    """A scope in which GPU failures become `BackendUnavailable`; other errors pass."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if isinstance(error, Exception) and (meaning := _meaning(error)):
+            raise BackendUnavailable(meaning) from error
+
+
+def _meaning(error: Exception) -> str | None:
+    names = {base.__name__ for base in type(error).__mro__}
+    if names & _FULL:
+        return (
+            f"out of GPU memory: {error}; free arrays, use a shorter batch or, for the backward "
+            'pass, algorithm="flash2" with `deterministic` left out: three passes, which need no '
+            "float32 accumulator for dQ"
+        )
+    if (
+        names & _UNCOMPILED
+    ):  # before what is refused: cuda.core's compilers raise kinds of CUDAError
+        return (
+            f"a kernel does not compile: {_first_error(str(error))}; the compiler must know this "
+            "GPU and find CUDA's headers: upgrade CuPy and numba-cuda, of the CUDA version that "
+            "the driver takes: pip install --upgrade 'flashsim[cuda13]' or 'flashsim[cuda12]'"
+        )
+    if names & _UNLOADED or "failed to load lib" in str(error):
+        return f"a library of CUDA's is missing: {error}; {_INSTALL}"
+    if names & _REFUSED:
+        return (
+            f"the GPU refused the launch: {error}; if it was an earlier kernel that failed, only a "
+            "new process helps"
+        )
+    return None
+
+
+def _first_error(log: str) -> str:
+    """The line of a compiler's log that says what was wrong; the whole log is in the cause."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    return next((line for line in lines if "error" in line.lower()), lines[0] if lines else log)
