@@ -28,7 +28,7 @@ def time_launches(into: list[tuple[str, Any, Any]]) -> None:
 
     def timed(self: Launch, call: Call, report: dict[str, Any]) -> None:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(1_000_000)  # about half a millisecond
+        torch.cuda._sleep(10_000_000)  # about 5 ms: clocks may have fallen while the host was busy
         start.record()
         plain(self, call, report)
         end.record()
