@@ -15,8 +15,10 @@ from flashsim.traffic import Traffic
 from flashsim.verify.ncu import Launch
 
 #: What a case carries of its problem, in a file and to the process that is measured.
-_SHAPE = ("n_q", "n_kv", "head_dim", "head_dim_v", "batch", "heads", "kv_heads", "dtype", "causal")
-_SHAPE += ("window", "softcap")
+_SHAPE = (
+    *("n_q", "n_kv", "head_dim", "head_dim_v", "batch", "heads", "kv_heads", "dtype", "causal"),
+    *("window", "softcap"),
+)
 
 
 @dataclass(frozen=True)
