@@ -1,6 +1,7 @@
 """Forward and backward attention on a GPU, every implementation there is: a table and a CSV.
 
-    python benchmarks/gpu.py [--shapes papers|smoke] [--dtype bfloat16] [--flush-l2] [--csv out.csv]
+    python benchmarks/gpu.py [--shapes papers|smoke|float32] [--dtype bfloat16] [--csv out.csv]
+                             [--only NAME,NAME] [--flush-l2]
 
 Implementations: flashsim's GPU backends, and torch's FlashAttention-2, cuDNN, memory-efficient and
 math kernels through `scaled_dot_product_attention`. Times are medians of interleaved repetitions
@@ -8,9 +9,10 @@ between CUDA events, after warm-up; each repetition makes several calls back to 
 spinning kernel, so that the host runs ahead and the GPU's time alone is measured. FLOPs are the
 papers': 4 B H N^2 d forward (half for causal), 2.5 times that backward. Peaks are memory in use
 beyond the inputs, MiB; saved activations what the forward pass keeps for the backward beside the
-output. Every configuration runs, whatever fails, in another process after a failure that may have
-spoilt this one; `status` says ok, OOM, unsupported or error. Without a torch that sees the GPU,
-flashsim's kernels run on CuPy arrays (float16 and float32).
+output. Every configuration runs, whatever fails; what remains of a shape after a failure that
+may have spoilt the process is measured in another. `status` says ok; OOM, unsupported or error,
+where nothing was timed; or which of these befell the backward pass of a forward that was. Without a
+torch that sees the GPU, flashsim's kernels run on CuPy arrays (float16 and float32).
 """
 
 from __future__ import annotations
@@ -20,40 +22,43 @@ import csv
 import multiprocessing
 import statistics
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from gpu_implementations import IMPLEMENTATIONS, Flashsim, Inputs, Torch
 from gpu_lab import MIB, Lab, TorchLab, open_lab
 
 COLUMNS = (
     *("implementation", "d_model", "seq_len", "forward_ms", "forward_peak_MiB", "backward_ms"),
     *("backward_peak_MiB", "saved_activations_MiB", "status", "gpu", "dtype", "head_dim", "causal"),
-    *("forward_tflops", "backward_tflops"),
+    *("batch", "forward_tflops", "backward_tflops"),
 )
-#: (head_dim, causal, sequence length). The papers' twelve shapes: 16 k tokens, d_model 2048.
-PAPERS = [
-    (d, causal, n) for d in (128, 64) for causal in (False, True) for n in (1024, 4096, 16384)
-]
-SMOKE = [(64, True, 1024), (128, False, 1024)]
 TOKENS, D_MODEL = 16384, 2048
+DIRECTIONS = {"forward": 1.0, "backward": 2.5}  # FLOPs, of the forward pass's
+#: The status of a row that a new process is to measure again.
+AGAIN = "again"
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One configuration: batch and heads follow from the tokens and d_model."""
+    """One configuration."""
 
     head_dim: int
     causal: bool
     n: int
-    dtype: str
+    batch: int
+    heads: int
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
         """(batch, heads, n, head_dim)."""
-        return TOKENS // self.n, D_MODEL // self.head_dim, self.n, self.head_dim
+        return self.batch, self.heads, self.n, self.head_dim
 
     @property
     def flops(self) -> float:
@@ -62,81 +67,20 @@ class Shape:
         return 4 * batch * heads * n**2 * d * (0.5 if self.causal else 1)
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """The arrays of one shape."""
-
-    q: Any
-    k: Any
-    v: Any
-    dout: Any
-    causal: bool
+def paper(head_dim: int, causal: bool, n: int) -> Shape:
+    """A shape as the papers choose them: 16 k tokens a batch, d_model 2048."""
+    return Shape(head_dim, causal, n, TOKENS // n, D_MODEL // head_dim)
 
 
-class Torch:
-    """One kernel of torch's scaled_dot_product_attention, by its name in `SDPBackend`."""
-
-    def __init__(self, backend: str) -> None:
-        self.backend = backend
-
-    def _attend(self, q: Any, k: Any, v: Any, causal: bool) -> Any:
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-        from torch.nn.functional import scaled_dot_product_attention
-
-        with sdpa_kernel(getattr(SDPBackend, self.backend)):
-            return scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-    def forward(self, x: Inputs) -> Any:
-        """With a graph, for the backward pass."""
-        self.inputs = [a.detach().requires_grad_() for a in (x.q, x.k, x.v)]
-        return self._attend(*self.inputs, x.causal)
-
-    def inference(self, x: Inputs) -> Any:
-        """Without one."""
-        import torch
-
-        with torch.no_grad():
-            return self._attend(x.q, x.k, x.v, x.causal)
-
-    def backward(self, x: Inputs, result: Any) -> Any:
-        """The gradients of q, k and v."""
-        import torch
-
-        return torch.autograd.grad(result, self.inputs, x.dout, retain_graph=True)
-
-
-class Flashsim:
-    """One GPU backend of flashsim; `deterministic` chooses the form of its backward pass."""
-
-    def __init__(self, backend: str, deterministic: bool, **options: Any) -> None:
-        self.backend, self.deterministic, self.options = backend, deterministic, options
-
-    def forward(self, x: Inputs) -> Any:
-        """The forward pass."""
-        import flashsim
-
-        return flashsim.run(x.q, x.k, x.v, causal=x.causal, backend=self.backend, **self.options)
-
-    inference = forward
-
-    def backward(self, x: Inputs, result: Any) -> Any:
-        """The gradients of q, k and v."""
-        return result.backward(x.dout, deterministic=self.deterministic)
-
-
-#: Everything that might run, by the name that the CSV gives it.
-IMPLEMENTATIONS: dict[str, Torch | Flashsim] = {
-    "flashsim cupy": Flashsim("cupy", deterministic=False),
-    "flashsim cupy deterministic": Flashsim("cupy", deterministic=True),
-    "flashsim cupy portable": Flashsim("cupy", deterministic=False, kernel="portable"),
-    "flashsim cupy portable deterministic": Flashsim("cupy", deterministic=True, kernel="portable"),
-    "flashsim cupy tf32": Flashsim("cupy", deterministic=False, allow_tf32=True),
-    "flashsim numba_cuda": Flashsim("numba_cuda", deterministic=False),
-    "flashsim numba_cuda deterministic": Flashsim("numba_cuda", deterministic=True),
-    "torch flash2": Torch("FLASH_ATTENTION"),
-    "torch cudnn": Torch("CUDNN_ATTENTION"),
-    "torch efficient": Torch("EFFICIENT_ATTENTION"),
-    "torch math": Torch("MATH"),
+SHAPES = {
+    "papers": [
+        paper(d, causal, n)
+        for d in (128, 64)
+        for causal in (False, True)
+        for n in (1024, 4096, 16384)
+    ],
+    "smoke": [paper(64, True, 1024), paper(128, False, 1024)],
+    "float32": [Shape(64, False, n, batch=8, heads=1) for n in (1024, 4096, 8192)],
 }
 
 
@@ -147,10 +91,16 @@ def status_of(error: Exception) -> str:
     kind, text = type(error).__name__, str(error)
     if kind == "OutOfMemoryError" or "out of GPU memory" in text or "out of memory" in text:
         return "OOM"
+    if "refused the launch" in text:
+        return "error"  # the driver's own failure, in flashsim's words
     unsupported = isinstance(
         error, (FlashSimError, ImportError, AttributeError, NotImplementedError)
     )
     return "unsupported" if unsupported or "No available kernel" in text else "error"
+
+
+class Spoilt(Exception):
+    """After an error nothing that this process measures can be trusted."""
 
 
 @dataclass
@@ -159,83 +109,119 @@ class Contender:
 
     one: Torch | Flashsim
     row: dict[str, Any]
-    works: dict[str, Callable[[], Any]] = field(default_factory=dict)
-    times: dict[str, list[float]] = field(default_factory=dict)
+    work: Callable[[], Any] | None = None
+    times: list[float] = field(default_factory=list)
 
-    def attempt(self, work: Callable[[], None]) -> None:
-        """Do it, unless something failed before; note a failure."""
+    def attempt(self, direction: str, step: Callable[[], None]) -> None:
+        """Take a step of a direction, unless one failed before; note a failure.
+
+        Raises
+        ------
+        Spoilt
+            If it failed for no reason that is known to be harmless.
+        """
         if self.row["status"] != "ok":
             return
         try:
-            work()
+            step()
         except Exception as error:
-            self.row["status"] = status_of(error)
-            self.works.clear()
+            status = status_of(error)
+            self.row["status"] = status if direction == "forward" else f"backward {status}"
+            self.work = None
             print(f"  {self.row['implementation']}: {type(error).__name__}: {error}"[:300])
+            if status == "error":
+                raise Spoilt from error
 
-    def prepare(self, lab: Lab, x: Inputs) -> None:
+    def prepare(self, lab: Lab, x: Inputs, direction: str) -> None:
         """Compile, measure memory."""
-        self.one.inference(x)
-        _, peak, _ = lab.peak(lambda: self.one.inference(x))
-        self.row["forward_peak_MiB"] = peak / MIB
-        result, _, kept = lab.peak(lambda: self.one.forward(x))
-        self.row["saved_activations_MiB"] = (kept - getattr(result, "out", result).nbytes) / MIB
-        self.one.backward(x, result)
-        _, peak, _ = lab.peak(lambda: self.one.backward(x, result))
-        self.row["backward_peak_MiB"] = peak / MIB
-        self.works["forward"] = lambda: self.one.inference(x)
-        self.works["backward"] = lambda: self.one.backward(x, result)
+        if direction == "forward":
+            self.work = partial(self.one.inference, x)
+        else:
+            result, _, kept = lab.peak(lambda: self.one.forward(x))
+            output = getattr(result, "out", result).nbytes
+            self.row["saved_activations_MiB"] = (kept - output) / MIB
+            self.work = partial(self.one.backward, x, result)
+        self.work()
+        _, peak, _ = lab.peak(self.work)
+        self.row[f"{direction}_peak_MiB"] = peak / MIB
+        self.times.clear()
 
-    def time(self, lab: Lab, direction: str, *, flush: bool) -> None:
+    def time(self, lab: Lab, *, flush: bool) -> None:
         """One repetition: the mean of a few calls, or one behind a flushed cache."""
+        assert self.work is not None
         calls = 1 if flush else 3
         if flush:
             lab.flush()
         lab.spin()
         start = lab.event()
         for _ in range(calls):
-            self.works[direction]()
-        self.times.setdefault(direction, []).append(lab.milliseconds(start, lab.event()) / calls)
+            self.work()
+        self.times.append(lab.milliseconds(start, lab.event()) / calls)
+
+    def report(self, direction: str, flops: float) -> None:
+        """Write the median into the row; the first repetition warmed up."""
+        ms = statistics.median(self.times[1:])
+        self.row[f"{direction}_ms"] = ms
+        self.row[f"{direction}_tflops"] = flops / ms / 1e9
 
 
-def measure(s: Shape, repetitions: int, flush: bool) -> list[dict[str, Any]]:
-    """One row for each implementation."""
+def measure(
+    s: Shape, dtype: str, names: Sequence[str], repetitions: int, flush: bool, at_work: Path
+) -> list[dict[str, Any]]:
+    """One row for each implementation named; the file `at_work` names the one that is running.
+
+    After an error the rows that are not complete have the status `AGAIN`.
+    """
     lab, why = open_lab()
     if why:
         print(f"  no torch kernels, arrays are CuPy's: {why}")
-    rows = blank(s, lab.name)
-    everyone = [Contender(IMPLEMENTATIONS[row["implementation"]], row) for row in rows]
+    rows = blank(s, dtype, names, lab.name)
     try:
-        x = Inputs(*(lab.array(s.sizes, s.dtype) for _ in range(4)), s.causal)
+        x = Inputs(*(lab.array(s.sizes, dtype) for _ in range(4)), s.causal)
     except Exception as error:
         print(f"  inputs: {type(error).__name__}: {error}"[:300])
         return [row | {"status": status_of(error)} for row in rows]
-    for c in everyone:
-        if isinstance(c.one, Torch) and not isinstance(lab, TorchLab):
-            c.row["status"] = "unsupported"
-        c.attempt(partial(c.prepare, lab, x))
+    everyone = [Contender(IMPLEMENTATIONS[row["implementation"]], row) for row in rows]
+    if not isinstance(lab, TorchLab):
+        for c in everyone:
+            if isinstance(c.one, Torch):
+                c.row["status"] = "unsupported"
+
+    def each(direction: str, step: Callable[[Contender], None]) -> None:
+        for c in everyone:
+            at_work.write_text(c.row["implementation"])
+            c.attempt(direction, partial(step, c))
+
+    def prepare(direction: str, c: Contender) -> None:
+        c.prepare(lab, x, direction)
         lab.release()
-    for direction in ("forward", "backward"):
-        for _ in range(1 + repetitions):  # the first one warms up
+
+    try:
+        for direction, factor in DIRECTIONS.items():
+            each(direction, partial(prepare, direction))
+            for _ in range(1 + repetitions):
+                each(direction, lambda c: c.time(lab, flush=flush))
             for c in everyone:
-                c.attempt(partial(c.time, lab, direction, flush=flush))
-    for c in everyone:
-        for direction, factor in (("forward", 1.0), ("backward", 2.5)):
-            if c.row["status"] == "ok":
-                ms = statistics.median(c.times[direction][1:])
-                c.row[f"{direction}_ms"] = ms
-                c.row[f"{direction}_tflops"] = factor * s.flops / ms / 1e9
+                if c.row["status"] == "ok":
+                    c.report(direction, factor * s.flops)
+    except Spoilt:
+        return [
+            again if row["status"] == "ok" else row
+            for row, again in zip(rows, blank(s, dtype, names, lab.name, AGAIN), strict=True)
+        ]
     return rows
 
 
-def blank(s: Shape, gpu: str) -> list[dict[str, Any]]:
+def blank(
+    s: Shape, dtype: str, names: Sequence[str], gpu: str, status: str = "ok"
+) -> list[dict[str, Any]]:
     """The rows of a shape before anything was measured."""
+    d_model = s.heads * s.head_dim
     return [
         dict.fromkeys(COLUMNS, "")
-        | {"implementation": name, "d_model": D_MODEL, "seq_len": s.n, "status": "ok", "gpu": gpu}
-        | {"dtype": s.dtype, "head_dim": s.head_dim, "causal": s.causal}
-        for name in IMPLEMENTATIONS
-        if s.dtype == "float32" or "tf32" not in name
+        | {"implementation": name, "d_model": d_model, "seq_len": s.n, "status": status}
+        | {"gpu": gpu, "dtype": dtype, "head_dim": s.head_dim, "causal": s.causal, "batch": s.batch}
+        for name in names
     ]
 
 
@@ -244,53 +230,99 @@ class Worker:
 
     def __init__(self) -> None:
         self._pool: ProcessPoolExecutor | None = None
+        self._folder = tempfile.TemporaryDirectory()
+        self._at_work = Path(self._folder.name) / "at_work"
 
-    def measure(self, s: Shape, repetitions: int, flush: bool) -> list[dict[str, Any]]:
-        """As `measure`; rows of status "error" if the process died."""
+    def measure(
+        self, s: Shape, dtype: str, names: Sequence[str], repetitions: int, flush: bool
+    ) -> list[dict[str, Any]]:
+        """As `measure`, to the end: each failure has its own row, and no other is lost to it."""
+        done: dict[str, dict[str, Any]] = {}
+        while waiting := [name for name in names if name not in done]:
+            rows = self._once(s, dtype, waiting, repetitions, flush)
+            if any("error" in row["status"] for row in rows):
+                self._end()
+            done |= {row["implementation"]: row for row in rows if row["status"] != AGAIN}
+        return [done[name] for name in names]
+
+    def _once(
+        self, s: Shape, dtype: str, names: Sequence[str], repetitions: int, flush: bool
+    ) -> list[dict[str, Any]]:
+        """In one process; always with at least one row that need not be measured again."""
         if self._pool is None:
             context = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(1, mp_context=context)
+        self._at_work.write_text("")
+        given = s, dtype, names, repetitions, flush, self._at_work
         try:
-            rows = self._pool.submit(measure, s, repetitions, flush).result()
+            return self._pool.submit(measure, *given).result()
         except Exception as error:
             print(f"  {type(error).__name__}: {error}"[:300])
-            rows = [row | {"status": "error"} for row in blank(s, "")]
-        if any(row["status"] == "error" for row in rows):
-            self.close()
-        return rows
+            guilty = self._at_work.read_text() if isinstance(error, BrokenProcessPool) else ""
+            rows = blank(s, dtype, names, "", "error")
+            for row in rows:
+                if guilty in names and row["implementation"] != guilty:
+                    row["status"] = AGAIN
+            return rows
 
-    def close(self) -> None:
-        """End the process."""
+    def _end(self) -> None:
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
+
+    def close(self) -> None:
+        """End the process."""
+        self._end()
+        self._folder.cleanup()
+
+
+def chosen(only: str | None, dtype: str) -> list[str]:
+    """Names of the implementations to run.
+
+    Raises
+    ------
+    OptionError
+        If one does not exist.
+    """
+    from flashsim.errors import OptionError, choices
+
+    names = only.split(",") if only else list(IMPLEMENTATIONS)
+    for name in names:
+        if name not in IMPLEMENTATIONS:
+            raise OptionError(f"no implementation {name!r}; {choices(name, IMPLEMENTATIONS)}")
+    return [name for name in names if dtype == "float32" or "tf32" not in name]
 
 
 def main() -> None:
     """Run, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--shapes", choices=("papers", "smoke"), default="papers")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--shapes", choices=tuple(SHAPES), default="papers")
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        help="default: bfloat16, or float32 for the shapes of that name",
+    )
+    parser.add_argument("--only", metavar="NAMES", help="implementations, separated by commas")
     parser.add_argument("--repetitions", type=int, default=10)
     parser.add_argument(
         "--flush-l2", action="store_true", help="empty the L2 cache before each call"
     )
     parser.add_argument("--csv", default="gpu.csv", help="where the table goes")
     options = parser.parse_args()
+    dtype = options.dtype or ("float32" if options.shapes == "float32" else "bfloat16")
     try:
+        names = chosen(options.only, dtype)
         open_lab()
-    except RuntimeError as error:
+    except (ValueError, RuntimeError) as error:
         sys.exit(f"benchmarks/gpu.py: {error}")
     worker = Worker()
     with open(options.csv, "w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
-        for head_dim, causal, n in PAPERS if options.shapes == "papers" else SMOKE:
-            shape = Shape(head_dim, causal, n, options.dtype)
-            print(
-                f"d={head_dim} N={n} {'causal' if causal else 'full'} {options.dtype}", flush=True
-            )
-            rows = worker.measure(shape, options.repetitions, options.flush_l2)
+        for shape in SHAPES[options.shapes]:
+            mask = "causal" if shape.causal else "full"
+            print(f"d={shape.head_dim} N={shape.n} {mask} {dtype}", flush=True)
+            rows = worker.measure(shape, dtype, names, options.repetitions, options.flush_l2)
             writer.writerows(rows)
             file.flush()
             for row in rows:
@@ -303,10 +335,10 @@ def line(row: dict[str, Any]) -> str:
     speed = "".join(
         f"  {key} {row[f'{key}_ms']:8.3f} ms {row[f'{key}_tflops']:4.0f} TFLOP/s"
         f" {row[f'{key}_peak_MiB']:7.1f} MiB"
-        for key in ("forward", "backward")
-        if row["status"] == "ok"
+        for key in DIRECTIONS
+        if row[f"{key}_ms"] != ""
     )
-    return f"  {row['implementation']:<38}{row['status']:<12}{speed}"
+    return f"  {row['implementation']:<38}{row['status']:<21}{speed}"
 
 
 if __name__ == "__main__":

@@ -124,6 +124,7 @@ class CupyLab(Lab):
         meter = Meter()
         with meter:
             result = work()
+        self.cupy.cuda.Device().synchronize()  # a kernel's failure shows here, not in the next call
         return result, meter.most - meter.before, pool.used_bytes() - meter.before
 
     def release(self) -> None:

@@ -1,7 +1,8 @@
 """What traces cost on a GPU: python benchmarks/tracing.py [--backend cupy] [--kernel portable]
 
 Time of the forward and the fused backward kernel with `trace=True` and with `trace="timeline"`,
-against without a trace: medians of rounds in turn, between CUDA events around the launch alone.
+against without a trace: medians of rounds in turn, between CUDA events around the launch alone,
+behind a spinning kernel, so that the host's part of the launch is over when the first event comes.
 bfloat16, 16,384 tokens, heads = 2048 / d. What a trace takes on the host is not part of it.
 """
 
@@ -19,7 +20,7 @@ from flashsim.backends.launching import Call, Launch
 
 TRACES = (False, True, "timeline")
 TOKENS, WIDTH, N = 16384, 2048, 4096
-SPIN = 1_000_000  # cycles
+SPIN = 10_000_000  # cycles: about 5 ms
 
 
 def time_launches(into: list[tuple[str, Any, Any]]) -> None:
@@ -28,7 +29,7 @@ def time_launches(into: list[tuple[str, Any, Any]]) -> None:
 
     def timed(self: Launch, call: Call, report: dict[str, Any]) -> None:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(SPIN)  # so that the host, which launches meanwhile, is not in it
+        torch.cuda._sleep(SPIN)  # hides the host; clocks may have fallen while it was busy
         start.record()
         plain(self, call, report)
         end.record()

@@ -1,13 +1,16 @@
 """Predictions against hardware counters over many shapes: needs a GPU, CuPy and Nsight Compute.
 
     python benchmarks/verify.py --out docs/verify-h200.csv [--keep FOLDER]
-    python benchmarks/verify.py --out docs/verify-h200.csv --from FOLDER   # anywhere
+    python benchmarks/verify.py --keep FOLDER                              # only measure
+    python benchmarks/verify.py --from FOLDER --out docs/verify-h200.csv   # anywhere
 
-Forward, three-pass and fused backward, both kernel families; 16 Ki tokens a batch, 2048 / d heads:
-d 64 and 128, N 1 Ki to 16 Ki, causal and not, then grouped heads, a window and ragged lengths. One
-row a kernel and quantity. Two processes measure (one counts, one is profiled); --keep saves what
-they gave, --from reads it again. `flashsim verify --summary FILE` sums the table up. What the
-quantities are: docs/truth.md.
+Forward, three-pass and fused backward, both families of backend "cupy"; 16 Ki tokens a batch, 2048
+/ d heads: d 64 and 128, N 1 Ki to 16 Ki, causal and not, then grouped heads, a window and ragged
+lengths, which all exceed L2, and two shapes that fit. The Hopper family's fused backward in a fixed
+order ("in-order") on shapes of N = 4096, backend "numba_cuda" on two shapes. One row a kernel and
+quantity. Two processes measure (one counts, one is profiled); --keep saves what they gave, --from
+reads it again. `flashsim verify --summary FILE` sums the table up. What the quantities are:
+docs/truth.md.
 """
 
 import argparse
@@ -17,14 +20,16 @@ import sys
 from pathlib import Path
 
 from flashsim import FlashSimError, Problem
-from flashsim.verify import Case, measure, passes_of, verify
+from flashsim.hardware import Device
+from flashsim.reproduce.flash1 import footprint
+from flashsim.verify import Case, Record, passes_of, record, verify
 
 TOKENS, WIDTH = 16_384, 2048
-FILES = ("ncu.csv", "counted.json")
+KERNELS = ("hopper", "portable", "numba_cuda")
 
 
 def shapes():
-    """Keyword arguments of `Problem`, one dict a shape."""
+    """Keyword arguments of `Problem`, one dict a shape; all exceed an H200's L2."""
     for d in (128, 64):
         for causal in (False, True):
             for n in (1024, 4096, 16_384):
@@ -36,48 +41,79 @@ def shapes():
     yield {**grouped, "n_q": 1000, "n_kv": 4001}
 
 
+def fitting():
+    """Likewise; of these every tensor, forward and backward, stays in L2: about 20 MiB."""
+    yield {"n_q": 2048, "head_dim": 64, "heads": 8}
+    yield {"n_q": 4096, "head_dim": 128, "heads": 2, "causal": True}
+
+
+def in_python():
+    """Likewise, for the kernels in Python: a shape of each sort."""
+    yield {"n_q": 4096, "head_dim": 128, "batch": 4, "causal": True}
+    yield next(fitting())
+
+
 def cases(device, kernels):
     """Every shape with every kernel family."""
-    for kernel in kernels:
-        for shape in shapes():
+    for family in kernels:
+        for shape in in_python() if family == "numba_cuda" else (*shapes(), *fitting()):
             whole = {"heads": WIDTH // shape["head_dim"], "dtype": "bfloat16", **shape}
-            yield Case(Problem(**whole), device=device, kernel=kernel, backward=(None, False))
+            forms = (None, False)
+            if family == "hopper" and shape["n_q"] == 4096:
+                forms = (*forms, True)
+            run = {"backend": family} if family == "numba_cuda" else {"kernel": family}
+            yield Case(Problem(**whole), device=device, backward=forms, **run)
+
+
+def fits(case):
+    """Whether all tensors, forward and backward, stay in L2 together."""
+    return footprint(case.problem, "flash2-fused") <= Device.get(case.device).l2_bytes
+
+
+def names(case):
+    """What the table calls the case's passes."""
+    called = {None: "flash2", False: "flash2-fused", True: "in-order"}
+    return "forward", *(called[form] for form in case.backward)
+
+
+def write(path, kept):
+    """The table: predictions are computed here."""
+    with path.open("w", newline="") as stream:
+        writer = csv.writer(stream, lineterminator="\n")
+        for number, (case, passes) in enumerate(zip(kept.cases, passes_of(kept), strict=True)):
+            for name, one in zip(names(case), passes, strict=True):
+                table = verify([one], str(case)).table()
+                if number == 0 and name == "forward":
+                    writer.writerow(("shape", "in L2", "kernels", "pass", "tile", *table.columns))
+                where = table.title, "yes" if fits(case) else "no", case.kernel or case.backend
+                where = *where, name, str(one.traffic.tiling)
+                writer.writerows((*where, *row) for row in table.rows)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="H200")
-    parser.add_argument("--kernels", default="hopper,portable")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--keep", type=Path)
-    parser.add_argument("--from", type=Path, dest="source")
+    parser.add_argument("--kernels", default=",".join(KERNELS))
+    parser.add_argument("--out", type=Path, help="the table, CSV")
+    parser.add_argument("--keep", type=Path, help="a folder for what was measured")
+    parser.add_argument("--from", type=Path, dest="source", help="such a folder")
     parser.add_argument("--cases", action="store_true", help="only print the cases, as JSON")
     chosen = parser.parse_args()
     wanted = list(cases(chosen.device, chosen.kernels.split(",")))
     if chosen.cases:
-        chosen.out.write_text(json.dumps([case.to_dict() for case in wanted]))
+        print(json.dumps([case.to_dict() for case in wanted]))
         return
+    if not (chosen.out or chosen.keep):
+        parser.error("nothing to do: give --out FILE, --keep FOLDER or both")
     try:
-        if chosen.source:
-            measured = passes_of(wanted, *((chosen.source / f).read_text() for f in FILES))
-        else:
-            measured, *texts = measure(wanted)
-            if chosen.keep:
-                chosen.keep.mkdir(exist_ok=True)
-                for name, text in zip(FILES, texts, strict=True):
-                    (chosen.keep / name).write_text(text)
-    except FlashSimError as error:
+        kept = Record.load(chosen.source / "ncu.csv") if chosen.source else record(wanted)
+        if chosen.keep:  # before anything is made of it
+            chosen.keep.mkdir(parents=True, exist_ok=True)
+            kept.save(chosen.keep / "ncu.csv")
+        if chosen.out:
+            write(chosen.out, kept)
+    except (FlashSimError, OSError) as error:
         sys.exit(str(error))
-    with chosen.out.open("w", newline="") as stream:
-        writer = csv.writer(stream, lineterminator="\n")
-        for number, (case, passes) in enumerate(zip(wanted, measured, strict=True)):
-            for one in passes:
-                table = verify([one], str(case)).table()
-                if number == 0 and one is passes[0]:
-                    writer.writerow(("shape", "kernels", "pass", "tile", *table.columns))
-                name = "forward" if one.traffic.direction == "forward" else one.traffic.algorithm
-                where = table.title, case.kernel, name, str(one.traffic.tiling)
-                writer.writerows((*where, *row) for row in table.rows)
 
 
 if __name__ == "__main__":

@@ -208,14 +208,18 @@ def verify(
     ] = None,
     launch: opt.Launch = "grouped",
     blocks_per_sm: opt.BlocksPerSm = None,
-    save: Annotated[Path | None, typer.Option(help="Keep Nsight Compute's CSV here.")] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(help="Keep Nsight Compute's CSV here, with what the kernels counted beside."),
+    ] = None,
     json: opt.Json = False,
     csv: opt.Csv = False,
 ) -> None:
     """Compare predictions with hardware counters, kernel by kernel.
 
-    Runs the kernels under Nsight Compute, or with --from reads what it printed elsewhere; then the
-    options must say what ran there. A table of many shapes is summed up by --summary.
+    Runs the kernels under Nsight Compute, or with --from reads what it printed elsewhere. What
+    --save kept says itself what ran; for other tables the options must. A table of many shapes is
+    summed up by --summary.
     """
     from flashsim import verify as verification
 
@@ -223,10 +227,18 @@ def verify(
         tables = verification.summary(opt.read_text(summary))
         show_tables(tables, tables[-1:], json, csv)
         return
+    model = L2Model(launch, blocks_per_sm=blocks_per_sm)
+    if file is not None and file.exists() and verification.counts_beside(file).exists():
+        kept = verification.Record.load(file)
+        found = [
+            verification.verify(each, str(one), l2=model).table()
+            for one, each in zip(kept.cases, verification.passes_of(kept), strict=True)
+        ]
+        show_tables(found, found, json, csv)
+        return
     seen = opt.parse_window(window) if window else None
     problem = Problem(n_q, n_kv, head_dim, head_dim, batch, heads, kv_heads, dtype, causal, seen)
     tiles = [opt.choose_tiling(t, problem.head_dim, causal) for t in (tiling, backward_tiling)]
-    model = L2Model(launch, blocks_per_sm=blocks_per_sm)
     case = verification.Case(
         *(problem, algorithm, backend, device, kernel, (tiles[0], tiles[1])),
         backward=(None,) if backward else (),
@@ -246,9 +258,10 @@ def verify(
         passes = verification.assign(predictions, launches)
     else:
         with working("measuring"):
-            (passes,), text, _ = verification.measure([case])
+            kept = verification.record([case])
         if save is not None:
-            save.write_text(text)
+            kept.save(save)
+        (passes,) = verification.passes_of(kept)
     table = verification.verify(passes, str(case), l2=model).table()
     show_tables([table], [table], json, csv)
 

@@ -109,15 +109,24 @@ def _mask(p: Problem) -> np.ndarray:
     return kept
 
 
-def plain(x, p: Problem, work) -> dict[str, np.ndarray]:
+def in_order(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """a @ b, each sum from its first term to its last, rounded at every step."""
+    total = np.zeros((*a.shape[:-1], b.shape[-1]), a.dtype)
+    for i in range(a.shape[-1]):
+        total += a[..., i, None] * b[..., i, None, :]
+    return total
+
+
+def plain(x, p: Problem, work, times=np.matmul, late=False) -> dict[str, np.ndarray]:
     """Attention, P and the gradients, whole matrices at once, in NumPy arithmetic of type `work`.
 
     Written beside `flashsim.oracle`, not from it, and its mask is `brute_force_mask`. With
-    ``work=np.longdouble`` it judges float64 problems.
+    ``work=np.longdouble`` it judges float64 problems. `times` multiplies matrices; `late` divides
+    by the sum of the weights behind P V, as FlashAttention does.
     """
     q, k, v, dout = (a.astype(work) for a in (x.q, x.k, x.v, x.dout))
     k, v = (np.repeat(a, p.group, axis=1) for a in (k, v))
-    z = (q @ k.mT) * work(p.scale)
+    z = times(q, k.mT) * work(p.scale)
     slope = np.ones_like(z)
     if p.softcap:
         c = work(p.softcap)
@@ -133,8 +142,8 @@ def plain(x, p: Problem, work) -> dict[str, np.ndarray]:
     seen = total > 0
     prob = weights / np.where(seen, total, 1)
     lse = np.where(seen, top + np.log(np.where(seen, total, 1)), -np.inf)[..., 0]
-    out = prob @ v
-    dprob = dout @ v.mT
+    out = times(weights, v) / np.where(seen, total, 1) if late else times(prob, v)
+    dprob = times(dout, v.mT)
     dz = prob * (dprob - (prob * dprob).sum(axis=-1, keepdims=True))
     fold = lambda a: a.reshape(p.batch, p.kv_heads, p.group, *a.shape[2:]).sum(axis=2)  # noqa: E731
     inner = dz * slope * work(p.scale)
@@ -142,9 +151,9 @@ def plain(x, p: Problem, work) -> dict[str, np.ndarray]:
         "out": out,
         "lse": lse,
         "P": prob,
-        "dq": inner @ k,
-        "dk": fold(inner.mT @ q),
-        "dv": fold(prob.mT @ dout),
+        "dq": times(inner, k),
+        "dk": fold(times(inner.mT, q)),
+        "dv": fold(times(prob.mT, dout)),
     }
     if x.bias is not None:
         shared = tuple(axis for axis in (0, 1) if x.bias.shape[axis] == 1)
@@ -179,7 +188,7 @@ class Judge:
     """What is true, plain attention in the problem's type, and the size of one rounding."""
 
     truth: dict[str, np.ndarray]
-    yardstick: dict[str, np.ndarray]
+    yardstick: list[dict[str, np.ndarray]]
     rounding: dict[str, float]
 
     @classmethod
@@ -187,17 +196,20 @@ class Judge:
         """Judge one problem.
 
         Half-precision problems are held against `oracle` rounded after every step; float32 and
-        float64 ones against whole-matrix NumPy arithmetic of that type. One rounding is the type's
-        epsilon of the largest true value, and the accumulator's of the terms that add up to it.
+        float64 ones against whole-matrix arithmetic of that type, summed two ways. One rounding is
+        the type's epsilon of the largest true value, and the accumulator's of the terms that add up
+        to it.
         """
         exact = plain(x, p, np.longdouble if p.dtype == "float64" else np.float64)
         prob = exact.pop("P")
         if p.dtype == p.compute_dtype:
-            rough = plain(x, p, np.dtype(p.dtype).type)
+            # A BLAS splits sums as it likes, better on one CPU than on another: in order, too.
+            own = np.dtype(p.dtype).type
+            rough = [plain(x, p, own), plain(x, p, own, in_order, late=True)]
         else:
             out, lse = oracle.attention(x.q, x.k, x.v, p, bias=x.bias, dtype=p.dtype)
             grads = oracle.gradients(x.q, x.k, x.v, x.dout, p, bias=x.bias, dtype=p.dtype)
-            rough = {"out": out, "lse": lse, **grads}
+            rough = [{"out": out, "lse": lse, **grads}]
         size = terms(x, p, prob.astype(np.float64))
         inner = np.finfo(p.compute_dtype).eps
         outer = {"float16": 2**-10, "bfloat16": 2**-7}.get(p.dtype, inner)
@@ -216,7 +228,7 @@ class Judge:
     def check(self, got: dict[str, np.ndarray]) -> None:
         """DESIGN's rule: error <= 2 x plain attention's + one rounding, in maxima over an array."""
         for name, array in got.items():
-            exact, rough = self.truth[name], self.yardstick[name]
+            exact, rough = self.truth[name], np.stack([one[name] for one in self.yardstick])
             value = np.asarray(array).astype(exact.dtype)
             assert value.shape == exact.shape, name
             nothing = np.isneginf(exact)  # LSE of rows that see no key

@@ -3,12 +3,13 @@
 import csv
 import importlib
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from flashsim.errors import UnsupportedError
+from flashsim.errors import BackendUnavailable, UnsupportedError
 
 
 class OutOfMemoryError(Exception):
@@ -18,7 +19,7 @@ class OutOfMemoryError(Exception):
 @pytest.fixture
 def bench(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    for name in ("gpu", "gpu_lab"):
+    for name in ("gpu", "gpu_implementations", "gpu_lab"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     module = importlib.import_module("gpu")
     monkeypatch.setattr(module, "open_lab", lambda: (FakeLab(), "no torch"))
@@ -55,13 +56,15 @@ class FakeLab:
 
 
 class Fake:
-    """Fails as asked: at the first forward pass, or at the n-th backward."""
+    """Fails as asked: at the n-th forward pass, or at the n-th backward."""
 
     def __init__(self, error=None, backward_error=None, at=1):
-        self.error, self.backward_error, self.at, self.calls = error, backward_error, at, 0
+        self.error, self.backward_error, self.at = error, backward_error, at
+        self.calls = self.forwards = 0
 
     def forward(self, x):
-        if self.error:
+        self.forwards += 1
+        if self.error and self.forwards >= self.at:
             raise self.error
         return x.q
 
@@ -74,27 +77,70 @@ class Fake:
         return result
 
 
-IMPLEMENTATIONS = {
-    "fine": Fake(),
-    "no memory": Fake(OutOfMemoryError("2 GiB")),
-    "not for this": Fake(UnsupportedError("float64")),
-    "not there": Fake(ImportError("no numba")),
-    "no kernel": Fake(RuntimeError("No available kernel. Aborting execution.")),
-    "broken": Fake(TypeError("unexpected")),
-    "breaks late": Fake(backward_error=RuntimeError("illegal address"), at=5),
-    "fine, too": Fake(),
-}
+@pytest.fixture
+def worker(bench, monkeypatch):
+    """A Worker whose processes are calls, counted."""
+
+    asked_for = []
+
+    class Pool:
+        made, asked = 0, asked_for
+
+        def __init__(self, *_, **__):
+            Pool.made += 1
+
+        def submit(self, measure, *given):
+            Pool.asked.append(given[2])
+            self.measure = partial(measure, *given)
+            return self
+
+        def result(self):
+            try:
+                return self.measure()
+            except SystemExit as end:
+                raise bench.BrokenProcessPool("terminated abruptly") from end
+
+        def shutdown(self):
+            pass
+
+    monkeypatch.setattr(bench, "ProcessPoolExecutor", Pool)
+    made = bench.Worker()
+    made.pool = Pool
+    yield made
+    made.close()
 
 
-def test_every_implementation_gets_a_row_whatever_fails(bench, monkeypatch):
-    monkeypatch.setattr(bench, "IMPLEMENTATIONS", IMPLEMENTATIONS)
-    rows = bench.measure(bench.Shape(64, True, 1024, "float32"), 4, False)
+def rows_of(worker, bench, monkeypatch, implementations, repetitions=4):
+    monkeypatch.setattr(bench, "IMPLEMENTATIONS", implementations)
+    shape = bench.paper(64, True, 1024)
+    return worker.measure(shape, "float32", list(implementations), repetitions, False)
+
+
+def test_every_implementation_gets_a_row_whatever_fails(bench, worker, monkeypatch):
+    refused = BackendUnavailable("the GPU refused the launch: illegal address; if it was an ...")
+    implementations = {
+        "fine": Fake(),
+        "no memory": Fake(OutOfMemoryError("2 GiB")),
+        "not for this": Fake(UnsupportedError("float64")),
+        "not there": Fake(ImportError("no numba")),
+        "no kernel": Fake(RuntimeError("No available kernel. Aborting execution.")),
+        "broken": Fake(TypeError("unexpected")),
+        "refused": Fake(refused, at=4),
+        "no memory back": Fake(backward_error=OutOfMemoryError("2 GiB")),
+        "forward only": Fake(backward_error=UnsupportedError("head_dim")),
+        "breaks late": Fake(backward_error=RuntimeError("illegal address"), at=5),
+        "fine, too": Fake(),
+    }
+    rows = rows_of(worker, bench, monkeypatch, implementations)
     status = {row["implementation"]: row["status"] for row in rows}
     assert status == {
         **{"fine": "ok", "no memory": "OOM", "not for this": "unsupported"},
         **{"not there": "unsupported", "no kernel": "unsupported", "broken": "error"},
-        **{"breaks late": "error", "fine, too": "ok"},
+        **{"refused": "error", "no memory back": "backward OOM"},
+        **{"forward only": "backward unsupported", "breaks late": "backward error"},
+        **{"fine, too": "ok"},
     }
+    assert list(status) == list(implementations)
     fine = rows[0]
     assert set(fine) == set(bench.COLUMNS)
     assert fine["forward_ms"] == pytest.approx(1 / 3)  # three calls between two events
@@ -102,55 +148,119 @@ def test_every_implementation_gets_a_row_whatever_fails(bench, monkeypatch):
     assert fine["backward_tflops"] == pytest.approx(2.5 * flops / fine["backward_ms"] / 1e9)
     assert fine["forward_peak_MiB"] == 5
     assert fine["saved_activations_MiB"] == pytest.approx(3 - 64 * 4 / 2**20)
-    assert rows[1]["forward_ms"] == ""
+    assert (fine["batch"], fine["d_model"]) == (16, 2048)
+    for row in rows:
+        timed = row["status"] == "ok" or "backward" in row["status"]
+        assert (row["forward_ms"] != "") == timed, row
+        assert (row["backward_ms"] != "") == (row["status"] == "ok"), row
+        assert bench.line(row)
 
 
-def test_inputs_that_do_not_fit_are_rows_too(bench, monkeypatch):
+def test_after_an_error_the_rest_is_measured_in_a_new_process(bench, worker, monkeypatch):
+    class Fragile(Fake):
+        """Fails wherever anything has failed before, as every kernel does after a bad address."""
+
+        def forward(self, x):
+            if spoilt == worker.pool.made:
+                raise RuntimeError("an earlier kernel failed")
+            return super().forward(x)
+
+        inference = forward
+
+    class Breaks(Fake):
+        def backward(self, x, result):
+            nonlocal spoilt
+            spoilt = worker.pool.made
+            raise RuntimeError("illegal address")
+
+    spoilt = None
+    implementations = {"first": Fragile(), "breaks": Breaks(), "last": Fragile()}
+    rows = rows_of(worker, bench, monkeypatch, implementations)
+    assert [row["status"] for row in rows] == ["ok", "backward error", "ok"]
+    assert rows[1]["forward_ms"] != ""
+    assert worker.pool.asked == [["first", "breaks", "last"], ["first", "last"]]
+    assert worker.pool.made == 2
+
+
+def test_what_the_driver_refused_is_an_error(bench):
+    """The words are those of backend "cupy", whose failures they are."""
+    cupy = pytest.importorskip("cupy")
+    from flashsim.backends import cupy_engine
+
+    failed = cupy.cuda.runtime.CUDARuntimeError(700)  # an illegal address
+    assert bench.status_of(cupy_engine._explained(failed)) == "error"
+    full = cupy.cuda.memory.OutOfMemoryError(1, 2, 3)
+    assert bench.status_of(cupy_engine._explained(full)) == "OOM"
+    assert bench.status_of(BackendUnavailable("no GPU")) == "unsupported"
+
+
+def test_a_process_that_dies_costs_one_row(bench, worker, monkeypatch):
+    class Dies(Fake):
+        def forward(self, x):
+            sys.exit()
+
+        inference = forward
+
+    rows = rows_of(worker, bench, monkeypatch, {"fine": Fake(), "dies": Dies(), "too": Fake()})
+    assert [row["status"] for row in rows] == ["ok", "error", "ok"]
+    assert worker.pool.asked == [["fine", "dies", "too"], ["fine", "too"]]
+
+
+def test_inputs_that_do_not_fit_are_rows_too(bench, worker, monkeypatch):
     def full(self, shape, dtype):
         raise OutOfMemoryError("16 GiB")
 
     monkeypatch.setattr(FakeLab, "array", full)
-    rows = bench.measure(bench.Shape(64, True, 1024, "float16"), 1, False)
+    rows = rows_of(worker, bench, monkeypatch, bench.IMPLEMENTATIONS)
     assert {row["status"] for row in rows} == {"OOM"}
     assert "torch cudnn" in {row["implementation"] for row in rows}
+    assert worker.pool.made == 1
 
 
-def test_without_torch_its_kernels_are_unsupported(bench, monkeypatch):
+def test_without_torch_its_kernels_are_unsupported(bench, monkeypatch, tmp_path):
     torch_one = bench.IMPLEMENTATIONS["torch flash2"]
     monkeypatch.setattr(bench, "IMPLEMENTATIONS", {"torch flash2": torch_one, "fine": Fake()})
-    rows = bench.measure(bench.Shape(64, True, 1024, "float16"), 1, True)
+    names = list(bench.IMPLEMENTATIONS)
+    rows = bench.measure(bench.paper(64, True, 1024), "float16", names, 1, True, tmp_path / "at")
     assert [row["status"] for row in rows] == ["unsupported", "ok"]
     assert FakeLab.flushed
     assert rows[1]["forward_ms"] == 1  # one call behind a flushed cache
 
 
-def test_a_process_that_dies_costs_its_own_rows_only(bench, monkeypatch, tmp_path):
-    class Pool:
-        made = 0
-
-        def __init__(self, *_, **__):
-            Pool.made += 1
-
-        def submit(self, measure, shape, *rest):
-            self.shape = shape
-            return self
-
-        def result(self):
-            if self.shape.head_dim == 64:
-                raise RuntimeError("a child process terminated abruptly")
-            return bench.blank(self.shape, "fake")
-
-        def shutdown(self):
-            pass
-
-    monkeypatch.setattr(bench, "ProcessPoolExecutor", Pool)
-    monkeypatch.setattr(bench, "line", str)
-    path = tmp_path / "gpu.csv"
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--shapes", "smoke", "--csv", str(path)])
+def main(bench, monkeypatch, path, *arguments):
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--csv", str(path), *arguments])
     bench.main()
-    rows = list(csv.DictReader(path.read_text().splitlines()))
-    assert {(row["head_dim"], row["status"]) for row in rows} == {("64", "error"), ("128", "ok")}
-    assert Pool.made == 2
+    return list(csv.DictReader(path.read_text().splitlines()))
+
+
+@pytest.mark.usefixtures("worker")
+def test_the_table_has_every_shape_and_every_implementation(bench, monkeypatch, tmp_path):
+    monkeypatch.setattr(bench, "IMPLEMENTATIONS", {"fine": Fake(), "tf32": Fake()})
+    rows = main(bench, monkeypatch, tmp_path / "gpu.csv", "--shapes", "smoke")
+    assert [(row["implementation"], row["head_dim"]) for row in rows] == [
+        ("fine", "64"),
+        ("fine", "128"),
+    ]
     wanted = "implementation d_model seq_len forward_ms forward_peak_MiB backward_ms"
     wanted += " backward_peak_MiB saved_activations_MiB status gpu dtype causal"
     assert set(wanted.split()) <= set(rows[0])
+    rows = main(bench, monkeypatch, tmp_path / "gpu.csv", "--shapes", "float32")
+    assert {row["implementation"] for row in rows} == {"fine", "tf32"}
+    shapes = {(row["dtype"], row["batch"], row["d_model"], row["seq_len"]) for row in rows}
+    assert shapes == {("float32", "8", "64", n) for n in ("1024", "4096", "8192")}
+
+
+@pytest.mark.usefixtures("worker")
+def test_some_implementations_can_be_picked(bench, monkeypatch, tmp_path):
+    monkeypatch.setattr(bench, "IMPLEMENTATIONS", {"fine": Fake(), "other": Fake()})
+    rows = main(bench, monkeypatch, tmp_path / "x.csv", "--shapes", "smoke", "--only", "other")
+    assert {row["implementation"] for row in rows} == {"other"}
+    with pytest.raises(SystemExit, match=r"no implementation 'othe'.*did you mean 'other'"):
+        main(bench, monkeypatch, tmp_path / "x.csv", "--only", "fine,othe")
+
+
+def test_the_forms_that_docs_quote_can_be_timed(bench):
+    tensor = bench.IMPLEMENTATIONS["flashsim numba_cuda tensor"]
+    assert tensor.options == {"kernel": "tensor"}
+    passes = bench.IMPLEMENTATIONS["flashsim cupy three passes"]
+    assert (passes.backend, passes.deterministic, passes.options) == ("cupy", None, {})

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from compiled import compiled
+from compiled import compiled, costs_nothing_when_off
 
 import flashsim
 from flashsim import Problem, Tiling
@@ -23,6 +23,8 @@ H200 = Gpu("H200", (9, 0), 227 * 1024, 60 << 20)
 A100 = Gpu("A100", (8, 0), 163 * 1024, 40 << 20)
 #: Bytes a thread may spill to local memory: a few values used once an item.
 SPILL_BYTES = {False: 64, True: 320}  # without and with a softcap
+#: Where they report: counters, and the addresses they go to, are live throughout.
+REPORT_SPILL_BYTES = {"counts": 128, "timeline": 320}
 PROBLEMS = {
     "128": Problem(4096, 4096, 128, heads=2, dtype="bfloat16"),
     "128 causal": Problem(4096, 4096, 128, heads=2, dtype="bfloat16", causal=True),
@@ -63,30 +65,78 @@ def compile_log(kernel, **changed):
     """NVRTC's log, beginning with "failed" if the kernel does not compile."""
     options = [o for o in kernel.options if not any(f"-DFS_{name}=" in o for name in changed)]
     options += [f"-DFS_{name}={value}" for name, value in changed.items()]
-    log, cubin = compiled(kernel, options)
+    log, cubin = compiled(kernel, tuple(options))
     return log if cubin else "failed: " + log
+
+
+def check(kernel, limit):
+    log = compile_log(kernel)
+    assert "failed" not in log, log
+    assert "serialized" not in log, "ptxas could not keep wgmma asynchronous"
+    assert "warning" not in log
+    stack, spilled = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores", log).groups()
+    assert int(spilled) <= limit, kernel
+    assert int(stack) <= limit, "an array lives in local memory"
+    registers = int(re.search(r"Used (\d+) registers", log)[1])
+    assert registers * kernel.threads <= 65_536
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_kernels_compile_without_serialised_products(name):
     problem = PROBLEMS[name]
     for kernel in kernels(problem):
-        log = compile_log(kernel)
-        assert "failed" not in log, log
-        assert "serialized" not in log, "ptxas could not keep wgmma asynchronous"
-        assert "warning" not in log
-        spilled = int(re.search(r"(\d+) bytes spill stores", log)[1])
-        assert spilled <= SPILL_BYTES[bool(problem.softcap)], kernel.name
-        registers = int(re.search(r"Used (\d+) registers", log)[1])
-        assert registers * kernel.threads <= 65_536
+        check(kernel, SPILL_BYTES[bool(problem.softcap)])
 
 
-@pytest.mark.parametrize("name", ["128 causal", "128 odd"])
-def test_kernels_that_report_compile(name):
-    for kernel in kernels(PROBLEMS[name], "timeline"):
-        log = compile_log(kernel)
-        assert "failed" not in log, log
-        assert "serialized" not in log
+def in_order(problem, tiling=None, report=""):
+    """The fused backward that adds to dQ in a fixed order."""
+    given = problem, tiling, H200, "ascending", report, "flash2-fused"
+    (kernel,) = (x.kernel for x in hopper.backward_passes(*given, ordered=True) if x.kernel.boxes)
+    return kernel
+
+
+@pytest.mark.parametrize("name", ["128", "64", "128 odd"])
+def test_the_backward_in_a_fixed_order_compiles(name):
+    problem = PROBLEMS[name]
+    for tiling in hopper.tilings(problem, H200, "backward", "flash2-fused"):
+        check(in_order(problem, tiling), SPILL_BYTES[bool(problem.softcap)])
+
+
+@pytest.mark.parametrize("name", ["128", "64 causal", "192"])
+def test_tilings_that_are_no_default_compile(name):
+    problem = PROBLEMS[name]
+    plain = kernels(problem)
+    for tiling in hopper.tilings(problem, H200, "forward")[1:]:
+        (one,) = hopper.forward_passes(problem, tiling, H200, "ascending", "")
+        assert one.kernel not in plain
+        check(one.kernel, SPILL_BYTES[False])
+    for tiling in hopper.tilings(problem, H200, "backward", "flash2-fused")[1:]:
+        given = problem, tiling, H200, "ascending", "", "flash2-fused"
+        _, fused, _ = hopper.backward_passes(*given)
+        assert fused.kernel not in plain
+        check(fused.kernel, SPILL_BYTES[False])
+
+
+@pytest.mark.parametrize(
+    ("name", "report"),
+    [
+        *((name, "counts") for name in ("128 causal", "64", "128 odd")),
+        *((name, "timeline") for name in ("128 causal", "64 causal", "128 odd", "192")),
+    ],
+)
+def test_kernels_that_report_compile(name, report):
+    problem = PROBLEMS[name]
+    for kernel in kernels(problem, report):
+        check(kernel, REPORT_SPILL_BYTES[report])
+    if hopper.orders_dq(problem):
+        check(in_order(problem, report=report), REPORT_SPILL_BYTES[report])
+
+
+@pytest.mark.parametrize(("name", "number"), [("64", 0), ("64", 2), ("64", 3), ("192", 3)])
+def test_reporting_costs_nothing_when_it_is_off(name, number):
+    """Forward, dQ, and both sources of the pass with keys outside."""
+    kernel = kernels(PROBLEMS[name])[number]
+    assert costs_nothing_when_off(kernel)
 
 
 def test_a_wrong_size_does_not_compile():

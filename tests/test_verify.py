@@ -5,24 +5,29 @@ import io
 import json
 import stat
 import sys
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 import flashsim
-from flashsim import BackendUnavailable, Problem, Tiling, TraceError, l2
+from flashsim import BackendUnavailable, Problem, Tiling, TraceError, UnsupportedError, l2
 from flashsim.cli import app
+from flashsim.problem import BlockMask
 from flashsim.verify import (
     METRICS,
     Case,
     Counted,
     Launch,
     Pass,
+    Record,
     assign,
     command,
-    measure,
+    counts_beside,
     parse,
     passes_of,
+    record,
     verify,
     workload,
 )
@@ -208,12 +213,41 @@ TILES = (Tiling(16, 16), Tiling(16, 16))
 CASES = [
     Case(Problem(32, head_dim=8, causal=True), backend="numpy", tilings=TILES, backward=(None,)),
     Case(Problem(48, head_dim=8, heads=2, kv_heads=1, window=(9, 0)), "flash2", "numpy"),
+    Case(Problem(40, 24, 8, 16, softcap=2.5), backend="numpy", backward=(True, False)),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_case_survives_json(case):
     assert Case.from_dict(json.loads(json.dumps(case.to_dict()))) == case
+
+
+@pytest.mark.parametrize(
+    ("more", "name"),
+    [
+        ({"scale": 0.5}, "scale"),
+        ({"cu_seqlens_q": (0, 9, 32), "cu_seqlens_k": (0, 9, 32)}, "cu_seqlens_q"),
+        ({"block_mask": BlockMask(np.eye(2, dtype=bool), 16, 16)}, "block_mask"),
+        ({"mask": np.greater_equal}, "mask"),
+        ({"bias": (1, 1)}, "bias"),
+    ],
+)
+def test_what_a_case_cannot_carry_is_refused(more, name):
+    with pytest.raises(
+        UnsupportedError, match=rf"^{name} cannot be verified.*carries n_q, .*softcap"
+    ):
+        Case(Problem(32, head_dim=8, **more))
+
+
+def test_a_case_runs_with_its_softcap_and_its_widths(monkeypatch):
+    asked = []
+    plain = workload.run
+    monkeypatch.setattr(workload, "run", lambda *x, **more: asked.append(more) or plain(*x, **more))
+    (counted,) = workload.run_case(replace(CASES[2], backward=()), counting=True)
+    assert asked[0]["softcap"] == 2.5
+    traffic = counted.predicted(CASES[2])
+    assert counted.transfers == traffic.transfers
+    assert traffic.bytes(tensor="V") == 2 * traffic.bytes(tensor="K")
 
 
 def stand_in(folder, body):
@@ -225,6 +259,7 @@ def stand_in(folder, body):
 
 def test_cases_are_run_twice_and_their_table_read(tmp_path, monkeypatch):
     kernels = ["flash_forward", "flash_delta", "hopper_backward", "flash_dq", "flash_forward"]
+    wanted = CASES[:2]
     text = long_csv([(kernel, {READ: ("10", "sector")}) for kernel in kernels])
     stand_in(
         tmp_path,
@@ -232,8 +267,9 @@ def test_cases_are_run_twice_and_their_table_read(tmp_path, monkeypatch):
         f"print({text!r})",
     )
     monkeypatch.setenv("PATH", str(tmp_path))
-    cases, kept, counted = measure(CASES)
-    assert parse(kept) == parse(text)
+    kept = record(wanted)
+    assert parse(kept.text) == parse(text)
+    cases = passes_of(kept)
     assert [[one.traffic.direction for one in case] for case in cases] == [
         ["forward", "backward"],
         ["forward"],
@@ -248,11 +284,11 @@ def test_cases_are_run_twice_and_their_table_read(tmp_path, monkeypatch):
     ):
         table_of = long_csv([(kernel, {READ: ("10", "sector")}) for kernel in wrong])
         with pytest.raises(TraceError, match=message):
-            passes_of(CASES, table_of, counted)
+            passes_of(replace(kept, text=table_of))
 
 
 def test_the_workload_counts_only_where_it_is_told_to(tmp_path):
-    wanted = json.dumps([case.to_dict() for case in CASES])
+    wanted = json.dumps([case.to_dict() for case in CASES[:2]])
     workload.main([wanted])
     assert not list(tmp_path.iterdir())
     workload.main([wanted, str(tmp_path / "counted.json")])
@@ -277,10 +313,31 @@ def test_the_command_measures_and_keeps_the_table(tmp_path, monkeypatch):
     assert row["predicted"] == flashsim.count(problem).bytes("load")
     assert row["measured"] == 320
     assert parse(kept.read_text()) == parse(text)
+    again = CliRunner().invoke(app, ["verify", "--from", str(kept), "--json"])
+    assert again.exit_code == 0, again.output
+    assert json.loads(again.stdout) == [row]
+
+
+def test_what_was_saved_says_what_ran_and_what_was_counted(tmp_path, monkeypatch):
+    """The second table is the first, counts and all, with no option that says what ran."""
+    counter = METRICS["bytes into SMs"]
+    stand_in(tmp_path, f"print({long_csv([('flash_forward', {counter: ('10', 'byte')})])!r})")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    kept = tmp_path / "kept.csv"
+    arguments = ["-n", "64", "-d", "8", "--heads", "1", "--batch", "1", "--backend", "numpy"]
+    first = CliRunner().invoke(app, ["verify", *arguments, "--causal", "--save", str(kept)])
+    assert first.exit_code == 0, first.output
+    second = CliRunner().invoke(app, ["verify", "--from", str(kept)])
+    assert second.stdout == first.stdout
+    (row,) = json.loads(CliRunner().invoke(app, ["verify", "--from", str(kept), "--json"]).stdout)
+    assert row["counted"] == row["predicted"] > 0
+    counts_beside(kept).write_text('{"cases": [{}]}')
+    with pytest.raises(TraceError, match=r"kept.counts.json does not hold cases.*kept.csv is read"):
+        Record.load(kept)
 
 
 def test_a_profiler_that_fails_is_quoted(tmp_path, monkeypatch):
     stand_in(tmp_path, "print('ERR_NVGPUCTRPERM'); sys.exit(1)")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(BackendUnavailable, match="exit code 1: ERR_NVGPUCTRPERM"):
-        measure(CASES)
+        record(CASES)

@@ -283,7 +283,6 @@ def build_online_softmax(module: ir.Module, block: Blocking, itemsize: int):
     seen = [b.fcmp_ordered("!=", top, minus_inf) for top in tops]
     bases = [b.select(s, top, code.const(0)) for s, top in zip(seen, tops, strict=True)]
     alphas = code.exp2([b.fsub(old, base) for old, base in zip(before, bases, strict=True)])
-    sums = [b.fmul(a, code.load(x)) for a, x in zip(alphas, code.vectors(l), strict=True)]
     for values, address in ((tops, m), (alphas, alpha)):
         for value, x in zip(values, code.vectors(address), strict=True):
             code.store(value, x)
@@ -304,20 +303,20 @@ def build_online_softmax(module: ir.Module, block: Blocking, itemsize: int):
             )
             for p, x in zip(powers, addresses, strict=True):
                 code.store(p, x)
-            for i, p in enumerate(powers):
-                k = i % code.vecs
-                sums = [*sums[:k], b.fadd(sums[k], p), *sums[k + 1 :]]
-            return sums
+            first, rest = sums[: len(powers)], sums[len(powers) :]
+            return [b.fadd(x, p) for x, p in zip(first, powers, strict=True)] + rest
 
         return body
 
-    # Two rows together hide the latency of the polynomial; an odd one is left over.
-    sums = code.loop(rows, sums, exponentials(2), by=2)
+    # Two rows together hide the latency of the polynomial, and each has sums of its own, which
+    # round off half as much as one long chain; an odd row is left over.
+    sums = code.loop(rows, [code.const(0)] * (2 * code.vecs), exponentials(2), by=2)
     odd = b.and_(rows, ir.Constant(INT, 1))
     S = code.at(S, code.times(b.sub(rows, odd), code.width))
     sums = code.loop(odd, sums, exponentials(1))
-    for value, x in zip(sums, code.vectors(l), strict=True):
-        code.store(value, x)
+    both = [b.fadd(x, y) for x, y in zip(sums, sums[code.vecs :], strict=False)]
+    for a, total, x in zip(alphas, both, code.vectors(l), strict=True):
+        code.store(code.fma(a, code.load(x), total), x)
     return code.done()
 
 

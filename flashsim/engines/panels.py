@@ -92,12 +92,12 @@ def online_softmax(cpu, S, s0, rows, m, l, alpha, at):
         base = top if top > -np.inf else S.dtype.type(0)
         alpha[at + c] = np.exp2(m[at + c] - base)
         m[at + c] = top
-        total = alpha[at + c] * l[at + c]
+        even = odd = S.dtype.type(0)  # a sum of its own for every other row: less is rounded off
         for r in range(rows):
             p = np.exp2(S[s0 + r * cpu.width + c] * log2e - base)
             S[s0 + r * cpu.width + c] = p
-            total += p
-        l[at + c] = total
+            even, odd = odd, even + p
+        l[at + c] = alpha[at + c] * l[at + c] + (even + odd)
 
 
 @operation(vector.grad_scores_by_row)

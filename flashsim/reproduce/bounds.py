@@ -22,13 +22,17 @@ def bounds() -> list[Table]:
     Each count is executed on the simulated memory, not only predicted.
     """
     n, d = 256, 32
-    table = Table(
-        f"HBM accesses in elements, N = {n}, d = {d}, float32, FlashAttention (executed)",
-        ("M elements", "tile", "accesses", "N^2 d^2 / M", "ratio", "lower bound", "of"),
-        note="Theorem 2 and Saha and Ye (arXiv:2402.07443) are orders of growth: a steady ratio "
-        "confirms them, its value is ours. Below M = d^2 = 1,024 the bound is N^2 d / sqrt(M), so "
-        "FlashAttention is optimal only above. The ratio grows once the N d accesses that no tile "
-        "saves are no longer few",
+    shape = f"N = {n}, d = {d}, float32, executed"
+    above = page(
+        f"Theorem 2: FlashAttention's HBM accesses, elements, over M; {shape}",
+        "arXiv:2205.14135, theorem 2: O(N^2 d^2 / M), an order of growth. A steady ratio confirms "
+        "it, its value is the algorithm's; it grows once the N d accesses that no tile saves are "
+        "no longer few",
+    )
+    below = page(
+        f"Lower bounds on any attention's HBM accesses, elements, over M; {shape}",
+        "arXiv:2402.07443 (Saha and Ye), orders of growth too: N^2 d^2 / M where M >= d^2 = "
+        f"{d * d:,}, N^2 d / sqrt(M) below, so FlashAttention is optimal above only",
     )
     rng = np.random.default_rng(0)
     q, k, v = rng.standard_normal((3, 1, 1, n, d), dtype=np.float32)
@@ -38,12 +42,26 @@ def bounds() -> list[Table]:
         device = Device.get("A100").with_sram(16 * MIB)  # the rule leaves the score tile out of M
         trace = run(q, k, v, algorithm="flash1", tiling=tiling, device=device, trace=True).trace
         assert trace is not None
-        executed = trace.bytes() // 4
-        upper = n * n * d * d / m
-        lower = upper if m >= d * d else n * n * d / sqrt(m)
-        formula = "N^2 d^2 / M" if m >= d * d else "N^2 d / sqrt(M)"
-        table.rows.append((m, str(tiling), executed, upper, executed / upper, lower, formula))
-    return [table]
+        executed, name = trace.bytes() // 4, f"M = {m:,}, tile {tiling}"
+        order = n * n * d * d / m
+        above.rows.append(line(name, order, executed, _parts(n, d, m, order)))
+        if m >= d * d:
+            below.rows.append(line(name, order, executed, "N^2 d^2 / M: met, but for a constant"))
+        else:
+            why = f"N^2 d / sqrt(M): sqrt(M) / d = {sqrt(m) / d:.2f} of N^2 d^2 / M"
+            below.rows.append(line(name, n * n * d / sqrt(m), executed, why))
+    return [above, below]
+
+
+def _parts(n: int, d: int, m: int, order: float) -> str:
+    """What the accesses of Algorithm 1 are made of, each part over N^2 d^2 / M."""
+    visits = n * 4 * n * d / m  # of a row of Q: N rows, each with T_c = 4 N d / M tiles of keys
+    matrices, statistics, once = 3 * d * visits, 4 * visits, n * (3 * d + 2)
+    return (
+        f"{matrices / order:g} for Q read, O read and written at each of {visits / n:.0f} tiles of "
+        f"keys, {statistics / order:g} for m and l, {once / order:.2g} for K, V read and O, m, l "
+        "set to start once"
+    )
 
 
 def order() -> list[Table]:

@@ -3,7 +3,7 @@
 from flashsim.verify.agreement import summary
 from flashsim.verify.cases import Case, Counted, Pass, predict
 from flashsim.verify.comparison import Row, Verification, verify
-from flashsim.verify.measure import assign, measure, passes_of
+from flashsim.verify.measure import Record, assign, counts_beside, passes_of, record
 from flashsim.verify.ncu import METRICS, Launch, command, parse
 
 __all__ = [
@@ -12,14 +12,16 @@ __all__ = [
     "Counted",
     "Launch",
     "Pass",
+    "Record",
     "Row",
     "Verification",
     "assign",
     "command",
-    "measure",
+    "counts_beside",
     "parse",
     "passes_of",
     "predict",
+    "record",
     "summary",
     "verify",
 ]

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from flashsim import api
+from flashsim.errors import UnsupportedError
 from flashsim.hardware import Device
 from flashsim.problem import Problem
 from flashsim.tiling import Tiling
 from flashsim.traffic import Traffic
 from flashsim.verify.ncu import Launch
 
-_SHAPE = ("n_q", "n_kv", "head_dim", "batch", "heads", "kv_heads", "dtype", "causal", "window")
+#: What a case carries of its problem, in a file and to the process that is measured.
+_SHAPE = (
+    *("n_q", "n_kv", "head_dim", "head_dim_v", "batch", "heads", "kv_heads", "dtype", "causal"),
+    *("window", "softcap"),
+)
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,7 @@ class Case:
     Attributes
     ----------
     problem : Problem
-        Dense, causal or windowed.
+        Dense, causal or windowed, with or without a softcap.
     algorithm, backend, device : str
     kernel : str or None
         Passed on to `run` where given: "hopper" or "portable".
@@ -31,6 +36,11 @@ class Case:
         Forward and backward; None takes the backend's.
     backward : tuple of (bool or None)
         A backward pass for each: the `deterministic` of `Result.backward`.
+
+    Raises
+    ------
+    UnsupportedError
+        For a problem with more to it.
     """
 
     problem: Problem
@@ -40,6 +50,15 @@ class Case:
     kernel: str | None = None
     tilings: tuple[Tiling | None, Tiling | None] = (None, None)
     backward: tuple[bool | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        carried = Problem(**{name: getattr(self.problem, name) for name in _SHAPE})
+        for name in (one.name for one in fields(Problem)):
+            if getattr(self.problem, name) != getattr(carried, name):
+                raise UnsupportedError(
+                    f"{name} cannot be verified yet, and the problem has one that is not the "
+                    f"default; a case carries {', '.join(_SHAPE)}"
+                )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -66,8 +85,10 @@ class Case:
         p = self.problem
         return (
             f"{p.batch} x {p.heads} heads{f' ({p.kv_heads} key heads)' if p.group > 1 else ''}, "
-            f"{p.n_q:,} x {p.n_kv:,}, d={p.head_dim}, {p.dtype}{', causal' if p.causal else ''}"
-            f"{f', window {p.window}' if p.window else ''} on {self.device}"
+            f"{p.n_q:,} x {p.n_kv:,}, d={p.head_dim}"
+            f"{f' and {p.head_dim_v}' if p.head_dim_v != p.head_dim else ''}, {p.dtype}"
+            f"{', causal' if p.causal else ''}{f', window {p.window}' if p.window else ''}"
+            f"{f', softcap {p.softcap:g}' if p.softcap else ''} on {self.device}"
         )
 
 

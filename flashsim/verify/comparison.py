@@ -82,7 +82,7 @@ def verify(passes: Sequence[Pass], title: str, *, l2: L2Model | None = None) -> 
     Parameters
     ----------
     passes : sequence of Pass
-        From `measure.measure` or `measure.assign`.
+        From `measure.passes_of` or `measure.assign`.
     title : str
     l2 : L2Model, optional
         Default: heads in groups, as the kernels of `flashsim.backends` run them. Where it does not

@@ -6,8 +6,10 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from flashsim.errors import BackendUnavailable, TraceError
 from flashsim.traffic import Traffic
@@ -15,17 +17,65 @@ from flashsim.verify.cases import Case, Counted, Pass
 from flashsim.verify.ncu import Launch, command, parse, stage_of
 
 
-def measure(cases: Sequence[Case]) -> tuple[list[list[Pass]], str, str]:
-    """Passes of each case; Nsight Compute's CSV and the counts (JSON), to keep.
+@dataclass(frozen=True)
+class Record:
+    """What a measurement of some cases gave; enough to compare it with predictions anywhere.
 
-    Two processes, whatever the number of cases.
+    Attributes
+    ----------
+    cases : tuple of Case
+    text : str
+        What Nsight Compute printed, CSV.
+    counted : tuple of (tuple of Counted)
+        What the kernels counted, pass by pass of each case.
+    """
+
+    cases: tuple[Case, ...]
+    text: str
+    counted: tuple[tuple[Counted, ...], ...]
+
+    def save(self, path: Path) -> None:
+        """Nsight Compute's CSV at `path`; cases and counts beside it, as JSON."""
+        path.write_text(self.text)
+        cases = [case.to_dict() for case in self.cases]
+        counted = [[each.to_dict() for each in one] for one in self.counted]
+        counts_beside(path).write_text(json.dumps({"cases": cases, "counted": counted}))
+
+    @classmethod
+    def load(cls, path: Path) -> Record:
+        """What `save` wrote.
+
+        Raises
+        ------
+        TraceError
+            If the file beside `path` is no such file.
+        OSError
+            If there is none.
+        """
+        beside = counts_beside(path)
+        try:
+            values = json.loads(beside.read_text())
+            cases = tuple(Case.from_dict(one) for one in values["cases"])
+            return cls(cases, path.read_text(), _counted(values["counted"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise TraceError(
+                f"{beside} does not hold cases and counts as `flashsim verify --save` keeps them "
+                f"({type(error).__name__}: {error}); without it, {path.name} is read by itself"
+            ) from error
+
+
+def counts_beside(path: Path) -> Path:
+    """Where the cases and counts lie that belong to a CSV."""
+    return path.with_suffix(".counts.json")
+
+
+def record(cases: Sequence[Case]) -> Record:
+    """Run the cases and keep what comes out: two processes, whatever the number of cases.
 
     Raises
     ------
     BackendUnavailable
         If there is no ``ncu``, or a run fails; the message ends with what it printed last.
-    TraceError
-        If the kernels that ran are not those of the cases.
     """
     wanted = json.dumps([case.to_dict() for case in cases])
     program = [sys.executable, "-m", "flashsim.verify.workload", wanted]
@@ -33,18 +83,26 @@ def measure(cases: Sequence[Case]) -> tuple[list[list[Pass]], str, str]:
     with TemporaryDirectory() as folder:
         kept = Path(folder) / "counted.json"
         _run([*program, str(kept)])
-        counted = kept.read_text()
-    text = _run(profiled)
-    return passes_of(cases, text, counted), text, counted
+        counted = _counted(json.loads(kept.read_text()))
+    return Record(tuple(cases), _run(profiled), counted)
 
 
-def passes_of(cases: Sequence[Case], text: str, counted: str) -> list[list[Pass]]:
-    """Put together what `measure` keeps: launches come in the order of the cases' stages."""
-    launches = iter([x for x in parse(text) if stage_of(x.kernel) is not None])
+def _counted(values: Any) -> tuple[tuple[Counted, ...], ...]:
+    return tuple(tuple(Counted.from_dict(each) for each in one) for one in values)
+
+
+def passes_of(measured: Record) -> list[list[Pass]]:
+    """Passes of each case: launches come in the order of the cases' stages.
+
+    Raises
+    ------
+    TraceError
+        If the kernels that ran are not those of the cases.
+    """
+    launches = iter([x for x in parse(measured.text) if stage_of(x.kernel) is not None])
     found = []
-    for case, one in zip(cases, json.loads(counted), strict=True):
-        each = [Counted.from_dict(values) for values in one]
-        found.append([_pass(x.predicted(case), launches, x.transfers, case) for x in each])
+    for case, one in zip(measured.cases, measured.counted, strict=True):
+        found.append([_pass(x.predicted(case), launches, x.transfers, case) for x in one])
     left = next(launches, None)
     if left is not None:
         raise TraceError(f"launch {left.number} ({left.kernel}) is one too many for these cases")

@@ -44,6 +44,7 @@ def run_case(case: Case, *, counting: bool) -> list[Counted]:
         backend=case.backend,
         causal=case.problem.causal,
         window=case.problem.window,
+        softcap=case.problem.softcap,
         tiling=case.tilings[0],
         device=case.device,
         trace=counting,
