@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+
+# Before anything imports NumPy: of several test processes each takes one BLAS thread. With one a
+# core in each process they fight over the cores, and float64 references take many times as long.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import faults
 import kernel_faults
