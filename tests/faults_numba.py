@@ -20,13 +20,16 @@ from faults import Fault
 NUMBA = "flashsim.backends.numba_gpu"
 FORWARD, TILES = f"{NUMBA}.hopper_forward", f"{NUMBA}.hopper_tiles"
 PTX, SOFTMAX = f"{NUMBA}.ptx_hopper", f"{NUMBA}.softmax"
-TENSOR = "test_numba_gpu.py"
 RAGGED = ("test_numba_hopper.py::test_kinds_of_scores", "-k", "128-rising")
 CAUSAL = ("test_numba_hopper.py::test_features", "-k", "causal-64")
 VARLEN = ("test_numba_hopper.py::test_features", "-k", "varlen-64")
-COUNTS = ("test_numba_hopper.py::test_counts_are_the_closed_forms", "-k", "ragged-ascending")
+COUNTS = ("test_numba_hopper.py::test_counts_are_the_simulators", "-k", "ragged-ascending")
 BITS = ("test_numba_hopper.py::test_two_hundred_runs_give_the_same_bits", "-k", "64-False")
-MMA = (f"{TENSOR}::test_shapes", "-k", "shape6-64-True or shape7-64-True")
+MMA = (
+    "test_gpu_grid.py::test_shapes",
+    "-k",
+    "[64-causal-128x217-python] or [64-causal-127x512-python]",
+)
 
 FAULTS = {
     # -- Hopper's forward: what is computed -----------------------------------------------------

@@ -3,92 +3,70 @@
 Its inputs, error budget and list of features are used; outputs and shared memory begin as NaN.
 """
 
+from functools import partial
+
+import cupy_checks
 import numpy as np
 import pytest
-import test_hopper
-from test_hopper import (  # noqa: F401
-    FEATURES,
-    ROOMY,
-    check_spans,
+from cupy_checks import (  # noqa: F401
+    ON_HOPPER,
+    PYTHON_HOPPER,
+    check,
+    check_bits,
+    check_counts,
+    check_timelines,
     cupy,
-    hoppers,
     make,
     poisoned,
-    within,
 )
+from test_hopper import FEATURES
 
-import flashsim
-from flashsim import Problem, Tiling, oracle
+from flashsim import Problem, Tiling
 from flashsim.errors import BackendUnavailable, UnsupportedError
-from flashsim.events import ROLES
 
 try:
-    import flashsim.backends.numba_gpu.engine
+    import flashsim.backends.numba_gpu.engine  # noqa: F401
 except BackendUnavailable as error:
     pytest.skip(str(error), allow_module_level=True)
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not hoppers(), reason="no Hopper GPU")]
-
-
-def run(p, x, **more):
-    names = ("causal", "window", "softcap", "scale", "block_mask", "cu_seqlens_q", "cu_seqlens_k")
-    given = {name: getattr(p, name) for name in names} | {"kernel": "hopper"}
-    return flashsim.run(x["q"], x["k"], x["v"], backend="numba_cuda", **{**given, **more})
-
-
-def check(p, kind="normal", **more):
-    x = make(p, kind)
-    given = (x["q"], x["k"], x["v"])
-    exact, lse = oracle.attention(*given, p)
-    plain, _ = oracle.attention(*given, p, dtype=p.dtype)
-    result = run(p, x, **more)
-    assert result.kernel == "hopper"
-    within(result.out, exact, plain, p, "out")
-    np.testing.assert_allclose(result.lse, lse, rtol=2e-6, atol=2e-5)
+pytestmark = ON_HOPPER
+run = partial(cupy_checks.run, family=PYTHON_HOPPER)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", FEATURES)
 def test_features(name, head_dim):
-    check(Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name]))
+    check(Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name]), PYTHON_HOPPER)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("head_dims", [(40, 24), (64, 128), (80, 80), (192, 128), (256, 256)])
 def test_head_dims(head_dims, dtype):
-    check(Problem(300, 500, *head_dims, heads=2, dtype=dtype, causal=True))
+    check(Problem(300, 500, *head_dims, heads=2, dtype=dtype, causal=True), PYTHON_HOPPER)
 
 
 @pytest.mark.parametrize("kind", ["rising", "falling", "outliers"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_kinds_of_scores(head_dim, kind):
-    check(Problem(333, 517, head_dim, heads=2, dtype="bfloat16"), kind)
+    check(Problem(333, 517, head_dim, heads=2, dtype="bfloat16"), PYTHON_HOPPER, kind=kind)
 
 
 @pytest.mark.parametrize("sides", [(128, 128), (192, 128), (128, 64)])
 def test_the_tiling_given_is_the_one_that_runs(sides):
     p = Problem(500, 700, 64, heads=2, dtype="float16", causal=True)
-    check(p, tiling=Tiling(*sides))
+    check(p, PYTHON_HOPPER, tiling=Tiling(*sides))
     assert run(p, make(p), tiling=Tiling(*sides), trace=True).trace.tiling == Tiling(*sides)
 
 
 @pytest.mark.parametrize("order", ["ascending", "descending"])
 @pytest.mark.parametrize("name", FEATURES)
-def test_counts_are_the_closed_forms(name, order):
-    p = Problem(head_dim=96, dtype="bfloat16", **FEATURES[name])
-    trace = run(p, make(p), key_order=order, trace=True).trace
-    expected = flashsim.count(p, tiling=trace.tiling, key_order=order, device=ROOMY)
-    for op in ("load", "store", "reduce"):
-        assert trace.bytes(op) == expected.bytes(op), op
+def test_counts_are_the_simulators(name, order):
+    check_counts(Problem(head_dim=96, dtype="bfloat16", **FEATURES[name]), PYTHON_HOPPER, order)
 
 
-def test_timeline_has_every_visit_of_every_role_in_order():
-    p = Problem(700, 700, 128, heads=4, dtype="bfloat16", causal=True)
-    trace = run(p, make(p), trace="timeline").trace
-    spans = trace.timeline
-    assert {ROLES[r] for r in spans["role"]} == {"producer", "consumer 0", "consumer 1"}
-    for role in set(spans["role"]):
-        check_spans(trace, 0, spans[spans["role"] == role], ROLES[role])
+@pytest.mark.parametrize(("name", "head_dim"), [("causal", 128), ("window", 64), ("varlen", 256)])
+def test_timeline_and_counts_of_every_visit(name, head_dim):
+    check_timelines(Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name]), PYTHON_HOPPER)
 
 
 def test_a_packed_sequence_never_meets_its_neighbours():
@@ -107,14 +85,7 @@ def test_a_packed_sequence_never_meets_its_neighbours():
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_two_hundred_runs_give_the_same_bits(head_dim, causal):
     p = Problem(4096, 4096, head_dim, heads=4, dtype="float16", causal=causal)
-    x = {name: cupy.asarray(array) for name, array in make(p).items()}
-    first = run(p, x)
-    for repeat in range(200):
-        if repeat % 20 == 0:
-            test_hopper.poison_shared_memory()
-        again = run(p, x)
-        assert (again.out.view(cupy.uint16) == first.out.view(cupy.uint16)).all()
-        assert (again.lse.view(cupy.uint32) == first.lse.view(cupy.uint32)).all()
+    check_bits(p, PYTHON_HOPPER)
 
 
 def test_what_runs_is_chosen_by_rule_and_named():
