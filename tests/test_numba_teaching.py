@@ -25,7 +25,9 @@ def can_run():
     return teaching_run.simulated() or cuda.is_available()
 
 
-pytestmark = pytest.mark.skipif(not can_run(), reason="neither a GPU nor NUMBA_ENABLE_CUDASIM=1")
+pytestmark = [pytest.mark.skipif(not can_run(), reason="neither a GPU nor NUMBA_ENABLE_CUDASIM=1")]
+if not teaching_run.simulated():
+    pytestmark.append(pytest.mark.gpu)
 
 PROBLEMS = {
     "plain": Problem(13, 21, 6, 5, batch=2, heads=2),
@@ -48,7 +50,7 @@ CASES = [
     *((name, "float32", "normal") for name in PROBLEMS),
     ("plain", "float32", "rising"),
     ("plain", "float32", "falling"),
-    ("causal gqa", "float16", "normal"),
+    *((name, "float16", "normal") for name in ("causal gqa", "window softcap", "varlen")),
 ]
 
 
