@@ -5,7 +5,7 @@
 Stages, in this order, all of them if none is named:
 
     tests      the suite's GPU tests
-    sanitize   compute-sanitizer's memcheck, racecheck and initcheck of each family of kernels
+    sanitize   compute-sanitizer's four tools on each family of kernels
     faults     bugs seeded into the kernels, which the GPU tests must notice
     bench      benchmarks/gpu.py: forward and backward times as a table, gpu.csv
 
@@ -33,7 +33,7 @@ import sanitize
 from conftest import why_no_gpu
 
 ROOT = Path(__file__).resolve().parents[1]
-TOOLS = ("memcheck", "racecheck", "initcheck")
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 #: racecheck does not follow the order that Hopper's mbarriers make (docs/hopper.md).
 UNFIT = {("hopper", "racecheck"), ("python-hopper", "racecheck")}
 _TIMED_OUT, _MISSING = 124, 127
@@ -86,7 +86,7 @@ def stage_of_sanitize(out: Path, jobs: int) -> Stage:
         for tool in TOOLS
         if (family, tool) not in UNFIT
     ]
-    compiling = [Command(f"compile-{f}", (*script, f), 120) for f in sanitize.FAMILIES]
+    compiling = [Command(f"compile-{f}", (*script, f), 180) for f in sanitize.FAMILIES]
     return Stage(tuple(watched), tuple(compiling))
 
 

@@ -1,10 +1,10 @@
-"""Every GPU kernel but the teaching ones, on small ragged problems, for NVIDIA's compute-sanitizer.
+"""Every GPU kernel, on small ragged problems, for NVIDIA's compute-sanitizer.
 
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py portable
 
-Families: portable, tf32, python, and what a Hopper GPU runs by default, hopper and python-hopper;
-all of them if none is named. Each array is an allocation of its own (no memory pool), so that a
-step past its end is seen.
+Families: portable, tf32, python, teaching, and what a Hopper GPU runs by default, hopper and
+python-hopper; all of them if none is named. Each array is an allocation of its own (no memory
+pool), so that a step past its end is seen.
 `tests/gpu_check.py sanitize` runs every family under every tool.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,6 @@ import flashsim
 from flashsim import Problem, Tiling
 from flashsim.problem import BlockMask
 
-FAMILIES = ("portable", "tf32", "hopper", "python", "python-hopper")
 #: (head_dim, head_dim_v, what else): padded rows; scores that cross warps, halves of a wide row; a
 #: walk that is listed tile by tile. Ragged all of them, and with two query heads to a key head.
 SHAPES = (
@@ -29,44 +29,76 @@ SHAPES = (
     (160, 128, dict(window=(20, 3), softcap=2.0)),
     (64, 64, dict(block_mask=BlockMask(np.eye(2, dtype=bool), 128, 128))),
 )
-_CUPY = {"backend": "cupy"}
-_PORTABLE = {**_CUPY, "kernel": "portable"}
-_NUMBA = {"backend": "numba_cuda"}
+#: What else Hopper's forward has: three consumer warpgroups, its widest tile, its widest rows.
+WHOLE = ((64, 64, {}), (128, 128, {}), (256, 256, {}))
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a family is run.
+
+    `both` is what forward and backward take, `how` what is for `run` alone; `forms` are the
+    backwards of `shapes`, by `deterministic`; of `forward`, the forward alone is run. The last
+    problem is traced.
+    """
+
+    dtypes: tuple[str, ...]
+    how: dict[str, Any]
+    both: dict[str, Any] = field(default_factory=dict)
+    shapes: tuple[tuple[int, int, dict[str, Any]], ...] = SHAPES
+    forward: tuple[tuple[int, int, dict[str, Any]], ...] = ()
+    forms: tuple[bool | None, ...] = (True, False)
+    trace: bool | str = "timeline"
+
+
 _SMALL = {"tiling": Tiling(32, 32)}
-#: What a family runs: element types, what both passes take, what is for `run` alone.
-WAYS: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
-    "portable": (("bfloat16", "float32"), _SMALL, _PORTABLE),
-    "tf32": (("float32",), _SMALL, {**_PORTABLE, "allow_tf32": True}),
-    "hopper": (("float16",), {}, _CUPY),
-    "python": (("bfloat16",), _SMALL, {**_NUMBA, "kernel": "tensor"}),
-    "python-hopper": (("bfloat16",), {}, _NUMBA),
+_CUPY, _NUMBA = {"backend": "cupy"}, {"backend": "numba_cuda"}
+_PORTABLE = {**_CUPY, "kernel": "portable"}
+WAYS = {
+    "portable": Way(("bfloat16", "float32"), _PORTABLE, _SMALL),
+    "tf32": Way(("float32",), {**_PORTABLE, "allow_tf32": True}, _SMALL),
+    # Three passes; dQ in a fixed order, where there is such a form; in any order.
+    "hopper": Way(("float16",), _CUPY, shapes=WHOLE + SHAPES, forms=(None, True, False)),
+    "python": Way(("bfloat16",), {**_NUMBA, "kernel": "tensor"}, _SMALL),
+    # Its backward is python's, at the default tiles.
+    "python-hopper": Way(("bfloat16",), _NUMBA, forward=WHOLE),
+    # Compiled anew in each process: one problem, and 8 rows, since a row is a thread's work.
+    "teaching": Way(
+        ("float16",),
+        {**_NUMBA, "kernel": "teaching"},
+        {"tiling": Tiling(8, 8)},
+        shapes=SHAPES[:1],
+        trace=True,
+    ),
 }
+FAMILIES = tuple(WAYS)
 
 
-def problems(family: str) -> list[Problem]:
-    """What a family is run on."""
+def problems(family: str) -> list[tuple[Problem, tuple[bool | None, ...]]]:
+    """What a family is run on, and the forms of the backward for each."""
+    way = WAYS[family]
     sizes = {"n_q": 150, "n_kv": 190, "heads": 2, "kv_heads": 1}
     return [
-        Problem(head_dim=d, head_dim_v=dv, dtype=dtype, **sizes, **more)
-        for dtype in WAYS[family][0]
-        for d, dv, more in SHAPES
+        (Problem(head_dim=d, head_dim_v=dv, dtype=dtype, **sizes, **more), forms)
+        for shapes, forms in ((way.forward, ()), (way.shapes, way.forms))
+        for dtype in way.dtypes
+        for d, dv, more in shapes
     ]
 
 
 def check(family: str) -> int:
-    """Forward and both backwards of each problem, the last one traced; how many ran."""
+    """The forward of each problem and its backwards, the last one traced; how many ran."""
     from cupy_checks import make, options
 
-    _, tiles, how = WAYS[family]
-    every = problems(family)
-    for problem in every:
+    way, every = WAYS[family], problems(family)
+    for problem, forms in every:
         x = make(problem)
-        trace = "timeline" if problem is every[-1] else False
-        given = {**options(problem), **tiles, **how}
+        trace = way.trace if problem is every[-1][0] else False
+        given = {**options(problem), **way.both, **way.how}
         result = flashsim.run(x["q"], x["k"], x["v"], trace=trace, **given)
-        for deterministic in (True, False):
-            result.backward(x["dout"], deterministic=deterministic, **tiles)
-    return 3 * len(every)
+        for form in forms:
+            result.backward(x["dout"], deterministic=form, **way.both)
+    return sum(1 + len(forms) for _, forms in every)
 
 
 def main(families: Sequence[str]) -> None:

@@ -22,29 +22,63 @@ def entries():
             yield file.name, name
 
 
-def test_the_sanitizer_sees_every_kernel():
-    seen = set()
-    for name, family in (("portable", portable), ("tf32", portable.TF32), ("hopper", hopper)):
-        for p in sanitize.problems(name):
-            tiling = sanitize.WAYS[name][1].get("tiling")
-            given = (p, tiling, H200, "ascending", "")
+def watched(name, family):
+    """The passes that tests/sanitize.py runs of a family."""
+    for p, forms in sanitize.problems(name):
+        given = (p, sanitize.WAYS[name].both.get("tiling"), H200, "ascending", "")
+        yield from family.forward_passes(*given)
+        for form in forms:
             # As the api picks them: Hopper's dQ comes from the fused kernel where that is faster.
-            algorithms = ["flash2-fused"]
-            if family is not hopper or not hopper.orders_dq(p):
-                algorithms.append("flash2")
-            passes = [*family.forward_passes(*given)]
-            for algorithm in algorithms:
-                passes += family.backward_passes(*given, algorithm)
-            seen |= {(one.kernel.file, one.kernel.name) for one in passes}
+            ordered = bool(form) and family is hopper and hopper.orders_dq(p)
+            algorithm = "flash2-fused" if ordered or form is False else "flash2"
+            extra = {"ordered": True} if ordered else {}
+            yield from family.backward_passes(*given, algorithm, **extra)
+
+
+def test_the_sanitizer_sees_every_kernel():
+    families = (("portable", portable), ("tf32", portable.TF32), ("hopper", hopper))
+    seen = {(p.kernel.file, p.kernel.name) for name, f in families for p in watched(name, f)}
     assert len(seen) > 8
     assert seen == set(entries())
+
+
+def test_the_sanitizer_sees_every_form_of_hoppers_kernels():
+    """Every default tile of the forward, and of what the backward's constants make of a kernel."""
+    seen = set()
+    for one in watched("hopper", hopper):
+        values, tiling = dict(one.kernel.constants), one.tables.schedule.tiling
+        form = values.get("FS_FUSED", 0), values.get("FS_ORDERED", 0)
+        seen.add((one.kernel.name, str(tiling), values["FS_D"], *form))
+    sides = {(name, tiling) for name, tiling, *_ in seen}
+    forward = ("192 x 128", "128 x 128", "128 x 176", "128 x 112", "128 x 80")
+    assert {t for name, t in sides if name == "hopper_forward"} == set(forward)
+    for d, tiling in ((64, "128 x 128"), (128, "64 x 128")):
+        in_order = "80 x 128" if d == 128 else tiling
+        assert {s for s in seen if s[0] == "hopper_backward" and s[2] == d} == {
+            ("hopper_backward", tiling, d, 0, 0),
+            ("hopper_backward", tiling, d, 1, 0),
+            ("hopper_backward", in_order, d, 1, 1),
+        }
+    for d in (192, 256):
+        for fused in (0, 1):
+            assert ("hopper_backward_wide", "64 x 64", d, fused, 0) in seen
+    assert {d for name, _, d, *_ in seen if name == "hopper_dq"} == {64, 128, 192, 256}
+
+
+def test_the_sanitizers_problems_are_ones_that_the_teaching_kernels_run():
+    teaching_run = pytest.importorskip("flashsim.backends.numba_gpu.teaching_run")
+    tiling = sanitize.WAYS["teaching"].both["tiling"]
+    for p, _ in sanitize.problems("teaching"):
+        for direction in ("forward", "backward"):
+            assert teaching_run.choose(p, tiling, direction) == tiling
 
 
 def test_every_family_meets_every_tool_that_fits(tmp_path):
     stage = gpu_check.stage_of_sanitize(tmp_path, 2)
     pairs = {(c.words[-1], c.words[2]) for c in stage.commands}
-    every = {(f, t) for f in sanitize.FAMILIES for t in ("memcheck", "racecheck", "initcheck")}
+    every = {(f, t) for f in sanitize.FAMILIES for t in gpu_check.TOOLS}
     assert pairs == every - gpu_check.UNFIT
+    assert len(gpu_check.TOOLS) == 4
     assert {tool for family, tool in pairs if family == "portable"} == set(gpu_check.TOOLS)
     assert all(c.limit_s <= 60 for c in stage.commands)
 
@@ -104,7 +138,7 @@ def test_the_sanitizer_is_called_for_each_family(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert re.search(r"^memcheck-portable +0 .*--tool memcheck --error-exitcode 1", said, re.M)
     assert re.search(r"^memcheck-hopper +1 ", said, re.M)
-    assert "sanitize: 2 failed" in said
+    assert "sanitize: 3 failed" in said  # racecheck does not fit Hopper
 
 
 def test_without_a_gpu_nothing_runs_and_it_says_so(monkeypatch, capsys, tmp_path):
