@@ -1,7 +1,8 @@
-"""Classic bugs of GPU kernels, each one a replaced fragment of the Hopper backward's CUDA C++.
+"""Classic bugs of GPU kernels, each one a replaced fragment of the CUDA C++.
 
 ``python -m pytest --kernel-fault NAME tests/test_hopper.py`` seeds one, and the tests should fail.
-Only bugs that end are here: a wait that never comes true would hang the GPU instead.
+Only bugs that end are here: a wait that never comes true would hang the GPU instead. Nor are those
+that nobody can see, such as K not awaited where Q, which the copy engine brings after it, is.
 """
 
 from __future__ import annotations
@@ -9,14 +10,18 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
+HOPPER_FORWARD = "hopper_forward.cu"
 BACKWARD, WIDE, DQ = "hopper_backward.cu", "hopper_backward_wide.cu", "hopper_dq.cu"
 SHARED = "hopper_keys_outside.cuh"
+FORWARD, DKDV, PORTABLE_DQ = "forward.cu", "backward_dkdv.cu", "backward_dq.cu"
+FORWARD_F32 = "forward_f32.cu"
+VALUES, COUNTS = "test_cupy.py", "test_cupy_traces.py"
 
 
 @dataclass(frozen=True)
 class KernelFault:
-    """`old` becomes `new` in kernels/`file`; the tests of test_hopper.py that `caught_by` picks
-    (pytest's -k) must notice.
+    """`old` becomes `new` in kernels/`file`; the tests of `tests` that `caught_by` picks (pytest's
+    -k) must notice.
     """
 
     bug: str
@@ -24,10 +29,73 @@ class KernelFault:
     old: str
     new: str
     caught_by: str
+    tests: str = "test_hopper.py"
 
 
 FAULTS = {
-    # -- order: who may read what, and when -------------------------------------------------------
+    # -- Hopper's forward -------------------------------------------------------------------------
+    "q-not-awaited": KernelFault(
+        "scores are computed before the copy engine has brought Q",
+        *(HOPPER_FORWARD, "wait(&s.q_full[g], q_parity);", "", "test_features and ragged and 128"),
+    ),
+    "k-not-awaited": KernelFault(
+        "the second visit's scores are computed before its K has arrived",
+        *(HOPPER_FORWARD, "if (last > 0) {", "if (false) {", "test_features and many and 256"),
+    ),
+    "v-not-awaited": KernelFault(
+        "but for the last one, a visit's output is computed before its V has arrived",
+        HOPPER_FORWARD,
+        """wait(&s.v_full[ring_v.stage], ring_v.parity);
+                issue_output(""",
+        "issue_output(",
+        "test_features and many and 256",
+    ),
+    "v-overwritten": KernelFault(
+        "every tile of V is copied over the last one, into the first stage",
+        *(HOPPER_FORWARD, "copy_tile(s.v[ring_v.stage], map_v,", "copy_tile(s.v[0], map_v,"),
+        "test_features and ragged and 64",
+    ),
+    "o-not-rescaled": KernelFault(
+        "O keeps the scale of an older maximum",
+        *(HOPPER_FORWARD, "O[e] *= alpha[e / 2 % 2];", ";", "test_kinds and rising and 64"),
+    ),
+    "lse-without-log": KernelFault(
+        "LSE is the maximum",
+        *(HOPPER_FORWARD, " + __logf(l);", ";", "test_features and ragged and 64"),
+    ),
+    "forward-mask-off-by-one": KernelFault(
+        "the diagonal itself is masked",
+        *(HOPPER_FORWARD, "(c > last ||", "(c >= last ||", "test_features and causal and 64"),
+    ),
+    "masks-start-at-0": KernelFault(
+        "the keys of every packed sequence are masked as the first one's",
+        HOPPER_FORWARD,
+        "const int key = it.base + visit.tile * BLOCK_K",
+        "const int key = visit.tile * BLOCK_K",
+        "test_features and varlen and 64",
+    ),
+    "wrong-key-head": KernelFault(
+        "query heads take key heads in turn, not in groups",
+        *(HOPPER_FORWARD, "kv_head = head / a.group;", "kv_head = head % (a.heads / a.group);"),
+        "test_features and causal and 64",
+    ),
+    "ragged-keys-counted": KernelFault(
+        "keys past the end count as loaded",
+        *(
+            HOPPER_FORWARD,
+            "min(BLOCK_K, it.end - key) * FS_COUNTED * 2",
+            "BLOCK_K * FS_COUNTED * 2",
+        ),
+        "counts and ragged and 96 and ascending",
+    ),
+    "v-counted-at-once": KernelFault(
+        "all of a row's V counts as loaded in its first visit",
+        HOPPER_FORWARD,
+        "report_one(a.visit_counts + (first + v - 1) * 8 + 1,",
+        "report_one(a.visit_counts + first * 8 + 1,",
+        "counts and ragged and 96 and ascending",
+    ),
+    # -- Hopper's backward: order, who may read what and when -------------------------------------
     "tiles-not-awaited": KernelFault(
         "products start before the copy engine has brought Q and dO",
         *(BACKWARD, "wait(&s.full[stage], ring.parity);", "", "test_features and ragged and 128"),
@@ -50,7 +118,7 @@ FAULTS = {
         *(BACKWARD, "wait_turn(turn, a.ranks[a.ptr[it.outer] + step.v]);", ""),
         "two_hundred and 1024 and 128",
     ),
-    # -- masks and bounds -------------------------------------------------------------------------
+    # -- Hopper's backward: masks and bounds ------------------------------------------------------
     "mask-skipped": KernelFault(
         "masked tiles are treated as full ones",
         *(SHARED, "if (!masked) return;", "return;", "test_features and causal and 64"),
@@ -68,7 +136,7 @@ FAULTS = {
         *(SHARED, "const int query = it.base + it", "const int query = it"),
         "test_features and varlen",
     ),
-    # -- arithmetic -------------------------------------------------------------------------------
+    # -- Hopper's backward: arithmetic ------------------------------------------------------------
     "delta-left-out": KernelFault(
         "dS = P dP",
         *(SHARED, "s.delta[ring.stage][x] = -delta[i];", "s.delta[ring.stage][x] = 0.0f;"),
@@ -105,11 +173,65 @@ FAULTS = {
         "both warpgroups multiply the same half of the middle chunk",
         *(WIDE, "return 64 + 32 * g;", "return 64;", "test_head_dims and bfloat16"),
     ),
-    # -- counts -----------------------------------------------------------------------------------
+    # -- Hopper's backward: counts ----------------------------------------------------------------
     "ragged-rows-counted": KernelFault(
         "rows past the end count as loaded",
         *(SHARED, "const int rows = min(BLOCK_Q, it.end - query);", "const int rows = BLOCK_Q;"),
         "counts and ragged and 96 and ascending",
+    ),
+    # -- the portable kernels; tests/test_emulated.py sees these on a CPU -------------------------
+    "portable-tiles-not-awaited": KernelFault(
+        "products start before the first Q and K have arrived",
+        FORWARD,
+        """cp_async_wait();
+        __syncthreads();  // B1""",
+        "__syncthreads();  // B1",
+        *("128-full-113x203-portable", "test_gpu_grid.py"),
+    ),
+    "portable-o-not-rescaled": KernelFault(
+        "O keeps the scale of an older maximum",
+        *(FORWARD, "o[i][c][x] *= alpha[x / 2];", ";", "test_kinds and bfloat16-rising", VALUES),
+    ),
+    "portable-o-not-normalised": KernelFault(
+        "O is stored without the division by l",
+        *(FORWARD, "sum == 0.0f ? 0.0f : 1.0f / sum;", "1.0f;", "test_features and gqa-float16"),
+        VALUES,
+    ),
+    "portable-mask-off-by-one": KernelFault(
+        "the diagonal itself is masked",
+        *(FORWARD, "lane % 4 * 2 + x))", "lane % 4 * 2 + x + 1))", "test_features and gqa-float16"),
+        VALUES,
+    ),
+    "portable-v-counted-at-once": KernelFault(
+        "all of a row's V counts as loaded in its first visit",
+        FORWARD,
+        "report(visit_count + n * 8 + 1, load_async<ValueRow",
+        "report(visit_count + 1, load_async<ValueRow",
+        *("bfloat16-sides1-gqa-ascending", COUNTS),
+    ),
+    "portable-f32-o-not-rescaled": KernelFault(
+        "O keeps the scale of an older maximum",
+        *(FORWARD_F32, "o[r][x] *= alpha;", ";", "test_kinds and float32-rising", VALUES),
+    ),
+    "portable-delta-left-out": KernelFault(
+        "dS = P dP",
+        *(DKDV, "(ds[i][c][x] - (x % 2 ? delta.y : delta.x))", "ds[i][c][x]"),
+        *("test_features and gqa-float16", VALUES),
+    ),
+    "portable-dk-not-scaled": KernelFault(
+        "dK misses the scale",
+        *(DKDV, "dk[i], a.scale, a.scale);", "dk[i], 1.0f, 1.0f);"),
+        *("test_features and gqa-float16", VALUES),
+    ),
+    "portable-wrong-query-head": KernelFault(
+        "every query head of a group is taken for the first",
+        *(DKDV, "head = kv_head * a.group + member;", "head = kv_head * a.group;"),
+        *("test_features and gqa-float16", VALUES),
+    ),
+    "portable-dq-mask-off-by-one": KernelFault(
+        "the diagonal itself is masked in dQ's own pass",
+        *(PORTABLE_DQ, "lane % 4 * 2 + x))", "lane % 4 * 2 + x + 1))"),
+        *("test_features and gqa-float16", VALUES),
     ),
 }
 

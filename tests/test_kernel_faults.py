@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import re
 import subprocess
 import sys
 from pathlib import Path
 
-import kernel_faults
 import pytest
-from test_hopper_kernels import PROBLEMS, compile_log, kernels
 
-from flashsim.backends import compiler
+pytest.importorskip("cupy")
+
+import emulator
+import kernel_faults
+from compiled import compiled
+from test_emulated import compare
+from test_hopper_kernels import H200, PROBLEMS, kernels
+
+from flashsim import Problem
+from flashsim.backends import compiler, portable
+from flashsim.errors import TraceError
 
 TESTS = Path(__file__).parent
 FAULTS = kernel_faults.FAULTS
@@ -22,7 +33,15 @@ FAULTS = kernel_faults.FAULTS
 def test_the_gpu_tests_notice(name):
     options = ("-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--kernel-fault", name)
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "test_hopper.py", "-k", FAULTS[name].caught_by],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            *options,
+            FAULTS[name].tests,
+            "-k",
+            FAULTS[name].caught_by,
+        ],
         cwd=TESTS,
         capture_output=True,
         text=True,
@@ -34,19 +53,66 @@ def test_the_gpu_tests_notice(name):
     assert "NVRTCError" not in done.stdout, "it does not compile"
 
 
+def affected(fault):
+    """Kernels with the fault in them."""
+    every = kernels(PROBLEMS["192" if fault.file == kernel_faults.WIDE else "128"])
+    for dtype in ("bfloat16", "float32"):
+        given = (Problem(113, 203, 64, dtype=dtype, causal=True), None, H200, "ascending", "")
+        passes = [*portable.forward_passes(*given), *portable.backward_passes(*given, "flash2")]
+        every += [one.kernel for one in passes]
+    shared = fault.file == kernel_faults.SHARED
+    return [k for k in every if k.file == fault.file or (shared and "hopper_back" in k.file)]
+
+
+@contextlib.contextmanager
+def seeded(name, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "source", compiler.source)  # to be put back
+        try:
+            kernel_faults.install(name)
+            yield
+        finally:
+            patch.undo()
+            compiler.source.cache_clear()
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_is_still_a_kernel(name, monkeypatch):
-    pytest.importorskip("cupy")
-    monkeypatch.setattr(compiler, "source", compiler.source)  # to be put back
-    try:
-        kernel_faults.install(name)
-        wide = FAULTS[name].file == kernel_faults.WIDE
-        for kernel in kernels(PROBLEMS["192" if wide else "128"]):
-            if FAULTS[name].file in (kernel.file, kernel_faults.SHARED) and "back" in kernel.file:
-                assert "failed" not in compile_log(kernel)
-    finally:
-        monkeypatch.undo()
-        compiler.source.cache_clear()
+    with seeded(name, monkeypatch):
+        every = affected(FAULTS[name])
+        assert every
+        for kernel in every:
+            arch = () if kernel.boxes else ("-arch=sm_90",)
+            log, cubin = compiled(kernel, (*kernel.options, *arch))
+            assert cubin, log
+
+
+@functools.cache
+def listed(file):
+    """The names of a file's tests, for which no GPU is needed."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:xdist", file]
+    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=True)
+    return [line.split("::")[1] for line in done.stdout.splitlines() if "::" in line]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_tests_that_should_notice_exist(name):
+    words = re.sub(
+        r"[\w-]+",
+        lambda m: m[0] if m[0] in ("and", "or") else f"({m[0]!r} in test)",
+        FAULTS[name].caught_by,
+    )
+    found = [test for test in listed(FAULTS[name].tests) if eval(words, {"test": test})]
+    assert 0 < len(found) < 10, words
+
+
+@pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
+@pytest.mark.parametrize("name", [name for name in FAULTS if name.startswith("portable")])
+def test_a_portable_one_shows_on_a_cpu(name, monkeypatch, tmp_path):
+    dtype = "float32" if "f32" in FAULTS[name].file else "bfloat16"
+    p = Problem(70, 90, 40, heads=4, kv_heads=2, dtype=dtype, causal=True)
+    with seeded(name, monkeypatch), pytest.raises((AssertionError, TraceError)):
+        compare(emulator.Emulator(tmp_path, 900), portable, p)
 
 
 def test_a_fragment_that_is_gone_is_an_error():
