@@ -239,10 +239,6 @@ class Truth:
         return {name: (exact[name], plain[name]) for name in ("dq", "dk", "dv")}
 
 
-#: Families that are asked the same question one after the other share its answer.
-truth_of = lru_cache(maxsize=2)(Truth)
-
-
 def within(got, exact, plain, problem, name):
     error = np.abs(got.astype(np.float64) - exact).max()
     assert error <= budget(exact, plain, problem), name
@@ -250,7 +246,7 @@ def within(got, exact, plain, problem, name):
 
 def check(problem, family=PORTABLE, tiling=None, backward_tiling=None, kind="normal", tf32=False):
     """Results of a family, in all its forms, within the budget of their type."""
-    p, truth = problem, truth_of(problem, kind, tf32)
+    p, truth = problem, Truth(problem, kind, tf32)
     result = run(p, truth.x, family, tiling=tiling, **({"allow_tf32": True} if tf32 else {}))
     assert result.out.dtype == numpy_dtype(p.dtype)
     assert result.lse.dtype == np.float32

@@ -28,7 +28,7 @@ BITS = ("test_numba_hopper.py::test_two_hundred_runs_give_the_same_bits", "-k", 
 MMA = (
     "test_gpu_grid.py::test_shapes",
     "-k",
-    "[64-causal-128x217-python] or [64-causal-127x512-python]",
+    "[python-64-causal-128x217] or [python-64-causal-127x512]",
 )
 
 FAULTS = {

@@ -186,7 +186,7 @@ FAULTS = {
         """cp_async_wait();
         __syncthreads();  // B1""",
         "__syncthreads();  // B1",
-        *("128-full-113x203-portable", "test_gpu_grid.py"),
+        *("portable-128-full-113x203", "test_gpu_grid.py"),
     ),
     "portable-o-not-rescaled": KernelFault(
         "O keeps the scale of an older maximum",
