@@ -29,8 +29,10 @@ SHAPES = (
     (160, 128, dict(window=(20, 3), softcap=2.0)),
     (64, 64, dict(block_mask=BlockMask(np.eye(2, dtype=bool), 128, 128))),
 )
-#: What else Hopper's forward has: three consumer warpgroups, its widest tile, its widest rows.
-WHOLE = ((64, 64, {}), (128, 128, {}), (256, 256, {}))
+#: What else Hopper's kernels have: three consumer warpgroups, the widest tile of keys; the widest
+#: rows, whose backward is another kernel's, too.
+WHOLE = ((64, 64, {}), (128, 128, {}))
+WIDEST = (256, 256, {})
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,15 @@ WAYS = {
     "portable": Way(("bfloat16", "float32"), _PORTABLE, _SMALL),
     "tf32": Way(("float32",), {**_PORTABLE, "allow_tf32": True}, _SMALL),
     # Three passes; dQ in a fixed order, where there is such a form; in any order.
-    "hopper": Way(("float16",), _CUPY, shapes=WHOLE + SHAPES, forms=(None, True, False)),
+    "hopper": Way(
+        *(("float16",), _CUPY),
+        shapes=(WIDEST, *SHAPES),
+        forward=WHOLE,
+        forms=(None, True, False),
+    ),
     "python": Way(("bfloat16",), {**_NUMBA, "kernel": "tensor"}, _SMALL),
     # Its backward is python's, at the default tiles.
-    "python-hopper": Way(("bfloat16",), _NUMBA, forward=WHOLE),
+    "python-hopper": Way(("bfloat16",), _NUMBA, forward=(*WHOLE, WIDEST)),
     # Compiled anew in each process: one problem, and 8 rows, since a row is a thread's work.
     "teaching": Way(
         ("float16",),
