@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from flashsim.backends.failures import Explaining
 from flashsim.errors import BackendUnavailable, UnsupportedError
 
 
@@ -185,12 +186,14 @@ def test_after_an_error_the_rest_is_measured_in_a_new_process(bench, worker, mon
 def test_what_the_driver_refused_is_an_error(bench):
     """The words are those of backend "cupy", whose failures they are."""
     cupy = pytest.importorskip("cupy")
-    from flashsim.backends import cupy_engine
 
-    failed = cupy.cuda.runtime.CUDARuntimeError(700)  # an illegal address
-    assert bench.status_of(cupy_engine._explained(failed)) == "error"
-    full = cupy.cuda.memory.OutOfMemoryError(1, 2, 3)
-    assert bench.status_of(cupy_engine._explained(full)) == "OOM"
+    def status_of(error):
+        with pytest.raises(BackendUnavailable) as explained, Explaining():
+            raise error
+        return bench.status_of(explained.value)
+
+    assert status_of(cupy.cuda.runtime.CUDARuntimeError(700)) == "error"  # an illegal address
+    assert status_of(cupy.cuda.memory.OutOfMemoryError(1, 2, 3)) == "OOM"
     assert bench.status_of(BackendUnavailable("no GPU")) == "unsupported"
 
 
