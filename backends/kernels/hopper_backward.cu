@@ -41,7 +41,7 @@ struct OnChip {
     alignas(1024) float dq[WARPGROUPS][2][DQ_ROWS * 32];   // leaving for the accumulator
 #endif
     float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q];    // negative; lse in the scores' unit
-    u64 kv_full, kv_empty;
+    u64 kv_full, k_empty, v_empty;
     u64 full[STAGES], empty[STAGES];                       // of q, dout, lse and delta
     Items items;
 };
@@ -231,6 +231,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             if (EARLY_DV) issue_grad(dV, P, s.dout[stage][0]);
             wgmma_wait<EARLY_DV ? 1 : 0>();
             pin(dP);
+            if (speaks && left == 1) arrive(&s.v_empty);  // the next item's V may come
             stamp(stamps, 3);
 #pragma unroll
             for (int e = 0; e < BLOCK_Q / 2; ++e) dP[e] *= S[e];
@@ -256,6 +257,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             issue_grad(dK, dS, s.q[stage][0]);
             wgmma_wait<1>();  // dV and dQ are complete
             pin(dQ);
+            if (speaks && left == 1) arrive(&s.k_empty);  // the next item's K may come
             // -- dQ leaves under dK: staged, to be sent off by another warp -----------------------
             named_sync(DQ_FREE + g, 160);  // the last visit's piece is sent off
 #pragma unroll
@@ -275,6 +277,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #else
             issue_grad(dK, dS, s.q[stage][0]);
             wgmma_wait<1>();  // dV is complete
+            if (speaks && left == 1) arrive(&s.k_empty);
 #endif
             if (!CARRY) {
                 wgmma_wait<0>();
@@ -288,7 +291,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         wgmma_wait<0>();
         pin(dK), pin(dV);
         if (CARRY && speaks && steps > 0) arrive(&s.empty[ring.stage ^ 1]);
-        if (speaks) arrive(&s.kv_empty);  // the next item's K and V may come
+        if (speaks && steps == 0) arrive(&s.v_empty), arrive(&s.k_empty);
         // -- dK and dV, straight from registers ---------------------------------------------------
         const int kv_head = it.walk % kv_heads, batch = it.walk / kv_heads;
         u32 dk_bytes = 0, dv_bytes = 0;
@@ -316,7 +319,8 @@ hopper_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__
     extern __shared__ __align__(1024) char shared[];
     OnChip& s = *reinterpret_cast<OnChip*>(shared);
     if (threadIdx.x == 0) {
-        barrier_init(&s.kv_full, 1), barrier_init(&s.kv_empty, 4 * WARPGROUPS);
+        barrier_init(&s.kv_full, 1);
+        barrier_init(&s.k_empty, 4 * WARPGROUPS), barrier_init(&s.v_empty, 4 * WARPGROUPS);
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(&s.full[i], 1 + 32);  // the copies, and the lanes with the statistics
             barrier_init(&s.empty[i], 4 * WARPGROUPS);
