@@ -80,7 +80,7 @@ def stage_of_sanitize(out: Path, jobs: int) -> Stage:
         Command(
             f"{tool}-{family}",
             ("compute-sanitizer", "--tool", tool, "--error-exitcode", "1", *script, family),
-            60,
+            120,
         )
         for family in sanitize.FAMILIES
         for tool in TOOLS

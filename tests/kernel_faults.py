@@ -100,9 +100,13 @@ FAULTS = {
         "products start before the copy engine has brought Q and dO",
         *(BACKWARD, "wait(&s.full[stage], ring.parity);", "", "test_features and ragged and 128"),
     ),
+    "keys-not-awaited": KernelFault(
+        "products start before the copy engine has brought K and V",
+        *(BACKWARD, "wait(&s.kv_full, kv_parity);", "", "test_features and ragged and 128"),
+    ),
     "keys-overwritten": KernelFault(
-        "the next item's K and V are copied over those that are still read",
-        *(SHARED, "wait(&s.kv_empty, kv_parity ^ 1);", "", "test_features and many and 128"),
+        "the next item's K is copied over the one that is still read",
+        *(SHARED, "wait(&s.k_empty, kv_parity ^ 1);", "", "test_features and many and 128"),
     ),
     "ds-not-awaited": KernelFault(
         "dQ starts before the other warpgroup has written its dS",

@@ -24,7 +24,7 @@ A100 = Gpu("A100", (8, 0), 163 * 1024, 40 << 20)
 #: Bytes a thread may spill to local memory: a few values used once an item.
 SPILL_BYTES = {False: 64, True: 320}  # without and with a softcap
 #: Where they report: counters, and the addresses they go to, are live throughout.
-REPORT_SPILL_BYTES = {"counts": 128, "timeline": 320}
+REPORT_SPILL_BYTES = {"counts": 160, "timeline": 320}
 PROBLEMS = {
     "128": Problem(4096, 4096, 128, heads=2, dtype="bfloat16"),
     "128 causal": Problem(4096, 4096, 128, heads=2, dtype="bfloat16", causal=True),
@@ -73,6 +73,7 @@ def check(kernel, limit):
     log = compile_log(kernel)
     assert "failed" not in log, log
     assert "serialized" not in log, "ptxas could not keep wgmma asynchronous"
+    assert "wait is injected" not in log, "ptxas waits between products where we do not"
     assert "warning" not in log
     stack, spilled = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores", log).groups()
     assert int(spilled) <= limit, kernel

@@ -16,8 +16,9 @@ constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 static_assert(registers_suffice<THREADS>(PRODUCER_REGISTERS, CONSUMER_REGISTERS), "or all hang");
 // The scores' accumulators start at -lse / scale, unless a softcap needs the scores themselves.
 constexpr bool START = !FS_SCALED;
-// At d = 64 there are no registers left to start dV before dS is computed.
-constexpr bool EARLY_DV = D == 128;
+// dV is issued in slices of so many queries, each as soon as its part of P is there. Few of them,
+// since wgmma_wait counts up to 7 groups.
+constexpr int SLICE = BLOCK_Q == 128 ? 32 : 16, SLICES = BLOCK_Q / SLICE;
 // dK of a visit is waited for in the next one, where registers allow for that.
 constexpr bool CARRY = D == 128 && BLOCK_Q == 64 && !FS_SOFTCAP;
 // dQ^T, D x BLOCK_Q, is shared out in pieces of 64 columns of dQ by DQ_ROWS queries: at D = 128 a
@@ -41,7 +42,7 @@ struct OnChip {
     alignas(1024) float dq[WARPGROUPS][2][DQ_ROWS * 32];   // leaving for the accumulator
 #endif
     float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q];    // negative; lse in the scores' unit
-    u64 kv_full, kv_empty;
+    u64 kv_full, k_empty, v_empty;
     u64 full[STAGES], empty[STAGES];                       // of q, dout, lse and delta
     Items items;
 };
@@ -133,13 +134,15 @@ __device__ __forceinline__ void load_rows(float (&S)[BLOCK_Q / 2], const float* 
     }
 }
 
-// dV += P^T dO or dK += dS^T Q, issued and committed; the left operand comes from registers.
+// dV += P^T dO or dK += dS^T Q over `rows` queries from the one numbered `first`, issued and
+// committed; the left operand comes from registers.
 __device__ __forceinline__ void issue_grad(float (&acc)[D / 2], const u32 (&P)[BLOCK_Q / 16][4],
-                                         const u16* visited) {
+                                           const u16* visited, int first, int rows) {
     const u32 db = descriptor(visited, BLOCK_Q * 128);
     wgmma_fence();
 #pragma unroll
-    for (int x = 0; x < BLOCK_Q / 16; ++x) wgmma_rs<1>(acc, P[x], db + down_rows(x), 1);
+    for (int x = first / 16; x < (first + rows) / 16; ++x)
+        wgmma_rs<1>(acc, P[x], db + down_rows(x), 1);
     wgmma_commit();
 }
 
@@ -176,8 +179,12 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
     Ring ring, slot;
     u32 kv_parity = 0;
     while (true) {
-        const Item it = s.items.read(slot);
+        // Read where it lies, whenever it is needed: no registers are left for it. The producer,
+        // an item ahead, has the other slot.
+        wait(&s.items.full[slot.stage], slot.parity);
+        const Item& it = s.items.item[slot.stage];
         if (it.walk < 0) break;
+        const Walk visits = it.visits;
         const int key = it.own.start + 64 * g + fragment_row();
         stamp_item(a, it.walk, it.outer, false);
         float dK[D / 2], dV[D / 2];
@@ -186,10 +193,10 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         wait(&s.kv_full, kv_parity);
         kv_parity ^= 1;
         Step step;
-        const int steps = a.group * it.visits.count;
+        const int steps = a.group * visits.count;
 #pragma unroll 1
         for (int left = steps; left; --left) {
-            const Visit visit = it.visits(a, step.v);
+            const Visit visit = visits(a, step.v);
             const int stage = ring.stage;
             const int walk = it.walk * a.group + step.member;  // of the query head
             u64* stamps = visit_stamps(a, i64(walk) * a.n_visits + it.visits.first + step.v);
@@ -204,33 +211,47 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             if (START) load_rows(S, s.lse[stage]);
             load_rows(dP, s.delta[stage]);
             if (CARRY) wgmma_wait<0>(), pin(dK);  // ptxas would wait here anyway
+            else pin(S), pin(dP);  // all of dP is loaded here, none of it behind S
             wgmma_fence();
             issue_scores<START>(S, &s.k[0][64 * g * 64], s.q[stage][0]);
+            wgmma_fence();
             issue_scores<true>(dP, &s.v[0][64 * g * 64], s.dout[stage][0]);
             if (CARRY && speaks && left < steps) arrive(&s.empty[stage ^ 1]);
             wgmma_wait<1>();
             pin(S);
             stamp(stamps, 2);
-            // -- P^T = exp2(c S^T) ----------------------------------------------------------------
+            // -- P^T = exp2(c S^T), under dP; dV += P^T dO, slice by slice ------------------------
             shape_scores(S, a, it, visit.masked, key,
                          it.base + visit.tile * BLOCK_Q + fragment_column());
+            // ptxas would put the multiplications of all slices before the first exponential. It
+            // does not know that no exponential has a sign: so each slice's factor, which never
+            // changes, waits for one of the slice before.
+            u32 unit = __float_as_uint(to_log2), early = 0;
 #pragma unroll
-            for (int e = 0; e < BLOCK_Q / 2; e += 2) {
-                const float2 lse = START ? float2{0.0f, 0.0f} : query_pair(s.lse[stage], e / 4);
-                const float p0 = exp2_approx(S[e] * to_log2 + lse.x);
-                const float p1 = exp2_approx(S[e + 1] * to_log2 + lse.y);
-                P[e / 8][e / 2 % 4] = pack(p0, p1);
+            for (int first = 0; first < BLOCK_Q; first += SLICE) {
+                unit |= early & 0x80000000u;
+                const float factor = __uint_as_float(unit);
+#pragma unroll
+                for (int e = first / 2; e < (first + SLICE) / 2; e += 2) {
+                    const float2 lse = START ? float2{0.0f, 0.0f} : query_pair(s.lse[stage], e / 4);
+                    const float p0 = exp2_approx(S[e] * factor + lse.x);
+                    const float p1 = exp2_approx(S[e + 1] * factor + lse.y);
+                    P[e / 8][e / 2 % 4] = pack(p0, p1);
+                    if (e == first / 2) early = __float_as_uint(p0);
 #if FS_SOFTCAP  // from here on S is P times the slope of c tanh(x / c), 1 - tanh^2; S may be -inf
-                const float t0 = fmaxf(S[e] * uncap, -1.0f), t1 = fmaxf(S[e + 1] * uncap, -1.0f);
-                S[e] = p0 * (1.0f - t0 * t0), S[e + 1] = p1 * (1.0f - t1 * t1);
+                    const float t0 = fmaxf(S[e] * uncap, -1.0f);
+                    const float t1 = fmaxf(S[e + 1] * uncap, -1.0f);
+                    S[e] = p0 * (1.0f - t0 * t0), S[e + 1] = p1 * (1.0f - t1 * t1);
 #else
-                S[e] = p0, S[e + 1] = p1;
+                    S[e] = p0, S[e + 1] = p1;
 #endif
+                }
+                issue_grad(dV, P, s.dout[stage][0], first, SLICE);
             }
-            // -- dV += P^T dO, and under it dS^T = P^T dP^T ---------------------------------------
-            if (EARLY_DV) issue_grad(dV, P, s.dout[stage][0]);
-            wgmma_wait<EARLY_DV ? 1 : 0>();
+            // -- dS^T = P^T dP^T, under dV --------------------------------------------------------
+            wgmma_wait<SLICES>();  // dP is complete
             pin(dP);
+            if (speaks && left == 1) arrive(&s.v_empty);  // the next item's V may come
             stamp(stamps, 3);
 #pragma unroll
             for (int e = 0; e < BLOCK_Q / 2; ++e) dP[e] *= S[e];
@@ -242,9 +263,6 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 if (DS_WIDE == 16) store_matrices(at + x * BLOCK_K * 32, dS[x]);
                 else store_matrices((at ^ x % 4 * 32) + x / 4 * BLOCK_K * 128, dS[x]);
             }
-#endif
-            if (!EARLY_DV) issue_grad(dV, P, s.dout[stage][0]);
-#if FS_FUSED
             fence_async_shared();
             // All of dS is written. The other stage's is free from here on: both warpgroups waited
             // for the last visit's products before they came here.
@@ -253,9 +271,10 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             float dQ[DQ_ROWS / 2];
             issue_dq(dQ, s.k[SPLIT_COLUMNS ? g : 0],
                      s.ds[stage][SPLIT_COLUMNS ? 0 : g * DQ_ROWS / DS_WIDE]);
-            issue_grad(dK, dS, s.q[stage][0]);
+            issue_grad(dK, dS, s.q[stage][0], 0, BLOCK_Q);
             wgmma_wait<1>();  // dV and dQ are complete
             pin(dQ);
+            if (speaks && left == 1) arrive(&s.k_empty);  // the next item's K may come
             // -- dQ leaves under dK: staged, to be sent off by another warp -----------------------
             named_sync(DQ_FREE + g, 160);  // the last visit's piece is sent off
 #pragma unroll
@@ -273,8 +292,9 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             fence_async_shared();
             named_arrive(DQ_FULL + g, 160);
 #else
-            issue_grad(dK, dS, s.q[stage][0]);
+            issue_grad(dK, dS, s.q[stage][0], 0, BLOCK_Q);
             wgmma_wait<1>();  // dV is complete
+            if (speaks && left == 1) arrive(&s.k_empty);
 #endif
             if (!CARRY) {
                 wgmma_wait<0>();
@@ -282,13 +302,13 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 if (speaks) arrive(&s.empty[stage]);
             }
             ring.next(STAGES);
-            step.next(it.visits.count);
+            step.next(visits.count);
             stamp(stamps, 4);
         }
         wgmma_wait<0>();
         pin(dK), pin(dV);
         if (CARRY && speaks && steps > 0) arrive(&s.empty[ring.stage ^ 1]);
-        if (speaks) arrive(&s.kv_empty);  // the next item's K and V may come
+        if (speaks && steps == 0) arrive(&s.v_empty), arrive(&s.k_empty);
         // -- dK and dV, straight from registers ---------------------------------------------------
         const int kv_head = it.walk % kv_heads, batch = it.walk / kv_heads;
         u32 dk_bytes = 0, dv_bytes = 0;
@@ -302,6 +322,9 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         u32* counts = a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8;
         report(counts + 2, dk_bytes), report(counts + 3, dv_bytes);
         stamp_item(a, it.walk, it.outer, true);
+        __syncwarp();  // the whole warp has read the item for the last time
+        if (speaks) arrive(&s.items.empty[slot.stage]);
+        slot.next(2);
     }
 #if FS_FUSED
     named_sync(DQ_FREE + g, 160);  // shared memory outlives the copies that read it
@@ -316,7 +339,8 @@ hopper_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__
     extern __shared__ __align__(1024) char shared[];
     OnChip& s = *reinterpret_cast<OnChip*>(shared);
     if (threadIdx.x == 0) {
-        barrier_init(&s.kv_full, 1), barrier_init(&s.kv_empty, 4 * WARPGROUPS);
+        barrier_init(&s.kv_full, 1);
+        barrier_init(&s.k_empty, 4 * WARPGROUPS), barrier_init(&s.v_empty, 4 * WARPGROUPS);
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(&s.full[i], 1 + 32);  // the copies, and the lanes with the statistics
             barrier_init(&s.empty[i], 4 * WARPGROUPS);

@@ -26,7 +26,7 @@ struct OnChip {
     alignas(1024) u16 p[STAGES][BLOCK_K * 64];             // P^T: a row is a key, 64 queries wide
     alignas(1024) u16 ds[STAGES][BLOCK_K * 64];            // dS^T, likewise
     float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q];    // -lse in units of log 2; -delta
-    u64 kv_full, kv_empty;
+    u64 kv_full, k_empty, v_empty;
     u64 full[STAGES], empty[STAGES];                       // of q, dout, lse and delta
     Items items;
 };
@@ -214,7 +214,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         wgmma_wait<0>();
         pin(dK), pin(dV);
         if (speaks && steps > 0) arrive(&s.empty[ring.stage ^ 1]);
-        if (speaks) arrive(&s.kv_empty);  // the next item's K and V may come
+        if (speaks) arrive(&s.v_empty), arrive(&s.k_empty);  // the next item's V and K may come
         // -- dK and dV, straight from registers ---------------------------------------------------
         const int kv_head = it.walk % kv_heads, batch = it.walk / kv_heads;
         u32 dk_bytes = 0, dv_bytes = 0;
@@ -247,7 +247,8 @@ hopper_backward_wide(const __grid_constant__ TensorMap map_q,
     extern __shared__ __align__(1024) char shared[];
     OnChip& s = *reinterpret_cast<OnChip*>(shared);
     if (threadIdx.x == 0) {
-        barrier_init(&s.kv_full, 1), barrier_init(&s.kv_empty, 4 * WARPGROUPS);
+        barrier_init(&s.kv_full, 1);
+        barrier_init(&s.k_empty, 4 * WARPGROUPS), barrier_init(&s.v_empty, 4 * WARPGROUPS);
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(&s.full[i], 1 + 32);  // the copies, and the lanes with the statistics
             barrier_init(&s.empty[i], 4 * WARPGROUPS);

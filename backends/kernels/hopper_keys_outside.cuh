@@ -19,37 +19,47 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
         if (it.walk < 0) return;
         const int kv_head = it.walk % kv_heads, batch = it.walk / kv_heads;
         stamp_item(a, it.walk, it.outer, false);
-        wait(&s.kv_empty, kv_parity ^ 1);  // the last item is done with K and V
-        kv_parity ^= 1;
-        arrive_expect(&s.kv_full, sizeof(s.k) + sizeof(s.v));
-        const Place own = place(it.own.start, it.own.stop, a.n_kv, batch);
-        copy_tile(s.k, map_k, &s.kv_full, own, kv_head);
-        copy_tile(s.v, map_v, &s.kv_full, own, kv_head);
-        u32* counts = a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8;
-        const int keys = it.own.stop - it.own.start;
-        report_one(counts, keys * FS_COUNTED * 2);
-        report_one(counts + 1, keys * FS_COUNTED_V * 2);
         Step step;
+        const int steps = a.group * it.visits.count;
+        int left = steps;
 #pragma unroll 1
-        for (int left = a.group * it.visits.count; left; --left) {
-            const int query = it.base + it.visits(a, step.v).tile * BLOCK_Q;
-            const int head = kv_head * a.group + step.member;
-            const i64 visit = i64(batch * a.heads + head) * a.n_visits + it.visits.first + step.v;
-            u64* stamps = visit_stamps(a, visit);
-            stamp(stamps, 0);
-            wait(&s.empty[ring.stage], ring.parity ^ 1);  // its last readers are done
-            stamp(stamps, 1);
-            arrive_expect(&s.full[ring.stage], sizeof(s.q[0]) + sizeof(s.dout[0]));
-            const Place from = place(query, it.end, a.n_q, batch);
-            copy_tile(s.q[ring.stage], map_q, &s.full[ring.stage], from, head);
-            copy_tile(s.dout[ring.stage], map_dout, &s.full[ring.stage], from, head);
-            stamp(stamps, 4);
-            ring.next(STAGES);
-            const int rows = min(BLOCK_Q, it.end - query);
-            report_one(a.visit_counts + visit * 8, rows * FS_COUNTED * 2);
-            report_one(a.visit_counts + visit * 8 + 1, rows * FS_COUNTED_V * 2);
-            step.next(it.visits.count);
-        }
+        do {
+            if (steps > 0) {
+                const int query = it.base + it.visits(a, step.v).tile * BLOCK_Q;
+                const int head = kv_head * a.group + step.member;
+                const i64 visit =
+                    i64(batch * a.heads + head) * a.n_visits + it.visits.first + step.v;
+                u64* stamps = visit_stamps(a, visit);
+                stamp(stamps, 0);
+                wait(&s.empty[ring.stage], ring.parity ^ 1);  // its last readers are done
+                stamp(stamps, 1);
+                arrive_expect(&s.full[ring.stage], sizeof(s.q[0]) + sizeof(s.dout[0]));
+                const Place from = place(query, it.end, a.n_q, batch);
+                copy_tile(s.q[ring.stage], map_q, &s.full[ring.stage], from, head);
+                copy_tile(s.dout[ring.stage], map_dout, &s.full[ring.stage], from, head);
+                stamp(stamps, 4);
+                ring.next(STAGES);
+                const int rows = min(BLOCK_Q, it.end - query);
+                report_one(a.visit_counts + visit * 8, rows * FS_COUNTED * 2);
+                report_one(a.visit_counts + visit * 8 + 1, rows * FS_COUNTED_V * 2);
+                step.next(it.visits.count);
+            }
+            // The last item is done with a stage before it is done with V, and then with K: so the
+            // first visit's tiles come first.
+            if (left == steps) {
+                wait(&s.v_empty, kv_parity ^ 1);
+                arrive_expect(&s.kv_full, sizeof(s.k) + sizeof(s.v));
+                const Place own = place(it.own.start, it.own.stop, a.n_kv, batch);
+                copy_tile(s.v, map_v, &s.kv_full, own, kv_head);
+                wait(&s.k_empty, kv_parity ^ 1);
+                copy_tile(s.k, map_k, &s.kv_full, own, kv_head);
+                kv_parity ^= 1;
+                u32* counts = a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8;
+                const int keys = it.own.stop - it.own.start;
+                report_one(counts, keys * FS_COUNTED * 2);
+                report_one(counts + 1, keys * FS_COUNTED_V * 2);
+            }
+        } while (--left > 0);
         stamp_item(a, it.walk, it.outer, true);
     }
 }
