@@ -19,6 +19,8 @@ constexpr bool START = !FS_SCALED;
 // dV is issued in slices of so many queries, each as soon as its part of P is there. Few of them,
 // since wgmma_wait counts up to 7 groups.
 constexpr int SLICE = BLOCK_Q == 128 ? 32 : 16, SLICES = BLOCK_Q / SLICE;
+// Where a visit's exponentials take longer than dP, which is then waited for in their middle.
+constexpr bool HALFWAY = BLOCK_Q == 128;
 // dK of a visit is waited for in the next one, where registers allow for that.
 constexpr bool CARRY = D == 128 && BLOCK_Q == 64 && !FS_SOFTCAP;
 // dQ^T, D x BLOCK_Q, is shared out in pieces of 64 columns of dQ by DQ_ROWS queries: at D = 128 a
@@ -223,13 +225,13 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             // -- P^T = exp2(c S^T), under dP; dV += P^T dO, slice by slice ------------------------
             shape_scores(S, a, it, visit.masked, key,
                          it.base + visit.tile * BLOCK_Q + fragment_column());
-            // ptxas would put the multiplications of all slices before the first exponential. It
-            // does not know that no exponential has a sign: so each slice's factor, which never
-            // changes, waits for one of the slice before.
+            // ptxas would put the multiplications of all slices before the first exponential, which
+            // costs where there are many. It does not know that no exponential has a sign: so each
+            // slice's factor, which never changes, waits for one of the slice before.
             u32 unit = __float_as_uint(to_log2), early = 0;
 #pragma unroll
             for (int first = 0; first < BLOCK_Q; first += SLICE) {
-                unit |= early & 0x80000000u;
+                if (HALFWAY) unit |= early & 0x80000000u;
                 const float factor = __uint_as_float(unit);
 #pragma unroll
                 for (int e = first / 2; e < (first + SLICE) / 2; e += 2) {
@@ -247,14 +249,21 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #endif
                 }
                 issue_grad(dV, P, s.dout[stage][0], first, SLICE);
+                if (!HALFWAY) continue;
+                if (first + SLICE == BLOCK_Q / 2) wgmma_wait<SLICES / 2>(), pin(dP);  // complete
+                if (first < BLOCK_Q / 2) continue;
+#pragma unroll
+                for (int e = 0; e < SLICE / 2; ++e) {  // of dS, the slices of the first half
+                    const int at = (first - BLOCK_Q / 2) / 2 + e;
+                    dP[at] *= S[at];
+                }
             }
             // -- dS^T = P^T dP^T, under dV --------------------------------------------------------
-            wgmma_wait<SLICES>();  // dP is complete
-            pin(dP);
+            if (!HALFWAY) wgmma_wait<SLICES>(), pin(dP);  // dP is complete
             if (speaks && left == 1) arrive(&s.v_empty);  // the next item's V may come
             stamp(stamps, 3);
 #pragma unroll
-            for (int e = 0; e < BLOCK_Q / 2; ++e) dP[e] *= S[e];
+            for (int e = HALFWAY ? BLOCK_Q / 4 : 0; e < BLOCK_Q / 2; ++e) dP[e] *= S[e];
             round_operand(dS, dP);
 #if FS_FUSED
 #pragma unroll
