@@ -120,10 +120,10 @@ def clump(stage: Stage, problem: Problem, tiles: int, *, l2_bytes: int, processo
     of the sizes that fit, this is the one that leaves the most for the last clump, and of several
     such sizes the smallest.
 
-    What fits takes at most 0.8 of L2, where what is only read counts twice, since either half of a
-    large L2 keeps a copy of it: K and V, which query heads of a group share, with queries outside;
-    Q and dO with keys outside, where a float32 dQ counts once. Walks whose tiles all run at once
-    share L2 in any order, so as many as that fit, whatever they take.
+    What fits takes at most 0.4 of L2, of which either half of a large one keeps a copy: K and V,
+    which query heads of a group share, with queries outside; Q, dO and a float32 dQ with keys
+    outside. Walks whose tiles all run at once share L2 in any order, so as many as that fit,
+    whatever they take.
 
     Parameters
     ----------
@@ -133,12 +133,12 @@ def clump(stage: Stage, problem: Problem, tiles: int, *, l2_bytes: int, processo
     processors : int
         How many blocks run at once, at least: one on every SM.
     """
-    p, room = problem, 4 * l2_bytes // 5
-    read = 2 * (p.head_dim + p.head_dim_v) * p.itemsize  # of a row; twice, for the copies
+    p, room = problem, 2 * l2_bytes // 5
+    row = (p.head_dim + p.head_dim_v) * p.itemsize
     if stage.outer == "queries":  # heads that share K and V stay together
-        step, held = p.group if stage.per == "head" else 1, p.n_kv * read
+        step, held = p.group if stage.per == "head" else 1, p.n_kv * row
     else:
-        step, held = 1, p.group * p.n_q * (read + 4 * p.head_dim)
+        step, held = 1, p.group * p.n_q * (row + 4 * p.head_dim)
     steps = heads_of(stage, p)[0] // step
     most = min(steps, max(1, room // held, processors // (tiles * step)))
     return step * max(range(1, most + 1), key=lambda size: ((steps - 1) % size, -size))
