@@ -1,27 +1,21 @@
 """How far the time model is from measured kernels; fits its constants again. Needs no GPU.
 
     python benchmarks/predict.py          # errors of the constants that ship
-    python benchmarks/predict.py --fit    # fit them again (minutes), print both
+    python benchmarks/predict.py --fit    # fit them again, print both
 
-Measured: docs/verify-h200.csv (seconds of every kernel under Nsight Compute) and, for the fused
-pass of the Hopper kernels, which were rewritten after that, the TFLOP/s of whole calls in the last
-table of docs/hopper.md. Fitted are N = 4096 with 4 batch entries, dense and causal, head_dim 64 and
-128: four shapes a stage. Held out are the other lengths, and grouped heads, a window, ragged ones.
-All of these kernels worked on as many heads at a time as fit; since then `plans.clump` has them end
-more evenly. The model is asked about the launches that were measured; measured again, they need no
-`measured_clumps`.
+Measured: docs/verify-h200.csv, seconds of every kernel under Nsight Compute. Fitted are N = 4096
+with 4 batch entries, dense and causal, head_dim 64 and 128: four shapes a stage. Held out are the
+other lengths, and grouped heads, a window, ragged ones.
 Left out altogether: shapes that fit in L2, the fused pass in a fixed order, backend "numba_cuda".
 """
 
 import argparse
 import csv
-import re
 import sys
 from pathlib import Path
 
 import numpy as np
 
-from flashsim import Device, plans
 from flashsim.predict import Constants, predict
 from flashsim.predict.calibration import CALIBRATED
 from flashsim.report import Table
@@ -33,9 +27,6 @@ PASSES = {"forward": ("forward", "flash2"), "flash2": ("backward", "flash2")}
 PASSES["flash2-fused"] = ("backward", "flash2-fused")
 STAGES = {"forward": "forward", "dkdv": "flash2", "dq": "flash2", "fused": "flash2-fused"}
 GROUPS = ("fitted", "lengths", "others")
-
-# d, causal, N, then the sixth column from there: the fused backward's TFLOP/s.
-_FUSED = re.compile(r"^\| (\d+) \| (yes|no) \| (\d+) (?:\|[^|]+){3}\| (\d+) ", re.M)
 
 
 def cases(kernels):
@@ -49,59 +40,17 @@ def cases(kernels):
 def measured():
     """Seconds by (case as text, kernels, pass, stage)."""
     with (DOCS / "verify-h200.csv").open(newline="") as stream:
-        seconds = {
+        return {
             (row["shape"], row["kernels"], row["pass"], row["kernel"]): float(row["measured"])
             for row in csv.DictReader(stream)
             if row["quantity"] == "seconds"
         }
-    calls = fused_calls()
-    for case in cases("hopper"):
-        key = str(case), "hopper", "flash2-fused"
-        del seconds[*key, "fused"]
-        if str(case) in calls:  # what the call takes beside delta and conversion
-            rest = seconds[*key, "delta"] + seconds[*key, "convert"]
-            seconds[*key, "fused"] = calls[str(case)] - rest
-    return seconds
-
-
-def fused_calls():
-    """Seconds of a fused backward by the Hopper kernels, from the last table of docs/hopper.md."""
-    text = (DOCS / "hopper.md").read_text(encoding="utf-8").partition("## Where it stands")[2]
-    speeds = {(int(d), c == "yes", int(n)): float(t) for d, c, n, t in _FUSED.findall(text)}
-    found = {}
-    for case in cases("hopper"):
-        p = case.problem
-        speed = speeds.get((p.head_dim, p.causal, p.n_q))
-        if group_of(case) != GROUPS[2] and speed:
-            flops = 2.5 * 4 * p.batch * p.heads * p.n_q**2 * p.head_dim / (2 if p.causal else 1)
-            found[str(case)] = flops / (1e12 * speed)
-    return found
-
-
-def measured_clumps(problem, algorithm, direction):
-    """Heads worked on together when these kernels were measured: what fits in 0.4 of L2."""
-    p, found = problem, {}
-    row = (p.head_dim + p.head_dim_v) * p.itemsize
-    room = int(0.4 * Device.get("H200").l2_bytes)
-    for stage in plans.stages(p, algorithm, direction):
-        if stage.outer == "queries":
-            size = max(p.group, p.group * room // (p.n_kv * row) // p.group * p.group)
-        else:
-            size = max(1, room // (p.group * p.n_q * (row + 4 * p.head_dim)))
-        found[stage.name] = min(size, plans.heads_of(stage, p)[0])
-    return found
 
 
 def predicted(case, kernels, direction, algorithm, constants=None):
-    """What the model says of the launches that were measured."""
-    return predict(
-        case.problem,
-        direction=direction,
-        algorithm=algorithm,
-        kernels=kernels,
-        constants=constants,
-        heads_in_group=measured_clumps(case.problem, algorithm, direction),
-    )
+    """What the model says of a measured pass."""
+    given = {"direction": direction, "algorithm": algorithm, "kernels": kernels}
+    return predict(case.problem, constants=constants, **given)
 
 
 def group_of(case: Case) -> str:

@@ -1,9 +1,8 @@
 """Constants of the time model, fitted by `benchmarks/predict.py` to one H200's kernels.
 
 Fitted to N = 4096, 4 batch entries, without and with causal mask, head_dim 64 and 128, bfloat16:
-four times a stage, from docs/verify-h200.csv, but for Hopper's fused stage from docs/hopper.md,
-whose kernel is newer; launches gave heads out as `measured_clumps` there says. Everything else in
-these tables was kept to test the constants (docs/truth.md).
+four times a stage, from docs/verify-h200.csv. Everything else in that table was kept to test the
+constants (docs/truth.md).
 """
 
 from __future__ import annotations
