@@ -23,7 +23,7 @@ from faults import Fault
 
 NUMBA = "flashsim.backends.numba_gpu"
 FORWARD, TILES = f"{NUMBA}.hopper_forward", f"{NUMBA}.hopper_tiles"
-PTX, SOFTMAX = f"{NUMBA}.ptx_hopper", f"{NUMBA}.softmax"
+SOFTMAX = f"{NUMBA}.softmax"
 RAGGED = ("test_numba_hopper.py::test_kinds_of_scores", "-k", "128-rising")
 #: One key: the weight of one more is as large as its own. Among hundreds it drowns in rounding.
 ONE_KEY = ("test_gpu_grid.py::test_shapes[python-hopper-64-full-1x1]",)
