@@ -3,7 +3,11 @@
     python tests/faults_numba.py [NAME ...]
 
 seeds each in turn and says whether the tests that should notice it did. With a bug in its order of
-events a kernel may hang instead; that is noticed, too.
+events a kernel may hang or be stopped by the GPU instead; that is noticed, too.
+
+Bugs that show by luck only are left out: a later tile not awaited, which has mostly arrived, or Q
+alone, which the copy engine brings right behind K. A product of Hopper's that is not waited for
+never shows in results, since ptxas adds a wait; it says so, and tests/test_numba_kernels.py hears.
 """
 
 from __future__ import annotations
@@ -19,8 +23,12 @@ from faults import Fault
 
 NUMBA = "flashsim.backends.numba_gpu"
 FORWARD, TILES = f"{NUMBA}.hopper_forward", f"{NUMBA}.hopper_tiles"
-PTX, SOFTMAX = f"{NUMBA}.ptx_hopper", f"{NUMBA}.softmax"
+SOFTMAX = f"{NUMBA}.softmax"
 RAGGED = ("test_numba_hopper.py::test_kinds_of_scores", "-k", "128-rising")
+#: One key: the weight of one more is as large as its own. Among hundreds it drowns in rounding.
+ONE_KEY = ("test_gpu_grid.py::test_shapes[python-hopper-64-full-1x1]",)
+#: Some rows see nothing of the last tile that their row tile visits.
+EMPTY_TILES = ("test_numba_hopper.py::test_features[more keys-64]",)
 CAUSAL = ("test_numba_hopper.py::test_features", "-k", "causal-64")
 VARLEN = ("test_numba_hopper.py::test_features", "-k", "varlen-64")
 COUNTS = ("test_numba_hopper.py::test_counts_are_the_simulators", "-k", "ragged-ascending")
@@ -39,7 +47,9 @@ FAULTS = {
     ),
     "hopper-maximum-not-carried": Fault(
         "each tile starts from a maximum of -inf",
-        *(FORWARD, "top = row_max(m, s)", "top = row_max(new_max(), s)", RAGGED),
+        # O and l stay right, as alpha takes them from any maximum to any other, but LSE is -inf for
+        # a row whose last tile is all masked.
+        *(FORWARD, "top = row_max(m, s)", "top = row_max(new_max(), s)", EMPTY_TILES),
     ),
     "hopper-mask-of-later-visits-ignored": Fault(
         "only a row's first tile is masked",
@@ -53,7 +63,7 @@ FAULTS = {
             "last = b.sub(b.sub(key_stop, i32(1)), column)",
             "last = b.sub(key_stop, column)",
         ),
-        RAGGED,
+        ONE_KEY,
     ),
     "hopper-sequences-start-at-0": Fault(
         "the keys of every packed sequence are read from the first one's tiles",
@@ -75,19 +85,18 @@ FAULTS = {
         COUNTS,
     ),
     # -- Hopper's forward: when -----------------------------------------------------------------
-    "hopper-k-not-waited-for": Fault(
-        "scores are computed before K has arrived",
-        *(FORWARD, "wait_full(shared + k_full, now)", "pass", RAGGED),
-    ),
-    "hopper-q-not-waited-for": Fault(
-        "scores are computed before Q has arrived",
-        *(FORWARD, "wait(shared + q_full + group * 8, item & 1)", "pass", RAGGED),
-    ),
-    "hopper-output-not-waited-for": Fault(
-        "O is rescaled while a product still adds to it",
+    "hopper-q-and-k-not-waited-for": Fault(
+        "the first scores are computed before Q and K have arrived",
         FORWARD,
-        "output_done = hopper.product_wait(0, dv)",
-        "output_done = hopper.product_wait(2, dv)",
+        """wait(shared + q_full + group * 8, item & 1)
+            if count > 0:
+                # -- The first visit: scores and softmax ----------------------------------------
+                stamp(visit_stamp, 0)
+                wait_full(shared + k_full, done)
+""",
+        """if count > 0:
+                stamp(visit_stamp, 0)
+""",
         RAGGED,
     ),
     "hopper-stage-not-free": Fault(
@@ -120,6 +129,21 @@ FAULTS = {
 }
 
 
+#: What CUDA says, through whichever library, of a kernel that it stopped; not of one that does not
+#: compile or load.
+STOPPED = (
+    "unspecified launch failure",
+    "an illegal memory access was encountered",
+    "an illegal instruction was encountered",
+    "misaligned address",
+)
+
+
+def shows(returncode: int, said: str) -> bool:
+    """Whether pytest's exit status and output are those of a test that a running kernel failed."""
+    return returncode == 1 and any(sign in said for sign in ("AssertionError", *STOPPED))
+
+
 def noticed(name: str) -> str:
     """Run the tests that should fail under a fault, and say what came of it."""
     with tempfile.TemporaryDirectory() as cache:
@@ -136,7 +160,7 @@ def noticed(name: str) -> str:
             )
         except subprocess.TimeoutExpired:
             return "caught: hangs"
-    if done.returncode == 1 and "AssertionError" in done.stdout:  # not that it fails to compile
+    if shows(done.returncode, done.stdout):
         return "caught: " + done.stdout.strip().splitlines()[-1]
     return f"NOT CAUGHT (pytest says {done.returncode}): " + (done.stdout + done.stderr)[-300:]
 

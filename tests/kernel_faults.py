@@ -2,7 +2,9 @@
 
 ``python -m pytest --kernel-fault NAME tests/test_hopper.py`` seeds one, and the tests should fail.
 Only bugs that end are here: a wait that never comes true would hang the GPU instead. Nor are those
-that nobody can see, such as K not awaited where Q, which the copy engine brings after it, is.
+that nobody can see, such as K not awaited where Q, which the copy engine brings after it, is; nor
+those that show by luck only: the portable kernels' first tiles, not awaited, may have arrived by
+the time that all copies are under way; tests/test_emulated.py has that one: nothing is early there.
 """
 
 from __future__ import annotations
@@ -184,14 +186,6 @@ FAULTS = {
         "counts and ragged and 96 and ascending",
     ),
     # -- the portable kernels; tests/test_emulated.py sees these on a CPU -------------------------
-    "portable-tiles-not-awaited": KernelFault(
-        "products start before the first Q and K have arrived",
-        FORWARD,
-        """cp_async_wait();
-        __syncthreads();  // B1""",
-        "__syncthreads();  // B1",
-        *("portable-128-full-113x203", "test_gpu_grid.py"),
-    ),
     "portable-o-not-rescaled": KernelFault(
         "O keeps the scale of an older maximum",
         *(FORWARD, "o[i][c][x] *= alpha[x / 2];", ";", "test_kinds and bfloat16-rising", VALUES),

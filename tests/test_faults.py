@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import faults
+import faults_numba
 import pytest
 
 TESTS = Path(__file__).parent
@@ -37,6 +38,23 @@ def test_the_suite_notices(name):
 @pytest.mark.parametrize("name", faults.catalogue())
 def test_fits_the_source_and_compiles(name):
     compile(faults.faulty_source(faults.catalogue()[name]), name, "exec")
+
+
+@pytest.mark.parametrize(
+    ("returncode", "said", "shows"),
+    [
+        (1, "E   AssertionError: out", True),
+        (1, "E   CUDARuntimeError: cudaErrorLaunchFailure: unspecified launch failure", True),
+        (1, "E   AcceleratorError: CUDA error: an illegal memory access was encountered", True),
+        (1, "E   BackendUnavailable: a kernel does not compile: ptxas error : ...", False),
+        (1, "E   CUDADriverError: CUDA_ERROR_INVALID_PTX: a PTX JIT compilation failed", False),
+        (1, "E   numba.core.errors.TypingError: Failed in cuda mode pipeline", False),
+        (0, "1 passed", False),
+        (4, "E   AssertionError: while collecting", False),
+    ],
+)
+def test_what_fails_a_test_shows_but_not_what_does_not_compile(returncode, said, shows):
+    assert faults_numba.shows(returncode, said) == shows
 
 
 def test_a_fragment_that_is_gone_is_an_error():

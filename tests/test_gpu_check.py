@@ -81,6 +81,8 @@ def test_every_family_meets_every_tool_that_fits(tmp_path):
     assert len(gpu_check.TOOLS) == 4
     assert {tool for family, tool in pairs if family == "portable"} == set(gpu_check.TOOLS)
     assert all(c.limit_s <= 120 for c in stage.commands)
+    silent = [c.name for c in stage.commands if "--report-api-errors" in c.words]
+    assert silent == ["memcheck-teaching"]
 
 
 def test_scripts_that_stages_run_exist(tmp_path):

@@ -182,6 +182,23 @@ def test_hopper_kernels_assemble_in_registers_and_asynchronously(name, report, t
     assert max(stack, spilled) <= (32 if report else 0)
 
 
+@pytest.mark.slow
+def test_ptxas_says_where_an_output_is_not_waited_for(tmp_path, monkeypatch):
+    """Results would not show it: where O is used, ptxas adds a wait, and serialises products."""
+    from flashsim.backends.numba_gpu import compiler, hopper_tiles
+
+    sound = hopper_tiles.product_wait
+    kernel = hopper_kernel(HOPPER["128"])
+    dv = dict(kernel.constants)["FS_DV"]
+
+    def faulty(pending, n):
+        return sound(2 if n == dv else pending, n)
+
+    monkeypatch.setattr(hopper_tiles, "product_wait", faulty)
+    log = ptxas(compiler.ptx(kernel, (9, 0)), tmp_path)
+    assert "C7514" in log, log
+
+
 @pytest.mark.parametrize(
     ("change", "tiling", "gpu", "why"),
     [
