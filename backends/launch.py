@@ -158,7 +158,10 @@ def forward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel
     blocks = 2 if bq % 128 == 0 and (dv + bk) <= _ACCUMULATORS else 1  # 16-row blocks a warp
     held = blocks * (dv + bk) // 2
     _require(tiling, held <= _ACCUMULATORS)
-    q_regs = held + blocks * d * size // 8 <= _ACCUMULATORS
+    # What counts has addresses of its own to keep. Where Q left no register for them, ptxas would
+    # compute anew in every visit what it cannot hold, and give up the order of the exponentials.
+    reporting = 8 if variant.counts else 0
+    q_regs = held + blocks * d * size // 8 + reporting <= _ACCUMULATORS
     # Row sums leave the registers where these are full.
     sums_shared = held == _ACCUMULATORS and not variant.python
     tiles = size * max(bq * d + 2 * bk * (d + dv), bq * dv)

@@ -203,8 +203,8 @@ FAULTS = {
     "portable-v-counted-at-once": KernelFault(
         "all of a row's V counts as loaded in its first visit",
         FORWARD,
-        "report(visit_count + n * 8 + 1, load_async<ValueRow",
-        "report(visit_count + 1, load_async<ValueRow",
+        "report(visit_count + n * 8, k_bytes, v_bytes);",
+        "report(visit_count + n * 8, k_bytes, 0), report(visit_count, 0, v_bytes);",
         *("bfloat16-sides1-gqa-ascending", COUNTS),
     ),
     "portable-f32-o-not-rescaled": KernelFault(

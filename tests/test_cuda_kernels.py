@@ -117,6 +117,18 @@ def test_kernels_that_report_compile_and_stay_in_registers(name, report):
     check_registers(passes(PROBLEMS[name], H200, report, family), "sm_90", REPORT_SPILL_BYTES)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_counting_finds_registers_where_the_forward_fills_them(causal):
+    """Spilled addresses came with a loop that recomputed others and hid fewer exponentials."""
+    p = Problem(512, 512, 64, heads=2, dtype="bfloat16", causal=causal)
+    plain, counts = (
+        compile_kernel(one.kernel, "sm_90")[one.kernel.name]
+        for report in ("", "counts")
+        for one in portable.forward_passes(p, None, H200, "ascending", report)
+    )
+    assert counts[1] <= plain[1], "bytes spilled"
+
+
 def check_registers(passes, arch, limit):
     compiled = 0
     for one in passes:

@@ -185,6 +185,15 @@ __device__ inline void report(u32* slot, u32 bytes) {
     if (threadIdx.x % 32 == 0 && bytes) atomicAdd(slot, bytes);
 #endif
 }
+// Two counts for neighbouring slots in one reduction, a lane for each. Their addresses differ:
+// before an atomic that may be many lanes' on one address, ptxas puts a vote of who is there.
+__device__ inline void report(u32* slots, u32 first, u32 second) {
+#if FS_TRACE
+    first = __reduce_add_sync(~0u, first), second = __reduce_add_sync(~0u, second);
+    const int lane = threadIdx.x % 32;
+    if (lane < 2) atomicAdd(slots + lane, lane ? second : first);
+#endif
+}
 
 // -- When -----------------------------------------------------------------------------------------
 __device__ inline u64 cycles() {

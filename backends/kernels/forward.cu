@@ -47,10 +47,11 @@ flash_forward(const __grid_constant__ Args a) {
     auto load_kv = [&](int n, Visit visit) {
         const Range cols = col_tile(a, visit.tile);
         const int count = cols.stop - cols.start;
-        report(visit_count + n * 8, load_async<KeyRow, THREADS>(
-            t.K[n % 2], k + cols.start * a.k.row * FS_BYTES, a.k.row, count));
-        report(visit_count + n * 8 + 1, load_async<ValueRow, THREADS>(
-            t.V[n % 2], v + cols.start * a.v.row * FS_BYTES, a.v.row, count));
+        const u32 k_bytes = load_async<KeyRow, THREADS>(
+            t.K[n % 2], k + cols.start * a.k.row * FS_BYTES, a.k.row, count);
+        const u32 v_bytes = load_async<ValueRow, THREADS>(
+            t.V[n % 2], v + cols.start * a.v.row * FS_BYTES, a.v.row, count);
+        report(visit_count + n * 8, k_bytes, v_bytes);
     };
 
     // -- Phase 1: start copying Q and the first K, V ----------------------------------------------
