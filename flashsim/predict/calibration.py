@@ -28,16 +28,16 @@ class Constants(NamedTuple):
 #: By kernel family and stage.
 CALIBRATED = {
     "hopper": {
-        "forward": Constants(0.700, 0.516, 2.86e-6),
-        "dkdv": Constants(1.303, 0.200, 2.73e-6),
-        "dq": Constants(1.028, 0.334, 1.83e-6),
-        "fused": Constants(0.853, 0.800, 3.75e-6),
+        "forward": Constants(0.547, 0.603, 2.48e-6),
+        "dkdv": Constants(1.103, 0.184, 2.70e-6),
+        "dq": Constants(1.000, 0.331, 2.45e-6),
+        "fused": Constants(0.997, 0.506, 5.59e-6),
     },
     "portable": {
-        "forward": Constants(2.134, 0.247, 0.88e-6),
-        "dkdv": Constants(0.838, 1.081, 4.33e-6),
-        "dq": Constants(1.709, 0.000, 2.92e-6),
-        "fused": Constants(0.716, 1.772, 7.36e-6),
+        "forward": Constants(1.981, 0.303, 4.33e-6),
+        "dkdv": Constants(0.713, 1.216, 0.19e-6),
+        "dq": Constants(1.731, 0.000, 2.52e-6),
+        "fused": Constants(0.178, 2.156, 10.98e-6),
     },
 }
 
