@@ -187,8 +187,8 @@ def measure(
             if isinstance(c.one, Torch):
                 c.row["status"] = "unsupported"
 
-    def each(direction: str, step: Callable[[Contender], None]) -> None:
-        for c in everyone:
+    def each(direction: str, step: Callable[[Contender], None], first: int = 0) -> None:
+        for c in everyone[first:] + everyone[:first]:
             at_work.write_text(c.row["implementation"])
             c.attempt(direction, partial(step, c))
 
@@ -199,8 +199,8 @@ def measure(
     try:
         for direction, factor in DIRECTIONS.items():
             each(direction, partial(prepare, direction))
-            for _ in range(1 + repetitions):
-                each(direction, lambda c: c.time(lab, flush=flush))
+            for turn in range(1 + repetitions):  # nobody always follows the same one, hot or not
+                each(direction, lambda c: c.time(lab, flush=flush), turn % len(everyone))
             for c in everyone:
                 if c.row["status"] == "ok":
                     c.report(direction, factor * s.flops)

@@ -85,20 +85,6 @@ FAULTS = {
         COUNTS,
     ),
     # -- Hopper's forward: when -----------------------------------------------------------------
-    "hopper-q-and-k-not-waited-for": Fault(
-        "the first scores are computed before Q and K have arrived",
-        FORWARD,
-        """wait(shared + q_full + group * 8, item & 1)
-            if count > 0:
-                # -- The first visit: scores and softmax ----------------------------------------
-                stamp(visit_stamp, 0)
-                wait_full(shared + k_full, done)
-""",
-        """if count > 0:
-                stamp(visit_stamp, 0)
-""",
-        RAGGED,
-    ),
     "hopper-stage-not-free": Fault(
         "a tile is copied over one that is still read",
         *(FORWARD, "wait_free(shared + k_free, position)", "pass", BITS),
