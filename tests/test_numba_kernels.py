@@ -68,6 +68,8 @@ def resources(log):
 #: Head dimensions make the kernels differ most: one more GPU each, as compiling takes long.
 WIDTHS = {
     ("bf16 64", "sm_90a"): Problem(512, 512, 64, heads=2, dtype="bfloat16"),
+    ("bf16 64", "sm_80"): Problem(512, 512, 64, heads=2, dtype="bfloat16"),
+    ("fp16 192", "sm_90a"): Problem(512, 512, 192, dtype="float16"),
     ("bf16 256 causal", "sm_80"): Problem(512, 512, 256, dtype="bfloat16", causal=True),
 }
 
