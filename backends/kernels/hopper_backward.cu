@@ -181,10 +181,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
     Ring ring, slot;
     u32 kv_parity = 0;
     while (true) {
-        // Read where it lies, whenever it is needed: no registers are left for it. The producer,
-        // an item ahead, has the other slot.
-        wait(&s.items.full[slot.stage], slot.parity);
-        const Item& it = s.items.item[slot.stage];
+        const Item& it = s.items.look(slot);  // not a copy: no registers are left for one
         if (it.walk < 0) break;
         const Walk visits = it.visits;
         const int key = it.own.start + 64 * g + fragment_row();
@@ -331,9 +328,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         u32* counts = a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8;
         report(counts + 2, dk_bytes), report(counts + 3, dv_bytes);
         stamp_item(a, it.walk, it.outer, true);
-        __syncwarp();  // the whole warp has read the item for the last time
-        if (speaks) arrive(&s.items.empty[slot.stage]);
-        slot.next(2);
+        s.items.let_go(slot);
     }
 #if FS_FUSED
     named_sync(DQ_FREE + g, 160);  // shared memory outlives the copies that read it

@@ -70,12 +70,19 @@ struct Items {
     }
     // A whole warp: a copy of the next item.
     __device__ inline Item read(Ring& slot) {
+        const Item it = look(slot);
+        let_go(slot);
+        return it;
+    }
+    // The next item where it lies, until the warp lets it go: the producer has the other slot.
+    __device__ inline const Item& look(const Ring& slot) {
         wait(&full[slot.stage], slot.parity);
-        const Item it = item[slot.stage];
-        __syncwarp();  // the whole warp has read the item
+        return item[slot.stage];
+    }
+    __device__ inline void let_go(Ring& slot) {
+        __syncwarp();  // the whole warp has read the item for the last time
         if (threadIdx.x % 32 == 0) arrive(&empty[slot.stage]);
         slot.next(2);
-        return it;
     }
 };
 
