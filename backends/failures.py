@@ -55,9 +55,8 @@ def _meaning(error: Exception) -> str | None:
             'pass, algorithm="flash2" with `deterministic` left out: three passes, which need no '
             "float32 accumulator for dQ"
         )
-    if (
-        names & _UNCOMPILED
-    ):  # before what is refused: cuda.core's compilers raise kinds of CUDAError
+    # Before what is refused: cuda.core's compilers raise kinds of CUDAError.
+    if names & _UNCOMPILED:
         return (
             f"a kernel does not compile: {_first_error(str(error))}; the compiler must know this "
             "GPU and find CUDA's headers: upgrade CuPy and numba-cuda, of the CUDA version that "
