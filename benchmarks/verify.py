@@ -21,6 +21,7 @@ from pathlib import Path
 
 from flashsim import FlashSimError, Problem
 from flashsim.hardware import Device
+from flashsim.l2 import L2Model
 from flashsim.reproduce.flash1 import footprint
 from flashsim.verify import Case, Record, passes_of, record, verify
 
@@ -76,13 +77,13 @@ def names(case):
     return "forward", *(called[form] for form in case.backward)
 
 
-def write(path, kept):
+def write(path, kept, model):
     """The table: predictions are computed here."""
     with path.open("w", newline="") as stream:
         writer = csv.writer(stream, lineterminator="\n")
         for number, (case, passes) in enumerate(zip(kept.cases, passes_of(kept), strict=True)):
             for name, one in zip(names(case), passes, strict=True):
-                table = verify([one], str(case)).table()
+                table = verify([one], str(case), l2=model).table()
                 if number == 0 and name == "forward":
                     writer.writerow(("shape", "in L2", "kernels", "pass", "tile", *table.columns))
                 where = table.title, "yes" if fits(case) else "no", case.kernel or case.backend
@@ -97,6 +98,7 @@ def main():
     parser.add_argument("--out", type=Path, help="the table, CSV")
     parser.add_argument("--keep", type=Path, help="a folder for what was measured")
     parser.add_argument("--from", type=Path, dest="source", help="such a folder")
+    parser.add_argument("--jitter", type=float, help="of the L2 model, in seconds")
     parser.add_argument("--cases", action="store_true", help="only print the cases, as JSON")
     chosen = parser.parse_args()
     wanted = list(cases(chosen.device, chosen.kernels.split(",")))
@@ -111,7 +113,8 @@ def main():
             chosen.keep.mkdir(parents=True, exist_ok=True)
             kept.save(chosen.keep / "ncu.csv")
         if chosen.out:
-            write(chosen.out, kept)
+            jitter = {} if chosen.jitter is None else {"jitter": chosen.jitter}
+            write(chosen.out, kept, L2Model("grouped", **jitter))
     except (FlashSimError, OSError) as error:
         sys.exit(str(error))
 
