@@ -67,7 +67,7 @@ def default_tiling(
 ) -> Tiling:
     """The fastest tiling that runs here, of those measured on an H200 (docs/performance.md)."""
     cells = problem.block_mask
-    for tiling in (Tiling(*sides) for sides in _preferred(problem, direction, variant)):
+    for tiling in (Tiling(*sides) for sides in _preferred(problem, direction, variant, fused)):
         divides = cells is None or not (
             cells.block_q % tiling.block_q or cells.block_k % tiling.block_k
         )
@@ -80,12 +80,15 @@ def default_tiling(
     )
 
 
-def _preferred(problem: Problem, direction: str, variant: Variant) -> tuple[tuple[int, int], ...]:
+def _preferred(
+    problem: Problem, direction: str, variant: Variant, fused: bool
+) -> tuple[tuple[int, int], ...]:
     d = max(problem.head_dim, problem.head_dim_v)
     if problem.dtype == "float32" and not variant.tf32:
         return ((64, 64), (32, 32), (16, 16))
     if direction == "backward":
-        return ((64, 128), (64, 64), (32, 64), (32, 32), (16, 32), (16, 16))
+        wide = ((48, 128) if d <= 96 else (32, 128),) if variant.tf32 and fused else ()
+        return ((64, 128), *wide, (64, 64), (32, 64), (32, 32), (16, 32), (16, 16))
     if d <= 64:
         return ((128, 96), (128, 64), (64, 64), (32, 32), (16, 16))
     return ((128, 64), (128, 32), (64, 32), (32, 32), (16, 16))

@@ -105,7 +105,8 @@ class Kernel:
     """One kernel, compiled for one problem and tiling: all that a launch needs but the data.
 
     Where it has `boxes`, its arguments are a tensor map for each, ``struct Args`` and the address
-    of a work counter that starts at 0; elsewhere ``struct Args`` alone.
+    of a work counter that starts at 0 (or 0, if no block gets more than one item); elsewhere
+    ``struct Args`` alone.
     """
 
     file: str
@@ -204,11 +205,14 @@ def dkdv_kernel(
     _require(tiling, bool(chunk))
     warps_q = max(w for w in range(1, warps + 1) if warps % w == 0 and w <= max(1, bq // 32))
     warps_q = warps_q if bq % (16 * warps_q) == 0 else 1
-    crossing = (
-        2 * bk * bq if fused or (splits and not variant.python) else 0
-    )  # dS twice, or P and dS
+    trades = splits and not variant.python  # P and dS cross warps
+    crossing = trades + (trades or fused) + fused  # of P and dS; dQ is made a visit late
+    # Warps make dQ in two halves, before and after their scores, where that was faster on an H200:
+    # elsewhere a second copy of the code costs more registers than there are.
+    widest = max(d, dv)
+    halves = 64 < widest <= 128 if variant.python else widest >= 64 and not variant.tf32
     for stages in (2, 1):
-        shared = problem.itemsize * (bk * (d + dv) + stages * bq * (d + dv) + crossing)
+        shared = problem.itemsize * ((bk + stages * bq) * (d + dv) + crossing * bq * bk)
         shared += 8 * stages * bq
         if shared <= gpu.shared_bytes:
             break
@@ -219,6 +223,7 @@ def dkdv_kernel(
         stages=stages,
         warps_q=warps_q,
         fused=int(fused),
+        halves=int(fused and halves),
     )
 
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from flashsim.backends import compiler, portable
 
-#: ``__syncthreads();  // B1: what it protects``, as every barrier is written.
-BARRIER = re.compile(r"__syncthreads\(\);(?=\s*// (B\d):)")
+#: ``__syncthreads();  // B1: what it protects``, as every barrier is written; some are a group's.
+BARRIER = re.compile(r"(?:__syncthreads\(\)|sync_group\([^;]*\));(?=\s*// (B\d):)")
 
 _JITTER = """
 // Half of the warps, others each time, sleep for up to 8 us.
@@ -34,10 +34,11 @@ def barriers(file: str) -> list[str]:
 def jittered(file: str, without: str = "") -> str:
     """A kernel's source with delays, but without one of its barriers."""
     text = compiler.source(file)
-    assert text.count("__syncthreads") == len(barriers(file)), "a barrier has no number"
+    calls = re.findall(r"__syncthreads|(?<!void )sync_group", text)
+    assert len(calls) == len(barriers(file)), "a barrier has no number"
 
     def around(match: re.Match[str]) -> str:
-        kept = "" if match[1] == without else "__syncthreads();"
+        kept = "" if match[1] == without else match[0]
         number = 2 * int(match[1][1:])
         return f"jitter({number}); {kept} jitter({number + 1});"
 

@@ -43,7 +43,7 @@ struct Meeting {  // of a warp's or a block's threads
 constexpr size_t STACK = 1 << 17;
 std::vector<Thread> threads;
 std::vector<Meeting> warps;
-Meeting block;
+Meeting block, groups[16];  // groups: the block's numbered barriers
 jmp_buf scheduler;
 long progress;  // meetings held, threads ended
 unsigned (*slots)[8];  // what each thread shows its warp
@@ -80,6 +80,7 @@ void start(Thread& t) {  // returns to run_block as soon as the thread first wai
 bool run_block(unsigned count) {  // false: threads wait for each other in vain
     memset(shared, 0xff, sizeof shared);
     block = {int(count)};
+    for (Meeting& g : groups) g = {0};
     for (Meeting& w : warps) w = {32};
     for (Thread& t : threads) t.done = false, t.copies.clear();
     for (long before = -1, turn = 0;; ++turn) {
@@ -160,6 +161,10 @@ inline u32 __cvta_generic_to_shared(const void* p) {
     return u32(static_cast<const char*>(p) - shared);
 }
 
+inline void ptx_bar_sync(u32 number, int count) {
+    groups[number].size = count;
+    meet(groups[number]);
+}
 inline void ptx_cp_async_cg_shared_global(u32 to, const void* from, int bytes = 16) {
     threads[threadIdx.x].copies.push_back({shared + to, static_cast<const char*>(from), 16, bytes});
 }

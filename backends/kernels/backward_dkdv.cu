@@ -6,7 +6,10 @@
 // each makes the scores of its part of the queries, these cross through shared memory, and each
 // adds up its part of the columns. A warp then has more keys to use an element of Q and dO for that
 // it reads. FS_FUSED adds dQ += dS K as well, reduced into a float32 accumulator in HBM (its order,
-// and so its last bit, varies); without it a second kernel (backward_dq.cu) makes dQ.
+// and so its last bit, varies); without it a second kernel (backward_dq.cu) makes dQ. It is made
+// one visit late, so that dS needs no barrier of its own; with FS_HALVES half of the warps make it
+// before their scores and half after them: while one warp of a scheduler has exponentials to make,
+// another one keeps the tensor cores busy.
 // Where things live: K, V in shared memory for the whole block; Q, dO in FS_STAGES shared stages;
 // dK, dV, S^T, dP^T in registers; P^T, dS^T there, too, or in shared memory where they cross warps.
 #include "common.cuh"
@@ -18,8 +21,6 @@ constexpr int PARTS = FS_PARTS;  // warps that share 16 KT keys
 constexpr int KT = BLOCK_K * PARTS / (16 * WARPS);  // 16-key blocks a warp
 constexpr int CHUNK = FS_CHUNK;  // queries whose scores are in registers at a time
 constexpr int DP = D / PARTS, DVP = DV / PARTS, QUERIES = BLOCK_Q / PARTS;  // a warp's part of each
-// dQ is made one visit late, so that a visit needs one barrier, unless it needs a second anyway.
-constexpr bool CROSS = PARTS > 1, LATE = FS_FUSED && !CROSS;
 static_assert(KT * 16 * WARPS == BLOCK_K * PARTS && QUERIES % CHUNK == 0 && CHUNK % 16 == 0 &&
               DP % 16 == 0 && DVP % 16 == 0, "see launch.dkdv_kernel");
 
@@ -29,9 +30,10 @@ struct OnChip {
     Tile<BLOCK_Q, D> Q[STAGES];    // one visit
     Tile<BLOCK_Q, DV> dO[STAGES];  // one visit
 #if FS_PARTS > 1
-    Tile<BLOCK_K, BLOCK_Q> P, dS[1];  // P^T, dS^T: written up to B2 of a visit, then read
-#elif FS_FUSED
-    Tile<BLOCK_K, BLOCK_Q> dS[2];  // dS^T: written in one visit, read in the next
+    Tile<BLOCK_K, BLOCK_Q> P;  // P^T: written up to B2 of a visit, then read
+#endif
+#if FS_PARTS > 1 || FS_FUSED
+    Tile<BLOCK_K, BLOCK_Q> dS[1 + FS_FUSED];  // dS^T: the same; for dQ read in the next visit
 #endif
     float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q];  // one visit
 };
@@ -122,10 +124,12 @@ flash_dkdv(const __grid_constant__ Args a) {
         u32* slots = a.visit_counts + (i64(first_walk + member) * a.n_visits + walk.first + n) * 8;
         const char* q = a.q.at(batch, head, rows.start);
         const char* dout = a.dout.at(batch, head, rows.start);
-        report(slots, load_async<KeyRow, THREADS>(t.Q[stage], q, a.q.row, count));
-        report(slots + 1, load_async<ValueRow, THREADS>(t.dO[stage], dout, a.dout.row, count));
-        report(slots + 2, load_vector_async<BLOCK_Q, THREADS>(t.lse[stage], a.lse + query, count));
-        report(slots + 3,
+        const u32 q_bytes = load_async<KeyRow, THREADS>(t.Q[stage], q, a.q.row, count);
+        report(slots, q_bytes,
+               load_async<ValueRow, THREADS>(t.dO[stage], dout, a.dout.row, count));
+        const u32 lse_bytes =
+            load_vector_async<BLOCK_Q, THREADS>(t.lse[stage], a.lse + query, count);
+        report(slots + 2, lse_bytes,
                load_vector_async<BLOCK_Q, THREADS>(t.delta[stage], a.delta + query, count));
     };
 
@@ -145,14 +149,23 @@ flash_dkdv(const __grid_constant__ Args a) {
     const float to_log2 = FS_SCALED ? LOG2E : a.scale * LOG2E;
     int member = 0, n = 0;  // query head of the group, visit of its walk
 
-#if FS_FUSED && FS_PARTS == 1
-    struct { int head; i64 slot; Range rows; } last = {};  // the visit whose dQ comes next
+#if FS_FUSED
+    const bool early = !FS_HALVES || warp < WARPS / 2;  // makes dQ before its scores
+    struct { int head, n; Range rows; } last = {};  // the visit whose dQ comes next
+    auto add_last_dq = [&](int u) {
+        const u32 reduced = reduce_dq(a, t, (u - 1) % 2, last.head, last.rows);
+        report(a.visit_counts + (i64(last.head) * a.n_visits + walk.first + last.n) * 8 + 4,
+               reduced);
+    };
 #endif
 
-    for (int u = 0; u < total + LATE; ++u) {  // one step more for the last visit's dQ
+    for (int u = 0; u < total + FS_FUSED; ++u) {  // one step more for the last visit's dQ
         const Visit visit = next;
         const int stage_now = STAGES == 2 ? u % 2 : 0, head_now = first_walk + member;
         const i64 slot = i64(head_now) * a.n_visits + walk.first + n;
+#if FS_FUSED
+        const int n_now = n;
+#endif
         if (u < total) STAMP(a.visit_stamps + slot * 5, 0);
         if (STAGES == 1 && u < total) {
             __syncthreads();  // B0: all warps have read the only stage
@@ -168,12 +181,9 @@ flash_dkdv(const __grid_constant__ Args a) {
             next = walk(a, n);
             if (STAGES == 2) load_q(stage_now ^ 1, member, n, next);
         }
-#if FS_FUSED && FS_PARTS == 1
-        // -- Phase 2: dQ += dS K of the last visit ------------------------------------------------
-        if (u) {
-            const u32 reduced = reduce_dq(a, t, (u - 1) % 2, last.head, last.rows);
-            report(a.visit_counts + last.slot * 8 + 4, reduced);
-        }
+#if FS_FUSED
+        // -- Phase 2: dQ += dS K of the last visit, all warps or half of them ---------------------
+        if (u && (early || u == total)) add_last_dq(u);
         if (u == total) break;
 #endif
         const auto& tQ = t.Q[stage_now];
@@ -201,7 +211,10 @@ flash_dkdv(const __grid_constant__ Args a) {
             }
         };
 
-        const int first = CROSS ? part * QUERIES : 0;
+        const int first = part * QUERIES;
+#if FS_PARTS > 1 || FS_FUSED
+        auto& dS = t.dS[FS_FUSED ? u % 2 : 0];
+#endif
 #pragma unroll 1
         for (int q0 = first; q0 < first + QUERIES; q0 += CHUNK) {
             // -- Phase 3: S^T = K Q^T, P^T = exp(S^T - L) -----------------------------------------
@@ -290,13 +303,12 @@ flash_dkdv(const __grid_constant__ Args a) {
             for (int i = 0; i < KT; ++i) {
 #if FS_PARTS > 1
                 stage(t.P, my_keys + i * 16, q0, p[i], 1.0f, 1.0f);
-                stage(t.dS[0], my_keys + i * 16, q0, ds[i], 1.0f, 1.0f);
-#elif FS_FUSED
-                stage(t.dS[u % 2], my_keys + i * 16, q0, ds[i], 1.0f, 1.0f);
+#endif
+#if FS_PARTS > 1 || FS_FUSED
+                stage(dS, my_keys + i * 16, q0, ds[i], 1.0f, 1.0f);
 #endif
             }
-            // -- Phase 6: dV += P^T dO, dK += dS^T Q; after B2 where scores cross warps -----------
-#if FS_PARTS == 1
+            // -- Phase 6: dV += P^T dO, dK += dS^T Q, over the queries whose scores are here ------
             FragmentA fragment[KT];
 #pragma unroll
             for (int kk = 0; kk < CHUNK / 16; ++kk) {
@@ -310,38 +322,39 @@ flash_dkdv(const __grid_constant__ Args a) {
                 for (int i = 0; i < KT; ++i) fragment[i] = to_a(ds[i][2 * kk], ds[i][2 * kk + 1]);
                 add_dk(q0 + kk * 16, fragment);
             }
-#endif
         }
         STAMP(a.visit_stamps + slot * 5, 3);
-#if FS_FUSED && FS_PARTS == 1
-        last = {head_now, slot, rows};
+#if FS_FUSED
+        // -- Phase 7: dQ += dS K of the last visit, the other half --------------------------------
+        if (u && !early) add_last_dq(u);
+        last = {head_now, n_now, rows};
 #endif
 #if FS_PARTS > 1
-        __syncthreads();  // B2: P^T and dS^T are complete; a warp reads queries that others wrote
+        // -- Phase 8: dV += P^T dO, dK += dS^T Q, over the other warps' queries -------------------
+        sync_group(warp / PARTS, 32 * PARTS);  // B2: the warps that share these keys have written
+                                               // their P^T and dS^T
         const auto p_at = read_a(t.P);
-        const auto ds_at = read_a(t.dS[0]);
+        const auto ds_at = read_a(dS);
         FragmentA fragment[KT];
 #pragma unroll
-        for (int kk = 0; kk < BLOCK_Q / 16; ++kk) {
+        for (int kk = 0; kk < (BLOCK_Q - QUERIES) / 16; ++kk) {
+            const int query = (first + QUERIES + kk * 16) % BLOCK_Q;
 #pragma unroll
-            for (int i = 0; i < KT; ++i) fragment[i] = p_at(my_keys + i * 16, kk * 16);
-            add_dv(kk * 16, fragment);
+            for (int i = 0; i < KT; ++i) fragment[i] = p_at(my_keys + i * 16, query);
+            add_dv(query, fragment);
         }
 #pragma unroll
-        for (int kk = 0; kk < BLOCK_Q / 16; ++kk) {
+        for (int kk = 0; kk < (BLOCK_Q - QUERIES) / 16; ++kk) {
+            const int query = (first + QUERIES + kk * 16) % BLOCK_Q;
 #pragma unroll
-            for (int i = 0; i < KT; ++i) fragment[i] = ds_at(my_keys + i * 16, kk * 16);
-            add_dk(kk * 16, fragment);
+            for (int i = 0; i < KT; ++i) fragment[i] = ds_at(my_keys + i * 16, query);
+            add_dk(query, fragment);
         }
-#if FS_FUSED
-        // -- Phase 7: dQ += dS K ------------------------------------------------------------------
-        report(a.visit_counts + slot * 8 + 4, reduce_dq(a, t, 0, head_now, rows));
-#endif
 #endif
         STAMP(a.visit_stamps + slot * 5, 4);
     }
 
-    // -- Phase 8: dK *= scale; store dK, dV -------------------------------------------------------
+    // -- Phase 9: dK *= scale; store dK, dV -------------------------------------------------------
     cp_async_wait();  // a block without visits still has K, V under way
     __syncthreads();  // B3: all warps have read K and V; dK and dV are staged over them
 #pragma unroll

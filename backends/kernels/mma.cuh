@@ -127,6 +127,11 @@ __device__ inline u32 store_tile(const T& tile, char* to, i64 stride, int rows) 
 #include "mma_half.cuh"
 #endif
 
+// The `threads` threads of a group of warps wait for each other: hardware barrier 1 + group of 16.
+__device__ inline void sync_group(int group, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "r"(threads) : "memory");
+}
+
 __device__ inline float quad_max(float x) {  // the four lanes of a quad share a row
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
     return fmaxf(x, __shfl_xor_sync(~0u, x, 2));

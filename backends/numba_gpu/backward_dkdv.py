@@ -4,7 +4,9 @@ A block owns column tile j of one key head and visits, for every query head of t
 tiles that the schedule lists. It works on transposed scores, S^T = K Q^T, so that P^T and dS^T
 leave the products in exactly the registers in which dV += P^T dO and dK += dS^T Q want them. The
 fused form adds dQ += dS K as well, reduced into a float32 accumulator in HBM (its order, and so its
-last bit, varies); without it `backward_dq` makes dQ.
+last bit, varies); without it `backward_dq` makes dQ. It is made one visit late; with `halves` half
+of the warps make it before their scores and half after them: while one warp of a scheduler has
+exponentials to make, another one keeps the tensor cores busy.
 Where things live: K, V in shared memory for the whole block; Q, dO, L and delta in one or two
 shared stages; dK, dV, S^T, P^T, dP^T in registers; dS in shared memory, only to cross warps for dQ.
 """
@@ -102,6 +104,7 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
     stage_ds = output.stage(bf16, blocks, chunk, tile_ds)
     # dQ: the block's warps stand as warps_q x warps_d over its (block_q, d) tile
     warps_q, warps_d = c.warps_q, c.warps // c.warps_q
+    halves, half = bool(c.halves), c.warps // 2
     dq_blocks, dq_cols = block_q // (16 * warps_q), -(-(d // 16) // warps_d) * 16
     new_dq = tiles.zeros(dq_blocks * dq_cols // 2)
     left_ds = Operand(tile_ds, swapped=True, extra=True)
@@ -126,6 +129,16 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
         report(slot + 8, load_vector(to + lse_at, a.lse + line * 4, rows))
         report(slot + 12, load_vector(to + delta_at, a.delta + line * 4, rows))
 
+    @device
+    def add_dq(a, shared, warp, step, walk, start, rows, slot):
+        """The part of this warp in dQ += dS K of the visit before step `step`."""
+        row, col = warp % warps_q * (16 * dq_blocks), warp // warps_q * dq_cols
+        ds_base = pieces_ds(shared + ds_at) + (1 - (step & 1)) * ds_bytes
+        dq = multiply_dsk(new_dq(), ds_base, row, columns_k(shared), col)
+        to = a.dq_acc + (int64(walk) * a.n_q + start) * (head_dim * 4)
+        reduced = reduce_dq(to, dq, row, col, rows)
+        report(a.visit_counts + slot * (SLOTS * 4) + 16, reduced)
+
     def flash_dkdv(a):
         # -- Phase 0: what this block owns ------------------------------------------------------
         walk, outer = take_work(a)
@@ -137,6 +150,7 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
         first, count = steps[0], steps[1]
         warp = int32(cuda.threadIdx.x) // 32
         my_keys, part = warp // parts * (16 * blocks), warp % parts
+        early = not halves or warp < half  # makes dQ before its scores
         shared = shared_base()
         tile_count = a.tile_counts + (int64(walk) * a.tiles + outer) * (SLOTS * 4)
         tile_stamp = a.tile_stamps + (int64(walk) * a.tiles + outer) * (TILE_STAMPS * 8)
@@ -161,7 +175,6 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
         v_pieces = pieces_v(shared + v_at) + my_keys * (dv * 2)
         q_pieces, q_columns = pieces_q(shared + q_at), columns_q(shared + q_at)
         do_pieces, do_columns = pieces_do(shared + do_at), columns_do(shared + do_at)
-        ds_pieces, k_columns = pieces_ds(shared + ds_at), columns_k(shared)
         dk, dv_sum = new_dk(), new_dv()
         to_log2 = float32(LOG2E) if scaled else a.scale * float32(LOG2E)
         member, n = int32(0), int32(0)  # query head of the group, visit of its walk
@@ -196,14 +209,9 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
                     at = a.visit_counts + next_slot * (SLOTS * 4)
                     load_visit(a, shared, 1 - now, next_walk, head, batch, start, stop, at)
 
-            # -- Phase 2: dQ += dS K of the last visit; one late, so that B1 is the only barrier
-            if fused and u > 0:
-                row, col = warp % warps_q * (16 * dq_blocks), warp // warps_q * dq_cols
-                ds_base = ds_pieces + (1 - (u & 1)) * ds_bytes
-                dq = multiply_dsk(new_dq(), ds_base, row, k_columns, col)
-                to = a.dq_acc + (int64(last_walk) * a.n_q + last_start) * (head_dim * 4)
-                reduced = reduce_dq(to, dq, row, col, last_rows)
-                report(a.visit_counts + last_slot * (SLOTS * 4) + 16, reduced)
+            # -- Phase 2: dQ += dS K of the last visit, all warps or half of them
+            if fused and u > 0 and (early or u == total):
+                add_dq(a, shared, warp, u, last_walk, last_start, last_rows, last_slot)
             if u == total:
                 break
 
@@ -229,12 +237,15 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
                 dv_sum = multiply_pdo(dv_sum, p, do_columns + do_shift, part * dv_part)
                 # -- Phase 6: dK += dS^T Q ------------------------------------------------------
                 dk = multiply_dsq(dk, ds, q_columns + q_shift, part * d_part)
+            stamp(visit_stamp, 3)
+            # -- Phase 7: dQ += dS K of the last visit, the other half
+            if fused and u > 0 and not early:
+                add_dq(a, shared, warp, u, last_walk, last_start, last_rows, last_slot)
             last_walk, last_slot = walk_now, slot
             last_start, last_rows = start_now, stop_now - start_now
-            stamp(visit_stamp, 3)
             stamp(visit_stamp, 4)
 
-        # -- Phase 7: dK *= scale; store dK, dV -------------------------------------------------
+        # -- Phase 8: dK *= scale; store dK, dV -------------------------------------------------
         copies_wait()  # a block without visits still has K, V under way
         cuda.syncthreads()  # B2: all warps have read K and V; dK and dV are staged over them
         stage_dk(shared, my_keys, part * d_part, scale_dk(dk, a.scale))
