@@ -13,14 +13,14 @@ import pytest
 
 import flashsim
 from flashsim import Problem, Tiling
-from flashsim.backends import launch, portable
+from flashsim.backends import launch
 from flashsim.backends.launch import Gpu
 from flashsim.engine import Job
 from flashsim.errors import BackendUnavailable, OptionError, TilingError, UnsupportedError
 from flashsim.problem import BlockMask
 
 try:
-    from flashsim.backends.numba_gpu import teaching_run
+    from flashsim.backends.numba_gpu import teaching_run, tensor
     from flashsim.backends.numba_gpu import engine as numba_engine  # isort: skip
 except BackendUnavailable as error:
     pytest.skip(str(error), allow_module_level=True)
@@ -52,9 +52,9 @@ PROBLEMS = {
 
 def kernels(problem, gpu, report=""):
     """Every kernel of the forward and of both backwards, once."""
-    passes = [*portable.forward_passes(problem, None, gpu, "ascending", report)]
+    passes = [*tensor.forward_passes(problem, None, gpu, "ascending", report)]
     for algorithm in ("flash2", "flash2-fused"):
-        passes += portable.backward_passes(problem, None, gpu, "ascending", report, algorithm)
+        passes += tensor.backward_passes(problem, None, gpu, "ascending", report, algorithm)
     return {one.kernel for one in passes}
 
 
@@ -110,7 +110,7 @@ def test_other_head_dims_assemble_in_registers(name, arch):
 )
 def test_kernels_that_report_assemble_in_registers(stage, report):
     given = PROBLEMS["bf16 128 causal"], None, GPUS["sm_90a"], "ascending", report
-    made = portable.forward_passes(*given) + portable.backward_passes(*given, "flash2-fused")
+    made = tensor.forward_passes(*given) + tensor.backward_passes(*given, "flash2-fused")
     (kernel,) = (one.kernel for one in made if one.stage.name == stage)
     check(kernel, "sm_90a", REPORT_SPILL_BYTES)
 
@@ -243,7 +243,7 @@ def test_reports_are_compiled_in_only_where_asked_for():
     gpu = GPUS["sm_80"]
     problem = PROBLEMS["bf16 128 causal"]
     for report, counted, stamped in (("", 0, 0), ("counts", 1, 0), ("timeline", 1, 1)):
-        (one,) = portable.forward_passes(problem, None, gpu, "ascending", report)
+        (one,) = tensor.forward_passes(problem, None, gpu, "ascending", report)
         text = compiler.ptx(one.kernel, gpu.compute_capability)
         assert ("red.global.add.u32" in text) == counted
         assert ("%clock64" in text) == stamped
@@ -253,7 +253,7 @@ def test_compiled_kernels_are_kept_on_disk(tmp_path, monkeypatch, capsys):
     from flashsim.backends.numba_gpu import compiler
 
     monkeypatch.setenv("FLASHSIM_CACHE_DIR", str(tmp_path))
-    one = portable.backward_passes(
+    one = tensor.backward_passes(
         PROBLEMS["fp16 odd"], None, GPUS["sm_80"], "ascending", "", "flash2-fused"
     )[-1]
     assert one.kernel.name == "flash_convert"
