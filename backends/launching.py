@@ -104,12 +104,13 @@ class Launch:
         )
         self._at = ctypes.addressof(self._parameters)
         self._lock = Lock()  # the buffer is one, threads may be several
+        self._needs_counter = bool(boxes) and one.grid[0] < one.walks * one.tables.tiles
         # Tensor maps by address and strides: allocators give the same ones again and again.
         p, d = (
             one.tables.schedule.problem,
             launch.row_elements(one.tables.schedule.problem.head_dim),
         )
-        self._map_of = lru_cache(maxsize=64)(partial(_encoded, p))
+        self._maps_of = lru_cache(maxsize=64)(partial(_encoded, p, boxes))
         self._dq_acc = (p.heads * p.n_q * d, p.n_q * d, d)  # its strides
 
     def _pack_constants(self) -> None:
@@ -127,16 +128,16 @@ class Launch:
     def __call__(self, call: Call, report: dict[str, cupy.ndarray]) -> None:
         """Launch on the call's stream; CuPy's current device must be the call's."""
         boxes = self._kernel.boxes
-        maps = [self._map_of(box, _place(box, call, self._dq_acc)) for box in boxes]
-        counter = call.space.empty((1,)) if boxes else None
+        maps = self._maps_of(*(_place(box, call, self._dq_acc) for box in boxes)) if boxes else ()
+        counter = call.space.empty((1,)) if self._needs_counter else None
         with self._lock:
             _HEAD.pack_into(self._args, 0, *call.head)
             if report:
                 addresses = (report[n].data.ptr if n in report else 0 for n in launch.REPORTS)
                 _REPORTS.pack_into(self._args, _REPORTS_AT, *addresses)
+            for number, made in enumerate(maps):
+                self._parameters[number] = made.address
             if counter is not None:
-                for number, made in enumerate(maps):
-                    self._parameters[number] = made.address
                 self._counter.value = pointer = call.space.pointer(counter)
                 cupy.cuda.runtime.memsetAsync(pointer, 0, 4, call.stream)
             cupy.cuda.driver.launchKernel(*self._launch, call.stream, self._at, 0)
@@ -156,9 +157,13 @@ class _Map:
         self.data, self.address = data, data.ctypes.data
 
 
-def _encoded(problem: Problem, box: launch.Box, place: tuple[int, ...]) -> _Map:
-    pointer, *strides = place
-    return _Map(tensor_maps.encode(problem, box, pointer, tuple(strides)))
+def _encoded(
+    problem: Problem, boxes: Sequence[launch.Box], *places: tuple[int, ...]
+) -> tuple[_Map, ...]:
+    return tuple(
+        _Map(tensor_maps.encode(problem, box, pointer, tuple(strides)))
+        for box, (pointer, *strides) in zip(boxes, places, strict=True)
+    )
 
 
 class Plan:

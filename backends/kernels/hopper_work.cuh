@@ -47,8 +47,11 @@ __device__ inline Item make_item(const Args& a, int w, bool by_row) {
 }
 
 // Items in order from a counter: the first one by block number, so that the counter starts at 0.
+// Where no block gets a second one there is none.
 __device__ inline int first_work() { return blockIdx.x; }
-__device__ inline int next_work(u32* counter) { return gridDim.x + atomicAdd(counter, 1); }
+__device__ inline int next_work(u32* counter) {
+    return counter ? gridDim.x + atomicAdd(counter, 1) : 0x7fffffff;
+}
 
 // The slots through which items travel. Two, so that the producer runs one item ahead.
 struct Items {

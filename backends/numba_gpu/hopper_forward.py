@@ -307,7 +307,9 @@ def hopper_forward_kernel(kernel: Kernel) -> Any:
             stamp_block(tile_stamp, True)
             done = int32(done + count)
             item = int32(item + 1)
-            number = int32(cuda.gridDim.x + fetch_add(counter, 1))
+            number = int32(0x7FFFFFFF)
+            if counter != 0:  # else no block gets a second item
+                number = int32(cuda.gridDim.x + fetch_add(counter, 1))
 
     @device
     def consume(a, shared, group):
