@@ -6,7 +6,9 @@
 Implementations: flashsim's GPU backends, and torch's FlashAttention-2, cuDNN, memory-efficient and
 math kernels through `scaled_dot_product_attention`. Times are medians of interleaved repetitions
 between CUDA events, after warm-up; each repetition makes several calls back to back behind a
-spinning kernel, so that the host runs ahead and the GPU's time alone is measured. FLOPs are the
+spinning kernel, so that the host runs ahead and the GPU's time alone is measured, and behind a call
+that is not timed. Their order is another one in each repetition: what runs hot or leaves the clocks
+low comes before everyone alike. FLOPs are the
 papers': 4 B H N^2 d forward (half for causal), 2.5 times that backward. Peaks are memory in use
 beyond the inputs, MiB; saved activations what the forward pass keeps for the backward beside the
 output. Every configuration runs, whatever fails; what remains of a shape after a failure that
@@ -20,6 +22,7 @@ from __future__ import annotations
 import argparse
 import csv
 import multiprocessing
+import random
 import statistics
 import sys
 import tempfile
@@ -147,12 +150,14 @@ class Contender:
         self.times.clear()
 
     def time(self, lab: Lab, *, flush: bool) -> None:
-        """One repetition: the mean of a few calls, or one behind a flushed cache."""
+        """One repetition: the mean of a few calls behind another, or one behind a flushed cache."""
         assert self.work is not None
         calls = 1 if flush else 3
         if flush:
             lab.flush()
         lab.spin()
+        if not flush:
+            self.work()  # the chip as this kernel leaves it, not the last one
         start = lab.event()
         for _ in range(calls):
             self.work()
@@ -187,8 +192,10 @@ def measure(
             if isinstance(c.one, Torch):
                 c.row["status"] = "unsupported"
 
-    def each(direction: str, step: Callable[[Contender], None], first: int = 0) -> None:
-        for c in everyone[first:] + everyone[:first]:
+    def each(
+        direction: str, step: Callable[[Contender], None], order: Sequence[Contender] = everyone
+    ) -> None:
+        for c in order:
             at_work.write_text(c.row["implementation"])
             c.attempt(direction, partial(step, c))
 
@@ -199,8 +206,10 @@ def measure(
     try:
         for direction, factor in DIRECTIONS.items():
             each(direction, partial(prepare, direction))
-            for turn in range(1 + repetitions):  # nobody always follows the same one, hot or not
-                each(direction, lambda c: c.time(lab, flush=flush), turn % len(everyone))
+            shuffled = random.Random(0)
+            for _ in range(1 + repetitions):
+                order = shuffled.sample(everyone, len(everyone))
+                each(direction, lambda c: c.time(lab, flush=flush), order)
             for c in everyone:
                 if c.row["status"] == "ok":
                     c.report(direction, factor * s.flops)

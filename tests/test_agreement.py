@@ -231,11 +231,11 @@ def test_docs_print_the_errors_of_predicted_times(benchmark):
 
 
 def test_shapes_kept_out_of_the_fit_are_predicted(benchmark):
-    """As docs/truth.md claims: held-out passes within 15.3 %, 5 % rms; fitted ones 2 %."""
+    """As docs/truth.md claims: held-out passes within 15 %, 5 % rms; fitted ones 2 %."""
     errors = benchmark.pass_errors(benchmark.measured())
     held = [x for (_, _, group), known in errors.items() if group != "fitted" for x in known]
     assert len(held) == 6 * 12
-    assert max(map(abs, held)) < 0.154
+    assert max(map(abs, held)) < 0.15
     assert benchmark.rms(held) < 0.05
     fitted = [x for (_, _, group), known in errors.items() if group == "fitted" for x in known]
     assert max(map(abs, fitted)) < 0.02

@@ -3,7 +3,9 @@
 import csv
 import importlib
 import sys
+from collections import Counter
 from functools import partial
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -115,6 +117,26 @@ def rows_of(worker, bench, monkeypatch, implementations, repetitions=4):
     monkeypatch.setattr(bench, "IMPLEMENTATIONS", implementations)
     shape = bench.paper(64, True, 1024)
     return worker.measure(shape, "float32", list(implementations), repetitions, False)
+
+
+def test_nobody_always_follows_the_same_one(bench, worker, monkeypatch):
+    ran = []
+
+    class Noted(Fake):
+        def backward(self, x, result):
+            ran.append(self.at)
+            return result
+
+    five = {str(n): Noted(at=n) for n in range(5)}
+    rows_of(worker, bench, monkeypatch, five, repetitions=30)
+    # A warm-up and memory call each; then, 31 times, everyone's four calls, the first not timed.
+    repetitions = [(at, len(list(calls))) for at, calls in groupby(ran[10:])]
+    assert {count % 4 for _, count in repetitions} == {0}
+    assert Counter(ran[10:]) == {n: 4 * 31 for n in range(5)}
+    followed = Counter(pairwise(at for at, _ in repetitions))
+    for n in range(5):
+        before = [followed[m, n] for m in range(5) if m != n]
+        assert max(before) < sum(before) / 2
 
 
 def test_every_implementation_gets_a_row_whatever_fails(bench, worker, monkeypatch):

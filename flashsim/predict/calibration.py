@@ -28,16 +28,16 @@ class Constants(NamedTuple):
 #: By kernel family and stage.
 CALIBRATED = {
     "hopper": {
-        "forward": Constants(0.547, 0.603, 2.48e-6),
-        "dkdv": Constants(1.103, 0.184, 2.70e-6),
-        "dq": Constants(1.000, 0.331, 2.45e-6),
-        "fused": Constants(0.997, 0.506, 5.59e-6),
+        "forward": Constants(0.563, 0.606, 2.41e-6),
+        "dkdv": Constants(1.100, 0.200, 2.55e-6),
+        "dq": Constants(1.078, 0.287, 2.23e-6),
+        "fused": Constants(0.938, 0.650, 3.80e-6),
     },
     "portable": {
-        "forward": Constants(1.981, 0.303, 4.33e-6),
-        "dkdv": Constants(0.713, 1.216, 0.19e-6),
-        "dq": Constants(1.731, 0.000, 2.52e-6),
-        "fused": Constants(0.178, 2.156, 10.98e-6),
+        "forward": Constants(1.909, 0.397, 0.33e-6),
+        "dkdv": Constants(0.612, 1.262, 1.44e-6),
+        "dq": Constants(1.700, 0.000, 3.66e-6),
+        "fused": Constants(0.000, 2.225, 10.47e-6),
     },
 }
 
