@@ -1,7 +1,8 @@
 // The CUDA C++ that the portable kernels use, on a CPU: emulator.py puts this before a kernel.
 //
-// Blocks run one after the other. A block's threads are coroutines, run in turn until each has come
-// to its next barrier or exchange within a warp; a turn in which nobody gets further is a deadlock.
+// Blocks run one after the other. A block's threads are coroutines: one warp runs as far as barriers
+// let it, then the next, in odd blocks from the last warp to the first; so a barrier that is missing
+// shows, whichever warp it held back. A round in which nobody gets further is a deadlock.
 // Shared memory starts as NaN, and what cp.async copies arrives no sooner than the thread waits for
 // it. PTX instructions are functions, named after their opcode.
 #include <cmath>
@@ -34,7 +35,7 @@ struct Thread {
     jmp_buf place;
     char* stack;
     std::vector<Copy> copies;  // that cp.async started
-    bool done = false;
+    bool begun = false, done = false;
 };
 struct Meeting {  // of a warp's or a block's threads
     int size, here = 0;
@@ -77,27 +78,35 @@ void start(Thread& t) {  // returns to run_block as soon as the thread first wai
     setcontext(&context);
 }
 
-bool run_block(unsigned count) {  // false: threads wait for each other in vain
+void resume(unsigned t) {  // returns when the thread waits
+    threadIdx = {t, 0, 0};
+    if (_setjmp(scheduler)) return;
+    if (threads[t].begun) _longjmp(threads[t].place, 1);
+    threads[t].begun = true;
+    start(threads[t]);
+}
+
+bool run_block(unsigned count, bool backwards) {  // false: threads wait for each other in vain
     memset(shared, 0xff, sizeof shared);
     block = {int(count)};
     for (Meeting& g : groups) g = {0};
     for (Meeting& w : warps) w = {32};
-    for (Thread& t : threads) t.done = false, t.copies.clear();
-    for (long before = -1, turn = 0;; ++turn) {
-        unsigned left = 0;
-        if (before == progress) return false;
-        before = progress - (turn == 0);  // the first turn takes each thread to its first meeting
-        for (volatile unsigned t = 0; t < count; t = t + 1) {
-            if (threads[t].done) continue;
-            threadIdx = {t, 0, 0};
-            if (!_setjmp(scheduler)) {
-                if (turn == 0) start(threads[t]);
-                else _longjmp(threads[t].place, 1);
+    for (Thread& t : threads) t.begun = t.done = false, t.copies.clear();
+    for (unsigned left = count; left;) {
+        const long before = progress;
+        for (unsigned n = 0; n < warps.size(); ++n) {
+            const unsigned first = 32 * (backwards ? warps.size() - 1 - n : n);
+            for (long here = -1; here != progress;) {
+                here = progress;
+                for (unsigned t = first; t < first + 32; ++t)
+                    if (!threads[t].done) resume(t);
             }
-            left += !threads[t].done;
         }
-        if (!left) return true;
+        if (progress == before) return false;
+        left = 0;
+        for (const Thread& t : threads) left += !t.done;
     }
+    return true;
 }
 
 extern "C" bool run(const void* args, unsigned x, unsigned y, unsigned count) {
@@ -108,7 +117,7 @@ extern "C" bool run(const void* args, unsigned x, unsigned y, unsigned count) {
     bool ended = true;
     for (unsigned n = 0; ended && n < x * y; ++n) {
         blockIdx = {n % x, n / x, 0};
-        ended = run_block(count);
+        ended = run_block(count, n % 2);
     }
     for (Thread& t : threads) delete[] t.stack;
     delete[] slots;
