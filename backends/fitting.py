@@ -87,7 +87,7 @@ def _preferred(
     if problem.dtype == "float32" and not variant.tf32:
         return ((64, 64), (32, 32), (16, 16))
     if direction == "backward":
-        wide = ((48, 128) if d <= 96 else (32, 128),) if variant.tf32 and fused else ()
+        wide = ((48, 128) if d <= 96 else (32, 128),) if variant.tf32 and fused and d > 80 else ()
         return ((64, 128), *wide, (64, 64), (32, 64), (32, 32), (16, 32), (16, 16))
     if d <= 64:
         return ((128, 96), (128, 64), (64, 64), (32, 32), (16, 16))

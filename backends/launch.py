@@ -208,9 +208,9 @@ def dkdv_kernel(
     trades = splits and not variant.python  # P and dS cross warps
     crossing = trades + (trades or fused) + fused  # of P and dS; dQ is made a visit late
     # Warps make dQ in two halves, before and after their scores, where that was faster on an H200:
-    # elsewhere a second copy of the code costs more registers than there are.
+    # elsewhere a second copy of the code costs more registers than there are, or was not tried.
     widest = max(d, dv)
-    halves = 64 < widest <= 128 if variant.python else widest >= 64 and not variant.tf32
+    halves = widest in (96, 128) if variant.python else trades or widest == 64
     for stages in (2, 1):
         shared = problem.itemsize * ((bk + stages * bq) * (d + dv) + crossing * bq * bk)
         shared += 8 * stages * bq
@@ -223,7 +223,7 @@ def dkdv_kernel(
         stages=stages,
         warps_q=warps_q,
         fused=int(fused),
-        halves=int(fused and halves),
+        halves=int(fused and halves and not variant.tf32),
     )
 
 

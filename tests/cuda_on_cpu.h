@@ -37,14 +37,14 @@ struct Thread {
     std::vector<Copy> copies;  // that cp.async started
     bool begun = false, done = false;
 };
-struct Meeting {  // of a warp's or a block's threads
+struct Meeting {  // of a warp's, a group's or a block's threads
     int size, here = 0;
     long held = 0;
 };
 constexpr size_t STACK = 1 << 17;
 std::vector<Thread> threads;
 std::vector<Meeting> warps;
-Meeting block, groups[16];  // groups: the block's numbered barriers
+Meeting block, groups[16];  // groups: the block's numbered barriers, of which 0 is `block`
 jmp_buf scheduler;
 long progress;  // meetings held, threads ended
 unsigned (*slots)[8];  // what each thread shows its warp
@@ -171,8 +171,9 @@ inline u32 __cvta_generic_to_shared(const void* p) {
 }
 
 inline void ptx_bar_sync(u32 number, int count) {
-    groups[number].size = count;
-    meet(groups[number]);
+    Meeting& m = number ? groups[number] : block;
+    m.size = count;
+    meet(m);
 }
 inline void ptx_cp_async_cg_shared_global(u32 to, const void* from, int bytes = 16) {
     threads[threadIdx.x].copies.push_back({shared + to, static_cast<const char*>(from), 16, bytes});

@@ -150,7 +150,7 @@ flash_dkdv(const __grid_constant__ Args a) {
     int member = 0, n = 0;  // query head of the group, visit of its walk
 
 #if FS_FUSED
-    const bool early = !FS_HALVES || warp < WARPS / 2;  // makes dQ before its scores
+    const bool early = !FS_HALVES || warp < (WARPS + 1) / 2;  // makes dQ before its scores
     struct { int head, n; Range rows; } last = {};  // the visit whose dQ comes next
     auto add_last_dq = [&](int u) {
         const u32 reduced = reduce_dq(a, t, (u - 1) % 2, last.head, last.rows);
@@ -173,7 +173,7 @@ flash_dkdv(const __grid_constant__ Args a) {
         }
         cp_async_wait();
         __syncthreads();  // B1: this visit's Q, dO (at first K, V too) are complete, and where
-                          // it is read late, the last visit's dS; all warps have read what this
+                          // there is a dQ, the last visit's dS; all warps have read what this
                           // visit's copies, P and dS overwrite
         if (u < total) STAMP(a.visit_stamps + slot * 5, 1);
         if (++n == walk.count) n = 0, ++member;

@@ -104,7 +104,7 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
     stage_ds = output.stage(bf16, blocks, chunk, tile_ds)
     # dQ: the block's warps stand as warps_q x warps_d over its (block_q, d) tile
     warps_q, warps_d = c.warps_q, c.warps // c.warps_q
-    halves, half = bool(c.halves), c.warps // 2
+    halves, half = bool(c.halves), (c.warps + 1) // 2
     dq_blocks, dq_cols = block_q // (16 * warps_q), -(-(d // 16) // warps_d) * 16
     new_dq = tiles.zeros(dq_blocks * dq_cols // 2)
     left_ds = Operand(tile_ds, swapped=True, extra=True)

@@ -137,7 +137,7 @@ def hopper_forward_kernel(kernel: Kernel) -> Any:
     """The kernel, as a Python function, for compile-time constants.
 
     Its arguments are tensor maps of q, k and v, a `launch.ARGS`, and the address of a work counter
-    that starts at 0.
+    that starts at 0; or 0, if no block gets more than one item.
     """
     c = constants(kernel)
     w = walk_functions(c, every=128)  # a thread of each warpgroup
