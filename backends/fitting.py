@@ -87,8 +87,10 @@ def _preferred(
     if problem.dtype == "float32" and not variant.tf32:
         return ((64, 64), (32, 32), (16, 16))
     if direction == "backward":
-        wide = ((48, 128) if d <= 96 else (32, 128),) if variant.tf32 and fused and d > 80 else ()
-        return ((64, 128), *wide, (64, 64), (32, 64), (32, 32), (16, 32), (16, 16))
+        smaller = ((64, 64), (32, 64), (32, 32), (16, 32), (16, 16))
+        if variant.tf32 and fused and d > 80:
+            return ((64, 128), (48, 128) if d <= 96 else (32, 128), *smaller)
+        return ((64, 128), *smaller)
     if d <= 64:
         return ((128, 96), (128, 64), (64, 64), (32, 32), (16, 16))
     return ((128, 64), (128, 32), (64, 32), (32, 32), (16, 16))

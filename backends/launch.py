@@ -209,8 +209,10 @@ def dkdv_kernel(
     crossing = trades + (trades or fused) + fused  # of P and dS; dQ is made a visit late
     # Warps make dQ in two halves, before and after their scores, where that was faster on an H200:
     # elsewhere a second copy of the code costs more registers than there are, or was not tried.
-    widest = max(d, dv)
-    halves = widest in (96, 128) if variant.python else trades or widest == 64
+    if variant.python:
+        halves = fused and max(d, dv) in (96, 128)
+    else:
+        halves = fused and not variant.tf32 and (trades or max(d, dv) == 64)
     for stages in (2, 1):
         shared = problem.itemsize * ((bk + stages * bq) * (d + dv) + crossing * bq * bk)
         shared += 8 * stages * bq
@@ -223,7 +225,7 @@ def dkdv_kernel(
         stages=stages,
         warps_q=warps_q,
         fused=int(fused),
-        halves=int(fused and halves and not variant.tf32),
+        halves=int(halves),
     )
 
 

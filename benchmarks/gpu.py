@@ -1,20 +1,20 @@
 """Forward and backward attention on a GPU, every implementation there is: a table and a CSV.
 
-    python benchmarks/gpu.py [--shapes papers|smoke|float32] [--dtype bfloat16] [--csv out.csv]
-                             [--only NAME,NAME] [--flush-l2]
+    python benchmarks/gpu.py [--shapes papers|widths|smoke|float32] [--dtype bfloat16]
+                             [--csv out.csv] [--only NAME,NAME] [--flush-l2]
 
 Implementations: flashsim's GPU backends, and torch's FlashAttention-2, cuDNN, memory-efficient and
 math kernels through `scaled_dot_product_attention`. Times are medians of interleaved repetitions
 between CUDA events, after warm-up; each repetition makes several calls back to back behind a
 spinning kernel, so that the host runs ahead and the GPU's time alone is measured, and behind a call
 that is not timed. Their order is another one in each repetition: what runs hot or leaves the clocks
-low comes before everyone alike. FLOPs are the
-papers': 4 B H N^2 d forward (half for causal), 2.5 times that backward. Peaks are memory in use
-beyond the inputs, MiB; saved activations what the forward pass keeps for the backward beside the
-output. Every configuration runs, whatever fails; what remains of a shape after a failure that
-may have spoilt the process is measured in another. `status` says ok; OOM, unsupported or error,
-where nothing was timed; or which of these befell the backward pass of a forward that was. Without a
-torch that sees the GPU, flashsim's kernels run on CuPy arrays (float16 and float32).
+low comes before everyone alike. FLOPs are the papers': 4 B H N^2 d forward (half for causal), 2.5
+times that backward. Peaks are memory in use beyond the inputs, MiB; saved activations what the
+forward pass keeps for the backward beside the output. Every configuration runs, whatever fails;
+what remains of a shape after a failure that may have spoilt the process is measured in another.
+`status` says ok; OOM, unsupported or error, where nothing was timed; or which of these befell the
+backward pass of a forward that was. Without a torch that sees the GPU, flashsim's kernels run on
+CuPy arrays (float16 and float32).
 """
 
 from __future__ import annotations
@@ -81,6 +81,9 @@ SHAPES = {
         for d in (128, 64)
         for causal in (False, True)
         for n in (1024, 4096, 16384)
+    ],
+    "widths": [
+        paper(d, causal, 4096) for d in (32, 80, 96, 160, 192, 256) for causal in (False, True)
     ],
     "smoke": [paper(64, True, 1024), paper(128, False, 1024)],
     "float32": [Shape(64, False, n, batch=8, heads=1) for n in (1024, 4096, 8192)],

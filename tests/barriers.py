@@ -6,7 +6,9 @@ Sources are changed, nothing in the kernels themselves is for tests.
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import replace
+from importlib import resources
 
 from flashsim.backends import compiler, portable
 
@@ -29,6 +31,17 @@ __device__ inline void jitter(u32 site) {
 def barriers(file: str) -> list[str]:
     """The barriers of a kernel: "B0", "B1", ..."""
     return BARRIER.findall(compiler.source(file))
+
+
+def untried(cases: Iterable[tuple]) -> set[tuple[str, str]]:
+    """Portable kernels' barriers that no case names, which is (kernel, ..., "B0 B1 ..."), and names
+    of barriers that are not there, with their kernels.
+    """
+    folder = resources.files("flashsim.backends") / "kernels"
+    files = [f.name for f in folder.iterdir() if f.name.endswith(".cu")]
+    there = {(f, b) for f in files if not f.startswith("hopper_") for b in barriers(f)}
+    assert len({file for file, _ in there}) >= 6
+    return there ^ {(case[0], b) for case in cases for b in case[-1].split()}
 
 
 def jittered(file: str, without: str = "") -> str:

@@ -117,11 +117,13 @@ flash_dkdv(const __grid_constant__ Args a) {
     u64* tile_stamp = a.tile_stamps + (i64(work.walk) * a.tiles + work.outer) * 5;
     stamp_block(tile_stamp, false);
 
+    // Where a visit reports: visit `n` of the walk of query head `head`, of all batches'.
+    auto slot_of = [&](int head, int n) { return i64(head) * a.n_visits + walk.first + n; };
     auto load_q = [&](int stage, int member, int n, Visit visit) {
         const Range rows = row_tile(a, visit.tile);
         const int count = rows.stop - rows.start, head = kv_head * a.group + member;
         const i64 query = i64(first_walk + member) * a.n_q + rows.start;
-        u32* slots = a.visit_counts + (i64(first_walk + member) * a.n_visits + walk.first + n) * 8;
+        u32* slots = a.visit_counts + slot_of(first_walk + member, n) * 8;
         const char* q = a.q.at(batch, head, rows.start);
         const char* dout = a.dout.at(batch, head, rows.start);
         const u32 q_bytes = load_async<KeyRow, THREADS>(t.Q[stage], q, a.q.row, count);
@@ -154,15 +156,14 @@ flash_dkdv(const __grid_constant__ Args a) {
     struct { int head, n; Range rows; } last = {};  // the visit whose dQ comes next
     auto add_last_dq = [&](int u) {
         const u32 reduced = reduce_dq(a, t, (u - 1) % 2, last.head, last.rows);
-        report(a.visit_counts + (i64(last.head) * a.n_visits + walk.first + last.n) * 8 + 4,
-               reduced);
+        report(a.visit_counts + slot_of(last.head, last.n) * 8 + 4, reduced);
     };
 #endif
 
     for (int u = 0; u < total + FS_FUSED; ++u) {  // one step more for the last visit's dQ
         const Visit visit = next;
         const int stage_now = STAGES == 2 ? u % 2 : 0, head_now = first_walk + member;
-        const i64 slot = i64(head_now) * a.n_visits + walk.first + n;
+        const i64 slot = slot_of(head_now, n);
 #if FS_FUSED
         const int n_now = n;
 #endif
