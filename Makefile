@@ -25,7 +25,7 @@ unit: $(VENV)/.dev
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --cov --cov-report=term --cov-fail-under=95
 
 wheel: $(VENV)/.dev
-	$(BIN)/python tests/wheel.py
+	$(BIN)/python tests/tools/wheel.py
 
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/trace.py
@@ -34,7 +34,7 @@ bench: $(VENV)/.dev
 
 # On a GPU, with CuPy and .[test] in PYTHON's environment: tests, sanitizer, seeded bugs, times.
 gpu:
-	$(PYTHON) tests/gpu_check.py $(STAGES) --out out/gpu
+	$(PYTHON) tests/tools/gpu_check.py $(STAGES) --out out/gpu
 
 # Published numbers, recomputed: paper, ours, why they differ.
 reproduce: $(VENV)/.installed

@@ -33,7 +33,8 @@ from rich.console import Console
 from rich.table import Table
 
 import flashsim
-from flashsim.engines import registers, threads
+from flashsim.engines.cpu import threads
+from flashsim.engines.cpu.micro_kernels import registers
 
 SHAPES = ((8, 1024, 64), (8, 4096, 64), (4, 4096, 128))  # heads, N, d
 TABLES = ("speed", "extras", "short", "scaling")

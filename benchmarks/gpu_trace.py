@@ -13,7 +13,7 @@ from pathlib import Path
 
 import flashsim
 from flashsim import Problem
-from flashsim.trace import Trace
+from flashsim.trace.trace import Trace
 
 
 def record(n: int, heads: int, head_dim: int, kernel: str) -> tuple[Trace, Trace]:

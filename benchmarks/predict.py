@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from flashsim.predict import Constants, predict
-from flashsim.predict.calibration import CALIBRATED
 from flashsim.report import Table
-from flashsim.verify import Case
+from flashsim.studies.predict import Constants, predict
+from flashsim.studies.predict.calibration import CALIBRATED
+from flashsim.studies.verify import Case
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs"

@@ -16,7 +16,7 @@ import cupy
 import torch
 
 import flashsim
-from flashsim.backends.launching import Call, Launch
+from flashsim.backends.cupy_gpu.calls import Call, Launch
 
 TRACES = (False, True, "timeline")
 TOKENS, WIDTH, N = 16384, 2048, 4096

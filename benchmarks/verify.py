@@ -20,10 +20,10 @@ import sys
 from pathlib import Path
 
 from flashsim import FlashSimError, Problem
-from flashsim.hardware import Device
 from flashsim.l2 import L2Model
-from flashsim.reproduce.flash1 import footprint
-from flashsim.verify import Case, Record, passes_of, record, verify
+from flashsim.problem.hardware import Device
+from flashsim.studies.reproduce.flash1_counts import footprint
+from flashsim.studies.verify import Case, Record, passes_of, record, verify
 
 TOKENS, WIDTH = 16_384, 2048
 KERNELS = ("hopper", "portable", "numba_cuda")

@@ -2,7 +2,7 @@
 
 import flashsim
 from flashsim import Device, Problem, Tiling
-from flashsim.traffic import saved
+from flashsim.counts.traffic import saved
 
 million = Problem(n_q=2**20, head_dim=128, heads=16, dtype="bfloat16", causal=True)
 

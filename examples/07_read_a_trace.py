@@ -6,7 +6,7 @@ import numpy as np
 
 import flashsim
 from flashsim import Tiling, Trace
-from flashsim.events import OPS, TENSORS
+from flashsim.schedule.names import OPS, TENSORS
 
 q, k, v = np.random.default_rng(0).standard_normal((3, 96, 16), dtype=np.float32)
 trace = flashsim.run(q, k, v, tiling=Tiling(32, 48), trace=True).trace

@@ -1,6 +1,7 @@
 """From softmax to FlashAttention in eleven rungs, each executed, counted and predicted."""
 
-from flashsim import SramOverflow, Tiling, ladder
+from flashsim import SramOverflow, Tiling
+from flashsim.studies import ladder
 
 # Every rung on the same 512 x 1024 scores: watch loads and stores of each score fall to zero.
 climb = ladder.climb(n_q=512, n_kv=1024, head_dim=64, tiling=Tiling(32, 64))

@@ -1,7 +1,16 @@
 """flashsim: watch FlashAttention move its tiles, and count every byte."""
 
-from flashsim.api import Gradients, Result, count, run
-from flashsim.compare import Comparison, compare
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from flashsim.api.compare import Comparison, compare
+from flashsim.api.counting import count
+from flashsim.api.execution import Gradients, Result, run
+from flashsim.api.samples import load_sample, load_sample_trace, random_inputs
+from flashsim.api.sweep import Sweep, sweep
+from flashsim.counts.traffic import Traffic
 from flashsim.errors import (
     BackendUnavailable,
     DTypeError,
@@ -16,15 +25,22 @@ from flashsim.errors import (
     UnknownArgumentError,
     UnsupportedError,
 )
-from flashsim.hardware import Device
-from flashsim.problem import BlockMask, Problem
-from flashsim.samples import load_sample, load_sample_trace, random_inputs
-from flashsim.schedule import Schedule
-from flashsim.sweep import Sweep, sweep
-from flashsim.tiling import Tiling
-from flashsim.trace import Trace
-from flashsim.traffic import Traffic
+from flashsim.problem.hardware import Device
+from flashsim.problem.masks import BlockMask
+from flashsim.problem.problem import Problem
+from flashsim.schedule.schedule import Schedule
+from flashsim.schedule.tiling import Tiling
+from flashsim.trace.trace import Trace
 from flashsim.version import __version__
+
+#: Rooms that are imported when first asked for, by the room in which they lie.
+_LATE = {
+    **dict.fromkeys(("oracle",), "flashsim.problem"),
+    **dict.fromkeys(
+        ("demo", "ladder", "predict", "reproduce", "roofline", "verify"), "flashsim.studies"
+    ),
+    **dict.fromkeys(("backends", "l2", "viz"), "flashsim"),
+}
 
 __all__ = [
     "BackendUnavailable",
@@ -59,3 +75,13 @@ __all__ = [
     "run",
     "sweep",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{_LATE[name]}.{name}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATE})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 
 # Before anything imports NumPy: of several test processes each takes one BLAS thread. With one a
@@ -14,18 +13,19 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import faults
 import kernel_faults
 import pytest
+from no_gpu import why_no_gpu
 
 
 def pytest_addoption(parser):
     parser.addoption(
         "--fault",
         metavar="NAME",
-        help="seed a bug of tests/faults.py into flashsim before the tests run; they should fail",
+        help="seed a bug of faults.py into flashsim before the tests run; they should fail",
     )
     parser.addoption(
         "--kernel-fault",
         metavar="NAME",
-        help="seed a bug of tests/kernel_faults.py into the CUDA kernels; GPU tests should fail",
+        help="seed a bug of kernel_faults.py into the CUDA kernels; GPU tests should fail",
     )
 
 
@@ -54,16 +54,3 @@ def pytest_collection_modifyitems(items):
     for item in items if missing else ():
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=missing))
-
-
-def why_no_gpu():
-    """Why tests marked `gpu` cannot run here; None if they can."""
-    if importlib.util.find_spec("cupy") is None:
-        return "needs CuPy and an NVIDIA GPU"
-    import cupy
-
-    try:
-        cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        return f"needs an NVIDIA GPU: {error}"
-    return None

@@ -9,26 +9,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flashsim.viz.animation import animate
+    from flashsim.viz.data.statistics import row_statistics
+    from flashsim.viz.film.animation import animate
     from flashsim.viz.palette import color
-    from flashsim.viz.player import Page, page
-    from flashsim.viz.plot_bytes import cumulative, diff, sram_timeline, traffic
-    from flashsim.viz.plot_cache import l2_curve
-    from flashsim.viz.plot_models import io_curve, memory_footprint, roofline
-    from flashsim.viz.plot_tiles import tile_map
-    from flashsim.viz.plot_timeline import gpu_timeline
-    from flashsim.viz.statistics import row_statistics
+    from flashsim.viz.player.html import Page, page
+    from flashsim.viz.plots.cache import l2_curve
+    from flashsim.viz.plots.gpu_timelines import gpu_timeline
+    from flashsim.viz.plots.models import io_curve, memory_footprint, roofline
+    from flashsim.viz.plots.tile_maps import tile_map
+    from flashsim.viz.plots.traffic_bars import cumulative, diff, sram_timeline, traffic
 
 _ROOMS = {
-    "animation": ("animate",),
-    "player": ("Page", "page"),
+    "film.animation": ("animate",),
+    "player.html": ("Page", "page"),
     "palette": ("color",),
-    "plot_bytes": ("cumulative", "diff", "sram_timeline", "traffic"),
-    "plot_cache": ("l2_curve",),
-    "plot_models": ("io_curve", "memory_footprint", "roofline"),
-    "plot_tiles": ("tile_map",),
-    "plot_timeline": ("gpu_timeline",),
-    "statistics": ("row_statistics",),
+    "plots.traffic_bars": ("cumulative", "diff", "sram_timeline", "traffic"),
+    "plots.cache": ("l2_curve",),
+    "plots.models": ("io_curve", "memory_footprint", "roofline"),
+    "plots.tile_maps": ("tile_map",),
+    "plots.gpu_timelines": ("gpu_timeline",),
+    "data.statistics": ("row_statistics",),
 }
 _HOME = {name: room for room, names in _ROOMS.items() for name in names}
 

@@ -2,7 +2,7 @@
 
 The colours come from a search in Oklab that kept the smallest distance between any two of them
 large for normal sight and for protanopia, deuteranopia and tritanopia (simulated with the matrices
-of Machado, Oliveira and Fernandes, 2009); `tests/test_viz_palette.py` measures it. Distance alone
+of Machado, Oliveira and Fernandes, 2009); `test_viz_palette.py` measures it. Distance alone
 does not carry seventeen colours to the last row, so nothing here is told by colour only: tensors
 are labelled where they stand, gradients are hatched, and line styles differ.
 """

@@ -25,13 +25,16 @@ import numba_cuda
 from numba.cuda import compile as numba_compile
 from numba.cuda import types
 
-from flashsim.backends.launch import Kernel
-from flashsim.backends.numba_gpu.backward_dkdv import flash_dkdv_kernel
-from flashsim.backends.numba_gpu.backward_dq import flash_dq_kernel
-from flashsim.backends.numba_gpu.backward_rows import flash_convert_kernel, flash_delta_kernel
+from flashsim.backends.launch.kernel import Kernel
 from flashsim.backends.numba_gpu.emit import ArgsType, MapType
-from flashsim.backends.numba_gpu.forward import flash_forward_kernel
-from flashsim.backends.numba_gpu.hopper_forward import hopper_forward_kernel
+from flashsim.backends.numba_gpu.hopper.forward import hopper_forward_kernel
+from flashsim.backends.numba_gpu.tensor.backward_dkdv import flash_dkdv_kernel
+from flashsim.backends.numba_gpu.tensor.backward_dq import flash_dq_kernel
+from flashsim.backends.numba_gpu.tensor.backward_rows import (
+    flash_convert_kernel,
+    flash_delta_kernel,
+)
+from flashsim.backends.numba_gpu.tensor.forward import flash_forward_kernel
 
 #: The first version of PTX with Hopper's instructions.
 _HOPPER_PTX = "8.0"
@@ -100,10 +103,11 @@ def _sources() -> bytes:
     """
     versions = (numba.__version__, numba_cuda.__version__, llvmlite.__version__)
     digest = hashlib.sha256(" ".join(versions).encode())
-    kernels = sorted(resources.files(__package__).iterdir(), key=lambda f: f.name)
-    for file in (*kernels, resources.files("flashsim.backends") / "launch.py"):
-        if file.name.endswith(".py"):
-            digest.update(file.read_bytes())
+    rooms = [
+        Path(str(resources.files(f"flashsim.backends.{room}"))) for room in ("numba_gpu", "launch")
+    ]
+    for file in sorted(file for room in rooms for file in room.rglob("*.py")):
+        digest.update(file.read_bytes())
     return digest.digest()
 
 

@@ -132,7 +132,7 @@ def struct_values(builder: ir.IRBuilder, value: ir.Value, count: int) -> Values:
 
 
 class MapType(types.Type):
-    """A tensor map (`flashsim.backends.tensor_maps`), the n-th parameter of a kernel, by value.
+    """A tensor map (`cupy_gpu.tensor_maps`), the n-th parameter of a kernel, by value.
 
     The copy engine wants its address, and Numba passes values; but PTX names a kernel's parameters
     KERNEL_param_0, KERNEL_param_1 ..., so that `hopper_tiles.map_address` finds it by name.

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from flashsim.backends import failures
-from flashsim.engine import Job, Outcome
+from flashsim.engines.engine import Job, Outcome
 from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError, choices
 
 OPTIONS: frozenset[str] = frozenset({"kernel"})
@@ -53,7 +53,7 @@ def _remedy() -> str:
 
 _require_numba_cuda()
 
-from flashsim.backends.numba_gpu import teaching_run  # noqa: E402  (it imports numba-cuda)
+from flashsim.backends.numba_gpu.teaching import run as teaching_run  # noqa: E402
 
 
 def forward(job: Job) -> Outcome:
@@ -78,7 +78,7 @@ def adopt(name: str, array: Any) -> Any:
 def _launcher() -> Any:
     """The engine that owns arrays, launches and traces of the families on tensor cores: CuPy's."""
     failures.require_cupy("numba_cuda")
-    from flashsim.backends import cupy_engine
+    from flashsim.backends.cupy_gpu import engine as cupy_engine
 
     return cupy_engine
 
@@ -88,7 +88,8 @@ def _family(job: Job, gpu: Any, direction: str) -> Any:
 
     A backward pass is always `tensor`'s.
     """
-    from flashsim.backends.numba_gpu import hopper, tensor
+    from flashsim.backends.numba_gpu.hopper import family as hopper
+    from flashsim.backends.numba_gpu.tensor import family as tensor
 
     asked = job.options.get("kernel", "auto")
     if direction == "forward" and asked != "auto":

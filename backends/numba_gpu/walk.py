@@ -16,7 +16,7 @@ from numba import cuda
 from numba.cuda import cgutils, types
 
 from flashsim.backends import launch
-from flashsim.backends.launch import Kernel
+from flashsim.backends.launch.kernel import Kernel
 from flashsim.backends.numba_gpu import ptx
 from flashsim.backends.numba_gpu.emit import F32, I8, I32, I64, emitted, i32
 from flashsim.backends.numba_gpu.tiles import Tile

@@ -1,7 +1,7 @@
 """The simulated algorithms, one page each, reading like their papers."""
 
 from flashsim.algorithms import flash1, flash2, standard
-from flashsim.memory import Machine
+from flashsim.algorithms.memory import Machine
 
 FORWARD = {
     "standard": standard.forward,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from flashsim.algorithms.memory import Machine
 from flashsim.algorithms.tiles import (
     accumulator_name,
     clear_dbias,
@@ -19,7 +20,6 @@ from flashsim.algorithms.tiles import (
     score_gradient,
     score_tile,
 )
-from flashsim.memory import Machine
 
 
 def forward(machine: Machine) -> None:

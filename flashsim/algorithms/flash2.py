@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from flashsim.algorithms.memory import Machine, Sram
 from flashsim.algorithms.tiles import (
     accumulator_name,
     clear_dbias,
@@ -17,7 +18,6 @@ from flashsim.algorithms.tiles import (
     score_gradient,
     score_tile,
 )
-from flashsim.memory import Machine, Sram
 
 
 def forward(machine: Machine) -> None:

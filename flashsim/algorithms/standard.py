@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from flashsim.algorithms.memory import Machine
 from flashsim.algorithms.tiles import clear_dbias, convert, finite, score_tile
-from flashsim.memory import Machine
 
 
 def forward(machine: Machine) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from flashsim.memory import Hbm, Machine, Sram, Tensor
-from flashsim.schedule import Visit
+from flashsim.algorithms.memory import Hbm, Machine, Sram, Tensor
+from flashsim.schedule.schedule import Visit
 
 
 def finite(m: np.ndarray) -> np.ndarray:

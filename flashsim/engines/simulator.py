@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from flashsim.algorithms import BACKWARD, FORWARD
-from flashsim.engine import Job, Outcome
-from flashsim.memory import Machine
-from flashsim.tiling import Tiling
+from flashsim.algorithms.memory import Machine
+from flashsim.engines.engine import Job, Outcome
+from flashsim.schedule.tiling import Tiling
 
 OPTIONS: frozenset[str] = frozenset()
 

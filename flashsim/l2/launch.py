@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flashsim import plans
+from flashsim.counts.work import stage_work, total_flops
 from flashsim.errors import OptionError, choices
-from flashsim.hardware import KIB, Device
-from flashsim.plans import heads_of
-from flashsim.schedule import Schedule
-from flashsim.tiling import is_strip
-from flashsim.work import stage_work, total_flops
+from flashsim.problem.hardware import KIB, Device
+from flashsim.schedule import plans
+from flashsim.schedule.clump import clump_size
+from flashsim.schedule.plans import heads_of
+from flashsim.schedule.schedule import Schedule
+from flashsim.schedule.tiling import is_strip
 
 ORDERS = ("head-first", "tile-first", "longest-first", "grouped")
 WALKS = ("straight", "sawtooth")
@@ -35,7 +36,7 @@ class L2Model:
         (FlashAttention-2's grid). "tile-first": tile 0 of every head, then tile 1. "longest-first":
         over all heads, the tile with the most visits first. "grouped": heads in groups whose
         tensors stay in L2 together, the longest tiles of a group first (as FlashAttention-3 does,
-        and the kernels of `flashsim.backends`: `plans.clump`).
+        and the kernels of `flashsim.backends`: `clump_size`).
     walk : {"straight", "sawtooth"}
         "sawtooth": every other wave of blocks takes its visits backwards, so that it begins with
         what the wave before left in L2 (arXiv:2601.16032).
@@ -143,7 +144,7 @@ class L2Model:
         longest = tile_order[np.argsort(-visits[tile_order], kind="stable")]
         size = walks
         if self.launch == "grouped":
-            size = self.heads_in_group or plans.clump(
+            size = self.heads_in_group or clump_size(
                 *(stage, schedule.problem, tiles),
                 l2_bytes=device.l2_bytes,
                 processors=device.sm_count,

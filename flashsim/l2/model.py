@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flashsim import report, traffic
+from flashsim import report
+from flashsim.counts import questions
+from flashsim.counts.traffic import Traffic
 from flashsim.errors import OptionError, choices
-from flashsim.hardware import Device
 from flashsim.l2.curve import Curve
 from flashsim.l2.launch import L2Model
 from flashsim.l2.requests import Layout, Stream, layout, stream
-from flashsim.traffic import Traffic
+from flashsim.problem.hardware import Device
 
 OPS = ("read", "write", "pending")
 
@@ -67,7 +68,7 @@ class Dram:
             raise OptionError(
                 f"no stage {stage!r}; {choices(stage, [s.name for s in self.stages])}"
             )
-        traffic.check_names(None, tensor)
+        questions.check_names(None, tensor)
         return sum(
             nbytes
             for part in self.stages
@@ -96,12 +97,12 @@ class Dram:
                     for (stage, its_op, _), nbytes in r.transfers.items()
                     if (stage, its_op) == (part.name, op)
                 )
-                for op in traffic.OPS
+                for op in questions.OPS
             }
             totals = [sum(getattr(part, op).values()) for op in OPS]
             table.rows.append((part.name, *asked.values(), *totals))
         totals = [self.bytes(op) for op in OPS]
-        table.rows.append(("all", *(r.bytes(op) for op in traffic.OPS), *totals))
+        table.rows.append(("all", *(r.bytes(op) for op in questions.OPS), *totals))
         return table
 
     def _empty(self) -> report.Table:

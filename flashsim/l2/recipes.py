@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from flashsim.problem import Problem
+from flashsim.problem.problem import Problem
 
 #: The code of a request: its operation, plus SIDE if an SM of the second partition asks.
 LOAD, STORE, REDUCE, SIDE = 0, 1, 2, 4

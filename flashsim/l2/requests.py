@@ -7,9 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from flashsim import plans
 from flashsim.errors import UnsupportedError
-from flashsim.hardware import Device
 from flashsim.l2.launch import L2Model
 from flashsim.l2.recipes import (
     BIAS,
@@ -24,9 +22,11 @@ from flashsim.l2.recipes import (
     recipe,
     tensors,
 )
-from flashsim.plans import heads_of
-from flashsim.problem import Problem
-from flashsim.schedule import Csr, Schedule
+from flashsim.problem.hardware import Device
+from flashsim.problem.problem import Problem
+from flashsim.schedule import plans
+from flashsim.schedule.plans import heads_of
+from flashsim.schedule.schedule import Csr, Schedule
 
 #: Most requests of one stage, and most different tiles, that are replayed: 5 B and 40 B each.
 MOST_REQUESTS, MOST_TILES = 400_000_000, 50_000_000

@@ -1,0 +1,298 @@
+"""Arrays in and out of a GPU: NumPy, CuPy and torch behind one small interface.
+
+What goes in comes out: NumPy, CuPy and torch arrays as such, those of any other library as CuPy's,
+which it can take through DLPack without a copy. GPU arrays are used where they lie; a copy is made
+only of one that the kernels' 16-byte accesses cannot read: last axis not contiguous, rows or base
+not 16-byte aligned, or a head_dim that is no multiple of 8. NumPy arrays travel through CuPy. Work
+goes to the stream that is current in the array's own library, for others' arrays to CuPy's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any, NamedTuple
+
+import cupy
+import numpy as np
+
+from flashsim.backends.launch.kernel import row_elements
+from flashsim.errors import DTypeError
+from flashsim.problem.problem import numpy_dtype
+
+
+class View(NamedTuple):
+    """A (batch, heads, n, d) array in HBM as kernels see it."""
+
+    place: tuple[int, int, int, int]  # address; strides of the first three axes, in elements
+    array: Any  # keeps the memory alive
+    copied: int = 0  # bytes of a copy that had to be made on the GPU
+
+
+class Space:
+    """Where a call's arrays live: their library, device and stream.
+
+    Beside what is below, a space has `view` (an array for a kernel; a copy only if it cannot be
+    read as it is), `empty` (a new array of `like`'s type, float32 without), `pointer` (the address
+    of one of its arrays), `stream` (the address of the current stream) and `active` (makes its
+    device and stream CuPy's current ones).
+    """
+
+    device: int
+    view: Callable[..., Any]
+    empty: Callable[..., Any]
+    pointer: Callable[[Any], int]
+    stream: Callable[[], int]
+    active: Callable[[], AbstractContextManager[Any]]
+
+    def on_device(self) -> AbstractContextManager[Any]:
+        """Makes its device the thread's current one; most often it is."""
+        if cupy.cuda.runtime.getDevice() == self.device:
+            return _AS_IT_IS
+        return cupy.cuda.Device(self.device)
+
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> cupy.ndarray:
+        """A new CuPy array for what a kernel reports."""
+        return cupy.zeros(shape, dtype)
+
+    def result(self, array: Any, keep: int = 0, width: int = 0) -> Any:
+        """An array of this space as the caller gets it: of its `width` columns those to `keep`."""
+        return array if keep == width else _copy(array[..., :keep])
+
+
+class CupySpace(Space):
+    """CuPy arrays on the current stream."""
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+
+    def view(self, array: Any) -> View:
+        """See `Space`; any array with ``__cuda_array_interface__``."""
+        array = cupy.asarray(array)
+        size = array.itemsize
+        batch, head, row, last = array.strides
+        if _readable(array.data.ptr | batch | head | row, last // size, array.shape[-1]):
+            return View((array.data.ptr, batch // size, head // size, row // size), array)
+        return self.view(_padded(array, cupy))._replace(copied=_padded_bytes(array, size))
+
+    def empty(self, shape: tuple[int, ...], like: Any = None) -> Any:
+        """See `Space`."""
+        return cupy.empty(shape, np.float32 if like is None else like.dtype)
+
+    def pointer(self, array: Any) -> int:
+        """See `Space`."""
+        return array.data.ptr
+
+    def stream(self) -> int:
+        """See `Space`."""
+        return cupy.cuda.get_current_stream().ptr
+
+    def active(self) -> AbstractContextManager[Any]:
+        """See `Space`."""
+        return cupy.cuda.Device(self.device)
+
+
+class NumpySpace(CupySpace):
+    """NumPy arrays: uploaded, and their results downloaded. 16-bit types travel as raw bits."""
+
+    def __init__(self, device: int, dtype: str) -> None:
+        super().__init__(device)
+        self.dtype = numpy_dtype(dtype)
+
+    def view(self, array: Any) -> View:
+        """See `Space`; NumPy arrays are uploaded."""
+        if isinstance(array, np.ndarray):
+            bits = array.view(np.uint16) if array.itemsize == 2 else array
+            array = cupy.asarray(np.ascontiguousarray(bits))
+        return super().view(array)
+
+    def empty(self, shape: tuple[int, ...], like: Any = None) -> Any:
+        """See `Space`."""
+        narrow = like is not None and self.dtype.itemsize == 2
+        return cupy.empty(shape, np.uint16 if narrow else np.float32)
+
+    def result(self, array: Any, keep: int = 0, width: int = 0) -> Any:
+        """See `Space`."""
+        host = cupy.asnumpy(super().result(array, keep, width))
+        return host.view(self.dtype) if host.dtype == np.uint16 else host
+
+
+class TorchSpace(Space):
+    """torch CUDA tensors on torch's current stream."""
+
+    def __init__(self, device: int) -> None:
+        import torch
+
+        self.torch, self.device = torch, device
+        self._float32 = torch.empty(0, dtype=torch.float32, device=device)
+        # torch's own short cut, where it has it, saves making a Stream object at every call.
+        self._stream = getattr(
+            torch._C,
+            "_cuda_getCurrentRawStream",
+            lambda device: torch.cuda.current_stream(device).cuda_stream,
+        )
+
+    def view(self, array: Any) -> View:
+        """See `Space`."""
+        batch, head, row, last = array.stride()
+        pointer, size = array.data_ptr(), array.element_size()
+        if _readable((batch | head | row) * size | pointer, last, array.shape[-1]):
+            return View((pointer, batch, head, row), array)
+        return self.view(_padded(array, self.torch))._replace(copied=_padded_bytes(array, size))
+
+    def empty(self, shape: tuple[int, ...], like: Any = None) -> Any:
+        """See `Space`."""
+        return (self._float32 if like is None else like).new_empty(shape)
+
+    def pointer(self, array: Any) -> int:
+        """See `Space`."""
+        return array.data.ptr if isinstance(array, cupy.ndarray) else array.data_ptr()
+
+    def stream(self) -> int:
+        """See `Space`."""
+        return self._stream(self.device)
+
+    def active(self) -> AbstractContextManager[Any]:
+        """See `Space`."""
+        return _Active(self.device, self.stream())
+
+
+class _Active:
+    """Makes a device and a foreign stream on it CuPy's current ones."""
+
+    def __init__(self, device: int, stream: int) -> None:
+        self._device, self._pointer = cupy.cuda.Device(device), stream
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._pointer  # what Stream.from_external asks for
+
+    def __enter__(self) -> None:
+        self._device.__enter__()
+        if hasattr(cupy.cuda.Stream, "from_external"):  # CuPy 14
+            self._stream = cupy.cuda.Stream.from_external(self)
+        else:
+            self._stream = cupy.cuda.ExternalStream(self._pointer)
+        self._stream.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._stream.__exit__(*error)
+        self._device.__exit__(*error)
+
+
+def adopt(name: str, array: Any) -> cupy.ndarray:
+    """An array that speaks DLPack and nothing else we know, as a CuPy array over the same memory.
+
+    Its library makes CuPy's current stream wait for what it has under way there.
+
+    Raises
+    ------
+    DTypeError
+        If it is not on an NVIDIA GPU, or of a type that CuPy has not (bfloat16, before CuPy 14).
+    """
+    kind, number = array.__dlpack_device__()
+    what = f"{name}, {_type_name(array)},"
+    if kind not in _DLPACK_CUDA:
+        raise DTypeError(
+            f"{what} is on no NVIDIA GPU (its DLPack device is ({int(kind)}, {number})); move it "
+            f"there or, if it is in the CPU's memory, give numpy.from_dlpack({name})"
+        )
+    try:
+        return cupy.from_dlpack(array)
+    except (BufferError, NotImplementedError, TypeError, ValueError) as error:
+        raise DTypeError(
+            f"{what} cannot be taken through DLPack by CuPy {cupy.__version__}: {error}; torch "
+            "CUDA tensors and NumPy arrays need no DLPack"
+        ) from error
+
+
+def check_space(name: str, array: Any, dtype: str, space: Space) -> None:
+    """Raise `DTypeError` unless `array` lives in `space`, where the forward pass ran."""
+    if _space(name, array, dtype) is not space:
+        raise DTypeError(
+            f"{name} must live where q, k and v do, got {_place(array)}; the forward pass ran on "
+            f"arrays of {type(space).__name__.removesuffix('Space').lower()}, GPU {space.device}"
+        )
+
+
+def space_of(arrays: dict[str, Any], dtype: str) -> Space:
+    """The space that all of `arrays` live in.
+
+    Raises
+    ------
+    DTypeError
+        If they do not all live in one, or in none that a GPU kernel can reach.
+    """
+    spaces = [_space(name, array, dtype) for name, array in arrays.items()]
+    first = spaces[0]
+    for space in spaces[1:]:
+        if space is not first:
+            raise DTypeError(
+                "all arrays must live in one place, got "
+                + ", ".join(f"{n} {_place(a)}" for n, a in arrays.items())
+            )
+    return first
+
+
+_AS_IT_IS = nullcontext()
+#: DLPack's numbers for memory of a GPU and for managed memory.
+_DLPACK_CUDA = (2, 13)
+
+
+@cache
+def _made(space: Any, *where: Any) -> Space:
+    """One object for each space, so that arrays are in the same one iff theirs are identical."""
+    return space(*where)
+
+
+def _space(name: str, array: Any, dtype: str) -> Any:
+    if isinstance(array, np.ndarray):
+        return _made(NumpySpace, cupy.cuda.runtime.getDevice(), dtype)
+    if type(array).__module__.partition(".")[0] == "torch":
+        if not array.is_cuda:
+            raise DTypeError(
+                f"{name} is a torch tensor on {array.device}; move it with {name}.cuda(), or give "
+                f"{name}.numpy()"
+            )
+        return _made(TorchSpace, array.get_device())
+    if hasattr(array, "__cuda_array_interface__"):
+        return _made(CupySpace, cupy.asarray(array).device.id)
+    raise DTypeError(
+        f"{name} must be a NumPy array, or a CuPy array, torch CUDA tensor or other array with "
+        f"__cuda_array_interface__ or __dlpack__, got {_type_name(array)}"
+    )
+
+
+def _type_name(array: Any) -> str:
+    return f"{type(array).__module__}.{type(array).__name__}"
+
+
+def _place(array: Any) -> str:
+    return f"{type(array).__module__.partition('.')[0]} on {getattr(array, 'device', 'the CPU')}"
+
+
+def _readable(steps: int, last: int, width: int) -> bool:
+    """Whether rows of whole 16-byte pieces lie on 16-byte boundaries.
+
+    `steps` is the address OR all strides in bytes: a multiple of 16 iff each of them is.
+    """
+    return last == 1 and width % 8 == 0 and steps % 16 == 0
+
+
+def _padded_bytes(array: Any, itemsize: int) -> int:
+    *shape, width = array.shape
+    return math.prod(shape) * row_elements(width) * itemsize
+
+
+def _padded(array: Any, library: Any) -> Any:
+    """A contiguous copy whose rows are filled up with zeros to a multiple of 8 elements."""
+    shape = (*array.shape[:-1], row_elements(array.shape[-1]))
+    where = {} if library is cupy else {"device": array.device}
+    copy = library.zeros(shape, dtype=array.dtype, **where)
+    copy[..., : array.shape[-1]] = array
+    return copy
+
+
+def _copy(array: Any) -> Any:
+    return array.copy() if hasattr(array, "copy") else array.contiguous()

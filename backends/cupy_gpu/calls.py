@@ -1,0 +1,258 @@
+"""Launches: what is made ready once for a problem, and the little that changes from call to call.
+
+A `Plan` holds what the same call made again has in common: passes, compiled functions, tables in
+GPU memory. A `Launch` is one of its kernels with its parameter buffer, in which a call fills in
+addresses and strides and which it hands to the driver.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from threading import Lock
+from typing import Any
+
+import cupy
+import numpy as np
+
+from flashsim.backends import launch
+from flashsim.backends.cupy_gpu import arrays, tensor_maps
+from flashsim.backends.launch.kernel import Gpu, Kernel
+from flashsim.backends.launch.lowering import Lowered
+from flashsim.backends.launch.passes import Pass
+from flashsim.backends.reports import counts
+from flashsim.backends.reports import stamps as timeline
+from flashsim.problem.problem import Problem
+from flashsim.schedule.tiling import Tiling
+from flashsim.trace.events import StageTrace
+
+Load = Callable[[Kernel, int], Any]
+
+#: What a call changes of ``struct Args``, which begins with it: every tensor's address and strides,
+#: and the addresses of scratch arrays.
+_HEAD = struct.Struct("<" + "Qqqq" * len(launch.TENSORS) + "Q" * len(launch.SCRATCH))
+_REPORTS = struct.Struct("<" + "Q" * len(launch.REPORTS))
+_REPORTS_AT = _HEAD.size + 8 * len(launch.TABLES)
+ABSENT = (0, 0, 0, 0)
+
+
+class Uploaded:
+    """A walk's tables in GPU memory."""
+
+    def __init__(self, tables: Lowered) -> None:
+        self.arrays = {
+            name: cupy.asarray(table)
+            for name in launch.TABLES
+            if (table := getattr(tables, name)) is not None
+        }
+        self.pointers = [
+            self.arrays[name].data.ptr if name in self.arrays else 0 for name in launch.TABLES
+        ]
+
+
+@lru_cache(maxsize=256)
+def uploaded(tables: Lowered, device: int) -> Uploaded:
+    """The tables on CuPy's current device, uploaded once."""
+    made = Uploaded(tables)
+    cupy.cuda.get_current_stream().synchronize()  # other streams may use them from now on
+    return made
+
+
+class Call:
+    """The arrays of one call, as its launches take them.
+
+    Parameters
+    ----------
+    space : arrays.Space
+    places : sequence of (int, int, int, int)
+        Address and strides of each of `launch.TENSORS`, `ABSENT` for those that the call lacks.
+    scratch : dict of str to int
+        Addresses of contiguous float32 arrays, by the names of `launch.SCRATCH`.
+    """
+
+    def __init__(
+        self, space: arrays.Space, places: Sequence[tuple[int, ...]], scratch: dict[str, int]
+    ) -> None:
+        self.space, self.places, self.scratch = space, places, scratch
+        self.stream = space.stream()
+        self.head = [x for place in places for x in place]
+        self.head += [scratch.get(name, 0) for name in launch.SCRATCH]
+
+
+class Launch:
+    """A pass, compiled and with its tables uploaded: all of a launch but the call's arrays."""
+
+    def __init__(self, one: Pass, device: int, load: Load) -> None:
+        self.one = one
+        self._function = load(one.kernel, device)  # owns the code that the address is of
+        self._tables = uploaded(one.tables, device)
+        self._args = bytearray(launch.ARGS.itemsize)
+        self._pack_constants()
+        # The driver reads every parameter through a pointer, at the launch.
+        self._counter = ctypes.c_uint64()
+        at = _address(self._args)
+        boxes = one.kernel.boxes
+        values = [*(0 for _ in boxes), at]
+        if boxes:
+            values.append(ctypes.addressof(self._counter))
+        self._parameters = (ctypes.c_void_p * len(values))(*values)
+        self._kernel, shape = one.kernel, (*one.grid, 1, 1)[:3]
+        self._launch = (
+            self._function.ptr,
+            *shape,
+            *(one.kernel.threads, 1, 1),
+            one.kernel.shared_bytes,
+        )
+        self._at = ctypes.addressof(self._parameters)
+        self._lock = Lock()  # the buffer is one, threads may be several
+        self._needs_counter = bool(boxes) and one.grid[0] < one.walks * one.tables.tiles
+        # Tensor maps by address and strides: allocators give the same ones again and again.
+        p, d = (
+            one.tables.schedule.problem,
+            launch.row_elements(one.tables.schedule.problem.head_dim),
+        )
+        self._maps_of = lru_cache(maxsize=64)(partial(_encoded, p, boxes))
+        self._dq_acc = (p.heads * p.n_q * d, p.n_q * d, d)  # its strides
+
+    def _pack_constants(self) -> None:
+        one, p = self.one, self.one.tables.schedule.problem
+        record = np.frombuffer(self._args, launch.ARGS)
+        for name, pointer in zip(launch.TABLES, self._tables.pointers, strict=True):
+            record[name] = pointer
+        values = {
+            **{"walks": one.walks, "tiles": one.tables.tiles, "clump": one.clump},
+            "n_visits": one.tables.n_visits,
+        }
+        for name in (*launch.INTEGERS, "scale", "softcap"):
+            record[name] = values[name] if name in values else getattr(p, name)
+
+    def __call__(self, call: Call, report: dict[str, cupy.ndarray]) -> None:
+        """Launch on the call's stream; CuPy's current device must be the call's."""
+        boxes = self._kernel.boxes
+        maps = self._maps_of(*(_place(box, call, self._dq_acc) for box in boxes)) if boxes else ()
+        counter = call.space.empty((1,)) if self._needs_counter else None
+        with self._lock:
+            _HEAD.pack_into(self._args, 0, *call.head)
+            if report:
+                addresses = (report[n].data.ptr if n in report else 0 for n in launch.REPORTS)
+                _REPORTS.pack_into(self._args, _REPORTS_AT, *addresses)
+            for number, made in enumerate(maps):
+                self._parameters[number] = made.address
+            if counter is not None:
+                self._counter.value = pointer = call.space.pointer(counter)
+                cupy.cuda.runtime.memsetAsync(pointer, 0, 4, call.stream)
+            cupy.cuda.driver.launchKernel(*self._launch, call.stream, self._at, 0)
+
+
+def _place(box: launch.Box, call: Call, dq_acc: tuple[int, ...]) -> tuple[int, ...]:
+    """Address and strides of what a box moves in a call."""
+    if box.tensor == "dq_acc":
+        return (call.scratch["dq_acc"], *dq_acc)
+    return call.places[launch.TENSORS.index(box.tensor)]
+
+
+class _Map:
+    """A tensor map and where it lies."""
+
+    def __init__(self, data: np.ndarray) -> None:
+        self.data, self.address = data, data.ctypes.data
+
+
+def _encoded(
+    problem: Problem, boxes: Sequence[launch.Box], *places: tuple[int, ...]
+) -> tuple[_Map, ...]:
+    return tuple(
+        _Map(tensor_maps.encode(problem, box, pointer, tuple(strides)))
+        for box, (pointer, *strides) in zip(boxes, places, strict=True)
+    )
+
+
+class Plan:
+    """The launches of one direction of one job on one GPU.
+
+    Attributes
+    ----------
+    name : str
+        The kernel family's.
+    passes : tuple of Pass
+    launches : tuple of Launch
+    tiling : Tiling
+    gpu : Gpu
+    """
+
+    def __init__(
+        self, name: str, passes: tuple[Pass, ...], gpu: Gpu, device: int, load: Load
+    ) -> None:
+        self.name, self.passes, self.gpu = name, passes, gpu
+        self.tiling: Tiling = passes[0].tables.schedule.tiling
+        self.launches = tuple(Launch(one, device, load) for one in passes)
+
+    def run(
+        self, call: Call, trace: bool | str, *, fused: bool = False
+    ) -> tuple[tuple[StageTrace, ...] | None, np.ndarray | None]:
+        """Launch every pass in order; the stages' events and the timeline, if they are wanted."""
+        if not trace:
+            for launch_one in self.launches:
+                launch_one(call, {})
+            return None, None
+        with call.space.active():
+            reports = [self._buffers(one, call.space, trace) for one in self.passes]
+            for launch_one, report in zip(self.launches, reports, strict=True):
+                launch_one(call, report)
+            stages = tuple(
+                counts.stage_trace(
+                    one.stage,
+                    one.tables.schedule,
+                    report["tile_counts"].get(),
+                    report["visit_counts"].get(),
+                    fused=fused,
+                )
+                for one, report in zip(self.passes, reports, strict=True)
+            )
+            return stages, self._timeline(reports) if trace == "timeline" else None
+
+    def _buffers(
+        self, one: Pass, space: arrays.Space, trace: bool | str
+    ) -> dict[str, cupy.ndarray]:
+        p, tables = one.tables.schedule.problem, one.tables
+        heads = p.batch * p.heads
+        shapes = {
+            "visit_counts": (heads, tables.n_visits, launch.SLOTS),
+            "tile_counts": (one.walks, tables.tiles, launch.SLOTS),
+        }
+        made = {name: space.zeros(shape, "uint32") for name, shape in shapes.items()}
+        if trace == "timeline":
+            roles = one.kernel.roles
+            made["visit_stamps"] = space.zeros(
+                (heads, tables.n_visits, roles, launch.VISIT_STAMPS), "uint64"
+            )
+            made["tile_stamps"] = space.zeros(
+                (one.walks, tables.tiles, roles, launch.TILE_STAMPS), "uint64"
+            )
+        return made
+
+    def _timeline(self, reports: list[dict[str, cupy.ndarray]]) -> np.ndarray:
+        """Where and when each visit ran, from the first block's start."""
+        parts = [
+            timeline.spans(
+                number,
+                one.tables.schedule,
+                one.tables.by,
+                report["tile_stamps"].get(),
+                report["visit_stamps"].get(),
+                self.gpu.clock_khz,
+            )
+            for number, (one, report) in enumerate(zip(self.passes, reports, strict=True))
+            if one.kernel.shared_bytes  # row-wise passes have no visits
+        ]
+        spans = np.concatenate(parts)
+        first = spans["start_ns"].min()
+        spans["start_ns"] -= first
+        spans["end_ns"] -= first
+        return spans
+
+
+def _address(buffer: bytearray) -> int:
+    return ctypes.addressof((ctypes.c_char * len(buffer)).from_buffer(buffer))

@@ -1,0 +1,276 @@
+"""`backend="cupy"`: FlashAttention-2 on a real NVIDIA GPU, in CUDA C++ compiled by NVRTC.
+
+The kernels walk the tiles that `Schedule` lists and, if asked, report what they moved and when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache, lru_cache
+from typing import Any
+
+from flashsim.backends import failures, launch
+from flashsim.backends.families import fitting, hopper, portable
+from flashsim.backends.launch import lowering
+from flashsim.backends.launch.kernel import Gpu
+from flashsim.engines.engine import Job, Outcome
+from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError, choices
+from flashsim.problem.problem import Problem
+
+OPTIONS: frozenset[str] = frozenset({"kernel", "allow_tf32"})
+#: Kernel families by name; each offers `NAME`, `forward_passes`, `backward_passes`, `load`.
+KERNELS = {"portable": portable, "hopper": hopper}
+OLDEST = (8, 0)
+#: What picks a family for a job without arrays: ``(job, gpu, direction)``.
+FamilyOf = Callable[[Job, Gpu, str], Any]
+
+failures.require_cupy("cupy")
+
+import cupy  # noqa: E402
+
+from flashsim.backends.cupy_gpu import arrays  # noqa: E402
+from flashsim.backends.cupy_gpu.calls import ABSENT, Call, Plan  # noqa: E402
+
+
+def forward(job: Job) -> Outcome:
+    """Run the forward pass on the GPU that holds the arrays (NumPy arrays: on the current one)."""
+    _check(job)
+    return forward_with(_family, job)
+
+
+def backward(job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
+    """Run the backward pass: three deterministic passes, or fused with reductions into dQ."""
+    return backward_with(_family, job, saved, dout)
+
+
+def adopt(name: str, array: Any) -> Any:
+    """An array that speaks DLPack only, as one that a job can hold."""
+    require_gpu()
+    return arrays.adopt(name, array)
+
+
+def orders_dq(job: Job, saved: Mapping[str, Any]) -> bool:
+    """Whether the fastest deterministic backward here is the fused one, dQ added in a fixed order.
+
+    Parameters
+    ----------
+    job : Job
+        A backward pass.
+    """
+    family = _family(job, gpu_of(saved["space"].device), "backward")
+    return family is hopper and hopper.orders_dq(job.problem)
+
+
+def forward_with(family_of: FamilyOf, job: Job) -> Outcome:
+    """The forward pass by the kernels that `family_of` picks."""
+    p = job.problem
+    require_gpu()
+    space = arrays.space_of({"q": job.q, "k": job.k, "v": job.v}, p.dtype)
+    with failures.Explaining():
+        plan = _plan(family_of, job, "forward", space)
+        with space.on_device():
+            q, k, v = space.view(job.q), space.view(job.k), space.view(job.v)
+            width = launch.row_elements(p.head_dim_v)
+            out = space.empty((p.batch, p.heads, p.n_q, width), q.array)
+            lse = space.empty((p.batch, p.heads, p.n_q))
+            inputs = (q.place, k.place, v.place, _place(space, out, p.heads, p.n_q, width))
+            lse_at = space.pointer(lse)
+            call = Call(space, (*inputs, *_NO_GRADIENTS), {"lse": lse_at})
+            stages, spans = plan.run(call, job.trace)
+            saved = {
+                "space": space,
+                "arrays": (q.array, k.array, v.array, out, lse),  # keeps them alive
+                "places": inputs,
+                "lse": lse_at,
+                "copied": _copies({"q": q, "k": k, "v": v}),
+            }
+            return Outcome(
+                {"out": space.result(out, p.head_dim_v, width), "lse": space.result(lse)},
+                plan.tiling,
+                stages,
+                plan.name,
+                saved,
+                spans,
+                plan.gpu.name,
+            )
+
+
+def backward_with(family_of: FamilyOf, job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
+    """The backward pass, likewise."""
+    p, space = job.problem, saved["space"]
+    arrays.check_space("dout", dout, p.dtype, space)
+    fused = job.algorithm == "flash2-fused"
+    with failures.Explaining():
+        plan = _plan(family_of, job, "backward", space)
+        with space.on_device():
+            like = saved["arrays"][0]
+            d, dv = launch.row_elements(p.head_dim), launch.row_elements(p.head_dim_v)
+            given = space.view(dout)
+            dq = space.empty((p.batch, p.heads, p.n_q, d), like)
+            dk = space.empty((p.batch, p.kv_heads, p.n_kv, d), like)
+            dv_out = space.empty((p.batch, p.kv_heads, p.n_kv, dv), like)
+            delta = space.empty((p.batch, p.heads, p.n_q))
+            places = (
+                *saved["places"],
+                given.place,
+                _place(space, dq, p.heads, p.n_q, d),
+                _place(space, dk, p.kv_heads, p.n_kv, d),
+                _place(space, dv_out, p.kv_heads, p.n_kv, dv),
+            )
+            scratch = {"lse": saved["lse"], "delta": space.pointer(delta)}
+            if fused:
+                narrow = p.dtype != "float32"
+                acc = space.empty((p.batch, p.heads, p.n_q, d)) if narrow else dq
+                scratch["dq_acc"] = space.pointer(acc)
+            if fused and job.deterministic:
+                with space.active():
+                    turns = space.zeros((p.batch, p.heads, p.n_q, 2), "uint32")
+                scratch["turns"] = turns.data.ptr
+            stages, spans = plan.run(Call(space, places, scratch), job.trace, fused=fused)
+            gradients = {
+                "dq": space.result(dq, p.head_dim, d),
+                "dk": space.result(dk, p.head_dim, d),
+                "dv": space.result(dv_out, p.head_dim_v, dv),
+            }
+            return Outcome(
+                gradients, plan.tiling, stages, plan.name, timeline=spans, gpu=plan.gpu.name
+            )
+
+
+def _copies(views: Mapping[str, arrays.View]) -> dict[str, int]:
+    return {name: view.copied for name, view in views.items() if view.copied}
+
+
+_NO_GRADIENTS = (ABSENT,) * (len(launch.TENSORS) - 4)
+
+
+def _place(
+    space: arrays.Space, array: Any, heads: int, n: int, width: int
+) -> tuple[int, int, int, int]:
+    """Address and strides of a new, contiguous (batch, heads, n, width) array."""
+    return space.pointer(array), heads * n * width, n * width, width
+
+
+def _plan(family_of: FamilyOf, job: Job, direction: str, space: arrays.Space) -> Plan:
+    """The job's launches, made ready at its first call: looked up by all but its arrays."""
+    return _planned(
+        *(family_of, direction, job.problem, job.tiling, job.key_order, job.algorithm),
+        *(job.deterministic, job.trace),
+        tuple(job.options.items()) if job.options else (),
+        space,
+    )
+
+
+@lru_cache(maxsize=512)
+def _planned(
+    family_of: FamilyOf,
+    direction: str,
+    problem: Problem,
+    tiling: Any,
+    key_order: Any,
+    algorithm: str,
+    ordered: bool,
+    trace: bool | str,
+    options: tuple[tuple[str, Any], ...],
+    space: arrays.Space,
+) -> Plan:
+    job = Job(problem, None, None, None, options=dict(options))
+    job = replace(job, tiling=tiling, key_order=key_order, algorithm=algorithm, trace=trace)
+    with space.active():
+        gpu = gpu_of(space.device)
+        family = family_of(job, gpu, direction)
+        given = (problem, tiling, gpu, key_order, _report(job))
+        if direction == "forward":
+            passes = family.forward_passes(*given)
+        else:
+            extra = {"ordered": True} if ordered else {}
+            passes = family.backward_passes(*given, algorithm, **extra)
+        return Plan(family.NAME, passes, gpu, space.device, family.load)
+
+
+@cache
+def gpu_of(device: int) -> Gpu:
+    """What launch arithmetic needs to know of a device.
+
+    Raises
+    ------
+    BackendUnavailable
+        If it is too old for the kernels.
+    """
+    properties = cupy.cuda.runtime.getDeviceProperties(device)
+    capability = (properties["major"], properties["minor"])
+    name = properties["name"].decode()
+    if capability < OLDEST:
+        raise BackendUnavailable(
+            f"{name} has compute capability {capability[0]}.{capability[1]}; the kernels need "
+            f"{OLDEST[0]}.{OLDEST[1]} (Ampere) or later: use backend='numpy' or 'numba'"
+        )
+    return Gpu(
+        name,
+        capability,
+        properties["sharedMemPerBlockOptin"],
+        properties["l2CacheSize"],
+        properties["clockRate"],
+        properties["multiProcessorCount"],
+    )
+
+
+@cache
+def require_gpu() -> None:
+    """Raise `BackendUnavailable`, saying what is missing, unless CuPy sees a GPU."""
+    try:
+        found = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        version = cupy.cuda.runtime.runtimeGetVersion()
+        cuda = f"{version // 1000}.{version % 1000 // 10}"
+        raise BackendUnavailable(
+            f"CuPy {cupy.__version__} (built for CUDA {cuda}) finds no usable GPU: {error}; check "
+            "nvidia-smi, and that the driver is new enough for this CuPy (flashsim[cuda12] or "
+            "[cuda13] must match it)"
+        ) from None
+    if not found:
+        raise BackendUnavailable("no NVIDIA GPU is visible; see CUDA_VISIBLE_DEVICES, nvidia-smi")
+
+
+def _check(job: Job) -> None:
+    p = job.problem
+    if job.algorithm not in ("flash2", "flash2-fused"):
+        raise UnsupportedError(
+            f"backend='cupy' runs 'flash2' and 'flash2-fused', not {job.algorithm!r}; "
+            "backend='numpy' simulates it"
+        )
+    if p.dtype == "float64":
+        raise UnsupportedError(
+            "backend='cupy' takes float16, bfloat16 and float32, not float64; convert the arrays, "
+            "or use backend='numpy'"
+        )
+    for name in ("head_dim", "head_dim_v"):
+        if getattr(p, name) > launch.MAX_HEAD_DIM:
+            raise UnsupportedError(
+                f"backend='cupy' takes {name} up to {launch.MAX_HEAD_DIM}, got {getattr(p, name)}"
+            )
+    lowering.refuse(p)
+    name, tf32 = job.options.get("kernel", "auto"), job.options.get("allow_tf32", False)
+    if name not in ("auto", *KERNELS):
+        raise OptionError(f"unknown kernel {name!r}; {choices(name, ('auto', *KERNELS))}")
+    if not isinstance(tf32, bool):
+        raise OptionError(f"allow_tf32 must be True or False, got {tf32!r}")
+
+
+def _family(job: Job, gpu: Gpu, direction: str) -> Any:
+    """The kernels that were asked for; "auto" takes Hopper's wherever they run this."""
+    name = job.options.get("kernel", "auto")
+    given = (job.problem, job.tiling, gpu, direction, _report(job), job.algorithm)
+    if name == "hopper" or (name == "auto" and not hopper.refusal(*given)):
+        return hopper
+    if job.problem.dtype == "float32" and job.options.get("allow_tf32", False):
+        # Allowed, not asked for: where their larger tiles do not fit, float32 throughout.
+        like, fused = portable.TF32.like, job.algorithm == "flash2-fused"
+        if fitting.fits(job.problem, job.tiling, gpu, direction, like, fused=fused):
+            return portable.TF32
+    return portable
+
+
+def _report(job: Job) -> str:
+    return "timeline" if job.trace == "timeline" else "counts" if job.trace else ""

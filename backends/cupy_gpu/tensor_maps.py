@@ -1,0 +1,89 @@
+"""Tensor maps: what Hopper's copy engine (TMA) must be told of an array, made by the driver.
+
+``cuTensorMapEncodeTiled`` writes 128 opaque bytes that a kernel takes by value. The driver's
+library is called directly: a GPU backend needs it anyway, and nothing else then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import numpy as np
+
+from flashsim.backends.launch.kernel import Box, row_elements
+from flashsim.errors import UnsupportedError
+from flashsim.problem.problem import Problem
+
+#: CUtensorMapDataType, CUtensorMapSwizzle and CUtensorMapL2promotion of cuda.h.
+_TYPES = {"float16": 6, "float32": 7, "bfloat16": 9}
+_SWIZZLE_128B, _PROMOTE_256B = 3, 3
+_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
+
+
+def encode(problem: Problem, box: Box, pointer: int, strides: tuple[int, ...]) -> np.ndarray:
+    """The map of one tensor of a launch, as a kernel argument: 128 bytes, shape (1,).
+
+    Parameters
+    ----------
+    box : Box
+        Which tensor, and what one copy moves; its rows are 128 bytes wide, swizzled in shared
+        memory.
+    pointer : int
+        The tensor's address.
+    strides : tuple of int
+        Elements from one batch to the next, from one head to the next, from one row to the next.
+
+    Raises
+    ------
+    UnsupportedError
+        If the driver refuses the array's strides.
+    """
+    p = problem
+    dtype = "float32" if box.tensor == "dq_acc" else p.dtype
+    key_side = box.tensor in ("k", "v")
+    n, heads = (p.n_kv, p.kv_heads) if key_side else (p.n_q, p.heads)
+    d = row_elements(p.head_dim_v if box.tensor in ("v", "dout") else p.head_dim)
+    itemsize = 4 if dtype == "float32" else 2
+    batch_step, head_step, row_step = (s * itemsize for s in strides)
+    batch = p.batch
+    if p.cu_seqlens_q is not None:
+        # A box is clipped at the map's end, not at a sequence's. So the last axis, there being one
+        # batch only, numbers views of the tensor, each a row further on than the one before: the
+        # last row of view `stop` is row stop - 1 of the tensor, and a box that begins in it ends
+        # there. Every access is in the tensor, although the map begins before it.
+        pointer, batch, batch_step = pointer - n * row_step, n + 1, row_step
+    storage = np.zeros(_MAP_BYTES + _MAP_ALIGNMENT, np.uint8)
+    start = -storage.ctypes.data % _MAP_ALIGNMENT
+    made = storage[start : start + _MAP_BYTES]
+    error = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(made.ctypes.data),
+        _TYPES[dtype],
+        4,
+        ctypes.c_void_p(pointer),
+        (ctypes.c_uint64 * 4)(d, n, heads, batch),
+        (ctypes.c_uint64 * 3)(row_step, head_step, batch_step),
+        (ctypes.c_uint32 * 4)(box.columns, box.rows, 1, 1),
+        (ctypes.c_uint32 * 4)(1, 1, 1, 1),
+        0,  # no interleaving
+        _SWIZZLE_128B,
+        _PROMOTE_256B,
+        0,  # elements outside the tensor arrive as zeros
+    )
+    if error:
+        raise UnsupportedError(
+            f"the copy engine cannot address {box.tensor}: shape {(p.batch, heads, n, d)}, "
+            f"strides {strides} elements (CUDA error {error}); give a contiguous array, or "
+            "kernel='portable'"
+        )
+    return made.view(f"V{_MAP_BYTES}")
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    for name in ("libcuda.so.1", "nvcuda.dll"):
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise UnsupportedError("the CUDA driver's library is not to be found; kernel='portable' runs")

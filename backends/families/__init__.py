@@ -1,0 +1,1 @@
+"""Which kernels run a pass, and with which launch arithmetic."""

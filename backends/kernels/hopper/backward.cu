@@ -1,0 +1,369 @@
+// FlashAttention-3 backward (arXiv:2407.08608, Algorithm 3) for Hopper: 16-bit inputs, float32
+// accumulators, keys outside. A block owns one tile of keys of one key head; each of two consumer
+// warpgroups owns 64 of its keys and keeps their dK and dV in registers. Scores are computed
+// transposed, keys by queries, so that P^T and dS^T are already the left operands of dV = P^T dO
+// and dK = dS^T Q. Only for dQ^T = K^T dS^T, which needs all keys of the tile, does dS pass through
+// shared memory; dQ is added into a float32 accumulator by the copy engine, with FS_ORDERED in the
+// order of the key tiles. One producer thread loads tiles, a second warp the rows' log-sum-exp and
+// delta, two more send dQ off. Which row tiles are visited is read from the schedule's tables.
+// Without FS_FUSED there is no dQ: the three-pass form leaves it to hopper_dq.
+#include "work.cuh"
+
+constexpr int D = FS_D, BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K;  // D: both head dims, padded
+constexpr int WARPGROUPS = BLOCK_K / 64, STAGES = 2, CHUNKS = D / 64;
+constexpr int THREADS = 128 * (WARPGROUPS + 1);
+constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
+static_assert(registers_suffice<THREADS>(PRODUCER_REGISTERS, CONSUMER_REGISTERS), "or all hang");
+// The scores' accumulators start at -lse / scale, unless a softcap needs the scores themselves.
+constexpr bool START = !FS_SCALED;
+// dV is issued in slices of so many queries, each as soon as its part of P is there. Few of them,
+// since wgmma_wait counts up to 7 groups.
+constexpr int SLICE = BLOCK_Q == 128 ? 32 : 16, SLICES = BLOCK_Q / SLICE;
+// Where a visit's exponentials take longer than dP, which is then waited for in their middle.
+constexpr bool HALFWAY = BLOCK_Q == 128;
+// dK of a visit is waited for in the next one, where registers allow for that.
+constexpr bool CARRY = D == 128 && BLOCK_Q == 64 && !FS_SOFTCAP;
+// dQ^T, D x BLOCK_Q, is shared out in pieces of 64 columns of dQ by DQ_ROWS queries: at D = 128 a
+// warpgroup takes half of the columns, at 64 half of the queries.
+constexpr bool SPLIT_COLUMNS = D == 128;
+constexpr int DQ_ROWS = SPLIT_COLUMNS ? BLOCK_Q : BLOCK_Q / 2;
+static_assert(D == 64 || D == 128, "");
+static_assert(BLOCK_Q % 16 == 0 && WARPGROUPS == 2 && DQ_ROWS % 8 == 0, "");
+// dS^T in shared memory: a row is a key, DS_WIDE queries to a chunk (ptx.cuh).
+constexpr int DS_WIDE = BLOCK_Q % 64 ? 16 : 64;
+[[maybe_unused]] constexpr u32 DS_HIGH =
+    DS_WIDE == 16 ? DESCRIPTOR_HIGH_NARROW : DESCRIPTOR_HIGH;
+
+struct OnChip {
+    alignas(1024) u16 k[CHUNKS][BLOCK_K * 64];             // lives for one item
+    alignas(1024) u16 v[CHUNKS][BLOCK_K * 64];             // lives for one item
+    alignas(1024) u16 q[STAGES][CHUNKS][BLOCK_Q * 64];     // ring, one visit each
+    alignas(1024) u16 dout[STAGES][CHUNKS][BLOCK_Q * 64];  // ring, one visit each
+#if FS_FUSED
+    alignas(1024) u16 ds[STAGES][BLOCK_Q / DS_WIDE][BLOCK_K * DS_WIDE];  // dS^T
+    alignas(1024) float dq[WARPGROUPS][2][DQ_ROWS * 32];   // leaving for the accumulator
+#endif
+    float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q];    // negative; lse in the scores' unit
+    u64 kv_full, k_empty, v_empty;
+    u64 full[STAGES], empty[STAGES];                       // of q, dout, lse and delta
+    Items items;
+};
+static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "backends.hopper and OnChip must agree");
+
+// Named barriers; 0 is __syncthreads. DQ_FREE + g and DQ_FULL + g pass warpgroup g's piece of dQ to
+// and fro between it and the warp that sends it off.
+enum NamedBarrier { DS_READY = 1, DQ_FREE = 2, DQ_FULL = 4 };
+
+#include "keys_outside.cuh"
+
+#if FS_FUSED
+// Adding in a fixed order: `turn` counts the additions that a piece of dQ has had.
+__device__ inline void wait_turn(const u32* turn, u32 mine) {
+    u32 now;
+    do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+    while (now != mine);
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+__device__ inline void pass_turn(u32* turn) {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" :: "l"(turn) : "memory");
+}
+
+// A warp for each warpgroup g: its piece of dQ, once staged, is added to the accumulator.
+__device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g) {
+    const bool leads = threadIdx.x % 32 == 0;
+    Ring slot;
+    named_arrive(DQ_FREE + g, 160);
+    while (true) {
+        const Item it = s.items.read(slot);
+        if (it.walk < 0) return;
+        Step step;
+#pragma unroll 1
+        for (int left = a.group * it.visits.count; left; --left) {
+            const int walk = it.walk * a.group + step.member;  // of the query head
+            const int first = it.base + it.visits(a, step.v).tile * BLOCK_Q;
+            named_sync(DQ_FULL + g, 160);  // the piece is complete
+            if (leads) {
+#if FS_ORDERED
+                u32* turn = a.turns + (i64(walk) * a.n_q + first) * 2 + g;
+                wait_turn(turn, a.ranks[a.ptr[it.outer] + step.v]);
+#endif
+                const int row = first + (SPLIT_COLUMNS ? 0 : DQ_ROWS * g);
+                const int column = SPLIT_COLUMNS ? 64 * g : 0;
+                const Place to = place(row, it.end, a.n_q, walk / a.heads);
+#pragma unroll
+                for (int c = 0; c < 2; ++c)
+                    reduce_box(map_dq, s.dq[g][c], column + 32 * c, to.row, walk % a.heads,
+                               to.batch);
+                reduce_commit();
+                const i64 number = i64(walk) * a.n_visits + it.visits.first + step.v;
+                const int rows = max(0, min(DQ_ROWS, it.end - row));
+                const int columns = max(0, min(64, FS_COUNTED - column));
+                report_one(a.visit_counts + number * 8 + 4, rows * columns * 4);
+                reduce_wait_read();
+            }
+            __syncwarp();
+            named_arrive(DQ_FREE + g, 160);  // the piece may be overwritten
+#if FS_ORDERED
+            if (leads) {
+                reduce_wait();
+                pass_turn(a.turns + (i64(walk) * a.n_q + first) * 2 + g);
+            }
+#endif
+            step.next(it.visits.count);
+        }
+    }
+}
+#endif
+
+// S^T (+)= K Q^T or dP^T += V dO^T, issued and committed: `mine` is 64 rows of a key-side tile.
+template <bool ADD>
+__device__ __forceinline__ void issue_scores(float (&S)[BLOCK_Q / 2], const u16* mine,
+                                             const u16* visited) {
+    const u32 da = descriptor(mine, 0), db = descriptor(visited, 0);
+#pragma unroll
+    for (int x = 0; x < D / 16; ++x)
+        wgmma_ss<0, 0>(S, da + along_row(x, BLOCK_K), db + along_row(x, BLOCK_Q), ADD || x > 0);
+    wgmma_commit();
+}
+
+// The statistic of each of this thread's scores.
+__device__ __forceinline__ void load_rows(float (&S)[BLOCK_Q / 2], const float* statistic) {
+#pragma unroll
+    for (int j = 0; j < BLOCK_Q / 8; ++j) {
+        const float2 pair = query_pair(statistic, j);
+        S[4 * j] = S[4 * j + 2] = pair.x, S[4 * j + 1] = S[4 * j + 3] = pair.y;
+    }
+}
+
+// dV += P^T dO or dK += dS^T Q over `rows` queries from the one numbered `first`, issued and
+// committed; the left operand comes from registers.
+__device__ __forceinline__ void issue_grad(float (&acc)[D / 2], const u32 (&P)[BLOCK_Q / 16][4],
+                                           const u16* visited, int first, int rows) {
+    const u32 db = descriptor(visited, BLOCK_Q * 128);
+    wgmma_fence();
+#pragma unroll
+    for (int x = first / 16; x < (first + rows) / 16; ++x)
+        wgmma_rs<1>(acc, P[x], db + down_rows(x), 1);
+    wgmma_commit();
+}
+
+#if FS_FUSED
+// This warpgroup's piece of dQ^T = K^T dS^T, issued and committed.
+__device__ __forceinline__ void issue_dq(float (&dQ)[DQ_ROWS / 2], const u16* k, const u16* ds) {
+    const u32 da = descriptor(k, 0), db = descriptor(ds, BLOCK_K * DS_WIDE * 2);
+    wgmma_fence();
+#pragma unroll
+    for (int x = 0; x < BLOCK_K / 16; ++x)
+        wgmma_ss<1, 1, DESCRIPTOR_HIGH, DS_HIGH>(dQ, da + down_rows(x), db + x * DS_WIDE * 2,
+                                                 x > 0);
+    wgmma_commit();
+}
+#endif
+
+__device__ void consume(OnChip& s, const Args& a, int g) {
+    const float to_log2 = FS_SCALED ? LOG2E : a.scale * LOG2E;  // exponents in base 2
+    [[maybe_unused]] const float uncap = 1.0f / a.softcap;
+    const int lane = threadIdx.x % 32;
+    const bool speaks = lane == 0;  // for its warp
+    const int kv_heads = a.heads / a.group;
+#if FS_FUSED
+    // Where this thread's row of dS^T starts (for store_matrices), swizzled.
+    const int ds_row = 64 * g + threadIdx.x / 32 % 4 * 16 + lane % 16;
+    const int ds_turn = DS_WIDE == 16 ? ds_row / 4 % 2 : ds_row % 8;
+    const u32 ds_at =
+        shared_address(s.ds[0][0]) + ds_row * DS_WIDE * 2 + (lane / 16 ^ ds_turn) * 16;
+    // Where its part of dQ^T is staged: rows are queries, 32 columns of dQ to a box.
+    const int dq_row = lane % 4 * 2, dq_piece = threadIdx.x / 32 % 2 * 4 + lane / 16;
+    const u32 dq_at = shared_address(&s.dq[g][threadIdx.x / 64 % 2][dq_row * 32]) +
+                      (dq_piece ^ dq_row) * 16 + lane / 4 % 4 * 4;
+#endif
+    Ring ring, slot;
+    u32 kv_parity = 0;
+    while (true) {
+        const Item& it = s.items.look(slot);  // not a copy: no registers are left for one
+        if (it.walk < 0) break;
+        const Walk visits = it.visits;
+        const int key = it.own.start + 64 * g + fragment_row();
+        stamp_item(a, it.walk, it.outer, false);
+        float dK[D / 2], dV[D / 2];
+#pragma unroll
+        for (int e = 0; e < D / 2; ++e) dK[e] = dV[e] = 0.0f;
+        wait(&s.kv_full, kv_parity);
+        kv_parity ^= 1;
+        Step step;
+        const int steps = a.group * visits.count;
+#pragma unroll 1
+        for (int left = steps; left; --left) {
+            const Visit visit = visits(a, step.v);
+            const int stage = ring.stage;
+            const int walk = it.walk * a.group + step.member;  // of the query head
+            u64* stamps = visit_stamps(a, i64(walk) * a.n_visits + it.visits.first + step.v);
+            float S[BLOCK_Q / 2], dP[BLOCK_Q / 2];
+            u32 P[BLOCK_Q / 16][4], dS[BLOCK_Q / 16][4];
+            // -- S^T = K Q^T - lse / scale and dP^T = V dO^T - delta ------------------------------
+            // The statistics are where the accumulators start, so they take no registers. Both are
+            // loaded before either product starts: ptxas would make the second wait for the first.
+            stamp(stamps, 0);
+            wait(&s.full[stage], ring.parity);
+            stamp(stamps, 1);
+            if (START) load_rows(S, s.lse[stage]);
+            load_rows(dP, s.delta[stage]);
+            if (CARRY) wgmma_wait<0>(), pin(dK);  // ptxas would wait here anyway
+            else pin(S), pin(dP);  // all of dP is loaded here, none of it behind S
+            wgmma_fence();
+            issue_scores<START>(S, &s.k[0][64 * g * 64], s.q[stage][0]);
+            wgmma_fence();
+            issue_scores<true>(dP, &s.v[0][64 * g * 64], s.dout[stage][0]);
+            if (CARRY && speaks && left < steps) arrive(&s.empty[stage ^ 1]);
+            wgmma_wait<1>();
+            pin(S);
+            stamp(stamps, 2);
+            // -- P^T = exp2(c S^T), under dP; dV += P^T dO, slice by slice ------------------------
+            shape_scores(S, a, it, visit.masked, key,
+                         it.base + visit.tile * BLOCK_Q + fragment_column());
+            // ptxas would put the multiplications of all slices before the first exponential, which
+            // costs where there are many. It does not know that no exponential has a sign: so each
+            // slice's factor, which never changes, waits for one of the slice before.
+            u32 unit = __float_as_uint(to_log2), early = 0;
+#pragma unroll
+            for (int first = 0; first < BLOCK_Q; first += SLICE) {
+                if (HALFWAY) unit |= early & 0x80000000u;
+                const float factor = __uint_as_float(unit);
+#pragma unroll
+                for (int e = first / 2; e < (first + SLICE) / 2; e += 2) {
+                    const float2 lse = START ? float2{0.0f, 0.0f} : query_pair(s.lse[stage], e / 4);
+                    const float p0 = exp2_approx(S[e] * factor + lse.x);
+                    const float p1 = exp2_approx(S[e + 1] * factor + lse.y);
+                    P[e / 8][e / 2 % 4] = pack(p0, p1);
+                    if (e == first / 2) early = __float_as_uint(p0);
+#if FS_SOFTCAP  // from here on S is P times the slope of c tanh(x / c), 1 - tanh^2; S may be -inf
+                    const float t0 = fmaxf(S[e] * uncap, -1.0f);
+                    const float t1 = fmaxf(S[e + 1] * uncap, -1.0f);
+                    S[e] = p0 * (1.0f - t0 * t0), S[e + 1] = p1 * (1.0f - t1 * t1);
+#else
+                    S[e] = p0, S[e + 1] = p1;
+#endif
+                }
+                issue_grad(dV, P, s.dout[stage][0], first, SLICE);
+                if (!HALFWAY) continue;
+                if (first + SLICE == BLOCK_Q / 2) wgmma_wait<SLICES / 2>(), pin(dP);  // complete
+                if (first < BLOCK_Q / 2) continue;
+#pragma unroll
+                for (int e = 0; e < SLICE / 2; ++e) {  // of dS, the slices of the first half
+                    const int at = (first - BLOCK_Q / 2) / 2 + e;
+                    dP[at] *= S[at];
+                }
+            }
+            // -- dS^T = P^T dP^T, under dV --------------------------------------------------------
+            if (!HALFWAY) wgmma_wait<SLICES>(), pin(dP);  // dP is complete
+            if (speaks && left == 1) arrive(&s.v_empty);  // the next item's V may come
+            stamp(stamps, 3);
+#pragma unroll
+            for (int e = HALFWAY ? BLOCK_Q / 4 : 0; e < BLOCK_Q / 2; ++e) dP[e] *= S[e];
+            round_operand(dS, dP);
+#if FS_FUSED
+#pragma unroll
+            for (int x = 0; x < BLOCK_Q / 16; ++x) {
+                const u32 at = ds_at + stage * sizeof(s.ds[0]);
+                if (DS_WIDE == 16) store_matrices(at + x * BLOCK_K * 32, dS[x]);
+                else store_matrices((at ^ x % 4 * 32) + x / 4 * BLOCK_K * 128, dS[x]);
+            }
+            fence_async_shared();
+            // All of dS is written. The other stage's is free from here on: both warpgroups waited
+            // for the last visit's products before they came here.
+            named_sync(DS_READY, 128 * WARPGROUPS);
+            // -- dQ^T = K^T dS^T, dK += dS^T Q ----------------------------------------------------
+            float dQ[DQ_ROWS / 2];
+            issue_dq(dQ, s.k[SPLIT_COLUMNS ? g : 0],
+                     s.ds[stage][SPLIT_COLUMNS ? 0 : g * DQ_ROWS / DS_WIDE]);
+            issue_grad(dK, dS, s.q[stage][0], 0, BLOCK_Q);
+            wgmma_wait<1>();  // dV and dQ are complete
+            pin(dQ);
+            if (speaks && left == 1) arrive(&s.k_empty);  // the next item's K may come
+            // -- dQ leaves under dK: staged, to be sent off by another warp -----------------------
+            named_sync(DQ_FREE + g, 160);  // the last visit's piece is sent off
+#pragma unroll
+            for (int x = 0; x < 4; ++x) {
+                // Rows 8 j + dq_row + p of the box; their piece, dq_piece + 2 h, is swizzled by the
+                // row: a warp's 32 elements fall into 32 banks.
+                const int p = x % 2, h = x / 2;
+                u32 at = dq_at;
+                opaque(at);  // computed again each visit: not worth four registers
+                at ^= 16 * p + 32 * h;
+#pragma unroll
+                for (int j = 0; j < DQ_ROWS / 8; ++j)
+                    store_float(at + 128 * (8 * j + p), dQ[4 * j + x]);
+            }
+            fence_async_shared();
+            named_arrive(DQ_FULL + g, 160);
+#else
+            issue_grad(dK, dS, s.q[stage][0], 0, BLOCK_Q);
+            wgmma_wait<1>();  // dV is complete
+            if (speaks && left == 1) arrive(&s.k_empty);
+#endif
+            if (!CARRY) {
+                wgmma_wait<0>();
+                pin(dK);
+                if (speaks) arrive(&s.empty[stage]);
+            }
+            ring.next(STAGES);
+            step.next(visits.count);
+            stamp(stamps, 4);
+        }
+        wgmma_wait<0>();
+        pin(dK), pin(dV);
+        if (CARRY && speaks && steps > 0) arrive(&s.empty[ring.stage ^ 1]);
+        if (speaks && steps == 0) arrive(&s.v_empty), arrive(&s.k_empty);
+        // -- dK and dV, straight from registers ---------------------------------------------------
+        const int kv_head = it.walk % kv_heads, batch = it.walk / kv_heads;
+        u32 dk_bytes = 0, dv_bytes = 0;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int row = key + 8 * r;
+            const bool exists = row < it.own.stop;
+            dk_bytes += store_row<KeyRow>(a.dk, batch, kv_head, row, dK, r, a.scale, exists);
+            dv_bytes += store_row<ValueRow>(a.dv, batch, kv_head, row, dV, r, 1.0f, exists);
+        }
+        u32* counts = a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8;
+        report(counts + 2, dk_bytes), report(counts + 3, dv_bytes);
+        stamp_item(a, it.walk, it.outer, true);
+        s.items.let_go(slot);
+    }
+#if FS_FUSED
+    named_sync(DQ_FREE + g, 160);  // shared memory outlives the copies that read it
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+hopper_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
+                const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout,
+                const __grid_constant__ TensorMap map_dq, const __grid_constant__ Args a,
+                u32* counter) {
+    extern __shared__ __align__(1024) char shared[];
+    OnChip& s = *reinterpret_cast<OnChip*>(shared);
+    if (threadIdx.x == 0) {
+        barrier_init(&s.kv_full, 1);
+        barrier_init(&s.k_empty, 4 * WARPGROUPS), barrier_init(&s.v_empty, 4 * WARPGROUPS);
+        for (int i = 0; i < STAGES; ++i) {
+            barrier_init(&s.full[i], 1 + 32);  // the copies, and the lanes with the statistics
+            barrier_init(&s.empty[i], 4 * WARPGROUPS);
+        }
+        s.items.init(4 * WARPGROUPS + 1 + 2 * FS_FUSED);
+        barrier_init_fence();
+    }
+    __syncthreads();  // nobody touches a barrier before it exists
+    const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    if (role == 0) {
+        registers_give<PRODUCER_REGISTERS>();
+        const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+        if (warp == 1) produce_statistics(s, a);
+#if FS_FUSED
+        else if (warp >= 2) send_dq(s, a, &map_dq, warp - 2);
+#endif
+        else if (threadIdx.x == 0) produce(s, a, &map_q, &map_k, &map_v, &map_dout, counter);
+    } else {
+        registers_take<CONSUMER_REGISTERS>();
+        consume(s, a, role - 1);
+    }
+}

@@ -1,0 +1,270 @@
+// The backward for head dims of 192 and 256 on Hopper: as backward.cu, keys outside, but the
+// accumulators of dK and dV for 64 keys fill the registers of both consumer warpgroups, so it is
+// the columns of the head dim that they share out. Each makes the scores of all 64 keys by its half
+// of the queries; P^T and dS^T go through shared memory, whole, and then each warpgroup multiplies
+// them for its own columns of dV, dK and dQ. dQ's float32 tile would not fit in shared memory
+// beside the rest: it is added to the accumulator straight from registers. Without FS_FUSED there
+// is no dQ.
+#include "work.cuh"
+
+constexpr int D = FS_D, BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K;  // D: both head dims, padded
+constexpr int WARPGROUPS = 2, STAGES = 2, CHUNKS = D / 64, THREADS = 128 * (WARPGROUPS + 1);
+constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
+static_assert(registers_suffice<THREADS>(PRODUCER_REGISTERS, CONSUMER_REGISTERS), "or all hang");
+constexpr bool START = false;  // the scores' accumulators start at 0
+constexpr int QUERIES = BLOCK_Q / WARPGROUPS;  // whose scores a warpgroup makes
+// A warpgroup's columns: WIDE ones from 128 g on, in whole chunks, and at D = 192 half of the chunk
+// in the middle, NARROW ones.
+constexpr int WIDE = D == 256 ? 128 : 64, NARROW = D == 256 ? 0 : 32;
+static_assert((D == 192 || D == 256) && BLOCK_Q == 64 && BLOCK_K == 64, "tiles of 64 x 64");
+
+struct OnChip {
+    alignas(1024) u16 k[CHUNKS][BLOCK_K * 64];             // lives for one item
+    alignas(1024) u16 v[CHUNKS][BLOCK_K * 64];             // lives for one item
+    alignas(1024) u16 q[STAGES][CHUNKS][BLOCK_Q * 64];     // ring, one visit each
+    alignas(1024) u16 dout[STAGES][CHUNKS][BLOCK_Q * 64];  // ring, one visit each
+    alignas(1024) u16 p[STAGES][BLOCK_K * 64];             // P^T: a row is a key, 64 queries wide
+    alignas(1024) u16 ds[STAGES][BLOCK_K * 64];            // dS^T, likewise
+    float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q];    // -lse in units of log 2; -delta
+    u64 kv_full, k_empty, v_empty;
+    u64 full[STAGES], empty[STAGES];                       // of q, dout, lse and delta
+    Items items;
+};
+static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "backends.hopper and OnChip must agree");
+
+#include "keys_outside.cuh"
+
+enum NamedBarrier { SCORES_READY = 1 };  // P and dS of a visit are written
+
+// An accumulator of 64 rows by this warpgroup's columns.
+struct Columns {
+    float wide[WIDE / 2], narrow[NARROW ? NARROW / 2 : 1];
+};
+__device__ __forceinline__ void clear(Columns& c) {
+#pragma unroll
+    for (float& x : c.wide) x = 0.0f;
+#pragma unroll
+    for (float& x : c.narrow) x = 0.0f;
+}
+__device__ __forceinline__ void pin(Columns& c) {
+    pin(c.wide);
+    if (NARROW) pin(c.narrow);
+}
+// The first wide column of warpgroup g, and its first narrow one.
+__device__ inline int wide_column(int g) { return 128 * g; }
+__device__ inline int narrow_column(int g) { return 64 + 32 * g; }
+
+// acc (+)= A B for this warpgroup's columns, issued and committed. A, 64 x 64, is the P or dS of a
+// visit, stored transposed if TRANS_A; B, 64 rows, is a tile of K, Q or dO.
+template <int TRANS_A, bool ADD>
+__device__ __forceinline__ void issue_product(Columns& acc, const u16* scores, const u16* tile,
+                                              int g) {
+    const u32 da = descriptor(scores, 0);
+    const u32 wide = descriptor(tile + wide_column(g) * 64, 64 * 128);
+    const u32 narrow = descriptor(tile + 64 * 64 + 32 * g, 64 * 128);  // inside the second chunk
+    wgmma_fence();
+#pragma unroll
+    for (int x = 0; x < 4; ++x) {
+        const u32 a = da + (TRANS_A ? down_rows(x) : along_row(x, 64));
+        wgmma_ss<TRANS_A, 1>(acc.wide, a, wide + down_rows(x), ADD || x > 0);
+#if FS_D == 192
+        wgmma_ss<TRANS_A, 1>(acc.narrow, a, narrow + down_rows(x), ADD || x > 0);
+#endif
+    }
+    wgmma_commit();
+}
+
+// S^T = K Q^T or dP^T = V dO^T for this warpgroup's queries, issued and committed.
+__device__ __forceinline__ void issue_scores(float (&S)[QUERIES / 2], const u16* keys,
+                                             const u16* queries) {
+    const u32 da = descriptor(keys, 0), db = descriptor(queries, 0);
+    wgmma_fence();
+#pragma unroll
+    for (int x = 0; x < D / 16; ++x)
+        wgmma_ss<0, 0>(S, da + along_row(x, BLOCK_K), db + along_row(x, BLOCK_Q), x > 0);
+    wgmma_commit();
+}
+
+// Stores this warpgroup's queries of P^T or dS^T, rounded.
+__device__ __forceinline__ void store_scores(u16* to, const float (&S)[QUERIES / 2], int g) {
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+    u32 rounded[QUERIES / 16][4];
+    round_operand(rounded, S);
+#pragma unroll
+    for (int x = 0; x < QUERIES / 16; ++x) {
+        const int piece = 4 * g + 2 * x + lane / 16;  // 8 queries, 16 bytes
+        store_matrices(shared_address(&to[row * 64 + (piece ^ row % 8) * 8]), rounded[x]);
+    }
+}
+
+// Adds two neighbours of a row of dQ to the accumulator in HBM.
+__device__ __forceinline__ void add_pair(float* to, float x, float y) {
+    asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" :: "l"(to), "f"(x), "f"(y) : "memory");
+}
+// Adds columns `first` and on of the rows of dQ that exist; returns this thread's bytes.
+template <int N>
+__device__ __forceinline__ u32 add_columns(float* tile, const float (&dQ)[N], int first, int rows) {
+    u32 bytes = 0;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int row = fragment_row() + 8 * r, column = first + fragment_column();
+        if (row >= rows) continue;
+        float* to = tile + row * FS_HEAD_DIM + column;
+#pragma unroll
+        for (int j = 0; j < N / 4; ++j) {
+            const int at = column + 8 * j;
+            if (FS_HEAD_DIM == D || at < FS_HEAD_DIM)
+                add_pair(to + 8 * j, dQ[4 * j + 2 * r], dQ[4 * j + 2 * r + 1]),
+                    bytes += (KeyRow::exists(at) + KeyRow::exists(at + 1)) * 4;
+        }
+    }
+    return bytes;
+}
+
+__device__ void consume(OnChip& s, const Args& a, int g) {
+    const float to_log2 = FS_SCALED ? LOG2E : a.scale * LOG2E;  // exponents in base 2
+    [[maybe_unused]] const float uncap = 1.0f / a.softcap;
+    const bool speaks = threadIdx.x % 32 == 0;  // for its warp
+    const int kv_heads = a.heads / a.group;
+    Ring ring, slot;
+    u32 kv_parity = 0;
+    while (true) {
+        const Item it = s.items.read(slot);
+        if (it.walk < 0) return;
+        const int key = it.own.start + fragment_row();
+        const int steps = a.group * it.visits.count;
+        stamp_item(a, it.walk, it.outer, false);
+        Columns dK, dV;
+        clear(dK), clear(dV);
+        wait(&s.kv_full, kv_parity);
+        kv_parity ^= 1;
+        Step next;
+#pragma unroll 1
+        for (int step = 0; step < steps; ++step) {
+            const Visit visit = it.visits(a, next.v);
+            const int stage = ring.stage, query = it.base + visit.tile * BLOCK_Q;
+            [[maybe_unused]] const int walk = it.walk * a.group + next.member;  // of the query head
+            [[maybe_unused]] const i64 number = i64(walk) * a.n_visits + it.visits.first + next.v;
+            u64* stamps = visit_stamps(a, number);
+            next.next(it.visits.count);
+            float S[QUERIES / 2], dP[QUERIES / 2];
+            // -- S^T = K Q^T and dP^T = V dO^T, queued behind the last visit's dK -----------------
+            stamp(stamps, 0);
+            wait(&s.full[stage], ring.parity);
+            stamp(stamps, 1);
+            issue_scores(S, s.k[0], &s.q[stage][0][QUERIES * g * 64]);
+            issue_scores(dP, s.v[0], &s.dout[stage][0][QUERIES * g * 64]);
+            float2 lse[QUERIES / 8], delta[QUERIES / 8];  // loaded under the products
+#pragma unroll
+            for (int j = 0; j < QUERIES / 8; ++j) {
+                lse[j] = query_pair(&s.lse[stage][QUERIES * g], j);
+                delta[j] = query_pair(&s.delta[stage][QUERIES * g], j);
+            }
+            wgmma_wait<1>();  // S of this visit and dK of the last are complete
+            pin(S);
+            ring.next(STAGES);  // of two stages, the next one is also the last visit's
+            if (speaks && step > 0) arrive(&s.empty[ring.stage]);
+            stamp(stamps, 2);
+            // -- P^T = exp2(c S^T - lse) ----------------------------------------------------------
+            shape_scores(S, a, it, visit.masked, key, query + QUERIES * g + fragment_column());
+            [[maybe_unused]] float slope[QUERIES / 2];
+#pragma unroll
+            for (int e = 0; e < QUERIES / 2; ++e) {
+#if FS_SOFTCAP  // of c tanh(x / c): 1 - tanh^2; S may be -inf
+                const float t = fmaxf(S[e] * uncap, -1.0f);
+                slope[e] = 1.0f - t * t;
+#endif
+                S[e] = exp2_approx(S[e] * to_log2 + (e % 2 ? lse[e / 4].y : lse[e / 4].x));
+            }
+            // The other warpgroup may still be reading the other stage's P and dS; with this
+            // stage's it was done before it let this one pass the last visit's SCORES_READY.
+            store_scores(s.p[stage], S, g);
+            wgmma_wait<0>();
+            pin(dP);
+            stamp(stamps, 3);
+            // -- dS^T = P^T (dP^T - delta) --------------------------------------------------------
+#pragma unroll
+            for (int e = 0; e < QUERIES / 2; ++e) {
+                dP[e] = S[e] * (dP[e] + (e % 2 ? delta[e / 4].y : delta[e / 4].x));
+#if FS_SOFTCAP
+                dP[e] *= slope[e];
+#endif
+            }
+            store_scores(s.ds[stage], dP, g);
+            fence_async_shared();
+            named_sync(SCORES_READY, 128 * WARPGROUPS);
+            // -- dV += P^T dO, dQ = dS K, dK += dS^T Q --------------------------------------------
+            issue_product<0, true>(dV, s.p[stage], s.dout[stage][0], g);
+#if FS_FUSED
+            Columns dQ;
+            issue_product<1, false>(dQ, s.ds[stage], s.k[0], g);
+#endif
+            issue_product<0, true>(dK, s.ds[stage], s.q[stage][0], g);
+            wgmma_wait<1>();  // dV and dQ are complete; dK goes on into the next visit
+#if FS_FUSED
+            pin(dQ);
+            float* tile = a.dq_acc + (i64(walk) * a.n_q + query) * FS_HEAD_DIM;
+            const int rows = it.end - query;
+            u32 bytes = add_columns(tile, dQ.wide, wide_column(g), rows);
+            if (NARROW) bytes += add_columns(tile, dQ.narrow, narrow_column(g), rows);
+            report(a.visit_counts + number * 8 + 4, bytes);
+#endif
+            stamp(stamps, 4);
+        }
+        wgmma_wait<0>();
+        pin(dK), pin(dV);
+        if (speaks && steps > 0) arrive(&s.empty[ring.stage ^ 1]);
+        if (speaks) arrive(&s.v_empty), arrive(&s.k_empty);  // the next item's V and K may come
+        // -- dK and dV, straight from registers ---------------------------------------------------
+        const int kv_head = it.walk % kv_heads, batch = it.walk / kv_heads;
+        u32 dk_bytes = 0, dv_bytes = 0;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int row = key + 8 * r;
+            const bool exists = row < it.own.stop;
+            dk_bytes += store_row<KeyRow>(a.dk, batch, kv_head, row, dK.wide, r, a.scale,
+                                               exists, wide_column(g));
+            dv_bytes += store_row<ValueRow>(a.dv, batch, kv_head, row, dV.wide, r, 1.0f,
+                                                 exists, wide_column(g));
+            if (!NARROW) continue;
+            dk_bytes += store_row<KeyRow>(a.dk, batch, kv_head, row, dK.narrow, r, a.scale,
+                                               exists, narrow_column(g));
+            dv_bytes += store_row<ValueRow>(a.dv, batch, kv_head, row, dV.narrow, r, 1.0f,
+                                                 exists, narrow_column(g));
+        }
+        u32* counts = a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8;
+        report(counts + 2, dk_bytes), report(counts + 3, dv_bytes);
+        stamp_item(a, it.walk, it.outer, true);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+hopper_backward_wide(const __grid_constant__ TensorMap map_q,
+                     const __grid_constant__ TensorMap map_k,
+                     const __grid_constant__ TensorMap map_v,
+                     const __grid_constant__ TensorMap map_dout, const __grid_constant__ Args a,
+                     u32* counter) {
+    extern __shared__ __align__(1024) char shared[];
+    OnChip& s = *reinterpret_cast<OnChip*>(shared);
+    if (threadIdx.x == 0) {
+        barrier_init(&s.kv_full, 1);
+        barrier_init(&s.k_empty, 4 * WARPGROUPS), barrier_init(&s.v_empty, 4 * WARPGROUPS);
+        for (int i = 0; i < STAGES; ++i) {
+            barrier_init(&s.full[i], 1 + 32);  // the copies, and the lanes with the statistics
+            barrier_init(&s.empty[i], 4 * WARPGROUPS);
+        }
+        s.items.init(4 * WARPGROUPS + 1);
+        barrier_init_fence();
+    }
+    __syncthreads();  // nobody touches a barrier before it exists
+    const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    if (role == 0) {
+        registers_give<PRODUCER_REGISTERS>();
+        const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+        if (warp == 1) produce_statistics(s, a);
+        else if (threadIdx.x == 0) produce(s, a, &map_q, &map_k, &map_v, &map_dout, counter);
+    } else {
+        registers_take<CONSUMER_REGISTERS>();
+        consume(s, a, role - 1);
+    }
+}

@@ -1,0 +1,320 @@
+// FlashAttention-3 forward (arXiv:2407.08608, Algorithms 1 and 2) for Hopper: 16-bit inputs,
+// float32 accumulators. One producer thread keeps rings of K and V tiles full through the copy
+// engine; each of WARPGROUPS consumer warpgroups owns 64 query rows, with S, P and O in registers.
+// Which tiles a row of tiles visits, and which of them need a mask, is read from the schedule's
+// tables. Blocks are persistent: each takes the next item (row tile, head) of the launch's list.
+#include "work.cuh"
+
+constexpr int D = FS_D, DV = FS_DV, BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K, STAGES = FS_STAGES;
+constexpr int WARPGROUPS = BLOCK_Q / 64;         // consumers
+constexpr int CHUNKS = (D + 63) / 64, CHUNKS_V = (DV + 63) / 64;
+constexpr int THREADS = 128 * (WARPGROUPS + 1);
+constexpr float LN2 = 1.0f / LOG2E;
+// What setmaxnreg leaves a thread.
+constexpr int PRODUCER_REGISTERS = WARPGROUPS == 3 ? 32 : 40;
+constexpr int CONSUMER_REGISTERS = WARPGROUPS == 3 ? 160 : 232;
+static_assert(registers_suffice<THREADS>(PRODUCER_REGISTERS, CONSUMER_REGISTERS), "or all hang");
+static_assert(BLOCK_Q == 128 || BLOCK_Q == 192, "two or three warpgroups of 64 rows");
+static_assert(D % 16 == 0 && DV % 16 == 0 && BLOCK_K % 16 == 0 && BLOCK_K <= 256, "wgmma's shapes");
+
+struct OnChip {
+    alignas(1024) u16 q[WARPGROUPS][CHUNKS][64 * 64];     // lives for one item
+    alignas(1024) u16 k[STAGES][CHUNKS][BLOCK_K * 64];    // ring, one visit each
+    alignas(1024) u16 v[STAGES][CHUNKS_V][BLOCK_K * 64];  // ring, one visit each
+    u64 q_full[WARPGROUPS], q_empty[WARPGROUPS];
+    u64 k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+    Items items;
+};
+static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "backends.hopper and OnChip must agree");
+
+__device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const TensorMap* map_k,
+                        const TensorMap* map_v, u32* counter) {
+    Ring ring_k, ring_v, slot;
+    u32 q_parity = 0;
+    for (int w = first_work();; w = next_work(counter)) {
+        const Item& it = s.items.write(slot, a, w, a.walks * a.tiles, true);
+        if (it.walk < 0) return;
+        const int head = it.walk % a.heads, batch = it.walk / a.heads, kv_head = head / a.group;
+        const int n = it.visits.count;
+        const i64 first = i64(it.walk) * a.n_visits + it.visits.first;
+        stamp_item(a, it.walk, it.outer, false);
+        for (int v = 0; v <= n; ++v) {  // in the order of need: K0 Q, K1 V0, K2 V1, ...
+            if (v < n) {
+                const int key = it.base + it.visits(a, v).tile * BLOCK_K;
+                u64* stamps = visit_stamps(a, first + v);
+                stamp(stamps, 0);
+                wait(&s.k_empty[ring_k.stage], ring_k.parity ^ 1);  // its last reader is done
+                stamp(stamps, 1);
+                arrive_expect(&s.k_full[ring_k.stage], sizeof(s.k[0]));
+                copy_tile(s.k[ring_k.stage], map_k, &s.k_full[ring_k.stage],
+                          place(key, it.end, a.n_kv, batch), kv_head);
+                ring_k.next(STAGES);
+                report_one(a.visit_counts + (first + v) * 8,
+                           min(BLOCK_K, it.end - key) * FS_COUNTED * 2);
+            }
+            if (v > 0) {
+                const int key = it.base + it.visits(a, v - 1).tile * BLOCK_K;
+                wait(&s.v_empty[ring_v.stage], ring_v.parity ^ 1);  // its last reader is done
+                arrive_expect(&s.v_full[ring_v.stage], sizeof(s.v[0]));
+                copy_tile(s.v[ring_v.stage], map_v, &s.v_full[ring_v.stage],
+                          place(key, it.end, a.n_kv, batch), kv_head);
+                stamp(visit_stamps(a, first + v - 1), 4);
+                ring_v.next(STAGES);
+                report_one(a.visit_counts + (first + v - 1) * 8 + 1,
+                           min(BLOCK_K, it.end - key) * FS_COUNTED_V * 2);
+            } else {
+#pragma unroll 1
+                for (int g = 0; g < WARPGROUPS; ++g) {
+                    wait(&s.q_empty[g], q_parity ^ 1);  // the last item's scores are all computed
+                    arrive_expect(&s.q_full[g], sizeof(s.q[0]));
+                    copy_tile(s.q[g], map_q, &s.q_full[g],
+                              place(it.own.start + 64 * g, it.own.stop, a.n_q, batch), head);
+                }
+                q_parity ^= 1;
+                report_one(a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8,
+                           (it.own.stop - it.own.start) * FS_COUNTED * 2);
+            }
+        }
+        stamp_item(a, it.walk, it.outer, true);
+    }
+}
+
+// S = Q K^T, issued and committed, not waited for; K by its descriptor.
+__device__ __forceinline__ void issue_scores(float (&S)[BLOCK_K / 2], const u16* q, u32 dk) {
+    const u32 dq = descriptor(q, 0);
+    wgmma_fence();
+#pragma unroll
+    for (int x = 0; x < D / 16; ++x)
+        wgmma_ss<0, 0>(S, dq + along_row(x, 64), dk + along_row(x, BLOCK_K), x > 0);
+    wgmma_commit();
+}
+
+// O += P V, issued and committed, not waited for.
+__device__ __forceinline__ void issue_output(float (&O)[DV / 2], const u32 (&P)[BLOCK_K / 16][4],
+                                             const u16* v) {
+    const u32 dv = descriptor(v, BLOCK_K * 128);
+    wgmma_fence();
+#pragma unroll
+    for (int x = 0; x < BLOCK_K / 16; ++x) wgmma_rs<1>(O, P[x], dv + down_rows(x), 1);
+    wgmma_commit();
+}
+
+// Scales and caps the scores (where the exponent cannot take the scale), masks them (where asked).
+__device__ __forceinline__ void shape_scores(float (&S)[BLOCK_K / 2], const Args& a, const Item& it,
+                                             int v, int query) {
+#if FS_SCALED
+#pragma unroll
+    for (int e = 0; e < BLOCK_K / 2; ++e) {
+        S[e] = scaled(a, S[e]);
+    }
+#endif
+    const Visit visit = it.visits(a, v);
+    if (!visit.masked) return;
+    const int key = it.base + visit.tile * BLOCK_K + fragment_column();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const Keep keep(a, query + 8 * r, it.own.offset, it.end);
+        const int first = keep.lo - key, last = keep.hi - key;  // in-tile columns that are kept
+#pragma unroll
+        for (int e = 0; e < BLOCK_K / 2; ++e) {
+            const int c = e / 4 * 8 + e % 2;
+            if (e / 2 % 2 == r && (c > last || (FS_LEFT && c < first))) S[e] = NEG_INF;
+        }
+    }
+}
+
+// Of this thread's two rows; l is this thread's share, the quad adds up at the end.
+struct Softmax {
+    float m[2] = {NEG_INF, NEG_INF}, l[2] = {0.0f, 0.0f};
+
+    // m_new = max(m, rowmax S), P = exp2(c (S - m_new)) in S's place, l = alpha l + rowsum P;
+    // returns in alpha what O must be multiplied by.
+    __device__ __forceinline__ void operator()(float (&S)[BLOCK_K / 2], float (&alpha)[2],
+                                               float to_log2) {
+        row<0>(S, alpha[0], to_log2);
+        row<1>(S, alpha[1], to_log2);
+    }
+
+    // Exponentials take longest, so they should begin early and never wait: row 0's as soon as its
+    // maximum is known, row 1's maximum in the gaps between them. ptxas schedules what has the
+    // longest chain ahead of it first, so row 0's maximum is one chain and row 1's two, and it is
+    // the other way round with the sums. Two neighbours first: half the length of a chain.
+    template <int R>
+    __device__ __forceinline__ void row(float (&S)[BLOCK_K / 2], float& alpha, float to_log2) {
+        constexpr int PAIRS = BLOCK_K / 8;
+        float top = m[R], top1 = fmaxf(S[2 * R], S[2 * R + 1]);
+#pragma unroll
+        for (int e = 1; e < PAIRS; ++e) {
+            float& chain = R == 0 || e % 2 == 0 ? top : top1;
+            chain = fmaxf(chain, fmaxf(S[4 * e + 2 * R], S[4 * e + 2 * R + 1]));
+        }
+        top = fmaxf(top, top1);
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+        const float base = top == NEG_INF ? 0.0f : top * to_log2;  // no key yet: no inf - inf
+        alpha = exp2_approx(m[R] * to_log2 - base);
+        m[R] = top;
+        float sum = l[R] * alpha, sum1 = 0.0f;
+#pragma unroll
+        for (int e = 0; e < PAIRS; ++e) {
+            float &p = S[4 * e + 2 * R], &p1 = S[4 * e + 2 * R + 1];
+            p = exp2_approx(p * to_log2 - base);
+            p1 = exp2_approx(p1 * to_log2 - base);
+            (R == 1 || e % 2 == 0 ? sum : sum1) += p + p1;
+        }
+        l[R] = R == 1 ? sum : sum + sum1;
+    }
+};
+
+__device__ void consume(OnChip& s, const Args& a, int g) {
+    const float to_log2 = FS_SCALED ? LOG2E : a.scale * LOG2E;  // exponents in base 2
+    const int lane = threadIdx.x % 32;
+    const bool speaks = lane == 0;                                 // one arrival a warp
+    const int turn = 1 + g, next_turn = 1 + (g + 1) % WARPGROUPS;  // named barriers
+    Ring ring_k, ring_v, slot;
+    u32 q_parity = 0;
+    if (g == WARPGROUPS - 1) named_arrive(next_turn, 256);  // warpgroup 0 has the first turn
+    while (true) {
+        const Item it = s.items.read(slot);
+        if (it.walk < 0) return;
+        const int n = it.visits.count, query = it.own.start + 64 * g + fragment_row();
+        const i64 first = i64(it.walk) * a.n_visits + it.visits.first;
+        stamp_item(a, it.walk, it.outer, false);
+        Softmax softmax;
+        float O[DV / 2], alpha[2];
+#pragma unroll
+        for (int e = 0; e < DV / 2; ++e) O[e] = 0.0f;
+
+        wait(&s.q_full[g], q_parity);
+        q_parity ^= 1;
+        if (n > 0) {
+            u32 P[BLOCK_K / 16][4];
+            {  // the first visit: scores and softmax
+                float S[BLOCK_K / 2];
+                stamp(visit_stamps(a, first + 0), 0);
+                wait(&s.k_full[ring_k.stage], ring_k.parity);
+                stamp(visit_stamps(a, first + 0), 1);
+                issue_scores(S, s.q[g][0], descriptor(s.k[ring_k.stage][0], 0));
+                wgmma_wait<0>();
+                pin(S);
+                if (speaks) arrive(&s.k_empty[ring_k.stage]);
+                ring_k.next(STAGES);
+                stamp(visit_stamps(a, first + 0), 2);
+                shape_scores(S, a, it, 0, query);
+                softmax(S, alpha, to_log2);
+                round_operand(P, S);
+                stamp(visit_stamps(a, first + 0), 3);
+            }
+            // A visit's K is waited for at the end of the visit before, where the wait, and finding
+            // K's address, hide behind arithmetic.
+            const int last = n - 1;
+            if (last > 0) {
+                stamp(visit_stamps(a, first + 1), 0);
+                wait(&s.k_full[ring_k.stage], ring_k.parity);
+                stamp(visit_stamps(a, first + 1), 1);
+            }
+            u32 dk = descriptor(s.k[ring_k.stage][0], 0);
+#pragma unroll 1
+            for (int v = 1; v < n; ++v) {
+                // Scores of visit v and the output of visit v - 1 are queued together; the softmax
+                // of v then runs while the tensor cores work on the output and, turn and turn
+                // about, on the other warpgroups' products.
+                float S[BLOCK_K / 2];
+                named_sync(turn, 256);  // the warpgroup before has queued its products
+                issue_scores(S, s.q[g][0], dk);
+                wait(&s.v_full[ring_v.stage], ring_v.parity);
+                issue_output(O, P, s.v[ring_v.stage][0]);
+                named_arrive(next_turn, 256);
+                wgmma_wait<1>();
+                pin(S);
+                stamp(visit_stamps(a, first + v), 2);
+                shape_scores(S, a, it, v, query);
+                softmax(S, alpha, to_log2);
+                // Sums are never negative: the test only ties the release, and with it the wait
+                // behind it, to the exponentials, which ptxas would otherwise sort after the wait.
+                if (speaks && !(softmax.l[0] < 0.0f) && !(softmax.l[1] < 0.0f))
+                    arrive(&s.k_empty[ring_k.stage]);
+                ring_k.next(STAGES);
+                stamp(visit_stamps(a, first + v), 3);
+                wgmma_wait<0>();
+                pin(O);
+                stamp(visit_stamps(a, first + v - 1), 4);
+                if (speaks) arrive(&s.v_empty[ring_v.stage]);
+                ring_v.next(STAGES);
+                round_operand(P, S);
+#pragma unroll
+                for (int e = 0; e < DV / 2; ++e) O[e] *= alpha[e / 2 % 2];
+                if (FS_TIMELINE && v < last) stamp(visit_stamps(a, first + v + 1), 0);
+                // Behind the last visit there is no K to wait for. A branch would keep the wait
+                // from running under the rescaling, so it is for Q then, which stays full until we
+                // let it go. (K's barrier may be a lap ahead by then: that wait could hang.)
+                wait(v < last ? &s.k_full[ring_k.stage] : &s.q_full[g],
+                     v < last ? ring_k.parity : q_parity ^ 1);
+                if (FS_TIMELINE && v < last) stamp(visit_stamps(a, first + v + 1), 1);
+                dk = descriptor(s.k[ring_k.stage][0], 0);
+            }
+            if (speaks) arrive(&s.q_empty[g]);  // the next item's Q may come
+            wait(&s.v_full[ring_v.stage], ring_v.parity);
+            issue_output(O, P, s.v[ring_v.stage][0]);
+            wgmma_wait<0>();
+            pin(O);
+            stamp(visit_stamps(a, first + n - 1), 4);
+            if (speaks) arrive(&s.v_empty[ring_v.stage]);
+            ring_v.next(STAGES);
+        } else if (speaks) {
+            arrive(&s.q_empty[g]);
+        }
+
+        // -- O / l and L = m + log l, straight from registers -----------------------------------
+        const int head = it.walk % a.heads, batch = it.walk / a.heads;
+        u32 o_bytes = 0, lse_bytes = 0;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float l = softmax.l[r];
+            l += __shfl_xor_sync(~0u, l, 1);
+            l += __shfl_xor_sync(~0u, l, 2);
+            const int row = query + 8 * r;
+            const bool exists = row < it.own.stop;
+            if (exists && lane % 4 == 0) {
+                a.lse[i64(it.walk) * a.n_q + row] =
+                    l == 0.0f ? NEG_INF : softmax.m[r] * (to_log2 * LN2) + __logf(l);
+                lse_bytes += 4;
+            }
+            const float inverse = l == 0.0f ? 0.0f : __fdividef(1.0f, l);
+            o_bytes += store_row<ValueRow>(a.o, batch, head, row, O, r, inverse, exists);
+        }
+        u32* counts = a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8;
+        report(counts + 1, o_bytes), report(counts + 2, lse_bytes);
+        stamp_item(a, it.walk, it.outer, true);
+        // Rows that do not exist have left the stores apart. Where ptxas cannot tell that a warp is
+        // together again, it keeps the loop's addresses in every thread, not once a warp.
+        __syncwarp();
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+hopper_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
+               const __grid_constant__ TensorMap map_v, const __grid_constant__ Args a,
+               u32* counter) {
+    extern __shared__ __align__(1024) char shared[];
+    OnChip& s = *reinterpret_cast<OnChip*>(shared);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < WARPGROUPS; ++i)
+            barrier_init(&s.q_full[i], 1), barrier_init(&s.q_empty[i], 4);
+        for (int i = 0; i < STAGES; ++i) {
+            barrier_init(&s.k_full[i], 1), barrier_init(&s.k_empty[i], 4 * WARPGROUPS);
+            barrier_init(&s.v_full[i], 1), barrier_init(&s.v_empty[i], 4 * WARPGROUPS);
+        }
+        s.items.init(4 * WARPGROUPS);
+        barrier_init_fence();
+    }
+    __syncthreads();  // nobody touches a barrier before it exists
+    const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    if (role == 0) {
+        registers_give<PRODUCER_REGISTERS>();
+        if (threadIdx.x == 0) produce(s, a, &map_q, &map_k, &map_v, counter);
+    } else {
+        registers_take<CONSUMER_REGISTERS>();
+        consume(s, a, role - 1);
+    }
+}

@@ -1,0 +1,137 @@
+// What the backward kernels with keys outside share (backward.cu, backward_wide.cu):
+// who loads what, and what happens to a score. Included after a kernel's constants and its OnChip.
+
+// The heads and visits of an item, in order: for each query head of the group, each row tile.
+struct Step {
+    int member = 0, v = 0;
+    __device__ inline void next(int visits) {
+        if (++v == visits) v = 0, ++member;
+    }
+};
+
+__device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const TensorMap* map_k,
+                        const TensorMap* map_v, const TensorMap* map_dout, u32* counter) {
+    Ring ring, slot;
+    u32 kv_parity = 0;
+    const int kv_heads = a.heads / a.group;
+    for (int w = first_work();; w = next_work(counter)) {
+        const Item& it = s.items.write(slot, a, w, a.walks * a.tiles, false);
+        if (it.walk < 0) return;
+        const int kv_head = it.walk % kv_heads, batch = it.walk / kv_heads;
+        stamp_item(a, it.walk, it.outer, false);
+        Step step;
+        const int steps = a.group * it.visits.count;
+        int left = steps;
+#pragma unroll 1
+        do {
+            if (steps > 0) {
+                const int query = it.base + it.visits(a, step.v).tile * BLOCK_Q;
+                const int head = kv_head * a.group + step.member;
+                const i64 visit =
+                    i64(batch * a.heads + head) * a.n_visits + it.visits.first + step.v;
+                u64* stamps = visit_stamps(a, visit);
+                stamp(stamps, 0);
+                wait(&s.empty[ring.stage], ring.parity ^ 1);  // its last readers are done
+                stamp(stamps, 1);
+                arrive_expect(&s.full[ring.stage], sizeof(s.q[0]) + sizeof(s.dout[0]));
+                const Place from = place(query, it.end, a.n_q, batch);
+                copy_tile(s.q[ring.stage], map_q, &s.full[ring.stage], from, head);
+                copy_tile(s.dout[ring.stage], map_dout, &s.full[ring.stage], from, head);
+                stamp(stamps, 4);
+                ring.next(STAGES);
+                const int rows = min(BLOCK_Q, it.end - query);
+                report_one(a.visit_counts + visit * 8, rows * FS_COUNTED * 2);
+                report_one(a.visit_counts + visit * 8 + 1, rows * FS_COUNTED_V * 2);
+                step.next(it.visits.count);
+            }
+            // The last item is done with a stage before it is done with V, and then with K: so the
+            // first visit's tiles come first.
+            if (left == steps) {
+                wait(&s.v_empty, kv_parity ^ 1);
+                arrive_expect(&s.kv_full, sizeof(s.k) + sizeof(s.v));
+                const Place own = place(it.own.start, it.own.stop, a.n_kv, batch);
+                copy_tile(s.v, map_v, &s.kv_full, own, kv_head);
+                wait(&s.k_empty, kv_parity ^ 1);
+                copy_tile(s.k, map_k, &s.kv_full, own, kv_head);
+                kv_parity ^= 1;
+                u32* counts = a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8;
+                const int keys = it.own.stop - it.own.start;
+                report_one(counts, keys * FS_COUNTED * 2);
+                report_one(counts + 1, keys * FS_COUNTED_V * 2);
+            }
+        } while (--left > 0);
+        stamp_item(a, it.walk, it.outer, true);
+    }
+}
+
+// A warp: where the scores and dP of each visit's rows start, on the tiles' barriers. A row past
+// the end, or one that sees no key, gets -inf, so that its P is exactly 0.
+__device__ void produce_statistics(OnChip& s, const Args& a) {
+    constexpr int PER_LANE = (BLOCK_Q + 31) / 32;
+    const int lane = threadIdx.x % 32;
+    const float unit = START ? -1.0f / a.scale : -LOG2E;
+    Ring ring, slot;
+    while (true) {
+        const Item it = s.items.read(slot);
+        if (it.walk < 0) return;
+        Step step;
+#pragma unroll 1
+        for (int left = a.group * it.visits.count; left; --left) {
+            const int walk = it.walk * a.group + step.member;  // of the query head
+            const int first = it.base + it.visits(a, step.v).tile * BLOCK_Q;
+            u32* counts = a.visit_counts + (i64(walk) * a.n_visits + it.visits.first + step.v) * 8;
+            float lse[PER_LANE], delta[PER_LANE];
+#pragma unroll
+            for (int i = 0; i < PER_LANE; ++i) {  // before the wait, to hide their latency
+                const int x = lane + 32 * i;
+                const bool exists = x < BLOCK_Q && first + x < it.end;
+                const i64 row = i64(walk) * a.n_q + first + x;
+                lse[i] = exists ? a.lse[row] : NEG_INF;
+                delta[i] = exists ? a.delta[row] : 0.0f;
+                report(counts + 2, 4 * exists), report(counts + 3, 4 * exists);
+            }
+            wait(&s.empty[ring.stage], ring.parity ^ 1);  // its last readers are done
+#pragma unroll
+            for (int i = 0; i < PER_LANE; ++i) {
+                const int x = lane + 32 * i;
+                if (x < BLOCK_Q) {
+                    s.lse[ring.stage][x] = lse[i] == NEG_INF ? NEG_INF : lse[i] * unit;
+                    s.delta[ring.stage][x] = -delta[i];
+                }
+            }
+            arrive(&s.full[ring.stage]);  // every lane for what it wrote
+            ring.next(STAGES);
+            step.next(it.visits.count);
+        }
+    }
+}
+
+// A statistic of the two queries that are this thread's columns in the j-th eight.
+__device__ __forceinline__ float2 query_pair(const float* statistic, int j) {
+    return *reinterpret_cast<const float2*>(&statistic[8 * j + fragment_column()]);
+}
+
+// Scales and caps the scores (where the exponent cannot take the scale), masks them (where asked).
+// Queries past the end need none: their lse is +inf.
+// `key` and `query` are the first ones of this thread's scores.
+template <int N>
+__device__ __forceinline__ void shape_scores(float (&S)[N], const Args& a, const Item& it,
+                                             bool masked, int key, int query) {
+#if FS_SCALED
+#pragma unroll
+    for (int e = 0; e < N; ++e) {
+        S[e] = scaled(a, S[e]);
+    }
+#endif
+    if (!masked) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const KeepColumn keep(a, key + 8 * r, it.own);
+        const int first = keep.lo - query, last = FS_LEFT ? keep.hi - query : 2 * N;
+#pragma unroll
+        for (int e = 0; e < N; ++e) {
+            const int c = e / 4 * 8 + e % 2;
+            if (e / 2 % 2 == r && (c < first || (FS_LEFT && c > last))) S[e] = NEG_INF;
+        }
+    }
+}

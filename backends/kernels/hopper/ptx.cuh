@@ -1,0 +1,141 @@
+// Hopper's own instructions (sm_90a), one small function each, named after what they do.
+// Source of every encoding: NVIDIA's PTX ISA 9.0, sections "mbarrier", "cp.async.bulk.tensor",
+// "stmatrix", "setmaxnreg" and "Asynchronous Warpgroup Level Matrix Instructions".
+
+using u16 = unsigned short;
+
+// 128 opaque bytes made by cuTensorMapEncodeTiled on the host, passed by value.
+struct alignas(64) TensorMap { char bytes[128]; };
+
+__device__ inline u32 shared_address(const void* p) {
+    return static_cast<u32>(__cvta_generic_to_shared(p));
+}
+
+// -- mbarrier: counts arrivals, and bytes still to come; has a phase bit -------------------------
+// A barrier completes phases of parity 0, 1, 0, ...; wait(parity) returns once the phase of that
+// parity is over. A fresh barrier behaves as if a phase of parity 1 had just been completed.
+__device__ inline void barrier_init(u64* bar, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
+                 :: "r"(shared_address(bar)), "r"(arrivals) : "memory");
+}
+__device__ inline void barrier_init_fence() {  // the copy engine sees the barriers too
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ inline void arrive(u64* bar) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];"
+                 :: "r"(shared_address(bar)) : "memory");
+}
+__device__ inline void arrive_expect(u64* bar, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                 :: "r"(shared_address(bar)), "r"(bytes) : "memory");
+}
+__device__ inline void wait(u64* bar, u32 parity) {
+    u32 done;
+    do {
+        asm volatile("{\n.reg .pred p;\n"
+                     "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                     "selp.u32 %0, 1, 0, p;\n}"
+                     : "=r"(done) : "r"(shared_address(bar)), "r"(parity) : "memory");
+    } while (!done);
+}
+
+// -- named barriers: 0 is __syncthreads, 1..15 are ours ------------------------------------------
+__device__ inline void named_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
+}
+__device__ inline void named_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory");
+}
+
+// -- the copy engine (TMA) -----------------------------------------------------------------------
+// Copies one box of a (d, n, head, batch) tensor to shared memory. Elements outside the tensor are
+// not fetched and arrive as zeros; the bytes of the whole box are credited to `bar`.
+__device__ inline void copy_box(void* to, const TensorMap* map, u64* bar, int column, int row,
+                                int head, int batch) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 " [%0], [%1, {%3, %4, %5, %6}], [%2];"
+                 :: "r"(shared_address(to)), "l"(map), "r"(shared_address(bar)),
+                    "r"(column), "r"(row), "r"(head), "r"(batch) : "memory");
+}
+// Adds one box of float32 in shared memory to a (d, n, head, batch) tensor; the adds are done at
+// the L2, and elements outside the tensor are dropped.
+__device__ inline void reduce_box(const TensorMap* map, const void* from, int column, int row,
+                                  int head, int batch) {
+    asm volatile("cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group"
+                 " [%0, {%2, %3, %4, %5}], [%1];"
+                 :: "l"(map), "r"(shared_address(from)), "r"(column), "r"(row), "r"(head),
+                    "r"(batch) : "memory");
+}
+__device__ inline void reduce_commit() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+__device__ inline void reduce_wait_read() {  // this thread's sources may be overwritten
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+__device__ inline void reduce_wait() {  // this thread's additions are done
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+// Ordinary shared-memory writes of this thread become visible to wgmma and to the copy engine.
+__device__ inline void fence_async_shared() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Four 8 x 8 blocks of 16-bit elements to shared memory: lane i gives the address of row i % 8 of
+// block i / 8.
+__device__ inline void store_matrices(u32 to, const u32 (&x)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};"
+                 :: "r"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+}
+__device__ inline void store_float(u32 to, float x) {
+    asm volatile("st.shared.f32 [%0], %1;" :: "r"(to), "f"(x) : "memory");
+}
+// No instruction: the compiler no longer knows what x is, and computes anew what depends on it.
+__device__ inline void opaque(u32& x) { asm volatile("" : "+r"(x)); }
+
+// -- registers move from the producer to the consumers -------------------------------------------
+template <int N> __device__ inline void registers_give() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(N));
+}
+template <int N> __device__ inline void registers_take() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(N));
+}
+
+// -- wgmma (its multiplications themselves: wgmma.cuh) ------------------------------------
+__device__ inline void wgmma_fence() {  // registers and shared memory are as the product may read
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ inline void wgmma_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int PENDING> __device__ inline void wgmma_wait() {  // all but the last PENDING groups
+    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
+}
+// No instruction: tells the compiler that registers change here (wgmma writes behind its back).
+template <int N> __device__ __forceinline__ void pin(float (&r)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) asm volatile("" : "+f"(r[i]) :: "memory");
+}
+
+// A tile lies in shared memory as chunks of 64 16-bit columns: row r of a chunk is the 128 bytes
+// at r * 128, with its eight 16-byte pieces permuted by r % 8 (the 128-byte swizzle, as the copy
+// engine writes it). wgmma's matrix descriptor, in units of 16 bytes: bits 0-13 start; 16-29
+// leading offset; 32-45 stride offset; 62-63 = 1 for the 128-byte swizzle.
+//   K-major (the product's k runs along a row): stride = 8 rows = 1024 B, leading unused;
+//     16 further k lie 32 B on, 64 further k in the next chunk.
+//   MN-major (k runs down the rows): stride = 8 rows = 1024 B, leading = one chunk (64 further
+//     columns); 16 further k lie 16 rows = 2048 B on.
+// A tile whose width 64 does not divide may lie in chunks of 16 columns instead, with the 32-byte
+// swizzle (3 in bits 62-63): row r is the 32 bytes at r * 32, its two pieces swapped where r / 4 is
+// odd; stride = 8 rows = 256 B.
+// Only the low 32 bits vary; the wgmma functions add the rest.
+__device__ inline u32 descriptor(const void* tile, u32 leading_bytes) {
+    return (shared_address(tile) & 0x3FFFF) >> 4 | leading_bytes >> 4 << 16;
+}
+constexpr u32 DESCRIPTOR_HIGH = 1024 >> 4 | 1u << 30;
+[[maybe_unused]] constexpr u32 DESCRIPTOR_HIGH_NARROW = 256 >> 4 | 3u << 30;
+// Sixteen further k, `x` times, in descriptor units.
+__device__ inline constexpr u32 along_row(int x, int rows) {
+    return (x / 4 * rows * 128 + x % 4 * 32) / 16;
+}
+__device__ inline constexpr u32 down_rows(int x) { return x * 2048 / 16; }

@@ -1,0 +1,69 @@
+"""CUDA C++ kernels to functions: sources joined, compiled by NVRTC, cached by CuPy on disk."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from flashsim.backends.launch.kernel import Kernel
+
+_INCLUDE = re.compile(r'^#include "([\w.]+)"$', re.MULTILINE)
+#: Compiling for longer than this is worth a line on stderr.
+_PATIENCE_S = 0.5
+
+
+@cache
+def source(file: str) -> str:
+    """A kernel's source with its headers in place: one text, so that caches key on all of it.
+
+    A header lies beside the file that names it, or in ``kernels/``, where all kernels' common ones
+    are.
+    """
+    folder = resources.files("flashsim.backends") / "kernels"
+    room = file.rpartition("/")[0]
+
+    def header(match: re.Match[str]) -> str:
+        beside = f"{room}/{match[1]}"
+        return source(beside if (folder / beside).is_file() else match[1])
+
+    return _INCLUDE.sub(header, (folder / file).read_text("utf-8"))
+
+
+@cache
+def load(kernel: Kernel, device: int) -> Any:
+    """The compiled function on CuPy's current device, ready to launch.
+
+    The first compile of a kernel takes about a second and says so on stderr; after that CuPy's disk
+    cache (``~/.cupy/kernel_cache``, or ``CUPY_CACHE_DIR``) has it. Only CuPy can tell beforehand
+    whether it has, so the line comes when the compile is over.
+    """
+    import cupy
+
+    start, cached = time.perf_counter(), _last_cached()
+    module = cupy.RawModule(code=source(kernel.file), options=kernel.options, backend="nvrtc")
+    function = module.get_function(kernel.name)
+    function.compile()
+    took = time.perf_counter() - start
+    if took > _PATIENCE_S and _last_cached() != cached:  # else it was loaded, however slowly
+        print(
+            f"flashsim: compiled {kernel.name} ({kernel.file}) in {took:.1f} s; cached on disk",
+            file=sys.stderr,
+        )
+    if kernel.shared_bytes > 48 * 1024:
+        function.max_dynamic_shared_size_bytes = kernel.shared_bytes
+    return function.kernel  # what a RawKernel looks up again at every launch
+
+
+def _last_cached() -> int:
+    """When a file was last put into CuPy's disk cache, in ns; 0 before there is one."""
+    folder = os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache"
+    try:
+        return os.stat(folder).st_mtime_ns
+    except OSError:
+        return 0

@@ -1,0 +1,182 @@
+"""Launch arithmetic of the CUDA C++ kernels: threads, shared memory, compile-time constants.
+
+Nothing here needs a GPU or CuPy. A `Kernel` says everything about one compiled variant; the kernels
+static_assert that `Kernel.shared_bytes` and `ARGS` equal what they declare.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+
+from flashsim.problem.problem import Problem
+from flashsim.schedule.tiling import Tiling
+
+_TENSOR = [("data", "<u8"), ("batch", "<i8"), ("head", "<i8"), ("row", "<i8")]
+TENSORS = ("q", "k", "v", "o", "dout", "dq", "dk", "dv")
+TABLES = ("rows", "cols", "spans", "ptr", "index", "kind", "order", "ranks")
+REPORTS = ("visit_counts", "tile_counts", "visit_stamps", "tile_stamps")
+SCRATCH = ("lse", "delta", "dq_acc", "turns")
+POINTERS = (*SCRATCH, *TABLES, *REPORTS)
+INTEGERS = (
+    *("n_q", "n_kv", "heads", "group", "walks", "tiles", "clump", "n_visits", "left", "right"),
+)
+#: The kernels' one argument, by value: ``struct Args`` of kernels/common.cuh.
+ARGS = np.dtype(
+    [
+        *((name, _TENSOR) for name in TENSORS),
+        *((name, "<u8") for name in POINTERS),
+        *((name, "<i4") for name in INTEGERS),
+        ("scale", "<f4"),
+        ("softcap", "<f4"),
+    ]
+)
+#: The same without alignment gaps (there are none), for packing all of it in one go.
+ARGS_FORMAT = struct.Struct(
+    "<" + "Qqqq" * len(TENSORS) + "Q" * len(POINTERS) + "i" * len(INTEGERS) + "ff"
+)
+#: Entries of a count record; which entry is which tensor, `counts.WALKS` says.
+SLOTS = 8
+#: Time stamps of a visit, and of a thread block (SM, then cycles and ns at start and end).
+VISIT_STAMPS, TILE_STAMPS = 5, 5
+
+MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What launch arithmetic needs to know of a GPU.
+
+    Attributes
+    ----------
+    name : str
+    compute_capability : (int, int)
+    shared_bytes : int
+        Shared memory a thread block may opt in to, in bytes.
+    l2_bytes : int
+    clock_khz : int
+        Highest SM clock.
+    multiprocessors : int
+    """
+
+    name: str
+    compute_capability: tuple[int, int]
+    shared_bytes: int
+    l2_bytes: int
+    clock_khz: int = 1_000_000
+    multiprocessors: int = 132
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a kernel is compiled for besides the tile: the tables, what it reports, its arithmetic.
+
+    `tf32` puts float32 products on tensor cores, their operands rounded to tf32. `python` says that
+    the kernel is one of `flashsim.backends.numba_gpu`: its warps trade no scores in the backward
+    pass, and its row sums are in registers whatever it costs.
+    """
+
+    spans: bool
+    descending: bool
+    counts: bool = False
+    timeline: bool = False
+    tf32: bool = False
+    python: bool = False
+
+
+@dataclass(frozen=True)
+class Box:
+    """What one order to Hopper's copy engine moves: rows by columns of a tensor."""
+
+    tensor: str
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel, compiled for one problem and tiling: all that a launch needs but the data.
+
+    Where it has `boxes`, its arguments are a tensor map for each, ``struct Args`` and the address
+    of a work counter that starts at 0 (or 0, if no block gets more than one item); elsewhere
+    ``struct Args`` alone.
+    """
+
+    file: str
+    name: str
+    threads: int
+    shared_bytes: int
+    constants: tuple[tuple[str, int], ...]
+    boxes: tuple[Box, ...] = ()
+
+    @property
+    def roles(self) -> int:
+        """What stamps the time: 1, a whole block; more, a producer and consumer warpgroups."""
+        return self.threads // 128 if self.boxes else 1
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Options for NVRTC."""
+        arch = ("-arch=sm_90a",) if self.boxes else ()  # Hopper's own instructions
+        return ("-std=c++17", *arch, *(f"-D{name}={value}" for name, value in self.constants))
+
+
+def padded(head_dim: int, other: int = 0) -> int:
+    """The head_dim a kernel computes with: tensor cores take 16 at a time, split rows 32.
+
+    `other` is head_dim_v, which is split in the same way.
+    """
+    step = 16 if max(head_dim, other) <= 128 else 32
+    return -(-head_dim // step) * step
+
+
+def row_elements(head_dim: int) -> int:
+    """Elements of a row in HBM: 16-byte accesses need a multiple of 8."""
+    return -(-head_dim // 8) * 8
+
+
+# -- parts ----------------------------------------------------------------------------------------
+
+
+def padded_dims(problem: Problem) -> tuple[int, int]:
+    """`padded` head_dim and head_dim_v."""
+    d, dv = problem.head_dim, problem.head_dim_v
+    return padded(d, dv), padded(dv, d)
+
+
+def constants(problem: Problem, tiling: Tiling, variant: Variant) -> dict[str, int]:
+    """What every kernel is compiled for."""
+    unlimited = problem.n_q + problem.n_kv
+    softcap = bool(problem.softcap)
+    d, dv = padded_dims(problem)
+    return {
+        "ARGS_BYTES": ARGS.itemsize,
+        "SPANS": variant.spans,
+        "DESCENDING": variant.descending,
+        "TRACE": variant.counts,
+        "TIMELINE": variant.timeline,
+        "VARLEN": problem.cu_seqlens_q is not None,
+        "BLOCK_Q": tiling.block_q,
+        "BLOCK_K": tiling.block_k,
+        "D": d,
+        "DV": dv,
+        "HEAD_DIM": row_elements(problem.head_dim),
+        "HEAD_DIM_V": row_elements(problem.head_dim_v),
+        "COUNTED": problem.head_dim,
+        "COUNTED_V": problem.head_dim_v,
+        "BYTES": problem.itemsize,
+        "TF32": variant.tf32,
+        "BF16": problem.dtype == "bfloat16",
+        "RIGHT": problem.right < unlimited,
+        "LEFT": problem.left < unlimited,
+        # exp2 takes the scale along, unless a softcap needs it first or it would turn max to min.
+        "SCALED": softcap or problem.scale <= 0,
+        "SOFTCAP": softcap,
+    }
+
+
+def macros(values: dict[str, int]) -> tuple[tuple[str, int], ...]:
+    """Constants as the macros of `Kernel.constants`."""
+    return tuple((f"FS_{name}", int(value)) for name, value in values.items())

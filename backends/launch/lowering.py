@@ -1,0 +1,127 @@
+"""A schedule's tables as the kernels take them, on the host; any GPU backend uploads these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+
+from flashsim.errors import UnsupportedError
+from flashsim.problem.problem import Problem
+from flashsim.schedule.schedule import Schedule
+from flashsim.schedule.tiling import Tiling
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """One walk over a schedule, by row (queries outside) or by column (keys outside).
+
+    Attributes
+    ----------
+    schedule : Schedule
+    by : {"row", "col"}
+    rows, cols : ndarray of int32, (T_r, 4) and (T_c, 4)
+        `Schedule.rows` and `Schedule.cols`.
+    spans : ndarray of int32, (tiles, 4), or None
+        `Schedule.row_spans` or `col_spans`.
+    ptr, index, kind : ndarray of int32
+        `Schedule.row_csr` or `col_csr`.
+    order : ndarray of int32, (tiles,)
+        Outer tiles in the order in which blocks take them: those with the most visits first, since
+        blocks that start late should be short. `in_turns` has another.
+    ranks : ndarray of int32, (n_visits,), or None
+        See `in_turns`.
+    """
+
+    schedule: Schedule
+    by: Literal["row", "col"]
+    rows: np.ndarray
+    cols: np.ndarray
+    spans: np.ndarray | None
+    ptr: np.ndarray
+    index: np.ndarray
+    kind: np.ndarray
+    order: np.ndarray
+    ranks: np.ndarray | None = None
+
+    @property
+    def tiles(self) -> int:
+        """Outer tiles."""
+        return len(self.order)
+
+    @property
+    def n_visits(self) -> int:
+        """Visits of one walk."""
+        return len(self.index)
+
+    @property
+    def descending(self) -> bool:
+        """Whether a span is walked from its last tile to its first."""
+        return self.by == "row" and self.schedule.key_order == "descending"
+
+
+@lru_cache(maxsize=64)
+def lower(schedule: Schedule, by: Literal["row", "col"]) -> Lowered:
+    """The tables of one walk.
+
+    Raises
+    ------
+    UnsupportedError
+        If a mask decides inside a tile by more than causality, window and bounds: an arbitrary
+        mask function, a bias, or a block mask whose cells the tiles do not divide.
+    """
+    check(schedule.problem, schedule.tiling)
+    ptr, index, kind = schedule.row_csr if by == "row" else schedule.col_csr
+    spans = schedule.row_spans if by == "row" else schedule.col_spans
+    order = np.argsort(-np.diff(ptr), kind="stable").astype(np.int32)
+    return Lowered(schedule, by, schedule.rows, schedule.cols, spans, ptr, index, kind, order)
+
+
+@lru_cache(maxsize=64)
+def in_turns(walk: Lowered) -> Lowered:
+    """A walk by column whose blocks add to a row tile's dQ in a fixed order, one after the other.
+
+    `ranks` says, for each visit, how many visits of its row tile come before it: those of the
+    columns that stand before its own in `order`. A block thus waits only for blocks that took their
+    columns earlier, so the waiting ends. Columns that start at the last rows are taken first: a
+    causal column reaches the rows of the next one just when that one has left them.
+    """
+    columns = np.repeat(np.arange(walk.tiles), np.diff(walk.ptr))
+    first = np.full(walk.tiles, -1)
+    visited = np.diff(walk.ptr) > 0
+    first[visited] = walk.index[walk.ptr[:-1][visited]]
+    order = np.argsort(-first, kind="stable").astype(np.int32)
+    place = np.empty(walk.tiles, np.int64)
+    place[order] = np.arange(walk.tiles)
+    by_row = np.lexsort((place[columns], walk.index))
+    rows = walk.index[by_row]
+    ranks = np.empty(walk.n_visits, np.int32)
+    ranks[by_row] = np.arange(walk.n_visits) - np.searchsorted(rows, rows)
+    return replace(walk, order=order, ranks=ranks)
+
+
+def refuse(problem: Problem) -> None:
+    """Raise `UnsupportedError` for what a GPU kernel cannot evaluate under any tiling."""
+    if problem.mask is not None:
+        raise UnsupportedError(
+            "the GPU kernels take no mask function (it is Python); use backend='numpy' or 'numba', "
+            "or say the same with causal, window or block_mask"
+        )
+    if problem.bias is not None:
+        raise UnsupportedError(
+            "the GPU kernels take no bias; use backend='numpy' or 'numba', or causal, window, "
+            "softcap or block_mask"
+        )
+
+
+def check(problem: Problem, tiling: Tiling) -> None:
+    """Raise `UnsupportedError` for a problem whose masks a GPU kernel cannot evaluate."""
+    refuse(problem)
+    cells = problem.block_mask
+    if cells is not None and (cells.block_q % tiling.block_q or cells.block_k % tiling.block_k):
+        raise UnsupportedError(
+            f"on a GPU tiles must divide the block mask's cells: got {tiling} tiles and "
+            f"{cells.block_q} x {cells.block_k} cells; give a tiling that divides them"
+        )

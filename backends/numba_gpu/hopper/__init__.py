@@ -1,0 +1,1 @@
+"""Kernels in Python for Hopper (`wgmma`, the copy engine)."""

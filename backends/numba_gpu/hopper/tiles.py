@@ -1,0 +1,313 @@
+"""Rings of tiles, products of a warpgroup and output rows on Hopper, as Numba intrinsics.
+
+A ring has two stages. Whoever uses it counts the tiles that passed: tile `position` lies in stage
+`position` % 2, on lap `position` // 2. Each stage has one mbarrier that says full and one that says
+free; a phase of each ends once a lap.
+
+An accumulator fragment is one of `tiles` with a single block of 16 rows a warp; `ptx_hopper.wgmma`
+says which rows of the warpgroup's 64 those are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba.cuda import types
+from numba.cuda.extending import intrinsic
+
+from flashsim.backends.numba_gpu import ptx
+from flashsim.backends.numba_gpu.emit import I1, I32, I64, Values, emitted, floats, i32, words
+from flashsim.backends.numba_gpu.hopper import ptx as ptx_hopper
+from flashsim.backends.numba_gpu.tiles import lane_of
+
+int32, int64 = types.int32, types.int64
+BARRIER = 8  # bytes
+
+
+# -- who I am -------------------------------------------------------------------------------------
+
+
+@emitted(int32)
+def warpgroup(b: ir.IRBuilder) -> ir.Value:
+    """The thread's warpgroup in the block; the compiler sees that it is a whole warp's."""
+    mine = b.lshr(ptx.special(b, "tid.x"), i32(7))
+    text = "shfl.sync.idx.b32 $0, $1, 0, 31, -1;"
+    return ptx.asm(b, text, "=r,r", [mine], I32, effects=True, together=True)
+
+
+@emitted(types.boolean)
+def speaks(b: ir.IRBuilder) -> ir.Value:
+    """Whether the thread is the one that arrives for its warp."""
+    return b.icmp_unsigned("==", lane_of(b), i32(0))
+
+
+def registers(count: int, *, more: bool) -> Any:
+    """``registers()``: from here on the warpgroup's threads have `count` registers."""
+
+    @emitted(None)
+    def registers_(b: ir.IRBuilder) -> None:
+        ptx_hopper.registers(b, count, more=more)
+
+    return registers_
+
+
+# -- barriers -------------------------------------------------------------------------------------
+
+
+def barriers_begin(counts: dict[int, int]) -> Any:
+    """``barriers_begin(base)``: a thread makes barriers at base + key, for `value` arrivals."""
+
+    @emitted(None, int32)
+    def barriers_begin_(b: ir.IRBuilder, base: ir.Value) -> None:
+        for at, arrivals in counts.items():
+            ptx_hopper.barrier_init(b, b.add(base, i32(at)), arrivals)
+        ptx_hopper.barrier_init_fence(b)
+
+    return barriers_begin_
+
+
+@emitted(None, int32, int32)
+def wait(b: ir.IRBuilder, barrier: ir.Value, parity: ir.Value) -> None:
+    """Wait until the barrier's phase of that parity is over."""
+    ptx_hopper.barrier_wait(b, barrier, parity)
+
+
+@emitted(None, int32, types.boolean)
+def arrive(b: ir.IRBuilder, barrier: ir.Value, condition: ir.Value) -> None:
+    """Arrive, where `condition` holds."""
+    ptx_hopper.barrier_arrive(b, barrier, condition)
+
+
+def expect(count: int) -> Any:
+    """``expect(barrier)``: arrive, and let the phase wait for `count` bytes of copies."""
+
+    @emitted(None, int32)
+    def expect_(b: ir.IRBuilder, barrier: ir.Value) -> None:
+        ptx_hopper.barrier_expect(b, barrier, count)
+
+    return expect_
+
+
+@emitted(int32, int32, int32)
+def stage(b: ir.IRBuilder, barriers: ir.Value, position: ir.Value) -> ir.Value:
+    """The barrier of the stage where tile `position` lies."""
+    return b.add(barriers, b.shl(b.and_(position, i32(1)), i32(3)))
+
+
+def _lap(b: ir.IRBuilder, position: ir.Value) -> ir.Value:
+    return b.and_(b.lshr(position, i32(1)), i32(1))
+
+
+@emitted(None, int32, int32)
+def wait_full(b: ir.IRBuilder, barriers: ir.Value, position: ir.Value) -> None:
+    """Wait until tile `position` is in its stage."""
+    barrier = b.add(barriers, b.shl(b.and_(position, i32(1)), i32(3)))
+    ptx_hopper.barrier_wait(b, barrier, _lap(b, position))
+
+
+@emitted(None, int32, int32)
+def wait_free(b: ir.IRBuilder, barriers: ir.Value, position: ir.Value) -> None:
+    """Wait until every reader of the stage's last tile is done; at once on the first lap."""
+    barrier = b.add(barriers, b.shl(b.and_(position, i32(1)), i32(3)))
+    ptx_hopper.barrier_wait(b, barrier, b.xor(_lap(b, position), i32(1)))
+
+
+@emitted(None, int32, types.boolean, floats(2))
+def arrive_behind(b: ir.IRBuilder, barrier: ir.Value, condition: ir.Value, sums: Values) -> None:
+    """Arrive, where `condition` holds, once the sums of exponentials are there.
+
+    They are never negative: the test only ties the arrival, and with it the wait behind it, to the
+    exponentials, which the assembler would otherwise sort behind the wait.
+    """
+    for x in sums:
+        condition = b.and_(condition, b.not_(b.fcmp_ordered("<", x, ir.Constant(x.type, 0.0))))
+    ptx_hopper.barrier_arrive(b, barrier, condition)
+
+
+@emitted(None, int32)
+def my_turn(b: ir.IRBuilder, barrier: ir.Value) -> None:
+    """Wait until the warpgroup before has queued its products (a named barrier of two)."""
+    ptx_hopper.named_sync(b, barrier, 256)
+
+
+@emitted(None, int32)
+def pass_turn(b: ir.IRBuilder, barrier: ir.Value) -> None:
+    """Let the next warpgroup queue its products."""
+    ptx_hopper.named_arrive(b, barrier, 256)
+
+
+# -- items: what the producer tells the consumers -------------------------------------------------
+
+
+@emitted(None, int32, int32)
+def put(b: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
+    """An integer to shared memory."""
+    ptx.store_shared(b, address, value)
+
+
+@emitted(int32, int32)
+def get(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """An integer from shared memory."""
+    return ptx.asm(b, "ld.shared.b32 $0, [$1];", "=r,r", [address], I32, effects=True)
+
+
+@emitted(int32, int64, int32)
+def fetch_add(b: ir.IRBuilder, address: ir.Value, value: ir.Value) -> ir.Value:
+    """Add to an integer in HBM and get what it was."""
+    return ptx_hopper.fetch_add(b, address, value)
+
+
+# -- the copy engine ------------------------------------------------------------------------------
+
+
+@intrinsic
+def map_address(typing_context, tensor_map):
+    """Where a kernel's tensor map is."""
+
+    def generate(context, builder, signature, args):
+        return ptx_hopper.parameter_address(builder, tensor_map.parameter)
+
+    return types.int64(tensor_map), generate
+
+
+def copy_tile(rows: int, chunks: int) -> Any:
+    """``copy_tile(to, map, barrier, row, head, batch)``: a tile, box by box, chunk after chunk."""
+
+    @emitted(None, int32, int64, int32, int32, int32, int32)
+    def copy_tile_(
+        b: ir.IRBuilder, to: ir.Value, tensor_map: ir.Value, barrier: ir.Value, *place: ir.Value
+    ) -> None:
+        for chunk in range(chunks):
+            at = b.add(to, i32(chunk * rows * 128))
+            column = i32(chunk * ptx_hopper.CHUNK)
+            ptx_hopper.copy_box(b, at, tensor_map, barrier, [column, *place])
+
+    return copy_tile_
+
+
+# -- products -------------------------------------------------------------------------------------
+
+
+def queue_scores(bf16: bool, n: int, depth: int) -> Any:
+    """``queue_scores(q, k) -> s``: S = Q K^T of 64 rows, to be waited for.
+
+    Parameters
+    ----------
+    n, depth : int
+        Rows of the K tile; columns of both tiles.
+    """
+    steps = range(depth // 16)
+
+    @emitted(floats(n // 2), int32, int32)
+    def queue_scores_(b: ir.IRBuilder, q: ir.Value, k: ir.Value) -> Values:
+        return ptx_hopper.wgmma(
+            *(b, bf16, n, None),
+            *(ptx_hopper.descriptor(b, q, 0), ptx_hopper.descriptor(b, k, 0)),
+            [ptx_hopper.along_row(x, 64) for x in steps],
+            [ptx_hopper.along_row(x, n) for x in steps],
+            right_down=False,
+        )
+
+    return queue_scores_
+
+
+def queue_output(bf16: bool, n: int, depth: int) -> Any:
+    """``queue_output(o, p, v) -> o + P V``, to be waited for; P comes from `round_operand`.
+
+    Parameters
+    ----------
+    n, depth : int
+        Columns and rows of the V tile.
+    """
+
+    @emitted(floats(n // 2), floats(n // 2), words(depth // 4), int32)
+    def queue_output_(b: ir.IRBuilder, o: Values, p: Values, v: ir.Value) -> Values:
+        right = ptx_hopper.descriptor(b, v, depth * 128)
+        right_at = [ptx_hopper.down_rows(x) for x in range(depth // 16)]
+        return ptx_hopper.wgmma(b, bf16, n, o, p, right, [], right_at, right_down=True)
+
+    return queue_output_
+
+
+def product_wait(pending: int, n: int) -> Any:
+    """``product_wait(c) -> c``: its sums are complete, as are all groups but the last `pending`."""
+
+    @emitted(floats(n // 2), floats(n // 2))
+    def product_wait_(b: ir.IRBuilder, c: Values) -> Values:
+        return ptx_hopper.wgmma_wait(b, pending, c)
+
+    return product_wait_
+
+
+def round_operand(bf16: bool, n: int) -> Any:
+    """``round_operand(s) -> p``: sums as a left operand, two neighbours to a register."""
+
+    @emitted(words(n // 4), floats(n // 2))
+    def round_operand_(b: ir.IRBuilder, s: Values) -> Values:
+        return [ptx.pack(b, bf16, s[x], s[x + 1]) for x in range(0, n // 2, 2)]
+
+    return round_operand_
+
+
+# -- output ---------------------------------------------------------------------------------------
+
+
+def store_output(bf16: bool, n: int, width: int) -> Any:
+    """``store_output(address, row_bytes, o, factors, row, stop) -> bytes``: 64 rows, rounded.
+
+    `row` is the warp's first row and `address` that of row 0; rows from `stop` on and columns from
+    `width` on are left out. A lane holds pairs of columns; quads trade them for 16 bytes in a row.
+    """
+
+    @emitted(int32, int64, int32, floats(n // 2), floats(2), int32, int32)
+    def store_output_(
+        b: ir.IRBuilder,
+        address: ir.Value,
+        row_bytes: ir.Value,
+        o: Values,
+        factors: Values,
+        row: ir.Value,
+        stop: ir.Value,
+    ) -> ir.Value:
+        lane, stored = lane_of(b), i32(0)
+        column = b.shl(b.and_(lane, i32(3)), i32(3))
+        odd, high = b.trunc(lane, I1), b.trunc(b.lshr(lane, i32(1)), I1)
+        for half in range(2):
+            mine = b.add(row, b.add(b.lshr(lane, i32(2)), i32(8 * half)))
+            exists = b.icmp_signed("<", mine, stop)
+            far = b.mul(b.sext(mine, I64), b.sext(row_bytes, I64))
+            line = b.add(b.add(address, far), b.sext(b.shl(column, i32(1)), I64))
+            for first in range(0, n, 32):
+                four = []
+                for piece in range(4):
+                    at = (first // 8 + piece) * 4 + 2 * half
+                    pair = [b.fmul(x, factors[half]) for x in o[at : at + 2]]
+                    four.append(ptx.pack(b, bf16, *pair) if pair else i32(0))
+                four = _transposed(b, four, odd, high)
+                inside = exists
+                if first + 32 > width:
+                    fits = b.icmp_unsigned("<", b.add(column, i32(first)), i32(width))
+                    inside = b.and_(exists, fits)
+                with b.if_then(inside):
+                    ptx.store_16(b, b.add(line, ir.Constant(I64, first * 2)), four)
+                stored = b.add(stored, b.select(inside, i32(16), i32(0)))
+        return stored
+
+    return store_output_
+
+
+def _transposed(b: ir.IRBuilder, x: Values, odd: ir.Value, high: ir.Value) -> Values:
+    """A quad's 4 x 4 words transposed: lane t gave word s of it, and gets word t of lane s."""
+    for mask, mine, pairs in ((1, odd, ((0, 1), (2, 3))), (2, high, ((0, 2), (1, 3)))):
+        x = list(x)
+        for low, up in pairs:
+            got = _traded(b, b.select(mine, x[low], x[up]), mask)
+            x[low], x[up] = b.select(mine, got, x[low]), b.select(mine, x[up], got)
+    return x
+
+
+def _traded(b: ir.IRBuilder, word: ir.Value, mask: int) -> ir.Value:
+    kind = word.type
+    text = f"shfl.sync.bfly.b32 $0, $1, {mask}, 31, -1;"
+    return ptx.asm(b, text, "=r,r", [word], kind, effects=True, together=True)

@@ -1,0 +1,307 @@
+"""Launches the teaching kernels: on a GPU, or in Numba's simulator where there is none."""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal
+
+import numpy as np
+from numba import config, cuda
+
+from flashsim.backends import failures, launch
+from flashsim.backends.launch.lowering import Lowered, check, lower
+from flashsim.backends.numba_gpu.teaching import kernels as teaching
+from flashsim.backends.numba_gpu.teaching.kernels import Shape
+from flashsim.backends.reports import counts
+from flashsim.engines.engine import Job, Outcome
+from flashsim.errors import TilingError, UnsupportedError
+from flashsim.problem.problem import Problem
+from flashsim.schedule import plans
+from flashsim.schedule.schedule import Schedule
+from flashsim.schedule.tiling import Tiling
+from flashsim.trace.events import StageTrace
+
+NAME = "teaching"
+#: What a block has without opting in, on every NVIDIA GPU.
+SHARED_BYTES = 48 * 1024
+_SIDES = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+def simulated() -> bool:
+    """Whether Numba runs kernels in its CPU simulator."""
+    return bool(config.ENABLE_CUDASIM)
+
+
+def shared_bytes(problem: Problem, tiling: Tiling, direction: str) -> int:
+    """Shared memory of a pass's largest kernel, in bytes: the tiles that `teaching` declares."""
+    q, k, d, dv = tiling.block_q, tiling.block_k, problem.head_dim + 1, problem.head_dim_v + 1
+    if direction == "forward":
+        return 4 * (q * (d + dv + k + 1) + k * (d + dv))
+    return 4 * max(2 * k * (d + dv) + q * (d + dv + k + 1), q * (2 * d + dv) + k * (d + dv))
+
+
+def choose(problem: Problem, tiling: Tiling | None, direction: str) -> Tiling:
+    """The tiling given, if it runs, else the largest square one that does.
+
+    Raises
+    ------
+    TilingError
+        If the tiles do not fit in 48 KiB, or have more rows than a block has threads.
+    """
+    if tiling is not None:
+        need = shared_bytes(problem, tiling, direction)
+        if need <= SHARED_BYTES and max(tiling.block_q, tiling.block_k) <= 1024:
+            return tiling
+        possible = [
+            t
+            for t in (Tiling(q, k) for q in _SIDES for k in _SIDES)
+            if shared_bytes(problem, t, direction) <= SHARED_BYTES
+        ]
+        raise TilingError(
+            f"{direction} at head_dim={problem.head_dim}: a {tiling} tile needs {need:,} B of "
+            f"shared memory (the teaching kernels take up to {SHARED_BYTES:,} B and 1,024 rows); "
+            f"possible: {', '.join(str(t) for t in possible) or 'none'}"
+        )
+    largest = 16 if simulated() else 32  # the simulator takes one OS thread a row
+    sides = [x for x in _SIDES if x <= largest]
+    cells = problem.block_mask
+    for side in reversed(sides):
+        square = Tiling(side, side)
+        divides = cells is None or not (cells.block_q % side or cells.block_k % side)
+        if divides and shared_bytes(problem, square, direction) <= SHARED_BYTES:
+            return square
+    raise TilingError(f"no tiling of the teaching kernels fits head_dim={problem.head_dim}")
+
+
+def forward(job: Job) -> Outcome:
+    """The forward pass."""
+    p, tiling = job.problem, choose(job.problem, job.tiling, "forward")
+    check(p, tiling)
+    place = _Simulator(job) if simulated() else _Gpu.of(job)
+    with place.active():
+        call = _Call(job, tiling, place, fused=False)
+        q, k, v = (place.taken(x) for x in (job.q, job.k, job.v))
+        out = place.new((p.batch, p.heads, p.n_q, p.head_dim_v), q.dtype)
+        lse = place.new((p.batch, p.heads, p.n_q), np.float32)
+        call.walk("row", "forward", teaching.forward_kernel, (q, k, v, out, lse))
+        saved = {"place": place, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+        given = {"out": place.given(out, job.q), "lse": place.given(lse, job.q)}
+        return Outcome(given, tiling, call.stages(), NAME, saved)
+
+
+def backward(job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
+    """The backward pass: delta, dkdv and dq, or with "flash2-fused" delta, fused and convert."""
+    p, tiling = job.problem, choose(job.problem, job.tiling, "backward")
+    check(p, tiling)
+    fused = job.algorithm == "flash2-fused"
+    place = saved["place"]
+    place.check("dout", dout, p.dtype)
+    with place.active():
+        call = _Call(job, tiling, place, fused=fused)
+        q, k, v, out, lse = (saved[name] for name in ("q", "k", "v", "out", "lse"))
+        dout = place.taken(dout)
+        delta = place.new((p.batch, p.heads, p.n_q), np.float32)
+        dq, dk, dv = (place.new(x.shape, x.dtype) for x in (q, k, v))
+        acc = place.new(q.shape, np.float32) if fused and q.dtype != np.float32 else dq
+        call.rows("delta", teaching.delta_kernel, (out, dout, delta, acc))
+        inputs = (q, k, v, dout, lse, delta)
+        if fused:
+            call.walk("col", "fused", teaching.dkdv_kernel, (*inputs, acc, dk, dv))
+            if acc is not dq:
+                call.rows("convert", teaching.convert_kernel, (acc, dq))
+        else:
+            call.walk("col", "dkdv", teaching.dkdv_kernel, (*inputs, dq, dk, dv))
+            call.walk("row", "dq", teaching.dq_kernel, (*inputs, dq))
+        made = {"dq": dq, "dk": dk, "dv": dv}
+        given = {name: place.given(array, job.q) for name, array in made.items()}
+        return Outcome(given, tiling, call.stages(), NAME)
+
+
+class _Simulator:
+    """Arrays and launches in Numba's simulator, where both are NumPy's."""
+
+    def __init__(self, job: Job) -> None:
+        if not isinstance(job.q, np.ndarray):
+            raise UnsupportedError("Numba's CUDA simulator takes NumPy arrays only")
+
+    def check(self, name: str, array: Any, dtype: str) -> None:
+        """Raise unless `array` lives here."""
+        if not isinstance(array, np.ndarray):
+            raise UnsupportedError(f"Numba's CUDA simulator takes NumPy arrays only, not as {name}")
+
+    def active(self) -> AbstractContextManager[Any]:
+        """A scope in which kernels run here."""
+        return nullcontext()
+
+    def taken(self, array: Any) -> Any:
+        """An array as a kernel takes it: of its own, since the simulator writes arguments back."""
+        return cuda.to_device(array)
+
+    def new(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """A new array of that kind, of zeros."""
+        return np.zeros(shape, dtype)
+
+    def given(self, array: Any, like: Any) -> Any:
+        """A result as the caller gets it: of the kind of what the caller gave."""
+        return array
+
+    def host(self, array: Any) -> np.ndarray:
+        """An array of counts as NumPy's."""
+        return array
+
+    def launch(self, kernel: Any, grid: tuple[int, int], threads: int, given: Any) -> None:
+        """Run a kernel."""
+        _launch(kernel, (grid, threads), given)
+
+
+class _Gpu:
+    """Arrays and launches on the GPU that holds the job's arrays, on their library's stream.
+
+    Kernels take CuPy arrays: the caller's own memory, but for NumPy arrays.
+    """
+
+    def __init__(self, space: Any) -> None:
+        self.space = space
+
+    @classmethod
+    def of(cls, job: Job) -> _Gpu:
+        """Where a job's arrays live.
+
+        Raises
+        ------
+        BackendUnavailable, DTypeError
+        """
+        failures.require_cupy("numba_cuda")
+        from flashsim.backends.cupy_gpu import arrays
+        from flashsim.backends.cupy_gpu import engine as cupy_engine
+
+        cupy_engine.require_gpu()
+        return cls(arrays.space_of({"q": job.q, "k": job.k, "v": job.v}, job.problem.dtype))
+
+    def check(self, name: str, array: Any, dtype: str) -> None:
+        """See `_Simulator`."""
+        from flashsim.backends.cupy_gpu import arrays
+
+        arrays.check_space(name, array, dtype, self.space)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """See `_Simulator`."""
+        # Both CuPy and numba-cuda work on the device's primary context; each keeps a current one.
+        with failures.Explaining(), self.space.active(), cuda.gpus[self.space.device]:
+            yield
+
+    def taken(self, array: Any) -> Any:
+        """See `_Simulator`."""
+        import cupy
+
+        if type(array).__module__.partition(".")[0] == "torch":
+            return cupy.from_dlpack(array.detach())
+        return cupy.asarray(array)
+
+    def new(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """See `_Simulator`."""
+        import cupy
+
+        return cupy.zeros(shape, dtype)
+
+    def given(self, array: Any, like: Any) -> Any:
+        """See `_Simulator`."""
+        if isinstance(like, np.ndarray):
+            return array.get()
+        if type(like).__module__.partition(".")[0] == "torch":
+            import torch
+
+            return torch.from_dlpack(array)
+        return array
+
+    def host(self, array: Any) -> np.ndarray:
+        """See `_Simulator`."""
+        return array.get()
+
+    def launch(self, kernel: Any, grid: tuple[int, int], threads: int, given: Any) -> None:
+        """Run a kernel; its first compile for such arrays takes a second or more and says so."""
+        compiled, start = len(kernel.overloads), time.perf_counter()
+        stream = cuda.external_stream(self.space.stream())
+        _launch(kernel, (grid, threads, stream), given)
+        if len(kernel.overloads) > compiled:
+            took = time.perf_counter() - start
+            print(
+                f"flashsim: compiled {kernel.__name__} (Python, to learn from) in {took:.1f} s; "
+                "kept until this process ends",
+                file=sys.stderr,
+            )
+
+
+def _launch(kernel: Any, where: tuple[Any, ...], given: Any) -> None:
+    """Launch without Numba's advice to fill the GPU: small problems are what these are for."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*Grid size")
+        kernel[where](*given)
+
+
+class _Call:
+    """One pass: its kernels' shape, its launches, and what they report."""
+
+    def __init__(self, job: Job, tiling: Tiling, place: Any, *, fused: bool) -> None:
+        p = self.problem = job.problem
+        self.place = place
+        self.tiling, self.key_order = tiling, job.key_order
+        self.counting, self.fused = bool(job.trace), fused
+        self.shape = Shape(
+            *(tiling.block_q, tiling.block_k, p.head_dim, p.head_dim_v, p.group),
+            softcap=bool(p.softcap),
+            itemsize=p.itemsize,
+            counts=self.counting,
+            fused=fused,
+        )
+        self.algorithm = "flash2-fused" if fused else "flash2"
+        self.reports: list[tuple[plans.Stage, Lowered, Any, Any]] = []
+
+    def walk(self, by: Literal["row", "col"], name: str, kernel: Any, arrays: Any) -> None:
+        """Launch a pass over score tiles: one block for each outer tile of each walk."""
+        p, tables = self.problem, self._tables(by)
+        walks = p.batch * (p.heads if by == "row" else p.kv_heads)
+        tile_counts, visit_counts = self._report(name, tables, walks)
+        lists = (tables.rows, tables.cols, tables.ptr, tables.index, tables.kind)
+        numbers = (int(p.left), int(p.right), np.float32(p.scale), np.float32(p.softcap or 1))
+        threads = self.tiling.block_q if by == "row" else self.tiling.block_k
+        given = (*arrays, *map(self.place.taken, lists), *numbers, tile_counts, visit_counts)
+        self.place.launch(kernel(self.shape), (tables.tiles, walks), threads, given)
+
+    def rows(self, name: str, kernel: Any, arrays: Any) -> None:
+        """Launch a pass over rows: one block for each row tile of each head."""
+        tables, walks = self._tables("row"), self.problem.batch * self.problem.heads
+        tile_counts, _ = self._report(name, tables, walks)
+        given = (*arrays, self.place.taken(tables.rows), tile_counts)
+        self.place.launch(kernel(self.shape), (tables.tiles, walks), self.tiling.block_q, given)
+
+    def stages(self) -> tuple[StageTrace, ...] | None:
+        """The events of the launches so far, if the job asks for them."""
+        if not self.counting:
+            return None
+        return tuple(
+            counts.stage_trace(
+                *(stage, tables.schedule, self.place.host(tile), self.place.host(visit)),
+                fused=self.fused,
+            )
+            for stage, tables, tile, visit in self.reports
+        )
+
+    def _tables(self, by: Literal["row", "col"]) -> Lowered:
+        outer: plans.Outer = "queries" if by == "row" else "keys"
+        return lower(Schedule(self.problem, self.tiling, outer, self.key_order), by)
+
+    def _report(self, name: str, tables: Lowered, walks: int) -> tuple[Any, Any]:
+        heads = self.problem.batch * self.problem.heads
+        tile = self.place.new((walks, tables.tiles, launch.SLOTS), np.uint32)
+        visit = self.place.new((heads, tables.n_visits, launch.SLOTS), np.uint32)
+        direction = "forward" if name == "forward" else "backward"
+        stages = plans.stages(self.problem, self.algorithm, direction)
+        stage = next(stage for stage in stages if stage.name == name)
+        self.reports.append((stage, tables, tile, visit))
+        return tile, visit

@@ -1,0 +1,1 @@
+"""Kernels in Python for tensor cores (`mma.sync`)."""

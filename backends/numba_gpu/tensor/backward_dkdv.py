@@ -1,0 +1,261 @@
+"""FlashAttention-2 backward, keys outside, on tensor cores (arXiv:2307.08691, Algorithm 2).
+
+A block owns column tile j of one key head and visits, for every query head of the group, the row
+tiles that the schedule lists. It works on transposed scores, S^T = K Q^T, so that P^T and dS^T
+leave the products in exactly the registers in which dV += P^T dO and dK += dS^T Q want them. The
+fused form adds dQ += dS K as well, reduced into a float32 accumulator in HBM (its order, and so its
+last bit, varies); without it `backward_dq` makes dQ. It is made one visit late; with `halves` half
+of the warps make it before their scores and half after them: while one warp of a scheduler has
+exponentials to make, another one keeps the tensor cores busy.
+Where things live: K, V in shared memory for the whole block; Q, dO, L and delta in one or two
+shared stages; dK, dV, S^T, P^T, dP^T in registers; dS in shared memory, only to cross warps for dQ.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import cuda
+from numba.cuda import types
+
+from flashsim.backends.launch.kernel import Kernel
+from flashsim.backends.numba_gpu import tiles
+from flashsim.backends.numba_gpu.tensor import gradients, output
+from flashsim.backends.numba_gpu.tensor.softmax import LOG2E
+from flashsim.backends.numba_gpu.tiles import Operand, Tile
+from flashsim.backends.numba_gpu.walk import (
+    SLOTS,
+    TILE_STAMPS,
+    VISIT_STAMPS,
+    constants,
+    copies_wait,
+    device,
+    shared_base,
+    tile_copies,
+    vector_load,
+    walk_functions,
+)
+
+int32, int64, float32 = types.int32, types.int64, types.float32
+
+
+def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
+    """The kernel for compile-time constants; `wide`: reductions of 16 bytes, from sm_90 on."""
+    c = constants(kernel)
+    w = walk_functions(c)
+    block_q, block_k, d, dv, threads = c.block_q, c.block_k, c.d, c.dv, kernel.threads
+    bf16, fused, two_stages = bool(c.bf16), bool(c.fused), c.stages == 2
+    scaled, softcap, head_dim = bool(c.scaled), bool(c.softcap), c.head_dim
+    parts = c.parts  # warps that share 16 `blocks` keys, each with its part of dK's, dV's columns
+    blocks, chunk = block_k * parts // (16 * c.warps), c.chunk  # queries in registers at a time
+    d_part, dv_part = d // parts, dv // parts
+
+    # -- Shared memory: K, V for the whole block (at the end dK, dV); stages of Q, dO, L, delta; dS
+    # is written in one visit and read in the next
+    tile_k, tile_v = Tile(block_k, d), Tile(block_k, dv)
+    tile_q, tile_do, tile_ds = Tile(block_q, d), Tile(block_q, dv), Tile(block_k, block_q)
+    q_bytes, do_bytes, ds_bytes = tile_q.nbytes, tile_do.nbytes, tile_ds.nbytes
+    v_at = tile_k.nbytes
+    q_at = v_at + tile_v.nbytes
+    do_at = q_at + c.stages * q_bytes
+    ds_at = do_at + c.stages * do_bytes
+    lse_at = ds_at + (2 * ds_bytes if fused else 0)
+    delta_at = lse_at + c.stages * block_q * 4
+    copies_k = tile_copies(tile_k, c.head_dim, threads)
+    copies_v = tile_copies(tile_v, c.head_dim_v, threads)
+    load_q = tile_copies(tile_q, c.head_dim, threads).load
+    load_do = tile_copies(tile_do, c.head_dim_v, threads).load
+    load_k, load_v, store_k, store_v = copies_k.load, copies_v.load, copies_k.store, copies_v.store
+    load_vector = vector_load(block_q, threads)
+
+    # -- Fragments
+    new_scores = tiles.zeros(blocks * chunk // 2)
+    new_dk, new_dv = tiles.zeros(blocks * d_part // 2), tiles.zeros(blocks * dv_part // 2)
+    pieces_k, pieces_v = (
+        tiles.pieces(tile_k, transposed=False),
+        tiles.pieces(tile_v, transposed=False),
+    )
+    pieces_q, pieces_do = (
+        tiles.pieces(tile_q, transposed=True),
+        tiles.pieces(tile_do, transposed=True),
+    )
+    columns_q, columns_do = (
+        tiles.pieces(tile_q, transposed=False),
+        tiles.pieces(tile_do, transposed=False),
+    )
+    pieces_ds, columns_k = (
+        tiles.pieces(tile_ds, transposed=True),
+        tiles.pieces(tile_k, transposed=False),
+    )
+    swapped_q, swapped_do = Operand(tile_q, swapped=True), Operand(tile_do, swapped=True)
+    multiply_kq = tiles.multiply(bf16, blocks, chunk, d, Operand(tile_k), swapped_q)
+    multiply_vdo = tiles.multiply(bf16, blocks, chunk, dv, Operand(tile_v), swapped_do)
+    right_q, right_do = Operand(tile_q, extra=True), Operand(tile_do, extra=True)
+    multiply_dsq = tiles.multiply(bf16, blocks, d_part, chunk, "accumulators", right_q)
+    multiply_pdo = tiles.multiply(bf16, blocks, dv_part, chunk, "accumulators", right_do)
+    load_columns = gradients.load_columns(chunk)
+    probabilities = gradients.probabilities(blocks, chunk, False, scaled, softcap)
+    mask = gradients.mask_probabilities(blocks, chunk, False, bool(c.left), bool(c.right))
+    score_gradients = gradients.score_gradients(blocks, chunk, False, softcap)
+    scale_dk = tiles.scale_all(blocks * d_part // 2)
+    stage_dk, stage_dv = (
+        output.stage(bf16, blocks, d_part, tile_k),
+        output.stage(bf16, blocks, dv_part, tile_v),
+    )
+    stage_ds = output.stage(bf16, blocks, chunk, tile_ds)
+    # dQ: the block's warps stand as warps_q x warps_d over its (block_q, d) tile
+    warps_q, warps_d = c.warps_q, c.warps // c.warps_q
+    halves, half = bool(c.halves), (c.warps + 1) // 2
+    dq_blocks, dq_cols = block_q // (16 * warps_q), -(-(d // 16) // warps_d) * 16
+    new_dq = tiles.zeros(dq_blocks * dq_cols // 2)
+    left_ds = Operand(tile_ds, swapped=True, extra=True)
+    multiply_dsk = tiles.multiply(
+        bf16, dq_blocks, dq_cols, block_k, left_ds, Operand(tile_k, extra=True)
+    )
+    reduce_dq = output.reduce_tile(dq_blocks, dq_cols, head_dim, wide)
+    take_work, row_tile, col_tile = w.take_work, w.row_tile, w.col_tile
+    begin, visit_of, report = w.begin, w.visit, w.report
+    stamp, stamp_block = w.stamp, w.stamp_block
+
+    @device
+    def load_visit(a, shared, stage, walk, head, batch, start, stop, slot):
+        rows, line = stop - start, int64(walk) * a.n_q + start
+        q = a.q_data + (batch * a.q_batch + head * a.q_head + start * a.q_row) * 2
+        dout = a.dout_data + (batch * a.dout_batch + head * a.dout_head + start * a.dout_row) * 2
+        to = shared + stage * q_bytes + q_at
+        report(slot, load_q(to, q, a.q_row * 2, rows))
+        to = shared + stage * do_bytes + do_at
+        report(slot + 4, load_do(to, dout, a.dout_row * 2, rows))
+        to = shared + stage * (block_q * 4)
+        report(slot + 8, load_vector(to + lse_at, a.lse + line * 4, rows))
+        report(slot + 12, load_vector(to + delta_at, a.delta + line * 4, rows))
+
+    @device
+    def add_dq(a, shared, warp, step, walk, start, rows, slot):
+        """The part of this warp in dQ += dS K of the visit before step `step`."""
+        row, col = warp % warps_q * (16 * dq_blocks), warp // warps_q * dq_cols
+        ds_base = pieces_ds(shared + ds_at) + (1 - (step & 1)) * ds_bytes
+        dq = multiply_dsk(new_dq(), ds_base, row, columns_k(shared), col)
+        to = a.dq_acc + (int64(walk) * a.n_q + start) * (head_dim * 4)
+        reduced = reduce_dq(to, dq, row, col, rows)
+        report(a.visit_counts + slot * (SLOTS * 4) + 16, reduced)
+
+    def flash_dkdv(a):
+        # -- Phase 0: what this block owns ------------------------------------------------------
+        walk, outer = take_work(a)
+        kv_heads = a.heads // a.group
+        kv_head, batch = walk % kv_heads, walk // kv_heads
+        first_walk = batch * a.heads + kv_head * a.group  # of the group's query heads
+        key, key_stop, offset = col_tile(a, outer)
+        steps = begin(a, outer)
+        first, count = steps[0], steps[1]
+        warp = int32(cuda.threadIdx.x) // 32
+        my_keys, part = warp // parts * (16 * blocks), warp % parts
+        early = not halves or warp < half  # makes dQ before its scores
+        shared = shared_base()
+        tile_count = a.tile_counts + (int64(walk) * a.tiles + outer) * (SLOTS * 4)
+        tile_stamp = a.tile_stamps + (int64(walk) * a.tiles + outer) * (TILE_STAMPS * 8)
+        stamp_block(tile_stamp, False)
+
+        # -- Phase 1: start copying K, V and the first Q, dO ------------------------------------
+        k = a.k_data + (batch * a.k_batch + kv_head * a.k_head + key * a.k_row) * 2
+        v = a.v_data + (batch * a.v_batch + kv_head * a.v_head + key * a.v_row) * 2
+        report(tile_count, load_k(shared, k, a.k_row * 2, key_stop - key))
+        report(tile_count + 4, load_v(shared + v_at, v, a.v_row * 2, key_stop - key))
+        total = a.group * count
+        start, stop, masked = int32(0), int32(0), False
+        slot = int64(first_walk) * a.n_visits + first
+        if total > 0:
+            tile, masked = visit_of(a, steps, 0)
+            start, stop, _ = row_tile(a, tile)
+            if two_stages:
+                at = a.visit_counts + slot * (SLOTS * 4)
+                load_visit(a, shared, 0, first_walk, kv_head * a.group, batch, start, stop, at)
+
+        k_pieces = pieces_k(shared) + my_keys * (d * 2)
+        v_pieces = pieces_v(shared + v_at) + my_keys * (dv * 2)
+        q_pieces, q_columns = pieces_q(shared + q_at), columns_q(shared + q_at)
+        do_pieces, do_columns = pieces_do(shared + do_at), columns_do(shared + do_at)
+        dk, dv_sum = new_dk(), new_dv()
+        to_log2 = float32(LOG2E) if scaled else a.scale * float32(LOG2E)
+        member, n = int32(0), int32(0)  # query head of the group, visit of its walk
+        last_walk, last_slot, last_start, last_rows = first_walk, slot, start, int32(0)
+
+        # A fused walk takes one step more, for the last visit's dQ.
+        for u in range(total + (1 if fused else 0)):
+            now = (u & 1) if two_stages else 0
+            walk_now, start_now, stop_now, masked_now = first_walk + member, start, stop, masked
+            slot = int64(walk_now) * a.n_visits + first + n
+            visit_stamp = a.visit_stamps + slot * (VISIT_STAMPS * 8)
+            if u < total:
+                stamp(visit_stamp, 0)
+                if not two_stages:
+                    cuda.syncthreads()  # B0: all warps have read the only stage
+                    head, at = kv_head * a.group + member, a.visit_counts + slot * (SLOTS * 4)
+                    load_visit(a, shared, 0, walk_now, head, batch, start, stop, at)
+            copies_wait()
+            cuda.syncthreads()  # B1: this visit's Q, dO (at first K, V too) are complete, and so is
+            # the last visit's dS; all warps have read what this visit's copies and dS overwrite
+            if u < total:
+                stamp(visit_stamp, 1)
+            n += 1
+            if n == count:
+                n, member = 0, member + 1
+            if u + 1 < total:
+                tile, masked = visit_of(a, steps, n)
+                start, stop, _ = row_tile(a, tile)
+                if two_stages:
+                    head, next_walk = kv_head * a.group + member, first_walk + member
+                    next_slot = int64(next_walk) * a.n_visits + first + n
+                    at = a.visit_counts + next_slot * (SLOTS * 4)
+                    load_visit(a, shared, 1 - now, next_walk, head, batch, start, stop, at)
+
+            # -- Phase 2: dQ += dS K of the last visit, all warps or half of them
+            if fused and u > 0 and (early or u == total):
+                add_dq(a, shared, warp, u, last_walk, last_start, last_rows, last_slot)
+            if u == total:
+                break
+
+            lse_now = shared + now * (block_q * 4) + lse_at
+            delta_now = shared + now * (block_q * 4) + delta_at
+            for q0 in range(0, block_q, chunk):
+                q_shift, do_shift = now * q_bytes + q0 * (d * 2), now * do_bytes + q0 * (dv * 2)
+                # -- Phase 3: S^T = K Q^T, P^T = exp(S^T - L) -----------------------------------
+                s = multiply_kq(new_scores(), k_pieces, q_pieces + q_shift)
+                lse = load_columns(lse_now + q0 * 4)
+                p, slope = probabilities(s, lse, a.scale, a.softcap, to_log2)
+                if q0 == 0:
+                    stamp(visit_stamp, 2)
+                # -- Phase 4: dP^T = V dO^T -----------------------------------------------------
+                dp = multiply_vdo(new_scores(), v_pieces, do_pieces + do_shift)
+                if masked_now:
+                    query = start_now + q0
+                    p = mask(p, query, key + my_keys, offset, key_stop, a.left, a.right)
+                # -- Phase 5: dS^T = P^T (dP^T - delta); dV += P^T dO ---------------------------
+                ds = score_gradients(p, dp, load_columns(delta_now + q0 * 4), slope)
+                if fused and part == 0:
+                    stage_ds(shared + (u & 1) * ds_bytes + ds_at, my_keys, q0, ds)
+                dv_sum = multiply_pdo(dv_sum, p, do_columns + do_shift, part * dv_part)
+                # -- Phase 6: dK += dS^T Q ------------------------------------------------------
+                dk = multiply_dsq(dk, ds, q_columns + q_shift, part * d_part)
+            stamp(visit_stamp, 3)
+            # -- Phase 7: dQ += dS K of the last visit, the other half
+            if fused and u > 0 and not early:
+                add_dq(a, shared, warp, u, last_walk, last_start, last_rows, last_slot)
+            last_walk, last_slot = walk_now, slot
+            last_start, last_rows = start_now, stop_now - start_now
+            stamp(visit_stamp, 4)
+
+        # -- Phase 8: dK *= scale; store dK, dV -------------------------------------------------
+        copies_wait()  # a block without visits still has K, V under way
+        cuda.syncthreads()  # B2: all warps have read K and V; dK and dV are staged over them
+        stage_dk(shared, my_keys, part * d_part, scale_dk(dk, a.scale))
+        stage_dv(shared + v_at, my_keys, part * dv_part, dv_sum)
+        cuda.syncthreads()  # B3: dK, dV are complete; a thread stores rows that other warps staged
+        to = a.dk_data + (batch * a.dk_batch + kv_head * a.dk_head + key * a.dk_row) * 2
+        report(tile_count + 8, store_k(shared, to, a.dk_row * 2, key_stop - key))
+        to = a.dv_data + (batch * a.dv_batch + kv_head * a.dv_head + key * a.dv_row) * 2
+        report(tile_count + 12, store_v(shared + v_at, to, a.dv_row * 2, key_stop - key))
+        stamp_block(tile_stamp, True)
+
+    return flash_dkdv

@@ -1,0 +1,1 @@
+"""What kernels say they did: from their buffers to traces."""

@@ -1,0 +1,121 @@
+"""From a kernel's time stamps to spans in nanoseconds. Shared by every GPU backend.
+
+``visit_stamps`` are SM cycles (clock64): when the visit began, and when its tiles had arrived, its
+scores were done, its softmax, its products. Each block's record ties its SM's cycles to the GPU's
+nanoseconds (globaltimer), which tick coarsely: so one straight line is drawn for each SM, through
+its first block's start and its last block's end.
+
+A warp-specialised kernel stamps once for each role: the producer, then the consumer warpgroups. The
+producer's "visit" begins where it waits for room on chip; its "load" lies between its first and its
+last order to the copy engine, and it has no other phases. (Tiles arrive later: a consumer's "load"
+is its wait for them.)
+
+Where a kernel works on a tile in parts, "scores" and "softmax" are the first part's and "output"
+covers the rest; the fused backward adds a visit's dQ at the start of the next, inside its "scores".
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flashsim.schedule.schedule import Schedule
+from flashsim.trace.events import PHASES, ROLES, TIMELINE
+
+#: Phases of a visit, by the stamps between which they lie.
+_SPANS = {"visit": (0, 4), "load": (0, 1), "scores": (1, 2), "softmax": (2, 3), "output": (3, 4)}
+_PRODUCER_SPANS = {"visit": (0, 4), "load": (1, 4)}
+_BLOCK, _PRODUCER = ROLES.index("block"), ROLES.index("producer")
+
+
+def spans(
+    stage: int,
+    schedule: Schedule,
+    by: str,
+    tile_stamps: np.ndarray,
+    visit_stamps: np.ndarray,
+    clock_khz: int,
+) -> np.ndarray:
+    """One stage's spans, absolute on the GPU's clock.
+
+    Parameters
+    ----------
+    stage : int
+        The stage's place in the trace.
+    schedule, by
+        The walk, by "row" or by "col".
+    tile_stamps : ndarray of uint64, (walks, tiles, roles, 5)
+        SM, cycles and ns at the block's start, cycles and ns at its end. One role is the whole
+        block; of several, the first is the producer.
+    visit_stamps : ndarray of uint64, (batch * heads, n_visits, roles, 5)
+    clock_khz : int
+        The SM clock to assume for an SM whose blocks were too short to measure it.
+
+    Returns
+    -------
+    ndarray of dtype `events.TIMELINE`
+        Of a block or a consumer, five spans a visit and one for each outer tile; of a producer, two
+        a visit.
+    """
+    ptr, inner, _ = schedule.row_csr if by == "row" else schedule.col_csr
+    heads, n_visits, roles, _ = visit_stamps.shape
+    walks, tiles = tile_stamps.shape[:2]
+    outer = np.repeat(np.arange(tiles), np.diff(ptr))
+    i, j = (outer, inner) if by == "row" else (inner, outer)
+    blocks = tile_stamps.astype(np.int64)
+    clock = _Clock(blocks.reshape(-1, blocks.shape[-1]), clock_khz)
+    owner = np.arange(heads) * walks // heads
+    sm = blocks[owner][:, outer, 0, 0]
+    parts = []
+    for number in range(roles):
+        role = _BLOCK if roles == 1 else _PRODUCER + number
+        times = clock.ns(sm[..., None], visit_stamps[:, :, number].astype(np.int64))
+        for phase, (begin, end) in (_PRODUCER_SPANS if role == _PRODUCER else _SPANS).items():
+            part = np.zeros((heads, n_visits), TIMELINE)
+            part["stage"], part["phase"], part["role"] = stage, PHASES.index(phase), role
+            part["head"], part["sm"] = np.arange(heads)[:, None], sm
+            part["i"], part["j"], part["visit"] = i, j, np.arange(n_visits)
+            part["start_ns"], part["end_ns"] = times[..., begin], times[..., end]
+            parts.append(part.ravel())
+        if role != _PRODUCER:
+            mine = blocks[:, :, number]
+            parts.append(_stores(stage, by, mine, clock, times, ptr, heads // walks, role))
+    return np.concatenate(parts)
+
+
+def _stores(stage, by, blocks, clock, times, ptr, group, role) -> np.ndarray:
+    """From a block's last visit (or its start, if it has none) to its end."""
+    walks, tiles, _ = blocks.shape
+    part = np.zeros((walks, tiles), TIMELINE)
+    sm = blocks[..., 0]
+    part["stage"], part["phase"], part["role"] = stage, PHASES.index("store"), role
+    part["sm"] = sm
+    part["head"] = np.arange(walks)[:, None] * group
+    part["i"], part["j"] = (np.arange(tiles), -1) if by == "row" else (-1, np.arange(tiles))
+    part["visit"] = -1
+    start = clock.ns(sm, blocks[..., 1])
+    busy = np.diff(ptr) > 0
+    last_head = np.arange(walks) * group + group - 1
+    start[:, busy] = times[last_head][:, ptr[1:][busy] - 1, 4]
+    part["start_ns"], part["end_ns"] = start, clock.ns(sm, blocks[..., 3])
+    return part.ravel()
+
+
+class _Clock:
+    """Cycles of each SM to nanoseconds."""
+
+    def __init__(self, blocks: np.ndarray, clock_khz: int) -> None:
+        n = int(blocks[:, 0].max()) + 1
+        self.cycle0 = np.zeros(n, np.int64)
+        self.ns0 = np.zeros(n, np.int64)
+        self.rate = np.full(n, 1e6 / clock_khz)  # ns a cycle
+        for sm in np.unique(blocks[:, 0]):
+            mine = blocks[blocks[:, 0] == sm]
+            first, last = mine[mine[:, 1].argmin()], mine[mine[:, 3].argmax()]
+            self.cycle0[sm], self.ns0[sm] = first[1], first[2]
+            if last[4] - first[2] > 20_000 and last[3] > first[1]:
+                self.rate[sm] = (last[4] - first[2]) / (last[3] - first[1])
+
+    def ns(self, sm: np.ndarray, cycles: np.ndarray) -> np.ndarray:
+        """Nanoseconds on the GPU's clock, int64."""
+        since = (cycles - self.cycle0[sm]) * self.rate[sm]
+        return self.ns0[sm] + np.rint(since).astype(np.int64)

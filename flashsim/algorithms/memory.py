@@ -1,0 +1,349 @@
+"""The simulated two-level memory: HBM that holds every tensor, SRAM that one thread block owns.
+
+Arithmetic sees only what `Sram.load` returned. A tensor in HBM is a `Tensor` handle that refuses
+to be computed with; what `load` returns is a copy, and when its frame ends the copy is overwritten
+with NaN. So a load that is left out is an error or a wrong answer, never a byte for free.
+
+All heads run at once: tiles have leading axes (batch * kv_heads, group, ...), where `group` is the
+number of query heads that share a key head, or 1. One event is recorded for all of them, since
+every head makes the same walk; `Trace` multiplies. Sizes are those of one head's thread block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import NoReturn
+
+import numpy as np
+
+from flashsim.counts.traffic import strip_rows
+from flashsim.errors import MemoryModelError, SramOverflow
+from flashsim.problem.hardware import Device
+from flashsim.problem.problem import Problem, numpy_dtype
+from flashsim.schedule import plans
+from flashsim.schedule.names import ALLOC, CODES, COMPUTE, FREE, LOAD, REDUCE, STORE
+from flashsim.schedule.plans import heads_of
+from flashsim.schedule.schedule import KeyOrder, Schedule, Visit
+from flashsim.schedule.tiling import Tiling
+from flashsim.trace.events import StageTrace
+
+ALL = slice(None)
+
+
+class Tensor:
+    """A tensor in simulated HBM: loaded and stored by tiles, never computed with.
+
+    `data` is (batch * kv_heads, group or 1, n[, width]); `dtype` is its element type in HBM.
+    """
+
+    def __init__(self, name: str, data: np.ndarray, dtype: str) -> None:
+        self.name, self.data, self.dtype = name, data, dtype
+        self.code = CODES[name]
+        self.itemsize = numpy_dtype(dtype).itemsize
+        self.vector = data.ndim == 3  # one value a row: L, m, l, delta
+        self.n, self.width = data.shape[2], 1 if self.vector else data.shape[3]
+
+    def tile_bytes(self, rows: slice, cols: slice) -> int:
+        """Bytes in HBM of one head's part [rows, cols]."""
+        return len(range(self.n)[rows]) * len(range(self.width)[cols]) * self.itemsize
+
+    def view(self, rows: slice, cols: slice, member: int | None) -> np.ndarray:
+        """The part [rows, cols] of all heads, or of one member of each group."""
+        part = self.data[:, _heads(member), rows]
+        return part if self.vector else part[..., cols]
+
+    def add(self, rows: slice, cols: slice, member: int | None, tile: np.ndarray) -> None:
+        """Add a tile."""
+        self.view(rows, cols, member)[...] += tile
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise MemoryModelError(
+            f"{self.name} lies in HBM: load a tile of it into SRAM before computing with it"
+        )
+
+    __array__ = __getitem__ = __len__ = _refuse
+    __add__ = __radd__ = __mul__ = __rmul__ = __matmul__ = __rmatmul__ = __sub__ = _refuse
+
+
+class SharedTensor(Tensor):
+    """A bias, or its gradient: (1 or batch, 1 or heads, n_q, n_kv), shared where an axis is 1."""
+
+    def __init__(self, name: str, data: np.ndarray, dtype: str, problem: Problem) -> None:
+        super().__init__(name, data, dtype)
+        self.problem = problem
+
+    def _select(self, member: int | None) -> slice:
+        """The heads that are `member` of their group."""
+        if member is None or self.data.shape[1] == 1:
+            return ALL
+        return slice(member, None, self.problem.group)
+
+    def view(self, rows: slice, cols: slice, member: int | None) -> np.ndarray:
+        """The part [rows, cols] as every head sees it: (batch * kv_heads, group or 1, ..)."""
+        p, part = self.problem, self.data[:, self._select(member), rows, cols]
+        heads = p.heads if member is None else p.kv_heads
+        full = np.broadcast_to(part, (p.batch, heads, *part.shape[2:]))
+        return full.reshape(p.batch * p.kv_heads, heads // p.kv_heads, *part.shape[2:])
+
+    def add(self, rows: slice, cols: slice, member: int | None, tile: np.ndarray) -> None:
+        """Add every head's tile, summed over the heads that share a matrix."""
+        batch = self.problem.batch
+        full = tile.reshape(batch, tile.shape[0] // batch * tile.shape[1], *tile.shape[2:])
+        shared = tuple(axis for axis in (0, 1) if self.data.shape[axis] == 1)
+        self.data[:, self._select(member), rows, cols] += full.sum(axis=shared, keepdims=True)
+
+
+class Hbm:
+    """The tensors of one run, as attributes by the papers' names: ``hbm.Q``, ``hbm.dK``, ...
+
+    Outputs start as NaN (in the input's type), so a tile that is never stored shows.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.tensors: dict[str, Tensor] = {}
+
+    def __getattr__(self, name: str) -> Tensor:
+        try:
+            return self.__dict__["tensors"][name]
+        except KeyError:
+            raise MemoryModelError(
+                f"HBM holds no tensor {name!r}; it holds {', '.join(self.__dict__['tensors'])}"
+            ) from None
+
+    def put(self, name: str, array: np.ndarray, dtype: str | None = None) -> Tensor:
+        """Place an array (batch, heads, n[, width]) in HBM; a view where possible."""
+        p = self.problem
+        lead = p.batch * p.kv_heads
+        data = array.reshape(lead, array.shape[0] * array.shape[1] // lead, *array.shape[2:])
+        self.tensors[name] = Tensor(name, data, dtype or p.dtype)
+        return self.tensors[name]
+
+    def put_shared(self, name: str, array: np.ndarray, dtype: str) -> Tensor:
+        """Place a bias (1 or batch, 1 or heads, n_q, n_kv) in HBM."""
+        self.tensors[name] = SharedTensor(name, array, dtype, self.problem)
+        return self.tensors[name]
+
+    def new(
+        self, name: str, n: int, width: int | None, dtype: str, *, kv: bool = False
+    ) -> np.ndarray:
+        """Make room for a result, NaN all over; returns the array (batch, heads, n[, width])."""
+        p = self.problem
+        heads = p.kv_heads if kv else p.heads
+        shape = (p.batch, heads, n) if width is None else (p.batch, heads, n, width)
+        array = np.full(shape, np.nan, numpy_dtype(dtype))
+        self.put(name, array, dtype)
+        return array
+
+
+class Sram:
+    """On-chip memory of one thread block while one stage runs: capacity, lifetimes, events.
+
+    Parameters
+    ----------
+    schedule : Schedule
+        The stage's walk.
+    stage : plans.Stage
+    device : Device
+        `device.sram_bytes` is the capacity.
+    record : bool
+        Whether to keep events.
+    """
+
+    def __init__(
+        self, schedule: Schedule, stage: plans.Stage, device: Device, *, record: bool
+    ) -> None:
+        p = schedule.problem
+        self.schedule, self.stage, self.device, self.record = schedule, stage, device, record
+        self.compute = np.dtype(p.compute_dtype)
+        self._lead = (p.batch * p.kv_heads, 1 if stage.per == "group" else p.group)
+        self._live: list[tuple[str, int, np.ndarray]] = []
+        self._events: list[tuple[int, int, int, int, int, int, int]] = []
+        self._where = (0, -1, -1, -1)  # member of the group, i, j, visit
+        self.used = self.peak = 0
+
+    # -- scopes ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def step(self, outer: int, member: int = 0) -> Iterator[None]:
+        """One step of the outer loop: row tile i, or with keys outside column tile j."""
+        i, j = (outer, -1) if self.stage.outer == "queries" else (-1, outer)
+        with self._frame((member, i, j, -1)):
+            yield
+            self._log(COMPUTE, 0, 0)
+
+    def strip(self) -> AbstractContextManager[None]:
+        """Some rows of an outer step: what is loaded inside is freed with them."""
+        return self._frame(self._where)
+
+    @contextmanager
+    def visit(self, visit: Visit, member: int = 0) -> Iterator[None]:
+        """One visit of a score tile, for query head `member` of the group."""
+        with self._frame((member, visit.i, visit.j, visit.index)):
+            yield
+            self._log(COMPUTE, 0, 0)
+
+    @contextmanager
+    def _frame(self, where: tuple[int, int, int, int]) -> Iterator[None]:
+        mark, before = len(self._live), self._where
+        self._where = where
+        try:
+            yield
+        finally:
+            for name, nbytes, tile in self._live[mark:]:
+                tile.fill(np.nan)
+                self.used -= nbytes
+                self._log(FREE, CODES[name], nbytes)
+            del self._live[mark:]
+            self._where = before
+
+    def _log(self, op: int, tensor: int, nbytes: int) -> None:
+        if self.record:
+            self._events.append((op, tensor, *self._where, nbytes))
+
+    # -- on chip --------------------------------------------------------------------------------
+
+    def alloc(self, name: str, shape: tuple[int, ...], fill: float | None = None) -> np.ndarray:
+        """Make room for one tile; returns (batch * kv_heads, group or 1, *shape).
+
+        Raises
+        ------
+        SramOverflow
+            Naming what is held and what the device gives.
+        """
+        nbytes = int(np.prod(shape)) * self.compute.itemsize
+        tile = np.empty((*self._lead, *shape), self.compute)
+        if fill is not None:
+            tile.fill(fill)
+        self._hold(name, nbytes, tile)
+        self._log(ALLOC, CODES[name], nbytes)
+        return tile
+
+    def _hold(self, name: str, nbytes: int, tile: np.ndarray) -> None:
+        self._live.append((name, nbytes, tile))
+        self.used += nbytes
+        self.peak = max(self.peak, self.used)
+        if self.used > self.device.sram_bytes:
+            held = "".join(f"\n  {n:<6}{size:>14,} B" for n, size, _ in self._live)
+            raise SramOverflow(
+                f"stage {self.stage.name!r} holds {self.used:,} B on chip, but "
+                f"{self.device.name} gives a block {self.device.sram_bytes:,} B; it holds:{held}"
+            )
+
+    # -- transfers ------------------------------------------------------------------------------
+
+    def load(
+        self, tensor: Tensor, rows: slice, cols: slice = ALL, *, member: int | None = None
+    ) -> np.ndarray:
+        """Copy a tile HBM -> SRAM, converted to the accumulator type (exact).
+
+        In a stage whose walk serves a whole group, `member` picks the query head.
+        """
+        tile = self._part(tensor, rows, cols, member).astype(self.compute)
+        nbytes = tensor.tile_bytes(rows, cols)
+        self._log(LOAD, tensor.code, nbytes)
+        self._hold(tensor.name.removesuffix("_acc"), nbytes, tile)
+        return tile
+
+    def store(
+        self,
+        tensor: Tensor,
+        rows: slice,
+        tile: np.ndarray | float,
+        cols: slice = ALL,
+        *,
+        member: int | None = None,
+    ) -> None:
+        """Copy a tile SRAM -> HBM, rounded once to the tensor's type. A number fills the tile."""
+        self._part(tensor, rows, cols, member)[...] = tile
+        self._log(STORE, tensor.code, tensor.tile_bytes(rows, cols))
+
+    def reduce(
+        self,
+        tensor: Tensor,
+        rows: slice,
+        tile: np.ndarray,
+        cols: slice = ALL,
+        *,
+        member: int | None = None,
+    ) -> None:
+        """Add a tile into HBM (on a GPU: an atomic or bulk reduction in the L2 cache)."""
+        tensor.add(rows, cols, member, tile)
+        self._log(REDUCE, tensor.code, tensor.tile_bytes(rows, cols))
+
+    def _part(self, tensor: Tensor, rows: slice, cols: slice, member: int | None) -> np.ndarray:
+        if self.stage.per == "bias":  # the matrices themselves, however many heads share them
+            return tensor.data[:, :, rows, cols]
+        return tensor.view(rows, cols, member)
+
+    def done(self) -> StageTrace:
+        """The stage's events, once its walk has ended."""
+        repeat, stride = heads_of(self.stage, self.schedule.problem)
+        return StageTrace.build(self.stage, self.schedule, repeat, stride, self._events)
+
+
+class Machine:
+    """One run of one algorithm: its HBM, and the stages as they are executed.
+
+    Parameters
+    ----------
+    problem, tiling, device
+        What runs, and on what.
+    algorithm, direction : str
+        Which of `plans`' stages there are.
+    key_order : {"ascending", "descending"}
+    record : bool
+        Whether to keep events.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        tiling: Tiling,
+        device: Device,
+        algorithm: str,
+        direction: str,
+        *,
+        key_order: KeyOrder = "ascending",
+        record: bool = False,
+    ) -> None:
+        tiling.check(problem, device, algorithm, direction)
+        self.problem, self.tiling, self.device = problem, tiling, device
+        self.key_order, self.record = key_order, record
+        self.hbm = Hbm(problem)
+        self.stages: list[StageTrace] = []
+        self._plan = {stage.name: stage for stage in plans.stages(problem, algorithm, direction)}
+
+        #: Log-sum-exp of each row for the caller, from algorithms that do not store it in HBM.
+        self.noted_lse = np.full(
+            (problem.batch * problem.kv_heads, problem.group, problem.n_q), np.nan
+        )
+
+    def note_lse(self, rows: slice, lse: np.ndarray) -> None:
+        """Remember an LSE that the algorithm computes but does not store; no traffic."""
+        self.noted_lse[..., rows] = lse
+
+    def has(self, name: str) -> bool:
+        """Whether the algorithm has this stage for this problem."""
+        return name in self._plan
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[Sram]:
+        """Run one stage: an empty SRAM, the stage's walk in `sram.schedule`."""
+        stage = self._plan[name]
+        schedule = Schedule(self.problem, self.tiling, stage.outer, self.key_order, stage.dense)
+        sram = Sram(schedule, stage, self.device, record=self.record)
+        yield sram
+        self.stages.append(sram.done())
+
+    def strips(self, sram: Sram, i: int) -> Iterator[slice]:
+        """Row tile i in strips of as many whole score rows as fit on chip."""
+        rows = sram.schedule.row_slice(i)
+        height = strip_rows(sram.stage, sram.schedule, self.device)
+        for start in range(rows.start, rows.stop, height):
+            yield slice(start, min(start + height, rows.stop))
+
+
+def _heads(member: int | None) -> slice:
+    return ALL if member is None else slice(member, member + 1)

@@ -1,0 +1,136 @@
+"""`compare`: several algorithms on the same inputs, side by side in one table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flashsim import report
+from flashsim.api.execution import Gradients, Result, run
+from flashsim.counts import questions
+from flashsim.errors import OptionError, UnknownArgumentError, choices
+from flashsim.schedule import plans
+from flashsim.schedule.tiling import Tiling
+from flashsim.trace.trace import Trace
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Several algorithms on the same inputs; prints as one table.
+
+    Attributes
+    ----------
+    results : dict of Result, by algorithm
+    gradients : dict of Gradients, by algorithm
+        Empty unless `dout` was given.
+    """
+
+    results: dict[str, Result]
+    gradients: dict[str, Gradients]
+
+    @property
+    def traces(self) -> list[Trace]:
+        """All traces, forward before backward."""
+        runs: list[Result | Gradients] = [*self.results.values(), *self.gradients.values()]
+        return [r.trace for r in runs if r.trace is not None]
+
+    def table(self) -> report.Table:
+        """One row an algorithm and direction."""
+        traces = self.traces
+        first = traces[0]
+        p = first.problem
+        table = report.Table(
+            f"{p.batch} x {p.heads} heads, {p.n_q:,} x {p.n_kv:,}, d={p.head_dim}, {p.dtype}"
+            f"{', causal' if p.causal else ''} on {first.device.name}",
+            (
+                *("algorithm", "direction", "tile", "load B", "store B", "reduce B"),
+                *("requested B", "x compulsory", "FLOP/B", "peak SRAM B", "max |diff|"),
+            ),
+            note="max |diff|: largest difference of out (or of a gradient) from the first row's",
+        )
+        for trace in traces:
+            table.rows.append(
+                (
+                    trace.algorithm,
+                    trace.direction,
+                    str(trace.tiling),
+                    *(trace.bytes(op) for op in questions.OPS),
+                    trace.bytes(),
+                    round(trace.bytes() / trace.compulsory(), 2),
+                    round(trace.intensity(), 2),
+                    trace.peak_sram(),
+                    self._difference(trace.algorithm, trace.direction),
+                )
+            )
+        return table
+
+    def _difference(self, algorithm: str, direction: str) -> float:
+        if direction == "forward":
+            pairs = [(self.results[algorithm].out, next(iter(self.results.values())).out)]
+        else:
+            g, f = self.gradients[algorithm], next(iter(self.gradients.values()))
+            pairs = [(g.dq, f.dq), (g.dk, f.dk), (g.dv, f.dv)]
+        return max(
+            float(np.abs(mine.astype(np.float64) - first.astype(np.float64)).max())
+            for mine, first in pairs
+        )
+
+    def __str__(self) -> str:
+        return self.table().text(width=150)
+
+    def _repr_html_(self) -> str:
+        return self.table().html()
+
+
+def compare(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    algorithms: Sequence[str] = ("standard", "flash1", "flash2"),
+    dout: Any = None,
+    backward_tiling: Tiling | None = None,
+    **options: Any,
+) -> Comparison:
+    """Run several algorithms on the same inputs, traced, and set them side by side.
+
+    Parameters
+    ----------
+    q, k, v : array
+        As in `run`.
+    algorithms : sequence of str
+    dout : array, optional
+        Gradient of `out`; with it, the backward passes run too.
+    backward_tiling : Tiling, optional
+        Of the backward passes (`tiling` is the forward's); default: the best that fits.
+    **options
+        Any other keyword of `run`.
+
+    Raises
+    ------
+    OptionError
+        If no algorithm is named, or tracing is turned off; otherwise as `run`.
+    UnknownArgumentError
+        For ``algorithm=``.
+    """
+    if "algorithm" in options:
+        raise UnknownArgumentError(
+            f"compare() takes algorithms=[...], a list, got algorithm={options['algorithm']!r}"
+        )
+    if isinstance(algorithms, str) or not algorithms:
+        raise OptionError(
+            f"algorithms must be a non-empty list of names, got {algorithms!r}; "
+            + choices(algorithms, plans.ALGORITHMS)
+        )
+    options.setdefault("trace", True)
+    if not options["trace"]:
+        raise OptionError(f"compare() shows what was traced, got trace={options['trace']!r}")
+    results = {name: run(q, k, v, algorithm=name, **options) for name in algorithms}
+    if dout is None:
+        return Comparison(results, {})
+    return Comparison(
+        results, {name: r.backward(dout, tiling=backward_tiling) for name, r in results.items()}
+    )

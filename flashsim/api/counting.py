@@ -1,0 +1,97 @@
+"""`count`: what a run would move, without running it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, overload
+
+from flashsim.api import inputs
+from flashsim.counts import traffic
+from flashsim.counts.traffic import Traffic
+from flashsim.errors import DTypeError, OptionError, choices
+from flashsim.problem.hardware import Device
+from flashsim.problem.problem import Problem
+from flashsim.schedule import plans
+from flashsim.schedule.tiling import Tiling
+
+if TYPE_CHECKING:
+    from flashsim.l2 import Dram, L2Model
+
+LEVELS = ("requested", "dram")
+
+
+@overload
+def count(
+    problem: Problem,
+    *,
+    algorithm: str = ...,
+    direction: str = ...,
+    tiling: Tiling | None = ...,
+    device: str | Device = ...,
+    key_order: str = ...,
+    level: Literal["requested"] = ...,
+) -> Traffic: ...
+
+
+@overload
+def count(
+    problem: Problem,
+    *,
+    algorithm: str = ...,
+    direction: str = ...,
+    tiling: Tiling | None = ...,
+    device: str | Device = ...,
+    key_order: str = ...,
+    level: Literal["dram"],
+    l2: L2Model | None = ...,
+) -> Dram: ...
+
+
+def count(
+    problem: Problem,
+    *,
+    algorithm: str = "flash2",
+    direction: str = "forward",
+    tiling: Tiling | None = None,
+    device: str | Device = "H100",
+    key_order: str = "ascending",
+    level: str = "requested",
+    l2: L2Model | None = None,
+) -> Traffic | Dram:
+    """What a run would move and compute, without data and without arithmetic.
+
+    Equal, as integers, to what `run(..., trace=True)` measures. Costs O(row tiles) for causal and
+    windowed problems.
+
+    Parameters
+    ----------
+    problem : Problem
+    algorithm, tiling, device, key_order
+        As in `run`.
+    direction : {"forward", "backward"}
+    level : {"requested", "dram"}
+        Which bytes: every tile transfer, or what a model of the L2 cache leaves for DRAM.
+    l2 : L2Model, optional
+        With ``level="dram"``: launch order, blocks in flight, partitions (see `flashsim.l2`).
+
+    Raises
+    ------
+    OptionError, SramOverflow, UnsupportedError
+    """
+    if level not in LEVELS:
+        raise OptionError(f"unknown level {level!r}; {choices(level, LEVELS)}")
+    if l2 is not None and level != "dram":
+        raise OptionError("l2 describes the cache before DRAM; give level='dram' as well")
+    if not isinstance(problem, Problem):
+        raise DTypeError(f"count() takes a flashsim.Problem, got {type(problem).__name__}")
+    plans.stages(problem, algorithm, direction)
+    inputs.check_tiling(tiling)
+    device = Device.get(device)
+    tiling = tiling or Tiling.fit(problem, device, algorithm, direction)
+    requested = traffic.count_schedule(
+        problem, tiling, algorithm, direction, device, inputs.check_key_order(key_order)
+    )
+    if level == "requested":
+        return requested
+    from flashsim.l2 import dram
+
+    return dram(requested, l2)

@@ -1,0 +1,37 @@
+"""Which engine a backend's name means; the only place that chooses one."""
+
+from __future__ import annotations
+
+from flashsim.engines.engine import Engine
+from flashsim.errors import OptionError, choices
+
+BACKENDS = ("numpy", "numba", "cupy", "numba_cuda")
+
+
+def engine(name: str) -> Engine:
+    """The engine of that name, imported when it is first asked for.
+
+    Raises
+    ------
+    OptionError
+        If there is none.
+    BackendUnavailable
+        If what it needs is not installed.
+    """
+    if name == "numpy":
+        import flashsim.engines.simulator as simulator
+
+        return simulator
+    if name == "numba":
+        import flashsim.engines.cpu.engine as cpu
+
+        return cpu
+    if name == "cupy":
+        import flashsim.backends.cupy_gpu.engine as cupy
+
+        return cupy
+    if name == "numba_cuda":
+        import flashsim.backends.numba_gpu.engine as numba_cuda
+
+        return numba_cuda
+    raise OptionError(f"unknown backend {name!r}; {choices(name, BACKENDS)}")

@@ -1,0 +1,305 @@
+"""The public function `run`, and what it returns."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flashsim.api import dispatch, inputs
+from flashsim.engines.engine import Job, Outcome
+from flashsim.problem.hardware import Device
+from flashsim.problem.problem import Problem
+from flashsim.schedule import plans
+from flashsim.schedule.tiling import Tiling
+from flashsim.trace.trace import Trace
+from flashsim.version import __version__
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True, eq=False)
+class Gradients:
+    """Gradients of ``sum(out * dout)``, shaped and typed like the inputs.
+
+    Attributes
+    ----------
+    dq, dk, dv : array
+    dbias : array or None
+        Shaped like the bias, if there was one.
+    trace : Trace or None
+    kernel : str
+        What ran.
+    """
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any
+    trace: Trace | None
+    kernel: str
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """What `run` returns.
+
+    Attributes
+    ----------
+    out : array, shaped like q with v's head_dim
+    lse : array, q's shape without its last axis
+        Natural log of the sum of exponentials of each row of scores, in the accumulator type.
+    trace : Trace or None
+        What was moved, if ``trace=True``.
+    kernel : str
+        What ran.
+    """
+
+    out: Any
+    lse: Any
+    trace: Trace | None
+    kernel: str
+    _job: Job = field(repr=False)
+    _saved: Mapping[str, Any] = field(repr=False)
+    _backend: str = field(repr=False)
+    _bias_shape: tuple[int, ...] | None = field(repr=False)
+
+    @property
+    def problem(self) -> Problem:
+        """The problem that was solved."""
+        return self._job.problem
+
+    @property
+    def copied(self) -> Mapping[str, int]:
+        """Bytes, by tensor, of the copies on the GPU of inputs that its kernels cannot read.
+
+        They read rows of whole 16-byte pieces on 16-byte boundaries: a head_dim that is no
+        multiple of 8 is padded. A trace counts elements that exist, and no copy.
+        """
+        return self._saved.get("copied", {})
+
+    def backward(
+        self,
+        dout: Any,
+        *,
+        tiling: Tiling | None = None,
+        deterministic: bool | None = None,
+        trace: bool | str | None = None,
+    ) -> Gradients:
+        """The backward pass of the same algorithm, recomputing what was not saved.
+
+        Parameters
+        ----------
+        dout : array
+            Gradient of the loss with respect to `out`; same shape and dtype.
+        tiling : Tiling, optional
+            Default: the best that fits; a backward pass holds more buffers than a forward pass.
+        deterministic : bool, optional
+            For FlashAttention-2: True runs the three-pass form without atomics or, on a backend
+            that can and where that is faster, the fused one with dQ's additions in a fixed order;
+            False runs the fused one. Default: what `algorithm` says ("flash2": True,
+            "flash2-fused": False).
+        trace : bool or "timeline", optional
+            Default: as in `run`.
+
+        Raises
+        ------
+        ShapeError, DTypeError, OptionError, SramOverflow
+        """
+        engine = dispatch.engine(self._backend)
+        dout = inputs.check_like("dout", _known(engine, "dout", dout), self.out, "out")
+        inputs.check_tiling(tiling)
+        algorithm = plans.backward_form(self._job.algorithm, deterministic)
+        job = replace(
+            self._job,
+            tiling=tiling,
+            algorithm=algorithm,
+            trace=self._job.trace if trace is None else inputs.check_trace_mode(trace),
+        )
+        if deterministic and hasattr(engine, "orders_dq"):
+            ordered = replace(job, algorithm="flash2-fused", deterministic=True)
+            job = ordered if engine.orders_dq(ordered, self._saved) else job
+        ndim = len(self.out.shape)
+        outcome = engine.backward(job, self._saved, inputs.as_4d(dout))
+        grads = {
+            name: inputs.squeeze(x, ndim) for name, x in outcome.arrays.items() if name != "dbias"
+        }
+        dbias = outcome.arrays.get("dbias")
+        if dbias is not None:
+            dbias = dbias.reshape(self._bias_shape)
+        return Gradients(
+            **grads,
+            dbias=dbias,
+            trace=_trace(job, outcome, "backward", self._backend),
+            kernel=outcome.kernel,
+        )
+
+
+def run(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    algorithm: str = "flash2",
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    scale: float | None = None,
+    bias: Any = None,
+    mask: Callable[..., Any] | None = None,
+    block_mask: Any = None,
+    cu_seqlens_q: Sequence[int] | None = None,
+    cu_seqlens_k: Sequence[int] | None = None,
+    tiling: Tiling | None = None,
+    device: str | Device = "H100",
+    backend: str = "numpy",
+    key_order: str = "ascending",
+    nan_policy: str = "propagate",
+    trace: bool | str = False,
+    **options: Any,
+) -> Result:
+    """Attention, tile by tile.
+
+    Computes ``softmax(mask(softcap(scale q k^T) + bias)) v``.
+
+    Parameters
+    ----------
+    q : array, (batch, heads, n_q, head_dim); leading axes may be left out
+    k, v : array, (batch, kv_heads, n_kv, head_dim) and (batch, kv_heads, n_kv, head_dim_v)
+        `heads` must be a multiple of `kv_heads`. float64, float32, float16 or bfloat16 (on a GPU
+        not float64).
+    algorithm : {"flash2", "flash2-fused", "flash1", "standard"}
+        The last two hold what the first papers describe; "flash2-fused" differs from "flash2" in
+        the backward pass only.
+    causal, window, softcap, scale, mask, cu_seqlens_q, cu_seqlens_k
+        See `Problem`.
+    bias : array, (1 or batch, 1 or heads, n_q, n_kv), optional
+        Added to the scores, in q's dtype; leading axes may be left out.
+    block_mask : BlockMask, or a boolean grid with one value a tile (then give `tiling`), optional
+    tiling : Tiling, optional
+        Default: the tiling that fits `device` and moves the fewest bytes.
+    device : str or Device
+        The machine that is simulated; see ``flashsim devices`` for names.
+    backend : str
+        "numpy": the simulator. "numba": the same tiles as fast as this CPU can (FlashAttention-2
+        only), with the same trace; compiled at the first call, then cached on disk. "cupy": CUDA
+        C++ kernels on the NVIDIA GPU that holds the arrays (NumPy arrays are copied there and
+        back); "numba_cuda": kernels in Python there. What goes in comes out: NumPy, CuPy or torch;
+        another library's GPU arrays, by ``__cuda_array_interface__`` or ``__dlpack__``, come out
+        as CuPy's over memory that it can take back through DLPack.
+    key_order : {"ascending", "descending"}
+        In which order key tiles are taken.
+    nan_policy : {"propagate", "raise"}
+        What to do about NaN and infinity in the inputs.
+    trace : bool or "timeline"
+        Record what moves. "timeline" also records where and when: on a GPU, by any kernels but the
+        "teaching" ones of "numba_cuda", so by that backend not for float32.
+    **options
+        Options of the backend, where it has any. "numba": `threads`, how many (default: every CPU
+        this process may use), and `micro_kernel`, "vector" or "plain". "cupy": `kernel`, "hopper"
+        or "portable" (default: Hopper's wherever they run the problem), and `allow_tf32`: float32
+        products on tensor cores, every operand rounded to tf32, which is off by at most 2**-11 of
+        itself (default: False, float32 throughout). "numba_cuda": `kernel`, "hopper" (forward
+        only), "tensor" (both: float16 and bfloat16) or "teaching" (float16 and float32); default:
+        the first of them that runs the problem.
+
+    Returns
+    -------
+    Result
+        With `out`, `lse`, `trace` and a `backward(dout)` method.
+
+    Raises
+    ------
+    FlashSimError
+        Of a kind that fits (each is also a ValueError, TypeError, ...): what was wrong, what was
+        given, what is possible.
+    """
+    engine = dispatch.engine(backend)
+    if options:
+        inputs.reject_unknown(
+            (name for name in options if name not in engine.OPTIONS),
+            [*_RUN_ARGUMENTS, *engine.OPTIONS],
+            "run",
+        )
+    plans.check_algorithm(algorithm)
+    inputs.check_tiling(tiling)
+    given = inputs.prepare(
+        _known(engine, "q", q),
+        _known(engine, "k", k),
+        _known(engine, "v", v),
+        bias=bias,
+        block_mask=block_mask,
+        tiling=tiling,
+        nan_policy=nan_policy,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        scale=scale,
+        mask=mask,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+    )
+    if backend in _ON_CPU:
+        inputs.require_numpy(given, backend)
+    job = Job(
+        given.problem,
+        given.q,
+        given.k,
+        given.v,
+        given.bias,
+        tiling,
+        Device.get(device),
+        algorithm,
+        inputs.check_key_order(key_order),
+        inputs.check_trace_mode(trace),
+        options,
+    )
+    outcome = engine.forward(job)
+    return Result(
+        out=inputs.squeeze(outcome.arrays["out"], given.ndim),
+        lse=inputs.squeeze(outcome.arrays["lse"], given.ndim - 1),
+        trace=_trace(job, outcome, "forward", backend),
+        kernel=outcome.kernel,
+        _job=job,
+        _saved=outcome.saved,
+        _backend=backend,
+        _bias_shape=None if bias is None else tuple(bias.shape),
+    )
+
+
+_RUN_ARGUMENTS = tuple(run.__kwdefaults__ or ())
+_ON_CPU = ("numpy", "numba")
+
+
+def _known(engine: Any, name: str, x: Any) -> Any:
+    """An array of a kind that the engine knows, if it can make one of `x`."""
+    return engine.adopt(name, x) if inputs.only_dlpack(x) and hasattr(engine, "adopt") else x
+
+
+def _trace(job: Job, outcome: Outcome, direction: str, backend: str) -> Trace | None:
+    if outcome.stages is None:
+        return None
+    provenance = {
+        "flashsim": __version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "kernel": outcome.kernel,
+        **({"gpu": outcome.gpu} if outcome.gpu else {}),
+    }
+    return Trace(
+        job.problem,
+        job.device,
+        job.algorithm,
+        direction,
+        backend,
+        outcome.stages,
+        provenance,
+        outcome.timeline,
+    )
+
+
+__all__ = ["Gradients", "Result", "run"]

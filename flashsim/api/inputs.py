@@ -1,0 +1,334 @@
+"""From the user's arrays and keywords to a validated `Problem` and 4-D arrays.
+
+Works on anything with `shape`, `dtype` and `reshape` (NumPy, CuPy, torch), without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flashsim.errors import (
+    DTypeError,
+    MaskError,
+    OptionError,
+    ShapeError,
+    UnknownArgumentError,
+    choices,
+)
+from flashsim.problem.masks import BlockMask
+from flashsim.problem.problem import Problem
+from flashsim.schedule.tiling import Tiling
+
+AXES = {2: "(n, d)", 3: "(heads, n, d)", 4: "(batch, heads, n, d)"}
+
+KEY_ORDERS = ("ascending", "descending")
+TRACE_MODES = (False, True, "timeline")
+
+#: What people type, and what it is called here.
+SYNONYMS = {
+    "is_causal": "causal",
+    "sm_scale": "scale",
+    "softmax_scale": "scale",
+    "window_size": "window",
+    "sliding_window": "window",
+    "logits_soft_cap": "softcap",
+    "soft_cap": "softcap",
+    "attn_mask": "mask (a function), block_mask (a tile grid) or bias (added to the scores)",
+    "attn_bias": "bias",
+    "alibi_slopes": "bias",
+    "block_size": "tiling=flashsim.Tiling(block_q, block_k)",
+    "block_m": "tiling=flashsim.Tiling(block_q, block_k)",
+    "block_n": "tiling=flashsim.Tiling(block_q, block_k)",
+    "cu_seqlens_kv": "cu_seqlens_k",
+    "algo": "algorithm",
+    "gpu": "device",
+    "engine": "backend",
+    "return_lse": "nothing: the result always has .lse",
+    "enable_gqa": "nothing: grouped-query heads follow from the shapes",
+    "dropout_p": None,
+}
+
+
+class Inputs(NamedTuple):
+    """Validated arrays, 4-D, and the problem they pose; `ndim` is what the user gave."""
+
+    problem: Problem
+    q: Any
+    k: Any
+    v: Any
+    bias: Any
+    ndim: int
+
+
+def reject_unknown(given: Iterable[str], known: Iterable[str], function: str) -> None:
+    """Raise `UnknownArgumentError` for the first keyword that `function` does not take."""
+    for name in given:
+        if SYNONYMS.get(name, ""):
+            raise UnknownArgumentError(
+                f"{function}() has no argument {name!r}; here it is called {SYNONYMS[name]}"
+            )
+        if name in SYNONYMS:
+            raise UnknownArgumentError(
+                f"{function}() has no argument {name!r}; dropout is not simulated"
+            )
+        raise UnknownArgumentError(
+            f"{function}() has no argument {name!r}; {choices(name, sorted(known))}"
+        )
+
+
+def dtype_name(array: Any) -> str:
+    """The name of an array's element type, for NumPy, CuPy and torch alike."""
+    return _name(array.dtype)
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def only_dlpack(x: Any) -> bool:
+    """Whether an array has to be taken through DLPack: not NumPy, CuPy, torch or the like."""
+    if type(x).__module__.partition(".")[0] in ("numpy", "cupy", "torch"):
+        return False
+    return hasattr(x, "__dlpack__") and not hasattr(x, "__cuda_array_interface__")
+
+
+def check_tiling(tiling: Any) -> None:
+    """Raise `DTypeError` unless this is a `Tiling`, or None."""
+    if tiling is not None and not isinstance(tiling, Tiling):
+        raise DTypeError(f"tiling must be a flashsim.Tiling(block_q, block_k), got {tiling!r}")
+
+
+def check_key_order(key_order: str) -> Any:
+    """`key_order`, if there is such an order."""
+    if key_order not in KEY_ORDERS:
+        raise OptionError(f"unknown key_order {key_order!r}; {choices(key_order, KEY_ORDERS)}")
+    return key_order
+
+
+def check_trace_mode(trace: bool | str) -> bool | str:
+    """`trace`, if it says what to record."""
+    if trace not in TRACE_MODES:
+        raise OptionError(f"trace must be True, False or 'timeline', got {trace!r}")
+    return trace
+
+
+def prepare(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    bias: Any = None,
+    block_mask: Any = None,
+    tiling: Tiling | None = None,
+    nan_policy: str = "propagate",
+    causal: Any = False,
+    window: Any = None,
+    softcap: Any = 0.0,
+    scale: Any = None,
+    mask: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+) -> Inputs:
+    """Check arrays against each other and build the problem they pose.
+
+    Raises
+    ------
+    ShapeError, DTypeError, OptionError, MaskError
+        Each says what was wrong, what was given and what is possible.
+    """
+    shapes = _array("q", q), _array("k", k), _array("v", v)
+    dtypes = q.dtype, k.dtype, v.dtype
+    added = None
+    if bias is not None:
+        added = _array("bias", bias), bias.dtype
+    if block_mask is not None:
+        block_mask = _block_mask(block_mask, tiling)
+    fields = (causal, window, softcap, scale, mask, cu_seqlens_q, cu_seqlens_k)
+    try:
+        problem, ndim, bias_shape = _same_problem(shapes, dtypes, added, block_mask, *fields)
+    except TypeError:  # an unhashable argument, such as a window given as a list; or an error
+        problem, ndim, bias_shape = _problem(shapes, dtypes, added, block_mask, *fields)
+    if bias is not None:
+        bias = bias.reshape(bias_shape)
+    arrays = {"q": q, "k": k, "v": v}
+    if ndim < 4:
+        q, k, v = (x.reshape((1,) * (4 - ndim) + tuple(x.shape)) for x in (q, k, v))
+    if nan_policy not in ("propagate", "raise"):
+        raise OptionError(
+            f"unknown nan_policy {nan_policy!r}; {choices(nan_policy, ('propagate', 'raise'))}"
+        )
+    if nan_policy == "raise":
+        for name, x in {**arrays, **({} if bias is None else {"bias": bias})}.items():
+            check_finite(name, x)
+    return Inputs(problem, q, k, v, bias, ndim)
+
+
+def _problem(
+    shapes: tuple[tuple[int, ...], ...],
+    dtypes: tuple[Any, ...],
+    bias: tuple[tuple[int, ...], Any] | None,
+    block_mask: Any,
+    causal: Any,
+    window: Any,
+    softcap: Any,
+    scale: Any,
+    mask: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+) -> tuple[Problem, int, tuple[int, ...] | None]:
+    """The problem that arrays of these shapes and types pose, their ndim, and the bias in 4-D."""
+    ndim = _same_ndim(shapes)
+    names = [_name(dtype) for dtype in dtypes]
+    if len(set(names)) > 1:
+        raise DTypeError(
+            "q, k and v must have one dtype, got "
+            + ", ".join(f"{name} {dtype}" for name, dtype in zip("qkv", names, strict=True))
+        )
+    q, k, v = ((1,) * (4 - ndim) + shape for shape in shapes)
+    _check_shapes(q, k, v)
+    batch, heads, n_q, d = q
+    bias_shape = None
+    if bias is not None:
+        bias_shape = _bias_shape(*bias, names[0], (batch, heads, n_q, k[2]))
+    problem = Problem(
+        n_q=n_q,
+        n_kv=k[2],
+        head_dim=d,
+        head_dim_v=v[3],
+        batch=batch,
+        heads=heads,
+        kv_heads=k[1],
+        dtype=names[0],
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        scale=scale,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        bias=None if bias_shape is None else (bias_shape[0], bias_shape[1]),
+        block_mask=block_mask,
+        mask=mask,
+    )
+    return problem, ndim, bias_shape
+
+
+#: Validated once for the same arguments: short GPU calls feel the difference.
+_same_problem = lru_cache(maxsize=256, typed=True)(_problem)
+
+
+def check_like(name: str, array: Any, like: Any, what: str) -> Any:
+    """`array`, if it has the shape and dtype of `like`; `what` is what the error calls that."""
+    shape = _array(name, array)
+    if shape != tuple(like.shape):
+        raise ShapeError(f"{name} must have {what}'s shape {tuple(like.shape)}, got {shape}")
+    if array.dtype != like.dtype and dtype_name(array) != dtype_name(like):
+        raise DTypeError(
+            f"{name} must have {what}'s dtype {dtype_name(like)}, got {dtype_name(array)}; "
+            f"convert it with {name}.astype(...) if that is meant"
+        )
+    return array
+
+
+def check_finite(name: str, array: Any) -> None:
+    """Raise `OptionError` if an array holds NaN or infinity (``nan_policy="raise"``)."""
+    wide = array if dtype_name(array) != "bfloat16" else array.astype(np.float32)
+    bad = int((~np.isfinite(wide)).sum())
+    if bad:
+        raise OptionError(
+            f"{name} holds {bad:,} NaN or infinite values and nan_policy is 'raise'; "
+            "nan_policy='propagate' lets them through"
+        )
+
+
+def _array(name: str, x: Any) -> tuple[int, ...]:
+    """The shape of an array, if it is one."""
+    try:
+        shape, _, _ = tuple(x.shape), x.dtype, x.reshape
+    except (AttributeError, TypeError):
+        raise DTypeError(
+            f"{name} must be an array (NumPy, CuPy or torch), got {type(x).__name__}; "
+            f"np.asarray({name}, np.float32) makes one"
+        ) from None
+    several = isinstance(x, np.ndarray) and x.size > 0 and shape and shape[-1] > 1
+    if several and x.strides[-1] != x.itemsize:
+        raise ShapeError(
+            f"{name}'s last axis must be contiguous, got strides {x.strides} B for shape "
+            f"{shape}; np.ascontiguousarray({name}) makes it so"
+        )
+    return shape
+
+
+def _same_ndim(shapes: tuple[tuple[int, ...], ...]) -> int:
+    ndims = {len(shape) for shape in shapes}
+    if len(ndims) > 1 or not ndims <= set(AXES):
+        raise ShapeError(
+            f"q, k and v must all be {', '.join(AXES.values())} arrays alike, got {_named(shapes)}"
+        )
+    if any(0 in shape for shape in shapes):
+        raise ShapeError(f"q, k and v must not be empty, got {_named(shapes)}")
+    return ndims.pop()
+
+
+def _check_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> None:
+    shapes = q, k, v
+    if q[0] != k[0] or q[0] != v[0]:
+        raise ShapeError(f"q, k and v must have the same batch size, got {_named(shapes)}")
+    if k[1] != v[1]:
+        raise ShapeError(f"k and v must have the same number of heads, got {_named(shapes)}")
+    if k[2] != v[2]:
+        raise ShapeError(f"k and v must have the same number of rows, got {_named(shapes)}")
+    if q[3] != k[3]:
+        raise ShapeError(f"q and k must have the same head_dim, got {_named(shapes)}")
+
+
+def _named(shapes: Iterable[tuple[int, ...]]) -> str:
+    return ", ".join(f"{name} {shape}" for name, shape in zip("qkv", shapes, strict=True))
+
+
+def _bias_shape(
+    shape: tuple[int, ...], kind: Any, dtype: str, full: tuple[int, ...]
+) -> tuple[int, ...]:
+    if _name(kind) != dtype:
+        raise DTypeError(f"bias must have q's dtype {dtype}, got {_name(kind)}")
+    if not 2 <= len(shape) <= 4 or shape[-2:] != full[2:]:
+        raise ShapeError(
+            f"bias must be (1 or {full[0]}, 1 or {full[1]}, {full[2]}, {full[3]}), leading axes "
+            f"optional, got {shape}"
+        )
+    return (1,) * (4 - len(shape)) + shape
+
+
+def _block_mask(block_mask: Any, tiling: Tiling | None) -> BlockMask:
+    if isinstance(block_mask, BlockMask):
+        return block_mask
+    if tiling is None:
+        raise MaskError(
+            "a bare block_mask grid means one value per tile, so it needs an explicit tiling; "
+            "or give flashsim.BlockMask(grid, block_q, block_k)"
+        )
+    return BlockMask(block_mask, tiling.block_q, tiling.block_k)
+
+
+def require_numpy(given: Inputs, backend: str) -> None:
+    """Refuse anything but NumPy arrays: this backend runs on the CPU."""
+    for name in ("q", "k", "v", "bias"):
+        x = getattr(given, name)
+        if x is not None and not isinstance(x, np.ndarray):
+            raise DTypeError(
+                f"backend {backend!r} takes NumPy arrays, got {name} as {type(x).__module__}."
+                f"{type(x).__name__}; convert it first, or run on a GPU backend"
+            )
+
+
+def as_4d(x: Any) -> Any:
+    """With axes of length 1 in front, where there are fewer than four."""
+    return x if x.ndim == 4 else x.reshape((1,) * (4 - len(x.shape)) + tuple(x.shape))
+
+
+def squeeze(x: Any, ndim: int) -> Any:
+    """Without the axes that `as_4d` put in front."""
+    return x if x.ndim == ndim else x.reshape(tuple(x.shape)[len(x.shape) - ndim :])

@@ -1,0 +1,271 @@
+"""One point of a sweep: its parameters, how it is measured, and its row in a table or file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from flashsim.api import counting, execution
+from flashsim.api.samples import random_inputs
+from flashsim.api.sweepfile import Row
+from flashsim.counts import traffic
+from flashsim.counts.traffic import Traffic
+from flashsim.errors import DTypeError, FlashSimError, OptionError, choices
+from flashsim.problem.hardware import Device
+from flashsim.problem.problem import Problem
+from flashsim.report import Cell
+from flashsim.schedule import plans
+from flashsim.schedule.presets import PRESETS
+from flashsim.schedule.tiling import Tiling
+from flashsim.trace.trace import Trace
+
+METHODS = ("count", "run")
+
+#: What tells one point from another, and what is learnt about it. Bytes are of all heads.
+PARAMETERS = (
+    *("method", "algorithm", "direction", "dtype", "causal", "window", "softcap", "key_order"),
+    *("batch", "heads", "kv_heads", "head_dim", "head_dim_v", "n_q", "n_kv"),
+    *("device", "sram_bytes", "tiling"),
+)
+#: Parameters that follow another one unless they are given.
+SAME = {"kv_heads": "heads", "head_dim_v": "head_dim", "n_kv": "n_q"}
+FIGURES = (
+    *("block_q", "block_k", "load_bytes", "store_bytes", "reduce_bytes", "requested_bytes"),
+    *("compulsory_bytes", "flops", "matmul_flops", "intensity", "peak_sram_bytes"),
+    *("saved_bytes", "workspace_bytes"),
+)
+COLUMNS = (*PARAMETERS, *FIGURES, "status")
+
+Key = tuple[Cell, ...]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of a sweep. `tiling` is a `Tiling`, a preset's name or "fit"."""
+
+    method: str
+    algorithm: str
+    direction: str
+    dtype: str
+    causal: bool
+    window: tuple[int, int] | None
+    softcap: float
+    key_order: str
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    n_q: int
+    n_kv: int
+    device: Device
+    sram_bytes: int | None
+    tiling: Tiling | str
+
+    @property
+    def machine(self) -> Device:
+        """The device, with the on-chip capacity that is asked for."""
+        return self.device if self.sram_bytes is None else self.device.with_sram(self.sram_bytes)
+
+    @property
+    def key(self) -> Key:
+        """What tells the point from every other one."""
+        return key_of(self.parameters())
+
+    def parameters(self) -> Row:
+        """The point as a row's first columns, plain values."""
+        return {
+            **{name: getattr(self, name) for name in PARAMETERS},
+            "window": None if self.window is None else f"{self.window[0]},{self.window[1]}",
+            "device": self.device.name,
+            "sram_bytes": self.machine.sram_bytes,
+            "tiling": str(self.tiling),
+        }
+
+    def problem(self) -> Problem:
+        """The problem; raises if its sizes contradict each other."""
+        names = ("n_q", "n_kv", "head_dim", "head_dim_v", "batch", "heads", "kv_heads")
+        masks = ("dtype", "causal", "window", "softcap")
+        return Problem(**{name: getattr(self, name) for name in (*names, *masks)})
+
+    def tile(self, problem: Problem) -> Tiling:
+        """The tiling that is meant; raises if none fits or the preset has none."""
+        if isinstance(self.tiling, Tiling):
+            return self.tiling
+        if self.tiling == "fit":
+            return Tiling.fit(problem, self.machine, self.algorithm, self.direction)
+        return Tiling.preset(self.tiling, self.head_dim, causal=self.causal)
+
+
+def measure(point: Point) -> Row:
+    """The row of one point: its parameters, its figures, and "ok" or what went wrong."""
+    row: Row = {**point.parameters(), **dict.fromkeys(FIGURES)}
+    try:
+        problem = point.problem()
+        tiling = point.tile(problem)
+        row.update(block_q=tiling.block_q, block_k=tiling.block_k)
+        row.update(_figures((_count if point.method == "count" else _run)(point, problem, tiling)))
+    except (FlashSimError, MemoryError) as error:
+        message = " ".join(str(error).split())  # one line, whatever the error says
+        return {**row, "status": f"{type(error).__name__}: {message}"}
+    return {**row, "status": "ok"}
+
+
+def _count(point: Point, problem: Problem, tiling: Tiling) -> Traffic:
+    return counting.count(
+        problem,
+        algorithm=point.algorithm,
+        direction=point.direction,
+        tiling=tiling,
+        device=point.machine,
+        key_order=point.key_order,
+    )
+
+
+def _run(point: Point, problem: Problem, tiling: Tiling) -> Trace | None:
+    """Simulate on random inputs; what moves does not depend on their values."""
+    forward = point.direction == "forward"
+    q, k, v, dout = random_inputs(problem)
+    result = execution.run(
+        q,
+        k,
+        v,
+        algorithm=point.algorithm,
+        causal=point.causal,
+        window=point.window,
+        softcap=point.softcap,
+        tiling=tiling if forward else None,  # a backward tile may be wrong for the forward pass
+        device=point.machine,
+        key_order=point.key_order,
+        trace=forward,
+    )
+    return result.trace if forward else result.backward(dout, tiling=tiling, trace=True).trace
+
+
+def _figures(source: Traffic | Trace | None) -> Row:
+    assert source is not None  # traced, always
+    p, algorithm = source.problem, source.algorithm
+    return {
+        "load_bytes": source.bytes("load"),
+        "store_bytes": source.bytes("store"),
+        "reduce_bytes": source.bytes("reduce"),
+        "requested_bytes": source.bytes(),
+        "compulsory_bytes": source.compulsory(),
+        "flops": source.flops(),
+        "matmul_flops": source.flops("matmul"),
+        "intensity": source.intensity(),
+        "peak_sram_bytes": source.peak_sram(),
+        "saved_bytes": traffic.saved(p, algorithm),
+        "workspace_bytes": traffic.workspace(p, algorithm, source.direction),
+    }
+
+
+# -- axes -----------------------------------------------------------------------------------------
+
+
+def axis(name: str, value: Any) -> list[Any]:
+    """The values of one axis, checked and in the form that `Point` keeps them."""
+    pair = name == "window" and isinstance(value, (tuple, list)) and len(value) == 2
+    if pair and not any(isinstance(x, (tuple, list)) or x is None for x in value):
+        value = [tuple(value)]  # one window, not two values
+    single = isinstance(value, (str, Tiling, Device)) or not isinstance(value, Iterable)
+    values = [value] if single else list(value)
+    if not values:
+        raise OptionError(f"{name} has no values: a sweep over nothing; give one or more")
+    return [_CHECKS.get(name, _size)(name, item) for item in values]
+
+
+def points(method: str, axes: Mapping[str, list[Any]]) -> list[Point]:
+    """The Cartesian product of checked axes (see `axis`), each point once."""
+    found: dict[Key, Point] = {}
+    for values in product(*axes.values()):
+        point = dict(zip(axes, values, strict=True))
+        point["n_q"] = point.pop("n")
+        for name, same in SAME.items():
+            point[name] = point[same] if point[name] is None else point[name]
+        made = Point(method=method, **point)
+        found.setdefault(made.key, made)
+    return list(found.values())
+
+
+def _size(name: str, value: Any) -> int | None:
+    if value is None and name in (*SAME, "sram_bytes"):
+        return None
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise DTypeError(f"{name} must hold integers, got {value!r} ({type(value).__name__})")
+    if value < 1:
+        raise OptionError(f"{name} must be at least 1, got {value}")
+    return int(value)
+
+
+def _one_of(possible: Iterable[str]) -> Any:
+    def check(name: str, value: Any) -> str:
+        if value not in possible:
+            raise OptionError(f"unknown {name} {value!r}; {choices(value, possible)}")
+        return value
+
+    return check
+
+
+def _field(name: str, value: Any) -> Any:
+    """A value that `Problem` itself can judge, alone."""
+    return getattr(Problem(n_q=1, **{name: value}), name)
+
+
+def _tiling(name: str, value: Any) -> Tiling | str:
+    if value is None or isinstance(value, Tiling):
+        return value or "fit"
+    names = ("fit", *PRESETS)
+    if not isinstance(value, str) or value not in names:
+        raise OptionError(
+            f"{name} must hold flashsim.Tiling(block_q, block_k) or names, got {value!r}; "
+            + choices(value, names)
+        )
+    return value
+
+
+_CHECKS: Mapping[str, Any] = {
+    "algorithm": _one_of(plans.ALGORITHMS),
+    "direction": _one_of(plans.DIRECTIONS),
+    "key_order": _one_of(("ascending", "descending")),
+    **dict.fromkeys(("dtype", "causal", "window", "softcap"), _field),
+    "device": lambda _, value: Device.get(value),
+    "tiling": _tiling,
+}
+
+
+# -- rows in a file -------------------------------------------------------------------------------
+
+
+def key_of(row: Mapping[str, Cell]) -> Key:
+    """What tells a row's point from every other one."""
+    return tuple(row[name] for name in PARAMETERS)
+
+
+def parse_row(text: Mapping[str, str]) -> Row:
+    """A row from the text of its cells; ValueError if some cell holds what no row has."""
+    return {name: _cell(name, cell) for name, cell in text.items()}
+
+
+def _cell(name: str, text: str) -> Cell:
+    if name in ("softcap", "intensity"):
+        return float(text) if text else None
+    if name == "causal":
+        return {"True": True, "False": False}[text] if text in ("True", "False") else _bad(text)
+    if name in _TEXT:
+        return text or None
+    return int(text) if text else None
+
+
+_TEXT = {
+    *("method", "algorithm", "direction", "dtype", "window", "key_order", "device", "tiling"),
+    "status",
+}
+
+
+def _bad(text: str) -> bool:
+    raise ValueError(f"{text!r} is neither True nor False")

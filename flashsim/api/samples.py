@@ -1,0 +1,115 @@
+"""What comes with flashsim: tensors of a real model, timed traces of a real GPU; random inputs."""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import NamedTuple
+
+import numpy as np
+
+from flashsim.errors import OptionError, choices
+from flashsim.problem.problem import Problem, numpy_dtype
+from flashsim.trace.trace import Trace
+
+#: Layers of the bundled model (see flashsim/data/README.md).
+SAMPLES = ("layer0", "layer5")
+#: Bundled traces of GPU runs.
+TRACES = ("h200-forward", "h200-backward")
+
+
+class Sample(NamedTuple):
+    """Attention inputs of one layer of a real model, and the model's own output.
+
+    `q`, `k`, `v` are float16, `out` is float32; all are (12 heads, 512 tokens, head_dim 32).
+    """
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    out: np.ndarray
+
+
+def load_sample(name: str = "layer0") -> Sample:
+    """Real tensors: one attention layer of all-MiniLM-L6-v2 reading 512 tokens of English.
+
+    Parameters
+    ----------
+    name : {"layer0", "layer5"}
+        The first or the last layer.
+
+    Returns
+    -------
+    Sample
+        With `q`, `k`, `v` and the model's output `out`; no mask, scale ``1 / sqrt(32)``.
+
+    Raises
+    ------
+    OptionError
+        For a layer that is not bundled.
+    """
+    if name not in SAMPLES:
+        raise OptionError(f"unknown sample {name!r}; {choices(name, SAMPLES)}")
+    file = resources.files("flashsim") / "data" / "minilm_qkv.npz"
+    with file.open("rb") as stream, np.load(stream) as arrays:
+        return Sample(*(arrays[f"{name}_{field}"] for field in Sample._fields))
+
+
+def load_sample_trace(name: str = "h200-forward") -> Trace:
+    """A real GPU's trace, with a timeline: where and when each part of each visit ran.
+
+    FlashAttention-2 of 16 heads, 2,048 queries and keys, causal, bfloat16, by the Hopper kernels on
+    an NVIDIA H200; head_dim 128, the backward pass fused. ``provenance`` says more.
+
+    Parameters
+    ----------
+    name : {"h200-forward", "h200-backward"}
+
+    Returns
+    -------
+    Trace
+
+    Raises
+    ------
+    OptionError
+        For a trace that is not bundled.
+    """
+    if name not in TRACES:
+        raise OptionError(f"unknown trace {name!r}; {choices(name, TRACES)}")
+    with resources.as_file(resources.files("flashsim") / "data" / f"{name}.npz") as file:
+        return Trace.load(file)
+
+
+class RandomInputs(NamedTuple):
+    """Standard normal arrays of a problem's shapes and dtype, 4-D."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    dout: np.ndarray
+
+
+def random_inputs(problem: Problem, seed: int = 0) -> RandomInputs:
+    """Standard normal q, k, v and dout of a problem's shapes and dtype.
+
+    Parameters
+    ----------
+    problem : Problem
+    seed : int
+        The same seed gives the same numbers.
+
+    Returns
+    -------
+    RandomInputs
+        q (batch, heads, n_q, head_dim), k (batch, kv_heads, n_kv, head_dim),
+        v (batch, kv_heads, n_kv, head_dim_v), dout (batch, heads, n_q, head_dim_v).
+    """
+    p = problem
+    rng = np.random.default_rng(seed)
+    dtype = numpy_dtype(p.dtype)
+    shapes = (
+        (p.heads, p.n_q, p.head_dim),
+        (p.kv_heads, p.n_kv, p.head_dim),
+        (p.kv_heads, p.n_kv, p.head_dim_v),
+        (p.heads, p.n_q, p.head_dim_v),
+    )
+    return RandomInputs(*(rng.standard_normal((p.batch, *shape)).astype(dtype) for shape in shapes))

@@ -1,0 +1,289 @@
+"""`sweep`: one question asked of many problems, tilings and machines; the answers as one table.
+
+A sweep is a Cartesian product of axes. Each point is independent of every other one, so any
+`concurrent.futures` executor may run them, on one machine or many.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Executor, as_completed, wait
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flashsim import report
+from flashsim.api import inputs
+from flashsim.api.point import (
+    COLUMNS,
+    METHODS,
+    PARAMETERS,
+    SAME,
+    Key,
+    Point,
+    axis,
+    key_of,
+    measure,
+    parse_row,
+    points,
+)
+from flashsim.api.sweepfile import Row, SweepFile
+from flashsim.errors import BackendUnavailable, DTypeError, OptionError, choices
+from flashsim.report import Cell
+
+
+@dataclass(frozen=True, eq=False)
+class Sweep:
+    """The rows of a sweep, in the order of its axes; prints as a table.
+
+    Attributes
+    ----------
+    rows : list of dict
+        One a point, ``{column: value}`` with the columns `COLUMNS`; bytes are summed over all
+        heads, `intensity` is FLOP per requested byte, and figures of a point whose `status` is not
+        "ok" are None.
+    """
+
+    rows: list[Row]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def table(self) -> report.Table:
+        """For people: the parameters that vary, and the figures; the title says the others.
+
+        `csv`, `json`, `rows` and `dataframe` hold every column, and the whole text of each status.
+        """
+        told = [  # n_kv says nothing where it always is n_q
+            name
+            for name in PARAMETERS
+            if name not in SAME or any(row[name] != row[SAME[name]] for row in self.rows)
+        ]
+        vary = [name for name in told if len({row[name] for row in self.rows}) > 1]
+        first = self.rows[0]
+        fixed = (name for name in told if name not in vary and first[name])
+        table = report.Table(
+            ", ".join(f"{name} {report.format_cell(first[name])}" for name in fixed),
+            (
+                *(*vary, "tile", "load B", "store B", "reduce B", "requested B", "x compulsory"),
+                *("FLOP/B", "peak SRAM B", "saved B", "workspace B", "status"),
+            ),
+        )
+        for row in self.rows:
+            table.rows.append([row[name] for name in vary] + _short_figures(row))
+        return table
+
+    def full_table(self) -> report.Table:
+        """Every column of every row: what `csv` and `json` write."""
+        return report.Table("sweep", COLUMNS, [[row[c] for c in COLUMNS] for row in self.rows])
+
+    def csv(self) -> str:
+        """All columns as CSV with a header line."""
+        return self.full_table().csv()
+
+    def json(self) -> str:
+        """All columns as a JSON array of objects."""
+        return self.full_table().json()
+
+    def dataframe(self) -> Any:
+        """All columns as a `pandas.DataFrame`; figures that do not exist are missing values.
+
+        Raises
+        ------
+        BackendUnavailable
+            If pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise BackendUnavailable(
+                "a DataFrame needs pandas, which is not installed: pip install flashsim[pandas]; "
+                "rows, csv() and json() work without it"
+            ) from None
+        return pandas.DataFrame(self.rows, columns=list(COLUMNS)).convert_dtypes()
+
+    def __repr__(self) -> str:
+        failed = sum(row["status"] != "ok" for row in self.rows)
+        return f"<Sweep: {len(self):,} points, {failed:,} without figures>"
+
+    def __str__(self) -> str:
+        return self.table().text(width=200)
+
+    def _repr_html_(self) -> str:
+        return self.table().html()
+
+
+def _short_figures(row: Mapping[str, Any]) -> list[Cell]:
+    status = str(row["status"]).split(":", 1)[0]
+    if status != "ok":
+        return [*[None] * 10, status]
+    bytes_of = lambda name: row[f"{name}_bytes"]  # noqa: E731
+    excess = round(bytes_of("requested") / bytes_of("compulsory"), 2)
+    return [
+        f"{row['block_q']} x {row['block_k']}",
+        *(bytes_of(name) for name in ("load", "store", "reduce", "requested")),
+        *(excess, row["intensity"]),
+        *(bytes_of(name) for name in ("peak_sram", "saved", "workspace")),
+        status,
+    ]
+
+
+def sweep(
+    n: Any,
+    *,
+    n_kv: Any = None,
+    head_dim: Any = 64,
+    head_dim_v: Any = None,
+    batch: Any = 1,
+    heads: Any = 1,
+    kv_heads: Any = None,
+    dtype: Any = "float32",
+    causal: Any = False,
+    window: Any = None,
+    softcap: Any = 0.0,
+    algorithm: Any = "flash2",
+    direction: Any = "forward",
+    tiling: Any = None,
+    device: Any = "H100",
+    sram_bytes: Any = None,
+    key_order: Any = "ascending",
+    method: str = "count",
+    executor: Executor | None = None,
+    path: str | Path | None = None,
+    progress: bool = True,
+    **unknown: Any,
+) -> Sweep:
+    """What every combination of some sizes, tiles, algorithms and machines moves and computes.
+
+    Every argument down to `key_order` is one value or a list of them (a range, an array); the
+    sweep is their Cartesian product. A point that cannot be had, for example because its tiles do
+    not fit on chip, gets the error as its `status` and does not stop the others.
+
+    Parameters
+    ----------
+    n, n_kv : int or list
+        Query length; key length, the same where None.
+    head_dim, head_dim_v, batch, heads, kv_heads, dtype, causal, window, softcap
+        As in `Problem`; a pair of integers is one window, a list of pairs several.
+    algorithm, direction, device, key_order
+        As in `count`.
+    tiling : Tiling, str or None, or a list of them
+        A tiling; "fit" or None for the one that fits and moves the fewest bytes; a name of
+        `Tiling.preset`.
+    sram_bytes : int or None, or a list of them
+        On-chip capacity of one thread block, in bytes, in place of the device's own.
+    method : {"count", "run"}
+        "count": the closed form. "run": the simulator, on random inputs; the same figures.
+    executor : concurrent.futures.Executor, optional
+        Runs the points: a ``ProcessPoolExecutor``, or of a Dask cluster ``client.get_executor()``.
+        Default: here, one after another.
+    path : path-like, optional
+        A CSV file that gets each row as soon as it is there. If it holds rows already, those
+        points are not run again, so an interrupted sweep goes on where it stopped, and a larger
+        one builds on a smaller. Points of the file that are not part of this sweep stay there.
+    progress : bool
+        Show a progress bar on stderr, if that is a terminal.
+
+    Returns
+    -------
+    Sweep
+
+    Raises
+    ------
+    OptionError, DTypeError, UnknownArgumentError
+        For an axis without values or with one that no point could have, or a file that is not a
+        sweep's.
+    """
+    inputs.reject_unknown(unknown, sweep.__kwdefaults__ or (), "sweep")
+    if method not in METHODS:
+        raise OptionError(f"unknown method {method!r}; {choices(method, METHODS)}")
+    if executor is not None and not isinstance(executor, Executor):
+        raise DTypeError(
+            f"executor must be a concurrent.futures.Executor, got {type(executor).__name__}; a "
+            "Dask client gives one with client.get_executor()"
+        )
+    axes = {
+        "algorithm": algorithm,
+        "direction": direction,
+        "dtype": dtype,
+        "causal": causal,
+        "window": window,
+        "softcap": softcap,
+        "key_order": key_order,
+        "batch": batch,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "head_dim_v": head_dim_v,
+        "n": n,
+        "n_kv": n_kv,
+        "device": device,
+        "sram_bytes": sram_bytes,
+        "tiling": tiling,
+    }
+    todo = points(method, {name: axis(name, value) for name, value in axes.items()})
+    return Sweep(_collect(todo, executor, path, progress))
+
+
+def _collect(
+    wanted: list[Point], executor: Executor | None, path: str | Path | None, progress: bool
+) -> list[Row]:
+    """The rows of all points in order, those not yet in the file added to it as they come."""
+    found: dict[Key, Row] = {}
+    with ExitStack() as stack:
+        file = None
+        if path is not None:
+            file = stack.enter_context(SweepFile(path, COLUMNS, parse_row))
+            found = {key_of(row): row for row in file.rows}
+        todo = [point for point in wanted if point.key not in found]
+        rows = map(measure, todo) if executor is None else _submit(todo, executor)
+        for row in _track(rows, len(wanted), len(wanted) - len(todo), progress):
+            if file is not None:
+                file.append(row)
+            found[key_of(row)] = row
+    return [found[point.key] for point in wanted]
+
+
+def _submit(todo: list[Point], executor: Executor) -> Iterator[Row]:
+    """Hand all points over now; yield their rows as they are done, whatever the order."""
+    futures = [executor.submit(measure, point) for point in todo]
+
+    def results() -> Iterator[Row]:
+        left = set(futures)
+        failure = None
+        try:
+            for future in as_completed(futures):
+                left.discard(future)
+                failure = future.exception()
+                if failure is not None:
+                    break
+                yield future.result()
+        finally:  # a failure or an interrupt: what has not begun need not begin
+            for future in left:
+                future.cancel()
+        begun = [future for future in left if not future.cancelled()]
+        yield from (f.result() for f in wait(begun).done if f.exception() is None)
+        if failure is not None:
+            raise failure
+
+    return results()
+
+
+def _track(rows: Iterable[Row], total: int, done: int, progress: bool) -> Iterator[Row]:
+    """Pass rows on, with a progress bar on a terminal."""
+    if not (progress and sys.stderr.isatty()):
+        yield from rows
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("sweep", total=total, completed=done)
+        for row in rows:
+            yield row
+            bar.advance(task)

@@ -1,0 +1,5 @@
+"""The `flashsim` command."""
+
+from flashsim.cli.app import main
+
+__all__ = ["main"]

@@ -1,0 +1,107 @@
+"""What the commands of `flashsim` print: tables for people, JSON or CSV for programs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+from rich.console import Console
+
+from flashsim import report
+from flashsim.counts import questions, traffic
+from flashsim.counts.traffic import Traffic
+from flashsim.counts.work import KINDS
+from flashsim.errors import OptionError
+from flashsim.schedule.names import CODES, LEVELS, OPS, TENSORS
+from flashsim.trace.trace import Trace
+
+#: Columns for tables that do not go to a terminal.
+WIDTH = 200
+
+_FIGURES = ("algorithm", "direction", "tile", "quantity", "of", "value", "unit")
+
+
+def figures(source: Trace | Traffic) -> report.Table:
+    """Every figure of a run or count, one a row."""
+    table = report.Table(f"{source.algorithm} {source.direction}", _FIGURES)
+    for tensor, row in sorted(source.by_tensor().items(), key=lambda item: CODES[item[0]]):
+        for op, nbytes in row.items():
+            if nbytes:
+                add(table, source, op, tensor, nbytes, "B")
+    for op in questions.OPS:
+        add(table, source, op, "all tensors", source.bytes(op), "B")
+    add(table, source, "requested", "all tensors", source.bytes(), "B")
+    add(table, source, "compulsory", "all tensors", source.compulsory(), "B")
+    for kind in KINDS:
+        add(table, source, "flops", kind, source.flops(kind), "FLOP")
+    add(table, source, "flops", "all kinds", source.flops(), "FLOP")
+    add(table, source, "intensity", None, source.intensity(), "FLOP/B")
+    for op in ("read", "write"):
+        add(table, source, "on chip", op, source.on_chip(op), "B")
+    add(table, source, "peak SRAM", "one block", source.peak_sram(), "B")
+    problem, algorithm = source.problem, source.algorithm
+    add(table, source, "saved for backward", None, traffic.saved(problem, algorithm), "B")
+    workspace = traffic.workspace(problem, algorithm, source.direction)
+    add(table, source, "workspace", None, workspace, "B")
+    return table
+
+
+def add(
+    table: report.Table,
+    source: Trace | Traffic,
+    quantity: str,
+    of: str | None,
+    value: float,
+    unit: str | None = None,
+) -> None:
+    """One more figure of `source`."""
+    what = (source.algorithm, source.direction, str(source.tiling))
+    table.rows.append((*what, quantity, of, value, unit))
+
+
+def event_table(trace: Trace, limit: int) -> report.Table:
+    """The first events, by name."""
+    columns = ("stage", "op", "tensor", "level", "head", "i", "j", "visit", "bytes")
+    table = report.Table(f"{trace.n_events:,} events, the first {limit:,}", columns)
+    for e in trace.events[:limit]:
+        name, op, tensor = trace.stages[e["stage"]].name, OPS[e["op"]], TENSORS[e["tensor"]]
+        numbers = (int(e[field]) for field in columns[4:])
+        table.rows.append((name, op, tensor, LEVELS[e["level"]], *numbers))
+    return table
+
+
+def show_tables(
+    people: list[report.Table], full: list[report.Table], json: bool, csv: bool
+) -> None:
+    """Print tables for people, or everything there is as one JSON array or one CSV."""
+    if json and csv:
+        raise OptionError("--json and --csv are two formats; give one of them")
+    if not json and not csv:
+        for table in people:
+            console().print(table.rich())
+        return
+    rows = [row for table in full for row in table.rows]
+    table = report.Table("", full[0].columns, rows)
+    typer.echo(table.json() if json else table.csv(), nl=json)
+
+
+def console() -> Console:
+    """Where tables for people go."""
+    return Console(width=None if sys.stdout.isatty() else WIDTH)
+
+
+@contextmanager
+def working(text: str) -> Iterator[None]:
+    """A spinner while something takes long; only on a terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    with Console(stderr=True).status(text):
+        yield
+
+
+def say(text: str) -> None:
+    """News about files, on stderr: stdout holds the figures alone."""
+    typer.echo(text, err=True)

@@ -1,0 +1,352 @@
+"""``flashsim plot``, ``animate`` and ``page``: from saved traces, or straight from sizes."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from flashsim.api import counting, execution
+from flashsim.api.compare import Comparison
+from flashsim.api.samples import TRACES, load_sample
+from flashsim.api.sweep import sweep
+from flashsim.cli import options as opt
+from flashsim.cli.output import say, working
+from flashsim.errors import FlashSimError, OptionError, choices
+from flashsim.problem.problem import Problem
+from flashsim.schedule.tiling import Tiling
+from flashsim.trace.trace import Trace
+
+#: What each kind of plot is drawn from.
+FROM_TRACES = ("traffic", "tile-map", "cumulative", "sram-timeline", "diff", "gpu-timeline")
+FROM_SIZES = ("io-curve", "roofline", "memory-footprint")
+_DPI = 150  # of pixel formats: 1440 x 810
+KINDS = (*FROM_TRACES, *FROM_SIZES)
+_OVER = {
+    "n_q": (512, 1024, 2048, 4096, 8192, 16384),
+    "head_dim": (16, 32, 64, 128, 256),
+    "block_q": (16, 32, 64, 128, 256),
+    "sram_bytes": (24576, 49152, 98304, 166912, 232448),
+}
+
+Traces = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--trace",
+        "-T",
+        help=f"A saved trace, or a bundled one of a GPU: {', '.join(TRACES)}. Twice for two. "
+        "Otherwise give sizes.",
+    ),
+]
+Algorithms = Annotated[
+    str, typer.Option("--algorithms", "-a", help="Separated by commas; run on the same tensors.")
+]
+Out = Annotated[Path, typer.Option("--out", "-o", help="File to write; its ending is the format.")]
+Theme = Annotated[str, typer.Option(help="light or dark.")]
+Row = Annotated[int | None, typer.Option(help="Query row whose m and l are followed.")]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Traces to draw, and the queries and keys of the first, where they are known."""
+
+    traces: list[Trace]
+    q: np.ndarray | None = None
+    k: np.ndarray | None = None
+
+    def statistics(self, row: int | None) -> Any:
+        """m and l of a row; None where the trace or the tensors do not give them."""
+        if self.q is None or self.k is None:
+            if row is not None:
+                raise OptionError(
+                    "--row needs the tensors, which a saved trace does not hold; give sizes, "
+                    "--input or --demo-data instead of --trace"
+                )
+            return None
+        try:
+            return _viz().row_statistics(self.traces[0], self.q, self.k, row=row)
+        except FlashSimError:
+            if row is None:  # nobody asked for it
+                return None
+            raise
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the `flashsim` command."""
+    for command in (plot, animate, page):
+        app.command()(command)
+
+
+def plot(
+    kind: Annotated[str, typer.Argument(help=f"One of {', '.join(KINDS)}.")],
+    out: Out,
+    trace: Traces = None,
+    n_q: opt.Nq = None,
+    n_kv: opt.Nkv = None,
+    head_dim: opt.HeadDim = None,
+    heads: opt.Heads = None,
+    kv_heads: opt.KvHeads = None,
+    dtype: opt.Dtype = None,
+    seed: opt.Seed = 0,
+    input: opt.Input = None,
+    demo_data: opt.DemoData = None,
+    causal: opt.Causal = False,
+    window: opt.Window = None,
+    algorithms: Algorithms = "standard,flash1,flash2",
+    backward: opt.BackwardInstead = False,
+    tiling: opt.Tile = "fit",
+    device: opt.DeviceName = "H100",
+    over: Annotated[str, typer.Option(help=f"io-curve: one of {', '.join(_OVER)}.")] = "n_q",
+    color: Annotated[
+        str | None,
+        typer.Option(help="tile-map: order, bytes or flops; gpu-timeline: phase or block."),
+    ] = None,
+    sms: Annotated[str | None, typer.Option(help="gpu-timeline: FIRST:LAST SM shown.")] = None,
+    times: Annotated[str | None, typer.Option(help="gpu-timeline: FIRST:LAST µs shown.")] = None,
+    theme: Theme = "light",
+) -> None:
+    """Draw one figure: .png, .svg, .pdf or what else Matplotlib writes.
+
+    From one trace, or one algorithm, come tile-map, sram-timeline and gpu-timeline; diff needs two.
+    """
+    if kind not in KINDS:
+        raise OptionError(f"unknown kind of plot {kind!r}; {choices(kind, KINDS)}")
+    names = opt.parse_list("algorithms", algorithms, str)
+    sizes = _sizes(n_q, n_kv, head_dim, heads, kv_heads, dtype)
+    if kind in FROM_SIZES:
+        if trace:
+            raise OptionError(f"{kind} is drawn from sizes, not from a trace; leave out --trace")
+        mask = _mask(causal, window)
+        data = _counted(kind, sizes, mask, names, backward, tiling, device, over)
+        options: dict[str, Any] = {"x": over} if kind == "io-curve" else {}
+    else:
+        if kind in ("tile-map", "sram-timeline"):
+            names = names[-1:]
+        for name, value in {"sms": sms, "times": times}.items():
+            if value is not None and kind != "gpu-timeline":
+                raise OptionError(f"--{name} is for gpu-timeline, not for {kind}")
+        if kind == "gpu-timeline" and not trace:
+            raise OptionError(
+                "gpu-timeline is drawn from what a GPU recorded; give --trace FILE, or a bundled "
+                f"one: {', '.join(TRACES)}"
+            )
+        data = _recorded(
+            trace, sizes, seed, input, demo_data, _mask(causal, window), names, backward, tiling,
+            device,
+        ).traces  # fmt: skip
+        options = {"color": color or "order"} if kind == "tile-map" else {}
+        if kind == "gpu-timeline":
+            options = {
+                "color": color,
+                "sms": opt.parse_range("sms", sms) if sms else None,
+                "times": opt.parse_times(times) if times else None,
+            }
+    _draw(kind, data, out, theme, options)
+    say(f"plot in {out}")
+
+
+def animate(
+    out: Out,
+    trace: Traces = None,
+    n_q: opt.Nq = None,
+    n_kv: opt.Nkv = None,
+    head_dim: opt.HeadDim = None,
+    heads: opt.Heads = None,
+    kv_heads: opt.KvHeads = None,
+    dtype: opt.Dtype = None,
+    seed: opt.Seed = 0,
+    input: opt.Input = None,
+    demo_data: opt.DemoData = None,
+    causal: opt.Causal = False,
+    window: opt.Window = None,
+    algorithms: Algorithms = "flash2",
+    backward: opt.BackwardInstead = False,
+    tiling: opt.Tile = "64x64",
+    device: opt.DeviceName = "H100",
+    row: Row = None,
+    fps: Annotated[float, typer.Option(help="Frames a second.")] = 15,
+    max_frames: Annotated[int, typer.Option(help="A longer walk skips steps.")] = 320,
+    clock: Annotated[str, typer.Option(help="What two traces share: steps or bytes.")] = "steps",
+    theme: Theme = "light",
+) -> None:
+    """Animate one trace, or two side by side, as .gif, .mp4 or .html."""
+    sizes = _sizes(n_q, n_kv, head_dim, heads, kv_heads, dtype)
+    names = opt.parse_list("algorithms", algorithms, str)
+    mask = _mask(causal, window)
+    found = _recorded(trace, sizes, seed, input, demo_data, mask, names, backward, tiling, device)
+    with working("drawing frames"):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _viz().animate(
+            found.traces,
+            out,
+            statistics=found.statistics(row) if len(found.traces) == 1 else None,
+            fps=fps,
+            max_frames=max_frames,
+            clock=clock,
+            theme=theme,
+        )
+    say(f"animation in {out}")
+
+
+def page(
+    out: Out,
+    trace: Traces = None,
+    n_q: opt.Nq = None,
+    n_kv: opt.Nkv = None,
+    head_dim: opt.HeadDim = None,
+    heads: opt.Heads = None,
+    kv_heads: opt.KvHeads = None,
+    dtype: opt.Dtype = None,
+    seed: opt.Seed = 0,
+    input: opt.Input = None,
+    demo_data: opt.DemoData = None,
+    causal: opt.Causal = False,
+    window: opt.Window = None,
+    algorithms: Algorithms = "flash2",
+    backward: opt.BackwardInstead = False,
+    tiling: opt.Tile = "64x64",
+    device: opt.DeviceName = "H100",
+    row: Row = None,
+    theme: Annotated[str, typer.Option(help="auto, light or dark.")] = "auto",
+) -> None:
+    """Write a page that plays one trace, or two side by side: one file, no network."""
+    sizes = _sizes(n_q, n_kv, head_dim, heads, kv_heads, dtype)
+    names = opt.parse_list("algorithms", algorithms, str)
+    mask = _mask(causal, window)
+    found = _recorded(trace, sizes, seed, input, demo_data, mask, names, backward, tiling, device)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    _viz().page(found.traces, out, theme=theme, statistics=found.statistics(row))
+    say(f"page in {out}")
+
+
+def demo_figures(name: str, comparison: Comparison, out: Path) -> list[Path]:
+    """One plot, one animation and one page of a bundled layer; returns where they are."""
+    viz = _viz()
+    sample = load_sample(name)
+    # Small tiles, so that there is something to watch: 16 x 16 of them.
+    result = execution.run(sample.q, sample.k, sample.v, tiling=Tiling(32, 32), trace=True)
+    rows = viz.row_statistics(result.trace, sample.q, sample.k)
+    paths = [out / f"{name}-{what}" for what in ("traffic.png", "flash2.gif", "flash2.html")]
+    _draw("traffic", comparison.traces[: len(comparison.results)], paths[0], "light", {})
+    viz.animate(result, paths[1], statistics=rows, max_frames=136)
+    viz.page(result, paths[2], statistics=rows)
+    return paths
+
+
+def _viz() -> Any:
+    """`flashsim.viz`, which other commands never load."""
+    return importlib.import_module("flashsim.viz")
+
+
+# -- where the data come from ---------------------------------------------------------------------
+
+
+def _sizes(*values: Any) -> dict[str, Any]:
+    names = ("n_q", "n_kv", "head_dim", "heads", "kv_heads", "dtype")
+    return dict(zip(names, values, strict=True))
+
+
+def _mask(causal: bool, window: str | None) -> dict[str, Any]:
+    return {"causal": causal, "window": opt.parse_window(window) if window else None}
+
+
+def _recorded(
+    files: list[Path] | None,
+    sizes: dict[str, Any],
+    seed: int,
+    input: Path | None,
+    sample: str | None,
+    mask: dict[str, Any],
+    algorithms: list[str],
+    backward: bool,
+    tiling: str,
+    device: str,
+) -> Recorded:
+    """Saved traces, or those of running the simulator now."""
+    if files:
+        given = [name for name, value in sizes.items() if value is not None]
+        given += ["input"] * (input is not None) + ["demo-data"] * (sample is not None)
+        given += [name for name, value in mask.items() if value] + ["backward"] * backward
+        if given:
+            names = ", ".join("--" + name.replace("_", "-") for name in given)
+            raise OptionError(f"a saved trace has its own sizes and tensors; leave out {names}")
+        return Recorded([opt.load_trace(file) for file in files])
+    arrays = opt.read_arrays(sizes, seed, input, sample)
+    tile = opt.choose_tiling(tiling, arrays.q.shape[-1], mask["causal"])
+    traces = []
+    with working("simulating"):
+        for name in algorithms:
+            forward = execution.run(
+                *arrays[:3], algorithm=name, **mask, tiling=None if backward else tile,
+                device=device, trace=not backward,
+            )  # fmt: skip
+            if not backward:
+                traces.append(forward.trace)
+                continue
+            dout = arrays.gradient(seed + 1)
+            traces.append(forward.backward(dout, tiling=tile, trace=True).trace)
+    return Recorded([t for t in traces if t is not None], arrays.q, arrays.k)
+
+
+def _counted(
+    kind: str,
+    sizes: dict[str, Any],
+    mask: dict[str, Any],
+    algorithms: list[str],
+    backward: bool,
+    tiling: str,
+    device: str,
+    over: str,
+) -> Any:
+    """A problem, counts or a sweep, in closed form."""
+    given = {name: value for name, value in sizes.items() if value is not None}
+    direction = "backward" if backward else "forward"
+    if kind == "io-curve":
+        if over not in _OVER:
+            raise OptionError(f"unknown axis {over!r}; {choices(over, _OVER)}")
+        shape = {"n": given.pop("n_q", 4096), **given}
+        tile: Any = opt.parse_tiling(tiling)
+        if over == "block_q":
+            columns = tile.block_k if isinstance(tile, Tiling) else 64
+            tile = [Tiling(side, columns) for side in _OVER[over]]
+        else:
+            shape[{"n_q": "n"}.get(over, over)] = _OVER[over]
+        return sweep(
+            **shape, **mask, algorithm=algorithms, direction=direction, tiling=tile,
+            device=device,
+        )  # fmt: skip
+    problem = Problem(**{"n_q": 4096, "head_dim": 64, **given}, **mask)
+    if kind == "memory-footprint":
+        return problem
+    tile = opt.choose_tiling(tiling, problem.head_dim, problem.causal)
+    return [
+        counting.count(problem, algorithm=name, direction=direction, tiling=tile, device=device)
+        for name in algorithms
+    ]
+
+
+def _draw(kind: str, data: Any, out: Path, theme: str, options: dict[str, Any]) -> None:
+    import matplotlib as mpl
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    viz = _viz()
+    formats = FigureCanvasAgg.get_supported_filetypes()
+    if out.suffix.lstrip(".") not in formats:
+        raise OptionError(f"cannot write {out.name!r}; {choices(out.suffix, sorted(formats))}")
+    mpl.use("Agg")  # a command shows no window
+    if kind in ("tile-map", "sram-timeline", "gpu-timeline"):
+        if len(data) != 1:
+            raise OptionError(f"{kind} shows one trace, got {len(data)}")
+        data = data[0]
+    if kind == "diff":
+        if len(data) != 2:
+            raise OptionError(f"diff takes two traces or algorithms, got {len(data)}")
+        axes = viz.diff(*data, theme=theme)
+    else:
+        axes = getattr(viz, kind.replace("-", "_"))(data, theme=theme, **options)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    axes.figure.savefig(out, dpi=_DPI)

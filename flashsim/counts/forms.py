@@ -1,0 +1,198 @@
+"""The closed forms: requested bytes of each stage of each algorithm.
+
+Every term is a sentence about an algorithm: "with queries outside, K is read once for each visit"
+is ``load K: heads * row_cols * d * e``. Nothing here shares code with the simulator.
+"""
+
+from __future__ import annotations
+
+from flashsim.problem.problem import Problem
+from flashsim.schedule.schedule import Schedule
+
+
+class Forms:
+    """Requested bytes of each stage. e, a: bytes of an element and of an accumulator in HBM."""
+
+    def __init__(self, p: Problem) -> None:
+        self.p = p
+        self.e, self.a = p.itemsize, p.compute_itemsize
+        self.heads, self.kv_heads = p.batch * p.heads, p.batch * p.kv_heads
+        self.lead = p.bias[0] * p.bias[1] if p.bias else 0
+        # A float32 (or float64) problem accumulates in the result itself.
+        self.acc = "" if self.e == self.a else "_acc"
+
+    # -- one tensor, whole, once: bytes over all heads -------------------------------------------
+
+    def q(self, item: int) -> int:
+        """Q, or a gradient or accumulator of its shape."""
+        return self.heads * self.p.n_q * self.p.head_dim * item
+
+    def o(self, item: int) -> int:
+        """Out, or anything of its shape."""
+        return self.heads * self.p.n_q * self.p.head_dim_v * item
+
+    def k(self) -> int:
+        """K or dk."""
+        return self.kv_heads * self.p.n_kv * self.p.head_dim * self.e
+
+    def v(self) -> int:
+        """V or dv."""
+        return self.kv_heads * self.p.n_kv * self.p.head_dim_v * self.e
+
+    def stat(self) -> int:
+        """One statistic a row: LSE, delta, l or m."""
+        return self.heads * self.p.n_q * self.a
+
+    def matrix(self, item: int) -> int:
+        """The bias, or its gradient: one matrix for each that is not shared."""
+        return self.lead * self.p.n_q * self.p.n_kv * item
+
+    # -- stages ---------------------------------------------------------------------------------
+
+    def forward(self, algorithm: str, stage: str, s: Schedule) -> dict[tuple[str, str], int]:
+        """``{(op, tensor): bytes}`` of a forward stage walked by `s`."""
+        h, e, a, d, dv, sums = (
+            self.heads,
+            self.e,
+            self.a,
+            self.p.head_dim,
+            self.p.head_dim_v,
+            s.sums,
+        )
+        bias = {("load", "bias"): h * sums.area * e} if self.lead else {}
+        keys = {("load", "K"): h * sums.row_cols * d * e}
+        values = {("load", "V"): h * sums.row_cols * dv * e}
+        scores = h * sums.area * e
+        if stage == "scores":
+            return {("load", "Q"): self.q(e), **keys, **bias, ("store", "S"): scores}
+        if stage == "softmax":
+            return {("load", "S"): scores, ("store", "P"): scores}
+        if stage == "output":
+            return {("load", "P"): scores, **values, ("store", "O"): self.o(e)}
+        o_acc = "O" + self.acc
+        if stage == "init":
+            return {
+                ("store", o_acc): self.o(a),
+                ("store", "l"): self.stat(),
+                ("store", "m"): self.stat(),
+            }
+        if stage == "convert":
+            return {("load", "O_acc"): self.o(a), ("store", "O"): self.o(e)}
+        if algorithm == "flash1":
+            rows = h * sums.col_rows
+            state = {o_acc: rows * dv * a, "l": rows * a, "m": rows * a}
+            return {
+                ("load", "K"): h * self.p.n_kv * d * e,
+                ("load", "V"): h * self.p.n_kv * dv * e,
+                ("load", "Q"): rows * d * e,
+                **{("load", name): size for name, size in state.items()},
+                **{("store", name): size for name, size in state.items()},
+                **bias,
+            }
+        return {
+            ("load", "Q"): self.q(e),
+            **keys,
+            **values,
+            **bias,
+            ("store", "O"): self.o(e),
+            ("store", "L"): self.stat(),
+        }
+
+    def backward(self, algorithm: str, stage: str, s: Schedule) -> dict[tuple[str, str], int]:
+        """``{(op, tensor): bytes}`` of a backward stage walked by `s`."""
+        h, e, a, d, dv, sums = (
+            self.heads,
+            self.e,
+            self.a,
+            self.p.head_dim,
+            self.p.head_dim_v,
+            s.sums,
+        )
+        dq_acc, dbias_acc = "dQ" + self.acc, "dBias" + self.acc
+        scores, rows, cols = h * sums.area * e, h * sums.col_rows, h * sums.row_cols
+        bias = {("load", "bias"): scores} if self.lead else {}
+        dbias = {("reduce", dbias_acc): h * sums.area * a} if self.lead else {}
+        if stage == "clear_dbias":
+            return {("store", dbias_acc): self.matrix(a)}
+        if stage == "convert_dbias":
+            return {("load", "dBias_acc"): self.matrix(a), ("store", "dBias"): self.matrix(e)}
+        if stage == "init":
+            return {("store", dq_acc): self.q(a)}
+        if stage == "convert":
+            return {("load", "dQ_acc"): self.q(a), ("store", "dQ"): self.q(e)}
+        if stage == "delta":
+            clear = {("store", dq_acc): self.q(a)} if algorithm == "flash2-fused" else {}
+            return {
+                ("load", "O"): self.o(e),
+                ("load", "dO"): self.o(e),
+                ("store", "delta"): self.stat(),
+                **clear,
+            }
+        if algorithm == "standard":
+            return self._standard_backward(stage, scores, rows, cols, dbias)
+        stats = {("load", name): rows * a for name in ("L", "delta")}
+        if stage == "dq":
+            return {
+                ("load", "Q"): self.q(e),
+                ("load", "dO"): self.o(e),
+                ("load", "L"): self.stat(),
+                ("load", "delta"): self.stat(),
+                ("load", "K"): cols * d * e,
+                ("load", "V"): cols * dv * e,
+                **bias,
+                **dbias,
+                ("store", "dQ"): self.q(e),
+            }
+        shared = {
+            ("load", "K"): self.k(),
+            ("load", "V"): self.v(),
+            ("load", "Q"): rows * d * e,
+            ("load", "dO"): rows * dv * e,
+            **bias,
+            ("store", "dK"): self.k(),
+            ("store", "dV"): self.v(),
+        }
+        if stage == "dkdv":
+            return {**shared, **stats}
+        if stage == "fused":
+            return {**shared, **stats, **dbias, ("reduce", dq_acc): rows * d * a}
+        return {  # FlashAttention-1
+            **shared,
+            **dbias,
+            ("load", "O"): rows * dv * e,
+            ("load", "l"): rows * a,
+            ("load", "m"): rows * a,
+            ("load", dq_acc): rows * d * a,
+            ("store", dq_acc): rows * d * a,
+        }
+
+    def _standard_backward(
+        self, stage: str, scores: int, rows: int, cols: int, dbias: dict[tuple[str, str], int]
+    ) -> dict[tuple[str, str], int]:
+        e, d, dv = self.e, self.p.head_dim, self.p.head_dim_v
+        if stage == "dv":
+            return {("load", "P"): scores, ("load", "dO"): rows * dv * e, ("store", "dV"): self.v()}
+        if stage == "dp":
+            return {
+                ("load", "dO"): self.o(e),
+                ("load", "V"): cols * dv * e,
+                ("store", "dP"): scores,
+            }
+        if stage == "ds":
+            capped = {("load", "S"): scores} if self.p.softcap else {}
+            if self.p.softcap and self.lead:
+                capped["load", "bias"] = scores
+            return {
+                **capped,
+                ("load", "P"): scores,
+                ("load", "dP"): scores,
+                ("store", "dS"): scores,
+                **dbias,
+            }
+        if stage == "dq":
+            return {
+                ("load", "dS"): scores,
+                ("load", "K"): cols * d * e,
+                ("store", "dQ"): self.q(e),
+            }
+        return {("load", "dS"): scores, ("load", "Q"): rows * d * e, ("store", "dK"): self.k()}

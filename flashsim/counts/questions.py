@@ -1,0 +1,105 @@
+"""Questions that `Trace` and `Traffic` answer alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from flashsim import report
+from flashsim.counts.work import KINDS
+from flashsim.errors import OptionError, choices
+from flashsim.problem.hardware import Device
+from flashsim.problem.problem import Problem
+from flashsim.schedule.names import TENSORS
+from flashsim.schedule.tiling import Tiling
+
+OPS = ("load", "store", "reduce")
+
+
+Transfers = Mapping[tuple[str, str, str], int]
+
+
+class Answers(Protocol):
+    """What `Trace` and `Traffic` both say of a pass."""
+
+    problem: Problem
+    device: Device
+    algorithm: str
+    direction: str
+    backend: str
+
+    @property
+    def tiling(self) -> Tiling: ...  # noqa: D102
+    def bytes(self, op: str | None = None, tensor: str | None = None) -> int: ...  # noqa: D102
+    def by_tensor(self) -> dict[str, dict[str, int]]: ...  # noqa: D102
+    def compulsory(self) -> int: ...  # noqa: D102
+    def flops(self, kind: str | None = None) -> int: ...  # noqa: D102
+    def on_chip(self, op: str | None = None) -> int: ...  # noqa: D102
+    def intensity(self) -> float: ...  # noqa: D102
+    def peak_sram(self) -> int: ...  # noqa: D102
+
+
+def check_names(op: str | None, tensor: str | None) -> None:
+    """Raise `OptionError` unless both name something that exists."""
+    if op is not None and op not in OPS:
+        raise OptionError(f"unknown operation {op!r}; {choices(op, OPS)}")
+    if tensor is not None and tensor not in TENSORS[1:]:
+        raise OptionError(f"unknown tensor {tensor!r}; {choices(tensor, TENSORS[1:])}")
+
+
+def select(transfers: Transfers, op: str | None, tensor: str | None) -> int:
+    """Bytes of one operation and tensor, or of all."""
+    check_names(op, tensor)
+    return sum(
+        nbytes
+        for (_, its_op, its_tensor), nbytes in transfers.items()
+        if op in (None, its_op) and tensor in (None, its_tensor)
+    )
+
+
+def select_kind(flops: Mapping[str, int], kind: str | None) -> int:
+    """FLOPs of one kind, or of all."""
+    if kind is None:
+        return sum(flops.values())
+    if kind not in KINDS:
+        raise OptionError(f"unknown kind of FLOP {kind!r}; {choices(kind, KINDS)}")
+    return flops.get(kind, 0)
+
+
+def select_chip(chip: Mapping[str, int], op: str | None) -> int:
+    """On-chip bytes read or written, or both."""
+    if op is None:
+        return sum(chip.values())
+    if op not in ("read", "write"):
+        raise OptionError(f"unknown on-chip operation {op!r}; {choices(op, ('read', 'write'))}")
+    return chip.get(op, 0)
+
+
+def by_tensor(transfers: Transfers) -> dict[str, dict[str, int]]:
+    """``{tensor: {op: bytes}}``."""
+    result: dict[str, dict[str, int]] = {}
+    for (_, op, tensor), nbytes in transfers.items():
+        row = result.setdefault(tensor, dict.fromkeys(OPS, 0))
+        row[op] += nbytes
+    return result
+
+
+def summary(source: Answers) -> report.Table:
+    """The table that `print(trace)` shows."""
+    p, tables = source.problem, source.by_tensor()
+    table = report.Table(
+        f"{source.algorithm} {source.direction} ({source.backend}): {p.batch} x {p.heads} heads, "
+        f"{p.n_q:,} x {p.n_kv:,}, d={p.head_dim}, {p.dtype}, tiles {source.tiling}, "
+        f"{source.device.name}",
+        ("tensor", "load B", "store B", "reduce B", "total B"),
+        note=(
+            f"compulsory {source.compulsory():,} B · {source.flops():,} FLOPs "
+            f"(matmul {source.flops('matmul'):,}) · {source.intensity():.4g} FLOP/B · "
+            f"on chip {source.on_chip():,} B, peak {source.peak_sram():,} B a block"
+        ),
+    )
+    for tensor, row in tables.items():
+        table.rows.append((tensor, *(row[op] for op in OPS), sum(row.values())))
+    totals = [source.bytes(op) for op in OPS]
+    table.rows.append(("all", *totals, sum(totals)))
+    return table

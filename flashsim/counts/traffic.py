@@ -1,0 +1,230 @@
+"""Traffic in closed form: what a schedule moves, computed without moving anything.
+
+The forms themselves stand in `forms`. The sums over a schedule's visits that they need cost O(row
+tiles) for causal and windowed problems, so a million queries take milliseconds. Nothing here shares
+code with the simulator; the tests assert that the two are equal as integers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flashsim import report
+from flashsim.counts.forms import Forms
+from flashsim.counts.questions import by_tensor, select, select_chip, select_kind, summary
+from flashsim.counts.work import on_chip_bytes, stage_work, total_flops
+from flashsim.problem.hardware import Device
+from flashsim.problem.problem import Problem
+from flashsim.schedule import plans
+from flashsim.schedule.schedule import Schedule
+from flashsim.schedule.tiling import Tiling, is_strip
+
+
+class Traffic:
+    """What a schedule would move and compute. Answers by the same names as `Trace`.
+
+    Attributes
+    ----------
+    problem, tiling, algorithm, direction, device
+        What was counted.
+    transfers : dict
+        Requested bytes over all heads, ``{(stage, op, tensor): bytes}``.
+    """
+
+    backend = "closed form"
+
+    def __init__(
+        self,
+        problem: Problem,
+        tiling: Tiling,
+        algorithm: str,
+        direction: str,
+        device: Device,
+        key_order: str = "ascending",
+    ) -> None:
+        self.problem, self.tiling, self.device = problem, tiling, device
+        self.algorithm, self.direction = algorithm, direction
+        self.stages = plans.stages(problem, algorithm, direction)
+        walks = {(s.outer, s.dense) for s in self.stages}
+        self._schedules = {
+            key: Schedule(problem, tiling, key[0], key_order, key[1])  # type: ignore[arg-type]
+            for key in walks
+        }
+        self.transfers: dict[tuple[str, str, str], int] = {}
+        forms = Forms(problem)
+        table = forms.forward if direction == "forward" else forms.backward
+        for stage in self.stages:
+            for (op, tensor), nbytes in table(algorithm, stage.name, self.schedule(stage)).items():
+                if nbytes:
+                    self.transfers[stage.name, op, tensor] = nbytes
+
+    def schedule(self, stage: plans.Stage) -> Schedule:
+        """The walk of one stage."""
+        return self._schedules[stage.outer, stage.dense]
+
+    def bytes(self, op: str | None = None, tensor: str | None = None) -> int:
+        """Requested bytes between HBM and SRAM, all heads: of one operation and tensor, or all."""
+        return select(self.transfers, op, tensor)
+
+    def by_tensor(self) -> dict[str, dict[str, int]]:
+        """``{tensor: {op: bytes}}`` over all heads and stages."""
+        return by_tensor(self.transfers)
+
+    def compulsory(self) -> int:
+        """Bytes that any algorithm must move: each input read once, each output written once."""
+        return compulsory(self.problem, self.direction)
+
+    def _work(self) -> tuple[dict[str, int], dict[str, int]]:
+        flops: dict[str, int] = {}
+        chip: dict[str, int] = {}
+        p = self.problem
+        for stage in self.stages:
+            work = stage_work(p, self.algorithm, self.direction, stage.name)
+            sums = self.schedule(stage).sums
+            if stage.outer == "keys":
+                step = 0, p.n_kv, 0
+            else:
+                step = p.n_q, 0, sums.area if is_strip(stage) else 0
+            for ops, extent, repeat in (
+                (work.visit, (sums.col_rows, sums.row_cols, sums.area), p.batch * p.heads),
+                (work.outer, step, plans.heads_of(stage, p)[0]),
+            ):
+                for total, part in (
+                    (flops, total_flops(ops, *extent)),
+                    (chip, on_chip_bytes(ops, stage, *extent)),
+                ):
+                    for key, value in part.items():
+                        total[key] = total.get(key, 0) + value * repeat
+        return flops, chip
+
+    def flops(self, kind: str | None = None) -> int:
+        """FLOPs executed, all heads; of one kind (see `work.KINDS`) or all together."""
+        return select_kind(self._work()[0], kind)
+
+    def on_chip(self, op: str | None = None) -> int:
+        """Bytes read from ("read") and written to ("write") SRAM by tile operations."""
+        return select_chip(self._work()[1], op)
+
+    def intensity(self) -> float:
+        """Arithmetic intensity: FLOPs for each requested byte of HBM."""
+        return self.flops() / self.bytes()
+
+    def peak_sram(self) -> int:
+        """Most bytes that one thread block holds on chip at any time, over all stages."""
+        return max(self._peak(stage) for stage in self.stages)
+
+    def _peak(self, stage: plans.Stage) -> int:
+        if is_strip(stage):
+            return self._strip_peak(stage)
+        own, inner = self.schedule(stage).extents()
+        rows, cols = (own, inner) if stage.outer == "queries" else (inner, own)
+        held = sum(b.nbytes(rows, cols) * (inner > 0 if b.visit else 1) for b in stage.buffers)
+        return int(max(held, default=0)) if stage.buffers else 0
+
+    def _strip_peak(self, stage: plans.Stage) -> int:
+        """A buffer's row spans the longest sequence's keys; other sequences hold their own part."""
+        schedule, row = self.schedule(stage), sum(b.per_row for b in stage.buffers)
+        heights = (schedule.rows[:, 1] - schedule.rows[:, 0]).astype(np.int64)
+        held = np.minimum(heights, strip_rows(stage, schedule, self.device)) * row
+        if stage.per != "bias":
+            longest = max(s.k_stop - s.k_start for s in self.problem.sequences)
+            held = held // longest * schedule.key_counts
+        return int(held.max())
+
+    def saved(self) -> int:
+        """Bytes kept in HBM from forward to backward: inputs, output, statistics, or S and P."""
+        return saved(self.problem, self.algorithm)
+
+    def workspace(self) -> int:
+        """Bytes of HBM used besides inputs, outputs and what is saved: accumulators, dP, dS."""
+        return workspace(self.problem, self.algorithm, self.direction)
+
+    def table(self) -> report.Table:
+        """Bytes by tensor and direction, FLOPs, intensity and peak SRAM, as a table."""
+        return summary(self)
+
+    def __repr__(self) -> str:
+        return f"<Traffic {self.algorithm} {self.direction}: {self.bytes():,} B requested>"
+
+    def __str__(self) -> str:
+        return self.table().text()
+
+    def _repr_html_(self) -> str:
+        return self.table().html()
+
+
+def count_schedule(
+    problem: Problem,
+    tiling: Tiling,
+    algorithm: str,
+    direction: str,
+    device: Device,
+    key_order: str = "ascending",
+) -> Traffic:
+    """The closed form of one algorithm under one tiling.
+
+    Raises
+    ------
+    SramOverflow
+        If a stage does not fit on the device's chip.
+    """
+    tiling.check(problem, device, algorithm, direction)
+    return Traffic(problem, tiling, algorithm, direction, device, key_order)
+
+
+# -- bounds and memory ----------------------------------------------------------------------------
+
+
+def compulsory(problem: Problem, direction: str = "forward") -> int:
+    """Bytes that any algorithm must move: each input read once, each output written once.
+
+    Forward: q, k, v (and bias) in, out and LSE out. Backward: those inputs, out, dout and LSE in;
+    dq, dk, dv (and the bias's gradient) out.
+    """
+    f = Forms(problem)
+    inputs = f.q(f.e) + f.k() + f.v() + f.matrix(f.e)
+    if direction == "forward":
+        return inputs + f.o(f.e) + f.stat()
+    return 2 * inputs + 2 * f.o(f.e) + f.stat()
+
+
+def saved(problem: Problem, algorithm: str) -> int:
+    """Bytes of HBM kept from forward to backward, the inputs included.
+
+    Standard attention keeps P (and, with a softcap, S): O(N^2). FlashAttention-1 keeps out, l and
+    m, FlashAttention-2 keeps out and LSE: O(N).
+    """
+    plans.check_algorithm(algorithm)
+    f = Forms(problem)
+    inputs = f.q(f.e) + f.k() + f.v() + f.matrix(f.e)
+    if algorithm == "standard":
+        return inputs + _score_matrix(f) * (2 if problem.softcap else 1)
+    return inputs + f.o(f.e) + f.stat() * (2 if algorithm == "flash1" else 1)
+
+
+def workspace(problem: Problem, algorithm: str, direction: str = "forward") -> int:
+    """Bytes of HBM a pass uses besides its inputs, its outputs and what is saved."""
+    plans.check_algorithm(algorithm)
+    f = Forms(problem)
+    wide = f.e != f.a  # accumulators in HBM need room of their own
+    if direction == "forward":
+        if algorithm == "standard":
+            return _score_matrix(f) * (0 if problem.softcap else 1)  # S; P is saved
+        return f.o(f.a) * (wide and algorithm == "flash1")
+    dbias = f.matrix(f.a) * wide
+    if algorithm == "standard":
+        return 2 * _score_matrix(f) + dbias  # dP, dS
+    delta = 0 if algorithm == "flash1" else f.stat()
+    return delta + dbias + f.q(f.a) * (wide and algorithm != "flash2")
+
+
+def _score_matrix(f: Forms) -> int:
+    spans = f.p.sequences
+    return f.heads * f.e * sum((s.q_stop - s.q_start) * (s.k_stop - s.k_start) for s in spans)
+
+
+def strip_rows(stage: plans.Stage, schedule: Schedule, device: Device) -> int:
+    """Whole score rows that a strip stage keeps on chip at a time."""
+    row = sum(b.per_row for b in stage.buffers)
+    tallest = int((schedule.rows[:, 1] - schedule.rows[:, 0]).max())
+    return max(1, min(tallest, device.sram_bytes // row))

@@ -1,0 +1,224 @@
+"""The work of a visit: floating-point operations by kind, and bytes read and written on chip.
+
+Each stage is a short list of tile operations. A cost is linear in the tile's rows, columns and
+scores, so the same table prices one visit, or, given the sums over a schedule, all of them.
+
+Rules. A multiply-add in a matrix product is 2 FLOPs. ``exp`` counts exponentials, logarithms and
+tanh (a GPU's special-function unit); ``max`` counts comparisons; subtraction is ``add``. A row sum
+or row maximum over n elements is n; guards against rows without keys are not counted. A tile
+operation reads each operand once from SRAM and writes its result once; reuse in registers lies
+below this model. A masked tile costs what a full one does: the hardware computes all of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from flashsim.problem.problem import Problem
+from flashsim.schedule import plans
+
+KINDS = ("matmul", "exp", "max", "add", "multiply", "divide")
+
+
+class Cost(NamedTuple):
+    """A quantity that is linear in a tile's rows, columns and scores."""
+
+    row: int = 0
+    col: int = 0
+    score: int = 0
+
+    def at(self, rows: int, cols: int, scores: int) -> int:
+        """Its value; sums over tiles give the sum over tiles."""
+        return self.row * rows + self.col * cols + self.score * scores
+
+
+@dataclass(frozen=True)
+class TileOp:
+    """One operation on on-chip tiles: buffers read, buffers written, FLOPs by kind."""
+
+    name: str
+    reads: str
+    writes: str
+    flops: dict[str, Cost] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """What one stage computes: at each visit, and once for each outer step."""
+
+    visit: tuple[TileOp, ...] = ()
+    outer: tuple[TileOp, ...] = ()
+
+
+def scores(n: int) -> Cost:
+    """`n` operations a score."""
+    return Cost(score=n)
+
+
+def rows(n: int, score: int = 0) -> Cost:
+    """`n` operations a row, and `score` a score."""
+    return Cost(row=n, score=score)
+
+
+def columns(n: int) -> Cost:
+    """`n` operations a column."""
+    return Cost(col=n)
+
+
+def stage_work(problem: Problem, algorithm: str, direction: str, stage: str) -> StageWork:
+    """The tile operations of one stage of an algorithm (a stage without arithmetic has none)."""
+    d, dv, p = problem.head_dim, problem.head_dim_v, problem
+    if direction == "forward":
+        table = _forward(p, d, dv, algorithm)
+    else:
+        table = _backward(p, d, dv, algorithm)
+    return table.get(stage, StageWork())
+
+
+def _scores(p: Problem, d: int, *, backward: bool = False) -> tuple[TileOp, ...]:
+    """S = softcap(scale Q K^T) + bias."""
+    ops = [TileOp("S = scale Q K^T", "Q K", "S", {"matmul": scores(2 * d), "multiply": scores(1)})]
+    if p.softcap:
+        cap = {"divide": scores(1), "exp": scores(1), "multiply": scores(1)}
+        ops.append(TileOp("S = c tanh(S / c)", "S", "S", cap))
+        if backward:
+            gate = {"multiply": scores(1), "add": scores(1)}
+            ops.append(TileOp("gate = 1 - tanh(S / c)^2", "S", "gate", gate))
+    if p.bias:
+        ops.append(TileOp("S = S + bias", "S bias", "S", {"add": scores(1)}))
+    return tuple(ops)
+
+
+def _forward(p: Problem, d: int, dv: int, algorithm: str) -> dict[str, StageWork]:
+    softmax = {
+        "max": rows(1, score=1),  # the tile's row maximum; against m_old
+        "add": rows(2, score=2),  # S - m, row sum of P; m_old - m_new, alpha l + ..
+        "exp": rows(1, score=1),  # P; alpha
+        "multiply": rows(1),  # alpha l
+    }
+    finish = {"divide": rows(dv), "exp": rows(1), "add": rows(1)}
+    if algorithm == "standard":
+        return {
+            "scores": StageWork(visit=_scores(p, d)),
+            "softmax": StageWork(
+                outer=(
+                    TileOp(
+                        "P = softmax(S)",
+                        "S",
+                        "S",
+                        {"max": scores(1), "add": scores(2), "exp": scores(1), "divide": scores(1)},
+                    ),
+                )
+            ),
+            "output": StageWork(
+                visit=(TileOp("O = O + P V", "P V O", "O", {"matmul": scores(2 * dv)}),)
+            ),
+        }
+    if algorithm == "flash1":
+        product = TileOp(
+            "O = (alpha l O + beta P V) / l_new",
+            "S V O m l",
+            "O m l",
+            {
+                "matmul": scores(2 * dv),
+                "add": rows(dv + 3),  # l_new, two exponents
+                "exp": rows(2),  # alpha, beta
+                "max": rows(1),
+                "multiply": rows(2 * dv + 3),
+                "divide": rows(dv),
+            },
+        )
+        local = {"max": scores(1), "add": scores(2), "exp": scores(1)}
+        return {
+            "forward": StageWork(
+                visit=(*_scores(p, d), TileOp("P = exp(S - m~)", "S", "S", local), product)
+            )
+        }
+    product = TileOp(
+        "O = alpha O + P V", "S V O", "O", {"matmul": scores(2 * dv), "multiply": rows(dv)}
+    )
+    return {
+        "forward": StageWork(
+            visit=(*_scores(p, d), TileOp("online softmax", "S m l", "S m l", softmax), product),
+            outer=(TileOp("O = O / l, L = m + log l", "O m l", "O m", finish),),
+        )
+    }
+
+
+def _backward(p: Problem, d: int, dv: int, algorithm: str) -> dict[str, StageWork]:
+    delta = {"multiply": rows(dv), "add": rows(dv)}
+    scale_dq = TileOp("dQ = scale dQ", "dQ", "dQ", {"multiply": rows(d)})
+    scale_dk = TileOp("dK = scale dK", "dK", "dK", {"multiply": columns(d)})
+    if algorithm == "standard":
+        ds = {"multiply": scores(2), "add": scores(2)}
+        reads = "P dP"
+        if p.softcap:
+            ds = {"multiply": scores(4), "add": scores(3), "divide": scores(1)}
+            reads = "S P dP"
+            if p.bias:
+                ds["add"], reads = scores(4), "S P dP bias"
+        return {
+            "dv": StageWork(visit=(_mm("dV = dV + P^T dO", "P dO dV", "dV", dv),)),
+            "dp": StageWork(visit=(_mm("dP = dO V^T", "dO V", "dP", dv),)),
+            "ds": StageWork(outer=(TileOp("dS = P (dP - sum(P dP))", reads, "dP", ds),)),
+            "dq": StageWork((_mm("dQ = dQ + dS K", "dS K dQ", "dQ", d),), (scale_dq,)),
+            "dk": StageWork((_mm("dK = dK + dS^T Q", "dS Q dK", "dK", d),), (scale_dk,)),
+        }
+    ds = {"add": scores(1), "multiply": scores(1)}
+    softmax = {"add": scores(1), "exp": scores(1)}
+    if algorithm == "flash1":
+        softmax = {**softmax, "divide": scores(1)}
+    stats = "m l" if algorithm == "flash1" else "L"
+    recompute = (
+        *_scores(p, d, backward=True),
+        TileOp("P = exp(S - L)", f"S {stats}", "S", softmax),
+    )
+    grad_s = (
+        _mm("dP = dO V^T", "dO V", "dP", dv),
+        TileOp("dS = P (dP - delta)", "S dP" if algorithm == "flash1" else "S dP delta", "dP", ds),
+        *((TileOp("dS = gate dS", "gate dP", "dP", {"multiply": scores(1)}),) if p.softcap else ()),
+    )
+    dv_op = _mm("dV = dV + P^T dO", "S dO dV", "dV", dv)
+    dk_op = _mm("dK = dK + dS^T Q", "dP Q dK", "dK", d)
+    dq_op = _mm("dQ = dQ + dS K", "dP K dQ", "dQ", d)
+    # A tile of dQ that leaves the chip at every visit is scaled there.
+    product = {"matmul": scores(2 * d), "multiply": rows(d)}
+    to_reduce = TileOp("dQ = scale dS K", "dP K", "dQ", product)
+    added_dq = TileOp("dQ = dQ + scale dS K", "dP K dQ", "dQ", {**product, "add": rows(d)})
+    table = {
+        "delta": StageWork(outer=(TileOp("delta = rowsum(dO O)", "O dO", "delta", delta),)),
+        "dkdv": StageWork((*recompute, dv_op, *grad_s, dk_op), (scale_dk,)),
+        "dq": StageWork((*recompute, *grad_s, dq_op), (scale_dq,)),
+        "fused": StageWork((*recompute, dv_op, *grad_s, dk_op, to_reduce), (scale_dk,)),
+    }
+    if algorithm == "flash1":
+        row_sum = TileOp("D = rowsum(dO O)", "O dO", "", delta)
+        visit = (*recompute, dv_op, row_sum, *grad_s, dk_op, added_dq)
+        table["backward"] = StageWork(visit, (scale_dk,))
+    return table
+
+
+def _mm(name: str, reads: str, writes: str, inner: int) -> TileOp:
+    return TileOp(name, reads, writes, {"matmul": scores(2 * inner)})
+
+
+def total_flops(ops: tuple[TileOp, ...], n_rows: int, n_cols: int, n_scores: int) -> dict[str, int]:
+    """FLOPs by kind of some tile operations over tiles with these sums."""
+    result = dict.fromkeys(KINDS, 0)
+    for op in ops:
+        for kind, cost in op.flops.items():
+            result[kind] += cost.at(n_rows, n_cols, n_scores)
+    return result
+
+
+def on_chip_bytes(
+    ops: tuple[TileOp, ...], stage: plans.Stage, n_rows: int, n_cols: int, n_scores: int
+) -> dict[str, int]:
+    """Bytes that tile operations read from and write to SRAM: ``{"read": .., "write": ..}``."""
+    size = {b.name: Cost(b.per_row, b.per_col, b.per_score) for b in stage.buffers}
+    result = {"read": 0, "write": 0}
+    for op in ops:
+        for key, names in (("read", op.reads), ("write", op.writes)):
+            result[key] += sum(size[name].at(n_rows, n_cols, n_scores) for name in names.split())
+    return result

@@ -1,0 +1,1 @@
+"""Operations on a panel of scores: in plain Numba, and as vector code of a CPU."""

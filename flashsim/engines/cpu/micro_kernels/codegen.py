@@ -1,0 +1,375 @@
+"""The operations of `panels.py` as vector code: LLVM IR with vector types.
+
+Numba's own vectoriser gives a quarter of what a CPU can do on these loops and a BLAS call for each
+tile half; what works is to say which values stay in registers. `build_*` write one LLVM function
+each, for an element type and a `Blocking`, and know nothing of Numba; `vector.py` passes addresses
+to them. LLVM lowers the same IR to AVX2, AVX-512 or NEON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from llvmlite import ir
+
+from flashsim.engines.cpu.micro_kernels.exponential import Exponential
+from flashsim.engines.cpu.micro_kernels.registers import ROWS, Blocking
+
+INT = ir.IntType(64)
+VOID = ir.VoidType()
+ELEMENT = {4: ir.FloatType(), 8: ir.DoubleType()}
+
+
+class Code:
+    """Writes the body of one LLVM function over vectors of one type.
+
+    Parameters
+    ----------
+    module : ir.Module
+        Receives the function, unless it is there already.
+    name : str
+    block : Blocking
+    itemsize : int
+        4 (float) or 8 (double).
+    args : str
+        One letter an argument: ``p`` address of elements, ``i`` integer.
+    """
+
+    def __init__(
+        self, module: ir.Module, name: str, block: Blocking, itemsize: int, args: str
+    ) -> None:
+        self.lanes, self.vecs = block.lanes(itemsize), block.vecs
+        self.width, self.itemsize = self.lanes * block.vecs, itemsize
+        self.element = ELEMENT[itemsize]
+        self.vector = ir.VectorType(self.element, self.lanes)
+        full = f"flashsim_{name}_{self.vecs}x{self.lanes}x{8 * itemsize}"
+        self.is_new = full not in module.globals
+        if self.is_new:
+            kinds = [self.element.as_pointer() if a == "p" else INT for a in args]
+            function = ir.Function(module, ir.FunctionType(VOID, kinds), full)
+            function.linkage = "internal"
+            function.attributes.add("noinline")  # its registers are its own
+            self.b = ir.IRBuilder(function.append_basic_block())
+        self.function: ir.Function = module.globals[full]
+
+    # -- values ---------------------------------------------------------------------------------
+
+    def const(self, value: float) -> ir.Constant:
+        """A vector with `value` in every lane."""
+        return ir.Constant(self.vector, [float(value)] * self.lanes)
+
+    def ints(self, value: int) -> ir.Constant:
+        """A vector of integers as wide as the elements."""
+        kind = ir.VectorType(ir.IntType(8 * self.itemsize), self.lanes)
+        return ir.Constant(kind, [value] * self.lanes)
+
+    def at(self, base, *offsets):
+        """The address `base` plus offsets in elements."""
+        for offset in offsets:
+            if isinstance(offset, int):
+                offset = ir.Constant(INT, offset)
+            base = self.b.gep(base, [offset])
+        return base
+
+    def times(self, x, factor: int):
+        """An integer value times a constant."""
+        return self.b.mul(x, ir.Constant(INT, factor))
+
+    def load(self, address):
+        """One vector from memory; panels need not be aligned."""
+        pointer = self.b.bitcast(address, self.vector.as_pointer())
+        return self.b.load(pointer, align=self.itemsize)
+
+    def store(self, value, address) -> None:
+        """One vector to memory."""
+        self.b.store(value, self.b.bitcast(address, value.type.as_pointer()), align=self.itemsize)
+
+    def vectors(self, address) -> list:
+        """The addresses of a panel row's vectors."""
+        return [self.at(address, v * self.lanes) for v in range(self.vecs)]
+
+    def spread(self, address):
+        """The scalar at `address` in every lane."""
+        undefined = ir.Constant(self.vector, ir.Undefined)
+        index = ir.IntType(32)
+        one = self.b.insert_element(undefined, self.b.load(address), ir.Constant(index, 0))
+        zeros = ir.Constant(ir.VectorType(index, self.lanes), [0] * self.lanes)
+        return self.b.shuffle_vector(one, undefined, zeros)
+
+    # -- arithmetic -----------------------------------------------------------------------------
+
+    def fma(self, x, y, z):
+        """x y + z, rounded once."""
+        name = f"llvm.fma.v{self.lanes}f{8 * self.itemsize}"
+        module = self.function.module
+        if name not in module.globals:
+            ir.Function(module, ir.FunctionType(self.vector, [self.vector] * 3), name)
+        return self.b.call(module.globals[name], [x, y, z])
+
+    def larger(self, x, y):
+        """max(x, y); a NaN in y survives, one in x does not."""
+        return self.b.select(self.b.fcmp_ordered(">", x, y), x, y)
+
+    def smaller(self, x, y):
+        """min(x, y); a NaN in y survives, one in x does not."""
+        return self.b.select(self.b.fcmp_ordered("<", x, y), x, y)
+
+    def split(self, xs: list) -> tuple[list, list, list]:
+        """What 2^x is made of: with x = n + f, n whole and |f| <= 1/2: f, 2^n, (2^f - 1) / f.
+
+        Adding 1.5 * 2^mantissa rounds x to n and leaves n in the low bits, whence one shift makes
+        2^n; the last is a polynomial. Several vectors go step by step together, so that their
+        chains overlap.
+        """
+        e = Exponential.of(self.itemsize)
+        magic = self.const(e.magic)
+        shifted = [self.b.fadd(x, magic) for x in xs]
+        fs = [self.b.fsub(x, self.b.fsub(t, magic)) for x, t in zip(xs, shifted, strict=True)]
+        ps = [self.const(e.coefficients[-1])] * len(xs)
+        for coefficient in e.coefficients[-2:0:-1]:
+            ps = [self.fma(p, f, self.const(coefficient)) for p, f in zip(ps, fs, strict=True)]
+        whole = self.ints(0).type
+        powers = [
+            self.b.bitcast(self.b.shl(self.b.bitcast(t, whole), self.ints(e.mantissa)), self.vector)
+            for t in shifted
+        ]
+        return fs, powers, ps
+
+    def exp2(self, xs: list) -> list:
+        """2^x of several vectors, x < bias.
+
+        What is below the smallest normal number, -inf with it, gives exactly 0; NaN stays NaN.
+        """
+        low = self.const(-Exponential.of(self.itemsize).bias)
+        parts = zip(*self.split([self.larger(low, x) for x in xs]), strict=True)
+        return [self.fma(p, self.b.fmul(f, power), power) for f, power, p in parts]
+
+    def tanh(self, xs: list) -> list:
+        """tanh of several vectors, given x times 2 log2 e: with y = e^2x - 1, y / (y + 2).
+
+        y = 2^n (2^f - 1) + (2^n - 1) loses nothing where x is small. Beyond 2^+-2 mantissa bits
+        the quotient is +-1 to the last bit.
+        """
+        limit = 2.0 * Exponential.of(self.itemsize).mantissa
+        low, high = self.const(-limit), self.const(limit)
+        xs = [self.smaller(high, self.larger(low, x)) for x in xs]
+        one, two = self.const(1), self.const(2)
+        results = []
+        for f, power, p in zip(*self.split(xs), strict=True):
+            y = self.fma(p, self.b.fmul(f, power), self.b.fsub(power, one))
+            results.append(self.b.fdiv(y, self.b.fadd(y, two)))
+        return results
+
+    # -- control --------------------------------------------------------------------------------
+
+    def loop(self, count, carried: list, body: Callable, by: int = 1) -> list:
+        """Do ``carried = body(i, carried)`` for i = 0, by, .. while i + by <= count; the last."""
+        b, f = self.b, self.function
+        before = b.block
+        head, inside, after = (f.append_basic_block(name) for name in ("head", "body", "after"))
+        b.branch(head)
+        b.position_at_end(head)
+        i = b.phi(INT)
+        i.add_incoming(ir.Constant(INT, 0), before)
+        values = [b.phi(value.type) for value in carried]
+        for phi, value in zip(values, carried, strict=True):
+            phi.add_incoming(value, before)
+        next_i = b.add(i, ir.Constant(INT, by))
+        b.cbranch(b.icmp_signed("<=", next_i, count), inside, after)
+        b.position_at_end(inside)
+        results = body(i, values)
+        i.add_incoming(next_i, b.block)
+        for phi, value in zip(values, results, strict=True):
+            phi.add_incoming(value, b.block)
+        b.branch(head)
+        b.position_at_end(after)
+        return values
+
+    def done(self) -> ir.Function:
+        """End the function."""
+        self.b.ret_void()
+        return self.function
+
+
+def build_step(module: ir.Module, block: Blocking, itemsize: int, mode: str, rows: int):
+    """`rows` rows of a product, all accumulators in registers: C, ldc, A, row, step, B, ldb, n.
+
+    For each x: one scalar of A a row is spread over the lanes and multiplied with the vectors of
+    B's row x. `mode` is "set", "add" or "rescale" (which takes the address of alpha as well).
+    """
+    args = "pipiipii" + ("p" if mode == "rescale" else "")
+    code = Code(module, f"{mode}_{rows}", block, itemsize, args)
+    if not code.is_new:
+        return code.function
+    C, ldc, A, row, step, B, ldb, n, *alpha = code.function.args
+    for pointer in (C, A, B):
+        pointer.add_attribute("noalias")
+    c_rows, a_rows = [C], [A]
+    for _ in range(1, rows):
+        c_rows.append(code.at(c_rows[-1], ldc))
+        a_rows.append(code.at(a_rows[-1], row))
+    if mode == "set":
+        sums = [code.const(0)] * (rows * code.vecs)
+    else:
+        sums = [code.load(c) for c_row in c_rows for c in code.vectors(c_row)]
+    if mode == "rescale":
+        factors = [code.load(address) for address in code.vectors(alpha[0])]
+        sums = [code.b.fmul(s, factors[i % code.vecs]) for i, s in enumerate(sums)]
+
+    def body(x, sums):
+        right = [code.load(address) for address in code.vectors(code.at(B, code.b.mul(x, ldb)))]
+        along = code.b.mul(x, step)
+        left = [code.spread(code.at(a, along)) for a in a_rows]
+        products = [(a, b) for a in left for b in right]
+        return [code.fma(a, b, s) for (a, b), s in zip(products, sums, strict=True)]
+
+    sums = code.loop(n, sums, body)
+    for i, value in enumerate(sums):
+        code.store(value, code.vectors(c_rows[i // code.vecs])[i % code.vecs])
+    return code.done()
+
+
+def build_product(module: ir.Module, block: Blocking, itemsize: int, mode: str):
+    """Any number of rows: `ROWS` at a time, then what is left: C, ldc, A, row, step, B, ldb, rows,
+    n and, to rescale, alpha.
+    """
+    args = "pipiipiii" + ("p" if mode == "rescale" else "")
+    code = Code(module, mode, block, itemsize, args)
+    if not code.is_new:
+        return code.function
+    C, ldc, A, row, step, B, ldb, rows, n, *alpha = code.function.args
+    b = code.b
+
+    def rest(first, count: int) -> None:
+        function = build_step(module, block, itemsize, mode, count)
+        c, a = code.at(C, b.mul(first, ldc)), code.at(A, b.mul(first, row))
+        b.call(function, [c, ldc, a, row, step, B, ldb, n, *alpha])
+
+    def body(r, _):
+        rest(r, ROWS)
+        return []
+
+    code.loop(rows, [], body, by=ROWS)
+    left = b.srem(rows, ir.Constant(INT, ROWS))
+    first = b.sub(rows, left)
+    after = code.function.append_basic_block("done")
+    switch = b.switch(left, after)
+    for count in range(1, ROWS):
+        case = code.function.append_basic_block()
+        switch.add_case(ir.Constant(INT, count), case)
+        b.position_at_end(case)
+        rest(first, count)
+        b.branch(after)
+    b.position_at_end(after)
+    return code.done()
+
+
+def build_online_softmax(module: ir.Module, block: Blocking, itemsize: int):
+    """S, rows, m, l, alpha: see `panels.online_softmax`."""
+    code = Code(module, "online_softmax", block, itemsize, "pippp")
+    if not code.is_new:
+        return code.function
+    S, rows, m, l, alpha = code.function.args
+    b, log2e, minus_inf = code.b, code.const(np.log2(np.e)), code.const(-np.inf)
+
+    def largest(r, tops):
+        scores = [code.load(x) for x in code.vectors(code.at(S, code.times(r, code.width)))]
+        return [code.larger(s, top) for s, top in zip(scores, tops, strict=True)]
+
+    tops = code.loop(rows, [minus_inf] * code.vecs, largest)
+    before = [code.load(x) for x in code.vectors(m)]
+    tops = [code.larger(b.fmul(t, log2e), old) for t, old in zip(tops, before, strict=True)]
+    seen = [b.fcmp_ordered("!=", top, minus_inf) for top in tops]
+    bases = [b.select(s, top, code.const(0)) for s, top in zip(seen, tops, strict=True)]
+    alphas = code.exp2([b.fsub(old, base) for old, base in zip(before, bases, strict=True)])
+    for values, address in ((tops, m), (alphas, alpha)):
+        for value, x in zip(values, code.vectors(address), strict=True):
+            code.store(value, x)
+    minus = [b.fsub(code.const(0), base) for base in bases]
+
+    def exponentials(height: int) -> Callable:
+        def body(r, sums):
+            addresses = [
+                x
+                for k in range(height)
+                for x in code.vectors(code.at(S, code.times(r, code.width), k * code.width))
+            ]
+            powers = code.exp2(
+                [
+                    code.fma(code.load(x), log2e, minus[i % code.vecs])
+                    for i, x in enumerate(addresses)
+                ]
+            )
+            for p, x in zip(powers, addresses, strict=True):
+                code.store(p, x)
+            first, rest = sums[: len(powers)], sums[len(powers) :]
+            return [b.fadd(x, p) for x, p in zip(first, powers, strict=True)] + rest
+
+        return body
+
+    # Two rows together hide the latency of the polynomial, and each has sums of its own, which
+    # round off half as much as one long chain; an odd row is left over.
+    sums = code.loop(rows, [code.const(0)] * (2 * code.vecs), exponentials(2), by=2)
+    odd = b.and_(rows, ir.Constant(INT, 1))
+    S = code.at(S, code.times(b.sub(rows, odd), code.width))
+    sums = code.loop(odd, sums, exponentials(1))
+    both = [b.fadd(x, y) for x, y in zip(sums, sums[code.vecs :], strict=False)]
+    for a, total, x in zip(alphas, both, code.vectors(l), strict=True):
+        code.store(code.fma(a, code.load(x), total), x)
+    return code.done()
+
+
+def build_grad_scores(module: ir.Module, block: Blocking, itemsize: int, by_row: bool):
+    """S, dP, ld, rows, L, delta: see `panels.grad_scores_by_row` and `_by_lane`."""
+    name = "grad_scores_by_row" if by_row else "grad_scores_by_lane"
+    code = Code(module, name, block, itemsize, "ppiipp")
+    if not code.is_new:
+        return code.function
+    S, dP, ld, rows, L, delta = code.function.args
+    b, log2e = code.b, code.const(np.log2(np.e))
+
+    def statistics(r) -> list[list]:
+        if by_row:
+            return [[code.spread(code.at(x, r))] * code.vecs for x in (L, delta)]
+        return [[code.load(y) for y in code.vectors(x)] for x in (L, delta)]
+
+    outside = None if by_row else statistics(None)  # read once, where no row changes them
+
+    def body(r, _):
+        lse, d = outside or statistics(r)
+        start = b.mul(r, ld)
+        s_at, dp_at = code.vectors(code.at(S, start)), code.vectors(code.at(dP, start))
+        differences = [b.fsub(code.load(x), y) for x, y in zip(s_at, lse, strict=True)]
+        ps = code.exp2([b.fmul(x, log2e) for x in differences])
+        for i, p in enumerate(ps):
+            code.store(p, s_at[i])
+            code.store(b.fmul(p, b.fsub(code.load(dp_at[i]), d[i])), dp_at[i])
+        return []
+
+    code.loop(rows, [], body)
+    return code.done()
+
+
+def build_soft_cap(module: ir.Module, block: Blocking, itemsize: int, gated: bool):
+    """S, ld, rows, constants and, if `gated`, gate: see `panels.soft_cap`."""
+    name = "soft_cap_gated" if gated else "soft_cap"
+    code = Code(module, name, block, itemsize, "piip" + "p" * gated)
+    if not code.is_new:
+        return code.function
+    S, ld, rows, cap, *gate = code.function.args
+    b, c, one = code.b, code.spread(cap), code.const(1)
+    factor = b.fdiv(code.const(2 * np.log2(np.e)), c)
+
+    def body(r, _):
+        start = b.mul(r, ld)
+        addresses = code.vectors(code.at(S, start))
+        ts = code.tanh([b.fmul(code.load(x), factor) for x in addresses])
+        for t, x in zip(ts, addresses, strict=True):
+            code.store(b.fmul(t, c), x)
+        for t, x in zip(ts, code.vectors(code.at(gate[0], start)) if gated else (), strict=False):
+            code.store(b.fsub(one, b.fmul(t, t)), x)
+        return []
+
+    code.loop(rows, [], body)
+    return code.done()

@@ -1,0 +1,140 @@
+"""What the CPU engine computes on one panel, defined in plain Numba.
+
+A *panel* is a block of rows with a fixed number of lanes side by side: ``width`` queries (forward
+and dQ) or ``width`` keys (dK, dV). The lanes are the tile's transposed form: with queries in the
+lanes S^T = K Q^T and O^T += V^T P^T, so that
+
+- the softmax runs along the lanes and needs no shuffles, and
+- K and V are read as they lie in memory, one scalar at a time; only the lanes' own operand is
+  transposed, once for a whole walk.
+
+Every function here takes flat arrays and offsets (in elements): ``S[s0 + r * ld + c]`` is row r,
+lane c. The functions below are the specification. On CPUs whose vector registers are known
+(`registers.py`) `vector.py` supplies the same operation as vector code, chosen when a kernel is
+compiled by the type of its first argument; tests hold the two against each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numba.extending import overload
+
+from flashsim.engines.cpu.micro_kernels import vector
+from flashsim.engines.cpu.micro_kernels.registers import Plain
+
+LOG2E = 1.4426950408889634
+
+
+def operation(vectorised: Callable) -> Callable:
+    """Let compiled callers of the decorated definition use `vectorised`, where registers are known.
+
+    Called from Python, the definition runs as it stands.
+    """
+
+    def decorate(definition: Callable) -> Callable:
+        def choose(cpu, *_):
+            return definition if cpu.instance_class is Plain else vectorised
+
+        overload(definition, strict=False)(choose)
+        return definition
+
+    return decorate
+
+
+@operation(vector.product_set)
+def product_set(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n):
+    """C = A B: C (rows, width), A (rows, n) with strides `row` and `step`, B (n, width)."""
+    for r in range(rows):
+        for c in range(cpu.width):
+            total = C.dtype.type(0)
+            for x in range(n):
+                total += A[a0 + r * row + x * step] * B[b0 + x * ldb + c]
+            C[c0 + r * ldc + c] = total
+
+
+@operation(vector.product_add)
+def product_add(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n):
+    """C += A B; as `product_set`."""
+    for r in range(rows):
+        for c in range(cpu.width):
+            total = C[c0 + r * ldc + c]
+            for x in range(n):
+                total += A[a0 + r * row + x * step] * B[b0 + x * ldb + c]
+            C[c0 + r * ldc + c] = total
+
+
+@operation(vector.product_rescale)
+def product_rescale(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n, alpha, alpha0):
+    """C = alpha C + A B, one alpha a lane; the rescaling rides on the load of C."""
+    for r in range(rows):
+        for c in range(cpu.width):
+            total = C[c0 + r * ldc + c] * alpha[alpha0 + c]
+            for x in range(n):
+                total += A[a0 + r * row + x * step] * B[b0 + x * ldb + c]
+            C[c0 + r * ldc + c] = total
+
+
+@operation(vector.online_softmax)
+def online_softmax(cpu, S, s0, rows, m, l, alpha, at):
+    """One step of the online softmax down each lane: S becomes P, and m, l, alpha move on.
+
+    `S` has stride `width`. ``m[at + c]`` is the running maximum in units of log 2, so that every
+    exponential is a power of 2; P = 2^(S log2 e - m). A lane that has seen no key keeps m = -inf,
+    and subtracts 0 (no inf - inf).
+    """
+    log2e = S.dtype.type(LOG2E)
+    for c in range(cpu.width):
+        top = m[at + c]
+        for r in range(rows):
+            top = max(top, S[s0 + r * cpu.width + c] * log2e)
+        base = top if top > -np.inf else S.dtype.type(0)
+        alpha[at + c] = np.exp2(m[at + c] - base)
+        m[at + c] = top
+        even = odd = S.dtype.type(0)  # a sum of its own for every other row: less is rounded off
+        for r in range(rows):
+            p = np.exp2(S[s0 + r * cpu.width + c] * log2e - base)
+            S[s0 + r * cpu.width + c] = p
+            even, odd = odd, even + p
+        l[at + c] = alpha[at + c] * l[at + c] + (even + odd)
+
+
+@operation(vector.grad_scores_by_row)
+def grad_scores_by_row(cpu, S, s0, dP, d0, ld, rows, L, delta, l0):
+    """P = exp(S - L) in S's place and dS = P (dP - delta) in dP's; L and delta belong to rows."""
+    log2e = S.dtype.type(LOG2E)
+    for r in range(rows):
+        for c in range(cpu.width):
+            p = np.exp2((S[s0 + r * ld + c] - L[l0 + r]) * log2e)
+            S[s0 + r * ld + c] = p
+            dP[d0 + r * ld + c] = p * (dP[d0 + r * ld + c] - delta[l0 + r])
+
+
+@operation(vector.grad_scores_by_lane)
+def grad_scores_by_lane(cpu, S, s0, dP, d0, ld, rows, L, delta, l0):
+    """As `grad_scores_by_row`, where L and delta belong to lanes."""
+    log2e = S.dtype.type(LOG2E)
+    for r in range(rows):
+        for c in range(cpu.width):
+            p = np.exp2((S[s0 + r * ld + c] - L[l0 + c]) * log2e)
+            S[s0 + r * ld + c] = p
+            dP[d0 + r * ld + c] = p * (dP[d0 + r * ld + c] - delta[l0 + c])
+
+
+@operation(vector.soft_cap)
+def soft_cap(cpu, S, s0, ld, rows, c):
+    """S = c tanh(S / c), with the cap in ``c[0]``."""
+    for r in range(rows):
+        for at in range(s0 + r * ld, s0 + r * ld + cpu.width):
+            S[at] = c[0] * np.tanh(S[at] / c[0])
+
+
+@operation(vector.soft_cap_gated)
+def soft_cap_gated(cpu, S, s0, ld, rows, c, gate, g0):
+    """As `soft_cap`; `gate`, laid out like S, takes 1 - tanh^2, the factor from dS back."""
+    for r in range(rows):
+        for x in range(r * ld, r * ld + cpu.width):
+            t = np.tanh(S[s0 + x] / c[0])
+            S[s0 + x] = c[0] * t
+            gate[g0 + x] = 1 - t * t

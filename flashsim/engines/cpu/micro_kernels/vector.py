@@ -1,0 +1,117 @@
+"""The operations of `panels.py` as Numba sees their vector code: intrinsics that pass addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.errors import TypingError
+from numba.extending import intrinsic
+
+from flashsim.engines.cpu.micro_kernels.codegen import (
+    build_grad_scores,
+    build_online_softmax,
+    build_product,
+    build_soft_cap,
+)
+from flashsim.engines.cpu.micro_kernels.registers import BLOCKING
+
+
+def _intrinsic(layout: str, build: Callable, **options) -> Callable:
+    """An intrinsic with the signature of the definition in `panels`.
+
+    `layout` says what each argument after `cpu` is: ``a`` an array, ``o`` the offset that belongs
+    to an earlier array, as its number in ``a``s; ``i`` an integer that is passed on.
+    """
+    slots = layout.split()
+
+    def typing(context, cpu, args):
+        del context
+        arrays = [a for a, slot in zip(args, slots, strict=True) if slot == "a"]
+        if not all(isinstance(a, types.Array) and a.dtype == arrays[0].dtype for a in arrays):
+            raise TypingError(f"expected arrays of one type, got {arrays}")
+        kinds = [a if slot == "a" else types.int64 for a, slot in zip(args, slots, strict=True)]
+        block, itemsize = BLOCKING[cpu.instance_class], arrays[0].dtype.bitwidth // 8
+
+        def codegen(context, builder, signature, values):
+            function = build(builder.module, block, itemsize, **options)
+            parts = cgutils.unpack_tuple(builder, values[1])
+            kinds = signature.args[1].types
+            addresses: list = []
+            passed: list = []
+            for slot, value, kind in zip(slots, parts, kinds, strict=True):
+                if slot == "a":
+                    addresses.append(
+                        (len(passed), context.make_array(kind)(context, builder, value).data)
+                    )
+                    passed.append(addresses[-1][1])
+                elif slot == "i":
+                    passed.append(value)
+                else:
+                    for number in slot[1:].split(","):
+                        place, base = addresses[int(number)]
+                        passed[place] = builder.gep(base, [value])
+            wanted = [a.type for a in function.args]
+            passed = [
+                builder.bitcast(p, w) if isinstance(w, ir.PointerType) else p
+                for p, w in zip(passed, wanted, strict=True)
+            ]
+            builder.call(function, passed)
+            return context.get_dummy_value()
+
+        return types.void(cpu, types.Tuple(kinds)), codegen
+
+    return intrinsic(typing)
+
+
+_PRODUCT = "a o0 i a o1 i i a o2 i i i"
+_set = _intrinsic(_PRODUCT, build_product, mode="set")
+_add = _intrinsic(_PRODUCT, build_product, mode="add")
+_rescale = _intrinsic(f"{_PRODUCT} a o3", build_product, mode="rescale")
+_softmax = _intrinsic("a o0 i a a a o1,2,3", build_online_softmax)
+_by_row = _intrinsic("a o0 a o1 i i a a o2,3", build_grad_scores, by_row=True)
+_cap = _intrinsic("a o0 i i a", build_soft_cap, gated=False)
+_cap_gated = _intrinsic("a o0 i i a a o2", build_soft_cap, gated=True)
+_by_lane = _intrinsic("a o0 a o1 i i a a o2,3", build_grad_scores, by_row=False)
+
+
+def product_set(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n):
+    """`panels.product_set`."""
+    _set(cpu, (C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n))
+
+
+def product_add(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n):
+    """`panels.product_add`."""
+    _add(cpu, (C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n))
+
+
+def product_rescale(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n, alpha, alpha0):
+    """`panels.product_rescale`."""
+    _rescale(cpu, (C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n, alpha, alpha0))
+
+
+def online_softmax(cpu, S, s0, rows, m, l, alpha, at):
+    """`panels.online_softmax`."""
+    _softmax(cpu, (S, s0, rows, m, l, alpha, at))
+
+
+def grad_scores_by_row(cpu, S, s0, dP, d0, ld, rows, L, delta, l0):
+    """`panels.grad_scores_by_row`."""
+    _by_row(cpu, (S, s0, dP, d0, ld, rows, L, delta, l0))
+
+
+def grad_scores_by_lane(cpu, S, s0, dP, d0, ld, rows, L, delta, l0):
+    """`panels.grad_scores_by_lane`."""
+    _by_lane(cpu, (S, s0, dP, d0, ld, rows, L, delta, l0))
+
+
+def soft_cap(cpu, S, s0, ld, rows, c):
+    """`panels.soft_cap`."""
+    _cap(cpu, (S, s0, ld, rows, c))
+
+
+def soft_cap_gated(cpu, S, s0, ld, rows, c, gate, g0):
+    """`panels.soft_cap_gated`."""
+    _cap_gated(cpu, (S, s0, ld, rows, c, gate, g0))

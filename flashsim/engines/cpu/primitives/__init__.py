@@ -1,0 +1,1 @@
+"""What compiled walks share: atomics, packing, references."""

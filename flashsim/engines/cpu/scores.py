@@ -1,0 +1,181 @@
+"""What happens to a panel of scores between products and softmax: softcap, bias, mask, rounding.
+
+The same functions serve both orientations. Row r and lane c of a panel stand for one score (query,
+key); where that score lies in the bias, in the mask's bits and in the band is linear in r and c, so
+each comes with its start and its two strides.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from flashsim.engines.cpu.micro_kernels.plain import soft_cap, soft_cap_gated
+
+#: How P and dS are rounded before they meet V, K and Q: the input's type, if it is narrower.
+NO_ROUNDING, BFLOAT16, FLOAT16 = 0, 1, 2
+
+
+class Rules(NamedTuple):
+    """What a problem does to its scores, for every tile.
+
+    Attributes
+    ----------
+    scale : scalar of the accumulator type
+    softcap : ndarray (1,)
+        The cap, 0 without one.
+    left, right : int
+        The band: score (q, k) is kept iff ``-left <= k - (q + offset) <= right``.
+    banded : bool
+        Whether the band alone decides; otherwise MASKED tiles bring their own bits.
+    rounding : int
+        `NO_ROUNDING`, `BFLOAT16` or `FLOAT16`.
+    bias : ndarray, flat, accumulator type
+        Of (batch, head) it starts at ``batch * bias_batch + head * bias_head``; empty without bias.
+    """
+
+    scale: float
+    softcap: np.ndarray
+    left: int
+    right: int
+    banded: bool
+    rounding: int
+    bias: np.ndarray
+    bias_batch: int
+    bias_head: int
+
+
+class Place(NamedTuple):
+    """Where row 0, lane 0 of a panel lies: starts, and strides by row and by lane.
+
+    `rel` is k - (q + offset); `bias` an index into the bias; `keep` one into the mask's bits, or
+    -1 where the tile has none.
+    """
+
+    rel: int
+    rel_row: int
+    rel_lane: int
+    bias: int
+    bias_row: int
+    bias_lane: int
+    keep: int
+    keep_row: int
+    keep_lane: int
+
+
+@njit
+def is_plain(cpu, rules, masked, lanes):
+    """Whether a panel's scores are what the product left: the common case, which costs nothing."""
+    return not masked and lanes == cpu.width and rules.softcap[0] == 0 and rules.bias.size == 0
+
+
+@njit
+def visible_rows(rules, rel, rel_row, rows, lanes):
+    """First and last + 1 row of a MASKED panel in which the band keeps any lane's score."""
+    if rel_row > 0:  # rows are keys
+        return max(0, -rules.left - rel), min(rows, rules.right - rel + lanes)
+    return max(0, rel - rules.right), min(rows, rel + lanes + rules.left)
+
+
+@njit
+def finish_scores(cpu, S, s0, ld, first, last, lanes, rules, place, masked, bits, gate):
+    """Scores of rows first .. last - 1: softcap, bias, mask; lanes that do not exist see nothing.
+
+    With a softcap, `gate` (laid out like S, or empty) takes 1 - tanh^2, the factor from dS to the
+    gradient of the scaled product.
+    """
+    if rules.softcap[0] > 0:
+        x0 = s0 + first * ld
+        if gate.size > 0:
+            soft_cap_gated(cpu, S, x0, ld, last - first, rules.softcap, gate, x0)
+        else:
+            soft_cap(cpu, S, x0, ld, last - first, rules.softcap)
+    if rules.bias.size > 0:
+        for r in range(first, last):
+            at = place.bias + r * place.bias_row
+            for c in range(lanes):
+                S[s0 + r * ld + c] += rules.bias[at + c * place.bias_lane]
+    if masked and rules.banded:
+        for r in range(first, last):
+            rel = place.rel + r * place.rel_row
+            for c in range(lanes):
+                d = rel + c * place.rel_lane
+                if d > rules.right or d < -rules.left:
+                    S[s0 + r * ld + c] = -np.inf
+    if place.keep >= 0:
+        for r in range(first, last):
+            at = place.keep + r * place.keep_row
+            for c in range(lanes):
+                if bits[at + c * place.keep_lane] == 0:
+                    S[s0 + r * ld + c] = -np.inf
+    if lanes < cpu.width:
+        for r in range(first, last):
+            for c in range(lanes, cpu.width):
+                S[s0 + r * ld + c] = -np.inf
+
+
+@njit
+def apply_gate(dS, gate, s0, ld, first, last, lanes):
+    """dS times the softcap's derivative."""
+    for r in range(first, last):
+        for c in range(lanes):
+            dS[s0 + r * ld + c] *= gate[s0 + r * ld + c]
+
+
+@njit
+def add_bias_gradient(dbias, dS, s0, ld, first, last, lanes, place):
+    """Add a panel of dS to the bias's gradient."""
+    for r in range(first, last):
+        at = place.bias + r * place.bias_row
+        for c in range(lanes):
+            dbias[at + c * place.bias_lane] += dS[s0 + r * ld + c]
+
+
+@njit
+def round_panel(cpu, X, x0, ld, rows, rounding):
+    """Round to the nearest number of a 16-bit type (ties to even), staying in float32.
+
+    Works on the bits, since Numba has no 16-bit floats on CPUs. NaN and infinity stay.
+    """
+    bits = X.view(np.uint32)
+    for r in range(rows):
+        for at in range(x0 + r * ld, x0 + r * ld + cpu.width):
+            size = abs(X[at])
+            if not size < np.inf:
+                continue
+            if rounding == BFLOAT16:
+                bits[at] = _drop(bits[at], np.uint32(16))
+            elif size < 2.0**-14:  # subnormal in float16: a multiple of 2^-24, the ulp of 1/2
+                half = np.copysign(np.float32(0.5), np.float32(X[at]))
+                X[at] = (np.float32(X[at]) + half) - half
+            else:
+                bits[at] = _drop(bits[at], np.uint32(13))
+                if abs(X[at]) > 65504:
+                    X[at] = np.copysign(np.inf, X[at])
+
+
+@njit
+def _drop(u, n):
+    """The bits `u` of a float32 without its last n mantissa bits, rounded to nearest, ties even."""
+    one = np.uint32(1)
+    even = (u >> n) & one
+    return np.uint32((u + (one << (n - one)) - one + even) >> n << n)
+
+
+@njit
+def place_of(rules, tiles, v, bias0, q0, k0, n_kv, offset, cols, q_lanes, row0, lane0):
+    """`Place` of a panel that starts `row0` rows and `lane0` lanes into visit v's tile."""
+    keep = tiles.keep_at[v]
+    if q_lanes:
+        rel = k0 + row0 - (q0 + lane0 + offset)
+        bias = bias0 + (q0 + lane0) * n_kv + k0 + row0
+        if keep >= 0:
+            keep += lane0 * cols + row0
+        return Place(rel, 1, -1, bias, 1, n_kv, keep, 1, cols)
+    rel = k0 + lane0 - (q0 + row0 + offset)
+    bias = bias0 + (q0 + row0) * n_kv + k0 + lane0
+    if keep >= 0:
+        keep += row0 * cols + lane0
+    return Place(rel, -1, 1, bias, n_kv, 1, keep, cols, 1)

@@ -1,0 +1,127 @@
+"""Compiles the CPU engine's walks, once a machine, and runs them on several threads."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numba.core.event import Event, Listener, install_listener
+
+from flashsim.engines.cpu import walks, walks_backward
+from flashsim.engines.cpu.primitives.references import borrow
+
+#: Seconds of compiling after which a person at a terminal is told why nothing happens.
+PATIENCE = 1.0
+
+
+def _entries(sources: str) -> dict[str, Any]:
+    """The walks as compiled functions with an on-disk cache.
+
+    Numba notices an edit of the file that holds a cached function, not of those it calls. So the
+    functions here have the text of all of them, `sources`, as a free variable: it is then part of
+    the cache's key. All take the same arguments after their arrays, needed or not; the arrays live
+    as long as the call (see `references.borrow`).
+    """
+
+    @njit(nogil=True, cache=True)
+    def forward(cpu, *args):
+        sources  # noqa: B018
+        walks.forward(cpu, *borrow(args))
+
+    @njit(nogil=True, cache=True)
+    def delta(cpu, *args):
+        sources  # noqa: B018
+        walks_backward.delta_rows(cpu, *borrow(args))
+
+    @njit(nogil=True, cache=True)
+    def grad_keys(cpu, *args):
+        sources  # noqa: B018
+        walks_backward.grad_keys(cpu, *borrow(args))
+
+    @njit(nogil=True, cache=True)
+    def grad_queries(cpu, *args):
+        sources  # noqa: B018
+        walks_backward.grad_queries(cpu, *borrow(args))
+
+    return {
+        "forward": forward,
+        "delta": delta,
+        "grad_keys": grad_keys,
+        "grad_queries": grad_queries,
+    }
+
+
+def _digest() -> str:
+    """Of every source that a walk is compiled from."""
+    files = sorted(Path(__file__).parent.rglob("*.py"))
+    return hashlib.sha256(b"\0".join(f.read_bytes() for f in files)).hexdigest()
+
+
+_WALKS = _entries(_digest())
+
+
+def available() -> int:
+    """CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def run(name: str, threads: int, *args: Any) -> None:
+    """Run one walk on `threads` threads, this one among them; compile it first if need be."""
+    walk = _WALKS[name]
+    with install_listener("numba:compile", _Notice()):
+        others = [_pool(threads - 1).submit(walk, *args) for _ in range(threads - 1)]
+        walk(*args)
+        for other in others:
+            other.result()
+
+
+def _pool(size: int) -> ThreadPoolExecutor:
+    """Threads that wait for work from one call to the next; new ones after a fork."""
+    return _pool_of(size, os.getpid())
+
+
+@lru_cache(maxsize=4)
+def _pool_of(size: int, process: int) -> ThreadPoolExecutor:
+    del process
+    return ThreadPoolExecutor(size, thread_name_prefix="flashsim")
+
+
+def frozen(array: np.ndarray) -> np.ndarray:
+    """A flat read-only view: one type, so one compilation, wherever an array came from."""
+    view = np.require(array, requirements=["C", "A"]).reshape(-1)
+    view = view.view()
+    view.setflags(write=False)
+    return view
+
+
+class _Notice(Listener):
+    """Says on a terminal that a walk is being compiled, if that takes longer than `PATIENCE`."""
+
+    def on_start(self, event: Event) -> None:
+        """Numba starts to compile a function."""
+        if event.data["dispatcher"] in _WALKS.values() and sys.stderr.isatty():
+            self.timer = threading.Timer(PATIENCE, _say_compiling)
+            self.timer.daemon = True
+            self.timer.start()
+
+    def on_end(self, event: Event) -> None:
+        """It has compiled it."""
+        if event.data["dispatcher"] in _WALKS.values() and hasattr(self, "timer"):
+            self.timer.cancel()
+
+
+def _say_compiling() -> None:
+    print(
+        "flashsim: compiling the CPU kernels; the result is cached on disk for the next time",
+        file=sys.stderr,
+    )

@@ -1,0 +1,140 @@
+"""The forward walk of the CPU engine: what one thread does.
+
+Threads take items (an outer tile and a set of heads) from a shared counter until none is left;
+every item is computed the same way whoever takes it. Tile order, skipping and masks come from the
+schedule's tables alone; a walk notes the size of every tile it visited, and the trace is made of
+these notes. `walks_backward.py` holds the backward walks, built the same way.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from flashsim.engines.cpu.micro_kernels.plain import online_softmax, product_rescale, product_set
+from flashsim.engines.cpu.primitives.atomics import fetch_add
+from flashsim.engines.cpu.primitives.packing import pack, panels_of, unpack
+from flashsim.engines.cpu.scores import (
+    NO_ROUNDING,
+    finish_scores,
+    is_plain,
+    place_of,
+    round_panel,
+    visible_rows,
+)
+from flashsim.engines.cpu.tables import NOTE
+from flashsim.schedule.schedule import MASKED
+
+
+@njit
+def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
+    """FlashAttention-2's Algorithm 1 with queries in the lanes: S^T = K Q^T, O^T += V^T P^T.
+
+    q, k, v, out and lse are flat; out and lse are written. On chip: Q^T, O^T, m, l and alpha of
+    the row tiles, and one panel of S^T, which becomes P^T.
+
+    A thread walks a run of row tiles together: K and V of a column tile, which come from far, serve
+    all those that visit it. Each row tile still visits its own tiles, in its own order.
+    """
+    w, d, dv, real = cpu.width, shape.d, shape.dv, q.dtype.type
+    group = shape.heads // shape.kv_heads
+    height = panels_of(cpu, shape.block_q) * w  # lanes of a row tile, padding included
+    most = longest_run(tiles)
+    Q, O = np.empty(most * height * d, q.dtype), np.empty(most * height * dv, q.dtype)
+    S, m = np.empty(shape.block_k * w, q.dtype), np.empty(most * height, q.dtype)
+    l, alpha, inverse = np.empty_like(m), np.empty(height, q.dtype), np.empty(height, q.dtype)
+    at = np.empty(most, np.int64)  # the next visit of each row tile
+    n_sets = tiles.set_ptr.size - 1
+    while True:
+        item = fetch_add(counter)
+        if item >= len(tiles.runs) * n_sets:
+            break
+        begin, end, s = tiles.runs[item // n_sets, 0], tiles.runs[item // n_sets, 1], item % n_sets
+        for h in tiles.sets[tiles.set_ptr[s] : tiles.set_ptr[s + 1]]:
+            batch, head = h // shape.heads, h % shape.heads
+            kv = (batch * shape.kv_heads + head // group) * shape.n_kv
+            bias0 = batch * rules.bias_batch + head * rules.bias_head
+            for i in range(begin, end):
+                q0, n, x = tiles.own[i, 0], tiles.own[i, 1] - tiles.own[i, 0], (i - begin) * height
+                pack(cpu, Q[x * d :], q, (h * shape.n_q + q0) * d, n, d, rules.scale)
+                at[i - begin] = tiles.ptr[i]
+            O[:] = 0
+            m[:] = -np.inf
+            l[:] = 0
+            while True:
+                j = next_inner(tiles, at, begin, end, tiles.descending)
+                if j < 0:
+                    break
+                for i in range(begin, end):
+                    x, now = (i - begin) * height, at[i - begin]
+                    if now < tiles.ptr[i + 1] and tiles.inner[now] == j:
+                        state = (Q[x * d :], O[x * dv :], m[x:], l[x:], alpha, S)
+                        forward_visit(cpu, k, v, shape, tiles, rules, state, i, now, kv, bias0)
+                        at[i - begin] += 1
+                        if notes.visits.size > 0:
+                            note = (tiles.own[i, 1] - tiles.own[i, 0]) * NOTE
+                            notes.visits[h, now] = note + tiles.other[j, 1] - tiles.other[j, 0]
+            for i in range(begin, end):
+                q0, n, x = tiles.own[i, 0], tiles.own[i, 1] - tiles.own[i, 0], (i - begin) * height
+                row0 = h * shape.n_q + q0
+                for r in range(n):  # no key seen: out = 0, lse = -inf
+                    seen = l[x + r] != 0
+                    inverse[r] = real(1) / l[x + r] if seen else real(0)
+                    lse[row0 + r] = m[x + r] * np.log(2.0) + np.log(l[x + r]) if seen else -np.inf
+                unpack(cpu, O[x * dv :], out, row0 * dv, n, dv, inverse)
+                if notes.steps.size > 0:
+                    notes.steps[h, i] = n
+
+
+@njit
+def forward_visit(cpu, k, v, shape, tiles, rules, state, i, at, kv, bias0):
+    """One tile: S = scale Q K^T, its softmax, O = alpha O + P V, a panel of queries at a time."""
+    Q, O, m, l, alpha, S = state
+    w, d, dv = cpu.width, shape.d, shape.dv
+    q0, q1, offset = tiles.own[i, 0], tiles.own[i, 1], tiles.own[i, 2]
+    k0, k1 = tiles.other[tiles.inner[at], 0], tiles.other[tiles.inner[at], 1]
+    masked, none = tiles.kind[at] == MASKED, m[:0]
+    for p in range(panels_of(cpu, q1 - q0)):
+        lanes, first, last = min(w, q1 - q0 - p * w), 0, k1 - k0
+        if masked and rules.banded:
+            rel = k0 - (q0 + p * w + offset)
+            first, last = visible_rows(rules, rel, 1, last, lanes)
+            if last <= first:
+                continue
+        s0, rows = first * w, last - first
+        product_set(cpu, S, s0, w, k, (kv + k0 + first) * d, d, 1, Q, p * d * w, w, rows, d)
+        if not is_plain(cpu, rules, masked, lanes):
+            place = place_of(
+                *(rules, tiles, at, bias0, q0, k0),
+                *(shape.n_kv, offset, k1 - k0, True, 0, p * w),
+            )
+            finish_scores(cpu, S, 0, w, first, last, lanes, rules, place, masked, tiles.keep, none)
+        online_softmax(cpu, S, s0, rows, m, l, alpha, p * w)
+        if rules.rounding != NO_ROUNDING:
+            round_panel(cpu, S, s0, w, rows, rules.rounding)
+        v0 = (kv + k0 + first) * dv
+        product_rescale(cpu, O, p * dv * w, w, v, v0, 1, dv, S, s0, w, dv, rows, alpha, p * w)
+
+
+@njit
+def longest_run(tiles):
+    """Outer tiles of the longest run."""
+    most = 0
+    for r in range(len(tiles.runs)):
+        most = max(most, tiles.runs[r, 1] - tiles.runs[r, 0])
+    return most
+
+
+@njit
+def next_inner(tiles, at, begin, end, descending):
+    """The inner tile that comes next for any tile of a run, where each is at visit ``at``; or -1.
+
+    A walk takes inner tiles in ascending or in descending order.
+    """
+    best = -1
+    for i in range(begin, end):
+        if at[i - begin] < tiles.ptr[i + 1]:
+            j = tiles.inner[at[i - begin]]
+            if best < 0 or (j > best if descending else j < best):
+                best = j
+    return best

@@ -1,0 +1,257 @@
+"""The backward walks of the CPU engine; see `walks.py`."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from flashsim.engines.cpu.micro_kernels.plain import (
+    grad_scores_by_lane,
+    grad_scores_by_row,
+    product_add,
+    product_set,
+)
+from flashsim.engines.cpu.primitives.atomics import fetch_add, give_way, load_acquire, store_release
+from flashsim.engines.cpu.primitives.packing import clear_rows, copy_rows, pack, panels_of, unpack
+from flashsim.engines.cpu.scores import (
+    NO_ROUNDING,
+    add_bias_gradient,
+    apply_gate,
+    finish_scores,
+    is_plain,
+    place_of,
+    round_panel,
+    visible_rows,
+)
+from flashsim.engines.cpu.tables import NOTE
+from flashsim.engines.cpu.walks import longest_run, next_inner
+from flashsim.schedule.schedule import MASKED
+
+
+@njit
+def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, turns):
+    """dK and dV and, if `fused`, dQ: keys in the lanes, a thread owns column tiles of a key head.
+
+    S = Q K^T, dP = dO V^T, dV^T += dO^T P, dK^T += Q^T dS and dQ += dS K, which is added to a tile
+    of ``grads.dq`` in memory. Several threads add to one tile, so ``turns[head, row tile]`` counts
+    the additions and each waits for its turn: the sums are the same for any number of threads.
+    No two threads can wait for each other: outer tiles are handed out in the order of turns, and
+    taken in that order within a run.
+
+    A thread walks a run of column tiles together, as `walks.forward` does row tiles: Q, dO and dQ
+    of a row tile, which come from far, serve all of them.
+    """
+    w, d, dv, t = cpu.width, shape.d, shape.dv, inputs.q.dtype
+    group = shape.heads // shape.kv_heads
+    most, ld, padded = longest_run(tiles), panels_of(cpu, shape.block_k) * w, grads.dq_stride
+    K, V = np.empty(most * ld * d, t), np.empty(most * ld * dv, t)
+    dK, dV = np.empty(most * ld * d, t), np.empty(most * ld * dv, t)
+    K_rows = np.empty(most * ld * padded if fused else 0, t)
+    S, dS = np.empty(shape.block_q * ld, t), np.empty(shape.block_q * ld, t)
+    gate = np.empty(S.size if rules.softcap[0] > 0 else 0, t)
+    scales, ones = np.full(shape.block_k, rules.scale, t), np.ones(shape.block_k, t)
+    at = np.empty(most, np.int64)  # the next visit of each column tile
+    n_sets = tiles.set_ptr.size - 1
+    while True:
+        item = fetch_add(counter)
+        if item >= len(tiles.runs) * n_sets:
+            break
+        begin, end, s = tiles.runs[item // n_sets, 0], tiles.runs[item // n_sets, 1], item % n_sets
+        for kv_head in tiles.sets[tiles.set_ptr[s] : tiles.set_ptr[s + 1]]:
+            batch = kv_head // shape.kv_heads
+            for j in range(begin, end):
+                x, n = (j - begin) * ld, tiles.own[j, 1] - tiles.own[j, 0]
+                col0 = kv_head * shape.n_kv + tiles.own[j, 0]
+                pack(cpu, K[x * d :], inputs.k, col0 * d, n, d, rules.scale)
+                pack(cpu, V[x * dv :], inputs.v, col0 * dv, n, dv, ones[0])
+                if fused:
+                    copy_rows(K_rows[x * padded :], padded, inputs.k, col0 * d, n, d, rules.scale)
+            dK[:] = 0
+            dV[:] = 0
+            for member in range(group):
+                h = batch * shape.heads + kv_head % shape.kv_heads * group + member
+                at[: end - begin] = tiles.ptr[begin:end]
+                while True:
+                    i = next_inner(tiles, at, begin, end, False)
+                    if i < 0:
+                        break
+                    for place in range(end - begin):
+                        j = end - 1 - place if tiles.descending else begin + place
+                        x, now = (j - begin) * ld, at[j - begin]
+                        if now == tiles.ptr[j + 1] or tiles.inner[now] != i:
+                            continue
+                        at[j - begin] += 1
+                        state = (K[x * d :], V[x * dv :], dK[x * d :], dV[x * dv :], S, dS, gate)
+                        key_visit(cpu, inputs, grads, shape, tiles, rules, state, j, now, h, fused)
+                        if fused:
+                            add_to_dq(
+                                *(cpu, grads, shape, tiles, dS, ld),
+                                *(K_rows[x * padded :], j, now, h, turns),
+                            )
+                        if notes.visits.size > 0:
+                            note = (tiles.other[i, 1] - tiles.other[i, 0]) * NOTE
+                            notes.visits[h, now] = note + tiles.own[j, 1] - tiles.own[j, 0]
+            for j in range(begin, end):
+                x, n = (j - begin) * ld, tiles.own[j, 1] - tiles.own[j, 0]
+                col0 = kv_head * shape.n_kv + tiles.own[j, 0]
+                unpack(cpu, dK[x * d :], grads.dk, col0 * d, n, d, scales)
+                unpack(cpu, dV[x * dv :], grads.dv, col0 * dv, n, dv, ones)
+                if notes.steps.size > 0:
+                    notes.steps[kv_head, j] = n
+
+
+@njit
+def key_visit(cpu, inputs, grads, shape, tiles, rules, state, j, at, h, fused):
+    """One tile of dK and dV, a panel of keys at a time; if `fused`, dS is complete afterwards."""
+    K, V, dK, dV, S, dS, gate = state
+    w, d, dv, i = cpu.width, shape.d, shape.dv, tiles.inner[at]
+    k0, n, offset = tiles.own[j, 0], tiles.own[j, 1] - tiles.own[j, 0], tiles.own[j, 2]
+    q0, rows = tiles.other[i, 0], tiles.other[i, 1] - tiles.other[i, 0]
+    ld, masked = panels_of(cpu, shape.block_k) * w, tiles.kind[at] == MASKED
+    bias0 = h // shape.heads * rules.bias_batch + h % shape.heads * rules.bias_head
+    for p in range(panels_of(cpu, n)):
+        lanes, first, last = min(w, n - p * w), 0, rows
+        if masked and rules.banded:
+            rel = k0 + p * w - (q0 + offset)
+            first, last = visible_rows(rules, rel, -1, rows, lanes)
+        if fused:
+            clear_rows(cpu, dS, p * w, ld, 0, min(first, rows))
+            clear_rows(cpu, dS, p * w, ld, max(last, 0), rows)
+        if last <= first:
+            continue
+        x0, row0, kept = first * ld + p * w, h * shape.n_q + q0 + first, last - first
+        product_set(cpu, S, x0, ld, inputs.q, row0 * d, d, 1, K, p * d * w, w, kept, d)
+        place = place_of(
+            *(rules, tiles, at, bias0, q0, k0),
+            *(shape.n_kv, offset, n, False, 0, p * w),
+        )
+        if not is_plain(cpu, rules, masked, lanes):
+            finish_scores(
+                *(cpu, S, p * w, ld, first, last, lanes),
+                *(rules, place, masked, tiles.keep, gate),
+            )
+        product_set(cpu, dS, x0, ld, inputs.dout, row0 * dv, dv, 1, V, p * dv * w, w, kept, dv)
+        grad_scores_by_row(cpu, S, x0, dS, x0, ld, kept, inputs.lse, inputs.delta, row0)
+        if fused and grads.dbias.size > 0:
+            add_bias_gradient(grads.dbias, dS, p * w, ld, first, last, lanes, place)
+        if rules.softcap[0] > 0:
+            apply_gate(dS, gate, p * w, ld, first, last, lanes)
+        if rules.rounding != NO_ROUNDING:
+            round_panel(cpu, S, x0, ld, kept, rules.rounding)
+            round_panel(cpu, dS, x0, ld, kept, rules.rounding)
+        product_add(cpu, dV, p * dv * w, w, inputs.dout, row0 * dv, 1, dv, S, x0, ld, dv, kept)
+        product_add(cpu, dK, p * d * w, w, inputs.q, row0 * d, 1, d, dS, x0, ld, d, kept)
+
+
+@njit
+def add_to_dq(cpu, grads, shape, tiles, dS, ld, K_rows, j, at, h, turns):
+    """dQ += dS K for one tile, when its turn has come."""
+    i, padded = tiles.inner[at], grads.dq_stride
+    rows, n = tiles.other[i, 1] - tiles.other[i, 0], tiles.own[j, 1] - tiles.own[j, 0]
+    turn = h * tiles.other.shape[0] + i
+    while load_acquire(turns, turn) != tiles.turn[at]:
+        give_way()
+    to = (h * shape.n_q + tiles.other[i, 0]) * padded
+    for x in range(0, padded, cpu.width):
+        product_add(
+            *(cpu, grads.dq, to + x, padded, dS, 0, ld, 1),
+            *(K_rows, x, padded, rows, n),
+        )
+    store_release(turns, turn, tiles.turn[at] + 1)
+
+
+@njit
+def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
+    """dQ and the bias's gradient: queries in the lanes, a thread owns a row tile.
+
+    S^T = K Q^T, dP^T = V dO^T and dQ^T += K^T dS^T.
+    """
+    w, d, dv, t = cpu.width, shape.d, shape.dv, inputs.q.dtype
+    group = shape.heads // shape.kv_heads
+    lanes_all = panels_of(cpu, shape.block_q) * w
+    Q, dO, dQ = np.empty(lanes_all * d, t), np.empty(lanes_all * dv, t), np.empty(lanes_all * d, t)
+    S, dS = np.empty(shape.block_k * w, t), np.empty(shape.block_k * w, t)
+    L, delta = np.zeros(lanes_all, t), np.zeros(lanes_all, t)
+    gate = np.empty(S.size if rules.softcap[0] > 0 else 0, t)
+    scales, one = np.full(shape.block_q, rules.scale, t), np.ones(1, t)
+    n_sets = tiles.set_ptr.size - 1
+    while True:
+        item = fetch_add(counter)
+        if item >= len(tiles.runs) * n_sets:
+            break
+        i, s = tiles.runs[item // n_sets, 0], item % n_sets  # runs of one
+        q0, rows, offset = tiles.own[i, 0], tiles.own[i, 1] - tiles.own[i, 0], tiles.own[i, 2]
+        for h in tiles.sets[tiles.set_ptr[s] : tiles.set_ptr[s + 1]]:
+            batch, head = h // shape.heads, h % shape.heads
+            kv = (batch * shape.kv_heads + head // group) * shape.n_kv
+            bias0 = batch * rules.bias_batch + head * rules.bias_head
+            row0 = h * shape.n_q + q0
+            pack(cpu, Q, inputs.q, row0 * d, rows, d, rules.scale)
+            pack(cpu, dO, inputs.dout, row0 * dv, rows, dv, one[0])
+            L[:rows] = inputs.lse[row0 : row0 + rows]
+            delta[:rows] = inputs.delta[row0 : row0 + rows]
+            dQ[:] = 0
+            for at in range(tiles.ptr[i], tiles.ptr[i + 1]):
+                j = tiles.inner[at]
+                k0, n = tiles.other[j, 0], tiles.other[j, 1] - tiles.other[j, 0]
+                masked = tiles.kind[at] == MASKED
+                for p in range(panels_of(cpu, rows)):
+                    lanes, first, last = min(w, rows - p * w), 0, n
+                    if masked and rules.banded:
+                        rel = k0 - (q0 + p * w + offset)
+                        first, last = visible_rows(rules, rel, 1, n, lanes)
+                        if last <= first:
+                            continue
+                    x0, key0, kept = first * w, kv + k0 + first, last - first
+                    product_set(cpu, S, x0, w, inputs.k, key0 * d, d, 1, Q, p * d * w, w, kept, d)
+                    place = place_of(
+                        *(rules, tiles, at, bias0, q0, k0),
+                        *(shape.n_kv, offset, n, True, 0, p * w),
+                    )
+                    if not is_plain(cpu, rules, masked, lanes):
+                        finish_scores(
+                            *(cpu, S, 0, w, first, last, lanes),
+                            *(rules, place, masked, tiles.keep, gate),
+                        )
+                    product_set(
+                        cpu, dS, x0, w, inputs.v, key0 * dv, dv, 1, dO, p * dv * w, w, kept, dv
+                    )
+                    grad_scores_by_lane(cpu, S, x0, dS, x0, w, kept, L, delta, p * w)
+                    if grads.dbias.size > 0:
+                        add_bias_gradient(grads.dbias, dS, 0, w, first, last, lanes, place)
+                    if rules.softcap[0] > 0:
+                        apply_gate(dS, gate, 0, w, first, last, lanes)
+                    if rules.rounding != NO_ROUNDING:
+                        round_panel(cpu, dS, x0, w, kept, rules.rounding)
+                    product_add(cpu, dQ, p * d * w, w, inputs.k, key0 * d, 1, d, dS, x0, w, d, kept)
+                if notes.visits.size > 0:
+                    notes.visits[h, at] = rows * NOTE + n
+            unpack(cpu, dQ, grads.dq, row0 * d, rows, d, scales)
+            if notes.steps.size > 0:
+                notes.steps[h, i] = rows
+
+
+@njit(fastmath={"reassoc"})
+def row_dot(a, b, start, n):
+    """Sum of products of one row, in an order that suits the vector registers."""
+    total = a.dtype.type(0)
+    for x in range(start, start + n):
+        total += a[x] * b[x]
+    return total
+
+
+@njit
+def delta_rows(cpu, out, dout, delta, shape, tiles, rules, notes, counter):
+    """delta = rowsum(dO o O), the first stage of a backward pass."""
+    n_sets = tiles.set_ptr.size - 1
+    while True:
+        item = fetch_add(counter)
+        if item >= len(tiles.runs) * n_sets:
+            break
+        begin, end, s = tiles.runs[item // n_sets, 0], tiles.runs[item // n_sets, 1], item % n_sets
+        for h in tiles.sets[tiles.set_ptr[s] : tiles.set_ptr[s + 1]]:
+            for i in range(begin, end):
+                for q in range(h * shape.n_q + tiles.own[i, 0], h * shape.n_q + tiles.own[i, 1]):
+                    delta[q] = row_dot(out, dout, q * shape.dv, shape.dv)
+                if notes.steps.size > 0:
+                    notes.steps[h, i] = tiles.own[i, 1] - tiles.own[i, 0]

@@ -1,0 +1,98 @@
+"""What `run` hands to an engine and what an engine hands back: the seam between api and engines.
+
+An engine is a module with ``OPTIONS``, `default_tiling`, `forward` and `backward`, of the types
+below. Engines never import the api or each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from flashsim.problem.hardware import Device
+from flashsim.problem.problem import Problem
+from flashsim.schedule.schedule import KeyOrder
+from flashsim.schedule.tiling import Tiling
+from flashsim.trace.events import StageTrace
+
+
+@dataclass(frozen=True)
+class Job:
+    """One forward pass to run.
+
+    Attributes
+    ----------
+    problem, tiling, device, algorithm, key_order
+        What, how and on what. `tiling` is None where the engine may choose.
+    q, k, v : array, (batch, heads, n_q, d), (batch, kv_heads, n_kv, d), (batch, kv_heads, n_kv, dv)
+        Of the kind the user gave (NumPy, CuPy, torch), validated against `problem`.
+    bias : array (1 or batch, 1 or heads, n_q, n_kv) or None
+    trace : bool or str
+        False, True (counts) or "timeline".
+    options : mapping
+        The engine's own options, by the names it lists in ``OPTIONS``.
+    deterministic : bool
+        Backward, "flash2-fused": add to dQ in a fixed order. Only where the engine's `orders_dq`
+        said that it can.
+    """
+
+    problem: Problem
+    q: Any
+    k: Any
+    v: Any
+    bias: Any = None
+    tiling: Tiling | None = None
+    device: Device = field(default_factory=lambda: Device.get("H100"))
+    algorithm: str = "flash2"
+    key_order: KeyOrder = "ascending"
+    trace: bool | str = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    deterministic: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a pass produced.
+
+    Attributes
+    ----------
+    arrays : dict
+        Forward: "out", "lse"; backward: "dq", "dk", "dv" and, with a bias, "dbias"; 4-D (LSE 3-D).
+    tiling : Tiling
+        The tiling that ran.
+    stages : tuple of StageTrace or None
+        The events, if they were asked for.
+    kernel : str
+        What ran, for people: "simulator", a kernel's name.
+    saved : dict
+        What the engine's `backward` wants back, besides the job.
+    timeline : ndarray of dtype `events.TIMELINE`, or None
+        Where and when each part of each visit ran on a GPU, from ``trace="timeline"``.
+    gpu : str
+        The GPU's name; "" where none ran it.
+    """
+
+    arrays: dict[str, Any]
+    tiling: Tiling
+    stages: tuple[StageTrace, ...] | None
+    kernel: str
+    saved: dict[str, Any] = field(default_factory=dict)
+    timeline: Any = None
+    gpu: str = ""
+
+
+class Engine(Protocol):
+    """The functions of an engine module.
+
+    One may have more: `orders_dq(job, saved)` (see `Job.deterministic`) and `adopt(name, array)`,
+    which makes of an array that speaks DLPack only one of a kind that the engine knows.
+    """
+
+    OPTIONS: frozenset[str]
+
+    def forward(self, job: Job) -> Outcome:
+        """Run the forward pass."""
+
+    def backward(self, job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
+        """Run the backward pass; `job.tiling`, `algorithm` and `trace` are the backward's."""

@@ -1,0 +1,7 @@
+"""What is asked: problems, masks, devices, and the oracle that judges answers."""
+
+from flashsim.problem.hardware import Device
+from flashsim.problem.masks import BlockMask
+from flashsim.problem.problem import Problem
+
+__all__ = ["BlockMask", "Device", "Problem"]

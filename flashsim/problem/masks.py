@@ -1,0 +1,73 @@
+"""Block-sparse masks, and what a mask function may return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from flashsim.errors import FlashSimError, MaskError
+from flashsim.problem import checks
+
+
+class BlockMask:
+    """A block-sparse mask: score (q, k) is kept iff ``grid[q // block_q, k // block_k]``.
+
+    Parameters
+    ----------
+    grid : array_like of bool, shape (ceil(n_q / block_q), ceil(n_kv / block_k))
+        Which cells are kept. Indices count from the start of each sequence.
+    block_q, block_k : int
+        Rows and columns of one cell, in scores. Tiles need not match the cells.
+    """
+
+    def __init__(self, grid: Any, block_q: int, block_k: int) -> None:
+        array = checks.as_array("a block mask's grid", grid)
+        if array.dtype != np.bool_ or array.ndim != 2 or 0 in array.shape:
+            raise MaskError(
+                "a block mask is a non-empty 2-D boolean grid, one value per cell; got dtype "
+                f"{array.dtype}, shape {array.shape}"
+            )
+        self.block_q = checks.positive_int("block_mask block_q", block_q)
+        self.block_k = checks.positive_int("block_mask block_k", block_k)
+        self.grid = array.copy()
+        self.grid.setflags(write=False)
+        self._key = (self.block_q, self.block_k, array.shape, self.grid.tobytes())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BlockMask) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        r, c = self.grid.shape
+        return (
+            f"BlockMask({r} x {c} cells of {self.block_q} x {self.block_k}, "
+            f"{self.grid.mean():.0%} kept)"
+        )
+
+
+def call_mask(mask: Callable[..., Any], q: np.ndarray, k: np.ndarray) -> np.ndarray:
+    """What a mask function keeps, as booleans that span both index arrays; else `MaskError`."""
+    shape = np.broadcast_shapes(q.shape, k.shape)
+    name = getattr(mask, "__name__", repr(mask))
+    try:
+        result = np.asarray(mask(q, k))
+    except FlashSimError:
+        raise
+    except Exception as error:
+        raise MaskError(
+            f"mask function {name!r} failed on index arrays of shape {q.shape} and {k.shape}: "
+            f"{type(error).__name__}: {error}; it must work on arrays, e.g. (q - k) % 2 == 0"
+        ) from error
+    if result.dtype != np.bool_:
+        raise MaskError(f"mask function {name!r} must return booleans, got dtype {result.dtype}")
+    try:
+        return np.broadcast_to(result, shape)
+    except ValueError:
+        raise MaskError(
+            f"mask function {name!r} must return an array that broadcasts to {shape}, got "
+            f"{result.shape}"
+        ) from None

@@ -1,0 +1,164 @@
+"""What is true: attention and its gradients in float64, and plain attention as a yardstick.
+
+Nothing here is tiled or shared with an engine; masks are built from `Problem.keep`, whole. These
+functions use N x N arrays: they are for judging, not for running.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flashsim.problem.problem import Problem, numpy_dtype
+
+
+def keep_matrix(problem: Problem) -> np.ndarray:
+    """Boolean (n_q, n_kv): True where the score counts."""
+    kept = np.zeros((problem.n_q, problem.n_kv), bool)
+    for s in problem.sequences:
+        q, k = np.arange(s.q_start, s.q_stop), np.arange(s.k_start, s.k_stop)
+        if len(q) and len(k):
+            kept[s.q_start : s.q_stop, s.k_start : s.k_stop] = problem.keep(s, q, k)
+    return kept
+
+
+def attention(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    problem: Problem,
+    *,
+    bias: np.ndarray | None = None,
+    dtype: str = "float64",
+) -> tuple[np.ndarray, np.ndarray]:
+    """Plain attention with every intermediate rounded to `dtype`, an element type or "tf32".
+
+    In "float64" it is the oracle; in the input's type it is what an untiled implementation would
+    give, whose error is the yardstick for tiled ones.
+
+    Parameters
+    ----------
+    q, k, v : ndarray, (batch, heads, n_q, d), (batch, kv_heads, n_kv, d), (.., n_kv, d_v)
+    problem : Problem
+    bias : ndarray, (1 or batch, 1 or heads, n_q, n_kv), optional
+
+    Returns
+    -------
+    out : ndarray, (batch, heads, n_q, d_v)
+    lse : ndarray, (batch, heads, n_q)
+    """
+    P, lse, _ = _probabilities(q, k, problem, bias, dtype)
+    return _round(P @ _per_head(v, problem), dtype), lse
+
+
+def gradients(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    dout: np.ndarray,
+    problem: Problem,
+    *,
+    bias: np.ndarray | None = None,
+    dtype: str = "float64",
+) -> dict[str, np.ndarray]:
+    """Gradients of ``sum(out * dout)``: "dq", "dk", "dv" and, with a bias, "dbias".
+
+    The derivation is written out (arXiv:2205.14135, appendix B.2):
+    dV = P^T dO, dP = dO V^T, dS = P (dP - rowsum(P dP)), dQ = scale dS K, dK = scale dS^T Q.
+    """
+    p = problem
+    P, _, gate = _probabilities(q, k, p, bias, dtype)
+    dO = dout.astype(np.float64)
+    q64 = q.astype(np.float64)
+    dV = _over_group(P.mT @ dO, p)
+    dP = _round(dO @ _per_head(v, p).mT, dtype)
+    dS = _round(P * (dP - (P * dP).sum(axis=-1, keepdims=True)), dtype)
+    result = {"dv": _round(dV, dtype)}
+    if bias is not None:
+        shared = tuple(axis for axis in (0, 1) if bias.shape[axis] == 1)
+        result["dbias"] = _round(dS.sum(axis=shared, keepdims=True), dtype)
+    dS = _round(dS * gate, dtype)
+    result["dq"] = _round(p.scale * (dS @ _per_head(k, p)), dtype)
+    result["dk"] = _round(p.scale * _over_group(dS.mT @ q64, p), dtype)
+    return result
+
+
+def finite_difference(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    dout: np.ndarray,
+    problem: Problem,
+    *,
+    bias: np.ndarray | None = None,
+    step: float = 1e-5,
+    seed: int = 0,
+) -> dict[str, tuple[float, float]]:
+    """Check `gradients` along one random direction for each input, by central differences.
+
+    Returns
+    -------
+    dict
+        ``{"dq": (by differences, by gradient), ...}``; the two agree to about ``step ** 2``.
+    """
+    rng = np.random.default_rng(seed)
+    inputs = {"dq": q, "dk": k, "dv": v, **({} if bias is None else {"dbias": bias})}
+    inputs = {name: x.astype(np.float64) for name, x in inputs.items()}
+    exact = gradients(q, k, v, dout, problem, bias=bias)
+
+    def loss(**moved: np.ndarray) -> float:
+        x = {**inputs, **moved}
+        out, _ = attention(x["dq"], x["dk"], x["dv"], problem, bias=x.get("dbias"))
+        return float((out * dout).sum())
+
+    result = {}
+    for name, x in inputs.items():
+        direction = rng.standard_normal(x.shape)
+        up, down = (loss(**{name: x + sign * step * direction}) for sign in (1, -1))
+        result[name] = (up - down) / (2 * step), float((exact[name] * direction).sum())
+    return result
+
+
+def tf32(x: np.ndarray) -> np.ndarray:
+    """float32 values rounded to NVIDIA's tf32, 10 bits of mantissa: to nearest, ties away from 0.
+
+    What a tensor core takes as an operand of a float32 product where that is allowed; it is off by
+    at most 2**-11 of itself.
+    """
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    rounded = (bits + np.uint32(1 << 12)) & np.uint32(0xFFFFE000)
+    return np.where(np.isfinite(x), rounded.view(np.float32), x).astype(np.float32)
+
+
+def _probabilities(
+    q: np.ndarray, k: np.ndarray, p: Problem, bias: np.ndarray | None, dtype: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | float]:
+    S = _round(q.astype(np.float64) @ _per_head(k, p).mT * p.scale, dtype)
+    gate: np.ndarray | float = 1.0
+    if p.softcap:
+        tanh = np.tanh(S / p.softcap)
+        S, gate = _round(p.softcap * tanh, dtype), 1 - tanh * tanh
+    if bias is not None:
+        S = _round(S + bias.astype(np.float64), dtype)
+    S = np.where(keep_matrix(p), S, -np.inf)
+    m = S.max(axis=-1, keepdims=True)
+    base = np.where(np.isneginf(m), 0, m)
+    E = _round(np.exp(S - base), dtype)
+    total = E.sum(axis=-1, keepdims=True)
+    safe = np.where(total == 0, 1, total)
+    lse = np.where(total == 0, -np.inf, base + np.log(safe))[..., 0]
+    return _round(E / safe, dtype), lse, gate
+
+
+def _per_head(x: np.ndarray, p: Problem) -> np.ndarray:
+    return np.repeat(x.astype(np.float64), p.group, axis=1)
+
+
+def _over_group(x: np.ndarray, p: Problem) -> np.ndarray:
+    return x.reshape(p.batch, p.kv_heads, p.group, *x.shape[2:]).sum(axis=2)
+
+
+def _round(x: np.ndarray, dtype: str) -> np.ndarray:
+    """Round to `dtype`; sums themselves are exact enough (float64) to judge that type by."""
+    if dtype == "tf32":
+        return tf32(x).astype(np.float64)
+    return x if dtype == "float64" else x.astype(numpy_dtype(dtype)).astype(np.float64)

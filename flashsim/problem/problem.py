@@ -1,0 +1,269 @@
+"""`Problem`: what is to be computed, validated once; nothing about how.
+
+Conventions (docs/model.md): arrays are (batch, heads, sequence, head_dim); causal is bottom-right
+aligned; `window=(left, right)` is inclusive, -1 unlimited; scores are
+``softcap(scale * q @ k.T) + bias``, masked last; a row that sees no key gives out = 0, lse = -inf.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from flashsim.errors import DTypeError, MaskError, ShapeError
+from flashsim.problem import checks
+from flashsim.problem.masks import BlockMask, call_mask
+
+MAX_HEAD_DIM = 512
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """The NumPy dtype of that name; bfloat16 comes from `ml_dtypes`, loaded when first needed."""
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One sequence of a packed batch: query rows and key rows it owns, as packed indices."""
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+
+    @property
+    def offset(self) -> int:
+        """Added to a query index, gives the key on its (bottom-right aligned) diagonal."""
+        return self.k_stop - self.q_stop
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention problem: shapes, type, mask and scale. Frozen and hashable.
+
+    Parameters
+    ----------
+    n_q, n_kv : int
+        Query and key lengths; with `cu_seqlens_*`, the packed totals. `n_kv` defaults to `n_q`.
+    head_dim, head_dim_v : int
+        Elements of one query or key row, and of one value row (default: the same); 1 to 512.
+    batch, heads, kv_heads : int
+        `heads` must be a multiple of `kv_heads` (grouped-query attention); default: equal.
+    dtype : str
+        Element type in HBM: "float64", "float32", "float16" or "bfloat16".
+    causal : bool
+        Keep key k for query q iff ``k <= q + n_kv - n_q``.
+    window : (int, int), optional
+        Keep keys from ``q + n_kv - n_q - left`` to ``q + n_kv - n_q + right``; -1 is unlimited.
+    softcap : float
+        c > 0 replaces each scaled score s by ``c * tanh(s / c)``; 0 leaves it.
+    scale : float, optional
+        Factor on Q K^T; default ``1 / sqrt(head_dim)``.
+    cu_seqlens_q, cu_seqlens_k : sequence of int, optional
+        Offsets of variable-length sequences packed along the sequence axis: start at 0, never
+        fall, end at n_q (n_kv). Needs ``batch=1``. Each query sees its own sequence only.
+    bias : (int, int) , optional
+        Leading shape, (1 or batch, 1 or heads), of an additive bias (.., .., n_q, n_kv).
+    block_mask : BlockMask, optional
+        Cells of the score matrix that are kept.
+    mask : callable, optional
+        ``mask(q_index, k_index)`` gets integer arrays that broadcast against each other (indices
+        from the start of each sequence) and returns booleans: True keeps the score.
+
+    Raises
+    ------
+    ShapeError, DTypeError, OptionError, MaskError
+        Each names the argument, what was given and what is possible.
+    """
+
+    n_q: int
+    n_kv: int = None  # type: ignore[assignment]  # filled in below
+    head_dim: int = 64
+    head_dim_v: int = None  # type: ignore[assignment]  # filled in below
+    batch: int = 1
+    heads: int = 1
+    kv_heads: int = None  # type: ignore[assignment]  # filled in below
+    dtype: str = "float32"
+    causal: bool = False
+    window: tuple[int, int] | None = None
+    softcap: float = 0.0
+    scale: float = None  # type: ignore[assignment]  # filled in below
+    cu_seqlens_q: tuple[int, ...] | None = None
+    cu_seqlens_k: tuple[int, ...] | None = None
+    bias: tuple[int, int] | None = None
+    block_mask: BlockMask | None = None
+    mask: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        for name, default in (
+            ("n_kv", self.n_q),
+            ("head_dim_v", self.head_dim),
+            ("kv_heads", self.heads),
+        ):
+            if getattr(self, name) is None:
+                put(name, default)
+        for name in ("n_q", "n_kv", "head_dim", "head_dim_v", "batch", "heads", "kv_heads"):
+            put(name, checks.positive_int(name, getattr(self, name)))
+        for name in ("head_dim", "head_dim_v"):
+            if getattr(self, name) > MAX_HEAD_DIM:
+                raise ShapeError(
+                    f"{name} must be between 1 and {MAX_HEAD_DIM}, got {getattr(self, name)}"
+                )
+        if self.heads % self.kv_heads:
+            raise ShapeError(
+                f"query heads must be a multiple of key heads, got heads={self.heads}, "
+                f"kv_heads={self.kv_heads}"
+            )
+        put("dtype", checks.dtype_name(self.dtype))
+        if not isinstance(self.causal, (bool, np.bool_)):
+            raise DTypeError(f"causal must be True or False, got {self.causal!r}")
+        put("causal", bool(self.causal))
+        put("window", checks.window(self.window))
+        put("softcap", checks.number("softcap", self.softcap, low=0.0))
+        scale = 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale
+        put("scale", checks.number("scale", scale))
+        self._check_sequences(put)
+        if self.bias is not None:
+            allowed = ((1, self.batch), (1, self.heads))
+            lead = tuple(self.bias) if isinstance(self.bias, (tuple, list)) else ()
+            if len(lead) != 2 or any(x not in ok for x, ok in zip(lead, allowed, strict=True)):
+                raise ShapeError(
+                    f"bias is given by its leading shape (1 or {self.batch}, 1 or {self.heads}), "
+                    f"got {self.bias!r}"
+                )
+            put("bias", lead)
+        if self.block_mask is not None:
+            self._check_block_mask()
+        if self.mask is not None and not callable(self.mask):
+            raise MaskError(
+                f"mask must be a function mask(q_index, k_index), got {type(self.mask).__name__}; "
+                "a boolean tile grid goes to block_mask, an additive array to bias"
+            )
+
+    def _check_sequences(self, put: Callable[[str, Any], None]) -> None:
+        if (self.cu_seqlens_q is None) != (self.cu_seqlens_k is None):
+            raise ShapeError("cu_seqlens_q and cu_seqlens_k must be given together, got only one")
+        if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
+            return
+        if self.batch != 1:
+            raise ShapeError(
+                f"cu_seqlens packs the sequences of a batch into one: batch must be 1, got "
+                f"{self.batch}"
+            )
+        q = checks.cu_seqlens("cu_seqlens_q", self.cu_seqlens_q, self.n_q)
+        k = checks.cu_seqlens("cu_seqlens_k", self.cu_seqlens_k, self.n_kv)
+        put("cu_seqlens_q", q)
+        put("cu_seqlens_k", k)
+        nq, nk = len(q), len(k)
+        if nq != nk:
+            raise ShapeError(
+                f"cu_seqlens_q and cu_seqlens_k must name the same number of sequences, got "
+                f"{nq - 1} and {nk - 1}"
+            )
+
+    def _check_block_mask(self) -> None:
+        mask = self.block_mask
+        if not isinstance(mask, BlockMask):
+            raise DTypeError(
+                "block_mask must be a flashsim.BlockMask(grid, block_q, block_k), got "
+                f"{type(mask).__name__}"
+            )
+        longest_q = max(s.q_stop - s.q_start for s in self.sequences)
+        longest_k = max(s.k_stop - s.k_start for s in self.sequences)
+        need = -(-longest_q // mask.block_q), -(-longest_k // mask.block_k)
+        if mask.grid.shape != need:
+            raise ShapeError(
+                f"block_mask with {mask.block_q} x {mask.block_k} cells must have shape {need} to "
+                f"cover {longest_q} x {longest_k} scores, got {mask.grid.shape}"
+            )
+
+    # -- what follows from the fields -----------------------------------------------------------
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element of q, k, v or out in HBM."""
+        return numpy_dtype(self.dtype).itemsize
+
+    @property
+    def compute_dtype(self) -> str:
+        """Type of accumulators and statistics: float32, or float64 for a float64 problem."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def compute_itemsize(self) -> int:
+        """Bytes of one accumulator or statistic (LSE, delta)."""
+        return np.dtype(self.compute_dtype).itemsize
+
+    @cached_property
+    def sequences(self) -> tuple[Segment, ...]:
+        """The packed sequences; one, covering everything, without `cu_seqlens`."""
+        if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
+            return (Segment(0, self.n_q, 0, self.n_kv),)
+        q, k = self.cu_seqlens_q, self.cu_seqlens_k
+        return tuple(Segment(*q[s : s + 2], *k[s : s + 2]) for s in range(len(q) - 1))
+
+    @property
+    def left(self) -> int:
+        """Keys seen to the left of the diagonal; `n_q + n_kv` stands for unlimited."""
+        return self._side(0)
+
+    @property
+    def right(self) -> int:
+        """Keys seen to the right of the diagonal; 0 when causal."""
+        return 0 if self.causal else self._side(1)
+
+    def _side(self, which: int) -> int:
+        unlimited = self.n_q + self.n_kv
+        if self.window is None or self.window[which] < 0:
+            return unlimited
+        return min(self.window[which], unlimited)
+
+    @property
+    def banded(self) -> bool:
+        """Whether causality and the window alone decide: each row's kept keys are one interval."""
+        return self.block_mask is None and self.mask is None
+
+    def rounded(self, array: np.ndarray) -> np.ndarray:
+        """`array` rounded to the input type and back to the accumulator type."""
+        if self.dtype == self.compute_dtype:
+            return array
+        return array.astype(numpy_dtype(self.dtype)).astype(array.dtype)
+
+    def keep(self, sequence: Segment, q: np.ndarray, k: np.ndarray) -> np.ndarray:
+        """Which scores are kept, for packed indices `q` (rows) and `k` (keys) of one sequence.
+
+        Returns
+        -------
+        ndarray of bool, shape (len(q), len(k))
+
+        Raises
+        ------
+        MaskError
+            If the user's `mask` fails, or returns something that is not one boolean a score.
+        """
+        rel = k[None, :] - (q[:, None] + sequence.offset)
+        kept = (rel >= -self.left) & (rel <= self.right)
+        if self.banded:
+            return kept
+        q_local, k_local = q[:, None] - sequence.q_start, k[None, :] - sequence.k_start
+        if self.block_mask is not None:
+            b = self.block_mask
+            kept &= b.grid[q_local // b.block_q, k_local // b.block_k]
+        if self.mask is not None:
+            kept &= call_mask(self.mask, q_local, k_local)
+        return kept

@@ -1,0 +1,15 @@
+"""The vocabulary of transfers: operations, levels and the papers' names of tensors."""
+
+from __future__ import annotations
+
+#: Operations. `load`, `store` and `reduce` move bytes between HBM and SRAM; the others are on chip.
+OPS = ("load", "store", "reduce", "alloc", "free", "compute")
+LOAD, STORE, REDUCE, ALLOC, FREE, COMPUTE = range(len(OPS))
+TRANSFERS = (LOAD, STORE, REDUCE)
+LEVELS = ("hbm", "sram")
+#: Tensors by the papers' names. `_acc`: an accumulator in HBM, in the accumulator type.
+TENSORS = (
+    *("-", "Q", "K", "V", "O", "L", "m", "l", "O_acc", "S", "P", "dO", "delta", "dQ", "dK", "dV"),
+    *("dQ_acc", "dP", "dS", "bias", "dBias", "dBias_acc", "gate"),
+)
+CODES = {name: code for code, name in enumerate(TENSORS)}

@@ -1,0 +1,41 @@
+"""Tiles of published kernels."""
+
+from __future__ import annotations
+
+#: Tiles of published kernels: {kernel: {head_dim up to: ((block_q, block_k) dense, causal)}}.
+#: From Dao-AILab/flash-attention at commit 0251105a, 16-bit inputs, head_dim_v = head_dim. FA2 as
+#: on an A100, without dropout: `csrc/flash_attn/src/flash_{fwd,bwd}_launch_template.h`. FA3 as on
+#: an H100, without window, softcap or paging: `tile_size_fwd_sm90` in `hopper/tile_size.h` and
+#: `hopper/flash_bwd_launch_template.h`.
+PRESETS: dict[str, dict[int, tuple[tuple[int, int], tuple[int, int]]]] = {
+    "fa2-forward": {
+        32: ((128, 128), (128, 128)),
+        64: ((128, 128), (128, 128)),
+        96: ((128, 64), (128, 64)),
+        128: ((128, 64), (128, 64)),
+        192: ((128, 64), (128, 64)),
+        256: ((128, 64), (128, 64)),
+    },
+    "fa2-backward": {
+        32: ((128, 128), (128, 128)),
+        64: ((128, 128), (128, 128)),
+        96: ((64, 128), (64, 128)),
+        128: ((64, 128), (64, 128)),
+        192: ((64, 64), (64, 64)),
+        256: ((64, 64), (64, 64)),
+    },
+    "fa3-forward": {
+        64: ((192, 192), (192, 128)),
+        96: ((192, 144), (192, 144)),
+        128: ((128, 176), (128, 128)),
+        192: ((128, 112), (128, 112)),
+        256: ((128, 80), (128, 80)),
+    },
+    "fa3-backward": {
+        64: ((128, 128), (128, 128)),
+        96: ((64, 128), (64, 128)),
+        128: ((80, 128), (64, 128)),
+        192: ((64, 96), (64, 96)),
+        256: ((64, 80), (64, 80)),
+    },
+}

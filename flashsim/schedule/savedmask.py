@@ -1,0 +1,59 @@
+"""`SavedMask`: what a trace file keeps of a user's mask function, which cannot be saved itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NoReturn
+
+import numpy as np
+
+from flashsim.errors import TraceError
+from flashsim.schedule.tiling import Tiling
+
+Csr = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+class SavedMask:
+    """Stands for a mask function in a problem that was read from a trace file.
+
+    Knows which tiles the mask kept and which of them needed it, for the tilings of that trace:
+    enough for schedules, counts and plots. Single scores are lost.
+
+    Parameters
+    ----------
+    name : str
+        What the function was called.
+    tables : mapping of Tiling to (ptr (T_r + 1,), col (n,), kind (n,)), int32
+        `Schedule.row_csr` with ascending keys, for each tiling.
+    """
+
+    def __init__(self, name: str, tables: Mapping[Tiling, Csr]) -> None:
+        self.__name__ = name
+        self.tables = dict(tables)
+
+    def row_csr(self, tiling: Tiling) -> Csr:
+        """The tiles that were kept under `tiling`, keys ascending.
+
+        Raises
+        ------
+        TraceError
+            If the trace did not run with that tiling.
+        """
+        if tiling not in self.tables:
+            known = ", ".join(str(t) for t in self.tables)
+            raise TraceError(
+                f"mask function {self.__name__!r} was not saved with its trace, only the tiles it "
+                f"kept under {known} tiles: a schedule with {tiling} tiles needs the function; "
+                "build the Problem with it"
+            )
+        return self.tables[tiling]
+
+    def __call__(self, *_: object) -> NoReturn:
+        """Raise `TraceError`: the function itself is not in the file."""
+        raise TraceError(
+            f"mask function {self.__name__!r} was not saved with its trace, only which tiles it "
+            "kept: single scores need the function; build the Problem with it"
+        )
+
+    def __repr__(self) -> str:
+        return f"SavedMask({self.__name__!r})"

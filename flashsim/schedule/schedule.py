@@ -1,0 +1,400 @@
+"""`Schedule`: which score tiles exist, in which order they are visited, which need a mask.
+
+Every engine, kernel, count and plot follows this one object. It cuts the queries into *row tiles*
+and the keys into *column tiles* (a tile never straddles two packed sequences), and lowers to int32
+tables that kernels read:
+
+``rows (T_r, 4)``   start, stop, offset, key_stop     of each row tile, packed indices
+``cols (T_c, 4)``   start, stop, offset, query_stop   of each column tile
+``row_spans (T_r, 4)``  lo, full_lo, full_hi, hi: row tile i visits column tiles lo .. hi - 1, of
+    which full_lo .. full_hi - 1 are FULL; None where the tiles of a row are not contiguous
+``row_csr``         (ptr (T_r + 1,), col (n,), kind (n,)): the same for any mask, in visit order
+
+`col_spans` and `col_csr` say the same by column, for passes with keys outside. Within a visited
+tile of a causal or windowed problem, score (q, k) is kept iff
+``-left <= k - (q + offset) <= right`` and k lies in the tile's sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from flashsim.errors import DTypeError, OptionError, choices
+from flashsim.problem.problem import Problem, Segment
+from flashsim.schedule.plans import Outer
+from flashsim.schedule.savedmask import Csr, SavedMask
+from flashsim.schedule.tiling import Tiling
+
+FULL, MASKED = 0, 1
+KeyOrder = Literal["ascending", "descending"]
+
+
+class Sums(NamedTuple):
+    """Sums over a schedule's visits: all that closed forms need. Integers."""
+
+    visits: int
+    row_cols: int  # sum over visits of the tile's columns: keys loaded with queries outside
+    col_rows: int  # sum over visits of the tile's rows: queries loaded with keys outside
+    area: int  # sum over visits of rows x columns: scores computed
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One score tile being worked on.
+
+    `i`, `j` number the row and column tile; `rows`, `cols` are their slices of the packed
+    sequence; `index` is the visit's place in the walk; `kind` is FULL or MASKED.
+    """
+
+    schedule: Schedule
+    index: int
+    i: int
+    j: int
+    rows: slice
+    cols: slice
+    kind: int
+
+    @property
+    def keep(self) -> np.ndarray | None:
+        """Boolean (rows, cols), True where the score counts; None if all of them do."""
+        if self.kind == FULL:
+            return None
+        return self.schedule.keep(self.i, self.j)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The tiles of a problem under a tiling, and the order of the walk. Frozen and hashable.
+
+    Parameters
+    ----------
+    problem : Problem
+    tiling : Tiling
+    outer : {"queries", "keys"}
+        The outer loop: FlashAttention-2 has queries outside, FlashAttention-1 keys.
+    key_order : {"ascending", "descending"}
+        In which order column tiles are taken, wherever a loop runs over them.
+    dense : bool
+        Visit every tile of a sequence, also those the mask empties (standard attention).
+
+    Raises
+    ------
+    OptionError, DTypeError
+        For an unknown loop or key order, or arguments of another type.
+    """
+
+    problem: Problem
+    tiling: Tiling
+    outer: Outer = "queries"
+    key_order: KeyOrder = "ascending"
+    dense: bool = False
+
+    def __post_init__(self) -> None:
+        for name, kind in (("problem", Problem), ("tiling", Tiling)):
+            if not isinstance(getattr(self, name), kind):
+                raise DTypeError(
+                    f"Schedule.{name} must be a flashsim.{kind.__name__}, got "
+                    f"{getattr(self, name)!r}"
+                )
+        for name, possible in (
+            ("outer", ("queries", "keys")),
+            ("key_order", ("ascending", "descending")),
+        ):
+            value = getattr(self, name)
+            if value not in possible:
+                raise OptionError(f"unknown {name} {value!r}; {choices(value, possible)}")
+
+    # -- tiles ----------------------------------------------------------------------------------
+
+    @cached_property
+    def _edges(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Rows table, cols table, and each sequence's first row tile and first column tile."""
+        rows, cols, row_base, col_base = [], [], [0], [0]
+        for s in self.problem.sequences:
+            r = _cut(s.q_start, s.q_stop, self.tiling.block_q, s.offset, s.k_stop)
+            c = _cut(s.k_start, s.k_stop, self.tiling.block_k, s.offset, s.q_stop)
+            rows.append(r)
+            cols.append(c)
+            row_base.append(row_base[-1] + len(r))
+            col_base.append(col_base[-1] + len(c))
+        tables = np.concatenate(rows), np.concatenate(cols), np.array(row_base), np.array(col_base)
+        for table in tables:
+            table.setflags(write=False)
+        return tables
+
+    @property
+    def rows(self) -> np.ndarray:
+        """int32 (T_r, 4): start, stop, offset and key_stop of each row tile."""
+        return self._edges[0]
+
+    @property
+    def cols(self) -> np.ndarray:
+        """int32 (T_c, 4): start, stop, offset and query_stop of each column tile."""
+        return self._edges[1]
+
+    @property
+    def t_r(self) -> int:
+        """Number of row tiles."""
+        return len(self.rows)
+
+    @property
+    def t_c(self) -> int:
+        """Number of column tiles."""
+        return len(self.cols)
+
+    def row_slice(self, i: int) -> slice:
+        """Query rows of row tile i, as packed indices."""
+        return slice(int(self.rows[i, 0]), int(self.rows[i, 1]))
+
+    def col_slice(self, j: int) -> slice:
+        """Key rows of column tile j, as packed indices."""
+        return slice(int(self.cols[j, 0]), int(self.cols[j, 1]))
+
+    def sequence_of_row(self, i: int) -> Segment:
+        """The packed sequence that row tile i belongs to."""
+        return self.problem.sequences[int(self._sequence_numbers[i])]
+
+    @cached_property
+    def _sequence_numbers(self) -> np.ndarray:
+        return np.repeat(np.arange(len(self.problem.sequences)), np.diff(self._edges[2]))
+
+    @cached_property
+    def key_counts(self) -> np.ndarray:
+        """int64 (T_r,): how many keys the sequence of each row tile has."""
+        lengths = np.array([s.k_stop - s.k_start for s in self.problem.sequences])
+        return lengths[self._sequence_numbers]
+
+    def keep(self, i: int, j: int) -> np.ndarray | None:
+        """Boolean (rows, cols) of tile (i, j), True where the score counts; None if all do."""
+        rows, cols = self.row_slice(i), self.col_slice(j)
+        kept = self.problem.keep(
+            self.sequence_of_row(i),
+            np.arange(rows.start, rows.stop),
+            np.arange(cols.start, cols.stop),
+        )
+        return None if kept.all() else kept
+
+    # -- lowering: contiguous rows --------------------------------------------------------------
+
+    @cached_property
+    def row_spans(self) -> np.ndarray | None:
+        """int32 (T_r, 4): lo, full_lo, full_hi, hi; None unless each row is one interval."""
+        if not self._contiguous:
+            return None
+        p = self.problem
+        return self._spans(self.rows, "k", p.left, p.right)
+
+    @cached_property
+    def col_spans(self) -> np.ndarray | None:
+        """int32 (T_c, 4): lo, full_lo, full_hi, hi over row tiles; None as for `row_spans`."""
+        if not self._contiguous:
+            return None
+        # Key k is seen by queries from k - offset - right to k - offset + left.
+        return self._spans(self.cols, "q", self.problem.right, self.problem.left)
+
+    @property
+    def _contiguous(self) -> bool:
+        return self.dense or self.problem.banded
+
+    def _spans(self, table: np.ndarray, other: str, left: int, right: int) -> np.ndarray:
+        """Spans of the tiles of `table` over tiles of the other axis, sequence by sequence."""
+        if other == "k":
+            base, other_base, block, sign = *self._edges[2:], self.tiling.block_k, 1
+        else:
+            base, other_base, block, sign = *self._edges[:1:-1], self.tiling.block_q, -1
+        out = np.empty((len(table), 4), np.int32)
+        for s, seq in enumerate(self.problem.sequences):
+            part = slice(base[s], base[s + 1])
+            start, stop = ((seq.k_start, seq.k_stop), (seq.q_start, seq.q_stop))[other == "q"]
+            n = stop - start
+            first = table[part, 0].astype(np.int64) + sign * seq.offset - start
+            last = table[part, 1].astype(np.int64) - 1 + sign * seq.offset - start
+            if self.dense:
+                lo = np.zeros(len(first), np.int64)
+                hi = np.full(len(first), -(-n // block))
+            else:
+                # Some row of the tile keeps something in [first - left, last + right] ...
+                begin, end = np.maximum(first - left, 0), np.minimum(last + right, n - 1)
+                empty = end < begin
+                lo = np.where(empty, 0, begin // block)
+                hi = np.where(empty, 0, end // block + 1)
+            # ... and every row keeps everything in [last - left, first + right].
+            begin, end = np.maximum(last - left, 0), np.minimum(first + right, n - 1)
+            full_lo = -(-begin // block)
+            full_hi = (end + 1) // block
+            if other == "q":  # a ragged last row tile is FULL too: rows that do not exist ...
+                full_hi = np.where(end == n - 1, -(-n // block), full_hi)
+                # ... need no mask, but keys that do not exist do.
+                ragged = table[part, 1] - table[part, 0] < self.tiling.block_k
+                full_hi = np.where(ragged, full_lo, full_hi)
+            full_lo, full_hi = np.clip(full_lo, lo, hi), np.clip(full_hi, lo, hi)
+            nothing = (full_hi <= full_lo) | (not self.problem.banded)
+            full_lo, full_hi = np.where(nothing, hi, full_lo), np.where(nothing, hi, full_hi)
+            out[part] = np.stack([lo, full_lo, full_hi, hi], axis=1) + other_base[s]
+        out.setflags(write=False)
+        return out
+
+    # -- lowering: any mask ---------------------------------------------------------------------
+
+    @cached_property
+    def row_csr(self) -> Csr:
+        """``(ptr (T_r + 1,), col (n,), kind (n,))``, int32, in the order tiles are visited.
+
+        Tiles of row i are ``col[ptr[i]:ptr[i + 1]]``, in `key_order`. A tile that the mask empties
+        is absent; FULL: every score is kept and no key is missing; every other one is MASKED.
+        """
+        if self.row_spans is not None:
+            ptr, col, kind = _expand(self.row_spans)
+        else:
+            ptr, col, kind = self._evaluate()
+        if self.key_order == "descending":
+            order = _reversed_rows(ptr)
+            col, kind = col[order], kind[order]
+        return _frozen(ptr, col, kind)
+
+    @cached_property
+    def col_csr(self) -> Csr:
+        """``(ptr (T_c + 1,), row (n,), kind (n,))``: the same tiles by column, rows ascending.
+
+        Column tiles are numbered from the first key whatever `key_order` says; a walk with keys
+        outside and descending order takes the columns from the last to the first.
+        """
+        if self.col_spans is not None:
+            return _frozen(*_expand(self.col_spans))
+        ptr, col, kind = self.row_csr
+        row = np.repeat(np.arange(self.t_r, dtype=np.int32), np.diff(ptr))
+        order = np.lexsort((row, col))
+        counts = np.bincount(col, minlength=self.t_c)
+        return _frozen(np.concatenate([[0], np.cumsum(counts)]), row[order], kind[order])
+
+    def _evaluate(self) -> Csr:
+        """Try the mask on one row of tiles at a time; memory stays linear in the length."""
+        if isinstance(self.problem.mask, SavedMask):
+            return self.problem.mask.row_csr(self.tiling)
+        band = Schedule(_band(self.problem), self.tiling).row_spans
+        assert band is not None
+        ptr, cols, kinds = [0], [], []
+        for i, (lo, _, _, hi) in enumerate(band.tolist()):
+            visited, full = self._row_of_tiles(i, lo, hi)
+            cols.append((lo + np.flatnonzero(visited)).astype(np.int32))
+            kinds.append(np.where(full[visited], FULL, MASKED).astype(np.int32))
+            ptr.append(ptr[-1] + len(cols[-1]))
+        return np.array(ptr, np.int32), np.concatenate(cols), np.concatenate(kinds)
+
+    def _row_of_tiles(self, i: int, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray]:
+        """For tiles lo .. hi - 1 of row i: is any score kept, and are all of them?"""
+        if hi == lo:
+            return np.zeros(0, bool), np.zeros(0, bool)
+        rows, edges = self.row_slice(i), self.cols[lo:hi]
+        keys = np.arange(edges[0, 0], edges[-1, 1])
+        kept = self.problem.keep(self.sequence_of_row(i), np.arange(rows.start, rows.stop), keys)
+        begins = edges[:, 0] - edges[0, 0]
+        some = np.logical_or.reduceat(kept.any(axis=0), begins)
+        every = np.logical_and.reduceat(kept.all(axis=0), begins)
+        return some, every & (edges[:, 1] - edges[:, 0] == self.tiling.block_k)
+
+    # -- the walk -------------------------------------------------------------------------------
+
+    def outer_order(self) -> range:
+        """The outer loop: row tiles, or column tiles in `key_order`."""
+        if self.outer == "queries":
+            return range(self.t_r)
+        columns = range(self.t_c)
+        return columns[::-1] if self.key_order == "descending" else columns
+
+    def visits(self, outer: int) -> Iterator[Visit]:
+        """The visits of one outer step: of row tile i, or with keys outside of column tile j."""
+        by_row = self.outer == "queries"
+        ptr, inner, kind = self.row_csr if by_row else self.col_csr
+        for v in range(int(ptr[outer]), int(ptr[outer + 1])):
+            i, j = (outer, int(inner[v])) if by_row else (int(inner[v]), outer)
+            yield Visit(self, v, i, j, self.row_slice(i), self.col_slice(j), int(kind[v]))
+
+    def __iter__(self) -> Iterator[Visit]:
+        for outer in self.outer_order():
+            yield from self.visits(outer)
+
+    @cached_property
+    def n_visits(self) -> int:
+        """Score tiles visited by one walk of one head."""
+        return self.sums.visits
+
+    # -- sums -----------------------------------------------------------------------------------
+
+    @cached_property
+    def sums(self) -> Sums:
+        """Sums over all visits, in O(row tiles) where rows are contiguous."""
+        heights = (self.rows[:, 1] - self.rows[:, 0]).astype(np.int64)
+        widths = (self.cols[:, 1] - self.cols[:, 0]).astype(np.int64)
+        if self.row_spans is not None:
+            lo, hi = self.row_spans[:, 0], self.row_spans[:, 3]
+            reach = np.concatenate([[0], np.cumsum(widths)])
+            count, width = (hi - lo).astype(np.int64), reach[hi] - reach[lo]
+        else:
+            ptr, col, _ = self.row_csr
+            reach = np.concatenate([[0], np.cumsum(widths[col])])
+            count, width = np.diff(ptr).astype(np.int64), reach[ptr[1:]] - reach[ptr[:-1]]
+        return Sums(
+            visits=int(count.sum()),
+            row_cols=int(width.sum()),
+            col_rows=int((heights * count).sum()),
+            area=int((heights * width).sum()),
+        )
+
+    def extents(self) -> tuple[np.ndarray, np.ndarray]:
+        """For each outer tile: its own size, and the largest inner tile it visits (0 if none)."""
+        by_row = self.outer == "queries"
+        own, other = (self.rows, self.cols) if by_row else (self.cols, self.rows)
+        sizes = (other[:, 1] - other[:, 0]).astype(np.int64)
+        spans = self.row_spans if by_row else self.col_spans
+        if spans is not None:  # only the last tile of a sequence is ragged, so the first is largest
+            some = spans[:, 3] > spans[:, 0]
+            largest = np.where(some, sizes[np.minimum(spans[:, 0], len(sizes) - 1)], 0)
+        else:
+            ptr, inner, _ = self.row_csr if by_row else self.col_csr
+            some = ptr[1:] > ptr[:-1]
+            largest = np.zeros(len(own), np.int64)
+            if some.any():
+                largest[some] = np.maximum.reduceat(sizes[inner], ptr[:-1][some])
+        return (own[:, 1] - own[:, 0]).astype(np.int64), largest
+
+
+def _cut(start: int, stop: int, block: int, offset: int, other_stop: int) -> np.ndarray:
+    begins = np.arange(start, stop, block)
+    table = np.empty((len(begins), 4), np.int32)
+    table[:, 0], table[:, 1] = begins, np.minimum(begins + block, stop)
+    table[:, 2], table[:, 3] = offset, other_stop
+    return table
+
+
+def _expand(spans: np.ndarray) -> Csr:
+    """CSR of spans: one entry for each tile of each interval."""
+    lo, full_lo, full_hi, hi = (spans[:, x].astype(np.int64) for x in range(4))
+    ptr = np.concatenate([[0], np.cumsum(hi - lo)])
+    owner = np.repeat(np.arange(len(spans)), hi - lo)
+    tile = np.arange(ptr[-1]) - ptr[owner] + lo[owner]
+    full = (tile >= full_lo[owner]) & (tile < full_hi[owner])
+    return ptr, tile, np.where(full, FULL, MASKED)
+
+
+def _reversed_rows(ptr: np.ndarray) -> np.ndarray:
+    """Indices that reverse each row of a CSR matrix."""
+    owner = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr))
+    return ptr[owner] + ptr[owner + 1] - 1 - np.arange(ptr[-1])
+
+
+def _frozen(*arrays: np.ndarray) -> Csr:
+    result = tuple(np.ascontiguousarray(array, np.int32) for array in arrays)
+    for array in result:
+        array.setflags(write=False)
+    return result  # type: ignore[return-value]
+
+
+def _band(problem: Problem) -> Problem:
+    """The problem without block_mask and mask: the tiles that causality and window allow."""
+    return replace(problem, block_mask=None, mask=None)

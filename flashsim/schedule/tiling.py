@@ -1,0 +1,200 @@
+"""`Tiling`: the size of a score tile, what it takes on chip, and the largest that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from flashsim.errors import OptionError, SramOverflow, TilingError, choices
+from flashsim.problem import checks
+from flashsim.problem.hardware import Device
+from flashsim.problem.problem import Problem
+from flashsim.schedule import plans
+from flashsim.schedule.presets import PRESETS
+
+#: Tile sides that `Tiling.fit` considers; real kernels use multiples of the tensor cores' 16.
+SIDES = (16, 32, 64, 128, 256, 512)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """One score tile: `block_q` query rows by `block_k` key columns (the papers' B_r and B_c).
+
+    Raises
+    ------
+    DTypeError, TilingError
+        If a side is not a positive integer.
+    """
+
+    block_q: int
+    block_k: int
+
+    def __post_init__(self) -> None:
+        for name in ("block_q", "block_k"):
+            try:
+                object.__setattr__(self, name, checks.positive_int(name, getattr(self, name)))
+            except ValueError as error:
+                raise TilingError(str(error)) from None
+
+    def __str__(self) -> str:
+        return f"{self.block_q} x {self.block_k}"
+
+    def clip(self, problem: Problem) -> Tiling:
+        """The tile as far as the problem fills it; a tile may be larger than the score matrix."""
+        return Tiling(min(self.block_q, problem.n_q), min(self.block_k, problem.n_kv))
+
+    def buffers(
+        self, problem: Problem, algorithm: str = "flash2", direction: str = "forward"
+    ) -> dict[str, dict[str, int]]:
+        """On-chip bytes of each buffer of each stage: ``{stage: {buffer: bytes}}``.
+
+        A buffer named in `plans` as one whole row (standard attention's softmax) is counted once,
+        since rows are processed one at a time if need be.
+        """
+        tile = self.clip(problem)
+        return {
+            stage.name: {
+                b.name: b.nbytes(1 if is_strip(stage) else tile.block_q, tile.block_k)
+                for b in stage.buffers
+            }
+            for stage in plans.stages(problem, algorithm, direction)
+        }
+
+    def footprint(
+        self, problem: Problem, algorithm: str = "flash2", direction: str = "forward"
+    ) -> int:
+        """On-chip bytes of the stage that needs the most, everything held at once.
+
+        FlashAttention-2 forward in float32 keeps Q, K, V, O and the scores S, and the statistics
+        m and l: with 64 x 64 tiles at d = 64 the first five take 81,920 B, m and l 512 B more.
+        """
+        tables = self.buffers(problem, algorithm, direction).values()
+        return max(sum(table.values()) for table in tables)
+
+    def check(
+        self,
+        problem: Problem,
+        device: Device,
+        algorithm: str = "flash2",
+        direction: str = "forward",
+    ) -> None:
+        """Raise unless every stage fits in one block's on-chip memory.
+
+        Raises
+        ------
+        SramOverflow
+            With the table of buffers and the largest tiling that fits.
+        """
+        for stage, table in self.buffers(problem, algorithm, direction).items():
+            need = sum(table.values())
+            if need > device.sram_bytes:
+                rows = "".join(f"\n  {name:<6}{size:>14,} B" for name, size in table.items())
+                raise SramOverflow(
+                    f"{algorithm} {direction}, stage {stage!r}: a {self} tile at head_dim="
+                    f"{problem.head_dim}, {problem.dtype} needs {need:,} B on chip, but "
+                    f"{device.name} gives a block {device.sram_bytes:,} B; "
+                    f"{self._advice(problem, device, algorithm, direction)}. It holds:{rows}"
+                )
+
+    def _advice(self, problem: Problem, device: Device, algorithm: str, direction: str) -> str:
+        try:
+            fits = Tiling.fit(problem, device, algorithm, direction)
+        except SramOverflow:
+            return "no tiling fits; use a device with more SRAM or another algorithm"
+        return f"the largest tiling that fits is Tiling({fits.block_q}, {fits.block_k})"
+
+    @classmethod
+    def fit(
+        cls,
+        problem: Problem,
+        device: Device | str = "H100",
+        algorithm: str = "flash2",
+        direction: str = "forward",
+    ) -> Tiling:
+        """The tiling that fits on chip and moves the fewest bytes through HBM.
+
+        HBM traffic falls with the block of the *outer* loop alone: with queries outside, K and V
+        are read once for each of the ``n_q / block_q`` row tiles; with keys outside, Q (and O) once
+        for each of the ``n_kv / block_k`` column tiles. So the outer block comes first and the
+        inner one takes what is left; an algorithm with both orders (a three-pass backward) grows
+        the smaller side first. Sides are powers of two from 16 to 512; the first line of
+        Algorithm 1 in arXiv:2205.14135, B_c = ceil(M / 4d), leaves the score tile out and so can
+        overshoot M.
+
+        Raises
+        ------
+        SramOverflow
+            If not even a 1 x 1 tile fits.
+        """
+        device = Device.get(device)
+        outers = {
+            stage.outer
+            for stage in plans.stages(problem, algorithm, direction)
+            if any(buffer.visit for buffer in stage.buffers)
+        }
+
+        def merit(tiling: Tiling) -> tuple[int, ...]:
+            q, k = tiling.block_q, tiling.block_k
+            if len(outers) == 2:
+                return min(q, k), q * k, q
+            return (q, k) if outers == {"queries"} else (k, q)
+
+        for candidates in (_tilings(SIDES), _tilings((1, 2, 4, 8, 16))):
+            fitting = [
+                tiling
+                for tiling in candidates
+                if tiling.footprint(problem, algorithm, direction) <= device.sram_bytes
+            ]
+            if fitting:
+                best = max(fitting, key=merit)
+                return _trim(best, problem)
+        smallest = cls(1, 1).footprint(problem, algorithm, direction)
+        raise SramOverflow(
+            f"{algorithm} {direction} at head_dim={problem.head_dim}, n_kv={problem.n_kv}, "
+            f"{problem.dtype} needs {smallest:,} B on chip even with a 1 x 1 tile, but "
+            f"{device.name} gives a block {device.sram_bytes:,} B; use a device with more SRAM"
+            + (
+                " or a flash algorithm (standard attention's softmax holds a whole row)"
+                if algorithm == "standard"
+                else ""
+            )
+        )
+
+    @classmethod
+    def preset(cls, name: str, head_dim: int, *, causal: bool = False) -> Tiling:
+        """The tile of a published kernel at this head_dim (see `PRESETS` for names and sources).
+
+        Raises
+        ------
+        OptionError
+            If there is no such kernel, or it has no tile for a head_dim this large.
+        """
+        if name not in PRESETS:
+            raise OptionError(f"unknown tiling preset {name!r}; {choices(name, PRESETS)}")
+        table = PRESETS[name]
+        for limit, (dense, masked) in table.items():
+            if head_dim <= limit:
+                return cls(*(masked if causal else dense))
+        raise OptionError(
+            f"{name} has no tile for head_dim={head_dim}; its largest is {max(table)}"
+        )
+
+
+def is_strip(stage: plans.Stage) -> bool:
+    """Whether a stage works on whole rows, as many at a time as fit (standard's softmax)."""
+    return bool(stage.buffers) and stage.name in ("softmax", "ds", "convert_dbias")
+
+
+def _tilings(sides: tuple[int, ...]) -> Iterator[Tiling]:
+    return (Tiling(q, k) for q, k in product(sides, sides))
+
+
+def _trim(tiling: Tiling, problem: Problem) -> Tiling:
+    """Halve sides that reach past the matrix: 512 x 512 for 17 queries says less than 32."""
+    q, k = tiling.block_q, tiling.block_k
+    while q // 2 >= problem.n_q:
+        q //= 2
+    while k // 2 >= problem.n_kv:
+        k //= 2
+    return Tiling(q, k)

@@ -1,0 +1,1 @@
+"""What one learns: ladder, reproduce, verify, predict, roofline, demo."""

@@ -1,0 +1,79 @@
+"""The demonstration: a real model's attention, executed, checked against the model, compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from flashsim.api.compare import Comparison, compare
+from flashsim.api.samples import SAMPLES, load_sample
+from flashsim.report import Table
+from flashsim.schedule.tiling import Tiling
+
+#: Largest difference from the model's output that counts as agreement. The bundled q, k and v, and
+#: our output, are rounded to float16, the model's are not: values around 3 differ by 1e-3 and more.
+LIMIT = 5e-3
+#: One tiling for all, so that what differs is the algorithm: 8 x 8 tiles of the 512 x 512 scores.
+TILING = Tiling(64, 64)
+
+
+@dataclass(frozen=True, eq=False)
+class DemoLayer:
+    """One layer's result.
+
+    Attributes
+    ----------
+    name : str
+    comparison : Comparison
+        Standard attention, FlashAttention-1 and FlashAttention-2, forward and backward.
+    differences : dict of float
+        Largest difference of each algorithm's output from the model's own.
+    files : list of Path
+        The traces written, forward and backward, of FlashAttention-2.
+    """
+
+    name: str
+    comparison: Comparison
+    differences: dict[str, float]
+    files: list[Path]
+
+    @property
+    def passed(self) -> bool:
+        """Whether what `run` gives by default, FlashAttention-2's output, is the model's."""
+        return self.differences["flash2"] < LIMIT
+
+    def agreement(self) -> Table:
+        """Each algorithm's output against the model's."""
+        table = Table(
+            f"{self.name}: output against the model's own",
+            ("algorithm", "largest difference", f"below {LIMIT:g}"),
+            note="standard attention rounds the scores themselves to float16 on their way to HBM",
+        )
+        for algorithm, difference in self.differences.items():
+            table.rows.append((algorithm, difference, difference < LIMIT))
+        return table
+
+
+def demo(out: Path) -> list[DemoLayer]:
+    """Run every bundled layer and write the traces of FlashAttention-2 into the folder `out`."""
+    out.mkdir(parents=True, exist_ok=True)
+    return [_layer(name, out) for name in SAMPLES]
+
+
+def _layer(name: str, out: Path) -> DemoLayer:
+    q, k, v, expected = load_sample(name)
+    comparison = compare(
+        q, k, v, dout=expected.astype(v.dtype), tiling=TILING, backward_tiling=TILING
+    )
+    differences = {
+        algorithm: float(np.abs(result.out.astype(np.float64) - expected).max())
+        for algorithm, result in comparison.results.items()
+    }
+    files = []
+    for trace in comparison.traces:
+        if trace.algorithm == "flash2":
+            files.append(out / f"{name}-flash2-{trace.direction}.npz")
+            trace.save(files[-1])
+    return DemoLayer(name, comparison, differences, files)

@@ -1,0 +1,85 @@
+"""The simulated machine that the rungs run on: one head, dense tiles, queries outside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from flashsim.algorithms.memory import Hbm, Sram
+from flashsim.errors import SramOverflow
+from flashsim.problem.hardware import Device
+from flashsim.problem.problem import Problem
+from flashsim.schedule.names import OPS, TENSORS, TRANSFERS
+from flashsim.schedule.plans import Stage
+from flashsim.schedule.schedule import Schedule
+from flashsim.schedule.tiling import Tiling
+
+
+class Bench:
+    """HBM with the rung's inputs, and a fresh SRAM for each of its kernels.
+
+    Attributes
+    ----------
+    hbm : Hbm
+        Tensors by name: S (n_q, n_kv) or Q, K, V in; P (n_q, n_kv) or O (n_q, head_dim) out.
+    schedule : Schedule
+        All tiles of the score matrix, row by row.
+    transfers : dict
+        Bytes moved so far, ``{(op, tensor): bytes}``.
+    peak : int
+        Most bytes held on chip so far.
+    """
+
+    def __init__(self, problem: Problem, tiling: Tiling, device: Device) -> None:
+        self.problem, self.tiling, self.device = problem, tiling, device
+        self.hbm = Hbm(problem)
+        self.schedule = Schedule(problem, tiling, dense=True)
+        self.transfers: dict[tuple[str, str], int] = {}
+        self.peak = 0
+
+    @contextmanager
+    def kernel(self, name: str) -> Iterator[Sram]:
+        """Run one kernel: an empty SRAM of the device's capacity."""
+        sram = Sram(self.schedule, Stage(name, "queries", (), dense=True), self.device, record=True)
+        yield sram
+        events = sram.done().events
+        for op in TRANSFERS:
+            for event in events[events["op"] == op]:
+                key = OPS[op], TENSORS[event["tensor"]]
+                self.transfers[key] = self.transfers.get(key, 0) + int(event["bytes"])
+        self.peak = max(self.peak, sram.peak)
+
+    def require_row(self, what: str, score: int, per_row: int = 0, per_tile: int = 0) -> None:
+        """Raise unless `block_q` whole rows fit on chip.
+
+        Parameters
+        ----------
+        what : str
+            What the rung is called.
+        score : int
+            On-chip bytes of one score.
+        per_row : int
+            On-chip bytes of one row besides its scores.
+        per_tile : int
+            On-chip bytes that do not grow with the rows.
+
+        Raises
+        ------
+        SramOverflow
+            With the longest row that fits, at this tile height and at height 1.
+        """
+        height = min(self.tiling.block_q, self.problem.n_q)
+        need = height * (self.problem.n_kv * score + per_row) + per_tile
+        if need <= self.device.sram_bytes:
+            return
+
+        def longest(rows: int) -> int:
+            return max(0, ((self.device.sram_bytes - per_tile) // rows - per_row) // score)
+
+        n, device = self.problem.n_kv, self.device
+        raise SramOverflow(
+            f"{what} keeps {height} whole rows of {n:,} scores on chip: {need:,} B, but "
+            f"{device.name} gives a block {device.sram_bytes:,} B; the longest row that fits is "
+            f"{longest(height):,} at block_q={height} and {longest(1):,} at block_q=1; beyond, "
+            "use an online softmax, whose need does not grow with the row"
+        )

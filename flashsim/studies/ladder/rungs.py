@@ -1,0 +1,293 @@
+"""The rungs in order: what each computes, what it should move, and running them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from flashsim.counts import traffic
+from flashsim.engines import simulator
+from flashsim.engines.engine import Job
+from flashsim.errors import OptionError, choices
+from flashsim.problem.hardware import Device
+from flashsim.problem.problem import Problem, numpy_dtype
+from flashsim.report import Table
+from flashsim.schedule import plans
+from flashsim.schedule.schedule import Schedule
+from flashsim.schedule.tiling import Tiling
+from flashsim.studies.ladder import fusion, softmax
+from flashsim.studies.ladder.bench import Bench
+from flashsim.trace.trace import Trace
+
+Moves = dict[tuple[str, str], int]
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One step of the ladder.
+
+    Attributes
+    ----------
+    name, title : str
+    result : {"P", "softmax V", "Q K^T V", "attention"}
+        What it computes, and so which float64 result judges it.
+    page : callable or None
+        Runs it on a `Bench`; None for the algorithms flashsim has anyway.
+    scores : (int, int, int)
+        How often each S is loaded, each P stored and each P loaded again: what the closed form
+        needs to know of a page (of flashsim's own algorithms, `traffic` knows it).
+    """
+
+    name: str
+    title: str
+    result: Literal["P", "softmax V", "Q K^T V", "attention"]
+    page: Callable[[Bench], None] | None
+    scores: tuple[int, int, int] = (0, 0, 0)
+
+    def predict(self, problem: Problem, tiling: Tiling, device: Device) -> Moves:
+        """What it moves, in closed form: ``{(op, tensor): bytes}``."""
+        if self.page is None:
+            counted = traffic.count_schedule(problem, tiling, self.name, "forward", device)
+            total: Moves = {}
+            for (_, op, tensor), nbytes in counted.transfers.items():
+                total[op, tensor] = total.get((op, tensor), 0) + nbytes
+            return total
+        p, sums = problem, Schedule(problem, tiling, dense=True).sums
+        e = p.itemsize
+        crossings = (("load", "S"), ("store", "P"), ("load", "P"))
+        moves = {
+            crossing: times * sums.area * e
+            for crossing, times in zip(crossings, self.scores, strict=True)
+        }
+        if self.result != "P":
+            moves["load", "V"] = sums.row_cols * p.head_dim_v * e
+            moves["store", "O"] = p.n_q * p.head_dim_v * e
+        if self.result in ("Q K^T V", "attention"):
+            moves["load", "Q"] = p.n_q * p.head_dim * e
+            moves["load", "K"] = sums.row_cols * p.head_dim * e
+        return {key: nbytes for key, nbytes in moves.items() if nbytes}
+
+
+#: From the softmax alone to FlashAttention.
+RUNGS: dict[str, Rung] = {
+    rung.name: rung
+    for rung in (
+        Rung("naive", "softmax, no maximum", "P", softmax.naive, (2, 1, 0)),
+        Rung("stable", "softmax, three passes", "P", softmax.stable, (3, 1, 0)),
+        Rung("online", "softmax, online in chunks", "P", softmax.online, (2, 1, 0)),
+        Rung("whole-row", "softmax, whole rows on chip", "P", softmax.whole_row, (1, 1, 0)),
+        Rung(
+            *("softmax-then-product", "online softmax, then P V", "softmax V"),
+            *(fusion.softmax_then_product, (2, 1, 1)),
+        ),
+        Rung(
+            *("softmax-product", "softmax fused with P V", "softmax V"),
+            *(fusion.softmax_product, (1, 0, 0)),
+        ),
+        Rung(
+            *("without-softmax", "attention without its softmax", "Q K^T V"),
+            fusion.without_softmax,
+        ),
+        Rung(
+            *("whole-row-attention", "attention, whole rows on chip", "attention"),
+            fusion.whole_row_attention,
+        ),
+        Rung("standard", "standard attention, three kernels", "attention", None),
+        Rung("flash1", "FlashAttention: keys outside", "attention", None),
+        Rung("flash2", "FlashAttention-2: queries outside", "attention", None),
+    )
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One rung as it ran.
+
+    Attributes
+    ----------
+    rung : Rung
+    out : ndarray, (n_q, n_kv) for a softmax, else (n_q, head_dim)
+    error : float
+        Largest difference from the same quantity in float64.
+    moved, predicted : dict
+        ``{(op, tensor): bytes}``, executed and in closed form.
+    peak_sram : int
+        Most bytes held on chip.
+    """
+
+    rung: Rung
+    out: np.ndarray
+    error: float
+    moved: Moves
+    predicted: Moves
+    peak_sram: int
+
+    def bytes(self, op: str | None = None, tensor: str | None = None) -> int:
+        """Bytes moved: of one operation and tensor, or all."""
+        return sum(
+            nbytes
+            for (its_op, its_tensor), nbytes in self.moved.items()
+            if op in (None, its_op) and tensor in (None, its_tensor)
+        )
+
+    def accesses(self, n_scores: int, itemsize: int) -> tuple[float, float]:
+        """Loads and stores of each score: the count of arXiv:1805.02867 (naive 2 + 1, ...)."""
+        loads, stores = (sum(self.bytes(op, tensor) for tensor in "SP") for op in ("load", "store"))
+        return loads / (n_scores * itemsize), stores / (n_scores * itemsize)
+
+
+@dataclass(frozen=True, eq=False)
+class Climb:
+    """All rungs on the same inputs; prints as one table."""
+
+    problem: Problem
+    tiling: Tiling
+    device: Device
+    steps: dict[str, Step]
+
+    def table(self) -> Table:
+        """One row a rung."""
+        p = self.problem
+        table = Table(
+            f"{p.n_q:,} x {p.n_kv:,} scores, d={p.head_dim}, {p.dtype}, tiles {self.tiling}, "
+            f"{self.device.name}",
+            (
+                *("rung", "computes", "loads/score", "stores/score", "load B", "store B"),
+                *("predicted", "SRAM B", "max |error|"),
+            ),
+            note="predicted: does the closed form equal what was moved? error: against float64; "
+            "nan: an exponential overflowed",
+        )
+        for name, step in self.steps.items():
+            loads, stores = step.accesses(p.n_q * p.n_kv, p.itemsize)
+            table.rows.append(
+                (
+                    *(name, step.rung.title, loads, stores),
+                    *(step.bytes("load"), step.bytes("store")),
+                    "==" if step.moved == step.predicted else "DIFFERS",
+                    *(step.peak_sram, step.error),
+                )
+            )
+        return table
+
+    def __str__(self) -> str:
+        return self.table().text(width=140)
+
+
+def climb(
+    n_q: int = 512,
+    n_kv: int = 512,
+    head_dim: int = 64,
+    *,
+    dtype: str = "float32",
+    tiling: Tiling | None = None,
+    device: str | Device = "H100",
+    rungs: tuple[str, ...] | list[str] | None = None,
+    magnify: float = 1.0,
+    seed: int = 0,
+) -> Climb:
+    """Run the ladder on one head of random Q, K, V (and S = scale Q K^T where a rung starts there).
+
+    Parameters
+    ----------
+    n_q, n_kv, head_dim : int
+    dtype : str
+        Element type in HBM.
+    tiling : Tiling, optional
+        Default 64 x 64.
+    device : str or Device
+    rungs : names out of `RUNGS`, optional
+        Default: all.
+    magnify : float
+        Multiplies Q. With 100 the scores are large enough to overflow the naive softmax.
+    seed : int
+
+    Raises
+    ------
+    OptionError
+        For a rung that does not exist.
+    SramOverflow
+        Where whole rows no longer fit on chip; the message says up to which length they do.
+    """
+    names = tuple(RUNGS) if rungs is None else tuple(rungs)
+    for name in names:
+        if name not in RUNGS:
+            raise OptionError(f"unknown rung {name!r}; {choices(name, RUNGS)}")
+    problem = Problem(n_q, n_kv, head_dim, dtype=dtype)
+    tiling, device = tiling or Tiling(64, 64), Device.get(device)
+    rng = np.random.default_rng(seed)
+    q, k, v = (
+        (factor * rng.standard_normal((1, 1, n, head_dim))).astype(numpy_dtype(dtype))
+        for n, factor in ((n_q, magnify), (n_kv, 1.0), (n_kv, 1.0))
+    )
+    inputs = _Inputs(problem, q, k, v)
+    steps = {name: _run(RUNGS[name], inputs, tiling, device) for name in names}
+    return Climb(problem, tiling, device, steps)
+
+
+class _Inputs:
+    """Q, K, V, the scores, and every result in float64."""
+
+    def __init__(self, problem: Problem, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
+        self.problem, self.q, self.k, self.v = problem, q, k, v
+        wide_q, wide_k, wide_v = (x[0, 0].astype(np.float64) for x in (q, k, v))
+        exact = problem.scale * wide_q @ wide_k.T
+        self.s = exact.astype(q.dtype)[None, None]
+        P = _softmax(self.s[0, 0].astype(np.float64))
+        self.expected = {
+            "P": P,
+            "softmax V": P @ wide_v,
+            "Q K^T V": exact @ wide_v,
+            "attention": _softmax(exact) @ wide_v,
+        }
+
+
+def _softmax(scores: np.ndarray) -> np.ndarray:
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
+def _run(rung: Rung, x: _Inputs, tiling: Tiling, device: Device) -> Step:
+    predicted = rung.predict(x.problem, tiling, device)
+    if rung.page is None:
+        out, moved, peak = _simulate(rung.name, x, tiling, device)
+    else:
+        out, moved, peak = _execute(rung, x, tiling, device)
+    with np.errstate(invalid="ignore"):
+        error = float(np.abs(out.astype(np.float64) - x.expected[rung.result]).max())
+    return Step(rung, out, error, moved, predicted, peak)
+
+
+def _execute(
+    rung: Rung, x: _Inputs, tiling: Tiling, device: Device
+) -> tuple[np.ndarray, Moves, int]:
+    assert rung.page is not None
+    p, bench = x.problem, Bench(x.problem, tiling, device)
+    from_scores = rung.result in ("P", "softmax V")
+    for name, array in (("S", x.s),) if from_scores else (("Q", x.q), ("K", x.k)):
+        bench.hbm.put(name, array)
+    bench.hbm.put("V", x.v)
+    P = bench.hbm.new("P", p.n_q, p.n_kv, p.dtype)
+    O = bench.hbm.new("O", p.n_q, p.head_dim_v, p.dtype)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):
+        rung.page(bench)
+    return (P if rung.result == "P" else O)[0, 0], bench.transfers, bench.peak
+
+
+def _simulate(
+    algorithm: str, x: _Inputs, tiling: Tiling, device: Device
+) -> tuple[np.ndarray, Moves, int]:
+    job = Job(x.problem, x.q, x.k, x.v, None, tiling, device, algorithm, trace=True)
+    outcome = simulator.forward(job)
+    assert outcome.stages is not None
+    trace = Trace(x.problem, device, algorithm, plans.DIRECTIONS[0], "numpy", outcome.stages)
+    moved = {
+        (op, tensor): nbytes
+        for tensor, row in trace.by_tensor().items()
+        for op, nbytes in row.items()
+        if nbytes
+    }
+    return outcome.arrays["out"][0, 0], moved, trace.peak_sram()

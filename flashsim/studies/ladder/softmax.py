@@ -1,0 +1,98 @@
+"""Softmax of each row of a score matrix that lies in HBM: S (n_q, n_kv) in, P out.
+
+Names and pass counts follow Milakov and Gimelshein, "Online normalizer calculation for softmax",
+arXiv:1805.02867: what counts is how often each element crosses between HBM and SRAM.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flashsim.studies.ladder.bench import Bench
+
+
+def naive(bench: Bench) -> None:
+    """Algorithm 1: sum of exponentials, then divide. 2 loads and 1 store an element.
+
+    exp(s) overflows float32 at s = 89: never use it.
+    """
+    hbm = bench.hbm
+    with bench.kernel("naive softmax") as sram:
+        for i in range(bench.schedule.t_r):
+            rows = bench.schedule.row_slice(i)
+            with sram.step(i):
+                l_i = sram.alloc("l", (rows.stop - rows.start,), fill=0.0)
+                for visit in bench.schedule.visits(i):
+                    with sram.visit(visit):
+                        l_i += np.exp(sram.load(hbm.S, rows, visit.cols)).sum(axis=-1)
+                for visit in bench.schedule.visits(i):
+                    with sram.visit(visit):
+                        S_ij = sram.load(hbm.S, rows, visit.cols)
+                        sram.store(hbm.P, rows, np.exp(S_ij) / l_i[..., None], visit.cols)
+
+
+def stable(bench: Bench) -> None:
+    """Algorithm 2: maximum, then sum, then divide. 3 loads and 1 store an element."""
+    hbm = bench.hbm
+    with bench.kernel("stable softmax") as sram:
+        for i in range(bench.schedule.t_r):
+            rows = bench.schedule.row_slice(i)
+            n = rows.stop - rows.start
+            with sram.step(i):
+                m_i = sram.alloc("m", (n,), fill=-np.inf)
+                l_i = sram.alloc("l", (n,), fill=0.0)
+                for visit in bench.schedule.visits(i):
+                    with sram.visit(visit):
+                        S_ij = sram.load(hbm.S, rows, visit.cols)
+                        np.maximum(m_i, S_ij.max(axis=-1), out=m_i)
+                for visit in bench.schedule.visits(i):
+                    with sram.visit(visit):
+                        S_ij = sram.load(hbm.S, rows, visit.cols)
+                        l_i += np.exp(S_ij - m_i[..., None]).sum(axis=-1)
+                for visit in bench.schedule.visits(i):
+                    with sram.visit(visit):
+                        S_ij = sram.load(hbm.S, rows, visit.cols)
+                        P_ij = np.exp(S_ij - m_i[..., None]) / l_i[..., None]
+                        sram.store(hbm.P, rows, P_ij, visit.cols)
+
+
+def online(bench: Bench) -> None:
+    """Algorithm 3, by chunks: maximum and sum in one pass. 2 loads and 1 store an element.
+
+    When a chunk raises the maximum, the sum so far is rescaled: l = exp(m_old - m) l + sum(chunk).
+    """
+    hbm = bench.hbm
+    with bench.kernel("online softmax") as sram:
+        for i in range(bench.schedule.t_r):
+            rows = bench.schedule.row_slice(i)
+            n = rows.stop - rows.start
+            with sram.step(i):
+                m_i = sram.alloc("m", (n,), fill=-np.inf)
+                l_i = sram.alloc("l", (n,), fill=0.0)
+                for visit in bench.schedule.visits(i):
+                    with sram.visit(visit):
+                        S_ij = sram.load(hbm.S, rows, visit.cols)
+                        m_new = np.maximum(m_i, S_ij.max(axis=-1))
+                        l_i *= np.exp(m_i - m_new)
+                        l_i += np.exp(S_ij - m_new[..., None]).sum(axis=-1)
+                        m_i[:] = m_new
+                for visit in bench.schedule.visits(i):
+                    with sram.visit(visit):
+                        S_ij = sram.load(hbm.S, rows, visit.cols)
+                        P_ij = np.exp(S_ij - m_i[..., None]) / l_i[..., None]
+                        sram.store(hbm.P, rows, P_ij, visit.cols)
+
+
+def whole_row(bench: Bench) -> None:
+    """The row stays on chip between the passes: 1 load and 1 store, while it fits."""
+    hbm = bench.hbm
+    bench.require_row("softmax of whole rows", score=bench.problem.itemsize)
+    with bench.kernel("whole-row softmax") as sram:
+        for i in range(bench.schedule.t_r):
+            rows = bench.schedule.row_slice(i)
+            with sram.step(i):
+                S_i = sram.load(hbm.S, rows)
+                S_i -= S_i.max(axis=-1, keepdims=True)
+                P_i = np.exp(S_i, out=S_i)
+                P_i /= P_i.sum(axis=-1, keepdims=True)
+                sram.store(hbm.P, rows, P_i)

@@ -1,0 +1,243 @@
+"""`predict`: units, overlap, waves and tails."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from flashsim import report
+from flashsim.api import counting
+from flashsim.backends.families import hopper, portable
+from flashsim.backends.launch import Gpu
+from flashsim.counts.traffic import Traffic
+from flashsim.errors import OptionError, choices
+from flashsim.l2.recipes import COL, KEY, ROW, tensors
+from flashsim.problem.hardware import Device
+from flashsim.problem.problem import Problem
+from flashsim.schedule.plans import DIRECTIONS
+from flashsim.schedule.tiling import Tiling
+from flashsim.studies.predict.calibration import CALIBRATED, HBM_SHARE, LAUNCH, Constants
+from flashsim.studies.predict.units import UNITS, visit_seconds
+
+FAMILIES = {"hopper": hopper, "portable": portable}
+
+#: Shared memory that CUDA keeps for itself, a block (CUDA C++ Programming Guide).
+RESERVED = 1024
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """Predicted time of one stage's kernel.
+
+    Attributes
+    ----------
+    name : str
+    seconds : float
+    units : dict of float
+        Seconds for which each unit is busy, were the work spread evenly: at most `seconds`, unless
+        a clock above the nominal one is needed.
+    waves : float
+        Thread blocks for each place on the SMs; a fraction is a tail.
+    tail : float
+        Share of the time in which some SMs have run out of work: 1 - (mean busy time / seconds).
+    """
+
+    name: str
+    seconds: float
+    units: Mapping[str, float]
+    waves: float
+    tail: float
+
+    @property
+    def bound(self) -> str:
+        """The unit that is busy for longest."""
+        return max(self.units, key=lambda unit: self.units[unit])
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted time of a pass; prints as a table."""
+
+    traffic: Traffic
+    kernels: str
+    stages: tuple[StageTime, ...]
+
+    @property
+    def seconds(self) -> float:
+        """All stages, one after the other."""
+        return sum(stage.seconds for stage in self.stages)
+
+    def table(self) -> report.Table:
+        """One row a stage: time, what each unit needs of it, waves and tail."""
+        t = self.traffic
+        units = (*UNITS, "HBM")
+        table = report.Table(
+            f"{t.algorithm} {t.direction} on {t.device.name}, {self.kernels} kernels, "
+            f"tiles {t.tiling}: {self.seconds * 1e3:.3f} ms",
+            ("stage", "ms", "bound", *(f"{unit} ms" for unit in units), "waves", "tail"),
+            note=f"calibrated on one H200{_untested(t.device)}; errors on other shapes, and what "
+            "is not modelled: docs/truth.md",
+        )
+        for s in self.stages:
+            busy = [1e3 * s.units.get(unit, 0.0) for unit in units]
+            table.rows.append((s.name, 1e3 * s.seconds, s.bound, *busy, s.waves, s.tail))
+        return table
+
+    def __str__(self) -> str:
+        return self.table().text(width=160)
+
+
+def _untested(device: Device) -> str:
+    return "" if device.name == "H200" else f", untested on {device.name}"
+
+
+def predict(
+    problem: Problem,
+    *,
+    direction: str = "forward",
+    algorithm: str = "flash2",
+    kernels: str = "hopper",
+    tiling: Tiling | None = None,
+    device: str | Device = "H200",
+    constants: Mapping[str, Constants] | None = None,
+    heads_in_group: Mapping[str, int] | None = None,
+) -> Prediction:
+    """How long the kernels of `backend="cupy"` take.
+
+    Blocks start in the kernels' own order, the longest first, and the next one takes the place of
+    the first that ends. No data, no GPU.
+
+    Parameters
+    ----------
+    problem : Problem
+    direction : {"forward", "backward"}
+    algorithm : {"flash2", "flash2-fused"}
+    kernels : {"hopper", "portable"}
+        The kernel family.
+    tiling : Tiling, optional
+        Default: the family's own.
+    device : str or Device
+        The constants were fitted on an H200; for another device they are taken over, untested.
+    constants : mapping of Constants, optional
+        By stage; default: the calibrated ones.
+    heads_in_group : mapping of int, optional
+        By stage, how many heads are worked on together; default: the kernels' own (`plans.clump`).
+
+    Raises
+    ------
+    OptionError, UnsupportedError, TilingError
+        If there is no such family, or its kernels do not run this.
+    """
+    passes, traffic = _prepare(problem, direction, algorithm, kernels, tiling, Device.get(device))
+    known = constants or CALIBRATED[kernels]
+    for name, heads in (heads_in_group or {}).items():
+        if heads < 1:
+            raise OptionError(f"heads_in_group must be at least 1, got {heads!r} for {name!r}")
+        passes = tuple(replace(x, clump=heads) if x.stage.name == name else x for x in passes)
+    return Prediction(traffic, kernels, tuple(_stage(one, traffic, known) for one in passes))
+
+
+@lru_cache(maxsize=128)
+def _prepare(
+    problem: Problem,
+    direction: str,
+    algorithm: str,
+    kernels: str,
+    tiling: Tiling | None,
+    device: Device,
+) -> tuple[tuple[Any, ...], Traffic]:
+    """What would be launched, and its traffic."""
+    if kernels not in CALIBRATED:
+        raise OptionError(f"unknown kernels {kernels!r}; {choices(kernels, CALIBRATED)}")
+    if direction not in DIRECTIONS:
+        raise OptionError(f"unknown direction {direction!r}; {choices(direction, DIRECTIONS)}")
+    if algorithm not in ("flash2", "flash2-fused"):
+        raise OptionError(f"GPU kernels run flash2 and flash2-fused, not {algorithm!r}")
+    family = FAMILIES[kernels]
+    gpu = Gpu(
+        *(device.name, device.compute_capability, device.sram_bytes, device.l2_bytes),
+        multiprocessors=device.sm_count,
+    )
+    passes = (
+        family.forward_passes(problem, tiling, gpu, "ascending", "")
+        if direction == "forward"
+        else family.backward_passes(problem, tiling, gpu, "ascending", "", algorithm)
+    )
+    traffic = counting.count(
+        problem,
+        algorithm=algorithm,
+        direction=direction,
+        tiling=passes[0].tables.schedule.tiling,
+        device=replace(device, sram_bytes=device.sram_per_sm + device.registers_per_sm),
+    )
+    return passes, traffic
+
+
+def _stage(one: Any, traffic: Traffic, constants: Mapping[str, Constants]) -> StageTime:
+    device, name = traffic.device, one.stage.name
+    hbm = once_bytes(traffic, name) / (device.hbm_bandwidth * HBM_SHARE)
+    if name not in constants:  # row by row: it streams
+        return StageTime(name, LAUNCH + hbm, {"HBM": hbm}, 1.0, 0.0)
+    each = visit_seconds(traffic, one.stage, rows_a_reader(one))
+    members = traffic.problem.group if one.stage.per == "group" else 1
+    visits = np.diff(one.tables.ptr)[one.tables.order] * members
+    blocks = blocks_per_sm(one, device)
+    slots = blocks * device.sm_count
+    chosen = constants[name]
+    inside = [t for unit, t in each.items() if unit != "L2"]  # copies run beside the arithmetic
+    mixed = chosen.busiest * max(inside) + chosen.others * (sum(inside) - max(inside))
+    a_visit = blocks * max(mixed, each["L2"])
+    durations = visits * a_visit + chosen.item
+    last, mean = _finish(durations, one.walks, one.clump, slots)
+    seconds = LAUNCH + max(last, hbm)
+    total = int(visits.sum()) * one.walks
+    units = {unit: t * total / device.sm_count for unit, t in each.items()} | {"HBM": hbm}
+    waves = len(visits) * one.walks / slots
+    return StageTime(name, seconds, units, waves, 1 - mean / last)
+
+
+def _finish(durations: Sequence[float], walks: int, clump: int, slots: int) -> tuple[float, float]:
+    """When the last slot ends, and the mean time that slots are busy.
+
+    `clump` walks are finished before the next ones; inside, the longest tiles of all come first.
+    """
+    free = [0.0] * slots
+    for first in range(0, walks, clump):
+        size = min(clump, walks - first)
+        for duration in durations:
+            for _ in range(size):
+                heapq.heapreplace(free, free[0] + float(duration))
+    return max(free), sum(free) / slots
+
+
+def rows_a_reader(one: Any) -> int:
+    """Rows of the outer tile for which a warp, or a Hopper warpgroup, reads the visited tiles."""
+    tiling = one.tables.schedule.tiling
+    outer = tiling.block_q if one.stage.outer == "queries" else tiling.block_k
+    if one.kernel.boxes:  # one warpgroup of four warps loads, the others compute
+        return max(64, outer // (one.kernel.threads // 128 - 1))
+    return outer // (one.kernel.threads // 32)
+
+
+def blocks_per_sm(one: Any, device: Device) -> int:
+    """Thread blocks that fit on an SM by shared memory; one of a persistent kernel."""
+    if one.kernel.boxes:
+        return 1
+    return max(1, device.sram_per_sm // (one.kernel.shared_bytes + RESERVED))
+
+
+def once_bytes(traffic: Traffic, stage: str) -> int:
+    """Bytes of all tensors that a stage touches, each once for reading and once for writing."""
+    p, total = traffic.problem, 0
+    size = {ROW: p.n_q, COL: p.n_kv}
+    for name, op, tensor in traffic.transfers:
+        if name == stage:
+            axis, owner, width = tensors(p)[tensor]
+            heads = p.batch * (p.kv_heads if owner == KEY else p.heads)
+            total += heads * size[axis] * width * (2 if op == "reduce" else 1)
+    return total

@@ -1,0 +1,84 @@
+"""Published numbers, recomputed: what the paper prints, what we get, and why the two differ.
+
+>>> from flashsim import reproduce
+>>> for table in reproduce.tables("ring"):
+...     print(table)  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from flashsim.errors import OptionError, choices
+from flashsim.report import Table
+from flashsim.studies.reproduce import (
+    claims,
+    distribution,
+    flash1_counts,
+    numerics,
+    sawtooth,
+    tiles,
+)
+
+#: What can be recomputed: name -> (what it is, how).
+NAMES: dict[str, tuple[str, Callable[[], list[Table]]]] = {
+    "hbm": ("FlashAttention, figure 2: HBM accesses and FLOPs", flash1_counts.hbm),
+    "memory": ("FlashAttention, table 21: memory footprint", flash1_counts.memory),
+    "bounds": ("FlashAttention, theorem 2; lower bounds of Saha and Ye", claims.bounds),
+    "order": ("keys outside move more than queries outside", claims.order),
+    "softmax": ("online softmax, accesses an element (Milakov, Gimelshein)", numerics.softmax),
+    "error": ("FlashAttention-3, table 3: numerical error", numerics.error),
+    "tiles": ("FlashAttention-2 and -3: shared memory of their tiles", tiles.tiles),
+    "decoding": ("flash-decoding: how much of the GPU is used", distribution.decoding),
+    "ring": ("ring attention, table 2: communication hidden by arithmetic", distribution.ring),
+    "sawtooth": ("sawtooth wavefronts: fewer L2 misses", sawtooth.sawtooth),
+}
+
+#: Published numbers that cannot be derived from the algorithm alone, and why.
+NOT_DERIVABLE = (
+    ("run times and TFLOP/s", "they need clocks, latencies and how well units overlap"),
+    (
+        "FlashAttention's 40.3 GB for standard attention",
+        "it counts the passes of one PyTorch program (mask, dropout, casts), which the paper "
+        "does not list; `hbm` shows how many passes over N x N scores that is",
+    ),
+    (
+        "HBM accesses over block size, figure 2 (middle)",
+        "printed as a curve without numbers; `hbm` gives ours at the same block sizes",
+    ),
+    (
+        "FlashAttention-3's FP8 errors",
+        "they depend on its block quantisation and Hadamard transform, which this simulator "
+        "does not do",
+    ),
+    ("speed-ups of flash-decoding", "they are run times; `decoding` gives blocks in flight"),
+    (
+        "perplexities, training times",
+        "they are properties of models and of whole training programs",
+    ),
+)
+
+
+def tables(name: str) -> list[Table]:
+    """Recompute one set of published numbers.
+
+    Raises
+    ------
+    OptionError
+        If there is no such set; the message lists them.
+    """
+    if name not in NAMES:
+        raise OptionError(f"nothing to reproduce by the name {name!r}; {choices(name, NAMES)}")
+    return NAMES[name][1]()
+
+
+def listing() -> list[Table]:
+    """What can be recomputed, and what cannot and why."""
+    known = Table("What can be recomputed", ("name", "what"))
+    known.rows = [(name, what) for name, (what, _) in NAMES.items()]
+    rest = Table("What cannot be derived from the algorithm alone", ("published", "why"))
+    rest.rows = list(NOT_DERIVABLE)
+    return [known, rest]
+
+
+__all__ = ["NAMES", "NOT_DERIVABLE", "listing", "tables"]

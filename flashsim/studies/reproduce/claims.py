@@ -1,0 +1,88 @@
+"""IO complexity: theorem 2 of arXiv:2205.14135, bounds of arXiv:2402.07443, loop orders."""
+
+from __future__ import annotations
+
+from math import ceil, sqrt
+
+import numpy as np
+
+from flashsim.api.execution import run
+from flashsim.counts import traffic
+from flashsim.problem.hardware import KIB, MIB, Device
+from flashsim.problem.problem import Problem
+from flashsim.report import Table
+from flashsim.schedule.tiling import Tiling
+from flashsim.studies.reproduce.page import line, page
+
+
+def bounds() -> list[Table]:
+    """Executed HBM accesses of FlashAttention over M, against N^2 d^2 / M and the lower bounds.
+
+    The tile follows line 1 of Algorithm 1: B_c = ceil(M / 4 d), B_r = min(B_c, d), M in elements.
+    Each count is executed on the simulated memory, not only predicted.
+    """
+    n, d = 256, 32
+    shape = f"N = {n}, d = {d}, float32, executed"
+    above = page(
+        f"Theorem 2: FlashAttention's HBM accesses, elements, over M; {shape}",
+        "arXiv:2205.14135, theorem 2: O(N^2 d^2 / M), an order of growth. A steady ratio confirms "
+        "it, its value is the algorithm's; it grows once the N d accesses that no tile saves are "
+        "no longer few",
+    )
+    below = page(
+        f"Lower bounds on any attention's HBM accesses, elements, over M; {shape}",
+        "arXiv:2402.07443 (Saha and Ye), orders of growth too: N^2 d^2 / M where M >= d^2 = "
+        f"{d * d:,}, N^2 d / sqrt(M) below, so FlashAttention is optimal above only",
+    )
+    rng = np.random.default_rng(0)
+    q, k, v = rng.standard_normal((3, 1, 1, n, d), dtype=np.float32)
+    for m in (512, 1024, 2048, 4096, 8192):
+        block_k = min(ceil(m / (4 * d)), n)
+        tiling = Tiling(min(block_k, d), block_k)
+        device = Device.get("A100").with_sram(16 * MIB)  # the rule leaves the score tile out of M
+        trace = run(q, k, v, algorithm="flash1", tiling=tiling, device=device, trace=True).trace
+        assert trace is not None
+        executed, name = trace.bytes() // 4, f"M = {m:,}, tile {tiling}"
+        order = n * n * d * d / m
+        above.rows.append(line(name, order, executed, _parts(n, d, m, order)))
+        if m >= d * d:
+            below.rows.append(line(name, order, executed, "N^2 d^2 / M: met, but for a constant"))
+        else:
+            why = f"N^2 d / sqrt(M): sqrt(M) / d = {sqrt(m) / d:.2f} of N^2 d^2 / M"
+            below.rows.append(line(name, n * n * d / sqrt(m), executed, why))
+    return [above, below]
+
+
+def _parts(n: int, d: int, m: int, order: float) -> str:
+    """What the accesses of Algorithm 1 are made of, each part over N^2 d^2 / M."""
+    visits = n * 4 * n * d / m  # of a row of Q: N rows, each with T_c = 4 N d / M tiles of keys
+    matrices, statistics, once = 3 * d * visits, 4 * visits, n * (3 * d + 2)
+    return (
+        f"{matrices / order:g} for Q read, O read and written at each of {visits / n:.0f} tiles of "
+        f"keys, {statistics / order:g} for m and l, {once / order:.2g} for K, V read and O, m, l "
+        "set to start once"
+    )
+
+
+def order() -> list[Table]:
+    """Keys outside (FlashAttention) against queries outside (FlashAttention-2), same tiles."""
+    table = page(
+        "Forward HBM bytes, keys outside / queries outside, N = 4096, d = 128, bf16",
+        "arXiv:2307.08691, section 3: the loops are swapped, so that O, l and m stay on chip",
+    )
+    device = Device.get("A100").with_sram(512 * KIB)
+    problem = Problem(4096, head_dim=128, dtype="bfloat16")
+    for tiling in (Tiling(64, 64), Tiling(128, 64), Tiling(128, 128)):
+        first, second = (
+            traffic.count_schedule(problem, tiling, name, "forward", device).bytes()
+            for name in ("flash1", "flash2")
+        )
+        table.rows.append(
+            line(
+                f"tile {tiling}",
+                "more",
+                first / second,
+                "Q is read, and O (float32), l, m read and written, at each visit; K and V once",
+            )
+        )
+    return [table]

@@ -1,0 +1,221 @@
+"""Roofline: which of bandwidth and arithmetic bounds a pass, for each way of counting its bytes.
+
+Williams, Waterman and Patterson, "Roofline", CACM 2009. Only matrix products count as work here,
+since only they run on tensor cores and `Device.peak` is theirs; the exponentials and the rest are
+in `Traffic.flops` but have another roof.
+
+Bytes are counted in several ways that are often mixed up, so a point always says which:
+
+==============  =================================================================================
+requested       every tile transfer between L2 and the SMs; its roof is L2's bandwidth
+dram            what the L2 model leaves; its roof is HBM's bandwidth
+compulsory      each input once, each output once: no cache could do better
+textbook        q, k, v and out once each; for standard attention also one N x N matrix, once: the
+                idealised count of lecture notes and blogs, less than standard attention moves
+measured        read off hardware counters by the caller
+==============  =================================================================================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashsim import report
+from flashsim.counts.traffic import Traffic
+from flashsim.errors import OptionError, choices
+from flashsim.l2 import L2Model, dram
+from flashsim.problem.hardware import Device
+from flashsim.problem.problem import Problem
+
+COUNTS = ("requested", "dram", "compulsory", "textbook", "measured")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One pass under one way of counting its bytes.
+
+    Attributes
+    ----------
+    algorithm, direction : str
+    count : str
+        One of `COUNTS`.
+    flops, bytes : int
+        Matrix-product FLOPs, and bytes.
+    device : Device
+    dtype : str
+    seconds : float or None
+        How long a real kernel took, if known.
+    """
+
+    algorithm: str
+    direction: str
+    count: str
+    flops: int
+    bytes: int
+    device: Device
+    dtype: str
+    seconds: float | None = None
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second of the level these bytes cross: L2 for requested ones, else HBM.
+
+        0 where the device's L2 bandwidth is not published.
+        """
+        return self.device.l2_bandwidth if self.count == "requested" else self.device.hbm_bandwidth
+
+    @property
+    def intensity(self) -> float:
+        """Matrix-product FLOPs for each byte."""
+        return self.flops / self.bytes
+
+    @property
+    def ridge(self) -> float | None:
+        """Intensity above which arithmetic bounds the time; None without a bandwidth."""
+        return self.device.peak(self.dtype) / self.bandwidth if self.bandwidth else None
+
+    @property
+    def attainable(self) -> float | None:
+        """FLOP/s under the roof: min(peak, intensity x bandwidth); None without a bandwidth."""
+        if not self.bandwidth:
+            return None
+        return min(self.device.peak(self.dtype), self.intensity * self.bandwidth)
+
+    @property
+    def achieved(self) -> float | None:
+        """FLOP/s of the kernel that took `seconds`."""
+        return None if self.seconds is None else self.flops / self.seconds
+
+    @property
+    def bound(self) -> str:
+        """What limits the pass: "arithmetic", "HBM", "L2", or "unknown"."""
+        if self.ridge is None:
+            return "unknown"
+        if self.intensity >= self.ridge:
+            return "arithmetic"
+        return "L2" if self.count == "requested" else "HBM"
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Points on one device; prints as a table."""
+
+    points: tuple[Point, ...]
+
+    def __getitem__(self, count: str) -> Point:
+        """The (first) point counted in that way."""
+        for point in self.points:
+            if point.count == count:
+                return point
+        raise OptionError(f"no point {count!r}; {choices(count, [p.count for p in self.points])}")
+
+    def table(self) -> report.Table:
+        """One row a point."""
+        first = self.points[0]
+        table = report.Table(
+            f"{first.device.name}, {first.dtype}: {first.device.peak(first.dtype) / 1e12:,.1f} "
+            f"TFLOP/s, HBM {first.device.hbm_bandwidth / 1e9:,.0f} GB/s, L2 "
+            + (
+                f"{first.device.l2_bandwidth / 1e9:,.0f} GB/s" if first.device.l2_bandwidth else "?"
+            ),
+            (
+                *("algorithm", "direction", "count", "matmul FLOPs", "B", "FLOP/B", "ridge"),
+                *("attainable TFLOP/s", "bound", "achieved TFLOP/s"),
+            ),
+            note="ridge: FLOP/B above which arithmetic bounds; empty without a published bandwidth",
+        )
+        tera = lambda x: None if x is None else x / 1e12  # noqa: E731
+        for p in self.points:
+            table.rows.append(
+                (
+                    *(p.algorithm, p.direction, p.count, p.flops, p.bytes, p.intensity, p.ridge),
+                    *(tera(p.attainable), p.bound, tera(p.achieved)),
+                )
+            )
+        return table
+
+    def __str__(self) -> str:
+        return self.table().text(width=150)
+
+
+def roofline(
+    counted: Traffic,
+    *,
+    l2: L2Model | None = None,
+    seconds: float | None = None,
+    measured_bytes: int | None = None,
+) -> Roofline:
+    """The points of one pass.
+
+    Parameters
+    ----------
+    counted : Traffic
+        From `flashsim.count`.
+    l2 : L2Model, optional
+        For the "dram" point.
+    seconds : float, optional
+        How long a real kernel took: gives each point its achieved FLOP/s.
+    measured_bytes : int, optional
+        DRAM bytes read off hardware counters: adds a "measured" point.
+
+    Raises
+    ------
+    OptionError
+        If `seconds` or `measured_bytes` is not positive, or the device has no peak for the dtype.
+    UnsupportedError
+        If there are too many requests for the L2 model.
+    """
+    for name, value in (("seconds", seconds), ("measured_bytes", measured_bytes)):
+        if value is not None and not value > 0:
+            raise OptionError(f"{name} must be positive, got {value!r}")
+    counted.device.peak(counted.problem.dtype)
+    sizes = {
+        "requested": counted.bytes(),
+        "dram": dram(counted, l2).bytes(),
+        "compulsory": counted.compulsory(),
+        "textbook": textbook_bytes(counted.problem, counted.algorithm, counted.direction),
+    }
+    if measured_bytes is not None:
+        sizes["measured"] = measured_bytes
+    flops = counted.flops("matmul")
+    where = counted.device, counted.problem.dtype, seconds
+    return Roofline(
+        tuple(
+            Point(counted.algorithm, counted.direction, count, flops, nbytes, *where)
+            for count, nbytes in sizes.items()
+        )
+    )
+
+
+def textbook_bytes(problem: Problem, algorithm: str, direction: str = "forward") -> int:
+    """The idealised count of textbooks: each tensor once, and for standard one N x N matrix, once.
+
+    Forward: q, k, v, out. Backward: those, their gradients, and nothing else: no LSE, no delta, no
+    accumulator. Real standard attention writes and reads S and P, four times as much as this one
+    matrix; real FlashAttention reads K and V once for each row tile.
+    """
+    p = problem
+    per_query = p.batch * p.heads * p.n_q * (p.head_dim + p.head_dim_v)
+    per_key = p.batch * p.kv_heads * p.n_kv * (p.head_dim + p.head_dim_v)
+    elements = (per_query + per_key) * (2 if direction == "backward" else 1)
+    if algorithm == "standard":
+        elements += p.batch * p.heads * p.n_q * p.n_kv
+    return elements * p.itemsize
+
+
+def ridge_points(device: Device | str) -> report.Table:
+    """Ridge points of a device: FLOPs a byte at which arithmetic begins to bound, by dtype."""
+    device = Device.get(device)
+    table = report.Table(
+        f"Ridge points of {device.name}",
+        ("dtype", "peak TFLOP/s", "HBM FLOP/B", "L2 FLOP/B"),
+        note="L2 FLOP/B is empty where no L2 bandwidth is published",
+    )
+    for dtype in dict.fromkeys((*device.tensor_flops, *device.cuda_flops)):
+        peak = device.peak(dtype)
+        l2 = peak / device.l2_bandwidth if device.l2_bandwidth else None
+        table.rows.append((dtype, peak / 1e12, device.ridge(dtype), l2))
+    return table
+
+
+__all__ = ["COUNTS", "Point", "Roofline", "ridge_points", "roofline", "textbook_bytes"]

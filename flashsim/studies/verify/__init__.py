@@ -1,0 +1,27 @@
+"""Predictions against hardware counters: what Nsight Compute measured, kernel by kernel."""
+
+from flashsim.studies.verify.agreement import summary
+from flashsim.studies.verify.cases import Case, Counted, Pass, predict
+from flashsim.studies.verify.comparison import Row, Verification, verify
+from flashsim.studies.verify.measure import Record, assign, counts_beside, passes_of, record
+from flashsim.studies.verify.ncu import METRICS, Launch, command, parse
+
+__all__ = [
+    "METRICS",
+    "Case",
+    "Counted",
+    "Launch",
+    "Pass",
+    "Record",
+    "Row",
+    "Verification",
+    "assign",
+    "command",
+    "counts_beside",
+    "parse",
+    "passes_of",
+    "predict",
+    "record",
+    "summary",
+    "verify",
+]

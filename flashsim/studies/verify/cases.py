@@ -1,0 +1,161 @@
+"""What is measured: a `Case` is a problem and how it is run; a `Pass` is one of its passes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from flashsim.api import counting
+from flashsim.counts.traffic import Traffic
+from flashsim.errors import UnsupportedError
+from flashsim.problem.hardware import Device
+from flashsim.problem.problem import Problem
+from flashsim.schedule.tiling import Tiling
+from flashsim.studies.verify.ncu import Launch
+
+#: What a case carries of its problem, in a file and to the process that is measured.
+_SHAPE = (
+    *("n_q", "n_kv", "head_dim", "head_dim_v", "batch", "heads", "kv_heads", "dtype", "causal"),
+    *("window", "softcap"),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem and how a backend runs it.
+
+    Attributes
+    ----------
+    problem : Problem
+        Dense, causal or windowed, with or without a softcap.
+    algorithm, backend, device : str
+    kernel : str or None
+        Passed on to `run` where given: "hopper" or "portable".
+    tilings : (Tiling or None, Tiling or None)
+        Forward and backward; None takes the backend's.
+    backward : tuple of (bool or None)
+        A backward pass for each: the `deterministic` of `Result.backward`.
+
+    Raises
+    ------
+    UnsupportedError
+        For a problem with more to it.
+    """
+
+    problem: Problem
+    algorithm: str = "flash2"
+    backend: str = "cupy"
+    device: str = "H200"
+    kernel: str | None = None
+    tilings: tuple[Tiling | None, Tiling | None] = (None, None)
+    backward: tuple[bool | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        carried = Problem(**{name: getattr(self.problem, name) for name in _SHAPE})
+        for name in (one.name for one in fields(Problem)):
+            if getattr(self.problem, name) != getattr(carried, name):
+                raise UnsupportedError(
+                    f"{name} cannot be verified yet, and the problem has one that is not the "
+                    f"default; a case carries {', '.join(_SHAPE)}"
+                )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        sides = [None if t is None else (t.block_q, t.block_k) for t in self.tilings]
+        shape = {name: getattr(self.problem, name) for name in _SHAPE}
+        return vars(self) | {"problem": shape, "tilings": sides}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Case:
+        """The case that `to_dict` described."""
+        window = values["problem"]["window"]
+        shape = values["problem"] | {"window": None if window is None else tuple(window)}
+        forward, backward = (None if t is None else Tiling(*t) for t in values["tilings"])
+        return cls(
+            **{
+                **values,
+                "problem": Problem(**shape),
+                "tilings": (forward, backward),
+                "backward": tuple(values["backward"]),
+            }
+        )
+
+    def __str__(self) -> str:
+        p = self.problem
+        return (
+            f"{p.batch} x {p.heads} heads{f' ({p.kv_heads} key heads)' if p.group > 1 else ''}, "
+            f"{p.n_q:,} x {p.n_kv:,}, d={p.head_dim}"
+            f"{f' and {p.head_dim_v}' if p.head_dim_v != p.head_dim else ''}, {p.dtype}"
+            f"{', causal' if p.causal else ''}{f', window {p.window}' if p.window else ''}"
+            f"{f', softcap {p.softcap:g}' if p.softcap else ''} on {self.device}"
+        )
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What the kernels of one pass counted.
+
+    Attributes
+    ----------
+    algorithm, direction : str
+    tiling : Tiling
+        The tiles that ran.
+    transfers : dict
+        ``{(stage, op, tensor): bytes}``.
+    """
+
+    algorithm: str
+    direction: str
+    tiling: Tiling
+    transfers: Mapping[tuple[str, str, str], int]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "algorithm": self.algorithm,
+            "direction": self.direction,
+            "tiling": (self.tiling.block_q, self.tiling.block_k),
+            "transfers": [(*key, nbytes) for key, nbytes in self.transfers.items()],
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Counted:
+        """The pass that `to_dict` described."""
+        transfers = {(stage, op, tensor): n for stage, op, tensor, n in values["transfers"]}
+        tiling = Tiling(*values["tiling"])
+        return cls(values["algorithm"], values["direction"], tiling, transfers)
+
+    def predicted(self, case: Case) -> Traffic:
+        """The closed forms for the same pass."""
+        return predict(case.problem, self.algorithm, self.direction, self.tiling, case.device)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass with all that is known of it.
+
+    Attributes
+    ----------
+    traffic : Traffic
+        Predicted.
+    launches : dict of list of Launch
+        By stage.
+    counted : dict or None
+        Transfers that the kernels counted.
+    """
+
+    traffic: Traffic
+    launches: Mapping[str, Sequence[Launch]] = field(default_factory=dict)
+    counted: Mapping[tuple[str, str, str], int] | None = None
+
+
+def predict(
+    problem: Problem, algorithm: str, direction: str, tiling: Tiling | None, device: str
+) -> Traffic:
+    """Closed forms for a GPU's kernels, which keep tiles in registers as well as shared memory."""
+    here = Device.get(device)
+    wide = replace(here, sram_bytes=here.sram_per_sm + here.registers_per_sm)
+    return counting.count(
+        problem, algorithm=algorithm, direction=direction, tiling=tiling, device=wide
+    )

@@ -1,0 +1,213 @@
+"""One table: predicted, counted by the kernels, measured by the hardware, and their ratio."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+import numpy as np
+
+from flashsim.counts.traffic import Traffic
+from flashsim.counts.work import stage_work, total_flops
+from flashsim.errors import TraceError
+from flashsim.l2 import L2Model, dram
+from flashsim.l2.recipes import ROW, recipe, tensors
+from flashsim.report import Cell, Table
+from flashsim.schedule import plans
+from flashsim.studies.verify.cases import Pass
+from flashsim.studies.verify.ncu import Launch
+
+#: Tensors that Hopper's copy engine loads in whole boxes, also over the end of a sequence.
+BOXED = ("Q", "K", "V", "dO")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One quantity of one stage's kernel, bytes or counts. None: not predicted, not counted."""
+
+    stage: str
+    quantity: str
+    predicted: int | None
+    counted: int | None
+    measured: float
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over predicted; None where nothing is predicted, or zero."""
+        return self.measured / self.predicted if self.predicted else None
+
+
+@dataclass(frozen=True)
+class Verification:
+    """All rows of a run; prints as a table."""
+
+    title: str
+    rows: tuple[Row, ...]
+    launches: int
+
+    def worst(self, quantity: str) -> float:
+        """Largest relative difference of a quantity between measured and predicted.
+
+        Raises
+        ------
+        TraceError
+            If no kernel has both.
+        """
+        ratios = [row.ratio for row in self.rows if row.quantity == quantity]
+        known = [abs(ratio - 1) for ratio in ratios if ratio is not None]
+        if not known:
+            raise TraceError(f"no kernel has a predicted and a measured {quantity!r}")
+        return max(known)
+
+    def table(self) -> Table:
+        """One row a kernel and quantity."""
+        table = Table(
+            self.title,
+            ("kernel", "quantity", "predicted", "counted", "measured", "measured / predicted"),
+            note=f"means of {self.launches} launches; bytes, FLOPs or counts; of DRAM write, "
+            "predicted are evictions while the kernel runs, what is still dirty in L2 comes on "
+            "top; what each counter is, and how far the L2 model is off: docs/truth.md",
+        )
+        for row in self.rows:
+            measured: Cell = int(row.measured) if row.measured.is_integer() else row.measured
+            cells = (row.stage, row.quantity, row.predicted, row.counted, measured, row.ratio)
+            table.rows.append(cells)
+        return table
+
+
+def verify(passes: Sequence[Pass], title: str, *, l2: L2Model | None = None) -> Verification:
+    """Set launches against predictions.
+
+    Parameters
+    ----------
+    passes : sequence of Pass
+        From `measure.passes_of` or `measure.assign`.
+    title : str
+    l2 : L2Model, optional
+        Default: heads in groups, as the kernels of `flashsim.backends` run them. Where it does not
+        say `blocks_per_sm`, what Nsight Compute recorded of the launch does.
+    """
+    rows = [row for one in passes for row in _rows(one, l2 or L2Model("grouped"))]
+    launches = {id(x) for one in passes for those in one.launches.values() for x in those}
+    return Verification(title, tuple(rows), len(launches))
+
+
+def _rows(one: Pass, l2: L2Model) -> Iterator[Row]:
+    left = _Dram(one.traffic, l2)
+    for stage in one.traffic.stages:
+        launches = one.launches.get(stage.name, ())
+        if not launches:
+            continue
+        measured = _means(launches)
+        predicted = _predicted(one.traffic, stage, launches[0])
+        if measured.keys() & {"DRAM read", "DRAM write"}:
+            predicted |= left.predicted(stage.name, launches[0].blocks_per_sm)
+        for quantity, value in measured.items():
+            op = _OPS.get(quantity)
+            counted = (
+                None if op is None or one.counted is None else _of(one.counted, stage.name, op)
+            )
+            yield Row(stage.name, quantity, predicted.get(quantity), counted, value)
+
+
+_OPS = {"requested read": "load", "requested write": "store", "requested reduce": "reduce"}
+
+
+def _means(launches: Sequence[Launch]) -> dict[str, float]:
+    """Quantities of a stage: means over its launches."""
+    names = launches[0].counters.keys()
+    mean = {n: fmean(x.counters[n] for x in launches if n in x.counters) for n in names}
+    found = {}
+    if "bytes into SMs" in mean:
+        found["requested read"] = mean["bytes into SMs"]
+    if "writes at L2" in mean:  # spilled registers are written through to L2, too
+        found["requested write"] = mean["writes at L2"] - mean.get("local memory writes", 0.0)
+    if "reductions at L2" in mean:
+        found["requested reduce"] = mean["reductions at L2"]
+    flops = [mean[name] for name in mean if name.startswith("tensor FLOPs")]
+    if flops:
+        found["tensor FLOPs"] = sum(flops)
+    same = ("reads at L2", "local memory writes", "DRAM read", "DRAM write")
+    conflicts = ("shared-memory wavefronts", "shared bank conflicts")
+    return found | {name: mean[name] for name in (*same, *conflicts, "seconds") if name in mean}
+
+
+def _predicted(traffic: Traffic, stage: plans.Stage, launch: Launch) -> dict[str, int]:
+    """Everything but DRAM."""
+    requested = {name: _of(traffic.transfers, stage.name, op) for name, op in _OPS.items()}
+    read = requested["requested read"]
+    if "hopper_" in launch.kernel:
+        requested["requested read"] += overhang(traffic, stage)
+    return requested | {
+        "reads at L2": read,
+        "local memory writes": 0,
+        "shared bank conflicts": 0,
+        "tensor FLOPs": tensor_flops(traffic, stage),
+    }
+
+
+def overhang(traffic: Traffic, stage: plans.Stage) -> int:
+    """Bytes of the boxes that a copy engine delivers beyond the ends of the tensors, as zeros."""
+    p, schedule, tiling = traffic.problem, traffic.schedule(stage), traffic.tiling
+    r = recipe(p, traffic.algorithm, traffic.direction, stage.name)
+    by_row = stage.outer == "queries"
+    walks, _ = plans.heads_of(stage, p)
+    members = p.group if stage.per == "group" else 1
+    total = 0
+    for asked, at_visits in ((r.before, False), (r.visit, True)):
+        for op, name in asked:
+            if op != "load" or name not in BOXED:
+                continue
+            tensor = tensors(p)[name]
+            rows = tensor.axis == ROW
+            table, block = (
+                (schedule.rows, tiling.block_q) if rows else (schedule.cols, tiling.block_k)
+            )
+            missing = block - np.diff(table[:, :2], axis=1)[:, 0].astype(np.int64)
+            if at_visits:  # the other side's tiles, once for each of their visits
+                assert rows != by_row
+                times = np.diff((schedule.row_csr if rows else schedule.col_csr)[0]) * members
+            else:
+                times = np.ones(len(missing), np.int64)
+            total += walks * int((missing * times).sum()) * tensor.width
+    return total
+
+
+def tensor_flops(traffic: Traffic, stage: plans.Stage) -> int:
+    """FLOPs of the matrix products on tensor cores: whole tiles, masked and ragged ones as well.
+
+    Right for a head_dim that needs no padding: a multiple of 64.
+    """
+    p, tiling = traffic.problem, traffic.tiling
+    visit = stage_work(p, traffic.algorithm, traffic.direction, stage.name).visit
+    sides = tiling.block_q, tiling.block_k, tiling.block_q * tiling.block_k
+    walks, _ = plans.heads_of(stage, p)
+    members = p.group if stage.per == "group" else 1
+    each = total_flops(visit, *sides)["matmul"]
+    return each * traffic.schedule(stage).sums.visits * walks * members
+
+
+class _Dram:
+    """DRAM bytes of a pass's stages; replayed once for each number of blocks an SM."""
+
+    def __init__(self, traffic: Traffic, l2: L2Model) -> None:
+        self.traffic, self.l2 = traffic, l2
+        self.replayed: dict[int | None, dict[str, dict[str, int]]] = {}
+
+    def predicted(self, stage: str, blocks_per_sm: int | None) -> dict[str, int]:
+        blocks = self.l2.blocks_per_sm or blocks_per_sm
+        if blocks not in self.replayed:
+            left = dram(self.traffic, replace(self.l2, blocks_per_sm=blocks))
+            self.replayed[blocks] = {
+                part.name: {
+                    "DRAM read": sum(part.read.values()),
+                    "DRAM write": sum(part.write.values()),
+                }
+                for part in left.stages
+            }
+        return self.replayed[blocks][stage]
+
+
+def _of(transfers: Mapping[tuple[str, str, str], int], stage: str, op: str) -> int:
+    return sum(n for (s, o, _), n in transfers.items() if (s, o) == (stage, op))

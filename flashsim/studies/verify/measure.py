@@ -1,0 +1,163 @@
+"""Measure here: the cases once with their kernels counting, once under Nsight Compute."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from flashsim.counts.traffic import Traffic
+from flashsim.errors import BackendUnavailable, TraceError
+from flashsim.studies.verify.cases import Case, Counted, Pass
+from flashsim.studies.verify.ncu import Launch, command, parse, stage_of
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a measurement of some cases gave; enough to compare it with predictions anywhere.
+
+    Attributes
+    ----------
+    cases : tuple of Case
+    text : str
+        What Nsight Compute printed, CSV.
+    counted : tuple of (tuple of Counted)
+        What the kernels counted, pass by pass of each case.
+    """
+
+    cases: tuple[Case, ...]
+    text: str
+    counted: tuple[tuple[Counted, ...], ...]
+
+    def save(self, path: Path) -> None:
+        """Nsight Compute's CSV at `path`; cases and counts beside it, as JSON."""
+        path.write_text(self.text)
+        cases = [case.to_dict() for case in self.cases]
+        counted = [[each.to_dict() for each in one] for one in self.counted]
+        counts_beside(path).write_text(json.dumps({"cases": cases, "counted": counted}))
+
+    @classmethod
+    def load(cls, path: Path) -> Record:
+        """What `save` wrote.
+
+        Raises
+        ------
+        TraceError
+            If the file beside `path` is no such file.
+        OSError
+            If there is none.
+        """
+        beside = counts_beside(path)
+        try:
+            values = json.loads(beside.read_text())
+            cases = tuple(Case.from_dict(one) for one in values["cases"])
+            return cls(cases, path.read_text(), _counted(values["counted"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise TraceError(
+                f"{beside} does not hold cases and counts as `flashsim verify --save` keeps them "
+                f"({type(error).__name__}: {error}); without it, {path.name} is read by itself"
+            ) from error
+
+
+def counts_beside(path: Path) -> Path:
+    """Where the cases and counts lie that belong to a CSV."""
+    return path.with_suffix(".counts.json")
+
+
+def record(cases: Sequence[Case]) -> Record:
+    """Run the cases and keep what comes out: two processes, whatever the number of cases.
+
+    Raises
+    ------
+    BackendUnavailable
+        If there is no ``ncu``, or a run fails; the message ends with what it printed last.
+    """
+    wanted = json.dumps([case.to_dict() for case in cases])
+    program = [sys.executable, "-m", "flashsim.studies.verify.workload", wanted]
+    profiled = command(program)  # first, so that a missing ncu is said at once
+    with TemporaryDirectory() as folder:
+        kept = Path(folder) / "counted.json"
+        _run([*program, str(kept)])
+        counted = _counted(json.loads(kept.read_text()))
+    return Record(tuple(cases), _run(profiled), counted)
+
+
+def _counted(values: Any) -> tuple[tuple[Counted, ...], ...]:
+    return tuple(tuple(Counted.from_dict(each) for each in one) for one in values)
+
+
+def passes_of(measured: Record) -> list[list[Pass]]:
+    """Passes of each case: launches come in the order of the cases' stages.
+
+    Raises
+    ------
+    TraceError
+        If the kernels that ran are not those of the cases.
+    """
+    launches = iter([x for x in parse(measured.text) if stage_of(x.kernel) is not None])
+    found = []
+    for case, one in zip(measured.cases, measured.counted, strict=True):
+        found.append([_pass(x.predicted(case), launches, x.transfers, case) for x in one])
+    left = next(launches, None)
+    if left is not None:
+        raise TraceError(f"launch {left.number} ({left.kernel}) is one too many for these cases")
+    return found
+
+
+def assign(traffics: Iterable[Traffic], launches: Sequence[Launch]) -> list[Pass]:
+    """Give launches to stages by their kernels' names: one shape, run any number of times.
+
+    Raises
+    ------
+    TraceError
+        If no launch is a kernel of a predicted stage.
+    """
+    traffics = list(traffics)
+    known = {stage.name for traffic in traffics for stage in traffic.stages}
+    by_stage: dict[str, list[Launch]] = {}
+    for launch in launches:
+        stage = stage_of(launch.kernel)
+        if stage == "dkdv" and "fused" in known:
+            stage = "fused"
+        if stage in known:
+            by_stage.setdefault(stage, []).append(launch)
+    if not by_stage:
+        raise TraceError(
+            f"none of the kernels measured ({', '.join({x.kernel for x in launches})}) belongs to "
+            f"a stage that was predicted ({', '.join(sorted(known))}); do the options say what ran?"
+        )
+    return [Pass(traffic, by_stage) for traffic in traffics]
+
+
+def _pass(
+    traffic: Traffic,
+    launches: Iterator[Launch],
+    counted: Mapping[tuple[str, str, str], int],
+    case: Case,
+) -> Pass:
+    taken = {}
+    for stage in traffic.stages:
+        launch = next(launches, None)
+        wanted = "dkdv" if stage.name == "fused" else stage.name
+        if launch is None or stage_of(launch.kernel) != wanted:
+            raise TraceError(
+                f"the table has {'no launch' if launch is None else launch.kernel} where stage "
+                f"{stage.name!r} of {case} should stand; is it of another run?"
+            )
+        taken[stage.name] = [launch]
+    return Pass(traffic, taken, counted)
+
+
+def _run(arguments: Sequence[str]) -> str:
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-5:])
+        raise BackendUnavailable(
+            f"{Path(arguments[0]).name} ended with exit code {done.returncode}: {last}"
+        )
+    return done.stdout

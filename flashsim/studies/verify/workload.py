@@ -1,0 +1,78 @@
+"""``python -m flashsim.studies.verify.workload CASES [COUNTED]``: the runs that are measured.
+
+CASES is a JSON list of `Case.to_dict`. With a file COUNTED the kernels count, and what they counted
+is written there; without one they run as fast as they can, which is how Nsight Compute measures
+them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flashsim.api.execution import run
+from flashsim.problem.problem import numpy_dtype
+from flashsim.studies.verify.cases import Case, Counted
+
+#: Random numbers that inputs are made of, again and again: traffic does not depend on them, and
+#: drawing hundreds of millions would take longer than all kernels.
+DRAWN = 1 << 20
+
+
+def main(arguments: list[str]) -> None:
+    """Run all cases, one after the other."""
+    cases = [Case.from_dict(values) for values in json.loads(arguments[0])]
+    counting = len(arguments) > 1
+    counted = [[x.to_dict() for x in run_case(case, counting=counting)] for case in cases]
+    if counting:
+        Path(arguments[1]).write_text(json.dumps(counted))
+
+
+def run_case(case: Case, *, counting: bool) -> list[Counted]:
+    """Run a case: the forward pass, then its backward passes. What they counted, if they did."""
+    q, k, v, dout = _inputs(case)
+    options: dict[str, Any] = {} if case.kernel is None else {"kernel": case.kernel}
+    result = run(
+        q,
+        k,
+        v,
+        algorithm=case.algorithm,
+        backend=case.backend,
+        causal=case.problem.causal,
+        window=case.problem.window,
+        softcap=case.problem.softcap,
+        tiling=case.tilings[0],
+        device=case.device,
+        trace=counting,
+        **options,
+    )
+    traces = [result.trace]
+    for deterministic in case.backward:
+        grads = result.backward(dout, tiling=case.tilings[1], deterministic=deterministic)
+        traces.append(grads.trace)
+    return [
+        Counted(t.algorithm, t.direction, t.tiling, dict(t.transfers))
+        for t in traces
+        if t is not None
+    ]
+
+
+def _inputs(case: Case) -> list[np.ndarray]:
+    p = case.problem
+    drawn = np.random.default_rng(0).standard_normal(DRAWN).astype(numpy_dtype(p.dtype))
+    queries, keys = (p.batch, p.heads, p.n_q), (p.batch, p.kv_heads, p.n_kv)
+    shapes = (
+        (queries, p.head_dim),
+        (keys, p.head_dim),
+        (keys, p.head_dim_v),
+        (queries, p.head_dim_v),
+    )
+    return [np.resize(drawn, (*lead, width)) for lead, width in shapes]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

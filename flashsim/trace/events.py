@@ -1,0 +1,111 @@
+"""Events: their binary layout, their vocabulary, and the events of one stage.
+
+An event is 28 bytes: operation, tensor, level, stage, head, i, j, visit, bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flashsim.schedule import plans
+from flashsim.schedule.names import ALLOC, CODES, FREE, LOAD, TENSORS, TRANSFERS
+from flashsim.schedule.schedule import Schedule
+
+EVENT = np.dtype(
+    [
+        *((name, "u1") for name in ("op", "tensor", "level", "stage")),
+        *((name, "<i4") for name in ("head", "i", "j", "visit")),
+        ("bytes", "<i8"),
+    ]
+)
+
+
+#: A span of time on a GPU: what one role of one thread block did for one visit.
+TIMELINE = np.dtype(
+    [
+        *((name, "u1") for name in ("stage", "phase", "role")),
+        ("sm", "<i2"),
+        *((name, "<i4") for name in ("head", "i", "j", "visit")),
+        *((name, "<i8") for name in ("start_ns", "end_ns")),
+    ]
+)
+#: What a span covers. "visit" spans nest the others.
+PHASES = ("visit", "load", "scores", "softmax", "output", "store")
+#: Who did it: the whole block, or a warp-specialised kernel's producer and consumers.
+ROLES = ("block", "producer", "consumer 0", "consumer 1", "consumer 2")
+
+
+@dataclass(frozen=True, eq=False)
+class StageTrace:
+    """The events of one stage: one walk, made `repeat` times, `stride` query heads apart.
+
+    In `events`, ``head`` counts from the walk's first query head.
+    """
+
+    stage: plans.Stage
+    schedule: Schedule
+    repeat: int
+    stride: int
+    events: np.ndarray
+
+    @classmethod
+    def build(
+        cls,
+        stage: plans.Stage,
+        schedule: Schedule,
+        repeat: int,
+        stride: int,
+        rows: Sequence[tuple[int, int, int, int, int, int, int]] | np.ndarray,
+    ) -> StageTrace:
+        """From rows of (op, tensor, member, i, j, visit, bytes)."""
+        table = np.asarray(rows, np.int64).reshape(-1, 7)
+        events = np.zeros(len(table), EVENT)
+        for column, name in enumerate(("op", "tensor", "head", "i", "j", "visit", "bytes")):
+            events[name] = table[:, column]
+        events["level"] = ~np.isin(events["op"], TRANSFERS)
+        events.setflags(write=False)
+        return cls(stage, schedule, repeat, stride, events)
+
+    @property
+    def name(self) -> str:
+        """The stage's name."""
+        return self.stage.name
+
+    def extent(self, tiles: np.ndarray) -> tuple[int, int, int]:
+        """Sums of rows, columns and scores over executed visits, or over outer steps.
+
+        A step with queries outside spans its sequence's keys (standard attention's softmax does
+        work on whole rows); one with keys outside has columns alone.
+        """
+        schedule, i, j = self.schedule, tiles["i"], tiles["j"]
+        if (i < 0).any():
+            return 0, int((schedule.cols[j, 1] - schedule.cols[j, 0]).sum()), 0
+        r = (schedule.rows[i, 1] - schedule.rows[i, 0]).astype(np.int64)
+        whole = j < 0
+        c = np.where(whole, schedule.key_counts[i], schedule.cols[j, 1] - schedule.cols[j, 0])
+        return int(r.sum()), int(c.sum()), int((r * c).sum())
+
+    def expand(self, number: int) -> np.ndarray:
+        """The events of every head; `number` is the stage's place in the trace."""
+        full = np.tile(self.events, self.repeat)
+        full["head"] += np.repeat(
+            np.arange(self.repeat, dtype=np.int32) * self.stride, len(self.events)
+        )
+        full["stage"] = number
+        return full
+
+
+def gain(events: np.ndarray) -> np.ndarray:
+    """Change of what SRAM holds, in bytes, at each event."""
+    on = (events["op"] == LOAD) | (events["op"] == ALLOC)
+    off = events["op"] == FREE
+    return np.where(on, events["bytes"], 0) - np.where(off, events["bytes"], 0)
+
+
+def buffer_of(codes: np.ndarray) -> np.ndarray:
+    """The on-chip buffer a tensor is loaded into: an accumulator's is named without `_acc`."""
+    table = np.array([CODES[name.removesuffix("_acc")] for name in TENSORS])
+    return table[codes]

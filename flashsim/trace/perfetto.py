@@ -1,0 +1,301 @@
+"""Traces as Chrome trace events, for https://ui.perfetto.dev or chrome://tracing.
+
+A real timeline (``trace="timeline"`` on a GPU) keeps its own clock; stages that it did not time are
+left out, of the counters too. A simulated trace has none, so one is made up from the device's
+peaks: an SM gets 1 / sm_count of the HBM bandwidth and of the FLOP/s, a step moves its tiles and
+then computes, nothing overlaps. It shows order and proportion; it does not predict a kernel's time.
+
+One thread id stands for one SM and pipe (simulated), or one SM, role and layer of overlapping
+visits (real), and within it slices nest. Both clocks tick in whole nanoseconds, as Perfetto's does:
+it rounds starts and durations apart from each other, and drops a slice that then ends after the one
+that holds it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import heapq
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flashsim.counts.work import TileOp, stage_work, total_flops
+from flashsim.errors import OptionError
+from flashsim.schedule.names import COMPUTE, OPS, TENSORS, TRANSFERS
+from flashsim.trace import timeline
+from flashsim.trace.events import PHASES, ROLES, StageTrace, gain
+from flashsim.trace.recording import Recording
+
+PIPES = ("block", "memory", "compute")
+# Thread ids kept for each SM: pipes, or rows of the blocks that share it. They begin above all
+# process ids, since a thread with the id of a process would be taken for its main one.
+_LANES = 1024
+VISIT, STORE = PHASES.index("visit"), PHASES.index("store")
+_COUNTERS = 1_000_000  # a process id of its own for the counters
+Slice = dict[str, Any]
+
+
+def write(trace: Recording, path: str | Path, *, heads: int = 1) -> Path:
+    """Write a trace as Chrome trace events (JSON).
+
+    Parameters
+    ----------
+    trace : Trace, or its `Recording`
+    path : path-like
+        One that ends in .gz is compressed, which Perfetto opens as well.
+    heads : int
+        Of a simulated trace: how many walks of each stage to lay out, at most all.
+
+    Returns
+    -------
+    Path
+
+    Raises
+    ------
+    OptionError
+        If `heads` is not positive.
+    """
+    if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
+        raise OptionError(f"heads must be a positive integer, got {heads!r}")
+    events = list(_real(trace) if trace.timeline is not None else _simulated(trace, heads))
+    document = {
+        "traceEvents": events,
+        "displayTimeUnit": "ns",
+        "otherData": {
+            "algorithm": trace.algorithm,
+            "direction": trace.direction,
+            "device": trace.device.name,
+            "clock": "GPU" if trace.timeline is not None else "made up from the device's peaks",
+            **{key: str(value) for key, value in trace.provenance.items()},
+        },
+    }
+    path = Path(path)
+    data = json.dumps(document, separators=(",", ":")).encode()
+    path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+    return path
+
+
+# -- real timelines -------------------------------------------------------------------------------
+
+
+def _real(trace: Recording) -> Iterator[Slice]:
+    spans = trace.timeline
+    assert spans is not None
+    if not len(spans):
+        return
+    placed = timeline.rows(trace, spans)
+    origin = int(spans["start_ns"].min())
+    thread = _thread(spans["sm"].astype(np.int64), placed.row)
+    # Outer spans first where two begin together: slices nest in the order they are listed.
+    for at in np.lexsort((-spans["end_ns"], spans["start_ns"])).tolist():
+        s = spans[at]
+        yield {
+            "ph": "X",
+            "name": f"visit ({s['i']}, {s['j']})" if s["phase"] == 0 else PHASES[s["phase"]],
+            "cat": f"{trace.stages[s['stage']].name},{ROLES[s['role']]}",
+            "pid": int(s["sm"]),
+            "tid": int(thread[at]),
+            "ts": (int(s["start_ns"]) - origin) / 1000,
+            "dur": (int(s["end_ns"]) - int(s["start_ns"])) / 1000,
+            "args": {key: int(s[key]) for key in ("head", "i", "j", "visit")},
+        }
+    for sm in np.unique(spans["sm"]).tolist():
+        yield from _process(sm, "SM")
+    for tid in np.unique(thread).tolist():
+        yield _about("thread_name", tid // _LANES - 1, tid, placed.names[tid % _LANES])
+    yield from _real_counters(trace, spans, placed.block, origin)
+
+
+def _real_counters(
+    trace: Recording, spans: np.ndarray, block: np.ndarray, origin: int
+) -> Iterator[Slice]:
+    """Requested HBM bytes, counted when a block's part ends; SRAM that the blocks of an SM hold.
+
+    The timeline knows when, the events know how much: bytes of a visit count at its end, those of a
+    whole row or column when it is stored. A block holds its stage's peak while its last role works.
+    """
+    yield from _process(_COUNTERS, "totals")
+    moved: list[tuple[int, int]] = []
+    held: list[tuple[int, int, int]] = []
+    for number in np.unique(spans["stage"]).tolist():
+        stage, mine = trace.stages[number], spans["stage"] == number
+        last = mine & (spans["role"] == spans["role"][mine].max())  # of a visit's roles
+        parts = spans[last & np.isin(spans["phase"], (VISIT, STORE))]
+        moved += zip(parts["end_ns"].tolist(), _part_bytes(stage, parts).tolist(), strict=True)
+        peak = int(np.cumsum(gain(stage.events)).max(initial=0))
+        for one in np.unique(block[mine]).tolist():
+            life = spans[last & (block == one)]
+            sm = int(life["sm"][0])
+            held.append((int(life["start_ns"].min()), peak, sm))
+            held.append((int(life["end_ns"].max()), -peak, sm))
+    total = 0
+    for end, nbytes in sorted(moved):
+        total += nbytes
+        yield _counter("HBM", _COUNTERS, end - origin, total)
+    on_chip: dict[int, int] = {}
+    for when, change, sm in sorted(held):  # an end before a start at the same time
+        on_chip[sm] = on_chip.get(sm, 0) + change
+        yield _counter("SRAM", sm, when - origin, on_chip[sm])
+
+
+def _part_bytes(stage: StageTrace, parts: np.ndarray) -> np.ndarray:
+    """Requested bytes of visits, and of the rows or columns that are stored; int64 (n_parts,)."""
+    events = stage.events[np.isin(stage.events["op"], TRANSFERS)]
+    side = "j" if stage.stage.outer == "keys" else "i"
+    inside = events["visit"] >= 0
+    by_visit = np.zeros((stage.stride, int(events["visit"].max(initial=0)) + 1), np.int64)
+    np.add.at(by_visit, (events["head"][inside], events["visit"][inside]), events["bytes"][inside])
+    by_outer = np.zeros(int(events[side].max(initial=0)) + 1, np.int64)
+    np.add.at(by_outer, events[side][~inside], events["bytes"][~inside])
+    return np.where(
+        parts["phase"] == VISIT,
+        by_visit[parts["head"] % stage.stride, parts["visit"]],
+        by_outer[parts[side]],
+    )
+
+
+# -- simulated traces -----------------------------------------------------------------------------
+
+
+def _simulated(trace: Recording, heads: int) -> Iterator[Slice]:
+    clock = _Clock(trace)
+    start = 0
+    moved: list[tuple[int, int]] = []
+    for stage in trace.stages:
+        ready = [(start, sm) for sm in range(trace.device.sm_count)]
+        steps = _outer_steps(stage)
+        latest = start
+        for walk in range(min(heads, stage.repeat)):
+            for block in steps:
+                at, sm = heapq.heappop(ready)  # the SM that is free first takes the next block
+                slices, end, transfers = clock.block(stage, block, at, sm, walk)
+                yield from slices
+                moved += transfers
+                heapq.heappush(ready, (end, sm))
+                latest = max(latest, end)
+        start = latest
+    for sm in sorted(clock.used):
+        yield from _process(sm, "SM")
+        for row, pipe in enumerate(PIPES):
+            yield _about("thread_name", sm, _thread(sm, row), pipe)
+    yield from _process(_COUNTERS, "totals")
+    total = 0
+    for when, nbytes in sorted(moved):
+        total += nbytes
+        yield _counter("HBM", _COUNTERS, when, total)
+
+
+def _outer_steps(stage: StageTrace) -> list[np.ndarray]:
+    """The events of each outer step, in order: what one thread block does."""
+    events = stage.events
+    ends = (events["op"] == COMPUTE) & (events["visit"] < 0)
+    inside = gain(events)
+    # A block begins with its first transfer and ends when everything it held is freed.
+    seen = np.cumsum(ends)
+    closed = np.flatnonzero((np.cumsum(inside) == 0) & (seen > 0))
+    last = closed[np.searchsorted(seen[closed], np.arange(1, seen[-1] + 1))]
+    return np.split(events, last + 1)[: len(last)]
+
+
+class _Clock:
+    """Turns the events of a block into slices, by the device's share for one SM."""
+
+    def __init__(self, trace: Recording) -> None:
+        self.trace, self.used = trace, set[int]()
+        device, dtype = trace.device, trace.problem.dtype
+        per_ns = 1e-9 / device.sm_count  # one SM's share in a nanosecond
+        matmul = device.peak(dtype)
+        self.bytes_per_ns = device.hbm_bandwidth * per_ns
+        self.matmul_per_ns = matmul * per_ns
+        self.other_per_ns = device.cuda_flops.get("float32", matmul) * per_ns
+
+    def block(
+        self, stage: StageTrace, events: np.ndarray, start: int, sm: int, walk: int
+    ) -> tuple[list[Slice], int, list[tuple[int, int]]]:
+        """Slices, end and transfers (time, bytes) of one outer step that begins at `start`, ns."""
+        self.used.add(sm)
+        trace = self.trace
+        work = stage_work(trace.problem, trace.algorithm, trace.direction, stage.name)
+        slices: list[Slice] = []
+        moved: list[tuple[int, int]] = []
+        held, now, begun = 0, start, start
+        outer = events[0]["i"] if stage.stage.outer == "queries" else events[0]["j"]
+        for e, change in zip(events, gain(events).tolist(), strict=True):
+            if e["op"] in TRANSFERS:
+                took = _ticks(int(e["bytes"]) / self.bytes_per_ns)
+                name = f"{OPS[e['op']]} {TENSORS[e['tensor']]}"
+                slices.append(_slice(name, "HBM", sm, 1, now, took, e, stage, walk))
+                now += took
+                moved.append((now, int(e["bytes"])))
+            elif e["op"] == COMPUTE:
+                ops = work.visit if e["visit"] >= 0 else work.outer
+                for op in ops:
+                    took = self._duration(op, stage, e)
+                    slices.append(_slice(op.name, "compute", sm, 2, now, took, e, stage, walk))
+                    now += took
+                if e["visit"] >= 0:
+                    name = f"visit ({e['i']}, {e['j']})"
+                    slices.append(_slice(name, "visit", sm, 0, begun, now - begun, e, stage, walk))
+                begun = now
+            if change:
+                held += change
+                slices.append(_counter("SRAM", sm, now, held))
+        whole = _slice(
+            f"{stage.name} {outer}", "block", sm, 0, start, now - start, events[0], stage, walk
+        )
+        return [whole, *slices], now, moved
+
+    def _duration(self, op: TileOp, stage: StageTrace, e: np.void) -> int:
+        """Nanoseconds of one tile operation."""
+        schedule, i, j = stage.schedule, int(e["i"]), int(e["j"])
+        # As `Trace.flops`: with keys outside, the end of an outer step has columns alone.
+        rows = 0 if i < 0 else int(schedule.rows[i, 1] - schedule.rows[i, 0])
+        span = schedule.key_counts[i] if j < 0 else schedule.cols[j, 1] - schedule.cols[j, 0]
+        cols = int(span)
+        flops = total_flops((op,), rows, cols, rows * cols)
+        matmul = flops.pop("matmul")
+        return _ticks(matmul / self.matmul_per_ns + sum(flops.values()) / self.other_per_ns)
+
+
+def _ticks(ns: float) -> int:
+    """Whole nanoseconds, at least one, so that every slice can be seen."""
+    return max(1, round(ns))
+
+
+# -- Chrome trace events; times come in ns and go out in µs ---------------------------------------
+
+
+def _slice(
+    name: str, cat: str, sm: int, pipe: int, start: int, took: int, e: np.void, stage: StageTrace,
+    walk: int,
+) -> Slice:  # fmt: skip
+    args = {key: int(e[key]) for key in ("i", "j", "visit", "bytes") if e[key] >= 0}
+    args["head"] = walk * stage.stride + int(e["head"])
+    return {
+        "ph": "X", "name": name, "cat": f"{stage.name},{cat}", "pid": sm, "tid": _thread(sm, pipe),
+        "ts": start / 1000, "dur": took / 1000, "args": args,
+    }  # fmt: skip
+
+
+def _thread(sm: Any, row: Any) -> Any:
+    """The thread id of a row of an SM; both may be arrays."""
+    return (sm + 1) * _LANES + row
+
+
+def _counter(name: str, pid: int, when: int, value: int) -> Slice:
+    """Shown as `name` bytes."""
+    return {"ph": "C", "name": name, "pid": pid, "ts": when / 1000, "args": {"bytes": value}}
+
+
+def _process(pid: int, name: str) -> Iterator[Slice]:
+    """A process's name, which viewers show before its id, and its place: totals, SM 0, SM 1 ..."""
+    yield _about("process_name", pid, 0, name)
+    order = 0 if pid == _COUNTERS else 1 + pid
+    yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": order}}
+
+
+def _about(kind: str, pid: int, tid: int, name: str) -> Slice:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}

@@ -1,0 +1,127 @@
+"""GPU timelines: which thread block a span belongs to, and on which row it can be drawn.
+
+Blocks share an SM, and within a block visits overlap where a kernel starts the next tile's scores
+under this one's softmax. On a row of its own, each span nests or stands alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flashsim.errors import TraceError
+from flashsim.trace.events import ROLES
+from flashsim.trace.recording import Recording
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows for the spans of a timeline; every SM has the same ones.
+
+    Attributes
+    ----------
+    block : ndarray of int, (n,)
+        Number of each span's thread block, in the order of their starts.
+    slot : ndarray of int, (n,)
+        The block's place on its SM: blocks that share it at one time have different ones.
+    row : ndarray of int, (n,)
+        The span's row among its SM's. Spans of a visit by one role share one.
+    names : tuple of str
+        What each row of an SM holds: which of its blocks, which role, and "next" for visits that
+        begin before those of the row above have ended.
+    """
+
+    block: np.ndarray
+    slot: np.ndarray
+    row: np.ndarray
+    names: tuple[str, ...]
+
+
+def rows(trace: Recording, spans: np.ndarray) -> Rows:
+    """Give each span a row.
+
+    Parameters
+    ----------
+    trace : Trace, or its `Recording`
+        Whose stages the spans belong to.
+    spans : ndarray of dtype `TIMELINE`, (n,)
+        All of a timeline, or some.
+
+    Raises
+    ------
+    TraceError
+        If there is no span.
+    """
+    if not len(spans):
+        raise TraceError("the timeline is empty: no visit was made")
+    stride = np.array([stage.stride for stage in trace.stages])
+    keys_outside = np.array([stage.stage.outer == "keys" for stage in trace.stages])
+    stage = spans["stage"].astype(np.int64)
+    outer = np.where(keys_outside[stage], spans["j"], spans["i"])
+    block = _numbers(stage, spans["sm"], spans["head"] // stride[stage], outer)
+    starts, _ = _extents(spans, block)
+    by_start = np.argsort(starts, kind="stable")
+    rank = np.empty_like(by_start)
+    rank[by_start] = np.arange(len(by_start))
+    block = rank[block]
+    # A persistent kernel's producer begins the next block while its consumers finish this one, so
+    # blocks share an SM where the same role of both is at work.
+    part = _numbers(block, spans["role"])
+    _, first = np.unique(part, return_index=True)
+    place = _numbers(spans["sm"], spans["role"])[first]
+    slots = _greedy(place, *_extents(spans, part))
+    slot = slots[part]
+
+    # Within a place and a role, a visit takes the first row that is free again.
+    visit = _numbers(part, spans["head"], spans["visit"])
+    _, first = np.unique(visit, return_index=True)
+    owner = _numbers(place[part], slot)[first]
+    layer = _greedy(owner, *_extents(spans, visit))[visit]
+
+    roles = np.unique(spans["role"])
+    depth = [int(layer[spans["role"] == role].max()) + 1 for role in roles]
+    begin = np.concatenate([[0], np.cumsum(depth)])
+    offset = np.zeros(len(ROLES), np.int64)
+    offset[roles] = begin[:-1]
+    row = slot * begin[-1] + offset[spans["role"]] + layer
+    places = [""] if not slots.any() else [f"block {n}" for n in range(int(slots.max()) + 1)]
+    names = tuple(
+        _name(place, ROLES[role], n)
+        for place in places
+        for role, deep in zip(roles, depth, strict=True)
+        for n in range(deep)
+    )
+    return Rows(block, slot, row, names)
+
+
+def _name(place: str, role: str, layer: int) -> str:
+    words = [place, "" if role == "block" else role, "next" if layer else ""]
+    return ", ".join(word for word in words if word) or "visits"
+
+
+def _numbers(*columns: np.ndarray) -> np.ndarray:
+    """Equal rows of the columns get equal numbers."""
+    _, number = np.unique(np.stack(columns, axis=1).astype(np.int64), axis=0, return_inverse=True)
+    return number.reshape(-1)
+
+
+def _extents(spans: np.ndarray, owner: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """First start and last end of each owner, in ns."""
+    n = int(owner.max()) + 1
+    start, end = np.full(n, np.iinfo(np.int64).max), np.full(n, np.iinfo(np.int64).min)
+    np.minimum.at(start, owner, spans["start_ns"])
+    np.maximum.at(end, owner, spans["end_ns"])
+    return start, end
+
+
+def _greedy(place: np.ndarray, start: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """A layer for each interval, so that those of one place and layer do not overlap."""
+    layer = np.zeros(len(start), np.int64)
+    taken: dict[int, list[int]] = {}  # when each layer of a place is free again
+    for at in np.lexsort((end, start)).tolist():
+        free = taken.setdefault(int(place[at]), [])
+        fits = next((n for n, stop in enumerate(free) if stop <= start[at]), len(free))
+        layer[at] = fits
+        free[fits : fits + 1] = [int(end[at])]
+    return layer

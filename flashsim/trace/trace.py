@@ -1,0 +1,361 @@
+"""`Trace`: what was moved and computed, event by event, and the questions one asks of it.
+
+Since every head makes the same walk, a stage keeps the events of one walk and how often it is
+made; `Trace.events` spells them all out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from flashsim import report
+from flashsim.counts import questions, traffic
+from flashsim.counts.traffic import Traffic
+from flashsim.counts.work import StageWork, on_chip_bytes, stage_work, total_flops
+from flashsim.errors import OptionError, TraceError, choices
+from flashsim.problem.hardware import Device
+from flashsim.schedule.names import CODES, COMPUTE, OPS, TENSORS, TRANSFERS
+from flashsim.schedule.schedule import Schedule
+from flashsim.trace import frames
+from flashsim.trace.events import EVENT, StageTrace, buffer_of, gain
+from flashsim.trace.frames import Frame
+from flashsim.trace.recording import Recording
+
+if TYPE_CHECKING:
+    from flashsim.l2 import Dram, L2Model
+
+
+class Trace(Recording):
+    """A recorded run, and the questions one asks of it, by the same names as of `Traffic`."""
+
+    # -- events ---------------------------------------------------------------------------------
+
+    @cached_property
+    def events(self) -> np.ndarray:
+        """Every event of every head, one structured array (dtype `EVENT`), stage by stage."""
+        parts = [stage.expand(number) for number, stage in enumerate(self.stages)]
+        return np.concatenate(parts) if parts else np.zeros(0, EVENT)
+
+    @property
+    def n_events(self) -> int:
+        """Number of events over all heads, without spelling them out."""
+        return sum(len(stage.events) * stage.repeat for stage in self.stages)
+
+    @property
+    def tiling(self):
+        """The tiling that ran."""
+        return self.stages[0].schedule.tiling
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of the stage with the most visits: the walk worth drawing."""
+        return self.main_stage.schedule
+
+    @property
+    def main_stage(self) -> StageTrace:
+        """The (first) stage with the most visits."""
+        return max(self.stages, key=lambda s: int((s.events["visit"] >= 0).sum()))
+
+    def stage(self, name: str) -> StageTrace:
+        """The stage of that name."""
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        raise OptionError(f"no stage {name!r}; {choices(name, [s.name for s in self.stages])}")
+
+    # -- totals ---------------------------------------------------------------------------------
+
+    @cached_property
+    def transfers(self) -> dict[tuple[str, str, str], int]:
+        """Requested bytes over all heads: ``{(stage, op, tensor): bytes}``."""
+        result: dict[tuple[str, str, str], int] = {}
+        for stage in self.stages:
+            events = stage.events
+            moving = np.isin(events["op"], TRANSFERS) & (events["bytes"] > 0)
+            keys = events["op"][moving].astype(np.int64) * len(TENSORS) + events["tensor"][moving]
+            found, inverse = np.unique(keys, return_inverse=True)
+            sums = np.zeros(len(found), np.int64)
+            np.add.at(sums, inverse, events["bytes"][moving])
+            for key, total in zip(found.tolist(), sums.tolist(), strict=True):
+                op, tensor = divmod(key, len(TENSORS))
+                place = (stage.name, OPS[op], TENSORS[tensor])
+                result[place] = result.get(place, 0) + total * stage.repeat
+        return result
+
+    def bytes(self, op: str | None = None, tensor: str | None = None) -> int:
+        """Requested bytes between HBM and SRAM, all heads: of one operation and tensor, or all.
+
+        Parameters
+        ----------
+        op : {"load", "store", "reduce"}, optional
+        tensor : str, optional
+            For example "K"; see `TENSORS`.
+
+        Raises
+        ------
+        OptionError
+            For a name that does not exist.
+        """
+        return questions.select(self.transfers, op, tensor)
+
+    def compulsory(self) -> int:
+        """Bytes that any algorithm must move: each input read once, each output written once."""
+        return traffic.compulsory(self.problem, self.direction)
+
+    def by_tensor(self) -> dict[str, dict[str, int]]:
+        """``{tensor: {op: bytes}}`` over all heads and stages."""
+        return questions.by_tensor(self.transfers)
+
+    def by_tile(self, op: str | None = None, tensor: str | None = None) -> np.ndarray:
+        """Requested bytes of each score tile, int64 (T_r, T_c), all heads.
+
+        Transfers of an outer step (Q and O with queries outside) belong to no tile; with
+        `by_outer` they complete the total.
+        """
+        grid = np.zeros((self.schedule.t_r, self.schedule.t_c), np.int64)
+        for stage in self.stages:
+            if (stage.schedule.t_r, stage.schedule.t_c) != grid.shape:
+                continue
+            e = stage.events[self._moving(stage.events, op, tensor)]
+            e = e[(e["i"] >= 0) & (e["j"] >= 0)]
+            np.add.at(grid, (e["i"], e["j"]), e["bytes"] * stage.repeat)
+        return grid
+
+    def by_outer(self, op: str | None = None, tensor: str | None = None) -> int:
+        """Requested bytes that belong to an outer step rather than to a tile."""
+        return self.bytes(op, tensor) - int(self.by_tile(op, tensor).sum())
+
+    def by_head(self) -> np.ndarray:
+        """Requested bytes of each query head, int64 (batch * heads,).
+
+        What a walk moves for a whole group of query heads counts for the group's first one.
+        """
+        totals = np.zeros(self.problem.batch * self.problem.heads, np.int64)
+        for stage in self.stages:
+            e = stage.events[self._moving(stage.events)]
+            one = np.bincount(e["head"], weights=e["bytes"], minlength=1).astype(np.int64)
+            first = np.arange(stage.repeat) * stage.stride
+            for member, nbytes in enumerate(one):
+                totals[first + member] += nbytes
+        return totals
+
+    @staticmethod
+    def _moving(events: np.ndarray, op: str | None = None, tensor: str | None = None) -> np.ndarray:
+        questions.check_names(op, tensor)
+        chosen = np.isin(events["op"], TRANSFERS if op is None else OPS.index(op))
+        if tensor is not None:
+            chosen &= events["tensor"] == CODES[tensor]
+        return chosen
+
+    # -- work -----------------------------------------------------------------------------------
+
+    @cached_property
+    def _works(self) -> list[StageWork]:
+        given = self.problem, self.algorithm, self.direction
+        return [stage_work(*given, stage.name) for stage in self.stages]
+
+    @cached_property
+    def _work(self) -> tuple[dict[str, int], dict[str, int]]:
+        """FLOPs by kind and on-chip bytes, priced from the visits and steps that were executed."""
+        flops: dict[str, int] = {}
+        chip: dict[str, int] = {}
+        for stage, work in zip(self.stages, self._works, strict=True):
+            done = stage.events[stage.events["op"] == COMPUTE]
+            visited = done[done["visit"] >= 0]
+            outer = done[done["visit"] < 0]
+            for ops, tiles in ((work.visit, visited), (work.outer, outer)):
+                extent = stage.extent(tiles)
+                for total, part in (
+                    (flops, total_flops(ops, *extent)),
+                    (chip, on_chip_bytes(ops, stage.stage, *extent)),
+                ):
+                    for key, value in part.items():
+                        total[key] = total.get(key, 0) + value * stage.repeat
+        return flops, chip
+
+    def flops(self, kind: str | None = None) -> int:
+        """FLOPs executed, all heads; of one kind (see `work.KINDS`) or all together."""
+        return questions.select_kind(self._work[0], kind)
+
+    def on_chip(self, op: str | None = None) -> int:
+        """Bytes read from ("read") and written to ("write") SRAM by tile operations."""
+        return questions.select_chip(self._work[1], op)
+
+    def intensity(self) -> float:
+        """Arithmetic intensity: FLOPs for each requested byte of HBM."""
+        return self.flops() / self.bytes()
+
+    # -- SRAM -----------------------------------------------------------------------------------
+
+    def sram_timeline(self, stage: str | None = None) -> tuple[list[str], np.ndarray]:
+        """What one walk keeps on chip, event by event.
+
+        Returns
+        -------
+        names : list of str
+            Buffers.
+        held : ndarray of int64, shape (events, len(names))
+            Bytes held by each buffer after each event of the stage (default: the main one).
+        """
+        events = (self.main_stage if stage is None else self.stage(stage)).events
+        change = gain(events)
+        owner = buffer_of(events["tensor"])
+        names = [TENSORS[code] for code in np.unique(owner[change != 0])]
+        held = np.zeros((len(events), len(names)), np.int64)
+        for column, name in enumerate(names):
+            held[:, column] = np.cumsum(np.where(owner == CODES[name], change, 0))
+        return names, held
+
+    def peak_sram(self) -> int:
+        """Most bytes that one thread block held on chip at any time, over all stages."""
+        peaks = [np.cumsum(gain(stage.events)).max(initial=0) for stage in self.stages]
+        return int(max(peaks, default=0))
+
+    # -- over time ------------------------------------------------------------------------------
+
+    def cumulative(self) -> np.ndarray:
+        """Requested bytes of one walk of each stage, summed up visit by visit, all stages.
+
+        Entry v is what has moved when v visits have ended; transfers outside visits count with
+        the visit that they precede (or, at the end of a stage, the one they follow).
+        """
+        per_visit = [np.zeros(1, np.int64)]
+        for stage in self.stages:
+            e = stage.events
+            ended = np.cumsum((e["op"] == COMPUTE) & (e["visit"] >= 0))
+            n = int(ended[-1]) if len(ended) else 0
+            slot = np.minimum(ended, max(n - 1, 0))
+            sums = np.zeros(max(n, 1), np.int64)
+            np.add.at(sums, slot, np.where(np.isin(e["op"], TRANSFERS), e["bytes"], 0))
+            per_visit.append(sums)
+        return np.cumsum(np.concatenate(per_visit))
+
+    @cached_property
+    def _steps(self) -> list[tuple[int, int]]:
+        """(stage, position of the visit's compute event) of each visit, in order."""
+        return [
+            (number, int(position))
+            for number, stage in enumerate(self.stages)
+            for position in np.flatnonzero(
+                (stage.events["op"] == COMPUTE) & (stage.events["visit"] >= 0)
+            )
+        ]
+
+    @property
+    def n_visits(self) -> int:
+        """Visits in one walk of every stage: the steps of an animation."""
+        return len(self._steps)
+
+    def frame(self, step: int = -1, head: int = 0) -> Frame:
+        """The state right after visit `step` (negative counts from the end) of one head.
+
+        Raises
+        ------
+        TraceError
+            If there is no such step.
+        """
+        steps = self._steps
+        if not -len(steps) <= step < len(steps):
+            raise TraceError(f"step must be between 0 and {len(steps) - 1}, got {step}")
+        step %= len(steps)
+        return frames.frame(self.stages, self._works, step, *steps[step], head)
+
+    # -- against others -------------------------------------------------------------------------
+
+    def predicted(self) -> Traffic:
+        """The closed form for the same schedule: what `flashsim.count` says.
+
+        Without asking whether the tiles fit: they ran, and a GPU's kernel may keep in registers
+        what the model keeps on chip.
+        """
+        first = self.stages[0].schedule
+        return Traffic(
+            self.problem, first.tiling, self.algorithm, self.direction, self.device, first.key_order
+        )
+
+    def dram(self, device: str | Device | None = None, l2: L2Model | None = None) -> Dram:
+        """DRAM bytes, by a model of the L2 cache of `device` (default: the one that ran).
+
+        The schedule's requests are replayed, tile by tile; see `flashsim.l2`.
+
+        Raises
+        ------
+        UnsupportedError
+            If there are too many requests to replay.
+        """
+        from flashsim.l2 import dram
+
+        requested = self.predicted()
+        if device is not None:
+            requested.device = Device.get(device)
+        return dram(requested, l2)
+
+    def diff(self, other: Trace | Traffic) -> dict[tuple[str, str, str], tuple[int, int]]:
+        """Where two differ: ``{(stage, op, tensor): (ours, theirs)}``; empty if they agree."""
+        ours, theirs = self.transfers, other.transfers
+        return {
+            key: (ours.get(key, 0), theirs.get(key, 0))
+            for key in sorted({*ours, *theirs})
+            if ours.get(key, 0) != theirs.get(key, 0)
+        }
+
+    def same_events(self, other: Trace) -> bool:
+        """Whether two traces have the same stages and, walk for walk, the same events."""
+        return [s.name for s in self.stages] == [s.name for s in other.stages] and np.array_equal(
+            self.events, other.events
+        )
+
+    # -- to and from disk -----------------------------------------------------------------------
+
+    def save(self, path) -> None:
+        """Write a versioned ``.npz`` (no pickle) that `Trace.load` reads back."""
+        from flashsim.trace.file import save  # zip archives: only where one is written
+
+        save(self, path)
+
+    @staticmethod
+    def load(path) -> Trace:
+        """Read a trace file.
+
+        Raises
+        ------
+        TraceError
+            If the file is truncated, is not a trace, or comes from a newer flashsim.
+        """
+        from flashsim.trace.file import load
+
+        return Trace(**vars(load(path)))
+
+    def to_perfetto(self, path, *, heads: int = 1):
+        """Write Chrome trace events for https://ui.perfetto.dev; see `perfetto.write`."""
+        from flashsim.trace.perfetto import write
+
+        return write(self, path, heads=heads)
+
+    # -- for people -----------------------------------------------------------------------------
+
+    def table(self) -> report.Table:
+        """Bytes by tensor and direction, FLOPs, intensity and peak SRAM, as a table."""
+        return questions.summary(self)
+
+    def __iter__(self) -> Iterator[np.void]:
+        return iter(self.events)
+
+    def __len__(self) -> int:
+        return self.n_events
+
+    def __repr__(self) -> str:
+        return (
+            f"<Trace {self.algorithm} {self.direction} on {self.backend}: {self.n_events:,} events,"
+            f" {self.bytes():,} B requested>"
+        )
+
+    def __str__(self) -> str:
+        return self.table().text()
+
+    def _repr_html_(self) -> str:
+        return self.table().html()

@@ -1,0 +1,200 @@
+"""What `import flashsim` loads, and which way imports point inside the package."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import flashsim
+import flashsim.backends
+import flashsim.viz
+
+HEAVY = (
+    *("scipy", "numba", "matplotlib", "ml_dtypes", "rich", "typer", "pandas", "dask", "PIL"),
+    *("cupy", "torch", "cuda", "llvmlite"),
+)
+
+
+def loaded_by(statement):
+    """Top-level packages that `statement` loads in a fresh interpreter.
+
+    What the environment itself loads as Python starts does not count (cuda-bindings has a .pth
+    file that puts an empty `cuda` there).
+    """
+    code = (
+        f"import sys\nbefore = set(sys.modules)\n{statement}\n"
+        "print(*sorted({m.split('.')[0] for m in set(sys.modules) - before}))"
+    )
+    # -I: no PYTHONPATH and no working directory on sys.path, as for an installed package.
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    return set(done.stdout.split())
+
+
+def test_importing_loads_numpy_and_nothing_heavier():
+    loaded = loaded_by("import flashsim")
+
+    assert {"flashsim", "numpy"} <= loaded
+    assert not loaded & set(HEAVY)
+
+
+@pytest.mark.parametrize("heavy", ["numba", "rich", "ml_dtypes"])
+def test_the_test_above_can_fail(heavy):
+    assert heavy in loaded_by(f"import flashsim, {heavy}") & set(HEAVY)
+
+
+def test_counting_loads_nothing_heavier_either():
+    use = "import flashsim; flashsim.count(flashsim.Problem(64, dtype='float16'), device='A100')"
+
+    assert not loaded_by(use) & set(HEAVY)
+
+
+# -- direction ----------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+
+
+def storeys(page):
+    """The table of docs/design.md: for each storey its parts, from the ground up."""
+    _, _, table = page.partition("| storey |")
+    rows = table.partition("\n\n")[0].splitlines()[2:]
+    return [re.findall(r"`(\w+)`", row.split("|")[1]) for row in rows]
+
+
+STOREYS = storeys((ROOT / "docs/design.md").read_text(encoding="utf-8"))
+RANK = {name: rank for rank, names in enumerate(STOREYS) for name in names}
+
+
+def sources():
+    """Every module of the three packages: its name to its text."""
+    found = {}
+    for package in (flashsim, flashsim.backends, flashsim.viz):
+        root = Path(package.__file__).parent
+        for path in sorted(root.rglob("*.py")):
+            parts = [*package.__name__.split("."), *path.relative_to(root).with_suffix("").parts]
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text()
+    return found
+
+
+SOURCES = sources()
+
+
+def imports_of(source, known=SOURCES):
+    """Modules of flashsim that a source imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "write imports in full"
+            if node.module and node.module.split(".")[0] == "flashsim":
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                found |= {name if name in known else node.module for name in names}
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+            assert not {name.split(".")[0] for name in names} & {"backends", "viz"}
+            found |= {name for name in names if name.split(".")[0] == "flashsim"}
+    return found
+
+
+def climbs(sources, rank):
+    """(module, what it imports from a storey that does not lie below its own)."""
+    found = []
+    for me, text in sources.items():
+        if me == "flashsim":
+            continue
+        mine = me.split(".")[1]
+        for other in imports_of(text, sources):
+            its = other.split(".")[1] if "." in other else "flashsim"
+            if its != mine and rank.get(its, len(rank)) >= rank[mine]:
+                found.append((me, other))
+    return found
+
+
+def circles(graph):
+    """Modules that reach themselves: left over when those that import none left are taken out."""
+    graph = {me: others & graph.keys() - {me} for me, others in graph.items()}
+    while free := {me for me, others in graph.items() if not others}:
+        graph = {me: others - free for me, others in graph.items() if me not in free}
+    imported = set().union(*graph.values())
+    while loose := graph.keys() - imported:
+        graph = {me: others for me, others in graph.items() if me not in loose}
+        imported = set().union(*graph.values())
+    return sorted(graph)
+
+
+def test_every_part_has_its_storey():
+    parts = {name.split(".")[1] for name in SOURCES if "." in name}
+    assert parts == set(RANK)
+
+
+def test_no_import_climbs():
+    assert climbs(SOURCES, RANK) == []
+
+
+def test_no_imports_go_round():
+    assert circles({me: imports_of(text) for me, text in SOURCES.items()}) == []
+
+
+def test_a_climb_and_a_circle_would_show():
+    known = {"flashsim.problem.a": "from flashsim.api.b import c", "flashsim.api.b": ""}
+    assert climbs(known, RANK) == [("flashsim.problem.a", "flashsim.api.b")]
+    known["flashsim.api.b"] = "def f():\n    import flashsim.problem.a"
+    graph = {me: imports_of(text, known) for me, text in known.items()}
+    assert circles(graph | {"flashsim.cli": {"flashsim.api.b"}}) == [*reversed(known)]
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("from flashsim.api.execution import run", {"flashsim.api.execution"}),
+        ("import flashsim.viz.style", {"flashsim.viz.style"}),
+        ("from flashsim.l2 import model, nothing", {"flashsim.l2.model", "flashsim.l2"}),
+        ("def f():\n    import flashsim.cli.app", {"flashsim.cli.app"}),
+        ("import numpy", set()),
+    ],
+)
+def test_the_parser_sees_every_kind_of_import(source, found):
+    assert imports_of(source) == found
+
+
+@pytest.mark.parametrize(
+    ("folder", "most"), [("flashsim", 14), ("backends", 12), ("viz", 12), ("tests", 14)]
+)
+def test_a_floor_plan_can_be_taken_in_at_a_glance(folder, most):
+    names = {p.name for p in (ROOT / folder).iterdir()} - {"__init__.py", "py.typed", "__pycache__"}
+    assert len(names) <= most, sorted(names)
+
+
+def test_public_names_exist_and_are_sorted():
+    assert flashsim.__all__ == sorted(flashsim.__all__)
+    for name in flashsim.__all__:
+        assert getattr(flashsim, name) is not None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "backends",
+        "demo",
+        "l2",
+        "ladder",
+        "oracle",
+        "predict",
+        "reproduce",
+        "roofline",
+        "verify",
+        "viz",
+    ],
+)
+def test_rooms_are_there_when_first_named(name):
+    code = f"import flashsim; print(flashsim.{name}.__name__); from flashsim import {name}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split(".")[-1].strip() == name
+
+
+def test_what_is_no_room_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'cellar'"):
+        flashsim.cellar  # noqa: B018

@@ -1,0 +1,516 @@
+"""Bad input: the kind of error, and a text that says what was wrong, was given and is possible."""
+
+import re
+
+import numpy as np
+import pytest
+
+import flashsim
+from flashsim import BlockMask, Device, Problem, Schedule, Tiling
+from flashsim.api.inputs import AXES, SYNONYMS, check_finite, check_like, prepare
+
+X = np.zeros((8, 16), np.float32)
+X3, X4 = np.zeros((2, 8, 16), np.float32), np.zeros((2, 4, 8, 16), np.float32)
+
+
+def run(q=X, k=X, v=X, **options):
+    return flashsim.run(q, k, v, **options)
+
+
+def heads(n):
+    return np.zeros((1, n, 8, 16), np.float32)
+
+
+# (what is called, kind, also a built-in, parts of the message)
+BAD = {
+    # arrays
+    "list": (lambda: run([[1.0]]), "DTypeError", TypeError, ["q must be an array", "got list"]),
+    "mixed ndim": (
+        lambda: run(X, X3, X),
+        "ShapeError",
+        ValueError,
+        [*AXES.values(), "q (8, 16), k (2, 8, 16), v (8, 16)"],
+    ),
+    "1-D": (lambda: run(X[0], X[0], X[0]), "ShapeError", ValueError, ["got q (16,)"]),
+    "empty": (
+        lambda: run(X[:0], X, X),
+        "ShapeError",
+        ValueError,
+        ["must not be empty", "q (0, 16)"],
+    ),
+    "batch": (
+        lambda: run(X4, X4[:1], X4),
+        "ShapeError",
+        ValueError,
+        ["same batch size", "q (2, 4, 8, 16), k (1, 4, 8, 16)"],
+    ),
+    "k and v heads": (
+        lambda: run(heads(4), heads(2), heads(1)),
+        "ShapeError",
+        ValueError,
+        ["k and v must have the same number of heads", "v (1, 1, 8, 16)"],
+    ),
+    "k and v rows": (
+        lambda: run(X, X, X[:5]),
+        "ShapeError",
+        ValueError,
+        ["k and v must have the same number of rows", "v (1, 1, 5, 16)"],
+    ),
+    "q and k width": (
+        lambda: run(X, X[:, :8].copy(), X),
+        "ShapeError",
+        ValueError,
+        ["q and k must have the same head_dim", "k (1, 1, 8, 8)"],
+    ),
+    "group": (
+        lambda: run(heads(4), heads(3), heads(3)),
+        "ShapeError",
+        ValueError,
+        ["multiple of key heads", "heads=4, kv_heads=3"],
+    ),
+    "mixed dtype": (
+        lambda: run(X, X.astype(np.float64), X),
+        "DTypeError",
+        TypeError,
+        ["one dtype", "q float32, k float64, v float32"],
+    ),
+    "integer": (
+        lambda: run(*[X.astype(int)] * 3),
+        "DTypeError",
+        TypeError,
+        ["'int64' is not supported", "float64, float32, float16, bfloat16"],
+    ),
+    "strided": (
+        lambda: run(X[:, ::2], X[:, ::2], X[:, ::2]),
+        "ShapeError",
+        ValueError,
+        ["q's last axis must be contiguous", "strides (64, 8) B", "np.ascontiguousarray(q)"],
+    ),
+    "head_dim": (
+        lambda: run(*[np.zeros((2, 600), np.float32)] * 3),
+        "ShapeError",
+        ValueError,
+        ["head_dim must be between 1 and 512, got 600"],
+    ),
+    "NaN refused": (
+        lambda: run(X, np.full_like(X, np.nan), X, nan_policy="raise"),
+        "OptionError",
+        ValueError,
+        ["k holds 128 NaN or infinite values", "nan_policy='propagate'"],
+    ),
+    # bias and masks
+    "bias shape": (
+        lambda: run(bias=X),
+        "ShapeError",
+        ValueError,
+        ["bias must be (1 or 1, 1 or 1, 8, 8)", "got (8, 16)"],
+    ),
+    "bias lead": (
+        lambda: run(heads(4), heads(4), heads(4), bias=np.zeros((1, 3, 8, 8), np.float32)),
+        "ShapeError",
+        ValueError,
+        ["leading shape (1 or 1, 1 or 4), got (1, 3)"],
+    ),
+    "bias dtype": (
+        lambda: run(bias=np.zeros((8, 8))),
+        "DTypeError",
+        TypeError,
+        ["bias must have q's dtype float32, got float64"],
+    ),
+    "bias array in a problem": (
+        lambda: Problem(8, bias=X),
+        "ShapeError",
+        ValueError,
+        ["given by its leading shape (1 or 1, 1 or 1)"],
+    ),
+    "bias number": (lambda: Problem(8, bias=5), "ShapeError", ValueError, ["got 5"]),
+    "mask array": (
+        lambda: run(mask=np.ones((8, 8), bool)),
+        "MaskError",
+        ValueError,
+        ["mask must be a function mask(q_index, k_index), got ndarray", "block_mask", "bias"],
+    ),
+    "mask not boolean": (
+        lambda: run(mask=lambda q, k: q - k),
+        "MaskError",
+        ValueError,
+        ["'<lambda>' must return booleans, got dtype int64"],
+    ),
+    "mask shape": (
+        lambda: run(mask=lambda q, k: np.ones(3, bool)),
+        "MaskError",
+        ValueError,
+        ["array that broadcasts to (8, 8), got (3,)"],
+    ),
+    "mask not vectorised": (
+        lambda: run(mask=lambda q, k: bool(q > k)),
+        "MaskError",
+        ValueError,
+        ["failed on index arrays of shape (8, 1) and (1, 8): ValueError", "must work on arrays"],
+    ),
+    "bare grid": (
+        lambda: run(block_mask=np.ones((1, 1), bool)),
+        "MaskError",
+        ValueError,
+        ["one value per tile, so it needs an explicit tiling", "BlockMask(grid, block_q, block_k)"],
+    ),
+    "grid dtype": (
+        lambda: BlockMask(np.ones((2, 2)), 4, 4),
+        "MaskError",
+        ValueError,
+        ["non-empty 2-D boolean grid", "got dtype float64, shape (2, 2)"],
+    ),
+    "grid ndim": (
+        lambda: BlockMask([True], 4, 4),
+        "MaskError",
+        ValueError,
+        ["got dtype bool, shape (1,)"],
+    ),
+    "grid ragged": (
+        lambda: BlockMask([[True], [True, False]], 4, 4),
+        "DTypeError",
+        TypeError,
+        ["a block mask's grid cannot be read as a NumPy array"],
+    ),
+    "grid cells": (
+        lambda: BlockMask([[True]], 0, 4),
+        "ShapeError",
+        ValueError,
+        ["block_mask block_q must be at least 1, got 0"],
+    ),
+    "grid size": (
+        lambda: Problem(8, block_mask=BlockMask([[True]], 4, 4)),
+        "ShapeError",
+        ValueError,
+        ["must have shape (2, 2) to cover 8 x 8 scores, got (1, 1)"],
+    ),
+    "grid in a problem": (
+        lambda: Problem(8, block_mask=np.ones((1, 1), bool)),
+        "DTypeError",
+        TypeError,
+        ["must be a flashsim.BlockMask(grid, block_q, block_k), got ndarray"],
+    ),
+    # packed sequences
+    "only one cu_seqlens": (
+        lambda: run(cu_seqlens_q=[0, 8]),
+        "ShapeError",
+        ValueError,
+        ["cu_seqlens_q and cu_seqlens_k must be given together"],
+    ),
+    "cu_seqlens and batch": (
+        lambda: run(X4, X4, X4, cu_seqlens_q=[0, 8], cu_seqlens_k=[0, 8]),
+        "ShapeError",
+        ValueError,
+        ["batch must be 1, got 2"],
+    ),
+    "cu_seqlens end": (
+        lambda: run(cu_seqlens_q=[0, 7], cu_seqlens_k=[0, 8]),
+        "ShapeError",
+        ValueError,
+        ["cu_seqlens_q must start at 0, never fall and end at the packed length 8, got [0, 7]"],
+    ),
+    "cu_seqlens start": (
+        lambda: run(cu_seqlens_q=[1, 8], cu_seqlens_k=[0, 8]),
+        "ShapeError",
+        ValueError,
+        ["must start at 0", "got [1, 8]"],
+    ),
+    "cu_seqlens fall": (
+        lambda: run(cu_seqlens_q=[0, 8], cu_seqlens_k=[0, 6, 4, 8]),
+        "ShapeError",
+        ValueError,
+        ["cu_seqlens_k must start at 0, never fall", "got [0, 6, 4, 8]"],
+    ),
+    "cu_seqlens count": (
+        lambda: run(cu_seqlens_q=[0, 8], cu_seqlens_k=[0, 4, 8]),
+        "ShapeError",
+        ValueError,
+        ["same number of sequences, got 1 and 2"],
+    ),
+    "cu_seqlens floats": (
+        lambda: run(cu_seqlens_q=[0.0, 8.0], cu_seqlens_k=[0, 8]),
+        "ShapeError",
+        ValueError,
+        ["1-D list of at least two integer offsets, got [0.0, 8.0]"],
+    ),
+    "cu_seqlens number": (
+        lambda: run(cu_seqlens_q=8, cu_seqlens_k=8),
+        "ShapeError",
+        ValueError,
+        ["cu_seqlens_q must be a 1-D list of at least two integer offsets, got 8"],
+    ),
+    "cu_seqlens ragged": (
+        lambda: run(cu_seqlens_q=[[0], [1, 8]], cu_seqlens_k=[0, 8]),
+        "DTypeError",
+        TypeError,
+        ["cu_seqlens_q cannot be read as a NumPy array"],
+    ),
+    # numbers and names
+    "n_q float": (
+        lambda: Problem(8.0),
+        "DTypeError",
+        TypeError,
+        ["n_q must be an integer, got 8.0 (float)"],
+    ),
+    "n_q bool": (lambda: Problem(True), "DTypeError", TypeError, ["got True (bool)"]),
+    "n_q zero": (lambda: Problem(0), "ShapeError", ValueError, ["n_q must be at least 1, got 0"]),
+    "heads negative": (
+        lambda: Problem(8, heads=-2),
+        "ShapeError",
+        ValueError,
+        ["heads must be at least 1, got -2"],
+    ),
+    "dtype typo": (
+        lambda: Problem(8, dtype="bfloat61"),
+        "DTypeError",
+        TypeError,
+        ["'bfloat61' is not supported", "did you mean 'bfloat16'?"],
+    ),
+    "dtype object": (lambda: Problem(8, dtype=[1, 2]), "DTypeError", TypeError, ["'[1, 2]'"]),
+    "dtype None": (lambda: Problem(8, dtype=None), "DTypeError", TypeError, ["'None' is not"]),
+    "causal": (
+        lambda: run(causal="yes"),
+        "DTypeError",
+        TypeError,
+        ["causal must be True or False, got 'yes'"],
+    ),
+    "window int": (
+        lambda: run(window=4),
+        "DTypeError",
+        TypeError,
+        ["window must be a pair (left, right)", "-1 unlimited, got 4"],
+    ),
+    "window floats": (
+        lambda: run(window=(1.5, 2)),
+        "DTypeError",
+        TypeError,
+        ["two integers, got (1.5, 2)"],
+    ),
+    "window below -1": (
+        lambda: run(window=(-2, 0)),
+        "OptionError",
+        ValueError,
+        ["-1 (unlimited) or more, got (-2, 0)"],
+    ),
+    "softcap negative": (
+        lambda: run(softcap=-1),
+        "OptionError",
+        ValueError,
+        ["softcap must be finite and at least 0, got -1"],
+    ),
+    "softcap text": (
+        lambda: run(softcap="30"),
+        "DTypeError",
+        TypeError,
+        ["softcap must be a number, got '30' (str)"],
+    ),
+    "scale infinite": (
+        lambda: run(scale=np.inf),
+        "OptionError",
+        ValueError,
+        ["scale must be finite, got inf"],
+    ),
+    "scale bool": (lambda: run(scale=True), "DTypeError", TypeError, ["got True (bool)"]),
+    "nan_policy": (
+        lambda: run(nan_policy="rise"),
+        "OptionError",
+        ValueError,
+        ["unknown nan_policy 'rise'", "possible: propagate, raise; did you mean 'raise'?"],
+    ),
+    "tiling side": (
+        lambda: Tiling(0, 64),
+        "TilingError",
+        ValueError,
+        ["block_q must be at least 1, got 0"],
+    ),
+    "tiling float": (
+        lambda: Tiling(64, 64.0),
+        "DTypeError",
+        TypeError,
+        ["block_k must be an integer, got 64.0 (float)"],
+    ),
+    "tiling pair": (
+        lambda: run(tiling=(64, 64)),
+        "DTypeError",
+        TypeError,
+        ["tiling must be a flashsim.Tiling(block_q, block_k), got (64, 64)"],
+    ),
+    "preset name": (
+        lambda: Tiling.preset("fa2-foward", 64),
+        "OptionError",
+        ValueError,
+        ["unknown tiling preset 'fa2-foward'", "did you mean 'fa2-forward'?"],
+    ),
+    "preset head_dim": (
+        lambda: Tiling.preset("fa3-forward", 257),
+        "OptionError",
+        ValueError,
+        ["fa3-forward has no tile for head_dim=257; its largest is 256"],
+    ),
+    "schedule problem": (
+        lambda: Schedule("problem", Tiling(4, 4)),
+        "DTypeError",
+        TypeError,
+        ["Schedule.problem must be a flashsim.Problem, got 'problem'"],
+    ),
+    "schedule tiling": (
+        lambda: Schedule(Problem(8), (4, 4)),
+        "DTypeError",
+        TypeError,
+        ["Schedule.tiling must be a flashsim.Tiling, got (4, 4)"],
+    ),
+    "loop order": (
+        lambda: Schedule(Problem(8), Tiling(4, 4), outer="rows"),
+        "OptionError",
+        ValueError,
+        ["unknown outer 'rows'", "possible: queries, keys"],
+    ),
+    "key order": (
+        lambda: Schedule(Problem(8), Tiling(4, 4), key_order="decending"),
+        "OptionError",
+        ValueError,
+        ["unknown key_order 'decending'", "did you mean 'descending'?"],
+    ),
+    "device name": (
+        lambda: run(device="H10"),
+        "OptionError",
+        ValueError,
+        ["unknown device 'H10'", "did you mean 'H100'?", "flashsim.Device(...)"],
+    ),
+    "device capacity": (
+        lambda: Device("mine", sram_bytes=0, sram_per_sm=1),
+        "OptionError",
+        ValueError,
+        ["Device.sram_bytes must be a positive integer, got 0"],
+    ),
+    "device bandwidth": (
+        lambda: Device("mine", sram_bytes=1, sram_per_sm=1, hbm_bandwidth=-1.0),
+        "OptionError",
+        ValueError,
+        ["Device.hbm_bandwidth must be positive, got -1.0"],
+    ),
+    "device peak": (
+        lambda: Device.get("T4").peak("bfloat16"),
+        "OptionError",
+        ValueError,
+        ["T4 has no peak for dtype 'bfloat16'", "possible: float16, float32, float64"],
+    ),
+    "typo": (
+        lambda: run(casual=True),
+        "UnknownArgumentError",
+        TypeError,
+        ["run() has no argument 'casual'", "did you mean 'causal'?"],
+    ),
+    "dropout": (
+        lambda: run(dropout_p=0.1),
+        "UnknownArgumentError",
+        TypeError,
+        ["run() has no argument 'dropout_p'; dropout is not simulated"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_says_what_was_wrong(case):
+    call, kind, built_in, parts = BAD[case]
+
+    with pytest.raises(flashsim.FlashSimError) as caught:
+        call()
+
+    assert type(caught.value) is getattr(flashsim, kind)
+    assert isinstance(caught.value, built_in)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [n for n, ours in SYNONYMS.items() if ours])
+def test_synonyms_are_pointed_to_our_name(name):
+    expected = re.escape(f"run() has no argument {name!r}; here it is called {SYNONYMS[name]}")
+    with pytest.raises(flashsim.UnknownArgumentError, match=expected):
+        run(**{name: 1})
+
+
+def test_every_plain_synonym_names_an_argument_that_run_takes():
+    known = set(flashsim.run.__kwdefaults__)
+    plain = {ours for ours in SYNONYMS.values() if ours and ours.isidentifier()}
+
+    assert plain <= known
+    assert not set(SYNONYMS) & known
+
+
+@pytest.mark.parametrize("ndim", [2, 3, 4])
+def test_leading_axes_are_added_without_a_copy(ndim):
+    x = np.zeros((2, 3, 8, 16)[4 - ndim :], np.float32)
+
+    given = prepare(x, x, x)
+
+    assert given.q.shape == (1,) * (4 - ndim) + x.shape
+    assert np.shares_memory(given.q, x)
+    assert given.ndim == ndim
+    assert (given.problem.batch, given.problem.heads) == given.q.shape[:2]
+
+
+def test_the_problem_follows_from_the_shapes():
+    q = np.zeros((2, 6, 5, 16), np.float16)
+    k, v = np.zeros((2, 3, 9, 16), np.float16), np.zeros((2, 3, 9, 24), np.float16)
+    bias = np.zeros((6, 5, 9), np.float16)
+
+    p = prepare(q, k, v, bias=bias, causal=True).problem
+
+    assert p == Problem(
+        5,
+        9,
+        head_dim=16,
+        head_dim_v=24,
+        batch=2,
+        heads=6,
+        kv_heads=3,
+        dtype="float16",
+        causal=True,
+        bias=(1, 6),
+    )
+
+
+def test_a_bare_grid_means_one_value_a_tile():
+    grid = np.array([[True, False], [True, True]])
+
+    p = prepare(X, X, X, block_mask=grid, tiling=Tiling(4, 5)).problem
+
+    assert p.block_mask == BlockMask(grid, 4, 5)
+
+
+def test_strides_of_leading_axes_and_single_columns_do_not_matter():
+    rows = np.zeros((16, 16), np.float32)[::2]
+    column = np.zeros((8, 4), np.float32)[:, :1]
+
+    assert prepare(rows, rows, rows).problem.n_q == 8
+    assert prepare(column, column, column).problem.head_dim == 1
+
+
+def test_nan_goes_through_unless_told_otherwise():
+    bad = X.copy()
+    bad[0, 0] = np.inf
+
+    assert prepare(bad, X, X).problem.n_q == 8
+    with pytest.raises(flashsim.OptionError, match="q holds 1 NaN"):
+        prepare(bad, X, X, nan_policy="raise")
+
+
+def test_nan_in_bfloat16_and_in_a_bias_is_seen():
+    import ml_dtypes
+
+    with pytest.raises(flashsim.OptionError, match="x holds 1 NaN"):
+        check_finite("x", np.array([1, np.nan], ml_dtypes.bfloat16))
+    bias = np.full((8, 8), np.nan, np.float32)
+    with pytest.raises(flashsim.OptionError, match="bias holds 64 NaN"):
+        prepare(X, X, X, bias=bias, nan_policy="raise")
+
+
+def test_check_like_wants_shape_and_dtype():
+    assert check_like("dout", X, X, "out") is X
+    with pytest.raises(
+        flashsim.ShapeError, match=r"dout must have out's shape \(8, 16\), got \(4, 16\)"
+    ):
+        check_like("dout", X[:4], X, "out")
+    with pytest.raises(flashsim.DTypeError, match=r"dtype float32, got float16; .*astype"):
+        check_like("dout", X.astype(np.float16), X, "out")

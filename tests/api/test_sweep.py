@@ -1,0 +1,444 @@
+"""Sweeps: every combination once, the figures of `count`, errors as rows, files that resume."""
+
+import concurrent.futures
+import csv
+import io
+import itertools
+import json
+import multiprocessing
+import sys
+import time
+
+import pytest
+
+import flashsim
+from flashsim import Device, FlashSimError, Problem, Tiling
+from flashsim.api import point as point_module
+from flashsim.api.point import COLUMNS, FIGURES, PARAMETERS
+
+sweep_module = sys.modules["flashsim.api.sweep"]  # the package's attribute is the function
+
+SMALL = {"n": [64, 96], "head_dim": [16, 32], "tiling": [Tiling(32, 16), None]}
+
+
+def without(rows, *names):
+    return [{key: value for key, value in row.items() if key not in names} for row in rows]
+
+
+def lines_of(path):
+    return path.read_text().splitlines()
+
+
+# -- points and figures ---------------------------------------------------------------------------
+
+
+def test_every_combination_once_with_the_figures_of_count():
+    axes = {
+        "algorithm": ["flash1", "flash2"],
+        "direction": ["forward", "backward"],
+        "dtype": ["float16", "float32"],
+        "causal": [False, True],
+        "head_dim": [16, 32],
+        "n": [100, 128],
+    }
+    tiling = Tiling(32, 16)
+
+    rows = flashsim.sweep(**axes, tiling=tiling, heads=4, kv_heads=2, device="A100").rows
+
+    combinations = list(itertools.product(*axes.values()))
+    asked = ("algorithm", "direction", "dtype", "causal", "head_dim", "n_q")
+    assert [tuple(row[name] for name in asked) for row in rows] == combinations
+    for row in rows:
+        problem = Problem(
+            n_q=row["n_q"],
+            head_dim=row["head_dim"],
+            heads=4,
+            kv_heads=2,
+            dtype=row["dtype"],
+            causal=row["causal"],
+        )
+        traffic = flashsim.count(
+            problem,
+            algorithm=row["algorithm"],
+            direction=row["direction"],
+            tiling=tiling,
+            device="A100",
+        )
+        assert row["status"] == "ok"
+        assert [row[f"{op}_bytes"] for op in ("load", "store", "reduce", "requested")] == [
+            *(traffic.bytes(op) for op in ("load", "store", "reduce")),
+            traffic.bytes(),
+        ]
+        assert row["compulsory_bytes"] == traffic.compulsory()
+        assert (row["flops"], row["matmul_flops"]) == (traffic.flops(), traffic.flops("matmul"))
+        assert row["intensity"] == traffic.intensity()
+        assert row["peak_sram_bytes"] == traffic.peak_sram()
+        assert (row["saved_bytes"], row["workspace_bytes"]) == (
+            traffic.saved(),
+            traffic.workspace(),
+        )
+
+
+def test_the_simulator_gives_the_same_rows():
+    axes = {
+        **SMALL,
+        "algorithm": ["standard", "flash1", "flash2", "flash2-fused"],
+        "direction": ["forward", "backward"],
+        "window": (20, 4),
+        "softcap": 5.0,
+        "heads": 4,
+        "kv_heads": 2,
+        "dtype": "float16",
+    }
+
+    counted = flashsim.sweep(**axes)
+    executed = flashsim.sweep(**axes, method="run")
+
+    assert {row["method"] for row in executed} == {"run"}
+    assert without(executed, "method") == without(counted, "method")
+    assert {row["status"] for row in executed} == {"ok"}
+
+
+def test_a_tiling_may_be_fitted_or_named():
+    rows = flashsim.sweep(
+        4096, head_dim=[64, 128], dtype="float16", tiling=["fit", "fa2-forward"], device="A100"
+    ).rows
+
+    problem = Problem(n_q=4096, head_dim=64, dtype="float16")
+    fit = Tiling.fit(problem, "A100")
+    preset = Tiling.preset("fa2-forward", 128)
+    assert (rows[0]["tiling"], rows[0]["block_q"], rows[0]["block_k"]) == (
+        "fit",
+        fit.block_q,
+        fit.block_k,
+    )
+    assert (rows[3]["tiling"], rows[3]["block_q"], rows[3]["block_k"]) == (
+        "fa2-forward",
+        preset.block_q,
+        preset.block_k,
+    )
+
+
+def test_a_point_that_does_not_fit_gets_its_error_and_stops_nothing():
+    result = flashsim.sweep(
+        1024, tiling=[Tiling(64, 64), Tiling(512, 512)], sram_bytes=[100_000, None], device="A100"
+    )
+
+    assert [row["sram_bytes"] for row in result] == [100_000, 100_000, 166_912, 166_912]
+    statuses = [row["status"] for row in result]
+    assert statuses[0] == statuses[2] == "ok"
+    assert statuses[1].startswith("SramOverflow: flash2 forward, stage 'forward': a 512 x 512 tile")
+    assert "100,000 B" in statuses[1]
+    assert "166,912 B" in statuses[3]
+    assert not any("\n" in status for status in statuses)
+    failed = result.rows[1]
+    assert (failed["block_q"], failed["block_k"]) == (512, 512)
+    assert {failed[name] for name in FIGURES[2:]} == {None}
+
+
+def test_sizes_that_contradict_each_other_are_a_status_too():
+    rows = flashsim.sweep(64, heads=[4, 6], kv_heads=4).rows
+
+    assert rows[0]["status"] == "ok"
+    assert rows[1]["status"].startswith("ShapeError: query heads must be a multiple")
+
+
+def test_running_out_of_memory_is_a_status(monkeypatch):
+    def exhausted(problem):
+        raise MemoryError("Unable to allocate 64.0 TiB")
+
+    monkeypatch.setattr(point_module, "random_inputs", exhausted)
+
+    row = flashsim.sweep(64, method="run").rows[0]
+
+    assert row["status"] == "MemoryError: Unable to allocate 64.0 TiB"
+
+
+def test_any_iterable_is_an_axis_and_a_point_given_twice_is_one():
+    assert [row["n_q"] for row in flashsim.sweep(range(64, 193, 64))] == [64, 128, 192]
+    assert len(flashsim.sweep((64, 64, 128), kv_heads=[None, 1])) == 2
+
+
+def test_a_pair_is_one_window_and_a_list_of_pairs_several():
+    assert [row["window"] for row in flashsim.sweep(64, window=(8, 0))] == ["8,0"]
+    assert [row["window"] for row in flashsim.sweep(64, window=[(8, 0), None])] == ["8,0", None]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"n": []}, "n has no values"),
+        ({"n": 0}, "n must be at least 1, got 0"),
+        ({"n": 64.5}, r"n must hold integers, got 64.5 \(float\)"),
+        ({"n": None}, "n must hold integers, got None"),
+        ({"algorithm": "flsh2"}, "unknown algorithm 'flsh2'.*did you mean 'flash2'"),
+        ({"direction": ["forward", "back"]}, "unknown direction 'back'; possible: forward"),
+        ({"dtype": "float8"}, "float8"),
+        ({"device": "H1000"}, "unknown device 'H1000'.*did you mean 'H100'"),
+        ({"tiling": "fa2-foward"}, "got 'fa2-foward'.*did you mean 'fa2-forward'"),
+        ({"tiling": [(64, 64)]}, r"tiling must hold flashsim.Tiling.*got \(64, 64\)"),
+        ({"key_order": "random"}, "unknown key_order 'random'"),
+        ({"causal": "yes"}, "causal must be True or False"),
+        ({"window": (1, 2, 3)}, "window"),
+        ({"method": "guess"}, "unknown method 'guess'; possible: count, run"),
+        ({"tilings": Tiling(8, 8)}, r"sweep\(\) has no argument 'tilings'.*did you mean 'tiling'"),
+        ({"executor": 4}, r"executor must be a concurrent.futures.Executor, got int.*get_executor"),
+    ],
+)
+def test_an_axis_no_point_could_have_is_refused(arguments, text):
+    with pytest.raises(FlashSimError, match=text):
+        flashsim.sweep(**{"n": 64, **arguments})
+
+
+# -- executors ------------------------------------------------------------------------------------
+
+
+def test_processes_give_the_same_rows(tmp_path):
+    device = Device("mine", sram_bytes=60_000, sram_per_sm=60_000)
+    axes = {**SMALL, "device": [device, "T4"], "tiling": [Tiling(32, 16), Tiling(512, 512)]}
+    context = multiprocessing.get_context("spawn")
+
+    with concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as executor:
+        result = flashsim.sweep(**axes, executor=executor, path=tmp_path / "rows.csv")
+
+    assert result.rows == flashsim.sweep(**axes).rows
+    assert len(lines_of(tmp_path / "rows.csv")) == 1 + len(result)
+
+
+def test_a_dask_cluster_gives_the_same_rows(tmp_path):
+    distributed = pytest.importorskip("distributed")
+    cluster = distributed.LocalCluster(
+        n_workers=1, threads_per_worker=1, processes=True, dashboard_address=None
+    )
+    with cluster, distributed.Client(cluster) as client:
+        with pytest.raises(FlashSimError, match="a Dask client gives one with"):
+            flashsim.sweep(64, executor=client)
+        with client.get_executor() as executor:
+            result = flashsim.sweep(**SMALL, executor=executor, path=tmp_path / "rows.csv")
+
+    assert result.rows == flashsim.sweep(**SMALL).rows
+
+
+def test_a_worker_that_dies_leaves_the_rows_so_far_and_cancels_the_rest(tmp_path, monkeypatch):
+    path = tmp_path / "rows.csv"
+    measure = point_module.measure
+    begun = []
+
+    def failing(point):
+        begun.append(point)
+        if len(begun) == 3:
+            raise RuntimeError("the machine is on fire")
+        if len(begun) > 3:
+            time.sleep(0.02)  # let the failure be noticed while most points still wait
+        return measure(point)
+
+    monkeypatch.setattr(sweep_module, "measure", failing)
+    lengths = list(range(64, 64 + 500))
+    with (
+        concurrent.futures.ThreadPoolExecutor(1) as executor,
+        pytest.raises(RuntimeError, match="on fire"),
+    ):
+        flashsim.sweep(lengths, executor=executor, path=path, tiling=Tiling(16, 16))
+
+    assert len(begun) < len(lengths)
+    done = {int(line.split(",")[PARAMETERS.index("n_q")]) for line in lines_of(path)[1:]}
+    assert done == {point.n_q for point in begun} - {begun[2].n_q}
+    monkeypatch.setattr(sweep_module, "measure", measure)
+    assert len(flashsim.sweep(lengths, path=path, tiling=Tiling(16, 16))) == len(lengths)
+
+
+# -- files ----------------------------------------------------------------------------------------
+
+
+def stop_after(monkeypatch, count):
+    """Let `measure` be interrupted when `count` points are done; count the calls."""
+    calls = []
+
+    def measure(point):
+        if len(calls) == count:
+            raise KeyboardInterrupt
+        calls.append(point)
+        return point_module.measure(point)
+
+    monkeypatch.setattr(sweep_module, "measure", measure)
+    return calls
+
+
+def test_rows_are_on_disk_as_they_come_and_an_interrupted_sweep_resumes(tmp_path, monkeypatch):
+    path = tmp_path / "rows.csv"
+    whole = flashsim.sweep(**SMALL).rows
+    stop_after(monkeypatch, 3)
+    with pytest.raises(KeyboardInterrupt):
+        flashsim.sweep(**SMALL, path=path)
+    assert len(lines_of(path)) == 1 + 3
+
+    calls = stop_after(monkeypatch, 100)
+    resumed = flashsim.sweep(**SMALL, path=path)
+
+    assert len(calls) == len(whole) - 3
+    assert resumed.rows == whole
+    stop_after(monkeypatch, 0)  # everything is in the file: nothing is run, values keep their types
+    again = flashsim.sweep(**SMALL, path=path)
+    assert again.rows == whole
+    assert [[type(x) for x in row.values()] for row in again] == [
+        [type(x) for x in row.values()] for row in whole
+    ]
+
+
+def test_a_row_is_on_disk_before_the_next_point_begins(tmp_path, monkeypatch):
+    path = tmp_path / "rows.csv"
+    seen = []
+
+    def measure(point):
+        seen.append(len(lines_of(path)))
+        return point_module.measure(point)
+
+    monkeypatch.setattr(sweep_module, "measure", measure)
+    flashsim.sweep(**SMALL, path=path)
+
+    assert seen == list(range(1, 1 + 8))
+
+
+def test_errors_and_odd_text_survive_the_file(tmp_path, monkeypatch):
+    path = tmp_path / "rows.csv"
+    device = Device('a "small" chip, mine', sram_bytes=9_999, sram_per_sm=9_999)
+    axes = {"n": 64, "device": device, "window": [None, (8, -1)], "softcap": [0.0, 0.1]}
+    first = flashsim.sweep(**axes, tiling=[Tiling(64, 64), Tiling(4, 4)], path=path)
+
+    stop_after(monkeypatch, 0)
+    again = flashsim.sweep(**axes, tiling=[Tiling(64, 64), Tiling(4, 4)], path=path)
+
+    assert again.rows == first.rows
+    assert {row["status"][:12] for row in again} == {"ok", "SramOverflow"}
+
+
+def test_a_file_cut_anywhere_resumes(tmp_path):
+    path = tmp_path / "rows.csv"
+    axes = {"n": [64, 128], "tiling": Tiling(32, 32)}
+    whole = flashsim.sweep(**axes, path=path)
+    content = path.read_bytes()
+
+    for length in [*range(0, len(content), 13), *range(len(content) - 8, len(content) + 1)]:
+        path.write_bytes(content[:length])
+        assert flashsim.sweep(**axes, path=path).rows == whole.rows
+        assert path.read_bytes() == content
+    path.write_bytes(content + b"count,flash2,torn")  # and nothing left to run
+    assert flashsim.sweep(**axes, path=path).rows == whole.rows
+    assert path.read_bytes() == content
+
+
+def test_a_larger_sweep_builds_on_a_smaller_and_leaves_other_rows_alone(tmp_path, monkeypatch):
+    path = tmp_path / "rows.csv"
+    flashsim.sweep([64, 128], path=path)
+    before = path.read_text()
+
+    calls = stop_after(monkeypatch, 100)
+    result = flashsim.sweep([128, 256], path=path)
+
+    assert [point.n_q for point in calls] == [256]
+    assert [row["n_q"] for row in result] == [128, 256]
+    assert path.read_text().startswith(before)
+
+
+@pytest.mark.parametrize("content", ["name,grade\nAda,1\n", "name,gra", "\x00\xff binary"])
+def test_a_foreign_file_is_refused_and_left_alone(tmp_path, content):
+    path = tmp_path / "grades.csv"
+    path.write_text(content)
+
+    with pytest.raises(FlashSimError, match=r"grades.csv is not the file of such a sweep"):
+        flashsim.sweep(64, path=path)
+
+    assert path.read_text() == content
+
+
+@pytest.mark.parametrize("bad", ["1,2,3", "causal"])
+def test_a_line_that_is_no_row_is_named(tmp_path, bad):
+    path = tmp_path / "rows.csv"
+    flashsim.sweep(64, path=path)
+    header, row = lines_of(path)
+    line = row.replace("False", "maybe") if bad == "causal" else bad
+    content = f"{header}\n{row}\n{line}\n{row}\n"
+    path.write_text(content)
+
+    with pytest.raises(FlashSimError, match=r"rows.csv, line 3: not a row of a sweep"):
+        flashsim.sweep(64, path=path)
+
+    assert path.read_text() == content
+
+
+def test_a_path_that_cannot_be_a_file_is_refused(tmp_path):
+    with pytest.raises(FlashSimError, match="there is no folder"):
+        flashsim.sweep(64, path=tmp_path / "missing" / "rows.csv")
+    with pytest.raises(FlashSimError, match="it is a folder; name a file"):
+        flashsim.sweep(64, path=tmp_path)
+
+
+# -- tables ---------------------------------------------------------------------------------------
+
+
+def test_tables_hold_every_figure_and_people_see_what_varies():
+    result = flashsim.sweep([64, 1024], tiling=[Tiling(32, 32), Tiling(1024, 1024)])
+
+    records = list(csv.DictReader(io.StringIO(result.csv())))
+    assert list(records[0]) == list(COLUMNS)
+    assert [int(r["load_bytes"]) for r in records[:1]] == [result.rows[0]["load_bytes"]]
+    assert json.loads(result.json()) == result.rows
+    table = result.table()
+    assert table.columns[:3] == ("n_q", "tiling", "tile")
+    assert "dtype float32" in table.title
+    assert "n_q" not in table.title
+    assert table.rows[0][:4] == [64, "32 x 32", "32 x 32", result.rows[0]["load_bytes"]]
+    assert table.rows[3] == [1024, "1024 x 1024", *[None] * 10, "SramOverflow"]
+    assert "SramOverflow" in str(result)
+    assert "<td>SramOverflow</td>" in result._repr_html_()
+    assert repr(result) == "<Sweep: 4 points, 1 without figures>"
+
+
+def test_a_key_length_of_its_own_is_shown():
+    assert "n_kv 128" in flashsim.sweep([64, 128], n_kv=128).table().title
+    assert "n_kv" in flashsim.sweep(64, n_kv=[64, 128]).table().columns
+    alike = flashsim.sweep([64, 128]).table()
+    assert "n_kv" not in (*alike.columns, alike.title)
+
+
+def test_a_dataframe_has_typed_columns():
+    pandas = pytest.importorskip("pandas")
+    frame = flashsim.sweep([64, 1024], tiling=[Tiling(32, 32), Tiling(1024, 1024)]).dataframe()
+
+    assert list(frame.columns) == list(COLUMNS)
+    assert frame["load_bytes"].dtype == pandas.Int64Dtype()
+    assert frame["load_bytes"].isna().tolist() == [False, False, False, True]
+    assert frame["causal"].dtype == pandas.BooleanDtype()
+    assert frame.groupby("n_q").size().to_dict() == {64: 2, 1024: 2}
+
+
+def test_without_pandas_a_dataframe_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+
+    with pytest.raises(FlashSimError, match=r"pip install flashsim\[pandas\]"):
+        flashsim.sweep(64).dataframe()
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_is_shown_on_a_terminal_only(monkeypatch, capfd):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as CI sets it; it makes no terminal of a log file
+    flashsim.sweep(**SMALL)
+    assert capfd.readouterr() == ("", "")
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    flashsim.sweep(**SMALL, progress=False)
+    assert terminal.getvalue() == ""
+
+    flashsim.sweep(**SMALL)
+
+    assert "sweep" in terminal.getvalue()
+    assert "100%" in terminal.getvalue()
+
+
+def test_the_columns_are_one_list():
+    assert (*PARAMETERS, *FIGURES, "status") == COLUMNS
+    assert set(flashsim.sweep(64).rows[0]) == set(COLUMNS)

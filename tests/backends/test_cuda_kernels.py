@@ -1,0 +1,343 @@
+"""The CUDA C++ kernels without a GPU: they compile for every architecture, in registers; the launch
+arithmetic is theirs (the kernels static_assert its sizes); what cannot run says so.
+"""
+
+import re
+from functools import cache
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+import pytest
+from compiled import compiled, costs_nothing_when_off, source
+
+import flashsim
+from flashsim import Problem, Tiling
+from flashsim.backends import launch
+from flashsim.backends.families import fitting, portable
+from flashsim.backends.launch.kernel import Gpu
+from flashsim.backends.launch.lowering import lower
+from flashsim.engines.engine import Job
+from flashsim.errors import BackendUnavailable, OptionError, TilingError, UnsupportedError
+from flashsim.problem.masks import BlockMask
+from flashsim.schedule.schedule import Schedule
+
+KIB = 1024
+#: Shared memory a block may have, and L2: what launch arithmetic asks a GPU.
+GPUS = {
+    "sm_80": Gpu("A100", (8, 0), 163 * KIB, 40 << 20),
+    "sm_86": Gpu("RTX 3090", (8, 6), 99 * KIB, 6 << 20),
+    "sm_89": Gpu("RTX 4090", (8, 9), 99 * KIB, 72 << 20),
+    "sm_90": Gpu("H200", (9, 0), 227 * KIB, 60 << 20),
+    "sm_100": Gpu("B200", (10, 0), 227 * KIB, 126 << 20),
+    "sm_120": Gpu("RTX 5090", (12, 0), 99 * KIB, 96 << 20),
+}
+H200 = GPUS["sm_90"]
+#: Bytes a thread may spill: registers hold everything but a few rarely used values.
+SPILL_BYTES = 128
+#: The same where it counts or stamps as well: addresses and counters are live throughout.
+REPORT_SPILL_BYTES = 256
+
+PROBLEMS = {
+    "bf16 128 causal": Problem(512, 512, 128, heads=2, dtype="bfloat16", causal=True),
+    "bf16 64": Problem(512, 512, 64, heads=2, dtype="bfloat16"),
+    "fp16 256": Problem(512, 512, 256, heads=2, dtype="float16", causal=True),
+    "fp16 odd": Problem(
+        *(500, 500, 80, 40),
+        heads=4,
+        kv_heads=2,
+        dtype="float16",
+        window=(30, 5),
+        softcap=3.0,
+        cu_seqlens_q=(0, 200, 500),
+        cu_seqlens_k=(0, 300, 500),
+    ),
+    "blocks": Problem(
+        *(256, 256, 96),
+        dtype="bfloat16",
+        block_mask=BlockMask(np.eye(2, dtype=bool), 128, 128),
+    ),
+    "fp32 64": Problem(512, 512, 64, heads=2, dtype="float32", causal=True, softcap=1.0),
+    "fp32 256": Problem(512, 512, 256, heads=2, dtype="float32"),
+    "tf32 64": Problem(512, 512, 64, heads=2, dtype="float32", causal=True),
+    "tf32 128": Problem(512, 512, 128, heads=2, dtype="float32"),
+}
+
+
+def passes(problem, gpu, report="", family=portable):
+    """Every pass of the forward and of both backwards."""
+    yield from family.forward_passes(problem, None, gpu, "ascending", report)
+    for algorithm in ("flash2", "flash2-fused"):
+        yield from family.backward_passes(problem, None, gpu, "ascending", report, algorithm)
+
+
+@cache
+def compile_kernel(kernel, arch):
+    """{function: (stack bytes, spilled bytes, registers)}, from NVRTC."""
+    log, cubin = compiled(kernel, (*kernel.options, f"-arch={arch}"))
+    assert cubin, log
+    assert "warning" not in log
+    found = re.findall(
+        r"entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores"
+        r".*?Used (\d+) registers",
+        log,
+        re.DOTALL,
+    )
+    return {name: tuple(map(int, numbers)) for name, *numbers in found}
+
+
+#: These two have all the kernels there are; what the others vary is tried on the two main targets,
+#: and each on one GPU or two of the rest: a small shared memory (smaller tiles), the newest.
+EVERYWHERE = ("bf16 128 causal", "fp32 64")
+ELSEWHERE = [
+    *(("bf16 64", "sm_89"), ("bf16 64", "sm_120"), ("fp16 256", "sm_100"), ("fp16 odd", "sm_100")),
+    *(("blocks", "sm_89"), ("fp32 256", "sm_120"), ("tf32 64", "sm_120"), ("tf32 128", "sm_86")),
+]
+TARGETS = ELSEWHERE + [
+    (name, arch)
+    for name in PROBLEMS
+    for arch in (GPUS if name in EVERYWHERE else ("sm_80", "sm_90"))
+]
+
+
+@pytest.mark.parametrize(("name", "arch"), TARGETS)
+def test_kernels_compile_and_stay_in_registers(name, arch):
+    family = portable.TF32 if "tf32" in name else portable
+    check_registers(passes(PROBLEMS[name], GPUS[arch], family=family), arch, SPILL_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("name", "report"),
+    [
+        *(("bf16 128 causal", "counts"), ("bf16 128 causal", "timeline"), ("fp16 odd", "counts")),
+        *(("fp16 odd", "timeline"), ("fp32 64", "counts"), ("fp32 64", "timeline")),
+        ("tf32 64", "timeline"),
+    ],
+)
+def test_kernels_that_report_compile_and_stay_in_registers(name, report):
+    family = portable.TF32 if "tf32" in name else portable
+    check_registers(passes(PROBLEMS[name], H200, report, family), "sm_90", REPORT_SPILL_BYTES)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_counting_finds_registers_where_the_forward_fills_them(causal):
+    """Spilled addresses came with a loop that recomputed others and hid fewer exponentials."""
+    p = Problem(512, 512, 64, heads=2, dtype="bfloat16", causal=causal)
+    plain, counts = (
+        compile_kernel(one.kernel, "sm_90")[one.kernel.name]
+        for report in ("", "counts")
+        for one in portable.forward_passes(p, None, H200, "ascending", report)
+    )
+    assert counts[1] <= plain[1], "bytes spilled"
+
+
+def check_registers(passes, arch, limit):
+    compiled = 0
+    for one in passes:
+        stack, spilled, registers = compile_kernel(one.kernel, arch)[one.kernel.name]
+        assert spilled <= limit, (one.stage.name, one.kernel)
+        assert stack <= limit, "an array lives in local memory"
+        assert registers * one.kernel.threads <= 64 * KIB
+        compiled += 1
+    assert compiled >= 6
+
+
+@pytest.mark.parametrize("stage", ["forward", "fused", "dq", "delta"])
+@pytest.mark.parametrize("name", ["bf16 64", "fp32 64"])
+def test_reporting_costs_nothing_when_it_is_off(name, stage):
+    one = next(x for x in passes(PROBLEMS[name], H200) if x.stage.name == stage)
+    assert costs_nothing_when_off(one.kernel, "-arch=sm_90")
+
+
+def test_reporting_changes_the_code_when_it_is_on():
+    (one,) = portable.forward_passes(PROBLEMS["bf16 64"], None, H200, "ascending", "")
+    text, options = source(one.kernel), (*one.kernel.options, "-arch=sm_90")
+    assert (
+        compiled(one.kernel, options, text)[1]
+        != (compiled(one.kernel, options, text.replace("FS_TRACE", "1"))[1])
+    )
+
+
+def test_lines_are_as_short_as_in_python():
+    folder = Path(str(resources.files("flashsim.backends") / "kernels"))
+    files = [f for f in folder.rglob("*.cu*") if f.suffix in (".cu", ".cuh")]
+    lines = {(f.name, line) for f in files for line in f.read_text("utf-8").split("\n")}
+    assert len(lines) > 1000
+    assert not {x for x in lines if len(x[1]) > 100}
+
+
+def test_a_wrong_size_does_not_compile():
+    (one,) = portable.forward_passes(PROBLEMS["bf16 64"], None, H200, "ascending", "")
+    for name in ("FS_SMEM_BYTES", "FS_ARGS_BYTES"):
+        options = [
+            f"-D{name}={dict(one.kernel.constants)[name] + 16}" if name in o else o
+            for o in one.kernel.options
+        ]
+        log, cubin = compiled(one.kernel, (*options, "-arch=sm_90"))
+        assert not cubin
+        assert "must agree" in log
+
+
+def test_arguments_pack_as_the_struct_lies():
+    assert launch.ARGS_FORMAT.size == launch.ARGS.itemsize
+    values = list(range(1, len(launch.ARGS_FORMAT.unpack(bytes(launch.ARGS.itemsize))) + 1))
+    record = np.frombuffer(launch.ARGS_FORMAT.pack(*values), launch.ARGS)[0]
+    assert [int(x) for name in launch.TENSORS for x in record[name]] == values[:32]
+    names = (*launch.POINTERS, *launch.INTEGERS, "scale", "softcap")
+    assert [int(record[name]) for name in names] == values[32:]
+
+
+def test_shared_memory_is_the_tiles_that_lie_there():
+    p = Problem(512, 512, 128, dtype="bfloat16")
+    (one,) = portable.forward_passes(p, Tiling(128, 64), H200, "ascending", "")
+    sums = 128 * 2 * 2 * 4  # of 128 threads, each with two 16-row blocks
+    assert one.kernel.shared_bytes == 2 * (128 * 128 + 2 * 64 * 128 + 2 * 64 * 128) + sums
+    _, fused, _ = portable.backward_passes(
+        p, Tiling(64, 128), H200, "ascending", "", "flash2-fused"
+    )
+    tiles = 2 * 128 * 128 + 2 * 2 * 64 * 128 + 3 * 128 * 64  # K, V; Q, dO twice; P, dS twice
+    assert fused.kernel.shared_bytes == 2 * tiles + 2 * 2 * 64 * 4  # LSE, delta twice
+
+
+def test_grids_have_a_block_for_every_tile_and_head():
+    p = Problem(300, 500, 64, batch=3, heads=8, kv_heads=2, dtype="float16")
+    (forward,) = portable.forward_passes(p, Tiling(128, 64), H200, "ascending", "")
+    assert forward.grid == (3 * 3 * 8,)
+    assert forward.walks == 24
+    assert forward.clump % p.group == 0
+    delta, dkdv, dq = portable.backward_passes(p, Tiling(64, 128), H200, "ascending", "", "flash2")
+    assert delta.grid == (5, 24)
+    assert dkdv.grid == (4 * 3 * 2,)
+    assert dq.grid == (5 * 24,)
+
+
+def test_longest_walks_start_first():
+    p = Problem(512, 512, 64, dtype="float16", causal=True)
+    tables = lower(Schedule(p, Tiling(128, 64)), "row")
+    assert tables.order.tolist() == [3, 2, 1, 0]
+    assert lower(Schedule(p, Tiling(128, 64)), "col").order.tolist() == list(range(8))
+
+
+@pytest.mark.parametrize("arch", GPUS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("head_dim", [8, 64, 96, 128, 160, 256])
+def test_every_gpu_has_a_default_tiling_that_fits(head_dim, dtype, arch):
+    p = Problem(64, 64, head_dim, dtype=dtype)
+    for one in passes(p, GPUS[arch]):
+        assert one.kernel.shared_bytes <= GPUS[arch].shared_bytes
+        assert one.kernel.threads <= 1024
+
+
+def test_tilings_that_no_kernel_has_are_refused_with_those_that_run():
+    p = Problem(64, 64, 128, dtype="float16")
+    with pytest.raises(TilingError, match=r"24 x 64 tile is not one .*multiples of 16.*128 x 64"):
+        portable.forward_passes(p, Tiling(24, 64), H200, "ascending", "")
+    with pytest.raises(TilingError, match=r"needs [\d,]+ B of shared memory.*possible: 16 x 16"):
+        portable.forward_passes(p, Tiling(128, 128), GPUS["sm_86"], "ascending", "")
+    for tiling in fitting.runnable(p, GPUS["sm_86"], "forward", fused=False):
+        (one,) = portable.forward_passes(p, tiling, GPUS["sm_86"], "ascending", "")
+        assert one.tables.schedule.tiling == tiling
+
+
+def test_masks_that_a_kernel_cannot_evaluate_are_refused():
+    plain = dict(n_q=64, n_kv=64, head_dim=16)
+    tiling = Tiling(32, 32)
+    for problem, why in (
+        (Problem(**plain, mask=lambda q, k: q >= k), "no mask function"),
+        (Problem(**plain, bias=(1, 1)), "no bias"),
+        (Problem(**plain, block_mask=BlockMask(np.ones((2, 2), bool), 48, 48)), "48 x 48 cells"),
+    ):
+        with pytest.raises(UnsupportedError, match=why):
+            lower(Schedule(problem, tiling), "row")
+
+
+def test_default_tilings_divide_a_block_masks_cells():
+    mask = BlockMask(np.ones((8, 8), bool), 32, 32)
+    p = Problem(256, 256, 128, dtype="bfloat16", block_mask=mask)
+    (one,) = portable.forward_passes(p, None, H200, "ascending", "")
+    assert one.tables.schedule.tiling == Tiling(32, 32)
+    odd = Problem(256, 256, dtype="float16", block_mask=BlockMask(np.ones((11, 11), bool), 24, 24))
+    with pytest.raises(TilingError, match=r"no default tiling .* divides the block mask"):
+        portable.forward_passes(odd, None, H200, "ascending", "")
+
+
+def test_an_unknown_kernel_family_is_an_option_error():
+    pytest.importorskip("cupy")
+    x = np.zeros((8, 16), np.float32)
+    with pytest.raises(OptionError, match=r"unknown kernel 'portabel'.*did you mean 'portable'"):
+        flashsim.run(x, x, x, backend="cupy", kernel="portabel")
+
+
+def test_without_a_gpu_the_backend_says_what_is_missing():
+    cupy = pytest.importorskip("cupy")
+    try:
+        cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError:
+        x = np.zeros((8, 16), np.float32)
+        with pytest.raises(BackendUnavailable, match=r"finds no usable GPU.*nvidia-smi"):
+            flashsim.run(x, x, x, backend="cupy")
+    else:
+        pytest.skip("there is a GPU")
+
+
+def test_without_cupy_the_backend_says_what_to_install(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.delitem(sys.modules, "flashsim.backends.cupy_gpu.engine", raising=False)
+    x = np.zeros((8, 16), np.float32)
+    with pytest.raises(BackendUnavailable, match=r"pip install 'flashsim\[cuda13\]'"):
+        flashsim.run(x, x, x, backend="cupy")
+
+
+def test_kernels_with_delays_compile_and_every_barrier_has_a_number():
+    """What tests/gpu/test_cupy_barriers.py runs on a GPU."""
+    pytest.importorskip("cupy")
+    from barriers import barriers, jittered
+
+    kernels = {
+        one.kernel.file: one.kernel
+        for name in ("fp16 256", "fp32 64")
+        for one in passes(PROBLEMS[name], H200)
+    }
+    del kernels["portable/backward_rows.cu"]  # no barriers
+    for file, kernel in kernels.items():
+        assert barriers(file)
+        log, cubin = compiled(kernel, (*kernel.options, "-arch=sm_90"), jittered(file, "B1"))
+        assert cubin, log
+
+
+def test_tf32_is_for_float32_and_says_so():
+    pytest.importorskip("cupy")
+    from flashsim.backends.cupy_gpu import engine as cupy_engine
+
+    for dtype, allowed, name in (
+        ("float32", True, "portable, tf32"),
+        ("float32", False, "portable"),
+        ("float16", True, "portable"),
+    ):
+        p = Problem(64, 64, 64, dtype=dtype)
+        job = Job(p, None, None, None, options={"allow_tf32": allowed})
+        family = cupy_engine._family(job, GPUS["sm_80"], "forward")
+        assert name == family.NAME
+    x = np.zeros((8, 16), np.float32)
+    with pytest.raises(OptionError, match="allow_tf32 must be True or False, got 'yes'"):
+        flashsim.run(x, x, x, backend="cupy", allow_tf32="yes")
+
+
+@pytest.mark.parametrize("arch", GPUS)
+@pytest.mark.parametrize("head_dim", [8, 64, 128, 256])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_tf32_runs_wherever_its_tiles_fit(head_dim, arch, direction):
+    pytest.importorskip("cupy")
+    from flashsim.backends.cupy_gpu import engine as cupy_engine
+
+    p, gpu = Problem(64, 64, head_dim, dtype="float32"), GPUS[arch]
+    job = Job(p, None, None, None, options={"allow_tf32": True})
+    family = cupy_engine._family(job, gpu, direction)
+    small = head_dim == 256 and direction == "backward" and gpu.shared_bytes < 100 * KIB
+    assert family is (portable if small else portable.TF32)  # a row of K, V, Q, dO has 4 KiB
+    given = (p, None, gpu, "ascending", "")
+    made = family.forward_passes if direction == "forward" else family.backward_passes
+    for one in made(*given, *(["flash2"] if direction == "backward" else [])):
+        assert one.kernel.shared_bytes <= gpu.shared_bytes

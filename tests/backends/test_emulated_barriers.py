@@ -1,0 +1,94 @@
+"""The portable kernels' barriers, without a GPU: the emulator lets one warp run as far ahead as it
+may; results are attention's, and without any one barrier they are not.
+"""
+
+from dataclasses import replace
+
+import pytest
+from barriers import BARRIER, untried
+
+from flashsim import Problem, Tiling
+from flashsim.backends.families import portable
+from flashsim.backends.kernels import nvrtc
+from flashsim.errors import TraceError
+
+pytest.importorskip("cupy")  # as test_emulated
+import emulator
+import test_emulated
+from test_cuda_kernels import H200
+
+pytestmark = test_emulated.pytestmark
+
+HALF, SINGLE = "bfloat16", "float32"
+OTHER = Tiling(32, 32)
+#: GPUs on which the tiles below have one stage.
+SMALL, MEDIUM, LARGE = (replace(H200, shared_bytes=n) for n in (20_000, 33_000, 50_000))
+#: Kernel, algorithm, dtype, head_dim, tiling, GPU, and the barriers that this form has and needs.
+CASES = [
+    ("portable/forward.cu", "flash2", HALF, 40, (64, 32), H200, "B0 B1 B3"),  # Q in registers
+    ("portable/forward.cu", "flash2", HALF, 128, (128, 64), H200, "B1 B2 B3"),  # O staged over Q
+    ("portable/backward_dkdv.cu", "flash2", HALF, 40, (32, 64), H200, "B1 B4"),
+    ("portable/backward_dkdv.cu", "flash2", HALF, 40, (32, 64), SMALL, "B0 B1 B4"),
+    ("portable/backward_dkdv.cu", "flash2-fused", HALF, 40, (32, 64), H200, "B1 B3 B4"),
+    (
+        "portable/backward_dkdv.cu",
+        "flash2",
+        HALF,
+        96,
+        (32, 64),
+        H200,
+        "B1 B2 B4",
+    ),  # scores cross warps
+    ("portable/backward_dkdv.cu", "flash2-fused", HALF, 96, (32, 64), H200, "B1 B2 B3 B4"),
+    ("portable/backward_dkdv.cu", "flash2-fused", HALF, 96, (32, 64), LARGE, "B0 B1 B2 B3 B4"),
+    (
+        "portable/backward_dkdv.cu",
+        "flash2-fused",
+        HALF,
+        64,
+        (32, 64),
+        H200,
+        "B1 B3 B4",
+    ),  # in halves
+    ("portable/backward_dq.cu", "flash2", HALF, 40, (64, 32), H200, "B1 B2 B3"),
+    ("portable/backward_dq.cu", "flash2", HALF, 40, (64, 64), MEDIUM, "B0 B1 B3"),
+    ("portable/forward_f32.cu", "flash2", SINGLE, 40, (32, 32), H200, "B0 B1 B2 B3"),
+    ("portable/backward_dkdv_f32.cu", "flash2", SINGLE, 40, (32, 32), H200, "B0 B1 B2"),
+    ("portable/backward_dq_f32.cu", "flash2", SINGLE, 40, (32, 32), H200, "B0 B1"),
+]
+
+
+def compare(case, folder, monkeypatch, without=""):
+    """The kernels, one of which lacks a barrier, against the oracle and the simulator."""
+    file, algorithm, dtype, head_dim, tiling, gpu, _ = case
+    folder.mkdir()
+    sound = nvrtc.source
+
+    def faulty(name):
+        text = sound(name)
+        kept = BARRIER.sub(lambda m: "" if m[1] == without else m[0], text)
+        return kept if name == file else text
+
+    tilings = (Tiling(*tiling), OTHER)[:: 1 if "forward" in file else -1]
+    # The first row tile sees no key: its block ends while copies of Q are still under way.
+    p = Problem(86 + tiling[0], 70, head_dim, dtype=dtype, causal=True)
+    machine = emulator.Emulator(folder, 900)
+    with monkeypatch.context() as patch:
+        patch.setattr(nvrtc, "source", faulty)
+        test_emulated.compare(machine, portable, p, algorithm, gpu=gpu, tilings=tilings)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-{c[1]}-{c[3]}")
+def test_a_barrier_left_out_shows(case, tmp_path, monkeypatch):
+    compare(case, tmp_path / "sound", monkeypatch)
+    needed, shown = case[-1].split(), []
+    for barrier in needed:
+        try:
+            compare(case, tmp_path / barrier, monkeypatch, without=barrier)
+        except (AssertionError, TraceError):
+            shown.append(barrier)
+    assert shown == needed
+
+
+def test_every_barrier_is_tried():
+    assert not untried(CASES)

@@ -1,0 +1,295 @@
+"""The Hopper kernels without a GPU: they compile without spilling much and without serialised
+products, the launch arithmetic is theirs, and what they do not take they refuse with a reason.
+"""
+
+import ctypes
+import re
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from compiled import compiled, costs_nothing_when_off
+
+import flashsim
+from flashsim import Problem, Tiling
+from flashsim.backends import launch
+from flashsim.backends.cupy_gpu import tensor_maps
+from flashsim.backends.families import hopper, portable
+from flashsim.backends.launch.kernel import Box, Gpu
+from flashsim.engines.engine import Job
+from flashsim.errors import OptionError, UnsupportedError
+from flashsim.problem.masks import BlockMask
+
+H200 = Gpu("H200", (9, 0), 227 * 1024, 60 << 20)
+A100 = Gpu("A100", (8, 0), 163 * 1024, 40 << 20)
+#: Bytes a thread may spill to local memory: a few values used once an item.
+SPILL_BYTES = {False: 64, True: 320}  # without and with a softcap
+#: Where they report: counters, and the addresses they go to, are live throughout.
+REPORT_SPILL_BYTES = {"counts": 160, "timeline": 320}
+PROBLEMS = {
+    "128": Problem(4096, 4096, 128, heads=2, dtype="bfloat16"),
+    "128 causal": Problem(4096, 4096, 128, heads=2, dtype="bfloat16", causal=True),
+    "64": Problem(4096, 4096, 64, heads=2, dtype="float16"),
+    "64 causal": Problem(1024, 1024, 64, heads=2, dtype="bfloat16", causal=True),
+    "96 window": Problem(4096, 4096, 96, heads=2, dtype="bfloat16", window=(100, 20)),
+    "40": Problem(333, 517, 40, heads=2, dtype="float16"),
+    "40, values 8": Problem(333, 517, 40, 8, heads=2, dtype="float16"),
+    "192": Problem(4096, 4096, 192, heads=2, dtype="bfloat16", causal=True),
+    "256": Problem(4096, 4096, 256, heads=2, dtype="bfloat16", causal=True),
+    "128 odd": Problem(
+        *(500, 500, 128, 64),
+        heads=4,
+        kv_heads=2,
+        dtype="float16",
+        window=(30, 5),
+        softcap=3.0,
+        cu_seqlens_q=(0, 200, 500),
+        cu_seqlens_k=(0, 300, 500),
+    ),
+    "128 blocks": Problem(
+        *(512, 512, 128),
+        dtype="bfloat16",
+        block_mask=BlockMask(np.eye(4, dtype=bool), 128, 128),
+    ),
+}
+
+
+def kernels(problem, report=""):
+    """Every Hopper kernel of the forward and of both backwards."""
+    passes = list(hopper.forward_passes(problem, None, H200, "ascending", report))
+    for algorithm in ("flash2", "flash2-fused"):
+        passes += hopper.backward_passes(problem, None, H200, "ascending", report, algorithm)
+    return [one.kernel for one in passes if one.kernel.boxes]
+
+
+def compile_log(kernel, **changed):
+    """NVRTC's log, beginning with "failed" if the kernel does not compile."""
+    options = [o for o in kernel.options if not any(f"-DFS_{name}=" in o for name in changed)]
+    options += [f"-DFS_{name}={value}" for name, value in changed.items()]
+    log, cubin = compiled(kernel, tuple(options))
+    return log if cubin else "failed: " + log
+
+
+def check(kernel, limit):
+    log = compile_log(kernel)
+    assert "failed" not in log, log
+    assert "serialized" not in log, "ptxas could not keep wgmma asynchronous"
+    assert "wait is injected" not in log, "ptxas waits between products where we do not"
+    assert "warning" not in log
+    stack, spilled = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores", log).groups()
+    assert int(spilled) <= limit, kernel
+    assert int(stack) <= limit, "an array lives in local memory"
+    registers = int(re.search(r"Used (\d+) registers", log)[1])
+    assert registers * kernel.threads <= 65_536
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_kernels_compile_without_serialised_products(name):
+    problem = PROBLEMS[name]
+    for kernel in kernels(problem):
+        check(kernel, SPILL_BYTES[bool(problem.softcap)])
+
+
+def in_order(problem, tiling=None, report=""):
+    """The fused backward that adds to dQ in a fixed order."""
+    given = problem, tiling, H200, "ascending", report, "flash2-fused"
+    (kernel,) = (x.kernel for x in hopper.backward_passes(*given, ordered=True) if x.kernel.boxes)
+    return kernel
+
+
+@pytest.mark.parametrize("name", ["128", "64", "128 odd"])
+def test_the_backward_in_a_fixed_order_compiles(name):
+    problem = PROBLEMS[name]
+    for tiling in hopper.tilings(problem, H200, "backward", "flash2-fused"):
+        check(in_order(problem, tiling), SPILL_BYTES[bool(problem.softcap)])
+
+
+@pytest.mark.parametrize("name", ["128", "64 causal", "192"])
+def test_tilings_that_are_no_default_compile(name):
+    problem = PROBLEMS[name]
+    plain = kernels(problem)
+    for tiling in hopper.tilings(problem, H200, "forward")[1:]:
+        (one,) = hopper.forward_passes(problem, tiling, H200, "ascending", "")
+        assert one.kernel not in plain
+        check(one.kernel, SPILL_BYTES[False])
+    for tiling in hopper.tilings(problem, H200, "backward", "flash2-fused")[1:]:
+        given = problem, tiling, H200, "ascending", "", "flash2-fused"
+        _, fused, _ = hopper.backward_passes(*given)
+        assert fused.kernel not in plain
+        check(fused.kernel, SPILL_BYTES[False])
+
+
+@pytest.mark.parametrize(
+    ("name", "report"),
+    [
+        *((name, "counts") for name in ("128 causal", "64", "128 odd")),
+        *((name, "timeline") for name in ("128 causal", "64 causal", "128 odd", "192")),
+    ],
+)
+def test_kernels_that_report_compile(name, report):
+    problem = PROBLEMS[name]
+    for kernel in kernels(problem, report):
+        check(kernel, REPORT_SPILL_BYTES[report])
+    if hopper.orders_dq(problem):
+        check(in_order(problem, report=report), REPORT_SPILL_BYTES[report])
+
+
+@pytest.mark.parametrize(("name", "number"), [("64", 0), ("64", 2), ("64", 3), ("192", 3)])
+def test_reporting_costs_nothing_when_it_is_off(name, number):
+    """Forward, dQ, and both sources of the pass with keys outside."""
+    kernel = kernels(PROBLEMS[name])[number]
+    assert costs_nothing_when_off(kernel)
+
+
+def test_a_wrong_size_does_not_compile():
+    for kernel in kernels(PROBLEMS["64"]):
+        log = compile_log(kernel, SMEM_BYTES=kernel.shared_bytes + 1024)
+        assert "must agree" in log or "backends.hopper" in log
+
+
+def test_two_stages_and_all_tiles_lie_in_shared_memory():
+    forward, *_ = kernels(PROBLEMS["256"])
+    tiles = 2 * (128 * 256 + 2 * 2 * 80 * 256)
+    assert tiles < forward.shared_bytes <= min(tiles + 2048, H200.shared_bytes)
+    assert all(k.shared_bytes <= H200.shared_bytes for p in PROBLEMS.values() for k in kernels(p))
+
+
+def test_a_producer_and_each_consumer_warpgroup_stamp_the_time():
+    assert [k.roles for k in kernels(PROBLEMS["64"])] == [4, 3, 3, 3]
+    assert [k.roles for k in kernels(PROBLEMS["128"])] == [3, 3, 3, 3]
+    passes = portable.forward_passes(PROBLEMS["64"], None, H200, "ascending", "timeline")
+    assert passes[0].kernel.roles == 1
+
+
+def test_blocks_are_persistent():
+    p = Problem(4096, 4096, 128, heads=16, dtype="bfloat16")
+    (one,) = hopper.forward_passes(p, None, H200, "ascending", "")
+    assert one.grid == (132,)
+    (small,) = hopper.forward_passes(
+        Problem(200, 200, 128, dtype="bfloat16"), None, H200, "ascending", ""
+    )
+    assert small.grid == (2,)
+
+
+@pytest.mark.parametrize(
+    ("change", "direction", "report", "why"),
+    [
+        (dict(dtype="float32"), "forward", "", "float16 and bfloat16, not float32"),
+        (dict(head_dim=512), "forward", "", "head_dim up to 256"),
+        (dict(head_dim=264), "backward", "", "head_dim up to 256"),
+        (
+            dict(block_mask=BlockMask(np.ones((8, 8), bool), 64, 64)),
+            *("forward", "", "do not divide the block mask"),
+        ),
+    ],
+)
+def test_refusals_say_why(change, direction, report, why):
+    p = Problem(**{**dict(n_q=512, n_kv=512, head_dim=128, dtype="bfloat16"), **change})
+    assert why in hopper.refusal(p, None, H200, direction, report)
+
+
+def test_other_gpus_and_tilings_are_refused():
+    p = PROBLEMS["128"]
+    assert hopper.refusal(p, None, H200, "forward", "counts") is None
+    assert "compute capability 9.0, and A100 has 8.0" in hopper.refusal(
+        p, None, A100, "forward", ""
+    )
+    assert "64 x 64" in hopper.refusal(p, Tiling(64, 64), H200, "forward", "")
+    with pytest.raises(UnsupportedError, match=r"do not run this: .*kernel='portable' may"):
+        hopper.forward_passes(p, Tiling(64, 64), H200, "ascending", "")
+
+
+def test_every_tiling_offered_is_runnable():
+    for p in PROBLEMS.values():
+        if p.cu_seqlens_q is None and p.block_mask is None:
+            for tiling in hopper.tilings(p, H200, "forward"):
+                (one,) = hopper.forward_passes(p, tiling, H200, "ascending", "")
+                assert one.tables.schedule.tiling == tiling
+
+
+class FakeDriver:
+    """Stands in for libcuda: keeps what it was asked for."""
+
+    def cuTensorMapEncodeTiled(self, to, dtype, rank, address, dims, strides, box, *rest):
+        self.asked = dtype, address.value, list(dims), list(strides), list(box)
+        ctypes.memset(to, 7, 128)
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    fake = FakeDriver()
+    monkeypatch.setattr(tensor_maps, "_driver", lambda: fake)
+    return fake
+
+
+def test_tensor_maps_say_shape_strides_and_box(driver):
+    p = Problem(300, 500, 72, 40, batch=3, heads=8, kv_heads=2, dtype="bfloat16")
+    made = tensor_maps.encode(p, Box("v", 176, 64), 4096, (80_000, 40_000, 40))
+    assert made.tobytes() == b"\x07" * 128
+    bfloat16, float32 = 9, 7
+    asked = (bfloat16, 4096, [40, 500, 2, 3], [80, 80_000, 160_000], [64, 176, 1, 1])
+    assert driver.asked == asked
+    tensor_maps.encode(p, Box("dq_acc", 64, 32), 512, (8 * 300 * 72, 300 * 72, 72))
+    strides = [288, 86_400, 691_200]
+    assert driver.asked == (float32, 512, [72, 300, 8, 3], strides, [32, 64, 1, 1])
+
+
+def test_the_copy_engine_stops_where_a_sequence_ends(driver):
+    ends = (0, 5, 5, 40, 47)
+    p = Problem(47, 47, 64, heads=2, dtype="float16", cu_seqlens_q=ends, cu_seqlens_k=ends)
+    tensor_maps.encode(p, Box("k", 16, 64), 1 << 20, (2 * 47 * 64, 47 * 64, 64))
+    _, address, (d, rows, heads, views), steps, (_, box, _, _) = driver.asked
+    assert (d, rows, heads, views) == (64, 47, 2, 48)
+    for start, stop in pairwise(ends):
+        for row in range(start, stop, 16):
+            # `place` of hopper/work.cuh: the box's first row, and which view of the tensor
+            first, view, head = rows - stop + row, stop, 1
+            moved = [
+                address + r * steps[0] + head * steps[1] + view * steps[2]
+                for r in range(first, first + box)
+                if 0 <= r < rows and view < views
+            ]
+            asked = range(row, min(row + box, stop))
+            assert moved == [(1 << 20) + 2 * 64 * (47 * head + r) for r in asked]
+
+
+def test_a_refused_tensor_map_says_what_to_do(driver, monkeypatch):
+    monkeypatch.setattr(FakeDriver, "cuTensorMapEncodeTiled", lambda self, *args: 1)
+    with pytest.raises(UnsupportedError, match=r"cannot address k.*kernel='portable'"):
+        tensor_maps.encode(PROBLEMS["128"], Box("k", 128, 64), 4096, (1, 1, 1))
+
+
+def test_kernels_say_that_they_need_hoppers_instructions():
+    assert all("-arch=sm_90a" in k.options for k in kernels(PROBLEMS["128"]))
+    (rows, _, _) = hopper.backward_passes(
+        PROBLEMS["128"], None, H200, "ascending", "", "flash2-fused"
+    )
+    assert rows.kernel.name == "flash_delta"
+    assert not any("-arch" in o for o in rows.kernel.options)
+    assert isinstance(rows.kernel, launch.Kernel)
+
+
+def engine():
+    pytest.importorskip("cupy")
+    from flashsim.backends.cupy_gpu import engine as cupy_engine
+
+    return cupy_engine
+
+
+def test_auto_takes_hoppers_kernels_where_they_run():
+    chosen = engine()._family
+    job = Job(PROBLEMS["192"], None, None, None)
+    assert chosen(job, H200, "forward") is chosen(job, H200, "backward") is hopper
+    assert chosen(job, A100, "forward") is portable
+    assert chosen(replace(job, tiling=Tiling(64, 64)), H200, "forward") is portable
+    assert chosen(replace(job, options={"kernel": "portable"}), H200, "forward") is portable
+    assert chosen(replace(job, options={"kernel": "hopper"}), A100, "forward") is hopper
+
+
+def test_an_unknown_kernel_is_named():
+    engine()
+    x = np.zeros((8, 16), np.float16)
+    with pytest.raises(OptionError, match=r"unknown kernel 'hoper'.*did you mean 'hopper'"):
+        flashsim.run(x, x, x, backend="cupy", kernel="hoper")

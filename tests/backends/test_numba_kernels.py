@@ -1,0 +1,402 @@
+"""backend="numba_cuda" without a GPU: kernels compile, in registers; what cannot run says so."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import flashsim
+from flashsim import Problem, Tiling
+from flashsim.backends import launch
+from flashsim.backends.launch.kernel import Gpu
+from flashsim.engines.engine import Job
+from flashsim.errors import BackendUnavailable, OptionError, TilingError, UnsupportedError
+from flashsim.problem.masks import BlockMask
+
+try:
+    from flashsim.backends.numba_gpu.teaching import run as teaching_run
+    from flashsim.backends.numba_gpu.tensor import family as tensor
+    from flashsim.backends.numba_gpu import engine as numba_engine  # isort: skip
+except BackendUnavailable as error:
+    pytest.skip(str(error), allow_module_level=True)
+except ImportError as error:
+    pytest.skip(f"no numba-cuda: {error}", allow_module_level=True)
+
+GPUS = {
+    "sm_80": Gpu("A100", (8, 0), 163 * 1024, 40 << 20),
+    "sm_90a": Gpu("H200", (9, 0), 227 * 1024, 60 << 20),
+}
+#: Bytes a thread may spill: registers hold everything but some rarely used values.
+SPILL_BYTES = 224
+#: The same where it counts or stamps as well: addresses and counters are live throughout.
+REPORT_SPILL_BYTES = 256
+PROBLEMS = {
+    "bf16 128 causal": Problem(512, 512, 128, heads=2, dtype="bfloat16", causal=True),
+    "fp16 odd": Problem(
+        *(500, 500, 40, 24),
+        heads=4,
+        kv_heads=2,
+        dtype="float16",
+        window=(30, 5),
+        softcap=3.0,
+        cu_seqlens_q=(0, 200, 500),
+        cu_seqlens_k=(0, 300, 500),
+    ),
+}
+
+
+def kernels(problem, gpu, report=""):
+    """Every kernel of the forward and of both backwards, once."""
+    passes = [*tensor.forward_passes(problem, None, gpu, "ascending", report)]
+    for algorithm in ("flash2", "flash2-fused"):
+        passes += tensor.backward_passes(problem, None, gpu, "ascending", report, algorithm)
+    return {one.kernel for one in passes}
+
+
+def resources(log):
+    """Registers, stack bytes and spilled bytes, from the assembler's report."""
+    stack, stores = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores", log).groups()
+    registers = re.search(r"Used (\d+) registers", log)[1]
+    return int(registers), int(stack), int(stores)
+
+
+#: Head dimensions make the kernels differ most: one more GPU each, as compiling takes long.
+WIDTHS = {
+    ("bf16 64", "sm_90a"): Problem(512, 512, 64, heads=2, dtype="bfloat16"),
+    ("bf16 64", "sm_80"): Problem(512, 512, 64, heads=2, dtype="bfloat16"),
+    ("fp16 192", "sm_90a"): Problem(512, 512, 192, dtype="float16"),
+    ("bf16 256 causal", "sm_80"): Problem(512, 512, 256, dtype="bfloat16", causal=True),
+}
+
+
+def check(kernel, arch, limit):
+    from flashsim.backends.numba_gpu import compiler
+
+    text = compiler.ptx(kernel, GPUS[arch].compute_capability)
+    assert f".target {arch}" in text
+    assert ".local" not in text  # no array that the compiler could not keep in registers
+    assert ("mma.sync" in text) == (kernel.shared_bytes > 0)
+    _, log = compiler.assemble(text, GPUS[arch].compute_capability)
+    registers, stack, spilled = resources(log)
+    assert registers <= 65536 // kernel.threads
+    assert spilled <= limit, (kernel, log)
+    assert stack <= -(-spilled // 8) * 8  # nothing but spills; a frame is a multiple of 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", GPUS)
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_tensor_core_kernels_assemble_in_registers(name, arch):
+    for kernel in sorted(kernels(PROBLEMS[name], GPUS[arch]), key=repr):
+        check(kernel, arch, SPILL_BYTES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "arch"), WIDTHS)
+def test_other_head_dims_assemble_in_registers(name, arch):
+    for kernel in sorted(kernels(WIDTHS[name, arch], GPUS[arch]), key=repr):
+        if kernel.shared_bytes:  # row-wise kernels hardly depend on it
+            check(kernel, arch, SPILL_BYTES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "report"), [("forward", "counts"), ("fused", "counts"), ("fused", "timeline")]
+)
+def test_kernels_that_report_assemble_in_registers(stage, report):
+    given = PROBLEMS["bf16 128 causal"], None, GPUS["sm_90a"], "ascending", report
+    made = tensor.forward_passes(*given) + tensor.backward_passes(*given, "flash2-fused")
+    (kernel,) = (one.kernel for one in made if one.stage.name == stage)
+    check(kernel, "sm_90a", REPORT_SPILL_BYTES)
+
+
+HOPPER = {
+    "128": Problem(4096, 4096, 128, heads=2, dtype="bfloat16"),
+    "64 causal": Problem(4096, 4096, 64, heads=2, dtype="bfloat16", causal=True),
+    "256": Problem(4096, 4096, 256, heads=2, dtype="bfloat16", causal=True),
+    "odd": PROBLEMS["fp16 odd"],
+    "128 blocks": Problem(
+        *(512, 512, 128),
+        dtype="bfloat16",
+        block_mask=BlockMask(np.eye(4, dtype=bool), 128, 128),
+    ),
+}
+
+
+def hopper_kernel(problem, report=""):
+    from flashsim.backends.numba_gpu.hopper import family as hopper
+
+    (one,) = hopper.forward_passes(problem, None, GPUS["sm_90a"], "ascending", report)
+    return one.kernel
+
+
+def ptxas(text, folder):
+    """What ptxas says of a whole program, as the driver compiles it; nvJitLink cannot."""
+    finder = pytest.importorskip("cuda.pathfinder")
+    program = finder.find_nvidia_binary_utility("ptxas") or shutil.which("ptxas")
+    if program is None:
+        pytest.skip("no ptxas: pip install nvidia-cuda-nvcc (cu12: nvidia-cuda-nvcc-cu12)")
+    source = folder / "kernel.ptx"
+    source.write_text(text)
+    command = [program, "-arch=sm_90a", "-v", str(source), "-o", str(folder / "kernel.cubin")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    log = done.stdout + done.stderr
+    assert done.returncode == 0, log
+    return log
+
+
+def check_groups(text):
+    """No register move may come between the fence and a product, nor between two products."""
+    groups = re.findall(r"wgmma\.fence.*?wgmma\.commit_group[^;]*;", text, re.DOTALL)
+    assert len(groups) == 4  # scores and output, of the first (last) visit and of the others
+    for group in groups:
+        lines = {line.split()[0] for line in re.split(r"[;\n]\s*", group) if line.strip()}
+        assert {name.split(".")[0] for name in lines} == {"wgmma", "add", "mov"}
+        moved = re.findall(r"mov\.b64\s+(\w)", group)
+        assert set(moved) <= {"l", "r"}  # descriptors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "report"),
+    [*((name, "") for name in HOPPER), ("64 causal", "timeline"), ("odd", "timeline")],
+)
+def test_hopper_kernels_assemble_in_registers_and_asynchronously(name, report, tmp_path):
+    from flashsim.backends.numba_gpu import compiler
+
+    kernel = hopper_kernel(HOPPER[name], report)
+    text = compiler.ptx(kernel, (9, 0))
+    assert text.startswith(".version 8.0") or "\n.version 8.0\n" in text
+    for number in range(3):  # the copy engine reads tensor maps at multiples of 64
+        assert f".param .align 64 .b8 hopper_forward_param_{number}[128]" in text
+    assert ".local" not in text
+    check_groups(text)
+    log = ptxas(text, tmp_path)
+    assert "C75" not in log, log  # C7504: setmaxnreg is ignored; C7509 ...: wgmma is serialised
+    registers, stack, spilled = resources(log)
+    assert registers * kernel.threads <= 65536
+    # Stamps take more registers than the producer has; what they cost is theirs.
+    assert max(stack, spilled) <= (32 if report else 0)
+
+
+@pytest.mark.slow
+def test_ptxas_says_where_an_output_is_not_waited_for(tmp_path, monkeypatch):
+    """Results would not show it: where O is used, ptxas adds a wait, and serialises products."""
+    from flashsim.backends.numba_gpu import compiler
+    from flashsim.backends.numba_gpu.hopper import tiles
+
+    sound = tiles.product_wait
+    kernel = hopper_kernel(HOPPER["128"])
+    dv = dict(kernel.constants)["FS_DV"]
+
+    def faulty(pending, n):
+        return sound(2 if n == dv else pending, n)
+
+    monkeypatch.setattr(tiles, "product_wait", faulty)
+    log = ptxas(compiler.ptx(kernel, (9, 0)), tmp_path)
+    assert "C7514" in log, log
+
+
+@pytest.mark.parametrize(
+    ("change", "tiling", "gpu", "why"),
+    [
+        ({}, None, "sm_80", "they need compute capability 9.0, and A100 has 8.0"),
+        ({}, Tiling(64, 64), "sm_90a", "64 x 64 tiles are none of theirs"),
+        (
+            {"block_mask": BlockMask(np.ones((8, 8), bool), 64, 64)},
+            *(None, "sm_90a", "do not divide the block mask"),
+        ),
+    ],
+)
+def test_what_hoppers_kernels_do_not_take_is_refused_with_a_reason(change, tiling, gpu, why):
+    from flashsim.backends.numba_gpu.hopper import family as hopper
+
+    p = Problem(512, 512, 128, dtype="bfloat16", **change)
+    assert hopper.refusal(PROBLEMS["bf16 128 causal"], None, GPUS["sm_90a"], "forward") is None
+    assert why in hopper.refusal(p, tiling, GPUS[gpu], "forward")
+    with pytest.raises(UnsupportedError, match=f"{why}.*kernel='tensor' may"):
+        hopper.forward_passes(p, tiling, GPUS[gpu], "ascending", "")
+
+
+def test_hoppers_kernels_are_taken_where_they_run():
+    from flashsim.backends.numba_gpu.hopper import family as hopper
+    from flashsim.backends.numba_gpu.tensor import family as tensor
+
+    job = Job(PROBLEMS["bf16 128 causal"], None, None, None)
+    chosen = numba_engine._family
+    h200 = GPUS["sm_90a"]
+    assert chosen(job, h200, "forward") is hopper
+    assert chosen(job, h200, "backward") is tensor
+    assert chosen(job, GPUS["sm_80"], "forward") is tensor
+    assert chosen(replace(job, tiling=Tiling(64, 64)), h200, "forward") is tensor
+    assert chosen(replace(job, options={"kernel": "tensor"}), h200, "forward") is tensor
+    assert chosen(replace(job, options={"kernel": "hopper"}), GPUS["sm_80"], "forward") is hopper
+
+
+@pytest.mark.slow
+def test_reports_are_compiled_in_only_where_asked_for():
+    from flashsim.backends.numba_gpu import compiler
+
+    gpu = GPUS["sm_80"]
+    problem = PROBLEMS["bf16 128 causal"]
+    for report, counted, stamped in (("", 0, 0), ("counts", 1, 0), ("timeline", 1, 1)):
+        (one,) = tensor.forward_passes(problem, None, gpu, "ascending", report)
+        text = compiler.ptx(one.kernel, gpu.compute_capability)
+        assert ("red.global.add.u32" in text) == counted
+        assert ("%clock64" in text) == stamped
+
+
+def test_compiled_kernels_are_kept_on_disk(tmp_path, monkeypatch, capsys):
+    from flashsim.backends.numba_gpu import compiler
+
+    monkeypatch.setenv("FLASHSIM_CACHE_DIR", str(tmp_path))
+    one = tensor.backward_passes(
+        PROBLEMS["fp16 odd"], None, GPUS["sm_80"], "ascending", "", "flash2-fused"
+    )[-1]
+    assert one.kernel.name == "flash_convert"
+    path = compiler.image(one.kernel, (8, 0))
+    assert path.parent == tmp_path
+    assert path.read_bytes()[:4] == b"\x7fELF"
+    said = capsys.readouterr().err
+    assert re.fullmatch(
+        rf"flashsim: compiling flash_convert \(Python\) \.\.\. compiled in .* s; .*{tmp_path}\n",
+        said,
+    )
+    monkeypatch.setattr(compiler, "ptx", None)  # a second compile would fail
+    assert compiler.image(one.kernel, (8, 0)) == path
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("cc", [(8, 0), (9, 0)])
+@pytest.mark.parametrize("softcap", [False, True])
+def test_teaching_kernels_compile_with_the_shared_memory_said(cc, softcap):
+    from numba import cuda, types
+
+    from flashsim.backends.numba_gpu import compiler
+    from flashsim.backends.numba_gpu.teaching import kernels as teaching
+
+    problem = Problem(64, 64, 64, 32, heads=2, kv_heads=1, dtype="float32")
+    shape = teaching.Shape(16, 8, 64, 32, 2, softcap, 4, counts=True, fused=True)
+    x4, x3 = (types.Array(types.float32, n, "C") for n in (4, 3))
+    i2, i1 = (types.Array(types.int32, n, "C") for n in (2, 1))
+    counts = types.Array(types.uint32, 3, "C")
+    tables = (i2, i2, i1, i1, i1)
+    numbers = (types.int64, types.int64, types.float32, types.float32)
+    signatures = {
+        "forward_kernel": (x4, x4, x4, x4, x3, *tables, *numbers, counts, counts),
+        "delta_kernel": (x4, x4, x3, x4, i2, counts),
+        "dkdv_kernel": (x4, x4, x4, x4, x3, x3, x4, x4, x4, *tables, *numbers, counts, counts),
+        "dq_kernel": (x4, x4, x4, x4, x3, x3, x4, *tables, *numbers, counts, counts),
+        "convert_kernel": (x4, x4, i2, counts),
+    }
+    used = {}
+    for name, signature in signatures.items():
+        function = getattr(teaching, name)(shape).py_func
+        text, _ = cuda.compile(
+            *(function, types.void(*signature)), device=False, abi="numba", cc=cc, output="ptx"
+        )
+        _, log = compiler.assemble(text, cc)
+        _, stack, spilled = resources(log)
+        assert (stack, spilled) == (0, 0), name
+        used[name] = sum(map(int, re.findall(r"\.shared .*\[(\d+)\];", text)))
+    tiling = Tiling(16, 8)
+    assert used["forward_kernel"] == teaching_run.shared_bytes(problem, tiling, "forward")
+    backward = max(used["dkdv_kernel"], used["dq_kernel"])
+    assert backward == teaching_run.shared_bytes(problem, tiling, "backward")
+
+
+def test_teaching_kernels_are_right_in_the_simulator():
+    """Runs tests/gpu/test_numba_teaching.py in a process where Numba simulates the GPU."""
+    tests = Path(__file__).parents[1] / "gpu" / "test_numba_teaching.py"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)],
+        env={**os.environ, "NUMBA_ENABLE_CUDASIM": "1"},
+        cwd=tests.parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "passed" in done.stdout
+    assert "skipped" not in done.stdout
+
+
+# -- what cannot run ------------------------------------------------------------------------------
+
+
+def arrays(dtype):
+    return [np.ones((1, 1, 8, 16), dtype) for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "error", "text"),
+    [
+        ("float32", {"algorithm": "standard"}, UnsupportedError, "not 'standard'"),
+        ("float64", {}, UnsupportedError, "'teaching' takes float16 and float32, not float64"),
+        ("float32", {"kernel": "tensor"}, UnsupportedError, "takes float16 and bfloat16, not fl"),
+        ("float16", {"kernel": "tensors"}, OptionError, "did you mean 'tensor'"),
+        ("float32", {"trace": "timeline"}, UnsupportedError, "record no time stamps"),
+        ("float32", {"tiling": Tiling(128, 128)}, TilingError, "needs .* possible: .*32 x 32"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(dtype, options, error, text):
+    with pytest.raises(error, match=text):
+        flashsim.run(*arrays(dtype), backend="numba_cuda", **options)
+
+
+def test_head_dims_beyond_the_kernels_are_refused():
+    given = [np.ones((1, 1, 8, launch.MAX_HEAD_DIM + 8), "float16") for _ in range(3)]
+    with pytest.raises(UnsupportedError, match="takes head_dim up to 256, got 264"):
+        flashsim.run(*given, backend="numba_cuda")
+
+
+@pytest.mark.parametrize(
+    ("broken", "text"),
+    [
+        ("numba_cuda", "needs NVIDIA's numba-cuda"),
+        ("numba.cuda", "pip install --upgrade numba-cuda numba"),
+    ],
+)
+def test_a_numba_cuda_that_does_not_import_says_what_to_install(broken, text, monkeypatch):
+    monkeypatch.setitem(sys.modules, broken, None)
+    import numba
+
+    monkeypatch.delattr(numba, "cuda", raising=False)
+    with pytest.raises(BackendUnavailable, match=text):
+        numba_engine._require_numba_cuda()
+
+
+#: A NumPy as 2.5 is for numba-cuda 0.30.4: the import succeeds, the first compile would not.
+LATER_NUMPY = """
+import numpy, warnings
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    if hasattr(numpy, "row_stack"):
+        del numpy.row_stack
+numpy.__version__ = "2.5.0"
+from numba import cuda
+import flashsim
+x = numpy.ones((1, 1, 8, 16), "float32")
+for _ in range(2):
+    try:
+        flashsim.run(x, x, x, backend="numba_cuda")
+    except flashsim.BackendUnavailable as error:
+        print(error)
+"""
+
+
+def test_a_numpy_that_numba_cuda_cannot_use_is_found_before_the_first_compile():
+    done = subprocess.run(
+        [sys.executable, "-c", LATER_NUMPY], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    for said in (first, second):  # asking again finds it again
+        assert re.search(r"numba-cuda \S+ cannot be used beside NumPy 2\.5\.0 .*row_stack", said)
+        assert "pip install 'numpy<2.5'" in said

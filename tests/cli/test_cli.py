@@ -1,0 +1,416 @@
+"""The command line: the library's figures as tables, JSON and CSV, and one clear line of error."""
+
+import csv
+import io
+import json
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import flashsim
+from flashsim import Problem, Tiling, Trace
+from flashsim.cli import app as cli
+from flashsim.cli import output as cli_output
+from flashsim.cli.app import app
+from flashsim.problem import hardware
+from flashsim.studies import demo
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [str(x) for x in arguments])
+
+
+def ok(*arguments):
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def records(*arguments):
+    """The rows a command prints, from its JSON; its CSV must say the same."""
+    rows = json.loads(ok(*arguments, "--json"))
+    text = csv.DictReader(io.StringIO(ok(*arguments, "--csv")))
+    assert [list(row.values()) for row in text] == [
+        ["" if x is None else str(x) for x in row.values()] for row in rows
+    ]
+    return rows
+
+
+def figure(rows, quantity, of, direction="forward"):
+    found = [
+        row["value"]
+        for row in rows
+        if (row["quantity"], row["of"], row["direction"]) == (quantity, of, direction)
+    ]
+    assert len(found) == 1, (quantity, of, direction)
+    return found[0]
+
+
+def same_figures(rows, source):
+    direction = source.direction
+    for tensor, ops in source.by_tensor().items():
+        for op, nbytes in ops.items():
+            if nbytes:
+                assert figure(rows, op, tensor, direction) == nbytes
+    assert figure(rows, "requested", "all tensors", direction) == source.bytes()
+    assert figure(rows, "load", "all tensors", direction) == source.bytes("load")
+    assert figure(rows, "compulsory", "all tensors", direction) == source.compulsory()
+    assert figure(rows, "flops", "matmul", direction) == source.flops("matmul")
+    assert figure(rows, "flops", "all kinds", direction) == source.flops()
+    assert figure(rows, "intensity", None, direction) == source.intensity()
+    assert figure(rows, "on chip", "write", direction) == source.on_chip("write")
+    assert figure(rows, "peak SRAM", "one block", direction) == source.peak_sram()
+
+
+SIZES = (
+    *("--n-q", 100, "--n-kv", 120, "--head-dim", 16, "--head-dim-v", 8),
+    *("--batch", 2, "--heads", 4, "--kv-heads", 2, "--dtype", "float16"),
+)
+PROBLEM = Problem(
+    n_q=100, n_kv=120, head_dim=16, head_dim_v=8, batch=2, heads=4, kv_heads=2, dtype="float16"
+)
+OPTIONS = (
+    *("--causal", "--window", "30:-1", "--softcap", 5, "--algorithm", "flash1", "--backward"),
+    *("--tiling", "32x16", "--backward-tiling", "16x32", "--device", "t4", "--sram", 40_000),
+    *("--key-order", "descending"),
+)
+
+
+# -- run, count, compare --------------------------------------------------------------------------
+
+
+def test_run_executes_what_it_is_told(tmp_path):
+    output = tmp_path / "new" / "results"
+
+    rows = records("run", *SIZES, *OPTIONS, "--seed", 3, "--scale", 0.2, "--output", output)
+
+    q, k, v, dout = flashsim.random_inputs(PROBLEM, seed=3)
+    result = flashsim.run(
+        *(q, k, v),
+        algorithm="flash1",
+        causal=True,
+        window=(30, -1),
+        softcap=5.0,
+        scale=0.2,
+        tiling=Tiling(32, 16),
+        device=flashsim.Device.get("T4").with_sram(40_000),
+        key_order="descending",
+        trace=True,
+    )
+    same_figures(rows, result.trace)
+    assert {row["tile"] for row in rows} == {"32 x 16", "16 x 32"}
+    with np.load(output) as stored:
+        np.testing.assert_array_equal(stored["out"], result.out)
+        np.testing.assert_array_equal(stored["lse"], result.lse)
+        gradients = result.backward(dout, tiling=Tiling(16, 32))
+        for name in ("dq", "dk", "dv"):
+            np.testing.assert_array_equal(stored[name], getattr(gradients, name))
+    same_figures(rows, gradients.trace)
+
+
+def test_count_predicts_the_same_figures():
+    assert records("count", *SIZES, *OPTIONS) == records("run", *SIZES, *OPTIONS)
+
+
+def test_people_get_tables():
+    text = ok("run", "-n", 64, "-d", 16, "--backward")
+
+    assert "flash2 forward (numpy): 1 x 1 heads, 64 x 64, d=16" in " ".join(text.split())
+    assert "flash2 backward (numpy)" in text
+    assert "compulsory" in text
+    assert "closed form" in ok("count", "-n", 64)
+
+
+def test_count_takes_a_million_tokens_and_a_kernels_tiling():
+    rows = records("count", "-n", 2**20, "-d", 128, "--causal", "-t", "fa2-forward")
+
+    problem = Problem(n_q=2**20, head_dim=128, causal=True)
+    tiling = Tiling.preset("fa2-forward", 128, causal=True)
+    same_figures(rows, flashsim.count(problem, tiling=tiling))
+
+
+def test_run_reads_a_file(tmp_path):
+    file = tmp_path / "mine.npz"
+    q, k, v, dout = np.random.default_rng(5).standard_normal((4, 3, 40, 8)).astype(np.float32)
+    np.savez(file, q=q, k=k, v=v, dout=dout)
+
+    ok("run", "--input", file, "--backward", "--output", tmp_path / "out.npz")
+
+    result = flashsim.run(q, k, v)
+    with np.load(tmp_path / "out.npz") as stored:
+        np.testing.assert_array_equal(stored["out"], result.out)
+        np.testing.assert_array_equal(stored["dq"], result.backward(dout).dq)
+
+
+def test_a_file_without_dout_gets_a_random_one(tmp_path):
+    q, k, v = np.random.default_rng(5).standard_normal((3, 3, 40, 8)).astype(np.float32)
+    np.savez(tmp_path / "mine.npz", q=q, k=k, v=v)
+    run = ("run", "--input", tmp_path / "mine.npz", "--output", tmp_path / "out.npz")
+
+    ok(*run)
+    with np.load(tmp_path / "out.npz") as stored:
+        assert set(stored) == {"out", "lse"}
+    gradients = []
+    for seed in (1, 1, 2):
+        ok(*run, "--backward", "--seed", seed)
+        with np.load(tmp_path / "out.npz") as stored:
+            gradients.append(stored["dq"])
+
+    np.testing.assert_array_equal(gradients[0], gradients[1])
+    assert (gradients[0] != gradients[2]).all()
+
+
+def test_run_on_the_bundled_tensors_is_held_against_the_model():
+    rows = records("run", "--demo-data", "layer0")
+
+    sample = flashsim.load_sample("layer0")
+    out = flashsim.run(*sample[:3]).out
+    expected = np.abs(out.astype(np.float64) - sample.out).max()
+    assert figure(rows, "difference from the model", "largest of out") == expected
+    text = " ".join(ok("run", "--demo-data", "layer0").split())
+    assert f"largest difference from the model's output {expected:.2e}" in text
+
+
+def test_compare_prints_the_comparison():
+    rows = records("compare", *SIZES, "--algorithms", "flash2, flash1", "-t", "32x16", "--backward")
+
+    q, k, v, dout = flashsim.random_inputs(PROBLEM)
+    comparison = flashsim.compare(
+        q, k, v, algorithms=["flash2", "flash1"], tiling=Tiling(32, 16), dout=dout
+    )
+    assert rows == comparison.table().records()
+    assert "x compulsory" in ok("compare", "-n", 64, "-d", 16)
+
+
+# -- sweep, devices, traces -----------------------------------------------------------------------
+
+
+def test_sweep_takes_lists_and_writes_a_file(tmp_path):
+    path = tmp_path / "rows.csv"
+    axes = (
+        *("-n", "64,128", "-d", "16", "--heads", "4", "--kv-heads", "2", "--causal", "no,yes"),
+        *("--dtype", "float16", "--algorithm", "flash1,flash2", "--batch", "1,2"),
+        *("--direction", "forward,backward", "--tiling", "32x32,8x8", "--device", "A100,T4"),
+        *("--sram", "10000,60000", "--window", "none,8:0"),
+    )
+
+    rows = records("sweep", *axes, "--out", path)
+
+    result = flashsim.sweep(
+        [64, 128],
+        head_dim=16,
+        heads=4,
+        kv_heads=2,
+        causal=[False, True],
+        dtype="float16",
+        algorithm=["flash1", "flash2"],
+        batch=[1, 2],
+        direction=["forward", "backward"],
+        tiling=[Tiling(32, 32), Tiling(8, 8)],
+        device=["A100", "T4"],
+        sram_bytes=[10_000, 60_000],
+        window=[None, (8, 0)],
+    )
+    assert rows == result.rows
+    assert path.read_text() == result.csv()
+
+
+def test_sweep_simulates_in_processes():
+    rows = records("sweep", "-n", "64,96", "--method", "run", "--workers", "1")
+
+    assert rows == flashsim.sweep([64, 96], method="run").rows
+
+
+def test_sweep_prints_what_varies():
+    text = ok("sweep", "-n", "64,128", "-t", "16x16")
+
+    assert "tiling 16 x 16" in text
+    assert "n_q" in text
+
+
+def test_devices_lists_the_presets():
+    rows = records("devices")
+
+    assert [row["name"] for row in rows] == list(hardware.PRESETS)
+    a100 = flashsim.Device.get("A100")
+    row = next(row for row in rows if row["name"] == "A100")
+    assert row["SRAM B/block"] == a100.sram_bytes
+    assert row["HBM GB/s"] == a100.hbm_bandwidth / 1e9
+    assert row["float16 TFLOP/s"] == a100.peak("float16") / 1e12
+    assert row["source"] == a100.source
+    assert "H100" in ok("devices")
+
+
+def test_a_trace_is_saved_and_shown(tmp_path):
+    file = tmp_path / "new" / "trace.npz"
+    result = invoke("run", "-n", 64, "-d", 16, "-t", "32x32", "--backward", "--save", file)
+    assert result.exit_code == 0
+    assert f"trace in {file}" in result.stderr
+
+    trace = Trace.load(file)
+    assert trace.direction == "forward"
+    assert Trace.load(tmp_path / "new" / "trace-backward.npz").direction == "backward"
+    same_figures(records("trace", "show", file), trace)
+    assert "flash2 forward" in ok("trace", "show", file)
+    ok("trace", "perfetto", file, "--out", tmp_path / "new" / "walk.json")
+    written = json.loads((tmp_path / "new" / "walk.json").read_text())["traceEvents"]
+    assert sum("visit (" in event["name"] for event in written) == trace.n_visits
+    assert "flash2 forward (cupy)" in ok("trace", "show", "h200-forward")  # a bundled one
+    events = records("trace", "show", file, "--events", "--limit", 7)
+    assert len(events) == 7
+    assert events[0] == {
+        **{"stage": "forward", "op": "load", "tensor": "Q", "level": "hbm"},
+        **{"head": 0, "i": 0, "j": -1, "visit": -1, "bytes": 32 * 16 * 4},
+    }
+    assert sum(e["bytes"] for e in records("trace", "show", file, "--events") if e["op"] == "load")
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("run", "--algorithm", "flash3"), "unknown algorithm 'flash3'"),
+        (("run", "--device", "H1000"), "did you mean 'H100'"),
+        (("run", "--backend", "abacus"), "unknown backend 'abacus'"),
+        (("run", "-n", "0"), "n_q must be at least 1, got 0"),
+        (("run", "--tiling", "4000x4000"), "the largest tiling that fits is Tiling("),
+        (("run", "--tiling", "64"), "--tiling takes QUERIESxKEYS, e.g. 128x64, or a name"),
+        (("run", "--tiling", "fa2-foward"), "did you mean 'fa2-forward'"),
+        (("run", "--window", "8"), "--window takes LEFT:RIGHT, e.g. 128:0"),
+        (("run", "--demo-data", "layer1"), "unknown sample 'layer1'"),
+        (("run", "--demo-data", "layer0", "-n", "9"), "leave out --n-q"),
+        (("run", "--demo-data", "layer0", "--input", "x"), "give one of them"),
+        (("run", "--input", "nowhere.npz"), "No such file"),
+        (("compare", "--algorithms", ""), "unknown algorithm ''"),
+        (("count", "--heads", "6", "--kv-heads", "4"), "query heads must be a multiple"),
+        (("count", "--json", "--csv"), "two formats"),
+        (("sweep", "-n", "64,many"), "--n takes values separated by commas"),
+        (("sweep", "-n", "64", "--causal", "perhaps"), "expected yes or no, got 'perhaps'"),
+        (("sweep", "-n", "64", "--method", "guess"), "unknown method 'guess'"),
+        (("trace", "show", "nowhere.npz"), "nowhere.npz"),
+    ],
+)
+def test_an_error_is_one_message_and_exit_code_2(arguments, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    result = invoke(*arguments)
+
+    assert result.exit_code == 2
+    assert result.stderr.startswith("flashsim: ")
+    assert text in result.stderr
+    assert "Traceback" not in result.output
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize("kind", ["text", "array", "missing", "pickle"])
+def test_a_file_that_does_not_serve_is_refused(kind, tmp_path):
+    file = tmp_path / "bad.npz"
+    if kind == "text":
+        file.write_text("q, k, v")
+    elif kind == "array":
+        with file.open("wb") as stream:
+            np.save(stream, np.zeros(3))
+    elif kind == "missing":
+        np.savez(file, q=np.zeros((4, 4)), key=np.zeros((4, 4)))
+    else:
+        np.savez(file, q=np.array([{}], dtype=object))
+
+    result = invoke("run", "--input", file)
+
+    assert result.exit_code == 2
+    expected = "missing: k, v" if kind == "missing" else "is not an .npz file of plain arrays"
+    assert expected in result.stderr
+
+
+# -- demo -----------------------------------------------------------------------------------------
+
+
+def test_demo_compares_checks_and_saves(tmp_path):
+    result = invoke("demo", "--out", tmp_path / "out")
+
+    assert result.exit_code == 0, result.output
+    for name in flashsim.api.samples.SAMPLES:
+        assert f"{name}: output against the model's own" in result.stdout
+        for direction in ("forward", "backward"):
+            file = tmp_path / "out" / f"{name}-flash2-{direction}.npz"
+            assert f"trace in {file}" in result.stderr
+            assert Trace.load(file).direction == direction
+    rows = [line.split() for line in result.stdout.splitlines()]
+    assert sum(row[:2] == ["standard", "backward"] for row in rows) == 2
+    assert sum(row[:1] == ["flash2"] and row[-1] == "yes" for row in rows) == 2
+
+
+def test_demo_fails_where_the_output_is_not_the_models(tmp_path, monkeypatch):
+    real = flashsim.load_sample
+
+    def off(name):
+        sample = real(name)
+        return sample._replace(out=sample.out + np.float32(0.01 * (name == "layer5")))
+
+    monkeypatch.setattr(demo, "load_sample", off)
+
+    result = invoke("demo", "--out", tmp_path)
+
+    assert result.exit_code == 1
+    assert "differs from the model's" in result.stderr
+
+
+# -- the terminal, the process --------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_spinner_on_a_terminal_only(monkeypatch, capfd):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as CI sets it; it makes no terminal of a log file
+    with cli_output.working("thinking"):
+        pass
+    assert capfd.readouterr() == ("", "")
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+
+    with cli_output.working("thinking"):
+        pass
+
+    assert "thinking" in terminal.getvalue()
+
+
+def test_version_and_help():
+    assert ok("--version") == f"flashsim {flashsim.__version__}\n"
+    text = ok("--help")
+    for command in ("run", "compare", "count", "sweep", "devices", "trace", "demo"):
+        assert command in text
+
+
+def test_the_installed_command_runs_and_fails_cleanly():
+    command = Path(sysconfig.get_path("scripts")) / "flashsim"
+    call = lambda *a: subprocess.run([command, *a], capture_output=True, text=True)  # noqa: E731
+
+    good = call("count", "-n", "128", "--json")
+    bad = call("count", "-n", "128", "--device", "abacus")
+
+    assert (good.returncode, good.stderr) == (0, "")
+    same_figures(json.loads(good.stdout), flashsim.count(Problem(n_q=128)))
+    assert (bad.returncode, bad.stdout) == (2, "")
+    assert bad.stderr.startswith("flashsim: unknown device 'abacus'")
+    assert "Traceback" not in bad.stderr
+
+
+def test_a_broken_pipe_is_left_to_click(monkeypatch):
+    def broken(*_):
+        raise BrokenPipeError(cli.errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(cli, "show_tables", broken)
+
+    result = invoke("devices")
+
+    assert "flashsim:" not in result.output

@@ -1,0 +1,152 @@
+"""`flashsim plot`, `animate` and `page`."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import viz_cases as cases
+from matplotlib import pyplot as plt
+from PIL import Image
+from typer.testing import CliRunner
+
+from flashsim.cli.app import app
+from flashsim.cli.pictures import KINDS
+
+SMALL = ("-n", "64", "-d", "8")
+
+
+@pytest.fixture(autouse=True)
+def close_figures():
+    yield
+    plt.close("all")
+
+
+def call(*words):
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("diff", "gpu-timeline")])
+def test_plot_from_sizes(kind, tmp_path):
+    out = tmp_path / "new" / f"{kind}.png"
+    result = call("plot", kind, *SMALL, "--causal", "-t", "16x16", "-o", out)
+    assert result.exit_code == 0, result.output
+    with Image.open(out) as image:
+        assert image.width == 1440
+
+
+def test_plot_from_saved_traces(tmp_path):
+    files = []
+    for name in ("flash1", "flash2"):
+        files += ["-T", tmp_path / f"{name}.npz"]
+        cases.trace(name).save(files[-1])
+    out = tmp_path / "diff.svg"
+    result = call("plot", "diff", *files, "-o", out)
+    assert result.exit_code == 0, result.output
+    assert "FlashAttention-2 minus FlashAttention-1" in out.read_text()
+    assert call("plot", "tile-map", *files[:2], "-o", tmp_path / "map.pdf").exit_code == 0
+
+
+def test_bundled_gpu_traces_have_names(tmp_path):
+    out = tmp_path / "gpu.svg"
+    done = call("plot", "gpu-timeline", "-T", "h200-forward", "--sms", "0:1", "-o", out)
+    assert done.exit_code == 0
+    assert "stage forward: 2 SMs" in out.read_text()
+    assert "NVIDIA H200" in out.read_text()
+    wrong = call("plot", "gpu-timeline", "-T", "h200-forward", "--sms", "0-1", "-o", out)
+    assert (wrong.exit_code, "--sms takes FIRST:LAST" in wrong.output) == (2, True)
+    wrong = call("plot", "tile-map", "-n", 64, "--sms", "0:1", "-o", out)
+    assert (wrong.exit_code, "--sms is for gpu-timeline" in wrong.output) == (2, True)
+
+
+def test_plot_of_a_gpu_timeline(tmp_path):
+    cases.with_timeline().save(tmp_path / "gpu.npz")
+    out = tmp_path / "gpu.svg"
+    assert call("plot", "gpu-timeline", "-T", tmp_path / "gpu.npz", "-o", out).exit_code == 0
+    assert "stage forward: 3 SMs" in out.read_text()
+
+
+def test_times_of_a_gpu_timeline(tmp_path):
+    out, words = tmp_path / "gpu.svg", ("plot", "gpu-timeline", "-T", "h200-backward")
+    assert call(*words, "--sms", "0:1", "--times", "0:40", "-o", out).exit_code == 0
+    assert "<!-- 40 -->" in out.read_text()
+    assert "<!-- 60 -->" not in out.read_text()  # it takes 160 µs
+    wrong = call(*words, "--times", "soon", "-o", out)
+    assert (wrong.exit_code, "--times takes FIRST:LAST in µs" in wrong.output) == (2, True)
+
+
+@pytest.mark.parametrize("over", ["head_dim", "block_q", "sram_bytes"])
+def test_io_curve_over(over, tmp_path):
+    out = tmp_path / "io.svg"
+    words = ("-n", 512, "-a", "flash2", "--over", over, "-o", out)
+    assert call("plot", "io-curve", *words).exit_code == 0
+
+
+def test_windows_and_grouped_heads(tmp_path):
+    out, html = tmp_path / "map.svg", tmp_path / "walk.html"
+    words = ("--n-kv", 96, "--window", "16:8", "--heads", 4, "--kv-heads", 2, "-t", "16x16")
+    assert call("plot", "tile-map", *SMALL, *words, "-o", out).exit_code == 0
+    assert "4 heads, 64 × 96" in out.read_text()
+    assert "window 16:8" in out.read_text()
+    assert call("page", *SMALL, *words, "-o", html).exit_code == 0
+    assert "window 16:8" in html.read_text()
+
+
+def test_animate_and_page(tmp_path):
+    gif, html = tmp_path / "walk.gif", tmp_path / "walk.html"
+    words = (*SMALL, "-t", "16x16", "--row", 63)
+    assert call("animate", *words, "--max-frames", 3, "-o", gif).exit_code == 0
+    with Image.open(gif) as image:
+        assert image.n_frames == 3
+    assert call("page", *words, "-o", html).exit_code == 0
+    assert '"row":63' in html.read_text()
+    back = call("page", *SMALL, "-t", "16x16", "--backward", "-a", "flash1,flash2", "-o", html)
+    assert back.exit_code == 0, back.output
+    assert '"statistics":null' in html.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("plot", "pie"), "unknown kind of plot 'pie'; possible: traffic"),
+        (("plot", "diff", *SMALL), "diff takes two traces or algorithms, got 3"),
+        (("plot", "traffic", *SMALL, "--theme", "blue"), "unknown theme 'blue'"),
+        (("plot", "gpu-timeline", *SMALL), "or a bundled one: h200-forward, h200-backward"),
+        (("plot", "tile-map", *SMALL, "--times", "0:1"), "--times is for gpu-timeline"),
+        (("plot", "traffic", "-T", "h200-forward", "--backward"), "tensors; leave out --backward"),
+        (("page", "-T", "h200-forward", "--window", "8:0"), "tensors; leave out --window"),
+        (("plot", "io-curve", "--over", "time"), "unknown axis 'time'; possible: n_q"),
+        (("plot", "roofline", "-T", "x.npz"), "drawn from sizes, not from a trace"),
+        (("plot", "traffic", "-T", "x.npz", "-n", "5"), "has its own sizes and tensors"),
+        (("animate", *SMALL, "--clock", "sun"), "unknown clock 'sun'"),
+        (("page", *SMALL, "-a", "standard", "--row", "1"), "this trace is standard forward"),
+    ],
+)
+def test_errors(words, message, tmp_path):
+    result = call(*words, "-o", tmp_path / "out.gif" if words[0] == "animate" else "x.png")
+    assert result.exit_code == 2
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+def test_more_errors(tmp_path):
+    bad = call("plot", "traffic", *SMALL, "-o", tmp_path / "out.xyz")
+    assert "cannot write 'out.xyz'; possible: " in bad.output
+    cases.trace().save(tmp_path / "t.npz")
+    row = call("page", "-T", tmp_path / "t.npz", "--row", "1", "-o", tmp_path / "x.html")
+    assert "--row needs the tensors" in row.output
+
+
+def test_the_gallery_writes_what_the_docs_show(tmp_path, monkeypatch):
+    docs = Path(__file__).parents[2] / "docs"
+    spec = importlib.util.spec_from_file_location("gallery", docs / "gallery.py")
+    gallery = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(gallery)
+    names = {*gallery.PLOTS, *gallery.ANIMATIONS, *gallery.FILES, "page.png"}
+    text = (docs / "gallery.md").read_text(encoding="utf-8")
+    assert names == {path.name for path in (docs / "gallery").iterdir()}
+    assert all(f"(gallery/{name})" in text for name in names)
+    monkeypatch.setattr(gallery, "HERE", tmp_path)
+    gallery.main(["diff.png"])
+    assert (tmp_path / "diff.png").exists()
+    with pytest.raises(SystemExit, match=r"unknown: a\.png"):
+        gallery.main(["a.png"])

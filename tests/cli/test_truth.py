@@ -1,0 +1,136 @@
+"""`flashsim dram`, `roofline`, `ladder`, `predict`, `reproduce`, `verify`: figures, printed."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+import flashsim
+from flashsim import Problem, Tiling, l2
+from flashsim.cli.app import app
+from flashsim.studies import ladder, predict, reproduce, roofline
+from flashsim.studies.verify import METRICS
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [str(x) for x in arguments])
+
+
+def rows(*arguments):
+    result = invoke(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+SIZES = ("-n", 512, "-d", 32, "--heads", 2, "--tiling", "64x64")
+PROBLEM = Problem(512, head_dim=32, heads=2, dtype="bfloat16")
+
+
+def requested(**options):
+    return flashsim.count(PROBLEM, tiling=Tiling(64, 64), device="A100", **options)
+
+
+def test_dram_prints_the_models_figures():
+    found = rows("dram", *SIZES, "--device", "A100", "--launch", "grouped", "--warm", "--backward")
+    model = l2.L2Model(launch="grouped", flush=False)
+    expected = l2.dram(requested(direction="backward"), model)
+    assert found == expected.table().records()
+
+
+def test_dram_over_sizes_of_l2_prints_the_curve():
+    found = rows("dram", *SIZES, "--device", "A100", "--l2-sizes", "0.05,1")
+    curve = l2.curves(requested())["forward"]
+    assert [row["DRAM read B"] for row in found] == [curve.reads(52428), curve.reads(2**20)]
+
+
+def test_roofline_has_a_row_for_each_algorithm_and_count():
+    found = rows("roofline", *SIZES, "--device", "A100", "--seconds", 1e-3)
+    flash = [row for row in found if row["algorithm"] == "flash2"]
+    expected = roofline.roofline(requested(), seconds=1e-3)
+    assert flash == expected.table().records()
+    assert len(found) == 2 * len(flash)
+
+
+def test_ladder_climbs_the_rungs_named():
+    found = rows("ladder", "-n", 64, "--rungs", "naive,flash2", "--seed", 3)
+    expected = ladder.climb(64, 64, 64, tiling=Tiling(32, 64), rungs=["naive", "flash2"], seed=3)
+    assert found == expected.table().records()
+
+
+def test_predict_prints_the_models_times():
+    found = rows(
+        "predict", "-n", 1024, "-d", 64, "--batch", 2, "--kernel", "portable", "--backward"
+    )
+    problem = Problem(1024, head_dim=64, batch=2, heads=16, dtype="bfloat16")
+    expected = predict.predict(problem, direction="backward", kernels="portable")
+    assert found == expected.table().records()
+
+
+def test_reproduce_lists_and_recomputes():
+    assert [row["name"] for row in rows("reproduce")] == list(reproduce.NAMES)
+    expected = [row for table in reproduce.tables("tiles") for row in table.records()]
+    assert rows("reproduce", "tiles") == expected
+    assert "TFLOP/s" in invoke("reproduce").stdout  # what cannot be derived, for people
+
+
+def test_reproduce_all_recomputes_everything(monkeypatch):
+    kept = {name: reproduce.NAMES[name] for name in ("ring", "tiles")}
+    monkeypatch.setattr(reproduce, "NAMES", kept)
+    output = invoke("reproduce", "all").stdout
+    assert "2310.01889" in output
+    assert "tile_size.h" in output
+
+
+@pytest.fixture
+def counters(tmp_path):
+    """A table of Nsight Compute: the forward read exactly what is predicted."""
+    nbytes = requested().bytes("load")
+    path = tmp_path / "ncu.csv"
+    path.write_text(
+        '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"\n'
+        f'"0","flash_forward","{METRICS["bytes into SMs"]}","byte","{nbytes:,}"\n'
+    )
+    return path
+
+
+def test_verify_reads_a_saved_table(counters):
+    found = rows("verify", "--from", counters, *SIZES, "--batch", 1)
+    assert found == [
+        {
+            "kernel": "forward",
+            "quantity": "requested read",
+            "predicted": requested().bytes("load"),
+            "counted": None,
+            "measured": requested().bytes("load"),
+            "measured / predicted": 1.0,
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("reproduce", "rings"), "did you mean 'ring'"),
+        (("ladder", "-n", 8, "--rungs", "onlin"), "did you mean 'online'"),
+        (("dram", "--launch", "random"), "possible: head-first"),
+        (("verify",), "Nsight Compute"),
+    ],
+)
+def test_errors_are_one_line(arguments, message, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_saved_table_needs_the_tiles_that_ran(counters):
+    result = invoke("verify", "--from", counters)
+    assert result.exit_code == 2
+    assert "give --tiling" in result.stderr
+
+
+def test_a_missing_table_is_named(tmp_path):
+    result = invoke("verify", "--from", tmp_path / "none.csv", *SIZES)
+    assert result.exit_code == 2
+    assert "none.csv" in result.stderr

@@ -1,0 +1,180 @@
+"""The L2 model's requests: the right tiles, in the order in which the blocks would ask."""
+
+import numpy as np
+import pytest
+from l2_cases import small_device, streams
+
+import flashsim
+from flashsim import Device, Problem, Tiling, l2
+from flashsim.l2 import recipes, requests
+from flashsim.l2.launch import occupancy
+from flashsim.schedule.names import OPS, TENSORS, TRANSFERS
+from flashsim.schedule.plans import ALGORITHMS, DIRECTIONS
+
+PROBLEMS = {
+    "plain": Problem(50, 70, head_dim=8, batch=2, heads=2),
+    "causal GQA, bf16": Problem(
+        64, 64, head_dim=8, batch=2, heads=4, kv_heads=2, dtype="bfloat16", causal=True
+    ),
+    "window, value width": Problem(40, 56, head_dim=8, head_dim_v=4, heads=2, window=(9, 3)),
+    "shared bias, softcap": Problem(
+        33, 47, head_dim=8, batch=2, heads=2, dtype="float16", bias=(1, 2), softcap=5.0
+    ),
+    "packed": Problem(
+        60, 60, head_dim=8, cu_seqlens_q=(0, 20, 60), cu_seqlens_k=(0, 31, 60), causal=True
+    ),
+}
+RUNS = [(a, d) for a in ALGORITHMS for d in DIRECTIONS]
+
+
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+@pytest.mark.parametrize(("algorithm", "direction"), RUNS)
+def test_requests_add_up_to_the_traffic(problem, algorithm, direction):
+    traffic = flashsim.count(
+        problem, algorithm=algorithm, direction=direction, tiling=Tiling(16, 24)
+    )
+    tiles, parts = streams(traffic, l2.L2Model())
+    found = {}
+    for part in parts:
+        for op, code in recipes.OPS.items():
+            ids = part.ids[part.codes & 3 == code]
+            per_tile = np.bincount(ids, minlength=len(tiles.size)) * tiles.size
+            for tensor, nbytes in tiles.by_tensor(per_tile).items():
+                found[part.stage.name, op, tensor] = nbytes
+    assert found == traffic.transfers
+
+
+@pytest.mark.parametrize("algorithm", ["flash1", "flash2", "flash2-fused"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_block_asks_in_the_order_the_simulator_moves(algorithm, direction):
+    """One SM, one block at a time: the requests are the simulator's transfers, one by one."""
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((2, 4, 40, 8))
+    k, v = rng.standard_normal((2, 2, 2, 40, 8))  # a key head for two query heads
+    tiling = Tiling(16, 12)
+    result = flashsim.run(
+        q.astype(np.float16), k.astype(np.float16), v.astype(np.float16),
+        causal=True, algorithm=algorithm, tiling=tiling, trace=True,
+    )  # fmt: skip
+    trace = result.trace
+    if direction == "backward":
+        trace = result.backward(np.ones_like(result.out), tiling=tiling).trace
+    predicted = trace.predicted()
+    tiles, _ = streams(predicted, l2.L2Model())
+    assert len(predicted.stages) == len(trace.stages)
+    for number, stage in enumerate(trace.stages):
+        schedule = predicted.schedule(stage.stage)
+        part = requests.stream(
+            stage.stage, schedule, tiles, algorithm, direction,
+            small_device(1, sms=1), l2.L2Model(jitter=0, blocks_per_sm=1),
+        )  # fmt: skip
+        events = stage.expand(number)  # of every head, one after the other
+        expected = [
+            (recipes.OPS[OPS[e["op"]]], tile_number(tiles, schedule, e))
+            for e in events[np.isin(events["op"], TRANSFERS)]
+        ]
+        assert list(zip((part.codes & 3).tolist(), part.ids.tolist(), strict=True)) == expected
+
+
+def tile_number(tiles, schedule, event):
+    """Where the tile of an event stands: K, V and their gradients by key head and column tile."""
+    name, head = TENSORS[event["tensor"]], event["head"]
+    if name in ("K", "V", "dK", "dV"):
+        place = head // schedule.problem.group * schedule.t_c + event["j"]
+    else:
+        place = head * schedule.t_r + event["i"]
+    number = tiles.first[name] + place
+    assert tiles.size[number] == event["bytes"]
+    return number
+
+
+def test_half_of_the_sms_ask_each_partition():
+    traffic = flashsim.count(
+        Problem(640, head_dim=8), tiling=Tiling(16, 640), device=small_device(1 << 20, sms=40)
+    )
+    sides = {}
+    for partitions in (1, 2):
+        tiles, (part,) = streams(traffic, l2.L2Model(blocks_per_sm=1, partitions=partitions))
+        of_sm = part.codes[part.ids < tiles.first["K"]] // recipes.SIDE  # one row tile each
+        sides[partitions] = of_sm.tolist()
+    assert sides[1] == [0] * 40
+    assert sum(sides[2]) == 20
+    assert sides[2] != sorted(sides[2])
+
+
+def test_jitter_is_a_share_of_the_time_of_a_visit():
+    """Lock-step blocks ask for K tile by tile; with much jitter they do not; no peak, no jitter."""
+    device = Device.get("H100")
+    traffic = flashsim.count(
+        Problem(2048, head_dim=64, dtype="bfloat16"), tiling=Tiling(64, 64), device=device
+    )
+    stage = traffic.stages[0]
+    where = stage, traffic.schedule(stage)
+    seconds = 4 * 64 * 64 * 64 / (device.tensor_flops["bfloat16"] / (132 * 2))  # of a visit
+    model = l2.L2Model(jitter=0.25 * seconds, blocks_per_sm=2)
+    assert model.jitter_share(*where, device, "flash2", "forward") == pytest.approx(0.25)
+    unknown = small_device(1 << 20)
+    assert model.jitter_share(*where, unknown, "flash2", "forward") == 0
+    orders = {}
+    for jitter in (0, 0.25 * seconds):
+        tiles, (part,) = streams(traffic, l2.L2Model(jitter=jitter, blocks_per_sm=2))
+        asked = part.ids[(part.ids >= tiles.first["K"]) & (part.ids < tiles.first["V"])]
+        orders[jitter] = np.abs(np.diff(asked)).sum()
+    assert orders[0] == 31  # from tile 0 to tile 31, once
+    assert orders[0.25 * seconds] > 100
+
+
+def test_all_blocks_run_once_whatever_the_order():
+    traffic = flashsim.count(PROBLEMS["causal GQA, bf16"], tiling=Tiling(16, 16))
+    want = None
+    for launch in l2.launch.ORDERS:
+        for walk in l2.launch.WALKS:
+            _, (part,) = streams(traffic, l2.L2Model(launch=launch, walk=walk, blocks_per_sm=1))
+            found = np.sort(part.ids)
+            want = found if want is None else want
+            assert np.array_equal(found, want), (launch, walk)
+
+
+def test_longest_first_starts_with_the_last_causal_rows():
+    traffic = flashsim.count(Problem(64, head_dim=8, heads=2, causal=True), tiling=Tiling(16, 16))
+    stage = traffic.stages[0]
+    schedule = traffic.schedule(stage)
+    visits = np.diff(schedule.row_csr[0])
+    walks, tiles = l2.L2Model(launch="longest-first").order(stage, schedule, visits, traffic.device)
+    assert tiles.tolist() == [3, 3, 2, 2, 1, 1, 0, 0]
+    assert walks.tolist() == [0, 1] * 4
+
+
+def test_groups_of_heads_run_one_after_the_other():
+    traffic = flashsim.count(Problem(32, head_dim=8, heads=4, causal=True), tiling=Tiling(16, 16))
+    stage = traffic.stages[0]
+    schedule, visits = traffic.schedule(stage), np.array([1, 2])
+    model = l2.L2Model(launch="grouped", heads_in_group=2)
+    walks, tiles = model.order(stage, schedule, visits, traffic.device)
+    assert walks.tolist() == [0, 1, 0, 1, 2, 3, 2, 3]
+    assert tiles.tolist() == [1, 1, 0, 0] * 2
+    # By default as many heads as keep K and V (2 KiB a head) in 0.4 of L2.
+    by_size = l2.L2Model(launch="grouped").order(stage, schedule, visits, small_device(11 * 1024))
+    assert by_size[0].tolist() == walks.tolist()
+
+
+def test_keys_outside_start_where_the_key_order_says():
+    orders = []
+    for key_order in ("ascending", "descending"):
+        traffic = flashsim.count(
+            Problem(48, head_dim=8), algorithm="flash1", tiling=Tiling(16, 16), key_order=key_order
+        )
+        stage = traffic.stages[1]
+        order = l2.L2Model().order(stage, traffic.schedule(stage), np.ones(3), traffic.device)
+        orders.append(order[1].tolist())
+    assert orders == [[0, 1, 2], [2, 1, 0]]
+
+
+def test_occupancy_follows_the_shared_memory_of_an_sm():
+    traffic = flashsim.count(Problem(512, head_dim=64), tiling=Tiling(64, 64))
+    stage = traffic.stages[0]
+    held = sum(b.nbytes(64, 64) for b in stage.buffers)
+    fits = [
+        occupancy(stage, traffic.schedule(stage), Device("d", held, n)) for n in (held, 3 * held)
+    ]
+    assert fits == [1, 2]  # 3 * held minus what CUDA reserves holds two

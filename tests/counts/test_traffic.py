@@ -1,0 +1,339 @@
+"""The closed form against what the simulator measured: equal as integers, for every problem."""
+
+from __future__ import annotations
+
+import tracemalloc
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_engines import OPTION_CASES
+
+import flashsim
+from flashsim import BlockMask, Device, OptionError, Problem, SramOverflow, Tiling
+from flashsim.counts.work import KINDS
+from flashsim.problem.problem import numpy_dtype
+from flashsim.schedule.plans import ALGORITHMS
+
+DIRECTIONS = ("forward", "backward")
+ANSWERS = ("bytes", "flops", "on_chip", "peak_sram", "compulsory", "intensity", "by_tensor")
+
+
+def arrays_for(p: Problem, seed=0):
+    rng = np.random.default_rng(seed)
+    draw = lambda *shape: rng.standard_normal(shape).astype(numpy_dtype(p.dtype))  # noqa: E731
+    q, k = draw(p.batch, p.heads, p.n_q, p.head_dim), draw(p.batch, p.kv_heads, p.n_kv, p.head_dim)
+    v = draw(p.batch, p.kv_heads, p.n_kv, p.head_dim_v)
+    bias = None if p.bias is None else draw(*p.bias, p.n_q, p.n_kv)
+    return q, k, v, draw(p.batch, p.heads, p.n_q, p.head_dim_v), bias
+
+
+def measure(p: Problem, algorithm, tiling, device, key_order="ascending"):
+    """Traces of a forward and a backward run of this problem."""
+    q, k, v, dout, bias = arrays_for(p)
+    fields = ("causal", "window", "softcap", "scale", "mask", "block_mask")
+    fields += ("cu_seqlens_q", "cu_seqlens_k")
+    result = flashsim.run(
+        *(q, k, v),
+        **{name: getattr(p, name) for name in fields},
+        bias=bias,
+        algorithm=algorithm,
+        tiling=tiling,
+        device=device,
+        key_order=key_order,
+        trace=True,
+    )
+    assert result.problem == p
+    return result.trace, result.backward(dout, tiling=tiling).trace
+
+
+def assert_counted(p: Problem, algorithm, tiling, device, key_order="ascending"):
+    traces = measure(p, algorithm, tiling, device, key_order)
+    for direction, trace in zip(DIRECTIONS, traces, strict=True):
+        closed = flashsim.count(
+            p,
+            algorithm=algorithm,
+            direction=direction,
+            tiling=tiling,
+            device=device,
+            key_order=key_order,
+        )
+        assert trace.diff(closed) == {}
+        assert dict(trace.transfers) == closed.transfers
+        for answer in ANSWERS:
+            assert getattr(trace, answer)() == getattr(closed, answer)(), (direction, answer)
+        for kind in KINDS:
+            assert trace.flops(kind) == closed.flops(kind), (direction, kind)
+        for op in ("read", "write"):
+            assert trace.on_chip(op) == closed.on_chip(op), (direction, op)
+    return traces
+
+
+@st.composite
+def offsets(draw, total, sequences):
+    inner = draw(st.lists(st.integers(0, total), min_size=sequences - 1, max_size=sequences - 1))
+    return (0, *sorted(inner), total)
+
+
+@st.composite
+def problems(draw):
+    """Small problems with every option, ragged against `tilings`."""
+    n_q, n_kv = draw(st.integers(1, 60)), draw(st.integers(1, 60))
+    batch, kv_heads, group = (draw(st.integers(1, 2)) for _ in range(3))
+    fields = {
+        "n_q": n_q,
+        "n_kv": n_kv,
+        "head_dim": draw(st.integers(1, 9)),
+        "head_dim_v": draw(st.integers(1, 9)),
+        "heads": kv_heads * group,
+        "kv_heads": kv_heads,
+        "dtype": draw(st.sampled_from(["float64", "float32", "float16", "bfloat16"])),
+        "causal": draw(st.booleans()),
+        "softcap": draw(st.sampled_from([0.0, 2.0])),
+    }
+    sequences = draw(st.sampled_from([0, 0, 1, 2, 3]))
+    if sequences:
+        fields["cu_seqlens_q"] = draw(offsets(n_q, sequences))
+        fields["cu_seqlens_k"] = draw(offsets(n_kv, sequences))
+    else:
+        fields["batch"] = batch
+    if draw(st.booleans()):
+        fields["window"] = draw(st.tuples(st.integers(-1, 30), st.integers(-1, 30)))
+    if draw(st.booleans()):
+        lead = (1, fields.get("batch", 1)), (1, fields["heads"])
+        fields["bias"] = tuple(draw(st.sampled_from(options)) for options in lead)
+    sparse = draw(st.sampled_from(["no", "no", "blocks", "function"]))
+    if sparse == "function":
+        modulus, rest = draw(st.integers(1, 25)), draw(st.integers(0, 24))
+        fields["mask"] = lambda q, k: (q // 3 + k) % modulus == rest
+    elif sparse == "blocks":
+        cell = draw(st.integers(3, 30)), draw(st.integers(3, 30))
+        longest = [
+            max(b - a for a, b in pairwise(cu))
+            for cu in (
+                fields.get("cu_seqlens_q", (0, n_q)),
+                fields.get("cu_seqlens_k", (0, n_kv)),
+            )
+        ]
+        shape = [-(-n // c) for n, c in zip(longest, cell, strict=True)]
+        if all(shape):
+            bits = draw(st.lists(st.booleans(), min_size=shape[0] * shape[1], max_size=400))
+            grid = np.resize(np.array(bits[: shape[0] * shape[1]], bool), shape)
+            fields["block_mask"] = BlockMask(grid, *cell)
+    return Problem(**fields)
+
+
+tilings = st.builds(Tiling, st.integers(5, 64), st.integers(5, 64))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    p=problems(),
+    tiling=tilings,
+    tight=st.booleans(),
+    key_order=st.sampled_from(["ascending", "descending"]),
+)
+def test_count_equals_measurement(algorithm, p, tiling, tight, key_order):
+    device = Device.get("H100")
+    if tight:  # a chip on which the tiling fits to the byte
+        need = max(tiling.footprint(p, algorithm, direction) for direction in DIRECTIONS)
+        device = replace(device, name="tight", sram_bytes=need)
+    assert_counted(p, algorithm, tiling, device, key_order)
+
+
+@pytest.mark.parametrize("case", OPTION_CASES)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_fixed_problems_are_counted_exactly(algorithm, case):
+    shape, options = OPTION_CASES[case]
+    options = dict(options)
+    key_order, tiling = options.pop("key_order", "ascending"), Tiling(32, 48)
+    if not isinstance(options.get("block_mask"), BlockMask | None):
+        options["block_mask"] = BlockMask(options["block_mask"], 32, 48)
+    shape = {"head_dim_v" if name == "dv" else name: value for name, value in shape.items()}
+    p = Problem(113, 203, 16, dtype="bfloat16", **{"heads": 2, **shape, **options})
+    assert_counted(p, algorithm, tiling, Device.get("H100"), key_order)
+
+
+def test_worked_example_by_hand():
+    """One head, 1024 x 64 in float32, tiles of 128 x 64: 8 row tiles, 16 column tiles."""
+    p = Problem(1024, head_dim=64)
+    matrix, statistic = 1024 * 64 * 4, 1024 * 4
+    t = flashsim.count(p, tiling=Tiling(128, 64))
+    assert t.bytes("load", "Q") == matrix
+    assert t.bytes("load", "K") == t.bytes("load", "V") == 8 * matrix
+    assert t.bytes("load") == 17 * matrix == 4_456_448
+    assert t.bytes("store") == matrix + statistic == 266_240
+    assert t.bytes("reduce") == 0
+    assert t.compulsory() == 4 * matrix + statistic
+    standard = flashsim.count(p, algorithm="standard", tiling=Tiling(128, 64))
+    scores = 1024 * 1024 * 4
+    assert standard.bytes("load") == matrix + 8 * matrix + 2 * scores + 8 * matrix
+    assert standard.bytes("store") == 2 * scores + matrix
+    first = flashsim.count(p, algorithm="flash1", tiling=Tiling(128, 64))
+    state = matrix + 2 * statistic
+    assert first.bytes("load") == 2 * matrix + 16 * (matrix + state)
+    assert first.bytes("store") == 17 * state
+
+
+def test_backward_by_hand():
+    """Two query heads share a key head; 3 row tiles (64, 64, 22), 2 column tiles (64, 36)."""
+    p = Problem(150, 100, 8, 4, heads=2, kv_heads=1, dtype="bfloat16")
+    three = flashsim.count(p, direction="backward", tiling=Tiling(64, 64))
+    assert three.transfers["delta", "store", "delta"] == 2 * 150 * 4
+    assert three.transfers["dkdv", "load", "K"] == 100 * 8 * 2
+    assert three.transfers["dkdv", "load", "dO"] == 2 * 2 * 150 * 4 * 2
+    assert three.transfers["dkdv", "load", "L"] == 2 * 2 * 150 * 4
+    assert three.transfers["dkdv", "store", "dV"] == 100 * 4 * 2
+    assert three.transfers["dq", "load", "V"] == 2 * 3 * 100 * 4 * 2
+    assert three.transfers["dq", "store", "dQ"] == 2 * 150 * 8 * 2
+    assert three.bytes("reduce") == 0
+    fused = flashsim.count(p, algorithm="flash2-fused", direction="backward", tiling=Tiling(64, 64))
+    assert fused.transfers["delta", "store", "dQ_acc"] == 2 * 150 * 8 * 4
+    assert fused.transfers["fused", "reduce", "dQ_acc"] == 2 * 2 * 150 * 8 * 4
+    assert fused.transfers["convert", "store", "dQ"] == 2 * 150 * 8 * 2
+    wide = flashsim.count(
+        replace(p, dtype="float32"),
+        algorithm="flash2-fused",
+        direction="backward",
+        tiling=Tiling(64, 64),
+    )
+    assert {stage for stage, _, _ in wide.transfers} == {"delta", "fused"}
+    assert wide.transfers["fused", "reduce", "dQ"] == 2 * 2 * 150 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "direction", "factor"),
+    [
+        *((name, "forward", 4) for name in ALGORITHMS),
+        ("flash2", "backward", 14),
+        ("flash2-fused", "backward", 10),
+        ("flash1", "backward", 10),
+        ("standard", "backward", 8),
+    ],
+)
+def test_matmul_flops_of_the_papers(algorithm, direction, factor):
+    p = Problem(512, head_dim=32, batch=2, heads=3)
+    t = flashsim.count(p, algorithm=algorithm, direction=direction, tiling=Tiling(64, 64))
+    assert t.flops("matmul") == 6 * factor * 512**2 * 32
+
+
+def test_causal_skips_half_the_flops():
+    whole, half = (
+        flashsim.count(Problem(4096, causal=causal), tiling=Tiling(64, 64)).flops("matmul")
+        for causal in (False, True)
+    )
+    assert half * 64 * 2 == whole * 65  # 64 tiles a side: 64 * 65 / 2 of 64 * 64 remain
+
+
+def test_saved_and_workspace_by_hand():
+    n, d = 300, 16
+    p = Problem(n, head_dim=d, heads=4, kv_heads=2, dtype="bfloat16")
+    q, kv, stat, scores = 4 * n * d * 2, 2 * n * d * 2, 4 * n * 4, 4 * n * n * 2
+    inputs = q + 2 * kv
+    count = {
+        (name, direction): flashsim.count(p, algorithm=name, direction=direction)
+        for name in ALGORITHMS
+        for direction in DIRECTIONS
+    }
+    assert count["flash2", "forward"].saved() == inputs + q + stat
+    assert count["flash1", "forward"].saved() == inputs + q + 2 * stat
+    assert count["standard", "forward"].saved() == inputs + scores
+    assert count["standard", "forward"].workspace() == scores
+    assert count["flash2", "forward"].workspace() == 0
+    assert count["flash1", "forward"].workspace() == 2 * q  # O in float32
+    assert count["standard", "backward"].workspace() == 2 * scores
+    assert count["flash2", "backward"].workspace() == stat
+    assert count["flash2-fused", "backward"].workspace() == stat + 2 * q
+    assert count["flash1", "backward"].workspace() == 2 * q
+
+
+def test_saved_and_workspace_with_softcap_and_bias():
+    p = Problem(100, heads=2, dtype="float16", softcap=3.0, bias=(1, 1))
+    plain = replace(p, softcap=0.0, bias=None)
+    scores, matrix = 2 * 100 * 100 * 2, 100 * 100
+
+    def added(algorithm, direction="forward"):
+        with_both, without = (
+            flashsim.count(x, algorithm=algorithm, direction=direction) for x in (p, plain)
+        )
+        return with_both.saved() - without.saved(), with_both.workspace() - without.workspace()
+
+    # With a softcap S is saved next to P, and so is no workspace of the forward pass any more.
+    assert added("standard") == (scores + matrix * 2, -scores)
+    # A bias adds its gradient's float32 accumulator.
+    assert added("standard", "backward")[1] == matrix * 4
+    assert added("flash2") == (matrix * 2, 0)
+    assert added("flash2", "backward")[1] == matrix * 4
+
+
+@pytest.mark.parametrize("algorithm", ["standard", "flash2"])
+def test_memory_grows_as_the_papers_say(algorithm):
+    small, large = (flashsim.count(Problem(n), algorithm=algorithm) for n in (1024, 4096))
+    growth = large.saved() / small.saved()
+    assert (growth > 10) if algorithm == "standard" else (growth == 4)
+
+
+def test_a_million_queries_need_no_array_of_tiles():
+    """Causal, 128 x 128: 33.6 million visits, 8192 row tiles; only the latter fit in 4 MB."""
+    p = Problem(1_048_576, head_dim=128, dtype="bfloat16", causal=True)
+    tracemalloc.start()
+    try:
+        for direction in DIRECTIONS:
+            t = flashsim.count(p, direction=direction, tiling=Tiling(128, 64))
+            t.bytes(), t.flops(), t.on_chip(), t.peak_sram()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 4e6
+    visits = 8192 * 8193  # row tile i sees 2 (i + 1) column tiles of 64
+    assert t.schedule(t.stages[-1]).n_visits == visits
+    assert t.transfers["dq", "load", "K"] == visits * 64 * 128 * 2
+
+
+def test_key_order_moves_the_same_bytes():
+    p = Problem(300, 400, causal=True, window=(90, -1))
+    orders = [flashsim.count(p, key_order=order).transfers for order in ("ascending", "descending")]
+    assert orders[0] == orders[1]
+
+
+def test_bounds():
+    """No algorithm moves less than what is compulsory."""
+    p = Problem(200, 300, 16, heads=4, kv_heads=2)
+    for algorithm in ALGORITHMS:
+        for direction in DIRECTIONS:
+            t = flashsim.count(p, algorithm=algorithm, direction=direction)
+            assert t.bytes() >= t.compulsory()
+    small = Problem(100, 120, 16, heads=4)
+    one_tile = flashsim.count(small, tiling=Tiling(100, 120))
+    assert one_tile.bytes() == one_tile.compulsory()
+
+
+def test_questions_name_what_exists():
+    t = flashsim.count(Problem(64))
+    with pytest.raises(OptionError, match=r"unknown operation 'lod'; possible: load.*mean 'load'"):
+        t.bytes("lod")
+    with pytest.raises(OptionError, match="unknown tensor 'X'; possible: Q, K"):
+        t.bytes(tensor="X")
+    with pytest.raises(OptionError, match=r"unknown kind of FLOP 'expo'.*mean 'exp'"):
+        t.flops("expo")
+    with pytest.raises(
+        OptionError, match="unknown on-chip operation 'load'; possible: read, write"
+    ):
+        t.on_chip("load")
+
+
+def test_too_large_a_tiling_says_what_it_holds():
+    with pytest.raises(SramOverflow, match=r"a 512 x 512 tile.*largest tiling that fits is Tiling"):
+        flashsim.count(Problem(4096, head_dim=256), tiling=Tiling(512, 512))
+
+
+def test_prints_a_table():
+    t = flashsim.count(Problem(1024), tiling=Tiling(128, 64))
+    assert "4,456,448" in str(t)
+    assert "compulsory" in str(t)
+    assert t._repr_html_().startswith("<table>")
+    assert repr(t) == "<Traffic flash2 forward: 4,722,688 B requested>"

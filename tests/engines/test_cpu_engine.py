@@ -1,0 +1,328 @@
+"""The CPU engine beyond its numbers (those are in test_engines.py): traces, bits, code, errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import Judge, Target, run_both, tensors
+from numba import njit
+from test_engines import OPTION_CASES, SIZES, check, precise_longdouble
+
+import flashsim
+from flashsim import BackendUnavailable, Device, OptionError, SramOverflow, Tiling, UnsupportedError
+from flashsim.engines.cpu import engine as cpu
+from flashsim.engines.cpu import notes, threads
+from flashsim.engines.cpu.micro_kernels import registers
+from flashsim.engines.cpu.tables import NOTE
+from flashsim.engines.engine import Job
+from flashsim.errors import MemoryModelError
+from flashsim.schedule.plans import stages
+from flashsim.schedule.schedule import Schedule
+
+SMALL = dataclasses.replace(Device.get("H100"), sram_bytes=4096)
+NUMPY, NUMBA = Target("numpy"), Target("numba", cpu.ALGORITHMS)
+vector_only = pytest.mark.skipif(
+    isinstance(registers.best("float32"), registers.Plain),
+    reason="needs a CPU with AVX2 and FMA, AVX-512 or NEON",
+)
+
+
+def both(x, algorithm, backend=NUMBA, **options):
+    """(result, gradients) of one backend, by name."""
+    result, gradients, got = run_both(x, backend, algorithm, **options)
+    return result, gradients, got
+
+
+def assert_same_traces(x, algorithm, **options):
+    ours, theirs = (both(x, algorithm, t, trace=True, **options)[:2] for t in (NUMBA, NUMPY))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.trace.same_events(other.trace)
+        assert mine.trace.transfers == other.trace.transfers
+
+
+def assert_same_bits(a, b):
+    for name, array in a.items():
+        np.testing.assert_array_equal(array, b[name], err_msg=name)
+
+
+# -- traces ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("case", OPTION_CASES)
+@pytest.mark.parametrize("algorithm", cpu.ALGORITHMS)
+def test_trace_equals_the_simulators(algorithm, case, dtype):
+    shape, options = OPTION_CASES[case]
+    x = tensors(113, 203, 16, dtype=dtype, **shape)
+    assert_same_traces(x, algorithm, **{"tiling": Tiling(32, 48), **options})
+
+
+@pytest.mark.parametrize(("n_q", "n_kv"), SIZES)
+@pytest.mark.parametrize("algorithm", cpu.ALGORITHMS)
+def test_trace_equals_the_simulators_at_any_size(algorithm, n_q, n_kv):
+    x = tensors(n_q, n_kv, 8, dtype="float64", heads=1)
+    assert_same_traces(x, algorithm, tiling=Tiling(32, 48), causal=True)
+
+
+def test_a_tile_that_was_not_visited_is_missing_from_the_trace():
+    problem = flashsim.Problem(n_q=40, n_kv=40, head_dim=8, heads=2)
+    schedule = Schedule(problem, Tiling(16, 16))
+    steps = np.array([[16, 16, 8]] * 2)
+    visits = np.full((2, 1, schedule.n_visits), 16 * NOTE + 16)
+    stage = stages(problem, "flash2")[0]
+    device = Device.get("H100")
+    full = notes.stage_trace(stage, schedule, device, "flash2", steps, visits).events
+    visits[:, 0, 4] = 0
+    less = notes.stage_trace(stage, schedule, device, "flash2", steps, visits).events
+    assert set(full["visit"]) - set(less["visit"]) == {4}
+    np.testing.assert_array_equal(full[full["visit"] != 4], less)
+    visits[1, 0, 5] = 0
+    with pytest.raises(MemoryModelError, match="not every head made the same walk"):
+        notes.stage_trace(stage, schedule, device, "flash2", steps, visits)
+
+
+def test_no_trace_unless_asked_for():
+    x = tensors(20, 20, 8)
+    result, gradients, _ = both(x, "flash2")
+    assert result.trace is None
+    assert gradients.trace is None
+
+
+# -- every option in the other types (float32 and bfloat16 are in test_engines.py) ----------------
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+@pytest.mark.parametrize("case", OPTION_CASES)
+@pytest.mark.parametrize("algorithm", cpu.ALGORITHMS)
+def test_options_in_other_types(algorithm, case, dtype):
+    if dtype == "float64" and not precise_longdouble:
+        pytest.skip("this platform has no type wider than float64 to judge it by")
+    shape, options = OPTION_CASES[case]
+    x = tensors(113, 203, 16, dtype=dtype, **shape)
+    check(x, NUMBA, algorithm, **{"tiling": Tiling(32, 48), **options})
+
+
+# -- bits -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ({"heads": 1}, {"causal": True}),
+        ({"heads": 4, "kv_heads": 2, "batch": 2}, {}),
+        ({"heads": 4, "kv_heads": 2, "batch": 2, "bias": (1, 1)}, {"causal": True}),
+        ({"heads": 2, "batch": 2, "bias": (1, 2)}, {"key_order": "descending"}),
+    ],
+)
+@pytest.mark.parametrize("algorithm", cpu.ALGORITHMS)
+def test_bits_do_not_depend_on_the_number_of_threads(algorithm, shape, options):
+    x = tensors(150, 170, 16, **shape)
+    one, *more = (
+        both(x, algorithm, tiling=Tiling(16, 16), threads=n, **options)[2] for n in (1, 2, 3, 5)
+    )
+    for several in more:
+        assert_same_bits(one, several)
+
+
+def test_threads_that_meet_at_one_accumulator_keep_its_bits():
+    """One head and enough work that threads overlap: without turns, dQ's sums change order."""
+    x = tensors(1500, 1500, 16, heads=1)
+    one, *more = (
+        both(x, "flash2-fused", tiling=Tiling(32, 32), threads=n)[2] for n in (1, 2, 3, 2, 3)
+    )
+    for several in more:
+        assert_same_bits(one, several)
+
+
+RUNS = {
+    "causal": {"causal": True},
+    "descending": {"causal": True, "key_order": "descending"},
+    "window": {"window": (25, 9)},
+    "mask": {"mask": lambda q, k: (q + k) % 7 != 0},
+    "block-mask": {"block_mask": np.random.default_rng(1).random((8, 11)) < 0.4},
+    "varlen": {"cu_seqlens_q": (0, 40, 40, 113), "cu_seqlens_k": (0, 60, 80, 170), "causal": True},
+}
+
+
+@pytest.mark.parametrize("case", RUNS)
+@pytest.mark.parametrize("algorithm", cpu.ALGORITHMS)
+def test_tiles_walked_together_keep_their_bits_and_traces(algorithm, case, monkeypatch):
+    x = tensors(113, 170, 16, heads=8, kv_heads=4)
+    options = {"tiling": Tiling(16, 16), "threads": 1, "trace": True, **RUNS[case]}
+    real, longest = cpu._runs, {}
+
+    def noted(*args):
+        runs = real(*args)
+        longest.setdefault(cpu.TOGETHER, []).append(np.diff(runs).max())
+        return runs
+
+    monkeypatch.setattr(cpu, "_runs", noted)
+    monkeypatch.setattr(cpu, "TOGETHER", 1 << 18)
+    grouped = both(x, algorithm, **options)
+    monkeypatch.setattr(cpu, "TOGETHER", 0)
+    alone = both(x, algorithm, **options)
+    assert sum(n > 1 for n in longest[1 << 18]) == 2  # forward, and keys outside
+    assert set(longest[0]) == {1}
+    assert_same_bits(grouped[2], alone[2])
+    for ours, theirs in zip(grouped[:2], alone[:2], strict=True):
+        assert ours.trace.same_events(theirs.trace)
+
+
+@pytest.mark.parametrize("bias", [(1, 1), (1, 4), (2, 1), (2, 4), None])
+@pytest.mark.parametrize("by_row", [True, False])
+def test_heads_that_share_a_bias_gradient_belong_to_one_thread(by_row, bias):
+    """Threads that race for a gradient's tile seldom show it, so this looks at who takes what."""
+    problem = flashsim.Problem(8, batch=2, heads=4, kv_heads=2, bias=bias)
+    x = tensors(8, 8, 64, batch=2, heads=4, kv_heads=2, bias=bias)
+    ptr, members = cpu._Pass(Job(problem, x.q, x.k, x.v, x.bias), "backward")._sets(
+        by_row, shares=True
+    )
+    heads = 4 if by_row else 2
+    assert sorted(members) == list(range(2 * heads))
+    batch, matrices = bias or (2, 4)
+    owner = {}
+    for number, (first, last) in enumerate(itertools.pairwise(ptr)):
+        for head in members[first:last]:
+            entry, at = divmod(int(head), heads)
+            matrix = (entry if batch == 2 else 0, at if matrices == 4 else 0)
+            assert owner.setdefault(matrix, number) == number
+    assert len(owner) == len(ptr) - 1  # and no more is put together than must be
+
+
+@pytest.mark.parametrize("algorithm", cpu.ALGORITHMS)
+def test_masks_evaluated_in_pieces_change_nothing(algorithm, monkeypatch):
+    x = tensors(113, 203, 8)
+    options = {"tiling": Tiling(32, 48), "mask": lambda q, k: (q * k) % 3 != 1, "causal": True}
+    whole = both(x, algorithm, **options)[2]
+    monkeypatch.setattr(cpu, "MASK_CHUNK", 1)
+    assert_same_bits(whole, both(x, algorithm, **options)[2])
+
+
+def test_inputs_may_be_views_and_read_only():
+    x = tensors(40, 50, 8, heads=2)
+    expected = both(x, "flash2")[2]
+    x.q = np.repeat(x.q, 2, axis=1)[:, ::2]
+    x.k.setflags(write=False)
+    assert_same_bits(expected, both(x, "flash2")[2])
+
+
+def test_nan_stays_where_it_belongs():
+    x = tensors(40, 50, 8, heads=2)
+    x.q[0, 0, 7, 3] = np.nan
+    out = flashsim.run(x.q, x.k, x.v, backend="numba").out
+    assert np.isnan(out[0, 0, 7]).all()
+    assert np.isnan(out).sum() == 8
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
+def test_memory_is_linear_in_the_length():
+    code = """
+import numpy as np, flashsim
+# ru_maxrss would start at the peak of the process that started this one
+peak = lambda: int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) * 1024
+x = [np.ones((n, 8), np.float32) for n in (64, 12_000)]
+def go(a):
+    flashsim.run(a, a, a, backend="numba", algorithm="flash2-fused").backward(a)
+go(x[0])
+before = peak()
+go(x[1])
+print(peak() - before)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
+    )
+    assert int(done.stdout) < 12_000**2 / 2  # a byte for every second score
+
+
+# -- options and errors ---------------------------------------------------------------------------
+
+
+@vector_only
+@pytest.mark.parametrize("algorithm", cpu.ALGORITHMS)
+def test_plain_definitions_give_the_same_results(algorithm):
+    x = tensors(60, 70, 16, kind="rising", heads=4, kv_heads=2)
+    options = {"tiling": Tiling(32, 32), "causal": True}
+    result, _, plain = both(x, algorithm, micro_kernel="plain", **options)
+    vector = both(x, algorithm, micro_kernel="vector", **options)[2]
+    judge = Judge.of(x, result.problem)
+    judge.check(plain)
+    judge.check(vector)
+    assert result.kernel == f"numba plain, {threads.available()} threads"
+
+
+def test_errors():
+    x = tensors(20, 20, 8)
+    run = lambda **options: flashsim.run(x.q, x.k, x.v, backend="numba", **options)  # noqa: E731
+    with pytest.raises(UnsupportedError, match="runs flash2 and flash2-fused, not 'standard'"):
+        run(algorithm="standard")
+    with pytest.raises(UnsupportedError, match="trace='timeline' needs a GPU backend"):
+        run(trace="timeline")
+    for given in (0, True, 1.5):
+        with pytest.raises(OptionError, match=f"threads must be a positive integer, got {given}"):
+            run(threads=given)
+    with pytest.raises(OptionError, match=r"unknown micro_kernel 'vectr'.*did you mean 'vector'"):
+        run(micro_kernel="vectr")
+    with pytest.raises(SramOverflow, match="largest tiling that fits"):
+        run(tiling=Tiling(20, 20), device=SMALL)
+
+
+def test_a_device_without_room_for_the_usual_tiling_gets_one_that_fits():
+    x = tensors(300, 300, 64)
+    result, gradients, _ = both(x, "flash2", device=SMALL, trace=True)
+    assert result.trace.peak_sram() <= 4096
+    assert gradients.trace.peak_sram() <= 4096
+
+
+def test_vector_code_is_refused_where_registers_are_unknown(monkeypatch):
+    monkeypatch.setattr(registers, "_host", lambda: registers.Plain)
+    x = tensors(5, 5, 4)
+    with pytest.raises(BackendUnavailable, match="micro_kernel='plain' runs on any"):
+        flashsim.run(x.q, x.k, x.v, backend="numba", micro_kernel="vector")
+    assert registers.best("float32") == registers.Plain(16)
+
+
+@pytest.mark.parametrize(
+    ("features", "machine", "kind"),
+    [
+        ({"avx2": True, "fma": True}, "x86_64", registers.Avx2),
+        ({"avx2": True, "fma": True, "avx512f": True, "avx512vl": True}, "", registers.Avx512),
+        ({"avx2": True, "fma": False}, "x86_64", registers.Plain),
+        ({}, "aarch64", registers.Neon),
+    ],
+)
+def test_registers_are_chosen_by_what_the_cpu_has(features, machine, kind, monkeypatch):
+    monkeypatch.setattr(registers.llvm, "get_host_cpu_features", lambda: features)
+    monkeypatch.setattr(registers.platform, "machine", lambda: machine)
+    assert registers._host.__wrapped__() is kind
+
+
+# -- compilation ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("terminal", "patience", "told"), [(1, 0.01, 1), (0, 0.01, 0), (1, 99, 0)])
+def test_long_compilation_is_announced_on_a_terminal(terminal, patience, told, monkeypatch, capsys):
+    @njit
+    def walk(x):
+        return x + 1
+
+    monkeypatch.setitem(threads._WALKS, "forward", walk)
+    monkeypatch.setattr(threads, "PATIENCE", patience)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: bool(terminal))
+    threads.run("forward", 1, 1)
+    assert ("compiling the CPU kernels" in capsys.readouterr().err) == bool(told)
+    threads.run("forward", 1, 1)  # compiled by now
+    assert not capsys.readouterr().err
+
+
+def test_the_cache_is_keyed_by_every_source():
+    """Numba alone would miss an edit of a file that the cached function calls into."""
+    old, new = (threads._entries(text)["delta"] for text in ("old", "new"))
+    keys = [f._cache._index_key(("signature",), f.targetctx.codegen()) for f in (old, new)]
+    assert keys[0] != keys[1]
+    assert len(threads._digest()) == 64

@@ -1,0 +1,219 @@
+"""The CPU engine's panel operations: vector code against definitions, and what LLVM makes of it."""
+
+from __future__ import annotations
+
+import re
+
+import llvmlite.binding as llvm
+import numpy as np
+import pytest
+from llvmlite import ir
+from numba import njit
+
+from flashsim.engines.cpu import scores
+from flashsim.engines.cpu.micro_kernels import codegen, plain, registers
+from flashsim.engines.cpu.micro_kernels.registers import BLOCKING, ROWS, Avx2, Avx512, Neon, Plain
+from flashsim.problem.problem import numpy_dtype
+
+HOST = type(registers.best("float32"))
+pytestmark = pytest.mark.skipif(
+    HOST is Plain, reason="needs a CPU with AVX2 and FMA, AVX-512 or NEON"
+)
+
+
+@njit
+def set_(cpu, *args):
+    plain.product_set(cpu, *args)
+
+
+@njit
+def add(cpu, *args):
+    plain.product_add(cpu, *args)
+
+
+@njit
+def rescale(cpu, *args):
+    plain.product_rescale(cpu, *args)
+
+
+@njit
+def softmax(cpu, *args):
+    plain.online_softmax(cpu, *args)
+
+
+@njit
+def by_row(cpu, *args):
+    plain.grad_scores_by_row(cpu, *args)
+
+
+@njit
+def by_lane(cpu, *args):
+    plain.grad_scores_by_lane(cpu, *args)
+
+
+@njit
+def cap(cpu, *args):
+    plain.soft_cap(cpu, *args)
+
+
+@njit
+def cap_gated(cpu, *args):
+    plain.soft_cap_gated(cpu, *args)
+
+
+def compare(definition, walk, dtype, args, ulps):
+    """Run both on copies; every array must agree, and nothing beside a panel may change."""
+    cpu = registers.best(dtype)
+    one, two = ([a.copy() if isinstance(a, np.ndarray) else a for a in args] for _ in range(2))
+    definition(Plain(cpu.width), *one)
+    walk(cpu, *two)
+    for a, b in zip(one, two, strict=True):
+        if isinstance(a, np.ndarray):
+            size = max(float(np.abs(a[np.isfinite(a)]).max()), 1.0)
+            np.testing.assert_allclose(b, a, rtol=0, atol=ulps * np.finfo(dtype).eps * size)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("rows", range(1, 2 * ROWS + 2))
+@pytest.mark.parametrize("n", [1, 7])
+def test_products(rows, n, dtype):
+    rng = np.random.default_rng(rows)
+    width = registers.best(dtype).width
+    draw = lambda size: rng.standard_normal(size).astype(dtype)  # noqa: E731
+    ldc, ldb = width + 3, width + 1
+    C, B = draw(5 + (rows + 1) * ldc), draw(2 + n * ldb)
+    A, alpha = draw(3 + (rows + 1) * (n + 2)), draw(4 + width)
+    for row, step in ((n + 2, 1), (1, rows + 1)):  # K as it lies, and V transposed
+        args = (C, 5, ldc, A, 3, row, step, B, 2, ldb, rows, n)
+        compare(plain.product_set, set_, dtype, args, n + 1)
+        compare(plain.product_add, add, dtype, args, n + 1)
+        compare(plain.product_rescale, rescale, dtype, (*args, alpha, 4), n + 1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_online_softmax(rows, dtype):
+    rng = np.random.default_rng(rows)
+    w = registers.best(dtype).width
+    S = (20 * rng.standard_normal(3 + (rows + 1) * w)).astype(dtype)
+    S[3 : 3 + rows * w : w] = -np.inf  # a lane that sees nothing in this tile
+    m = np.full(2 + w, -np.inf, dtype)
+    l, alpha = np.zeros(2 + w, dtype), np.zeros(2 + w, dtype)
+    first = (S, 3, rows, m, l, alpha, 2)
+    compare(plain.online_softmax, softmax, dtype, first, 64)
+    m[2:] = 10 * rng.standard_normal(w)
+    l[2:] = 1 + rng.random(w)
+    m[3], l[3] = -np.inf, 0
+    compare(plain.online_softmax, softmax, dtype, first, 64)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_gradient_of_scores(dtype):
+    rng = np.random.default_rng(0)
+    w, rows = registers.best(dtype).width, 5
+    ld = 2 * w
+    S, dP = (rng.standard_normal(w + rows * ld).astype(dtype) for _ in range(2))
+    S[w] = S[w + 1] = -np.inf
+    L, delta = (
+        rng.random(3 + max(rows, w)).astype(dtype),
+        rng.random(3 + max(rows, w)).astype(dtype),
+    )
+    args = (S, w, dP, w, ld, rows, L, delta, 3)
+    compare(plain.grad_scores_by_row, by_row, dtype, args, 8)
+    compare(plain.grad_scores_by_lane, by_lane, dtype, args, 8)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_soft_cap(dtype):
+    w = registers.best(dtype).width
+    x = np.concatenate([np.geomspace(1e-8, 300, 50 * w), [0, np.inf] + [1] * (w - 2)])
+    S = np.concatenate([-x, x]).astype(dtype)
+    c, rows = np.array([1.5], dtype), len(S) // w
+    compare(plain.soft_cap, cap, dtype, (S, 0, w, rows, c), 4)
+    compare(plain.soft_cap_gated, cap_gated, dtype, (S, 0, w, rows, c, np.zeros_like(S), 0), 4)
+    small = np.full(w, 1e-6, dtype)  # relative precision where a difference of powers would lose it
+    cap(registers.best(dtype), small, 0, w, 1, c)
+    np.testing.assert_allclose(small, 1.5 * np.tanh(1e-6 / 1.5), rtol=4 * np.finfo(dtype).eps)
+    nan = np.full(w, np.nan, dtype)
+    cap(registers.best(dtype), nan, 0, w, 1, c)
+    assert np.isnan(nan).all()
+
+
+@pytest.mark.parametrize(("dtype", "ulps"), [("float32", 2), ("float64", 2)])
+def test_powers_of_two(dtype, ulps):
+    """Through the softmax with m = 0, above every score: P = exp(S), relative error in ulps."""
+    cpu = registers.best(dtype)
+    low = {"float32": -87, "float64": -708}[dtype]
+    x = np.linspace(low, 0, 40_000 * cpu.width).astype(dtype)
+    m, l, alpha = np.zeros(cpu.width, dtype), np.zeros(cpu.width, dtype), np.ones(cpu.width, dtype)
+    P = x.copy()
+    softmax(cpu, P, 0, len(x) // cpu.width, m, l, alpha, 0)
+    wide = np.longdouble if dtype == "float64" else np.float64
+    # x log2 e is rounded by the fused multiply-add alone, relative to its own size
+    scale = 1 + np.abs(x.astype(wide)) / 2
+    error = np.abs(P / np.exp(x.astype(wide)) - 1) / np.finfo(dtype).eps / scale
+    assert error.max() < ulps
+    special = np.full(cpu.width, 0, dtype)
+    special[:4] = [-np.inf, np.nan, 2 * low, 0]
+    softmax(cpu, special, 0, 1, m, l, alpha, 0)
+    np.testing.assert_array_equal(special[:4], np.array([0, np.nan, 0, 1], dtype))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rounding"), [("float16", scores.FLOAT16), ("bfloat16", scores.BFLOAT16)]
+)
+def test_rounding_to_16_bits(dtype, rounding):
+    """Every 16-bit number, what lies halfway to its neighbour, and what lies beside that."""
+    narrow = numpy_dtype(dtype)
+    exact = np.arange(2**16, dtype=np.uint16).view(narrow).astype(np.float32)
+    exact = np.sort(exact[np.isfinite(exact)])
+    with np.errstate(over="ignore"):
+        half = (exact[1:].astype(np.float64) + exact[:-1]) / 2
+        half = half.astype(np.float32)
+        x = np.concatenate(
+            [exact, half, np.nextafter(half, np.float32(9)), np.float32([np.nan, np.inf, -np.inf])]
+        )
+        cpu = registers.best("float32")
+        x = np.concatenate([x, np.zeros(-len(x) % cpu.width, np.float32)])
+        expected = x.astype(narrow).astype(np.float32)
+    scores.round_panel(cpu, x, 0, cpu.width, len(x) // cpu.width, rounding)
+    np.testing.assert_array_equal(x, expected)
+
+
+# -- what LLVM makes of it -------------------------------------------------------------------------
+
+
+def assembly(kind, triple, cpu, features, itemsize=4):
+    """A product of `ROWS` rows, compiled for another CPU."""
+    module = ir.Module()
+    module.triple = triple
+    function = codegen.build_product(module, BLOCKING[kind], itemsize, "add")
+    function.linkage = ""
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    target = llvm.Target.from_triple(triple)
+    machine = target.create_target_machine(cpu=cpu, features=features, opt=3)
+    parsed = llvm.parse_assembly(str(module))
+    options = llvm.create_pipeline_tuning_options(speed_level=3)
+    builder = llvm.create_pass_builder(machine, options)
+    builder.getModulePassManager().run(parsed, builder)
+    return machine.emit_assembly(parsed)
+
+
+@pytest.mark.parametrize(
+    ("kind", "triple", "cpu", "fma"),
+    [
+        (Avx2, "x86_64-unknown-linux-gnu", "haswell", r"vfmadd\d+ps\s.*%ymm"),
+        (Avx512, "x86_64-unknown-linux-gnu", "skylake-avx512", r"vfmadd\d+ps\s.*%zmm"),
+        (Avx512, "x86_64-unknown-linux-gnu", "sapphirerapids", r"vfmadd\d+ps\s.*%zmm"),
+        (Neon, "aarch64-unknown-linux-gnu", "neoverse-n1", r"fmla\s+v\d+\.4s"),
+    ],
+)
+def test_full_registers_and_nothing_spilled(kind, triple, cpu, fma):
+    text = assembly(kind, triple, cpu, "")
+    # The loop of the widest step: its multiply-adds, and no vector that visits the stack.
+    loops = re.split(r"^\.L\w+:", text, flags=re.M)
+    widest = max(loops, key=lambda block: len(re.findall(fma, block)))
+    assert len(re.findall(fma, widest)) >= ROWS * BLOCKING[kind].vecs
+    body = widest[: [match.end() for match in re.finditer(fma, widest)][-1]]
+    assert not re.search(r"[xyz]mm\d+, -?\d*\(%rsp\)|\(%rsp\), %[xyz]mm|\[sp", body)

@@ -1,0 +1,280 @@
+"""A catalogue of classic bugs, each one a replaced fragment of flashsim's source.
+
+``python -m pytest --fault NAME`` seeds one and runs the suite, which should then fail. A fragment
+that no longer occurs exactly once is an error: a fault that changes nothing would prove nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from dataclasses import dataclass
+
+# Where each fault shows: pytest's arguments for a quick part of the suite.
+KINDS_1 = ("engines/test_engines.py::test_kinds_and_types", "-k", "numpy-flash1- and float32")
+KINDS_2 = ("engines/test_engines.py::test_kinds_and_types", "-k", "numpy-flash2- and float32")
+KINDS_FUSED = (
+    "engines/test_engines.py::test_kinds_and_types",
+    "-k",
+    "numpy-flash2-fused and float32",
+)
+KINDS_STANDARD = (
+    "engines/test_engines.py::test_kinds_and_types",
+    "-k",
+    "numpy-standard and float32",
+)
+OPTIONS = ("engines/test_engines.py::test_options", "-k", "numpy-flash2- and float32")
+PRECISION = ("engines/test_engines.py::test_p_is_rounded_to_the_input_type",)
+ORACLE = ("problem/test_oracle.py::test_agrees_with_a_second_formula", "-k", "causal or window")
+TRAFFIC = ("counts/test_traffic.py::test_fixed_problems_are_counted_exactly", "-k", "gqa")
+WORK = ("counts/test_work.py", "-k", "flash2-plain")
+
+
+class FaultError(Exception):
+    """A fault that does not exist, or that no longer fits the source."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`old` becomes `new` in `module`; the tests of `caught_by` must notice."""
+
+    bug: str
+    module: str
+    old: str
+    new: str
+    caught_by: tuple[str, ...]
+
+
+FLASH1, FLASH2 = "flashsim.algorithms.flash1", "flashsim.algorithms.flash2"
+STANDARD, TILES = "flashsim.algorithms.standard", "flashsim.algorithms.tiles"
+MEMORY, PROBLEM = "flashsim.algorithms.memory", "flashsim.problem.problem"
+SCHEDULE, COUNTS = "flashsim.schedule.schedule", "flashsim.counts.forms"
+
+FAULTS = {
+    # -- online softmax -------------------------------------------------------------------------
+    "o-not-rescaled": Fault(
+        "O keeps the scale of an older maximum",
+        *(FLASH2, "O_i *= alpha[..., None]", "pass", KINDS_2),
+    ),
+    "l-not-rescaled": Fault(
+        "l keeps the scale of an older maximum",
+        *(FLASH2, "l_i[:] = alpha * l_i + P_ij", "l_i[:] = l_i + P_ij", KINDS_2),
+    ),
+    "maximum-not-carried": Fault(
+        "each tile starts from a maximum of -inf",
+        *(FLASH2, "m_i[:] = m_new", "pass", KINDS_2),
+    ),
+    "maximum-of-the-tile-only": Fault(
+        "the maximum may fall from tile to tile, and the sums overflow",
+        *(FLASH2, "np.maximum(m_i, S_ij.max(axis=-1))", "S_ij.max(axis=-1)", KINDS_2),
+    ),
+    "o-not-normalised": Fault(
+        "O is stored without the division by l",
+        *(FLASH2, "rows, O_i / l_safe[..., None]", "rows, O_i", KINDS_2),
+    ),
+    "lse-without-log": Fault(
+        "LSE is m + l",
+        *(FLASH2, "m_i + np.log(l_safe)", "m_i + l_safe", KINDS_2),
+    ),
+    "empty-row-is-nan": Fault(
+        "a row that has seen no key subtracts -inf from -inf",
+        *(FLASH2, "S_ij -= finite(m_new)[..., None]", "S_ij -= m_new[..., None]", OPTIONS),
+    ),
+    "flash1-beta-left-out": Fault(
+        "FlashAttention-1 adds a tile at its own maximum's scale",
+        *(FLASH1, "beta[..., None] * (p.rounded(P_ij) @ V_j)", "p.rounded(P_ij) @ V_j", KINDS_1),
+    ),
+    # -- scores and masks -----------------------------------------------------------------------
+    "scale-off-by-1e-4": Fault(
+        "the scale is off by one part in ten thousand",
+        *(TILES, "S_ij *= p.scale", "S_ij *= p.scale * (1 + 1e-4)", KINDS_2),
+    ),
+    "mask-ignored": Fault(
+        "masked scores of a visited tile count",
+        *(TILES, "S_ij[..., ~keep] = -np.inf", "pass", OPTIONS),
+    ),
+    "mask-shifted-by-one": Fault(
+        "a tile's mask is that of the keys one to the left",
+        SCHEDULE,
+        "np.arange(cols.start, cols.stop)",
+        "np.arange(cols.start - 1, cols.stop - 1)",
+        OPTIONS,
+    ),
+    "window-off-by-one": Fault(
+        "the window's left side is exclusive",
+        *(PROBLEM, "(rel >= -self.left)", "(rel > -self.left)", ORACLE),
+    ),
+    "causal-top-left": Fault(
+        "causal masks are aligned at the top left",
+        *(PROBLEM, "self.k_stop - self.q_stop", "self.k_start - self.q_start", ORACLE),
+    ),
+    "edge-tile-called-full": Fault(
+        "the tile that the diagonal or a ragged edge cuts counts as FULL",
+        *(SCHEDULE, "full_hi = (end + 1) // block", "full_hi = -(-(end + 1) // block)", OPTIONS),
+    ),
+    "span-one-tile-short": Fault(
+        "the last tile of a row is not visited",
+        *(SCHEDULE, "end // block + 1)", "np.maximum(end // block, 1))", KINDS_2),
+    ),
+    "bias-of-the-first-row": Fault(
+        "the bias of the first query serves all rows of a tile",
+        *(TILES, "S_ij += sram.load(", "S_ij[..., :1, :] += sram.load(", OPTIONS),
+    ),
+    # -- backward -------------------------------------------------------------------------------
+    "delta-left-out": Fault(
+        "dS = P dP",
+        *(TILES, "P_ij, dP_ij - delta_i[..., None]", "P_ij, dP_ij", KINDS_2),
+    ),
+    "softcap-gradient-missing": Fault(
+        "the softcap is not differentiated",
+        *(TILES, "dS_ij *= gate", "pass", OPTIONS),
+    ),
+    "dk-not-summed-over-group": Fault(
+        "dK and dV take the first query head of a group alone",
+        *(FLASH2, "for g in range(p.group):", "for g in range(1):", OPTIONS),
+    ),
+    "dk-without-scale": Fault(
+        "dK lacks the scale",
+        *(FLASH2, "sram.store(hbm.dK, cols, dK_j * p.scale)", "sram.store(hbm.dK, cols, dK_j)"),
+        KINDS_2,
+    ),
+    "flash1-p-not-normalised": Fault(
+        "FlashAttention-1's backward forgets that P is divided by l",
+        *(FLASH1, "P_ij /= np.where(l_i == 0, 1, l_i)[..., None]", "pass", KINDS_1),
+    ),
+    "reduce-overwrites": Fault(
+        "a tile reduced into HBM replaces what was there",
+        MEMORY,
+        "self.view(rows, cols, member)[...] += tile",
+        "self.view(rows, cols, member)[...] = tile",
+        KINDS_FUSED,
+    ),
+    "dbias-of-the-first-head": Fault(
+        "a shared bias's gradient is not summed over the heads",
+        *(MEMORY, "+= full.sum(axis=shared, keepdims=True)", "+= full[:1, :1]", OPTIONS),
+    ),
+    "standard-row-sum-left-out": Fault(
+        "standard attention's dS = P dP",
+        STANDARD,
+        "(dP_i - (P_i * dP_i).sum(axis=-1, keepdims=True))",
+        "dP_i",
+        KINDS_STANDARD,
+    ),
+    "forgotten-store": Fault(
+        "dV stays on chip",
+        *(FLASH2, "sram.store(hbm.dV, cols, dV_j)", "pass", KINDS_2),
+    ),
+    # -- precision ------------------------------------------------------------------------------
+    "p-not-rounded": Fault(
+        "P V is computed from P in float32",
+        *(FLASH2, "O_i += p.rounded(P_ij) @ V_j", "O_i += P_ij @ V_j", PRECISION),
+    ),
+    # -- counting -------------------------------------------------------------------------------
+    "k-loaded-once": Fault(
+        "K is read for free after the first row tile",
+        FLASH2,
+        "K_j = sram.load(hbm.K, visit.cols)                                # 7",
+        "K_j = hbm.K.view(visit.cols, slice(None), None) if i else sram.load(hbm.K, visit.cols)",
+        TRAFFIC,
+    ),
+    "ragged-tile-counted-whole": Fault(
+        "the closed form counts keys that do not exist",
+        SCHEDULE,
+        "widths = (self.cols[:, 1] - self.cols[:, 0]).astype(np.int64)",
+        "widths = np.full(self.t_c, self.tiling.block_k, np.int64)",
+        TRAFFIC,
+    ),
+    "group-loads-counted-per-head": Fault(
+        "the closed form counts dK and dV once a query head",
+        COUNTS,
+        "return self.kv_heads * self.p.n_kv * self.p.head_dim * self.e",
+        "return self.heads * self.p.n_kv * self.p.head_dim * self.e",
+        TRAFFIC,
+    ),
+    "lse-in-the-input-type": Fault(
+        "statistics are counted at the input's width",
+        *(
+            COUNTS,
+            "return self.heads * self.p.n_q * self.a",
+            "return self.heads * self.p.n_q * self.e",
+        ),
+        TRAFFIC,
+    ),
+    "multiply-add-is-one": Fault(
+        "a multiply-add of a gradient counts as one FLOP",
+        "flashsim.counts.work",
+        'TileOp(name, reads, writes, {"matmul": scores(2 * inner)})',
+        'TileOp(name, reads, writes, {"matmul": scores(inner)})',
+        WORK,
+    ),
+}
+
+
+def catalogue() -> dict[str, Fault]:
+    """These faults, and those that need a GPU."""
+    import faults_numba  # it imports this module
+
+    return FAULTS | faults_numba.FAULTS
+
+
+def install(name: str) -> None:
+    """Seed one fault; flashsim must not have been imported yet.
+
+    Raises
+    ------
+    FaultError
+        If there is no such fault, it no longer fits, or it comes too late.
+    """
+    known = catalogue()
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise FaultError(f"no fault {name!r}{hint}; there are: {', '.join(known)}")
+    if "flashsim" in sys.modules:
+        raise FaultError("flashsim is already imported; a fault must be seeded before that")
+    fault = known[name]
+    faulty_source(fault)
+    sys.meta_path.insert(0, _Finder(fault))
+
+
+def faulty_source(fault: Fault) -> str:
+    """The module's source with the bug in it; reads the file, imports nothing of the module."""
+    *parents, leaf = fault.module.split(".")
+    folder = importlib.util.find_spec(parents[0])
+    path = "/".join([*folder.submodule_search_locations, *parents[1:], f"{leaf}.py"])
+    if not os.path.exists(path):  # as checked out, flashsim.backends lies beside flashsim
+        path = path.replace("/flashsim/backends/", "/backends/")
+    with open(path, encoding="utf-8") as file:
+        source = file.read()
+    if source.count(fault.old) != 1:
+        raise FaultError(
+            f"{fault.module} holds the fragment {fault.old!r} {source.count(fault.old)} times, "
+            "not once; bring tests/faults/faults.py up to date"
+        )
+    return source.replace(fault.old, fault.new)
+
+
+class _Finder:
+    """Finds one module before the ordinary finders do, and compiles the faulty source."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname != self.fault.module:
+            return None
+        found = importlib.machinery.PathFinder.find_spec(fullname, path)
+        found.loader = _Loader(fullname, found.origin, self.fault)
+        return found
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def __init__(self, fullname, path, fault: Fault) -> None:
+        super().__init__(fullname, path)
+        self.fault = fault
+
+    def get_code(self, fullname):  # never from, and never into, the bytecode cache
+        return compile(faulty_source(self.fault), self.path, "exec")

@@ -1,0 +1,165 @@
+"""Bugs in the tensor-core kernels in Python, as `faults` has them of the rest: these need a GPU.
+
+    python tests/faults/faults_numba.py [NAME ...]
+
+seeds each in turn and says whether the tests that should notice it did. With a bug in its order of
+events a kernel may hang or be stopped by the GPU instead; that is noticed, too.
+
+Bugs that show by luck only are left out: a later tile not awaited, which has mostly arrived, or Q
+alone, which the copy engine brings right behind K. A product of Hopper's that is not waited for
+never shows in results, since ptxas adds a wait; it says so, and test_numba_kernels.py hears.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from faults import Fault
+
+NUMBA = "flashsim.backends.numba_gpu"
+FORWARD, TILES = f"{NUMBA}.hopper.forward", f"{NUMBA}.hopper.tiles"
+SOFTMAX = f"{NUMBA}.tensor.softmax"
+RAGGED = ("gpu/test_numba_hopper.py::test_kinds_of_scores", "-k", "128-rising")
+#: One key: the weight of one more is as large as its own. Among hundreds it drowns in rounding.
+ONE_KEY = ("gpu/test_gpu_grid.py::test_shapes[python-hopper-64-full-1x1]",)
+#: Some rows see nothing of the last tile that their row tile visits.
+EMPTY_TILES = ("gpu/test_numba_hopper.py::test_features[more keys-64]",)
+CAUSAL = ("gpu/test_numba_hopper.py::test_features", "-k", "causal-64")
+VARLEN = ("gpu/test_numba_hopper.py::test_features", "-k", "varlen-64")
+COUNTS = ("gpu/test_numba_hopper.py::test_counts_are_the_simulators", "-k", "ragged-ascending")
+BITS = ("gpu/test_numba_hopper.py::test_two_hundred_runs_give_the_same_bits", "-k", "64-False")
+MMA = (
+    "gpu/test_gpu_grid.py::test_shapes",
+    "-k",
+    "[python-64-causal-128x217] or [python-64-causal-127x512]",
+)
+
+FAULTS = {
+    # -- Hopper's forward: what is computed -----------------------------------------------------
+    "hopper-o-not-rescaled": Fault(
+        "O keeps the scale of an older maximum",
+        *(FORWARD, "o = scale_o(o, alpha)", "pass", RAGGED),
+    ),
+    "hopper-maximum-not-carried": Fault(
+        "each tile starts from a maximum of -inf",
+        # O and l stay right, as alpha takes them from any maximum to any other, but LSE is -inf for
+        # a row whose last tile is all masked.
+        *(FORWARD, "top = row_max(m, s)", "top = row_max(new_max(), s)", EMPTY_TILES),
+    ),
+    "hopper-mask-of-later-visits-ignored": Fault(
+        "only a row's first tile is masked",
+        *(FORWARD, "tile, masked = visit_of(a, steps, n)", "tile, masked = int32(0), False"),
+        CAUSAL,
+    ),
+    "hopper-mask-one-key-late": Fault(
+        "a row sees one key past its end",
+        *(
+            SOFTMAX,
+            "last = b.sub(b.sub(key_stop, i32(1)), column)",
+            "last = b.sub(key_stop, column)",
+        ),
+        ONE_KEY,
+    ),
+    "hopper-sequences-start-at-0": Fault(
+        "the keys of every packed sequence are read from the first one's tiles",
+        *(FORWARD, "base = int32(read_int(a.cols, tile * 4) - tile * block_k)", "pass", VARLEN),
+    ),
+    "hopper-second-chunk-of-v": Fault(
+        "a product steps from one 64-column chunk of V to a wrong one",
+        *(TILES, "descriptor(b, v, depth * 128)", "descriptor(b, v, depth * 64)", RAGGED),
+    ),
+    "hopper-quads-not-transposed": Fault(
+        "lanes of a quad store each other's columns",
+        *(TILES, "four = _transposed(b, four, odd, high)", "pass", RAGGED),
+    ),
+    "hopper-ragged-tile-counted-whole": Fault(
+        "a ragged tile of K counts as a whole one",
+        FORWARD,
+        "int32(min(block_k, get(slot + END) - key) * row_bytes)",
+        "int32(block_k * row_bytes)",
+        COUNTS,
+    ),
+    # -- Hopper's forward: when -----------------------------------------------------------------
+    "hopper-stage-not-free": Fault(
+        "a tile is copied over one that is still read",
+        *(FORWARD, "wait_free(shared + k_free, position)", "pass", BITS),
+    ),
+    "hopper-lap-forgotten": Fault(
+        "a full stage is taken for the next lap's",
+        *(TILES, "ptx_hopper.barrier_wait(b, barrier, _lap(b, position))"),
+        "ptx_hopper.barrier_wait(b, barrier, i32(0))",
+        BITS,
+    ),
+    # -- the mma.sync kernels -------------------------------------------------------------------
+    "mma-copies-not-waited-for": Fault(
+        "tiles are read before their copies have arrived",
+        *(f"{NUMBA}.walk", "    ptx.cp_async_wait(b)", "    pass", MMA),
+    ),
+    "mma-bank-swizzle-of-reads": Fault(
+        "a tile is read without the permutation with which it was written",
+        *(f"{NUMBA}.tiles", "low = col // 8 & (self.spread - 1)", "low = 0", MMA),
+    ),
+    "mma-dk-not-scaled": Fault(
+        "dK lacks the factor of the scores' scale",
+        *(f"{NUMBA}.tensor.backward_dkdv", "scale_dk(dk, a.scale)", "dk", MMA),
+    ),
+    "mma-delta-of-one-lane": Fault(
+        "delta is not summed over the lanes that share a row",
+        *(f"{NUMBA}.tensor.backward_rows", "total = lane_sum(total)", "pass", MMA),
+    ),
+}
+
+
+#: What CUDA says, through whichever library, of a kernel that it stopped; not of one that does not
+#: compile or load.
+STOPPED = (
+    "unspecified launch failure",
+    "an illegal memory access was encountered",
+    "an illegal instruction was encountered",
+    "misaligned address",
+)
+
+
+def shows(returncode: int, said: str) -> bool:
+    """Whether pytest's exit status and output are those of a test that a running kernel failed."""
+    return returncode == 1 and any(sign in said for sign in ("AssertionError", *STOPPED))
+
+
+def noticed(name: str) -> str:
+    """Run the tests that should fail under a fault, and say what came of it."""
+    with tempfile.TemporaryDirectory() as cache:
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+        try:
+            done = subprocess.run(
+                [*command, "-p", "no:xdist", "--fault", name, *FAULTS[name].caught_by],
+                cwd=Path(__file__).parents[1],
+                env={**os.environ, "FLASHSIM_CACHE_DIR": cache},
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return "caught: hangs"
+    if shows(done.returncode, done.stdout):
+        return "caught: " + done.stdout.strip().splitlines()[-1]
+    return f"NOT CAUGHT (pytest says {done.returncode}): " + (done.stdout + done.stderr)[-300:]
+
+
+def main() -> int:
+    """How many faults were not noticed."""
+    names = sys.argv[1:] or list(FAULTS)
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(noticed, names))
+    for name, result in zip(names, results, strict=True):
+        print(f"{name:38}{result}")
+    return sum("NOT CAUGHT" in result for result in results)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,277 @@
+"""Classic bugs of GPU kernels, each one a replaced fragment of the CUDA C++.
+
+``python -m pytest --kernel-fault NAME tests/gpu/test_hopper.py`` seeds one; the tests should fail.
+Only bugs that end are here: a wait that never comes true would hang the GPU instead. Nor are those
+that nobody can see, such as K not awaited where Q, which the copy engine brings after it, is; nor
+those that show by luck only: the portable kernels' first tiles, not awaited, may have arrived by
+the time that all copies are under way; test_emulated.py has that one: nothing is early there.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+HOPPER_FORWARD = "hopper/forward.cu"
+BACKWARD, WIDE, DQ = "hopper/backward.cu", "hopper/backward_wide.cu", "hopper/dq.cu"
+SHARED = "hopper/keys_outside.cuh"
+FORWARD, DKDV, PORTABLE_DQ = (
+    "portable/forward.cu",
+    "portable/backward_dkdv.cu",
+    "portable/backward_dq.cu",
+)
+FORWARD_F32 = "portable/forward_f32.cu"
+VALUES, COUNTS = "gpu/test_cupy.py", "gpu/test_cupy_traces.py"
+
+
+@dataclass(frozen=True)
+class KernelFault:
+    """`old` becomes `new` in kernels/`file`; the tests of `tests` that `caught_by` picks (pytest's
+    -k) must notice.
+    """
+
+    bug: str
+    file: str
+    old: str
+    new: str
+    caught_by: str
+    tests: str = "gpu/test_hopper.py"
+
+
+FAULTS = {
+    # -- Hopper's forward -------------------------------------------------------------------------
+    "q-not-awaited": KernelFault(
+        "scores are computed before the copy engine has brought Q",
+        *(HOPPER_FORWARD, "wait(&s.q_full[g], q_parity);", "", "test_features and ragged and 128"),
+    ),
+    "k-not-awaited": KernelFault(
+        "the second visit's scores are computed before its K has arrived",
+        *(HOPPER_FORWARD, "if (last > 0) {", "if (false) {", "test_features and many and 256"),
+    ),
+    "v-not-awaited": KernelFault(
+        "but for the last one, a visit's output is computed before its V has arrived",
+        HOPPER_FORWARD,
+        """wait(&s.v_full[ring_v.stage], ring_v.parity);
+                issue_output(""",
+        "issue_output(",
+        "test_features and many and 256",
+    ),
+    "v-overwritten": KernelFault(
+        "every tile of V is copied over the last one, into the first stage",
+        *(HOPPER_FORWARD, "copy_tile(s.v[ring_v.stage], map_v,", "copy_tile(s.v[0], map_v,"),
+        "test_features and ragged and 64",
+    ),
+    "o-not-rescaled": KernelFault(
+        "O keeps the scale of an older maximum",
+        *(HOPPER_FORWARD, "O[e] *= alpha[e / 2 % 2];", ";", "test_kinds and rising and 64"),
+    ),
+    "lse-without-log": KernelFault(
+        "LSE is the maximum",
+        *(HOPPER_FORWARD, " + __logf(l);", ";", "test_features and ragged and 64"),
+    ),
+    "forward-mask-off-by-one": KernelFault(
+        "the diagonal itself is masked",
+        *(HOPPER_FORWARD, "(c > last ||", "(c >= last ||", "test_features and causal and 64"),
+    ),
+    "masks-start-at-0": KernelFault(
+        "the keys of every packed sequence are masked as the first one's",
+        HOPPER_FORWARD,
+        "const int key = it.base + visit.tile * BLOCK_K",
+        "const int key = visit.tile * BLOCK_K",
+        "test_features and varlen and 64",
+    ),
+    "wrong-key-head": KernelFault(
+        "query heads take key heads in turn, not in groups",
+        *(HOPPER_FORWARD, "kv_head = head / a.group;", "kv_head = head % (a.heads / a.group);"),
+        "test_features and causal and 64",
+    ),
+    "ragged-keys-counted": KernelFault(
+        "keys past the end count as loaded",
+        *(
+            HOPPER_FORWARD,
+            "min(BLOCK_K, it.end - key) * FS_COUNTED * 2",
+            "BLOCK_K * FS_COUNTED * 2",
+        ),
+        "counts and ragged and 96 and ascending",
+    ),
+    "v-counted-at-once": KernelFault(
+        "all of a row's V counts as loaded in its first visit",
+        HOPPER_FORWARD,
+        "report_one(a.visit_counts + (first + v - 1) * 8 + 1,",
+        "report_one(a.visit_counts + first * 8 + 1,",
+        "counts and ragged and 96 and ascending",
+    ),
+    # -- Hopper's backward: order, who may read what and when -------------------------------------
+    "tiles-not-awaited": KernelFault(
+        "products start before the copy engine has brought Q and dO",
+        *(BACKWARD, "wait(&s.full[stage], ring.parity);", "", "test_features and ragged and 128"),
+    ),
+    "keys-not-awaited": KernelFault(
+        "products start before the copy engine has brought K and V",
+        *(BACKWARD, "wait(&s.kv_full, kv_parity);", "", "test_features and ragged and 128"),
+    ),
+    "keys-overwritten": KernelFault(
+        "the next item's K is copied over the one that is still read",
+        *(SHARED, "wait(&s.k_empty, kv_parity ^ 1);", "", "test_features and many and 128"),
+    ),
+    "ds-not-awaited": KernelFault(
+        "dQ starts before the other warpgroup has written its dS",
+        *(BACKWARD, "named_sync(DS_READY, 128 * WARPGROUPS);", "", "test_features and ragged"),
+    ),
+    "wide-scores-not-awaited": KernelFault(
+        "dV starts before the other warpgroup has written its P",
+        *(WIDE, "named_sync(SCORES_READY, 128 * WARPGROUPS);", ""),
+        "test_features and ragged and 256",
+    ),
+    "out-of-turn": KernelFault(
+        "dQ is added in whatever order blocks come",
+        *(BACKWARD, "wait_turn(turn, a.ranks[a.ptr[it.outer] + step.v]);", ""),
+        "two_hundred and 1024 and 128",
+    ),
+    # -- Hopper's backward: masks and bounds ------------------------------------------------------
+    "mask-skipped": KernelFault(
+        "masked tiles are treated as full ones",
+        *(SHARED, "if (!masked) return;", "return;", "test_features and causal and 64"),
+    ),
+    "mask-off-by-one": KernelFault(
+        "the diagonal itself is masked",
+        *(SHARED, "(c < first ||", "(c <= first ||", "test_features and causal and 64"),
+    ),
+    "dq-mask-off-by-one": KernelFault(
+        "the diagonal itself is masked in dQ's own pass",
+        *(DQ, "(c > last ||", "(c >= last ||", "test_features and causal and 64"),
+    ),
+    "sequences-start-at-0": KernelFault(
+        "the rows of every packed sequence are read from the first one's tiles",
+        *(SHARED, "const int query = it.base + it", "const int query = it"),
+        "test_features and varlen",
+    ),
+    # -- Hopper's backward: arithmetic ------------------------------------------------------------
+    "delta-left-out": KernelFault(
+        "dS = P dP",
+        *(SHARED, "s.delta[ring.stage][x] = -delta[i];", "s.delta[ring.stage][x] = 0.0f;"),
+        "test_features and ragged and 128",
+    ),
+    "lse-in-base-e": KernelFault(
+        "the log-sum-exp is not taken to base 2",
+        *(SHARED, ": -LOG2E;", ": -1.0f;", "test_features and (softcap or ragged) and 256"),
+    ),
+    "dk-not-scaled": KernelFault(
+        "dK misses the scale",
+        *(BACKWARD, "row, dK, r, a.scale, exists)", "row, dK, r, 1.0f, exists)"),
+        "test_features and ragged and 128",
+    ),
+    "wrong-query-head": KernelFault(
+        "every query head of a group is taken for the first",
+        *(SHARED, "kv_head * a.group + step.member;", "kv_head * a.group;"),
+        "test_features and causal and 128",
+    ),
+    "half-of-dq": KernelFault(
+        "the second half of the keys is left out of dQ",
+        *(DQ, "dQ[c + e] += s.partial[e][threadIdx.x % 128];", ";"),
+        "test_features and ragged and 128",
+    ),
+    "dq-columns-swapped": KernelFault(
+        "both warpgroups add their columns of dQ to the first ones",
+        *(BACKWARD, "SPLIT_COLUMNS ? 64 * g : 0;", "0;", "test_features and ragged and 128"),
+    ),
+    "staging-not-swizzled": KernelFault(
+        "dQ is staged without the copy engine's swizzle",
+        *(BACKWARD, "(dq_piece ^ dq_row) * 16", "dq_piece * 16", "test_features and ragged and 64"),
+    ),
+    "narrow-columns-shared": KernelFault(
+        "both warpgroups multiply the same half of the middle chunk",
+        *(WIDE, "return 64 + 32 * g;", "return 64;", "test_head_dims and bfloat16"),
+    ),
+    # -- Hopper's backward: counts ----------------------------------------------------------------
+    "ragged-rows-counted": KernelFault(
+        "rows past the end count as loaded",
+        *(SHARED, "const int rows = min(BLOCK_Q, it.end - query);", "const int rows = BLOCK_Q;"),
+        "counts and ragged and 96 and ascending",
+    ),
+    # -- the portable kernels; test_emulated.py sees these on a CPU --------------------------------
+    "portable-o-not-rescaled": KernelFault(
+        "O keeps the scale of an older maximum",
+        *(FORWARD, "o[i][c][x] *= alpha[x / 2];", ";", "test_kinds and bfloat16-rising", VALUES),
+    ),
+    "portable-o-not-normalised": KernelFault(
+        "O is stored without the division by l",
+        *(FORWARD, "sum == 0.0f ? 0.0f : 1.0f / sum;", "1.0f;", "test_features and gqa-float16"),
+        VALUES,
+    ),
+    "portable-mask-off-by-one": KernelFault(
+        "the diagonal itself is masked",
+        *(FORWARD, "lane % 4 * 2 + x))", "lane % 4 * 2 + x + 1))", "test_features and gqa-float16"),
+        VALUES,
+    ),
+    "portable-v-counted-at-once": KernelFault(
+        "all of a row's V counts as loaded in its first visit",
+        FORWARD,
+        "report(visit_count + n * 8, k_bytes, v_bytes);",
+        "report(visit_count + n * 8, k_bytes, 0), report(visit_count, 0, v_bytes);",
+        *("bfloat16-sides1-gqa-ascending", COUNTS),
+    ),
+    "portable-f32-o-not-rescaled": KernelFault(
+        "O keeps the scale of an older maximum",
+        *(FORWARD_F32, "o[r][x] *= alpha;", ";", "test_kinds and float32-rising", VALUES),
+    ),
+    "portable-delta-left-out": KernelFault(
+        "dS = P dP",
+        *(DKDV, "(ds[i][c][x] - (x % 2 ? delta.y : delta.x))", "ds[i][c][x]"),
+        *("test_features and gqa-float16", VALUES),
+    ),
+    "portable-dk-not-scaled": KernelFault(
+        "dK misses the scale",
+        *(DKDV, "dk[i], a.scale, a.scale);", "dk[i], 1.0f, 1.0f);"),
+        *("test_features and gqa-float16", VALUES),
+    ),
+    "portable-wrong-query-head": KernelFault(
+        "every query head of a group is taken for the first",
+        *(DKDV, "head = kv_head * a.group + member;", "head = kv_head * a.group;"),
+        *("test_features and gqa-float16", VALUES),
+    ),
+    "portable-dq-mask-off-by-one": KernelFault(
+        "the diagonal itself is masked in dQ's own pass",
+        *(PORTABLE_DQ, "lane % 4 * 2 + x))", "lane % 4 * 2 + x + 1))"),
+        *("test_features and gqa-float16", VALUES),
+    ),
+}
+
+
+class KernelFaultError(Exception):
+    """A fault that does not exist, or that no longer fits the source."""
+
+
+def install(name: str) -> None:
+    """Seed one fault into what the CUDA C++ backends compile.
+
+    Raises
+    ------
+    KernelFaultError
+        If there is no such fault or it no longer fits.
+    """
+    from flashsim.backends.kernels import nvrtc
+
+    if name not in FAULTS:
+        close = difflib.get_close_matches(name, FAULTS, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise KernelFaultError(f"no kernel fault {name!r}{hint}; there are: {', '.join(FAULTS)}")
+    sound = nvrtc.source
+
+    def faulty(file: str) -> str:
+        text = sound(file)
+        return seeded(FAULTS[name], text) if file == FAULTS[name].file else text
+
+    faulty(FAULTS[name].file)  # fails here rather than at the first launch
+    sound.cache_clear()
+    nvrtc.source = faulty
+
+
+def seeded(fault: KernelFault, text: str) -> str:
+    """A kernel's source with the bug in it."""
+    if text.count(fault.old) != 1:
+        raise KernelFaultError(
+            f"{fault.file} holds the fragment {fault.old!r} {text.count(fault.old)} times, not "
+            "once; bring tests/faults/kernel_faults.py up to date"
+        )
+    return text.replace(fault.old, fault.new)

@@ -1,0 +1,81 @@
+"""Each seeded fault must make the suite fail: these tests pass only if others do not."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import faults
+import faults_numba
+import pytest
+
+TESTS = Path(__file__).parents[1]
+
+
+def suite(*arguments):
+    """Run pytest afresh, stopping at the first failure."""
+    options = ("-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:cov")
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *arguments],
+        cwd=TESTS,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("name", faults.FAULTS)
+def test_the_suite_notices(name):
+    done = suite("--fault", name, *faults.FAULTS[name].caught_by)
+    # 1: some test failed. Anything else (0: passed; 2, 4: could not run) proves nothing.
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
+    assert f"seeded fault: {name}" in done.stdout
+
+
+@pytest.mark.parametrize("name", faults.catalogue())
+def test_fits_the_source_and_compiles(name):
+    compile(faults.faulty_source(faults.catalogue()[name]), name, "exec")
+
+
+@pytest.mark.parametrize(
+    ("returncode", "said", "shows"),
+    [
+        (1, "E   AssertionError: out", True),
+        (1, "E   CUDARuntimeError: cudaErrorLaunchFailure: unspecified launch failure", True),
+        (1, "E   AcceleratorError: CUDA error: an illegal memory access was encountered", True),
+        (1, "E   BackendUnavailable: a kernel does not compile: ptxas error : ...", False),
+        (1, "E   CUDADriverError: CUDA_ERROR_INVALID_PTX: a PTX JIT compilation failed", False),
+        (1, "E   numba.core.errors.TypingError: Failed in cuda mode pipeline", False),
+        (0, "1 passed", False),
+        (4, "E   AssertionError: while collecting", False),
+    ],
+)
+def test_what_fails_a_test_shows_but_not_what_does_not_compile(returncode, said, shows):
+    assert faults_numba.shows(returncode, said) == shows
+
+
+def test_a_fragment_that_is_gone_is_an_error():
+    gone = dataclasses.replace(faults.FAULTS["mask-ignored"], old="no such line")
+    with pytest.raises(faults.FaultError, match="holds the fragment 'no such line' 0 times"):
+        faults.faulty_source(gone)
+
+
+def test_an_unknown_fault_stops_the_suite():
+    done = suite("--fault", "mask-ignord", "problem/test_oracle.py")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "no fault 'mask-ignord'; did you mean 'mask-ignored'?" in done.stderr
+
+
+def test_a_fault_comes_before_the_import():
+    import flashsim
+
+    assert "flashsim" in sys.modules, flashsim
+    with pytest.raises(faults.FaultError, match="already imported"):
+        faults.install("mask-ignored")
+
+
+def test_there_are_at_least_fifteen():
+    assert len(faults.FAULTS) >= 15

@@ -1,0 +1,129 @@
+"""Each bug seeded into a kernel must make the GPU tests fail, and must still be a kernel."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cupy")
+
+import emulator
+import kernel_faults
+from compiled import compiled
+from test_emulated import compare
+from test_hopper_kernels import H200, PROBLEMS, kernels
+
+from flashsim import Problem
+from flashsim.backends.families import portable
+from flashsim.backends.kernels import nvrtc
+from flashsim.errors import TraceError
+
+TESTS = Path(__file__).parents[1]
+FAULTS = kernel_faults.FAULTS
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_gpu_tests_notice(name):
+    options = ("-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--kernel-fault", name)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            *options,
+            FAULTS[name].tests,
+            "-k",
+            FAULTS[name].caught_by,
+        ],
+        cwd=TESTS,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    # 1: some test failed. Anything else (0: passed; 2, 4, 5: could not run) proves nothing.
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
+    assert "NVRTCError" not in done.stdout, "it does not compile"
+
+
+def affected(fault):
+    """Kernels with the fault in them."""
+    every = kernels(PROBLEMS["192" if fault.file == kernel_faults.WIDE else "128"])
+    for dtype in ("bfloat16", "float32"):
+        given = (Problem(113, 203, 64, dtype=dtype, causal=True), None, H200, "ascending", "")
+        passes = [*portable.forward_passes(*given), *portable.backward_passes(*given, "flash2")]
+        every += [one.kernel for one in passes]
+    shared = fault.file == kernel_faults.SHARED
+    return [
+        k for k in every if k.file == fault.file or (shared and k.file.startswith("hopper/back"))
+    ]
+
+
+@contextlib.contextmanager
+def seeded(name, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(nvrtc, "source", nvrtc.source)  # to be put back
+        try:
+            kernel_faults.install(name)
+            yield
+        finally:
+            patch.undo()
+            nvrtc.source.cache_clear()
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_is_still_a_kernel(name, monkeypatch):
+    with seeded(name, monkeypatch):
+        every = affected(FAULTS[name])
+        assert every
+        for kernel in every:
+            arch = () if kernel.boxes else ("-arch=sm_90",)
+            log, cubin = compiled(kernel, (*kernel.options, *arch))
+            assert cubin, log
+
+
+@functools.cache
+def listed(file):
+    """The names of a file's tests, for which no GPU is needed."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:xdist", file]
+    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=True)
+    return [line.split("::")[1] for line in done.stdout.splitlines() if "::" in line]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_tests_that_should_notice_exist(name):
+    words = re.sub(
+        r"[\w-]+",
+        lambda m: m[0] if m[0] in ("and", "or") else f"({m[0]!r} in test)",
+        FAULTS[name].caught_by,
+    )
+    found = [test for test in listed(FAULTS[name].tests) if eval(words, {"test": test})]
+    assert 0 < len(found) < 10, words
+
+
+@pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
+@pytest.mark.parametrize("name", [name for name in FAULTS if name.startswith("portable")])
+def test_a_portable_one_shows_on_a_cpu(name, monkeypatch, tmp_path):
+    dtype = "float32" if "f32" in FAULTS[name].file else "bfloat16"
+    p = Problem(70, 90, 40, heads=4, kv_heads=2, dtype=dtype, causal=True)
+    with seeded(name, monkeypatch), pytest.raises((AssertionError, TraceError)):
+        compare(emulator.Emulator(tmp_path, 900), portable, p)
+
+
+def test_a_fragment_that_is_gone_is_an_error():
+    gone = dataclasses.replace(FAULTS["mask-skipped"], old="no such line")
+    with pytest.raises(kernel_faults.KernelFaultError, match="'no such line' 0 times"):
+        kernel_faults.seeded(gone, nvrtc.source(gone.file))
+
+
+def test_an_unknown_fault_is_an_error():
+    with pytest.raises(kernel_faults.KernelFaultError, match="did you mean 'mask-skipped'"):
+        kernel_faults.install("mask-skiped")

@@ -1,0 +1,120 @@
+"""Arrays in and out of the portable kernels on a GPU, and what they refuse."""
+
+import numpy as np
+import pytest
+from cupy_checks import MARKS, cupy, make, poisoned  # noqa: F401
+
+import flashsim
+from flashsim import Problem, Tiling
+from flashsim.errors import BackendUnavailable, DTypeError, TilingError, UnsupportedError
+from flashsim.problem.masks import BlockMask
+
+pytestmark = MARKS
+
+
+def test_torch_tensors_come_back_as_torch_without_a_copy_and_on_their_stream():
+    torch = pytest.importorskip("torch")
+    p = Problem(100, 120, 64, batch=2, heads=2, dtype="bfloat16", causal=True)
+    x = make(p)
+    host = flashsim.run(x["q"], x["k"], x["v"], backend="cupy", kernel="portable", causal=True)
+    on_gpu = {
+        name: torch.as_tensor(a.astype(np.float32), device="cuda").to(torch.bfloat16)
+        for name, a in x.items()
+    }
+    # (batch, n, heads, d) in memory, as most models hold it
+    strided = {n: a.transpose(1, 2).contiguous().transpose(1, 2) for n, a in on_gpu.items()}
+    assert not strided["q"].is_contiguous()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        before = torch.cuda.memory_allocated()
+        result = flashsim.run(
+            strided["q"], strided["k"], strided["v"], backend="cupy", kernel="portable", causal=True
+        )
+        made = torch.cuda.memory_allocated() - before
+        grads = result.backward(strided["dout"])
+    stream.synchronize()
+    assert isinstance(result.out, torch.Tensor)
+    assert result.out.dtype == torch.bfloat16
+    assert made < result.out.nbytes + result.lse.nbytes + 2048  # no copies of q, k or v
+    np.testing.assert_array_equal(result.out.float().cpu().numpy(), host.out.astype(np.float32))
+    again = host.backward(x["dout"])
+    np.testing.assert_array_equal(grads.dk.float().cpu().numpy(), again.dk.astype(np.float32))
+
+
+def test_cupy_arrays_come_back_as_cupy():
+    p = Problem(64, 64, 32, heads=1, dtype="float16")
+    x = {name: cupy.asarray(a) for name, a in make(p).items()}
+    result = flashsim.run(
+        x["q"][0, 0], x["k"][0, 0], x["v"][0, 0], backend="cupy", kernel="portable"
+    )
+    assert isinstance(result.out, cupy.ndarray)
+    assert result.out.shape == (64, 32)
+    assert result.lse.shape == (64,)
+    assert result.backward(x["dout"][0, 0]).dv.dtype == np.float16
+
+
+def test_unaligned_rows_are_copied_not_misread():
+    p = Problem(50, 60, 32, heads=1, dtype="float16")
+    x = make(p)
+    wide = {n: cupy.zeros((*a.shape[:-1], 33), a.dtype) for n, a in x.items()}
+    for name, array in wide.items():
+        array[..., 1:] = cupy.asarray(x[name])
+    result = flashsim.run(*(wide[n][..., 1:] for n in "qkv"), backend="cupy", kernel="portable")
+    expected = flashsim.run(x["q"], x["k"], x["v"], backend="cupy", kernel="portable")
+    np.testing.assert_array_equal(result.out.get(), expected.out)
+
+
+def test_copies_for_alignment_are_named():
+    x = make(Problem(50, 60, 37, 40, dtype="float16"))
+    result = flashsim.run(x["q"], x["k"], x["v"], backend="cupy", kernel="portable")
+    assert result.copied == {"q": 50 * 40 * 2, "k": 60 * 40 * 2}
+    x = make(Problem(50, 60, 40, dtype="float16"))
+    assert flashsim.run(x["q"], x["k"], x["v"], backend="cupy", kernel="portable").copied == {}
+
+
+def test_arrays_in_two_places_are_refused():
+    x = make(Problem(8, 8, 16, dtype="float32"))
+    with pytest.raises(DTypeError, match="all arrays must live in one place, got q cupy"):
+        flashsim.run(cupy.asarray(x["q"]), x["k"], x["v"], backend="cupy", kernel="portable")
+
+
+def test_a_gradient_from_elsewhere_is_refused():
+    x = make(Problem(8, 8, 16, dtype="float32"))
+    result = flashsim.run(x["q"], x["k"], x["v"], backend="cupy", kernel="portable")
+    with pytest.raises(DTypeError, match="dout must live where q, k and v do, got cupy"):
+        result.backward(cupy.asarray(x["dout"]))
+
+
+def test_a_tiling_no_kernel_has_names_those_that_run():
+    x = make(Problem(8, 8, 16, dtype="float16"))
+    with pytest.raises(TilingError, match=r"a 24 x 64 tile .*possible: .*128 x 64"):
+        flashsim.run(
+            x["q"], x["k"], x["v"], backend="cupy", kernel="portable", tiling=Tiling(24, 64)
+        )
+
+
+def test_what_gpus_cannot_do_is_refused():
+    x = make(Problem(64, 64, 16, dtype="float32"))
+    given = (x["q"], x["k"], x["v"])
+    with pytest.raises(UnsupportedError, match="no mask function"):
+        flashsim.run(*given, backend="cupy", kernel="portable", mask=lambda q, k: q >= k)
+    with pytest.raises(UnsupportedError, match="not float64"):
+        flashsim.run(*(a.astype(np.float64) for a in given), backend="cupy", kernel="portable")
+    with pytest.raises(UnsupportedError, match="not 'standard'"):
+        flashsim.run(*given, backend="cupy", kernel="portable", algorithm="standard")
+    mask = BlockMask(np.ones((2, 2), bool), 48, 48)
+    with pytest.raises(UnsupportedError, match="tiles must divide"):
+        flashsim.run(
+            *given, backend="cupy", kernel="portable", block_mask=mask, tiling=Tiling(32, 32)
+        )
+
+
+def test_out_of_memory_says_so(monkeypatch):
+    x = make(Problem(64, 64, 16, dtype="float32"))
+
+    def full(*_):
+        raise cupy.cuda.memory.OutOfMemoryError(1, 2)
+
+    monkeypatch.setattr(cupy, "empty", full)
+    with pytest.raises(BackendUnavailable, match="out of GPU memory"):
+        flashsim.run(x["q"], x["k"], x["v"], backend="cupy", kernel="portable")

@@ -1,0 +1,134 @@
+"""The teaching kernels against the float64 oracle and the simulated memory's trace.
+
+They run on a GPU, or in Numba's CUDA simulator if NUMBA_ENABLE_CUDASIM=1 was set when Python began
+(test_numba_kernels.py sees to that). The simulator takes a thread of the operating system a
+row, so shapes are small.
+"""
+
+import numpy as np
+import pytest
+
+import flashsim
+from flashsim import Problem, Tiling
+from flashsim.errors import BackendUnavailable
+from flashsim.problem import oracle
+from flashsim.problem.masks import BlockMask
+
+try:
+    from flashsim.backends.numba_gpu import engine
+    from flashsim.backends.numba_gpu.teaching import run as teaching_run
+except BackendUnavailable as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+
+def can_run():
+    from numba import cuda
+
+    return teaching_run.simulated() or cuda.is_available()
+
+
+pytestmark = [pytest.mark.skipif(not can_run(), reason="neither a GPU nor NUMBA_ENABLE_CUDASIM=1")]
+if not teaching_run.simulated():
+    pytestmark.append(pytest.mark.gpu)
+
+PROBLEMS = {
+    "plain": Problem(13, 21, 6, 5, batch=2, heads=2),
+    "one": Problem(1, 1, 4, heads=1),
+    "causal gqa": Problem(19, 23, 8, heads=4, kv_heads=2, causal=True),
+    "no keys": Problem(20, 9, 4, heads=1, causal=True),
+    "window softcap": Problem(17, 19, 4, heads=1, window=(5, 2), softcap=1.5),
+    "varlen": Problem(
+        *(20, 23, 4), causal=True, cu_seqlens_q=(0, 3, 3, 20), cu_seqlens_k=(0, 5, 8, 23)
+    ),
+    "blocks": Problem(
+        *(16, 24, 4),
+        causal=True,
+        block_mask=BlockMask(np.array([[1, 0, 1], [0, 1, 1]], bool), 8, 8),
+    ),
+}
+
+
+CASES = [
+    *((name, "float32", "normal") for name in PROBLEMS),
+    ("plain", "float32", "rising"),
+    ("plain", "float32", "falling"),
+    *((name, "float16", "normal") for name in ("causal gqa", "window softcap", "varlen")),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "kind"), CASES)
+def test_kernels_agree_with_float64_and_count_what_the_simulator_counts(name, dtype, kind):
+    p, rng = PROBLEMS[name], np.random.default_rng(0)
+    q, k, v, dout = (
+        rng.standard_normal((p.batch, heads, n, d))
+        for heads, n, d in (
+            (p.heads, p.n_q, p.head_dim),
+            (p.kv_heads, p.n_kv, p.head_dim),
+            (p.kv_heads, p.n_kv, p.head_dim_v),
+            (p.heads, p.n_q, p.head_dim_v),
+        )
+    )
+    if kind != "normal":
+        slope = np.linspace(-2, 2, p.n_kv)[:, None] * (1 if kind == "rising" else -1)
+        q, k = np.abs(q), 0.1 * k + slope
+    q, k, v, dout = (x.astype(dtype) for x in (q, k, v, dout))
+    names = ("causal", "window", "softcap", "scale", "block_mask", "cu_seqlens_q", "cu_seqlens_k")
+    options = {option: getattr(p, option) for option in names}
+    problem = Problem(
+        *(p.n_q, p.n_kv, p.head_dim, p.head_dim_v),
+        batch=p.batch,
+        heads=p.heads,
+        kv_heads=p.kv_heads,
+        dtype=dtype,
+        **options,
+    )
+    tiles = {"tiling": Tiling(8, 4)}
+    runs = [
+        flashsim.run(q, k, v, backend=backend, trace=True, **tiles, **options, **kernel)
+        for backend, kernel in (("numba_cuda", {"kernel": "teaching"}), ("numpy", {}))
+    ]
+    exact, lse = oracle.attention(q, k, v, problem)
+    # Scores of size 10 rounded to float32, then one rounding to the result's type.
+    tolerance = 1e-5 if dtype == "float32" else 2**-10
+    scale = max(1, np.abs(exact).max())
+    np.testing.assert_allclose(runs[0].out, exact, rtol=0, atol=tolerance * scale)
+    np.testing.assert_allclose(runs[0].lse, lse, rtol=1e-6, atol=1e-5)
+    assert runs[0].kernel == "teaching"
+    assert runs[0].out.dtype == dtype
+    assert runs[0].trace.same_events(runs[1].trace)
+    exact = oracle.gradients(q, k, v, dout, problem)
+    for deterministic in (True, False):
+        grads, simulated = (
+            run.backward(dout, deterministic=deterministic, **tiles) for run in runs
+        )
+        for name in ("dq", "dk", "dv"):
+            scale = max(1, np.abs(exact[name]).max())
+            got = getattr(grads, name)
+            np.testing.assert_allclose(got, exact[name], rtol=0, atol=2 * tolerance * scale)
+        assert grads.trace.same_events(simulated.trace)
+
+
+def test_inputs_are_left_alone():
+    x = [np.random.default_rng(n).standard_normal((1, 1, 9, 4)) for n in range(3)]
+    x = [array.astype(np.float32) for array in x]
+    before = [array.copy() for array in x]
+    flashsim.run(*x, backend="numba_cuda", causal=True)
+    for array, copy in zip(x, before, strict=True):
+        np.testing.assert_array_equal(array, copy)
+
+
+def test_the_default_tiling_fits():
+    for head_dim in (1, 64, 128, 256):
+        problem = Problem(64, 64, head_dim, dtype="float32")
+        for direction in ("forward", "backward"):
+            tiling = teaching_run.choose(problem, None, direction)
+            need = teaching_run.shared_bytes(problem, tiling, direction)
+            assert need <= teaching_run.SHARED_BYTES
+
+
+def test_the_tensor_kernels_are_refused_in_the_simulator():
+    if not teaching_run.simulated():
+        pytest.skip("a GPU has tensor cores")
+    x = [np.ones((1, 1, 4, 8), np.float16)] * 3
+    with pytest.raises(engine.UnsupportedError, match=r"simulator .* has no tensor cores"):
+        flashsim.run(*x, backend="numba_cuda", kernel="tensor")

@@ -1,0 +1,88 @@
+"""The time model: its parts by hand, its behaviour, and how far it is from measured kernels."""
+
+import numpy as np
+import pytest
+
+import flashsim
+from flashsim import Device, OptionError, Problem, Tiling, UnsupportedError
+from flashsim.studies.predict import Constants, predict
+from flashsim.studies.predict.model import _finish, once_bytes
+from flashsim.studies.predict.units import clock, visit_seconds
+
+PROBLEM = Problem(4096, head_dim=128, batch=4, heads=16, dtype="bfloat16")
+PLAIN = {"forward": Constants(1.0, 0.0, 0.0)}
+
+
+def test_units_of_a_visit_by_hand():
+    """Forward, 128 x 64, d = 128, on an H200: 1.98 GHz, 132 SMs."""
+    traffic = flashsim.count(PROBLEM, tiling=Tiling(128, 64), device="H200")
+    units = visit_seconds(traffic, traffic.stages[0], 32)
+    device = Device.get("H200")
+    hertz = 66.9e12 / (2 * 128 * 132)
+    assert clock(device) == pytest.approx(hertz)
+    scores, tile = 128 * 64, 64 * 128 * 2  # a tile of K or V, bytes
+    assert units["tensor cores"] == pytest.approx(4 * scores * 128 / (989.4e12 / 132))
+    assert units["exponentials"] == pytest.approx((scores + 128) / (16 * hertz))
+    assert units["shared memory"] == pytest.approx(2 * tile * 4 / (128 * hertz))
+    assert units["L2"] == pytest.approx(2 * tile / (9.8e12 / 132))
+
+
+def test_blocks_take_the_places_that_become_free():
+    assert _finish([3.0, 1.0], walks=2, clump=2, slots=2) == (4.0, 4.0)  # 3 1 | 3 1
+    assert _finish([3.0, 1.0], walks=1, clump=1, slots=4) == (3.0, 1.0)
+    assert _finish([2.0], walks=5, clump=2, slots=2) == (6.0, 5.0)  # the third wave is half full
+
+
+def test_perfect_overlap_is_bound_by_the_tensor_cores():
+    found = predict(PROBLEM, constants=PLAIN).stages[0]
+    assert found.bound == "tensor cores"
+    assert found.seconds > found.units["tensor cores"]
+    assert found.seconds < 1.1 * found.units["tensor cores"]  # a tail, and a ragged last tile
+
+
+def test_every_unmodelled_second_of_a_tile_counts():
+    without, with_it = (
+        predict(PROBLEM, constants={"forward": Constants(1.0, 0.0, item)}).stages[0]
+        for item in (0.0, 1e-6)
+    )
+    assert with_it.seconds - without.seconds == pytest.approx(1e-6 * np.ceil(without.waves))
+
+
+def test_heads_worked_on_one_by_one_leave_a_longer_tail():
+    causal = Problem(2048, head_dim=128, heads=16, dtype="bfloat16", causal=True)
+    together, alone = (
+        predict(causal, heads_in_group={"forward": size}).stages[0] for size in (16, 1)
+    )
+    assert alone.seconds > together.seconds
+    assert alone.units == together.units  # the same work
+
+
+def test_a_device_with_little_bandwidth_is_bound_by_it():
+    slow = Device(**{**Device.get("H200").to_dict(), "hbm_bandwidth": 1e9})
+    found = predict(PROBLEM, device=slow).stages[0]
+    assert found.bound == "HBM"
+    traffic = flashsim.count(PROBLEM, tiling=Tiling(128, 128))
+    assert once_bytes(traffic, "forward") == traffic.compulsory()
+    assert found.seconds >= traffic.compulsory() / 1e9
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"kernels": "hoper"}, OptionError, "did you mean 'hopper'"),
+        ({"algorithm": "standard"}, OptionError, "not 'standard'"),
+        ({"direction": "sideways"}, OptionError, "unknown direction"),
+        ({"device": "A100"}, UnsupportedError, "compute capability 9.0"),
+        ({"heads_in_group": {"forward": 0}}, OptionError, "at least 1, got 0 for 'forward'"),
+    ],
+)
+def test_what_cannot_be_predicted_is_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        predict(PROBLEM, **options)
+
+
+def test_the_printed_table_names_its_bound():
+    found = predict(PROBLEM, direction="backward", algorithm="flash2-fused")
+    assert [row[0] for row in found.table().rows] == ["delta", "fused", "convert"]
+    assert found.seconds == sum(stage.seconds for stage in found.stages)
+    assert "tensor cores" in str(found)

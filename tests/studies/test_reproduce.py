@@ -1,0 +1,107 @@
+"""Published numbers: what we recompute agrees where it must, and the pages say what differs."""
+
+import re
+
+import pytest
+
+from flashsim import OptionError, Problem
+from flashsim.studies import reproduce
+from flashsim.studies.reproduce import flash1_counts, tiles
+
+FAST = [name for name in reproduce.NAMES if name != "sawtooth"]
+
+
+def rows(name, number=0):
+    return {row["quantity"]: row for row in reproduce.tables(name)[number].records()}
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_every_page_has_papers_ours_and_why_and_names_its_source(name):
+    for table in reproduce.tables(name):
+        assert table.columns == ("quantity", "paper", "ours", "ours / paper", "why they differ")
+        assert table.rows
+        assert table.note
+        assert table.text(120)
+
+
+@pytest.mark.parametrize(("name", "number"), [("tiles", 0), ("tiles", 1), ("softmax", 0)])
+def test_exact_pages_agree_exactly(name, number):
+    for quantity, row in rows(name, number).items():
+        if quantity != "safe / online":  # a speed-up there
+            assert row["ours"] == row["paper"], quantity
+
+
+def test_wider_key_blocks_do_not_fit():
+    """`fa3_widest` is the last multiple of 16 below the capacity, by adding the buffers up."""
+    for d, block_q, p_in_smem in ((128, 128, False), (128, 128, True), (256, 128, False)):
+        width = tiles.fa3_widest(d, block_q, p_in_smem=p_in_smem)
+
+        def need(keys, d=d, block_q=block_q, p=p_in_smem):
+            return 2 * (block_q * d + 4 * keys * d + p * block_q * keys)
+
+        assert need(width) <= 227 * 1024 < need(width + 16)
+
+
+def test_ring_attention_agrees_to_its_rounding_but_for_infiniband():
+    table = rows("ring")
+    off = [quantity for quantity, row in table.items() if row["why they differ"] != "rounded"]
+    assert off == ["A100 InfiniBand: block", "A100 InfiniBand: sequence"]
+    assert all(abs(row["ours / paper"] - 1) < 0.05 for row in table.values())
+    assert table["A100 InfiniBand: block"]["ours"] == pytest.approx(312e12 / 12.5e9 / 1e3)
+
+
+def test_memory_is_the_paper_less_what_its_program_keeps():
+    """Both columns count S and T: the paper's 4 S + 10 T, ours 3 S + 8 T."""
+    for n, printed in zip(flash1_counts.LENGTHS, flash1_counts.PYTORCH_MB, strict=True):
+        p = Problem(n, head_dim=64, batch=16, heads=8, dtype="float16")
+        tensor, scores = 128 * n * 64 * 2, 128 * n * n * 2
+        assert printed * 2**20 == 4 * scores + 10 * tensor
+        assert flash1_counts.footprint(p, "standard") == 3 * scores + 8 * tensor
+    assert "1 S and 2 T more" in rows("memory")["PyTorch, N = 2048"]["why they differ"]
+
+
+def test_bytes_over_m_follow_theorem_2_where_it_holds():
+    theorem, lower = rows("bounds"), rows("bounds", 1)
+    ratios = [row["ours / paper"] for row in theorem.values()]
+    assert max(ratios) < 1.3 * min(ratios)  # N^2 d^2 / M varies sixteenfold
+    assert [row["why they differ"].split(":")[0] for row in lower.values()] == (
+        ["N^2 d / sqrt(M)"] + 4 * ["N^2 d^2 / M"]
+    )
+
+
+def test_the_constant_of_theorem_2_is_explained_to_the_access():
+    for row in rows("bounds").values():
+        parts = [float(x) for x in re.findall(r"([\d.]+) for", row["why they differ"])]
+        assert len(parts) == 3
+        assert sum(parts) == pytest.approx(row["ours / paper"], rel=0.005)  # as printed
+    n, d = 256, 32
+    visits = n * (4 * n * d // 1024)
+    executed = rows("bounds")["M = 1,024, tile 8 x 8"]["ours"]
+    assert executed == visits * (3 * d + 4) + n * (3 * d + 2)
+
+
+def test_keys_outside_move_more():
+    assert all(row["ours"] > 1 for row in rows("order").values())
+
+
+def test_half_precision_errors_rank_as_published():
+    table = rows("error")
+    assert table["baseline"]["ours"] > table["FlashAttention-2"]["ours"] > 0
+
+
+@pytest.mark.slow
+def test_sawtooth_saves_what_the_paper_says():
+    table = rows("sawtooth")
+    assert table["N = 65,536"]["ours"] is None  # K and V fit
+    assert table["N = 131,072"]["ours"] >= 50
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(OptionError, match="did you mean 'ring'"):
+        reproduce.tables("rings")
+
+
+def test_the_listing_says_what_cannot_be_derived_and_why():
+    known, rest = reproduce.listing()
+    assert [row["name"] for row in known.records()] == list(reproduce.NAMES)
+    assert all(row["why"] for row in rest.records())

@@ -1,0 +1,343 @@
+"""`flashsim verify`: reading Nsight Compute's CSV and setting it against predictions."""
+
+import csv
+import io
+import json
+import stat
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import flashsim
+from flashsim import BackendUnavailable, Problem, Tiling, TraceError, UnsupportedError, l2
+from flashsim.cli.app import app
+from flashsim.problem.masks import BlockMask
+from flashsim.studies.verify import (
+    METRICS,
+    Case,
+    Counted,
+    Launch,
+    Pass,
+    Record,
+    assign,
+    command,
+    counts_beside,
+    parse,
+    passes_of,
+    record,
+    verify,
+    workload,
+)
+from flashsim.studies.verify.comparison import overhang, tensor_flops
+
+PROBLEM = Problem(256, head_dim=32, heads=2, dtype="bfloat16", causal=True)
+HEADER = ["ID", "Process ID", "Kernel Name", "Grid Size", "Section Name"]
+
+
+def predictions(algorithm="flash2"):
+    return [
+        flashsim.count(PROBLEM, algorithm=algorithm, direction=d, tiling=Tiling(64, 64))
+        for d in ("forward", "backward")
+    ]
+
+
+def table(rows):
+    text = io.StringIO()
+    csv.writer(text, quoting=csv.QUOTE_ALL).writerows(rows)
+    return text.getvalue()
+
+
+def long_csv(launches):
+    """One counter a row, as `ncu --csv` prints it: ``{kernel: {counter: (text, unit)}}``."""
+    rows = [[*HEADER, "Metric Name", "Metric Unit", "Metric Value"]]
+    for number, (kernel, counters) in enumerate(launches):
+        for counter, (text, unit) in counters.items():
+            rows.append([number, 77, kernel, "(4, 2, 1)", "Command line", counter, unit, text])
+    return "==PROF== Connected to process 77\nprinted by the program\n" + table(rows)
+
+
+READ, DRAM = METRICS["reads at L2"], METRICS["DRAM read"]
+
+
+def test_one_counter_a_row():
+    text = long_csv(
+        [
+            ("flash_forward", {READ: ("1,234", "sector"), DRAM: ("2.5", "Mbyte")}),
+            ("flash_dq", {READ: ("7", "Ksector"), "some__other.sum": ("1", "weird")}),
+        ]
+    )
+    launches = parse(text)
+    assert launches[0] == Launch(
+        "flash_forward", 0, {"reads at L2": 1234 * 32, "DRAM read": 2_500_000}
+    )
+    assert launches[1] == Launch("flash_dq", 1, {"reads at L2": 7000 * 32})
+
+
+def test_one_launch_a_row():
+    header = [*HEADER, READ, DRAM]
+    units = ["", "", "", "", "", "sector", "Kbyte"]
+    text = "==PROF== Disconnected\n" + table(
+        [header, units, [0, 77, "flash_forward", "(4, 2, 1)", "", "10", "1.5"]]
+    )
+    assert parse(text) == [Launch("flash_forward", 0, {"reads at L2": 320, "DRAM read": 1500})]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("no table here\n", "no table of Nsight Compute found"),
+        (table([["ID", "Metric Name"], ["0", "x"]]), "no column 'Kernel Name'"),
+        (table([["ID", "Kernel Name", "Metric Name"]]), "no column 'Metric Unit'"),
+        (table([["ID", "Kernel Name", READ], ["", "", "sector"]]), "none of the counters"),
+        (table([["ID", "Kernel Name", READ], ["", "", ""], ["x", "k", "1"]]), "got 'x'"),
+        (long_csv([("flash_dq", {"other": ("1", "")})]), "none of the counters"),
+        (long_csv([("flash_dq", {READ: ("n/a", "sector")})]), "is 'n/a', not a number"),
+        (long_csv([("flash_dq", {DRAM: ("1", "furlong")})]), "is in 'furlong'"),
+        (long_csv([("flash_dq", {READ: ("1", "sector")})])[:-16], "was the file cut off"),
+    ],
+)
+def test_bad_tables_are_refused(text, message):
+    with pytest.raises(TraceError, match=message):
+        parse(text)
+
+
+COUNTERS = {"bytes into SMs": "load", "writes at L2": "store", "reductions at L2": "reduce"}
+
+
+def measured(traffic, prefix="flash_", rename=None, factor=1.0):
+    """Launches whose L2 counters are the prediction times a factor."""
+    return [
+        Launch(
+            prefix + (rename or {}).get(stage.name, stage.name) + "(Args)",
+            number,
+            {
+                name: factor
+                * sum(n for (s, o, _), n in traffic.transfers.items() if (s, o) == (stage.name, op))
+                for name, op in COUNTERS.items()
+            },
+        )
+        for number, stage in enumerate(traffic.stages)
+    ]
+
+
+@pytest.mark.parametrize("algorithm", ["flash2", "flash2-fused"])
+def test_counters_meet_their_predictions_kernel_by_kernel(algorithm):
+    forward, backward = predictions(algorithm)
+    rename = {"fused": "dkdv"}
+    launches = [*measured(forward), *measured(backward, rename=rename)]
+    launches += measured(backward, rename=rename, factor=1.02)
+    found = verify(assign([forward, backward], launches), "title")
+    assert found.worst("requested read") == pytest.approx(0.01)  # the mean of 1 and 1.02
+    assert {row.stage for row in found.rows} == {
+        s.name for t in (forward, backward) for s in t.stages
+    }
+    ratios = [row.ratio for row in found.rows if row.stage == "forward" and row.ratio]
+    assert ratios == [1, 1]
+    assert "docs/truth.md" in str(found.table().note)
+
+
+def test_other_kernels_are_left_alone():
+    forward, _ = predictions()
+    launches = [*measured(forward), Launch("ampere_sgemm", 9, {"bytes into SMs": 1.0})]
+    assert verify(assign([forward], launches), "title").launches == 1
+    with pytest.raises(TraceError, match="none of the kernels measured"):
+        assign([forward], launches[1:])
+    with pytest.raises(TraceError, match="no kernel has a predicted"):
+        verify(assign([forward], launches), "title").worst("DRAM read")
+
+
+def rows_of(counters, kernel="flash_forward"):
+    forward, _ = predictions()
+    one = Pass(forward, {"forward": [Launch(kernel, 0, counters)]})
+    return {row.quantity: row for row in verify([one], "title").rows}
+
+
+def test_dram_is_predicted_for_the_blocks_that_ran():
+    forward, _ = predictions()
+    limits = {"blocks an SM by registers": 3.0, "blocks an SM by shared memory": 2.0}
+    found = rows_of({"DRAM read": 3.0, **limits})["DRAM read"]
+    model = l2.L2Model("grouped", blocks_per_sm=2)
+    assert found.predicted == l2.dram(forward, model).bytes("read")
+    assert list(rows_of({"DRAM read": 3.0, **limits})) == ["DRAM read"]
+
+
+def test_spills_are_no_requested_writes():
+    found = rows_of({"writes at L2": 100.0, "local memory writes": 30.0})
+    assert found["requested write"].measured == 70
+    assert (found["local memory writes"].predicted, found["local memory writes"].ratio) == (0, None)
+
+
+def test_tensor_flops_are_those_of_whole_tiles():
+    found = rows_of({"tensor FLOPs, bf16": 10.0, "tensor FLOPs, fp16": 1.0})["tensor FLOPs"]
+    tiles = 4 + 3 + 2 + 1  # of 64 x 64, causal
+    assert found.predicted == 2 * tiles * 2 * (2 * 64 * 64 * 32)
+    assert found.measured == 11
+    assert rows_of({"shared bank conflicts": 5.0})["shared bank conflicts"].predicted == 0
+
+
+def test_boxes_hang_over_the_ends():
+    """n = 100 in tiles of 64: 28 rows of the second tile's box are no rows of the tensor."""
+    p = Problem(100, head_dim=64, heads=4, kv_heads=2, dtype="bfloat16")
+    row = 64 * 2
+    forward = flashsim.count(p, tiling=Tiling(64, 64))
+    once = 4 * 28 * row  # Q of four heads
+    visits = 4 * 2 * 28 * row * 2  # K and V: four heads, two row tiles
+    assert overhang(forward, forward.stages[0]) == once + visits
+    backward = flashsim.count(p, direction="backward", tiling=Tiling(64, 64))
+    keys_outside = next(s for s in backward.stages if s.name == "dkdv")
+    once = 2 * 28 * row * 2  # K and V of two key heads
+    visits = 2 * 2 * 2 * 28 * row * 2  # Q and dO: two key heads, two query heads each, two tiles
+    assert overhang(backward, keys_outside) == once + visits
+    forward_rows = {
+        kernel: verify(
+            [Pass(forward, {"forward": [Launch(kernel, 0, {"bytes into SMs": 1.0})]})], "title"
+        ).rows[0]
+        for kernel in ("hopper_forward", "flash_forward")
+    }
+    extra = overhang(forward, forward.stages[0])
+    by_kernel = {kernel: row.predicted for kernel, row in forward_rows.items()}
+    assert by_kernel["hopper_forward"] - by_kernel["flash_forward"] == extra
+    assert tensor_flops(forward, forward.stages[0]) == 4 * 4 * 2 * (2 * 64 * 64 * 64)
+
+
+def test_without_ncu_the_error_says_what_to_do(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(BackendUnavailable, match="--from FILE"):
+        command(["program"])
+
+
+TILES = (Tiling(16, 16), Tiling(16, 16))
+CASES = [
+    Case(Problem(32, head_dim=8, causal=True), backend="numpy", tilings=TILES, backward=(None,)),
+    Case(Problem(48, head_dim=8, heads=2, kv_heads=1, window=(9, 0)), "flash2", "numpy"),
+    Case(Problem(40, 24, 8, 16, softcap=2.5), backend="numpy", backward=(True, False)),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_case_survives_json(case):
+    assert Case.from_dict(json.loads(json.dumps(case.to_dict()))) == case
+
+
+@pytest.mark.parametrize(
+    ("more", "name"),
+    [
+        ({"scale": 0.5}, "scale"),
+        ({"cu_seqlens_q": (0, 9, 32), "cu_seqlens_k": (0, 9, 32)}, "cu_seqlens_q"),
+        ({"block_mask": BlockMask(np.eye(2, dtype=bool), 16, 16)}, "block_mask"),
+        ({"mask": np.greater_equal}, "mask"),
+        ({"bias": (1, 1)}, "bias"),
+    ],
+)
+def test_what_a_case_cannot_carry_is_refused(more, name):
+    with pytest.raises(
+        UnsupportedError, match=rf"^{name} cannot be verified.*carries n_q, .*softcap"
+    ):
+        Case(Problem(32, head_dim=8, **more))
+
+
+def test_a_case_runs_with_its_softcap_and_its_widths(monkeypatch):
+    asked = []
+    plain = workload.run
+    monkeypatch.setattr(workload, "run", lambda *x, **more: asked.append(more) or plain(*x, **more))
+    (counted,) = workload.run_case(replace(CASES[2], backward=()), counting=True)
+    assert asked[0]["softcap"] == 2.5
+    traffic = counted.predicted(CASES[2])
+    assert counted.transfers == traffic.transfers
+    assert traffic.bytes(tensor="V") == 2 * traffic.bytes(tensor="K")
+
+
+def stand_in(folder, body):
+    """A program called ncu: no profiler, but the same way of being called."""
+    path = folder / "ncu"
+    path.write_text(f"#!{sys.executable}\nimport sys\n{body}\n")
+    path.chmod(path.stat().st_mode | stat.S_IEXEC)
+
+
+def test_cases_are_run_twice_and_their_table_read(tmp_path, monkeypatch):
+    kernels = ["flash_forward", "flash_delta", "hopper_backward", "flash_dq", "flash_forward"]
+    wanted = CASES[:2]
+    text = long_csv([(kernel, {READ: ("10", "sector")}) for kernel in kernels])
+    stand_in(
+        tmp_path,
+        f"assert '--clock-control' in sys.argv and 'flashsim.studies.verify.workload' in sys.argv\n"
+        f"print({text!r})",
+    )
+    monkeypatch.setenv("PATH", str(tmp_path))
+    kept = record(wanted)
+    assert parse(kept.text) == parse(text)
+    cases = passes_of(kept)
+    assert [[one.traffic.direction for one in case] for case in cases] == [
+        ["forward", "backward"],
+        ["forward"],
+    ]
+    expected = flashsim.count(Problem(32, head_dim=8, causal=True), tiling=Tiling(16, 16))
+    assert cases[0][0].counted == cases[0][0].traffic.transfers == expected.transfers
+    assert [x.kernel for x in cases[0][1].launches["dkdv"]] == ["hopper_backward"]
+    for wrong, message in (
+        (kernels[:-1], "no launch where stage 'forward'"),
+        ([kernels[1], *kernels[1:]], "flash_delta where stage 'forward'"),
+        ([*kernels, "flash_dq"], "one too many"),
+    ):
+        table_of = long_csv([(kernel, {READ: ("10", "sector")}) for kernel in wrong])
+        with pytest.raises(TraceError, match=message):
+            passes_of(replace(kept, text=table_of))
+
+
+def test_the_workload_counts_only_where_it_is_told_to(tmp_path):
+    wanted = json.dumps([case.to_dict() for case in CASES[:2]])
+    workload.main([wanted])
+    assert not list(tmp_path.iterdir())
+    workload.main([wanted, str(tmp_path / "counted.json")])
+    counted = json.loads((tmp_path / "counted.json").read_text())
+    first = Counted.from_dict(counted[0][1])
+    assert (first.direction, first.tiling) == ("backward", Tiling(16, 16))
+    assert first.predicted(CASES[0]).transfers == first.transfers
+    assert [len(case) for case in counted] == [2, 1]
+
+
+def test_the_command_measures_and_keeps_the_table(tmp_path, monkeypatch):
+    text = long_csv([("flash_forward", {READ: ("10", "sector")})])
+    stand_in(tmp_path, f"print({text!r})")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    kept = tmp_path / "kept.csv"
+    arguments = ["-n", "64", "-d", "8", "--heads", "1", "--batch", "1", "--backend", "numpy"]
+    result = CliRunner().invoke(app, ["verify", *arguments, "--save", str(kept), "--json"])
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(result.stdout)
+    problem = Problem(64, head_dim=8, dtype="bfloat16")
+    assert row["quantity"] == "reads at L2"
+    assert row["predicted"] == flashsim.count(problem).bytes("load")
+    assert row["measured"] == 320
+    assert parse(kept.read_text()) == parse(text)
+    again = CliRunner().invoke(app, ["verify", "--from", str(kept), "--json"])
+    assert again.exit_code == 0, again.output
+    assert json.loads(again.stdout) == [row]
+
+
+def test_what_was_saved_says_what_ran_and_what_was_counted(tmp_path, monkeypatch):
+    """The second table is the first, counts and all, with no option that says what ran."""
+    counter = METRICS["bytes into SMs"]
+    stand_in(tmp_path, f"print({long_csv([('flash_forward', {counter: ('10', 'byte')})])!r})")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    kept = tmp_path / "kept.csv"
+    arguments = ["-n", "64", "-d", "8", "--heads", "1", "--batch", "1", "--backend", "numpy"]
+    first = CliRunner().invoke(app, ["verify", *arguments, "--causal", "--save", str(kept)])
+    assert first.exit_code == 0, first.output
+    second = CliRunner().invoke(app, ["verify", "--from", str(kept)])
+    assert second.stdout == first.stdout
+    (row,) = json.loads(CliRunner().invoke(app, ["verify", "--from", str(kept), "--json"]).stdout)
+    assert row["counted"] == row["predicted"] > 0
+    counts_beside(kept).write_text('{"cases": [{}]}')
+    with pytest.raises(TraceError, match=r"kept.counts.json does not hold cases.*kept.csv is read"):
+        Record.load(kept)
+
+
+def test_a_profiler_that_fails_is_quoted(tmp_path, monkeypatch):
+    stand_in(tmp_path, "print('ERR_NVGPUCTRPERM'); sys.exit(1)")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BackendUnavailable, match="exit code 1: ERR_NVGPUCTRPERM"):
+        record(CASES)

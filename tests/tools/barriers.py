@@ -1,0 +1,94 @@
+"""Kernels whose warps wait at random around every barrier, with one barrier left out if asked.
+
+Warps that run in step hide a missing barrier: values are right by luck. With these delays they are
+not, so that a test can show that the kernels have the barriers they need and need those they have.
+Sources are changed, nothing in the kernels themselves is for tests.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from importlib import resources
+
+from flashsim.backends.families import portable
+from flashsim.backends.kernels import nvrtc
+
+#: ``__syncthreads();  // B1: what it protects``, as every barrier is written; some are a group's.
+BARRIER = re.compile(r"(?:__syncthreads\(\)|sync_group\([^;]*\));(?=\s*// (B\d):)")
+
+_JITTER = """
+// Half of the warps, others each time, sleep for up to 8 us.
+__device__ inline void jitter(u32 site) {
+    u32 t;
+    asm volatile("mov.u32 %0, %%clock;" : "=r"(t) :: "memory");
+    u32 h = t ^ (threadIdx.x / 32 + 1) * 0x9E3779B9u;
+    h ^= blockIdx.x * 0x85EBCA6Bu ^ site * 0xC2B2AE35u;
+    h ^= h >> 15, h *= 0x2C1B3C6Du, h ^= h >> 12, h *= 0x297A2D39u, h ^= h >> 15;
+    if (h & 1) __nanosleep(h >> 8 & 0x1FFF);
+}
+"""
+
+
+def barriers(file: str) -> list[str]:
+    """The barriers of a kernel: "B0", "B1", ..."""
+    return BARRIER.findall(nvrtc.source(file))
+
+
+def untried(cases: Iterable[tuple]) -> set[tuple[str, str]]:
+    """Portable kernels' barriers that no case names, which is (kernel, ..., "B0 B1 ..."), and names
+    of barriers that are not there, with their kernels.
+    """
+    folder = resources.files("flashsim.backends") / "kernels" / "portable"
+    files = [f"portable/{f.name}" for f in folder.iterdir() if f.name.endswith(".cu")]
+    there = {(f, b) for f in files for b in barriers(f)}
+    assert len({file for file, _ in there}) >= 6
+    return there ^ {(case[0], b) for case in cases for b in case[-1].split()}
+
+
+def jittered(file: str, without: str = "") -> str:
+    """A kernel's source with delays, but without one of its barriers."""
+    text = nvrtc.source(file)
+    calls = re.findall(r"__syncthreads|(?<!void )sync_group", text)
+    assert len(calls) == len(barriers(file)), "a barrier has no number"
+
+    def around(match: re.Match[str]) -> str:
+        kept = "" if match[1] == without else match[0]
+        number = 2 * int(match[1][1:])
+        return f"jitter({number}); {kept} jitter({number + 1});"
+
+    text = BARRIER.sub(around, text)
+    start = "stamp_block(tile_stamp, false);"  # before a block's first copies
+    assert text.count(start) == 1
+    text = text.replace(start, f"jitter(99); {start}")
+    return text.replace('extern "C" __global__', _JITTER + 'extern "C" __global__', 1)
+
+
+class Jittered:
+    """The portable kernels, one of them jittered."""
+
+    NAME = "jittered"
+
+    def __init__(self, file: str, without: str = "", base=portable) -> None:
+        self.file, self.without = file, without
+        self.forward_passes, self.backward_passes = base.forward_passes, base.backward_passes
+
+    def load(self, kernel, device):
+        """As `nvrtc.load`."""
+        if kernel.file != self.file:
+            return nvrtc.load(kernel, device)
+        import cupy
+
+        code = jittered(self.file, self.without)
+        module = cupy.RawModule(code=code, options=kernel.options, backend="nvrtc")
+        function = module.get_function(kernel.name)
+        function.max_dynamic_shared_size_bytes = kernel.shared_bytes
+        return function.kernel
+
+    def of(self, job, gpu, direction):
+        """This family, as `cupy_engine.forward_with` asks for one."""
+        return self
+
+
+def backward_job(result, tiling, algorithm):
+    """The job of a result's backward pass."""
+    return replace(result._job, tiling=tiling, algorithm=algorithm)

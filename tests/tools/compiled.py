@@ -1,0 +1,65 @@
+"""CUDA C++ kernels to machine code by CuPy's NVRTC, which needs no GPU."""
+
+import re
+from functools import lru_cache
+
+import pytest
+
+#: What kernels report with; the first argument is where to, the second, if any, what was moved.
+REPORTING = re.compile(
+    r"(?<!void )(?<!define )\b(?:(report|report_one)|stamp|stamp_item|stamp_block|STAMP)\("
+)
+
+
+def source(kernel):
+    """A kernel's text with its headers in place."""
+    from flashsim.backends.kernels import nvrtc as compiler
+
+    return compiler.source(kernel.file)
+
+
+def compiled(kernel, options, text=None):
+    """NVRTC's log, with ptxas's figures of registers and spills; the cubin, empty if it fails."""
+    return _compiled(text or source(kernel), kernel.file, options)
+
+
+@lru_cache(maxsize=128)  # by the text: a seeded bug makes another one of the same kernel
+def _compiled(text, file, options):
+    pytest.importorskip("cupy")
+    from cupy.cuda import nvrtc
+
+    program = nvrtc.createProgram(text, file, [], [])
+    try:
+        nvrtc.compileProgram(program, (*options, "--ptxas-options=-v"))
+    except nvrtc.NVRTCError:
+        return nvrtc.getProgramLog(program), b""
+    return nvrtc.getProgramLog(program), nvrtc.getCUBIN(program)
+
+
+def without_reports(text):
+    """A source with every call that reports or stamps cut out; loads that say their bytes stay."""
+    parts, at = [], 0
+    while found := REPORTING.search(text, at):
+        depth, comma, end = 1, None, found.end()
+        while depth:
+            letter = text[end]
+            if letter == "," and depth == 1 and comma is None:
+                comma = end
+            depth += (letter == "(") - (letter == ")")
+            end += 1
+        moved = without_reports(text[comma + 1 : end - 1]) if found[1] else "0"
+        parts += [text[at : found.start()], f"static_cast<void>({moved})"]
+        at = end
+    return "".join(parts) + text[at:]
+
+
+def costs_nothing_when_off(kernel, *options):
+    """The source with all reporting cut out gives the same machine code as the switch."""
+    text = source(kernel)
+    bare = without_reports(text)
+    calls = len(REPORTING.findall(text))
+    assert calls
+    assert not REPORTING.search(bare)
+    code = compiled(kernel, (*kernel.options, *options), text)[1]
+    assert code
+    return compiled(kernel, (*kernel.options, *options), bare)[1] == code

@@ -1,0 +1,372 @@
+"""What the tests of kernels on a GPU share: problems, inputs, families of kernels, what is asked.
+
+Outputs are filled with NaN before every kernel, so what is not written shows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+import numpy as np
+import pytest
+
+import flashsim
+from flashsim import Device
+from flashsim.errors import BackendUnavailable
+from flashsim.problem import oracle
+from flashsim.problem.masks import BlockMask
+from flashsim.problem.problem import numpy_dtype
+from flashsim.trace.events import PHASES, ROLES
+
+cupy = pytest.importorskip("cupy")
+
+
+def gpus():
+    try:
+        return cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError:
+        return 0
+
+
+def hoppers():
+    """Whether the current GPU is one of Hopper's generation."""
+    return bool(gpus()) and cupy.cuda.runtime.getDeviceProperties(0)["major"] == 9
+
+
+MARKS = [pytest.mark.gpu, pytest.mark.skipif(not gpus(), reason="no NVIDIA GPU")]
+ON_HOPPER = [pytest.mark.gpu, pytest.mark.skipif(not hoppers(), reason="no Hopper GPU")]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Kernels that are tested alike.
+
+    `forms` are the backwards they have, as `deterministic` names them: None, the three passes of
+    "flash2"; True, the fastest whose bits are always the same; False, fused, dQ added in any order.
+    """
+
+    backend: str
+    kernel: str
+    forms: tuple[bool | None, ...] = (True, False)
+
+
+PORTABLE = Family("cupy", "portable")
+HOPPER = Family("cupy", "hopper", (None, True, False))
+PYTHON = Family("numba_cuda", "tensor")
+PYTHON_HOPPER = Family("numba_cuda", "hopper", ())
+#: By the names that tests/tools/sanitize.py has for them.
+FAMILIES = {
+    "portable": PORTABLE,
+    "hopper": HOPPER,
+    "python": PYTHON,
+    "python-hopper": PYTHON_HOPPER,
+}
+
+
+def families(*names):
+    """Values of a test's `family`: these (all, if none is named), skipped where they cannot run."""
+    return [
+        pytest.param(FAMILIES[name], id=name, marks=_marks(FAMILIES[name]))
+        for name in names or FAMILIES
+    ]
+
+
+def _marks(family):
+    missing = _numba_cuda_is_missing() if family.backend == "numba_cuda" else None
+    marks = ON_HOPPER if family.kernel == "hopper" else MARKS
+    return [*marks, pytest.mark.skipif(missing is not None, reason=str(missing))]
+
+
+@lru_cache
+def _numba_cuda_is_missing():
+    try:
+        import flashsim.backends.numba_gpu.engine  # noqa: F401
+    except BackendUnavailable as error:
+        return str(error)
+    return None
+
+
+#: Everything a mask or a shape can be, small enough for the simulator.
+FEATURES = {
+    "gqa": dict(n_q=113, n_kv=203, heads=4, kv_heads=2, causal=True),
+    "mqa": dict(n_q=97, n_kv=61, heads=3, kv_heads=1),
+    "batch": dict(n_q=65, n_kv=127, batch=3, heads=2, causal=True),
+    "window": dict(n_q=203, n_kv=150, heads=2, window=(40, 7)),
+    "left window": dict(n_q=150, n_kv=203, heads=2, window=(17, -1)),
+    "causal window": dict(n_q=203, n_kv=203, heads=2, window=(33, 0), causal=True),
+    "softcap": dict(n_q=113, n_kv=90, heads=2, softcap=2.0, causal=True),
+    "negative scale": dict(n_q=70, n_kv=70, heads=2, scale=-0.2),
+    "varlen": dict(
+        n_q=200,
+        n_kv=230,
+        heads=2,
+        causal=True,
+        cu_seqlens_q=(0, 30, 30, 131, 200),
+        cu_seqlens_k=(0, 50, 81, 81, 230),
+    ),
+    "no keys": dict(n_q=150, n_kv=40, heads=2, causal=True),
+    "blocks": dict(
+        n_q=192,
+        n_kv=256,
+        heads=2,
+        causal=True,
+        block_mask=BlockMask(np.array([[1, 0, 0, 1], [0, 0, 0, 0], [0, 1, 1, 1]], bool), 64, 64),
+    ),
+}
+
+
+#: A device without the limit of `sram_bytes`, which does not know of Hopper's registers.
+ROOMY = replace(Device.get("H100"), name="roomy", sram_bytes=1 << 24)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Every output starts as NaN (all bits set), and so does a Hopper GPU's shared memory."""
+    poison_outputs(monkeypatch)
+    if hoppers():
+        poison_shared_memory()
+
+
+def poison_outputs(monkeypatch):
+    from flashsim.backends.cupy_gpu import arrays
+
+    for space in (arrays.CupySpace, arrays.NumpySpace, arrays.TorchSpace):
+        empty = space.empty
+
+        def filled(self, shape, like=None, empty=empty):
+            made = empty(self, shape, like)
+            if isinstance(made, cupy.ndarray):
+                made.view(cupy.uint8).fill(0xFF)
+            else:
+                made.view(self.torch.uint8).fill_(0xFF)
+            return made
+
+        monkeypatch.setattr(space, "empty", filled)
+
+
+def poison_shared_memory():
+    kernel = cupy.RawKernel(
+        'extern "C" __global__ void poison(int n) { extern __shared__ int s[];'
+        " for (int i = threadIdx.x; i < n; i += blockDim.x) ((volatile int*)s)[i] = -1; }",
+        "poison",
+    )
+    kernel.max_dynamic_shared_size_bytes = 227 * 1024
+    kernel((1056,), (256,), (np.int32(227 * 256),), shared_mem=227 * 1024)
+
+
+def make(problem, seed=0, kind="normal"):
+    """q, k, v and dout; scores rise or fall along the keys, or a few are huge ("outliers")."""
+    p, rng = problem, np.random.default_rng(seed)
+    shapes = {
+        "q": (p.batch, p.heads, p.n_q, p.head_dim),
+        "k": (p.batch, p.kv_heads, p.n_kv, p.head_dim),
+        "v": (p.batch, p.kv_heads, p.n_kv, p.head_dim_v),
+        "dout": (p.batch, p.heads, p.n_q, p.head_dim_v),
+    }
+    x = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+    if kind in ("rising", "falling"):
+        slope = np.linspace(-2, 2, p.n_kv)[:, None] * (1 if kind == "rising" else -1)
+        x["q"] = np.abs(x["q"])
+        x["k"] = 0.1 * x["k"] + slope
+    if kind == "outliers":
+        x["k"] *= np.where(rng.random(shapes["k"][:-1]) < 0.02, 8, 1)[..., None]
+    return {name: array.astype(numpy_dtype(p.dtype)) for name, array in x.items()}
+
+
+def on_gpu(x):
+    """NumPy arrays by name as CuPy's, or as torch's if they are bfloat16, which CuPy has not."""
+    if all(a.dtype.kind == "f" for a in x.values()):
+        return {name: cupy.asarray(a) for name, a in x.items()}
+    torch = pytest.importorskip("torch")
+    raw = {name: torch.as_tensor(a.view(np.int16), device="cuda") for name, a in x.items()}
+    return {name: a.view(torch.bfloat16) for name, a in raw.items()}
+
+
+def bits(array):
+    """A GPU array's elements as integers."""
+    if isinstance(array, cupy.ndarray):
+        return array.view(f"u{array.itemsize}")
+    import torch
+
+    return array.view({2: torch.int16, 4: torch.int32}[array.element_size()])
+
+
+def options(problem):
+    names = ("causal", "window", "softcap", "scale", "block_mask", "cu_seqlens_q", "cu_seqlens_k")
+    return {name: getattr(problem, name) for name in names}
+
+
+def run(problem, x, family, **more):
+    given = options(problem) | {"backend": family.backend, "kernel": family.kernel} | more
+    return flashsim.run(x["q"], x["k"], x["v"], **given)
+
+
+def budget(exact, plain, problem):
+    """Twice plain attention's error in the same type, one rounding, and float32 sums' own."""
+    # With tf32, `plain` has rounded operands; results are float32.
+    u = {"float16": 2**-11, "bfloat16": 2**-8, "float32": 2**-24}[problem.dtype]
+    size = np.abs(exact).max()
+    sums = 2**-24 * (problem.n_kv + problem.n_q + problem.head_dim) * problem.group
+    return 2 * np.abs(plain - exact).max() + (u + sums) * max(size, 1)
+
+
+def check_lse(got, exact, plain):
+    """Log-sum-exps, of which `plain` are those of rounded operands. A row that sees no key has -inf
+    in all three, of which there are no differences to take.
+    """
+    seen = np.isfinite(exact)
+    np.testing.assert_array_equal(got[~seen], exact[~seen])
+    off = 2 * np.abs(plain[seen] - exact[seen]).max(initial=0)
+    np.testing.assert_allclose(got[seen], exact[seen], rtol=2e-6, atol=2e-5 + off)
+
+
+class Truth:
+    """A problem's inputs, the float64 oracle's results, and plain attention's in the same type."""
+
+    def __init__(self, problem, kind, tf32):
+        self.problem, self.x = problem, make(problem, kind=kind)
+        self.dtype = "tf32" if tf32 else problem.dtype
+        rounded = {name: oracle.tf32(a) if tf32 else a for name, a in self.x.items()}
+        self.exact, self.coarse = (((x["q"], x["k"], x["v"]), x["dout"]) for x in (self.x, rounded))
+        self.out, self.lse = oracle.attention(*self.exact[0], problem)
+        self.plain, self.plain_lse = oracle.attention(*self.coarse[0], problem, dtype=self.dtype)
+
+    @cached_property
+    def gradients(self):
+        """By name: the true one and the plain one."""
+        (given, dout), (coarse, rough) = self.exact, self.coarse
+        exact = oracle.gradients(*given, dout, self.problem)
+        plain = oracle.gradients(*coarse, rough, self.problem, dtype=self.dtype)
+        return {name: (exact[name], plain[name]) for name in ("dq", "dk", "dv")}
+
+
+def within(got, exact, plain, problem, name):
+    error = np.abs(got.astype(np.float64) - exact).max()
+    assert error <= budget(exact, plain, problem), name
+
+
+def check(problem, family=PORTABLE, tiling=None, backward_tiling=None, kind="normal", tf32=False):
+    """Results of a family, in all its forms, within the budget of their type."""
+    p, truth = problem, Truth(problem, kind, tf32)
+    result = run(p, truth.x, family, tiling=tiling, **({"allow_tf32": True} if tf32 else {}))
+    assert result.out.dtype == numpy_dtype(p.dtype)
+    assert result.lse.dtype == np.float32
+    assert result.kernel == family.kernel + (", tf32" if tf32 else "")
+    within(result.out, truth.out, truth.plain, p, "out")
+    check_lse(result.lse, truth.lse, truth.plain_lse if tf32 else truth.lse)
+    for form in family.forms:
+        grads = result.backward(truth.x["dout"], deterministic=form, tiling=backward_tiling)
+        assert grads.kernel.startswith(family.kernel)
+        for name, (exact, plain) in truth.gradients.items():
+            within(getattr(grads, name), exact, plain, p, (name, form))
+
+
+def check_counts(problem, family, key_order="ascending", tilings=(None, None), **more):
+    """What a family counts, in all its forms, is what the simulator counts, visit by visit."""
+    x, how = make(problem), {"key_order": key_order, "trace": True}
+    result = run(problem, x, family, tiling=tilings[0], **how, **more)
+    simulated = same_counts(problem, x, result.trace)
+    for form in family.forms:
+        grads = result.backward(x["dout"], deterministic=form, tiling=tilings[1])
+        same_backward_counts(simulated, x, grads.trace)
+
+
+def same_counts(problem, x, trace):
+    """Compare a forward pass's counts with the simulator's, whose result this returns."""
+    simulated = flashsim.run(
+        *(x["q"], x["k"], x["v"]),
+        algorithm=trace.algorithm,
+        tiling=trace.tiling,
+        key_order=trace.stages[0].schedule.key_order,
+        device=ROOMY,
+        trace=True,
+        **options(problem),
+    )
+    _same(trace, simulated.trace)
+    return simulated
+
+
+def same_backward_counts(simulated, x, trace):
+    """Compare a backward pass's counts with those that follow from a simulated forward pass."""
+    three_passes = trace.algorithm == "flash2"
+    grads = simulated.backward(x["dout"], deterministic=three_passes, tiling=trace.tiling)
+    _same(trace, grads.trace)
+
+
+def _same(counted, simulated):
+    assert counted.diff(simulated) == {}
+    assert counted.same_events(simulated)
+    assert counted.transfers == counted.predicted().transfers
+
+
+def check_bits(problem, family, runs=200, forms=None):
+    """Equal bits in every run, but for a fused dQ, which is added up in any order."""
+    x, first = on_gpu(make(problem)), {}
+    for number in range(runs):
+        if number % 20 == 0 and hoppers():
+            poison_shared_memory()
+        result = run(problem, x, family)
+        got = {"out": result.out, "lse": result.lse}
+        for form in family.forms if forms is None else forms:
+            grads = result.backward(x["dout"], deterministic=form)
+            names = ("dk", "dv") if form is False else ("dq", "dk", "dv")
+            got |= {(name, form): getattr(grads, name) for name in names}
+        if not first:
+            first = got
+            assert all(bool((a == a).all()) for a in first.values())  # no NaN
+        changed = [name for name in got if not bool((bits(got[name]) == bits(first[name])).all())]
+        assert changed == [], number
+
+
+def check_timelines(problem, family, **more):
+    """The timeline of a family, in all its forms; and its counts, which such a trace has, too."""
+    x, specialised = make(problem), family.kernel == "hopper"
+    result = run(problem, x, family, trace="timeline", **more)
+    simulated = same_counts(problem, x, result.trace)
+    check_timeline(result.trace, result.trace.tiling.block_q // 64 if specialised else 0)
+    for form in family.forms:
+        trace = result.backward(x["dout"], deterministic=form).trace
+        same_backward_counts(simulated, x, trace)
+        check_timeline(trace, 2 if specialised else 0)
+
+
+def check_timeline(trace, consumers):
+    """Spans of every role for every visit, phases inside their visits, on SMs that exist.
+
+    Beside a producer there are `consumers` warpgroups; 0: a block is one role.
+    """
+    spans = trace.timeline
+    sms = cupy.cuda.runtime.getDeviceProperties(0)["multiProcessorCount"]
+    assert (spans["sm"] >= 0).all()
+    assert (spans["sm"] < sms).all()
+    assert (spans["end_ns"] >= spans["start_ns"]).all()
+    assert 0 < spans["end_ns"].max() < 1_000_000_000
+    walks = [n for n, s in enumerate(trace.stages) if s.name not in ("delta", "convert")]
+    assert set(spans["stage"]) == set(walks)
+    roles = {"block"}
+    if consumers:
+        roles = {"producer", *(f"consumer {n}" for n in range(consumers))}
+    for number in walks:
+        stage = spans[spans["stage"] == number]
+        assert {ROLES[role] for role in stage["role"]} == roles, number
+        for role in roles:
+            check_spans(trace, number, stage[stage["role"] == ROLES.index(role)], role)
+
+
+def check_spans(trace, stage, spans, role):
+    """One role's spans of a stage: every visit once, each phase inside its visit."""
+    p, order = trace.problem, ["head", "visit"]
+    ordered = trace.stages[stage].schedule.sums.visits
+    visits = np.sort(spans[spans["phase"] == PHASES.index("visit")], order=order)
+    every = [(h, v) for h in range(p.batch * p.heads) for v in range(ordered)]
+    assert visits[order].tolist() == every
+    assert (visits["end_ns"] > visits["start_ns"]).all()
+    phases = ("load",) if role == "producer" else ("load", "scores", "softmax", "output")
+    for phase in phases:
+        part = np.sort(spans[spans["phase"] == PHASES.index(phase)], order=order)
+        assert part[order].tolist() == every
+        assert (part["start_ns"] >= visits["start_ns"]).all()
+        assert (part["end_ns"] <= visits["end_ns"]).all()
+    stores = spans["phase"] == PHASES.index("store")
+    assert stores.any() == (role != "producer")

@@ -1,0 +1,166 @@
+"""Runs the portable kernels' CUDA C++ on a CPU: their own source, compiled by g++ behind
+cuda_on_cpu.h and launched as on a GPU. It is slow, for small problems; what it cannot show is time,
+and what goes wrong only where threads really run at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from flashsim.backends import launch
+from flashsim.backends.kernels import nvrtc
+from flashsim.backends.launch.kernel import Kernel
+from flashsim.backends.launch.passes import Pass
+from flashsim.backends.reports import counts
+from flashsim.problem.problem import Problem, numpy_dtype
+from flashsim.trace.events import StageTrace
+
+COMPILER = shutil.which("g++") if sys.platform == "linux" else None
+HEADER = Path(__file__).with_name("cuda_on_cpu.h")
+_FLAGS = ("-std=c++17", "-O0", "-w", "-shared", "-fPIC", "-U_FORTIFY_SOURCE")
+#: A statement of PTX: the text, then operands, whose parentheses are one deep.
+_ASM = re.compile(
+    r'\basm\s*(?:volatile\s*)?\(((?:"[^"]*"|[^()"]|\((?:[^()]|\([^()]*\))*\))*)\)\s*;'
+)
+_OPERAND = re.compile(r'"[=+]?[rlf]"\s*\(((?:[^()]|\([^()]*\))*)\)')
+_OPCODE = re.compile(r"(?<!\.)\b[a-z]\w*\.[\w.:]+")
+
+
+def function_calls(source: str) -> str:
+    """Preprocessed CUDA C++ with every ``asm`` a call of the function named after its opcode."""
+
+    def call(found: re.Match[str]) -> str:
+        opcode = _OPCODE.search(found[1])
+        assert opcode, found[1]
+        return f"ptx_{re.sub(r'[.:]+', '_', opcode[0])}({', '.join(_OPERAND.findall(found[1]))});"
+
+    return _ASM.sub(call, source)
+
+
+def built(source: str, made: Path, defines: Iterable[str]) -> ctypes.CDLL:
+    """CUDA C++ as a library of the CPU's."""
+    text = _gcc(source, *defines, "-E", "-P", "-o", "-")  # an asm may depend on an #if
+    text = f'#include "{HEADER}"\n' + function_calls(text)
+    _gcc(text, *defines, *_FLAGS, "-o", str(made))
+    return ctypes.CDLL(str(made))
+
+
+def _gcc(source: str, *options: str) -> str:
+    command = [str(COMPILER), "-x", "c++", "-", *options]
+    done = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return done.stdout
+
+
+class Emulator:
+    """Compiles kernels into a folder, and runs them.
+
+    Parameters
+    ----------
+    folder : Path
+    arch : int
+        What the kernels take for ``__CUDA_ARCH__``: 800, 900 ...
+    """
+
+    def __init__(self, folder: Path, arch: int) -> None:
+        self.folder, self.arch = folder, arch
+        self._loaded: dict[Kernel, ctypes.CDLL] = {}
+
+    def load(self, kernel: Kernel) -> ctypes.CDLL:
+        """The kernel as a library with one function, ``run(args, grid_x, grid_y, threads)``, which
+        says whether the kernel came to its end."""
+        if kernel not in self._loaded:
+            defines = [f"-D{name}={value}" for name, value in kernel.constants]
+            defines.append(f"-D__CUDA_ARCH__={self.arch}")
+            entry = f"void kernel() {{ {kernel.name}(*static_cast<const Args*>(arguments)); }}\n"
+            made = self.folder / f"{len(self._loaded)}.so"
+            self._loaded[kernel] = built(nvrtc.source(kernel.file) + entry, made, defines)
+        return self._loaded[kernel]
+
+    def launch(
+        self, one: Pass, arrays: dict[str, np.ndarray], *, fused: bool = False
+    ) -> StageTrace | None:
+        """One pass over arrays by their names in ``struct Args``; what it reports, if it does."""
+        p, tables = one.tables.schedule.problem, one.tables
+        record = np.zeros((), launch.ARGS)
+        reports = {
+            "visit_counts": np.zeros((p.batch * p.heads, tables.n_visits, launch.SLOTS), "u4"),
+            "tile_counts": np.zeros((one.walks, tables.tiles, launch.SLOTS), "u4"),
+        }
+        held = {name: getattr(tables, name) for name in launch.TABLES}
+        for name, array in {**arrays, **held, **reports}.items():
+            if name in launch.TENSORS:
+                strides = (s // array.itemsize for s in array.strides[:3])
+                record[name] = (array.ctypes.data, *strides)
+            elif array is not None:
+                record[name] = array.ctypes.data
+        values = {"walks": one.walks, "tiles": tables.tiles, "clump": one.clump}
+        values["n_visits"] = tables.n_visits
+        for name in (*launch.INTEGERS, "scale", "softcap"):
+            record[name] = values[name] if name in values else getattr(p, name)
+        grid = (*one.grid, 1)[:2]
+        run = self.load(one.kernel).run
+        run.restype = ctypes.c_bool
+        ended = run(ctypes.c_void_p(record.ctypes.data), *grid, one.kernel.threads)
+        assert ended, f"{one.kernel.name}: threads wait for each other in vain"
+        if not dict(one.kernel.constants)["FS_TRACE"]:
+            return None
+        return counts.stage_trace(
+            one.stage, tables.schedule, *reversed(reports.values()), fused=fused
+        )
+
+
+def padded(array: np.ndarray) -> np.ndarray:
+    """A copy whose rows are filled up with zeros, as the kernels want them."""
+    more = launch.row_elements(array.shape[-1]) - array.shape[-1]
+    return np.ascontiguousarray(np.pad(array, [(0, 0)] * 3 + [(0, more)]))
+
+
+def unwritten(problem: Problem, heads: int, n: int, width: int, dtype: str = "") -> np.ndarray:
+    """(batch, heads, n, width) of NaN; a width of 0 stands for a vector in float32."""
+    shape = (problem.batch, heads, n, *([launch.row_elements(width)] if width else []))
+    made = np.empty(shape, numpy_dtype(dtype or problem.dtype) if width else np.float32)
+    made.view(np.uint8)[...] = 0xFF
+    return made
+
+
+def run_forward(
+    emulator: Emulator, passes: Iterable[Pass], problem: Problem, x: dict[str, np.ndarray]
+) -> tuple[dict[str, np.ndarray], list[StageTrace | None]]:
+    """The forward pass of q, k, v: all arrays, padded, and each stage's events."""
+    p = problem
+    arrays = {name: padded(x[name]) for name in ("q", "k", "v")}
+    arrays["o"] = unwritten(p, p.heads, p.n_q, p.head_dim_v)
+    arrays["lse"] = unwritten(p, p.heads, p.n_q, 0)
+    return arrays, [emulator.launch(one, arrays) for one in passes]
+
+
+def run_backward(
+    emulator: Emulator,
+    passes: Iterable[Pass],
+    problem: Problem,
+    forward: dict[str, np.ndarray],
+    dout: np.ndarray,
+    *,
+    fused: bool,
+) -> tuple[dict[str, np.ndarray], list[StageTrace | None]]:
+    """The backward pass after `run_forward`, likewise."""
+    p = problem
+    arrays = {**forward, "dout": padded(dout), "delta": unwritten(p, p.heads, p.n_q, 0)}
+    arrays["dq"] = unwritten(p, p.heads, p.n_q, p.head_dim)
+    arrays["dk"] = unwritten(p, p.kv_heads, p.n_kv, p.head_dim)
+    arrays["dv"] = unwritten(p, p.kv_heads, p.n_kv, p.head_dim_v)
+    if fused:  # in float32 the accumulator is dQ itself
+        narrow = p.dtype != "float32"
+        acc = unwritten(p, p.heads, p.n_q, p.head_dim, "float32") if narrow else arrays["dq"]
+        arrays["dq_acc"] = acc
+    return arrays, [emulator.launch(one, arrays, fused=fused) for one in passes]

@@ -1,0 +1,194 @@
+"""Everything that needs a GPU, in one go: `make gpu`, or
+
+    python tests/tools/gpu_check.py [STAGE ...] [--out FOLDER] [--jobs N]
+
+Stages, in this order, all of them if none is named:
+
+    tests      the suite's GPU tests
+    sanitize   compute-sanitizer's four tools on each family of kernels
+    faults     bugs seeded into the kernels, which the GPU tests must notice
+    bench      benchmarks/gpu.py: forward and backward times as a table, gpu.csv
+
+What a command prints goes to FOLDER, a line about it to the terminal. Each has its time limit; the
+exit status says whether all came to their end in it, and with success.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import repeat
+from pathlib import Path
+
+import sanitize
+from no_gpu import why_no_gpu
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+#: racecheck does not follow the order that Hopper's mbarriers make (docs/hopper.md).
+UNFIT = {("hopper", "racecheck"), ("python-hopper", "racecheck")}
+#: Numba's launcher has cuda-python look up every driver function that it knows, and an older driver
+#: refuses some (cuGetProcAddress: invalid argument), which is handled. What the tool sees inside
+#: kernels stays an error, and a call of ours that fails raises.
+MORE_OPTIONS = {("teaching", "memcheck"): ("--report-api-errors", "no")}
+_TIMED_OUT, _MISSING = 124, 127
+
+
+@dataclass(frozen=True)
+class Command:
+    """One process.
+
+    Attributes
+    ----------
+    name : str
+        Of the file for what it prints.
+    words : tuple of str
+    limit_s : float
+        It is ended after this many seconds.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    limit_s: float
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Commands that may run at the same time, after those of `before`, which get things ready."""
+
+    commands: tuple[Command, ...]
+    before: tuple[Command, ...] = ()
+
+
+def stage_of_tests(out: Path, jobs: int) -> Stage:
+    """The GPU tests but for seeded bugs."""
+    # A module that wants a package of the test extra shows as an error; the others still run.
+    words = (*_pytest(jobs), "-m", "gpu", "--continue-on-collection-errors")
+    words += ("--ignore", "tests/faults/test_kernel_faults.py", "tests")
+    return Stage((Command("tests", words, 1200),))
+
+
+def stage_of_sanitize(out: Path, jobs: int) -> Stage:
+    """A process for each family and tool; kernels are compiled before, where that takes no tool."""
+    script = (sys.executable, "tests/tools/sanitize.py")
+    watched = [
+        Command(f"{tool}-{family}", (*_sanitizer(family, tool), *script, family), 120)
+        for family in sanitize.FAMILIES
+        for tool in TOOLS
+        if (family, tool) not in UNFIT
+    ]
+    compiling = [Command(f"compile-{f}", (*script, f), 180) for f in sanitize.FAMILIES]
+    return Stage(tuple(watched), tuple(compiling))
+
+
+def stage_of_faults(out: Path, jobs: int) -> Stage:
+    """Each catalogue runs its bugs in parallel processes, so one catalogue after the other."""
+    words = (*_pytest(jobs), "-m", "gpu", "tests/faults/test_kernel_faults.py")
+    first = Command("faults-hopper", words, 900)
+    second = Command("faults-python", (sys.executable, "tests/faults/faults_numba.py"), 900)
+    return Stage((second,), (first,))
+
+
+def stage_of_bench(out: Path, jobs: int) -> Stage:
+    """The table, alone on the GPU."""
+    words = (sys.executable, "benchmarks/gpu.py", "--csv", str(out / "gpu.csv"))
+    return Stage((Command("bench", words, 1200),))
+
+
+STAGES: dict[str, Callable[[Path, int], Stage]] = {
+    "tests": stage_of_tests,
+    "sanitize": stage_of_sanitize,
+    "faults": stage_of_faults,
+    "bench": stage_of_bench,
+}
+
+
+def _sanitizer(family: str, tool: str) -> tuple[str, ...]:
+    words = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "1")
+    return (*words, *MORE_OPTIONS.get((family, tool), ()))
+
+
+def _pytest(jobs: int) -> tuple[str, ...]:
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    if importlib.util.find_spec("xdist"):
+        words += ["-n", str(jobs)]
+        if importlib.util.find_spec("pytest_benchmark"):
+            words += ["-p", "no:benchmark"]  # it warns beside xdist, and warnings are errors
+    return tuple(words)
+
+
+def execute(command: Command, out: Path) -> int:
+    """Run a command; its exit status, 124 if it met its limit, 127 if there is no such program."""
+    log = out / f"{command.name}.txt"
+    start = time.monotonic()
+    with log.open("w") as file:
+        if shutil.which(command.words[0]) is None:
+            file.write(f"{command.words[0]} is not on PATH\n")
+            status = _MISSING
+        else:
+            process = subprocess.Popen(
+                command.words,
+                cwd=ROOT,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # so that its children end with it
+            )
+            try:
+                status = process.wait(command.limit_s)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                status = _TIMED_OUT
+    lines = log.read_text(errors="replace").split("\n")
+    last = next((line for line in reversed(lines) if line.strip()), "")
+    took = time.monotonic() - start
+    print(f"{command.name:24}{status:4}{took:7.0f} s  {last.strip('= ')[:100]}", flush=True)
+    return status
+
+
+def run(stage: Stage, out: Path, jobs: int) -> int:
+    """How many commands of a stage did not succeed."""
+    with ThreadPoolExecutor(jobs) as pool:
+        statuses = [*pool.map(execute, stage.before, repeat(out))]
+        statuses += pool.map(execute, stage.commands, repeat(out))
+    return sum(status != 0 for status in statuses)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status: 0, 1 if something failed, 2 without a GPU."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help="tests, sanitize, faults, bench")
+    parser.add_argument("--out", type=Path, default=Path("out/gpu"), help="default: out/gpu")
+    parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1))
+    options = parser.parse_args(arguments)
+    unknown = set(options.stages) - set(STAGES)
+    if unknown:
+        parser.error(f"no stage {', '.join(sorted(unknown))}; there are: {', '.join(STAGES)}")
+    reason = why_no_gpu()
+    if reason:
+        print(f"gpu_check: {reason}", file=sys.stderr)
+        return 2
+    out = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    failed = 0
+    print(f"{'command':24}{'rc':>4}{'time':>9}  last line; all of it in {out}")
+    for name in options.stages or STAGES:
+        count = run(STAGES[name](out, options.jobs), out, options.jobs)
+        print(f"{name}: {f'{count} failed' if count else 'ok'}", flush=True)
+        failed += count
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,253 @@
+"""Inputs, yardsticks and the list of engines that several test files share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import flashsim
+from flashsim.problem import oracle
+from flashsim.problem.problem import Problem, numpy_dtype
+from flashsim.schedule.plans import ALGORITHMS
+
+KINDS = ("normal", "rising", "falling", "heavy")
+DTYPES = ("float64", "float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A backend under test: its algorithms, and the cases of `OPTION_CASES` that it refuses."""
+
+    backend: str
+    algorithms: tuple[str, ...] = ALGORITHMS
+    refuses: frozenset[str] = frozenset()
+    gpu: bool = False
+
+
+#: One line a backend.
+TARGETS = (Target("numpy"), Target("numba", ("flash2", "flash2-fused")))
+
+#: Every (target, algorithm) to test.
+ENGINES = [
+    pytest.param(
+        target,
+        algorithm,
+        id=f"{target.backend}-{algorithm}",
+        marks=[pytest.mark.gpu] if target.gpu else [],
+    )
+    for target in TARGETS
+    for algorithm in target.algorithms
+]
+
+
+def tensors(
+    n_q,
+    n_kv,
+    d,
+    *,
+    kind="normal",
+    dtype="float32",
+    dv=None,
+    batch=1,
+    heads=2,
+    kv_heads=None,
+    bias=None,
+    seed=0,
+):
+    """Inputs q, k, v, dout and bias (or None) of one of four `KINDS`.
+
+    normal: all elements from N(0, 1). rising, falling: scores climb from -50 to 50 along the keys
+    (or fall), so the running maximum moves at every tile and a stale one overflows float32.
+    heavy: one element in a hundred of a normal input is 8 times as large.
+    """
+    rng = np.random.default_rng(seed)
+    kv_heads, dv = kv_heads or heads, dv or d
+    draw = rng.standard_normal
+    q, k = draw((batch, heads, n_q, d)), draw((batch, kv_heads, n_kv, d))
+    v, dout = draw((batch, kv_heads, n_kv, dv)), draw((batch, heads, n_q, dv))
+    if kind == "heavy":
+        for x in (q, k, v, dout):
+            x[rng.random(x.shape) < 0.01] *= 8
+    elif kind != "normal":
+        ramp = np.linspace(-50, 50, n_kv) if n_kv > 1 else np.zeros(1)
+        direction = np.full(d, d**-0.5)  # a unit vector; the default scale is 1 / sqrt(d)
+        q = 0.1 * q + direction
+        k = k + d**0.5 * (ramp if kind == "rising" else ramp[::-1])[:, None] * direction
+    bias = None if bias is None else draw((*bias, n_q, n_kv))
+    rounded = (None if x is None else x.astype(numpy_dtype(dtype)) for x in (q, k, v, dout, bias))
+    return SimpleNamespace(**dict(zip(("q", "k", "v", "dout", "bias"), rounded, strict=True)))
+
+
+def brute_force_mask(p: Problem) -> np.ndarray:
+    """Boolean (n_q, n_kv) by the conventions in words, one score at a time; no code shared."""
+    return _mask(replace(p, dtype="float64"))
+
+
+@lru_cache(maxsize=256)
+def _mask(p: Problem) -> np.ndarray:
+    kept = np.zeros((p.n_q, p.n_kv), bool)
+    cu_q, cu_k = p.cu_seqlens_q or (0, p.n_q), p.cu_seqlens_k or (0, p.n_kv)
+    left, right = p.window or (-1, -1)
+    for s in range(len(cu_q) - 1):
+        n_q, n_kv = cu_q[s + 1] - cu_q[s], cu_k[s + 1] - cu_k[s]
+        for i in range(n_q):
+            diagonal = i + n_kv - n_q
+            for j in range(n_kv):
+                keep = not (p.causal and j > diagonal)
+                keep &= left < 0 or j >= diagonal - left
+                keep &= right < 0 or j <= diagonal + right
+                if p.block_mask is not None:
+                    b = p.block_mask
+                    keep &= bool(b.grid[i // b.block_q, j // b.block_k])
+                if p.mask is not None:
+                    keep &= bool(p.mask(np.array([[i]]), np.array([[j]]))[0, 0])
+                kept[cu_q[s] + i, cu_k[s] + j] = keep
+    return kept
+
+
+def in_order(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """a @ b, each sum from its first term to its last, rounded at every step."""
+    total = np.zeros((*a.shape[:-1], b.shape[-1]), a.dtype)
+    for i in range(a.shape[-1]):
+        total += a[..., i, None] * b[..., i, None, :]
+    return total
+
+
+def plain(x, p: Problem, work, times=np.matmul, late=False) -> dict[str, np.ndarray]:
+    """Attention, P and the gradients, whole matrices at once, in NumPy arithmetic of type `work`.
+
+    Written beside `flashsim.problem.oracle`, not from it, and its mask is `brute_force_mask`. With
+    ``work=np.longdouble`` it judges float64 problems. `times` multiplies matrices; `late` divides
+    by the sum of the weights behind P V, as FlashAttention does.
+    """
+    q, k, v, dout = (a.astype(work) for a in (x.q, x.k, x.v, x.dout))
+    k, v = (np.repeat(a, p.group, axis=1) for a in (k, v))
+    z = times(q, k.mT) * work(p.scale)
+    slope = np.ones_like(z)
+    if p.softcap:
+        c = work(p.softcap)
+        slope = 1 / np.cosh(z / c) ** 2
+        z = c * np.tanh(z / c)
+    if x.bias is not None:
+        z = z + x.bias.astype(work)
+    kept = brute_force_mask(p)
+    top = np.where(kept, z, -np.inf).max(axis=-1, keepdims=True, initial=-np.inf)
+    top = np.where(np.isinf(top), work(0), top)
+    weights = np.where(kept, np.exp(np.where(kept, z - top, 0)), work(0))
+    total = weights.sum(axis=-1, keepdims=True)
+    seen = total > 0
+    prob = weights / np.where(seen, total, 1)
+    lse = np.where(seen, top + np.log(np.where(seen, total, 1)), -np.inf)[..., 0]
+    out = times(weights, v) / np.where(seen, total, 1) if late else times(prob, v)
+    dprob = times(dout, v.mT)
+    dz = prob * (dprob - (prob * dprob).sum(axis=-1, keepdims=True))
+    fold = lambda a: a.reshape(p.batch, p.kv_heads, p.group, *a.shape[2:]).sum(axis=2)  # noqa: E731
+    inner = dz * slope * work(p.scale)
+    result = {
+        "out": out,
+        "lse": lse,
+        "P": prob,
+        "dq": times(inner, k),
+        "dk": fold(times(inner.mT, q)),
+        "dv": fold(times(prob.mT, dout)),
+    }
+    if x.bias is not None:
+        shared = tuple(axis for axis in (0, 1) if x.bias.shape[axis] == 1)
+        result["dbias"] = dz.sum(axis=shared, keepdims=True)
+    return result
+
+
+def terms(x, p: Problem, prob: np.ndarray) -> dict[str, np.ndarray]:
+    """Sums of the absolute values of the terms that each result adds up, float64.
+
+    dS = P (dP - delta) subtracts two dot products that agree when a row has one key; the rounding
+    of either shows in dQ, however small dQ is. `prob` is P.
+    """
+    q, k, v, dout = (np.abs(a.astype(np.float64)) for a in (x.q, x.k, x.v, x.dout))
+    k, v = (np.repeat(a, p.group, axis=1) for a in (k, v))
+    dprob = dout @ v.mT
+    dz = prob * (dprob + (prob * dprob).sum(axis=-1, keepdims=True))
+    fold = lambda a: a.reshape(p.batch, p.kv_heads, p.group, *a.shape[2:]).sum(axis=2)  # noqa: E731
+    scale = abs(p.scale)
+    return {
+        "out": prob @ v,
+        "lse": scale * (q @ k.mT),
+        "dq": scale * dz @ k,
+        "dk": scale * fold(dz.mT @ q),
+        "dv": fold(prob.mT @ dout),
+        "dbias": dz.sum(axis=(0, 1)),
+    }
+
+
+@dataclass(frozen=True)
+class Judge:
+    """What is true, plain attention in the problem's type, and the size of one rounding."""
+
+    truth: dict[str, np.ndarray]
+    yardstick: list[dict[str, np.ndarray]]
+    rounding: dict[str, float]
+
+    @classmethod
+    def of(cls, x, p: Problem) -> Judge:
+        """Judge one problem.
+
+        Half-precision problems are held against `oracle` rounded after every step; float32 and
+        float64 ones against whole-matrix arithmetic of that type, summed two ways. One rounding is
+        the type's epsilon of the largest true value, and the accumulator's of the terms that add up
+        to it.
+        """
+        exact = plain(x, p, np.longdouble if p.dtype == "float64" else np.float64)
+        prob = exact.pop("P")
+        if p.dtype == p.compute_dtype:
+            # A BLAS splits sums as it likes, better on one CPU than on another: in order, too.
+            own = np.dtype(p.dtype).type
+            rough = [plain(x, p, own), plain(x, p, own, in_order, late=True)]
+        else:
+            out, lse = oracle.attention(x.q, x.k, x.v, p, bias=x.bias, dtype=p.dtype)
+            grads = oracle.gradients(x.q, x.k, x.v, x.dout, p, bias=x.bias, dtype=p.dtype)
+            rough = [{"out": out, "lse": lse, **grads}]
+        size = terms(x, p, prob.astype(np.float64))
+        inner = np.finfo(p.compute_dtype).eps
+        outer = {"float16": 2**-10, "bfloat16": 2**-7}.get(p.dtype, inner)
+        finite = lambda a: np.abs(np.where(np.isneginf(a), 0, a)).max()  # noqa: E731
+        # A backward pass recomputes P = exp(S - LSE): a rounding of LSE moves all of P.
+        moved = {"out": 1, "lse": 1}
+        rounding = {
+            name: float(
+                outer * finite(value)
+                + inner * size[name].max() * moved.get(name, 1 + finite(exact["lse"]))
+            )
+            for name, value in exact.items()
+        }
+        return cls(exact, rough, rounding)
+
+    def check(self, got: dict[str, np.ndarray]) -> None:
+        """DESIGN's rule: error <= 2 x plain attention's + one rounding, in maxima over an array."""
+        for name, array in got.items():
+            exact, rough = self.truth[name], np.stack([one[name] for one in self.yardstick])
+            value = np.asarray(array).astype(exact.dtype)
+            assert value.shape == exact.shape, name
+            nothing = np.isneginf(exact)  # LSE of rows that see no key
+            np.testing.assert_array_equal(np.isneginf(value), nothing, err_msg=name)
+            exact, rough, value = (np.where(nothing, 0, a) for a in (exact, rough, value))
+            error, plain_error = np.abs(value - exact).max(), np.abs(rough - exact).max()
+            assert error <= 2 * plain_error + self.rounding[name], (
+                f"{name}: error {error:.3g}, plain attention's {plain_error:.3g}, one rounding "
+                f"{self.rounding[name]:.3g}"
+            )
+
+
+def run_both(x, target: Target, algorithm: str, **options):
+    """Forward and backward of one engine: (result, gradients, everything they computed by name)."""
+    r = flashsim.run(
+        x.q, x.k, x.v, bias=x.bias, backend=target.backend, algorithm=algorithm, **options
+    )
+    g = r.backward(x.dout, tiling=options.get("tiling"))
+    got = {"out": r.out, "lse": r.lse, "dq": g.dq, "dk": g.dk, "dv": g.dv}
+    if x.bias is not None:
+        got["dbias"] = g.dbias
+    return r, g, got

@@ -1,0 +1,121 @@
+"""Every GPU kernel, on small ragged problems, for NVIDIA's compute-sanitizer.
+
+    compute-sanitizer --tool memcheck --error-exitcode 1 python tests/tools/sanitize.py portable
+
+Families: portable, tf32, python, teaching, and what a Hopper GPU runs by default, hopper and
+python-hopper; all of them if none is named. Each array is an allocation of its own (no memory
+pool), so that a step past its end is seen.
+`tests/tools/gpu_check.py sanitize` runs every family under every tool.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+import flashsim
+from flashsim import Problem, Tiling
+from flashsim.problem.masks import BlockMask
+
+#: (head_dim, head_dim_v, what else): padded rows; scores that cross warps, halves of a wide row; a
+#: walk that is listed tile by tile. Ragged all of them, and with two query heads to a key head.
+SHAPES = (
+    (37, 24, dict(causal=True, cu_seqlens_q=(0, 30, 30, 150), cu_seqlens_k=(0, 50, 61, 190))),
+    (80, 128, dict(causal=True)),
+    (160, 128, dict(window=(20, 3), softcap=2.0)),
+    (64, 64, dict(block_mask=BlockMask(np.eye(2, dtype=bool), 128, 128))),
+)
+#: What else Hopper's kernels have: three consumer warpgroups, the widest tile of keys; the widest
+#: rows, whose backward is another kernel's, too.
+WHOLE = ((64, 64, {}), (128, 128, {}))
+WIDEST = (256, 256, {})
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a family is run.
+
+    `both` is what forward and backward take, `how` what is for `run` alone; `forms` are the
+    backwards of `shapes`, by `deterministic`; of `forward`, the forward alone is run. The last
+    problem is traced.
+    """
+
+    dtypes: tuple[str, ...]
+    how: dict[str, Any]
+    both: dict[str, Any] = field(default_factory=dict)
+    shapes: tuple[tuple[int, int, dict[str, Any]], ...] = SHAPES
+    forward: tuple[tuple[int, int, dict[str, Any]], ...] = ()
+    forms: tuple[bool | None, ...] = (True, False)
+    trace: bool | str = "timeline"
+
+
+_SMALL = {"tiling": Tiling(32, 32)}
+_CUPY, _NUMBA = {"backend": "cupy"}, {"backend": "numba_cuda"}
+_PORTABLE = {**_CUPY, "kernel": "portable"}
+WAYS = {
+    "portable": Way(("bfloat16", "float32"), _PORTABLE, _SMALL),
+    "tf32": Way(("float32",), {**_PORTABLE, "allow_tf32": True}, _SMALL),
+    # Three passes; dQ in a fixed order, where there is such a form; in any order.
+    "hopper": Way(
+        *(("float16",), _CUPY),
+        shapes=(WIDEST, *SHAPES),
+        forward=WHOLE,
+        forms=(None, True, False),
+    ),
+    "python": Way(("bfloat16",), {**_NUMBA, "kernel": "tensor"}, _SMALL),
+    # Its backward is python's, at the default tiles.
+    "python-hopper": Way(("bfloat16",), _NUMBA, forward=(*WHOLE, WIDEST)),
+    # Compiled anew in each process: one problem, and 8 rows, since a row is a thread's work.
+    "teaching": Way(
+        ("float16",),
+        {**_NUMBA, "kernel": "teaching"},
+        {"tiling": Tiling(8, 8)},
+        shapes=SHAPES[:1],
+        trace=True,
+    ),
+}
+FAMILIES = tuple(WAYS)
+
+
+def problems(family: str) -> list[tuple[Problem, tuple[bool | None, ...]]]:
+    """What a family is run on, and the forms of the backward for each."""
+    way = WAYS[family]
+    sizes = {"n_q": 150, "n_kv": 190, "heads": 2, "kv_heads": 1}
+    return [
+        (Problem(head_dim=d, head_dim_v=dv, dtype=dtype, **sizes, **more), forms)
+        for shapes, forms in ((way.forward, ()), (way.shapes, way.forms))
+        for dtype in way.dtypes
+        for d, dv, more in shapes
+    ]
+
+
+def check(family: str) -> int:
+    """The forward of each problem and its backwards, the last one traced; how many ran."""
+    from cupy_checks import make, options
+
+    way, every = WAYS[family], problems(family)
+    for problem, forms in every:
+        x = make(problem)
+        trace = way.trace if problem is every[-1][0] else False
+        given = {**options(problem), **way.both, **way.how}
+        result = flashsim.run(x["q"], x["k"], x["v"], trace=trace, **given)
+        for form in forms:
+            result.backward(x["dout"], deterministic=form, **way.both)
+    return sum(1 + len(forms) for _, forms in every)
+
+
+def main(families: Sequence[str]) -> None:
+    """Check the families, each allocation on its own."""
+    import cupy
+
+    cupy.cuda.set_allocator(None)
+    for family in families:
+        print(f"{family}: {check(family)} passes", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or FAMILIES)

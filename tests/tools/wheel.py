@@ -1,0 +1,63 @@
+"""Build the sdist, the wheel from it, install that in a fresh environment and use it there.
+
+A part of `make test`. An editable install would hide a file that the wheel
+lacks, so this looks at the wheel alone, from a directory where no source lies.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+CHECK = """
+import importlib.resources, pathlib, sys
+import flashsim, flashsim.backends, flashsim.viz, flashsim.algorithms.flash2
+root = pathlib.Path(sys.argv[1])
+where = pathlib.Path(flashsim.__file__).resolve()
+assert sys.prefix in str(where), where
+for package, source, pattern in (
+    ("flashsim", "flashsim", "data/*.npz"),
+    ("flashsim", "flashsim", "py.typed"),
+    ("flashsim.backends", "backends", "**/*.cu*"),
+    ("flashsim.viz", "viz", "**/*.html"),
+    ("flashsim.viz", "viz", "**/*.js"),
+    ("flashsim.viz", "viz", "**/*.css"),
+    ("flashsim.backends", "backends", "**/*.py"),
+    ("flashsim.viz", "viz", "**/*.py"),
+    ("flashsim", "flashsim", "**/*.py"),
+):
+    installed = pathlib.Path(str(importlib.resources.files(package)))
+    want = {p.relative_to(root / source) for p in (root / source).glob(pattern)}
+    missing = sorted(str(p) for p in want if not (installed / p).exists())
+    assert want and not missing, (package, pattern, missing)
+result = flashsim.count(flashsim.Problem(1024, head_dim=64), tiling=flashsim.Tiling(128, 64))
+print("wheel ok:", where.parent, result.bytes("load"), "B loaded")
+"""
+
+
+def main() -> None:
+    """Raise `CalledProcessError` at the first step that fails."""
+    with tempfile.TemporaryDirectory() as scratch:
+        place = Path(scratch)
+        run(sys.executable, "-m", "build", "-q", "--outdir", place, ROOT, cwd=place)
+        (wheel,) = place.glob("flashsim-*.whl")
+        venv.create(place / "env", with_pip=True)
+        python = place / "env" / "bin" / "python"
+        run(python, "-m", "pip", "install", "-q", "--disable-pip-version-check", wheel, cwd=place)
+        run(python, "-c", CHECK, ROOT, cwd=place)
+        command = place / "env" / "bin" / "flashsim"
+        run(command, "count", "--n-q", "1024", "--json", cwd=place)
+
+
+def run(*command: object, cwd: Path) -> None:
+    """Run a command; its failure is ours."""
+    subprocess.run([str(part) for part in command], cwd=cwd, check=True)
+
+
+if __name__ == "__main__":
+    main()

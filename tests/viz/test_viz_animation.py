@@ -1,0 +1,216 @@
+"""Animations: the figure's artists step by step, and files that open."""
+
+import shutil
+import subprocess
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import viz_cases as cases
+from PIL import Image
+
+import flashsim
+from flashsim import viz
+from flashsim.errors import BackendUnavailable, OptionError
+from flashsim.viz import palette
+from flashsim.viz.data.walk import Walk
+from flashsim.viz.film.animation import Film, frame_steps
+
+
+def statistics():
+    q, k, _ = cases.arrays()
+    return viz.row_statistics(cases.trace(), q, k, row=95)
+
+
+def bytes_of(color):
+    return tuple(int(color[n : n + 2], 16) for n in (1, 3, 5))
+
+
+def test_frames_move_the_same_artists():
+    film = Film(cases.trace(), statistics=statistics())
+    scene = film.scenes[0]
+    before = [id(a) for panels in film.panels for panel in panels for a in panel.artists]
+    children = len(film.figure.findobj())
+    film.frame(0)
+    boxes = [scene.current.get_bbox().bounds]
+    film.frame(5)
+    boxes.append(scene.current.get_bbox().bounds)
+    assert boxes[0] != boxes[1]
+    assert before == [id(a) for panels in film.panels for panel in panels for a in panel.artists]
+    assert children == len(film.figure.findobj())
+
+
+@pytest.mark.parametrize(("algorithm", "direction"), cases.PASSES)
+def test_each_algorithm_walks_to_its_end(algorithm, direction):
+    trace = cases.trace(algorithm, direction)
+    film = Film(trace, max_frames=4)
+    pictures = [film.frame(n) for n in range(len(film))]
+    assert len(film) == 4
+    assert pictures[0].shape == (540, 960, 3)
+    assert all((a != b).any() for a, b in pairwise(pictures))
+    counters = [text.get_text() for text in film.panels[0][1].values]
+    scale = {"kB": 1e3, "MB": 1e6}
+    number, unit = counters[0].split()
+    assert float(number) * scale[unit] == pytest.approx(trace.bytes("load"), rel=0.01)
+
+
+def test_the_grid_fills_in():
+    film = Film(cases.trace())
+    grid = film.scenes[0].grid
+    panel, walk = bytes_of(palette.THEMES["light"].panel), film.scenes[0].walk
+    film.frame(0)
+    empty = (grid.colors == panel).all(axis=2)
+    assert not empty[0, 0]
+    assert empty[np.tril_indices(6)].sum() == 20  # of 21 tiles
+    film.frame(len(film) - 1)
+    assert not (grid.colors == panel).all(axis=2).any()
+    assert len(walk) == len(film)
+
+
+def test_tiles_in_flight_carry_their_tensors_colour():
+    film = Film(cases.trace())
+    film.frame(0)
+    shown = [t for t in film.scenes[0].tiles if t.get_width() > 0]
+    colors = {tuple(round(c * 255) for c in t.get_facecolor()[:3]) for t in shown}
+    assert colors == {bytes_of(palette.color(name)) for name in "QKV"}
+
+
+def test_sram_bar_holds_what_the_walk_says():
+    film = Film(cases.trace())
+    film.frame(3)
+    scene = film.scenes[0]
+    widths = dict(zip(scene.walk.buffers, (b.get_width() for b in scene.bars), strict=True))
+    assert widths == dict(zip(scene.walk.buffers, scene.walk.on_chip[3].tolist(), strict=True))
+
+
+def test_registers_come_on_top_of_shared_memory():
+    trace = flashsim.load_sample_trace("h200-backward")
+    film = Film(trace, max_frames=1)
+    (scene,) = film.scenes
+    held = scene.walk.on_chip.sum(axis=1)
+    scene.update(int(held.argmax()))
+    assert held.max() == trace.peak_sram() == scene.full > trace.device.sram_bytes
+    assert scene.sram_text.get_text() == "SRAM 232,448 B + registers 95,744 B"
+    last = scene.bars[-1]
+    assert last.get_x() + last.get_width() <= scene.bars[0].axes.get_xlim()[1]
+
+
+def test_long_labels_stay_in_their_half():
+    pair = {f"{n} " + "a label too long for half a slide " * 2: cases.trace() for n in (1, 2)}
+    film = Film(pair)
+    for panels in film.panels:
+        counters = panels[1]
+        ax = counters.values[0].axes
+        room = ax.get_window_extent()
+        static = [text for text in ax.texts if text not in counters.values]
+        assert max(text.get_window_extent().x1 for text in static[:2]) <= room.x1 + 1
+
+
+def test_says_what_lies_in_hbm():
+    words = []
+    for name in ("flash2", "standard"):
+        film = Film(cases.trace(name))
+        film.frame(0)
+        words.append(film.scenes[0].stage_text.get_text())
+    assert words == ["stage forward · HBM: the strips", "stage scores · HBM: the strips, S, P"]
+
+
+def test_statistics_grow():
+    film, stats = Film(cases.trace(), statistics=statistics()), statistics()
+    panel = film.panels[0][2]
+    film.frame(len(film) - 1)
+    assert list(panel.lines[0].get_ydata()) == stats.m.tolist()
+    assert list(panel.lines[1].get_ydata()) == stats.l.tolist()
+    film.frame(0)
+    assert len(panel.lines[0].get_ydata()) == 0
+
+
+def test_clocks():
+    walks = [Walk(cases.trace("standard")), Walk(cases.trace("flash2"))]
+    steps = frame_steps(walks, "steps", 10_000)
+    assert (steps[:20, 0] == steps[:20, 1]).all()
+    assert steps[-1].tolist() == [len(walks[0]) - 1, len(walks[1]) - 1]
+    by_bytes = frame_steps(walks, "bytes", 10_000)
+    moved = [walk.hbm_bytes.sum(axis=1) for walk in walks]
+    middle = by_bytes[len(by_bytes) // 8]
+    assert moved[0][middle[0]] == pytest.approx(moved[1][middle[1]], rel=0.2)
+    assert by_bytes[-1].tolist() == steps[-1].tolist()
+
+
+def test_gif(tmp_path):
+    path = viz.animate(cases.trace(), tmp_path / "walk.gif", max_frames=6, fps=10)
+    with Image.open(path) as gif:
+        assert gif.n_frames == 6
+        assert gif.info["duration"] == 100
+        gif.seek(5)
+        assert gif.info["duration"] == 2500
+        colors = {c for _, c in gif.convert("RGB").getcolors(1 << 20)}
+    assert {bytes_of(palette.color("O")), bytes_of(palette.THEMES["light"].accent)} <= colors
+
+
+def test_every_frame_of_a_gif_is_whole(tmp_path):
+    """Pixels that stay are left out of the file; what a viewer shows must not miss them."""
+    path = viz.animate(cases.trace(), tmp_path / "walk.gif", max_frames=6)
+    film = Film(cases.trace(), max_frames=6)
+    with Image.open(path) as gif:
+        for number, expected in enumerate(film.frames()):
+            gif.seek(number)
+            off = np.abs(np.asarray(gif.convert("RGB")).astype(int) - expected).max(axis=2)
+            assert np.mean(off > 40) < 0.002  # edges of text take the nearest colour
+
+
+def test_what_is_in_flight_is_listed():
+    film = Film(cases.trace(direction="backward"))
+    moves = film.panels[0][2]
+    step = next(n for n in range(len(film)) if len(film.scenes[0].walk.moves(n)) >= 4)
+    film.frame(step)
+    listed = [name.get_text() for _, name, _ in moves.rows if name.get_visible()]
+    events = film.scenes[0].walk.moves(step)
+    assert len(listed) == len(events)
+    assert {text.split()[0] for text in listed} <= {"load", "store", "reduce"}
+
+
+def test_two_walks_share_one_scale_of_sram():
+    film = Film([cases.trace("standard"), cases.trace("flash2")])
+    assert film.scenes[0].full == film.scenes[1].full
+
+
+def test_two_side_by_side(tmp_path):
+    pair = {"a": cases.trace("flash1"), "b": cases.trace("flash2")}
+    path = viz.animate(pair, tmp_path / "two.gif", max_frames=3, clock="bytes", theme="dark")
+    with Image.open(path) as gif:
+        assert gif.n_frames == 3
+
+
+def test_html(tmp_path):
+    path = viz.animate(cases.trace(), tmp_path / "walk.html", max_frames=3)
+    text = path.read_text()
+    assert text.count('"iVBOR') == 3  # PNG frames
+    assert "http" not in text.replace("http-equiv", "")
+
+
+def test_mp4(tmp_path):
+    if shutil.which("ffmpeg") is None:
+        pytest.skip("no ffmpeg")
+    path = viz.animate(cases.trace(), tmp_path / "walk.mp4", max_frames=5)
+    probe = ["ffmpeg", "-v", "error", "-i", str(path), "-f", "null", "-"]
+    assert subprocess.run(probe, capture_output=True, check=True).stderr == b""
+    with pytest.raises(BackendUnavailable, match=r"ffmpeg could not write 'walk\.mp4'"):
+        viz.animate(cases.trace(), tmp_path / "nowhere" / "walk.mp4", max_frames=2)
+
+
+def test_mp4_without_ffmpeg(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BackendUnavailable, match=r"needs ffmpeg.*write a \.gif or \.html"):
+        viz.animate(cases.trace(), tmp_path / "walk.mp4")
+
+
+def test_errors(tmp_path):
+    with pytest.raises(OptionError, match=r"cannot write 'walk.avi'.*\.gif, \.mp4, \.html"):
+        viz.animate(cases.trace(), tmp_path / "walk.avi")
+    with pytest.raises(OptionError, match="unknown clock 'time'; possible: steps, bytes"):
+        viz.animate(cases.trace(), tmp_path / "walk.gif", clock="time")
+    with pytest.raises(OptionError, match="at most two traces, got 3"):
+        viz.animate([cases.trace()] * 3, tmp_path / "walk.gif")
+    with pytest.raises(OptionError, match="fps and max_frames must be positive"):
+        viz.animate(cases.trace(), tmp_path / "walk.gif", fps=0)

@@ -1,0 +1,396 @@
+"""The page: what is embedded, and how it behaves in a real browser."""
+
+import base64
+import json
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import viz_cases as cases
+
+import flashsim
+from flashsim import viz
+from flashsim.errors import OptionError
+from flashsim.trace.trace import Trace
+from flashsim.viz.data.walk import Walk
+from flashsim.viz.player.html import embedded_json
+from flashsim.viz.style import human
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+FLAGS = (
+    *("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"),
+    *("--disable-component-update", "--disable-sync", "--disable-quic"),
+)
+NASTY = "</script><script>window.bad=1</script><img src=x onerror=window.bad=1>"
+
+
+def payload(page):
+    text = re.search(r'id="data">(.*?)</script>', page.html, re.S).group(1)
+    return json.loads(text)
+
+
+def column(packed):
+    kinds = {"u1": "<u1", "u2": "<u2", "u4": "<u4", "i1": "<i1", "i2": "<i2", "i4": "<i4"}
+    return np.frombuffer(base64.b64decode(packed["data"]), kinds[packed["type"]])
+
+
+def page_with_statistics():
+    q, k, _ = cases.arrays()
+    stats = viz.row_statistics(cases.trace(), q, k, row=95)
+    return viz.page(cases.trace(), statistics=stats)
+
+
+# -- what is embedded ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("algorithm", "direction"), cases.PASSES)
+def test_embedded_events_are_the_walk(algorithm, direction):
+    walk = Walk(cases.trace(algorithm, direction))
+    pane = payload(viz.page(walk.trace))["panes"][0]
+    for name in ("stage", "op", "tensor", "i", "j"):
+        assert np.array_equal(column(pane["events"][name]), walk.events[name])
+    sizes = np.array(pane["sizes"])[column(pane["events"]["size"])]
+    assert np.array_equal(sizes, walk.events["bytes"])
+    flops = np.array(pane["flops"])[column(pane["price"])]
+    assert flops.sum() == walk.trace.flops()
+
+
+def test_kinds_of_tiles():
+    pane = payload(viz.page(cases.trace()))["panes"][0]
+    kinds = column(pane["stages"][0]["kinds"]).reshape(6, 6)
+    assert np.array_equal(kinds, np.tril(np.ones((6, 6)), -1) + 2 * np.eye(6))
+
+
+def test_nothing_comes_from_elsewhere():
+    html = viz.page(cases.trace()).html
+    assert "default-src 'none'" in html
+    assert not re.search(r"(?:src|href)=\"(?!data:)", html)
+    assert "http://" not in html
+    assert "https://" not in html
+
+
+def test_strings_cannot_end_the_script():
+    text = embedded_json({"label": NASTY + "<!--\u2028"})
+    assert not set(text) & set("<>&\u2028")
+    assert json.loads(text) == {"label": NASTY + "<!--\u2028"}
+
+
+def test_file_and_notebook(tmp_path):
+    page = viz.page(cases.result(), tmp_path / "walk.html")
+    assert (tmp_path / "walk.html").read_text(encoding="utf-8") == page.html
+    frame = page._repr_html_()
+    assert frame.startswith('<iframe srcdoc="&lt;!DOCTYPE html&gt;')
+    assert 'sandbox="allow-scripts"' in frame
+
+
+def test_plays_in_a_notebook(browser, tmp_path):
+    host = tmp_path / "cell.html"
+    # JupyterLab shows a cell's frame only after its page has run.
+    cell = viz.page(cases.result())._repr_html_()
+    host.write_text(f"<!DOCTYPE html><div id='cell' style='display:none'>{cell}</div>")
+    tab = browser.new_page(viewport={"width": 900, "height": 900})
+    problems = []
+    tab.on("console", lambda message: problems.append(message.text))
+    tab.on("pageerror", lambda error: problems.append(str(error)))
+    tab.goto(host.as_uri())
+    inside = tab.frames[-1]
+    until(inside, "window.player")
+    tab.evaluate("document.getElementById('cell').style.display = 'block'")
+    frame = tab.frame_locator("iframe")
+    frame.get_by_label("Step forward").click()
+    expect = f"step 2 of {len(Walk(cases.trace()))}"
+    frame.get_by_text(expect).wait_for(timeout=5000)
+    until(inside, "player.panes[0].diagram.box.w > 300")
+    inside.evaluate("document.getElementById('panes').style.width = '280px'")  # no resize event
+    until(inside, "player.panes[0].canvas.width === 280")
+    tab.close()
+    assert not problems
+
+
+def test_errors():
+    with pytest.raises(OptionError, match="at most two traces, got 3"):
+        viz.page([cases.trace()] * 3)
+    with pytest.raises(OptionError, match="unknown theme 'blue'; possible: auto, light, dark"):
+        viz.page(cases.trace(), theme="blue")
+
+
+def test_size_of_a_hundred_thousand_events():
+    run = flashsim.run(*cases.arrays(n=2112, d=2), tiling=flashsim.Tiling(16, 16), trace=True)
+    assert run.trace.n_events > 100_000
+    assert len(viz.page(run).html) < 5_000_000
+
+
+# -- in a browser ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine")
+    with playwright.sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def show(browser, tmp_path, request):
+    """Open a page from file://; afterwards: no console message, no error, no request, a picture."""
+    opened = []
+
+    def opener(page, width=1280, height=800, scheme="light"):
+        path = page.save(tmp_path / f"page{len(opened)}.html")
+        tab = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+        problems = []
+        tab.on("console", lambda message: problems.append(message.text))
+        tab.on("pageerror", lambda error: problems.append(str(error)))
+        tab.on("request", lambda request: problems.append(request.url))
+        tab.goto(path.as_uri())
+        until(tab, "window.player && !player.dirty")
+        opened.append((tab, problems))
+        return tab
+
+    yield opener
+    pictures = Path(os.environ.get("FLASHSIM_SCREENSHOTS", tmp_path))
+    pictures.mkdir(parents=True, exist_ok=True)
+    for n, (tab, problems) in enumerate(opened):
+        name = re.sub(r"\W+", "-", request.node.name)
+        tab.screenshot(path=pictures / f"{name}-{n}.png")
+        tab.close()
+        assert [p for p in problems if not p.startswith(("file:", "data:"))] == []
+
+
+def until(tab, condition, seconds=20):
+    """Wait in Python: the page's policy forbids the browser to evaluate text, rightly."""
+    end = time.monotonic() + seconds
+    while not tab.evaluate(f"Boolean({condition})"):
+        assert time.monotonic() < end, condition
+        time.sleep(0.02)
+
+
+def settled(tab):
+    until(tab, "!player.dirty")
+    return tab
+
+
+def status(tab):
+    return settled(tab).inner_text("#status")
+
+
+def counter(tab, name):
+    return settled(tab).locator(".counters div", has_text=name).locator("b").inner_text()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_buttons_scrub_and_keys(show, scheme):
+    tab = show(page_with_statistics(), scheme=scheme)
+    assert tab.evaluate("player.theme") == scheme
+    total = len(Walk(cases.trace()))
+    assert status(tab) == f"step 1 of {total}, stage forward, tile (0, 0)"
+    tab.click("#next")
+    assert status(tab).startswith("step 2 of")
+    assert "end of row 0" in status(tab)
+    tab.click("#back")
+    assert status(tab).startswith("step 1 of")
+    tab.click("#last")
+    assert status(tab).startswith(f"step {total} of")
+    assert counter(tab, "loaded") == human(cases.trace().bytes("load"))
+    tab.fill("#scrub", "9")
+    assert status(tab).startswith("step 10 of")
+    tab.keyboard.press("Home")
+    for key, step in (
+        ("ArrowRight", 2),
+        ("Shift+ArrowRight", 12),
+        ("ArrowLeft", 11),
+        ("End", total),
+    ):
+        tab.keyboard.press(key)
+        assert status(tab).startswith(f"step {step} of"), key
+    tab.keyboard.press("t")
+    assert tab.evaluate("player.theme") != scheme
+    assert "m = " in tab.inner_text(".pane")
+
+
+def test_play_pause_and_speed(show):
+    trace = cases.trace(n=512)  # long enough not to end before it is paused, however slow we are
+    tab = show(viz.page(trace))
+    tab.select_option("#speed", "10")
+    tab.click("#play")
+    assert tab.get_attribute("#play", "aria-pressed") == "true"
+    until(tab, "player.time > 0")
+    tab.keyboard.press("Space")  # the button has the focus: Space presses it
+    here = tab.evaluate("player.time")
+    assert tab.evaluate("player.playing") is False
+    time.sleep(0.15)
+    assert tab.evaluate("player.time") == here
+    tab.keyboard.press("+")
+    assert tab.input_value("#speed") == "20"
+    tab.evaluate("player.setSpeed(1200); player.play(true)")
+    until(tab, "!player.playing")
+    assert tab.evaluate("player.time") == len(Walk(trace)) - 1
+
+
+@pytest.mark.parametrize(("algorithm", "direction"), cases.PASSES)
+def test_every_step_shows_the_walks_numbers(show, algorithm, direction):
+    walk = Walk(cases.trace(algorithm, direction))
+    tab = show(viz.page(walk.trace))
+    js = tab.evaluate(
+        """() => { const w = player.panes[0].walk, n = w.buffers.length; return {
+        moved: [...Array(w.steps).keys()].map((s) => w.moved.map((m) => m[s])),
+        flops: [...w.flops], buffers: w.buffers, order: [...w.order],
+        held: [...Array(w.steps).keys()].map((s) => [...w.held.slice(s * n, s * n + n)])}; }"""
+    )
+    assert js["moved"] == walk.hbm_bytes.tolist()
+    assert js["flops"] == walk.flops.tolist()
+    assert js["buffers"] == walk.buffers
+    assert js["held"] == walk.on_chip.tolist()
+    assert js["order"] == walk.order.tolist()
+
+
+def test_playing_and_scrubbing_paint_the_same(show):
+    tab = show(viz.page(cases.trace("flash2-fused", "backward")))
+    # In one call each: a frame drawn in between would paint everything afresh.
+    paint = """(times) => {
+        for (const t of times) { player.move(t); player.draw(); }
+        return [...player.panes[0].diagram.grid.data.data];
+    }"""
+    assert tab.evaluate(paint, list(range(26))) == tab.evaluate(paint, [3, 25])
+
+
+def test_click_a_tile(show):
+    tab = show(viz.page(cases.trace(causal=False)))
+    at = tab.evaluate("""() => { const b = player.panes[0].diagram.cell(2, 4);
+        return {x: b.x + b.w / 2, y: b.y + b.h / 2}; }""")
+    tab.click("canvas.diagram", position=at)
+    text = settled(tab).inner_text("#selected")
+    assert "Tile (2, 4), full; stage forward: visited at step 19" in text
+    assert "load K" in text
+    assert "512 B" in text
+    strip = tab.evaluate("""() => {
+        const s = player.panes[0].diagram.strips.find((s) => s.name === "K");
+        return {x: s.box.x + s.box.w * 0.75, y: s.box.y + 3}; }""")
+    tab.click("canvas.diagram", position=strip)
+    text = settled(tab).inner_text("#selected")
+    assert "K, tile 4" in text
+    assert "load K × 6" in text
+    assert "3,072 B" in text
+    tab.keyboard.press("Enter")
+    assert "Tile (0, 0)" in settled(tab).inner_text("#selected")
+
+
+def test_compare_two(show):
+    pair = {"standard": cases.trace("standard"), "flash": cases.trace("flash2")}
+    tab = show(viz.page(pair))
+    assert tab.locator("canvas.diagram").count() == 2
+    tab.evaluate("player.go(10)")
+    assert tab.evaluate("player.panes.map((p) => p.step)") == [10, 10]
+    tab.select_option("#clock", "bytes")
+    tab.evaluate("player.go(player.length - 1)")
+    ends = [len(Walk(t)) - 1 for t in pair.values()]
+    assert tab.evaluate("player.panes.map((p) => p.step)") == ends
+    tab.evaluate("player.go(12)")
+    moved = tab.evaluate("player.panes.map((p) => p.walk.bytes(p.step))")
+    target = tab.evaluate("13 / player.length * player.most")
+    assert all(m <= target for m in moved)
+    tab.keyboard.press("]")
+    assert "standard: " in status(tab)
+    assert "stage softmax" in status(tab)
+
+
+def test_numbers_are_written_as_in_the_plots(show):
+    tab = show(viz.page(cases.trace()))
+    values = [0, 999, 1000, 999_499, 999_500, 999_999, 9_996_000, 17_000_000, 4_456_448, 10**15]
+    assert tab.evaluate("(values) => values.map((n) => human(n))", values) == [
+        human(value) for value in values
+    ]
+
+
+BARS = """(step) => { player.go(step); player.draw(); return player.panes.map((p) => ({
+    width: p.sram.clientWidth, held: p.walk.held[p.step * p.walk.buffers.length],
+    first: p.blocks[0].getBoundingClientRect().width, label: p.sramLabel.textContent,
+    end: Math.max(...p.blocks.map((b) => b.getBoundingClientRect().right)),
+    right: p.sram.getBoundingClientRect().right,
+    mark: p.mark.hidden ? null : p.mark.offsetLeft / p.sram.clientWidth })); }"""
+
+
+def test_sram_bars_of_two_traces_share_one_scale(show):
+    device = flashsim.Device.get("H100").with_sram(15_000)  # three times one peak, not the other
+    runs = [
+        flashsim.run(
+            *cases.arrays(), algorithm=name, tiling=cases.TILING, device=device, trace=True
+        )
+        for name in ("flash2", "standard")
+    ]
+    peaks = [run.trace.peak_sram() for run in runs]
+    assert peaks[0] < 5000 < peaks[1]
+    bars = show(viz.page(runs)).evaluate(BARS, 3)
+    scales = [bar["held"] / (bar["first"] / bar["width"]) for bar in bars]
+    assert scales == pytest.approx([15_000, 15_000], rel=0.02)
+
+
+def test_registers_come_on_top_of_shared_memory(show):
+    trace = flashsim.load_sample_trace("h200-backward")
+    held = Walk(trace).on_chip.sum(axis=1)
+    assert held.max() == trace.peak_sram() == 328_192
+    (bar,) = show(viz.page(trace)).evaluate(BARS, int(held.argmax()))
+    assert bar["label"] == "SRAM holds 328,192 B: a block's 232,448 B and registers (H200)"
+    assert bar["end"] <= bar["right"]  # nothing is cut off
+    assert bar["mark"] == pytest.approx(232_448 / 328_192, abs=0.01)
+    (plain,) = show(viz.page(cases.trace())).evaluate(BARS, 0)
+    assert plain["mark"] is None
+
+
+@pytest.mark.parametrize("width", [360, 1920])
+def test_narrow_and_wide(show, width):
+    tab = show(viz.page(cases.trace(direction="backward")), width=width, height=800)
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    assert tab.evaluate("player.panes[0].diagram.box.w") > 80
+    small = tab.evaluate(
+        "[...document.querySelectorAll('button, select')].filter((b) => b.offsetParent)"
+        ".map((b) => Math.min(b.offsetWidth, b.offsetHeight))"
+    )
+    assert min(small) >= 36  # large enough for a finger
+
+
+def test_injected_strings_do_nothing(show):
+    source = cases.trace()
+    trace = Trace(
+        source.problem, source.device, source.algorithm, source.direction, NASTY, source.stages,
+        {NASTY: NASTY},
+    )  # fmt: skip
+    tab = show(viz.page({NASTY: trace}, title=NASTY))
+    assert tab.evaluate("window.bad") is None
+    assert tab.inner_text("#title") == NASTY
+    assert tab.title() == NASTY
+    assert NASTY in tab.text_content("#provenance")
+
+
+def test_controls_have_names(show):
+    tab = show(viz.page([cases.trace("flash1"), cases.trace()]))
+    unnamed = tab.evaluate(
+        """() => [...document.querySelectorAll('button, select, input, canvas, [role=img]')]
+        .filter((e) => !e.getAttribute('aria-label') && !e.closest('label'))
+        .map((e) => e.outerHTML)"""
+    )
+    assert unnamed == []
+    assert tab.get_attribute("html", "lang") == "en"
+
+
+def test_a_hundred_thousand_events_open_and_step(show):
+    run = flashsim.run(*cases.arrays(n=2112, d=2), tiling=flashsim.Tiling(16, 16), trace=True)
+    tab = show(viz.page(run))
+    tab.evaluate("player.go(9000)")
+    settled(tab)
+    tab.evaluate(
+        """() => { for (let k = 0; k < 50; k++) {
+            player.move(player.time + 1);
+            player.draw();
+        } }"""
+    )
+    assert tab.evaluate("player.time") == 9050
+    assert tab.evaluate("player.panes[0].walk.op.length") == len(Walk(run.trace).events)

@@ -1,0 +1,542 @@
+"""Plots, looked at through their artists and data."""
+
+import itertools
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+import viz_cases as cases
+from matplotlib import pyplot as plt
+from matplotlib.colors import to_hex
+
+import flashsim
+from flashsim import Problem, Tiling, l2, viz
+from flashsim.counts import bounds, traffic
+from flashsim.errors import DTypeError, OptionError, TraceError
+from flashsim.viz import palette
+from flashsim.viz.style import human, unit_axis
+
+mpl.use("Agg")
+
+
+@pytest.fixture(autouse=True)
+def close_figures():
+    yield
+    plt.close("all")
+
+
+def comparison():
+    q, k, v = cases.arrays()
+    return flashsim.compare(q, k, v, causal=True, dout=q, tiling=cases.TILING)
+
+
+def counts(**options):
+    return [
+        flashsim.count(Problem(n, head_dim=64, dtype="bfloat16"), algorithm=name, **options)
+        for name in ("standard", "flash1", "flash2")
+        for n in (512, 1024, 2048)
+    ]
+
+
+# -- every plot ------------------------------------------------------------------------------------
+
+EVERY = {
+    "traffic": lambda **o: viz.traffic([cases.trace("standard"), cases.trace()], **o),
+    "tile_map": lambda **o: viz.tile_map(cases.trace(), **o),
+    "cumulative": lambda **o: viz.cumulative(cases.result(), **o),
+    "sram_timeline": lambda **o: viz.sram_timeline(cases.trace(), **o),
+    "io_curve": lambda **o: viz.io_curve(counts(), **o),
+    "roofline": lambda **o: viz.roofline(counts()[:1], **o),
+    "l2_curve": lambda **o: viz.l2_curve(l2.curves(counts()[0]), **o),
+    "memory_footprint": lambda **o: viz.memory_footprint(Problem(64), **o),
+    "gpu_timeline": lambda **o: viz.gpu_timeline(cases.with_timeline(), **o),
+    "diff": lambda **o: viz.diff(cases.trace("flash1"), cases.trace(), **o),
+}
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_labels_theme_and_vector_output(name, theme, tmp_path):
+    ax = EVERY[name](theme=theme)
+    assert ax.get_xlabel() or name == "traffic"
+    assert ax.get_title(loc="left")
+    assert to_hex(ax.figure.get_facecolor()) == palette.THEMES[theme].background
+    ax.figure.savefig(tmp_path / "figure.svg")
+    assert "</svg>" in (tmp_path / "figure.svg").read_text()
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_draws_into_the_axes_given(name):
+    figure, (first, second) = plt.subplots(1, 2)
+    second.set_facecolor(palette.THEMES["dark"].background)
+    assert EVERY[name](ax=second) is second
+    assert not first.has_data()
+    assert plt.get_fignums() == [figure.number]
+    assert second.xaxis.label.get_color() == "black" or second.xaxis.label.get_color()  # kept
+
+
+def test_settings_do_not_leak():
+    before = dict(mpl.rcParams)
+    viz.traffic(cases.trace(), theme="dark")
+    assert dict(mpl.rcParams) == before
+
+
+def test_unknown_theme():
+    with pytest.raises(OptionError, match="unknown theme 'sepia'"):
+        viz.traffic(cases.trace(), theme="sepia")
+
+
+# -- traffic ---------------------------------------------------------------------------------------
+
+
+def bars(ax):
+    return {p.get_gid(): p for p in ax.patches if p.get_gid()}
+
+
+def test_traffic_bars_are_the_bytes():
+    found = comparison()
+    ax = viz.traffic(found.results)
+    for name, result in found.results.items():
+        for tensor, by_op in result.trace.by_tensor().items():
+            for op, nbytes in by_op.items():
+                if nbytes:
+                    bar = bars(ax)[f"{name}/{op}/{tensor}"]
+                    assert bar.get_height() == nbytes
+                    assert to_hex(bar.get_facecolor()) == palette.color(tensor)
+
+
+def test_gradients_are_hatched():
+    ax = viz.traffic({"x": cases.trace(direction="backward")})
+    assert bars(ax)["x/store/dK"].get_hatch()
+    assert not bars(ax)["x/load/K"].get_hatch()
+
+
+def test_traffic_names_tensors_where_they_stand():
+    ax = viz.traffic(cases.trace("standard", "backward"))
+    ax.figure.canvas.draw()
+    placed = {gid.rsplit("/")[-1]: bar.get_window_extent() for gid, bar in bars(ax).items()}
+    named = [text for text in ax.texts if text.get_text() in placed]
+    assert {"P", "dS"} <= {text.get_text() for text in named}
+    for text in named:
+        box, low = text.get_window_extent(), min(b.height for b in placed.values())
+        assert box.height > low  # the smallest have no room for one
+        assert any(
+            bar.x0 <= box.x0 <= box.x1 <= bar.x1 and bar.y0 <= box.y0 <= box.y1 <= bar.y1
+            for gid, bar in ((g, b.get_window_extent()) for g, b in bars(ax).items())
+            if gid.endswith(f"/{text.get_text()}")
+        )
+
+
+def test_traffic_on_a_log_axis_shows_totals():
+    ax = viz.traffic(cases.trace(), log=True)
+    assert [p.get_height() for p in ax.patches] == [
+        cases.trace().bytes("load"), cases.trace().bytes("store")
+    ]  # fmt: skip
+    assert ax.get_yscale() == "log"
+
+
+def test_labels_say_what_differs():
+    ax = viz.traffic(comparison())
+    labels = [t.get_text() for t in ax.get_xticklabels()]
+    assert labels[0].startswith("standard\nforward")
+    assert labels[-1].startswith("FlashAttention-2\nbackward")
+    twice = viz.traffic([cases.trace(), cases.trace()])
+    assert [t.get_text() for t in twice.get_xticklabels()] == [
+        "FlashAttention-2", "FlashAttention-2 (2)"
+    ]  # fmt: skip
+
+
+def test_a_sweep_has_no_tensors():
+    sweep = flashsim.sweep([64, 128])
+    for draw in (viz.traffic, viz.cumulative, viz.page):
+        with pytest.raises(DTypeError, match=r"a Sweep holds totals.*viz\.io_curve"):
+            draw(sweep)
+
+
+@pytest.mark.parametrize("data", [7, "flash2", [3]])
+def test_other_data_are_refused(data):
+    with pytest.raises(DTypeError, match="expected a Trace"):
+        viz.traffic(data)
+
+
+def test_nothing_to_plot():
+    with pytest.raises(OptionError, match="the list of traces is empty"):
+        viz.traffic([])
+    untraced = flashsim.run(*cases.arrays(), tiling=cases.TILING)
+    with pytest.raises(TraceError, match="run with trace=True"):
+        viz.tile_map(untraced)
+
+
+# -- tile map --------------------------------------------------------------------------------------
+
+
+def test_tile_map_order():
+    ax = viz.tile_map(cases.trace())
+    grid = np.ma.filled(ax.images[0].get_array(), np.nan)
+    rows, cols = np.tril_indices(6)
+    assert np.array_equal(grid[rows, cols], np.arange(21))  # queries outside, causal
+    assert np.isnan(grid[0, 1])
+    keys_outside = viz.tile_map(cases.trace("flash1")).images[0].get_array()
+    assert list(keys_outside[:, 0]) == [0, 1, 2, 3, 4, 5]
+
+
+def test_tile_map_marks_masked_tiles():
+    ax = viz.tile_map(cases.trace())
+    masked = next(c for c in ax.collections if c.get_label() == "masked")
+    corners = [path.get_extents().p1 for path in masked.get_paths()]
+    assert [(round(x - 0.5), round(y)) for x, y in corners] == [(i, i) for i in range(6)]
+    texts = [t.get_text() for t in ax.get_legend().get_texts()]
+    assert texts == ["full: 15", "masked (corner): 6", "skipped: 15"]
+
+
+@pytest.mark.parametrize("color", ["bytes", "flops"])
+def test_tile_map_sums(color):
+    trace = cases.trace()
+    grid = np.ma.filled(viz.tile_map(trace, color=color).images[0].get_array(), 0)
+    if color == "bytes":
+        assert np.array_equal(grid, trace.by_tile())
+    else:
+        assert grid[3, 1] == grid[0, 0] > 2 * 16 * 16 * 8 * 2  # both products, and the softmax
+
+
+@pytest.mark.parametrize("color", ["order", "bytes", "flops"])
+def test_numbers_stay_clear_of_the_marked_corner(color):
+    run = flashsim.run(*cases.arrays(n=11 * 16, d=64), tiling=cases.TILING, causal=True, trace=True)
+    ax = viz.tile_map(run, color=color)
+    ax.figure.canvas.draw()
+    masked = next(c for c in ax.collections if c.get_label() == "masked")
+    corners = {}
+    for path in masked.get_paths():  # the long side runs from top left to bottom right
+        left, _, bottom = ax.transData.transform(path.vertices[:3])
+        corners[round(path.vertices[1][1] + 0.5)] = left, bottom
+    for text in ax.texts:
+        j, i = text.get_position() if text.get_ha() == "center" else (-1, -2)
+        if i == j:
+            box = text.get_window_extent()
+            left, bottom = corners[i]
+            (along, down), (x, y) = bottom - left, np.array([box.x1, box.y1]) - left
+            assert along * y - down * x < 0  # its upper right corner is below the long side
+
+
+def test_tile_map_of_a_large_grid_has_no_numbers():
+    big = flashsim.run(*cases.arrays(n=20), tiling=Tiling(1, 1), trace=True)
+    ax = viz.tile_map(big)
+    assert not [t for t in ax.texts if t.get_text().isdigit()]
+    assert ax.images[0].get_array().shape == (20, 20)
+
+
+def test_tile_map_unknown_color():
+    with pytest.raises(OptionError, match="unknown color 'time'; possible: order, bytes, flops"):
+        viz.tile_map(cases.trace(), color="time")
+
+
+# -- over the walk ---------------------------------------------------------------------------------
+
+
+def test_cumulative_ends_at_the_totals():
+    ax = viz.cumulative(comparison().results["flash2"])
+    assert ax.lines[0].get_ydata()[-1] == cases.trace().bytes()
+    flops = viz.cumulative(cases.trace(), quantity="flops", log=True)
+    assert flops.lines[0].get_ydata()[-1] == cases.trace().flops()
+    assert flops.get_xscale() == "log"
+    with pytest.raises(OptionError, match="unknown quantity 'time'"):
+        viz.cumulative(cases.trace(), quantity="time")
+    with pytest.raises(DTypeError, match="got Traffic"):
+        viz.cumulative(cases.trace().predicted())
+
+
+def test_legend_of_cumulative_covers_no_line():
+    ax = viz.cumulative(flashsim.compare(*cases.arrays()))  # small: dashed lines rise at the left
+    ax.figure.canvas.draw()
+    box = ax.get_legend().get_window_extent()
+    for axes in ax.figure.axes:
+        for curve in axes.lines:
+            assert axes.transData.transform(curve.get_xydata())[:, 1].max() < box.y0
+
+
+def test_registers_come_on_top_of_shared_memory():
+    trace = flashsim.load_sample_trace("h200-backward")
+    assert trace.peak_sram() > trace.device.sram_bytes
+    label = viz.sram_timeline(trace).texts[0]
+    assert label.get_text() == "H200: 232,448 B a block, without registers"
+    assert label.get_bbox_patch() is not None  # read on top of the buffers
+    plain = viz.sram_timeline(cases.trace()).texts[0]
+    assert "registers" not in plain.get_text()
+
+
+def test_sram_timeline_reaches_the_peak():
+    trace = cases.trace()
+    ax = viz.sram_timeline(trace)
+    top = max(path.vertices[:, 1].max() for c in ax.collections for path in c.get_paths())
+    assert top == trace.peak_sram()
+    assert f"{trace.device.sram_bytes:,} B" in ax.texts[0].get_text()
+    labels = [t.get_text() for t in ax.get_legend().get_texts()]
+    assert labels[-2:] == ["O", "Q"]  # what stays on chip makes the base; listed from the top
+
+
+def test_sram_timeline_draws_the_limit_when_it_is_near():
+    device = flashsim.Device.get("H100").with_sram(4096)
+    run = flashsim.run(*cases.arrays(), tiling=cases.TILING, device=device, trace=True)
+    ax = viz.sram_timeline(run, stage="forward", steps=(0, 4))
+    assert ax.lines[0].get_ydata()[0] == 4096
+    with pytest.raises(OptionError, match="steps must be a range within"):
+        viz.sram_timeline(run, steps=(9, 9))
+    with pytest.raises(OptionError, match="no stage 'dq'"):
+        viz.sram_timeline(run, stage="dq")
+
+
+def test_diff_shows_only_differences():
+    one, two = cases.trace("flash1"), cases.trace("flash2")
+    ax = viz.diff(one, two)
+    expected = {"/".join(k): b - a for k, (a, b) in one.diff(two).items()}
+    assert {gid: bar.get_width() for gid, bar in bars(ax).items()} == expected
+    same = viz.diff(two, two.predicted())
+    assert not bars(same)
+    assert "equal, byte for byte" in [t.get_text() for t in same.texts]
+    assert any(t.get_text().startswith("5 transfers are equal") for t in same.texts)
+
+
+def test_diff_lists_stages_in_order_and_fits_its_title():
+    forward, backward = (flashsim.load_sample_trace(f"h200-{d}") for d in ("forward", "backward"))
+    ax = viz.diff([forward, backward])  # one argument that holds two
+    stages = [label.get_text().split(":")[0] for label in ax.get_yticklabels()]
+    assert list(dict.fromkeys(stages)) == ["forward", "delta", "fused", "convert"]
+    ax.figure.canvas.draw()
+    title = ax._left_title.get_window_extent()
+    assert title.x1 < ax.figure.bbox.x1
+    many = viz.diff(cases.trace("flash1", "backward"), cases.trace("flash2", "backward"))
+    many.figure.canvas.draw()
+    assert len(bars(many)) > 25
+    for texts in (many.get_yticklabels(), [t for t in many.texts if "B" in t.get_text()]):
+        boxes = [text.get_window_extent() for text in texts]
+        assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+    with pytest.raises(OptionError, match="diff takes two traces, got 6: standard"):
+        viz.diff(comparison())
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+def line(ax, text):
+    return next(x for x in ax.lines if text in str(x.get_label()))
+
+
+def test_io_curve_from_counts_and_from_a_sweep():
+    sweep = flashsim.sweep(
+        [512, 1024, 2048], dtype="bfloat16", algorithm=["standard", "flash1", "flash2"]
+    )
+    for data in (counts(), sweep, sweep.rows):
+        ax = viz.io_curve(data)
+        ours = line(ax, "FlashAttention-2")
+        assert list(ours.get_xdata()) == [512, 1024, 2048]
+        assert list(ours.get_ydata()) == [c.bytes() for c in counts()[6:]]
+        assert list(line(ax, "compulsory").get_ydata()) == [c.compulsory() for c in counts()[6:]]
+    frame = pytest.importorskip("pandas").DataFrame(sweep.rows)
+    assert len(viz.io_curve(frame).lines) == len(ax.lines)
+
+
+def test_io_curve_lists_algorithms_in_one_order_and_says_what_was_fitted():
+    sweep = flashsim.sweep([512, 1024], algorithm=["flash2", "standard"])
+    texts = [text.get_text() for text in viz.io_curve(sweep).get_legend().get_texts()]
+    assert texts[:2] == ["standard", "FlashAttention-2"]
+    assert texts[2].endswith("fitted\nto FlashAttention-2")
+
+
+def test_io_curve_under_a_window_shows_no_bound_that_does_not_hold():
+    options = {"head_dim": 64, "algorithm": ["standard", "flash2"]}
+    texts = {
+        window: [
+            entry.get_label() for entry in viz.io_curve(sweep).lines if entry.get_color() != "k"
+        ]
+        for window in (None, (64, 0))
+        for sweep in [flashsim.sweep([1024, 4096], window=window, **options)]
+    }
+    assert any("Saha" in text for text in texts[None])
+    assert not any("Saha" in text or "Θ" in text for text in texts[64, 0])
+    assert "compulsory (exact)" in texts[64, 0]
+    both = flashsim.sweep([1024, 4096], window=[(64, 0), None])
+    assert line(viz.io_curve(both), "FlashAttention-2, window 64:0")
+    causal = flashsim.sweep([1024, 4096], causal=True, window=(64, 0), direction="backward")
+    about = [text.get_text() for text in viz.io_curve(causal).texts]
+    assert "d = 64, float32, causal, window 64:0, backward, H100" in about
+
+
+def test_io_curve_slopes():
+    ax = viz.io_curve(counts(tiling=Tiling(64, 64)))
+    theorem = line(ax, "Θ(N²d²/M)").get_ydata()
+    assert theorem[1] / theorem[0] == pytest.approx(4)
+    lower = line(ax, "Saha").get_ydata()
+    assert lower[1] / lower[0] == pytest.approx(4)
+
+
+@pytest.mark.parametrize("x", ["head_dim", "block_q", "sram_bytes"])
+def test_io_curve_over(x):
+    options = {
+        "head_dim": {"head_dim": [32, 64]},
+        "block_q": {"tiling": [Tiling(16, 64), Tiling(64, 64)]},
+        "sram_bytes": {"sram_bytes": [65536, 131072], "algorithm": ["flash1", "flash2"]},
+    }[x]
+    ax = viz.io_curve(flashsim.sweep(1024, **options), x=x)
+    assert len([entry for entry in ax.lines if entry.get_marker() == "^"]) == 1
+    assert len(line(ax, "FlashAttention-2").get_xdata()) == 2
+
+
+def test_io_curve_needs_something_that_varies():
+    with pytest.raises(OptionError, match="points that differ in one of n_q, head_dim"):
+        viz.io_curve(counts()[:1])
+    with pytest.raises(OptionError, match="unknown x 'n'; possible: n_q"):
+        viz.io_curve(counts(), x="n")
+
+
+def test_failed_points_are_left_out():
+    sweep = flashsim.sweep([512, 1024], tiling=[Tiling(32, 32), Tiling(512, 512)], sram_bytes=65536)
+    assert len(line(viz.io_curve(sweep), "FlashAttention-2").get_xdata()) == 2
+    with pytest.raises(OptionError, match="no point of this sweep succeeded"):
+        viz.io_curve([row for row in sweep.rows if row["status"] != "ok"])
+
+
+def test_bounds():
+    assert bounds.flash_theorem(1024, 1024, 64, 2048) == 1024 * 1024 * 64 * 64 / 2048
+    assert bounds.lower_bound(1024, 1024, 64, 64**2) == bounds.flash_theorem(1024, 1024, 64, 64**2)
+    below = bounds.lower_bound(1024, 1024, 64, 1024)
+    assert below == 1024 * 1024 * 64 / 32
+    assert below < bounds.flash_theorem(1024, 1024, 64, 1024)
+
+
+def test_roofline_places_points_on_the_roof():
+    count = flashsim.count(Problem(4096, head_dim=128, dtype="bfloat16"))
+    ax = viz.roofline(count)
+    hollow, filled, *_ = [x for x in ax.lines if x.get_marker() == "^"]
+    device = count.device
+    assert hollow.get_xdata()[0] == count.flops("matmul") / count.bytes()
+    assert filled.get_xdata()[0] == count.flops("matmul") / count.compulsory()
+    assert hollow.get_ydata()[0] == min(
+        hollow.get_xdata()[0] * device.hbm_bandwidth, device.peak("bfloat16")
+    )
+    measured = viz.roofline(count, seconds={"flash2": 1e-3}, device="H200")
+    bar = line(measured, "FlashAttention-2 (measured)")
+    assert list(bar.get_ydata()) == [count.flops("matmul") / 1e-3]
+    assert "H200" in measured.get_title(loc="left")
+
+
+def test_bars_without_a_height_lie_beside_no_figure():
+    ax = viz.roofline(counts()[::3], seconds={"flash1": 1e-3})
+    strip = next(p for p in ax.patches if p.get_height() > 0)
+    floor = strip.get_y() + strip.get_height()
+    assert min(ax.get_yticks()) >= floor
+    heights = {y for entry in ax.lines for y in entry.get_ydata() if y < 1}  # of the axes
+    assert len(heights) == 2  # of three: one was measured
+    share = ax.transAxes.inverted().transform(ax.transData.transform((1, floor)))[1]
+    assert max(heights) < share
+    assert min(line(ax, "HBM").get_ydata()) >= floor
+    measured = viz.roofline(counts()[:1], seconds={"standard": 1e-3})
+    assert not measured.patches
+
+
+def test_roofline_of_a_sweep_says_which_point_is_which():
+    ax = viz.roofline(flashsim.sweep([512, 1024], algorithm=["standard", "flash2"]))
+    texts = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert "standard, N = 512" in texts
+    assert "FlashAttention-2, N = 1,024" in texts
+
+
+def test_memory_footprint_writes_no_number_over_another():
+    ax = viz.memory_footprint(Problem(64, head_dim=64))  # m and l, or L: almost the same
+    ax.figure.canvas.draw()
+    boxes = [text.get_window_extent() for text in ax.texts]
+    assert sum(text.get_text().count("B") for text in ax.texts) == 3
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+
+
+def test_memory_footprint_is_what_is_saved():
+    problem = Problem(64, head_dim=32, heads=4)
+    names = ("standard", "flash2")
+    ax = viz.memory_footprint(problem, n=(128, 256), algorithms=names, device="A100")
+    standard = line(ax, "standard").get_ydata()
+    for n, nbytes in zip((128, 256), standard, strict=True):
+        assert nbytes == traffic.saved(Problem(n, head_dim=32, heads=4), "standard")
+    short, long = line(ax, "FlashAttention-2").get_ydata()
+    assert long == 2 * short
+    sweep = flashsim.sweep([128, 256], algorithm=["standard", "flash2"])
+    assert len(viz.memory_footprint(sweep).lines) == 2
+
+
+# -- GPU timelines ---------------------------------------------------------------------------------
+
+
+def bar_heights(collection):
+    return {round(path.get_extents().height, 6) for path in collection.get_paths()}
+
+
+def test_gpu_timeline_rows_and_phases():
+    trace = cases.with_timeline()
+    ax = viz.gpu_timeline(trace)
+    labels = [c.get_label() for c in ax.collections]
+    assert labels == ["visit", "load", "scores", "softmax", "output"]
+    assert all(len(c.get_paths()) == trace.n_visits for c in ax.collections)
+    box = ax.collections[1].get_paths()[0].get_extents()
+    assert box.width == pytest.approx(0.3)  # 300 ns, in microseconds
+    one = viz.gpu_timeline(trace, sms=(1, 1))
+    assert one.get_title(loc="left").endswith("one SM")
+    assert [t.get_text() for t in one.get_yticklabels()] == ["SM 1  block 0", "block 1"]
+
+
+def test_gpu_timeline_numbers_visits_where_there_is_room():
+    near = viz.gpu_timeline(cases.with_timeline(), sms=(0, 0), times=(0, 1.9))
+    numbers = [t.get_text() for t in near.texts if t.get_text().startswith("j ")]
+    assert numbers == ["j 0", "j 1", "j 0", "j 1"]  # the third does not end in time
+    far = viz.gpu_timeline(cases.with_timeline(), sms=(0, 0), times=(0, 40))
+    assert not [t for t in far.texts if t.get_text().startswith("j ")]
+
+
+def test_gpu_timeline_by_block():
+    trace = cases.with_timeline(sm_count=2, shared=2)
+    ax = viz.gpu_timeline(trace, color="block")
+    (blocks,) = ax.collections
+    assert sorted(blocks.get_array().tolist()) == list(range(trace.schedule.t_r))
+    visits = trace.schedule.t_c
+    widths = [path.get_extents().width for path in blocks.get_paths()]
+    assert widths == pytest.approx([0.64 * visits] * trace.schedule.t_r)
+    assert bar_heights(blocks) == {0.45}  # two share an SM
+    many = cases.with_timeline(sm_count=66, shared=1)
+    assert len(viz.gpu_timeline(many).collections) == 5  # six SMs at work: rows thick enough
+    with pytest.raises(OptionError, match="unknown color 'sm'; possible: phase, block"):
+        viz.gpu_timeline(trace, color="sm")
+
+
+def test_gpu_timeline_of_overlapping_visits_and_roles():
+    trace = cases.with_roles()
+    ax = viz.gpu_timeline(trace, sms=(0, 0))
+    assert [t.get_text() for t in ax.get_yticklabels()] == [
+        "SM 0  producer", "consumer 0", "consumer 0, next", "consumer 1",
+        "consumer 1, next",
+    ]  # fmt: skip
+    visits = [path.get_extents() for path in ax.collections[0].get_paths()]
+    for one, other in itertools.combinations(visits, 2):
+        apart = one.x1 <= other.x0 or other.x1 <= one.x0 or one.y1 <= other.y0 or other.y1 <= one.y0
+        assert apart
+
+
+def test_gpu_timeline_needs_one():
+    with pytest.raises(TraceError, match='run on a GPU backend with trace="timeline"'):
+        viz.gpu_timeline(cases.trace())
+    with pytest.raises(
+        OptionError, match=r"no span of stage 'forward' on SMs \(70, 80\).*SMs 0 to 2"
+    ):
+        viz.gpu_timeline(cases.with_timeline(), sms=(70, 80))
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+def test_human():
+    assert human(4_456_448) == "4.46 MB"
+    assert human(999) == "999 B"
+    assert [human(n) for n in (17_000_000, 99_960_000, 999_499)] == ["17.0 MB", "100 MB", "999 kB"]
+    assert human(999_500) == human(999_999) == "1.00 MB"  # never 1e+03 kB
+    ticks = plt.figure().add_subplot().yaxis
+    unit_axis(ticks)
+    shown = [ticks.get_major_formatter()(n) for n in (0, 400, 15e6, 17.5e6, 300e6)]
+    assert shown == ["0 B", "400 B", "15 MB", "17.5 MB", "300 MB"]
+    assert human(989.4e12, "FLOP/s") == "989 TFLOP/s"
+    assert human(0) == "0 B"

@@ -1,0 +1,102 @@
+"""Where tensors stand around the grid of score tiles, in animations and pages alike.
+
+Queries run down and keys run across, so a tensor with one row a query stands as a column beside
+the grid, one with one row a key as a row above or below it; a matrix of scores is the grid.
+Inputs stand left and above, results right and below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flashsim.errors import UnsupportedError
+from flashsim.schedule.names import TENSORS, TRANSFERS
+from flashsim.trace.trace import Trace
+from flashsim.viz.data.walk import Walk
+
+KEY_SIDE = frozenset({"K", "V", "dK", "dV"})
+#: How names too long for a strip are written beside it.
+SYMBOLS = {"delta": "δ", "dBias": "dB", "bias": "B"}
+MATRICES = frozenset({"S", "P", "dP", "dS", "bias", "dBias", "gate"})
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tensors (accumulators under their own tensor's name) by the side they stand on."""
+
+    left: tuple[str, ...]
+    right: tuple[str, ...]
+    top: tuple[str, ...]
+    bottom: tuple[str, ...]
+    grid: tuple[str, ...]
+
+    @property
+    def sides(self) -> dict[str, tuple[str, ...]]:
+        """By name."""
+        return {name: getattr(self, name) for name in ("left", "right", "top", "bottom", "grid")}
+
+
+def layout(trace: Trace) -> Layout:
+    """Place every tensor that a trace moves."""
+    loaded: dict[str, None] = {}
+    written: dict[str, None] = {}
+    for _, op, tensor in trace.transfers:
+        (loaded if op == "load" else written)[tensor.removesuffix("_acc")] = None
+    tensors = list({**loaded, **written})
+    row = [t for t in tensors if t not in KEY_SIDE | MATRICES]
+    col = [t for t in tensors if t in KEY_SIDE]
+    return Layout(
+        left=tuple(t for t in row if t not in written),
+        right=tuple(t for t in row if t in written),
+        top=tuple(t for t in col if t not in written),
+        bottom=tuple(t for t in col if t in written),
+        grid=tuple(t for t in tensors if t in MATRICES),
+    )
+
+
+def first_touch(walk: Walk) -> dict[str, np.ndarray]:
+    """The step at which each tile of each tensor first moved; `len(walk)` if it never does.
+
+    Returns
+    -------
+    dict of ndarray of int64
+        By tensor: (T_r,), (T_c,), or for matrices (T_r, T_c).
+    """
+    t_r, t_c = one_grid(walk.trace)
+    events = walk.events
+    step = np.searchsorted(walk.ends, np.arange(len(events)))
+    moving = np.isin(events["op"], TRANSFERS)
+    result: dict[str, np.ndarray] = {}
+    for code in np.unique(events["tensor"][moving]):
+        name = TENSORS[code].removesuffix("_acc")
+        chosen = moving & (events["tensor"] == code)
+        i, j, at = events["i"][chosen], events["j"][chosen], step[chosen]
+        shape = (t_r, t_c) if name in MATRICES else (t_c,) if name in KEY_SIDE else (t_r,)
+        first = result.setdefault(name, np.full(shape, len(walk), np.int64))
+        if name in MATRICES:
+            whole = j < 0  # rows of a matrix moved at once
+            np.minimum.at(first, (i[~whole], j[~whole]), at[~whole])
+            for row, when in zip(i[whole], at[whole], strict=True):
+                first[row] = np.minimum(first[row], when)
+        else:
+            np.minimum.at(first, j if name in KEY_SIDE else i, at)
+    return result
+
+
+def one_grid(trace: Trace) -> tuple[int, int]:
+    """(T_r, T_c), the same in every stage of a trace.
+
+    Raises
+    ------
+    UnsupportedError
+        If the stages were tiled differently, so that no one grid shows them all.
+    """
+    shapes = {(s.schedule.t_r, s.schedule.t_c) for s in trace.stages}
+    if len(shapes) > 1:
+        raise UnsupportedError(
+            f"the stages of this trace have grids of different sizes ({sorted(shapes)} tiles); "
+            "it cannot be shown on one"
+        )
+    return shapes.pop()

@@ -1,0 +1,197 @@
+"""What plots accept: traces, closed forms, results, comparisons, sweeps, and lists of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from flashsim.counts import traffic
+from flashsim.counts.traffic import Traffic
+from flashsim.errors import DTypeError, OptionError, TraceError
+from flashsim.trace.trace import Trace
+
+#: How algorithms are called in print.
+NAMES = {
+    "standard": "standard",
+    "flash1": "FlashAttention-1",
+    "flash2": "FlashAttention-2",
+    "flash2-fused": "FlashAttention-2 fused",
+}
+
+
+def one_trace(data: Any) -> Trace:
+    """The trace in `data`: itself, or that of a `Result` or `Gradients`.
+
+    Raises
+    ------
+    TraceError, DTypeError
+        If nothing was recorded, or if `data` is something else.
+    """
+    trace = getattr(data, "trace", data)
+    if trace is None:
+        raise TraceError("nothing was recorded; run with trace=True")
+    if not isinstance(trace, Trace):
+        raise DTypeError(
+            f"expected a Trace (or a Result or Gradients that has one), got {type(data).__name__}"
+        )
+    return trace
+
+
+def labelled(data: Any) -> dict[str, Trace | Traffic]:
+    """Several sources by label, whatever holds them.
+
+    Parameters
+    ----------
+    data : Trace, Traffic, Result, Gradients, Comparison, a list of them, or a dict by label
+        A dict's keys become the labels; others are named after what differs between them.
+    """
+    if isinstance(data, Mapping):
+        return {str(label): _one(source) for label, source in data.items()}
+    sources = _flatten(data)
+    if not sources:
+        raise OptionError("nothing to plot: the list of traces is empty")
+    return dict(zip(_labels(sources), sources, strict=True))
+
+
+def _flatten(data: Any) -> list[Trace | Traffic]:
+    if hasattr(data, "rows"):
+        raise DTypeError(
+            "a Sweep holds totals, not what each tensor or step moved; draw it with viz.io_curve, "
+            "viz.roofline or viz.memory_footprint"
+        )
+    if isinstance(data, (Trace, Traffic)) or hasattr(data, "trace"):
+        return [_one(data)]
+    if hasattr(data, "traces"):
+        return list(data.traces)
+    if isinstance(data, Iterable) and not isinstance(data, (str, bytes)):
+        return [source for item in data for source in _flatten(item)]
+    raise DTypeError(
+        "expected a Trace, Traffic, Result, Gradients, Comparison or a list or dict of them, "
+        f"got {type(data).__name__}"
+    )
+
+
+def _one(source: Any) -> Trace | Traffic:
+    return source if isinstance(source, Traffic) else one_trace(source)
+
+
+def _labels(sources: list[Trace | Traffic]) -> list[str]:
+    """Algorithm, and then only what differs; numbered where nothing does."""
+    facts = [
+        {
+            "algorithm": NAMES[s.algorithm],
+            "direction": s.direction,
+            "n": f"N = {s.problem.n_q:,}",
+            "d": f"d = {s.problem.head_dim}",
+            "dtype": s.problem.dtype,
+            "causal": "causal" if s.problem.causal else "not causal",
+            "window": window(s.problem.window) if s.problem.window else "no window",
+            "tiling": str(s.tiling),
+            "device": s.device.name,
+            "backend": s.backend,
+        }
+        for s in sources
+    ]
+    differing = [
+        key for key in facts[0] if key == "algorithm" or len({fact[key] for fact in facts}) > 1
+    ]
+    labels = [", ".join(fact[key] for key in differing) for fact in facts]
+    seen: dict[str, int] = {}
+    for n, label in enumerate(labels):
+        seen[label] = seen.get(label, 0) + 1
+        if seen[label] > 1:
+            labels[n] = f"{label} ({seen[label]})"
+    return labels
+
+
+def places(algorithms: Iterable[str]) -> list[int]:
+    """Which colour, dash and marker each series has: its algorithm's, so that one algorithm looks
+    the same in every figure; where an algorithm comes twice, series are counted instead."""
+    names = list(algorithms)
+    order = list(NAMES)
+    return (
+        [order.index(a) for a in names] if len(set(names)) == len(names) else [*range(len(names))]
+    )
+
+
+def about(source: Trace | Traffic) -> list[str]:
+    """Heads, lengths, width, type, mask and tiling of a source, in words."""
+    p = source.problem
+    packed = p.cu_seqlens_q is not None
+    return [
+        f"{p.batch * p.heads} heads" if p.batch * p.heads > 1 else "1 head",
+        f"{p.n_q:,} × {p.n_kv:,}",
+        f"d\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}{p.head_dim}",
+        p.dtype,
+        *(["causal"] if p.causal else []),
+        *([window(p.window)] if p.window else []),
+        *(["packed sequences"] if packed else []),
+        *(["with a bias"] if p.bias else []),
+        *(["block-sparse"] if p.block_mask else []),
+        *(["own mask"] if p.mask else []),
+        f"tiles of {source.tiling.block_q} × {source.tiling.block_k}",
+    ]
+
+
+def window(sides: tuple[int, int]) -> str:
+    """A sliding window in words, as on the command line."""
+    return f"window {sides[0]}:{sides[1]}"
+
+
+def common(sources: Iterable[Trace | Traffic], *, name: bool = False) -> str:
+    """What `about` says of all sources alike, in one line; with `name`, the algorithm first."""
+    all_of_them = list(sources)
+    words = [about(source) for source in all_of_them]
+    alike = [word for word in words[0] if all(word in other for other in words)]
+    if name:
+        alike.insert(0, NAMES[all_of_them[0].algorithm] + " " + all_of_them[0].direction)
+    return ", ".join(alike)
+
+
+def rows(data: Any) -> list[dict[str, Any]]:
+    """One dict a point, with the columns of `flashsim.sweep`.
+
+    Parameters
+    ----------
+    data : Sweep, DataFrame, list of dict, or anything `labelled` takes
+        Points of a sweep that failed are left out.
+    """
+    found = getattr(data, "rows", None)
+    if hasattr(data, "to_dict") and hasattr(data, "columns"):
+        found = data.to_dict("records")
+    elif isinstance(data, (list, tuple)) and data and all(isinstance(r, Mapping) for r in data):
+        found = data
+    if found is None:
+        return [_row(source) for source in labelled(data).values()]
+    kept = [dict(row) for row in found if row.get("status", "ok") == "ok"]
+    for row in kept:  # pandas reads no window from a file as NaN
+        row["window"] = row["window"] if isinstance(row.get("window"), str) else None
+    if not kept:
+        raise OptionError("nothing to plot: no point of this sweep succeeded")
+    return kept
+
+
+def _row(s: Trace | Traffic) -> dict[str, Any]:
+    p = s.problem
+    shape = {name: getattr(p, name) for name in ("n_q", "n_kv", "head_dim", "head_dim_v")}
+    return {
+        "algorithm": s.algorithm,
+        "direction": s.direction,
+        "dtype": p.dtype,
+        "causal": p.causal,
+        "window": p.window and f"{p.window[0]},{p.window[1]}",
+        "batch": p.batch,
+        "heads": p.heads,
+        "kv_heads": p.kv_heads,
+        **shape,
+        "device": s.device.name,
+        "sram_bytes": s.device.sram_bytes,
+        "block_q": s.tiling.block_q,
+        "block_k": s.tiling.block_k,
+        "requested_bytes": s.bytes(),
+        "compulsory_bytes": s.compulsory(),
+        "flops": s.flops(),
+        "matmul_flops": s.flops("matmul"),
+        "saved_bytes": traffic.saved(p, s.algorithm),
+        "workspace_bytes": traffic.workspace(p, s.algorithm, s.direction),
+    }

@@ -1,0 +1,311 @@
+"""`animate`: a walk, or two in step, as GIF, MP4 or a self-contained HTML file.
+
+Everything that does not move is drawn once; for each frame the artists that do are moved and drawn
+over a copy of it.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from PIL import Image
+
+from flashsim.errors import BackendUnavailable, OptionError, choices
+from flashsim.viz import palette
+from flashsim.viz.data import sources
+from flashsim.viz.data.statistics import RowStatistics
+from flashsim.viz.data.walk import Walk
+from flashsim.viz.film.panels import Counters, Moves, StatisticsPanel
+from flashsim.viz.film.scene import Scene, sram_scale
+from flashsim.viz.style import rc
+
+FORMATS = (".gif", ".mp4", ".html")
+CLOCKS = ("steps", "bytes")
+_SIZE = (960, 540)  # pixels
+_HOLD_MS = 2500  # how long the last frame stays
+
+
+def animate(
+    data: Any,
+    path: str | Path,
+    *,
+    statistics: RowStatistics | Mapping[str, RowStatistics] | None = None,
+    fps: float = 15,
+    max_frames: int = 320,
+    clock: str = "steps",
+    theme: str = "light",
+) -> Path:
+    """Write an animation of one trace, or of two side by side.
+
+    It shows Q, K, V and O in HBM with the tiles in flight, the score grid filling in, what SRAM
+    holds, and running counters; with `statistics`, m and l of a query row.
+
+    Parameters
+    ----------
+    data : Trace, Result, Gradients, Comparison, or a list or dict (by label) of one or two
+    path : path-like
+        Its ending chooses the format: .gif, .mp4 (needs ffmpeg) or .html.
+    statistics : RowStatistics, or a dict of them by label, optional
+        From `row_statistics`.
+    fps : float
+        Frames a second.
+    max_frames : int
+        A longer walk skips steps, evenly.
+    clock : {"steps", "bytes"}
+        What two traces share: the number of steps made, or the number of bytes moved, which is how
+        they would run if HBM alone set the pace.
+    theme : {"light", "dark"}
+
+    Returns
+    -------
+    Path
+
+    Raises
+    ------
+    OptionError
+        For a format, clock or theme that does not exist, or more than two traces.
+    BackendUnavailable
+        For .mp4 without ffmpeg.
+    """
+    path = Path(path)
+    if path.suffix not in FORMATS:
+        raise OptionError(f"cannot write {path.name!r}: an animation ends in {', '.join(FORMATS)}")
+    if path.suffix == ".mp4" and shutil.which("ffmpeg") is None:
+        raise BackendUnavailable(
+            f"writing {path.name!r} needs ffmpeg, which is not installed; "
+            "install it, or write a .gif or .html, which need nothing"
+        )
+    if not fps > 0 or max_frames < 1:
+        raise OptionError(f"fps and max_frames must be positive, got {fps!r} and {max_frames!r}")
+    film = Film(data, statistics=statistics, clock=clock, theme=theme, max_frames=max_frames)
+    write = {".gif": _write_gif, ".mp4": _write_mp4, ".html": _write_html}[path.suffix]
+    try:
+        write(film, path, fps)
+    finally:
+        film.close()
+    return path
+
+
+class Film:
+    """The figure of an animation, and its frames.
+
+    Attributes
+    ----------
+    figure : Figure
+    scenes : list of Scene
+    schedule : ndarray of int, (n_frames, n_traces)
+        The step each trace shows in each frame.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        *,
+        statistics: RowStatistics | Mapping[str, RowStatistics] | None = None,
+        clock: str = "steps",
+        theme: str = "light",
+        max_frames: int = 320,
+    ) -> None:
+        chosen = sources.labelled(data)
+        if len(chosen) > 2:
+            raise OptionError(
+                f"an animation shows at most two traces, got {len(chosen)}: {', '.join(chosen)}"
+            )
+        if clock not in CLOCKS:
+            raise OptionError(f"unknown clock {clock!r}; {choices(clock, CLOCKS)}")
+        if isinstance(statistics, RowStatistics):
+            statistics = dict.fromkeys(list(chosen)[:1], statistics)
+        walks = {label: Walk(sources.one_trace(source)) for label, source in chosen.items()}
+        self.schedule = frame_steps(list(walks.values()), clock, max_frames)
+        look = self.theme = palette.theme(theme)
+        with plt.rc_context(rc(look)):
+            self.figure = Figure(figsize=(_SIZE[0] / 100, _SIZE[1] / 100), dpi=100)
+            self.canvas = FigureCanvasAgg(self.figure)
+            self.panels: list[list[Any]] = []
+            self.scenes: list[Scene] = []
+            full = max(sram_scale(walk) for walk in walks.values())  # one scale, to compare
+            for n, (label, walk) in enumerate(walks.items()):
+                self._build(n, len(walks), label, walk, full, (statistics or {}).get(label))
+        for panels in self.panels:
+            for panel in panels:
+                for artist in panel.artists:
+                    artist.set_animated(True)
+        self.canvas.draw()
+        self.background = self.canvas.copy_from_bbox(self.figure.bbox)
+
+    def _build(
+        self, n: int, total: int, label: str, walk: Walk, full: int, row: RowStatistics | None
+    ) -> None:
+        look = self.theme
+        left, width = 0.02 + n / total, 1 / total - 0.04
+        if total == 1:  # the diagram at the left, facts at the right
+            diagram = (0.02, 0.03, 0.6, 0.94)
+            facts, sram = (0.67, 0.6, 0.31, 0.37), (0.67, 0.45, 0.31, 0.075)
+        else:
+            diagram = (left, 0.32, width, 0.66)
+            facts, sram = (left, 0.12, width, 0.19), (left, 0.02, width, 0.055)
+        at = self.figure.add_axes
+        aspect = diagram[2] * _SIZE[0] / (diagram[3] * _SIZE[1])
+        scene = Scene(at(diagram), at(sram), walk, look, aspect, full)
+        self.scenes.append(scene)
+        panels: list[Any] = [scene, Counters(at(facts), walk, look, label, 2 if total == 1 else 4)]
+        if total == 1 and row is None:
+            panels.append(Moves(at((0.67, 0.03, 0.31, 0.38)), walk, look))
+        elif row is not None and total == 1:
+            high, low = at((0.735, 0.22, 0.245, 0.13)), at((0.735, 0.05, 0.245, 0.13))
+            panels.append(StatisticsPanel(high, low, row, look, facts[0]))
+        self.panels.append(panels)
+
+    def __len__(self) -> int:
+        return len(self.schedule)
+
+    def frame(self, number: int) -> np.ndarray:
+        """RGB pixels of one frame, uint8 (height, width, 3)."""
+        self.canvas.restore_region(self.background)
+        for panels, step in zip(self.panels, self.schedule[number].tolist(), strict=True):
+            for panel in panels:
+                panel.update(step)
+        pixels = np.asarray(self.canvas.buffer_rgba())
+        for panels in self.panels:
+            for mosaic in panels[0].mosaics:
+                mosaic.draw(pixels)
+            for panel in panels:
+                for artist in sorted(panel.artists, key=lambda a: a.get_zorder()):
+                    self.figure.draw_artist(artist)
+        return pixels[..., :3].copy()
+
+    def frames(self) -> Iterator[np.ndarray]:
+        """All frames, in order."""
+        return (self.frame(number) for number in range(len(self)))
+
+    def close(self) -> None:
+        """Forget the figure."""
+        self.figure.clear()
+
+
+def frame_steps(walks: list[Walk], clock: str, max_frames: int) -> np.ndarray:
+    """int (n_frames, n_walks): the step that each walk shows in each frame."""
+    longest = max(len(walk) for walk in walks)
+    n = min(longest, max_frames)
+    times = np.unique(np.linspace(0, longest - 1, n).round().astype(np.int64))
+    if clock == "steps":
+        return np.stack([np.minimum(times, len(walk) - 1) for walk in walks], axis=1)
+    totals = [walk.hbm_bytes.sum(axis=1) for walk in walks]
+    moved = (times + 1) / longest * max(total[-1] for total in totals)
+    return np.stack(
+        [(np.searchsorted(total, moved, side="right") - 1).clip(0) for total in totals], axis=1
+    )
+
+
+# -- formats --------------------------------------------------------------------------------------
+
+
+def _colors(film: Film) -> np.ndarray:
+    """The colours that are drawn, and shades at the edges of text, uint8 (n, 3).
+
+    Worked out rather than guessed from a few frames: a tensor that moves once would lose its own.
+    At most 255, which leaves a GIF one to say "as before".
+    """
+    look = film.theme
+    solid = [look.background, look.panel, look.grid, look.accent, look.muted, look.text]
+    flat = np.concatenate([scene.shades() for scene in film.scenes])
+    page = _bytes(look.background)
+    inks = [_bytes(c) for c in (look.text, look.muted, look.accent)]
+    edges = [page + (c - page) * t for c in inks for t in (0.15, 0.3, 0.5, 0.7, 0.85)]
+    table = np.array([*map(_bytes, solid), *edges, *flat]).round().astype(np.uint8)
+    return np.unique(table, axis=0)[:255]
+
+
+def _bytes(color: str) -> np.ndarray:
+    return np.array(to_rgb(color)) * 255
+
+
+def _indexed(film: Film, colors: np.ndarray) -> Iterator[np.ndarray]:
+    """Frames as indices into `colors`, uint8 (height, width)."""
+    shared = Image.new("P", (1, 1))
+    shared.putpalette(colors.tobytes())
+    for pixels in film.frames():
+        picture = Image.fromarray(pixels).quantize(palette=shared, dither=Image.Dither.NONE)
+        yield np.asarray(picture)
+
+
+def _picture(indices: np.ndarray, colors: np.ndarray) -> Image.Image:
+    image = Image.fromarray(indices)
+    image.putpalette(colors.tobytes())
+    return image
+
+
+def _changes(frames: Iterator[np.ndarray], same: int) -> Iterator[np.ndarray]:
+    """Each frame with `same` where it is as the one before: flat, so it packs to a third."""
+    before = next(frames)
+    yield before
+    for frame in frames:
+        yield np.where(frame == before, np.uint8(same), frame)
+        before = frame
+
+
+def _write_gif(film: Film, path: Path, fps: float) -> None:
+    colors = _colors(film)
+    same = len(colors)
+    unused = next(c for c in np.eye(3, dtype=np.uint8) if not (colors == c).all(axis=1).any())
+    colors = np.concatenate([colors, [unused]])
+    frames = (_picture(f, colors) for f in _changes(_indexed(film, colors[:same]), same))
+    first = next(frames)
+    delay = max(20, round(1000 / fps))  # viewers slow down what is faster than 20 ms
+    durations = [delay] * (len(film) - 1) + [_HOLD_MS]
+    first.save(
+        path, save_all=True, append_images=frames, duration=durations, loop=0, optimize=False,
+        transparency=same, disposal=1, palette=colors.tobytes(),
+    )  # fmt: skip
+
+
+def _write_mp4(film: Film, path: Path, fps: float) -> None:
+    command = [
+        *("ffmpeg", "-y", "-loglevel", "error", "-f", "rawvideo", "-pix_fmt", "rgb24"),
+        *("-s", f"{_SIZE[0]}x{_SIZE[1]}", "-r", str(fps), "-i", "-"),
+        *("-pix_fmt", "yuv420p", "-movflags", "+faststart", str(path)),
+    ]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stderr is not None
+        with suppress(BrokenPipeError):  # ffmpeg has given up; its message says why
+            for pixels in film.frames():
+                process.stdin.write(pixels.tobytes())
+            process.stdin.close()
+        message = process.stderr.read().decode(errors="replace")
+    if process.returncode:
+        raise BackendUnavailable(f"ffmpeg could not write {path.name!r}: {message.strip()}")
+
+
+def _write_html(film: Film, path: Path, fps: float) -> None:
+    encoded, colors = [], _colors(film)
+    for indices in _indexed(film, colors):
+        buffer = io.BytesIO()
+        _picture(indices, colors).save(buffer, "PNG", optimize=True)
+        encoded.append(base64.b64encode(buffer.getvalue()).decode("ascii"))
+    template = files("flashsim.viz.film").joinpath("film.html").read_text(encoding="utf-8")
+    labels = " and ".join(scene.walk.trace.algorithm for scene in film.scenes)
+    parts = {
+        "TITLE": html.escape(f"flashsim: {labels}"),
+        "BACKGROUND": film.theme.background,
+        "SCHEME": film.theme.name,
+        "DELAY": str(round(1000 / fps)),
+        "FRAMES": ",".join(f'"{frame}"' for frame in encoded),
+    }
+    pieces = template.split("@@")
+    text = "".join(parts[piece] if n % 2 else piece for n, piece in enumerate(pieces))
+    path.write_text(text, encoding="utf-8")

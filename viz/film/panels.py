@@ -1,0 +1,156 @@
+"""What stands beside the diagram of an animation: totals, what is in flight, and m and l."""
+
+from __future__ import annotations
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.text import Text
+
+from flashsim.schedule.names import LOAD, OPS, TENSORS
+from flashsim.viz.data import sources
+from flashsim.viz.data.layout import SYMBOLS
+from flashsim.viz.data.statistics import RowStatistics
+from flashsim.viz.data.walk import Walk
+from flashsim.viz.palette import Theme, color
+from flashsim.viz.style import human
+
+
+class StatisticsPanel:
+    """m and l of one query row, growing visit by visit."""
+
+    def __init__(
+        self, ax: Axes, low: Axes, statistics: RowStatistics, theme: Theme, left: float
+    ) -> None:
+        self.s, self.lines = statistics, list[Line2D]()
+        self.artists: list[Artist] = []
+        for panel, name, values in ((ax, "m", statistics.m), (low, "l", statistics.l)):
+            finite = values[np.isfinite(values)]
+            span = (finite.min(), finite.max()) if len(finite) else (0, 1)
+            pad = 0.1 * (span[1] - span[0]) or 1.0
+            panel.set(
+                xlim=(-0.5, max(len(values) - 0.5, 0.5)), ylim=(span[0] - pad, span[1] + pad),
+                xticks=[], ylabel=name,
+            )  # fmt: skip
+            panel.yaxis.label.set(
+                rotation=0, fontweight="bold", fontsize=13, ha="right", va="center"
+            )
+            panel.tick_params(labelsize=9.5)
+            (line,) = panel.plot(
+                [],
+                [],
+                color=theme.text,
+                lw=1.8,
+                drawstyle="steps-post",
+                marker="o",
+                ms=6,
+                mfc=color(name, theme.name),
+                mec=theme.text,
+                mew=1,
+            )
+            self.lines.append(line)
+            self.artists.append(line)
+        box = ax.get_position()
+        self.text = ax.figure.text(
+            left, box.y1 + 0.02, "", fontsize=11.5, color=theme.muted, va="bottom"
+        )
+        self.artists.append(self.text)
+
+    def update(self, step: int) -> None:
+        """Show the visits made up to a step."""
+        n = int(np.searchsorted(self.s.steps, step, side="right"))
+        for line, values in zip(self.lines, (self.s.m, self.s.l), strict=True):
+            line.set_data(np.arange(n), values[:n])
+        m, l = (self.s.m[n - 1], self.s.l[n - 1]) if n else (-np.inf, 0.0)
+        top = "−∞" if np.isneginf(m) else f"{m:.2f}"
+        self.text.set_text(f"query row {self.s.row}: m = {top}, l = {l:.3g}")
+
+
+class Counters:
+    """Running totals of a walk, `columns` of them side by side."""
+
+    def __init__(self, ax: Axes, walk: Walk, theme: Theme, label: str, columns: int) -> None:
+        self.walk = walk
+        ax.axis("off")
+        _fit(ax.text(0, 1, label, va="top", fontsize=15, fontweight="bold"), ax)
+        words = ["one head", *sources.about(walk.trace)[1:]]  # of one walk, whatever ran
+        about = ", ".join(words)
+        if columns == 2:
+            about = ", ".join(words[:3]) + ",\n" + ", ".join(words[3:])
+        level = 0.87 if columns == 2 else 0.78
+        _fit(ax.text(0, level, about, va="top", fontsize=10, color=theme.muted), ax)
+        facts = {"loaded": 0, "stored": 1}
+        if walk.hbm_bytes[-1, 2]:
+            facts["reduced"] = 2
+        self.ops = list(facts.values())
+        names = [*facts, "computed", "FLOP per byte"]
+        columns = max(columns, len(names) if columns > 2 else columns)
+        top = 0.62 if columns == 2 else 0.55
+        height = top / -(-len(names) // columns)
+        self.values = []
+        for n, name in enumerate(names):
+            x, y = n % columns / columns, top - n // columns * height
+            size = {2: 13, 4: 11}.get(columns, 8.8)
+            value = ax.text(x, y, "", fontsize=size, fontweight="bold", va="top")
+            ax.text(x, y - 0.45 * height, name, fontsize=min(size, 10), color=theme.muted, va="top")
+            self.values.append(value)
+        self.artists: list[Artist] = list(self.values)
+
+    def update(self, step: int) -> None:
+        """Show the totals of a step."""
+        moved, flops = self.walk.hbm_bytes[step], int(self.walk.flops[step])
+        texts = [human(int(moved[op])) for op in self.ops]
+        total = int(moved.sum())
+        texts += [human(flops, "FLOP"), f"{flops / total:.1f}" if total else "–"]
+        for value, text in zip(self.values, texts, strict=True):
+            value.set_text(text)
+
+
+def _fit(text: Text, ax: Axes) -> None:
+    """Make a text small enough for its Axes' width."""
+    room = ax.get_window_extent().width
+    text.set_fontsize(float(text.get_fontsize()) * min(1, room / text.get_window_extent().width))
+
+
+class Moves:
+    """The transfers of a step, one a line; what goes to HBM is dashed, as in the diagram."""
+
+    ROWS = 8
+
+    def __init__(self, ax: Axes, walk: Walk, theme: Theme) -> None:
+        self.walk, self.theme = walk, theme
+        ax.set(xlim=(0, 1), ylim=(self.ROWS + 1, 0))
+        ax.axis("off")
+        ax.text(0, 0.5, "in flight", va="center", fontsize=11.5, color=theme.muted)
+        self.rows = [self._row(ax, n + 1.5) for n in range(self.ROWS)]
+        self.artists: list[Artist] = [artist for row in self.rows for artist in row]
+
+    def _row(self, ax: Axes, y: float) -> tuple[Line2D, Text, Text]:
+        (line,) = ax.plot([0.01, 0.14], [y, y], lw=4, solid_capstyle="butt", dash_capstyle="butt")
+        name = ax.text(0.18, y, "", va="center", fontsize=11.5)
+        size = ax.text(1, y, "", va="center", ha="right", fontsize=11.5)
+        return line, name, size
+
+    def update(self, step: int) -> None:
+        """Show the transfers of a step; the last line says how many found no room."""
+        moves = self.walk.moves(step)
+        for n, (line, name, size) in enumerate(self.rows):
+            shown = n < len(moves)
+            for artist in (line, name, size):
+                artist.set_visible(shown)
+            if not shown:
+                continue
+            if n == self.ROWS - 1 and len(moves) > self.ROWS:
+                line.set_visible(False)
+                name.set_text(f"and {len(moves) - n} more")
+                size.set_text(human(int(moves["bytes"][n:].sum())))
+                continue
+            e = moves[n]
+            tensor = TENSORS[e["tensor"]].removesuffix("_acc")
+            line.set(
+                color=color(tensor, self.theme.name),
+                linestyle="-" if e["op"] == LOAD else (0, (1.6, 0.8)),
+            )
+            name.set_text(f"{OPS[e['op']]} {SYMBOLS.get(tensor, tensor)}")
+            size.set_text(human(int(e["bytes"])))

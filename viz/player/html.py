@@ -1,0 +1,219 @@
+"""`page`: a trace as one self-contained HTML file that plays it, without server or network.
+
+The data are compact columns (about 8 bytes an event, base64) in a JSON block; the program is
+`decode.js`, `diagram.js` and `player.js` beside this file. A content security policy that names the
+program by its hash lets nothing else run and nothing leave the page.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flashsim.errors import OptionError
+from flashsim.schedule.names import OPS, TENSORS
+from flashsim.trace.trace import Trace
+from flashsim.viz.data import sources
+from flashsim.viz.data.layout import KEY_SIDE, MATRICES, SYMBOLS, layout, one_grid
+from flashsim.viz.data.statistics import RowStatistics
+from flashsim.viz.data.walk import Walk
+from flashsim.viz.palette import THEMES
+
+_SCRIPTS = ("decode.js", "diagram.js", "player.js")
+
+
+@dataclass(frozen=True)
+class Page:
+    """One HTML page; shows itself in Jupyter.
+
+    Attributes
+    ----------
+    html : str
+        The whole file.
+    height : int
+        Of the frame in a notebook, in pixels.
+    """
+
+    html: str
+    height: int = 760
+
+    def save(self, path: str | Path) -> Path:
+        """Write the file; returns its path."""
+        path = Path(path)
+        path.write_text(self.html, encoding="utf-8")
+        return path
+
+    def _repr_html_(self) -> str:
+        return (
+            f'<iframe srcdoc="{html.escape(self.html)}" sandbox="allow-scripts" '
+            f'style="width:100%;height:{self.height}px;border:0" title="flashsim player"></iframe>'
+        )
+
+
+def page(
+    data: Any,
+    path: str | Path | None = None,
+    *,
+    title: str | None = None,
+    theme: str = "auto",
+    statistics: RowStatistics | Mapping[str, RowStatistics] | None = None,
+) -> Page:
+    """A page that plays one trace, or two side by side.
+
+    Parameters
+    ----------
+    data : Trace, Result, Gradients, Comparison, or a list or dict (by label) of one or two
+    path : path-like, optional
+        Where to write the file.
+    title : str, optional
+        Default: what ran.
+    theme : {"auto", "light", "dark"}
+        "auto" follows the reader's system; the page has a switch.
+    statistics : RowStatistics, or a dict of them by label, optional
+        From `row_statistics`: shows m and l of one query row as they change.
+
+    Returns
+    -------
+    Page
+
+    Raises
+    ------
+    OptionError
+        For more than two traces, or an unknown theme.
+    """
+    chosen = sources.labelled(data)
+    if len(chosen) > 2:
+        raise OptionError(
+            f"a page compares at most two traces, got {len(chosen)}: {', '.join(chosen)}"
+        )
+    if theme not in ("auto", *THEMES):
+        raise OptionError(f"unknown theme {theme!r}; possible: auto, {', '.join(THEMES)}")
+    if isinstance(statistics, RowStatistics):
+        statistics = dict.fromkeys(list(chosen)[:1], statistics)
+    panes = [
+        _pane(label, sources.one_trace(source), (statistics or {}).get(label))
+        for label, source in chosen.items()
+    ]
+    payload = {
+        "title": title or " and ".join(chosen),
+        "theme": theme,
+        "themes": {name: _theme(name) for name in THEMES},
+        "keySide": sorted(KEY_SIDE),
+        "matrices": sorted(MATRICES),
+        "symbols": SYMBOLS,
+        "ops": OPS,
+        "tensors": TENSORS,
+        "panes": panes,
+    }
+    result = Page(_assemble(payload))
+    if path is not None:
+        result.save(path)
+    return result
+
+
+def _theme(name: str) -> dict[str, Any]:
+    t = THEMES[name]
+    names = ("background", "panel", "text", "muted", "grid", "accent")
+    return {**{key: getattr(t, key) for key in names}, "tensors": dict(t.tensors)}
+
+
+def _pane(label: str, trace: Trace, statistics: RowStatistics | None) -> dict[str, Any]:
+    walk, p, gpu = Walk(trace), trace.problem, trace.provenance.get("gpu", "")
+    t_r, t_c = one_grid(trace)
+    e = walk.events
+    sizes, size = np.unique(e["bytes"], return_inverse=True)
+    work, price = np.unique(walk.step_flops, return_inverse=True)
+    schedules = [stage.schedule for stage in trace.stages]
+    return {
+        "label": label,
+        "about": (
+            f"{sources.NAMES[trace.algorithm]} {trace.direction}: {sources.common([trace])}; "
+            f"{'one head is shown; ' if p.batch * p.heads > 1 else ''}SRAM of "
+            f"{trace.device.name}; recorded by {trace.backend}{f' on {gpu}' if gpu else ''}"
+        ),
+        "provenance": {str(k): str(v) for k, v in trace.provenance.items()},
+        "rows": t_r,
+        "cols": t_c,
+        "limit": trace.device.sram_bytes,
+        "device": trace.device.name,
+        "layout": layout(trace).sides,
+        "stages": [
+            {"name": stage.name, "outer": stage.stage.outer, "kinds": _kinds(schedule)}
+            for stage, schedule in zip(trace.stages, schedules, strict=True)
+        ],
+        "events": {
+            "stage": _column(e["stage"]),
+            "op": _column(e["op"]),
+            "tensor": _column(e["tensor"]),
+            "i": _column(e["i"]),
+            "j": _column(e["j"]),
+            "visited": _column(e["visit"] >= 0),
+            "size": _column(size),
+        },
+        "sizes": sizes.tolist(),
+        "price": _column(price),
+        "flops": work.tolist(),
+        "statistics": None if statistics is None else _statistics(statistics),
+    }
+
+
+def _statistics(s: RowStatistics) -> dict[str, Any]:
+    finite = [float(x) if np.isfinite(x) else None for x in s.m]  # JSON has no infinity
+    return {"row": s.row, "tile": s.tile, "steps": s.steps.tolist(), "m": finite, "l": s.l.tolist()}
+
+
+def _kinds(schedule: Any) -> dict[str, str]:
+    """One byte a tile: 0 skipped, 1 full, 2 masked."""
+    grid = np.zeros((schedule.t_r, schedule.t_c), np.uint8)
+    ptr, col, kind = schedule.row_csr
+    grid[np.repeat(np.arange(schedule.t_r), np.diff(ptr)), col] = 1 + kind
+    return _column(grid.ravel())
+
+
+def _column(values: np.ndarray) -> dict[str, str]:
+    """Integers in the narrowest type that holds them, little-endian, base64."""
+    low, high = int(values.min(initial=0)), int(values.max(initial=0))
+    kinds = ("u1", "u2", "u4") if low >= 0 else ("i1", "i2", "i4")
+    kind = next(k for k in kinds if np.iinfo(k).min <= low and high <= np.iinfo(k).max)
+    data = np.ascontiguousarray(values, dtype=f"<{kind}").tobytes()
+    return {"type": kind, "data": base64.b64encode(data).decode("ascii")}
+
+
+def embedded_json(value: Any) -> str:
+    """JSON that can stand in a script element: no string in it can end the element or open one."""
+    text = json.dumps(value, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _assemble(payload: Mapping[str, Any]) -> str:
+    room = files("flashsim.viz.player")
+    read = lambda name: room.joinpath(name).read_text(encoding="utf-8")  # noqa: E731
+    script = "\n".join(read(name) for name in _SCRIPTS)
+    style = read("player.css")
+    policy = (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    parts = {
+        "POLICY": policy,
+        "TITLE": html.escape(str(payload["title"])),
+        "STYLE": style,
+        "SCRIPT": script,
+        "DATA": embedded_json(payload),
+    }
+    pieces = read("player.html").split("@@")  # text, name, text, name, ...
+    return "".join(parts[piece] if n % 2 else piece for n, piece in enumerate(pieces))
+
+
+def _hash(text: str) -> str:
+    digest = hashlib.sha256(text.encode("utf-8")).digest()
+    return f"sha256-{base64.b64encode(digest).decode('ascii')}"

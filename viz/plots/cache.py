@@ -1,0 +1,76 @@
+"""What an L2 cache of any size would leave for DRAM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from flashsim.errors import OptionError
+from flashsim.problem.hardware import MIB, Device
+from flashsim.viz.palette import Theme
+from flashsim.viz.style import DASHES, binary_axis, heading, themed, unit_axis
+
+POINTS = 600
+
+
+@themed
+def l2_curve(
+    curves: Mapping[str, Any], *, devices: tuple[str | Device, ...] = (), ax: Axes, theme: Theme
+) -> None:
+    """DRAM bytes read against the size of L2, for every size at once.
+
+    Left of the first step nothing is found again, and all requested bytes come from DRAM; right of
+    the last step only first reads do. A step is a reuse that begins to fit.
+
+    Parameters
+    ----------
+    curves : mapping of str to flashsim.l2.Curve
+        What `flashsim.l2.curves` gives (by stage), or curves under names of your own.
+    devices : tuple of str or Device
+        Marked at the sizes of their L2.
+    ax, theme
+        See `themed`.
+
+    Raises
+    ------
+    OptionError
+        If there is no curve.
+    """
+    if not curves:
+        raise OptionError("no curve to draw; pass what flashsim.l2.curves returns")
+    machines = [Device.get(device) for device in devices]
+    ends = [c.enough() for c in curves.values()] + [m.l2_bytes for m in machines]
+    largest = 2 * max(*ends, MIB)
+    # From where the first curve begins to fall, and at least eight octaves.
+    first = [int(c.steps[0]) for c in curves.values() if len(c.steps)]
+    smallest = min([largest >> 8, *(max(size // 2, 1) for size in first)])
+    sizes = np.unique(np.geomspace(smallest, largest, POINTS).astype(np.int64))
+    for n, (label, curve) in enumerate(curves.items()):
+        ax.plot(
+            sizes, curve.reads(sizes), drawstyle="steps-post", label=label,
+            color=theme.cycle[n % len(theme.cycle)], ls=DASHES[n % len(DASHES)],
+        )  # fmt: skip
+    for height in sorted({c.cold for c in curves.values()}):
+        ax.axhline(height, color=theme.muted, lw=1.2, zorder=1)
+    for n, machine in enumerate(sorted(machines, key=lambda m: m.l2_bytes)):
+        side = ("right", "left")[n % 2]  # neighbours' names do not meet
+        ax.axvline(machine.l2_bytes, color=theme.muted, lw=1.2, ls=(0, (3, 3)), zorder=1)
+        ax.annotate(
+            machine.name, (machine.l2_bytes, 1), xycoords=("data", "axes fraction"),
+            xytext=(4 if n % 2 else -4, -6), textcoords="offset points", rotation=90, ha=side,
+            va="top",
+            color=theme.muted,
+        )  # fmt: skip
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.set_xlim(sizes[0], sizes[-1])
+    binary_axis(ax.xaxis)
+    ax.minorticks_off()
+    unit_axis(ax.yaxis)
+    ax.grid()
+    ax.set(xlabel="size of L2", ylabel="DRAM bytes read")
+    heading(ax, theme, "DRAM reads at every size of L2", "flat line: each input once")
+    ax.legend(loc="upper left", bbox_to_anchor=(1, 1))

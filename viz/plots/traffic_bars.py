@@ -1,0 +1,302 @@
+"""Plots of bytes: by tensor, visit by visit, on chip, and two traces against each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+from matplotlib.patheffects import withStroke
+
+from flashsim.counts.questions import OPS
+from flashsim.errors import OptionError, choices
+from flashsim.schedule.names import CODES, COMPUTE
+from flashsim.viz.data import sources
+from flashsim.viz.data.walk import Walk
+from flashsim.viz.palette import Theme, color, is_gradient
+from flashsim.viz.style import DASHES, HATCH, MARKERS, heading, human, ink_on, themed, unit_axis
+
+_ALPHA = {"load": 1.0, "store": 0.55, "reduce": 0.3}  # a direction's shade of a tensor's colour
+
+
+@themed
+def traffic(data: Any, *, log: bool = False, ax: Axes, theme: Theme) -> None:
+    """Requested HBM bytes by tensor and direction, algorithms side by side.
+
+    Each bar is one source and one direction, stacked by tensor in the tensors' colours.
+
+    Parameters
+    ----------
+    data : Trace, Traffic, Result, Gradients, Comparison, a list of them, or a dict by label
+    log : bool
+        Logarithmic bytes. Stacked parts have no length on such an axis, so each bar is then one
+        total.
+    ax, theme
+        See `themed`.
+    """
+    groups = sources.labelled(data)
+    ops = [op for op in OPS if any(s.bytes(op) for s in groups.values())]
+    width = 0.8 / len(ops)
+    shown: set[str] = set()
+    middles: list[tuple[float, float, int, str]] = []
+    for g, (label, source) in enumerate(groups.items()):
+        for o, op in enumerate(ops):
+            x = g + (o - (len(ops) - 1) / 2) * width
+            total = source.bytes(op)
+            if log and total:
+                ax.bar(x, total, width * 0.92, color=theme.cycle[o], label=op if g == 0 else None)
+            bottom = 0
+            parts = source.by_tensor() if not log else {}
+            for tensor in sorted(
+                parts, key=CODES.__getitem__
+            ):  # one order, whoever moves what first
+                by_op = parts[tensor]
+                if by_op[op]:
+                    base = tensor.removesuffix("_acc")
+                    ax.bar(
+                        x, by_op[op], width * 0.92, bottom=bottom,
+                        color=color(tensor, theme.name), edgecolor=theme.background, linewidth=0.8,
+                        hatch=HATCH if is_gradient(base) else None, gid=f"{label}/{op}/{tensor}",
+                    )  # fmt: skip
+                    shown.add(base)
+                    middles.append((x, bottom + by_op[op] / 2, by_op[op], base))
+                    bottom += by_op[op]
+            if total:
+                ax.annotate(
+                    f"{op}\n{human(total)}", (x, total), (0, 3), textcoords="offset points",
+                    ha="center", va="bottom", fontsize=11 if len(groups) * len(ops) < 9 else 8.5,
+                )  # fmt: skip
+    ax.set_xticks(
+        range(len(groups)),
+        [label.replace(", ", "\n") for label in groups],
+        fontsize=12.5 if len(groups) < 5 else 9.5,
+    )
+    ax.tick_params(axis="x", length=0)
+    ax.grid(axis="y")
+    if log:
+        ax.set_yscale("log")
+    ax.margins(y=0.16)
+    ax.set(ylabel="requested HBM bytes")
+    heading(ax, theme, "What moves between HBM and SRAM", sources.common(groups.values()))
+    unit_axis(ax.yaxis)
+    _name_parts(ax, theme, middles)
+    handles = [tensor_patch(tensor, theme) for tensor in sorted(shown, key=CODES.__getitem__)]
+    if handles:  # listed as they are stacked
+        ax.legend(handles=handles[::-1], loc="upper left", bbox_to_anchor=(1, 1), title="tensor")
+
+
+def _name_parts(ax: Axes, theme: Theme, parts: list[tuple[float, float, int, str]]) -> None:
+    """Names of tensors on their parts of a bar, where one is high enough: print has no colour."""
+    low, high = ax.get_ylim()
+    for x, y, nbytes, tensor in parts:
+        if nbytes > 0.055 * (high - low):
+            shade = color(tensor, theme.name)
+            text = ax.text(
+                x, y, tensor, ha="center", va="center", fontsize=11, fontweight="bold",
+                color=ink_on(shade),
+            )  # fmt: skip
+            text.set_path_effects([withStroke(linewidth=3.5, foreground=shade)])  # over a hatch
+
+
+def tensor_patch(tensor: str, theme: Theme) -> Patch:
+    """A legend entry of a tensor."""
+    return Patch(
+        facecolor=color(tensor, theme.name),
+        edgecolor=theme.background,
+        hatch=HATCH if is_gradient(tensor) else None,
+        label=tensor,
+    )
+
+
+@themed
+def cumulative(
+    data: Any, *, quantity: str = "both", log: bool = False, ax: Axes, theme: Theme
+) -> None:
+    """HBM bytes and FLOPs of one head, summed up step by step.
+
+    Parameters
+    ----------
+    data : Trace, Result, Gradients, Comparison, a list of them, or a dict by label
+    quantity : {"both", "bytes", "flops"}
+        With "both", FLOPs are thin dashed lines on a second axis at the right, ``ax.child_axes``
+        excluded from the legend.
+    log : bool
+        Logarithmic steps, for walks of very different lengths.
+    ax, theme
+        See `themed`.
+    """
+    if quantity not in ("both", "bytes", "flops"):
+        raise OptionError(
+            f"unknown quantity {quantity!r}; {choices(quantity, ('both', 'bytes', 'flops'))}"
+        )
+    right = ax.twinx() if quantity == "both" else ax
+    groups = {label: sources.one_trace(source) for label, source in sources.labelled(data).items()}
+    place = sources.places(trace.algorithm for trace in groups.values())
+    for n, (label, trace) in zip(place, groups.items(), strict=True):
+        walk = Walk(trace)
+        steps = np.arange(1, len(walk) + 1)
+        line: dict[str, Any] = {"color": theme.cycle[n % len(theme.cycle)]}
+        if quantity != "flops":
+            total = walk.hbm_bytes.sum(axis=1)
+            dash = "-" if quantity == "both" else DASHES[n % len(DASHES)]
+            ax.plot(steps, total, label=f"{label}: {human(total[-1])}", ls=dash, **line)
+            mark = MARKERS[n % len(MARKERS)]
+            ax.plot(steps[-1:], total[-1:], mark, color=line["color"], ms=9, zorder=3)
+        if quantity != "bytes":
+            dash = (0, (4, 2)) if quantity == "both" else DASHES[n % len(DASHES)]
+            text = f"{label}: {human(walk.flops[-1], 'FLOP')}" if quantity == "flops" else None
+            thin: dict[str, Any] = {"lw": 1.3, "alpha": 0.75} if quantity == "both" else {}
+            right.plot(steps, walk.flops, label=text, ls=dash, **thin, **line)
+    for axes in {ax, right}:  # with room for the legend above whatever rises at the left
+        axes.set_ylim(0, axes.dataLim.y1 * (1.05 + 0.08 * len(groups)))
+    if quantity == "both":
+        right.set_ylabel("FLOPs (dashed)", labelpad=10)
+        right.spines["right"].set_visible(True)
+        unit_axis(right.yaxis, "FLOP")
+    if log:
+        ax.set_xscale("log")
+    what = "FLOPs" if quantity == "flops" else "requested HBM bytes"
+    title = {"bytes": "Bytes moved", "flops": "Work done", "both": "Bytes moved, work done"}
+    ax.set(
+        xlabel="step (visit of a tile, or end of a row or column)",
+        ylabel=what + (" (solid)" if quantity == "both" else ""),
+    )
+    heading(ax, theme, f"{title[quantity]}, one head", sources.common(groups.values()))
+    unit_axis(ax.yaxis, "FLOP" if quantity == "flops" else "B")
+    ax.grid()
+    ax.legend(loc="upper left")
+
+
+@themed
+def sram_timeline(
+    data: Any,
+    *,
+    stage: str | None = None,
+    steps: tuple[int, int] = (0, 24),
+    ax: Axes,
+    theme: Theme,
+) -> None:
+    """What one thread block keeps on chip, event by event, stacked by buffer.
+
+    Parameters
+    ----------
+    data : Trace, Result or Gradients
+    stage : str, optional
+        Default: the one with the most visits.
+    steps : (int, int)
+        First and last step shown; a step ends where a tile was computed. Events within a step are
+        spread evenly: the axis is order, not time.
+    ax, theme
+        See `themed`. The dashed line is the device's capacity for one block; where the tiles fill
+        little of it, it is written at the top instead. A GPU's kernel may hold more: registers come
+        on top of the shared memory that a block gets.
+    """
+    trace = sources.one_trace(data)
+    part = trace.main_stage if stage is None else trace.stage(stage)
+    names, held = trace.sram_timeline(part.name)
+    ends = np.flatnonzero(part.events["op"] == COMPUTE)
+    first, last = max(steps[0], 0), min(steps[1], len(ends))
+    if not first < last:
+        raise OptionError(
+            f"steps must be a range within 0 .. {len(ends)}, got {steps}; stage {part.name!r} has "
+            f"{len(ends)} steps"
+        )
+    where = np.interp(np.arange(len(held)), np.concatenate([[-1], ends]), np.arange(len(ends) + 1))
+    # The longest-lived at the bottom, so that what stays on chip makes a level base.
+    lasting = np.argsort(-(held > 0).sum(axis=0), kind="stable")
+    names, held = [names[n] for n in lasting], held[:, lasting]
+    inside = (where >= first) & (where <= last)
+    x, levels = where[inside], np.cumsum(held[inside], axis=1)
+    base = np.zeros(len(x))
+    for column, name in enumerate(names):
+        ax.fill_between(
+            x, base, levels[:, column], step="post", facecolor=color(name, theme.name),
+            lw=0.3, hatch=HATCH if is_gradient(name) else None, edgecolor=theme.background,
+            label=name,
+        )  # fmt: skip
+        base = levels[:, column]
+    peak, limit = int(levels.max()), trace.device.sram_bytes
+    device = f"{trace.device.name}: {limit:,} B a block"
+    ax.set_ylim(0, peak * 1.12)
+    if limit < 3 * peak:
+        ax.set_ylim(0, max(limit, peak) * 1.1)
+        ax.axhline(limit, color=theme.text, ls=(0, (5, 3)), lw=1.6, zorder=3)
+        above = peak > limit  # then the label must be read on top of the buffers
+        ax.annotate(
+            f"{device}, without registers" if above else device, (last, limit), (-4, 4),
+            textcoords="offset points", ha="right", va="bottom", zorder=4,
+            bbox={"facecolor": theme.background, "edgecolor": "none", "pad": 3} if above else None,
+        )  # fmt: skip
+    else:
+        ax.annotate(
+            f"{peak / limit:.0%} of the {device}", (1, 1), (-4, -4), xycoords="axes fraction",
+            textcoords="offset points", ha="right", va="top",
+        )  # fmt: skip
+    ax.set(
+        xlabel="step (a tile is computed at each)", ylabel="bytes on chip", xlim=(first, last),
+    )  # fmt: skip
+    title = f"SRAM of one block, stage {part.name}: peak {peak:,} B"
+    heading(ax, theme, title, sources.common([trace], name=True))
+    unit_axis(ax.yaxis)
+    ax.legend(loc="upper left", bbox_to_anchor=(1, 1), title="buffer", reverse=True)
+
+
+@themed
+def diff(first: Any, second: Any = None, *, ax: Axes, theme: Theme) -> None:
+    """Where two traces (or a trace and its prediction) differ, by stage, direction and tensor.
+
+    Bars are `second` minus `first`, in requested bytes; transfers that are equal are counted below
+    the title.
+
+    Parameters
+    ----------
+    first, second : Trace, Traffic, Result or Gradients
+        Or, alone, what holds two of them: a Comparison, a list or a dict by label.
+    ax, theme
+        See `themed`.
+
+    Raises
+    ------
+    OptionError
+        If it is not two.
+    """
+    labels = list(sources.labelled(first if second is None else [first, second]).items())
+    if len(labels) != 2:
+        raise OptionError(f"diff takes two traces, got {len(labels)}: {', '.join(dict(labels))}")
+    (one, a), (other, b) = labels
+    stages = list(dict.fromkeys(stage for stage, _, _ in [*a.transfers, *b.transfers]))
+    keys = sorted(
+        {*a.transfers, *b.transfers},
+        key=lambda key: (stages.index(key[0]), OPS.index(key[1]), CODES[key[2]]),
+    )
+    changes = {key: b.transfers.get(key, 0) - a.transfers.get(key, 0) for key in keys}
+    shown = {key: change for key, change in changes.items() if change}
+    size = min(12.5, 240 / max(len(shown), 1))  # as high as a bar on a slide
+    for y, ((stage, op, tensor), change) in enumerate(shown.items()):
+        ax.barh(
+            y, change, color=color(tensor, theme.name), edgecolor=theme.background,
+            hatch=HATCH if is_gradient(tensor) else None, gid=f"{stage}/{op}/{tensor}",
+        )  # fmt: skip
+        ax.annotate(
+            f"{'+' if change > 0 else '−'}{human(abs(change))}", (change, y),
+            (5 if change > 0 else -5, 0), textcoords="offset points", va="center",
+            ha="left" if change > 0 else "right", fontsize=size,
+        )  # fmt: skip
+    names = [f"{stage}: {op} {tensor}" for stage, op, tensor in shown]
+    ax.set_yticks(range(len(shown)), names, fontsize=size)
+    ax.invert_yaxis()
+    ax.axvline(0, color=theme.text, lw=1.2)
+    ax.margins(x=0.2)
+    ax.grid(axis="x")
+    same = len(keys) - len(shown)
+    equal = f"{same} transfers are equal; " if same else ""
+    ax.set_xlabel("requested HBM bytes, difference")
+    whole = f"{other} minus {one}"
+    title = whole if len(whole) < 50 else f"{other}\nminus {one}"
+    heading(ax, theme, title, equal + sources.common([a, b]))
+    unit_axis(ax.xaxis)
+    if not shown:
+        ax.set_yticks([])
+        ax.set_xlim(-1, 1)
+        ax.text(0.5, 0.5, "equal, byte for byte", transform=ax.transAxes, ha="center", fontsize=20)
