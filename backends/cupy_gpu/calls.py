@@ -190,7 +190,7 @@ class Plan:
         self.launches = tuple(Launch(one, device, load) for one in passes)
 
     def run(
-        self, call: Call, trace: bool | str, *, fused: bool = False
+        self, call: Call, trace: bool | str
     ) -> tuple[tuple[StageTrace, ...] | None, np.ndarray | None]:
         """Launch every pass in order; the stages' events and the timeline, if they are wanted."""
         if not trace:
@@ -207,7 +207,6 @@ class Plan:
                     one.tables.schedule,
                     report["tile_counts"].get(),
                     report["visit_counts"].get(),
-                    fused=fused,
                 )
                 for one, report in zip(self.passes, reports, strict=True)
             )

@@ -127,7 +127,7 @@ def backward_with(family_of: FamilyOf, job: Job, saved: Mapping[str, Any], dout:
                 with space.active():
                     turns = space.zeros((p.batch, p.heads, p.n_q, 2), "uint32")
                 scratch["turns"] = turns.data.ptr
-            stages, spans = plan.run(Call(space, places, scratch), job.trace, fused=fused)
+            stages, spans = plan.run(Call(space, places, scratch), job.trace)
             gradients = {
                 "dq": space.result(dq, p.head_dim, d),
                 "dk": space.result(dk, p.head_dim, d),

@@ -17,7 +17,8 @@ from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
 from flashsim.schedule.schedule import Schedule
-from flashsim.schedule.tiling import Tiling, is_strip
+from flashsim.schedule.tensors import whole_bytes
+from flashsim.schedule.tiling import Tiling
 
 
 class Traffic:
@@ -84,7 +85,7 @@ class Traffic:
             if stage.outer == "keys":
                 step = 0, p.n_kv, 0
             else:
-                step = p.n_q, 0, sums.area if is_strip(stage) else 0
+                step = p.n_q, 0, sums.area if stage.whole_rows else 0
             for ops, extent, repeat in (
                 (work.visit, (sums.col_rows, sums.row_cols, sums.area), p.batch * p.heads),
                 (work.outer, step, plans.heads_of(stage, p)[0]),
@@ -114,7 +115,7 @@ class Traffic:
         return max(self._peak(stage) for stage in self.stages)
 
     def _peak(self, stage: plans.Stage) -> int:
-        if is_strip(stage):
+        if stage.whole_rows:
             return self._strip_peak(stage)
         own, inner = self.schedule(stage).extents()
         rows, cols = (own, inner) if stage.outer == "queries" else (inner, own)
@@ -194,37 +195,25 @@ def saved(problem: Problem, algorithm: str) -> int:
     Standard attention keeps P (and, with a softcap, S): O(N^2). FlashAttention-1 keeps out, l and
     m, FlashAttention-2 keeps out and LSE: O(N).
     """
-    plans.check_algorithm(algorithm)
-    f = Forms(problem)
-    inputs = f.q(f.e) + f.k() + f.v() + f.matrix(f.e)
-    if algorithm == "standard":
-        return inputs + _score_matrix(f) * (2 if problem.softcap else 1)
-    return inputs + f.o(f.e) + f.stat() * (2 if algorithm == "flash1" else 1)
+    return sum(whole_bytes(problem, name) for name in _kept(problem, algorithm))
 
 
 def workspace(problem: Problem, algorithm: str, direction: str = "forward") -> int:
     """Bytes of HBM a pass uses besides its inputs, its outputs and what is saved."""
-    plans.check_algorithm(algorithm)
-    f = Forms(problem)
-    wide = f.e != f.a  # accumulators in HBM need room of their own
-    if direction == "forward":
-        if algorithm == "standard":
-            return _score_matrix(f) * (0 if problem.softcap else 1)  # S; P is saved
-        return f.o(f.a) * (wide and algorithm == "flash1")
-    dbias = f.matrix(f.a) * wide
-    if algorithm == "standard":
-        return 2 * _score_matrix(f) + dbias  # dP, dS
-    delta = 0 if algorithm == "flash1" else f.stat()
-    return delta + dbias + f.q(f.a) * (wide and algorithm != "flash2")
+    written = set(plans.tensors_of(problem, algorithm, direction, "store", "reduce"))
+    rest = written - _kept(problem, algorithm) - {"O", "dQ", "dK", "dV", "dBias"}
+    return sum(whole_bytes(problem, name) for name in rest)
 
 
-def _score_matrix(f: Forms) -> int:
-    spans = f.p.sequences
-    return f.heads * f.e * sum((s.q_stop - s.q_start) * (s.k_stop - s.k_start) for s in spans)
+def _kept(problem: Problem, algorithm: str) -> set[str]:
+    """The inputs, and what the forward pass writes and the backward pass reads."""
+    written = set(plans.tensors_of(problem, algorithm, "forward", "store"))
+    inputs = set(plans.tensors_of(problem, algorithm, "forward", "load")) - written
+    return inputs | written & set(plans.tensors_of(problem, algorithm, "backward", "load"))
 
 
 def strip_rows(stage: plans.Stage, schedule: Schedule, device: Device) -> int:
-    """Whole score rows that a strip stage keeps on chip at a time."""
+    """Whole score rows that a stage keeps on chip at a time."""
     row = sum(b.per_row for b in stage.buffers)
     tallest = int((schedule.rows[:, 1] - schedule.rows[:, 0]).max())
-    return max(1, min(tallest, device.sram_bytes // row))
+    return max(1, min(tallest, device.sram_bytes // row)) if row else tallest

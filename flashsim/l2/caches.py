@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from numba import njit
 
-from flashsim.l2.recipes import LOAD, SIDE, STORE
+from flashsim.l2.launch import SIDE
+from flashsim.schedule.names import LOAD, STORE
 
 # -- fully associative: whole tiles ----------------------------------------------------------------
 #

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from flashsim.errors import OptionError
-from flashsim.l2.recipes import LOAD, STORE
 from flashsim.l2.requests import Stream
+from flashsim.schedule.names import LOAD, STORE
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from flashsim.l2.recipes import LOAD
+from flashsim.schedule.names import LOAD
 
 #: Stack distance of a tile that was never seen before.
 COLD = np.iinfo(np.int64).max

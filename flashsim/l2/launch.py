@@ -13,10 +13,12 @@ from flashsim.schedule import plans
 from flashsim.schedule.clump import clump_size
 from flashsim.schedule.plans import heads_of
 from flashsim.schedule.schedule import Schedule
-from flashsim.schedule.tiling import is_strip
 
 ORDERS = ("head-first", "tile-first", "longest-first", "grouped")
 WALKS = ("straight", "sawtooth")
+
+#: Added to the code of a request's operation if an SM of the second partition asks.
+SIDE = 4
 
 #: Shared memory that CUDA keeps for itself, a block (CUDA C++ Programming Guide, compute
 #: capability 8.0 and later).
@@ -173,6 +175,6 @@ def occupancy(stage: plans.Stage, schedule: Schedule, device: Device) -> int:
     in registers may fit more blocks; pass `blocks_per_sm` for a kernel you know.
     """
     tile = schedule.tiling.clip(schedule.problem)
-    rows = 1 if is_strip(stage) else tile.block_q
+    rows = 1 if stage.whole_rows else tile.block_q
     held = sum(buffer.nbytes(rows, tile.block_k) for buffer in stage.buffers)
     return max(1, min(MOST_BLOCKS, device.sram_per_sm // (held + RESERVED)))

@@ -13,7 +13,7 @@ from flashsim.counts.traffic import Traffic
 from flashsim.errors import OptionError, choices
 from flashsim.l2.curve import Curve
 from flashsim.l2.launch import L2Model
-from flashsim.l2.requests import Layout, Stream, layout, stream
+from flashsim.l2.requests import Stream, TileNumbers, numbers_of, stream
 from flashsim.problem.hardware import Device
 
 OPS = ("read", "write", "pending")
@@ -168,9 +168,9 @@ def curves(requested: Traffic, model: L2Model | None = None) -> dict[str, Curve]
     return {part.stage.name: Curve.measure(part, tiles.size) for part in streams}
 
 
-def _streams(requested: Traffic, model: L2Model) -> tuple[Layout, Iterator[Stream]]:
+def _streams(requested: Traffic, model: L2Model) -> tuple[TileNumbers, Iterator[Stream]]:
     r = requested
-    tiles = layout(r.problem, r.schedule(r.stages[0]), r.algorithm, r.direction)
+    tiles = numbers_of(r.problem, r.schedule(r.stages[0]), r.algorithm, r.direction)
     return tiles, (
         stream(stage, r.schedule(stage), tiles, r.algorithm, r.direction, r.device, model)
         for stage in r.stages
@@ -180,7 +180,7 @@ def _streams(requested: Traffic, model: L2Model) -> tuple[Layout, Iterator[Strea
 class _WholeTiles:
     """The textbook cache: `caches.replay`."""
 
-    def __init__(self, tiles: Layout, device: Device) -> None:
+    def __init__(self, tiles: TileNumbers, device: Device) -> None:
         self.tiles, self.capacity = tiles, device.l2_bytes
         self._empty()
 
@@ -217,7 +217,7 @@ class _Sets:
     what happens to a tensor's sampled lines happens to all of its bytes.
     """
 
-    def __init__(self, tiles: Layout, device: Device, model: L2Model) -> None:
+    def __init__(self, tiles: TileNumbers, device: Device, model: L2Model) -> None:
         assert model.ways is not None
         self.tiles = tiles
         rng = np.random.default_rng(model.seed)

@@ -9,24 +9,12 @@ import numpy as np
 
 from flashsim.errors import UnsupportedError
 from flashsim.l2.launch import L2Model
-from flashsim.l2.recipes import (
-    BIAS,
-    COL,
-    KEY,
-    OPS,
-    QUERY,
-    ROW,
-    TILE,
-    Recipe,
-    Tensor,
-    recipe,
-    tensors,
-)
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
 from flashsim.schedule.plans import heads_of
 from flashsim.schedule.schedule import Csr, Schedule
+from flashsim.schedule.tensors import COL, ROW, TILE, TensorShape, matrices, shape
 
 #: Most requests of one stage, and most different tiles, that are replayed: 5 B and 40 B each.
 MOST_REQUESTS, MOST_TILES = 400_000_000, 50_000_000
@@ -42,7 +30,7 @@ class Stream:
     ids : int32 (n,)
         Tile numbers, in the order issued.
     codes : uint8 (n,)
-        Operation and partition, see `recipes`.
+        Operation (`names.OPS`), plus `launch.SIDE` if an SM of the second partition asks.
     """
 
     stage: plans.Stage
@@ -50,7 +38,7 @@ class Stream:
     codes: np.ndarray
 
 
-class Layout:
+class TileNumbers:
     """Numbers for all tiles of all tensors of one pass, and their sizes.
 
     Attributes
@@ -66,11 +54,11 @@ class Layout:
         rows, cols = (np.diff(t[:, :2], axis=1)[:, 0] for t in (schedule.rows, schedule.cols))
         self.heights, self.widths = rows.astype(np.int64), cols.astype(np.int64)
         self.first: dict[str, int] = {}
-        self.tensors = {name: tensors(problem)[name] for name in names}
+        self.tensors = {name: shape(problem, name) for name in names}
         sizes: list[np.ndarray] = []
         at = 0
         for name, tensor in self.tensors.items():
-            count = self.owners(tensor.owner) * self.tiles(tensor)
+            count = matrices(problem, tensor.owner) * self.tiles(tensor)
             self.first[name] = at
             at += count
             if at > MOST_TILES:
@@ -78,21 +66,15 @@ class Layout:
                     f"the L2 model tells apart at most {MOST_TILES:,} tiles, and {name} takes it "
                     f"to {at:,}; use larger tiles, fewer heads or a shorter sequence"
                 )
-            sizes.append(np.tile(self._sizes(tensor), self.owners(tensor.owner)))
+            sizes.append(np.tile(self._sizes(tensor), matrices(problem, tensor.owner)))
         self.size = np.concatenate(sizes)
 
-    def tiles(self, tensor: Tensor) -> int:
+    def tiles(self, tensor: TensorShape) -> int:
         """Tiles of one head's matrix."""
         t_r, t_c = self.schedule.t_r, self.schedule.t_c
         return {ROW: t_r, COL: t_c}.get(tensor.axis, t_r * t_c)
 
-    def owners(self, owner: int) -> int:
-        """How many matrices there are: one a query head, a key head or a bias head."""
-        p = self.problem
-        lead = p.bias[0] * p.bias[1] if p.bias else 0
-        return {QUERY: p.batch * p.heads, KEY: p.batch * p.kv_heads, BIAS: lead}[owner]
-
-    def _sizes(self, tensor: Tensor) -> np.ndarray:
+    def _sizes(self, tensor: TensorShape) -> np.ndarray:
         if tensor.axis == TILE:
             return np.multiply.outer(self.heights, self.widths).ravel() * tensor.width
         return (self.heights if tensor.axis == ROW else self.widths) * tensor.width
@@ -104,19 +86,16 @@ class Layout:
         return {name: total for name, total in zip(self.names, sums, strict=True) if total}
 
 
-def layout(problem: Problem, schedule: Schedule, algorithm: str, direction: str) -> Layout:
+def numbers_of(problem: Problem, schedule: Schedule, algorithm: str, direction: str) -> TileNumbers:
     """The tiles of every tensor that the pass touches."""
-    used: dict[str, None] = {}
-    for stage in plans.stages(problem, algorithm, direction):
-        r = recipe(problem, algorithm, direction, stage.name)
-        used |= dict.fromkeys(name for _, name in (*r.before, *r.visit, *r.after))
-    return Layout(problem, schedule, list(used))
+    used = plans.tensors_of(problem, algorithm, direction, "load", "store", "reduce")
+    return TileNumbers(problem, schedule, used)
 
 
 def stream(
     stage: plans.Stage,
     schedule: Schedule,
-    tiles: Layout,
+    tiles: TileNumbers,
     algorithm: str,
     direction: str,
     device: Device,
@@ -132,32 +111,32 @@ def stream(
     from flashsim.l2.weaving import weave
 
     p = schedule.problem
-    r = recipe(p, algorithm, direction, stage.name)
+    parts = [_requests(tiles, moves) for moves in (stage.before, stage.visit, stage.after)]
+    before, each, after = map(len, parts)
     repeat, stride = heads_of(stage, p)
     members = stride if stage.per == "group" else 1
     if stage.per == "bias":
         stride = 1
     t_outer = schedule.t_r if stage.outer == "queries" else schedule.t_c
-    visits = schedule.t_r * schedule.t_c if r.every else schedule.sums.visits
-    n = repeat * (t_outer * (len(r.before) + len(r.after)) + members * visits * len(r.visit))
+    visits = schedule.t_r * schedule.t_c if stage.per == "bias" else schedule.sums.visits
+    n = repeat * (t_outer * (before + after) + members * visits * each)
     if n > MOST_REQUESTS:
         raise UnsupportedError(
             f"stage {stage.name!r} makes {n:,} tile requests; the L2 model replays at most "
             f"{MOST_REQUESTS:,}: use larger tiles or fewer heads (heads behave alike once there "
             "are many more blocks than fit on the device at a time)"
         )
-    ptr, inner = _visits(stage, schedule, r)
+    ptr, inner = _visits(stage, schedule)
     walks, outers = model.order(stage, schedule, np.diff(ptr), device)
     slots = min(model.slots(stage, schedule, device), len(walks))
     wave = np.arange(len(walks)) // slots
     flipped = (wave % 2 == 1) if model.walk == "sawtooth" else np.zeros(len(walks), bool)
     jitter = model.jitter_share(stage, schedule, device, algorithm, direction)
     ids, codes = np.empty(n, np.int32), np.empty(n, np.uint8)
-    table = [_row(tiles, op, name, OPS[op]) for op, name in (*r.before, *r.visit, *r.after)]
-    parts = np.cumsum([0, len(r.before), len(r.visit), len(r.after)])
+    table, edges = [row for part in parts for row in part], np.cumsum([0, before, each, after])
     written = weave(
         *(walks, outers, ptr.astype(np.int64), inner.astype(np.int32)),
-        *(np.array(table, np.int64).reshape(-1, 6), parts, _head_table(p, stage)),
+        *(np.array(table, np.int64).reshape(-1, 6), edges, _head_table(p, stage)),
         *(stride, members, flipped, slots, model.sides(slots, device), jitter, model.seed),
         *(stage.outer == "keys", ids, codes),
     )
@@ -165,25 +144,28 @@ def stream(
     return Stream(stage, ids, codes)
 
 
-def _visits(stage: plans.Stage, schedule: Schedule, r: Recipe) -> tuple[np.ndarray, np.ndarray]:
-    """``(ptr, inner)`` of the visits that make requests."""
+def _visits(stage: plans.Stage, schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
+    """``(ptr, inner)`` of the visits that make requests; a bias is cleared and rounded whole."""
     by_row = stage.outer == "queries"
     t_outer = schedule.t_r if by_row else schedule.t_c
-    if not r.visit:
+    if not stage.visit:
         return np.zeros(t_outer + 1, np.int64), np.zeros(0, np.int32)
-    if r.every:
+    if stage.per == "bias":
         t_inner = schedule.t_c if by_row else schedule.t_r
         return np.arange(t_outer + 1) * t_inner, np.tile(np.arange(t_inner), t_outer)
     csr: Csr = schedule.row_csr if by_row else schedule.col_csr
     return csr[0], csr[1]
 
 
-def _row(tiles: Layout, op: str, name: str, code: int) -> tuple[int, ...]:
-    tensor = tiles.tensors[name]
-    return (
-        *(code, tensor.axis, tensor.owner),
-        *(tiles.first[name], tiles.tiles(tensor), tiles.schedule.t_c),
-    )
+def _requests(tiles: TileNumbers, moves: tuple[plans.Move, ...]) -> list[tuple[int, ...]]:
+    """A row of `weave`'s table for each move between HBM and SRAM."""
+    rows: list[tuple[int, ...]] = []
+    for move in moves:
+        if move.transfers:
+            its = tiles.tensors[move.tensor]
+            place = tiles.first[move.tensor], tiles.tiles(its), tiles.schedule.t_c
+            rows.append((move.code, its.axis, its.owner, *place))
+    return rows
 
 
 def _head_table(p: Problem, stage: plans.Stage) -> np.ndarray:

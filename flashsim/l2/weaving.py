@@ -1,6 +1,6 @@
 """Weave the blocks' requests together, in the order in which the SMs issue them (Numba).
 
-A request is a tile number and a code: its operation (`recipes.OPS`) plus SIDE for an SM of the
+A request is a tile number and a code: its operation (`names.OPS`) plus SIDE for an SM of the
 second partition.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from flashsim.l2.recipes import SIDE
+from flashsim.l2.launch import SIDE
 
 
 @njit(cache=True)

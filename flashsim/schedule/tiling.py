@@ -55,7 +55,7 @@ class Tiling:
         tile = self.clip(problem)
         return {
             stage.name: {
-                b.name: b.nbytes(1 if is_strip(stage) else tile.block_q, tile.block_k)
+                b.name: b.nbytes(1 if stage.whole_rows else tile.block_q, tile.block_k)
                 for b in stage.buffers
             }
             for stage in plans.stages(problem, algorithm, direction)
@@ -128,11 +128,8 @@ class Tiling:
             If not even a 1 x 1 tile fits.
         """
         device = Device.get(device)
-        outers = {
-            stage.outer
-            for stage in plans.stages(problem, algorithm, direction)
-            if any(buffer.visit for buffer in stage.buffers)
-        }
+        stages = plans.stages(problem, algorithm, direction)
+        outers = {stage.outer for stage in stages if any(buffer.visit for buffer in stage.buffers)}
 
         def merit(tiling: Tiling) -> tuple[int, ...]:
             q, k = tiling.block_q, tiling.block_k
@@ -156,7 +153,7 @@ class Tiling:
             f"{device.name} gives a block {device.sram_bytes:,} B; use a device with more SRAM"
             + (
                 " or a flash algorithm (standard attention's softmax holds a whole row)"
-                if algorithm == "standard"
+                if any(s.whole_rows and s.per == "head" for s in stages)
                 else ""
             )
         )
@@ -179,11 +176,6 @@ class Tiling:
         raise OptionError(
             f"{name} has no tile for head_dim={head_dim}; its largest is {max(table)}"
         )
-
-
-def is_strip(stage: plans.Stage) -> bool:
-    """Whether a stage works on whole rows, as many at a time as fit (standard's softmax)."""
-    return bool(stage.buffers) and stage.name in ("softmax", "ds", "convert_dbias")
 
 
 def _tilings(sides: tuple[int, ...]) -> Iterator[Tiling]:

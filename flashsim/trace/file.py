@@ -19,7 +19,7 @@ import secrets
 import tokenize
 import zipfile
 import zlib
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -186,8 +186,7 @@ def _pack(trace: Recording) -> tuple[dict[str, Any], dict[str, Any]]:
 def _pack_stage(stage: StageTrace) -> dict[str, Any]:
     schedule = stage.schedule
     return {
-        **{key: value for key, value in asdict(stage.stage).items() if key != "buffers"},
-        "buffers": [list(buffer) for buffer in stage.stage.buffers],
+        **{key: getattr(stage.stage, key) for key in ("name", "outer", "dense", "per", "buffers")},
         "tiling": [schedule.tiling.block_q, schedule.tiling.block_k],
         "key_order": schedule.key_order,
         "repeat": stage.repeat,
@@ -207,8 +206,11 @@ def _unpack(header: dict[str, Any], archive: Any) -> Recording:
         mask = SavedMask(saved["name"], tables)
     problem = Problem(**header["problem"], block_mask=block_mask, mask=mask)
     names = header["names"]
+    known = {s.name: s for s in plans.stages(problem, header["algorithm"], header["direction"])}
     stages = [
-        _unpack_stage(entry, problem, _recoded(archive[f"events_{n}"], EVENT, names))
+        _unpack_stage(
+            entry, known[entry["name"]], problem, _recoded(archive[f"events_{n}"], EVENT, names)
+        )
         for n, entry in enumerate(header["stages"])
     ]
     timeline = None
@@ -264,14 +266,9 @@ def _recoded(table: np.ndarray, dtype: np.dtype, names: dict[str, list[str]]) ->
     return table
 
 
-def _unpack_stage(entry: dict[str, Any], problem: Problem, events: np.ndarray) -> StageTrace:
-    stage = plans.Stage(
-        entry["name"],
-        entry["outer"],
-        tuple(plans.Buffer(*buffer) for buffer in entry["buffers"]),
-        entry["dense"],
-        entry["per"],
-    )
+def _unpack_stage(
+    entry: dict[str, Any], stage: plans.Stage, problem: Problem, events: np.ndarray
+) -> StageTrace:
     schedule = Schedule(
         problem, Tiling(*entry["tiling"]), stage.outer, entry["key_order"], stage.dense
     )

@@ -81,7 +81,7 @@ class Planned:
 
     name, tiling, gpu, failure = "portable", Tiling(16, 16), H200, None
 
-    def run(self, call, trace, fused=False):
+    def run(self, call, trace):
         if self.failure is not None:
             raise self.failure
         return None, None

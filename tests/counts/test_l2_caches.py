@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 import flashsim
 from flashsim import Problem, l2
-from flashsim.l2 import caches, distances, recipes, requests
+from flashsim.l2 import caches, distances, requests
+from flashsim.l2.launch import SIDE
+from flashsim.schedule.names import LOAD, STORE
 
 
 class BruteForce:
@@ -25,9 +27,9 @@ class BruteForce:
             self.written += self.size[last] * was_dirty
 
     def access(self, piece, op):
-        if op != recipes.STORE and piece not in self.held:
+        if op != STORE and piece not in self.held:
             self.read += self.size[piece]
-        self.touch(piece, op != recipes.LOAD)
+        self.touch(piece, op != LOAD)
 
 
 SIZE = st.lists(st.integers(1, 9), min_size=2, max_size=8)
@@ -36,7 +38,7 @@ REQUESTS = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 2), st.integers(
 
 def arrays(size, asked):
     ids = np.array([tile % len(size) for tile, _, _ in asked], np.int32)
-    codes = np.array([op + recipes.SIDE * side for _, op, side in asked], np.uint8)
+    codes = np.array([op + SIDE * side for _, op, side in asked], np.uint8)
     return np.array(size, np.int64), ids, codes
 
 
@@ -71,13 +73,13 @@ class Sets:
 
     def access(self, line, place, home, side, op):
         mine, at_home = self.caches[side][place], self.caches[home][place]
-        if op == recipes.LOAD and side != home and line in mine.held:
+        if op == LOAD and side != home and line in mine.held:
             mine.touch(line, False)
             return
         at_home.access(line, op)
-        if op == recipes.LOAD and side != home:
+        if op == LOAD and side != home:
             mine.touch(line, False)
-        if op != recipes.LOAD and len(self.caches) == 2:
+        if op != LOAD and len(self.caches) == 2:
             self.caches[1 - home][place].held.pop(line, None)
 
     def total(self, what):
@@ -94,7 +96,7 @@ def test_sets_and_partitions_equal_caches_written_out(size, asked, parts, sets, 
     homes = rng.integers(parts, size=first[-1], dtype=np.uint8)
     brute = Sets(parts, sets, ways)
     for tile, code in zip(ids, codes, strict=True):
-        side = code // recipes.SIDE if parts == 2 else 0
+        side = code // SIDE if parts == 2 else 0
         for line in range(first[tile], first[tile + 1]):
             brute.access(line, places[line], homes[line], side, code & 3)
     shape = parts, sets, ways

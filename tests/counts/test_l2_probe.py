@@ -11,8 +11,8 @@ import pytest
 
 from flashsim import Device
 from flashsim.l2.caches import replay_sets
-from flashsim.l2.launch import L2Model
-from flashsim.l2.recipes import LOAD, SIDE
+from flashsim.l2.launch import SIDE, L2Model
+from flashsim.schedule.names import LOAD
 
 KEPT = Path(__file__).parents[2] / "docs" / "l2-probe-h200.csv"
 MIB, LINE, SAMPLE = 1 << 20, 128, 64  # one set in SAMPLE is replayed

@@ -6,8 +6,8 @@ from l2_cases import small_device, streams
 
 import flashsim
 from flashsim import Device, Problem, Tiling, l2
-from flashsim.l2 import recipes, requests
-from flashsim.l2.launch import occupancy
+from flashsim.l2 import requests
+from flashsim.l2.launch import SIDE, occupancy
 from flashsim.schedule.names import OPS, TENSORS, TRANSFERS
 from flashsim.schedule.plans import ALGORITHMS, DIRECTIONS
 
@@ -36,7 +36,7 @@ def test_requests_add_up_to_the_traffic(problem, algorithm, direction):
     tiles, parts = streams(traffic, l2.L2Model())
     found = {}
     for part in parts:
-        for op, code in recipes.OPS.items():
+        for op, code in zip(OPS, TRANSFERS, strict=False):
             ids = part.ids[part.codes & 3 == code]
             per_tile = np.bincount(ids, minlength=len(tiles.size)) * tiles.size
             for tensor, nbytes in tiles.by_tensor(per_tile).items():
@@ -70,7 +70,7 @@ def test_a_block_asks_in_the_order_the_simulator_moves(algorithm, direction):
         )  # fmt: skip
         events = stage.expand(number)  # of every head, one after the other
         expected = [
-            (recipes.OPS[OPS[e["op"]]], tile_number(tiles, schedule, e))
+            (e["op"], tile_number(tiles, schedule, e))
             for e in events[np.isin(events["op"], TRANSFERS)]
         ]
         assert list(zip((part.codes & 3).tolist(), part.ids.tolist(), strict=True)) == expected
@@ -95,7 +95,7 @@ def test_half_of_the_sms_ask_each_partition():
     sides = {}
     for partitions in (1, 2):
         tiles, (part,) = streams(traffic, l2.L2Model(blocks_per_sm=1, partitions=partitions))
-        of_sm = part.codes[part.ids < tiles.first["K"]] // recipes.SIDE  # one row tile each
+        of_sm = part.codes[part.ids < tiles.first["K"]] // SIDE  # one row tile each
         sides[partitions] = of_sm.tolist()
     assert sides[1] == [0] * 40
     assert sum(sides[2]) == 20

@@ -77,14 +77,14 @@ def test_a_tile_that_was_not_visited_is_missing_from_the_trace():
     visits = np.full((2, 1, schedule.n_visits), 16 * NOTE + 16)
     stage = stages(problem, "flash2")[0]
     device = Device.get("H100")
-    full = notes.stage_trace(stage, schedule, device, "flash2", steps, visits).events
+    full = notes.stage_trace(stage, schedule, device, steps, visits).events
     visits[:, 0, 4] = 0
-    less = notes.stage_trace(stage, schedule, device, "flash2", steps, visits).events
+    less = notes.stage_trace(stage, schedule, device, steps, visits).events
     assert set(full["visit"]) - set(less["visit"]) == {4}
     np.testing.assert_array_equal(full[full["visit"] != 4], less)
     visits[1, 0, 5] = 0
     with pytest.raises(MemoryModelError, match="not every head made the same walk"):
-        notes.stage_trace(stage, schedule, device, "flash2", steps, visits)
+        notes.stage_trace(stage, schedule, device, steps, visits)
 
 
 def test_no_trace_unless_asked_for():

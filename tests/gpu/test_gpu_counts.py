@@ -95,7 +95,7 @@ def test_an_honest_report_gives_the_simulators_events(name, algorithm, key_order
         for number, stage in enumerate(plans.stages(p, algorithm, direction)):
             schedule = Schedule(p, TILING, stage.outer, key_order)
             report = honest_report(p, stage, schedule, fused)
-            made = counts.stage_trace(stage, schedule, *report, fused=fused)
+            made = counts.stage_trace(stage, schedule, *report)
             expected = simulated.stages[number]
             assert (made.name, made.repeat, made.stride) == (
                 expected.name,
@@ -110,9 +110,9 @@ def test_a_kernel_that_moves_too_much_shows():
     (stage,) = plans.stages(p, "flash2", "forward")
     schedule = Schedule(p, TILING)
     tiles, visits = honest_report(p, stage, schedule, False)
-    right = counts.stage_trace(stage, schedule, tiles, visits, fused=False)
+    right = counts.stage_trace(stage, schedule, tiles, visits)
     visits[:, 2, 0] += 16
-    wrong = counts.stage_trace(stage, schedule, tiles, visits, fused=False)
+    wrong = counts.stage_trace(stage, schedule, tiles, visits)
     changed = wrong.events[wrong.events["bytes"] != right.events["bytes"]]
     assert {int(x) for x in changed["visit"]} == {2}
 
@@ -124,7 +124,7 @@ def test_heads_that_disagree_are_an_error():
     tiles, visits = honest_report(p, stage, schedule, False)
     visits[1, 2, 0] += 16
     with pytest.raises(TraceError, match=r"walk 1 reported .* slot 0 of record 2"):
-        counts.stage_trace(stage, schedule, tiles, visits, fused=False)
+        counts.stage_trace(stage, schedule, tiles, visits)
 
 
 def test_timeline_turns_cycles_into_nanoseconds():

@@ -86,9 +86,7 @@ class Emulator:
             self._loaded[kernel] = built(nvrtc.source(kernel.file) + entry, made, defines)
         return self._loaded[kernel]
 
-    def launch(
-        self, one: Pass, arrays: dict[str, np.ndarray], *, fused: bool = False
-    ) -> StageTrace | None:
+    def launch(self, one: Pass, arrays: dict[str, np.ndarray]) -> StageTrace | None:
         """One pass over arrays by their names in ``struct Args``; what it reports, if it does."""
         p, tables = one.tables.schedule.problem, one.tables
         record = np.zeros((), launch.ARGS)
@@ -114,9 +112,7 @@ class Emulator:
         assert ended, f"{one.kernel.name}: threads wait for each other in vain"
         if not dict(one.kernel.constants)["FS_TRACE"]:
             return None
-        return counts.stage_trace(
-            one.stage, tables.schedule, *reversed(reports.values()), fused=fused
-        )
+        return counts.stage_trace(one.stage, tables.schedule, *reversed(reports.values()))
 
 
 def padded(array: np.ndarray) -> np.ndarray:
@@ -163,4 +159,4 @@ def run_backward(
         narrow = p.dtype != "float32"
         acc = unwritten(p, p.heads, p.n_q, p.head_dim, "float32") if narrow else arrays["dq"]
         arrays["dq_acc"] = acc
-    return arrays, [emulator.launch(one, arrays, fused=fused) for one in passes]
+    return arrays, [emulator.launch(one, arrays) for one in passes]

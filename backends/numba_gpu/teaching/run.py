@@ -251,7 +251,7 @@ class _Call:
         p = self.problem = job.problem
         self.place = place
         self.tiling, self.key_order = tiling, job.key_order
-        self.counting, self.fused = bool(job.trace), fused
+        self.counting = bool(job.trace)
         self.shape = Shape(
             *(tiling.block_q, tiling.block_k, p.head_dim, p.head_dim_v, p.group),
             softcap=bool(p.softcap),
@@ -287,7 +287,6 @@ class _Call:
         return tuple(
             counts.stage_trace(
                 *(stage, tables.schedule, self.place.host(tile), self.place.host(visit)),
-                fused=self.fused,
             )
             for stage, tables, tile, visit in self.reports
         )

@@ -209,7 +209,7 @@ class _Pass:
 
     def _trace(self, stage, schedule, steps, visits) -> None:
         job = self.job
-        self.stages.append(stage_trace(stage, schedule, job.device, job.algorithm, steps, visits))
+        self.stages.append(stage_trace(stage, schedule, job.device, steps, visits))
 
     def _sets(self, by_row: bool, *, shares: bool) -> tuple[np.ndarray, np.ndarray]:
         """CSR of the heads that one thread takes in turn: those that add to one bias gradient."""

@@ -16,10 +16,10 @@ from flashsim.backends.families import hopper, portable
 from flashsim.backends.launch import Gpu
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import OptionError, choices
-from flashsim.l2.recipes import COL, KEY, ROW, tensors
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule.plans import DIRECTIONS
+from flashsim.schedule.tensors import whole_bytes
 from flashsim.schedule.tiling import Tiling
 from flashsim.studies.predict.calibration import CALIBRATED, HBM_SHARE, LAUNCH, Constants
 from flashsim.studies.predict.units import UNITS, visit_seconds
@@ -233,11 +233,8 @@ def blocks_per_sm(one: Any, device: Device) -> int:
 
 def once_bytes(traffic: Traffic, stage: str) -> int:
     """Bytes of all tensors that a stage touches, each once for reading and once for writing."""
-    p, total = traffic.problem, 0
-    size = {ROW: p.n_q, COL: p.n_kv}
-    for name, op, tensor in traffic.transfers:
-        if name == stage:
-            axis, owner, width = tensors(p)[tensor]
-            heads = p.batch * (p.kv_heads if owner == KEY else p.heads)
-            total += heads * size[axis] * width * (2 if op == "reduce" else 1)
-    return total
+    return sum(
+        whole_bytes(traffic.problem, tensor) * (2 if op == "reduce" else 1)
+        for name, op, tensor in traffic.transfers
+        if name == stage
+    )

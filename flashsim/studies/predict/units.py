@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from flashsim.counts.traffic import Traffic
 from flashsim.counts.work import TileOp, stage_work, total_flops
-from flashsim.l2.recipes import COL, ROW, recipe, tensors
 from flashsim.problem.hardware import Device
 from flashsim.schedule import plans
 
@@ -31,15 +30,15 @@ def visit_seconds(traffic: Traffic, stage: plans.Stage, rows_a_reader: int) -> d
     """
     p, device, tiling = traffic.problem, traffic.device, traffic.tiling
     work = stage_work(p, traffic.algorithm, traffic.direction, stage.name).visit
-    flops = total_flops(work, tiling.block_q, tiling.block_k, tiling.block_q * tiling.block_k)
+    sides = tiling.block_q, tiling.block_k
+    flops = total_flops(work, *sides, tiling.block_q * tiling.block_k)
     hertz = clock(device)
     lanes = LANES.get(device.compute_capability, 128)
     simple = sum(flops[kind] for kind in ("max", "add", "multiply", "divide"))
-    asked = recipe(p, traffic.algorithm, traffic.direction, stage.name).visit
-    moved = sum(_tile_bytes(traffic, name) for _, name in asked)
+    moved = sum(move.tile.nbytes(*sides) for move in stage.visit if move.transfers)
     outer = tiling.block_q if stage.outer == "queries" else tiling.block_k
-    visited = [name for op, name in asked if op == "load" and name in ("Q", "K", "V", "dO")]
-    read = sum(_products(work, name) * _tile_bytes(traffic, name) for name in visited)
+    visited = [m for m in stage.visit if m.op == "load" and m.tensor in ("Q", "K", "V", "dO")]
+    read = sum(_products(work, m.tensor) * m.tile.nbytes(*sides) for m in visited)
     return {
         "tensor cores": flops["matmul"] / (device.peak(p.dtype) / device.sm_count),
         "exponentials": flops["exp"] / (SPECIAL * hertz),
@@ -52,9 +51,3 @@ def visit_seconds(traffic: Traffic, stage: plans.Stage, rows_a_reader: int) -> d
 def _products(work: tuple[TileOp, ...], name: str) -> int:
     """How many matrix products of a visit read a tensor's tile."""
     return sum("matmul" in op.flops and name in op.reads.split() for op in work)
-
-
-def _tile_bytes(traffic: Traffic, name: str) -> int:
-    tensor, tiling = tensors(traffic.problem)[name], traffic.tiling
-    sides = {ROW: tiling.block_q, COL: tiling.block_k}
-    return sides.get(tensor.axis, tiling.block_q * tiling.block_k) * tensor.width

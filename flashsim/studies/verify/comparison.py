@@ -12,7 +12,6 @@ from flashsim.counts.traffic import Traffic
 from flashsim.counts.work import stage_work, total_flops
 from flashsim.errors import TraceError
 from flashsim.l2 import L2Model, dram
-from flashsim.l2.recipes import ROW, recipe, tensors
 from flashsim.report import Cell, Table
 from flashsim.schedule import plans
 from flashsim.studies.verify.cases import Pass
@@ -150,17 +149,15 @@ def _predicted(traffic: Traffic, stage: plans.Stage, launch: Launch) -> dict[str
 def overhang(traffic: Traffic, stage: plans.Stage) -> int:
     """Bytes of the boxes that a copy engine delivers beyond the ends of the tensors, as zeros."""
     p, schedule, tiling = traffic.problem, traffic.schedule(stage), traffic.tiling
-    r = recipe(p, traffic.algorithm, traffic.direction, stage.name)
     by_row = stage.outer == "queries"
     walks, _ = plans.heads_of(stage, p)
     members = p.group if stage.per == "group" else 1
     total = 0
-    for asked, at_visits in ((r.before, False), (r.visit, True)):
-        for op, name in asked:
-            if op != "load" or name not in BOXED:
+    for moves, at_visits in ((stage.before, False), (stage.visit, True)):
+        for move in moves:
+            if move.op != "load" or move.tensor not in BOXED:
                 continue
-            tensor = tensors(p)[name]
-            rows = tensor.axis == ROW
+            rows = move.tile.per_row > 0
             table, block = (
                 (schedule.rows, tiling.block_q) if rows else (schedule.cols, tiling.block_k)
             )
@@ -170,7 +167,7 @@ def overhang(traffic: Traffic, stage: plans.Stage) -> int:
                 times = np.diff((schedule.row_csr if rows else schedule.col_csr)[0]) * members
             else:
                 times = np.ones(len(missing), np.int64)
-            total += walks * int((missing * times).sum()) * tensor.width
+            total += walks * int((missing * times).sum()) * (move.tile.per_row + move.tile.per_col)
     return total
 
 

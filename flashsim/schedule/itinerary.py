@@ -1,0 +1,160 @@
+"""What each stage of each algorithm moves, and when: as data, and written nowhere else.
+
+An algorithm runs in stages, one kernel each. A stage's itinerary has three parts: when an outer
+step begins, at each visit, when the step ends. Each lists, in order, what is loaded from HBM,
+stored or reduced (added) into it, and what room is made on chip: "load K V, alloc S, load bias".
+From these come a stage's buffers (and so which tilings fit), the events of engines whose kernels
+report sizes alone, the requests that L2 sees, what a pass saves and what pictures are called. The
+pages in `flashsim.algorithms`, which execute, and the closed forms in `counts.forms` know nothing
+of it: the suite holds all three to each other.
+
+Three rules spare every case its own text. What a problem does not have (`bias`, `dBias`; `gate`
+without a softcap; a name that ends in ``?`` without one, either) is left out, and with it a stage
+that has nothing else. An accumulator `X_acc` is X itself where their types are one, and a stage
+that would only convert it is left out.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+Outer = Literal["queries", "keys"]
+Per = Literal["head", "group", "bias"]
+
+
+class Itinerary(NamedTuple):
+    """One stage: a pass over the score matrix, and what it moves.
+
+    Attributes
+    ----------
+    name : str
+        What the trace calls it.
+    outer : {"queries", "keys"}
+        The outer loop.
+    before, visit, after : str
+        What an outer step moves when it begins, at each visit, when it ends.
+    per : {"head", "group", "bias"}
+        Whose walk it is: each query head's own; one for all query heads of a key head (dK and dV
+        are summed over the group); or one for each matrix of a bias shared by several heads.
+    dense : bool
+        Visits every tile, also those the mask empties (standard attention does not skip).
+    whole_rows : bool
+        Works on whole rows of scores, as many at a time as fit (standard attention's softmax);
+        `visit` is then what it moves of each row.
+    converts : bool
+        Rounds an accumulator to the input's type, and does nothing else.
+    """
+
+    name: str
+    outer: Outer
+    before: str = ""
+    visit: str = ""
+    after: str = ""
+    per: Per = "head"
+    dense: bool = False
+    whole_rows: bool = False
+    converts: bool = False
+
+
+class Algorithm(NamedTuple):
+    """An algorithm's stages in the order they run, and what it is called in print."""
+
+    title: str
+    forward: tuple[Itinerary, ...]
+    backward: tuple[Itinerary, ...]
+
+
+def _convert(result: str) -> Itinerary:
+    return Itinerary(
+        "convert", "queries", f"load {result}_acc", after=f"store {result}", converts=True
+    )
+
+
+_CLEAR_DBIAS = Itinerary(
+    "clear_dbias", "queries", visit="store dBias_acc", per="bias", whole_rows=True
+)
+_CONVERT_DBIAS = Itinerary(
+    *("convert_dbias", "queries"),
+    visit="load dBias_acc, store dBias",
+    per="bias",
+    whole_rows=True,
+    converts=True,
+)
+
+# -- standard attention: S and P in HBM -----------------------------------------------------------
+
+_STANDARD_FORWARD = (
+    Itinerary("scores", "queries", "load Q", "load K, alloc S, load bias, store S", dense=True),
+    Itinerary("softmax", "queries", visit="load S, store P", dense=True, whole_rows=True),
+    Itinerary("output", "queries", "alloc O", "load P V", "store O", dense=True),
+)
+_STANDARD_BACKWARD = (
+    Itinerary("dv", "keys", "alloc dV", "load P dO", "store dV", "group", dense=True),
+    Itinerary("dp", "queries", "load dO", "load V, alloc dP, store dP", dense=True),
+    _CLEAR_DBIAS,
+    Itinerary(
+        *("ds", "queries"),
+        visit="load P dP, reduce dBias_acc, load S? bias?, store dS",
+        dense=True,
+        whole_rows=True,
+    ),
+    Itinerary("dq", "queries", "alloc dQ", "load dS K", "store dQ", dense=True),
+    Itinerary("dk", "keys", "alloc dK", "load dS Q", "store dK", "group", dense=True),
+    _CONVERT_DBIAS,
+)
+
+# -- FlashAttention-1: keys outside, the output passes through HBM at every visit ------------------
+
+_FLASH1_FORWARD = (
+    Itinerary("init", "queries", after="store O_acc l m"),
+    Itinerary(
+        "forward", "keys", "load K V", "load Q O_acc l m, alloc S, load bias, store O_acc l m"
+    ),
+    _convert("O"),
+)
+_FLASH1_BACKWARD = (
+    Itinerary("init", "queries", after="store dQ_acc"),
+    _CLEAR_DBIAS,
+    Itinerary(
+        *("backward", "keys", "load K V, alloc dK dV"),
+        "load Q O dO dQ_acc l m, alloc S gate, load bias, alloc dP, store dQ_acc, reduce dBias_acc",
+        *("store dK dV", "group"),
+    ),
+    _convert("dQ"),
+    _CONVERT_DBIAS,
+)
+
+# -- FlashAttention-2 -----------------------------------------------------------------------------
+
+_FLASH2_FORWARD = (
+    Itinerary(
+        *("forward", "queries"),
+        *("load Q, alloc O l m", "load K V, alloc S, load bias", "store O L"),
+    ),
+)
+_DELTA = Itinerary("delta", "queries", "load O dO, alloc delta", after="store delta")
+_DKDV = Itinerary(
+    *("dkdv", "keys", "load K V, alloc dK dV"),
+    "load Q dO L delta, alloc S gate, load bias, alloc dP",
+    *("store dK dV", "group"),
+)
+_DQ = Itinerary(
+    *("dq", "queries", "load Q dO L delta, alloc dQ"),
+    "load K V, alloc S gate, load bias, alloc dP, reduce dBias_acc",
+    "store dQ",
+)
+_FLASH2_BACKWARD = (_DELTA, _CLEAR_DBIAS, _DKDV, _DQ, _CONVERT_DBIAS)
+_FUSED_BACKWARD = (
+    _DELTA._replace(after="store delta dQ_acc"),
+    _CLEAR_DBIAS,
+    _DKDV._replace(name="fused", visit=f"{_DKDV.visit}, alloc dQ, reduce dQ_acc dBias_acc"),
+    _convert("dQ"),
+    _CONVERT_DBIAS,
+)
+
+ALGORITHMS = {
+    "standard": Algorithm("standard", _STANDARD_FORWARD, _STANDARD_BACKWARD),
+    "flash1": Algorithm("FlashAttention-1", _FLASH1_FORWARD, _FLASH1_BACKWARD),
+    "flash2": Algorithm("FlashAttention-2", _FLASH2_FORWARD, _FLASH2_BACKWARD),
+    "flash2-fused": Algorithm("FlashAttention-2 fused", _FLASH2_FORWARD, _FUSED_BACKWARD),
+}

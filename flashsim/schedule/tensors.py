@@ -1,0 +1,68 @@
+"""How each tensor lies: what it is cut along, whose matrix it is, how wide it is in HBM."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from flashsim.problem.problem import Problem
+
+ROW, COL, TILE = range(3)  # a tensor is cut into row tiles, column tiles or score tiles
+QUERY, KEY, BIAS = range(3)  # it has one matrix a query head, a key head or a bias head
+
+#: Every tensor by what it is cut along and whose it is.
+AXES = {
+    **dict.fromkeys(("Q", "O", "dO", "dQ", "O_acc", "dQ_acc", "L", "l", "m", "delta"), ROW),
+    **dict.fromkeys(("K", "V", "dK", "dV"), COL),
+    **dict.fromkeys(("S", "P", "dP", "dS", "gate", "bias", "dBias", "dBias_acc"), TILE),
+}
+_WIDTHS = {  # by name; a statistic or a score is one number
+    **dict.fromkeys(("Q", "K", "dQ", "dK", "dQ_acc"), "head_dim"),
+    **dict.fromkeys(("V", "O", "dO", "dV", "O_acc"), "head_dim_v"),
+}
+
+
+class TensorShape(NamedTuple):
+    """How a tensor lies in HBM: cut along `axis`, `elements` of `itemsize` bytes a row (or score).
+
+    A statistic, one number a row, has ``vector=True``.
+    """
+
+    axis: int
+    owner: int
+    elements: int
+    itemsize: int
+    vector: bool
+
+    @property
+    def width(self) -> int:
+        """Bytes a row, a column or a score."""
+        return self.elements * self.itemsize
+
+
+def shape(problem: Problem, name: str) -> TensorShape:
+    """How a tensor lies, for a problem."""
+    axis, statistic = AXES[name], name in ("L", "l", "m", "delta")
+    owner = BIAS if name.removeprefix("d")[:4].lower() == "bias" else KEY if axis == COL else QUERY
+    elements = getattr(problem, _WIDTHS[name]) if name in _WIDTHS else 1
+    wide = statistic or name.endswith("_acc")
+    itemsize = problem.compute_itemsize if wide else problem.itemsize
+    return TensorShape(axis, owner, elements, itemsize, statistic)
+
+
+def matrices(problem: Problem, owner: int) -> int:
+    """How many matrices there are: one a query head, a key head or a bias head."""
+    p = problem
+    bias = p.bias[0] * p.bias[1] if p.bias else 0
+    return {QUERY: p.batch * p.heads, KEY: p.batch * p.kv_heads, BIAS: bias}[owner]
+
+
+@lru_cache(maxsize=256)
+def whole_bytes(problem: Problem, name: str) -> int:
+    """Bytes of a tensor in HBM, all heads. A query head's scores are those of its sequences."""
+    p, its = problem, shape(problem, name)
+    scores = p.n_q * p.n_kv
+    if its.owner == QUERY:
+        scores = sum((s.q_stop - s.q_start) * (s.k_stop - s.k_start) for s in p.sequences)
+    extent = {ROW: p.n_q, COL: p.n_kv, TILE: scores}[its.axis]
+    return matrices(p, its.owner) * extent * its.width

@@ -1,0 +1,114 @@
+"""From the sizes that an engine's kernels noted to the events of one stage.
+
+Which moves a step and a visit make, and in which order, is the stage's itinerary; which visits
+there were, and the bytes of every move, come from the engine. So a tile that a kernel skips, or
+cuts short, is missing from the trace.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flashsim.schedule.names import CODES, COMPUTE, FREE
+from flashsim.schedule.plans import Move, Stage, heads_of
+from flashsim.schedule.schedule import Schedule
+from flashsim.trace.events import StageTrace
+
+#: Operation, tensor, and the column of the sizes that holds its bytes; a computation has none.
+Event = tuple[int, int, int]
+_COMPUTE: Event = (COMPUTE, 0, -1)
+
+
+def assemble(
+    stage: Stage, schedule: Schedule, steps: np.ndarray, visits: np.ndarray, made: np.ndarray
+) -> StageTrace:
+    """The events of one stage whose visits are of score tiles.
+
+    Parameters
+    ----------
+    steps : int64 (T, moves)
+        Bytes of each of the moves before and after the visits, for each outer tile.
+    visits : int64 (members, n, moves)
+        Bytes of each move of a visit, for each member of a group and each visit of the schedule.
+    made : bool (members, n)
+        Which visits there were.
+    """
+    by_row = stage.outer == "queries"
+    ptr, inner, _ = schedule.row_csr if by_row else schedule.col_csr
+    order = np.array(schedule.outer_order())
+    owner = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr))
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    begin, after = _events(stage.before), _events(stage.after, len(stage.before))
+    freed = _frees(stage.before)
+    # A conversion frees each strip of rows once it is stored, before its step ends.
+    end = [*after, *freed, _COMPUTE] if stage.converts else [*after, _COMPUTE, *freed]
+    visit = [*_events(stage.visit), _COMPUTE, *_frees(stage.visit)] if stage.visit else []
+
+    members, at = np.nonzero(made)
+    walk = np.lexsort((at, members, rank[owner[at]]))  # step by step, member by member
+    members, at = members[walk], at[walk]
+    step = rank[owner[at]]
+    count = np.bincount(step, minlength=len(order))
+    length = len(begin) + count * len(visit) + len(end)
+    start = np.cumsum(length) - length
+    table = np.zeros((int(length.sum()), 7), np.int64)
+    none = np.full(len(order), -1)
+    where = (0 * none, *((order, none) if by_row else (none, order)), none)
+    _put(table, start, begin, where, steps[order])
+    _put(table, start + len(begin) + count * len(visit), end, where, steps[order])
+    nth = np.arange(len(at)) - (np.cumsum(count) - count)[step]
+    place = (owner[at], inner[at]) if by_row else (inner[at], owner[at])
+    first = start[step] + len(begin) + nth * len(visit)
+    _put(table, first, visit, (members, *place, at), visits[members, at])
+    return StageTrace.build(stage, schedule, *heads_of(stage, schedule.problem), table)
+
+
+def assemble_rows(stage: Stage, schedule: Schedule, heights: np.ndarray, strip: int) -> StageTrace:
+    """The events of a stage that works on whole rows of a bias's matrix, `strip` at a time.
+
+    `heights`, int64 (T,), are the rows of each row tile.
+    """
+    events = [*_events(stage.visit), *_frees(stage.visit)]
+    rows: list[tuple[int, int, int, int, int, int, int]] = []
+    for i, height in enumerate(heights.tolist()):
+        for first in range(0, height, strip):
+            area = min(strip, height - first) * schedule.problem.n_kv
+            sizes = [move.tile.per_score * area for move in stage.visit]
+            rows += [(op, code, 0, i, -1, -1, sizes[k]) for op, code, k in events]
+        rows.append((COMPUTE, 0, 0, i, -1, -1, 0))
+    return StageTrace.build(stage, schedule, *heads_of(stage, schedule.problem), rows)
+
+
+def tile_bytes(moves, rows, cols, reported=None) -> np.ndarray:
+    """Bytes of each move at tiles of `rows` x `cols`; the moves are the last axis.
+
+    `reported`, (.., slots), overrules them for the moves between HBM and SRAM, one slot each.
+    """
+    shape = np.shape(rows + cols) if reported is None else reported.shape[:-1]
+    sizes, slot = np.zeros((*shape, len(moves)), np.int64), 0
+    for k, move in enumerate(moves):
+        sizes[..., k] = move.tile.nbytes(rows, cols)
+        if reported is not None and move.transfers:
+            sizes[..., k] = reported[..., slot]
+            slot += 1
+    return sizes
+
+
+def _events(moves: tuple[Move, ...], first: int = 0) -> list[Event]:
+    return [(m.code, CODES[m.tensor], first + k) for k, m in enumerate(moves)]
+
+
+def _frees(moves: tuple[Move, ...]) -> list[Event]:
+    """The end of what was loaded or allocated, in the same order."""
+    return [(FREE, CODES[m.tile.name], k) for k, m in enumerate(moves) if m.holds]
+
+
+def _put(table, at, events, where, sizes) -> None:
+    """Write a run of events at each of the places `at`."""
+    place = np.stack(where, axis=1)
+    for k, (op, tensor, column) in enumerate(events):
+        table[at + k, :2] = op, tensor
+        table[at + k, 2:6] = place
+        if column >= 0:
+            table[at + k, 6] = sizes[:, column]
