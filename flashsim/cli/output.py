@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from flashsim import report
+from flashsim.cli.options import Format
 from flashsim.counts import questions, traffic
 from flashsim.counts.traffic import Traffic
 from flashsim.counts.work import KINDS
@@ -73,18 +74,19 @@ def event_table(trace: Trace, limit: int) -> report.Table:
 
 
 def show_tables(
-    people: list[report.Table], full: list[report.Table], json: bool, csv: bool
+    people: list[report.Table], full: list[report.Table], form: Format | None = None
 ) -> None:
     """Print tables for people, or everything there is as one JSON array or one CSV."""
-    if json and csv:
+    form = form or Format()
+    if form.json and form.csv:
         raise OptionError("--json and --csv are two formats; give one of them")
-    if not json and not csv:
+    if not form.json and not form.csv:
         for table in people:
             console().print(table.rich())
         return
     rows = [row for table in full for row in table.rows]
     table = report.Table("", full[0].columns, rows)
-    typer.echo(table.json() if json else table.csv(), nl=json)
+    typer.echo(table.json() if form.json else table.csv(), nl=form.json)
 
 
 def console() -> Console:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,9 +14,9 @@ from flashsim.api.compare import Comparison
 from flashsim.api.samples import TRACES, load_sample
 from flashsim.api.sweep import sweep
 from flashsim.cli import options as opt
+from flashsim.cli import values
 from flashsim.cli.output import say, working
 from flashsim.errors import FlashSimError, OptionError, choices
-from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 from flashsim.trace.trace import Trace
 
@@ -33,21 +32,7 @@ _OVER = {
     "sram_bytes": (24576, 49152, 98304, 166912, 232448),
 }
 
-Traces = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--trace",
-        "-T",
-        help=f"A saved trace, or a bundled one of a GPU: {', '.join(TRACES)}. Twice for two. "
-        "Otherwise give sizes.",
-    ),
-]
-Algorithms = Annotated[
-    str, typer.Option("--algorithms", "-a", help="Separated by commas; run on the same tensors.")
-]
-Out = Annotated[Path, typer.Option("--out", "-o", help="File to write; its ending is the format.")]
-Theme = Annotated[str, typer.Option(help="light or dark.")]
-Row = Annotated[int | None, typer.Option(help="Query row whose m and l are followed.")]
+_THREE = opt.Source(algorithms="standard,flash1,flash2", how=opt.One())
 
 
 @dataclass(frozen=True)
@@ -75,31 +60,10 @@ class Recorded:
             raise
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to the `flashsim` command."""
-    for command in (plot, animate, page):
-        app.command()(command)
-
-
 def plot(
     kind: Annotated[str, typer.Argument(help=f"One of {', '.join(KINDS)}.")],
-    out: Out,
-    trace: Traces = None,
-    n_q: opt.Nq = None,
-    n_kv: opt.Nkv = None,
-    head_dim: opt.HeadDim = None,
-    heads: opt.Heads = None,
-    kv_heads: opt.KvHeads = None,
-    dtype: opt.Dtype = None,
-    seed: opt.Seed = 0,
-    input: opt.Input = None,
-    demo_data: opt.DemoData = None,
-    causal: opt.Causal = False,
-    window: opt.Window = None,
-    algorithms: Algorithms = "standard,flash1,flash2",
-    backward: opt.BackwardInstead = False,
-    tiling: opt.Tile = "fit",
-    device: opt.DeviceName = "H100",
+    out: opt.Out,
+    source: opt.Source = _THREE,
     over: Annotated[str, typer.Option(help=f"io-curve: one of {', '.join(_OVER)}.")] = "n_q",
     color: Annotated[
         str | None,
@@ -107,7 +71,7 @@ def plot(
     ] = None,
     sms: Annotated[str | None, typer.Option(help="gpu-timeline: FIRST:LAST SM shown.")] = None,
     times: Annotated[str | None, typer.Option(help="gpu-timeline: FIRST:LAST µs shown.")] = None,
-    theme: Theme = "light",
+    theme: opt.Theme = "light",
 ) -> None:
     """Draw one figure: .png, .svg, .pdf or what else Matplotlib writes.
 
@@ -115,69 +79,45 @@ def plot(
     """
     if kind not in KINDS:
         raise OptionError(f"unknown kind of plot {kind!r}; {choices(kind, KINDS)}")
-    names = opt.parse_list("algorithms", algorithms, str)
-    sizes = _sizes(n_q, n_kv, head_dim, heads, kv_heads, dtype)
     if kind in FROM_SIZES:
-        if trace:
+        if source.trace:
             raise OptionError(f"{kind} is drawn from sizes, not from a trace; leave out --trace")
-        mask = _mask(causal, window)
-        data = _counted(kind, sizes, mask, names, backward, tiling, device, over)
+        data = _counted(kind, source, over)
         options: dict[str, Any] = {"x": over} if kind == "io-curve" else {}
     else:
         if kind in ("tile-map", "sram-timeline"):
-            names = names[-1:]
+            source = replace(source, algorithms=source.algorithms.split(",")[-1])
         for name, value in {"sms": sms, "times": times}.items():
             if value is not None and kind != "gpu-timeline":
                 raise OptionError(f"--{name} is for gpu-timeline, not for {kind}")
-        if kind == "gpu-timeline" and not trace:
+        if kind == "gpu-timeline" and not source.trace:
             raise OptionError(
                 "gpu-timeline is drawn from what a GPU recorded; give --trace FILE, or a bundled "
                 f"one: {', '.join(TRACES)}"
             )
-        data = _recorded(
-            trace, sizes, seed, input, demo_data, _mask(causal, window), names, backward, tiling,
-            device,
-        ).traces  # fmt: skip
+        data = _recorded(source).traces
         options = {"color": color or "order"} if kind == "tile-map" else {}
         if kind == "gpu-timeline":
             options = {
                 "color": color,
-                "sms": opt.parse_range("sms", sms) if sms else None,
-                "times": opt.parse_times(times) if times else None,
+                "sms": values.parse_range("sms", sms) if sms else None,
+                "times": values.parse_times(times) if times else None,
             }
     _draw(kind, data, out, theme, options)
     say(f"plot in {out}")
 
 
 def animate(
-    out: Out,
-    trace: Traces = None,
-    n_q: opt.Nq = None,
-    n_kv: opt.Nkv = None,
-    head_dim: opt.HeadDim = None,
-    heads: opt.Heads = None,
-    kv_heads: opt.KvHeads = None,
-    dtype: opt.Dtype = None,
-    seed: opt.Seed = 0,
-    input: opt.Input = None,
-    demo_data: opt.DemoData = None,
-    causal: opt.Causal = False,
-    window: opt.Window = None,
-    algorithms: Algorithms = "flash2",
-    backward: opt.BackwardInstead = False,
-    tiling: opt.Tile = "64x64",
-    device: opt.DeviceName = "H100",
-    row: Row = None,
+    out: opt.Out,
+    source: opt.Source,
+    row: opt.Row = None,
     fps: Annotated[float, typer.Option(help="Frames a second.")] = 15,
     max_frames: Annotated[int, typer.Option(help="A longer walk skips steps.")] = 320,
     clock: Annotated[str, typer.Option(help="What two traces share: steps or bytes.")] = "steps",
-    theme: Theme = "light",
+    theme: opt.Theme = "light",
 ) -> None:
     """Animate one trace, or two side by side, as .gif, .mp4 or .html."""
-    sizes = _sizes(n_q, n_kv, head_dim, heads, kv_heads, dtype)
-    names = opt.parse_list("algorithms", algorithms, str)
-    mask = _mask(causal, window)
-    found = _recorded(trace, sizes, seed, input, demo_data, mask, names, backward, tiling, device)
+    found = _recorded(source)
     with working("drawing frames"):
         out.parent.mkdir(parents=True, exist_ok=True)
         _viz().animate(
@@ -193,31 +133,13 @@ def animate(
 
 
 def page(
-    out: Out,
-    trace: Traces = None,
-    n_q: opt.Nq = None,
-    n_kv: opt.Nkv = None,
-    head_dim: opt.HeadDim = None,
-    heads: opt.Heads = None,
-    kv_heads: opt.KvHeads = None,
-    dtype: opt.Dtype = None,
-    seed: opt.Seed = 0,
-    input: opt.Input = None,
-    demo_data: opt.DemoData = None,
-    causal: opt.Causal = False,
-    window: opt.Window = None,
-    algorithms: Algorithms = "flash2",
-    backward: opt.BackwardInstead = False,
-    tiling: opt.Tile = "64x64",
-    device: opt.DeviceName = "H100",
-    row: Row = None,
+    out: opt.Out,
+    source: opt.Source,
+    row: opt.Row = None,
     theme: Annotated[str, typer.Option(help="auto, light or dark.")] = "auto",
 ) -> None:
     """Write a page that plays one trace, or two side by side: one file, no network."""
-    sizes = _sizes(n_q, n_kv, head_dim, heads, kv_heads, dtype)
-    names = opt.parse_list("algorithms", algorithms, str)
-    mask = _mask(causal, window)
-    found = _recorded(trace, sizes, seed, input, demo_data, mask, names, backward, tiling, device)
+    found = _recorded(source)
     out.parent.mkdir(parents=True, exist_ok=True)
     _viz().page(found.traces, out, theme=theme, statistics=found.statistics(row))
     say(f"page in {out}")
@@ -237,95 +159,87 @@ def demo_figures(name: str, comparison: Comparison, out: Path) -> list[Path]:
     return paths
 
 
+COMMANDS = (plot, animate, page)
+
+
 def _viz() -> Any:
     """`flashsim.viz`, which other commands never load."""
-    return importlib.import_module("flashsim.viz")
+    from flashsim import viz
+
+    return viz
 
 
 # -- where the data come from ---------------------------------------------------------------------
 
 
-def _sizes(*values: Any) -> dict[str, Any]:
-    names = ("n_q", "n_kv", "head_dim", "heads", "kv_heads", "dtype")
-    return dict(zip(names, values, strict=True))
-
-
-def _mask(causal: bool, window: str | None) -> dict[str, Any]:
-    return {"causal": causal, "window": opt.parse_window(window) if window else None}
-
-
-def _recorded(
-    files: list[Path] | None,
-    sizes: dict[str, Any],
-    seed: int,
-    input: Path | None,
-    sample: str | None,
-    mask: dict[str, Any],
-    algorithms: list[str],
-    backward: bool,
-    tiling: str,
-    device: str,
-) -> Recorded:
+def _recorded(source: opt.Source) -> Recorded:
     """Saved traces, or those of running the simulator now."""
-    if files:
-        given = [name for name, value in sizes.items() if value is not None]
-        given += ["input"] * (input is not None) + ["demo-data"] * (sample is not None)
-        given += [name for name, value in mask.items() if value] + ["backward"] * backward
+    mask, how = source.mask, source.how
+    if source.trace:
+        given = [*source.sizes.given()]
+        given += [name for name in ("input", "demo_data") if getattr(source.tensors, name)]
+        given += [name for name in ("causal", "window") if getattr(mask, name)]
+        given += ["backward"] * how.backward
         if given:
-            names = ", ".join("--" + name.replace("_", "-") for name in given)
-            raise OptionError(f"a saved trace has its own sizes and tensors; leave out {names}")
-        return Recorded([opt.load_trace(file) for file in files])
-    arrays = opt.read_arrays(sizes, seed, input, sample)
-    tile = opt.choose_tiling(tiling, arrays.q.shape[-1], mask["causal"])
+            raise OptionError(
+                f"a saved trace has its own sizes and tensors; leave out {values.flags(given)}"
+            )
+        return Recorded([values.load_trace(file) for file in source.trace])
+    arrays = values.arrays(source.sizes, source.tensors)
+    tile = values.tiling(how.tiling, arrays.q.shape[-1], mask.causal)
     traces = []
     with working("simulating"):
-        for name in algorithms:
+        for name in values.parse_list("algorithms", source.algorithms, str):
             forward = execution.run(
-                *arrays[:3], algorithm=name, **mask, tiling=None if backward else tile,
-                device=device, trace=not backward,
-            )  # fmt: skip
-            if not backward:
+                *arrays[:3],
+                algorithm=name,
+                causal=mask.causal,
+                window=values.window(mask),
+                tiling=None if how.backward else tile,
+                device=how.device,
+                trace=not how.backward,
+            )
+            if not how.backward:
                 traces.append(forward.trace)
                 continue
-            dout = arrays.gradient(seed + 1)
+            dout = arrays.gradient(source.tensors.seed + 1)
             traces.append(forward.backward(dout, tiling=tile, trace=True).trace)
     return Recorded([t for t in traces if t is not None], arrays.q, arrays.k)
 
 
-def _counted(
-    kind: str,
-    sizes: dict[str, Any],
-    mask: dict[str, Any],
-    algorithms: list[str],
-    backward: bool,
-    tiling: str,
-    device: str,
-    over: str,
-) -> Any:
+def _counted(kind: str, source: opt.Source, over: str) -> Any:
     """A problem, counts or a sweep, in closed form."""
-    given = {name: value for name, value in sizes.items() if value is not None}
-    direction = "backward" if backward else "forward"
+    how, mask = source.how, source.mask
+    names = values.parse_list("algorithms", source.algorithms, str)
+    given = source.sizes.given()
     if kind == "io-curve":
         if over not in _OVER:
             raise OptionError(f"unknown axis {over!r}; {choices(over, _OVER)}")
         shape = {"n": given.pop("n_q", 4096), **given}
-        tile: Any = opt.parse_tiling(tiling)
+        tile: Any = values.parse_tiling(how.tiling)
         if over == "block_q":
             columns = tile.block_k if isinstance(tile, Tiling) else 64
             tile = [Tiling(side, columns) for side in _OVER[over]]
         else:
             shape[{"n_q": "n"}.get(over, over)] = _OVER[over]
         return sweep(
-            **shape, **mask, algorithm=algorithms, direction=direction, tiling=tile,
-            device=device,
-        )  # fmt: skip
-    problem = Problem(**{"n_q": 4096, "head_dim": 64, **given}, **mask)
+            **shape,
+            causal=mask.causal,
+            window=values.window(mask),
+            algorithm=names,
+            direction=how.direction,
+            tiling=tile,
+            device=how.device,
+        )
+    problem = values.problem(replace(source.sizes, **{"n_q": 4096, "head_dim": 64, **given}), mask)
     if kind == "memory-footprint":
         return problem
-    tile = opt.choose_tiling(tiling, problem.head_dim, problem.causal)
+    tile = values.tiling(how.tiling, problem.head_dim, mask.causal)
     return [
-        counting.count(problem, algorithm=name, direction=direction, tiling=tile, device=device)
-        for name in algorithms
+        counting.count(
+            problem, algorithm=name, direction=how.direction, tiling=tile, device=how.device
+        )
+        for name in names
     ]
 
 

@@ -9,195 +9,151 @@ import typer
 
 from flashsim.api import counting
 from flashsim.cli import options as opt
+from flashsim.cli import values
 from flashsim.cli.output import show_tables, working
+from flashsim.counts.traffic import Traffic
 from flashsim.errors import OptionError
-from flashsim.l2 import L2Model
 from flashsim.problem.problem import Problem
 from flashsim.report import Table
 
-
-def register(app: typer.Typer) -> None:
-    """Add these commands to the `flashsim` command."""
-    for command in (dram, roofline, ladder, predict, reproduce, verify):
-        app.command()(command)
+_ONE_HEAD = opt.Lengths(n_q=512, head_dim=64, dtype="float32")
+_KERNELS = opt.One(device="H200")
+_H200 = opt.Passes(device="H200")
+_GROUPED = opt.L2(launch="grouped")
+_L2Sizes = Annotated[
+    str | None,
+    typer.Option(help="MiB, e.g. 10,20,50: DRAM bytes at each size.", rich_help_panel="L2 cache"),
+]
 
 
 def dram(
-    n_q: opt.Nq = 4096,
-    n_kv: opt.Nkv = None,
-    head_dim: opt.HeadDim = 128,
-    batch: opt.Batch = 1,
-    heads: opt.Heads = 16,
-    kv_heads: opt.KvHeads = None,
-    dtype: opt.Dtype = "bfloat16",
-    causal: opt.Causal = False,
+    mask: opt.Mask,
+    how: opt.One,
+    cache: opt.L2,
+    form: opt.Format,
+    sizes: opt.Sizes = opt.LAYER,
     algorithm: opt.Algorithm = "flash2",
-    backward: opt.BackwardInstead = False,
-    tiling: opt.Tile = "fit",
-    device: opt.DeviceName = "H100",
-    launch: opt.Launch = "head-first",
-    walk: opt.Walk = "straight",
-    blocks_per_sm: opt.BlocksPerSm = None,
-    partitions: opt.Partitions = None,
-    jitter: opt.Jitter = L2Model.jitter * 1e6,
-    warm: opt.Warm = False,
-    l2_sizes: opt.L2Sizes = None,
-    json: opt.Json = False,
-    csv: opt.Csv = False,
+    l2_sizes: _L2Sizes = None,
 ) -> None:
     """Predict DRAM bytes: replay a run's tile requests through a model of the L2 cache."""
     from flashsim import l2
 
-    problem = Problem(n_q, n_kv, head_dim, head_dim, batch, heads, kv_heads, dtype, causal)
-    model = L2Model(launch, walk, blocks_per_sm, partitions, jitter=jitter * 1e-6, flush=not warm)
-    requested = _count(problem, algorithm, backward, tiling, device)
+    requested = _count(values.problem(sizes, mask), algorithm, how)
     with working("replaying"):
         if l2_sizes is None:
-            table = l2.dram(requested, model).table()
+            table = l2.dram(requested, cache.model()).table()
         else:
-            sizes = opt.parse_list("l2-sizes", l2_sizes, float)
-            table = _at_sizes(l2.curves(requested, model), sizes)
-    show_tables([table], [table], json, csv)
+            given = values.parse_list("l2-sizes", l2_sizes, float)
+            table = _at_sizes(l2.curves(requested, cache.model()), given)
+    show_tables([table], [table], form)
 
 
 def roofline(
-    n_q: opt.Nq = 4096,
-    n_kv: opt.Nkv = None,
-    head_dim: opt.HeadDim = 128,
-    batch: opt.Batch = 1,
-    heads: opt.Heads = 16,
-    kv_heads: opt.KvHeads = None,
-    dtype: opt.Dtype = "bfloat16",
-    causal: opt.Causal = False,
-    algorithms: Annotated[str, typer.Option("--algorithms", "-a")] = "standard,flash2",
-    backward: opt.BackwardInstead = False,
-    tiling: opt.Tile = "fit",
-    device: opt.DeviceName = "H100",
+    mask: opt.Mask,
+    how: opt.One,
+    form: opt.Format,
+    sizes: opt.Sizes = opt.LAYER,
+    algorithms: opt.Algorithms = "standard,flash2",
     seconds: Annotated[float | None, typer.Option(help="Measured time of the kernels.")] = None,
-    json: opt.Json = False,
-    csv: opt.Csv = False,
 ) -> None:
     """Set intensity against ridge points, for each way of counting bytes."""
     from flashsim.studies import roofline as rooflines
 
-    problem = Problem(n_q, n_kv, head_dim, head_dim, batch, heads, kv_heads, dtype, causal)
+    problem = values.problem(sizes, mask)
     tables = []
     with working("replaying"):
-        for algorithm in opt.parse_list("algorithms", algorithms, str):
-            counted = _count(problem, algorithm, backward, tiling, device)
+        for algorithm in values.parse_list("algorithms", algorithms, str):
+            counted = _count(problem, algorithm, how)
             tables.append(rooflines.roofline(counted, seconds=seconds).table())
-    show_tables(tables, tables, json, csv)
+    show_tables(tables, tables, form)
 
 
 def ladder(
-    n_q: opt.Nq = 512,
-    n_kv: opt.Nkv = None,
-    head_dim: opt.HeadDim = 64,
-    dtype: opt.Dtype = "float32",
-    tiling: opt.Tile = "32x64",
-    device: opt.DeviceName = "H100",
+    form: opt.Format,
+    sizes: opt.Lengths = _ONE_HEAD,
+    tiling: Annotated[str, typer.Option("--tiling", "-t", help="QUERIESxKEYS.")] = "32x64",
+    device: Annotated[str, typer.Option(help="See `flashsim devices`.")] = "H100",
     rungs: Annotated[str | None, typer.Option(help="Names with commas; default: all.")] = None,
     magnify: Annotated[float, typer.Option(help="Multiplies Q: large scores.")] = 1.0,
-    seed: opt.Seed = 0,
-    json: opt.Json = False,
-    csv: opt.Csv = False,
+    seed: Annotated[int, typer.Option(help="Of the random tensors.")] = 0,
 ) -> None:
     """Climb from a naive softmax to FlashAttention: each rung executed, counted, predicted."""
     from flashsim.studies import ladder as rungs_of
 
-    assert n_q is not None
-    assert head_dim is not None
-    assert dtype is not None
+    asked = sizes.given()
     climb = rungs_of.climb(
-        n_q,
-        n_kv or n_q,
-        head_dim,
-        dtype=dtype,
-        tiling=opt.choose_tiling(tiling, head_dim, False),
+        **{"n_kv": asked["n_q"], **asked},
+        tiling=values.tiling(tiling, asked["head_dim"], False),
         device=device,
-        rungs=None if rungs is None else opt.parse_list("rungs", rungs, str),
+        rungs=None if rungs is None else values.parse_list("rungs", rungs, str),
         magnify=magnify,
         seed=seed,
     )
     table = climb.table()
-    show_tables([table], [table], json, csv)
+    show_tables([table], [table], form)
 
 
 def predict(
-    n_q: opt.Nq = 4096,
-    n_kv: opt.Nkv = None,
-    head_dim: opt.HeadDim = 128,
-    batch: opt.Batch = 4,
-    heads: opt.Heads = 16,
-    kv_heads: opt.KvHeads = None,
-    dtype: opt.Dtype = "bfloat16",
-    causal: opt.Causal = False,
-    window: opt.Window = None,
-    algorithm: opt.KernelAlgorithm = "flash2",
-    backward: opt.BackwardInstead = False,
-    tiling: opt.KernelTile = "fit",
-    device: opt.DeviceName = "H200",
-    kernel: opt.Family = "hopper",
-    json: opt.Json = False,
-    csv: opt.Csv = False,
+    mask: opt.Mask,
+    form: opt.Format,
+    how: opt.One = _KERNELS,
+    sizes: opt.Sizes = opt.BATCH,
+    algorithm: Annotated[
+        str,
+        typer.Option("--algorithm", "-a", help="flash2, or flash2-fused: backward in one pass."),
+    ] = "flash2",
+    kernel: Annotated[
+        str, typer.Option(help="Kernels of backend cupy: hopper or portable.")
+    ] = "hopper",
 ) -> None:
     """Predict how long the kernels of backend cupy take: units, overlap, waves and tails.
 
-    Needs no GPU. Calibrated on one H200; docs/truth.md says how far it is off.
+    --tiling fit is the one that the kernels choose. Needs no GPU. Calibrated on one H200;
+    docs/truth.md says how far it is off.
     """
     from flashsim.studies import predict as model
 
-    seen = opt.parse_window(window) if window else None
-    problem = Problem(n_q, n_kv, head_dim, head_dim, batch, heads, kv_heads, dtype, causal, seen)
+    problem = values.problem(sizes, mask)
     table = model.predict(
         problem,
-        direction="backward" if backward else "forward",
+        direction=how.direction,
         algorithm=algorithm,
         kernels=kernel,
-        tiling=opt.choose_tiling(tiling, head_dim or 0, causal),
-        device=device,
+        tiling=values.tiling(how.tiling, problem.head_dim, mask.causal),
+        device=how.device,
     ).table()
-    show_tables([table], [table], json, csv)
+    show_tables([table], [table], form)
 
 
 def reproduce(
+    form: opt.Format,
     name: Annotated[str | None, typer.Argument(help="Leave out to list names; or `all`.")] = None,
-    json: opt.Json = False,
-    csv: opt.Csv = False,
 ) -> None:
     """Recompute published numbers: paper, ours, and why they differ."""
     from flashsim.studies import reproduce as pages
 
     if name is None:
         tables = pages.listing()
-        show_tables(tables, tables[:1], json, csv)
+        show_tables(tables, tables[:1], form)
         return
     for each in pages.NAMES if name == "all" else (name,):
         with working(f"recomputing {each}"):
             tables = pages.tables(each)
-        show_tables(tables, tables, json, csv)
+        show_tables(tables, tables, form)
 
 
 def verify(
+    mask: opt.Mask,
+    form: opt.Format,
     file: Annotated[Path | None, typer.Option("--from", help="A saved Nsight Compute CSV.")] = None,
     summary: Annotated[
         Path | None,
         typer.Option(help="Only sum up a table of benchmarks/verify.py: docs/verify-h200.csv."),
     ] = None,
-    n_q: opt.Nq = 4096,
-    n_kv: opt.Nkv = None,
-    head_dim: opt.HeadDim = 128,
-    batch: opt.Batch = 4,
-    heads: opt.Heads = 16,
-    kv_heads: opt.KvHeads = None,
-    dtype: opt.Dtype = "bfloat16",
-    causal: opt.Causal = False,
-    window: opt.Window = None,
+    sizes: opt.Sizes = opt.BATCH,
     algorithm: opt.Algorithm = "flash2",
-    backward: opt.Backward = False,
-    tiling: opt.Tile = "fit",
-    backward_tiling: opt.BackwardTile = "fit",
-    device: opt.DeviceName = "H200",
+    how: opt.Passes = _H200,
+    cache: opt.L2 = _GROUPED,
     backend: opt.Backend = "cupy",
     kernel: Annotated[
         str | None,
@@ -206,14 +162,10 @@ def verify(
             "Default: the best that runs."
         ),
     ] = None,
-    launch: opt.Launch = "grouped",
-    blocks_per_sm: opt.BlocksPerSm = None,
     save: Annotated[
         Path | None,
         typer.Option(help="Keep Nsight Compute's CSV here, with what the kernels counted beside."),
     ] = None,
-    json: opt.Json = False,
-    csv: opt.Csv = False,
 ) -> None:
     """Compare predictions with hardware counters, kernel by kernel.
 
@@ -224,35 +176,34 @@ def verify(
     from flashsim.studies import verify as verification
 
     if summary is not None:
-        tables = verification.summary(opt.read_text(summary))
-        show_tables(tables, tables[-1:], json, csv)
+        tables = verification.summary(values.read_text(summary))
+        show_tables(tables, tables[-1:], form)
         return
-    model = L2Model(launch, blocks_per_sm=blocks_per_sm)
+    model = cache.model()
     if file is not None and file.exists() and verification.counts_beside(file).exists():
         kept = verification.Record.load(file)
         found = [
             verification.verify(each, str(one), l2=model).table()
             for one, each in zip(kept.cases, verification.passes_of(kept), strict=True)
         ]
-        show_tables(found, found, json, csv)
+        show_tables(found, found, form)
         return
-    seen = opt.parse_window(window) if window else None
-    problem = Problem(n_q, n_kv, head_dim, head_dim, batch, heads, kv_heads, dtype, causal, seen)
-    tiles = [opt.choose_tiling(t, problem.head_dim, causal) for t in (tiling, backward_tiling)]
+    problem = values.problem(sizes, mask)
+    tiles = values.tilings(how, problem.head_dim, mask.causal)
     case = verification.Case(
-        *(problem, algorithm, backend, device, kernel, (tiles[0], tiles[1])),
-        backward=(None,) if backward else (),
+        *(problem, algorithm, backend, how.device, kernel, tiles),
+        backward=(None,) if how.backward else (),
     )
     if file is not None:
-        directions = ("forward", "backward") if backward else ("forward",)
+        directions = ("forward", "backward") if how.backward else ("forward",)
         if None in tiles[: len(directions)]:
             raise OptionError(
                 "--from needs the tiles that ran: give --tiling and --backward-tiling (a table of "
                 "benchmarks/verify.py is read by --summary)"
             )
-        launches = verification.parse(opt.read_text(file))
+        launches = verification.parse(values.read_text(file))
         predictions = [
-            verification.predict(problem, algorithm, d, t, device)
+            verification.predict(problem, algorithm, d, t, how.device)
             for d, t in zip(directions, tiles, strict=False)
         ]
         passes = verification.assign(predictions, launches)
@@ -263,16 +214,19 @@ def verify(
             kept.save(save)
         (passes,) = verification.passes_of(kept)
     table = verification.verify(passes, str(case), l2=model).table()
-    show_tables([table], [table], json, csv)
+    show_tables([table], [table], form)
 
 
-def _count(problem: Problem, algorithm: str, backward: bool, tiling: str, device: str) -> Any:
+COMMANDS = (dram, roofline, ladder, predict, reproduce, verify)
+
+
+def _count(problem: Problem, algorithm: str, how: opt.One) -> Traffic:
     return counting.count(
         problem,
         algorithm=algorithm,
-        direction="backward" if backward else "forward",
-        tiling=opt.choose_tiling(tiling, problem.head_dim, problem.causal),
-        device=device,
+        direction=how.direction,
+        tiling=values.tiling(how.tiling, problem.head_dim, problem.causal),
+        device=how.device,
     )
 
 

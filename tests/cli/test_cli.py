@@ -1,6 +1,7 @@
 """The command line: the library's figures as tables, JSON and CSV, and one clear line of error."""
 
 import csv
+import errno
 import io
 import json
 import subprocess
@@ -14,8 +15,8 @@ from typer.testing import CliRunner
 
 import flashsim
 from flashsim import Problem, Tiling, Trace
-from flashsim.cli import app as cli
 from flashsim.cli import output as cli_output
+from flashsim.cli import saved
 from flashsim.cli.app import app
 from flashsim.problem import hardware
 from flashsim.studies import demo
@@ -407,9 +408,9 @@ def test_the_installed_command_runs_and_fails_cleanly():
 
 def test_a_broken_pipe_is_left_to_click(monkeypatch):
     def broken(*_):
-        raise BrokenPipeError(cli.errno.EPIPE, "Broken pipe")
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
-    monkeypatch.setattr(cli, "show_tables", broken)
+    monkeypatch.setattr(saved, "show_tables", broken)
 
     result = invoke("devices")
 

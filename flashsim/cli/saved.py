@@ -1,0 +1,57 @@
+"""Commands that show what is there: devices, and saved traces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flashsim import report
+from flashsim.cli import options as opt
+from flashsim.cli import values
+from flashsim.cli.output import event_table, figures, say, show_tables
+from flashsim.problem.hardware import PRESETS
+
+
+def devices(form: opt.Format) -> None:
+    """List the GPUs that can be simulated, with the source of each figure."""
+    table = report.Table(
+        "Devices",
+        (
+            *("name", "SRAM B/block", "SRAM B/SM", "registers B/SM", "SMs", "L2 B", "HBM B"),
+            *("HBM GB/s", "L2 GB/s", "float16 TFLOP/s", "float32 TFLOP/s", "source"),
+        ),
+        note="float16: dense, on tensor cores; float32: CUDA cores; L2 empty: not published",
+    )
+    for d in PRESETS.values():
+        table.rows.append(
+            (
+                *(d.name, d.sram_bytes, d.sram_per_sm, d.registers_per_sm, d.sm_count),
+                *(d.l2_bytes, d.hbm_bytes, d.hbm_bandwidth / 1e9, d.l2_bandwidth / 1e9 or None),
+                *(d.peak("float16") / 1e12, d.cuda_flops["float32"] / 1e12, d.source),
+            )
+        )
+    show_tables([table], [table], form)
+
+
+def show(
+    file: Path,
+    form: opt.Format,
+    events: Annotated[bool, typer.Option(help="List the events instead of totals.")] = False,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many events.")] = 100,
+) -> None:
+    """Show what a saved trace holds."""
+    trace = values.load_trace(file)
+    table = event_table(trace, limit) if events else figures(trace)
+    show_tables([table if events else trace.table()], [table], form)
+
+
+def perfetto(
+    file: Path,
+    out: Annotated[Path, typer.Option("--out", "-o", help="A .json or .json.gz file.")],
+    heads: Annotated[int, typer.Option(min=1, help="Of a simulated trace: how many.")] = 1,
+) -> None:
+    """Write a saved trace as Chrome trace events, for https://ui.perfetto.dev."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    say(f"events in {values.load_trace(file).to_perfetto(out, heads=heads)}")

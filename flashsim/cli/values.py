@@ -1,0 +1,191 @@
+"""From the text of options to values: windows, tilings, devices, tensors, traces."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from flashsim.api.samples import TRACES, load_sample, load_sample_trace, random_inputs
+from flashsim.cli import options as opt
+from flashsim.errors import FlashSimError, OptionError, ShapeError, choices
+from flashsim.problem.hardware import Device
+from flashsim.problem.problem import Problem
+from flashsim.schedule.presets import PRESETS
+from flashsim.schedule.tiling import Tiling
+from flashsim.trace.trace import Trace
+
+T = TypeVar("T")
+
+
+class Arrays(NamedTuple):
+    """What a command runs on; `out` is a real model's output, to hold ours against."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    dout: np.ndarray | None = None
+    out: np.ndarray | None = None
+
+    def gradient(self, seed: int) -> np.ndarray:
+        """`dout`, or a standard normal one of out's shape."""
+        if self.dout is not None:
+            return self.dout
+        shape = (*self.q.shape[:-1], self.v.shape[-1])
+        return np.random.default_rng(seed).standard_normal(shape).astype(self.q.dtype)
+
+
+def read_text(file: Path) -> str:
+    """The text of a file that the user named.
+
+    Raises
+    ------
+    OptionError
+        If it cannot be read.
+    """
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise OptionError(f"cannot read {str(file)!r}: {error.strerror}") from None
+
+
+def arrays(sizes: opt.Lengths, tensors: opt.Tensors) -> Arrays:
+    """Arrays from a file, of the bundled model, or random ones of the sizes that are given."""
+    given, file, sample = sizes.given(), tensors.input, tensors.demo_data
+    if file is not None and sample is not None:
+        raise OptionError("--input and --demo-data both say which tensors; give one of them")
+    if given and (file is not None or sample is not None):
+        raise OptionError(f"the sizes come from the tensors given; leave out {flags(given)}")
+    if file is not None:
+        return _read_file(file)
+    if sample is not None:
+        real = load_sample(sample)
+        return Arrays(real.q, real.k, real.v, out=real.out)
+    return Arrays(*random_inputs(Problem(**{"n_q": 512, **given}), tensors.seed))
+
+
+def problem(sizes: opt.Lengths, mask: opt.Mask) -> Problem:
+    """The problem of these sizes."""
+    softcap = mask.softcap if isinstance(mask, opt.Scores) else 0.0
+    return Problem(**sizes.given(), causal=mask.causal, window=window(mask), softcap=softcap)
+
+
+def window(mask: opt.Mask) -> tuple[int, int] | None:
+    """The window, if there is one."""
+    return parse_window(mask.window) if mask.window else None
+
+
+def flags(names: Iterable[str]) -> str:
+    """Options as they are typed, for an error."""
+    return ", ".join("--" + name.replace("_", "-") for name in names)
+
+
+def _read_file(file: Path) -> Arrays:
+    try:
+        with np.load(file, allow_pickle=False) as stored:
+            found = {name: stored[name] for name in stored.files}
+    except (ValueError, EOFError, zipfile.BadZipFile, AttributeError, TypeError) as error:
+        raise OptionError(
+            f"{file} is not an .npz file of plain arrays ({error}); np.savez(path, q=q, k=k, v=v) "
+            "writes one"
+        ) from None
+    missing = [name for name in "qkv" if name not in found]
+    if missing:
+        raise ShapeError(
+            f"{file} must hold arrays q, k and v (and may hold dout), got "
+            f"{', '.join(found) or 'none'}; missing: {', '.join(missing)}"
+        )
+    return Arrays(found["q"], found["k"], found["v"], found.get("dout"))
+
+
+def parse_list(name: str, text: str, convert: Callable[[str], T]) -> list[T]:
+    """The values of ``a,b,c``; an error names the option."""
+    try:
+        return [convert(part.strip()) for part in text.split(",")]
+    except FlashSimError:
+        raise
+    except ValueError:
+        raise OptionError(
+            f"--{name} takes values separated by commas, e.g. 1024,2048; got {text!r}"
+        ) from None
+
+
+def parse_range(name: str, text: str) -> tuple[int, int]:
+    """``FIRST:LAST``; an error names the option."""
+    try:
+        first, last = (int(side) for side in text.split(":"))
+    except ValueError:
+        raise OptionError(f"--{name} takes FIRST:LAST, e.g. 0:3, got {text!r}") from None
+    return first, last
+
+
+def parse_times(text: str) -> tuple[float, float]:
+    """``FIRST:LAST`` in microseconds."""
+    try:
+        first, last = (float(side) for side in text.split(":"))
+    except ValueError:
+        raise OptionError(f"--times takes FIRST:LAST in µs, e.g. 0:40, got {text!r}") from None
+    return first, last
+
+
+def parse_window(text: str) -> tuple[int, int] | None:
+    """``LEFT:RIGHT``, or "none"."""
+    if text == "none":
+        return None
+    try:
+        left, right = (int(side) for side in text.split(":"))
+    except ValueError:
+        raise OptionError(
+            f"--window takes LEFT:RIGHT, e.g. 128:0 (-1 is unlimited), got {text!r}"
+        ) from None
+    return left, right
+
+
+def parse_tiling(text: str) -> Tiling | str:
+    """``128x64`` as a Tiling; "fit" and the names of presets as they are."""
+    if text == "fit" or text in PRESETS:
+        return text
+    try:
+        block_q, block_k = (int(side) for side in text.lower().split("x"))
+    except ValueError:
+        raise OptionError(
+            f"--tiling takes QUERIESxKEYS, e.g. 128x64, or a name, got {text!r}; "
+            + choices(text, ("fit", *PRESETS))
+        ) from None
+    return Tiling(block_q, block_k)
+
+
+def parse_yes(text: str) -> bool:
+    """Yes or no."""
+    words = {"yes": True, "true": True, "no": False, "false": False}
+    if text.lower() not in words:
+        raise OptionError(f"expected yes or no, got {text!r}")
+    return words[text.lower()]
+
+
+def tiling(text: str, head_dim: int, causal: bool) -> Tiling | None:
+    """The tiling for one run; None for the one that fits."""
+    parsed = parse_tiling(text)
+    if isinstance(parsed, Tiling):
+        return parsed
+    return None if parsed == "fit" else Tiling.preset(parsed, head_dim, causal=causal)
+
+
+def tilings(how: opt.Passes, head_dim: int, causal: bool) -> tuple[Tiling | None, Tiling | None]:
+    """Of the forward pass and of the backward one."""
+    return tiling(how.tiling, head_dim, causal), tiling(how.backward_tiling, head_dim, causal)
+
+
+def device(how: opt.Simulated) -> Device:
+    """The device, with another on-chip capacity if one is given."""
+    machine = Device.get(how.device)
+    return machine if how.sram is None else machine.with_sram(how.sram)
+
+
+def load_trace(file: Path) -> Trace:
+    """A saved trace; a bundled one by its name, unless a file has it."""
+    bundled = str(file) in TRACES and not file.exists()
+    return load_sample_trace(str(file)) if bundled else Trace.load(file)
