@@ -147,7 +147,7 @@ FILES = {
 def plot(path, draw):
     """Draw one figure at slide size."""
     axes = draw()
-    axes.figure.savefig(path, dpi=110, metadata={"Software": None})  # the same bytes every time
+    viz.save_figure(axes, path, dpi=110)
     mpl.pyplot.close(axes.figure)
 
 

@@ -1,6 +1,7 @@
-"""Plots, animations and pages of traces. Matplotlib is imported here and nowhere else.
+"""Plots, animations and pages of traces.
 
-Names are loaded when first used, so that `page` starts without Matplotlib.
+`data` turns a trace into what is drawn; `plots` and `film` draw it with Matplotlib, `player` as a
+page, without. Names are loaded when first used, so that `page` starts without Matplotlib.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from flashsim.viz.plots.models import io_curve, memory_footprint, roofline
     from flashsim.viz.plots.tile_maps import tile_map
     from flashsim.viz.plots.traffic_bars import cumulative, diff, sram_timeline, traffic
+    from flashsim.viz.save import save_figure
 
 _ROOMS = {
     "film.animation": ("animate",),
@@ -29,6 +31,7 @@ _ROOMS = {
     "plots.tile_maps": ("tile_map",),
     "plots.gpu_timelines": ("gpu_timeline",),
     "data.statistics": ("row_statistics",),
+    "save": ("save_figure",),
 }
 _HOME = {name: room for room, names in _ROOMS.items() for name in names}
 
@@ -45,6 +48,7 @@ __all__ = [
     "page",
     "roofline",
     "row_statistics",
+    "save_figure",
     "sram_timeline",
     "tile_map",
     "traffic",

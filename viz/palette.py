@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import numpy as np
+
 from flashsim.errors import OptionError, choices
 
 
@@ -116,3 +118,13 @@ def color(tensor: str, name: str = "light") -> str:
 def is_gradient(tensor: str) -> bool:
     """Whether a tensor is a gradient (dQ, dBias ...), which is drawn hatched."""
     return len(tensor) > 1 and tensor[0] == "d" and tensor[1].isupper()
+
+
+def rgb(shade: str) -> np.ndarray:
+    """Red, green and blue of a ``#rrggbb``, float64 (3,) from 0 to 255."""
+    return np.array([int(shade[n : n + 2], 16) for n in (1, 3, 5)], float)
+
+
+def mix(one: str, other: str, share: float) -> np.ndarray:
+    """A colour between two: `share` of the second; as `rgb` gives one."""
+    return rgb(one) + (rgb(other) - rgb(one)) * share

@@ -62,8 +62,7 @@ def rc(theme: Theme) -> Any:
 
 def theme_of(ax: Axes) -> Theme:
     """The theme that fits an Axes' background: dark on dark, light on light."""
-    r, g, b = to_rgb(ax.get_facecolor())
-    return palette.theme("dark" if 0.2126 * r + 0.7152 * g + 0.0722 * b < 0.5 else "light")
+    return palette.theme("light" if _is_light(ax.get_facecolor()) else "dark")
 
 
 def themed(draw: Callable[..., None]) -> Callable[..., Axes]:
@@ -112,10 +111,14 @@ def ramp(theme: Theme) -> LinearSegmentedColormap:
     )
 
 
-def ink_on(shade: str) -> str:
+def ink_on(shade: Any) -> str:
     """Black or white, whichever reads on a colour."""
+    return "#000000" if _is_light(shade) else "#ffffff"
+
+
+def _is_light(shade: Any) -> bool:
     r, g, b = to_rgb(shade)
-    return "black" if 0.299 * r + 0.587 * g + 0.114 * b > 0.55 else "white"
+    return 0.299 * r + 0.587 * g + 0.114 * b > 0.5
 
 
 def human(value: float, unit: str = "B") -> str:

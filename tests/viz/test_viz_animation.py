@@ -13,7 +13,7 @@ import flashsim
 from flashsim import viz
 from flashsim.errors import BackendUnavailable, OptionError
 from flashsim.viz import palette
-from flashsim.viz.data.walk import Walk
+from flashsim.viz.data.steps import Steps
 from flashsim.viz.film.animation import Film, frame_steps
 
 
@@ -126,7 +126,7 @@ def test_statistics_grow():
 
 
 def test_clocks():
-    walks = [Walk(cases.trace("standard")), Walk(cases.trace("flash2"))]
+    walks = [Steps(cases.trace("standard")), Steps(cases.trace("flash2"))]
     steps = frame_steps(walks, "steps", 10_000)
     assert (steps[:20, 0] == steps[:20, 1]).all()
     assert steps[-1].tolist() == [len(walks[0]) - 1, len(walks[1]) - 1]

@@ -16,7 +16,7 @@ import flashsim
 from flashsim import viz
 from flashsim.errors import OptionError
 from flashsim.trace.trace import Trace
-from flashsim.viz.data.walk import Walk
+from flashsim.viz.data.steps import Steps
 from flashsim.viz.player.html import embedded_json
 from flashsim.viz.style import human
 
@@ -49,7 +49,7 @@ def page_with_statistics():
 
 @pytest.mark.parametrize(("algorithm", "direction"), cases.PASSES)
 def test_embedded_events_are_the_walk(algorithm, direction):
-    walk = Walk(cases.trace(algorithm, direction))
+    walk = Steps(cases.trace(algorithm, direction))
     pane = payload(viz.page(walk.trace))["panes"][0]
     for name in ("stage", "op", "tensor", "i", "j"):
         assert np.array_equal(column(pane["events"][name]), walk.events[name])
@@ -102,7 +102,7 @@ def test_plays_in_a_notebook(browser, tmp_path):
     tab.evaluate("document.getElementById('cell').style.display = 'block'")
     frame = tab.frame_locator("iframe")
     frame.get_by_label("Step forward").click()
-    expect = f"step 2 of {len(Walk(cases.trace()))}"
+    expect = f"step 2 of {len(Steps(cases.trace()))}"
     frame.get_by_text(expect).wait_for(timeout=5000)
     until(inside, "player.panes[0].diagram.box.w > 300")
     inside.evaluate("document.getElementById('panes').style.width = '280px'")  # no resize event
@@ -190,7 +190,7 @@ def counter(tab, name):
 def test_buttons_scrub_and_keys(show, scheme):
     tab = show(page_with_statistics(), scheme=scheme)
     assert tab.evaluate("player.theme") == scheme
-    total = len(Walk(cases.trace()))
+    total = len(Steps(cases.trace()))
     assert status(tab) == f"step 1 of {total}, stage forward, tile (0, 0)"
     tab.click("#next")
     assert status(tab).startswith("step 2 of")
@@ -232,12 +232,12 @@ def test_play_pause_and_speed(show):
     assert tab.input_value("#speed") == "20"
     tab.evaluate("player.setSpeed(1200); player.play(true)")
     until(tab, "!player.playing")
-    assert tab.evaluate("player.time") == len(Walk(trace)) - 1
+    assert tab.evaluate("player.time") == len(Steps(trace)) - 1
 
 
 @pytest.mark.parametrize(("algorithm", "direction"), cases.PASSES)
 def test_every_step_shows_the_walks_numbers(show, algorithm, direction):
-    walk = Walk(cases.trace(algorithm, direction))
+    walk = Steps(cases.trace(algorithm, direction))
     tab = show(viz.page(walk.trace))
     js = tab.evaluate(
         """() => { const w = player.panes[0].walk, n = w.buffers.length; return {
@@ -291,7 +291,7 @@ def test_compare_two(show):
     assert tab.evaluate("player.panes.map((p) => p.step)") == [10, 10]
     tab.select_option("#clock", "bytes")
     tab.evaluate("player.go(player.length - 1)")
-    ends = [len(Walk(t)) - 1 for t in pair.values()]
+    ends = [len(Steps(t)) - 1 for t in pair.values()]
     assert tab.evaluate("player.panes.map((p) => p.step)") == ends
     tab.evaluate("player.go(12)")
     moved = tab.evaluate("player.panes.map((p) => p.walk.bytes(p.step))")
@@ -335,7 +335,7 @@ def test_sram_bars_of_two_traces_share_one_scale(show):
 
 def test_registers_come_on_top_of_shared_memory(show):
     trace = flashsim.load_sample_trace("h200-backward")
-    held = Walk(trace).on_chip.sum(axis=1)
+    held = Steps(trace).on_chip.sum(axis=1)
     assert held.max() == trace.peak_sram() == 328_192
     (bar,) = show(viz.page(trace)).evaluate(BARS, int(held.argmax()))
     assert bar["label"] == "SRAM holds 328,192 B: a block's 232,448 B and registers (H200)"
@@ -393,4 +393,4 @@ def test_a_hundred_thousand_events_open_and_step(show):
         } }"""
     )
     assert tab.evaluate("player.time") == 9050
-    assert tab.evaluate("player.panes[0].walk.op.length") == len(Walk(run.trace).events)
+    assert tab.evaluate("player.panes[0].walk.op.length") == len(Steps(run.trace).events)

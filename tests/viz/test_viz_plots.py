@@ -75,6 +75,46 @@ def test_draws_into_the_axes_given(name):
     assert second.xaxis.label.get_color() == "black" or second.xaxis.label.get_color()  # kept
 
 
+@pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
+def test_saved_figures_are_whole_and_the_same_each_time(ending, tmp_path, monkeypatch):
+    path = tmp_path / f"figure.{ending}"
+    assert viz.save_figure(viz.traffic(cases.trace()), path) == path
+    first = path.read_bytes()
+    viz.save_figure(viz.traffic(cases.trace()).figure, path)
+    assert path.read_bytes() == first
+    ax = viz.traffic(cases.trace())
+
+    def break_off(part, **_):
+        part.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ax.figure, "savefig", break_off)
+    with pytest.raises(KeyboardInterrupt):
+        viz.save_figure(ax, path)
+    assert [p.read_bytes() for p in tmp_path.iterdir()] == [first]
+
+
+def test_saved_text_is_text(tmp_path):
+    ax = viz.traffic(cases.trace())
+    svg, pdf = (viz.save_figure(ax, tmp_path / name).read_bytes() for name in ("a.svg", "a.pdf"))
+    assert b">What moves between HBM and SRAM</text>" in svg
+    assert b"/Subtype /Type3" not in pdf
+    assert b"/FontFile2" in pdf  # TrueType
+
+
+def test_save_sizes_and_errors(tmp_path):
+    ax = viz.traffic(cases.trace())
+    path = viz.save_figure(ax, tmp_path / "a.png", dpi=50, size=(8, 6))
+    assert plt.imread(path).shape[:2] == (300, 400)
+    with pytest.raises(OptionError, match=r"1 x 1 inches leave no room.*make it larger"):
+        viz.save_figure(ax, tmp_path / "a.png", size=(1, 1))
+    with pytest.raises(OptionError, match=r"cannot write 'a\.doc'"):
+        viz.save_figure(ax, tmp_path / "a.doc")
+    for wrong in ({"dpi": 0}, {"size": (4, -1)}, {"size": (4,)}):
+        with pytest.raises(OptionError, match="dpi and size must be positive"):
+            viz.save_figure(ax, tmp_path / "a.png", **wrong)
+
+
 def test_settings_do_not_leak():
     before = dict(mpl.rcParams)
     viz.traffic(cases.trace(), theme="dark")

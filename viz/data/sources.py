@@ -9,6 +9,7 @@ from flashsim.counts import traffic
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import DTypeError, OptionError, TraceError
 from flashsim.trace.trace import Trace
+from flashsim.viz.data.statistics import RowStatistics
 
 #: How algorithms are called in print.
 NAMES = {
@@ -51,6 +52,24 @@ def labelled(data: Any) -> dict[str, Trace | Traffic]:
     if not sources:
         raise OptionError("nothing to plot: the list of traces is empty")
     return dict(zip(_labels(sources), sources, strict=True))
+
+
+def panes(
+    what: str, data: Any, statistics: RowStatistics | Mapping[str, RowStatistics] | None
+) -> dict[str, tuple[Trace, RowStatistics | None]]:
+    """One trace or two by label, each with m and l of a row where they are given.
+
+    Statistics without a label belong to the first trace; `what` shows them, for the error.
+    """
+    chosen = labelled(data)
+    if len(chosen) > 2:
+        raise OptionError(
+            f"{what} shows at most two traces, got {len(chosen)}: {', '.join(chosen)}"
+        )
+    if isinstance(statistics, RowStatistics):
+        statistics = dict.fromkeys(list(chosen)[:1], statistics)
+    rows = statistics or {}
+    return {label: (one_trace(source), rows.get(label)) for label, source in chosen.items()}
 
 
 def _flatten(data: Any) -> list[Trace | Traffic]:

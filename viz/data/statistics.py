@@ -8,7 +8,7 @@ import numpy as np
 
 from flashsim.errors import OptionError, ShapeError, UnsupportedError
 from flashsim.trace.trace import Trace
-from flashsim.viz.data.walk import Walk
+from flashsim.viz.data.steps import Steps
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class RowStatistics:
     row, tile, head : int
         The query row (packed index), the row tile it lies in, and the query head.
     steps : ndarray of int64, (n_visits,)
-        The steps of the `Walk` that visit the row's tile.
+        The steps of the `Steps` that visit the row's tile.
     m, l : ndarray of float64, (n_visits,)
         Maximum of the scores seen so far, and the sum of exp(score - m), after each of them. -inf
         and 0 until the row has seen a key.
@@ -69,7 +69,7 @@ def row_statistics(
     query = _rows("q", q, p.batch * p.heads, p.n_q, p.head_dim)[head, row]
     keys = _rows("k", k, p.batch * p.kv_heads, p.n_kv, p.head_dim)[head // p.group]
     tile = int(np.searchsorted(schedule.rows[:, 1], row, side="right"))
-    walk = Walk(trace)
+    walk = Steps(trace)
     steps = np.flatnonzero((walk.visit >= 0) & (walk.i == tile))
     m, l = np.full(len(steps), -np.inf), np.zeros(len(steps))
     top, total = -np.inf, 0.0

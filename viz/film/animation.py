@@ -20,7 +20,6 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -28,9 +27,10 @@ from flashsim.errors import BackendUnavailable, OptionError, choices
 from flashsim.viz import palette
 from flashsim.viz.data import sources
 from flashsim.viz.data.statistics import RowStatistics
-from flashsim.viz.data.walk import Walk
+from flashsim.viz.data.steps import Steps
 from flashsim.viz.film.panels import Counters, Moves, StatisticsPanel
 from flashsim.viz.film.scene import Scene, sram_scale
+from flashsim.viz.save import beside
 from flashsim.viz.style import rc
 
 FORMATS = (".gif", ".mp4", ".html")
@@ -94,7 +94,8 @@ def animate(
     film = Film(data, statistics=statistics, clock=clock, theme=theme, max_frames=max_frames)
     write = {".gif": _write_gif, ".mp4": _write_mp4, ".html": _write_html}[path.suffix]
     try:
-        write(film, path, fps)
+        with beside(path) as part:
+            write(film, part, fps)
     finally:
         film.close()
     return path
@@ -120,26 +121,20 @@ class Film:
         theme: str = "light",
         max_frames: int = 320,
     ) -> None:
-        chosen = sources.labelled(data)
-        if len(chosen) > 2:
-            raise OptionError(
-                f"an animation shows at most two traces, got {len(chosen)}: {', '.join(chosen)}"
-            )
+        chosen = sources.panes("an animation", data, statistics)
         if clock not in CLOCKS:
             raise OptionError(f"unknown clock {clock!r}; {choices(clock, CLOCKS)}")
-        if isinstance(statistics, RowStatistics):
-            statistics = dict.fromkeys(list(chosen)[:1], statistics)
-        walks = {label: Walk(sources.one_trace(source)) for label, source in chosen.items()}
-        self.schedule = frame_steps(list(walks.values()), clock, max_frames)
+        walks = [Steps(trace) for trace, _ in chosen.values()]
+        self.schedule = frame_steps(walks, clock, max_frames)
         look = self.theme = palette.theme(theme)
         with plt.rc_context(rc(look)):
             self.figure = Figure(figsize=(_SIZE[0] / 100, _SIZE[1] / 100), dpi=100)
             self.canvas = FigureCanvasAgg(self.figure)
             self.panels: list[list[Any]] = []
             self.scenes: list[Scene] = []
-            full = max(sram_scale(walk) for walk in walks.values())  # one scale, to compare
-            for n, (label, walk) in enumerate(walks.items()):
-                self._build(n, len(walks), label, walk, full, (statistics or {}).get(label))
+            full = max(sram_scale(walk) for walk in walks)  # one scale, to compare
+            for n, (label, (_, row)) in enumerate(chosen.items()):
+                self._build(n, len(walks), label, walks[n], full, row)
         for panels in self.panels:
             for panel in panels:
                 for artist in panel.artists:
@@ -148,7 +143,7 @@ class Film:
         self.background = self.canvas.copy_from_bbox(self.figure.bbox)
 
     def _build(
-        self, n: int, total: int, label: str, walk: Walk, full: int, row: RowStatistics | None
+        self, n: int, total: int, label: str, walk: Steps, full: int, row: RowStatistics | None
     ) -> None:
         look = self.theme
         left, width = 0.02 + n / total, 1 / total - 0.04
@@ -197,7 +192,7 @@ class Film:
         self.figure.clear()
 
 
-def frame_steps(walks: list[Walk], clock: str, max_frames: int) -> np.ndarray:
+def frame_steps(walks: list[Steps], clock: str, max_frames: int) -> np.ndarray:
     """int (n_frames, n_walks): the step that each walk shows in each frame."""
     longest = max(len(walk) for walk in walks)
     n = min(longest, max_frames)
@@ -223,15 +218,10 @@ def _colors(film: Film) -> np.ndarray:
     look = film.theme
     solid = [look.background, look.panel, look.grid, look.accent, look.muted, look.text]
     flat = np.concatenate([scene.shades() for scene in film.scenes])
-    page = _bytes(look.background)
-    inks = [_bytes(c) for c in (look.text, look.muted, look.accent)]
-    edges = [page + (c - page) * t for c in inks for t in (0.15, 0.3, 0.5, 0.7, 0.85)]
-    table = np.array([*map(_bytes, solid), *edges, *flat]).round().astype(np.uint8)
+    inks = (look.text, look.muted, look.accent)
+    edges = [palette.mix(look.background, c, t) for c in inks for t in (0.15, 0.3, 0.5, 0.7, 0.85)]
+    table = np.array([*map(palette.rgb, solid), *edges, *flat]).round().astype(np.uint8)
     return np.unique(table, axis=0)[:255]
-
-
-def _bytes(color: str) -> np.ndarray:
-    return np.array(to_rgb(color)) * 255
 
 
 def _indexed(film: Film, colors: np.ndarray) -> Iterator[np.ndarray]:

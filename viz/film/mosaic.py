@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
+
+from flashsim.viz.palette import rgb
 
 _GAP_FROM = 6  # pixels a tile needs before a line between tiles helps
 
@@ -33,7 +34,7 @@ class Mosaic:
         self._j = np.arange(width) * cols // width
         self._between_rows = _edges(self._i, height >= _GAP_FROM * rows)
         self._between_cols = _edges(self._j, width >= _GAP_FROM * cols)
-        self._gap = _bytes(gap)
+        self._gap = rgb(gap)
         self.colors = np.zeros((rows, cols, 3), np.uint8)
         page = round(ax.figure.bbox.height)
         self._where = (slice(page - bottom - height, page - bottom), slice(left, left + width))
@@ -57,7 +58,3 @@ class Mosaic:
 def _edges(tile: np.ndarray, wanted: bool) -> np.ndarray:
     """Pixels that begin a tile, except the first."""
     return np.flatnonzero(np.diff(tile)) + 1 if wanted else np.zeros(0, int)
-
-
-def _bytes(color: str) -> np.ndarray:
-    return (np.array(to_rgb(color)) * 255).round().astype(np.uint8)

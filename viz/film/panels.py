@@ -10,9 +10,9 @@ from matplotlib.text import Text
 
 from flashsim.schedule.names import LOAD, OPS, TENSORS
 from flashsim.viz.data import sources
-from flashsim.viz.data.layout import SYMBOLS
+from flashsim.viz.data.diagram import SYMBOLS
 from flashsim.viz.data.statistics import RowStatistics
-from flashsim.viz.data.walk import Walk
+from flashsim.viz.data.steps import Steps
 from flashsim.viz.palette import Theme, color
 from flashsim.viz.style import human
 
@@ -70,7 +70,7 @@ class StatisticsPanel:
 class Counters:
     """Running totals of a walk, `columns` of them side by side."""
 
-    def __init__(self, ax: Axes, walk: Walk, theme: Theme, label: str, columns: int) -> None:
+    def __init__(self, ax: Axes, walk: Steps, theme: Theme, label: str, columns: int) -> None:
         self.walk = walk
         ax.axis("off")
         _fit(ax.text(0, 1, label, va="top", fontsize=15, fontweight="bold"), ax)
@@ -118,7 +118,7 @@ class Moves:
 
     ROWS = 8
 
-    def __init__(self, ax: Axes, walk: Walk, theme: Theme) -> None:
+    def __init__(self, ax: Axes, walk: Steps, theme: Theme) -> None:
         self.walk, self.theme = walk, theme
         ax.set(xlim=(0, 1), ylim=(self.ROWS + 1, 0))
         ax.axis("off")

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
-from matplotlib.colors import to_rgb
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.patheffects import withStroke
 
 from flashsim.schedule.names import LOAD, TENSORS, TRANSFERS
-from flashsim.viz.data.layout import KEY_SIDE, SYMBOLS, first_touch, layout, one_grid
-from flashsim.viz.data.walk import Walk
+from flashsim.viz.data.diagram import KEY_SIDE, SYMBOLS, first_touch, one_grid, sides, tile_kinds
+from flashsim.viz.data.steps import Steps
 from flashsim.viz.film.mosaic import Mosaic
-from flashsim.viz.palette import Theme, color, is_gradient
-from flashsim.viz.plots.tile_maps import masked_tiles
+from flashsim.viz.palette import Theme, color, is_gradient, mix, rgb
 from flashsim.viz.style import HATCH, ink_on
 
 _STRIP, _GAP = 0.045, 0.018  # of the diagram's height
 _HIDDEN = (-9.0, -9.0)
+Box = tuple[float, float, float, float]  # x, y, width, height; y runs down
+
+
+@dataclass(frozen=True)
+class _Strip:
+    """A tensor in HBM beside the grid."""
+
+    box: Box
+    mosaic: Mosaic
+    first: np.ndarray  # the step at which each of its tiles first moves
+    along: float  # where on a tile its line begins: those of one side run side by side
 
 
 class Scene:
@@ -30,18 +40,16 @@ class Scene:
 
     Attributes
     ----------
-    walk : Walk
+    walk : Steps
     artists : list of Artist
         What changes from step to step; everything else is background.
     """
 
     def __init__(
-        self, ax: Axes, sram: Axes, walk: Walk, theme: Theme, aspect: float, full: int
+        self, ax: Axes, sram: Axes, walk: Steps, theme: Theme, aspect: float, full: int
     ) -> None:
         self.ax, self.walk, self.theme, self.full = ax, walk, theme, full
-        self.places = layout(walk.trace)
-        self.touched = first_touch(walk)
-        self.kinds = [_kinds(stage.schedule) for stage in walk.trace.stages]
+        self.kinds = [tile_kinds(stage.schedule) for stage in walk.trace.stages]
         self.visits = np.bincount(
             walk.stage[walk.visit >= 0], minlength=len(walk.trace.stages)
         ).clip(2)
@@ -49,12 +57,8 @@ class Scene:
         ax.set(xlim=(0, aspect), ylim=(1, 0))
         ax.axis("off")
         self._place(aspect)
-        self.grid = self._mosaic(self.box, *one_grid(walk.trace))
-        self.strips = {
-            name: self._mosaic(box, *self._strip_shape(name))
-            for name, box in self.strip_boxes.items()
-        }
-        self._names()
+        self.stage_text = ax.text(0, 0, "", va="top", fontsize=12, color=theme.muted)
+        self.artists.append(self.stage_text)
         self.corners = PolyCollection([], facecolor=theme.accent, edgecolor="none", zorder=4)
         ax.add_collection(self.corners)
         self.artists.append(self.corners)
@@ -70,33 +74,51 @@ class Scene:
     # -- building -------------------------------------------------------------------------------
 
     def _place(self, aspect: float) -> None:
-        """Boxes (x, y, width, height) of the grid and of each strip; y runs down."""
-        p, out = self.places, _STRIP + _GAP
-        x, y = 0.07 + len(p.left) * out, 0.075 + len(p.top) * out
-        w = aspect - x - len(p.right) * out - 0.03
-        h = 1 - y - len(p.bottom) * out - 0.07
-        self.box = (x, y, w, h)
-        self.strip_boxes: dict[str, tuple[float, float, float, float]] = {}
-        for n, name in enumerate(p.left):
-            self.strip_boxes[name] = (x - (n + 1) * out, y, _STRIP, h)
-        for n, name in enumerate(p.right):
-            self.strip_boxes[name] = (x + w + _GAP + n * out, y, _STRIP, h)
-        for n, name in enumerate(p.top):
-            self.strip_boxes[name] = (x, y - (n + 1) * out, w, _STRIP)
-        for n, name in enumerate(p.bottom):
-            self.strip_boxes[name] = (x, y + h + _GAP + n * out, w, _STRIP)
+        """The grid, and strips with their names around it."""
+        around, out = sides(self.walk.trace), _STRIP + _GAP
+        x, y = 0.07 + len(around["left"]) * out, 0.075 + len(around["top"]) * out
+        w = aspect - x - len(around["right"]) * out - 0.03
+        h = 1 - y - len(around["bottom"]) * out - 0.07
+        t_r, t_c = one_grid(self.walk.trace)
+        self.box, self.in_grid = (x, y, w, h), around.pop("grid")
+        self.grid = self._mosaic(self.box, t_r, t_c)
+        touched = first_touch(self.walk)
+        self.strips: dict[str, _Strip] = {}
+        for side, names in around.items():
+            for n, name in enumerate(names):
+                # Its box, and where and how its name stands.
+                box, (tx, ty, ha, va) = {
+                    "left": (
+                        (x - (n + 1) * out, y, _STRIP, h), (_STRIP / 2, h + 0.012, "center", "top"),
+                    ),
+                    "right": (
+                        (x + w + _GAP + n * out, y, _STRIP, h),
+                        (_STRIP / 2, -0.012, "center", "bottom"),
+                    ),
+                    "top": (
+                        (x, y - (n + 1) * out, w, _STRIP),
+                        (-0.012, _STRIP / 2, "right", "center"),
+                    ),
+                    "bottom": (
+                        (x, y + h + _GAP + n * out, w, _STRIP),
+                        (w + 0.012, _STRIP / 2, "left", "center"),
+                    ),
+                }[side]  # fmt: skip
+                self.ax.text(
+                    box[0] + tx, box[1] + ty, SYMBOLS.get(name, name), ha=ha, va=va, fontsize=12.5,
+                    fontweight="bold",
+                )  # fmt: skip
+                mosaic = self._mosaic(box, *((1, t_c) if name in KEY_SIDE else (t_r, 1)))
+                along = (n + 1) / (len(names) + 1)
+                self.strips[name] = _Strip(box, mosaic, touched[name], along)
 
-    def _mosaic(self, box: tuple[float, float, float, float], rows: int, cols: int) -> Mosaic:
+    def _mosaic(self, box: Box, rows: int, cols: int) -> Mosaic:
         return Mosaic(self.ax, box, rows, cols, self.theme.background)
 
     @property
     def mosaics(self) -> list[Mosaic]:
         """The grid and the strips, which lie under all artists."""
-        return [self.grid, *self.strips.values()]
-
-    def _strip_shape(self, name: str) -> tuple[int, int]:
-        t_r, t_c = one_grid(self.walk.trace)
-        return (1, t_c) if name in KEY_SIDE else (t_r, 1)
+        return [self.grid, *(strip.mosaic for strip in self.strips.values())]
 
     def _line(self) -> Line2D:
         (line,) = self.ax.plot([], [], lw=2.4, zorder=5, solid_capstyle="butt")
@@ -108,22 +130,6 @@ class Scene:
         self.ax.add_patch(patch)
         self.artists.append(patch)
         return patch
-
-    def _names(self) -> None:
-        p = self.places
-        for name, (x, y, w, h) in self.strip_boxes.items():
-            where = {
-                "left": (x + w / 2, y + h + 0.012, "center", "top"),
-                "right": (x + w / 2, y - 0.012, "center", "bottom"),
-                "top": (x - 0.012, y + h / 2, "right", "center"),
-                "bottom": (x + w + 0.012, y + h / 2, "left", "center"),
-            }
-            side = next(s for s, names in p.sides.items() if name in names)
-            tx, ty, ha, va = where[side]
-            symbol = SYMBOLS.get(name, name)
-            self.ax.text(tx, ty, symbol, ha=ha, va=va, fontsize=12.5, fontweight="bold")
-        self.stage_text = self.ax.text(0, 0, "", va="top", fontsize=12, color=self.theme.muted)
-        self.artists.append(self.stage_text)
 
     def _build_sram(self, ax: Axes) -> None:
         """A bar of what SRAM holds, to scale; `full` bytes fill it."""
@@ -166,22 +172,21 @@ class Scene:
         stage, i, j = int(walk.stage[step]), int(walk.i[step]), int(walk.j[step])
         self.grid.paint(self._grid_colors(step, stage))
         for name, strip in self.strips.items():
-            strip.paint(self._strip_colors(name, step))
+            strip.mosaic.paint(self._strip_colors(name, step))
         if stage != self._stage:
             self.corners.set_verts(self._corner_polygons(stage))
             self._stage = stage
         self._flights(step, i, j)
-        held = self.places.grid
-        words = f"stage {walk.trace.stages[stage].name} · HBM: the strips"
-        self.stage_text.set_text(words + (f", {', '.join(held)}" if held else ""))
+        held = ", ".join(["the strips", *self.in_grid])
+        self.stage_text.set_text(f"stage {walk.trace.stages[stage].name} · HBM: {held}")
         self._update_sram(step)
 
     def _grid_colors(self, step: int, stage: int) -> np.ndarray:
         theme, walk = self.theme, self.walk
-        low = _mix(theme.panel, color("S", theme.name), 0.3)
-        high = _mix(theme.panel, color("S", theme.name), 0.75)
-        skipped = _mix(theme.background, theme.grid, 0.45)
-        image = np.where(self.kinds[stage][..., None] > 0, _rgb(theme.panel), skipped)
+        low = mix(theme.panel, color("S", theme.name), 0.3)
+        high = mix(theme.panel, color("S", theme.name), 0.75)
+        skipped = mix(theme.background, theme.grid, 0.45)
+        image = np.where(self.kinds[stage][..., None] > 0, rgb(theme.panel), skipped)
         first = int(np.searchsorted(walk.stage, stage))
         part = slice(first, step + 1)
         seen = walk.visit[part] >= 0
@@ -192,24 +197,22 @@ class Scene:
 
     def _strip_colors(self, name: str, step: int) -> np.ndarray:
         theme, own = self.theme, color(name, self.theme.name)
-        idle, seen = _mix(theme.background, own, 0.22), _mix(theme.background, own, 0.55)
-        first = self.touched[name]
-        colors = np.where((first <= step)[:, None], seen, idle).astype(np.uint8)
+        idle, seen = mix(theme.background, own, 0.22), mix(theme.background, own, 0.55)
+        moved = self.strips[name].first <= step
+        colors = np.where(moved[:, None], seen, idle).astype(np.uint8)
         return colors[None] if name in KEY_SIDE else colors[:, None]
 
     def shades(self) -> np.ndarray:
         """Every flat colour it can show (the grid's ramp sampled), and those at the edges of names
         on the SRAM bar; uint8 (n, 3)."""
         theme = self.theme
-        own = [
-            color(name, theme.name) for name in {**self.strips, **dict.fromkeys(self.places.grid)}
-        ]
+        own = [color(name, theme.name) for name in (*self.strips, *self.in_grid)]
         held = [color(name, theme.name) for name in self.walk.buffers]
         s = color("S", theme.name)
-        ramp = [_mix(theme.panel, s, share) for share in np.linspace(0.3, 0.75, 40)]
-        strips = [_mix(theme.background, c, share) for c in own for share in (0.22, 0.55, 1)]
-        names = [_mix(c, ink_on(c), share) for c in held for share in (0, 0.3, 0.65)]
-        skipped = _mix(theme.background, theme.grid, 0.45)
+        ramp = [mix(theme.panel, s, share) for share in np.linspace(0.3, 0.75, 40)]
+        strips = [mix(theme.background, c, share) for c in own for share in (0.22, 0.55, 1)]
+        names = [mix(c, ink_on(c), share) for c in held for share in (0, 0.3, 0.65)]
+        skipped = mix(theme.background, theme.grid, 0.45)
         return np.array([*ramp, *strips, *names, skipped]).astype(np.uint8)
 
     def _corner_polygons(self, stage: int) -> list[Any]:
@@ -219,19 +222,18 @@ class Scene:
         if max(t_r, t_c) > 64:  # too small to see
             return []
         side = 0.35 * min(dx, dy)
-        cut = masked_tiles(self.walk.trace.stages[stage].schedule)
-        tops = [(x + (j + 1) * dx, y + i * dy) for i, j in cut]
+        tops = [(x + (j + 1) * dx, y + i * dy) for i, j in np.argwhere(self.kinds[stage] == 2)]
         return [[(r - side, t), (r, t), (r, t + side)] for r, t in tops]
 
-    def cell(self, i: int, j: int) -> tuple[float, float, float, float]:
+    def cell(self, i: int, j: int) -> Box:
         """Box of a score tile; of a whole row or column where the other number is -1."""
         x, y, w, h = self.box
-        t_r, t_c = one_grid(self.walk.trace)
-        if i < 0:
-            return x + j * w / t_c, y, w / t_c, h
-        if j < 0:
-            return x, y + i * h / t_r, w, h / t_r
-        return x + j * w / t_c, y + i * h / t_r, w / t_c, h / t_r
+        t_r, t_c = self.kinds[0].shape
+        if i >= 0:
+            y, h = y + i * h / t_r, h / t_r
+        if j >= 0:
+            x, w = x + j * w / t_c, w / t_c
+        return x, y, w, h
 
     def _flights(self, step: int, i: int, j: int) -> None:
         """Tiles in flight, each with a line to the tile being worked on (dashed: to HBM)."""
@@ -247,25 +249,22 @@ class Scene:
             name = TENSORS[e["tensor"]].removesuffix("_acc")
             shade = color(name, self.theme.name)
             tile.set_facecolor(shade)
-            if name not in self.strip_boxes:
+            if name not in self.strips:
                 tile.set_bounds(*self.cell(int(e["i"]), int(e["j"])))
                 line.set_data([], [])
                 continue
-            x, y, w, h = self.strip_boxes[name]
-            tiles = len(self.touched[name])
-            side = next(s for s, names in self.places.sides.items() if name in names)
-            names = self.places.sides[side]
-            share = (names.index(name) + 1) / (len(names) + 1)
+            strip = self.strips[name]
+            x, y, w, h = strip.box
             if name in KEY_SIDE:
-                x, w = x + int(e["j"]) * w / tiles, w / tiles
-                at = x + share * w
-                end = np.clip(y, target[1], target[1] + target[3])
-                line.set_data([at, at], [y + h / 2, end])
+                w /= len(strip.first)
+                x += int(e["j"]) * w
+                at = x + strip.along * w
+                line.set_data([at, at], [y + h / 2, np.clip(y, target[1], target[1] + target[3])])
             else:
-                y, h = y + int(e["i"]) * h / tiles, h / tiles
-                at = y + share * h
-                end = np.clip(x, target[0], target[0] + target[2])
-                line.set_data([x + w / 2, end], [at, at])
+                h /= len(strip.first)
+                y += int(e["i"]) * h
+                at = y + strip.along * h
+                line.set_data([x + w / 2, np.clip(x, target[0], target[0] + target[2])], [at, at])
             tile.set_bounds(x, y, w, h)
             line.set(color=shade, linestyle="-" if e["op"] == LOAD else (0, (2, 1)))
 
@@ -286,26 +285,10 @@ class Scene:
         self.sram_text.set_text(words)
 
 
-def sram_scale(walk: Walk) -> int:
+def sram_scale(walk: Steps) -> int:
     """Bytes that fill a bar of SRAM: the device's, or the peak where that is more or far less.
 
     A GPU's kernel may hold more than a block's shared memory: its registers come on top.
     """
     peak, limit = int(walk.on_chip.sum(axis=1).max(initial=1)), walk.trace.device.sram_bytes
     return limit if peak <= limit < 1.5 * peak else peak
-
-
-def _kinds(schedule: Any) -> np.ndarray:
-    """uint8 (T_r, T_c): 1 where a stage visits the tile."""
-    grid = np.zeros((schedule.t_r, schedule.t_c), np.uint8)
-    ptr, col, _ = schedule.row_csr
-    grid[np.repeat(np.arange(schedule.t_r), np.diff(ptr)), col] = 1
-    return grid
-
-
-def _rgb(name: str) -> np.ndarray:
-    return np.array(to_rgb(name)) * 255
-
-
-def _mix(a: str, b: str, share: float) -> np.ndarray:
-    return _rgb(a) + (_rgb(b) - _rgb(a)) * share

@@ -11,15 +11,15 @@ function column(packed) {
   return new ARRAYS[packed.type](bytes.buffer);
 }
 
-class Walk {
+class Steps {
   constructor(pane, page) {
     Object.assign(this, { label: pane.label, about: pane.about, rows: pane.rows, cols: pane.cols,
-      limit: pane.limit, device: pane.device, layout: pane.layout, statistics: pane.statistics });
+      limit: pane.limit, device: pane.device, sides: pane.sides, statistics: pane.statistics });
     this.names = page.tensors.map((name) => name.replace(/_acc$/, ""));
     this.symbols = page.symbols;
     this.keySide = new Set(page.keySide);
     this.matrices = new Set(page.matrices);
-    this.stages = pane.stages.map((s) => ({ name: s.name, outer: s.outer, kinds: column(s.kinds) }));
+    this.stages = pane.stages.map((s) => ({ name: s.name, kinds: column(s.kinds) }));
     for (const name of Object.keys(pane.events)) this[name] = column(pane.events[name]);
     this.sizes = pane.sizes;
     this.price = column(pane.price);
@@ -111,37 +111,30 @@ class Walk {
     return { stage: this.stage[e], i: this.i[e], j: this.j[e], visited: this.visited[e] === 1 };
   }
 
-  // All that a score tile moved in one stage, summed by operation and tensor.
-  tile(stage, i, j) {
-    const sums = new Map(), steps = [];
-    let step = 0;
+  // What some events moved, summed by operation and tensor.
+  sums(chosen) {
+    const found = new Map();
     for (let e = 0; e < this.op.length; e++) {
-      if (this.stage[e] === stage && this.i[e] === i && this.j[e] === j) {
-        if (this.op[e] <= 2) {
-          const key = this.op[e] + " " + this.names[this.tensor[e]];
-          const sum = sums.get(key) || { op: this.op[e], name: this.names[this.tensor[e]], size: 0, times: 0 };
-          sum.size += this.sizes[this.size[e]];
-          sum.times++;
-          sums.set(key, sum);
-        } else if (this.op[e] === COMPUTE) steps.push(step);
-      }
-      if (this.op[e] === COMPUTE) step++;
+      if (this.op[e] > 2 || !chosen(e)) continue;
+      const { op, name, size } = this.move(e), key = `${op} ${name}`;
+      if (!found.has(key)) found.set(key, { op, name, size: 0, times: 0 });
+      found.get(key).size += size;
+      found.get(key).times++;
     }
-    return { kind: this.stages[stage].kinds[i * this.cols + j], steps, sums: [...sums.values()] };
+    return [...found.values()];
+  }
+
+  // A score tile in one stage: its kind, the steps that visit it, and all that it moved.
+  tile(stage, i, j) {
+    const here = (e) => this.stage[e] === stage && this.i[e] === i && this.j[e] === j;
+    const steps = Array.from(this.end.keys()).filter((s) => here(this.end[s]));
+    return { kind: this.stages[stage].kinds[i * this.cols + j], steps, sums: this.sums(here) };
   }
 
   // All that one tile of a tensor moved, in the whole walk.
   tensorTile(name, at) {
-    const key = this.keySide.has(name), sums = new Map();
-    for (let e = 0; e < this.op.length; e++) {
-      if (this.op[e] > 2 || this.names[this.tensor[e]] !== name) continue;
-      if ((key ? this.j[e] : this.i[e]) !== at) continue;
-      const sum = sums.get(this.op[e]) || { op: this.op[e], name, size: 0, times: 0 };
-      sum.size += this.sizes[this.size[e]];
-      sum.times++;
-      sums.set(this.op[e], sum);
-    }
-    return [...sums.values()];
+    const where = this.keySide.has(name) ? this.j : this.i;
+    return this.sums((e) => this.names[this.tensor[e]] === name && where[e] === at);
   }
 
   // The last step by which no more than `bytes` have moved (the first step at least).

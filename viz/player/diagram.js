@@ -14,7 +14,7 @@ class Diagram {
     this.grid = this.image(walk.cols, walk.rows);
     this.strips = [];
     for (const side of ["left", "right", "top", "bottom"]) {
-      for (const name of walk.layout[side]) {
+      for (const name of walk.sides[side]) {
         const upright = side === "left" || side === "right";
         const tiles = upright ? walk.rows : walk.cols;
         this.strips.push({ side, name, upright, tiles,
@@ -43,7 +43,7 @@ class Diagram {
   // `tall`: the height that the page has for the whole drawing, in pixels.
   resize(tall) {
     const ratio = Math.min(window.devicePixelRatio || 1, 2), width = this.canvas.clientWidth;
-    const w = this.walk, count = (side) => w.layout[side].length;
+    const w = this.walk, count = (side) => w.sides[side].length;
     const text = Math.max(12, Math.min(22, width / 34, tall / 24));
     const strip = Math.max(13, Math.min(30, width / 26, tall / 18)), gap = strip * 0.5;
     const x = text * 1.9 + count("left") * (strip + gap), y = text * 1.9 + count("top") * (strip + gap);
@@ -141,7 +141,7 @@ class Diagram {
     c.fillStyle = t.muted;
     c.textAlign = "left";
     c.textBaseline = "alphabetic";
-    const held = this.walk.layout.grid;
+    const held = this.walk.sides.grid;
     const inHbm = held.length ? ` · ${held.join(", ")} in HBM` : "";
     c.fillText(`scores: keys across, queries down${inHbm}`, 0, text * 1.05);
     if (this.picked) this.outline(this.cell(this.picked.i, this.picked.j), t.text, 2);
@@ -217,7 +217,7 @@ class Diagram {
         : { x: s.box.x + n * length, y: s.box.y, w: length, h: s.box.h };
       const from = { x: box.x + box.w / 2, y: box.y + box.h / 2 };
       // Lines of one side run side by side.
-      const share = (this.strips.filter((o) => o.side === s.side).indexOf(s) + 1) / (this.walk.layout[s.side].length + 1);
+      const share = (this.strips.filter((o) => o.side === s.side).indexOf(s) + 1) / (this.walk.sides[s.side].length + 1);
       if (s.upright) from.y = box.y + box.h * share; else from.x = box.x + box.w * share;
       const to = s.upright ? { x: Math.max(target.x, Math.min(from.x, target.x + target.w)), y: from.y }
         : { x: from.x, y: Math.max(target.y, Math.min(from.y, target.y + target.h)) };

@@ -23,10 +23,11 @@ from flashsim.errors import OptionError
 from flashsim.schedule.names import OPS, TENSORS
 from flashsim.trace.trace import Trace
 from flashsim.viz.data import sources
-from flashsim.viz.data.layout import KEY_SIDE, MATRICES, SYMBOLS, layout, one_grid
+from flashsim.viz.data.diagram import KEY_SIDE, MATRICES, SYMBOLS, one_grid, sides, tile_kinds
 from flashsim.viz.data.statistics import RowStatistics
-from flashsim.viz.data.walk import Walk
+from flashsim.viz.data.steps import Steps
 from flashsim.viz.palette import THEMES
+from flashsim.viz.save import beside
 
 _SCRIPTS = ("decode.js", "diagram.js", "player.js")
 
@@ -47,9 +48,10 @@ class Page:
     height: int = 760
 
     def save(self, path: str | Path) -> Path:
-        """Write the file; returns its path."""
+        """Write the file, whole or not at all; returns its path."""
         path = Path(path)
-        path.write_text(self.html, encoding="utf-8")
+        with beside(path) as part:
+            part.write_text(self.html, encoding="utf-8")
         return path
 
     def _repr_html_(self) -> str:
@@ -90,19 +92,9 @@ def page(
     OptionError
         For more than two traces, or an unknown theme.
     """
-    chosen = sources.labelled(data)
-    if len(chosen) > 2:
-        raise OptionError(
-            f"a page compares at most two traces, got {len(chosen)}: {', '.join(chosen)}"
-        )
+    chosen = sources.panes("a page", data, statistics)
     if theme not in ("auto", *THEMES):
         raise OptionError(f"unknown theme {theme!r}; possible: auto, {', '.join(THEMES)}")
-    if isinstance(statistics, RowStatistics):
-        statistics = dict.fromkeys(list(chosen)[:1], statistics)
-    panes = [
-        _pane(label, sources.one_trace(source), (statistics or {}).get(label))
-        for label, source in chosen.items()
-    ]
     payload = {
         "title": title or " and ".join(chosen),
         "theme": theme,
@@ -112,7 +104,7 @@ def page(
         "symbols": SYMBOLS,
         "ops": OPS,
         "tensors": TENSORS,
-        "panes": panes,
+        "panes": [_pane(label, *pane) for label, pane in chosen.items()],
     }
     result = Page(_assemble(payload))
     if path is not None:
@@ -127,12 +119,11 @@ def _theme(name: str) -> dict[str, Any]:
 
 
 def _pane(label: str, trace: Trace, statistics: RowStatistics | None) -> dict[str, Any]:
-    walk, p, gpu = Walk(trace), trace.problem, trace.provenance.get("gpu", "")
+    walk, p, gpu = Steps(trace), trace.problem, trace.provenance.get("gpu", "")
     t_r, t_c = one_grid(trace)
     e = walk.events
     sizes, size = np.unique(e["bytes"], return_inverse=True)
     work, price = np.unique(walk.step_flops, return_inverse=True)
-    schedules = [stage.schedule for stage in trace.stages]
     return {
         "label": label,
         "about": (
@@ -145,17 +136,13 @@ def _pane(label: str, trace: Trace, statistics: RowStatistics | None) -> dict[st
         "cols": t_c,
         "limit": trace.device.sram_bytes,
         "device": trace.device.name,
-        "layout": layout(trace).sides,
+        "sides": sides(trace),
         "stages": [
-            {"name": stage.name, "outer": stage.stage.outer, "kinds": _kinds(schedule)}
-            for stage, schedule in zip(trace.stages, schedules, strict=True)
+            {"name": stage.name, "kinds": _column(tile_kinds(stage.schedule).ravel())}
+            for stage in trace.stages
         ],
         "events": {
-            "stage": _column(e["stage"]),
-            "op": _column(e["op"]),
-            "tensor": _column(e["tensor"]),
-            "i": _column(e["i"]),
-            "j": _column(e["j"]),
+            **{name: _column(e[name]) for name in ("stage", "op", "tensor", "i", "j")},
             "visited": _column(e["visit"] >= 0),
             "size": _column(size),
         },
@@ -168,15 +155,7 @@ def _pane(label: str, trace: Trace, statistics: RowStatistics | None) -> dict[st
 
 def _statistics(s: RowStatistics) -> dict[str, Any]:
     finite = [float(x) if np.isfinite(x) else None for x in s.m]  # JSON has no infinity
-    return {"row": s.row, "tile": s.tile, "steps": s.steps.tolist(), "m": finite, "l": s.l.tolist()}
-
-
-def _kinds(schedule: Any) -> dict[str, str]:
-    """One byte a tile: 0 skipped, 1 full, 2 masked."""
-    grid = np.zeros((schedule.t_r, schedule.t_c), np.uint8)
-    ptr, col, kind = schedule.row_csr
-    grid[np.repeat(np.arange(schedule.t_r), np.diff(ptr)), col] = 1 + kind
-    return _column(grid.ravel())
+    return {"row": s.row, "steps": s.steps.tolist(), "m": finite, "l": s.l.tolist()}
 
 
 def _column(values: np.ndarray) -> dict[str, str]:

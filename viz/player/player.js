@@ -22,7 +22,7 @@ const exact = (value) => value.toLocaleString("en");
 
 class Pane {
   constructor(data, parent) {
-    this.walk = new Walk(data, page);
+    this.walk = new Steps(data, page);
     this.root = element("section", parent, { className: "pane" });
     const head = element("div", this.root, { className: "head" });
     if (page.panes.length > 1) element("h2", head, { textContent: data.label });

@@ -7,14 +7,16 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import MaxNLocator
 
 from flashsim.errors import OptionError, choices
-from flashsim.schedule.schedule import MASKED, Schedule
+from flashsim.schedule.schedule import Schedule
 from flashsim.viz.data import sources
-from flashsim.viz.data.walk import Walk
+from flashsim.viz.data.diagram import tile_kinds
+from flashsim.viz.data.steps import Steps
 from flashsim.viz.palette import Theme
-from flashsim.viz.style import heading, human, ramp, themed, unit_axis
+from flashsim.viz.style import HATCH, heading, human, ink_on, ramp, themed, unit_axis
 
 QUANTITIES = ("order", "bytes", "flops")
 _UNITS = {"order": "visit number", "bytes": "requested HBM bytes", "flops": "FLOPs"}
@@ -45,19 +47,20 @@ def tile_map(
         raise OptionError(f"unknown color {color!r}; {choices(color, QUANTITIES)}")
     trace = sources.one_trace(data)
     part = trace.main_stage if stage is None else trace.stage(stage)
-    walk, schedule = Walk(trace), part.schedule
+    walk, schedule = Steps(trace), part.schedule
     number = [s.name for s in trace.stages].index(part.name)
     grid = tile_values(walk, schedule, number, color)
     ax.set_facecolor(theme.panel)
     t_r, t_c = grid.shape
-    ax.add_patch(  # skipped tiles show this
-        _skipped(theme, xy=(-0.5, -0.5), width=t_c, height=t_r)
-    )
+    skipped: dict[str, Any] = {
+        "facecolor": theme.panel, "edgecolor": theme.grid, "hatch": HATCH, "lw": 0,
+    }  # fmt: skip
+    ax.add_patch(Rectangle((-0.5, -0.5), t_c, t_r, zorder=1, **skipped))  # what no tile covers
     low = 0.0 if color != "order" else None
     image = ax.imshow(
         grid, cmap=ramp(theme), vmin=low, interpolation="nearest", aspect="auto", zorder=2
     )
-    cut = masked_tiles(schedule)
+    cut = np.argwhere(tile_kinds(schedule) == 2)
     # As wide as high on a slide, where the grid is about twice as wide as high.
     high = 0.5 if max(t_r, t_c) > _LABELS_UP_TO else 0.42
     wide = min(0.95, high * t_c / t_r / 1.8)
@@ -74,7 +77,7 @@ def tile_map(
     if len(cut):
         handles.append(Patch(facecolor=theme.accent, label=f"masked (corner): {len(cut):,}"))
     if seen < grid.size:
-        handles.append(_skipped(theme, label=f"skipped: {grid.size - seen:,}"))
+        handles.append(Patch(label=f"skipped: {grid.size - seen:,}", **skipped))
     ax.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=len(handles))
     bar = ax.figure.colorbar(image, ax=ax, label=_UNITS[color], pad=0.02)
     bar.outline.set_visible(False)
@@ -86,13 +89,13 @@ def tile_map(
     )
     title = f"{sources.NAMES[trace.algorithm]} {trace.direction}: {schedule.outer} outside"
     heading(ax, theme, title, sources.common([trace]))
-    ax.xaxis.set_major_locator(_integers())
-    ax.yaxis.set_major_locator(_integers())
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     for side in ("left", "bottom"):
         ax.spines[side].set_visible(False)
 
 
-def tile_values(walk: Walk, schedule: Schedule, stage: int, quantity: str) -> np.ndarray:
+def tile_values(walk: Steps, schedule: Schedule, stage: int, quantity: str) -> np.ndarray:
     """float (T_r, T_c): the quantity of each tile of a stage, NaN where it is not visited."""
     chosen = (walk.stage == stage) & (walk.visit >= 0)
     i, j = walk.i[chosen], walk.j[chosen]
@@ -111,39 +114,13 @@ def tile_values(walk: Walk, schedule: Schedule, stage: int, quantity: str) -> np
     return grid
 
 
-def masked_tiles(schedule: Schedule) -> np.ndarray:
-    """int (n, 2): i and j of the tiles that need a mask."""
-    ptr, col, kind = schedule.row_csr
-    i = np.repeat(np.arange(schedule.t_r), np.diff(ptr))
-    return np.stack([i, col], axis=1)[kind == MASKED]
-
-
 def _write_values(ax: Axes, grid: np.ndarray, quantity: str) -> None:
     image = ax.images[0]
     # A value is wider than a visit's number, and must not reach the marked corner.
     size = min(13, (150 if quantity == "order" else 110) / max(grid.shape))
     for i, j in np.argwhere(np.isfinite(grid)):
         text = f"{grid[i, j]:.0f}" if quantity == "order" else human(grid[i, j], "")
-        r, g, b, _ = image.cmap(image.norm(grid[i, j]))
-        light = 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.45
         ax.text(
             j, i, text, ha="center", va="center", fontsize=size, zorder=4,
-            color="black" if light else "white",
+            color=ink_on(image.cmap(image.norm(grid[i, j]))),
         )  # fmt: skip
-
-
-def _skipped(theme: Theme, **options: Any) -> Patch:
-    from matplotlib.patches import Rectangle
-
-    xy = options.pop("xy", (0, 0))
-    width, height = options.pop("width", 1), options.pop("height", 1)
-    return Rectangle(
-        xy, width, height, facecolor=theme.panel, edgecolor=theme.grid, hatch="////", lw=0,
-        zorder=1, **options,
-    )  # fmt: skip
-
-
-def _integers() -> Any:
-    from matplotlib.ticker import MaxNLocator
-
-    return MaxNLocator(integer=True, min_n_ticks=1)

@@ -13,7 +13,7 @@ from flashsim.counts.questions import OPS
 from flashsim.errors import OptionError, choices
 from flashsim.schedule.names import CODES, COMPUTE
 from flashsim.viz.data import sources
-from flashsim.viz.data.walk import Walk
+from flashsim.viz.data.steps import Steps
 from flashsim.viz.palette import Theme, color, is_gradient
 from flashsim.viz.style import DASHES, HATCH, MARKERS, heading, human, ink_on, themed, unit_axis
 
@@ -134,7 +134,7 @@ def cumulative(
     groups = {label: sources.one_trace(source) for label, source in sources.labelled(data).items()}
     place = sources.places(trace.algorithm for trace in groups.values())
     for n, (label, trace) in zip(place, groups.items(), strict=True):
-        walk = Walk(trace)
+        walk = Steps(trace)
         steps = np.arange(1, len(walk) + 1)
         line: dict[str, Any] = {"color": theme.cycle[n % len(theme.cycle)]}
         if quantity != "flops":

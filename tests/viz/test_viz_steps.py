@@ -1,4 +1,4 @@
-"""`Walk`, `row_statistics` and the places of tensors: what is drawn, before it is drawn."""
+"""`Steps`, `row_statistics` and the places of tensors: what is drawn, before it is drawn."""
 
 import numpy as np
 import pytest
@@ -9,14 +9,14 @@ from flashsim import Tiling, viz
 from flashsim.errors import OptionError, ShapeError, TraceError, UnsupportedError
 from flashsim.problem import oracle
 from flashsim.trace.trace import Trace
-from flashsim.viz.data.layout import first_touch, layout
-from flashsim.viz.data.walk import Walk
+from flashsim.viz.data.diagram import first_touch, sides
+from flashsim.viz.data.steps import Steps
 
 
 @pytest.mark.parametrize(("algorithm", "direction"), cases.PASSES)
 def test_totals_are_the_traces(algorithm, direction):
     trace = cases.trace(algorithm, direction)
-    walk = Walk(trace)
+    walk = Steps(trace)
     for column, op in enumerate(("load", "store", "reduce")):
         assert walk.hbm_bytes[-1, column] == trace.bytes(op)
     assert walk.flops[-1] == trace.flops()
@@ -26,7 +26,7 @@ def test_totals_are_the_traces(algorithm, direction):
 @pytest.mark.parametrize(("algorithm", "direction"), cases.PASSES)
 def test_every_visit_agrees_with_frame(algorithm, direction):
     trace = cases.trace(algorithm, direction)
-    walk = Walk(trace)
+    walk = Steps(trace)
     visits = np.flatnonzero(walk.visit >= 0)
     assert len(visits) == trace.n_visits
     for step in (0, len(visits) // 3, len(visits) - 1):
@@ -39,7 +39,7 @@ def test_every_visit_agrees_with_frame(algorithm, direction):
 
 
 def test_moves_of_a_step():
-    walk = Walk(cases.trace(causal=False))
+    walk = Steps(cases.trace(causal=False))
     first = [(e["op"], e["tensor"], e["bytes"]) for e in walk.moves(0)]
     assert first == [(0, 1, 512), (0, 2, 512), (0, 3, 512)]  # load Q, K, V: 16 x 8 x 4 B
     end = [(e["op"], e["tensor"], e["bytes"]) for e in walk.moves(6)]
@@ -51,7 +51,7 @@ def test_moves_of_a_step():
 def test_a_trace_without_events_says_so():
     source = cases.trace()
     with pytest.raises(TraceError, match="nothing to walk through"):
-        Walk(Trace(source.problem, source.device, "flash2", "forward", "numpy", ()))
+        Steps(Trace(source.problem, source.device, "flash2", "forward", "numpy", ()))
 
 
 @pytest.mark.parametrize("algorithm", ["flash1", "flash2"])
@@ -90,24 +90,24 @@ def test_statistics_refuse_what_they_cannot_follow():
         viz.row_statistics(cases.trace(), q[:, :5], k)
 
 
-def test_places():
-    forward = layout(cases.trace())
-    assert forward.left == ("Q",)
-    assert set(forward.right) == {"O", "L"}
-    assert forward.top == ("K", "V")
-    assert forward.grid == ()
-    assert set(layout(cases.trace("standard")).grid) == {"S", "P"}
-    backward = layout(cases.trace("flash2-fused", "backward"))
-    assert set(backward.bottom) == {"dK", "dV"}
-    assert "dQ" in backward.right
+def test_sides():
+    forward = sides(cases.trace())
+    assert forward["left"] == ("Q",)
+    assert set(forward["right"]) == {"O", "L"}
+    assert forward["top"] == ("K", "V")
+    assert forward["grid"] == ()
+    assert set(sides(cases.trace("standard"))["grid"]) == {"S", "P"}
+    backward = sides(cases.trace("flash2-fused", "backward"))
+    assert set(backward["bottom"]) == {"dK", "dV"}
+    assert "dQ" in backward["right"]
 
 
 def test_first_touch():
-    walk = Walk(cases.trace(causal=False))
+    walk = Steps(cases.trace(causal=False))
     touched = first_touch(walk)
     assert touched["Q"].tolist() == [0, 7, 14, 21, 28, 35]  # six visits and an end each
     assert touched["K"].tolist() == [0, 1, 2, 3, 4, 5]
     assert touched["O"].tolist() == [6, 13, 20, 27, 34, 41]
-    scores = first_touch(Walk(cases.trace("standard", causal=False)))
+    scores = first_touch(Steps(cases.trace("standard", causal=False)))
     assert scores["S"][1, 2] == 7 + 2
     assert scores["P"][0].tolist() == [42] * 6  # softmax works on whole rows, after all scores

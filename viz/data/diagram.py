@@ -7,14 +7,13 @@ Inputs stand left and above, results right and below.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from flashsim.errors import UnsupportedError
 from flashsim.schedule.names import TENSORS, TRANSFERS
+from flashsim.schedule.schedule import MASKED, Schedule
 from flashsim.trace.trace import Trace
-from flashsim.viz.data.walk import Walk
+from flashsim.viz.data.steps import Steps
 
 KEY_SIDE = frozenset({"K", "V", "dK", "dV"})
 #: How names too long for a strip are written beside it.
@@ -22,24 +21,11 @@ SYMBOLS = {"delta": "δ", "dBias": "dB", "bias": "B"}
 MATRICES = frozenset({"S", "P", "dP", "dS", "bias", "dBias", "gate"})
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Tensors (accumulators under their own tensor's name) by the side they stand on."""
+def sides(trace: Trace) -> dict[str, tuple[str, ...]]:
+    """The tensors that a trace moves, by where they stand: left, right, top, bottom and grid.
 
-    left: tuple[str, ...]
-    right: tuple[str, ...]
-    top: tuple[str, ...]
-    bottom: tuple[str, ...]
-    grid: tuple[str, ...]
-
-    @property
-    def sides(self) -> dict[str, tuple[str, ...]]:
-        """By name."""
-        return {name: getattr(self, name) for name in ("left", "right", "top", "bottom", "grid")}
-
-
-def layout(trace: Trace) -> Layout:
-    """Place every tensor that a trace moves."""
+    An accumulator stands under its own tensor's name.
+    """
     loaded: dict[str, None] = {}
     written: dict[str, None] = {}
     for _, op, tensor in trace.transfers:
@@ -47,16 +33,24 @@ def layout(trace: Trace) -> Layout:
     tensors = list({**loaded, **written})
     row = [t for t in tensors if t not in KEY_SIDE | MATRICES]
     col = [t for t in tensors if t in KEY_SIDE]
-    return Layout(
-        left=tuple(t for t in row if t not in written),
-        right=tuple(t for t in row if t in written),
-        top=tuple(t for t in col if t not in written),
-        bottom=tuple(t for t in col if t in written),
-        grid=tuple(t for t in tensors if t in MATRICES),
-    )
+    return {
+        "left": tuple(t for t in row if t not in written),
+        "right": tuple(t for t in row if t in written),
+        "top": tuple(t for t in col if t not in written),
+        "bottom": tuple(t for t in col if t in written),
+        "grid": tuple(t for t in tensors if t in MATRICES),
+    }
 
 
-def first_touch(walk: Walk) -> dict[str, np.ndarray]:
+def tile_kinds(schedule: Schedule) -> np.ndarray:
+    """uint8 (T_r, T_c): 0 where the mask empties a tile, 1 where it keeps all, 2 where it cuts."""
+    grid = np.zeros((schedule.t_r, schedule.t_c), np.uint8)
+    ptr, col, kind = schedule.row_csr
+    grid[np.repeat(np.arange(schedule.t_r), np.diff(ptr)), col] = np.where(kind == MASKED, 2, 1)
+    return grid
+
+
+def first_touch(walk: Steps) -> dict[str, np.ndarray]:
     """The step at which each tile of each tensor first moved; `len(walk)` if it never does.
 
     Returns

@@ -1,4 +1,4 @@
-"""`Walk`: one head's way through a trace, step by step, computed once for all steps.
+"""`Steps`: one head's way through a trace, step by step, computed once for all steps.
 
 A step ends where something was computed: at each visit of a score tile, and at the end of each
 outer step (where FlashAttention-2 divides by l and stores O). `Trace.frame` answers the same for
@@ -18,7 +18,7 @@ from flashsim.trace.events import EVENT, StageTrace, buffer_of, gain
 from flashsim.trace.trace import Trace
 
 
-class Walk:
+class Steps:
     """The steps of one walk of each stage of a trace, in order.
 
     Attributes

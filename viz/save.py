@@ -1,0 +1,85 @@
+"""Figures as files: any format that Matplotlib writes, complete or not there at all."""
+
+from __future__ import annotations
+
+import secrets
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from flashsim.errors import OptionError, choices
+
+#: Text of SVG and PDF stays text: it can be searched, selected and edited, and prints as type.
+_AS_TEXT = {
+    "svg.fonttype": "none",
+    "pdf.fonttype": 42,
+    "ps.fonttype": 42,
+    "svg.hashsalt": "flashsim",
+}
+#: Left out, so that the same figure is the same bytes.
+_UNDATED = {
+    "png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None},
+}  # fmt: skip
+
+
+def save_figure(
+    figure: Any, path: str | Path, *, dpi: float = 150, size: tuple[float, float] | None = None
+) -> Path:
+    """Write a figure; what was at `path` is replaced only once the new file is complete.
+
+    Parameters
+    ----------
+    figure : Axes or Figure
+        What a plot of `flashsim.viz` returned.
+    path : path-like
+        Its ending is the format: .png, .svg, .pdf, or what else Matplotlib writes.
+    dpi : float
+        Pixels an inch, of pixel formats: a slide of 9.6 x 5.4 inches has 1440 x 810.
+    size : (float, float), optional
+        Width and height in inches; default: as it was drawn.
+
+    Returns
+    -------
+    Path
+
+    Raises
+    ------
+    OptionError
+        For an ending that no format has, a resolution or size that is not positive, or a size that
+        is too small for the labels.
+    """
+    import matplotlib as mpl
+
+    path, figure = Path(path), getattr(figure, "figure", figure)
+    formats = figure.canvas.get_supported_filetypes()
+    ending = path.suffix.lower().lstrip(".")
+    if ending not in formats:
+        raise OptionError(f"cannot write {path.name!r}; {choices(path.suffix, sorted(formats))}")
+    if not dpi > 0 or (size is not None and not (len(size) == 2 and min(size) > 0)):
+        raise OptionError(f"dpi and size must be positive, got {dpi!r} and {size!r}")
+    if size is not None:
+        figure.set_size_inches(size)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="constrained_layout not applied")
+        try:
+            with mpl.rc_context(_AS_TEXT), beside(path) as part:  # type: ignore[arg-type]
+                figure.savefig(part, format=ending, dpi=dpi, metadata=_UNDATED.get(ending))
+        except UserWarning:
+            raise OptionError(
+                f"{figure.get_figwidth():g} x {figure.get_figheight():g} inches leave no room "
+                "between the labels of this figure; make it larger"
+            ) from None
+    return path
+
+
+@contextmanager
+def beside(path: Path) -> Iterator[Path]:
+    """A name in the same folder to write to; renamed to `path` at the end, gone after an error."""
+    part = path.with_name(f".{path.stem}.{secrets.token_hex(4)}{path.suffix}")
+    try:
+        yield part
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
