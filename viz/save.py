@@ -47,8 +47,8 @@ def save_figure(
     Raises
     ------
     OptionError
-        For an ending that no format has, a resolution or size that is not positive, or a size that
-        is too small for the labels.
+        For an ending that no format has, a resolution or size that is not positive, a size that
+        is too small for the labels, or a folder that cannot be written to.
     """
     import matplotlib as mpl
 
@@ -76,10 +76,22 @@ def save_figure(
 
 @contextmanager
 def beside(path: Path) -> Iterator[Path]:
-    """A name in the same folder to write to; renamed to `path` at the end, gone after an error."""
+    """A name in the same folder to write to; renamed to `path` at the end, gone after an error.
+
+    Raises
+    ------
+    OptionError
+        If nothing can be written there.
+    """
     part = path.with_name(f".{path.stem}.{secrets.token_hex(4)}{path.suffix}")
     try:
+        part.touch(exist_ok=False)  # before any work is done
         yield part
         part.replace(path)
+    except OSError as error:
+        raise OptionError(
+            f"cannot write {str(path)!r}: {error.strerror or error}; the folder must exist and be "
+            "writable, and the disk have room"
+        ) from error
     finally:
         part.unlink(missing_ok=True)

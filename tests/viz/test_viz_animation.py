@@ -195,8 +195,44 @@ def test_mp4(tmp_path):
     path = viz.animate(cases.trace(), tmp_path / "walk.mp4", max_frames=5)
     probe = ["ffmpeg", "-v", "error", "-i", str(path), "-f", "null", "-"]
     assert subprocess.run(probe, capture_output=True, check=True).stderr == b""
-    with pytest.raises(BackendUnavailable, match=r"ffmpeg could not write 'walk\.mp4'"):
-        viz.animate(cases.trace(), tmp_path / "nowhere" / "walk.mp4", max_frames=2)
+
+
+def test_mp4_that_ffmpeg_refuses(tmp_path, monkeypatch):
+    (tmp_path / "ffmpeg").write_text("#!/bin/sh\necho no such codec >&2\nexit 1\n")
+    (tmp_path / "ffmpeg").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    with pytest.raises(BackendUnavailable, match="ffmpeg could not write the video: no such codec"):
+        viz.animate(cases.trace(), tmp_path / "walk.mp4", max_frames=2)
+    assert not list(tmp_path.glob("*walk*"))
+
+
+@pytest.mark.parametrize("ending", ["gif", "html"])
+def test_what_was_there_stays_until_the_new_file_is_whole(ending, tmp_path, monkeypatch):
+    path = tmp_path / f"walk.{ending}"
+    path.write_text("before")
+    frame, drawn = Film.frame, []
+
+    def interrupted(film, number):
+        drawn.append(number)
+        if len(drawn) == 3:
+            raise KeyboardInterrupt
+        return frame(film, number)
+
+    monkeypatch.setattr(Film, "frame", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        viz.animate(cases.trace(), path, max_frames=6)
+    assert [p.read_text() for p in tmp_path.iterdir()] == ["before"]
+
+
+@pytest.mark.parametrize("ending", ["gif", "mp4", "html"])
+def test_a_folder_that_is_missing(ending, tmp_path):
+    if ending == "mp4" and shutil.which("ffmpeg") is None:
+        pytest.skip("no ffmpeg")
+    path = tmp_path / "nowhere" / f"walk.{ending}"
+    with pytest.raises(OptionError, match=f"cannot write '.*nowhere/walk.{ending}'.*folder must"):
+        viz.animate(cases.trace(), path, max_frames=2)
+    with pytest.raises(OptionError, match=r"cannot write '.*page\.html'.*folder must"):
+        viz.page(cases.trace(), tmp_path / "nowhere" / "page.html")
 
 
 def test_mp4_without_ffmpeg(tmp_path, monkeypatch):

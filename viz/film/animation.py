@@ -77,7 +77,7 @@ def animate(
     Raises
     ------
     OptionError
-        For a format, clock or theme that does not exist, or more than two traces.
+        For a format, clock, theme or folder that does not exist, or more than two traces.
     BackendUnavailable
         For .mp4 without ffmpeg.
     """
@@ -257,10 +257,11 @@ def _write_gif(film: Film, path: Path, fps: float) -> None:
     first = next(frames)
     delay = max(20, round(1000 / fps))  # viewers slow down what is faster than 20 ms
     durations = [delay] * (len(film) - 1) + [_HOLD_MS]
-    first.save(
-        path, save_all=True, append_images=frames, duration=durations, loop=0, optimize=False,
-        transparency=same, disposal=1, palette=colors.tobytes(),
-    )  # fmt: skip
+    with path.open("wb") as file:
+        first.save(
+            file, "GIF", save_all=True, append_images=frames, duration=durations, loop=0,
+            optimize=False, transparency=same, disposal=1, palette=colors.tobytes(),
+        )  # fmt: skip
 
 
 def _write_mp4(film: Film, path: Path, fps: float) -> None:
@@ -278,7 +279,7 @@ def _write_mp4(film: Film, path: Path, fps: float) -> None:
             process.stdin.close()
         message = process.stderr.read().decode(errors="replace")
     if process.returncode:
-        raise BackendUnavailable(f"ffmpeg could not write {path.name!r}: {message.strip()}")
+        raise BackendUnavailable(f"ffmpeg could not write the video: {message.strip()}")
 
 
 def _write_html(film: Film, path: Path, fps: float) -> None:
