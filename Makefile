@@ -49,7 +49,7 @@ $(VENV)/.dev: $(VENV)/.installed
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e .[dev]
 	touch $@
 
-# Every figure of docs/gallery.md (page.png needs Chromium).
+# Every figure of docs/guides/gallery.md (page.png needs Chromium).
 gallery: $(VENV)/.dev
 	$(BIN)/python docs/gallery.py
 

@@ -8,7 +8,8 @@ Two kernels over buffers of 8 to 96 MiB. ``read_all``: every block reads the who
 with the others, as the blocks of one head read K and V. ``read_own``: each block reads its own
 slice. Each size is launched twice; the second launch finds what the first one left. A cache of
 capacity C with exact LRU reads nothing from DRAM the second time up to C and everything above it;
-what happens in between, and at which size, is the calibration of `flashsim.l2` (docs/truth.md).
+what happens in between, and at which size, is the calibration of `flashsim.l2`
+(docs/notebooks/l2.md).
 Prints one line a launch, in order: kernel, MiB, which time.
 """
 

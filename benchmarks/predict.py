@@ -3,7 +3,7 @@
     python benchmarks/predict.py          # errors of the constants that ship
     python benchmarks/predict.py --fit    # fit them again, print both
 
-Measured: docs/verify-h200.csv, seconds of every kernel under Nsight Compute. Fitted are N = 4096
+Measured: docs/data/verify-h200.csv, seconds of every kernel under Nsight Compute. Fitted: N = 4096
 with 4 batch entries, dense and causal, head_dim 64 and 128: four shapes a stage. Held out are the
 other lengths, and grouped heads, a window, ragged ones.
 Left out altogether: shapes that fit in L2, the fused pass in a fixed order, backend "numba_cuda".
@@ -22,7 +22,7 @@ from flashsim.studies.predict.calibration import CALIBRATED
 from flashsim.studies.verify import Case
 
 HERE = Path(__file__).parent
-DOCS = HERE.parent / "docs"
+DATA = HERE.parent / "docs" / "data"
 PASSES = {"forward": ("forward", "flash2"), "flash2": ("backward", "flash2")}
 PASSES["flash2-fused"] = ("backward", "flash2-fused")
 STAGES = {"forward": "forward", "dkdv": "flash2", "dq": "flash2", "fused": "flash2-fused"}
@@ -39,7 +39,7 @@ def cases(kernels):
 
 def measured():
     """Seconds by (case as text, kernels, pass, stage)."""
-    with (DOCS / "verify-h200.csv").open(newline="") as stream:
+    with (DATA / "verify-h200.csv").open(newline="") as stream:
         return {
             (row["shape"], row["kernels"], row["pass"], row["kernel"]): float(row["measured"])
             for row in csv.DictReader(stream)

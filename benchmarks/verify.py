@@ -1,8 +1,8 @@
 """Predictions against hardware counters over many shapes: needs a GPU, CuPy and Nsight Compute.
 
-    python benchmarks/verify.py --out docs/verify-h200.csv [--keep FOLDER]
+    python benchmarks/verify.py --out docs/data/verify-h200.csv [--keep FOLDER]
     python benchmarks/verify.py --keep FOLDER                              # only measure
-    python benchmarks/verify.py --from FOLDER --out docs/verify-h200.csv   # anywhere
+    python benchmarks/verify.py --from FOLDER --out docs/data/verify-h200.csv   # anywhere
 
 Forward, three-pass and fused backward, both families of backend "cupy"; 16 Ki tokens a batch, 2048
 / d heads: d 64 and 128, N 1 Ki to 16 Ki, causal and not, then grouped heads, a window and ragged
@@ -10,7 +10,7 @@ lengths, which all exceed L2, and two shapes that fit. The Hopper family's fused
 order ("in-order") on shapes of N = 4096, backend "numba_cuda" on two shapes. One row a kernel and
 quantity. Two processes measure (one counts, one is profiled); --keep saves what they gave, --from
 reads it again. `flashsim verify --summary FILE` sums the table up. What the quantities are:
-docs/truth.md.
+docs/guides/truth.md.
 """
 
 import argparse

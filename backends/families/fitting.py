@@ -65,7 +65,7 @@ def runnable(
 def default_tiling(
     problem: Problem, gpu: Gpu, direction: str, variant: Variant = PLAIN, *, fused: bool
 ) -> Tiling:
-    """The fastest tiling that runs here, of those measured on an H200 (docs/performance.md)."""
+    """The fastest tiling that runs here, measured on an H200 (docs/guides/performance.md)."""
     cells = problem.block_mask
     for tiling in (Tiling(*sides) for sides in _preferred(problem, direction, variant, fused)):
         divides = cells is None or not (

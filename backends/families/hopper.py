@@ -1,7 +1,7 @@
 """The Hopper kernels (sm_90a): what they take, which pass runs which, and how it is launched.
 
 A kernel family like `portable`, with `refusal` besides: where it gives a reason, portable kernels
-run. How the kernels got to be as they are, measured step by step: docs/hopper.md.
+run. How the kernels got to be as they are, measured step by step: docs/notebooks/hopper.md.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def refusal(
 def tilings(
     problem: Problem, gpu: Gpu, direction: str, algorithm: str = "flash2"
 ) -> tuple[Tiling, ...]:
-    """The tilings that the kernels are built for, the best first (docs/hopper.md)."""
+    """The tilings that the kernels are built for, the best first (docs/reference/hopper.md)."""
     d = max(problem.head_dim, problem.head_dim_v)
     if direction == "backward":
         if d <= 64:

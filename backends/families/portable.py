@@ -1,7 +1,7 @@
 """The portable kernels (sm_80 and later): which pass runs which kernel, and how it is launched.
 
 A *kernel family* offers `NAME`, `forward_passes`, `backward_passes` and `load`, its compiler; the
-engine (`cupy_engine`) owns arrays, errors and traces. This module is one, `Portable` makes more.
+engine (`cupy_gpu`) owns arrays, errors and traces. This module is one, `Portable` makes more.
 """
 
 from __future__ import annotations

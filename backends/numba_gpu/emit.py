@@ -135,7 +135,7 @@ class MapType(types.Type):
     """A tensor map (`cupy_gpu.tensor_maps`), the n-th parameter of a kernel, by value.
 
     The copy engine wants its address, and Numba passes values; but PTX names a kernel's parameters
-    KERNEL_param_0, KERNEL_param_1 ..., so that `hopper_tiles.map_address` finds it by name.
+    KERNEL_param_0, KERNEL_param_1 ..., so that `hopper.tiles.map_address` finds it by name.
     """
 
     def __init__(self, kernel: str, number: int) -> None:

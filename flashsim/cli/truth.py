@@ -109,7 +109,7 @@ def predict(
     """Predict how long the kernels of backend cupy take: units, overlap, waves and tails.
 
     --tiling fit is the one that the kernels choose. Needs no GPU. Calibrated on one H200;
-    docs/truth.md says how far it is off.
+    docs/guides/truth.md says how far it is off.
     """
     from flashsim.studies import predict as model
 
@@ -148,7 +148,9 @@ def verify(
     file: Annotated[Path | None, typer.Option("--from", help="A saved Nsight Compute CSV.")] = None,
     summary: Annotated[
         Path | None,
-        typer.Option(help="Only sum up a table of benchmarks/verify.py: docs/verify-h200.csv."),
+        typer.Option(
+            help="Only sum up a table like docs/data/verify-h200.csv (benchmarks/verify.py)."
+        ),
     ] = None,
     sizes: opt.Sizes = opt.BATCH,
     algorithm: opt.Algorithm = "flash2",

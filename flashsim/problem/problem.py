@@ -1,7 +1,7 @@
 """`Problem`: what is to be computed, validated once; nothing about how.
 
-Conventions (docs/model.md): arrays are (batch, heads, sequence, head_dim); causal is bottom-right
-aligned; `window=(left, right)` is inclusive, -1 unlimited; scores are
+Conventions (docs/reference/model.md): arrays are (batch, heads, sequence, head_dim); causal is
+bottom-right aligned; `window=(left, right)` is inclusive, -1 unlimited; scores are
 ``softcap(scale * q @ k.T) + bias``, masked last; a row that sees no key gives out = 0, lse = -inf.
 """
 

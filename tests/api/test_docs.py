@@ -1,5 +1,8 @@
-"""The code blocks of README and docs run, and the numbers beside them are what comes out."""
+"""Pages: their code blocks run, their numbers are what comes out, what they name exists."""
 
+import csv
+import fnmatch
+import pkgutil
 import re
 from pathlib import Path
 
@@ -8,7 +11,16 @@ import pytest
 import flashsim
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+FOLDERS = ("flashsim", "backends", "viz", "tests", "docs", "benchmarks", "examples")
+SOURCES = {".py", ".cu", ".cuh", ".h", ".js", ".css", ".html"}
+FILES = {  # and folders, each with a slash in front
+    *(f"/{path.name}" for path in ROOT.iterdir()),
+    *(f"/{p.relative_to(ROOT).as_posix()}" for name in FOLDERS for p in (ROOT / name).rglob("*")),
+}
 
 
 def python_blocks(page):
@@ -26,7 +38,12 @@ def run_blocks(page):
     return checked
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if python_blocks(p)], ids=lambda p: p.name)
+def short(page):
+    """A page's name in the list of tests."""
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if python_blocks(p)], ids=short)
 def test_blocks_run(page, capsys):
     checked = run_blocks(page)
     if page.name == "README.md":
@@ -61,7 +78,98 @@ def test_readme_table():
         assert f"{traffic.bytes() / traffic.compulsory():.1f}" == ratio
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=short)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
+
+
+def test_every_page_is_in_the_list_of_pages():
+    listed = re.findall(
+        r"\]\(([^)#]+\.md)\)", (ROOT / "docs/README.md").read_text(encoding="utf-8")
+    )
+    pages = {path.relative_to(ROOT / "docs") for path in (ROOT / "docs").glob("*/*.md")}
+    assert {Path(name) for name in listed if not name.startswith("..")} == pages
+
+
+# -- names of files and modules -------------------------------------------------------------------
+
+
+def missing(text):
+    """What a text names and the tree does not have: files and folders, names that begin flashsim.
+
+    A file may be named by the end of its path, ``hopper/forward.cu``. Names of other kinds of file
+    without a folder are what a command writes.
+    """
+    text = re.sub(r"https?://\S+|\]\([^)]*\)", "", text)  # links are tried above
+    lost = set()
+    for word in set(re.findall(r"(?<![\w./*<-])[\w*][\w./*-]*", text)):
+        name = word.rstrip("./")
+        kept = name.endswith((".md", ".csv", ".png", ".npz")) or name.split("/")[0] in FOLDERS
+        named = name.endswith((".py", ".cu", ".cuh")) or ("/" in word and kept)
+        if named and not fnmatch.filter(FILES, f"*/{name}"):
+            lost.add(name)
+    for name in set(re.findall(r"(?<![\w./-])flashsim(?:\.[A-Za-z_]\w*)+", text)):
+        try:
+            pkgutil.resolve_name(name)
+        except (ImportError, AttributeError):
+            lost.add(name)
+    return lost
+
+
+@pytest.mark.parametrize("page", PAGES, ids=short)
+def test_what_a_page_names_exists(page):
+    assert not missing(page.read_text(encoding="utf-8"))
+
+
+def test_what_comments_and_docstrings_name_exists():
+    """Whole paths only: a source has many words with a dot."""
+    sources = [p for name in FOLDERS for p in (ROOT / name).rglob("*") if p.suffix in SOURCES]
+    assert len(sources) > 200
+    whole = re.compile(
+        rf"(?<![\w./*<-])(?:{'|'.join(FOLDERS)})/[\w./*-]+\.(?:py|cuh?|md|csv|png)\b"
+    )
+    sources += [ROOT / "Makefile", ROOT / "setup.cfg", ROOT / "pyproject.toml"]
+    for source in set(sources) - {Path(__file__)}:  # which names some that do not exist
+        named = set(whole.findall(source.read_text(encoding="utf-8")))
+        assert not missing(" ".join(named)), source
+
+
+@pytest.mark.parametrize(
+    ("text", "lost"),
+    [
+        ("its stages are in `flashsim/plans.py`.", {"flashsim/plans.py"}),
+        ("see `kernels/hopper_forward.cu`, `hopper/forward.cu`", {"kernels/hopper_forward.cu"}),
+        ("`plot_cache.py`, `forward.cu` and `tensor/backward_*.py`", {"plot_cache.py"}),
+        ("`flashsim.traffic`, `flashsim.verify`, `flashsim.run(q)`", {"flashsim.traffic"}),
+        ("in `backends/kernels/` and `backends/arrays/`; writes out.csv", {"backends/arrays"}),
+        ("docs/truth.md, docs/guides/truth.md, https://x.org/docs/a.md", {"docs/truth.md"}),
+    ],
+)
+def test_a_wrong_name_is_caught(text, lost):
+    assert missing(text) == lost
+
+
+# -- tables ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_table_of_gpus_is_the_measurement(direction):
+    columns = {
+        "forward": ("cupy", "numba_cuda", "cupy portable", "numba_cuda tensor"),
+        "backward": (
+            *("cupy", "cupy deterministic", "cupy three passes", "cupy portable"),
+            *("cupy portable deterministic", "numba_cuda"),
+        ),
+    }[direction]
+    names = [*(f"flashsim {name}" for name in columns), "torch flash2", "torch cudnn"]
+    with (ROOT / "docs/data/gpu-h200.csv").open(newline="") as stream:
+        kept = {
+            (row["implementation"], row["head_dim"], row["causal"], row["seq_len"]): row
+            for row in csv.DictReader(stream)
+        }
+    page = (ROOT / "docs/guides/performance.md").read_text(encoding="utf-8")
+    for d, causal, n in sorted({key[1:] for key in kept}):
+        cells = [f"{float(kept[x, d, causal, n][f'{direction}_tflops']):.0f}" for x in names]
+        row = [d, "yes" if causal == "True" else "no", n, *cells]
+        assert f"| {' | '.join(row)} |" in page

@@ -59,13 +59,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def storeys(page):
-    """The table of docs/design.md: for each storey its parts, from the ground up."""
+    """The table of docs/reference/design.md: for each storey its parts, from the ground up."""
     _, _, table = page.partition("| storey |")
     rows = table.partition("\n\n")[0].splitlines()[2:]
     return [re.findall(r"`(\w+)`", row.split("|")[1]) for row in rows]
 
 
-STOREYS = storeys((ROOT / "docs/design.md").read_text(encoding="utf-8"))
+STOREYS = storeys((ROOT / "docs/reference/design.md").read_text(encoding="utf-8"))
 RANK = {name: rank for rank, names in enumerate(STOREYS) for name in names}
 
 

@@ -142,9 +142,9 @@ def test_the_gallery_writes_what_the_docs_show(tmp_path, monkeypatch):
     gallery = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(gallery)
     names = {*gallery.PLOTS, *gallery.ANIMATIONS, *gallery.FILES, "page.png"}
-    text = (docs / "gallery.md").read_text(encoding="utf-8")
+    text = (docs / "guides" / "gallery.md").read_text(encoding="utf-8")
     assert names == {path.name for path in (docs / "gallery").iterdir()}
-    assert all(f"(gallery/{name})" in text for name in names)
+    assert all(f"(../gallery/{name})" in text for name in names)
     monkeypatch.setattr(gallery, "HERE", tmp_path)
     gallery.main(["diff.png"])
     assert (tmp_path / "diff.png").exists()

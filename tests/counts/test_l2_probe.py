@@ -1,6 +1,6 @@
 """The cache of `flashsim.l2` against an H200's, seen through `benchmarks/l2_probe.py`.
 
-docs/l2-probe-h200.csv holds what the second reading of a buffer took from DRAM.
+docs/data/l2-probe-h200.csv holds what the second reading of a buffer took from DRAM.
 """
 
 import csv
@@ -14,7 +14,8 @@ from flashsim.l2.caches import replay_sets
 from flashsim.l2.launch import SIDE, L2Model
 from flashsim.schedule.names import LOAD
 
-KEPT = Path(__file__).parents[2] / "docs" / "l2-probe-h200.csv"
+DOCS = Path(__file__).parents[2] / "docs"
+KEPT = DOCS / "data" / "l2-probe-h200.csv"
 MIB, LINE, SAMPLE = 1 << 20, 128, 64  # one set in SAMPLE is replayed
 DEVICE, MODEL = Device.get("H200"), L2Model()
 
@@ -73,14 +74,14 @@ def test_two_partitions_keep_what_the_gpu_keeps(kernel):
 
 
 def test_sets_of_the_model_fill_less_evenly():
-    """What docs/truth.md says: first losses at 20 MiB where the GPU has them at 28."""
+    """What docs/notebooks/l2.md says: first losses at 20 MiB where the GPU has them at 28."""
     seen = measured("read_all")
     assert next(mib for mib in seen if seen[mib] > 0.02) == 28
     assert next(mib for mib in seen if modelled("read_all", mib, parts=2) > 0.02) == 20
 
 
 def test_docs_print_the_probe():
-    text = (KEPT.parent / "truth.md").read_text(encoding="utf-8")
+    text = (DOCS / "notebooks" / "l2.md").read_text(encoding="utf-8")
     sizes = next(line for line in text.splitlines() if line.startswith("| MiB |"))
     for name, kernel in (
         ("every SM reads all of it", "read_all"),

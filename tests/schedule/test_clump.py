@@ -73,7 +73,7 @@ def test_a_clump_fits_and_leaves_the_most_for_the_last(heads, group, n, tiles, l
 
 
 def test_the_last_clump_of_sixteen_short_heads_ends_evenly():
-    """N = 2048: 12 heads and then 4 of 16 tiles each left most of 132 SMs idle (docs/hopper.md)."""
+    """N = 2048: 12 heads, then 4, of 16 tiles left most SMs idle (docs/notebooks/hopper.md)."""
     p = Problem(2048, head_dim=128, heads=16, dtype="bfloat16", causal=True)
     options = {"direction": "backward", "algorithm": "flash2-fused"}
     then = predict(p, **options, heads_in_group={"fused": 12}).stages[1]

@@ -1,4 +1,4 @@
-"""Summing up tables of counters; the tables of docs/truth.md are what the kept measurement says."""
+"""Summing up tables of counters; the tables of docs/ are what the kept measurement says."""
 
 import csv
 import importlib.util
@@ -17,8 +17,11 @@ from flashsim.studies.verify import METRICS, Case, Record, summary
 from flashsim.studies.verify.workload import run_case
 
 ROOT = Path(__file__).parents[2]
-KEPT = ROOT / "docs" / "verify-h200.csv"
-TRUTH = (ROOT / "docs" / "truth.md").read_text(encoding="utf-8")
+KEPT = ROOT / "docs" / "data" / "verify-h200.csv"
+GUIDE, TABLES = (
+    (ROOT / "docs" / page).read_text(encoding="utf-8")
+    for page in ("guides/truth.md", "notebooks/counters.md")
+)
 COLUMNS = ("shape", "kernels", "pass", "tile", "kernel", "quantity", "predicted", "measured")
 
 
@@ -78,7 +81,7 @@ def test_other_files_are_refused():
 
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_docs_print_what_the_measurement_says(number):
-    assert summary(KEPT.read_text())[number].markdown() in TRUTH
+    assert summary(KEPT.read_text())[number].markdown() in TABLES
 
 
 def test_docs_count_what_misses_its_target():
@@ -98,9 +101,9 @@ def test_docs_count_what_misses_its_target():
         if row["quantity"] != "DRAM read"
         and not (" 1,024 x " in row["shape"] and abs(float(row["difference, %"])) <= 0.5)
     ]
-    assert f"{len(requested)} of {len(asked)} rows" in TRUTH
+    assert f"{len(requested)} of {len(asked)} rows" in TABLES
     beyond = [row for row in rows if row["quantity"] == "DRAM read"]
-    assert f"{len(beyond)} of {len(dram)}" in TRUTH
+    assert f"{len(beyond)} of {len(dram)}" in TABLES
 
 
 def test_kernels_counted_what_was_predicted():
@@ -117,8 +120,8 @@ def test_kernels_counted_what_was_predicted():
         key(row): row["predicted"] for row in everything if row["quantity"] == "reads at L2"
     }
     assert all(row["counted"] == without_boxes[key(row)] for row in different)
-    assert f"{len(rows)} figures" in TRUTH
-    assert f"{len(different)} figures of Hopper reads" in TRUTH
+    assert f"{len(rows)} figures" in GUIDE
+    assert f"{len(different)} figures of Hopper reads" in TABLES
 
 
 def test_the_command_sums_up_and_says_what_is_no_table(tmp_path):
@@ -227,11 +230,11 @@ def benchmark():
 
 
 def test_docs_print_the_errors_of_predicted_times(benchmark):
-    assert benchmark.errors_table(benchmark.measured()).markdown() in TRUTH
+    assert benchmark.errors_table(benchmark.measured()).markdown() in GUIDE
 
 
 def test_shapes_kept_out_of_the_fit_are_predicted(benchmark):
-    """As docs/truth.md claims: held-out passes within 15 %, 5 % rms; fitted ones 2 %."""
+    """As docs/guides/truth.md claims: held-out passes within 15 %, 5 % rms; fitted ones 2 %."""
     errors = benchmark.pass_errors(benchmark.measured())
     held = [x for (_, _, group), known in errors.items() if group != "fitted" for x in known]
     assert len(held) == 6 * 12
@@ -258,5 +261,5 @@ def test_rows_of_other_kernels_and_small_shapes_leave_predicted_times_alone(
         writer.writeheader()
         writer.writerows(few)
     before = benchmark.pass_errors(benchmark.measured())
-    monkeypatch.setattr(benchmark, "DOCS", tmp_path)
+    monkeypatch.setattr(benchmark, "DATA", tmp_path)
     assert benchmark.pass_errors(benchmark.measured()) == before

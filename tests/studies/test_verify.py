@@ -136,7 +136,7 @@ def test_counters_meet_their_predictions_kernel_by_kernel(algorithm):
     }
     ratios = [row.ratio for row in found.rows if row.stage == "forward" and row.ratio]
     assert ratios == [1, 1]
-    assert "docs/truth.md" in str(found.table().note)
+    assert "docs/guides/truth.md" in str(found.table().note)
 
 
 def test_other_kernels_are_left_alone():

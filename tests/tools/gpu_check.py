@@ -34,7 +34,7 @@ from no_gpu import why_no_gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-#: racecheck does not follow the order that Hopper's mbarriers make (docs/hopper.md).
+#: racecheck does not follow the order that Hopper's mbarriers make (docs/reference/hopper.md).
 UNFIT = {("hopper", "racecheck"), ("python-hopper", "racecheck")}
 #: Numba's launcher has cuda-python look up every driver function that it knows, and an older driver
 #: refuses some (cuGetProcAddress: invalid argument), which is handled. What the tool sees inside

@@ -112,7 +112,7 @@ __device__ __forceinline__ float2 query_pair(const float* statistic, int j) {
 }
 
 // Scales and caps the scores (where the exponent cannot take the scale), masks them (where asked).
-// Queries past the end need none: their lse is +inf.
+// Queries past the end need none: the -inf that stands for their -lse makes P 0.
 // `key` and `query` are the first ones of this thread's scores.
 template <int N>
 __device__ __forceinline__ void shape_scores(float (&S)[N], const Args& a, const Item& it,

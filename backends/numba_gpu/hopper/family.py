@@ -40,7 +40,7 @@ def refusal(problem: Problem, tiling: Tiling | None, gpu: Gpu, direction: str) -
 
 
 def tilings(problem: Problem, gpu: Gpu) -> tuple[Tiling, ...]:
-    """The tilings that the kernels are built for, the best first (docs/hopper.md)."""
+    """The tilings that the kernels are built for, the best first (docs/reference/hopper.md)."""
     d = max(problem.head_dim, problem.head_dim_v)
     if d <= 64:
         best = [Tiling(192, 128), Tiling(128, 128)]

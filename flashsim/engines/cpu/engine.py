@@ -43,7 +43,7 @@ WALKS = {
 }
 MICRO_KERNELS = ("vector", "plain")
 
-#: Tiles that suit a CPU's caches (see docs/performance.md): where no tiling is asked for, the first
+#: Tiles that suit a CPU's caches (docs/notebooks/cpu.md): where no tiling is asked for, the first
 #: that fits the device.
 USUAL = {
     "forward": (Tiling(128, 64), Tiling(64, 64)),

@@ -1,8 +1,8 @@
 """Constants of the time model, fitted by `benchmarks/predict.py` to one H200's kernels.
 
 Fitted to N = 4096, 4 batch entries, without and with causal mask, head_dim 64 and 128, bfloat16:
-four times a stage, from docs/verify-h200.csv. Everything else in that table was kept to test the
-constants (docs/truth.md).
+four times a stage, from docs/data/verify-h200.csv. Everything else in that table was kept to test
+the constants (docs/guides/truth.md).
 """
 
 from __future__ import annotations

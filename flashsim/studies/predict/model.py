@@ -81,7 +81,7 @@ class Prediction:
             f"tiles {t.tiling}: {self.seconds * 1e3:.3f} ms",
             ("stage", "ms", "bound", *(f"{unit} ms" for unit in units), "waves", "tail"),
             note=f"calibrated on one H200{_untested(t.device)}; errors on other shapes, and what "
-            "is not modelled: docs/truth.md",
+            "is not modelled: docs/guides/truth.md",
         )
         for s in self.stages:
             busy = [1e3 * s.units.get(unit, 0.0) for unit in units]

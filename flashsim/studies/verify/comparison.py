@@ -66,7 +66,7 @@ class Verification:
             ("kernel", "quantity", "predicted", "counted", "measured", "measured / predicted"),
             note=f"means of {self.launches} launches; bytes, FLOPs or counts; of DRAM write, "
             "predicted are evictions while the kernel runs, what is still dirty in L2 comes on "
-            "top; what each counter is, and how far the L2 model is off: docs/truth.md",
+            "top; what each counter is, and how far the L2 model is off: docs/guides/truth.md",
         )
         for row in self.rows:
             measured: Cell = int(row.measured) if row.measured.is_integer() else row.measured

@@ -15,7 +15,7 @@ SECTOR = 32  # bytes L2 moves at a time
 #: What names of flashsim's kernels begin with (a regular expression).
 KERNELS = "(?:flash|hopper)_"
 
-#: Counters by what they measure here; sectors become bytes. docs/truth.md says why these.
+#: Counters by what they measure here; sectors become bytes. docs/guides/truth.md says why these.
 METRICS = {
     "bytes into SMs": "l1tex__m_xbar2l1tex_read_bytes.sum",
     "reads at L2": "lts__t_sectors_srcunit_tex_op_read.sum",
