@@ -26,10 +26,8 @@ PLAIN, TF32 = portable, portable.TF32
 SMALL = replace(H200, l2_bytes=28 << 10, multiprocessors=1)
 
 
-@pytest.fixture(scope="module")
-def machine(tmp_path_factory):
-    """An emulator of each architecture that the kernels tell apart."""
-    return {a: emulator.Emulator(tmp_path_factory.mktemp(str(a)), a) for a in (800, 900)}
+#: An emulator of each architecture that the kernels tell apart.
+AMPERE, HOPPER = emulator.Emulator(800), emulator.Emulator(900)
 
 
 def emulated(machine, family, problem, x, algorithm, key_order, gpu, tilings):
@@ -82,40 +80,40 @@ def compare(
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "sides", "name", "algorithm", "arch"),
+    ("family", "dtype", "sides", "name", "algorithm", "machine"),
     [
-        (PLAIN, "bfloat16", (37, 61), "gqa", "flash2", 900),  # padded rows
-        (PLAIN, "bfloat16", (37, 61), "gqa", "flash2-fused", 900),
-        (PLAIN, "bfloat16", (37, 61), "gqa", "flash2-fused", 800),  # dQ added one by one
-        (PLAIN, "float16", (40, 24), "varlen", "flash2-fused", 900),  # padded tiles
-        (PLAIN, "bfloat16", (96, 128), "softcap", "flash2-fused", 900),  # scores cross warps
-        (PLAIN, "float16", (96, 96), "gqa", "flash2", 900),  # here, too
-        (PLAIN, "float32", (37, 61), "gqa", "flash2", 900),
-        (PLAIN, "float32", (37, 61), "no keys", "flash2-fused", 900),
-        (TF32, "float32", (37, 61), "blocks", "flash2", 900),
-        (TF32, "float32", (37, 61), "gqa", "flash2-fused", 900),
+        (PLAIN, "bfloat16", (37, 61), "gqa", "flash2", HOPPER),  # padded rows
+        (PLAIN, "bfloat16", (37, 61), "gqa", "flash2-fused", HOPPER),
+        (PLAIN, "bfloat16", (37, 61), "gqa", "flash2-fused", AMPERE),  # dQ added one by one
+        (PLAIN, "float16", (40, 24), "varlen", "flash2-fused", HOPPER),  # padded tiles
+        (PLAIN, "bfloat16", (96, 128), "softcap", "flash2-fused", HOPPER),  # scores cross warps
+        (PLAIN, "float16", (96, 96), "gqa", "flash2", HOPPER),  # here, too
+        (PLAIN, "float32", (37, 61), "gqa", "flash2", HOPPER),
+        (PLAIN, "float32", (37, 61), "no keys", "flash2-fused", HOPPER),
+        (TF32, "float32", (37, 61), "blocks", "flash2", HOPPER),
+        (TF32, "float32", (37, 61), "gqa", "flash2-fused", HOPPER),
     ],
 )
-def test_results_and_counted_bytes(machine, family, dtype, sides, name, algorithm, arch):
+def test_results_and_counted_bytes(family, dtype, sides, name, algorithm, machine):
     p = Problem(head_dim=sides[0], head_dim_v=sides[1], dtype=dtype, **FEATURES[name])
-    compare(machine[arch], family, p, algorithm)
+    compare(machine, family, p, algorithm)
 
 
-def test_descending_keys(machine):
+def test_descending_keys():
     p = Problem(head_dim=37, head_dim_v=61, dtype="bfloat16", **FEATURES["gqa"])
-    compare(machine[900], PLAIN, p, key_order="descending")
+    compare(HOPPER, PLAIN, p, key_order="descending")
 
 
-def test_a_last_clump_of_fewer_heads(machine):
+def test_a_last_clump_of_fewer_heads():
     """On a GPU so small that seven heads are worked on four at a time."""
     p = Problem(45, 40, 16, heads=7, dtype="bfloat16", causal=True)
     (one,) = portable.forward_passes(p, FORWARD, SMALL, "ascending", "")
     assert (one.walks, one.clump) == (7, 4)
-    compare(machine[900], PLAIN, p, gpu=SMALL)
+    compare(HOPPER, PLAIN, p, gpu=SMALL)
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_what_a_row_counts_adds_up_to_the_elements_that_exist(tmp_path, size):
+def test_what_a_row_counts_adds_up_to_the_elements_that_exist(size):
     """`Row` of common.cuh, for every head_dim: in pieces of 16 bytes, and of 1, 2, 4 columns."""
     text = nvrtc.source("common.cuh").replace("using KeyRow", "//").replace("using ValueR", "//")
     check = """
@@ -140,10 +138,10 @@ def test_what_a_row_counts_adds_up_to_the_elements_that_exist(tmp_path, size):
     """
     (one,) = portable.forward_passes(Problem(8, 8, 8), FORWARD, H200, "ascending", "counts")
     defines = [f"-D{n}={size if n == 'FS_BYTES' else v}" for n, v in one.kernel.constants]
-    library = emulator.built(text + check, tmp_path / "row.so", [*defines, "-D__CUDA_ARCH__=900"])
+    library = emulator.built(text + check, (*defines, "-D__CUDA_ARCH__=900"))
     assert library.all_wrong() == 0
     faulty = text.replace("left - (WIDTH - EXIST)", "left")
-    library = emulator.built(faulty + check, tmp_path / "bad.so", [*defines, "-D__CUDA_ARCH__=900"])
+    library = emulator.built(faulty + check, (*defines, "-D__CUDA_ARCH__=900"))
     assert library.all_wrong() > 0
 
 
@@ -159,7 +157,7 @@ def test_what_a_row_counts_adds_up_to_the_elements_that_exist(tmp_path, size):
         ("portable/backward_dq.cu", "__syncthreads();  // B3", "if (warp) __syncthreads();  // B3"),
     ],
 )
-def test_a_faulty_kernel_shows(machine, monkeypatch, tmp_path, file, old, new):
+def test_a_faulty_kernel_shows(monkeypatch, file, old, new):
     """A load counted twice, tiles not awaited, a barrier that hangs."""
     sound = nvrtc.source
     assert sound(file).count(old) == 1
@@ -170,4 +168,4 @@ def test_a_faulty_kernel_shows(machine, monkeypatch, tmp_path, file, old, new):
     monkeypatch.setattr(nvrtc, "source", faulty)
     p = Problem(70, 90, 40, dtype="bfloat16", causal=True)
     with pytest.raises((AssertionError, TraceError)):
-        compare(emulator.Emulator(tmp_path, 900), PLAIN, p)
+        compare(HOPPER, PLAIN, p)

@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
 import sys
-from pathlib import Path
 
+import afresh
 import faults
 import faults_numba
 import pytest
 
-TESTS = Path(__file__).parents[1]
 
-
-def suite(*arguments):
-    """Run pytest afresh, stopping at the first failure."""
-    options = ("-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:cov")
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *arguments],
-        cwd=TESTS,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+@pytest.fixture(scope="module")
+def suite():
+    with afresh.processes() as pool:
+        yield lambda *arguments: pool.submit(afresh.suite, arguments).result(timeout=300)
 
 
 @pytest.mark.parametrize("name", faults.FAULTS)
-def test_the_suite_notices(name):
+def test_the_suite_notices(suite, name):
     done = suite("--fault", name, *faults.FAULTS[name].caught_by)
     # 1: some test failed. Anything else (0: passed; 2, 4: could not run) proves nothing.
-    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
-    assert f"seeded fault: {name}" in done.stdout
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.said
+    assert f"seeded fault: {name}" in done.said
 
 
 @pytest.mark.parametrize("name", faults.catalogue())
@@ -63,10 +53,10 @@ def test_a_fragment_that_is_gone_is_an_error():
         faults.faulty_source(gone)
 
 
-def test_an_unknown_fault_stops_the_suite():
+def test_an_unknown_fault_stops_the_suite(suite):
     done = suite("--fault", "mask-ignord", "problem/test_oracle.py")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "no fault 'mask-ignord'; did you mean 'mask-ignored'?" in done.stderr
+    assert "no fault 'mask-ignord'; did you mean 'mask-ignored'?" in done.said
 
 
 def test_a_fault_comes_before_the_import():

@@ -111,11 +111,11 @@ def test_the_tests_that_should_notice_exist(name):
 
 @pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
 @pytest.mark.parametrize("name", [name for name in FAULTS if name.startswith("portable")])
-def test_a_portable_one_shows_on_a_cpu(name, monkeypatch, tmp_path):
+def test_a_portable_one_shows_on_a_cpu(name, monkeypatch):
     dtype = "float32" if "f32" in FAULTS[name].file else "bfloat16"
     p = Problem(70, 90, 40, heads=4, kv_heads=2, dtype=dtype, causal=True)
     with seeded(name, monkeypatch), pytest.raises((AssertionError, TraceError)):
-        compare(emulator.Emulator(tmp_path, 900), portable, p)
+        compare(emulator.Emulator(900), portable, p)
 
 
 def test_a_fragment_that_is_gone_is_an_error():

@@ -10,7 +10,9 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -45,12 +47,14 @@ def function_calls(source: str) -> str:
     return _ASM.sub(call, source)
 
 
-def built(source: str, made: Path, defines: Iterable[str]) -> ctypes.CDLL:
+@cache  # compiling takes far longer than running
+def built(source: str, defines: tuple[str, ...]) -> ctypes.CDLL:
     """CUDA C++ as a library of the CPU's."""
     text = _gcc(source, *defines, "-E", "-P", "-o", "-")  # an asm may depend on an #if
     text = f'#include "{HEADER}"\n' + function_calls(text)
-    _gcc(text, *defines, *_FLAGS, "-o", str(made))
-    return ctypes.CDLL(str(made))
+    with tempfile.NamedTemporaryFile(suffix=".so") as made:  # once loaded, it needs no name
+        _gcc(text, *defines, *_FLAGS, "-o", made.name)
+        return ctypes.CDLL(made.name)
 
 
 def _gcc(source: str, *options: str) -> str:
@@ -62,29 +66,28 @@ def _gcc(source: str, *options: str) -> str:
 
 
 class Emulator:
-    """Compiles kernels into a folder, and runs them.
+    """Compiles kernels and runs them.
 
     Parameters
     ----------
-    folder : Path
     arch : int
         What the kernels take for ``__CUDA_ARCH__``: 800, 900 ...
     """
 
-    def __init__(self, folder: Path, arch: int) -> None:
-        self.folder, self.arch = folder, arch
-        self._loaded: dict[Kernel, ctypes.CDLL] = {}
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+
+    def source(self, file: str) -> str:
+        """What is compiled for a kernel's file."""
+        return nvrtc.source(file)
 
     def load(self, kernel: Kernel) -> ctypes.CDLL:
         """The kernel as a library with one function, ``run(args, grid_x, grid_y, threads)``, which
         says whether the kernel came to its end."""
-        if kernel not in self._loaded:
-            defines = [f"-D{name}={value}" for name, value in kernel.constants]
-            defines.append(f"-D__CUDA_ARCH__={self.arch}")
-            entry = f"void kernel() {{ {kernel.name}(*static_cast<const Args*>(arguments)); }}\n"
-            made = self.folder / f"{len(self._loaded)}.so"
-            self._loaded[kernel] = built(nvrtc.source(kernel.file) + entry, made, defines)
-        return self._loaded[kernel]
+        defines = [f"-D{name}={value}" for name, value in kernel.constants]
+        defines.append(f"-D__CUDA_ARCH__={self.arch}")
+        entry = f"void kernel() {{ {kernel.name}(*static_cast<const Args*>(arguments)); }}\n"
+        return built(self.source(kernel.file) + entry, tuple(defines))
 
     def launch(self, one: Pass, arrays: dict[str, np.ndarray]) -> StageTrace | None:
         """One pass over arrays by their names in ``struct Args``; what it reports, if it does."""

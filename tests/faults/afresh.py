@@ -1,0 +1,46 @@
+"""pytest in a process of its own, which imports flashsim for the first time.
+
+What else the tests import is imported once: processes are forked from one that has it already, but
+nothing of flashsim, so that a bug can still be seeded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+TESTS = Path(__file__).parents[1]
+IMPORTED = ["pytest", "hypothesis.strategies", "numpy.testing", "ml_dtypes", "cupy", "_pytest.main"]
+_WITHOUT = ("cacheprovider", "xdist", "cov", "benchmark")
+
+
+class Done(NamedTuple):
+    """An exit status, and what was printed."""
+
+    returncode: int
+    said: str
+
+
+def processes() -> ProcessPoolExecutor:
+    """Where `suite` runs: one process a call."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)  # what cannot be imported is left out
+    return ProcessPoolExecutor(1, context, max_tasks_per_child=1)
+
+
+def suite(arguments: tuple[str, ...]) -> Done:
+    """Run pytest in tests/, stopping at the first failure."""
+    import pytest
+
+    os.chdir(TESTS)
+    # Plain asserts: what is imported already could not be rewritten, and pytest would warn.
+    options = ["--assert=plain", *(word for name in _WITHOUT for word in ("-p", f"no:{name}"))]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        status = pytest.main(["-x", *options, *arguments])
+    return Done(int(status), said.getvalue())
