@@ -16,7 +16,7 @@ import cupy
 import torch
 
 import flashsim
-from flashsim.backends.cupy_gpu.calls import Call, Launch
+from flashsim.backends.cupy_gpu.calls import Call, ReadyPass
 
 TRACES = (False, True, "timeline")
 TOKENS, WIDTH, N = 16384, 2048, 4096
@@ -25,9 +25,9 @@ SPIN = 10_000_000  # cycles: about 5 ms
 
 def time_launches(into: list[tuple[str, Any, Any]]) -> None:
     """From now on each launch appends its stage and an event before and after it."""
-    plain = Launch.__call__
+    plain = ReadyPass.__call__
 
-    def timed(self: Launch, call: Call, report: dict[str, Any]) -> None:
+    def timed(self: ReadyPass, call: Call, report: dict[str, Any]) -> None:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(SPIN)  # hides the host; clocks may have fallen while it was busy
         start.record()
@@ -35,7 +35,7 @@ def time_launches(into: list[tuple[str, Any, Any]]) -> None:
         end.record()
         into.append((self.one.stage.name, start, end))
 
-    Launch.__call__ = timed  # type: ignore[method-assign]
+    ReadyPass.__call__ = timed  # type: ignore[method-assign]
 
 
 def milliseconds(launches: list[tuple[str, Any, Any]], stage: str) -> float:

@@ -1,7 +1,7 @@
 """Launches: what is made ready once for a problem, and the little that changes from call to call.
 
 A `Plan` holds what the same call made again has in common: passes, compiled functions, tables in
-GPU memory. A `Launch` is one of its kernels with its parameter buffer, in which a call fills in
+GPU memory. A `ReadyPass` is one of its passes with its parameter buffer, in which a call fills in
 addresses and strides and which it hands to the driver.
 """
 
@@ -21,7 +21,7 @@ from flashsim.backends import launch
 from flashsim.backends.cupy_gpu import arrays, tensor_maps
 from flashsim.backends.launch.kernel import Gpu, Kernel
 from flashsim.backends.launch.lowering import Lowered
-from flashsim.backends.launch.passes import Pass
+from flashsim.backends.launch.passes import KernelPass
 from flashsim.backends.reports import counts
 from flashsim.backends.reports import stamps as timeline
 from flashsim.problem.problem import Problem
@@ -81,10 +81,10 @@ class Call:
         self.head += [scratch.get(name, 0) for name in launch.SCRATCH]
 
 
-class Launch:
+class ReadyPass:
     """A pass, compiled and with its tables uploaded: all of a launch but the call's arrays."""
 
-    def __init__(self, one: Pass, device: int, load: Load) -> None:
+    def __init__(self, one: KernelPass, device: int, load: Load) -> None:
         self.one = one
         self._function = load(one.kernel, device)  # owns the code that the address is of
         self._tables = uploaded(one.tables, device)
@@ -176,18 +176,18 @@ class Plan:
     ----------
     name : str
         The kernel family's.
-    passes : tuple of Pass
-    launches : tuple of Launch
+    passes : tuple of KernelPass
+    launches : tuple of ReadyPass
     tiling : Tiling
     gpu : Gpu
     """
 
     def __init__(
-        self, name: str, passes: tuple[Pass, ...], gpu: Gpu, device: int, load: Load
+        self, name: str, passes: tuple[KernelPass, ...], gpu: Gpu, device: int, load: Load
     ) -> None:
         self.name, self.passes, self.gpu = name, passes, gpu
         self.tiling: Tiling = passes[0].tables.schedule.tiling
-        self.launches = tuple(Launch(one, device, load) for one in passes)
+        self.launches = tuple(ReadyPass(one, device, load) for one in passes)
 
     def run(
         self, call: Call, trace: bool | str
@@ -213,7 +213,7 @@ class Plan:
             return stages, self._timeline(reports) if trace == "timeline" else None
 
     def _buffers(
-        self, one: Pass, space: arrays.Space, trace: bool | str
+        self, one: KernelPass, space: arrays.Space, trace: bool | str
     ) -> dict[str, cupy.ndarray]:
         p, tables = one.tables.schedule.problem, one.tables
         heads = p.batch * p.heads

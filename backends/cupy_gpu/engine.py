@@ -11,7 +11,9 @@ from functools import cache, lru_cache
 from typing import Any
 
 from flashsim.backends import failures, launch
-from flashsim.backends.families import fitting, hopper, portable
+from flashsim.backends.families.family import Family
+from flashsim.backends.families.hopper import HOPPER
+from flashsim.backends.families.portable import PORTABLE, TF32
 from flashsim.backends.launch import lowering
 from flashsim.backends.launch.kernel import Gpu
 from flashsim.engines.engine import Job, Outcome
@@ -19,11 +21,11 @@ from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError, c
 from flashsim.problem.problem import Problem
 
 OPTIONS: frozenset[str] = frozenset({"kernel", "allow_tf32"})
-#: Kernel families by name; each offers `NAME`, `forward_passes`, `backward_passes`, `load`.
-KERNELS = {"portable": portable, "hopper": hopper}
+#: Kernel families by the names of the option `kernel`.
+KERNELS: dict[str, Family] = {"portable": PORTABLE, "hopper": HOPPER}
 OLDEST = (8, 0)
 #: What picks a family for a job without arrays: ``(job, gpu, direction)``.
-FamilyOf = Callable[[Job, Gpu, str], Any]
+FamilyOf = Callable[[Job, Gpu, str], Family]
 
 failures.require_cupy("cupy")
 
@@ -59,7 +61,7 @@ def orders_dq(job: Job, saved: Mapping[str, Any]) -> bool:
         A backward pass.
     """
     family = _family(job, gpu_of(saved["space"].device), "backward")
-    return family is hopper and hopper.orders_dq(job.problem)
+    return family.orders_dq(job.problem)
 
 
 def forward_with(family_of: FamilyOf, job: Job) -> Outcome:
@@ -184,9 +186,8 @@ def _planned(
         if direction == "forward":
             passes = family.forward_passes(*given)
         else:
-            extra = {"ordered": True} if ordered else {}
-            passes = family.backward_passes(*given, algorithm, **extra)
-        return Plan(family.NAME, passes, gpu, space.device, family.load)
+            passes = family.backward_passes(*given, algorithm, ordered)
+        return Plan(family.name, passes, gpu, space.device, family.load)
 
 
 @cache
@@ -258,18 +259,15 @@ def _check(job: Job) -> None:
         raise OptionError(f"allow_tf32 must be True or False, got {tf32!r}")
 
 
-def _family(job: Job, gpu: Gpu, direction: str) -> Any:
+def _family(job: Job, gpu: Gpu, direction: str) -> Family:
     """The kernels that were asked for; "auto" takes Hopper's wherever they run this."""
     name = job.options.get("kernel", "auto")
-    given = (job.problem, job.tiling, gpu, direction, _report(job), job.algorithm)
-    if name == "hopper" or (name == "auto" and not hopper.refusal(*given)):
-        return hopper
-    if job.problem.dtype == "float32" and job.options.get("allow_tf32", False):
-        # Allowed, not asked for: where their larger tiles do not fit, float32 throughout.
-        like, fused = portable.TF32.like, job.algorithm == "flash2-fused"
-        if fitting.fits(job.problem, job.tiling, gpu, direction, like, fused=fused):
-            return portable.TF32
-    return portable
+    given = (job.problem, job.tiling, gpu, direction, job.algorithm)
+    if name == "hopper" or (name == "auto" and not HOPPER.refusal(*given)):
+        return HOPPER
+    # Allowed, not asked for: where their larger tiles do not fit, float32 throughout.
+    allowed = job.problem.dtype == "float32" and job.options.get("allow_tf32", False)
+    return TF32 if allowed and not TF32.refusal(*given) else PORTABLE
 
 
 def _report(job: Job) -> str:

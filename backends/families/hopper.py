@@ -1,202 +1,164 @@
-"""The Hopper kernels (sm_90a): what they take, which pass runs which, and how it is launched.
+"""The Hopper kernels (sm_90a): what they take, which kernel runs a stage, and how it is launched.
 
-A kernel family like `portable`, with `refusal` besides: where it gives a reason, portable kernels
-run. How the kernels got to be as they are, measured step by step: docs/notebooks/hopper.md.
+Where `refusal` gives a reason, portable kernels run. How the kernels got to be as they are, step by
+step: docs/notebooks/hopper.md.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from dataclasses import dataclass
 
 from flashsim.backends import launch
 from flashsim.backends.families import portable_kernels
+from flashsim.backends.families.family import Family
 from flashsim.backends.kernels import nvrtc
 from flashsim.backends.launch.kernel import Box, Gpu, Kernel, Variant
-from flashsim.backends.launch.lowering import in_turns
-from flashsim.backends.launch.passes import Pass, tables_of, variant_of, walk_pass
 from flashsim.errors import UnsupportedError
 from flashsim.problem.problem import Problem
-from flashsim.schedule import plans
-from flashsim.schedule.schedule import KeyOrder
 from flashsim.schedule.tiling import Tiling
 
-NAME = "hopper"
-load = nvrtc.load
 CAPABILITY = (9, 0)
-MAX_HEAD_DIM = 256
 
 #: Bytes of the item slots (struct Items in kernels/hopper/work.cuh) and of one mbarrier.
 _ITEMS, _BARRIER = 160, 8
 _CHUNK = 64  # columns of a shared-memory chunk: 128 bytes of 16-bit elements
 
 
-def refusal(
-    problem: Problem,
-    tiling: Tiling | None,
-    gpu: Gpu,
-    direction: str,
-    report: str,
-    algorithm: str = "flash2",
-) -> str | None:
-    """Why the Hopper kernels do not run this; None if they do."""
-    if gpu.compute_capability != CAPABILITY:
-        return f"they need compute capability 9.0, and {gpu.name} has " + ".".join(
-            map(str, gpu.compute_capability)
-        )
-    if problem.itemsize != 2:
-        return f"they take float16 and bfloat16, not {problem.dtype}"
-    if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
-        return f"they take a head_dim up to {MAX_HEAD_DIM}"
-    possible = tilings(problem, gpu, direction, algorithm)
-    if tiling is None:
-        return None if _divide(problem, possible) else "their tiles do not divide the block mask's"
-    if tiling not in possible:
-        return f"{tiling} tiles are none of theirs ({', '.join(map(str, possible))})"
-    return None
+@dataclass(frozen=True)
+class Hopper(Family):
+    """The family of kernels that use Hopper's own instructions.
 
-
-def tilings(
-    problem: Problem, gpu: Gpu, direction: str, algorithm: str = "flash2"
-) -> tuple[Tiling, ...]:
-    """The tilings that the kernels are built for, the best first (docs/reference/hopper.md)."""
-    d = max(problem.head_dim, problem.head_dim_v)
-    if direction == "backward":
-        if d <= 64:
-            return (Tiling(128, 128),)
-        if d > 128:
-            return (Tiling(64, 64),)
-        # By itself dQ takes 64 rows to a product; a softcap takes registers.
-        if algorithm != "flash2-fused" or problem.softcap:
-            return (Tiling(64, 128),)
-        return (Tiling(64, 128), Tiling(80, 128))
-    if d <= 64:
-        best = [Tiling(192, 128), Tiling(128, 128)]
-        if problem.causal and problem.n_kv <= 1024:
-            best.reverse()
-    elif d <= 128:
-        best = [Tiling(128, 176), Tiling(128, 128)]
-        if problem.softcap or (problem.causal and problem.n_kv <= 2048):
-            best.reverse()
-    else:
-        best = [Tiling(128, 112)] if d <= 192 else [Tiling(128, 80)]
-    best += [Tiling(128, 64)]  # divides common block masks
-    return tuple(t for t in best if _forward_bytes(problem, t) <= gpu.shared_bytes)
-
-
-def orders_dq(problem: Problem) -> bool:
-    """Whether the fused backward with dQ in a fixed order is faster than three passes."""
-    return max(problem.head_dim, problem.head_dim_v) <= 128
-
-
-@lru_cache(maxsize=256)
-def forward_passes(
-    problem: Problem, tiling: Tiling | None, gpu: Gpu, key_order: KeyOrder, report: str
-) -> tuple[Pass, ...]:
-    """As `portable.forward_passes`.
-
-    Raises
-    ------
-    UnsupportedError
-        With `refusal`'s reason.
-    """
-    tiling = _tiling(problem, tiling, gpu, "forward", report)
-    (stage,) = plans.stages(problem, "flash2", "forward")
-    tables = tables_of(stage, problem, tiling, key_order)
-    kernel = _forward_kernel(problem, tiling, variant_of(tables, report))
-    return (walk_pass(stage, tables, kernel, gpu, persistent=True),)
-
-
-@lru_cache(maxsize=256)
-def backward_passes(
-    problem: Problem,
-    tiling: Tiling | None,
-    gpu: Gpu,
-    key_order: KeyOrder,
-    report: str,
-    algorithm: str,
-    ordered: bool = False,
-) -> tuple[Pass, ...]:
-    """As `portable.backward_passes`; the row-wise passes are the portable ones.
-
-    Parameters
+    Attributes
     ----------
-    ordered : bool
-        "flash2-fused" only: add to dQ in a fixed order (`lowering.in_turns`).
+    instead : str
+        What `kernel` option to try where these do not run.
     """
-    fused = algorithm == "flash2-fused"
-    tiling = _tiling(problem, tiling, gpu, "backward", report, algorithm, ordered)
-    passes = []
-    for stage in plans.stages(problem, algorithm, "backward"):
-        tables = tables_of(stage, problem, tiling, key_order)
-        variant = variant_of(tables, report)
-        if stage.name in ("dkdv", "fused"):
-            tables = in_turns(tables) if ordered else tables
-            kernel = _backward_kernel(problem, tiling, variant, fused=fused, ordered=ordered)
-            passes.append(walk_pass(stage, tables, kernel, gpu, persistent=True))
-        elif stage.name == "dq":
-            kernel = _dq_kernel(problem, tiling, variant)
-            passes.append(walk_pass(stage, tables, kernel, gpu, persistent=True))
+
+    instead: str = "portable"
+
+    def refusal(
+        self,
+        problem: Problem,
+        tiling: Tiling | None,
+        gpu: Gpu,
+        direction: str,
+        algorithm: str = "flash2",
+    ) -> str | None:
+        """See `Family`."""
+        if gpu.compute_capability != CAPABILITY:
+            return f"they need compute capability 9.0, and {gpu.name} has " + ".".join(
+                map(str, gpu.compute_capability)
+            )
+        if problem.itemsize != 2:
+            return f"they take float16 and bfloat16, not {problem.dtype}"
+        if max(problem.head_dim, problem.head_dim_v) > launch.MAX_HEAD_DIM:
+            return f"they take a head_dim up to {launch.MAX_HEAD_DIM}"
+        possible = self.tilings(problem, gpu, direction, algorithm)
+        if tiling is None:
+            if not any(t.divides(problem.block_mask) for t in possible):
+                return "their tiles do not divide the block mask's"
+        elif tiling not in possible:
+            return f"{tiling} tiles are none of theirs ({', '.join(map(str, possible))})"
+        return None
+
+    def tilings(
+        self, problem: Problem, gpu: Gpu, direction: str, algorithm: str = "flash2"
+    ) -> tuple[Tiling, ...]:
+        """The tilings that the kernels are built for, the best first (docs/reference/hopper.md)."""
+        d = max(problem.head_dim, problem.head_dim_v)
+        if direction == "backward":
+            if d <= 64:
+                return (Tiling(128, 128),)
+            if d > 128:
+                return (Tiling(64, 64),)
+            # By itself dQ takes 64 rows to a product; a softcap takes registers.
+            if algorithm != "flash2-fused" or problem.softcap:
+                return (Tiling(64, 128),)
+            return (Tiling(64, 128), Tiling(80, 128))
+        if d <= 64:
+            best = [Tiling(192, 128), Tiling(128, 128)]
+            if problem.causal and problem.n_kv <= 1024:
+                best.reverse()
+        elif d <= 128:
+            best = [Tiling(128, 176), Tiling(128, 128)]
+            if problem.softcap or (problem.causal and problem.n_kv <= 2048):
+                best.reverse()
         else:
-            name = f"flash_{stage.name}"
-            kernel = portable_kernels.rows_kernel(problem, tiling, variant, name, fused=fused)
-            heads = problem.batch * problem.heads
-            passes.append(Pass(stage, tables, kernel, (tables.tiles, heads), heads, 1))
-    return tuple(passes)
+            best = [Tiling(128, 112)] if d <= 192 else [Tiling(128, 80)]
+        best += [Tiling(128, 64)]  # divides common block masks
+        return tuple(t for t in best if self.forward_bytes(problem, t) <= gpu.shared_bytes)
+
+    def choose(
+        self,
+        problem: Problem,
+        tiling: Tiling | None,
+        gpu: Gpu,
+        direction: str,
+        algorithm: str = "flash2",
+        ordered: bool = False,
+    ) -> Tiling:
+        """See `Family`."""
+        if reason := self.refusal(problem, tiling, gpu, direction, algorithm):
+            raise UnsupportedError(
+                f"the Hopper kernels do not run this: {reason}; kernel={self.instead!r} may, and "
+                "without kernel=... whichever does is taken"
+            )
+        cells, every = problem.block_mask, self.tilings(problem, gpu, direction, algorithm)
+        possible = [t for t in every if t.divides(cells)]
+        # In order: the fewer row tiles, the fewer turns to wait.
+        return tiling or possible[-1 if ordered else 0]
+
+    def orders_dq(self, problem: Problem) -> bool:
+        """See `Family`."""
+        return max(problem.head_dim, problem.head_dim_v) <= 128
+
+    def forward_bytes(self, problem: Problem, tiling: Tiling) -> int:
+        """Shared memory of the forward's blocks."""
+        groups, stages = tiling.block_q // 64, 2
+        q = tiling.block_q * _wide(problem.head_dim)
+        kv = tiling.block_k * (_wide(problem.head_dim) + _wide(problem.head_dim_v))
+        return _on_chip(2 * (q + stages * kv), 2 * groups + 4 * stages)
+
+    def kernel(
+        self,
+        stage: str,
+        problem: Problem,
+        tiling: Tiling,
+        variant: Variant,
+        gpu: Gpu,
+        *,
+        fused: bool,
+        ordered: bool,
+    ) -> Kernel:
+        """See `Family`; the row-wise kernels are the portable ones."""
+        if stage == "forward":
+            return _forward_kernel(problem, tiling, variant, self.forward_bytes(problem, tiling))
+        if stage in ("dkdv", "fused"):
+            return _backward_kernel(problem, tiling, variant, fused=fused, ordered=ordered)
+        if stage == "dq":
+            return _dq_kernel(problem, tiling, variant)
+        return portable_kernels.rows_kernel(problem, tiling, variant, stage, fused=fused)
 
 
-def _tiling(
-    problem: Problem,
-    tiling: Tiling | None,
-    gpu: Gpu,
-    direction: str,
-    report: str,
-    algorithm: str = "flash2",
-    ordered: bool = False,
-) -> Tiling:
-    reason = refusal(problem, tiling, gpu, direction, report, algorithm)
-    if reason is not None:
-        raise UnsupportedError(
-            f"the Hopper kernels do not run this: {reason}; kernel='portable' may, and without "
-            "kernel=... whichever does is taken"
-        )
-    possible = _divide(problem, tilings(problem, gpu, direction, algorithm))
-    return tiling or possible[-1 if ordered else 0]  # the fewer row tiles, the fewer turns to wait
-
-
-def _divide(problem: Problem, possible: tuple[Tiling, ...]) -> list[Tiling]:
-    """The tilings that divide the block mask's cells, if there is one."""
-    cells = problem.block_mask
-    return [
-        t
-        for t in possible
-        if cells is None or not (cells.block_q % t.block_q or cells.block_k % t.block_k)
-    ]
+HOPPER = Hopper("hopper", nvrtc.load)
 
 
 # -- kernels: threads, shared memory (struct OnChip of each), boxes --------------------------------
 
 
-def _forward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
+def _forward_kernel(problem: Problem, tiling: Tiling, variant: Variant, shared: int) -> Kernel:
     values = launch.constants(problem, tiling, variant)
     return Kernel(
-        "hopper/forward.cu",
-        "hopper_forward",
-        128 * (tiling.block_q // 64 + 1),
-        shared := _forward_bytes(problem, tiling),
+        *("hopper/forward.cu", "hopper_forward", 128 * (tiling.block_q // 64 + 1), shared),
         launch.macros(values | {"SMEM_BYTES": shared, "STAGES": 2}),
-        (
-            Box("q", 64, _CHUNK),
-            Box("k", tiling.block_k, _CHUNK),
-            Box("v", tiling.block_k, _CHUNK),
-        ),
+        forward_boxes(tiling),
     )
 
 
-def _forward_bytes(problem: Problem, tiling: Tiling) -> int:
-    groups, stages = tiling.block_q // 64, 2
-    q = tiling.block_q * _wide(problem.head_dim)
-    kv = tiling.block_k * (_wide(problem.head_dim) + _wide(problem.head_dim_v))
-    return _on_chip(2 * (q + stages * kv), 2 * groups + 4 * stages)
+def forward_boxes(tiling: Tiling) -> tuple[Box, ...]:
+    """What the forward orders of the copy engine."""
+    k = tiling.block_k
+    return Box("q", 64, _CHUNK), Box("k", k, _CHUNK), Box("v", k, _CHUNK)
 
 
 def _backward_kernel(

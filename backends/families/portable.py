@@ -1,134 +1,142 @@
-"""The portable kernels (sm_80 and later): which pass runs which kernel, and how it is launched.
-
-A *kernel family* offers `NAME`, `forward_passes`, `backward_passes` and `load`, its compiler; the
-engine (`cupy_gpu`) owns arrays, errors and traces. This module is one, `Portable` makes more.
-"""
+"""The portable kernels (sm_80 and later): which tiles they run, and which one if none is given."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any
 
-from flashsim.backends.families import fitting, portable_kernels
+from flashsim.backends.families import portable_kernels as kernels
+from flashsim.backends.families.family import PLAIN, Family
 from flashsim.backends.kernels import nvrtc
 from flashsim.backends.launch.kernel import Gpu, Kernel, Variant
-from flashsim.backends.launch.passes import Pass, tables_of, variant_of, walk_pass
+from flashsim.errors import TilingError
 from flashsim.problem.problem import Problem
-from flashsim.schedule import plans
-from flashsim.schedule.schedule import KeyOrder
 from flashsim.schedule.tiling import Tiling
 
 
 @dataclass(frozen=True)
-class Portable:
+class Portable(Family):
     """The family whose kernels are compiled for `like`, but for what a walk and a report ask."""
 
-    like: Variant = fitting.PLAIN
-    NAME: str = "portable"
-    load: Callable[[Kernel, int], Any] = nvrtc.load
-
-    def forward_passes(
-        self, problem: Problem, tiling: Tiling | None, gpu: Gpu, key_order: KeyOrder, report: str
-    ) -> tuple[Pass, ...]:
-        """The forward pass: one launch.
-
-        Parameters
-        ----------
-        tiling : Tiling or None
-            None takes `fitting.default_tiling`.
-        report : {"", "counts", "timeline"}
-            What the kernels record.
-
-        Raises
-        ------
-        TilingError, UnsupportedError
-        """
-        return _forward_passes(self.like, problem, tiling, gpu, key_order, report)
-
-    def backward_passes(
+    def refusal(
         self,
         problem: Problem,
         tiling: Tiling | None,
         gpu: Gpu,
-        key_order: KeyOrder,
-        report: str,
-        algorithm: str,
-    ) -> tuple[Pass, ...]:
-        """The backward pass, in the order of its launches; as `forward_passes`."""
-        return _backward_passes(self.like, problem, tiling, gpu, key_order, report, algorithm)
-
-
-@lru_cache(maxsize=256)
-def _forward_passes(
-    like: Variant,
-    problem: Problem,
-    tiling: Tiling | None,
-    gpu: Gpu,
-    key_order: KeyOrder,
-    report: str,
-) -> tuple[Pass, ...]:
-    tiling = _tiling(like, problem, tiling, gpu, "forward", fused=False)
-    (stage,) = plans.stages(problem, "flash2", "forward")
-    tables = tables_of(stage, problem, tiling, key_order)
-    variant = _variant(like, variant_of(tables, report))
-    return (
-        walk_pass(stage, tables, portable_kernels.forward_kernel(problem, tiling, variant), gpu),
-    )
-
-
-@lru_cache(maxsize=256)
-def _backward_passes(
-    like: Variant,
-    problem: Problem,
-    tiling: Tiling | None,
-    gpu: Gpu,
-    key_order: KeyOrder,
-    report: str,
-    algorithm: str,
-) -> tuple[Pass, ...]:
-    fused = algorithm == "flash2-fused"
-    tiling = _tiling(like, problem, tiling, gpu, "backward", fused=fused)
-    passes = []
-    for stage in plans.stages(problem, algorithm, "backward"):
-        tables = tables_of(stage, problem, tiling, key_order)
-        variant = _variant(like, variant_of(tables, report))
-        if stage.name in ("dkdv", "fused"):
-            kernel = portable_kernels.dkdv_kernel(problem, tiling, variant, gpu, fused=fused)
-            passes.append(walk_pass(stage, tables, kernel, gpu))
-        elif stage.name == "dq":
-            kernel = portable_kernels.dq_kernel(problem, tiling, variant, gpu)
-            passes.append(walk_pass(stage, tables, kernel, gpu))
+        direction: str,
+        algorithm: str = "flash2",
+    ) -> str | None:
+        """See `Family`."""
+        given = problem, gpu, direction, algorithm
+        what = f"{direction} at head_dim={problem.head_dim}, {problem.dtype}"
+        if tiling is None:
+            if self._default(*given):
+                return None
+            why = f"no default tiling for {what} on {gpu.name}; give tiling=..., one of: "
         else:
-            name = f"flash_{stage.name}"
-            kernel = portable_kernels.rows_kernel(problem, tiling, variant, name, fused=fused)
-            heads = problem.batch * problem.heads
-            passes.append(Pass(stage, tables, kernel, (tables.tiles, heads), heads, 1))
-    return tuple(passes)
+            need = self._shared_need(tiling, *given)
+            if need is None:
+                why = "is not one that the kernels are built for (sides are multiples of 16)"
+            elif need > gpu.shared_bytes:
+                why = f"needs {need:,} B of shared memory, and {gpu.name} gives a block "
+                why += f"{gpu.shared_bytes:,} B"
+            else:
+                return None
+            why = f"{what}: a {tiling} tile {why}; possible: "
+        why += ", ".join(map(str, self.tilings(*given))) or "none on this GPU"
+        if tiling is None and problem.block_mask is not None:
+            why += f" that divides the block mask's {problem.block_mask!r}"
+        return why
+
+    def tilings(
+        self, problem: Problem, gpu: Gpu, direction: str, algorithm: str = "flash2"
+    ) -> tuple[Tiling, ...]:
+        """Every tiling that the kernels run on this GPU, smallest first."""
+        every = (Tiling(q, k) for q in kernels.SIDES for k in kernels.SIDES)
+        return tuple(t for t in every if self._runs(t, problem, gpu, direction, algorithm))
+
+    def choose(
+        self,
+        problem: Problem,
+        tiling: Tiling | None,
+        gpu: Gpu,
+        direction: str,
+        algorithm: str = "flash2",
+        ordered: bool = False,
+    ) -> Tiling:
+        """See `Family`; the defaults were measured on an H200 (docs/guides/performance.md)."""
+        if reason := self.refusal(problem, tiling, gpu, direction, algorithm):
+            raise TilingError(reason)
+        chosen = tiling or self._default(problem, gpu, direction, algorithm)
+        assert chosen is not None  # else refused
+        return chosen
+
+    def kernel(
+        self,
+        stage: str,
+        problem: Problem,
+        tiling: Tiling,
+        variant: Variant,
+        gpu: Gpu,
+        *,
+        fused: bool,
+        ordered: bool,
+    ) -> Kernel:
+        """See `Family`."""
+        if stage == "forward":
+            return kernels.forward_kernel(problem, tiling, variant)
+        if stage in ("dkdv", "fused"):
+            return kernels.dkdv_kernel(problem, tiling, variant, gpu, fused=fused)
+        if stage == "dq":
+            return kernels.dq_kernel(problem, tiling, variant, gpu)
+        return kernels.rows_kernel(problem, tiling, variant, stage, fused=fused)
+
+    def _default(self, problem: Problem, gpu: Gpu, direction: str, algorithm: str) -> Tiling | None:
+        for sides in self._preferred(problem, direction, fused=algorithm == "flash2-fused"):
+            tiling = Tiling(*sides)
+            if tiling.divides(problem.block_mask) and self._runs(
+                tiling, problem, gpu, direction, algorithm
+            ):
+                return tiling
+        return None
+
+    def _preferred(
+        self, problem: Problem, direction: str, *, fused: bool
+    ) -> tuple[tuple[int, int], ...]:
+        d, tf32 = max(problem.head_dim, problem.head_dim_v), self.like.tf32
+        if problem.dtype == "float32" and not tf32:
+            return ((64, 64), (32, 32), (16, 16))
+        if direction == "backward":
+            smaller = ((64, 64), (32, 64), (32, 32), (16, 32), (16, 16))
+            if tf32 and fused and d > 80:
+                return ((64, 128), (48, 128) if d <= 96 else (32, 128), *smaller)
+            return ((64, 128), *smaller)
+        if d <= 64:
+            return ((128, 96), (128, 64), (64, 64), (32, 32), (16, 16))
+        return ((128, 64), (128, 32), (64, 32), (32, 32), (16, 16))
+
+    def _runs(
+        self, tiling: Tiling, problem: Problem, gpu: Gpu, direction: str, algorithm: str
+    ) -> bool:
+        need = self._shared_need(tiling, problem, gpu, direction, algorithm)
+        return need is not None and need <= gpu.shared_bytes
+
+    def _shared_need(
+        self, tiling: Tiling, problem: Problem, gpu: Gpu, direction: str, algorithm: str
+    ) -> int | None:
+        """Shared memory of the largest kernel of a pass, in bytes; None: not built for the tile."""
+        fused = algorithm == "flash2-fused"
+        stages = ("dkdv",) if fused else ("dkdv", "dq")
+        try:
+            return max(
+                self.kernel(
+                    *(stage, problem, tiling, self.like, gpu), fused=fused, ordered=False
+                ).shared_bytes
+                for stage in (("forward",) if direction == "forward" else stages)
+            )
+        except TilingError:
+            return None
 
 
-def _variant(like: Variant, asked: Variant) -> Variant:
-    return replace(asked, tf32=like.tf32, python=like.python)
-
-
-def _tiling(
-    like: Variant,
-    problem: Problem,
-    tiling: Tiling | None,
-    gpu: Gpu,
-    direction: str,
-    *,
-    fused: bool,
-) -> Tiling:
-    if tiling is None:
-        return fitting.default_tiling(problem, gpu, direction, like, fused=fused)
-    fitting.check(problem, tiling, gpu, direction, like, fused=fused)
-    return tiling
-
-
-_plain = Portable()
-NAME, load = _plain.NAME, _plain.load
-forward_passes, backward_passes = _plain.forward_passes, _plain.backward_passes
+PORTABLE = Portable("portable", nvrtc.load)
 #: float32 products on tensor cores, their operands rounded to tf32.
-TF32 = Portable(replace(fitting.PLAIN, tf32=True), "portable, tf32")
+TF32 = Portable("portable, tf32", nvrtc.load, replace(PLAIN, tf32=True))

@@ -9,8 +9,6 @@ from flashsim.schedule.tiling import Tiling
 
 #: Sides that a tile of the kernels may have.
 SIDES = (16, 32, 48, 64, 80, 96, 112, 128)
-
-
 #: Accumulators a thread may hold; the rest of its 255 registers is for operands and addresses.
 _ACCUMULATORS = 192
 
@@ -42,16 +40,9 @@ def forward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel
     sums_shared = held == _ACCUMULATORS and not variant.python
     tiles = size * max(bq * d + 2 * bk * (d + dv), bq * dv)
     shared = -(-tiles // 128) * 128 + 8 * bq * 2 * sums_shared
+    warps = bq // (16 * blocks)
     return _kernel(
-        *(
-            "portable/forward.cu",
-            "flash_forward",
-            bq // (16 * blocks),
-            shared,
-            problem,
-            tiling,
-            variant,
-        ),
+        *("portable/forward.cu", "flash_forward", warps, shared, problem, tiling, variant),
         q_regs=int(q_regs),
         sums_shared=int(sums_shared),
     )
@@ -66,18 +57,8 @@ def dkdv_kernel(
         held = bk // 16 * (d + dv) // 16 + 2 * bq * bk // 256 + fused * bq // 16 * d // 16
         _require(tiling, held <= _ACCUMULATORS)
         shared = _mat(bk, d) + _mat(bk, dv) + _mat(bq, d) + _mat(bq, dv) + 2 * _mat(bq, bk)
-        return _kernel(
-            *(
-                "portable/backward_dkdv_f32.cu",
-                "flash_dkdv",
-                8,
-                shared + 8 * bq,
-                problem,
-                tiling,
-                variant,
-            ),
-            fused=int(fused),
-        )
+        file, shared = "portable/backward_dkdv_f32.cu", shared + 8 * bq
+        return _kernel(file, "flash_dkdv", 8, shared, problem, tiling, variant, fused=int(fused))
     if variant.python:
         splits, queries = max(d, dv) > 128, bq
     else:
@@ -136,26 +117,19 @@ def dq_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) -> K
         shared = problem.itemsize * (bq * (d + dv) + stages * bk * (d + dv)) + 8 * bq
         if shared <= gpu.shared_bytes:
             break
+    warps = bq // (16 * blocks)
     return _kernel(
-        *(
-            "portable/backward_dq.cu",
-            "flash_dq",
-            bq // (16 * blocks),
-            shared,
-            problem,
-            tiling,
-            variant,
-        ),
+        *("portable/backward_dq.cu", "flash_dq", warps, shared, problem, tiling, variant),
         chunk=chunk,
         stages=stages,
     )
 
 
 def rows_kernel(
-    problem: Problem, tiling: Tiling, variant: Variant, name: str, *, fused: bool
+    problem: Problem, tiling: Tiling, variant: Variant, stage: str, *, fused: bool
 ) -> Kernel:
-    """`flash_delta` or `flash_convert`: row by row, no shared memory."""
-    f32 = int(problem.dtype == "float32")
+    """`flash_delta` or `flash_convert`, by its stage: row by row, no shared memory."""
+    f32, name = int(problem.dtype == "float32"), f"flash_{stage}"
     return _kernel(
         "portable/backward_rows.cu", name, 4, 0, problem, tiling, variant, fused=int(fused), f32=f32
     )

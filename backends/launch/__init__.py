@@ -19,7 +19,7 @@ from flashsim.backends.launch.kernel import (
     Variant,
     constants,
     macros,
-    padded,
+    padded_dims,
     row_elements,
 )
 
@@ -42,6 +42,6 @@ __all__ = [
     "Variant",
     "constants",
     "macros",
-    "padded",
+    "padded_dims",
     "row_elements",
 ]

@@ -120,7 +120,7 @@ def check(problem: Problem, tiling: Tiling) -> None:
     """Raise `UnsupportedError` for a problem whose masks a GPU kernel cannot evaluate."""
     refuse(problem)
     cells = problem.block_mask
-    if cells is not None and (cells.block_q % tiling.block_q or cells.block_k % tiling.block_k):
+    if cells is not None and not tiling.divides(cells):
         raise UnsupportedError(
             f"on a GPU tiles must divide the block mask's cells: got {tiling} tiles and "
             f"{cells.block_q} x {cells.block_k} cells; give a tiling that divides them"

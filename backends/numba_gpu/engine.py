@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from flashsim.backends import failures
+from flashsim.backends.families.family import Family
+from flashsim.backends.launch.kernel import Gpu
 from flashsim.engines.engine import Job, Outcome
 from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError, choices
 
@@ -83,19 +85,17 @@ def _launcher() -> Any:
     return cupy_engine
 
 
-def _family(job: Job, gpu: Any, direction: str) -> Any:
+def _family(job: Job, gpu: Gpu, direction: str) -> Family:
     """The tensor-core kernels that run a pass: unless told otherwise, Hopper's where they do.
 
-    A backward pass is always `tensor`'s.
+    A backward pass is always `TENSOR`'s.
     """
-    from flashsim.backends.numba_gpu.hopper import family as hopper
-    from flashsim.backends.numba_gpu.tensor import family as tensor
+    from flashsim.backends.numba_gpu.families import HOPPER, TENSOR
 
     asked = job.options.get("kernel", "auto")
     if direction == "forward" and asked != "auto":
-        return hopper if asked == "hopper" else tensor
-    refused = hopper.refusal(job.problem, job.tiling, gpu, direction)
-    return tensor if refused else hopper
+        return HOPPER if asked == "hopper" else TENSOR
+    return TENSOR if HOPPER.refusal(job.problem, job.tiling, gpu, direction) else HOPPER
 
 
 def _kernel(job: Job) -> str:

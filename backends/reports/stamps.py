@@ -62,7 +62,7 @@ def spans(
     outer = np.repeat(np.arange(tiles), np.diff(ptr))
     i, j = (outer, inner) if by == "row" else (inner, outer)
     blocks = tile_stamps.astype(np.int64)
-    clock = _Clock(blocks.reshape(-1, blocks.shape[-1]), clock_khz)
+    clock = _SmClocks(blocks.reshape(-1, blocks.shape[-1]), clock_khz)
     owner = np.arange(heads) * walks // heads
     sm = blocks[owner][:, outer, 0, 0]
     parts = []
@@ -100,7 +100,7 @@ def _stores(stage, by, blocks, clock, times, ptr, group, role) -> np.ndarray:
     return part.ravel()
 
 
-class _Clock:
+class _SmClocks:
     """Cycles of each SM to nanoseconds."""
 
     def __init__(self, blocks: np.ndarray, clock_khz: int) -> None:

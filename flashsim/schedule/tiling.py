@@ -9,6 +9,7 @@ from itertools import product
 from flashsim.errors import OptionError, SramOverflow, TilingError, choices
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
+from flashsim.problem.masks import BlockMask
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
 from flashsim.schedule.presets import PRESETS
@@ -39,6 +40,10 @@ class Tiling:
 
     def __str__(self) -> str:
         return f"{self.block_q} x {self.block_k}"
+
+    def divides(self, cells: BlockMask | None) -> bool:
+        """Whether no tile straddles two cells of a block mask; without one, none does."""
+        return cells is None or not (cells.block_q % self.block_q or cells.block_k % self.block_k)
 
     def clip(self, problem: Problem) -> Tiling:
         """The tile as far as the problem fills it; a tile may be larger than the score matrix."""

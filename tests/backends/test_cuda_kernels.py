@@ -14,7 +14,7 @@ from compiled import compiled, costs_nothing_when_off, source
 import flashsim
 from flashsim import Problem, Tiling
 from flashsim.backends import launch
-from flashsim.backends.families import fitting, portable
+from flashsim.backends.families.portable import PORTABLE, TF32
 from flashsim.backends.launch.kernel import Gpu
 from flashsim.backends.launch.lowering import lower
 from flashsim.engines.engine import Job
@@ -64,7 +64,7 @@ PROBLEMS = {
 }
 
 
-def passes(problem, gpu, report="", family=portable):
+def passes(problem, gpu, report="", family=PORTABLE):
     """Every pass of the forward and of both backwards."""
     yield from family.forward_passes(problem, None, gpu, "ascending", report)
     for algorithm in ("flash2", "flash2-fused"):
@@ -102,7 +102,7 @@ TARGETS = ELSEWHERE + [
 
 @pytest.mark.parametrize(("name", "arch"), TARGETS)
 def test_kernels_compile_and_stay_in_registers(name, arch):
-    family = portable.TF32 if "tf32" in name else portable
+    family = TF32 if "tf32" in name else PORTABLE
     check_registers(passes(PROBLEMS[name], GPUS[arch], family=family), arch, SPILL_BYTES)
 
 
@@ -115,7 +115,7 @@ def test_kernels_compile_and_stay_in_registers(name, arch):
     ],
 )
 def test_kernels_that_report_compile_and_stay_in_registers(name, report):
-    family = portable.TF32 if "tf32" in name else portable
+    family = TF32 if "tf32" in name else PORTABLE
     check_registers(passes(PROBLEMS[name], H200, report, family), "sm_90", REPORT_SPILL_BYTES)
 
 
@@ -126,7 +126,7 @@ def test_counting_finds_registers_where_the_forward_fills_them(causal):
     plain, counts = (
         compile_kernel(one.kernel, "sm_90")[one.kernel.name]
         for report in ("", "counts")
-        for one in portable.forward_passes(p, None, H200, "ascending", report)
+        for one in PORTABLE.forward_passes(p, None, H200, "ascending", report)
     )
     assert counts[1] <= plain[1], "bytes spilled"
 
@@ -150,7 +150,7 @@ def test_reporting_costs_nothing_when_it_is_off(name, stage):
 
 
 def test_reporting_changes_the_code_when_it_is_on():
-    (one,) = portable.forward_passes(PROBLEMS["bf16 64"], None, H200, "ascending", "")
+    (one,) = PORTABLE.forward_passes(PROBLEMS["bf16 64"], None, H200, "ascending", "")
     text, options = source(one.kernel), (*one.kernel.options, "-arch=sm_90")
     assert (
         compiled(one.kernel, options, text)[1]
@@ -167,7 +167,7 @@ def test_lines_are_as_short_as_in_python():
 
 
 def test_a_wrong_size_does_not_compile():
-    (one,) = portable.forward_passes(PROBLEMS["bf16 64"], None, H200, "ascending", "")
+    (one,) = PORTABLE.forward_passes(PROBLEMS["bf16 64"], None, H200, "ascending", "")
     for name in ("FS_SMEM_BYTES", "FS_ARGS_BYTES"):
         options = [
             f"-D{name}={dict(one.kernel.constants)[name] + 16}" if name in o else o
@@ -189,10 +189,10 @@ def test_arguments_pack_as_the_struct_lies():
 
 def test_shared_memory_is_the_tiles_that_lie_there():
     p = Problem(512, 512, 128, dtype="bfloat16")
-    (one,) = portable.forward_passes(p, Tiling(128, 64), H200, "ascending", "")
+    (one,) = PORTABLE.forward_passes(p, Tiling(128, 64), H200, "ascending", "")
     sums = 128 * 2 * 2 * 4  # of 128 threads, each with two 16-row blocks
     assert one.kernel.shared_bytes == 2 * (128 * 128 + 2 * 64 * 128 + 2 * 64 * 128) + sums
-    _, fused, _ = portable.backward_passes(
+    _, fused, _ = PORTABLE.backward_passes(
         p, Tiling(64, 128), H200, "ascending", "", "flash2-fused"
     )
     tiles = 2 * 128 * 128 + 2 * 2 * 64 * 128 + 3 * 128 * 64  # K, V; Q, dO twice; P, dS twice
@@ -201,11 +201,11 @@ def test_shared_memory_is_the_tiles_that_lie_there():
 
 def test_grids_have_a_block_for_every_tile_and_head():
     p = Problem(300, 500, 64, batch=3, heads=8, kv_heads=2, dtype="float16")
-    (forward,) = portable.forward_passes(p, Tiling(128, 64), H200, "ascending", "")
+    (forward,) = PORTABLE.forward_passes(p, Tiling(128, 64), H200, "ascending", "")
     assert forward.grid == (3 * 3 * 8,)
     assert forward.walks == 24
     assert forward.clump % p.group == 0
-    delta, dkdv, dq = portable.backward_passes(p, Tiling(64, 128), H200, "ascending", "", "flash2")
+    delta, dkdv, dq = PORTABLE.backward_passes(p, Tiling(64, 128), H200, "ascending", "", "flash2")
     assert delta.grid == (5, 24)
     assert dkdv.grid == (4 * 3 * 2,)
     assert dq.grid == (5 * 24,)
@@ -231,11 +231,11 @@ def test_every_gpu_has_a_default_tiling_that_fits(head_dim, dtype, arch):
 def test_tilings_that_no_kernel_has_are_refused_with_those_that_run():
     p = Problem(64, 64, 128, dtype="float16")
     with pytest.raises(TilingError, match=r"24 x 64 tile is not one .*multiples of 16.*128 x 64"):
-        portable.forward_passes(p, Tiling(24, 64), H200, "ascending", "")
+        PORTABLE.forward_passes(p, Tiling(24, 64), H200, "ascending", "")
     with pytest.raises(TilingError, match=r"needs [\d,]+ B of shared memory.*possible: 16 x 16"):
-        portable.forward_passes(p, Tiling(128, 128), GPUS["sm_86"], "ascending", "")
-    for tiling in fitting.runnable(p, GPUS["sm_86"], "forward", fused=False):
-        (one,) = portable.forward_passes(p, tiling, GPUS["sm_86"], "ascending", "")
+        PORTABLE.forward_passes(p, Tiling(128, 128), GPUS["sm_86"], "ascending", "")
+    for tiling in PORTABLE.tilings(p, GPUS["sm_86"], "forward"):
+        (one,) = PORTABLE.forward_passes(p, tiling, GPUS["sm_86"], "ascending", "")
         assert one.tables.schedule.tiling == tiling
 
 
@@ -254,11 +254,11 @@ def test_masks_that_a_kernel_cannot_evaluate_are_refused():
 def test_default_tilings_divide_a_block_masks_cells():
     mask = BlockMask(np.ones((8, 8), bool), 32, 32)
     p = Problem(256, 256, 128, dtype="bfloat16", block_mask=mask)
-    (one,) = portable.forward_passes(p, None, H200, "ascending", "")
+    (one,) = PORTABLE.forward_passes(p, None, H200, "ascending", "")
     assert one.tables.schedule.tiling == Tiling(32, 32)
     odd = Problem(256, 256, dtype="float16", block_mask=BlockMask(np.ones((11, 11), bool), 24, 24))
     with pytest.raises(TilingError, match=r"no default tiling .* divides the block mask"):
-        portable.forward_passes(odd, None, H200, "ascending", "")
+        PORTABLE.forward_passes(odd, None, H200, "ascending", "")
 
 
 def test_an_unknown_kernel_family_is_an_option_error():
@@ -319,7 +319,7 @@ def test_tf32_is_for_float32_and_says_so():
         p = Problem(64, 64, 64, dtype=dtype)
         job = Job(p, None, None, None, options={"allow_tf32": allowed})
         family = cupy_engine._family(job, GPUS["sm_80"], "forward")
-        assert name == family.NAME
+        assert name == family.name
     x = np.zeros((8, 16), np.float32)
     with pytest.raises(OptionError, match="allow_tf32 must be True or False, got 'yes'"):
         flashsim.run(x, x, x, backend="cupy", allow_tf32="yes")
@@ -336,7 +336,7 @@ def test_tf32_runs_wherever_its_tiles_fit(head_dim, arch, direction):
     job = Job(p, None, None, None, options={"allow_tf32": True})
     family = cupy_engine._family(job, gpu, direction)
     small = head_dim == 256 and direction == "backward" and gpu.shared_bytes < 100 * KIB
-    assert family is (portable if small else portable.TF32)  # a row of K, V, Q, dO has 4 KiB
+    assert family is (PORTABLE if small else TF32)  # a row of K, V, Q, dO has 4 KiB
     given = (p, None, gpu, "ascending", "")
     made = family.forward_passes if direction == "forward" else family.backward_passes
     for one in made(*given, *(["flash2"] if direction == "backward" else [])):

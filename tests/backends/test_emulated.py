@@ -9,7 +9,7 @@ import pytest
 
 import flashsim
 from flashsim import Problem, Tiling
-from flashsim.backends.families import portable
+from flashsim.backends.families.portable import PORTABLE, TF32
 from flashsim.backends.kernels import nvrtc
 from flashsim.errors import TraceError
 from flashsim.problem import oracle
@@ -22,7 +22,6 @@ from test_cuda_kernels import H200
 pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
 FORWARD = Tiling(32, 64)
 TILINGS = FORWARD, Tiling(64, 32)
-PLAIN, TF32 = portable, portable.TF32
 SMALL = replace(H200, l2_bytes=28 << 10, multiprocessors=1)
 
 
@@ -82,14 +81,14 @@ def compare(
 @pytest.mark.parametrize(
     ("family", "dtype", "sides", "name", "algorithm", "machine"),
     [
-        (PLAIN, "bfloat16", (37, 61), "gqa", "flash2", HOPPER),  # padded rows
-        (PLAIN, "bfloat16", (37, 61), "gqa", "flash2-fused", HOPPER),
-        (PLAIN, "bfloat16", (37, 61), "gqa", "flash2-fused", AMPERE),  # dQ added one by one
-        (PLAIN, "float16", (40, 24), "varlen", "flash2-fused", HOPPER),  # padded tiles
-        (PLAIN, "bfloat16", (96, 128), "softcap", "flash2-fused", HOPPER),  # scores cross warps
-        (PLAIN, "float16", (96, 96), "gqa", "flash2", HOPPER),  # here, too
-        (PLAIN, "float32", (37, 61), "gqa", "flash2", HOPPER),
-        (PLAIN, "float32", (37, 61), "no keys", "flash2-fused", HOPPER),
+        (PORTABLE, "bfloat16", (37, 61), "gqa", "flash2", HOPPER),  # padded rows
+        (PORTABLE, "bfloat16", (37, 61), "gqa", "flash2-fused", HOPPER),
+        (PORTABLE, "bfloat16", (37, 61), "gqa", "flash2-fused", AMPERE),  # dQ added one by one
+        (PORTABLE, "float16", (40, 24), "varlen", "flash2-fused", HOPPER),  # padded tiles
+        (PORTABLE, "bfloat16", (96, 128), "softcap", "flash2-fused", HOPPER),  # scores cross warps
+        (PORTABLE, "float16", (96, 96), "gqa", "flash2", HOPPER),  # here, too
+        (PORTABLE, "float32", (37, 61), "gqa", "flash2", HOPPER),
+        (PORTABLE, "float32", (37, 61), "no keys", "flash2-fused", HOPPER),
         (TF32, "float32", (37, 61), "blocks", "flash2", HOPPER),
         (TF32, "float32", (37, 61), "gqa", "flash2-fused", HOPPER),
     ],
@@ -101,15 +100,15 @@ def test_results_and_counted_bytes(family, dtype, sides, name, algorithm, machin
 
 def test_descending_keys():
     p = Problem(head_dim=37, head_dim_v=61, dtype="bfloat16", **FEATURES["gqa"])
-    compare(HOPPER, PLAIN, p, key_order="descending")
+    compare(HOPPER, PORTABLE, p, key_order="descending")
 
 
 def test_a_last_clump_of_fewer_heads():
     """On a GPU so small that seven heads are worked on four at a time."""
     p = Problem(45, 40, 16, heads=7, dtype="bfloat16", causal=True)
-    (one,) = portable.forward_passes(p, FORWARD, SMALL, "ascending", "")
+    (one,) = PORTABLE.forward_passes(p, FORWARD, SMALL, "ascending", "")
     assert (one.walks, one.clump) == (7, 4)
-    compare(HOPPER, PLAIN, p, gpu=SMALL)
+    compare(HOPPER, PORTABLE, p, gpu=SMALL)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -136,7 +135,7 @@ def test_what_a_row_counts_adds_up_to_the_elements_that_exist(size):
         extern "C" int all_wrong() { return wrong<256>(); }
         void kernel() {}
     """
-    (one,) = portable.forward_passes(Problem(8, 8, 8), FORWARD, H200, "ascending", "counts")
+    (one,) = PORTABLE.forward_passes(Problem(8, 8, 8), FORWARD, H200, "ascending", "counts")
     defines = [f"-D{n}={size if n == 'FS_BYTES' else v}" for n, v in one.kernel.constants]
     library = emulator.built(text + check, (*defines, "-D__CUDA_ARCH__=900"))
     assert library.all_wrong() == 0
@@ -168,4 +167,4 @@ def test_a_faulty_kernel_shows(monkeypatch, file, old, new):
     monkeypatch.setattr(nvrtc, "source", faulty)
     p = Problem(70, 90, 40, dtype="bfloat16", causal=True)
     with pytest.raises((AssertionError, TraceError)):
-        compare(HOPPER, PLAIN, p)
+        compare(HOPPER, PORTABLE, p)

@@ -9,7 +9,7 @@ import pytest
 from barriers import BARRIER, untried
 
 from flashsim import Problem, Tiling
-from flashsim.backends.families import portable
+from flashsim.backends.families.portable import PORTABLE
 from flashsim.backends.kernels import nvrtc
 from flashsim.errors import TraceError
 
@@ -87,7 +87,7 @@ def compare(case, machine):
     tilings = (Tiling(*tiling), OTHER)[:: 1 if "forward" in file else -1]
     # The first row tile sees no key: its block ends while copies of Q are still under way.
     p = Problem(86 + tiling[0], 70, head_dim, dtype=dtype, causal=True)
-    test_emulated.compare(machine, portable, p, algorithm, gpu=gpu, tilings=tilings)
+    test_emulated.compare(machine, PORTABLE, p, algorithm, gpu=gpu, tilings=tilings)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-{c[1]}-{c[3]}")

@@ -12,7 +12,8 @@ import sanitize
 from gpu_check import Command, Stage
 from test_cuda_kernels import H200
 
-from flashsim.backends.families import hopper, portable
+from flashsim.backends.families.hopper import HOPPER
+from flashsim.backends.families.portable import PORTABLE, TF32
 
 
 def entries():
@@ -30,14 +31,14 @@ def watched(name, family):
         yield from family.forward_passes(*given)
         for form in forms:
             # As the api picks them: Hopper's dQ comes from the fused kernel where that is faster.
-            ordered = bool(form) and family is hopper and hopper.orders_dq(p)
+            ordered = bool(form) and family.orders_dq(p)
             algorithm = "flash2-fused" if ordered or form is False else "flash2"
             extra = {"ordered": True} if ordered else {}
             yield from family.backward_passes(*given, algorithm, **extra)
 
 
 def test_the_sanitizer_sees_every_kernel():
-    families = (("portable", portable), ("tf32", portable.TF32), ("hopper", hopper))
+    families = (("portable", PORTABLE), ("tf32", TF32), ("hopper", HOPPER))
     seen = {(p.kernel.file, p.kernel.name) for name, f in families for p in watched(name, f)}
     assert len(seen) > 8
     assert seen == set(entries())
@@ -46,7 +47,7 @@ def test_the_sanitizer_sees_every_kernel():
 def test_the_sanitizer_sees_every_form_of_hoppers_kernels():
     """Every default tile of the forward, and of what the backward's constants make of a kernel."""
     seen = set()
-    for one in watched("hopper", hopper):
+    for one in watched("hopper", HOPPER):
         values, tiling = dict(one.kernel.constants), one.tables.schedule.tiling
         form = values.get("FS_FUSED", 0), values.get("FS_ORDERED", 0)
         seen.add((one.kernel.name, str(tiling), values["FS_D"], *form))

@@ -16,7 +16,7 @@ import pytest
 import flashsim
 from flashsim import Problem
 from flashsim.backends import failures, launch
-from flashsim.backends.families import portable
+from flashsim.backends.families.portable import PORTABLE
 from flashsim.backends.kernels import nvrtc
 from flashsim.backends.launch.kernel import Gpu
 from flashsim.engines.engine import Job
@@ -244,7 +244,7 @@ def test_a_compile_that_lasts_says_so_and_a_load_from_disk_does_not(
 
     module = types.SimpleNamespace(get_function=lambda name: Function())
     monkeypatch.setattr(cupy, "RawModule", lambda **_: module)
-    (one,) = portable.forward_passes(P, None, H200, "ascending", "")
+    (one,) = PORTABLE.forward_passes(P, None, H200, "ascending", "")
     assert nvrtc.load.__wrapped__(one.kernel, 0) == "the function"
     said = capsys.readouterr().err
     expected = (

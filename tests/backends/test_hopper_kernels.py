@@ -15,7 +15,8 @@ import flashsim
 from flashsim import Problem, Tiling
 from flashsim.backends import launch
 from flashsim.backends.cupy_gpu import tensor_maps
-from flashsim.backends.families import hopper, portable
+from flashsim.backends.families.hopper import HOPPER
+from flashsim.backends.families.portable import PORTABLE
 from flashsim.backends.launch.kernel import Box, Gpu
 from flashsim.engines.engine import Job
 from flashsim.errors import OptionError, UnsupportedError
@@ -57,9 +58,9 @@ PROBLEMS = {
 
 def kernels(problem, report=""):
     """Every Hopper kernel of the forward and of both backwards."""
-    passes = list(hopper.forward_passes(problem, None, H200, "ascending", report))
+    passes = list(HOPPER.forward_passes(problem, None, H200, "ascending", report))
     for algorithm in ("flash2", "flash2-fused"):
-        passes += hopper.backward_passes(problem, None, H200, "ascending", report, algorithm)
+        passes += HOPPER.backward_passes(problem, None, H200, "ascending", report, algorithm)
     return [one.kernel for one in passes if one.kernel.boxes]
 
 
@@ -94,14 +95,14 @@ def test_kernels_compile_without_serialised_products(name):
 def in_order(problem, tiling=None, report=""):
     """The fused backward that adds to dQ in a fixed order."""
     given = problem, tiling, H200, "ascending", report, "flash2-fused"
-    (kernel,) = (x.kernel for x in hopper.backward_passes(*given, ordered=True) if x.kernel.boxes)
+    (kernel,) = (x.kernel for x in HOPPER.backward_passes(*given, ordered=True) if x.kernel.boxes)
     return kernel
 
 
 @pytest.mark.parametrize("name", ["128", "64", "128 odd"])
 def test_the_backward_in_a_fixed_order_compiles(name):
     problem = PROBLEMS[name]
-    for tiling in hopper.tilings(problem, H200, "backward", "flash2-fused"):
+    for tiling in HOPPER.tilings(problem, H200, "backward", "flash2-fused"):
         check(in_order(problem, tiling), SPILL_BYTES[bool(problem.softcap)])
 
 
@@ -109,13 +110,13 @@ def test_the_backward_in_a_fixed_order_compiles(name):
 def test_tilings_that_are_no_default_compile(name):
     problem = PROBLEMS[name]
     plain = kernels(problem)
-    for tiling in hopper.tilings(problem, H200, "forward")[1:]:
-        (one,) = hopper.forward_passes(problem, tiling, H200, "ascending", "")
+    for tiling in HOPPER.tilings(problem, H200, "forward")[1:]:
+        (one,) = HOPPER.forward_passes(problem, tiling, H200, "ascending", "")
         assert one.kernel not in plain
         check(one.kernel, SPILL_BYTES[False])
-    for tiling in hopper.tilings(problem, H200, "backward", "flash2-fused")[1:]:
+    for tiling in HOPPER.tilings(problem, H200, "backward", "flash2-fused")[1:]:
         given = problem, tiling, H200, "ascending", "", "flash2-fused"
-        _, fused, _ = hopper.backward_passes(*given)
+        _, fused, _ = HOPPER.backward_passes(*given)
         assert fused.kernel not in plain
         check(fused.kernel, SPILL_BYTES[False])
 
@@ -131,7 +132,7 @@ def test_kernels_that_report_compile(name, report):
     problem = PROBLEMS[name]
     for kernel in kernels(problem, report):
         check(kernel, REPORT_SPILL_BYTES[report])
-    if hopper.orders_dq(problem):
+    if HOPPER.orders_dq(problem):
         check(in_order(problem, report=report), REPORT_SPILL_BYTES[report])
 
 
@@ -158,53 +159,51 @@ def test_two_stages_and_all_tiles_lie_in_shared_memory():
 def test_a_producer_and_each_consumer_warpgroup_stamp_the_time():
     assert [k.roles for k in kernels(PROBLEMS["64"])] == [4, 3, 3, 3]
     assert [k.roles for k in kernels(PROBLEMS["128"])] == [3, 3, 3, 3]
-    passes = portable.forward_passes(PROBLEMS["64"], None, H200, "ascending", "timeline")
+    passes = PORTABLE.forward_passes(PROBLEMS["64"], None, H200, "ascending", "timeline")
     assert passes[0].kernel.roles == 1
 
 
 def test_blocks_are_persistent():
     p = Problem(4096, 4096, 128, heads=16, dtype="bfloat16")
-    (one,) = hopper.forward_passes(p, None, H200, "ascending", "")
+    (one,) = HOPPER.forward_passes(p, None, H200, "ascending", "")
     assert one.grid == (132,)
-    (small,) = hopper.forward_passes(
+    (small,) = HOPPER.forward_passes(
         Problem(200, 200, 128, dtype="bfloat16"), None, H200, "ascending", ""
     )
     assert small.grid == (2,)
 
 
 @pytest.mark.parametrize(
-    ("change", "direction", "report", "why"),
+    ("change", "direction", "why"),
     [
-        (dict(dtype="float32"), "forward", "", "float16 and bfloat16, not float32"),
-        (dict(head_dim=512), "forward", "", "head_dim up to 256"),
-        (dict(head_dim=264), "backward", "", "head_dim up to 256"),
+        (dict(dtype="float32"), "forward", "float16 and bfloat16, not float32"),
+        (dict(head_dim=512), "forward", "head_dim up to 256"),
+        (dict(head_dim=264), "backward", "head_dim up to 256"),
         (
             dict(block_mask=BlockMask(np.ones((8, 8), bool), 64, 64)),
-            *("forward", "", "do not divide the block mask"),
+            *("forward", "do not divide the block mask"),
         ),
     ],
 )
-def test_refusals_say_why(change, direction, report, why):
+def test_refusals_say_why(change, direction, why):
     p = Problem(**{**dict(n_q=512, n_kv=512, head_dim=128, dtype="bfloat16"), **change})
-    assert why in hopper.refusal(p, None, H200, direction, report)
+    assert why in HOPPER.refusal(p, None, H200, direction)
 
 
 def test_other_gpus_and_tilings_are_refused():
     p = PROBLEMS["128"]
-    assert hopper.refusal(p, None, H200, "forward", "counts") is None
-    assert "compute capability 9.0, and A100 has 8.0" in hopper.refusal(
-        p, None, A100, "forward", ""
-    )
-    assert "64 x 64" in hopper.refusal(p, Tiling(64, 64), H200, "forward", "")
+    assert HOPPER.refusal(p, None, H200, "forward") is None
+    assert "compute capability 9.0, and A100 has 8.0" in HOPPER.refusal(p, None, A100, "forward")
+    assert "64 x 64" in HOPPER.refusal(p, Tiling(64, 64), H200, "forward")
     with pytest.raises(UnsupportedError, match=r"do not run this: .*kernel='portable' may"):
-        hopper.forward_passes(p, Tiling(64, 64), H200, "ascending", "")
+        HOPPER.forward_passes(p, Tiling(64, 64), H200, "ascending", "")
 
 
 def test_every_tiling_offered_is_runnable():
     for p in PROBLEMS.values():
         if p.cu_seqlens_q is None and p.block_mask is None:
-            for tiling in hopper.tilings(p, H200, "forward"):
-                (one,) = hopper.forward_passes(p, tiling, H200, "ascending", "")
+            for tiling in HOPPER.tilings(p, H200, "forward"):
+                (one,) = HOPPER.forward_passes(p, tiling, H200, "ascending", "")
                 assert one.tables.schedule.tiling == tiling
 
 
@@ -263,7 +262,7 @@ def test_a_refused_tensor_map_says_what_to_do(driver, monkeypatch):
 
 def test_kernels_say_that_they_need_hoppers_instructions():
     assert all("-arch=sm_90a" in k.options for k in kernels(PROBLEMS["128"]))
-    (rows, _, _) = hopper.backward_passes(
+    (rows, _, _) = HOPPER.backward_passes(
         PROBLEMS["128"], None, H200, "ascending", "", "flash2-fused"
     )
     assert rows.kernel.name == "flash_delta"
@@ -281,11 +280,11 @@ def engine():
 def test_auto_takes_hoppers_kernels_where_they_run():
     chosen = engine()._family
     job = Job(PROBLEMS["192"], None, None, None)
-    assert chosen(job, H200, "forward") is chosen(job, H200, "backward") is hopper
-    assert chosen(job, A100, "forward") is portable
-    assert chosen(replace(job, tiling=Tiling(64, 64)), H200, "forward") is portable
-    assert chosen(replace(job, options={"kernel": "portable"}), H200, "forward") is portable
-    assert chosen(replace(job, options={"kernel": "hopper"}), A100, "forward") is hopper
+    assert chosen(job, H200, "forward") is chosen(job, H200, "backward") is HOPPER
+    assert chosen(job, A100, "forward") is PORTABLE
+    assert chosen(replace(job, tiling=Tiling(64, 64)), H200, "forward") is PORTABLE
+    assert chosen(replace(job, options={"kernel": "portable"}), H200, "forward") is PORTABLE
+    assert chosen(replace(job, options={"kernel": "hopper"}), A100, "forward") is HOPPER
 
 
 def test_an_unknown_kernel_is_named():

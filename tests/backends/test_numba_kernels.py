@@ -20,8 +20,8 @@ from flashsim.errors import BackendUnavailable, OptionError, TilingError, Unsupp
 from flashsim.problem.masks import BlockMask
 
 try:
+    from flashsim.backends.numba_gpu.families import HOPPER, TENSOR
     from flashsim.backends.numba_gpu.teaching import run as teaching_run
-    from flashsim.backends.numba_gpu.tensor import family as tensor
     from flashsim.backends.numba_gpu import engine as numba_engine  # isort: skip
 except BackendUnavailable as error:
     pytest.skip(str(error), allow_module_level=True)
@@ -53,9 +53,9 @@ PROBLEMS = {
 
 def kernels(problem, gpu, report=""):
     """Every kernel of the forward and of both backwards, once."""
-    passes = [*tensor.forward_passes(problem, None, gpu, "ascending", report)]
+    passes = [*TENSOR.forward_passes(problem, None, gpu, "ascending", report)]
     for algorithm in ("flash2", "flash2-fused"):
-        passes += tensor.backward_passes(problem, None, gpu, "ascending", report, algorithm)
+        passes += TENSOR.backward_passes(problem, None, gpu, "ascending", report, algorithm)
     return {one.kernel for one in passes}
 
 
@@ -111,12 +111,12 @@ def test_other_head_dims_assemble_in_registers(name, arch):
 )
 def test_kernels_that_report_assemble_in_registers(stage, report):
     given = PROBLEMS["bf16 128 causal"], None, GPUS["sm_90a"], "ascending", report
-    made = tensor.forward_passes(*given) + tensor.backward_passes(*given, "flash2-fused")
+    made = TENSOR.forward_passes(*given) + TENSOR.backward_passes(*given, "flash2-fused")
     (kernel,) = (one.kernel for one in made if one.stage.name == stage)
     check(kernel, "sm_90a", REPORT_SPILL_BYTES)
 
 
-HOPPER = {
+HOPPER_PROBLEMS = {
     "128": Problem(4096, 4096, 128, heads=2, dtype="bfloat16"),
     "64 causal": Problem(4096, 4096, 64, heads=2, dtype="bfloat16", causal=True),
     "256": Problem(4096, 4096, 256, heads=2, dtype="bfloat16", causal=True),
@@ -130,9 +130,8 @@ HOPPER = {
 
 
 def hopper_kernel(problem, report=""):
-    from flashsim.backends.numba_gpu.hopper import family as hopper
 
-    (one,) = hopper.forward_passes(problem, None, GPUS["sm_90a"], "ascending", report)
+    (one,) = HOPPER.forward_passes(problem, None, GPUS["sm_90a"], "ascending", report)
     return one.kernel
 
 
@@ -165,12 +164,12 @@ def check_groups(text):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "report"),
-    [*((name, "") for name in HOPPER), ("64 causal", "timeline"), ("odd", "timeline")],
+    [*((name, "") for name in HOPPER_PROBLEMS), ("64 causal", "timeline"), ("odd", "timeline")],
 )
 def test_hopper_kernels_assemble_in_registers_and_asynchronously(name, report, tmp_path):
     from flashsim.backends.numba_gpu import compiler
 
-    kernel = hopper_kernel(HOPPER[name], report)
+    kernel = hopper_kernel(HOPPER_PROBLEMS[name], report)
     text = compiler.ptx(kernel, (9, 0))
     assert text.startswith(".version 8.0") or "\n.version 8.0\n" in text
     for number in range(3):  # the copy engine reads tensor maps at multiples of 64
@@ -192,7 +191,7 @@ def test_ptxas_says_where_an_output_is_not_waited_for(tmp_path, monkeypatch):
     from flashsim.backends.numba_gpu.hopper import tiles
 
     sound = tiles.product_wait
-    kernel = hopper_kernel(HOPPER["128"])
+    kernel = hopper_kernel(HOPPER_PROBLEMS["128"])
     dv = dict(kernel.constants)["FS_DV"]
 
     def faulty(pending, n):
@@ -215,28 +214,25 @@ def test_ptxas_says_where_an_output_is_not_waited_for(tmp_path, monkeypatch):
     ],
 )
 def test_what_hoppers_kernels_do_not_take_is_refused_with_a_reason(change, tiling, gpu, why):
-    from flashsim.backends.numba_gpu.hopper import family as hopper
 
     p = Problem(512, 512, 128, dtype="bfloat16", **change)
-    assert hopper.refusal(PROBLEMS["bf16 128 causal"], None, GPUS["sm_90a"], "forward") is None
-    assert why in hopper.refusal(p, tiling, GPUS[gpu], "forward")
+    assert HOPPER.refusal(PROBLEMS["bf16 128 causal"], None, GPUS["sm_90a"], "forward") is None
+    assert why in HOPPER.refusal(p, tiling, GPUS[gpu], "forward")
     with pytest.raises(UnsupportedError, match=f"{why}.*kernel='tensor' may"):
-        hopper.forward_passes(p, tiling, GPUS[gpu], "ascending", "")
+        HOPPER.forward_passes(p, tiling, GPUS[gpu], "ascending", "")
 
 
 def test_hoppers_kernels_are_taken_where_they_run():
-    from flashsim.backends.numba_gpu.hopper import family as hopper
-    from flashsim.backends.numba_gpu.tensor import family as tensor
 
     job = Job(PROBLEMS["bf16 128 causal"], None, None, None)
     chosen = numba_engine._family
     h200 = GPUS["sm_90a"]
-    assert chosen(job, h200, "forward") is hopper
-    assert chosen(job, h200, "backward") is tensor
-    assert chosen(job, GPUS["sm_80"], "forward") is tensor
-    assert chosen(replace(job, tiling=Tiling(64, 64)), h200, "forward") is tensor
-    assert chosen(replace(job, options={"kernel": "tensor"}), h200, "forward") is tensor
-    assert chosen(replace(job, options={"kernel": "hopper"}), GPUS["sm_80"], "forward") is hopper
+    assert chosen(job, h200, "forward") is HOPPER
+    assert chosen(job, h200, "backward") is TENSOR
+    assert chosen(job, GPUS["sm_80"], "forward") is TENSOR
+    assert chosen(replace(job, tiling=Tiling(64, 64)), h200, "forward") is TENSOR
+    assert chosen(replace(job, options={"kernel": "tensor"}), h200, "forward") is TENSOR
+    assert chosen(replace(job, options={"kernel": "hopper"}), GPUS["sm_80"], "forward") is HOPPER
 
 
 @pytest.mark.slow
@@ -246,7 +242,7 @@ def test_reports_are_compiled_in_only_where_asked_for():
     gpu = GPUS["sm_80"]
     problem = PROBLEMS["bf16 128 causal"]
     for report, counted, stamped in (("", 0, 0), ("counts", 1, 0), ("timeline", 1, 1)):
-        (one,) = tensor.forward_passes(problem, None, gpu, "ascending", report)
+        (one,) = TENSOR.forward_passes(problem, None, gpu, "ascending", report)
         text = compiler.ptx(one.kernel, gpu.compute_capability)
         assert ("red.global.add.u32" in text) == counted
         assert ("%clock64" in text) == stamped
@@ -256,7 +252,7 @@ def test_compiled_kernels_are_kept_on_disk(tmp_path, monkeypatch, capsys):
     from flashsim.backends.numba_gpu import compiler
 
     monkeypatch.setenv("FLASHSIM_CACHE_DIR", str(tmp_path))
-    one = tensor.backward_passes(
+    one = TENSOR.backward_passes(
         PROBLEMS["fp16 odd"], None, GPUS["sm_80"], "ascending", "", "flash2-fused"
     )[-1]
     assert one.kernel.name == "flash_convert"
@@ -282,7 +278,7 @@ def test_teaching_kernels_compile_with_the_shared_memory_said(cc, softcap):
     from flashsim.backends.numba_gpu.teaching import kernels as teaching
 
     problem = Problem(64, 64, 64, 32, heads=2, kv_heads=1, dtype="float32")
-    shape = teaching.Shape(16, 8, 64, 32, 2, softcap, 4, counts=True, fused=True)
+    shape = teaching.TeachingShape(16, 8, 64, 32, 2, softcap, 4, counts=True, fused=True)
     x4, x3 = (types.Array(types.float32, n, "C") for n in (4, 3))
     i2, i1 = (types.Array(types.int32, n, "C") for n in (2, 1))
     counts = types.Array(types.uint32, 3, "C")

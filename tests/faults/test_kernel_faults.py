@@ -21,7 +21,7 @@ from test_emulated import compare
 from test_hopper_kernels import H200, PROBLEMS, kernels
 
 from flashsim import Problem
-from flashsim.backends.families import portable
+from flashsim.backends.families.portable import PORTABLE
 from flashsim.backends.kernels import nvrtc
 from flashsim.errors import TraceError
 
@@ -59,7 +59,7 @@ def affected(fault):
     every = kernels(PROBLEMS["192" if fault.file == kernel_faults.WIDE else "128"])
     for dtype in ("bfloat16", "float32"):
         given = (Problem(113, 203, 64, dtype=dtype, causal=True), None, H200, "ascending", "")
-        passes = [*portable.forward_passes(*given), *portable.backward_passes(*given, "flash2")]
+        passes = [*PORTABLE.forward_passes(*given), *PORTABLE.backward_passes(*given, "flash2")]
         every += [one.kernel for one in passes]
     shared = fault.file == kernel_faults.SHARED
     return [
@@ -115,7 +115,7 @@ def test_a_portable_one_shows_on_a_cpu(name, monkeypatch):
     dtype = "float32" if "f32" in FAULTS[name].file else "bfloat16"
     p = Problem(70, 90, 40, heads=4, kv_heads=2, dtype=dtype, causal=True)
     with seeded(name, monkeypatch), pytest.raises((AssertionError, TraceError)):
-        compare(emulator.Emulator(900), portable, p)
+        compare(emulator.Emulator(900), PORTABLE, p)
 
 
 def test_a_fragment_that_is_gone_is_an_error():

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashsim import Device, Problem, l2
-from flashsim.backends.families import hopper, portable
+from flashsim.backends.families.hopper import HOPPER
+from flashsim.backends.families.portable import PORTABLE
 from flashsim.backends.launch.kernel import Gpu
 from flashsim.schedule import plans
 from flashsim.schedule.clump import clump_size
@@ -83,7 +84,7 @@ def test_the_last_clump_of_sixteen_short_heads_ends_evenly():
     assert then.seconds > 1.4 * now.seconds
 
 
-@pytest.mark.parametrize("family", [hopper, portable])
+@pytest.mark.parametrize("family", [HOPPER, PORTABLE])
 @pytest.mark.parametrize("causal", [False, True])
 def test_kernels_and_the_l2_model_have_one_order(family, causal):
     """What `take_work` and `make_item` compute from `clump`, against `L2Model.order`."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from importlib import resources
 
-from flashsim.backends.families import portable
+from flashsim.backends.families.portable import PORTABLE
 from flashsim.backends.kernels import nvrtc
 
 #: ``__syncthreads();  // B1: what it protects``, as every barrier is written; some are a group's.
@@ -66,9 +66,9 @@ def jittered(file: str, without: str = "") -> str:
 class Jittered:
     """The portable kernels, one of them jittered."""
 
-    NAME = "jittered"
+    name = "jittered"
 
-    def __init__(self, file: str, without: str = "", base=portable) -> None:
+    def __init__(self, file: str, without: str = "", base=PORTABLE) -> None:
         self.file, self.without = file, without
         self.forward_passes, self.backward_passes = base.forward_passes, base.backward_passes
 

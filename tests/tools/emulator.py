@@ -20,7 +20,7 @@ import numpy as np
 from flashsim.backends import launch
 from flashsim.backends.kernels import nvrtc
 from flashsim.backends.launch.kernel import Kernel
-from flashsim.backends.launch.passes import Pass
+from flashsim.backends.launch.passes import KernelPass
 from flashsim.backends.reports import counts
 from flashsim.problem.problem import Problem, numpy_dtype
 from flashsim.trace.events import StageTrace
@@ -89,7 +89,7 @@ class Emulator:
         entry = f"void kernel() {{ {kernel.name}(*static_cast<const Args*>(arguments)); }}\n"
         return built(self.source(kernel.file) + entry, tuple(defines))
 
-    def launch(self, one: Pass, arrays: dict[str, np.ndarray]) -> StageTrace | None:
+    def launch(self, one: KernelPass, arrays: dict[str, np.ndarray]) -> StageTrace | None:
         """One pass over arrays by their names in ``struct Args``; what it reports, if it does."""
         p, tables = one.tables.schedule.problem, one.tables
         record = np.zeros((), launch.ARGS)
@@ -133,7 +133,7 @@ def unwritten(problem: Problem, heads: int, n: int, width: int, dtype: str = "")
 
 
 def run_forward(
-    emulator: Emulator, passes: Iterable[Pass], problem: Problem, x: dict[str, np.ndarray]
+    emulator: Emulator, passes: Iterable[KernelPass], problem: Problem, x: dict[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], list[StageTrace | None]]:
     """The forward pass of q, k, v: all arrays, padded, and each stage's events."""
     p = problem
@@ -145,7 +145,7 @@ def run_forward(
 
 def run_backward(
     emulator: Emulator,
-    passes: Iterable[Pass],
+    passes: Iterable[KernelPass],
     problem: Problem,
     forward: dict[str, np.ndarray],
     dout: np.ndarray,

@@ -25,9 +25,9 @@ __device__ inline float2 load_two(u32 address) {
 
 // Where a lane finds its first element of a tile's 16 x 16 pieces; see mma_half.cuh's Reader.
 template <class T>
-struct Place {
+struct Pieces {
     u32 base;
-    __device__ Place(const T& t, int row, int col)
+    __device__ Pieces(const T& t, int row, int col)
         : base(shared_address(t.data) + T::offset(row, col / WIDE) + col % WIDE * 4) {}
     __device__ u32 at(int row, int col) const {  // multiples of 8
         const int low = col / WIDE & (T::SPREAD - 1), high = col / WIDE - low;
@@ -39,8 +39,8 @@ struct Place {
 };
 // k along the rows of a tile: two neighbours by one load.
 template <class T>
-struct ReadA : Place<T> {
-    __device__ ReadA(const T& t) : Place<T>(t, threadIdx.x % 32 / 4, threadIdx.x % 4 * 2) {}
+struct ReadA : Pieces<T> {
+    __device__ ReadA(const T& t) : Pieces<T>(t, threadIdx.x % 32 / 4, threadIdx.x % 4 * 2) {}
     __device__ FragmentA operator()(int row, int col) const {
         FragmentA f;
 #pragma unroll
@@ -54,8 +54,8 @@ struct ReadA : Place<T> {
     }
 };
 template <class T>
-struct ReadBTrans : Place<T> {
-    __device__ ReadBTrans(const T& t) : Place<T>(t, threadIdx.x % 32 / 4, threadIdx.x % 4 * 2) {}
+struct ReadBTrans : Pieces<T> {
+    __device__ ReadBTrans(const T& t) : Pieces<T>(t, threadIdx.x % 32 / 4, threadIdx.x % 4 * 2) {}
     __device__ FragmentB operator()(int row, int col) const {
         FragmentB f;
 #pragma unroll
@@ -68,8 +68,8 @@ struct ReadBTrans : Place<T> {
 };
 // k down the columns of a tile.
 template <class T>
-struct ReadATrans : Place<T> {
-    __device__ ReadATrans(const T& t) : Place<T>(t, threadIdx.x % 4 * 2, threadIdx.x % 32 / 4) {}
+struct ReadATrans : Pieces<T> {
+    __device__ ReadATrans(const T& t) : Pieces<T>(t, threadIdx.x % 4 * 2, threadIdx.x % 32 / 4) {}
     __device__ FragmentA operator()(int row, int col) const {
         FragmentA f;
 #pragma unroll
@@ -82,8 +82,8 @@ struct ReadATrans : Place<T> {
     }
 };
 template <class T>
-struct ReadB : Place<T> {
-    __device__ ReadB(const T& t) : Place<T>(t, threadIdx.x % 4 * 2, threadIdx.x % 32 / 4) {}
+struct ReadB : Pieces<T> {
+    __device__ ReadB(const T& t) : Pieces<T>(t, threadIdx.x % 4 * 2, threadIdx.x % 32 / 4) {}
     __device__ FragmentB operator()(int row, int col) const {
         FragmentB f;
 #pragma unroll

@@ -41,7 +41,7 @@ _ITEM = 48
 
 
 @dataclass(frozen=True)
-class Layout:
+class OnChip:
     """Where everything lies in shared memory: byte offsets.
 
     Tiles are chunks of 64 columns (`ptx_hopper`). Q's lives for one item, a stage of K or V for one
@@ -142,7 +142,7 @@ def hopper_forward_kernel(kernel: Kernel) -> Any:
     """
     c = constants(kernel)
     w = walk_functions(c, every=128)  # a thread of each warpgroup
-    at = Layout(c.block_q, c.block_k, c.d, c.dv)
+    at = OnChip(c.block_q, c.block_k, c.d, c.dv)
     block_k, d, dv, groups = c.block_k, c.d, c.dv, at.groups
     row_bytes, row_bytes_v = c.head_dim * 2, c.head_dim_v * 2
     bf16, scaled, softcap, varlen = bool(c.bf16), bool(c.scaled), bool(c.softcap), bool(c.varlen)

@@ -20,7 +20,7 @@ from numba import cuda, float32
 
 
 @dataclass(frozen=True)
-class Shape:
+class TeachingShape:
     """What a teaching kernel is compiled for; tiles live in shared memory, whose size is fixed."""
 
     block_q: int
@@ -42,7 +42,7 @@ def _keeps(query, key, offset, key_stop, left, right):
 
 
 @lru_cache(maxsize=64)
-def forward_kernel(shape: Shape) -> Any:
+def forward_kernel(shape: TeachingShape) -> Any:
     """Forward: block (i, head) owns row tile i, thread r its row r."""
     block_q, block_k, d, dv = shape.block_q, shape.block_k, shape.d, shape.dv
     group, softcap, itemsize, counts = shape.group, shape.softcap, shape.itemsize, shape.counts
@@ -156,7 +156,7 @@ def forward_kernel(shape: Shape) -> Any:
 
 
 @lru_cache(maxsize=64)
-def delta_kernel(shape: Shape) -> Any:
+def delta_kernel(shape: TeachingShape) -> Any:
     """delta = rowsum(dO * O), and the clearing of dQ's accumulator; thread r owns row r."""
     d, dv, itemsize, counts, fused = shape.d, shape.dv, shape.itemsize, shape.counts, shape.fused
 
@@ -182,7 +182,7 @@ def delta_kernel(shape: Shape) -> Any:
 
 
 @lru_cache(maxsize=64)
-def dkdv_kernel(shape: Shape) -> Any:
+def dkdv_kernel(shape: TeachingShape) -> Any:
     """dK and dV: block (j, key head) owns column tile j, thread c its key c.
 
     With `fused` it adds dS K into the float32 dQ as well, atomically.
@@ -286,7 +286,7 @@ def dkdv_kernel(shape: Shape) -> Any:
 
 
 @lru_cache(maxsize=64)
-def dq_kernel(shape: Shape) -> Any:
+def dq_kernel(shape: TeachingShape) -> Any:
     """dQ alone, without atomics: block (i, head) owns row tile i, thread r its row r."""
     block_q, block_k, d, dv = shape.block_q, shape.block_k, shape.d, shape.dv
     group, softcap, itemsize, counts = shape.group, shape.softcap, shape.itemsize, shape.counts
@@ -362,7 +362,7 @@ def dq_kernel(shape: Shape) -> Any:
 
 
 @lru_cache(maxsize=64)
-def convert_kernel(shape: Shape) -> Any:
+def convert_kernel(shape: TeachingShape) -> Any:
     """dQ's float32 accumulator to the inputs' type; thread r owns row r."""
     d, itemsize, counts = shape.d, shape.itemsize, shape.counts
 

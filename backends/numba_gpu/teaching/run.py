@@ -15,7 +15,7 @@ from numba import config, cuda
 from flashsim.backends import failures, launch
 from flashsim.backends.launch.lowering import Lowered, check, lower
 from flashsim.backends.numba_gpu.teaching import kernels as teaching
-from flashsim.backends.numba_gpu.teaching.kernels import Shape
+from flashsim.backends.numba_gpu.teaching.kernels import TeachingShape
 from flashsim.backends.reports import counts
 from flashsim.engines.engine import Job, Outcome
 from flashsim.errors import TilingError, UnsupportedError
@@ -68,11 +68,12 @@ def choose(problem: Problem, tiling: Tiling | None, direction: str) -> Tiling:
         )
     largest = 16 if simulated() else 32  # the simulator takes one OS thread a row
     sides = [x for x in _SIDES if x <= largest]
-    cells = problem.block_mask
     for side in reversed(sides):
         square = Tiling(side, side)
-        divides = cells is None or not (cells.block_q % side or cells.block_k % side)
-        if divides and shared_bytes(problem, square, direction) <= SHARED_BYTES:
+        if (
+            square.divides(problem.block_mask)
+            and shared_bytes(problem, square, direction) <= SHARED_BYTES
+        ):
             return square
     raise TilingError(f"no tiling of the teaching kernels fits head_dim={problem.head_dim}")
 
@@ -252,7 +253,7 @@ class _Call:
         self.place = place
         self.tiling, self.key_order = tiling, job.key_order
         self.counting = bool(job.trace)
-        self.shape = Shape(
+        self.shape = TeachingShape(
             *(tiling.block_q, tiling.block_k, p.head_dim, p.head_dim_v, p.group),
             softcap=bool(p.softcap),
             itemsize=p.itemsize,

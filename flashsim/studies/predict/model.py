@@ -6,14 +6,16 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
 from flashsim import report
 from flashsim.api import counting
-from flashsim.backends.families import hopper, portable
+from flashsim.backends.families.family import Family
+from flashsim.backends.families.hopper import HOPPER
+from flashsim.backends.families.portable import PORTABLE
 from flashsim.backends.launch import Gpu
+from flashsim.backends.launch.passes import KernelPass
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import OptionError, choices
 from flashsim.problem.hardware import Device
@@ -24,7 +26,7 @@ from flashsim.schedule.tiling import Tiling
 from flashsim.studies.predict.calibration import CALIBRATED, HBM_SHARE, LAUNCH, Constants
 from flashsim.studies.predict.units import UNITS, visit_seconds
 
-FAMILIES = {"hopper": hopper, "portable": portable}
+FAMILIES: dict[str, Family] = {"hopper": HOPPER, "portable": PORTABLE}
 
 #: Shared memory that CUDA keeps for itself, a block (CUDA C++ Programming Guide).
 RESERVED = 1024
@@ -150,7 +152,7 @@ def _prepare(
     kernels: str,
     tiling: Tiling | None,
     device: Device,
-) -> tuple[tuple[Any, ...], Traffic]:
+) -> tuple[tuple[KernelPass, ...], Traffic]:
     """What would be launched, and its traffic."""
     if kernels not in CALIBRATED:
         raise OptionError(f"unknown kernels {kernels!r}; {choices(kernels, CALIBRATED)}")
@@ -178,7 +180,7 @@ def _prepare(
     return passes, traffic
 
 
-def _stage(one: Any, traffic: Traffic, constants: Mapping[str, Constants]) -> StageTime:
+def _stage(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]) -> StageTime:
     device, name = traffic.device, one.stage.name
     hbm = once_bytes(traffic, name) / (device.hbm_bandwidth * HBM_SHARE)
     if name not in constants:  # row by row: it streams
@@ -215,7 +217,7 @@ def _finish(durations: Sequence[float], walks: int, clump: int, slots: int) -> t
     return max(free), sum(free) / slots
 
 
-def rows_a_reader(one: Any) -> int:
+def rows_a_reader(one: KernelPass) -> int:
     """Rows of the outer tile for which a warp, or a Hopper warpgroup, reads the visited tiles."""
     tiling = one.tables.schedule.tiling
     outer = tiling.block_q if one.stage.outer == "queries" else tiling.block_k
@@ -224,7 +226,7 @@ def rows_a_reader(one: Any) -> int:
     return outer // (one.kernel.threads // 32)
 
 
-def blocks_per_sm(one: Any, device: Device) -> int:
+def blocks_per_sm(one: KernelPass, device: Device) -> int:
     """Thread blocks that fit on an SM by shared memory; one of a persistent kernel."""
     if one.kernel.boxes:
         return 1

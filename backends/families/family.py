@@ -1,0 +1,187 @@
+"""What a family of kernels is: which tiles it takes, and which kernel runs each stage of a pass.
+
+`families.portable` has two, `families.hopper` one, and `numba_gpu.families` the same in Python. The
+engine (`cupy_gpu.engine`) owns arrays, errors and traces; the predictor needs no GPU.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Literal
+
+from flashsim.backends.launch.kernel import Gpu, Kernel, Variant
+from flashsim.backends.launch.lowering import in_turns, lower
+from flashsim.backends.launch.passes import KernelPass
+from flashsim.errors import UnsupportedError
+from flashsim.problem.problem import Problem
+from flashsim.schedule import plans
+from flashsim.schedule.clump import clump_size
+from flashsim.schedule.schedule import KeyOrder, Schedule
+from flashsim.schedule.tiling import Tiling
+
+#: A kernel's variant before a walk's tables and a report say more.
+PLAIN = Variant(spans=True, descending=False)
+
+
+@dataclass(frozen=True)
+class Family(ABC):
+    """Kernels for all stages of FlashAttention-2, or for the forward alone.
+
+    Attributes
+    ----------
+    name : str
+        As traces say it.
+    load : callable
+        The compiler: ``load(kernel, device)`` is the function on CuPy's current device, ready to
+        launch.
+    like : Variant
+        What the kernels are compiled for, but for what a walk and a report ask.
+    """
+
+    name: str
+    load: Callable[[Kernel, int], Any]
+    like: Variant = PLAIN
+
+    @abstractmethod
+    def refusal(
+        self,
+        problem: Problem,
+        tiling: Tiling | None,
+        gpu: Gpu,
+        direction: str,
+        algorithm: str = "flash2",
+    ) -> str | None:
+        """Why these kernels do not run this, with a default tiling for None; None if they do."""
+
+    @abstractmethod
+    def tilings(
+        self, problem: Problem, gpu: Gpu, direction: str, algorithm: str = "flash2"
+    ) -> tuple[Tiling, ...]:
+        """Every tiling that the kernels run on this GPU."""
+
+    @abstractmethod
+    def choose(
+        self,
+        problem: Problem,
+        tiling: Tiling | None,
+        gpu: Gpu,
+        direction: str,
+        algorithm: str = "flash2",
+        ordered: bool = False,
+    ) -> Tiling:
+        """The tiling given, or for None the fastest of those measured on an H200.
+
+        Raises
+        ------
+        TilingError, UnsupportedError
+            With `refusal`'s reason.
+        """
+
+    @abstractmethod
+    def kernel(
+        self,
+        stage: str,
+        problem: Problem,
+        tiling: Tiling,
+        variant: Variant,
+        gpu: Gpu,
+        *,
+        fused: bool,
+        ordered: bool,
+    ) -> Kernel:
+        """The kernel of a stage; `fused` and `ordered` are its pass's."""
+
+    def orders_dq(self, problem: Problem) -> bool:
+        """Whether the fused backward can add to dQ in a fixed order, faster than three passes."""
+        return False
+
+    def forward_passes(
+        self, problem: Problem, tiling: Tiling | None, gpu: Gpu, key_order: KeyOrder, report: str
+    ) -> tuple[KernelPass, ...]:
+        """The forward pass: one launch.
+
+        Parameters
+        ----------
+        tiling : Tiling or None
+            None takes `choose`'s.
+        report : {"", "counts", "timeline"}
+            What the kernels record.
+
+        Raises
+        ------
+        TilingError, UnsupportedError
+        """
+        return _passes(self, "forward", problem, tiling, gpu, key_order, report, "flash2", False)
+
+    def backward_passes(
+        self,
+        problem: Problem,
+        tiling: Tiling | None,
+        gpu: Gpu,
+        key_order: KeyOrder,
+        report: str,
+        algorithm: str,
+        ordered: bool = False,
+    ) -> tuple[KernelPass, ...]:
+        """The backward pass, in the order of its launches; as `forward_passes`.
+
+        Parameters
+        ----------
+        ordered : bool
+            "flash2-fused" only, and where `orders_dq`: add to dQ in a fixed order
+            (`lowering.in_turns`).
+        """
+        return _passes(
+            self, "backward", problem, tiling, gpu, key_order, report, algorithm, ordered
+        )
+
+
+@lru_cache(maxsize=512)
+def _passes(
+    family: Family,
+    direction: str,
+    problem: Problem,
+    tiling: Tiling | None,
+    gpu: Gpu,
+    key_order: KeyOrder,
+    report: str,
+    algorithm: str,
+    ordered: bool,
+) -> tuple[KernelPass, ...]:
+    tiling = family.choose(problem, tiling, gpu, direction, algorithm, ordered)
+    fused = algorithm == "flash2-fused"
+    if ordered and not (fused and family.orders_dq(problem)):
+        raise UnsupportedError(
+            f"the {family.name} kernels do not add to dQ in a fixed order here; the three passes "
+            'of algorithm="flash2" need none'
+        )
+    passes = []
+    for stage in plans.stages(problem, algorithm, direction):
+        by: Literal["row", "col"] = "row" if stage.outer == "queries" else "col"
+        tables = lower(Schedule(problem, tiling, stage.outer, key_order), by)
+        variant = replace(
+            family.like,
+            spans=tables.spans is not None,
+            descending=tables.descending,
+            counts=report != "",
+            timeline=report == "timeline",
+        )
+        kernel = family.kernel(
+            stage.name, problem, tiling, variant, gpu, fused=fused, ordered=ordered
+        )
+        walks, _ = plans.heads_of(stage, problem)
+        if not kernel.shared_bytes:  # row by row: no visits
+            passes.append(KernelPass(stage, tables, kernel, (tables.tiles, walks), walks, 1))
+            continue
+        tables = in_turns(tables) if ordered else tables
+        items = tables.tiles * walks
+        # A persistent kernel gets one block a multiprocessor, and takes its items itself.
+        blocks = min(items, gpu.multiprocessors) if kernel.boxes else items
+        clump = clump_size(
+            stage, problem, tables.tiles, l2_bytes=gpu.l2_bytes, processors=gpu.multiprocessors
+        )
+        passes.append(KernelPass(stage, tables, kernel, (blocks,), walks, clump))
+    return tuple(passes)

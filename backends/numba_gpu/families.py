@@ -1,0 +1,65 @@
+"""The kernels in Python as families: `TENSOR` by `mma.sync`, `HOPPER` by Hopper's own instructions.
+
+Passes, tiles, threads and shared memory of `TENSOR` are those of the CUDA C++ kernels, but for what
+`launch.Variant` says; what differs is the language, and so the compiler.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flashsim.backends import launch
+from flashsim.backends.families import hopper
+from flashsim.backends.families.family import PLAIN
+from flashsim.backends.families.portable import Portable
+from flashsim.backends.launch.kernel import Gpu, Kernel, Variant
+from flashsim.backends.numba_gpu import compiler
+from flashsim.backends.numba_gpu.hopper.forward import OnChip
+from flashsim.problem.problem import Problem
+from flashsim.schedule.tiling import Tiling
+
+
+@dataclass(frozen=True)
+class PythonHopper(hopper.Hopper):
+    """There is a forward only; the backward is `TENSOR`'s."""
+
+    def refusal(
+        self,
+        problem: Problem,
+        tiling: Tiling | None,
+        gpu: Gpu,
+        direction: str,
+        algorithm: str = "flash2",
+    ) -> str | None:
+        """See `Family`."""
+        if direction != "forward":
+            return "they have no backward pass"
+        return super().refusal(problem, tiling, gpu, direction, algorithm)
+
+    def forward_bytes(self, problem: Problem, tiling: Tiling) -> int:
+        """Shared memory of the forward's blocks."""
+        sides = launch.padded_dims(problem)
+        return OnChip(tiling.block_q, tiling.block_k, *sides).nbytes
+
+    def kernel(
+        self,
+        stage: str,
+        problem: Problem,
+        tiling: Tiling,
+        variant: Variant,
+        gpu: Gpu,
+        *,
+        fused: bool,
+        ordered: bool,
+    ) -> Kernel:
+        """See `Family`."""
+        threads, shared = 128 * (tiling.block_q // 64 + 1), self.forward_bytes(problem, tiling)
+        return Kernel(
+            *("hopper_forward.py", "hopper_forward", threads, shared),
+            launch.macros(launch.constants(problem, tiling, variant)),
+            hopper.forward_boxes(tiling),
+        )
+
+
+TENSOR = Portable("tensor", compiler.load, replace(PLAIN, python=True))
+HOPPER = PythonHopper("hopper", compiler.load, instead="tensor")
