@@ -48,7 +48,7 @@ struct OnChip {
     u64 full[STAGES], empty[STAGES];                       // of q, dout, lse and delta
     Items items;
 };
-static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "backends.hopper and OnChip must agree");
+static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "families/hopper.py and OnChip must agree");
 
 // Named barriers; 0 is __syncthreads. DQ_FREE + g and DQ_FULL + g pass warpgroup g's piece of dQ to
 // and fro between it and the warp that sends it off.

@@ -30,7 +30,7 @@ struct OnChip {
     u64 full[STAGES], empty[STAGES];                       // of q, dout, lse and delta
     Items items;
 };
-static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "backends.hopper and OnChip must agree");
+static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "families/hopper.py and OnChip must agree");
 
 #include "keys_outside.cuh"
 
