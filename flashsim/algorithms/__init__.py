@@ -1,19 +1,20 @@
-"""The simulated algorithms, one page each, reading like their papers."""
+"""The simulated algorithms, one page each, reading like their papers.
 
-from flashsim.algorithms import flash1, flash2, standard
+A page ends with ``ALGORITHMS``: the algorithms it carries out, by name, each with its forward and
+its backward pass. The folder is the list: a page is found because it lies here.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from pkgutil import iter_modules
+
 from flashsim.algorithms.memory import Machine
 
-FORWARD = {
-    "standard": standard.forward,
-    "flash1": flash1.forward,
-    "flash2": flash2.forward,
-    "flash2-fused": flash2.forward,
-}
-BACKWARD = {
-    "standard": standard.backward,
-    "flash1": flash1.backward,
-    "flash2": flash2.backward,
-    "flash2-fused": flash2.backward_fused,
-}
+Passes = tuple[Callable[[Machine], None], Callable[[Machine], None]]
 
-__all__ = ["BACKWARD", "FORWARD", "Machine"]
+#: Forward and backward pass of every algorithm.
+PASSES: dict[str, Passes] = {}
+for _page in iter_modules(__path__, f"{__name__}."):
+    PASSES |= getattr(import_module(_page.name), "ALGORITHMS", {})
+
+__all__ = ["PASSES", "Machine", "Passes"]

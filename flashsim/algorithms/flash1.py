@@ -104,3 +104,6 @@ def backward(machine: Machine) -> None:
                 sram.store(hbm.dV, cols, dV_j)
     convert(machine, "dQ_acc", "dQ")
     convert(machine, "dBias_acc", "dBias")
+
+
+ALGORITHMS = {"flash1": (forward, backward)}

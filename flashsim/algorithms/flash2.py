@@ -163,3 +163,6 @@ def _reduce_dbias(machine: Machine, sram: Sram, visit, tile: np.ndarray, member)
     if machine.has("clear_dbias"):
         dbias = machine.hbm.tensors[accumulator_name(machine, "dBias")]
         sram.reduce(dbias, visit.rows, tile, visit.cols, member=member)
+
+
+ALGORITHMS = {"flash2": (forward, backward), "flash2-fused": (forward, backward_fused)}

@@ -148,3 +148,6 @@ def _dq_and_dk(machine: Machine) -> None:
                             dS_ij = sram.load(hbm.dS, visit.rows, cols, member=g)
                             dK_j += dS_ij.mT @ sram.load(hbm.Q, visit.rows, member=g)     # 5
                 sram.store(hbm.dK, cols, dK_j * p.scale)
+
+
+ALGORITHMS = {"standard": (forward, backward)}

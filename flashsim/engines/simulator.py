@@ -7,9 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from flashsim.algorithms import BACKWARD, FORWARD
-from flashsim.algorithms.memory import Machine
+from flashsim.algorithms import PASSES
+from flashsim.algorithms.memory import Hbm, Machine
 from flashsim.engines.engine import Job, Outcome
+from flashsim.problem.problem import Problem, numpy_dtype
+from flashsim.schedule import plans
+from flashsim.schedule.tensors import BIAS, COL, ROW, TILE, shape
 from flashsim.schedule.tiling import Tiling
 
 OPTIONS: frozenset[str] = frozenset()
@@ -17,23 +20,12 @@ OPTIONS: frozenset[str] = frozenset()
 
 def forward(job: Job) -> Outcome:
     """Simulate the forward pass tile by tile."""
-    p = job.problem
     machine = _machine(job, "forward")
-    hbm = machine.hbm
-    out = hbm.new("O", p.n_q, p.head_dim_v, p.dtype)
-    saved: dict[str, Any] = {}
-    if job.algorithm == "standard":
-        saved = {name: hbm.new(name, p.n_q, p.n_kv, p.dtype) for name in ("S", "P")}
-    elif job.algorithm == "flash1":
-        saved = {name: hbm.new(name, p.n_q, None, p.compute_dtype) for name in ("l", "m")}
-        if p.dtype != p.compute_dtype:
-            hbm.new("O_acc", p.n_q, p.head_dim_v, p.compute_dtype)
-    else:
-        saved = {"L": hbm.new("L", p.n_q, None, p.compute_dtype)}
-    _run(FORWARD[job.algorithm], machine)
-    saved["O"] = out
+    made = _room(job, "forward", machine.hbm)
+    _run(PASSES[job.algorithm][0], machine)
+    saved = {n: made[n] for n in made if not n.endswith("_acc")}
     return Outcome(
-        {"out": out, "lse": _lse(machine, saved)},
+        {"out": saved["O"], "lse": _lse(machine, saved)},
         machine.tiling,
         tuple(machine.stages) if job.trace else None,
         "simulator",
@@ -43,33 +35,14 @@ def forward(job: Job) -> Outcome:
 
 def backward(job: Job, saved: Mapping[str, Any], dout: np.ndarray) -> Outcome:
     """Simulate the backward pass tile by tile."""
-    p = job.problem
     machine = _machine(job, "backward")
     hbm = machine.hbm
     for name, array in saved.items():
-        narrow = name in ("O", "S", "P")
-        hbm.put(name, array, p.dtype if narrow else p.compute_dtype)
+        hbm.put(name, array, _dtype(job.problem, name))
     hbm.put("dO", dout)
-    arrays = {
-        "dq": hbm.new("dQ", p.n_q, p.head_dim, p.dtype),
-        "dk": hbm.new("dK", p.n_kv, p.head_dim, p.dtype, kv=True),
-        "dv": hbm.new("dV", p.n_kv, p.head_dim_v, p.dtype, kv=True),
-    }
-    narrow = p.dtype != p.compute_dtype
-    if job.algorithm == "standard":
-        for name in ("dP", "dS"):
-            hbm.new(name, p.n_q, p.n_kv, p.dtype)
-    elif job.algorithm != "flash1":
-        hbm.new("delta", p.n_q, None, p.compute_dtype)
-    if narrow and machine.has("convert"):
-        hbm.new("dQ_acc", p.n_q, p.head_dim, p.compute_dtype)
-    if job.bias is not None:
-        arrays["dbias"] = np.full_like(job.bias, np.nan)
-        hbm.put_shared("dBias", arrays["dbias"], p.dtype)
-        if narrow:
-            total = np.full(job.bias.shape, np.nan, p.compute_dtype)
-            hbm.put_shared("dBias_acc", total, p.compute_dtype)
-    _run(BACKWARD[job.algorithm], machine)
+    made = _room(job, "backward", hbm)
+    arrays = {name.lower(): made[name] for name in ("dQ", "dK", "dV", "dBias") if name in made}
+    _run(PASSES[job.algorithm][1], machine)
     stages = tuple(machine.stages) if job.trace else None
     return Outcome(arrays, machine.tiling, stages, "simulator")
 
@@ -91,6 +64,25 @@ def _machine(job: Job, direction: str) -> Machine:
     if job.bias is not None:
         machine.hbm.put_shared("bias", job.bias, p.dtype)
     return machine
+
+
+def _room(job: Job, direction: str, hbm: Hbm) -> dict[str, np.ndarray]:
+    """Make room in HBM for all that a pass writes: the arrays by the papers' names."""
+    p, made = job.problem, {}
+    for name in plans.tensors_of(p, job.algorithm, direction, "store", "reduce"):
+        its, dtype = shape(p, name), _dtype(p, name)
+        if its.owner == BIAS:
+            made[name] = np.full(job.bias.shape, np.nan, numpy_dtype(dtype))
+            hbm.put_shared(name, made[name], dtype)
+            continue
+        sides = {ROW: (p.n_q, its.elements), COL: (p.n_kv, its.elements), TILE: (p.n_q, p.n_kv)}
+        n, width = sides[its.axis]
+        made[name] = hbm.new(name, n, None if its.vector else width, dtype, kv=its.axis == COL)
+    return made
+
+
+def _dtype(p: Problem, name: str) -> str:
+    return p.dtype if shape(p, name).itemsize == p.itemsize else p.compute_dtype
 
 
 def _run(algorithm, machine: Machine) -> None:

@@ -5,6 +5,7 @@ from functools import cache
 import numpy as np
 
 import flashsim
+from flashsim.schedule.plans import ALGORITHMS
 from flashsim.trace.events import PHASES, TIMELINE
 from flashsim.trace.trace import Trace
 
@@ -31,7 +32,6 @@ def trace(algorithm="flash2", direction="forward", causal=True, n=96):
     return forward.backward(arrays(n)[0], tiling=TILING).trace
 
 
-ALGORITHMS = ("standard", "flash1", "flash2", "flash2-fused")
 PASSES = [(a, d) for a in ALGORITHMS for d in ("forward", "backward")]
 
 

@@ -12,13 +12,16 @@ import numpy as np
 from flashsim.errors import UnsupportedError
 from flashsim.schedule.names import TENSORS, TRANSFERS
 from flashsim.schedule.schedule import MASKED, Schedule
+from flashsim.schedule.tensors import AXES, COL, TILE
 from flashsim.trace.trace import Trace
 from flashsim.viz.data.steps import Steps
 
-KEY_SIDE = frozenset({"K", "V", "dK", "dV"})
+KEY_SIDE, MATRICES = (
+    frozenset(n for n, axis in AXES.items() if axis == side and not n.endswith("_acc"))
+    for side in (COL, TILE)
+)
 #: How names too long for a strip are written beside it.
 SYMBOLS = {"delta": "δ", "dBias": "dB", "bias": "B"}
-MATRICES = frozenset({"S", "P", "dP", "dS", "bias", "dBias", "gate"})
 
 
 def sides(trace: Trace) -> dict[str, tuple[str, ...]]:

@@ -8,16 +8,12 @@ from typing import Any
 from flashsim.counts import traffic
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import DTypeError, OptionError, TraceError
+from flashsim.schedule.itinerary import ALGORITHMS
 from flashsim.trace.trace import Trace
 from flashsim.viz.data.statistics import RowStatistics
 
 #: How algorithms are called in print.
-NAMES = {
-    "standard": "standard",
-    "flash1": "FlashAttention-1",
-    "flash2": "FlashAttention-2",
-    "flash2-fused": "FlashAttention-2 fused",
-}
+NAMES = {name: algorithm.title for name, algorithm in ALGORITHMS.items()}
 
 
 def one_trace(data: Any) -> Trace:

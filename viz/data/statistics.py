@@ -55,9 +55,10 @@ def row_statistics(
     UnsupportedError, OptionError, ShapeError
     """
     p = trace.problem
-    if trace.direction != "forward" or trace.algorithm == "standard" or p.bias is not None:
+    running = any(b.name == "m" for stage in trace.stages for b in stage.stage.buffers)
+    if trace.direction != "forward" or not running or p.bias is not None:
         raise UnsupportedError(
-            "m and l are followed through forward passes of flash1 and flash2 without a bias; "
+            "m and l are followed through forward passes that keep them, without a bias; "
             f"this trace is {trace.algorithm} {trace.direction}"
             + (", with a bias" if p.bias is not None else "")
         )
