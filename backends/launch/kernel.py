@@ -37,7 +37,7 @@ ARGS = np.dtype(
 ARGS_FORMAT = struct.Struct(
     "<" + "Qqqq" * len(TENSORS) + "Q" * len(POINTERS) + "i" * len(INTEGERS) + "ff"
 )
-#: Entries of a count record; which entry is which tensor, `counts.WALKS` says.
+#: Entries of a count record; entry n is transfer n of the itinerary.
 SLOTS = 8
 #: Time stamps of a visit, and of a thread block (SM, then cycles and ns at start and end).
 VISIT_STAMPS, TILE_STAMPS = 5, 5

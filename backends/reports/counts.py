@@ -47,10 +47,9 @@ def stage_trace(
     ptr, inner, _ = schedule.row_csr if by_row else schedule.col_csr
     outer = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr))
     i, j = (outer, inner) if by_row else (inner, outer)
-    step = tile_bytes(
-        (*stage.before, *stage.after), *((heights, 0) if by_row else (0, widths)), tiles
-    )
-    visit = tile_bytes(stage.visit, heights[i], widths[j], visits)
+    extent = (heights, 0) if by_row else (0, widths)
+    step = tile_bytes((*stage.before, *stage.after), *extent, reported=tiles)
+    visit = tile_bytes(stage.visit, heights[i], widths[j], reported=visits)
     made = np.full(visit.shape[:2], bool(stage.visit))
     return assemble(stage, schedule, step, visit, made)
 

@@ -65,15 +65,19 @@ def assemble(
 
 
 def assemble_rows(stage: Stage, schedule: Schedule, heights: np.ndarray, strip: int) -> StageTrace:
-    """The events of a stage that works on whole rows of a bias's matrix, `strip` at a time.
+    """The events of a stage that works on whole rows of scores, `strip` of them at a time.
 
-    `heights`, int64 (T,), are the rows of each row tile.
+    `heights`, int64 (T,), are the rows of each row tile. A row has its sequence's keys; one of a
+    bias's matrix, which is cleared and rounded whole, has all of them.
     """
+    keys = (
+        schedule.key_counts if stage.per != "bias" else np.full(schedule.t_r, schedule.problem.n_kv)
+    )
     events = [*_events(stage.visit), *_frees(stage.visit)]
     rows: list[tuple[int, int, int, int, int, int, int]] = []
     for i, height in enumerate(heights.tolist()):
         for first in range(0, height, strip):
-            area = min(strip, height - first) * schedule.problem.n_kv
+            area = min(strip, height - first) * int(keys[i])
             sizes = [move.tile.per_score * area for move in stage.visit]
             rows += [(op, code, 0, i, -1, -1, sizes[k]) for op, code, k in events]
         rows.append((COMPUTE, 0, 0, i, -1, -1, 0))

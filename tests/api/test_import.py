@@ -198,3 +198,29 @@ def test_rooms_are_there_when_first_named(name):
 def test_what_is_no_room_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'cellar'"):
         flashsim.cellar  # noqa: B018
+
+
+# -- names ----------------------------------------------------------------------------------------
+
+#: Classes that still share a name. May only shrink.
+NAMESAKES = {"Inputs", "Layout", "Point", "Shape", "_Clock"}
+
+
+def namesakes(sources):
+    """Names that more than one class of these modules has, inner classes included."""
+    names = [
+        node.name
+        for text in sources.values()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ClassDef)
+    ]
+    return {name for name in names if names.count(name) > 1}
+
+
+def test_no_two_classes_share_a_name():
+    assert namesakes(SOURCES) == NAMESAKES
+
+
+def test_namesakes_would_show():
+    known = {"a": "class Tile: ...", "b": "def f():\n    class Tile: ...", "c": "class Tiles: ..."}
+    assert namesakes(known) == {"Tile"}

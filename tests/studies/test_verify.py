@@ -19,8 +19,8 @@ from flashsim.studies.verify import (
     METRICS,
     Case,
     Counted,
-    Launch,
-    Pass,
+    MeasuredLaunch,
+    MeasuredPass,
     Record,
     assign,
     command,
@@ -70,10 +70,10 @@ def test_one_counter_a_row():
         ]
     )
     launches = parse(text)
-    assert launches[0] == Launch(
+    assert launches[0] == MeasuredLaunch(
         "flash_forward", 0, {"reads at L2": 1234 * 32, "DRAM read": 2_500_000}
     )
-    assert launches[1] == Launch("flash_dq", 1, {"reads at L2": 7000 * 32})
+    assert launches[1] == MeasuredLaunch("flash_dq", 1, {"reads at L2": 7000 * 32})
 
 
 def test_one_launch_a_row():
@@ -82,7 +82,9 @@ def test_one_launch_a_row():
     text = "==PROF== Disconnected\n" + table(
         [header, units, [0, 77, "flash_forward", "(4, 2, 1)", "", "10", "1.5"]]
     )
-    assert parse(text) == [Launch("flash_forward", 0, {"reads at L2": 320, "DRAM read": 1500})]
+    assert parse(text) == [
+        MeasuredLaunch("flash_forward", 0, {"reads at L2": 320, "DRAM read": 1500})
+    ]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,7 @@ COUNTERS = {"bytes into SMs": "load", "writes at L2": "store", "reductions at L2
 def measured(traffic, prefix="flash_", rename=None, factor=1.0):
     """Launches whose L2 counters are the prediction times a factor."""
     return [
-        Launch(
+        MeasuredLaunch(
             prefix + (rename or {}).get(stage.name, stage.name) + "(Args)",
             number,
             {
@@ -141,7 +143,7 @@ def test_counters_meet_their_predictions_kernel_by_kernel(algorithm):
 
 def test_other_kernels_are_left_alone():
     forward, _ = predictions()
-    launches = [*measured(forward), Launch("ampere_sgemm", 9, {"bytes into SMs": 1.0})]
+    launches = [*measured(forward), MeasuredLaunch("ampere_sgemm", 9, {"bytes into SMs": 1.0})]
     assert verify(assign([forward], launches), "title").launches == 1
     with pytest.raises(TraceError, match="none of the kernels measured"):
         assign([forward], launches[1:])
@@ -151,7 +153,7 @@ def test_other_kernels_are_left_alone():
 
 def rows_of(counters, kernel="flash_forward"):
     forward, _ = predictions()
-    one = Pass(forward, {"forward": [Launch(kernel, 0, counters)]})
+    one = MeasuredPass(forward, {"forward": [MeasuredLaunch(kernel, 0, counters)]})
     return {row.quantity: row for row in verify([one], "title").rows}
 
 
@@ -193,7 +195,12 @@ def test_boxes_hang_over_the_ends():
     assert overhang(backward, keys_outside) == once + visits
     forward_rows = {
         kernel: verify(
-            [Pass(forward, {"forward": [Launch(kernel, 0, {"bytes into SMs": 1.0})]})], "title"
+            [
+                MeasuredPass(
+                    forward, {"forward": [MeasuredLaunch(kernel, 0, {"bytes into SMs": 1.0})]}
+                )
+            ],
+            "title",
         ).rows[0]
         for kernel in ("hopper_forward", "flash_forward")
     }

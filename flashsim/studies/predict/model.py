@@ -128,7 +128,7 @@ def predict(
     constants : mapping of Constants, optional
         By stage; default: the calibrated ones.
     heads_in_group : mapping of int, optional
-        By stage, how many heads are worked on together; default: the kernels' own (`plans.clump`).
+        By stage, how many heads are worked on together; default: the kernels' own (`clump_size`).
 
     Raises
     ------

@@ -1,17 +1,17 @@
 """Predictions against hardware counters: what Nsight Compute measured, kernel by kernel."""
 
 from flashsim.studies.verify.agreement import summary
-from flashsim.studies.verify.cases import Case, Counted, Pass, predict
+from flashsim.studies.verify.cases import Case, Counted, MeasuredPass, predict
 from flashsim.studies.verify.comparison import Row, Verification, verify
 from flashsim.studies.verify.measure import Record, assign, counts_beside, passes_of, record
-from flashsim.studies.verify.ncu import METRICS, Launch, command, parse
+from flashsim.studies.verify.ncu import METRICS, MeasuredLaunch, command, parse
 
 __all__ = [
     "METRICS",
     "Case",
     "Counted",
-    "Launch",
-    "Pass",
+    "MeasuredLaunch",
+    "MeasuredPass",
     "Record",
     "Row",
     "Verification",

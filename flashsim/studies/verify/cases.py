@@ -1,4 +1,4 @@
-"""What is measured: a `Case` is a problem and how it is run; a `Pass` is one of its passes."""
+"""What is measured: a `Case` is a problem and how it is run, a `MeasuredPass` a pass of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashsim.errors import UnsupportedError
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
-from flashsim.studies.verify.ncu import Launch
+from flashsim.studies.verify.ncu import MeasuredLaunch
 
 #: What a case carries of its problem, in a file and to the process that is measured.
 _SHAPE = (
@@ -132,21 +132,21 @@ class Counted:
 
 
 @dataclass(frozen=True)
-class Pass:
+class MeasuredPass:
     """A pass with all that is known of it.
 
     Attributes
     ----------
     traffic : Traffic
         Predicted.
-    launches : dict of list of Launch
+    launches : dict of list of MeasuredLaunch
         By stage.
     counted : dict or None
         Transfers that the kernels counted.
     """
 
     traffic: Traffic
-    launches: Mapping[str, Sequence[Launch]] = field(default_factory=dict)
+    launches: Mapping[str, Sequence[MeasuredLaunch]] = field(default_factory=dict)
     counted: Mapping[tuple[str, str, str], int] | None = None
 
 

@@ -14,8 +14,8 @@ from flashsim.errors import TraceError
 from flashsim.l2 import L2Model, dram
 from flashsim.report import Cell, Table
 from flashsim.schedule import plans
-from flashsim.studies.verify.cases import Pass
-from flashsim.studies.verify.ncu import Launch
+from flashsim.studies.verify.cases import MeasuredPass
+from flashsim.studies.verify.ncu import MeasuredLaunch
 
 #: Tensors that Hopper's copy engine loads in whole boxes, also over the end of a sequence.
 BOXED = ("Q", "K", "V", "dO")
@@ -75,12 +75,14 @@ class Verification:
         return table
 
 
-def verify(passes: Sequence[Pass], title: str, *, l2: L2Model | None = None) -> Verification:
+def verify(
+    passes: Sequence[MeasuredPass], title: str, *, l2: L2Model | None = None
+) -> Verification:
     """Set launches against predictions.
 
     Parameters
     ----------
-    passes : sequence of Pass
+    passes : sequence of MeasuredPass
         From `measure.passes_of` or `measure.assign`.
     title : str
     l2 : L2Model, optional
@@ -92,7 +94,7 @@ def verify(passes: Sequence[Pass], title: str, *, l2: L2Model | None = None) -> 
     return Verification(title, tuple(rows), len(launches))
 
 
-def _rows(one: Pass, l2: L2Model) -> Iterator[Row]:
+def _rows(one: MeasuredPass, l2: L2Model) -> Iterator[Row]:
     left = _Dram(one.traffic, l2)
     for stage in one.traffic.stages:
         launches = one.launches.get(stage.name, ())
@@ -113,7 +115,7 @@ def _rows(one: Pass, l2: L2Model) -> Iterator[Row]:
 _OPS = {"requested read": "load", "requested write": "store", "requested reduce": "reduce"}
 
 
-def _means(launches: Sequence[Launch]) -> dict[str, float]:
+def _means(launches: Sequence[MeasuredLaunch]) -> dict[str, float]:
     """Quantities of a stage: means over its launches."""
     names = launches[0].counters.keys()
     mean = {n: fmean(x.counters[n] for x in launches if n in x.counters) for n in names}
@@ -132,7 +134,7 @@ def _means(launches: Sequence[Launch]) -> dict[str, float]:
     return found | {name: mean[name] for name in (*same, *conflicts, "seconds") if name in mean}
 
 
-def _predicted(traffic: Traffic, stage: plans.Stage, launch: Launch) -> dict[str, int]:
+def _predicted(traffic: Traffic, stage: plans.Stage, launch: MeasuredLaunch) -> dict[str, int]:
     """Everything but DRAM."""
     requested = {name: _of(traffic.transfers, stage.name, op) for name, op in _OPS.items()}
     read = requested["requested read"]

@@ -13,8 +13,8 @@ from typing import Any
 
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import BackendUnavailable, TraceError
-from flashsim.studies.verify.cases import Case, Counted, Pass
-from flashsim.studies.verify.ncu import Launch, command, parse, stage_of
+from flashsim.studies.verify.cases import Case, Counted, MeasuredPass
+from flashsim.studies.verify.ncu import MeasuredLaunch, command, parse, stage_of
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def _counted(values: Any) -> tuple[tuple[Counted, ...], ...]:
     return tuple(tuple(Counted.from_dict(each) for each in one) for one in values)
 
 
-def passes_of(measured: Record) -> list[list[Pass]]:
+def passes_of(measured: Record) -> list[list[MeasuredPass]]:
     """Passes of each case: launches come in the order of the cases' stages.
 
     Raises
@@ -109,7 +109,7 @@ def passes_of(measured: Record) -> list[list[Pass]]:
     return found
 
 
-def assign(traffics: Iterable[Traffic], launches: Sequence[Launch]) -> list[Pass]:
+def assign(traffics: Iterable[Traffic], launches: Sequence[MeasuredLaunch]) -> list[MeasuredPass]:
     """Give launches to stages by their kernels' names: one shape, run any number of times.
 
     Raises
@@ -119,7 +119,7 @@ def assign(traffics: Iterable[Traffic], launches: Sequence[Launch]) -> list[Pass
     """
     traffics = list(traffics)
     known = {stage.name for traffic in traffics for stage in traffic.stages}
-    by_stage: dict[str, list[Launch]] = {}
+    by_stage: dict[str, list[MeasuredLaunch]] = {}
     for launch in launches:
         stage = stage_of(launch.kernel)
         if stage == "dkdv" and "fused" in known:
@@ -131,15 +131,15 @@ def assign(traffics: Iterable[Traffic], launches: Sequence[Launch]) -> list[Pass
             f"none of the kernels measured ({', '.join({x.kernel for x in launches})}) belongs to "
             f"a stage that was predicted ({', '.join(sorted(known))}); do the options say what ran?"
         )
-    return [Pass(traffic, by_stage) for traffic in traffics]
+    return [MeasuredPass(traffic, by_stage) for traffic in traffics]
 
 
 def _pass(
     traffic: Traffic,
-    launches: Iterator[Launch],
+    launches: Iterator[MeasuredLaunch],
     counted: Mapping[tuple[str, str, str], int],
     case: Case,
-) -> Pass:
+) -> MeasuredPass:
     taken = {}
     for stage in traffic.stages:
         launch = next(launches, None)
@@ -150,7 +150,7 @@ def _pass(
                 f"{stage.name!r} of {case} should stand; is it of another run?"
             )
         taken[stage.name] = [launch]
-    return Pass(traffic, taken, counted)
+    return MeasuredPass(traffic, taken, counted)
 
 
 def _run(arguments: Sequence[str]) -> str:

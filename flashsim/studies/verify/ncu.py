@@ -41,7 +41,7 @@ PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True)
-class Launch:
+class MeasuredLaunch:
     """One kernel launch: its name and its counters, by our names, in bytes, seconds or counts."""
 
     kernel: str
@@ -67,7 +67,7 @@ def stage_of(kernel: str) -> str | None:
     return "dkdv" if found[1] == "backward" else found[1]
 
 
-def parse(text: str) -> list[Launch]:
+def parse(text: str) -> list[MeasuredLaunch]:
     """Read what ``ncu --csv`` printed: one counter a row, or one launch a row (``--page raw``).
 
     Lines before the header (``==PROF==``, the program's own output) are skipped.
@@ -103,12 +103,12 @@ def parse(text: str) -> list[Launch]:
 _OURS = {counter: name for name, counter in METRICS.items()}
 
 
-def _long(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[Launch]:
-    launches: dict[int, Launch] = {}
+def _long(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[MeasuredLaunch]:
+    launches: dict[int, MeasuredLaunch] = {}
     for row in rows:
         cell = _cells(header, row)
         number = _number(cell["ID"])
-        launch = launches.setdefault(number, Launch(cell["Kernel Name"], number))
+        launch = launches.setdefault(number, MeasuredLaunch(cell["Kernel Name"], number))
         counter = cell["Metric Name"]
         if counter in _OURS:
             value = _value(counter, cell["Metric Value"], cell["Metric Unit"])
@@ -116,7 +116,7 @@ def _long(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[Launch]:
     return list(launches.values())
 
 
-def _wide(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[Launch]:
+def _wide(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[MeasuredLaunch]:
     """The first row below the header holds the units."""
     if not rows:
         return []
@@ -129,7 +129,7 @@ def _wide(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[Launch]:
             for counter, name in _OURS.items()
             if counter in cell
         }
-        launches.append(Launch(cell["Kernel Name"], _number(cell["ID"]), counters))
+        launches.append(MeasuredLaunch(cell["Kernel Name"], _number(cell["ID"]), counters))
     return launches
 
 

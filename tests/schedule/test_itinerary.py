@@ -1,0 +1,103 @@
+"""The itinerary against its witnesses: what the algorithms' pages do, and what is saved by hand."""
+
+import numpy as np
+import pytest
+from helpers import tensors
+
+import flashsim
+from flashsim import Device, Problem, Tiling
+from flashsim.algorithms import PASSES
+from flashsim.counts.traffic import strip_rows
+from flashsim.errors import OptionError
+from flashsim.schedule import itinerary, plans
+from flashsim.schedule.names import TENSORS
+from flashsim.schedule.plans import ALGORITHMS, DIRECTIONS
+from flashsim.schedule.tensors import AXES, whole_bytes
+from flashsim.trace.assembly import assemble, assemble_rows, tile_bytes
+
+SMALL = Device.get("H100").with_sram(16_000)  # whole rows come in several strips
+TILING = Tiling(32, 24)
+PROBLEMS = {
+    "plain": ({}, {}),
+    "causal GQA, float16": ({"heads": 4, "kv_heads": 2, "dtype": "float16"}, {"causal": True}),
+    "bias and softcap": ({"dtype": "float16", "bias": (1, 2)}, {"softcap": 4.0}),
+    "packed, descending": (
+        {},
+        {
+            **{"cu_seqlens_q": (0, 30, 70), "cu_seqlens_k": (0, 50, 90), "causal": True},
+            "key_order": "descending",
+        },
+    ),
+}
+
+
+def from_the_itinerary(stage, schedule):
+    """A stage's events by its itinerary alone, of every tile that the schedule lists."""
+    heights, widths = (
+        np.diff(x[:, :2])[:, 0].astype(np.int64) for x in (schedule.rows, schedule.cols)
+    )
+    if stage.whole_rows:
+        return assemble_rows(stage, schedule, heights, strip_rows(stage, schedule, SMALL))
+    by_row = stage.outer == "queries"
+    ptr, inner, _ = schedule.row_csr if by_row else schedule.col_csr
+    outer = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr))
+    i, j = (outer, inner) if by_row else (inner, outer)
+    steps = tile_bytes((*stage.before, *stage.after), *((heights, 0) if by_row else (0, widths)))
+    members = schedule.problem.group if stage.per == "group" else 1
+    visits = np.stack([tile_bytes(stage.visit, heights[i], widths[j])] * members)
+    made = np.full(visits.shape[:2], bool(stage.visit))
+    return assemble(stage, schedule, steps, visits, made)
+
+
+@pytest.mark.parametrize("case", PROBLEMS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_pages_move_what_the_itinerary_says_in_its_order(algorithm, case):
+    shape, options = PROBLEMS[case]
+    x = tensors(70, 90, 8, **shape)
+    result = flashsim.run(
+        x.q, x.k, x.v, bias=x.bias,
+        algorithm=algorithm, tiling=TILING, device=SMALL, trace=True, **options,
+    )  # fmt: skip
+    for trace in (result.trace, result.backward(x.dout, tiling=TILING).trace):
+        assert [s.stage for s in trace.stages] == list(
+            plans.stages(trace.problem, algorithm, trace.direction)
+        )
+        for ran in trace.stages:
+            expected = from_the_itinerary(ran.stage, ran.schedule)
+            assert (ran.repeat, ran.stride) == (expected.repeat, expected.stride)
+            np.testing.assert_array_equal(ran.events, expected.events, err_msg=ran.name)
+
+
+def test_every_algorithm_has_its_page_and_every_tensor_lies_somewhere():
+    assert set(PASSES) == set(itinerary.ALGORITHMS)
+    assert set(AXES) == set(TENSORS) - {"-"}
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_tensor_moved_once_a_step_is_moved_whole(algorithm, direction):
+    """What a step moves beside its visits adds up to the tensor, says the closed form."""
+    problem = Problem(70, 90, 8, 16, heads=4, kv_heads=2, dtype="bfloat16")
+    traffic = flashsim.count(problem, algorithm=algorithm, direction=direction, tiling=TILING)
+    for stage in traffic.stages:
+        walks, _ = plans.heads_of(stage, problem)
+        owners = problem.batch * problem.kv_heads
+        for move in (*stage.before, *stage.after):
+            if not move.transfers:
+                continue
+            times = walks // owners if move.tensor in ("K", "V") else 1
+            moved = traffic.transfers[stage.name, move.op, move.tensor]
+            assert moved == times * whole_bytes(problem, move.tensor)
+
+
+def test_what_a_problem_lacks_is_left_out():
+    narrow, wide = Problem(64, dtype="float16"), Problem(64)
+    names = {
+        p.dtype: [s.name for s in plans.stages(p, "flash2-fused", "backward")]
+        for p in (narrow, wide)
+    }
+    assert names == {"float16": ["delta", "fused", "convert"], "float32": ["delta", "fused"]}
+    (delta, _) = plans.stages(wide, "flash2-fused", "backward")
+    assert [m.tensor for m in delta.after] == ["delta", "dQ"]  # the accumulator is dQ itself
+    with pytest.raises(OptionError, match="did you mean 'flash2'"):
+        plans.stages(wide, "flahs2")
