@@ -47,9 +47,9 @@ def stage_trace(
     ptr, inner, _ = schedule.row_csr if by_row else schedule.col_csr
     outer = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr))
     i, j = (outer, inner) if by_row else (inner, outer)
-    extent = (heights, 0) if by_row else (0, widths)
-    step = tile_bytes((*stage.before, *stage.after), *extent, reported=tiles)
-    visit = tile_bytes(stage.visit, heights[i], widths[j], reported=visits)
+    rows, cols = (heights, 0) if by_row else (0, widths)
+    step = tile_bytes((*stage.before, *stage.after), rows, cols, tiles)
+    visit = tile_bytes(stage.visit, heights[i], widths[j], visits)
     made = np.full(visit.shape[:2], bool(stage.visit))
     return assemble(stage, schedule, step, visit, made)
 
