@@ -107,7 +107,7 @@ def test_fit_fits_and_moves_no_more_than_any_other_power_of_two(
     best.check(problem, device, algorithm, direction)
     if algorithm == "standard":
         return  # its matrices in HBM are moved whole, whatever the tile
-    if (algorithm, direction) == ("flash2", "backward"):
+    if {s.outer for s in plans.stages(problem, algorithm, direction) if s.visit} > {"queries"}:
         return  # two loop orders pull the two sides different ways
     count = lambda t: flashsim.count(  # noqa: E731
         problem, algorithm=algorithm, direction=direction, tiling=t, device=device
