@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from scipy.optimize import least_squares
 
 from flashsim.report import Table
 from flashsim.studies.predict import Constants, predict
@@ -101,35 +102,24 @@ def rms(errors):
 
 
 def fit(kernels, stage, seconds):
-    """Constants of a stage: least squares of relative errors by pattern search, from two starts."""
+    """Constants of a stage that make the squares of its relative errors least, and their rms."""
     name = STAGES[stage]
     direction, algorithm = PASSES[name]
     fitted = [case for case in cases(kernels) if group_of(case) == GROUPS[0]]
 
-    def loss(x):
-        errors = []
+    def errors(x):
+        found = []
         for case in fitted:
             constants = CALIBRATED[kernels] | {stage: Constants(*x)}
             guess = predicted(case, kernels, direction, algorithm, constants)
-            found = next(s.seconds for s in guess.stages if s.name == stage)
-            errors.append(found / seconds[str(case), kernels, name, stage] - 1)
-        return rms(errors)
+            took = next(s.seconds for s in guess.stages if s.name == stage)
+            found.append(took / seconds[str(case), kernels, name, stage] - 1)
+        return np.array(found)
 
-    best = None
-    for start in ((1.0, 0.5, 2e-6), (1.3, 0.2, 1e-6)):
-        x, step = np.array(start), np.array((0.2, 0.2, 1e-6))
-        value = loss(x)
-        while step[0] > 2e-3:
-            moves = [x + s * step * np.eye(3)[i] for i in range(3) for s in (1, -1)]
-            moves = [np.maximum(m, 0) for m in moves]
-            values = [loss(m) for m in moves]
-            if min(values) < value:
-                x, value = moves[int(np.argmin(values))], min(values)
-            else:
-                step /= 2
-        if best is None or value < best[0]:
-            best = value, x
-    return Constants(*map(float, best[1])), best[0]
+    starts = (1.0, 0.5, 2e-6), (1.3, 0.2, 1e-6)
+    given = {"bounds": (0, np.inf), "x_scale": (1, 1, 1e-6)}
+    best = min((least_squares(errors, x, **given) for x in starts), key=lambda fit: fit.cost)
+    return Constants(*map(float, best.x)), rms(best.fun)
 
 
 def main():

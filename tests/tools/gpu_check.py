@@ -121,8 +121,6 @@ def _pytest(jobs: int) -> tuple[str, ...]:
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     if importlib.util.find_spec("xdist"):
         words += ["-n", str(jobs)]
-        if importlib.util.find_spec("pytest_benchmark"):
-            words += ["-p", "no:benchmark"]  # it warns beside xdist, and warnings are errors
     return tuple(words)
 
 
