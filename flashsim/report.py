@@ -6,6 +6,8 @@ import csv
 import html
 import io
 import json
+import re
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,27 +32,76 @@ class Table:
         """One dict a row."""
         return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
 
-    def text(self, width: int = 100) -> str:
-        """The table as plain text, drawn by Rich."""
+    def text(self, width: int | None = None) -> str:
+        """The table as plain text of at most `width` columns; default: a terminal's own, or 100."""
         from rich.console import Console
 
+        width = width or shutil.get_terminal_size((100, 24)).columns
         buffer = io.StringIO()
-        Console(file=buffer, width=width, color_system=None).print(self.rich())
-        return buffer.getvalue().rstrip("\n")
+        Console(file=buffer, width=width, color_system=None).print(self.rich(width))
+        return "\n".join(line.rstrip() for line in buffer.getvalue().rstrip("\n").split("\n"))
 
-    def rich(self) -> Any:
-        """A `rich.table.Table`, for a terminal."""
-        from rich import box
-        from rich.table import Table as RichTable
+    def rich(self, width: int) -> Any:
+        """What Rich prints on a terminal of `width` columns: no cell is ever cut.
+
+        The first form that fits: the table as it is; with what is the same in every row moved into
+        the title; with bytes and FLOPs in larger units; on its side, a column for each row, in as
+        many pieces as it takes.
+        """
+        from rich.console import Group
         from rich.text import Text
 
-        table = RichTable(title=Text(self.title), box=box.SIMPLE_HEAD, caption=self.note or None)
-        for n, name in enumerate(self.columns):
-            numeric = any(isinstance(row[n], (int, float)) for row in self.rows)
-            table.add_column(Text(name), justify="right" if numeric else "left")
-        for row in self.rows:
-            table.add_row(*(Text(format_cell(cell)) for cell in row))
-        return table
+        told = self._told()
+        for table in (self, told, told._shortened()):
+            numeric = [any(isinstance(x, (int, float)) for x in c) for c in table._values()]
+            grids = _grids(table.columns, _texts(table), numeric, width, pieces=False)
+            if grids:
+                break
+        else:
+            table, (first, *names) = told, told.columns
+            texts = _texts(told)
+            sideways = [
+                [name, *column]
+                for name, *column in zip(names, *(t[1:] for t in texts), strict=True)
+            ]
+            head, right = [first, *(t[0] for t in texts)], [False, *[True] * len(texts)]
+            grids = _grids(head, sideways, right, width, pieces=True)
+        title: list[Any] = [Text(table.title, style="italic"), ""] if table.title else []
+        note: list[Any] = ["", Text(table.note, style="dim")] if table.note else []
+        return Group(*title, *grids, *note)
+
+    def _values(self) -> list[Sequence[Cell]]:
+        """Cells by column."""
+        return [[row[n] for row in self.rows] for n in range(len(self.columns))]
+
+    def _told(self) -> Table:
+        """Columns that hold one value in every row, but for the first, as words of the title."""
+        if len(self.rows) < 2:
+            return self
+        values = self._values()
+        same = {n for n, column in enumerate(values) if n and all(x == column[0] for x in column)}
+        words = [_phrase(self.columns[n], values[n][0]) for n in same if values[n][0] is not None]
+        keep = lambda row: [x for n, x in enumerate(row) if n not in same]  # noqa: E731
+        title = ", ".join(filter(None, (self.title, *words)))
+        return Table(title, keep(self.columns), [keep(row) for row in self.rows], self.note)
+
+    def _shortened(self) -> Table:
+        """Bytes and FLOPs in the unit that their column's largest value asks for."""
+        columns = list(self.columns)
+        values: list[Any] = [list(row) for row in self.rows]
+        for n, name in enumerate(columns):
+            numbers = [row[n] for row in values if isinstance(row[n], (int, float))]
+            digits = len(f"{max((abs(x) for x in numbers), default=0):.0f}")
+            thousands = min((digits - 1) // 3, 6)
+            prefix = ("", "k", "M", "G", "T", "P", "E")[thousands]
+            named = re.sub(r"(?<![^ ])(B|FLOP)(?=s?$|/)", prefix + r"\1", name)
+            if not prefix or named == name:
+                continue
+            columns[n] = named
+            for row in values:
+                if isinstance(row[n], (int, float)):
+                    row[n] = row[n] / 1000**thousands
+        return Table(self.title, columns, values, self.note)
 
     def markdown(self) -> str:
         """The table as GitHub's Markdown has it, without title and note."""
@@ -97,10 +148,67 @@ def format_cell(cell: Cell) -> str:
     return cell
 
 
-def human_bytes(count: float) -> str:
-    """Bytes with a decimal unit: 4,456,448 -> '4.46 MB'."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(count) < 1000 or unit == "TB":
-            return f"{count:,.0f} B" if unit == "B" else f"{count:,.2f} {unit}"
-        count /= 1000
-    raise AssertionError("unreachable")
+# -- how wide -------------------------------------------------------------------------------------
+
+_GAP = 2  # between columns
+_WHOLE = 20  # text up to this length is not broken over lines
+
+
+def _texts(table: Table) -> list[list[str]]:
+    return [[format_cell(cell) for cell in row] for row in table.rows]
+
+
+def _phrase(name: str, value: Cell) -> str:
+    """A column's name and its one value: ("store B", 5) as "store 5 B"."""
+    what, _, unit = name.rpartition(" ")
+    text = format_cell(value)
+    return f"{what} {text} B" if unit == "B" and what else f"{name} {text}"
+
+
+def _least(text: str) -> int:
+    """Columns that a cell needs: a number or a short text is not broken, a long one at spaces."""
+    if len(text) <= _WHOLE:
+        return len(text)
+    return max(len(word) if word[:1].isdigit() else min(len(word), _WHOLE) for word in text.split())
+
+
+def _grids(
+    head: Sequence[str],
+    rows: list[list[str]],
+    right: Sequence[bool],
+    width: int,
+    pieces: bool,
+) -> list[Any]:
+    """Rich tables of these cells; none if they do not fit, or with `pieces` several, each with the
+    first column and as many others as fit.
+    """
+    from rich import box
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    columns = [[name, *(row[n] for row in rows)] for n, name in enumerate(head)]
+    heads = [max(map(len, name.split()), default=0) for name in head]
+    least = [max(h, *map(_least, c[1:]), 0) for h, c in zip(heads, columns, strict=True)]
+    wanted = [max(map(len, column)) for column in columns]
+    grids: list[Any] = []
+    start = 1
+    while not grids or start < len(columns):
+        stop = len(columns)
+        used = lambda stop: [0, *range(start, stop)]  # noqa: B023, E731
+        needs = lambda stop: sum(least[n] + _GAP for n in used(stop)) - _GAP  # noqa: B023, E731
+        if needs(stop) > width and not pieces:
+            return []
+        while needs(stop) > width and stop > start + 1:
+            stop -= 1
+        spare = max(width - needs(stop), 0)
+        grid = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+        for n in used(stop):
+            more = min(spare, wanted[n] - least[n])
+            spare -= more
+            justify: Any = "right" if right[n] else "left"
+            grid.add_column(Text(head[n]), justify=justify, width=least[n] + more, overflow="fold")
+        for row in rows:
+            grid.add_row(*(Text(row[n]) for n in used(stop)))
+        grids += ["", grid] if grids else [grid]
+        start = stop
+    return grids

@@ -41,13 +41,12 @@ class Comparison:
         """One row an algorithm and direction."""
         traces = self.traces
         first = traces[0]
-        p = first.problem
         table = report.Table(
-            f"{p.batch} x {p.heads} heads, {p.n_q:,} x {p.n_kv:,}, d={p.head_dim}, {p.dtype}"
-            f"{', causal' if p.causal else ''} on {first.device.name}",
+            f"{questions.in_words(first.problem)} on {first.device.name}",
             (
                 *("algorithm", "direction", "tile", "load B", "store B", "reduce B"),
-                *("requested B", "x compulsory", "FLOP/B", "peak SRAM B", "max |diff|"),
+                *("requested B", "compulsory B", "x compulsory", "FLOP/B", "peak SRAM B"),
+                "max |diff|",
             ),
             note="max |diff|: largest difference of out (or of a gradient) from the first row's",
         )
@@ -59,6 +58,7 @@ class Comparison:
                     str(trace.tiling),
                     *(trace.bytes(op) for op in questions.OPS),
                     trace.bytes(),
+                    trace.compulsory(),
                     round(trace.bytes() / trace.compulsory(), 2),
                     round(trace.intensity(), 2),
                     trace.peak_sram(),
@@ -79,7 +79,7 @@ class Comparison:
         )
 
     def __str__(self) -> str:
-        return self.table().text(width=150)
+        return self.table().text()
 
     def _repr_html_(self) -> str:
         return self.table().html()

@@ -112,7 +112,7 @@ class Sweep:
         return f"<Sweep: {len(self):,} points, {failed:,} without figures>"
 
     def __str__(self) -> str:
-        return self.table().text(width=200)
+        return self.table().text()
 
     def _repr_html_(self) -> str:
         return self.table().html()

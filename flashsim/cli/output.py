@@ -81,8 +81,9 @@ def show_tables(
     if form.json and form.csv:
         raise OptionError("--json and --csv are two formats; give one of them")
     if not form.json and not form.csv:
-        for table in people:
-            console().print(table.rich())
+        to = console()
+        for n, table in enumerate(people):
+            to.print(*[""] * (n > 0), table.rich(to.width), sep="\n")
         return
     rows = [row for table in full for row in table.rows]
     table = report.Table("", full[0].columns, rows)

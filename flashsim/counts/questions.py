@@ -84,13 +84,24 @@ def by_tensor(transfers: Transfers) -> dict[str, dict[str, int]]:
     return result
 
 
+def in_words(p: Problem) -> str:
+    """Sizes, type and mask of a problem, for titles: 1 x 16 / 4 heads are 16 over 4 key heads."""
+    heads = f"{p.heads} / {p.kv_heads}" if p.group > 1 else f"{p.heads}"
+    width = f"{p.head_dim}" if p.head_dim_v == p.head_dim else f"{p.head_dim} / {p.head_dim_v}"
+    words = [f"{p.batch} x {heads} heads", f"{p.n_q:,} x {p.n_kv:,}", f"d={width}", p.dtype]
+    if p.causal:
+        words.append("causal")
+    if p.window is not None:
+        words.append(f"window {p.window[0]}:{p.window[1]}")
+    return ", ".join(words)
+
+
 def summary(source: Answers) -> report.Table:
     """The table that `print(trace)` shows."""
     p, tables = source.problem, source.by_tensor()
     table = report.Table(
-        f"{source.algorithm} {source.direction} ({source.backend}): {p.batch} x {p.heads} heads, "
-        f"{p.n_q:,} x {p.n_kv:,}, d={p.head_dim}, {p.dtype}, tiles {source.tiling}, "
-        f"{source.device.name}",
+        f"{source.algorithm} {source.direction} ({source.backend}): {in_words(p)}, "
+        f"tiles {source.tiling}, {source.device.name}",
         ("tensor", "load B", "store B", "reduce B", "total B"),
         note=(
             f"compulsory {source.compulsory():,} B · {source.flops():,} FLOPs "

@@ -108,7 +108,8 @@ class Dram:
     def _empty(self) -> report.Table:
         r = self.requested
         return report.Table(
-            f"{r.algorithm} {r.direction}, tiles {r.tiling}, {r.device.name}: "
+            f"{r.algorithm} {r.direction}, {questions.in_words(r.problem)}, tiles {r.tiling}, "
+            f"{r.device.name}: "
             f"L2 of {r.device.l2_bytes:,} B, {self.model.launch}, "
             f"{'cold' if self.model.flush else 'warm'} stages",
             (
@@ -122,7 +123,7 @@ class Dram:
         )
 
     def __str__(self) -> str:
-        return self.table().text(width=120)
+        return self.table().text()
 
     def __repr__(self) -> str:
         r = self.requested

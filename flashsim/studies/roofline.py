@@ -4,16 +4,7 @@ Williams, Waterman and Patterson, "Roofline", CACM 2009. Only matrix products co
 since only they run on tensor cores and `Device.peak` is theirs; the exponentials and the rest are
 in `Traffic.flops` but have another roof.
 
-Bytes are counted in several ways that are often mixed up, so a point always says which:
-
-==============  =================================================================================
-requested       every tile transfer between L2 and the SMs; its roof is L2's bandwidth
-dram            what the L2 model leaves; its roof is HBM's bandwidth
-compulsory      each input once, each output once: no cache could do better
-textbook        q, k, v and out once each; for standard attention also one N x N matrix, once: the
-                idealised count of lecture notes and blogs, less than standard attention moves
-measured        read off hardware counters by the caller
-==============  =================================================================================
+Bytes are counted in several ways that are often mixed up (`COUNTS`), so a point always says which.
 """
 
 from __future__ import annotations
@@ -21,13 +12,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashsim import report
+from flashsim.counts.questions import in_words
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import OptionError, choices
 from flashsim.l2 import L2Model, dram
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 
-COUNTS = ("requested", "dram", "compulsory", "textbook", "measured")
+#: Ways of counting a pass's bytes. The roof of requested ones is L2's bandwidth, of others HBM's.
+COUNTS = {
+    "requested": "every tile between L2 and the SMs",
+    "dram": "what the model of the L2 cache leaves",
+    "compulsory": "each input and each output once, no cache could do better",
+    "textbook": "q, k, v and out once, and of standard attention one N x N matrix once, as lecture "
+    "notes count it, less than it moves",
+    "measured": "read off hardware counters",
+}
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,9 @@ class Point:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Points on one device; prints as a table."""
+    """Points of one problem on one device; prints as a table."""
 
+    problem: Problem
     points: tuple[Point, ...]
 
     def __getitem__(self, count: str) -> Point:
@@ -113,7 +114,8 @@ class Roofline:
         """One row a point."""
         first = self.points[0]
         table = report.Table(
-            f"{first.device.name}, {first.dtype}: {first.device.peak(first.dtype) / 1e12:,.1f} "
+            f"{in_words(self.problem)} on {first.device.name}: "
+            f"{first.device.peak(first.dtype) / 1e12:,.1f} "
             f"TFLOP/s, HBM {first.device.hbm_bandwidth / 1e9:,.0f} GB/s, L2 "
             + (
                 f"{first.device.l2_bandwidth / 1e9:,.0f} GB/s" if first.device.l2_bandwidth else "?"
@@ -122,7 +124,8 @@ class Roofline:
                 *("algorithm", "direction", "count", "matmul FLOPs", "B", "FLOP/B", "ridge"),
                 *("attainable TFLOP/s", "bound", "achieved TFLOP/s"),
             ),
-            note="ridge: FLOP/B above which arithmetic bounds; empty without a published bandwidth",
+            note="; ".join(f"{p.count}: {COUNTS[p.count]}" for p in self.points)
+            + "; ridge: FLOP/B above which arithmetic bounds, empty without a published bandwidth",
         )
         tera = lambda x: None if x is None else x / 1e12  # noqa: E731
         for p in self.points:
@@ -135,7 +138,7 @@ class Roofline:
         return table
 
     def __str__(self) -> str:
-        return self.table().text(width=150)
+        return self.table().text()
 
 
 def roofline(
@@ -180,10 +183,11 @@ def roofline(
     flops = counted.flops("matmul")
     where = counted.device, counted.problem.dtype, seconds
     return Roofline(
+        counted.problem,
         tuple(
             Point(counted.algorithm, counted.direction, count, flops, nbytes, *where)
             for count, nbytes in sizes.items()
-        )
+        ),
     )
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from flashsim.report import Table, format_cell, human_bytes
+from flashsim.report import Table, format_cell
 
 
 @pytest.fixture
@@ -89,19 +89,3 @@ def test_an_empty_table_still_draws():
 )
 def test_cells(cell, text):
     assert format_cell(cell) == text
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1.00 kB"),
-        (4_456_448, "4.46 MB"),
-        (2.5e9, "2.50 GB"),
-        (-7e12, "-7.00 TB"),
-        (1.5e16, "15,000.00 TB"),
-    ],
-)
-def test_bytes_for_people(count, text):
-    assert human_bytes(count) == text

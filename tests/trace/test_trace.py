@@ -276,7 +276,7 @@ def test_prints_as_a_table():
     for tensor in "QKVOL":
         assert f"{trace.bytes(tensor=tensor):,}" in text
     assert f"{trace.bytes():,}" in text
-    assert "2 x 4 heads" in text
+    assert "2 x 4 / 2 heads" in text
     assert repr(trace) == (
         f"<Trace flash2 forward on numpy: {trace.n_events:,} events, {trace.bytes():,} B requested>"
     )

@@ -174,7 +174,7 @@ class Climb:
         return table
 
     def __str__(self) -> str:
-        return self.table().text(width=140)
+        return self.table().text()
 
 
 def climb(

@@ -16,6 +16,7 @@ from flashsim.backends.families.hopper import HOPPER
 from flashsim.backends.families.portable import PORTABLE
 from flashsim.backends.launch import Gpu
 from flashsim.backends.launch.passes import KernelPass
+from flashsim.counts.questions import in_words
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import OptionError, choices
 from flashsim.problem.hardware import Device
@@ -79,8 +80,8 @@ class Prediction:
         t = self.traffic
         units = (*UNITS, "HBM")
         table = report.Table(
-            f"{t.algorithm} {t.direction} on {t.device.name}, {self.kernels} kernels, "
-            f"tiles {t.tiling}: {self.seconds * 1e3:.3f} ms",
+            f"{t.algorithm} {t.direction}, {in_words(t.problem)} on {t.device.name}, "
+            f"{self.kernels} kernels, tiles {t.tiling}: {self.seconds * 1e3:.3f} ms",
             ("stage", "ms", "bound", *(f"{unit} ms" for unit in units), "waves", "tail"),
             note=f"calibrated on one H200{_untested(t.device)}; errors on other shapes, and what "
             "is not modelled: docs/guides/truth.md",
@@ -91,7 +92,7 @@ class Prediction:
         return table
 
     def __str__(self) -> str:
-        return self.table().text(width=160)
+        return self.table().text()
 
 
 def _untested(device: Device) -> str:

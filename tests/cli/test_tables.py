@@ -1,0 +1,118 @@
+"""Every command's table on narrow terminals: nothing is cut."""
+
+import pytest
+from typer.testing import CliRunner
+
+import flashsim
+from flashsim.cli import measure, output, saved, truth
+from flashsim.cli.app import app
+from flashsim.report import Table, format_cell
+
+BIG = ("-n", 65536, "-d", 128, "--heads", 16, "--batch", 4, "--dtype", "bfloat16")
+SMALL = ("-n", 256, "-d", 32, "--heads", 2, "-t", "64x64")
+COMMANDS = {
+    "run": ("run", *SMALL, "--backward"),
+    "count": ("count", *BIG, "--causal", "--window", "4096:0", "--backward"),
+    "compare": ("compare", *SMALL, "--backward", "-a", "standard,flash1,flash2,flash2-fused"),
+    "sweep": ("sweep", "-n", "1024,65536,1048576", "-d", "64,128", "-a", "standard,flash1,flash2"),
+    "sweep that fails": ("sweep", "-n", "64,128", "-t", "16x16,4000x4000"),
+    "devices": ("devices",),
+    "events": ("trace", "show", "h200-forward", "--events", "--limit", "4"),
+    "trace": ("trace", "show", "h200-backward"),
+    "dram": ("dram", *SMALL, "--backward", "--kv-heads", "1"),
+    "dram over sizes": ("dram", *SMALL, "--l2-sizes", "0.01,1,50"),
+    "roofline": ("roofline", *SMALL, "--seconds", "0.001"),
+    "ladder": ("ladder", "-n", "64"),
+    "predict": ("predict", *BIG, "--backward"),
+    "reproduce": ("reproduce",),
+    "tiles": ("reproduce", "tiles"),
+    "ring": ("reproduce", "ring"),
+    "summary": ("verify", "--summary", "docs/verify-h200.csv"),
+    "demo": ("demo",),
+}
+
+
+def printed(command, width, monkeypatch, tmp_path):
+    """What a command prints on a terminal of `width` columns, and the tables it shows."""
+    tables = []
+
+    def show(people, full, form=None):
+        tables.extend(people)
+        output.show_tables(people, full, form)
+
+    for module in (measure, saved, truth):
+        monkeypatch.setattr(module, "show_tables", show)
+    monkeypatch.setattr(measure.pictures, "demo_figures", lambda *_: ["a", "b", "c"])
+    monkeypatch.setattr(output, "WIDTH", width)
+    more = ("--out", tmp_path) if command == ("demo",) else ()
+    result = CliRunner().invoke(app, [str(x) for x in (*command, *more)])
+    assert result.exit_code == 0, result.output
+    return result.stdout, tables
+
+
+def tokens(text):
+    return {word.strip(",;:") for word in text.split()}
+
+
+def words_of(cell):
+    """How a cell may read: as it is, or in a larger unit."""
+    if isinstance(cell, (int, float)) and not isinstance(cell, bool):
+        return {format_cell(cell), *(format_cell(cell / 1000**k) for k in range(1, 7))}
+    return {format_cell(cell)}
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_nothing_is_cut(command, width, monkeypatch, tmp_path):
+    text, tables = printed(COMMANDS[command], width, monkeypatch, tmp_path)
+
+    assert tables
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    words = tokens(text)
+    for cell in (cell for table in tables for row in table.rows for cell in row):
+        assert any(tokens(word) <= words for word in words_of(cell)), cell
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_the_check_above_sees_a_cut_number(width, monkeypatch, tmp_path):
+    monkeypatch.setattr("flashsim.report.format_cell", lambda x: format_cell(x)[:7] if x else "")
+    with pytest.raises(AssertionError):
+        test_nothing_is_cut("compare", width, monkeypatch, tmp_path)
+
+
+def test_what_is_constant_goes_into_the_title_and_units_shorten():
+    table = Table("T", ("name", "tile", "moved B"), [("a", "8 x 8", 10**12), ("b", "8 x 8", 10)])
+
+    assert "8 x 8" in table.text(40).splitlines()[-1]
+    narrow = table.text(24).splitlines()
+    assert narrow[0] == "T, tile 8 x 8"
+    assert "1,000,000,000,000" in "".join(narrow)
+    short = table.text(16)
+    assert "TB" in short
+    assert "1e-11" in short
+
+
+def test_a_table_turns_on_its_side_in_pieces():
+    rows = [(f"row {n}", 10**9 + n, "words enough", 1.5 * n + 0.1) for n in range(4)]
+    table = Table("", ("name", *"abc"), [*rows, ("row 4", 2**70, "w", True)])
+
+    text = table.text(36)
+
+    assert text.count("name") == 3
+    assert [line[0] for line in text.splitlines() if line[:1] in {*"abc"}] == [*"abcabcabc"]
+    assert "1,000,000,003" in text
+    assert f"{2**70:,}" in text
+
+
+def test_grouped_heads_are_said_and_change_what_is_compulsory():
+    sizes = {"n_q": 64, "head_dim": 16, "heads": 16}
+    tables = {kv: flashsim.count(flashsim.Problem(**sizes, kv_heads=kv)).table() for kv in (16, 4)}
+    assert "1 x 16 heads" in tables[16].title
+    assert "1 x 16 / 4 heads" in tables[4].title
+    assert tables[16].note != tables[4].note
+    titles = [
+        CliRunner().invoke(app, [*words.split(), "--heads", "16", "--kv-heads", "4"]).stdout
+        for words in ("compare -n 64", "dram -n 64", "predict -n 256", "roofline -n 64")
+    ]
+    assert all("16 / 4 heads" in " ".join(text.split()) for text in titles)
