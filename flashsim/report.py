@@ -1,4 +1,7 @@
-"""Tables: the same rows as text for people (Rich), as JSON, CSV or HTML for programs and pages."""
+"""Tables: the same rows as text for people (Rich), as JSON, CSV or HTML for programs and pages.
+
+And files of any kind, written whole or not at all (`beside`).
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,12 @@ import html
 import io
 import json
 import re
+import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 Cell = str | int | float | bool | None
@@ -146,6 +152,25 @@ def format_cell(cell: Cell) -> str:
     if isinstance(cell, float):
         return f"{cell:,.4g}" if abs(cell) < 1000 else f"{cell:,.0f}"
     return cell
+
+
+@contextmanager
+def beside(path: Path) -> Iterator[Path]:
+    """A name in the same folder to write to: renamed to `path` at the end, gone after an error.
+
+    An interrupt leaves what was at `path` as it was. What is no file, like /dev/stdout, is written
+    to directly.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        yield path
+        return
+    part = path.with_name(f".{secrets.token_hex(4)}-{path.name}")
+    try:
+        yield part
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 # -- how wide -------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from flashsim.api.compare import compare as run_comparison
 from flashsim.api.sweep import sweep as run_sweep
 from flashsim.cli import options as opt
 from flashsim.cli import pictures, values
-from flashsim.cli.output import add, figures, say, show_tables, working
+from flashsim.cli.output import add, figures, ready, say, show_tables, working
+from flashsim.report import beside
 from flashsim.studies.demo import LIMIT
 from flashsim.studies.demo import demo as run_demo
 from flashsim.trace.trace import Trace
@@ -51,9 +52,13 @@ def run(
     ] = None,
 ) -> None:
     """Execute attention tile by tile and show what it moved."""
+    ready(save)
+    ready(output)
     arrays = values.arrays(sizes, tensors)
     tile, backward_tile = values.tilings(how, arrays.q.shape[-1], scores.causal)
-    with working("simulating"):
+    tiles = {"forward": tile, **({"backward": backward_tile} if how.backward else {})}
+    cost = values.foresee(arrays, scores, [algorithm], tiles, values.device(how), backend)
+    with working("simulating", cost):
         result = execution.run(
             *arrays[:3],
             algorithm=algorithm,
@@ -85,8 +90,7 @@ def run(
         found = {"out": result.out, "lse": result.lse}
         if grads is not None:
             found |= {"dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
-        _folder(output)
-        with output.open("wb") as stream:  # given a name, savez would append .npz to it
+        with beside(output) as part, part.open("wb") as stream:  # given a name, savez appends .npz
             np.savez(stream, allow_pickle=False, **found)
         say(f"results in {output}")
 
@@ -103,10 +107,13 @@ def compare(
     """Execute several algorithms on the same tensors, side by side."""
     arrays = values.arrays(sizes, tensors)
     tile, backward_tile = values.tilings(how, arrays.q.shape[-1], scores.causal)
-    with working("simulating"):
+    names = values.parse_list("algorithms", algorithms, str)
+    tiles = {"forward": tile, **({"backward": backward_tile} if how.backward else {})}
+    cost = values.foresee(arrays, scores, names, tiles, values.device(how))
+    with working("simulating", cost):
         comparison = run_comparison(
             *arrays[:3],
-            algorithms=values.parse_list("algorithms", algorithms, str),
+            algorithms=names,
             dout=arrays.gradient(tensors.seed + 1) if how.backward else None,
             causal=scores.causal,
             window=values.window(scores),
@@ -189,7 +196,12 @@ def sweep(
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, mp_context=context) if workers else nullcontext()
     with pool as executor:
-        result = run_sweep(**axes, method=method, executor=executor, path=out)
+        try:
+            result = run_sweep(**axes, method=method, executor=executor, path=out)
+        except KeyboardInterrupt:  # leaving the pool would wait for the points that have begun
+            for worker in multiprocessing.active_children():
+                worker.terminate()
+            raise
     show_tables([result.table()], [result.full_table()], form)
     if out is not None:
         say(f"rows in {out}")
@@ -218,14 +230,9 @@ COMMANDS = (run, compare, count, sweep, demo)
 
 
 def _save(trace: Trace, path: Path) -> None:
-    _folder(path)
     trace.save(path)
     say(f"trace in {path}")
 
 
 def _backward_name(path: Path) -> Path:
     return path.with_name(f"{path.stem}-backward{path.suffix}")
-
-
-def _folder(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import typer
 from rich.console import Console
 
 from flashsim import report
+from flashsim.api.cost import Cost
 from flashsim.cli.options import Format
 from flashsim.counts import questions, traffic
 from flashsim.counts.traffic import Traffic
 from flashsim.counts.work import KINDS
-from flashsim.errors import OptionError
+from flashsim.errors import OptionError, choices
 from flashsim.schedule.names import CODES, LEVELS, OPS, TENSORS
 from flashsim.trace.trace import Trace
 
@@ -96,13 +99,38 @@ def console() -> Console:
 
 
 @contextmanager
-def working(text: str) -> Iterator[None]:
-    """A spinner while something takes long; only on a terminal."""
+def working(text: str, cost: Cost | None = None) -> Iterator[None]:
+    """Say first what takes minutes; on a terminal, show a spinner meanwhile."""
+    if cost is not None and cost.seconds > 60:
+        text += f", {cost}"
+        say(f"{text} by the number of its tiles; `flashsim count` counts the same at once")
     if not sys.stderr.isatty():
         yield
         return
     with Console(stderr=True).status(text):
         yield
+
+
+def ready(path: Path | None, endings: Sequence[str] = ()) -> None:
+    """See before the work that a file can be written, and make its folder.
+
+    Raises
+    ------
+    OptionError
+        For an ending that is not one of `endings`, a folder, or a place without write permission.
+    """
+    if path is None:
+        return
+    if endings and path.suffix not in endings:
+        raise OptionError(f"cannot write {path.name!r}; {choices(path.suffix, endings)}")
+    if path.is_dir():
+        raise OptionError(f"cannot write {str(path)!r}: it is a folder; name a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(f"cannot write {str(path)!r}: {error.strerror}") from None
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise OptionError(f"cannot write {str(path)!r}: no permission")
 
 
 def say(text: str) -> None:

@@ -15,8 +15,10 @@ from flashsim.api.samples import TRACES, load_sample
 from flashsim.api.sweep import sweep
 from flashsim.cli import options as opt
 from flashsim.cli import values
-from flashsim.cli.output import say, working
+from flashsim.cli.output import ready, say, working
 from flashsim.errors import FlashSimError, OptionError, choices
+from flashsim.problem.hardware import Device
+from flashsim.report import beside
 from flashsim.schedule.tiling import Tiling
 from flashsim.trace.trace import Trace
 
@@ -79,6 +81,7 @@ def plot(
     """
     if kind not in KINDS:
         raise OptionError(f"unknown kind of plot {kind!r}; {choices(kind, KINDS)}")
+    ready(out, _formats())
     if kind in FROM_SIZES:
         if source.trace:
             raise OptionError(f"{kind} is drawn from sizes, not from a trace; leave out --trace")
@@ -117,9 +120,9 @@ def animate(
     theme: opt.Theme = "light",
 ) -> None:
     """Animate one trace, or two side by side, as .gif, .mp4 or .html."""
+    ready(out, (".gif", ".mp4", ".html"))
     found = _recorded(source)
     with working("drawing frames"):
-        out.parent.mkdir(parents=True, exist_ok=True)
         _viz().animate(
             found.traces,
             out,
@@ -139,8 +142,8 @@ def page(
     theme: Annotated[str, typer.Option(help="auto, light or dark.")] = "auto",
 ) -> None:
     """Write a page that plays one trace, or two side by side: one file, no network."""
+    ready(out, (".html", ".htm"))
     found = _recorded(source)
-    out.parent.mkdir(parents=True, exist_ok=True)
     _viz().page(found.traces, out, theme=theme, statistics=found.statistics(row))
     say(f"page in {out}")
 
@@ -160,6 +163,13 @@ def demo_figures(name: str, comparison: Comparison, out: Path) -> list[Path]:
 
 
 COMMANDS = (plot, animate, page)
+
+
+def _formats() -> list[str]:
+    """Endings that Matplotlib writes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    return sorted("." + ending for ending in FigureCanvasAgg.get_supported_filetypes())
 
 
 def _viz() -> Any:
@@ -187,9 +197,12 @@ def _recorded(source: opt.Source) -> Recorded:
         return Recorded([values.load_trace(file) for file in source.trace])
     arrays = values.arrays(source.sizes, source.tensors)
     tile = values.tiling(how.tiling, arrays.q.shape[-1], mask.causal)
+    names = values.parse_list("algorithms", source.algorithms, str)
+    tiles = {how.direction: tile, **({"forward": None} if how.backward else {})}
+    cost = values.foresee(arrays, mask, names, tiles, Device.get(how.device))
     traces = []
-    with working("simulating"):
-        for name in values.parse_list("algorithms", source.algorithms, str):
+    with working("simulating", cost):
+        for name in names:
             forward = execution.run(
                 *arrays[:3],
                 algorithm=name,
@@ -245,12 +258,8 @@ def _counted(kind: str, source: opt.Source, over: str) -> Any:
 
 def _draw(kind: str, data: Any, out: Path, theme: str, options: dict[str, Any]) -> None:
     import matplotlib as mpl
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     viz = _viz()
-    formats = FigureCanvasAgg.get_supported_filetypes()
-    if out.suffix.lstrip(".") not in formats:
-        raise OptionError(f"cannot write {out.name!r}; {choices(out.suffix, sorted(formats))}")
     mpl.use("Agg")  # a command shows no window
     if kind in ("tile-map", "sram-timeline", "gpu-timeline"):
         if len(data) != 1:
@@ -262,5 +271,5 @@ def _draw(kind: str, data: Any, out: Path, theme: str, options: dict[str, Any]) 
         axes = viz.diff(*data, theme=theme)
     else:
         axes = getattr(viz, kind.replace("-", "_"))(data, theme=theme, **options)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    axes.figure.savefig(out, dpi=_DPI)
+    with beside(out) as part:
+        axes.figure.savefig(part, dpi=_DPI)

@@ -10,7 +10,7 @@ import typer
 from flashsim import report
 from flashsim.cli import options as opt
 from flashsim.cli import values
-from flashsim.cli.output import event_table, figures, say, show_tables
+from flashsim.cli.output import event_table, figures, ready, say, show_tables
 from flashsim.problem.hardware import PRESETS
 
 
@@ -53,5 +53,5 @@ def perfetto(
     heads: Annotated[int, typer.Option(min=1, help="Of a simulated trace: how many.")] = 1,
 ) -> None:
     """Write a saved trace as Chrome trace events, for https://ui.perfetto.dev."""
-    out.parent.mkdir(parents=True, exist_ok=True)
+    ready(out, (".json", ".gz"))
     say(f"events in {values.load_trace(file).to_perfetto(out, heads=heads)}")

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from flashsim.api import counting
+from flashsim.api.cost import cost
 from flashsim.cli import options as opt
 from flashsim.cli import values
 from flashsim.cli.output import show_tables, working
@@ -39,7 +40,7 @@ def dram(
     from flashsim import l2
 
     requested = _count(values.problem(sizes, mask), algorithm, how)
-    with working("replaying"):
+    with working("replaying (the first time compiles the model)"):
         if l2_sizes is None:
             table = l2.dram(requested, cache.model()).table()
         else:
@@ -81,14 +82,17 @@ def ladder(
     from flashsim.studies import ladder as rungs_of
 
     asked = sizes.given()
-    climb = rungs_of.climb(
-        **{"n_kv": asked["n_q"], **asked},
-        tiling=values.tiling(tiling, asked["head_dim"], False),
-        device=device,
-        rungs=None if rungs is None else values.parse_list("rungs", rungs, str),
-        magnify=magnify,
-        seed=seed,
-    )
+    names = [*rungs_of.RUNGS] if rungs is None else values.parse_list("rungs", rungs, str)
+    one = counting.count(Problem(**asked), device=device)
+    with working("climbing", cost([one] * len(names))):
+        climb = rungs_of.climb(
+            **{"n_kv": asked["n_q"], **asked},
+            tiling=values.tiling(tiling, asked["head_dim"], False),
+            device=device,
+            rungs=names,
+            magnify=magnify,
+            seed=seed,
+        )
     table = climb.table()
     show_tables([table], [table], form)
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from flashsim.api.cost import Cost, cost, fits
+from flashsim.api.counting import count
 from flashsim.api.samples import TRACES, load_sample, load_sample_trace, random_inputs
 from flashsim.cli import options as opt
+from flashsim.counts.traffic import compulsory
 from flashsim.errors import FlashSimError, OptionError, ShapeError, choices
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
@@ -64,7 +68,41 @@ def arrays(sizes: opt.Lengths, tensors: opt.Tensors) -> Arrays:
     if sample is not None:
         real = load_sample(sample)
         return Arrays(real.q, real.k, real.v, out=real.out)
-    return Arrays(*random_inputs(Problem(**{"n_q": 512, **given}), tensors.seed))
+    asked = Problem(**{"n_q": 512, **given})
+    fits(compulsory(asked), "`flashsim count` counts without arrays")
+    return Arrays(*random_inputs(asked, tensors.seed))
+
+
+def foresee(
+    arrays: Arrays,
+    mask: opt.Mask,
+    algorithms: Iterable[str],
+    tiles: Mapping[str, Tiling | None],
+    device: Device,
+    backend: str = "numpy",
+) -> Cost | None:
+    """What running the passes of `tiles` will cost; None on a GPU, or where `run` will refuse.
+
+    Raises
+    ------
+    OptionError
+        If that is more than this machine's memory.
+    """
+    q, k, v = arrays[:3]
+    if backend not in ("numpy", "numba") or not 2 <= q.ndim == k.ndim == v.ndim <= 4:
+        return None
+    shape = (q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1])
+    heads = (math.prod(q.shape[:-2]), math.prod(k.shape[:-2]))
+    try:
+        whole = Problem(*shape, 1, *heads, q.dtype.name, mask.causal, window(mask))
+        passes = [
+            count(whole, algorithm=name, direction=direction, tiling=tile, device=device)
+            for name in algorithms
+            for direction, tile in tiles.items()
+        ]
+    except FlashSimError:
+        return None  # `run` says it, of the arrays as they were given
+    return cost(passes, backend)
 
 
 def problem(sizes: opt.Lengths, mask: opt.Mask) -> Problem:

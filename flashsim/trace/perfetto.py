@@ -24,6 +24,7 @@ import numpy as np
 
 from flashsim.counts.work import TileOp, stage_work, total_flops
 from flashsim.errors import OptionError
+from flashsim.report import beside
 from flashsim.schedule.names import COMPUTE, OPS, TENSORS, TRANSFERS
 from flashsim.trace import timeline
 from flashsim.trace.events import PHASES, ROLES, StageTrace, gain
@@ -74,7 +75,8 @@ def write(trace: Recording, path: str | Path, *, heads: int = 1) -> Path:
     }
     path = Path(path)
     data = json.dumps(document, separators=(",", ":")).encode()
-    path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+    with beside(path) as part:
+        part.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
     return path
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
 
+from flashsim.api.cost import fits
 from flashsim.counts import traffic
 from flashsim.engines import simulator
 from flashsim.engines.engine import Job
@@ -46,6 +48,13 @@ class Rung:
     result: Literal["P", "softmax V", "Q K^T V", "attention"]
     page: Callable[[Bench], None] | None
     scores: tuple[int, int, int] = (0, 0, 0)
+
+    @property
+    def matrices(self) -> int:
+        """Whole matrices of scores that lie in HBM: S, P."""
+        if self.page is None:
+            return 2 * (self.name == "standard")
+        return (self.scores[0] > 0) + (self.scores[1] > 0)
 
     def predict(self, problem: Problem, tiling: Tiling, device: Device) -> Moves:
         """What it moves, in closed form: ``{(op, tensor): bytes}``."""
@@ -208,7 +217,7 @@ def climb(
     Raises
     ------
     OptionError
-        For a rung that does not exist.
+        For a rung that does not exist, or matrices of scores larger than this machine's memory.
     SramOverflow
         Where whole rows no longer fit on chip; the message says up to which length they do.
     """
@@ -217,6 +226,12 @@ def climb(
         if name not in RUNGS:
             raise OptionError(f"unknown rung {name!r}; {choices(name, RUNGS)}")
     problem = Problem(n_q, n_kv, head_dim, dtype=dtype)
+    matrices = max(RUNGS[name].matrices for name in names)
+    fits(
+        matrices * n_q * n_kv * problem.itemsize,
+        f"of these rungs one keeps {matrices} matrices of {n_q:,} x {n_kv:,} scores: take shorter "
+        "sequences, or other rungs",
+    )
     tiling, device = tiling or Tiling(64, 64), Device.get(device)
     rng = np.random.default_rng(seed)
     q, k, v = (
@@ -229,20 +244,41 @@ def climb(
 
 
 class _Inputs:
-    """Q, K, V, the scores, and every result in float64."""
+    """Q, K, V and, when asked, the scores, and how far a result is from float64."""
 
     def __init__(self, problem: Problem, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
         self.problem, self.q, self.k, self.v = problem, q, k, v
-        wide_q, wide_k, wide_v = (x[0, 0].astype(np.float64) for x in (q, k, v))
-        exact = problem.scale * wide_q @ wide_k.T
-        self.s = exact.astype(q.dtype)[None, None]
-        P = _softmax(self.s[0, 0].astype(np.float64))
-        self.expected = {
-            "P": P,
-            "softmax V": P @ wide_v,
-            "Q K^T V": exact @ wide_v,
-            "attention": _softmax(exact) @ wide_v,
-        }
+
+    @cached_property
+    def s(self) -> np.ndarray:
+        """Scores as they lie in HBM, (1, 1, n_q, n_kv)."""
+        rows = [self._scores(rows).astype(self.q.dtype) for rows in self._blocks()]
+        return np.concatenate(rows)[None, None]
+
+    def error(self, result: str, out: np.ndarray) -> float:
+        """Largest difference of `out` from the result in float64, a block of rows at a time."""
+        worst = [
+            np.abs(out[rows].astype(np.float64) - self._expected(result, rows)).max()
+            for rows in self._blocks()
+        ]
+        return float(np.max(worst))
+
+    def _expected(self, result: str, rows: slice) -> np.ndarray:
+        values = self.v[0, 0].astype(np.float64)
+        if result == "Q K^T V":
+            return self._scores(rows) @ values
+        if result == "attention":
+            return _softmax(self._scores(rows)) @ values
+        P = _softmax(self.s[0, 0, rows].astype(np.float64))
+        return P if result == "P" else P @ values
+
+    def _scores(self, rows: slice) -> np.ndarray:
+        q, k = (x[0, 0].astype(np.float64) for x in (self.q[:, :, rows], self.k))
+        return self.problem.scale * q @ k.T
+
+    def _blocks(self) -> Iterator[slice]:
+        n = self.problem.n_q
+        return (slice(start, min(start + 256, n)) for start in range(0, n, 256))
 
 
 def _softmax(scores: np.ndarray) -> np.ndarray:
@@ -257,7 +293,7 @@ def _run(rung: Rung, x: _Inputs, tiling: Tiling, device: Device) -> Step:
     else:
         out, moved, peak = _execute(rung, x, tiling, device)
     with np.errstate(invalid="ignore"):
-        error = float(np.abs(out.astype(np.float64) - x.expected[rung.result]).max())
+        error = x.error(rung.result, out)
     return Step(rung, out, error, moved, predicted, peak)
 
 
@@ -267,14 +303,14 @@ def _execute(
     assert rung.page is not None
     p, bench = x.problem, Bench(x.problem, tiling, device)
     from_scores = rung.result in ("P", "softmax V")
-    for name, array in (("S", x.s),) if from_scores else (("Q", x.q), ("K", x.k)):
-        bench.hbm.put(name, array)
+    for name in "S" if from_scores else "QK":
+        bench.hbm.put(name, getattr(x, name.lower()))
     bench.hbm.put("V", x.v)
-    P = bench.hbm.new("P", p.n_q, p.n_kv, p.dtype)
+    P = bench.hbm.new("P", p.n_q, p.n_kv, p.dtype) if rung.scores[1] else None
     O = bench.hbm.new("O", p.n_q, p.head_dim_v, p.dtype)
     with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):
         rung.page(bench)
-    return (P if rung.result == "P" else O)[0, 0], bench.transfers, bench.peak
+    return (O if P is None or rung.result != "P" else P)[0, 0], bench.transfers, bench.peak
 
 
 def _simulate(

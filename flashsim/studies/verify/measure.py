@@ -13,6 +13,7 @@ from typing import Any
 
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import BackendUnavailable, TraceError
+from flashsim.report import beside
 from flashsim.studies.verify.cases import Case, Counted, MeasuredPass
 from flashsim.studies.verify.ncu import MeasuredLaunch, command, parse, stage_of
 
@@ -36,10 +37,12 @@ class Record:
 
     def save(self, path: Path) -> None:
         """Nsight Compute's CSV at `path`; cases and counts beside it, as JSON."""
-        path.write_text(self.text)
+        with beside(path) as part:
+            part.write_text(self.text)
         cases = [case.to_dict() for case in self.cases]
         counted = [[each.to_dict() for each in one] for one in self.counted]
-        counts_beside(path).write_text(json.dumps({"cases": cases, "counted": counted}))
+        with beside(counts_beside(path)) as part:
+            part.write_text(json.dumps({"cases": cases, "counted": counted}))
 
     @classmethod
     def load(cls, path: Path) -> Record:

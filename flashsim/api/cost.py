@@ -1,0 +1,64 @@
+"""What simulating will cost, before it begins: bytes of this machine's memory, and seconds."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from flashsim.counts.traffic import Traffic, saved, workspace
+from flashsim.errors import OptionError
+from flashsim.report import format_cell
+
+#: A core of 2020 in NumPy: seconds a visit besides its products, FLOPs of products a second, and
+#: bytes that the events of a visit take. Orders of magnitude, for a warning.
+VISIT, FLOPS, EVENTS = 40e-6, 30e9, 1500
+#: The CPU engine's own: visits cost nothing beside their products.
+NUMBA_FLOPS = 60e9
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one or more passes, one after the other."""
+
+    seconds: float
+    nbytes: int
+
+    def __str__(self) -> str:
+        minutes = self.seconds / 60
+        time = f"{minutes:,.0f} min" if minutes < 120 else f"{minutes / 60:,.0f} h"
+        return f"about {time}" if minutes >= 1 else "less than a minute"
+
+
+def cost(passes: list[Traffic], backend: str = "numpy") -> Cost:
+    """The cost of executing these passes and keeping what they return.
+
+    Raises
+    ------
+    OptionError
+        If that is more than this machine's memory.
+    """
+    seconds, nbytes = 0.0, 0
+    for one in passes:
+        visits = sum(one.schedule(stage).sums.visits for stage in one.stages)
+        products = one.flops("matmul")
+        simulated = visits * VISIT + products / FLOPS
+        seconds += simulated if backend == "numpy" else products / NUMBA_FLOPS
+        nbytes += saved(one.problem, one.algorithm) + EVENTS * visits * (backend == "numpy")
+        nbytes += workspace(one.problem, one.algorithm, one.direction)
+    fits(nbytes, "`flashsim count` counts the same without arrays")
+    return Cost(seconds, nbytes)
+
+
+def fits(nbytes: int, instead: str) -> None:
+    """Raise `OptionError` if so many bytes are more than this machine's memory."""
+    there = memory()
+    if nbytes > there:
+        raise OptionError(
+            f"this would take about {format_cell(nbytes / 1e9)} GB of memory, and this machine has "
+            f"{format_cell(there / 1e9)} GB; {instead}"
+        )
+
+
+def memory() -> int:
+    """Bytes of memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,168 @@
+"""Long commands: said before they begin, refused beyond the machine's memory, ended at once."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from flashsim.api import cost
+from flashsim.cli import measure
+from flashsim.cli.app import app
+from flashsim.errors import OptionError
+from flashsim.report import beside
+
+
+def invoke(*words):
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+@pytest.fixture
+def began(monkeypatch):
+    """Work that would begin stops with "work began"."""
+
+    def stop(*_, **__):
+        raise OptionError("work began")
+
+    monkeypatch.setattr(measure.execution, "run", stop)
+    monkeypatch.setattr(measure, "run_comparison", stop)
+
+
+@pytest.mark.parametrize("command", ["run", "compare", "page"])
+def test_minutes_are_said_before_the_work(command, began, tmp_path):
+    more = {"page": ("-o", tmp_path / "x.html"), "compare": ("-a", "flash1,flash2")}
+    more = more.get(command, ())
+    long = invoke(command, "-n", 32768, "-t", "16x16", *more, "-d", 8)
+    short = invoke(command, "-n", 64, "-t", "16x16", *more)
+
+    assert re.search(r"simulating, about \d+ min by the number of its tiles", long.stderr)
+    assert "flashsim count" in long.stderr
+    assert short.stderr == "flashsim: work began\n"
+
+
+def test_the_estimate_grows_with_visits_and_products():
+    fine, coarse, wide = (
+        measure.counting.count(
+            measure.values.problem(measure.opt.Sizes(n_q=4096, head_dim=d), measure.opt.Mask()),
+            tiling=measure.values.tiling(t, d, False),
+        )
+        for t, d in (("16x16", 8), ("64x64", 8), ("64x64", 128))
+    )
+    seconds = [cost.cost([one]).seconds for one in (coarse, fine, wide)]
+    assert seconds[1] > 10 * seconds[0]
+    assert seconds[2] > seconds[0]
+    assert cost.cost([fine, fine]).seconds == 2 * seconds[1]
+    assert str(cost.Cost(3600.0, 0)) == "about 60 min"
+    assert str(cost.Cost(7200.0, 0)) == "about 2 h"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run", "-n", 4096, "-a", "standard"),
+        ("run", "-n", 100_000),
+        ("compare", "-n", 4096),
+        ("plot", "traffic", "-n", 4096, "-o", "x.png"),
+        ("ladder", "-n", 4096, "--rungs", "naive"),
+    ],
+)
+def test_what_memory_does_not_hold_is_refused(words, monkeypatch, began):
+    monkeypatch.setattr(cost, "memory", lambda: 50_000_000)
+    result = invoke(*words)
+    assert result.exit_code == 2
+    assert "GB of memory, and this machine has 0.05 GB" in result.stderr
+
+
+def test_a_rung_refuses_before_it_builds_what_judges_it():
+    result = invoke("ladder", "-n", 100_000, "--rungs", "whole-row-attention")  # S: 74.5 GiB
+    assert result.exit_code == 2
+    assert "53,888 at block_q=1" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("run", "--output", "{}"), "is a folder"),
+        (("run", "--save", "{}/file/x.npz"), "cannot write"),
+        (("page", "-o", "{}/x.txt"), "cannot write 'x.txt'; possible: .html"),
+        (("animate", "-o", "{}/x.png"), "cannot write 'x.png'; possible: .gif, .mp4, .html"),
+        (("plot", "traffic", "-o", "{}/x.xyz"), "cannot write 'x.xyz'; possible: "),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_found_before_the_work(words, message, tmp_path, began):
+    (tmp_path / "file").write_text("")
+    result = invoke(*(word.format(tmp_path) for word in words))
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "work began" not in result.stderr
+
+
+def test_an_interrupt_leaves_the_old_file(tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_text("old")
+
+    def interrupted():
+        with beside(path) as part:
+            part.write_text("half of the n")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert [p.name for p in tmp_path.iterdir()] == ["x.csv"]
+    assert path.read_text() == "old"
+    with beside(path) as part:
+        part.write_text("new")
+    assert [p.name for p in tmp_path.iterdir()] == ["x.csv"]
+    assert path.read_text() == "new"
+
+
+@pytest.mark.parametrize("command", ["plot", "perfetto", "run"])
+def test_commands_write_beside(command, tmp_path, monkeypatch):
+    """Whatever fails while writing, what was there is still there."""
+    from matplotlib.figure import Figure
+
+    def tear(self, name, *_, **__):
+        Path(name if command != "run" else name.name).write_bytes(b"torn")
+        raise KeyboardInterrupt
+
+    out = tmp_path / {"plot": "x.png", "perfetto": "x.json", "run": "x.npz"}[command]
+    out.write_text("old")
+    words = {
+        "plot": ("plot", "traffic", "-n", 64, "-o", out),
+        "perfetto": ("trace", "perfetto", "h200-forward", "-o", out),
+        "run": ("run", "-n", 64, "--output", out),
+    }[command]
+    monkeypatch.setattr(Figure, "savefig", tear)
+    if command == "perfetto":
+        monkeypatch.setattr(Path, "write_bytes", _torn)
+    if command == "run":
+        monkeypatch.setattr(measure.np, "savez", lambda stream, **_: tear(None, stream))
+    invoke(*words)
+    assert out.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == [out.name]
+
+
+def _torn(self, _):
+    self.write_text("torn")
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_sweep_ends_its_workers():
+    words = ("sweep", "-n", "32768,32769", "-t", "16x16", "--method", "run", "--workers", "2")
+    code = f"from flashsim.cli import main; import sys; sys.argv[1:] = {[*words]!r}; main()"
+    sweep = subprocess.Popen([sys.executable, "-c", f"if __name__ == '__main__':\n {code}"])
+    children = Path(f"/proc/{sweep.pid}/task/{sweep.pid}/children")
+    until = time.monotonic() + 60
+    while len(children.read_text().split()) < 3:  # two workers, and what tracks their resources
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    time.sleep(3)
+
+    os.kill(sweep.pid, signal.SIGINT)
+
+    assert sweep.wait(timeout=30) != 0  # a point takes minutes
