@@ -78,7 +78,9 @@ def emitted(returns: Any, *parameters: Any) -> Callable[[Callable[..., Any]], An
         typer.__signature__ = inspect.Signature(  # Numba folds arguments by it
             [inspect.Parameter(name, kind) for name in names]
         )
-        return intrinsic(typer)
+        made = intrinsic(typer)
+        made.__wrapped__ = function  # what it emits may be run elsewhere, too
+        return made
 
     return decorate
 

@@ -77,6 +77,35 @@ class Tile:
         return b.add(b.add(at, b.shl(b.sub(chunk, part), i32(4))), i32(row * self.cols * 2))
 
 
+@dataclass(frozen=True)
+class Row:
+    """A row in HBM: `width` elements, whole 16-byte pieces; the first `exist` are the problem's.
+
+    Pieces are moved whole, and what is counted is what exists.
+    """
+
+    width: int
+    exist: int
+
+    @property
+    def padded(self) -> bool:
+        """Whether the last piece is not all the problem's."""
+        return self.exist < self.width
+
+    def counted(self, b: ir.IRBuilder, column: ir.Value, n: int, itemsize: int) -> ir.Value:
+        """Emit the bytes that exist of `n` elements from a column below `width` on."""
+        if not self.padded:
+            return i32(n * itemsize)
+        left = b.sub(i32(self.exist), column)
+        least = b.select(b.icmp_signed("<", left, i32(n)), left, i32(n))
+        there = b.select(b.icmp_signed(">", least, i32(0)), least, i32(0))
+        return b.mul(there, i32(itemsize))
+
+    def piece_bytes(self, b: ir.IRBuilder, piece: ir.Value) -> ir.Value:
+        """Emit the bytes that exist of a 16-byte piece of 16-bit elements."""
+        return self.counted(b, b.shl(piece, i32(3)), 8, 2)
+
+
 def lane_of(b: ir.IRBuilder) -> ir.Value:
     """Emit the thread's place in its warp."""
     return b.and_(ptx.special(b, "tid.x"), i32(31))

@@ -19,7 +19,7 @@ from flashsim.backends import launch
 from flashsim.backends.launch.kernel import Kernel
 from flashsim.backends.numba_gpu import ptx
 from flashsim.backends.numba_gpu.emit import F32, I8, I32, I64, emitted, i32
-from flashsim.backends.numba_gpu.tiles import Tile
+from flashsim.backends.numba_gpu.tiles import Row, Tile
 
 device = cuda.jit(device=True, inline="always")
 int32, int64 = types.int32, types.int64
@@ -92,12 +92,18 @@ def copies_wait(b: ir.IRBuilder) -> None:
     ptx.cp_async_wait(b)
 
 
-def tile_copies(tile: Tile, width: int, threads: int) -> SimpleNamespace:
+def rows_of(c: SimpleNamespace) -> tuple[Row, Row]:
+    """Rows in HBM of Q, K, dQ, dK and of V, O, dO, dV."""
+    return Row(c.head_dim, c.counted), Row(c.head_dim_v, c.counted_v)
+
+
+def tile_copies(tile: Tile, row: Row, threads: int) -> SimpleNamespace:
     """``load(to, source, row_bytes, rows)`` and ``store(address, to, row_bytes, rows)``.
 
-    Both return the bytes that this thread moved. `width` is the row's length in HBM; what a ragged
-    tile lacks becomes zero.
+    Both return the bytes that this thread moved of those that exist in HBM; what a ragged tile
+    lacks becomes zero.
     """
+    width = row.width
     total, step = tile.rows * tile.chunks, threads // tile.chunks
     # A thread's rows then lie a multiple of 8 apart: one swizzle, addresses by constants.
     even = total % threads == 0 and threads % tile.chunks == 0 and step % 8 == 0
@@ -122,7 +128,7 @@ def tile_copies(tile: Tile, width: int, threads: int) -> SimpleNamespace:
                 for e in range(total // threads):
                     ptx.cp_async_16(b, b.add(at, i32(e * step * tile.cols * 2)), source_)
                     source_ = b.add(source_, stride)
-                b.store(i32(total // threads * 16), moved)
+                b.store(b.mul(row.piece_bytes(b, c), i32(total // threads)), moved)
             with ragged:
                 part(b, thread, to, source, row_bytes, rows, moved)
         return b.load(moved)
@@ -140,7 +146,8 @@ def tile_copies(tile: Tile, width: int, threads: int) -> SimpleNamespace:
             near, far = place(b, to, source, row_bytes, r, c)
             taken = b.select(inside, i32(16), i32(0))
             ptx.cp_async_16(b, near, b.select(inside, far, source), taken)
-            b.store(b.add(b.load(moved), taken), moved)
+            count = b.select(inside, row.piece_bytes(b, c), i32(0))
+            b.store(b.add(b.load(moved), count), moved)
 
     def exists(b, r, c, rows):
         inside = b.icmp_signed("<", r, rows)
@@ -159,7 +166,7 @@ def tile_copies(tile: Tile, width: int, threads: int) -> SimpleNamespace:
             with b.if_then(exists(b, r, c, rows)):
                 near, far = place(b, address, to, row_bytes, r, c)
                 ptx.copy_out_16(b, far, near)
-                b.store(b.add(b.load(moved), i32(16)), moved)
+                b.store(b.add(b.load(moved), row.piece_bytes(b, c)), moved)
         return b.load(moved)
 
     return SimpleNamespace(load=load, store=store)
@@ -187,6 +194,16 @@ def _not_unrolled(module: ir.Module) -> Any:
     node = module.add_metadata([disable])
     node.operands = (node, disable)  # LLVM wants a loop's node to name itself first
     return node
+
+
+def piece_bytes(row: Row) -> Any:
+    """``piece_bytes(piece)``: what exists of a row's 16-byte piece of 16-bit elements."""
+
+    @emitted(types.int32, types.int32)
+    def piece_bytes_(b: ir.IRBuilder, piece: ir.Value) -> ir.Value:
+        return row.piece_bytes(b, piece)
+
+    return piece_bytes_
 
 
 def vector_load(rows_all: int, threads: int) -> Any:

@@ -58,7 +58,10 @@ def test_the_tiling_given_is_the_one_that_runs(sides):
 
 @pytest.mark.parametrize("key_order", ["ascending", "descending"])
 @pytest.mark.parametrize("name", FEATURES)
-@pytest.mark.parametrize("sides", [(40, 24), (64, 64)])  # padded rows; rows as wide as a tile's
+@pytest.mark.parametrize(
+    "sides",
+    [(40, 24), (64, 64), (59, 111)],  # padded tiles; rows as wide as a tile; padded rows
+)
 def test_counted_bytes_are_the_simulators(sides, name, key_order):
     head_dim, head_dim_v = sides
     p = Problem(head_dim=head_dim, head_dim_v=head_dim_v, dtype="bfloat16", **FEATURES[name])

@@ -64,6 +64,12 @@ def test_counts_are_the_simulators(name, order):
     check_counts(Problem(head_dim=96, dtype="bfloat16", **FEATURES[name]), PYTHON_HOPPER, order)
 
 
+@pytest.mark.parametrize("head_dims", [(59, 111), (111, 59), (250, 7)])
+def test_counts_are_of_what_exists(head_dims):
+    p = Problem(300, 500, *head_dims, heads=2, dtype="float16", causal=True)
+    check_counts(p, PYTHON_HOPPER, "ascending")
+
+
 @pytest.mark.parametrize(("name", "head_dim"), [("causal", 128), ("window", 64), ("varlen", 256)])
 def test_timeline_and_counts_of_every_visit(name, head_dim):
     check_timelines(Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name]), PYTHON_HOPPER)

@@ -28,6 +28,7 @@ from flashsim.backends.numba_gpu.walk import (
     device,
     quotient,
     read_int,
+    rows_of,
     shared_base,
     walk_functions,
 )
@@ -144,7 +145,7 @@ def hopper_forward_kernel(kernel: Kernel) -> Any:
     w = walk_functions(c, every=128)  # a thread of each warpgroup
     at = OnChip(c.block_q, c.block_k, c.d, c.dv)
     block_k, d, dv, groups = c.block_k, c.d, c.dv, at.groups
-    row_bytes, row_bytes_v = c.head_dim * 2, c.head_dim_v * 2
+    row_bytes, row_bytes_v = c.counted * 2, c.counted_v * 2
     bf16, scaled, softcap, varlen = bool(c.bf16), bool(c.scaled), bool(c.softcap), bool(c.varlen)
 
     # -- Shared memory
@@ -182,7 +183,7 @@ def hopper_forward_kernel(kernel: Kernel) -> Any:
     exponentials, finish_rows = softmax.exponentials(1, block_k), softmax.finish_rows(1)
     round_operand = hopper.round_operand(bf16, block_k)
     store_lse = output.store_rows(1)
-    store_output = hopper.store_output(bf16, dv, c.head_dim_v)
+    store_output = hopper.store_output(bf16, dv, rows_of(c)[1])
     item_of, row_tile = w.item, w.row_tile
     begin, visit_of, report, report_one = w.begin, w.visit, w.report, w.report_one
     stamp, stamp_block = w.stamp, w.stamp_block

@@ -19,7 +19,7 @@ from numba.cuda.extending import intrinsic
 from flashsim.backends.numba_gpu import ptx
 from flashsim.backends.numba_gpu.emit import I1, I32, I64, Values, emitted, floats, i32, words
 from flashsim.backends.numba_gpu.hopper import ptx as ptx_hopper
-from flashsim.backends.numba_gpu.tiles import lane_of
+from flashsim.backends.numba_gpu.tiles import Row, lane_of
 
 int32, int64 = types.int32, types.int64
 BARRIER = 8  # bytes
@@ -253,11 +253,12 @@ def round_operand(bf16: bool, n: int) -> Any:
 # -- output ---------------------------------------------------------------------------------------
 
 
-def store_output(bf16: bool, n: int, width: int) -> Any:
+def store_output(bf16: bool, n: int, row_of: Row) -> Any:
     """``store_output(address, row_bytes, o, factors, row, stop) -> bytes``: 64 rows, rounded.
 
-    `row` is the warp's first row and `address` that of row 0; rows from `stop` on and columns from
-    `width` on are left out. A lane holds pairs of columns; quads trade them for 16 bytes in a row.
+    `row` is the warp's first row and `address` that of row 0; rows from `stop` on and columns past
+    `row_of`'s width are left out. A lane holds pairs of columns; quads trade them for 16 bytes in
+    a row.
     """
 
     @emitted(int32, int64, int32, floats(n // 2), floats(2), int32, int32)
@@ -286,12 +287,13 @@ def store_output(bf16: bool, n: int, width: int) -> Any:
                     four.append(ptx.pack(b, bf16, *pair) if pair else i32(0))
                 four = _transposed(b, four, odd, high)
                 inside = exists
-                if first + 32 > width:
-                    fits = b.icmp_unsigned("<", b.add(column, i32(first)), i32(width))
+                if first + 32 > row_of.width:
+                    fits = b.icmp_unsigned("<", b.add(column, i32(first)), i32(row_of.width))
                     inside = b.and_(exists, fits)
                 with b.if_then(inside):
                     ptx.store_16(b, b.add(line, ir.Constant(I64, first * 2)), four)
-                stored = b.add(stored, b.select(inside, i32(16), i32(0)))
+                count = row_of.counted(b, b.add(column, i32(first)), 8, 2)
+                stored = b.add(stored, b.select(inside, count, i32(0)))
         return stored
 
     return store_output_

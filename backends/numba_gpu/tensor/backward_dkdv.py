@@ -30,6 +30,7 @@ from flashsim.backends.numba_gpu.walk import (
     constants,
     copies_wait,
     device,
+    rows_of,
     shared_base,
     tile_copies,
     vector_load,
@@ -43,6 +44,7 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
     """The kernel for compile-time constants; `wide`: reductions of 16 bytes, from sm_90 on."""
     c = constants(kernel)
     w = walk_functions(c)
+    key_row, value_row = rows_of(c)
     block_q, block_k, d, dv, threads = c.block_q, c.block_k, c.d, c.dv, kernel.threads
     bf16, fused, two_stages = bool(c.bf16), bool(c.fused), c.stages == 2
     scaled, softcap, head_dim = bool(c.scaled), bool(c.softcap), c.head_dim
@@ -61,10 +63,10 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
     ds_at = do_at + c.stages * do_bytes
     lse_at = ds_at + (2 * ds_bytes if fused else 0)
     delta_at = lse_at + c.stages * block_q * 4
-    copies_k = tile_copies(tile_k, c.head_dim, threads)
-    copies_v = tile_copies(tile_v, c.head_dim_v, threads)
-    load_q = tile_copies(tile_q, c.head_dim, threads).load
-    load_do = tile_copies(tile_do, c.head_dim_v, threads).load
+    copies_k = tile_copies(tile_k, key_row, threads)
+    copies_v = tile_copies(tile_v, value_row, threads)
+    load_q = tile_copies(tile_q, key_row, threads).load
+    load_do = tile_copies(tile_do, value_row, threads).load
     load_k, load_v, store_k, store_v = copies_k.load, copies_v.load, copies_k.store, copies_v.store
     load_vector = vector_load(block_q, threads)
 
@@ -112,7 +114,7 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
     multiply_dsk = tiles.multiply(
         bf16, dq_blocks, dq_cols, block_k, left_ds, Operand(tile_k, extra=True)
     )
-    reduce_dq = output.reduce_tile(dq_blocks, dq_cols, head_dim, wide)
+    reduce_dq = output.reduce_tile(dq_blocks, dq_cols, key_row, wide)
     take_work, row_tile, col_tile = w.take_work, w.row_tile, w.col_tile
     begin, visit_of, report = w.begin, w.visit, w.report
     stamp, stamp_block = w.stamp, w.stamp_block

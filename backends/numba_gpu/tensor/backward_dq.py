@@ -25,6 +25,7 @@ from flashsim.backends.numba_gpu.walk import (
     constants,
     copies_wait,
     device,
+    rows_of,
     shared_base,
     tile_copies,
     vector_load,
@@ -38,6 +39,7 @@ def flash_dq_kernel(kernel: Kernel) -> Any:
     """The kernel, as a Python function of one `launch.ARGS`, for compile-time constants."""
     c = constants(kernel)
     w = walk_functions(c)
+    key_row, value_row = rows_of(c)
     block_q, block_k, d, dv, threads = c.block_q, c.block_k, c.d, c.dv, kernel.threads
     bf16, two_stages, blocks = bool(c.bf16), c.stages == 2, block_q // (16 * c.warps)
     scaled, softcap = bool(c.scaled), bool(c.softcap)
@@ -52,11 +54,11 @@ def flash_dq_kernel(kernel: Kernel) -> Any:
     v_at = k_at + c.stages * k_bytes
     lse_at = v_at + c.stages * v_bytes
     delta_at = lse_at + block_q * 4
-    copies_q = tile_copies(tile_q, c.head_dim, threads)
+    copies_q = tile_copies(tile_q, key_row, threads)
     load_q, store_q = copies_q.load, copies_q.store
-    load_do = tile_copies(tile_do, c.head_dim_v, threads).load
-    load_k = tile_copies(tile_k, c.head_dim, threads).load
-    load_v = tile_copies(tile_v, c.head_dim_v, threads).load
+    load_do = tile_copies(tile_do, value_row, threads).load
+    load_k = tile_copies(tile_k, key_row, threads).load
+    load_v = tile_copies(tile_v, value_row, threads).load
     load_vector = vector_load(block_q, threads)
 
     # -- Fragments

@@ -16,9 +16,12 @@ from numba.cuda import types
 from flashsim.backends.launch.kernel import Kernel
 from flashsim.backends.numba_gpu import ptx
 from flashsim.backends.numba_gpu.emit import F32, I64, emitted, f32
+from flashsim.backends.numba_gpu.tiles import Row
 from flashsim.backends.numba_gpu.walk import (
     SLOTS,
     constants,
+    piece_bytes,
+    rows_of,
     walk_functions,
     write_float,
     write_zeros,
@@ -68,12 +71,24 @@ def _lane_sum(lanes: int) -> Any:
     return lane_sum
 
 
+def zeros_bytes(row: Row) -> Any:
+    """``zeros_bytes(column)``: bytes that exist of four float32 from a column on."""
+
+    @emitted(types.int32, types.int32)
+    def zeros_bytes_(b: ir.IRBuilder, column: ir.Value) -> ir.Value:
+        return row.counted(b, column, 4, 4)
+
+    return zeros_bytes_
+
+
 def flash_delta_kernel(kernel: Kernel) -> Any:
     """The kernel, as a Python function of one `launch.ARGS`, for compile-time constants."""
     c = constants(kernel)
     w = walk_functions(c)
     row_tile, report = w.row_tile, w.report
     head_dim, threads, fused = c.head_dim, kernel.threads, bool(c.fused)
+    key_row, value_row = rows_of(c)
+    value_bytes, cleared_bytes = piece_bytes(value_row), zeros_bytes(key_row)
     chunks = c.head_dim_v // 8
     lanes = next(n for n in (1, 2, 4, 8, 16, 32) if n >= min(chunks, 32))  # that share a row
     per_step = threads // lanes
@@ -93,7 +108,7 @@ def flash_delta_kernel(kernel: Kernel) -> Any:
                 for chunk in range(lane, chunks, lanes):
                     at = r * a.o_row * 2 + chunk * 16
                     total += dot_8(o + at, dout + r * a.dout_row * 2 + chunk * 16)
-                    loaded += 16
+                    loaded += value_bytes(chunk)
             total = lane_sum(total)
             if r < stop and lane == 0:
                 write_float(a.delta + (int64(walk) * a.n_q) * 4, r, total)
@@ -102,7 +117,7 @@ def flash_delta_kernel(kernel: Kernel) -> Any:
             to = a.dq_acc + (int64(walk) * a.n_q + start) * (head_dim * 4)
             for at in range(thread, (stop - start) * (head_dim // 4), threads):
                 write_zeros(to + at * 16)
-                cleared += 16
+                cleared += cleared_bytes(at % (head_dim // 4) * 4)
         report(slot, loaded)  # O and dO: one piece of each at a time
         report(slot + 4, loaded)
         report(slot + 8, stored)
@@ -118,6 +133,7 @@ def flash_convert_kernel(kernel: Kernel) -> Any:
     row_tile, report = w.row_tile, w.report
     head_dim, threads = c.head_dim, kernel.threads
     per_row, round_8 = c.head_dim // 8, _round_8(bool(c.bf16))
+    key_bytes = piece_bytes(rows_of(c)[0])
 
     def flash_convert(a):
         i, walk, thread = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y), int32(cuda.threadIdx.x)
@@ -129,7 +145,7 @@ def flash_convert_kernel(kernel: Kernel) -> Any:
         for at in range(thread, (stop - start) * per_row, threads):
             row = to + (start + at // per_row) * a.dq_row * 2
             round_8(row + at % per_row * 16, source + at * 32, a.scale)
-            stored += 16
+            stored += key_bytes(at % per_row)
         report(slot, 2 * stored)
         report(slot + 4, stored)
 

@@ -23,6 +23,7 @@ from flashsim.backends.numba_gpu.walk import (
     VISIT_STAMPS,
     constants,
     copies_wait,
+    rows_of,
     shared_base,
     tile_copies,
     walk_functions,
@@ -35,6 +36,7 @@ def flash_forward_kernel(kernel: Kernel) -> Any:
     """The kernel, as a Python function of one `launch.ARGS`, for compile-time constants."""
     c = constants(kernel)
     w = walk_functions(c)
+    key_row, value_row = rows_of(c)
     block_q, block_k, d, dv, threads = c.block_q, c.block_k, c.d, c.dv, kernel.threads
     bf16, blocks = bool(c.bf16), block_q // (16 * c.warps)  # 16-row blocks a warp
     q_regs, scaled, softcap = bool(c.q_regs), bool(c.scaled), bool(c.softcap)
@@ -45,10 +47,10 @@ def flash_forward_kernel(kernel: Kernel) -> Any:
     k_bytes, v_bytes = tile_k.nbytes, tile_v.nbytes
     k_at = tile_q.nbytes
     v_at = k_at + 2 * k_bytes
-    load_q = tile_copies(tile_q, c.head_dim, threads).load
-    load_k = tile_copies(tile_k, c.head_dim, threads).load
-    load_v = tile_copies(tile_v, c.head_dim_v, threads).load
-    store_o = tile_copies(tile_o, c.head_dim_v, threads).store
+    load_q = tile_copies(tile_q, key_row, threads).load
+    load_k = tile_copies(tile_k, key_row, threads).load
+    load_v = tile_copies(tile_v, value_row, threads).load
+    store_o = tile_copies(tile_o, value_row, threads).store
 
     # -- Fragments
     new_scores, new_o = tiles.zeros(blocks * block_k // 2), tiles.zeros(blocks * dv // 2)

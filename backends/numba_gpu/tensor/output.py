@@ -9,7 +9,7 @@ from numba.cuda import types
 
 from flashsim.backends.numba_gpu import ptx
 from flashsim.backends.numba_gpu.emit import F32, I1, I32, I64, Values, emitted, floats, i32
-from flashsim.backends.numba_gpu.tiles import Tile, lane_of
+from flashsim.backends.numba_gpu.tiles import Row, Tile, lane_of
 
 
 def stage(bf16: bool, blocks: int, n: int, tile: Tile) -> Any:
@@ -57,17 +57,19 @@ def store_rows(blocks: int) -> Any:
     return store_rows_
 
 
-def reduce_tile(blocks: int, n: int, width: int, wide: bool) -> Any:
+def reduce_tile(blocks: int, n: int, row_of: Row, wide: bool) -> Any:
     """``reduce_tile(address, c, row, col, rows) -> bytes``: add accumulators to float32 in HBM.
 
     Parameters
     ----------
-    width : int
-        Elements of a row in HBM; columns past it are left out.
+    row_of : Row
+        Rows in HBM; columns past their width are left out.
     wide : bool
         Four neighbours in one instruction (sm_90): two lanes trade, so that the even one adds the
         left 8-column piece's four and the odd one the right piece's.
     """
+
+    width = row_of.width
 
     @emitted(types.int32, types.int64, floats(blocks * n // 2), *[types.int32] * 3)
     def reduce_tile_(
@@ -106,8 +108,8 @@ def reduce_tile(blocks: int, n: int, width: int, wide: bool) -> Any:
                     four = [c[at], c[at + 1], c[at + 4], c[at + 5]]
                     first = b.add(col, i32(piece * 8))
                     for place, values in additions(b, first, four, odd, pair):
-                        size, to = i32(4 * len(values)), b.shl(place, i32(2))
-                        to = b.add(line, b.sext(to, I64))
+                        size = row_of.counted(b, place, len(values), 4)
+                        to = b.add(line, b.sext(b.shl(place, i32(2)), I64))
                         if rows is None:
                             ptx.add_float(b, to, values)
                         else:
