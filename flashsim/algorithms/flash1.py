@@ -84,7 +84,7 @@ def backward(machine: Machine) -> None:
                             l_i = sram.load(hbm.l, rows, member=g)
                             m_i = sram.load(hbm.m, rows, member=g)
                             S_ij, gate = score_tile(
-                                sram, hbm, Q_i, K_j, visit, member=g, backward=True       # 11, 12
+                                sram, hbm, Q_i, K_j, visit, member=g, gated=True          # 11, 12
                             )
                             S_ij -= finite(m_i)[..., None]
                             P_ij = np.exp(S_ij, out=S_ij)                                 # 13

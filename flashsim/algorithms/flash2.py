@@ -115,7 +115,7 @@ def _keys_outside(machine: Machine, sram: Sram, *, fused: bool) -> None:
                         L_i = sram.load(hbm.L, rows, member=g)
                         delta_i = sram.load(hbm.delta, rows, member=g)
                         S_ij, gate = score_tile(
-                            sram, hbm, Q_i, K_j, visit, member=g, backward=True           # 10
+                            sram, hbm, Q_i, K_j, visit, member=g, gated=True              # 10
                         )
                         S_ij -= finite(L_i)[..., None]
                         P_ij = np.exp(S_ij, out=S_ij)                                     # 11
@@ -150,7 +150,7 @@ def _dq_pass(machine: Machine) -> None:
                 for visit in schedule.visits(i):
                     with sram.visit(visit):
                         K_j, V_j = sram.load(hbm.K, visit.cols), sram.load(hbm.V, visit.cols)
-                        S_ij, gate = score_tile(sram, hbm, Q_i, K_j, visit, backward=True)
+                        S_ij, gate = score_tile(sram, hbm, Q_i, K_j, visit, gated=True)
                         S_ij -= finite(L_i)[..., None]
                         P_ij = np.exp(S_ij, out=S_ij)
                         dS_ij, dbias_ij = score_gradient(sram, P_ij, dO_i, V_j, delta_i, gate)

@@ -31,6 +31,7 @@ def forward(machine: Machine) -> None:
 
 
 def _scores(machine: Machine) -> None:
+    """S and, with a softcap, its derivative: S stored narrow would not give it back precisely."""
     hbm = machine.hbm
     with machine.stage("scores") as sram:
         for i in range(sram.schedule.t_r):
@@ -40,8 +41,10 @@ def _scores(machine: Machine) -> None:
                 for visit in sram.schedule.visits(i):
                     with sram.visit(visit):
                         K_j = sram.load(hbm.K, visit.cols)
-                        S_ij, _ = score_tile(sram, hbm, Q_i, K_j, visit)
+                        S_ij, gate = score_tile(sram, hbm, Q_i, K_j, visit, gated=True)
                         sram.store(hbm.S, rows, S_ij, visit.cols)
+                        if gate is not None:
+                            sram.store(hbm.gate, rows, gate, visit.cols)
 
 
 def _softmax(machine: Machine) -> None:
@@ -65,7 +68,7 @@ def _softmax(machine: Machine) -> None:
 
 
 def backward(machine: Machine) -> None:
-    """Algorithm 3, from the P that the forward saved (with a softcap, from S as well)."""
+    """Algorithm 3, from the P that the forward saved (with a softcap, its derivative as well)."""
     _dv(machine)
     hbm = machine.hbm
     with machine.stage("dp") as sram:
@@ -116,11 +119,7 @@ def _ds(machine: Machine) -> None:
                         if dBias is not None:
                             sram.reduce(dBias, rows, dS_i, keys)
                         if p.softcap:
-                            S_i = sram.load(hbm.S, rows, keys)
-                            if p.bias is not None:
-                                S_i -= sram.load(hbm.bias, rows, keys)
-                            # A masked score has S = -inf and dS = 0; its gate does not matter.
-                            dS_i *= np.where(np.isneginf(S_i), 0, 1 - (S_i / p.softcap) ** 2)
+                            dS_i *= sram.load(hbm.gate, rows, keys)
                         sram.store(hbm.dS, rows, dS_i, keys)
 
 

@@ -21,7 +21,7 @@ def score_tile(
     visit: Visit,
     *,
     member: int | None = None,
-    backward: bool = False,
+    gated: bool = False,
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """S_ij = softcap(scale Q_i K_j^T) + bias, masked scores at -inf.
 
@@ -29,7 +29,7 @@ def score_tile(
     -------
     S_ij : ndarray, (.., rows, cols)
     gate : ndarray or None
-        With a softcap c in a backward pass: 1 - tanh(scale q.k / c)^2, the factor from dS to the
+        If `gated`, with a softcap c: 1 - tanh(scale q.k / c)^2, the factor from dS to the
         gradient of the scaled product.
     """
     p = visit.schedule.problem
@@ -39,7 +39,7 @@ def score_tile(
     S_ij *= p.scale
     if p.softcap:
         np.tanh(S_ij / p.softcap, out=S_ij)
-        if backward:
+        if gated:
             gate = sram.alloc("gate", shape)
             gate[:] = 1 - S_ij * S_ij
         S_ij *= p.softcap

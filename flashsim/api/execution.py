@@ -92,6 +92,8 @@ class Result:
     ) -> Gradients:
         """The backward pass of the same algorithm, recomputing what was not saved.
 
+        Reads the inputs of `run`, and `out`, where they lie: do not change them in place before.
+
         Parameters
         ----------
         dout : array

@@ -64,7 +64,8 @@ class Forms:
         values = {("load", "V"): h * sums.row_cols * dv * e}
         scores = h * sums.area * e
         if stage == "scores":
-            return {("load", "Q"): self.q(e), **keys, **bias, ("store", "S"): scores}
+            gate = {("store", "gate"): scores} if self.p.softcap else {}
+            return {("load", "Q"): self.q(e), **keys, **bias, ("store", "S"): scores, **gate}
         if stage == "softmax":
             return {("load", "S"): scores, ("store", "P"): scores}
         if stage == "output":
@@ -179,11 +180,8 @@ class Forms:
                 ("store", "dP"): scores,
             }
         if stage == "ds":
-            capped = {("load", "S"): scores} if self.p.softcap else {}
-            if self.p.softcap and self.lead:
-                capped["load", "bias"] = scores
             return {
-                **capped,
+                **({("load", "gate"): scores} if self.p.softcap else {}),
                 ("load", "P"): scores,
                 ("load", "dP"): scores,
                 ("store", "dS"): scores,

@@ -133,7 +133,7 @@ class Traffic:
         return int(held.max())
 
     def saved(self) -> int:
-        """Bytes kept in HBM from forward to backward: inputs, output, statistics, or S and P."""
+        """Bytes kept in HBM from forward to backward: inputs, output, statistics, or P."""
         return saved(self.problem, self.algorithm)
 
     def workspace(self) -> int:
@@ -192,8 +192,8 @@ def compulsory(problem: Problem, direction: str = "forward") -> int:
 def saved(problem: Problem, algorithm: str) -> int:
     """Bytes of HBM kept from forward to backward, the inputs included.
 
-    Standard attention keeps P (and, with a softcap, S): O(N^2). FlashAttention-1 keeps out, l and
-    m, FlashAttention-2 keeps out and LSE: O(N).
+    Standard attention keeps P (and, with a softcap, its derivative): O(N^2). FlashAttention-1 keeps
+    out, l and m, FlashAttention-2 keeps out and LSE: O(N).
     """
     return sum(whole_bytes(problem, name) for name in _kept(problem, algorithm))
 

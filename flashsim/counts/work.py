@@ -76,13 +76,13 @@ def stage_work(problem: Problem, algorithm: str, direction: str, stage: str) -> 
     return table.get(stage, StageWork())
 
 
-def _scores(p: Problem, d: int, *, backward: bool = False) -> tuple[TileOp, ...]:
+def _scores(p: Problem, d: int, *, gated: bool = False) -> tuple[TileOp, ...]:
     """S = softcap(scale Q K^T) + bias."""
     ops = [TileOp("S = scale Q K^T", "Q K", "S", {"matmul": scores(2 * d), "multiply": scores(1)})]
     if p.softcap:
         cap = {"divide": scores(1), "exp": scores(1), "multiply": scores(1)}
         ops.append(TileOp("S = c tanh(S / c)", "S", "S", cap))
-        if backward:
+        if gated:
             gate = {"multiply": scores(1), "add": scores(1)}
             ops.append(TileOp("gate = 1 - tanh(S / c)^2", "S", "gate", gate))
     if p.bias:
@@ -100,7 +100,7 @@ def _forward(p: Problem, d: int, dv: int, algorithm: str) -> dict[str, StageWork
     finish = {"divide": rows(dv), "exp": rows(1), "add": rows(1)}
     if algorithm == "standard":
         return {
-            "scores": StageWork(visit=_scores(p, d)),
+            "scores": StageWork(visit=_scores(p, d, gated=True)),
             "softmax": StageWork(
                 outer=(
                     TileOp(
@@ -154,10 +154,7 @@ def _backward(p: Problem, d: int, dv: int, algorithm: str) -> dict[str, StageWor
         ds = {"multiply": scores(2), "add": scores(2)}
         reads = "P dP"
         if p.softcap:
-            ds = {"multiply": scores(4), "add": scores(3), "divide": scores(1)}
-            reads = "S P dP"
-            if p.bias:
-                ds["add"], reads = scores(4), "S P dP bias"
+            ds["multiply"], reads = scores(3), "P dP gate"
         return {
             "dv": StageWork(visit=(_mm("dV = dV + P^T dO", "P dO dV", "dV", dv),)),
             "dp": StageWork(visit=(_mm("dP = dO V^T", "dO V", "dP", dv),)),
@@ -171,7 +168,7 @@ def _backward(p: Problem, d: int, dv: int, algorithm: str) -> dict[str, StageWor
         softmax = {**softmax, "divide": scores(1)}
     stats = "m l" if algorithm == "flash1" else "L"
     recompute = (
-        *_scores(p, d, backward=True),
+        *_scores(p, d, gated=True),
         TileOp("P = exp(S - L)", f"S {stats}", "S", softmax),
     )
     grad_s = (

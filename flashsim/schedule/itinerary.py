@@ -9,9 +9,8 @@ pages in `flashsim.algorithms`, which execute, and the closed forms in `counts.f
 of it: the suite holds all three to each other.
 
 Three rules spare every case its own text. What a problem does not have (`bias`, `dBias`; `gate`
-without a softcap; a name that ends in ``?`` without one, either) is left out, and with it a stage
-that has nothing else. An accumulator `X_acc` is X itself where their types are one, and a stage
-that would only convert it is left out.
+without a softcap) is left out, and with it a stage that has nothing else. An accumulator `X_acc` is
+X itself where their types are one, and a stage that would only convert it is left out.
 """
 
 from __future__ import annotations
@@ -84,7 +83,9 @@ _CONVERT_DBIAS = Itinerary(
 # -- standard attention: S and P in HBM -----------------------------------------------------------
 
 _STANDARD_FORWARD = (
-    Itinerary("scores", "queries", "load Q", "load K, alloc S, load bias, store S", dense=True),
+    Itinerary(
+        "scores", "queries", "load Q", "load K, alloc S gate, load bias, store S gate", dense=True
+    ),
     Itinerary("softmax", "queries", visit="load S, store P", dense=True, whole_rows=True),
     Itinerary("output", "queries", "alloc O", "load P V", "store O", dense=True),
 )
@@ -94,7 +95,7 @@ _STANDARD_BACKWARD = (
     _CLEAR_DBIAS,
     Itinerary(
         *("ds", "queries"),
-        visit="load P dP, reduce dBias_acc, load S? bias?, store dS",
+        visit="load P dP, reduce dBias_acc, load gate, store dS",
         dense=True,
         whole_rows=True,
     ),

@@ -127,10 +127,8 @@ def _moves(p: Problem, text: str) -> tuple[Move, ...]:
     found = []
     for part in filter(None, text.split(", ")):
         op, *names = part.split()
-        for name in names:
-            capped = name == "gate" or name.endswith("?")
-            tensor = name.rstrip("?")
-            if (capped and not p.softcap) or ("bias" in tensor.lower() and not p.bias):
+        for tensor in names:
+            if (tensor == "gate" and not p.softcap) or ("bias" in tensor.lower() and not p.bias):
                 continue
             tensor = tensor.removesuffix("_acc") if wide else tensor
             found.append(Move(op, tensor, _tile(p, op, tensor)))

@@ -80,7 +80,7 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
                 for r in range(n):  # no key seen: out = 0, lse = -inf
                     seen = l[x + r] != 0
                     inverse[r] = real(1) / l[x + r] if seen else real(0)
-                    lse[row0 + r] = m[x + r] * np.log(2.0) + np.log(l[x + r]) if seen else -np.inf
+                    lse[row0 + r] = m[x + r] + np.log(l[x + r]) if seen else -np.inf
                 unpack(cpu, O[x * dv :], out, row0 * dv, n, dv, inverse)
                 if notes.steps.size > 0:
                     notes.steps[h, i] = n

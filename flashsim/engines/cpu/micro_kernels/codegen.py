@@ -279,14 +279,14 @@ def build_online_softmax(module: ir.Module, block: Blocking, itemsize: int):
 
     tops = code.loop(rows, [minus_inf] * code.vecs, largest)
     before = [code.load(x) for x in code.vectors(m)]
-    tops = [code.larger(b.fmul(t, log2e), old) for t, old in zip(tops, before, strict=True)]
+    tops = [code.larger(t, old) for t, old in zip(tops, before, strict=True)]
     seen = [b.fcmp_ordered("!=", top, minus_inf) for top in tops]
     bases = [b.select(s, top, code.const(0)) for s, top in zip(seen, tops, strict=True)]
-    alphas = code.exp2([b.fsub(old, base) for old, base in zip(before, bases, strict=True)])
+    steps = [b.fsub(old, base) for old, base in zip(before, bases, strict=True)]
+    alphas = code.exp2([b.fmul(step, log2e) for step in steps])
     for values, address in ((tops, m), (alphas, alpha)):
         for value, x in zip(values, code.vectors(address), strict=True):
             code.store(value, x)
-    minus = [b.fsub(code.const(0), base) for base in bases]
 
     def exponentials(height: int) -> Callable:
         def body(r, sums):
@@ -297,7 +297,7 @@ def build_online_softmax(module: ir.Module, block: Blocking, itemsize: int):
             ]
             powers = code.exp2(
                 [
-                    code.fma(code.load(x), log2e, minus[i % code.vecs])
+                    b.fmul(b.fsub(code.load(x), bases[i % code.vecs]), log2e)
                     for i, x in enumerate(addresses)
                 ]
             )

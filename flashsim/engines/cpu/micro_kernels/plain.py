@@ -80,21 +80,21 @@ def product_rescale(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n, alph
 def online_softmax(cpu, S, s0, rows, m, l, alpha, at):
     """One step of the online softmax down each lane: S becomes P, and m, l, alpha move on.
 
-    `S` has stride `width`. ``m[at + c]`` is the running maximum in units of log 2, so that every
-    exponential is a power of 2; P = 2^(S log2 e - m). A lane that has seen no key keeps m = -inf,
-    and subtracts 0 (no inf - inf).
+    `S` has stride `width`. Every exponential is a power of 2, P = 2^((S - m) log2 e): the
+    difference first, since S log2 e overflows where S is the largest finite number (or the
+    smallest, as padding often is). A lane that has seen no key keeps m = -inf, and subtracts 0 (no inf - inf).
     """
     log2e = S.dtype.type(LOG2E)
     for c in range(cpu.width):
         top = m[at + c]
         for r in range(rows):
-            top = max(top, S[s0 + r * cpu.width + c] * log2e)
+            top = max(top, S[s0 + r * cpu.width + c])
         base = top if top > -np.inf else S.dtype.type(0)
-        alpha[at + c] = np.exp2(m[at + c] - base)
+        alpha[at + c] = np.exp2((m[at + c] - base) * log2e)
         m[at + c] = top
         even = odd = S.dtype.type(0)  # a sum of its own for every other row: less is rounded off
         for r in range(rows):
-            p = np.exp2(S[s0 + r * cpu.width + c] * log2e - base)
+            p = np.exp2((S[s0 + r * cpu.width + c] - base) * log2e)
             S[s0 + r * cpu.width + c] = p
             even, odd = odd, even + p
         l[at + c] = alpha[at + c] * l[at + c] + (even + odd)
