@@ -9,7 +9,7 @@ path = Path("out") / "block_size.csv"
 path.parent.mkdir(exist_ok=True)
 
 result = flashsim.sweep(
-    n=[1024, 4096],
+    n_q=[1024, 4096],
     head_dim=64,
     dtype="float16",
     algorithm=["flash1", "flash2"],

@@ -58,9 +58,18 @@ class UnsupportedError(FlashSimError, NotImplementedError):
     """A valid problem that this backend or algorithm does not handle."""
 
 
+def shown(value: object) -> str:
+    """`value` as an error quotes it: its `repr`, short, on one line, whatever it is."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # an integer of more than 4,300 digits, or an object that cannot say
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
 def choices(given: object, possible: Iterable[object]) -> str:
     """Say what is possible and, where the name given looks like one of them, which was meant."""
     names = [str(name) for name in possible]
-    close = difflib.get_close_matches(str(given), names, n=1)
+    close = difflib.get_close_matches(given, names, n=1) if isinstance(given, str) else ()
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return f"possible: {', '.join(names)}{hint}"

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from flashsim import report
+from flashsim.api import inputs
 from flashsim.api.execution import Gradients, Result, run
 from flashsim.counts import questions
-from flashsim.errors import OptionError, UnknownArgumentError, choices
+from flashsim.errors import OptionError, UnknownArgumentError, choices, shown
 from flashsim.schedule import plans
 from flashsim.schedule.tiling import Tiling
 from flashsim.trace.trace import Trace
@@ -118,16 +119,20 @@ def compare(
     """
     if "algorithm" in options:
         raise UnknownArgumentError(
-            f"compare() takes algorithms=[...], a list, got algorithm={options['algorithm']!r}"
+            f"compare() takes algorithms=[...], a list, got algorithm={shown(options['algorithm'])}"
         )
-    if isinstance(algorithms, str) or not algorithms:
+    if not isinstance(algorithms, (list, tuple)) or not algorithms:
         raise OptionError(
-            f"algorithms must be a non-empty list of names, got {algorithms!r}; "
+            f"algorithms must be a non-empty list of names, got {shown(algorithms)}; "
             + choices(algorithms, plans.ALGORITHMS)
         )
-    options.setdefault("trace", True)
-    if not options["trace"]:
-        raise OptionError(f"compare() shows what was traced, got trace={options['trace']!r}")
+    for name in algorithms:
+        plans.check_algorithm(name)
+    inputs.check_tiling(backward_tiling)
+    if not inputs.check_trace_mode(
+        options.setdefault("trace", True), options.get("backend", "numpy")
+    ):
+        raise OptionError("compare() shows what was traced, got trace=False")
     results = {name: run(q, k, v, algorithm=name, **options) for name in algorithms}
     if dout is None:
         return Comparison(results, {})

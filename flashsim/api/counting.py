@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Literal, overload
 from flashsim.api import inputs
 from flashsim.counts import traffic
 from flashsim.counts.traffic import Traffic
-from flashsim.errors import DTypeError, OptionError, choices
+from flashsim.errors import OptionError
+from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
@@ -75,14 +76,12 @@ def count(
 
     Raises
     ------
-    OptionError, SramOverflow, UnsupportedError
+    OptionError, DTypeError, SramOverflow, TilingError, UnsupportedError
+        Also for more tiles than a schedule lists, or more scores than 64 bits count.
     """
-    if level not in LEVELS:
-        raise OptionError(f"unknown level {level!r}; {choices(level, LEVELS)}")
+    checks.one_of("level", level, LEVELS)
     if l2 is not None and level != "dram":
         raise OptionError("l2 describes the cache before DRAM; give level='dram' as well")
-    if not isinstance(problem, Problem):
-        raise DTypeError(f"count() takes a flashsim.Problem, got {type(problem).__name__}")
     plans.stages(problem, algorithm, direction)
     inputs.check_tiling(tiling)
     device = Device.get(device)

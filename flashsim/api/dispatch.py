@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from flashsim.engines.engine import Engine
-from flashsim.errors import OptionError, choices
+from flashsim.problem import checks
 
 BACKENDS = ("numpy", "numba", "cupy", "numba_cuda")
+ON_CPU = ("numpy", "numba")
 
 
 def engine(name: str) -> Engine:
@@ -18,6 +19,7 @@ def engine(name: str) -> Engine:
     BackendUnavailable
         If what it needs is not installed.
     """
+    checks.one_of("backend", name, BACKENDS)
     if name == "numpy":
         import flashsim.engines.simulator as simulator
 
@@ -30,8 +32,6 @@ def engine(name: str) -> Engine:
         import flashsim.backends.cupy_gpu.engine as cupy
 
         return cupy
-    if name == "numba_cuda":
-        import flashsim.backends.numba_gpu.engine as numba_cuda
+    import flashsim.backends.numba_gpu.engine as numba_cuda
 
-        return numba_cuda
-    raise OptionError(f"unknown backend {name!r}; {choices(name, BACKENDS)}")
+    return numba_cuda

@@ -113,14 +113,17 @@ class Result:
         ShapeError, DTypeError, OptionError, SramOverflow
         """
         engine = dispatch.engine(self._backend)
-        dout = inputs.check_like("dout", _known(engine, "dout", dout), self.out, "out")
+        dout = _known(engine, "dout", dout, self._backend)
+        dout = inputs.check_like("dout", dout, self.out, "out")
         inputs.check_tiling(tiling)
         algorithm = plans.backward_form(self._job.algorithm, deterministic)
         job = replace(
             self._job,
             tiling=tiling,
             algorithm=algorithm,
-            trace=self._job.trace if trace is None else inputs.check_trace_mode(trace),
+            trace=self._job.trace
+            if trace is None
+            else inputs.check_trace_mode(trace, self._backend),
         )
         if deterministic and hasattr(engine, "orders_dq"):
             ordered = replace(job, algorithm="flash2-fused", deterministic=True)
@@ -130,6 +133,8 @@ class Result:
         grads = {
             name: inputs.squeeze(x, ndim) for name, x in outcome.arrays.items() if name != "dbias"
         }
+        if self._backend in dispatch.ON_CPU:
+            inputs.warn_of_overflow(outcome.arrays, {"dout": dout, **_arrays(job)})
         dbias = outcome.arrays.get("dbias")
         if dbias is not None:
             dbias = dbias.reshape(self._bias_shape)
@@ -220,7 +225,8 @@ def run(
         Of a kind that fits (each is also a ValueError, TypeError, ...): what was wrong, what was
         given, what is possible.
     """
-    engine = dispatch.engine(backend)
+    engine, on_cpu = dispatch.engine(backend), backend in dispatch.ON_CPU
+    trace = inputs.check_trace_mode(trace, backend)
     if options:
         inputs.reject_unknown(
             (name for name in options if name not in engine.OPTIONS),
@@ -230,10 +236,10 @@ def run(
     plans.check_algorithm(algorithm)
     inputs.check_tiling(tiling)
     given = inputs.prepare(
-        _known(engine, "q", q),
-        _known(engine, "k", k),
-        _known(engine, "v", v),
-        bias=bias,
+        _known(engine, "q", q, backend),
+        _known(engine, "k", k, backend),
+        _known(engine, "v", v, backend),
+        bias=inputs.numpy_only("bias", bias, backend) if on_cpu and bias is not None else bias,
         block_mask=block_mask,
         tiling=tiling,
         nan_policy=nan_policy,
@@ -245,8 +251,6 @@ def run(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
     )
-    if backend in _ON_CPU:
-        inputs.require_numpy(given, backend)
     job = Job(
         given.problem,
         given.q,
@@ -257,10 +261,12 @@ def run(
         Device.get(device),
         algorithm,
         inputs.check_key_order(key_order),
-        inputs.check_trace_mode(trace),
+        trace,
         options,
     )
     outcome = engine.forward(job)
+    if on_cpu:
+        inputs.warn_of_overflow({"out": outcome.arrays["out"]}, _arrays(job))
     return Result(
         out=inputs.squeeze(outcome.arrays["out"], given.ndim),
         lse=inputs.squeeze(outcome.arrays["lse"], given.ndim - 1),
@@ -274,11 +280,18 @@ def run(
 
 
 _RUN_ARGUMENTS = tuple(run.__kwdefaults__ or ())
-_ON_CPU = ("numpy", "numba")
 
 
-def _known(engine: Any, name: str, x: Any) -> Any:
+def _arrays(job: Job) -> dict[str, Any]:
+    """What was given, by name."""
+    arrays = {"q": job.q, "k": job.k, "v": job.v, "bias": job.bias}
+    return {name: x for name, x in arrays.items() if x is not None}
+
+
+def _known(engine: Any, name: str, x: Any, backend: str) -> Any:
     """An array of a kind that the engine knows, if it can make one of `x`."""
+    if backend in dispatch.ON_CPU:
+        return inputs.numpy_only(name, x, backend)
     return engine.adopt(name, x) if inputs.only_dlpack(x) and hasattr(engine, "adopt") else x
 
 

@@ -5,28 +5,31 @@ Works on anything with `shape`, `dtype` and `reshape` (NumPy, CuPy, torch), with
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from flashsim.api.dispatch import BACKENDS, ON_CPU
 from flashsim.errors import (
     DTypeError,
     MaskError,
     OptionError,
     ShapeError,
     UnknownArgumentError,
+    UnsupportedError,
     choices,
+    shown,
 )
+from flashsim.problem import checks
 from flashsim.problem.masks import BlockMask
 from flashsim.problem.problem import Problem
+from flashsim.schedule.schedule import KEY_ORDERS
 from flashsim.schedule.tiling import Tiling
 
 AXES = {2: "(n, d)", 3: "(heads, n, d)", 4: "(batch, heads, n, d)"}
-
-KEY_ORDERS = ("ascending", "descending")
-TRACE_MODES = (False, True, "timeline")
 
 #: What people type, and what it is called here.
 SYNONYMS = {
@@ -99,21 +102,26 @@ def only_dlpack(x: Any) -> bool:
 def check_tiling(tiling: Any) -> None:
     """Raise `DTypeError` unless this is a `Tiling`, or None."""
     if tiling is not None and not isinstance(tiling, Tiling):
-        raise DTypeError(f"tiling must be a flashsim.Tiling(block_q, block_k), got {tiling!r}")
+        raise DTypeError(f"tiling must be a flashsim.Tiling(block_q, block_k), got {shown(tiling)}")
 
 
 def check_key_order(key_order: str) -> Any:
     """`key_order`, if there is such an order."""
-    if key_order not in KEY_ORDERS:
-        raise OptionError(f"unknown key_order {key_order!r}; {choices(key_order, KEY_ORDERS)}")
-    return key_order
+    return checks.one_of("key_order", key_order, KEY_ORDERS)
 
 
-def check_trace_mode(trace: bool | str) -> bool | str:
-    """`trace`, if it says what to record."""
-    if trace not in TRACE_MODES:
-        raise OptionError(f"trace must be True, False or 'timeline', got {trace!r}")
-    return trace
+def check_trace_mode(trace: bool | str, backend: str) -> bool | str:
+    """`trace`, if it says what to record and the backend can."""
+    timeline = isinstance(trace, str) and trace == "timeline"
+    if not timeline and not isinstance(trace, (bool, np.bool_)):
+        raise OptionError(f"trace must be True, False or 'timeline', got {shown(trace)}")
+    if timeline and backend in ON_CPU:
+        raise UnsupportedError(
+            "trace='timeline' says when each part of a visit ran on a GPU, so backends "
+            f"{' and '.join(b for b in BACKENDS if b not in ON_CPU)} have it; backend {backend!r} "
+            "records trace=True"
+        )
+    return trace if timeline else bool(trace)
 
 
 def prepare(
@@ -157,10 +165,7 @@ def prepare(
     arrays = {"q": q, "k": k, "v": v}
     if ndim < 4:
         q, k, v = (x.reshape((1,) * (4 - ndim) + tuple(x.shape)) for x in (q, k, v))
-    if nan_policy not in ("propagate", "raise"):
-        raise OptionError(
-            f"unknown nan_policy {nan_policy!r}; {choices(nan_policy, ('propagate', 'raise'))}"
-        )
+    checks.one_of("nan_policy", nan_policy, ("propagate", "raise"))
     if nan_policy == "raise":
         for name, x in {**arrays, **({} if bias is None else {"bias": bias})}.items():
             check_finite(name, x)
@@ -235,12 +240,40 @@ def check_like(name: str, array: Any, like: Any, what: str) -> Any:
 
 def check_finite(name: str, array: Any) -> None:
     """Raise `OptionError` if an array holds NaN or infinity (``nan_policy="raise"``)."""
-    wide = array if dtype_name(array) != "bfloat16" else array.astype(np.float32)
-    bad = int((~np.isfinite(wide)).sum())
+    bad = _not_finite(array)
     if bad:
         raise OptionError(
             f"{name} holds {bad:,} NaN or infinite values and nan_policy is 'raise'; "
             "nan_policy='propagate' lets them through"
+        )
+
+
+def _not_finite(array: Any) -> int:
+    """How many values are NaN or infinite."""
+    wide = array if dtype_name(array) != "bfloat16" else array.astype(np.float32)
+    return int((~np.isfinite(wide)).sum())
+
+
+def warn_of_overflow(results: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Warn of results that are NaN or infinite although nothing that was given is.
+
+    A bias may hold -inf, which masks.
+    """
+    for name, x in results.items():
+        bad = _not_finite(x)
+        if not bad:
+            continue
+        for other, y in given.items():
+            held = _not_finite(y)
+            if held and not (other == "bias" and held == int((y == -np.inf).sum())):
+                return
+        dtype = dtype_name(x)
+        largest = {"float16": "65,504", "float64": "1.8e308"}.get(dtype, "3.4e38")
+        warnings.warn(
+            f"{name} holds {bad:,} NaN or infinite values although the inputs are finite: {dtype} "
+            f"ends at {largest}; scale the inputs down, or use a type with more range",
+            RuntimeWarning,
+            stacklevel=3,
         )
 
 
@@ -253,8 +286,19 @@ def _array(name: str, x: Any) -> tuple[int, ...]:
             f"{name} must be an array (NumPy, CuPy or torch), got {type(x).__name__}; "
             f"np.asarray({name}, np.float32) makes one"
         ) from None
+    if isinstance(x, np.ma.MaskedArray):
+        raise DTypeError(
+            f"{name} is a masked array, whose mask attention would not see; give {name}.filled(0) "
+            "and say what to leave out with mask, block_mask, or a bias of -inf"
+        )
     several = isinstance(x, np.ndarray) and x.size > 0 and shape and shape[-1] > 1
     if several and x.strides[-1] != x.itemsize:
+        if len(shape) > 1 and x.strides[-2] == x.itemsize:
+            raise ShapeError(
+                f"{name} of shape {shape} looks transposed (strides {x.strides} B): its last two "
+                f"axes must be (n, head_dim), as they lie in memory; give {name} without .T, or "
+                f"np.ascontiguousarray({name}) if this shape is meant"
+            )
         raise ShapeError(
             f"{name}'s last axis must be contiguous, got strides {x.strides} B for shape "
             f"{shape}; np.ascontiguousarray({name}) makes it so"
@@ -279,10 +323,12 @@ def _check_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) ->
         raise ShapeError(f"q, k and v must have the same batch size, got {_named(shapes)}")
     if k[1] != v[1]:
         raise ShapeError(f"k and v must have the same number of heads, got {_named(shapes)}")
-    if k[2] != v[2]:
-        raise ShapeError(f"k and v must have the same number of rows, got {_named(shapes)}")
     if q[3] != k[3]:
-        raise ShapeError(f"q and k must have the same head_dim, got {_named(shapes)}")
+        hint = "; k looks transposed: its rows are keys" if q[3] == k[2] else ""
+        raise ShapeError(f"q and k must have the same head_dim, got {_named(shapes)}{hint}")
+    if k[2] != v[2]:
+        hint = "; v looks transposed: its rows are values" if k[2] == v[3] else ""
+        raise ShapeError(f"k and v must have the same number of rows, got {_named(shapes)}{hint}")
 
 
 def _named(shapes: Iterable[tuple[int, ...]]) -> str:
@@ -313,15 +359,15 @@ def _block_mask(block_mask: Any, tiling: Tiling | None) -> BlockMask:
     return BlockMask(block_mask, tiling.block_q, tiling.block_k)
 
 
-def require_numpy(given: Inputs, backend: str) -> None:
-    """Refuse anything but NumPy arrays: this backend runs on the CPU."""
-    for name in ("q", "k", "v", "bias"):
-        x = getattr(given, name)
-        if x is not None and not isinstance(x, np.ndarray):
-            raise DTypeError(
-                f"backend {backend!r} takes NumPy arrays, got {name} as {type(x).__module__}."
-                f"{type(x).__name__}; convert it first, or run on a GPU backend"
-            )
+def numpy_only(name: str, x: Any, backend: str) -> Any:
+    """A NumPy array as it is (of a subclass such as `np.matrix`, its data); others are refused."""
+    _array(name, x)
+    if not isinstance(x, np.ndarray):
+        raise DTypeError(
+            f"backend {backend!r} takes NumPy arrays, got {name} as {type(x).__module__}."
+            f"{type(x).__name__}; convert it first, or run on a GPU backend"
+        )
+    return np.asarray(x)
 
 
 def as_4d(x: Any) -> Any:

@@ -14,12 +14,14 @@ from flashsim.api.samples import random_inputs
 from flashsim.api.sweepfile import Row
 from flashsim.counts import traffic
 from flashsim.counts.traffic import Traffic
-from flashsim.errors import DTypeError, FlashSimError, OptionError, choices
+from flashsim.errors import DTypeError, FlashSimError, OptionError, choices, shown
+from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.report import Cell
 from flashsim.schedule import plans
 from flashsim.schedule.presets import PRESETS
+from flashsim.schedule.schedule import KEY_ORDERS
 from flashsim.schedule.tiling import Tiling
 from flashsim.trace.trace import Trace
 
@@ -172,6 +174,10 @@ def axis(name: str, value: Any) -> list[Any]:
     pair = name == "window" and isinstance(value, (tuple, list)) and len(value) == 2
     if pair and not any(isinstance(x, (tuple, list)) or x is None for x in value):
         value = [tuple(value)]  # one window, not two values
+    if isinstance(value, (bytes, Mapping)):
+        raise DTypeError(f"{name} must be a value or a list of values, got {shown(value)}")
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value[()]
     single = isinstance(value, (str, Tiling, Device)) or not isinstance(value, Iterable)
     values = [value] if single else list(value)
     if not values:
@@ -184,7 +190,6 @@ def points(method: str, axes: Mapping[str, list[Any]]) -> list[Point]:
     found: dict[Key, Point] = {}
     for values in product(*axes.values()):
         point = dict(zip(axes, values, strict=True))
-        point["n_q"] = point.pop("n")
         for name, same in SAME.items():
             point[name] = point[same] if point[name] is None else point[name]
         made = Point(method=method, **point)
@@ -195,25 +200,21 @@ def points(method: str, axes: Mapping[str, list[Any]]) -> list[Point]:
 def _size(name: str, value: Any) -> int | None:
     if value is None and name in (*SAME, "sram_bytes"):
         return None
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-        raise DTypeError(f"{name} must hold integers, got {value!r} ({type(value).__name__})")
-    if value < 1:
-        raise OptionError(f"{name} must be at least 1, got {value}")
+    if not checks.is_int(value):
+        raise DTypeError(f"{name} must hold integers, got {shown(value)} ({type(value).__name__})")
+    if not 1 <= value <= checks.LARGEST:
+        bound = "at least 1" if value < 1 else "at most 2**63 - 1"
+        raise OptionError(f"{name} must be {bound}, got {shown(value)}")
     return int(value)
 
 
 def _one_of(possible: Iterable[str]) -> Any:
-    def check(name: str, value: Any) -> str:
-        if value not in possible:
-            raise OptionError(f"unknown {name} {value!r}; {choices(value, possible)}")
-        return value
-
-    return check
+    return lambda name, value: checks.one_of(name, value, possible)
 
 
 def _field(name: str, value: Any) -> Any:
-    """A value that `Problem` itself can judge, alone."""
-    return getattr(Problem(n_q=1, **{name: value}), name)
+    """A value that `Problem` itself can judge, alone; with the type that takes most."""
+    return getattr(Problem(n_q=1, **{"dtype": "float64", name: value}), name)
 
 
 def _tiling(name: str, value: Any) -> Tiling | str:
@@ -222,7 +223,7 @@ def _tiling(name: str, value: Any) -> Tiling | str:
     names = ("fit", *PRESETS)
     if not isinstance(value, str) or value not in names:
         raise OptionError(
-            f"{name} must hold flashsim.Tiling(block_q, block_k) or names, got {value!r}; "
+            f"{name} must hold flashsim.Tiling(block_q, block_k) or names, got {shown(value)}; "
             + choices(value, names)
         )
     return value
@@ -231,7 +232,7 @@ def _tiling(name: str, value: Any) -> Tiling | str:
 _CHECKS: Mapping[str, Any] = {
     "algorithm": _one_of(plans.ALGORITHMS),
     "direction": _one_of(plans.DIRECTIONS),
-    "key_order": _one_of(("ascending", "descending")),
+    "key_order": _one_of(KEY_ORDERS),
     **dict.fromkeys(("dtype", "causal", "window", "softcap"), _field),
     "device": lambda _, value: Device.get(value),
     "tiling": _tiling,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flashsim.errors import OptionError, choices
+from flashsim.problem import checks
 from flashsim.problem.problem import Problem, numpy_dtype
 from flashsim.trace.trace import Trace
 
@@ -47,8 +47,7 @@ def load_sample(name: str = "layer0") -> Sample:
     OptionError
         For a layer that is not bundled.
     """
-    if name not in SAMPLES:
-        raise OptionError(f"unknown sample {name!r}; {choices(name, SAMPLES)}")
+    checks.one_of("sample", name, SAMPLES)
     file = resources.files("flashsim") / "data" / "minilm_qkv.npz"
     with file.open("rb") as stream, np.load(stream) as arrays:
         return Sample(*(arrays[f"{name}_{field}"] for field in Sample._fields))
@@ -73,8 +72,7 @@ def load_sample_trace(name: str = "h200-forward") -> Trace:
     OptionError
         For a trace that is not bundled.
     """
-    if name not in TRACES:
-        raise OptionError(f"unknown trace {name!r}; {choices(name, TRACES)}")
+    checks.one_of("trace", name, TRACES)
     with resources.as_file(resources.files("flashsim") / "data" / f"{name}.npz") as file:
         return Trace.load(file)
 
@@ -103,8 +101,8 @@ def random_inputs(problem: Problem, seed: int = 0) -> RandomInputs:
         q (batch, heads, n_q, head_dim), k (batch, kv_heads, n_kv, head_dim),
         v (batch, kv_heads, n_kv, head_dim_v), dout (batch, heads, n_q, head_dim_v).
     """
-    p = problem
-    rng = np.random.default_rng(seed)
+    p = checks.instance("problem", problem, Problem, "flashsim.Problem")
+    rng = np.random.default_rng(checks.seed(seed))
     dtype = numpy_dtype(p.dtype)
     shapes = (
         (p.heads, p.n_q, p.head_dim),

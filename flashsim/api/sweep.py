@@ -30,7 +30,8 @@ from flashsim.api.point import (
     points,
 )
 from flashsim.api.sweepfile import Row, SweepFile
-from flashsim.errors import BackendUnavailable, DTypeError, OptionError, choices
+from flashsim.errors import BackendUnavailable, DTypeError, OptionError, shown
+from flashsim.problem import checks
 from flashsim.report import Cell
 
 
@@ -134,8 +135,9 @@ def _short_figures(row: Mapping[str, Any]) -> list[Cell]:
 
 
 def sweep(
-    n: Any,
+    n_q: Any = None,
     *,
+    n: Any = None,
     n_kv: Any = None,
     head_dim: Any = 64,
     head_dim_v: Any = None,
@@ -166,8 +168,8 @@ def sweep(
 
     Parameters
     ----------
-    n, n_kv : int or list
-        Query length; key length, the same where None.
+    n_q, n_kv : int or list
+        Query length, which `n` means as well; key length, the same where None.
     head_dim, head_dim_v, batch, heads, kv_heads, dtype, causal, window, softcap
         As in `Problem`; a pair of integers is one window, a list of pairs several.
     algorithm, direction, device, key_order
@@ -200,8 +202,15 @@ def sweep(
         sweep's.
     """
     inputs.reject_unknown(unknown, sweep.__kwdefaults__ or (), "sweep")
-    if method not in METHODS:
-        raise OptionError(f"unknown method {method!r}; {choices(method, METHODS)}")
+    checks.one_of("method", method, METHODS)
+    if (n_q is None) == (n is None):
+        raise OptionError(
+            "sweep() takes the query length as n_q, or as n: one of them, got "
+            f"n_q={shown(n_q)} and n={shown(n)}"
+        )
+    if path is not None:
+        checks.path("path", path)
+    checks.flag("progress", progress)
     if executor is not None and not isinstance(executor, Executor):
         raise DTypeError(
             f"executor must be a concurrent.futures.Executor, got {type(executor).__name__}; a "
@@ -220,7 +229,7 @@ def sweep(
         "kv_heads": kv_heads,
         "head_dim": head_dim,
         "head_dim_v": head_dim_v,
-        "n": n,
+        "n_q": n if n_q is None else n_q,
         "n_kv": n_kv,
         "device": device,
         "sram_bytes": sram_bytes,

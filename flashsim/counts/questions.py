@@ -7,7 +7,7 @@ from typing import Protocol
 
 from flashsim import report
 from flashsim.counts.work import KINDS
-from flashsim.errors import OptionError, choices
+from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule.names import TENSORS
@@ -41,10 +41,10 @@ class Answers(Protocol):
 
 def check_names(op: str | None, tensor: str | None) -> None:
     """Raise `OptionError` unless both name something that exists."""
-    if op is not None and op not in OPS:
-        raise OptionError(f"unknown operation {op!r}; {choices(op, OPS)}")
-    if tensor is not None and tensor not in TENSORS[1:]:
-        raise OptionError(f"unknown tensor {tensor!r}; {choices(tensor, TENSORS[1:])}")
+    if op is not None:
+        checks.one_of("operation", op, OPS)
+    if tensor is not None:
+        checks.one_of("tensor", tensor, TENSORS[1:])
 
 
 def select(transfers: Transfers, op: str | None, tensor: str | None) -> int:
@@ -61,8 +61,7 @@ def select_kind(flops: Mapping[str, int], kind: str | None) -> int:
     """FLOPs of one kind, or of all."""
     if kind is None:
         return sum(flops.values())
-    if kind not in KINDS:
-        raise OptionError(f"unknown kind of FLOP {kind!r}; {choices(kind, KINDS)}")
+    checks.one_of("kind of FLOP", kind, KINDS)
     return flops.get(kind, 0)
 
 
@@ -70,8 +69,7 @@ def select_chip(chip: Mapping[str, int], op: str | None) -> int:
     """On-chip bytes read or written, or both."""
     if op is None:
         return sum(chip.values())
-    if op not in ("read", "write"):
-        raise OptionError(f"unknown on-chip operation {op!r}; {choices(op, ('read', 'write'))}")
+    checks.one_of("on-chip operation", op, ("read", "write"))
     return chip.get(op, 0)
 
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from flashsim.counts.work import stage_work, total_flops
-from flashsim.errors import OptionError, choices
+from flashsim.errors import DTypeError, OptionError, shown
+from flashsim.problem import checks
 from flashsim.problem.hardware import KIB, Device
 from flashsim.schedule import plans
 from flashsim.schedule.clump import clump_size
 from flashsim.schedule.plans import heads_of
 from flashsim.schedule.schedule import Schedule
+from flashsim.schedule.tables import INT32
 
 ORDERS = ("head-first", "tile-first", "longest-first", "grouped")
 WALKS = ("straight", "sawtooth")
@@ -65,8 +67,8 @@ class L2Model:
 
     Raises
     ------
-    OptionError
-        For an option outside its range.
+    OptionError, DTypeError
+        For an option outside its range or of another type.
     """
 
     launch: str = "head-first"
@@ -81,23 +83,27 @@ class L2Model:
 
     def __post_init__(self) -> None:
         for name, possible in (("launch", ORDERS), ("walk", WALKS)):
-            value = getattr(self, name)
-            if value not in possible:
-                raise OptionError(f"unknown {name} {value!r}; {choices(value, possible)}")
+            checks.one_of(name, getattr(self, name), possible)
         limits = {"blocks_per_sm": None, "partitions": 2, "heads_in_group": None, "ways": 64}
         for name, largest in limits.items():
             value = getattr(self, name)
-            if value is not None and (value < 1 or (largest and value > largest)):
-                limit = f"between 1 and {largest}" if largest else "at least 1"
-                raise OptionError(f"{name} must be {limit}, got {value!r}")
+            if value is None:
+                continue
+            if not checks.is_int(value):
+                raise DTypeError(f"{name} must be an integer or None, got {shown(value)}")
+            if not 1 <= value <= (largest or INT32):
+                limit = (
+                    f"between 1 and {largest}" if largest else "at least 1, and a 32-bit integer"
+                )
+                raise OptionError(f"{name} must be {limit}, got {shown(value)}")
         if self.ways is None and self.partitions == 2:
             raise OptionError("the fully associative cache (ways=None) has one partition, not 2")
-        if not 0 <= self.jitter < 1e-3:
+        checks.flag("flush", self.flush)
+        if not 0 <= checks.number("jitter", self.jitter) < 1e-3:
             raise OptionError(
                 f"jitter must be at least 0 and below 1e-3 seconds, got {self.jitter!r}"
             )
-        if self.seed < 0:
-            raise OptionError(f"seed must be at least 0, got {self.seed!r}")
+        checks.seed(self.seed)
 
     def parts(self, device: Device) -> int:
         """Partitions of the cache."""

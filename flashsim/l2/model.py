@@ -10,10 +10,10 @@ import numpy as np
 from flashsim import report
 from flashsim.counts import questions
 from flashsim.counts.traffic import Traffic
-from flashsim.errors import OptionError, choices
 from flashsim.l2.curve import Curve
 from flashsim.l2.launch import L2Model
 from flashsim.l2.requests import Stream, TileNumbers, numbers_of, stream
+from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 
 OPS = ("read", "write", "pending")
@@ -62,12 +62,10 @@ class Dram:
             ended (with ``flush=False`` when the last stage ended), written some time after.
             Default: reads and writes, pending included.
         """
-        if op is not None and op not in OPS:
-            raise OptionError(f"unknown DRAM operation {op!r}; {choices(op, OPS)}")
-        if stage is not None and stage not in [s.name for s in self.stages]:
-            raise OptionError(
-                f"no stage {stage!r}; {choices(stage, [s.name for s in self.stages])}"
-            )
+        if op is not None:
+            checks.one_of("DRAM operation", op, OPS)
+        if stage is not None:
+            checks.one_of("stage", stage, [s.name for s in self.stages])
         questions.check_names(None, tensor)
         return sum(
             nbytes
@@ -146,8 +144,7 @@ def dram(requested: Traffic, model: L2Model | None = None) -> Dram:
     UnsupportedError
         If there are too many requests to replay.
     """
-    model = model or L2Model()
-    tiles, streams = _streams(requested, model)
+    tiles, streams, model = _streams(requested, model)
     whole = model.ways is None
     cache = _WholeTiles(tiles, requested.device) if whole else _Sets(tiles, requested.device, model)
     stages: list[StageDram] = []
@@ -164,17 +161,24 @@ def curves(requested: Traffic, model: L2Model | None = None) -> dict[str, Curve]
 
     The cache is the textbook one, `L2Model(ways=None)`; each stage starts with an empty one.
     """
-    model = model or L2Model()
-    tiles, streams = _streams(requested, model)
+    tiles, streams, _ = _streams(requested, model)
     return {part.stage.name: Curve.measure(part, tiles.size) for part in streams}
 
 
-def _streams(requested: Traffic, model: L2Model) -> tuple[TileNumbers, Iterator[Stream]]:
-    r = requested
+def _streams(
+    requested: Traffic, model: L2Model | None
+) -> tuple[TileNumbers, Iterator[Stream], L2Model]:
+    r = checks.instance("requested", requested, Traffic, "Traffic, from flashsim.count")
+    model = L2Model() if model is None else model
+    checks.instance("l2", model, L2Model, "flashsim.l2.L2Model")
     tiles = numbers_of(r.problem, r.schedule(r.stages[0]), r.algorithm, r.direction)
-    return tiles, (
-        stream(stage, r.schedule(stage), tiles, r.algorithm, r.direction, r.device, model)
-        for stage in r.stages
+    return (
+        tiles,
+        (
+            stream(stage, r.schedule(stage), tiles, r.algorithm, r.direction, r.device, model)
+            for stage in r.stages
+        ),
+        model,
     )
 
 

@@ -7,28 +7,85 @@ Raised, with what was wrong and what was given: `DTypeError` for a value of the 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from flashsim.errors import DTypeError, OptionError, ShapeError, choices
+from flashsim.errors import DTypeError, OptionError, ShapeError, choices, shown
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
+#: Sizes end where a 64-bit integer does.
+LARGEST = 2**63 - 1
+
+
+def is_int(value: Any) -> bool:
+    """Whether this is an integer, Python's or NumPy's; True and False are not."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
 def positive_int(name: str, value: Any) -> int:
-    """An integer of at least 1."""
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-        raise DTypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__})")
+    """An integer from 1 to 2**63 - 1."""
+    if not is_int(value):
+        raise DTypeError(f"{name} must be an integer, got {shown(value)} ({type(value).__name__})")
     if value < 1:
-        raise ShapeError(f"{name} must be at least 1, got {value}")
+        raise ShapeError(f"{name} must be at least 1, got {shown(value)}")
+    if value > LARGEST:
+        raise ShapeError(f"{name} must be at most 2**63 - 1, got {shown(value)}")
+    return int(value)
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise DTypeError(f"{name} must be True or False, got {shown(value)}")
+    return bool(value)
+
+
+def one_of(name: str, value: Any, possible: Iterable[str]) -> Any:
+    """One of some names."""
+    if not isinstance(value, str) or value not in possible:
+        raise OptionError(f"unknown {name} {shown(value)}; {choices(value, possible)}")
+    return value
+
+
+def instance(name: str, value: Any, kind: type, how: str) -> Any:
+    """An object of a class of ours; `how` says how to make one."""
+    if not isinstance(value, kind):
+        raise DTypeError(f"{name} must be a {how}, got {shown(value)}")
+    return value
+
+
+def path(name: str, value: Any) -> str:
+    """The path of a file that could exist."""
+    try:
+        if not isinstance(value, (str, os.PathLike)) or b"\0" in os.fsencode(value):
+            raise DTypeError(f"{name} must be the path of a file, got {shown(value)}")
+    except UnicodeEncodeError:
+        raise OptionError(f"{name} must be the path of a file, got {shown(value)}") from None
+    return os.fspath(value)
+
+
+def seed(value: Any) -> int:
+    """A seed for random numbers."""
+    if not is_int(value):
+        raise DTypeError(f"seed must be an integer, got {shown(value)}")
+    if value < 0:
+        raise OptionError(f"seed must be at least 0, got {shown(value)}")
     return int(value)
 
 
 def as_array(name: str, values: Any) -> np.ndarray:
     """Anything NumPy can read as an array."""
+    if isinstance(values, np.ma.MaskedArray):
+        raise DTypeError(
+            f"{name} is a masked array, whose mask would be lost; "
+            f"{name}.filled(...) makes a plain one"
+        )
     try:
         return np.asarray(values)
     except (TypeError, ValueError) as error:  # ragged lists, arrays on a GPU
@@ -37,24 +94,27 @@ def as_array(name: str, values: Any) -> np.ndarray:
 
 def number(name: str, value: Any, low: float = -math.inf) -> float:
     """A finite number of at least `low`."""
-    real = isinstance(value, (int, float, np.integer, np.floating))
-    if not real or isinstance(value, bool):
-        raise DTypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
-    number = float(value)
+    if not (is_int(value) or isinstance(value, (float, np.floating))):
+        raise DTypeError(f"{name} must be a number, got {shown(value)} ({type(value).__name__})")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number) or number < low:
         bound = "finite" if low == -math.inf else f"finite and at least {low:g}"
-        raise OptionError(f"{name} must be {bound}, got {value!r}")
+        raise OptionError(f"{name} must be {bound}, got {shown(value)}")
     return number
 
 
 def dtype_name(dtype: Any) -> str:
     """The name of a supported dtype."""
     try:
-        name = str(dtype) if isinstance(dtype, (str, type(None))) else np.dtype(dtype).name
-    except TypeError:
-        name = str(dtype)
-    if name not in DTYPES:
-        raise DTypeError(f"dtype {name!r} is not supported; {choices(name, DTYPES)}")
+        known = isinstance(dtype, (type, np.dtype))
+        name = np.dtype(dtype).name if known else dtype
+    except Exception:  # what NumPy cannot read as a type, it refuses in many ways
+        name = dtype
+    if not isinstance(name, str) or name not in DTYPES:
+        raise DTypeError(f"dtype {shown(name)} is not supported; {choices(name, DTYPES)}")
     return name
 
 
@@ -66,27 +126,27 @@ def window(window: Any) -> tuple[int, int] | None:
         left, right = window
     except (TypeError, ValueError):
         raise DTypeError(
-            f"window must be a pair (left, right) of key counts, -1 unlimited, got {window!r}"
+            f"window must be a pair (left, right) of key counts, -1 unlimited, got {shown(window)}"
         ) from None
     for value in (left, right):
-        if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-            raise DTypeError(f"window must hold two integers, got {window!r}")
+        if not is_int(value):
+            raise DTypeError(f"window must hold two integers, got {shown(window)}")
         if value < -1:
-            raise OptionError(f"window sides must be -1 (unlimited) or more, got {window!r}")
+            raise OptionError(f"window sides must be -1 (unlimited) or more, got {shown(window)}")
     return int(left), int(right)
 
 
-def cu_seqlens(name: str, values: Sequence[int], total: int) -> tuple[int, ...]:
+def cu_seqlens(name: str, values: Any, total: int) -> tuple[int, ...]:
     """Offsets of packed sequences: from 0 up to `total`."""
     array = as_array(name, values)
     if array.ndim != 1 or array.size < 2 or array.dtype.kind not in "iu":
         raise ShapeError(
-            f"{name} must be a 1-D list of at least two integer offsets, got {values!r}"
+            f"{name} must be a 1-D list of at least two integer offsets, got {shown(values)}"
         )
     offsets = tuple(int(x) for x in array)
     if offsets[0] != 0 or offsets[-1] != total or any(b < a for a, b in pairwise(offsets)):
         raise ShapeError(
             f"{name} must start at 0, never fall and end at the packed length {total}, got "
-            f"{list(offsets)}"
+            f"{shown(list(offsets))}"
         )
     return offsets

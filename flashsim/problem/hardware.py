@@ -36,11 +36,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from types import MappingProxyType
+from typing import Any
 
-from flashsim.errors import OptionError, choices
+from flashsim.errors import DTypeError, OptionError, choices, shown
+from flashsim.problem import checks
 
 KIB = 1024
 MIB = 1024 * KIB
+#: Fields that count bytes or SMs, and the most they may say: sums of them must fit 64 bits.
+_COUNTS = ("sram_bytes", "sram_per_sm", "registers_per_sm", "sm_count", "l2_bytes", "hbm_bytes")
+MOST = 2**60
 
 
 @dataclass(frozen=True)
@@ -74,8 +79,8 @@ class Device:
 
     Raises
     ------
-    OptionError
-        If a capacity or a bandwidth is not positive.
+    OptionError, DTypeError
+        If a capacity or a bandwidth is not positive, or a field has another type.
     """
 
     name: str
@@ -94,17 +99,35 @@ class Device:
     source: str = "user"
 
     def __post_init__(self) -> None:
-        for name in ("sram_bytes", "sram_per_sm", "sm_count", "l2_bytes", "hbm_bytes"):
+        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        for name in ("name", "source"):
+            if not isinstance(getattr(self, name), str):
+                raise DTypeError(f"Device.{name} must be text, got {shown(getattr(self, name))}")
+        for name in _COUNTS:
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-                raise OptionError(f"Device.{name} must be a positive integer, got {value!r}")
-        if self.l2_partitions not in (1, 2):
-            raise OptionError(f"Device.l2_partitions must be 1 or 2, got {self.l2_partitions!r}")
-        if not self.hbm_bandwidth > 0:
-            raise OptionError(f"Device.hbm_bandwidth must be positive, got {self.hbm_bandwidth!r}")
-        object.__setattr__(self, "tensor_flops", MappingProxyType(dict(self.tensor_flops)))
-        object.__setattr__(self, "cuda_flops", MappingProxyType(dict(self.cuda_flops)))
-        object.__setattr__(self, "compute_capability", tuple(self.compute_capability))
+            if not checks.is_int(value) or value <= 0:
+                raise OptionError(f"Device.{name} must be a positive integer, got {shown(value)}")
+            if value > MOST:
+                raise OptionError(f"Device.{name} must be at most 2**60, got {shown(value)}")
+            put(name, int(value))
+        if not checks.is_int(self.l2_partitions) or self.l2_partitions not in (1, 2):
+            raise OptionError(
+                f"Device.l2_partitions must be 1 or 2, got {shown(self.l2_partitions)}"
+            )
+        for name in ("hbm_bandwidth", "l2_bandwidth"):
+            put(name, checks.number(f"Device.{name}", getattr(self, name), low=0.0))
+        if self.hbm_bandwidth == 0:
+            raise OptionError("Device.hbm_bandwidth must be positive, got 0")
+        for name in ("tensor_flops", "cuda_flops"):
+            put(name, _peaks(name, getattr(self, name)))
+        version = self.compute_capability
+        pair = isinstance(version, (tuple, list)) and len(version) == 2
+        if not pair or not all(checks.is_int(x) and x >= 0 for x in version):
+            raise OptionError(
+                "Device.compute_capability must be a pair of integers such as (9, 0), got "
+                f"{shown(version)}"
+            )
+        put("compute_capability", (int(version[0]), int(version[1])))
 
     def __reduce__(self) -> tuple:  # MappingProxyType cannot be pickled; sweeps send devices around
         return _rebuild, (self.to_dict(),)
@@ -119,6 +142,8 @@ class Device:
 
     def peak(self, dtype: str, *, tensor_cores: bool = True) -> float:
         """Peak FLOP/s for matrix products of `dtype`, on tensor cores where the chip has them."""
+        if not isinstance(dtype, str):
+            raise DTypeError(f"dtype must be a name such as 'float16', got {shown(dtype)}")
         on_tensor = self.tensor_flops.get(dtype, 0.0) if tensor_cores else 0.0
         peak = on_tensor or self.cuda_flops.get(dtype, 0.0)
         if not peak:
@@ -134,6 +159,7 @@ class Device:
 
     def with_sram(self, sram_bytes: int) -> Device:
         """The same device with another on-chip capacity per block, for studies over M."""
+        sram_bytes = checks.positive_int("sram_bytes", sram_bytes)
         return replace(
             self,
             name=f"{self.name} (M = {sram_bytes:,} B)",
@@ -155,10 +181,20 @@ class Device:
         found = _BY_KEY.get(_key(device)) if isinstance(device, str) else None
         if found is None:
             raise OptionError(
-                f"unknown device {device!r}; {choices(device, PRESETS)}; "
+                f"unknown device {shown(device)}; {choices(device, PRESETS)}; "
                 "or build your own with flashsim.Device(...)"
             )
         return found
+
+
+def _peaks(field: str, peaks: Any) -> Mapping[str, float]:
+    """FLOP/s by dtype, checked and read-only."""
+    if not isinstance(peaks, Mapping) or not all(isinstance(dtype, str) for dtype in peaks):
+        raise DTypeError(
+            f"Device.{field} must be a mapping such as {{'float16': 989e12}}, got {shown(peaks)}"
+        )
+    check = lambda dtype, peak: checks.number(f"Device.{field}[{dtype!r}]", peak, 0.0)  # noqa: E731
+    return MappingProxyType({dtype: check(dtype, peak) for dtype, peak in peaks.items()})
 
 
 def _rebuild(values: dict) -> Device:

@@ -54,7 +54,10 @@ def call_mask(mask: Callable[..., Any], q: np.ndarray, k: np.ndarray) -> np.ndar
     shape = np.broadcast_shapes(q.shape, k.shape)
     name = getattr(mask, "__name__", repr(mask))
     try:
-        result = np.asarray(mask(q, k))
+        result = mask(q, k)
+        if isinstance(result, np.ma.MaskedArray):
+            raise MaskError(f"mask function {name!r} returned a masked array; return its booleans")
+        result = np.asarray(result)
     except FlashSimError:
         raise
     except Exception as error:

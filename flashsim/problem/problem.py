@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from flashsim.errors import DTypeError, MaskError, ShapeError
+from flashsim.errors import DTypeError, MaskError, OptionError, ShapeError, shown
 from flashsim.problem import checks
 from flashsim.problem.masks import BlockMask, call_mask
 
@@ -125,23 +125,23 @@ class Problem:
                 f"kv_heads={self.kv_heads}"
             )
         put("dtype", checks.dtype_name(self.dtype))
-        if not isinstance(self.causal, (bool, np.bool_)):
-            raise DTypeError(f"causal must be True or False, got {self.causal!r}")
-        put("causal", bool(self.causal))
+        put("causal", checks.flag("causal", self.causal))
         put("window", checks.window(self.window))
-        put("softcap", checks.number("softcap", self.softcap, low=0.0))
         scale = 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale
-        put("scale", checks.number("scale", scale))
+        put("softcap", self._factor("softcap", self.softcap, low=0.0))
+        put("scale", self._factor("scale", scale))
         self._check_sequences(put)
         if self.bias is not None:
             allowed = ((1, self.batch), (1, self.heads))
             lead = tuple(self.bias) if isinstance(self.bias, (tuple, list)) else ()
-            if len(lead) != 2 or any(x not in ok for x, ok in zip(lead, allowed, strict=True)):
+            if len(lead) != 2 or not all(
+                checks.is_int(x) and x in ok for x, ok in zip(lead, allowed, strict=True)
+            ):
                 raise ShapeError(
                     f"bias is given by its leading shape (1 or {self.batch}, 1 or {self.heads}), "
-                    f"got {self.bias!r}"
+                    f"got {shown(self.bias)}"
                 )
-            put("bias", lead)
+            put("bias", (int(lead[0]), int(lead[1])))
         if self.block_mask is not None:
             self._check_block_mask()
         if self.mask is not None and not callable(self.mask):
@@ -149,6 +149,24 @@ class Problem:
                 f"mask must be a function mask(q_index, k_index), got {type(self.mask).__name__}; "
                 "a boolean tile grid goes to block_mask, an additive array to bias"
             )
+        try:
+            hash(self.mask)
+        except TypeError:
+            raise MaskError(
+                f"mask must be hashable, since schedules are kept by problem; got an unhashable "
+                f"{type(self.mask).__name__}; a function is, and so is a frozen dataclass"
+            ) from None
+
+    def _factor(self, name: str, value: Any, low: float = -math.inf) -> float:
+        """A factor of the scores, which must be finite in their type, too; a cap not 0 there."""
+        number, limits = checks.number(name, value, low), np.finfo(self.compute_dtype)
+        largest, least = float(limits.max), float(limits.tiny)
+        if abs(number) > largest or (name == "softcap" and 0 < number < least):
+            raise OptionError(
+                f"{name} must fit {self.compute_dtype}, in which scores of {self.dtype} inputs are "
+                f"computed (from {least:.3g} to {largest:.3g}), got {shown(value)}"
+            )
+        return number
 
     def _check_sequences(self, put: Callable[[str, Any], None]) -> None:
         if (self.cu_seqlens_q is None) != (self.cu_seqlens_k is None):
@@ -263,7 +281,8 @@ class Problem:
         q_local, k_local = q[:, None] - sequence.q_start, k[None, :] - sequence.k_start
         if self.block_mask is not None:
             b = self.block_mask
-            kept &= b.grid[q_local // b.block_q, k_local // b.block_k]
+            cell_q, cell_k = min(b.block_q, self.n_q), min(b.block_k, self.n_kv)
+            kept &= b.grid[q_local // cell_q, k_local // cell_k]
         if self.mask is not None:
             kept &= call_mask(self.mask, q_local, k_local)
         return kept

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from flashsim.errors import OptionError, choices
+from flashsim.errors import OptionError
+from flashsim.problem import checks
 from flashsim.problem.problem import Problem
 from flashsim.schedule import itinerary
 from flashsim.schedule.itinerary import Itinerary, Outer, Per
@@ -93,18 +94,22 @@ class Stage:
         return (*self.before, *self.visit, *self.after)
 
 
-@lru_cache(maxsize=64)
 def stages(problem: Problem, algorithm: str, direction: str = "forward") -> tuple[Stage, ...]:
     """The stages of an algorithm, in the order they run.
 
     Raises
     ------
-    OptionError
-        If the algorithm or the direction does not exist.
+    OptionError, DTypeError
+        If the algorithm or the direction does not exist, or this is no problem.
     """
+    checks.instance("problem", problem, Problem, "flashsim.Problem")
     check_algorithm(algorithm)
-    if direction not in DIRECTIONS:
-        raise OptionError(f"unknown direction {direction!r}; {choices(direction, DIRECTIONS)}")
+    checks.one_of("direction", direction, DIRECTIONS)
+    return _stages(problem, algorithm, direction)
+
+
+@lru_cache(maxsize=64)
+def _stages(problem: Problem, algorithm: str, direction: str) -> tuple[Stage, ...]:
     wide = problem.itemsize == problem.compute_itemsize
     listed: tuple[Itinerary, ...] = getattr(itinerary.ALGORITHMS[algorithm], direction)
     made = (_stage(problem, one) for one in listed if not (wide and one.converts))
@@ -159,6 +164,7 @@ def backward_form(algorithm: str, deterministic: bool | None) -> str:
     """
     if deterministic is None:
         return algorithm
+    checks.flag("deterministic", deterministic)
     if algorithm not in ("flash2", "flash2-fused"):
         raise OptionError(
             f"deterministic chooses between the forms of FlashAttention-2's backward; "
@@ -169,8 +175,7 @@ def backward_form(algorithm: str, deterministic: bool | None) -> str:
 
 def check_algorithm(algorithm: str) -> None:
     """Raise `OptionError`, naming the algorithms there are, unless `algorithm` is one of them."""
-    if algorithm not in ALGORITHMS:
-        raise OptionError(f"unknown algorithm {algorithm!r}; {choices(algorithm, ALGORITHMS)}")
+    checks.one_of("algorithm", algorithm, ALGORITHMS)
 
 
 def heads_of(stage: Stage, problem: Problem) -> tuple[int, int]:

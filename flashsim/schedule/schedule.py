@@ -24,14 +24,16 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from flashsim.errors import DTypeError, OptionError, choices
+from flashsim.problem import checks
 from flashsim.problem.problem import Problem, Segment
+from flashsim.schedule import tables
 from flashsim.schedule.plans import Outer
 from flashsim.schedule.savedmask import Csr, SavedMask
+from flashsim.schedule.tables import FULL, MASKED
 from flashsim.schedule.tiling import Tiling
 
-FULL, MASKED = 0, 1
 KeyOrder = Literal["ascending", "descending"]
+KEY_ORDERS = ("ascending", "descending")
 
 
 class Sums(NamedTuple):
@@ -96,40 +98,48 @@ class Schedule:
 
     def __post_init__(self) -> None:
         for name, kind in (("problem", Problem), ("tiling", Tiling)):
-            if not isinstance(getattr(self, name), kind):
-                raise DTypeError(
-                    f"Schedule.{name} must be a flashsim.{kind.__name__}, got "
-                    f"{getattr(self, name)!r}"
-                )
-        for name, possible in (
-            ("outer", ("queries", "keys")),
-            ("key_order", ("ascending", "descending")),
-        ):
             value = getattr(self, name)
-            if value not in possible:
-                raise OptionError(f"unknown {name} {value!r}; {choices(value, possible)}")
+            checks.instance(f"Schedule.{name}", value, kind, f"flashsim.{kind.__name__}")
+        checks.one_of("outer", self.outer, ("queries", "keys"))
+        checks.one_of("key_order", self.key_order, KEY_ORDERS)
+        checks.flag("Schedule.dense", self.dense)
 
     # -- tiles ----------------------------------------------------------------------------------
 
     @cached_property
     def _edges(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Rows table, cols table, and each sequence's first row tile and first column tile."""
+        blocks = block_q, block_k = self._blocks
+        tables.check_sizes(self.problem, self.tiling, blocks, contiguous=self._contiguous)
         rows, cols, row_base, col_base = [], [], [0], [0]
+        longest = max(self.problem.n_q, self.problem.n_kv)
+        kind = np.int32 if longest <= tables.INT32 else np.int64
         for s in self.problem.sequences:
-            r = _cut(s.q_start, s.q_stop, self.tiling.block_q, s.offset, s.k_stop)
-            c = _cut(s.k_start, s.k_stop, self.tiling.block_k, s.offset, s.q_stop)
+            r = tables.cut(s.q_start, s.q_stop, block_q, s.offset, s.k_stop, kind)
+            c = tables.cut(s.k_start, s.k_stop, block_k, s.offset, s.q_stop, kind)
             rows.append(r)
             cols.append(c)
             row_base.append(row_base[-1] + len(r))
             col_base.append(col_base[-1] + len(c))
-        tables = np.concatenate(rows), np.concatenate(cols), np.array(row_base), np.array(col_base)
-        for table in tables:
+        edges = np.concatenate(rows), np.concatenate(cols), np.array(row_base), np.array(col_base)
+        for table in edges:
             table.setflags(write=False)
-        return tables
+        return edges
+
+    @property
+    def _blocks(self) -> tuple[int, int]:
+        """The tile's sides, beyond the longest sequence by one at most: sums with them fit."""
+        return (
+            min(self.tiling.block_q, self.problem.n_q + 1),
+            min(self.tiling.block_k, self.problem.n_kv + 1),
+        )
 
     @property
     def rows(self) -> np.ndarray:
-        """int32 (T_r, 4): start, stop, offset and key_stop of each row tile."""
+        """int32 (T_r, 4): start, stop, offset and key_stop of each row tile.
+
+        int64 where a length exceeds int32, which can be counted but not run.
+        """
         return self._edges[0]
 
     @property
@@ -204,9 +214,9 @@ class Schedule:
     def _spans(self, table: np.ndarray, other: str, left: int, right: int) -> np.ndarray:
         """Spans of the tiles of `table` over tiles of the other axis, sequence by sequence."""
         if other == "k":
-            base, other_base, block, sign = *self._edges[2:], self.tiling.block_k, 1
+            base, other_base, block, sign = *self._edges[2:], self._blocks[1], 1
         else:
-            base, other_base, block, sign = *self._edges[:1:-1], self.tiling.block_q, -1
+            base, other_base, block, sign = *self._edges[:1:-1], self._blocks[0], -1
         out = np.empty((len(table), 4), np.int32)
         for s, seq in enumerate(self.problem.sequences):
             part = slice(base[s], base[s + 1])
@@ -230,7 +240,7 @@ class Schedule:
             if other == "q":  # a ragged last row tile is FULL too: rows that do not exist ...
                 full_hi = np.where(end == n - 1, -(-n // block), full_hi)
                 # ... need no mask, but keys that do not exist do.
-                ragged = table[part, 1] - table[part, 0] < self.tiling.block_k
+                ragged = table[part, 1] - table[part, 0] < self._blocks[1]
                 full_hi = np.where(ragged, full_lo, full_hi)
             full_lo, full_hi = np.clip(full_lo, lo, hi), np.clip(full_hi, lo, hi)
             nothing = (full_hi <= full_lo) | (not self.problem.banded)
@@ -249,13 +259,13 @@ class Schedule:
         is absent; FULL: every score is kept and no key is missing; every other one is MASKED.
         """
         if self.row_spans is not None:
-            ptr, col, kind = _expand(self.row_spans)
+            ptr, col, kind = tables.expand(self.row_spans)
         else:
             ptr, col, kind = self._evaluate()
         if self.key_order == "descending":
-            order = _reversed_rows(ptr)
+            order = tables.reversed_rows(ptr)
             col, kind = col[order], kind[order]
-        return _frozen(ptr, col, kind)
+        return tables.frozen(ptr, col, kind)
 
     @cached_property
     def col_csr(self) -> Csr:
@@ -265,12 +275,12 @@ class Schedule:
         outside and descending order takes the columns from the last to the first.
         """
         if self.col_spans is not None:
-            return _frozen(*_expand(self.col_spans))
+            return tables.frozen(*tables.expand(self.col_spans))
         ptr, col, kind = self.row_csr
         row = np.repeat(np.arange(self.t_r, dtype=np.int32), np.diff(ptr))
         order = np.lexsort((row, col))
         counts = np.bincount(col, minlength=self.t_c)
-        return _frozen(np.concatenate([[0], np.cumsum(counts)]), row[order], kind[order])
+        return tables.frozen(np.concatenate([[0], np.cumsum(counts)]), row[order], kind[order])
 
     def _evaluate(self) -> Csr:
         """Try the mask on one row of tiles at a time; memory stays linear in the length."""
@@ -362,37 +372,6 @@ class Schedule:
             if some.any():
                 largest[some] = np.maximum.reduceat(sizes[inner], ptr[:-1][some])
         return (own[:, 1] - own[:, 0]).astype(np.int64), largest
-
-
-def _cut(start: int, stop: int, block: int, offset: int, other_stop: int) -> np.ndarray:
-    begins = np.arange(start, stop, block)
-    table = np.empty((len(begins), 4), np.int32)
-    table[:, 0], table[:, 1] = begins, np.minimum(begins + block, stop)
-    table[:, 2], table[:, 3] = offset, other_stop
-    return table
-
-
-def _expand(spans: np.ndarray) -> Csr:
-    """CSR of spans: one entry for each tile of each interval."""
-    lo, full_lo, full_hi, hi = (spans[:, x].astype(np.int64) for x in range(4))
-    ptr = np.concatenate([[0], np.cumsum(hi - lo)])
-    owner = np.repeat(np.arange(len(spans)), hi - lo)
-    tile = np.arange(ptr[-1]) - ptr[owner] + lo[owner]
-    full = (tile >= full_lo[owner]) & (tile < full_hi[owner])
-    return ptr, tile, np.where(full, FULL, MASKED)
-
-
-def _reversed_rows(ptr: np.ndarray) -> np.ndarray:
-    """Indices that reverse each row of a CSR matrix."""
-    owner = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr))
-    return ptr[owner] + ptr[owner + 1] - 1 - np.arange(ptr[-1])
-
-
-def _frozen(*arrays: np.ndarray) -> Csr:
-    result = tuple(np.ascontiguousarray(array, np.int32) for array in arrays)
-    for array in result:
-        array.setflags(write=False)
-    return result  # type: ignore[return-value]
 
 
 def _band(problem: Problem) -> Problem:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from flashsim.errors import OptionError, SramOverflow, TilingError, choices
+from flashsim.errors import OptionError, SramOverflow, TilingError
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.masks import BlockMask
@@ -47,6 +47,7 @@ class Tiling:
 
     def clip(self, problem: Problem) -> Tiling:
         """The tile as far as the problem fills it; a tile may be larger than the score matrix."""
+        checks.instance("problem", problem, Problem, "flashsim.Problem")
         return Tiling(min(self.block_q, problem.n_q), min(self.block_k, problem.n_kv))
 
     def buffers(
@@ -57,13 +58,14 @@ class Tiling:
         A buffer named in `plans` as one whole row (standard attention's softmax) is counted once,
         since rows are processed one at a time if need be.
         """
+        stages = plans.stages(problem, algorithm, direction)
         tile = self.clip(problem)
         return {
             stage.name: {
                 b.name: b.nbytes(1 if stage.whole_rows else tile.block_q, tile.block_k)
                 for b in stage.buffers
             }
-            for stage in plans.stages(problem, algorithm, direction)
+            for stage in stages
         }
 
     def footprint(
@@ -80,7 +82,7 @@ class Tiling:
     def check(
         self,
         problem: Problem,
-        device: Device,
+        device: Device | str,
         algorithm: str = "flash2",
         direction: str = "forward",
     ) -> None:
@@ -91,6 +93,7 @@ class Tiling:
         SramOverflow
             With the table of buffers and the largest tiling that fits.
         """
+        device = Device.get(device)
         for stage, table in self.buffers(problem, algorithm, direction).items():
             need = sum(table.values())
             if need > device.sram_bytes:
@@ -169,11 +172,12 @@ class Tiling:
 
         Raises
         ------
-        OptionError
-            If there is no such kernel, or it has no tile for a head_dim this large.
+        OptionError, ShapeError, DTypeError
+            If there is no such kernel, or it has no tile for such a head_dim.
         """
-        if name not in PRESETS:
-            raise OptionError(f"unknown tiling preset {name!r}; {choices(name, PRESETS)}")
+        checks.one_of("tiling preset", name, PRESETS)
+        head_dim = checks.positive_int("head_dim", head_dim)
+        causal = checks.flag("causal", causal)
         table = PRESETS[name]
         for limit, (dense, masked) in table.items():
             if head_dim <= limit:

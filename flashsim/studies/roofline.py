@@ -16,8 +16,10 @@ from flashsim.counts.questions import in_words
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import OptionError, choices
 from flashsim.l2 import L2Model, dram
+from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
+from flashsim.schedule import plans
 
 #: Ways of counting a pass's bytes. The roof of requested ones is L2's bandwidth, of others HBM's.
 COUNTS = {
@@ -168,8 +170,9 @@ def roofline(
     UnsupportedError
         If there are too many requests for the L2 model.
     """
+    checks.instance("counted", counted, Traffic, "Traffic, from flashsim.count")
     for name, value in (("seconds", seconds), ("measured_bytes", measured_bytes)):
-        if value is not None and not value > 0:
+        if value is not None and not checks.number(name, value) > 0:
             raise OptionError(f"{name} must be positive, got {value!r}")
     counted.device.peak(counted.problem.dtype)
     sizes = {
@@ -198,6 +201,7 @@ def textbook_bytes(problem: Problem, algorithm: str, direction: str = "forward")
     accumulator. Real standard attention writes and reads S and P, four times as much as this one
     matrix; real FlashAttention reads K and V once for each row tile.
     """
+    plans.stages(problem, algorithm, direction)  # or say what there is
     p = problem
     per_query = p.batch * p.heads * p.n_q * (p.head_dim + p.head_dim_v)
     per_key = p.batch * p.kv_heads * p.n_kv * (p.head_dim + p.head_dim_v)

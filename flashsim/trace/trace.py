@@ -17,6 +17,7 @@ from flashsim.counts import questions, traffic
 from flashsim.counts.traffic import Traffic
 from flashsim.counts.work import StageWork, on_chip_bytes, stage_work, total_flops
 from flashsim.errors import OptionError, TraceError, choices
+from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.schedule.names import CODES, COMPUTE, OPS, TENSORS, TRANSFERS
 from flashsim.schedule.schedule import Schedule
@@ -328,7 +329,7 @@ class Trace(Recording):
         """
         from flashsim.trace.file import load
 
-        return Trace(**vars(load(path)))
+        return Trace(**vars(load(checks.path("path", path))))
 
     def to_perfetto(self, path, *, heads: int = 1):
         """Write Chrome trace events for https://ui.perfetto.dev; see `perfetto.write`."""

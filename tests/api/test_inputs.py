@@ -266,8 +266,13 @@ BAD = {
         TypeError,
         ["'bfloat61' is not supported", "did you mean 'bfloat16'?"],
     ),
-    "dtype object": (lambda: Problem(8, dtype=[1, 2]), "DTypeError", TypeError, ["'[1, 2]'"]),
-    "dtype None": (lambda: Problem(8, dtype=None), "DTypeError", TypeError, ["'None' is not"]),
+    "dtype object": (
+        lambda: Problem(8, dtype=[1, 2]),
+        "DTypeError",
+        TypeError,
+        ["dtype [1, 2] is not supported"],
+    ),
+    "dtype None": (lambda: Problem(8, dtype=None), "DTypeError", TypeError, ["dtype None is not"]),
     "causal": (
         lambda: run(causal="yes"),
         "DTypeError",
@@ -387,7 +392,7 @@ BAD = {
         lambda: Device("mine", sram_bytes=1, sram_per_sm=1, hbm_bandwidth=-1.0),
         "OptionError",
         ValueError,
-        ["Device.hbm_bandwidth must be positive, got -1.0"],
+        ["Device.hbm_bandwidth must be finite and at least 0, got -1.0"],
     ),
     "device peak": (
         lambda: Device.get("T4").peak("bfloat16"),
@@ -514,3 +519,123 @@ def test_check_like_wants_shape_and_dtype():
         check_like("dout", X[:4], X, "out")
     with pytest.raises(flashsim.DTypeError, match=r"dtype float32, got float16; .*astype"):
         check_like("dout", X.astype(np.float16), X, "out")
+
+
+# -- arrays that are not what they seem -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "dout"])
+def test_a_masked_array_is_refused(name):
+    masked = np.ma.masked_array(np.zeros((8, 8), np.float32), mask=np.eye(8, dtype=bool))
+    x = np.zeros((8, 8), np.float32)
+
+    def call():
+        if name == "dout":
+            return flashsim.run(x, x, x).backward(masked)
+        return flashsim.run(**{"q": x, "k": x, "v": x, name: masked})
+
+    with pytest.raises(flashsim.DTypeError, match=f"{name} is a masked array.*{name}.filled"):
+        call()
+
+
+def test_masked_arrays_are_refused_where_masks_and_offsets_are_said():
+    masked = np.ma.masked_array([0, 8], mask=[False, True])
+    with pytest.raises(flashsim.DTypeError, match="cu_seqlens_q is a masked array"):
+        run(cu_seqlens_q=masked, cu_seqlens_k=[0, 8])
+    with pytest.raises(flashsim.DTypeError, match="grid is a masked array"):
+        BlockMask(np.ma.masked_array([[True]], mask=True), 8, 8)
+    with pytest.raises(flashsim.MaskError, match="returned a masked array"):
+        run(mask=lambda q, k: np.ma.masked_array(q > k, mask=True))
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ((X, X.T, X), r"k of shape \(16, 8\) looks transposed.*k without \.T"),
+        ((X, X.T.copy(), X), r"same head_dim.*k looks transposed: its rows are keys"),
+        ((X, X, X.T.copy()), r"same number of rows.*v looks transposed: its rows are values"),
+        ((X[:, :8], X[:, :8].T, X), r"k of shape \(8, 8\) looks transposed"),
+    ],
+    ids=["k.T", "k on its side", "v on its side", "square k.T"],
+)
+def test_a_transposed_array_is_called_one(arrays, message):
+    with pytest.raises(flashsim.ShapeError, match=message):
+        flashsim.run(*arrays)
+
+
+@pytest.mark.parametrize("backend", ["numpy", "numba"])
+def test_a_matrix_is_an_array(backend):
+    matrix = X.view(np.matrix)
+
+    result = flashsim.run(matrix, matrix, matrix, backend=backend)
+
+    np.testing.assert_array_equal(result.out, flashsim.run(X, X, X, backend=backend).out)
+    assert type(result.backward(matrix).dq) is np.ndarray
+
+
+@pytest.mark.parametrize("backend", ["numpy", "numba"])
+def test_what_a_cpu_cannot_read_is_refused_in_backward_too(backend):
+    class Tensor:
+        shape, dtype = (8, 16), "torch.float32"
+
+        def reshape(self, *_):
+            return self
+
+    with pytest.raises(flashsim.DTypeError, match=f"'{backend}' takes NumPy arrays, got dout as"):
+        flashsim.run(X, X, X, backend=backend).backward(Tensor())
+
+
+# -- what a type can hold -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", ["scale", "softcap"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_factors_fit_the_type_of_the_scores(dtype, option):
+    with pytest.raises(flashsim.OptionError, match=f"{option} must fit float32.*got 1e\\+39"):
+        Problem(8, dtype=dtype, **{option: 1e39})
+    assert getattr(Problem(8, dtype="float64", **{option: 1e39}), option) == 1e39
+    assert getattr(Problem(8, dtype=dtype, **{option: 3e38}), option) == 3e38
+
+
+def test_a_softcap_that_rounds_to_zero_is_refused():
+    with pytest.raises(flashsim.OptionError, match="softcap must fit float32"):
+        Problem(8, softcap=1e-46)
+
+
+@pytest.mark.parametrize("backend", ["numpy", "numba"])
+def test_float16_overflow_is_said(backend):
+    x = np.full((4, 16), 200, np.float16)
+
+    result = flashsim.run(x, x[:1], x[:1], backend=backend)  # one key: dv sums four rows of dout
+    with pytest.warns(RuntimeWarning, match="^dv holds 16 NaN or infinite.*float16 ends at 65,504"):
+        result.backward(np.full_like(x, 65504))
+
+
+@pytest.mark.parametrize("backend", ["numpy", "numba"])
+def test_what_was_not_finite_to_begin_with_is_no_overflow(backend):
+    x, bias = X.astype(np.float16), np.zeros((8, 8), np.float16)
+    bias[0] = -np.inf
+    flashsim.run(x, x, x, bias=bias, backend=backend).backward(x)
+    x[0, 0] = np.inf
+    result = flashsim.run(x, x, x, backend=backend)
+    assert not np.isfinite(result.out.astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("backend", ["numpy", "numba"])
+def test_a_timeline_is_a_gpus(backend):
+    message = f"backends cupy and numba_cuda have it; backend '{backend}' records trace=True"
+    with pytest.raises(flashsim.UnsupportedError, match=message):
+        run(backend=backend, trace="timeline")
+    with pytest.raises(flashsim.UnsupportedError, match=message):
+        run(backend=backend).backward(X, trace="timeline")
+
+
+def test_a_mask_that_cannot_be_hashed_is_refused_at_once():
+    class Band:
+        __hash__ = None
+
+        def __call__(self, q, k):
+            return q >= k
+
+    with pytest.raises(flashsim.MaskError, match=r"mask must be hashable.*got an unhashable Band"):
+        run(mask=Band())

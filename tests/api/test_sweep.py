@@ -167,10 +167,10 @@ def test_a_pair_is_one_window_and_a_list_of_pairs_several():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"n": []}, "n has no values"),
-        ({"n": 0}, "n must be at least 1, got 0"),
-        ({"n": 64.5}, r"n must hold integers, got 64.5 \(float\)"),
-        ({"n": None}, "n must hold integers, got None"),
+        ({"n": []}, "n_q has no values"),
+        ({"n": 0}, "n_q must be at least 1, got 0"),
+        ({"n": 64.5}, r"n_q must hold integers, got 64.5 \(float\)"),
+        ({"n": None}, r"sweep\(\) takes the query length as n_q"),
         ({"algorithm": "flsh2"}, "unknown algorithm 'flsh2'.*did you mean 'flash2'"),
         ({"direction": ["forward", "back"]}, "unknown direction 'back'; possible: forward"),
         ({"dtype": "float8"}, "float8"),
@@ -442,3 +442,18 @@ def test_progress_is_shown_on_a_terminal_only(monkeypatch, capfd):
 def test_the_columns_are_one_list():
     assert (*PARAMETERS, *FIGURES, "status") == COLUMNS
     assert set(flashsim.sweep(64).rows[0]) == set(COLUMNS)
+
+
+def test_the_query_length_is_n_q_or_n():
+    rows = flashsim.sweep(n_q=[64, 96]).rows
+
+    assert rows == flashsim.sweep(n=[64, 96]).rows == flashsim.sweep([64, 96]).rows
+    for lengths in ({}, {"n": 64, "n_q": 64}):
+        with pytest.raises(flashsim.OptionError, match="n_q, or as n: one of them"):
+            flashsim.sweep(**lengths)
+
+
+def test_a_softcap_that_only_float64_holds_fails_at_the_other_points():
+    rows = flashsim.sweep(64, softcap=1e39, dtype=["float64", "float32"]).rows
+
+    assert [row["status"].split(":")[0] for row in rows] == ["ok", "OptionError"]

@@ -1,5 +1,6 @@
 """`Schedule` against brute force: which tiles are visited, in what order, and which need a mask."""
 
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -382,3 +383,64 @@ def test_mask_errors_surface_from_the_schedule():
 
     with np.errstate(divide="raise"), pytest.raises(flashsim.MaskError, match="FloatingPointError"):
         _ = schedule.row_csr
+
+
+# -- sizes at the edges of 32 and 64 bits ---------------------------------------------------------
+
+LARGE = flashsim.Device("large", sram_bytes=2**60, sram_per_sm=2**60)
+
+
+def test_a_tile_of_any_size_is_the_sequences_own():
+    packed = Problem(32, head_dim=8, cu_seqlens_q=(0, 10, 32), cu_seqlens_k=(0, 10, 32))
+    snug = flashsim.count(packed, tiling=Tiling(32, 32))
+
+    for tiling in (Tiling(2**63 - 1, 32), Tiling(32, 2**63 - 1), Tiling(2**63 - 1, 2**63 - 1)):
+        assert flashsim.count(packed, tiling=tiling).transfers == snug.transfers
+        for name in ("rows", "cols", "row_spans", "col_spans"):
+            large, small = (getattr(Schedule(packed, t), name) for t in (tiling, Tiling(33, 33)))
+            np.testing.assert_array_equal(large, small)
+    with pytest.raises(flashsim.TilingError, match=r"at most 2\*\*63 - 1"):
+        Tiling(2**63, 1)
+
+
+@pytest.mark.parametrize("n", [2**31 - 1, 2**31, 2**31 + 1, 3_037_000_499])
+def test_lengths_past_int32_are_counted_if_rows_are_contiguous(n):
+    tiling = Tiling(2**20, 2**20)
+    dense = flashsim.count(Problem(n, head_dim=1), tiling=tiling, device=LARGE)
+    tiles = -(-n // 2**20)
+
+    assert dense.bytes("load", "K") == tiles * n * 4
+    assert dense.flops("matmul") == 4 * n * n
+    causal = Schedule(Problem(n, causal=True), tiling).sums
+    last = n - (tiles - 1) * 2**20  # rows and columns of the ragged tile
+    assert causal.visits == tiles * (tiles + 1) // 2
+    assert causal.area == (tiles - 1) * tiles // 2 * 4**20 + last * n
+
+
+@pytest.mark.parametrize("n", [2**32, 2**36, 2**63 - 1])
+def test_more_scores_than_64_bits_count_are_refused(n):
+    with pytest.raises(flashsim.UnsupportedError, match="more scores than a 64-bit sum"):
+        flashsim.count(Problem(n, head_dim=1), tiling=Tiling(64, 64))
+
+
+def test_what_tables_cannot_hold_is_refused_before_it_is_allocated():
+    tracemalloc.start()
+    try:
+        with pytest.raises(flashsim.TilingError, match=r"67,108,864 row tiles.*larger block_q"):
+            flashsim.count(Problem(2**30, 1), tiling=Tiling(16, 1))
+        with pytest.raises(flashsim.UnsupportedError, match="mask or block_mask need a table"):
+            flashsim.count(
+                Problem(2**31, 1, mask=np.greater), tiling=Tiling(2**20, 1), device=LARGE
+            )
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20
+    with pytest.raises(flashsim.TilingError, match="4,294,967,296 visits"):
+        _ = Schedule(Problem(2**16), Tiling(1, 1)).row_csr
+
+
+def test_cells_of_any_size():
+    whole = BlockMask([[True]], 2**63 - 1, 2**63 - 1)
+    schedule = Schedule(Problem(10, block_mask=whole), Tiling(4, 4))
+    assert schedule.sums == Schedule(Problem(10), Tiling(4, 4)).sums

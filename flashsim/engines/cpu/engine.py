@@ -23,7 +23,8 @@ from flashsim.engines.cpu.notes import stage_trace
 from flashsim.engines.cpu.scores import BFLOAT16, FLOAT16, NO_ROUNDING, Rules
 from flashsim.engines.cpu.tables import NOTE, Grads, Inputs, Notes, Shape, Tiles
 from flashsim.engines.engine import Job, Outcome
-from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError, choices
+from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError, shown
+from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem, numpy_dtype
 from flashsim.schedule import plans
@@ -68,7 +69,8 @@ def forward(job: Job) -> Outcome:
     out = np.empty((p.batch, p.heads, p.n_q, p.head_dim_v), p.compute_dtype)
     lse = np.empty((p.batch, p.heads, p.n_q), p.compute_dtype)
     engine.walk("forward", *engine.wide(job.q, job.k, job.v), out.reshape(-1), lse.reshape(-1))
-    out = out.astype(numpy_dtype(p.dtype), copy=False)
+    with np.errstate(over="ignore"):  # `run` warns, with what was given in sight
+        out = out.astype(numpy_dtype(p.dtype), copy=False)
     return engine.outcome({"out": out, "lse": lse}, {"O": out, "L": lse})
 
 
@@ -98,7 +100,9 @@ def backward(job: Job, saved: Mapping[str, Any], dout: np.ndarray) -> Outcome:
     if job.bias is not None:
         arrays["dbias"] = dbias
     dtype = numpy_dtype(p.dtype)
-    return engine.outcome({name: np.ascontiguousarray(x, dtype) for name, x in arrays.items()})
+    with np.errstate(over="ignore"):
+        arrays = {name: np.ascontiguousarray(x, dtype) for name, x in arrays.items()}
+    return engine.outcome(arrays)
 
 
 @dataclass
@@ -115,10 +119,6 @@ class _Pass:
             raise UnsupportedError(
                 f"backend 'numba' runs {' and '.join(ALGORITHMS)}, not {job.algorithm!r}; "
                 "backend='numpy' simulates every algorithm"
-            )
-        if job.trace == "timeline":
-            raise UnsupportedError(
-                "trace='timeline' needs a GPU backend; backend 'numba' records trace=True"
             )
         self.threads = _threads(job.options.get("threads"))
         self.cpu = _cpu(job.options.get("micro_kernel"), p.compute_dtype)
@@ -319,16 +319,14 @@ def _turns(schedule: Schedule, csr) -> np.ndarray:
 def _threads(given: Any) -> int:
     if given is None:
         return threads.available()
-    if isinstance(given, bool) or not isinstance(given, (int, np.integer)) or given < 1:
-        raise OptionError(f"threads must be a positive integer, got {given!r}")
+    if not checks.is_int(given) or given < 1:
+        raise OptionError(f"threads must be a positive integer, got {shown(given)}")
     return int(given)
 
 
 def _cpu(micro_kernel: Any, dtype: str) -> registers.Cpu:
-    if micro_kernel not in (None, *MICRO_KERNELS):
-        raise OptionError(
-            f"unknown micro_kernel {micro_kernel!r}; {choices(micro_kernel, MICRO_KERNELS)}"
-        )
+    if micro_kernel is not None:
+        checks.one_of("micro_kernel", micro_kernel, MICRO_KERNELS)
     cpu = registers.best(dtype, plain=micro_kernel == "plain")
     if micro_kernel == "vector" and isinstance(cpu, registers.Plain):
         raise BackendUnavailable(

@@ -13,7 +13,8 @@ from flashsim.api.cost import fits
 from flashsim.counts import traffic
 from flashsim.engines import simulator
 from flashsim.engines.engine import Job
-from flashsim.errors import OptionError, choices
+from flashsim.errors import OptionError, choices, shown
+from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem, numpy_dtype
 from flashsim.report import Table
@@ -221,10 +222,16 @@ def climb(
     SramOverflow
         Where whole rows no longer fit on chip; the message says up to which length they do.
     """
+    if rungs is not None and (not isinstance(rungs, (tuple, list)) or not rungs):
+        raise OptionError(
+            f"rungs must be a non-empty list of names, got {shown(rungs)}; {choices(rungs, RUNGS)}"
+        )
     names = tuple(RUNGS) if rungs is None else tuple(rungs)
     for name in names:
-        if name not in RUNGS:
-            raise OptionError(f"unknown rung {name!r}; {choices(name, RUNGS)}")
+        checks.one_of("rung", name, RUNGS)
+    if tiling is not None:
+        checks.instance("tiling", tiling, Tiling, "flashsim.Tiling(block_q, block_k)")
+    magnify = checks.number("magnify", magnify)
     problem = Problem(n_q, n_kv, head_dim, dtype=dtype)
     matrices = max(RUNGS[name].matrices for name in names)
     fits(
@@ -233,11 +240,14 @@ def climb(
         "sequences, or other rungs",
     )
     tiling, device = tiling or Tiling(64, 64), Device.get(device)
-    rng = np.random.default_rng(seed)
-    q, k, v = (
-        (factor * rng.standard_normal((1, 1, n, head_dim))).astype(numpy_dtype(dtype))
-        for n, factor in ((n_q, magnify), (n_kv, 1.0), (n_kv, 1.0))
-    )
+    rng = np.random.default_rng(checks.seed(seed))
+    with np.errstate(over="ignore"):
+        q, k, v = (
+            (factor * rng.standard_normal((1, 1, n, head_dim))).astype(numpy_dtype(dtype))
+            for n, factor in ((n_q, magnify), (problem.n_kv, 1.0), (problem.n_kv, 1.0))
+        )
+    if not np.isfinite(q.astype(np.float64)).all():
+        raise OptionError(f"magnify={magnify:g} takes Q beyond the range of {dtype}; magnify less")
     inputs = _Inputs(problem, q, k, v)
     steps = {name: _run(RUNGS[name], inputs, tiling, device) for name in names}
     return Climb(problem, tiling, device, steps)

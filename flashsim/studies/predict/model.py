@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 
 from flashsim import report
-from flashsim.api import counting
+from flashsim.api import counting, inputs
 from flashsim.backends.families.family import Family
 from flashsim.backends.families.hopper import HOPPER
 from flashsim.backends.families.portable import PORTABLE
@@ -18,10 +18,11 @@ from flashsim.backends.launch import Gpu
 from flashsim.backends.launch.passes import KernelPass
 from flashsim.counts.questions import in_words
 from flashsim.counts.traffic import Traffic
-from flashsim.errors import OptionError, choices
+from flashsim.errors import DTypeError, OptionError, shown
+from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
-from flashsim.schedule.plans import DIRECTIONS
+from flashsim.schedule import plans
 from flashsim.schedule.tensors import whole_bytes
 from flashsim.schedule.tiling import Tiling
 from flashsim.studies.predict.calibration import CALIBRATED, HBM_SHARE, LAUNCH, Constants
@@ -136,8 +137,21 @@ def predict(
     OptionError, UnsupportedError, TilingError
         If there is no such family, or its kernels do not run this.
     """
+    checks.one_of("kernels", kernels, CALIBRATED)
+    plans.stages(problem, algorithm, direction)  # or say what there is
+    inputs.check_tiling(tiling)
+    for what, mapping, kind in (
+        ("constants", constants, Constants),
+        ("heads_in_group", heads_in_group, (int, np.integer)),
+    ):
+        if mapping is None:
+            continue
+        if not isinstance(mapping, Mapping) or not all(
+            isinstance(value, kind) and not isinstance(value, bool) for value in mapping.values()
+        ):
+            raise DTypeError(f"{what} must be a mapping by stage, got {shown(mapping)}")
     passes, traffic = _prepare(problem, direction, algorithm, kernels, tiling, Device.get(device))
-    known = constants or CALIBRATED[kernels]
+    known = CALIBRATED[kernels] if constants is None else constants
     for name, heads in (heads_in_group or {}).items():
         if heads < 1:
             raise OptionError(f"heads_in_group must be at least 1, got {heads!r} for {name!r}")
@@ -155,10 +169,6 @@ def _prepare(
     device: Device,
 ) -> tuple[tuple[KernelPass, ...], Traffic]:
     """What would be launched, and its traffic."""
-    if kernels not in CALIBRATED:
-        raise OptionError(f"unknown kernels {kernels!r}; {choices(kernels, CALIBRATED)}")
-    if direction not in DIRECTIONS:
-        raise OptionError(f"unknown direction {direction!r}; {choices(direction, DIRECTIONS)}")
     if algorithm not in ("flash2", "flash2-fused"):
         raise OptionError(f"GPU kernels run flash2 and flash2-fused, not {algorithm!r}")
     family = FAMILIES[kernels]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flashsim.errors import OptionError, choices
+from flashsim.errors import OptionError, choices, shown
 from flashsim.report import Table
 from flashsim.studies.reproduce import (
     claims,
@@ -67,8 +67,8 @@ def tables(name: str) -> list[Table]:
     OptionError
         If there is no such set; the message lists them.
     """
-    if name not in NAMES:
-        raise OptionError(f"nothing to reproduce by the name {name!r}; {choices(name, NAMES)}")
+    if not isinstance(name, str) or name not in NAMES:
+        raise OptionError(f"nothing to reproduce by the name {shown(name)}; {choices(name, NAMES)}")
     return NAMES[name][1]()
 
 

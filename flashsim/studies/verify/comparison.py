@@ -10,8 +10,9 @@ import numpy as np
 
 from flashsim.counts.traffic import Traffic
 from flashsim.counts.work import stage_work, total_flops
-from flashsim.errors import TraceError
+from flashsim.errors import DTypeError, TraceError, shown
 from flashsim.l2 import L2Model, dram
+from flashsim.problem import checks
 from flashsim.report import Cell, Table
 from flashsim.schedule import plans
 from flashsim.studies.verify.cases import MeasuredPass
@@ -89,6 +90,13 @@ def verify(
         Default: heads in groups, as the kernels of `flashsim.backends` run them. Where it does not
         say `blocks_per_sm`, what Nsight Compute recorded of the launch does.
     """
+    if not isinstance(passes, (list, tuple)):
+        raise DTypeError(f"passes must be a list of Pass, got {shown(passes)}")
+    passes = [checks.instance("each of passes", one, Pass, "verify.Pass") for one in passes]
+    if not isinstance(title, str):
+        raise DTypeError(f"title must be text, got {shown(title)}")
+    if l2 is not None:
+        checks.instance("l2", l2, L2Model, "flashsim.l2.L2Model")
     rows = [row for one in passes for row in _rows(one, l2 or L2Model("grouped"))]
     launches = {id(x) for one in passes for those in one.launches.values() for x in those}
     return Verification(title, tuple(rows), len(launches))

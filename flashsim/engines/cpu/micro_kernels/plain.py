@@ -81,8 +81,9 @@ def online_softmax(cpu, S, s0, rows, m, l, alpha, at):
     """One step of the online softmax down each lane: S becomes P, and m, l, alpha move on.
 
     `S` has stride `width`. Every exponential is a power of 2, P = 2^((S - m) log2 e): the
-    difference first, since S log2 e overflows where S is the largest finite number (or the
-    smallest, as padding often is). A lane that has seen no key keeps m = -inf, and subtracts 0 (no inf - inf).
+    difference first, since S log2 e overflows where S is the largest finite number, or the
+    smallest, as padding often is. A lane that has seen no key keeps m = -inf, and subtracts 0 (no
+    inf - inf).
     """
     log2e = S.dtype.type(LOG2E)
     for c in range(cpu.width):

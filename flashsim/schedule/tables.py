@@ -1,0 +1,84 @@
+"""Tables of tiles: cut, spelled out, and refused where they could not hold what they should."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flashsim.errors import TilingError, UnsupportedError
+from flashsim.problem.problem import Problem
+from flashsim.schedule.savedmask import Csr
+from flashsim.schedule.tiling import Tiling
+
+FULL, MASKED = 0, 1
+
+#: Most tiles along one axis: about 4 GB of tables and their sums.
+MOST_TILES = 1 << 24
+INT32 = int(np.iinfo(np.int32).max)
+
+
+def check_sizes(
+    problem: Problem, tiling: Tiling, blocks: tuple[int, int], *, contiguous: bool
+) -> None:
+    """Refuse, before anything is allocated, what tables of tiles and their sums cannot hold.
+
+    Raises
+    ------
+    UnsupportedError, TilingError
+        The latter where larger tiles help.
+    """
+    p, size = problem, f"{problem.n_q:,} queries x {problem.n_kv:,} keys"
+    if p.n_q * p.n_kv >= 2**63:
+        raise UnsupportedError(
+            f"{size} are more scores than a 64-bit sum holds; count a shorter sequence"
+        )
+    if max(p.n_q, p.n_kv) > INT32 and not contiguous:
+        raise UnsupportedError(
+            f"{size} under a mask or block_mask need a table of visits, which holds indices up to "
+            f"{INT32:,}; with causal and window alone, longer sequences are counted"
+        )
+    cut_q = sum(-(-(s.q_stop - s.q_start) // blocks[0]) for s in p.sequences)
+    cut_k = sum(-(-(s.k_stop - s.k_start) // blocks[1]) for s in p.sequences)
+    for what, side, tiles in (("row", "block_q", cut_q), ("column", "block_k", cut_k)):
+        if tiles > MOST_TILES:
+            raise TilingError(
+                f"{tiling} tiles cut {size} into {tiles:,} {what} tiles, more than the "
+                f"{MOST_TILES:,} that a schedule lists; use a larger {side}"
+            )
+
+
+def cut(start: int, stop: int, block: int, offset: int, other_stop: int, kind: type) -> np.ndarray:
+    """Start, stop, offset and the other axis's end of each tile of one sequence."""
+    begins = np.arange(start, stop, block, dtype=np.int64)
+    table: np.ndarray = np.empty((len(begins), 4), kind)
+    table[:, 0], table[:, 1] = begins, np.minimum(begins + block, stop)
+    table[:, 2], table[:, 3] = offset, other_stop
+    return table
+
+
+def expand(spans: np.ndarray) -> Csr:
+    """CSR of spans: one entry for each tile of each interval."""
+    lo, full_lo, full_hi, hi = (spans[:, x].astype(np.int64) for x in range(4))
+    ptr = np.concatenate([[0], np.cumsum(hi - lo)])
+    if ptr[-1] > INT32:
+        raise TilingError(
+            f"the walk makes {ptr[-1]:,} visits, more than the {INT32:,} that a table of visits "
+            "holds; use larger tiles"
+        )
+    owner = np.repeat(np.arange(len(spans)), hi - lo)
+    tile = np.arange(ptr[-1]) - ptr[owner] + lo[owner]
+    full = (tile >= full_lo[owner]) & (tile < full_hi[owner])
+    return ptr, tile, np.where(full, FULL, MASKED)
+
+
+def reversed_rows(ptr: np.ndarray) -> np.ndarray:
+    """Indices that reverse each row of a CSR matrix."""
+    owner = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr))
+    return ptr[owner] + ptr[owner + 1] - 1 - np.arange(ptr[-1])
+
+
+def frozen(*arrays: np.ndarray) -> Csr:
+    """Contiguous, int32 and read-only."""
+    result = tuple(np.ascontiguousarray(array, np.int32) for array in arrays)
+    for array in result:
+        array.setflags(write=False)
+    return result  # type: ignore[return-value]

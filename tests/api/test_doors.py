@@ -1,0 +1,367 @@
+"""Everything that a user can pass is checked at the door: a right answer or an error of ours.
+
+Each parameter of the public functions meets every value of `WRONG`. What it takes stands beside it,
+by name; everything else must be refused with a `FlashSimError` that is also a built-in.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import flashsim
+from flashsim import (
+    BlockMask,
+    Device,
+    Problem,
+    Schedule,
+    Tiling,
+    Trace,
+    l2,
+    ladder,
+    predict,
+    reproduce,
+    roofline,
+    verify,
+)
+from flashsim.errors import FlashSimError
+from flashsim.l2 import L2Model
+
+
+class Torchlike:
+    """What a tensor of a library that is not installed looks like from outside."""
+
+    shape, dtype, ndim = (8, 16), "torch.float32", 2
+
+    def reshape(self, *shape):
+        """Itself."""
+        return self
+
+    def __array__(self, *_, **__):
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+
+class Mute:
+    """An object that cannot even be shown, compared or hashed."""
+
+    __hash__ = None
+
+    def __repr__(self):
+        raise RuntimeError("no repr")
+
+    def __eq__(self, other):
+        raise RuntimeError("no ==")
+
+
+WRONG = {
+    "None": None,
+    "[]": [],
+    "()": (),
+    "{}": {},
+    "''": "",
+    "'x'": "x",
+    "'64'": "64",
+    "b'x'": b"x",
+    "-1": -1,
+    "0": 0,
+    "1": 1,
+    "1.5": 1.5,
+    "1e39": 1e39,
+    "nan": float("nan"),
+    "inf": float("inf"),
+    "10**400": 10**400,
+    "10**5000": 10**5000,
+    "2**63": 2**63,
+    "True": True,
+    "False": False,
+    "1j": 1j,
+    "int64": np.int64(1),
+    "float32": np.float32(1),
+    "bool_": np.bool_(True),
+    "object": object(),
+    "mute": Mute(),
+    "type": dict,
+    "function": lambda *_: None,
+    "array": np.array([1.0, 2.0]),
+    "ints": np.array([1, 2]),
+    "empty array": np.zeros(0),
+    "0-d": np.array(3),
+    "objects": np.array([None, "x"], object),
+    "masked": np.ma.masked_array(np.zeros((8, 16), np.float32), mask=True),
+    "torch": Torchlike(),
+    "(1.0, 1.0)": (1.0, 1.0),
+    "(1, 1)": (1, 1),
+    "[[]]": [[]],
+    "['x']": ["x"],
+    "{'x': 1}": {"x": 1},
+    "lone surrogate": "\ud800",
+}
+
+X = np.random.default_rng(0).standard_normal((8, 16)).astype(np.float32)
+P, T = Problem(8, head_dim=16), Tiling(4, 4)
+RESULT = flashsim.run(X, X, X, tiling=T)
+COUNTED = flashsim.count(P, tiling=T)
+SCHEDULE = Schedule(P, T)
+
+INTS = "1 int64"
+FLAGS = "True False bool_"
+NUMBERS = f"-1 0 1.5 2**63 float32 {INTS}"
+NOTHING = ""
+SEEDS = f"0 2**63 10**400 10**5000 {INTS}"
+
+
+def run(**options):
+    arrays = {"q": X, "k": X, "v": X, "tiling": T, **options}
+    return flashsim.run(arrays.pop("q"), arrays.pop("k"), arrays.pop("v"), **arrays)
+
+
+def numba(**options):
+    return run(backend="numba", **options)
+
+
+def sweep(**options):
+    return flashsim.sweep(**{"n_q": 8, "head_dim": 16, "tiling": T, **options})
+
+
+def device(**fields):
+    return Device(**{"name": "mine", "sram_bytes": 1 << 16, "sram_per_sm": 1 << 16, **fields})
+
+
+def backward(dout=X, **options):
+    return RESULT.backward(dout, **{"tiling": T, **options})
+
+
+def problem(**fields):
+    """A problem that can be counted, not only made."""
+    return Problem(**{"n_q": 8, "head_dim": 16, **fields})
+
+
+#: (function, parameter): the names of the values that it takes.
+TAKES = {
+    **dict.fromkeys([(run, name) for name in ("q", "k", "v")], NOTHING),
+    (run, "algorithm"): NOTHING,
+    (run, "causal"): FLAGS,
+    (run, "window"): "None (1,1) ints",
+    (run, "softcap"): "0 1 1.5 2**63 int64 float32",
+    (run, "scale"): f"None {NUMBERS}",
+    (run, "bias"): "None",
+    (run, "mask"): "None",
+    (run, "block_mask"): "None",
+    (run, "cu_seqlens_q"): "None",
+    (run, "cu_seqlens_k"): "None",
+    (run, "tiling"): "None",
+    (run, "device"): NOTHING,
+    (run, "backend"): NOTHING,
+    (run, "key_order"): NOTHING,
+    (run, "nan_policy"): NOTHING,
+    (run, "trace"): FLAGS,
+    (run, "threads"): NOTHING,
+    (numba, "micro_kernel"): "None",
+    (backward, "dout"): NOTHING,
+    (backward, "tiling"): "None",
+    (backward, "deterministic"): f"None {FLAGS}",
+    (backward, "trace"): f"None {FLAGS}",
+    (flashsim.count, "problem"): NOTHING,
+    **{
+        (flashsim.count, name): takes
+        for name, takes in {
+            "algorithm": NOTHING,
+            "direction": NOTHING,
+            "tiling": "None",
+            "device": NOTHING,
+            "key_order": NOTHING,
+            "level": NOTHING,
+            "l2": "None",
+        }.items()
+    },
+    (flashsim.compare, "algorithms"): NOTHING,
+    (flashsim.compare, "dout"): "None",
+    (flashsim.compare, "backward_tiling"): "None",
+    (flashsim.compare, "trace"): "True bool_",
+    (flashsim.compare, "backend"): NOTHING,
+    (flashsim.compare, "algorithm"): NOTHING,
+    **dict.fromkeys([(sweep, n) for n in ("n_q", "batch", "heads")], f"{INTS} ints 0-d (1,1)"),
+    (sweep, "head_dim"): f"{INTS} ints 0-d (1,1)",
+    (sweep, "n_kv"): f"None {INTS} ints 0-d (1,1)",
+    (sweep, "head_dim_v"): f"None {INTS} ints 0-d (1,1)",
+    (sweep, "kv_heads"): f"None {INTS} ints 0-d (1,1)",
+    (sweep, "sram_bytes"): f"None {INTS} ints 0-d (1,1)",
+    (sweep, "n"): "None",
+    (sweep, "dtype"): NOTHING,
+    (sweep, "causal"): FLAGS,
+    (sweep, "window"): "None (1,1)",
+    (sweep, "softcap"): "0 1 1.5 1e39 2**63 int64 float32 array ints 0-d (1,1) (1.0,1.0)",
+    (sweep, "algorithm"): NOTHING,
+    (sweep, "direction"): NOTHING,
+    (sweep, "tiling"): "None",
+    (sweep, "device"): NOTHING,
+    (sweep, "key_order"): NOTHING,
+    (sweep, "method"): NOTHING,
+    (sweep, "executor"): "None",
+    (sweep, "path"): "None 'x' '64'",
+    (sweep, "progress"): FLAGS,
+    (problem, "n_q"): INTS,
+    (problem, "n_kv"): f"None {INTS}",
+    (problem, "head_dim"): INTS,
+    (problem, "head_dim_v"): f"None {INTS}",
+    (problem, "batch"): INTS,
+    (problem, "heads"): INTS,
+    (problem, "kv_heads"): f"None {INTS}",
+    (problem, "dtype"): NOTHING,
+    (problem, "causal"): FLAGS,
+    (problem, "window"): "None (1,1) ints",
+    (problem, "softcap"): "0 1 1.5 2**63 int64 float32",
+    (problem, "scale"): f"None {NUMBERS}",
+    (problem, "cu_seqlens_q"): "None",
+    (problem, "cu_seqlens_k"): "None",
+    (problem, "bias"): "None (1,1)",
+    (problem, "block_mask"): "None",
+    (problem, "mask"): "None type function",
+    (Tiling, "block_q"): INTS,
+    (Tiling, "block_k"): INTS,
+    (Tiling.preset, "name"): NOTHING,
+    (Tiling.preset, "head_dim"): INTS,
+    (Tiling.preset, "causal"): FLAGS,
+    (Tiling.fit, "problem"): NOTHING,
+    (Tiling.fit, "device"): NOTHING,
+    (Tiling.fit, "algorithm"): NOTHING,
+    (Tiling.fit, "direction"): NOTHING,
+    (T.clip, "problem"): NOTHING,
+    (T.buffers, "problem"): NOTHING,
+    (T.buffers, "algorithm"): NOTHING,
+    (T.footprint, "direction"): NOTHING,
+    (T.check, "device"): NOTHING,
+    (Schedule, "problem"): NOTHING,
+    (Schedule, "tiling"): NOTHING,
+    (Schedule, "outer"): NOTHING,
+    (Schedule, "key_order"): NOTHING,
+    (Schedule, "dense"): FLAGS,
+    (device, "name"): "'' 'x' '64' lone-surrogate",
+    **dict.fromkeys(
+        [
+            (device, name)
+            for name in ("sram_bytes", "sram_per_sm", "registers_per_sm", "sm_count", "l2_bytes")
+        ],
+        INTS,
+    ),
+    (device, "hbm_bytes"): INTS,
+    (device, "l2_partitions"): INTS,
+    (device, "hbm_bandwidth"): f"{INTS} 1.5 1e39 2**63 float32",
+    (device, "l2_bandwidth"): f"0 {INTS} 1.5 1e39 2**63 float32",
+    (device, "tensor_flops"): "{} {'x':1}",
+    (device, "cuda_flops"): "{} {'x':1}",
+    (device, "compute_capability"): "(1,1)",
+    (device, "source"): "'' 'x' '64' lone-surrogate",
+    (Device.get, "device"): NOTHING,
+    (Device.get("H100").with_sram, "sram_bytes"): INTS,
+    (Device.get("H100").peak, "dtype"): NOTHING,
+    (Device.get("H100").ridge, "dtype"): NOTHING,
+    (BlockMask, "grid"): NOTHING,
+    (BlockMask, "block_q"): INTS,
+    (BlockMask, "block_k"): INTS,
+    (Trace.load, "path"): NOTHING,
+    (flashsim.load_sample, "name"): NOTHING,
+    (flashsim.load_sample_trace, "name"): NOTHING,
+    (flashsim.random_inputs, "problem"): NOTHING,
+    (flashsim.random_inputs, "seed"): SEEDS,
+    (COUNTED.bytes, "op"): "None",
+    (COUNTED.bytes, "tensor"): "None",
+    (COUNTED.flops, "kind"): "None",
+    (COUNTED.on_chip, "op"): "None",
+    (L2Model, "launch"): NOTHING,
+    (L2Model, "walk"): NOTHING,
+    (L2Model, "blocks_per_sm"): f"None {INTS}",
+    (L2Model, "partitions"): f"None {INTS}",
+    (L2Model, "jitter"): "0",
+    (L2Model, "ways"): f"None {INTS}",
+    (L2Model, "flush"): FLAGS,
+    (L2Model, "heads_in_group"): f"None {INTS}",
+    (L2Model, "seed"): SEEDS,
+    (l2.dram, "requested"): NOTHING,
+    (l2.dram, "model"): "None",
+    (l2.curves, "requested"): NOTHING,
+    (l2.curves, "model"): "None",
+    (ladder.climb, "n_q"): INTS,
+    (ladder.climb, "n_kv"): f"None {INTS}",
+    (ladder.climb, "head_dim"): INTS,
+    (ladder.climb, "dtype"): NOTHING,
+    (ladder.climb, "tiling"): "None",
+    (ladder.climb, "device"): NOTHING,
+    (ladder.climb, "rungs"): "None",
+    (ladder.climb, "magnify"): NUMBERS,
+    (ladder.climb, "seed"): SEEDS,
+    (roofline.roofline, "counted"): NOTHING,
+    (roofline.roofline, "l2"): "None",
+    (roofline.roofline, "seconds"): f"None {INTS} 1.5 1e39 2**63 float32",
+    (roofline.roofline, "measured_bytes"): f"None {INTS} 1.5 1e39 2**63 float32",
+    (roofline.ridge_points, "device"): NOTHING,
+    (roofline.textbook_bytes, "problem"): NOTHING,
+    (roofline.textbook_bytes, "algorithm"): NOTHING,
+    (roofline.textbook_bytes, "direction"): NOTHING,
+    (predict.predict, "problem"): NOTHING,
+    (predict.predict, "direction"): NOTHING,
+    (predict.predict, "algorithm"): NOTHING,
+    (predict.predict, "kernels"): NOTHING,
+    (predict.predict, "tiling"): "None",
+    (predict.predict, "device"): NOTHING,
+    (predict.predict, "constants"): "None {}",
+    (predict.predict, "heads_in_group"): "None {} {'x':1}",
+    (reproduce.tables, "name"): NOTHING,
+    (verify.verify, "passes"): "[] ()",
+    (verify.verify, "title"): "'' 'x' '64' lone-surrogate",
+    (verify.verify, "l2"): "None",
+}
+
+#: What the other parameters are.
+OTHERS = {
+    flashsim.count: {"problem": P, "tiling": T},
+    flashsim.compare: {"q": X, "k": X, "v": X, "tiling": T, "algorithms": ["flash2"]},
+    Tiling: {"block_q": 4, "block_k": 4},
+    Tiling.preset: {"name": "fa2-forward", "head_dim": 64},
+    Tiling.fit: {"problem": P},
+    T.buffers: {"problem": P},
+    T.footprint: {"problem": P},
+    T.check: {"problem": P, "device": "H100"},
+    Schedule: {"problem": P, "tiling": T},
+    BlockMask: {"grid": [[True]], "block_q": 4, "block_k": 4},
+    flashsim.random_inputs: {"problem": P},
+    l2.dram: {"requested": COUNTED},
+    l2.curves: {"requested": COUNTED},
+    ladder.climb: {"n_q": 8, "n_kv": 8, "head_dim": 16, "rungs": ["naive"]},
+    roofline.roofline: {"counted": COUNTED},
+    roofline.textbook_bytes: {"problem": P, "algorithm": "flash2"},
+    predict.predict: {
+        "problem": Problem(64, head_dim=64, dtype="float16"),
+        "kernels": "portable",
+    },
+    verify.verify: {"passes": [], "title": "none"},
+}
+
+
+def name_of(case):
+    function, parameter = case
+    return f"{getattr(function, '__qualname__', function)}-{parameter}"
+
+
+def refused(function, options):
+    """The error of ours, or None; any other exception goes through."""
+    try:
+        function(**options)
+    except FlashSimError as error:
+        return error
+    return None
+
+
+@pytest.mark.filterwarnings("ignore:out holds:RuntimeWarning")
+@pytest.mark.parametrize("case", TAKES, ids=name_of)
+def test_a_right_answer_or_an_error_of_ours(case, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    function, parameter = case
+    taken = set(TAKES[case].split())
+    for name, value in WRONG.items():
+        error = refused(function, {**OTHERS.get(function, {}), parameter: value})
+        label = name.replace(", ", ",").replace(": ", ":").replace(" ", "-")
+        assert (error is None) == (label in taken), f"{name}: {error or 'taken without a word'}"
+        if error is not None:
+            assert isinstance(error, (ValueError, TypeError, RuntimeError, NotImplementedError))
+            assert 10 < len(str(error)) < 1000, name
