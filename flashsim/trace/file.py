@@ -1,14 +1,18 @@
 """Trace files: a versioned ``.npz`` without pickle, written whole or not at all.
 
-An archive holds ``header`` (JSON, as UTF-8 bytes): format, version, problem, device, stages and
-provenance; and arrays: ``events_0``, ``events_1``, ... (dtype `events.EVENT`), one a stage;
-``block_mask``, if there is one; and ``mask_0_ptr``, ``mask_0_col``, ``mask_0_kind``, the tiles that
-a mask function kept under the trace's first tiling (see `SavedMask`), and so on. A timeline is
-stored field by field, ``timeline_sm`` and so on (`events.TIMELINE`), each start as its distance
-from the one before and each end as a duration: a third of the size.
+An archive holds ``header`` (JSON, as UTF-8 bytes): format, version, problem, device, stages,
+provenance and, by name, the shape of every other member; and arrays: ``events_0``, ``events_1``,
+... (dtype `events.EVENT`), one a stage; ``block_mask``, if there is one; and ``mask_0_ptr``,
+``mask_0_col``, ``mask_0_kind``, the tiles that a mask function kept under the trace's first tiling
+(see `SavedMask`), and so on. A timeline is stored field by field, ``timeline_sm`` and so on
+(`events.TIMELINE`), each start as its distance from the one before and each end as a duration: a
+third of the size.
 
 What the codes of operations, tensors, phases and roles mean is spelled out in the header, so a
 later flashsim may renumber them.
+
+Files come from anywhere: sizes are checked before anything is allocated (`archive`), values before
+anything is built on them (`soundness`). What is not sound is a `TraceError`.
 """
 
 from __future__ import annotations
@@ -16,9 +20,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import tokenize
-import zipfile
-import zlib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -26,14 +28,13 @@ from typing import Any
 import numpy as np
 
 from flashsim.errors import TraceError
-from flashsim.problem.hardware import Device
 from flashsim.problem.masks import BlockMask
-from flashsim.problem.problem import Problem
-from flashsim.schedule import plans
 from flashsim.schedule.names import OPS, TENSORS
 from flashsim.schedule.savedmask import Csr, SavedMask
 from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.tiling import Tiling
+from flashsim.trace import soundness
+from flashsim.trace.archive import Archive
 from flashsim.trace.events import EVENT, PHASES, ROLES, TIMELINE, StageTrace
 from flashsim.trace.recording import Recording
 from flashsim.version import __version__
@@ -43,19 +44,9 @@ VERSION = 1
 _CSR_PARTS = ("ptr", "col", "kind")
 _NAMES = {"op": OPS, "tensor": TENSORS, "phase": PHASES, "role": ROLES}
 
-#: What reading a damaged archive can raise, from zipfile, zlib, NumPy, JSON or our own checks.
-_DAMAGE = (
-    zipfile.BadZipFile,
-    zlib.error,
-    EOFError,
-    RuntimeError,  # an archive that claims to be encrypted; NotImplementedError is one too
-    KeyError,
-    IndexError,
-    TypeError,
-    ValueError,
-    SyntaxError,  # these two: NumPy parsing the text of an array's header
-    tokenize.TokenError,
-)
+#: A header is a few KiB, but that it lists every packed sequence's length.
+_HEADER_BYTES = 1 << 24
+_INT32 = np.dtype(np.int32)
 
 
 def save(trace: Recording, path: str | os.PathLike) -> None:
@@ -66,9 +57,11 @@ def save(trace: Recording, path: str | os.PathLike) -> None:
     TraceError
         If the file cannot be written.
     """
-    path = Path(path)
+    path = _path(path)
     header, arrays = _pack(trace)
     text = np.frombuffer(json.dumps(header).encode(), np.uint8)
+    if len(text) > _HEADER_BYTES:
+        raise TraceError(f"a trace's header has {len(text):,} B, over {_HEADER_BYTES:,}: too many")
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
         try:
@@ -94,8 +87,9 @@ def load(path: str | os.PathLike) -> Recording:
     TraceError
         If there is no such file, it is damaged, is not a trace, or comes from a newer flashsim.
     """
+    path = _path(path)
     try:
-        with Path(path).open("rb") as file:
+        with path.open("rb") as file:
             if file.read(2) != b"PK":  # every .npz is a zip archive
                 raise TraceError(f"{str(path)!r} is not a flashsim trace file (a zip archive)")
             file.seek(0)
@@ -106,40 +100,49 @@ def load(path: str | os.PathLike) -> Recording:
         ) from error
 
 
+def _path(given: Any) -> Path:
+    try:
+        path = Path(given)
+        os.fsencode(path)
+    except (TypeError, ValueError) as error:
+        raise TraceError(f"a trace's path is a string or a Path, got {given!r}") from error
+    if "\0" in str(path):
+        raise TraceError(f"no file has such a name: {given!r}")
+    return path
+
+
 def _read(file: Any, path: str) -> Recording:
+    # What zipfile, zlib and JSON raise for damage is no closed list; all of it is said in one way.
     try:
-        archive = np.load(file, allow_pickle=False)
-        names = archive.files
-    except _DAMAGE as error:
-        raise _damaged(path, error) from error
-    if "header" not in names:
-        raise TraceError(
-            f"{path!r} is an archive, but not a flashsim trace: it holds {', '.join(names[:5])}"
-        )
-    try:
-        header = json.loads(archive["header"].tobytes())
-        known = isinstance(header, dict) and header.get("format") == FORMAT
-        version = int(header["version"]) if known else 0
-    except _DAMAGE as error:
-        raise _damaged(path, error) from error
-    if not known:
-        raise TraceError(f"{path!r} is an archive with a header, but not a flashsim trace")
-    if version > VERSION:
-        raise TraceError(
-            f"{path!r} has trace format {version}, written by flashsim "
-            f"{header.get('flashsim', '?')}; flashsim {__version__} reads formats up to {VERSION}: "
-            "install a newer flashsim"
-        )
-    try:
+        archive = Archive(file)
+        if "header" not in archive.names:
+            names = ", ".join(archive.names[:5])
+            raise TraceError(f"{path!r} is an archive, but not a flashsim trace: it holds {names}")
+        header = _header(archive)
+        if not isinstance(header, dict) or header.get("format") != FORMAT:
+            raise TraceError(f"{path!r} is an archive with a header, but not a flashsim trace")
+        soundness.typed("the header", header, {"version": int})
+        if header["version"] > VERSION:
+            raise TraceError(
+                f"{path!r} has trace format {header['version']}, written by flashsim "
+                f"{header.get('flashsim', '?')}; flashsim {__version__} reads formats up to "
+                f"{VERSION}: install a newer flashsim"
+            )
         return _unpack(header, archive)
-    except _DAMAGE as error:
-        raise _damaged(path, error) from error
+    except TraceError:
+        raise
+    except Exception as error:
+        raise TraceError(
+            f"{path!r} is truncated or damaged ({type(error).__name__}: {error}); "
+            "save the trace again"
+        ) from error
 
 
-def _damaged(path: str, error: Exception) -> TraceError:
-    return TraceError(
-        f"{path!r} is truncated or damaged ({type(error).__name__}: {error}); save the trace again"
-    )
+def _header(archive: Archive) -> Any:
+    shape = archive.shape("header", np.dtype(np.uint8))
+    if shape[0] > _HEADER_BYTES:
+        raise ValueError(f"the header has {shape[0]:,} B")
+    return json.loads(archive.read("header", np.dtype(np.uint8), shape).tobytes())
 
 
 # -- a trace as JSON and arrays -----------------------------------------------------------------
@@ -180,6 +183,7 @@ def _pack(trace: Recording) -> tuple[dict[str, Any], dict[str, Any]]:
             table = Schedule(problem, tiling).row_csr
             for part, array in zip(_CSR_PARTS, table, strict=True):
                 arrays[f"mask_{n}_{part}"] = array
+    header["members"] = {name: list(array.shape) for name, array in arrays.items()}
     return header, arrays
 
 
@@ -194,38 +198,92 @@ def _pack_stage(stage: StageTrace) -> dict[str, Any]:
     }
 
 
-def _unpack(header: dict[str, Any], archive: Any) -> Recording:
-    block_mask = mask = None
+def _unpack(header: dict[str, Any], archive: Archive) -> Recording:
+    soundness.header(header)
+    kinds = _members(header, archive)
+    shapes = {name: archive.shape(name, *kind) for name, kind in kinds.items()}
+    found = {name: list(shape) for name, shape in shapes.items()}
+    said = header.get("members", found)
+    if wrong := [name for name in {*said, *found} if said.get(name) != found.get(name)]:
+        raise ValueError(f"its header says {_sizes(wrong, said)}; it holds {_sizes(wrong, found)}")
+
+    def read(name: str) -> np.ndarray:
+        return archive.read(name, kinds[name][0], shapes[name])
+
+    problem = soundness.problem(header["problem"])
+    masks: dict[str, Any] = {}
     if "block_mask" in header:
-        block_mask = BlockMask(archive["block_mask"], *header["block_mask"])
+        cells = soundness.integers("block_mask", header["block_mask"], 2, 1)
+        soundness.grid(shapes["block_mask"], problem, *cells)
+        masks["block_mask"] = BlockMask(read("block_mask"), *cells)
     if "mask" in header:
-        saved = header["mask"]
-        tables: dict[Tiling, Csr] = {
-            Tiling(*tiling): _table(archive, n) for n, tiling in enumerate(saved["tilings"])
-        }
-        mask = SavedMask(saved["name"], tables)
-    problem = Problem(**header["problem"], block_mask=block_mask, mask=mask)
-    names = header["names"]
-    known = {s.name: s for s in plans.stages(problem, header["algorithm"], header["direction"])}
-    stages = [
-        _unpack_stage(
-            entry, known[entry["name"]], problem, _recoded(archive[f"events_{n}"], EVENT, names)
-        )
-        for n, entry in enumerate(header["stages"])
-    ]
+        tables: dict[Tiling, Csr] = {}
+        for n, sides in enumerate(header["mask"]["tilings"]):
+            tiling = Tiling(*sides)
+            soundness.length_of_mask(*(shapes[x] for x in _csr(n)), problem, tiling)
+            ptr, col, kind = map(read, _csr(n))
+            soundness.mask_table((ptr, col, kind), problem, tiling)
+            tables[tiling] = ptr, col, kind
+        masks["mask"] = SavedMask(header["mask"]["name"], tables)
+    problem = soundness.problem(header["problem"], **masks)
+
+    names, algorithm, direction = header["names"], header["algorithm"], header["direction"]
+    stages, walks = [], []
+    for n, entry in enumerate(header["stages"]):
+        walk, tiling, repeat, stride = soundness.stage(entry, problem, algorithm, direction)
+        if "mask" in masks and tiling not in masks["mask"].tables:
+            raise ValueError(f"stage {walk.name!r}: the mask was not saved for {tiling} tiles")
+        soundness.length_of_events(shapes[f"events_{n}"][0], walk, problem, tiling)
+        schedule = Schedule(problem, tiling, walk.outer, entry["key_order"], walk.dense)
+        table = _recoded(read(f"events_{n}"), names)
+        soundness.events(table, walk, problem, tiling)
+        stages.append(StageTrace(walk, schedule, repeat, stride, table))
+        walks.append((walk, tiling))
     timeline = None
-    if "timeline_sm" in archive.files:
-        timeline = _recoded(_unpack_timeline(archive), TIMELINE, names)
+    if "timeline_sm" in shapes:
+        total = sum(len(stage.events) * stage.repeat for stage in stages)
+        soundness.length_of_timeline(shapes["timeline_sm"][0], total)
+        timeline = _recoded(_unpack_timeline(shapes, read), names)
+        soundness.timeline(timeline, walks, problem)
     return Recording(
         problem,
-        Device(**header["device"]),
-        header["algorithm"],
-        header["direction"],
+        soundness.device(header["device"]),
+        algorithm,
+        direction,
         header["backend"],
         stages,
         header["provenance"],
         timeline,
     )
+
+
+def _members(header: dict[str, Any], archive: Archive) -> dict[str, tuple[np.dtype, int]]:
+    """Type and axes of each array that the header speaks of; all and no others must be there."""
+    kinds = {f"events_{n}": (EVENT, 1) for n in range(len(header["stages"]))}
+    if "block_mask" in header:
+        kinds["block_mask"] = np.dtype(bool), 2
+    if "mask" in header:
+        saved = soundness.typed("mask", header["mask"], {"name": str, "tilings": list})
+        for n, tiling in enumerate(saved["tilings"]):
+            soundness.integers("a mask's tiling", tiling, 2, 1)
+            kinds |= dict.fromkeys(_csr(n), (_INT32, 1))
+    soundness.typed("members", header.get("members", {}), {})
+    # A file from before headers named their members: some of a timeline stands for all of it.
+    if any(name.startswith("timeline_") for name in header.get("members", archive.names)):
+        kinds |= {f"timeline_{name}": (TIMELINE[name], 1) for name in TIMELINE.names or ()}
+    there = set(archive.names) - {"header"}
+    if there != kinds.keys():
+        lacks, others = sorted(kinds.keys() - there), sorted(there - kinds.keys())
+        raise ValueError(f"it lacks {lacks or 'nothing'}, and holds {others or 'nothing'} besides")
+    return kinds
+
+
+def _csr(n: int) -> list[str]:
+    return [f"mask_{n}_{part}" for part in _CSR_PARTS]
+
+
+def _sizes(names: Iterable[str], shapes: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {shapes.get(name, 'not')}" for name in sorted(names))
 
 
 def _pack_timeline(spans: np.ndarray) -> dict[str, np.ndarray]:
@@ -235,41 +293,25 @@ def _pack_timeline(spans: np.ndarray) -> dict[str, np.ndarray]:
     return {f"timeline_{name}": values for name, values in fields.items()}
 
 
-def _unpack_timeline(archive: Any) -> np.ndarray:
-    stored = {name: archive[f"timeline_{name}"] for name in TIMELINE.names or ()}
-    spans = np.zeros(len(stored["sm"]), TIMELINE)
-    for name, values in stored.items():
-        if values.dtype != TIMELINE[name] or values.shape != spans.shape:
-            raise ValueError(f"timeline_{name} has dtype {values.dtype} and shape {values.shape}")
-        spans[name] = values
+def _unpack_timeline(
+    shapes: dict[str, tuple[int, ...]], read: Callable[[str], np.ndarray]
+) -> np.ndarray:
+    spans = np.zeros(shapes["timeline_sm"], TIMELINE)
+    for name in TIMELINE.names or ():
+        if shapes[f"timeline_{name}"] != spans.shape:
+            raise ValueError(f"timeline_{name} has shape {shapes[f'timeline_{name}']}")
+        spans[name] = read(f"timeline_{name}")
     spans["start_ns"] = np.cumsum(spans["start_ns"])
     spans["end_ns"] += spans["start_ns"]
     return spans
 
 
-def _table(archive: Any, n: int) -> Csr:
-    ptr, col, kind = (archive[f"mask_{n}_{part}"] for part in _CSR_PARTS)
-    return ptr, col, kind
-
-
-def _recoded(table: np.ndarray, dtype: np.dtype, names: dict[str, list[str]]) -> np.ndarray:
+def _recoded(table: np.ndarray, names: dict[str, list[str]]) -> np.ndarray:
     """`table` with the file's codes turned into ours, by what they are called; read-only."""
-    if table.dtype != dtype:
-        raise ValueError(f"a table has dtype {table.dtype}")
     for field, ours in _NAMES.items():
-        if field in (dtype.names or ()):
-            if unknown := set(names[field]) - set(ours):
-                raise ValueError(f"unknown {field} {', '.join(map(repr, sorted(unknown)))}")
+        if field in (table.dtype.names or ()):
             codes = np.array([ours.index(name) for name in names[field]], np.uint8)
-            table[field] = codes[table[field]]
+            soundness.within(f"codes of {field}", table[field], 0, len(codes))
+            table[field] = codes[table[field]] if len(table) else 0
     table.setflags(write=False)
     return table
-
-
-def _unpack_stage(
-    entry: dict[str, Any], stage: plans.Stage, problem: Problem, events: np.ndarray
-) -> StageTrace:
-    schedule = Schedule(
-        problem, Tiling(*entry["tiling"]), stage.outer, entry["key_order"], stage.dense
-    )
-    return StageTrace(stage, schedule, entry["repeat"], entry["stride"], events)

@@ -178,8 +178,9 @@ def test_a_timeline_of_another_shape_is_refused(trace, path):
     trace.save(path)
     edit(path, add={"timeline_head": np.zeros(4, np.int32)})
 
-    with pytest.raises(TraceError, match="timeline_head has dtype int32 and shape"):
-        Trace.load(path)
+    refused(path, r"its header says timeline_head \[5\]; it holds timeline_head \[4\]")
+    edit(path, header=lambda h: h.pop("members"))  # as files were before headers said so
+    refused(path, r"timeline_head has shape \(4,\)")
 
 
 def test_codes_are_read_by_their_names(trace, path):
@@ -312,12 +313,13 @@ def test_a_newer_format_says_so(trace, path):
     [
         ({"header": lambda h: h.pop("device")}, "KeyError: 'device'"),
         ({"header": lambda h: h["problem"].update(n_q=-1)}, "n_q must be at least 1, got -1"),
-        ({"header": lambda h: h["problem"].update(colour=1)}, "TypeError.*colour"),
+        ({"header": lambda h: h["problem"].update(colour=1)}, "unknown 'colour'"),
         ({"header": lambda h: h["names"]["tensor"].append("X")}, "ValueError: unknown tensor 'X'"),
         ({"header": lambda h: h.update(version="x")}, "ValueError"),
-        ({"drop": ["events_0"]}, "KeyError.*events_0"),
-        ({"add": {"events_0": np.zeros(3)}}, "a table has dtype float64"),
-        ({"add": {"events_0": np.array([None])}}, "allow_pickle"),
+        ({"drop": ["events_0"]}, r"it lacks \['events_0'\]"),
+        ({"add": {"events_1": np.zeros(3)}}, r"holds \['events_1'\] besides"),
+        ({"add": {"events_0": np.zeros(3)}}, "events_0 has dtype <f8"),
+        ({"add": {"events_0": np.array([None])}}, r"events_0 has dtype \|O"),
         ({"add": {"header": np.frombuffer(b"{", np.uint8)}}, "JSONDecodeError"),
     ],
 )
@@ -338,7 +340,7 @@ def test_no_pickle_is_ever_run(trace, path):
     np.lib.format.write_array(buffer, np.array([Bomb()]), allow_pickle=True)
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("header.npy", buffer.getvalue())
-    refused(path, "allow_pickle")
+    refused(path, r"header has dtype \|O")
 
 
 # -- writing ------------------------------------------------------------------------------------

@@ -91,8 +91,11 @@ def verify(
         say `blocks_per_sm`, what Nsight Compute recorded of the launch does.
     """
     if not isinstance(passes, (list, tuple)):
-        raise DTypeError(f"passes must be a list of Pass, got {shown(passes)}")
-    passes = [checks.instance("each of passes", one, Pass, "verify.Pass") for one in passes]
+        raise DTypeError(f"passes must be a list of MeasuredPass, got {shown(passes)}")
+    passes = [
+        checks.instance("each of passes", one, MeasuredPass, "verify.MeasuredPass")
+        for one in passes
+    ]
     if not isinstance(title, str):
         raise DTypeError(f"title must be text, got {shown(title)}")
     if l2 is not None:

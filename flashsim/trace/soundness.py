@@ -1,0 +1,255 @@
+"""Whether what a trace file says of a run can be true: types, ranges, and how long tables can be.
+
+A file may come from anywhere. What is checked here before a table is read bounds its memory by what
+the problem's own walk would take; what is checked afterwards keeps every index in range for those
+who ask the trace questions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from flashsim.problem.hardware import Device
+from flashsim.problem.problem import Problem
+from flashsim.schedule import plans
+from flashsim.schedule.names import COMPUTE, OPS, TENSORS, TRANSFERS
+from flashsim.schedule.savedmask import Csr
+from flashsim.schedule.tiling import Tiling
+from flashsim.trace.events import PHASES, ROLES
+
+#: Indices are int32 wherever tables hold them.
+INDEX = 1 << 31
+_NUMBER = (int, float)
+_STAGE = {
+    **{"name": str, "outer": str, "buffers": list, "dense": bool, "per": str},
+    **{"tiling": list, "key_order": str, "repeat": int, "stride": int},
+}
+
+
+def typed(what: str, given: Any, kinds: Mapping[str, Any]) -> dict[str, Any]:
+    """A JSON object with at least these keys, each of its kind."""
+    if not isinstance(given, dict):
+        raise ValueError(f"{what} is {_shown(given)}, not an object")
+    for key, kind in kinds.items():
+        value = given[key]
+        of_kind = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+        if not of_kind:
+            raise ValueError(f"{what}: {key} is {_shown(value)}")
+    return given
+
+
+def integers(what: str, given: Any, n: int, low: int = 0) -> list[int]:
+    """A list of n integers from `low` up to what an index can be."""
+    if not isinstance(given, list) or len(given) != n:
+        raise ValueError(f"{what} is {_shown(given)}, not {n} integers")
+    for value in given:
+        if type(value) is not int or not low <= value < INDEX:
+            raise ValueError(f"{what} is {_shown(given)}: not from {low} up to {INDEX - 1}")
+    return given
+
+
+def header(given: dict[str, Any]) -> None:
+    """The header's own fields; those of its problem, device and stages when these are made."""
+    kinds = {
+        **{"names": dict, "problem": dict, "device": dict, "stages": list, "provenance": dict},
+        **{"algorithm": str, "direction": str, "backend": str},
+    }
+    typed("the header", given, kinds)
+    for name, value in given["provenance"].items():
+        if not isinstance(value, str):
+            raise ValueError(f"provenance: {name} is {_shown(value)}")
+    for field, ours in (("op", OPS), ("tensor", TENSORS), ("phase", PHASES), ("role", ROLES)):
+        names = given["names"].get(field, [] if field in ("phase", "role") else None)
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"names: {field} is {_shown(names)}")
+        if unknown := set(names) - set(ours):
+            raise ValueError(f"unknown {field} {', '.join(map(repr, sorted(unknown)))}")
+    if not given["stages"]:
+        raise ValueError("there is no stage")
+
+
+def device(given: dict[str, Any]) -> Device:
+    """The device, each field of the type that a device's has."""
+    kinds = {
+        name: {int: int, float: _NUMBER, tuple: list}.get(type(value), type(value))
+        for name, value in Device.get("H100").to_dict().items()
+        if name in given
+    }
+    typed("device", given, kinds)
+    peaks = [given.get("tensor_flops", {}), given.get("cuda_flops", {})]
+    for value in (value for table in peaks for value in table.values()):
+        if not isinstance(value, _NUMBER) or isinstance(value, bool):
+            raise ValueError(f"device: a peak is {_shown(value)}")
+    integers("device: compute_capability", given.get("compute_capability", [0, 0]), 2)
+    return Device(**given)
+
+
+def problem(given: dict[str, Any], **masks: Any) -> Problem:
+    """The problem; its lengths are such as tables can hold."""
+    for name in ("n_q", "n_kv", "batch", "heads", "kv_heads"):
+        if isinstance(given.get(name), int) and given[name] >= INDEX:
+            raise ValueError(f"problem: {name} is {given[name]}: no table holds that many")
+    known = {field.name for field in fields(Problem)} - {"mask", "block_mask"}
+    if unknown := set(given) - known:
+        raise ValueError(f"problem: unknown {', '.join(map(repr, sorted(unknown)))}")
+    made = Problem(**given, **masks)
+    if made.batch * made.heads >= INDEX:
+        raise ValueError(f"problem: {made.batch} x {made.heads} heads: no table holds that many")
+    return made
+
+
+def stage(
+    given: Any, of: Problem, algorithm: str, direction: str
+) -> tuple[plans.Stage, Tiling, int, int]:
+    """A stage of the algorithm, its tiling, how often its walk is made, and how far apart."""
+    entry = typed("a stage", given, _STAGE)
+    planned = {stage.name: stage for stage in plans.stages(of, algorithm, direction)}
+    name = entry["name"]
+    if name not in planned:
+        raise ValueError(f"{algorithm} {direction} has no stage {name!r}")
+    plan = planned[name]
+    for key in ("outer", "dense", "per"):
+        if entry[key] != getattr(plan, key):
+            raise ValueError(f"stage {name!r}: {key} is {entry[key]!r}, not {getattr(plan, key)!r}")
+    heads = plans.heads_of(plan, of)
+    if (entry["repeat"], entry["stride"]) != heads:
+        given = entry["repeat"], entry["stride"]
+        raise ValueError(f"stage {name!r}: repeat and stride are {given}, not {heads}")
+    _check_buffers(entry["buffers"])
+    return plan, Tiling(*integers("a tiling", entry["tiling"], 2, 1)), *heads
+
+
+def _check_buffers(given: list[Any]) -> None:
+    """Buffers are the itinerary's, which may have changed since; the file's must be buffers."""
+    if len(given) > len(TENSORS):
+        raise ValueError(f"a stage has {len(given)} buffers")
+    for entry in given:
+        if not isinstance(entry, list) or len(entry) != 5 or entry[0] not in TENSORS:
+            raise ValueError(f"a buffer is {_shown(entry)}")
+        integers("a buffer", entry[1:4], 3)
+        if not isinstance(entry[4], bool):
+            raise ValueError(f"a buffer is {_shown(entry)}")
+
+
+# -- how long tables can be ---------------------------------------------------------------------
+
+
+def tiles(of: Problem, tiling: Tiling) -> tuple[int, int, int]:
+    """Row tiles, column tiles, and score tiles: pairs of them in one sequence."""
+    t_r = t_c = pairs = 0
+    for s in of.sequences:
+        rows = -(-(s.q_stop - s.q_start) // tiling.block_q)
+        cols = -(-(s.k_stop - s.k_start) // tiling.block_k)
+        t_r, t_c, pairs = t_r + rows, t_c + cols, pairs + rows * cols
+    return t_r, t_c, pairs
+
+
+def length_of_events(length: int, walk: plans.Stage, of: Problem, tiling: Tiling) -> None:
+    """Refuse a table of events that is longer than any walk of the stage, or too short for one."""
+    t_r, t_c, pairs = tiles(of, tiling)
+    steps = t_r if walk.outer == "queries" else t_c
+    members = of.group if walk.per == "group" else 1
+    # Each buffer of a visit or a step comes and goes and may be stored; `n_q` for single rows.
+    most = (pairs * members + steps + of.n_q) * (3 * len(walk.buffers) + 8)
+    if not steps <= length <= most:
+        raise ValueError(
+            f"stage {walk.name!r} has {length} events, not from {steps} to {most} as in such a walk"
+        )
+
+
+def length_of_mask(
+    ptr: tuple[int, ...], col: tuple[int, ...], kind: tuple[int, ...], of: Problem, tiling: Tiling
+) -> None:
+    """Refuse a mask's table of tiles of another length than its tiling has."""
+    t_r, _, pairs = tiles(of, tiling)
+    if ptr[0] != t_r + 1 or col != kind or col[0] > pairs:
+        raise ValueError(f"a mask's table has {ptr[0] - 1} rows and {col[0]} of {pairs} tiles")
+
+
+def grid(shape: tuple[int, ...], of: Problem, rows: int, cols: int) -> None:
+    """Refuse a block mask's grid of more cells than there are scores."""
+    if shape[0] * rows >= of.n_q + rows or shape[1] * cols >= of.n_kv + cols:
+        raise ValueError(
+            f"a block mask of {shape} cells of {rows} x {cols} reaches past the scores"
+        )
+
+
+def length_of_timeline(length: int, events: int) -> None:
+    """Refuse a timeline with more spans than there are phases and roles of events."""
+    if length > events * len(PHASES) * len(ROLES):
+        raise ValueError(f"the timeline has {length} spans of {events} events")
+
+
+# -- what tables hold ---------------------------------------------------------------------------
+
+
+def within(what: str, values: np.ndarray, low: int, high: int) -> None:
+    """Refuse values outside low .. high - 1."""
+    if len(values) and not (low <= int(values.min()) and int(values.max()) < high):
+        raise ValueError(f"{what} goes from {values.min()} to {values.max()}, not {low} to {high}")
+
+
+def events(table: np.ndarray, walk: plans.Stage, of: Problem, tiling: Tiling) -> None:
+    """Events of one stage: tiles and heads that exist, bytes that can be moved."""
+    t_r, t_c, pairs = tiles(of, tiling)
+    members = of.group if walk.per == "group" else 1
+    what = f"stage {walk.name!r}: "
+    within(what + "head", table["head"], 0, members)
+    within(what + "i", table["i"], -1, t_r)
+    within(what + "j", table["j"], -1, t_c)
+    within(what + "visit", table["visit"], -1, pairs)
+    # One tile of one tensor: a row of it is at most a row of scores, or of head_dim, of 8 B.
+    largest = of.n_q * max(of.n_kv, of.head_dim, of.head_dim_v) * 8
+    largest = max(largest, of.n_kv * max(of.head_dim, of.head_dim_v) * 8)
+    within(what + "bytes", table["bytes"], 0, min(largest, (1 << 63) // max(len(table), 1)) + 1)
+    if (table["level"] != ~np.isin(table["op"], TRANSFERS)).any() or table["stage"].any():
+        raise ValueError(what + "an event's level or stage is not as it must be")
+    outer = table["i"] if walk.outer == "queries" else table["j"]
+    visiting = table["visit"] >= 0
+    if (outer < 0).any() or ((table["i"] < 0) | (table["j"] < 0))[visiting].any():
+        raise ValueError(what + "an event belongs to no tile")
+    if not (table["op"] == COMPUTE).any():
+        raise ValueError(what + "nothing is computed")
+
+
+def timeline(spans: np.ndarray, stages: Sequence[Any], of: Problem) -> None:
+    """Spans of stages, heads and tiles that exist, which end after they begin."""
+    within("timeline: stage", spans["stage"], 0, len(stages))
+    within("timeline: sm", spans["sm"], 0, 1 << 15)
+    within("timeline: head", spans["head"], 0, of.batch * of.heads)
+    for number, (_, tiling, *_) in enumerate(stages):
+        t_r, t_c, pairs = tiles(of, tiling)
+        own = spans[spans["stage"] == number]
+        within("timeline: i", own["i"], -1, t_r)
+        within("timeline: j", own["j"], -1, t_c)
+        within("timeline: visit", own["visit"], -1, pairs)
+    within("timeline: start", spans["start_ns"], 0, 1 << 62)
+    if (spans["end_ns"] < spans["start_ns"]).any():
+        raise ValueError("timeline: a span ends before it begins")
+
+
+def mask_table(table: Csr, of: Problem, tiling: Tiling) -> None:
+    """The tiles that a mask kept: of each row tile, keys ascending, in the row's own sequence."""
+    ptr, col, kind = table
+    within("a mask's kinds", kind, 0, 2)
+    if ptr[0] != 0 or ptr[-1] != len(col) or (np.diff(ptr) < 0).any():
+        raise ValueError("a mask's rows of tiles do not add up")
+    first = row = 0
+    for s in of.sequences:
+        rows = -(-(s.q_stop - s.q_start) // tiling.block_q)
+        cols = -(-(s.k_stop - s.k_start) // tiling.block_k)
+        within("a mask's tiles", col[ptr[row] : ptr[row + rows]], first, first + cols)
+        first, row = first + cols, row + rows
+    rising = np.diff(col.astype(np.int64)) > 0
+    rising[ptr[1:-1][(ptr[1:-1] > 0) & (ptr[1:-1] < len(col))] - 1] = True  # a new row begins
+    if not rising.all():
+        raise ValueError("a mask's tiles are not in ascending order")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -1,0 +1,367 @@
+"""Damaged and crafted trace files: a TraceError or the very trace, in bounded memory."""
+
+import io
+import json
+import tracemalloc
+import zipfile
+
+import numpy as np
+import pytest
+
+import flashsim
+from flashsim import BlockMask, FlashSimError, Tiling, Trace, TraceError
+from flashsim.trace.events import EVENT, PHASES, TIMELINE
+
+SEED = 20
+#: Places at which each file is damaged, in each of `DAMAGES`.
+PLACES = 60
+
+
+def far(q, k):
+    return (q - k) % 5 < 3
+
+
+def recorded(name):
+    """A small trace of each kind of member."""
+    rng = np.random.default_rng(3)
+    q, k, v = (rng.standard_normal((2, 19, 4), dtype=np.float32) for _ in range(3))
+    options = {
+        "plain": {"causal": True},
+        "timeline": {},
+        "mask": {"mask": far},
+        "block mask": {"block_mask": BlockMask(rng.random((4, 4)) < 0.7, 5, 5)},
+        "backward": {"bias": rng.standard_normal((2, 19, 19)).astype(np.float32), "softcap": 3.0},
+    }
+    tiling = Tiling(8, 4)
+    result = flashsim.run(q, k, v, tiling=tiling, trace=True, **options[name.removesuffix(", old")])
+    if name.startswith("backward"):
+        return result.backward(q, tiling=tiling).trace
+    if name.startswith("timeline"):
+        spans = np.zeros(12, TIMELINE)
+        spans["phase"] = np.arange(12) % len(PHASES)
+        spans["sm"] = np.arange(12) % 3
+        spans["start_ns"] = 10**15 + rng.integers(0, 99, 12)
+        spans["end_ns"] = spans["start_ns"] + np.arange(12)
+        result.trace.timeline = spans
+    return result.trace
+
+
+def rewritten(path, *, header=None, arrays=None):
+    """An archive with a sound directory and sound checksums, and with other contents."""
+    with np.load(path) as archive:
+        old = {name: archive[name] for name in archive.files}
+    said = json.loads(old.pop("header").tobytes())
+    said = header(said) if header else said
+    old |= arrays(old) if arrays else {}
+    text = np.frombuffer(json.dumps(said).encode(), np.uint8)
+    with path.open("wb") as file:
+        np.savez_compressed(file, header=text, **old)
+
+
+def without_members(header):
+    del header["members"]  # as files were before their headers said what they hold
+    return header
+
+
+@pytest.fixture(params=["plain", "timeline", "timeline, old", "mask", "block mask", "backward"])
+def saved(request, tmp_path):
+    """A trace and its file."""
+    trace, path = recorded(request.param), tmp_path / "run.npz"
+    trace.save(path)
+    if request.param.endswith(", old"):
+        rewritten(path, header=without_members)
+    return trace, path
+
+
+def same(one, other):
+    """Whether two traces are one and the same."""
+    stages = [
+        (a.stage, a.repeat, a.stride, a.schedule.tiling, a.schedule.key_order)
+        == (b.stage, b.repeat, b.stride, b.schedule.tiling, b.schedule.key_order)
+        for a, b in zip(one.stages, other.stages, strict=True)
+    ]
+    timelines = one.timeline is other.timeline is None or np.array_equal(
+        one.timeline, other.timeline
+    )
+    names = ("algorithm", "direction", "backend", "provenance", "device")
+    alike = all(getattr(one, name) == getattr(other, name) for name in names)
+    masks = one.problem.mask is not None or one.problem == other.problem
+    return all(stages) and timelines and alike and masks and one.same_events(other)
+
+
+def flip(whole, place, rng):
+    return whole[:place] + bytes([whole[place] ^ (1 << rng.integers(8))]) + whole[place + 1 :]
+
+
+def overwrite(whole, place, rng):
+    return whole[:place] + bytes([rng.integers(256)]) + whole[place + 1 :]
+
+
+def insert(whole, place, rng):
+    return whole[:place] + rng.bytes(rng.integers(1, 9)) + whole[place:]
+
+
+def remove(whole, place, rng):
+    return whole[:place] + whole[place + rng.integers(1, 9) :]
+
+
+def truncate(whole, place, rng):
+    return whole[:place]
+
+
+def repeat(whole, place, rng):
+    return whole[:place] + whole[max(place - rng.integers(1, 60), 0) :]
+
+
+DAMAGES = (flip, overwrite, insert, remove, truncate, repeat)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_anywhere_is_refused_or_does_not_matter(saved, damage):
+    trace, path = saved
+    whole, rng = path.read_bytes(), np.random.default_rng(SEED)
+    directory = whole.index(b"PK\x01\x02")  # as many places in the directory as before it
+    places = [*rng.integers(directory, size=PLACES), *rng.integers(directory, len(whole), PLACES)]
+    tracemalloc.start()
+    try:
+        for place in places:
+            path.write_bytes(damage(whole, int(place), rng))
+            try:
+                loaded = Trace.load(path)
+            except TraceError:
+                continue
+            assert same(loaded, trace), f"{damage.__name__} at {place} of seed {SEED}"
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_member_whose_name_in_the_directory_is_damaged_is_missed(tmp_path):
+    """The trace must not come back without its timeline."""
+    path = tmp_path / "run.npz"
+    recorded("timeline").save(path)
+    whole = path.read_bytes()
+    for old in (False, True):
+        for name in (b"timeline_sm", b"timeline_end_ns", b"events_0"):
+            at = whole.rindex(name)
+            path.write_bytes(whole[:at] + b"x" + whole[at + 1 :])
+            with pytest.raises(TraceError, match="truncated or damaged"):
+                Trace.load(path)
+        path.write_bytes(whole)
+        if not old:
+            rewritten(path, header=without_members)
+            assert Trace.load(path).timeline is not None
+            whole = path.read_bytes()
+
+
+# -- archives that zipfile and NumPy find nothing wrong with ------------------------------------
+
+ODD = (-1, 0, 1, 3, 2**31, 2**40, 2**63, 10**30, 0.5, 1e300, "x", "", None, True, [], {}, [[1]])
+
+
+def leaves(value, path=()):
+    """Where values are in a JSON tree, inner nodes too."""
+    yield path
+    if isinstance(value, (dict, list)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(item, (*path, key))
+
+
+def replaced(tree, path, value):
+    if not path:
+        return value
+    copy = dict(tree) if isinstance(tree, dict) else list(tree)
+    copy[path[0]] = replaced(copy[path[0]], path[1:], value)
+    return copy
+
+
+def answers(path):
+    """Load a file; if it is accepted, whatever one asks of it must have an answer."""
+    try:
+        loaded = Trace.load(path)
+    except TraceError:
+        return False
+    try:
+        str(loaded), repr(loaded), loaded.flops(), loaded.peak_sram(), loaded.by_head()
+        loaded.by_tile(), loaded.frame(), loaded.cumulative(), loaded.diff(loaded.predicted())
+    except FlashSimError:
+        pass
+    loaded.save(path)
+    return True
+
+
+@pytest.mark.parametrize("name", ["timeline", "mask", "block mask", "backward"])
+def test_any_value_of_a_header_is_refused_or_good(name, tmp_path):
+    path = tmp_path / "run.npz"
+    recorded(name).save(path)
+    whole = path.read_bytes()
+    with np.load(path) as archive:
+        arrays = {name: archive[name] for name in archive.files}
+    header = json.loads(arrays.pop("header").tobytes())
+    rng = np.random.default_rng(SEED)
+    places = [place for place in leaves(header) if place[:1] != ("names",) or len(place) < 3]
+    good = 0
+    for place in places:
+        for value in (ODD[n] for n in rng.choice(len(ODD), 3, replace=False)):
+            text = json.dumps(replaced(header, place, value)).encode()
+            with zipfile.ZipFile(path, "w") as archive, zipfile.ZipFile(io.BytesIO(whole)) as old:
+                for member in old.namelist():
+                    data = old.read(member)
+                    if member == "header.npy":
+                        buffer = io.BytesIO()
+                        np.lib.format.write_array(buffer, np.frombuffer(text, np.uint8))
+                        data = buffer.getvalue()
+                    archive.writestr(member, data)
+            try:
+                good += answers(path)
+            except Exception as error:
+                raise AssertionError(f"header{place} = {value!r}: {error!r}") from error
+    assert good < len(places)
+
+
+def limits(dtype):
+    return np.iinfo(dtype).min, np.iinfo(dtype).max
+
+
+@pytest.mark.parametrize("name", ["timeline", "mask", "block mask", "backward"])
+def test_any_number_in_a_table_is_refused_or_good(name, tmp_path):
+    path = tmp_path / "run.npz"
+    recorded(name).save(path)
+    whole, rng = path.read_bytes(), np.random.default_rng(SEED)
+    for _ in range(50):
+
+        def spoil(arrays):
+            member = sorted(arrays)[rng.integers(len(arrays))]
+            table = arrays[member].copy()
+            field = table[rng.choice(table.dtype.names)] if table.dtype.names else table
+            low, high = (0, 1) if field.dtype == np.bool_ else limits(field.dtype)
+            number = int(rng.choice([low, high, 0, 1, 7]))
+            field.reshape(-1)[rng.integers(field.size)] = min(number, high)
+            return {member: table}
+
+        path.write_bytes(whole)
+        rewritten(path, arrays=spoil)
+        answers(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda h: h["stages"][0].update(repeat=-1), r"repeat and stride are \(-1, 1\), not"),
+        (lambda h: h["stages"][0].update(stride=7), "repeat and stride are"),
+        (lambda h: h.update(algorithm="x"), "unknown algorithm 'x'"),
+        (lambda h: h.update(direction="up"), "unknown direction 'up'"),
+        (lambda h: h.update(backend=3), "backend is 3"),
+        (lambda h: h.update(stages=[]), "there is no stage"),
+        (lambda h: h.update(stages={"a": 1}), "stages is {'a': 1}"),
+        (lambda h: h["stages"][0].update(name="dq"), "flash2 forward has no stage 'dq'"),
+        (lambda h: h["stages"][0].update(tiling=[10**20, 4]), "a tiling is"),
+        (lambda h: h["stages"][0].update(tiling=[8, 4, 4]), "a tiling is"),
+        (lambda h: h["stages"][0]["buffers"][0].__setitem__(1, -4), "a buffer is"),
+        (lambda h: h["stages"][0].update(buffers=[None]), "a buffer is None"),
+        (lambda h: h["problem"].update(n_q=2**40), "n_q is 1099511627776"),
+        (lambda h: h["problem"].update(n_q=10**6), "events, not from"),
+        (lambda h: h.update(names=[]), r"names is \[\]"),
+        (lambda h: h["device"].update(hbm_bandwidth="x"), "hbm_bandwidth is 'x'"),
+        (lambda h: h["device"]["tensor_flops"].update(float16=None), "a peak is None"),
+        (lambda h: h.update(provenance={"gpu": 3}), "gpu is 3"),
+        (lambda h: h["members"].update(events_1=[3]), "its header says events_1"),
+        (lambda h: h.update(members=[]), r"members is \[\]"),
+    ],
+)
+def test_a_header_that_is_not_sound_is_refused(tmp_path, change, text):
+    path = tmp_path / "run.npz"
+    recorded("plain").save(path)
+    rewritten(path, header=lambda h: change(h) or h)
+
+    with pytest.raises(TraceError, match=f"truncated or damaged.*{text}"):
+        Trace.load(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("op", 200, "codes of op goes from 0 to 200"),
+        ("tensor", 99, "codes of tensor"),
+        ("level", 1, "level or stage"),
+        ("head", 5, "head goes from 0 to 5"),
+        ("i", 3, "i goes from 0 to 3, not -1 to 3"),
+        ("i", -1, "belongs to no tile"),
+        ("j", 5, "j goes from -1 to 5"),
+        ("visit", 15, "visit goes from -1 to 15"),
+        ("bytes", -1, "bytes goes from -1"),
+        ("bytes", 2**60, "bytes goes from"),
+    ],
+)
+def test_events_of_nothing_that_exists_are_refused(tmp_path, field, value, text):
+    path = tmp_path / "run.npz"
+    recorded("plain").save(path)
+
+    def change(arrays):
+        table = arrays["events_0"].copy()
+        table[field][0] = value  # the load of Q
+        return {"events_0": table}
+
+    rewritten(path, arrays=change)
+    with pytest.raises(TraceError, match=text):
+        Trace.load(path)
+
+
+def bomb(path, member, array, header=lambda h: h):
+    """Replace a member by one that is small only while it is compressed."""
+    with np.load(path) as archive:
+        arrays = {name: archive[name] for name in archive.files}
+    arrays[member] = array
+    if member != "header":
+        said = json.loads(arrays["header"].tobytes())
+        said["members"][member] = list(array.shape)
+        arrays["header"] = np.frombuffer(json.dumps(header(said)).encode(), np.uint8)
+    with path.open("wb") as file:
+        np.savez_compressed(file, **arrays)
+
+
+@pytest.mark.parametrize(
+    ("member", "array"),
+    [
+        ("events_0", np.zeros(1 << 21, EVENT)),
+        ("header", np.full(1 << 25, ord(" "), np.uint8)),
+        ("mask_0_col", np.zeros(1 << 24, np.int32)),
+        ("mask_0_ptr", np.zeros(1 << 24, np.int32)),
+    ],
+)
+def test_a_bomb_is_not_unpacked(tmp_path, member, array):
+    path = tmp_path / "run.npz"
+    recorded("mask").save(path)
+    bomb(path, member, array)
+    assert path.stat().st_size < 1 << 20
+    tracemalloc.start()
+    try:
+        with pytest.raises(TraceError, match="truncated or damaged"):
+            Trace.load(path)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_an_array_that_declares_what_it_does_not_hold_is_not_allocated(tmp_path):
+    path = tmp_path / "run.npz"
+    recorded("plain").save(path)
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    (length,) = json.loads(members["header.npy"][128:])["members"]["events_0"]
+    events = members["events_0.npy"]
+    for shape in (f"({10**12},)", "(-1,)", "(1.5,)", f"({length}, 1)", "()"):
+        text = events.replace(f"({length},)".encode(), shape.encode(), 1)
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, data in members.items():
+                archive.writestr(name, text if name == "events_0.npy" else data)
+        with pytest.raises(TraceError, match="truncated or damaged"):
+            Trace.load(path)
+
+
+@pytest.mark.parametrize("path", [None, 3, b"\xff", "a\0b", ["x"]])
+def test_what_is_no_path_is_refused(path):
+    with pytest.raises(TraceError):
+        Trace.load(path)
+    with pytest.raises(TraceError):
+        recorded("plain").save(path)
