@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from numba import njit
 
+from flashsim.l2.compiled import keep
 from flashsim.l2.launch import SIDE
 from flashsim.schedule.names import LOAD, STORE
 
@@ -19,14 +20,16 @@ from flashsim.schedule.names import LOAD, STORE
 ABSENT, CLEAN, DIRTY = 0, 1, 2
 
 
-@njit(cache=True)
+@keep
+@njit
 def _unlink(links, tile):
     before, after = links[tile, 0], links[tile, 1]
     links[before, 1] = after
     links[after, 0] = before
 
 
-@njit(cache=True)
+@keep
+@njit
 def replay(ids, codes, size, capacity, links, state, used, fetched, lost):
     """What requests read from DRAM and what evictions write to it.
 
@@ -72,7 +75,8 @@ def replay(ids, codes, size, capacity, links, state, used, fetched, lost):
 # `held[part, set, way]` is a line number or -1; `touched` when it was used last.
 
 
-@njit(cache=True)
+@keep
+@njit
 def _way(held, part, place, line):
     for way in range(held.shape[2]):
         if held[part, place, way] == line:
@@ -80,7 +84,8 @@ def _way(held, part, place, line):
     return -1
 
 
-@njit(cache=True)
+@keep
+@njit
 def _insert(held, touched, dirty, part, place, line, now, tile_of, lost):
     """Put a line in an empty way, or in that of the line not used for longest; which way."""
     way = 0
@@ -98,7 +103,8 @@ def _insert(held, touched, dirty, part, place, line, now, tile_of, lost):
     return way
 
 
-@njit(cache=True)
+@keep
+@njit
 def replay_sets(
     ids, codes, first, place_of, home_of, tile_of, held, touched, dirty, clock, fetched, lost
 ):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from flashsim.l2.compiled import keep
 from flashsim.schedule.names import LOAD
 
 #: Stack distance of a tile that was never seen before.
 COLD = np.iinfo(np.int64).max
 
 
-@njit(cache=True)
+@keep
+@njit
 def _add(tree, at, value):
     at += 1
     while at < len(tree):
@@ -19,7 +21,8 @@ def _add(tree, at, value):
         at += at & -at
 
 
-@njit(cache=True)
+@keep
+@njit
 def _sum(tree, at):
     """Sum of entries 0 .. at."""
     at += 1
@@ -30,7 +33,8 @@ def _sum(tree, at):
     return total
 
 
-@njit(cache=True)
+@keep
+@njit
 def distances(ids, codes, size):
     """Stack distance in bytes of every request, and how far each written tile strayed.
 
@@ -93,7 +97,8 @@ def distances(ids, codes, size):
     return near, strayed
 
 
-@njit(cache=True)
+@keep
+@njit
 def tally(keys, weights):
     """Different keys (at least 0), in no order, and the sum of the weights of each: a hash table.
 
@@ -120,7 +125,8 @@ def tally(keys, weights):
     return table[used], sums[used]
 
 
-@njit(cache=True)
+@keep
+@njit
 def _find(table, key):
     """Where a key stands in a hash table of a power of two of places, or should stand."""
     mask = len(table) - 1

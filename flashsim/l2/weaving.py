@@ -9,16 +9,19 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from flashsim.l2.compiled import keep
 from flashsim.l2.launch import SIDE
 
 
-@njit(cache=True)
+@keep
+@njit
 def _earlier(time, a, b):
     """Whether slot a acts before slot b; lock-step slots act in the order of their numbers."""
     return time[a] < time[b] or (time[a] == time[b] and a < b)
 
 
-@njit(cache=True)
+@keep
+@njit
 def _sift_down(heap, n, time):
     at = 0
     while True:
@@ -33,7 +36,8 @@ def _sift_down(heap, n, time):
         at = child
 
 
-@njit(cache=True)
+@keep
+@njit
 def _ask(
     requests, first, last, head_of, walk_head, outer, inner, keys_outside, side, out, codes, n
 ):
@@ -53,7 +57,8 @@ def _ask(
     return n
 
 
-@njit(cache=True)
+@keep
+@njit
 def weave(
     walks, outers, ptr, inner, requests, parts, head_of, stride, members, flipped,
     slots, sides, jitter, seed, keys_outside, out, codes,

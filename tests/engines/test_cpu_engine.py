@@ -326,3 +326,82 @@ def test_the_cache_is_keyed_by_every_source():
     keys = [f._cache._index_key(("signature",), f.targetctx.codegen()) for f in (old, new)]
     assert keys[0] != keys[1]
     assert len(threads._digest()) == 64
+
+
+# -- interrupts and threads -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [65 * 10**4, 10**6, 2**63, 2**70])
+def test_more_threads_than_could_help_are_refused(given):
+    x = tensors(5, 5, 4)
+    with pytest.raises(OptionError, match=f"threads must be at most .*, got {given}: .* CPUs"):
+        flashsim.run(x.q, x.k, x.v, backend="numba", threads=given)
+
+
+@pytest.mark.parametrize("given", [-1, 0, False, True, 2.0, "2", None.__class__, [2]])
+def test_threads_are_a_positive_integer(given):
+    x = tensors(5, 5, 4)
+    with pytest.raises(OptionError, match="threads must be a positive integer, got"):
+        flashsim.run(x.q, x.k, x.v, backend="numba", threads=given)
+
+
+INTERRUPTED = """
+import os, signal, sys, threading, time
+import numpy as np, flashsim
+from flashsim.engines.cpu import threads
+what = sys.argv[1]
+q = np.random.default_rng(0).standard_normal((1, 40_000, 16), dtype=np.float32)
+small = q[:, :64]
+def run(x):
+    return flashsim.run(x, x, x, backend="numba")
+def work(result, x):
+    return result.backward(x, deterministic=what == "dq").dq if what != "forward" else run(x).out
+expected = work(run(small), small)  # compiled
+# A walk that has begun is interrupted: the forward pass itself, or a backward of made-up results.
+result = run(small)
+big = flashsim.engines.engine.Job(
+    flashsim.Problem(40_000, head_dim=16), *(a[None] for a in (q, q, q)), algorithm="flash2-fused"
+)
+saved = {"O": q[None], "L": np.full((1, 1, 40_000), 11, np.float32)}
+from flashsim.engines.cpu import engine
+if what == "dq":
+    import dataclasses
+    big = dataclasses.replace(big, algorithm="flash2")
+def long():
+    engine.forward(big) if what == "forward" else engine.backward(big, saved, q[None])
+others, at = [], []
+def other():
+    while not at or time.monotonic() < at[0] + 0.5:
+        others.append(np.array_equal(work(run(small), small), expected))
+def interrupt():
+    time.sleep(0.4)
+    at.append(time.monotonic())
+    os.kill(os.getpid(), signal.SIGINT)
+beside = threading.Thread(target=other)
+beside.start()
+threading.Thread(target=interrupt).start()
+try:
+    long()
+    print("was not interrupted")
+except KeyboardInterrupt:
+    took = time.monotonic() - at[0]
+    beside.join()
+    assert np.array_equal(work(run(small), small), expected)
+    assert others and all(others)
+    deadline = time.monotonic() + 5
+    pool = threads._pool(threads.available())
+    while pool._work_queue.qsize() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not pool._work_queue.qsize()
+    print(f"heard after {took} s")
+"""
+
+
+@pytest.mark.parametrize("what", ["forward", "fused", "dq"])
+def test_an_interrupt_is_heard_within_a_second(what):
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, what], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("heard after "), done.stdout + done.stderr
+    assert float(done.stdout.split()[2]) < 1

@@ -176,14 +176,21 @@ class _Pass:
         for part, keep_at, keep in self._masks(schedule, csr, runs, by_row):
             tables = (own, other, *csr, keep_at, keep, turn, part, set_ptr, sets)
             tiles = Tiles._make([*(_table(x) for x in tables), descending])
-            counter = np.zeros(1, np.int64)
+            counter = np.zeros(2, np.int64)  # the next item, and whether to stop
             args = [*arrays, self.shape, tiles, self.rules, notes, counter]
             if WALKS[name] == "grad_keys":
                 args += [fused, turns]
-            threads.run(WALKS[name], self.threads, self.cpu, *args)
+            long = self._work(schedule, len(csr[1])) > threads.LONG
+            threads.run(WALKS[name], self.threads, self.cpu, *args, counter=counter, long=long)
         if self.job.trace:
             shape = walks, p.batch * p.heads // walks, len(csr[1])
             self._trace(stage, schedule, notes.steps, notes.visits.reshape(shape))
+
+    def _work(self, schedule: Schedule, visits: int) -> int:
+        """About how many multiply-adds a walk of all heads takes."""
+        p, tile = self.job.problem, schedule.tiling.clip(self.job.problem)
+        scores = visits * tile.block_q * tile.block_k
+        return p.batch * p.heads * scores * (p.head_dim + p.head_dim_v)
 
     def _together(self, name: str, n: int) -> int:
         """How many of n outer tiles a thread walks at a time; results do not depend on it."""
@@ -321,6 +328,11 @@ def _threads(given: Any) -> int:
         return threads.available()
     if not checks.is_int(given) or given < 1:
         raise OptionError(f"threads must be a positive integer, got {shown(given)}")
+    if given > threads.most():
+        raise OptionError(
+            f"threads must be at most {threads.most()}, got {given}: this process may use "
+            f"{threads.available()} CPUs, and more threads than CPUs gain nothing"
+        )
     return int(given)
 
 

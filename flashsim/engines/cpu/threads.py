@@ -6,7 +6,7 @@ import hashlib
 import os
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,14 @@ from numba.core.event import Event, Listener, install_listener
 
 from flashsim.engines.cpu import walks, walks_backward
 from flashsim.engines.cpu.primitives.references import borrow
+from flashsim.l2.compiled import keep, kept
 
 #: Seconds of compiling after which a person at a terminal is told why nothing happens.
 PATIENCE = 1.0
+#: Seconds between two looks for an interrupt, where waiting does not end with it.
+HEARING = 0.2
+#: Multiply-adds of a walk beyond which it can be interrupted: a tenth of a second or less.
+LONG = 1 << 30
 
 
 def _entries(sources: str) -> dict[str, Any]:
@@ -31,22 +36,26 @@ def _entries(sources: str) -> dict[str, Any]:
     as long as the call (see `references.borrow`).
     """
 
-    @njit(nogil=True, cache=True)
+    @keep
+    @njit(nogil=True)
     def forward(cpu, *args):
         sources  # noqa: B018
         walks.forward(cpu, *borrow(args))
 
-    @njit(nogil=True, cache=True)
+    @keep
+    @njit(nogil=True)
     def delta(cpu, *args):
         sources  # noqa: B018
         walks_backward.delta_rows(cpu, *borrow(args))
 
-    @njit(nogil=True, cache=True)
+    @keep
+    @njit(nogil=True)
     def grad_keys(cpu, *args):
         sources  # noqa: B018
         walks_backward.grad_keys(cpu, *borrow(args))
 
-    @njit(nogil=True, cache=True)
+    @keep
+    @njit(nogil=True)
     def grad_queries(cpu, *args):
         sources  # noqa: B018
         walks_backward.grad_queries(cpu, *borrow(args))
@@ -75,14 +84,38 @@ def available() -> int:
     return os.cpu_count() or 1
 
 
-def run(name: str, threads: int, *args: Any) -> None:
-    """Run one walk on `threads` threads, this one among them; compile it first if need be."""
+def most() -> int:
+    """Threads that can be asked for: more than CPUs gain nothing, but show that nothing changes."""
+    return max(available(), 64)
+
+
+def run(
+    name: str, threads: int, *args: Any, counter: np.ndarray | None = None, long: bool = False
+) -> None:
+    """Run one walk on `threads` threads; compile it first if need be.
+
+    Python hears an interrupt only between its own instructions. So this thread is one of them in a
+    short walk only; in a `long` one it waits, and when it is interrupted tells the others to leave
+    (`walks.stopped`) by the walk's `counter`, one of its arguments.
+    """
     walk = _WALKS[name]
     with install_listener("numba:compile", _Notice()):
-        others = [_pool(threads - 1).submit(walk, *args) for _ in range(threads - 1)]
-        walk(*args)
-        for other in others:
-            other.result()
+        if long and counter is not None:  # compile here, where an interrupt is heard
+            counter[1] = 1
+            walk(*args)
+            counter[:] = 0
+        others = [_pool(threads).submit(walk, *args) for _ in range(threads - (not long))]
+        try:
+            if not long:
+                walk(*args)
+            while long and wait(others, timeout=HEARING).not_done:
+                pass  # Windows hears nothing without a timeout
+            for other in others:
+                other.result()
+        except BaseException:
+            if counter is not None:
+                counter[1] = 1
+            raise
 
 
 def _pool(size: int) -> ThreadPoolExecutor:
@@ -110,7 +143,7 @@ class _Notice(Listener):
     def on_start(self, event: Event) -> None:
         """Numba starts to compile a function."""
         if event.data["dispatcher"] in _WALKS.values() and sys.stderr.isatty():
-            self.timer = threading.Timer(PATIENCE, _say_compiling)
+            self.timer = threading.Timer(PATIENCE, _say_compiling, [kept(event.data["dispatcher"])])
             self.timer.daemon = True
             self.timer.start()
 
@@ -120,8 +153,6 @@ class _Notice(Listener):
             self.timer.cancel()
 
 
-def _say_compiling() -> None:
-    print(
-        "flashsim: compiling the CPU kernels; the result is cached on disk for the next time",
-        file=sys.stderr,
-    )
+def _say_compiling(on_disk: bool) -> None:
+    then = "; the result is cached on disk for the next time" if on_disk else ""
+    print(f"flashsim: compiling the CPU kernels{then}", file=sys.stderr)

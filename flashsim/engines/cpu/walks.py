@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit
 
 from flashsim.engines.cpu.micro_kernels.plain import online_softmax, product_rescale, product_set
-from flashsim.engines.cpu.primitives.atomics import fetch_add
+from flashsim.engines.cpu.primitives.atomics import fetch_add, load_acquire
 from flashsim.engines.cpu.primitives.packing import pack, panels_of, unpack
 from flashsim.engines.cpu.scores import (
     NO_ROUNDING,
@@ -47,7 +47,7 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
     n_sets = tiles.set_ptr.size - 1
     while True:
         item = fetch_add(counter)
-        if item >= len(tiles.runs) * n_sets:
+        if item >= len(tiles.runs) * n_sets or stopped(counter):
             break
         begin, end, s = tiles.runs[item // n_sets, 0], tiles.runs[item // n_sets, 1], item % n_sets
         for h in tiles.sets[tiles.set_ptr[s] : tiles.set_ptr[s + 1]]:
@@ -63,7 +63,7 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
             l[:] = 0
             while True:
                 j = next_inner(tiles, at, begin, end, tiles.descending)
-                if j < 0:
+                if j < 0 or stopped(counter):
                     break
                 for i in range(begin, end):
                     x, now = (i - begin) * height, at[i - begin]
@@ -114,6 +114,12 @@ def forward_visit(cpu, k, v, shape, tiles, rules, state, i, at, kv, bias0):
             round_panel(cpu, S, s0, w, rows, rules.rounding)
         v0 = (kv + k0 + first) * dv
         product_rescale(cpu, O, p * dv * w, w, v, v0, 1, dv, S, s0, w, dv, rows, alpha, p * w)
+
+
+@njit
+def stopped(counter):
+    """Whether nobody wants the results any more; what a walk writes from then on is never read."""
+    return load_acquire(counter, 1) != 0
 
 
 @njit

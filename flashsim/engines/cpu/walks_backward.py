@@ -24,7 +24,7 @@ from flashsim.engines.cpu.scores import (
     visible_rows,
 )
 from flashsim.engines.cpu.tables import NOTE
-from flashsim.engines.cpu.walks import longest_run, next_inner
+from flashsim.engines.cpu.walks import longest_run, next_inner, stopped
 from flashsim.schedule.schedule import MASKED
 
 
@@ -54,7 +54,7 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
     n_sets = tiles.set_ptr.size - 1
     while True:
         item = fetch_add(counter)
-        if item >= len(tiles.runs) * n_sets:
+        if item >= len(tiles.runs) * n_sets or stopped(counter):
             break
         begin, end, s = tiles.runs[item // n_sets, 0], tiles.runs[item // n_sets, 1], item % n_sets
         for kv_head in tiles.sets[tiles.set_ptr[s] : tiles.set_ptr[s + 1]]:
@@ -73,7 +73,7 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
                 at[: end - begin] = tiles.ptr[begin:end]
                 while True:
                     i = next_inner(tiles, at, begin, end, False)
-                    if i < 0:
+                    if i < 0 or stopped(counter):
                         break
                     for place in range(end - begin):
                         j = end - 1 - place if tiles.descending else begin + place
@@ -86,7 +86,7 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
                         if fused:
                             add_to_dq(
                                 *(cpu, grads, shape, tiles, dS, ld),
-                                *(K_rows[x * padded :], j, now, h, turns),
+                                *(K_rows[x * padded :], j, now, h, turns, counter),
                             )
                         if notes.visits.size > 0:
                             note = (tiles.other[i, 1] - tiles.other[i, 0]) * NOTE
@@ -144,12 +144,14 @@ def key_visit(cpu, inputs, grads, shape, tiles, rules, state, j, at, h, fused):
 
 
 @njit
-def add_to_dq(cpu, grads, shape, tiles, dS, ld, K_rows, j, at, h, turns):
+def add_to_dq(cpu, grads, shape, tiles, dS, ld, K_rows, j, at, h, turns, counter):
     """dQ += dS K for one tile, when its turn has come."""
     i, padded = tiles.inner[at], grads.dq_stride
     rows, n = tiles.other[i, 1] - tiles.other[i, 0], tiles.own[j, 1] - tiles.own[j, 0]
     turn = h * tiles.other.shape[0] + i
     while load_acquire(turns, turn) != tiles.turn[at]:
+        if stopped(counter):  # whose turn it is may have left
+            return
         give_way()
     to = (h * shape.n_q + tiles.other[i, 0]) * padded
     for x in range(0, padded, cpu.width):
@@ -177,7 +179,7 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
     n_sets = tiles.set_ptr.size - 1
     while True:
         item = fetch_add(counter)
-        if item >= len(tiles.runs) * n_sets:
+        if item >= len(tiles.runs) * n_sets or stopped(counter):
             break
         i, s = tiles.runs[item // n_sets, 0], item % n_sets  # runs of one
         q0, rows, offset = tiles.own[i, 0], tiles.own[i, 1] - tiles.own[i, 0], tiles.own[i, 2]
@@ -192,6 +194,8 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
             delta[:rows] = inputs.delta[row0 : row0 + rows]
             dQ[:] = 0
             for at in range(tiles.ptr[i], tiles.ptr[i + 1]):
+                if stopped(counter):
+                    break
                 j = tiles.inner[at]
                 k0, n = tiles.other[j, 0], tiles.other[j, 1] - tiles.other[j, 0]
                 masked = tiles.kind[at] == MASKED
@@ -246,7 +250,7 @@ def delta_rows(cpu, out, dout, delta, shape, tiles, rules, notes, counter):
     n_sets = tiles.set_ptr.size - 1
     while True:
         item = fetch_add(counter)
-        if item >= len(tiles.runs) * n_sets:
+        if item >= len(tiles.runs) * n_sets or stopped(counter):
             break
         begin, end, s = tiles.runs[item // n_sets, 0], tiles.runs[item // n_sets, 1], item % n_sets
         for h in tiles.sets[tiles.set_ptr[s] : tiles.set_ptr[s + 1]]:
