@@ -248,8 +248,17 @@ def key_of(row: Mapping[str, Cell]) -> Key:
 
 
 def parse_row(text: Mapping[str, str]) -> Row:
-    """A row from the text of its cells; ValueError if some cell holds what no row has."""
-    return {name: _cell(name, cell) for name, cell in text.items()}
+    """A row from the text of its cells; ValueError if it is one that no `measure` returns."""
+    row = {name: _cell(name, cell) for name, cell in text.items()}
+    if lacks := [name for name in PARAMETERS if row[name] is None and name != "window"]:
+        raise ValueError(f"it has no {', '.join(lacks)}")
+    status = str(row["status"])
+    if status == "ok":
+        if lacks := [name for name in FIGURES if row[name] is None]:
+            raise ValueError(f"it is ok, but has no {', '.join(lacks)}")
+    elif status.partition(":")[0] not in _FAILURES:
+        raise ValueError(f"status {status[:40]!r} is neither ok nor an error's name and text")
+    return row
 
 
 def _cell(name: str, text: str) -> Cell:
@@ -266,6 +275,14 @@ _TEXT = {
     *("method", "algorithm", "direction", "dtype", "window", "key_order", "device", "tiling"),
     "status",
 }
+
+
+def _kinds(kind: type[Exception]) -> set[str]:
+    return {kind.__name__}.union(*map(_kinds, kind.__subclasses__()))
+
+
+#: What a status that is not "ok" begins with; see `measure`.
+_FAILURES = _kinds(FlashSimError) | _kinds(MemoryError)
 
 
 def _bad(text: str) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +20,8 @@ class SweepFile:
     """Rows on disk under fixed columns; opening the file again finds those already there.
 
     Each row is one line, written and flushed at once, so an interruption can tear only the last
-    line. A torn line is dropped when the file is opened.
+    line. A torn line is dropped when the file is opened. A file that a spreadsheet or an editor
+    saved again, with a byte order mark or with CRLF, is read, and goes on in its own line ends.
 
     Parameters
     ----------
@@ -48,14 +51,22 @@ class SweepFile:
             raise OptionError(f"cannot write {self.path}: there is no folder {self.path.parent}")
         if self.path.is_dir():
             raise OptionError(f"cannot write {self.path}: it is a folder; name a file")
-        content = self.path.read_bytes() if self.path.exists() else b""
-        whole = content[: content.rfind(b"\n") + 1]
-        if not whole and not self._header.encode().startswith(content):
-            raise self._foreign(content)
-        self.rows = self._read(whole, parse) if whole else []
-        self._stream = self.path.open("r+b" if self.path.exists() else "x+b")
-        self._stream.truncate(len(whole))
-        self._stream.seek(len(whole))
+        there = self.path.exists()
+        if there and not self.path.is_file():  # /dev/null, a pipe: no row would be found again
+            raise OptionError(f"cannot write {self.path}: it is no regular file; name a file")
+        try:
+            content = self.path.read_bytes() if there else b""
+            text = content.removeprefix(codecs.BOM_UTF8)
+            whole = text[: text.rfind(b"\n") + 1]
+            if not whole and not self._header.encode().startswith(text.rstrip(b"\r")):
+                raise self._foreign(content)
+            self._end = "\r\n" if whole.split(b"\n", 1)[0].endswith(b"\r") else "\n"
+            self.rows = self._read(whole, parse) if whole else []
+            self._stream = self.path.open("r+b" if there else "x+b")
+        except OSError as error:
+            raise OptionError(f"cannot write {self.path}: {error.strerror or error}") from error
+        self._stream.truncate(len(content) - len(text) + len(whole))
+        self._stream.seek(0, os.SEEK_END)
         if not whole:
             self._write(self._header)
 
@@ -79,23 +90,23 @@ class SweepFile:
         return _line(self.columns)
 
     def _write(self, line: str) -> None:
-        self._stream.write(line.encode())
+        self._stream.write(line.replace("\n", self._end).encode())
         self._stream.flush()
 
     def _read(self, whole: bytes, parse: Callable[[Mapping[str, str]], Row]) -> list[Row]:
-        header = self._header.encode()
-        if not whole.startswith(header):
+        first, _, rest = whole.partition(b"\n")
+        if first.removesuffix(b"\r") != self._header.rstrip("\n").encode():
             raise self._foreign(whole)
         rows = []
-        lines = csv.reader(io.StringIO(whole[len(header) :].decode(errors="replace")))
-        for number, cells in enumerate(lines, start=2):
-            try:
+        lines = csv.reader(io.StringIO(rest.decode(errors="replace"), newline=""))
+        try:
+            for cells in lines:
                 rows.append(parse(dict(zip(self.columns, cells, strict=True))))
-            except ValueError as error:
-                raise OptionError(
-                    f"{self.path}, line {number}: not a row of a sweep ({error}); remove the line, "
-                    "or give another file"
-                ) from None
+        except (ValueError, csv.Error) as error:
+            raise OptionError(
+                f"{self.path}, line {1 + lines.line_num}: not a row of a sweep ({error}); remove "
+                "the line, or give another file"
+            ) from None
         return rows
 
     def _foreign(self, content: bytes) -> OptionError:

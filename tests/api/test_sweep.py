@@ -457,3 +457,66 @@ def test_a_softcap_that_only_float64_holds_fails_at_the_other_points():
     rows = flashsim.sweep(64, softcap=1e39, dtype=["float64", "float32"]).rows
 
     assert [row["status"].split(":")[0] for row in rows] == ["ok", "OptionError"]
+
+
+# -- files that went through other hands ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+def test_a_file_that_was_saved_again_is_read_and_goes_on_as_it_is(tmp_path, bom, end, monkeypatch):
+    path = tmp_path / "rows.csv"
+    axes = {"tiling": [Tiling(32, 32), Tiling(1024, 1024)], "window": [None, (8, -1)]}
+    whole = flashsim.sweep([64, 128], **axes).rows
+    flashsim.sweep(64, **axes, path=path)
+    path.write_bytes(bom + path.read_bytes().replace(b"\n", end))
+
+    calls = stop_after(monkeypatch, 100)
+    assert flashsim.sweep([64, 128], **axes, path=path).rows == whole
+
+    assert {point.n_q for point in calls} == {128}
+    content = path.read_bytes()
+    assert content.startswith(bom + b"method,")
+    assert content.count(end) == content.count(b"\n") == 1 + len(whole)
+    path.write_bytes(content[:-9])  # a torn line in such a file
+    assert flashsim.sweep([64, 128], **axes, path=path).rows == whole
+    assert path.read_bytes() == content
+    path.write_bytes(bom)
+    assert flashsim.sweep(64, **axes, path=path).rows == flashsim.sweep(64, **axes).rows
+    assert flashsim.sweep(64, **axes, path=path).rows == flashsim.sweep(64, **axes).rows
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda row: row | {"status": "x" * 200_000}, "field larger than field limit"),
+        (lambda row: row | {"load_bytes": ""}, "it is ok, but has no load_bytes"),
+        (lambda row: row | {"intensity": "", "flops": ""}, "has no flops, intensity"),
+        (lambda row: row | {"status": "fine"}, "status 'fine' is neither ok nor an error"),
+        (lambda row: row | {"status": ""}, "neither ok nor"),
+        (lambda row: row | {"status": "ValueError: x"}, "neither ok nor"),
+        (lambda row: row | {"algorithm": ""}, "it has no algorithm"),
+        (lambda row: row | {"n_q": "64.0"}, "invalid literal"),
+        (lambda row: row | {"n_q": "9" * 5000}, "integer string"),
+        (lambda row: row | {"softcap": "\0"}, "could not convert|line contains NUL"),
+    ],
+)
+def test_a_row_that_no_sweep_writes_is_refused_and_left_alone(tmp_path, change, text):
+    path = tmp_path / "rows.csv"
+    flashsim.sweep([64, 128], path=path)
+    rows = list(csv.DictReader(io.StringIO(path.read_text())))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows([rows[0], change(rows[1])])
+    content = path.read_bytes()
+
+    with pytest.raises(FlashSimError, match=rf"rows.csv, line 3: not a row of a sweep \(.*{text}"):
+        flashsim.sweep([64, 128], path=path)
+
+    assert path.read_bytes() == content
+
+
+def test_a_path_that_keeps_nothing_is_refused():
+    with pytest.raises(FlashSimError, match="/dev/null: it is no regular file; name a file"):
+        flashsim.sweep(64, path="/dev/null")
