@@ -34,6 +34,11 @@ def require_cupy(backend: str) -> None:
         raise BackendUnavailable(
             f"backend={backend!r} needs CuPy, which cannot be imported ({error}); {_INSTALL}"
         ) from None
+    except OSError as error:  # it makes the folder of its cache as it is imported
+        raise BackendUnavailable(
+            f"backend={backend!r} needs CuPy, which cannot make its cache's folder ({error}); set "
+            "CUPY_CACHE_DIR to a folder that can be written"
+        ) from error
 
 
 class Explaining:

@@ -45,19 +45,45 @@ def load(kernel: Kernel, device: int) -> Any:
     """
     import cupy
 
-    start, cached = time.perf_counter(), _last_cached()
-    module = cupy.RawModule(code=source(kernel.file), options=kernel.options, backend="nvrtc")
-    function = module.get_function(kernel.name)
-    function.compile()
+    start, cached, where = time.perf_counter(), _last_cached(), "cached on disk"
+    try:
+        function = _compiled(cupy, kernel)
+    except OSError as error:  # CuPy checks what it reads from its cache, but must be able to write
+        _say_uncached(str(error))
+        where = "not cached"
+        before = os.environ.get("CUPY_CACHE_IN_MEMORY")
+        os.environ["CUPY_CACHE_IN_MEMORY"] = "1"  # which CuPy looks at whenever it compiles
+        try:
+            function = _compiled(cupy, kernel)
+        finally:
+            os.environ.pop("CUPY_CACHE_IN_MEMORY")
+            if before is not None:
+                os.environ["CUPY_CACHE_IN_MEMORY"] = before
     took = time.perf_counter() - start
     if took > _PATIENCE_S and _last_cached() != cached:  # else it was loaded, however slowly
         print(
-            f"flashsim: compiled {kernel.name} ({kernel.file}) in {took:.1f} s; cached on disk",
+            f"flashsim: compiled {kernel.name} ({kernel.file}) in {took:.1f} s; {where}",
             file=sys.stderr,
         )
     if kernel.shared_bytes > 48 * 1024:
         function.max_dynamic_shared_size_bytes = kernel.shared_bytes
     return function.kernel  # what a RawKernel looks up again at every launch
+
+
+def _compiled(cupy: Any, kernel: Kernel) -> Any:
+    module = cupy.RawModule(code=source(kernel.file), options=kernel.options, backend="nvrtc")
+    function = module.get_function(kernel.name)
+    function.compile()
+    return function
+
+
+@cache
+def _say_uncached(why: str) -> None:
+    print(
+        f"flashsim: CuPy's disk cache cannot be written ({why}); each process compiles CUDA "
+        "kernels again; CUPY_CACHE_DIR can name another folder",
+        file=sys.stderr,
+    )
 
 
 def _last_cached() -> int:

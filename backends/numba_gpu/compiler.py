@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import secrets
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from functools import cache, partial
@@ -39,6 +39,8 @@ from flashsim.backends.numba_gpu.tensor.forward import flash_forward_kernel
 #: The first version of PTX with Hopper's instructions.
 _HOPPER_PTX = "8.0"
 _VERSION = re.compile(r"^\.version .*$", re.MULTILINE)
+#: Bytes of the checksum at the head of a file that is kept.
+_DIGEST = 32
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)")
 
 
@@ -111,13 +113,17 @@ def _sources() -> bytes:
     return digest.digest()
 
 
-def image(kernel: Kernel, capability: tuple[int, int]) -> Path:
-    """The file of a compiled kernel, cubin or PTX; compiles it first, if need be, and says so."""
+def image(kernel: Kernel, capability: tuple[int, int]) -> bytes:
+    """A compiled kernel, cubin or PTX: from its file, or compiled, which is said, and kept.
+
+    A file holds a checksum and the image. One that is damaged is written anew; where none can be
+    written the image serves this process.
+    """
     key = hashlib.sha256(_sources() + repr((kernel, capability)).encode()).hexdigest()
     suffix = "ptx" if kernel.boxes else "cubin"
     path = cache_folder() / f"{kernel.name}-{key[:32]}.{suffix}"
-    if path.exists():
-        return path
+    if (made := _kept(path)) is not None:
+        return made
     # Seconds: said before they pass, and how many they were on the same line.
     print(f"flashsim: compiling {kernel.name} (Python) ...", end="", file=sys.stderr, flush=True)
     start = time.perf_counter()
@@ -128,13 +134,33 @@ def image(kernel: Kernel, capability: tuple[int, int]) -> Path:
         print(" failed", file=sys.stderr)
         raise
     took = time.perf_counter() - start
-    print(f" compiled in {took:.1f} s; cached in {path.parent}", file=sys.stderr)
+    try:
+        _keep(path, made)
+        where = f"cached in {path.parent}"
+    except OSError as error:
+        where = f"not cached: {path.parent} cannot be written ({error.strerror or error})"
+    print(f" compiled in {took:.1f} s; {where}", file=sys.stderr)
+    return made
+
+
+def _kept(path: Path) -> bytes | None:
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    digest, made = content[:_DIGEST], content[_DIGEST:]
+    return made if hashlib.sha256(made).digest() == digest else None
+
+
+def _keep(path: Path, made: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # Another process may be doing the same: write aside, then rename.
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(made)
-    os.replace(file.name, path)
-    return path
+    aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    try:
+        aside.write_bytes(hashlib.sha256(made).digest() + made)
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 @cache
@@ -143,8 +169,10 @@ def load(kernel: Kernel, device: int) -> Any:
     import cupy
 
     properties = cupy.cuda.runtime.getDeviceProperties(device)
-    path = image(kernel, (properties["major"], properties["minor"]))
-    function = cupy.RawModule(path=str(path)).get_function(kernel.name)
+    module = cupy.cuda.Module()
+    module.load(image(kernel, (properties["major"], properties["minor"])))
+    function = module.get_function(kernel.name)
     if kernel.shared_bytes > 48 * 1024:
-        function.max_dynamic_shared_size_bytes = kernel.shared_bytes
-    return function.kernel
+        attribute = cupy.cuda.driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        cupy.cuda.driver.funcSetAttribute(function.ptr, attribute, kernel.shared_bytes)
+    return function

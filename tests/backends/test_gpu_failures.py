@@ -3,6 +3,7 @@
 CuPy's functions are replaced where they would fail. `Host` stands in for the GPU that holds arrays.
 """
 
+import builtins
 import contextlib
 import os
 import shutil
@@ -221,6 +222,18 @@ def test_without_cupy_the_error_names_the_backend_asked_for(backend, dtype, monk
     x = np.zeros((8, 16), dtype)
     with pytest.raises(BackendUnavailable, match=rf"backend='{backend}' needs CuPy, .*\[cuda13\]"):
         flashsim.run(x, x, x, backend=backend)
+
+
+def test_a_cache_that_cupy_cannot_make_as_it_is_imported_is_named(monkeypatch):
+    def cannot(name, *rest, **more):
+        if name == "cupy":
+            raise NotADirectoryError(20, "Not a directory", "/somewhere")
+        return genuine(name, *rest, **more)
+
+    genuine = builtins.__import__
+    monkeypatch.setattr(builtins, "__import__", cannot)
+    with pytest.raises(BackendUnavailable, match=r"'/somewhere'\); set CUPY_CACHE_DIR to a folder"):
+        failures.require_cupy("cupy")
 
 
 # -- compiling ------------------------------------------------------------------------------------

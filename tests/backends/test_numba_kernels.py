@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 import flashsim
 from flashsim import Problem, Tiling
 from flashsim.backends import launch
-from flashsim.backends.launch.kernel import Gpu
+from flashsim.backends.launch.kernel import Gpu, Kernel
 from flashsim.engines.engine import Job
 from flashsim.errors import BackendUnavailable, OptionError, TilingError, UnsupportedError
 from flashsim.problem.masks import BlockMask
@@ -248,25 +249,91 @@ def test_reports_are_compiled_in_only_where_asked_for():
         assert ("%clock64" in text) == stamped
 
 
-def test_compiled_kernels_are_kept_on_disk(tmp_path, monkeypatch, capsys):
-    from flashsim.backends.numba_gpu import compiler
-
-    monkeypatch.setenv("FLASHSIM_CACHE_DIR", str(tmp_path))
+def small_kernel():
+    """The kernel that compiles fastest."""
     one = TENSOR.backward_passes(
         PROBLEMS["fp16 odd"], None, GPUS["sm_80"], "ascending", "", "flash2-fused"
     )[-1]
     assert one.kernel.name == "flash_convert"
-    path = compiler.image(one.kernel, (8, 0))
-    assert path.parent == tmp_path
-    assert path.read_bytes()[:4] == b"\x7fELF"
+    return one.kernel
+
+
+def test_compiled_kernels_are_kept_on_disk(tmp_path, monkeypatch, capsys):
+    from flashsim.backends.numba_gpu import compiler
+
+    monkeypatch.setenv("FLASHSIM_CACHE_DIR", str(tmp_path))
+    kernel = small_kernel()
+    made = compiler.image(kernel, (8, 0))
+    assert made[:4] == b"\x7fELF"
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    assert whole.endswith(made)
     said = capsys.readouterr().err
     assert re.fullmatch(
         rf"flashsim: compiling flash_convert \(Python\) \.\.\. compiled in .* s; .*{tmp_path}\n",
         said,
     )
-    monkeypatch.setattr(compiler, "ptx", None)  # a second compile would fail
-    assert compiler.image(one.kernel, (8, 0)) == path
-    assert capsys.readouterr().err == ""
+    compiled = []
+    monkeypatch.setattr(compiler, "ptx", lambda *_: compiled.append(1) or "text")
+    monkeypatch.setattr(compiler, "assemble", lambda *_: (made, ""))
+    assert compiler.image(kernel, (8, 0)) == made
+    assert (compiled, capsys.readouterr().err) == ([], "")
+    for damaged in (b"", whole[:20], whole[:-1], whole[:-9] + b"x" + whole[-8:]):
+        path.write_bytes(damaged)  # a disk that was full, a process that was killed
+        compiled.clear()
+        assert [compiler.image(kernel, (8, 0)) for _ in range(2)] == [made, made]
+        assert compiled == [1]
+        assert path.read_bytes() == whole
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("fault", ["a file in the way", "full"])
+def test_kernels_that_cannot_be_kept_are_compiled_in_memory(fault, tmp_path, monkeypatch, capsys):
+    from flashsim.backends.numba_gpu import compiler
+
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("FLASHSIM_CACHE_DIR", str(folder))
+    monkeypatch.setattr(compiler, "ptx", lambda *_: "text")
+    monkeypatch.setattr(compiler, "assemble", lambda *_: (b"image", ""))
+    if fault == "full":
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(compiler.os, "replace", full)
+    else:
+        folder.write_text("")
+    assert compiler.image(small_kernel(), (8, 0)) == b"image"
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert f"not cached: {folder} cannot be written (" in said
+    assert not folder.is_dir() or not list(folder.iterdir())
+
+
+def test_cuda_kernels_compile_in_memory_where_cupys_cache_cannot_be_written(monkeypatch, capsys):
+    """With a stand-in for CuPy, which needs a GPU: it reads the variable whenever it compiles."""
+    from flashsim.backends.kernels import nvrtc
+
+    class Module:
+        def __init__(self, **_):
+            self.kernel = "compiled"
+
+        def get_function(self, _):
+            return self
+
+        def compile(self):
+            if os.environ.get("CUPY_CACHE_IN_MEMORY") != "1":
+                raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(RawModule=Module))
+    monkeypatch.delenv("CUPY_CACHE_IN_MEMORY", raising=False)
+    nvrtc._say_uncached.cache_clear()
+    kernel = Kernel("portable/backward_rows.cu", "flash_delta", 128, 0, ())
+    for device in (90, 91):
+        assert nvrtc.load(kernel, device) == "compiled"
+    assert "CUPY_CACHE_IN_MEMORY" not in os.environ
+    said = capsys.readouterr().err
+    assert said.count("CuPy's disk cache cannot be written ([Errno 13] Permission denied)") == 1
 
 
 @pytest.mark.parametrize("cc", [(8, 0), (9, 0)])
