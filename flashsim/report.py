@@ -12,9 +12,9 @@ import json
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -128,14 +128,32 @@ class Table:
         return buffer.getvalue()
 
     def html(self) -> str:
-        """An HTML table; every string is escaped."""
-        cell = lambda tag, text: f"<{tag}>{html.escape(text)}</{tag}>"  # noqa: E731
-        head = "".join(cell("th", name) for name in self.columns)
-        body = "".join(
-            "<tr>" + "".join(cell("td", format_cell(x)) for x in row) + "</tr>" for row in self.rows
+        """An HTML table with its note; every string is escaped."""
+
+        # Notebooks align every cell at the right, which suits numbers only.
+        left = ' style="text-align:left"'
+        words = [
+            not any(isinstance(row[n], (int, float)) for row in self.rows)
+            for n in range(len(self.columns))
+        ]
+
+        def line(tag: str, cells: Sequence[Cell]) -> str:
+            texts = [html.escape(format_cell(value)) for value in cells]
+            sides = [left if word else "" for word in words]
+            return "".join(f"<{tag}{s}>{t}</{tag}>" for s, t in zip(sides, texts, strict=True))
+
+        caption = f"<caption>{html.escape(self.title)}</caption>"
+        body = "".join(f"<tr>{line('td', row)}</tr>" for row in self.rows)
+        note = f'<tr><td colspan="{len(self.columns)}"{left}>{html.escape(self.note)}</td></tr>'
+        return (
+            f"<table>{caption}<thead><tr>{line('th', self.columns)}</tr></thead>"
+            f"<tbody>{body}</tbody>{f'<tfoot>{note}</tfoot>' if self.note else ''}</table>"
         )
-        caption = cell("caption", self.title)
-        return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+    _repr_html_ = html
+
+    def __repr__(self) -> str:
+        return f"<Table {self.title!r}: {len(self.rows):,} rows>"
 
     def __str__(self) -> str:
         return self.text()
@@ -237,3 +255,43 @@ def _grids(
         grids += ["", grid] if grids else [grid]
         start = stop
     return grids
+
+
+# -- values in a notebook --------------------------------------------------------------------------
+# A class takes what suits it: `__repr__ = report.short`, `_repr_html_ = report.card`.
+
+
+def titled(value: Any) -> str:
+    """One line for what has a `table()`: its class and the table's title."""
+    return f"<{type(value).__name__} {value.table().title}>"
+
+
+def tabled(value: Any) -> str:
+    """The `table()` of a value, as HTML."""
+    return value.table().html()
+
+
+def short(value: Any) -> str:
+    """One line for a dataclass or a named tuple: its fields, arrays by type and shape."""
+    facts = ", ".join(f"{name} {text}" for name, text in _facts(value))
+    return f"<{type(value).__name__} {facts}>"
+
+
+def card(value: Any) -> str:
+    """The fields of a dataclass or a named tuple, arrays by type and shape, as an HTML table."""
+    return Table(type(value).__name__, ("field", "value"), [*_facts(value)]).html()
+
+
+def _facts(value: Any) -> list[tuple[str, str]]:
+    names = getattr(value, "_fields", None) or [f.name for f in fields(value) if f.repr]
+    return [(name, _brief(given)) for name in names for given in [getattr(value, name)]]
+
+
+def _brief(value: Any) -> str:
+    if getattr(value, "shape", None) and hasattr(value, "dtype"):
+        return f"{value.dtype} {tuple(value.shape)}"
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {_brief(item)}" for key, item in value.items())
+    return format_cell(value) if isinstance(value, (int, float)) else repr(value)

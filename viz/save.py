@@ -52,7 +52,7 @@ def save_figure(
     """
     import matplotlib as mpl
 
-    path, figure = Path(path), getattr(figure, "figure", figure)
+    path, figure = Path(path), getattr(figure, "figure", figure).canvas.figure
     formats = figure.canvas.get_supported_filetypes()
     ending = path.suffix.lower().lstrip(".")
     if ending not in formats:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -81,6 +82,7 @@ def themed(draw: Callable[..., None]) -> Callable[..., Axes]:
             if ax is None:
                 _, ax = plt.subplots(layout="constrained")
             draw(*data, ax=ax, theme=chosen, **options)
+        ax._repr_png_ = functools.partial(_cell, ax)  # type: ignore[attr-defined]
         return ax
 
     signature = inspect.signature(draw)
@@ -90,6 +92,16 @@ def themed(draw: Callable[..., None]) -> Callable[..., Axes]:
     ]
     plot.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
     return plot
+
+
+def _cell(ax: Axes) -> bytes:
+    """The figure of an Axes as a notebook's cell shows it, PNG: instead of ``<Axes: ...>``."""
+    buffer = io.BytesIO()
+    figure = ax.figure.canvas.figure  # the whole one, also of a part
+    figure.savefig(buffer, format="png")
+    if "inline" in plt.get_backend():  # it would show the same figure again below
+        plt.close(figure)
+    return buffer.getvalue()
 
 
 def heading(ax: Axes, theme: Theme, title: str, about: str = "") -> None:

@@ -82,8 +82,8 @@ class Comparison:
     def __str__(self) -> str:
         return self.table().text()
 
-    def _repr_html_(self) -> str:
-        return self.table().html()
+    __repr__ = report.titled
+    _repr_html_ = report.tabled
 
 
 def compare(

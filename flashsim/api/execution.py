@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flashsim import report
 from flashsim.api import dispatch, inputs
 from flashsim.engines.engine import Job, Outcome
 from flashsim.problem.hardware import Device
@@ -43,6 +44,11 @@ class Gradients:
     trace: Trace | None
     kernel: str
 
+    __repr__ = report.short
+
+    def _repr_html_(self) -> str:
+        return _cell(self)
+
 
 @dataclass(frozen=True, eq=False)
 class Result:
@@ -67,6 +73,11 @@ class Result:
     _saved: Mapping[str, Any] = field(repr=False)
     _backend: str = field(repr=False)
     _bias_shape: tuple[int, ...] | None = field(repr=False)
+
+    __repr__ = report.short
+
+    def _repr_html_(self) -> str:
+        return _cell(self)
 
     @property
     def problem(self) -> Problem:
@@ -144,6 +155,11 @@ class Result:
             trace=_trace(job, outcome, "backward", self._backend),
             kernel=outcome.kernel,
         )
+
+
+def _cell(ran: Result | Gradients) -> str:
+    """What a notebook shows of a pass: arrays by shape, and below what was moved."""
+    return report.card(ran) + ("" if ran.trace is None else ran.trace.table().html())
 
 
 def run(

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flashsim import report
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem, numpy_dtype
 from flashsim.trace.trace import Trace
@@ -27,6 +28,12 @@ class Sample(NamedTuple):
     k: np.ndarray
     v: np.ndarray
     out: np.ndarray
+
+    def __repr__(self) -> str:
+        return report.short(self)
+
+    def _repr_html_(self) -> str:
+        return report.card(self)
 
 
 def load_sample(name: str = "layer0") -> Sample:
@@ -84,6 +91,12 @@ class RandomInputs(NamedTuple):
     k: np.ndarray
     v: np.ndarray
     dout: np.ndarray
+
+    def __repr__(self) -> str:
+        return report.short(self)
+
+    def _repr_html_(self) -> str:
+        return report.card(self)
 
 
 def random_inputs(problem: Problem, seed: int = 0) -> RandomInputs:

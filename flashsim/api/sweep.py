@@ -115,8 +115,7 @@ class Sweep:
     def __str__(self) -> str:
         return self.table().text()
 
-    def _repr_html_(self) -> str:
-        return self.table().html()
+    _repr_html_ = report.tabled
 
 
 def _short_figures(row: Mapping[str, Any]) -> list[Cell]:

@@ -150,8 +150,7 @@ class Traffic:
     def __str__(self) -> str:
         return self.table().text()
 
-    def _repr_html_(self) -> str:
-        return self.table().html()
+    _repr_html_ = report.tabled
 
 
 def count_schedule(

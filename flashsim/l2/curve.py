@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flashsim import report
 from flashsim.errors import OptionError
 from flashsim.l2.requests import Stream
 from flashsim.schedule.names import LOAD, STORE
@@ -37,6 +38,9 @@ class Curve:
     write_steps: np.ndarray
     write_saved: np.ndarray
     most_written: int
+
+    __repr__ = report.short
+    _repr_html_ = report.card
 
     @classmethod
     def measure(cls, stream: Stream, size: np.ndarray) -> Curve:

@@ -120,6 +120,8 @@ class Dram:
             ),
         )
 
+    _repr_html_ = report.tabled
+
     def __str__(self) -> str:
         return self.table().text()
 

@@ -38,6 +38,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
+from flashsim import report
 from flashsim.errors import DTypeError, OptionError, choices, shown
 from flashsim.problem import checks
 
@@ -97,6 +98,8 @@ class Device:
     cuda_flops: Mapping[str, float] = field(default_factory=dict, hash=False)
     compute_capability: tuple[int, int] = (0, 0)
     source: str = "user"
+
+    _repr_html_ = report.card
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from flashsim import report
 from flashsim.errors import DTypeError, MaskError, OptionError, ShapeError, shown
 from flashsim.problem import checks
 from flashsim.problem.masks import BlockMask, call_mask
@@ -102,6 +103,8 @@ class Problem:
     bias: tuple[int, int] | None = None
     block_mask: BlockMask | None = None
     mask: Callable[..., Any] | None = None
+
+    _repr_html_ = report.card
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from flashsim import report
 from flashsim.api.compare import Comparison, compare
 from flashsim.api.samples import SAMPLES, load_sample
 from flashsim.report import Table
@@ -38,6 +39,9 @@ class DemoLayer:
     comparison: Comparison
     differences: dict[str, float]
     files: list[Path]
+
+    __repr__ = report.short
+    _repr_html_ = report.card
 
     @property
     def passed(self) -> bool:

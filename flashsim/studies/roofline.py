@@ -58,6 +58,12 @@ class Point:
     dtype: str
     seconds: float | None = None
 
+    def __repr__(self) -> str:
+        return (
+            f"<Point {self.algorithm} {self.direction}, {self.count}: {self.intensity:.4g} FLOP/B "
+            f"on {self.device.name}, bound by {self.bound}>"
+        )
+
     @property
     def bandwidth(self) -> float:
         """Bytes a second of the level these bytes cross: L2 for requested ones, else HBM.
@@ -138,6 +144,9 @@ class Roofline:
                 )
             )
         return table
+
+    __repr__ = report.titled
+    _repr_html_ = report.tabled
 
     def __str__(self) -> str:
         return self.table().text()

@@ -51,6 +51,9 @@ class StageTrace:
     stride: int
     events: np.ndarray
 
+    def __repr__(self) -> str:
+        return f"<StageTrace {self.name}: {len(self.events):,} events, {self.repeat:,} walks>"
+
     @classmethod
     def build(
         cls,

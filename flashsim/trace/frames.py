@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flashsim import report
 from flashsim.counts.work import StageWork, total_flops
 from flashsim.schedule.names import COMPUTE, OPS, TENSORS, TRANSFERS
 from flashsim.trace.events import StageTrace, buffer_of, gain
@@ -25,6 +26,12 @@ class Frame(NamedTuple):
     moved: dict[str, int]  # the same by "op tensor", e.g. {"load K": ...}
     on_chip: dict[str, int]  # what SRAM holds during the visit: bytes by buffer
     flops: int
+
+    def __repr__(self) -> str:
+        return report.short(self)
+
+    def _repr_html_(self) -> str:
+        return report.card(self)
 
 
 def frame(

@@ -358,5 +358,4 @@ class Trace(Recording):
     def __str__(self) -> str:
         return self.table().text()
 
-    def _repr_html_(self) -> str:
-        return self.table().html()
+    _repr_html_ = report.tabled

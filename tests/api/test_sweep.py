@@ -390,7 +390,7 @@ def test_tables_hold_every_figure_and_people_see_what_varies():
     assert table.rows[0][:4] == [64, "32 x 32", "32 x 32", result.rows[0]["load_bytes"]]
     assert table.rows[3] == [1024, "1024 x 1024", *[None] * 10, "SramOverflow"]
     assert "SramOverflow" in str(result)
-    assert "<td>SramOverflow</td>" in result._repr_html_()
+    assert ">SramOverflow</td>" in result._repr_html_()
     assert repr(result) == "<Sweep: 4 points, 1 without figures>"
 
 

@@ -1,5 +1,7 @@
 """Animations: the figure's artists step by step, and files that open."""
 
+import base64
+import html
 import shutil
 import subprocess
 from itertools import pairwise
@@ -187,6 +189,28 @@ def test_html(tmp_path):
     text = path.read_text()
     assert text.count('"iVBOR') == 3  # PNG frames
     assert "http" not in text.replace("http-equiv", "")
+
+
+@pytest.mark.parametrize(
+    ("ending", "shown"),
+    [
+        ("gif", '<img src="data:image/gif;base64,'),
+        ("mp4", "<video src="),
+        ("html", "<iframe srcdoc="),
+    ],
+)
+def test_an_animation_shows_itself(ending, shown, tmp_path):
+    if ending == "mp4" and shutil.which("ffmpeg") is None:
+        pytest.skip("no ffmpeg")
+    path = viz.animate(cases.trace(), tmp_path / f"walk.{ending}", max_frames=2)
+    assert path == tmp_path / f"walk.{ending}"
+    cell = path._repr_html_()
+    assert cell.startswith(shown)
+    data = cell.split('"')[1]
+    if ending == "html":
+        assert html.unescape(data) == path.read_text()
+    else:
+        assert base64.b64decode(data.partition("base64,")[2]) == path.read_bytes()
 
 
 def test_mp4(tmp_path):

@@ -1,5 +1,6 @@
 """Plots, looked at through their artists and data."""
 
+import io
 import itertools
 
 import matplotlib as mpl
@@ -113,6 +114,13 @@ def test_save_sizes_and_errors(tmp_path):
     for wrong in ({"dpi": 0}, {"size": (4, -1)}, {"size": (4,)}):
         with pytest.raises(OptionError, match="dpi and size must be positive"):
             viz.save_figure(ax, tmp_path / "a.png", **wrong)
+
+
+def test_a_plot_shows_itself_in_a_notebook():
+    ax = viz.tile_map(cases.trace())
+    picture = plt.imread(io.BytesIO(ax._repr_png_()))
+    assert picture.shape[:2] == (540, 960)
+    assert plt.get_fignums() == [ax.figure.number]  # still there for plt.show()
 
 
 def test_settings_do_not_leak():

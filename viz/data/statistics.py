@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flashsim import report
 from flashsim.errors import OptionError, ShapeError, UnsupportedError
 from flashsim.trace.trace import Trace
 from flashsim.viz.data.steps import Steps
@@ -32,6 +33,8 @@ class RowStatistics:
     steps: np.ndarray
     m: np.ndarray
     l: np.ndarray
+
+    __repr__ = report.short
 
 
 def row_statistics(

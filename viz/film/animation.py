@@ -30,6 +30,7 @@ from flashsim.viz.data.statistics import RowStatistics
 from flashsim.viz.data.steps import Steps
 from flashsim.viz.film.panels import Counters, Moves, StatisticsPanel
 from flashsim.viz.film.scene import Scene, sram_scale
+from flashsim.viz.player.html import embedded
 from flashsim.viz.save import beside
 from flashsim.viz.style import rc
 
@@ -48,7 +49,7 @@ def animate(
     max_frames: int = 320,
     clock: str = "steps",
     theme: str = "light",
-) -> Path:
+) -> Animation:
     """Write an animation of one trace, or of two side by side.
 
     It shows Q, K, V and O in HBM with the tiles in flight, the score grid filling in, what SRAM
@@ -72,7 +73,8 @@ def animate(
 
     Returns
     -------
-    Path
+    Animation
+        The path that was written; in a notebook it shows itself.
 
     Raises
     ------
@@ -98,7 +100,20 @@ def animate(
             write(film, part, fps)
     finally:
         film.close()
-    return path
+    return Animation(path)
+
+
+class Animation(type(Path())):  # type: ignore[misc]
+    """The path of an animation; shows the animation in a notebook."""
+
+    def _repr_html_(self) -> str:
+        name = html.escape(self.name)
+        if self.suffix == ".html":
+            return embedded(self.read_text(encoding="utf-8"), _SIZE[1] + 80, name)
+        data = base64.b64encode(self.read_bytes()).decode("ascii")
+        if self.suffix == ".gif":
+            return f'<img src="data:image/gif;base64,{data}" alt="{name}">'
+        return f'<video src="data:video/mp4;base64,{data}" title="{name}" controls loop></video>'
 
 
 class Film:

@@ -47,6 +47,10 @@ class Page:
     html: str
     height: int = 760
 
+    def __repr__(self) -> str:
+        title = self.html.partition("<title>")[2].partition("</title>")[0]
+        return f"<Page {html.unescape(title)}: {len(self.html):,} characters>"
+
     def save(self, path: str | Path) -> Path:
         """Write the file, whole or not at all; returns its path."""
         path = Path(path)
@@ -55,10 +59,15 @@ class Page:
         return path
 
     def _repr_html_(self) -> str:
-        return (
-            f'<iframe srcdoc="{html.escape(self.html)}" sandbox="allow-scripts" '
-            f'style="width:100%;height:{self.height}px;border:0" title="flashsim player"></iframe>'
-        )
+        return embedded(self.html, self.height, "flashsim player")
+
+
+def embedded(document: str, height: int, title: str) -> str:
+    """A whole HTML document as a part of another: its scripts run, and reach nothing outside."""
+    return (
+        f'<iframe srcdoc="{html.escape(document)}" sandbox="allow-scripts" '
+        f'style="width:100%;height:{height}px;border:0" title="{html.escape(title)}"></iframe>'
+    )
 
 
 def page(

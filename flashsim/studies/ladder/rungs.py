@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 
+from flashsim import report
 from flashsim.api.cost import fits
 from flashsim.counts import traffic
 from flashsim.engines import simulator
@@ -135,6 +136,9 @@ class Step:
     predicted: Moves
     peak_sram: int
 
+    def __repr__(self) -> str:
+        return f"<Step {self.rung.name}: {self.bytes():,} B moved, error {self.error:.2g}>"
+
     def bytes(self, op: str | None = None, tensor: str | None = None) -> int:
         """Bytes moved: of one operation and tensor, or all."""
         return sum(
@@ -182,6 +186,9 @@ class Climb:
                 )
             )
         return table
+
+    __repr__ = report.titled
+    _repr_html_ = report.tabled
 
     def __str__(self) -> str:
         return self.table().text()

@@ -92,6 +92,9 @@ class Prediction:
             table.rows.append((s.name, 1e3 * s.seconds, s.bound, *busy, s.waves, s.tail))
         return table
 
+    __repr__ = report.titled
+    _repr_html_ = report.tabled
+
     def __str__(self) -> str:
         return self.table().text()
 

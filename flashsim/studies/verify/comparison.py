@@ -8,6 +8,7 @@ from statistics import fmean
 
 import numpy as np
 
+from flashsim import report
 from flashsim.counts.traffic import Traffic
 from flashsim.counts.work import stage_work, total_flops
 from flashsim.errors import DTypeError, TraceError, shown
@@ -59,6 +60,9 @@ class Verification:
         if not known:
             raise TraceError(f"no kernel has a predicted and a measured {quantity!r}")
         return max(known)
+
+    __repr__ = report.titled
+    _repr_html_ = report.tabled
 
     def table(self) -> Table:
         """One row a kernel and quantity."""

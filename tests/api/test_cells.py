@@ -1,0 +1,88 @@
+"""What a notebook or a prompt shows of everything that flashsim returns."""
+
+import numpy as np
+import pytest
+
+import flashsim
+from flashsim import Device, Problem, Tiling, l2, ladder, load_sample, predict, roofline
+from flashsim.report import Table
+from flashsim.studies import demo
+
+RNG = np.random.default_rng(0)
+Q, K = RNG.standard_normal((1, 4, 48, 8)), RNG.standard_normal((1, 2, 48, 8))
+TILING = Tiling(16, 16)
+PROBLEM = Problem(256, head_dim=64, dtype="bfloat16")
+
+
+def result(**options):
+    return flashsim.run(Q, K, K, tiling=TILING, trace=True, **options)
+
+
+RETURNED = {
+    "Result": result,
+    "Gradients": lambda: result().backward(Q),
+    "Trace": lambda: result().trace,
+    "StageTrace": lambda: result().trace.stages[0],
+    "Frame": lambda: result().trace.frame(0),
+    "Traffic": lambda: flashsim.count(PROBLEM),
+    "Comparison": lambda: flashsim.compare(Q, K, K, dout=Q),
+    "Sweep": lambda: flashsim.sweep([64, 128]),
+    "Problem": lambda: PROBLEM,
+    "Device": lambda: Device.get("H100"),
+    "Tiling": lambda: TILING,
+    "Sample": load_sample,
+    "RandomInputs": lambda: flashsim.random_inputs(PROBLEM),
+    "Climb": lambda: ladder.climb(64, 64, 16),
+    "Step": lambda: ladder.climb(64, 64, 16, rungs=["naive"]).steps["naive"],
+    "Roofline": lambda: roofline.roofline(flashsim.count(PROBLEM)),
+    "Point": lambda: roofline.roofline(flashsim.count(PROBLEM))["dram"],
+    "Table": lambda: roofline.ridge_points("H100"),
+    "Dram": lambda: l2.dram(flashsim.count(PROBLEM)),
+    "Curve": lambda: l2.curves(flashsim.count(PROBLEM))["forward"],
+    "Prediction": lambda: predict.predict(PROBLEM),
+    "DemoLayer": lambda: demo.DemoLayer(
+        "layer0", flashsim.compare(Q, K, K), {"flash2": 1e-4}, []
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_a_value_is_short_and_a_cell_a_table(name):
+    value = RETURNED[name]()
+    assert type(value).__name__ == name
+    text = repr(value)
+    assert len(text) < 600
+    assert "\n" not in text
+    assert "array(" not in text
+    if name not in ("Tiling", "Step", "Point", "StageTrace"):  # whose one line says it all
+        cell = value._repr_html_()
+        assert cell.startswith("<table><caption>")
+        assert cell.count("<tr>") == cell.count("</tr>") > 2
+        assert "array(" not in cell
+
+
+def test_a_result_shows_its_arrays_by_shape_and_what_it_moved():
+    ran = result()
+    assert repr(ran).startswith("<Result out float64 (1, 4, 48, 8), lse float64 (1, 4, 48), trace")
+    assert "float64 (1, 4, 48, 8)" in ran._repr_html_()
+    assert ran.trace.table().html() in ran._repr_html_()
+    gradients = ran.backward(Q, trace=False)
+    assert "dk float64 (1, 2, 48, 8)" in repr(gradients)
+    assert gradients._repr_html_().count("<table>") == 1
+
+
+def test_a_cell_keeps_the_note_of_its_table():
+    trace = result().trace
+    cell = trace._repr_html_()
+    for part in ("compulsory", "FLOPs", "FLOP/B", "peak"):
+        assert part in cell.partition("<tfoot>")[2]
+    assert f"compulsory {trace.compulsory():,} B" in cell
+    assert "<tfoot>" not in Table("t", ("a",), [(1,)]).html()
+
+
+def test_numbers_stand_at_the_right_of_a_cell_and_words_at_the_left():
+    cell = Table("t", ("name", "B"), [("K", 3), ("V", None)]).html()
+    left = ' style="text-align:left"'
+    assert f"<th{left}>name</th><th>B</th>" in cell
+    assert f"<td{left}>K</td><td>3</td>" in cell
+    assert f"<td{left}>V</td><td></td>" in cell
