@@ -130,8 +130,8 @@ class Table:
     def html(self) -> str:
         """An HTML table with its note; every string is escaped."""
 
-        # Notebooks align every cell at the right, which suits numbers only.
-        left = ' style="text-align:left"'
+        # Notebooks align every cell at the right, which suits numbers only; those stay whole.
+        left, whole = (f' style="{rule}"' for rule in ("text-align:left", "white-space:nowrap"))
         words = [
             not any(isinstance(row[n], (int, float)) for row in self.rows)
             for n in range(len(self.columns))
@@ -139,7 +139,7 @@ class Table:
 
         def line(tag: str, cells: Sequence[Cell]) -> str:
             texts = [html.escape(format_cell(value)) for value in cells]
-            sides = [left if word else "" for word in words]
+            sides = [left if word else whole for word in words]
             return "".join(f"<{tag}{s}>{t}</{tag}>" for s, t in zip(sides, texts, strict=True))
 
         caption = f"<caption>{html.escape(self.title)}</caption>"

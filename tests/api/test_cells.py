@@ -80,9 +80,9 @@ def test_a_cell_keeps_the_note_of_its_table():
     assert "<tfoot>" not in Table("t", ("a",), [(1,)]).html()
 
 
-def test_numbers_stand_at_the_right_of_a_cell_and_words_at_the_left():
-    cell = Table("t", ("name", "B"), [("K", 3), ("V", None)]).html()
-    left = ' style="text-align:left"'
-    assert f"<th{left}>name</th><th>B</th>" in cell
-    assert f"<td{left}>K</td><td>3</td>" in cell
-    assert f"<td{left}>V</td><td></td>" in cell
+def test_numbers_stand_whole_at_the_right_of_a_cell_and_words_at_the_left():
+    cell = Table("t", ("name", "B"), [("K", 3e-7), ("V", None)]).html()
+    left, whole = ' style="text-align:left"', ' style="white-space:nowrap"'
+    assert f"<th{left}>name</th><th{whole}>B</th>" in cell
+    assert f"<td{left}>K</td><td{whole}>3e-07</td>" in cell
+    assert f"<td{left}>V</td><td{whole}></td>" in cell
