@@ -15,6 +15,7 @@ from flashsim import Problem, Tiling, l2, viz
 from flashsim.counts import bounds, traffic
 from flashsim.errors import DTypeError, OptionError, TraceError
 from flashsim.viz import palette
+from flashsim.viz.film.animation import Film
 from flashsim.viz.style import human, unit_axis
 
 mpl.use("Agg")
@@ -192,6 +193,43 @@ def test_labels_say_what_differs():
     assert [t.get_text() for t in twice.get_xticklabels()] == [
         "FlashAttention-2", "FlashAttention-2 (2)"
     ]  # fmt: skip
+
+
+def test_traffic_shows_what_grouped_heads_change():
+    problems = [Problem(512, head_dim=64, heads=16, kv_heads=n, dtype="float16") for n in (16, 4)]
+    counted = [flashsim.count(problem, tiling=Tiling(64, 64)) for problem in problems]
+    assert counted[0].bytes() == counted[1].bytes()  # so bars alone look alike
+    ax = viz.traffic(counted, dram=True)
+    labels = [text.get_text().split("\n") for text in ax.get_xticklabels()]
+    for words, heads, count in zip(labels, ("16 heads", "16 / 4 heads"), counted, strict=True):
+        assert heads in words
+        assert f"compulsory {human(count.compulsory())}" in words
+        assert f"DRAM {human(l2.dram(count).bytes())}" in words
+    levels = [entry.get_ydata()[0] for entry in ax.lines]
+    assert levels == [
+        *(count.compulsory() for count in counted), *(l2.dram(count).bytes() for count in counted)
+    ]  # fmt: skip
+    alike = viz.traffic([cases.trace("standard"), cases.trace()])
+    about = f"compulsory {human(cases.trace().compulsory())}"
+    assert any(text.get_text().endswith(about) for text in alike.texts)
+
+
+def test_grouped_heads_are_said_everywhere():
+    problem = Problem(512, head_dim=32, heads=16, kv_heads=4)
+    run = flashsim.run(*flashsim.random_inputs(problem)[:3], tiling=Tiling(128, 128), trace=True)
+    sweep = flashsim.sweep([512, 1024], heads=16, kv_heads=4)
+    drawn = [
+        *(draw(run) for draw in (viz.tile_map, viz.cumulative, viz.sram_timeline, viz.traffic)),
+        viz.io_curve(sweep),
+        viz.roofline(flashsim.count(problem)),
+        viz.memory_footprint(problem),
+    ]
+    for ax in drawn:
+        assert any("16 / 4 heads" in text.get_text() for text in ax.texts), ax
+    assert "16 / 4 heads" in viz.page(run).html
+    assert Film(run).panels[0][1].about.get_text().startswith("one of 16 / 4 heads")
+    several = viz.io_curve(flashsim.sweep([512, 1024], heads=16, kv_heads=[16, 4]))
+    assert line(several, "FlashAttention-2, 16 / 4 heads")
 
 
 def test_a_sweep_has_no_tensors():

@@ -96,6 +96,7 @@ def _labels(sources: list[Trace | Traffic]) -> list[str]:
         {
             "algorithm": NAMES[s.algorithm],
             "direction": s.direction,
+            "heads": heads(s.problem.batch * s.problem.heads, s.problem.batch * s.problem.kv_heads),
             "n": f"N = {s.problem.n_q:,}",
             "d": f"d = {s.problem.head_dim}",
             "dtype": s.problem.dtype,
@@ -134,7 +135,7 @@ def about(source: Trace | Traffic) -> list[str]:
     p = source.problem
     packed = p.cu_seqlens_q is not None
     return [
-        f"{p.batch * p.heads} heads" if p.batch * p.heads > 1 else "1 head",
+        heads(p.batch * p.heads, p.batch * p.kv_heads),
         f"{p.n_q:,} × {p.n_kv:,}",
         f"d\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}{p.head_dim}",
         p.dtype,
@@ -146,6 +147,13 @@ def about(source: Trace | Traffic) -> list[str]:
         *(["own mask"] if p.mask else []),
         f"tiles of {source.tiling.block_q} × {source.tiling.block_k}",
     ]
+
+
+def heads(queries: int, keys: int) -> str:
+    """Heads in words; "16 / 4 heads" where so many query heads share so many key heads."""
+    if queries != keys:
+        return f"{queries} / {keys} heads"
+    return f"{queries} heads" if queries > 1 else "1 head"
 
 
 def window(sides: tuple[int, int]) -> str:

@@ -74,12 +74,14 @@ class Counters:
         self.walk = walk
         ax.axis("off")
         _fit(ax.text(0, 1, label, va="top", fontsize=15, fontweight="bold"), ax)
-        words = ["one head", *sources.about(walk.trace)[1:]]  # of one walk, whatever ran
+        words = sources.about(walk.trace)
+        words[0] = f"one of {words[0]}" if words[0] != "1 head" else "one head"
         about = ", ".join(words)
         if columns == 2:
             about = ", ".join(words[:3]) + ",\n" + ", ".join(words[3:])
         level = 0.87 if columns == 2 else 0.78
-        _fit(ax.text(0, level, about, va="top", fontsize=10, color=theme.muted), ax)
+        self.about = ax.text(0, level, about, va="top", fontsize=10, color=theme.muted)
+        _fit(self.about, ax)
         facts = {"loaded": 0, "stored": 1}
         if walk.hbm_bytes[-1, 2]:
             facts["reduced"] = 2

@@ -120,12 +120,13 @@ def _bounds(points: list[dict[str, Any]], x: str, among: bool, ax: Axes, theme: 
 def _fixed(rows: Sequence[dict[str, Any]], x: str) -> str:
     """What is the same at every point, in words."""
     words = {
-        "batch": "batch {}", "heads": "{} heads", "n_q": "N = {:,}", "head_dim": "d = {}",
+        "batch": "batch {}", "heads": "{}", "n_q": "N = {:,}", "head_dim": "d = {}",
         "dtype": "{}", "causal": "causal", "window": "window {}", "direction": "{}", "device": "{}",
     }  # fmt: skip
     # These go without saying.
-    one = {"batch": 1, "heads": 1, "causal": False, "window": None, "direction": "forward"}
+    one = {"batch": 1, "heads": "1 head", "causal": False, "window": None, "direction": "forward"}
     found = {key: {row[key] for row in rows} for key in words if key in rows[0] and key != x}
+    found["heads"] = {_heads(row) for row in rows}
     return ", ".join(
         words[key].format(value.replace(",", ":") if key == "window" else value)
         for key, values in found.items()
@@ -133,6 +134,10 @@ def _fixed(rows: Sequence[dict[str, Any]], x: str) -> str:
         for value in values
         if value != one.get(key)
     )
+
+
+def _heads(row: dict[str, Any]) -> str:
+    return sources.heads(row["heads"], row["kv_heads"])
 
 
 def _varying(rows: Sequence[dict[str, Any]]) -> str:
@@ -153,7 +158,7 @@ def _series(rows: Iterable[dict[str, Any]], x: str) -> dict[str, list[dict[str, 
         follows -= {"block_q", "block_k"} - {x}
     if x == "sram_bytes":  # a device with another M has another name
         follows.add("device")
-    names = ("direction", "dtype", "causal", "window", "device", *AXES)
+    names = ("direction", "dtype", "causal", "window", "kv_heads", "device", *AXES)
     telling = [k for k in names if k not in follows and len({row[k] for row in rows}) > 1]
     found: dict[str, list[dict[str, Any]]] = {}
     for row in sorted(rows, key=lambda row: row[x]):
@@ -161,6 +166,7 @@ def _series(rows: Iterable[dict[str, Any]], x: str) -> dict[str, list[dict[str, 
         words = {
             "causal": "causal" if row["causal"] else "not causal",
             "window": f"window {window.replace(',', ':')}" if window else "no window",
+            "kv_heads": _heads(row),
         }
         label = [sources.NAMES[row["algorithm"]]]
         label += [words.get(k) or (f"{k} = {row[k]}" if k in AXES else row[k]) for k in telling]
@@ -280,6 +286,7 @@ def roofline(
 def _labels(rows: list[dict[str, Any]]) -> list[str]:
     """Of each point of a sweep: its algorithm, and what else differs between them."""
     words = {"direction": "{}", "n_q": "N = {:,}", "head_dim": "d = {}", "causal": "causal: {}"}
+    words["kv_heads"] = "{} key heads"
     telling = [name for name in words if len({row[name] for row in rows}) > 1]
     return [
         ", ".join([sources.NAMES[row["algorithm"]], *(words[t].format(row[t]) for t in telling)])
@@ -328,8 +335,8 @@ def memory_footprint(
         rows: list[dict[str, Any]] = [
             {
                 "algorithm": name, "n_q": size, "saved_bytes": traffic.saved(problem, name),
-                "batch": data.batch, "heads": data.heads, "head_dim": data.head_dim,
-                "dtype": data.dtype, "causal": data.causal,
+                "batch": data.batch, "heads": data.heads, "kv_heads": data.kv_heads,
+                "head_dim": data.head_dim, "dtype": data.dtype, "causal": data.causal,
             }
             for name in algorithms
             for size in n

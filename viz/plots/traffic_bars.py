@@ -9,9 +9,12 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 
+from flashsim import l2
 from flashsim.counts.questions import OPS
+from flashsim.counts.traffic import Traffic
 from flashsim.errors import OptionError, choices
 from flashsim.schedule.names import CODES, COMPUTE
+from flashsim.trace.trace import Trace
 from flashsim.viz.data import sources
 from flashsim.viz.data.steps import Steps
 from flashsim.viz.palette import Theme, color, is_gradient
@@ -21,10 +24,11 @@ _ALPHA = {"load": 1.0, "store": 0.55, "reduce": 0.3}  # a direction's shade of a
 
 
 @themed
-def traffic(data: Any, *, log: bool = False, ax: Axes, theme: Theme) -> None:
+def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme: Theme) -> None:
     """Requested HBM bytes by tensor and direction, algorithms side by side.
 
-    Each bar is one source and one direction, stacked by tensor in the tensors' colours.
+    Each bar is one source and one direction, stacked by tensor in the tensors' colours. A dashed
+    line is what no algorithm can do without: each input read once, each output written once.
 
     Parameters
     ----------
@@ -32,6 +36,9 @@ def traffic(data: Any, *, log: bool = False, ax: Axes, theme: Theme) -> None:
     log : bool
         Logarithmic bytes. Stacked parts have no length on such an axis, so each bar is then one
         total.
+    dram : bool
+        Also replay the requests through the device's L2 (`flashsim.l2.dram`) and draw what DRAM
+        reads and writes, a dotted line.
     ax, theme
         See `themed`.
     """
@@ -66,10 +73,15 @@ def traffic(data: Any, *, log: bool = False, ax: Axes, theme: Theme) -> None:
                 ax.annotate(
                     f"{op}\n{human(total)}", (x, total), (0, 3), textcoords="offset points",
                     ha="center", va="bottom", fontsize=11 if len(groups) * len(ops) < 9 else 8.5,
+                    zorder=4, bbox={"facecolor": theme.background, "edgecolor": "none", "pad": 1},
                 )  # fmt: skip
+    levels, alike = _levels(ax, theme, list(groups.values()), dram)
     ax.set_xticks(
         range(len(groups)),
-        [label.replace(", ", "\n") for label in groups],
+        [
+            "\n".join([*label.split(", "), *words])
+            for label, words in zip(groups, levels, strict=True)
+        ],
         fontsize=12.5 if len(groups) < 5 else 9.5,
     )
     ax.tick_params(axis="x", length=0)
@@ -78,12 +90,42 @@ def traffic(data: Any, *, log: bool = False, ax: Axes, theme: Theme) -> None:
         ax.set_yscale("log")
     ax.margins(y=0.16)
     ax.set(ylabel="requested HBM bytes")
-    heading(ax, theme, "What moves between HBM and SRAM", sources.common(groups.values()))
+    about = ", ".join([sources.common(groups.values()), *alike])
+    heading(ax, theme, "What moves between HBM and SRAM", about)
     unit_axis(ax.yaxis)
     _name_parts(ax, theme, middles)
     handles = [tensor_patch(tensor, theme) for tensor in sorted(shown, key=CODES.__getitem__)]
-    if handles:  # listed as they are stacked
-        ax.legend(handles=handles[::-1], loc="upper left", bbox_to_anchor=(1, 1), title="tensor")
+    lines = [line for line in ax.lines if not line.get_label().startswith("_")]
+    ax.legend(handles=[*handles[::-1], *lines], loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def _levels(
+    ax: Axes, theme: Theme, groups: list[Trace | Traffic], dram: bool
+) -> tuple[list[list[str]], list[str]]:
+    """Draw lines over each group: compulsory bytes and, if asked, DRAM's.
+
+    Returns
+    -------
+    words of each group where they differ, words of all where they do not
+    """
+    levels = {"compulsory": [source.compulsory() for source in groups]}
+    if dram:
+        counted = (s if isinstance(s, Traffic) else s.predicted() for s in groups)
+        levels["DRAM"] = [l2.dram(source).bytes() for source in counted]
+    words: list[list[str]] = [[] for _ in groups]
+    alike: list[str] = []
+    for name, ls in zip(levels, ((0, (5, 2)), (0, (1, 1))), strict=False):
+        values = levels[name]
+        for g, value in enumerate(values):
+            label = name if g == 0 else None
+            ax.plot([g - 0.46, g + 0.46], [value] * 2, color=theme.text, ls=ls, lw=1.8, label=label)
+        texts = [f"{name} {human(value)}" for value in values]
+        if len(set(texts)) == 1:
+            alike.append(texts[0])
+        else:
+            for own, text in zip(words, texts, strict=True):
+                own.append(text)
+    return words, alike
 
 
 def _name_parts(ax: Axes, theme: Theme, parts: list[tuple[float, float, int, str]]) -> None:
