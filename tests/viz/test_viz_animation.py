@@ -85,6 +85,21 @@ def test_sram_bar_holds_what_the_walk_says():
     assert widths == dict(zip(scene.walk.buffers, scene.walk.on_chip[3].tolist(), strict=True))
 
 
+@pytest.mark.parametrize("capacity", [6_000, 14_000, 30_000])  # of which 4,672 B are held
+def test_the_sram_bar_is_a_share_of_the_device(capacity):
+    device = flashsim.Device.get("H100").with_sram(capacity)
+    run = flashsim.run(*cases.arrays(), tiling=cases.TILING, device=device, trace=True)
+    film = Film(run)
+    (scene,) = film.scenes
+    scene.update(3)
+    held = int(scene.walk.on_chip[3].sum())
+    assert scene.bars[0].axes.get_xlim() == (0, capacity)
+    assert max(bar.get_x() + bar.get_width() for bar in scene.bars) == held
+    assert (
+        scene.sram_text.get_text() == f"SRAM: {held:,} B, {held / capacity:.0%} of {capacity:,} B"
+    )
+
+
 def test_registers_come_on_top_of_shared_memory():
     trace = flashsim.load_sample_trace("h200-backward")
     film = Film(trace, max_frames=1)

@@ -313,6 +313,7 @@ def test_numbers_are_written_as_in_the_plots(show):
 BARS = """(step) => { player.go(step); player.draw(); return player.panes.map((p) => ({
     width: p.sram.clientWidth, held: p.walk.held[p.step * p.walk.buffers.length],
     first: p.blocks[0].getBoundingClientRect().width, label: p.sramLabel.textContent,
+    left: p.sram.getBoundingClientRect().left,
     end: Math.max(...p.blocks.map((b) => b.getBoundingClientRect().right)),
     right: p.sram.getBoundingClientRect().right,
     mark: p.mark.hidden ? null : p.mark.offsetLeft / p.sram.clientWidth })); }"""
@@ -331,6 +332,18 @@ def test_sram_bars_of_two_traces_share_one_scale(show):
     bars = show(viz.page(runs)).evaluate(BARS, 3)
     scales = [bar["held"] / (bar["first"] / bar["width"]) for bar in bars]
     assert scales == pytest.approx([15_000, 15_000], rel=0.02)
+
+
+@pytest.mark.parametrize("capacity", [6_000, 14_000, 30_000])
+def test_the_sram_bar_is_a_share_of_the_device(show, capacity):
+    device = flashsim.Device.get("H100").with_sram(capacity)
+    run = flashsim.run(*cases.arrays(), tiling=cases.TILING, device=device, trace=True)
+    tab = show(viz.page(run))
+    (bar,) = tab.evaluate(BARS, 3)
+    share = Steps(run.trace).on_chip[3].sum() / capacity
+    assert (bar["end"] - bar["left"]) / bar["width"] == pytest.approx(share, abs=0.01)
+    assert f"{100 * share:.1f} % of a block's {capacity:,} B" in bar["label"]
+    assert tab.inner_text(".names").split() == Steps(run.trace).buffers
 
 
 def test_registers_come_on_top_of_shared_memory(show):

@@ -131,6 +131,14 @@ class Steps:
         ]
         return np.stack(columns, axis=1) if columns else np.zeros((len(self), 0), np.int64)
 
+    @property
+    def sram_scale(self) -> int:
+        """Bytes that fill a bar of SRAM, so that bars compare: a block's share of the device.
+
+        A GPU's kernel may hold more: its registers come on top, and the bar ends at the peak.
+        """
+        return max(int(self.on_chip.sum(axis=1).max(initial=1)), self.trace.device.sram_bytes)
+
     @cached_property
     def order(self) -> np.ndarray:
         """int64 (n_steps,): how many visits its stage has made before each step."""

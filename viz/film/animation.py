@@ -29,7 +29,7 @@ from flashsim.viz.data import sources
 from flashsim.viz.data.statistics import RowStatistics
 from flashsim.viz.data.steps import Steps
 from flashsim.viz.film.panels import Counters, Moves, StatisticsPanel
-from flashsim.viz.film.scene import Scene, sram_scale
+from flashsim.viz.film.scene import Scene
 from flashsim.viz.player.html import embedded
 from flashsim.viz.save import beside
 from flashsim.viz.style import rc
@@ -147,7 +147,7 @@ class Film:
             self.canvas = FigureCanvasAgg(self.figure)
             self.panels: list[list[Any]] = []
             self.scenes: list[Scene] = []
-            full = max(sram_scale(walk) for walk in walks)  # one scale, to compare
+            full = max(walk.sram_scale for walk in walks)  # one scale, to compare
             for n, (label, (_, row)) in enumerate(chosen.items()):
                 self._build(n, len(walks), label, walks[n], full, row)
         for panels in self.panels:
@@ -164,17 +164,17 @@ class Film:
         left, width = 0.02 + n / total, 1 / total - 0.04
         if total == 1:  # the diagram at the left, facts at the right
             diagram = (0.02, 0.03, 0.6, 0.94)
-            facts, sram = (0.67, 0.6, 0.31, 0.37), (0.67, 0.45, 0.31, 0.075)
+            facts, sram = (0.67, 0.6, 0.31, 0.37), (0.67, 0.475, 0.31, 0.055)
         else:
             diagram = (left, 0.32, width, 0.66)
-            facts, sram = (left, 0.12, width, 0.19), (left, 0.02, width, 0.055)
+            facts, sram = (left, 0.14, width, 0.17), (left, 0.062, width, 0.04)
         at = self.figure.add_axes
         aspect = diagram[2] * _SIZE[0] / (diagram[3] * _SIZE[1])
         scene = Scene(at(diagram), at(sram), walk, look, aspect, full)
         self.scenes.append(scene)
         panels: list[Any] = [scene, Counters(at(facts), walk, look, label, 2 if total == 1 else 4)]
         if total == 1 and row is None:
-            panels.append(Moves(at((0.67, 0.03, 0.31, 0.38)), walk, look))
+            panels.append(Moves(at((0.67, 0.03, 0.31, 0.37)), walk, look))
         elif row is not None and total == 1:
             high, low = at((0.735, 0.22, 0.245, 0.13)), at((0.735, 0.05, 0.245, 0.13))
             panels.append(StatisticsPanel(high, low, row, look, facts[0]))

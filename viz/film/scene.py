@@ -11,14 +11,13 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
-from matplotlib.patheffects import withStroke
 
 from flashsim.schedule.names import LOAD, TENSORS, TRANSFERS
 from flashsim.viz.data.diagram import KEY_SIDE, SYMBOLS, first_touch, one_grid, sides, tile_kinds
 from flashsim.viz.data.steps import Steps
 from flashsim.viz.film.mosaic import Mosaic
 from flashsim.viz.palette import Theme, color, is_gradient, mix, rgb
-from flashsim.viz.style import HATCH, ink_on
+from flashsim.viz.style import HATCH
 
 _STRIP, _GAP = 0.045, 0.018  # of the diagram's height
 _HIDDEN = (-9.0, -9.0)
@@ -132,32 +131,30 @@ class Scene:
         return patch
 
     def _build_sram(self, ax: Axes) -> None:
-        """A bar of what SRAM holds, to scale; `full` bytes fill it."""
-        walk = self.walk
+        """A bar of what SRAM holds, `full` bytes wide, and below it its buffers by name."""
+        walk, limit = self.walk, self.walk.trace.device.sram_bytes
         ax.set(xlim=(0, self.full), ylim=(0, 1), xticks=[], yticks=[], facecolor=self.theme.panel)
         for spine in ax.spines.values():
             spine.set(visible=True, color=self.theme.grid)
-        self.sram_pixels = ax.get_position().width * ax.figure.bbox.width
-        self.bars, self.bar_names = [], []
-        for name in walk.buffers:
+        across = int(ax.get_window_extent().width // 42)  # names in a row
+        self.bars = []
+        for n, name in enumerate(walk.buffers):
             shade = color(name, self.theme.name)
             bar = Rectangle(
                 (0, 0), 0, 1, facecolor=shade, edgecolor=self.theme.background, lw=0.8,
                 hatch=HATCH if is_gradient(name) else None,
             )  # fmt: skip
             ax.add_patch(bar)
-            text = ax.text(
-                0, 0.5, name, ha="center", va="center", fontsize=11, fontweight="bold",
-                color=ink_on(shade), clip_on=True,
-            )  # fmt: skip
-            text.set_path_effects([withStroke(linewidth=3.5, foreground=shade)])  # over a hatch
             self.bars.append(bar)
-            self.bar_names.append(text)
-            self.artists += [bar, text]
-        if self.full > walk.trace.device.sram_bytes:  # a GPU's registers hold the rest
-            mark = ax.axvline(
-                walk.trace.device.sram_bytes, color=self.theme.text, ls=(0, (2, 1)), lw=2, zorder=5
-            )
+            self.artists.append(bar)
+            for text, right, ink in (("■", 0, shade), (SYMBOLS.get(name, name), 12, None)):
+                ax.annotate(
+                    text, (n % across / across, 0), (right, -4 - 11 * (n // across)),
+                    xycoords="axes fraction", textcoords="offset points", va="top", fontsize=9.5,
+                    color=ink,
+                )  # fmt: skip
+        if self.full > limit:  # another's, or a GPU's registers beside a block's shared memory
+            mark = ax.axvline(limit, color=self.theme.text, ls=(0, (2, 1)), lw=2, zorder=5)
             self.artists.append(mark)
         self.sram_text = ax.text(
             0, 1.12, "", transform=ax.transAxes, fontsize=11.5, color=self.theme.muted
@@ -203,17 +200,15 @@ class Scene:
         return colors[None] if name in KEY_SIDE else colors[:, None]
 
     def shades(self) -> np.ndarray:
-        """Every flat colour it can show (the grid's ramp sampled), and those at the edges of names
-        on the SRAM bar; uint8 (n, 3)."""
+        """Every flat colour it can show (the grid's ramp sampled), uint8 (n, 3)."""
         theme = self.theme
         own = [color(name, theme.name) for name in (*self.strips, *self.in_grid)]
         held = [color(name, theme.name) for name in self.walk.buffers]
         s = color("S", theme.name)
         ramp = [mix(theme.panel, s, share) for share in np.linspace(0.3, 0.75, 40)]
         strips = [mix(theme.background, c, share) for c in own for share in (0.22, 0.55, 1)]
-        names = [mix(c, ink_on(c), share) for c in held for share in (0, 0.3, 0.65)]
         skipped = mix(theme.background, theme.grid, 0.45)
-        return np.array([*ramp, *strips, *names, skipped]).astype(np.uint8)
+        return np.array([*ramp, *strips, *map(rgb, held), skipped]).astype(np.uint8)
 
     def _corner_polygons(self, stage: int) -> list[Any]:
         x, y, w, h = self.box
@@ -269,26 +264,12 @@ class Scene:
             line.set(color=shade, linestyle="-" if e["op"] == LOAD else (0, (2, 1)))
 
     def _update_sram(self, step: int) -> None:
-        held, left = self.walk.on_chip[step], 0
-        for size, bar, text in zip(held.tolist(), self.bars, self.bar_names, strict=True):
+        left = 0
+        for size, bar in zip(self.walk.on_chip[step].tolist(), self.bars, strict=True):
             bar.set(x=left, width=size)
-            text.set_x(left + size / 2)
-            text.set_visible(size > (6 + 9 * len(text.get_text())) / self.sram_pixels * self.full)
             left += size
         limit = self.walk.trace.device.sram_bytes
+        words = f"SRAM: {left:,} B, {left / limit:.0%} of {limit:,} B"
         if left > limit:
             words = f"SRAM {limit:,} B + registers {left - limit:,} B"
-        elif self.full == limit:
-            words = f"SRAM: {left:,} of {limit:,} B"
-        else:
-            words = f"SRAM: {left:,} B, {left / limit:.0%} of {limit:,} B"
         self.sram_text.set_text(words)
-
-
-def sram_scale(walk: Steps) -> int:
-    """Bytes that fill a bar of SRAM: the device's, or the peak where that is more or far less.
-
-    A GPU's kernel may hold more than a block's shared memory: its registers come on top.
-    """
-    peak, limit = int(walk.on_chip.sum(axis=1).max(initial=1)), walk.trace.device.sram_bytes
-    return limit if peak <= limit < 1.5 * peak else peak

@@ -14,7 +14,7 @@ function column(packed) {
 class Steps {
   constructor(pane, page) {
     Object.assign(this, { label: pane.label, about: pane.about, rows: pane.rows, cols: pane.cols,
-      limit: pane.limit, device: pane.device, sides: pane.sides, statistics: pane.statistics });
+      limit: pane.limit, full: pane.full, device: pane.device, sides: pane.sides, statistics: pane.statistics });
     this.names = page.tensors.map((name) => name.replace(/_acc$/, ""));
     this.symbols = page.symbols;
     this.keySide = new Set(page.keySide);

@@ -144,6 +144,7 @@ def _pane(label: str, trace: Trace, statistics: RowStatistics | None) -> dict[st
         "rows": t_r,
         "cols": t_c,
         "limit": trace.device.sram_bytes,
+        "full": walk.sram_scale,
         "device": trace.device.name,
         "sides": sides(trace),
         "stages": [

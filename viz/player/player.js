@@ -59,24 +59,18 @@ class Pane {
     this.sramLabel = element("p", box, { className: "label" });
     this.sram = element("div", box, { className: "sram" });
     this.sram.setAttribute("role", "img");
-    this.blocks = this.walk.buffers.map((name) => element("div", this.sram, { textContent: name, title: name }));
-    let peak = 0;
-    const width = this.walk.buffers.length;
-    for (let s = 0; s < this.walk.steps; s++) {
-      let total = 0;
-      for (let b = 0; b < width; b++) total += this.walk.held[s * width + b];
-      peak = Math.max(peak, total);
-    }
-    // A GPU's kernel may hold more than a block's shared memory: its registers come on top.
-    this.full = peak <= this.walk.limit && this.walk.limit < 3 * peak ? this.walk.limit : peak;
-    this.mark = element("i", this.sram, { title: "a block's shared memory" });
-  }
-
-  // Panes share one scale, so that their bars compare.
-  scaleSram(full) {
+    this.blocks = this.walk.buffers.map((name) => element("div", this.sram, { title: name }));
+    // One scale for all panes; where it is more than a block's own, a mark.
+    const full = Math.max(...page.panes.map((pane) => pane.full)), limit = this.walk.limit;
     this.full = full;
-    this.mark.hidden = this.walk.limit >= full;
-    this.mark.style.left = `${(100 * this.walk.limit) / full}%`;
+    this.mark = element("i", this.sram, { title: "a block's shared memory", hidden: limit >= full });
+    this.mark.style.left = `${(100 * limit) / full}%`;
+    const names = element("p", box, { className: "names" });
+    this.chips = this.walk.buffers.map((name) => {
+      const item = element("span", names), chip = element("span", item, { className: "chip" });
+      item.append(this.walk.symbols[name] || name);
+      return chip;
+    });
   }
 
   makeStatistics(parent) {
@@ -90,12 +84,11 @@ class Pane {
     this.theme = theme;
     this.diagram.setTheme(theme);
     this.blocks.forEach((block, n) => {
-      const color = theme.tensors[this.walk.buffers[n]], [r, g, b] = rgb(color);
-      block.style.background = color;
+      const color = theme.tensors[this.walk.buffers[n]];
+      block.style.background = this.chips[n].style.background = color;
       if (/^d[A-Z]/.test(block.title)) {  // gradients are hatched, as in the plots
         block.style.backgroundImage = `repeating-linear-gradient(135deg, transparent 0 6px, ${theme.background}55 6px 9px)`;
       }
-      block.style.color = 0.299 * r + 0.587 * g + 0.114 * b > 140 ? "#000" : "#fff";
     });
   }
 
@@ -115,7 +108,7 @@ class Pane {
       block.style.flex = `0 0 ${(100 * size) / this.full}%`;
     });
     const share = held > w.limit ? `: a block's ${exact(w.limit)} B and registers`
-      : this.full === w.limit ? ` of a block's ${exact(w.limit)} B` : `, ${((100 * held) / w.limit).toFixed(1)} % of a block's ${exact(w.limit)} B`;
+      : `, ${((100 * held) / w.limit).toFixed(1)} % of a block's ${exact(w.limit)} B`;
     this.sramLabel.textContent = `SRAM holds ${exact(held)} B${share} (${w.device})`;
     this.sram.setAttribute("aria-label", this.sramLabel.textContent);
     this.canvas.setAttribute("aria-label", `${w.label}: ${this.where(at)}, step ${step + 1} of ${w.steps}`);
@@ -183,8 +176,6 @@ const player = {
     by("title").textContent = page.title;
     document.body.dataset.panes = page.panes.length;
     this.panes = page.panes.map((data) => new Pane(data, by("panes")));
-    const full = Math.max(...this.panes.map((pane) => pane.full));
-    for (const pane of this.panes) pane.scaleSram(full);
     this.length = Math.max(...this.panes.map((pane) => pane.walk.steps));
     this.most = Math.max(...this.panes.map((pane) => pane.walk.bytes(pane.walk.steps - 1)));
     by("scrub").max = this.length - 1;
