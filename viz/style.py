@@ -12,6 +12,8 @@ import matplotlib.pyplot as plt
 from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_rgb
+from matplotlib.mathtext import MathTextParser
+from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter
 
 from flashsim.viz import palette
@@ -82,6 +84,8 @@ def themed(draw: Callable[..., None]) -> Callable[..., Axes]:
             if ax is None:
                 _, ax = plt.subplots(layout="constrained")
             draw(*data, ax=ax, theme=chosen, **options)
+            for text in ax.figure.findobj(Text):
+                text.set_parse_math(_is_math(text.get_text()))
         ax._repr_png_ = functools.partial(_cell, ax)  # type: ignore[attr-defined]
         return ax
 
@@ -92,6 +96,18 @@ def themed(draw: Callable[..., None]) -> Callable[..., Axes]:
     ]
     plot.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
     return plot
+
+
+@functools.cache
+def _is_math(text: str) -> bool:
+    """Whether Matplotlib can set a text's $...$; where not, dollars are dollars."""
+    if "$" not in text:
+        return True
+    try:
+        MathTextParser("path").parse(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _cell(ax: Axes) -> bytes:

@@ -123,6 +123,12 @@ def test_long_labels_stay_in_their_half():
         assert max(text.get_window_extent().x1 for text in static[:2]) <= room.x1 + 1
 
 
+def test_a_label_that_is_no_math_is_written_as_it_stands():
+    film = Film({r"$\frac$": cases.trace()})
+    assert r"$\frac$" in [text.get_text() for text in film.panels[0][1].values[0].axes.texts]
+    film.frame(0)
+
+
 def test_says_what_lies_in_hbm():
     words = []
     for name in ("flash2", "standard"):
@@ -137,7 +143,12 @@ def test_statistics_grow():
     panel = film.panels[0][2]
     film.frame(len(film) - 1)
     assert list(panel.lines[0].get_ydata()) == stats.m.tolist()
-    assert list(panel.lines[1].get_ydata()) == stats.l.tolist()
+    assert list(panel.lines[1].get_ydata()) == stats.alpha.tolist()
+    assert list(panel.lines[2].get_ydata()) == stats.l.tolist()
+    assert f"α = {stats.alpha[-1]:.2g}" in panel.text.get_text()
+    chart = panel.lines[2].axes  # numbered
+    assert [text.get_text() for text in chart.get_xticklabels()] == [str(j) for j in stats.j]
+    assert chart.get_xlabel() == "key tile j"
     film.frame(0)
     assert len(panel.lines[0].get_ydata()) == 0
 

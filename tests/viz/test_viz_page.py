@@ -16,6 +16,8 @@ import flashsim
 from flashsim import viz
 from flashsim.errors import OptionError
 from flashsim.trace.trace import Trace
+from flashsim.viz import palette
+from flashsim.viz.data.diagram import tile_kinds
 from flashsim.viz.data.steps import Steps
 from flashsim.viz.player.html import embedded_json
 from flashsim.viz.style import human
@@ -116,6 +118,8 @@ def test_errors():
         viz.page([cases.trace()] * 3)
     with pytest.raises(OptionError, match="unknown theme 'blue'; possible: auto, light, dark"):
         viz.page(cases.trace(), theme="blue")
+    with pytest.raises(OptionError, match=r"the title '.udfff' holds half of a character"):
+        viz.page(cases.trace(), title="\udfff")
 
 
 def test_size_of_a_hundred_thousand_events():
@@ -213,7 +217,56 @@ def test_buttons_scrub_and_keys(show, scheme):
         assert status(tab).startswith(f"step {step} of"), key
     tab.keyboard.press("t")
     assert tab.evaluate("player.theme") != scheme
-    assert "m = " in tab.inner_text(".pane")
+    tab.keyboard.press("End")
+    label = settled(tab).evaluate("player.panes[0].statisticsLabel.textContent")
+    stats = viz.row_statistics(cases.trace(), *cases.arrays()[:2], row=95)
+    m, alpha, l = stats.m[-1], stats.alpha[-1], stats.l[-1]
+    assert label.endswith(f"row 95: m = {m:.2f}, α = {alpha:.2f}, l = {l:.2f}")
+
+
+@pytest.mark.parametrize(("width", "height"), [(360, 740), (768, 700), (1366, 768)])
+@pytest.mark.parametrize("how", ["button", "key", "summary"])
+def test_help_opens_clear_of_the_bar(show, width, height, how):
+    tab = show(page_with_statistics(), width=width, height=height)
+    tab.evaluate("window.scrollTo(0, 0)")
+    if how == "button":
+        tab.click("#help")
+    elif how == "key":
+        tab.keyboard.press("?")
+    else:
+        tab.evaluate("document.querySelector('#how summary').click()")
+    until(tab, "by('how').open && window.scrollY > 0")
+    seen = tab.evaluate(
+        """() => { const box = by("how").getBoundingClientRect(), bar = document.querySelector(
+        "footer").getBoundingClientRect(); return [box.top, box.bottom, bar.top, box.height]; }"""
+    )
+    top, bottom, bar, high = seen
+    assert bottom <= bar or (high > bar and -1 <= top < 20)  # all of it, or its beginning
+
+
+def test_corners_of_a_window(show):
+    run = flashsim.run(*cases.arrays(), window=(40, 20), tiling=cases.TILING, trace=True)
+    tab = show(viz.page(run))
+    kinds = tile_kinds(run.trace.schedule)
+    assert {1, 2, 3} <= set(kinds.ravel())
+    # Of each tile: what stands just inside its upper right and its lower left corner.
+    inside = """() => {
+        const d = player.panes[0].diagram, w = d.canvas.width, r = w / d.canvas.clientWidth;
+        const pixels = d.context.getImageData(0, 0, w, d.canvas.height).data;
+        const at = (x, y) => {
+            const n = 4 * (Math.round(y * r) * w + Math.round(x * r));
+            return [...pixels.slice(n, n + 3)]; };
+        return [0, 1, 2, 3, 4, 5].map((i) => [0, 1, 2, 3, 4, 5].map((j) => {
+            const c = d.cell(i, j);
+            return [at(c.x + c.w - 3, c.y + 2), at(c.x + 2, c.y + c.h - 3)];
+        })); }"""
+    accent = [int(palette.THEMES["light"].accent[n : n + 2], 16) for n in (1, 3, 5)]
+    tab.evaluate("player.go(player.length - 1)")
+    settled(tab)
+    colors = tab.evaluate(inside)
+    for (i, j), kind in np.ndenumerate(kinds[:5]):  # the last row is outlined
+        marked = [color == accent for color in colors[i][j]]
+        assert marked == [kind in (2, 4), kind in (3, 4)], (i, j, kind)
 
 
 def test_play_pause_and_speed(show):

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import re
 
 import matplotlib as mpl
 import numpy as np
@@ -122,6 +123,31 @@ def test_a_plot_shows_itself_in_a_notebook():
     picture = plt.imread(io.BytesIO(ax._repr_png_()))
     assert picture.shape[:2] == (540, 960)
     assert plt.get_fignums() == [ax.figure.number]  # still there for plt.show()
+
+
+LABELLED = {
+    "traffic": lambda label: viz.traffic({label: cases.trace(), "b": cases.trace("standard")}),
+    "cumulative": lambda label: viz.cumulative({label: cases.trace()}),
+    "diff": lambda label: viz.diff({label: cases.trace("flash1"), "b": cases.trace()}),
+    "roofline": lambda label: viz.roofline({label: counts()[0]}),
+    "l2_curve": lambda label: viz.l2_curve({label: l2.curves(counts()[6])["forward"]}),
+}
+
+
+@pytest.mark.parametrize("name", LABELLED)
+def test_labels_that_are_no_math_are_written_as_they_stand(name, tmp_path):
+    for label in (r"$\frac$", "$", r"a $x_{$ b"):
+        path = viz.save_figure(LABELLED[name](label), tmp_path / "figure.svg")
+        assert re.search(rf">[^<]*{re.escape(label)}[^<]*</text>", path.read_text()), label
+    math = viz.save_figure(LABELLED[name](r"$\alpha$"), tmp_path / "figure.svg").read_text()
+    assert r"\alpha$</text>" not in math
+    assert "α</tspan>" in math
+
+
+@pytest.mark.parametrize("name", LABELLED)
+def test_half_a_character_is_refused(name):
+    with pytest.raises(OptionError, match=r"the label 'a.ud800' holds half of a character"):
+        LABELLED[name]("a\ud800")
 
 
 def test_settings_do_not_leak():
@@ -273,6 +299,37 @@ def test_tile_map_marks_masked_tiles():
     assert [(round(x - 0.5), round(y)) for x, y in corners] == [(i, i) for i in range(6)]
     texts = [t.get_text() for t in ax.get_legend().get_texts()]
     assert texts == ["full: 15", "masked (corner): 6", "skipped: 15"]
+
+
+def test_the_marked_corner_is_the_one_that_the_mask_takes():
+    run = flashsim.run(*cases.arrays(), window=(40, 20), tiling=cases.TILING, trace=True)
+    upper, lower = set(), set()
+    for i in range(6):
+        for j in range(6):
+            q, k = np.ogrid[16 * i : 16 * i + 16, 16 * j : 16 * j + 16]
+            keep = (k <= q + 20) & (k >= q - 40)
+            if keep.any() and not keep.all():
+                upper |= {(i, j)} - ({(i, j)} if keep[0, -1] else set())
+                lower |= {(i, j)} - ({(i, j)} if keep[-1, 0] else set())
+    assert upper
+    assert lower
+    masked = next(c for c in viz.tile_map(run).collections if c.get_label() == "masked")
+    tips = {tuple(path.vertices[1]) for path in masked.get_paths()}
+    assert tips == {(j + 0.5, i - 0.5) for i, j in upper} | {(j - 0.5, i + 0.5) for i, j in lower}
+    film = Film(run).scenes[0]
+    drawn = {tuple(np.round(tip, 9)) for _, tip, _ in film._corner_polygons(0)}
+    x, y, w, h = film.box
+    expected = {(x + (j + 1) * w / 6, y + i * h / 6) for i, j in upper}
+    expected |= {(x + j * w / 6, y + (i + 1) * h / 6) for i, j in lower}
+    assert drawn == {tuple(np.round(tip, 9)) for tip in expected}
+
+
+def test_a_mask_that_takes_neither_corner_is_marked_once():
+    own = lambda q, k: (k % 16 != 7) | (q < 0)  # noqa: E731
+    run = flashsim.run(*cases.arrays(n=32), mask=own, tiling=cases.TILING, trace=True)
+    ax = viz.tile_map(run)
+    masked = next(c for c in ax.collections if c.get_label() == "masked")
+    assert len(masked.get_paths()) == 4
 
 
 @pytest.mark.parametrize("color", ["bytes", "flops"])

@@ -66,6 +66,30 @@ def test_statistics_end_at_the_log_sum_exp(algorithm, row):
     assert np.all(np.diff(stats.m) >= 0)
 
 
+def test_the_row_that_is_followed_is_one_whose_maximum_moves():
+    trace = cases.trace(causal=False)
+    for seed in range(8):
+        q, k = np.random.default_rng(seed).standard_normal((2, 1, 96, 8))
+        moved = [
+            np.count_nonzero(np.diff(viz.row_statistics(trace, q, k, row=row).m))
+            for row in range(48, 64)  # the row tile half-way down
+        ]
+        chosen = viz.row_statistics(trace, q, k)
+        assert np.count_nonzero(np.diff(chosen.m)) == max(moved) > 0
+        assert chosen.row == 48 + max(n for n in range(16) if moved[n] == max(moved))
+
+
+def test_alpha_is_what_the_visit_rescales_by():
+    q, k, _ = cases.arrays()
+    stats = viz.row_statistics(cases.trace(), q, k)
+    assert stats.alpha[0] == 0  # nothing to rescale yet
+    assert stats.alpha[1:] == pytest.approx(np.exp(stats.m[:-1] - stats.m[1:]))
+    assert (stats.alpha[1:] < 1).any()
+    assert stats.j.tolist() == list(range(stats.tile + 1))
+    assert "alpha" in stats._repr_html_()
+    assert "\n" not in repr(stats)
+
+
 def test_statistics_with_groups_softcap_and_a_row_without_keys():
     rng = np.random.default_rng(0)
     q = rng.standard_normal((1, 4, 40, 8), dtype=np.float32)

@@ -45,12 +45,38 @@ def sides(trace: Trace) -> dict[str, tuple[str, ...]]:
     }
 
 
+#: Kinds of tiles: what `tile_kinds` holds.
+SKIPPED, WHOLE, CUT, CUT_LOW, CUT_BOTH = range(5)
+
+
 def tile_kinds(schedule: Schedule) -> np.ndarray:
-    """uint8 (T_r, T_c): 0 where the mask empties a tile, 1 where it keeps all, 2 where it cuts."""
+    """uint8 (T_r, T_c): whether the mask empties a tile, keeps it whole, or cuts it, and where.
+
+    A tile that the mask cuts is CUT if it takes the upper right corner (as causal masks do),
+    CUT_LOW if the lower left one (a window's other side), CUT_BOTH if both. Where it takes neither
+    (a mask of one's own), or all (in a dense walk), the tile is CUT.
+    """
     grid = np.zeros((schedule.t_r, schedule.t_c), np.uint8)
     ptr, col, kind = schedule.row_csr
-    grid[np.repeat(np.arange(schedule.t_r), np.diff(ptr)), col] = np.where(kind == MASKED, 2, 1)
+    row = np.repeat(np.arange(schedule.t_r), np.diff(ptr))
+    grid[row, col] = WHOLE
+    for i, j in zip(row[kind == MASKED], col[kind == MASKED], strict=True):
+        keep = schedule.keep(i, j)
+        if keep is None or not keep.any():  # of a dense walk, or keys that do not exist
+            grid[i, j] = CUT
+            continue
+        high, low = not keep[0, -1], not keep[-1, 0]
+        grid[i, j] = CUT_BOTH if high and low else CUT_LOW if low else CUT
     return grid
+
+
+def corners(kinds: np.ndarray) -> list[tuple[int, int, bool]]:
+    """(i, j, whether it is the upper right one) of each corner that stands for a mask."""
+    return [
+        (i, j, high)
+        for high, other in ((True, CUT), (False, CUT_LOW))
+        for i, j in np.argwhere((kinds == other) | (kinds == CUT_BOTH)).tolist()
+    ]
 
 
 def first_touch(walk: Steps) -> dict[str, np.ndarray]:

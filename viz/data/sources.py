@@ -43,11 +43,28 @@ def labelled(data: Any) -> dict[str, Trace | Traffic]:
         A dict's keys become the labels; others are named after what differs between them.
     """
     if isinstance(data, Mapping):
-        return {str(label): _one(source) for label, source in data.items()}
+        return {writable("label", label): _one(source) for label, source in data.items()}
     sources = _flatten(data)
     if not sources:
         raise OptionError("nothing to plot: the list of traces is empty")
     return dict(zip(_labels(sources), sources, strict=True))
+
+
+def writable(what: str, text: Any) -> str:
+    """A label or title as a string that a file can hold.
+
+    Raises
+    ------
+    OptionError
+        For half of a surrogate pair: no encoding has it.
+    """
+    text = str(text)
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        raise OptionError(
+            f"the {what} {text!r} holds half of a character (a lone surrogate), which no file can "
+            "hold; leave it out"
+        )
+    return text
 
 
 def panes(

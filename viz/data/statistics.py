@@ -20,21 +20,37 @@ class RowStatistics:
     ----------
     row, tile, head : int
         The query row (packed index), the row tile it lies in, and the query head.
-    steps : ndarray of int64, (n_visits,)
-        The steps of the `Steps` that visit the row's tile.
+    steps, j : ndarray of int64, (n_visits,)
+        The steps of `Steps` that visit the row's tile, and the key tile of each.
     m, l : ndarray of float64, (n_visits,)
         Maximum of the scores seen so far, and the sum of exp(score - m), after each of them. -inf
         and 0 until the row has seen a key.
+    alpha : ndarray of float64, (n_visits,)
+        exp(m before - m after): by what the visit rescaled l and O. 1 where the maximum stayed, 0
+        where there was nothing to rescale yet.
     """
 
     row: int
     tile: int
     head: int
     steps: np.ndarray
+    j: np.ndarray
     m: np.ndarray
     l: np.ndarray
+    alpha: np.ndarray
 
     __repr__ = report.short
+    _repr_html_ = report.tabled
+
+    def table(self) -> report.Table:
+        """One row a visit."""
+        rows = zip(*(x.tolist() for x in (self.j, self.m, self.alpha, self.l)), strict=True)
+        return report.Table(
+            f"Online softmax of query row {self.row}, head {self.head}",
+            ("key tile j", "m", "alpha", "l"),
+            [*rows],
+            note="alpha = exp(m before - m after) rescales l and O",
+        )
 
 
 def row_statistics(
@@ -49,7 +65,8 @@ def row_statistics(
     q, k : ndarray, (batch, heads, n_q, head_dim), (batch, kv_heads, n_kv, head_dim)
         What ran; leading axes may be left out.
     row : int, optional
-        Query row; default: the last of the row tile half-way down.
+        Query row; default: of the row tile half-way down, the last one among those whose maximum
+        moves most often: the others hardly show what rescaling is for.
     head : int
         Query head, counted over the batch.
 
@@ -66,31 +83,37 @@ def row_statistics(
             + (", with a bias" if p.bias is not None else "")
         )
     schedule = trace.schedule
-    row = int(schedule.rows[schedule.t_r // 2, 1]) - 1 if row is None else row
-    for name, value, stop in (("row", row, p.n_q), ("head", head, p.batch * p.heads)):
+    for name, value, stop in (("row", row or 0, p.n_q), ("head", head, p.batch * p.heads)):
         if not 0 <= value < stop:
             raise OptionError(f"{name} must be from 0 to {stop - 1}, got {value}")
-    query = _rows("q", q, p.batch * p.heads, p.n_q, p.head_dim)[head, row]
+    tile = schedule.t_r // 2
+    if row is not None:
+        tile = int(np.searchsorted(schedule.rows[:, 1], row, side="right"))
+    start, stop = schedule.rows[tile, :2]
+    queries = _rows("q", q, p.batch * p.heads, p.n_q, p.head_dim)[head, start:stop]
     keys = _rows("k", k, p.batch * p.kv_heads, p.n_kv, p.head_dim)[head // p.group]
-    tile = int(np.searchsorted(schedule.rows[:, 1], row, side="right"))
     walk = Steps(trace)
     steps = np.flatnonzero((walk.visit >= 0) & (walk.i == tile))
-    m, l = np.full(len(steps), -np.inf), np.zeros(len(steps))
-    top, total = -np.inf, 0.0
+    m, l, alpha = (np.zeros((len(steps), stop - start)) for _ in range(3))
+    top, total = np.full(stop - start, -np.inf), np.zeros(stop - start)
     for n, step in enumerate(steps):
-        cols = schedule.col_slice(int(walk.j[step]))
-        scores = p.scale * (keys[cols] @ query)
+        j = int(walk.j[step])
+        scores = p.scale * (queries @ keys[schedule.col_slice(j)].T)
         if p.softcap:
             scores = p.softcap * np.tanh(scores / p.softcap)
-        keep = schedule.keep(tile, int(walk.j[step]))
+        keep = schedule.keep(tile, j)
         if keep is not None:
-            scores = scores[keep[row - schedule.rows[tile, 0]]]
-        new = max(top, scores.max(initial=-np.inf))
-        if np.isfinite(new):
-            total = total * np.exp(top - new) + np.exp(scores - new).sum()
-        top = new
-        m[n], l[n] = top, total
-    return RowStatistics(row, tile, head, steps, m, l)
+            scores = np.where(keep, scores, -np.inf)
+        new = np.maximum(top, scores.max(axis=1))
+        base = np.where(np.isneginf(new), 0, new)  # no key yet: no inf - inf
+        alpha[n] = np.exp(top - base)
+        total = alpha[n] * total + np.exp(scores - base[:, None]).sum(axis=1)
+        m[n], l[n], top = new, total, new
+    if row is None:
+        moves = ((alpha > 0) & (alpha < 1)).sum(axis=0)
+        row = int(stop - 1 - np.argmax(moves[::-1]))
+    at = row - start
+    return RowStatistics(row, tile, head, steps, walk.j[steps], m[:, at], l[:, at], alpha[:, at])
 
 
 def _rows(name: str, array: np.ndarray, heads: int, n: int, d: int) -> np.ndarray:

@@ -176,8 +176,8 @@ class Film:
         if total == 1 and row is None:
             panels.append(Moves(at((0.67, 0.03, 0.31, 0.37)), walk, look))
         elif row is not None and total == 1:
-            high, low = at((0.735, 0.22, 0.245, 0.13)), at((0.735, 0.05, 0.245, 0.13))
-            panels.append(StatisticsPanel(high, low, row, look, facts[0]))
+            charts = [at((0.735, y, 0.245, 0.07)) for y in (0.275, 0.18, 0.085)]
+            panels.append(StatisticsPanel(charts, row, look, facts[0]))
         self.panels.append(panels)
 
     def __len__(self) -> int:

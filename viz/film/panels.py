@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.text import Text
+from matplotlib.ticker import MaxNLocator
 
 from flashsim.schedule.names import LOAD, OPS, TENSORS
 from flashsim.viz.data import sources
@@ -18,53 +21,43 @@ from flashsim.viz.style import human
 
 
 class StatisticsPanel:
-    """m and l of one query row, growing visit by visit."""
+    """m, alpha and l of one query row, growing visit by visit, over the numbers of key tiles."""
 
-    def __init__(
-        self, ax: Axes, low: Axes, statistics: RowStatistics, theme: Theme, left: float
-    ) -> None:
-        self.s, self.lines = statistics, list[Line2D]()
-        self.artists: list[Artist] = []
-        for panel, name, values in ((ax, "m", statistics.m), (low, "l", statistics.l)):
+    def __init__(self, panels: Sequence[Axes], s: RowStatistics, theme: Theme, left: float) -> None:
+        self.s, self.lines = s, list[Line2D]()
+        series = (("m", s.m, "m"), ("α", s.alpha, "P"), ("l", s.l, "l"))
+        for ax, (name, values, shade) in zip(panels, series, strict=True):
             finite = values[np.isfinite(values)]
             span = (finite.min(), finite.max()) if len(finite) else (0, 1)
-            pad = 0.1 * (span[1] - span[0]) or 1.0
-            panel.set(
+            pad = 0.15 * (span[1] - span[0]) or 1.0
+            ax.set(
                 xlim=(-0.5, max(len(values) - 0.5, 0.5)), ylim=(span[0] - pad, span[1] + pad),
-                xticks=[], ylabel=name,
+                ylabel=name,
             )  # fmt: skip
-            panel.yaxis.label.set(
-                rotation=0, fontweight="bold", fontsize=13, ha="right", va="center"
-            )
-            panel.tick_params(labelsize=9.5)
-            (line,) = panel.plot(
-                [],
-                [],
-                color=theme.text,
-                lw=1.8,
-                drawstyle="steps-post",
-                marker="o",
-                ms=6,
-                mfc=color(name, theme.name),
-                mec=theme.text,
-                mew=1,
-            )
+            ax.yaxis.label.set(rotation=0, fontweight="bold", fontsize=13, ha="right", va="center")
+            ax.yaxis.set_major_locator(MaxNLocator(3))
+            ax.tick_params(labelsize=9, labelbottom=ax is panels[-1])
+            every = -(-len(values) // 12)  # numbers that do not touch
+            ax.set_xticks(range(0, len(values), every), s.j[::every].tolist())
+            (line,) = ax.plot(
+                [], [], color=theme.text, lw=1.8, drawstyle="steps-post", marker="o", ms=5,
+                mfc=color(shade, theme.name), mec=theme.text, mew=1,
+            )  # fmt: skip
             self.lines.append(line)
-            self.artists.append(line)
-        box = ax.get_position()
-        self.text = ax.figure.text(
-            left, box.y1 + 0.02, "", fontsize=11.5, color=theme.muted, va="bottom"
+        panels[-1].set_xlabel("key tile j", fontsize=10, labelpad=1)
+        self.text = panels[0].figure.text(
+            left, panels[0].get_position().y1 + 0.015, "", fontsize=11, color=theme.muted
         )
-        self.artists.append(self.text)
+        self.artists: list[Artist] = [*self.lines, self.text]
 
     def update(self, step: int) -> None:
         """Show the visits made up to a step."""
-        n = int(np.searchsorted(self.s.steps, step, side="right"))
-        for line, values in zip(self.lines, (self.s.m, self.s.l), strict=True):
+        s, n = self.s, int(np.searchsorted(self.s.steps, step, side="right"))
+        for line, values in zip(self.lines, (s.m, s.alpha, s.l), strict=True):
             line.set_data(np.arange(n), values[:n])
-        m, l = (self.s.m[n - 1], self.s.l[n - 1]) if n else (-np.inf, 0.0)
+        m, alpha, l = (s.m[n - 1], s.alpha[n - 1], s.l[n - 1]) if n else (-np.inf, 1.0, 0.0)
         top = "−∞" if np.isneginf(m) else f"{m:.2f}"
-        self.text.set_text(f"query row {self.s.row}: m = {top}, l = {l:.3g}")
+        self.text.set_text(f"row {s.row}: m = {top}, α = {alpha:.2g}, l = {l:.3g}")
 
 
 class Counters:
@@ -73,7 +66,7 @@ class Counters:
     def __init__(self, ax: Axes, walk: Steps, theme: Theme, label: str, columns: int) -> None:
         self.walk = walk
         ax.axis("off")
-        _fit(ax.text(0, 1, label, va="top", fontsize=15, fontweight="bold"), ax)
+        _fit(ax.text(0, 1, label, va="top", fontsize=15, fontweight="bold", parse_math=False), ax)
         words = sources.about(walk.trace)
         words[0] = f"one of {words[0]}" if words[0] != "1 head" else "one head"
         about = ", ".join(words)

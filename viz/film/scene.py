@@ -13,7 +13,15 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
 from flashsim.schedule.names import LOAD, TENSORS, TRANSFERS
-from flashsim.viz.data.diagram import KEY_SIDE, SYMBOLS, first_touch, one_grid, sides, tile_kinds
+from flashsim.viz.data.diagram import (
+    KEY_SIDE,
+    SYMBOLS,
+    corners,
+    first_touch,
+    one_grid,
+    sides,
+    tile_kinds,
+)
 from flashsim.viz.data.steps import Steps
 from flashsim.viz.film.mosaic import Mosaic
 from flashsim.viz.palette import Theme, color, is_gradient, mix, rgb
@@ -216,9 +224,12 @@ class Scene:
         dx, dy = w / t_c, h / t_r
         if max(t_r, t_c) > 64:  # too small to see
             return []
-        side = 0.35 * min(dx, dy)
-        tops = [(x + (j + 1) * dx, y + i * dy) for i, j in np.argwhere(self.kinds[stage] == 2)]
-        return [[(r - side, t), (r, t), (r, t + side)] for r, t in tops]
+        found = []
+        for i, j, upper in corners(self.kinds[stage]):
+            side = 0.35 * min(dx, dy) * (1 if upper else -1)
+            tip_x, tip_y = x + (j + upper) * dx, y + (i + (not upper)) * dy
+            found.append([(tip_x - side, tip_y), (tip_x, tip_y), (tip_x, tip_y + side)])
+        return found
 
     def cell(self, i: int, j: int) -> Box:
         """Box of a score tile; of a whole row or column where the other number is -1."""

@@ -168,10 +168,11 @@ class Diagram {
     const side = Math.min(dx, dy) * 0.35;
     c.fillStyle = this.theme.accent;
     c.beginPath();
-    for (let n = 0; n < kinds.length; n++) {
-      if (kinds[n] !== 2) continue;
-      const right = x + ((n % cols) + 1) * dx, top = y + Math.floor(n / cols) * dy;
-      c.moveTo(right - side, top); c.lineTo(right, top); c.lineTo(right, top + side);
+    const corner = (px, py, s) => { c.moveTo(px - s, py); c.lineTo(px, py); c.lineTo(px, py + s); };
+    for (let n = 0; n < kinds.length; n++) {  // 2: the upper right corner is masked, 3: the lower left, 4: both
+      const left = x + (n % cols) * dx, top = y + Math.floor(n / cols) * dy;
+      if (kinds[n] === 2 || kinds[n] === 4) corner(left + dx, top, side);
+      if (kinds[n] > 2) corner(left, top + dy, -side);
     }
     c.fill();
   }

@@ -99,13 +99,13 @@ def page(
     Raises
     ------
     OptionError
-        For more than two traces, or an unknown theme.
+        For more than two traces, an unknown theme, or a title that no file can hold.
     """
     chosen = sources.panes("a page", data, statistics)
     if theme not in ("auto", *THEMES):
         raise OptionError(f"unknown theme {theme!r}; possible: auto, {', '.join(THEMES)}")
     payload = {
-        "title": title or " and ".join(chosen),
+        "title": sources.writable("title", title or " and ".join(chosen)),
         "theme": theme,
         "themes": {name: _theme(name) for name in THEMES},
         "keySide": sorted(KEY_SIDE),
@@ -164,8 +164,9 @@ def _pane(label: str, trace: Trace, statistics: RowStatistics | None) -> dict[st
 
 
 def _statistics(s: RowStatistics) -> dict[str, Any]:
-    finite = [float(x) if np.isfinite(x) else None for x in s.m]  # JSON has no infinity
-    return {"row": s.row, "steps": s.steps.tolist(), "m": finite, "l": s.l.tolist()}
+    columns = {name: getattr(s, name).tolist() for name in ("steps", "j", "m", "alpha", "l")}
+    columns["m"] = [m if np.isfinite(m) else None for m in columns["m"]]  # JSON has no infinity
+    return {"row": s.row, **columns}
 
 
 def _column(values: np.ndarray) -> dict[str, str]:

@@ -76,7 +76,7 @@ class Pane {
   makeStatistics(parent) {
     const box = element("div", parent);
     this.statisticsLabel = element("p", box, { className: "label" });
-    this.chart = element("canvas", box, { height: 150 });
+    this.chart = element("canvas", box, { height: CHART });
     this.chart.setAttribute("role", "img");
   }
 
@@ -121,10 +121,10 @@ class Pane {
     return `${stage(this.walk)}, end of ${at.i >= 0 ? `row ${at.i}` : `column ${at.j}`}`;
   }
 
-  // m and l of one query row, visit by visit, each on its own scale.
+  // m, alpha and l of one query row, visit by visit, each on its own scale.
   drawStatistics() {
-    const s = this.walk.statistics, c = this.chart.getContext("2d"), t = this.theme;
-    const ratio = Math.min(window.devicePixelRatio || 1, 2), width = this.chart.clientWidth, height = 150;
+    const s = this.walk.statistics, c = this.chart.getContext("2d"), t = this.theme, count = s.steps.length;
+    const ratio = Math.min(window.devicePixelRatio || 1, 2), width = this.chart.clientWidth, height = CHART;
     if (this.chart.width !== Math.round(width * ratio)) {
       this.chart.width = Math.round(width * ratio);
       this.chart.height = height * ratio;
@@ -133,24 +133,29 @@ class Pane {
     c.setTransform(ratio, 0, 0, ratio, 0, 0);
     c.clearRect(0, 0, width, height);
     let seen = 0;
-    while (seen < s.steps.length && s.steps[seen] <= this.step) seen++;
-    const show = (value) => (value === null ? "−∞" : value.toFixed(2));
-    const now = seen ? `m = ${show(s.m[seen - 1])}, l = ${show(s.l[seen - 1])}` : "not reached yet: m = −∞, l = 0";
+    while (seen < count && s.steps[seen] <= this.step) seen++;
+    const show = (value) => (value === null ? "−∞" : value.toFixed(2)), last = seen - 1;
+    const now = seen ? `m = ${show(s.m[last])}, α = ${show(s.alpha[last])}, l = ${show(s.l[last])}` : "not reached yet: m = −∞, l = 0";
     this.statisticsLabel.textContent = `Online softmax of query row ${s.row}: ${now}`;
     this.chart.setAttribute("aria-label", this.statisticsLabel.textContent);
-    [["m", s.m, 0], ["l", s.l, 1]].forEach(([name, values, half]) => {
+    const left = 74, room = (height - 40) / 3 - 12;
+    const px = (n) => left + 8 + (n * (width - left - 16)) / Math.max(1, count - 1);
+    const write = (text, x, y, align, font, color) => {
+      Object.assign(c, { font: `${font} system-ui, sans-serif`, textAlign: align, textBaseline: "middle", fillStyle: color });
+      c.fillText(text, x, y);
+    };
+    [["m", s.m, "m"], ["α", s.alpha, "P"], ["l", s.l, "l"]].forEach(([name, values, shade], band) => {
       const known = values.filter((v) => v !== null), low = Math.min(...known), high = Math.max(...known);
-      const top = half * (height / 2) + 10, room = height / 2 - 18;
-      const px = (n) => 24 + (n * (width - 34)) / Math.max(1, values.length - 1);
+      const top = band * (room + 12) + 8;
       const py = (v) => top + room * (1 - (v === null ? 0 : (v - low) / (high - low || 1)));
       c.strokeStyle = t.grid;
       c.lineWidth = 1;
-      c.strokeRect(24, top, width - 34, room);
-      c.fillStyle = t.text;
-      c.font = "600 15px system-ui, sans-serif";
-      c.fillText(name, 4, top + room / 2 + 5);
+      c.strokeRect(left, top, width - left, room);
+      write(name, 4, top + room / 2, "left", "600 15px", t.text);
+      if (known.length) write(show(high), left - 6, top + 4, "right", "12px", t.muted);
+      if (high > low) write(show(low), left - 6, top + room - 3, "right", "12px", t.muted);
       c.strokeStyle = t.text;
-      c.fillStyle = t.tensors[name];
+      c.fillStyle = t.tensors[shade];
       c.lineWidth = 2;
       c.beginPath();
       for (let n = 0; n < seen; n++) {
@@ -159,13 +164,17 @@ class Pane {
       }
       c.stroke();
       if (seen) {
-        c.fillRect(px(seen - 1) - 5, py(values[seen - 1]) - 5, 10, 10);
-        c.strokeRect(px(seen - 1) - 5, py(values[seen - 1]) - 5, 10, 10);
+        c.fillRect(px(last) - 5, py(values[last]) - 5, 10, 10);
+        c.strokeRect(px(last) - 5, py(values[last]) - 5, 10, 10);
       }
     });
+    const every = Math.ceil(count / Math.max(1, Math.floor((width - left) / 40)));  // numbers that do not touch
+    for (let n = 0; n < count; n += every) write(s.j[n], px(n), height - 30, "center", "12px", t.muted);
+    write("key tile j", (left + width) / 2, height - 10, "center", "12px", t.muted);
   }
 }
 
+const CHART = 250;  // pixels high
 const SPEEDS = [1, 2, 5, 10, 20, 60, 120, 300, 1200];
 
 const player = {
@@ -201,6 +210,8 @@ const player = {
     by("last").onclick = () => this.go(this.length - 1);
     by("next").onclick = () => this.go(this.time + 1);
     by("back").onclick = () => this.go(this.time - 1);
+    by("help").onclick = () => this.help(true);
+    by("how").ontoggle = () => this.help(by("how").open);
     by("theme").onclick = () => this.setTheme(this.theme === "dark" ? "light" : "dark");
     by("scrub").oninput = (event) => this.go(Number(event.target.value));
     by("speed").onchange = (event) => this.setSpeed(Number(event.target.value));
@@ -220,12 +231,17 @@ const player = {
       " ": () => this.play(!this.playing), ArrowRight: () => this.go(this.time + stride),
       ArrowLeft: () => this.go(this.time - stride), Home: () => this.go(0), End: () => this.go(this.length - 1),
       "]": () => this.stage(1), "[": () => this.stage(-1), "+": () => this.faster(1), "=": () => this.faster(1),
-      "-": () => this.faster(-1), t: () => by("theme").click(), Enter: () => this.selectCurrent(),
+      "-": () => this.faster(-1), t: () => by("theme").click(), "?": () => this.help(true), Enter: () => this.selectCurrent(),
     };
     const act = keys[event.key.length === 1 ? event.key.toLowerCase() : event.key];
     if (!act) return;
     event.preventDefault();
     act();
+  },
+
+  help(open) {  // opened, it is scrolled clear of the bar
+    by("how").open = open;
+    if (open) by("how").scrollIntoView({ block: "nearest" });
   },
 
   play(on) {
@@ -280,11 +296,11 @@ const player = {
   resize() {
     // On a wide screen what must be seen beside or below a diagram fits without scrolling.
     const foot = document.querySelector("footer").offsetHeight, rem = parseFloat(getComputedStyle(document.documentElement).fontSize);
-    const wide = window.innerWidth >= 60 * rem, below = (this.panes.length > 1 ? 10.5 : 8.5) * rem;
+    const wide = window.innerWidth >= 60 * rem, below = (this.panes.length > 1 ? 12.2 : 8.5) * rem;
     const top = Math.max(...this.panes.map((pane) => pane.canvas.getBoundingClientRect().top)) + window.scrollY;
     const tall = wide ? window.innerHeight - top - foot - below : Math.min(window.innerHeight * 0.62, 900);
     for (const pane of this.panes) pane.diagram.resize(Math.max(tall, window.innerHeight * 0.4));
-    document.body.style.paddingBottom = `${foot + 12}px`;
+    document.body.style.paddingBottom = document.documentElement.style.scrollPaddingBottom = `${foot + 12}px`;
     this.dirty = true;
   },
 
@@ -346,7 +362,7 @@ const player = {
     }
     pane.diagram.picked = hit;
     const stage = w.at(pane.step).stage, tile = w.tile(stage, hit.i, hit.j);
-    const kind = ["skipped: the mask empties it", "full", "masked"][tile.kind];
+    const kind = ["skipped: the mask empties it", "full", "masked"][Math.min(tile.kind, 2)];
     const when = tile.steps.length ? `visited at step ${tile.steps.map((s) => exact(s + 1)).slice(0, 8).join(", ")}` : "not visited";
     element("p", box, { textContent: `Tile (${hit.i}, ${hit.j}), ${kind}; stage ${w.stages[stage].name}: ${when}` });
     this.table(box, tile.sums);

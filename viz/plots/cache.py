@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 
 from flashsim.errors import OptionError
 from flashsim.problem.hardware import MIB, Device
+from flashsim.viz.data import sources
 from flashsim.viz.palette import Theme
 from flashsim.viz.style import DASHES, binary_axis, heading, themed, unit_axis
 
@@ -41,6 +42,7 @@ def l2_curve(
     """
     if not curves:
         raise OptionError("no curve to draw; pass what flashsim.l2.curves returns")
+    curves = {sources.writable("label", label): curve for label, curve in curves.items()}
     machines = [Device.get(device) for device in devices]
     ends = [c.enough() for c in curves.values()] + [m.l2_bytes for m in machines]
     largest = 2 * max(*ends, MIB)

@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from flashsim.errors import OptionError, choices
 from flashsim.schedule.schedule import Schedule
 from flashsim.viz.data import sources
-from flashsim.viz.data.diagram import tile_kinds
+from flashsim.viz.data.diagram import CUT, corners, tile_kinds
 from flashsim.viz.data.steps import Steps
 from flashsim.viz.palette import Theme
 from flashsim.viz.style import HATCH, heading, human, ink_on, ramp, themed, unit_axis
@@ -29,8 +29,9 @@ def tile_map(
 ) -> None:
     """The grid of score tiles of one head.
 
-    Tiles that the mask cuts have a marked corner, tiles that are skipped are hatched, full ones are
-    plain. ``ax.images[0]`` holds the values, (T_r, T_c), NaN where a tile is skipped.
+    Tiles that the mask cuts are marked in the corner that it takes (upper right: keys still to
+    come; lower left: keys that a window has left behind), tiles that are skipped are hatched, full
+    ones are plain. ``ax.images[0]`` holds the values, (T_r, T_c), NaN where a tile is skipped.
 
     Parameters
     ----------
@@ -60,22 +61,24 @@ def tile_map(
     image = ax.imshow(
         grid, cmap=ramp(theme), vmin=low, interpolation="nearest", aspect="auto", zorder=2
     )
-    cut = np.argwhere(tile_kinds(schedule) == 2)
+    kinds = tile_kinds(schedule)
     # As wide as high on a slide, where the grid is about twice as wide as high.
     high = 0.5 if max(t_r, t_c) > _LABELS_UP_TO else 0.42
     wide = min(0.95, high * t_c / t_r / 1.8)
-    corners = [
-        [(j + 0.5 - wide, i - 0.5), (j + 0.5, i - 0.5), (j + 0.5, i - 0.5 + high)] for i, j in cut
-    ]
-    masked = PolyCollection(corners, facecolor=theme.accent, zorder=3, label="masked")
+    triangles = []
+    for i, j, upper in corners(kinds):
+        sign = 1 if upper else -1  # the tip is upper right, or lower left
+        x, y = j + 0.5 * sign, i - 0.5 * sign
+        triangles.append([(x - wide * sign, y), (x, y), (x, y + high * sign)])
+    masked = PolyCollection(triangles, facecolor=theme.accent, zorder=3, label="masked")
     masked.set(edgecolor=theme.background, linewidth=min(0.8, 20 / max(t_r, t_c)))
     ax.add_collection(masked)  # a corner, so that the number in the tile stays legible
     if max(t_r, t_c) <= _LABELS_UP_TO:
         _write_values(ax, grid, color)
-    seen = int(np.isfinite(grid).sum())
-    handles = [Patch(facecolor=ramp(theme)(0.5), label=f"full: {seen - len(cut):,}")]
-    if len(cut):
-        handles.append(Patch(facecolor=theme.accent, label=f"masked (corner): {len(cut):,}"))
+    seen, cut = int(np.isfinite(grid).sum()), int((kinds >= CUT).sum())
+    handles = [Patch(facecolor=ramp(theme)(0.5), label=f"full: {seen - cut:,}")]
+    if cut:
+        handles.append(Patch(facecolor=theme.accent, label=f"masked (corner): {cut:,}"))
     if seen < grid.size:
         handles.append(Patch(label=f"skipped: {grid.size - seen:,}", **skipped))
     ax.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=len(handles))
