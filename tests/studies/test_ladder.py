@@ -74,3 +74,16 @@ def test_the_table_has_a_row_for_every_rung():
     table = ladder.climb(16, 16, 8).table()
     assert [row["rung"] for row in table.records()] == list(ladder.RUNGS)
     assert {row["predicted"] for row in table.records()} == {"=="}
+
+
+def test_the_note_says_why_one_flash_moves_less_than_the_other():
+    for tiling, less in ((Tiling(32, 64), "flash1"), (Tiling(64, 32), "flash2")):
+        climbed = ladder.climb(512, 512, 64, tiling=tiling, rungs=["flash1", "flash2"])
+        assert min(climbed.steps, key=lambda name: climbed.steps[name].bytes()) == less
+        note = climbed.table().note
+        p, moved = climbed.problem, {name: step.moved for name, step in climbed.steps.items()}
+        keys = moved["flash2"]["load", "K"] // (p.n_kv * p.head_dim * p.itemsize)
+        assert f"flash2 loads K and V for each of {keys} row tiles" in note
+        outputs = moved["flash1"]["load", "O"] // (p.n_q * p.head_dim * p.itemsize)
+        assert f"for each of {outputs} column tiles" in note
+    assert "column tiles" not in ladder.climb(64, 64, 16, rungs=["flash2"]).table().note

@@ -173,7 +173,7 @@ class Climb:
                 *("predicted", "SRAM B", "max |error|"),
             ),
             note="predicted: does the closed form equal what was moved? error: against float64; "
-            "nan: an exponential overflowed",
+            "nan: an exponential overflowed" + self._loops(),
         )
         for name, step in self.steps.items():
             loads, stores = step.accesses(p.n_q * p.n_kv, p.itemsize)
@@ -189,6 +189,17 @@ class Climb:
 
     __repr__ = report.titled
     _repr_html_ = report.tabled
+
+    def _loops(self) -> str:
+        """Why one FlashAttention moves more than the other: what their outer loops load again."""
+        if not {"flash1", "flash2"} <= set(self.steps):
+            return ""
+        grid = Schedule(self.problem, self.tiling, dense=True)
+        return (
+            f"; flash2 loads K and V for each of {grid.t_r:,} row tiles, flash1 loads Q and O and "
+            f"stores O for each of {grid.t_c:,} column tiles: which one moves less depends on the "
+            "tile, a high one favours flash2, a wide one flash1"
+        )
 
     def __str__(self) -> str:
         return self.table().text()
