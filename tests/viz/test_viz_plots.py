@@ -258,6 +258,14 @@ def test_grouped_heads_are_said_everywhere():
     assert line(several, "FlashAttention-2, 16 / 4 heads")
 
 
+def test_labels_of_traffic_do_not_touch():
+    ax = viz.traffic([cases.trace(name, "backward") for name in cases.ALGORITHMS])
+    ax.figure.canvas.draw()
+    boxes = [text.get_window_extent() for text in ax.get_xticklabels()]
+    assert len(boxes) == 4
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+
+
 def test_a_sweep_has_no_tensors():
     sweep = flashsim.sweep([64, 128])
     for draw in (viz.traffic, viz.cumulative, viz.page):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 import numpy as np
@@ -70,18 +71,23 @@ def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme
                     middles.append((x, bottom + by_op[op] / 2, by_op[op], base))
                     bottom += by_op[op]
             if total:
-                ax.annotate(
+                text = ax.annotate(
                     f"{op}\n{human(total)}", (x, total), (0, 3), textcoords="offset points",
                     ha="center", va="bottom", fontsize=11 if len(groups) * len(ops) < 9 else 8.5,
-                    zorder=4, bbox={"facecolor": theme.background, "edgecolor": "none", "pad": 1},
+                    zorder=4,
                 )  # fmt: skip
+                text.set_path_effects([withStroke(linewidth=3, foreground=theme.background)])
     levels, alike = _levels(ax, theme, list(groups.values()), dram)
+    width = 40 if len(groups) < 4 else 17  # characters, so that neighbours do not touch
+    names = [
+        "\n".join(
+            wrap for part in label.split(", ") for wrap in textwrap.wrap(part, width) or [part]
+        )
+        for label in groups
+    ]
     ax.set_xticks(
         range(len(groups)),
-        [
-            "\n".join([*label.split(", "), *words])
-            for label, words in zip(groups, levels, strict=True)
-        ],
+        ["\n".join([name, *words]) for name, words in zip(names, levels, strict=True)],
         fontsize=12.5 if len(groups) < 5 else 9.5,
     )
     ax.tick_params(axis="x", length=0)
