@@ -85,7 +85,7 @@ def test_windows_and_grouped_heads(tmp_path):
     out, html = tmp_path / "map.svg", tmp_path / "walk.html"
     words = ("--n-kv", 96, "--window", "16:8", "--heads", 4, "--kv-heads", 2, "-t", "16x16")
     assert call("plot", "tile-map", *SMALL, *words, "-o", out).exit_code == 0
-    assert "4 heads, 64 × 96" in out.read_text()
+    assert "4 / 2 heads, 64 × 96" in out.read_text()
     assert "window 16:8" in out.read_text()
     assert call("page", *SMALL, *words, "-o", html).exit_code == 0
     assert "window 16:8" in html.read_text()
