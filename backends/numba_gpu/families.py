@@ -14,7 +14,7 @@ from flashsim.backends.families.family import PLAIN
 from flashsim.backends.families.portable import Portable
 from flashsim.backends.launch.kernel import Gpu, Kernel, Variant
 from flashsim.backends.numba_gpu import compiler
-from flashsim.backends.numba_gpu.hopper.forward import OnChip
+from flashsim.backends.numba_gpu.hopper.onchip import OnChip
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 

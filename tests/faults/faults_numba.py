@@ -53,8 +53,7 @@ FAULTS = {
     ),
     "hopper-mask-of-later-visits-ignored": Fault(
         "only a row's first tile is masked",
-        *(FORWARD, "tile, masked = visit_of(a, steps, n)", "tile, masked = int32(0), False"),
-        CAUSAL,
+        *(FORWARD, "s = shaped(s, a, slot, steps, n, query)", "pass", CAUSAL),
     ),
     "hopper-mask-one-key-late": Fault(
         "a row sees one key past its end",
@@ -67,7 +66,8 @@ FAULTS = {
     ),
     "hopper-sequences-start-at-0": Fault(
         "the keys of every packed sequence are read from the first one's tiles",
-        *(FORWARD, "base = int32(read_int(a.cols, tile * 4) - tile * block_k)", "pass", VARLEN),
+        *(f"{NUMBA}.hopper.items", "base = int32(read_int(a.cols, tile * 4) - tile * block_k)"),
+        *("pass", VARLEN),
     ),
     "hopper-second-chunk-of-v": Fault(
         "a product steps from one 64-column chunk of V to a wrong one",

@@ -9,7 +9,7 @@ list, and the producer tells the consumers through slots in shared memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from numba import cuda
@@ -18,121 +18,34 @@ from numba.cuda import types
 from flashsim.backends.launch.kernel import Kernel
 from flashsim.backends.numba_gpu import tiles
 from flashsim.backends.numba_gpu.hopper import tiles as hopper
+from flashsim.backends.numba_gpu.hopper.items import item_functions
+from flashsim.backends.numba_gpu.hopper.onchip import (
+    BASE,
+    COUNT,
+    END,
+    FIRST,
+    ITEM,
+    OFFSET,
+    OUTER,
+    START,
+    STOP,
+    WALK,
+    OnChip,
+    registers,
+)
 from flashsim.backends.numba_gpu.tensor import output, softmax
 from flashsim.backends.numba_gpu.tensor.softmax import LOG2E, NEG_INF
 from flashsim.backends.numba_gpu.walk import (
     SLOTS,
-    TILE_STAMPS,
-    VISIT_STAMPS,
     constants,
     device,
     quotient,
-    read_int,
     rows_of,
     shared_base,
     walk_functions,
 )
 
 int32, int64, float32 = types.int32, types.int64, types.float32
-
-#: Words of an item slot: the walk (-1: no work is left), the row tile and its rows; where tile 0 of
-#: the keys would start and where their sequence ends; the visits as `walk.begin` gives them.
-WALK, OUTER, START, STOP, OFFSET, BASE, END, FIRST, COUNT, LO, FULL_LO, FULL_HI = range(0, 48, 4)
-_ITEM = 48
-
-
-@dataclass(frozen=True)
-class OnChip:
-    """Where everything lies in shared memory: byte offsets.
-
-    Tiles are chunks of 64 columns (`ptx_hopper`). Q's lives for one item, a stage of K or V for one
-    visit.
-    """
-
-    block_q: int
-    block_k: int
-    d: int
-    dv: int
-
-    @property
-    def groups(self) -> int:
-        """Consumer warpgroups, 64 query rows each."""
-        return self.block_q // 64
-
-    @property
-    def chunks(self) -> int:
-        """64-column chunks of a row of Q or K."""
-        return -(-self.d // 64)
-
-    @property
-    def chunks_v(self) -> int:
-        """64-column chunks of a row of V."""
-        return -(-self.dv // 64)
-
-    @property
-    def q_bytes(self) -> int:
-        """A warpgroup's rows of Q."""
-        return 64 * 128 * self.chunks
-
-    @property
-    def k_bytes(self) -> int:
-        """A stage of K."""
-        return self.block_k * 128 * self.chunks
-
-    @property
-    def v_bytes(self) -> int:
-        """A stage of V."""
-        return self.block_k * 128 * self.chunks_v
-
-    @property
-    def k(self) -> int:
-        """Both stages of K, behind Q."""
-        return self.groups * self.q_bytes
-
-    @property
-    def v(self) -> int:
-        """Both stages of V."""
-        return self.k + 2 * self.k_bytes
-
-    @property
-    def barriers(self) -> int:
-        """The mbarriers, in `arrivals`' order."""
-        return self.v + 2 * self.v_bytes
-
-    @property
-    def arrivals(self) -> dict[str, tuple[int, int]]:
-        """Kinds of mbarriers, in their order: how many, and the arrivals that end a phase.
-
-        A full barrier takes the producer's arrival, and its copies' bytes; a free one takes one of
-        each warp that reads.
-        """
-        groups = self.groups
-        return {
-            **{"q_full": (groups, 1), "q_free": (groups, 4)},
-            **{"k_full": (2, 1), "k_free": (2, 4 * groups)},
-            **{"v_full": (2, 1), "v_free": (2, 4 * groups)},
-            **{"item_full": (2, 1), "item_free": (2, 4 * groups)},
-        }
-
-    def barrier(self, kind: str) -> int:
-        """Offset of the first barrier of a kind."""
-        before = list(self.arrivals).index(kind)
-        return self.barriers + sum(n for n, _ in list(self.arrivals.values())[:before]) * 8
-
-    @property
-    def items(self) -> int:
-        """Both item slots."""
-        return self.barriers + sum(n for n, _ in self.arrivals.values()) * 8
-
-    @property
-    def nbytes(self) -> int:
-        """All of it."""
-        return self.items + 2 * _ITEM
-
-
-def registers(groups: int) -> tuple[int, int]:
-    """Registers of a producer's and of a consumer's thread: 65,536 go to 128 (groups + 1)."""
-    return (32, 160) if groups == 3 else (40, 232)
 
 
 def hopper_forward_kernel(kernel: Kernel) -> Any:
@@ -142,113 +55,70 @@ def hopper_forward_kernel(kernel: Kernel) -> Any:
     that starts at 0; or 0, if no block gets more than one item.
     """
     c = constants(kernel)
-    w = walk_functions(c, every=128)  # a thread of each warpgroup
     at = OnChip(c.block_q, c.block_k, c.d, c.dv)
-    block_k, d, dv, groups = c.block_k, c.d, c.dv, at.groups
-    row_bytes, row_bytes_v = c.counted * 2, c.counted_v * 2
-    bf16, scaled, softcap, varlen = bool(c.bf16), bool(c.scaled), bool(c.softcap), bool(c.varlen)
-
-    # -- Shared memory
-    q_bytes, k_bytes, v_bytes, k_at, v_at = at.q_bytes, at.k_bytes, at.v_bytes, at.k, at.v
-    q_full, q_free = at.barrier("q_full"), at.barrier("q_free")
-    k_full, k_free = at.barrier("k_full"), at.barrier("k_free")
-    v_full, v_free = at.barrier("v_full"), at.barrier("v_free")
-    item_full, item_free, items = at.barrier("item_full"), at.barrier("item_free"), at.items
-    barriers_begin = hopper.barriers_begin(
-        {
-            at.barrier(kind) + 8 * x: arrivals
-            for kind, (count, arrivals) in at.arrivals.items()
-            for x in range(count)
-        }
-    )
-    expect_q, copy_q = hopper.expect(q_bytes), hopper.copy_tile(64, at.chunks)
-    expect_k, copy_k = hopper.expect(k_bytes), hopper.copy_tile(block_k, at.chunks)
-    expect_v, copy_v = hopper.expect(v_bytes), hopper.copy_tile(block_k, at.chunks_v)
-    give, take = registers(groups)
+    w = walk_functions(c, every=128)  # a thread of each warpgroup
+    items = item_functions(c, w, at)
+    produce, consume = _producer(c, at, w, items), _consumer(c, at, w, items)
+    barriers_begin = hopper.barriers_begin(at.barrier_arrivals)
+    give, take = registers(at.groups)
     give_registers = hopper.registers(give, more=False)
     take_registers = hopper.registers(take, more=True)
+    warpgroup = hopper.warpgroup
 
-    # -- Fragments
-    new_o, new_sum = tiles.zeros(dv // 2), tiles.zeros(2)
-    new_max = tiles.full(2, NEG_INF)
-    queue_scores = hopper.queue_scores(bf16, block_k, d)
-    queue_output = hopper.queue_output(bf16, dv, block_k)
-    scores_done = hopper.product_wait(0, block_k)  # nothing else is under way
-    scores_first = hopper.product_wait(1, block_k)  # the output queued behind them is
-    output_done = hopper.product_wait(0, dv)
-    scale_scores = softmax.scale_scores(1, block_k, softcap)
-    mask = softmax.mask_rows(1, block_k, bool(c.left), bool(c.right))
-    row_max, softmax_base = softmax.row_max(1, block_k), softmax.softmax_base(1)
-    rescaling, scale_o = softmax.rescaling(1), softmax.scale_rows(1, dv)
-    exponentials, finish_rows = softmax.exponentials(1, block_k), softmax.finish_rows(1)
-    round_operand = hopper.round_operand(bf16, block_k)
-    store_lse = output.store_rows(1)
-    store_output = hopper.store_output(bf16, dv, rows_of(c)[1])
-    item_of, row_tile = w.item, w.row_tile
-    begin, visit_of, report, report_one = w.begin, w.visit, w.report, w.report_one
-    stamp, stamp_block = w.stamp, w.stamp_block
-    put, get, map_address = hopper.put, hopper.get, hopper.map_address
-    wait, arrive, stage = hopper.wait, hopper.arrive, hopper.stage
-    wait_full, wait_free, arrive_behind = hopper.wait_full, hopper.wait_free, hopper.arrive_behind
-    my_turn, pass_turn = hopper.my_turn, hopper.pass_turn
-    warpgroup, speaks, fetch_add = hopper.warpgroup, hopper.speaks, hopper.fetch_add
+    def hopper_forward(map_q, map_k, map_v, a, counter):
+        shared = shared_base()
+        if cuda.threadIdx.x == 0:
+            barriers_begin(shared)
+        cuda.syncthreads()  # nobody touches a barrier before it exists
+        role = warpgroup()
+        if role == 0:
+            give_registers()
+            if cuda.threadIdx.x == 0:
+                produce(map_q, map_k, map_v, a, counter, shared)
+        else:
+            take_registers()
+            consume(a, shared, int32(role - 1))
 
-    # Stamps: each warpgroup is a role with records of its own, the producer's the first.
-    visit_words, tile_words = (groups + 1) * VISIT_STAMPS, (groups + 1) * TILE_STAMPS
+    return hopper_forward
 
-    @device
-    def visit_stamps(a, walk, first, role):
-        number = int64(walk) * a.n_visits + first
-        return a.visit_stamps + (number * visit_words + role * VISIT_STAMPS) * 8
 
-    @device
-    def tile_stamps(a, walk, outer, role):
-        number = int64(walk) * a.tiles + outer
-        return a.tile_stamps + (number * tile_words + role * TILE_STAMPS) * 8
+def _producer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNamespace) -> Any:
+    """``produce(map_q, map_k, map_v, a, counter, shared)``: a thread takes items, brings tiles."""
+    block_k, groups, visit_words = c.block_k, at.groups, i.visit_words
+    row_bytes, row_bytes_v = c.counted * 2, c.counted_v * 2
+    k_full, k_free = at.barrier("k_full"), at.barrier("k_free")
+    v_full, v_free = at.barrier("v_full"), at.barrier("v_free")
+    q_full, q_free = at.barrier("q_full"), at.barrier("q_free")
+    item_full, item_free, items = at.barrier("item_full"), at.barrier("item_free"), at.items
+    q_bytes = at.q_bytes
+    expect_q, copy_q = hopper.expect(q_bytes), hopper.copy_tile(64, at.chunks)
+    bring_k = _bring(at.k, at.k_bytes, block_k, at.chunks, i.place)
+    bring_v = _bring(at.v, at.v_bytes, block_k, at.chunks_v, i.place)
+    write_item, visits_of, place = i.write, i.visits, i.place
+    visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
+    visit_of, report_one, stamp, stamp_block = w.visit, w.report_one, w.stamp, w.stamp_block
+    put, get, map_address, fetch_add = hopper.put, hopper.get, hopper.map_address, hopper.fetch_add
+    wait, wait_free, arrive, stage = hopper.wait, hopper.wait_free, hopper.arrive, hopper.stage
 
     @device
-    def place(row, stop, n, batch):
-        # Where rows `row` to `stop` of a tensor of n rows lie in its tensor map: row and last axis.
-        # Of packed sequences a map has a view for each end of a tile (`tensor_maps`).
-        if varlen:
-            return int32(n - stop + row), stop
-        return row, batch
-
-    @device
-    def write_item(a, slot, number):
-        walk, outer = item_of(a, number)
-        start, stop, offset = row_tile(a, outer)
-        first, count, lo, full_lo, full_hi = begin(a, outer)
-        base, end = int32(0), a.n_kv
-        if varlen:
-            end = read_int(a.rows, outer * 4 + 3)
-            if count > 0:
-                tile, _ = visit_of(a, (first, count, lo, full_lo, full_hi), int32(0))
-                base = int32(read_int(a.cols, tile * 4) - tile * block_k)
-        put(slot + WALK, walk)
-        put(slot + OUTER, outer)
-        put(slot + START, start)
-        put(slot + STOP, stop)
-        put(slot + OFFSET, offset)
-        put(slot + BASE, base)
-        put(slot + END, end)
-        put(slot + FIRST, first)
-        put(slot + COUNT, count)
-        put(slot + LO, lo)
-        put(slot + FULL_LO, full_lo)
-        put(slot + FULL_HI, full_hi)
-
-    @device
-    def visits_of(slot):
-        span = get(slot + LO), get(slot + FULL_LO), get(slot + FULL_HI)
-        return get(slot + FIRST), get(slot + COUNT), span[0], span[1], span[2]
+    def bring_q(map_q, a, shared, slot, start, item, head, batch):
+        group = int32(0)
+        while group < groups:
+            # The last item's scores are all computed:
+            wait(shared + q_free + group * 8, (item & 1) ^ 1)
+            barrier = int32(shared + q_full + group * 8)
+            expect_q(barrier)
+            to, row = int32(shared + group * q_bytes), int32(start + 64 * group)
+            row, last = place(row, get(slot + STOP), a.n_q, batch)
+            copy_q(to, map_address(map_q), barrier, row, head, last)
+            group = int32(group + 1)
 
     @device
     def produce(map_q, map_k, map_v, a, counter, shared):
         # `item` counts the block's items, `done` the visits of those before this one.
         item, done, number = int32(0), int32(0), int32(cuda.blockIdx.x)
         while True:
-            slot = int32(shared + items + (item & 1) * _ITEM)
+            slot = int32(shared + items + (item & 1) * ITEM)
             wait_free(shared + item_free, item)  # every warp is done with the slot's last item
             if number >= a.walks * a.tiles:
                 put(slot + WALK, int32(-1))
@@ -275,10 +145,7 @@ def hopper_forward_kernel(kernel: Kernel) -> Any:
                     stamp(visit_stamp, n * visit_words)
                     wait_free(shared + k_free, position)  # its last reader is done
                     stamp(visit_stamp, n * visit_words + 1)
-                    expect_k(barrier)
-                    to = int32(shared + k_at + (position & 1) * k_bytes)
-                    row, last = place(key, get(slot + END), a.n_kv, batch)
-                    copy_k(to, map_address(map_k), barrier, row, kv_head, last)
+                    bring_k(map_k, a, shared, slot, barrier, position, key, kv_head, batch)
                     moved = int32(min(block_k, get(slot + END) - key) * row_bytes)
                     report_one(visit_count + n * (SLOTS * 4), moved)
                 if n > 0:
@@ -286,24 +153,13 @@ def hopper_forward_kernel(kernel: Kernel) -> Any:
                     key, position = int32(base + tile * block_k), int32(done + n - 1)
                     barrier = stage(shared + v_full, position)
                     wait_free(shared + v_free, position)  # its last reader is done
-                    expect_v(barrier)
-                    to = int32(shared + v_at + (position & 1) * v_bytes)
-                    row, last = place(key, get(slot + END), a.n_kv, batch)
-                    copy_v(to, map_address(map_v), barrier, row, kv_head, last)
+                    bring_v(map_v, a, shared, slot, barrier, position, key, kv_head, batch)
                     stamp(visit_stamp, (n - 1) * visit_words + 4)
                     moved = int32(min(block_k, get(slot + END) - key) * row_bytes_v)
                     report_one(visit_count + n * (SLOTS * 4) - (SLOTS * 4 - 4), moved)
                 else:
-                    start, group = get(slot + START), int32(0)
-                    while group < groups:
-                        # The last item's scores are all computed:
-                        wait(shared + q_free + group * 8, (item & 1) ^ 1)
-                        barrier = int32(shared + q_full + group * 8)
-                        expect_q(barrier)
-                        to, row = int32(shared + group * q_bytes), int32(start + 64 * group)
-                        row, last = place(row, get(slot + STOP), a.n_q, batch)
-                        copy_q(to, map_address(map_q), barrier, row, head, last)
-                        group = int32(group + 1)
+                    start = get(slot + START)
+                    bring_q(map_q, a, shared, slot, start, item, head, batch)
                     report_one(tile_count, int32((get(slot + STOP) - start) * row_bytes))
                 n = int32(n + 1)
             stamp_block(tile_stamp, True)
@@ -313,20 +169,94 @@ def hopper_forward_kernel(kernel: Kernel) -> Any:
             if counter != 0:  # else no block gets a second item
                 number = int32(cuda.gridDim.x + fetch_add(counter, 1))
 
+    return produce
+
+
+def _bring(ring: int, nbytes: int, rows: int, chunks: int, place: Any) -> Any:
+    """Order tile `position` of K or V, which begins at `key`, into its stage, on `barrier`."""
+    expect, copy = hopper.expect(nbytes), hopper.copy_tile(rows, chunks)
+    get, map_address = hopper.get, hopper.map_address
+
+    @device
+    def bring(tensor_map, a, shared, slot, barrier, position, key, head, batch):
+        expect(barrier)
+        to = int32(shared + ring + (position & 1) * nbytes)
+        row, last = place(key, get(slot + END), a.n_kv, batch)
+        copy(to, map_address(tensor_map), barrier, row, head, last)
+
+    return bring
+
+
+def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNamespace) -> Any:
+    """``consume(a, shared, group)``: a warpgroup computes its 64 rows of every item."""
+    block_k, d, dv, groups = c.block_k, c.d, c.dv, at.groups
+    bf16, scaled, softcap = bool(c.bf16), bool(c.scaled), bool(c.softcap)
+    q_bytes, k_bytes, v_bytes, k_at, v_at = at.q_bytes, at.k_bytes, at.v_bytes, at.k, at.v
+    q_full, q_free = at.barrier("q_full"), at.barrier("q_free")
+    k_full, k_free = at.barrier("k_full"), at.barrier("k_free")
+    v_full, v_free = at.barrier("v_full"), at.barrier("v_free")
+    item_full, item_free, items = at.barrier("item_full"), at.barrier("item_free"), at.items
+
+    # -- Fragments
+    new_o, new_sum = tiles.zeros(dv // 2), tiles.zeros(2)
+    new_max = tiles.full(2, NEG_INF)
+    queue_scores = hopper.queue_scores(bf16, block_k, d)
+    queue_output = hopper.queue_output(bf16, dv, block_k)
+    scores_done = hopper.product_wait(0, block_k)  # nothing else is under way
+    scores_first = hopper.product_wait(1, block_k)  # the output queued behind them is
+    output_done = hopper.product_wait(0, dv)
+    scale_scores = softmax.scale_scores(1, block_k, softcap)
+    mask = softmax.mask_rows(1, block_k, bool(c.left), bool(c.right))
+    row_max, softmax_base = softmax.row_max(1, block_k), softmax.softmax_base(1)
+    rescaling, scale_o = softmax.rescaling(1), softmax.scale_rows(1, dv)
+    exponentials, finish_rows = softmax.exponentials(1, block_k), softmax.finish_rows(1)
+    round_operand = hopper.round_operand(bf16, block_k)
+    store_lse = output.store_rows(1)
+    store_output = hopper.store_output(bf16, dv, rows_of(c)[1])
+    visits_of, visit_words = i.visits, i.visit_words
+    visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
+    visit_of, report, stamp, stamp_block = w.visit, w.report, w.stamp, w.stamp_block
+    get, speaks, wait, stage = hopper.get, hopper.speaks, hopper.wait, hopper.stage
+    wait_full, arrive, arrive_behind = hopper.wait_full, hopper.arrive, hopper.arrive_behind
+    my_turn, pass_turn = hopper.my_turn, hopper.pass_turn
+
+    @device
+    def shaped(s, a, slot, steps, n, query):
+        """S of visit n, scaled and capped where the exponent cannot take the scale, masked."""
+        tile, masked = visit_of(a, steps, n)
+        if scaled:
+            s = scale_scores(s, a.scale, a.softcap)
+        if masked:
+            key = int32(get(slot + BASE) + tile * block_k)
+            limits = get(slot + OFFSET), get(slot + END)
+            s = mask(s, query, key, limits[0], limits[1], a.left, a.right)
+        return s
+
+    @device
+    def store(a, slot, query, o, m, l, to_log2):
+        """O / l and L = m + log l, straight from registers."""
+        walk, outer, stop = get(slot + WALK), get(slot + OUTER), get(slot + STOP)
+        batch = quotient(walk, a.heads)
+        head = int32(walk - batch * a.heads)
+        tile_count = a.tile_counts + (int64(walk) * a.tiles + outer) * (SLOTS * 4)
+        inverse, lse = finish_rows(m, l, to_log2 * float32(1 / LOG2E))
+        report(tile_count + 8, store_lse(a.lse + int64(walk) * a.n_q * 4, lse, query, stop))
+        out = a.o_data + (batch * a.o_batch + head * a.o_head) * 2
+        report(tile_count + 4, store_output(out, a.o_row * 2, o, inverse, query, stop))
+
     @device
     def consume(a, shared, group):
         speaking = speaks()  # one arrival a warp
         turn, next_turn = int32(1 + group), int32(1 + (group + 1) % groups)  # named barriers
         to_log2 = float32(LOG2E) if scaled else a.scale * float32(LOG2E)  # exponents in base 2
-        row0 = int32(
-            int32(cuda.threadIdx.x) % 128 // 32 * 16 + 64 * group
-        )  # the warp's, in the tile
+        warp = int32(cuda.threadIdx.x) % 128 // 32
+        row0 = int32(warp * 16 + 64 * group)  # the warp's, in the tile
         q = int32(shared + group * q_bytes)
         if group == groups - 1:
             pass_turn(next_turn)  # warpgroup 0 has the first turn
         item, done = int32(0), int32(0)  # as the producer's
         while True:
-            slot = int32(shared + items + (item & 1) * _ITEM)
+            slot = int32(shared + items + (item & 1) * ITEM)
             wait_full(shared + item_full, item)
             walk = get(slot + WALK)
             if walk < 0:
@@ -348,13 +278,7 @@ def hopper_forward_kernel(kernel: Kernel) -> Any:
                 s = scores_done(queue_scores(q, shared + k_at + (done & 1) * k_bytes))
                 arrive(stage(shared + k_free, done), speaking)
                 stamp(visit_stamp, 2)
-                tile, masked = visit_of(a, steps, int32(0))
-                if scaled:
-                    s = scale_scores(s, a.scale, a.softcap)
-                if masked:
-                    key = int32(get(slot + BASE) + tile * block_k)
-                    limits = get(slot + OFFSET), get(slot + END)
-                    s = mask(s, query, key, limits[0], limits[1], a.left, a.right)
+                s = shaped(s, a, slot, steps, int32(0), query)
                 m = row_max(m, s)
                 base = softmax_base(m, to_log2)
                 s, l = exponentials(s, base, l, l, to_log2)
@@ -376,13 +300,7 @@ def hopper_forward_kernel(kernel: Kernel) -> Any:
                     pass_turn(next_turn)
                     s = scores_first(queued)
                     stamp(visit_stamp, n * visit_words + 2)
-                    tile, masked = visit_of(a, steps, n)
-                    if scaled:
-                        s = scale_scores(s, a.scale, a.softcap)
-                    if masked:
-                        key = int32(get(slot + BASE) + tile * block_k)
-                        limits = get(slot + OFFSET), get(slot + END)
-                        s = mask(s, query, key, limits[0], limits[1], a.left, a.right)
+                    s = shaped(s, a, slot, steps, n, query)
                     top = row_max(m, s)
                     base = softmax_base(top, to_log2)
                     alpha = rescaling(m, base, to_log2)
@@ -405,34 +323,11 @@ def hopper_forward_kernel(kernel: Kernel) -> Any:
                 arrive(stage(shared + v_free, last), speaking)
             else:
                 arrive(shared + q_free + group * 8, speaking)
-
-            # -- O / l and L = m + log l, straight from registers -------------------------------
-            walk, outer, stop = get(slot + WALK), get(slot + OUTER), get(slot + STOP)
-            batch = quotient(walk, a.heads)
-            head = int32(walk - batch * a.heads)
-            tile_count = a.tile_counts + (int64(walk) * a.tiles + outer) * (SLOTS * 4)
-            inverse, lse = finish_rows(m, l, to_log2 * float32(1 / LOG2E))
-            report(tile_count + 8, store_lse(a.lse + int64(walk) * a.n_q * 4, lse, query, stop))
-            out = a.o_data + (batch * a.o_batch + head * a.o_head) * 2
-            report(tile_count + 4, store_output(out, a.o_row * 2, o, inverse, query, stop))
+            store(a, slot, query, o, m, l, to_log2)
             cuda.syncwarp()  # the whole warp is done with the item
             arrive(stage(shared + item_free, item), speaking)
             stamp_block(tile_stamp, True)
             done = int32(done + count)
             item = int32(item + 1)
 
-    def hopper_forward(map_q, map_k, map_v, a, counter):
-        shared = shared_base()
-        if cuda.threadIdx.x == 0:
-            barriers_begin(shared)
-        cuda.syncthreads()  # nobody touches a barrier before it exists
-        role = warpgroup()
-        if role == 0:
-            give_registers()
-            if cuda.threadIdx.x == 0:
-                produce(map_q, map_k, map_v, a, counter, shared)
-        else:
-            take_registers()
-            consume(a, shared, int32(role - 1))
-
-    return hopper_forward
+    return consume

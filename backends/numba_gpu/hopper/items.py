@@ -1,0 +1,100 @@
+"""Items of the launch's list, from the producer to the consumers through slots in shared memory.
+
+An item is a row tile of a head with its visits; a slot holds it as `onchip` says.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from numba.cuda import types
+
+from flashsim.backends.numba_gpu.hopper.onchip import (
+    BASE,
+    COUNT,
+    END,
+    FIRST,
+    FULL_HI,
+    FULL_LO,
+    LO,
+    OFFSET,
+    OUTER,
+    START,
+    STOP,
+    WALK,
+    OnChip,
+)
+from flashsim.backends.numba_gpu.hopper.tiles import get, put
+from flashsim.backends.numba_gpu.walk import TILE_STAMPS, VISIT_STAMPS, device, read_int
+
+int32, int64 = types.int32, types.int64
+
+
+def item_functions(c: SimpleNamespace, w: SimpleNamespace, at: OnChip) -> SimpleNamespace:
+    """Device functions on item slots, for one kernel's constants `c` and walk `w`.
+
+    ``write(a, slot, number)`` puts an item into a slot; ``visits(slot)`` gives its walk, as
+    ``walk.begin`` does; ``place(row, stop,
+    n, batch)`` says where rows lie in a tensor map; ``visit_stamps(a, walk, first, role)`` and
+    ``tile_stamps(a, walk, outer, role)`` where a role stamps.
+    """
+    block_k, varlen = c.block_k, bool(c.varlen)
+    item_of, row_tile, begin, visit_of = w.item, w.row_tile, w.begin, w.visit
+    # Each warpgroup is a role with records of its own, the producer's the first.
+    visit_words, tile_words = (at.groups + 1) * VISIT_STAMPS, (at.groups + 1) * TILE_STAMPS
+
+    @device
+    def visit_stamps(a, walk, first, role):
+        number = int64(walk) * a.n_visits + first
+        return a.visit_stamps + (number * visit_words + role * VISIT_STAMPS) * 8
+
+    @device
+    def tile_stamps(a, walk, outer, role):
+        number = int64(walk) * a.tiles + outer
+        return a.tile_stamps + (number * tile_words + role * TILE_STAMPS) * 8
+
+    @device
+    def place(row, stop, n, batch):
+        # Row and last axis. Of packed sequences a map has a view for each end of a tile
+        # (`tensor_maps`), in which the row before `stop` is the last of n.
+        if varlen:
+            return int32(n - stop + row), stop
+        return row, batch
+
+    @device
+    def write(a, slot, number):
+        walk, outer = item_of(a, number)
+        start, stop, offset = row_tile(a, outer)
+        first, count, lo, full_lo, full_hi = begin(a, outer)
+        base, end = int32(0), a.n_kv
+        if varlen:
+            end = read_int(a.rows, outer * 4 + 3)
+            if count > 0:
+                tile, _ = visit_of(a, (first, count, lo, full_lo, full_hi), int32(0))
+                base = int32(read_int(a.cols, tile * 4) - tile * block_k)
+        put(slot + WALK, walk)
+        put(slot + OUTER, outer)
+        put(slot + START, start)
+        put(slot + STOP, stop)
+        put(slot + OFFSET, offset)
+        put(slot + BASE, base)
+        put(slot + END, end)
+        put(slot + FIRST, first)
+        put(slot + COUNT, count)
+        put(slot + LO, lo)
+        put(slot + FULL_LO, full_lo)
+        put(slot + FULL_HI, full_hi)
+
+    @device
+    def visits(slot):
+        span = get(slot + LO), get(slot + FULL_LO), get(slot + FULL_HI)
+        return get(slot + FIRST), get(slot + COUNT), span[0], span[1], span[2]
+
+    return SimpleNamespace(
+        visit_stamps=visit_stamps,
+        tile_stamps=tile_stamps,
+        visit_words=visit_words,
+        place=place,
+        write=write,
+        visits=visits,
+    )
