@@ -342,20 +342,9 @@ hopper_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__
                 u32* counter) {
     extern __shared__ __align__(1024) char shared[];
     OnChip& s = *reinterpret_cast<OnChip*>(shared);
-    if (threadIdx.x == 0) {
-        barrier_init(&s.kv_full, 1);
-        barrier_init(&s.k_empty, 4 * WARPGROUPS), barrier_init(&s.v_empty, 4 * WARPGROUPS);
-        for (int i = 0; i < STAGES; ++i) {
-            barrier_init(&s.full[i], 1 + 32);  // the copies, and the lanes with the statistics
-            barrier_init(&s.empty[i], 4 * WARPGROUPS);
-        }
-        s.items.init(4 * WARPGROUPS + 1 + 2 * FS_FUSED);
-        barrier_init_fence();
-    }
-    __syncthreads();  // nobody touches a barrier before it exists
-    const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    begin_barriers(s, 2 * FS_FUSED);
+    const int role = take_role<PRODUCER_REGISTERS, CONSUMER_REGISTERS>();
     if (role == 0) {
-        registers_give<PRODUCER_REGISTERS>();
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
         if (warp == 1) produce_statistics(s, a);
 #if FS_FUSED
@@ -363,7 +352,6 @@ hopper_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__
 #endif
         else if (threadIdx.x == 0) produce(s, a, &map_q, &map_k, &map_v, &map_dout, counter);
     } else {
-        registers_take<CONSUMER_REGISTERS>();
         consume(s, a, role - 1);
     }
 }

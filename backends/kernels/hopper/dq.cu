@@ -220,13 +220,10 @@ hopper_dq(const __grid_constant__ TensorMap map_q, const __grid_constant__ Tenso
         s.items.init(4 * WARPGROUPS);
         barrier_init_fence();
     }
-    __syncthreads();  // nobody touches a barrier before it exists
-    const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    const int role = take_role<PRODUCER_REGISTERS, CONSUMER_REGISTERS>();
     if (role == 0) {
-        registers_give<PRODUCER_REGISTERS>();
         if (threadIdx.x == 0) produce(s, a, &map_q, &map_k, &map_v, &map_dout, counter);
     } else {
-        registers_take<CONSUMER_REGISTERS>();
         consume(s, a, role - 1);
     }
 }

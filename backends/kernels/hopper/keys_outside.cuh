@@ -9,6 +9,19 @@ struct Step {
     }
 };
 
+// One thread makes the barriers; `senders` further warps read the items.
+__device__ __forceinline__ void begin_barriers(OnChip& s, int senders) {
+    if (threadIdx.x != 0) return;
+    barrier_init(&s.kv_full, 1);
+    barrier_init(&s.k_empty, 4 * WARPGROUPS), barrier_init(&s.v_empty, 4 * WARPGROUPS);
+    for (int i = 0; i < STAGES; ++i) {
+        barrier_init(&s.full[i], 1 + 32);  // the copies, and the lanes with the statistics
+        barrier_init(&s.empty[i], 4 * WARPGROUPS);
+    }
+    s.items.init(4 * WARPGROUPS + 1 + senders);
+    barrier_init_fence();
+}
+
 __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const TensorMap* map_k,
                         const TensorMap* map_v, const TensorMap* map_dout, u32* counter) {
     Ring ring, slot;
@@ -112,7 +125,7 @@ __device__ __forceinline__ float2 query_pair(const float* statistic, int j) {
 }
 
 // Scales and caps the scores (where the exponent cannot take the scale), masks them (where asked).
-// Queries past the end need none: the -inf that stands for their -lse makes P 0.
+// Queries past the end need none: their statistic is -inf (`produce_statistics`), so that P is 0.
 // `key` and `query` are the first ones of this thread's scores.
 template <int N>
 __device__ __forceinline__ void shape_scores(float (&S)[N], const Args& a, const Item& it,

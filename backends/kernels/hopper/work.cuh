@@ -10,6 +10,17 @@ __device__ constexpr bool registers_suffice(int producer, int consumer) {
     return producer + consumer * (THREADS / 128 - 1) <= THREADS / 128 * (65536 / THREADS / 8 * 8);
 }
 
+// Which warpgroup this is, once the barriers are made and registers moved: 0 brings tiles, the
+// others compute.
+template <int PRODUCER_REGISTERS, int CONSUMER_REGISTERS>
+__device__ __forceinline__ int take_role() {
+    __syncthreads();  // nobody touches a barrier before it exists
+    const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    if (role == 0) registers_give<PRODUCER_REGISTERS>();
+    else registers_take<CONSUMER_REGISTERS>();
+    return role;
+}
+
 struct Ring {  // a place in a ring of stages, and the parity of the present lap
     int stage = 0;
     u32 parity = 0;
