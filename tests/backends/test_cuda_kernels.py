@@ -86,6 +86,8 @@ def compile_kernel(kernel, arch):
     return {name: tuple(map(int, numbers)) for name, *numbers in found}
 
 
+#: Each once, on two GPUs in turn.
+ALWAYS = {(name, ("sm_90", "sm_80")[n % 2]) for n, name in enumerate(PROBLEMS)}
 #: These two have all the kernels there are; what the others vary is tried on the two main targets,
 #: and each on one GPU or two of the rest: a small shared memory (smaller tiles), the newest.
 EVERYWHERE = ("bf16 128 causal", "fp32 64")
@@ -93,10 +95,16 @@ ELSEWHERE = [
     *(("bf16 64", "sm_89"), ("bf16 64", "sm_120"), ("fp16 256", "sm_100"), ("fp16 odd", "sm_100")),
     *(("blocks", "sm_89"), ("fp32 256", "sm_120"), ("tf32 64", "sm_120"), ("tf32 128", "sm_86")),
 ]
-TARGETS = ELSEWHERE + [
-    (name, arch)
-    for name in PROBLEMS
-    for arch in (GPUS if name in EVERYWHERE else ("sm_80", "sm_90"))
+TARGETS = [
+    case if case in ALWAYS else pytest.param(*case, marks=pytest.mark.thorough)
+    for case in [
+        *ELSEWHERE,
+        *(
+            (name, arch)
+            for name in PROBLEMS
+            for arch in (GPUS if name in EVERYWHERE else ("sm_80", "sm_90"))
+        ),
+    ]
 ]
 
 

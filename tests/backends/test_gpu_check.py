@@ -96,6 +96,11 @@ def test_scripts_that_stages_run_exist(tmp_path):
             assert all((gpu_check.ROOT / path).exists() for path in paths)
 
 
+def test_pytest_benchmark_is_left_out_of_every_run(request):
+    """It warns beside pytest-xdist, which stops the suite: an internal error."""
+    assert request.config.pluginmanager.is_blocked("benchmark")
+
+
 def python(name, code, limit_s=60.0):
     return Command(name, (sys.executable, "-c", code), limit_s)
 

@@ -33,6 +33,8 @@ GPUS = {
     "sm_80": Gpu("A100", (8, 0), 163 * 1024, 40 << 20),
     "sm_90a": Gpu("H200", (9, 0), 227 * 1024, 60 << 20),
 }
+#: Of a product of cases one or two are always tried: compiling takes seconds each.
+thorough = lambda *case: pytest.param(*case, marks=pytest.mark.thorough)  # noqa: E731
 #: Bytes a thread may spill: registers hold everything but some rarely used values.
 SPILL_BYTES = 224
 #: The same where it counts or stamps as well: addresses and counters are live throughout.
@@ -90,15 +92,19 @@ def check(kernel, arch, limit):
     assert stack <= -(-spilled // 8) * 8  # nothing but spills; a frame is a multiple of 8
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", GPUS)
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [
+        *(("bf16 128 causal", "sm_90a"), ("fp16 odd", "sm_80")),
+        *(thorough("bf16 128 causal", "sm_80"), thorough("fp16 odd", "sm_90a")),
+    ],
+)
 def test_tensor_core_kernels_assemble_in_registers(name, arch):
     for kernel in sorted(kernels(PROBLEMS[name], GPUS[arch]), key=repr):
         check(kernel, arch, SPILL_BYTES)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "arch"), WIDTHS)
 def test_other_head_dims_assemble_in_registers(name, arch):
     for kernel in sorted(kernels(WIDTHS[name, arch], GPUS[arch]), key=repr):
@@ -106,9 +112,9 @@ def test_other_head_dims_assemble_in_registers(name, arch):
             check(kernel, arch, SPILL_BYTES)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stage", "report"), [("forward", "counts"), ("fused", "counts"), ("fused", "timeline")]
+    ("stage", "report"),
+    [("fused", "counts"), thorough("forward", "counts"), thorough("fused", "timeline")],
 )
 def test_kernels_that_report_assemble_in_registers(stage, report):
     given = PROBLEMS["bf16 128 causal"], None, GPUS["sm_90a"], "ascending", report
@@ -162,10 +168,13 @@ def check_groups(text):
         assert set(moved) <= {"l", "r"}  # descriptors
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "report"),
-    [*((name, "") for name in HOPPER_PROBLEMS), ("64 causal", "timeline"), ("odd", "timeline")],
+    [
+        *(("64 causal", ""), ("odd", "timeline")),
+        *(thorough(name, "") for name in HOPPER_PROBLEMS if name != "64 causal"),
+        thorough("64 causal", "timeline"),
+    ],
 )
 def test_hopper_kernels_assemble_in_registers_and_asynchronously(name, report, tmp_path):
     from flashsim.backends.numba_gpu import compiler
@@ -185,7 +194,6 @@ def test_hopper_kernels_assemble_in_registers_and_asynchronously(name, report, t
     assert max(stack, spilled) <= (32 if report else 0)
 
 
-@pytest.mark.slow
 def test_ptxas_says_where_an_output_is_not_waited_for(tmp_path, monkeypatch):
     """Results would not show it: where O is used, ptxas adds a wait, and serialises products."""
     from flashsim.backends.numba_gpu import compiler
@@ -236,7 +244,6 @@ def test_hoppers_kernels_are_taken_where_they_run():
     assert chosen(replace(job, options={"kernel": "hopper"}), GPUS["sm_80"], "forward") is HOPPER
 
 
-@pytest.mark.slow
 def test_reports_are_compiled_in_only_where_asked_for():
     from flashsim.backends.numba_gpu import compiler
 
@@ -336,8 +343,13 @@ def test_cuda_kernels_compile_in_memory_where_cupys_cache_cannot_be_written(monk
     assert said.count("CuPy's disk cache cannot be written ([Errno 13] Permission denied)") == 1
 
 
-@pytest.mark.parametrize("cc", [(8, 0), (9, 0)])
-@pytest.mark.parametrize("softcap", [False, True])
+@pytest.mark.parametrize(
+    ("softcap", "cc"),
+    [
+        *((False, (8, 0)), (True, (9, 0))),
+        *(thorough(False, (9, 0)), thorough(True, (8, 0))),
+    ],
+)
 def test_teaching_kernels_compile_with_the_shared_memory_said(cc, softcap):
     from numba import cuda, types
 

@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("cupy")
 
+import afresh
 import emulator
 import kernel_faults
 from compiled import compiled
@@ -55,15 +56,16 @@ def test_the_gpu_tests_notice(name):
 
 
 def affected(fault):
-    """Kernels with the fault in them."""
+    """Kernels with the fault in them, one of each source."""
     every = kernels(PROBLEMS["192" if fault.file == kernel_faults.WIDE else "128"])
     for dtype in ("bfloat16", "float32"):
         given = (Problem(113, 203, 64, dtype=dtype, causal=True), None, H200, "ascending", "")
         passes = [*PORTABLE.forward_passes(*given), *PORTABLE.backward_passes(*given, "flash2")]
         every += [one.kernel for one in passes]
     shared = fault.file == kernel_faults.SHARED
+    files = {k.file: k for k in every}
     return [
-        k for k in every if k.file == fault.file or (shared and k.file.startswith("hopper/back"))
+        k for f, k in files.items() if f == fault.file or (shared and f.startswith("hopper/back"))
     ]
 
 
@@ -90,16 +92,22 @@ def test_is_still_a_kernel(name, monkeypatch):
             assert cubin, log
 
 
-@functools.cache
-def listed(file):
+@pytest.fixture(scope="module")
+def listed():
     """The names of a file's tests, for which no GPU is needed."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:xdist", file]
-    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=True)
-    return [line.split("::")[1] for line in done.stdout.splitlines() if "::" in line]
+    with afresh.processes() as pool:
+
+        @functools.cache
+        def names(file):
+            done = pool.submit(afresh.suite, ("--collect-only", "-q", file)).result(timeout=300)
+            assert done.returncode == 0, done.said
+            return [line.split("::")[1] for line in done.said.splitlines() if "::" in line]
+
+        yield names
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_the_tests_that_should_notice_exist(name):
+def test_the_tests_that_should_notice_exist(name, listed):
     words = re.sub(
         r"[\w-]+",
         lambda m: m[0] if m[0] in ("and", "or") else f"({m[0]!r} in test)",

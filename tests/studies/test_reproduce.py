@@ -89,7 +89,6 @@ def test_half_precision_errors_rank_as_published():
     assert table["baseline"]["ours"] > table["FlashAttention-2"]["ours"] > 0
 
 
-@pytest.mark.slow
 def test_sawtooth_saves_what_the_paper_says():
     table = rows("sawtooth")
     assert table["N = 65,536"]["ours"] is None  # K and V fit

@@ -28,16 +28,16 @@ class Constants(NamedTuple):
 #: By kernel family and stage.
 CALIBRATED = {
     "hopper": {
-        "forward": Constants(0.563, 0.606, 2.41e-6),
-        "dkdv": Constants(1.100, 0.200, 2.55e-6),
-        "dq": Constants(1.078, 0.287, 2.23e-6),
-        "fused": Constants(0.938, 0.650, 3.80e-6),
+        "forward": Constants(0.533, 0.620, 2.58e-6),
+        "dkdv": Constants(1.117, 0.172, 2.85e-6),
+        "dq": Constants(1.035, 0.312, 2.48e-6),
+        "fused": Constants(0.969, 0.595, 4.30e-6),
     },
     "portable": {
-        "forward": Constants(1.909, 0.397, 0.33e-6),
-        "dkdv": Constants(0.612, 1.262, 1.44e-6),
-        "dq": Constants(1.700, 0.000, 3.66e-6),
-        "fused": Constants(0.000, 2.225, 10.47e-6),
+        "forward": Constants(1.991, 0.342, 1.77e-6),
+        "dkdv": Constants(0.603, 1.258, 2.45e-6),
+        "dq": Constants(1.714, 0.000, 3.20e-6),
+        "fused": Constants(0.000, 2.238, 9.55e-6),
     },
 }
 
