@@ -187,7 +187,9 @@ def sweep(
         "causal": values.parse_list("causal", causal, values.parse_yes),
         "window": values.parse_list("window", window, values.parse_window),
         "algorithm": values.parse_list("algorithm", algorithm, str),
-        "direction": values.parse_list("direction", direction, str),
+        "direction": values.parse_list(
+            "direction", "forward,backward" if direction == "both" else direction, str
+        ),
         "tiling": values.parse_list("tiling", tiling, values.parse_tiling),
         "device": values.parse_list("device", device, str),
         "sram_bytes": values.parse_list("sram", sram, int) if sram else None,

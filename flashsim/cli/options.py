@@ -90,6 +90,18 @@ def _gather(kind: Any, given: dict[str, Any]) -> Any:
     )
 
 
+def changed(bundle: Any, defaults: Any) -> list[str]:
+    """Names of the options, also of bundles inside, that are not the default."""
+    found = []
+    for name in get_type_hints(type(bundle)):
+        value, default = getattr(bundle, name), getattr(defaults, name)
+        if is_dataclass(value):
+            found += changed(value, default)
+        elif value != default:
+            found.append(name)
+    return found
+
+
 # -- what is asked --------------------------------------------------------------------------------
 
 

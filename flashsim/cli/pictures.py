@@ -9,32 +9,46 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from flashsim import l2
 from flashsim.api import counting, execution
 from flashsim.api.compare import Comparison
 from flashsim.api.samples import TRACES, load_sample
-from flashsim.api.sweep import sweep
+from flashsim.api.sweep import Sweep, sweep
 from flashsim.cli import options as opt
 from flashsim.cli import values
 from flashsim.cli.output import ready, say, working
+from flashsim.counts.traffic import Traffic
 from flashsim.errors import FlashSimError, OptionError, choices
 from flashsim.problem.hardware import Device
+from flashsim.problem.problem import Problem
 from flashsim.report import beside
 from flashsim.schedule.tiling import Tiling
 from flashsim.trace.trace import Trace
 
-#: What each kind of plot is drawn from.
-FROM_TRACES = ("traffic", "tile-map", "cumulative", "sram-timeline", "diff", "gpu-timeline")
-FROM_SIZES = ("io-curve", "roofline", "memory-footprint")
-_DPI = 150  # of pixel formats: 1440 x 810
-KINDS = (*FROM_TRACES, *FROM_SIZES)
+#: What an IO curve runs over.
 _OVER = {
     "n_q": (512, 1024, 2048, 4096, 8192, 16384),
     "head_dim": (16, 32, 64, 128, 256),
     "block_q": (16, 32, 64, 128, 256),
+    "block_k": (16, 32, 64, 128, 256),
     "sram_bytes": (24576, 49152, 98304, 166912, 232448),
 }
-
+_SIZES = {"n_q", "n_kv", "head_dim", "head_dim_v", "batch", "heads", "kv_heads", "dtype"}
+_COUNTED = _SIZES | {"causal", "window", "algorithms", "backward", "tiling", "device"}
+_RUN = _COUNTED | {"seed", "input", "demo_data", "trace"}
+#: The kinds of plots, and the options that each can use; any other one is an error.
+_USES = {
+    **dict.fromkeys(("traffic", "cumulative", "sram-timeline", "diff"), _RUN),
+    "tile-map": _RUN | {"color"},
+    "gpu-timeline": {"trace", "color", "sms", "times"},
+    "io-curve": _COUNTED | {"over"},
+    "roofline": _COUNTED | {"trace", "seconds"},
+    "memory-footprint": (_SIZES - {"n_q", "n_kv"}) | {"algorithms", "device"},
+    "l2-curve": _COUNTED,
+}
+KINDS = tuple(_USES)
 _THREE = opt.Source(algorithms="standard,flash1,flash2", how=opt.One())
+_WATCHED = opt.Source()
 
 
 @dataclass(frozen=True)
@@ -66,7 +80,13 @@ def plot(
     kind: Annotated[str, typer.Argument(help=f"One of {', '.join(KINDS)}.")],
     out: opt.Out,
     source: opt.Source = _THREE,
-    over: Annotated[str, typer.Option(help=f"io-curve: one of {', '.join(_OVER)}.")] = "n_q",
+    over: Annotated[
+        str | None, typer.Option(help=f"io-curve: one of {', '.join(_OVER)}; n_q.")
+    ] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(help="roofline: measured time of one algorithm; of a GPU's trace its own."),
+    ] = None,
     color: Annotated[
         str | None,
         typer.Option(help="tile-map: order, bytes or flops; gpu-timeline: phase or block."),
@@ -74,31 +94,43 @@ def plot(
     sms: Annotated[str | None, typer.Option(help="gpu-timeline: FIRST:LAST SM shown.")] = None,
     times: Annotated[str | None, typer.Option(help="gpu-timeline: FIRST:LAST µs shown.")] = None,
     theme: opt.Theme = "light",
+    dpi: Annotated[float, typer.Option(min=1, help="Pixels an inch, of pixel formats.")] = 150,
+    size: Annotated[str, typer.Option(help="WIDTHxHEIGHT in inches.")] = "9.6x5.4",
 ) -> None:
     """Draw one figure: .png, .svg, .pdf or what else Matplotlib writes.
 
-    From one trace, or one algorithm, come tile-map, sram-timeline and gpu-timeline; diff needs two.
+    From one trace, or one algorithm, come tile-map, sram-timeline, l2-curve and gpu-timeline; diff
+    needs two.
     """
     if kind not in KINDS:
         raise OptionError(f"unknown kind of plot {kind!r}; {choices(kind, KINDS)}")
+    if kind == "gpu-timeline" and not source.trace:
+        raise OptionError(
+            "gpu-timeline is drawn from what a GPU recorded; give --trace FILE, or a bundled "
+            f"one: {', '.join(TRACES)}"
+        )
+    own = {"over": over, "seconds": seconds, "color": color, "sms": sms, "times": times}
+    given = opt.changed(source, _THREE) + [name for name, x in own.items() if x is not None]
+    _refuse_unused(kind, given, over)
     ready(out, _formats())
-    if kind in FROM_SIZES:
-        if source.trace:
-            raise OptionError(f"{kind} is drawn from sizes, not from a trace; leave out --trace")
-        data = _counted(kind, source, over)
-        options: dict[str, Any] = {"x": over} if kind == "io-curve" else {}
+    inches = values.parse_size(size)
+    if kind == "io-curve":
+        data: Any = _io_sweep(source, over or "n_q")
+        options: dict[str, Any] = {"x": over or "n_q"}
+    elif kind == "roofline":
+        data, options = _roofline(source, seconds)
+    elif kind == "memory-footprint":
+        shape = {"n_q": 4096, "head_dim": 64, **source.sizes.given()}
+        data = Problem(**shape)
+        options = {"algorithms": values.parse_list("algorithms", source.algorithms, str)}
+        options["device"] = source.how.device if "device" in given else None
+    elif kind == "l2-curve":
+        (counted,) = _counts(_last(source), opt.HEAD)
+        with working("replaying (the first time compiles the model)"):
+            data, options = l2.curves(counted), {"devices": (source.how.device,)}
     else:
-        if kind in ("tile-map", "sram-timeline"):
-            source = replace(source, algorithms=source.algorithms.split(",")[-1])
-        for name, value in {"sms": sms, "times": times}.items():
-            if value is not None and kind != "gpu-timeline":
-                raise OptionError(f"--{name} is for gpu-timeline, not for {kind}")
-        if kind == "gpu-timeline" and not source.trace:
-            raise OptionError(
-                "gpu-timeline is drawn from what a GPU recorded; give --trace FILE, or a bundled "
-                f"one: {', '.join(TRACES)}"
-            )
-        data = _recorded(source).traces
+        one = kind in ("tile-map", "sram-timeline") and not source.trace
+        data = _recorded(_last(source) if one else source, _THREE).traces
         options = {"color": color or "order"} if kind == "tile-map" else {}
         if kind == "gpu-timeline":
             options = {
@@ -106,7 +138,7 @@ def plot(
                 "sms": values.parse_range("sms", sms) if sms else None,
                 "times": values.parse_times(times) if times else None,
             }
-    _draw(kind, data, out, theme, options)
+    _draw(kind, data, out, {"theme": theme, **options}, dpi, inches)
     say(f"plot in {out}")
 
 
@@ -121,7 +153,7 @@ def animate(
 ) -> None:
     """Animate one trace, or two side by side, as .gif, .mp4 or .html."""
     ready(out, (".gif", ".mp4", ".html"))
-    found = _recorded(source)
+    found = _recorded(source, _WATCHED)
     with working("drawing frames"):
         _viz().animate(
             found.traces,
@@ -143,7 +175,7 @@ def page(
 ) -> None:
     """Write a page that plays one trace, or two side by side: one file, no network."""
     ready(out, (".html", ".htm"))
-    found = _recorded(source)
+    found = _recorded(source, _WATCHED)
     _viz().page(found.traces, out, theme=theme, statistics=found.statistics(row))
     say(f"page in {out}")
 
@@ -156,7 +188,7 @@ def demo_figures(name: str, comparison: Comparison, out: Path) -> list[Path]:
     result = execution.run(sample.q, sample.k, sample.v, tiling=Tiling(32, 32), trace=True)
     rows = viz.row_statistics(result.trace, sample.q, sample.k)
     paths = [out / f"{name}-{what}" for what in ("traffic.png", "flash2.gif", "flash2.html")]
-    _draw("traffic", comparison.traces[: len(comparison.results)], paths[0], "light", {})
+    _draw("traffic", comparison.traces[: len(comparison.results)], paths[0])
     viz.animate(result, paths[1], statistics=rows, max_frames=136)
     viz.page(result, paths[2], statistics=rows)
     return paths
@@ -182,14 +214,31 @@ def _viz() -> Any:
 # -- where the data come from ---------------------------------------------------------------------
 
 
-def _recorded(source: opt.Source) -> Recorded:
+def _last(source: opt.Source) -> opt.Source:
+    """Its last algorithm alone, for what shows one."""
+    return replace(source, algorithms=source.algorithms.split(",")[-1])
+
+
+def _refuse_unused(kind: str, given: list[str], over: str | None) -> None:
+    unused = [name for name in given if name not in _USES[kind]]
+    if unused:
+        fitting = [other for other, uses in _USES.items() if set(unused) <= uses]
+        hint = f", but for {', '.join(fitting)}" if fitting else "; leave them out"
+        raise OptionError(f"{values.flags(unused)}: not for {kind}{hint}")
+    held = {"n_q": ("n_q",), "head_dim": ("head_dim",), "sram_bytes": ()}.get(over or "n_q", ())
+    clash = [name for name in given if kind == "io-curve" and name in held]
+    if clash:
+        raise OptionError(
+            f"this io-curve runs over {clash[0]}: leave out {values.flags(clash)}, or give another "
+            "--over"
+        )
+
+
+def _recorded(source: opt.Source, defaults: opt.Source) -> Recorded:
     """Saved traces, or those of running the simulator now."""
     mask, how = source.mask, source.how
     if source.trace:
-        given = [*source.sizes.given()]
-        given += [name for name in ("input", "demo_data") if getattr(source.tensors, name)]
-        given += [name for name in ("causal", "window") if getattr(mask, name)]
-        given += ["backward"] * how.backward
+        given = [name for name in opt.changed(source, defaults) if name != "trace"]
         if given:
             raise OptionError(
                 f"a saved trace has its own sizes and tensors; leave out {values.flags(given)}"
@@ -220,46 +269,78 @@ def _recorded(source: opt.Source) -> Recorded:
     return Recorded([t for t in traces if t is not None], arrays.q, arrays.k)
 
 
-def _counted(kind: str, source: opt.Source, over: str) -> Any:
-    """A problem, counts or a sweep, in closed form."""
+def _io_sweep(source: opt.Source, over: str) -> Sweep:
+    """Closed forms along one axis."""
     how, mask = source.how, source.mask
-    names = values.parse_list("algorithms", source.algorithms, str)
+    if over not in _OVER:
+        raise OptionError(f"unknown axis {over!r}; {choices(over, _OVER)}")
     given = source.sizes.given()
-    if kind == "io-curve":
-        if over not in _OVER:
-            raise OptionError(f"unknown axis {over!r}; {choices(over, _OVER)}")
-        shape = {"n": given.pop("n_q", 4096), **given}
-        tile: Any = values.parse_tiling(how.tiling)
-        if over == "block_q":
-            columns = tile.block_k if isinstance(tile, Tiling) else 64
-            tile = [Tiling(side, columns) for side in _OVER[over]]
-        else:
-            shape[{"n_q": "n"}.get(over, over)] = _OVER[over]
-        return sweep(
-            **shape,
-            causal=mask.causal,
-            window=values.window(mask),
-            algorithm=names,
-            direction=how.direction,
-            tiling=tile,
-            device=how.device,
-        )
-    problem = values.problem(replace(source.sizes, **{"n_q": 4096, "head_dim": 64, **given}), mask)
-    if kind == "memory-footprint":
-        return problem
-    tile = values.tiling(how.tiling, problem.head_dim, mask.causal)
+    shape = {"n": given.pop("n_q", 4096), **given}
+    tile: Any = values.parse_tiling(how.tiling)
+    if over.startswith("block"):
+        held = tile if isinstance(tile, Tiling) else Tiling(64, 64)
+        tile = [replace(held, **{over: side}) for side in _OVER[over]]
+    else:
+        shape[{"n_q": "n"}.get(over, over)] = _OVER[over]
+    return sweep(
+        **shape,
+        causal=mask.causal,
+        window=values.window(mask),
+        algorithm=values.parse_list("algorithms", source.algorithms, str),
+        direction=how.direction,
+        tiling=tile,
+        device=how.device,
+    )
+
+
+def _counts(source: opt.Source, defaults: opt.Sizes) -> list[Traffic]:
+    """Closed forms of the algorithms, of these sizes where none are given."""
+    how, mask = source.how, source.mask
+    problem = values.problem(replace(defaults, **source.sizes.given()), mask)
     return [
         counting.count(
-            problem, algorithm=name, direction=how.direction, tiling=tile, device=how.device
+            problem,
+            algorithm=name,
+            direction=how.direction,
+            tiling=values.tiling(how.tiling, problem.head_dim, mask.causal),
+            device=how.device,
         )
-        for name in names
+        for name in values.parse_list("algorithms", source.algorithms, str)
     ]
 
 
-def _draw(kind: str, data: Any, out: Path, theme: str, options: dict[str, Any]) -> None:
+def _roofline(source: opt.Source, seconds: float | None) -> tuple[Any, dict[str, Any]]:
+    """What `flashsim roofline` tabulates, or saved traces at the time that a GPU took."""
+    if source.trace:
+        traces = _recorded(source, _THREE).traces
+        took = {t.algorithm: s for t in traces if (s := values.duration(t)) is not None}
+    else:
+        if source.algorithms == _THREE.algorithms:
+            source = replace(source, algorithms="standard,flash2")
+        traces, took = _counts(source, opt.LAYER), {}  # type: ignore[assignment]
+    if seconds is not None:
+        if len(traces) != 1:
+            raise OptionError(
+                f"--seconds is the time of one algorithm, got {len(traces)}; give one --algorithms"
+            )
+        took = {traces[0].algorithm: seconds}
+    with working("replaying (the first time compiles the model)"):
+        counts = [t.predicted() if isinstance(t, Trace) else t for t in traces]
+        left = {c.algorithm: l2.dram(c).bytes() for c in counts}
+    return traces, {"seconds": took, "dram_bytes": left}
+
+
+def _draw(
+    kind: str,
+    data: Any,
+    out: Path,
+    options: dict[str, Any] | None = None,
+    dpi: float = 150,
+    inches: tuple[float, float] | None = None,
+) -> None:
     import matplotlib as mpl
 
-    viz = _viz()
+    viz, options = _viz(), options or {}
     mpl.use("Agg")  # a command shows no window
     if kind in ("tile-map", "sram-timeline", "gpu-timeline"):
         if len(data) != 1:
@@ -268,8 +349,10 @@ def _draw(kind: str, data: Any, out: Path, theme: str, options: dict[str, Any]) 
     if kind == "diff":
         if len(data) != 2:
             raise OptionError(f"diff takes two traces or algorithms, got {len(data)}")
-        axes = viz.diff(*data, theme=theme)
+        axes = viz.diff(*data, **options)
     else:
-        axes = getattr(viz, kind.replace("-", "_"))(data, theme=theme, **options)
+        axes = getattr(viz, kind.replace("-", "_"))(data, **options)
+    if inches is not None:
+        axes.figure.set_size_inches(inches)
     with beside(out) as part:
-        axes.figure.savefig(part, dpi=_DPI)
+        axes.figure.savefig(part, dpi=dpi)

@@ -10,7 +10,7 @@ import typer
 from flashsim import report
 from flashsim.cli import options as opt
 from flashsim.cli import values
-from flashsim.cli.output import event_table, figures, ready, say, show_tables
+from flashsim.cli.output import add, event_table, figures, ready, say, show_tables
 from flashsim.problem.hardware import PRESETS
 
 
@@ -44,7 +44,14 @@ def show(
     """Show what a saved trace holds."""
     trace = values.load_trace(file)
     table = event_table(trace, limit) if events else figures(trace)
-    show_tables([table if events else trace.table()], [table], form)
+    people = table if events else trace.table()
+    took = values.duration(trace)
+    if took is not None and not events:
+        rate = trace.flops("matmul") / took / 1e12
+        people.note += f" · from first to last span {took * 1e6:.4g} µs, {rate:.4g} TFLOP/s"
+        add(table, trace, "duration", "first to last span", took, "s")
+        add(table, trace, "matmul rate", "all stages", rate, "TFLOP/s")
+    show_tables([people], [table], form)
 
 
 def perfetto(

@@ -169,6 +169,17 @@ def parse_times(text: str) -> tuple[float, float]:
     return first, last
 
 
+def parse_size(text: str) -> tuple[float, float]:
+    """``WIDTHxHEIGHT`` in inches."""
+    try:
+        width, height = (float(side) for side in text.lower().split("x"))
+    except ValueError:
+        width = height = 0.0
+    if not (1 <= width <= 100 and 1 <= height <= 100):
+        raise OptionError(f"--size takes WIDTHxHEIGHT, 1 to 100 inches, e.g. 9.6x5.4, got {text!r}")
+    return width, height
+
+
 def parse_window(text: str) -> tuple[int, int] | None:
     """``LEFT:RIGHT``, or "none"."""
     if text == "none":
@@ -221,6 +232,14 @@ def device(how: opt.Simulated) -> Device:
     """The device, with another on-chip capacity if one is given."""
     machine = Device.get(how.device)
     return machine if how.sram is None else machine.with_sram(how.sram)
+
+
+def duration(trace: Trace) -> float | None:
+    """Seconds from the first to the last span that a GPU recorded; None without a timeline."""
+    spans = trace.timeline
+    if spans is None or not len(spans):
+        return None
+    return float(spans["end_ns"].max() - spans["start_ns"].min()) * 1e-9
 
 
 def load_trace(file: Path) -> Trace:

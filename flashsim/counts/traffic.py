@@ -7,6 +7,8 @@ code with the simulator; the tests assert that the two are equal as integers.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from flashsim import report
@@ -186,6 +188,18 @@ def compulsory(problem: Problem, direction: str = "forward") -> int:
     if direction == "forward":
         return inputs + f.o(f.e) + f.stat()
     return 2 * inputs + 2 * f.o(f.e) + f.stat()
+
+
+def once(problem: Problem, algorithm: str, direction: str = "forward") -> int:
+    """Bytes if each stage read and wrote each of its tensors once.
+
+    What a cache leaves that is perfect within a kernel and empty between kernels: what is
+    compulsory for FlashAttention-2's forward, one kernel; its N x N matrices, too, for standard.
+    One tile over all scores asks for just that; no mask keeps a whole tensor from being read.
+    """
+    p = replace(problem, mask=None, block_mask=None, causal=False, window=None)
+    whole = Tiling(p.n_q, p.n_kv)
+    return Traffic(p, whole, algorithm, direction, Device.get("H100"), "ascending").bytes()
 
 
 def saved(problem: Problem, algorithm: str) -> int:

@@ -221,6 +221,12 @@ def test_sweep_takes_lists_and_writes_a_file(tmp_path):
     assert path.read_text() == result.csv()
 
 
+def test_both_directions_of_a_sweep():
+    both = records("sweep", "-n", "64", "--direction", "both")
+    assert both == records("sweep", "-n", "64", "--direction", "forward,backward")
+    assert len(both) == 2
+
+
 def test_sweep_simulates_in_processes():
     rows = records("sweep", "-n", "64,96", "--method", "run", "--workers", "1")
 

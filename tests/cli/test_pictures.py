@@ -1,14 +1,18 @@
 """`flashsim plot`, `animate` and `page`."""
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
+import typer
 import viz_cases as cases
 from matplotlib import pyplot as plt
 from PIL import Image
 from typer.testing import CliRunner
 
+import flashsim
+from flashsim.cli import pictures
 from flashsim.cli.app import app
 from flashsim.cli.pictures import KINDS
 
@@ -28,7 +32,9 @@ def call(*words):
 @pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("diff", "gpu-timeline")])
 def test_plot_from_sizes(kind, tmp_path):
     out = tmp_path / "new" / f"{kind}.png"
-    result = call("plot", kind, *SMALL, "--causal", "-t", "16x16", "-o", out)
+    words = {"io-curve": ("-d", 8, "--causal"), "memory-footprint": ("-d", 8)}
+    words = words.get(kind, (*SMALL, "--causal", "-t", "16x16"))
+    result = call("plot", kind, *words, "-o", out)
     assert result.exit_code == 0, result.output
     with Image.open(out) as image:
         assert image.width == 1440
@@ -55,7 +61,10 @@ def test_bundled_gpu_traces_have_names(tmp_path):
     wrong = call("plot", "gpu-timeline", "-T", "h200-forward", "--sms", "0-1", "-o", out)
     assert (wrong.exit_code, "--sms takes FIRST:LAST" in wrong.output) == (2, True)
     wrong = call("plot", "tile-map", "-n", 64, "--sms", "0:1", "-o", out)
-    assert (wrong.exit_code, "--sms is for gpu-timeline" in wrong.output) == (2, True)
+    assert (wrong.exit_code, "--sms: not for tile-map, but for gpu-timeline" in wrong.output) == (
+        2,
+        True,
+    )
 
 
 def test_plot_of_a_gpu_timeline(tmp_path):
@@ -74,11 +83,75 @@ def test_times_of_a_gpu_timeline(tmp_path):
     assert (wrong.exit_code, "--times takes FIRST:LAST in µs" in wrong.output) == (2, True)
 
 
-@pytest.mark.parametrize("over", ["head_dim", "block_q", "sram_bytes"])
+@pytest.mark.parametrize("over", ["head_dim", "block_q", "block_k", "sram_bytes"])
 def test_io_curve_over(over, tmp_path):
     out = tmp_path / "io.svg"
-    words = ("-n", 512, "-a", "flash2", "--over", over, "-o", out)
+    words = ("-n", 512, "-a", "flash2", "--over", over, "-t", "32x32", "-o", out)
     assert call("plot", "io-curve", *words).exit_code == 0
+    held = {"block_q": "block_k = 32", "block_k": "block_q = 32"}.get(over, "N = 512")
+    assert held in out.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("io-curve", "-n", 999), "runs over n_q: leave out --n-q"),
+        (("io-curve", "--over", "head_dim", "-d", 77), "runs over head_dim: leave out --head-dim"),
+        (("memory-footprint", "-n", 999), "--n-q: not for memory-footprint"),
+        (("roofline", "--seed", 4, "--color", "bytes", "--sms", "0:1"), "--seed, --color, --sms"),
+        (("traffic", "--over", "head_dim"), "--over: not for traffic, but for io-curve"),
+        (("tile-map", "--seconds", 1), "--seconds: not for tile-map, but for roofline"),
+        (("traffic", "-T", "h200-forward", "-t", "8x8"), "leave out --tiling"),
+        (("roofline", "--seconds", 1), "--seconds is the time of one algorithm, got 2"),
+        (("traffic", "--size", "wide"), "--size takes WIDTHxHEIGHT"),
+    ],
+)
+def test_an_option_that_a_figure_cannot_use_is_an_error(words, message, tmp_path):
+    result = call("plot", *words, "-o", tmp_path / "x.png")
+    assert (result.exit_code, message in result.output) == (2, True), result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_kind_says_what_it_uses():
+    taken = {p.name for p in typer.main.get_command(app).commands["plot"].params}
+    assert all(uses <= taken for uses in pictures._USES.values())
+    assert taken - {"kind", "out", "theme", "dpi", "size", "help"} == set.union(
+        *pictures._USES.values()
+    )
+
+
+def test_size_and_resolution(tmp_path):
+    out = tmp_path / "x.png"
+    words = ("-n", 64, "-a", "flash2", "--size", "8x5", "--dpi", 60, "-o", out)
+    assert call("plot", "traffic", *words).exit_code == 0
+    with Image.open(out) as image:
+        assert image.size == (480, 300)
+
+
+def test_a_roofline_plots_what_the_table_says(monkeypatch, tmp_path):
+    drawn = {}
+    monkeypatch.setattr(
+        pictures, "_draw", lambda kind, data, out, options, *_: drawn.update(data=data, **options)
+    )
+    words = ("-n", 512, "--heads", 2)
+    assert call("plot", "roofline", *words, "-o", tmp_path / "x.png").exit_code == 0
+    table = json.loads(call("roofline", *words, "--json").stdout)
+    rows = {(row["algorithm"], row["count"]): row["B"] for row in table}
+    assert [c.algorithm for c in drawn["data"]] == ["standard", "flash2"]
+    for counted in drawn["data"]:
+        assert rows[counted.algorithm, "requested"] == counted.bytes()
+        assert rows[counted.algorithm, "dram"] == drawn["dram_bytes"][counted.algorithm]
+
+
+def test_a_gpus_trace_stands_at_the_time_it_took(tmp_path):
+    trace = flashsim.load_sample_trace("h200-forward")
+    took = (trace.timeline["end_ns"].max() - trace.timeline["start_ns"].min()) * 1e-9
+    out = tmp_path / "x.svg"
+    assert call("plot", "roofline", "-T", "h200-forward", "-o", out).exit_code == 0
+    assert "(measured" in out.read_text()
+    shown = call("trace", "show", "h200-forward").stdout
+    tera = trace.flops("matmul") / took / 1e12
+    assert f"{took * 1e6:.4g} µs, {tera:.4g} TFLOP/s" in " ".join(shown.split())
 
 
 def test_windows_and_grouped_heads(tmp_path):
@@ -111,18 +184,22 @@ def test_animate_and_page(tmp_path):
         (("plot", "diff", *SMALL), "diff takes two traces or algorithms, got 3"),
         (("plot", "traffic", *SMALL, "--theme", "blue"), "unknown theme 'blue'"),
         (("plot", "gpu-timeline", *SMALL), "or a bundled one: h200-forward, h200-backward"),
-        (("plot", "tile-map", *SMALL, "--times", "0:1"), "--times is for gpu-timeline"),
+        (
+            ("plot", "tile-map", *SMALL, "--times", "0:1"),
+            "--times: not for tile-map, but for gpu-timeline",
+        ),
         (("plot", "traffic", "-T", "h200-forward", "--backward"), "tensors; leave out --backward"),
         (("page", "-T", "h200-forward", "--window", "8:0"), "tensors; leave out --window"),
         (("plot", "io-curve", "--over", "time"), "unknown axis 'time'; possible: n_q"),
-        (("plot", "roofline", "-T", "x.npz"), "drawn from sizes, not from a trace"),
+        (("plot", "io-curve", "-T", "x.npz"), "--trace: not for io-curve, but for traffic"),
         (("plot", "traffic", "-T", "x.npz", "-n", "5"), "has its own sizes and tensors"),
         (("animate", *SMALL, "--clock", "sun"), "unknown clock 'sun'"),
         (("page", *SMALL, "-a", "standard", "--row", "1"), "this trace is standard forward"),
     ],
 )
 def test_errors(words, message, tmp_path):
-    result = call(*words, "-o", tmp_path / "out.gif" if words[0] == "animate" else "x.png")
+    out = {"animate": "out.gif", "page": "out.html"}.get(words[0], "x.png")
+    result = call(*words, "-o", tmp_path / out)
     assert result.exit_code == 2
     assert message in result.output
     assert "Traceback" not in result.output

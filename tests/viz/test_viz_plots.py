@@ -570,6 +570,28 @@ def test_roofline_places_points_on_the_roof():
     assert "H200" in measured.get_title(loc="left")
 
 
+def test_perfect_l2_leaves_standard_attention_bound_by_memory():
+    problem = Problem(4096, head_dim=128, heads=16, dtype="bfloat16")
+    standard, flash = (flashsim.count(problem, algorithm=a) for a in ("standard", "flash2"))
+    matrix = 16 * 4096 * 4096 * 2
+    assert traffic.once(problem, "standard") == flash.compulsory() - 16 * 4096 * 4 + 4 * matrix
+    assert traffic.once(problem, "flash2") == flash.compulsory()
+    ax = viz.roofline([standard, flash], dram_bytes={"standard": 10**9})
+    (low,), (high,) = (
+        next(x for x in ax.lines if x.get_marker() == mark and x.get_mfc() != "#ffffff").get_ydata()
+        for mark in "o^"
+    )
+    peak = standard.device.peak("bfloat16")
+    assert low < peak / 2
+    assert high == peak
+    diamonds = [x.get_xdata()[0] for x in ax.lines if x.get_marker() == "D"]
+    assert diamonds == [standard.flops("matmul") / 10**9] * 2
+    assert "diamond: DRAM bytes" in ax.get_legend().get_title().get_text()
+    swept = viz.roofline(flashsim.sweep(4096, head_dim=128, heads=16, dtype="bfloat16"))
+    filled = [x.get_xdata()[0] for x in swept.lines if x.get_marker() == "^"][1]
+    assert filled == flash.flops("matmul") / flash.compulsory()
+
+
 def test_bars_without_a_height_lie_beside_no_figure():
     ax = viz.roofline(counts()[::3], seconds={"flash1": 1e-3})
     strip = next(p for p in ax.patches if p.get_height() > 0)

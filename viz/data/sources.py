@@ -230,6 +230,7 @@ def _row(s: Trace | Traffic) -> dict[str, Any]:
         "block_k": s.tiling.block_k,
         "requested_bytes": s.bytes(),
         "compulsory_bytes": s.compulsory(),
+        "once_bytes": traffic.once(p, s.algorithm, s.direction),
         "flops": s.flops(),
         "matmul_flops": s.flops("matmul"),
         "saved_bytes": traffic.saved(p, s.algorithm),

@@ -123,6 +123,9 @@ def _fixed(rows: Sequence[dict[str, Any]], x: str) -> str:
         "batch": "batch {}", "heads": "{}", "n_q": "N = {:,}", "head_dim": "d = {}",
         "dtype": "{}", "causal": "causal", "window": "window {}", "direction": "{}", "device": "{}",
     }  # fmt: skip
+    if x.startswith("block"):
+        other = {"block_q": "block_k", "block_k": "block_q"}[x]
+        words[other] = f"{other} = {{}}"
     # These go without saying.
     one = {"batch": 1, "heads": "1 head", "causal": False, "window": None, "direction": "forward"}
     found = {key: {row[key] for row in rows} for key in words if key in rows[0] and key != x}
@@ -180,15 +183,19 @@ def roofline(
     *,
     device: str | Device | None = None,
     seconds: dict[str, float] | None = None,
+    dram_bytes: dict[str, int] | None = None,
     ax: Axes,
     theme: Theme,
 ) -> None:
     """Algorithms on a device's roofs.
 
     Each algorithm is a bar between two intensities, matrix FLOPs over bytes: hollow, if every
-    requested byte came from HBM; filled, if the L2 cache served all but the compulsory ones. The
-    truth lies between. `seconds` says what was measured, and that is the bar's height. Without it
-    a bar has none: it lies in a strip below the axis' figures, and its ends stand on the roof.
+    requested byte came from HBM; filled, if the L2 cache were perfect within each kernel, so that
+    a kernel read and wrote each of its tensors once (`counts.traffic.once`). Standard attention's
+    N x N matrices cross HBM between its kernels even then. The truth lies between; `dram_bytes`
+    says where, and a diamond marks it. `seconds` says what was measured, and that is the bar's
+    height. Without it a bar has none: it lies in a strip below the axis' figures, and its ends
+    stand on the roof.
 
     Parameters
     ----------
@@ -197,6 +204,8 @@ def roofline(
         Default: the first source's.
     seconds : dict, optional
         Measured time by label (of `data`'s dict, or an algorithm's name).
+    dram_bytes : dict, optional
+        DRAM bytes by label or algorithm: measured, or what `flashsim.l2` predicts.
     ax, theme
         See `themed`.
     """
@@ -208,7 +217,7 @@ def roofline(
     spots = [
         (
             row["matmul_flops"] / row["requested_bytes"],
-            row["matmul_flops"] / row["compulsory_bytes"],
+            row["matmul_flops"] / (row.get("once_bytes") or _once(row)),
         )
         for row in rows
     ]
@@ -241,6 +250,10 @@ def roofline(
         (seconds or {}).get(l, (seconds or {}).get(r["algorithm"]))
         for l, r in zip(labels, rows, strict=True)
     ]
+    left = [
+        (dram_bytes or {}).get(l, (dram_bytes or {}).get(r["algorithm"]))
+        for l, r in zip(labels, rows, strict=True)
+    ]
     unmeasured = bars = times.count(None)
     for n, (row, spot, place) in enumerate(zip(rows, spots, places, strict=True)):
         label, took = labels[n], times[n]
@@ -263,6 +276,15 @@ def roofline(
         else:
             unmeasured -= 1
         ax.plot(spot, level, color=style["color"], lw=5, alpha=0.35, zorder=3, **where)
+        nbytes = left[n]
+        if nbytes is not None:
+            x = row["matmul_flops"] / nbytes
+            y = min(x * machine.hbm_bandwidth, peak) if took is None else height[0]
+            diamond: dict[str, Any] = {
+                "marker": "D", "ls": "none", "ms": 8, "mec": theme.background, "zorder": 5,
+            }  # fmt: skip
+            ax.plot([x], [y], color=theme.text, **diamond)
+            ax.plot([x], level[:1], color=theme.text, **diamond, **where)
         ax.plot(spot[:1], level[:1], **hollow, **where)
         ax.plot(spot[1:], level[1:], **style, ms=10, label=text, **where)
     ax.set(
@@ -279,8 +301,16 @@ def roofline(
     ax.legend(
         loc="upper left",
         bbox_to_anchor=(1, 1),
-        title="hollow: all bytes from HBM\nfilled: perfect L2",
+        title="hollow: all bytes from HBM\nfilled: L2 perfect in each kernel"
+        + ("\ndiamond: DRAM bytes" if dram_bytes else ""),
     )
+
+
+def _once(row: dict[str, Any]) -> int:
+    """`counts.traffic.once` of a sweep's row."""
+    names = ("n_q", "n_kv", "head_dim", "head_dim_v", "batch", "heads", "kv_heads", "dtype")
+    problem = Problem(**{name: row[name] for name in names})
+    return traffic.once(problem, row["algorithm"], row["direction"])
 
 
 def _labels(rows: list[dict[str, Any]]) -> list[str]:
