@@ -107,8 +107,9 @@ def predict(
         typer.Option("--algorithm", "-a", help="flash2, or flash2-fused: backward in one pass."),
     ] = "flash2",
     kernel: Annotated[
-        str, typer.Option(help="Kernels of backend cupy: hopper or portable.")
-    ] = "hopper",
+        str | None,
+        typer.Option(help="Kernels of backend cupy: hopper or portable; what suits the device."),
+    ] = None,
 ) -> None:
     """Predict how long the kernels of backend cupy take: units, overlap, waves and tails.
 

@@ -9,14 +9,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from flashsim import report
-from flashsim.errors import DTypeError, MaskError, OptionError, ShapeError, shown
+from flashsim.errors import (
+    DTypeError,
+    MaskError,
+    OptionError,
+    ShapeError,
+    UnknownArgumentError,
+    choices,
+    shown,
+)
 from flashsim.problem import checks
 from flashsim.problem.masks import BlockMask, call_mask
 
@@ -105,6 +113,16 @@ class Problem:
     mask: Callable[..., Any] | None = None
 
     _repr_html_ = report.card
+
+    def __new__(cls, *_: Any, **given: Any) -> Problem:
+        """Name a keyword that is no field, in place of Python's own error."""
+        for name in given.keys() - {one.name for one in fields(cls)}:
+            meant = {"n": "n_q", "d": "head_dim", "seq_len": "n_q"}.get(name, name)
+            hint = f"did you mean {meant}=...? " if meant != name else ""
+            raise UnknownArgumentError(
+                f"Problem takes no {name!r}; {hint}{choices(name, [f.name for f in fields(cls)])}"
+            )
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731

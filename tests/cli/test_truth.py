@@ -66,6 +66,12 @@ def test_predict_prints_the_models_times():
     assert found == expected.table().records()
 
 
+def test_predict_takes_the_kernels_made_for_the_device():
+    for device, kernels in (("RTX 4000 Ada", "portable"), ("H200", "hopper")):
+        text = invoke("predict", "-n", 1024, "--device", device).stdout
+        assert f"{device}, {kernels} kernels" in " ".join(text.split())
+
+
 def test_reproduce_lists_and_recomputes():
     assert [row["name"] for row in rows("reproduce")] == list(reproduce.NAMES)
     expected = [row for table in reproduce.tables("tiles") for row in table.records()]

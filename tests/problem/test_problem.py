@@ -1,6 +1,8 @@
 """`Problem`: defaults, what follows from the fields, and which scores are kept."""
 
+import copy
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -198,3 +200,17 @@ def test_head_dim_limits():
     assert Problem(1, head_dim=1, head_dim_v=512).head_dim_v == 512
     with pytest.raises(flashsim.ShapeError, match="head_dim must be between 1 and 512, got 513"):
         Problem(1, head_dim=513)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"n": 5}, "Problem takes no 'n'; did you mean n_q=...?"),
+        ({"n_q": 5, "head": 2}, "did you mean 'heads'"),
+    ],
+)
+def test_a_size_by_another_name_is_named(given, text):
+    with pytest.raises(flashsim.UnknownArgumentError, match=re.escape(text)):
+        Problem(**given)
+    p = Problem(5, head_dim=8)
+    assert pickle.loads(pickle.dumps(p)) == copy.copy(p) == p

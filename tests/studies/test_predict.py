@@ -72,7 +72,7 @@ def test_a_device_with_little_bandwidth_is_bound_by_it():
         ({"kernels": "hoper"}, OptionError, "did you mean 'hopper'"),
         ({"algorithm": "standard"}, OptionError, "not 'standard'"),
         ({"direction": "sideways"}, OptionError, "unknown direction"),
-        ({"device": "A100"}, UnsupportedError, "compute capability 9.0"),
+        ({"device": "A100", "kernels": "hopper"}, UnsupportedError, "compute capability 9.0"),
         ({"heads_in_group": {"forward": 0}}, OptionError, "at least 1, got 0 for 'forward'"),
     ],
 )

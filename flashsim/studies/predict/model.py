@@ -108,7 +108,7 @@ def predict(
     *,
     direction: str = "forward",
     algorithm: str = "flash2",
-    kernels: str = "hopper",
+    kernels: str | None = None,
     tiling: Tiling | None = None,
     device: str | Device = "H200",
     constants: Mapping[str, Constants] | None = None,
@@ -124,8 +124,8 @@ def predict(
     problem : Problem
     direction : {"forward", "backward"}
     algorithm : {"flash2", "flash2-fused"}
-    kernels : {"hopper", "portable"}
-        The kernel family.
+    kernels : {"hopper", "portable"}, optional
+        The kernel family; default: the one made for the device.
     tiling : Tiling, optional
         Default: the family's own.
     device : str or Device
@@ -140,6 +140,9 @@ def predict(
     OptionError, UnsupportedError, TilingError
         If there is no such family, or its kernels do not run this.
     """
+    device = Device.get(device)
+    if kernels is None:
+        kernels = "hopper" if device.compute_capability == (9, 0) else "portable"
     checks.one_of("kernels", kernels, CALIBRATED)
     plans.stages(problem, algorithm, direction)  # or say what there is
     inputs.check_tiling(tiling)
@@ -153,7 +156,7 @@ def predict(
             isinstance(value, kind) and not isinstance(value, bool) for value in mapping.values()
         ):
             raise DTypeError(f"{what} must be a mapping by stage, got {shown(mapping)}")
-    passes, traffic = _prepare(problem, direction, algorithm, kernels, tiling, Device.get(device))
+    passes, traffic = _prepare(problem, direction, algorithm, kernels, tiling, device)
     known = CALIBRATED[kernels] if constants is None else constants
     for name, heads in (heads_in_group or {}).items():
         if heads < 1:
