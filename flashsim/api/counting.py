@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, overload
 from flashsim.api import inputs
 from flashsim.counts import traffic
 from flashsim.counts.traffic import Traffic
-from flashsim.errors import OptionError
+from flashsim.errors import DTypeError, OptionError
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
@@ -82,6 +82,8 @@ def count(
     checks.one_of("level", level, LEVELS)
     if l2 is not None and level != "dram":
         raise OptionError("l2 describes the cache before DRAM; give level='dram' as well")
+    if not isinstance(problem, Problem):
+        raise DTypeError(f"count() takes a flashsim.Problem, got {type(problem).__name__}")
     plans.stages(problem, algorithm, direction)
     inputs.check_tiling(tiling)
     device = Device.get(device)

@@ -92,9 +92,9 @@ class L2Model:
             if not checks.is_int(value):
                 raise DTypeError(f"{name} must be an integer or None, got {shown(value)}")
             if not 1 <= value <= (largest or INT32):
-                limit = (
-                    f"between 1 and {largest}" if largest else "at least 1, and a 32-bit integer"
-                )
+                limit = "at least 1" if largest is None else f"between 1 and {largest}"
+                if largest is None and value > INT32:
+                    limit = f"at most {INT32:,}"
                 raise OptionError(f"{name} must be {limit}, got {shown(value)}")
         if self.ways is None and self.partitions == 2:
             raise OptionError("the fully associative cache (ways=None) has one partition, not 2")

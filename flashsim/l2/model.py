@@ -10,6 +10,7 @@ import numpy as np
 from flashsim import report
 from flashsim.counts import questions
 from flashsim.counts.traffic import Traffic
+from flashsim.errors import OptionError, choices, shown
 from flashsim.l2.curve import Curve
 from flashsim.l2.launch import L2Model
 from flashsim.l2.requests import Stream, TileNumbers, numbers_of, stream
@@ -65,7 +66,9 @@ class Dram:
         if op is not None:
             checks.one_of("DRAM operation", op, OPS)
         if stage is not None:
-            checks.one_of("stage", stage, [s.name for s in self.stages])
+            names = [s.name for s in self.stages]
+            if not isinstance(stage, str) or stage not in names:
+                raise OptionError(f"no stage {shown(stage)}; {choices(stage, names)}")
         questions.check_names(None, tensor)
         return sum(
             nbytes
@@ -146,7 +149,8 @@ def dram(requested: Traffic, model: L2Model | None = None) -> Dram:
     UnsupportedError
         If there are too many requests to replay.
     """
-    tiles, streams, model = _streams(requested, model)
+    model = _model(requested, model)
+    tiles, streams = _streams(requested, model)
     whole = model.ways is None
     cache = _WholeTiles(tiles, requested.device) if whole else _Sets(tiles, requested.device, model)
     stages: list[StageDram] = []
@@ -163,24 +167,23 @@ def curves(requested: Traffic, model: L2Model | None = None) -> dict[str, Curve]
 
     The cache is the textbook one, `L2Model(ways=None)`; each stage starts with an empty one.
     """
-    tiles, streams, _ = _streams(requested, model)
+    tiles, streams = _streams(requested, _model(requested, model))
     return {part.stage.name: Curve.measure(part, tiles.size) for part in streams}
 
 
-def _streams(
-    requested: Traffic, model: L2Model | None
-) -> tuple[TileNumbers, Iterator[Stream], L2Model]:
-    r = checks.instance("requested", requested, Traffic, "Traffic, from flashsim.count")
+def _model(requested: Traffic, model: L2Model | None) -> L2Model:
+    """The model asked for, or the usual one; both arguments checked."""
+    checks.instance("requested", requested, Traffic, "Traffic, from flashsim.count")
     model = L2Model() if model is None else model
-    checks.instance("l2", model, L2Model, "flashsim.l2.L2Model")
+    return checks.instance("l2", model, L2Model, "flashsim.l2.L2Model")
+
+
+def _streams(requested: Traffic, model: L2Model) -> tuple[TileNumbers, Iterator[Stream]]:
+    r = requested
     tiles = numbers_of(r.problem, r.schedule(r.stages[0]), r.algorithm, r.direction)
-    return (
-        tiles,
-        (
-            stream(stage, r.schedule(stage), tiles, r.algorithm, r.direction, r.device, model)
-            for stage in r.stages
-        ),
-        model,
+    return tiles, (
+        stream(stage, r.schedule(stage), tiles, r.algorithm, r.direction, r.device, model)
+        for stage in r.stages
     )
 
 
