@@ -18,7 +18,7 @@ from flashsim.problem.problem import Problem
 from flashsim.schedule import itinerary
 from flashsim.schedule.itinerary import Itinerary, Outer, Per
 from flashsim.schedule.names import OPS, TRANSFERS
-from flashsim.schedule.tensors import COL, ROW, TILE, shape
+from flashsim.schedule.tensors import BIASES, COL, ROW, TILE, shape
 
 Direction = Literal["forward", "backward"]
 
@@ -133,7 +133,7 @@ def _moves(p: Problem, text: str) -> tuple[Move, ...]:
     for part in filter(None, text.split(", ")):
         op, *names = part.split()
         for tensor in names:
-            if (tensor == "gate" and not p.softcap) or ("bias" in tensor.lower() and not p.bias):
+            if (tensor == "gate" and not p.softcap) or (tensor in BIASES and not p.bias):
                 continue
             tensor = tensor.removesuffix("_acc") if wide else tensor
             found.append(Move(op, tensor, _tile(p, op, tensor)))

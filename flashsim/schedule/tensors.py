@@ -10,11 +10,16 @@ from flashsim.problem.problem import Problem
 ROW, COL, TILE = range(3)  # a tensor is cut into row tiles, column tiles or score tiles
 QUERY, KEY, BIAS = range(3)  # it has one matrix a query head, a key head or a bias head
 
-#: Every tensor by what it is cut along and whose it is.
+#: What there is one of for each bias head, and the numbers that a row has one of.
+BIASES = frozenset(("bias", "dBias", "dBias_acc"))
+STATISTICS = frozenset(("L", "l", "m", "delta"))
+#: Every tensor by what it is cut along.
 AXES = {
-    **dict.fromkeys(("Q", "O", "dO", "dQ", "O_acc", "dQ_acc", "L", "l", "m", "delta"), ROW),
+    **dict.fromkeys(STATISTICS, ROW),
+    **dict.fromkeys(BIASES, TILE),
+    **dict.fromkeys(("Q", "O", "dO", "dQ", "O_acc", "dQ_acc"), ROW),
     **dict.fromkeys(("K", "V", "dK", "dV"), COL),
-    **dict.fromkeys(("S", "P", "dP", "dS", "gate", "bias", "dBias", "dBias_acc"), TILE),
+    **dict.fromkeys(("S", "P", "dP", "dS", "gate"), TILE),
 }
 _WIDTHS = {  # by name; a statistic or a score is one number
     **dict.fromkeys(("Q", "K", "dQ", "dK", "dQ_acc"), "head_dim"),
@@ -42,8 +47,8 @@ class TensorShape(NamedTuple):
 
 def shape(problem: Problem, name: str) -> TensorShape:
     """How a tensor lies, for a problem."""
-    axis, statistic = AXES[name], name in ("L", "l", "m", "delta")
-    owner = BIAS if name.removeprefix("d")[:4].lower() == "bias" else KEY if axis == COL else QUERY
+    axis, statistic = AXES[name], name in STATISTICS
+    owner = BIAS if name in BIASES else KEY if axis == COL else QUERY
     elements = getattr(problem, _WIDTHS[name]) if name in _WIDTHS else 1
     wide = statistic or name.endswith("_acc")
     itemsize = problem.compute_itemsize if wide else problem.itemsize

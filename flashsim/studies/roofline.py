@@ -215,7 +215,7 @@ def textbook_bytes(problem: Problem, algorithm: str, direction: str = "forward")
     per_query = p.batch * p.heads * p.n_q * (p.head_dim + p.head_dim_v)
     per_key = p.batch * p.kv_heads * p.n_kv * (p.head_dim + p.head_dim_v)
     elements = (per_query + per_key) * (2 if direction == "backward" else 1)
-    if algorithm == "standard":
+    if "P" in plans.tensors_of(problem, algorithm, direction, "load"):
         elements += p.batch * p.heads * p.n_q * p.n_kv
     return elements * p.itemsize
 

@@ -61,7 +61,7 @@ def row_statistics(
     Parameters
     ----------
     trace : Trace
-        Of a forward pass of "flash1" or "flash2", without a bias.
+        Of a forward pass that keeps m and l ("flash1", "flash2"), without a bias.
     q, k : ndarray, (batch, heads, n_q, head_dim), (batch, kv_heads, n_kv, head_dim)
         What ran; leading axes may be left out.
     row : int, optional
