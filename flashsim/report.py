@@ -185,6 +185,7 @@ def beside(path: Path) -> Iterator[Path]:
         return
     part = path.with_name(f".{secrets.token_hex(4)}-{path.name}")
     try:
+        part.touch(exist_ok=False)  # before any work is done
         yield part
         part.replace(path)
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flashsim.errors import OptionError, choices
+from flashsim.report import beside
 
 #: Text of SVG and PDF stays text: it can be searched, selected and edited, and prints as type.
 _AS_TEXT = {
@@ -64,7 +64,7 @@ def save_figure(
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="constrained_layout not applied")
         try:
-            with mpl.rc_context(_AS_TEXT), beside(path) as part:  # type: ignore[arg-type]
+            with mpl.rc_context(_AS_TEXT), whole(path) as part:  # type: ignore[arg-type]
                 figure.savefig(part, format=ending, dpi=dpi, metadata=_UNDATED.get(ending))
         except UserWarning:
             raise OptionError(
@@ -75,23 +75,13 @@ def save_figure(
 
 
 @contextmanager
-def beside(path: Path) -> Iterator[Path]:
-    """A name in the same folder to write to; renamed to `path` at the end, gone after an error.
-
-    Raises
-    ------
-    OptionError
-        If nothing can be written there.
-    """
-    part = path.with_name(f".{path.stem}.{secrets.token_hex(4)}{path.suffix}")
+def whole(path: Path) -> Iterator[Path]:
+    """`report.beside`, with an `OptionError` where nothing can be written."""
     try:
-        part.touch(exist_ok=False)  # before any work is done
-        yield part
-        part.replace(path)
+        with beside(path) as part:
+            yield part
     except OSError as error:
         raise OptionError(
             f"cannot write {str(path)!r}: {error.strerror or error}; the folder must exist and be "
             "writable, and the disk have room"
         ) from error
-    finally:
-        part.unlink(missing_ok=True)

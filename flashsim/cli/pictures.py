@@ -21,7 +21,6 @@ from flashsim.counts.traffic import Traffic
 from flashsim.errors import FlashSimError, OptionError, choices
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
-from flashsim.report import beside
 from flashsim.schedule.tiling import Tiling
 from flashsim.trace.trace import Trace
 
@@ -352,7 +351,4 @@ def _draw(
         axes = viz.diff(*data, **options)
     else:
         axes = getattr(viz, kind.replace("-", "_"))(data, **options)
-    if inches is not None:
-        axes.figure.set_size_inches(inches)
-    with beside(out) as part:
-        axes.figure.savefig(part, dpi=dpi)
+    viz.save_figure(axes, out, dpi=dpi, size=inches)

@@ -30,7 +30,7 @@ class Archive:
 
     def __init__(self, file: Any) -> None:
         self._zip = zipfile.ZipFile(file)
-        self._infos = {}
+        self._infos: dict[str, zipfile.ZipInfo] = {}
         for info in self._zip.infolist():
             name = info.filename.removesuffix(".npy")
             if name in self._infos or name == info.filename:

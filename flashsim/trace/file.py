@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -29,6 +28,7 @@ import numpy as np
 
 from flashsim.errors import TraceError
 from flashsim.problem.masks import BlockMask
+from flashsim.report import beside
 from flashsim.schedule.names import OPS, TENSORS
 from flashsim.schedule.savedmask import Csr, SavedMask
 from flashsim.schedule.schedule import Schedule
@@ -62,16 +62,11 @@ def save(trace: Recording, path: str | os.PathLike) -> None:
     text = np.frombuffer(json.dumps(header).encode(), np.uint8)
     if len(text) > _HEADER_BYTES:
         raise TraceError(f"a trace's header has {len(text):,} B, over {_HEADER_BYTES:,}: too many")
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
-        try:
-            with part.open("xb") as file:
-                np.savez_compressed(file, header=text, **arrays)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        with beside(path) as part, part.open("wb") as file:
+            np.savez_compressed(file, header=text, **arrays)
+            file.flush()
+            os.fsync(file.fileno())
     except OSError as error:
         raise TraceError(
             f"cannot write a trace to {str(path)!r}: {error.strerror or error}; the folder must "
@@ -220,10 +215,10 @@ def _unpack(header: dict[str, Any], archive: Archive) -> Recording:
         tables: dict[Tiling, Csr] = {}
         for n, sides in enumerate(header["mask"]["tilings"]):
             tiling = Tiling(*sides)
-            soundness.length_of_mask(*(shapes[x] for x in _csr(n)), problem, tiling)
-            ptr, col, kind = map(read, _csr(n))
-            soundness.mask_table((ptr, col, kind), problem, tiling)
-            tables[tiling] = ptr, col, kind
+            ptr, col, kind = _csr(n)
+            soundness.length_of_mask(shapes[ptr], shapes[col], shapes[kind], problem, tiling)
+            tables[tiling] = read(ptr), read(col), read(kind)
+            soundness.mask_table(tables[tiling], problem, tiling)
         masks["mask"] = SavedMask(header["mask"]["name"], tables)
     problem = soundness.problem(header["problem"], **masks)
 
@@ -259,7 +254,9 @@ def _unpack(header: dict[str, Any], archive: Archive) -> Recording:
 
 def _members(header: dict[str, Any], archive: Archive) -> dict[str, tuple[np.dtype, int]]:
     """Type and axes of each array that the header speaks of; all and no others must be there."""
-    kinds = {f"events_{n}": (EVENT, 1) for n in range(len(header["stages"]))}
+    kinds: dict[str, tuple[np.dtype, int]] = {
+        f"events_{n}": (EVENT, 1) for n in range(len(header["stages"]))
+    }
     if "block_mask" in header:
         kinds["block_mask"] = np.dtype(bool), 2
     if "mask" in header:

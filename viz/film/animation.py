@@ -31,7 +31,7 @@ from flashsim.viz.data.steps import Steps
 from flashsim.viz.film.panels import Counters, Moves, StatisticsPanel
 from flashsim.viz.film.scene import Scene
 from flashsim.viz.player.html import embedded
-from flashsim.viz.save import beside
+from flashsim.viz.save import whole
 from flashsim.viz.style import rc
 
 FORMATS = (".gif", ".mp4", ".html")
@@ -96,7 +96,7 @@ def animate(
     film = Film(data, statistics=statistics, clock=clock, theme=theme, max_frames=max_frames)
     write = {".gif": _write_gif, ".mp4": _write_mp4, ".html": _write_html}[path.suffix]
     try:
-        with beside(path) as part:
+        with whole(path) as part:
             write(film, part, fps)
     finally:
         film.close()

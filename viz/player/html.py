@@ -27,7 +27,7 @@ from flashsim.viz.data.diagram import KEY_SIDE, MATRICES, SYMBOLS, one_grid, sid
 from flashsim.viz.data.statistics import RowStatistics
 from flashsim.viz.data.steps import Steps
 from flashsim.viz.palette import THEMES
-from flashsim.viz.save import beside
+from flashsim.viz.save import whole
 
 _SCRIPTS = ("decode.js", "diagram.js", "player.js")
 
@@ -54,7 +54,7 @@ class Page:
     def save(self, path: str | Path) -> Path:
         """Write the file, whole or not at all; returns its path."""
         path = Path(path)
-        with beside(path) as part:
+        with whole(path) as part:
             part.write_text(self.html, encoding="utf-8")
         return path
 

@@ -101,7 +101,7 @@ def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme
     unit_axis(ax.yaxis)
     _name_parts(ax, theme, middles)
     handles = [tensor_patch(tensor, theme) for tensor in sorted(shown, key=CODES.__getitem__)]
-    lines = [line for line in ax.lines if not line.get_label().startswith("_")]
+    lines = [line for line in ax.lines if not str(line.get_label()).startswith("_")]
     ax.legend(handles=[*handles[::-1], *lines], loc="upper left", bbox_to_anchor=(1, 1))
 
 
