@@ -36,7 +36,7 @@ class Comparison:
     def traces(self) -> list[Trace]:
         """All traces, forward before backward."""
         runs: list[Result | Gradients] = [*self.results.values(), *self.gradients.values()]
-        return [r.trace for r in runs if r.trace is not None]
+        return [r.trace for r in runs if r.traced]
 
     def table(self) -> report.Table:
         """One row an algorithm and direction."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from flashsim import report
 from flashsim.api import dispatch, inputs
 from flashsim.engines.engine import Job, Outcome
+from flashsim.errors import TraceError
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
@@ -19,12 +20,33 @@ from flashsim.schedule.tiling import Tiling
 from flashsim.trace.trace import Trace
 from flashsim.version import __version__
 
-if TYPE_CHECKING:
-    pass
+
+class _Pass:
+    """What a pass recorded, if it was asked to."""
+
+    _trace: Trace | None
+
+    @property
+    def traced(self) -> bool:
+        """Whether the pass was recorded."""
+        return self._trace is not None
+
+    @property
+    def trace(self) -> Trace:
+        """What was moved.
+
+        Raises
+        ------
+        TraceError
+            If the pass ran without ``trace=True``.
+        """
+        if self._trace is None:
+            raise TraceError("this pass recorded nothing: run it with trace=True (or backward so)")
+        return self._trace
 
 
 @dataclass(frozen=True, eq=False)
-class Gradients:
+class Gradients(_Pass):
     """Gradients of ``sum(out * dout)``, shaped and typed like the inputs.
 
     Attributes
@@ -32,7 +54,6 @@ class Gradients:
     dq, dk, dv : array
     dbias : array or None
         Shaped like the bias, if there was one.
-    trace : Trace or None
     kernel : str
         What ran.
     """
@@ -41,8 +62,8 @@ class Gradients:
     dk: Any
     dv: Any
     dbias: Any
-    trace: Trace | None
     kernel: str
+    _trace: Trace | None = field(repr=False)
 
     __repr__ = report.short
 
@@ -51,7 +72,7 @@ class Gradients:
 
 
 @dataclass(frozen=True, eq=False)
-class Result:
+class Result(_Pass):
     """What `run` returns.
 
     Attributes
@@ -59,16 +80,14 @@ class Result:
     out : array, shaped like q with v's head_dim
     lse : array, q's shape without its last axis
         Natural log of the sum of exponentials of each row of scores, in the accumulator type.
-    trace : Trace or None
-        What was moved, if ``trace=True``.
     kernel : str
         What ran.
     """
 
     out: Any
     lse: Any
-    trace: Trace | None
     kernel: str
+    _trace: Trace | None = field(repr=False)
     _job: Job = field(repr=False)
     _saved: Mapping[str, Any] = field(repr=False)
     _backend: str = field(repr=False)
@@ -152,14 +171,14 @@ class Result:
         return Gradients(
             **grads,
             dbias=dbias,
-            trace=_trace(job, outcome, "backward", self._backend),
+            _trace=_trace(job, outcome, "backward", self._backend),
             kernel=outcome.kernel,
         )
 
 
 def _cell(ran: Result | Gradients) -> str:
     """What a notebook shows of a pass: arrays by shape, and below what was moved."""
-    return report.card(ran) + ("" if ran.trace is None else ran.trace.table().html())
+    return report.card(ran) + (ran.trace.table().html() if ran.traced else "")
 
 
 def run(
@@ -286,7 +305,7 @@ def run(
     return Result(
         out=inputs.squeeze(outcome.arrays["out"], given.ndim),
         lse=inputs.squeeze(outcome.arrays["lse"], given.ndim - 1),
-        trace=_trace(job, outcome, "forward", backend),
+        _trace=_trace(job, outcome, "forward", backend),
         kernel=outcome.kernel,
         _job=job,
         _saved=outcome.saved,

@@ -75,8 +75,7 @@ def run(
         grads = None
         if how.backward:
             grads = result.backward(arrays.gradient(tensors.seed + 1), tiling=backward_tile)
-    passes = (result.trace, grads.trace if grads is not None else None)
-    traces = [trace for trace in passes if trace is not None]
+    traces = [one.trace for one in (result, grads) if one is not None]
     tables, every = [trace.table() for trace in traces], [figures(trace) for trace in traces]
     if arrays.out is not None:
         difference = float(np.abs(result.out.astype(np.float64) - arrays.out).max())

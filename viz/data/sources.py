@@ -7,7 +7,7 @@ from typing import Any
 
 from flashsim.counts import traffic
 from flashsim.counts.traffic import Traffic
-from flashsim.errors import DTypeError, OptionError, TraceError
+from flashsim.errors import DTypeError, OptionError
 from flashsim.schedule.itinerary import ALGORITHMS
 from flashsim.trace.trace import Trace
 from flashsim.viz.data.statistics import RowStatistics
@@ -25,8 +25,6 @@ def one_trace(data: Any) -> Trace:
         If nothing was recorded, or if `data` is something else.
     """
     trace = getattr(data, "trace", data)
-    if trace is None:
-        raise TraceError("nothing was recorded; run with trace=True")
     if not isinstance(trace, Trace):
         raise DTypeError(
             f"expected a Trace (or a Result or Gradients that has one), got {type(data).__name__}"

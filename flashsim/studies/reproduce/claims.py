@@ -41,7 +41,6 @@ def bounds() -> list[Table]:
         tiling = Tiling(min(block_k, d), block_k)
         device = Device.get("A100").with_sram(16 * MIB)  # the rule leaves the score tile out of M
         trace = run(q, k, v, algorithm="flash1", tiling=tiling, device=device, trace=True).trace
-        assert trace is not None
         executed, name = trace.bytes() // 4, f"M = {m:,}, tile {tiling}"
         order = n * n * d * d / m
         above.rows.append(line(name, order, executed, _parts(n, d, m, order)))
