@@ -78,7 +78,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Row:
+class RowWidth:
     """A row in HBM: `width` elements, whole 16-byte pieces; the first `exist` are the problem's.
 
     Pieces are moved whole, and what is counted is what exists.

@@ -19,7 +19,7 @@ from flashsim.backends import launch
 from flashsim.backends.launch.kernel import Kernel
 from flashsim.backends.numba_gpu import ptx
 from flashsim.backends.numba_gpu.emit import F32, I8, I32, I64, emitted, i32
-from flashsim.backends.numba_gpu.tiles import Row, Tile
+from flashsim.backends.numba_gpu.tiles import RowWidth, Tile
 
 device = cuda.jit(device=True, inline="always")
 int32, int64 = types.int32, types.int64
@@ -92,12 +92,12 @@ def copies_wait(b: ir.IRBuilder) -> None:
     ptx.cp_async_wait(b)
 
 
-def rows_of(c: SimpleNamespace) -> tuple[Row, Row]:
+def rows_of(c: SimpleNamespace) -> tuple[RowWidth, RowWidth]:
     """Rows in HBM of Q, K, dQ, dK and of V, O, dO, dV."""
-    return Row(c.head_dim, c.counted), Row(c.head_dim_v, c.counted_v)
+    return RowWidth(c.head_dim, c.counted), RowWidth(c.head_dim_v, c.counted_v)
 
 
-def tile_copies(tile: Tile, row: Row, threads: int) -> SimpleNamespace:
+def tile_copies(tile: Tile, row: RowWidth, threads: int) -> SimpleNamespace:
     """``load(to, source, row_bytes, rows)`` and ``store(address, to, row_bytes, rows)``.
 
     Both return the bytes that this thread moved of those that exist in HBM; what a ragged tile
@@ -196,7 +196,7 @@ def _not_unrolled(module: ir.Module) -> Any:
     return node
 
 
-def piece_bytes(row: Row) -> Any:
+def piece_bytes(row: RowWidth) -> Any:
     """``piece_bytes(piece)``: what exists of a row's 16-byte piece of 16-bit elements."""
 
     @emitted(types.int32, types.int32)

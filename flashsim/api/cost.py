@@ -17,7 +17,7 @@ NUMBA_FLOPS = 60e9
 
 
 @dataclass(frozen=True)
-class Cost:
+class Estimate:
     """Of one or more passes, one after the other."""
 
     seconds: float
@@ -29,7 +29,7 @@ class Cost:
         return f"about {time}" if minutes >= 1 else "less than a minute"
 
 
-def cost(passes: list[Traffic], backend: str = "numpy") -> Cost:
+def cost(passes: list[Traffic], backend: str = "numpy") -> Estimate:
     """The cost of executing these passes and keeping what they return.
 
     Raises
@@ -46,7 +46,7 @@ def cost(passes: list[Traffic], backend: str = "numpy") -> Cost:
         nbytes += saved(one.problem, one.algorithm) + EVENTS * visits * (backend == "numpy")
         nbytes += workspace(one.problem, one.algorithm, one.direction)
     fits(nbytes, "`flashsim count` counts the same without arrays")
-    return Cost(seconds, nbytes)
+    return Estimate(seconds, nbytes)
 
 
 def fits(nbytes: int, instead: str) -> None:

@@ -46,7 +46,7 @@ Key = tuple[Cell, ...]
 
 
 @dataclass(frozen=True)
-class Point:
+class SweepPoint:
     """One point of a sweep. `tiling` is a `Tiling`, a preset's name or "fit"."""
 
     method: str
@@ -103,7 +103,7 @@ class Point:
         return Tiling.preset(self.tiling, self.head_dim, causal=self.causal)
 
 
-def measure(point: Point) -> Row:
+def measure(point: SweepPoint) -> Row:
     """The row of one point: its parameters, its figures, and "ok" or what went wrong."""
     row: Row = {**point.parameters(), **dict.fromkeys(FIGURES)}
     try:
@@ -117,7 +117,7 @@ def measure(point: Point) -> Row:
     return {**row, "status": "ok"}
 
 
-def _count(point: Point, problem: Problem, tiling: Tiling) -> Traffic:
+def _count(point: SweepPoint, problem: Problem, tiling: Tiling) -> Traffic:
     return counting.count(
         problem,
         algorithm=point.algorithm,
@@ -128,7 +128,7 @@ def _count(point: Point, problem: Problem, tiling: Tiling) -> Traffic:
     )
 
 
-def _run(point: Point, problem: Problem, tiling: Tiling) -> Trace | None:
+def _run(point: SweepPoint, problem: Problem, tiling: Tiling) -> Trace | None:
     """Simulate on random inputs; what moves does not depend on their values."""
     forward = point.direction == "forward"
     q, k, v, dout = random_inputs(problem)
@@ -170,7 +170,7 @@ def _figures(source: Traffic | Trace | None) -> Row:
 
 
 def axis(name: str, value: Any) -> list[Any]:
-    """The values of one axis, checked and in the form that `Point` keeps them."""
+    """The values of one axis, checked and in the form that `SweepPoint` keeps them."""
     pair = name == "window" and isinstance(value, (tuple, list)) and len(value) == 2
     if pair and not any(isinstance(x, (tuple, list)) or x is None for x in value):
         value = [tuple(value)]  # one window, not two values
@@ -185,14 +185,14 @@ def axis(name: str, value: Any) -> list[Any]:
     return [_CHECKS.get(name, _size)(name, item) for item in values]
 
 
-def points(method: str, axes: Mapping[str, list[Any]]) -> list[Point]:
+def points(method: str, axes: Mapping[str, list[Any]]) -> list[SweepPoint]:
     """The Cartesian product of checked axes (see `axis`), each point once."""
-    found: dict[Key, Point] = {}
+    found: dict[Key, SweepPoint] = {}
     for values in product(*axes.values()):
         point = dict(zip(axes, values, strict=True))
         for name, same in SAME.items():
             point[name] = point[same] if point[name] is None else point[name]
-        made = Point(method=method, **point)
+        made = SweepPoint(method=method, **point)
         found.setdefault(made.key, made)
     return list(found.values())
 

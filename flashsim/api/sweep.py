@@ -22,7 +22,7 @@ from flashsim.api.point import (
     PARAMETERS,
     SAME,
     Key,
-    Point,
+    SweepPoint,
     axis,
     key_of,
     measure,
@@ -239,7 +239,7 @@ def sweep(
 
 
 def _collect(
-    wanted: list[Point], executor: Executor | None, path: str | Path | None, progress: bool
+    wanted: list[SweepPoint], executor: Executor | None, path: str | Path | None, progress: bool
 ) -> list[Row]:
     """The rows of all points in order, those not yet in the file added to it as they come."""
     found: dict[Key, Row] = {}
@@ -257,7 +257,7 @@ def _collect(
     return [found[point.key] for point in wanted]
 
 
-def _submit(todo: list[Point], executor: Executor) -> Iterator[Row]:
+def _submit(todo: list[SweepPoint], executor: Executor) -> Iterator[Row]:
     """Hand all points over now; yield their rows as they are done, whatever the order."""
     futures = [executor.submit(measure, point) for point in todo]
 

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from flashsim import report
-from flashsim.api.cost import Cost
+from flashsim.api.cost import Estimate
 from flashsim.cli.options import Format
 from flashsim.counts import questions, traffic
 from flashsim.counts.traffic import Traffic
@@ -99,7 +99,7 @@ def console() -> Console:
 
 
 @contextmanager
-def working(text: str, cost: Cost | None = None) -> Iterator[None]:
+def working(text: str, cost: Estimate | None = None) -> Iterator[None]:
     """Say first what takes minutes; on a terminal, show a spinner meanwhile."""
     if cost is not None and cost.seconds > 60:
         text += f", {cost}"

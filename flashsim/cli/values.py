@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from flashsim.api.cost import Cost, cost, fits
+from flashsim.api.cost import Estimate, cost, fits
 from flashsim.api.counting import count
 from flashsim.api.samples import TRACES, load_sample, load_sample_trace, random_inputs
 from flashsim.cli import options as opt
@@ -80,7 +80,7 @@ def foresee(
     tiles: Mapping[str, Tiling | None],
     device: Device,
     backend: str = "numpy",
-) -> Cost | None:
+) -> Estimate | None:
     """What running the passes of `tiles` will cost; None on a GPU, or where `run` will refuse.
 
     Raises

@@ -18,7 +18,7 @@ from flashsim.backends.numba_gpu import ptx, walk  # noqa: E402
 from flashsim.backends.numba_gpu.emit import F32, I32, I64, i32  # noqa: E402
 from flashsim.backends.numba_gpu.hopper import tiles as hopper_tiles  # noqa: E402
 from flashsim.backends.numba_gpu.tensor import backward_rows, output  # noqa: E402
-from flashsim.backends.numba_gpu.tiles import Row, Tile  # noqa: E402
+from flashsim.backends.numba_gpu.tiles import RowWidth, Tile  # noqa: E402
 
 HEAD_DIMS = (1, 7, 8, 59, 64, 111, 128, 250)
 ANYWHERE = ir.Constant(I64, 0)
@@ -56,7 +56,7 @@ def block(monkeypatch):
 
 
 def row(head_dim):
-    return Row(launch.row_elements(head_dim), head_dim)
+    return RowWidth(launch.row_elements(head_dim), head_dim)
 
 
 def padded(head_dim):

@@ -57,8 +57,8 @@ def test_the_estimate_grows_with_visits_and_products():
     assert seconds[1] > 10 * seconds[0]
     assert seconds[2] > seconds[0]
     assert cost.cost([fine, fine]).seconds == 2 * seconds[1]
-    assert str(cost.Cost(3600.0, 0)) == "about 60 min"
-    assert str(cost.Cost(7200.0, 0)) == "about 2 h"
+    assert str(cost.Estimate(3600.0, 0)) == "about 60 min"
+    assert str(cost.Estimate(7200.0, 0)) == "about 2 h"
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from numba.cuda.extending import intrinsic
 from flashsim.backends.numba_gpu import ptx
 from flashsim.backends.numba_gpu.emit import I1, I32, I64, Values, emitted, floats, i32, words
 from flashsim.backends.numba_gpu.hopper import ptx as ptx_hopper
-from flashsim.backends.numba_gpu.tiles import Row, lane_of
+from flashsim.backends.numba_gpu.tiles import RowWidth, lane_of
 
 int32, int64 = types.int32, types.int64
 BARRIER = 8  # bytes
@@ -253,7 +253,7 @@ def round_operand(bf16: bool, n: int) -> Any:
 # -- output ---------------------------------------------------------------------------------------
 
 
-def store_output(bf16: bool, n: int, row_of: Row) -> Any:
+def store_output(bf16: bool, n: int, row_of: RowWidth) -> Any:
     """``store_output(address, row_bytes, o, factors, row, stop) -> bytes``: 64 rows, rounded.
 
     `row` is the warp's first row and `address` that of row 0; rows from `stop` on and columns past

@@ -16,7 +16,7 @@ from numba.cuda import types
 from flashsim.backends.launch.kernel import Kernel
 from flashsim.backends.numba_gpu import ptx
 from flashsim.backends.numba_gpu.emit import F32, I64, emitted, f32
-from flashsim.backends.numba_gpu.tiles import Row
+from flashsim.backends.numba_gpu.tiles import RowWidth
 from flashsim.backends.numba_gpu.walk import (
     SLOTS,
     constants,
@@ -71,7 +71,7 @@ def _lane_sum(lanes: int) -> Any:
     return lane_sum
 
 
-def zeros_bytes(row: Row) -> Any:
+def zeros_bytes(row: RowWidth) -> Any:
     """``zeros_bytes(column)``: bytes that exist of four float32 from a column on."""
 
     @emitted(types.int32, types.int32)

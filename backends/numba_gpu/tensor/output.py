@@ -9,7 +9,7 @@ from numba.cuda import types
 
 from flashsim.backends.numba_gpu import ptx
 from flashsim.backends.numba_gpu.emit import F32, I1, I32, I64, Values, emitted, floats, i32
-from flashsim.backends.numba_gpu.tiles import Row, Tile, lane_of
+from flashsim.backends.numba_gpu.tiles import RowWidth, Tile, lane_of
 
 
 def stage(bf16: bool, blocks: int, n: int, tile: Tile) -> Any:
@@ -57,12 +57,12 @@ def store_rows(blocks: int) -> Any:
     return store_rows_
 
 
-def reduce_tile(blocks: int, n: int, row_of: Row, wide: bool) -> Any:
+def reduce_tile(blocks: int, n: int, row_of: RowWidth, wide: bool) -> Any:
     """``reduce_tile(address, c, row, col, rows) -> bytes``: add accumulators to float32 in HBM.
 
     Parameters
     ----------
-    row_of : Row
+    row_of : RowWidth
         Rows in HBM; columns past their width are left out.
     wide : bool
         Four neighbours in one instruction (sm_90): two lanes trade, so that the even one adds the

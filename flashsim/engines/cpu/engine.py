@@ -21,7 +21,7 @@ from flashsim.engines.cpu import threads
 from flashsim.engines.cpu.micro_kernels import registers
 from flashsim.engines.cpu.notes import stage_trace
 from flashsim.engines.cpu.scores import BFLOAT16, FLOAT16, NO_ROUNDING, Rules
-from flashsim.engines.cpu.tables import NOTE, Grads, Inputs, Notes, Shape, Tiles
+from flashsim.engines.cpu.tables import NOTE, Grads, Notes, Shape, Tiles, WalkInputs
 from flashsim.engines.engine import Job, Outcome
 from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError, shown
 from flashsim.problem import checks
@@ -64,7 +64,7 @@ ROUNDING = {"bfloat16": BFLOAT16, "float16": FLOAT16}
 
 def forward(job: Job) -> Outcome:
     """The forward pass."""
-    engine = _Pass(job, "forward")
+    engine = _CpuPass(job, "forward")
     p = job.problem
     out = np.empty((p.batch, p.heads, p.n_q, p.head_dim_v), p.compute_dtype)
     lse = np.empty((p.batch, p.heads, p.n_q), p.compute_dtype)
@@ -76,13 +76,13 @@ def forward(job: Job) -> Outcome:
 
 def backward(job: Job, saved: Mapping[str, Any], dout: np.ndarray) -> Outcome:
     """The backward pass: in three passes ("flash2"), or fused, with dQ summed up in memory."""
-    engine = _Pass(job, "backward")
+    engine = _CpuPass(job, "backward")
     p, real = job.problem, job.problem.compute_dtype
     out, dout, q, k, v = engine.wide(saved["O"], dout, job.q, job.k, job.v)
     lse = threads.frozen(np.where(np.isneginf(saved["L"]), 0, saved["L"]))
     delta = np.empty(p.batch * p.heads * p.n_q, real)
     engine.walk("delta", out, dout, delta)
-    inputs = Inputs(q, k, v, dout, lse, threads.frozen(delta))
+    inputs = WalkInputs(q, k, v, dout, lse, threads.frozen(delta))
 
     dk = np.empty((p.batch, p.kv_heads, p.n_kv, p.head_dim), real)
     dv = np.empty((p.batch, p.kv_heads, p.n_kv, p.head_dim_v), real)
@@ -106,7 +106,7 @@ def backward(job: Job, saved: Mapping[str, Any], dout: np.ndarray) -> Outcome:
 
 
 @dataclass
-class _Pass:
+class _CpuPass:
     """One pass in one direction: what its walks share, and the stages they leave behind."""
 
     job: Job

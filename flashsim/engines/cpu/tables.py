@@ -68,7 +68,7 @@ class Notes(NamedTuple):
     visits: np.ndarray
 
 
-class Inputs(NamedTuple):
+class WalkInputs(NamedTuple):
     """What a backward pass reads, flat; `lse` has 0 where no key was seen."""
 
     q: np.ndarray
