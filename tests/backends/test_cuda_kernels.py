@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from compiled import compiled, costs_nothing_when_off, source
+from compiled import compiled, costs_nothing_when_off, source, thorough
 
 import flashsim
 from flashsim import Problem, Tiling
@@ -96,7 +96,7 @@ ELSEWHERE = [
     *(("blocks", "sm_89"), ("fp32 256", "sm_120"), ("tf32 64", "sm_120"), ("tf32 128", "sm_86")),
 ]
 TARGETS = [
-    case if case in ALWAYS else pytest.param(*case, marks=pytest.mark.thorough)
+    case if case in ALWAYS else thorough(*case)
     for case in [
         *ELSEWHERE,
         *(
@@ -117,9 +117,9 @@ def test_kernels_compile_and_stay_in_registers(name, arch):
 @pytest.mark.parametrize(
     ("name", "report"),
     [
-        *(("bf16 128 causal", "counts"), ("bf16 128 causal", "timeline"), ("fp16 odd", "counts")),
-        *(("fp16 odd", "timeline"), ("fp32 64", "counts"), ("fp32 64", "timeline")),
-        ("tf32 64", "timeline"),
+        *(("bf16 128 causal", "counts"), ("fp16 odd", "timeline"), ("fp32 64", "timeline")),
+        *(thorough("bf16 128 causal", "timeline"), thorough("fp16 odd", "counts")),
+        *(thorough("fp32 64", "counts"), thorough("tf32 64", "timeline")),
     ],
 )
 def test_kernels_that_report_compile_and_stay_in_registers(name, report):
@@ -150,8 +150,14 @@ def check_registers(passes, arch, limit):
     assert compiled >= 6
 
 
-@pytest.mark.parametrize("stage", ["forward", "fused", "dq", "delta"])
-@pytest.mark.parametrize("name", ["bf16 64", "fp32 64"])
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        *(("bf16 64", "forward"), ("bf16 64", "fused"), ("fp32 64", "dq"), ("fp32 64", "delta")),
+        *(thorough("fp32 64", "forward"), thorough("fp32 64", "fused")),
+        *(thorough("bf16 64", "dq"), thorough("bf16 64", "delta")),
+    ],
+)
 def test_reporting_costs_nothing_when_it_is_off(name, stage):
     one = next(x for x in passes(PROBLEMS[name], H200) if x.stage.name == stage)
     assert costs_nothing_when_off(one.kernel, "-arch=sm_90")

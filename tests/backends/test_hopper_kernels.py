@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from compiled import compiled, costs_nothing_when_off
+from compiled import compiled, costs_nothing_when_off, thorough
 
 import flashsim
 from flashsim import Problem, Tiling
@@ -87,7 +87,7 @@ def check(kernel, limit):
 
 def some(always, cases):
     """All cases, of which some are always tried: compiling takes a second a kernel."""
-    return [c if c in always else pytest.param(c, marks=pytest.mark.thorough) for c in cases]
+    return [c if c in always else thorough(c) for c in cases]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from compiled import thorough
 
 import flashsim
 from flashsim import Problem, Tiling
@@ -29,12 +30,11 @@ except BackendUnavailable as error:
 except ImportError as error:
     pytest.skip(f"no numba-cuda: {error}", allow_module_level=True)
 
+
 GPUS = {
     "sm_80": Gpu("A100", (8, 0), 163 * 1024, 40 << 20),
     "sm_90a": Gpu("H200", (9, 0), 227 * 1024, 60 << 20),
 }
-#: Of a product of cases one or two are always tried: compiling takes seconds each.
-thorough = lambda *case: pytest.param(*case, marks=pytest.mark.thorough)  # noqa: E731
 #: Bytes a thread may spill: registers hold everything but some rarely used values.
 SPILL_BYTES = 224
 #: The same where it counts or stamps as well: addresses and counters are live throughout.

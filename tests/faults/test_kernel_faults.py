@@ -17,7 +17,7 @@ pytest.importorskip("cupy")
 import afresh
 import emulator
 import kernel_faults
-from compiled import compiled
+from compiled import compiled, errors
 from test_emulated import compare
 from test_hopper_kernels import H200, PROBLEMS, kernels
 
@@ -81,15 +81,34 @@ def seeded(name, monkeypatch):
             nvrtc.source.cache_clear()
 
 
+def options(kernel):
+    return (*kernel.options, *(() if kernel.boxes else ("-arch=sm_90",)))
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_is_still_a_kernel(name, monkeypatch):
     with seeded(name, monkeypatch):
         every = affected(FAULTS[name])
         assert every
         for kernel in every:
-            arch = () if kernel.boxes else ("-arch=sm_90",)
-            log, cubin = compiled(kernel, (*kernel.options, *arch))
+            assert not errors(kernel, options(kernel))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", FAULTS)
+def test_still_assembles(name, monkeypatch):
+    with seeded(name, monkeypatch):
+        for kernel in affected(FAULTS[name]):
+            log, cubin = compiled(kernel, options(kernel))
             assert cubin, log
+
+
+def test_what_is_no_kernel_is_found(monkeypatch):
+    fault = dataclasses.replace(FAULTS["k-not-awaited"], new="if (unknown > 0) {")
+    monkeypatch.setitem(FAULTS, "k-not-awaited", fault)
+    with seeded("k-not-awaited", monkeypatch):
+        (kernel,) = affected(fault)
+        assert "unknown" in errors(kernel, options(kernel))
 
 
 @pytest.fixture(scope="module")

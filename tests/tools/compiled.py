@@ -11,6 +11,11 @@ REPORTING = re.compile(
 )
 
 
+def thorough(*case):
+    """One of a product of cases, too many to compile each time."""
+    return pytest.param(*case, marks=pytest.mark.thorough)
+
+
 def source(kernel):
     """A kernel's text with its headers in place."""
     from flashsim.backends.kernels import nvrtc as compiler
@@ -34,6 +39,19 @@ def _compiled(text, file, options):
     except nvrtc.NVRTCError:
         return nvrtc.getProgramLog(program), b""
     return nvrtc.getProgramLog(program), nvrtc.getCUBIN(program)
+
+
+def errors(kernel, options):
+    """What NVRTC's front end finds wrong, "" if nothing; it makes no code, and so is quick."""
+    pytest.importorskip("cupy")
+    from cupy.cuda import nvrtc
+
+    program = nvrtc.createProgram(source(kernel), kernel.file, [], [])
+    try:
+        nvrtc.compileProgram(program, (*options, "--fdevice-syntax-only"))
+    except nvrtc.NVRTCError:
+        return nvrtc.getProgramLog(program)
+    return ""
 
 
 def without_reports(text):
