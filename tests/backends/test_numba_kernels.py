@@ -386,11 +386,12 @@ def test_teaching_kernels_compile_with_the_shared_memory_said(cc, softcap):
     assert backward == teaching_run.shared_bytes(problem, tiling, "backward")
 
 
-def test_teaching_kernels_are_right_in_the_simulator():
+@pytest.mark.parametrize("cases", ["not thorough", thorough("thorough")])
+def test_teaching_kernels_are_right_in_the_simulator(cases):
     """Runs tests/gpu/test_numba_teaching.py in a process where Numba simulates the GPU."""
     tests = Path(__file__).parents[1] / "gpu" / "test_numba_teaching.py"
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", cases, str(tests)],
         env={**os.environ, "NUMBA_ENABLE_CUDASIM": "1"},
         cwd=tests.parents[2],
         capture_output=True,

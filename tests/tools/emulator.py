@@ -27,7 +27,7 @@ from flashsim.trace.events import StageTrace
 
 COMPILER = shutil.which("g++") if sys.platform == "linux" else None
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
-_FLAGS = ("-std=c++17", "-O0", "-w", "-shared", "-fPIC", "-U_FORTIFY_SOURCE")
+_FLAGS = ("-std=c++17", "-O0", "-w", "-fPIC", "-U_FORTIFY_SOURCE")
 #: A statement of PTX: the text, then operands, whose parentheses are one deep.
 _ASM = re.compile(
     r'\basm\s*(?:volatile\s*)?\(((?:"[^"]*"|[^()"]|\((?:[^()]|\([^()]*\))*\))*)\)\s*;'
@@ -53,12 +53,24 @@ def built(source: str, defines: tuple[str, ...]) -> ctypes.CDLL:
     text = _gcc(source, *defines, "-E", "-P", "-o", "-")  # an asm may depend on an #if
     text = f'#include "{HEADER}"\n' + function_calls(text)
     with tempfile.NamedTemporaryFile(suffix=".so") as made:  # once loaded, it needs no name
-        _gcc(text, *defines, *_FLAGS, "-o", made.name)
+        standard = Path(_standard_headers().name) / "standard.h"
+        _gcc(text, "-include", str(standard), *defines, *_FLAGS, "-shared", "-o", made.name)
         return ctypes.CDLL(made.name)
 
 
+@cache
+def _standard_headers() -> tempfile.TemporaryDirectory[str]:
+    """With standard.h, what `HEADER` includes, compiled: it takes longer than many a kernel."""
+    folder = tempfile.TemporaryDirectory()
+    path = Path(folder.name) / "standard.h"
+    path.write_text("\n".join(re.findall("^#include <.*>$", HEADER.read_text(), re.MULTILINE)))
+    _gcc("", *_FLAGS, "-x", "c++-header", str(path), "-o", f"{path}.gch")
+    return folder
+
+
 def _gcc(source: str, *options: str) -> str:
-    command = [str(COMPILER), "-x", "c++", "-", *options]
+    source_from = () if "-x" in options else ("-x", "c++", "-")
+    command = [str(COMPILER), *source_from, *options]
     done = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr)
