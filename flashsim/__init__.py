@@ -7,7 +7,7 @@ from typing import Any
 
 from flashsim.api.compare import Comparison, compare
 from flashsim.api.counting import count
-from flashsim.api.execution import Gradients, Result, run
+from flashsim.api.execution import Gradients, Result, backward, run
 from flashsim.api.samples import load_sample, load_sample_trace, random_inputs
 from flashsim.api.sweep import Sweep, sweep
 from flashsim.counts.traffic import Traffic
@@ -67,6 +67,7 @@ __all__ = [
     "UnknownArgumentError",
     "UnsupportedError",
     "__version__",
+    "backward",
     "compare",
     "count",
     "load_sample",

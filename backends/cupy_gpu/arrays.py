@@ -35,13 +35,14 @@ class Space:
     """Where a call's arrays live: their library, device and stream.
 
     Beside what is below, a space has `view` (an array for a kernel; a copy only if it cannot be
-    read as it is), `empty` (a new array of `like`'s type, float32 without), `pointer` (the address
-    of one of its arrays), `stream` (the address of the current stream) and `active` (makes its
-    device and stream CuPy's current ones).
+    read as it is), `vector` (the same for one float32 a row), `empty` (a new array of `like`'s
+    type, float32 without), `pointer` (the address of one of its arrays), `stream` (the address of
+    the current stream) and `active` (makes its device and stream CuPy's current ones).
     """
 
     device: int
     view: Callable[..., Any]
+    vector: Callable[[Any], Any]
     empty: Callable[..., Any]
     pointer: Callable[[Any], int]
     stream: Callable[[], int]
@@ -76,6 +77,10 @@ class CupySpace(Space):
         if _readable(array.data.ptr | batch | head | row, last // size, array.shape[-1]):
             return View((array.data.ptr, batch // size, head // size, row // size), array)
         return self.view(_padded(array, cupy))._replace(copied=_padded_bytes(array, size))
+
+    def vector(self, array: Any) -> Any:
+        """See `Space`."""
+        return cupy.ascontiguousarray(cupy.asarray(array))
 
     def empty(self, shape: tuple[int, ...], like: Any = None) -> Any:
         """See `Space`."""
@@ -141,6 +146,10 @@ class TorchSpace(Space):
         if _readable((batch | head | row) * size | pointer, last, array.shape[-1]):
             return View((pointer, batch, head, row), array)
         return self.view(_padded(array, self.torch))._replace(copied=_padded_bytes(array, size))
+
+    def vector(self, array: Any) -> Any:
+        """See `Space`."""
+        return array.contiguous()
 
     def empty(self, shape: tuple[int, ...], like: Any = None) -> Any:
         """See `Space`."""

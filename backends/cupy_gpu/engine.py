@@ -41,6 +41,12 @@ def forward(job: Job) -> Outcome:
     return forward_with(_family, job)
 
 
+def recall(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
+    """What the backward pass wants of a forward pass, from its results alone."""
+    _check(job)
+    return recall_of(job, out, lse)
+
+
 def backward(job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
     """Run the backward pass: three deterministic passes, or fused with reductions into dQ."""
     return backward_with(_family, job, saved, dout)
@@ -72,21 +78,14 @@ def forward_with(family_of: FamilyOf, job: Job) -> Outcome:
     with failures.Explaining():
         plan = _plan(family_of, job, "forward", space)
         with space.on_device():
-            q, k, v = space.view(job.q), space.view(job.k), space.view(job.v)
+            views = {"q": space.view(job.q), "k": space.view(job.k), "v": space.view(job.v)}
             width = launch.row_elements(p.head_dim_v)
-            out = space.empty((p.batch, p.heads, p.n_q, width), q.array)
+            out = space.empty((p.batch, p.heads, p.n_q, width), views["q"].array)
             lse = space.empty((p.batch, p.heads, p.n_q))
-            inputs = (q.place, k.place, v.place, _place(space, out, p.heads, p.n_q, width))
-            lse_at = space.pointer(lse)
-            call = Call(space, (*inputs, *_NO_GRADIENTS), {"lse": lse_at})
+            views["out"] = arrays.View(_place(space, out, p.heads, p.n_q, width), out)
+            saved = _saved(space, views, lse)
+            call = Call(space, (*saved["places"], *_NO_GRADIENTS), {"lse": saved["lse"]})
             stages, spans = plan.run(call, job.trace)
-            saved = {
-                "space": space,
-                "arrays": (q.array, k.array, v.array, out, lse),  # keeps them alive
-                "places": inputs,
-                "lse": lse_at,
-                "copied": _copies({"q": q, "k": k, "v": v}),
-            }
             return Outcome(
                 {"out": space.result(out, p.head_dim_v, width), "lse": space.result(lse)},
                 plan.tiling,
@@ -96,6 +95,29 @@ def forward_with(family_of: FamilyOf, job: Job) -> Outcome:
                 spans,
                 plan.gpu.name,
             )
+
+
+def recall_of(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
+    """What `backward_with` wants of a forward pass, from its results alone."""
+    p = job.problem
+    require_gpu()
+    given = {"q": job.q, "k": job.k, "v": job.v, "out": out}
+    space = arrays.space_of(given, p.dtype)
+    arrays.check_space("lse", lse, p.dtype, space)
+    with failures.Explaining(), space.on_device():
+        views = {name: space.view(x) for name, x in given.items()}
+        lse = space.vector(lse)
+        return _saved(space, views, lse)
+
+
+def _saved(space: arrays.Space, views: Mapping[str, arrays.View], lse: Any) -> dict[str, Any]:
+    return {
+        "space": space,
+        "arrays": (*(view.array for view in views.values()), lse),  # keeps them alive
+        "places": tuple(view.place for view in views.values()),
+        "lse": space.pointer(lse),
+        "copied": _copies(views),
+    }
 
 
 def backward_with(family_of: FamilyOf, job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:

@@ -2,7 +2,7 @@
 
 from flashsim.api.compare import Comparison, compare
 from flashsim.api.counting import count
-from flashsim.api.execution import Gradients, Result, run
+from flashsim.api.execution import Gradients, Result, backward, run
 from flashsim.api.samples import load_sample, load_sample_trace, random_inputs
 from flashsim.api.sweep import Sweep, sweep
 
@@ -11,6 +11,7 @@ __all__ = [
     "Gradients",
     "Result",
     "Sweep",
+    "backward",
     "compare",
     "count",
     "load_sample",

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from flashsim import report
-from flashsim.api import dispatch, inputs
-from flashsim.engines.engine import Job, Outcome
+from flashsim.api import dispatch, hosts, inputs
+from flashsim.engines.engine import Engine, Job, Outcome
 from flashsim.errors import TraceError
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
@@ -92,6 +92,7 @@ class Result(_Pass):
     _saved: Mapping[str, Any] = field(repr=False)
     _backend: str = field(repr=False)
     _bias_shape: tuple[int, ...] | None = field(repr=False)
+    _host: hosts.Host = field(repr=False)
 
     __repr__ = report.short
 
@@ -143,37 +144,9 @@ class Result(_Pass):
         ShapeError, DTypeError, OptionError, SramOverflow
         """
         engine = dispatch.engine(self._backend)
-        dout = _known(engine, "dout", dout, self._backend)
-        dout = inputs.check_like("dout", dout, self.out, "out")
-        inputs.check_tiling(tiling)
-        algorithm = plans.backward_form(self._job.algorithm, deterministic)
-        job = replace(
-            self._job,
-            tiling=tiling,
-            algorithm=algorithm,
-            trace=self._job.trace
-            if trace is None
-            else inputs.check_trace_mode(trace, self._backend),
-        )
-        if deterministic and hasattr(engine, "orders_dq"):
-            ordered = replace(job, algorithm="flash2-fused", deterministic=True)
-            job = ordered if engine.orders_dq(ordered, self._saved) else job
         ndim = len(self.out.shape)
-        outcome = engine.backward(job, self._saved, inputs.as_4d(dout))
-        grads = {
-            name: inputs.squeeze(x, ndim) for name, x in outcome.arrays.items() if name != "dbias"
-        }
-        if self._backend in dispatch.ON_CPU:
-            inputs.warn_of_overflow(outcome.arrays, {"dout": dout, **_arrays(job)})
-        dbias = outcome.arrays.get("dbias")
-        if dbias is not None:
-            dbias = dbias.reshape(self._bias_shape)
-        return Gradients(
-            **grads,
-            dbias=dbias,
-            _trace=_trace(job, outcome, "backward", self._backend),
-            kernel=outcome.kernel,
-        )
+        asked = _Asked(engine, self._backend, self._host, self._job, ndim, self._bias_shape)
+        return asked.gradients(self.out, self._saved, dout, tiling, deterministic, trace)
 
 
 def _cell(ran: Result | Gradients) -> str:
@@ -213,7 +186,8 @@ def run(
     q : array, (batch, heads, n_q, head_dim); leading axes may be left out
     k, v : array, (batch, kv_heads, n_kv, head_dim) and (batch, kv_heads, n_kv, head_dim_v)
         `heads` must be a multiple of `kv_heads`. float64, float32, float16 or bfloat16 (on a GPU
-        not float64).
+        not float64). On the CPU, arrays of NumPy, torch, or any library that speaks DLPack (JAX);
+        what goes in comes out, and is not copied on its way in.
     algorithm : {"flash2", "flash2-fused", "flash1", "standard"}
         The last two hold what the first papers describe; "flash2-fused" differs from "flash2" in
         the backward pass only.
@@ -260,61 +234,41 @@ def run(
         Of a kind that fits (each is also a ValueError, TypeError, ...): what was wrong, what was
         given, what is possible.
     """
-    engine, on_cpu = dispatch.engine(backend), backend in dispatch.ON_CPU
-    trace = inputs.check_trace_mode(trace, backend)
-    if options:
-        inputs.reject_unknown(
-            (name for name in options if name not in engine.OPTIONS),
-            [*_RUN_ARGUMENTS, *engine.OPTIONS],
-            "run",
-        )
-    plans.check_algorithm(algorithm)
-    inputs.check_tiling(tiling)
-    given = inputs.prepare(
-        _known(engine, "q", q, backend),
-        _known(engine, "k", k, backend),
-        _known(engine, "v", v, backend),
-        bias=inputs.numpy_only("bias", bias, backend) if on_cpu and bias is not None else bias,
-        block_mask=block_mask,
-        tiling=tiling,
-        nan_policy=nan_policy,
+    asked = _ask(
+        *(q, k, v, options),
+        algorithm=algorithm,
         causal=causal,
         window=window,
         softcap=softcap,
         scale=scale,
+        bias=bias,
         mask=mask,
+        block_mask=block_mask,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
+        tiling=tiling,
+        device=device,
+        backend=backend,
+        key_order=key_order,
+        nan_policy=nan_policy,
+        trace=trace,
     )
-    job = Job(
-        given.problem,
-        given.q,
-        given.k,
-        given.v,
-        given.bias,
-        tiling,
-        Device.get(device),
-        algorithm,
-        inputs.check_key_order(key_order),
-        trace,
-        options,
-    )
-    outcome = engine.forward(job)
-    if on_cpu:
+    job, give = asked.job, asked.host.give
+    outcome = asked.engine.forward(job)
+    if backend in dispatch.ON_CPU:
         inputs.warn_of_overflow({"out": outcome.arrays["out"]}, _arrays(job))
+    ndim = asked.ndim
     return Result(
-        out=inputs.squeeze(outcome.arrays["out"], given.ndim),
-        lse=inputs.squeeze(outcome.arrays["lse"], given.ndim - 1),
+        out=give(inputs.squeeze(outcome.arrays["out"], ndim)),
+        lse=give(inputs.squeeze(outcome.arrays["lse"], ndim - 1)),
         _trace=_trace(job, outcome, "forward", backend),
         kernel=outcome.kernel,
         _job=job,
         _saved=outcome.saved,
         _backend=backend,
-        _bias_shape=None if bias is None else tuple(bias.shape),
+        _bias_shape=asked.bias_shape,
+        _host=asked.host,
     )
-
-
-_RUN_ARGUMENTS = tuple(run.__kwdefaults__ or ())
 
 
 def _arrays(job: Job) -> dict[str, Any]:
@@ -323,10 +277,146 @@ def _arrays(job: Job) -> dict[str, Any]:
     return {name: x for name, x in arrays.items() if x is not None}
 
 
-def _known(engine: Any, name: str, x: Any, backend: str) -> Any:
+def backward(
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    dout: Any,
+    *,
+    deterministic: bool | None = None,
+    **question: Any,
+) -> Gradients:
+    """The backward pass of a forward pass of which only `out` and `lse` were kept.
+
+    Parameters
+    ----------
+    q, k, v : array
+        As they were given to `run`.
+    out, lse, dout : array
+        As `run` returned them, and the gradient of the loss with respect to `out`.
+    deterministic : bool, optional
+        As in `Result.backward`.
+    **question
+        The keywords of `run`. `tiling` and `trace` are the backward pass's. The algorithm must be
+        one that recomputes its probabilities: not "standard", which saves them.
+
+    Returns
+    -------
+    Gradients
+
+    Raises
+    ------
+    FlashSimError
+    """
+    keywords = {name: question.pop(name, x) for name, x in (run.__kwdefaults__ or {}).items()}
+    asked = _ask(q, k, v, question, **keywords)
+    p = asked.job.problem
+    rows = (p.batch, p.heads, p.n_q)[4 - asked.ndim :]
+    out, lse = hosts.take(asked.host, out=out, lse=lse)
+    inputs.check_kept("out", out, (*rows, p.head_dim_v), p.dtype)
+    inputs.check_kept("lse", lse, rows, p.compute_dtype)
+    saved = asked.engine.recall(asked.job, inputs.expand(out), inputs.expand(lse, 3))
+    return asked.gradients(out, saved, dout, keywords["tiling"], deterministic, None)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A question that passed every check: the job, who runs it, and what its arrays came as."""
+
+    engine: Engine
+    backend: str
+    host: hosts.Host
+    job: Job
+    ndim: int
+    bias_shape: tuple[int, ...] | None
+
+    def gradients(
+        self,
+        out: Any,
+        saved: Mapping[str, Any],
+        dout: Any,
+        tiling: Tiling | None,
+        deterministic: bool | None,
+        trace: bool | str | None,
+    ) -> Gradients:
+        """The backward pass; `out` is what `dout` must look like."""
+        engine = self.engine
+        (dout,) = hosts.take(self.host, dout=_known(engine, "dout", dout))
+        inputs.check_like("dout", dout, out, "out")
+        inputs.check_tiling(tiling)
+        job = replace(
+            self.job,
+            tiling=tiling,
+            algorithm=plans.backward_form(self.job.algorithm, deterministic),
+            trace=self.job.trace if trace is None else inputs.check_trace_mode(trace, self.backend),
+        )
+        if deterministic and hasattr(engine, "orders_dq"):
+            ordered = replace(job, algorithm="flash2-fused", deterministic=True)
+            job = ordered if engine.orders_dq(ordered, saved) else job
+        outcome = engine.backward(job, saved, inputs.expand(dout))
+        if self.backend in dispatch.ON_CPU:
+            inputs.warn_of_overflow(outcome.arrays, {"dout": dout, **_arrays(job)})
+        arrays = dict(outcome.arrays)
+        dbias = arrays.pop("dbias", None)
+        give, ndim = self.host.give, self.ndim
+        return Gradients(
+            **{name: give(inputs.squeeze(x, ndim)) for name, x in arrays.items()},
+            dbias=None if dbias is None else give(dbias.reshape(self.bias_shape)),
+            _trace=_trace(job, outcome, "backward", self.backend),
+            kernel=outcome.kernel,
+        )
+
+
+def _ask(
+    q: Any,
+    k: Any,
+    v: Any,
+    options: Mapping[str, Any],
+    *,
+    algorithm: str,
+    backend: str,
+    bias: Any,
+    tiling: Tiling | None,
+    device: str | Device,
+    key_order: str,
+    trace: bool | str,
+    **question: Any,
+) -> _Asked:
+    """Check what `run` or `backward` was given; `question` goes to `inputs.prepare`."""
+    engine = dispatch.engine(backend)
+    if options:
+        inputs.reject_unknown(
+            (name for name in options if name not in engine.OPTIONS),
+            [*(run.__kwdefaults__ or ()), *engine.OPTIONS],
+            "run",
+        )
+    plans.check_algorithm(algorithm)
+    inputs.check_tiling(tiling)
+    on_cpu = backend in dispatch.ON_CPU
+    host = hosts.host_of(q) if on_cpu else hosts.ANY
+    given_bias = bias
+    if on_cpu:
+        q, k, v, bias = hosts.take(host, q=q, k=k, v=v, bias=bias)
+    else:
+        q, k, v = (_known(engine, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    given = inputs.prepare(q, k, v, bias=bias, tiling=tiling, **question)
+    if on_cpu:
+        inputs.require_numpy(given, backend)
+    job = Job(
+        *(given.problem, given.q, given.k, given.v, given.bias),
+        *(tiling, Device.get(device), algorithm),
+        inputs.check_key_order(key_order),
+        inputs.check_trace_mode(trace, backend),
+        options,
+    )
+    bias_shape = None if given_bias is None else tuple(given_bias.shape)
+    return _Asked(engine, backend, host, job, given.ndim, bias_shape)
+
+
+def _known(engine: Any, name: str, x: Any) -> Any:
     """An array of a kind that the engine knows, if it can make one of `x`."""
-    if backend in dispatch.ON_CPU:
-        return inputs.numpy_only(name, x, backend)
     return engine.adopt(name, x) if inputs.only_dlpack(x) and hasattr(engine, "adopt") else x
 
 
@@ -352,4 +442,4 @@ def _trace(job: Job, outcome: Outcome, direction: str, backend: str) -> Trace | 
     )
 
 
-__all__ = ["Gradients", "Result", "run"]
+__all__ = ["Gradients", "Result", "backward", "run"]

@@ -67,6 +67,17 @@ class Inputs(NamedTuple):
     ndim: int
 
 
+def offsets(cu_seqlens: Any) -> Any:
+    """Offsets of packed sequences, a tensor's as a tuple: the tensor may change, and hashes by id.
+
+    A tensor on a GPU is waited for.
+    """
+    if isinstance(cu_seqlens, np.ndarray) or not hasattr(cu_seqlens, "tolist"):
+        return cu_seqlens
+    values = cu_seqlens.tolist()
+    return tuple(values) if isinstance(values, list) else values
+
+
 def reject_unknown(given: Iterable[str], known: Iterable[str], function: str) -> None:
     """Raise `UnknownArgumentError` for the first keyword that `function` does not take."""
     for name in given:
@@ -155,6 +166,7 @@ def prepare(
         added = _array("bias", bias), bias.dtype
     if block_mask is not None:
         block_mask = _block_mask(block_mask, tiling)
+    cu_seqlens_q, cu_seqlens_k = offsets(cu_seqlens_q), offsets(cu_seqlens_k)
     fields = (causal, window, softcap, scale, mask, cu_seqlens_q, cu_seqlens_k)
     try:
         problem, ndim, bias_shape = _same_problem(shapes, dtypes, added, block_mask, *fields)
@@ -164,7 +176,7 @@ def prepare(
         bias = bias.reshape(bias_shape)
     arrays = {"q": q, "k": k, "v": v}
     if ndim < 4:
-        q, k, v = (x.reshape((1,) * (4 - ndim) + tuple(x.shape)) for x in (q, k, v))
+        q, k, v = (expand(x) for x in (q, k, v))
     checks.one_of("nan_policy", nan_policy, ("propagate", "raise"))
     if nan_policy == "raise":
         for name, x in {**arrays, **({} if bias is None else {"bias": bias})}.items():
@@ -228,14 +240,23 @@ _same_problem = lru_cache(maxsize=256, typed=True)(_problem)
 def check_like(name: str, array: Any, like: Any, what: str) -> Any:
     """`array`, if it has the shape and dtype of `like`; `what` is what the error calls that."""
     shape = _array(name, array)
-    if shape != tuple(like.shape):
-        raise ShapeError(f"{name} must have {what}'s shape {tuple(like.shape)}, got {shape}")
+    if tuple(shape) != tuple(like.shape):
+        raise ShapeError(f"{name} must have {what}'s shape {tuple(like.shape)}, got {tuple(shape)}")
     if array.dtype != like.dtype and dtype_name(array) != dtype_name(like):
         raise DTypeError(
             f"{name} must have {what}'s dtype {dtype_name(like)}, got {dtype_name(array)}; "
             f"convert it with {name}.astype(...) if that is meant"
         )
     return array
+
+
+def check_kept(name: str, array: Any, shape: tuple[int, ...], dtype: str) -> None:
+    """Raise unless a forward pass on these inputs returned an array of this shape and type."""
+    got = tuple(_array(name, array)), dtype_name(array)
+    if got[0] != shape:
+        raise ShapeError(f"{name} must have the shape that run gave it, {shape}, got {got[0]}")
+    if got[1] != dtype:
+        raise DTypeError(f"{name} must have the dtype that run gave it, {dtype}, got {got[1]}")
 
 
 def check_finite(name: str, array: Any) -> None:
@@ -301,7 +322,7 @@ def _array(name: str, x: Any) -> tuple[int, ...]:
             )
         raise ShapeError(
             f"{name}'s last axis must be contiguous, got strides {x.strides} B for shape "
-            f"{shape}; np.ascontiguousarray({name}) makes it so"
+            f"{shape}; np.ascontiguousarray({name}), or {name}.contiguous() in torch, makes it so"
         )
     return shape
 
@@ -359,22 +380,24 @@ def _block_mask(block_mask: Any, tiling: Tiling | None) -> BlockMask:
     return BlockMask(block_mask, tiling.block_q, tiling.block_k)
 
 
-def numpy_only(name: str, x: Any, backend: str) -> Any:
-    """A NumPy array as it is (of a subclass such as `np.matrix`, its data); others are refused."""
-    _array(name, x)
-    if not isinstance(x, np.ndarray):
-        raise DTypeError(
-            f"backend {backend!r} takes NumPy arrays, got {name} as {type(x).__module__}."
-            f"{type(x).__name__}; convert it first, or run on a GPU backend"
-        )
-    return np.asarray(x)
+def require_numpy(given: Inputs, backend: str) -> None:
+    """Refuse what is no NumPy array by now: this backend runs on the CPU."""
+    for name in ("q", "k", "v", "bias"):
+        x = getattr(given, name)
+        if x is not None and not isinstance(x, np.ndarray):
+            raise DTypeError(
+                f"backend {backend!r} takes arrays in the CPU's memory, got {name} as "
+                f"{type(x).__module__}.{type(x).__name__}"
+                f"{f' on {x.device}' if hasattr(x, 'device') else ''}; move it there, or run on a "
+                "GPU backend"
+            )
 
 
-def as_4d(x: Any) -> Any:
-    """With axes of length 1 in front, where there are fewer than four."""
-    return x if x.ndim == 4 else x.reshape((1,) * (4 - len(x.shape)) + tuple(x.shape))
+def expand(x: Any, ndim: int = 4) -> Any:
+    """With axes of length 1 in front, where there are fewer than `ndim`."""
+    return x if x.ndim == ndim else x.reshape((1,) * (ndim - len(x.shape)) + tuple(x.shape))
 
 
 def squeeze(x: Any, ndim: int) -> Any:
-    """Without the axes that `as_4d` put in front."""
+    """Without the axes that `expand` put in front."""
     return x if x.ndim == ndim else x.reshape(tuple(x.shape)[len(x.shape) - ndim :])

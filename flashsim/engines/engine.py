@@ -1,7 +1,7 @@
 """What `run` hands to an engine and what an engine hands back: the seam between api and engines.
 
-An engine is a module with ``OPTIONS``, `default_tiling`, `forward` and `backward`, of the types
-below. Engines never import the api or each other.
+An engine is a module with ``OPTIONS``, `forward`, `recall` and `backward`, of the types below.
+Engines never import the api or each other.
 """
 
 from __future__ import annotations
@@ -93,6 +93,15 @@ class Engine(Protocol):
 
     def forward(self, job: Job) -> Outcome:
         """Run the forward pass."""
+
+    def recall(self, job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
+        """The `Outcome.saved` of a forward pass of which only `out` and `lse` were kept (4-D, 3-D).
+
+        Raises
+        ------
+        UnsupportedError
+            If the algorithm's backward pass needs more than these.
+        """
 
     def backward(self, job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
         """Run the backward pass; `job.tiling`, `algorithm` and `trace` are the backward's."""

@@ -10,6 +10,7 @@ import numpy as np
 from flashsim.algorithms import PASSES
 from flashsim.algorithms.memory import Hbm, Machine
 from flashsim.engines.engine import Job, Outcome
+from flashsim.errors import UnsupportedError
 from flashsim.problem.problem import Problem, numpy_dtype
 from flashsim.schedule import plans
 from flashsim.schedule.tensors import BIAS, COL, ROW, TILE, shape
@@ -31,6 +32,18 @@ def forward(job: Job) -> Outcome:
         "simulator",
         saved,
     )
+
+
+def recall(job: Job, out: np.ndarray, lse: np.ndarray) -> Mapping[str, Any]:
+    """What the backward pass wants of a forward pass, from its results alone."""
+    if job.algorithm == "standard":
+        raise UnsupportedError(
+            "the backward pass of 'standard' reads the scores and probabilities that its forward "
+            "pass saved; use run(...).backward(dout), or an algorithm that recomputes them"
+        )
+    if job.algorithm == "flash1":  # lse = m + log l, and only their sum is asked for
+        return {"O": out, "m": lse, "l": np.where(np.isneginf(lse), 0, np.ones_like(lse))}
+    return {"O": out, "L": lse}
 
 
 def backward(job: Job, saved: Mapping[str, Any], dout: np.ndarray) -> Outcome:

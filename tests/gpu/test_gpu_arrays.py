@@ -82,10 +82,12 @@ def test_each_array_is_taken_through_dlpack(name, backend, monkeypatch):
             flashsim.run(**{**given, name: Exported(x)}, backend=backend)
 
 
-def test_a_cpu_backend_takes_no_dlpack():
+def test_a_cpu_backend_takes_no_gpus_dlpack():
     x = np.ones((8, 16), np.float16)
     with pytest.raises(DTypeError, match="q must be an array"):
-        flashsim.run(Exported(x), x, x)
+        flashsim.run(Elsewhere(), Elsewhere(), Elsewhere())
+    with pytest.raises(DTypeError, match=r"from one library, got k as numpy.ndarray beside"):
+        flashsim.run(Elsewhere(), x, x)
 
 
 def test_dlpack_from_the_cpu_is_refused_with_what_to_give_instead():

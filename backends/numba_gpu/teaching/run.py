@@ -94,6 +94,16 @@ def forward(job: Job) -> Outcome:
         return Outcome(given, tiling, call.stages(), NAME, saved)
 
 
+def recall(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
+    """What the backward pass wants of a forward pass, from its results alone."""
+    place = _Simulator(job) if simulated() else _Gpu.of(job)
+    given = {"q": job.q, "k": job.k, "v": job.v, "out": out, "lse": lse}
+    for name in ("out", "lse"):
+        place.check(name, given[name], job.problem.dtype)
+    with place.active():
+        return {"place": place, **{name: place.taken(x) for name, x in given.items()}}
+
+
 def backward(job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
     """The backward pass: delta, dkdv and dq, or with "flash2-fused" delta, fused and convert."""
     p, tiling = job.problem, choose(job.problem, job.tiling, "backward")

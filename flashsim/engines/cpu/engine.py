@@ -74,6 +74,11 @@ def forward(job: Job) -> Outcome:
     return engine.outcome({"out": out, "lse": lse}, {"O": out, "L": lse})
 
 
+def recall(job: Job, out: np.ndarray, lse: np.ndarray) -> Mapping[str, Any]:
+    """What the backward pass wants of a forward pass, from its results alone."""
+    return {"O": out, "L": lse}
+
+
 def backward(job: Job, saved: Mapping[str, Any], dout: np.ndarray) -> Outcome:
     """The backward pass: in three passes ("flash2"), or fused, with dQ summed up in memory."""
     engine = _CpuPass(job, "backward")
@@ -348,4 +353,4 @@ def _cpu(micro_kernel: Any, dtype: str) -> registers.Cpu:
     return cpu
 
 
-__all__ = ["NOTE", "OPTIONS", "backward", "forward"]
+__all__ = ["NOTE", "OPTIONS", "backward", "forward", "recall"]

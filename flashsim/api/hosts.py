@@ -1,0 +1,117 @@
+"""Arrays in the CPU's memory: any library's as NumPy's over the same memory, and back again.
+
+What goes in comes out. NumPy and torch are known by name; any other library's arrays come through
+DLPack and go back through its array namespace (JAX's do) or, if it names none, as NumPy's, which
+speak DLPack too. Nothing is copied on the way in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flashsim.errors import DTypeError
+from flashsim.problem.checks import DTYPES
+from flashsim.problem.problem import numpy_dtype
+
+_DLPACK_CPU = 1
+
+
+class Host(NamedTuple):
+    """How arrays of one library become NumPy's (`take(name, x)`), and NumPy's theirs (`give`).
+
+    `library` is the package's name; "" where the arrays stay as they are, whatever they are.
+    """
+
+    library: str
+    take: Callable[[str, Any], Any]
+    give: Callable[[np.ndarray], Any]
+
+
+def library_of(x: Any) -> str:
+    """The package that an array's class comes from."""
+    return type(x).__module__.partition(".")[0]
+
+
+def host_of(x: Any) -> Host:
+    """How arrays like `x` go in and come out; those of an unknown kind as NumPy's: not at all."""
+    library = library_of(x)
+    if library == "torch":
+        return Host(library, _from_torch, _to_torch)
+    if isinstance(x, np.ndarray) or not hasattr(x, "__dlpack_device__"):
+        return NUMPY
+    namespace = getattr(x, "__array_namespace__", None)
+    return Host(library, _from_dlpack, namespace().asarray if namespace else NUMPY.give)
+
+
+#: A matrix is taken as the array it holds; masked arrays are refused later, by their own error.
+NUMPY = Host("numpy", lambda _, x: np.asarray(x) if isinstance(x, np.matrix) else x, lambda x: x)
+#: For GPU engines, which know their arrays themselves.
+ANY = NUMPY._replace(library="")
+
+
+def take(host: Host, **arrays: Any) -> list[Any]:
+    """Arrays (or None) as NumPy's, all by the same host.
+
+    Raises
+    ------
+    DTypeError
+        If they come from several libraries, or one cannot be read where it lies.
+    """
+    for name, x in arrays.items():
+        if x is not None and host.library not in ("", host_of(x).library):
+            raise DTypeError(
+                f"all arrays must come from one library, got {name} as {type(x).__module__}."
+                f"{type(x).__name__} beside {host.library}'s; convert it first"
+            )
+    return [None if x is None else host.take(name, x) for name, x in arrays.items()]
+
+
+def _from_torch(name: str, x: Any) -> Any:
+    import torch
+
+    if x.layout is not torch.strided:
+        raise DTypeError(f"{name} is a sparse tensor ({x.layout}); give {name}.to_dense()")
+    if x.is_meta:
+        raise DTypeError(
+            f"{name} is on the meta device, which holds no numbers; flashsim.count answers for "
+            "shapes alone"
+        )
+    if x.requires_grad and torch.is_grad_enabled():
+        raise DTypeError(
+            f"{name} requires a gradient, which flashsim.run does not record for torch; "
+            f"flashsim.torch.attention does, or give {name}.detach()"
+        )
+    kind = str(x.dtype).removeprefix("torch.")
+    if x.device.type != "cpu" or kind not in DTYPES:
+        return x  # refused with the other kinds of array, and of elements
+    try:
+        x = x.detach().resolve_neg()
+        if kind != "bfloat16":
+            return x.numpy()
+        return x.view(torch.int16).numpy().view(numpy_dtype(kind))
+    except (RuntimeError, TypeError) as error:  # without storage: fake tensors, torch.func's
+        raise DTypeError(f"{name}, {type(x).__name__}, has no memory to read: {error}") from error
+
+
+def _to_torch(x: np.ndarray) -> Any:
+    import torch
+
+    if x.dtype.kind == "f":
+        return torch.from_numpy(x)
+    return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+
+
+def _from_dlpack(name: str, x: Any) -> Any:
+    if x.__dlpack_device__()[0] != _DLPACK_CPU:
+        return x  # refused with the other kinds of array
+    try:
+        # NumPy's DLPack knows no bfloat16; a library that does has __array__, which copies nothing.
+        return np.asarray(x) if str(getattr(x, "dtype", "")) == "bfloat16" else np.from_dlpack(x)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise DTypeError(
+            f"{name}, {type(x).__module__}.{type(x).__name__}, cannot be taken through DLPack: "
+            f"{error}"
+        ) from error

@@ -1,0 +1,215 @@
+"""Arrays of other libraries on the CPU engines, and `flashsim.backward`, which keeps no job."""
+
+import sys
+
+import numpy as np
+import pytest
+from helpers import tensors
+
+import flashsim
+from flashsim import DTypeError, ShapeError, UnknownArgumentError, UnsupportedError
+from flashsim.problem.problem import numpy_dtype
+
+QUESTIONS = {
+    "plain": {},
+    "causal, window": {"causal": True, "window": (9, -1)},
+    "softcap": {"softcap": 5.0},
+    "packed": {"cu_seqlens_q": (0, 12, 20), "cu_seqlens_k": (0, 17, 24), "causal": True},
+}
+
+
+class Exported:
+    """An array of a library that we know nothing of: DLPack is all it offers."""
+
+    def __init__(self, array):
+        self._array = array
+
+    def __dlpack__(self, **options):
+        return self._array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self._array.__dlpack_device__()
+
+
+def bits(x):
+    """The numbers of an array, NumPy's, JAX's or torch's, as NumPy can compare them."""
+    if str(x.dtype) == "torch.bfloat16":
+        x = x.view(sys.modules["torch"].int16)
+    x = np.asarray(x)
+    return x.view(np.uint16) if x.dtype.itemsize == 2 else x
+
+
+# -- backward from what was kept ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS)
+@pytest.mark.parametrize(
+    ("backend", "algorithm"),
+    [("numpy", "flash2"), ("numpy", "flash2-fused"), ("numba", "flash2"), ("numpy", "flash1")],
+)
+def test_backward_needs_only_what_was_kept(backend, algorithm, question):
+    x = tensors(20, 24, 8, heads=4, kv_heads=2, dtype="float32", bias=(1, 4))
+    given = {"bias": x.bias, "backend": backend, "algorithm": algorithm, **question}
+    result = flashsim.run(x.q, x.k, x.v, trace=True, **given)
+    expected = result.backward(x.dout)
+    got = flashsim.backward(*(x.q, x.k, x.v, result.out, result.lse, x.dout), trace=True, **given)
+    for name in ("dq", "dk", "dv", "dbias"):
+        if algorithm == "flash1":  # P by m and l there, by their sum here: equal but for roundings
+            np.testing.assert_allclose(getattr(got, name), getattr(expected, name), atol=2e-6)
+        else:
+            np.testing.assert_array_equal(getattr(got, name), getattr(expected, name))
+    assert got.trace.bytes() == expected.trace.bytes()
+
+
+def test_rows_that_see_no_key_have_no_gradient():
+    x = tensors(12, 8, 8)
+    for algorithm in ("flash1", "flash2"):
+        r = flashsim.run(x.q, x.k, x.v, causal=True, algorithm=algorithm)
+        g = flashsim.backward(x.q, x.k, x.v, r.out, r.lse, x.dout, causal=True, algorithm=algorithm)
+        assert np.isneginf(r.lse[..., :4]).all()
+        np.testing.assert_array_equal(g.dq[..., :4, :], 0)
+        assert np.isfinite(g.dk).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"lse": np.zeros((1, 2, 12))}, DTypeError, "lse must have .* float32, got float64"),
+        ({"lse": np.zeros((2, 12), "f")}, ShapeError, r"lse must .* \(1, 2, 12\), got \(2, 12\)"),
+        ({"out": np.zeros((1, 2, 12, 4), "f")}, ShapeError, r"out .* \(1, 2, 12, 8\), got"),
+        ({"dout": np.zeros((1, 2, 8, 8), "f")}, ShapeError, "dout must have out's shape"),
+        ({"algorithm": "standard"}, UnsupportedError, "saved; use run"),
+        ({"is_causal": True}, UnknownArgumentError, "it is called causal"),
+    ],
+)
+def test_what_backward_refuses(change, error, text):
+    x = tensors(12, 8, 8)
+    r = flashsim.run(x.q, x.k, x.v)
+    given = {"q": x.q, "k": x.k, "v": x.v, "out": r.out, "lse": r.lse, "dout": x.dout}
+    with pytest.raises(error, match=text):
+        flashsim.backward(**{**given, **change})
+
+
+# -- DLPack ---------------------------------------------------------------------------------------
+
+
+def test_arrays_that_speak_dlpack_only_come_out_as_numpys():
+    x = tensors(12, 8, 8)
+    expected = flashsim.run(x.q, x.k, x.v)
+    result = flashsim.run(*(Exported(a) for a in (x.q, x.k, x.v)))
+    grads = result.backward(Exported(x.dout))
+    assert type(result.out) is np.ndarray
+    assert np.shares_memory(result._job.q, x.q)
+    np.testing.assert_array_equal(result.out, expected.out)
+    np.testing.assert_array_equal(grads.dk, expected.backward(x.dout).dk)
+
+
+def test_libraries_are_not_mixed():
+    x = tensors(12, 8, 8)
+    with pytest.raises(DTypeError, match=r"got k as numpy.ndarray beside \w+'s; convert"):
+        flashsim.run(Exported(x.q), x.k, x.v)
+
+
+# -- torch ----------------------------------------------------------------------------------------
+
+
+def as_torch(a):
+    torch = pytest.importorskip("torch")
+    if a.dtype == numpy_dtype("bfloat16"):
+        return torch.from_numpy(a.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(a)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("backend", ["numpy", "numba"])
+def test_torch_in_torch_out_without_a_copy(backend, dtype):
+    torch = pytest.importorskip("torch")
+    x = tensors(20, 24, 8, heads=4, kv_heads=2, dtype=dtype, bias=(1, 1))
+    expected = flashsim.run(x.q, x.k, x.v, bias=x.bias, backend=backend)
+    given = [as_torch(a) for a in (x.q, x.k, x.v)]
+    result = flashsim.run(*given, bias=as_torch(x.bias), backend=backend)
+    assert np.shares_memory(result._job.q, x.q)
+    assert np.shares_memory(result._job.bias, x.bias)
+    grads, wanted = result.backward(as_torch(x.dout)), expected.backward(x.dout)
+    pairs = [(result.out, expected.out), (result.lse, expected.lse)]
+    pairs += [(getattr(grads, name), getattr(wanted, name)) for name in ("dq", "dv", "dbias")]
+    for got, want in pairs:
+        assert type(got) is torch.Tensor
+        assert str(got.dtype) == f"torch.{want.dtype}"
+        np.testing.assert_array_equal(bits(got), bits(want))
+
+
+def test_offsets_may_be_a_tensor_that_changes():
+    torch = pytest.importorskip("torch")
+    x = tensors(20, 20, 8)
+    given = [as_torch(a) for a in (x.q, x.k, x.v)]
+    offsets = torch.tensor([0, 12, 20], dtype=torch.int32)
+    for cut in (12, 5):
+        offsets[1] = cut
+        got = flashsim.run(*given, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
+        cuts = (0, cut, 20)
+        expected = flashsim.run(x.q, x.k, x.v, cu_seqlens_q=cuts, cu_seqlens_k=cuts)
+        np.testing.assert_array_equal(got.out.numpy(), expected.out)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (lambda t: t.to_sparse(), r"q is a sparse tensor \(torch.sparse_coo\); give q.to_dense"),
+        (lambda t: t.to("meta"), "q is on the meta device, which holds no numbers"),
+        (lambda t: t.requires_grad_(), r"q requires a gradient.*attention does, or give q.detach"),
+        (lambda t: t.int(), "dtype 'int32' is not supported"),
+        (lambda t: t.to(dtype=sys.modules["torch"].complex64).conj(), "'complex64' is not supp"),
+    ],
+    ids=["sparse", "meta", "requires_grad", "integers", "complex"],
+)
+def test_tensors_that_cannot_be_taken_say_why(spoil, text):
+    x = as_torch(tensors(12, 12, 8).q)
+    with pytest.raises(DTypeError, match=text):
+        flashsim.run(*[spoil(x.clone())] * 3)
+
+
+def test_tensors_of_other_strides_and_signs_are_taken_or_refused_by_name():
+    torch = pytest.importorskip("torch")
+    x = tensors(12, 12, 8)
+    q, k, v = (as_torch(a) for a in (x.q, x.k, x.v))
+    expected = flashsim.run(x.q, x.k, x.v)
+    by_token = q.transpose(1, 2).contiguous().transpose(1, 2)  # (batch, n, heads, d) in memory
+    np.testing.assert_array_equal(flashsim.run(by_token, k, v).out.numpy(), expected.out)
+    negated = torch.view_as_complex(torch.stack([k, -q], -1)).conj().imag
+    assert negated.is_neg()
+    np.testing.assert_array_equal(
+        flashsim.run(negated.contiguous(), k, v).out.numpy(), expected.out
+    )
+    with torch.no_grad():
+        flashsim.run(q.clone().requires_grad_(), k, v)
+    with pytest.raises(ShapeError, match=r"q's last axis must be contiguous.*q.contiguous\(\)"):
+        flashsim.run(*[torch.zeros(1, 2, 8, 12).mT] * 3)
+
+
+# -- JAX ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_jax_in_jax_out_without_a_copy(dtype):
+    jax = pytest.importorskip("jax")
+    x = tensors(20, 24, 8, heads=4, kv_heads=2, dtype=dtype)
+    expected = flashsim.run(x.q, x.k, x.v)
+    q, k, v, dout = (jax.numpy.asarray(a) for a in (x.q, x.k, x.v, x.dout))
+    result = flashsim.run(q, k, v)
+    assert result._job.q.__array_interface__["data"][0] == q.unsafe_buffer_pointer()
+    grads, wanted = result.backward(dout), expected.backward(x.dout)
+    for got, want in (
+        (result.out, expected.out),
+        (result.lse, expected.lse),
+        (grads.dk, wanted.dk),
+    ):
+        assert isinstance(got, jax.Array)
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(bits(got), bits(want))
+
+
+def test_a_traced_array_is_refused():
+    jax = pytest.importorskip("jax")
+    with pytest.raises(DTypeError, match="takes arrays in the CPU's memory, got q as jax"):
+        jax.jit(lambda q: flashsim.run(q, q, q).out)(jax.numpy.ones((8, 8)))
