@@ -39,7 +39,7 @@ _LATE = {
     **dict.fromkeys(
         ("demo", "ladder", "predict", "reproduce", "roofline", "verify"), "flashsim.studies"
     ),
-    **dict.fromkeys(("backends", "l2", "viz"), "flashsim"),
+    **dict.fromkeys(("backends", "l2", "torch", "viz"), "flashsim"),
 }
 
 __all__ = [

@@ -310,7 +310,7 @@ def backward(
     ------
     FlashSimError
     """
-    keywords = {name: question.pop(name, x) for name, x in (run.__kwdefaults__ or {}).items()}
+    keywords = {name: question.pop(name, x) for name, x in _DEFAULTS.items()}
     asked = _ask(q, k, v, question, **keywords)
     p = asked.job.problem
     rows = (p.batch, p.heads, p.n_q)[4 - asked.ndim :]
@@ -319,6 +319,9 @@ def backward(
     inputs.check_kept("lse", lse, rows, p.compute_dtype)
     saved = asked.engine.recall(asked.job, inputs.expand(out), inputs.expand(lse, 3))
     return asked.gradients(out, saved, dout, keywords["tiling"], deterministic, None)
+
+
+_DEFAULTS = run.__kwdefaults__ or {}
 
 
 @dataclass(frozen=True)
@@ -389,7 +392,7 @@ def _ask(
     if options:
         inputs.reject_unknown(
             (name for name in options if name not in engine.OPTIONS),
-            [*(run.__kwdefaults__ or ()), *engine.OPTIONS],
+            [*_DEFAULTS, *engine.OPTIONS],
             "run",
         )
     plans.check_algorithm(algorithm)

@@ -160,8 +160,9 @@ def test_the_parser_sees_every_kind_of_import(source, found):
     assert imports_of(source) == found
 
 
+# flashsim: the storeys, and four rooms on top of api (torch, jax, distributed, exercises).
 @pytest.mark.parametrize(
-    ("folder", "most"), [("flashsim", 14), ("backends", 12), ("viz", 12), ("tests", 14)]
+    ("folder", "most"), [("flashsim", 18), ("backends", 12), ("viz", 12), ("tests", 15)]
 )
 def test_a_floor_plan_can_be_taken_in_at_a_glance(folder, most):
     names = {p.name for p in (ROOT / folder).iterdir()} - {"__init__.py", "py.typed", "__pycache__"}

@@ -1,0 +1,21 @@
+"""Attention for models in PyTorch: an operator with a gradient, and a stand-in for torch's own.
+
+Needs torch (``pip install flashsim[torch]``); nothing is registered until `install` is called.
+"""
+
+from __future__ import annotations
+
+from flashsim.errors import BackendUnavailable
+
+try:
+    import torch  # noqa: F401
+except ImportError as error:
+    raise BackendUnavailable(
+        f"flashsim.torch needs PyTorch, which cannot be imported ({error}): "
+        "pip install 'flashsim[torch]'"
+    ) from None
+
+from flashsim.torch.functional import FlashAttention, attention
+from flashsim.torch.stand_in import install
+
+__all__ = ["FlashAttention", "attention", "install"]

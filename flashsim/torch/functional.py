@@ -1,0 +1,152 @@
+"""What a model calls: `attention`, and `FlashAttention` as an autograd function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashsim.api import inputs
+from flashsim.errors import DTypeError, UnsupportedError
+from flashsim.torch import ops
+
+ALGORITHMS = ("flash2", "flash2-fused")
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+    cu_seqlens_q: Tensor | Sequence[int] | None = None,
+    cu_seqlens_k: Tensor | Sequence[int] | None = None,
+    algorithm: str = "flash2",
+    deterministic: bool | None = None,
+    backend: str | None = None,
+    return_lse: bool = False,
+    **unknown: Any,
+) -> Any:
+    """``softmax(mask(softcap(scale q k^T) + bias)) v`` as an operator of torch's, with a gradient.
+
+    Works under autograd, ``torch.compile(fullgraph=True)``, ``torch.func.grad`` and ``vmap`` (which
+    folds into the batch), and on the meta device. For the backward pass it saves, besides q, k, v,
+    bias and out, one number a row: the LSE.
+
+    Parameters
+    ----------
+    q : Tensor, (batch, heads, n_q, head_dim); leading axes may be left out
+    k, v : Tensor, (batch, kv_heads, n_kv, head_dim) and (batch, kv_heads, n_kv, head_dim_v)
+        `heads` must be a multiple of `kv_heads`. On the CPU float64, float32, float16 or bfloat16;
+        on a GPU not float64.
+    causal, window, softcap, scale, bias
+        As in `flashsim.run`; causal is bottom-right aligned, so one query against a cache sees all
+        of it. The bias has a gradient (CPU only).
+    cu_seqlens_q, cu_seqlens_k : Tensor or sequence of int, optional
+        As in `flashsim.Problem`. They are read on the host: on a GPU, offsets that are a sequence
+        or lie in the CPU's memory save a synchronisation, and CUDA graphs need them there.
+    algorithm : {"flash2", "flash2-fused"}
+    deterministic : bool, optional
+        As in `flashsim.Result.backward`.
+    backend : str, optional
+        "numpy" or "numba" for CPU tensors, "cupy" or "numba_cuda" for CUDA ones. Default: "numba"
+        and "cupy".
+    return_lse : bool
+        Return ``(out, lse)``; the LSE, (batch, heads, n_q), has no gradient.
+
+    Returns
+    -------
+    Tensor, shaped like q with v's head_dim
+
+    Raises
+    ------
+    FlashSimError
+    """
+    inputs.reject_unknown(unknown, attention.__kwdefaults__, "attention")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise DTypeError(
+                f"{name} must be a torch.Tensor, got {type(x).__name__}; flashsim.run takes other "
+                "arrays"
+            )
+    if algorithm not in ALGORITHMS:
+        raise UnsupportedError(
+            f"flashsim.torch.attention runs {' and '.join(ALGORITHMS)}, not {algorithm!r}; "
+            "flashsim.run simulates every algorithm"
+        )
+    left, right = (-1, -1) if window is None else window
+    out, lse = ops.differentiable(
+        *map(_expand, (q, k, v)),
+        None if bias is None else _expand(bias),
+        _offsets(cu_seqlens_q),
+        _offsets(cu_seqlens_k),
+        causal=causal,
+        window_left=left,
+        window_right=right,
+        softcap=softcap,
+        scale=scale,
+        algorithm=algorithm,
+        deterministic=deterministic,
+        backend=backend or default_backend(q),
+    )
+    out, lse = (x.reshape(x.shape[4 - q.ndim :]) for x in (out, lse))
+    return (out, lse) if return_lse else out
+
+
+def default_backend(x: Tensor) -> str:
+    """The engine that runs where a tensor lies."""
+    return "cupy" if x.is_cuda else "numba"
+
+
+def _expand(x: Tensor) -> Tensor:
+    """With axes of length 1 in front, up to four."""
+    return x.reshape((1,) * (4 - x.ndim) + tuple(x.shape))
+
+
+def _offsets(cu_seqlens: Tensor | Sequence[int] | None) -> Tensor | None:
+    if cu_seqlens is None or isinstance(cu_seqlens, Tensor):
+        return cu_seqlens
+    return torch.tensor(cu_seqlens, dtype=torch.int64)
+
+
+class FlashAttention(torch.autograd.Function):
+    """FlashAttention-2 as an autograd function: ``FlashAttention.apply(q, k, v, is_causal)``.
+
+    q is (batch, n_q, d), k and v are (batch, n_k, d); saved for the backward pass are these, the
+    output and L, (batch, n_q): the interface of Stanford CS336's assignment 2.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+        """The output, (batch, n_q, d)."""
+        out, lse = attention(
+            *(x.unsqueeze(1) for x in (q, k, v)), causal=is_causal, return_lse=True
+        )
+        out, lse = out.squeeze(1), lse.squeeze(1)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.is_causal = is_causal
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *dout: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of q, k and v."""
+        q, k, v, out, lse = ctx.saved_tensors
+        gradients = ops.backward(
+            *(x.unsqueeze(1) for x in (*dout, out, lse, q, k, v)),
+            *(None, None, None),
+            causal=ctx.is_causal,
+            window_left=-1,
+            window_right=-1,
+            softcap=0.0,
+            scale=None,
+            algorithm="flash2",
+            deterministic=None,
+            backend=default_backend(q),
+        )
+        return (*(x.squeeze(1) for x in gradients[:3]), None)

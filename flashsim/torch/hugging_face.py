@@ -1,0 +1,266 @@
+"""flashsim as an attention of Hugging Face's transformers: a mask interface and an attention.
+
+A model asks the mask interface once a step for what its layers may see, and hands the answer to the
+attention. Here the answer is None for all keys, or all up to the diagonal (the layer says which);
+a `Band` for a window, or for a batch with padding; and for any other pattern the mask itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    masking_utils,
+    modeling_utils,
+)
+
+from flashsim.errors import UnsupportedError
+from flashsim.torch.functional import attention
+
+
+def register(name: str) -> None:
+    """Make both interfaces known to transformers under one name."""
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, mask)
+    # For any name with "flash" in it, transformers would import the flash-attn package.
+    is_theirs = getattr(modeling_utils, "is_flash_attention_requested", None)
+    if is_theirs is not None and not hasattr(is_theirs, "but_for"):
+
+        def is_flash_attention_requested(
+            config: Any = None, requested_attention_implementation: str | None = None, **rest: Any
+        ) -> bool:
+            ours = requested_attention_implementation == name
+            return not ours and is_theirs(config, requested_attention_implementation, **rest)
+
+        is_flash_attention_requested.but_for = name  # type: ignore[attr-defined]
+        modeling_utils.is_flash_attention_requested = is_flash_attention_requested
+
+
+@dataclass(frozen=True, eq=False)
+class Band:
+    """What each query may see: keys in a band along the diagonal, less the padding.
+
+    Attributes
+    ----------
+    causal : bool
+    window : (int, int) or None
+        As in `flashsim.Problem`: bottom-right aligned, once padding is taken out.
+    keys, queries : Tensor of bool, (batch, n_kv) and (batch, n_q), or None
+        Which tokens are no padding; None: all. Rows of padding get zeros.
+    """
+
+    causal: bool
+    window: tuple[int, int] | None = None
+    keys: Tensor | None = None
+    queries: Tensor | None = None
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    **rest: Any,
+) -> Band | Tensor | None:
+    """What transformers' masks say, by a few numbers where they can: see the module.
+
+    Parameters
+    ----------
+    batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, local_size
+        As transformers calls its own `sdpa_mask`. Queries stand at positions ``q_offset + i``, keys
+        at ``kv_offset + j``; `attention_mask`, (batch, positions), is False at padding.
+    """
+    known = None
+    tracing = torch.compiler.is_compiling()  # then nothing may depend on numbers
+    if not tracing or (attention_mask is None and isinstance(q_offset, int)):
+        known = _band(mask_function, local_size)
+    if known is not None:
+        start = int(q_offset) - kv_offset  # where the queries stand among the keys
+        keys = _no_padding(attention_mask, kv_length, kv_offset)
+        band = _narrowed(known, keys, start, q_length, kv_length)
+        if band is not None:
+            return None if band.keys is None and band.window is None else band
+    return masking_utils.sdpa_mask(
+        **{
+            **rest,
+            "batch_size": batch_size,
+            "q_length": q_length,
+            "kv_length": kv_length,
+            "q_offset": q_offset,
+            "kv_offset": kv_offset,
+            "mask_function": mask_function,
+            "attention_mask": attention_mask,
+            "local_size": local_size,
+            "allow_is_causal_skip": False,
+            "allow_is_bidirectional_skip": False,
+        }
+    )
+
+
+def _narrowed(band: Band, keys: Tensor | None, start: int, n_q: int, n_kv: int) -> Band | None:
+    """`band` for these queries and keys, if it is one for them; None if it is not."""
+    end, window = start + n_q, band.window
+    if window is not None and n_kv <= window[0] + 1:
+        window = None
+    if band.causal and end < n_kv:  # a cache with room behind what is in it: no query sees that
+        if keys is None:
+            keys = torch.ones(1, n_kv, dtype=torch.bool)
+        keys = keys & (torch.arange(n_kv, device=keys.device) < end)
+    elif end != n_kv and (band.causal or window is not None):
+        return None
+    if keys is None or keys.all():
+        return Band(band.causal, window)
+    if window is not None and _has_gaps(keys):  # to take padding out would shorten distances
+        return None
+    aligned = band.causal or window is not None
+    return Band(band.causal, window, keys, keys[:, start:end] if aligned else None)
+
+
+def _has_gaps(keys: Tensor) -> bool:
+    """Whether padding stands between tokens."""
+    return bool((keys[:, 1:] & ~keys[:, :-1]).sum(1).add(keys[:, 0]).gt(1).any())
+
+
+def _no_padding(attention_mask: Tensor | None, n_kv: int, kv_offset: int) -> Tensor | None:
+    """Which keys are no padding, (batch, n_kv)."""
+    if attention_mask is None:
+        return None
+    padded = masking_utils.prepare_padding_mask(attention_mask, n_kv, kv_offset)
+    return padded[:, kv_offset : kv_offset + n_kv].bool()
+
+
+def _band(mask_function: Callable[..., Any], size: int | None) -> Band | None:
+    """The band that a mask function of transformers' stands for, if it is one."""
+    if mask_function is masking_utils.causal_mask_function:
+        return Band(causal=True)
+    if mask_function is masking_utils.bidirectional_mask_function:
+        return Band(causal=False)
+    if size is None or torch.compiler.is_compiling():
+        return None
+    if _same(mask_function, masking_utils.sliding_window_causal_mask_function(size)):
+        return Band(causal=True, window=(size - 1, 0))
+    both_sides = getattr(masking_utils, "sliding_window_bidirectional_mask_function", None)
+    if both_sides is not None and _same(mask_function, both_sides(size)):
+        return Band(causal=False, window=(size, size))
+    return None
+
+
+def _same(f: Any, g: Any) -> bool:
+    """Whether two functions have one code and equal values in their closures, all the way down."""
+    if isinstance(f, FunctionType) and isinstance(g, FunctionType):
+        cells = [[cell.cell_contents for cell in x.__closure__ or ()] for x in (f, g)]
+        return f.__code__ is g.__code__ and _same(*map(tuple, cells))
+    if isinstance(f, tuple) and isinstance(g, tuple):
+        return len(f) == len(g) and all(map(_same, f, g))
+    return f is g or (isinstance(f, int) and isinstance(g, int) and f == g)
+
+
+# -- attention ------------------------------------------------------------------------------------
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Band | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    position_bias: Tensor | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """Attention of a transformers layer: (batch, heads, n, d) in, (batch, n, heads, d) out.
+
+    Raises
+    ------
+    UnsupportedError
+        For dropout, attention sinks, a paged cache, or a request for the probabilities.
+    """
+    _refuse(dropout, rest)
+    if isinstance(attention_mask, Band):
+        band, added = attention_mask, None
+    elif attention_mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        band, added = Band(bool(causal)), None
+    else:
+        band, added = Band(causal=False), _added(attention_mask, query)
+    if position_bias is not None:
+        added = position_bias if added is None else added + position_bias
+    options = {"causal": band.causal, "window": band.window, "scale": scaling}
+    options["softcap"] = softcap or 0.0
+    options["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    if attention_mask is None and rest.get("cu_seq_lens_q") is not None:  # packed by the caller
+        for side in ("q", "k"):
+            options[f"cu_seqlens_{side}"] = rest[f"cu_seq_lens_{side}"]
+    if band.keys is not None and added is not None:
+        added = added + _added(band.keys[:, None, None], query)
+    if added is not None:
+        full = (*added.shape[:2], query.shape[2], key.shape[2])
+        options["bias"] = added.to(query.dtype).expand(full).contiguous()
+    elif band.keys is not None:
+        return _without_padding(query, key, value, band, options), None
+    return attention(query, key, value, **options).transpose(1, 2).contiguous(), None
+
+
+def _added(mask: Tensor, query: Tensor) -> Tensor:
+    """A mask as what eager attention adds to the scores: nothing, or the least number there is."""
+    if mask.dtype != torch.bool:
+        return mask
+    zero = torch.zeros((), dtype=query.dtype, device=query.device)
+    return torch.where(mask, zero, torch.finfo(query.dtype).min)
+
+
+def _without_padding(
+    query: Tensor, key: Tensor, value: Tensor, band: Band, options: dict[str, Any]
+) -> Tensor:
+    """Attention over the tokens alone, packed into one sequence of varying parts."""
+    batch, heads, n_q, _ = query.shape
+    q, rows, cu_q = _packed(query, band.queries)
+    k, _, cu_k = _packed(key, band.keys)
+    v, _, _ = _packed(value, band.keys)
+    out = attention(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **options)
+    out = out[0].transpose(0, 1)
+    full = out.new_zeros(batch * n_q, heads, value.shape[-1]).index_copy(0, rows, out)
+    return full.reshape(batch, n_q, heads, -1)
+
+
+def _packed(x: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor, list[int]]:
+    """(1, heads, tokens, d) of the tokens kept, their places among all, and their offsets."""
+    batch, heads, n, d = x.shape
+    kept = torch.ones(1, n, dtype=torch.bool, device=x.device) if kept is None else kept
+    kept = kept.to(x.device).expand(batch, n)
+    rows = kept.flatten().nonzero().squeeze(1)
+    tokens = x.transpose(1, 2).reshape(batch * n, heads, d)[rows]
+    return tokens.transpose(0, 1)[None], rows, [0, *kept.sum(1).cumsum(0).tolist()]
+
+
+def _refuse(dropout: float, rest: dict[str, Any]) -> None:
+    if dropout:
+        raise UnsupportedError(
+            f"flashsim's attention has no dropout, got {dropout}; set the model's attention "
+            "dropout to 0, or call model.eval()"
+        )
+    for name, what in (
+        ("s_aux", "attention sinks"),
+        ("cache", "a paged cache"),
+        ("output_attentions", "the probabilities, which it never holds"),
+    ):
+        given = rest.get(name)
+        if given is not None and given is not False:
+            raise UnsupportedError(
+                f"flashsim's attention does not give a model {what} ({name}); "
+                "model.set_attn_implementation('eager') does"
+            )

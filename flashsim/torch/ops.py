@@ -1,0 +1,294 @@
+"""The operators ``flashsim::attention`` and ``flashsim::attention_backward``, as torch sees them.
+
+Tensors are (batch, heads, n, head_dim), as everywhere here; `functional` adds the rest. An operator
+of torch's is a name with a schema, and beside it: what computes it (`forward`, `backward`), what
+shapes it returns (`*_shapes`: for torch.compile, the meta device and fake tensors), its gradient
+and its rule under torch.vmap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from flashsim.api import execution
+from flashsim.errors import UnsupportedError
+
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
+_QUESTION = (
+    "bool causal, int window_left, int window_right, float softcap, float? scale, str algorithm, "
+    "bool? deterministic, str backend"
+)
+
+
+@torch.library.custom_op(
+    "flashsim::attention",
+    mutates_args=(),
+    schema=f"({_INPUTS}, *, {_QUESTION}) -> (Tensor out, Tensor lse)",
+)
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    *,
+    deterministic: bool | None,
+    **question: Any,
+) -> tuple[Tensor, Tensor]:
+    """`flashsim.run`: out (batch, heads, n_q, head_dim_v), lse (batch, heads, n_q)."""
+    result = execution.run(
+        *map(_readable, (q, k, v)),
+        bias=None if bias is None else _readable(bias),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        **_keywords(**question),
+    )
+    return result.out, result.lse
+
+
+@torch.library.custom_op(
+    "flashsim::attention_backward",
+    mutates_args=(),
+    schema=(
+        f"(Tensor dout, Tensor out, Tensor lse, {_INPUTS}, *, {_QUESTION}) "
+        "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)"
+    ),
+)
+def backward(
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    *,
+    deterministic: bool | None,
+    **question: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`flashsim.backward`; dbias has no elements where there is no bias."""
+    gradients = execution.backward(
+        *map(_readable, (q, k, v, out, lse, dout)),
+        bias=None if bias is None else _readable(bias),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        deterministic=deterministic,
+        **_keywords(**question),
+    )
+    dbias = q.new_empty(0) if bias is None else gradients.dbias
+    return gradients.dq, gradients.dk, gradients.dv, dbias
+
+
+def _keywords(*, window_left: int, window_right: int, **question: Any) -> dict[str, Any]:
+    """The keywords of `flashsim.run` for those of an operator, whose schema knows no pairs."""
+    return {"window": (window_left, window_right), **question}
+
+
+def _readable(x: Tensor) -> Tensor:
+    """A tensor that every engine can read: last axis contiguous, nothing broadcast, no lazy sign.
+
+    Gradients often come broadcast (``out.sum().backward()``).
+    """
+    x = x.detach().resolve_neg()
+    return x.contiguous() if x.stride(-1) != 1 or 0 in x.stride() else x
+
+
+# -- shapes ---------------------------------------------------------------------------------------
+
+
+@forward.register_fake
+def forward_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    """Empty tensors like the results."""
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return (
+        q.new_empty((*q.shape[:-1], v.shape[-1])),
+        q.new_empty(q.shape[:-1], dtype=wide),
+    )
+
+
+@backward.register_fake
+def backward_shapes(
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    *_: Any,
+    **__: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Empty tensors like the gradients."""
+    dbias = q.new_empty(0) if bias is None else bias.new_empty(bias.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias
+
+
+# -- gradient -------------------------------------------------------------------------------------
+
+
+def _keep(ctx: Any, inputs: Any, keyword_only_inputs: dict[str, Any], output: Any) -> None:
+    """Keep for the backward pass, beside inputs and out, one number a row: the LSE."""
+    out, lse = output
+    ctx.save_for_backward(out, lse, *inputs)
+    ctx.question = keyword_only_inputs
+    ctx.mark_non_differentiable(lse)
+
+
+def _gradient(ctx: Any, dout: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    out, lse, *inputs = ctx.saved_tensors
+    *gradients, dbias = _gradients(dout, out, lse, *inputs, **ctx.question)
+    return (*gradients, None if inputs[3] is None else dbias, None, None)
+
+
+def _no_second(ctx: Any, *_: Any) -> NoReturn:
+    raise UnsupportedError(
+        "flashsim's attention has no second derivatives: its backward pass is one kernel more, "
+        "without a gradient; differentiate torch's math attention twice"
+    )
+
+
+forward.register_autograd(_gradient, setup_context=_keep)
+backward.register_autograd(_no_second)
+
+
+# -- torch.func, which takes an autograd.Function but no operator's formula ------------------------
+
+
+def differentiable(*tensors: Tensor | None, **question: Any) -> tuple[Tensor, Tensor]:
+    """`forward`, also under torch.func's transforms."""
+    if _transformed():
+        return _Forward.apply(*tensors, question)
+    return forward(*tensors, **question)
+
+
+def _transformed() -> bool:
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def _gradients(*tensors: Tensor | None, **question: Any) -> tuple[Tensor, ...]:
+    """`backward`, also under torch.func's transforms."""
+    if _transformed():
+        return _Backward.apply(*tensors, question)
+    return backward(*tensors, **question)
+
+
+class _Forward(torch.autograd.Function):
+    @staticmethod
+    def forward(*tensors_and_question: Any) -> tuple[Tensor, Tensor]:
+        *tensors, question = tensors_and_question
+        return forward(*tensors, **question)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *tensors, question = inputs
+        _keep(ctx, tensors, question, output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        return (*_gradient(ctx, *gradients), None)
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, *tensors_and_question: Any) -> Any:
+        *tensors, question = tensors_and_question
+        return forward_folded(differentiable, info, dims, *tensors, **question)
+
+
+class _Backward(torch.autograd.Function):
+    backward = staticmethod(_no_second)
+
+    @staticmethod
+    def forward(*tensors_and_question: Any) -> tuple[Tensor, ...]:
+        *tensors, question = tensors_and_question
+        return backward(*tensors, **question)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, *tensors_and_question: Any) -> Any:
+        *tensors, question = tensors_and_question
+        return backward_folded(_gradients, info, dims, *tensors, **question)
+
+
+# -- vmap: one more axis of independent problems is a larger batch ---------------------------------
+
+
+def forward_folded(
+    function: Callable[..., Any],
+    info: Any,
+    dims: tuple[int | None, ...],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    *offsets: Any,
+    **question: Any,
+) -> Any:
+    """`function`, `forward` or the like, under torch.vmap: the mapped axis is part of the batch."""
+    _refuse_packed(offsets)
+    size = info.batch_size
+    q, k, v = (_fold(x, dim, size) for x, dim in zip((q, k, v), dims, strict=False))
+    if bias is not None:
+        bias = _fold_bias(bias, dims[3], size, len(q) // size)
+    out, lse = function(q, k, v, bias, None, None, **question)
+    return (_unfold(out, size), _unfold(lse, size)), (0, 0)
+
+
+def backward_folded(
+    function: Callable[..., Any],
+    info: Any,
+    dims: tuple[int | None, ...],
+    *tensors: Any,
+    **question: Any,
+) -> Any:
+    """`backward` or the like, likewise; each entry gets a gradient of the bias of its own."""
+    _refuse_packed(tensors[7:])
+    size, bias = info.batch_size, tensors[6]
+    folded = [_fold(x, dim, size) for x, dim in zip(tensors[:6], dims, strict=False)]
+    shared = None
+    if bias is not None:
+        shared = bias.shape[0 if dims[6] is None else 1 if dims[6] == 0 else 0] == 1
+        bias = _fold_bias(bias, dims[6], size, len(folded[0]) // size)
+    *gradients, dbias = function(*folded, bias, None, None, **question)
+    unfolded = [_unfold(x, size) for x in gradients]
+    if bias is None:
+        return (*unfolded, dbias), (0, 0, 0, None)
+    dbias = _unfold(dbias, size)
+    return (*unfolded, dbias.sum(1, keepdim=True) if shared else dbias), (0, 0, 0, 0)
+
+
+forward.register_vmap(partial(forward_folded, forward))
+backward.register_vmap(partial(backward_folded, backward))
+
+
+def _fold(x: Tensor, dim: int | None, size: int) -> Tensor:
+    """(batch, ...) mapped over `dim`, or the same for all, as (size * batch, ...)."""
+    x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _fold_bias(bias: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
+    """A bias (1 or batch, ...) likewise, one for each entry of the larger batch."""
+    bias = bias.expand(size, *bias.shape) if dim is None else bias.movedim(dim, 0)
+    return bias.expand(size, batch, *bias.shape[2:]).reshape(-1, *bias.shape[2:])
+
+
+def _unfold(x: Tensor, size: int) -> Tensor:
+    return x.reshape(size, -1, *x.shape[1:])
+
+
+def _refuse_packed(offsets: Any) -> None:
+    if any(x is not None for x in offsets):
+        raise UnsupportedError(
+            "torch.vmap maps no packed sequences: cu_seqlens packs a batch into one sequence "
+            "already; pack the mapped ones too, or loop over them"
+        )

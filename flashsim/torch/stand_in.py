@@ -1,0 +1,340 @@
+"""flashsim in the place of torch's own attention, and as an attention of Hugging Face's.
+
+torch keeps a register of implementations of flash attention. `install` adds "flashsim" to it; once
+``torch.nn.attention.activate_flash_attention_impl("flashsim")`` was called,
+``scaled_dot_product_attention`` runs it wherever torch chooses its flash attention, on the CPU and
+on CUDA, until ``restore_flash_attention_impl()``. What the kernels cannot do (dropout) is an error.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from flashsim.api import execution
+from flashsim.errors import BackendUnavailable, UnsupportedError
+from flashsim.torch.functional import default_backend
+
+NAME = "flashsim"
+
+
+def install() -> tuple[str, ...]:
+    """Make "flashsim" known to torch and, where it is installed, to transformers.
+
+    Nothing changes until someone asks for it by name:
+    ``torch.nn.attention.activate_flash_attention_impl("flashsim")``, or of a Hugging Face model
+    ``set_attn_implementation("flashsim")``.
+
+    Returns
+    -------
+    tuple of str
+        The libraries that now know it.
+
+    Raises
+    ------
+    BackendUnavailable
+        If this torch has no register of implementations.
+    """
+    try:
+        from torch.nn.attention import register_flash_attention_impl
+    except ImportError:
+        raise BackendUnavailable(
+            f"torch {torch.__version__} has no register_flash_attention_impl; upgrade torch, or "
+            "call flashsim.torch.attention"
+        ) from None
+    register_flash_attention_impl(NAME, register_fn=_activate)
+    if importlib.util.find_spec("transformers") is None:
+        return ("torch",)
+    from flashsim.torch import hugging_face
+
+    hugging_face.register(NAME)
+    return ("torch", "transformers")
+
+
+class _Active:
+    """Keeps the replacements in torch's dispatcher for as long as it lives."""
+
+    def __init__(self) -> None:
+        self.libraries = [_replace("CPU", _CPU), _replace("CUDA", _CUDA)]
+
+    def remove(self) -> None:
+        """Give torch its own attention back."""
+        self.libraries.clear()
+
+
+def _activate() -> _Active:
+    return _Active()
+
+
+def _replace(device: str, functions: dict[str, Any]) -> Library:
+    library = Library("aten", "IMPL", device)
+    with warnings.catch_warnings():  # to override is what was asked for
+        warnings.filterwarnings("ignore", message=".*[Oo]verrid")
+        for name, function in functions.items():
+            library.impl(name, torch.compiler.disable(function), device)
+    return library
+
+
+# -- the CPU --------------------------------------------------------------------------------------
+
+
+def _top_left(q_index: Any, k_index: Any) -> Any:
+    """torch's causal mask where there are more keys than queries, or fewer."""
+    return k_index <= q_index
+
+
+def _cpu_question(
+    q: Tensor, k: Tensor, dropout: float, causal: bool, mask: Tensor | None, scale: float | None
+) -> dict[str, Any]:
+    """The keywords of `flashsim.run` that say the same."""
+    _refuse_dropout(dropout)
+    square = q.shape[2] == k.shape[2]
+    return {
+        "causal": causal and square,
+        "mask": _top_left if causal and not square else None,
+        "bias": None if mask is None else _as_bias(mask, q, k),
+        "scale": scale,
+        "backend": default_backend(q),
+    }
+
+
+def _as_bias(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """A mask that broadcasts to the scores, added to them: False is minus infinity."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros((), dtype=q.dtype).masked_fill(~mask, float("-inf"))
+    mask = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape)).to(q.dtype)
+    return mask.expand(*mask.shape[:2], q.shape[2], k.shape[2]).contiguous()
+
+
+def _cpu_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``_scaled_dot_product_flash_attention_for_cpu``, in the memory layouts that it has."""
+    q, k, v = _dense(query, key, value)
+    question = _cpu_question(q, k, dropout_p, is_causal, attn_mask, scale)
+    result = execution.run(q, k, v, **question)
+    return _laid_out(result.out, query), result.lse.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _cpu_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    """``_scaled_dot_product_flash_attention_for_cpu_backward``."""
+    q, k, v, out, lse, dout = _dense(query, key, value, out, logsumexp, grad_out)
+    question = _cpu_question(q, k, dropout_p, is_causal, attn_mask, scale)
+    gradients = execution.backward(q, k, v, out, lse, dout, **question)
+    return tuple(map(_by_token, (gradients.dq, gradients.dk, gradients.dv)))
+
+
+def _laid_out(x: Tensor, like: Tensor) -> Tensor:
+    """`x` in the memory layout of `like`, as torch promises it to compiled code."""
+    place = torch.empty_like(like)
+    return x if x.stride() == place.stride() else place.copy_(x)
+
+
+def _dense(*tensors: Tensor) -> list[Tensor]:
+    return [x.detach() if x.stride(-1) == 1 else x.detach().contiguous() for x in tensors]
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """Laid out (batch, n, heads, d) in memory, as torch's gradients are."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+_CPU = {
+    "_scaled_dot_product_flash_attention_for_cpu": _cpu_forward,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _cpu_backward,
+}
+
+# -- CUDA -----------------------------------------------------------------------------------------
+
+
+def _flash_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    **rest: Any,
+) -> tuple[Tensor, ...]:
+    """``_flash_attention_forward``: (batch, n, heads, d), or (tokens, heads, d) and offsets."""
+    _refuse_dropout(dropout_p)
+    asked = sorted(name for name, value in rest.items() if value is not None)
+    if return_debug_mask or asked:
+        raise UnsupportedError(
+            f"flashsim's attention takes no {', '.join(asked or ['return_debug_mask'])}; "
+            "torch.nn.attention.restore_flash_attention_impl() brings torch's own back"
+        )
+    question = _question(
+        query, cum_seq_q, cum_seq_k, is_causal, scale, window_size_left, window_size_right
+    )
+    q, k, v = (_by_head(x, cum_seq_q) for x in (query, key, value))
+    result = execution.run(q, k, v, **question)
+    lse = result.lse if cum_seq_q is None else result.lse[0]
+    return _by_row(result.out, cum_seq_q), lse, *_no_dropout(query)
+
+
+def _flash_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, ...]:
+    """``_flash_attention_backward``."""
+    _refuse_dropout(dropout_p)
+    question = _question(
+        query, cum_seq_q, cum_seq_k, is_causal, scale, window_size_left, window_size_right
+    )
+    tensors = (_by_head(x, cum_seq_q) for x in (query, key, value, out))
+    lse = logsumexp if cum_seq_q is None else logsumexp[None]
+    gradients = execution.backward(
+        *tensors,
+        lse,
+        _by_head(grad_out, cum_seq_q),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        **question,
+    )
+    return tuple(_by_row(x, cum_seq_q) for x in (gradients.dq, gradients.dk, gradients.dv))
+
+
+def _sdpa_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """``_scaled_dot_product_flash_attention``: (batch, heads, n, d)."""
+    n_q, n_k = query.shape[2], key.shape[2]
+    tensors = (x.transpose(1, 2) for x in (query, key, value))
+    options = (dropout_p, is_causal, return_debug_mask)
+    out, lse, *rest = _flash_forward(*tensors, None, None, n_q, n_k, *options, scale=scale)
+    return _laid_out(out.transpose(1, 2), query), lse, None, None, n_q, n_k, *rest
+
+
+def _sdpa_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    """``_scaled_dot_product_flash_attention_backward``."""
+    by_token = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+    gradients = _flash_backward(
+        *(*by_token, logsumexp, None, None, max_q, max_k, dropout_p, is_causal),
+        *(philox_seed, philox_offset),
+        scale=scale,
+    )
+    like = (query, key, value)
+    return tuple(_laid_out(x.transpose(1, 2), y) for x, y in zip(gradients, like, strict=True))
+
+
+def _question(
+    query: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    left: int | None,
+    right: int | None,
+) -> dict[str, Any]:
+    return {
+        "causal": causal,
+        "window": tuple(-1 if side is None else side for side in (left, right)),
+        "scale": scale,
+        "cu_seqlens_q": cum_seq_q,
+        "cu_seqlens_k": cum_seq_k,
+        "backend": default_backend(query),
+    }
+
+
+def _by_head(x: Tensor, packed: Tensor | None) -> Tensor:
+    """(batch, heads, n, d), of a tensor by row; nothing broadcast."""
+    x = x.detach()
+    x = x.contiguous() if x.stride(-1) != 1 or 0 in x.stride() else x
+    return x.transpose(1, 2) if packed is None else x.transpose(0, 1)[None]
+
+
+def _by_row(x: Tensor, packed: Tensor | None) -> Tensor:
+    """(batch, n, heads, d), or (tokens, heads, d) if packed, contiguous."""
+    x = x.transpose(1, 2).contiguous()
+    return x if packed is None else x[0]
+
+
+def _no_dropout(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What flash attention says of its dropout: the generator's state, and an empty mask."""
+    state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    return state, torch.zeros((), dtype=torch.uint64, device=query.device), query.new_empty(0)
+
+
+def _refuse_dropout(dropout: float) -> None:
+    if dropout:
+        raise UnsupportedError(f"flashsim's attention has no dropout, got {dropout}; set it to 0")
+
+
+_CUDA = {
+    "_flash_attention_forward": _flash_forward,
+    "_flash_attention_backward": _flash_backward,
+    "_scaled_dot_product_flash_attention": _sdpa_forward,
+    "_scaled_dot_product_flash_attention_backward": _sdpa_backward,
+}

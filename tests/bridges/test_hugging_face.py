@@ -1,0 +1,337 @@
+"""Real models of transformers' with weights made at random: flashsim gives what "eager" gives."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+import flashsim.torch  # noqa: E402
+from flashsim.errors import UnsupportedError  # noqa: E402
+from flashsim.torch import hugging_face  # noqa: E402
+from flashsim.torch.hugging_face import Band  # noqa: E402
+
+N, WORDS = 17, 64
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+TEXT = {**SMALL, "vocab_size": WORDS, "num_key_value_heads": 2, "max_position_embeddings": 64}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed():
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    assert "transformers" in flashsim.torch.install()
+
+
+def llama():
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT))
+
+
+def mistral():
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**TEXT, sliding_window=5))
+
+
+def gpt2():
+    ends = {"bos_token_id": 1, "eos_token_id": 2}
+    no_dropout = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": WORDS}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **ends, **no_dropout))
+
+
+def vit():
+    config = transformers.ViTConfig(**SMALL, image_size=32, patch_size=8)
+    return transformers.ViTForImageClassification(config)
+
+
+def whisper():
+    sizes = {"d_model": 32, "vocab_size": WORDS, "num_mel_bins": 8}
+    for side in ("encoder", "decoder"):
+        sizes |= {f"{side}_layers": 2, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 48}
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    ends |= {"begin_suppress_tokens": None, "suppress_tokens": None}
+    sizes |= {"max_source_positions": 20, "max_target_positions": 40}
+    return transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**sizes, **ends))
+
+
+DECODERS = {"llama": llama, "mistral": mistral, "gpt2": gpt2}
+MODELS = {**DECODERS, "vit": vit, "whisper": whisper}
+PADDING = {
+    "whole": None,
+    "padded left": [[1] * N, [0] * 4 + [1] * (N - 4)],
+    "padded right": [[1] * N, [1] * (N - 4) + [0] * 4],
+}
+
+
+def made(maker):
+    """A model whose attention is far from uniform, and inputs for it (float64)."""
+    torch.manual_seed(0)
+    model = maker().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4 if parameter.ndim > 1 else 1)
+    words = torch.randint(3, WORDS, (2, N))
+    if maker is vit:
+        return model, {"pixel_values": torch.randn(2, 3, 32, 32, dtype=torch.float64)}
+    if maker is whisper:
+        sound = torch.randn(2, 8, 40, dtype=torch.float64)
+        return model, {"input_features": sound, "decoder_input_ids": words}
+    return model, {"input_ids": words}
+
+
+def computed(model, inputs, implementation, dtype):
+    """Logits and all gradients by one attention in one type; only of tokens, not of padding."""
+    model.to(dtype).zero_grad()
+    model.set_attn_implementation(implementation)
+    inputs = {n: x.to(dtype) if x.is_floating_point() else x for n, x in inputs.items()}
+    logits = model(**inputs).logits
+    if "attention_mask" in inputs:
+        logits = logits[inputs["attention_mask"].bool()]
+    logits.square().sum().backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {"logits": logits, **gradients}
+
+
+def check(model, inputs, dtype, reference="eager"):
+    """Error <= 2 x eager attention's in the same type + one rounding (flash-attention's rule).
+
+    Of the logits in maxima; of the gradients, all as one vector, in its length: of a few numbers
+    summed over everything, such as a bias, eager's own error may happen to be nothing.
+    """
+    state = {n: x.clone() for n, x in model.state_dict().items()}
+    found = {}
+    for kind in (torch.float64, dtype):
+        for which in (reference,) if kind is torch.float64 else ("eager", "flashsim"):
+            model.double().load_state_dict(state)
+            x = computed(model, inputs, which, kind)
+            logits, *gradients = (y.detach().double() for y in x.values())
+            found[kind, which] = logits, torch.cat([g.flatten() for g in gradients])
+    logits, gradient = found[torch.float64, reference]
+    assert gradient.norm() > 0
+    eps = torch.finfo(dtype).eps
+    for place, size, true in ((0, torch.amax, logits), (1, torch.linalg.vector_norm, gradient)):
+        error = {
+            which: size((found[dtype, which][place] - true).abs())
+            for which in ("eager", "flashsim")
+        }
+        assert error["flashsim"] <= 2 * error["eager"] + eps * size(true.abs()), (place, error)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("maker", MODELS.values(), ids=MODELS)
+def test_logits_and_gradients_are_as_good_as_eagers(maker, dtype):
+    check(*made(maker), dtype)
+
+
+@pytest.mark.parametrize("padding", [x for x in PADDING if x != "whole"])
+@pytest.mark.parametrize("maker", DECODERS.values(), ids=DECODERS)
+def test_batches_with_padding(maker, padding):
+    """Judged by SDPA in float64: eager rows of padding alone are NaN there."""
+    model, inputs = made(maker)
+    inputs["attention_mask"] = torch.tensor(PADDING[padding])
+    check(model, inputs, torch.float32, reference="sdpa")
+
+
+@pytest.mark.parametrize("padding", ["whole", "padded left"])
+@pytest.mark.parametrize("maker", DECODERS.values(), ids=DECODERS)
+def test_generation_with_a_cache(maker, padding):
+    model, inputs = made(maker)
+    told = []
+    for implementation in ("eager", "flashsim"):
+        model.set_attn_implementation(implementation)
+        mask = torch.tensor(PADDING[padding] or [[1] * N] * 2)
+        told.append(
+            model.generate(
+                **inputs,
+                attention_mask=mask,
+                max_new_tokens=8,
+                min_new_tokens=8,
+                do_sample=False,
+                pad_token_id=0,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+        )
+    assert told[0].sequences.tolist() == told[1].sequences.tolist()
+    for x, y in zip(*(t.logits for t in told), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-3)
+
+
+def test_a_cache_with_room_in_it():
+    """A static cache has keys behind the last that was written; none may be seen."""
+    model, inputs = made(llama)
+    told = []
+    for implementation in ("eager", "flashsim"):
+        model.set_attn_implementation(implementation)
+        cache = transformers.StaticCache(model.config, max_cache_len=40)
+        first = model(inputs["input_ids"], past_key_values=cache).logits
+        then = model(inputs["input_ids"][:, :3], past_key_values=cache).logits
+        told.append((first, then))
+    for x, y in zip(*told, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-3)
+
+
+def test_speech_is_written_down_with_its_caches():
+    model, inputs = made(whisper)
+    told = []
+    for implementation in ("eager", "flashsim"):
+        model.set_attn_implementation(implementation)
+        sound, cache = inputs["input_features"].float(), None
+        words, steps = inputs["decoder_input_ids"], []
+        states = model.get_encoder()(sound)
+        for part in (words[:, :5], words[:, 5:6], words[:, 6:9]):
+            step = model(encoder_outputs=states, decoder_input_ids=part, past_key_values=cache)
+            cache = step.past_key_values
+            steps.append(step.logits)
+        told.append(torch.cat(steps, dim=1))
+    torch.testing.assert_close(*told, rtol=1e-3, atol=1e-3)
+
+
+# -- masks ----------------------------------------------------------------------------------------
+
+
+def whole_mask(band, n_q, n_kv):
+    """The boolean mask that a `Band` (or None: causal) stands for, one score at a time."""
+    band = band or Band(causal=True)
+    keys = torch.ones(1, n_kv, dtype=torch.bool) if band.keys is None else band.keys
+    left, right = band.window or (n_kv, n_kv)
+    kept = torch.zeros(len(keys), n_q, n_kv, dtype=torch.bool)
+    for b, row in enumerate(keys):
+        queries = torch.ones(n_q, dtype=torch.bool) if band.queries is None else band.queries[b]
+        there, asked = row.nonzero().flatten().tolist(), queries.nonzero().flatten().tolist()
+        for i, q in enumerate(asked):
+            for j, k in enumerate(there):
+                offset = j - (i + len(there) - len(asked))
+                kept[b, q, k] = -left <= offset <= (0 if band.causal else right)
+    return kept
+
+
+def interfaces():
+    m = transformers.masking_utils
+    return {
+        "causal": (m.causal_mask_function, None),
+        "window": (m.sliding_window_causal_mask_function(4), 4),
+        "both sides": (m.sliding_window_bidirectional_mask_function(3), 3),
+        "all": (m.bidirectional_mask_function, None),
+    }
+
+
+@pytest.mark.parametrize("which", ["causal", "window", "both sides", "all"])
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize(
+    ("q_length", "kv_length", "q_offset", "kv_offset"),
+    [(9, 9, 0, 0), (1, 9, 8, 0), (3, 9, 6, 0), (9, 12, 0, 0), (2, 7, 8, 3)],
+    ids=["square", "one query", "three", "room", "cut cache"],
+)
+def test_a_band_says_what_transformers_mask_says(
+    which, padding, q_length, kv_length, q_offset, kv_offset
+):
+    function, size = interfaces()[which]
+    total = q_offset + q_length
+    mask = torch.ones(2, total, dtype=torch.bool)
+    if padding != "none":
+        mask[1, :4] = False
+        mask = mask if padding == "left" else mask.flip(1)
+    asked = {
+        "batch_size": 2,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "q_offset": q_offset,
+        "kv_offset": kv_offset,
+        "mask_function": function,
+        "attention_mask": None if padding == "none" else mask,
+        "local_size": size,
+        "device": "cpu",
+    }
+    exact = transformers.masking_utils.sdpa_mask(**asked, allow_is_causal_skip=False)[:, 0]
+    got = hugging_face.mask(**asked)
+    if isinstance(got, torch.Tensor):
+        assert which == "both sides"  # anything else is a band
+        torch.testing.assert_close(got[:, 0], exact)
+        return
+    if got is None and which in ("both sides", "all"):
+        got = Band(causal=False)
+    band = whole_mask(got, q_length, kv_length).expand_as(exact)
+    tokens = mask[:, q_offset:total] if padding != "none" else torch.ones(2, q_length).bool()
+    for b in range(2):
+        torch.testing.assert_close(band[b, tokens[b]], exact[b, tokens[b]])
+
+
+def test_a_mask_of_any_other_pattern_is_handed_on_whole():
+    m = transformers.masking_utils
+    odd = m.and_masks(m.causal_mask_function, lambda b, h, q, k: (q + k) % 2 == 0)
+    got = hugging_face.mask(2, 6, 6, mask_function=odd)
+    assert got.shape == (2, 1, 6, 6)
+    assert bool(got[0, 0, 3, 1])
+    assert not bool(got[0, 0, 3, 2])
+    other = m.sliding_window_causal_mask_function(3)  # not of the size that was named
+    assert isinstance(hugging_face.mask(1, 6, 6, mask_function=other, local_size=4), torch.Tensor)
+    gaps = torch.tensor([[True, False, True, True, True, True]])
+    window = m.sliding_window_causal_mask_function(3)
+    kept = hugging_face.mask(1, 6, 6, mask_function=window, local_size=3, attention_mask=gaps)
+    assert isinstance(kept, torch.Tensor)
+
+
+def test_packed_examples_do_not_see_each_other():
+    """Position ids that start again, by transformers' mask; offsets, as collators give them."""
+    model, inputs = made(llama)
+    model.set_attn_implementation("flashsim")
+    row = inputs["input_ids"][:1]
+    apart = torch.cat([model(row[:, :9]).logits, model(row[:, 9:]).logits], dim=1)
+    positions = torch.cat([torch.arange(9), torch.arange(N - 9)])[None]
+    torch.testing.assert_close(
+        model(row, position_ids=positions, use_cache=False).logits, apart, rtol=1e-3, atol=1e-3
+    )
+
+    q, k, v = (torch.randn(1, 2, N, 8) for _ in range(3))
+    cuts = torch.tensor([0, 9, N], dtype=torch.int32)
+    layer = torch.nn.Module()
+    given = {"cu_seq_lens_q": cuts, "cu_seq_lens_k": cuts, "max_length_q": 9, "max_length_k": 9}
+    got, _ = hugging_face.attend(layer, q, k, v, None, is_causal=True, **given)
+    expected = [
+        hugging_face.attend(layer, *(x[:, :, part] for x in (q, k, v)), None, is_causal=True)[0]
+        for part in (slice(0, 9), slice(9, N))
+    ]
+    torch.testing.assert_close(got, torch.cat(expected, dim=1))
+
+
+def test_a_position_bias_has_a_gradient_and_meets_padding():
+    q, k, v = (torch.randn(2, 2, 6, 8, dtype=torch.float64) for _ in range(3))
+    bias = torch.randn(1, 2, 6, 6, dtype=torch.float64, requires_grad=True)
+    keys = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
+    layer, band = torch.nn.Module(), Band(causal=False, keys=keys)
+    got, _ = hugging_face.attend(layer, q, k, v, band, position_bias=bias, scaling=0.5)
+    scores = (q @ k.mT * 0.5 + bias).masked_fill(~keys[:, None, None], float("-inf"))
+    expected = (torch.softmax(scores, dim=-1) @ v).transpose(1, 2)
+    torch.testing.assert_close(got, expected)
+    (mine,) = torch.autograd.grad(got.square().sum(), bias)
+    (theirs,) = torch.autograd.grad(expected.square().sum(), bias)
+    torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"dropout": 0.1}, "no dropout, got 0.1; set the model's attention"),
+        ({"s_aux": torch.zeros(2)}, "attention sinks"),
+        ({"output_attentions": True}, "the probabilities"),
+    ],
+)
+def test_what_a_layer_may_not_ask(given, text):
+    x = torch.randn(1, 2, 6, 8)
+    with pytest.raises(UnsupportedError, match=text):
+        hugging_face.attend(torch.nn.Module(), x, x, x, None, is_causal=True, **given)
+
+
+def test_compiled_models():
+    model, inputs = made(llama)
+    model.set_attn_implementation("flashsim")
+    expected = model(**inputs).logits
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(**inputs).logits, expected, rtol=1e-4, atol=1e-4)

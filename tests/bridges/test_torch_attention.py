@@ -1,0 +1,303 @@
+"""`flashsim.torch.attention` as torch's own tools see it, `FlashAttention` as a course calls it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.autograd.graph import saved_tensors_hooks  # noqa: E402
+
+import flashsim  # noqa: E402
+from flashsim.errors import (  # noqa: E402
+    DTypeError,
+    FlashSimError,
+    UnknownArgumentError,
+    UnsupportedError,
+)
+from flashsim.torch import FlashAttention, attention, ops  # noqa: E402
+
+CUTS = {"cu_seqlens_q": (0, 4, 7), "cu_seqlens_k": (0, 5, 9), "causal": True}
+CASES = {
+    "plain": ({}, {}),
+    "causal": ({}, {"causal": True}),
+    "grouped": ({"heads": 4, "kv_heads": 2}, {"causal": True}),
+    "softcap": ({}, {"softcap": 2.0}),
+    "window": ({}, {"window": (3, 2), "scale": 0.7}),
+    "packed": ({"batch": 1}, CUTS),
+    "bias": ({"bias": (1, 2)}, {"causal": True}),
+    "bias a batch entry": ({"bias": (2, 1)}, {}),
+}
+
+
+def tensors(*, batch=2, heads=2, kv_heads=2, n_q=7, n_kv=9, d=4, dv=3, bias=None, dtype=None):
+    torch.manual_seed(0)
+    shapes = [(batch, heads, n_q, d), (batch, kv_heads, n_kv, d), (batch, kv_heads, n_kv, dv)]
+    shapes += [(*bias, n_q, n_kv)] if bias else []
+    like = {"dtype": dtype or torch.float64, "requires_grad": True}
+    return [torch.randn(shape, **like) for shape in shapes]
+
+
+def call(q, k, v, bias=None, **question):
+    return attention(q, k, v, bias=bias, **{"backend": "numpy", **question})
+
+
+def plain(q, k, v, bias=None, *, causal=False, window=None, softcap=0.0, scale=None):
+    """Attention in torch's own operators; one batch entry, or several of equal lengths."""
+    group = q.shape[-3] // k.shape[-3]
+    k, v = (x.repeat_interleave(group, dim=-3) for x in (k, v))
+    s = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    s = softcap * torch.tanh(s / softcap) if softcap else s
+    s = s if bias is None else s + bias
+    n_q, n_kv = s.shape[-2:]
+    offset = torch.arange(n_kv) - (torch.arange(n_q)[:, None] + n_kv - n_q)
+    left, right = (n_kv + n_q if side < 0 else side for side in window or (-1, -1))
+    kept = (offset >= -left) & (offset <= (0 if causal else right))
+    return torch.softmax(s.masked_fill(~kept, float("-inf")), dim=-1) @ v
+
+
+# -- numbers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("sizes", "question"), CASES.values(), ids=CASES)
+def test_the_value_is_plain_attentions(sizes, question):
+    inputs = tensors(**sizes)
+    got = call(*inputs, **question)
+    if question is CUTS:
+        q, k, v = inputs
+        parts = [
+            plain(q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], causal=True)
+            for a, b, c, d in ((0, 4, 0, 5), (4, 7, 5, 9))
+        ]
+        expected = torch.cat(parts, dim=2)
+    else:
+        expected = plain(*inputs, **question)
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize(("sizes", "question"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize("backend", ["numpy", "numba"])
+def test_gradcheck(backend, sizes, question):
+    inputs = tensors(**sizes)
+    question = {**question, "backend": backend}
+    assert torch.autograd.gradcheck(lambda *x: call(*x, **question), inputs)
+
+
+def test_gradcheck_fused():
+    inputs = tensors(heads=4, kv_heads=2)
+    assert torch.autograd.gradcheck(
+        lambda *x: call(*x, causal=True, algorithm="flash2-fused", deterministic=False), inputs
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_narrow_types_come_out_as_they_went_in(dtype):
+    q, k, v = tensors(dtype=dtype)
+    out, lse = call(q, k, v, return_lse=True, backend="numba")
+    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+    assert not lse.requires_grad
+    out.backward(torch.ones_like(out))
+    assert {x.grad.dtype for x in (q, k, v)} == {dtype}
+    expected = plain(*(x.detach().double() for x in (q, k, v)))
+    torch.testing.assert_close(out.double(), expected, atol=3 * torch.finfo(dtype).eps, rtol=0.02)
+
+
+@pytest.mark.parametrize("lead", [(), (2,), (2, 2)], ids=["(n, d)", "(heads, n, d)", "4-D"])
+def test_leading_axes_may_be_left_out(lead):
+    q, k, v = (torch.randn(*lead, n, 4, dtype=torch.float64) for n in (7, 9, 9))
+    out, lse = call(q, k, v, return_lse=True)
+    assert (out.shape, lse.shape) == (q.shape, q.shape[:-1])
+
+
+def test_other_memory_layouts_and_broadcast_gradients():
+    q, k, v = (x.detach() for x in tensors(dv=4))
+    expected = call(q, k, v)
+    views = [x.mT.contiguous().mT.requires_grad_() for x in (q, k, v)]
+    out = call(*views)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+    out.sum().backward()  # a gradient with strides 0
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    call(*whole).backward(torch.ones_like(out))
+    torch.testing.assert_close(views[0].grad, whole[0].grad, rtol=0, atol=0)
+
+
+# -- what is kept ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transformed", [False, True], ids=["operator", "autograd.Function"])
+def test_beside_inputs_and_output_one_number_a_row_is_kept(transformed, monkeypatch):
+    if transformed:
+        monkeypatch.setattr(ops, "_transformed", lambda: True)
+    q, k, v = tensors()
+    kept = []
+    with saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        out = call(q, k, v, causal=True)
+    known = {x.data_ptr() for x in (q, k, v, out)}
+    beside = [x for x in kept if x.data_ptr() not in known]
+    assert [x.shape for x in beside] == [q.shape[:-1]]
+    assert {x.data_ptr() for x in kept} >= known
+    out.sum().backward()
+
+
+# -- torch's tools --------------------------------------------------------------------------------
+
+
+def question_of(**changes):
+    usual = {"window_left": -1, "window_right": -1, "softcap": 0.0, "scale": None, "causal": True}
+    last = {"algorithm": "flash2", "deterministic": None, "backend": "numpy"}
+    return {**usual, **last, **changes}
+
+
+@pytest.mark.parametrize("bias", [None, (1, 2)], ids=["plain", "bias"])
+def test_opcheck(bias):
+    *qkv, added = (*tensors(bias=bias), None)[:4]
+    inputs = (*qkv, added, None, None)
+    assert set(torch.library.opcheck(ops.forward, inputs, question_of()).values()) == {"SUCCESS"}
+    fixed = [x if x is None else x.detach() for x in inputs]
+    out, lse = ops.forward(*fixed, **question_of())
+    checks = torch.library.opcheck(ops.backward, (out, out, lse, *fixed), question_of())
+    assert set(checks.values()) == {"SUCCESS"}
+
+
+def test_opcheck_packed():
+    inputs = (*tensors(batch=1), None, torch.tensor([0, 4, 7]), torch.tensor([0, 5, 9]))
+    assert set(torch.library.opcheck(ops.forward, inputs, question_of()).values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_without_a_break(dynamic):
+    def loss(q, k, v, bias):
+        return call(q * 2, k, v, bias, causal=True).sin().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for n_kv in (9, 12):
+        one, other = (tensors(n_kv=n_kv, bias=(1, 2)) for _ in range(2))
+        compiled(*one).backward()
+        loss(*other).backward()
+        for x, y in zip(one, other, strict=True):
+            torch.testing.assert_close(x.grad, y.grad)
+
+
+def test_packed_sequences_compile_too():
+    compiled = torch.compile(lambda *x: call(*x, **CUTS), fullgraph=True, backend="aot_eager")
+    inputs = tensors(batch=1)
+    torch.testing.assert_close(compiled(*inputs), call(*inputs, **CUTS))
+
+
+def test_the_meta_device_gives_shapes():
+    q, k, v = (x.detach().to("meta") for x in tensors())
+    out, lse = attention(q, k, v, return_lse=True)
+    assert (out.shape, lse.shape, out.device.type) == ((2, 2, 7, 3), (2, 2, 7), "meta")
+
+
+def test_gradients_and_maps_of_torch_func():
+    q, k, v, bias = (x.detach() for x in tensors(bias=(1, 2)))
+    loss = lambda *x: call(*x, causal=True).square().sum()  # noqa: E731
+    wanted = [x.clone().requires_grad_() for x in (q, k, v, bias)]
+    loss(*wanted).backward()
+    gradient = torch.func.grad(loss, argnums=(0, 1, 2, 3))
+    for got, x in zip(gradient(q, k, v, bias), wanted, strict=True):
+        torch.testing.assert_close(got, x.grad)
+
+    many = torch.randn(3, *q.shape, dtype=q.dtype)
+    per_sample = torch.func.vmap(gradient, in_dims=(0, None, None, None))(many, k, v, bias)
+    one_by_one = [gradient(x, k, v, bias) for x in many]
+    for got, singles in zip(per_sample, zip(*one_by_one, strict=True), strict=True):
+        torch.testing.assert_close(got, torch.stack(singles))
+
+
+@pytest.mark.parametrize("lead", [(1, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize("dim", [None, 0, 2])
+def test_maps_fold_into_the_batch(dim, lead):
+    """Also where the bias is mapped, along any of its axes, and where the operator is called."""
+    q, k, v = (x.detach() for x in tensors())
+    biases = torch.randn(3, *lead, 7, 9, dtype=q.dtype)
+    given = biases[0] if dim is None else biases.movedim(0, dim)
+    queries = torch.randn(3, *q.shape, dtype=q.dtype)
+    expected = torch.stack(
+        [
+            call(x, k, v, biases[0] if dim is None else b)
+            for x, b in zip(queries, biases, strict=True)
+        ]
+    )
+    got = torch.vmap(call, in_dims=(0, None, None, dim))(queries, k, v, given)
+    torch.testing.assert_close(got, expected)
+    direct = lambda q, b: ops.forward(q, k, v, b, None, None, **question_of(causal=False))[0]  # noqa: E731
+    torch.testing.assert_close(torch.vmap(direct, in_dims=(0, dim))(queries, given), expected)
+
+    def gradient(q, bias):
+        return torch.func.grad(lambda b: call(q, k, v, b).square().sum())(bias)
+
+    singles = [
+        gradient(x, biases[0] if dim is None else b) for x, b in zip(queries, biases, strict=True)
+    ]
+    mapped = torch.vmap(gradient, in_dims=(0, dim))(queries, given)
+    torch.testing.assert_close(mapped, torch.stack(singles))
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_done_is_said():
+    q, k, v = tensors(batch=1)
+    with pytest.raises(DTypeError, match=r"q must be a torch.Tensor, got ndarray; flashsim.run"):
+        attention(q.detach().numpy(), k, v)
+    with pytest.raises(UnsupportedError, match=r"flash2-fused, not 'standard'; flashsim.run sim"):
+        attention(q, k, v, algorithm="standard")
+    with pytest.raises(UnknownArgumentError, match="'is_causal'; here it is called causal"):
+        attention(q, k, v, is_causal=True)
+    with pytest.raises(FlashSimError, match="same head_dim"):
+        call(q, k[..., :2], v)
+    with pytest.raises(UnsupportedError, match="vmap maps no packed sequences"):
+        torch.vmap(lambda x: call(x, k, v, **CUTS))(q[None])
+    (first,) = torch.autograd.grad(call(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(UnsupportedError, match="no second derivatives"):
+        first.sum().backward()
+
+
+def test_without_torch_it_says_what_to_install():
+    code = "import sys; sys.modules['torch'] = None\nimport flashsim.torch"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "BackendUnavailable" in done.stderr
+    assert "pip install 'flashsim[torch]'" in done.stderr
+
+
+def test_flashsim_alone_imports_no_torch():
+    code = "import flashsim, sys; assert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ})
+    assert flashsim.torch.attention is attention
+
+
+# -- Stanford CS336, assignment 2: as its published text describes the tests ----------------------
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_an_autograd_function_of_the_courses_interface(is_causal):
+    """(batch 4, 128 queries and keys, d = 64), float32, 1e-2; L is among the saved tensors."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(4, 128, 64, requires_grad=True) for _ in range(3))
+    dout = torch.randn(4, 128, 64)
+    out = FlashAttention.apply(q, k, v, is_causal)
+
+    scores = q @ k.mT / 8
+    if is_causal:
+        scores = scores.masked_fill(torch.ones(128, 128).triu(1).bool(), -1e6)
+    expected = torch.softmax(scores, dim=-1) @ v
+    saved = [x for x in out.grad_fn.saved_tensors if x.shape == (4, 128)]
+    assert len(saved) == 1
+    torch.testing.assert_close(saved[0], torch.logsumexp(scores, dim=-1), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(out, expected, rtol=1e-2, atol=1e-2)
+
+    got = torch.autograd.grad(out, (q, k, v), dout)
+    wanted = torch.autograd.grad(expected, (q, k, v), dout)
+    for x, y in zip(got, wanted, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-2)
+
+
+def test_the_courses_function_is_not_causal_unless_told():
+    q = torch.randn(2, 20, 8)
+    torch.testing.assert_close(FlashAttention.apply(q, q, q), FlashAttention.apply(q, q, q, False))

@@ -1,0 +1,178 @@
+"""flashsim in the place of torch's flash attention, on the CPU: asked for, used, given back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.nn import attention as registry  # noqa: E402
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
+
+import flashsim.torch  # noqa: E402
+from flashsim.api import execution  # noqa: E402
+from flashsim.errors import UnsupportedError  # noqa: E402
+from flashsim.torch import stand_in  # noqa: E402
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """flashsim activated; the list grows with each call of its forward or backward pass."""
+    seen = []
+    for name in ("run", "backward"):
+        real = getattr(execution, name)
+
+        def counted(*args, _name=name, _real=real, **options):
+            seen.append(_name)
+            return _real(*args, **{**options, "backend": "numpy"})
+
+        monkeypatch.setattr(execution, name, counted)
+    flashsim.torch.install()
+    registry.activate_flash_attention_impl("flashsim")
+    yield seen
+    registry.restore_flash_attention_impl(_raise_warn=False)
+
+
+def attend(q, k, v, **options):
+    """Output and gradients of torch's attention, by its flash attention."""
+    q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        out = scaled_dot_product_attention(q, k, v, **options)
+    out.square().sum().backward()
+    return out.detach(), q.grad, k.grad, v.grad
+
+
+def tensors(n_q=20, n_kv=24, dtype=torch.float64):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, n, 16, dtype=dtype) for n in (n_q, n_kv, n_kv))
+    return q.transpose(1, 2).contiguous().transpose(1, 2), k, v
+
+
+MASKS = {
+    "none": lambda n_q, n_kv: {},
+    "boolean": lambda n_q, n_kv: {"attn_mask": torch.rand(n_q, n_kv) > 0.5},
+    "boolean, a key mask": lambda n_q, n_kv: {"attn_mask": torch.rand(2, 1, 1, n_kv) > 0.3},
+    "additive": lambda n_q, n_kv: {"attn_mask": torch.randn(2, 1, n_q, n_kv, dtype=torch.float64)},
+    "causal": lambda n_q, n_kv: {"is_causal": True, "scale": 0.3},
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize(("n_q", "n_kv"), [(20, 20), (10, 24), (24, 10)])
+def test_sdpa_gives_the_same_in_the_same_memory_layout(calls, n_q, n_kv, mask):
+    """torch's causal mask starts at the top left, and its gradients lie by token."""
+    inputs, options = tensors(n_q, n_kv), mask(n_q, n_kv)
+    got = attend(*inputs, **options)
+    assert calls == ["run", "backward"]
+    registry.restore_flash_attention_impl()
+    expected = attend(*inputs, **options)
+    assert calls == ["run", "backward"]  # torch's own again
+    for x, y in zip(got, expected, strict=True):
+        torch.testing.assert_close(x, y)
+        assert x.stride() == y.stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_sdpa_in_narrow_types(calls, dtype):
+    inputs = tensors(dtype=dtype)
+    got = attend(*inputs)
+    assert calls
+    registry.restore_flash_attention_impl()
+    for x, y in zip(got, attend(*inputs), strict=True):
+        assert x.dtype == dtype
+        torch.testing.assert_close(x, y, rtol=0.03, atol=4 * torch.finfo(dtype).eps)
+
+
+def test_it_is_listed_but_not_active_until_asked():
+    code = (
+        "import flashsim.torch\n"
+        "from torch.nn import attention as a\n"
+        "assert 'flashsim' not in a.list_flash_attention_impls()\n"
+        "assert flashsim.torch.install()[0] == 'torch'\n"
+        "assert 'flashsim' in a.list_flash_attention_impls()\n"
+        "assert a.current_flash_attention_impl() is None\n"
+        "a.activate_flash_attention_impl('flashsim')\n"
+        "assert a.current_flash_attention_impl() == 'flashsim'\n"
+        "a.restore_flash_attention_impl()\n"
+        "assert a.current_flash_attention_impl() is None\n"
+    )
+    subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], check=True)
+
+
+def test_compiled_code_uses_it(calls):
+    inputs = tensors()
+    compiled = torch.compile(lambda *x: attend(*x)[0], backend="aot_eager")
+    got = compiled(*inputs)
+    assert "run" in calls
+    registry.restore_flash_attention_impl()
+    torch.testing.assert_close(got, attend(*inputs)[0])
+
+
+def test_dropout_is_refused():
+    q, k, v = tensors()
+    with pytest.raises(UnsupportedError, match=r"no dropout, got 0.1; set it to 0"):
+        stand_in._cpu_forward(q, k, v, 0.1)
+
+
+# -- what torch registers for CUDA, on CPU tensors: the same code, another engine ------------------
+
+
+def test_the_cuda_functions_by_their_schemas():
+    """(batch, n, heads, d) or packed (tokens, heads, d): out, LSE and gradients as torch's."""
+    q, k, v = (x.transpose(1, 2).contiguous() for x in tensors(20, 20))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stand_in, "default_backend", lambda x: "numpy")
+        out, lse, *state, debug = stand_in._flash_forward(
+            *(q, k, v, None, None, 20, 20, 0.0, True, False), scale=0.3
+        )
+        cuts = torch.tensor([0, 20, 40], dtype=torch.int32)
+        rows = [x.reshape(40, 3, 16) for x in (q, k, v)]
+        packed = stand_in._flash_forward(*rows, cuts, cuts, 20, 20, 0.0, True, False, scale=0.3)
+        whole = [x.transpose(1, 2) for x in (q, k, v)]
+        sdpa = stand_in._sdpa_forward(*whole, is_causal=True, scale=0.3)
+        dout = torch.randn_like(out)
+        ends = (20, 20, 0.0, True, *state)
+        grads = stand_in._flash_backward(dout, q, k, v, out, lse, None, None, *ends, scale=0.3)
+        packed_grads = stand_in._flash_backward(
+            dout.reshape(40, 3, 16), *rows, *packed[:2], cuts, cuts, *ends, scale=0.3
+        )
+        sdpa_grads = stand_in._sdpa_backward(
+            *(dout.transpose(1, 2), *whole, *sdpa[:2], None, None, *ends), scale=0.3
+        )
+    inputs = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    expected = scaled_dot_product_attention(*inputs, is_causal=True, scale=0.3)
+    expected.backward(dout.transpose(1, 2))
+    torch.testing.assert_close(out.transpose(1, 2), expected)
+    torch.testing.assert_close(packed[0].reshape(out.shape), out)
+    torch.testing.assert_close(sdpa[0], expected)
+    assert sdpa[0].stride() == whole[0].stride()
+    assert (lse.shape, packed[1].shape, debug.numel()) == ((2, 3, 20), (3, 40), 0)
+    for g, one, other, x in zip(grads, packed_grads, sdpa_grads, inputs, strict=True):
+        torch.testing.assert_close(g.transpose(1, 2), x.grad)
+        torch.testing.assert_close(one.reshape(g.shape), g)
+        torch.testing.assert_close(other, x.grad)
+        assert other.stride() == whole[0].stride()
+
+
+def test_the_cuda_functions_take_what_torch_has_for_each():
+    """Each replacement takes the arguments of the schema that it is registered for."""
+    import inspect
+
+    for functions in (stand_in._CPU, stand_in._CUDA):
+        for name, function in functions.items():
+            schema = getattr(torch.ops.aten, name).default._schema
+            takes = inspect.signature(function).parameters
+            loose = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+            for argument in schema.arguments:
+                assert argument.name in takes or (argument.kwarg_only and loose), (name, argument)
+
+
+def test_what_flash_attention_cannot_do_here_is_said():
+    q, k, v = (x.transpose(1, 2) for x in tensors(20, 20))
+    rest = (None, None, 20, 20, 0.0, True, False)
+    with pytest.raises(UnsupportedError, match=r"takes no alibi_slopes; .*restore_flash"):
+        stand_in._flash_forward(q, k, v, *rest, alibi_slopes=torch.ones(3))
