@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo test test-all lint unit thorough wheel bench gpu gallery reproduce clean
+.PHONY: demo test test-all test-torch lint unit thorough wheel bench gpu gallery reproduce clean
 
 demo: $(VENV)/.installed
 	$(BIN)/flashsim demo --out out
@@ -32,6 +32,16 @@ unit: $(VENV)/.dev
 
 thorough: $(VENV)/.dev
 	$(PYTEST) -m thorough
+
+# The bridges to PyTorch, transformers and JAX, which are large: in an environment of their own.
+# Elsewhere these tests skip.
+test-torch: $(VENV)-torch/.installed
+	OMP_NUM_THREADS=1 $(VENV)-torch/bin/python -m pytest -n $(JOBS) tests/bridges tests/api/test_hosts.py tests/api/test_docs.py
+
+$(VENV)-torch/.installed: setup.cfg pyproject.toml
+	$(PYTHON) -m venv $(VENV)-torch
+	$(VENV)-torch/bin/python -m pip install -q --disable-pip-version-check -e .[bridges] torch==2.13.0
+	touch $@
 
 wheel: $(VENV)/.dev
 	$(BIN)/python tests/tools/wheel.py
@@ -63,4 +73,4 @@ gallery: $(VENV)/.dev
 	$(BIN)/python docs/gallery.py
 
 clean:
-	rm -rf $(VENV) out build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-torch out build dist *.egg-info

@@ -68,7 +68,7 @@ def attention(
     ------
     FlashSimError
     """
-    inputs.reject_unknown(unknown, attention.__kwdefaults__, "attention")
+    inputs.reject_unknown(unknown, attention.__kwdefaults__ or (), "attention")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise DTypeError(

@@ -30,7 +30,8 @@ def register(name: str) -> None:
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, mask)
     # For any name with "flash" in it, transformers would import the flash-attn package.
-    is_theirs = getattr(modeling_utils, "is_flash_attention_requested", None)
+    patched: Any = modeling_utils
+    is_theirs = getattr(patched, "is_flash_attention_requested", None)
     if is_theirs is not None and not hasattr(is_theirs, "but_for"):
 
         def is_flash_attention_requested(
@@ -40,7 +41,7 @@ def register(name: str) -> None:
             return not ours and is_theirs(config, requested_attention_implementation, **rest)
 
         is_flash_attention_requested.but_for = name  # type: ignore[attr-defined]
-        modeling_utils.is_flash_attention_requested = is_flash_attention_requested
+        patched.is_flash_attention_requested = is_flash_attention_requested
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +137,7 @@ def _no_padding(attention_mask: Tensor | None, n_kv: int, kv_offset: int) -> Ten
     """Which keys are no padding, (batch, n_kv)."""
     if attention_mask is None:
         return None
-    padded = masking_utils.prepare_padding_mask(attention_mask, n_kv, kv_offset)
+    padded: Any = masking_utils.prepare_padding_mask(attention_mask, n_kv, kv_offset)
     return padded[:, kv_offset : kv_offset + n_kv].bool()
 
 
@@ -199,9 +200,13 @@ def attend(
         band, added = Band(causal=False), _added(attention_mask, query)
     if position_bias is not None:
         added = position_bias if added is None else added + position_bias
-    options = {"causal": band.causal, "window": band.window, "scale": scaling}
-    options["softcap"] = softcap or 0.0
-    options["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    options: dict[str, Any] = {
+        "causal": band.causal,
+        "window": band.window,
+        "scale": scaling,
+        "softcap": softcap or 0.0,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
     if attention_mask is None and rest.get("cu_seq_lens_q") is not None:  # packed by the caller
         for side in ("q", "k"):
             options[f"cu_seqlens_{side}"] = rest[f"cu_seq_lens_{side}"]

@@ -230,12 +230,10 @@ def _flash_backward(
     question = _question(
         query, cum_seq_q, cum_seq_k, is_causal, scale, window_size_left, window_size_right
     )
-    tensors = (_by_head(x, cum_seq_q) for x in (query, key, value, out))
+    q, k, v, out, dout = (_by_head(x, cum_seq_q) for x in (query, key, value, out, grad_out))
     lse = logsumexp if cum_seq_q is None else logsumexp[None]
     gradients = execution.backward(
-        *tensors,
-        lse,
-        _by_head(grad_out, cum_seq_q),
+        *(q, k, v, out, lse, dout),
         deterministic=torch.are_deterministic_algorithms_enabled(),
         **question,
     )
@@ -254,9 +252,10 @@ def _sdpa_forward(
 ) -> tuple[Any, ...]:
     """``_scaled_dot_product_flash_attention``: (batch, heads, n, d)."""
     n_q, n_k = query.shape[2], key.shape[2]
-    tensors = (x.transpose(1, 2) for x in (query, key, value))
-    options = (dropout_p, is_causal, return_debug_mask)
-    out, lse, *rest = _flash_forward(*tensors, None, None, n_q, n_k, *options, scale=scale)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out, lse, *rest = _flash_forward(
+        q, k, v, None, None, n_q, n_k, dropout_p, is_causal, return_debug_mask, scale=scale
+    )
     return _laid_out(out.transpose(1, 2), query), lse, None, None, n_q, n_k, *rest
 
 
@@ -279,12 +278,9 @@ def _sdpa_backward(
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
     """``_scaled_dot_product_flash_attention_backward``."""
-    by_token = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-    gradients = _flash_backward(
-        *(*by_token, logsumexp, None, None, max_q, max_k, dropout_p, is_causal),
-        *(philox_seed, philox_offset),
-        scale=scale,
-    )
+    dout, q, k, v, out = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+    options = (max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset)
+    gradients = _flash_backward(dout, q, k, v, out, logsumexp, None, None, *options, scale=scale)
     like = (query, key, value)
     return tuple(_laid_out(x.transpose(1, 2), y) for x, y in zip(gradients, like, strict=True))
 
