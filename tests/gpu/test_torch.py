@@ -1,0 +1,340 @@
+"""`flashsim.torch` on CUDA: the operator, torch.compile, CUDA graphs, SDPA, Hugging Face."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from cupy_checks import MARKS  # noqa: E402
+
+import flashsim.torch  # noqa: E402
+from flashsim.errors import DTypeError, UnsupportedError  # noqa: E402
+from flashsim.torch import FlashAttention, attention, ops  # noqa: E402
+
+pytestmark = MARKS
+
+HALF = torch.bfloat16
+CUTS = {"cu_seqlens_q": [0, 70, 200], "cu_seqlens_k": [0, 90, 230], "causal": True}
+
+
+def tensors(*, batch=2, heads=4, kv_heads=2, n_q=200, n_kv=230, d=64, dtype=HALF, grad=True):
+    torch.manual_seed(0)
+    shapes = [(batch, heads, n_q, d), (batch, kv_heads, n_kv, d), (batch, kv_heads, n_kv, d)]
+    return [torch.randn(s, device="cuda", dtype=dtype, requires_grad=grad) for s in shapes]
+
+
+def plain(q, k, v, causal=False, window=None, softcap=0.0):
+    """Attention in torch's own operators, in the type of its inputs."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    s = q @ k.mT * q.shape[-1] ** -0.5
+    s = softcap * torch.tanh(s / softcap) if softcap else s
+    n_q, n_kv = s.shape[-2:]
+    rows, columns = (torch.arange(n, device=q.device) for n in (n_q, n_kv))
+    offset = columns - (rows[:, None] + n_kv - n_q)
+    left, right = (n_kv + n_q if side < 0 else side for side in window or (-1, -1))
+    kept = (offset >= -left) & (offset <= (0 if causal else right))
+    return torch.softmax(s.masked_fill(~kept, float("-inf")), dim=-1) @ v
+
+
+def value_and_gradients(function, inputs, dout):
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    out = function(*inputs)
+    return [out.detach(), *torch.autograd.grad(out, inputs, dout.to(out.dtype))]
+
+
+def judge(function, inputs, reference=plain):
+    """Error <= 2 x plain attention's in the same type + roundings of the largest value.
+
+    One of the type, and a few of the accumulator, float32: P is recomputed from a rounded LSE.
+    """
+    dout = torch.randn(inputs[0].shape, device="cuda", dtype=inputs[0].dtype)
+    got = value_and_gradients(function, inputs, dout)
+    rough = value_and_gradients(reference, inputs, dout)
+    exact = value_and_gradients(reference, [x.double() for x in inputs], dout.double())
+    eps = torch.finfo(inputs[0].dtype).eps + 8 * torch.finfo(torch.float32).eps
+    for mine, theirs, true in zip(got, rough, exact, strict=True):
+        error, allowed = ((x.double() - true).abs().max() for x in (mine, theirs))
+        assert error <= 2 * allowed + eps * true.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "question",
+    [{}, {"causal": True}, {"window": (50, 20)}, {"softcap": 5.0, "causal": True}],
+    ids=["plain", "causal", "window", "softcap"],
+)
+@pytest.mark.parametrize("fused", [False, True], ids=["three passes", "fused"])
+def test_value_and_gradients(fused, question, dtype):
+    told = {**question, "deterministic": not fused}
+    judge(
+        lambda *x: attention(*x, **told),
+        tensors(dtype=dtype),
+        lambda *x: plain(*x, **question),
+    )
+
+
+@pytest.mark.parametrize("d", [64, 60, 128])
+def test_rows_that_the_kernels_cannot_read_are_padded(d):
+    judge(lambda *x: attention(*x, causal=True), tensors(d=d), lambda *x: plain(*x, causal=True))
+
+
+def test_the_python_kernels():
+    pytest.importorskip("numba_cuda")
+    judge(
+        lambda *x: attention(*x, causal=True, backend="numba_cuda"),
+        tensors(),
+        lambda *x: plain(*x, causal=True),
+    )
+
+
+def test_packed_sequences_with_offsets_here_and_there():
+    def by_parts(q, k, v):
+        parts = ((0, 70, 0, 90), (70, 200, 90, 230))
+        rows = [
+            plain(q[:, :, a:b], k[:, :, c:e], v[:, :, c:e], causal=True) for a, b, c, e in parts
+        ]
+        return torch.cat(rows, dim=2)
+
+    inputs = tensors(batch=1)
+    judge(lambda *x: attention(*x, **CUTS), inputs, by_parts)
+    there = {
+        name: torch.tensor(x, device="cuda", dtype=torch.int32) if isinstance(x, list) else x
+        for name, x in CUTS.items()
+    }
+    torch.testing.assert_close(
+        attention(*inputs, **there), attention(*inputs, **CUTS), rtol=0, atol=0
+    )
+
+
+def test_memory_layouts_of_models_and_broadcast_gradients():
+    whole = tensors(grad=False)
+    views = [x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in whole]
+    out = attention(*views, causal=True)
+    torch.testing.assert_close(out, attention(*whole, causal=True), rtol=0, atol=0)
+    got = torch.autograd.grad(out.sum(), views)
+    again = [x.detach().clone().requires_grad_() for x in whole]
+    expected = torch.autograd.grad(attention(*again, causal=True), again, torch.ones_like(out))
+    for x, y in zip(got, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+def question_of(**changes):
+    usual = {"window_left": -1, "window_right": -1, "softcap": 0.0, "scale": None, "causal": True}
+    last = {"algorithm": "flash2", "deterministic": None, "backend": "cupy"}
+    return {**usual, **last, **changes}
+
+
+def test_opcheck():
+    inputs = (*tensors(dtype=torch.float32), None, None, None)
+    assert set(torch.library.opcheck(ops.forward, inputs, question_of()).values()) == {"SUCCESS"}
+
+
+def test_beside_inputs_and_output_one_number_a_row_is_kept():
+    q, k, v = tensors()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        out = attention(q, k, v, causal=True)
+    known = {x.data_ptr() for x in (q, k, v, out)}
+    assert [x.shape for x in kept if x.data_ptr() not in known] == [q.shape[:-1]]
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiles_without_a_break(mode):
+    """In torch's mode "reduce-overhead" with CUDA graphs."""
+
+    def loss(q, k, v):
+        return attention(q * 2, k, v, causal=True).float().square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, mode=mode)
+    one, other = tensors(), tensors()
+    for _ in range(3):
+        for x in one:
+            x.grad = None
+        compiled(*one).backward()
+    loss(*other).backward()
+    for x, y in zip(one, other, strict=True):
+        torch.testing.assert_close(x.grad, y.grad, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("question", [{"causal": True}, CUTS], ids=["causal", "packed"])
+@pytest.mark.parametrize("fused", [False, True], ids=["three passes", "fused"])
+def test_cuda_graphs(fused, question):
+    """Captured once, forward and backward, and played again on other numbers."""
+    inputs = tensors(batch=1)
+    dout = torch.randn_like(inputs[0])
+    told = {**question, **({"deterministic": False} if fused else {})}
+
+    def step():
+        out = attention(*inputs, **told)
+        return out, *torch.autograd.grad(out, inputs, dout)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = step()
+    with torch.no_grad():
+        for x in (*inputs, dout):
+            x.normal_()
+    graph.replay()
+    exact = 2e-2 if fused else 0
+    for x, y in zip(held, step(), strict=True):
+        torch.testing.assert_close(x, y, rtol=exact, atol=exact)
+
+
+def test_torch_func():
+    q, k, v = tensors(grad=False)
+    loss = lambda *x: attention(*x, causal=True).float().square().sum()  # noqa: E731
+    many = torch.stack([q, q * 2, -q])
+    got = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1)), in_dims=(0, None, None))(
+        many, k, v
+    )
+    singles = [torch.func.grad(loss, argnums=(0, 1))(x, k, v) for x in many]
+    for x, parts in zip(got, zip(*singles, strict=True), strict=True):
+        torch.testing.assert_close(x, torch.stack(parts), rtol=1e-2, atol=1e-2)
+
+
+def test_the_courses_function():
+    q, k, v = (x[:, 0].detach().requires_grad_() for x in tensors(n_q=128, n_kv=128))
+    out = FlashAttention.apply(q, k, v, True)
+    assert [x.shape for x in out.grad_fn.saved_tensors if x.shape == q.shape[:2]] == [q.shape[:2]]
+    expected = plain(*(x[:, None].float() for x in (q, k, v)), causal=True)[:, 0]
+    torch.testing.assert_close(out.float(), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_what_is_refused():
+    q, k, v = tensors(grad=False)
+    with pytest.raises(UnsupportedError, match="not float64"):
+        attention(*(x.double() for x in (q, k, v)))
+    with pytest.raises(UnsupportedError, match="take no bias"):
+        attention(q, k, v, bias=torch.zeros(200, 230, device="cuda", dtype=HALF))
+    with pytest.raises(DTypeError, match="on cpu"):
+        attention(q, k.cpu(), v)
+
+
+# -- in the place of torch's own ------------------------------------------------------------------
+
+
+@pytest.fixture
+def stand_in():
+    """flashsim as torch's flash attention; the list grows with each call of its two passes."""
+    registry = pytest.importorskip("torch.nn.attention")
+    if not hasattr(registry, "register_flash_attention_impl"):
+        pytest.skip(f"torch {torch.__version__} has no register of flash attentions")
+    from flashsim.api import execution
+
+    seen, real = [], {name: getattr(execution, name) for name in ("run", "backward")}
+    for name, function in real.items():
+        setattr(
+            execution, name, lambda *a, _f=function, _n=name, **o: seen.append(_n) or _f(*a, **o)
+        )
+    flashsim.torch.install()
+    registry.activate_flash_attention_impl("flashsim")
+    yield seen
+    registry.restore_flash_attention_impl()
+    for name, function in real.items():
+        setattr(execution, name, function)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_sdpa(stand_in, causal):
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    inputs = tensors(kv_heads=4, n_kv=200)
+
+    def sdpa(*x):
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(*x, is_causal=causal)
+
+    judge(sdpa, inputs, lambda *x: plain(*x, causal=causal))
+    assert set(stand_in) == {"run", "backward"}
+    by_token = [x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
+    assert sdpa(*by_token).stride() == by_token[0].stride()
+
+
+def test_varlen(stand_in):
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in tensors(batch=1, kv_heads=4, n_kv=200))
+    cuts = torch.tensor([0, 70, 200], device="cuda", dtype=torch.int32)
+    try:
+        got = varlen.varlen_attn(q, k, v, cuts, cuts, 130, 130, window_size=(-1, 0))
+    except TypeError:  # before torch 2.12
+        got = varlen.varlen_attn(q, k, v, cuts, cuts, 130, 130, True)
+    assert stand_in == ["run"]
+    whole = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    expected = attention(*whole, cu_seqlens_q=cuts, cu_seqlens_k=cuts, causal=True)
+    torch.testing.assert_close(got, expected[0].transpose(0, 1), rtol=0, atol=0)
+
+
+# -- Hugging Face ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model_of():
+    transformers = pytest.importorskip("transformers")
+    flashsim.torch.install()
+
+    def make(window=None):
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
+        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100}
+        config = transformers.MistralConfig(**sizes, sliding_window=window)
+        return transformers.MistralForCausalLM(config).to("cuda", HALF).eval()
+
+    return make
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("padding", [0, 30])
+def test_models(model_of, window, padding):
+    model = model_of(window)
+    words = torch.randint(3, 100, (2, 150), device="cuda")
+    mask = torch.ones_like(words)
+    mask[1, : padding or None] = 0 if padding else 1
+    found = {}
+    for which, dtype in (("sdpa", torch.float64), ("sdpa", HALF), ("flashsim", HALF)):
+        model.to(dtype).set_attn_implementation(which)
+        model.zero_grad()
+        logits = model(words, attention_mask=mask).logits[mask.bool()]
+        logits.float().square().sum().backward()
+        gradient = torch.cat([p.grad.double().flatten() for p in model.parameters()])
+        found[which, dtype] = logits.detach().double(), gradient
+    true = found["sdpa", torch.float64]
+    for place, size in ((0, torch.amax), (1, torch.linalg.vector_norm)):
+        error, allowed = (
+            size((found[which, HALF][place] - true[place]).abs()) for which in ("flashsim", "sdpa")
+        )
+        rounding = torch.finfo(HALF).eps * size(true[place].abs())
+        assert error <= 2 * allowed + rounding
+
+
+@pytest.mark.parametrize("padding", [0, 30])
+def test_generation(model_of, padding):
+    model = model_of(40).float()
+    words = torch.randint(3, 100, (2, 60), device="cuda")
+    mask = torch.ones_like(words)
+    mask[1, : padding or None] = 0 if padding else 1
+    told = []
+    for which in ("sdpa", "flashsim"):
+        model.set_attn_implementation(which)
+        told.append(
+            model.generate(
+                words,
+                attention_mask=mask,
+                max_new_tokens=20,
+                min_new_tokens=20,
+                do_sample=False,
+                pad_token_id=0,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+        )
+    torch.testing.assert_close(told[0].logits[0], told[1].logits[0], rtol=1e-3, atol=1e-3)
+    same = (told[0].sequences == told[1].sequences).float().mean()
+    assert same > 0.95  # a tie may fall the other way
