@@ -348,6 +348,8 @@ class _Asked:
         engine = self.engine
         (dout,) = hosts.take(self.host, dout=_known(engine, "dout", dout))
         inputs.check_like("dout", dout, out, "out")
+        if self.backend in dispatch.ON_CPU:
+            inputs.require_numpy(self.backend, dout=dout)
         inputs.check_tiling(tiling)
         job = replace(
             self.job,
@@ -406,7 +408,7 @@ def _ask(
         q, k, v = (_known(engine, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     given = inputs.prepare(q, k, v, bias=bias, tiling=tiling, **question)
     if on_cpu:
-        inputs.require_numpy(given, backend)
+        inputs.require_numpy(backend, q=given.q, k=given.k, v=given.v, bias=given.bias)
     job = Job(
         *(given.problem, given.q, given.k, given.v, given.bias),
         *(tiling, Device.get(device), algorithm),

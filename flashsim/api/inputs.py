@@ -380,10 +380,9 @@ def _block_mask(block_mask: Any, tiling: Tiling | None) -> BlockMask:
     return BlockMask(block_mask, tiling.block_q, tiling.block_k)
 
 
-def require_numpy(given: Inputs, backend: str) -> None:
+def require_numpy(backend: str, **arrays: Any) -> None:
     """Refuse what is no NumPy array by now: this backend runs on the CPU."""
-    for name in ("q", "k", "v", "bias"):
-        x = getattr(given, name)
+    for name, x in arrays.items():
         if x is not None and not isinstance(x, np.ndarray):
             raise DTypeError(
                 f"backend {backend!r} takes arrays in the CPU's memory, got {name} as "

@@ -56,7 +56,7 @@ def install() -> tuple[str, ...]:
     return ("torch", "transformers")
 
 
-class _Active:
+class _Activated:
     """Keeps the replacements in torch's dispatcher for as long as it lives."""
 
     def __init__(self) -> None:
@@ -67,8 +67,8 @@ class _Active:
         self.libraries.clear()
 
 
-def _activate() -> _Active:
-    return _Active()
+def _activate() -> _Activated:
+    return _Activated()
 
 
 def _replace(device: str, functions: dict[str, Any]) -> Library:

@@ -301,7 +301,7 @@ TAKES = {
     (predict.predict, "problem"): NOTHING,
     (predict.predict, "direction"): NOTHING,
     (predict.predict, "algorithm"): NOTHING,
-    (predict.predict, "kernels"): NOTHING,
+    (predict.predict, "kernels"): "None",
     (predict.predict, "tiling"): "None",
     (predict.predict, "device"): NOTHING,
     (predict.predict, "constants"): "None {}",

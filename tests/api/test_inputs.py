@@ -581,7 +581,9 @@ def test_what_a_cpu_cannot_read_is_refused_in_backward_too(backend):
         def reshape(self, *_):
             return self
 
-    with pytest.raises(flashsim.DTypeError, match=f"'{backend}' takes NumPy arrays, got dout as"):
+    with pytest.raises(
+        flashsim.DTypeError, match=f"'{backend}' takes arrays in the CPU's memory, got dout as"
+    ):
         flashsim.run(X, X, X, backend=backend).backward(Tensor())
 
 

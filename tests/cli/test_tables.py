@@ -27,7 +27,7 @@ COMMANDS = {
     "reproduce": ("reproduce",),
     "tiles": ("reproduce", "tiles"),
     "ring": ("reproduce", "ring"),
-    "summary": ("verify", "--summary", "docs/verify-h200.csv"),
+    "summary": ("verify", "--summary", "docs/data/verify-h200.csv"),
     "demo": ("demo",),
 }
 

@@ -5,7 +5,7 @@
 attention's, plus one rounding) and the bytes and products of trace and closed form are those
 counted here, a tile at a time. `mutate(rng)` spoils a good case: it must raise a `FlashSimError`.
 
-Only flashsim's public names are used. Conventions are written from docs/model.md.
+Only flashsim's public names are used. Conventions are written from docs/reference/model.md.
 """
 
 from __future__ import annotations

@@ -253,9 +253,9 @@ def climb(
     problem = Problem(n_q, n_kv, head_dim, dtype=dtype)
     matrices = max(RUNGS[name].matrices for name in names)
     fits(
-        matrices * n_q * n_kv * problem.itemsize,
-        f"of these rungs one keeps {matrices} matrices of {n_q:,} x {n_kv:,} scores: take shorter "
-        "sequences, or other rungs",
+        matrices * n_q * problem.n_kv * problem.itemsize,
+        f"of these rungs one keeps {matrices} matrices of {n_q:,} x {problem.n_kv:,} scores: take "
+        "shorter sequences, or other rungs",
     )
     tiling, device = tiling or Tiling(64, 64), Device.get(device)
     rng = np.random.default_rng(checks.seed(seed))
