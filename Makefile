@@ -36,7 +36,8 @@ thorough: $(VENV)/.dev
 # The bridges to PyTorch, transformers and JAX, which are large: in an environment of their own.
 # Elsewhere these tests skip.
 test-torch: $(VENV)-torch/.installed
-	OMP_NUM_THREADS=1 $(VENV)-torch/bin/python -m pytest -n $(JOBS) tests/bridges tests/api/test_hosts.py tests/api/test_docs.py
+	OMP_NUM_THREADS=1 $(VENV)-torch/bin/python -m pytest -n $(JOBS) tests/bridges \
+	  tests/api/test_hosts.py 'tests/api/test_docs.py::test_blocks_run[docs/guides/in_your_model.md]'
 
 $(VENV)-torch/.installed: setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)-torch

@@ -239,6 +239,16 @@ def test_maps_fold_into_the_batch(dim, lead):
     torch.testing.assert_close(mapped, torch.stack(singles))
 
 
+def test_the_backward_operator_maps_to_a_gradient_of_the_bias_for_each():
+    q, k, v, bias = (x.detach() for x in tensors(bias=(1, 2)))
+    told = question_of(causal=False)
+    out, lse = ops.forward(q, k, v, bias, None, None, **told)
+    douts = torch.randn(3, *out.shape, dtype=out.dtype)
+    of = lambda dout: ops.backward(dout, out, lse, q, k, v, bias, None, None, **told)  # noqa: E731
+    for x, singles in zip(torch.vmap(of)(douts), zip(*map(of, douts), strict=True), strict=True):
+        torch.testing.assert_close(x, torch.stack(singles))
+
+
 # -- errors ---------------------------------------------------------------------------------------
 
 
