@@ -320,6 +320,18 @@ def test_long_compilation_is_announced_on_a_terminal(terminal, patience, told, m
     assert not capsys.readouterr().err
 
 
+@pytest.mark.parametrize("algorithm", cpu.ALGORITHMS)
+def test_no_option_compiles_a_walk_anew(algorithm):
+    """Compiling takes seconds: what a walk is handed has the same types, whatever is asked for."""
+    run = lambda case: both(tensors(113, 203, 16, **case[0]), algorithm, **case[1])  # noqa: E731
+    run(OPTION_CASES["causal"])
+    compiled = {name: list(walk.signatures) for name, walk in threads._WALKS.items()}
+    for name in OPTION_CASES:
+        if "block-mask-of-tiles" not in name:  # a grid of tiles that are not asked for here
+            run(OPTION_CASES[name])
+    assert {name: list(walk.signatures) for name, walk in threads._WALKS.items()} == compiled
+
+
 def test_the_cache_is_keyed_by_every_source():
     """Numba alone would miss an edit of a file that the cached function calls into."""
     old, new = (threads._entries(text)["delta"] for text in ("old", "new"))

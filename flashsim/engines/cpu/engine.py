@@ -325,7 +325,9 @@ def _turns(schedule: Schedule, csr) -> np.ndarray:
     counts = np.bincount(row, minlength=schedule.t_r)
     turn = np.empty(len(row), np.int32)
     turn[order] = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return counts[row] - 1 - turn if schedule.key_order == "descending" else turn
+    if schedule.key_order == "descending":
+        np.subtract(counts[row] - 1, turn, out=turn, casting="same_kind")  # one type: one walk
+    return turn
 
 
 def _threads(given: Any) -> int:
