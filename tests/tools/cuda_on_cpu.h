@@ -21,6 +21,7 @@
 using u32 = unsigned int;
 using u64 = unsigned long long;
 struct alignas(8) float2 { float x, y; };
+struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(16) int4 { int x, y, z, w; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
@@ -30,11 +31,12 @@ struct Index { unsigned x, y, z; } threadIdx, blockIdx;
 alignas(128) char shared[FS_SMEM_BYTES + 128];
 
 // -- Threads, barriers ----------------------------------------------------------------------------
-struct Copy { char* to; const char* from; int size, bytes; };
+struct Copy { char* to; const char* from; int size, bytes; long group; };
 struct Thread {
     jmp_buf place;
     char* stack;
     std::vector<Copy> copies;  // that cp.async started
+    long group = 0;            // of copies, that is not committed yet
     bool begun = false, done = false;
 };
 struct Meeting {  // of a warp's, a group's or a block's threads
@@ -91,7 +93,7 @@ bool run_block(unsigned count, bool backwards) {  // false: threads wait for eac
     block = {int(count)};
     for (Meeting& g : groups) g = {0};
     for (Meeting& w : warps) w = {32};
-    for (Thread& t : threads) t.begun = t.done = false, t.copies.clear();
+    for (Thread& t : threads) t.begun = t.done = false, t.group = 0, t.copies.clear();
     for (unsigned left = count; left;) {
         const long before = progress;
         for (unsigned n = 0; n < warps.size(); ++n) {
@@ -165,6 +167,20 @@ inline float __shfl_xor_sync(u32, float x, int mask) {
     return bits<float>(shown(threadIdx.x % 32 ^ mask));
 }
 
+inline int __shfl_sync(u32, int x, int lane) {
+    const Shown<1> shown({u32(x)});
+    return int(shown(lane));
+}
+inline bool __any_sync(u32, bool x) {
+    const Shown<1> shown({u32(x)});
+    bool any = false;
+    for (int lane = 0; lane < 32; ++lane) any |= shown(lane) != 0;
+    return any;
+}
+inline void __threadfence() {}
+template <class T>
+T __ldcg(const T* from) { return *from; }
+
 // -- PTX ------------------------------------------------------------------------------------------
 inline u32 __cvta_generic_to_shared(const void* p) {
     return u32(static_cast<const char*>(p) - shared);
@@ -175,19 +191,35 @@ inline void ptx_bar_sync(u32 number, int count) {
     m.size = count;
     meet(m);
 }
+inline void start_copy(u32 to, const void* from, int size, int bytes) {
+    Thread& t = threads[threadIdx.x];
+    t.copies.push_back({shared + to, static_cast<const char*>(from), size, bytes, t.group});
+}
 inline void ptx_cp_async_cg_shared_global(u32 to, const void* from, int bytes = 16) {
-    threads[threadIdx.x].copies.push_back({shared + to, static_cast<const char*>(from), 16, bytes});
+    start_copy(to, from, 16, bytes);
 }
 inline void ptx_cp_async_ca_shared_global(u32 to, const void* from, int bytes) {
-    threads[threadIdx.x].copies.push_back({shared + to, static_cast<const char*>(from), 4, bytes});
+    start_copy(to, from, 4, bytes);
 }
-inline void ptx_cp_async_wait_all() {
+inline void ptx_createpolicy_fractional_L2_evict_first_b64(u64& policy) { policy = 1; }
+inline void ptx_cp_async_cg_shared_global_L2_cache_hint(u32 to, const void* from, int bytes, u64) {
+    start_copy(to, from, 16, bytes);
+}
+inline void finish_copies(long before) {  // those of groups older than this one
+    std::vector<Copy> under_way;
     for (const Copy& c : threads[threadIdx.x].copies) {
+        if (c.group >= before) {
+            under_way.push_back(c);
+            continue;
+        }
         memset(c.to, 0, c.size);
         memcpy(c.to, c.from, c.bytes);
     }
-    threads[threadIdx.x].copies.clear();
+    threads[threadIdx.x].copies.swap(under_way);
 }
+inline void ptx_cp_async_wait_all() { finish_copies(threads[threadIdx.x].group + 1); }
+inline void ptx_cp_async_commit_group() { ++threads[threadIdx.x].group; }
+inline void ptx_cp_async_wait_group(int left) { finish_copies(threads[threadIdx.x].group - left); }
 inline void ptx_ld_shared_f32(float& x, u32 at) { memcpy(&x, shared + at, 4); }
 inline void ptx_ld_shared_v2_f32(float& x, float& y, u32 at) {
     memcpy(&x, shared + at, 4), memcpy(&y, shared + at + 4, 4);

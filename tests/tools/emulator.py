@@ -32,7 +32,7 @@ _FLAGS = ("-std=c++17", "-O0", "-w", "-fPIC", "-U_FORTIFY_SOURCE")
 _ASM = re.compile(
     r'\basm\s*(?:volatile\s*)?\(((?:"[^"]*"|[^()"]|\((?:[^()]|\([^()]*\))*\))*)\)\s*;'
 )
-_OPERAND = re.compile(r'"[=+]?[rlf]"\s*\(((?:[^()]|\([^()]*\))*)\)')
+_OPERAND = re.compile(r'"[=+]?[rlfn]"\s*\(((?:[^()]|\([^()]*\))*)\)')
 _OPCODE = re.compile(r"(?<!\.)\b[a-z]\w*\.[\w.:]+")
 
 
@@ -98,8 +98,16 @@ class Emulator:
         says whether the kernel came to its end."""
         defines = [f"-D{name}={value}" for name, value in kernel.constants]
         defines.append(f"-D__CUDA_ARCH__={self.arch}")
-        entry = f"void kernel() {{ {kernel.name}(*static_cast<const Args*>(arguments)); }}\n"
+        args = "DecodeArgs" if kernel.name == "flash_decode" else "Args"
+        entry = f"void kernel() {{ {kernel.name}(*static_cast<const {args}*>(arguments)); }}\n"
         return built(self.source(kernel.file) + entry, tuple(defines))
+
+    def run(self, kernel: Kernel, record: np.ndarray, grid: tuple[int, int]) -> None:
+        """Launch a kernel with an argument of its struct's type."""
+        run = self.load(kernel).run
+        run.restype = ctypes.c_bool
+        ended = run(ctypes.c_void_p(record.ctypes.data), *grid, kernel.threads)
+        assert ended, f"{kernel.name}: threads wait for each other in vain"
 
     def launch(self, one: KernelPass, arrays: dict[str, np.ndarray]) -> StageTrace | None:
         """One pass over arrays by their names in ``struct Args``; what it reports, if it does."""
@@ -120,11 +128,7 @@ class Emulator:
         values["n_visits"] = tables.n_visits
         for name in (*launch.INTEGERS, "scale", "softcap"):
             record[name] = values[name] if name in values else getattr(p, name)
-        grid = (*one.grid, 1)[:2]
-        run = self.load(one.kernel).run
-        run.restype = ctypes.c_bool
-        ended = run(ctypes.c_void_p(record.ctypes.data), *grid, one.kernel.threads)
-        assert ended, f"{one.kernel.name}: threads wait for each other in vain"
+        self.run(one.kernel, record, (*one.grid, 1)[:2])
         if not dict(one.kernel.constants)["FS_TRACE"]:
             return None
         return counts.stage_trace(one.stage, tables.schedule, *reversed(reports.values()))

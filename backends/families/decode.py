@@ -1,0 +1,279 @@
+"""Decoding (kernels/portable/decode.cu): which blocks a call has, and how they are launched.
+
+The keys of a sequence are split over blocks, as many as the live lengths of the whole batch and the
+GPU's multiprocessors ask for. Needs no GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from flashsim.backends.launch.kernel import (
+    ARGS,
+    MAX_HEAD_DIM,
+    Gpu,
+    Kernel,
+    Variant,
+    constants,
+    macros,
+    padded_dims,
+    row_elements,
+)
+from flashsim.errors import OptionError, UnsupportedError
+from flashsim.problem.problem import Problem
+from flashsim.schedule.tiling import Tiling
+
+ALGORITHM = "flash-decode"
+#: What `run` takes for it besides `splits`: lengths, pages, memory that calls share.
+OPTIONS = ("splits", "cache_seqlens", "block_table", "workspace")
+TENSORS = ("q", "o", "k", "v")
+POINTERS = (
+    *("lse", "o_part", "l_part", "arrived", "items", "table"),
+    *("visit_counts", "item_counts"),
+)
+INTEGERS = (
+    *("n_q", "heads", "group", "kv_heads", "left", "right", "row_tiles", "table_row", "pages"),
+    "n_visits",
+)
+#: The kernel's one argument, by value: ``struct DecodeArgs``.
+RECORD = np.dtype(
+    [
+        *((name, ARGS["q"]) for name in TENSORS),
+        *((name, "<u8") for name in POINTERS),
+        *((name, "<i4") for name in INTEGERS),
+        ("scale", "<f4"),
+        ("softcap", "<f4"),
+    ]
+)
+#: Slots of a count record: of a visit, and of a block. See `Decode.expected`.
+VISIT_SLOTS = ("K", "V", "table")
+ITEM_SLOTS = ("Q", "O_part", "L_part", "O", "L", "O_part read", "L_part read")
+SLOTS = 8
+
+_KEYS = 16  # of a warp's part of a key tile
+#: Registers a thread may spend on Q and O; the rest of its 255 is for scores and addresses.
+_HELD = 192
+#: Key tiles that a split has at least: so many a warp fetches at once before its first product.
+_LEAST_TILES = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Decode:
+    """One launch of `flash_decode`.
+
+    Attributes
+    ----------
+    kernel : Kernel
+    items : ndarray of int32, (n, 8)
+        Of each block of a key head and row tile: sequence, first key tile and the one after the
+        last, slot of its partial results; the sequence's first slot, its splits, its length, 0. The
+        longest come first.
+    splits : tuple of int
+        Of each sequence.
+    rows : int
+        Packed rows of a key head: queries times the query heads that share it.
+    row_tiles : int
+        Tiles that these rows fill.
+    block_k : int
+        Keys of a tile.
+    n_visits : int
+        Key tiles of the longest sequence.
+    """
+
+    problem: Problem
+    kernel: Kernel
+    items: np.ndarray
+    splits: tuple[int, ...]
+    rows: int
+    row_tiles: int
+    block_k: int
+    n_visits: int
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Thread blocks."""
+        return len(self.items) * self.problem.kv_heads, self.row_tiles
+
+    @property
+    def slots(self) -> int:
+        """Splits whose partial results are kept until they are merged."""
+        return sum(n for n in self.splits if n > 1)
+
+    @property
+    def partial_elements(self) -> tuple[int, int]:
+        """float32 elements of the partial O, and of the partial LSE."""
+        rows = self.slots * self.problem.kv_heads * self.rows
+        return rows * row_elements(self.problem.head_dim_v), rows
+
+    @property
+    def counters(self) -> int:
+        """Arrival counters, uint32."""
+        return self.problem.batch * self.problem.kv_heads * self.row_tiles
+
+
+def record(made: Decode, table_row: int = 0, pages: int = 0) -> np.ndarray:
+    """A launch's argument but for its addresses and strides.
+
+    Parameters
+    ----------
+    table_row : int
+        Entries of a sequence in the block table.
+    pages : int
+        Pages of the pool.
+    """
+    made_of = {"row_tiles": made.row_tiles, "n_visits": made.n_visits}
+    given = made_of | {"table_row": table_row, "pages": pages}
+    packed = np.zeros((), RECORD)
+    for name in (*INTEGERS, "scale", "softcap"):
+        packed[name] = given[name] if name in given else getattr(made.problem, name)
+    return packed
+
+
+def check(problem: Problem) -> None:
+    """Raise `UnsupportedError` for what the kernel does not decode."""
+    p = problem
+    if p.dtype not in ("float16", "bfloat16"):
+        raise UnsupportedError(
+            f"decoding on a GPU takes float16 and bfloat16, not {p.dtype}; convert the arrays"
+        )
+    for name in ("head_dim", "head_dim_v"):
+        if getattr(p, name) > MAX_HEAD_DIM:
+            raise UnsupportedError(
+                f"decoding on a GPU takes {name} up to {MAX_HEAD_DIM}, got {getattr(p, name)}"
+            )
+    for name in ("bias", "mask", "block_mask", "cu_seqlens_q"):
+        if getattr(p, name) is not None:
+            raise UnsupportedError(
+                f"decoding on a GPU takes no {name}; causal, window and softcap it does, and "
+                "cache_seqlens says how long each sequence is"
+            )
+
+
+@lru_cache(maxsize=256)
+def plan(
+    problem: Problem,
+    lengths: tuple[int, ...],
+    gpu: Gpu,
+    splits: int | None = None,
+    page: int = 0,
+    counts: bool = False,
+) -> Decode:
+    """The launch for a batch of these live lengths.
+
+    Without `splits`, a sequence gets so many that the blocks fill the multiprocessors once: where
+    they must be split for that, blocks of 8 warps, one on each multiprocessor; where the batch has
+    more blocks than there are multiprocessors, blocks of 4 warps, two on each, of which no one is
+    longer than the average load (measured on an H200; benchmarks/decode.py has the sweep).
+
+    Parameters
+    ----------
+    problem : Problem
+        `n_kv` is the room of the cache.
+    lengths : tuple of int
+        Keys of each sequence that are read.
+    splits : int, optional
+        Of every sequence; a sequence of fewer key tiles has one a tile.
+    page : int
+        Rows of a page; 0: the cache is contiguous.
+    counts : bool
+        Whether the kernel reports what it moves.
+
+    Raises
+    ------
+    UnsupportedError, OptionError
+        If the kernel cannot merge so many splits.
+    """
+    check(problem)
+    p = problem
+    rows = p.n_q * p.group
+    d, dv = padded_dims(p)
+    blocks = 1  # of 16 rows, in a tile
+    while 16 * blocks < rows and 2 * blocks * (d // 4 + dv // 2) <= _HELD:
+        blocks *= 2
+    row_tiles = -(-rows // (16 * blocks))
+    alone = sum(n > 0 for n in lengths) * p.kv_heads * row_tiles
+    wide = alone <= gpu.multiprocessors
+    warps, stages, shared, most = _on_chip(16 * blocks, d, dv, gpu, wide=wide)
+    block_k = _KEYS * warps
+    ranges = [_tiles(p, length, block_k) for length in lengths]
+    if splits is None:
+        capacity = gpu.multiprocessors * (1 if wide else 2) // (p.kv_heads * row_tiles)
+        longest = _longest([hi - lo for lo, hi in ranges], capacity)
+        made = [max(1, -(-(hi - lo) // longest)) for lo, hi in ranges]
+    else:
+        made = [max(1, min(splits, hi - lo)) for lo, hi in ranges]
+    if max(made) > most:
+        raise OptionError(
+            f"splits must be at most {most} here, whose weights fit a block's shared memory, got "
+            f"{max(made)}"
+        )
+    values = constants(p, Tiling(16 * blocks, block_k), Variant(True, False, counts=counts))
+    values |= {
+        **{"SMEM_BYTES": shared, "DECODE_ARGS_BYTES": RECORD.itemsize},
+        **{"WARPS": warps, "STAGES": stages, "PAGE": page, "SPLITS": most},
+    }
+    kernel = Kernel("portable/decode.cu", "flash_decode", 32 * warps, shared, macros(values))
+    n_visits = max(1, *(hi for _, hi in ranges))
+    return Decode(
+        p, kernel, items(lengths, ranges, made), tuple(made), rows, row_tiles, block_k, n_visits
+    )
+
+
+def items(lengths: tuple[int, ...], ranges: list[tuple[int, int]], splits: list[int]) -> np.ndarray:
+    """`Decode.items` of sequences whose key tiles, ``range(*ranges[b])``, are split evenly."""
+    listed, slot = [], 0
+    for b, (length, (lo, hi), n) in enumerate(zip(lengths, ranges, splits, strict=True)):
+        for i in range(n):
+            cut = [lo + (hi - lo) * x // n for x in (i, i + 1)]
+            listed.append((b, *cut, slot + i if n > 1 else 0, slot, n, length, 0))
+        slot += n if n > 1 else 0
+    listed.sort(key=lambda item: item[1] - item[2])
+    return np.array(listed, np.int32)
+
+
+def _tiles(problem: Problem, length: int, block_k: int) -> tuple[int, int]:
+    """The key tiles that a sequence's queries see: a window leaves out the first ones."""
+    first = max(0, length - problem.n_q - problem.left) // block_k
+    last = -(-length // block_k)
+    return min(first, last), last
+
+
+def _longest(tiles: list[int], capacity: int) -> int:
+    """Key tiles of the longest split, so that there are at most `capacity` splits; where there are
+    more sequences than that, the average load of so many.
+    """
+    if sum(n > 0 for n in tiles) > capacity:
+        return max(_LEAST_TILES, -(-sum(tiles) // max(1, capacity)))
+    low, high = _LEAST_TILES, max(_LEAST_TILES, *tiles)
+    while low < high:
+        middle = (low + high) // 2
+        if sum(-(-n // middle) for n in tiles) <= capacity:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _on_chip(rows: int, d: int, dv: int, gpu: Gpu, *, wide: bool) -> tuple[int, int, int, int]:
+    """Warps and stages; ``sizeof(OnChip)``; how many splits have their weights in it."""
+    room = gpu.shared_bytes if wide else (gpu.shared_bytes - 1024) // 2
+    shapes = [(4, 3), (4, 2), (2, 3), (2, 2), (1, 2)]
+    if wide:
+        shapes = [(8, 3), (8, 2), *shapes]
+    elif d + dv <= 128:
+        shapes = [(4, 6), *shapes]  # as many bytes under way as at 128
+    for warps, stages in shapes:
+        ring = warps * stages * 2 * _KEYS * (d + dv)
+        after = max(ring, 4 * warps * rows * dv)
+        shared = 2 * rows * d + after + _lines(8 * warps * rows) + 128
+        if shared <= room or (warps, stages) == (1, 2):
+            return warps, stages, shared, ring // (4 * rows)
+    raise AssertionError("the last one is taken whatever it needs")
+
+
+def _lines(n: int) -> int:
+    """Bytes in whole lines of 128."""
+    return -(-n // 128) * 128

@@ -1,0 +1,122 @@
+"""The decode kernel without a GPU: it compiles for every architecture, in registers, and its launch
+arithmetic splits as it says.
+"""
+
+import numpy as np
+import pytest
+from compiled import costs_nothing_when_off
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashsim import Problem
+from flashsim.backends.families import decode
+from flashsim.errors import OptionError, UnsupportedError
+
+pytest.importorskip("cupy")
+from test_cuda_kernels import GPUS, H200, REPORT_SPILL_BYTES, SPILL_BYTES, compile_kernel
+
+GROUPED = {"heads": 32, "kv_heads": 8, "dtype": "bfloat16"}
+#: Problem, page, sequences.
+VARIANTS = {
+    "128": (Problem(1, 32768, 128, batch=8, **GROUPED), 0),
+    "128 full": (Problem(1, 4096, 128, batch=64, **GROUPED), 0),
+    "64, pages of 16": (Problem(1, 32768, 64, batch=8, **GROUPED), 16),
+    "128, pages of 3": (Problem(1, 32768, 128, batch=8, **GROUPED), 3),
+    "two row blocks": (Problem(8, 4096, 128, causal=True, **GROUPED), 0),
+    "four row blocks": (
+        Problem(17, 4096, 64, causal=True, window=(100, 3), softcap=3.0, **GROUPED),
+        1,
+    ),
+    "256": (Problem(1, 4096, 256, heads=8, kv_heads=1, dtype="float16"), 0),
+    "odd": (Problem(2, 4096, 80, 40, heads=4, dtype="float16", scale=-1.0), 0),
+}
+
+
+def plan(name, gpu, **more):
+    problem, page = VARIANTS[name]
+    return decode.plan(problem, (problem.n_kv,) * problem.batch, gpu, page=page, **more)
+
+
+#: The plain one everywhere, each other one on a GPU in turn; `make test-all` has every pair.
+TARGETS = [
+    (name, arch)
+    if name == "128" or list(GPUS)[n % len(GPUS)] == arch
+    else pytest.param(name, arch, marks=pytest.mark.thorough)
+    for n, name in enumerate(VARIANTS)
+    for arch in GPUS
+]
+
+
+@pytest.mark.parametrize(("name", "arch"), TARGETS)
+def test_it_compiles_and_stays_in_registers(name, arch):
+    made = plan(name, GPUS[arch])
+    assert made.kernel.shared_bytes <= GPUS[arch].shared_bytes
+    ((_, spilled, registers),) = compile_kernel(made.kernel, arch).values()
+    assert spilled <= SPILL_BYTES
+    assert registers * made.kernel.threads <= 65536
+    if made.kernel.threads == 128 and name == "128 full":
+        assert 2 * registers * made.kernel.threads <= 65536, "two blocks a multiprocessor"
+        assert 2 * (made.kernel.shared_bytes + 1024) <= GPUS[arch].shared_bytes + 1024
+
+
+@pytest.mark.parametrize("name", ["128", "four row blocks"])
+def test_counting_compiles_and_costs_nothing_when_off(name):
+    made = plan(name, H200, counts=True)
+    ((_, spilled, _),) = compile_kernel(made.kernel, "sm_90").values()
+    assert spilled <= REPORT_SPILL_BYTES
+    assert costs_nothing_when_off(plan(name, H200).kernel, "-arch=sm_90")
+
+
+@pytest.mark.parametrize(
+    ("batch", "keys", "splits", "threads"),
+    [(8, 32768, 2, 256), (1, 131072, 16, 256), (32, 4096, 1, 128), (128, 4096, 1, 128)],
+)
+def test_the_measured_choices(batch, keys, splits, threads):
+    p = Problem(1, keys, 128, batch=batch, **GROUPED)
+    made = decode.plan(p, (keys,) * batch, H200)
+    assert made.splits == (splits,) * batch
+    assert made.kernel.threads == threads
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 5000), min_size=1, max_size=9),
+    st.none() | st.integers(1, 40),
+    st.sampled_from([None, (0, 0), (100, 0), (700, 5)]),
+    st.integers(1, 20),
+)
+def test_splits_cover_every_tile_once(lengths, splits, window, n_q):
+    p = Problem(n_q, 5000, 64, batch=len(lengths), window=window, **GROUPED)
+    made = decode.plan(p, tuple(lengths), H200, splits)
+    slots = []
+    for b, length in enumerate(lengths):
+        mine = made.items[made.items[:, 0] == b]
+        mine = mine[np.argsort(mine[:, 1], kind="stable")]
+        assert len(mine) == made.splits[b]
+        assert (mine[:, 5] == made.splits[b]).all()
+        assert (mine[:, 6] == length).all()
+        assert (mine[1:, 1] == mine[:-1, 2]).all(), "no gap"
+        assert mine[-1, 2] == -(-length // made.block_k)
+        first = max(0, length - n_q - p.left)
+        assert mine[0, 1] * made.block_k <= first
+        assert length == 0 or first < (mine[0, 1] + 1) * made.block_k
+        if len(mine) > 1:
+            assert (mine[:, 2] > mine[:, 1]).all(), "no split is empty"
+            assert (mine[:, 3] == mine[:, 4] + np.arange(len(mine))).all()
+            slots += mine[:, 3].tolist()
+        if splits:
+            assert made.splits[b] == max(1, min(splits, int(mine[-1, 2] - mine[0, 1])))
+    assert sorted(slots) == list(range(made.slots))
+    size = made.items[:, 2] - made.items[:, 1]
+    assert (np.diff(size) <= 0).all(), "the longest come first"
+
+
+def test_what_is_not_decoded_is_refused():
+    with pytest.raises(UnsupportedError, match="float16 and bfloat16, not float32"):
+        decode.plan(Problem(1, 64, 64), (64,), H200)
+    with pytest.raises(UnsupportedError, match="head_dim up to 256, got 512"):
+        decode.plan(Problem(1, 64, 512, dtype="float16"), (64,), H200)
+    with pytest.raises(UnsupportedError, match="takes no bias"):
+        decode.plan(Problem(1, 64, 64, dtype="float16", bias=(1, 1)), (64,), H200)
+    with pytest.raises(OptionError, match="splits must be at most 1536 here"):
+        decode.plan(Problem(1, 1 << 20, 64, **GROUPED), (1 << 20,), H200, 5000)

@@ -1,0 +1,142 @@
+"""The decode kernel's own source, run on a CPU (emulator.py): results are attention's of the live
+keys, whatever lies beside them, and the bytes that it counts are those of its splits and tiles.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flashsim import Problem
+from flashsim.backends.families import decode
+from flashsim.backends.kernels import nvrtc
+
+pytest.importorskip("cupy")  # test_cuda_kernels wants it; nothing here does
+import emulator
+from decode_cases import Case, moved
+from test_cuda_kernels import H200
+
+pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
+
+GROUPED = {"heads": 8, "kv_heads": 2, "dtype": "bfloat16"}
+CASES = {
+    "one query": (Case(Problem(1, 400, 64, batch=2, **GROUPED), (400, 131)), 3),
+    "empty and full": (Case(Problem(1, 300, 64, batch=3, **GROUPED), (0, 300, 1)), 2),
+    "causal, row tiles": (
+        Case(Problem(17, 300, 64, batch=2, causal=True, heads=2, dtype="float16"), (300, 9)),
+        2,
+    ),
+    "window": (Case(Problem(4, 500, 64, batch=2, window=(70, 0), **GROUPED), (500, 77)), 2),
+    "softcap, one key head": (
+        Case(Problem(4, 200, 64, 40, heads=8, kv_heads=1, dtype="float16", softcap=2.0), (190,)),
+        1,
+    ),
+    "padded rows": (Case(Problem(1, 200, 72, 80, batch=1, **GROUPED), (177,)), 2),
+    "negative scale": (Case(Problem(1, 200, 64, scale=-0.2, **GROUPED), (177,)), 2),
+    "pages of 1": (Case(Problem(1, 300, 64, batch=2, **GROUPED), (280, 3), page=1), 3),
+    "pages of 3": (Case(Problem(1, 300, 64, batch=2, **GROUPED), (300, 140), page=3), 2),
+    "pages of 16": (Case(Problem(4, 300, 64, 128, causal=True, **GROUPED), (263,), page=16), 2),
+    "pages of 64": (Case(Problem(1, 400, 64, window=(100, 0), **GROUPED), (390,), page=64), 2),
+}
+AMPERE = emulator.Emulator(800)
+
+
+def launch(machine, case, x, splits=None, gpu=H200, runs=1):
+    """out, LSE, the plan and what it counted, in bytes by tensor."""
+    p = case.problem
+    made = decode.plan(p, case.lengths, gpu, splits, case.page, counts=True)
+    held = {name: emulator.padded(x[name]) for name in "qkv"}
+    held["o"] = emulator.unwritten(p, p.heads, p.n_q, p.head_dim_v)
+    held["lse"] = emulator.unwritten(p, p.heads, p.n_q, 0)
+    for name, n in zip(("o_part", "l_part"), made.partial_elements, strict=True):
+        held[name] = np.full(n + 4, np.nan, np.float32)
+    held["arrived"] = np.zeros(made.counters, np.uint32)
+    held["items"] = made.items
+    held["table"] = np.ascontiguousarray(x.get("table", np.zeros((1, 1), np.int32)))
+    walks = p.batch * p.kv_heads * made.row_tiles
+    held["visit_counts"] = np.zeros((walks, made.n_visits, decode.SLOTS), np.uint32)
+    held["item_counts"] = np.zeros((np.prod(made.grid), decode.SLOTS), np.uint32)
+    record = decode.record(made, held["table"].shape[1], len(held["k"]))
+    for name, array in held.items():
+        if name in decode.TENSORS:
+            strides = (s // array.itemsize for s in array.strides[:3])
+            record[name] = (array.ctypes.data, *strides)
+        else:
+            record[name] = array.ctypes.data
+    for _ in range(runs):
+        machine.run(made.kernel, record, made.grid)
+        assert not held["arrived"].any(), "counters are back at 0"
+    totals = dict(zip(decode.VISIT_SLOTS, held["visit_counts"].sum((0, 1)), strict=False))
+    totals |= dict(zip(decode.ITEM_SLOTS, held["item_counts"].sum(0), strict=False))
+    out = held["o"][..., : p.head_dim_v]
+    assert not held["o"][..., p.head_dim_v :].astype(bool).any(), "padding"
+    return out, held["lse"], made, {name: int(n) for name, n in totals.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_counted_bytes(name):
+    case, splits = CASES[name]
+    x = case.make()
+    out, lse, made, counted = launch(AMPERE, case, x, splits)
+    case.check(x, out, lse)
+    assert counted == moved(made, case)
+
+
+def test_a_launch_again_finds_its_counters_at_0():
+    case, splits = CASES["one query"]
+    x = case.make()
+    once, twice = (launch(AMPERE, case, x, splits, runs=n)[0] for n in (1, 2))
+    np.testing.assert_array_equal(once.view(np.uint16), twice.view(np.uint16))
+
+
+def test_small_blocks_of_a_busy_gpu():
+    """Where the batch fills the multiprocessors: 4 warps, no split."""
+    small = replace(H200, multiprocessors=3)
+    case = Case(Problem(1, 200, 128, batch=3, **GROUPED), (200, 150, 90))
+    x = case.make()
+    out, lse, made, counted = launch(AMPERE, case, x, gpu=small)
+    assert (made.kernel.threads, made.splits) == (128, (1, 1, 1))
+    case.check(x, out, lse)
+    assert counted == moved(made, case)
+
+
+def test_a_page_that_the_pool_has_not_is_not_read_and_shows():
+    case, splits = CASES["pages of 16"]
+    x = case.make()
+    x["table"][0, 2] = len(x["k"])
+    out, lse, *_ = launch(AMPERE, case, x, splits)
+    assert np.isnan(out.astype(np.float32)).all()
+    assert np.isnan(lse).all()
+
+
+FAULTS = {
+    "a lost split": ("float w = s + u < splits", "float w = s + u < splits - 1"),
+    "a wrong base of LSE": ("top / LOG2E + logf(sum)", "top + logf(sum)"),
+    "a page off by one": ("__shfl_sync(~0u, page, r)", "(__shfl_sync(~0u, page, r) ^ 1)"),
+    "keys of the next page": ("% max(PAGE, 1);", "% max(PAGE, 1) / 2;"),
+    "no waiting for a tile": ("cp_async_wait_group<STAGES - 2>();", ";"),
+    "a maximum not carried over": ("m[i][h] = now, l[i][h] *= alpha[h];", "m[i][h] = now;"),
+    "length forgotten": ("length - 1) : length - 1;", "length + 7) : length + 7;"),
+}
+
+
+class Faulty(emulator.Emulator):
+    """Compiles the kernel with a piece of text replaced."""
+
+    def __init__(self, change):
+        super().__init__(800)
+        self.change = change
+
+    def source(self, file):
+        text = nvrtc.source(file)
+        assert text.count(self.change[0]) >= 1
+        return text.replace(*self.change)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_are_found(name):
+    case, splits = Case(Problem(1, 900, 64, batch=2, **GROUPED), (840, 140), page=3), 2
+    x = case.make()
+    out, lse, *_ = launch(Faulty(FAULTS[name]), case, x, splits)
+    with pytest.raises(AssertionError):
+        case.check(x, out, lse)

@@ -1,0 +1,115 @@
+"""Decoding: caches with pages, what attention makes of them, what a launch moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from flashsim.backends.families.decode import Decode
+from flashsim.problem import oracle
+from flashsim.problem.problem import Problem, numpy_dtype
+
+#: What no kernel may read as a page.
+POISON = 1 << 30
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem with live lengths, and the pages of its cache; 0: contiguous."""
+
+    problem: Problem
+    lengths: tuple[int, ...]
+    page: int = 0
+
+    def make(self, seed: int = 0) -> dict[str, np.ndarray]:
+        """q, k, v; with pages also table. What is not live is NaN, entries not used POISON."""
+        p, rng = self.problem, np.random.default_rng(seed)
+        dtype = numpy_dtype(p.dtype)
+        q = rng.standard_normal((p.batch, p.heads, p.n_q, p.head_dim)).astype(dtype)
+        x = {"q": q}
+        for name, d in (("k", p.head_dim), ("v", p.head_dim_v)):
+            cache = rng.standard_normal((p.batch, p.kv_heads, p.n_kv, d)).astype(dtype)
+            for b, length in enumerate(self.lengths):
+                cache[b, :, length:] = np.nan
+            x[name] = cache
+        if not self.page:
+            return x
+        used = [-(-length // self.page) for length in self.lengths]
+        per = -(-p.n_kv // self.page)
+        numbers = rng.permutation(sum(used) + 2)
+        table = np.full((p.batch, per), POISON, np.int32)
+        for b, n in enumerate(used):
+            start = sum(used[:b])
+            table[b, :n] = numbers[start : start + n]
+        for name in ("k", "v"):
+            cache = x[name]
+            pool = np.full((len(numbers), p.kv_heads, self.page, cache.shape[-1]), np.nan, dtype)
+            for b, n in enumerate(used):
+                for i in range(n):
+                    rows = cache[b, :, i * self.page : (i + 1) * self.page]
+                    pool[table[b, i], :, : rows.shape[1]] = rows
+            x[name] = pool
+        return x | {"table": table}
+
+    def contiguous(self, x: dict[str, np.ndarray], b: int) -> dict[str, np.ndarray]:
+        """Sequence b's q, and its live k and v, whichever way they are kept."""
+        made = {"q": x["q"][b : b + 1]}
+        for name in ("k", "v"):
+            if not self.page:
+                made[name] = x[name][b : b + 1, :, : self.lengths[b]]
+                continue
+            pages = x["table"][b, : -(-self.lengths[b] // self.page)]
+            rows = np.moveaxis(x[name][pages], 1, 0)
+            rows = rows.reshape(rows.shape[0], -1, rows.shape[-1])
+            made[name] = rows[None, :, : self.lengths[b]]
+        return made
+
+    def truth(self, x: dict[str, np.ndarray]) -> list[tuple[np.ndarray, ...]]:
+        """Of each sequence out and LSE in float64, and out in its own type; of 0 keys: 0, -inf."""
+        found, p = [], self.problem
+        for b, length in enumerate(self.lengths):
+            if not length:
+                none = np.zeros((1, p.heads, p.n_q, p.head_dim_v))
+                found.append((none, np.full(none.shape[:3], -np.inf), none))
+                continue
+            one = replace(p, batch=1, n_kv=length)
+            given = self.contiguous(x, b)
+            arrays = [given[name] for name in "qkv"]
+            plain, _ = oracle.attention(*arrays, one, dtype=p.dtype)
+            found.append((*oracle.attention(*arrays, one), plain))
+        return found
+
+    def check(self, x: dict[str, np.ndarray], out: np.ndarray, lse: np.ndarray) -> None:
+        """Within twice plain attention's error in the same type, and one rounding."""
+        u = {"float16": 2**-11, "bfloat16": 2**-8}[self.problem.dtype]
+        for b, (exact, exact_lse, plain) in enumerate(self.truth(x)):
+            allowed = 2 * np.abs(plain - exact).max() + u * max(np.abs(exact).max(), 1)
+            assert np.abs(out[b : b + 1].astype(np.float64) - exact).max() <= allowed, b
+            np.testing.assert_array_equal(np.isfinite(lse[b]), np.isfinite(exact_lse[0]))
+            seen = np.isfinite(exact_lse[0])
+            np.testing.assert_allclose(lse[b][seen], exact_lse[0][seen], rtol=2e-6, atol=2e-5)
+
+
+def moved(decode: Decode, case: Case) -> dict[str, int]:
+    """Bytes of all tensors that a launch moves, from the lengths, splits and tiles alone."""
+    p, size = case.problem, case.problem.itemsize
+    made = dict.fromkeys(("K", "V", "table", "Q", "O_part", "L_part", "O", "L"), 0)
+    for length, splits in zip(case.lengths, decode.splits, strict=True):
+        first = max(0, length - p.n_q - p.left) // decode.block_k * decode.block_k
+        keys = max(0, length - first) * p.kv_heads * decode.row_tiles
+        made["K"] += keys * p.head_dim * size
+        made["V"] += keys * p.head_dim_v * size
+        for start in range(first, length, decode.block_k) if case.page else ():
+            stop = min(start + decode.block_k, length)
+            entries = (stop - 1) // case.page - start // case.page + 1
+            made["table"] += 4 * entries * p.kv_heads * decode.row_tiles
+        rows = p.heads * p.n_q
+        made["Q"] += splits * rows * p.head_dim * size
+        made["O"] += rows * p.head_dim_v * size
+        made["L"] += rows * 4
+        if splits > 1:
+            made["O_part"] += splits * rows * p.head_dim_v * 4
+            made["L_part"] += splits * rows * 4
+    made["O_part read"], made["L_part read"] = made["O_part"], made["L_part"]
+    return made
