@@ -2,6 +2,7 @@
 keys, whatever lies beside them, and the bytes that it counts are those of its splits and tiles.
 """
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,7 @@ from flashsim.backends.kernels import nvrtc
 
 pytest.importorskip("cupy")  # test_cuda_kernels wants it; nothing here does
 import emulator
+from barriers import barriers
 from decode_cases import Case, moved
 from test_cuda_kernels import H200
 
@@ -123,20 +125,37 @@ FAULTS = {
 class Faulty(emulator.Emulator):
     """Compiles the kernel with a piece of text replaced."""
 
-    def __init__(self, change):
+    def __init__(self, old, new):
         super().__init__(800)
-        self.change = change
+        self.old, self.new = old, new
 
     def source(self, file):
         text = nvrtc.source(file)
-        assert text.count(self.change[0]) >= 1
-        return text.replace(*self.change)
+        assert self.old in text
+        return text.replace(self.old, self.new)
+
+
+def check_long(machine):
+    """Four tiles and more a split, so that stages are filled again."""
+    case = Case(Problem(1, 900, 64, batch=2, **GROUPED), (840, 140), page=3)
+    x = case.make()
+    out, lse, *_ = launch(machine, case, x, 2)
+    case.check(x, out, lse)
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_are_found(name):
-    case, splits = Case(Problem(1, 900, 64, batch=2, **GROUPED), (840, 140), page=3), 2
-    x = case.make()
-    out, lse, *_ = launch(Faulty(FAULTS[name]), case, x, splits)
+    check_long(AMPERE)
     with pytest.raises(AssertionError):
-        case.check(x, out, lse)
+        check_long(Faulty(*FAULTS[name]))
+
+
+#: B3 puts a block's parts before its arrival, for blocks that run at once: not on a CPU.
+@pytest.mark.parametrize("number", ["B0", "B1", "B2", "B4", "B5"])
+def test_barriers_are_needed(number):
+    assert sorted(barriers("portable/decode.cu")) == ["B0", "B1", "B2", "B3", "B4", "B5"]
+    (text,) = re.findall(
+        rf"__syncthreads\(\);(?=\s*// {number}:)", nvrtc.source("portable/decode.cu")
+    )
+    with pytest.raises(AssertionError):
+        check_long(Faulty(f"{text}  // {number}:", f"// {number}:"))
