@@ -11,6 +11,8 @@ from functools import cache, lru_cache
 from typing import Any
 
 from flashsim.backends import failures, launch
+from flashsim.backends.families.decode import ALGORITHM as DECODE
+from flashsim.backends.families.decode import OPTIONS as DECODING
 from flashsim.backends.families.family import Family
 from flashsim.backends.families.hopper import HOPPER
 from flashsim.backends.families.portable import PORTABLE, TF32
@@ -20,7 +22,9 @@ from flashsim.engines.engine import Job, Outcome
 from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError, choices
 from flashsim.problem.problem import Problem
 
-OPTIONS: frozenset[str] = frozenset({"kernel", "allow_tf32"})
+OPTIONS: frozenset[str] = frozenset({"kernel", "allow_tf32", *DECODING})
+#: Algorithms that this engine runs and the simulator has no page of.
+ALGORITHMS = (DECODE,)
 #: Kernel families by the names of the option `kernel`.
 KERNELS: dict[str, Family] = {"portable": PORTABLE, "hopper": HOPPER}
 OLDEST = (8, 0)
@@ -31,12 +35,16 @@ failures.require_cupy("cupy")
 
 import cupy  # noqa: E402
 
-from flashsim.backends.cupy_gpu import arrays  # noqa: E402
+from flashsim.backends.cupy_gpu import arrays, decode  # noqa: E402
 from flashsim.backends.cupy_gpu.calls import ABSENT, Call, Plan  # noqa: E402
 
 
 def forward(job: Job) -> Outcome:
     """Run the forward pass on the GPU that holds the arrays (NumPy arrays: on the current one)."""
+    if job.algorithm == DECODE:
+        require_gpu()
+        space = arrays.space_of({"q": job.q, "k": job.k, "v": job.v}, job.problem.dtype)
+        return decode.forward(job, gpu_of(space.device), space)
     _check(job)
     return forward_with(_family, job)
 
@@ -49,6 +57,8 @@ def recall(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
 
 def backward(job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
     """Run the backward pass: three deterministic passes, or fused with reductions into dQ."""
+    if job.algorithm == DECODE:
+        raise UnsupportedError(f"{DECODE!r} has no backward pass; 'flash2' has")
     return backward_with(_family, job, saved, dout)
 
 
@@ -258,6 +268,11 @@ def require_gpu() -> None:
 
 def _check(job: Job) -> None:
     p = job.problem
+    for option in DECODING:
+        if option in job.options:
+            raise OptionError(
+                f"{option} belongs to algorithm={DECODE!r}, got algorithm={job.algorithm!r}"
+            )
     if job.algorithm not in ("flash2", "flash2-fused"):
         raise UnsupportedError(
             f"backend='cupy' runs 'flash2' and 'flash2-fused', not {job.algorithm!r}; "

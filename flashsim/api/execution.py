@@ -219,9 +219,13 @@ def run(
         this process may use), and `micro_kernel`, "vector" or "plain". "cupy": `kernel`, "hopper"
         or "portable" (default: Hopper's wherever they run the problem), and `allow_tf32`: float32
         products on tensor cores, every operand rounded to tf32, which is off by at most 2**-11 of
-        itself (default: False, float32 throughout). "numba_cuda": `kernel`, "hopper" (forward
-        only), "tensor" (both: float16 and bfloat16) or "teaching" (float16 and float32); default:
-        the first of them that runs the problem.
+        itself (default: False, float32 throughout). With ``algorithm="flash-decode"``, a few
+        queries against a cache whose keys are split over blocks: `splits` ("auto" or how many),
+        `cache_seqlens` (batch,), how many keys of each sequence are live, `block_table` (batch,
+        pages of a sequence), int32, with k and v in pages, (pages, kv_heads, rows of a page,
+        head_dim), and `workspace` (`flashsim.backends.cupy_gpu.decode.Workspace`). "numba_cuda":
+        `kernel`, "hopper" (forward only), "tensor" (both: float16 and bfloat16) or "teaching"
+        (float16 and float32); default: the first of them that runs the problem.
 
     Returns
     -------
@@ -397,7 +401,8 @@ def _ask(
             [*_DEFAULTS, *engine.OPTIONS],
             "run",
         )
-    plans.check_algorithm(algorithm)
+    if algorithm not in getattr(engine, "ALGORITHMS", ()):
+        plans.check_algorithm(algorithm)
     inputs.check_tiling(tiling)
     on_cpu = backend in dispatch.ON_CPU
     host = hosts.host_of(q) if on_cpu else hosts.ANY
@@ -406,11 +411,16 @@ def _ask(
         q, k, v, bias = hosts.take(host, q=q, k=k, v=v, bias=bias)
     else:
         q, k, v = (_known(engine, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    cache, table = (k, v), options.get("block_table")
+    if table is not None:
+        k, v = inputs.unpaged(k, v, table, question["nan_policy"])
     given = inputs.prepare(q, k, v, bias=bias, tiling=tiling, **question)
+    if table is None:
+        cache = given.k, given.v
     if on_cpu:
-        inputs.require_numpy(backend, q=given.q, k=given.k, v=given.v, bias=given.bias)
+        inputs.require_numpy(backend, q=given.q, k=cache[0], v=cache[1], bias=given.bias)
     job = Job(
-        *(given.problem, given.q, given.k, given.v, given.bias),
+        *(given.problem, given.q, *cache, given.bias),
         *(tiling, Device.get(device), algorithm),
         inputs.check_key_order(key_order),
         inputs.check_trace_mode(trace, backend),

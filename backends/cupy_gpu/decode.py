@@ -1,0 +1,312 @@
+"""`algorithm="flash-decode"` on a GPU: one launch, in memory that calls may share."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Mapping
+from functools import lru_cache
+from operator import index
+from threading import Lock
+from typing import Any
+
+import cupy
+import numpy as np
+
+from flashsim.backends import failures, launch
+from flashsim.backends.cupy_gpu import arrays
+from flashsim.backends.families import decode
+from flashsim.backends.kernels import nvrtc
+from flashsim.backends.launch.kernel import Gpu
+from flashsim.engines.engine import Job, Outcome
+from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError, shown
+from flashsim.problem.problem import Problem
+from flashsim.schedule.tiling import Tiling
+
+_RECORD = struct.Struct(
+    "<"
+    + "Qqqq" * len(decode.TENSORS)
+    + "Q" * len(decode.POINTERS)
+    + "i" * len(decode.INTEGERS)
+    + "ff"
+)
+assert _RECORD.size == decode.RECORD.itemsize
+
+
+class Workspace:
+    """Memory that calls of ``algorithm="flash-decode"`` share, given as ``workspace=``.
+
+    It holds the splits' partial results, their arrival counters, and `out` and `lse`: a call
+    overwrites what the one before gave. Each grows with the first call that needs more; a call that
+    needs no more allocates nothing, so that it can be captured in a CUDA graph. Calls that may run
+    at once, on two streams, need two.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, tuple[Any, Any]] = {}
+
+    def results(self, space: arrays.Space, problem: Problem, like: Any) -> tuple[Any, Any]:
+        """`out`, its rows padded, and `lse`, with the values of the last call."""
+        p, width = problem, launch.row_elements(problem.head_dim_v)
+        shape = (p.batch, p.heads, p.n_q)
+        key, held = (space, p.dtype, shape, width), self._held.get("results")
+        if held is None or held[0] != key:
+            made = space.empty((*shape, width), like), space.empty(shape)
+            self._held["results"] = held = key, made
+        return held[1]
+
+    def partial(self, space: arrays.Space, made: decode.Decode) -> tuple[int, int, int]:
+        """Addresses of the partial O and LSE, and of the arrival counters, which are 0."""
+        outputs, sums = made.partial_elements
+        if not outputs:
+            return 0, 0, 0
+        parts = self._room("parts", space, outputs + sums)
+        counters = self._room("counters", space, made.counters)
+        return parts, parts + 4 * outputs, counters
+
+    def _room(self, name: str, space: arrays.Space, n: int) -> int:
+        held = self._held.get(name)
+        if held is None or held[0][0] is not space or held[0][1] < n:
+            with space.active():
+                array = space.zeros((n,), "uint32")
+            self._held[name] = held = (space, n), array
+        return held[1].data.ptr
+
+
+#: Of calls that bring none: one a stream, for all but results, which are new at each call.
+_WORKSPACES: dict[tuple[int, int], Workspace] = {}
+
+
+class _Ready:
+    """A launch, compiled and with its items uploaded."""
+
+    def __init__(self, made: decode.Decode, device: int) -> None:
+        self.made = made
+        self._function = nvrtc.load(made.kernel, device)  # owns the code that the address is of
+        self._items = cupy.asarray(made.items)
+        cupy.cuda.get_current_stream().synchronize()  # other streams may use them from now on
+        self.items = self._items.data.ptr
+        record = decode.record(made)
+        self.integers = [int(record[name]) for name in decode.INTEGERS]
+        self.factors = [float(record["scale"]), float(record["softcap"])]
+        self._args = bytearray(_RECORD.size)
+        at = ctypes.addressof((ctypes.c_char * _RECORD.size).from_buffer(self._args))
+        self._parameters = (ctypes.c_void_p * 1)(at)
+        kernel = made.kernel
+        self._launch = (self._function.ptr, *made.grid, 1, kernel.threads, 1, 1)
+        self._lock = Lock()  # the buffer is one, threads may be several
+
+    def __call__(self, stream: int, heads: list[int], pointers: list[int], row: int, pages: int):
+        """Launch; CuPy's current device must be the call's."""
+        integers = self.integers.copy()
+        integers[_TABLE_ROW], integers[_PAGES] = row, pages
+        with self._lock:
+            _RECORD.pack_into(self._args, 0, *heads, *pointers, *integers, *self.factors)
+            at = ctypes.addressof(self._parameters)
+            shared = self.made.kernel.shared_bytes
+            cupy.cuda.driver.launchKernel(*self._launch, shared, stream, at, 0)
+
+
+_TABLE_ROW, _PAGES = (decode.INTEGERS.index(name) for name in ("table_row", "pages"))
+
+
+@lru_cache(maxsize=256)
+def _ready(made: decode.Decode, device: int) -> _Ready:
+    return _Ready(made, device)
+
+
+def forward(job: Job, gpu: Gpu, space: arrays.Space) -> Outcome:
+    """Decode: q against a cache, contiguous or in pages (`block_table`).
+
+    Parameters
+    ----------
+    job : Job
+        Its k and v are the cache as it lies; its problem's `n_kv` is the cache's room.
+    """
+    return _forward(job, gpu, space, counts=False)[0]
+
+
+def counted(job: Job, gpu: Gpu, space: arrays.Space) -> dict[str, int]:
+    """Bytes that the kernel's threads moved, by tensor; "O_part read" by those that merge."""
+    return _forward(job, gpu, space, counts=True)[1]
+
+
+def _forward(
+    job: Job, gpu: Gpu, space: arrays.Space, *, counts: bool
+) -> tuple[Outcome, dict[str, int]]:
+    _check(job)
+    p, options = job.problem, job.options
+    table, page = options.get("block_table"), 0
+    lengths = lengths_of(p, options.get("cache_seqlens"))
+    if table is not None:
+        page = int(job.k.shape[2])
+        check_table(table, p, lengths, page, int(job.k.shape[0]))
+    made = decode.plan(p, lengths, gpu, _splits(options.get("splits", "auto")), page, counts)
+    with failures.Explaining(), space.on_device():
+        with space.active():
+            ready = _ready(made, space.device)
+            where, row, _held = _table(table)
+        given = options.get("workspace")
+        stream = space.stream()
+        if given is None:
+            own = _WORKSPACES.setdefault((space.device, stream), Workspace())
+        views = [space.view(x) for x in (job.q, job.k, job.v)]
+        q, k, v = views
+        out, lse = (given or Workspace()).results(space, p, q.array)
+        parts = (given or own).partial(space, made)
+        width = launch.row_elements(p.head_dim_v)
+        o = (space.pointer(out), p.heads * p.n_q * width, p.n_q * width, width)
+        reports = _reports(made, space) if counts else {}
+        pointers = [space.pointer(lse), *parts, ready.items, where]
+        pointers += [x.data.ptr for x in reports.values()] if counts else [0, 0]
+        heads = [x for place in (q.place, o, k.place, v.place) for x in place]
+        ready(stream, heads, pointers, row, int(job.k.shape[0]) if page else 0)
+        copied = {n: x.copied for n, x in zip("qkv", views, strict=True) if x.copied}
+        outcome = Outcome(
+            {"out": space.result(out, p.head_dim_v, width), "lse": space.result(lse)},
+            Tiling(p.n_q, made.block_k),
+            None,
+            "decode",
+            {"copied": copied, "splits": made.splits},
+            None,
+            gpu.name,
+        )
+        return outcome, _totals(reports)
+
+
+def _reports(made: decode.Decode, space: arrays.Space) -> dict[str, cupy.ndarray]:
+    shapes = {
+        "visit_counts": (made.counters, made.n_visits, decode.SLOTS),
+        "item_counts": (made.grid[0], made.grid[1], decode.SLOTS),
+    }
+    with space.active():
+        return {name: space.zeros(shape, "uint32") for name, shape in shapes.items()}
+
+
+def _totals(reports: Mapping[str, cupy.ndarray]) -> dict[str, int]:
+    names = {"visit_counts": decode.VISIT_SLOTS, "item_counts": decode.ITEM_SLOTS}
+    return {
+        name: int(total)
+        for which, report in reports.items()
+        for name, total in zip(names[which], report.get().sum((0, 1), dtype=np.int64), strict=False)
+    }
+
+
+def lengths_of(problem: Problem, given: Any) -> tuple[int, ...]:
+    """The live lengths: every sequence's whole room, unless `cache_seqlens` says less.
+
+    Raises
+    ------
+    ShapeError
+        If they are not one for each sequence, or one is outside its room.
+    """
+    p = problem
+    if given is None:
+        return (p.n_kv,) * p.batch
+    host = given.tolist() if hasattr(given, "tolist") else given  # a GPU's array: waits for it
+    try:
+        lengths = tuple(index(x) for x in host)
+    except TypeError:
+        raise DTypeError(
+            f"cache_seqlens must be {p.batch} integers, one for each sequence, got {shown(given)}"
+        ) from None
+    if len(lengths) != p.batch:
+        raise ShapeError(
+            f"cache_seqlens must have one length for each of {p.batch} sequences, got "
+            f"{len(lengths)}"
+        )
+    for b, length in enumerate(lengths):
+        if not 0 <= length <= p.n_kv:
+            raise ShapeError(
+                f"cache_seqlens[{b}] must be between 0 and {p.n_kv}, the room of the cache, got "
+                f"{length}"
+            )
+    return lengths
+
+
+def check_table(
+    table: Any, problem: Problem, lengths: tuple[int, ...], page: int, pages: int
+) -> None:
+    """Check a block table's shape and type, and every used entry of a NumPy table.
+
+    A table on the GPU is not waited for: there the kernel reads no page that the pool has not, and
+    results of a sequence whose table names one are NaN.
+
+    Raises
+    ------
+    ShapeError, DTypeError
+    """
+    if str(table.dtype).removeprefix("torch.") != "int32":
+        raise DTypeError(f"block_table must be int32, got {table.dtype}")
+    if table.shape[0] != problem.batch:
+        raise ShapeError(
+            f"block_table must have one row for each of {problem.batch} sequences, got "
+            f"{tuple(table.shape)}"
+        )
+    if not isinstance(table, np.ndarray):
+        return
+    for b, length in enumerate(lengths):
+        used = table[b, : -(-length // page)]
+        wrong = np.flatnonzero((used < 0) | (used >= pages))
+        if len(wrong):
+            i = int(wrong[0])
+            raise ShapeError(
+                f"block_table[{b}, {i}] must name one of {pages} pages, 0 to {pages - 1}, got "
+                f"{int(used[i])}"
+            )
+
+
+def _table(table: Any) -> tuple[int, int, Any]:
+    """Address and row length of a table on the GPU, and what keeps it alive."""
+    if table is None:
+        return 0, 0, None
+    if isinstance(table, np.ndarray):
+        table = cupy.asarray(np.ascontiguousarray(table))
+    if hasattr(table, "data_ptr"):
+        if not table.is_cuda:
+            raise DTypeError(f"block_table is on {table.device}; move it with block_table.cuda()")
+        row, last = table.stride()
+        address = table.data_ptr()
+    else:
+        table = cupy.asarray(table)
+        row, last = (s // 4 for s in table.strides)
+        address = table.data.ptr
+    if last != 1 and table.shape[1] > 1:
+        raise ShapeError("block_table's rows must be contiguous; give a copy of it")
+    return address, row, table
+
+
+def _splits(given: Any) -> int | None:
+    if isinstance(given, str) and given == "auto":
+        return None
+    try:
+        n = index(given)
+    except TypeError:
+        n = 0
+    if n < 1 or isinstance(given, bool):
+        raise OptionError(f'splits must be "auto" or an integer from 1 on, got {shown(given)}')
+    return n
+
+
+def _check(job: Job) -> None:
+    decode.check(job.problem)
+    if job.trace:
+        raise UnsupportedError(
+            "decoding on a GPU records no trace; backend='numpy' does, and "
+            "flashsim.backends.cupy_gpu.decode.counted says what a launch moved"
+        )
+    if job.tiling is not None or job.key_order != "ascending":
+        raise UnsupportedError(
+            "decoding on a GPU takes no tiling and goes through the keys in ascending order; "
+            "splits says over how many blocks they are spread"
+        )
+    if job.options.get("kernel", "auto") not in ("auto", "portable"):
+        raise UnsupportedError(
+            f"decoding has a portable kernel only, got kernel={job.options['kernel']!r}"
+        )
+    workspace = job.options.get("workspace")
+    if workspace is not None and not isinstance(workspace, Workspace):
+        raise DTypeError(
+            "workspace must be a flashsim.backends.cupy_gpu.decode.Workspace, got "
+            f"{shown(workspace)}"
+        )

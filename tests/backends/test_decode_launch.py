@@ -1,0 +1,208 @@
+"""How a decode is launched, without a GPU: the launcher's own code, with memory that is the CPU's
+and the kernel in the emulator; what cannot be decoded says so.
+"""
+
+import ctypes
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from flashsim import Problem, Tiling
+from flashsim.engines.engine import Job
+from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError
+from flashsim.problem.problem import numpy_dtype
+
+pytest.importorskip("cupy")
+import emulator
+from decode_cases import Case, moved
+from test_cuda_kernels import H200
+from test_emulated_decode import AMPERE, CASES
+
+from flashsim.api import inputs
+from flashsim.backends.cupy_gpu import arrays, decode
+from flashsim.backends.families import decode as family
+
+needs_gcc = pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
+
+
+class Array(np.ndarray):
+    """The CPU's memory, addressed as a GPU's."""
+
+    data = property(lambda self: SimpleNamespace(ptr=self.ctypes.data))
+
+    def get(self):
+        return np.asarray(self)
+
+
+class Space:
+    """As `arrays.Space`, of such memory; it says how often it allocated."""
+
+    device, made = 0, 0
+
+    def view(self, array):
+        array = emulator.padded(array)
+        size = array.itemsize
+        strides = (s // size for s in array.strides[:3])
+        return arrays.View((array.ctypes.data, *strides), array)
+
+    def empty(self, shape, like=None):
+        self.made += 1
+        made = np.empty(shape, np.float32 if like is None else like.dtype)
+        made.view(np.uint8)[...] = 0xFF
+        return made
+
+    def zeros(self, shape, dtype):
+        self.made += 1
+        return np.zeros(shape, dtype).view(Array)
+
+    def pointer(self, array):
+        return array.ctypes.data
+
+    def stream(self):
+        return 7
+
+    def result(self, array, keep=0, width=0):
+        return array if keep == width else array[..., :keep].copy()
+
+    def active(self):
+        return nullcontext()
+
+    on_device = active
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Every launch goes to the emulator; the list has what each was given."""
+    seen, kernels = [], {}
+
+    def load(kernel, device):
+        kernels[len(kernels)] = kernel
+        return SimpleNamespace(ptr=len(kernels) - 1)
+
+    def launch(ptr, x, y, z, *rest):
+        threads, _, _, shared, stream, at, _ = rest
+        kernel = kernels[ptr]
+        assert (threads, shared, stream, z) == (kernel.threads, kernel.shared_bytes, 7, 1)
+        address = ctypes.cast(at, ctypes.POINTER(ctypes.c_void_p))[0]
+        data = ctypes.string_at(address, family.RECORD.itemsize)
+        record = np.frombuffer(bytearray(data), family.RECORD)
+        AMPERE.run(kernel, record, (x, y))
+        seen.append(record)
+
+    stream = SimpleNamespace(synchronize=lambda: None)
+    cuda = SimpleNamespace(
+        driver=SimpleNamespace(launchKernel=launch), get_current_stream=lambda: stream
+    )
+    fake = SimpleNamespace(asarray=lambda x: np.array(x).view(Array), cuda=cuda)
+    monkeypatch.setattr(decode, "cupy", fake)
+    monkeypatch.setattr(decode.nvrtc, "load", load)
+    monkeypatch.setattr(decode, "_WORKSPACES", {})
+    decode._ready.cache_clear()
+    yield seen
+    decode._ready.cache_clear()
+
+
+def job(case, x, **options):
+    options = {"cache_seqlens": list(case.lengths)} | options
+    if case.page:
+        options["block_table"] = x["table"]
+    return Job(case.problem, x["q"], x["k"], x["v"], algorithm=family.ALGORITHM, options=options)
+
+
+@needs_gcc
+@pytest.mark.parametrize(
+    "name", ["one query", "padded rows", "softcap, one key head", "window", "pages of 3"]
+)
+def test_values_counts_and_the_workspace_kept(name, launches):
+    case, splits = CASES[name]
+    x, space = case.make(), Space()
+    one = job(case, x, splits=splits)
+    for _ in range(2):
+        out = decode.forward(one, H200, space)
+        case.check(x, out.arrays["out"], out.arrays["lse"])
+    counters = 2 if max(out.saved["splits"]) > 1 else 0
+    assert space.made == 2 * 2 + counters, "results anew, the rest once"
+    made = family.plan(case.problem, case.lengths, H200, splits, case.page, counts=True)
+    assert decode.counted(one, H200, space) == moved(made, case)
+
+
+@needs_gcc
+def test_a_workspace_that_is_given_needs_no_memory_twice(launches):
+    case, splits = CASES["one query"]
+    x, space, workspace = case.make(), Space(), decode.Workspace()
+    one = job(case, x, splits=splits, workspace=workspace)
+    first = decode.forward(one, H200, space).arrays["out"]
+    made = space.made
+    again = decode.forward(one, H200, space).arrays["out"]
+    assert space.made == made
+    assert again is first
+    case.check(x, again, workspace.results(space, case.problem, x["q"])[1])
+    larger = Case(Problem(1, 600, 64, batch=2, heads=8, kv_heads=2, dtype="bfloat16"), (600, 500))
+    x = larger.make()
+    result = decode.forward(job(larger, x, splits=4, workspace=workspace), H200, space)
+    larger.check(x, result.arrays["out"], result.arrays["lse"])
+
+
+P = Problem(1, 64, 64, batch=2, heads=4, kv_heads=2, dtype="float16")
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ([1, 2, 3], ShapeError, "one length for each of 2 sequences, got 3"),
+        ([1, 65], ShapeError, r"cache_seqlens\[1\] must be between 0 and 64, .* got 65"),
+        ([-1, 3], ShapeError, r"cache_seqlens\[0\] must be between 0 and 64"),
+        ([1.5, 2], DTypeError, "cache_seqlens must be 2 integers"),
+        (7, DTypeError, "cache_seqlens must be 2 integers"),
+    ],
+)
+def test_lengths_that_cannot_be(given, error, message):
+    with pytest.raises(error, match=message):
+        decode.lengths_of(P, given)
+
+
+def test_a_table_names_its_wrong_entry():
+    table = np.array([[0, 1, 9, 9], [4, 5, 2, -1]], np.int32)
+    decode.check_table(table, P, (20, 48), 16, 6)
+    with pytest.raises(ShapeError, match=r"block_table\[1, 3\] must name one of 6 .* got -1"):
+        decode.check_table(table, P, (20, 49), 16, 6)
+    with pytest.raises(ShapeError, match=r"block_table\[0, 2\] must name one of 6 .* got 9"):
+        decode.check_table(table, P, (33, 48), 16, 6)
+    with pytest.raises(DTypeError, match="block_table must be int32, got int64"):
+        decode.check_table(table.astype(np.int64), P, (1, 1), 16, 6)
+    with pytest.raises(ShapeError, match=r"one row for each of 2 sequences, got \(1, 4\)"):
+        decode.check_table(table[:1], P, (1, 1), 16, 6)
+
+
+@pytest.mark.parametrize("splits", [0, -3, 1.5, "many", True])
+def test_splits_that_cannot_be(splits):
+    with pytest.raises(OptionError, match='splits must be "auto" or an integer from 1 on'):
+        decode._splits(splits)
+
+
+def test_what_a_decode_does_not_take():
+    def refused(error, message, **more):
+        with pytest.raises(error, match=message):
+            decode._check(Job(**{"problem": P, "q": None, "k": None, "v": None} | more))
+
+    refused(UnsupportedError, "records no trace", trace=True)
+    refused(UnsupportedError, "takes no tiling", tiling=Tiling(16, 16))
+    refused(UnsupportedError, "in ascending order", key_order="descending")
+    refused(UnsupportedError, "portable kernel only", options={"kernel": "hopper"})
+    refused(DTypeError, "workspace must be a .*Workspace, got 3", options={"workspace": 3})
+
+
+def test_pages_as_one_array():
+    half = numpy_dtype("float16")
+    k, v = np.zeros((9, 2, 16, 64), half), np.zeros((9, 2, 16, 32), half)
+    table = np.zeros((3, 5), np.int32)
+    made = inputs.unpaged(k, v, table, "propagate")
+    assert [x.shape for x in made] == [(3, 2, 80, 64), (3, 2, 80, 32)]
+    with pytest.raises(ShapeError, match=r"k and v are \(pages, .* got k \(2, 16, 64\)"):
+        inputs.unpaged(k[0], v, table, "propagate")
+    with pytest.raises(ShapeError, match="k and v must have the same pages"):
+        inputs.unpaged(k, v[:8], table, "propagate")
+    with pytest.raises(OptionError, match="nan_policy='raise' would look at rows"):
+        inputs.unpaged(k, v, table, "raise")
