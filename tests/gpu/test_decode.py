@@ -1,0 +1,203 @@
+"""Decoding on a GPU: values against the float64 oracle, equal bits each time, CUDA graphs, pages
+that no sequence uses, bytes that the kernel counts.
+"""
+
+import cupy
+import numpy as np
+import pytest
+from cupy_checks import MARKS, bits, poisoned  # noqa: F401
+from decode_cases import Case, moved
+
+import flashsim
+from flashsim import Problem
+from flashsim.backends.cupy_gpu import arrays, decode, engine
+from flashsim.backends.families import decode as family
+from flashsim.engines.engine import Job
+from flashsim.errors import OptionError, ShapeError
+
+pytestmark = MARKS
+
+
+def options(case):
+    p = case.problem
+    names = ("causal", "window", "softcap", "scale")
+    return {name: getattr(p, name) for name in names} | {
+        "algorithm": "flash-decode",
+        "backend": "cupy",
+        "cache_seqlens": case.lengths,
+    }
+
+
+def run(case, x, **more):
+    given = options(case) | more
+    if case.page:
+        given["block_table"] = x["table"]
+    return flashsim.run(x["q"], x["k"], x["v"], **given)
+
+
+def check(case, **more):
+    x = case.make()
+    result = run(case, x, **more)
+    assert result.kernel == "decode"
+    case.check(x, result.out, result.lse)
+
+
+def ragged(batch, n, n_q=1, d=64, dtype="bfloat16", heads=8, kv_heads=2, page=0, **more):
+    """Live lengths from all of the room down to a few keys."""
+    p = Problem(n_q, n, d, batch=batch, heads=heads, kv_heads=kv_heads, dtype=dtype, **more)
+    lengths = tuple(max(n_q, n - b * (n // batch)) for b in range(batch))
+    return Case(p, lengths, page)
+
+
+@pytest.mark.parametrize("group", [1, 4, 8, 32])
+@pytest.mark.parametrize("n_q", [1, 4, 17])
+@pytest.mark.parametrize("splits", ["auto", 1, 5])
+def test_heads_packed_with_queries(n_q, group, splits):
+    check(ragged(3, 1500, n_q, heads=32, kv_heads=32 // group, causal=True), splits=splits)
+
+
+@pytest.mark.parametrize(
+    "head_dim", [(64, 64), (128, 128), (256, 256), (80, 48), (72, 37), (16, 160)]
+)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_widths(head_dim, dtype):
+    d, dv = head_dim
+    check(ragged(2, 3000, 2, d, dtype, head_dim_v=dv))
+
+
+@pytest.mark.parametrize("page", [1, 3, 16, 64])
+@pytest.mark.parametrize("d", [64, 128, 80])
+@pytest.mark.parametrize("splits", ["auto", 7])
+def test_pages(page, d, splits):
+    check(ragged(3, 2000, 4, d, page=page, causal=True), splits=splits)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"window": (300, 0)},
+        {"window": (70, 3)},
+        {"softcap": 5.0},
+        {"scale": -0.1},
+        {"causal": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("page", [0, 16])
+def test_masks_and_scales(more, page):
+    check(ragged(2, 1700, 4, page=page, **more))
+
+
+@pytest.mark.parametrize(("batch", "n"), [(1, 131072), (8, 32768), (200, 700), (3, 1), (1, 17)])
+def test_shapes(batch, n):
+    check(ragged(batch, n, 1, 128, heads=8, kv_heads=1))
+
+
+def test_no_keys_at_all():
+    check(Case(Problem(1, 600, 64, batch=4, heads=4, dtype="float16"), (0, 600, 0, 1)))
+
+
+@pytest.mark.parametrize("library", ["cupy", "torch"])
+def test_arrays_on_the_gpu(library):
+    case = ragged(2, 1000, 1, 128, "float16", page=16)
+    x = case.make()
+    if library == "cupy":
+        given = {name: cupy.asarray(a) for name, a in x.items()}
+        back = cupy.asnumpy
+    else:
+        torch = pytest.importorskip("torch")
+        given = {name: torch.as_tensor(a, device="cuda") for name, a in x.items()}
+        back = lambda a: a.cpu().numpy()  # noqa: E731
+    result = run(case, given)
+    case.check(x, back(result.out), back(result.lse))
+
+
+@pytest.mark.parametrize("page", [0, 16])
+def test_equal_bits_in_50_runs(page):
+    case = ragged(5, 20000, 1, 128, "float16", heads=32, kv_heads=8, page=page)
+    x = {name: cupy.asarray(a) for name, a in case.make().items()}
+    first = run(case, x)
+    assert bool((first.out == first.out).all())
+    for number in range(50):
+        again = run(case, x)
+        for name in ("out", "lse"):
+            same = bits(getattr(again, name)) == bits(getattr(first, name))
+            assert bool(same.all()), (number, name)
+
+
+def test_a_cuda_graph_replays_with_what_the_cache_then_holds():
+    case = ragged(4, 9000, 1, 128, "float16", heads=32, kv_heads=8)
+    x = {name: cupy.asarray(a) for name, a in case.make().items()}
+    stream = cupy.cuda.Stream(non_blocking=True)
+    workspace = decode.Workspace()
+    with stream:
+        run(case, x, workspace=workspace)  # compiles, uploads, allocates
+        stream.synchronize()
+        stream.begin_capture()
+        result = run(case, x, workspace=workspace)
+        graph = stream.end_capture()
+        for seed in (1, 2):
+            new = case.make(seed)
+            for name, array in new.items():
+                x[name].set(array)
+            result.out.fill(0)
+            graph.launch()
+            stream.synchronize()
+            case.check(new, cupy.asnumpy(result.out), cupy.asnumpy(result.lse))
+
+
+def test_a_workspace_that_is_given_needs_no_memory_twice():
+    case = ragged(4, 9000, 1, 128, "float16", heads=32, kv_heads=8)
+    x = {name: cupy.asarray(a) for name, a in case.make().items()}
+    workspace = decode.Workspace()
+    run(case, x, workspace=workspace)
+
+    class Counting(cupy.cuda.MemoryHook):
+        name = "counting"
+        times = 0
+
+        def malloc_preprocess(self, **_):
+            self.times += 1
+
+    with Counting() as hook:
+        result = run(case, x, workspace=workspace)
+    assert hook.times == 0
+    case.check(case.make(), cupy.asnumpy(result.out), cupy.asnumpy(result.lse))
+
+
+def test_a_page_that_the_pool_has_not():
+    case = ragged(2, 1000, 1, 64, "float16", page=16)
+    x = case.make()
+    x["table"][1, 3] = len(x["k"])
+    with pytest.raises(ShapeError, match=r"block_table\[1, 3\]"):
+        run(case, x)
+    result = run(case, {name: cupy.asarray(a) for name, a in x.items()})
+    out = cupy.asnumpy(result.out)
+    assert np.isnan(out[1]).all(), "not waited for, not read, and it shows"
+    assert np.isfinite(out[0]).all()
+
+
+@pytest.mark.parametrize("page", [0, 1, 3, 16])
+@pytest.mark.parametrize("splits", [1, 6, "auto"])
+def test_counted_bytes(page, splits):
+    case = ragged(3, 3000, 4, 128, "float16", page=page, causal=True)
+    x = {name: cupy.asarray(a) for name, a in case.make().items()}
+    given = {"cache_seqlens": case.lengths, "splits": splits}
+    if page:
+        given["block_table"] = x["table"]
+    job = Job(case.problem, x["q"], x["k"], x["v"], algorithm=family.ALGORITHM, options=given)
+    space = arrays.space_of({"q": x["q"]}, case.problem.dtype)
+    gpu = engine.gpu_of(space.device)
+    n = None if splits == "auto" else splits
+    made = family.plan(case.problem, case.lengths, gpu, n, page, counts=True)
+    assert decode.counted(job, gpu, space) == moved(made, case)
+
+
+def test_options_of_decoding_belong_to_it():
+    x = ragged(1, 64).make()
+    with pytest.raises(OptionError, match="splits belongs to algorithm='flash-decode'"):
+        flashsim.run(x["q"], x["k"], x["v"], backend="cupy", splits=3)
+    case = ragged(1, 64)
+    result = run(case, x)
+    with pytest.raises(flashsim.errors.UnsupportedError, match="no backward pass"):
+        result.backward(result.out)
