@@ -12,6 +12,7 @@ import sanitize
 from gpu_check import Command, Stage
 from test_cuda_kernels import H200
 
+from flashsim.backends.families import decode
 from flashsim.backends.families.hopper import HOPPER
 from flashsim.backends.families.portable import PORTABLE, TF32
 
@@ -40,6 +41,9 @@ def watched(name, family):
 def test_the_sanitizer_sees_every_kernel():
     families = (("portable", PORTABLE), ("tf32", TF32), ("hopper", HOPPER))
     seen = {(p.kernel.file, p.kernel.name) for name, f in families for p in watched(name, f)}
+    for case in sanitize.DECODED:
+        kernel = decode.plan(case.problem, case.lengths, H200, page=case.page).kernel
+        seen.add((kernel.file, kernel.name))
     assert len(seen) > 8
     assert seen == set(entries())
 

@@ -2,8 +2,8 @@
 
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/tools/sanitize.py portable
 
-Families: portable, tf32, python, teaching, and what a Hopper GPU runs by default, hopper and
-python-hopper; all of them if none is named. Each array is an allocation of its own (no memory
+Families: portable, tf32, python, teaching, decode, and what a Hopper GPU runs by default, hopper
+and python-hopper; all of them if none is named. Each array is an allocation of its own (no memory
 pool), so that a step past its end is seen.
 `tests/tools/gpu_check.py sanitize` runs every family under every tool.
 """
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from decode_cases import Case
 
 import flashsim
 from flashsim import Problem, Tiling
@@ -78,7 +79,16 @@ WAYS = {
         trace=True,
     ),
 }
-FAMILIES = tuple(WAYS)
+_GROUPED = {"heads": 4, "kv_heads": 2, "dtype": "bfloat16"}
+#: Caches that are decoded with 1, 3 and as many splits as are best: padded rows; several row tiles;
+#: pages, whose unused entries lie outside the pool.
+DECODED = (
+    Case(Problem(1, 700, 37, 24, batch=3, **_GROUPED), (0, 700, 333)),
+    Case(Problem(20, 500, 128, batch=2, causal=True, **_GROUPED), (500, 77)),
+    Case(Problem(4, 500, 256, batch=2, window=(90, 0), **_GROUPED), (490, 77), page=3),
+    Case(Problem(1, 500, 64, batch=2, softcap=2.0, **_GROUPED), (490, 77), page=16),
+)
+FAMILIES = (*WAYS, "decode")
 
 
 def problems(family: str) -> list[tuple[Problem, tuple[bool | None, ...]]]:
@@ -108,13 +118,28 @@ def check(family: str) -> int:
     return sum(1 + len(forms) for _, forms in every)
 
 
+def check_decode() -> int:
+    """Every cache of `DECODED`; how many launches."""
+    for case in DECODED:
+        x = case.make()
+        p = case.problem
+        given = {name: getattr(p, name) for name in ("causal", "window", "softcap")}
+        given |= {"cache_seqlens": case.lengths, "algorithm": "flash-decode", "backend": "cupy"}
+        if case.page:
+            given["block_table"] = x["table"]
+        for splits in (1, 3, "auto"):
+            flashsim.run(x["q"], x["k"], x["v"], splits=splits, **given)
+    return 3 * len(DECODED)
+
+
 def main(families: Sequence[str]) -> None:
     """Check the families, each allocation on its own."""
     import cupy
 
     cupy.cuda.set_allocator(None)
     for family in families:
-        print(f"{family}: {check(family)} passes", flush=True)
+        passes = check_decode() if family == "decode" else check(family)
+        print(f"{family}: {passes} passes", flush=True)
 
 
 if __name__ == "__main__":
