@@ -37,7 +37,8 @@ thorough: $(VENV)/.dev
 # Elsewhere these tests skip.
 test-torch: $(VENV)-torch/.installed
 	OMP_NUM_THREADS=1 $(VENV)-torch/bin/python -m pytest -n $(JOBS) tests/bridges \
-	  tests/api/test_hosts.py 'tests/api/test_docs.py::test_blocks_run[docs/guides/in_your_model.md]'
+	  tests/api/test_hosts.py 'tests/api/test_docs.py::test_blocks_run[docs/guides/in_your_model.md]' \
+	  'tests/api/test_docs.py::test_blocks_run[docs/guides/watch.md]'
 
 $(VENV)-torch/.installed: setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)-torch

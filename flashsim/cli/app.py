@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from flashsim.cli import measure, pictures, saved, truth
+from flashsim.cli import measure, models, pictures, saved, truth
 from flashsim.cli.options import spread
 from flashsim.errors import FlashSimError
 from flashsim.version import __version__
@@ -38,7 +38,13 @@ app = typer.Typer(
 )
 _trace = typer.Typer(no_args_is_help=True, help="Look into saved traces.")
 app.add_typer(_trace, name="trace")
-for _command in (*measure.COMMANDS, saved.devices, *truth.COMMANDS, *pictures.COMMANDS):
+for _command in (
+    *measure.COMMANDS,
+    models.watch,
+    saved.devices,
+    *truth.COMMANDS,
+    *pictures.COMMANDS,
+):
     app.command()(spread(_command))
 for _look in (saved.show, saved.perfetto):
     _trace.command()(spread(_look))

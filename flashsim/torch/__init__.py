@@ -1,5 +1,7 @@
 """Attention for models in PyTorch: an operator with a gradient, and a stand-in for torch's own.
 
+And `watch`, which counts the attention that a model has.
+
 Needs torch (``pip install flashsim[torch]``); nothing is registered until `install` is called.
 """
 
@@ -17,5 +19,6 @@ except ImportError as error:
 
 from flashsim.torch.functional import FlashAttention, attention
 from flashsim.torch.stand_in import install
+from flashsim.torch.watch import watch
 
-__all__ = ["FlashAttention", "attention", "install"]
+__all__ = ["FlashAttention", "attention", "install", "watch"]

@@ -1,0 +1,210 @@
+"""`AttentionCall`: one attention call of a model, as it was seen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flashsim import report
+from flashsim.api import cost, execution, samples
+from flashsim.counts.questions import in_words
+from flashsim.errors import FlashSimError, OptionError, UnsupportedError
+from flashsim.problem.problem import Problem, numpy_dtype
+from flashsim.torch.masks import Pattern, has_values
+from flashsim.trace.trace import Trace
+
+
+class Extents(NamedTuple):
+    """Extents of a call, in the words of `Problem`; offsets where sequences are packed."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    n_q: int
+    n_kv: int
+    head_dim: int
+    head_dim_v: int
+    cu_seqlens_q: tuple[int, ...] | None = None
+    cu_seqlens_k: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, *sizes: int, offsets: tuple[Any, Any] = (None, None)) -> Extents:
+        """The same of sizes that may be torch's symbols."""
+        batch, heads, kv_heads, n_q, n_kv, d, d_v = map(int, sizes)
+        return cls(batch, heads, kv_heads, n_q, n_kv, d, d_v, *offsets)
+
+
+@dataclass(eq=False)
+class AttentionCall:
+    """One attention call.
+
+    Attributes
+    ----------
+    name : str
+        The module that made it, as ``model.named_modules()`` has it; "" outside of any.
+    api : str
+        What was called: "scaled_dot_product_attention", "flex_attention", ...
+    sizes : Extents
+    dtype : str
+        In which it is computed: under autocast, autocast's.
+    device : str
+        "meta", or "cpu (fake)", where there are no numbers.
+    pattern : Pattern
+        Which scores are kept.
+    scale : float or None
+        None: 1 / sqrt(head_dim).
+    softcap, dropout : float
+    notes : list of str
+        What is not counted as it is.
+    backward : bool
+        Whether its gradient was computed; may become true after the watch has ended.
+    inputs : tuple of Tensor, or None
+        Copies of q, k and v, (batch, heads, n, head_dim), if they are small.
+    """
+
+    name: str
+    api: str
+    sizes: Extents
+    dtype: str
+    device: str
+    pattern: Pattern = field(default_factory=Pattern)
+    scale: float | None = None
+    softcap: float = 0.0
+    dropout: float = 0.0
+    notes: list[str] = field(default_factory=list)
+    backward: bool = False
+    inputs: tuple[Tensor, ...] | None = None
+
+    @cached_property
+    def problem(self) -> Problem:
+        """What was asked, for `flashsim.count`, `predict` and the rest.
+
+        Raises
+        ------
+        FlashSimError
+            If flashsim has no such problem: a head_dim above 512, an 8-bit type.
+        """
+        p = self.pattern
+        return Problem(
+            **self.sizes._asdict(),
+            dtype=self.dtype,
+            causal=p.causal,
+            window=p.window,
+            bias=p.bias,
+            mask=p.mask,
+            softcap=self.softcap,
+            scale=self.scale,  # type: ignore[arg-type]  # None is 1 / sqrt(head_dim)
+        )
+
+    @property
+    def note(self) -> str:
+        """Everything that is not counted as it is, and why; "" if nothing."""
+        dropout = f"dropout {self.dropout:g}: its random numbers are not counted"
+        notes = [self.pattern.note, *self.notes, *[dropout] * bool(self.dropout)]
+        try:
+            self.problem  # noqa: B018
+        except FlashSimError as error:
+            notes.append(f"not counted: {error}")
+        return "; ".join(filter(None, notes))
+
+    def trace(self, *, algorithm: str = "flash2", seed: int = 0, **options: Any) -> Trace:
+        """Run the simulator on this call and return its trace, for pictures and the player.
+
+        On the call's own numbers, if they were kept; else on random ones (`seed`).
+
+        Parameters
+        ----------
+        algorithm : str
+        seed : int
+        **options
+            Any other keyword of `flashsim.run`.
+
+        Raises
+        ------
+        OptionError
+            If this machine's memory is too small for the tensors.
+        UnsupportedError
+            For a bias, whose numbers are not kept.
+        """
+        p = self.problem
+        if p.bias is not None:
+            raise UnsupportedError(
+                f"{self!r} adds a bias, whose numbers are not kept; run it with flashsim.run("
+                "q, k, v, bias=...)"
+            )
+        q, k, v = self._random(seed) if self.inputs is None else map(_numpy, self.inputs)
+        for name in ("causal", "window", "softcap", "scale", "mask"):
+            options.setdefault(name, getattr(p, name))
+        if p.cu_seqlens_q is not None:
+            options |= {"cu_seqlens_q": p.cu_seqlens_q, "cu_seqlens_k": p.cu_seqlens_k}
+        options |= {"algorithm": algorithm, "trace": True}
+        trace = execution.run(q, k, v, **options).trace
+        assert trace is not None
+        return trace
+
+    def _random(self, seed: int) -> tuple[np.ndarray, ...]:
+        p = self.problem
+        rows = p.heads * p.n_q * (p.head_dim + p.head_dim_v)
+        rows += p.kv_heads * p.n_kv * (p.head_dim + p.head_dim_v)
+        cost.fits(p.batch * rows * 8, "`flashsim.count(call.problem)` counts without arrays")
+        return samples.random_inputs(p, seed)[:3]
+
+    def __repr__(self) -> str:
+        try:
+            what = in_words(self.problem)
+        except FlashSimError:
+            what = f"{self.sizes}, {self.dtype}"
+        return f"<AttentionCall {self.name or '(no module)'}: {self.api}, {what} on {self.device}>"
+
+    def _repr_html_(self) -> str:
+        rows: list[Any] = [(n, str(x)) for n, x in vars(self).items() if n not in ("inputs",)]
+        return report.Table(repr(self), ("field", "value"), rows).html()
+
+
+def copies(tensors: tuple[Tensor, ...], sizes: Extents, limit: int) -> tuple[Tensor, ...] | None:
+    """Copies of q, k, v as (batch, heads, n, head_dim), if they have values and at most `limit`
+    bytes, and lie that way.
+    """
+    s = sizes
+    wanted = (
+        (s.batch, s.heads, s.n_q, s.head_dim),
+        (s.batch, s.kv_heads, s.n_kv, s.head_dim),
+        (s.batch, s.kv_heads, s.n_kv, s.head_dim_v),
+    )
+    for x, shape in zip(tensors, wanted, strict=True):
+        if x.is_nested or not has_values(x) or x.numel() != int(np.prod(shape)):
+            return None
+    if sum(x.numel() * x.element_size() for x in tensors) > limit:
+        return None
+    with torch.no_grad():
+        return tuple(
+            x.detach().reshape(shape).to("cpu", copy=True)
+            for x, shape in zip(tensors, wanted, strict=True)
+        )
+
+
+def _numpy(x: Tensor) -> np.ndarray:
+    """The numbers of a CPU tensor; NumPy knows bfloat16 by its bits."""
+    if x.dtype == torch.bfloat16:
+        return x.contiguous().view(torch.int16).numpy().view(numpy_dtype("bfloat16"))
+    return x.numpy()
+
+
+def only(calls: list[AttentionCall], name: str) -> AttentionCall:
+    """The one call of that name.
+
+    Raises
+    ------
+    OptionError
+        If there are several.
+    """
+    if len(calls) > 1:
+        raise OptionError(
+            f"{name!r} made {len(calls)} calls; seen.named({name!r}) lists them, [0] is the first"
+        )
+    return calls[0]

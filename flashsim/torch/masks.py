@@ -1,0 +1,107 @@
+"""What a mask tensor stands for: causal, a window, a bias, or no pattern that can be counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+#: Scores above which the values of a mask are not read.
+READ = 2**26
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Which scores a call keeps, in the words of `flashsim.Problem`.
+
+    Attributes
+    ----------
+    causal, window, bias, mask
+        As in `Problem`.
+    note : str
+        What is not counted as it is; "" if nothing.
+    known : bool
+        False where a mask has no values to read, as on the meta device.
+    """
+
+    causal: bool = False
+    window: tuple[int, int] | None = None
+    bias: tuple[int, int] | None = None
+    mask: Callable[..., Any] | None = None
+    note: str = ""
+    known: bool = True
+
+    @property
+    def kind(self) -> str:
+        """One word or two, for tables."""
+        words = ["causal"] if self.causal else []
+        if self.window is not None:
+            words.append("window {}:{}".format(*self.window))
+        if self.mask is not None:
+            words.append("causal from the top left")
+        if self.bias is not None:
+            words.append("bias")
+        return ", ".join(words) or ("dense, see note" if self.note else "dense")
+
+
+def top_left(q: Any, k: Any) -> Any:
+    """torch's `is_causal` for unequal lengths: the diagonal starts at the first query and key."""
+    return k <= q
+
+
+def diagonal(n_q: int, n_kv: int) -> Pattern:
+    """torch's ``is_causal=True``."""
+    return Pattern(causal=True) if n_q == n_kv else Pattern(mask=top_left)
+
+
+def has_values(x: Tensor) -> bool:
+    """Whether a tensor's numbers can be read."""
+    return x.device.type != "meta" and not isinstance(x, FakeTensor)
+
+
+def read(mask: Tensor, n_q: int, n_kv: int, batch: int, heads: int) -> Pattern:
+    """The pattern of a mask that broadcasts to (batch, heads, n_q, n_kv).
+
+    Boolean, True keeps; or additive. An additive mask that only adds 0 or a number as low as
+    numbers get is boolean.
+    """
+    if not has_values(mask):
+        return Pattern(note="a mask without values: counted as dense", known=False)
+    if mask.numel() > READ:
+        return Pattern(note=f"a mask of {mask.numel():,} values, not read: counted as dense")
+    with torch.no_grad(), unset_fake_temporarily():
+        mask = mask.detach()
+        kept = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        if mask.dtype != torch.bool and bool(torch.where(kept, mask, 0).any()):
+            lead = (1, 1, *mask.shape)[-4:-2]
+            return Pattern(
+                bias=(batch if lead[0] > 1 else 1, heads if lead[1] > 1 else 1),
+                note="" if bool(kept.all()) else "a bias that masks scores too: counted as dense",
+            )
+        return _boolean(kept.reshape(-1, *kept.shape[-2:]), n_q, n_kv)
+
+
+def _boolean(kept: Tensor, n_q: int, n_kv: int) -> Pattern:
+    """The pattern of kept scores, (any, n_q or 1, n_kv or 1)."""
+    if bool(kept.all()):
+        return Pattern()
+    kept = kept.expand(-1, n_q, n_kv)
+    query = torch.arange(n_q, device=kept.device)[:, None]
+    key = torch.arange(n_kv, device=kept.device)
+    right_of = key - query - (n_kv - n_q)  # of the diagonal that ends at the bottom right
+    one = kept[0]
+    if bool((kept == one).all()) and bool(one.any()):
+        if torch.equal(one, right_of <= 0):
+            return Pattern(causal=True)
+        if torch.equal(one, key <= query):
+            return Pattern(mask=top_left)
+        left, right = (int((side * right_of)[one].max()) for side in (-1, 1))
+        band = (right_of >= -left) & (right_of <= right)
+        if min(left, right) >= 0 and torch.equal(one, band):
+            return Pattern(causal=right == 0, window=(left, right))
+    share = float(kept.to(torch.float32).mean())
+    return Pattern(note=f"a mask that keeps {share:.0%} of the scores: counted as dense")

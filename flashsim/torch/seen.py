@@ -1,0 +1,330 @@
+"""`Seen`: the attention calls of a model, and what they move, as standard and FlashAttention-2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, overload
+
+from flashsim import report
+from flashsim.api.counting import count
+from flashsim.counts import traffic
+from flashsim.counts.questions import in_words
+from flashsim.counts.traffic import Traffic
+from flashsim.errors import FlashSimError, OptionError, choices
+from flashsim.l2 import dram
+from flashsim.problem.hardware import Device
+from flashsim.problem.problem import Problem
+from flashsim.schedule import plans
+from flashsim.schedule.tensors import whole_bytes
+from flashsim.studies.predict import predict
+from flashsim.studies.roofline import Point
+from flashsim.torch.calls import AttentionCall, only
+
+ALGORITHMS = ("standard", "flash2")
+
+#: Tiles, all heads together, that the L2 model replays for a table: a second or two.
+REPLAYED = 2**20
+
+_COLUMNS = (
+    *("module", "calls", "api", "shape", "mask", "on", "pass", "algorithm"),
+    *("requested B", "DRAM B", "compulsory B", "FLOPs", "matmul FLOP/B", "bound", "ms", "ms by"),
+    *("saved B", "scores B", "note"),
+)
+_SHORT = (
+    *("module", "calls", "shape", "mask", "pass", "algorithm", "requested B", "DRAM B"),
+    *("compulsory B", "matmul FLOP/B", "bound", "ms", "saved B", "scores B"),
+)
+_SUMMED = ("requested B", "compulsory B", "FLOPs", "saved B", "DRAM B", "ms")
+
+
+class Seen:
+    """Attention calls, in the order in which they were made.
+
+    ``len``, iteration, ``seen[0]``, and by module: ``seen["layers.3.self_attn"]``, where the end
+    of a name is enough if it is the end of one only.
+
+    Attributes
+    ----------
+    calls : list of AttentionCall
+    missed : list of str
+        Attention that was noticed but whose arguments could not be read, and why.
+    """
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self.calls: list[AttentionCall] = []
+        self.missed: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self.calls)
+
+    def __iter__(self) -> Iterator[AttentionCall]:
+        return iter(self.calls)
+
+    @overload
+    def __getitem__(self, which: int | str) -> AttentionCall: ...
+    @overload
+    def __getitem__(self, which: slice) -> list[AttentionCall]: ...
+    def __getitem__(self, which: int | str | slice) -> AttentionCall | list[AttentionCall]:
+        if isinstance(which, str):
+            return only(self.named(which), which)
+        return self.calls[which]
+
+    def named(self, name: str) -> list[AttentionCall]:
+        """The calls that a module made.
+
+        Raises
+        ------
+        OptionError
+            If no module of that name made any, or several names end so.
+        """
+        names = list(dict.fromkeys(call.name for call in self.calls))
+        ends = [known for known in names if known == name or known.endswith(f".{name}")]
+        if name in ends:
+            ends = [name]
+        if len(ends) > 1:
+            raise OptionError(f"{len(ends)} modules end in {name!r}: {', '.join(ends[:4])}, ...")
+        if not ends:
+            raise OptionError(f"no attention call was seen in {name!r}; {choices(name, names)}")
+        return [call for call in self.calls if call.name == ends[0]]
+
+    # -- counted ----------------------------------------------------------------------------------
+
+    def table(self, *, device: str | Device = "H100", l2: bool | None = None) -> report.Table:
+        """What people want to see of `full_table`."""
+        full = self.full_table(device=device, l2=l2)
+        at = [_COLUMNS.index(name) for name in _SHORT]
+        rows: list[Any] = [[row[n] for n in at] for row in full.rows]
+        notes = dict.fromkeys(f"{r['module']}: {r['note']}" for r in full.records() if r["note"])
+        missed = [f"not read, {one}" for one in self.missed]
+        return report.Table(full.title, _SHORT, rows, "\n".join([full.note, *notes, *missed]))
+
+    def full_table(self, *, device: str | Device = "H100", l2: bool | None = None) -> report.Table:
+        """Each distinct call, with how often it was made, and all together.
+
+        A row's figures are of one call; the rows called "total" are of all calls counted, and
+        empty where a call's figure is not known. Backward passes have rows where one was run.
+
+        - requested B: bytes of tiles between L2 and the SMs; DRAM B: what the model of the L2
+          cache leaves of them; compulsory B: each input and output once.
+        - matmul FLOP/B, bound: by the DRAM bytes, or where these were not computed by each
+          kernel's tensors once.
+        - ms, by: "predict" (`flashsim.predict`, FlashAttention-2's kernels here), or "roofline":
+          the least time that the device's bandwidth and arithmetic allow, which no kernel reaches.
+        - saved B: kept for the backward pass, inputs included; its total is the sum, as if all
+          layers waited for it. scores B: score matrices that standard attention has in HBM at
+          once; its total is the largest.
+
+        Parameters
+        ----------
+        device : str or Device
+        l2 : bool, optional
+            Run the L2 model for every call, or for none. Default: for those of at most `REPLAYED`
+            tiles.
+        """
+        device = Device.get(device)
+        table = report.Table(
+            f"{len(self)} attention calls of {self.model} on {device.name}",
+            _COLUMNS,
+            note="figures of one call; total: of all, scores B the largest. DRAM B is empty where "
+            "the L2 model was not run (l2=True runs it). ms: predicted for flash2 where its "
+            "kernels run, else a roofline, which is a lower bound",
+        )
+        records: list[dict[str, Any]] = []
+        for calls in self.distinct():
+            records += _rows(calls, device, l2)
+        records += _totals(records)
+        table.rows += [[record.get(name) for name in _COLUMNS] for record in records]
+        return table
+
+    def distinct(self) -> list[list[AttentionCall]]:
+        """Calls that ask the same, together."""
+        groups: dict[Any, list[AttentionCall]] = {}
+        for call in self.calls:
+            same = (call.api, call.sizes, call.dtype, call.device, call.pattern, call.note)
+            key = (*same, call.scale, call.softcap, call.backward)
+            groups.setdefault(key, []).append(call)
+        return list(groups.values())
+
+    def rows(self, **options: Any) -> list[dict[str, report.Cell]]:
+        """`full_table` as one dict a row; takes its options."""
+        return self.full_table(**options).records()
+
+    def csv(self, **options: Any) -> str:
+        """`full_table` as CSV."""
+        return self.full_table(**options).csv()
+
+    def json(self, **options: Any) -> str:
+        """`full_table` as JSON."""
+        return self.full_table(**options).json()
+
+    def to_pandas(self, **options: Any) -> Any:
+        """`full_table` as a pandas DataFrame."""
+        import pandas
+
+        return pandas.DataFrame(self.rows(**options), columns=[*_COLUMNS])
+
+    def plot(self, *, device: str | Device = "H100", **options: Any) -> Any:
+        """Requested bytes of each distinct call's forward pass, standard beside FlashAttention-2.
+
+        Parameters
+        ----------
+        device : str or Device
+        **options
+            Of `flashsim.viz.traffic`.
+
+        Raises
+        ------
+        OptionError
+            If there is no call that can be counted.
+        """
+        from flashsim import viz
+
+        bars: dict[str, Traffic] = {}
+        for calls in self.distinct():
+            problem = _problem(calls[0])
+            if problem is not None:
+                for algorithm in ALGORITHMS:
+                    label = f"{together([c.name for c in calls])}\n{algorithm}"
+                    label += "'" * sum(known.startswith(label) for known in bars)
+                    bars[label] = count(problem, algorithm=algorithm, device=device)
+        if not bars:
+            raise OptionError("nothing to plot: no attention call that can be counted was seen")
+        return viz.traffic(bars, **options)
+
+    def __str__(self) -> str:
+        return self.table().text()
+
+    def __repr__(self) -> str:
+        return f"<Seen {len(self)} attention calls of {self.model}>"
+
+    def _repr_html_(self) -> str:
+        return self.table().html()
+
+
+def together(names: list[str]) -> str:
+    """Names of modules as one: layers.0-79.self_attn."""
+    names = list(dict.fromkeys(names))
+    if len(names) == 1:
+        return names[0] or "(no module)"
+    parts = [name.split(".") for name in names]
+    if len({len(p) for p in parts}) == 1:
+        places = list(zip(*parts, strict=True))
+        differ = [n for n, place in enumerate(places) if len(set(place)) > 1]
+        if len(differ) == 1 and all(x.isdecimal() for x in places[differ[0]]):
+            numbers = sorted(map(int, places[differ[0]]))
+            if numbers == [*range(numbers[0], numbers[-1] + 1)]:
+                first = parts[0]
+                first[differ[0]] = f"{numbers[0]}-{numbers[-1]}"
+                return ".".join(first)
+    return f"{names[0]} and {len(names) - 1} more"
+
+
+def _problem(call: AttentionCall) -> Problem | None:
+    try:
+        return call.problem
+    except FlashSimError:
+        return None
+
+
+def _rows(calls: list[AttentionCall], device: Device, l2: bool | None) -> list[dict[str, Any]]:
+    call, problem = calls[0], _problem(calls[0])
+    about = {
+        "module": together([c.name for c in calls]),
+        "calls": len(calls),
+        "api": call.api,
+        "mask": call.pattern.kind,
+        "on": call.device,
+        "note": call.note,
+    }
+    if problem is None:
+        return [about | {"shape": str(tuple(call.sizes[:7]))}]
+    about["shape"] = in_words(replace(problem, causal=False, window=None))
+    return [
+        about | _figures(problem, algorithm, direction, device, l2)
+        for direction in ("forward", "backward")[: 1 + call.backward]
+        for algorithm in ALGORITHMS
+    ]
+
+
+@lru_cache(maxsize=1024)
+def _figures(
+    problem: Problem, algorithm: str, direction: str, device: Device, l2: bool | None
+) -> dict[str, Any]:
+    """The figures of one pass of one call."""
+    about = {"pass": direction, "algorithm": algorithm}
+    try:
+        counted = count(problem, algorithm=algorithm, direction=direction, device=device)
+    except FlashSimError as error:
+        return about | {"note": f"not counted: {error}"}
+    replayed = dram(counted).bytes() if l2 or (l2 is None and _tiles(counted) <= REPLAYED) else None
+    leaves = replayed or traffic.once(problem, algorithm, direction)
+    flops = counted.flops("matmul")
+    point = Point(algorithm, direction, "dram", flops, leaves, device, problem.dtype)
+    bound, milliseconds, by = _time(counted, point)
+    return about | {
+        "requested B": counted.bytes(),
+        "DRAM B": replayed,
+        "compulsory B": counted.compulsory(),
+        "FLOPs": counted.flops(),
+        "matmul FLOP/B": point.intensity,
+        "bound": bound,
+        "ms": milliseconds,
+        "ms by": by if replayed or by == "predict" else f"{by}, each kernel's tensors once",
+        "saved B": traffic.saved(problem, algorithm) if direction == "forward" else None,
+        "scores B": _scores(problem, algorithm, direction),
+    }
+
+
+def _tiles(counted: Traffic) -> int:
+    p = counted.problem
+    visits = sum(counted.schedule(stage).sums.visits for stage in counted.stages)
+    return visits * p.batch * p.heads
+
+
+def _time(counted: Traffic, point: Point) -> tuple[str, float | None, str]:
+    """What bounds a pass, its milliseconds, and where these are from."""
+    try:
+        attainable, bound = point.attainable, point.bound
+    except FlashSimError:  # the device has no figure for this type
+        return "unknown", None, ""
+    if counted.algorithm == "flash2":
+        try:
+            prediction = predict(
+                counted.problem, direction=counted.direction, device=counted.device
+            )
+        except FlashSimError:  # no kernels here run it
+            pass
+        else:
+            return bound, 1e3 * prediction.seconds, "predict"
+    return bound, 1e3 * point.flops / attainable if attainable else None, "roofline"
+
+
+def _scores(problem: Problem, algorithm: str, direction: str) -> int:
+    """Bytes of the N x N matrices that a pass writes to HBM."""
+    written = plans.tensors_of(problem, algorithm, direction, "store")
+    return sum(whole_bytes(problem, name) for name in {*written} & {"S", "P", "dP", "dS"})
+
+
+def _totals(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One more row for each pass and algorithm; empty where a row has no figure to add."""
+    totals = []
+    for direction, algorithm in dict.fromkeys(
+        (r["pass"], r["algorithm"]) for r in records if "requested B" in r
+    ):
+        mine = [
+            r
+            for r in records
+            if (r.get("pass"), r.get("algorithm")) == (direction, algorithm) and "FLOPs" in r
+        ]
+        total: dict[str, Any] = {"module": "total", "calls": sum(r["calls"] for r in mine)}
+        total |= {"pass": direction, "algorithm": algorithm}
+        for name in _SUMMED:
+            known = all(r[name] is not None for r in mine)
+            total[name] = sum(r["calls"] * r[name] for r in mine) if known else None
+        total["ms by"] = " and ".join(sorted({r["ms by"] for r in mine}))
+        total["scores B"] = max(r["scores B"] for r in mine)
+        totals.append(total)
+    return totals

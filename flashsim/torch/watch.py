@@ -1,0 +1,264 @@
+"""`watch`: every attention call of a model, recorded as it is made.
+
+Three things look on. A torch function mode sees functions called from Python; a dispatch mode sees
+operators called from elsewhere (TorchScript, C++); and attention functions of transformers are
+wrapped as they are looked up, since "eager" ones are plain products. A call is recorded once, by
+the outermost that sees it; transformers' own count only if nothing under them did. Hooks on all
+modules keep the stack of modules that names are read from: hooks on one module would turn off the
+fast path of nn.TransformerEncoderLayer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
+from torch.nn.modules import module as hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flashsim.errors import DTypeError
+from flashsim.problem import checks
+from flashsim.torch import signatures
+from flashsim.torch.calls import AttentionCall, copies
+from flashsim.torch.seen import Seen
+
+#: Bytes of q, k and v that are copied for all calls together.
+KEPT = 2**26
+
+
+@contextmanager
+def watch(model: nn.Module | None = None, *, keep: int = 2**20) -> Iterator[Seen]:
+    """Record the attention calls made in a ``with`` block; the results stay as they are.
+
+    Also on the meta device and under `FakeTensorMode`, where nothing is computed. What
+    ``torch.compile`` has compiled runs uncompiled meanwhile, so that its calls are seen: its
+    results are those of the uncompiled model. Only this thread is watched.
+
+    Seen are: `scaled_dot_product_attention` and the operators under it, `flex_attention`,
+    `nn.MultiheadAttention` and `nn.TransformerEncoderLayer`, the forward operators of flash_attn
+    2.7 and newer, `flashsim.torch.attention`, and attention of transformers 5. Not seen: products
+    and a softmax written out by hand, and extensions that torch knows nothing of, such as
+    `flash_attn_with_kvcache`.
+
+    Parameters
+    ----------
+    model : torch.nn.Module, optional
+        Whose modules give the calls their names. Default: the outermost module that is called.
+    keep : int
+        Copy q, k and v of a call if they are at most so many bytes, for `AttentionCall.trace`;
+        0 copies nothing.
+
+    Yields
+    ------
+    Seen
+        Filled as the calls are made; what was recorded before an exception stays.
+
+    Raises
+    ------
+    DTypeError
+        If `model` is no module.
+    """
+    if model is not None and not isinstance(model, nn.Module):
+        raise DTypeError(f"watch() takes a torch.nn.Module, got {type(model).__name__}")
+    seen = Seen("a model" if model is None else type(model).__name__)
+    recorder = _Recorder(seen, _Names(model), int(checks.number("keep", keep, low=0)))
+    with ExitStack() as stack:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        quiet = mock.patch.object(OptimizedModule, "__call__", nn.Module.__call__)
+        stack.enter_context(quiet)  # its own warns of hooks on all modules
+        for hook in (
+            hooks.register_module_forward_pre_hook(recorder.names.enter),
+            hooks.register_module_forward_hook(recorder.names.leave, always_call=True),
+        ):
+            stack.callback(hook.remove)
+        # nn.MultiheadAttention asks this before it takes its fast path, and a mode would answer.
+        asked = mock.patch.object(torch.overrides, "has_torch_function", _others_look_on)
+        stack.enter_context(asked)
+        _watch_transformers(recorder, stack)
+        stack.enter_context(_Operators(recorder))
+        stack.enter_context(_Functions(recorder))
+        yield seen
+
+
+class _Names:
+    """The module that is running, and its name."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self.stack: list[nn.Module] = []
+        self.given = model is not None
+        self.known: dict[nn.Module, str] = {}
+        if model is not None:
+            self._learn(model)
+
+    def _learn(self, root: nn.Module) -> None:
+        for name, module in root.named_modules():
+            self.known.setdefault(module, name.replace("_orig_mod.", ""))
+
+    def enter(self, module: nn.Module, _: Any) -> None:
+        if not self.stack and not self.given:
+            self._learn(module)
+        self.stack.append(module)
+
+    def leave(self, module: nn.Module, *_: Any) -> None:
+        while self.stack and self.stack.pop() is not module:  # those that an exception left
+            pass
+
+    def current(self) -> str:
+        """The name of the innermost module that has one; "" outside of any."""
+        for module in reversed(self.stack):
+            if module in self.known:
+                name = self.known[module]
+                if isinstance(module, nn.TransformerEncoderLayer):  # its fast path asks no one
+                    name = f"{name}.self_attn".lstrip(".")
+                return name or type(module).__name__
+        return ""
+
+
+class _Recorder:
+    """Where calls go: those that watch from several sides share one."""
+
+    def __init__(self, seen: Seen, names: _Names, keep: int) -> None:
+        self.seen, self.names, self.keep, self.left = seen, names, keep, KEPT
+        self.within = 0  # calls that are recorded already and still running
+        self.layers: list[tuple[Any, dict[str, Any]]] = []  # of transformers, running
+
+    def watched(self, func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
+        """AttentionCall `func`, and record it if it is attention."""
+        kwargs = kwargs or {}
+        found = None if self.within else signatures.reader(func)
+        if found is None:
+            return func(*args, **kwargs)
+        read, name = found
+        with self.quietly():
+            result = func(*args, **kwargs)
+            self.add(lambda: self._read(read, signatures.bind(func, name, args, kwargs)), result)
+        return result
+
+    def _read(self, read: signatures.Reader, arguments: dict[str, Any]) -> AttentionCall:
+        call = read(arguments)
+        if self.layers and not call.pattern.known:
+            module, keywords = self.layers[-1]
+            call.pattern = signatures.said(module, call.sizes, keywords)
+        if call.api in ("scaled_dot_product_attention", "flex_attention"):
+            self._keep(call, *(arguments[name] for name in ("query", "key", "value")))
+        return call
+
+    def _layer(self, name: str, module: Any, *args: Any, **kwargs: Any) -> AttentionCall:
+        call = signatures.layer(name, module, *args, **kwargs)
+        self._keep(call, *args[:3])
+        return call
+
+    def _keep(self, call: AttentionCall, *tensors: Tensor) -> None:
+        if signatures.dtype_of(tensors[0]) != call.dtype:  # autocast's
+            return
+        call.inputs = copies(tensors, call.sizes, min(self.keep, self.left))
+        self.left -= sum(x.numel() * x.element_size() for x in call.inputs or ())
+
+    def _noticed(self) -> int:
+        return len(self.seen.calls) + len(self.seen.missed)
+
+    @contextmanager
+    def quietly(self) -> Iterator[None]:
+        """Record nothing meanwhile."""
+        self.within += 1
+        try:
+            yield
+        finally:
+            self.within -= 1
+
+    def add(self, read: Callable[[], AttentionCall], result: Any) -> None:
+        """Keep a call, and follow its output backward; what cannot be read is said, not raised."""
+        name = self.names.current()
+        try:
+            call = read()
+        except Exception as error:  # the model, which has got its result, goes on
+            what = f"{type(error).__name__}: {error}"
+            self.seen.missed.append(f"{name or '(no module)'}: {what}")
+            return
+        call.name = name
+        if torch._C._current_graph_task_id() != -1:
+            call.notes.append("made in a backward pass, as checkpointing does")
+        out = result[0] if isinstance(result, tuple) else result
+        if isinstance(out, Tensor) and out.requires_grad:
+            out.register_hook(lambda _: setattr(call, "backward", True))
+        self.seen.calls.append(call)
+
+    def wrapped(self, attend: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """An attention function of transformers that is recorded if nothing under it was."""
+
+        @wraps(attend)
+        def attending(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.within:
+                return attend(module, *args, **kwargs)
+            before = self._noticed()
+            self.layers.append((module, kwargs))
+            try:
+                result = attend(module, *args, **kwargs)
+            finally:
+                self.layers.pop()
+            if self._noticed() == before:
+                with self.quietly():
+                    self.add(lambda: self._layer(name, module, *args, **kwargs), result)
+            return result
+
+        return attending
+
+
+class _Functions(TorchFunctionMode):
+    """Sees what is called from Python."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.recorder.watched(func, args, kwargs)
+
+
+class _Operators(TorchDispatchMode):
+    """Sees what is called from C++."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.recorder.watched(func, args, kwargs)
+
+
+_has_torch_function = torch.overrides.has_torch_function
+
+
+def _others_look_on(tensors: Any) -> bool:
+    """torch's `has_torch_function`, as it would answer without our modes."""
+    if not _has_torch_function(tensors):
+        return False
+    modes = torch.overrides._get_current_function_mode_stack()
+    ours = bool(modes) and all(isinstance(mode, _Functions) for mode in modes)
+    overloaded = torch.overrides._get_overloaded_args(tensors)
+    return not ours or any(type(x) is not Tensor for x in overloaded)
+
+
+def _watch_transformers(recorder: _Recorder, stack: ExitStack) -> None:
+    """Wrap what transformers' layers look up, if it is installed and loaded."""
+    import sys
+
+    if "transformers.modeling_utils" not in sys.modules:
+        return
+    interface = sys.modules["transformers.modeling_utils"].AttentionInterface
+    look_up = getattr(interface, "get_interface", None)
+    if look_up is None:  # transformers 4: "eager" is not looked up
+        return
+
+    def get_interface(self: Any, implementation: str, default: Any) -> Any:
+        return recorder.wrapped(look_up(self, implementation, default), implementation or "eager")
+
+    stack.enter_context(mock.patch.object(interface, "get_interface", get_interface))

@@ -1,0 +1,595 @@
+"""`flashsim.torch.watch`: every attention call seen once, as what it is, and no result changed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # noqa: E402
+from typer.testing import CliRunner  # noqa: E402
+
+import flashsim  # noqa: E402
+from flashsim.cli.app import app  # noqa: E402
+from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError  # noqa: E402
+from flashsim.torch import attention, watch  # noqa: E402
+from flashsim.torch.masks import top_left  # noqa: E402
+
+F = nn.functional
+
+
+def heads(*shape, dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    return torch.randn(*shape, dtype=dtype, **options)
+
+
+def seen_in(call, *args, **kwargs):
+    """What one function call is seen as; its result is the same to the bit."""
+    torch.manual_seed(1)
+    want = call(*args, **kwargs)
+    torch.manual_seed(1)
+    with watch() as seen:
+        got = call(*args, **kwargs)
+    assert torch.equal(got, want)
+    assert not seen.missed
+    (one,) = seen
+    return one
+
+
+Q, K, V = heads(2, 4, 6, 8), heads(2, 4, 9, 8), heads(2, 4, 9, 8)
+SQUARE = heads(2, 4, 6, 8)
+
+
+# -- scaled_dot_product_attention -----------------------------------------------------------------
+
+
+def test_sizes_type_and_device():
+    call = seen_in(F.scaled_dot_product_attention, Q, K, value=V[..., :5], scale=0.5)
+
+    p = call.problem
+    assert (p.batch, p.heads, p.kv_heads, p.n_q, p.n_kv) == (2, 4, 4, 6, 9)
+    assert (p.head_dim, p.head_dim_v, p.dtype, p.scale) == (8, 5, "float32", 0.5)
+    assert (call.device, call.name, call.note) == ("cpu", "", "")
+    assert not p.causal
+    assert not call.backward
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (3, 6, 8), (2, 3, 5, 6, 8)])
+def test_leading_axes_are_a_batch_of_heads(shape):
+    x = heads(*shape)
+    p = seen_in(F.scaled_dot_product_attention, x, x, x).problem
+
+    assert p.batch * p.heads == math.prod(shape[:-2])
+    assert (p.n_q, p.head_dim) == (6, 8)
+
+
+def test_grouped_heads():
+    k = heads(2, 2, 6, 8)
+
+    p = seen_in(F.scaled_dot_product_attention, SQUARE, k, k, enable_gqa=True).problem
+
+    assert (p.heads, p.kv_heads) == (4, 2)
+
+
+def test_causal_from_the_bottom_right_and_from_the_top_left():
+    square = seen_in(F.scaled_dot_product_attention, SQUARE, SQUARE, SQUARE, None, 0.0, True)
+    oblong = seen_in(F.scaled_dot_product_attention, Q, K, V, is_causal=True)
+
+    assert square.problem.causal
+    assert not oblong.problem.causal
+    assert oblong.problem.mask is top_left
+    kept = oblong.problem.keep(oblong.problem.sequences[0], *map(_indices, (6, 9)))
+    assert (kept == torch.ones(6, 9, dtype=torch.bool).tril().numpy()).all()
+
+
+def _indices(n):
+    return torch.arange(n).numpy()
+
+
+def band(n_q, n_kv, left, right):
+    offset = torch.arange(n_kv) - torch.arange(n_q)[:, None] - (n_kv - n_q)
+    return (offset >= -left) & (offset <= right)
+
+
+@pytest.mark.parametrize("additive", [False, True])
+@pytest.mark.parametrize(
+    ("mask", "causal", "window", "note"),
+    [
+        (band(6, 9, 99, 0), True, None, ""),
+        (band(6, 9, 3, 0), True, (3, 0), ""),
+        (band(6, 9, 2, 1), False, (2, 1), ""),
+        (torch.ones(6, 9, dtype=torch.bool), False, None, ""),
+        (band(6, 9, 99, 0).expand(2, 1, 6, 9), True, None, ""),
+        (torch.arange(9).expand(6, 9) != 4, False, None, "keeps 89% of the scores"),
+        (torch.arange(9)[None, None, None] != 4, False, None, "keeps 89% of the scores"),
+    ],
+)
+def test_a_mask_is_read(mask, causal, window, note, additive):
+    if additive:
+        least = torch.finfo(torch.float32).min
+        mask = torch.zeros(mask.shape).masked_fill(~mask, least)
+
+    call = seen_in(F.scaled_dot_product_attention, Q, K, V, attn_mask=mask)
+
+    assert (call.problem.causal, call.problem.window) == (causal, window)
+    assert note in call.note
+    assert bool(note) == bool(call.note)
+
+
+def test_a_mask_that_differs_between_heads_is_not_taken_for_its_first():
+    mask = band(6, 9, 99, 0).repeat(2, 4, 1, 1)
+    mask[1, 2, 0, 8] = True
+
+    call = seen_in(F.scaled_dot_product_attention, Q, K, V, attn_mask=mask)
+
+    assert not call.problem.causal
+    assert "counted as dense" in call.note
+
+
+def test_a_bias_is_a_bias():
+    call = seen_in(F.scaled_dot_product_attention, Q, K, V, attn_mask=heads(4, 6, 9))
+
+    assert call.problem.bias == (1, 4)
+    with pytest.raises(UnsupportedError, match="adds a bias"):
+        call.trace()
+
+
+def test_dropout_is_noted():
+    call = seen_in(F.scaled_dot_product_attention, Q, K, V, dropout_p=0.25)
+
+    assert call.dropout == 0.25
+    assert "dropout 0.25" in call.note
+
+
+def test_autocast_computes_in_its_own_type():
+    with torch.autocast("cpu", torch.bfloat16):
+        call = seen_in(F.scaled_dot_product_attention, Q, K, V)
+
+    assert call.problem.dtype == "bfloat16"
+    assert call.inputs is None
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        torch.ops.aten.scaled_dot_product_attention,
+        torch.ops.aten.scaled_dot_product_attention.default,
+        lambda q, k, v: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0],
+    ],
+)
+def test_operators_called_by_name(function):
+    assert seen_in(function, Q, K, V).problem.n_kv == 9
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_operators_called_from_torchscript():
+    traced = torch.jit.trace(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), (Q, K, V))
+
+    assert seen_in(traced, Q, K, V).problem.n_kv == 9
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_packed_sequences():
+    x = torch.nested.nested_tensor([heads(3, 32), heads(5, 32)], layout=torch.jagged)
+    x = x.unflatten(-1, (4, 8)).transpose(1, 2)
+    with torch.no_grad(), watch() as seen:
+        F.scaled_dot_product_attention(x, x, x)
+
+    p = seen[0].problem
+    assert p.cu_seqlens_q == p.cu_seqlens_k == (0, 3, 8)
+    assert (p.batch, p.heads, p.n_q, p.head_dim) == (1, 4, 8, 8)
+
+
+# -- other attention ------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize(
+    ("mask", "causal", "window", "note"),
+    [
+        (None, False, None, ""),
+        (lambda b, h, q, k: q >= k, True, None, ""),
+        (lambda b, h, q, k: (q >= k) & (q - k <= 20), True, (20, 0), ""),
+        (lambda b, h, q, k: (q // 7) == (k // 7), False, None, "counted as dense"),
+    ],
+)
+def test_flex_attention(mask, causal, window, note):
+    x = heads(1, 2, 128, 16)
+    blocks = mask and create_block_mask(mask, None, None, 128, 128, device="cpu")
+
+    call = seen_in(flex_attention, x, x, x, block_mask=blocks)
+
+    assert call.api == "flex_attention"
+    assert (call.problem.causal, call.problem.window) == (causal, window)
+    assert note in call.note
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_multihead_attention(training, need_weights):
+    torch.manual_seed(0)
+    layer = nn.MultiheadAttention(32, 4, batch_first=True).train(training)
+    x, mask = heads(2, 6, 32), ~band(6, 6, 99, 0)
+
+    def call(x):
+        with contextlib.nullcontext() if training else torch.no_grad():
+            return layer(x, x, x, attn_mask=mask, need_weights=need_weights)[0]
+
+    one = seen_in(call, x)
+
+    p = one.problem
+    assert (p.batch, p.heads, p.n_q, p.n_kv, p.head_dim, p.causal) == (2, 4, 6, 6, 8, True)
+    assert ("probabilities" in one.note) == need_weights
+    assert ("fast path" in one.api) == (not training)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_encoder_keeps_its_fast_path(padded):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    x = heads(2, 6, 32)
+    padding = torch.arange(6) >= torch.tensor([[6], [4]]) if padded else None
+    with torch.no_grad():
+        want = model(x, src_key_padding_mask=padding)
+        with watch(model) as seen:
+            got = model(x, src_key_padding_mask=padding)
+
+    assert torch.equal(got, want)
+    assert [call.name for call in seen] == ["layers.0.self_attn", "layers.1.self_attn"]
+    assert all("fast path" in call.api for call in seen)
+    assert seen[0].problem.cu_seqlens_q == ((0, 6, 10) if padded else None)
+
+
+@torch.library.custom_op("flash_attn::_flash_attn_forward", mutates_args=())
+def published(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+) -> torch.Tensor:
+    """As flash_attn registers it, in front of torch's own attention."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).contiguous()
+
+
+def test_flash_attn_by_its_operator():
+    q, k = heads(2, 6, 4, 8), heads(2, 9, 2, 8)
+
+    call = seen_in(lambda q: published(q, q, q, 0.0, 0.3, True, 5, 0, 30.0), q)
+    p = call.problem
+
+    assert (p.batch, p.heads, p.kv_heads, p.n_q, p.n_kv) == (2, 4, 4, 6, 6)
+    assert (p.head_dim, p.scale, p.softcap) == (8, 0.3, 30)
+    assert p.causal
+    assert p.window == (5, 0)
+    with watch() as seen, contextlib.suppress(RuntimeError):
+        published(q, k, k, 0.0, 0.3, False, -1, -1, 0.0)
+    assert not seen.calls, "a call that failed is none"
+
+
+def test_our_own_attention():
+    x = SQUARE.clone().requires_grad_()
+    k = heads(2, 2, 9, 8)
+    bias = heads(1, 4, 6, 9)
+    options = {"window": (3, -1), "causal": True, "softcap": 2.0, "backend": "numpy"}
+    with watch() as seen:
+        attention(x, k, k, bias=bias, **options).sum().backward()
+        attention(x[:1], x[:1], x[:1], cu_seqlens_q=(0, 2, 6), cu_seqlens_k=(0, 2, 6))
+
+    one, packed = (call.problem for call in seen)
+    assert (one.heads, one.kv_heads, one.n_q, one.n_kv) == (4, 2, 6, 9)
+    assert (one.causal, one.window, one.softcap, one.bias) == (True, (3, 0), 2.0, (1, 4))
+    assert packed.cu_seqlens_q == (0, 2, 6)
+    assert [call.backward for call in seen] == [True, False]
+
+
+# -- names, gradients, exceptions -----------------------------------------------------------------
+
+
+class Attend(nn.Module):
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.ModuleDict({"a": Attend(), "b": nn.Sequential(Attend())})
+
+    def forward(self, x):
+        return self.inner["b"](self.inner["a"](self.inner["a"](x)))
+
+
+def test_names_are_the_models():
+    with watch(model := Twice()) as seen:
+        model(SQUARE)
+
+    assert [call.name for call in seen] == ["inner.a", "inner.a", "inner.b.0"]
+    assert seen["b.0"] is seen[2]
+    assert len(seen.named("a")) == 2
+    with pytest.raises(OptionError, match="'a' made 2 calls"):
+        seen["a"]
+    with pytest.raises(OptionError, match=r"did you mean 'inner\.a'"):
+        seen["inner.aa"]
+
+
+def test_without_a_model_the_outermost_names():
+    with watch() as seen:
+        Twice()(SQUARE)
+        F.scaled_dot_product_attention(SQUARE, SQUARE, SQUARE)
+
+    assert [call.name for call in seen] == ["inner.a", "inner.a", "inner.b.0", ""]
+
+
+def test_an_exception_leaves_what_was_seen_and_no_watch():
+    class Broken(nn.Module):
+        def forward(self, x):
+            raise ValueError("broken")
+
+    model = nn.ModuleDict({"a": Attend(), "broken": nn.Sequential(Broken())})
+    asked = torch.overrides.has_torch_function
+    with contextlib.suppress(ValueError), watch(model) as seen:
+        model["a"](SQUARE)
+        with contextlib.suppress(ValueError):
+            model["broken"](SQUARE)
+        model["a"](SQUARE)
+        model["broken"](SQUARE)
+        raise AssertionError("the watch keeps no exception to itself")
+    model["a"](SQUARE)
+
+    assert [call.name for call in seen] == ["a", "a"]
+    assert torch.overrides.has_torch_function is asked
+    assert not nn.modules.module._global_forward_pre_hooks
+
+
+def test_a_backward_is_seen_where_it_ran():
+    x = SQUARE.clone().requires_grad_()
+    with watch(model := Twice()) as seen:
+        first = model(x)
+        model(x)
+    assert not any(call.backward for call in seen)
+
+    first.sum().backward()
+    assert [call.backward for call in seen] == [True] * 3 + [False] * 3
+
+    alone = x.grad.clone()
+    x.grad = None
+    model(x).sum().backward()
+    assert torch.equal(alone, x.grad)
+    passes = {(row["pass"], row["algorithm"]) for row in seen.rows()}
+    assert passes == {(d, a) for d in ("forward", "backward") for a in ("standard", "flash2")}
+
+
+def test_checkpointing_makes_calls_in_the_backward():
+    x = SQUARE.clone().requires_grad_()
+    with watch() as seen:
+        torch.utils.checkpoint.checkpoint(Attend(), x, use_reentrant=False).sum().backward()
+
+    assert ["checkpointing" in call.note for call in seen] == [False, True]
+
+
+def test_a_compiled_model_is_seen_uncompiled():
+    model = Twice()
+    compiled = torch.compile(model, backend="eager")
+    with watch(compiled) as seen:
+        got = compiled(SQUARE)
+
+    assert [call.name for call in seen] == ["inner.a", "inner.a", "inner.b.0"]
+    assert torch.equal(got, model(SQUARE))
+
+
+def test_what_cannot_be_read_is_said_and_the_model_goes_on(monkeypatch):
+    def fails(*_):
+        raise KeyError("query")
+
+    monkeypatch.setitem(
+        flashsim.torch.signatures._READERS, "aten::scaled_dot_product_attention", fails
+    )
+    with watch() as seen:
+        out = Attend()(SQUARE)
+
+    assert out.shape == SQUARE.shape
+    assert not seen.calls
+    assert seen.missed == ["Attend: KeyError: 'query'"]
+    assert "not read, Attend" in seen.table().note
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(DTypeError, match=r"takes a torch\.nn\.Module, got str"), watch("model"):
+        pass
+
+
+# -- without numbers ------------------------------------------------------------------------------
+
+
+def test_meta_and_fake_tensors():
+    with watch() as seen:
+        x = torch.empty(1, 64, 4096, 128, dtype=torch.bfloat16, device="meta")
+        F.scaled_dot_product_attention(x, x, x, is_causal=True)
+        F.scaled_dot_product_attention(x, x, x, attn_mask=x[0, 0, :, :1] > 0)
+        with FakeTensorMode():
+            y = torch.empty(1, 64, 4096, 128, dtype=torch.bfloat16)
+            F.scaled_dot_product_attention(y, y, y, is_causal=True)
+
+    assert [call.device for call in seen] == ["meta", "meta", "cpu (fake)"]
+    assert [call.problem.causal for call in seen] == [True, False, True]
+    assert "without values" in seen[1].note
+    assert not seen[2].note
+    assert all(call.inputs is None for call in seen)
+
+
+# -- what they move -------------------------------------------------------------------------------
+
+
+def test_rows_are_what_count_says():
+    with watch(model := Twice()) as seen:
+        model(SQUARE)
+    one, two, *totals = (r for r in seen.rows(device="A100"))
+    p = flashsim.Problem(6, head_dim=8, batch=2, heads=4, causal=True)
+
+    assert (one["module"], one["calls"]) == ("inner.a and 1 more", 3)
+    assert [r["module"] for r in totals] == ["total", "total"]
+    for row, total, algorithm in zip((one, two), totals, ("standard", "flash2"), strict=True):
+        counted = flashsim.count(p, algorithm=algorithm, device="A100")
+        assert row["requested B"] == counted.bytes()
+        assert row["DRAM B"] == flashsim.l2.dram(counted).bytes()
+        assert row["compulsory B"] == counted.compulsory()
+        assert row["FLOPs"] == counted.flops()
+        assert row["saved B"] == counted.saved()
+        for name in ("requested B", "DRAM B", "compulsory B", "FLOPs", "saved B"):
+            assert total[name] == 3 * row[name]
+        assert total["scores B"] == row["scores B"]
+    assert one["scores B"] == 2 * (2 * 4 * 6 * 6) * 4
+    assert two["scores B"] == 0
+    assert one["ms by"] == "roofline"
+
+
+def test_time_is_predicted_where_a_kernel_runs_and_a_roofline_elsewhere():
+    x = heads(1, 4, 256, 64, dtype=torch.bfloat16)
+    with watch() as seen:
+        F.scaled_dot_product_attention(x, x, x, is_causal=True)
+    standard, flash2 = seen.rows(device="H200")[:2]
+    p = seen[0].problem
+
+    predicted = flashsim.predict.predict(p, device="H200").seconds
+    dram = flashsim.l2.dram(flashsim.count(p, algorithm="standard", device="H200")).bytes()
+    assert (flash2["ms by"], standard["ms by"]) == ("predict", "roofline")
+    assert flash2["ms"] == pytest.approx(1e3 * predicted)
+    assert standard["bound"] == "HBM"
+    bandwidth = flashsim.Device.get("H200").hbm_bandwidth
+    assert standard["ms"] == pytest.approx(1e3 * dram / bandwidth)
+    without = seen.rows(device="H200", l2=False)[0]
+    assert without["DRAM B"] is None
+    assert "tensors once" in without["ms by"]
+
+
+def test_a_call_that_cannot_be_counted_says_why():
+    x = heads(1, 1, 4, 1024)
+    with watch() as seen:
+        F.scaled_dot_product_attention(x, x, x)
+        Attend()(SQUARE)
+
+    with pytest.raises(ShapeError, match="head_dim must be between"):
+        seen[0].problem  # noqa: B018
+    first, *rest = seen.rows()
+    assert "not counted: head_dim" in first["note"]
+    assert first["requested B"] is None
+    assert [r["calls"] for r in rest] == [1, 1, 1, 1]
+
+
+def test_the_forms_of_the_table():
+    with watch(model := Twice()) as seen:
+        model(SQUARE)
+
+    rows = seen.rows()
+    assert json.loads(seen.json()) == rows
+    assert seen.csv().splitlines()[0].startswith("module,calls,api,shape")
+    assert "inner.a and 1 more" in str(seen)
+    pandas = pytest.importorskip("pandas")
+    frame = seen.to_pandas()
+    assert isinstance(frame, pandas.DataFrame)
+    assert list(frame["calls"]) == [3, 3, 3, 3]
+
+
+def test_nothing_seen_is_an_empty_table():
+    with watch() as seen:
+        pass
+
+    assert len(seen) == 0
+    assert seen.rows() == []
+    with pytest.raises(OptionError, match="nothing to plot"):
+        seen.plot()
+    assert "0 attention calls" in seen.table().title
+
+
+def test_a_call_is_run_on_its_own_numbers():
+    x = heads(1, 2, 32, 16, dtype=torch.bfloat16)
+    with watch(keep=2**20) as seen:
+        out = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+    with watch(keep=0) as none_kept:
+        F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    tiling = flashsim.Tiling(16, 16)
+    trace = seen[0].trace(tiling=tiling)
+    assert trace.bytes() == flashsim.count(seen[0].problem, tiling=tiling).bytes()
+    assert torch.equal(seen[0].inputs[0], x)
+    assert seen[0].inputs[0] is not x
+    again = flashsim.run(*(t.float().numpy() for t in seen[0].inputs), causal=True).out
+    assert abs(again - out.float().numpy()).max() < 0.02
+    assert none_kept[0].inputs is None
+    assert none_kept[0].trace(tiling=tiling).bytes() == trace.bytes()
+
+
+def test_bars_are_what_was_counted():
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    with watch() as seen:
+        Attend()(SQUARE)
+
+    axes = seen.plot(log=True)
+
+    counted = flashsim.count(seen[0].problem, algorithm="standard", device="H100")
+    heights = {bar.get_height() for bar in axes.patches}
+    assert {counted.bytes("load"), counted.bytes("store")} <= heights
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+PROGRAM = """
+import sys, torch, torch.nn.functional as F
+x = torch.ones(1, 2, 32, 16)
+F.scaled_dot_product_attention(x, x, x, is_causal=True)
+print("said", sys.argv[1:], __name__)
+"""
+
+
+def command(tmp_path, text, *words):
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    return CliRunner().invoke(app, ["watch", str(script), *words])
+
+
+def test_a_script_is_run_and_counted(tmp_path):
+    people = command(tmp_path, PROGRAM, "--device", "A100", "--", "--own", "3")
+    programs = command(tmp_path, PROGRAM, "--json")
+
+    assert people.exit_code == 0, people.output
+    assert "said ['--own', '3'] __main__" in people.stdout
+    assert "1 attention calls of script.py on A100" in people.stdout
+    standard, flash2, *_ = json.loads(programs.stdout)
+    assert "said [] __main__" in programs.stderr
+    p = flashsim.Problem(32, head_dim=16, heads=2, causal=True)
+    assert flash2["requested B"] == flashsim.count(p).bytes()
+    assert standard["requested B"] == flashsim.count(p, algorithm="standard").bytes()
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [("raise SystemExit(3)", 3, ""), ("1 / 0", 1, "ZeroDivisionError"), ("exit('no')", 1, "no")],
+)
+def test_an_error_of_the_script_is_its_own(tmp_path, end, code, said):
+    result = command(tmp_path, f"{PROGRAM}\n{end}", "--csv")
+
+    assert result.exit_code == code
+    assert said in result.stderr
+    assert len(result.stdout.splitlines()) == 5, "a header, two rows, two totals"
+
+
+def test_a_device_that_is_none_is_refused_before_the_script_runs(tmp_path):
+    result = command(tmp_path, PROGRAM, "--device", "H1000")
+
+    assert result.exit_code == 2
+    assert "said" not in result.output

@@ -1,0 +1,176 @@
+"""`flashsim.torch.watch` on models of transformers, with weights made at random."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+
+from flashsim.torch import watch  # noqa: E402
+
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+
+
+def llama(**options):
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            **{**SMALL, "num_attention_heads": 4, "num_key_value_heads": 2, **options}
+        )
+    )
+
+
+def mistral():
+    return transformers.MistralForCausalLM(
+        transformers.MistralConfig(
+            **SMALL, num_attention_heads=4, num_key_value_heads=2, sliding_window=5
+        )
+    )
+
+
+def gpt2():
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=64)
+    )
+
+
+def vit():
+    del (options := dict(SMALL))["vocab_size"]
+    return transformers.ViTModel(
+        transformers.ViTConfig(**options, num_attention_heads=4, image_size=16, patch_size=4)
+    )
+
+
+def whisper():
+    sides = {
+        f"{side}_{what}": n
+        for side in ("encoder", "decoder")
+        for what, n in (("layers", 1), ("attention_heads", 4), ("ffn_dim", 64))
+    }
+    return transformers.WhisperForConditionalGeneration(
+        transformers.WhisperConfig(
+            **sides, d_model=32, vocab_size=64, max_source_positions=20, num_mel_bins=8,
+            pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+        )
+    )  # fmt: skip
+
+
+TOKENS = {"input_ids": torch.arange(18).reshape(2, 9) + 3}
+CAUSAL = ("causal", 9, 9)
+MODELS = {
+    llama: (TOKENS, {f"model.layers.{n}.self_attn": CAUSAL for n in (0, 1)}),
+    mistral: (
+        TOKENS,
+        {f"model.layers.{n}.self_attn": ("causal, window 4:0", 9, 9) for n in (0, 1)},
+    ),
+    gpt2: (TOKENS, {f"transformer.h.{n}.attn": CAUSAL for n in (0, 1)}),
+    vit: (
+        {"pixel_values": torch.linspace(-1, 1, 2 * 3 * 16 * 16).reshape(2, 3, 16, 16)},
+        {f"layers.{n}.attention": ("dense", 17, 17) for n in (0, 1)},
+    ),
+    whisper: (
+        {
+            "input_features": torch.linspace(-1, 1, 2 * 8 * 40).reshape(2, 8, 40),
+            "decoder_input_ids": TOKENS["input_ids"],
+        },
+        {
+            "model.encoder.layers.0.self_attn": ("dense", 20, 20),
+            "model.decoder.layers.0.self_attn": CAUSAL,
+            "model.decoder.layers.0.encoder_attn": ("dense", 9, 20),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("build", MODELS)
+def test_every_layer_is_seen_and_nothing_changes(build, implementation):
+    inputs, expected = MODELS[build]
+    torch.manual_seed(0)
+    model = build().eval()
+    model.set_attn_implementation(implementation)
+    want = model(**inputs)[0]
+    want.sum().backward()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+
+    with watch(model) as seen:
+        got = model(**inputs)[0]
+        got.sum().backward()
+
+    assert torch.equal(got, want)
+    again = [p.grad for p in model.parameters() if p.grad is not None]
+    assert all(map(torch.equal, again, gradients))
+    assert len(again) == len(gradients)
+    assert not seen.missed
+    found = {c.name: (c.pattern.kind, c.problem.n_q, c.problem.n_kv) for c in seen}
+    assert found == expected
+    assert len(seen) == len(expected)
+    assert all(call.backward for call in seen)
+    assert all(("eager" in call.api) == (implementation == "eager") for call in seen)
+    assert all(call.problem.heads == 4 and call.problem.head_dim == 8 for call in seen)
+
+
+def test_generation_with_a_cache_is_many_short_calls():
+    torch.manual_seed(0)
+    model = llama().eval()
+    with watch(model) as seen, torch.no_grad():
+        model.generate(**TOKENS, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=99)
+
+    sizes = [(c.problem.n_q, c.problem.n_kv) for c in seen.named("layers.1.self_attn")]
+    assert sizes == [(9, 9), (1, 10), (1, 11), (1, 12)]
+
+
+def test_padding_is_said():
+    torch.manual_seed(0)
+    model = llama().eval()
+    mask = torch.tensor([[0] * 3 + [1] * 6, [1] * 9])
+    with watch(model) as seen, torch.no_grad():
+        model(**TOKENS, attention_mask=mask)
+
+    assert all("counted as dense" in call.note for call in seen)
+
+
+SEVENTY = {
+    **{"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80},
+    **{"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256},
+    **{"max_position_embeddings": 8192},
+}
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_seventy_billion_parameters_in_seconds(implementation):
+    began = time.perf_counter()
+    with torch.device("meta"):
+        model = llama(**SEVENTY, dtype="bfloat16", attn_implementation=implementation)
+        model = model.to(torch.bfloat16).eval()
+    assert sum(p.numel() for p in model.parameters()) > 70e9
+    with watch(model) as seen, torch.no_grad():
+        model(input_ids=torch.zeros(1, 8192, dtype=torch.long, device="meta"))
+    standard, flash2, *totals = seen.rows(device="H100", l2=False)
+    seconds = time.perf_counter() - began
+
+    assert len(seen) == standard["calls"] == flash2["calls"] == totals[0]["calls"] == 80
+    assert standard["module"] == "model.layers.0-79.self_attn"
+    p = seen["layers.3.self_attn"].problem
+    assert (p.heads, p.kv_heads, p.n_q, p.head_dim, p.dtype) == (64, 8, 8192, 128, "bfloat16")
+    assert p.causal
+    assert standard["on"] == "meta"
+    assert standard["scores B"] == 2 * 64 * 8192**2 * 2
+    assert flash2["ms by"] == "predict"
+    assert flash2["ms"] < standard["ms"]
+    assert seconds < 60, "seconds on a laptop; this much on a busy machine"
+
+
+def test_a_model_under_fake_tensors():
+    with FakeTensorMode():
+        model = llama().eval()
+        with watch(model) as seen, torch.no_grad():
+            model(input_ids=torch.zeros(2, 9, dtype=torch.long))
+
+    assert [call.device for call in seen] == ["cpu (fake)"] * 2
+    assert all(call.problem.causal for call in seen)
