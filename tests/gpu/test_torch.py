@@ -140,6 +140,8 @@ def test_beside_inputs_and_output_one_number_a_row_is_kept():
     assert [x.shape for x in kept if x.data_ptr() not in known] == [q.shape[:-1]]
 
 
+# torch 2.11 warns about itself: inductor imports what torch.jit deprecates.
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiles_without_a_break(mode):
     """In torch's mode "reduce-overhead" with CUDA graphs."""
@@ -158,6 +160,8 @@ def test_compiles_without_a_break(mode):
         torch.testing.assert_close(x.grad, y.grad, rtol=2e-2, atol=2e-2)
 
 
+# torch warms up on a side stream, as its own guide to CUDA graphs says to, and then warns of it.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
 @pytest.mark.parametrize("question", [{"causal": True}, CUTS], ids=["causal", "packed"])
 @pytest.mark.parametrize("fused", [False, True], ids=["three passes", "fused"])
 def test_cuda_graphs(fused, question):
