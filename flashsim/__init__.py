@@ -8,6 +8,7 @@ from typing import Any
 from flashsim.api.compare import Comparison, compare
 from flashsim.api.counting import count
 from flashsim.api.execution import Gradients, Result, backward, run
+from flashsim.api.merge import merge
 from flashsim.api.samples import load_sample, load_sample_trace, random_inputs
 from flashsim.api.sweep import Sweep, sweep
 from flashsim.counts.traffic import Traffic
@@ -72,6 +73,7 @@ __all__ = [
     "count",
     "load_sample",
     "load_sample_trace",
+    "merge",
     "random_inputs",
     "run",
     "sweep",

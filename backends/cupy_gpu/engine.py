@@ -23,8 +23,6 @@ from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError, c
 from flashsim.problem.problem import Problem
 
 OPTIONS: frozenset[str] = frozenset({"kernel", "allow_tf32", *DECODING})
-#: Algorithms that this engine runs and the simulator has no page of.
-ALGORITHMS = (DECODE,)
 #: Kernel families by the names of the option `kernel`.
 KERNELS: dict[str, Family] = {"portable": PORTABLE, "hopper": HOPPER}
 OLDEST = (8, 0)

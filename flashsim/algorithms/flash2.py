@@ -7,9 +7,11 @@ axes (batch * key heads, group) ride along: every head makes the same walk.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
-from flashsim.algorithms.memory import Machine, Sram
+from flashsim.algorithms.memory import Hbm, Machine, Sram
 from flashsim.algorithms.tiles import (
     accumulator_name,
     clear_dbias,
@@ -18,6 +20,7 @@ from flashsim.algorithms.tiles import (
     score_gradient,
     score_tile,
 )
+from flashsim.schedule.schedule import Visit
 
 
 def forward(machine: Machine) -> None:
@@ -36,22 +39,48 @@ def forward(machine: Machine) -> None:
                 O_i = sram.alloc("O", (n, p.head_dim_v), fill=0.0)                        # 5
                 l_i = sram.alloc("l", (n,), fill=0.0)
                 m_i = sram.alloc("m", (n,), fill=-np.inf)
-                for visit in schedule.visits(i):                                          # 6
-                    with sram.visit(visit):
-                        K_j = sram.load(hbm.K, visit.cols)                                # 7
-                        V_j = sram.load(hbm.V, visit.cols)
-                        S_ij, _ = score_tile(sram, hbm, Q_i, K_j, visit)                  # 8
-                        m_new = np.maximum(m_i, S_ij.max(axis=-1))                        # 9
-                        S_ij -= finite(m_new)[..., None]
-                        P_ij = np.exp(S_ij, out=S_ij)  # P takes over S's tile
-                        alpha = np.exp(m_i - finite(m_new))
-                        l_i[:] = alpha * l_i + P_ij.sum(axis=-1)
-                        O_i *= alpha[..., None]                                           # 10
-                        O_i += p.rounded(P_ij) @ V_j
-                        m_i[:] = m_new
-                l_safe = np.where(l_i == 0, 1, l_i)  # no key seen: out = 0, lse = -inf
-                sram.store(hbm.O, rows, O_i / l_safe[..., None])                          # 12, 14
-                sram.store(hbm.L, rows, m_i + np.log(l_safe))                             # 13, 15
+                stream_keys(sram, hbm, Q_i, O_i, l_i, m_i, schedule.visits(i))            # 6
+                O, L = normalised(O_i, l_i, m_i)
+                sram.store(hbm.O, rows, O)                                                # 12, 14
+                sram.store(hbm.L, rows, L)                                                # 13, 15
+
+
+def stream_keys(
+    sram: Sram,
+    hbm: Hbm,
+    Q_i: np.ndarray,
+    O_i: np.ndarray,
+    l_i: np.ndarray,
+    m_i: np.ndarray,
+    visits: Iterable[Visit],
+) -> None:
+    """Lines 7 to 10: some key tiles of a row tile, into its O (not normalised), l and m."""
+    p = sram.schedule.problem
+    for visit in visits:
+        with sram.visit(visit):
+            K, V = hbm.K, hbm.V
+            if p.page_size is not None:
+                pages = sram.load(hbm.table, visit.cols)
+                K, V = hbm.through(pages, "K"), hbm.through(pages, "V")
+            K_j = sram.load(K, visit.cols)                                                # 7
+            V_j = sram.load(V, visit.cols)
+            S_ij, _ = score_tile(sram, hbm, Q_i, K_j, visit)                              # 8
+            m_new = np.maximum(m_i, S_ij.max(axis=-1))                                    # 9
+            S_ij -= finite(m_new)[..., None]
+            P_ij = np.exp(S_ij, out=S_ij)  # P takes over S's tile
+            alpha = np.exp(m_i - finite(m_new))
+            l_i[:] = alpha * l_i + P_ij.sum(axis=-1)
+            O_i *= alpha[..., None]                                                       # 10
+            O_i += p.rounded(P_ij) @ V_j
+            m_i[:] = m_new
+
+
+def normalised(
+    O_i: np.ndarray, l_i: np.ndarray, m_i: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Lines 12 and 13: out and LSE of the keys seen; none seen: out = 0, lse = -inf."""
+    l_safe = np.where(l_i == 0, 1, l_i)
+    return O_i / l_safe[..., None], m_i + np.log(l_safe)
 
 
 def backward(machine: Machine) -> None:

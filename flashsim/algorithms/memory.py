@@ -25,6 +25,8 @@ from flashsim.schedule import plans
 from flashsim.schedule.names import ALLOC, CODES, COMPUTE, FREE, LOAD, REDUCE, STORE
 from flashsim.schedule.plans import heads_of
 from flashsim.schedule.schedule import KeyOrder, Schedule, Visit
+from flashsim.schedule.split import WHOLE, Split
+from flashsim.schedule.tensors import TABLE_ITEM
 from flashsim.schedule.tiling import Tiling
 from flashsim.trace.events import StageTrace
 
@@ -94,6 +96,74 @@ class SharedTensor(Tensor):
         self.data[:, self._select(member), rows, cols] += full.sum(axis=shared, keepdims=True)
 
 
+class BlockTable(Tensor):
+    """Which pages hold the keys of each sequence: loading keys [rows] loads their pages' numbers.
+
+    `data` is (1, 1, problem.pages), sequence after sequence.
+    """
+
+    def __init__(self, numbers: np.ndarray, problem: Problem) -> None:
+        super().__init__("table", numbers[None, None], "float32")
+        self.problem = problem
+        lengths = [s.k_stop - s.k_start for s in problem.sequences]
+        self.starts = np.array([s.k_start for s in problem.sequences])
+        pages = [-(-n // self._size) for n in lengths]
+        self.first = np.cumsum(pages) - pages
+
+    @property
+    def _size(self) -> int:
+        assert self.problem.page_size is not None
+        return self.problem.page_size
+
+    def local(self, rows: slice) -> tuple[int, int, int]:
+        """The sequence of these keys, and where they begin and end in it."""
+        s = int(np.searchsorted(self.starts, rows.start, "right")) - 1
+        start = int(self.starts[s])
+        return s, rows.start - start, rows.stop - start
+
+    def _entries(self, rows: slice) -> slice:
+        s, start, stop = self.local(rows)
+        first = int(self.first[s])
+        return slice(first + start // self._size, first - (-stop // self._size))
+
+    def tile_bytes(self, rows: slice, cols: slice) -> int:
+        """Bytes of the entries of the pages that hold these keys."""
+        entries = self._entries(rows)
+        return (entries.stop - entries.start) * TABLE_ITEM
+
+    def view(self, rows: slice, cols: slice, member: int | None) -> np.ndarray:
+        """The numbers of the pages that hold these keys."""
+        return self.data[..., self._entries(rows)]
+
+
+class PagedTensor(Tensor):
+    """K or V in pages, (pages, kv_heads, page_size, width): read through numbers that were loaded.
+
+    Rows are keys of the packed sequences; `Hbm.through` gives the page numbers.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        pool: np.ndarray,
+        dtype: str,
+        table: BlockTable,
+        pages: np.ndarray | None = None,
+    ) -> None:
+        super().__init__(name, pool, dtype)
+        self.table, self.pages = table, pages
+        self.n = table.problem.n_kv
+
+    def view(self, rows: slice, cols: slice, member: int | None) -> np.ndarray:
+        """Keys [rows] of all key heads, (kv_heads, 1, rows, width)."""
+        if self.pages is None or np.isnan(self.pages).any():
+            self._refuse()
+        _, start, stop = self.table.local(rows)
+        at, size = np.arange(start, stop), self.data.shape[2]
+        page = self.pages.ravel().astype(np.int64)[at // size - start // size]
+        return self.data[page, :, at % size, cols].swapaxes(0, 1)[:, None]
+
+
 class Hbm:
     """The tensors of one run, as attributes by the papers' names: ``hbm.Q``, ``hbm.dK``, ...
 
@@ -124,6 +194,19 @@ class Hbm:
         """Place a bias (1 or batch, 1 or heads, n_q, n_kv) in HBM."""
         self.tensors[name] = SharedTensor(name, array, dtype, self.problem)
         return self.tensors[name]
+
+    def put_paged(self, k: np.ndarray, v: np.ndarray, pages: np.ndarray) -> None:
+        """Place K and V in pages, and the numbers of the pages of each sequence."""
+        table = BlockTable(pages, self.problem)
+        self.tensors["table"] = table
+        for name, pool in (("K", k), ("V", v)):
+            self.tensors[name] = PagedTensor(name, pool, self.problem.dtype, table)
+
+    def through(self, pages: np.ndarray, name: str) -> Tensor:
+        """K or V as it is read with these page numbers, a tile of the block table."""
+        tensor = getattr(self, name)
+        assert isinstance(tensor, PagedTensor)
+        return PagedTensor(name, tensor.data, tensor.dtype, tensor.table, pages)
 
     def new(
         self, name: str, n: int, width: int | None, dtype: str, *, kv: bool = False
@@ -293,6 +376,7 @@ class Machine:
     algorithm, direction : str
         Which of `plans`' stages there are.
     key_order : {"ascending", "descending"}
+    split : Split
     record : bool
         Whether to keep events.
     """
@@ -306,14 +390,16 @@ class Machine:
         direction: str,
         *,
         key_order: KeyOrder = "ascending",
+        split: Split = WHOLE,
         record: bool = False,
     ) -> None:
-        tiling.check(problem, device, algorithm, direction)
+        tiling.check(problem, device, algorithm, direction, split)
         self.problem, self.tiling, self.device = problem, tiling, device
-        self.key_order, self.record = key_order, record
+        self.key_order, self.split, self.record = key_order, split, record
         self.hbm = Hbm(problem)
         self.stages: list[StageTrace] = []
-        self._plan = {stage.name: stage for stage in plans.stages(problem, algorithm, direction)}
+        planned = plans.stages(problem, algorithm, direction, split)
+        self._plan = {stage.name: stage for stage in planned}
 
         #: Log-sum-exp of each row for the caller, from algorithms that do not store it in HBM.
         self.noted_lse = np.full(
@@ -332,10 +418,17 @@ class Machine:
     def stage(self, name: str) -> Iterator[Sram]:
         """Run one stage: an empty SRAM, the stage's walk in `sram.schedule`."""
         stage = self._plan[name]
-        schedule = Schedule(self.problem, self.tiling, stage.outer, self.key_order, stage.dense)
+        how = stage.outer, self.key_order, stage.dense, self.split
+        schedule = Schedule(self.problem, self.tiling, *how)
         sram = Sram(schedule, stage, self.device, record=self.record)
         yield sram
         self.stages.append(sram.done())
+
+    @staticmethod
+    def part_slice(schedule: Schedule, rows: slice, part: int) -> slice:
+        """Where rows of one part of the keys lie in `O_part` and `L_part`: part after part."""
+        before = part * schedule.n_rows
+        return slice(before + rows.start, before + rows.stop)
 
     def strips(self, sram: Sram, i: int) -> Iterator[slice]:
         """Row tile i in strips of as many whole score rows as fit on chip."""

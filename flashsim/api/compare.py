@@ -108,7 +108,7 @@ def compare(
     backward_tiling : Tiling, optional
         Of the backward passes (`tiling` is the forward's); default: the best that fits.
     **options
-        Any other keyword of `run`.
+        Any other keyword of `run`; `splits` and the like go to the algorithms that take them.
 
     Raises
     ------
@@ -133,7 +133,11 @@ def compare(
         options.setdefault("trace", True), options.get("backend", "numpy")
     ):
         raise OptionError("compare() shows what was traced, got trace=False")
-    results = {name: run(q, k, v, algorithm=name, **options) for name in algorithms}
+    decoding = {name: options.pop(name) for name in inputs.DECODING if name in options}
+    results = {}
+    for name in algorithms:  # options of decoding go to those that divide the keys, or to all
+        other = any(map(plans.splits_keys, algorithms)) and not plans.splits_keys(name)
+        results[name] = run(q, k, v, algorithm=name, **options, **({} if other else decoding))
     if dout is None:
         return Comparison(results, {})
     return Comparison(

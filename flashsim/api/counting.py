@@ -12,6 +12,8 @@ from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
+from flashsim.schedule.split import WHOLE
+from flashsim.schedule.splitting import choose
 from flashsim.schedule.tiling import Tiling
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ def count(
     tiling: Tiling | None = ...,
     device: str | Device = ...,
     key_order: str = ...,
+    splits: int | str | None = ...,
+    pack_gqa: bool | None = ...,
     level: Literal["requested"] = ...,
 ) -> Traffic: ...
 
@@ -42,6 +46,8 @@ def count(
     tiling: Tiling | None = ...,
     device: str | Device = ...,
     key_order: str = ...,
+    splits: int | str | None = ...,
+    pack_gqa: bool | None = ...,
     level: Literal["dram"],
     l2: L2Model | None = ...,
 ) -> Dram: ...
@@ -55,6 +61,8 @@ def count(
     tiling: Tiling | None = None,
     device: str | Device = "H100",
     key_order: str = "ascending",
+    splits: int | str | None = None,
+    pack_gqa: bool | None = None,
     level: str = "requested",
     l2: L2Model | None = None,
 ) -> Traffic | Dram:
@@ -66,7 +74,7 @@ def count(
     Parameters
     ----------
     problem : Problem
-    algorithm, tiling, device, key_order
+    algorithm, tiling, device, key_order, splits, pack_gqa
         As in `run`.
     direction : {"forward", "backward"}
     level : {"requested", "dram"}
@@ -87,10 +95,15 @@ def count(
     plans.stages(problem, algorithm, direction)
     inputs.check_tiling(tiling)
     device = Device.get(device)
-    tiling = tiling or Tiling.fit(problem, device, algorithm, direction)
-    requested = traffic.count_schedule(
-        problem, tiling, algorithm, direction, device, inputs.check_key_order(key_order)
-    )
+    decoding = {"splits": splits, "pack_gqa": pack_gqa}
+    decoding = {name: value for name, value in decoding.items() if value is not None}
+    inputs.check_decoding(algorithm, decoding)
+    if direction == "forward":
+        tiling, split = choose(problem, tiling, device, algorithm, **decoding)
+    else:
+        tiling, split = tiling or Tiling.fit(problem, device, algorithm, direction), WHOLE
+    order = inputs.check_key_order(key_order)
+    requested = traffic.count_schedule(problem, tiling, algorithm, direction, device, order, split)
     if level == "requested":
         return requested
     from flashsim.l2 import dram

@@ -11,6 +11,7 @@ import numpy as np
 
 from flashsim import report
 from flashsim.api import dispatch, hosts, inputs
+from flashsim.api.caches import live_problem
 from flashsim.engines.engine import Engine, Job, Outcome
 from flashsim.errors import TraceError
 from flashsim.problem.hardware import Device
@@ -188,9 +189,10 @@ def run(
         `heads` must be a multiple of `kv_heads`. float64, float32, float16 or bfloat16 (on a GPU
         not float64). On the CPU, arrays of NumPy, torch, or any library that speaks DLPack (JAX);
         what goes in comes out, and is not copied on its way in.
-    algorithm : {"flash2", "flash2-fused", "flash1", "standard"}
-        The last two hold what the first papers describe; "flash2-fused" differs from "flash2" in
-        the backward pass only.
+    algorithm : {"flash2", "flash2-fused", "flash1", "standard", "flash-decode"}
+        "flash1" and "standard" hold what the first papers describe; "flash2-fused" differs from
+        "flash2" in the backward pass only; "flash-decode" divides the keys as well, for few queries
+        of a long cache, and has no backward pass.
     causal, window, softcap, scale, mask, cu_seqlens_q, cu_seqlens_k
         See `Problem`.
     bias : array, (1 or batch, 1 or heads, n_q, n_kv), optional
@@ -215,7 +217,14 @@ def run(
         Record what moves. "timeline" also records where and when: on a GPU, by any kernels but the
         "teaching" ones of "numba_cuda", so by that backend not for float32.
     **options
-        Options of the backend, where it has any. "numba": `threads`, how many (default: every CPU
+        Options of the backend, where it has any. "numpy", for "flash-decode": `splits`, into how
+        many parts the keys are divided: an integer, "auto" (default: as many as occupy `device`'s
+        SMs once) or "fa3" (FlashAttention-3's rule), and `pack_gqa` (default: True), whether the
+        query heads of a key head share a tile, so that K and V are loaded once for
+        them; `cache_seqlens`, (batch,): how many keys of each entry are live (causal is aligned to
+        their end); `block_table`, integers (batch, max_pages): k and v are (pages, kv_heads,
+        page_size, head_dim), and entry b's keys lie in the pages of its row.
+        "numba": `threads`, how many (default: every CPU
         this process may use), and `micro_kernel`, "vector" or "plain". "cupy": `kernel`, "hopper"
         or "portable" (default: Hopper's wherever they run the problem), and `allow_tf32`: float32
         products on tensor cores, every operand rounded to tf32, which is off by at most 2**-11 of
@@ -326,6 +335,8 @@ def backward(
 
 
 _DEFAULTS = run.__kwdefaults__ or {}
+#: Options that say which keys of a cache there are.
+_CACHES = {"cache_seqlens", "block_table"}
 
 
 @dataclass(frozen=True)
@@ -401,26 +412,29 @@ def _ask(
             [*_DEFAULTS, *engine.OPTIONS],
             "run",
         )
-    if algorithm not in getattr(engine, "ALGORITHMS", ()):
-        plans.check_algorithm(algorithm)
+    plans.check_algorithm(algorithm)
+    inputs.check_decoding(algorithm, options)
     inputs.check_tiling(tiling)
     on_cpu = backend in dispatch.ON_CPU
     host = hosts.host_of(q) if on_cpu else hosts.ANY
-    given_bias = bias
+    given_bias, table = bias, options.get("block_table")
+    options = {name: x for name, x in options.items() if x is not None or name not in _CACHES}
     if on_cpu:
         q, k, v, bias = hosts.take(host, q=q, k=k, v=v, bias=bias)
-    else:
+        given = inputs.prepare(q, k, v, bias=bias, tiling=tiling, block_table=table, **question)
+        inputs.require_numpy(backend, q=given.q, k=given.k, v=given.v, bias=given.bias)
+        problem, cache = given.problem, (given.k, given.v)
+        if options.keys() & _CACHES:
+            problem, options = live_problem(problem, options, tuple(k.shape))
+    else:  # what lives of a cache is the launcher's to say, when the lengths are known
         q, k, v = (_known(engine, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-    cache, table = (k, v), options.get("block_table")
-    if table is not None:
-        k, v = inputs.unpaged(k, v, table, question["nan_policy"])
-    given = inputs.prepare(q, k, v, bias=bias, tiling=tiling, **question)
-    if table is None:
-        cache = given.k, given.v
-    if on_cpu:
-        inputs.require_numpy(backend, q=given.q, k=cache[0], v=cache[1], bias=given.bias)
+        cache = k, v
+        if table is not None:
+            k, v = inputs.unpaged(k, v, table, question["nan_policy"])
+        given = inputs.prepare(q, k, v, bias=bias, tiling=tiling, **question)
+        problem, cache = given.problem, cache if table is not None else (given.k, given.v)
     job = Job(
-        *(given.problem, given.q, *cache, given.bias),
+        *(problem, given.q, *cache, given.bias),
         *(tiling, Device.get(device), algorithm),
         inputs.check_key_order(key_order),
         inputs.check_trace_mode(trace, backend),

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flashsim.api.caches import paged_shapes
 from flashsim.api.dispatch import BACKENDS, ON_CPU
 from flashsim.errors import (
     DTypeError,
@@ -26,6 +27,7 @@ from flashsim.errors import (
 from flashsim.problem import checks
 from flashsim.problem.masks import BlockMask
 from flashsim.problem.problem import Problem
+from flashsim.schedule import plans
 from flashsim.schedule.schedule import KEY_ORDERS
 from flashsim.schedule.tiling import Tiling
 
@@ -54,6 +56,10 @@ SYNONYMS = {
     "enable_gqa": "nothing: grouped-query heads follow from the shapes",
     "dropout_p": None,
 }
+
+
+#: Options of algorithms that divide the keys (`Split`), and of caches.
+DECODING = ("splits", "pack_gqa", "cache_seqlens", "block_table")
 
 
 class Inputs(NamedTuple):
@@ -179,6 +185,7 @@ def prepare(
     bias: Any = None,
     block_mask: Any = None,
     tiling: Tiling | None = None,
+    block_table: Any = None,
     nan_policy: str = "propagate",
     causal: Any = False,
     window: Any = None,
@@ -195,7 +202,9 @@ def prepare(
     ShapeError, DTypeError, OptionError, MaskError
         Each says what was wrong, what was given and what is possible.
     """
-    shapes = _array("q", q), _array("k", k), _array("v", v)
+    shapes: tuple[tuple[int, ...], ...] = _array("q", q), _array("k", k), _array("v", v)
+    if block_table is not None:
+        shapes = paged_shapes(shapes, block_table)
     dtypes = q.dtype, k.dtype, v.dtype
     added = None
     if bias is not None:
@@ -218,6 +227,16 @@ def prepare(
         for name, x in {**arrays, **({} if bias is None else {"bias": bias})}.items():
             check_finite(name, x)
     return Inputs(problem, q, k, v, bias, ndim)
+
+
+def check_decoding(algorithm: str, options: Iterable[str]) -> None:
+    """Raise `OptionError` if options of decoding are given to an algorithm that does not split."""
+    given = [name for name in options if name in DECODING]
+    if given and not plans.splits_keys(algorithm):
+        raise OptionError(
+            f"{algorithm!r} takes no {', '.join(given)}: it walks all keys of a row tile in turn; "
+            "algorithm='flash-decode' divides them"
+        )
 
 
 def _problem(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +18,7 @@ from flashsim.api.sweep import sweep as run_sweep
 from flashsim.cli import options as opt
 from flashsim.cli import pictures, values
 from flashsim.cli.output import add, figures, ready, say, show_tables, working
+from flashsim.errors import OptionError
 from flashsim.report import beside
 from flashsim.studies.demo import LIMIT
 from flashsim.studies.demo import demo as run_demo
@@ -34,6 +36,7 @@ def run(
     scores: opt.Scores,
     how: opt.Simulated,
     form: opt.Format,
+    decoding: opt.Decoding,
     scale: _Scale = None,
     algorithm: opt.Algorithm = "flash2",
     backend: opt.Backend = "numpy",
@@ -59,8 +62,11 @@ def run(
     tiles = {"forward": tile, **({"backward": backward_tile} if how.backward else {})}
     cost = values.foresee(arrays, scores, [algorithm], tiles, values.device(how), backend)
     with working("simulating", cost):
+        (k, v), table = values.in_pages(arrays, decoding.page_size)
         result = execution.run(
-            *arrays[:3],
+            arrays.q,
+            k,
+            v,
             algorithm=algorithm,
             causal=scores.causal,
             window=values.window(scores),
@@ -71,6 +77,8 @@ def run(
             backend=backend,
             key_order=how.key_order,
             trace=True,
+            **decoding.options(),
+            **table,
         )
         grads = None
         if how.backward:
@@ -100,12 +108,15 @@ def compare(
     scores: opt.Scores,
     how: opt.Simulated,
     form: opt.Format,
+    decoding: opt.Decoding,
     scale: _Scale = None,
     algorithms: opt.Algorithms = "standard,flash1,flash2",
 ) -> None:
     """Execute several algorithms on the same tensors, side by side."""
     arrays = values.arrays(sizes, tensors)
     tile, backward_tile = values.tilings(how, arrays.q.shape[-1], scores.causal)
+    if decoding.page_size is not None:
+        raise OptionError("--page-size is for run and count: other algorithms read no pages")
     names = values.parse_list("algorithms", algorithms, str)
     tiles = {"forward": tile, **({"backward": backward_tile} if how.backward else {})}
     cost = values.foresee(arrays, scores, names, tiles, values.device(how))
@@ -122,6 +133,7 @@ def compare(
             backward_tiling=backward_tile,
             device=values.device(how),
             key_order=how.key_order,
+            **decoding.options(),
         )
     show_tables([comparison.table()], [comparison.table()], form)
 
@@ -130,11 +142,12 @@ def count(
     scores: opt.Scores,
     how: opt.Simulated,
     form: opt.Format,
+    decoding: opt.Decoding,
     sizes: opt.Sizes = opt.HEAD,
     algorithm: opt.Algorithm = "flash2",
 ) -> None:
     """Count what a run would move, in closed form: no data, any size."""
-    problem = values.problem(sizes, scores)
+    problem = replace(values.problem(sizes, scores), page_size=decoding.page_size)
     tiles = values.tilings(how, problem.head_dim, scores.causal)
     wanted = list(zip(("forward", "backward"), tiles, strict=True))[: 1 + how.backward]
     counts = [
@@ -145,6 +158,7 @@ def count(
             tiling=tile,
             device=values.device(how),
             key_order=how.key_order,
+            **decoding.options(),
         )
         for direction, tile in wanted
     ]

@@ -206,6 +206,25 @@ class Simulated(Passes):
 
 
 @dataclass(frozen=True)
+class Decoding:
+    """How flash-decode divides the keys."""
+
+    panel = _HOW
+    splits: str | None = _option(None, "flash-decode: parts of the keys; a number, auto or fa3.")
+    no_pack_gqa: bool = _option(False, "flash-decode: grouped query heads do not share a tile.")
+
+    page_size: int | None = _option(None, "flash-decode: keys a page of the cache.")
+
+    def options(self) -> dict[str, Any]:
+        """How keys are divided, of what is given, as the library takes them."""
+        splits: int | str | None = self.splits
+        if self.splits is not None and self.splits.lstrip("-").isdecimal():
+            splits = int(self.splits)
+        found = {} if splits is None else {"splits": splits}
+        return {**found, **({"pack_gqa": False} if self.no_pack_gqa else {})}
+
+
+@dataclass(frozen=True)
 class L2:
     """The model of the L2 cache."""
 

@@ -6,7 +6,7 @@ import math
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from flashsim.api.samples import TRACES, load_sample, load_sample_trace, random_
 from flashsim.cli import options as opt
 from flashsim.counts.traffic import compulsory
 from flashsim.errors import FlashSimError, OptionError, ShapeError, choices
+from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule.presets import PRESETS
@@ -71,6 +72,26 @@ def arrays(sizes: opt.Lengths, tensors: opt.Tensors) -> Arrays:
     asked = Problem(**{"n_q": 512, **given})
     fits(compulsory(asked), "`flashsim count` counts without arrays")
     return Arrays(*random_inputs(asked, tensors.seed))
+
+
+def in_pages(
+    arrays: Arrays, size: int | None
+) -> tuple[tuple[np.ndarray, np.ndarray], dict[str, Any]]:
+    """K and V, cut into pages of so many keys in order, and the options that say so."""
+    k, v = arrays.k, arrays.v
+    if size is None:
+        return (k, v), {}
+    size = checks.positive_int("--page-size", size)
+    batch, heads, n, _ = k.shape
+    pages = -(-n // size)
+    pools = []
+    for x in (k, v):
+        room = np.zeros((batch, heads, pages * size, x.shape[-1]), x.dtype)
+        room[:, :, :n] = x
+        cut = room.reshape(batch, heads, pages, size, x.shape[-1]).swapaxes(1, 2)
+        pools.append(cut.reshape(batch * pages, heads, size, x.shape[-1]))
+    table = np.arange(batch * pages).reshape(batch, pages)
+    return (pools[0], pools[1]), {"block_table": table, "cache_seqlens": np.full(batch, n)}
 
 
 def foresee(

@@ -79,6 +79,8 @@ class Forms:
             }
         if stage == "convert":
             return {("load", "O_acc"): self.o(a), ("store", "O"): self.o(e)}
+        if stage in ("split", "combine"):
+            return self._decode(stage, s, h // s.members)
         if algorithm == "flash1":
             rows = h * sums.col_rows
             state = {o_acc: rows * dv * a, "l": rows * a, "m": rows * a}
@@ -97,6 +99,31 @@ class Forms:
             **bias,
             ("store", "O"): self.o(e),
             ("store", "L"): self.stat(),
+        }
+
+    def _decode(self, stage: str, s: Schedule, walks: int) -> dict[tuple[str, str], int]:
+        """FlashDecoding: each part loads Q again; each of several parts is written and read."""
+        e, a, d, dv = self.e, self.a, self.p.head_dim, self.p.head_dim_v
+        parts = walks * s.part_sums.part_rows
+        if stage == "combine":
+            done = walks * (s.n_rows - s.part_sums.whole_rows)
+            return {
+                ("load", "O_part"): parts * dv * a,
+                ("load", "L_part"): parts * a,
+                ("store", "O"): done * dv * e,
+                ("store", "L"): done * a,
+            }
+        whole, keys = walks * s.part_sums.whole_rows, walks * s.sums.row_cols
+        return {
+            ("load", "Q"): (whole + parts) * d * e,
+            ("load", "table"): walks * s.page_reads * 4,
+            ("load", "K"): keys * d * e,
+            ("load", "V"): keys * dv * e,
+            **({("load", "bias"): walks * s.sums.area * e} if self.lead else {}),
+            ("store", "O"): whole * dv * e,
+            ("store", "L"): whole * a,
+            ("store", "O_part"): parts * dv * a,
+            ("store", "L_part"): parts * a,
         }
 
     def backward(self, algorithm: str, stage: str, s: Schedule) -> dict[tuple[str, str], int]:

@@ -87,6 +87,8 @@ def in_words(p: Problem) -> str:
     heads = f"{p.heads} / {p.kv_heads}" if p.group > 1 else f"{p.heads}"
     width = f"{p.head_dim}" if p.head_dim_v == p.head_dim else f"{p.head_dim} / {p.head_dim_v}"
     words = [f"{p.batch} x {heads} heads", f"{p.n_q:,} x {p.n_kv:,}", f"d={width}", p.dtype]
+    if p.page_size is not None:
+        words.append(f"pages of {p.page_size}")
     if p.causal:
         words.append("causal")
     if p.window is not None:

@@ -19,6 +19,7 @@ from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
 from flashsim.schedule.schedule import Schedule
+from flashsim.schedule.split import WHOLE, Split
 from flashsim.schedule.tensors import whole_bytes
 from flashsim.schedule.tiling import Tiling
 
@@ -28,7 +29,7 @@ class Traffic:
 
     Attributes
     ----------
-    problem, tiling, algorithm, direction, device
+    problem, tiling, algorithm, direction, device, split
         What was counted.
     transfers : dict
         Requested bytes over all heads, ``{(stage, op, tensor): bytes}``.
@@ -44,13 +45,14 @@ class Traffic:
         direction: str,
         device: Device,
         key_order: str = "ascending",
+        split: Split = WHOLE,
     ) -> None:
         self.problem, self.tiling, self.device = problem, tiling, device
-        self.algorithm, self.direction = algorithm, direction
-        self.stages = plans.stages(problem, algorithm, direction)
+        self.algorithm, self.direction, self.split = algorithm, direction, split
+        self.stages = plans.stages(problem, algorithm, direction, split)
         walks = {(s.outer, s.dense) for s in self.stages}
         self._schedules = {
-            key: Schedule(problem, tiling, key[0], key_order, key[1])  # type: ignore[arg-type]
+            key: Schedule(problem, tiling, key[0], key_order, key[1], split)  # type: ignore[arg-type]
             for key in walks
         }
         self.transfers: dict[tuple[str, str, str], int] = {}
@@ -84,13 +86,18 @@ class Traffic:
         for stage in self.stages:
             work = stage_work(p, self.algorithm, self.direction, stage.name)
             sums = self.schedule(stage).sums
+            walks, _ = plans.heads_of(stage, p)
+            members = p.group if stage.per == "group" and not self.split.pack_gqa else 1
             if stage.outer == "keys":
                 step = 0, p.n_kv, 0
+            elif stage.parts:
+                whole, parts = self.schedule(stage).part_sums
+                step = parts + (whole if stage.parts == "walks" else 0), 0, 0
             else:
                 step = p.n_q, 0, sums.area if stage.whole_rows else 0
             for ops, extent, repeat in (
-                (work.visit, (sums.col_rows, sums.row_cols, sums.area), p.batch * p.heads),
-                (work.outer, step, plans.heads_of(stage, p)[0]),
+                (work.visit, (sums.col_rows, sums.row_cols, sums.area), walks * members),
+                (work.outer, step, walks),
             ):
                 for total, part in (
                     (flops, total_flops(ops, *extent)),
@@ -120,9 +127,26 @@ class Traffic:
         if stage.whole_rows:
             return self._strip_peak(stage)
         own, inner = self.schedule(stage).extents()
+        if stage.parts == "merges":  # a step loads parts, if there are several
+            own = own[self.schedule(stage).part_counts > 1]
+            inner = np.ones_like(own)
+        elif self.problem.page_size is not None:
+            return self._paged_peak(stage)
         rows, cols = (own, inner) if stage.outer == "queries" else (inner, own)
         held = sum(b.nbytes(rows, cols) * (inner > 0 if b.visit else 1) for b in stage.buffers)
         return int(max(held, default=0)) if stage.buffers else 0
+
+    def _paged_peak(self, stage: plans.Stage) -> int:
+        """A visit holds as many page numbers as its tile has pages: not one a key."""
+        s = self.schedule(stage)
+        ptr, col, _ = s.row_csr
+        heights, widths = (np.diff(t[:, :2])[:, 0].astype(np.int64) for t in (s.rows, s.cols))
+        held = sum(b.nbytes(heights, 0) for b in stage.buffers if not b.visit)
+        owner = np.repeat(np.arange(s.t_r), np.diff(ptr))
+        each = [b for b in stage.buffers if b.visit and b.name != "table"]
+        visits = held[owner] + sum(b.nbytes(heights[owner], widths[col]) for b in each)
+        visits += s.page_counts[col] * whole_bytes(self.problem, "table") // self.problem.pages
+        return int(max(held.max(), visits.max(initial=0)))
 
     def _strip_peak(self, stage: plans.Stage) -> int:
         """A buffer's row spans the longest sequence's keys; other sequences hold their own part."""
@@ -140,7 +164,7 @@ class Traffic:
 
     def workspace(self) -> int:
         """Bytes of HBM used besides inputs, outputs and what is saved: accumulators, dP, dS."""
-        return workspace(self.problem, self.algorithm, self.direction)
+        return workspace(self.problem, self.algorithm, self.direction, self.split)
 
     def table(self) -> report.Table:
         """Bytes by tensor and direction, FLOPs, intensity and peak SRAM, as a table."""
@@ -162,6 +186,7 @@ def count_schedule(
     direction: str,
     device: Device,
     key_order: str = "ascending",
+    split: Split = WHOLE,
 ) -> Traffic:
     """The closed form of one algorithm under one tiling.
 
@@ -170,8 +195,8 @@ def count_schedule(
     SramOverflow
         If a stage does not fit on the device's chip.
     """
-    tiling.check(problem, device, algorithm, direction)
-    return Traffic(problem, tiling, algorithm, direction, device, key_order)
+    tiling.check(problem, device, algorithm, direction, split)
+    return Traffic(problem, tiling, algorithm, direction, device, key_order, split)
 
 
 # -- bounds and memory ----------------------------------------------------------------------------
@@ -185,6 +210,7 @@ def compulsory(problem: Problem, direction: str = "forward") -> int:
     """
     f = Forms(problem)
     inputs = f.q(f.e) + f.k() + f.v() + f.matrix(f.e)
+    inputs += whole_bytes(problem, "table")
     if direction == "forward":
         return inputs + f.o(f.e) + f.stat()
     return 2 * inputs + 2 * f.o(f.e) + f.stat()
@@ -211,17 +237,24 @@ def saved(problem: Problem, algorithm: str) -> int:
     return sum(whole_bytes(problem, name) for name in _kept(problem, algorithm))
 
 
-def workspace(problem: Problem, algorithm: str, direction: str = "forward") -> int:
+def workspace(
+    problem: Problem, algorithm: str, direction: str = "forward", split: Split = WHOLE
+) -> int:
     """Bytes of HBM a pass uses besides its inputs, its outputs and what is saved."""
     written = set(plans.tensors_of(problem, algorithm, direction, "store", "reduce"))
     rest = written - _kept(problem, algorithm) - {"O", "dQ", "dK", "dV", "dBias"}
-    return sum(whole_bytes(problem, name) for name in rest)
+    parts = split.splits if split.splits > 1 else 0
+    return sum(
+        whole_bytes(problem, name) * (parts if name.endswith("_part") else 1) for name in rest
+    )
 
 
 def _kept(problem: Problem, algorithm: str) -> set[str]:
     """The inputs, and what the forward pass writes and the backward pass reads."""
     written = set(plans.tensors_of(problem, algorithm, "forward", "store"))
     inputs = set(plans.tensors_of(problem, algorithm, "forward", "load")) - written
+    if algorithm not in plans.TRAINING:  # nothing but what the caller gets
+        return inputs | written & {"O", "L"}
     return inputs | written & set(plans.tensors_of(problem, algorithm, "backward", "load"))
 
 

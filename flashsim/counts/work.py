@@ -45,7 +45,7 @@ class TileOp:
 
 @dataclass(frozen=True)
 class StageWork:
-    """What one stage computes: at each visit, and once for each outer step."""
+    """What one stage computes: at each visit, and once for each outer step (merging: each part)."""
 
     visit: tuple[TileOp, ...] = ()
     outer: tuple[TileOp, ...] = ()
@@ -138,12 +138,21 @@ def _forward(p: Problem, d: int, dv: int, algorithm: str) -> dict[str, StageWork
     product = TileOp(
         "O = alpha O + P V", "S V O", "O", {"matmul": scores(2 * dv), "multiply": rows(dv)}
     )
-    return {
-        "forward": StageWork(
-            visit=(*_scores(p, d), TileOp("online softmax", "S m l", "S m l", softmax), product),
-            outer=(TileOp("O = O / l, L = m + log l", "O m l", "O m", finish),),
-        )
-    }
+    walk = StageWork(
+        visit=(*_scores(p, d), TileOp("online softmax", "S m l", "S m l", softmax), product),
+        outer=(TileOp("O = O / l, L = m + log l", "O m l", "O m", finish),),
+    )
+    if algorithm == "flash-decode":
+        merge = {
+            "max": rows(1),
+            "exp": rows(3),  # both weights; log of their sum
+            "add": rows(dv + 4),  # two exponents, the weights' sum, L = m + log; the two O
+            "divide": rows(2),
+            "multiply": rows(2 * dv),
+        }
+        op = TileOp("O, L = merge(O, L, O_part, L_part)", "O L O_part L_part", "O L", merge)
+        return {"split": walk, "combine": StageWork(outer=(op,))}
+    return {"forward": walk}
 
 
 def _backward(p: Problem, d: int, dv: int, algorithm: str) -> dict[str, StageWork]:

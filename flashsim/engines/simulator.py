@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,20 +14,32 @@ from flashsim.engines.engine import Job, Outcome
 from flashsim.errors import UnsupportedError
 from flashsim.problem.problem import Problem, numpy_dtype
 from flashsim.schedule import plans
+from flashsim.schedule.split import WHOLE, Split
+from flashsim.schedule.splitting import choose
 from flashsim.schedule.tensors import BIAS, COL, ROW, TILE, shape
 from flashsim.schedule.tiling import Tiling
 
-OPTIONS: frozenset[str] = frozenset()
+OPTIONS: frozenset[str] = frozenset({"splits", "pack_gqa", "cache_seqlens", "block_table"})
 
 
 def forward(job: Job) -> Outcome:
     """Simulate the forward pass tile by tile."""
-    machine = _machine(job, "forward")
-    made = _room(job, "forward", machine.hbm)
+    how = {name: x for name, x in job.options.items() if name in ("splits", "pack_gqa")}
+    tiling, split = choose(job.problem, job.tiling, job.device, job.algorithm, **how)
+    lengths = job.options.get("cache_seqlens")
+    if lengths is not None:
+        job = _live(job, lengths)
+    machine = _machine(job, "forward", tiling, split)
+    made = _room(job, "forward", machine.hbm, split)
     _run(PASSES[job.algorithm][0], machine)
-    saved = {n: made[n] for n in made if not n.endswith("_acc")}
+    saved = {n: made[n] for n in made if not n.endswith(("_acc", "_part"))}
+    if split.pack_gqa:
+        saved = {name: _unpacked(x, job.problem) for name, x in saved.items()}
+    arrays = {"out": saved["O"], "lse": _lse(machine, saved)}
+    if lengths is not None:
+        arrays = {name: _by_entry(x, len(lengths)) for name, x in arrays.items()}
     return Outcome(
-        {"out": saved["O"], "lse": _lse(machine, saved)},
+        arrays,
         machine.tiling,
         tuple(machine.stages) if job.trace else None,
         "simulator",
@@ -48,7 +61,8 @@ def recall(job: Job, out: np.ndarray, lse: np.ndarray) -> Mapping[str, Any]:
 
 def backward(job: Job, saved: Mapping[str, Any], dout: np.ndarray) -> Outcome:
     """Simulate the backward pass tile by tile."""
-    machine = _machine(job, "backward")
+    tiling = job.tiling or Tiling.fit(job.problem, job.device, job.algorithm, "backward")
+    machine = _machine(job, "backward", tiling)
     hbm = machine.hbm
     for name, array in saved.items():
         hbm.put(name, array, _dtype(job.problem, name))
@@ -60,9 +74,8 @@ def backward(job: Job, saved: Mapping[str, Any], dout: np.ndarray) -> Outcome:
     return Outcome(arrays, machine.tiling, stages, "simulator")
 
 
-def _machine(job: Job, direction: str) -> Machine:
+def _machine(job: Job, direction: str, tiling: Tiling, split: Split = WHOLE) -> Machine:
     p = job.problem
-    tiling = job.tiling or Tiling.fit(p, job.device, job.algorithm, direction)
     machine = Machine(
         p,
         tiling,
@@ -70,16 +83,59 @@ def _machine(job: Job, direction: str) -> Machine:
         job.algorithm,
         direction,
         key_order=job.key_order,
+        split=split,
         record=bool(job.trace),
     )
-    for name, array in (("Q", job.q), ("K", job.k), ("V", job.v)):
-        machine.hbm.put(name, array)
-    if job.bias is not None:
+    q = _packed(job.q, p) if split.pack_gqa else job.q
+    machine.hbm.put("Q", q)
+    if "block_table" in job.options:
+        machine.hbm.put_paged(job.k, job.v, job.options["block_table"])
+    else:
+        for name, array in (("K", job.k), ("V", job.v)):
+            machine.hbm.put(name, array)
+    if job.bias is not None and split.pack_gqa:
+        whole = np.broadcast_to(job.bias, (p.batch, p.heads, p.n_q, p.n_kv))
+        machine.hbm.put("bias", _packed(whole, p))
+    elif job.bias is not None:
         machine.hbm.put_shared("bias", job.bias, p.dtype)
     return machine
 
 
-def _room(job: Job, direction: str, hbm: Hbm) -> dict[str, np.ndarray]:
+def _live(job: Job, lengths: tuple[int, ...]) -> Job:
+    """The job with queries and live keys of all entries packed along the sequence axis."""
+    q = job.q.swapaxes(0, 1).reshape(1, job.problem.heads, job.problem.n_q, job.q.shape[-1])
+    size = job.problem.page_size
+    if size is not None:
+        rows = job.options["block_table"]
+        live = [row[: -(-n // size)] for row, n in zip(rows, lengths, strict=True)]
+        return replace(job, q=q, options={**job.options, "block_table": np.concatenate(live)})
+    k, v = (
+        np.concatenate([x[b, :, :n] for b, n in enumerate(lengths)], axis=1)[None]
+        for x in (job.k, job.v)
+    )
+    return replace(job, q=q, k=k, v=v)
+
+
+def _by_entry(x: np.ndarray, batch: int) -> np.ndarray:
+    """(1, heads, batch * n_q[, width]) as (batch, heads, n_q[, width])."""
+    rest = x.shape[3:]
+    return x.reshape(x.shape[1], batch, x.shape[2] // batch, *rest).swapaxes(0, 1)
+
+
+def _packed(x: np.ndarray, p: Problem) -> np.ndarray:
+    """(batch, heads, n_q, width) as (batch, kv_heads, n_q * group, width): `Split`'s rows."""
+    groups = x.reshape(p.batch, p.kv_heads, p.group, p.n_q, x.shape[-1])
+    return groups.swapaxes(2, 3).reshape(p.batch, p.kv_heads, p.n_q * p.group, x.shape[-1])
+
+
+def _unpacked(x: np.ndarray, p: Problem) -> np.ndarray:
+    """(batch, kv_heads, n_q * group[, width]) as (batch, heads, n_q[, width])."""
+    rest = x.shape[3:]
+    rows = x.reshape(p.batch, p.kv_heads, p.n_q, p.group, *rest)
+    return rows.swapaxes(2, 3).reshape(p.batch, p.heads, p.n_q, *rest)
+
+
+def _room(job: Job, direction: str, hbm: Hbm, split: Split = WHOLE) -> dict[str, np.ndarray]:
     """Make room in HBM for all that a pass writes: the arrays by the papers' names."""
     p, made = job.problem, {}
     for name in plans.tensors_of(p, job.algorithm, direction, "store", "reduce"):
@@ -87,6 +143,13 @@ def _room(job: Job, direction: str, hbm: Hbm) -> dict[str, np.ndarray]:
         if its.owner == BIAS:
             made[name] = np.full(job.bias.shape, np.nan, numpy_dtype(dtype))
             hbm.put_shared(name, made[name], dtype)
+            continue
+        if split != WHOLE:
+            owners, rows = (p.kv_heads, p.n_q * p.group) if split.pack_gqa else (p.heads, p.n_q)
+            n = rows * split.splits if name.endswith("_part") else rows
+            size = (p.batch, owners, n) if its.vector else (p.batch, owners, n, its.elements)
+            made[name] = np.full(size, np.nan, numpy_dtype(dtype))
+            hbm.put(name, made[name], dtype)
             continue
         sides = {ROW: (p.n_q, its.elements), COL: (p.n_kv, its.elements), TILE: (p.n_q, p.n_kv)}
         n, width = sides[its.axis]

@@ -10,7 +10,7 @@ import numpy as np
 from flashsim import report
 from flashsim.counts import questions
 from flashsim.counts.traffic import Traffic
-from flashsim.errors import OptionError, choices, shown
+from flashsim.errors import OptionError, UnsupportedError, choices, shown
 from flashsim.l2.curve import Curve
 from flashsim.l2.launch import L2Model
 from flashsim.l2.requests import Stream, TileNumbers, numbers_of, stream
@@ -174,6 +174,11 @@ def curves(requested: Traffic, model: L2Model | None = None) -> dict[str, Curve]
 def _model(requested: Traffic, model: L2Model | None) -> L2Model:
     """The model asked for, or the usual one; both arguments checked."""
     checks.instance("requested", requested, Traffic, "Traffic, from flashsim.count")
+    if any(stage.parts for stage in requested.stages):
+        raise UnsupportedError(
+            f"the L2 model knows no walk over parts of the keys, as {requested.algorithm!r} makes; "
+            "'flash2' on the same problem is replayed"
+        )
     model = L2Model() if model is None else model
     return checks.instance("l2", model, L2Model, "flashsim.l2.L2Model")
 

@@ -80,6 +80,9 @@ class Problem:
     cu_seqlens_q, cu_seqlens_k : sequence of int, optional
         Offsets of variable-length sequences packed along the sequence axis: start at 0, never
         fall, end at n_q (n_kv). Needs ``batch=1``. Each query sees its own sequence only.
+    page_size : int, optional
+        K and V lie in pages of so many keys, which a block table of int32 names, entry by entry.
+        A page that two entries share counts for each.
     bias : (int, int) , optional
         Leading shape, (1 or batch, 1 or heads), of an additive bias (.., .., n_q, n_kv).
     block_mask : BlockMask, optional
@@ -111,6 +114,7 @@ class Problem:
     bias: tuple[int, int] | None = None
     block_mask: BlockMask | None = None
     mask: Callable[..., Any] | None = None
+    page_size: int | None = None
 
     _repr_html_ = report.card
 
@@ -152,6 +156,8 @@ class Problem:
         put("softcap", self._factor("softcap", self.softcap, low=0.0))
         put("scale", self._factor("scale", scale))
         self._check_sequences(put)
+        if self.page_size is not None:
+            put("page_size", checks.positive_int("page_size", self.page_size))
         if self.bias is not None:
             allowed = ((1, self.batch), (1, self.heads))
             lead = tuple(self.bias) if isinstance(self.bias, (tuple, list)) else ()
@@ -255,6 +261,14 @@ class Problem:
             return (Segment(0, self.n_q, 0, self.n_kv),)
         q, k = self.cu_seqlens_q, self.cu_seqlens_k
         return tuple(Segment(*q[s : s + 2], *k[s : s + 2]) for s in range(len(q) - 1))
+
+    @property
+    def pages(self) -> int:
+        """Entries of the block table that name live keys, all of the batch; 0 without pages."""
+        size = self.page_size
+        if size is None:
+            return 0
+        return self.batch * sum(-(-(s.k_stop - s.k_start) // size) for s in self.sequences)
 
     @property
     def left(self) -> int:

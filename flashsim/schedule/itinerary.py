@@ -9,8 +9,9 @@ pages in `flashsim.algorithms`, which execute, and the closed forms in `counts.f
 of it: the suite holds all three to each other.
 
 Three rules spare every case its own text. What a problem does not have (`bias`, `dBias`; `gate`
-without a softcap) is left out, and with it a stage that has nothing else. An accumulator `X_acc` is
-X itself where their types are one, and a stage that would only convert it is left out.
+without a softcap, `table` without pages) is left out, and with it a stage that has nothing else. An
+accumulator `X_acc` is X itself where their types are one, and a stage that would only convert it
+is left out.
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ class Itinerary(NamedTuple):
         `visit` is then what it moves of each row.
     converts : bool
         Rounds an accumulator to the input's type, and does nothing else.
+    parts : {"", "walks", "merges"}
+        How it goes about parts of the keys (`Split`). "walks": an outer step for each part of a row
+        tile, which stores `O_part` and `L_part`, or O and L where the keys are one part. "merges":
+        an outer step for each row tile of several parts; `visit` is then what it moves of each.
     """
 
     name: str
@@ -53,10 +58,14 @@ class Itinerary(NamedTuple):
     dense: bool = False
     whole_rows: bool = False
     converts: bool = False
+    parts: Literal["", "walks", "merges"] = ""
 
 
 class Algorithm(NamedTuple):
-    """An algorithm's stages in the order they run, and what it is called in print."""
+    """An algorithm's stages in the order they run, and what it is called in print.
+
+    One without a backward pass has no stages there.
+    """
 
     title: str
     forward: tuple[Itinerary, ...]
@@ -153,9 +162,23 @@ _FUSED_BACKWARD = (
     _CONVERT_DBIAS,
 )
 
+# -- FlashDecoding: the keys of a row tile in parts, then merged -----------------------------------
+
+_DECODE = (
+    Itinerary(
+        *("split", "queries", "load Q, alloc O l m", "load table K V, alloc S, load bias"),
+        "store O L O_part L_part",
+        parts="walks",
+    ),
+    Itinerary(
+        *("combine", "queries", "alloc O L", "load O_part L_part", "store O L"), parts="merges"
+    ),
+)
+
 ALGORITHMS = {
     "standard": Algorithm("standard", _STANDARD_FORWARD, _STANDARD_BACKWARD),
     "flash1": Algorithm("FlashAttention-1", _FLASH1_FORWARD, _FLASH1_BACKWARD),
     "flash2": Algorithm("FlashAttention-2", _FLASH2_FORWARD, _FLASH2_BACKWARD),
     "flash2-fused": Algorithm("FlashAttention-2 fused", _FLASH2_FORWARD, _FUSED_BACKWARD),
+    "flash-decode": Algorithm("FlashDecoding", _DECODE, ()),
 }

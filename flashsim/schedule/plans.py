@@ -12,17 +12,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from flashsim.errors import OptionError
+from flashsim.errors import OptionError, UnsupportedError
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem
 from flashsim.schedule import itinerary
 from flashsim.schedule.itinerary import Itinerary, Outer, Per
 from flashsim.schedule.names import OPS, TRANSFERS
+from flashsim.schedule.split import WHOLE, Split
 from flashsim.schedule.tensors import BIASES, COL, ROW, TILE, shape
 
 Direction = Literal["forward", "backward"]
 
 ALGORITHMS = tuple(itinerary.ALGORITHMS)
+#: Those with a backward pass.
+TRAINING = tuple(name for name, one in itinerary.ALGORITHMS.items() if one.backward)
 DIRECTIONS = ("forward", "backward")
 
 
@@ -69,8 +72,8 @@ class Stage:
 
     Attributes
     ----------
-    name, outer, dense, per, whole_rows, converts
-        As in `Itinerary`.
+    name, outer, dense, per, whole_rows, converts, parts
+        As in `Itinerary`; with packed heads, a walk belongs to a group.
     buffers : tuple of Buffer
         What it holds on chip. ``visit=False`` buffers are held while the inner loop runs.
     before, visit, after : tuple of Move
@@ -84,6 +87,7 @@ class Stage:
     per: Per = "head"
     whole_rows: bool = False
     converts: bool = False
+    parts: str = ""
     before: tuple[Move, ...] = ()
     visit: tuple[Move, ...] = ()
     after: tuple[Move, ...] = ()
@@ -94,24 +98,36 @@ class Stage:
         return (*self.before, *self.visit, *self.after)
 
 
-def stages(problem: Problem, algorithm: str, direction: str = "forward") -> tuple[Stage, ...]:
+def stages(
+    problem: Problem, algorithm: str, direction: str = "forward", split: Split = WHOLE
+) -> tuple[Stage, ...]:
     """The stages of an algorithm, in the order they run.
 
     Raises
     ------
     OptionError, DTypeError
         If the algorithm or the direction does not exist, or this is no problem.
+    UnsupportedError
+        If the algorithm has no such direction.
     """
     checks.instance("problem", problem, Problem, "flashsim.Problem")
     check_algorithm(algorithm)
     checks.one_of("direction", direction, DIRECTIONS)
-    return _stages(problem, algorithm, direction)
+    if problem.page_size is not None and not splits_keys(algorithm):
+        raise UnsupportedError(
+            f"{algorithm!r} reads no pages; algorithm='flash-decode' does, or leave page_size out"
+        )
+    if direction == "backward":
+        check_backward(algorithm)
+    return _stages(problem, algorithm, direction, split.pack_gqa)
 
 
 @lru_cache(maxsize=64)
-def _stages(problem: Problem, algorithm: str, direction: str) -> tuple[Stage, ...]:
+def _stages(problem: Problem, algorithm: str, direction: str, packed: bool) -> tuple[Stage, ...]:
     wide = problem.itemsize == problem.compute_itemsize
     listed: tuple[Itinerary, ...] = getattr(itinerary.ALGORITHMS[algorithm], direction)
+    if packed:
+        listed = tuple(one._replace(per="group") for one in listed)
     made = (_stage(problem, one) for one in listed if not (wide and one.converts))
     return tuple(stage for stage in made if stage.moves)
 
@@ -123,7 +139,7 @@ def _stage(p: Problem, one: Itinerary) -> Stage:
     if one.whole_rows:  # a buffer is as long as the longest row of scores
         longest = max(s.k_stop - s.k_start for s in p.sequences) if one.per != "bias" else p.n_kv
         each = [Buffer(tile.name, tile.per_score * longest) for tile in each]
-    how = one.dense, one.per, one.whole_rows, one.converts
+    how = one.dense, one.per, one.whole_rows, one.converts, one.parts
     return Stage(one.name, one.outer, (*held, *each), *how, before, visit, after)
 
 
@@ -134,6 +150,8 @@ def _moves(p: Problem, text: str) -> tuple[Move, ...]:
         op, *names = part.split()
         for tensor in names:
             if (tensor == "gate" and not p.softcap) or (tensor in BIASES and not p.bias):
+                continue
+            if tensor == "table" and p.page_size is None:
                 continue
             tensor = tensor.removesuffix("_acc") if wide else tensor
             found.append(Move(op, tensor, _tile(p, op, tensor)))
@@ -161,7 +179,10 @@ def backward_form(algorithm: str, deterministic: bool | None) -> str:
     ------
     OptionError
         If there is nothing to choose.
+    UnsupportedError
+        If there is no backward pass.
     """
+    check_backward(algorithm)
     if deterministic is None:
         return algorithm
     checks.flag("deterministic", deterministic)
@@ -176,6 +197,20 @@ def backward_form(algorithm: str, deterministic: bool | None) -> str:
 def check_algorithm(algorithm: str) -> None:
     """Raise `OptionError`, naming the algorithms there are, unless `algorithm` is one of them."""
     checks.one_of("algorithm", algorithm, ALGORITHMS)
+
+
+def check_backward(algorithm: str) -> None:
+    """Raise `UnsupportedError` unless the algorithm has a backward pass."""
+    if algorithm not in TRAINING:
+        raise UnsupportedError(
+            f"{algorithm!r} has no backward pass: it decodes, with keys that are not trained on; "
+            "algorithm='flash2' has one, and the same output"
+        )
+
+
+def splits_keys(algorithm: str) -> bool:
+    """Whether the algorithm walks the keys of a row tile in parts (see `Split`)."""
+    return any(one.parts for one in itinerary.ALGORITHMS[algorithm].forward)
 
 
 def heads_of(stage: Stage, problem: Problem) -> tuple[int, int]:

@@ -24,11 +24,13 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from flashsim.errors import OptionError
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem, Segment
 from flashsim.schedule import tables
 from flashsim.schedule.plans import Outer
 from flashsim.schedule.savedmask import Csr, SavedMask
+from flashsim.schedule.split import WHOLE, Split
 from flashsim.schedule.tables import FULL, MASKED
 from flashsim.schedule.tiling import Tiling
 
@@ -43,6 +45,13 @@ class Sums(NamedTuple):
     row_cols: int  # sum over visits of the tile's columns: keys loaded with queries outside
     col_rows: int  # sum over visits of the tile's rows: queries loaded with keys outside
     area: int  # sum over visits of rows x columns: scores computed
+
+
+class PartSums(NamedTuple):
+    """Sums over a schedule's row tiles, by the parts that their keys are divided into."""
+
+    whole_rows: int  # of tiles of one part: their rows
+    part_rows: int  # of the others: rows x parts
 
 
 @dataclass(frozen=True)
@@ -83,6 +92,8 @@ class Schedule:
         In which order column tiles are taken, wherever a loop runs over them.
     dense : bool
         Visit every tile of a sequence, also those the mask empties (standard attention).
+    split : Split
+        Parts of the keys, and whether the query heads of a group share rows; queries outside.
 
     Raises
     ------
@@ -95,6 +106,7 @@ class Schedule:
     outer: Outer = "queries"
     key_order: KeyOrder = "ascending"
     dense: bool = False
+    split: Split = WHOLE
 
     def __post_init__(self) -> None:
         for name, kind in (("problem", Problem), ("tiling", Tiling)):
@@ -103,6 +115,9 @@ class Schedule:
         checks.one_of("outer", self.outer, ("queries", "keys"))
         checks.one_of("key_order", self.key_order, KEY_ORDERS)
         checks.flag("Schedule.dense", self.dense)
+        checks.instance("Schedule.split", self.split, Split, "flashsim.schedule.split.Split")
+        if self.outer == "keys" and self.split != WHOLE:
+            raise OptionError(f"a walk with keys outside has no {self.split}; use outer='queries'")
 
     # -- tiles ----------------------------------------------------------------------------------
 
@@ -112,10 +127,11 @@ class Schedule:
         blocks = block_q, block_k = self._blocks
         tables.check_sizes(self.problem, self.tiling, blocks, contiguous=self._contiguous)
         rows, cols, row_base, col_base = [], [], [0], [0]
-        longest = max(self.problem.n_q, self.problem.n_kv)
+        longest = max(self.n_rows, self.problem.n_kv)
         kind = np.int32 if longest <= tables.INT32 else np.int64
         for s in self.problem.sequences:
-            r = tables.cut(s.q_start, s.q_stop, block_q, s.offset, s.k_stop, kind)
+            own = s.q_start * self.members, s.q_stop * self.members
+            r = tables.cut(*own, block_q, s.offset, s.k_stop, kind)
             c = tables.cut(s.k_start, s.k_stop, block_k, s.offset, s.q_stop, kind)
             rows.append(r)
             cols.append(c)
@@ -130,9 +146,19 @@ class Schedule:
     def _blocks(self) -> tuple[int, int]:
         """The tile's sides, beyond the longest sequence by one at most: sums with them fit."""
         return (
-            min(self.tiling.block_q, self.problem.n_q + 1),
+            min(self.tiling.block_q, self.n_rows + 1),
             min(self.tiling.block_k, self.problem.n_kv + 1),
         )
+
+    @property
+    def members(self) -> int:
+        """Rows a query has in a walk: one, or with packed heads one for each head of a group."""
+        return self.problem.group if self.split.pack_gqa else 1
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of one walk."""
+        return self.problem.n_q * self.members
 
     @property
     def rows(self) -> np.ndarray:
@@ -158,7 +184,7 @@ class Schedule:
         return len(self.cols)
 
     def row_slice(self, i: int) -> slice:
-        """Query rows of row tile i, as packed indices."""
+        """Query rows of row tile i, as packed indices (with packed heads: `Split`'s rows)."""
         return slice(int(self.rows[i, 0]), int(self.rows[i, 1]))
 
     def col_slice(self, j: int) -> slice:
@@ -179,13 +205,15 @@ class Schedule:
         lengths = np.array([s.k_stop - s.k_start for s in self.problem.sequences])
         return lengths[self._sequence_numbers]
 
+    def queries(self, i: int) -> np.ndarray:
+        """The query of each row of row tile i, as packed indices."""
+        return np.arange(*self.rows[i, :2].tolist()) // self.members
+
     def keep(self, i: int, j: int) -> np.ndarray | None:
         """Boolean (rows, cols) of tile (i, j), True where the score counts; None if all do."""
-        rows, cols = self.row_slice(i), self.col_slice(j)
+        cols = self.col_slice(j)
         kept = self.problem.keep(
-            self.sequence_of_row(i),
-            np.arange(rows.start, rows.stop),
-            np.arange(cols.start, cols.stop),
+            self.sequence_of_row(i), self.queries(i), np.arange(cols.start, cols.stop)
         )
         return None if kept.all() else kept
 
@@ -202,7 +230,7 @@ class Schedule:
     @cached_property
     def col_spans(self) -> np.ndarray | None:
         """int32 (T_c, 4): lo, full_lo, full_hi, hi over row tiles; None as for `row_spans`."""
-        if not self._contiguous:
+        if not self._contiguous or self.members > 1:  # rows of one query: no interval of rows
             return None
         # Key k is seen by queries from k - offset - right to k - offset + left.
         return self._spans(self.cols, "q", self.problem.right, self.problem.left)
@@ -222,8 +250,9 @@ class Schedule:
             part = slice(base[s], base[s + 1])
             start, stop = ((seq.k_start, seq.k_stop), (seq.q_start, seq.q_stop))[other == "q"]
             n = stop - start
-            first = table[part, 0].astype(np.int64) + sign * seq.offset - start
-            last = table[part, 1].astype(np.int64) - 1 + sign * seq.offset - start
+            rows_each = self.members if other == "k" else 1
+            first = table[part, 0].astype(np.int64) // rows_each + sign * seq.offset - start
+            last = (table[part, 1].astype(np.int64) - 1) // rows_each + sign * seq.offset - start
             if self.dense:
                 lo = np.zeros(len(first), np.int64)
                 hi = np.full(len(first), -(-n // block))
@@ -286,7 +315,7 @@ class Schedule:
         """Try the mask on one row of tiles at a time; memory stays linear in the length."""
         if isinstance(self.problem.mask, SavedMask):
             return self.problem.mask.row_csr(self.tiling)
-        band = Schedule(_band(self.problem), self.tiling).row_spans
+        band = Schedule(_band(self.problem), self.tiling, split=self.split).row_spans
         assert band is not None
         ptr, cols, kinds = [0], [], []
         for i, (lo, _, _, hi) in enumerate(band.tolist()):
@@ -300,9 +329,9 @@ class Schedule:
         """For tiles lo .. hi - 1 of row i: is any score kept, and are all of them?"""
         if hi == lo:
             return np.zeros(0, bool), np.zeros(0, bool)
-        rows, edges = self.row_slice(i), self.cols[lo:hi]
+        edges = self.cols[lo:hi]
         keys = np.arange(edges[0, 0], edges[-1, 1])
-        kept = self.problem.keep(self.sequence_of_row(i), np.arange(rows.start, rows.stop), keys)
+        kept = self.problem.keep(self.sequence_of_row(i), self.queries(i), keys)
         begins = edges[:, 0] - edges[0, 0]
         some = np.logical_or.reduceat(kept.any(axis=0), begins)
         every = np.logical_and.reduceat(kept.all(axis=0), begins)
@@ -317,11 +346,28 @@ class Schedule:
         columns = range(self.t_c)
         return columns[::-1] if self.key_order == "descending" else columns
 
-    def visits(self, outer: int) -> Iterator[Visit]:
-        """The visits of one outer step: of row tile i, or with keys outside of column tile j."""
+    @cached_property
+    def part_counts(self) -> np.ndarray:
+        """int64 (T_r,): into how many parts the keys of each row tile are divided, at least 1."""
+        if self.row_spans is not None:
+            visits = (self.row_spans[:, 3] - self.row_spans[:, 0]).astype(np.int64)
+        else:
+            visits = np.diff(self.row_csr[0]).astype(np.int64)
+        return np.clip(visits, 1, self.split.splits)
+
+    def visits(self, outer: int, part: int | None = None) -> Iterator[Visit]:
+        """The visits of one outer step: of row tile i, or with keys outside of column tile j.
+
+        `part` picks one part of a row tile's keys: of n visits in P parts, the p-th has those from
+        ``n p // P`` up to ``n (p + 1) // P``.
+        """
         by_row = self.outer == "queries"
         ptr, inner, kind = self.row_csr if by_row else self.col_csr
-        for v in range(int(ptr[outer]), int(ptr[outer + 1])):
+        first, last = int(ptr[outer]), int(ptr[outer + 1])
+        if part is not None:
+            n, parts = last - first, int(self.part_counts[outer])
+            first, last = first + n * part // parts, first + n * (part + 1) // parts
+        for v in range(first, last):
             i, j = (outer, int(inner[v])) if by_row else (int(inner[v]), outer)
             yield Visit(self, v, i, j, self.row_slice(i), self.col_slice(j), int(kind[v]))
 
@@ -354,6 +400,35 @@ class Schedule:
             row_cols=int(width.sum()),
             col_rows=int((heights * count).sum()),
             area=int((heights * width).sum()),
+        )
+
+    @cached_property
+    def page_counts(self) -> np.ndarray:
+        """int64 (T_c,): pages that hold keys of each column tile; all 0 without pages."""
+        size = self.problem.page_size
+        if size is None:
+            return np.zeros(self.t_c, np.int64)
+        starts = np.array([s.k_start for s in self.problem.sequences])
+        starts = np.repeat(starts, np.diff(self._edges[3]))
+        first, stop = self.cols[:, 0] - starts, self.cols[:, 1] - starts
+        return -(-stop // size) - first // size
+
+    @cached_property
+    def page_reads(self) -> int:
+        """Sum over visits of the pages that hold the tile's keys."""
+        if self.row_spans is not None:
+            reach = np.concatenate([[0], np.cumsum(self.page_counts)])
+            return int((reach[self.row_spans[:, 3]] - reach[self.row_spans[:, 0]]).sum())
+        return int(self.page_counts[self.row_csr[1]].sum())
+
+    @cached_property
+    def part_sums(self) -> PartSums:
+        """Sums over all row tiles, of their rows and parts."""
+        heights = (self.rows[:, 1] - self.rows[:, 0]).astype(np.int64)
+        several = self.part_counts > 1
+        return PartSums(
+            whole_rows=int(heights[~several].sum()),
+            part_rows=int((heights * self.part_counts)[several].sum()),
         )
 
     def extents(self) -> tuple[np.ndarray, np.ndarray]:

@@ -12,18 +12,20 @@ QUERY, KEY, BIAS = range(3)  # it has one matrix a query head, a key head or a b
 
 #: What there is one of for each bias head, and the numbers that a row has one of.
 BIASES = frozenset(("bias", "dBias", "dBias_acc"))
-STATISTICS = frozenset(("L", "l", "m", "delta"))
+STATISTICS = frozenset(("L", "L_part", "l", "m", "delta"))
+#: Bytes of an entry of a block table.
+TABLE_ITEM = 4
 #: Every tensor by what it is cut along.
 AXES = {
     **dict.fromkeys(STATISTICS, ROW),
     **dict.fromkeys(BIASES, TILE),
-    **dict.fromkeys(("Q", "O", "dO", "dQ", "O_acc", "dQ_acc"), ROW),
-    **dict.fromkeys(("K", "V", "dK", "dV"), COL),
+    **dict.fromkeys(("Q", "O", "dO", "dQ", "O_acc", "dQ_acc", "O_part"), ROW),
+    **dict.fromkeys(("K", "V", "dK", "dV", "table"), COL),
     **dict.fromkeys(("S", "P", "dP", "dS", "gate"), TILE),
 }
 _WIDTHS = {  # by name; a statistic or a score is one number
     **dict.fromkeys(("Q", "K", "dQ", "dK", "dQ_acc"), "head_dim"),
-    **dict.fromkeys(("V", "O", "dO", "dV", "O_acc"), "head_dim_v"),
+    **dict.fromkeys(("V", "O", "dO", "dV", "O_acc", "O_part"), "head_dim_v"),
 }
 
 
@@ -50,8 +52,10 @@ def shape(problem: Problem, name: str) -> TensorShape:
     axis, statistic = AXES[name], name in STATISTICS
     owner = BIAS if name in BIASES else KEY if axis == COL else QUERY
     elements = getattr(problem, _WIDTHS[name]) if name in _WIDTHS else 1
-    wide = statistic or name.endswith("_acc")
+    wide = statistic or name.endswith(("_acc", "_part"))
     itemsize = problem.compute_itemsize if wide else problem.itemsize
+    if name == "table":  # a page number of int32: at most one a key
+        itemsize = TABLE_ITEM
     return TensorShape(axis, owner, elements, itemsize, statistic)
 
 
@@ -64,8 +68,13 @@ def matrices(problem: Problem, owner: int) -> int:
 
 @lru_cache(maxsize=256)
 def whole_bytes(problem: Problem, name: str) -> int:
-    """Bytes of a tensor in HBM, all heads. A query head's scores are those of its sequences."""
+    """Bytes of a tensor in HBM, all heads (of `O_part` and `L_part`: for one part of the keys).
+
+    A query head's scores are those of its sequences.
+    """
     p, its = problem, shape(problem, name)
+    if name == "table":
+        return p.pages * TABLE_ITEM
     scores = p.n_q * p.n_kv
     if its.owner == QUERY:
         scores = sum((s.q_stop - s.q_start) * (s.k_stop - s.k_start) for s in p.sequences)

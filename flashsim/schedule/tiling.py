@@ -13,6 +13,7 @@ from flashsim.problem.masks import BlockMask
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
 from flashsim.schedule.presets import PRESETS
+from flashsim.schedule.split import WHOLE, Split
 
 #: Tile sides that `Tiling.fit` considers; real kernels use multiples of the tensor cores' 16.
 SIDES = (16, 32, 64, 128, 256, 512)
@@ -45,21 +46,26 @@ class Tiling:
         """Whether no tile straddles two cells of a block mask; without one, none does."""
         return cells is None or not (cells.block_q % self.block_q or cells.block_k % self.block_k)
 
-    def clip(self, problem: Problem) -> Tiling:
+    def clip(self, problem: Problem, split: Split = WHOLE) -> Tiling:
         """The tile as far as the problem fills it; a tile may be larger than the score matrix."""
         checks.instance("problem", problem, Problem, "flashsim.Problem")
-        return Tiling(min(self.block_q, problem.n_q), min(self.block_k, problem.n_kv))
+        rows = problem.n_q * (problem.group if split.pack_gqa else 1)
+        return Tiling(min(self.block_q, rows), min(self.block_k, problem.n_kv))
 
     def buffers(
-        self, problem: Problem, algorithm: str = "flash2", direction: str = "forward"
+        self,
+        problem: Problem,
+        algorithm: str = "flash2",
+        direction: str = "forward",
+        split: Split = WHOLE,
     ) -> dict[str, dict[str, int]]:
         """On-chip bytes of each buffer of each stage: ``{stage: {buffer: bytes}}``.
 
         A buffer named in `plans` as one whole row (standard attention's softmax) is counted once,
         since rows are processed one at a time if need be.
         """
-        stages = plans.stages(problem, algorithm, direction)
-        tile = self.clip(problem)
+        stages = plans.stages(problem, algorithm, direction, split)
+        tile = self.clip(problem, split)
         return {
             stage.name: {
                 b.name: b.nbytes(1 if stage.whole_rows else tile.block_q, tile.block_k)
@@ -69,14 +75,18 @@ class Tiling:
         }
 
     def footprint(
-        self, problem: Problem, algorithm: str = "flash2", direction: str = "forward"
+        self,
+        problem: Problem,
+        algorithm: str = "flash2",
+        direction: str = "forward",
+        split: Split = WHOLE,
     ) -> int:
         """On-chip bytes of the stage that needs the most, everything held at once.
 
         FlashAttention-2 forward in float32 keeps Q, K, V, O and the scores S, and the statistics
         m and l: with 64 x 64 tiles at d = 64 the first five take 81,920 B, m and l 512 B more.
         """
-        tables = self.buffers(problem, algorithm, direction).values()
+        tables = self.buffers(problem, algorithm, direction, split).values()
         return max(sum(table.values()) for table in tables)
 
     def check(
@@ -85,6 +95,7 @@ class Tiling:
         device: Device | str,
         algorithm: str = "flash2",
         direction: str = "forward",
+        split: Split = WHOLE,
     ) -> None:
         """Raise unless every stage fits in one block's on-chip memory.
 
@@ -94,7 +105,7 @@ class Tiling:
             With the table of buffers and the largest tiling that fits.
         """
         device = Device.get(device)
-        for stage, table in self.buffers(problem, algorithm, direction).items():
+        for stage, table in self.buffers(problem, algorithm, direction, split).items():
             need = sum(table.values())
             if need > device.sram_bytes:
                 rows = "".join(f"\n  {name:<6}{size:>14,} B" for name, size in table.items())
@@ -102,12 +113,14 @@ class Tiling:
                     f"{algorithm} {direction}, stage {stage!r}: a {self} tile at head_dim="
                     f"{problem.head_dim}, {problem.dtype} needs {need:,} B on chip, but "
                     f"{device.name} gives a block {device.sram_bytes:,} B; "
-                    f"{self._advice(problem, device, algorithm, direction)}. It holds:{rows}"
+                    f"{self._advice(problem, device, algorithm, direction, split)}. It holds:{rows}"
                 )
 
-    def _advice(self, problem: Problem, device: Device, algorithm: str, direction: str) -> str:
+    def _advice(
+        self, problem: Problem, device: Device, algorithm: str, direction: str, split: Split
+    ) -> str:
         try:
-            fits = Tiling.fit(problem, device, algorithm, direction)
+            fits = Tiling.fit(problem, device, algorithm, direction, split)
         except SramOverflow:
             return "no tiling fits; use a device with more SRAM or another algorithm"
         return f"the largest tiling that fits is Tiling({fits.block_q}, {fits.block_k})"
@@ -119,6 +132,7 @@ class Tiling:
         device: Device | str = "H100",
         algorithm: str = "flash2",
         direction: str = "forward",
+        split: Split = WHOLE,
     ) -> Tiling:
         """The tiling that fits on chip and moves the fewest bytes through HBM.
 
@@ -128,7 +142,8 @@ class Tiling:
         inner one takes what is left; an algorithm with both orders (a three-pass backward) grows
         the smaller side first. Sides are powers of two from 16 to 512; the first line of
         Algorithm 1 in arXiv:2205.14135, B_c = ceil(M / 4d), leaves the score tile out and so can
-        overshoot M.
+        overshoot M. An algorithm that divides keys into parts deals them out in tiles of at most
+        128, so that the parts come out alike.
 
         Raises
         ------
@@ -136,7 +151,8 @@ class Tiling:
             If not even a 1 x 1 tile fits.
         """
         device = Device.get(device)
-        stages = plans.stages(problem, algorithm, direction)
+        stages = plans.stages(problem, algorithm, direction, split)
+        most_keys = 128 if any(stage.parts for stage in stages) else SIDES[-1]
         outers = {stage.outer for stage in stages if any(buffer.visit for buffer in stage.buffers)}
 
         def merit(tiling: Tiling) -> tuple[int, ...]:
@@ -149,12 +165,13 @@ class Tiling:
             fitting = [
                 tiling
                 for tiling in candidates
-                if tiling.footprint(problem, algorithm, direction) <= device.sram_bytes
+                if tiling.block_k <= most_keys
+                and tiling.footprint(problem, algorithm, direction, split) <= device.sram_bytes
             ]
             if fitting:
                 best = max(fitting, key=merit)
-                return _trim(best, problem)
-        smallest = cls(1, 1).footprint(problem, algorithm, direction)
+                return _trim(best, problem, split)
+        smallest = cls(1, 1).footprint(problem, algorithm, direction, split)
         raise SramOverflow(
             f"{algorithm} {direction} at head_dim={problem.head_dim}, n_kv={problem.n_kv}, "
             f"{problem.dtype} needs {smallest:,} B on chip even with a 1 x 1 tile, but "
@@ -191,10 +208,11 @@ def _tilings(sides: tuple[int, ...]) -> Iterator[Tiling]:
     return (Tiling(q, k) for q, k in product(sides, sides))
 
 
-def _trim(tiling: Tiling, problem: Problem) -> Tiling:
+def _trim(tiling: Tiling, problem: Problem, split: Split) -> Tiling:
     """Halve sides that reach past the matrix: 512 x 512 for 17 queries says less than 32."""
     q, k = tiling.block_q, tiling.block_k
-    while q // 2 >= problem.n_q:
+    rows = problem.n_q * (problem.group if split.pack_gqa else 1)
+    while q // 2 >= rows:
         q //= 2
     while k // 2 >= problem.n_kv:
         k //= 2

@@ -87,13 +87,15 @@ class StageTrace:
         if (i < 0).any():
             return 0, int((schedule.cols[j, 1] - schedule.cols[j, 0]).sum()), 0
         r = (schedule.rows[i, 1] - schedule.rows[i, 0]).astype(np.int64)
+        if self.stage.parts == "merges":  # a step works on the rows of each part
+            r *= schedule.part_counts[i]
         whole = j < 0
         c = np.where(whole, schedule.key_counts[i], schedule.cols[j, 1] - schedule.cols[j, 0])
         return int(r.sum()), int(c.sum()), int((r * c).sum())
 
     def expand(self, number: int) -> np.ndarray:
         """The events of every head; `number` is the stage's place in the trace."""
-        full = np.tile(self.events, self.repeat)
+        full = np.concatenate([self.events] * self.repeat)
         full["head"] += np.repeat(
             np.arange(self.repeat, dtype=np.int32) * self.stride, len(self.events)
         )

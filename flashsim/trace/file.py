@@ -175,7 +175,7 @@ def _pack(trace: Recording) -> tuple[dict[str, Any], dict[str, Any]]:
             "tilings": [[t.block_q, t.block_k] for t in tilings],
         }
         for n, tiling in enumerate(tilings):
-            table = Schedule(problem, tiling).row_csr
+            table = Schedule(problem, tiling, split=trace.stages[0].schedule.split).row_csr
             for part, array in zip(_CSR_PARTS, table, strict=True):
                 arrays[f"mask_{n}_{part}"] = array
     header["members"] = {name: list(array.shape) for name, array in arrays.items()}
@@ -188,6 +188,7 @@ def _pack_stage(stage: StageTrace) -> dict[str, Any]:
         **{key: getattr(stage.stage, key) for key in ("name", "outer", "dense", "per", "buffers")},
         "tiling": [schedule.tiling.block_q, schedule.tiling.block_k],
         "key_order": schedule.key_order,
+        "split": [schedule.split.splits, schedule.split.pack_gqa],
         "repeat": stage.repeat,
         "stride": stage.stride,
     }
@@ -213,12 +214,16 @@ def _unpack(header: dict[str, Any], archive: Archive) -> Recording:
         masks["block_mask"] = BlockMask(read("block_mask"), *cells)
     if "mask" in header:
         tables: dict[Tiling, Csr] = {}
+        packed = soundness.split(header["stages"][0]).pack_gqa
+        rows_each = problem.group if packed else 1
         for n, sides in enumerate(header["mask"]["tilings"]):
             tiling = Tiling(*sides)
             ptr, col, kind = _csr(n)
-            soundness.length_of_mask(shapes[ptr], shapes[col], shapes[kind], problem, tiling)
+            soundness.length_of_mask(
+                shapes[ptr], shapes[col], shapes[kind], problem, tiling, rows_each
+            )
             tables[tiling] = read(ptr), read(col), read(kind)
-            soundness.mask_table(tables[tiling], problem, tiling)
+            soundness.mask_table(tables[tiling], problem, tiling, rows_each)
         masks["mask"] = SavedMask(header["mask"]["name"], tables)
     problem = soundness.problem(header["problem"], **masks)
 
@@ -229,7 +234,8 @@ def _unpack(header: dict[str, Any], archive: Archive) -> Recording:
         if "mask" in masks and tiling not in masks["mask"].tables:
             raise ValueError(f"stage {walk.name!r}: the mask was not saved for {tiling} tiles")
         soundness.length_of_events(shapes[f"events_{n}"][0], walk, problem, tiling)
-        schedule = Schedule(problem, tiling, walk.outer, entry["key_order"], walk.dense)
+        how = walk.outer, entry["key_order"], walk.dense, soundness.split(entry)
+        schedule = Schedule(problem, tiling, *how)
         table = _recoded(read(f"events_{n}"), names)
         soundness.events(table, walk, problem, tiling)
         stages.append(StageTrace(walk, schedule, repeat, stride, table))

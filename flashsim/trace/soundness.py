@@ -18,6 +18,7 @@ from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
 from flashsim.schedule.names import COMPUTE, OPS, TENSORS, TRANSFERS
 from flashsim.schedule.savedmask import Csr
+from flashsim.schedule.split import Split
 from flashsim.schedule.tiling import Tiling
 from flashsim.trace.events import PHASES, ROLES
 
@@ -102,12 +103,21 @@ def problem(given: dict[str, Any], **masks: Any) -> Problem:
     return made
 
 
+def split(entry: Mapping[str, Any]) -> Split:
+    """Parts of the keys and packed heads of a stage; older files say nothing of them."""
+    given = entry.get("split", [1, False])
+    if not isinstance(given, list) or len(given) != 2:
+        raise ValueError(f"a split is {_shown(given)}, not parts and whether heads are packed")
+    integers("a split", given[:1], 1, 1)
+    return Split(*given)
+
+
 def stage(
     given: Any, of: Problem, algorithm: str, direction: str
 ) -> tuple[plans.Stage, Tiling, int, int]:
     """A stage of the algorithm, its tiling, how often its walk is made, and how far apart."""
     entry = typed("a stage", given, _STAGE)
-    planned = {stage.name: stage for stage in plans.stages(of, algorithm, direction)}
+    planned = {s.name: s for s in plans.stages(of, algorithm, direction, split(entry))}
     name = entry["name"]
     if name not in planned:
         raise ValueError(f"{algorithm} {direction} has no stage {name!r}")
@@ -138,11 +148,16 @@ def _check_buffers(given: list[Any]) -> None:
 # -- how long tables can be ---------------------------------------------------------------------
 
 
-def tiles(of: Problem, tiling: Tiling) -> tuple[int, int, int]:
+def members(walk: plans.Stage, of: Problem) -> int:
+    """Rows that a query has in a walk: one for each packed head (`Split`)."""
+    return of.group if walk.parts and walk.per == "group" else 1
+
+
+def tiles(of: Problem, tiling: Tiling, members: int = 1) -> tuple[int, int, int]:
     """Row tiles, column tiles, and score tiles: pairs of them in one sequence."""
     t_r = t_c = pairs = 0
     for s in of.sequences:
-        rows = -(-(s.q_stop - s.q_start) // tiling.block_q)
+        rows = -(-(s.q_stop - s.q_start) * members // tiling.block_q)
         cols = -(-(s.k_stop - s.k_start) // tiling.block_k)
         t_r, t_c, pairs = t_r + rows, t_c + cols, pairs + rows * cols
     return t_r, t_c, pairs
@@ -150,11 +165,14 @@ def tiles(of: Problem, tiling: Tiling) -> tuple[int, int, int]:
 
 def length_of_events(length: int, walk: plans.Stage, of: Problem, tiling: Tiling) -> None:
     """Refuse a table of events that is longer than any walk of the stage, or too short for one."""
-    t_r, t_c, pairs = tiles(of, tiling)
+    rows_each = members(walk, of)
+    t_r, t_c, pairs = tiles(of, tiling, rows_each)
     steps = t_r if walk.outer == "queries" else t_c
-    members = of.group if walk.per == "group" else 1
+    heads = of.group // rows_each if walk.per == "group" else 1
     # Each buffer of a visit or a step comes and goes and may be stored; `n_q` for single rows.
-    most = (pairs * members + steps + of.n_q) * (3 * len(walk.buffers) + 8)
+    most = (pairs * heads + steps + of.n_q) * (3 * len(walk.buffers) + 8)
+    if walk.parts:  # an outer step for each part, of a visit at least; merging, for several
+        most, steps = 2 * most, steps if walk.parts == "walks" else 0
     if not steps <= length <= most:
         raise ValueError(
             f"stage {walk.name!r} has {length} events, not from {steps} to {most} as in such a walk"
@@ -162,10 +180,15 @@ def length_of_events(length: int, walk: plans.Stage, of: Problem, tiling: Tiling
 
 
 def length_of_mask(
-    ptr: tuple[int, ...], col: tuple[int, ...], kind: tuple[int, ...], of: Problem, tiling: Tiling
+    ptr: tuple[int, ...],
+    col: tuple[int, ...],
+    kind: tuple[int, ...],
+    of: Problem,
+    tiling: Tiling,
+    rows_each: int,
 ) -> None:
     """Refuse a mask's table of tiles of another length than its tiling has."""
-    t_r, _, pairs = tiles(of, tiling)
+    t_r, _, pairs = tiles(of, tiling, rows_each)
     if ptr[0] != t_r + 1 or col != kind or col[0] > pairs:
         raise ValueError(f"a mask's table has {ptr[0] - 1} rows and {col[0]} of {pairs} tiles")
 
@@ -195,15 +218,16 @@ def within(what: str, values: np.ndarray, low: int, high: int) -> None:
 
 def events(table: np.ndarray, walk: plans.Stage, of: Problem, tiling: Tiling) -> None:
     """Events of one stage: tiles and heads that exist, bytes that can be moved."""
-    t_r, t_c, pairs = tiles(of, tiling)
-    members = of.group if walk.per == "group" else 1
+    rows_each = members(walk, of)
+    t_r, t_c, pairs = tiles(of, tiling, rows_each)
     what = f"stage {walk.name!r}: "
-    within(what + "head", table["head"], 0, members)
+    heads = of.group // rows_each if walk.per == "group" else 1
+    within(what + "head", table["head"], 0, heads)
     within(what + "i", table["i"], -1, t_r)
     within(what + "j", table["j"], -1, t_c)
     within(what + "visit", table["visit"], -1, pairs)
     # One tile of one tensor: a row of it is at most a row of scores, or of head_dim, of 8 B.
-    largest = of.n_q * max(of.n_kv, of.head_dim, of.head_dim_v) * 8
+    largest = of.n_q * rows_each * max(of.n_kv, of.head_dim, of.head_dim_v) * 8
     largest = max(largest, of.n_kv * max(of.head_dim, of.head_dim_v) * 8)
     within(what + "bytes", table["bytes"], 0, min(largest, (1 << 63) // max(len(table), 1)) + 1)
     if (table["level"] != ~np.isin(table["op"], TRANSFERS)).any() or table["stage"].any():
@@ -212,7 +236,7 @@ def events(table: np.ndarray, walk: plans.Stage, of: Problem, tiling: Tiling) ->
     visiting = table["visit"] >= 0
     if (outer < 0).any() or ((table["i"] < 0) | (table["j"] < 0))[visiting].any():
         raise ValueError(what + "an event belongs to no tile")
-    if not (table["op"] == COMPUTE).any():
+    if not (table["op"] == COMPUTE).any() and walk.parts != "merges":
         raise ValueError(what + "nothing is computed")
 
 
@@ -221,8 +245,8 @@ def timeline(spans: np.ndarray, stages: Sequence[Any], of: Problem) -> None:
     within("timeline: stage", spans["stage"], 0, len(stages))
     within("timeline: sm", spans["sm"], 0, 1 << 15)
     within("timeline: head", spans["head"], 0, of.batch * of.heads)
-    for number, (_, tiling, *_) in enumerate(stages):
-        t_r, t_c, pairs = tiles(of, tiling)
+    for number, (walk, tiling, *_) in enumerate(stages):
+        t_r, t_c, pairs = tiles(of, tiling, members(walk, of))
         own = spans[spans["stage"] == number]
         within("timeline: i", own["i"], -1, t_r)
         within("timeline: j", own["j"], -1, t_c)
@@ -232,7 +256,7 @@ def timeline(spans: np.ndarray, stages: Sequence[Any], of: Problem) -> None:
         raise ValueError("timeline: a span ends before it begins")
 
 
-def mask_table(table: Csr, of: Problem, tiling: Tiling) -> None:
+def mask_table(table: Csr, of: Problem, tiling: Tiling, rows_each: int) -> None:
     """The tiles that a mask kept: of each row tile, keys ascending, in the row's own sequence."""
     ptr, col, kind = table
     within("a mask's kinds", kind, 0, 2)
@@ -240,7 +264,7 @@ def mask_table(table: Csr, of: Problem, tiling: Tiling) -> None:
         raise ValueError("a mask's rows of tiles do not add up")
     first = row = 0
     for s in of.sequences:
-        rows = -(-(s.q_stop - s.q_start) // tiling.block_q)
+        rows = -(-(s.q_stop - s.q_start) * rows_each // tiling.block_q)
         cols = -(-(s.k_stop - s.k_start) // tiling.block_k)
         within("a mask's tiles", col[ptr[row] : ptr[row + rows]], first, first + cols)
         first, row = first + cols, row + rows

@@ -275,7 +275,9 @@ class Trace(Recording):
         """
         first = self.stages[0].schedule
         return Traffic(
-            self.problem, first.tiling, self.algorithm, self.direction, self.device, first.key_order
+            *(self.problem, first.tiling, self.algorithm, self.direction, self.device),
+            first.key_order,
+            first.split,
         )
 
     def dram(self, device: str | Device | None = None, l2: L2Model | None = None) -> Dram:

@@ -9,7 +9,8 @@ from flashsim import Device, Problem, Tiling, l2
 from flashsim.l2 import requests
 from flashsim.l2.launch import SIDE, occupancy
 from flashsim.schedule.names import OPS, TENSORS, TRANSFERS
-from flashsim.schedule.plans import ALGORITHMS, DIRECTIONS
+from flashsim.schedule.plans import DIRECTIONS
+from flashsim.schedule.plans import TRAINING as ALGORITHMS
 
 PROBLEMS = {
     "plain": Problem(50, 70, head_dim=8, batch=2, heads=2),

@@ -16,7 +16,7 @@ import flashsim
 from flashsim import BlockMask, Device, OptionError, Problem, SramOverflow, Tiling
 from flashsim.counts.work import KINDS
 from flashsim.problem.problem import numpy_dtype
-from flashsim.schedule.plans import ALGORITHMS
+from flashsim.schedule.plans import TRAINING as ALGORITHMS
 
 DIRECTIONS = ("forward", "backward")
 ANSWERS = ("bytes", "flops", "on_chip", "peak_sram", "compulsory", "intensity", "by_tensor")

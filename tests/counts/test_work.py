@@ -13,7 +13,7 @@ import flashsim
 from flashsim import Tiling
 from flashsim.algorithms.memory import Sram
 from flashsim.counts.work import KINDS
-from flashsim.schedule.plans import ALGORITHMS
+from flashsim.schedule.plans import TRAINING as ALGORITHMS
 
 KIND_OF = {
     **dict.fromkeys(("add", "subtract"), "add"),
@@ -101,3 +101,15 @@ def test_flops_are_those_that_run(algorithm, case, seen):
     expected = {kind: gradients.trace.flops(kind) for kind in KINDS}
     assert {kind: seen()[kind] for kind in KINDS} == expected
     assert set(seen()) <= set(KINDS)
+
+
+@pytest.mark.parametrize("pack_gqa", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_flops_of_decoding_are_those_that_run(case, pack_gqa, seen):
+    shape, options = CASES[case]
+    x = tensors(37, 29, 6, **shape)
+    result = flashsim.run(
+        *(x.q, x.k, x.v), bias=x.bias, algorithm="flash-decode", splits=2, pack_gqa=pack_gqa,
+        tiling=Tiling(16, 12), trace=True, **options,
+    )  # fmt: skip
+    assert {kind: seen()[kind] for kind in KINDS} == {k: result.trace.flops(k) for k in KINDS}

@@ -30,6 +30,9 @@ OPTIONS = ("engines/test_engines.py::test_options", "-k", "numpy-flash2- and flo
 PRECISION = ("engines/test_engines.py::test_p_is_rounded_to_the_input_type",)
 ORACLE = ("problem/test_oracle.py::test_agrees_with_a_second_formula", "-k", "causal or window")
 TRAFFIC = ("counts/test_traffic.py::test_fixed_problems_are_counted_exactly", "-k", "gqa")
+DECODE = ("counts/test_decode.py::test_kinds_and_types", "-k", "float32-normal")
+PAGES = ("counts/test_decode.py::test_pages_hold_what_a_contiguous_cache_does",)
+PARTS = ("counts/test_decode.py::test_parts_cover_the_walk_once_and_evenly",)
 WORK = ("counts/test_work.py", "-k", "flash2-plain")
 
 
@@ -53,7 +56,50 @@ STANDARD, TILES = "flashsim.algorithms.standard", "flashsim.algorithms.tiles"
 MEMORY, PROBLEM = "flashsim.algorithms.memory", "flashsim.problem.problem"
 SCHEDULE, COUNTS = "flashsim.schedule.schedule", "flashsim.counts.forms"
 
+DECODING, MERGE = "flashsim.algorithms.decode", "flashsim.algorithms.merge"
+
 FAULTS = {
+    # -- parts of the keys ----------------------------------------------------------------------
+    "split-lost": Fault(
+        "the last part is not merged",
+        *(
+            DECODING,
+            "for part in range(int(schedule.part_counts[i])):",
+            "for part in range(int(schedule.part_counts[i]) - 1):",
+            DECODE,
+        ),
+    ),
+    "merged-lse-of-the-wrong-base": Fault(
+        "the merged LSE stands on one part's, not on the larger",
+        *(MERGE, "return out, m + np.log(safe)", "return out, lse_b + np.log(safe)", DECODE),
+    ),
+    "parts-overlap": Fault(
+        "each part begins with the last key tile of the one before",
+        *(
+            SCHEDULE,
+            "first, last = first + n * part // parts,",
+            "first, last = first + max(0, n * part // parts - 1),",
+            PARTS,
+        ),
+    ),
+    "page-off-by-one": Fault(
+        "a key is looked for in the page after its own",
+        *(
+            MEMORY,
+            "[at // size - start // size]",
+            "[(at // size - start // size + 1) % len(self.pages.ravel())]",
+            PAGES,
+        ),
+    ),
+    "packed-rows-masked-as-queries": Fault(
+        "row r of a tile of packed heads is masked as query r",
+        *(
+            SCHEDULE,
+            "np.arange(*self.rows[i, :2].tolist()) // self.members",
+            "np.arange(*self.rows[i, :2].tolist())",
+            DECODE,
+        ),
+    ),
     # -- online softmax -------------------------------------------------------------------------
     "o-not-rescaled": Fault(
         "O keeps the scale of an older maximum",
@@ -73,7 +119,7 @@ FAULTS = {
     ),
     "o-not-normalised": Fault(
         "O is stored without the division by l",
-        *(FLASH2, "rows, O_i / l_safe[..., None]", "rows, O_i", KINDS_2),
+        *(FLASH2, "return O_i / l_safe[..., None],", "return O_i,", KINDS_2),
     ),
     "lse-without-log": Fault(
         "LSE is m + l",
@@ -176,8 +222,8 @@ FAULTS = {
     "k-loaded-once": Fault(
         "K is read for free after the first row tile",
         FLASH2,
-        "K_j = sram.load(hbm.K, visit.cols)                                # 7",
-        "K_j = hbm.K.view(visit.cols, slice(None), None) if i else sram.load(hbm.K, visit.cols)",
+        "K_j = sram.load(K, visit.cols)     ",
+        "K_j = sram.load(K, visit.cols) if not visit.i else K.view(visit.cols, slice(None), None)",
         TRAFFIC,
     ),
     "ragged-tile-counted-whole": Fault(

@@ -10,8 +10,9 @@ from flashsim.algorithms import PASSES
 from flashsim.counts.traffic import strip_rows
 from flashsim.errors import OptionError
 from flashsim.schedule import itinerary, plans
-from flashsim.schedule.names import TENSORS
-from flashsim.schedule.plans import ALGORITHMS, DIRECTIONS
+from flashsim.schedule.names import ALLOC, CODES, TENSORS, TRANSFERS
+from flashsim.schedule.plans import DIRECTIONS
+from flashsim.schedule.plans import TRAINING as ALGORITHMS
 from flashsim.schedule.tensors import AXES, whole_bytes
 from flashsim.trace.assembly import assemble, assemble_rows, tile_bytes
 
@@ -66,6 +67,38 @@ def test_the_pages_move_what_the_itinerary_says_in_its_order(algorithm, case):
             expected = from_the_itinerary(ran.stage, ran.schedule)
             assert (ran.repeat, ran.stride) == (expected.repeat, expected.stride)
             np.testing.assert_array_equal(ran.events, expected.events, err_msg=ran.name)
+
+
+@pytest.mark.parametrize("pack_gqa", [False, True])
+def test_decoding_moves_what_its_itinerary_says_in_its_order(pack_gqa):
+    """A step for each part: before, visits, and of what is stored what the number of parts asks."""
+    x = tensors(3, 90, 8, heads=4, kv_heads=2, dtype="float16", bias=(1, 4))
+    trace = flashsim.run(
+        x.q, x.k, x.v, bias=x.bias, causal=True, window=(40, -1), algorithm="flash-decode",
+        splits=3, pack_gqa=pack_gqa, tiling=Tiling(2, 16), trace=True,
+    ).trace  # fmt: skip
+    split, combine = trace.stages
+
+    def moves(listed, *left_out):
+        return [(m.code, CODES[m.tensor]) for m in listed if m.tensor not in left_out]
+
+    def made(stage):
+        e = stage.events[np.isin(stage.events["op"], (*TRANSFERS, ALLOC))]
+        return list(zip(e["op"].tolist(), e["tensor"].tolist(), strict=True))
+
+    parts, expected, merged = split.schedule.part_counts, [], []
+    for i, count in enumerate(parts.tolist()):
+        results = ("O_part", "L_part") if count == 1 else ("O", "L")
+        for part in range(count):
+            expected += moves(split.stage.before)
+            expected += moves(split.stage.visit) * len(list(split.schedule.visits(i, part)))
+            expected += moves(split.stage.after, *results)
+        if count > 1:
+            merged += moves(combine.stage.before) + moves(combine.stage.visit) * count
+            merged += moves(combine.stage.after)
+    assert parts.max() == 3
+    assert made(split) == expected
+    assert made(combine) == merged
 
 
 def test_every_algorithm_has_its_page_and_every_tensor_lies_somewhere():

@@ -8,7 +8,7 @@ from helpers import tensors
 
 import flashsim
 from flashsim import OptionError, Tiling, Trace, TraceError
-from flashsim.schedule.plans import ALGORITHMS
+from flashsim.schedule.plans import TRAINING as ALGORITHMS
 from flashsim.trace.trace import EVENT, OPS, TENSORS
 
 TRANSFERS = ("load", "store", "reduce")

@@ -1,0 +1,117 @@
+"""Key caches whose entries have different live lengths: the problem that they pose.
+
+An entry of the batch is a packed sequence of its live keys, which `Schedule` knows already. The
+arrays stay as they are given; an engine finds `cache_seqlens` and `block_table` among its options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from flashsim.errors import OptionError, ShapeError, UnsupportedError, shown
+from flashsim.problem import checks
+from flashsim.problem.problem import Problem
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def paged_shapes(shapes: Shapes, block_table: Any) -> Shapes:
+    """The shapes that q, k and v would have, were the keys of each entry's pages in a row.
+
+    Raises
+    ------
+    ShapeError
+        If the table has no row for each entry, or K's pages are not V's.
+    """
+    q, k, v = shapes
+    table = checks.as_array("block_table", block_table)
+    if len(q) != 4 or table.ndim != 2 or table.shape[0] != q[0] or table.dtype.kind not in "iu":
+        raise ShapeError(
+            "block_table must be integers (batch, max_pages) for a q of (batch, heads, n_q, d), "
+            f"got {table.dtype} {table.shape} for q {q}"
+        )
+    if len(k) != 4 or k[:3] != v[:3] or 0 in k or 0 in table.shape:
+        raise ShapeError(
+            "with a block_table, k and v are (pages, kv_heads, page_size, width) with the same "
+            f"pages, got k {k}, v {v}"
+        )
+    k, v = ((q[0], x[1], table.shape[1] * x[2], x[3]) for x in (k, v))
+    return q, k, v
+
+
+def live_problem(
+    whole: Problem, options: Mapping[str, Any], pool: tuple[int, ...]
+) -> tuple[Problem, dict[str, Any]]:
+    """The problem of the live keys, and the options with lengths and pages as plain integers.
+
+    Parameters
+    ----------
+    whole : Problem
+        What q, k and v pose, were all of the cache live.
+    options : mapping
+        With `cache_seqlens`: live keys of each entry of the batch, (batch,); or `block_table`,
+        (batch, max_pages), or both.
+    pool : tuple of int
+        The shape of k.
+
+    Raises
+    ------
+    ShapeError, OptionError, UnsupportedError
+        Naming the entry.
+    """
+    every = [whole.n_kv] * whole.batch
+    given = checks.as_array("cache_seqlens", options.get("cache_seqlens", every))
+    if given.shape != (whole.batch,) or given.dtype.kind not in "iu":
+        raise ShapeError(
+            f"cache_seqlens must be {whole.batch} integers, one for each entry of the batch, got "
+            f"{shown(options['cache_seqlens'])}"
+        )
+    if whole.cu_seqlens_q is not None:
+        raise OptionError("cache_seqlens and cu_seqlens both say how long sequences are; give one")
+    if whole.bias is not None:
+        raise UnsupportedError("cache_seqlens takes no bias; run the entries one by one")
+    lengths = tuple(int(n) for n in given)
+    for b, n in enumerate(lengths):
+        if not 0 <= n <= whole.n_kv:
+            where = "its row of the table" if "block_table" in options else "the cache"
+            raise OptionError(
+                f"cache_seqlens[{b}] is {n}, not from 0 to the {whole.n_kv} keys of {where}"
+            )
+    if not any(lengths):
+        raise OptionError("cache_seqlens are all 0: there is no key to attend to")
+    found = {**options, "cache_seqlens": lengths}
+    fields = {name: getattr(whole, name) for name in _SAME}
+    if "block_table" in options:
+        fields["page_size"] = pool[2]
+        found["block_table"] = _checked_table(options["block_table"], lengths, pool)
+    problem = Problem(
+        **fields,
+        n_q=whole.n_q * whole.batch,
+        n_kv=sum(lengths),
+        cu_seqlens_q=tuple(range(0, whole.n_q * whole.batch + 1, whole.n_q)),
+        cu_seqlens_k=tuple(accumulate(lengths, initial=0)),
+    )
+    return problem, found
+
+
+def _checked_table(given: Any, lengths: tuple[int, ...], pool: tuple[int, ...]) -> np.ndarray:
+    """The table, int64; an entry that names live keys must name a page of the pool."""
+    table = checks.as_array("block_table", given).astype(np.int64)
+    for b, n in enumerate(lengths):
+        used = table[b, : -(-n // pool[2])]
+        for j in np.flatnonzero((used < 0) | (used >= pool[0]))[:1]:
+            raise OptionError(
+                f"block_table[{b}, {j}] is {used[j]}, not one of the pool's pages, 0 to "
+                f"{pool[0] - 1}"
+            )
+    return table
+
+
+_SAME = (
+    *("head_dim", "head_dim_v", "heads", "kv_heads", "dtype", "causal", "window", "softcap"),
+    *("scale", "block_mask", "mask"),
+)

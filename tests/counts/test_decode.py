@@ -1,0 +1,350 @@
+"""FlashDecoding: executed, judged by the oracle, and counted in closed form, for every option."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from helpers import DTYPES, KINDS, Judge, brute_force_mask, tensors
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_traffic import ANSWERS, arrays_for, problems, tilings
+
+import flashsim
+from flashsim import Device, OptionError, Problem, Tiling, Trace, UnsupportedError
+from flashsim.counts.work import KINDS as FLOPS
+from flashsim.schedule.schedule import Schedule
+from flashsim.schedule.split import Split, fa3, fill_once
+
+DECODE = "flash-decode"
+
+
+def run(p: Problem, tiling, x=None, **options):
+    q, k, v, _, bias = arrays_for(p) if x is None else (x.q, x.k, x.v, None, x.bias)
+    fields = ("causal", "window", "softcap", "scale", "mask", "block_mask")
+    fields += ("cu_seqlens_q", "cu_seqlens_k")
+    given_fields = {name: getattr(p, name) for name in fields}
+    return flashsim.run(
+        *(q, k, v), bias=bias, algorithm=DECODE, tiling=tiling, trace=True, **given_fields,
+        **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("pack_gqa", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kinds_and_types(dtype, kind, pack_gqa):
+    x = tensors(3, 157, 16, kind=kind, dtype=dtype, batch=2, heads=6, kv_heads=2)
+    p = Problem(3, 157, 16, batch=2, heads=6, kv_heads=2, dtype=dtype, causal=True)
+    judge = Judge.of(x, p)
+    for splits in (1, 4, 1000):
+        r = run(p, Tiling(4, 16), x, splits=splits, pack_gqa=pack_gqa)
+        judge.check({"out": r.out, "lse": r.lse})
+        assert (r.out.dtype, r.lse.dtype) == (x.q.dtype, np.dtype(p.compute_dtype))
+
+
+@pytest.mark.parametrize("pack_gqa", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": (40, 3)},
+        {"softcap": 2.0},
+        {"bias": (1, 4)},
+        {"bias": (2, 1), "causal": True},
+        {"mask": lambda q, k: (q + k // 9) % 3 == 0},
+    ],
+    ids=lambda options: " ".join(options),
+)
+def test_options(options, pack_gqa):
+    x = tensors(5, 90, 8, dtype="bfloat16", batch=2, heads=4, kv_heads=2, bias=options.get("bias"))
+    p = Problem(5, 90, 8, batch=2, heads=4, kv_heads=2, dtype="bfloat16", **options)
+    r = run(p, Tiling(4, 8), x, splits=5, pack_gqa=pack_gqa)
+    Judge.of(x, p).check({"out": r.out, "lse": r.lse})
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    p=problems(),
+    tiling=tilings,
+    splits=st.one_of(st.integers(1, 12), st.sampled_from(["auto", "fa3"])),
+    pack_gqa=st.booleans(),
+    key_order=st.sampled_from(["ascending", "descending"]),
+)
+def test_count_equals_measurement(p, tiling, splits, pack_gqa, key_order):
+    how = {"splits": splits, "pack_gqa": pack_gqa, "key_order": key_order}
+    trace = run(p, tiling, **how).trace
+    closed = flashsim.count(p, algorithm=DECODE, tiling=tiling, **how)
+    assert dict(trace.transfers) == closed.transfers == trace.predicted().transfers
+    for answer in ANSWERS:
+        assert getattr(trace, answer)() == getattr(closed, answer)(), answer
+    for kind in FLOPS:
+        assert trace.flops(kind) == closed.flops(kind), kind
+    for op in ("read", "write"):
+        assert trace.on_chip(op) == closed.on_chip(op), op
+
+
+@settings(max_examples=60, deadline=None)
+@given(p=problems(), tiling=tilings, splits=st.integers(1, 9), pack_gqa=st.booleans())
+def test_parts_cover_the_walk_once_and_evenly(p, tiling, splits, pack_gqa):
+    schedule = Schedule(p, tiling, split=Split(splits, pack_gqa))
+    kept = np.zeros((schedule.n_rows, p.n_kv), bool)
+    for i in range(schedule.t_r):
+        parts = [list(schedule.visits(i, s)) for s in range(schedule.part_counts[i])]
+        sizes = [len(part) for part in parts]
+        assert max(sizes) - min(sizes) <= 1
+        assert len(parts) <= splits
+        assert [v.index for part in parts for v in part] == [v.index for v in schedule.visits(i)]
+        for visit in schedule.visits(i):
+            kept[visit.rows, visit.cols] = True if visit.keep is None else visit.keep
+    members = p.group if pack_gqa else 1
+    np.testing.assert_array_equal(kept, np.repeat(brute_force_mask(p), members, axis=0))
+
+
+def test_one_query_by_hand():
+    """8 heads on 2, 64 keys in 4 parts of one tile: packing loads K once a key head, not four."""
+    p = Problem(1, 64, 16, heads=8, kv_heads=2, dtype="bfloat16")
+    how = {"algorithm": DECODE, "tiling": Tiling(4, 16), "splits": 4}
+    packed = flashsim.count(p, **how)
+    assert packed.transfers == {
+        ("split", "load", "Q"): 8 * 4 * 16 * 2,
+        ("split", "load", "K"): 2 * 64 * 16 * 2,
+        ("split", "load", "V"): 2 * 64 * 16 * 2,
+        ("split", "store", "O_part"): 8 * 4 * 16 * 4,
+        ("split", "store", "L_part"): 8 * 4 * 4,
+        ("combine", "load", "O_part"): 8 * 4 * 16 * 4,
+        ("combine", "load", "L_part"): 8 * 4 * 4,
+        ("combine", "store", "O"): 8 * 16 * 2,
+        ("combine", "store", "L"): 8 * 4,
+    }
+    assert packed.workspace() == 8 * 4 * (16 * 4 + 4)
+    alone = flashsim.count(p, **how, pack_gqa=False)
+    assert alone.bytes("load", "K") == 4 * packed.bytes("load", "K")
+    whole = flashsim.count(p, **{**how, "splits": 1})
+    assert {stage for stage, _, _ in whole.transfers} == {"split"}
+    assert whole.workspace() == 0
+
+
+def test_auto_occupies_every_sm_once():
+    """8 key heads of one entry: 16 parts are 128 of an H200's 132 SMs, 17 would be 136."""
+    for batch, splits in ((1, 16), (2, 8), (8, 2), (16, 1), (32, 1)):
+        t = flashsim.count(
+            Problem(1, 32_768, 128, batch=batch, heads=32, kv_heads=8, dtype="bfloat16"),
+            algorithm=DECODE, device="H200",
+        )  # fmt: skip
+        assert t.split == Split(splits, True)
+
+
+def test_rules_by_hand():
+    assert [fill_once(8, 132, n) for n in (256, 3)] == [16, 3]
+    assert fill_once(200, 132, 256) == 1
+    assert [fa3(8, 132, 4), fa3(106, 132, 1000)] == [1, 1]
+    # 66 blocks of 132: one part fills half a round, two fill it.
+    assert fa3(66, 132, 256) == 2
+    # 8 blocks: 14 parts fill 112 / 132 = 0.848 of the SMs; 33 fill two rounds to the last SM.
+    assert fa3(8, 132, 256) == 15
+
+
+@pytest.mark.parametrize("pack_gqa", [False, True])
+def test_a_trace_is_saved_with_its_split(tmp_path, pack_gqa):
+    p = Problem(3, 70, 8, heads=4, kv_heads=2, mask=lambda q, k: k % 11 != q)
+    for splits in (1, 3):
+        trace = run(p, Tiling(4, 16), splits=splits, pack_gqa=pack_gqa).trace
+        trace.save(tmp_path / "t.npz")
+        again = Trace.load(tmp_path / "t.npz")
+        assert again.same_events(trace)
+        assert again.schedule.split == Split(splits, pack_gqa)
+        assert again.diff(again.predicted()) == {}
+        assert again.flops() == trace.flops()
+
+
+def test_what_is_refused_says_why():
+    p = Problem(1, 64, heads=2)
+    for wrong in (0, -3, 2.0, True, None):
+        with pytest.raises(OptionError, match=r"splits must be an integer of at least 1, or one"):
+            run(p, None, splits=wrong)
+    with pytest.raises(OptionError, match=r"unknown splits 'atuo'; .*did you mean 'auto'"):
+        flashsim.count(p, algorithm=DECODE, splits="atuo")
+    with pytest.raises(OptionError, match="'flash2' takes no splits"):
+        flashsim.count(p, splits=2)
+    with pytest.raises(OptionError, match="'flash2' takes no pack_gqa"):
+        flashsim.run(*np.zeros((3, 4, 8), np.float32), pack_gqa=True)
+    with pytest.raises(UnsupportedError, match=r"no backward pass.*algorithm='flash2'"):
+        run(p, None).backward(np.zeros((1, 2, 1, 64), np.float32))
+    with pytest.raises(UnsupportedError, match="no backward pass"):
+        flashsim.count(p, algorithm=DECODE, direction="backward")
+    with pytest.raises(UnsupportedError, match="L2 model knows no walk over parts"):
+        flashsim.count(p, algorithm=DECODE, level="dram")
+    with pytest.raises(OptionError, match="a walk with keys outside has no 2 splits"):
+        Schedule(p, Tiling(4, 4), "keys", split=Split(2))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    lengths=st.lists(st.integers(0, 50), min_size=1, max_size=4).filter(any),
+    n_q=st.integers(1, 4),
+    group=st.integers(1, 3),
+    tiling=tilings,
+    splits=st.one_of(st.integers(1, 6), st.just("auto")),
+    pack_gqa=st.booleans(),
+    options=st.sampled_from([{}, {"causal": True}, {"window": (9, 2)}, {"softcap": 2.0}]),
+)
+def test_cache_lengths_are_entries_run_one_by_one(
+    lengths, n_q, group, tiling, splits, pack_gqa, options
+):
+    x = tensors(n_q, 50, 8, batch=len(lengths), heads=2 * group, kv_heads=2)
+    for b, n in enumerate(lengths):
+        x.k[b, :, n:] = x.v[b, :, n:] = np.nan  # never read
+    how = {"algorithm": DECODE, "tiling": tiling, "splits": splits, "pack_gqa": pack_gqa}
+    r = flashsim.run(x.q, x.k, x.v, cache_seqlens=lengths, trace=True, **how, **options)
+    assert r.out.shape == x.q.shape
+    for b, n in enumerate(lengths):
+        if n == 0:
+            assert (r.out[b] == 0).all()
+            assert np.isneginf(r.lse[b]).all()
+            continue
+        one = flashsim.run(x.q[b], x.k[b, :, :n], x.v[b, :, :n], tiling=tiling, **options)
+        np.testing.assert_allclose(r.out[b], one.out, atol=2e-6)
+        np.testing.assert_allclose(r.lse[b], one.lse, atol=2e-6)
+    closed = flashsim.count(r.problem, **how)
+    assert dict(r.trace.transfers) == closed.transfers
+    for answer in ANSWERS:
+        assert getattr(r.trace, answer)() == getattr(closed, answer)(), answer
+
+
+def test_cache_lengths_that_cannot_be():
+    x = tensors(1, 50, 8, batch=3)
+    for wrong, said in (
+        ([1, 51, 2], r"cache_seqlens\[1\] is 51, not from 0 to the 50 keys"),
+        ([1, 2, -1], r"cache_seqlens\[2\] is -1, not from 0"),
+        ([0, 0, 0], "all 0: there is no key"),
+        ([1, 2], "must be 3 integers, one for each entry"),
+        ([1.0, 2, 3], "must be 3 integers, one for each entry"),
+    ):
+        with pytest.raises((OptionError, flashsim.ShapeError), match=said):
+            flashsim.run(x.q, x.k, x.v, algorithm=DECODE, cache_seqlens=wrong)
+    with pytest.raises(OptionError, match="'flash2' takes no cache_seqlens"):
+        flashsim.run(x.q, x.k, x.v, cache_seqlens=[1, 2, 3])
+
+
+def paged(x, lengths, size, pages, rng):
+    """K and V of `x` in shuffled pages of `size`, NaN where no live key is, and the table."""
+    most = -(-x.k.shape[2] // size)
+    table = rng.permutation(pages)[: len(lengths) * most].reshape(len(lengths), most)
+    pools = []
+    for array in (x.k, x.v):
+        pool = np.full((pages, array.shape[1], size, array.shape[3]), np.nan, array.dtype)
+        for b, n in enumerate(lengths):
+            for j in range(-(-n // size)):
+                part = array[b, :, j * size : min((j + 1) * size, n)]
+                pool[table[b, j], :, : part.shape[1]] = part
+        pools.append(pool)
+    for b, n in enumerate(lengths):
+        table[b, -(-n // size) :] = 2**40  # unused entries are never followed
+    return *pools, table
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=3).filter(any),
+    size=st.integers(1, 17),
+    n_q=st.integers(1, 3),
+    tiling=tilings,
+    splits=st.integers(1, 5),
+    pack_gqa=st.booleans(),
+    options=st.sampled_from([{}, {"causal": True}, {"window": (9, 2)}]),
+    seed=st.integers(0, 99),
+)
+def test_pages_hold_what_a_contiguous_cache_does(
+    lengths, size, n_q, tiling, splits, pack_gqa, options, seed
+):
+    x = tensors(n_q, 40, 8, batch=len(lengths), heads=4, kv_heads=2, seed=seed)
+    k, v, table = paged(x, lengths, size, 130, np.random.default_rng(seed))
+    how = {"algorithm": DECODE, "tiling": tiling, "splits": splits, "pack_gqa": pack_gqa}
+    plain = flashsim.run(x.q, x.k, x.v, cache_seqlens=lengths, trace=True, **how, **options)
+    r = flashsim.run(
+        *(x.q, k, v), cache_seqlens=lengths, block_table=table, trace=True, **how, **options
+    )
+    np.testing.assert_array_equal(r.out, plain.out)
+    np.testing.assert_array_equal(r.lse, plain.lse)
+    assert (r.problem.page_size, plain.problem.page_size) == (size, None)
+    table_key = ("split", "load", "table")
+    assert set(r.trace.diff(plain.trace)) <= {table_key}
+    by_hand = sum(
+        len({key // size for key in range(*local(r.problem, visit.cols))}) * 4
+        for visit in r.trace.schedule
+    )
+    assert r.trace.bytes("load", "table") == by_hand * 2 * (1 if pack_gqa else 2)
+    closed = flashsim.count(r.problem, **how)
+    assert dict(r.trace.transfers) == closed.transfers
+    for answer in ANSWERS:
+        assert getattr(r.trace, answer)() == getattr(closed, answer)(), answer
+
+
+def local(p: Problem, cols: slice) -> tuple[int, int]:
+    """A tile's keys, counted from the start of their sequence."""
+    (start,) = (s.k_start for s in p.sequences if s.k_start <= cols.start < s.k_stop)
+    return cols.start - start, cols.stop - start
+
+
+def test_entries_may_share_pages():
+    x = tensors(1, 32, 8, batch=2)
+    pools = (np.concatenate([a[0, :, :16], a[0, :, 16:], a[1, :, 16:]]) for a in (x.k, x.v))
+    k, v = (pool.reshape(3, 2, 16, 8) for pool in pools)
+    r = flashsim.run(x.q, k, v, algorithm=DECODE, block_table=[[0, 1], [0, 2]])
+    x.k[1, :, :16], x.v[1, :, :16] = x.k[0, :, :16], x.v[0, :, :16]
+    whole = flashsim.run(x.q, x.k, x.v, algorithm=DECODE)
+    np.testing.assert_allclose(r.out, whole.out, atol=2e-6)
+
+
+def test_tables_that_cannot_be():
+    x = tensors(1, 32, 8, batch=2)
+    k = np.zeros((3, 2, 16, 8), np.float32)
+    for table, lengths, said in (
+        (
+            [[0, 1], [0, 3]],
+            [32, 17],
+            r"block_table\[1, 1\] is 3, not one of the pool's pages, 0 to 2",
+        ),
+        ([[0, -1], [0, 2]], None, r"block_table\[0, 1\] is -1, not one"),
+        ([[0, 1], [0, 2]], [32, 33], r"cache_seqlens\[1\] is 33, .* 32 keys of its row"),
+        ([[0, 1]], None, r"integers \(batch, max_pages\)"),
+        ([[0.5, 1], [0, 2]], None, r"integers \(batch, max_pages\)"),
+    ):
+        with pytest.raises((OptionError, flashsim.ShapeError), match=said):
+            flashsim.run(x.q, k, k, algorithm=DECODE, block_table=table, cache_seqlens=lengths)
+    with pytest.raises(flashsim.ShapeError, match="with the same pages"):
+        flashsim.run(x.q, k, k[:2], algorithm=DECODE, block_table=[[0, 1], [0, 2]])
+    with pytest.raises(UnsupportedError, match="'flash2' reads no pages"):
+        flashsim.count(Problem(1, 32, page_size=4))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_merge_is_attention_over_the_keys_of_both(dtype):
+    x = tensors(5, 60, 8, dtype=dtype, kind="rising", heads=4, kv_heads=2)
+    a, b = (
+        flashsim.run(x.q, x.k[:, :, part], x.v[:, :, part])
+        for part in (slice(0, 23), slice(23, 60))
+    )
+    out, lse = flashsim.merge(a.out, a.lse, b.out, b.lse)
+    assert (out.dtype, lse.dtype) == (a.out.dtype, a.lse.dtype)
+    judge = Judge.of(x, Problem(5, 60, 8, heads=4, kv_heads=2, dtype=dtype))
+    judge.check({"out": out, "lse": lse})
+    nothing = np.zeros_like(a.out), np.full_like(a.lse, -np.inf)
+    for merged in (flashsim.merge(*nothing, a.out, a.lse), flashsim.merge(a.out, a.lse, *nothing)):
+        np.testing.assert_array_equal(merged[0], a.out)
+        np.testing.assert_array_equal(merged[1], a.lse)
+    assert np.isneginf(flashsim.merge(*nothing, *nothing)[1]).all()
+    with pytest.raises(flashsim.ShapeError, match="out_b must have out_a's shape"):
+        flashsim.merge(a.out, a.lse, b.out[:, :1], b.lse)
+    with pytest.raises(flashsim.ShapeError, match="lse_a must have out_a's shape without"):
+        flashsim.merge(a.out, a.out, b.out, b.out)
+
+
+def test_it_needs_what_fits():
+    p = Problem(1, 64, 8, heads=64, kv_heads=1)
+    tiling = Tiling(64, 64)
+    need = tiling.footprint(p, DECODE, split=Split(1, True))
+    assert need > tiling.footprint(p, DECODE)  # unpacked, a query is one row
+    device = Device.get("H100").with_sram(need)
+    assert run(p, tiling, device=device).trace.peak_sram() == need
+    with pytest.raises(flashsim.SramOverflow):
+        run(p, tiling, device=device.with_sram(need - 1))
