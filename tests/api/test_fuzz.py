@@ -1,5 +1,7 @@
 """Random problems, good and spoilt, for some seconds; `benchmarks/soak.py` goes on for longer."""
 
+from collections import Counter
+
 import fuzz
 import numpy as np
 import pytest
@@ -53,7 +55,7 @@ def test_a_wrong_byte_and_a_wrong_digit_are_found(monkeypatch):
 
     def off(*args):
         moved, products = counted(*args)
-        return moved + fuzz.Counter({("load", "K"): 4}), products
+        return moved + Counter({("load", "K"): 4}), products
 
     with monkeypatch.context() as patch:
         patch.setattr(fuzz, "count", off)
