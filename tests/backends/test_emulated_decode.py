@@ -118,7 +118,7 @@ FAULTS = {
     "keys of the next page": ("% max(PAGE, 1);", "% max(PAGE, 1) / 2;"),
     "no waiting for a tile": ("cp_async_wait_group<STAGES - 2>();", ";"),
     "a maximum not carried over": ("m[i][h] = now, l[i][h] *= alpha[h];", "m[i][h] = now;"),
-    "length forgotten": ("length - 1) : length - 1;", "length + 7) : length + 7;"),
+    "length forgotten": ("int hi = length - 1;", "int hi = length + 7;"),
 }
 
 

@@ -11,10 +11,10 @@
 #include "mma.cuh"
 
 struct DecodeArgs {
-    Tensor q, o, k, v;       // k, v: (batch, kv_heads, n, d), or with pages (pages, kv_heads, PAGE, d)
+    Tensor q, o, k, v;       // k, v: (batch, kv_heads, n, d); in pages (pages, kv_heads, PAGE, d)
     float* lse;              // (batch * heads, n_q)
     float *o_part, *l_part;  // (slots, kv_heads, rows, FS_HEAD_DIM_V), (slots, kv_heads, rows)
-    u32* arrived;            // (batch, kv_heads, row tiles): splits that are done; 0 between launches
+    u32* arrived;            // (batch, kv_heads, row tiles): splits done; 0 between launches
     const int4* items;       // families.decode.items: two of each
     const int* table;        // (batch, table_row): each sequence's pages
     u32 *visit_counts, *item_counts;  // (batch, kv_heads, row tiles, n_visits, 8), (blocks, 8)
@@ -213,7 +213,8 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     const int query = query_of(i * 16 + h * 8 + lane / 4);
-                    const int hi = FS_RIGHT ? min(query + offset + a.right, length - 1) : length - 1;
+                    int hi = length - 1;
+                    if (FS_RIGHT) hi = min(hi, query + offset + a.right);
                     const int lo = FS_LEFT ? query + offset - a.left : 0;
 #pragma unroll
                     for (int c = 0; c < 2; ++c)
@@ -324,7 +325,7 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
     // -- Phase 7: the last block to arrive merges the splits: the same bits whichever it is -------
     if (splits > 1) {
         __threadfence();  // this block's parts are seen before its arrival
-        __syncthreads();  // B3: all threads have written theirs, and read O, whose place weights take
+        __syncthreads();  // B3: all threads have written their parts
         u32* arrived = a.arrived + walk;
         if (threadIdx.x == 0) {
             t.last = atomicAdd(arrived, 1) == splits - 1;
