@@ -42,7 +42,7 @@ class _Pass:
             If the pass ran without ``trace=True``.
         """
         if self._trace is None:
-            raise TraceError("this pass recorded nothing: run it with trace=True (or backward so)")
+            raise TraceError("nothing was recorded; run with trace=True (or backward with it)")
         return self._trace
 
 

@@ -63,7 +63,7 @@ def test_a_value_is_short_and_a_cell_a_table(name):
 
 def test_a_result_shows_its_arrays_by_shape_and_what_it_moved():
     ran = result()
-    assert repr(ran).startswith("<Result out float64 (1, 4, 48, 8), lse float64 (1, 4, 48), trace")
+    assert repr(ran).startswith("<Result out float64 (1, 4, 48, 8), lse float64 (1, 4, 48), kernel")
     assert "float64 (1, 4, 48, 8)" in ran._repr_html_()
     assert ran.trace.table().html() in ran._repr_html_()
     gradients = ran.backward(Q, trace=False)

@@ -9,17 +9,10 @@ import pytest
 SEED = 7
 
 
-def known(case):
-    """Open: the gate that standard attention rebuilds from S as it stored it, bias and all."""
-    return case.algorithm == "standard" and case.softcap > 0
-
-
 @pytest.mark.parametrize(("backend", "inputs"), [("numpy", 350), ("numba", 250)])
 def test_random_problems_are_right_to_the_byte_and_to_a_rounding(backend, inputs):
     for number in range(inputs):
         case = fuzz.draw(np.random.default_rng([SEED, number]), backend)
-        if known(case):
-            continue
         try:
             fuzz.check(case)
         except Exception as error:
@@ -38,7 +31,7 @@ def test_bad_arguments_are_refused_in_flashsims_words():
     refused = 0
     for number in range(500):
         case, argument, value = fuzz.draw_spoilt(np.random.default_rng([SEED, number]), "numpy")
-        if argument not in CHECKED or value in ("10**400", "2**63"):
+        if argument not in CHECKED:
             continue
         try:
             refused += fuzz.spoil(case, argument, value)

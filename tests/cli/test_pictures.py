@@ -77,8 +77,8 @@ def test_plot_of_a_gpu_timeline(tmp_path):
 def test_times_of_a_gpu_timeline(tmp_path):
     out, words = tmp_path / "gpu.svg", ("plot", "gpu-timeline", "-T", "h200-backward")
     assert call(*words, "--sms", "0:1", "--times", "0:40", "-o", out).exit_code == 0
-    assert "<!-- 40 -->" in out.read_text()
-    assert "<!-- 60 -->" not in out.read_text()  # it takes 160 µs
+    assert ">40</text>" in out.read_text()
+    assert ">60</text>" not in out.read_text()  # it takes 160 µs
     wrong = call(*words, "--times", "soon", "-o", out)
     assert (wrong.exit_code, "--times takes FIRST:LAST in µs" in wrong.output) == (2, True)
 

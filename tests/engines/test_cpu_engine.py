@@ -180,7 +180,7 @@ def test_heads_that_share_a_bias_gradient_belong_to_one_thread(by_row, bias):
     """Threads that race for a gradient's tile seldom show it, so this looks at who takes what."""
     problem = flashsim.Problem(8, batch=2, heads=4, kv_heads=2, bias=bias)
     x = tensors(8, 8, 64, batch=2, heads=4, kv_heads=2, bias=bias)
-    ptr, members = cpu._Pass(Job(problem, x.q, x.k, x.v, x.bias), "backward")._sets(
+    ptr, members = cpu._CpuPass(Job(problem, x.q, x.k, x.v, x.bias), "backward")._sets(
         by_row, shares=True
     )
     heads = 4 if by_row else 2

@@ -30,9 +30,9 @@ OPTIONS = ("engines/test_engines.py::test_options", "-k", "numpy-flash2- and flo
 PRECISION = ("engines/test_engines.py::test_p_is_rounded_to_the_input_type",)
 ORACLE = ("problem/test_oracle.py::test_agrees_with_a_second_formula", "-k", "causal or window")
 TRAFFIC = ("counts/test_traffic.py::test_fixed_problems_are_counted_exactly", "-k", "gqa")
-DECODE = ("counts/test_decode.py::test_kinds_and_types", "-k", "float32-normal")
-PAGES = ("counts/test_decode.py::test_pages_hold_what_a_contiguous_cache_does",)
-PARTS = ("counts/test_decode.py::test_parts_cover_the_walk_once_and_evenly",)
+DECODE = ("counts/test_flash_decode.py::test_kinds_and_types", "-k", "float32-normal")
+PAGES = ("counts/test_flash_decode.py::test_pages_hold_what_a_contiguous_cache_does",)
+PARTS = ("counts/test_flash_decode.py::test_parts_cover_the_walk_once_and_evenly",)
 WORK = ("counts/test_work.py", "-k", "flash2-plain")
 
 

@@ -1,4 +1,4 @@
-"""The cases of `fuzz`: what is drawn, the arrays, and which scores count, by docs/reference/model.md."""
+"""The cases of `fuzz`: what is drawn, its arrays, which scores count; docs/reference/model.md."""
 
 from __future__ import annotations
 

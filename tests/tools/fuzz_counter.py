@@ -65,6 +65,8 @@ def _forward(case, algorithm, rows, cols, visits, e, a, acc) -> Iterator[Move]:
             for tensor in "SP":
                 yield "store", tensor, r * c * e, False
                 yield "load", tensor, r * c * e, False
+            if case.softcap:
+                yield "store", "gate", r * c * e, False
     for r in rows:
         if algorithm == "flash1":
             yield "store", f"O{acc}", r * dv * a, False
@@ -95,9 +97,7 @@ def _backward(case, algorithm, rows, cols, visits, e, a, acc) -> Iterator[Move]:
             for tensor in ("dP", "dS"):
                 yield "store", tensor, r * c * e, False
             if case.softcap:
-                yield "load", "S", r * c * e, False
-                if has_bias:
-                    yield "load", "bias", r * c * e, False
+                yield "load", "gate", r * c * e, False
             yield "load", "dO", r * dv * e, False
             yield "load", "Q", r * d * e, False
             yield "load", "V", c * dv * e, False

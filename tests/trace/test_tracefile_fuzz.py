@@ -361,7 +361,7 @@ def test_an_array_that_declares_what_it_does_not_hold_is_not_allocated(tmp_path)
 
 @pytest.mark.parametrize("path", [None, 3, b"\xff", "a\0b", ["x"]])
 def test_what_is_no_path_is_refused(path):
-    with pytest.raises(TraceError):
+    with pytest.raises(FlashSimError):
         Trace.load(path)
-    with pytest.raises(TraceError):
+    with pytest.raises(FlashSimError):
         recorded("plain").save(path)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from flashsim.api.execution import run
+from flashsim.api.execution import Gradients, Result, run
 from flashsim.problem.problem import numpy_dtype
 from flashsim.studies.verify.cases import Case, Counted
 
@@ -50,15 +50,12 @@ def run_case(case: Case, *, counting: bool) -> list[Counted]:
         trace=counting,
         **options,
     )
-    traces = [result.trace]
+    passes: list[Result | Gradients] = [result]
     for deterministic in case.backward:
         grads = result.backward(dout, tiling=case.tilings[1], deterministic=deterministic)
-        traces.append(grads.trace)
-    return [
-        Counted(t.algorithm, t.direction, t.tiling, dict(t.transfers))
-        for t in traces
-        if t is not None
-    ]
+        passes.append(grads)
+    traces = [one.trace for one in passes if one.traced]
+    return [Counted(t.algorithm, t.direction, t.tiling, dict(t.transfers)) for t in traces]
 
 
 def _inputs(case: Case) -> list[np.ndarray]:
