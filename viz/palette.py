@@ -47,8 +47,10 @@ class Theme:
 
 
 def _tensors(**colors: str) -> Mapping[str, str]:
-    # Not drawn beside their namesakes: a bias's gradient replaces it, the gate goes with S.
-    return MappingProxyType({**colors, "dBias": colors["bias"], "gate": colors["m"]})
+    # Not drawn beside their namesakes: a bias's gradient replaces it, the gate goes with S, partial
+    # results become O and L, and a cache with pages has no bias.
+    shared = {"dBias": "bias", "gate": "m", "O_part": "O", "L_part": "L", "table": "bias"}
+    return MappingProxyType({**colors, **{name: colors[its] for name, its in shared.items()}})
 
 
 THEMES: Mapping[str, Theme] = MappingProxyType(
