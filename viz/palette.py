@@ -46,11 +46,13 @@ class Theme:
     cycle: tuple[str, ...]
 
 
+#: Tensors that take the colour of one that they are never drawn beside: a bias's gradient replaces
+#: it, the gate goes with S, and decoding has no backward pass.
+SHARED = {"dBias": "bias", "gate": "m", "O_part": "dO", "L_part": "delta", "table": "dP"}
+
+
 def _tensors(**colors: str) -> Mapping[str, str]:
-    # Not drawn beside their namesakes: a bias's gradient replaces it, the gate goes with S, partial
-    # results become O and L, and a cache with pages has no bias.
-    shared = {"dBias": "bias", "gate": "m", "O_part": "O", "L_part": "L", "table": "bias"}
-    return MappingProxyType({**colors, **{name: colors[its] for name, its in shared.items()}})
+    return MappingProxyType({**colors, **{name: colors[its] for name, its in SHARED.items()}})
 
 
 THEMES: Mapping[str, Theme] = MappingProxyType(
