@@ -373,7 +373,7 @@ def _array(name: str, x: Any) -> tuple[int, ...]:
             raise ShapeError(
                 f"{name} of shape {shape} looks transposed (strides {x.strides} B): its last two "
                 f"axes must be (n, head_dim), as they lie in memory; give {name} without .T, or "
-                f"np.ascontiguousarray({name}) if this shape is meant"
+                f"np.ascontiguousarray({name}), in torch {name}.contiguous(), if this shape is meant"
             )
         raise ShapeError(
             f"{name}'s last axis must be contiguous, got strides {x.strides} B for shape "
