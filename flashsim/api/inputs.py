@@ -372,8 +372,8 @@ def _array(name: str, x: Any) -> tuple[int, ...]:
         if len(shape) > 1 and x.strides[-2] == x.itemsize:
             raise ShapeError(
                 f"{name} of shape {shape} looks transposed (strides {x.strides} B): its last two "
-                f"axes must be (n, head_dim), as they lie in memory; give {name} without .T, or, if this "
-                f"shape is meant, np.ascontiguousarray({name}), in torch {name}.contiguous()"
+                f"axes must be (n, head_dim), as they lie in memory; give {name} without .T, or "
+                f"np.ascontiguousarray({name}) (in torch {name}.contiguous()) if it is meant so"
             )
         raise ShapeError(
             f"{name}'s last axis must be contiguous, got strides {x.strides} B for shape "
