@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from flashsim.errors import OptionError, UnsupportedError
 from flashsim.problem import checks
@@ -20,8 +20,6 @@ from flashsim.schedule.itinerary import Itinerary, Outer, Per
 from flashsim.schedule.names import OPS, TRANSFERS
 from flashsim.schedule.split import WHOLE, Split
 from flashsim.schedule.tensors import BIASES, COL, ROW, TILE, shape
-
-Direction = Literal["forward", "backward"]
 
 ALGORITHMS = tuple(itinerary.ALGORITHMS)
 #: Those with a backward pass.

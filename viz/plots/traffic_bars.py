@@ -21,8 +21,6 @@ from flashsim.viz.data.steps import Steps
 from flashsim.viz.palette import Theme, color, is_gradient
 from flashsim.viz.style import DASHES, HATCH, MARKERS, heading, human, ink_on, themed, unit_axis
 
-_ALPHA = {"load": 1.0, "store": 0.55, "reduce": 0.3}  # a direction's shade of a tensor's colour
-
 
 @themed
 def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme: Theme) -> None:
