@@ -13,6 +13,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import faults
 import kernel_faults
 import pytest
+from lost_context import pytest_runtest_logfinish, pytest_runtest_makereport  # noqa: F401
 from no_gpu import why_no_gpu
 
 

@@ -1,6 +1,8 @@
 """tests/tools/gpu_check.py without a GPU: what it runs, and that it says what went wrong."""
 
+import os
 import re
+import subprocess
 import sys
 import time
 from importlib import resources
@@ -165,3 +167,34 @@ def test_an_unknown_stage_is_refused(capsys):
     with pytest.raises(SystemExit):
         gpu_check.main(["sanitise"])
     assert "no stage sanitise; there are: tests, sanitize, faults, bench" in capsys.readouterr().err
+
+
+FAULTY = """
+import pytest
+from lost_context import pytest_runtest_logfinish, pytest_runtest_makereport
+
+@pytest.mark.gpu
+def test_fault():
+    raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered")
+
+def test_after():
+    pass
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("options", "after"), [((), ""), (("-n", "1"), "1 passed")])
+def test_no_test_runs_in_a_process_that_lost_its_gpu(options, after, tmp_path):
+    (tmp_path / "conftest.py").write_text(FAULTY)
+    (tmp_path / "test_faulty.py").write_text("from conftest import test_fault, test_after\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, str(tmp_path)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(gpu_check.__file__).parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
+    assert ("passed" in done.stdout) == bool(after)
+    assert after in done.stdout
