@@ -4,6 +4,10 @@ A few queries of a long cache are few row tiles: too few to occupy a GPU, whose 
 speed of one SM. So the keys are divided as well, in the two steps of the post: attention over each
 part of the keys, in parallel, each with its log-sum-exp; then a reduction over the parts. What a
 part wrote is float32 (or float64), normalised. `Schedule` says which parts there are.
+
+A prefix that all entries of a batch share is walked once, by row tiles of the queries of all of
+them, and merged with each entry's own keys: cascade attention (FlashInfer, arXiv:2501.01005; also
+Hydragen, arXiv:2402.05099).
 """
 
 from __future__ import annotations
@@ -27,8 +31,8 @@ def _split(machine: Machine) -> None:
     with machine.stage("split") as sram:
         schedule = sram.schedule
         for i in range(schedule.t_r):
-            rows, parts = schedule.row_slice(i), int(schedule.part_counts[i])
-            for part in range(parts):
+            rows, (first, stop) = schedule.row_slice(i), schedule.slots[i].tolist()
+            for part in range(stop - first):
                 with sram.step(i):
                     Q_i = sram.load(hbm.Q, rows)
                     n = Q_i.shape[-2]
@@ -37,27 +41,30 @@ def _split(machine: Machine) -> None:
                     m_i = sram.alloc("m", (n,), fill=-np.inf)
                     stream_keys(sram, hbm, Q_i, O_i, l_i, m_i, schedule.visits(i, part))
                     O_part, L_part = normalised(O_i, l_i, m_i)
-                    if parts == 1:
+                    if stop == 1 and i >= schedule.prefix_tiles:
                         sram.store(hbm.O, rows, O_part)
                         sram.store(hbm.L, rows, L_part)
                     else:
-                        there = machine.part_slice(schedule, rows, part)
+                        there = machine.part_slice(schedule, rows, first + part)
                         sram.store(hbm.O_part, there, O_part)
                         sram.store(hbm.L_part, there, L_part)
 
 
 def _combine(machine: Machine) -> None:
-    """Step 2: the parts of each row tile, merged in their order: the same bits in every run."""
+    """Step 2: the parts of each row tile, merged in their order: the same bits in every run.
+
+    A shared prefix's come before an entry's own.
+    """
     hbm, p = machine.hbm, machine.problem
     with machine.stage("combine") as sram:
         schedule = sram.schedule
-        for i in np.flatnonzero(schedule.part_counts > 1).tolist():
+        for i in np.flatnonzero(schedule.merged).tolist():
             rows = schedule.row_slice(i)
             n = rows.stop - rows.start
             with sram.step(i):
                 O_i = sram.alloc("O", (n, p.head_dim_v), fill=0.0)
                 L_i = sram.alloc("L", (n,), fill=-np.inf)
-                for part in range(int(schedule.part_counts[i])):
+                for part in range(int(schedule.slots[i, 1])):
                     there = machine.part_slice(schedule, rows, part)
                     with sram.strip():
                         O_part = sram.load(hbm.O_part, there)

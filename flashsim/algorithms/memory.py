@@ -410,6 +410,14 @@ class Machine:
         """Remember an LSE that the algorithm computes but does not store; no traffic."""
         self.noted_lse[..., rows] = lse
 
+    @property
+    def parts(self) -> int:
+        """Into how many parts the keys of a query are divided at most."""
+        if self.split == WHOLE and not self.problem.shared_prefix:
+            return 1
+        how = self.key_order, False, self.split
+        return int(Schedule(self.problem, self.tiling, "queries", *how).slots[:, 1].max())
+
     def has(self, name: str) -> bool:
         """Whether the algorithm has this stage for this problem."""
         return name in self._plan

@@ -1,4 +1,4 @@
-"""Key caches whose entries have different live lengths: the problem that they pose.
+"""Key caches whose entries have different live lengths, or begin alike: the problem they pose.
 
 An entry of the batch is a packed sequence of its live keys, which `Schedule` knows already. The
 arrays stay as they are given; an engine finds `cache_seqlens` and `block_table` among its options.
@@ -17,6 +17,9 @@ from flashsim.problem import checks
 from flashsim.problem.problem import Problem
 
 Shapes = tuple[tuple[int, ...], ...]
+
+#: Options that say which keys of a cache there are.
+CACHES = {"cache_seqlens", "block_table", "shared_prefix"}
 
 
 def paged_shapes(shapes: Shapes, block_table: Any) -> Shapes:
@@ -44,7 +47,7 @@ def paged_shapes(shapes: Shapes, block_table: Any) -> Shapes:
 
 
 def live_problem(
-    whole: Problem, options: Mapping[str, Any], pool: tuple[int, ...]
+    whole: Problem, options: Mapping[str, Any], pool: tuple[int, ...] = ()
 ) -> tuple[Problem, dict[str, Any]]:
     """The problem of the live keys, and the options with lengths and pages as plain integers.
 
@@ -53,10 +56,10 @@ def live_problem(
     whole : Problem
         What q, k and v pose, were all of the cache live.
     options : mapping
-        With `cache_seqlens`: live keys of each entry of the batch, (batch,); or `block_table`,
-        (batch, max_pages), or both.
+        Some of `cache_seqlens`: live keys of each entry of the batch, (batch,); `block_table`,
+        (batch, max_pages); `shared_prefix`, how many keys all entries begin with.
     pool : tuple of int
-        The shape of k.
+        The shape of k, for a `block_table`.
 
     Raises
     ------
@@ -73,7 +76,9 @@ def live_problem(
     if whole.cu_seqlens_q is not None:
         raise OptionError("cache_seqlens and cu_seqlens both say how long sequences are; give one")
     if whole.bias is not None:
-        raise UnsupportedError("cache_seqlens takes no bias; run the entries one by one")
+        raise UnsupportedError(
+            f"{' and '.join(CACHES & options.keys())} takes no bias; run the entries one by one"
+        )
     lengths = tuple(int(n) for n in given)
     for b, n in enumerate(lengths):
         if not 0 <= n <= whole.n_kv:
@@ -85,21 +90,53 @@ def live_problem(
         raise OptionError("cache_seqlens are all 0: there is no key to attend to")
     found = {**options, "cache_seqlens": lengths}
     fields = {name: getattr(whole, name) for name in _SAME}
+    prefix = _checked_prefix(found.pop("shared_prefix", 0), lengths)
     if "block_table" in options:
         fields["page_size"] = pool[2]
-        found["block_table"] = _checked_table(options["block_table"], lengths, pool)
+        found["block_table"] = _checked_table(options["block_table"], lengths, pool, prefix)
+    own = (n - prefix for n in lengths)
     problem = Problem(
         **fields,
         n_q=whole.n_q * whole.batch,
-        n_kv=sum(lengths),
+        n_kv=sum(lengths) - prefix * (whole.batch - 1),
         cu_seqlens_q=tuple(range(0, whole.n_q * whole.batch + 1, whole.n_q)),
-        cu_seqlens_k=tuple(accumulate(lengths, initial=0)),
+        cu_seqlens_k=tuple(accumulate(own, initial=prefix)),
+        shared_prefix=prefix,
     )
     return problem, found
 
 
-def _checked_table(given: Any, lengths: tuple[int, ...], pool: tuple[int, ...]) -> np.ndarray:
-    """The table, int64; an entry that names live keys must name a page of the pool."""
+def _checked_prefix(prefix: Any, lengths: tuple[int, ...]) -> int:
+    """How many keys all entries begin with; each has as many."""
+    if prefix == 0 and checks.is_int(prefix):
+        return 0
+    prefix = checks.positive_int("shared_prefix", prefix)
+    for b, n in enumerate(lengths):
+        if n < prefix:
+            raise OptionError(
+                f"shared_prefix is {prefix:,} keys, and entry {b} of the batch has {n:,}"
+            )
+    return prefix
+
+
+def check_alike(prefix: int, **caches: np.ndarray) -> None:
+    """Raise `OptionError` unless all entries begin with the same `prefix` rows, bit for bit."""
+    for name, x in caches.items():
+        bits = x[:, :, :prefix].view(f"u{min(x.itemsize, 8)}")
+        for b in np.flatnonzero((bits != bits[:1]).any(axis=(1, 2, 3)))[:1]:
+            raise OptionError(
+                f"the first {prefix:,} keys are not shared: {name}[{b}] has others than {name}[0]; "
+                "give shared_prefix as many as all entries begin with"
+            )
+
+
+def _checked_table(
+    given: Any, lengths: tuple[int, ...], pool: tuple[int, ...], prefix: int
+) -> np.ndarray:
+    """The table, int64; an entry that names live keys must name a page of the pool.
+
+    Pages of a prefix that all entries share are the same in every row.
+    """
     table = checks.as_array("block_table", given).astype(np.int64)
     for b, n in enumerate(lengths):
         used = table[b, : -(-n // pool[2])]
@@ -108,10 +145,16 @@ def _checked_table(given: Any, lengths: tuple[int, ...], pool: tuple[int, ...]) 
                 f"block_table[{b}, {j}] is {used[j]}, not one of the pool's pages, 0 to "
                 f"{pool[0] - 1}"
             )
+    shared = table[:, : prefix // pool[2]]
+    for b, j in np.argwhere(shared != shared[:1])[:1]:
+        raise OptionError(
+            f"block_table[{b}, {j}] is {table[b, j]}, but the first {prefix:,} keys are shared, "
+            f"and entry 0 has them in page {table[0, j]}"
+        )
     return table
 
 
 _SAME = (
     *("head_dim", "head_dim_v", "heads", "kv_heads", "dtype", "causal", "window", "softcap"),
-    *("scale", "block_mask", "mask"),
+    *("scale", "block_mask", "mask", "page_size"),
 )

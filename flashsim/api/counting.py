@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, overload
 
 from flashsim.api import inputs
+from flashsim.api.caches import live_problem
 from flashsim.counts import traffic
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import DTypeError, OptionError
@@ -33,6 +35,8 @@ def count(
     key_order: str = ...,
     splits: int | str | None = ...,
     pack_gqa: bool | None = ...,
+    cache_seqlens: Sequence[int] | None = ...,
+    shared_prefix: int | None = ...,
     level: Literal["requested"] = ...,
 ) -> Traffic: ...
 
@@ -48,6 +52,8 @@ def count(
     key_order: str = ...,
     splits: int | str | None = ...,
     pack_gqa: bool | None = ...,
+    cache_seqlens: Sequence[int] | None = ...,
+    shared_prefix: int | None = ...,
     level: Literal["dram"],
     l2: L2Model | None = ...,
 ) -> Dram: ...
@@ -63,6 +69,8 @@ def count(
     key_order: str = "ascending",
     splits: int | str | None = None,
     pack_gqa: bool | None = None,
+    cache_seqlens: Sequence[int] | None = None,
+    shared_prefix: int | None = None,
     level: str = "requested",
     l2: L2Model | None = None,
 ) -> Traffic | Dram:
@@ -74,7 +82,7 @@ def count(
     Parameters
     ----------
     problem : Problem
-    algorithm, tiling, device, key_order, splits, pack_gqa
+    algorithm, tiling, device, key_order, splits, pack_gqa, cache_seqlens, shared_prefix
         As in `run`.
     direction : {"forward", "backward"}
     level : {"requested", "dram"}
@@ -95,9 +103,15 @@ def count(
     plans.stages(problem, algorithm, direction)
     inputs.check_tiling(tiling)
     device = Device.get(device)
+    caches = {"cache_seqlens": cache_seqlens, "shared_prefix": shared_prefix}
     decoding = {"splits": splits, "pack_gqa": pack_gqa}
-    decoding = {name: value for name, value in decoding.items() if value is not None}
-    inputs.check_decoding(algorithm, decoding)
+    caches, decoding = (
+        {name: value for name, value in some.items() if value is not None}
+        for some in (caches, decoding)
+    )
+    inputs.check_decoding(algorithm, [*caches, *decoding])
+    if caches:
+        problem, _ = live_problem(problem, caches)
     if direction == "forward":
         tiling, split = choose(problem, tiling, device, algorithm, **decoding)
     else:

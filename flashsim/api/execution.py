@@ -11,7 +11,7 @@ import numpy as np
 
 from flashsim import report
 from flashsim.api import dispatch, hosts, inputs
-from flashsim.api.caches import live_problem
+from flashsim.api.caches import CACHES, check_alike, live_problem
 from flashsim.engines.engine import Engine, Job, Outcome
 from flashsim.errors import TraceError
 from flashsim.problem.hardware import Device
@@ -223,7 +223,9 @@ def run(
         query heads of a key head share a tile, so that K and V are loaded once for
         them; `cache_seqlens`, (batch,): how many keys of each entry are live (causal is aligned to
         their end); `block_table`, integers (batch, max_pages): k and v are (pages, kv_heads,
-        page_size, head_dim), and entry b's keys lie in the pages of its row.
+        page_size, head_dim), and entry b's keys lie in the pages of its row; `shared_prefix`: all
+        entries begin with so many keys, which are walked once for the queries of all (cascade
+        attention), or in so many keys' pages, whole ones.
         "numba": `threads`, how many (default: every CPU
         this process may use), and `micro_kernel`, "vector" or "plain". "cupy": `kernel`, "hopper"
         or "portable" (default: Hopper's wherever they run the problem), and `allow_tf32`: float32
@@ -335,8 +337,6 @@ def backward(
 
 
 _DEFAULTS = run.__kwdefaults__ or {}
-#: Options that say which keys of a cache there are.
-_CACHES = {"cache_seqlens", "block_table"}
 
 
 @dataclass(frozen=True)
@@ -418,14 +418,16 @@ def _ask(
     on_cpu = backend in dispatch.ON_CPU
     host = hosts.host_of(q) if on_cpu else hosts.ANY
     given_bias, table = bias, options.get("block_table")
-    options = {name: x for name, x in options.items() if x is not None or name not in _CACHES}
+    options = {name: x for name, x in options.items() if x is not None or name not in CACHES}
     if on_cpu:
         q, k, v, bias = hosts.take(host, q=q, k=k, v=v, bias=bias)
         given = inputs.prepare(q, k, v, bias=bias, tiling=tiling, block_table=table, **question)
         inputs.require_numpy(backend, q=given.q, k=given.k, v=given.v, bias=given.bias)
         problem, cache = given.problem, (given.k, given.v)
-        if options.keys() & _CACHES:
+        if options.keys() & CACHES:
             problem, options = live_problem(problem, options, tuple(k.shape))
+            if table is None:
+                check_alike(problem.shared_prefix, k=given.k, v=given.v)
     else:  # what lives of a cache is the launcher's to say, when the lengths are known
         q, k, v = (_known(engine, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
         cache = k, v

@@ -59,7 +59,7 @@ SYNONYMS = {
 
 
 #: Options of algorithms that divide the keys (`Split`), and of caches.
-DECODING = ("splits", "pack_gqa", "cache_seqlens", "block_table")
+DECODING = ("splits", "pack_gqa", "cache_seqlens", "block_table", "shared_prefix")
 
 
 class Inputs(NamedTuple):

@@ -57,12 +57,12 @@ def run(
     """Execute attention tile by tile and show what it moved."""
     ready(save)
     ready(output)
-    arrays = values.arrays(sizes, tensors)
+    arrays = values.arrays(sizes, tensors, decoding.shared_prefix)
     tile, backward_tile = values.tilings(how, arrays.q.shape[-1], scores.causal)
     tiles = {"forward": tile, **({"backward": backward_tile} if how.backward else {})}
     cost = values.foresee(arrays, scores, [algorithm], tiles, values.device(how), backend)
     with working("simulating", cost):
-        (k, v), table = values.in_pages(arrays, decoding.page_size)
+        (k, v), table = values.in_pages(arrays, decoding)
         result = execution.run(
             arrays.q,
             k,
@@ -113,7 +113,7 @@ def compare(
     algorithms: opt.Algorithms = "standard,flash1,flash2",
 ) -> None:
     """Execute several algorithms on the same tensors, side by side."""
-    arrays = values.arrays(sizes, tensors)
+    arrays = values.arrays(sizes, tensors, decoding.shared_prefix)
     tile, backward_tile = values.tilings(how, arrays.q.shape[-1], scores.causal)
     if decoding.page_size is not None:
         raise OptionError("--page-size is for run and count: other algorithms read no pages")

@@ -214,13 +214,16 @@ class Decoding:
     no_pack_gqa: bool = _option(False, "flash-decode: grouped query heads do not share a tile.")
 
     page_size: int | None = _option(None, "flash-decode: keys a page of the cache.")
+    shared_prefix: int | None = _option(None, "flash-decode: keys that all entries begin with.")
 
     def options(self) -> dict[str, Any]:
         """How keys are divided, of what is given, as the library takes them."""
         splits: int | str | None = self.splits
         if self.splits is not None and self.splits.lstrip("-").isdecimal():
             splits = int(self.splits)
-        found = {} if splits is None else {"splits": splits}
+        found: dict[str, Any] = {} if splits is None else {"splits": splits}
+        if self.shared_prefix is not None:
+            found["shared_prefix"] = self.shared_prefix
         return {**found, **({"pack_gqa": False} if self.no_pack_gqa else {})}
 
 

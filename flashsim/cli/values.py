@@ -57,8 +57,11 @@ def read_text(file: Path) -> str:
         raise OptionError(f"cannot read {str(file)!r}: {error.strerror}") from None
 
 
-def arrays(sizes: opt.Lengths, tensors: opt.Tensors) -> Arrays:
-    """Arrays from a file, of the bundled model, or random ones of the sizes that are given."""
+def arrays(sizes: opt.Lengths, tensors: opt.Tensors, prefix: int | None = None) -> Arrays:
+    """Arrays from a file, of the bundled model, or random ones of the sizes that are given.
+
+    All entries of random ones begin with the same `prefix` keys.
+    """
     given, file, sample = sizes.given(), tensors.input, tensors.demo_data
     if file is not None and sample is not None:
         raise OptionError("--input and --demo-data both say which tensors; give one of them")
@@ -71,17 +74,23 @@ def arrays(sizes: opt.Lengths, tensors: opt.Tensors) -> Arrays:
         return Arrays(real.q, real.k, real.v, out=real.out)
     asked = Problem(**{"n_q": 512, **given})
     fits(compulsory(asked), "`flashsim count` counts without arrays")
-    return Arrays(*random_inputs(asked, tensors.seed))
+    made = Arrays(*random_inputs(asked, tensors.seed))
+    for x in (made.k, made.v):
+        x[1:, :, : prefix or 0] = x[:1, :, : prefix or 0]
+    return made
 
 
 def in_pages(
-    arrays: Arrays, size: int | None
+    arrays: Arrays, how: opt.Decoding
 ) -> tuple[tuple[np.ndarray, np.ndarray], dict[str, Any]]:
-    """K and V, cut into pages of so many keys in order, and the options that say so."""
+    """K and V, cut into pages of so many keys in order, and the options that say so.
+
+    A prefix that is shared lies in the pages of the first entry.
+    """
     k, v = arrays.k, arrays.v
-    if size is None:
+    if how.page_size is None:
         return (k, v), {}
-    size = checks.positive_int("--page-size", size)
+    size = checks.positive_int("--page-size", how.page_size)
     batch, heads, n, _ = k.shape
     pages = -(-n // size)
     pools = []
@@ -91,6 +100,7 @@ def in_pages(
         cut = room.reshape(batch, heads, pages, size, x.shape[-1]).swapaxes(1, 2)
         pools.append(cut.reshape(batch * pages, heads, size, x.shape[-1]))
     table = np.arange(batch * pages).reshape(batch, pages)
+    table[:, : (how.shared_prefix or 0) // size] = table[0, : (how.shared_prefix or 0) // size]
     return (pools[0], pools[1]), {"block_table": table, "cache_seqlens": np.full(batch, n)}
 
 

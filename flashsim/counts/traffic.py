@@ -128,7 +128,7 @@ class Traffic:
             return self._strip_peak(stage)
         own, inner = self.schedule(stage).extents()
         if stage.parts == "merges":  # a step loads parts, if there are several
-            own = own[self.schedule(stage).part_counts > 1]
+            own = own[self.schedule(stage).merged]
             inner = np.ones_like(own)
         elif self.problem.page_size is not None:
             return self._paged_peak(stage)
@@ -164,7 +164,8 @@ class Traffic:
 
     def workspace(self) -> int:
         """Bytes of HBM used besides inputs, outputs and what is saved: accumulators, dP, dS."""
-        return workspace(self.problem, self.algorithm, self.direction, self.split)
+        parts = [int(self.schedule(s).slots[:, 1].max()) for s in self.stages if s.parts]
+        return workspace(self.problem, self.algorithm, self.direction, max(parts, default=1))
 
     def table(self) -> report.Table:
         """Bytes by tensor and direction, FLOPs, intensity and peak SRAM, as a table."""
@@ -237,15 +238,16 @@ def saved(problem: Problem, algorithm: str) -> int:
     return sum(whole_bytes(problem, name) for name in _kept(problem, algorithm))
 
 
-def workspace(
-    problem: Problem, algorithm: str, direction: str = "forward", split: Split = WHOLE
-) -> int:
-    """Bytes of HBM a pass uses besides its inputs, its outputs and what is saved."""
+def workspace(problem: Problem, algorithm: str, direction: str = "forward", parts: int = 1) -> int:
+    """Bytes of HBM a pass uses besides its inputs, its outputs and what is saved.
+
+    `parts` is into how many a query's keys are divided at most.
+    """
     written = set(plans.tensors_of(problem, algorithm, direction, "store", "reduce"))
     rest = written - _kept(problem, algorithm) - {"O", "dQ", "dK", "dV", "dBias"}
-    parts = split.splits if split.splits > 1 else 0
     return sum(
-        whole_bytes(problem, name) * (parts if name.endswith("_part") else 1) for name in rest
+        whole_bytes(problem, name) * ((parts > 1) * parts if name.endswith("_part") else 1)
+        for name in rest
     )
 
 

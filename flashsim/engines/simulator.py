@@ -19,7 +19,9 @@ from flashsim.schedule.splitting import choose
 from flashsim.schedule.tensors import BIAS, COL, ROW, TILE, shape
 from flashsim.schedule.tiling import Tiling
 
-OPTIONS: frozenset[str] = frozenset({"splits", "pack_gqa", "cache_seqlens", "block_table"})
+OPTIONS: frozenset[str] = frozenset(
+    {"splits", "pack_gqa", "cache_seqlens", "block_table", "shared_prefix"}
+)
 
 
 def forward(job: Job) -> Outcome:
@@ -28,9 +30,9 @@ def forward(job: Job) -> Outcome:
     tiling, split = choose(job.problem, job.tiling, job.device, job.algorithm, **how)
     lengths = job.options.get("cache_seqlens")
     if lengths is not None:
-        job = _live(job, lengths)
+        job = _live(job, lengths, job.problem.shared_prefix)
     machine = _machine(job, "forward", tiling, split)
-    made = _room(job, "forward", machine.hbm, split)
+    made = _room(job, "forward", machine.hbm, split, machine.parts)
     _run(PASSES[job.algorithm][0], machine)
     saved = {n: made[n] for n in made if not n.endswith(("_acc", "_part"))}
     if split.pack_gqa:
@@ -101,18 +103,24 @@ def _machine(job: Job, direction: str, tiling: Tiling, split: Split = WHOLE) -> 
     return machine
 
 
-def _live(job: Job, lengths: tuple[int, ...]) -> Job:
-    """The job with queries and live keys of all entries packed along the sequence axis."""
+def _live(job: Job, lengths: tuple[int, ...], prefix: int) -> Job:
+    """The job with queries and live keys of all entries packed along the sequence axis.
+
+    A prefix that they share comes first, once.
+    """
     q = job.q.swapaxes(0, 1).reshape(1, job.problem.heads, job.problem.n_q, job.q.shape[-1])
     size = job.problem.page_size
     if size is not None:
         rows = job.options["block_table"]
-        live = [row[: -(-n // size)] for row, n in zip(rows, lengths, strict=True)]
-        return replace(job, q=q, options={**job.options, "block_table": np.concatenate(live)})
+        own = prefix // size
+        live = [row[own : -(-n // size)] for row, n in zip(rows, lengths, strict=True)]
+        numbers = np.concatenate([rows[0, :own], *live])
+        return replace(job, q=q, options={**job.options, "block_table": numbers})
     k, v = (
-        np.concatenate([x[b, :, :n] for b, n in enumerate(lengths)], axis=1)[None]
+        np.concatenate([x[0, :, :prefix], *(x[b, :, prefix:n] for b, n in enumerate(lengths))], 1)
         for x in (job.k, job.v)
     )
+    k, v = k[None], v[None]
     return replace(job, q=q, k=k, v=v)
 
 
@@ -135,7 +143,9 @@ def _unpacked(x: np.ndarray, p: Problem) -> np.ndarray:
     return rows.swapaxes(2, 3).reshape(p.batch, p.heads, p.n_q, *rest)
 
 
-def _room(job: Job, direction: str, hbm: Hbm, split: Split = WHOLE) -> dict[str, np.ndarray]:
+def _room(
+    job: Job, direction: str, hbm: Hbm, split: Split = WHOLE, parts: int = 1
+) -> dict[str, np.ndarray]:
     """Make room in HBM for all that a pass writes: the arrays by the papers' names."""
     p, made = job.problem, {}
     for name in plans.tensors_of(p, job.algorithm, direction, "store", "reduce"):
@@ -144,9 +154,9 @@ def _room(job: Job, direction: str, hbm: Hbm, split: Split = WHOLE) -> dict[str,
             made[name] = np.full(job.bias.shape, np.nan, numpy_dtype(dtype))
             hbm.put_shared(name, made[name], dtype)
             continue
-        if split != WHOLE:
+        if split != WHOLE or parts > 1:
             owners, rows = (p.kv_heads, p.n_q * p.group) if split.pack_gqa else (p.heads, p.n_q)
-            n = rows * split.splits if name.endswith("_part") else rows
+            n = rows * parts if name.endswith("_part") else rows
             size = (p.batch, owners, n) if its.vector else (p.batch, owners, n, its.elements)
             made[name] = np.full(size, np.nan, numpy_dtype(dtype))
             hbm.put(name, made[name], dtype)

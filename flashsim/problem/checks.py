@@ -136,17 +136,17 @@ def window(window: Any) -> tuple[int, int] | None:
     return int(left), int(right)
 
 
-def cu_seqlens(name: str, values: Any, total: int) -> tuple[int, ...]:
-    """Offsets of packed sequences: from 0 up to `total`."""
+def cu_seqlens(name: str, values: Any, total: int, first: int = 0) -> tuple[int, ...]:
+    """Offsets of packed sequences: from `first` up to `total`."""
     array = as_array(name, values)
     if array.ndim != 1 or array.size < 2 or array.dtype.kind not in "iu":
         raise ShapeError(
             f"{name} must be a 1-D list of at least two integer offsets, got {shown(values)}"
         )
     offsets = tuple(int(x) for x in array)
-    if offsets[0] != 0 or offsets[-1] != total or any(b < a for a, b in pairwise(offsets)):
+    if offsets[0] != first or offsets[-1] != total or any(b < a for a, b in pairwise(offsets)):
         raise ShapeError(
-            f"{name} must start at 0, never fall and end at the packed length {total}, got "
+            f"{name} must start at {first}, never fall and end at the packed length {total}, got "
             f"{shown(list(offsets))}"
         )
     return offsets

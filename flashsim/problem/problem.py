@@ -22,6 +22,7 @@ from flashsim.errors import (
     OptionError,
     ShapeError,
     UnknownArgumentError,
+    UnsupportedError,
     choices,
     shown,
 )
@@ -42,16 +43,25 @@ def numpy_dtype(name: str) -> np.dtype:
 
 @dataclass(frozen=True)
 class Segment:
-    """One sequence of a packed batch: query rows and key rows it owns, as packed indices."""
+    """One sequence of a packed batch: query rows and key rows it owns, as packed indices.
+
+    A `prefix` belongs to the queries of all sequences, whose own keys follow it.
+    """
 
     q_start: int
     q_stop: int
     k_start: int
     k_stop: int
+    prefix: bool = False
 
     @property
     def offset(self) -> int:
-        """Added to a query index, gives the key on its (bottom-right aligned) diagonal."""
+        """Added to a query index, gives the key on its (bottom-right aligned) diagonal.
+
+        Every key of a prefix lies left of it.
+        """
+        if self.prefix:
+            return self.k_stop - 1 - self.q_start
         return self.k_stop - self.q_stop
 
 
@@ -83,6 +93,10 @@ class Problem:
     page_size : int, optional
         K and V lie in pages of so many keys, which a block table of int32 names, entry by entry.
         A page that two entries share counts for each.
+    shared_prefix : int
+        So many keys, the first of all, belong to every packed sequence, before its own keys, which
+        `cu_seqlens_k` then counts from there on. Attention over them is computed once for all
+        queries (cascade attention). Every query must see all of them.
     bias : (int, int) , optional
         Leading shape, (1 or batch, 1 or heads), of an additive bias (.., .., n_q, n_kv).
     block_mask : BlockMask, optional
@@ -115,6 +129,7 @@ class Problem:
     block_mask: BlockMask | None = None
     mask: Callable[..., Any] | None = None
     page_size: int | None = None
+    shared_prefix: int = 0
 
     _repr_html_ = report.card
 
@@ -158,6 +173,8 @@ class Problem:
         self._check_sequences(put)
         if self.page_size is not None:
             put("page_size", checks.positive_int("page_size", self.page_size))
+        if self.shared_prefix:
+            self._check_prefix(self.shared_prefix)
         if self.bias is not None:
             allowed = ((1, self.batch), (1, self.heads))
             lead = tuple(self.bias) if isinstance(self.bias, (tuple, list)) else ()
@@ -205,8 +222,11 @@ class Problem:
                 f"cu_seqlens packs the sequences of a batch into one: batch must be 1, got "
                 f"{self.batch}"
             )
+        if self.shared_prefix != 0:
+            prefix = checks.positive_int("shared_prefix", self.shared_prefix)
+            put("shared_prefix", prefix)
         q = checks.cu_seqlens("cu_seqlens_q", self.cu_seqlens_q, self.n_q)
-        k = checks.cu_seqlens("cu_seqlens_k", self.cu_seqlens_k, self.n_kv)
+        k = checks.cu_seqlens("cu_seqlens_k", self.cu_seqlens_k, self.n_kv, self.shared_prefix)
         put("cu_seqlens_q", q)
         put("cu_seqlens_k", k)
         nq, nk = len(q), len(k)
@@ -215,6 +235,32 @@ class Problem:
                 f"cu_seqlens_q and cu_seqlens_k must name the same number of sequences, got "
                 f"{nq - 1} and {nk - 1}"
             )
+
+    def _check_prefix(self, prefix: int) -> None:
+        """Every query sees all of it, and it ends where a page does."""
+        if self.cu_seqlens_q is None:
+            raise ShapeError(
+                f"shared_prefix={shown(prefix)} is shared by packed sequences: give cu_seqlens_q "
+                "and cu_seqlens_k; run and count pack a batch that shares one"
+            )
+        for name in ("window", "bias", "block_mask", "mask"):
+            if getattr(self, name) is not None:
+                raise UnsupportedError(
+                    f"a shared prefix is seen whole by every query, so it takes no {name}; leave "
+                    "shared_prefix out"
+                )
+        if self.page_size is not None and prefix % self.page_size:
+            raise ShapeError(
+                f"shared_prefix must be whole pages of {self.page_size} keys, got {prefix}; "
+                f"{prefix // self.page_size * self.page_size} are"
+            )
+        for n, s in enumerate(self.sequences[1:]):
+            if self.causal and s.q_stop - s.q_start > s.k_stop - s.k_start + 1:
+                raise ShapeError(
+                    f"the first of the {s.q_stop - s.q_start} queries of sequence {n} comes before "
+                    f"the end of the shared prefix: after it the sequence has "
+                    f"{s.k_stop - s.k_start} keys"
+                )
 
     def _check_block_mask(self) -> None:
         mask = self.block_mask
@@ -256,11 +302,15 @@ class Problem:
 
     @cached_property
     def sequences(self) -> tuple[Segment, ...]:
-        """The packed sequences; one, covering everything, without `cu_seqlens`."""
+        """The packed sequences; one, covering everything, without `cu_seqlens`.
+
+        A shared prefix comes before them.
+        """
         if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
             return (Segment(0, self.n_q, 0, self.n_kv),)
         q, k = self.cu_seqlens_q, self.cu_seqlens_k
-        return tuple(Segment(*q[s : s + 2], *k[s : s + 2]) for s in range(len(q) - 1))
+        prefix = (Segment(0, self.n_q, 0, k[0], prefix=True),) if self.shared_prefix else ()
+        return (*prefix, *(Segment(*q[s : s + 2], *k[s : s + 2]) for s in range(len(q) - 1)))
 
     @property
     def pages(self) -> int:

@@ -115,6 +115,11 @@ def stages(
         raise UnsupportedError(
             f"{algorithm!r} reads no pages; algorithm='flash-decode' does, or leave page_size out"
         )
+    if problem.shared_prefix and not splits_keys(algorithm):
+        raise UnsupportedError(
+            f"{algorithm!r} merges no parts, and so shares no prefix; algorithm='flash-decode' "
+            "does, or leave shared_prefix out"
+        )
     if direction == "backward":
         check_backward(algorithm)
     return _stages(problem, algorithm, direction, split.pack_gqa)

@@ -50,7 +50,7 @@ class Sums(NamedTuple):
 class PartSums(NamedTuple):
     """Sums over a schedule's row tiles, by the parts that their keys are divided into."""
 
-    whole_rows: int  # of tiles of one part: their rows
+    whole_rows: int  # of tiles whose one part is the result: their rows
     part_rows: int  # of the others: rows x parts
 
 
@@ -347,13 +347,43 @@ class Schedule:
         return columns[::-1] if self.key_order == "descending" else columns
 
     @cached_property
+    def visit_counts(self) -> np.ndarray:
+        """int64 (T_r,): column tiles that each row tile visits."""
+        if self.row_spans is not None:
+            return (self.row_spans[:, 3] - self.row_spans[:, 0]).astype(np.int64)
+        return np.diff(self.row_csr[0]).astype(np.int64)
+
+    @cached_property
     def part_counts(self) -> np.ndarray:
         """int64 (T_r,): into how many parts the keys of each row tile are divided, at least 1."""
-        if self.row_spans is not None:
-            visits = (self.row_spans[:, 3] - self.row_spans[:, 0]).astype(np.int64)
-        else:
-            visits = np.diff(self.row_csr[0]).astype(np.int64)
-        return np.clip(visits, 1, self.split.splits)
+        visits = self.visit_counts
+        if not self.problem.shared_prefix:
+            return np.clip(visits, 1, self.split.splits)
+        longest = max(1, int(visits.max()))
+        parts = -(-visits * min(self.split.splits, longest) // longest)
+        return np.maximum(parts, 1)
+
+    @cached_property
+    def prefix_tiles(self) -> int:
+        """Row tiles of all sequences' queries, which visit a shared prefix; they come first."""
+        return int(self._edges[2][1]) if self.problem.shared_prefix else 0
+
+    @cached_property
+    def slots(self) -> np.ndarray:
+        """int64 (T_r, 2): the parts of row tile i are numbers ``slots[i, 0] .. slots[i, 1] - 1``.
+
+        Of a query's parts those of a shared prefix come first, then those of its own keys.
+        """
+        first = np.zeros(self.t_r, np.int64)
+        first[self.prefix_tiles :] = self.part_counts[0] if self.prefix_tiles else 0
+        return np.stack([first, first + self.part_counts], axis=1)
+
+    @cached_property
+    def merged(self) -> np.ndarray:
+        """bool (T_r,): row tiles whose queries' parts a second stage merges."""
+        if self.prefix_tiles:
+            return np.arange(self.t_r) >= self.prefix_tiles
+        return self.part_counts > 1
 
     def visits(self, outer: int, part: int | None = None) -> Iterator[Visit]:
         """The visits of one outer step: of row tile i, or with keys outside of column tile j.
@@ -425,7 +455,7 @@ class Schedule:
     def part_sums(self) -> PartSums:
         """Sums over all row tiles, of their rows and parts."""
         heights = (self.rows[:, 1] - self.rows[:, 0]).astype(np.int64)
-        several = self.part_counts > 1
+        several = (self.part_counts > 1) | (self.prefix_tiles > 0)
         return PartSums(
             whole_rows=int(heights[~several].sum()),
             part_rows=int((heights * self.part_counts)[several].sum()),

@@ -24,7 +24,8 @@ class Split:
     splits : int
         The key tiles that a row tile visits are divided into this many contiguous parts, whose
         numbers of tiles differ by one at most; into as many as there are tiles, where these are
-        fewer.
+        fewer. With a shared prefix, so many are the parts of the row tile that visits the most key
+        tiles; another has fewer in proportion, so that a part is as long anywhere.
     pack_gqa : bool
         Row r of a head's walk is query ``r // group`` of the group's query head ``r % group``: all
         query heads of a key head share a tile, and K and V are loaded once for them.

@@ -25,7 +25,8 @@ def choose(
 
     An algorithm that does not divide keys has `WHOLE`. More parts than any row tile visits key
     tiles are as many as it does. "auto" is `fill_once`, "fa3" is `fa3`, both
-    with a thread block an SM and the row tile that visits the most key tiles.
+    with a thread block an SM and the row tile that visits the most key tiles; with a shared prefix,
+    the blocks are as many as if all row tiles were as long as that one.
 
     Raises
     ------
@@ -41,6 +42,9 @@ def choose(
     most = int(walked.part_counts.max())  # key tiles
     if isinstance(splits, str):
         walks, _ = heads_of(plans.stages(problem, algorithm, split=finest)[0], problem)
+        blocks = walks * walked.t_r
+        if problem.shared_prefix:
+            blocks = -(-walks * int(walked.visit_counts.sum()) // most)
         rule = fill_once if splits == "auto" else fa3
-        splits = rule(walks * walked.t_r, device.sm_count, most)
+        splits = rule(blocks, device.sm_count, most)
     return tiling, Split(min(splits, most), pack_gqa)

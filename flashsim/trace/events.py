@@ -88,7 +88,7 @@ class StageTrace:
             return 0, int((schedule.cols[j, 1] - schedule.cols[j, 0]).sum()), 0
         r = (schedule.rows[i, 1] - schedule.rows[i, 0]).astype(np.int64)
         if self.stage.parts == "merges":  # a step works on the rows of each part
-            r *= schedule.part_counts[i]
+            r *= schedule.slots[i, 1]
         whole = j < 0
         c = np.where(whole, schedule.key_counts[i], schedule.cols[j, 1] - schedule.cols[j, 0])
         return int(r.sum()), int(c.sum()), int((r * c).sum())

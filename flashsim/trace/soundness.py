@@ -91,7 +91,7 @@ def device(given: dict[str, Any]) -> Device:
 
 def problem(given: dict[str, Any], **masks: Any) -> Problem:
     """The problem; its lengths are such as tables can hold."""
-    for name in ("n_q", "n_kv", "batch", "heads", "kv_heads"):
+    for name in ("n_q", "n_kv", "batch", "heads", "kv_heads", "shared_prefix"):
         if isinstance(given.get(name), int) and given[name] >= INDEX:
             raise ValueError(f"problem: {name} is {given[name]}: no table holds that many")
     known = {field.name for field in fields(Problem)} - {"mask", "block_mask"}

@@ -32,6 +32,7 @@ ORACLE = ("problem/test_oracle.py::test_agrees_with_a_second_formula", "-k", "ca
 TRAFFIC = ("counts/test_traffic.py::test_fixed_problems_are_counted_exactly", "-k", "gqa")
 DECODE = ("counts/test_flash_decode.py::test_kinds_and_types", "-k", "float32-normal")
 PAGES = ("counts/test_flash_decode.py::test_pages_hold_what_a_contiguous_cache_does",)
+CASCADE = ("counts/test_cascade.py::test_it_is_attention_over_all_keys_and_counted",)
 PARTS = ("counts/test_flash_decode.py::test_parts_cover_the_walk_once_and_evenly",)
 WORK = ("counts/test_work.py", "-k", "flash2-plain")
 
@@ -64,9 +65,18 @@ FAULTS = {
         "the last part is not merged",
         *(
             DECODING,
-            "for part in range(int(schedule.part_counts[i])):",
-            "for part in range(int(schedule.part_counts[i]) - 1):",
+            "for part in range(int(schedule.slots[i, 1])):",
+            "for part in range(int(schedule.slots[i, 1]) - 1):",
             DECODE,
+        ),
+    ),
+    "prefix-counted-twice": Fault(
+        "the first entry's own keys begin with the shared prefix",
+        *(
+            PROBLEM,
+            "Segment(*q[s : s + 2], *k[s : s + 2])",
+            "Segment(*q[s : s + 2], k[s] * (s > 0), k[s + 1])",
+            CASCADE,
         ),
     ),
     "merged-lse-of-the-wrong-base": Fault(

@@ -1,0 +1,163 @@
+"""A prefix that all entries of a batch share: walked once, merged, counted in closed form."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from helpers import tensors
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_flash_decode import DECODE, paged
+from test_traffic import ANSWERS, tilings
+
+import flashsim
+from flashsim import OptionError, Problem, ShapeError, Tiling, Trace, UnsupportedError
+from flashsim.counts.work import KINDS
+from flashsim.schedule.schedule import Schedule
+from flashsim.schedule.split import Split
+
+
+def shared(lengths, prefix, n_q=1, group=2, seed=0):
+    """Arrays whose entries begin with the same `prefix` keys; what is not live is NaN."""
+    x = tensors(n_q, max(lengths), 8, batch=len(lengths), heads=2 * group, kv_heads=2, seed=seed)
+    for array in (x.k, x.v):
+        array[1:, :, :prefix] = array[:1, :, :prefix]
+        for b, n in enumerate(lengths):
+            array[b, :, n:] = np.nan
+    return x
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    own=st.lists(st.integers(0, 30), min_size=1, max_size=4),
+    prefix=st.integers(1, 40),
+    n_q=st.integers(1, 3),
+    group=st.integers(1, 3),
+    tiling=tilings,
+    splits=st.one_of(st.integers(1, 6), st.sampled_from(["auto", "fa3"])),
+    pack_gqa=st.booleans(),
+    options=st.sampled_from([{}, {"causal": True}, {"softcap": 2.0}]),
+)
+def test_it_is_attention_over_all_keys_and_counted(
+    own, prefix, n_q, group, tiling, splits, pack_gqa, options
+):
+    if "causal" in options:
+        own = [n + n_q - 1 for n in own]
+    lengths = [prefix + n for n in own]
+    x = shared(lengths, prefix, n_q, group)
+    how = {"algorithm": DECODE, "tiling": tiling, "splits": splits, "pack_gqa": pack_gqa}
+    given_lengths = {"cache_seqlens": lengths, **how}
+    apart = flashsim.run(x.q, x.k, x.v, **given_lengths, **options)
+    once = flashsim.run(
+        *(x.q, x.k, x.v), shared_prefix=prefix, trace=True, **given_lengths, **options
+    )
+    np.testing.assert_allclose(once.out, apart.out, atol=2e-6)
+    np.testing.assert_allclose(once.lse, apart.lse, atol=2e-6)
+    closed = flashsim.count(once.problem, **how)
+    assert dict(once.trace.transfers) == closed.transfers
+    for answer in ANSWERS:
+        assert getattr(once.trace, answer)() == getattr(closed, answer)(), answer
+    for kind in KINDS:
+        assert once.trace.flops(kind) == closed.flops(kind), kind
+    # The whole batch's prefix is a compulsory read once; so is everything else.
+    again = (len(own) - 1) * prefix * 2 * (8 + 8) * 4
+    assert apart.problem.shared_prefix == 0
+    whole = flashsim.count(apart.problem, **how)
+    assert whole.compulsory() - closed.compulsory() == again
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    own=st.lists(st.integers(0, 20), min_size=1, max_size=3),
+    pages=st.integers(1, 4),
+    size=st.integers(1, 9),
+    tiling=tilings,
+    splits=st.integers(1, 5),
+)
+def test_pages_of_the_prefix_are_read_once(own, pages, size, tiling, splits):
+    prefix = pages * size
+    lengths = [prefix + n for n in own]
+    x = shared(lengths, prefix)
+    k, v, table = paged(x, lengths, size, 200, np.random.default_rng(0))
+    table[:, :pages] = table[0, :pages]
+    how = {"algorithm": DECODE, "tiling": tiling, "splits": splits, "shared_prefix": prefix}
+    plain = flashsim.run(x.q, x.k, x.v, cache_seqlens=lengths, trace=True, **how)
+    r = flashsim.run(x.q, k, v, cache_seqlens=lengths, block_table=table, trace=True, **how)
+    np.testing.assert_array_equal(r.out, plain.out)
+    assert set(r.trace.diff(plain.trace)) == {("split", "load", "table")}
+    assert r.problem.pages == pages + sum(-(-n // size) for n in own)
+    del how["shared_prefix"]
+    assert dict(r.trace.transfers) == flashsim.count(r.problem, **how).transfers
+
+
+def test_bytes_saved_by_hand():
+    """32 entries of 8,192 keys, 7,168 of them shared: 31 x 7,168 keys are not read again."""
+    p = Problem(1, 8192, 128, batch=32, heads=32, kv_heads=8, dtype="bfloat16")
+    how = {"algorithm": DECODE, "device": "H200"}
+    apart = flashsim.count(p, **how)
+    once = flashsim.count(p, shared_prefix=7168, **how)
+    keys = 31 * 7168 * 8  # of 8 key heads
+    for tensor in ("K", "V"):
+        saved = apart.bytes("load", tensor) - once.bytes("load", tensor)
+        assert saved == keys * 128 * 2
+    # 2 parts of the prefix and 1 of an entry's own keys: Q is loaded for each of them.
+    assert once.bytes("load", "Q") == 3 * apart.bytes("load", "Q")
+    assert once.workspace() == 3 * 32 * 32 * (128 + 1) * 4
+
+
+def test_parts_are_as_long_anywhere():
+    """A prefix of 16 key tiles in 4 parts; own keys of 6, 4 and 0 tiles in parts of 3, 4 and 0."""
+    q, k = (0, 1, 2, 3), (64, 64 + 24, 64 + 40, 64 + 40)
+    p = Problem(3, 104, cu_seqlens_q=q, cu_seqlens_k=k, shared_prefix=64)
+    s = Schedule(p, Tiling(4, 4), split=Split(4))
+    assert s.visit_counts.tolist() == [16, 6, 4, 0]
+    assert s.part_counts.tolist() == [4, 2, 1, 1]
+    assert s.slots.tolist() == [[0, 4], [4, 6], [4, 5], [4, 5]]
+    assert s.merged.tolist() == [False, True, True, True]
+
+
+def test_a_trace_keeps_its_prefix(tmp_path):
+    x = shared([20, 30], 16)
+    r = flashsim.run(x.q, x.k, x.v, algorithm=DECODE, shared_prefix=16, trace=True,
+                     cache_seqlens=[20, 30], tiling=Tiling(4, 8), splits=2)  # fmt: skip
+    r.trace.save(tmp_path / "t.npz")
+    again = Trace.load(tmp_path / "t.npz")
+    assert again.problem.shared_prefix == 16
+    assert again.same_events(r.trace)
+    assert again.diff(again.predicted()) == {}
+
+
+def test_what_cannot_be_shared_says_why():
+    x = shared([20, 30, 24], 16)
+    run = lambda k=x.k, n=None, **o: flashsim.run(  # noqa: E731
+        x.q, k, x.v, algorithm=DECODE, cache_seqlens=n or [20, 30, 24], **o
+    )
+    other = x.k.copy()
+    other[2, 1, 15, 3] += 1
+    for said, change in (
+        (r"not shared: k\[2\] has others than k\[0\]", {"k": other, "shared_prefix": 16}),
+        (r"shared_prefix is 22 keys, and entry 0 of the batch has 20", {"shared_prefix": 22}),
+        ("shared_prefix must be at least 1", {"shared_prefix": -1}),
+        ("takes no window", {"shared_prefix": 16, "window": (9, -1)}),
+        ("takes no mask", {"shared_prefix": 16, "mask": lambda q, k: q >= k}),
+    ):
+        with pytest.raises((OptionError, ShapeError, UnsupportedError), match=said):
+            run(**change)
+    table = [[0, 1, 2], [0, 3, 4], [0, 5, 6]]
+    pool = np.zeros((7, 2, 10, 8), np.float32)
+    with pytest.raises(OptionError, match=r"block_table\[1, 1\] is 3, but the first 20 keys"):
+        flashsim.run(x.q, pool, pool, algorithm=DECODE, block_table=table, shared_prefix=20)
+    with pytest.raises(ShapeError, match="whole pages of 10 keys, got 15; 10 are"):
+        flashsim.run(x.q, pool, pool, algorithm=DECODE, block_table=table, shared_prefix=15)
+    bias = np.zeros((1, 1, 1, 30), np.float32)
+    with pytest.raises(UnsupportedError, match="shared_prefix takes no bias"):
+        flashsim.run(x.q, x.k, x.v, bias=bias, algorithm=DECODE, shared_prefix=16)
+    packed = {"cu_seqlens_q": (0, 3), "cu_seqlens_k": (16, 17), "shared_prefix": 16}
+    with pytest.raises(ShapeError, match="3 queries of sequence 0 comes before the end"):
+        Problem(3, 17, causal=True, **packed)
+    with pytest.raises(ShapeError, match="give cu_seqlens_q"):
+        Problem(1, 17, shared_prefix=16)
+    with pytest.raises(UnsupportedError, match="'flash2' merges no parts"):
+        flashsim.count(Problem(3, 17, **packed))
+    with pytest.raises(OptionError, match="'flash2' takes no shared_prefix"):
+        flashsim.count(Problem(1, 17), shared_prefix=4)
