@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from flashsim.api import inputs
 from flashsim.api.caches import live_problem
@@ -103,12 +103,8 @@ def count(
     plans.stages(problem, algorithm, direction)
     inputs.check_tiling(tiling)
     device = Device.get(device)
-    caches = {"cache_seqlens": cache_seqlens, "shared_prefix": shared_prefix}
-    decoding = {"splits": splits, "pack_gqa": pack_gqa}
-    caches, decoding = (
-        {name: value for name, value in some.items() if value is not None}
-        for some in (caches, decoding)
-    )
+    decoding = _given(splits=splits, pack_gqa=pack_gqa)
+    caches = _given(cache_seqlens=cache_seqlens, shared_prefix=shared_prefix)
     inputs.check_decoding(algorithm, [*caches, *decoding])
     if caches:
         problem, _ = live_problem(problem, caches)
@@ -123,3 +119,7 @@ def count(
     from flashsim.l2 import dram
 
     return dram(requested, l2)
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}

@@ -88,7 +88,7 @@ def plot(
     ] = None,
     color: Annotated[
         str | None,
-        typer.Option(help="tile-map: order, bytes or flops; gpu-timeline: phase or block."),
+        typer.Option(help="tile-map: order, bytes, flops or block; gpu-timeline: phase or block."),
     ] = None,
     sms: Annotated[str | None, typer.Option(help="gpu-timeline: FIRST:LAST SM shown.")] = None,
     times: Annotated[str | None, typer.Option(help="gpu-timeline: FIRST:LAST µs shown.")] = None,

@@ -310,7 +310,8 @@ class Problem:
             return (Segment(0, self.n_q, 0, self.n_kv),)
         q, k = self.cu_seqlens_q, self.cu_seqlens_k
         prefix = (Segment(0, self.n_q, 0, k[0], prefix=True),) if self.shared_prefix else ()
-        return (*prefix, *(Segment(*q[s : s + 2], *k[s : s + 2]) for s in range(len(q) - 1)))
+        own = (Segment(q[s], q[s + 1], k[s], k[s + 1]) for s in range(len(q) - 1))
+        return (*prefix, *own)
 
     @property
     def pages(self) -> int:

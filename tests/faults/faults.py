@@ -74,8 +74,8 @@ FAULTS = {
         "the first entry's own keys begin with the shared prefix",
         *(
             PROBLEM,
-            "Segment(*q[s : s + 2], *k[s : s + 2])",
-            "Segment(*q[s : s + 2], k[s] * (s > 0), k[s + 1])",
+            "Segment(q[s], q[s + 1], k[s], k[s + 1])",
+            "Segment(q[s], q[s + 1], k[s] * (s > 0), k[s + 1])",
             CASCADE,
         ),
     ),

@@ -377,7 +377,9 @@ def test_tile_map_of_a_large_grid_has_no_numbers():
 
 
 def test_tile_map_unknown_color():
-    with pytest.raises(OptionError, match="unknown color 'time'; possible: order, bytes, flops"):
+    with pytest.raises(
+        OptionError, match="unknown color 'time'; possible: order, bytes, flops, block"
+    ):
         viz.tile_map(cases.trace(), color="time")
 
 

@@ -21,7 +21,7 @@ KEY_SIDE, MATRICES = (
     for side in (COL, TILE)
 )
 #: How names too long for a strip are written beside it.
-SYMBOLS = {"delta": "δ", "dBias": "dB", "bias": "B"}
+SYMBOLS = {"delta": "δ", "dBias": "dB", "bias": "B", "O_part": "O′", "L_part": "L′", "table": "tbl"}
 
 
 def sides(trace: Trace) -> dict[str, tuple[str, ...]]:

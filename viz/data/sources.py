@@ -157,6 +157,8 @@ def about(source: Trace | Traffic) -> list[str]:
         *(["causal"] if p.causal else []),
         *([window(p.window)] if p.window else []),
         *(["packed sequences"] if packed else []),
+        *([f"{p.shared_prefix:,} keys shared"] if p.shared_prefix else []),
+        *([f"pages of {p.page_size}"] if p.page_size else []),
         *(["with a bias"] if p.bias else []),
         *(["block-sparse"] if p.block_mask else []),
         *(["own mask"] if p.mask else []),

@@ -76,6 +76,7 @@ def row_statistics(
     """
     p = trace.problem
     running = any(b.name == "m" for stage in trace.stages for b in stage.stage.buffers)
+    running &= not any(stage.stage.parts for stage in trace.stages)  # m begins anew with each part
     if trace.direction != "forward" or not running or p.bias is not None:
         raise UnsupportedError(
             "m and l are followed through forward passes that keep them, without a bias; "

@@ -106,7 +106,26 @@ class Steps:
         schedule, i, j = stage.schedule, self.i[chosen], self.j[chosen]
         rows = np.where(i < 0, 0, schedule.rows[i, 1] - schedule.rows[i, 0]).astype(np.int64)
         cols = np.where(j < 0, schedule.key_counts[i], schedule.cols[j, 1] - schedule.cols[j, 0])
+        if stage.stage.parts == "merges":  # a step works on the rows of each part
+            rows *= schedule.slots[i, 1]
         return rows, cols
+
+    @cached_property
+    def notes(self) -> list[str]:
+        """Of which part of the keys each step is, or how many it merges; "" where there is one."""
+        found = [""] * len(self)
+        for number, stage in enumerate(self.trace.stages):
+            slots, parts = stage.schedule.slots, stage.schedule.part_counts
+            done = np.zeros(stage.schedule.t_r, np.int64)
+            for step in np.flatnonzero(self.stage == number) if stage.stage.parts else ():
+                i = self.i[step]
+                if stage.stage.parts == "merges":
+                    found[step] = f"{slots[i, 1]} parts merged"
+                    continue
+                if parts[i] > 1:
+                    found[step] = f"part {done[i] + 1} of {parts[i]}"
+                done[i] += self.visit[step] < 0
+        return found
 
     @cached_property
     def buffers(self) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.collections import PolyCollection
+from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
@@ -22,6 +22,7 @@ from flashsim.viz.data.diagram import (
     sides,
     tile_kinds,
 )
+from flashsim.viz.data.parts import page_edges, part_edges
 from flashsim.viz.data.steps import Steps
 from flashsim.viz.film.mosaic import Mosaic
 from flashsim.viz.palette import Theme, color, is_gradient, mix, rgb
@@ -69,6 +70,7 @@ class Scene:
         self.corners = PolyCollection([], facecolor=theme.accent, edgecolor="none", zorder=4)
         ax.add_collection(self.corners)
         self.artists.append(self.corners)
+        self._build_edges()
         moving = np.isin(walk.events["op"], TRANSFERS)
         most = int(np.add.reduceat(moving, walk.starts).max())
         self.lines = [self._line() for _ in range(most)]
@@ -138,6 +140,26 @@ class Scene:
         self.artists.append(patch)
         return patch
 
+    def _build_edges(self) -> None:
+        """Between the parts of the keys a line on the grid; between pages one on strips of keys."""
+        x, y, w, h = self.box
+        t_r, t_c = self.kinds[0].shape
+        schedule, dx, dy = self.walk.trace.schedule, w / t_c, h / t_r
+        parts = [
+            [(x + j * dx, y + i * dy), (x + j * dx, y + (i + 1) * dy)]
+            for i, j in part_edges(schedule)
+        ]
+        boxes = [s.box for name, s in self.strips.items() if name in KEY_SIDE]
+        pages = [
+            [(x + at * dx, top), (x + at * dx, top + high)]
+            for at in page_edges(schedule)
+            for _, top, _, high in boxes
+        ]
+        for lines, width in ((parts, 3.0), (pages, 1.2)):
+            edges = LineCollection(lines, colors=self.theme.text, linewidths=width, zorder=4)
+            self.ax.add_collection(edges, autolim=False)
+            self.artists.append(edges)
+
     def _build_sram(self, ax: Axes) -> None:
         """A bar of what SRAM holds, `full` bytes wide, and below it its buffers by name."""
         walk, limit = self.walk, self.walk.trace.device.sram_bytes
@@ -183,7 +205,8 @@ class Scene:
             self._stage = stage
         self._flights(step, i, j)
         held = ", ".join(["the strips", *self.in_grid])
-        self.stage_text.set_text(f"stage {walk.trace.stages[stage].name} · HBM: {held}")
+        note = f", {walk.notes[step]}" if walk.notes[step] else ""
+        self.stage_text.set_text(f"stage {walk.trace.stages[stage].name}{note} · HBM: {held}")
         self._update_sram(step)
 
     def _grid_colors(self, step: int, stage: int) -> np.ndarray:

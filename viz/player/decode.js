@@ -24,6 +24,8 @@ class Steps {
     this.sizes = pane.sizes;
     this.price = column(pane.price);
     this.flopsOf = pane.flops;
+    this.note = column(pane.note);  // of each step: which part of the keys, or how many are merged
+    Object.assign(this, { notes: pane.notes, parts: pane.parts, pages: pane.pages });
     this.sum();
   }
 

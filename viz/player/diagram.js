@@ -136,6 +136,7 @@ class Diagram {
       this.stripTicks(s);
       this.name(s);
     }
+    this.edges();
     this.flights(moves, at);
     c.font = `${Math.max(12, text * 0.75)}px system-ui, sans-serif`;
     c.fillStyle = t.muted;
@@ -175,6 +176,21 @@ class Diagram {
       if (kinds[n] > 2) corner(left, top + dy, -side);
     }
     c.fill();
+  }
+
+  // Between the parts of the keys a line on the grid; between pages one on strips of keys.
+  edges() {
+    const c = this.context, { x, y, w, h } = this.box, { rows, cols, parts, pages } = this.walk;
+    c.strokeStyle = this.theme.text;
+    const down = (at, top, high) => { c.moveTo(x + (at * w) / cols, top); c.lineTo(x + (at * w) / cols, top + high); };
+    c.lineWidth = 3;
+    c.beginPath();
+    for (const [i, j] of parts) down(j, y + (i * h) / rows, h / rows);
+    c.stroke();
+    c.lineWidth = 1.5;
+    c.beginPath();
+    for (const s of this.strips) if (!s.upright) for (const at of pages) down(at, s.box.y, s.box.h);
+    c.stroke();
   }
 
   stripTicks(s) {

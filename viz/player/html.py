@@ -24,6 +24,7 @@ from flashsim.schedule.names import OPS, TENSORS
 from flashsim.trace.trace import Trace
 from flashsim.viz.data import sources
 from flashsim.viz.data.diagram import KEY_SIDE, MATRICES, SYMBOLS, one_grid, sides, tile_kinds
+from flashsim.viz.data.parts import page_edges, part_edges
 from flashsim.viz.data.statistics import RowStatistics
 from flashsim.viz.data.steps import Steps
 from flashsim.viz.palette import THEMES
@@ -133,6 +134,7 @@ def _pane(label: str, trace: Trace, statistics: RowStatistics | None) -> dict[st
     e = walk.events
     sizes, size = np.unique(e["bytes"], return_inverse=True)
     work, price = np.unique(walk.step_flops, return_inverse=True)
+    notes, note = np.unique(walk.notes, return_inverse=True)
     return {
         "label": label,
         "about": (
@@ -159,6 +161,10 @@ def _pane(label: str, trace: Trace, statistics: RowStatistics | None) -> dict[st
         "sizes": sizes.tolist(),
         "price": _column(price),
         "flops": work.tolist(),
+        "note": _column(note),
+        "notes": notes.tolist(),
+        "parts": part_edges(trace.schedule),
+        "pages": page_edges(trace.schedule),
         "statistics": None if statistics is None else _statistics(statistics),
     }
 

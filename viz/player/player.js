@@ -111,14 +111,15 @@ class Pane {
       : `, ${((100 * held) / w.limit).toFixed(1)} % of a block's ${exact(w.limit)} B`;
     this.sramLabel.textContent = `SRAM holds ${exact(held)} B${share} (${w.device})`;
     this.sram.setAttribute("aria-label", this.sramLabel.textContent);
-    this.canvas.setAttribute("aria-label", `${w.label}: ${this.where(at)}, step ${step + 1} of ${w.steps}`);
+    this.canvas.setAttribute("aria-label", `${w.label}: ${this.where(step)}, step ${step + 1} of ${w.steps}`);
     if (w.statistics) this.drawStatistics();
   }
 
-  where(at) {
-    const stage = w => `stage ${w.stages[at.stage].name}`;
-    if (at.visited) return `${stage(this.walk)}, tile (${at.i}, ${at.j})`;
-    return `${stage(this.walk)}, end of ${at.i >= 0 ? `row ${at.i}` : `column ${at.j}`}`;
+  where(step) {
+    const w = this.walk, at = w.at(step), note = w.notes[w.note[step]];
+    const stage = `stage ${w.stages[at.stage].name}${note ? `, ${note}` : ""}`;
+    if (at.visited) return `${stage}, tile (${at.i}, ${at.j})`;
+    return `${stage}, end of ${at.i >= 0 ? `row ${at.i}` : `column ${at.j}`}`;
   }
 
   // m, alpha and l of one query row, visit by visit, each on its own scale.
@@ -322,7 +323,7 @@ const player = {
   draw() {
     for (const pane of this.panes) pane.draw();
     by("scrub").value = this.time;
-    const text = this.panes.map((pane) => `${this.panes.length > 1 ? `${pane.walk.label}: ` : ""}step ${exact(pane.step + 1)} of ${exact(pane.walk.steps)}, ${pane.where(pane.walk.at(pane.step))}`);
+    const text = this.panes.map((pane) => `${this.panes.length > 1 ? `${pane.walk.label}: ` : ""}step ${exact(pane.step + 1)} of ${exact(pane.walk.steps)}, ${pane.where(pane.step)}`);
     by("status").textContent = text.join(" · ");
     by("scrub").setAttribute("aria-valuetext", text[0]);
     const box = by("moves");

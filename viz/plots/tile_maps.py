@@ -6,20 +6,24 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.collections import PolyCollection
+from matplotlib.collections import LineCollection, PolyCollection
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.patheffects import Normal, Stroke
 from matplotlib.ticker import MaxNLocator
 
 from flashsim.errors import OptionError, choices
 from flashsim.schedule.schedule import Schedule
 from flashsim.viz.data import sources
 from flashsim.viz.data.diagram import CUT, corners, tile_kinds
+from flashsim.viz.data.parts import page_edges, part_edges, part_numbers
 from flashsim.viz.data.steps import Steps
 from flashsim.viz.palette import Theme
 from flashsim.viz.style import HATCH, heading, human, ink_on, ramp, themed, unit_axis
 
-QUANTITIES = ("order", "bytes", "flops")
+QUANTITIES = ("order", "bytes", "flops", "block")
 _UNITS = {"order": "visit number", "bytes": "requested HBM bytes", "flops": "FLOPs"}
+_UNITS["block"] = "thread block"
 _LABELS_UP_TO = 17  # tiles a side, beyond which numbers in the cells no longer read
 
 
@@ -31,14 +35,16 @@ def tile_map(
 
     Tiles that the mask cuts are marked in the corner that it takes (upper right: keys still to
     come; lower left: keys that a window has left behind), tiles that are skipped are hatched, full
-    ones are plain. ``ax.images[0]`` holds the values, (T_r, T_c), NaN where a tile is skipped.
+    ones are plain. Where keys are divided into parts, a line stands between them; where they lie in
+    pages, a tick at the upper edge says where each begins. ``ax.images[0]`` holds the values,
+    (T_r, T_c), NaN where a tile is skipped.
 
     Parameters
     ----------
     data : Trace, Result or Gradients
-    color : {"order", "bytes", "flops"}
+    color : {"order", "bytes", "flops", "block"}
         Visit number; bytes that the visits of a tile moved (transfers of a whole row or column
-        belong to no tile); FLOPs.
+        belong to no tile); FLOPs; which thread block of one walk works on it.
     stage : str, optional
         Default: the one with the most visits.
     ax, theme
@@ -50,7 +56,11 @@ def tile_map(
     part = trace.main_stage if stage is None else trace.stage(stage)
     walk, schedule = Steps(trace), part.schedule
     number = [s.name for s in trace.stages].index(part.name)
-    grid = tile_values(walk, schedule, number, color)
+    if color == "block":
+        blocks = part_numbers(schedule)
+        grid = np.where(blocks < 0, np.nan, blocks)
+    else:
+        grid = tile_values(walk, schedule, number, color)
     ax.set_facecolor(theme.panel)
     t_r, t_c = grid.shape
     skipped: dict[str, Any] = {
@@ -75,16 +85,29 @@ def tile_map(
     ax.add_collection(masked)  # a corner, so that the number in the tile stays legible
     if max(t_r, t_c) <= _LABELS_UP_TO:
         _write_values(ax, grid, color)
+    parts = [[(j - 0.5, i - 0.5), (j - 0.5, i + 0.5)] for i, j in part_edges(schedule)]
+    ax.add_collection(LineCollection(parts, colors=theme.text, lw=3.5, zorder=5, label="parts"))
+    pages = [[(x - 0.5, 0.96), (x - 0.5, 1.0)] for x in page_edges(schedule)]
+    ticks = LineCollection(pages, colors=theme.text, lw=2, zorder=6, label="pages")
+    ticks.set_transform(ax.get_xaxis_transform())  # y: of the Axes' height
+    ticks.set_path_effects([Stroke(linewidth=5, foreground=theme.background), Normal()])
+    ax.add_collection(ticks, autolim=False)
     seen, cut = int(np.isfinite(grid).sum()), int((kinds >= CUT).sum())
-    handles = [Patch(facecolor=ramp(theme)(0.5), label=f"full: {seen - cut:,}")]
+    handles: list[Any] = [Patch(facecolor=ramp(theme)(0.5), label=f"full: {seen - cut:,}")]
     if cut:
         handles.append(Patch(facecolor=theme.accent, label=f"masked (corner): {cut:,}"))
     if seen < grid.size:
         handles.append(Patch(label=f"skipped: {grid.size - seen:,}", **skipped))
+    if parts:
+        blocks_of_it = f"{int(schedule.part_counts.sum()):,} blocks, one a part"
+        handles.append(Line2D([], [], color=theme.text, lw=3.5, label=blocks_of_it))
+    if pages:
+        page_of = f"a page begins (of {trace.problem.page_size} keys)"
+        handles.append(Line2D([], [], color=theme.text, lw=1.5, label=page_of))
     ax.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=len(handles))
     bar = ax.figure.colorbar(image, ax=ax, label=_UNITS[color], pad=0.02)
     bar.outline.set_visible(False)
-    if color != "order":
+    if color in ("bytes", "flops"):
         unit_axis(bar.ax.yaxis, "B" if color == "bytes" else "FLOP")
     ax.set(
         xlabel=f"key tile j ({schedule.tiling.block_k} keys each)",
@@ -120,9 +143,10 @@ def tile_values(walk: Steps, schedule: Schedule, stage: int, quantity: str) -> n
 def _write_values(ax: Axes, grid: np.ndarray, quantity: str) -> None:
     image = ax.images[0]
     # A value is wider than a visit's number, and must not reach the marked corner.
-    size = min(13, (150 if quantity == "order" else 110) / max(grid.shape))
+    counted = quantity in ("order", "block")
+    size = min(13, (150 if counted else 110) / max(grid.shape))
     for i, j in np.argwhere(np.isfinite(grid)):
-        text = f"{grid[i, j]:.0f}" if quantity == "order" else human(grid[i, j], "")
+        text = f"{grid[i, j]:.0f}" if counted else human(grid[i, j], "")
         ax.text(
             j, i, text, ha="center", va="center", fontsize=size, zorder=4,
             color=ink_on(image.cmap(image.norm(grid[i, j]))),

@@ -1,0 +1,52 @@
+"""Parts of the keys, and pages of a cache: where they begin on the grid of score tiles."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flashsim.schedule.schedule import Schedule
+
+#: Pages a tile beyond which their boundaries would hide it.
+MOST_PAGES = 4
+
+
+def part_numbers(schedule: Schedule) -> np.ndarray:
+    """int64 (T_r, T_c): which thread block works on each tile; -1 where none does.
+
+    A block has one part of a row tile's keys. Blocks are counted row tile by row tile.
+    """
+    grid = np.full((schedule.t_r, schedule.t_c), -1)
+    ptr, col, _ = schedule.row_csr
+    first = 0
+    for i, parts in enumerate(schedule.part_counts.tolist()):
+        mine = col[ptr[i] : ptr[i + 1]]
+        edges = len(mine) * np.arange(parts + 1) // parts
+        grid[i, mine] = first + np.repeat(np.arange(parts), np.diff(edges))
+        first += parts
+    return grid
+
+
+def part_edges(schedule: Schedule) -> list[tuple[int, int]]:
+    """(i, j) of tiles to whose left, in their row, another block's tile lies."""
+    if not (schedule.part_counts > 1).any():
+        return []
+    blocks = part_numbers(schedule)
+    other = (blocks[:, 1:] != blocks[:, :-1]) & (np.minimum(blocks[:, 1:], blocks[:, :-1]) >= 0)
+    return [(i, j + 1) for i, j in np.argwhere(other).tolist()]
+
+
+def page_edges(schedule: Schedule) -> list[float]:
+    """Where pages of the cache begin inside a sequence, in column tiles from the left.
+
+    None without pages, or where they are too many to be told apart.
+    """
+    size = schedule.problem.page_size
+    if size is None or schedule.problem.pages > MOST_PAGES * schedule.t_c:
+        return []
+    found: list[float] = []
+    starts, widths = schedule.cols[:, 0], schedule.cols[:, 1] - schedule.cols[:, 0]
+    for s in schedule.problem.sequences:
+        keys = np.arange(s.k_start + size, s.k_stop, size)
+        tile = np.searchsorted(starts, keys, side="right") - 1
+        found += (tile + (keys - starts[tile]) / widths[tile]).tolist()
+    return found
