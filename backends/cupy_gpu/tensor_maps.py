@@ -11,7 +11,7 @@ from functools import cache
 
 import numpy as np
 
-from flashsim.backends.launch.kernel import Box, row_elements
+from flashsim.backends.launch.kernel import ROUND, Box, row_elements
 from flashsim.errors import UnsupportedError
 from flashsim.problem.problem import Problem
 
@@ -46,25 +46,31 @@ def encode(problem: Problem, box: Box, pointer: int, strides: tuple[int, ...]) -
     d = row_elements(p.head_dim_v if box.tensor in ("v", "dout") else p.head_dim)
     itemsize = 4 if dtype == "float32" else 2
     batch_step, head_step, row_step = (s * itemsize for s in strides)
-    batch = p.batch
+    shape, steps = [d, n, heads, p.batch], [row_step, head_step, batch_step]
     if p.cu_seqlens_q is not None:
         # A box is clipped at the map's end, not at a sequence's. So the last axis, there being one
         # batch only, numbers views of the tensor, each a row further on than the one before: the
         # last row of view `stop` is row stop - 1 of the tensor, and a box that begins in it ends
-        # there. Every access is in the tensor, although the map begins before it.
-        pointer, batch, batch_step = pointer - n * row_step, n + 1, row_step
+        # there. A view has `ROUND` rows, the tensor's being its last ones. The axis before takes
+        # those that are too many back: addresses are sums modulo 2**64, and its step is such that
+        # `ROUND` of them are -ROUND rows. (To begin the map so many rows before the tensor instead
+        # reads rightly, too, but where nothing is mapped there the copy engine now and then fails:
+        # it may touch a map's beginning whatever was asked for.)
+        shape, steps = [d, ROUND, heads, ROUND + 1, n + 1], [row_step, head_step]
+        steps += [2**64 // ROUND - row_step, row_step]
+    rank = len(shape)
     storage = np.zeros(_MAP_BYTES + _MAP_ALIGNMENT, np.uint8)
     start = -storage.ctypes.data % _MAP_ALIGNMENT
     made = storage[start : start + _MAP_BYTES]
     error = _driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(made.ctypes.data),
         _TYPES[dtype],
-        4,
+        rank,
         ctypes.c_void_p(pointer),
-        (ctypes.c_uint64 * 4)(d, n, heads, batch),
-        (ctypes.c_uint64 * 3)(row_step, head_step, batch_step),
-        (ctypes.c_uint32 * 4)(box.columns, box.rows, 1, 1),
-        (ctypes.c_uint32 * 4)(1, 1, 1, 1),
+        (ctypes.c_uint64 * rank)(*shape),
+        (ctypes.c_uint64 * (rank - 1))(*steps),
+        (ctypes.c_uint32 * rank)(box.columns, box.rows, *[1] * (rank - 2)),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
         0,  # no interleaving
         _SWIZZLE_128B,
         _PROMOTE_256B,

@@ -43,6 +43,9 @@ SLOTS = 8
 VISIT_STAMPS, TILE_STAMPS = 5, 5
 
 MAX_HEAD_DIM = 256
+#: Rows of a view of packed sequences in a tensor map, and the place on the axis that leads back by
+#: as many (`cupy_gpu.tensor_maps`); also in kernels/hopper/ptx.cuh.
+ROUND = 1 << 30
 
 
 @dataclass(frozen=True)

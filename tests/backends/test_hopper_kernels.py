@@ -5,6 +5,7 @@ products, the launch arithmetic is theirs, and what they do not take they refuse
 import ctypes
 import re
 from dataclasses import replace
+from importlib import resources
 from itertools import pairwise
 
 import numpy as np
@@ -222,8 +223,12 @@ def test_every_tiling_offered_is_runnable():
 class FakeDriver:
     """Stands in for libcuda: keeps what it was asked for."""
 
-    def cuTensorMapEncodeTiled(self, to, dtype, rank, address, dims, strides, box, *rest):
+    def cuTensorMapEncodeTiled(self, to, dtype, rank, address, dims, strides, box, *_):
         self.asked = dtype, address.value, list(dims), list(strides), list(box)
+        assert len(dims) == len(box) == rank == 1 + len(strides)
+        # What the driver asks of these (cuTensorMapEncodeTiled).
+        assert all(0 < size <= 1 << 32 for size in dims)
+        assert all(step % 16 == 0 and 0 < step < 1 << 40 for step in strides)
         ctypes.memset(to, 7, 128)
         return 0
 
@@ -247,23 +252,36 @@ def test_tensor_maps_say_shape_strides_and_box(driver):
     assert driver.asked == (float32, 512, [72, 300, 8, 3], strides, [32, 64, 1, 1])
 
 
-def test_the_copy_engine_stops_where_a_sequence_ends(driver):
-    ends = (0, 5, 5, 40, 47)
-    p = Problem(47, 47, 64, heads=2, dtype="float16", cu_seqlens_q=ends, cu_seqlens_k=ends)
-    tensor_maps.encode(p, Box("k", 16, 64), 1 << 20, (2 * 47 * 64, 47 * 64, 64))
-    _, address, (d, rows, heads, views), steps, (_, box, _, _) = driver.asked
-    assert (d, rows, heads, views) == (64, 47, 2, 48)
+@pytest.mark.parametrize("ends", [(0, 5, 5, 40, 47), (0, 3)])
+@pytest.mark.parametrize("box_rows", [16, 64])
+def test_the_copy_engine_stops_where_a_sequence_ends(driver, ends, box_rows):
+    """Nor does a map begin before the tensor, where there may be no memory."""
+    n, heads = ends[-1], 2
+    p = Problem(n, n, 64, heads=heads, dtype="float16", cu_seqlens_q=ends, cu_seqlens_k=ends)
+    base = 1 << 20
+    tensor_maps.encode(p, Box("k", box_rows, 64), base, (heads * n * 64, n * 64, 64))
+    _, address, sizes, steps, (_, box, *_) = driver.asked
+    assert address == base
+    assert sizes == [64, launch.ROUND, heads, launch.ROUND + 1, n + 1]
+    assert box == box_rows
     for start, stop in pairwise(ends):
-        for row in range(start, stop, 16):
+        for row in range(start, stop, box):
             # `place` of hopper/work.cuh: the box's first row, and which view of the tensor
-            first, view, head = rows - stop + row, stop, 1
+            first, head, view = launch.ROUND - stop + row, 1, stop
+            at = (head, launch.ROUND, view)
+            assert all(place < size for place, size in zip(at, sizes[2:], strict=True))
             moved = [
-                address + r * steps[0] + head * steps[1] + view * steps[2]
+                (address + sum(x * step for x, step in zip((r, *at), steps, strict=True))) % 2**64
                 for r in range(first, first + box)
-                if 0 <= r < rows and view < views
+                if r < sizes[1]
             ]
             asked = range(row, min(row + box, stop))
-            assert moved == [(1 << 20) + 2 * 64 * (47 * head + r) for r in asked]
+            assert moved == [base + 2 * 64 * (n * head + r) for r in asked]
+
+
+def test_the_kernels_and_the_maps_agree_on_where_a_view_ends():
+    text = (resources.files("flashsim.backends") / "kernels" / "hopper" / "ptx.cuh").read_text()
+    assert 1 << int(re.search(r"ROUND = 1 << (\d+);", text)[1]) == launch.ROUND
 
 
 def test_a_refused_tensor_map_says_what_to_do(driver, monkeypatch):

@@ -136,6 +136,26 @@ def test_a_packed_sequence_never_meets_its_neighbours():
                 assert (got == want).all(), (name, fused)
 
 
+@pytest.mark.parametrize("at_end", [False, True], ids=["begins", "ends"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_packed_sequences_are_read_where_nothing_lies_before_or_behind(head_dim, at_end):
+    """A map that began before its tensor made the copy engine fail now and then."""
+    from island import Island
+
+    p = Problem(head_dim=head_dim, dtype="float16", **FEATURES["varlen"])
+    x = cupy_checks.on_gpu(make(p))
+    alone = {name: Island().put(a, at_end=at_end) for name, a in x.items()}
+    expected = run(p, x)
+    grads = expected.backward(x["dout"])
+    for _ in range(100):
+        result = run(p, alone)
+        assert (result.out == expected.out).all()
+        got = result.backward(alone["dout"])
+        assert all((getattr(got, n) == getattr(grads, n)).all() for n in ("dq", "dk", "dv"))
+        result.backward(alone["dout"], deterministic=False)
+    cupy.cuda.Device().synchronize()
+
+
 def test_traces_of_packed_sequences_are_hoppers():
     p = Problem(head_dim=64, dtype="bfloat16", **FEATURES["varlen"])
     x = make(p)

@@ -90,7 +90,7 @@ __device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g
 #endif
                 const int row = first + (SPLIT_COLUMNS ? 0 : DQ_ROWS * g);
                 const int column = SPLIT_COLUMNS ? 64 * g : 0;
-                const Place to = place(row, it.end, a.n_q, walk / a.heads);
+                const Place to = place(row, it.end, walk / a.heads);
 #pragma unroll
                 for (int c = 0; c < 2; ++c)
                     reduce_box(map_dq, s.dq[g][c], column + 32 * c, to.row, walk % a.heads,

@@ -40,7 +40,7 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
         for (int g = 0; g < ROW_GROUPS; ++g) {
             wait(&s.own_empty[g], own_parity ^ 1);  // the last item's products are complete
             arrive_expect(&s.own_full[g], sizeof(s.q[0]) + sizeof(s.dout[0]));
-            const Place own = place(it.own.start + 64 * g, it.own.stop, a.n_q, batch);
+            const Place own = place(it.own.start + 64 * g, it.own.stop, batch);
             copy_tile(s.q[g], map_q, &s.own_full[g], own, head);
             copy_tile(s.dout[g], map_dout, &s.own_full[g], own, head);
         }
@@ -57,7 +57,7 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
             wait(&s.empty[ring.stage], ring.parity ^ 1);  // its last readers are done
             stamp(stamps, 1);
             arrive_expect(&s.full[ring.stage], sizeof(s.k[0]) + sizeof(s.v[0]));
-            const Place from = place(key, it.end, a.n_kv, batch);
+            const Place from = place(key, it.end, batch);
             copy_tile(s.k[ring.stage], map_k, &s.full[ring.stage], from, kv_head);
             copy_tile(s.v[ring.stage], map_v, &s.full[ring.stage], from, kv_head);
             stamp(stamps, 4);

@@ -47,7 +47,7 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
                 stamp(stamps, 1);
                 arrive_expect(&s.k_full[ring_k.stage], sizeof(s.k[0]));
                 copy_tile(s.k[ring_k.stage], map_k, &s.k_full[ring_k.stage],
-                          place(key, it.end, a.n_kv, batch), kv_head);
+                          place(key, it.end, batch), kv_head);
                 ring_k.next(STAGES);
                 report_one(a.visit_counts + (first + v) * 8,
                            min(BLOCK_K, it.end - key) * FS_COUNTED * 2);
@@ -57,7 +57,7 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
                 wait(&s.v_empty[ring_v.stage], ring_v.parity ^ 1);  // its last reader is done
                 arrive_expect(&s.v_full[ring_v.stage], sizeof(s.v[0]));
                 copy_tile(s.v[ring_v.stage], map_v, &s.v_full[ring_v.stage],
-                          place(key, it.end, a.n_kv, batch), kv_head);
+                          place(key, it.end, batch), kv_head);
                 stamp(visit_stamps(a, first + v - 1), 4);
                 ring_v.next(STAGES);
                 report_one(a.visit_counts + (first + v - 1) * 8 + 1,
@@ -68,7 +68,7 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
                     wait(&s.q_empty[g], q_parity ^ 1);  // the last item's scores are all computed
                     arrive_expect(&s.q_full[g], sizeof(s.q[0]));
                     copy_tile(s.q[g], map_q, &s.q_full[g],
-                              place(it.own.start + 64 * g, it.own.stop, a.n_q, batch), head);
+                              place(it.own.start + 64 * g, it.own.stop, batch), head);
                 }
                 q_parity ^= 1;
                 report_one(a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8,

@@ -47,7 +47,7 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
                 wait(&s.empty[ring.stage], ring.parity ^ 1);  // its last readers are done
                 stamp(stamps, 1);
                 arrive_expect(&s.full[ring.stage], sizeof(s.q[0]) + sizeof(s.dout[0]));
-                const Place from = place(query, it.end, a.n_q, batch);
+                const Place from = place(query, it.end, batch);
                 copy_tile(s.q[ring.stage], map_q, &s.full[ring.stage], from, head);
                 copy_tile(s.dout[ring.stage], map_dout, &s.full[ring.stage], from, head);
                 stamp(stamps, 4);
@@ -62,7 +62,7 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
             if (left == steps) {
                 wait(&s.v_empty, kv_parity ^ 1);
                 arrive_expect(&s.kv_full, sizeof(s.k) + sizeof(s.v));
-                const Place own = place(it.own.start, it.own.stop, a.n_kv, batch);
+                const Place own = place(it.own.start, it.own.stop, batch);
                 copy_tile(s.v, map_v, &s.kv_full, own, kv_head);
                 wait(&s.k_empty, kv_parity ^ 1);
                 copy_tile(s.k, map_k, &s.kv_full, own, kv_head);

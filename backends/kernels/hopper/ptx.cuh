@@ -49,23 +49,37 @@ __device__ inline void named_arrive(int id, int threads) {
 }
 
 // -- the copy engine (TMA) -----------------------------------------------------------------------
+// A map of packed sequences has an axis more, on which every box is asked of this place: the step
+// from there wraps round 64 bits, back by as many rows (tensor_maps.py).
+[[maybe_unused]] constexpr int ROUND = 1 << 30;
+
 // Copies one box of a (d, n, head, batch) tensor to shared memory. Elements outside the tensor are
 // not fetched and arrive as zeros; the bytes of the whole box are credited to `bar`.
 __device__ inline void copy_box(void* to, const TensorMap* map, u64* bar, int column, int row,
                                 int head, int batch) {
+#if FS_VARLEN
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 " [%0], [%1, {%3, %4, %5, %7, %6}], [%2];"
+#else
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
                  " [%0], [%1, {%3, %4, %5, %6}], [%2];"
+#endif
                  :: "r"(shared_address(to)), "l"(map), "r"(shared_address(bar)),
-                    "r"(column), "r"(row), "r"(head), "r"(batch) : "memory");
+                    "r"(column), "r"(row), "r"(head), "r"(batch), "r"(ROUND) : "memory");
 }
 // Adds one box of float32 in shared memory to a (d, n, head, batch) tensor; the adds are done at
 // the L2, and elements outside the tensor are dropped.
 __device__ inline void reduce_box(const TensorMap* map, const void* from, int column, int row,
                                   int head, int batch) {
+#if FS_VARLEN
+    asm volatile("cp.reduce.async.bulk.tensor.5d.global.shared::cta.add.tile.bulk_group"
+                 " [%0, {%2, %3, %4, %6, %5}], [%1];"
+#else
     asm volatile("cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group"
                  " [%0, {%2, %3, %4, %5}], [%1];"
+#endif
                  :: "l"(map), "r"(shared_address(from)), "r"(column), "r"(row), "r"(head),
-                    "r"(batch) : "memory");
+                    "r"(batch), "r"(ROUND) : "memory");
 }
 __device__ inline void reduce_commit() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");

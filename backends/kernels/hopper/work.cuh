@@ -100,15 +100,15 @@ struct Items {
     }
 };
 
-// Where rows `row` to `stop` of a tensor of n rows lie in its tensor map. The copy engine clips a
-// box only where the map ends. A map of packed sequences therefore is one view of the tensor for
-// each place where a tile may end, numbered by its last axis: in view `stop` the row before `stop`
-// is the last (tensor_maps.py). So nothing of the next sequence is moved.
+// Where rows `row` to `stop` of a tensor lie in its tensor map. The copy engine clips a box only
+// where the map ends. A map of packed sequences therefore is one view of the tensor for each place
+// where a tile may end, numbered by its last axis: in view `stop` the row before `stop` is the
+// last, ROUND - 1 (tensor_maps.py). So nothing of the next sequence is moved.
 struct Place {
     int row, batch;
 };
-__device__ inline Place place(int row, int stop, int n, int batch) {
-    return FS_VARLEN ? Place{n - stop + row, stop} : Place{row, batch};
+__device__ inline Place place(int row, int stop, int batch) {
+    return FS_VARLEN ? Place{ROUND - stop + row, stop} : Place{row, batch};
 }
 
 // Orders a tile, 64 columns a box, and credits `bar` with its bytes.

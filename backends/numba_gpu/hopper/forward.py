@@ -91,9 +91,12 @@ def _producer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
     q_full, q_free = at.barrier("q_full"), at.barrier("q_free")
     item_full, item_free, items = at.barrier("item_full"), at.barrier("item_free"), at.items
     q_bytes = at.q_bytes
-    expect_q, copy_q = hopper.expect(q_bytes), hopper.copy_tile(64, at.chunks)
-    bring_k = _bring(at.k, at.k_bytes, block_k, at.chunks, i.place)
-    bring_v = _bring(at.v, at.v_bytes, block_k, at.chunks_v, i.place)
+    packed = bool(c.varlen)
+    expect_q, copy_q = hopper.expect(q_bytes), hopper.copy_tile(64, at.chunks, packed=packed)
+    copy_k = hopper.copy_tile(block_k, at.chunks, packed=packed)
+    copy_v = hopper.copy_tile(block_k, at.chunks_v, packed=packed)
+    bring_k = _bring(at.k, at.k_bytes, copy_k, i.place)
+    bring_v = _bring(at.v, at.v_bytes, copy_v, i.place)
     write_item, visits_of, place = i.write, i.visits, i.place
     visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
     visit_of, report_one, stamp, stamp_block = w.visit, w.report_one, w.stamp, w.stamp_block
@@ -109,7 +112,7 @@ def _producer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
             barrier = int32(shared + q_full + group * 8)
             expect_q(barrier)
             to, row = int32(shared + group * q_bytes), int32(start + 64 * group)
-            row, last = place(row, get(slot + STOP), a.n_q, batch)
+            row, last = place(row, get(slot + STOP), batch)
             copy_q(to, map_address(map_q), barrier, row, head, last)
             group = int32(group + 1)
 
@@ -172,16 +175,16 @@ def _producer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
     return produce
 
 
-def _bring(ring: int, nbytes: int, rows: int, chunks: int, place: Any) -> Any:
+def _bring(ring: int, nbytes: int, copy: Any, place: Any) -> Any:
     """Order tile `position` of K or V, which begins at `key`, into its stage, on `barrier`."""
-    expect, copy = hopper.expect(nbytes), hopper.copy_tile(rows, chunks)
+    expect = hopper.expect(nbytes)
     get, map_address = hopper.get, hopper.map_address
 
     @device
     def bring(tensor_map, a, shared, slot, barrier, position, key, head, batch):
         expect(barrier)
         to = int32(shared + ring + (position & 1) * nbytes)
-        row, last = place(key, get(slot + END), a.n_kv, batch)
+        row, last = place(key, get(slot + END), batch)
         copy(to, map_address(tensor_map), barrier, row, head, last)
 
     return bring

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 from numba.cuda import types
 
+from flashsim.backends.launch.kernel import ROUND
 from flashsim.backends.numba_gpu.hopper.onchip import (
     BASE,
     COUNT,
@@ -34,8 +35,8 @@ def item_functions(c: SimpleNamespace, w: SimpleNamespace, at: OnChip) -> Simple
     """Device functions on item slots, for one kernel's constants `c` and walk `w`.
 
     ``write(a, slot, number)`` puts an item into a slot; ``visits(slot)`` gives its walk, as
-    ``walk.begin`` does; ``place(row, stop,
-    n, batch)`` says where rows lie in a tensor map; ``visit_stamps(a, walk, first, role)`` and
+    ``walk.begin`` does; ``place(row, stop, batch)`` says where rows lie in a tensor map;
+    ``visit_stamps(a, walk, first, role)`` and
     ``tile_stamps(a, walk, outer, role)`` where a role stamps.
     """
     block_k, varlen = c.block_k, bool(c.varlen)
@@ -54,11 +55,11 @@ def item_functions(c: SimpleNamespace, w: SimpleNamespace, at: OnChip) -> Simple
         return a.tile_stamps + (number * tile_words + role * TILE_STAMPS) * 8
 
     @device
-    def place(row, stop, n, batch):
+    def place(row, stop, batch):
         # Row and last axis. Of packed sequences a map has a view for each end of a tile
-        # (`tensor_maps`), in which the row before `stop` is the last of n.
+        # (`tensor_maps`), in which the row before `stop` is the last.
         if varlen:
-            return int32(n - stop + row), stop
+            return int32(ROUND - stop + row), stop
         return row, batch
 
     @device

@@ -83,11 +83,13 @@ def copy_box(
 
     What lies outside the tensor arrives as zeros; the box's bytes are credited to `barrier`.
     """
+    rank = len(place)
+    where = ", ".join(f"${3 + axis}" for axis in range(rank))
     text = (
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
-        "[$0], [$1, {$3, $4, $5, $6}], [$2];"
+        f"cp.async.bulk.tensor.{rank}d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        f"[$0], [$1, {{{where}}}], [$2];"
     )
-    asm(b, text, "r,l,r,r,r,r,r", [to, tensor_map, barrier, *place], effects=True)
+    asm(b, text, "r,l,r" + ",r" * rank, [to, tensor_map, barrier, *place], effects=True)
 
 
 def fetch_add(b: ir.IRBuilder, address: ir.Value, value: ir.Value) -> ir.Value:

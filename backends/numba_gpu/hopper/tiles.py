@@ -16,6 +16,7 @@ from llvmlite import ir
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
+from flashsim.backends.launch.kernel import ROUND
 from flashsim.backends.numba_gpu import ptx
 from flashsim.backends.numba_gpu.emit import I1, I32, I64, Values, emitted, floats, i32, words
 from flashsim.backends.numba_gpu.hopper import ptx as ptx_hopper
@@ -171,17 +172,23 @@ def map_address(typing_context, tensor_map):
     return types.int64(tensor_map), generate
 
 
-def copy_tile(rows: int, chunks: int) -> Any:
-    """``copy_tile(to, map, barrier, row, head, batch)``: a tile, box by box, chunk after chunk."""
+def copy_tile(rows: int, chunks: int, *, packed: bool) -> Any:
+    """``copy_tile(to, map, barrier, row, head, batch)``: a tile, box by box, chunk after chunk.
+
+    A map of `packed` sequences has an axis more, on which every box is at `ROUND`.
+    """
+    back = [i32(ROUND)] if packed else []
 
     @emitted(None, int32, int64, int32, int32, int32, int32)
     def copy_tile_(
         b: ir.IRBuilder, to: ir.Value, tensor_map: ir.Value, barrier: ir.Value, *place: ir.Value
     ) -> None:
+        row, head, batch = place
         for chunk in range(chunks):
             at = b.add(to, i32(chunk * rows * 128))
             column = i32(chunk * ptx_hopper.CHUNK)
-            ptx_hopper.copy_box(b, at, tensor_map, barrier, [column, *place])
+            where = [column, row, head, *back, batch]
+            ptx_hopper.copy_box(b, at, tensor_map, barrier, where)
 
     return copy_tile_
 

@@ -1,0 +1,64 @@
+"""GPU memory with nothing mapped before and behind it: what reads beyond a tensor fails there.
+
+An allocator's neighbours hide such reads, most of the time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import cupy
+
+_DEVICE, _PINNED, _READ_WRITE = 1, 1, 3  # of cuda.h
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Properties(ctypes.Structure):  # CUmemAllocationProp
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handles", ctypes.c_int),
+        ("location", _Location),
+        ("windows", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )
+
+
+class _Access(ctypes.Structure):  # CUmemAccessDesc
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+class Island:
+    """The smallest piece of memory that can be mapped, alone in addresses of its own; stays."""
+
+    def __init__(self) -> None:
+        cupy.cuda.Device(0).use()
+        cupy.cuda.runtime.free(0)  # there is a context from here on
+        where = _Location(_DEVICE, 0)
+        properties = _Properties(_PINNED, 0, where)
+        size, start = ctypes.c_size_t(), ctypes.c_uint64()
+        _call("cuMemGetAllocationGranularity", ctypes.byref(size), ctypes.byref(properties), 0)
+        self.size = size.value
+        sizes = [ctypes.c_size_t(n * self.size) for n in (1, 3)]
+        zero, handle = ctypes.c_uint64(0), ctypes.c_uint64()
+        _call("cuMemAddressReserve", ctypes.byref(start), sizes[1], zero, zero, zero)
+        _call("cuMemCreate", ctypes.byref(handle), sizes[0], ctypes.byref(properties), zero)
+        self.start = start.value + self.size
+        middle, access = ctypes.c_uint64(self.start), _Access(where, _READ_WRITE)
+        _call("cuMemMap", middle, sizes[0], zero, handle, zero)
+        _call("cuMemSetAccess", middle, sizes[0], ctypes.byref(access), ctypes.c_size_t(1))
+
+    def put(self, array: cupy.ndarray, *, at_end: bool) -> cupy.ndarray:
+        """A copy that begins where the island does, or ends there."""
+        at = self.start + (self.size - array.nbytes if at_end else 0)
+        memory = cupy.cuda.UnownedMemory(at, array.nbytes, self)
+        made = cupy.ndarray(array.shape, array.dtype, cupy.cuda.MemoryPointer(memory, 0))
+        made[...] = array
+        return made
+
+
+def _call(name: str, *arguments: object) -> None:
+    error = getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments)
+    assert error == 0, (name, error)
