@@ -18,6 +18,7 @@ import numpy as np
 
 import flashsim
 from flashsim import Problem, Tiling, l2, viz
+from flashsim.studies.reproduce import pallas
 
 HERE = Path(__file__).parent / "gallery"
 TILE = Tiling(64, 64)
@@ -101,6 +102,7 @@ PLOTS = {
         x="sram_bytes",
     ),
     "roofline.png": lambda: viz.roofline(counts(BIG, tiling=Tiling(64, 64))),
+    "roofline-series.png": lambda: viz.roofline_series(pallas.series(), device="RTX 4000 Ada"),
     "memory-footprint.png": lambda: viz.memory_footprint(BIG, device="H100"),
     "l2-curve.png": lambda: viz.l2_curve(caches(BIG), devices=("A100", "H100")),
     "diff.png": lambda: viz.diff(run("flash1"), run("flash2")),

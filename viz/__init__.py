@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from flashsim.viz.plots.cache import l2_curve
     from flashsim.viz.plots.gpu_timelines import gpu_timeline
     from flashsim.viz.plots.models import io_curve, memory_footprint, roofline
+    from flashsim.viz.plots.series import roofline_series
     from flashsim.viz.plots.tile_maps import tile_map
     from flashsim.viz.plots.traffic_bars import cumulative, diff, sram_timeline, traffic
     from flashsim.viz.save import save_figure
@@ -28,6 +29,7 @@ _ROOMS = {
     "plots.traffic_bars": ("cumulative", "diff", "sram_timeline", "traffic"),
     "plots.cache": ("l2_curve",),
     "plots.models": ("io_curve", "memory_footprint", "roofline"),
+    "plots.series": ("roofline_series",),
     "plots.tile_maps": ("tile_map",),
     "plots.gpu_timelines": ("gpu_timeline",),
     "data.statistics": ("row_statistics",),
@@ -47,6 +49,7 @@ __all__ = [
     "memory_footprint",
     "page",
     "roofline",
+    "roofline_series",
     "row_statistics",
     "save_figure",
     "sram_timeline",

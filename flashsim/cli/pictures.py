@@ -179,6 +179,17 @@ def page(
     say(f"page in {out}")
 
 
+def ready_to_draw(out: Path) -> None:
+    """See before the work that a figure can be written."""
+    ready(out, _formats())
+
+
+def draw(kind: str, data: Any, out: Path, options: dict[str, Any] | None = None) -> None:
+    """Draw one figure of another command's, and say where."""
+    _draw(kind, data, out, options)
+    say(f"plot in {out}")
+
+
 def demo_figures(name: str, comparison: Comparison, out: Path) -> list[Path]:
     """One plot, one animation and one page of a bundled layer; returns where they are."""
     viz = _viz()

@@ -10,7 +10,7 @@ import typer
 from flashsim.api import counting
 from flashsim.api.cost import cost
 from flashsim.cli import options as opt
-from flashsim.cli import values
+from flashsim.cli import pictures, values
 from flashsim.cli.output import show_tables, working
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import OptionError
@@ -133,9 +133,17 @@ def predict(
 def reproduce(
     form: opt.Format,
     name: Annotated[str | None, typer.Argument(help="Leave out to list names; or `all`.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="pallas: draw its series on the roofline, in this file.")
+    ] = None,
 ) -> None:
     """Recompute published numbers: paper, ours, and why they differ."""
     from flashsim.studies import reproduce as pages
+
+    if plot is not None:
+        if name != "pallas":
+            raise OptionError("--plot draws the series of one page: flashsim reproduce pallas")
+        pictures.ready_to_draw(plot)
 
     if name is None:
         tables = pages.listing()
@@ -145,6 +153,10 @@ def reproduce(
         with working(f"recomputing {each}"):
             tables = pages.tables(each)
         show_tables(tables, tables, form)
+    if plot is not None:
+        pallas = pages.pallas
+        options = {"device": pallas.DEVICE, "dtype": pallas.DTYPE}
+        pictures.draw("roofline-series", pallas.series(), plot, options)
 
 
 def verify(

@@ -79,6 +79,15 @@ def test_reproduce_lists_and_recomputes():
     assert "TFLOP/s" in invoke("reproduce").stdout  # what cannot be derived, for people
 
 
+def test_reproduce_draws_the_series_of_the_pallas_text(tmp_path):
+    out = tmp_path / "series.svg"
+    assert invoke("reproduce", "pallas", "--plot", out).exit_code == 0
+    assert "T = 4096: 55.3 % of peak" in out.read_text()
+    refused = invoke("reproduce", "tiles", "--plot", out)
+    assert refused.exit_code == 2
+    assert "flashsim reproduce pallas" in refused.output
+
+
 def test_reproduce_all_recomputes_everything(monkeypatch):
     kept = {name: reproduce.NAMES[name] for name in ("ring", "tiles")}
     monkeypatch.setattr(reproduce, "NAMES", kept)

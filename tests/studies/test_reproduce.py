@@ -4,9 +4,10 @@ import re
 
 import pytest
 
+import flashsim
 from flashsim import OptionError, Problem
 from flashsim.studies import reproduce
-from flashsim.studies.reproduce import flash1_counts, tiles
+from flashsim.studies.reproduce import flash1_counts, pallas, tiles
 
 FAST = [name for name in reproduce.NAMES if name != "sawtooth"]
 
@@ -104,3 +105,38 @@ def test_the_listing_says_what_cannot_be_derived_and_why():
     known, rest = reproduce.listing()
     assert [row["name"] for row in known.records()] == list(reproduce.NAMES)
     assert all(row["why"] for row in rest.records())
+
+
+def test_all_thirty_intensities_of_the_pallas_text_come_out():
+    table = rows("pallas")
+    assert len(table) == 30
+    for quantity, row in table.items():
+        assert round(row["ours"]) == row["paper"], quantity
+        assert row["why they differ"].startswith("rounded")
+
+
+def test_the_pallas_texts_figures_follow_by_hand():
+    t, d = 256, 64
+    made = pallas.textbook("forward", "naive", t)
+    assert (made.flops, made.bytes) == (4 * t * t * d + 5 * t * t, 4 * (4 * t * d + t * t))
+    made = pallas.textbook("backward", "flash", t, "bfloat16")
+    assert (made.flops, made.bytes) == (14 * t * t * d, 2 * 8 * t * d + 4 * t)
+
+
+def test_what_is_executed_there_is_the_closed_form():
+    for (kernel, direction), moved in pallas._run(128).items():
+        counted = flashsim.count(
+            Problem(128, head_dim=64, dtype="bfloat16"),
+            algorithm=pallas.KERNELS[kernel],
+            direction=direction,
+            tiling=pallas.TILING,
+        )
+        assert moved == counted.bytes()
+
+
+def test_the_pallas_texts_shares_of_peak_need_thirty_two_heads():
+    assert pallas.heads() == 32
+    printed = {key: row for key, row in rows("pallas", 2).items() if row["paper"]}
+    assert len(printed) == len(pallas.PER_CENT)
+    assert all(abs(row["ours"] - row["paper"]) < 0.05 for row in printed.values())
+    assert all(row["ours / paper"] == 1 for n in (3, 4) for row in rows("pallas", n).values())

@@ -50,6 +50,9 @@ EVERY = {
     "sram_timeline": lambda **o: viz.sram_timeline(cases.trace(), **o),
     "io_curve": lambda **o: viz.io_curve(counts(), **o),
     "roofline": lambda **o: viz.roofline(counts()[:1], **o),
+    "roofline_series": lambda **o: viz.roofline_series(
+        {"a": [("N = 1", 1.0, 1e9), ("N = 2", 2.0, 2e9)]}, device="A100", **o
+    ),
     "l2_curve": lambda **o: viz.l2_curve(l2.curves(counts()[0]), **o),
     "memory_footprint": lambda **o: viz.memory_footprint(Problem(64), **o),
     "gpu_timeline": lambda **o: viz.gpu_timeline(cases.with_timeline(), **o),
@@ -715,3 +718,13 @@ def test_human():
     assert shown == ["0 B", "400 B", "15 MB", "17.5 MB", "300 MB"]
     assert human(989.4e12, "FLOP/s") == "989 TFLOP/s"
     assert human(0) == "0 B"
+
+
+def test_a_series_lies_where_it_was_measured_and_names_its_share_of_the_peak():
+    ax = viz.roofline_series({"mine": [("N = 1", 3.0, 31.2e12)]}, device="A100")
+    line = ax.lines[-1]
+    assert line.get_xydata().tolist() == [[3.0, 31.2e12]]
+    assert line.get_label() == "mine\nN = 1: 10 % of peak"
+    for data in ({}, {"a": [("b", 0.0, 1.0)]}):
+        with pytest.raises(OptionError, match="both positive"):
+            viz.roofline_series(data, device="A100")

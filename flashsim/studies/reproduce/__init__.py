@@ -16,6 +16,7 @@ from flashsim.studies.reproduce import (
     distribution,
     flash1_counts,
     numerics,
+    pallas,
     sawtooth,
     tiles,
 )
@@ -31,6 +32,7 @@ NAMES: dict[str, tuple[str, Callable[[], list[Table]]]] = {
     "tiles": ("FlashAttention-2 and -3: shared memory of their tiles", tiles.tiles),
     "decoding": ("flash-decoding: how much of the GPU is used", distribution.decoding),
     "ring": ("ring attention, table 2: communication hidden by arithmetic", distribution.ring),
+    "pallas": ("attention in Pallas: intensities, times, on-chip bytes", pallas.pallas),
     "sawtooth": ("sawtooth wavefronts: fewer L2 misses", sawtooth.sawtooth),
 }
 

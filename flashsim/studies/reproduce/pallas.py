@@ -1,0 +1,255 @@
+"""A write-up of attention in Pallas (JAX): roofline, intensities, measured times, on-chip bytes.
+
+Its model: two products of 2 T^2 d and five operations a score for the softmax forward; backward
+what each kernel multiplies; of each tensor one crossing of HBM. All of it is derived here from
+flashsim's own counts; the printed figures are only what they are held against.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from flashsim.api.execution import run
+from flashsim.api.samples import random_inputs
+from flashsim.counts import traffic
+from flashsim.problem.hardware import KIB, PRESETS, Device
+from flashsim.problem.problem import Problem
+from flashsim.report import Table
+from flashsim.schedule.tiling import Tiling
+from flashsim.studies.reproduce.page import line, page
+from flashsim.studies.roofline import textbook_bytes
+
+WIDTH, LENGTHS = 64, (128, 256, 512, 1024, 2048, 4096)
+#: What the write-up calls each algorithm of ours. cuDNN's backward is counted as one fused pass.
+KERNELS = {"naive": "standard", "flash": "flash2", "cuDNN": "flash2-fused"}
+#: FLOP/B by direction and kernel, over `LENGTHS`.
+INTENSITY = {
+    ("forward", "naive"): (22, 33, 44, 52, 58, 61),
+    ("forward", "flash"): (32, 65, 130, 260, 520, 1040),
+    ("forward", "cuDNN"): (32, 65, 130, 260, 520, 1040),
+    ("backward", "naive"): (26, 43, 64, 85, 102, 114),
+    ("backward", "flash"): (56, 112, 224, 447, 894, 1789),
+    ("backward", "cuDNN"): (40, 80, 160, 319, 639, 1278),
+}
+#: Milliseconds on an RTX 4000 Ada, bfloat16.
+DEVICE, DTYPE = "RTX 4000 Ada", "bfloat16"
+TIMES = {
+    ("forward", "naive"): (0.166, 0.127, 0.235, 1.039, 4.590, 17.383),
+    ("forward", "flash"): (0.116, 0.147, 0.290, 0.294, 0.746, 2.372),
+    ("forward", "cuDNN"): (0.199, 0.228, 0.171, 0.335, 0.891, 2.294),
+    ("backward", "naive"): (0.398, 0.462, 0.630, 2.408, 8.582, 31.144),
+    ("backward", "flash"): (0.304, 0.301, 0.469, 0.943, 2.710, 9.422),
+    ("backward", "cuDNN"): (0.432, 0.464, 0.493, 0.976, 2.220, 7.106),
+}
+#: Per cent of peak that it prints, at T = 4096.
+PER_CENT = {
+    ("forward", "flash"): 55.3,
+    ("forward", "cuDNN"): 57.1,
+    ("backward", "flash"): 47.8,
+    ("backward", "cuDNN"): 45.2,
+}
+#: At T = 1024, float32 throughout, milliseconds; `TIMES` has what mixed precision made of them.
+BEFORE = {"forward": 0.642, "backward": 7.309}
+#: KiB of a backward block of 64 x 64 float32 scores, by head_dim; of T x T scores in bfloat16.
+BLOCK_KIB, SCORES_KIB = {64: 80, 128: 144, 256: 272}, {128: 32, 256: 128, 512: 512}
+#: Tile for what is executed; beyond this length the closed form, which equals it, stands in.
+TILING, EXECUTED_TO = Tiling(64, 64), 512
+_SOFTMAX = 5  # operations a score
+_ROOMY = Device.get("H100")
+
+
+@dataclass(frozen=True)
+class Textbook:
+    """One pass of one head, counted as the write-up does.
+
+    Attributes
+    ----------
+    direction, kernel : str
+    n : int
+        Queries, and keys.
+    flops, bytes : int
+        With 4-byte elements: the printed figures come out with no other size.
+    """
+
+    direction: str
+    kernel: str
+    n: int
+    flops: int
+    bytes: int
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs for each byte."""
+        return self.flops / self.bytes
+
+
+def textbook(direction: str, kernel: str, n: int, dtype: str = "float32") -> Textbook:
+    """FLOPs and bytes of the write-up's model, from flashsim's own counts.
+
+    Products are those of the algorithm (backward: 8 T^2 d naive, 14 in two kernels, 10 in one); the
+    softmax adds 5 T^2 forward. Each tensor crosses HBM once: q, k, v, out, naive's P, and one
+    float32 logsumexp a row where P is not kept; backward the gradients as well.
+    """
+    problem, algorithm = Problem(n, head_dim=WIDTH, dtype=dtype), KERNELS[kernel]
+    counted = traffic.count_schedule(problem, TILING, algorithm, direction, _ROOMY)
+    softmax = _SOFTMAX * n * n if direction == "forward" else 0
+    statistic = 0 if algorithm == "standard" else n * problem.compute_itemsize
+    nbytes = textbook_bytes(problem, algorithm, direction) + statistic
+    return Textbook(direction, kernel, n, counted.flops("matmul") + softmax, nbytes)
+
+
+def pallas() -> list[Table]:
+    """All of the write-up's figures."""
+    return [_intensities(), _executed(), _speeds(), _overflow(), _scores_on_chip()]
+
+
+def _cells() -> list[tuple[str, str, int, int]]:
+    """(direction, kernel, length, its place) of all thirty-six figures."""
+    return [(*key, n, at) for key in INTENSITY for at, n in enumerate(LENGTHS)]
+
+
+def _intensities() -> Table:
+    table = page(
+        "Intensity, FLOP/B, one head, d = 64, each tensor once",
+        "A roofline of attention in Pallas; forward 4 T^2 d + 5 T^2 FLOPs, backward 8, 14 or 10 "
+        "T^2 d. Labelled bfloat16 there, but only 4 B an element give the printed figures",
+    )
+    for direction, kernel, n, at in _cells():
+        if (direction, kernel) == ("forward", "cuDNN"):
+            continue
+        name = "flash and cuDNN" if (direction, kernel) == ("forward", "flash") else kernel
+        printed, ours = INTENSITY[direction, kernel][at], textbook(direction, kernel, n).intensity
+        narrow = textbook(direction, kernel, n, DTYPE).intensity
+        why = f"{'rounded' if round(ours) == printed else 'differs'}; with 2 B {narrow:,.0f}"
+        table.rows.append(line(f"{direction}, {name}, T = {n:,}", printed, ours, why))
+    return table
+
+
+def _executed() -> Table:
+    table = page(
+        "Intensity as executed: matrix FLOP/B requested, bfloat16, d = 64, tiles 64 x 64",
+        f"executed on the simulated memory up to T = {EXECUTED_TO}, beyond by the closed form, "
+        "which equals it as integers. K and V are read once for each row tile, so intensity stops "
+        "growing with T; what the L2 cache then saves: `flashsim roofline`",
+    )
+    whys = {
+        "naive": "S and P cross HBM four times, not once",
+        "flash": "K and V (backward Q and dO, too) once a row of tiles, not once",
+        "cuDNN": "as flash; backward, dQ is added into HBM at each tile",
+    }
+    executed = {n: _run(n) for n in LENGTHS if n <= EXECUTED_TO}
+    for direction, kernel, n, at in _cells():
+        p = Problem(n, head_dim=WIDTH, dtype=DTYPE)
+        algorithm = KERNELS[kernel]
+        counted = traffic.count_schedule(p, TILING, algorithm, direction, _ROOMY)
+        moved = executed[n][kernel, direction] if n in executed else counted.bytes()
+        why = whys[kernel] if at == 0 else ""
+        printed = INTENSITY[direction, kernel][at]
+        name = f"{direction}, {kernel}, T = {n:,}"
+        table.rows.append(line(name, printed, counted.flops("matmul") / moved, why))
+    return table
+
+
+def _run(n: int) -> dict[tuple[str, str], int]:
+    """Bytes that the simulator moves at this length, by kernel and direction."""
+    moved: dict[tuple[str, str], int] = {}
+    q, k, v, dout = random_inputs(Problem(n, head_dim=WIDTH, dtype=DTYPE))
+    for kernel, algorithm in KERNELS.items():
+        result = run(q, k, v, algorithm=algorithm, tiling=TILING, trace=True)
+        traces: list[Any] = [result.trace, result.backward(dout, tiling=TILING).trace]
+        moved |= {(kernel, trace.direction): trace.bytes() for trace in traces}
+    return moved
+
+
+def heads() -> int:
+    """Batch entries times heads of what it timed: it prints a time and a share, not the shape."""
+    peak = Device.get(DEVICE).peak(DTYPE)
+    found = {
+        round(share / 100 * peak * TIMES[key][-1] / 1e3 / textbook(*key, LENGTHS[-1]).flops)
+        for key, share in PER_CENT.items()
+    }
+    (number,) = found
+    return number
+
+
+def speed(direction: str, kernel: str, at: int) -> float:
+    """FLOP/s of the kernel as printed, FLOPs as the write-up counts them."""
+    counted = textbook(direction, kernel, LENGTHS[at])
+    return heads() * counted.flops / (TIMES[direction, kernel][at] / 1e3)
+
+
+def _speeds() -> Table:
+    peak = Device.get(DEVICE).peak(DTYPE)
+    table = page(
+        f"Per cent of peak, {peak / 1e12:g} TFLOP/s, {DEVICE}, d = 64, from its printed times",
+        f"its shares are met with {heads()} heads in all, which it does not print. Each kernel is "
+        "credited with its own products, so a backward pass in two kernels (14 T^2 d) looks "
+        "faster than cuDNN's (10 T^2 d) while it takes longer: see `flashsim claims`",
+    )
+    for direction, kernel, n, at in _cells():
+        ours = speed(direction, kernel, at)
+        printed = PER_CENT.get((direction, kernel)) if n == LENGTHS[-1] else None
+        why = f"{TIMES[direction, kernel][at]:g} ms, {ours / 1e12:.1f} TFLOP/s"
+        name = f"{direction}, {kernel}, T = {n:,}"
+        table.rows.append(line(name, printed, 100 * ours / peak, why))
+    for direction, before in BEFORE.items():
+        after = TIMES[direction, "flash"][LENGTHS.index(1024)]
+        why = f"{before:g} ms before, {after:g} after"
+        table.rows.append(
+            line(f"{direction}, mixed precision, times faster", None, before / after, why)
+        )
+    return table
+
+
+def _overflow() -> Table:
+    rule = [min(64, max(32, 16384 // d)) for d in BLOCK_KIB]
+    table = page(
+        "On-chip KiB of a backward block, 64 x 64 scores, float32",
+        "4 tiles of 64 x d and one of scores, against the 48 to 96 KB an SM that it quotes. Its "
+        f"rule for the block, min(64, max(32, 16384 // C)), gives {', '.join(map(str, rule))} "
+        "here, so it does not save the widest",
+    )
+    for d, printed in BLOCK_KIB.items():
+        held = TILING.buffers(Problem(4096, head_dim=d), "flash2", "backward")["dkdv"]
+        four = sum(held[name] for name in ("Q", "K", "V", "dO", "S"))
+        whole = sum(held.values())
+        why = f"with dK, dV, dP, L, delta {whole / KIB:.4g}, which fits {_fitting(whole)}"
+        table.rows.append(line(f"Q, K, V, dO, S at d = {d}", printed, four / KIB, why))
+    return table
+
+
+def _scores_on_chip() -> Table:
+    table = page(
+        "Do T x T scores fit on chip? KiB in bfloat16",
+        "it says yes at 128 only; a block's capacity by device: `flashsim devices`",
+    )
+    for n, printed in SCORES_KIB.items():
+        size = n * n * Problem(n, dtype=DTYPE).itemsize
+        why = f"fits {_fitting(size)}; float32 scores, as a kernel has them: {_fitting(2 * size)}"
+        table.rows.append(line(f"T = {n}", printed, size / KIB, why))
+    return table
+
+
+def _fitting(size: int) -> str:
+    """Devices whose thread blocks hold so many bytes."""
+    names = [name for name, device in PRESETS.items() if device.sram_bytes >= size]
+    if len(names) in (0, len(PRESETS)):
+        return "every device" if names else "no device"
+    lacking = [name for name in PRESETS if name not in names]
+    return f"all but {', '.join(lacking)}" if len(lacking) <= len(names) else ", ".join(names)
+
+
+def series() -> dict[str, list[tuple[str, float, float]]]:
+    """What `viz.roofline_series` draws: by kernel (length, FLOP/B in bfloat16, FLOP/s timed)."""
+    return {
+        f"{kernel}, {direction}": [
+            (
+                f"T = {n}",
+                textbook(direction, kernel, n, DTYPE).intensity,
+                speed(direction, kernel, at),
+            )
+            for at, n in enumerate(LENGTHS)
+        ]
+        for direction, kernel in TIMES
+    }
