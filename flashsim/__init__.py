@@ -38,7 +38,8 @@ from flashsim.version import __version__
 _LATE = {
     **dict.fromkeys(("oracle",), "flashsim.problem"),
     **dict.fromkeys(
-        ("demo", "ladder", "predict", "reproduce", "roofline", "verify"), "flashsim.studies"
+        ("claims", "demo", "ladder", "predict", "reproduce", "roofline", "verify"),
+        "flashsim.studies",
     ),
     **dict.fromkeys(("backends", "l2", "torch", "viz"), "flashsim"),
 }

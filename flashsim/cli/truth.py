@@ -159,6 +159,17 @@ def reproduce(
         pictures.draw("roofline-series", pallas.series(), plot, options)
 
 
+def claims(
+    form: opt.Format,
+    names: Annotated[list[str] | None, typer.Argument(help="Default: all.")] = None,
+) -> None:
+    """Recompute statements of well-known write-ups: right or wrong, and why."""
+    from flashsim.studies import claims as all_claims
+
+    table = all_claims.table(*(names or ()))
+    show_tables([table if names else all_claims.overview(table)], [table], form)
+
+
 def verify(
     mask: opt.Mask,
     form: opt.Format,
@@ -236,7 +247,7 @@ def verify(
     show_tables([table], [table], form)
 
 
-COMMANDS = (dram, roofline, ladder, predict, reproduce, verify)
+COMMANDS = (dram, roofline, ladder, predict, reproduce, claims, verify)
 
 
 def _count(problem: Problem, algorithm: str, how: opt.One) -> Traffic:

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 import flashsim
 from flashsim import Problem, Tiling, l2
 from flashsim.cli.app import app
-from flashsim.studies import ladder, predict, reproduce, roofline
+from flashsim.studies import claims, ladder, predict, reproduce, roofline
 from flashsim.studies.verify import METRICS
 
 
@@ -86,6 +86,12 @@ def test_reproduce_draws_the_series_of_the_pallas_text(tmp_path):
     refused = invoke("reproduce", "tiles", "--plot", out)
     assert refused.exit_code == 2
     assert "flashsim reproduce pallas" in refused.output
+
+
+def test_claims_prints_verdicts_and_of_one_the_reason():
+    assert rows("claims") == claims.table().records()
+    assert "MB by MiB" not in invoke("claims").stdout
+    assert "MB by MiB" in " ".join(invoke("claims", "268-times").stdout.split())
 
 
 def test_reproduce_all_recomputes_everything(monkeypatch):

@@ -1,0 +1,63 @@
+"""Statements found in well-known write-ups on FlashAttention, each recomputed: right or wrong, why.
+
+A verdict is never written down: a check computes what is so and compares.
+
+>>> from flashsim import claims
+>>> print(claims.table())  # doctest: +SKIP
+>>> claims.judge("268-times").right
+False
+"""
+
+from __future__ import annotations
+
+from flashsim.errors import OptionError, choices, shown
+from flashsim.report import Table
+from flashsim.studies.claims import bytes_and_flops, numbers
+from flashsim.studies.claims.finding import Claim, Finding
+
+#: Every claim by its name.
+CLAIMS: dict[str, Claim] = {
+    claim.name: claim for claim in (*bytes_and_flops.CLAIMS, *numbers.CLAIMS)
+}
+
+
+def judge(name: str) -> Finding:
+    """Recompute one claim.
+
+    Raises
+    ------
+    OptionError
+        If there is no claim of that name; the message lists them.
+    """
+    if not isinstance(name, str) or name not in CLAIMS:
+        raise OptionError(f"no claim {shown(name)}; {choices(name, CLAIMS)}")
+    return CLAIMS[name].check()
+
+
+def table(*names: str) -> Table:
+    """The claims named, or all: what is said, what comes out, the verdict and why.
+
+    Raises
+    ------
+    OptionError
+        If a name is unknown.
+    """
+    made = Table("Claims, recomputed", ("claim", "verdict", "said", "found", "why"))
+    for name in names or CLAIMS:
+        finding = judge(name)
+        verdict = "right" if finding.right else "wrong"
+        made.rows.append((name, verdict, CLAIMS[name].said, finding.found, finding.why))
+    return made
+
+
+def overview(full: Table) -> Table:
+    """`table` without its reasons, which make it long."""
+    return Table(
+        full.title,
+        full.columns[:-1],
+        [row[:-1] for row in full.rows],
+        note="why: `flashsim claims NAME`, docs/guides/claims.md",
+    )
+
+
+__all__ = ["CLAIMS", "Claim", "Finding", "judge", "overview", "table"]
