@@ -1,0 +1,182 @@
+"""`Account`: what each rank sends, computes, moves and holds, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from flashsim import report
+from flashsim.counts.questions import in_words
+from flashsim.distributed.group import Group
+from flashsim.errors import OptionError, choices
+
+#: What is counted at every step beside what is sent.
+QUANTITIES = ("flops", "visits", "hbm", "merge")
+
+
+@dataclass(frozen=True, eq=False)
+class Account:
+    """One pass of a group, executed or counted; two are equal if every integer in them is.
+
+    Attributes
+    ----------
+    group : Group
+    direction : {"forward", "backward"}
+    sent : dict of str to ndarray
+        Bytes that go out on a rank's link, by tensor: int64, (ranks, steps), while the step lasts.
+        Each rank receives as many.
+    flops, visits : ndarray, int64, (ranks, steps)
+        Of matrix products, and tiles visited, all heads and stages.
+    hbm : ndarray, likewise
+        Requested HBM bytes of the local attention (`flashsim.count`).
+    merge : ndarray, likewise
+        HBM bytes that combining with earlier steps loads and stores.
+    peak : ndarray, int64, (ranks,)
+        Most bytes of tensors held at once: given, in flight, partial, accumulated, results.
+    """
+
+    group: Group
+    direction: str
+    sent: Mapping[str, np.ndarray]
+    flops: np.ndarray
+    visits: np.ndarray
+    hbm: np.ndarray
+    merge: np.ndarray
+    peak: np.ndarray
+    steps: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "steps", self.group.steps(self.direction))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Account):
+            return NotImplemented
+        return (
+            (self.group, self.direction, self.sent.keys())
+            == (other.group, other.direction, other.sent.keys())
+            and all(np.array_equal(x, other.sent[name]) for name, x in self.sent.items())
+            and all(
+                np.array_equal(getattr(self, name), getattr(other, name))
+                for name in (*QUANTITIES, "peak")
+            )
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    # -- questions ------------------------------------------------------------------------------
+
+    def link_bytes(self, tensor: str | None = None, rank: int | None = None) -> int:
+        """Bytes sent, of one tensor or all, by one rank or all."""
+        if tensor is not None and tensor not in self.sent:
+            raise OptionError(f"no tensor {tensor!r} is sent; {choices(tensor, self.sent)}")
+        arrays = [x for name, x in self.sent.items() if tensor in (None, name)]
+        return int(sum(x.sum() if rank is None else x[rank].sum() for x in arrays))
+
+    @property
+    def out_bytes(self) -> np.ndarray:
+        """Bytes that each rank sends at each step: int64, (ranks, steps)."""
+        nothing = np.zeros((self.group.ranks, len(self.steps)), np.int64)
+        return sum(self.sent.values(), nothing)
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the ranks' time without work, were arithmetic all and steps taken together.
+
+        A step lasts as long as the rank with the most work in it: blocks pass no rank by.
+        """
+        lasts = int(self.flops.max(axis=0).sum()) * self.group.ranks
+        return 1 - int(self.flops.sum()) / lasts
+
+    def destination(self, rank: int, step: int) -> tuple[int, ...]:
+        """To whom a rank sends at a step; nobody where it sends nothing."""
+        if not self.out_bytes[rank, step]:
+            return ()
+        if self.steps[step].startswith("exchange"):
+            return tuple(other for other in self.group.team(rank) if other != rank)
+        return (self.group.successor(rank),)
+
+    # -- tables ---------------------------------------------------------------------------------
+
+    def table(self) -> report.Table:
+        """One row a rank."""
+        group = self.group
+        columns = ("rank", "rows", "link B", "TFLOP", "idle %", "HBM B", "merge B", "peak B")
+        table = report.Table(
+            f"{self.direction} by {group.scheme!r} over {group.ranks} ranks: "
+            f"{in_words(group.problem)}",
+            columns,
+            note=f"idle {100 * self.idle_share:.1f} % of all, were arithmetic all; link bytes go "
+            "out, as many come in; HBM bytes are the local attention's",
+        )
+        lasts, out = int(self.flops.max(axis=0).sum()), self.out_bytes
+        for rank in range(group.ranks):
+            flops = int(self.flops[rank].sum())
+            table.rows.append(
+                (
+                    *(rank, _spans(group.rows(rank)), int(out[rank].sum()), flops / 1e12),
+                    *(100 * (1 - flops / lasts), int(self.hbm[rank].sum())),
+                    *(int(self.merge[rank].sum()), int(self.peak[rank])),
+                )
+            )
+        return table
+
+    def rank_table(self, rank: int) -> report.Table:
+        """One row a step of one rank: whose keys it has, which tiles it computes, what it sends."""
+        group, out = self.group, self.out_bytes
+        if not 0 <= rank < group.ranks:
+            raise OptionError(f"rank must be from 0 to {group.ranks - 1}, got {rank}")
+        table = report.Table(
+            f"rank {rank} of {group.ranks}, {group.scheme!r}, {self.direction}",
+            ("step", "keys of", "scores", "tiles", "TFLOP", "HBM B", "sends", "to", "link B"),
+        )
+        for n, step in enumerate(self.steps):
+            keys, scores = "", ""
+            if step.startswith("ring"):
+                number = int(step.split()[1])
+                keys, scores = str(group.source(rank, number)), _scores(group, rank, number)
+            sends = " ".join(name for name, x in self.sent.items() if x[rank, n])
+            to = self.destination(rank, n)
+            table.rows.append(
+                (
+                    *(step, keys, scores, int(self.visits[rank, n]), self.flops[rank, n] / 1e12),
+                    *(int(self.hbm[rank, n]), sends, " ".join(map(str, to)), int(out[rank, n])),
+                )
+            )
+        return table
+
+    __repr__ = report.titled
+    _repr_html_ = report.tabled
+
+    def __str__(self) -> str:
+        return self.table().text()
+
+
+def _scores(group: Group, rank: int, step: int) -> str:
+    """A block in words."""
+    block = group.block(rank, step)
+    if block is None:
+        return "none"
+    shape = f"{block.problem.n_q:,} x {block.problem.n_kv:,}"
+    return f"{shape} causal" if block.problem.causal else shape
+
+
+def _spans(rows: np.ndarray) -> str:
+    """Positions in words: 0:4 28:32, or 1::8 for every eighth."""
+    if len(rows) > 1 and len(steps := np.unique(np.diff(rows))) == 1 and steps[0] > 1:
+        return f"{rows[0]}::{steps[0]}"
+    breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+    return " ".join(f"{part[0]}:{part[-1] + 1}" for part in np.split(rows, breaks))
+
+
+def zeros(group: Group, direction: str) -> np.ndarray:
+    """Room for a count of every rank and step."""
+    return np.zeros((group.ranks, len(group.steps(direction))), np.int64)
+
+
+def fields(made: dict[str, Any]) -> dict[str, Any]:
+    """What was counted, without tensors that nobody sends."""
+    sent = {name: x for name, x in made.pop("sent").items() if x.any()}
+    return {"sent": sent, **made}

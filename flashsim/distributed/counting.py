@@ -1,0 +1,265 @@
+"""`count`: what a group of ranks would send, compute, move and hold; nothing is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from flashsim.api import counting
+from flashsim.counts.traffic import Traffic
+from flashsim.distributed.account import Account, fields, zeros
+from flashsim.distributed.group import Group
+from flashsim.problem import checks
+from flashsim.problem.hardware import Device
+from flashsim.problem.problem import Problem
+from flashsim.schedule.tiling import Tiling
+
+
+def count(
+    problem: Problem,
+    *,
+    ranks: int,
+    scheme: str = "zigzag",
+    ulysses: int | None = None,
+    direction: str = "forward",
+    algorithm: str = "flash2",
+    tiling: Tiling | None = None,
+    device: str | Device = "H100",
+) -> Account:
+    """What attention over several ranks moves, in closed form.
+
+    Equal, integer by integer, to what `simulate` executes.
+
+    Parameters
+    ----------
+    problem : Problem
+        The whole, of all ranks.
+    ranks, scheme, ulysses
+        See `Group`.
+    direction : {"forward", "backward"}
+    algorithm, tiling, device
+        Of every rank's local attention, as in `flashsim.count`.
+
+    Returns
+    -------
+    Account
+
+    Raises
+    ------
+    ShapeError, OptionError, UnsupportedError, SramOverflow
+    """
+    group = Group(problem, ranks, scheme, ulysses)  # type: ignore[arg-type]  # None: filled in
+    checks.one_of("direction", direction, ("forward", "backward"))
+    made = {name: zeros(group, direction) for name in ("flops", "visits", "hbm", "merge")}
+    first = int(group.ulysses > 1)  # the ring's first step, after an exchange of heads
+    ring = slice(first, first + group.ring)
+    relations = group.relations()
+    for relation, block in enumerate(group.blocks):
+        there = relations == relation
+        if block is None or not there.any():
+            continue
+        local = counting.count(
+            block.problem, algorithm=algorithm, direction=direction, tiling=tiling, device=device
+        )
+        made["flops"][:, ring][there] = local.flops("matmul")
+        made["visits"][:, ring][there] = visits(local)
+        made["hbm"][:, ring][there] = local.bytes()
+    merge = _merged if direction == "forward" else _added
+    made["merge"][:] = merge(group, first)
+    sent = _sent_forward(group) if direction == "forward" else _sent_backward(group)
+    peak = _peak_forward(group) if direction == "forward" else _peak_backward(group)
+    return Account(group, direction, **fields({"sent": sent, **made, "peak": peak}))
+
+
+def visits(local: Traffic) -> int:
+    """Tiles visited, all heads, all stages that go from tile to tile."""
+    stages = [stage for stage in local.stages if any(buffer.visit for buffer in stage.buffers)]
+    walk = sum(local.schedule(stage).n_visits for stage in stages)
+    return walk * local.problem.batch * local.problem.heads
+
+
+class MemberSizes:
+    """Bytes of a member's tensors: `n` rows each, of the heads that a rank works on.
+
+    `wide` is the type of accumulators: float32, unless two members merge once, from what they
+    computed straight to the result.
+    """
+
+    def __init__(self, group: Group) -> None:
+        p = self.problem = group.problem
+        self.heads = p.batch * p.heads // group.ulysses
+        self.kv_heads = p.batch * p.kv_heads // group.ulysses
+        self.e, self.a = p.itemsize, p.compute_itemsize
+        self.merges_wide = group.ring > 2
+        self.wide = self.a if self.merges_wide else self.e
+
+    def q(self, n: int, itemsize: int) -> int:
+        """Q or dQ."""
+        return self.heads * n * self.problem.head_dim * itemsize
+
+    def out(self, n: int, itemsize: int) -> int:
+        """Out or dout."""
+        return self.heads * n * self.problem.head_dim_v * itemsize
+
+    def lse(self, n: int) -> int:
+        """LSE."""
+        return self.heads * n * self.a
+
+    def k(self, n: int, itemsize: int) -> int:
+        """K or dK."""
+        return self.kv_heads * n * self.problem.head_dim * itemsize
+
+    def v(self, n: int, itemsize: int) -> int:
+        """V or dV."""
+        return self.kv_heads * n * self.problem.head_dim_v * itemsize
+
+    def kv(self, n: int, itemsize: int) -> int:
+        """K and V, or dK and dV."""
+        return self.k(n, itemsize) + self.v(n, itemsize)
+
+
+# -- the link -------------------------------------------------------------------------------------
+
+
+def _sent_forward(group: Group) -> dict[str, np.ndarray]:
+    """Q, K, V and out where heads are exchanged; K and V at every step of the ring but the last."""
+    size, sent = MemberSizes(group), _nothing(group, "forward", "Q", "K", "V", "out")
+    n = group.rows_a_member
+    _pass_on(group, sent, size)
+    if group.ulysses > 1:
+        for name, whole in (("Q", size.q), ("K", size.k), ("V", size.v)):
+            sent[name][:, 0] = _others_share(group, whole(n, size.e))
+        sent["out"][:, -1] = _others_share(group, size.out(n, size.e))
+    return sent
+
+
+def _sent_backward(group: Group) -> dict[str, np.ndarray]:
+    """The same, and dK and dV in the accumulator's type, one step behind, until they are home."""
+    size = MemberSizes(group)
+    sent = _nothing(group, "backward", "dout", "K", "V", "dQ", "dK", "dV")
+    n, first = group.rows_a_member, int(group.ulysses > 1)
+    _pass_on(group, sent, size)
+    if group.ring > 1:
+        behind = slice(first + 1, first + 1 + group.ring)
+        sent["dK"][:, behind] = size.k(n, size.a)
+        sent["dV"][:, behind] = size.v(n, size.a)
+    if group.ulysses > 1:
+        sent["dout"][:, 0] = _others_share(group, size.out(n, size.e))
+        for name, whole in (("dQ", size.q), ("dK", size.k), ("dV", size.v)):
+            sent[name][:, -1] = _others_share(group, whole(n, size.e))
+    return sent
+
+
+def _pass_on(group: Group, sent: dict[str, np.ndarray], size: MemberSizes) -> None:
+    first = int(group.ulysses > 1)
+    steps = slice(first, first + group.ring - 1)
+    sent["K"][:, steps] = size.k(group.rows_a_member, size.e)
+    sent["V"][:, steps] = size.v(group.rows_a_member, size.e)
+
+
+def _others_share(group: Group, whole: int) -> int:
+    """Of a rank's own rows of all heads, as large as its team's of its heads, what others get."""
+    return whole // group.ulysses * (group.ulysses - 1)
+
+
+def _nothing(group: Group, direction: str, *names: str) -> dict[str, np.ndarray]:
+    return {name: zeros(group, direction) for name in names}
+
+
+# -- combining ------------------------------------------------------------------------------------
+
+
+def _merged(group: Group, first: int) -> np.ndarray:
+    """Loads and stores of merging a step's out and LSE with what there was."""
+    size, n = MemberSizes(group), group.rows_a_member
+    made = zeros(group, "forward")
+    if group.ring == 1:
+        return made
+    merged = lambda b: 2 * size.out(b.n_q, size.wide) + size.out(b.n_q, size.e)  # noqa: E731
+    later = _later(group, lambda b: merged(b) + 3 * size.lse(b.n_q))
+    made[:, first + 1 : first + group.ring] = later
+    if size.merges_wide:
+        turned = size.out(n, size.e) + size.out(n, size.wide)
+        made[:, first] += turned
+        made[:, first + group.ring - 1] += turned
+    return made
+
+
+def _added(group: Group, first: int) -> np.ndarray:
+    """Loads and stores of adding a step's dQ to the steps before, and dK, dV to the members'."""
+    size, n = MemberSizes(group), group.rows_a_member
+    made = zeros(group, "backward")
+    if group.ring == 1:
+        return made
+    added = lambda b: 2 * size.q(b.n_q, size.wide) + size.q(b.n_q, size.e)  # noqa: E731
+    passed = lambda b: 2 * size.kv(b.n_kv, size.a) + size.kv(b.n_kv, size.e)  # noqa: E731
+    later = _later(group, lambda b: added(b) + passed(b))
+    made[:, first + 1 : first + group.ring] = later
+    turned = size.kv(n, size.e) + size.kv(n, size.a)
+    made[:, first] += turned
+    made[:, first + group.ring] += turned
+    if size.merges_wide:
+        turned = size.q(n, size.e) + size.q(n, size.wide)
+        made[:, first] += turned
+        made[:, first + group.ring - 1] += turned
+    return made
+
+
+def _later(group: Group, nbytes: Callable[[Problem], int]) -> np.ndarray:
+    """`nbytes` of every rank's block at each step of the ring after the first; 0 without one."""
+    each = [0 if block is None else nbytes(block.problem) for block in group.blocks]
+    return np.array(each, np.int64)[group.relations()[:, 1:]]
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+def _peak_forward(group: Group) -> np.ndarray:
+    size, n, ring = MemberSizes(group), group.rows_a_member, group.ring
+    own = size.q(n, size.e) + size.kv(n, size.e)
+    # With heads exchanged, the rows given are as large as the rows worked on, and stay.
+    base = own * (2 if group.ulysses > 1 else 1)
+    so_far = size.out(n, size.wide) + size.lse(n)
+    first = base + size.kv(n, size.e) * (ring > 1) + size.out(n, size.e) + size.lse(n)
+    peak = np.full(group.ranks, first + size.out(n, size.wide) * size.merges_wide)
+    if ring > 1:
+        part = _later(group, lambda b: size.out(b.n_q, size.e) + size.lse(b.n_q))
+        peak = np.maximum(peak, _largest(group, part + base + so_far, size.kv(n, size.e)))
+    last = base + size.out(n, size.e) + size.lse(n)
+    if size.merges_wide:
+        peak = np.maximum(peak, last + size.out(n, size.wide))
+    if group.ulysses > 1:
+        peak = np.maximum(peak, last + size.out(n, size.e))
+    return peak
+
+
+def _peak_backward(group: Group) -> np.ndarray:
+    size, n, ring = MemberSizes(group), group.rows_a_member, group.ring
+    base = size.q(n, size.e) + size.kv(n, size.e) + 2 * size.out(n, size.e) + size.lse(n)
+    base += size.out(n, size.e) * (group.ulysses > 1)  # dout as given
+    dq, dkv = size.q(n, size.wide), size.kv(n, size.a)
+    made = size.q(n, size.e) + size.kv(n, size.e)
+    first = base + size.kv(n, size.e) * (ring > 1)
+    peak = np.full(group.ranks, first + made)
+    if ring > 1:
+        peak = np.maximum(peak, first + made + dq * size.merges_wide)
+        peak = np.maximum(peak, first + dq + size.kv(n, size.e) + dkv)
+        peak = np.maximum(peak, base + size.q(n, size.e) + 2 * dkv)
+        peak = np.maximum(peak, base + size.q(n, size.e) + dkv + size.kv(n, size.e))
+    if size.merges_wide:
+        peak = np.maximum(peak, base + dkv + dq + size.q(n, size.e))
+    if ring > 1:
+        part = _later(group, lambda b: size.q(b.n_q, size.e) + size.kv(b.n_kv, size.e))
+        held = part + base + dq + 2 * dkv
+        peak = np.maximum(peak, _largest(group, held, size.kv(n, size.e)))
+    if group.ulysses > 1:
+        peak = np.maximum(peak, base + 2 * made)
+    return peak
+
+
+def _largest(group: Group, held: np.ndarray, visitor: int) -> np.ndarray:
+    """The most of any later step: with it are K and V that visit, and those that come next."""
+    held[:, :-1] += 2 * visitor
+    held[:, -1] += visitor
+    return held.max(axis=1)

@@ -1,0 +1,236 @@
+"""`Group`: which rank holds which rows, and which block of scores it computes at which step.
+
+Every scheme is a ring of `ring` members, each of which is a team of `ulysses` ranks:
+
+- "ring" (Liu, Zaharia and Abbeel, arXiv:2310.01889): rows in order, one part a member. K and V go
+  round; at step s a member has those of the member s places before it. Under a causal mask the
+  first members have no work at most steps.
+- "zigzag" (Llama 3, arXiv:2407.21783, section 3.3.2; github.com/zhuzilin/ring-flash-attention):
+  rows in 2 x ring chunks; member j holds chunks j and 2 x ring - 1 - j. At each step after the
+  first every member has half of a block to compute.
+- "striped" (Brandon et al., arXiv:2311.09431): member j holds rows j, j + ring, j + 2 x ring ...,
+  so that every block is a causal triangle, with or without its diagonal.
+- "ulysses" (Jacobs et al., arXiv:2309.14509): one team. All to all, each rank gets all rows of some
+  of the heads; afterwards each gets its own rows back.
+- "usp" (Fang and Zhao, arXiv:2405.07719): teams that exchange heads, in a zigzag ring.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError
+from flashsim.problem import checks
+from flashsim.problem.problem import Problem
+
+SCHEMES = ("ring", "zigzag", "striped", "ulysses", "usp")
+#: Which rows a member of the ring holds.
+_ORDER = {"ring": "in order", "zigzag": "zigzag", "striped": "striped", "usp": "zigzag"}
+#: Whose K and V a member has at a step: its own, an earlier member's or a later one's.
+OWN, BEFORE, AFTER = range(3)
+
+
+class Block(NamedTuple):
+    """What a member computes at a step: its query rows `q` against the visiting keys `k`."""
+
+    q: slice
+    k: slice
+    problem: Problem
+
+
+@dataclass(frozen=True)
+class Group:
+    """A problem spread over ranks. Rank r is number ``r % ulysses`` of member ``r // ulysses``.
+
+    Parameters
+    ----------
+    problem : Problem
+        The whole, of all ranks: as many queries as keys, causal or without a mask.
+    ranks : int
+    scheme : {"ring", "zigzag", "striped", "ulysses", "usp"}
+    ulysses : int, optional
+        For "usp": ranks that exchange heads; default: as many as ranks and key heads allow.
+
+    Raises
+    ------
+    ShapeError
+        If rows or heads cannot be divided over the ranks.
+    UnsupportedError
+        For a mask other than causal, packed sequences, pages or a bias.
+    OptionError, DTypeError
+    """
+
+    problem: Problem
+    ranks: int
+    scheme: str = "zigzag"
+    ulysses: int = None  # type: ignore[assignment]  # filled in below
+
+    def __post_init__(self) -> None:
+        p = self.problem
+        if not isinstance(p, Problem):
+            raise DTypeError(f"problem must be a flashsim.Problem, got {type(p).__name__}")
+        ranks = checks.positive_int("ranks", self.ranks)
+        checks.one_of("scheme", self.scheme, SCHEMES)
+        object.__setattr__(self, "ranks", ranks)
+        object.__setattr__(self, "ulysses", self._team_size(ranks))
+        self._check_problem()
+        parts = math.lcm(ranks, 2 * self.ring if self.order == "zigzag" else 1)
+        if p.n_q % parts:
+            near = max(parts, p.n_q // parts * parts)
+            raise ShapeError(
+                f"scheme {self.scheme!r} over {ranks} ranks needs a sequence that {parts} divides, "
+                f"got {p.n_q:,} rows; pad it, or cut it to {near:,}"
+            )
+        if p.heads % self.ulysses or p.kv_heads % self.ulysses:
+            raise ShapeError(
+                f"{self.ulysses} ranks that exchange heads must divide the heads, got "
+                f"heads={p.heads}, kv_heads={p.kv_heads}; 'usp' exchanges among fewer "
+                f"(ulysses={math.gcd(ranks, p.kv_heads)}), 'zigzag' among none"
+            )
+
+    def _team_size(self, ranks: int) -> int:
+        if self.scheme != "usp":
+            if self.ulysses not in (None, self._fixed(ranks)):
+                raise OptionError(
+                    f"ulysses is for scheme 'usp', got {self.ulysses} for {self.scheme!r}"
+                )
+            return self._fixed(ranks)
+        if self.ulysses is None:
+            return math.gcd(ranks, self.problem.kv_heads)
+        team = checks.positive_int("ulysses", self.ulysses)
+        if ranks % team:
+            raise OptionError(f"ulysses must divide the ranks, got {team} of {ranks}")
+        return team
+
+    def _fixed(self, ranks: int) -> int:
+        return ranks if self.scheme == "ulysses" else 1
+
+    def _check_problem(self) -> None:
+        p = self.problem
+        if p.n_q != p.n_kv:
+            raise ShapeError(
+                f"ranks share one sequence of queries and keys, got n_q={p.n_q}, n_kv={p.n_kv}"
+            )
+        fields = ("window", "cu_seqlens_q", "bias", "block_mask", "mask", "page_size")
+        given = [name for name in fields if getattr(p, name) is not None]
+        if given:
+            raise UnsupportedError(
+                f"attention over several ranks is causal or has no mask, got {', '.join(given)}; "
+                "flashsim.run takes it on one"
+            )
+
+    # -- who holds what -------------------------------------------------------------------------
+
+    @property
+    def ring(self) -> int:
+        """Members of the ring."""
+        return self.ranks // self.ulysses
+
+    @property
+    def order(self) -> str:
+        """In which order members hold the rows: "in order", "zigzag" or "striped"."""
+        return _ORDER.get(self.scheme, "in order")
+
+    @property
+    def rows_a_rank(self) -> int:
+        """Rows of q, k, v and out that a rank is given."""
+        return self.problem.n_q // self.ranks
+
+    @property
+    def rows_a_member(self) -> int:
+        """Rows that a rank computes on: those of its team."""
+        return self.problem.n_q // self.ring
+
+    def member_rows(self, member: int) -> np.ndarray:
+        """Positions in the sequence of a member's rows, ascending: int64, (rows_a_member,)."""
+        n, ring = self.rows_a_member, self.ring
+        if self.order == "striped":
+            return np.arange(member, self.problem.n_q, ring)
+        if self.order == "in order":
+            return np.arange(member * n, (member + 1) * n)
+        half = np.arange(n // 2)
+        return np.concatenate([member * (n // 2) + half, (2 * ring - 1 - member) * (n // 2) + half])
+
+    def rows(self, rank: int) -> np.ndarray:
+        """Positions in the sequence of the rows that a rank is given: int64, (rows_a_rank,)."""
+        member, number = divmod(rank, self.ulysses)
+        n = self.rows_a_rank
+        return self.member_rows(member)[number * n : (number + 1) * n]
+
+    def team(self, rank: int) -> range:
+        """The ranks that exchange heads with a rank, itself among them."""
+        first = rank // self.ulysses * self.ulysses
+        return range(first, first + self.ulysses)
+
+    def successor(self, rank: int) -> int:
+        """To whom a rank passes K and V."""
+        return (rank + self.ulysses) % self.ranks
+
+    def predecessor(self, rank: int) -> int:
+        """From whom it gets them."""
+        return (rank - self.ulysses) % self.ranks
+
+    def source(self, rank: int, step: int) -> int:
+        """Whose K and V a rank has at a step of the ring."""
+        return (rank - step * self.ulysses) % self.ranks
+
+    # -- what is computed -----------------------------------------------------------------------
+
+    def relation(self, rank: int, step: int) -> int:
+        """`OWN`, `BEFORE` or `AFTER`: where the visiting keys come from."""
+        member = rank // self.ulysses
+        if step == 0:
+            return OWN
+        return BEFORE if step <= member else AFTER
+
+    def relations(self) -> np.ndarray:
+        """`relation` of every rank and step: int8, (ranks, ring)."""
+        member = np.arange(self.ranks)[:, None] // self.ulysses
+        step = np.arange(self.ring)
+        return np.where(step == 0, OWN, np.where(step <= member, BEFORE, AFTER)).astype(np.int8)
+
+    @cached_property
+    def blocks(self) -> tuple[Block | None, Block | None, Block | None]:
+        """The block of each relation; None where the mask leaves nothing."""
+        n = self.rows_a_member
+        everything = slice(0, n)
+        if not self.problem.causal:
+            return (self._block(everything, everything),) * 3
+        own = self._block(everything, everything, causal=True)
+        if self.order == "zigzag":
+            early, late = slice(0, n // 2), slice(n // 2, n)
+            return own, self._block(everything, early), self._block(late, everything)
+        if self.order == "striped":
+            below = self._block(slice(1, n), slice(0, n - 1), causal=True) if n > 1 else None
+            return own, own, below
+        return own, self._block(everything, everything), None
+
+    def _block(self, q: slice, k: slice, causal: bool = False) -> Block:
+        p, team = self.problem, self.ulysses
+        part = replace(
+            p,
+            n_q=q.stop - q.start,
+            n_kv=k.stop - k.start,
+            heads=p.heads // team,
+            kv_heads=p.kv_heads // team,
+            causal=causal,
+        )
+        return Block(q, k, part)
+
+    def block(self, rank: int, step: int) -> Block | None:
+        """What a rank computes at a step of the ring; None: nothing."""
+        return self.blocks[self.relation(rank, step)]
+
+    def steps(self, direction: str) -> tuple[str, ...]:
+        """What happens, in order: exchanges of heads, steps of the ring, gradients going home."""
+        ring = tuple(f"ring {s}" for s in range(self.ring))
+        home = ("home",) if direction == "backward" and self.ring > 1 else ()
+        if self.ulysses == 1:
+            return ring + home
+        given, back = ("q k v", "out") if direction == "forward" else ("dout", "dq dk dv")
+        return (f"exchange {given}", *ring, *home, f"exchange {back}")

@@ -1,0 +1,232 @@
+"""`flashsim.distributed`: every rank's rows, blocks, bytes and results, executed and counted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import flashsim
+from flashsim import Problem, Tiling
+from flashsim.distributed import SCHEMES, Group, count, simulate
+from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError
+from flashsim.problem.oracle import attention
+
+SMALL = Tiling(4, 4)
+
+
+def arrays(n=24, heads=4, kv_heads=4, d=8, dv=4, dtype="float32", seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = [(1, heads, n, d), (1, kv_heads, n, d), (1, kv_heads, n, dv), (1, heads, n, dv)]
+    kind = flashsim.problem.problem.numpy_dtype(dtype)
+    return [rng.standard_normal(shape).astype(kind) for shape in shapes]
+
+
+def check(scheme, ranks, causal, *, dtype="float32", kv_heads=4, ulysses=None):
+    """Results against one process, and everything counted against the closed form."""
+    q, k, v, dout = arrays(kv_heads=kv_heads, dtype=dtype)
+    how = {"ranks": ranks, "scheme": scheme, "ulysses": ulysses, "tiling": SMALL}
+    spread = simulate(q, k, v, causal=causal, **how)
+    whole = flashsim.run(q, k, v, causal=causal, tiling=SMALL)
+    gradients, expected = spread.backward(dout), whole.backward(dout)
+    near = {"rtol": 0, "atol": 4e-6 if dtype == "float32" else 0.04}
+    for name, x, y in (
+        *((name, getattr(spread, name), getattr(whole, name)) for name in ("out", "lse")),
+        *((name, getattr(gradients, name), getattr(expected, name)) for name in ("dq", "dk", "dv")),
+    ):
+        assert x.dtype == y.dtype
+        np.testing.assert_allclose(x.astype("f8"), y.astype("f8"), **near, err_msg=name)
+    problem = spread.group.problem
+    assert problem == whole.problem
+    assert spread.account == count(problem, **how)
+    assert gradients.account == count(problem, direction="backward", **how)
+    return spread, gradients
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("scheme", "ranks"), [*((s, 4) for s in SCHEMES), ("striped", 3)])
+def test_ranks_together_compute_what_one_does_and_move_what_is_counted(scheme, ranks, causal):
+    check(scheme, ranks, causal)
+
+
+def test_fewer_key_heads_and_teams_in_a_ring():
+    spread, _ = check("usp", 6, True, kv_heads=2)
+    assert (spread.group.ulysses, spread.group.ring) == (2, 3)
+
+
+def test_narrow_types_are_merged_in_float32():
+    check("zigzag", 3, True, dtype="bfloat16")
+
+
+def test_two_members_merge_without_an_accumulator():
+    _, gradients = check("zigzag", 2, True, dtype="bfloat16")
+    # Float32 for bfloat16, and two hops for one.
+    assert gradients.account.link_bytes("dK") == 2 * 2 * gradients.account.link_bytes("K")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 12])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_scheme_at_every_size(scheme, ranks, causal, dtype):
+    if scheme == "ulysses" and 4 % ranks:
+        pytest.skip("four heads")
+    check(scheme, ranks, causal, dtype=dtype)
+
+
+def test_against_the_oracle_and_not_only_ourselves():
+    q, k, v, _ = arrays()
+    spread = simulate(q, k, v, ranks=4, scheme="zigzag", causal=True)
+    out, lse = attention(q, k, v, spread.group.problem)
+    np.testing.assert_allclose(spread.out, out, rtol=0, atol=2e-6)
+    np.testing.assert_allclose(spread.lse, lse, rtol=0, atol=2e-6)
+
+
+# -- who holds what -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_ranks_hold_every_row_once(scheme):
+    group = Group(Problem(48, heads=8), 4, scheme)
+    held = np.concatenate([group.rows(rank) for rank in range(4)])
+    assert sorted(held) == list(range(48))
+
+
+def test_the_rows_of_each_order():
+    rows = lambda scheme: [Group(Problem(8), 2, scheme).rows(r).tolist() for r in (0, 1)]  # noqa: E731
+    assert rows("ring") == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert rows("zigzag") == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert rows("striped") == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    usp = Group(Problem(16, heads=2), 4, "usp")
+    assert usp.rows(1).tolist() == [12, 13, 14, 15]
+    assert (list(usp.team(1)), usp.successor(1), usp.predecessor(1)) == ([0, 1], 3, 3)
+
+
+@pytest.mark.parametrize("scheme", ["ring", "zigzag", "striped", "usp"])
+def test_the_blocks_of_all_steps_cover_what_the_mask_keeps_once(scheme):
+    n, ranks = 24, 4
+    group = Group(Problem(n, heads=2, causal=True), ranks, scheme)
+    seen = np.zeros((n, n), int)
+    for rank in range(0, ranks, group.ulysses):
+        for step in range(group.ring):
+            block = group.block(rank, step)
+            if block is None:
+                continue
+            q = group.member_rows(rank // group.ulysses)[block.q]
+            k = group.member_rows(group.source(rank, step) // group.ulysses)[block.k]
+            kept = np.tri(len(q), len(k), dtype=int) if block.problem.causal else 1
+            seen[np.ix_(q, k)] += kept
+    assert (seen == np.tri(n, dtype=int)).all()
+
+
+# -- what it amounts to ---------------------------------------------------------------------------
+
+
+def test_plain_ring_idles_almost_half_and_zigzag_not_at_all():
+    problem = Problem(8192, head_dim=128, heads=2, dtype="bfloat16", causal=True)
+    tile = Tiling(128, 128)
+    idle = {s: count(problem, ranks=8, scheme=s, tiling=tile).idle_share for s in SCHEMES[:3]}
+    # With whole tiles for halves on the diagonal: 1 - (8 * 36 + 28 * 64) / (8 * (36 + 7 * 64)).
+    assert idle["ring"] == pytest.approx(1 - (8 * 36 + 28 * 64) / (8 * (36 + 7 * 64)))
+    assert idle["zigzag"] == 0
+    assert 0 <= idle["striped"] < 0.02
+
+
+def test_bytes_on_the_link_are_those_of_the_papers():
+    n, d, heads, ranks = 4096, 128, 8, 4
+    problem = Problem(n, head_dim=d, heads=heads, dtype="bfloat16")
+    whole = heads * n * d * 2
+    for scheme in ("ring", "zigzag", "striped"):
+        account = count(problem, ranks=ranks, scheme=scheme)
+        assert account.link_bytes() == (ranks - 1) * 2 * whole  # K and V, to all others
+        assert account.link_bytes("K", rank=2) == (ranks - 1) * whole // ranks
+    # Ulysses: Q, K, V and out, three quarters of each.
+    ulysses = count(problem, ranks=ranks, scheme="ulysses")
+    assert ulysses.link_bytes() == 4 * whole * (ranks - 1) // ranks
+    backward = count(problem, ranks=ranks, scheme="ring", direction="backward")
+    assert backward.link_bytes("dK") == ranks * whole * 2  # float32, and home again
+    assert backward.link_bytes("V") == (ranks - 1) * whole
+
+
+def test_a_sequence_of_a_million_on_a_thousand_ranks_is_counted():
+    problem = Problem(2**20, head_dim=128, heads=8, dtype="bfloat16", causal=True)
+    account = count(problem, ranks=1024, scheme="zigzag")
+    assert account.flops.shape == (1024, 1024)
+    assert int(account.flops.sum()) > 2 * 8 * 128 * 2**40
+
+
+def test_accounts_differ_by_any_integer():
+    account = count(Problem(64, causal=True), ranks=4)
+    for name in ("flops", "visits", "hbm", "merge", "peak"):
+        assert account != replace(account, **{name: getattr(account, name) + 1})
+    assert account != replace(account, sent={**account.sent, "K": account.sent["K"] + 1})
+    assert account != count(Problem(64), ranks=4)
+    assert account != "an account"
+
+
+# -- tables ---------------------------------------------------------------------------------------
+
+
+def test_tables_of_ranks_and_of_steps():
+    account = count(Problem(64, heads=2, causal=True), ranks=4, scheme="ring", direction="backward")
+    table = account.table()
+    assert [row[1] for row in table.rows] == ["0:16", "16:32", "32:48", "48:64"]
+    assert sum(row[2] for row in table.rows) == account.link_bytes()
+    assert str(account) == table.text()
+    assert max(map(len, table.text(80).split("\n"))) <= 80
+    steps = account.rank_table(0)
+    assert [row[0] for row in steps.rows] == ["ring 0", "ring 1", "ring 2", "ring 3", "home"]
+    assert [row[2] for row in steps.rows] == ["16 x 16 causal", "none", "none", "none", ""]
+    assert [row[6] for row in steps.rows] == ["K V", "K V dK dV", "K V dK dV", "dK dV", "dK dV"]
+    assert {row[7] for row in steps.rows} == {"1"}
+    usp = count(Problem(64, heads=2), ranks=4, scheme="usp").rank_table(0)
+    assert [(row[6], row[7]) for row in usp.rows] == [
+        ("Q K V", "1"),
+        ("K V", "2"),
+        ("", ""),
+        ("out", "1"),
+    ]
+    striped = count(Problem(64), ranks=4, scheme="striped")
+    assert striped.table().rows[1][1] == "1::4"
+    with pytest.raises(OptionError, match="rank must be from 0 to 3, got 4"):
+        striped.rank_table(4)
+    with pytest.raises(OptionError, match="no tensor 'dK' is sent; possible: K, V"):
+        striped.link_bytes("dK")
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("problem", "how", "error", "text"),
+    [
+        (Problem(30), {"ranks": 4}, ShapeError, "that 8 divides, got 30 rows; .* 24"),
+        (Problem(3), {"ranks": 4, "scheme": "ring"}, ShapeError, "cut it to 4"),
+        (Problem(32, heads=6), {"ranks": 4, "scheme": "ulysses"}, ShapeError, r"ulysses=2"),
+        (Problem(32, heads=4, kv_heads=2), {"ranks": 4, "scheme": "ulysses"}, ShapeError, "usp"),
+        (Problem(32), {"ranks": 4, "scheme": "usp", "ulysses": 3}, OptionError, "got 3 of 4"),
+        (Problem(32), {"ranks": 4, "ulysses": 2}, OptionError, "got 2 for 'zigzag'"),
+        (Problem(32), {"ranks": 4, "scheme": "zag"}, OptionError, "did you mean 'zigzag'"),
+        (Problem(32), {"ranks": 0}, ShapeError, "ranks must be at least 1"),
+        (Problem(32), {"ranks": 2, "direction": "sideways"}, OptionError, "did you mean|possible"),
+        (Problem(32, 64), {"ranks": 4}, ShapeError, "n_q=32, n_kv=64"),
+        (Problem(32, window=(4, 0)), {"ranks": 4}, UnsupportedError, "got window"),
+        (Problem(32, bias=(1, 1)), {"ranks": 4}, UnsupportedError, "got bias"),
+        ("problem", {"ranks": 4}, DTypeError, "must be a flashsim.Problem, got str"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_spread_says_why(problem, how, error, text):
+    with pytest.raises(error, match=text):
+        count(problem, **how)
+
+
+def test_simulate_checks_what_it_is_given():
+    q, k, v, dout = arrays()
+    with pytest.raises(ShapeError, match="8 divides"):
+        simulate(q[:, :, :20], k[:, :, :20], v[:, :, :20], ranks=4)
+    spread = simulate(q, k, v, ranks=2)
+    with pytest.raises(ShapeError, match="dout"):
+        spread.backward(dout[:, :, 1:])
+    assert "out" in repr(spread)
