@@ -104,7 +104,10 @@ def predict(
     sizes: opt.Sizes = opt.BATCH,
     algorithm: Annotated[
         str,
-        typer.Option("--algorithm", "-a", help="flash2, or flash2-fused: backward in one pass."),
+        typer.Option(
+            *("--algorithm", "-a"),
+            help="flash2, or flash2-fused: backward in one pass; standard: a library's kernels.",
+        ),
     ] = "flash2",
     kernel: Annotated[
         str | None,

@@ -5,9 +5,10 @@ import pytest
 
 import flashsim
 from flashsim import Device, OptionError, Problem, Tiling, UnsupportedError
-from flashsim.studies.predict import Constants, predict
-from flashsim.studies.predict.model import _finish, once_bytes
-from flashsim.studies.predict.units import clock, visit_seconds
+from flashsim.studies.predict import Constants, crossover, predict
+from flashsim.studies.predict.calibration import HBM_SHARE, LAUNCH, MATRIX_SHARE
+from flashsim.studies.predict.model import _finish
+from flashsim.studies.predict.units import clock, once_bytes, visit_seconds
 
 PROBLEM = Problem(4096, head_dim=128, batch=4, heads=16, dtype="bfloat16")
 PLAIN = {"forward": Constants(1.0, 0.0, 0.0)}
@@ -70,7 +71,8 @@ def test_a_device_with_little_bandwidth_is_bound_by_it():
     ("options", "error", "message"),
     [
         ({"kernels": "hoper"}, OptionError, "did you mean 'hopper'"),
-        ({"algorithm": "standard"}, OptionError, "not 'standard'"),
+        ({"algorithm": "flash1"}, OptionError, "not of 'flash1'"),
+        ({"algorithm": "standard", "kernels": "hopper"}, OptionError, "kernels is FlashAtt"),
         ({"direction": "sideways"}, OptionError, "unknown direction"),
         ({"device": "A100", "kernels": "hopper"}, UnsupportedError, "compute capability 9.0"),
         ({"heads_in_group": {"forward": 0}}, OptionError, "at least 1, got 0 for 'forward'"),
@@ -86,3 +88,38 @@ def test_the_printed_table_names_its_bound():
     assert [row[0] for row in found.table().rows] == ["delta", "fused", "convert"]
     assert found.seconds == sum(stage.seconds for stage in found.stages)
     assert "tensor cores" in str(found)
+
+
+def test_standard_attention_by_hand():
+    """64 heads of 4,096 x 4,096 scores: 2 GiB of S, far past L2, written once and read once."""
+    found = {s.name: s for s in predict(PROBLEM, algorithm="standard").stages}
+    matrix, rows, speed = 64 * 4096**2 * 2, 64 * 4096 * 128 * 2, HBM_SHARE * 4.8e12
+    assert found["scores"].seconds == pytest.approx(LAUNCH + (2 * rows + matrix) / speed)
+    assert found["softmax"].seconds == pytest.approx(LAUNCH + 2 * matrix / speed)
+    assert found["output"].bound == "HBM"
+    product = 64 * 4096**2 * 2 * 128 / (MATRIX_SHARE * 989.4e12)
+    assert found["output"].units["tensor cores"] == pytest.approx(product)
+    assert found["scores"].waves == 64 * 32 * 32 / 132
+    assert found["output"].waves == 64 * 32 / 132
+
+
+def test_standard_attention_that_stays_in_l2():
+    """One head: 8 MiB of S; 16 tiles of the output leave most SMs idle."""
+    small = Problem(2048, head_dim=64, dtype="bfloat16")
+    _, softmax, output = predict(small, algorithm="standard").stages
+    assert softmax.bound == "L2"
+    assert softmax.seconds == pytest.approx(LAUNCH + 2 * 2048**2 * 2 / 9.8e12)
+    assert output.waves == 16 / 132
+    assert output.tail > 0
+    packed = Problem(8, cu_seqlens_q=(0, 8), cu_seqlens_k=(0, 8), dtype="bfloat16")
+    with pytest.raises(UnsupportedError, match="are packed; give batch"):
+        predict(packed, algorithm="standard")
+
+
+def test_flash_wins_by_more_where_sequences_are_longer():
+    table = crossover(Problem(1, head_dim=64, heads=12, dtype="bfloat16"), (512, 4096))
+    (short, *_, little, s, _), (_, plain, flash, much, _, keeps) = table.rows
+    assert short == 512
+    assert s == 12 * 512**2 * 2
+    assert much == plain / flash > little
+    assert keeps > 12 * 4096**2 * 2

@@ -1,9 +1,12 @@
 """How long the GPU kernels of `flashsim.backends` take: a model of units, overlap, waves and tails.
 
-What it was calibrated on, and how far off it is elsewhere: docs/guides/truth.md.
+Standard attention's time, and when FlashAttention wins: `crossover`. What the model was calibrated
+on, and how far off it is elsewhere: docs/guides/truth.md.
 """
 
 from flashsim.studies.predict.calibration import CALIBRATED, Constants
-from flashsim.studies.predict.model import Prediction, StageTime, predict
+from flashsim.studies.predict.crossover import crossover
+from flashsim.studies.predict.model import predict
+from flashsim.studies.predict.prediction import Prediction, StageTime
 
-__all__ = ["CALIBRATED", "Constants", "Prediction", "StageTime", "predict"]
+__all__ = ["CALIBRATED", "Constants", "Prediction", "StageTime", "crossover", "predict"]

@@ -4,103 +4,33 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 
-from flashsim import report
 from flashsim.api import counting, inputs
 from flashsim.backends.families.family import Family
 from flashsim.backends.families.hopper import HOPPER
 from flashsim.backends.families.portable import PORTABLE
 from flashsim.backends.launch import Gpu
 from flashsim.backends.launch.passes import KernelPass
-from flashsim.counts.questions import in_words
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import DTypeError, OptionError, shown
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
-from flashsim.schedule.tensors import whole_bytes
 from flashsim.schedule.tiling import Tiling
 from flashsim.studies.predict.calibration import CALIBRATED, HBM_SHARE, LAUNCH, Constants
-from flashsim.studies.predict.units import UNITS, visit_seconds
+from flashsim.studies.predict.prediction import Prediction, StageTime
+from flashsim.studies.predict.unfused import predict_standard
+from flashsim.studies.predict.units import once_bytes, visit_seconds
 
 FAMILIES: dict[str, Family] = {"hopper": HOPPER, "portable": PORTABLE}
 
 #: Shared memory that CUDA keeps for itself, a block (CUDA C++ Programming Guide).
 RESERVED = 1024
-
-
-@dataclass(frozen=True)
-class StageTime:
-    """Predicted time of one stage's kernel.
-
-    Attributes
-    ----------
-    name : str
-    seconds : float
-    units : dict of float
-        Seconds for which each unit is busy, were the work spread evenly: at most `seconds`, unless
-        a clock above the nominal one is needed.
-    waves : float
-        Thread blocks for each place on the SMs; a fraction is a tail.
-    tail : float
-        Share of the time in which some SMs have run out of work: 1 - (mean busy time / seconds).
-    """
-
-    name: str
-    seconds: float
-    units: Mapping[str, float]
-    waves: float
-    tail: float
-
-    @property
-    def bound(self) -> str:
-        """The unit that is busy for longest."""
-        return max(self.units, key=lambda unit: self.units[unit])
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Predicted time of a pass; prints as a table."""
-
-    traffic: Traffic
-    kernels: str
-    stages: tuple[StageTime, ...]
-
-    @property
-    def seconds(self) -> float:
-        """All stages, one after the other."""
-        return sum(stage.seconds for stage in self.stages)
-
-    def table(self) -> report.Table:
-        """One row a stage: time, what each unit needs of it, waves and tail."""
-        t = self.traffic
-        units = (*UNITS, "HBM")
-        table = report.Table(
-            f"{t.algorithm} {t.direction}, {in_words(t.problem)} on {t.device.name}, "
-            f"{self.kernels} kernels, tiles {t.tiling}: {self.seconds * 1e3:.3f} ms",
-            ("stage", "ms", "bound", *(f"{unit} ms" for unit in units), "waves", "tail"),
-            note=f"calibrated on one H200{_untested(t.device)}; errors on other shapes, and what "
-            "is not modelled: docs/guides/truth.md",
-        )
-        for s in self.stages:
-            busy = [1e3 * s.units.get(unit, 0.0) for unit in units]
-            table.rows.append((s.name, 1e3 * s.seconds, s.bound, *busy, s.waves, s.tail))
-        return table
-
-    __repr__ = report.titled
-    _repr_html_ = report.tabled
-
-    def __str__(self) -> str:
-        return self.table().text()
-
-
-def _untested(device: Device) -> str:
-    return "" if device.name == "H200" else f", untested on {device.name}"
 
 
 def predict(
@@ -114,7 +44,7 @@ def predict(
     constants: Mapping[str, Constants] | None = None,
     heads_in_group: Mapping[str, int] | None = None,
 ) -> Prediction:
-    """How long the kernels of `backend="cupy"` take.
+    """How long the kernels of `backend="cupy"` take, or a library's for standard attention.
 
     Blocks start in the kernels' own order, the longest first, and the next one takes the place of
     the first that ends. No data, no GPU.
@@ -123,7 +53,8 @@ def predict(
     ----------
     problem : Problem
     direction : {"forward", "backward"}
-    algorithm : {"flash2", "flash2-fused"}
+    algorithm : {"flash2", "flash2-fused", "standard"}
+        "standard" takes no kernels, tiling, constants or heads_in_group.
     kernels : {"hopper", "portable"}, optional
         The kernel family; default: the one made for the device.
     tiling : Tiling, optional
@@ -141,6 +72,16 @@ def predict(
         If there is no such family, or its kernels do not run this.
     """
     device = Device.get(device)
+    if algorithm == "standard":
+        own = {"kernels": kernels, "tiling": tiling, "constants": constants}
+        for name, value in (own | {"heads_in_group": heads_in_group}).items():
+            if value is not None:
+                raise OptionError(
+                    f"{name} is FlashAttention's; standard attention's time is a library's, got "
+                    f"{name}={shown(value)}"
+                )
+        plans.stages(problem, algorithm, direction)  # or say what there is
+        return predict_standard(problem, direction, device)
     if kernels is None:
         kernels = "hopper" if device.compute_capability == (9, 0) else "portable"
     checks.one_of("kernels", kernels, CALIBRATED)
@@ -176,7 +117,9 @@ def _prepare(
 ) -> tuple[tuple[KernelPass, ...], Traffic]:
     """What would be launched, and its traffic."""
     if algorithm not in ("flash2", "flash2-fused"):
-        raise OptionError(f"GPU kernels run flash2 and flash2-fused, not {algorithm!r}")
+        raise OptionError(
+            f"times of flash2, flash2-fused and standard are predicted, not of {algorithm!r}"
+        )
     family = FAMILIES[kernels]
     gpu = Gpu(
         *(device.name, device.compute_capability, device.sram_bytes, device.l2_bytes),
@@ -248,12 +191,3 @@ def blocks_per_sm(one: KernelPass, device: Device) -> int:
     if one.kernel.boxes:
         return 1
     return max(1, device.sram_per_sm // (one.kernel.shared_bytes + RESERVED))
-
-
-def once_bytes(traffic: Traffic, stage: str) -> int:
-    """Bytes of all tensors that a stage touches, each once for reading and once for writing."""
-    return sum(
-        whole_bytes(traffic.problem, tensor) * (2 if op == "reduce" else 1)
-        for name, op, tensor in traffic.transfers
-        if name == stage
-    )

@@ -6,6 +6,7 @@ from flashsim.counts.traffic import Traffic
 from flashsim.counts.work import TileOp, stage_work, total_flops
 from flashsim.problem.hardware import Device
 from flashsim.schedule import plans
+from flashsim.schedule.tensors import whole_bytes
 
 UNITS = ("tensor cores", "exponentials", "CUDA cores", "shared memory", "L2")
 
@@ -51,3 +52,12 @@ def visit_seconds(traffic: Traffic, stage: plans.Stage, rows_a_reader: int) -> d
 def _products(work: tuple[TileOp, ...], name: str) -> int:
     """How many matrix products of a visit read a tensor's tile."""
     return sum("matmul" in op.flops and name in op.reads.split() for op in work)
+
+
+def once_bytes(traffic: Traffic, stage: str) -> int:
+    """Bytes of all tensors that a stage touches, each once for reading and once for writing."""
+    return sum(
+        whole_bytes(traffic.problem, tensor) * (2 if op == "reduce" else 1)
+        for name, op, tensor in traffic.transfers
+        if name == stage
+    )

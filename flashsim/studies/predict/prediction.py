@@ -1,0 +1,84 @@
+"""What a prediction of time says: each stage's kernel, what bounds it, and the sum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flashsim import report
+from flashsim.counts.questions import in_words
+from flashsim.counts.traffic import Traffic
+from flashsim.problem.hardware import Device
+from flashsim.studies.predict.units import UNITS
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """Predicted time of one stage's kernel.
+
+    Attributes
+    ----------
+    name : str
+    seconds : float
+    units : dict of float
+        Seconds for which each unit is busy, were the work spread evenly: at most `seconds`, unless
+        a clock above the nominal one is needed.
+    waves : float
+        Thread blocks for each place on the SMs; a fraction is a tail.
+    tail : float
+        Share of the time in which some SMs have run out of work: 1 - (mean busy time / seconds).
+    """
+
+    name: str
+    seconds: float
+    units: Mapping[str, float]
+    waves: float
+    tail: float
+
+    @property
+    def bound(self) -> str:
+        """The unit that is busy for longest."""
+        return max(self.units, key=lambda unit: self.units[unit])
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted time of a pass; prints as a table."""
+
+    traffic: Traffic
+    kernels: str
+    stages: tuple[StageTime, ...]
+
+    @property
+    def seconds(self) -> float:
+        """All stages, one after the other."""
+        return sum(stage.seconds for stage in self.stages)
+
+    def table(self) -> report.Table:
+        """One row a stage: time, what each unit needs of it, waves and tail."""
+        t = self.traffic
+        units = (*UNITS, "HBM")
+        named, source = f"{self.kernels} kernels, tiles {t.tiling}", "calibrated on one H200"
+        if t.algorithm == "standard":
+            named, source = "a library's kernels", "at the shares of a large product and a copy"
+        table = report.Table(
+            f"{t.algorithm} {t.direction}, {in_words(t.problem)} on {t.device.name}, "
+            f"{named}: {self.seconds * 1e3:.3f} ms",
+            ("stage", "ms", "bound", *(f"{unit} ms" for unit in units), "waves", "tail"),
+            note=f"{source}{_untested(t.device)}; errors on other shapes, and what "
+            "is not modelled: docs/guides/truth.md",
+        )
+        for s in self.stages:
+            busy = [1e3 * s.units.get(unit, 0.0) for unit in units]
+            table.rows.append((s.name, 1e3 * s.seconds, s.bound, *busy, s.waves, s.tail))
+        return table
+
+    __repr__ = report.titled
+    _repr_html_ = report.tabled
+
+    def __str__(self) -> str:
+        return self.table().text()
+
+
+def _untested(device: Device) -> str:
+    return "" if device.name == "H200" else f", untested on {device.name}"

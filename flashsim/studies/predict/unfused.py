@@ -1,0 +1,77 @@
+"""Standard attention's time: kernels that pass S and P through memory, each bounded by one unit.
+
+Matrix products and a softmax as a library runs them, one kernel a stage of algorithm "standard",
+every score computed, masked or not. Nothing here is fitted to attention: a product reaches the
+share of the tensor cores' peak that a large one does, and a stream the share of the bandwidth that
+a copy does. A stage whose tensors all fit in L2 finds and leaves them there. So this is what
+standard attention could be; a framework's own adds kernels for scale, mask and types.
+"""
+
+from __future__ import annotations
+
+import math
+
+from flashsim.counts.traffic import Traffic
+from flashsim.counts.work import stage_work, total_flops
+from flashsim.errors import UnsupportedError
+from flashsim.problem.hardware import Device
+from flashsim.problem.problem import Problem
+from flashsim.schedule import plans
+from flashsim.schedule.tensors import COL, TILE, shape
+from flashsim.schedule.tiling import Tiling
+from flashsim.studies.predict.calibration import HBM_SHARE, LAUNCH, MATRIX_SHARE
+from flashsim.studies.predict.prediction import Prediction, StageTime
+from flashsim.studies.predict.units import SPECIAL, clock, once_bytes
+
+#: Sides of a library's tile of a product: how many blocks there are to share out over the SMs.
+SIDE = 128
+
+
+def predict_standard(problem: Problem, direction: str, device: Device) -> Prediction:
+    """Time of standard attention, stage by stage.
+
+    Raises
+    ------
+    OptionError
+        If the device has no peak for the dtype.
+    UnsupportedError
+        For packed sequences, which no batched product takes.
+    """
+    if problem.cu_seqlens_q is not None:
+        raise UnsupportedError(
+            "standard attention's time is predicted for batches of one length, and these sequences "
+            "are packed; give batch and n_q"
+        )
+    traffic = Traffic(problem, Tiling(SIDE, SIDE), "standard", direction, device)
+    return Prediction(traffic, "library", tuple(_stage(one, traffic) for one in traffic.stages))
+
+
+def _stage(stage: plans.Stage, traffic: Traffic) -> StageTime:
+    p, device = traffic.problem, traffic.device
+    heads, scores = p.batch * p.heads, p.n_q * p.n_kv
+    work = stage_work(p, "standard", traffic.direction, stage.name)
+    flops = total_flops((*work.visit, *work.outer), 0, 0, scores)
+    product = heads * flops["matmul"] / (MATRIX_SHARE * device.peak(p.dtype))
+    waves = heads * _tiles(stage, p) / device.sm_count
+    moved = once_bytes(traffic, stage.name)
+    fits = moved <= device.l2_bytes and device.l2_bandwidth > 0
+    memory = "L2" if fits else "HBM"
+    units = {
+        "tensor cores": product,
+        "exponentials": heads * flops["exp"] / (SPECIAL * clock(device) * device.sm_count),
+        memory: moved / (device.l2_bandwidth if fits else HBM_SHARE * device.hbm_bandwidth),
+    }
+    # The last wave of blocks takes as long as a full one.
+    rounded = {**units, "tensor cores": product * math.ceil(waves) / waves}
+    seconds = max(rounded.values())
+    tail = 1 - max(units.values()) / seconds
+    return StageTime(stage.name, LAUNCH + seconds, units, waves, tail)
+
+
+def _tiles(stage: plans.Stage, problem: Problem) -> int:
+    """Blocks of a head: tiles of the result."""
+    stored = next(move.tensor for move in stage.moves if move.op == "store")
+    its = shape(problem, stored)
+    rows = problem.n_kv if its.axis == COL else problem.n_q
+    columns = problem.n_kv if its.axis == TILE else its.elements
+    return -(-rows // SIDE) * -(-columns // SIDE)
