@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 # Before anything imports NumPy: of several test processes each takes one BLAS thread. With one a
 # core in each process they fight over the cores, and float64 references take many times as long.
@@ -11,10 +12,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import faults
+import hypothesis
 import kernel_faults
 import pytest
 from lost_context import pytest_runtest_logfinish, pytest_runtest_makereport  # noqa: F401
 from no_gpu import why_no_gpu
+from untraced import watch_no_walks
 
 
 def pytest_addoption(parser):
@@ -37,6 +40,9 @@ def pytest_configure(config):
             faults.install(name)
         except faults.FaultError as error:
             raise pytest.UsageError(str(error)) from None
+        # An example that fails is enough: the search for the smallest takes half a minute.
+        hypothesis.settings.register_profile("fault", phases=[hypothesis.Phase.generate])
+        hypothesis.settings.load_profile("fault")
     name = config.getoption("--kernel-fault")
     if name:
         try:
@@ -55,3 +61,11 @@ def pytest_collection_modifyitems(items):
     for item in items if missing else ():
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=missing))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_under_coverage():
+    with pytest.MonkeyPatch.context() as patch:
+        if sys.gettrace() is not None:
+            watch_no_walks(patch)
+        yield
