@@ -23,9 +23,10 @@ lint: $(VENV)/.dev
 	ln -s $(CURDIR)/flashsim/* $(CURDIR)/backends $(CURDIR)/viz build/types/flashsim/
 	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml
 
-# One BLAS thread for each of the $(JOBS) test processes: more of them fight over the cores. Each
-# process starts with one half of the suite, so that what a file compiles is compiled once.
-PYTEST = OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+# One BLAS thread for each of the $(JOBS) test processes: more of them fight over the cores. They take
+# whole files (tests/conftest.py), in the order of their names.
+PYTEST = OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) \
+  --no-loadscope-reorder
 
 unit: $(VENV)/.dev
 	$(PYTEST) --cov --cov-report=term --cov-fail-under=98

@@ -51,6 +51,22 @@ def pytest_configure(config):
             raise pytest.UsageError(str(error)) from None
 
 
+#: Tests of the CPU engine's walks, which take a minute to compile: once, in one process.
+WALKS = ("tests/api/test_fuzz.py", "tests/engines/test_c", "tests/engines/test_e")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """A process takes whole files, so that what their tests share is made once."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return "walks" if nodeid.startswith(WALKS) else nodeid.split("::")[0]
+
+    return ByFile(config, log)
+
+
 def pytest_report_header(config):
     name = config.getoption("--fault")
     return f"seeded fault: {name}: {faults.catalogue()[name].bug}" if name else None

@@ -16,6 +16,7 @@ from flashsim.problem import oracle
 
 pytest.importorskip("cupy")  # cupy_checks wants it; nothing here does
 import emulator
+from compiled import thorough
 from cupy_checks import FEATURES, budget, check_lse, make, options
 from test_cuda_kernels import H200
 
@@ -82,15 +83,15 @@ def compare(
     ("family", "dtype", "sides", "name", "algorithm", "machine"),
     [
         (PORTABLE, "bfloat16", (37, 61), "gqa", "flash2", HOPPER),  # padded rows
-        (PORTABLE, "bfloat16", (37, 61), "gqa", "flash2-fused", HOPPER),
+        thorough(PORTABLE, "bfloat16", (37, 61), "gqa", "flash2-fused", HOPPER),
         (PORTABLE, "bfloat16", (37, 61), "gqa", "flash2-fused", AMPERE),  # dQ added one by one
         (PORTABLE, "float16", (40, 24), "varlen", "flash2-fused", HOPPER),  # padded tiles
         (PORTABLE, "bfloat16", (96, 128), "softcap", "flash2-fused", HOPPER),  # scores cross warps
-        (PORTABLE, "float16", (96, 96), "gqa", "flash2", HOPPER),  # here, too
-        (PORTABLE, "float32", (37, 61), "gqa", "flash2", HOPPER),
+        thorough(PORTABLE, "float16", (96, 96), "gqa", "flash2", HOPPER),  # here, too
+        thorough(PORTABLE, "float32", (37, 61), "gqa", "flash2", HOPPER),
         (PORTABLE, "float32", (37, 61), "no keys", "flash2-fused", HOPPER),
         (TF32, "float32", (37, 61), "blocks", "flash2", HOPPER),
-        (TF32, "float32", (37, 61), "gqa", "flash2-fused", HOPPER),
+        thorough(TF32, "float32", (37, 61), "gqa", "flash2-fused", HOPPER),
     ],
 )
 def test_results_and_counted_bytes(family, dtype, sides, name, algorithm, machine):

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import flashsim
 from flashsim import Problem, Tiling, Trace
 from flashsim.cli import output as cli_output
+from flashsim.cli import pictures as cli_pictures
 from flashsim.cli import saved
 from flashsim.cli.app import app
 from flashsim.problem import hardware
@@ -362,6 +363,7 @@ def test_demo_fails_where_the_output_is_not_the_models(tmp_path, monkeypatch):
         return sample._replace(out=sample.out + np.float32(0.01 * (name == "layer5")))
 
     monkeypatch.setattr(demo, "load_sample", off)
+    monkeypatch.setattr(cli_pictures, "demo_figures", lambda *_: ["a", "b", "c"])
 
     result = invoke("demo", "--out", tmp_path)
 
