@@ -41,7 +41,7 @@ _LATE = {
         ("claims", "demo", "ladder", "predict", "reproduce", "roofline", "verify"),
         "flashsim.studies",
     ),
-    **dict.fromkeys(("backends", "distributed", "l2", "torch", "viz"), "flashsim"),
+    **dict.fromkeys(("backends", "distributed", "jax", "l2", "torch", "viz"), "flashsim"),
 }
 
 __all__ = [

@@ -165,10 +165,10 @@ class TorchSpace(Space):
 
     def active(self) -> AbstractContextManager[Any]:
         """See `Space`."""
-        return _Active(self.device, self.stream())
+        return ForeignStream(self.device, self.stream())
 
 
-class _Active:
+class ForeignStream:
     """Makes a device and a foreign stream on it CuPy's current ones."""
 
     def __init__(self, device: int, stream: int) -> None:

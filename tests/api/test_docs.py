@@ -45,7 +45,10 @@ def short(page):
 
 
 #: What the blocks of a page need beside flashsim; without it, the page is skipped.
-NEEDS = dict.fromkeys(("in_your_model.md", "watch.md"), ("torch", "transformers"))
+NEEDS = {
+    "in_your_model.md": ("torch", "transformers", "jax"),
+    "watch.md": ("torch", "transformers"),
+}
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if python_blocks(p)], ids=short)

@@ -14,7 +14,7 @@ import flashsim.viz
 
 HEAVY = (
     *("scipy", "numba", "matplotlib", "ml_dtypes", "rich", "typer", "pandas", "dask", "PIL"),
-    *("cupy", "torch", "cuda", "llvmlite"),
+    *("cupy", "torch", "jax", "cuda", "llvmlite"),
 )
 
 

@@ -1,0 +1,25 @@
+"""Attention for models in JAX: a function with a gradient, on the CPU and on NVIDIA GPUs.
+
+Needs JAX (``pip install flashsim[jax]``).
+"""
+
+from __future__ import annotations
+
+from flashsim.errors import BackendUnavailable
+
+try:
+    import jax
+except ImportError as error:
+    raise BackendUnavailable(
+        f"flashsim.jax needs JAX, which cannot be imported ({error}): pip install 'flashsim[jax]'"
+    ) from None
+if not hasattr(jax, "ffi"):
+    raise BackendUnavailable(
+        f"flashsim.jax needs JAX 0.6 or newer, with jax.ffi, and finds {jax.__version__}: "
+        "pip install 'flashsim[jax]'"
+    )
+
+from flashsim.jax.functional import attention
+from flashsim.jax.stand_in import dot_product_attention
+
+__all__ = ["attention", "dot_product_attention"]

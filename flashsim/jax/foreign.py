@@ -1,0 +1,145 @@
+"""The foreign functions ``flashsim_attention`` and ``flashsim_attention_backward`` of XLA's.
+
+Each works where XLA's memory lies: on the CPU on NumPy arrays over it, on a GPU on CuPy arrays over
+it, on XLA's stream. Under `jax.vmap` every array has more leading axes, of the mapped length or 1;
+one more axis of independent problems is a larger batch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from flashsim.api import execution
+from flashsim.backends.failures import require_cupy
+from flashsim.jax import frames
+
+FORWARD, BACKWARD = "flashsim_attention", "flashsim_attention_backward"
+
+#: How many axes each operand has where nothing is mapped.
+RANKS = {**dict.fromkeys(("q", "k", "v", "bias", "out", "dout"), 4), "lse": 3}
+OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
+
+
+def forward(arrays: dict[str, Any], question: dict[str, Any]) -> list[Any]:
+    """`flashsim.run` on folded arrays: out, lse."""
+    question.pop("deterministic")
+    result = execution.run(**arrays, **question)
+    return [result.out, result.lse]
+
+
+def backward(arrays: dict[str, Any], question: dict[str, Any]) -> list[Any]:
+    """`flashsim.backward`: dq, dk, dv and, where there is a bias, dbias."""
+    got = execution.backward(**arrays, **question)
+    return [got.dq, got.dk, got.dv, *([] if got.dbias is None else [got.dbias])]
+
+
+def _answer(function: Callable[..., list[Any]], place: Any, call: frames.ForeignCall) -> None:
+    question = json.loads(call.text("question"))
+    names = question.pop("operands")
+    question["backend"] = question["backend"] or place.backend
+    for name in ("window", *OFFSETS):  # JSON knows no tuples
+        if question.get(name) is not None:
+            question[name] = tuple(question[name])
+    here = place(call)
+    with here.active:
+        arrays = dict(zip(names, map(here.array, call.arguments), strict=True))
+        lead = folded(arrays)
+        results = function(arrays, question)
+        for buffer, x in zip(call.results, results, strict=True):
+            here.store(buffer, unfolded(x, lead, buffer.shape))
+
+
+def folded(arrays: dict[str, Any]) -> tuple[int, ...]:
+    """Make mapped axes part of each array's batch, in place; what they were.
+
+    An array that is the same for all is repeated.
+    """
+    leads = {name: x.shape[: x.ndim - RANKS[name]] for name, x in arrays.items() if name in RANKS}
+    lead = np.broadcast_shapes(*leads.values())
+    if not lead:
+        return ()
+    batch = arrays["q"].shape[-4]
+    for name in leads:
+        x = arrays[name]
+        *_, first = x.shape[: x.ndim - RANKS[name] + 1]
+        own = x.shape[x.ndim - RANKS[name] + 1 :]
+        x = x.reshape((1,) * (len(lead) + RANKS[name] - x.ndim) + x.shape)
+        namespace = np if isinstance(x, np.ndarray) else _cupy()
+        whole = namespace.broadcast_to(x, (*lead, batch if name == "bias" else first, *own))
+        arrays[name] = namespace.ascontiguousarray(whole.reshape(-1, *own))
+    return lead
+
+
+def unfolded(x: Any, lead: tuple[int, ...], shape: tuple[int, ...]) -> Any:
+    """A result with its mapped axes; of a bias that a batch shares, the gradients are added."""
+    if not lead:
+        return x
+    x = x.reshape(*lead, -1, *shape[len(lead) + 1 :])
+    return x if x.shape == shape else x.sum(len(lead), keepdims=True)
+
+
+def _cupy() -> Any:
+    import cupy
+
+    return cupy
+
+
+class OnCpu:
+    """NumPy arrays over XLA's memory."""
+
+    backend = "numba"
+
+    def __init__(self, call: frames.ForeignCall) -> None:
+        self.active: AbstractContextManager[Any] = nullcontext()
+
+    def array(self, buffer: frames.XlaArray) -> Any:
+        """What a buffer holds."""
+        memory: Any = (ctypes.c_char * buffer.nbytes).from_address(buffer.address)
+        return np.frombuffer(memory, buffer.dtype).reshape(buffer.shape)
+
+    def store(self, buffer: frames.XlaArray, x: Any) -> None:
+        """Write a result."""
+        np.copyto(self.array(buffer), x)
+
+
+class OnGpu:
+    """CuPy arrays over XLA's memory, on XLA's stream."""
+
+    backend = "cupy"
+
+    def __init__(self, call: frames.ForeignCall) -> None:
+        require_cupy("cupy")
+        import cupy
+
+        from flashsim.backends.cupy_gpu.arrays import ForeignStream
+
+        self.cupy, self.stream = cupy, call.stream()
+        address = call.arguments[0].address
+        self.device = cupy.cuda.runtime.pointerGetAttributes(address).device
+        self.active: AbstractContextManager[Any] = ForeignStream(self.device, self.stream)
+
+    def array(self, buffer: frames.XlaArray) -> Any:
+        """What a buffer holds."""
+        cuda = self.cupy.cuda
+        memory = cuda.UnownedMemory(buffer.address, buffer.nbytes, None, self.device)
+        return self.cupy.ndarray(buffer.shape, buffer.dtype, cuda.MemoryPointer(memory, 0))
+
+    def store(self, buffer: frames.XlaArray, x: Any) -> None:
+        """Write a result, as soon as the stream has got so far."""
+        x = self.cupy.ascontiguousarray(x)
+        to_device = self.cupy.cuda.runtime.memcpyDeviceToDevice
+        self.cupy.cuda.runtime.memcpyAsync(
+            buffer.address, x.data.ptr, buffer.nbytes, to_device, self.stream
+        )
+
+
+for _name, _function in ((FORWARD, forward), (BACKWARD, backward)):
+    for _platform, _place in (("cpu", OnCpu), ("CUDA", OnGpu)):
+        frames.register(_name, _platform, partial(_answer, _function, _place))

@@ -1,0 +1,210 @@
+"""What XLA hands to a foreign function, read and answered in Python.
+
+XLA calls a pointer with a *call frame*: arguments, results to be filled, attributes, and a table of
+its own functions. These are the structures of ``xla/ffi/api/c_api.h``, version 0.x, which jaxlib
+carries (`jax.ffi.include_dir`); a later minor version appends fields. `register` makes such a
+pointer of a Python function. XLA calls it from a thread of its own; ctypes takes the GIL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from ctypes import POINTER, c_char_p, c_int, c_int64, c_size_t, c_uint32, c_void_p
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+
+from flashsim.errors import BackendUnavailable
+from flashsim.problem.problem import numpy_dtype
+
+_MAJOR = 0
+_METADATA = 1  # the kind of extension that asks which version a function was written for
+_STRING = 4  # the kind of attribute
+_INVALID_ARGUMENT = 3
+_DTYPES = {
+    4: "int32",
+    5: "int64",
+    10: "float16",
+    11: "float32",
+    12: "float64",
+    16: "bfloat16",
+}
+
+
+class _Struct(ctypes.Structure):
+    _fields_: ClassVar[Any] = (("struct_size", c_size_t), ("extension", c_void_p))
+
+
+class _Version(_Struct):
+    _fields_ = (("major", c_int), ("minor", c_int))
+
+
+class _Api(_Struct):
+    _fields_ = (
+        ("version", _Version),
+        ("internal", c_void_p),
+        ("error_create", c_void_p),
+        ("error_message", c_void_p),
+        ("error_destroy", c_void_p),
+        ("register", c_void_p),
+        ("stream_get", c_void_p),
+    )
+
+
+class _Span(ctypes.Structure):
+    _fields_ = (("data", c_void_p), ("size", c_size_t))
+
+
+class _Buffer(_Struct):
+    _fields_ = (
+        ("dtype", c_int),
+        ("data", c_void_p),
+        ("rank", c_int64),
+        ("dims", POINTER(c_int64)),
+    )
+
+
+class _Buffers(_Struct):
+    _fields_ = (
+        ("size", c_int64),
+        ("kinds", POINTER(c_int)),
+        ("at", POINTER(POINTER(_Buffer))),
+    )
+
+
+class _Texts(_Struct):
+    _fields_ = (
+        ("size", c_int64),
+        ("kinds", POINTER(c_int)),
+        ("names", POINTER(POINTER(_Span))),
+        ("at", POINTER(POINTER(_Span))),
+    )
+
+
+class _CallFrame(_Struct):
+    _fields_ = (
+        ("api", POINTER(_Api)),
+        ("context", c_void_p),
+        ("stage", c_int),
+        ("arguments", _Buffers),
+        ("results", _Buffers),
+        ("attributes", _Texts),
+    )
+
+
+class _Metadata(ctypes.Structure):
+    _fields_ = (("struct_size", c_size_t), ("version", _Version), ("traits", c_uint32))
+
+
+class _MetadataExtension(ctypes.Structure):
+    _fields_ = (
+        ("struct_size", c_size_t),
+        ("kind", c_int),
+        ("next", c_void_p),
+        ("metadata", POINTER(_Metadata)),
+    )
+
+
+class _ErrorCreate(_Struct):
+    _fields_ = (("message", c_char_p), ("code", c_int))
+
+
+class _StreamGet(_Struct):
+    _fields_ = (("context", c_void_p), ("stream", c_void_p))
+
+
+_CALLED = ctypes.CFUNCTYPE(c_void_p, POINTER(_CallFrame))
+_CREATE = ctypes.CFUNCTYPE(c_void_p, POINTER(_ErrorCreate))
+_STREAM = ctypes.CFUNCTYPE(c_void_p, POINTER(_StreamGet))
+
+
+class XlaArray:
+    """Memory of an argument or a result: `address`, `shape`, `dtype` (NumPy's)."""
+
+    def __init__(self, buffer: Any) -> None:
+        self.address: int = buffer.data
+        self.shape: tuple[int, ...] = tuple(buffer.dims[: buffer.rank])
+        self.dtype: np.dtype[Any] = numpy_dtype(_DTYPES[buffer.dtype])
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return int(np.prod(self.shape)) * self.dtype.itemsize
+
+
+class ForeignCall:
+    """One call: `arguments` and `results` (lists of XlaArray), and attributes that are texts."""
+
+    def __init__(self, frame: Any) -> None:
+        self._frame = frame
+        self.arguments, self.results = (
+            [XlaArray(buffers.at[n].contents) for n in range(buffers.size)]
+            for buffers in (frame.arguments, frame.results)
+        )
+
+    def text(self, name: str) -> str:
+        """The attribute of that name."""
+        attributes = self._frame.attributes
+        for n in range(attributes.size):
+            if _read(attributes.names[n]) == name and attributes.kinds[n] == _STRING:
+                return _read(attributes.at[n])
+        raise KeyError(name)
+
+    def stream(self) -> int:
+        """The address of the stream that XLA launches on (GPUs only)."""
+        asked = _StreamGet(ctypes.sizeof(_StreamGet), None, self._frame.context)
+        if _STREAM(self._frame.api.contents.stream_get)(ctypes.byref(asked)):
+            raise RuntimeError("XLA has no stream for this call")
+        return asked.stream or 0
+
+
+def _read(span: Any) -> str:
+    return ctypes.string_at(span.contents.data, span.contents.size).decode()
+
+
+#: What was registered, which nothing else keeps alive.
+_REGISTERED: list[Any] = []
+
+
+def register(name: str, platform: str, function: Callable[[ForeignCall], None]) -> None:
+    """Have XLA call `function` for calls of the target `name` on a platform, "cpu" or "CUDA".
+
+    What it raises becomes an error of the computation, with the same text.
+
+    Raises
+    ------
+    BackendUnavailable
+        If jaxlib's interface has another major version than the one this page describes.
+    """
+    spoken: list[int] = []
+
+    def called(pointer: Any) -> int | None:
+        frame = pointer.contents
+        if frame.extension:  # XLA asks this once, while it registers
+            extension = _MetadataExtension.from_address(frame.extension)
+            if extension.kind == _METADATA:
+                version = frame.api.contents.version
+                spoken.append(version.major)
+                told = extension.metadata.contents
+                told.version.major, told.version.minor = version.major, version.minor
+                told.traits = 0
+                return None
+        try:
+            function(ForeignCall(frame))
+        except BaseException as error:  # C++ has no use for exceptions
+            text = f"{type(error).__name__}: {error}".encode()
+            asked = _ErrorCreate(ctypes.sizeof(_ErrorCreate), None, text, _INVALID_ARGUMENT)
+            return _CREATE(frame.api.contents.error_create)(ctypes.byref(asked))
+        return None
+
+    pointer = _CALLED(called)
+    _REGISTERED.append(pointer)
+    address = ctypes.cast(pointer, c_void_p).value
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(address), platform=platform)
+    if any(major != _MAJOR for major in spoken):
+        raise BackendUnavailable(
+            f"flashsim.jax speaks version {_MAJOR}.x of XLA's foreign function interface, and "
+            f"jaxlib {jax.lib.__version__} speaks {spoken[0]}.x"
+        )

@@ -1,0 +1,197 @@
+"""What a model calls: `attention`, with a gradient, under jit and vmap."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flashsim.api import inputs
+from flashsim.api.dispatch import BACKENDS
+from flashsim.errors import DTypeError, UnsupportedError
+from flashsim.jax.foreign import BACKWARD, FORWARD, OFFSETS
+from flashsim.problem import checks
+
+ALGORITHMS = ("flash2", "flash2-fused")
+
+
+class Question(NamedTuple):
+    """What is asked, but for arrays: known when a function is traced."""
+
+    causal: bool
+    window: tuple[int, int] | None
+    softcap: float
+    scale: float
+    algorithm: str
+    deterministic: bool | None
+    backend: str | None
+    cu_seqlens_q: tuple[int, ...] | None
+    cu_seqlens_k: tuple[int, ...] | None
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    scale: float | None = None,
+    bias: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    algorithm: str = "flash2",
+    deterministic: bool | None = None,
+    backend: str | None = None,
+    return_lse: bool = False,
+    **unknown: Any,
+) -> Any:
+    """``softmax(mask(softcap(scale q k^T) + bias)) v`` for JAX, with a gradient (`jax.custom_vjp`).
+
+    A foreign function of XLA's (`jax.ffi`): it runs where XLA's memory lies, eagerly and under
+    `jax.jit`; `jax.vmap` folds into the batch (packed sequences run one after the other). For the
+    backward pass it keeps, besides q, k, v, bias and out, one number a row: the LSE.
+    `flashsim.jax.dot_product_attention` takes the arguments and the layout of `jax.nn`'s.
+
+    Parameters
+    ----------
+    q : array, (batch, heads, n_q, head_dim); leading axes may be left out
+    k, v : array, (batch, kv_heads, n_kv, head_dim) and (batch, kv_heads, n_kv, head_dim_v)
+        `heads` must be a multiple of `kv_heads`. On the CPU float64 (with JAX's
+        ``jax_enable_x64``), float32, float16 or bfloat16; on a GPU not float64.
+    causal, window, softcap, scale, bias
+        As in `flashsim.run`; causal is bottom-right aligned, so one query against a cache sees all
+        of it. The bias has a gradient (CPU only). All but the bias must be known when a function is
+        traced.
+    cu_seqlens_q, cu_seqlens_k : array or sequence of int, optional
+        As in `flashsim.Problem`. Those that are traced are read when the function runs, on a GPU by
+        waiting for it.
+    algorithm : {"flash2", "flash2-fused"}
+    deterministic : bool, optional
+        As in `flashsim.Result.backward`.
+    backend : str, optional
+        "numpy" or "numba" on the CPU, "cupy" or "numba_cuda" on a GPU. Default: "numba" and "cupy".
+    return_lse : bool
+        Return ``(out, lse)``; the LSE, (batch, heads, n_q), has a gradient of zero
+        (`jax.lax.stop_gradient`).
+
+    Returns
+    -------
+    jax.Array, shaped like q with v's head_dim
+
+    Raises
+    ------
+    FlashSimError
+        While the function is traced. What only the engine can tell (a GPU's kernels take no bias)
+        is a `jax.errors.JaxRuntimeError` of the same words, when it runs.
+    """
+    inputs.reject_unknown(unknown, attention.__kwdefaults__ or (), "attention")
+    if algorithm not in ALGORITHMS:
+        raise UnsupportedError(
+            f"flashsim.jax.attention runs {' and '.join(ALGORITHMS)}, not {algorithm!r}; "
+            "flashsim.run simulates every algorithm"
+        )
+    if backend is not None:
+        checks.one_of("backend", backend, BACKENDS)
+    q, k, v = taken("q", q), taken("k", k), taken("v", v)
+    bias = None if bias is None else taken("bias", bias)
+    offsets = {"cu_seqlens_q": _known(cu_seqlens_q), "cu_seqlens_k": _known(cu_seqlens_k)}
+    traced = {name: x for name, x in offsets.items() if isinstance(x, jax.core.Tracer)}
+    told: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
+    told |= {name: None if name in traced else x for name, x in offsets.items()}
+    given = inputs.prepare(q, k, v, bias=bias, **told)
+    p = given.problem
+    question = Question(
+        *(p.causal, p.window, p.softcap, p.scale, algorithm, deterministic, backend),
+        *(p.cu_seqlens_q, p.cu_seqlens_k),
+    )
+    operands = {"q": given.q, "k": given.k, "v": given.v, **traced}
+    if given.bias is not None:
+        operands["bias"] = given.bias
+    out, lse = _attention(question, operands)
+    out, lse = (x.reshape(x.shape[4 - given.ndim :]) for x in (out, lse))
+    return (out, jax.lax.stop_gradient(lse)) if return_lse else out
+
+
+def taken(name: str, x: Any) -> jax.Array:
+    """An array of JAX's or of NumPy's, as JAX's.
+
+    Raises
+    ------
+    DTypeError
+        If it is neither.
+    """
+    if type(x) is not np.ndarray and not isinstance(x, jax.Array):
+        raise DTypeError(
+            f"{name} must be a jax.Array or a numpy.ndarray, got {type(x).__module__}."
+            f"{type(x).__name__}; flashsim.run takes other arrays"
+        )
+    return jnp.asarray(x)
+
+
+def _known(offsets: Any) -> Any:
+    """Offsets as integers, unless they are being traced."""
+    if offsets is None or isinstance(offsets, jax.core.Tracer):
+        return offsets
+    return tuple(np.asarray(offsets).tolist())
+
+
+def _call(
+    target: str, question: Question, operands: dict[str, Any], results: Sequence[Any]
+) -> Sequence[Any]:
+    """Have XLA call one of `flashsim.jax.foreign`'s functions."""
+    packed = any(name in operands or getattr(question, name) is not None for name in OFFSETS)
+    call = jax.ffi.ffi_call(
+        target,
+        [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results],
+        vmap_method="sequential" if packed else "expand_dims",
+    )
+    static = {name: x for name, x in question._asdict().items() if name not in operands}
+    return call(*operands.values(), question=json.dumps(static | {"operands": [*operands]}))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(question: Question, operands: dict[str, Any]) -> tuple[Any, Any]:
+    """out (batch, heads, n_q, head_dim_v), lse (batch, heads, n_q)."""
+    q, v = operands["q"], operands["v"]
+    wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
+    results = [((*q.shape[:-1], v.shape[-1]), q.dtype), (q.shape[:-1], wide)]
+    out, lse = _call(FORWARD, question, operands, results)
+    return out, lse
+
+
+def _keep(question: Question, operands: dict[str, Any]) -> tuple[Any, Any]:
+    """The forward pass, and what its backward pass needs: beside inputs and out, the LSE."""
+    out, lse = _attention(question, operands)
+    return (out, lse), (operands, out, lse)
+
+
+def _pull_back(question: Question, kept: Any, cotangents: Any) -> tuple[dict[str, Any]]:
+    operands, out, lse = kept
+    return (_gradients(question, operands | {"out": out, "lse": lse, "dout": cotangents[0]}),)
+
+
+_attention.defvjp(_keep, _pull_back)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _gradients(question: Question, operands: dict[str, Any]) -> dict[str, Any]:
+    """The gradients of q, k, v and bias; offsets have none."""
+    names = [name for name in ("q", "k", "v", "bias") if name in operands]
+    results = [(operands[name].shape, operands[name].dtype) for name in names]
+    found = dict(zip(names, _call(BACKWARD, question, operands, results), strict=True))
+    return found | {name: None for name in OFFSETS if name in operands}
+
+
+@_gradients.defjvp
+def _no_second(*_: Any) -> Any:
+    raise UnsupportedError(
+        "flashsim's attention has no second derivatives: its backward pass is one kernel more, "
+        "without a gradient; differentiate jax.nn.dot_product_attention twice"
+    )

@@ -1,0 +1,141 @@
+"""`dot_product_attention`, called as `jax.nn.dot_product_attention` is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from flashsim.api import inputs
+from flashsim.errors import DTypeError, ShapeError
+from flashsim.jax.functional import attention, taken
+
+
+def dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    return_residual: bool = False,
+    backend: str | None = None,
+    **unknown: Any,
+) -> Any:
+    """`attention` with the layout and the arguments of `jax.nn.dot_product_attention`.
+
+    As there, `is_causal` and `local_window_size` count from the top left: query i is beside key i.
+    A mask and lengths become a bias, (batch, heads, T, S), which the CPU engines take and the GPU
+    kernels refuse; packed sequences (`attention`'s `cu_seqlens_q`) cost no bias.
+
+    Two things differ. A row that sees no key gives zeros, where jax.nn's softmax over equal scores
+    gives the mean of all values; and the residual is not rounded through the masked scores.
+
+    Parameters
+    ----------
+    query : array, (batch, T, heads, head_dim) or (T, heads, head_dim)
+    key, value : array, (batch, S, kv_heads, head_dim), or without batch
+    bias, mask : array, four axes that broadcast to (batch, heads, T, S), optional
+        `mask` is True where a score counts.
+    scale, is_causal, local_window_size, return_residual
+        As in `jax.nn.dot_product_attention`; the residual, (batch, T, heads), is the LSE.
+    query_seq_lengths, key_value_seq_lengths : array, (batch,), optional
+        How many rows count; rows of the result past them are zeros.
+    backend : str, optional
+        As in `attention`.
+
+    Returns
+    -------
+    jax.Array, shaped like query; with `return_residual` also the LSE
+
+    Raises
+    ------
+    FlashSimError
+        As in `attention`.
+    """
+    inputs.reject_unknown(
+        unknown, dot_product_attention.__kwdefaults__ or (), "dot_product_attention"
+    )
+    query, key, value = taken("query", query), taken("key", key), taken("value", value)
+    ndim = query.ndim
+    if {query.ndim, key.ndim, value.ndim} not in ({3}, {4}):
+        raise ShapeError(
+            "query, key and value must all be (batch, n, heads, head_dim) or (n, heads, head_dim) "
+            f"arrays alike, got {query.shape}, {key.shape}, {value.shape}"
+        )
+    q, k, v = (jnp.swapaxes(x[None] if ndim == 3 else x, 1, 2) for x in (query, key, value))
+    batch, heads, t, _ = q.shape
+    s = k.shape[2]
+    added = _bias(
+        *(bias, mask, key_value_seq_lengths), shape=(batch, heads, t, s), dtype=query.dtype
+    )
+    rows, keys, window = _reach(t, s, is_causal, local_window_size)
+    out, lse = attention(
+        *(q[:, :, :rows], k[:, :, :keys], v[:, :, :keys]),
+        bias=None if added is None else added[:, :, :rows, :keys],
+        window=window,
+        scale=scale,
+        backend=backend,
+        return_lse=True,
+    )
+    if rows < t:  # the others see no key
+        out = jnp.pad(out, ((0, 0), (0, 0), (0, t - rows), (0, 0)))
+        lse = jnp.pad(lse, ((0, 0), (0, 0), (0, t - rows)), constant_values=-jnp.inf)
+    if query_seq_lengths is not None:
+        counts = jnp.arange(t) < jnp.asarray(query_seq_lengths)[:, None, None]
+        out = jnp.where(counts[..., None], out, 0)
+    out, lse = jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2).astype(query.dtype)
+    out, lse = (x[0] if ndim == 3 else x for x in (out, lse))
+    return (out, lse) if return_residual else out
+
+
+def _bias(bias: Any, mask: Any, lengths: Any, *, shape: tuple[int, ...], dtype: Any) -> Any:
+    """What is added to the scores: the bias, -inf where a mask or a length leaves a key out."""
+    added = None if bias is None else _four(taken("bias", bias), "bias").astype(dtype)
+    if lengths is not None:
+        kept = jnp.arange(shape[3]) < jnp.asarray(lengths)[:, None, None, None]
+        added = jnp.where(kept, 0 if added is None else added, jnp.asarray(-jnp.inf, dtype))
+    if mask is not None:
+        mask = _four(taken("mask", mask), "mask")
+        if mask.dtype != bool:
+            raise DTypeError(
+                f"mask must be boolean, got {mask.dtype}; what is added to the scores is the bias"
+            )
+        added = jnp.where(mask, 0 if added is None else added, jnp.asarray(-jnp.inf, dtype))
+    return None if added is None else jnp.broadcast_to(added, (*added.shape[:2], *shape[2:]))
+
+
+def _four(x: Any, name: str) -> Any:
+    if not 2 <= x.ndim <= 4:
+        raise ShapeError(f"{name} must broadcast to (batch, heads, T, S), got {x.shape}")
+    return x.reshape((1,) * (4 - x.ndim) + x.shape)
+
+
+def _reach(
+    t: int, s: int, is_causal: bool, local_window_size: int | tuple[int, int] | None
+) -> tuple[int, int, tuple[int, int] | None]:
+    """Rows that see a key, keys that are seen, and their window from the bottom right.
+
+    `t` queries and `s` keys lie top-left here; the engines count from the last row and key.
+    """
+    left, right = (
+        (local_window_size, local_window_size)
+        if local_window_size is None or isinstance(local_window_size, int)
+        else local_window_size
+    )
+    if is_causal:
+        right = 0 if right is None else min(right, 0)
+    keys = s if right is None else min(s, t + right)
+    rows = t if left is None else min(t, keys + left)
+    if left is None and right is None:
+        return rows, keys, None
+    shift = keys - rows
+    return (
+        *(rows, keys),
+        (-1 if left is None else left + shift, -1 if right is None else right - shift),
+    )

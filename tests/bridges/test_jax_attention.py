@@ -1,0 +1,280 @@
+"""`flashsim.jax.attention` and `dot_product_attention` as JAX's own tools see them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402
+from jax.test_util import check_grads  # noqa: E402
+
+import flashsim.jax  # noqa: E402
+from flashsim.errors import (  # noqa: E402
+    BackendUnavailable,
+    DTypeError,
+    OptionError,
+    ShapeError,
+    UnknownArgumentError,
+    UnsupportedError,
+)
+from flashsim.jax import attention, dot_product_attention, frames  # noqa: E402
+
+CUTS = {"cu_seqlens_q": (0, 4, 7), "cu_seqlens_k": (0, 5, 9), "causal": True}
+CASES = {
+    "plain": ({}, {}),
+    "causal": ({}, {"causal": True}),
+    "grouped": ({"heads": 4, "kv_heads": 2}, {"causal": True}),
+    "softcap": ({}, {"softcap": 2.0}),
+    "window": ({}, {"window": (3, 2), "scale": 0.7}),
+    "packed": ({"batch": 1}, CUTS),
+    "bias": ({"bias": (1, 2)}, {"causal": True}),
+    "bias a batch entry": ({"bias": (2, 1)}, {}),
+}
+
+
+@pytest.fixture(autouse=True)
+def double():
+    with jax.enable_x64(True):
+        yield
+
+
+def tensors(*, batch=2, heads=2, kv_heads=2, n_q=7, n_kv=9, d=4, dv=3, bias=None, dtype="float64"):
+    random = np.random.default_rng(0)
+    shapes = [(batch, heads, n_q, d), (batch, kv_heads, n_kv, d), (batch, kv_heads, n_kv, dv)]
+    shapes += [(*bias, n_q, n_kv)] if bias else []
+    return [jnp.asarray(random.standard_normal(shape), dtype) for shape in shapes]
+
+
+def call(q, k, v, bias=None, **question):
+    return attention(q, k, v, bias=bias, **{"backend": "numpy", **question})
+
+
+def plain(q, k, v, bias=None, *, causal=False, window=None, softcap=0.0, scale=None):
+    """Attention in JAX's own operators; one batch entry, or several of equal lengths."""
+    group = q.shape[-3] // k.shape[-3]
+    k, v = (jnp.repeat(x, group, axis=-3) for x in (k, v))
+    s = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    s = softcap * jnp.tanh(s / softcap) if softcap else s
+    s = s if bias is None else s + bias
+    n_q, n_kv = s.shape[-2:]
+    offset = jnp.arange(n_kv) - (jnp.arange(n_q)[:, None] + n_kv - n_q)
+    left, right = (n_kv + n_q if side < 0 else side for side in window or (-1, -1))
+    kept = (offset >= -left) & (offset <= (0 if causal else right))
+    return jax.nn.softmax(jnp.where(kept, s, -jnp.inf), axis=-1) @ v
+
+
+def in_parts(q, k, v):
+    cuts = ((0, 4, 0, 5), (4, 7, 5, 9))
+    parts = [plain(q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], causal=True) for a, b, c, d in cuts]
+    return jnp.concatenate(parts, axis=2)
+
+
+def close(x, y, **tolerances):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerances), x, y)
+
+
+# -- numbers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("sizes", "question"), CASES.values(), ids=CASES)
+def test_the_value_is_plain_attentions_also_under_jit(sizes, question):
+    inputs = tensors(**sizes)
+    expected = in_parts(*inputs) if question is CUTS else plain(*inputs, **question)
+    close(call(*inputs, **question), expected, rtol=1e-10)
+    close(jax.jit(lambda *x: call(*x, **question))(*inputs), expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize(("sizes", "question"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize("backend", ["numpy", "numba"])
+def test_check_grads(backend, sizes, question):
+    question = {**question, "backend": backend}
+    check_grads(lambda *x: call(*x, **question), tensors(**sizes), order=1, modes=["rev"])
+
+
+def test_the_fused_backward():
+    told = {"causal": True, "algorithm": "flash2-fused", "deterministic": False}
+    inputs = tensors(heads=4)
+    check_grads(jax.jit(lambda *x: call(*x, **told)), inputs, order=1, modes=["rev"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_narrow_types_come_out_as_they_went_in(dtype):
+    inputs = tensors(dtype=dtype)
+    out, lse = call(*inputs, return_lse=True, backend="numba")
+    assert (out.dtype, lse.dtype) == (dtype, "float32")
+    gradients = jax.grad(lambda *x: call(*x).astype("float32").sum(), (0, 1, 2))(*inputs)
+    assert {x.dtype for x in gradients} == {jnp.dtype(dtype)}
+    expected = plain(*(x.astype("float64") for x in inputs))
+    close(out.astype("float64"), expected, atol=3 * float(jnp.finfo(dtype).eps), rtol=0.02)
+
+
+@pytest.mark.parametrize("lead", [(), (2,), (2, 2)], ids=["(n, d)", "(heads, n, d)", "4-D"])
+def test_leading_axes_may_be_left_out_and_numpy_arrays_be_given(lead):
+    q, k, v = (np.ones((*lead, n, 4)) for n in (7, 9, 9))
+    out, lse = call(q, k, v, return_lse=True)
+    assert isinstance(out, jax.Array)
+    assert (out.shape, lse.shape) == (q.shape, q.shape[:-1])
+
+
+def test_offsets_may_be_traced():
+    q, k, v = tensors(batch=1)
+    ends = [jnp.asarray(CUTS[name]) for name in ("cu_seqlens_q", "cu_seqlens_k")]
+
+    def loss(x, a, b):
+        return call(*x, causal=True, cu_seqlens_q=a, cu_seqlens_k=b).var()
+
+    got = jax.jit(jax.grad(loss))((q, k, v), *ends)
+    close(got, jax.grad(lambda x: in_parts(*x).var())((q, k, v)), rtol=1e-7)
+    close(jax.grad(loss)((q, k, v), *ends), got)  # eagerly: they are known
+
+
+# -- transforms -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [(1, 2), (2, 1)])
+def test_maps_fold_into_the_batch(bias):
+    """Two, one inside the other, over different operands; values and gradients."""
+    q, k, v, b = tensors(bias=bias)
+    queries, keys, biases = (jnp.stack([x, -x, 2 * x]) for x in (q, k, b))
+
+    def gradients(*x):
+        return jax.value_and_grad(lambda *y: call(*y).var(), (0, 1, 2, 3))(*x)
+
+    mapped = jax.vmap(jax.vmap(gradients, (0, None, None, 0)), (None, 2, None, None), out_axes=1)
+    got = jax.jit(mapped)(queries, jnp.moveaxis(keys, 0, 2), v, biases)
+    for i in range(3):
+        for j in range(3):
+            expected = gradients(queries[i], keys[j], v, biases[i])
+            close(jax.tree.map(lambda x, at=(i, j): x[at], got), expected, atol=1e-14)
+
+
+def test_packed_sequences_are_mapped_one_after_the_other():
+    q, k, v = tensors(batch=1)
+    queries = jnp.stack([q, -q])
+    got = jax.vmap(lambda x: call(x, k, v, **CUTS))(queries)
+    close(got, jnp.stack([in_parts(x, k, v) for x in queries]), rtol=1e-10)
+
+
+def test_beside_inputs_and_output_one_number_a_row_is_kept():
+    q, k, v = tensors()
+    out, pull_back = jax.vjp(lambda *x: call(*x, causal=True), q, k, v)
+    kept = sorted(x.shape for x in jax.tree.leaves(pull_back))
+    assert kept == sorted([q.shape, k.shape, v.shape, out.shape, q.shape[:-1]])
+
+
+def test_the_lse_has_a_gradient_of_zero():
+    q, k, v = tensors()
+    gradient = jax.grad(lambda x: call(x, k, v, return_lse=True)[1].sum())(q)
+    close(gradient, jnp.zeros_like(q))
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_done_is_said_while_it_is_traced():
+    q, k, v = tensors()
+    for bad, error, words in (
+        (lambda x: attention(x, k[..., :2], v), ShapeError, "same head_dim"),
+        (lambda x: attention(x, k, v.astype("float32")), DTypeError, "must have one dtype"),
+        (lambda x: attention(x, k, v, algorithm="flash1"), UnsupportedError, "not 'flash1'"),
+        (lambda x: attention(x, k, v, backend="cuda"), OptionError, "backend"),
+        (lambda x: attention(x, k, v, is_causal=True), UnknownArgumentError, "is called causal"),
+        (lambda x: attention(x, k, v, **CUTS), ShapeError, "batch"),
+        (lambda x: dot_product_attention(x, k, v[0]), ShapeError, "alike, got"),
+        (lambda x: dot_product_attention(x, x, x, mask=x), DTypeError, "must be boolean"),
+        (lambda x: dot_product_attention(x, x, x, x[None]), ShapeError, "bias must broadcast"),
+        (lambda x: dot_product_attention(x, x, x, i=1), UnknownArgumentError, "no argument .i."),
+    ):
+        with pytest.raises(error, match=words):
+            jax.eval_shape(bad, q)
+    with pytest.raises(DTypeError, match=r"q must be a jax.Array or .*got numpy.ma.*MaskedArray"):
+        attention(np.ma.masked_array(q), k, v)
+    with pytest.raises(UnsupportedError, match="no second derivatives"):
+        jax.grad(lambda x: jax.grad(lambda y: call(y, k, v).sum())(x).sum())(q)
+
+
+def test_what_only_the_engine_can_tell_is_said_when_it_runs():
+    q, k, v = tensors()
+    words = "INVALID_ARGUMENT: UnsupportedError: backend='cupy' takes .* not float64"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=words):
+        jax.block_until_ready(attention(q, k, v, backend="cupy"))
+
+
+def test_an_interface_of_another_major_version_is_refused(monkeypatch):
+    monkeypatch.setattr(frames, "_MAJOR", 1)
+    with pytest.raises(BackendUnavailable, match=r"speaks version 1.x .* speaks 0.x"):
+        frames.register("flashsim_never_called", "cpu", print)
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [("None", "which cannot be imported"), ("type(sys)('jax')", "JAX 0.6 or newer")],
+)
+def test_without_jax_it_says_what_to_install(module, words):
+    code = f"import sys; m = sys.modules['jax'] = {module}\nif m: m.__version__ = '0.4'\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code + "import flashsim.jax"], capture_output=True, text=True
+    )
+    assert "BackendUnavailable: flashsim.jax needs JAX" in done.stderr
+    assert words in done.stderr
+    assert "pip install 'flashsim[jax]'" in done.stderr
+
+
+# -- called as jax.nn's ---------------------------------------------------------------------------
+
+LENGTHS = {
+    "query_seq_lengths": np.array([5, 7], "int32"),
+    "key_value_seq_lengths": np.array([6, 4], "int32"),
+}
+CALLS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "window": {"local_window_size": (2, 1), "scale": 0.7},
+    "one number": {"local_window_size": 2, "is_causal": True},
+    "lengths": LENGTHS,
+}
+
+
+@pytest.mark.parametrize("question", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize(("t", "s"), [(7, 7), (7, 12), (12, 7)])
+def test_called_as_jax_nn_is(t, s, question):
+    """Rows that see no key are left out: jax.nn makes the mean of all values of them."""
+    random = np.random.default_rng(0)
+    q, k, v = (
+        jnp.asarray(random.standard_normal((2, n, h, 4))) for n, h in ((t, 4), (s, 2), (s, 2))
+    )
+    bias = jnp.asarray(random.standard_normal((1, 4, t, s)))
+    mask = jnp.asarray(random.random((2, 1, 1, s)) > 0.3).at[..., 0].set(True)
+    if "local_window_size" in question:
+        mask = None  # or whole rows would be empty
+    left = question.get("local_window_size", (t, t))
+    rows = min(t, s + (left if isinstance(left, int) else left[0]))
+
+    def residual_and_gradients(function, **more):
+        def loss(q, k, v, bias):
+            told = {**question, **more, "return_residual": True}
+            out, lse = function(q, k, v, bias, mask, **told)
+            counted = question.get("query_seq_lengths", np.full(2, t))
+            lse = jnp.where(jnp.arange(t)[:, None] < counted[:, None, None], lse, 0)
+            return out[:, :rows].var(), (out[:, :rows], lse[:, :rows])
+
+        return jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True)(q, k, v, bias)
+
+    got = residual_and_gradients(dot_product_attention, backend="numpy")
+    expected = residual_and_gradients(jax.nn.dot_product_attention)
+    close(got, expected, rtol=1e-4, atol=1e-6)  # its softmax is float32
+
+
+def test_without_a_batch_and_rows_that_see_no_key():
+    q = jnp.ones((9, 2, 4))
+    out, lse = dot_product_attention(
+        q, q[:5], q[:5], local_window_size=(1, 0), return_residual=True, backend="numpy"
+    )
+    assert (out.shape, lse.shape) == (q.shape, (9, 2))
+    close(out, jnp.where(jnp.arange(9)[:, None, None] < 6, 1.0, 0.0) * q)
+    assert flashsim.jax.dot_product_attention is dot_product_attention

@@ -1,0 +1,117 @@
+"""`flashsim.jax` on CUDA: XLA's memory and stream, under jit, grad and vmap."""
+
+from __future__ import annotations
+
+import pytest
+
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from cupy_checks import MARKS  # noqa: E402
+
+import flashsim.jax  # noqa: E402
+
+
+def has_gpu():
+    try:
+        return bool(jax.devices("gpu"))
+    except RuntimeError:
+        return False
+
+
+pytestmark = [*MARKS, pytest.mark.skipif(not has_gpu(), reason="this JAX sees no GPU")]
+
+
+def tensors(*, heads=4, n_q=200, n_kv=230, d=64, dtype=jnp.bfloat16):
+    random = np.random.default_rng(0)
+    shapes = [(2, heads, n_q, d), (2, 2, n_kv, d), (2, 2, n_kv, d)]
+    return [jnp.asarray(random.standard_normal(s), dtype) for s in shapes]
+
+
+def plain(q, k, v):
+    """Causal attention in JAX's own operators, in the type of its inputs."""
+    k, v = (jnp.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
+    s = jnp.matmul(q, k.mT, precision="highest") * q.shape[-1] ** -0.5
+    rows, columns = (jnp.arange(n) for n in s.shape[-2:])
+    kept = columns <= rows[:, None] + s.shape[-1] - s.shape[-2]
+    return jnp.matmul(jax.nn.softmax(jnp.where(kept, s, -jnp.inf)), v, precision="highest")
+
+
+def ours(*x):
+    return flashsim.jax.attention(*x, causal=True)
+
+
+def value_and_gradients(function, inputs, dout):
+    out, pull_back = jax.vjp(function, *inputs)
+    return [out, *pull_back(dout.astype(out.dtype))]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("d", [64, 60])
+def test_value_and_gradients(d, jit, dtype):
+    """Error <= 2 x plain attention's in the same type + roundings, by a float64 on the CPU."""
+    inputs = tensors(d=d, dtype=dtype)
+    dout = jnp.asarray(np.random.default_rng(1).standard_normal(inputs[0].shape), dtype)
+    run = jax.jit(lambda x, y: value_and_gradients(ours, x, y)) if jit else None
+    got = run(inputs, dout) if jit else value_and_gradients(ours, inputs, dout)
+    rough = value_and_gradients(plain, inputs, dout)
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        wide = [jnp.asarray(np.asarray(x, "float64")) for x in (*inputs, dout)]
+        exact = [np.asarray(x) for x in value_and_gradients(plain, wide[:3], wide[3])]
+    eps = float(jnp.finfo(dtype).eps) + 8 * float(jnp.finfo(jnp.float32).eps)
+    for mine, theirs, true in zip(got, rough, exact, strict=True):
+        error, allowed = (np.abs(np.asarray(x, "float64") - true).max() for x in (mine, theirs))
+        assert error <= 2 * allowed + eps * np.abs(true).max()
+
+
+def test_between_other_work_of_a_compiled_function():
+    """It waits for what makes its inputs, and what reads its results waits for it."""
+    q, k, v = tensors(n_q=2000, n_kv=2000)
+    square = jnp.ones((4096, 4096), jnp.bfloat16)
+
+    @jax.jit
+    def busy(q, k, v):
+        late = (square @ square @ square).astype(jnp.float32).mean() / 4096**2  # 1, and late
+        for _ in range(4):
+            q = ours(q * late.astype(q.dtype), k, v)
+        return q.astype(jnp.float32).sum(axis=2)
+
+    x = q
+    for _ in range(4):
+        x = jax.block_until_ready(ours(x, k, v))
+    for _ in range(10):
+        np.testing.assert_array_equal(busy(q, k, v), x.astype(jnp.float32).sum(axis=2))
+
+
+def test_maps_fold_into_the_batch():
+    q, k, v = tensors()
+    many = jnp.stack([q, -q, 2 * q])
+    got = jax.jit(jax.vmap(ours, (0, None, None)))(many, k, v)
+    for x, single in zip(got, many, strict=True):
+        np.testing.assert_array_equal(x, ours(single, k, v))
+
+
+def test_called_as_jax_nn_is_and_offsets_that_are_traced():
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in tensors(n_kv=200))
+    told = {"is_causal": True, "local_window_size": (50, 0)}
+    got = flashsim.jax.dot_product_attention(q, k, v, **told)
+    expected = jax.nn.dot_product_attention(q, k, v, **told)
+    np.testing.assert_allclose(*(x.astype("float32") for x in (got, expected)), atol=2e-2)
+    q, k, v = (x[:1] for x in tensors())
+    cuts = [jnp.asarray(x) for x in ((0, 70, 200), (0, 90, 230))]
+    packed = jax.jit(
+        lambda *x: flashsim.jax.attention(*x[:3], cu_seqlens_q=x[3], cu_seqlens_k=x[4], causal=True)
+    )(q, k, v, *cuts)
+    np.testing.assert_array_equal(packed[:, :, :70], ours(q[:, :, :70], k[:, :, :90], v[:, :, :90]))
+
+
+def test_what_is_refused():
+    q, k, v = tensors()
+    for told, words in (
+        ({"bias": jnp.zeros((200, 230), q.dtype)}, "take no bias"),
+        ({"backend": "numba"}, "takes arrays in the CPU's memory"),
+    ):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=words):
+            jax.block_until_ready(flashsim.jax.attention(q, k, v, **told))
