@@ -111,8 +111,8 @@ def refuse(problem: Problem) -> None:
         )
     if problem.bias is not None:
         raise UnsupportedError(
-            "the GPU kernels take no bias; use backend='numpy' or 'numba', or causal, window, "
-            "softcap or block_mask"
+            "the GPU kernels take no bias; use backend='numpy' or 'numba', with arrays in the "
+            "CPU's memory, or causal, window, softcap or block_mask"
         )
 
 

@@ -67,6 +67,7 @@ def attention(
     Raises
     ------
     FlashSimError
+        Also for a bias on a GPU, whose kernels take none.
     """
     inputs.reject_unknown(unknown, attention.__kwdefaults__ or (), "attention")
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -79,6 +80,12 @@ def attention(
         raise UnsupportedError(
             f"flashsim.torch.attention runs {' and '.join(ALGORITHMS)}, not {algorithm!r}; "
             "flashsim.run simulates every algorithm"
+        )
+    if bias is not None and q.is_cuda:
+        raise UnsupportedError(
+            "flashsim's GPU kernels take no bias, nor a mask that becomes one; say it with causal, "
+            "window, softcap or cu_seqlens, move the tensors to the CPU (q.cpu()), or call torch's "
+            "scaled_dot_product_attention(attn_mask=bias)"
         )
     left, right = (-1, -1) if window is None else window
     out, lse = ops.differentiable(

@@ -269,6 +269,15 @@ def test_what_cannot_be_done_is_said():
         first.sum().backward()
 
 
+def test_a_bias_on_a_gpu_is_refused_before_anything_runs():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        q, bias = (torch.empty(*shape, device="cuda") for shape in ((2, 7, 4), (7, 7)))
+    with pytest.raises(UnsupportedError, match=r"take no bias, .*q.cpu\(\)"):
+        attention(q, q, q, bias=bias)
+
+
 def test_without_torch_it_says_what_to_install():
     code = "import sys; sys.modules['torch'] = None\nimport flashsim.torch"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -140,24 +140,34 @@ def test_beside_inputs_and_output_one_number_a_row_is_kept():
     assert [x.shape for x in kept if x.data_ptr() not in known] == [q.shape[:-1]]
 
 
-# torch 2.11 warns about itself: inductor imports what torch.jit deprecates.
+# torch 2.11 warns about itself: inductor imports what torch.jit deprecates. Its CUDA graph trees begin
+# with an empty graph, to own a memory pool, and record the warning of it in order to drop it: where
+# warnings are errors, it is raised all the same.
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiles_without_a_break(mode):
-    """In torch's mode "reduce-overhead" with CUDA graphs."""
+    """In torch's mode "reduce-overhead" with CUDA graphs: an empty one would leave old results."""
+    counters = torch._dynamo.utils.counters
 
     def loss(q, k, v):
         return attention(q * 2, k, v, causal=True).float().square().sum()
 
+    torch._dynamo.reset()
+    counters.clear()
     compiled = torch.compile(loss, fullgraph=True, mode=mode)
     one, other = tensors(), tensors()
-    for _ in range(3):
-        for x in one:
-            x.grad = None
+    for _ in range(4):  # torch warms up, records, and plays twice
+        for x, y in zip(one, other, strict=True):
+            with torch.no_grad():
+                y.copy_(x.normal_())
+            x.grad = y.grad = None
         compiled(*one).backward()
-    loss(*other).backward()
-    for x, y in zip(one, other, strict=True):
-        torch.testing.assert_close(x.grad, y.grad, rtol=2e-2, atol=2e-2)
+        loss(*other).backward()
+        for x, y in zip(one, other, strict=True):
+            torch.testing.assert_close(x.grad, y.grad, rtol=2e-2, atol=2e-2)
+    recorded = counters["inductor"]["cudagraph_recorded_non_static_inputs"]
+    assert bool(recorded) == (mode == "reduce-overhead"), counters["inductor"]
 
 
 # torch warms up on a side stream, as its own guide to CUDA graphs says to, and then warns of it.
@@ -216,7 +226,7 @@ def test_what_is_refused():
     q, k, v = tensors(grad=False)
     with pytest.raises(UnsupportedError, match="not float64"):
         attention(*(x.double() for x in (q, k, v)))
-    with pytest.raises(UnsupportedError, match="take no bias"):
+    with pytest.raises(UnsupportedError, match=r"take no bias.*q.cpu\(\)"):
         attention(q, k, v, bias=torch.zeros(200, 230, device="cuda", dtype=HALF))
     with pytest.raises(DTypeError, match="on cpu"):
         attention(q, k.cpu(), v)
