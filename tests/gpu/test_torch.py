@@ -140,9 +140,9 @@ def test_beside_inputs_and_output_one_number_a_row_is_kept():
     assert [x.shape for x in kept if x.data_ptr() not in known] == [q.shape[:-1]]
 
 
-# torch 2.11 warns about itself: inductor imports what torch.jit deprecates. Its CUDA graph trees begin
-# with an empty graph, to own a memory pool, and record the warning of it in order to drop it: where
-# warnings are errors, it is raised all the same.
+# torch 2.11 warns about itself: inductor imports what torch.jit deprecates. Its CUDA graph trees
+# begin with an empty graph, to own a memory pool, and record the warning of it in order to drop
+# it: where warnings are errors, it is raised all the same.
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
