@@ -24,6 +24,9 @@ def watch(
         list[str] | None, typer.Argument(help="The program's own, after --.")
     ] = None,
     device: Annotated[str, typer.Option(help="See `flashsim devices`.")] = "H100",
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Time the calls, too, with torch's profiler.")
+    ] = False,
 ) -> None:
     """Run a program that uses PyTorch, and count every attention call that it makes.
 
@@ -37,7 +40,7 @@ def watch(
     aside = redirect_stdout(sys.stderr) if form.json or form.csv else nullcontext()
     path = [str(script.resolve().parent), *sys.path[1:]]  # as Python itself begins a program
     argv, paths = mock.patch.object(sys, "argv", words), mock.patch.object(sys, "path", path)
-    with argv, paths, aside, watching() as seen:
+    with argv, paths, aside, watching(measure=measure) as seen:
         try:
             runpy.run_path(str(script), run_name="__main__")
         except SystemExit as end:

@@ -65,6 +65,8 @@ class AttentionCall:
         Whether its gradient was computed; may become true after the watch has ended.
     inputs : tuple of Tensor, or None
         Copies of q, k and v, (batch, heads, n, head_dim), if they are small.
+    measured : dict of str to dict of str to float
+        Seconds by kernel (on a CPU by operator) of "forward" and "backward", if they were measured.
     """
 
     name: str
@@ -79,6 +81,7 @@ class AttentionCall:
     notes: list[str] = field(default_factory=list)
     backward: bool = False
     inputs: tuple[Tensor, ...] | None = None
+    measured: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @cached_property
     def problem(self) -> Problem:

@@ -30,13 +30,13 @@ REPLAYED = 2**20
 _COLUMNS = (
     *("module", "calls", "api", "shape", "mask", "on", "pass", "algorithm"),
     *("requested B", "DRAM B", "compulsory B", "FLOPs", "matmul FLOP/B", "bound", "ms", "ms by"),
-    *("saved B", "scores B", "note"),
+    *("measured ms", "measured on", "saved B", "scores B", "note"),
 )
 _SHORT = (
     *("module", "calls", "shape", "mask", "pass", "algorithm", "requested B", "DRAM B"),
-    *("compulsory B", "matmul FLOP/B", "bound", "ms", "saved B", "scores B"),
+    *("compulsory B", "matmul FLOP/B", "bound", "ms", "measured ms", "saved B", "scores B"),
 )
-_SUMMED = ("requested B", "compulsory B", "FLOPs", "saved B", "DRAM B", "ms")
+_SUMMED = ("requested B", "compulsory B", "FLOPs", "saved B", "DRAM B", "ms", "measured ms")
 
 
 class Seen:
@@ -95,11 +95,13 @@ class Seen:
     def table(self, *, device: str | Device = "H100", l2: bool | None = None) -> report.Table:
         """What people want to see of `full_table`."""
         full = self.full_table(device=device, l2=l2)
-        at = [_COLUMNS.index(name) for name in _SHORT]
+        measured = any(call.measured for call in self)
+        short = [name for name in _SHORT if measured or name != "measured ms"]
+        at = [_COLUMNS.index(name) for name in short]
         rows: list[Any] = [[row[n] for n in at] for row in full.rows]
         notes = dict.fromkeys(f"{r['module']}: {r['note']}" for r in full.records() if r["note"])
         missed = [f"not read, {one}" for one in self.missed]
-        return report.Table(full.title, _SHORT, rows, "\n".join([full.note, *notes, *missed]))
+        return report.Table(full.title, tuple(short), rows, "\n".join([full.note, *notes, *missed]))
 
     def full_table(self, *, device: str | Device = "H100", l2: bool | None = None) -> report.Table:
         """Each distinct call, with how often it was made, and all together.
@@ -113,6 +115,9 @@ class Seen:
           kernel's tensors once.
         - ms, by: "predict" (`flashsim.predict`, FlashAttention-2's kernels here), or "roofline":
           the least time that the device's bandwidth and arithmetic allow, which no kernel reaches.
+        - measured ms, on: what this machine took for the model's own kernels (``watch(...,
+          measure=True)``), the mean of the calls; the same in the rows of all algorithms. On a CPU
+          the time of its operators, which no prediction is of.
         - saved B: kept for the backward pass, inputs included; its total is the sum, as if all
           layers waited for it. scores B: score matrices that standard attention has in HBM at
           once; its total is the largest.
@@ -130,7 +135,7 @@ class Seen:
             _COLUMNS,
             note="figures of one call; total: of all, scores B the largest. DRAM B is empty where "
             "the L2 model was not run (l2=True runs it). ms: predicted for flash2 where its "
-            "kernels run, else a roofline, which is a lower bound",
+            "kernels run, else a roofline, which is a lower bound" + self._measured_on(),
         )
         records: list[dict[str, Any]] = []
         for calls in self.distinct():
@@ -138,6 +143,10 @@ class Seen:
         records += _totals(records)
         table.rows += [[record.get(name) for name in _COLUMNS] for record in records]
         return table
+
+    def _measured_on(self) -> str:
+        places = sorted({_place(call) for call in self if call.measured})
+        return f"; measured ms: what was run here ({', '.join(places)})" if places else ""
 
     def distinct(self) -> list[list[AttentionCall]]:
         """Calls that ask the same, together."""
@@ -147,6 +156,35 @@ class Seen:
             key = (*same, call.scale, call.softcap, call.backward)
             groups.setdefault(key, []).append(call)
         return list(groups.values())
+
+    def kernels(self) -> report.Table:
+        """What each distinct call ran, by kernel (on a CPU by operator), slowest first.
+
+        Raises
+        ------
+        OptionError
+            If nothing was measured.
+        """
+        table = report.Table(
+            f"kernels of {len(self)} attention calls of {self.model}, as measured",
+            ("module", "calls", "pass", "on", "kernel", "ms"),
+            note="ms: of one call, the mean",
+        )
+        for calls in self.distinct():
+            for direction in ("forward", "backward"):
+                found = [call.measured[direction] for call in calls if direction in call.measured]
+                mean = {
+                    name: sum(times.get(name, 0) for times in found) / len(found)
+                    for name in dict.fromkeys(name for times in found for name in times)
+                }
+                about = together([call.name for call in calls]), len(calls), direction
+                table.rows += [
+                    (*about, calls[0].device, name, 1e3 * mean[name])
+                    for name in sorted(mean, key=mean.__getitem__, reverse=True)
+                ]
+        if not table.rows:
+            raise OptionError("nothing was measured: watch(model, measure=True) does")
+        return table
 
     def rows(self, **options: Any) -> list[dict[str, report.Cell]]:
         """`full_table` as one dict a row; takes its options."""
@@ -243,10 +281,23 @@ def _rows(calls: list[AttentionCall], device: Device, l2: bool | None) -> list[d
         return [about | {"shape": str(tuple(call.sizes[:7]))}]
     about["shape"] = in_words(replace(problem, causal=False, window=None))
     return [
-        about | _figures(problem, algorithm, direction, device, l2)
+        about | _measured(calls, direction) | _figures(problem, algorithm, direction, device, l2)
         for direction in ("forward", "backward")[: 1 + call.backward]
         for algorithm in ALGORITHMS
     ]
+
+
+def _measured(calls: list[AttentionCall], direction: str) -> dict[str, Any]:
+    """Mean time of the calls that were measured, and what it is of."""
+    times = [sum(call.measured[direction].values()) for call in calls if direction in call.measured]
+    if not times:
+        return {"measured ms": None}
+    return {"measured ms": 1e3 * sum(times) / len(times), "measured on": _place(calls[0])}
+
+
+def _place(call: AttentionCall) -> str:
+    """What a measured time is of."""
+    return f"{call.device}, {'kernels' if call.device == 'cuda' else 'operators'}"
 
 
 @lru_cache(maxsize=1024)

@@ -11,7 +11,7 @@ fast path of nn.TransformerEncoderLayer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 from unittest import mock
@@ -28,13 +28,16 @@ from flashsim.problem import checks
 from flashsim.torch import signatures
 from flashsim.torch.calls import AttentionCall, copies
 from flashsim.torch.seen import Seen
+from flashsim.torch.timing import Timer
 
 #: Bytes of q, k and v that are copied for all calls together.
 KEPT = 2**26
 
 
 @contextmanager
-def watch(model: nn.Module | None = None, *, keep: int = 2**20) -> Iterator[Seen]:
+def watch(
+    model: nn.Module | None = None, *, keep: int = 2**20, measure: bool = False
+) -> Iterator[Seen]:
     """Record the attention calls made in a ``with`` block; the results stay as they are.
 
     Also on the meta device and under `FakeTensorMode`, where nothing is computed. What
@@ -54,6 +57,10 @@ def watch(model: nn.Module | None = None, *, keep: int = 2**20) -> Iterator[Seen
     keep : int
         Copy q, k and v of a call if they are at most so many bytes, for `AttentionCall.trace`;
         0 copies nothing.
+    measure : bool
+        Time the calls with torch's profiler: on a GPU their kernels, on a CPU their operators.
+        `Seen.table` has a column of it then, `Seen.kernels` each kernel. The first run of a model
+        also compiles and warms up: run it once before.
 
     Yields
     ------
@@ -64,12 +71,16 @@ def watch(model: nn.Module | None = None, *, keep: int = 2**20) -> Iterator[Seen
     ------
     DTypeError
         If `model` is no module.
+    OptionError
+        If it is to measure while a profiler of torch's is running.
     """
     if model is not None and not isinstance(model, nn.Module):
         raise DTypeError(f"watch() takes a torch.nn.Module, got {type(model).__name__}")
     seen = Seen("a model" if model is None else type(model).__name__)
     recorder = _Recorder(seen, _Names(model), int(checks.number("keep", keep, low=0)))
     with ExitStack() as stack:
+        if measure:
+            recorder.timer = Timer(stack)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         quiet = mock.patch.object(OptimizedModule, "__call__", nn.Module.__call__)
         stack.enter_context(quiet)  # its own warns of hooks on all modules
@@ -128,6 +139,7 @@ class _Recorder:
         self.seen, self.names, self.keep, self.left = seen, names, keep, KEPT
         self.within = 0  # calls that are recorded already and still running
         self.layers: list[tuple[Any, dict[str, Any]]] = []  # of transformers, running
+        self.timer: Timer | None = None
 
     def watched(self, func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
         """AttentionCall `func`, and record it if it is attention."""
@@ -137,9 +149,15 @@ class _Recorder:
             return func(*args, **kwargs)
         read, name = found
         with self.quietly():
-            result = func(*args, **kwargs)
-            self.add(lambda: self._read(read, signatures.bind(func, name, args, kwargs)), result)
+            with self._timed() as mark:
+                result = func(*args, **kwargs)
+            self.add(
+                lambda: self._read(read, signatures.bind(func, name, args, kwargs)), result, mark
+            )
         return result
+
+    def _timed(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.timer is None else self.timer.forward()
 
     def _read(self, read: signatures.Reader, arguments: dict[str, Any]) -> AttentionCall:
         call = read(arguments)
@@ -173,7 +191,7 @@ class _Recorder:
         finally:
             self.within -= 1
 
-    def add(self, read: Callable[[], AttentionCall], result: Any) -> None:
+    def add(self, read: Callable[[], AttentionCall], result: Any, mark: Any) -> None:
         """Keep a call, and follow its output backward; what cannot be read is said, not raised."""
         name = self.names.current()
         try:
@@ -188,6 +206,8 @@ class _Recorder:
         out = result[0] if isinstance(result, tuple) else result
         if isinstance(out, Tensor) and out.requires_grad:
             out.register_hook(lambda _: setattr(call, "backward", True))
+        if self.timer is not None:
+            self.timer.follow(mark, call, out)
         self.seen.calls.append(call)
 
     def wrapped(self, attend: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -200,12 +220,13 @@ class _Recorder:
             before = self._noticed()
             self.layers.append((module, kwargs))
             try:
-                result = attend(module, *args, **kwargs)
+                with self._timed() as mark:
+                    result = attend(module, *args, **kwargs)
             finally:
                 self.layers.pop()
             if self._noticed() == before:
                 with self.quietly():
-                    self.add(lambda: self._layer(name, module, *args, **kwargs), result)
+                    self.add(lambda: self._layer(name, module, *args, **kwargs), result, mark)
             return result
 
         return attending

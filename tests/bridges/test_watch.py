@@ -564,7 +564,7 @@ def command(tmp_path, text, *words):
 
 def test_a_script_is_run_and_counted(tmp_path):
     people = command(tmp_path, PROGRAM, "--device", "A100", "--", "--own", "3")
-    programs = command(tmp_path, PROGRAM, "--json")
+    programs = command(tmp_path, PROGRAM, "--json", "--measure")
 
     assert people.exit_code == 0, people.output
     assert "said ['--own', '3'] __main__" in people.stdout
@@ -572,6 +572,7 @@ def test_a_script_is_run_and_counted(tmp_path):
     standard, flash2, *_ = json.loads(programs.stdout)
     assert "said [] __main__" in programs.stderr
     p = flashsim.Problem(32, head_dim=16, heads=2, causal=True)
+    assert flash2["measured ms"] > 0
     assert flash2["requested B"] == flashsim.count(p).bytes()
     assert standard["requested B"] == flashsim.count(p, algorithm="standard").bytes()
 

@@ -232,6 +232,39 @@ def test_what_is_refused():
         attention(q, k.cpu(), v)
 
 
+@pytest.mark.parametrize("backend", ["cupy", "torch"])
+def test_measured_beside_the_prediction(backend):
+    """`watch(measure=True)` finds the kernels of a call, and takes as long as CUDA's events say."""
+    from torch.nn.functional import scaled_dot_product_attention
+
+    inputs = tensors(batch=4, heads=16, kv_heads=16, n_q=4096, n_kv=4096, d=128)
+
+    def run():
+        if backend == "torch":
+            return scaled_dot_product_attention(*inputs, is_causal=True)
+        return attention(*inputs, causal=True)
+
+    dout = torch.randn_like(inputs[0])
+    torch.autograd.grad(run(), inputs, dout)
+    begin, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    begin.record()
+    out = run()
+    middle.record()
+    torch.autograd.grad(out, inputs, dout)
+    end.record()
+    torch.cuda.synchronize()
+    took = {"forward": begin.elapsed_time(middle), "backward": middle.elapsed_time(end)}
+    with flashsim.torch.watch(measure=True) as seen:
+        torch.autograd.grad(run(), inputs, dout)
+    rows = [r for r in seen.rows(device="H200") if r["algorithm"] == "flash2" and r["api"]]
+    assert [r["pass"] for r in rows] == ["forward", "backward"]
+    for row in rows:
+        assert row["measured on"] == "cuda, kernels"
+        assert row["measured ms"] == pytest.approx(took[row["pass"]], rel=0.3)
+        assert row["ms"] > 0
+    assert len(seen.kernels().rows) >= 2
+
+
 # -- in the place of torch's own ------------------------------------------------------------------
 
 

@@ -1,0 +1,106 @@
+"""Times of attention calls, by kernel: torch's profiler, read for the calls that `watch` sees.
+
+Each call runs in a range of the profiler's that has its own name, and so does each node that it put
+into autograd's graph: those whose sequence numbers were given out meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from flashsim.errors import OptionError
+from flashsim.torch.calls import AttentionCall
+
+_RANGE = "flashsim.watch"
+_LOOKING_ON = "PythonDispatchMode"  # watch's own
+
+
+class Timer:
+    """Measures the calls made while its profiler runs."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        if torch.autograd._profiler_enabled():
+            raise OptionError(
+                "a profiler of torch's is running, and watch(measure=True) needs one of its own; "
+                "end it first, or leave measure out"
+            )
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self.profile = profile(activities=activities)
+        self.calls: dict[str, tuple[AttentionCall, str]] = {}
+        self.made = 0
+        stack.callback(self.read)  # after the profiler has stopped, which waits for the GPU
+        stack.enter_context(self.profile)
+
+    @contextmanager
+    def forward(self) -> Iterator[tuple[str, int]]:
+        """A range; gives its name, and the first sequence number of the nodes that it makes."""
+        self.made += 1
+        mark = f"{_RANGE} {self.made}", torch.autograd._get_sequence_nr()
+        with record_function(mark[0]):
+            yield mark
+
+    def follow(self, mark: tuple[str, int], call: AttentionCall, out: Any) -> None:
+        """The range was `call`'s, and `out` is its result: its backward pass has ranges too."""
+        name, first = mark
+        self.calls[name] = call, "forward"
+        self.calls[f"{name} backward"] = call, "backward"
+        if not isinstance(out, Tensor) or out.grad_fn is None:
+            return
+        last, found, waiting = torch.autograd._get_sequence_nr(), set(), [out.grad_fn]
+        while waiting:
+            node = waiting.pop()
+            if node in found or not first <= node._sequence_nr() < last:
+                continue
+            found.add(node)
+            waiting += [other for other, _ in node.next_functions if other is not None]
+        for node in found:
+            _in_range(node, f"{name} backward")
+
+    def read(self) -> None:
+        """Give each call its times."""
+        for event in self.profile.events():
+            if event.name in self.calls and event.device_type == DeviceType.CPU:
+                call, direction = self.calls[event.name]
+                if call.device not in ("cpu", "cuda"):  # nothing was computed
+                    continue
+                times = call.measured.setdefault(direction, {})
+                for name, microseconds in _times(event, call.device == "cuda"):
+                    times[name] = times.get(name, 0) + microseconds * 1e-6
+
+
+def _in_range(node: Any, name: str) -> None:
+    """Have a node of autograd's run in a range."""
+    running: list[Any] = []
+
+    def begin(_: Any) -> None:
+        running.append(record_function(name))
+        running[-1].__enter__()
+
+    def end(*_: Any) -> None:
+        running.pop().__exit__(None, None, None)
+
+    node.register_prehook(begin)
+    node.register_hook(end)
+
+
+def _times(event: Any, on_gpu: bool) -> Iterator[tuple[str, float]]:
+    """Kernels launched within an event, or operators run in it, each with its microseconds."""
+    for inner in event.cpu_children:
+        if on_gpu:
+            yield from (
+                (kernel.name, kernel.duration)
+                for kernel in inner.kernels
+                if not kernel.name.startswith(_RANGE)  # ranges are drawn on the GPU, too
+            )
+        elif not inner.name.startswith((_RANGE, _LOOKING_ON)):
+            yield inner.name, inner.self_cpu_time_total
+        yield from _times(inner, on_gpu)
