@@ -118,7 +118,7 @@ class L2Model:
         self, stage: plans.Stage, schedule: Schedule, device: Device, algorithm: str, direction: str
     ) -> float:
         """The jitter as a share of a visit's time, at most 1."""
-        p, tile = schedule.problem, schedule.tiling.clip(schedule.problem)
+        p, tile = schedule.problem, schedule.tiling.clip(schedule.problem, schedule.split)
         if p.dtype not in {*device.tensor_flops, *device.cuda_flops}:
             return 0.0
         visit = stage_work(p, algorithm, direction, stage.name).visit
@@ -139,7 +139,7 @@ class L2Model:
         Parameters
         ----------
         visits : ndarray, (outer tiles,)
-            How many visits each outer tile has.
+            How many visits each outer tile has; of keys in parts, each part.
         """
         walks, tiles = heads_of(stage, schedule.problem)[0], len(visits)
         tile_order = np.arange(tiles)
@@ -180,7 +180,7 @@ def occupancy(stage: plans.Stage, schedule: Schedule, device: Device) -> int:
     Registers are part of the on-chip bytes in this model, so a kernel that keeps its accumulators
     in registers may fit more blocks; pass `blocks_per_sm` for a kernel you know.
     """
-    tile = schedule.tiling.clip(schedule.problem)
+    tile = schedule.tiling.clip(schedule.problem, schedule.split)
     rows = 1 if stage.whole_rows else tile.block_q
     held = sum(buffer.nbytes(rows, tile.block_k) for buffer in stage.buffers)
     return max(1, min(MOST_BLOCKS, device.sram_per_sm // (held + RESERVED)))

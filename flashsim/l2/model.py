@@ -174,11 +174,11 @@ def curves(requested: Traffic, model: L2Model | None = None) -> dict[str, Curve]
 def _model(requested: Traffic, model: L2Model | None) -> L2Model:
     """The model asked for, or the usual one; both arguments checked."""
     checks.instance("requested", requested, Traffic, "Traffic, from flashsim.count")
-    if any(stage.parts for stage in requested.stages):
-        raise UnsupportedError(
-            f"the L2 model knows no walk over parts of the keys, as {requested.algorithm!r} makes; "
-            "'flash2' on the same problem is replayed"
-        )
+    shared = requested.problem.shared_prefix
+    if shared or (requested.split.pack_gqa and requested.problem.bias):
+        what = "rows of several sequences" if shared else "a bias of packed heads"
+        instead = "leave out shared_prefix" if shared else "give pack_gqa=False"
+        raise UnsupportedError(f"the L2 model knows no tile of {what}; {instead}")
     model = L2Model() if model is None else model
     return checks.instance("l2", model, L2Model, "flashsim.l2.L2Model")
 

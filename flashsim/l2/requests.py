@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -14,10 +15,21 @@ from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
 from flashsim.schedule.plans import heads_of
 from flashsim.schedule.schedule import Csr, Schedule
-from flashsim.schedule.tensors import COL, ROW, TILE, TensorShape, matrices, shape
+from flashsim.schedule.tensors import (
+    COL,
+    QUERY,
+    ROW,
+    TABLE_ITEM,
+    TILE,
+    TensorShape,
+    matrices,
+    shape,
+)
 
 #: Most requests of one stage, and most different tiles, that are replayed: 5 B and 40 B each.
 MOST_REQUESTS, MOST_TILES = 400_000_000, 50_000_000
+#: Beside `tensors.ROW`, COL and TILE: what there is one of for each part of a row tile's keys.
+PART = 3
 
 
 @dataclass(frozen=True)
@@ -54,11 +66,12 @@ class TileNumbers:
         rows, cols = (np.diff(t[:, :2], axis=1)[:, 0] for t in (schedule.rows, schedule.cols))
         self.heights, self.widths = rows.astype(np.int64), cols.astype(np.int64)
         self.first: dict[str, int] = {}
-        self.tensors = {name: shape(problem, name) for name in names}
+        self.tensors = {name: _shape(problem, name) for name in names}
         sizes: list[np.ndarray] = []
         at = 0
         for name, tensor in self.tensors.items():
-            count = matrices(problem, tensor.owner) * self.tiles(tensor)
+            owners = self.matrices(tensor)
+            count = owners * self.tiles(tensor)
             self.first[name] = at
             at += count
             if at > MOST_TILES:
@@ -66,17 +79,27 @@ class TileNumbers:
                     f"the L2 model tells apart at most {MOST_TILES:,} tiles, and {name} takes it "
                     f"to {at:,}; use larger tiles, fewer heads or a shorter sequence"
                 )
-            sizes.append(np.tile(self._sizes(tensor), matrices(problem, tensor.owner)))
+            sizes.append(np.tile(self._sizes(name, tensor), owners))
         self.size = np.concatenate(sizes)
+
+    def matrices(self, tensor: TensorShape) -> int:
+        """One a head; of packed query heads, one a group."""
+        members = self.schedule.members if tensor.owner == QUERY else 1
+        return matrices(self.problem, tensor.owner) // members
 
     def tiles(self, tensor: TensorShape) -> int:
         """Tiles of one head's matrix."""
         t_r, t_c = self.schedule.t_r, self.schedule.t_c
-        return {ROW: t_r, COL: t_c}.get(tensor.axis, t_r * t_c)
+        parts = int(self.schedule.part_counts.sum()) if tensor.axis == PART else 0
+        return {ROW: t_r, COL: t_c, PART: parts}.get(tensor.axis, t_r * t_c)
 
-    def _sizes(self, tensor: TensorShape) -> np.ndarray:
+    def _sizes(self, name: str, tensor: TensorShape) -> np.ndarray:
         if tensor.axis == TILE:
             return np.multiply.outer(self.heights, self.widths).ravel() * tensor.width
+        if name == "table":
+            return self.schedule.page_counts * TABLE_ITEM
+        if tensor.axis == PART:
+            return np.repeat(self.heights, self.schedule.part_counts) * tensor.width
         return (self.heights if tensor.axis == ROW else self.widths) * tensor.width
 
     def by_tensor(self, per_tile: np.ndarray) -> dict[str, int]:
@@ -110,33 +133,38 @@ def stream(
     """
     from flashsim.l2.weaving import weave
 
-    p = schedule.problem
-    parts = [_requests(tiles, moves) for moves in (stage.before, stage.visit, stage.after)]
-    before, each, after = map(len, parts)
+    p, merges = schedule.problem, stage.parts == "merges"
+    walks_parts = stage.parts == "walks"
+    whole = [move for move in stage.after if not (walks_parts and move.tensor.endswith("_part"))]
+    rest = [move for move in stage.after if walks_parts and move.tensor.endswith("_part")]
+    parts = [
+        _requests(tiles, moves, merges=merges) for moves in (stage.before, stage.visit, whole, rest)
+    ]
     repeat, stride = heads_of(stage, p)
-    members = stride if stage.per == "group" else 1
+    members = stride if stage.per == "group" and schedule.members == 1 else 1
     if stage.per == "bias":
         stride = 1
-    t_outer = schedule.t_r if stage.outer == "queries" else schedule.t_c
-    visits = schedule.t_r * schedule.t_c if stage.per == "bias" else schedule.sums.visits
-    n = repeat * (t_outer * (before + after) + members * visits * each)
+    ptr, inner, tile_of, several = _visits(stage, schedule)
+    before, each, one, part = map(len, parts)
+    ends = int((~several).sum()) * one + int(several.sum()) * part
+    n = repeat * (len(tile_of) * before + ends + members * len(inner) * each)
     if n > MOST_REQUESTS:
         raise UnsupportedError(
             f"stage {stage.name!r} makes {n:,} tile requests; the L2 model replays at most "
             f"{MOST_REQUESTS:,}: use larger tiles or fewer heads (heads behave alike once there "
             "are many more blocks than fit on the device at a time)"
         )
-    ptr, inner = _visits(stage, schedule)
     walks, outers = model.order(stage, schedule, np.diff(ptr), device)
     slots = min(model.slots(stage, schedule, device), len(walks))
-    wave = np.arange(len(walks)) // slots
+    wave = np.arange(len(walks)) // max(slots, 1)
     flipped = (wave % 2 == 1) if model.walk == "sawtooth" else np.zeros(len(walks), bool)
     jitter = model.jitter_share(stage, schedule, device, algorithm, direction)
     ids, codes = np.empty(n, np.int32), np.empty(n, np.uint8)
-    table, edges = [row for part in parts for row in part], np.cumsum([0, before, each, after])
+    table, edges = [row for part in parts for row in part], np.cumsum([0, before, each, one, part])
     written = weave(
         *(walks, outers, ptr.astype(np.int64), inner.astype(np.int32)),
-        *(np.array(table, np.int64).reshape(-1, 6), edges, _head_table(p, stage)),
+        *(tile_of.astype(np.int32), several),
+        *(np.array(table, np.int64).reshape(-1, 6), edges, _head_table(p, stage, schedule.members)),
         *(stride, members, flipped, slots, model.sides(slots, device), jitter, model.seed),
         *(stage.outer == "keys", ids, codes),
     )
@@ -144,35 +172,68 @@ def stream(
     return Stream(stage, ids, codes)
 
 
-def _visits(stage: plans.Stage, schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
-    """``(ptr, inner)`` of the visits that make requests; a bias is cleared and rounded whole."""
+def _shape(problem: Problem, name: str) -> TensorShape:
+    """As in `tensors`, but that a partial result has an axis of its own."""
+    its = shape(problem, name)
+    return its._replace(axis=PART) if name.endswith("_part") else its
+
+
+def _visits(
+    stage: plans.Stage, schedule: Schedule
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """``(ptr, inner, tile_of, several)`` of what blocks own, and of the visits they make.
+
+    A block owns an outer tile; of a row tile whose keys are divided, a part, which is one of
+    `several`; merging, a row tile of several parts, and its visits are those parts. A bias is
+    cleared and rounded whole.
+    """
     by_row = stage.outer == "queries"
     t_outer = schedule.t_r if by_row else schedule.t_c
+    own, alone = np.arange(t_outer), np.zeros(t_outer, bool)
+    if stage.parts:
+        counts = schedule.part_counts
+        first = np.cumsum(counts) - counts
+        tile, several = np.repeat(own, counts), np.repeat(counts > 1, counts)
+        if stage.parts == "merges":
+            merged = np.flatnonzero(schedule.merged)
+            ptr = np.concatenate([[0], np.cumsum(counts[merged])])
+            return ptr, np.flatnonzero(several), merged, np.zeros(len(merged), bool)
+        ptr, inner, _ = schedule.row_csr
+        nth = np.arange(len(tile)) - first[tile]
+        starts = ptr[tile] + np.diff(ptr)[tile].astype(np.int64) * nth // counts[tile]
+        return np.append(starts, len(inner)), inner, tile, several
     if not stage.visit:
-        return np.zeros(t_outer + 1, np.int64), np.zeros(0, np.int32)
+        return np.zeros(t_outer + 1, np.int64), np.zeros(0, np.int32), own, alone
     if stage.per == "bias":
         t_inner = schedule.t_c if by_row else schedule.t_r
-        return np.arange(t_outer + 1) * t_inner, np.tile(np.arange(t_inner), t_outer)
+        return np.arange(t_outer + 1) * t_inner, np.tile(np.arange(t_inner), t_outer), own, alone
     csr: Csr = schedule.row_csr if by_row else schedule.col_csr
-    return csr[0], csr[1]
+    return csr[0], csr[1], own, alone
 
 
-def _requests(tiles: TileNumbers, moves: tuple[plans.Move, ...]) -> list[tuple[int, ...]]:
-    """A row of `weave`'s table for each move between HBM and SRAM."""
+def _requests(
+    tiles: TileNumbers, moves: Iterable[plans.Move], *, merges: bool
+) -> list[tuple[int, ...]]:
+    """A row of `weave`'s table for each move between HBM and SRAM.
+
+    A stage that merges visits the parts: these are its inner tiles.
+    """
     rows: list[tuple[int, ...]] = []
     for move in moves:
         if move.transfers:
             its = tiles.tensors[move.tensor]
             place = tiles.first[move.tensor], tiles.tiles(its), tiles.schedule.t_c
-            rows.append((move.code, its.axis, its.owner, *place))
+            axis = COL if merges and its.axis == PART else its.axis
+            rows.append((move.code, axis, its.owner, *place))
     return rows
 
 
-def _head_table(p: Problem, stage: plans.Stage) -> np.ndarray:
+def _head_table(p: Problem, stage: plans.Stage, members: int) -> np.ndarray:
     """int32 (3, batch * heads): the number of a query head's own, key's and bias's matrix.
 
     A stage that walks over a bias's matrices numbers those themselves; a bias shared by all heads
-    of a batch entry, or by all entries, has fewer matrices than there are heads.
+    of a batch entry, or by all entries, has fewer matrices than there are heads. `members` query
+    heads have one matrix, where they are packed.
     """
     head = np.arange(p.batch * p.heads)
     if stage.per == "bias":
@@ -180,4 +241,5 @@ def _head_table(p: Problem, stage: plans.Stage) -> np.ndarray:
     b, h = divmod(head, p.heads)
     lead_b, lead_h = p.bias or (1, 1)
     shared = (b if lead_b > 1 else 0) * lead_h + (h if lead_h > 1 else 0)
-    return np.stack([head, b * p.kv_heads + h // p.group, shared + 0 * head]).astype(np.int32)
+    key_head, query_head = b * p.kv_heads + h // p.group, head // members
+    return np.stack([query_head, key_head, shared + 0 * head]).astype(np.int32)

@@ -39,18 +39,20 @@ def _sift_down(heap, n, time):
 @keep
 @njit
 def _ask(
-    requests, first, last, head_of, walk_head, outer, inner, keys_outside, side, out, codes, n
+    requests, first, last, head_of, walk_head, outer, own, inner, keys_outside, side, out, codes, n
 ):
     """Append requests first .. last - 1 of the table for one block at one visit."""
-    i, j = (inner, outer) if keys_outside else (outer, inner)
+    i, j = (inner, own) if keys_outside else (own, inner)
     for r in range(first, last):
         axis, owner = requests[r, 1], requests[r, 2]
         if axis == 0:
             tile = i
         elif axis == 1:
             tile = j
-        else:
+        elif axis == 2:
             tile = i * requests[r, 5] + j
+        else:  # a part of the keys, which is what the block owns
+            tile = outer
         out[n] = requests[r, 3] + head_of[owner, walk_head] * requests[r, 4] + tile
         codes[n] = requests[r, 0] + side
         n += 1
@@ -60,20 +62,25 @@ def _ask(
 @keep
 @njit
 def weave(
-    walks, outers, ptr, inner, requests, parts, head_of, stride, members, flipped,
+    walks, outers, ptr, inner, tile_of, several, requests, parts, head_of, stride, members, flipped,
     slots, sides, jitter, seed, keys_outside, out, codes,
 ):  # fmt: skip
     """Lay out all requests of one stage in the order in which the SMs issue them.
 
-    Block b belongs to walk ``walks[b]``, owns outer tile ``outers[b]`` and makes the visits
-    ``inner[ptr[outer]:ptr[outer + 1]]`` once for each of `members` query heads. `slots` blocks run
-    at once; one that ends makes room for the next. A visit takes 1 plus a draw from ± `jitter`.
+    Block b belongs to walk ``walks[b]``, owns ``outers[b]``, an outer tile or a part of it, and
+    makes the visits ``inner[ptr[outer]:ptr[outer + 1]]`` once for each of `members` query heads.
+    `slots` blocks run at once; one that ends makes room for the next. A visit takes 1 plus a draw
+    from ± `jitter`.
 
     Parameters
     ----------
+    tile_of : int32 (outers,)
+        The outer tile of each.
+    several : bool (outers,)
+        Whether it is one part of several.
     requests : int64 (n, 6)
-        op, axis, owner, first tile number, tiles a head, column tiles; `parts` (4,) splits the
-        table into those before, at and after the visits.
+        op, axis, owner, first tile number, tiles a head, column tiles; `parts` (5,) splits the
+        table into those before, at and after the visits, the last for one of several parts.
     head_of : int32 (3, heads)
         Number of a query head's matrix among those of query heads, key heads and bias heads.
     flipped : bool (blocks,)
@@ -103,11 +110,11 @@ def weave(
         b = block[slot]
         head, outer = walks[b] * stride, outers[b]
         side = SIDE * sides[slot]
-        visits = ptr[outer + 1] - ptr[outer]
+        visits, own = ptr[outer + 1] - ptr[outer], tile_of[outer]
         total = visits * members
         if done[slot] == 0:
             n = _ask(
-                requests, parts[0], parts[1], head_of, head, outer, 0, keys_outside, side,
+                requests, parts[0], parts[1], head_of, head, outer, own, 0, keys_outside, side,
                 out, codes, n,
             )  # fmt: skip
         if done[slot] < total:
@@ -115,16 +122,17 @@ def weave(
             if flipped[b]:
                 v = visits - 1 - v
             n = _ask(
-                requests, parts[1], parts[2], head_of, head + member, outer, inner[ptr[outer] + v],
-                keys_outside, side, out, codes, n,
+                requests, parts[1], parts[2], head_of, head + member, outer, own,
+                inner[ptr[outer] + v], keys_outside, side, out, codes, n,
             )  # fmt: skip
         done[slot] += 1
         draw = (draw * 1103515245 + 12345) & 0x7FFFFFFF  # a linear congruential generator
         time[slot] += 1.0 + jitter * (draw / 0x40000000 - 1.0)
         if done[slot] >= total:
+            after = 3 if several[outer] else 2
             n = _ask(
-                requests, parts[2], parts[3], head_of, head, outer, 0, keys_outside, side,
-                out, codes, n,
+                requests, parts[after], parts[after + 1], head_of, head, outer, own, 0,
+                keys_outside, side, out, codes, n,
             )  # fmt: skip
             done[slot] = 0
             if started < blocks:

@@ -157,6 +157,8 @@ def test_what_cannot_be_shared_says_why():
         Problem(3, 17, causal=True, **packed)
     with pytest.raises(ShapeError, match="give cu_seqlens_q"):
         Problem(1, 17, shared_prefix=16)
+    with pytest.raises(UnsupportedError, match="no tile of rows of several"):
+        flashsim.count(Problem(3, 17, **packed), algorithm=DECODE, level="dram")
     with pytest.raises(UnsupportedError, match="'flash2' merges no parts"):
         flashsim.count(Problem(3, 17, **packed))
     with pytest.raises(OptionError, match="'flash2' takes no shared_prefix"):

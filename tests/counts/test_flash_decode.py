@@ -171,8 +171,6 @@ def test_what_is_refused_says_why():
         run(p, None).backward(np.zeros((1, 2, 1, 64), np.float32))
     with pytest.raises(UnsupportedError, match="no backward pass"):
         flashsim.count(p, algorithm=DECODE, direction="backward")
-    with pytest.raises(UnsupportedError, match="L2 model knows no walk over parts"):
-        flashsim.count(p, algorithm=DECODE, level="dram")
     with pytest.raises(OptionError, match="a walk with keys outside has no 2 splits"):
         Schedule(p, Tiling(4, 4), "keys", split=Split(2))
 

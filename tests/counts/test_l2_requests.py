@@ -77,6 +77,59 @@ def test_a_block_asks_in_the_order_the_simulator_moves(algorithm, direction):
         assert list(zip((part.codes & 3).tolist(), part.ids.tolist(), strict=True)) == expected
 
 
+CACHE = {"heads": 4, "kv_heads": 2, "dtype": "bfloat16"}
+CACHE |= {"cu_seqlens_q": (0, 2, 4), "cu_seqlens_k": (0, 50, 61), "page_size": 6}
+
+
+@pytest.mark.parametrize("pack_gqa", [False, True])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_decoding_asks_for_parts_in_the_order_the_simulator_moves(splits, pack_gqa):
+    """One SM, one block at a time, which owns a part of a row tile's keys, or merges a tile's."""
+    how = {"algorithm": "flash-decode", "tiling": Tiling(4, 8), "splits": splits}
+    traffic = flashsim.count(Problem(4, 61, 8, **CACHE), pack_gqa=pack_gqa, **how)
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((2, 4, 2, 8)).astype(flashsim.problem.problem.numpy_dtype("bfloat16"))
+    pool = rng.standard_normal((18, 2, 6, 8)).astype(q.dtype)
+    trace = flashsim.run(
+        *(q, pool, pool), block_table=np.arange(18).reshape(2, 9), cache_seqlens=[50, 11],
+        pack_gqa=pack_gqa, trace=True, **how,
+    ).trace  # fmt: skip
+    model = l2.L2Model(jitter=0, blocks_per_sm=1)
+    traffic.device = small_device(1, sms=1)
+    tiles, streamed = streams(traffic, model)
+    for stage, part in zip(trace.stages, streamed, strict=True):
+        events = stage.events[np.isin(stage.events["op"], TRANSFERS)]
+        names = [TENSORS[code] for code in events["tensor"]] * stage.repeat
+        edges = list(tiles.first.values())
+        asked = [tiles.names[n] for n in np.searchsorted(edges, part.ids, "right") - 1]
+        assert asked == names
+        assert tiles.size[part.ids].tolist() == events["bytes"].tolist() * stage.repeat
+        assert (part.codes & 3).tolist() == events["op"].tolist() * stage.repeat
+    split, combine = streamed
+    first, last = tiles.first["O_part"], tiles.first["L_part"]
+    if splits == 1:
+        assert len(combine.ids) == 0
+        return
+    written, read = (s.ids[(s.ids >= first) & (s.ids < last)].tolist() for s in (split, combine))
+    assert written == read  # each part once, those of a row tile in their order
+    assert len(set(written)) == len(written)
+
+
+def test_packed_heads_have_one_q_and_unpacked_ones_share_k():
+    p = Problem(1, 512, 8, heads=4, kv_heads=2, dtype="bfloat16")
+    how = {"algorithm": "flash-decode", "tiling": Tiling(4, 64), "splits": 4}
+    for pack_gqa in (False, True):
+        traffic = flashsim.count(p, pack_gqa=pack_gqa, device=small_device(1 << 20), **how)
+        assert traffic.bytes("load", "K") == 512 * 8 * 2 * (2 if pack_gqa else 4)
+        read = l2.dram(traffic)  # K and V fit: from DRAM they come once
+        assert read.bytes("read", "K") == 512 * 8 * 2 * 2
+        assert read.bytes("read", "Q") == 4 * 8 * 2
+        assert read.bytes("read", "O_part", "combine") == traffic.bytes("store", "O_part")
+    biased = flashsim.count(Problem(1, 512, 8, heads=4, kv_heads=2, bias=(1, 4)), **how)
+    with pytest.raises(flashsim.UnsupportedError, match="a bias of packed heads; give pack_gqa="):
+        l2.dram(biased)
+
+
 def tile_number(tiles, schedule, event):
     """Where the tile of an event stands: K, V and their gradients by key head and column tile."""
     name, head = TENSORS[event["tensor"]], event["head"]
