@@ -2,6 +2,7 @@
 
     python benchmarks/predict.py          # errors of the constants that ship
     python benchmarks/predict.py --fit    # fit them again, print both
+    python benchmarks/predict.py --decode [--fit]    # the same of the decode kernel
 
 Measured: docs/data/verify-h200.csv, seconds of every kernel under Nsight Compute. Fitted: N = 4096
 with 4 batch entries, dense and causal, head_dim 64 and 128: four shapes a stage. Held out are the
@@ -17,13 +18,15 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import least_squares
 
+from flashsim import Device, Problem
 from flashsim.report import Table
-from flashsim.studies.predict import Constants, predict
-from flashsim.studies.predict.calibration import CALIBRATED
+from flashsim.studies.predict import Constants, decode, predict
+from flashsim.studies.predict.calibration import CALIBRATED, DECODING, DecodeConstants
 from flashsim.studies.verify import Case
 
 HERE = Path(__file__).parent
 DATA = HERE.parent / "docs" / "data"
+H200 = Device.get("H200")
 PASSES = {"forward": ("forward", "flash2"), "flash2": ("backward", "flash2")}
 PASSES["flash2-fused"] = ("backward", "flash2-fused")
 STAGES = {"forward": "forward", "dkdv": "flash2", "dq": "flash2", "fused": "flash2-fused"}
@@ -122,12 +125,84 @@ def fit(kernels, stage, seconds):
     return Constants(*map(float, best.x)), rms(best.fun)
 
 
+def decode_cases():
+    """(row, launch, whether it was fitted) of each call in docs/data/decode-h200.csv."""
+    with (DATA / "decode-h200.csv").open(newline="") as stream:
+        rows = [r for r in csv.DictReader(stream) if r["implementation"].startswith("flashsim")]
+    found = []
+    for row in rows:
+        batch, keys = int(row["batch"]), int(row["keys"])
+        p = Problem(
+            *(int(row["n_q"]), keys, int(row["head_dim"])),
+            batch=batch, heads=32, kv_heads=8, dtype="bfloat16", page_size=page_of(row) or None,
+        )  # fmt: skip
+        _, _, fixed = row["implementation"].partition("splits=")
+        made = decode.launch(p, int(fixed) if fixed.isdigit() else "auto", H200)
+        swept = (batch, keys) in ((8, 4096), (1, 131072))
+        found.append((row, made, swept if fixed else batch in (1, 32)))
+    return found
+
+
+def page_of(row):
+    """Keys of a page; 0 of a contiguous cache."""
+    return int(row["implementation"].partition("pages of ")[2] or 0)
+
+
+def decode_error(row, made, constants=DECODING):
+    """Predicted over measured, minus 1."""
+    stages = decode.stages(made, page_of(row), H200, constants)
+    return 1e6 * sum(s.seconds for s in stages) / float(row["us"]) - 1
+
+
+def decode_table(cases):
+    """Mean absolute and largest error, of the fitted calls, of the others, of all."""
+    kinds = {
+        "table, contiguous": lambda r: r["implementation"] == "flashsim",
+        "table, pages": lambda r: "pages" in r["implementation"],
+        "sweep over splits": lambda r: "splits=" in r["implementation"],
+        "all": lambda r: True,
+    }
+    table = Table(
+        "Predicted time of decode calls on an H200: predicted / measured - 1, %",
+        ("calls", *(f"{g}, {x}" for g in ("fitted", "held out", "all") for x in ("mean", "worst"))),
+        note="mean: of absolute values",
+    )
+    for kind, chosen in kinds.items():
+        errors = [(decode_error(r, made), fitted) for r, made, fitted in cases if chosen(r)]
+        cells = [f"{kind}: {len(errors)}"]
+        for group in (True, False, None):
+            some = [100 * e for e, fitted in errors if group in (None, fitted)]
+            worst = max(some, key=abs, default=0.0)
+            cells += [f"{np.mean(np.abs(some)):.1f}", f"{worst:+.1f}"] if some else [None, None]
+        table.rows.append(cells)
+    return table
+
+
+def fit_decode(cases):
+    """Constants that make the squares of the fitted calls' relative errors least."""
+    unit = np.array(DECODING)
+    fitted = [(row, made) for row, made, chosen in cases if chosen]
+
+    def errors(x):
+        return [decode_error(row, made, DecodeConstants(*x * unit)) for row, made in fitted]
+
+    best = least_squares(errors, np.ones(len(unit)), bounds=(0, np.inf)).x
+    return DecodeConstants(*(float(f"{x:.3g}") for x in best * unit))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--fit", action="store_true", help="fit the constants again, print them")
+    parser.add_argument("--decode", action="store_true", help="of the decode kernel")
     parser.add_argument("--kernels", default=",".join(CALIBRATED))
     parser.add_argument("--stages", default=",".join(STAGES))
     chosen = parser.parse_args()
+    if chosen.decode:
+        cases = decode_cases()
+        if chosen.fit:
+            print(fit_decode(cases))
+        print(decode_table(cases).text(width=120))
+        return
     seconds = measured()
     if chosen.fit:
         for kernels in chosen.kernels.split(","):

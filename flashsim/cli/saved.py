@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from flashsim import report
+from flashsim.api.caches import live_problem
 from flashsim.cli import options as opt
 from flashsim.cli import values
 from flashsim.cli.output import add, event_table, figures, ready, say, show_tables
+from flashsim.counts import questions
 from flashsim.problem.hardware import PRESETS
+from flashsim.problem.problem import Problem
+from flashsim.schedule.splitting import fill
 
 
-def devices(form: opt.Format) -> None:
-    """List the GPUs that can be simulated, with the source of each figure."""
+def devices(form: opt.Format, sizes: opt.Sizes, decoding: opt.Decoding) -> None:
+    """List the GPUs that can be simulated, with the source of each figure.
+
+    Given sizes: how many thread blocks fill each (SMs x blocks an SM), how many flash-decode has,
+    and into how many parts the keys go.
+    """
+    if sizes.given():
+        table = _filled(sizes, decoding)
+        show_tables([table], [table], form)
+        return
     table = report.Table(
         "Devices",
         (
@@ -33,6 +46,28 @@ def devices(form: opt.Format) -> None:
             )
         )
     show_tables([table], [table], form)
+
+
+def _filled(sizes: opt.Sizes, decoding: opt.Decoding) -> report.Table:
+    problem = replace(Problem(**{"n_q": 1, **sizes.given()}), page_size=decoding.page_size)
+    how = decoding.options()
+    if (prefix := how.pop("shared_prefix", None)) is not None:
+        problem, _ = live_problem(problem, {"shared_prefix": prefix})
+    table = report.Table(
+        f"flash-decode, {questions.in_words(problem)}: blocks that fill a device",
+        (
+            *("name", "SMs", "tile", "blocks/SM", "blocks to fill it", "row tiles"),
+            *("splits", "blocks"),
+        ),
+        note="row tiles: blocks, were no keys divided; a block an SM is enough for the splits auto",
+    )
+    for d in PRESETS.values():
+        f = fill(problem, d, **how)
+        splits = f.split.splits
+        table.rows.append(
+            (d.name, d.sm_count, str(f.tiling), f.per_sm, f.needed, f.whole, splits, f.blocks)
+        )
+    return table
 
 
 def show(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from flashsim.counts.traffic import Traffic
 from flashsim.errors import OptionError
 from flashsim.problem.problem import Problem
 from flashsim.report import Table
+from flashsim.schedule import plans
 
 _ONE_HEAD = opt.Lengths(n_q=512, head_dim=64, dtype="float32")
 _KERNELS = opt.One(device="H200")
@@ -32,6 +34,7 @@ def dram(
     how: opt.One,
     cache: opt.L2,
     form: opt.Format,
+    decoding: opt.Decoding,
     sizes: opt.Sizes = opt.LAYER,
     algorithm: opt.Algorithm = "flash2",
     l2_sizes: _L2Sizes = None,
@@ -39,7 +42,7 @@ def dram(
     """Predict DRAM bytes: replay a run's tile requests through a model of the L2 cache."""
     from flashsim import l2
 
-    requested = _count(values.problem(sizes, mask), algorithm, how)
+    requested = _count(values.problem(sizes, mask), algorithm, how, decoding)
     with working("replaying (the first time compiles the model)"):
         if l2_sizes is None:
             table = l2.dram(requested, cache.model()).table()
@@ -53,6 +56,7 @@ def roofline(
     mask: opt.Mask,
     how: opt.One,
     form: opt.Format,
+    decoding: opt.Decoding,
     sizes: opt.Sizes = opt.LAYER,
     algorithms: opt.Algorithms = "standard,flash2",
     seconds: Annotated[float | None, typer.Option(help="Measured time of the kernels.")] = None,
@@ -63,8 +67,11 @@ def roofline(
     problem = values.problem(sizes, mask)
     tables = []
     with working("replaying"):
-        for algorithm in values.parse_list("algorithms", algorithms, str):
-            counted = _count(problem, algorithm, how)
+        names = values.parse_list("algorithms", algorithms, str)
+        splitting = [name for name in names if plans.splits_keys(plans.check_algorithm(name))]
+        for algorithm in names:  # options of decoding go to those that divide the keys, or to all
+            other = splitting and algorithm not in splitting
+            counted = _count(problem, algorithm, how, opt.Decoding() if other else decoding)
             tables.append(rooflines.roofline(counted, seconds=seconds).table())
     show_tables(tables, tables, form)
 
@@ -106,9 +113,13 @@ def predict(
         str,
         typer.Option(
             *("--algorithm", "-a"),
-            help="flash2, or flash2-fused: backward in one pass; standard: a library's kernels.",
+            help="flash2; flash2-fused: backward in one pass; flash-decode; standard: a library's.",
         ),
     ] = "flash2",
+    splits: Annotated[
+        str, typer.Option(help="flash-decode: parts of the keys; a number, or auto.")
+    ] = "auto",
+    page_size: Annotated[int | None, typer.Option(help="flash-decode: keys a page.")] = None,
     kernel: Annotated[
         str | None,
         typer.Option(help="Kernels of backend cupy: hopper or portable; what suits the device."),
@@ -121,7 +132,7 @@ def predict(
     """
     from flashsim.studies import predict as model
 
-    problem = values.problem(sizes, mask)
+    problem = replace(values.problem(sizes, mask), page_size=page_size)
     table = model.predict(
         problem,
         direction=how.direction,
@@ -129,6 +140,7 @@ def predict(
         kernels=kernel,
         tiling=values.tiling(how.tiling, problem.head_dim, mask.causal),
         device=how.device,
+        splits=int(splits) if splits.isdecimal() else splits,
     ).table()
     show_tables([table], [table], form)
 
@@ -253,13 +265,14 @@ def verify(
 COMMANDS = (dram, roofline, ladder, predict, reproduce, claims, verify)
 
 
-def _count(problem: Problem, algorithm: str, how: opt.One) -> Traffic:
+def _count(problem: Problem, algorithm: str, how: opt.One, decoding: opt.Decoding) -> Traffic:
     return counting.count(
-        problem,
+        replace(problem, page_size=decoding.page_size),
         algorithm=algorithm,
         direction=how.direction,
         tiling=values.tiling(how.tiling, problem.head_dim, problem.causal),
         device=how.device,
+        **decoding.options(),
     )
 
 

@@ -9,11 +9,12 @@ import numpy as np
 from flashsim.counts.work import stage_work, total_flops
 from flashsim.errors import DTypeError, OptionError, shown
 from flashsim.problem import checks
-from flashsim.problem.hardware import KIB, Device
+from flashsim.problem.hardware import Device
 from flashsim.schedule import plans
 from flashsim.schedule.clump import clump_size
 from flashsim.schedule.plans import heads_of
 from flashsim.schedule.schedule import Schedule
+from flashsim.schedule.splitting import occupancy
 from flashsim.schedule.tables import INT32
 
 ORDERS = ("head-first", "tile-first", "longest-first", "grouped")
@@ -21,12 +22,6 @@ WALKS = ("straight", "sawtooth")
 
 #: Added to the code of a request's operation if an SM of the second partition asks.
 SIDE = 4
-
-#: Shared memory that CUDA keeps for itself, a block (CUDA C++ Programming Guide, compute
-#: capability 8.0 and later).
-RESERVED = 1 * KIB
-#: An SM holds 2048 threads [CUDA guide]; a block of attention has at least 4 warps.
-MOST_BLOCKS = 16
 
 
 @dataclass(frozen=True)
@@ -172,15 +167,3 @@ def _grid(
     else:
         pair = np.tile(walks, len(tiles)), np.repeat(tiles, len(walks))
     return pair[0].astype(np.int32), pair[1].astype(np.int32)
-
-
-def occupancy(stage: plans.Stage, schedule: Schedule, device: Device) -> int:
-    """Thread blocks of a stage that fit on one SM side by side, by their on-chip bytes.
-
-    Registers are part of the on-chip bytes in this model, so a kernel that keeps its accumulators
-    in registers may fit more blocks; pass `blocks_per_sm` for a kernel you know.
-    """
-    tile = schedule.tiling.clip(schedule.problem, schedule.split)
-    rows = 1 if stage.whole_rows else tile.block_q
-    held = sum(buffer.nbytes(rows, tile.block_k) for buffer in stage.buffers)
-    return max(1, min(MOST_BLOCKS, device.sram_per_sm // (held + RESERVED)))

@@ -197,9 +197,9 @@ def backward_form(algorithm: str, deterministic: bool | None) -> str:
     return "flash2" if deterministic else "flash2-fused"
 
 
-def check_algorithm(algorithm: str) -> None:
-    """Raise `OptionError`, naming the algorithms there are, unless `algorithm` is one of them."""
-    checks.one_of("algorithm", algorithm, ALGORITHMS)
+def check_algorithm(algorithm: str) -> str:
+    """`algorithm`, if it is one of those there are; otherwise an `OptionError` names these."""
+    return checks.one_of("algorithm", algorithm, ALGORITHMS)
 
 
 def check_backward(algorithm: str) -> None:

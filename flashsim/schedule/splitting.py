@@ -1,16 +1,47 @@
-"""How many parts the keys are divided into on a device."""
+"""How many parts the keys are divided into on a device, and how many blocks fill it."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from flashsim.problem.hardware import Device
+from flashsim.problem.hardware import KIB, Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
 from flashsim.schedule.plans import heads_of
 from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.split import WHOLE, Split, check_splits, fa3, fill_once
 from flashsim.schedule.tiling import Tiling
+
+#: Shared memory that CUDA keeps for itself, a block (CUDA C++ Programming Guide, compute
+#: capability 8.0 and later).
+RESERVED = 1 * KIB
+#: An SM holds 2048 threads [CUDA guide]; a block of attention has at least 4 warps.
+MOST_BLOCKS = 16
+
+
+class Filling(NamedTuple):
+    """How far the blocks of a forward pass fill a device.
+
+    Attributes
+    ----------
+    tiling, split : Tiling, Split
+        What was chosen.
+    per_sm : int
+        Thread blocks that fit on an SM side by side.
+    needed : int
+        Blocks that occupy every SM, each with so many: SMs x blocks an SM.
+    whole : int
+        Blocks of the pass, if keys stay whole.
+    blocks : int
+        Blocks of the pass.
+    """
+
+    tiling: Tiling
+    split: Split
+    per_sm: int
+    needed: int
+    whole: int
+    blocks: int
 
 
 def choose(
@@ -48,3 +79,38 @@ def choose(
         rule = fill_once if splits == "auto" else fa3
         splits = rule(blocks, device.sm_count, most)
     return tiling, Split(min(splits, most), pack_gqa)
+
+
+def fill(
+    problem: Problem,
+    device: Device,
+    algorithm: str = "flash-decode",
+    tiling: Tiling | None = None,
+    splits: Any = "auto",
+    pack_gqa: Any = True,
+) -> Filling:
+    """How many blocks a device needs to be filled, and how many a forward pass has.
+
+    Raises
+    ------
+    OptionError, DTypeError, SramOverflow
+        As `choose`.
+    """
+    tiling, split = choose(problem, tiling, device, algorithm, splits, pack_gqa)
+    schedule = Schedule(problem, tiling, split=split)
+    stage = plans.stages(problem, algorithm, split=split)[0]
+    walks, per_sm = heads_of(stage, problem)[0], occupancy(stage, schedule, device)
+    blocks = walks * int(schedule.part_counts.sum())
+    return Filling(tiling, split, per_sm, device.sm_count * per_sm, walks * schedule.t_r, blocks)
+
+
+def occupancy(stage: plans.Stage, schedule: Schedule, device: Device) -> int:
+    """Thread blocks of a stage that fit on one SM side by side, by their on-chip bytes.
+
+    Registers are part of the on-chip bytes in this model, so a kernel that keeps its accumulators
+    in registers may fit more blocks; pass `blocks_per_sm` for a kernel you know.
+    """
+    tile = schedule.tiling.clip(schedule.problem, schedule.split)
+    rows = 1 if stage.whole_rows else tile.block_q
+    held = sum(buffer.nbytes(rows, tile.block_k) for buffer in stage.buffers)
+    return max(1, min(MOST_BLOCKS, device.sram_per_sm // (held + RESERVED)))

@@ -143,7 +143,8 @@ class Tiling:
         the smaller side first. Sides are powers of two from 16 to 512; the first line of
         Algorithm 1 in arXiv:2205.14135, B_c = ceil(M / 4d), leaves the score tile out and so can
         overshoot M. An algorithm that divides keys into parts deals them out in tiles of at most
-        128, so that the parts come out alike.
+        128, so that the parts come out alike; how many blocks of that tile fill the device, and
+        into how many parts the keys must go for it, says `flashsim.schedule.splitting.fill`.
 
         Raises
         ------

@@ -7,10 +7,11 @@ from l2_cases import small_device, streams
 import flashsim
 from flashsim import Device, Problem, Tiling, l2
 from flashsim.l2 import requests
-from flashsim.l2.launch import SIDE, occupancy
+from flashsim.l2.launch import SIDE
 from flashsim.schedule.names import OPS, TENSORS, TRANSFERS
 from flashsim.schedule.plans import DIRECTIONS
 from flashsim.schedule.plans import TRAINING as ALGORITHMS
+from flashsim.schedule.splitting import occupancy
 
 PROBLEMS = {
     "plain": Problem(50, 70, head_dim=8, batch=2, heads=2),

@@ -9,6 +9,7 @@ import flashsim
 from flashsim import Device, Problem, SramOverflow, Tiling, TilingError
 from flashsim.schedule import plans
 from flashsim.schedule.presets import PRESETS
+from flashsim.schedule.splitting import fill
 from flashsim.schedule.tiling import SIDES
 
 ALL = [(a, d) for a in plans.TRAINING for d in plans.DIRECTIONS]
@@ -197,3 +198,13 @@ def test_sides():
     assert str(tiling) == "16 x 8"
     with pytest.raises(TilingError, match="block_k must be at least 1, got -8"):
         Tiling(16, -8)
+
+
+def test_how_many_blocks_fill_a_device():
+    """8 key heads make 8 row tiles; 16 parts each are 128 of 132 SMs; 3 such blocks fit on one."""
+    p = Problem(1, 32_768, 128, heads=32, kv_heads=8, dtype="bfloat16")
+    found = fill(p, Device.get("H200"))
+    held = found.tiling.footprint(p, "flash-decode", split=found.split)
+    assert 3 * (held + 1024) <= Device.get("H200").sram_per_sm < 4 * (held + 1024)
+    assert found[2:] == (3, 3 * 132, 8, 128)
+    assert fill(p, Device.get("H200"), splits=50).blocks == 400 > found.needed

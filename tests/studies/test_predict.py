@@ -1,16 +1,21 @@
 """The time model: its parts by hand, its behaviour, and how far it is from measured kernels."""
 
+import csv
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 import flashsim
 from flashsim import Device, OptionError, Problem, Tiling, UnsupportedError
 from flashsim.studies.predict import Constants, crossover, predict
-from flashsim.studies.predict.calibration import HBM_SHARE, LAUNCH, MATRIX_SHARE
-from flashsim.studies.predict.model import _finish
+from flashsim.studies.predict.calibration import DECODING, HBM_SHARE, LAUNCH, MATRIX_SHARE
+from flashsim.studies.predict.finish import finish
 from flashsim.studies.predict.units import clock, once_bytes, visit_seconds
 
 PROBLEM = Problem(4096, head_dim=128, batch=4, heads=16, dtype="bfloat16")
+DECODE_CSV = Path(__file__).parents[2] / "docs" / "data" / "decode-h200.csv"
 PLAIN = {"forward": Constants(1.0, 0.0, 0.0)}
 
 
@@ -29,9 +34,9 @@ def test_units_of_a_visit_by_hand():
 
 
 def test_blocks_take_the_places_that_become_free():
-    assert _finish([3.0, 1.0], walks=2, clump=2, slots=2) == (4.0, 4.0)  # 3 1 | 3 1
-    assert _finish([3.0, 1.0], walks=1, clump=1, slots=4) == (3.0, 1.0)
-    assert _finish([2.0], walks=5, clump=2, slots=2) == (6.0, 5.0)  # the third wave is half full
+    assert finish([3.0, 1.0], walks=2, clump=2, slots=2) == (4.0, 4.0)  # 3 1 | 3 1
+    assert finish([3.0, 1.0], walks=1, clump=1, slots=4) == (3.0, 1.0)
+    assert finish([2.0], walks=5, clump=2, slots=2) == (6.0, 5.0)  # the third wave is half full
 
 
 def test_perfect_overlap_is_bound_by_the_tensor_cores():
@@ -123,3 +128,78 @@ def test_flash_wins_by_more_where_sequences_are_longer():
     assert s == 12 * 512**2 * 2
     assert much == plain / flash > little
     assert keeps > 12 * 4096**2 * 2
+
+
+CACHE = Problem(1, 131_072, 128, heads=32, kv_heads=8, dtype="bfloat16")
+
+
+def decoded(problem=CACHE, **how):
+    return predict(problem, algorithm="flash-decode", **how)
+
+
+def test_one_part_a_key_head_streams_as_fast_as_eight_sms_do():
+    """Eight blocks of 67 MB each: an SM's rate is the bound, and nothing is merged."""
+    (walk,) = decoded(splits=1).stages
+    nbytes = 131_072 * 2 * 128 * 2
+    own = DECODING.launch + DECODING.item + DECODING.row * 4 * 128
+    assert walk.seconds == pytest.approx(own + nbytes / DECODING.rate)
+    assert walk.waves == 8 / 132
+    assert walk.units["HBM"] == pytest.approx(8 * nbytes / (4800e9 * DECODING.hbm_share))
+
+
+def test_splits_reach_the_memorys_speed_and_cost_a_merge():
+    walk, combine = decoded().stages
+    assert walk.bound == "HBM"
+    assert walk.units["HBM"] < walk.seconds < 1.1 * walk.units["HBM"]
+    assert combine.seconds == DECODING.merge
+    assert decoded(splits=1).seconds > 5 * decoded().seconds
+    assert "FlashDecoding" not in str(decoded())
+    assert "portable kernels" in str(decoded())
+
+
+def test_pages_cost_the_more_the_shorter_they_are():
+    took = [decoded(replace(CACHE, page_size=size)).seconds for size in (None, 64, 16, 1)]
+    assert took == sorted(took)
+    assert 1.02 < took[-1] / took[0] < 1.1
+
+
+def test_packed_lengths_are_a_batchs():
+    cu = tuple(range(0, 5 * 4096, 4096))
+    packed = Problem(
+        4, 4 * 4096, 128, heads=32, kv_heads=8, dtype="bfloat16",
+        cu_seqlens_q=(0, 1, 2, 3, 4), cu_seqlens_k=cu,
+    )  # fmt: skip
+    batch = replace(CACHE, n_kv=4096, batch=4)
+    assert decoded(packed).stages == decoded(batch).stages
+
+
+def test_what_the_decode_kernel_does_not_do_is_refused():
+    for said, problem, how in (
+        ("leave tiling out", CACHE, {"tiling": Tiling(16, 16)}),
+        ("leave kernels out", CACHE, {"kernels": "hopper"}),
+        ("choose splits by their own rule", CACHE, {"splits": "fa3"}),
+        ("shares no prefix", Problem(2, 9, dtype="bfloat16", cu_seqlens_q=(0, 1, 2),
+                                     cu_seqlens_k=(4, 6, 9), shared_prefix=4), {}),
+        ("as many queries of each", Problem(3, 9, dtype="bfloat16", cu_seqlens_q=(0, 1, 3),
+                                            cu_seqlens_k=(0, 6, 9)), {}),
+        ("takes float16 and bfloat16", Problem(1, 64), {}),
+        ("no backward pass", CACHE, {"direction": "backward"}),
+    ):  # fmt: skip
+        with pytest.raises((OptionError, UnsupportedError), match=said):
+            decoded(problem, **how)
+    with pytest.raises(OptionError, match="'flash2' splits no keys"):
+        predict(PROBLEM, splits=4)
+
+
+def test_measured_decode_calls_are_predicted():
+    """docs/data/decode-h200.csv, the contiguous ones of the table; docs/guides/truth.md has all."""
+    with DECODE_CSV.open(newline="") as stream:
+        rows = [r for r in csv.DictReader(stream) if r["implementation"] == "flashsim"]
+    errors = []
+    for r in rows:
+        shape = (int(r[name]) for name in ("n_q", "keys", "head_dim"))
+        p = Problem(*shape, batch=int(r["batch"]), heads=32, kv_heads=8, dtype="bfloat16")
+        errors.append(1e6 * decoded(p).seconds / float(r["us"]) - 1)
+    assert len(errors) == 60
+    assert np.mean(np.abs(errors)) < 0.04
+    assert np.max(np.abs(errors)) < 0.2

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 
@@ -21,16 +20,16 @@ from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
+from flashsim.schedule.splitting import RESERVED
 from flashsim.schedule.tiling import Tiling
+from flashsim.studies.predict import decode
 from flashsim.studies.predict.calibration import CALIBRATED, HBM_SHARE, LAUNCH, Constants
+from flashsim.studies.predict.finish import finish
 from flashsim.studies.predict.prediction import Prediction, StageTime
 from flashsim.studies.predict.unfused import predict_standard
 from flashsim.studies.predict.units import once_bytes, visit_seconds
 
 FAMILIES: dict[str, Family] = {"hopper": HOPPER, "portable": PORTABLE}
-
-#: Shared memory that CUDA keeps for itself, a block (CUDA C++ Programming Guide).
-RESERVED = 1024
 
 
 def predict(
@@ -43,6 +42,7 @@ def predict(
     device: str | Device = "H200",
     constants: Mapping[str, Constants] | None = None,
     heads_in_group: Mapping[str, int] | None = None,
+    splits: int | str = "auto",
 ) -> Prediction:
     """How long the kernels of `backend="cupy"` take, or a library's for standard attention.
 
@@ -53,7 +53,7 @@ def predict(
     ----------
     problem : Problem
     direction : {"forward", "backward"}
-    algorithm : {"flash2", "flash2-fused", "standard"}
+    algorithm : {"flash2", "flash2-fused", "flash-decode", "standard"}
         "standard" takes no kernels, tiling, constants or heads_in_group.
     kernels : {"hopper", "portable"}, optional
         The kernel family; default: the one made for the device.
@@ -65,6 +65,9 @@ def predict(
         By stage; default: the calibrated ones.
     heads_in_group : mapping of int, optional
         By stage, how many heads are worked on together; default: the kernels' own (`clump_size`).
+    splits : int or "auto"
+        "flash-decode": over how many blocks the keys of a sequence are spread; the kernel's choice.
+        Its keys come from HBM, at random if they lie in pages.
 
     Raises
     ------
@@ -82,6 +85,16 @@ def predict(
                 )
         plans.stages(problem, algorithm, direction)  # or say what there is
         return predict_standard(problem, direction, device)
+    if algorithm == decode.ALGORITHM:
+        for name, given in (
+            ("kernels", None if kernels == "portable" else kernels),
+            *(("tiling", tiling), ("constants", constants), ("heads_in_group", heads_in_group)),
+        ):
+            if given is not None:
+                raise OptionError(f"the decode kernel is one, portable: leave {name} out")
+        return decoding(problem, direction, splits, device)
+    if splits != "auto":
+        raise OptionError(f"{algorithm!r} splits no keys; algorithm='flash-decode' does")
     if kernels is None:
         kernels = "hopper" if device.compute_capability == (9, 0) else "portable"
     checks.one_of("kernels", kernels, CALIBRATED)
@@ -106,6 +119,14 @@ def predict(
     return Prediction(traffic, kernels, tuple(_stage(one, traffic, known) for one in passes))
 
 
+def decoding(problem: Problem, direction: str, splits: int | str, device: Device) -> Prediction:
+    """The prediction of `algorithm="flash-decode"`."""
+    plans.stages(problem, decode.ALGORITHM, direction)  # or say what there is
+    made = decode.launch(problem, splits, device)
+    found = decode.stages(made, problem.page_size, device)
+    return Prediction(decode.traffic(problem, made, device), "portable", found)
+
+
 @lru_cache(maxsize=128)
 def _prepare(
     problem: Problem,
@@ -118,7 +139,8 @@ def _prepare(
     """What would be launched, and its traffic."""
     if algorithm not in ("flash2", "flash2-fused"):
         raise OptionError(
-            f"times of flash2, flash2-fused and standard are predicted, not of {algorithm!r}"
+            f"times of flash2, flash2-fused, flash-decode and standard are predicted, not of "
+            f"{algorithm!r}"
         )
     family = FAMILIES[kernels]
     gpu = Gpu(
@@ -155,26 +177,12 @@ def _stage(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]
     mixed = chosen.busiest * max(inside) + chosen.others * (sum(inside) - max(inside))
     a_visit = blocks * max(mixed, each["L2"])
     durations = visits * a_visit + chosen.item
-    last, mean = _finish(durations, one.walks, one.clump, slots)
+    last, mean = finish(durations, one.walks, one.clump, slots)
     seconds = LAUNCH + max(last, hbm)
     total = int(visits.sum()) * one.walks
     units = {unit: t * total / device.sm_count for unit, t in each.items()} | {"HBM": hbm}
     waves = len(visits) * one.walks / slots
     return StageTime(name, seconds, units, waves, 1 - mean / last)
-
-
-def _finish(durations: Sequence[float], walks: int, clump: int, slots: int) -> tuple[float, float]:
-    """When the last slot ends, and the mean time that slots are busy.
-
-    `clump` walks are finished before the next ones; inside, the longest tiles of all come first.
-    """
-    free = [0.0] * slots
-    for first in range(0, walks, clump):
-        size = min(clump, walks - first)
-        for duration in durations:
-            for _ in range(size):
-                heapq.heapreplace(free, free[0] + float(duration))
-    return max(free), sum(free) / slots
 
 
 def rows_a_reader(one: KernelPass) -> int:

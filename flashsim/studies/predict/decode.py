@@ -1,0 +1,103 @@
+"""How long the GPU kernel of `algorithm="flash-decode"` takes: blocks, bandwidth, a merge.
+
+A block waits for its first keys and ends with a merge of its warps (`item`), and in between streams
+its keys as fast as an SM can (`rate`); all blocks together no faster than HBM. Blocks take the
+places that become free. Where keys are split, the block of a sequence that ends last merges.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+
+from flashsim.api import counting
+from flashsim.backends.families import decode
+from flashsim.backends.launch import Gpu
+from flashsim.counts.traffic import Traffic
+from flashsim.errors import OptionError, UnsupportedError
+from flashsim.problem.hardware import Device
+from flashsim.problem.problem import Problem
+from flashsim.schedule.split import check_splits
+from flashsim.schedule.splitting import RESERVED
+from flashsim.schedule.tiling import Tiling
+from flashsim.studies.predict.calibration import DECODING, DecodeConstants
+from flashsim.studies.predict.finish import finish
+from flashsim.studies.predict.prediction import StageTime
+
+ALGORITHM = decode.ALGORITHM
+
+
+def launch(problem: Problem, splits: int | str, device: Device) -> decode.Decode:
+    """What the kernel would launch for a batch, or for the packed sequences of one.
+
+    Raises
+    ------
+    UnsupportedError, OptionError
+        For what it does not decode: a shared prefix, sequences of different numbers of queries.
+    """
+    check_splits(splits)
+    if splits == "fa3":
+        raise OptionError("the kernels choose splits by their own rule: 'auto', or an integer")
+    p, lengths = problem, (problem.n_kv,) * problem.batch
+    if p.shared_prefix:
+        raise UnsupportedError("the GPU's decode kernel shares no prefix; leave shared_prefix out")
+    if p.cu_seqlens_q is not None:
+        queries = {s.q_stop - s.q_start for s in p.sequences}
+        if len(queries) > 1:
+            raise UnsupportedError(
+                f"the GPU's decode kernel takes as many queries of each sequence, got {queries}"
+            )
+        assert p.cu_seqlens_k is not None
+        lengths = tuple(b - a for a, b in pairwise(p.cu_seqlens_k))
+        p = replace(p, cu_seqlens_q=None, cu_seqlens_k=None)
+        p = replace(p, n_q=queries.pop(), n_kv=max(lengths), batch=len(lengths))
+    p = replace(p, page_size=None)
+    gpu = Gpu(
+        *(device.name, device.compute_capability, device.sram_bytes, device.l2_bytes),
+        multiprocessors=device.sm_count,
+    )
+    given = None if splits == "auto" else int(splits)
+    return decode.plan(p, lengths, gpu, given, problem.page_size or 0)
+
+
+def traffic(problem: Problem, made: decode.Decode, device: Device) -> Traffic:
+    """The closed form of that launch."""
+    tiling = Tiling(made.problem.n_q * made.problem.group, made.block_k)
+    roomy = replace(device, sram_bytes=device.sram_per_sm + device.registers_per_sm)
+    splits = max(made.splits)
+    return counting.count(problem, algorithm=ALGORITHM, tiling=tiling, device=roomy, splits=splits)
+
+
+def stages(
+    made: decode.Decode, page: int | None, device: Device, c: DecodeConstants = DECODING
+) -> tuple[StageTime, ...]:
+    """The walk over the keys, and the merge of its parts, if there are any: one kernel's times."""
+    p = made.problem
+    per_sm = 1
+    if made.kernel.threads < 256:  # `plan` gives two blocks an SM half of its shared memory each
+        per_sm = max(1, min(2, device.sram_per_sm // (made.kernel.shared_bytes + RESERVED)))
+    slots = per_sm * device.sm_count
+    # Rows of a page of one key head lie together: the shorter, the more DRAM pages are opened.
+    row = p.head_dim * p.itemsize
+    scattered = 1 + c.scatter / math.sqrt(page * row) if page else 1.0
+    key = (p.head_dim + p.head_dim_v) * p.itemsize * scattered
+    tiles = made.items[:, 2] - made.items[:, 1]
+    keys = np.minimum(tiles * made.block_k, made.items[:, 6])
+    item = c.item + c.row * made.rows / made.row_tiles * p.head_dim_v
+    copies = keys * key / c.rate
+    last, mean = finish(item + per_sm * copies, p.kv_heads * made.row_tiles, None, slots)
+    read = float(keys.sum()) * key * p.kv_heads * made.row_tiles
+    hbm = read / (device.hbm_bandwidth * c.hbm_share)
+    seconds = c.launch + max(last, hbm + item) + (c.table if page else 0)
+    total = float(copies.sum()) * p.kv_heads * made.row_tiles
+    units = {"L2": total / device.sm_count, "HBM": hbm}
+    walk = StageTime(
+        *("split", seconds, units, len(keys) * p.kv_heads * made.row_tiles / slots),
+        1 - min(1.0, max(mean, hbm) / seconds),
+    )
+    if max(made.splits) == 1:
+        return (walk,)
+    return walk, StageTime("combine", c.merge, {"latency": c.merge}, 1.0, 0.0)
