@@ -58,12 +58,12 @@ def stream_keys(
     p = sram.schedule.problem
     for visit in visits:
         with sram.visit(visit):
-            K, V = hbm.K, hbm.V
+            K, V = hbm.K, hbm.tensors.get("V")  # none where V is columns of K
             if p.page_size is not None:
                 pages = sram.load(hbm.table, visit.cols)
-                K, V = hbm.through(pages, "K"), hbm.through(pages, "V")
+                K, V = hbm.through(pages, "K"), None if V is None else hbm.through(pages, "V")
             K_j = sram.load(K, visit.cols)                                                # 7
-            V_j = sram.load(V, visit.cols)
+            V_j = K_j[..., : p.head_dim_v] if V is None else sram.load(V, visit.cols)
             S_ij, _ = score_tile(sram, hbm, Q_i, K_j, visit)                              # 8
             m_new = np.maximum(m_i, S_ij.max(axis=-1))                                    # 9
             S_ij -= finite(m_new)[..., None]

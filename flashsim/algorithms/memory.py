@@ -195,11 +195,11 @@ class Hbm:
         self.tensors[name] = SharedTensor(name, array, dtype, self.problem)
         return self.tensors[name]
 
-    def put_paged(self, k: np.ndarray, v: np.ndarray, pages: np.ndarray) -> None:
+    def put_paged(self, pages: np.ndarray, **pools: np.ndarray) -> None:
         """Place K and V in pages, and the numbers of the pages of each sequence."""
         table = BlockTable(pages, self.problem)
         self.tensors["table"] = table
-        for name, pool in (("K", k), ("V", v)):
+        for name, pool in pools.items():
             self.tensors[name] = PagedTensor(name, pool, self.problem.dtype, table)
 
     def through(self, pages: np.ndarray, name: str) -> Tensor:

@@ -156,5 +156,5 @@ def _checked_table(
 
 _SAME = (
     *("head_dim", "head_dim_v", "heads", "kv_heads", "dtype", "causal", "window", "softcap"),
-    *("scale", "block_mask", "mask", "page_size"),
+    *("scale", "block_mask", "mask", "page_size", "latent"),
 )

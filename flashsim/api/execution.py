@@ -186,9 +186,10 @@ def run(
     ----------
     q : array, (batch, heads, n_q, head_dim); leading axes may be left out
     k, v : array, (batch, kv_heads, n_kv, head_dim) and (batch, kv_heads, n_kv, head_dim_v)
-        `heads` must be a multiple of `kv_heads`. float64, float32, float16 or bfloat16 (on a GPU
-        not float64). On the CPU, arrays of NumPy, torch, or any library that speaks DLPack (JAX);
-        what goes in comes out, and is not copied on its way in.
+        `heads` must be a multiple of `kv_heads`; v may be None where an option `head_dim_v` says
+        which of k's columns it is. float64, float32, float16 or bfloat16 (on a GPU not float64). On
+        the CPU, arrays of NumPy, torch, or any library that speaks DLPack (JAX); what goes in comes
+        out, and is not copied on its way in.
     algorithm : {"flash2", "flash2-fused", "flash1", "standard", "flash-decode"}
         "flash1" and "standard" hold what the first papers describe; "flash2-fused" differs from
         "flash2" in the backward pass only; "flash-decode" divides the keys as well, for few queries
@@ -225,7 +226,8 @@ def run(
         their end); `block_table`, integers (batch, max_pages): k and v are (pages, kv_heads,
         page_size, head_dim), and entry b's keys lie in the pages of its row; `shared_prefix`: all
         entries begin with so many keys, which are walked once for the queries of all (cascade
-        attention), or in so many keys' pages, whole ones.
+        attention), or in so many keys' pages, whole ones; with v=None,
+        `head_dim_v`: V is k's first columns, as many, and one load serves both (latent attention).
         "numba": `threads`, how many (default: every CPU
         this process may use), and `micro_kernel`, "vector" or "plain". "cupy": `kernel`, "hopper"
         or "portable" (default: Hopper's wherever they run the problem), and `allow_tf32`: float32
@@ -419,9 +421,11 @@ def _ask(
     host = hosts.host_of(q) if on_cpu else hosts.ANY
     given_bias, table = bias, options.get("block_table")
     options = {name: x for name, x in options.items() if x is not None or name not in CACHES}
+    v, latent = inputs.values_in_keys(k, v, options)
     if on_cpu:
         q, k, v, bias = hosts.take(host, q=q, k=k, v=v, bias=bias)
-        given = inputs.prepare(q, k, v, bias=bias, tiling=tiling, block_table=table, **question)
+        question |= {"latent": latent, "block_table": table}
+        given = inputs.prepare(q, k, v, bias=bias, tiling=tiling, **question)
         inputs.require_numpy(backend, q=given.q, k=given.k, v=given.v, bias=given.bias)
         problem, cache = given.problem, (given.k, given.v)
         if options.keys() & CACHES:

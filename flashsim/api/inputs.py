@@ -59,7 +59,7 @@ SYNONYMS = {
 
 
 #: Options of algorithms that divide the keys (`Split`), and of caches.
-DECODING = ("splits", "pack_gqa", "cache_seqlens", "block_table", "shared_prefix")
+DECODING = ("splits", "pack_gqa", "cache_seqlens", "block_table", "shared_prefix", "head_dim_v")
 
 
 class Inputs(NamedTuple):
@@ -194,6 +194,7 @@ def prepare(
     mask: Any = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
+    latent: bool = False,
 ) -> Inputs:
     """Check arrays against each other and build the problem they pose.
 
@@ -212,7 +213,7 @@ def prepare(
     if block_mask is not None:
         block_mask = _block_mask(block_mask, tiling)
     cu_seqlens_q, cu_seqlens_k = offsets(cu_seqlens_q), offsets(cu_seqlens_k)
-    fields = (causal, window, softcap, scale, mask, cu_seqlens_q, cu_seqlens_k)
+    fields = (causal, window, softcap, scale, mask, cu_seqlens_q, cu_seqlens_k, latent)
     try:
         problem, ndim, bias_shape = _same_problem(shapes, dtypes, added, block_mask, *fields)
     except TypeError:  # an unhashable argument, such as a window given as a list; or an error
@@ -227,6 +228,28 @@ def prepare(
         for name, x in {**arrays, **({} if bias is None else {"bias": bias})}.items():
             check_finite(name, x)
     return Inputs(problem, q, k, v, bias, ndim)
+
+
+def values_in_keys(k: Any, v: Any, options: dict[str, Any]) -> tuple[Any, bool]:
+    """V: as it is given, or None and `head_dim_v`, k's first columns; and whether it is these.
+
+    `head_dim_v` is taken out of the options.
+    """
+    width = options.pop("head_dim_v", None)
+    if width is None:
+        return v, False
+    if v is not None:
+        raise OptionError(
+            f"head_dim_v={shown(width)} says which columns of k are V, and a v was given as well; "
+            "give v=None, or leave head_dim_v out"
+        )
+    width = checks.positive_int("head_dim_v", width)
+    if width > _array("k", k)[-1]:
+        raise ShapeError(
+            f"V is the first head_dim_v columns of k, {tuple(k.shape)}: head_dim_v must be at most "
+            f"{k.shape[-1]}, got {width}"
+        )
+    return k[..., :width], True
 
 
 def check_decoding(algorithm: str, options: Iterable[str]) -> None:
@@ -251,6 +274,7 @@ def _problem(
     mask: Any,
     cu_seqlens_q: Any,
     cu_seqlens_k: Any,
+    latent: bool,
 ) -> tuple[Problem, int, tuple[int, ...] | None]:
     """The problem that arrays of these shapes and types pose, their ndim, and the bias in 4-D."""
     ndim = _same_ndim(shapes)
@@ -284,6 +308,7 @@ def _problem(
         bias=None if bias_shape is None else (bias_shape[0], bias_shape[1]),
         block_mask=block_mask,
         mask=mask,
+        latent=latent,
     )
     return problem, ndim, bias_shape
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -63,10 +62,12 @@ def run(
     cost = values.foresee(arrays, scores, [algorithm], tiles, values.device(how), backend)
     with working("simulating", cost):
         (k, v), table = values.in_pages(arrays, decoding)
+        if decoding.latent:
+            table["head_dim_v"] = v.shape[-1]
         result = execution.run(
             arrays.q,
             k,
-            v,
+            None if decoding.latent else v,
             algorithm=algorithm,
             causal=scores.causal,
             window=values.window(scores),
@@ -115,8 +116,11 @@ def compare(
     """Execute several algorithms on the same tensors, side by side."""
     arrays = values.arrays(sizes, tensors, decoding.shared_prefix)
     tile, backward_tile = values.tilings(how, arrays.q.shape[-1], scores.causal)
-    if decoding.page_size is not None:
-        raise OptionError("--page-size is for run and count: other algorithms read no pages")
+    for name in ("page_size", "latent"):
+        if getattr(decoding, name):
+            raise OptionError(
+                f"{values.flags([name])} is for run and count: other algorithms know none"
+            )
     names = values.parse_list("algorithms", algorithms, str)
     tiles = {"forward": tile, **({"backward": backward_tile} if how.backward else {})}
     cost = values.foresee(arrays, scores, names, tiles, values.device(how))
@@ -147,7 +151,7 @@ def count(
     algorithm: opt.Algorithm = "flash2",
 ) -> None:
     """Count what a run would move, in closed form: no data, any size."""
-    problem = replace(values.problem(sizes, scores), page_size=decoding.page_size)
+    problem = decoding.posed(values.problem(sizes, scores))
     tiles = values.tilings(how, problem.head_dim, scores.causal)
     wanted = list(zip(("forward", "backward"), tiles, strict=True))[: 1 + how.backward]
     counts = [

@@ -19,6 +19,7 @@ from flashsim.api.samples import SAMPLES, TRACES
 from flashsim.l2 import L2Model
 from flashsim.l2.launch import ORDERS, WALKS
 from flashsim.problem.checks import DTYPES
+from flashsim.problem.problem import Problem
 from flashsim.schedule.plans import ALGORITHMS
 from flashsim.schedule.presets import PRESETS
 
@@ -215,6 +216,11 @@ class Decoding:
 
     page_size: int | None = _option(None, "flash-decode: keys a page of the cache.")
     shared_prefix: int | None = _option(None, "flash-decode: keys that all entries begin with.")
+    latent: bool = _option(False, "flash-decode: V is the first head_dim_v columns of K (MLA).")
+
+    def posed(self, problem: Problem) -> Problem:
+        """The problem of a cache that lies as is said here."""
+        return replace(problem, page_size=self.page_size, latent=self.latent)
 
     def options(self) -> dict[str, Any]:
         """How keys are divided, of what is given, as the library takes them."""

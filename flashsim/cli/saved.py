@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -49,7 +48,7 @@ def devices(form: opt.Format, sizes: opt.Sizes, decoding: opt.Decoding) -> None:
 
 
 def _filled(sizes: opt.Sizes, decoding: opt.Decoding) -> report.Table:
-    problem = replace(Problem(**{"n_q": 1, **sizes.given()}), page_size=decoding.page_size)
+    problem = decoding.posed(Problem(**{"n_q": 1, **sizes.given()}))
     how = decoding.options()
     if (prefix := how.pop("shared_prefix", None)) is not None:
         problem, _ = live_problem(problem, {"shared_prefix": prefix})

@@ -267,7 +267,7 @@ COMMANDS = (dram, roofline, ladder, predict, reproduce, claims, verify)
 
 def _count(problem: Problem, algorithm: str, how: opt.One, decoding: opt.Decoding) -> Traffic:
     return counting.count(
-        replace(problem, page_size=decoding.page_size),
+        decoding.posed(problem),
         algorithm=algorithm,
         direction=how.direction,
         tiling=values.tiling(how.tiling, problem.head_dim, problem.causal),

@@ -87,7 +87,7 @@ def in_pages(
 
     A prefix that is shared lies in the pages of the first entry.
     """
-    k, v = arrays.k, arrays.v
+    k, v = arrays[1:3]
     if how.page_size is None:
         return (k, v), {}
     size = checks.positive_int("--page-size", how.page_size)

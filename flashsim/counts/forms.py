@@ -36,8 +36,8 @@ class Forms:
         return self.kv_heads * self.p.n_kv * self.p.head_dim * self.e
 
     def v(self) -> int:
-        """V or dv."""
-        return self.kv_heads * self.p.n_kv * self.p.head_dim_v * self.e
+        """V or dv; none where V is columns of K."""
+        return 0 if self.p.latent else self.kv_heads * self.p.n_kv * self.p.head_dim_v * self.e
 
     def stat(self) -> int:
         """One statistic a row: LSE, delta, l or m."""
@@ -118,7 +118,7 @@ class Forms:
             ("load", "Q"): (whole + parts) * d * e,
             ("load", "table"): walks * s.page_reads * 4,
             ("load", "K"): keys * d * e,
-            ("load", "V"): keys * dv * e,
+            **({} if self.p.latent else {("load", "V"): keys * dv * e}),
             **({("load", "bias"): walks * s.sums.area * e} if self.lead else {}),
             ("store", "O"): whole * dv * e,
             ("store", "L"): whole * a,

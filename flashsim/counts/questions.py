@@ -89,6 +89,8 @@ def in_words(p: Problem) -> str:
     words = [f"{p.batch} x {heads} heads", f"{p.n_q:,} x {p.n_kv:,}", f"d={width}", p.dtype]
     if p.page_size is not None:
         words.append(f"pages of {p.page_size}")
+    if p.latent:
+        words.append("V in K")
     if p.shared_prefix:
         words.append(f"{p.shared_prefix:,} of the keys shared")
     if p.causal:

@@ -135,8 +135,9 @@ def _forward(p: Problem, d: int, dv: int, algorithm: str) -> dict[str, StageWork
                 visit=(*_scores(p, d), TileOp("P = exp(S - m~)", "S", "S", local), product)
             )
         }
+    values = "K" if p.latent else "V"  # its columns are read in K's tile
     product = TileOp(
-        "O = alpha O + P V", "S V O", "O", {"matmul": scores(2 * dv), "multiply": rows(dv)}
+        "O = alpha O + P V", f"S {values} O", "O", {"matmul": scores(2 * dv), "multiply": rows(dv)}
     )
     walk = StageWork(
         visit=(*_scores(p, d), TileOp("online softmax", "S m l", "S m l", softmax), product),

@@ -20,7 +20,7 @@ from flashsim.schedule.tensors import BIAS, COL, ROW, TILE, shape
 from flashsim.schedule.tiling import Tiling
 
 OPTIONS: frozenset[str] = frozenset(
-    {"splits", "pack_gqa", "cache_seqlens", "block_table", "shared_prefix"}
+    {"splits", "pack_gqa", "cache_seqlens", "block_table", "shared_prefix", "head_dim_v"}
 )
 
 
@@ -90,10 +90,11 @@ def _machine(job: Job, direction: str, tiling: Tiling, split: Split = WHOLE) -> 
     )
     q = _packed(job.q, p) if split.pack_gqa else job.q
     machine.hbm.put("Q", q)
+    caches = {"K": job.k} if p.latent else {"K": job.k, "V": job.v}
     if "block_table" in job.options:
-        machine.hbm.put_paged(job.k, job.v, job.options["block_table"])
+        machine.hbm.put_paged(job.options["block_table"], **caches)
     else:
-        for name, array in (("K", job.k), ("V", job.v)):
+        for name, array in caches.items():
             machine.hbm.put(name, array)
     if job.bias is not None and split.pack_gqa:
         whole = np.broadcast_to(job.bias, (p.batch, p.heads, p.n_q, p.n_kv))

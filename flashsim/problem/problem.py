@@ -29,7 +29,8 @@ from flashsim.errors import (
 from flashsim.problem import checks
 from flashsim.problem.masks import BlockMask, call_mask
 
-MAX_HEAD_DIM = 512
+#: The rows of DeepSeek's latent attention are the longest in use.
+MAX_HEAD_DIM = 576
 
 
 def numpy_dtype(name: str) -> np.dtype:
@@ -74,7 +75,7 @@ class Problem:
     n_q, n_kv : int
         Query and key lengths; with `cu_seqlens_*`, the packed totals. `n_kv` defaults to `n_q`.
     head_dim, head_dim_v : int
-        Elements of one query or key row, and of one value row (default: the same); 1 to 512.
+        Elements of one query or key row, and of one value row (default: the same); 1 to 576.
     batch, heads, kv_heads : int
         `heads` must be a multiple of `kv_heads` (grouped-query attention); default: equal.
     dtype : str
@@ -97,6 +98,10 @@ class Problem:
         So many keys, the first of all, belong to every packed sequence, before its own keys, which
         `cu_seqlens_k` then counts from there on. Attention over them is computed once for all
         queries (cascade attention). Every query must see all of them.
+    latent : bool
+        V is the first `head_dim_v` columns of K, and one load serves both: latent attention (MLA of
+        DeepSeek-V2, arXiv:2405.04434) in its absorbed form, with one key head of 576 columns, 512
+        of them V's.
     bias : (int, int) , optional
         Leading shape, (1 or batch, 1 or heads), of an additive bias (.., .., n_q, n_kv).
     block_mask : BlockMask, optional
@@ -130,6 +135,7 @@ class Problem:
     mask: Callable[..., Any] | None = None
     page_size: int | None = None
     shared_prefix: int = 0
+    latent: bool = False
 
     _repr_html_ = report.card
 
@@ -163,6 +169,12 @@ class Problem:
             raise ShapeError(
                 f"query heads must be a multiple of key heads, got heads={self.heads}, "
                 f"kv_heads={self.kv_heads}"
+            )
+        put("latent", checks.flag("latent", self.latent))
+        if self.latent and self.head_dim_v > self.head_dim:
+            raise ShapeError(
+                f"V is columns of K, of which there are {self.head_dim}: head_dim_v must be at "
+                f"most that, got {self.head_dim_v}"
             )
         put("dtype", checks.dtype_name(self.dtype))
         put("causal", checks.flag("causal", self.causal))

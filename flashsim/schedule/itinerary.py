@@ -9,9 +9,9 @@ pages in `flashsim.algorithms`, which execute, and the closed forms in `counts.f
 of it: the suite holds all three to each other.
 
 Three rules spare every case its own text. What a problem does not have (`bias`, `dBias`; `gate`
-without a softcap, `table` without pages) is left out, and with it a stage that has nothing else. An
-accumulator `X_acc` is X itself where their types are one, and a stage that would only convert it
-is left out.
+without a softcap, `table` without pages, `V` where it is columns of K) is left out, and with it a
+stage that has nothing else. An accumulator `X_acc` is X itself where their types are one, and a
+stage that would only convert it is left out.
 """
 
 from __future__ import annotations

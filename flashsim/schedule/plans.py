@@ -115,6 +115,10 @@ def stages(
         raise UnsupportedError(
             f"{algorithm!r} reads no pages; algorithm='flash-decode' does, or leave page_size out"
         )
+    if problem.latent and not splits_keys(algorithm):
+        raise UnsupportedError(
+            f"{algorithm!r} loads K and V apart; algorithm='flash-decode' reads V in K, or give v"
+        )
     if problem.shared_prefix and not splits_keys(algorithm):
         raise UnsupportedError(
             f"{algorithm!r} merges no parts, and so shares no prefix; algorithm='flash-decode' "
@@ -154,7 +158,7 @@ def _moves(p: Problem, text: str) -> tuple[Move, ...]:
         for tensor in names:
             if (tensor == "gate" and not p.softcap) or (tensor in BIASES and not p.bias):
                 continue
-            if tensor == "table" and p.page_size is None:
+            if (tensor == "table" and p.page_size is None) or (tensor == "V" and p.latent):
                 continue
             tensor = tensor.removesuffix("_acc") if wide else tensor
             found.append(Move(op, tensor, _tile(p, op, tensor)))

@@ -90,7 +90,7 @@ BAD = {
         lambda: run(*[np.zeros((2, 600), np.float32)] * 3),
         "ShapeError",
         ValueError,
-        ["head_dim must be between 1 and 512, got 600"],
+        ["head_dim must be between 1 and 576, got 600"],
     ),
     "NaN refused": (
         lambda: run(X, np.full_like(X, np.nan), X, nan_policy="raise"),

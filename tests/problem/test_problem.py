@@ -198,8 +198,8 @@ def test_a_mask_may_return_anything_that_broadcasts():
 
 def test_head_dim_limits():
     assert Problem(1, head_dim=1, head_dim_v=512).head_dim_v == 512
-    with pytest.raises(flashsim.ShapeError, match="head_dim must be between 1 and 512, got 513"):
-        Problem(1, head_dim=513)
+    with pytest.raises(flashsim.ShapeError, match="head_dim must be between 1 and 576, got 577"):
+        Problem(1, head_dim=577)
 
 
 @pytest.mark.parametrize(

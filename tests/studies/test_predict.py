@@ -178,7 +178,7 @@ def test_what_the_decode_kernel_does_not_do_is_refused():
         ("leave tiling out", CACHE, {"tiling": Tiling(16, 16)}),
         ("leave kernels out", CACHE, {"kernels": "hopper"}),
         ("choose splits by their own rule", CACHE, {"splits": "fa3"}),
-        ("shares no prefix", Problem(2, 9, dtype="bfloat16", cu_seqlens_q=(0, 1, 2),
+        ("has no shared_prefix", Problem(2, 9, dtype="bfloat16", cu_seqlens_q=(0, 1, 2),
                                      cu_seqlens_k=(4, 6, 9), shared_prefix=4), {}),
         ("as many queries of each", Problem(3, 9, dtype="bfloat16", cu_seqlens_q=(0, 1, 3),
                                             cu_seqlens_k=(0, 6, 9)), {}),

@@ -42,8 +42,9 @@ def launch(problem: Problem, splits: int | str, device: Device) -> decode.Decode
     if splits == "fa3":
         raise OptionError("the kernels choose splits by their own rule: 'auto', or an integer")
     p, lengths = problem, (problem.n_kv,) * problem.batch
-    if p.shared_prefix:
-        raise UnsupportedError("the GPU's decode kernel shares no prefix; leave shared_prefix out")
+    for name in ("shared_prefix", "latent"):
+        if getattr(p, name):
+            raise UnsupportedError(f"the GPU's decode kernel has no {name}; leave it out")
     if p.cu_seqlens_q is not None:
         queries = {s.q_stop - s.q_start for s in p.sequences}
         if len(queries) > 1:
