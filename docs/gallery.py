@@ -50,6 +50,19 @@ def real():
     return result, viz.row_statistics(result.trace, sample.q, sample.k)
 
 
+@cache
+def decoded():
+    """Three entries of a batch, in pages of 24 keys, 96 of which they share; 8 heads on 2."""
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((3, 8, 2, 16), np.float32)
+    k, v = rng.standard_normal((2, 16, 2, 24, 16), np.float32)
+    table = [[0, 1, 2, 3, *range(4 * b + 4, 4 * b + 8)] for b in range(3)]
+    return flashsim.run(
+        q, k, v, algorithm="flash-decode", tiling=Tiling(8, 16), splits=3, trace=True,
+        block_table=table, cache_seqlens=[190, 160, 130], shared_prefix=96,
+    ).trace  # fmt: skip
+
+
 def three(**options):
     """Three algorithms on the same inputs."""
     return [run(name, **options) for name in ("standard", "flash1", "flash2")]
@@ -85,6 +98,7 @@ PLOTS = {
     ),
     "tile-map.png": lambda: viz.tile_map(run(causal=True)),
     "tile-map-2048.png": lambda: viz.tile_map(run("flash1", n=2048, causal=True)),
+    "tile-map-decode.png": lambda: viz.tile_map(decoded(), color="block"),
     "cumulative.png": lambda: viz.cumulative(three(n=2048, causal=True)),
     "sram-timeline.png": lambda: viz.sram_timeline(run()),
     "sram-timeline-dark.png": lambda: viz.sram_timeline(backward(), theme="dark"),

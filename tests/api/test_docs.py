@@ -165,6 +165,26 @@ def test_a_wrong_name_is_caught(text, lost):
 # -- tables ---------------------------------------------------------------------------------------
 
 
+def test_the_sweep_over_splits_is_the_measurement_and_the_prediction():
+    with (ROOT / "docs/data/decode-h200.csv").open(newline="") as stream:
+        sweep = {
+            int(row["implementation"].partition("splits=")[2]): float(row["us"])
+            for row in csv.DictReader(stream)
+            if row["implementation"].startswith("flashsim, splits=")
+            and not row["implementation"].endswith("auto")
+            and (row["batch"], row["keys"]) == ("1", "131072")
+        }
+    page = (ROOT / "docs/guides/decoding.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \|$", page, re.M)
+    assert len(rows) == 7
+    problem = flashsim.Problem(1, 131_072, 128, heads=32, kv_heads=8, dtype="bfloat16")
+    for splits, predicted, measured in rows:
+        how = {"algorithm": "flash-decode", "splits": int(splits)}
+        seconds = flashsim.predict.predict(problem, **how).seconds
+        assert f"{seconds * 1e6:.0f}" == predicted
+        assert f"{sweep[int(splits)]:.0f}" == measured
+
+
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_the_table_of_gpus_is_the_measurement(direction):
     columns = {

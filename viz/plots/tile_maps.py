@@ -102,9 +102,10 @@ def tile_map(
         blocks_of_it = f"{int(schedule.part_counts.sum()):,} blocks, one a part"
         handles.append(Line2D([], [], color=theme.text, lw=3.5, label=blocks_of_it))
     if pages:
-        page_of = f"a page begins (of {trace.problem.page_size} keys)"
+        page_of = f"a page of {trace.problem.page_size} keys begins"
         handles.append(Line2D([], [], color=theme.text, lw=1.5, label=page_of))
-    ax.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=len(handles))
+    columns = len(handles) if len(handles) < 5 else 3  # as wide as the grid
+    ax.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=columns)
     bar = ax.figure.colorbar(image, ax=ax, label=_UNITS[color], pad=0.02)
     bar.outline.set_visible(False)
     if color in ("bytes", "flops"):
