@@ -36,6 +36,7 @@ _HEAD = struct.Struct("<" + "Qqqq" * len(launch.TENSORS) + "Q" * len(launch.SCRA
 _REPORTS = struct.Struct("<" + "Q" * len(launch.REPORTS))
 _REPORTS_AT = _HEAD.size + 8 * len(launch.TABLES)
 ABSENT = (0, 0, 0, 0)
+_PER_THREAD = cupy.cuda.runtime.streamPerThread
 
 
 class Uploaded:
@@ -108,6 +109,8 @@ class ReadyPass:
         self._at = ctypes.addressof(self._parameters)
         self._lock = Lock()  # the buffer is one, threads may be several
         self._needs_counter = bool(boxes) and one.grid[0] < one.walks * one.tables.tiles
+        # By stream: a launch leaves its counter as it found it, at 0, for the next one there.
+        self._counters: dict[int, cupy.ndarray] = {}
         # Tensor maps by address and strides: allocators give the same ones again and again.
         p, d = (
             one.tables.schedule.problem,
@@ -132,7 +135,6 @@ class ReadyPass:
         """Launch on the call's stream; CuPy's current device must be the call's."""
         boxes = self._kernel.boxes
         maps = self._maps_of(*(_place(box, call, self._dq_acc) for box in boxes)) if boxes else ()
-        counter = call.space.empty((1,)) if self._needs_counter else None
         with self._lock:
             _HEAD.pack_into(self._args, 0, *call.head)
             if report:
@@ -140,10 +142,23 @@ class ReadyPass:
                 _REPORTS.pack_into(self._args, _REPORTS_AT, *addresses)
             for number, made in enumerate(maps):
                 self._parameters[number] = made.address
-            if counter is not None:
-                self._counter.value = pointer = call.space.pointer(counter)
-                cupy.cuda.runtime.memsetAsync(pointer, 0, 4, call.stream)
+            if self._needs_counter:
+                counter = self._counter_of(call)
+                self._counter.value = call.space.pointer(counter)
             cupy.cuda.driver.launchKernel(*self._launch, call.stream, self._at, 0)
+
+    def _counter_of(self, call: Call) -> Any:
+        """A work counter, at 0, that no other launch uses as long as this one runs."""
+        stream = call.stream
+        if stream == _PER_THREAD or cupy.cuda.runtime.streamIsCapturing(stream):
+            # One name for several streams; or a graph, which may run in any and beside any.
+            counter = call.space.empty((1,))
+            cupy.cuda.runtime.memsetAsync(call.space.pointer(counter), 0, 4, stream)
+            return counter
+        if stream not in self._counters:
+            with call.space.active():
+                self._counters[stream] = cupy.zeros(1, np.uint32)
+        return self._counters[stream]
 
 
 def _place(box: launch.Box, call: Call, dq_acc: tuple[int, ...]) -> tuple[int, ...]:

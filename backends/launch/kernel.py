@@ -103,8 +103,8 @@ class Kernel:
     """One kernel, compiled for one problem and tiling: all that a launch needs but the data.
 
     Where it has `boxes`, its arguments are a tensor map for each, ``struct Args`` and the address
-    of a work counter that starts at 0 (or 0, if no block gets more than one item); elsewhere
-    ``struct Args`` alone.
+    of a work counter that is 0 before and after (or 0, if no block gets more than one item);
+    elsewhere ``struct Args`` alone.
     """
 
     file: str

@@ -182,6 +182,25 @@ def test_two_hundred_runs_give_the_same_bits(case, causal):
     )
 
 
+def test_launches_side_by_side_count_their_own_items():
+    p = Problem(700, 700, 64, heads=64, batch=4, dtype="float16", causal=True)
+    x = cupy_checks.on_gpu(make(p))
+    expected = run(p, x)
+    dv = expected.backward(x["dout"]).dv
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)]
+    cupy.cuda.Device().synchronize()
+    for _ in range(50):
+        results = []
+        for stream in streams:
+            with stream:
+                result = run(p, x)
+                results.append((result.out, result.backward(x["dout"]).dv))
+        cupy.cuda.Device().synchronize()
+        for out, got in results:
+            assert (out == expected.out).all()
+            assert (got == dv).all()
+
+
 def test_auto_takes_what_runs():
     p = Problem(256, 256, 64, dtype="bfloat16")
     x = make(p)

@@ -31,8 +31,9 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
                         const TensorMap* map_v, const TensorMap* map_dout, u32* counter) {
     Ring ring, slot;
     u32 own_parity = 0;
-    for (int w = first_work();; w = next_work(counter)) {
-        const Item& it = s.items.write(slot, a, w, a.walks * a.tiles, true);
+    const int items = a.walks * a.tiles;
+    for (int w = first_work();; w = next_work(counter, items)) {
+        const Item& it = s.items.write(slot, a, w, items, true);
         if (it.walk < 0) return;
         const int head = it.walk % a.heads, batch = it.walk / a.heads, kv_head = head / a.group;
         stamp_item(a, it.walk, it.outer, false);

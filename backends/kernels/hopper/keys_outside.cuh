@@ -27,8 +27,9 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
     Ring ring, slot;
     u32 kv_parity = 0;
     const int kv_heads = a.heads / a.group;
-    for (int w = first_work();; w = next_work(counter)) {
-        const Item& it = s.items.write(slot, a, w, a.walks * a.tiles, false);
+    const int items = a.walks * a.tiles;
+    for (int w = first_work();; w = next_work(counter, items)) {
+        const Item& it = s.items.write(slot, a, w, items, false);
         if (it.walk < 0) return;
         const int kv_head = it.walk % kv_heads, batch = it.walk / kv_heads;
         stamp_item(a, it.walk, it.outer, false);

@@ -58,10 +58,11 @@ __device__ inline Item make_item(const Args& a, int w, bool by_row) {
 }
 
 // Items in order from a counter: the first one by block number, so that the counter starts at 0.
-// Where no block gets a second one there is none.
+// Every block asks until there is none left, so a launch asks `items` times in all, and the last
+// time sets the counter to 0 again. Where no block gets a second item there is no counter.
 __device__ inline int first_work() { return blockIdx.x; }
-__device__ inline int next_work(u32* counter) {
-    return counter ? gridDim.x + atomicAdd(counter, 1) : 0x7fffffff;
+__device__ inline int next_work(u32* counter, int items) {
+    return counter ? gridDim.x + atomicInc(counter, items - 1) : 0x7fffffff;
 }
 
 // The slots through which items travel. Two, so that the producer runs one item ahead.

@@ -100,7 +100,8 @@ def _producer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
     write_item, visits_of, place = i.write, i.visits, i.place
     visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
     visit_of, report_one, stamp, stamp_block = w.visit, w.report_one, w.stamp, w.stamp_block
-    put, get, map_address, fetch_add = hopper.put, hopper.get, hopper.map_address, hopper.fetch_add
+    put, get, map_address = hopper.put, hopper.get, hopper.map_address
+    fetch_count = hopper.fetch_count
     wait, wait_free, arrive, stage = hopper.wait, hopper.wait_free, hopper.arrive, hopper.stage
 
     @device
@@ -170,7 +171,8 @@ def _producer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
             item = int32(item + 1)
             number = int32(0x7FFFFFFF)
             if counter != 0:  # else no block gets a second item
-                number = int32(cuda.gridDim.x + fetch_add(counter, 1))
+                last = int32(a.walks * a.tiles - 1)  # asking for it sets the counter to 0 again
+                number = int32(cuda.gridDim.x + fetch_count(counter, last))
 
     return produce
 

@@ -92,11 +92,9 @@ def copy_box(
     asm(b, text, "r,l,r" + ",r" * rank, [to, tensor_map, barrier, *place], effects=True)
 
 
-def fetch_add(b: ir.IRBuilder, address: ir.Value, value: ir.Value) -> ir.Value:
-    """Add to a 32-bit integer in HBM and get what it was ("atom")."""
-    return asm(
-        b, "atom.global.add.u32 $0, [$1], $2;", "=r,l,r", [address, value], I32, effects=True
-    )
+def fetch_count(b: ir.IRBuilder, address: ir.Value, last: ir.Value) -> ir.Value:
+    """Count on from a 32-bit integer in HBM, 0 after `last`, and get what it was ("atom")."""
+    return asm(b, "atom.global.inc.u32 $0, [$1], $2;", "=r,l,r", [address, last], I32, effects=True)
 
 
 # -- registers move from one warpgroup to others --------------------------------------------------

@@ -154,9 +154,9 @@ def get(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
 
 
 @emitted(int32, int64, int32)
-def fetch_add(b: ir.IRBuilder, address: ir.Value, value: ir.Value) -> ir.Value:
-    """Add to an integer in HBM and get what it was."""
-    return ptx_hopper.fetch_add(b, address, value)
+def fetch_count(b: ir.IRBuilder, address: ir.Value, last: ir.Value) -> ir.Value:
+    """Count on from an integer in HBM, 0 after `last`, and get what it was."""
+    return ptx_hopper.fetch_count(b, address, last)
 
 
 # -- the copy engine ------------------------------------------------------------------------------
