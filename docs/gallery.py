@@ -8,6 +8,7 @@ Playwright and Chromium and is left as it is without them.
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from functools import cache
@@ -61,6 +62,21 @@ def decoded():
         q, k, v, algorithm="flash-decode", tiling=Tiling(8, 16), splits=3, trace=True,
         block_table=table, cache_seqlens=[190, 160, 130], shared_prefix=96,
     ).trace  # fmt: skip
+
+
+@cache
+def guide(page):
+    """What the blocks of a guide define: its pictures are of just that."""
+    text = (HERE.parent / "guides" / page).read_text(encoding="utf-8")
+    scope = {}
+    for block in re.findall(r"^```python\n(.*?)^```", text, re.S | re.M):
+        exec(block, scope)
+    return scope
+
+
+def own(name):
+    """A result of docs/guides/your_own_algorithm.md."""
+    return guide("your_own_algorithm.md")[name]
 
 
 def three(**options):
@@ -124,6 +140,9 @@ PLOTS = {
     "gpu-phases-dark.png": lambda: viz.gpu_timeline(
         gpu("h200-backward"), sms=(0, 1), times=(0, 40), theme="dark"
     ),
+    "own-linear.png": lambda: viz.sram_timeline(own("result"), steps=(0, 9)),
+    "own-orders.png": lambda: viz.traffic([own("result"), own("turned")]),
+    "own-levels.png": lambda: viz.sram_timeline(own("small"), steps=(0, 9)),
     "gpu-blocks.png": lambda: viz.gpu_timeline(gpu("h200-forward")),
 }  # fmt: skip
 ANIMATIONS = {
@@ -143,6 +162,7 @@ ANIMATIONS = {
         [run("flash1", n=512, causal=True), run(n=512, causal=True)], path, fps=6
     ),
     "backward-dark.gif": lambda path: viz.animate(backward(), path, theme="dark", fps=8),
+    "own-split.gif": lambda path: viz.animate(own("split"), path, fps=6),
     "gpu-forward.gif": lambda path: viz.animate(gpu("h200-forward"), path, max_frames=76, fps=8),
 }
 FILES = {

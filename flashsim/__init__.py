@@ -10,6 +10,7 @@ from flashsim.api.counting import count
 from flashsim.api.execution import Gradients, Result, backward, run
 from flashsim.api.merge import merge
 from flashsim.api.samples import load_sample, load_sample_trace, random_inputs
+from flashsim.api.simulate import simulate
 from flashsim.api.sweep import Sweep, sweep
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import (
@@ -77,6 +78,7 @@ __all__ = [
     "merge",
     "random_inputs",
     "run",
+    "simulate",
     "sweep",
 ]
 

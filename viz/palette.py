@@ -9,6 +9,7 @@ are labelled where they stand, gradients are hatched, and line styles differ.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -117,6 +118,21 @@ def color(tensor: str, name: str = "light") -> str:
     if key not in tensors:
         raise OptionError(f"unknown tensor {tensor!r}; {choices(tensor, tensors)}")
     return tensors[key]
+
+
+#: Colours of tensors of one's own, which choose among them by their names.
+OWN = ("#3f7f3a", "#a33f63", "#2f7f93", "#8a6d1f", "#6a55a8", "#9a4f3a", "#4f7a1f", "#7f3f8f")
+
+
+def tint(tensor: str, name: str = "light") -> str:
+    """The colour of a tensor, also of one that an algorithm of one's own has made (`OWN`).
+
+    What arithmetic holds on chip under no name is grey.
+    """
+    key = tensor.removesuffix("_acc")
+    if key in theme(name).tensors:
+        return color(tensor, name)
+    return theme(name).muted if key == "temp" else OWN[zlib.crc32(key.encode()) % len(OWN)]
 
 
 def is_gradient(tensor: str) -> bool:

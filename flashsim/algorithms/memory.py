@@ -39,9 +39,9 @@ class Tensor:
     `data` is (batch * kv_heads, group or 1, n[, width]); `dtype` is its element type in HBM.
     """
 
-    def __init__(self, name: str, data: np.ndarray, dtype: str) -> None:
+    def __init__(self, name: str, data: np.ndarray, dtype: str, code: int | None = None) -> None:
         self.name, self.data, self.dtype = name, data, dtype
-        self.code = CODES[name]
+        self.code = CODES[name] if code is None else code
         self.itemsize = numpy_dtype(dtype).itemsize
         self.vector = data.ndim == 3  # one value a row: L, m, l, delta
         self.n, self.width = data.shape[2], 1 if self.vector else data.shape[3]

@@ -458,13 +458,6 @@ def _known(engine: Any, name: str, x: Any) -> Any:
 def _trace(job: Job, outcome: Outcome, direction: str, backend: str) -> Trace | None:
     if outcome.stages is None:
         return None
-    provenance = {
-        "flashsim": __version__,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-        "kernel": outcome.kernel,
-        **({"gpu": outcome.gpu} if outcome.gpu else {}),
-    }
     return Trace(
         job.problem,
         job.device,
@@ -472,9 +465,20 @@ def _trace(job: Job, outcome: Outcome, direction: str, backend: str) -> Trace | 
         direction,
         backend,
         outcome.stages,
-        provenance,
+        provenance(outcome.kernel, outcome.gpu),
         outcome.timeline,
     )
+
+
+def provenance(kernel: str, gpu: str = "") -> dict[str, str]:
+    """Versions, and what ran on what, for a trace."""
+    return {
+        "flashsim": __version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "kernel": kernel,
+        **({"gpu": gpu} if gpu else {}),
+    }
 
 
 __all__ = ["Gradients", "Result", "backward", "run"]

@@ -18,7 +18,7 @@ from flashsim.counts import questions, traffic
 from flashsim.counts.traffic import Traffic
 from flashsim.counts.work import KINDS
 from flashsim.errors import OptionError, choices
-from flashsim.schedule.names import CODES, LEVELS, OPS, TENSORS
+from flashsim.schedule.names import CODES, LEVELS, OPS
 from flashsim.trace.trace import Trace
 
 #: Columns for tables that do not go to a terminal.
@@ -30,7 +30,9 @@ _FIGURES = ("algorithm", "direction", "tile", "quantity", "of", "value", "unit")
 def figures(source: Trace | Traffic) -> report.Table:
     """Every figure of a run or count, one a row."""
     table = report.Table(f"{source.algorithm} {source.direction}", _FIGURES)
-    for tensor, row in sorted(source.by_tensor().items(), key=lambda item: CODES[item[0]]):
+    for tensor, row in sorted(
+        source.by_tensor().items(), key=lambda item: CODES.get(item[0], len(CODES))
+    ):
         for op, nbytes in row.items():
             if nbytes:
                 add(table, source, op, tensor, nbytes, "B")
@@ -45,7 +47,10 @@ def figures(source: Trace | Traffic) -> report.Table:
     for op in ("read", "write"):
         add(table, source, "on chip", op, source.on_chip(op), "B")
     add(table, source, "peak SRAM", "one block", source.peak_sram(), "B")
-    problem, algorithm = source.problem, source.algorithm
+    problem, algorithm, own = source.problem, source.algorithm, getattr(source, "own", None)
+    if own is not None:
+        add(table, source, "workspace", None, own.workspace, "B")
+        return table
     add(table, source, "saved for backward", None, traffic.saved(problem, algorithm), "B")
     workspace = traffic.workspace(problem, algorithm, source.direction)
     add(table, source, "workspace", None, workspace, "B")
@@ -70,7 +75,7 @@ def event_table(trace: Trace, limit: int) -> report.Table:
     columns = ("stage", "op", "tensor", "level", "head", "i", "j", "visit", "bytes")
     table = report.Table(f"{trace.n_events:,} events, the first {limit:,}", columns)
     for e in trace.events[:limit]:
-        name, op, tensor = trace.stages[e["stage"]].name, OPS[e["op"]], TENSORS[e["tensor"]]
+        name, op, tensor = trace.stages[e["stage"]].name, OPS[e["op"]], trace.tensors[e["tensor"]]
         numbers = (int(e[field]) for field in columns[4:])
         table.rows.append((name, op, tensor, LEVELS[e["level"]], *numbers))
     return table

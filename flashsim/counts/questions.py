@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from flashsim import report
@@ -39,17 +39,22 @@ class Answers(Protocol):
     def peak_sram(self) -> int: ...  # noqa: D102
 
 
-def check_names(op: str | None, tensor: str | None) -> None:
+def check_names(op: str | None, tensor: str | None, tensors: Sequence[str] = TENSORS) -> None:
     """Raise `OptionError` unless both name something that exists."""
     if op is not None:
         checks.one_of("operation", op, OPS)
     if tensor is not None:
-        checks.one_of("tensor", tensor, TENSORS[1:])
+        checks.one_of("tensor", tensor, tensors[1:])
 
 
-def select(transfers: Transfers, op: str | None, tensor: str | None) -> int:
+def select(
+    transfers: Transfers,
+    op: str | None,
+    tensor: str | None,
+    tensors: Sequence[str] = TENSORS,
+) -> int:
     """Bytes of one operation and tensor, or of all."""
-    check_names(op, tensor)
+    check_names(op, tensor, tensors)
     return sum(
         nbytes
         for (_, its_op, its_tensor), nbytes in transfers.items()

@@ -42,7 +42,9 @@ ROLES = ("block", "producer", "consumer 0", "consumer 1", "consumer 2")
 class StageTrace:
     """The events of one stage: one walk, made `repeat` times, `stride` query heads apart.
 
-    In `events`, ``head`` counts from the walk's first query head.
+    In `events`, ``head`` counts from the walk's first query head. `costs` is what an algorithm of
+    one's own did at each "compute", int64 (computes, kinds of FLOP + 2): FLOPs by kind, bytes read
+    from and written to SRAM. What the others do is in `counts.work`.
     """
 
     stage: plans.Stage
@@ -50,6 +52,7 @@ class StageTrace:
     repeat: int
     stride: int
     events: np.ndarray
+    costs: np.ndarray | None = None
 
     def __repr__(self) -> str:
         return f"<StageTrace {self.name}: {len(self.events):,} events, {self.repeat:,} walks>"
@@ -61,7 +64,8 @@ class StageTrace:
         schedule: Schedule,
         repeat: int,
         stride: int,
-        rows: Sequence[tuple[int, int, int, int, int, int, int]] | np.ndarray,
+        rows: Sequence[tuple[int, ...]] | np.ndarray,
+        costs: np.ndarray | None = None,
     ) -> StageTrace:
         """From rows of (op, tensor, member, i, j, visit, bytes)."""
         table = np.asarray(rows, np.int64).reshape(-1, 7)
@@ -70,7 +74,7 @@ class StageTrace:
             events[name] = table[:, column]
         events["level"] = ~np.isin(events["op"], TRANSFERS)
         events.setflags(write=False)
-        return cls(stage, schedule, repeat, stride, events)
+        return cls(stage, schedule, repeat, stride, events, costs)
 
     @property
     def name(self) -> str:
@@ -111,6 +115,10 @@ def gain(events: np.ndarray) -> np.ndarray:
 
 
 def buffer_of(codes: np.ndarray) -> np.ndarray:
-    """The on-chip buffer a tensor is loaded into: an accumulator's is named without `_acc`."""
-    table = np.array([CODES[name.removesuffix("_acc")] for name in TENSORS])
+    """The on-chip buffer a tensor is loaded into: an accumulator's is named without `_acc`.
+
+    That of a tensor of one's own has its name.
+    """
+    table = np.arange(256)
+    table[: len(TENSORS)] = [CODES[name.removesuffix("_acc")] for name in TENSORS]
     return table[codes]

@@ -4,9 +4,9 @@ An archive holds ``header`` (JSON, as UTF-8 bytes): format, version, problem, de
 provenance and, by name, the shape of every other member; and arrays: ``events_0``, ``events_1``,
 ... (dtype `events.EVENT`), one a stage; ``block_mask``, if there is one; and ``mask_0_ptr``,
 ``mask_0_col``, ``mask_0_kind``, the tiles that a mask function kept under the trace's first tiling
-(see `SavedMask`), and so on. A timeline is stored field by field, ``timeline_sm`` and so on
-(`events.TIMELINE`), each start as its distance from the one before and each end as a duration: a
-third of the size.
+(see `SavedMask`), and so on; ``costs_0`` ..., of an algorithm of one's own, `StageTrace.costs`.
+A timeline is stored field by field, ``timeline_sm`` and so on (`events.TIMELINE`), each start as
+its distance from the one before and each end as a duration: a third of the size.
 
 What the codes of operations, tensors, phases and roles mean is spelled out in the header, so a
 later flashsim may renumber them.
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -146,11 +146,14 @@ def _header(archive: Archive) -> Any:
 def _pack(trace: Recording) -> tuple[dict[str, Any], dict[str, Any]]:
     problem, mask, grid = trace.problem, trace.problem.mask, trace.problem.block_mask
     arrays: dict[str, Any] = {f"events_{n}": stage.events for n, stage in enumerate(trace.stages)}
+    own = trace.own
+    if own is not None:
+        arrays |= {f"costs_{n}": stage.costs for n, stage in enumerate(trace.stages)}
     header: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
         "flashsim": __version__,
-        "names": _NAMES,
+        "names": {**_NAMES, "tensor": trace.tensors},
         "problem": {
             field.name: getattr(problem, field.name)
             for field in fields(problem)
@@ -163,6 +166,8 @@ def _pack(trace: Recording) -> tuple[dict[str, Any], dict[str, Any]]:
         "provenance": trace.provenance,
         "stages": [_pack_stage(stage) for stage in trace.stages],
     }
+    if own is not None:
+        header["own"] = {**own._asdict(), "tensors": [[*pair] for pair in own.tensors.items()]}
     if trace.timeline is not None:
         arrays |= _pack_timeline(trace.timeline)
     if grid is not None:
@@ -195,7 +200,9 @@ def _pack_stage(stage: StageTrace) -> dict[str, Any]:
 
 
 def _unpack(header: dict[str, Any], archive: Archive) -> Recording:
-    soundness.header(header)
+    own = soundness.own(header.get("own"))
+    tensors = TENSORS if own is None else (*TENSORS, *own.tensors)
+    soundness.header(header, tensors)
     kinds = _members(header, archive)
     shapes = {name: archive.shape(name, *kind) for name, kind in kinds.items()}
     found = {name: list(shape) for name, shape in shapes.items()}
@@ -230,21 +237,29 @@ def _unpack(header: dict[str, Any], archive: Archive) -> Recording:
     names, algorithm, direction = header["names"], header["algorithm"], header["direction"]
     stages, walks = [], []
     for n, entry in enumerate(header["stages"]):
-        walk, tiling, repeat, stride = soundness.stage(entry, problem, algorithm, direction)
+        if own is None:
+            walk, tiling, repeat, stride = soundness.stage(entry, problem, algorithm, direction)
+        else:
+            walk, tiling, repeat, stride = soundness.own_stage(entry, problem)
         if "mask" in masks and tiling not in masks["mask"].tables:
             raise ValueError(f"stage {walk.name!r}: the mask was not saved for {tiling} tiles")
-        soundness.length_of_events(shapes[f"events_{n}"][0], walk, problem, tiling)
+        length, mine = shapes[f"events_{n}"][0], own is not None
+        soundness.length_of_events(length, walk, problem, tiling, own=mine)
         how = walk.outer, entry["key_order"], walk.dense, soundness.split(entry)
         schedule = Schedule(problem, tiling, *how)
-        table = _recoded(read(f"events_{n}"), names)
-        soundness.events(table, walk, problem, tiling)
-        stages.append(StageTrace(walk, schedule, repeat, stride, table))
+        table = _recoded(read(f"events_{n}"), names, tensors)
+        soundness.events(table, walk, problem, tiling, own=mine)
+        costs = None
+        if mine:
+            costs = read(f"costs_{n}")
+            soundness.own_costs(costs, table)
+        stages.append(StageTrace(walk, schedule, repeat, stride, table, costs))
         walks.append((walk, tiling))
     timeline = None
     if "timeline_sm" in shapes:
         total = sum(len(stage.events) * stage.repeat for stage in stages)
         soundness.length_of_timeline(shapes["timeline_sm"][0], total)
-        timeline = _recoded(_unpack_timeline(shapes, read), names)
+        timeline = _recoded(_unpack_timeline(shapes, read), names, tensors)
         soundness.timeline(timeline, walks, problem)
     return Recording(
         problem,
@@ -255,6 +270,7 @@ def _unpack(header: dict[str, Any], archive: Archive) -> Recording:
         stages,
         header["provenance"],
         timeline,
+        own,
     )
 
 
@@ -263,6 +279,9 @@ def _members(header: dict[str, Any], archive: Archive) -> dict[str, tuple[np.dty
     kinds: dict[str, tuple[np.dtype, int]] = {
         f"events_{n}": (EVENT, 1) for n in range(len(header["stages"]))
     }
+    if "own" in header:
+        width = np.dtype(np.int64), 2
+        kinds |= {f"costs_{n}": width for n in range(len(header["stages"]))}
     if "block_mask" in header:
         kinds["block_mask"] = np.dtype(bool), 2
     if "mask" in header:
@@ -309,9 +328,9 @@ def _unpack_timeline(
     return spans
 
 
-def _recoded(table: np.ndarray, names: dict[str, list[str]]) -> np.ndarray:
+def _recoded(table: np.ndarray, names: dict[str, list[str]], tensors: Sequence[str]) -> np.ndarray:
     """`table` with the file's codes turned into ours, by what they are called; read-only."""
-    for field, ours in _NAMES.items():
+    for field, ours in {**_NAMES, "tensor": tensors}.items():
         if field in (table.dtype.names or ()):
             codes = np.array([ours.index(name) for name in names[field]], np.uint8)
             soundness.within(f"codes of {field}", table[field], 0, len(codes))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flashsim import report
-from flashsim.counts.work import StageWork, total_flops
+from flashsim.counts.work import KINDS, StageWork, total_flops
 from flashsim.schedule.names import COMPUTE, OPS, TENSORS, TRANSFERS
 from flashsim.trace.events import StageTrace, buffer_of, gain
 
@@ -41,10 +41,11 @@ def frame(
     number: int,
     position: int,
     head: int,
+    tensors: Sequence[str] = TENSORS,
 ) -> Frame:
     """The state after visit `step`, whose compute event is at `position` in stage `number`.
 
-    `works` is what a visit of each stage computes.
+    `works` is what a visit of each stage computes, `tensors` are names by code.
     """
     stage = stages[number]
     events = stage.events[: position + 1]
@@ -57,14 +58,17 @@ def frame(
         e = part.events if at < number else events
         for op in TRANSFERS:
             for code in np.unique(e["tensor"][e["op"] == op]):
-                key = f"{OPS[op]} {TENSORS[code]}"
+                key = f"{OPS[op]} {tensors[code]}"
                 chosen = (e["op"] == op) & (e["tensor"] == code)
                 moved[key] = moved.get(key, 0) + int(e["bytes"][chosen].sum())
         done = e[(e["op"] == COMPUTE) & (e["visit"] >= 0)]
         flops += sum(total_flops(works[at].visit, *part.extent(done)).values())
+        if part.costs is not None:
+            visits = e["visit"][e["op"] == COMPUTE] >= 0
+            flops += int(part.costs[: len(visits), : len(KINDS)][visits].sum())
     change, owner = gain(events), buffer_of(events["tensor"])
     on_chip = {
-        TENSORS[code]: int(change[owner == code].sum()) for code in np.unique(owner[change != 0])
+        tensors[code]: int(change[owner == code].sum()) for code in np.unique(owner[change != 0])
     }
     last = events[position]
     return Frame(

@@ -17,15 +17,16 @@ import gzip
 import heapq
 import json
 from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from flashsim.counts.work import TileOp, stage_work, total_flops
+from flashsim.counts.work import KINDS, StageWork, TileOp, stage_work, total_flops
 from flashsim.errors import OptionError
 from flashsim.report import beside
-from flashsim.schedule.names import COMPUTE, OPS, TENSORS, TRANSFERS
+from flashsim.schedule.names import COMPUTE, OPS, TRANSFERS
 from flashsim.trace import timeline
 from flashsim.trace.events import PHASES, ROLES, StageTrace, gain
 from flashsim.trace.recording import Recording
@@ -207,6 +208,7 @@ class _Clock:
 
     def __init__(self, trace: Recording) -> None:
         self.trace, self.used = trace, set[int]()
+        self._own = {s.name: cycle(s.costs) for s in trace.stages if s.costs is not None}
         device, dtype = trace.device, trace.problem.dtype
         per_ns = 1e-9 / device.sm_count  # one SM's share in a nanosecond
         matmul = device.peak(dtype)
@@ -220,7 +222,9 @@ class _Clock:
         """Slices, end and transfers (time, bytes) of one outer step that begins at `start`, ns."""
         self.used.add(sm)
         trace = self.trace
-        work = stage_work(trace.problem, trace.algorithm, trace.direction, stage.name)
+        work = StageWork()
+        if trace.own is None:
+            work = stage_work(trace.problem, trace.algorithm, trace.direction, stage.name)
         slices: list[Slice] = []
         moved: list[tuple[int, int]] = []
         held, now, begun = 0, start, start
@@ -228,7 +232,7 @@ class _Clock:
         for e, change in zip(events, gain(events).tolist(), strict=True):
             if e["op"] in TRANSFERS:
                 took = _ticks(int(e["bytes"]) / self.bytes_per_ns)
-                name = f"{OPS[e['op']]} {TENSORS[e['tensor']]}"
+                name = f"{OPS[e['op']]} {trace.tensors[e['tensor']]}"
                 slices.append(_slice(name, "HBM", sm, 1, now, took, e, stage, walk))
                 now += took
                 moved.append((now, int(e["bytes"])))
@@ -237,6 +241,11 @@ class _Clock:
                 for op in ops:
                     took = self._duration(op, stage, e)
                     slices.append(_slice(op.name, "compute", sm, 2, now, took, e, stage, walk))
+                    now += took
+                if stage.name in self._own:  # walk after walk, in the order of the events
+                    matmul, *others = next(self._own[stage.name])[: len(KINDS)].tolist()
+                    took = self._ticks(matmul, sum(others))
+                    slices.append(_slice("work", "compute", sm, 2, now, took, e, stage, walk))
                     now += took
                 if e["visit"] >= 0:
                     name = f"visit ({e['i']}, {e['j']})"
@@ -259,7 +268,10 @@ class _Clock:
         cols = int(span)
         flops = total_flops((op,), rows, cols, rows * cols)
         matmul = flops.pop("matmul")
-        return _ticks(matmul / self.matmul_per_ns + sum(flops.values()) / self.other_per_ns)
+        return self._ticks(matmul, sum(flops.values()))
+
+    def _ticks(self, matmul: int, others: int) -> int:
+        return _ticks(matmul / self.matmul_per_ns + others / self.other_per_ns)
 
 
 def _ticks(ns: float) -> int:

@@ -13,15 +13,21 @@ from typing import Any
 
 import numpy as np
 
+from flashsim.counts.work import KINDS
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
 from flashsim.schedule.names import COMPUTE, OPS, TENSORS, TRANSFERS
 from flashsim.schedule.savedmask import Csr
 from flashsim.schedule.split import Split
+from flashsim.schedule.tensors import COL, ROW, TILE
 from flashsim.schedule.tiling import Tiling
 from flashsim.trace.events import PHASES, ROLES
+from flashsim.trace.recording import Own
 
+#: Of an algorithm of one's own: names of tensors, stages, events of a stage.
+MOST_NAMES, MOST_STAGES, MOST_EVENTS = 64, 64, 1 << 22
+SIDES = (ROW, COL, TILE)
 #: Indices are int32 wherever tables hold them.
 INDEX = 1 << 31
 _NUMBER = (int, float)
@@ -53,7 +59,7 @@ def integers(what: str, given: Any, n: int, low: int = 0) -> list[int]:
     return given
 
 
-def header(given: dict[str, Any]) -> None:
+def header(given: dict[str, Any], tensors: Sequence[str] = TENSORS) -> None:
     """The header's own fields; those of its problem, device and stages when these are made."""
     kinds = {
         **{"names": dict, "problem": dict, "device": dict, "stages": list, "provenance": dict},
@@ -63,7 +69,7 @@ def header(given: dict[str, Any]) -> None:
     for name, value in given["provenance"].items():
         if not isinstance(value, str):
             raise ValueError(f"provenance: {name} is {_shown(value)}")
-    for field, ours in (("op", OPS), ("tensor", TENSORS), ("phase", PHASES), ("role", ROLES)):
+    for field, ours in (("op", OPS), ("tensor", tensors), ("phase", PHASES), ("role", ROLES)):
         names = given["names"].get(field, [] if field in ("phase", "role") else None)
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise ValueError(f"names: {field} is {_shown(names)}")
@@ -71,6 +77,55 @@ def header(given: dict[str, Any]) -> None:
             raise ValueError(f"unknown {field} {', '.join(map(repr, sorted(unknown)))}")
     if not given["stages"]:
         raise ValueError("there is no stage")
+    if len(given["stages"]) > MOST_STAGES:
+        raise ValueError(f"there are {len(given['stages'])} stages, over {MOST_STAGES}")
+
+
+def own(given: Any) -> Own | None:
+    """What an algorithm of one's own says of itself; None of a built-in one."""
+    if given is None:
+        return None
+    kinds = {"tensors": list, "compulsory": int, "workspace": int}
+    entry = typed("own", given, kinds)
+    tensors: dict[str, int] = {}
+    for pair in entry["tensors"]:
+        if not isinstance(pair, list) or len(pair) != 2 or not own_name(pair[0]):
+            raise ValueError(f"a tensor of one's own is {_shown(pair)}")
+        name, axis = pair
+        if name in TENSORS or name in tensors or type(axis) is not int or axis not in SIDES:
+            raise ValueError(f"a tensor of one's own is {_shown(pair)}")
+        tensors[name] = axis
+    if len(tensors) > MOST_NAMES:
+        raise ValueError(f"there are {len(tensors)} tensors of one's own")
+    sizes = entry["compulsory"], entry["workspace"]
+    if not all(0 <= nbytes < 1 << 62 for nbytes in sizes):
+        raise ValueError(f"own: bytes are {sizes}")
+    return Own(tensors, *sizes)
+
+
+def own_name(name: Any) -> bool:
+    """Whether a tensor of one's own may be called so."""
+    return isinstance(name, str) and name.isidentifier() and len(name) <= 24
+
+
+def own_stage(given: Any, of: Problem) -> tuple[plans.Stage, Tiling, int, int]:
+    """As `stage`, of an algorithm of one's own: it is what the file says."""
+    entry = typed("a stage", given, _STAGE)
+    known = entry["outer"] in ("queries", "keys") and entry["per"] in ("head", "group")
+    if not known or entry["dense"] or entry["buffers"] or len(entry["name"]) > 60:
+        raise ValueError(f"a stage is {_shown(entry)}")
+    plan = plans.Stage(entry["name"], entry["outer"], per=entry["per"])
+    heads = plans.heads_of(plan, of)
+    if (entry["repeat"], entry["stride"]) != heads:
+        raise ValueError(f"stage {plan.name!r}: repeat and stride are not {heads}")
+    return plan, Tiling(*integers("a tiling", entry["tiling"], 2, 1)), *heads
+
+
+def own_costs(costs: np.ndarray, events: np.ndarray) -> None:
+    """One row of work for each computation, of amounts that add up."""
+    if costs.shape != (int((events["op"] == COMPUTE).sum()), len(KINDS) + 2):
+        raise ValueError(f"a stage's work is {costs.shape}")
+    within("work", costs.ravel(), 0, (1 << 62) // max(len(costs), 1))
 
 
 def device(given: dict[str, Any]) -> Device:
@@ -163,8 +218,17 @@ def tiles(of: Problem, tiling: Tiling, members: int = 1) -> tuple[int, int, int]
     return t_r, t_c, pairs
 
 
-def length_of_events(length: int, walk: plans.Stage, of: Problem, tiling: Tiling) -> None:
-    """Refuse a table of events that is longer than any walk of the stage, or too short for one."""
+def length_of_events(
+    length: int, walk: plans.Stage, of: Problem, tiling: Tiling, *, own: bool = False
+) -> None:
+    """Refuse a table of events that is longer than any walk of the stage, or too short for one.
+
+    How long a walk of one's `own` is, no problem says.
+    """
+    if own:
+        if not 0 < length <= MOST_EVENTS:
+            raise ValueError(f"stage {walk.name!r} has {length} events, over {MOST_EVENTS}")
+        return
     rows_each = members(walk, of)
     t_r, t_c, pairs = tiles(of, tiling, rows_each)
     steps = t_r if walk.outer == "queries" else t_c
@@ -216,7 +280,9 @@ def within(what: str, values: np.ndarray, low: int, high: int) -> None:
         raise ValueError(f"{what} goes from {values.min()} to {values.max()}, not {low} to {high}")
 
 
-def events(table: np.ndarray, walk: plans.Stage, of: Problem, tiling: Tiling) -> None:
+def events(
+    table: np.ndarray, walk: plans.Stage, of: Problem, tiling: Tiling, *, own: bool = False
+) -> None:
     """Events of one stage: tiles and heads that exist, bytes that can be moved."""
     rows_each = members(walk, of)
     t_r, t_c, pairs = tiles(of, tiling, rows_each)
@@ -225,11 +291,12 @@ def events(table: np.ndarray, walk: plans.Stage, of: Problem, tiling: Tiling) ->
     within(what + "head", table["head"], 0, heads)
     within(what + "i", table["i"], -1, t_r)
     within(what + "j", table["j"], -1, t_c)
-    within(what + "visit", table["visit"], -1, pairs)
+    within(what + "visit", table["visit"], -1, len(table) if own else pairs)
     # One tile of one tensor: a row of it is at most a row of scores, or of head_dim, of 8 B.
     largest = of.n_q * rows_each * max(of.n_kv, of.head_dim, of.head_dim_v) * 8
     largest = max(largest, of.n_kv * max(of.head_dim, of.head_dim_v) * 8)
-    within(what + "bytes", table["bytes"], 0, min(largest, (1 << 63) // max(len(table), 1)) + 1)
+    most = (1 << 62) // max(len(table), 1)  # so that sums are no overflow
+    within(what + "bytes", table["bytes"], 0, (most if own else min(largest, most)) + 1)
     if (table["level"] != ~np.isin(table["op"], TRANSFERS)).any() or table["stage"].any():
         raise ValueError(what + "an event's level or stage is not as it must be")
     outer = table["i"] if walk.outer == "queries" else table["j"]

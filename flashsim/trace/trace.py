@@ -15,11 +15,11 @@ import numpy as np
 from flashsim import report
 from flashsim.counts import questions, traffic
 from flashsim.counts.traffic import Traffic
-from flashsim.counts.work import StageWork, on_chip_bytes, stage_work, total_flops
-from flashsim.errors import OptionError, TraceError, choices
+from flashsim.counts.work import KINDS, StageWork, on_chip_bytes, stage_work, total_flops
+from flashsim.errors import OptionError, TraceError, UnsupportedError, choices
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
-from flashsim.schedule.names import CODES, COMPUTE, OPS, TENSORS, TRANSFERS
+from flashsim.schedule.names import COMPUTE, OPS, TRANSFERS
 from flashsim.schedule.schedule import Schedule
 from flashsim.trace import frames
 from flashsim.trace.events import EVENT, StageTrace, buffer_of, gain
@@ -74,16 +74,17 @@ class Trace(Recording):
     def transfers(self) -> dict[tuple[str, str, str], int]:
         """Requested bytes over all heads: ``{(stage, op, tensor): bytes}``."""
         result: dict[tuple[str, str, str], int] = {}
+        names = self.tensors
         for stage in self.stages:
             events = stage.events
             moving = np.isin(events["op"], TRANSFERS) & (events["bytes"] > 0)
-            keys = events["op"][moving].astype(np.int64) * len(TENSORS) + events["tensor"][moving]
+            keys = events["op"][moving].astype(np.int64) * len(names) + events["tensor"][moving]
             found, inverse = np.unique(keys, return_inverse=True)
             sums = np.zeros(len(found), np.int64)
             np.add.at(sums, inverse, events["bytes"][moving])
             for key, total in zip(found.tolist(), sums.tolist(), strict=True):
-                op, tensor = divmod(key, len(TENSORS))
-                place = (stage.name, OPS[op], TENSORS[tensor])
+                op, tensor = divmod(key, len(names))
+                place = (stage.name, OPS[op], names[tensor])
                 result[place] = result.get(place, 0) + total * stage.repeat
         return result
 
@@ -101,10 +102,12 @@ class Trace(Recording):
         OptionError
             For a name that does not exist.
         """
-        return questions.select(self.transfers, op, tensor)
+        return questions.select(self.transfers, op, tensor, self.tensors)
 
     def compulsory(self) -> int:
         """Bytes that any algorithm must move: each input read once, each output written once."""
+        if self.own is not None:
+            return self.own.compulsory
         return traffic.compulsory(self.problem, self.direction)
 
     def by_tensor(self) -> dict[str, dict[str, int]]:
@@ -144,18 +147,21 @@ class Trace(Recording):
                 totals[first + member] += nbytes
         return totals
 
-    @staticmethod
-    def _moving(events: np.ndarray, op: str | None = None, tensor: str | None = None) -> np.ndarray:
-        questions.check_names(op, tensor)
+    def _moving(
+        self, events: np.ndarray, op: str | None = None, tensor: str | None = None
+    ) -> np.ndarray:
+        questions.check_names(op, tensor, self.tensors)
         chosen = np.isin(events["op"], TRANSFERS if op is None else OPS.index(op))
         if tensor is not None:
-            chosen &= events["tensor"] == CODES[tensor]
+            chosen &= events["tensor"] == self.tensors.index(tensor)
         return chosen
 
     # -- work -----------------------------------------------------------------------------------
 
     @cached_property
     def _works(self) -> list[StageWork]:
+        if self.own is not None:  # it has counted its own
+            return [StageWork()] * len(self.stages)
         given = self.problem, self.algorithm, self.direction
         return [stage_work(*given, stage.name) for stage in self.stages]
 
@@ -165,6 +171,12 @@ class Trace(Recording):
         flops: dict[str, int] = {}
         chip: dict[str, int] = {}
         for stage, work in zip(self.stages, self._works, strict=True):
+            if stage.costs is not None:
+                sums = (stage.costs.sum(axis=0) * stage.repeat).tolist()
+                for total, names in ((flops, KINDS), (chip, ("read", "write"))):
+                    for name in names:
+                        total[name] = total.get(name, 0) + sums.pop(0)
+                continue
             done = stage.events[stage.events["op"] == COMPUTE]
             visited = done[done["visit"] >= 0]
             outer = done[done["visit"] < 0]
@@ -205,11 +217,11 @@ class Trace(Recording):
         events = (self.main_stage if stage is None else self.stage(stage)).events
         change = gain(events)
         owner = buffer_of(events["tensor"])
-        names = [TENSORS[code] for code in np.unique(owner[change != 0])]
-        held = np.zeros((len(events), len(names)), np.int64)
-        for column, name in enumerate(names):
-            held[:, column] = np.cumsum(np.where(owner == CODES[name], change, 0))
-        return names, held
+        codes = np.unique(owner[change != 0])
+        held = np.zeros((len(events), len(codes)), np.int64)
+        for column, code in enumerate(codes):
+            held[:, column] = np.cumsum(np.where(owner == code, change, 0))
+        return [self.tensors[code] for code in codes], held
 
     def peak_sram(self) -> int:
         """Most bytes that one thread block held on chip at any time, over all stages."""
@@ -263,7 +275,7 @@ class Trace(Recording):
         if not -len(steps) <= step < len(steps):
             raise TraceError(f"step must be between 0 and {len(steps) - 1}, got {step}")
         step %= len(steps)
-        return frames.frame(self.stages, self._works, step, *steps[step], head)
+        return frames.frame(self.stages, self._works, step, *steps[step], head, self.tensors)
 
     # -- against others -------------------------------------------------------------------------
 
@@ -272,7 +284,17 @@ class Trace(Recording):
 
         Without asking whether the tiles fit: they ran, and a GPU's kernel may keep in registers
         what the model keeps on chip.
+
+        Raises
+        ------
+        UnsupportedError
+            For an algorithm of one's own: nobody has derived its closed form.
         """
+        if self.own is not None:
+            raise UnsupportedError(
+                f"there is no closed form of {self.algorithm!r}, an algorithm of your own; what it "
+                "moved is in trace.bytes(op, tensor)"
+            )
         first = self.stages[0].schedule
         return Traffic(
             *(self.problem, first.tiling, self.algorithm, self.direction, self.device),

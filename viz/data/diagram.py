@@ -10,18 +10,28 @@ from __future__ import annotations
 import numpy as np
 
 from flashsim.errors import UnsupportedError
-from flashsim.schedule.names import TENSORS, TRANSFERS
+from flashsim.schedule.names import TRANSFERS
 from flashsim.schedule.schedule import MASKED, Schedule
-from flashsim.schedule.tensors import AXES, COL, TILE
+from flashsim.schedule.tensors import COL, TILE
 from flashsim.trace.trace import Trace
 from flashsim.viz.data.steps import Steps
 
-KEY_SIDE, MATRICES = (
-    frozenset(n for n, axis in AXES.items() if axis == side and not n.endswith("_acc"))
-    for side in (COL, TILE)
-)
 #: How names too long for a strip are written beside it.
 SYMBOLS = {"delta": "δ", "dBias": "dB", "bias": "B", "O_part": "O′", "L_part": "L′", "table": "tbl"}
+
+
+def key_side(trace: Trace) -> frozenset[str]:
+    """The tensors that have one row a key; an accumulator is its own tensor."""
+    return _cut_along(trace, COL)
+
+
+def matrices(trace: Trace) -> frozenset[str]:
+    """The matrices of scores."""
+    return _cut_along(trace, TILE)
+
+
+def _cut_along(trace: Trace, side: int) -> frozenset[str]:
+    return frozenset(n for n, axis in trace.axes.items() if axis == side and not n.endswith("_acc"))
 
 
 def sides(trace: Trace) -> dict[str, tuple[str, ...]]:
@@ -33,15 +43,15 @@ def sides(trace: Trace) -> dict[str, tuple[str, ...]]:
     written: dict[str, None] = {}
     for _, op, tensor in trace.transfers:
         (loaded if op == "load" else written)[tensor.removesuffix("_acc")] = None
-    tensors = list({**loaded, **written})
-    row = [t for t in tensors if t not in KEY_SIDE | MATRICES]
-    col = [t for t in tensors if t in KEY_SIDE]
+    tensors, keys, grid = list({**loaded, **written}), key_side(trace), matrices(trace)
+    row = [t for t in tensors if t not in keys | grid]
+    col = [t for t in tensors if t in keys]
     return {
         "left": tuple(t for t in row if t not in written),
         "right": tuple(t for t in row if t in written),
         "top": tuple(t for t in col if t not in written),
         "bottom": tuple(t for t in col if t in written),
-        "grid": tuple(t for t in tensors if t in MATRICES),
+        "grid": tuple(t for t in tensors if t in grid),
     }
 
 
@@ -92,19 +102,20 @@ def first_touch(walk: Steps) -> dict[str, np.ndarray]:
     step = np.searchsorted(walk.ends, np.arange(len(events)))
     moving = np.isin(events["op"], TRANSFERS)
     result: dict[str, np.ndarray] = {}
+    keys, scores = key_side(walk.trace), matrices(walk.trace)
     for code in np.unique(events["tensor"][moving]):
-        name = TENSORS[code].removesuffix("_acc")
+        name = walk.trace.tensors[code].removesuffix("_acc")
         chosen = moving & (events["tensor"] == code)
         i, j, at = events["i"][chosen], events["j"][chosen], step[chosen]
-        shape = (t_r, t_c) if name in MATRICES else (t_c,) if name in KEY_SIDE else (t_r,)
+        shape = (t_r, t_c) if name in scores else (t_c,) if name in keys else (t_r,)
         first = result.setdefault(name, np.full(shape, len(walk), np.int64))
-        if name in MATRICES:
+        if name in scores:
             whole = j < 0  # rows of a matrix moved at once
             np.minimum.at(first, (i[~whole], j[~whole]), at[~whole])
             for row, when in zip(i[whole], at[whole], strict=True):
                 first[row] = np.minimum(first[row], when)
         else:
-            np.minimum.at(first, j if name in KEY_SIDE else i, at)
+            np.minimum.at(first, j if name in keys else i, at)
     return result
 
 

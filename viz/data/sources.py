@@ -16,6 +16,11 @@ from flashsim.viz.data.statistics import RowStatistics
 NAMES = {name: algorithm.title for name, algorithm in ALGORITHMS.items()}
 
 
+def title(algorithm: str) -> str:
+    """What an algorithm is called in print; one of one's own has its function's name."""
+    return NAMES.get(algorithm, algorithm)
+
+
 def one_trace(data: Any) -> Trace:
     """The trace in `data`: itself, or that of a `Result` or `Gradients`.
 
@@ -109,7 +114,7 @@ def _labels(sources: list[Trace | Traffic]) -> list[str]:
     """Algorithm, and then only what differs; numbered where nothing does."""
     facts = [
         {
-            "algorithm": NAMES[s.algorithm],
+            "algorithm": title(s.algorithm),
             "direction": s.direction,
             "heads": heads(s.problem.batch * s.problem.heads, s.problem.batch * s.problem.kv_heads),
             "n": f"N = {s.problem.n_q:,}",
@@ -139,7 +144,7 @@ def places(algorithms: Iterable[str]) -> list[int]:
     """Which colour, dash and marker each series has: its algorithm's, so that one algorithm looks
     the same in every figure; where an algorithm comes twice, series are counted instead."""
     names = list(algorithms)
-    order = list(NAMES)
+    order = [*NAMES, *dict.fromkeys(name for name in names if name not in NAMES)]
     return (
         [order.index(a) for a in names] if len(set(names)) == len(names) else [*range(len(names))]
     )
@@ -184,7 +189,7 @@ def common(sources: Iterable[Trace | Traffic], *, name: bool = False) -> str:
     words = [about(source) for source in all_of_them]
     alike = [word for word in words[0] if all(word in other for other in words)]
     if name:
-        alike.insert(0, NAMES[all_of_them[0].algorithm] + " " + all_of_them[0].direction)
+        alike.insert(0, title(all_of_them[0].algorithm) + " " + all_of_them[0].direction)
     return ", ".join(alike)
 
 
@@ -212,7 +217,7 @@ def rows(data: Any) -> list[dict[str, Any]]:
 
 
 def _row(s: Trace | Traffic) -> dict[str, Any]:
-    p = s.problem
+    p, own = s.problem, getattr(s, "own", None)
     shape = {name: getattr(p, name) for name in ("n_q", "n_kv", "head_dim", "head_dim_v")}
     return {
         "algorithm": s.algorithm,
@@ -230,9 +235,13 @@ def _row(s: Trace | Traffic) -> dict[str, Any]:
         "block_k": s.tiling.block_k,
         "requested_bytes": s.bytes(),
         "compulsory_bytes": s.compulsory(),
-        "once_bytes": traffic.once(p, s.algorithm, s.direction),
+        "once_bytes": (
+            traffic.once(p, s.algorithm, s.direction) if own is None else own.compulsory
+        ),
         "flops": s.flops(),
         "matmul_flops": s.flops("matmul"),
-        "saved_bytes": traffic.saved(p, s.algorithm),
-        "workspace_bytes": traffic.workspace(p, s.algorithm, s.direction),
+        "saved_bytes": traffic.saved(p, s.algorithm) if own is None else None,
+        "workspace_bytes": (
+            traffic.workspace(p, s.algorithm, s.direction) if own is None else own.workspace
+        ),
     }

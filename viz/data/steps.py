@@ -11,9 +11,9 @@ from functools import cached_property
 
 import numpy as np
 
-from flashsim.counts.work import stage_work
+from flashsim.counts.work import KINDS, stage_work
 from flashsim.errors import TraceError
-from flashsim.schedule.names import CODES, COMPUTE, FREE, TENSORS, TRANSFERS
+from flashsim.schedule.names import COMPUTE, FREE, TRANSFERS
 from flashsim.trace.events import EVENT, StageTrace, buffer_of, gain
 from flashsim.trace.trace import Trace
 
@@ -84,6 +84,9 @@ class Steps:
         done = np.zeros(len(self), np.int64)
         trace = self.trace
         for number, stage in enumerate(trace.stages):
+            if stage.costs is not None:
+                done[self.stage == number] = stage.costs[:, : len(KINDS)].sum(axis=1)
+                continue
             work = stage_work(trace.problem, trace.algorithm, trace.direction, stage.name)
             for ops, chosen in (
                 (work.visit, (self.stage == number) & (self.visit >= 0)),
@@ -132,7 +135,7 @@ class Steps:
         """Names of all on-chip buffers, in the order they first appear."""
         owner = buffer_of(self.events["tensor"])[gain(self.events) != 0]
         codes, first = np.unique(owner, return_index=True)
-        return [TENSORS[code] for code in codes[np.argsort(first)]]
+        return [self.trace.tensors[code] for code in codes[np.argsort(first)]]
 
     @cached_property
     def on_chip(self) -> np.ndarray:
@@ -146,7 +149,8 @@ class Steps:
         first = np.where(total[span] == where, at[span], len(total))
         position = np.minimum.reduceat(first, self.starts)
         columns = [
-            np.cumsum(np.where(owner == CODES[name], change, 0))[position] for name in self.buffers
+            np.cumsum(np.where(owner == self.trace.tensors.index(name), change, 0))[position]
+            for name in self.buffers
         ]
         return np.stack(columns, axis=1) if columns else np.zeros((len(self), 0), np.int64)
 

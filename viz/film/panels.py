@@ -11,12 +11,12 @@ from matplotlib.lines import Line2D
 from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 
-from flashsim.schedule.names import LOAD, OPS, TENSORS
+from flashsim.schedule.names import LOAD, OPS
 from flashsim.viz.data import sources
 from flashsim.viz.data.diagram import SYMBOLS
 from flashsim.viz.data.statistics import RowStatistics
 from flashsim.viz.data.steps import Steps
-from flashsim.viz.palette import Theme, color
+from flashsim.viz.palette import Theme, tint
 from flashsim.viz.style import human
 
 
@@ -41,7 +41,7 @@ class StatisticsPanel:
             ax.set_xticks(range(0, len(values), every), s.j[::every].tolist())
             (line,) = ax.plot(
                 [], [], color=theme.text, lw=1.8, drawstyle="steps-post", marker="o", ms=5,
-                mfc=color(shade, theme.name), mec=theme.text, mew=1,
+                mfc=tint(shade, theme.name), mec=theme.text, mew=1,
             )  # fmt: skip
             self.lines.append(line)
         panels[-1].set_xlabel("key tile j", fontsize=10, labelpad=1)
@@ -142,9 +142,9 @@ class Moves:
                 size.set_text(human(int(moves["bytes"][n:].sum())))
                 continue
             e = moves[n]
-            tensor = TENSORS[e["tensor"]].removesuffix("_acc")
+            tensor = self.walk.trace.tensors[e["tensor"]].removesuffix("_acc")
             line.set(
-                color=color(tensor, self.theme.name),
+                color=tint(tensor, self.theme.name),
                 linestyle="-" if e["op"] == LOAD else (0, (1.6, 0.8)),
             )
             name.set_text(f"{OPS[e['op']]} {SYMBOLS.get(tensor, tensor)}")

@@ -12,12 +12,12 @@ from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
-from flashsim.schedule.names import LOAD, TENSORS, TRANSFERS
+from flashsim.schedule.names import LOAD, TRANSFERS
 from flashsim.viz.data.diagram import (
-    KEY_SIDE,
     SYMBOLS,
     corners,
     first_touch,
+    key_side,
     one_grid,
     sides,
     tile_kinds,
@@ -25,7 +25,7 @@ from flashsim.viz.data.diagram import (
 from flashsim.viz.data.parts import page_edges, part_edges
 from flashsim.viz.data.steps import Steps
 from flashsim.viz.film.mosaic import Mosaic
-from flashsim.viz.palette import Theme, color, is_gradient, mix, rgb
+from flashsim.viz.palette import Theme, is_gradient, mix, rgb, tint
 from flashsim.viz.style import HATCH
 
 _STRIP, _GAP = 0.045, 0.018  # of the diagram's height
@@ -62,6 +62,7 @@ class Scene:
             walk.stage[walk.visit >= 0], minlength=len(walk.trace.stages)
         ).clip(2)
         self.artists: list[Artist] = []
+        self.key_side = key_side(walk.trace)
         ax.set(xlim=(0, aspect), ylim=(1, 0))
         ax.axis("off")
         self._place(aspect)
@@ -113,11 +114,13 @@ class Scene:
                         (w + 0.012, _STRIP / 2, "left", "center"),
                     ),
                 }[side]  # fmt: skip
+                word = SYMBOLS.get(name, name)
+                upright = len(word) > 3 and name not in self.key_side  # wider than its strip
                 self.ax.text(
-                    box[0] + tx, box[1] + ty, SYMBOLS.get(name, name), ha=ha, va=va, fontsize=12.5,
-                    fontweight="bold",
+                    box[0] + tx, box[1] + ty, word, ha=ha, va=va, rotation=90 if upright else 0,
+                    fontsize=10 if upright else 12.5, fontweight="bold",
                 )  # fmt: skip
-                mosaic = self._mosaic(box, *((1, t_c) if name in KEY_SIDE else (t_r, 1)))
+                mosaic = self._mosaic(box, *((1, t_c) if name in self.key_side else (t_r, 1)))
                 along = (n + 1) / (len(names) + 1)
                 self.strips[name] = _Strip(box, mosaic, touched[name], along)
 
@@ -149,7 +152,7 @@ class Scene:
             [(x + j * dx, y + i * dy), (x + j * dx, y + (i + 1) * dy)]
             for i, j in part_edges(schedule)
         ]
-        boxes = [s.box for name, s in self.strips.items() if name in KEY_SIDE]
+        boxes = [s.box for name, s in self.strips.items() if name in self.key_side]
         pages = [
             [(x + at * dx, top), (x + at * dx, top + high)]
             for at in page_edges(schedule)
@@ -166,10 +169,11 @@ class Scene:
         ax.set(xlim=(0, self.full), ylim=(0, 1), xticks=[], yticks=[], facecolor=self.theme.panel)
         for spine in ax.spines.values():
             spine.set(visible=True, color=self.theme.grid)
-        across = int(ax.get_window_extent().width // 42)  # names in a row
+        longest = max((len(SYMBOLS.get(name, name)) for name in walk.buffers), default=0)
+        across = int(ax.get_window_extent().width // max(42, 12 + 6 * longest))  # names in a row
         self.bars = []
         for n, name in enumerate(walk.buffers):
-            shade = color(name, self.theme.name)
+            shade = tint(name, self.theme.name)
             bar = Rectangle(
                 (0, 0), 0, 1, facecolor=shade, edgecolor=self.theme.background, lw=0.8,
                 hatch=HATCH if is_gradient(name) else None,
@@ -211,8 +215,8 @@ class Scene:
 
     def _grid_colors(self, step: int, stage: int) -> np.ndarray:
         theme, walk = self.theme, self.walk
-        low = mix(theme.panel, color("S", theme.name), 0.3)
-        high = mix(theme.panel, color("S", theme.name), 0.75)
+        low = mix(theme.panel, tint("S", theme.name), 0.3)
+        high = mix(theme.panel, tint("S", theme.name), 0.75)
         skipped = mix(theme.background, theme.grid, 0.45)
         image = np.where(self.kinds[stage][..., None] > 0, rgb(theme.panel), skipped)
         first = int(np.searchsorted(walk.stage, stage))
@@ -224,18 +228,18 @@ class Scene:
         return image.astype(np.uint8)
 
     def _strip_colors(self, name: str, step: int) -> np.ndarray:
-        theme, own = self.theme, color(name, self.theme.name)
+        theme, own = self.theme, tint(name, self.theme.name)
         idle, seen = mix(theme.background, own, 0.22), mix(theme.background, own, 0.55)
         moved = self.strips[name].first <= step
         colors = np.where(moved[:, None], seen, idle).astype(np.uint8)
-        return colors[None] if name in KEY_SIDE else colors[:, None]
+        return colors[None] if name in self.key_side else colors[:, None]
 
     def shades(self) -> np.ndarray:
         """Every flat colour it can show (the grid's ramp sampled), uint8 (n, 3)."""
         theme = self.theme
-        own = [color(name, theme.name) for name in (*self.strips, *self.in_grid)]
-        held = [color(name, theme.name) for name in self.walk.buffers]
-        s = color("S", theme.name)
+        own = [tint(name, theme.name) for name in (*self.strips, *self.in_grid)]
+        held = [tint(name, theme.name) for name in self.walk.buffers]
+        s = tint("S", theme.name)
         ramp = [mix(theme.panel, s, share) for share in np.linspace(0.3, 0.75, 40)]
         strips = [mix(theme.background, c, share) for c in own for share in (0.22, 0.55, 1)]
         skipped = mix(theme.background, theme.grid, 0.45)
@@ -275,8 +279,8 @@ class Scene:
                 line.set_data([], [])
                 continue
             e = moves[n]
-            name = TENSORS[e["tensor"]].removesuffix("_acc")
-            shade = color(name, self.theme.name)
+            name = self.walk.trace.tensors[e["tensor"]].removesuffix("_acc")
+            shade = tint(name, self.theme.name)
             tile.set_facecolor(shade)
             if name not in self.strips:
                 tile.set_bounds(*self.cell(int(e["i"]), int(e["j"])))
@@ -284,7 +288,7 @@ class Scene:
                 continue
             strip = self.strips[name]
             x, y, w, h = strip.box
-            if name in KEY_SIDE:
+            if name in self.key_side:
                 w /= len(strip.first)
                 x += int(e["j"]) * w
                 at = x + strip.along * w

@@ -216,6 +216,15 @@ class Diagram {
     c.textAlign = s.upright ? "center" : s.side === "top" ? "right" : "left";
     const at = { left: [x + w / 2, y + h + text * 0.75], right: [x + w / 2, y - text * 0.6],
       top: [x - 6, y + h / 2], bottom: [x + w + 6, y + h / 2] }[s.side];
+    if (s.upright && name.length > 3) {  // wider than its strip: upwards
+      c.save();
+      c.translate(x + w / 2, s.side === "right" ? y - text * 0.3 : y + h + text * 0.3);
+      c.rotate(-Math.PI / 2);
+      c.textAlign = s.side === "right" ? "left" : "right";
+      c.fillText(name, 0, 0);
+      c.restore();
+      return;
+    }
     c.fillText(name, at[0], at[1]);
   }
 

@@ -11,7 +11,7 @@ import base64
 import hashlib
 import html
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 
 from flashsim.errors import OptionError
-from flashsim.schedule.names import OPS, TENSORS
+from flashsim.schedule.names import OPS
 from flashsim.trace.trace import Trace
 from flashsim.viz.data import sources
-from flashsim.viz.data.diagram import KEY_SIDE, MATRICES, SYMBOLS, one_grid, sides, tile_kinds
+from flashsim.viz.data.diagram import SYMBOLS, key_side, matrices, one_grid, sides, tile_kinds
 from flashsim.viz.data.parts import page_edges, part_edges
 from flashsim.viz.data.statistics import RowStatistics
 from flashsim.viz.data.steps import Steps
-from flashsim.viz.palette import THEMES
+from flashsim.viz.palette import THEMES, tint
 from flashsim.viz.save import whole
 
 _SCRIPTS = ("decode.js", "diagram.js", "player.js")
@@ -105,16 +105,18 @@ def page(
     chosen = sources.panes("a page", data, statistics)
     if theme not in ("auto", *THEMES):
         raise OptionError(f"unknown theme {theme!r}; possible: auto, {', '.join(THEMES)}")
+    traces = [trace for trace, _ in chosen.values()]
+    names = list(dict.fromkeys(name for trace in traces for name in trace.tensors))
     payload = {
         "title": sources.writable("title", title or " and ".join(chosen)),
         "theme": theme,
-        "themes": {name: _theme(name) for name in THEMES},
-        "keySide": sorted(KEY_SIDE),
-        "matrices": sorted(MATRICES),
+        "themes": {name: _theme(name, names) for name in THEMES},
+        "keySide": sorted(set().union(*map(key_side, traces))),
+        "matrices": sorted(set().union(*map(matrices, traces))),
         "symbols": SYMBOLS,
         "ops": OPS,
-        "tensors": TENSORS,
-        "panes": [_pane(label, *pane) for label, pane in chosen.items()],
+        "tensors": names,
+        "panes": [_pane(label, *pane, names) for label, pane in chosen.items()],
     }
     result = Page(_assemble(payload))
     if path is not None:
@@ -122,23 +124,27 @@ def page(
     return result
 
 
-def _theme(name: str) -> dict[str, Any]:
+def _theme(name: str, tensors: Sequence[str]) -> dict[str, Any]:
     t = THEMES[name]
+    own = {key: tint(key, name) for key in tensors[1:] if not key.endswith("_acc")}
     names = ("background", "panel", "text", "muted", "grid", "accent")
-    return {**{key: getattr(t, key) for key in names}, "tensors": dict(t.tensors)}
+    return {**{key: getattr(t, key) for key in names}, "tensors": {**t.tensors, **own}}
 
 
-def _pane(label: str, trace: Trace, statistics: RowStatistics | None) -> dict[str, Any]:
+def _pane(
+    label: str, trace: Trace, statistics: RowStatistics | None, names: Sequence[str]
+) -> dict[str, Any]:
     walk, p, gpu = Steps(trace), trace.problem, trace.provenance.get("gpu", "")
     t_r, t_c = one_grid(trace)
     e = walk.events
+    tensor = np.array([names.index(name) for name in trace.tensors])[e["tensor"]]
     sizes, size = np.unique(e["bytes"], return_inverse=True)
     work, price = np.unique(walk.step_flops, return_inverse=True)
     notes, note = np.unique(walk.notes, return_inverse=True)
     return {
         "label": label,
         "about": (
-            f"{sources.NAMES[trace.algorithm]} {trace.direction}: {sources.common([trace])}; "
+            f"{sources.title(trace.algorithm)} {trace.direction}: {sources.common([trace])}; "
             f"{'one head is shown; ' if p.batch * p.heads > 1 else ''}SRAM of "
             f"{trace.device.name}; recorded by {trace.backend}{f' on {gpu}' if gpu else ''}"
         ),
@@ -154,7 +160,8 @@ def _pane(label: str, trace: Trace, statistics: RowStatistics | None) -> dict[st
             for stage in trace.stages
         ],
         "events": {
-            **{name: _column(e[name]) for name in ("stage", "op", "tensor", "i", "j")},
+            **{name: _column(e[name]) for name in ("stage", "op", "i", "j")},
+            "tensor": _column(tensor),
             "visited": _column(e["visit"] >= 0),
             "size": _column(size),
         },

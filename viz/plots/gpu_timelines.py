@@ -104,7 +104,7 @@ def gpu_timeline(
     _ticks(ax, busy, placed, color)
     many = "one SM" if len(busy) == 1 else f"{len(busy)} SMs"
     heading(
-        ax, theme, f"{sources.NAMES[trace.algorithm]}, stage {part.name}: {many}", _about(trace)
+        ax, theme, f"{sources.title(trace.algorithm)}, stage {part.name}: {many}", _about(trace)
     )
 
 

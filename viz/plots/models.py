@@ -111,7 +111,7 @@ def _bounds(points: list[dict[str, Any]], x: str, among: bool, ax: Axes, theme: 
     ax.plot(
         at, fitted * theorem, color=theme.muted, lw=9, alpha=0.3, solid_capstyle="butt", zorder=1,
         label=f"Θ(N²d²/M), × {fitted:.3g} fitted"
-        + (f"\nto {sources.NAMES[points[0]['algorithm']]}" if among else ""),
+        + (f"\nto {sources.title(points[0]['algorithm'])}" if among else ""),
     )  # fmt: skip
     ax.plot(at, compulsory, ls="-", label="compulsory (exact)", **quiet)
     ax.plot(at, lower, ls=(0, (6, 3)), label="Ω, Saha and Ye (slope only)", **quiet)
@@ -171,7 +171,7 @@ def _series(rows: Iterable[dict[str, Any]], x: str) -> dict[str, list[dict[str, 
             "window": f"window {window.replace(',', ':')}" if window else "no window",
             "kv_heads": _heads(row),
         }
-        label = [sources.NAMES[row["algorithm"]]]
+        label = [sources.title(row["algorithm"])]
         label += [words.get(k) or (f"{k} = {row[k]}" if k in AXES else row[k]) for k in telling]
         found.setdefault(", ".join(label), []).append(row)
     return found
@@ -319,7 +319,7 @@ def _labels(rows: list[dict[str, Any]]) -> list[str]:
     words["kv_heads"] = "{} key heads"
     telling = [name for name in words if len({row[name] for row in rows}) > 1]
     return [
-        ", ".join([sources.NAMES[row["algorithm"]], *(words[t].format(row[t]) for t in telling)])
+        ", ".join([sources.title(row["algorithm"]), *(words[t].format(row[t]) for t in telling)])
         for row in rows
     ]
 
@@ -383,7 +383,7 @@ def memory_footprint(
         sizes = sorted(points)
         ax.plot(
             sizes, [points[size] for size in sizes], marker=MARKERS[number],
-            ls=DASHES[number], color=theme.cycle[number], label=sources.NAMES[name],
+            ls=DASHES[number], color=theme.cycle[number], label=sources.title(name),
         )  # fmt: skip
         ends.append((sizes[-1], points[sizes[-1]]))
     for close in _close(ends):

@@ -114,7 +114,7 @@ def tile_map(
         xlabel=f"key tile j ({schedule.tiling.block_k} keys each)",
         ylabel=f"query tile i ({schedule.tiling.block_q} queries each)",
     )
-    title = f"{sources.NAMES[trace.algorithm]} {trace.direction}: {schedule.outer} outside"
+    title = f"{sources.title(trace.algorithm)} {trace.direction}: {schedule.outer} outside"
     heading(ax, theme, title, sources.common([trace]))
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))

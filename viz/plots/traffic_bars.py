@@ -18,7 +18,7 @@ from flashsim.schedule.names import CODES, COMPUTE
 from flashsim.trace.trace import Trace
 from flashsim.viz.data import sources
 from flashsim.viz.data.steps import Steps
-from flashsim.viz.palette import Theme, color, is_gradient
+from flashsim.viz.palette import Theme, is_gradient, tint
 from flashsim.viz.style import DASHES, HATCH, MARKERS, heading, human, ink_on, themed, unit_axis
 
 
@@ -54,15 +54,13 @@ def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme
                 ax.bar(x, total, width * 0.92, color=theme.cycle[o], label=op if g == 0 else None)
             bottom = 0
             parts = source.by_tensor() if not log else {}
-            for tensor in sorted(
-                parts, key=CODES.__getitem__
-            ):  # one order, whoever moves what first
+            for tensor in sorted(parts, key=_place):  # one order, whoever moves what first
                 by_op = parts[tensor]
                 if by_op[op]:
                     base = tensor.removesuffix("_acc")
                     ax.bar(
                         x, by_op[op], width * 0.92, bottom=bottom,
-                        color=color(tensor, theme.name), edgecolor=theme.background, linewidth=0.8,
+                        color=tint(tensor, theme.name), edgecolor=theme.background, linewidth=0.8,
                         hatch=HATCH if is_gradient(base) else None, gid=f"{label}/{op}/{tensor}",
                     )  # fmt: skip
                     shown.add(base)
@@ -98,9 +96,14 @@ def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme
     heading(ax, theme, "What moves between HBM and SRAM", about)
     unit_axis(ax.yaxis)
     _name_parts(ax, theme, middles)
-    handles = [tensor_patch(tensor, theme) for tensor in sorted(shown, key=CODES.__getitem__)]
+    handles = [tensor_patch(tensor, theme) for tensor in sorted(shown, key=_place)]
     lines = [line for line in ax.lines if not str(line.get_label()).startswith("_")]
     ax.legend(handles=[*handles[::-1], *lines], loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def _place(tensor: str) -> tuple[int, str]:
+    """Where a tensor stands among others; those of one's own come last."""
+    return CODES.get(tensor, len(CODES)), tensor
 
 
 def _levels(
@@ -137,7 +140,7 @@ def _name_parts(ax: Axes, theme: Theme, parts: list[tuple[float, float, int, str
     low, high = ax.get_ylim()
     for x, y, nbytes, tensor in parts:
         if nbytes > 0.055 * (high - low):
-            shade = color(tensor, theme.name)
+            shade = tint(tensor, theme.name)
             text = ax.text(
                 x, y, tensor, ha="center", va="center", fontsize=11, fontweight="bold",
                 color=ink_on(shade),
@@ -148,7 +151,7 @@ def _name_parts(ax: Axes, theme: Theme, parts: list[tuple[float, float, int, str
 def tensor_patch(tensor: str, theme: Theme) -> Patch:
     """A legend entry of a tensor."""
     return Patch(
-        facecolor=color(tensor, theme.name),
+        facecolor=tint(tensor, theme.name),
         edgecolor=theme.background,
         hatch=HATCH if is_gradient(tensor) else None,
         label=tensor,
@@ -257,7 +260,7 @@ def sram_timeline(
     base = np.zeros(len(x))
     for column, name in enumerate(names):
         ax.fill_between(
-            x, base, levels[:, column], step="post", facecolor=color(name, theme.name),
+            x, base, levels[:, column], step="post", facecolor=tint(name, theme.name),
             lw=0.3, hatch=HATCH if is_gradient(name) else None, edgecolor=theme.background,
             label=name,
         )  # fmt: skip
@@ -314,14 +317,14 @@ def diff(first: Any, second: Any = None, *, ax: Axes, theme: Theme) -> None:
     stages = list(dict.fromkeys(stage for stage, _, _ in [*a.transfers, *b.transfers]))
     keys = sorted(
         {*a.transfers, *b.transfers},
-        key=lambda key: (stages.index(key[0]), OPS.index(key[1]), CODES[key[2]]),
+        key=lambda key: (stages.index(key[0]), OPS.index(key[1]), _place(key[2])),
     )
     changes = {key: b.transfers.get(key, 0) - a.transfers.get(key, 0) for key in keys}
     shown = {key: change for key, change in changes.items() if change}
     size = min(12.5, 240 / max(len(shown), 1))  # as high as a bar on a slide
     for y, ((stage, op, tensor), change) in enumerate(shown.items()):
         ax.barh(
-            y, change, color=color(tensor, theme.name), edgecolor=theme.background,
+            y, change, color=tint(tensor, theme.name), edgecolor=theme.background,
             hatch=HATCH if is_gradient(tensor) else None, gid=f"{stage}/{op}/{tensor}",
         )  # fmt: skip
         ax.annotate(

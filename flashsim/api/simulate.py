@@ -1,0 +1,319 @@
+"""`simulate`: an algorithm of one's own, run on the simulated machine."""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import CodeType, MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from flashsim.api import hosts, inputs
+from flashsim.api.execution import Result, provenance
+from flashsim.engines.engine import Job
+from flashsim.engines.own.hbm import require_shape
+from flashsim.engines.own.lines import deepest
+from flashsim.engines.own.machine import OpenMachine
+from flashsim.errors import (
+    DTypeError,
+    FlashSimError,
+    MemoryModelError,
+    OptionError,
+    UnsupportedError,
+    choices,
+    shown,
+)
+from flashsim.problem.hardware import Device
+from flashsim.problem.problem import Problem, numpy_dtype
+from flashsim.schedule.names import TENSORS
+from flashsim.schedule.tensors import BIASES, COL, ROW, TILE, shape, whole_bytes
+from flashsim.schedule.tiling import Tiling
+from flashsim.trace.recording import Own
+from flashsim.trace.trace import Trace
+
+#: What an algorithm may be given and may be asked for, by the papers' names.
+NAMES = tuple(
+    name
+    for name in TENSORS[1:]
+    if name not in BIASES and name != "table" and not name.endswith(("_acc", "_part"))
+)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class OwnResult(Result):
+    """What `simulate` returns: a `Result` of an algorithm of one's own.
+
+    Attributes
+    ----------
+    out : array
+        The first of the outputs: O, if nothing else was asked for.
+    lse : array or None
+        L, where the algorithm stored it.
+    tensors : mapping of str to array
+        Every output by its name.
+    """
+
+    tensors: Mapping[str, Any] = field(default_factory=dict)
+
+    def backward(self, *_: Any, **__: Any) -> Any:
+        """There is none: an algorithm of one's own has the passes that one writes."""
+        raise UnsupportedError(
+            "the backward pass of an algorithm of your own is an algorithm of your own: "
+            "flashsim.simulate(my_backward, q, k, v, inputs={'dO': dout, ...}, outputs=['dQ'])"
+        )
+
+
+def simulate(
+    algorithm: Callable[[OpenMachine], None],
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    inputs: Mapping[str, Any] | None = None,
+    outputs: Iterable[str] = ("O",),
+    tiling: Tiling | None = None,
+    device: str | Device = "H100",
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    scale: float | None = None,
+    mask: Callable[..., Any] | None = None,
+) -> OwnResult:
+    """Run an algorithm of your own on the simulated machine, where no byte is free.
+
+    It is a function of one argument, the machine, and moves tiles between HBM and SRAM as the
+    built-in pages do (`flashsim/algorithms/`). `docs/guides/your_own_algorithm.md` has examples.
+
+    Parameters
+    ----------
+    algorithm : function of an `OpenMachine`
+        Its name is what tables and pictures call it.
+    q, k, v : array
+        As for `run`. They are copied: the function sees ``machine.hbm.Q``, ``K`` and ``V``.
+    inputs : mapping of str to array, optional
+        More tensors by the papers' names ("dO", "L", "delta", "S", ...): (.., n, width) or, of
+        one number a row, (.., n), with as many axes in front as q has.
+    outputs : iterable of str
+        What the function must store, wholly. With "O" it may store "L" (LSE) as well.
+    tiling : Tiling, optional
+        ``machine.tiling``, the grid of pictures; default: 64 x 64, or the whole matrix if smaller.
+    device : str or Device
+        Its `sram_bytes` is what a step can hold.
+    causal, window, softcap, scale, mask
+        See `Problem`; the function has to act on them (``machine.keep(rows, cols)``).
+
+    Returns
+    -------
+    OwnResult
+        With `out`, `lse`, `tensors` and `trace`: events, bytes, FLOPs, as any other.
+
+    Raises
+    ------
+    SramOverflow
+        If more is held than the device gives.
+    MemoryModelError
+        For what a machine cannot do: use of what was not loaded, was never stored or has been
+        freed, numbers taken off the chip or brought in from outside, results not wholly stored.
+    FlashSimError
+        For arguments that fit no problem. Errors in the function name its line.
+    """
+    if not callable(algorithm):
+        raise DTypeError(
+            f"simulate takes a function of the machine, got {shown(algorithm)}; the built-in "
+            "algorithms run by flashsim.run(q, k, v, algorithm=...)"
+        )
+    name = getattr(algorithm, "__name__", type(algorithm).__name__)[:60]
+    asked = list(dict.fromkeys(outputs))
+    given = dict(inputs or {})
+    for one in (*given, *asked):
+        if one not in NAMES:
+            raise OptionError(
+                f"no tensor {shown(one)} to give or to ask for; {choices(one, NAMES)}"
+            )
+    if not asked or set(asked) & {"Q", "K", "V", *given}:
+        raise OptionError(f"outputs are what is computed, got {asked} beside inputs {[*given]}")
+    problem, arrays, ndim, host = _problem(
+        *(q, k, v, given),
+        *(tiling, {"causal": causal, "window": window, "softcap": softcap, "scale": scale}, mask),
+    )
+    _check_outsiders(algorithm, name, {"q": q, "k": k, "v": v, **given})
+    tiling = (tiling or Tiling(64, 64)).clip(problem)
+    machine = OpenMachine(problem, tiling, Device.get(device))
+    for one, array in arrays.items():
+        machine.hbm.put(one, array, _dtype(problem, one), written=True)
+    optional = ["L"] if "O" in asked and "L" not in (*asked, *given) else []
+    for one in (*asked, *optional):
+        size, dtype = _size(problem, one), _dtype(problem, one)
+        array = np.full(size, np.nan, numpy_dtype(dtype))
+        machine.hbm.put(one, array, dtype, written=False)
+    _run(algorithm, name, machine)
+    for one in optional:
+        if machine.hbm.stored(one) != "none":
+            asked.append(one)
+    _check_stored(name, machine, asked)
+    give = lambda one: host.give(_squeezed(machine.hbm.array(one), problem, one, ndim))  # noqa: E731
+    results = {one: give(one) for one in asked}
+    job = Job(
+        *(problem, arrays["Q"], arrays["K"], arrays["V"], None, tiling, machine.device, name),
+        trace=True,
+    )
+    return OwnResult(
+        out=results[asked[0]],
+        lse=results.get("L"),
+        kernel="simulator",
+        tensors=MappingProxyType(results),
+        _trace=_trace(name, machine, arrays, asked),
+        _job=job,
+        _saved={},
+        _backend="numpy",
+        _bias_shape=None,
+        _host=host,
+    )
+
+
+def _problem(
+    q: Any,
+    k: Any,
+    v: Any,
+    given: Mapping[str, Any],
+    tiling: Tiling | None,
+    question: dict[str, Any],
+    mask: Any,
+) -> tuple[Problem, dict[str, np.ndarray], int, hosts.Host]:
+    """The problem, copies of the arrays by the papers' names (4-D), and what they came as."""
+    inputs.check_tiling(tiling)
+    host = hosts.host_of(q)
+    q, k, v = hosts.take(host, q=q, k=k, v=v)
+    made = inputs.prepare(q, k, v, mask=mask, **question)
+    inputs.require_numpy("numpy", q=made.q, k=made.k, v=made.v)
+    p, ndim = made.problem, made.ndim
+    arrays = {"Q": made.q, "K": made.k, "V": made.v}
+    for name, x in zip(given, hosts.take(host, **given), strict=True):
+        want = _size(p, name)
+        x = np.asarray(x)
+        full = x.reshape((1,) * (len(want) - x.ndim) + x.shape) if x.ndim <= len(want) else x
+        require_shape(name, full.shape, want)
+        arrays[name] = full.astype(numpy_dtype(_dtype(p, name)))
+    return p, {name: np.array(x) for name, x in arrays.items()}, ndim, host
+
+
+def _size(p: Problem, name: str) -> tuple[int, ...]:
+    """(batch, heads, n[, width]) of a tensor by the papers' name."""
+    its = shape(p, name)
+    heads = p.kv_heads if its.axis == COL else p.heads
+    sides = {ROW: (p.n_q, its.elements), COL: (p.n_kv, its.elements), TILE: (p.n_q, p.n_kv)}
+    n, width = sides[its.axis]
+    return (p.batch, heads, n) if its.vector else (p.batch, heads, n, width)
+
+
+def _dtype(p: Problem, name: str) -> str:
+    return p.dtype if shape(p, name).itemsize == p.itemsize else p.compute_dtype
+
+
+def _squeezed(array: np.ndarray, p: Problem, name: str, ndim: int) -> np.ndarray:
+    vector = shape(p, name).vector
+    return inputs.squeeze(array, ndim - 1 if vector else ndim)
+
+
+def _run(algorithm: Callable[[OpenMachine], None], name: str, machine: OpenMachine) -> None:
+    """Call the function; what goes wrong names its line."""
+    try:
+        with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):
+            algorithm(machine)
+    except FlashSimError as error:
+        at = deepest(error.__traceback__)
+        if at is None or at[0] == __file__:
+            raise
+        text = f", `{at[2]}`" if at[2] else ""  # what was typed at a prompt is not always kept
+        raise type(error)(f"{name}, line {at[1]}{text}: {error}") from None
+    except Exception as error:
+        at = deepest(error.__traceback__)
+        if at is not None and at[0] != __file__:
+            error.add_note(f"in {name}, line {at[1]}: {at[2]}")
+        raise
+
+
+def _check_stored(name: str, machine: OpenMachine, asked: list[str]) -> None:
+    code = getattr(machine, "stages", ())
+    if not code:
+        raise MemoryModelError(f"{name} ran no stage; open one with machine.stage(name)")
+    for one in asked:
+        state = machine.hbm.stored(one)
+        if state != "all":
+            what = "nothing of it was stored" if state == "none" else f"{state} were never stored"
+            raise MemoryModelError(
+                f"{name} ended, and {one} is not there: {what}; sram.store(hbm.{one}, rows, tile)"
+            )
+    if not any((stage.events["bytes"] > 0).any() for stage in machine.stages):
+        raise MemoryModelError(f"{name} moved nothing")
+
+
+def _trace(
+    name: str, machine: OpenMachine, arrays: Mapping[str, np.ndarray], asked: list[str]
+) -> Trace:
+    p, hbm = machine.problem, machine.hbm
+    backward = any(one.startswith("d") for one in asked)
+    trace = Trace(
+        *(p, machine.device, name, "backward" if backward else "forward", "numpy", machine.stages),
+        provenance("simulator"),
+        own=Own(hbm.own, 0),
+    )
+    used = [one for one in arrays if trace.bytes("load", one)]
+    compulsory = sum(whole_bytes(p, one) for one in (*used, *asked))
+    made = [one for one in hbm.tensors if one not in arrays and one not in (*asked, "L")]
+    workspace = sum(hbm.inside(getattr(hbm, one)).data.nbytes for one in made)
+    trace.own = Own(hbm.own, compulsory, workspace)
+    return trace
+
+
+# -- what cannot be prevented is found ------------------------------------------------------------
+
+
+def _check_outsiders(function: Any, name: str, arrays: Mapping[str, Any]) -> None:
+    """Refuse a function that reads an input from outside: no load would be counted.
+
+    Its globals, its closure and its defaults, and those of the functions inside it, are looked at.
+    No array can be stored or meet a tile; the numbers of one, taken one by one, could.
+    """
+    for label, value in _outside(function):
+        if not isinstance(value, np.ndarray):
+            continue
+        for which, array in arrays.items():
+            if isinstance(array, np.ndarray) and np.may_share_memory(value, array):
+                raise MemoryModelError(
+                    f"{name} uses {label}, which is the {which} that was given to simulate: inside "
+                    "the function it lies in machine.hbm; load it with sram.load"
+                )
+
+
+def _outside(function: Any) -> Iterable[tuple[str, Any]]:
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    for label, cell in cells:
+        try:
+            yield label, cell.cell_contents
+        except ValueError:  # not yet bound
+            continue
+    for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+        yield "a default argument", value
+    scope = function.__globals__
+    for label in _global_names(code):
+        if label in scope:
+            yield label, scope[label]
+
+
+def _global_names(code: CodeType) -> set[str]:
+    found = {
+        i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    }
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            found |= _global_names(constant)
+    return found
+
+
+__all__ = ["NAMES", "OwnResult", "simulate"]

@@ -1,0 +1,47 @@
+"""What can be computed with tiles, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from flashsim.counts.work import KINDS
+
+#: What one event of work holds: FLOPs by kind, bytes read from and written to SRAM.
+WORK = (*KINDS, "read", "write")
+
+#: Operations, element by element, by what one of them costs (see `flashsim.counts.work`).
+COSTS: Mapping[Callable[..., Any], str] = {
+    **dict.fromkeys(
+        (np.exp, np.exp2, np.log, np.log2, np.log1p, np.expm1, np.tanh, np.sqrt), "exp"
+    ),
+    **dict.fromkeys((np.maximum, np.minimum, np.fmax, np.fmin), "max"),
+    **dict.fromkeys((np.less, np.less_equal, np.greater, np.greater_equal), "max"),
+    **dict.fromkeys((np.equal, np.not_equal, np.isfinite, np.isnan, np.isinf), "max"),
+    **dict.fromkeys((np.absolute, np.sign, np.floor, np.ceil, np.rint), "max"),
+    **dict.fromkeys((np.add, np.subtract, np.negative), "add"),
+    **dict.fromkeys((np.multiply, np.square), "multiply"),
+    **dict.fromkeys((np.divide, np.reciprocal), "divide"),
+    **dict.fromkeys((np.logical_and, np.logical_or, np.logical_not, np.invert), ""),
+    **dict.fromkeys((np.bitwise_and, np.bitwise_or), ""),
+}
+
+#: Reductions, by the method's name: how, and what an element costs.
+REDUCTIONS: Mapping[str, tuple[np.ufunc, str]] = {
+    "sum": (np.add, "add"),
+    "max": (np.maximum, "max"),
+    "min": (np.minimum, "max"),
+    "any": (np.logical_or, ""),
+    "all": (np.logical_and, ""),
+}
+
+
+def priced(kind: str, amount: int, read: int, write: int) -> np.ndarray:
+    """One row of `WORK`."""
+    row = np.zeros(len(WORK), np.int64)
+    if kind:
+        row[WORK.index(kind)] = amount
+    row[-2:] = read, write
+    return row

@@ -1,0 +1,204 @@
+"""The HBM of an algorithm of one's own: handles without numbers, and what was never stored."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import numpy as np
+
+from flashsim.algorithms.memory import Tensor
+from flashsim.errors import MemoryModelError, OptionError, ShapeError, choices, shown
+from flashsim.problem import checks
+from flashsim.problem.problem import Problem, numpy_dtype
+from flashsim.schedule.names import CODES, TENSORS
+from flashsim.schedule.tensors import COL, ROW, TILE
+from flashsim.trace.soundness import MOST_NAMES, own_name
+
+#: What a tensor of one's own can be cut along.
+SIDES = {"queries": ROW, "keys": COL, "scores": TILE}
+
+
+class Remote:
+    """A tensor in HBM as an algorithm sees it: a name, a shape and a type, and no numbers."""
+
+    __slots__ = ("dtype", "name", "shape")
+
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
+        self.name, self.shape, self.dtype = name, shape, dtype
+
+    @property
+    def width(self) -> int:
+        """Elements a row; 1 of a vector."""
+        return self.shape[1] if len(self.shape) > 1 else 1
+
+    def __repr__(self) -> str:
+        return f"<{self.name} {self.shape} in HBM, {self.dtype}>"
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise MemoryModelError(
+            f"{self.name} lies in HBM: load a tile of it into SRAM before computing with it, "
+            f"sram.load(hbm.{self.name}, rows)"
+        )
+
+    __array__ = __array_ufunc__ = __array_function__ = __getitem__ = __len__ = __iter__ = _refuse
+    __add__ = __radd__ = __mul__ = __rmul__ = __matmul__ = __rmatmul__ = __sub__ = _refuse
+    __rsub__ = __truediv__ = __rtruediv__ = __neg__ = __float__ = __bool__ = _refuse
+    __reduce_ex__ = __copy__ = __deepcopy__ = _refuse
+
+    def __setitem__(self, *_: object) -> NoReturn:
+        raise MemoryModelError(
+            f"{self.name} lies in HBM: sram.store(hbm.{self.name}, rows, tile) writes to it"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and hasattr(np.ndarray, name):
+            self._refuse()
+        raise AttributeError(f"a tensor in HBM has no {name!r}; it has name, shape, dtype, width")
+
+
+class OpenHbm:
+    """The tensors of one run as attributes: ``hbm.Q``, ``hbm.O`` and what `new` makes room for."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._inside: dict[str, Tensor] = {}
+        self._remotes: dict[str, Remote] = {}
+        self._written: dict[str, np.ndarray] = {}  # of what a pass writes: which elements were
+        self._codes: dict[str, int] = {}
+        self.own: dict[str, int] = {}  # tensors of one's own, in the order of their codes
+
+    @property
+    def tensors(self) -> dict[str, Remote]:
+        """What there is, by name."""
+        return dict(self._remotes)
+
+    def __getattr__(self, name: str) -> Remote:
+        remotes = self.__dict__.get("_remotes", {})
+        if name in remotes:
+            return remotes[name]
+        raise MemoryModelError(f"HBM holds no tensor {name!r}; {choices(name, remotes)}")
+
+    def new(
+        self,
+        name: str,
+        n: int,
+        width: int | None = None,
+        dtype: str | None = None,
+        *,
+        along: str = "queries",
+    ) -> Remote:
+        """Make room in HBM for a workspace of one's own; returns its handle.
+
+        Parameters
+        ----------
+        name : str
+            As the trace and pictures call it: ``"O_split"``.
+        n, width : int
+            Rows, and elements a row; None for one number a row.
+        dtype : str, optional
+            Default: the accumulator's.
+        along : {"queries", "keys", "scores"}
+            What it is cut along, and whose matrix it is (a query head's or a key head's): where
+            pictures draw it.
+        """
+        checks.one_of("along", along, SIDES)
+        if name in self._remotes:
+            raise OptionError(f"HBM holds {name!r} already; give the workspace another name")
+        sides = [checks.positive_int("n", n)]
+        sides += [] if width is None else [checks.positive_int("width", width)]
+        p = self.problem
+        heads = p.kv_heads if along == "keys" else p.heads
+        kind = checks.dtype_name(dtype or p.compute_dtype)
+        array = np.full((p.batch, heads, *sides), np.nan, numpy_dtype(kind))
+        self.code(name, SIDES[along])
+        return self.put(name, array, kind, written=False)
+
+    def put(self, name: str, array: np.ndarray, dtype: str, *, written: bool) -> Remote:
+        """Place an array (batch, heads, n[, width]); `written`: it holds numbers already."""
+        p = self.problem
+        lead = p.batch * p.kv_heads
+        data = array.reshape(lead, array.shape[1] * p.batch // lead, *array.shape[2:])
+        self._inside[name] = Tensor(name, data, dtype, self.code(name))
+        self._remotes[name] = Remote(name, array.shape[2:], dtype)
+        if not written:
+            self._written[name] = np.zeros(data.shape, bool)
+        return self._remotes[name]
+
+    def code(self, name: str, axis: int = ROW) -> int:
+        """The code that events have for a tensor or buffer; one's own names get one."""
+        if name in CODES:
+            return CODES[name]
+        if name not in self._codes:
+            if not own_name(name):
+                raise OptionError(
+                    f"a tensor's name is a short word such as O_split, got {shown(name)}"
+                )
+            if len(self._codes) >= MOST_NAMES:
+                raise OptionError(f"more than {MOST_NAMES} names of one's own in one algorithm")
+            self._codes[name] = len(TENSORS) + len(self._codes)
+            self.own[name] = axis
+        return self._codes[name]
+
+    # -- for the machine ------------------------------------------------------------------------
+
+    def inside(self, tensor: Remote) -> Tensor:
+        """The numbers behind a handle of this HBM."""
+        if self._remotes.get(tensor.name) is not tensor:
+            raise MemoryModelError(f"{tensor!r} belongs to another machine")
+        return self._inside[tensor.name]
+
+    def require_writable(self, tensor: Remote) -> None:
+        """Refuse to write to an input."""
+        self.inside(tensor)
+        if tensor.name not in self._written:
+            outputs = ", ".join(self._written)
+            raise MemoryModelError(
+                f"{tensor.name} is an input; an algorithm writes to {outputs}, or to a workspace: "
+                "machine.hbm.new(name, rows, width)"
+            )
+
+    def require_written(self, tensor: Remote, rows: slice, cols: slice, member: int | None) -> None:
+        """Refuse to read what was never stored."""
+        part = self._mask(tensor, rows, cols, member)
+        if part is not None and not part.all():
+            raise MemoryModelError(
+                f"{tensor.name}, rows {rows.start}:{rows.stop}, was never stored: there are no "
+                f"numbers to read or to add to; sram.store(hbm.{tensor.name}, rows, 0.0) clears it"
+            )
+
+    def mark_written(self, tensor: Remote, rows: slice, cols: slice, member: int | None) -> None:
+        """Remember that a part was stored."""
+        part = self._mask(tensor, rows, cols, member)
+        assert part is not None
+        part[...] = True
+
+    def _mask(
+        self, tensor: Remote, rows: slice, cols: slice, member: int | None
+    ) -> np.ndarray | None:
+        inside, whole = self.inside(tensor), self._written.get(tensor.name)
+        if whole is None:
+            return None
+        part = whole[:, slice(None) if member is None else slice(member, member + 1), rows]
+        return part if inside.vector else part[..., cols]
+
+    def stored(self, name: str) -> str:
+        """How much of a result was stored: "all", "none", or which rows were not."""
+        written = self._written[name]
+        if not written.any():
+            return "none"
+        rows = written.reshape(*written.shape[:3], -1).all(axis=(0, 1, 3))
+        if rows.all():
+            return "all"
+        missing = np.flatnonzero(~rows)
+        return f"rows {missing[0]} to {missing[-1]}" if len(missing) > 1 else f"row {missing[0]}"
+
+    def array(self, name: str) -> np.ndarray:
+        """A tensor's numbers, (batch, heads, n[, width])."""
+        p, data = self.problem, self._inside[name].data
+        return data.reshape(p.batch, -1, *data.shape[2:])
+
+
+def require_shape(name: str, got: tuple[int, ...], want: tuple[int, ...]) -> None:
+    """Raise `ShapeError` unless an input has the shape that its name says."""
+    if got != want:
+        raise ShapeError(f"inputs[{name!r}] must have the shape {want}, got {got}")

@@ -1,0 +1,115 @@
+"""`OpenMachine`: what a function given to `flashsim.simulate` is called with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from flashsim.engines.own.hbm import OpenHbm
+from flashsim.engines.own.sram import OpenSram
+from flashsim.errors import MemoryModelError
+from flashsim.problem import checks
+from flashsim.problem.hardware import Device
+from flashsim.problem.problem import Problem
+from flashsim.schedule import plans
+from flashsim.schedule.itinerary import Outer, Per
+from flashsim.schedule.schedule import Schedule
+from flashsim.schedule.tiling import Tiling
+from flashsim.trace.events import StageTrace
+from flashsim.trace.soundness import MOST_STAGES
+
+
+class OpenMachine:
+    """One run of an algorithm of one's own.
+
+    Attributes
+    ----------
+    problem : Problem
+        Lengths, head_dim, scale, mask.
+    tiling : Tiling
+        What was asked for; a stage may have its own.
+    device : Device
+        `device.sram_bytes` is what a thread block has.
+    hbm : OpenHbm
+        The tensors: ``hbm.Q``, ``hbm.K``, ``hbm.V``, other inputs, outputs; ``hbm.new`` makes room
+        for a workspace.
+    """
+
+    def __init__(self, problem: Problem, tiling: Tiling, device: Device) -> None:
+        self.problem, self.tiling, self.device = problem, tiling, device
+        self.hbm = OpenHbm(problem)
+        self.stages: list[StageTrace] = []
+        self._open = ""
+
+    @contextmanager
+    def stage(
+        self,
+        name: str,
+        *,
+        outer: Outer = "queries",
+        per: Per = "head",
+        tiling: Tiling | None = None,
+    ) -> Iterator[OpenSram]:
+        """One stage, what a GPU calls a kernel: an empty SRAM, and steps that share nothing in it.
+
+        Parameters
+        ----------
+        name : str
+            As the trace calls it.
+        outer : {"queries", "keys"}
+            What its steps are: tiles of queries, or tiles of keys.
+        per : {"head", "group"}
+            Whether each query head has its walk, or all query heads that share a key head have
+            one together (then `load`, `store`, `reduce` and `visit` take `member=`).
+        tiling : Tiling, optional
+            Default: the machine's.
+        """
+        checks.one_of("outer", outer, ("queries", "keys"))
+        checks.one_of("per", per, ("head", "group"))
+        if self._open:
+            raise MemoryModelError(
+                f"stage {name!r} begins before {self._open!r} has ended: stages run one after "
+                "another, and share HBM alone"
+            )
+        checks.instance("a stage's name", name, str, "a word")
+        if name in (stage.name for stage in self.stages) or not 0 < len(name) <= 60:
+            raise MemoryModelError(
+                f"stage {name!r} ran already; each has a (short) name of its own"
+            )
+        if len(self.stages) >= MOST_STAGES:
+            raise MemoryModelError(f"more than {MOST_STAGES} stages; loop inside one instead")
+        plan = plans.Stage(name, outer, per=per)
+        schedule = Schedule(self.problem, tiling or self.tiling, outer)
+        sram = OpenSram(self.hbm, schedule, plan, self.device)
+        self._open = name
+        try:
+            yield sram
+        finally:
+            self._open = ""
+            done = sram.done()
+        self.stages.append(done)
+
+    def row_tiles(self) -> list[slice]:
+        """The queries, cut into tiles of `tiling.block_q` rows."""
+        return _cut(self.problem.n_q, self.tiling.block_q)
+
+    def key_tiles(self) -> list[slice]:
+        """The keys, cut into tiles of `tiling.block_k`."""
+        return _cut(self.problem.n_kv, self.tiling.block_k)
+
+    def keep(self, rows: slice, cols: slice) -> np.ndarray | None:
+        """Which scores of a tile the mask keeps, (rows, cols) booleans; None: all of them.
+
+        A tile without a True need not be visited. It follows from positions alone, so it costs no
+        bytes.
+        """
+        p = self.problem
+        q, k = np.arange(p.n_q)[rows], np.arange(p.n_kv)[cols]
+        kept = p.keep(p.sequences[0], q, k)
+        return None if kept.all() else kept
+
+
+def _cut(n: int, block: int) -> list[slice]:
+    return [slice(at, min(at + block, n)) for at in range(0, n, block)]

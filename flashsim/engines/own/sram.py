@@ -1,0 +1,398 @@
+"""The SRAM of an algorithm of one's own: scopes, room, transfers, and what each line costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flashsim.engines.own.arithmetic import priced
+from flashsim.engines.own.lines import at_work
+from flashsim.engines.own.tile import Lease, Room, SramTile, product
+from flashsim.errors import MemoryModelError, ShapeError, SramOverflow, shown
+from flashsim.problem.hardware import Device
+from flashsim.schedule import plans
+from flashsim.schedule.names import ALLOC, COMPUTE, FREE, LOAD, REDUCE, STORE
+from flashsim.schedule.schedule import Schedule, Visit
+from flashsim.trace.events import StageTrace
+from flashsim.trace.soundness import MOST_EVENTS
+
+if TYPE_CHECKING:
+    from flashsim.engines.own.hbm import OpenHbm, Remote
+
+ALL = slice(None)
+#: What room taken by arithmetic is called, until `OpenSram.name` gives it another name.
+TEMPORARY = "temp"
+
+
+class OpenSram:
+    """On-chip memory of one thread block, for one stage of an algorithm of one's own.
+
+    Attributes
+    ----------
+    schedule : Schedule
+        The stage's tiles, for those who want it: `schedule.visits(i)`, `schedule.t_r`.
+    used, peak : int
+        Bytes held now, and at most.
+    """
+
+    def __init__(
+        self, hbm: OpenHbm, schedule: Schedule, stage: plans.Stage, device: Device
+    ) -> None:
+        p = schedule.problem
+        self.schedule, self.stage, self.device = schedule, stage, device
+        self.compute = np.dtype(p.compute_dtype)
+        self.used = self.peak = 0
+        self._hbm = hbm
+        self._lead = (p.batch * p.kv_heads, 1 if stage.per == "group" else p.group)
+        self._rooms: list[Room] = []
+        self._events: list[tuple[int, ...]] = []
+        self._costs: list[np.ndarray] = []
+        self._scopes: list[tuple[int, int, int, int]] = []  # member of the group, i, j, visit
+        self._sums: list[np.ndarray] = []
+        self._visits = 0
+        self._over = False
+
+    # -- scopes ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def step(self, outer: int | slice, member: int = 0) -> Iterator[None]:
+        """One step of the outer loop, a thread block's work; what it holds is freed at its end.
+
+        Parameters
+        ----------
+        outer : slice or int
+            Rows of the query tile (with ``outer="keys"``, of the key tile), or its number.
+        """
+        if self._scopes:
+            raise MemoryModelError(
+                "a step inside a step: a thread block has one; sram.strip() is a scope within it"
+            )
+        n = self._number(outer, self.stage.outer)
+        place = (n, -1) if self.stage.outer == "queries" else (-1, n)
+        with self._scope((member, *place, -1), computes=True):
+            yield
+
+    def strip(self) -> AbstractContextManager[None]:
+        """A part of a step or a visit: what is made inside is freed at its end."""
+        return self._scope(self._here(), computes=False)
+
+    @contextmanager
+    def visit(
+        self, visit: Visit | slice, cols: slice | None = None, member: int = 0
+    ) -> Iterator[None]:
+        """Work on one tile of scores; what is made inside is freed at its end.
+
+        Parameters
+        ----------
+        visit, cols : slice
+            Its query rows and its keys; or one argument, a `Visit` of `sram.schedule`.
+        """
+        _, i, j, at = self._here()
+        if at >= 0:
+            raise MemoryModelError(
+                "a visit inside a visit: sram.strip() is a scope within one, for smaller tiles"
+            )
+        if isinstance(visit, Visit):
+            own = visit.i, visit.j
+        elif cols is None:
+            raise MemoryModelError("a visit is of a tile of scores: sram.visit(rows, cols)")
+        else:
+            own = self._number(visit, "queries"), self._number(cols, "keys")
+        if own[i < 0] != max(i, j):
+            side = "query" if i >= 0 else "key"
+            raise MemoryModelError(
+                f"a visit of {side} tile {own[i < 0]} in the step of {side} tile {max(i, j)}: open "
+                "a step for each"
+            )
+        self._visits += 1
+        with self._scope((member, *own, self._visits - 1), computes=True):
+            yield
+
+    @contextmanager
+    def _scope(self, place: tuple[int, int, int, int], *, computes: bool) -> Iterator[None]:
+        self._check_open()
+        self._scopes.append(place)
+        if computes:
+            self._sums.append(priced("", 0, 0, 0))
+        done = False
+        try:
+            yield
+            done = True
+        finally:
+            depth = len(self._scopes)
+            if computes:
+                costs = self._sums.pop()
+                if done:
+                    self._log(COMPUTE, 0, 0)
+                    self._costs.append(costs)
+            for room in [room for room in self._rooms if room.depth == depth]:
+                self.give_back(room, f"the scope of {at_work()} ended")
+            self._scopes.pop()
+
+    def _here(self) -> tuple[int, int, int, int]:
+        self._check_open()
+        if not self._scopes:
+            raise MemoryModelError(
+                f"stage {self.stage.name!r} works in steps, one a thread block, which share no "
+                "SRAM: open one with `with sram.step(rows):`"
+            )
+        return self._scopes[-1]
+
+    def _check_open(self) -> None:
+        if self._over:
+            raise MemoryModelError(
+                f"stage {self.stage.name!r} has ended, and its SRAM with it; open another"
+            )
+
+    def _number(self, which: int | slice, side: str) -> int:
+        """The number of the tile of the stage's grid that holds these rows."""
+        s = self.schedule
+        table = s.rows if side == "queries" else s.cols
+        block = s.tiling.block_q if side == "queries" else s.tiling.block_k
+        if isinstance(which, (int, np.integer)):
+            if not 0 <= which < len(table):
+                raise ShapeError(f"there are {len(table)} tiles of {side}, got number {which}")
+            return int(which)
+        if not isinstance(which, slice):
+            raise ShapeError(f"a step is of rows such as slice(0, 64), got {shown(which)}")
+        span = range(int(table[-1, 1]))[which]
+        if not len(span) or span.step != 1:
+            raise ShapeError(
+                f"{side} {which.start}:{which.stop} are none of the {int(table[-1, 1])}"
+            )
+        first, last = span[0] // block, span[-1] // block
+        if first != last:
+            name = "block_q" if side == "queries" else "block_k"
+            raise ShapeError(
+                f"{side} {span.start}:{span.stop} reach over tiles of {block}; walk in tiles of "
+                f"machine.tiling.{name}, or give the stage its own: machine.stage("
+                f"{self.stage.name!r}, tiling=flashsim.Tiling(block_q, block_k))"
+            )
+        return first
+
+    # -- room -----------------------------------------------------------------------------------
+
+    def alloc(self, name: str, shape: Any, fill: float | None = None) -> SramTile:
+        """Make room for one tile of the accumulator's type.
+
+        Without `fill` its numbers are NaN until they are written.
+
+        Raises
+        ------
+        SramOverflow
+            Naming what is held, where it was made, and what the device gives.
+        """
+        self._here()
+        sides = tuple(shape) if isinstance(shape, (tuple, list)) else (shape,)
+        if not all(isinstance(n, (int, np.integer)) and n > 0 for n in sides):
+            raise ShapeError(f"a tile has sides of 1 and more, got {shown(shape)}")
+        value = np.nan if fill is None else float(fill)
+        data = np.full((*self._lead, *sides), value, self.compute)
+        nbytes = int(np.prod(sides)) * self.compute.itemsize
+        return SramTile(self._lease(name, ALLOC, nbytes, data, temporary=False), data)
+
+    def made(self, data: np.ndarray) -> SramTile:
+        """The result of arithmetic as a tile; room is made for it as for any other."""
+        self._here()
+        nbytes = int(np.prod(data.shape[2:])) * data.itemsize
+        return SramTile(self._lease(TEMPORARY, ALLOC, nbytes, data, temporary=True), data)
+
+    def name(self, name: str, tile: SramTile) -> SramTile:
+        """Keep a temporary under a name until its scope ends; returns it."""
+        room = tile._alive()
+        if room.temporary:
+            self._log(FREE, self._hbm.code(room.name), room.nbytes)
+            self._log(ALLOC, self._hbm.code(name), room.nbytes)
+            room.name, room.temporary = name, False
+        return tile
+
+    def free(self, tile: SramTile) -> None:
+        """Give a tile's memory back before its scope ends."""
+        self.give_back(tile._alive(), f"freed at {at_work()}")
+
+    def positions(self, rows: slice) -> SramTile:
+        """The positions of queries or keys as a tile: ``S[rows > cols[:, None]] = 0`` and the like.
+
+        Computed, not loaded, but it takes room.
+        """
+        span = range(max(self.schedule.problem.n_q, self.schedule.problem.n_kv))[rows]
+        row = np.arange(span.start, span.stop, dtype=self.compute)
+        return self.made(np.broadcast_to(row, (*self._lead, len(row))).copy())
+
+    def accumulate(self, into: SramTile, a: SramTile, b: SramTile) -> None:
+        """``into += a @ b`` as tensor cores do it: the product takes no room of its own."""
+        product(a, b, out=into, add=True)
+
+    def show(self, tile: SramTile) -> None:
+        """Print the first head's numbers; they do not come back."""
+        tile._alive()
+        print(f"{tile!r}\n{tile._view[0, 0]}")
+
+    def note(self, costs: np.ndarray) -> None:
+        """Work of the scope that is open."""
+        if self._sums:
+            self._sums[-1] += costs
+
+    def _lease(
+        self, name: str, op: int, nbytes: int, data: np.ndarray, *, temporary: bool
+    ) -> Lease:
+        code = self._hbm.code(name)
+        room = Room(self, name, nbytes, data, len(self._scopes), temporary)
+        self._rooms.append(room)
+        self.used += nbytes
+        self.peak = max(self.peak, self.used)
+        self._log(op, code, nbytes)
+        if self.used > self.device.sram_bytes:
+            raise SramOverflow(
+                f"stage {self.stage.name!r} holds {self.used:,} B on chip, but "
+                f"{self.device.name} gives a block {self.device.sram_bytes:,} B; it holds:"
+                + "".join(
+                    f"\n  {r.name:<12}{r.nbytes:>12,} B, made at {r.made}" for r in self._rooms
+                )
+            )
+        return Lease(room)
+
+    def give_back(self, room: Room, where: str) -> None:
+        """Free a room; what it held is NaN from now on."""
+        room.gone = where
+        if room.data.flags.writeable:
+            room.data.fill(np.nan if room.data.dtype != bool else False)
+        if room in self._rooms:
+            self._rooms.remove(room)
+            self.used -= room.nbytes
+            self._log(FREE, self._hbm.code(room.name), room.nbytes)
+
+    def _log(self, op: int, tensor: int, nbytes: int) -> None:
+        if not self._over:
+            if len(self._events) >= MOST_EVENTS:
+                raise MemoryModelError(
+                    f"stage {self.stage.name!r} records more than {MOST_EVENTS:,} events; use "
+                    "larger tiles or a smaller problem"
+                )
+            self._events.append((op, tensor, *self._scopes[-1], nbytes))
+
+    # -- transfers ------------------------------------------------------------------------------
+
+    def load(
+        self, tensor: Remote, rows: slice, cols: slice = ALL, *, member: int | None = None
+    ) -> SramTile:
+        """Copy a tile HBM -> SRAM; arithmetic on it has the accumulator's type.
+
+        In a stage with ``per="group"``, `member` picks the query head of the group.
+        """
+        self._here()
+        rows, cols = _part(tensor, rows, cols)
+        self._hbm.require_written(tensor, rows, cols, member)
+        inside = self._hbm.inside(tensor)
+        data = inside.view(rows, cols, member).astype(self.compute)
+        self._check_heads(tensor, data, member)
+        if data.shape[:2] != self._lead:  # every head its own: it may write to it
+            data = np.broadcast_to(data, (*self._lead, *data.shape[2:])).copy()
+        name = tensor.name.removesuffix("_acc")
+        code = self._hbm.code(tensor.name)
+        nbytes = inside.tile_bytes(rows, cols)
+        # One event: a load makes the room that it fills.
+        lease = self._lease(name, LOAD, nbytes, data, temporary=False)
+        op, _, *rest = self._events[-1]
+        self._events[-1] = (op, code, *rest)
+        return SramTile(lease, data)
+
+    def store(
+        self,
+        tensor: Remote,
+        rows: slice,
+        tile: SramTile | float,
+        cols: slice = ALL,
+        *,
+        member: int | None = None,
+    ) -> None:
+        """Copy a tile SRAM -> HBM, rounded once to the tensor's type. A number fills the tile."""
+        rows, cols, value = self._outgoing(tensor, rows, cols, tile, member)
+        inside = self._hbm.inside(tensor)
+        inside.view(rows, cols, member)[...] = value
+        self._hbm.mark_written(tensor, rows, cols, member)
+        self._log(STORE, self._hbm.code(tensor.name), inside.tile_bytes(rows, cols))
+
+    def reduce(
+        self,
+        tensor: Remote,
+        rows: slice,
+        tile: SramTile,
+        cols: slice = ALL,
+        *,
+        member: int | None = None,
+    ) -> None:
+        """Add a tile to what HBM holds (on a GPU: an atomic in the L2 cache)."""
+        rows, cols, value = self._outgoing(tensor, rows, cols, tile, member)
+        self._hbm.require_written(tensor, rows, cols, member)
+        inside = self._hbm.inside(tensor)
+        inside.add(rows, cols, member, np.asarray(value))
+        self._log(REDUCE, self._hbm.code(tensor.name), inside.tile_bytes(rows, cols))
+
+    def _outgoing(
+        self, tensor: Remote, rows: slice, cols: slice, tile: Any, member: int | None
+    ) -> tuple[slice, slice, Any]:
+        self._here()
+        rows, cols = _part(tensor, rows, cols)
+        self._hbm.require_writable(tensor)
+        if isinstance(tile, SramTile):
+            if tile._alive().sram is not self:
+                raise MemoryModelError(f"{tile!r} lies in another stage's SRAM")
+            shape = self._hbm.inside(tensor).view(rows, cols, member).shape
+            if tile.shape != shape[2:]:
+                raise ShapeError(
+                    f"rows {rows.start}:{rows.stop} of {tensor.name} are {shape[2:]}, the tile is "
+                    f"{tile.shape}"
+                )
+            self._check_heads(tensor, tile._view[:, : shape[1]], member)
+            return rows, cols, tile._view
+        if isinstance(tile, (int, float, np.integer, np.floating)):
+            return rows, cols, float(tile)
+        raise MemoryModelError(
+            f"{tensor.name} takes tiles that were computed on chip, or a number, got "
+            f"{type(tile).__name__}: no array reaches HBM from outside the machine"
+        )
+
+    def _check_heads(self, tensor: Remote, data: np.ndarray, member: int | None) -> None:
+        if data.shape[1] > self._lead[1]:
+            raise MemoryModelError(
+                f"stage {self.stage.name!r} works for all query heads of a key head at once; say "
+                f"which one's {tensor.name} it is: member=g, for g in range(machine.problem.group)"
+            )
+        if self._lead[1] == 1 and member is not None and not 0 <= member < self._hbm.problem.group:
+            raise ShapeError(f"a group has {self._hbm.problem.group} query heads, got {member}")
+
+    def done(self) -> StageTrace:
+        """The stage's events, once its walk has ended."""
+        self._over = True
+        for room in self._rooms:
+            room.gone = "its stage ended"
+        repeat, stride = plans.heads_of(self.stage, self.schedule.problem)
+        costs = np.stack(self._costs) if self._costs else np.zeros((0, 8), np.int64)
+        return StageTrace.build(self.stage, self.schedule, repeat, stride, self._events, costs)
+
+
+def _part(tensor: Any, rows: Any, cols: Any) -> tuple[slice, slice]:
+    """Rows and columns of a tensor, as far as it has them."""
+    from flashsim.engines.own.hbm import Remote
+
+    if not isinstance(tensor, Remote):
+        raise MemoryModelError(
+            f"what moves is a tensor in HBM, such as machine.hbm.K, got {type(tensor).__name__}"
+        )
+    found = []
+    for which, size, what in ((rows, tensor.shape[0], "rows"), (cols, tensor.width, "columns")):
+        if not isinstance(which, slice):
+            raise ShapeError(f"{what} of {tensor.name} are a slice, got {shown(which)}")
+        span = range(size)[which]
+        if span.step != 1 or not len(span):
+            raise ShapeError(
+                f"{tensor.name} has {size} {what}; {which.start}:{which.stop} are none of them"
+                if not len(span)
+                else f"{what} of a tile lie side by side, got a slice in steps of {span.step}"
+            )
+        found.append(slice(span.start, span.stop))
+    return found[0], found[1]

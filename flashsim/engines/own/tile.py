@@ -1,0 +1,441 @@
+"""`SramTile`: a tile that knows where it lies. Arithmetic on tiles gives tiles, which take room.
+
+Numbers never leave: what would copy them out of the simulated chip (`np.asarray`, `float`, `list`,
+`tolist`, pickling ...) is an error, and an array from elsewhere cannot come in. A tile whose scope
+has ended is an error, too. Leading axes, one for all heads, are out of sight: a tile of 64 rows
+of 32 elements has the shape (64, 32), however many heads are simulated at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import EllipsisType
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+from flashsim.engines.own.arithmetic import COSTS, REDUCTIONS, priced
+from flashsim.engines.own.lines import at_work
+from flashsim.errors import MemoryModelError, ShapeError
+
+_LEAD = (slice(None), slice(None))
+
+
+class Room:
+    """Bytes of SRAM that one tile and its views share.
+
+    `gone` is "" as long as they are held, then where they were given back.
+    """
+
+    __slots__ = ("data", "depth", "gone", "made", "name", "nbytes", "sram", "temporary")
+
+    def __init__(
+        self, sram: Any, name: str, nbytes: int, data: np.ndarray, depth: int, temporary: bool
+    ) -> None:
+        self.sram, self.name, self.nbytes, self.data = sram, name, nbytes, data
+        self.depth, self.temporary = depth, temporary
+        self.made, self.gone = at_work(), ""
+
+
+class Lease:
+    """What the tiles in a room hold together: when the last of them goes, so does a temporary."""
+
+    __slots__ = ("room",)
+
+    def __init__(self, room: Room) -> None:
+        self.room = room
+
+    def __del__(self) -> None:
+        if self.room.temporary and not self.room.gone:
+            self.room.sram.give_back(self.room, "where its last name went")
+
+
+class SramTile(NDArrayOperatorsMixin):
+    """Numbers on chip. Made by `load`, `alloc` and arithmetic; see the module's own text."""
+
+    __slots__ = ("_lease", "_view")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, lease: Lease, view: np.ndarray) -> None:
+        self._lease, self._view = lease, view
+
+    # -- what may be asked without moving a number ----------------------------------------------
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one head's tile."""
+        return self._view.shape[2:]
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return self._view.ndim - 2
+
+    @property
+    def size(self) -> int:
+        """Number of elements, one head's."""
+        return int(np.prod(self.shape))
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The accumulator's type, or bool."""
+        return self._view.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this part of one head's tile, in the type that arithmetic has."""
+        return self.size * self._view.itemsize
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        room = self._lease.room
+        state = f"given back, {room.gone}" if room.gone else f"{room.nbytes:,} B on chip"
+        return f"<tile {room.name} {self.shape}: {state}, made at {room.made}>"
+
+    # -- views: no room, no work ----------------------------------------------------------------
+
+    @property
+    def T(self) -> SramTile:
+        """Axes reversed; a view."""
+        return self._seen(self._view.transpose(0, 1, *range(self._view.ndim - 1, 1, -1)))
+
+    @property
+    def mT(self) -> SramTile:
+        """The last two axes exchanged; a view."""
+        return self._seen(self._view.mT)
+
+    def __getitem__(self, key: Any) -> SramTile:
+        self._alive()
+        parts = key if isinstance(key, tuple) else (key,)
+        for part in parts:
+            basic = part is None or isinstance(part, (int, np.integer, slice, EllipsisType))
+            if not basic or isinstance(part, bool):
+                raise MemoryModelError(
+                    f"a tile is cut by slices, integers, None and ..., got {type(part).__name__}; "
+                    "to choose by a condition, np.where(condition, one, other)"
+                )
+        return self._seen(self._view[(*_LEAD, *parts)])
+
+    def _seen(self, view: np.ndarray) -> SramTile:
+        self._alive()
+        return SramTile(self._lease, view)
+
+    # -- writing --------------------------------------------------------------------------------
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        room = self._alive()
+        parts = tuple(_flags(x) for x in (key if isinstance(key, tuple) else (key,)))
+        if isinstance(value, SramTile) and value._lease is self._lease:
+            target = self._view[(*_LEAD, *parts)]
+            if target.shape == value._view.shape and np.shares_memory(target, value._view):
+                return  # S[:, j] += x has worked in place already
+        if isinstance(value, SramTile):
+            target = self._view[(*_LEAD, *parts)]
+            given = aligned(_held(value, room), target.ndim - 2)
+        else:
+            given = _outsider("=", value)
+        if parts and isinstance(parts[-1], SramTile):  # S[keep] = 0 with a tile of booleans
+            if parts[:-1] not in ((), (Ellipsis,)):
+                raise MemoryModelError("a tile of booleans stands alone: tile[condition] = number")
+            where = aligned(_held(parts[-1], room), self.ndim)
+            np.copyto(self._view, given, where=where)
+        else:
+            try:
+                self._view[(*_LEAD, *parts)] = given
+            except (ValueError, IndexError) as error:
+                shapes = [self.shape, *([value.shape] if isinstance(value, SramTile) else [])]
+                raise ShapeError(f"tile[...] = ...: {shapes} do not fit ({error})") from None
+        read = value.nbytes if isinstance(value, SramTile) else 0
+        room.sram.note(priced("", 0, read, self.nbytes))
+
+    # -- arithmetic -----------------------------------------------------------------------------
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *given: Any, **how: Any) -> Any:
+        outs = how.pop("out", ())
+        where = how.pop("where", True)
+        if method == "reduce" and ufunc in (pair[0] for pair in REDUCTIONS.values()):
+            name = next(n for n, pair in REDUCTIONS.items() if pair[0] is ufunc)
+            axis = how.pop("axis", 0)
+            return reduced(given[0], name, axis, bool(how.pop("keepdims", False)), outs)
+        if method != "__call__" or (ufunc is not np.matmul and ufunc not in COSTS) or how:
+            raise MemoryModelError(_unknown(ufunc.__name__, method, how))
+        for out in outs:
+            if not isinstance(out, SramTile):
+                raise MemoryModelError(
+                    f"np.{ufunc.__name__}(..., out=...) would write a tile outside the chip; give "
+                    "a tile: sram.alloc(name, shape)"
+                )
+        out = outs[0] if outs else None
+        if ufunc is np.matmul:
+            return product(*given, out=out)
+        return elementwise(ufunc, given, out, where)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if function not in FUNCTIONS:
+            raise MemoryModelError(_unknown(function.__name__, "__call__", {}))
+        return FUNCTIONS[function](*args, **kwargs)
+
+    def sum(self, axis: Any = None, *, keepdims: bool = False) -> SramTile:
+        """The sum along an axis, or of all; a tile."""
+        return reduced(self, "sum", axis, keepdims)
+
+    def max(self, axis: Any = None, *, keepdims: bool = False, initial: Any = None) -> SramTile:
+        """The largest along an axis, or of all; a tile."""
+        return reduced(self, "max", axis, keepdims)
+
+    def min(self, axis: Any = None, *, keepdims: bool = False) -> SramTile:
+        """The smallest along an axis, or of all; a tile."""
+        return reduced(self, "min", axis, keepdims)
+
+    def any(self, axis: Any = None, *, keepdims: bool = False) -> SramTile:
+        """Whether any is true; a tile."""
+        return reduced(self, "any", axis, keepdims)
+
+    def all(self, axis: Any = None, *, keepdims: bool = False) -> SramTile:
+        """Whether all are true; a tile."""
+        return reduced(self, "all", axis, keepdims)
+
+    def mean(self, axis: Any = None, *, keepdims: bool = False) -> SramTile:
+        """The mean along an axis, or of all; a tile."""
+        total = self.sum(axis, keepdims=keepdims)
+        total /= self.size // max(total.size, 1)
+        return total
+
+    def copy(self) -> SramTile:
+        """A tile of its own with the same numbers: room for it is taken like for any other."""
+        room = self._alive()
+        room.sram.note(priced("", 0, self.nbytes, self.nbytes))
+        return room.sram.made(self._view.copy())
+
+    __copy__ = copy
+
+    def astype(self, dtype: Any) -> SramTile:
+        """Rounded to `dtype` and back to the accumulator's type, which arithmetic has; a tile."""
+        room = self._alive()
+        rounded = self._view.astype(dtype).astype(room.sram.compute)
+        room.sram.note(priced("", 0, self.nbytes, self.nbytes))
+        return room.sram.made(rounded)
+
+    # -- what would let numbers out -------------------------------------------------------------
+
+    def _alive(self) -> Room:
+        room = self._lease.room
+        if room.gone:
+            raise MemoryModelError(
+                f"the tile {room.name!r} made at {room.made} is used after its memory was given "
+                f"back ({room.gone}); what a later visit needs is written into a tile made before "
+                "the loop: O[:] = ..., m[:] = ..."
+            )
+        return room
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise MemoryModelError(
+            f"the numbers of the tile {self._lease.room.name!r} stay on chip: they cannot become a "
+            "Python number, a list, or an array elsewhere; compute with tiles, "
+            "sram.store what is to leave, sram.show(tile) to look at it"
+        )
+
+    __float__ = __int__ = __index__ = __complex__ = __iter__ = __contains__ = _refuse
+    __array__ = __reduce__ = __reduce_ex__ = __deepcopy__ = __getstate__ = _refuse
+
+    def __bool__(self) -> NoReturn:
+        raise MemoryModelError(
+            f"a branch on the numbers of the tile {self._lease.room.name!r}: every head takes the "
+            "same steps; choose with np.where(condition, one, other)"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and hasattr(np.ndarray, name):
+            self._refuse()
+        raise AttributeError(f"a tile has no {name!r}; it has {', '.join(_PUBLIC)}")
+
+
+_PUBLIC = sorted(name for name in vars(SramTile) if not name.startswith("_"))
+
+
+def elementwise(ufunc: Any, given: Any, out: SramTile | None, where: Any) -> SramTile:
+    """One operation a number; the result is a new tile, or `out`."""
+    tiles = [x for x in (*given, out, where) if isinstance(x, SramTile)]
+    room = tiles[0]._alive()
+    ndim = max(*(x.ndim for x in tiles), *(x.ndim for x in given if isinstance(x, np.ndarray)), 0)
+    operands = [_operand(ufunc.__name__, x, room, ndim) for x in given]
+    how: dict[str, Any] = {}
+    if where is not True:
+        if out is None:
+            raise MemoryModelError("where= leaves numbers undefined without out=; use np.where")
+        how["where"] = _operand("where=", where, room, ndim)
+    if out is not None:
+        _held(out, room)
+        how["out"] = out._view
+    try:
+        view = ufunc(*operands, **how)
+    except ValueError:
+        shapes = ", ".join(str(x.shape) for x in tiles)
+        raise ShapeError(f"np.{ufunc.__name__}: tiles of {shapes} do not fit together") from None
+    size = int(np.prod(view.shape[2:]))
+    result = out if out is not None else room.sram.made(_own_type(view, room))
+    read = sum(x.nbytes for x in given if isinstance(x, SramTile))
+    room.sram.note(priced(COSTS[ufunc], size, read, result.nbytes))
+    return result
+
+
+def product(a: Any, b: Any, *, out: SramTile | None = None, add: bool = False) -> SramTile:
+    """A matrix product into a new tile or `out`; with `add`, added to what is there."""
+    for x in (a, b):
+        if not isinstance(x, SramTile):
+            _outsider("@", x)
+            raise ShapeError("@ multiplies two tiles; a number scales a tile with *")
+    room = a._alive()
+    left, right = _held(a, room)._view, _held(b, room)._view
+    row, col = a.ndim == 1, b.ndim == 1
+    left = left[..., None, :] if row else left
+    right = right[..., :, None] if col else right
+    if left.shape[-1] != right.shape[-2]:
+        raise ShapeError(f"{a.shape} @ {b.shape}: the inner sides differ")
+    view = np.matmul(left, right)
+    flops = 2 * int(np.prod(view.shape[2:])) * left.shape[-1]
+    view = view[..., 0, :] if row else view
+    view = view[..., 0] if col else view
+    if out is None:
+        result = room.sram.made(_own_type(view, room))
+    else:
+        result = _held(out, room)
+        if result.shape != view.shape[2:]:
+            raise ShapeError(f"{a.shape} @ {b.shape} is {view.shape[2:]}, out is {result.shape}")
+        if add:
+            result._view[...] += view
+        else:
+            result._view[...] = view
+    read = a.nbytes + b.nbytes + (result.nbytes if add else 0)
+    room.sram.note(priced("matmul", flops, read, result.nbytes))
+    return result
+
+
+def reduced(tile: SramTile, name: str, axis: Any, keepdims: bool, outs: Any = ()) -> SramTile:
+    """A sum, a largest ... along an axis (or all)."""
+    room = tile._alive()
+    ufunc, kind = REDUCTIONS[name]
+    axes = range(tile.ndim) if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    try:
+        lead = tuple(2 + range(tile.ndim)[int(one)] for one in axes)
+    except IndexError:
+        raise ShapeError(f"{name} along axis {axis} of a tile of {tile.shape}") from None
+    view = ufunc.reduce(tile._view, axis=lead, keepdims=keepdims) if lead else tile._view.copy()
+    if outs:
+        result = outs[0]
+        if not isinstance(result, SramTile):
+            raise MemoryModelError(f"{name}(..., out=...) takes a tile: sram.alloc(name, shape)")
+        result[...] = room.sram.made(_own_type(view, room))
+    else:
+        result = room.sram.made(_own_type(view, room))
+    room.sram.note(priced(kind, tile.size, tile.nbytes, result.nbytes))
+    return result
+
+
+def chosen(condition: Any, one: Any, other: Any) -> SramTile:
+    """`np.where` of tiles, numbers and boolean masks."""
+    given = condition, one, other
+    tiles = [x for x in given if isinstance(x, SramTile)]
+    room = tiles[0]._alive()
+    ndim = max(x.ndim for x in given if isinstance(x, (SramTile, np.ndarray)))
+    try:
+        view = np.where(*(_operand("where", x, room, ndim) for x in given))
+    except ValueError:
+        shapes = ", ".join(str(x.shape) for x in given if hasattr(x, "shape"))
+        raise ShapeError(f"np.where: {shapes} do not fit together") from None
+    result = room.sram.made(_own_type(view, room))
+    room.sram.note(priced("", 0, sum(x.nbytes for x in tiles), result.nbytes))
+    return result
+
+
+def aligned(tile: SramTile, ndim: int) -> np.ndarray:
+    """A tile's numbers with as many axes as `ndim` besides those of the heads, to broadcast."""
+    view = tile._view
+    lead, own = view.shape[:2], view.shape[2:]
+    if len(own) >= ndim:
+        return view
+    return view.reshape(*lead, *(1,) * (ndim - len(own)), *own)
+
+
+def _operand(what: str, x: Any, room: Room, ndim: int) -> Any:
+    if isinstance(x, SramTile):
+        return aligned(_held(x, room), ndim)
+    return _outsider(what, x)
+
+
+def _held(tile: SramTile, room: Room) -> SramTile:
+    if tile._alive().sram is not room.sram:
+        raise MemoryModelError(
+            f"the tile {tile._lease.room.name!r} lies in another stage's SRAM; store it and load it"
+        )
+    return tile
+
+
+def _outsider(what: str, x: Any) -> Any:
+    """A number, or booleans that say which scores count; anything else has to be loaded."""
+    if isinstance(x, (bool, np.bool_)):
+        return bool(x)
+    if isinstance(x, (int, float, np.integer, np.floating)):
+        return float(x)  # a Python number takes the tile's type
+    if isinstance(x, np.ndarray) and x.dtype == bool:
+        return x
+    kind = f"an array of {x.dtype}" if isinstance(x, np.ndarray) else f"a {type(x).__name__}"
+    raise MemoryModelError(
+        f"{what} meets {kind} from outside the machine: only tiles, numbers and boolean masks take "
+        "part; load what lies in HBM with sram.load(hbm.Q, rows), make the positions of rows with "
+        "sram.positions(rows)"
+    )
+
+
+def _flags(part: Any) -> Any:
+    """A part of an index that is written to: also a boolean mask."""
+    basic = part is None or isinstance(part, (int, np.integer, slice, EllipsisType, SramTile))
+    if basic or (isinstance(part, np.ndarray) and part.dtype == bool):
+        return part
+    raise MemoryModelError(
+        f"a tile is indexed by slices or a boolean mask, got {type(part).__name__}"
+    )
+
+
+def _own_type(view: np.ndarray, room: Room) -> np.ndarray:
+    return view if view.dtype == bool else np.asarray(view, room.sram.compute)
+
+
+def _unknown(name: str, method: str, how: Any) -> str:
+    what = name if method == "__call__" else f"{name}.{method}"
+    extra = f" with {', '.join(how)}" if how else ""
+    known = sorted({getattr(f, "__name__", "") for f in (*COSTS, *FUNCTIONS, np.matmul)})
+    return f"np.{what}{extra} is not an operation of the machine; it has {', '.join(known)}"
+
+
+def _full(tile: SramTile, value: float, **how: Any) -> SramTile:
+    if how:
+        raise MemoryModelError("a tile like another has its type: leave out dtype= and shape=")
+    return tile._alive().sram.made(np.full_like(tile._view, value))
+
+
+#: NumPy's functions of tiles that are no ufuncs.
+FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    np.where: chosen,
+    np.sum: lambda t, axis=None, **how: t.sum(axis, **how),
+    np.max: lambda t, axis=None, **how: t.max(axis, **how),
+    np.min: lambda t, axis=None, **how: t.min(axis, **how),
+    np.mean: lambda t, axis=None, **how: t.mean(axis, **how),
+    np.any: lambda t, axis=None, **how: t.any(axis, **how),
+    np.all: lambda t, axis=None, **how: t.all(axis, **how),
+    np.copy: lambda t: t.copy(),
+    np.dot: lambda a, b: product(a, b),
+    np.transpose: lambda t: t.T,
+    np.isneginf: lambda t: t == -np.inf,
+    np.isposinf: lambda t: t == np.inf,
+    np.shape: lambda t: t.shape,
+    np.ndim: lambda t: t.ndim,
+    np.size: lambda t: t.size,
+    np.zeros_like: lambda t, **how: _full(t, 0.0, **how),
+    np.ones_like: lambda t, **how: _full(t, 1.0, **how),
+    np.empty_like: lambda t, **how: _full(t, np.nan, **how),
+    np.full_like: lambda t, value, **how: _full(t, float(value), **how),
+}

@@ -1,0 +1,459 @@
+"""Tiles of an algorithm of one's own: no number leaves the chip, none comes in, all take room."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+
+import flashsim
+from flashsim import MemoryModelError, ShapeError, SramOverflow, Tiling
+from flashsim.problem.hardware import Device
+
+N, D = 32, 8
+Q, K, V = np.random.default_rng(0).standard_normal((3, N, D), dtype=np.float32)
+ROWS = slice(0, 16)
+KEPT = []
+
+
+def in_a_step(work, **how):
+    """Run `work(sram, machine)` inside one step; the results are made up afterwards."""
+
+    def algorithm(machine):
+        with machine.stage("forward") as sram:
+            with sram.step(ROWS):
+                work(sram, machine)
+            finish(sram, machine)
+
+    def finish(sram, machine):
+        for rows in machine.row_tiles():
+            with sram.step(rows):
+                sram.store(machine.hbm.O, rows, 0.0)
+
+    return flashsim.simulate(algorithm, Q, K, V, tiling=Tiling(16, 16), **how)
+
+
+def on_a_tile(work):
+    """The same with a tile of Q, (16, 8), as the first argument."""
+    return in_a_step(lambda sram, machine: work(sram.load(machine.hbm.Q, ROWS), sram, machine))
+
+
+# -- ways out ---------------------------------------------------------------------------------
+
+LEAKS = {
+    "np.array": lambda t: np.array(t),
+    "np.asarray": lambda t: np.asarray(t),
+    "np.array of tiles": lambda t: np.array([t, t]),
+    "np.frombuffer": lambda t: np.frombuffer(t),
+    "np.from_dlpack": lambda t: np.from_dlpack(t),
+    "np.save": lambda t: np.save("/dev/null", t),
+    "np.einsum": lambda t: np.einsum("ij->i", t),
+    "np.array_str": lambda t: np.array_str(t),
+    "np.vectorize": lambda t: np.vectorize(KEPT.append)(t),
+    "np.add.outer": lambda t: np.add.outer(t, t),
+    "np.add.accumulate": lambda t: np.add.accumulate(t),
+    "np.frexp": lambda t: np.frexp(t),
+    "np.sum(out=array)": lambda t: np.sum(t, axis=0, out=np.zeros(D)),
+    "np.exp(out=array)": lambda t: np.exp(t, out=np.zeros((16, D), np.float32)),
+    "np.copyto(array)": lambda t: np.copyto(np.zeros((16, D)), t),
+    "array[:] = tile": lambda t: np.zeros((16, D)).__setitem__(slice(None), t),
+    "array += tile": lambda t: np.zeros((16, D)).__iadd__(t),
+    "memoryview": lambda t: memoryview(t),
+    "bytes": lambda t: bytes(t),
+    "float": lambda t: float(t[0, 0]),
+    "int": lambda t: int(t[0, 0]),
+    "complex": lambda t: complex(t[0, 0]),
+    "index": lambda t: [0][t[0, 0]],
+    "tolist": lambda t: t.tolist(),
+    "item": lambda t: t.item(),
+    "tobytes": lambda t: t.tobytes(),
+    "data": lambda t: t.data,
+    "flat": lambda t: list(t.flat),
+    "view": lambda t: t.view(np.int32),
+    "iteration": lambda t: [float(x) for row in t for x in row],
+    "unpacking": lambda t: (lambda *rows: rows)(*t),
+    "in": lambda t: 0.0 in t,
+    "a branch": lambda t: KEPT.append(1) if t[0, 0] > 0 else None,
+    "sorted": lambda t: sorted([t[0, 0], t[1, 0]]),
+    "max of Python": lambda t: max(t[0, 0], t[0, 1]),
+    "math": lambda t: __import__("math").exp(t[0, 0]),
+    "pickle": lambda t: pickle.dumps(t),
+    "deepcopy": lambda t: copy.deepcopy(t),
+    "hash": lambda t: {t: 1},
+    "choice by tile": lambda t: t[t > 0],
+    "index arrays": lambda t: t[np.array([0, 1])],
+}
+
+
+@pytest.mark.parametrize("leak", LEAKS)
+def test_no_number_leaves_the_chip(leak):
+    with pytest.raises((MemoryModelError, TypeError, AttributeError)):
+        on_a_tile(lambda tile, sram, machine: LEAKS[leak](tile))
+
+
+def test_repr_and_errors_hold_no_numbers():
+    seen = []
+    on_a_tile(lambda tile, sram, machine: seen.extend([repr(tile), str(tile), f"{tile}"]))
+    assert len(set(seen)) == 1
+    assert seen[0].startswith("<tile Q (16, 8): 512 B on chip, made at line ")
+
+
+def test_show_prints_and_returns_nothing(capsys):
+    on_a_tile(lambda tile, sram, machine: KEPT.append(sram.show(tile[0, :2])))
+    assert KEPT.pop() is None
+    assert f"{Q[0, 0]:.3f}"[:4] in capsys.readouterr().out
+
+
+# -- ways in ----------------------------------------------------------------------------------
+
+ENTRIES = {
+    "tile + array": lambda t, s, m: t + np.ones((16, D), np.float32),
+    "array * tile": lambda t, s, m: np.ones((16, D)) * t,
+    "integers": lambda t, s, m: t * np.arange(D),
+    "a list": lambda t, s, m: t + [1.0] * D,
+    "tile[:] = array": lambda t, s, m: t.__setitem__(slice(None), np.ones((16, D))),
+    "tile @ array": lambda t, s, m: t @ np.ones((D, 4)),
+    "np.where": lambda t, s, m: np.where(t > 0, np.ones((16, D)), t),
+    "store an array": lambda t, s, m: s.store(m.hbm.O, ROWS, np.ones((16, D))),
+    "a tensor in HBM": lambda t, s, m: t + m.hbm.K,
+    "hbm.Q.data": lambda t, s, m: m.hbm.Q.data,
+    "hbm.Q[...]": lambda t, s, m: m.hbm.Q[0:16],
+    "hbm.Q * 2": lambda t, s, m: m.hbm.Q * 2,
+    "np.exp(hbm.Q)": lambda t, s, m: np.exp(m.hbm.Q),
+    "np.asarray(hbm.Q)": lambda t, s, m: np.asarray(m.hbm.Q),
+    "hbm.O[...] =": lambda t, s, m: m.hbm.O.__setitem__(slice(0, 1), 0.0),
+    "load an array": lambda t, s, m: s.load(Q, ROWS),
+    "write to an input": lambda t, s, m: s.store(m.hbm.Q, ROWS, t),
+    "pickle a handle": lambda t, s, m: pickle.dumps(m.hbm.Q),
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_no_number_comes_in(entry):
+    with pytest.raises(MemoryModelError):
+        on_a_tile(ENTRIES[entry])
+
+
+def test_a_closure_over_an_input_is_found():
+    def cheat(machine):
+        with machine.stage("forward") as sram, sram.step(slice(0, N)):
+            KEPT.append(Q.sum())  # the module's own Q, a global
+            sram.store(machine.hbm.O, slice(0, N), 0.0)
+
+    with pytest.raises(MemoryModelError, match=r"cheat uses Q, which is the q .* machine\.hbm"):
+        flashsim.simulate(cheat, Q, K, V)
+    mine = Q[4:9]
+
+    def closed(machine, other=K[::2]):
+        return lambda: mine
+
+    with pytest.raises(MemoryModelError, match="closed uses mine, which is the q"):
+        flashsim.simulate(closed, Q, K, V)
+    with pytest.raises(MemoryModelError, match="a default argument, which is the k"):
+        flashsim.simulate(closed, Q.copy(), K, V)
+    KEPT.clear()
+
+
+def test_inputs_are_copies():
+    before = Q.copy()
+    on_a_tile(lambda tile, sram, machine: tile.__imul__(0.0))
+    assert (before == Q).all()
+
+
+# -- room -------------------------------------------------------------------------------------
+
+
+def peak(work):
+    return on_a_tile(work).trace.peak_sram() - Q[ROWS].nbytes
+
+
+@pytest.mark.parametrize(
+    ("work", "rooms"),
+    [
+        (lambda t, s, m: t * 2, 16 * D * 4),
+        (lambda t, s, m: (t * 2) * 3, 2 * 16 * D * 4),  # the first is there until the second is
+        (lambda t, s, m: [t * 2, t * 3, t * 4], 3 * 16 * D * 4),
+        (lambda t, s, m: t.copy(), 16 * D * 4),
+        (lambda t, s, m: copy.copy(t), 16 * D * 4),
+        (lambda t, s, m: t.astype(np.float16), 16 * D * 4),
+        (lambda t, s, m: np.where(t > 0, t, 0), 16 * D * (1 + 4)),
+        (lambda t, s, m: t > 0, 16 * D),
+        (lambda t, s, m: t.max(axis=1), 16 * 4),  # a row of m
+        (lambda t, s, m: t.sum(), 4),
+        (lambda t, s, m: t @ t.T, 16 * 16 * 4),
+        (lambda t, s, m: t.T[0] @ t, D * 4),
+        (lambda t, s, m: np.zeros_like(t), 16 * D * 4),
+        (lambda t, s, m: s.positions(slice(16, 32)), 16 * 4),
+        (lambda t, s, m: s.alloc("S", (16, 16)), 16 * 16 * 4),
+        (lambda t, s, m: s.accumulate(s.alloc("S", (16, 16), 0.0), t, t.T), 16 * 16 * 4),
+        (lambda t, s, m: [t.T, t[:4], t[:, None], t[..., 0]], 0),  # views
+        (lambda t, s, m: np.exp(t, out=t), 0),
+        (lambda t, s, m: t.__imul__(2.0), 0),
+        (lambda t, s, m: s.free(t) or s.load(m.hbm.K, ROWS), 0),
+    ],
+)
+def test_what_a_line_holds(work, rooms):
+    assert peak(work) == rooms
+
+
+def test_a_temporary_goes_when_its_last_name_does():
+    def work(tile, sram, machine):
+        for _ in range(8):
+            double = tile * 2
+        assert sram.used == 2 * tile.nbytes
+        part = double[:2]
+        del double
+        assert sram.used == 2 * tile.nbytes  # a view keeps it
+        del part
+        assert sram.used == tile.nbytes
+        with sram.strip():
+            half = sram.name("half", tile * 0.5)
+            del half  # one with a name stays until its scope ends
+            assert sram.used == 2 * tile.nbytes
+        assert sram.used == tile.nbytes
+
+    trace = on_a_tile(work).trace
+    assert trace.tensors[-2:] == ("temp", "half")
+    assert trace.peak_sram() == 3 * Q[ROWS].nbytes  # a ninth product while the eighth is there
+
+
+def test_an_overflow_names_what_is_held_and_where_it_was_made():
+    small = Device(name="small", sram_bytes=2_000, sram_per_sm=2_000)
+
+    def greedy(machine):
+        with machine.stage("forward") as sram, sram.step(slice(0, 16)):
+            tile = sram.load(machine.hbm.Q, slice(0, 16))
+            S = sram.alloc("S", (16, 8))
+            both = tile + S
+            sram.store(machine.hbm.O, ROWS, tile * both)
+
+    first = greedy.__code__.co_firstlineno
+    with pytest.raises(SramOverflow) as caught:
+        flashsim.simulate(greedy, Q, K, V, device=small)
+    text = str(caught.value)
+    line = "sram.store(machine.hbm.O, ROWS, tile * both)"
+    assert text.startswith(f"greedy, line {first + 5}, `{line}`: stage 'forward' holds 2,048 B")
+    assert f"temp                 512 B, made at line {first + 4}" in text
+    assert "2,048 B on chip, but small gives a block 2,000 B" in text
+
+
+# -- scopes -----------------------------------------------------------------------------------
+
+
+def test_what_outlives_its_scope_names_both_lines():
+    def cheat(machine):
+        kept = []
+        with machine.stage("forward") as sram:
+            for rows in machine.row_tiles():
+                with sram.step(rows):
+                    if not kept:
+                        kept.append(sram.load(machine.hbm.K, slice(0, N)).copy())
+                    S = sram.load(machine.hbm.Q, rows) @ kept[0].T
+                    sram.store(machine.hbm.O, rows, S[:, :D])
+
+    first = cheat.__code__.co_firstlineno
+    with pytest.raises(MemoryModelError) as caught:
+        flashsim.simulate(cheat, Q, K, V, tiling=Tiling(16, 16))
+    text = str(caught.value)
+    assert text.startswith(f"cheat, line {first + 7}, `S = ")
+    assert (
+        f"the tile 'temp' made at line {first + 6} is used after its memory was given back" in text
+    )
+    assert f"the scope of line {first + 4} ended" in text
+    assert "m[:] = ..." in text
+
+
+def outlives(make, use):
+    def work(tile, sram, machine):
+        with sram.visit(ROWS, ROWS):
+            kept = make(tile, sram)
+        use(kept, tile, sram, machine)
+
+    with pytest.raises(MemoryModelError, match="after its memory was given back"):
+        on_a_tile(work)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda k, t, s, m: k + 1,
+        lambda k, t, s, m: t + k,
+        lambda k, t, s, m: k[0],
+        lambda k, t, s, m: k.T,
+        lambda k, t, s, m: k.sum(),
+        lambda k, t, s, m: k.copy(),
+        lambda k, t, s, m: k @ t.T,
+        lambda k, t, s, m: t.__setitem__(slice(None), k),
+        lambda k, t, s, m: k.__setitem__(slice(None), 0.0),
+        lambda k, t, s, m: np.where(k > 0, 1, 0),
+        lambda k, t, s, m: np.where(True, k, t),
+        lambda k, t, s, m: s.store(m.hbm.O, ROWS, k),
+        lambda k, t, s, m: s.show(k),
+        lambda k, t, s, m: s.free(k),
+        lambda k, t, s, m: np.exp(t, out=k),
+    ],
+)
+def test_nothing_is_done_with_a_tile_that_is_gone(use):
+    outlives(lambda tile, sram: tile * 1, use)
+    outlives(lambda tile, sram: sram.alloc("S", (16, D), 0.0), use)
+
+
+def test_tiles_of_another_stage_and_of_another_run():
+    def two(machine):
+        with machine.stage("one") as sram, sram.step(ROWS):
+            KEPT.append(sram.load(machine.hbm.Q, ROWS))
+            KEPT.append(sram)
+        with machine.stage("two") as sram, sram.step(ROWS):
+            sram.store(machine.hbm.O, ROWS, KEPT[0])
+
+    with pytest.raises(MemoryModelError, match="given back"):
+        flashsim.simulate(two, Q, K, V)
+
+    def late(machine):
+        with machine.stage("one") as sram, sram.step(ROWS):
+            KEPT[1].load(machine.hbm.Q, ROWS)
+
+    with pytest.raises(MemoryModelError, match=r"stage 'one' has ended"):
+        flashsim.simulate(late, Q, K, V)
+
+    def nested(machine):
+        with machine.stage("one"), machine.stage("two"):
+            pass
+
+    with pytest.raises(MemoryModelError, match="'two' begins before 'one' has ended"):
+        flashsim.simulate(nested, Q, K, V)
+    KEPT.clear()
+
+
+@pytest.mark.parametrize(
+    ("work", "text"),
+    [
+        (lambda s, m: s.step(0).__enter__(), "a step inside a step"),
+        (
+            lambda s, m: s.visit(slice(16, 32), ROWS).__enter__(),
+            "visit of query tile 1 in the step",
+        ),
+        (lambda s, m: s.visit(ROWS).__enter__(), "a visit is of a tile of scores"),
+        (lambda s, m: s.visit(slice(0, 32), ROWS).__enter__(), "reach over tiles of 16"),
+        (lambda s, m: s.visit(slice(40, 50), ROWS).__enter__(), "are none of the 32"),
+        (lambda s, m: s.load(m.hbm.Q, slice(40, 50)), "Q has 32 rows; 40:50 are none"),
+        (lambda s, m: s.load(m.hbm.Q, slice(0, 8, 2)), "side by side"),
+        (lambda s, m: s.load(m.hbm.Q, 3), "rows of Q are a slice"),
+        (lambda s, m: s.load(m.hbm.O, ROWS), "O, rows 0:16, was never stored"),
+        (lambda s, m: s.reduce(m.hbm.O, ROWS, s.load(m.hbm.Q, ROWS)), "was never stored"),
+        (
+            lambda s, m: s.store(m.hbm.O, ROWS, s.load(m.hbm.Q, slice(0, 8))),
+            r"the tile is \(8, 8\)",
+        ),
+        (lambda s, m: s.alloc("S", (0, 3)), "sides of 1 and more"),
+        (lambda s, m: s.alloc("no name", 3), "a short word"),
+        (lambda s, m: s.alloc("S", (2, 3), 0.0) @ s.alloc("S", (2, 3), 0.0), "inner sides differ"),
+        (lambda s, m: s.alloc("S", (2, 3), 0.0) + s.alloc("S", (4, 3), 0.0), "do not fit together"),
+        (lambda s, m: s.alloc("S", (2, 3), 0.0).sum(axis=2), "along axis 2"),
+        (lambda s, m: s.alloc("S", (2, 3), 0.0) @ 2.0, "two tiles"),
+        (lambda s, m: s.alloc("S", (2, 3), 0.0).__setitem__(0, s.alloc("m", 2, 0.0)), "do not fit"),
+        (lambda s, m: np.where(s.alloc("S", (2, 3), 0.0) > 0, s.alloc("m", 2, 0.0), 1), "np.where"),
+        (lambda s, m: m.hbm.W, "HBM holds no tensor 'W'"),
+        (lambda s, m: m.hbm.new("Q", 3), "holds 'Q' already"),
+        (lambda s, m: [m.hbm.new(f"W{n}", 3) for n in range(70)], "more than 64 names"),
+    ],
+)
+def test_what_a_machine_refuses(work, text):
+    with pytest.raises((MemoryModelError, ShapeError, flashsim.OptionError), match=text) as caught:
+        in_a_step(work)
+    assert str(caught.value).startswith("algorithm, line ")
+
+
+def test_a_step_is_needed():
+    def bare(machine):
+        with machine.stage("forward") as sram:
+            sram.load(machine.hbm.K, ROWS)
+
+    with pytest.raises(
+        MemoryModelError, match="works in steps, one a thread block, which share no"
+    ):
+        flashsim.simulate(bare, Q, K, V)
+
+
+# -- arithmetic -------------------------------------------------------------------------------
+
+
+def compared(work, *arrays):
+    """What `work` gives of tiles, taken out through a store of the first 16 x 8 numbers."""
+    found = {}
+
+    def algorithm(machine):
+        with machine.stage("forward") as sram, sram.step(slice(0, N)):
+            tiles = [sram.load(getattr(machine.hbm, name), slice(0, N)) for name in "QKV"]
+            value = work(*tiles)
+            found["shape"] = value.shape
+            into = sram.alloc("O", (N, D), 0.0)
+            view = into
+            for at, size in enumerate(value.shape):
+                view = view[(slice(None),) * at + (slice(0, size),)]
+            view = view if value.ndim == 2 else view[:, 0] if value.ndim == 1 else view[0, 0]
+            view[...] = value
+            sram.store(machine.hbm.O, slice(0, N), into)
+
+    out = flashsim.simulate(algorithm, Q, K, V).out
+    want = np.asarray(work(Q, K, V))
+    assert found["shape"] == want.shape
+    got = out[tuple(slice(0, n) for n in want.shape)]
+    got = got if want.ndim == 2 else got[:, 0] if want.ndim == 1 else got[0, 0]
+    np.testing.assert_allclose(
+        got.astype(np.float64), want.astype(np.float64), rtol=2e-6, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda q, k, v: q + k * v - 2,
+        lambda q, k, v: 1 / (2 + np.tanh(q)),
+        lambda q, k, v: np.exp(-np.square(q)),
+        lambda q, k, v: (q.T @ k)[:4],
+        lambda q, k, v: q.T @ v[:, 0],
+        lambda q, k, v: q[:, 0] @ v,
+        lambda q, k, v: np.dot(q[:, 0], k[:, 0]),
+        lambda q, k, v: q * k.max(axis=1)[:, None],
+        lambda q, k, v: q * k.sum(axis=0),
+        lambda q, k, v: np.maximum(q, k).mean(axis=1),
+        lambda q, k, v: np.mean(q, axis=0),
+        lambda q, k, v: np.sum(q, axis=-1, keepdims=True),
+        lambda q, k, v: q.min() + np.max(k) - np.min(v, axis=None),
+        lambda q, k, v: np.where(q > k, q, np.float64(0.5)),
+        lambda q, k, v: (q > 0).any(axis=1) & (k > 0).all(axis=1),
+        lambda q, k, v: np.any(q > 2, axis=0) | np.all(np.isneginf(q), axis=0),
+        lambda q, k, v: np.full_like(q, 3.0) + np.ones_like(q) - np.transpose(q.mT),
+        lambda q, k, v: np.copy(q[..., 1:3]) * (~np.isposinf(q[:, 1:3])),
+        lambda q, k, v: q[3] * np.ones((4, 1), bool),
+    ],
+)
+def test_arithmetic_is_numpys(work):
+    compared(work)
+
+
+def test_writing_in_place():
+    def work(q, k, v):
+        q = q.copy()
+        q[:, 0] += k[:, 0]
+        q[2:4, 1] = 7.0
+        q[q > 1] = 1.0
+        q[np.eye(N, D, dtype=bool)] = -1.0
+        q[..., np.eye(N, D, 1, dtype=bool)] = -2.0
+        np.multiply(q, 2.0, out=q, where=q > 0)
+        q[0] = k[0]
+        return q
+
+    compared(work)
+
+
+def test_work_is_counted():
+    trace = on_a_tile(lambda t, s, m: (t @ t.T).max(axis=1) * 2).trace
+    assert trace.flops("matmul") == 2 * 16 * 16 * D
+    assert trace.flops("max") == 16 * 16
+    assert trace.flops("multiply") == 16
+    assert trace.flops() == trace.flops("matmul") + 16 * 16 + 16
+    tile, scores, row = 16 * D * 4, 16 * 16 * 4, 16 * 4
+    assert trace.on_chip("read") == 2 * tile + scores + row
+    assert trace.on_chip("write") == scores + row + row
