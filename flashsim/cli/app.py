@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from flashsim.cli import measure, models, pictures, saved, truth
+from flashsim.cli import course, measure, models, pictures, saved, truth
 from flashsim.cli.options import spread
 from flashsim.errors import FlashSimError
 from flashsim.version import __version__
@@ -43,6 +43,7 @@ for _command in (
     models.watch,
     saved.devices,
     *truth.COMMANDS,
+    *course.COMMANDS,
     *pictures.COMMANDS,
 ):
     app.command()(spread(_command))

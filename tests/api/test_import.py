@@ -189,6 +189,7 @@ def test_public_names_exist_and_are_sorted():
         "roofline",
         "verify",
         "viz",
+        "walkthrough",
     ],
 )
 def test_rooms_are_there_when_first_named(name):

@@ -1,0 +1,59 @@
+"""Commands for those who learn: walkthroughs with values, ..."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from flashsim import report
+from flashsim.cli import options as opt
+from flashsim.cli import values
+from flashsim.cli.output import show_tables
+from flashsim.errors import OptionError, choices
+
+
+def walkthrough(
+    form: opt.Format,
+    name: Annotated[str | None, typer.Argument(help="Leave out to list names.")] = None,
+    logits: Annotated[str, typer.Option(help="softmax: your own, with commas.")] = "70,80,90",
+    chunk: Annotated[int, typer.Option(help="softmax: online, so many at a time.")] = 1,
+    subnormals: Annotated[
+        bool, typer.Option("--subnormals", help="softmax: keep them, as NumPy does.")
+    ] = False,
+    n: Annotated[int | None, typer.Option("--n", "-n", help="Queries and keys.")] = None,
+    head_dim: Annotated[int | None, typer.Option("--head-dim", "-d", help="Width.")] = None,
+    tiling: Annotated[
+        str | None, typer.Option("--tiling", "-t", help="tiles, corrections: QUERIESxKEYS.")
+    ] = None,
+    row: Annotated[int | None, typer.Option(help="tiles: which query; the last.")] = None,
+    causal: Annotated[bool, typer.Option("--causal", help="tiles: causal mask.")] = False,
+    dtype: Annotated[str, typer.Option(help="reread: element type of P.")] = "float32",
+    seed: Annotated[int, typer.Option(help="tiles, delta: of the random tensors.")] = 0,
+) -> None:
+    """Follow small numbers through softmax and FlashAttention, step by step."""
+    from flashsim.studies import walkthrough as walks
+
+    if name is None:
+        table = report.Table("Walkthroughs", ("name", "what"), [*walks.NAMES.items()])
+        show_tables([table], [table], form)
+        return
+    if name not in walks.NAMES:
+        raise OptionError(f"no walkthrough {name!r}; {choices(name, walks.NAMES)}")
+    sizes = {key: x for key, x in (("n", n), ("head_dim", head_dim)) if x is not None}
+    tile = None if tiling is None else values.tiling(tiling, sizes.get("head_dim", 64), causal)
+    if name == "softmax":
+        given = values.parse_list("logits", logits, float)
+        table = walks.softmax(given, chunk=chunk, subnormals=subnormals)
+    elif name == "tiles":
+        table = walks.tiles(**sizes, tiling=tile, row=row, causal=causal, seed=seed)
+    elif name == "delta":
+        table = walks.delta(**sizes, seed=seed)
+    elif name == "corrections":
+        table = walks.corrections(**sizes, tiling=tile)
+    else:
+        table = walks.reread(**sizes, dtype=dtype)
+    show_tables([table], [table], form)
+
+
+COMMANDS = (walkthrough,)

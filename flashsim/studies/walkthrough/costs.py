@@ -1,0 +1,91 @@
+"""Why FlashAttention is as it is: one identity and three costs, in numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flashsim.api.samples import random_inputs
+from flashsim.counts import traffic
+from flashsim.problem.hardware import PRESETS, Device
+from flashsim.problem.oracle import attention
+from flashsim.problem.problem import Problem
+from flashsim.report import Table
+from flashsim.schedule.tensors import whole_bytes
+from flashsim.schedule.tiling import Tiling
+
+MOST_ROWS = 8
+
+
+def delta(n: int = 32, head_dim: int = 4, *, seed: int = 0) -> Table:
+    """rowsum(P dP) beside rowsum(O dO), float64: the second needs no score.
+
+    The softmax's backward needs sum_j P_ij dP_ij; dP = dO V^T makes it
+    dO_i . (sum_j P_ij V_j) = dO_i . O_i (arXiv:2307.08691, section 2.3.2).
+    """
+    problem = Problem(n, head_dim=head_dim, dtype="float64")
+    inputs = random_inputs(problem, seed)
+    results = attention(*inputs[:3], problem)
+    q, k, v, dout, out, lse = (x[0, 0] for x in (*inputs, *results))
+    P = np.exp(problem.scale * q @ k.T - lse[:, None])
+    scores, outputs = (P * (dout @ v.T)).sum(axis=1), (out * dout).sum(axis=1)
+    table = Table(
+        f"D = rowsum(P dP) = rowsum(O dO), {n} x {n} scores, d = {head_dim}",
+        ("row", "rowsum(P dP)", "rowsum(O dO)", "difference"),
+        note=f"the first sums {n} products a row, of N x N scores that nobody kept; the second "
+        f"{head_dim}, of two tensors that are there. Largest difference of all {n} rows "
+        f"{np.abs(scores - outputs).max():.1g}",
+    )
+    for i in range(min(n, MOST_ROWS)):
+        each = float(scores[i]), float(outputs[i])
+        table.rows.append((str(i), *each, abs(each[0] - each[1])))
+    return table
+
+
+def corrections(
+    n: int = 4096,
+    head_dim: int = 64,
+    *,
+    tiling: Tiling | None = None,
+) -> Table:
+    """Operations other than products, of FlashAttention-1 and -2: where O is divided.
+
+    FlashAttention-1 divides O by l at every tile of keys, and multiplies it back at the next;
+    FlashAttention-2 once, after the last (arXiv:2307.08691, section 3.1.1).
+    """
+    tiling, problem = tiling or Tiling(64, 64), Problem(n, head_dim=head_dim, dtype="bfloat16")
+    table = Table(
+        f"Where O is divided: {n:,} queries and keys, d = {head_dim}, tiles {tiling}",
+        ("algorithm", "divisions", "a row", "multiplications", "others", "all of them"),
+        note="one head, forward: operations that no tensor core does; others: exp, max, add. "
+        f"FlashAttention-1 divides {head_dim} columns of O at each of a row's tiles, "
+        "FlashAttention-2 once",
+    )
+    for name in ("flash1", "flash2"):
+        counted = traffic.count_schedule(problem, tiling, name, "forward", Device.get("H100"))
+        divide, multiply = counted.flops("divide"), counted.flops("multiply")
+        others = sum(counted.flops(kind) for kind in ("exp", "max", "add"))
+        whole = divide + multiply + others
+        table.rows.append((name, divide, divide // n, multiply, others, whole))
+    return table
+
+
+def reread(n: int = 4096, *, head_dim: int = 64, dtype: str = "float32") -> Table:
+    """How long one pass over P takes, and the four of standard attention, by device."""
+    problem = Problem(n, head_dim=head_dim, dtype=dtype)
+    size = whole_bytes(problem, "P")
+    flops = traffic.Traffic(
+        problem, Tiling(n, n), "standard", "forward", Device.get("H100"), "ascending"
+    ).flops("matmul")
+    table = Table(
+        f"P of {n:,} x {n:,} in {dtype}, one head: {size:,} B",
+        ("device", "HBM GB/s", "P once, µs", "S and P, µs", "products, µs"),
+        note="standard attention stores and loads S and P, four passes; products: 4 N^2 d at the "
+        f"peak for {dtype}, d = {head_dim}",
+    )
+    for name, device in PRESETS.items():
+        if dtype not in {**device.tensor_flops, **device.cuda_flops}:
+            continue
+        once = 1e6 * size / device.hbm_bandwidth
+        products = 1e6 * flops / device.peak(dtype)
+        table.rows.append((name, device.hbm_bandwidth / 1e9, once, 4 * once, products))
+    return table

@@ -1,0 +1,94 @@
+"""One query row of FlashAttention-2, tile by tile, with its numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flashsim.api.samples import random_inputs
+from flashsim.errors import OptionError
+from flashsim.problem import checks
+from flashsim.problem.problem import Problem
+from flashsim.report import Table
+from flashsim.schedule.schedule import Schedule
+from flashsim.schedule.tiling import Tiling
+
+MOST = 4096  # queries and keys: it is read, not run
+
+
+def tiles(
+    n: int = 32,
+    head_dim: int = 4,
+    *,
+    tiling: Tiling | None = None,
+    row: int | None = None,
+    causal: bool = False,
+    seed: int = 0,
+) -> Table:
+    """m, alpha, l and O of one query row after each tile that it visits.
+
+    Algorithm 1 of arXiv:2307.08691 on random float32 q, k and v. O is not divided until the last
+    tile is done; the last row of the table divides it by l, once.
+
+    Parameters
+    ----------
+    n, head_dim : int
+        Queries (and keys), and the width of a row; default 32 x 32 scores.
+    tiling : Tiling, optional
+        Default 16 x 16.
+    row : int, optional
+        Which query; default the last, which sees every tile under a causal mask.
+    causal : bool
+    seed : int
+
+    Raises
+    ------
+    OptionError
+        If there is no such row, or n is above 4,096.
+    """
+    problem = Problem(n, head_dim=head_dim, causal=causal)
+    if n > MOST:
+        raise OptionError(f"a walkthrough is read line by line: n must be at most {MOST}, got {n}")
+    tiling = tiling or Tiling(16, 16)
+    row = n - 1 if row is None else row
+    if not checks.is_int(row) or not 0 <= row < n:
+        raise OptionError(f"row must be one of the queries 0 to {n - 1}, got {row!r}")
+    schedule = Schedule(problem, tiling)
+    q, k, v, _ = (x[0, 0] for x in random_inputs(problem, seed))
+    table = Table(
+        f"Query {row} of {n} x {n} scores, d = {head_dim}, tiles {tiling}"
+        + (", causal" if causal else ""),
+        ("tile", "keys", "m", "alpha", "l", "O"),
+        note="alpha = exp(m_old - m) rescales l and O; O is divided by l once, at the end: "
+        f"the same as attention in float64 to {{error:.1g}}; seed {seed}",
+    )
+    tile = row // min(tiling.block_q, n)
+    m, l, O = np.float32(-np.inf), np.float32(0), np.zeros(head_dim, np.float32)
+    for visit in schedule.visits(tile):
+        keys = np.arange(visit.cols.start, visit.cols.stop)
+        s = k[visit.cols] @ q[row] * np.float32(problem.scale)
+        if causal:
+            s = np.where(keys <= row, s, -np.inf).astype(np.float32)
+        m_new = np.maximum(m, s.max())
+        alpha, p = np.exp(m - m_new), np.exp(s - m_new)
+        l = alpha * l + p.sum()
+        O = alpha * O + p @ v[visit.cols]
+        m = m_new
+        span = f"{keys[0]} to {keys[-1]}"
+        table.rows.append((f"{tile}, {visit.j}", span, _4(m), _4(alpha), _4(l), _text(O)))
+    table.rows.append(("O / l", "", None, None, None, _text(O / l)))
+    table.rows.append(("L = m + log l", "", _4(m + np.log(l)), None, None, ""))
+    seen = row + 1 if causal else n
+    s = k[:seen].astype(np.float64) @ q[row] * problem.scale
+    weights = np.exp(s - s.max())
+    error = np.abs(O / l - weights / weights.sum() @ v[:seen]).max()
+    table.note = table.note.format(error=float(error))
+    return table
+
+
+def _4(x: float) -> float:
+    return float(np.round(float(x), 4))
+
+
+def _text(x: np.ndarray) -> str:
+    shown = ", ".join(f"{value:.4f}" for value in x[:4])
+    return shown + (", ..." if len(x) > 4 else "")
