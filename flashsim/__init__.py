@@ -39,7 +39,17 @@ from flashsim.version import __version__
 _LATE = {
     **dict.fromkeys(("oracle",), "flashsim.problem"),
     **dict.fromkeys(
-        ("claims", "demo", "ladder", "predict", "reproduce", "roofline", "verify", "walkthrough"),
+        (
+            "banks",
+            "claims",
+            "demo",
+            "ladder",
+            "predict",
+            "reproduce",
+            "roofline",
+            "verify",
+            "walkthrough",
+        ),
         "flashsim.studies",
     ),
     **dict.fromkeys(("backends", "distributed", "jax", "l2", "torch", "viz"), "flashsim"),

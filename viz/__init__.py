@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from flashsim.viz.film.animation import animate
     from flashsim.viz.palette import color
     from flashsim.viz.player.html import Page, page
+    from flashsim.viz.plots.banks import banks
     from flashsim.viz.plots.cache import l2_curve
     from flashsim.viz.plots.gpu_timelines import gpu_timeline
     from flashsim.viz.plots.models import io_curve, memory_footprint, roofline
@@ -27,6 +28,7 @@ _ROOMS = {
     "player.html": ("Page", "page"),
     "palette": ("color",),
     "plots.traffic_bars": ("cumulative", "diff", "sram_timeline", "traffic"),
+    "plots.banks": ("banks",),
     "plots.cache": ("l2_curve",),
     "plots.models": ("io_curve", "memory_footprint", "roofline"),
     "plots.series": ("roofline_series",),
@@ -40,6 +42,7 @@ _HOME = {name: room for room, names in _ROOMS.items() for name in names}
 __all__ = [
     "Page",
     "animate",
+    "banks",
     "color",
     "cumulative",
     "diff",

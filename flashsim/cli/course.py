@@ -1,14 +1,15 @@
-"""Commands for those who learn: walkthroughs with values, ..."""
+"""Commands for those who learn: walkthroughs with values, memory on the chip."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from flashsim import report
 from flashsim.cli import options as opt
-from flashsim.cli import values
+from flashsim.cli import pictures, values
 from flashsim.cli.output import show_tables
 from flashsim.errors import OptionError, choices
 
@@ -56,4 +57,34 @@ def walkthrough(
     show_tables([table], [table], form)
 
 
-COMMANDS = (walkthrough,)
+def banks(
+    form: opt.Format,
+    pattern: Annotated[
+        str | None, typer.Argument(help="Default: all. --plot draws one; column.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32; of ldmatrix bfloat16.")] = None,
+    columns: Annotated[
+        int | None, typer.Option(help="Elements of a row; as many as make 128 bytes.")
+    ] = None,
+    pad: Annotated[
+        int | None, typer.Option(help="Elements that padding adds to a row; 1, or 16 bytes.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the layouts in this file.")] = None,
+    theme: opt.Theme = "light",
+) -> None:
+    """Bank conflicts and sectors: what a warp's request costs in each layout of a tile."""
+    from flashsim.studies import banks as on_chip
+
+    if plot is not None:
+        pictures.ready_to_draw(plot)
+    sizes: dict[str, Any] = {"dtype": dtype, "columns": columns, "pad": pad}
+    table = on_chip.table(pattern=pattern, **sizes)
+    show_tables([table], [table], form)
+    if plot is not None:
+        name = pattern or "column"
+        layouts = [row["layout"] for row in table.records() if row["pattern"] == name]
+        requests = [on_chip.access(name, layout, **sizes) for layout in layouts]
+        pictures.draw("banks", requests, plot, {"theme": theme})
+
+
+COMMANDS = (walkthrough, banks)

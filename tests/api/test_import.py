@@ -179,6 +179,7 @@ def test_public_names_exist_and_are_sorted():
     "name",
     [
         "backends",
+        "banks",
         "claims",
         "demo",
         "l2",

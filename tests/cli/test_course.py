@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from flashsim import Tiling, walkthrough
+from flashsim import Tiling, banks, walkthrough
 from flashsim.cli.app import app
 
 
@@ -40,3 +40,11 @@ def test_walkthroughs_print_what_the_library_gives(arguments, table):
 def test_walkthroughs_are_listed_and_unknown_ones_refused():
     assert [row["name"] for row in rows("walkthrough")] == list(walkthrough.NAMES)
     assert "did you mean 'tiles'" in invoke("walkthrough", "tile").output
+
+
+def test_banks_prints_every_layout_and_draws_one_pattern(tmp_path):
+    assert rows("banks") == banks.table().records()
+    out = tmp_path / "banks.svg"
+    found = rows("banks", "column", "--columns", 64, "--plot", out)
+    assert found == banks.table(pattern="column", columns=64).records()
+    assert "xor: 1 wavefront" in out.read_text()

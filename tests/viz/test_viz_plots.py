@@ -12,7 +12,7 @@ from matplotlib import pyplot as plt
 from matplotlib.colors import to_hex
 
 import flashsim
-from flashsim import Problem, Tiling, l2, viz
+from flashsim import Problem, Tiling, banks, l2, viz
 from flashsim.counts import bounds, traffic
 from flashsim.errors import DTypeError, OptionError, TraceError
 from flashsim.viz import palette
@@ -50,6 +50,7 @@ EVERY = {
     "sram_timeline": lambda **o: viz.sram_timeline(cases.trace(), **o),
     "io_curve": lambda **o: viz.io_curve(counts(), **o),
     "roofline": lambda **o: viz.roofline(counts()[:1], **o),
+    "banks": lambda **o: viz.banks(banks.access("column"), **o),
     "roofline_series": lambda **o: viz.roofline_series(
         {"a": [("N = 1", 1.0, 1e9), ("N = 2", 2.0, 2e9)]}, device="A100", **o
     ),
@@ -728,3 +729,22 @@ def test_a_series_lies_where_it_was_measured_and_names_its_share_of_the_peak():
     for data in ({}, {"a": [("b", 0.0, 1.0)]}):
         with pytest.raises(OptionError, match="both positive"):
             viz.roofline_series(data, device="A100")
+
+
+def test_words_lie_in_their_banks_and_panels_say_how_many_wavefronts():
+    ax = viz.banks([banks.access("column", layout) for layout in ("row-major", "padded")])
+    first, second = (
+        [path.get_extents().bounds[:2] for path in panel.get_paths()]
+        for panel in ax.collections[2::3]
+    )
+    assert first == [(0, row) for row in range(32)]
+    assert second == [(37 + row, row) for row in range(32)]
+    assert [t.get_text() for t in ax.texts][:2] == [
+        *("row-major: 32 wavefronts", "padded: 1 wavefront")
+    ]
+    for data, message in (
+        ([], "got none"),
+        ([banks.access("column", columns=512)], "fewer columns"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            viz.banks(data)

@@ -1,0 +1,216 @@
+"""One warp's request to a tile in shared memory, and what the banks make of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flashsim import report
+from flashsim.errors import OptionError
+from flashsim.problem import checks
+from flashsim.problem.problem import numpy_dtype
+from flashsim.report import Table
+
+#: Lanes of a warp; banks, and bytes of each (CUDA C++ Programming Guide, "Shared Memory"); bytes of
+#: a sector and of a cache line of global memory.
+LANES, BANKS, WORD, SECTOR, LINE = 32, 32, 4, 32, 128
+#: Bytes that one wavefront carries, and of one piece that `ldmatrix` and the copy engine move.
+FRONT, PIECE = BANKS * WORD, 16
+
+#: What a warp asks for: name -> (what, bytes a lane; 0: one element).
+PATTERNS = {
+    "row": ("lane n reads element n of a row", 0),
+    "column": ("lane n reads one element of row n", 0),
+    "row-16B": ("eight lanes read a row of 128 B, 16 B each", PIECE),
+    "column-16B": ("lane n reads 16 B of row n", PIECE),
+    "ldmatrix": ("ldmatrix.x4: a 16 x 16 tile of 2-byte elements, a row of 8 a lane", PIECE),
+}
+#: How a tile lies: name -> what.
+LAYOUTS = {
+    "row-major": "row r begins at r times a row's bytes",
+    "padded": "rows one element longer, or 16 B where lanes read 16 B",
+    "xor": "4-byte word w of row r lies at w ^ (r % 32); for reads of up to 4 B",
+    "swizzle": "16-byte piece c of row r lies at c ^ (r % 8): the copy engine's 128-byte swizzle",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Access:
+    """A warp's request.
+
+    Attributes
+    ----------
+    pattern, layout : str
+    addresses : ndarray of int, (32,)
+        The byte at which each lane's part begins.
+    width : int
+        Bytes a lane.
+    global_addresses : ndarray of int, (32,)
+        Where the same elements begin in a row-major matrix in global memory.
+    """
+
+    pattern: str
+    layout: str
+    addresses: np.ndarray
+    width: int
+    global_addresses: np.ndarray
+
+    __repr__ = report.short
+    _repr_html_ = report.card
+
+    def fronts(self) -> np.ndarray:
+        """The wavefront that serves each word: (words,) of rows (address // 4, lane, wavefront).
+
+        Lanes take part in groups whose bytes fill a wavefront: all 32 at 4 bytes, 8 at 16. In a
+        group, each bank serves one word a wavefront, the lowest first.
+        """
+        group, found, first = max(1, FRONT // max(self.width, WORD)), [], 0
+        for start in range(0, LANES, group):
+            words: dict[int, list[int]] = {}
+            for lane in range(start, start + group):
+                begin, stop = self.addresses[lane], self.addresses[lane] + self.width
+                for word in range(int(begin) // WORD, (int(stop) - 1) // WORD + 1):
+                    words.setdefault(word, []).append(lane)
+            depth = [0] * BANKS
+            for word in sorted(words):
+                bank = word % BANKS
+                found += [(word, lane, first + depth[bank]) for lane in words[word]]
+                depth[bank] += 1
+            first += max(depth)
+        return np.array(found)
+
+    @property
+    def wavefronts(self) -> int:
+        """Cycles for which shared memory is busy with it."""
+        return int(self.fronts()[:, 2].max()) + 1
+
+    @property
+    def ideal(self) -> int:
+        """Wavefronts that so many bytes need at least."""
+        distinct = len(np.unique(self.fronts()[:, 0]))
+        return -(-distinct // BANKS)
+
+    @property
+    def conflicts(self) -> int:
+        """Wavefronts beyond the ideal ones."""
+        return self.wavefronts - self.ideal
+
+    @property
+    def sectors(self) -> int:
+        """Sectors of 32 bytes that the request takes, were the matrix in global memory."""
+        last = self.global_addresses + self.width - 1
+        ends = np.concatenate([self.global_addresses // SECTOR, last // SECTOR])
+        return len(np.unique(ends))
+
+    @property
+    def ideal_sectors(self) -> int:
+        """Sectors that hold so many bytes."""
+        elements = np.unique(self.global_addresses)
+        return -(-len(elements) * self.width // SECTOR)
+
+
+def access(
+    pattern: str = "column",
+    layout: str = "row-major",
+    *,
+    dtype: str | None = None,
+    columns: int | None = None,
+    pad: int | None = None,
+) -> Access:
+    """What one warp asks of a tile.
+
+    Parameters
+    ----------
+    pattern : name out of `PATTERNS`
+    layout : name out of `LAYOUTS`
+    dtype : str, optional
+        Element type; default float32, of "ldmatrix" bfloat16.
+    columns : int, optional
+        Elements of a row; default: as many as make 128 bytes.
+    pad : int, optional
+        Elements that "padded" adds to a row; default 1, or what makes 16 bytes where lanes read
+        16: such reads must begin at a multiple of 16.
+
+    Raises
+    ------
+    OptionError
+        For an unknown name, rows too short for the pattern, a padding that leaves reads of 16 bytes
+        unaligned, rows that are no multiple of 128 bytes where a layout permutes 128, or "xor" of
+        reads that it would tear apart.
+    """
+    checks.one_of("pattern", pattern, PATTERNS)
+    checks.one_of("layout", layout, LAYOUTS)
+    dtype = dtype or ("bfloat16" if pattern == "ldmatrix" else "float32")
+    item = numpy_dtype(checks.one_of("dtype", dtype, checks.DTYPES)).itemsize
+    width = PATTERNS[pattern][1] or item
+    if pattern == "ldmatrix" and item != 2:
+        raise OptionError(f"ldmatrix moves elements of 2 bytes, and {dtype} has {item}")
+    columns = FRONT // item if columns is None else checks.positive_int("columns", columns)
+    if pad is None:
+        pad = PIECE // item if width == PIECE else 1
+    row_bytes = columns * item
+    pitch = row_bytes + (pad * item if layout == "padded" else 0)
+    rows, at = _where(pattern, item)
+    if at.max() + width > row_bytes:
+        raise OptionError(
+            f"{pattern} reads {at.max() + width} bytes of a row, and {columns} elements of {dtype} "
+            f"are {row_bytes}; give more columns"
+        )
+    if pitch % min(width, PIECE):
+        raise OptionError(
+            f"rows of {pitch} bytes leave reads of {width} bytes unaligned; pad by a multiple of "
+            f"{width // item} elements"
+        )
+    addresses = rows * pitch + at
+    if layout in ("xor", "swizzle"):
+        if row_bytes % FRONT:
+            raise OptionError(
+                f"{layout} permutes parts of 128 bytes, and a row has {row_bytes}; take columns in "
+                f"multiples of {FRONT // item}"
+            )
+        part, times = (WORD, BANKS) if layout == "xor" else (PIECE, FRONT // PIECE)
+        if width > part:
+            raise OptionError(f"xor of words would tear reads of {width} bytes; take swizzle")
+        addresses = rows * pitch + (at // part ^ rows % times) * part + at % part
+    return Access(pattern, layout, addresses, width, rows * row_bytes + at)
+
+
+def _where(pattern: str, item: int) -> tuple[np.ndarray, np.ndarray]:
+    """Row, and byte in the row, at which each lane reads."""
+    lane = np.arange(LANES)
+    zero = np.zeros(LANES, int)
+    if pattern == "row":
+        return zero, lane * item
+    if pattern == "row-16B":
+        return lane // 8, lane % 8 * PIECE
+    if pattern == "ldmatrix":  # lanes 0-7, 8-15, ... name the rows of the four 8 x 8 parts
+        return lane % 16, lane // 16 * PIECE
+    return lane, zero
+
+
+def table(
+    *,
+    dtype: str | None = None,
+    columns: int | None = None,
+    pad: int | None = None,
+    pattern: str | None = None,
+) -> Table:
+    """Every pattern, or one, in every layout that allows it."""
+    names = [*PATTERNS] if pattern is None else [checks.one_of("pattern", pattern, PATTERNS)]
+    made = Table(
+        "A warp's request to shared memory, and to global memory",
+        ("pattern", "layout", "wavefronts", "ideal", "conflicts", "sectors", "ideal sectors"),
+        note="; ".join(f"{name}: {PATTERNS[name][0]}" for name in names)
+        + "; sectors: of 32 B, of a row-major matrix in global memory. The copy engine writes as "
+        "row-16B reads, a row of 128 B a wavefront",
+    )
+    for name in names:
+        kind = None if name == "ldmatrix" and pattern is None else dtype
+        for layout in LAYOUTS:
+            if layout == "xor" and PATTERNS[name][1]:
+                continue
+            a = access(name, layout, dtype=kind, columns=columns, pad=pad)
+            figures = (a.wavefronts, a.ideal, a.conflicts, a.sectors, a.ideal_sectors)
+            made.rows.append((name, layout, *figures))
+    return made

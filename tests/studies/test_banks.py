@@ -1,0 +1,119 @@
+"""Bank conflicts and sectors: counts that follow by hand, and what cannot be asked."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flashsim import OptionError, banks
+
+
+@pytest.mark.parametrize(
+    ("pattern", "layout", "options", "wavefronts", "sectors"),
+    [
+        ("row", "row-major", {}, 1, 4),  # 32 words of a row: 128 B
+        ("row", "row-major", {"dtype": "bfloat16"}, 1, 2),  # two lanes share a word
+        ("row", "xor", {}, 1, 4),  # row 0 lies as it is
+        ("column", "row-major", {}, 32, 32),  # 32 words of bank 0; a sector each
+        ("column", "row-major", {"columns": 64}, 32, 32),
+        ("column", "row-major", {"columns": 33}, 1, 32),  # odd rows are as good as padding
+        ("column", "padded", {}, 1, 32),
+        ("column", "padded", {"pad": 2}, 2, 32),  # 34 words: lanes 16 apart meet
+        ("column", "padded", {"pad": 4}, 4, 32),
+        ("column", "padded", {"dtype": "bfloat16"}, 2, 32),  # rows of 32.5 words: two to a bank
+        ("column", "xor", {}, 1, 32),
+        ("column", "swizzle", {}, 4, 32),  # eight pieces: rows 8 apart meet
+        ("row-16B", "row-major", {}, 4, 16),  # 512 B
+        ("column-16B", "row-major", {}, 32, 32),
+        ("column-16B", "swizzle", {}, 4, 32),
+        ("ldmatrix", "row-major", {}, 32, 16),  # four parts, eight rows in the same four banks
+        ("ldmatrix", "padded", {}, 4, 16),
+        ("ldmatrix", "swizzle", {}, 4, 16),
+    ],
+)
+def test_wavefronts_and_sectors(pattern, layout, options, wavefronts, sectors):
+    found = banks.access(pattern, layout, **options)
+    assert (found.wavefronts, found.sectors) == (wavefronts, sectors)
+    assert found.conflicts == found.wavefronts - found.ideal >= 0
+
+
+def test_a_wavefront_serves_one_word_of_a_bank():
+    for pattern in banks.PATTERNS:
+        fronts = banks.access(pattern, "row-major").fronts()
+        served = np.unique(fronts[:, [0, 2]], axis=0)
+        assert len(np.unique(np.c_[served[:, 0] % 32, served[:, 1]], axis=0)) == len(served)
+        assert len(np.unique(served[:, 0])) == len(served), "a word is served once"
+
+
+def test_no_layout_puts_two_elements_in_one_place():
+    for layout in banks.LAYOUTS:
+        column = banks.access("column", layout).addresses
+        row = banks.access("row", layout).addresses
+        assert len(set(column)) == len(set(row)) == 32
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pattern": "diagonal"}, "unknown pattern"),
+        ({"layout": "morton"}, "unknown layout"),
+        ({"pattern": "ldmatrix", "dtype": "float32"}, "elements of 2 bytes"),
+        ({"pattern": "row", "columns": 16}, "give more columns"),
+        ({"pattern": "ldmatrix", "layout": "padded", "pad": 1}, "multiple of 8 elements"),
+        ({"layout": "swizzle", "columns": 40}, "multiples of 32"),
+        ({"pattern": "row-16B", "layout": "xor"}, "take swizzle"),
+    ],
+)
+def test_what_cannot_be_is_said(options, message):
+    with pytest.raises(OptionError, match=message):
+        banks.access(**options)
+
+
+def test_the_table_leaves_out_what_would_tear_a_read_apart():
+    rows = banks.table().records()
+    assert {row["layout"] for row in rows if row["pattern"] == "ldmatrix"} == {
+        *("row-major", "padded", "swizzle")
+    }
+    assert [row["pattern"] for row in banks.table(pattern="row").records()] == ["row"] * 4
+
+
+# -- benchmarks/banks.py, without a GPU ----------------------------------------------------------
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    monkeypatch.delitem(sys.modules, "banks", raising=False)
+    return importlib.import_module("banks")
+
+
+def test_counters_are_held_against_the_prediction(bench):
+    """A launch without loads costs 7 of everything; the others what is predicted, and once more."""
+    lines = ["==PROF== noise", '"ID","Metric Name","Metric Value"']
+    for n, request in enumerate(bench.requests()):
+        for part in range(4):
+            for name, counter in bench.METRICS.items():
+                value = 7
+                if part % 2:
+                    value += bench.TIMES * (getattr(request, name) + (n == 3))
+                lines.append(f'"{4 * n + part}","{counter}","{value:,}"')
+    table = bench.compared(bench.counters("\n".join(lines)))
+    for n, row in enumerate(table.rows):
+        for at in (3, 5, 7):
+            assert row[at + 1] - row[at] == (n == 3)
+    with pytest.raises(SystemExit, match="no table"):
+        bench.counters("nothing")
+
+
+@pytest.mark.parametrize("arch", ["sm_80", pytest.param("sm_90", marks=pytest.mark.thorough)])
+def test_its_probes_compile(bench, arch):
+    from compiled import _compiled
+
+    log, cubin = _compiled(bench.SOURCE, "banks.cu", ("-std=c++17", f"-arch={arch}"))
+    assert cubin, log
+    assert "warning" not in log
+    for request in bench.requests():
+        for name in bench.kernels(request):
+            assert f"PROBE({name}," in bench.SOURCE
