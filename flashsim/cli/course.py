@@ -82,7 +82,7 @@ def banks(
     show_tables([table], [table], form)
     if plot is not None:
         name = pattern or "column"
-        layouts = [row["layout"] for row in table.records() if row["pattern"] == name]
+        layouts = [str(row["layout"]) for row in table.records() if row["pattern"] == name]
         requests = [on_chip.access(name, layout, **sizes) for layout in layouts]
         pictures.draw("banks", requests, plot, {"theme": theme})
 
