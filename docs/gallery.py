@@ -18,7 +18,7 @@ import matplotlib as mpl
 import numpy as np
 
 import flashsim
-from flashsim import Problem, Tiling, banks, l2, viz
+from flashsim import Problem, Tiling, banks, blocks, l2, viz
 from flashsim.studies.reproduce import pallas
 
 HERE = Path(__file__).parent / "gallery"
@@ -133,6 +133,9 @@ PLOTS = {
     ),
     "roofline.png": lambda: viz.roofline(counts(BIG, tiling=Tiling(64, 64))),
     "banks.png": lambda: viz.banks([banks.access("column", layout) for layout in banks.LAYOUTS]),
+    "block-sizes.png": lambda: viz.block_sizes(
+        blocks.sizes(Problem(4096, head_dim=128, batch=4, heads=16, dtype="bfloat16"))
+    ),
     "roofline-series.png": lambda: viz.roofline_series(pallas.series(), device="RTX 4000 Ada"),
     "memory-footprint.png": lambda: viz.memory_footprint(BIG, device="H100"),
     "l2-curve.png": lambda: viz.l2_curve(caches(BIG), devices=("A100", "H100")),

@@ -41,6 +41,7 @@ _LATE = {
     **dict.fromkeys(
         (
             "banks",
+            "blocks",
             "claims",
             "demo",
             "ladder",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from flashsim.viz.palette import color
     from flashsim.viz.player.html import Page, page
     from flashsim.viz.plots.banks import banks
+    from flashsim.viz.plots.blocks import block_sizes
     from flashsim.viz.plots.cache import l2_curve
     from flashsim.viz.plots.gpu_timelines import gpu_timeline
     from flashsim.viz.plots.models import io_curve, memory_footprint, roofline
@@ -29,6 +30,7 @@ _ROOMS = {
     "palette": ("color",),
     "plots.traffic_bars": ("cumulative", "diff", "sram_timeline", "traffic"),
     "plots.banks": ("banks",),
+    "plots.blocks": ("block_sizes",),
     "plots.cache": ("l2_curve",),
     "plots.models": ("io_curve", "memory_footprint", "roofline"),
     "plots.series": ("roofline_series",),
@@ -43,6 +45,7 @@ __all__ = [
     "Page",
     "animate",
     "banks",
+    "block_sizes",
     "color",
     "cumulative",
     "diff",

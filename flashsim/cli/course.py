@@ -1,4 +1,4 @@
-"""Commands for those who learn: walkthroughs with values, memory on the chip."""
+"""Commands for those who learn: walkthroughs with values, memory on the chip, tiles."""
 
 from __future__ import annotations
 
@@ -87,4 +87,82 @@ def banks(
         pictures.draw("banks", requests, plot, {"theme": theme})
 
 
-COMMANDS = (walkthrough, banks)
+def blocks(
+    mask: opt.Mask,
+    form: opt.Format,
+    sizes: opt.Sizes = opt.BATCH,
+    sides: Annotated[str, typer.Option(help="Rows and columns of tiles; all pairs.")] = "32,64,128",
+    algorithm: opt.Algorithm = "flash2",
+    backward: Annotated[bool, typer.Option("--backward", help="The backward pass.")] = False,
+    stages: Annotated[
+        str | None,
+        typer.Option(help="Backward, a tile for each stage: dkdv=64x128,dq=128x64."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="See `flashsim devices`.")] = "H200",
+    plot: Annotated[Path | None, typer.Option(help="Draw one stage in this file.")] = None,
+    stage: Annotated[str | None, typer.Option(help="--plot: which; the first.")] = None,
+) -> None:
+    """Tile sizes: iterations, blocks an SM, bytes and predicted time of each stage."""
+    from flashsim.studies import blocks as tiles
+
+    if plot is not None:
+        pictures.ready_to_draw(plot)
+    problem = values.problem(sizes, mask)
+    if stages is not None:
+        given = {}
+        for name, _, text in (part.partition("=") for part in stages.split(",")):
+            tile = values.tiling(text or "fit", problem.head_dim, problem.causal)
+            if tile is None:
+                raise OptionError(f"--stages takes STAGE=QUERIESxKEYS, got {stages!r}")
+            given[name] = tile
+        found = tiles.mixed(problem, given, algorithm=algorithm, device=device)
+    else:
+        found = tiles.sizes(
+            problem,
+            values.parse_list("sides", sides, int),
+            algorithm=algorithm,
+            direction="backward" if backward else "forward",
+            device=device,
+        )
+    table = found.table()
+    show_tables([table], [table], form)
+    if plot is not None:
+        pictures.draw("block-sizes", found, plot, {"stage": stage})
+
+
+def when(
+    mask: opt.Mask,
+    form: opt.Format,
+    sizes: opt.Sizes = opt.BATCH,
+    lengths: Annotated[
+        str, typer.Option(help="N, with commas.")
+    ] = "128,256,512,1024,2048,4096,8192,16384",
+    backward: Annotated[bool, typer.Option("--backward", help="The backward pass.")] = False,
+    device: Annotated[str, typer.Option(help="See `flashsim devices`.")] = "H200",
+) -> None:
+    """When does FlashAttention win? Predicted times of standard attention and it, over N."""
+    from flashsim.studies import predict
+
+    table = predict.when(
+        values.problem(sizes, mask),
+        values.parse_list("lengths", lengths, int),
+        direction="backward" if backward else "forward",
+        device=device,
+    )
+    show_tables([table], [table], form)
+
+
+def versions(
+    mask: opt.Mask,
+    form: opt.Format,
+    sizes: opt.Sizes = opt.BATCH,
+    device: Annotated[str, typer.Option(help="See `flashsim devices`.")] = "H200",
+) -> None:
+    """FlashAttention-1, -2 and -3 beside standard attention: bytes, memory, times, OOM."""
+    from flashsim.studies import predict
+
+    table = predict.versions(values.problem(sizes, mask), device=device)
+    show_tables([table], [table], form)
+
+
+COMMANDS = (walkthrough, banks, blocks, when, versions)

@@ -180,6 +180,7 @@ def test_public_names_exist_and_are_sorted():
     [
         "backends",
         "banks",
+        "blocks",
         "claims",
         "demo",
         "l2",

@@ -5,8 +5,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from flashsim import Tiling, banks, walkthrough
+from flashsim import Problem, Tiling, banks, blocks, walkthrough
 from flashsim.cli.app import app
+from flashsim.studies import predict
 
 
 def invoke(*arguments):
@@ -48,3 +49,27 @@ def test_banks_prints_every_layout_and_draws_one_pattern(tmp_path):
     found = rows("banks", "column", "--columns", 64, "--plot", out)
     assert found == banks.table(pattern="column", columns=64).records()
     assert "xor: 1 wavefront" in out.read_text()
+
+
+LAYER = Problem(512, head_dim=64, heads=4, dtype="bfloat16", causal=True)
+ASKED = ("-n", 512, "-d", 64, "--batch", 1, "--heads", 4, "--causal")
+
+
+def test_blocks_prints_stages_and_draws_one(tmp_path):
+    out = tmp_path / "blocks.svg"
+    found = rows(
+        "blocks", *ASKED, "--sides", "64,128", "--backward", "--plot", out, "--stage", "dq"
+    )
+    assert found == blocks.sizes(LAYER, (64, 128), direction="backward").table().records()
+    assert "stage dq" in out.read_text()
+    found = rows("blocks", *ASKED, "--stages", "dkdv=64x128,dq=128x64")
+    tiles = {"dkdv": Tiling(64, 128), "dq": Tiling(128, 64)}
+    assert found == blocks.mixed(LAYER, tiles).table().records()
+    assert "STAGE=QUERIESxKEYS" in invoke("blocks", "--stages", "dq=fit").output
+
+
+def test_when_and_versions_print_predictions():
+    found = rows("when", *ASKED, "--lengths", "512,1024", "--backward", "--device", "A100")
+    expected = predict.when(LAYER, (512, 1024), direction="backward", device="A100")
+    assert found == expected.records()
+    assert rows("versions", *ASKED) == predict.versions(LAYER).records()

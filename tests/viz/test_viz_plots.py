@@ -12,7 +12,7 @@ from matplotlib import pyplot as plt
 from matplotlib.colors import to_hex
 
 import flashsim
-from flashsim import Problem, Tiling, banks, l2, viz
+from flashsim import Problem, Tiling, banks, blocks, l2, viz
 from flashsim.counts import bounds, traffic
 from flashsim.errors import DTypeError, OptionError, TraceError
 from flashsim.viz import palette
@@ -51,6 +51,7 @@ EVERY = {
     "io_curve": lambda **o: viz.io_curve(counts(), **o),
     "roofline": lambda **o: viz.roofline(counts()[:1], **o),
     "banks": lambda **o: viz.banks(banks.access("column"), **o),
+    "block_sizes": lambda **o: viz.block_sizes(blocks.sizes(Problem(512), (64, 128)), **o),
     "roofline_series": lambda **o: viz.roofline_series(
         {"a": [("N = 1", 1.0, 1e9), ("N = 2", 2.0, 2e9)]}, device="A100", **o
     ),
@@ -748,3 +749,16 @@ def test_words_lie_in_their_banks_and_panels_say_how_many_wavefronts():
     ):
         with pytest.raises(OptionError, match=message):
             viz.banks(data)
+
+
+def test_block_sizes_are_over_the_smallest_and_what_is_too_large_is_hollow():
+    found = blocks.sizes(Problem(1024, head_dim=128), (64, 256), algorithm="flash1")
+    ax = viz.block_sizes(found, stage="forward")  # without times: flash1 has no kernels
+    lines = [line for line in ax.lines if not line.get_label().startswith("_")]
+    assert len(lines) == 2
+    sizes = [block.bytes for block in found.found]
+    np.testing.assert_allclose(lines[1].get_ydata(), np.divide(sizes, min(sizes)))
+    hollow = ax.lines[1].get_xdata()
+    assert list(hollow) == [n for n, block in enumerate(found.found) if not block.blocks] != []
+    with pytest.raises(OptionError, match="no stage 'dq'"):
+        viz.block_sizes(found, stage="dq")

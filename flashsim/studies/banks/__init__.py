@@ -11,6 +11,6 @@ handed to all of them. Global memory moves in sectors of 32 bytes.
 1
 """
 
-from flashsim.studies.banks.access import LAYOUTS, PATTERNS, Access, access, table
+from flashsim.studies.banks.warp import LAYOUTS, PATTERNS, Access, access, table
 
 __all__ = ["LAYOUTS", "PATTERNS", "Access", "access", "table"]

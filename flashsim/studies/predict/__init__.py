@@ -6,7 +6,19 @@ on, and how far off it is elsewhere: docs/guides/truth.md.
 
 from flashsim.studies.predict.calibration import CALIBRATED, Constants
 from flashsim.studies.predict.crossover import crossover
+from flashsim.studies.predict.ideal import least
+from flashsim.studies.predict.lengths import versions, when
 from flashsim.studies.predict.model import predict
 from flashsim.studies.predict.prediction import Prediction, StageTime
 
-__all__ = ["CALIBRATED", "Constants", "Prediction", "StageTime", "crossover", "predict"]
+__all__ = [
+    "CALIBRATED",
+    "Constants",
+    "Prediction",
+    "StageTime",
+    "crossover",
+    "least",
+    "predict",
+    "versions",
+    "when",
+]

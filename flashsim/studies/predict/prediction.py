@@ -65,7 +65,7 @@ class Prediction:
             f"{t.algorithm} {t.direction}, {in_words(t.problem)} on {t.device.name}, "
             f"{named}: {self.seconds * 1e3:.3f} ms",
             ("stage", "ms", "bound", *(f"{unit} ms" for unit in units), "waves", "tail"),
-            note=f"{source}{_untested(t.device)}; errors on other shapes, and what "
+            note=f"{source}{untested(t.device)}; errors on other shapes, and what "
             "is not modelled: docs/guides/truth.md",
         )
         for s in self.stages:
@@ -80,5 +80,6 @@ class Prediction:
         return self.table().text()
 
 
-def _untested(device: Device) -> str:
+def untested(device: Device) -> str:
+    """What a note adds where the constants were fitted to another device."""
     return "" if device.name == "H200" else f", untested on {device.name}"

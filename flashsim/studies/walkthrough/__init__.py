@@ -5,8 +5,8 @@
 """
 
 from flashsim.studies.walkthrough.costs import corrections, delta, reread
-from flashsim.studies.walkthrough.softmax import softmax
-from flashsim.studies.walkthrough.tiles import tiles
+from flashsim.studies.walkthrough.rows import tiles
+from flashsim.studies.walkthrough.softmaxes import softmax
 
 #: What there is: name -> what it shows.
 NAMES = {

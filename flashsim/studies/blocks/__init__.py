@@ -1,0 +1,9 @@
+"""Sizes of tiles: what each costs in visits, room, bytes and time, stage by stage.
+
+>>> from flashsim import Problem, blocks
+>>> print(blocks.sizes(Problem(4096, head_dim=128, heads=16, dtype="bfloat16")))  # doctest: +SKIP
+"""
+
+from flashsim.studies.blocks.stages import SIDES, BlockSizes, TiledStage, mixed, sizes
+
+__all__ = ["SIDES", "BlockSizes", "TiledStage", "mixed", "sizes"]

@@ -1,0 +1,229 @@
+"""Every stage of a pass under every tile, and a backward pass whose stages have their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from flashsim import report
+from flashsim.counts.questions import in_words
+from flashsim.counts.traffic import Traffic
+from flashsim.errors import OptionError, TilingError, UnsupportedError, shown
+from flashsim.l2.launch import occupancy
+from flashsim.problem import checks
+from flashsim.problem.hardware import Device
+from flashsim.problem.problem import Problem
+from flashsim.report import Table
+from flashsim.schedule import plans
+from flashsim.schedule.tiling import Tiling
+from flashsim.studies.predict.model import predict
+from flashsim.studies.predict.prediction import untested
+
+SIDES = (32, 64, 128, 256)
+
+
+@dataclass(frozen=True)
+class TiledStage:
+    """One stage under one tile.
+
+    Attributes
+    ----------
+    stage : str
+    tiling : Tiling
+    outer : int
+        Outer tiles, each a thread block's work: of queries, or of keys.
+    visits : int
+        Iterations of the inner loop, all outer tiles of one head together.
+    sram : int
+        On-chip bytes of a block.
+    blocks : int
+        Blocks that an SM holds at once; 0 where not even one fits.
+    bytes : int
+        Requested, all heads.
+    seconds : float or None
+        Predicted for flashsim's portable kernels; None where they have no such tile.
+    """
+
+    stage: str
+    tiling: Tiling
+    outer: int
+    visits: int
+    sram: int
+    blocks: int
+    bytes: int
+    seconds: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class BlockSizes:
+    """Blocks of all stages and tiles; prints as a table."""
+
+    problem: Problem
+    device: Device
+    algorithm: str
+    direction: str
+    found: tuple[TiledStage, ...]
+
+    def best(self, stage: str) -> TiledStage:
+        """The tile of a stage with the shortest time, or where none is known the fewest bytes."""
+        rows = [b for b in self.found if b.stage == stage and (b.blocks or b.seconds)]
+        if not rows:
+            raise OptionError(f"no tile of stage {stage!r} fits; ask for smaller ones")
+        timed = [b for b in rows if b.seconds is not None]
+        return min(timed or rows, key=lambda b: (b.seconds or 0, b.bytes))
+
+    def table(self) -> Table:
+        """One row a stage and tile."""
+        table = Table(
+            f"{self.algorithm} {self.direction}, {in_words(self.problem)} on {self.device.name}",
+            ("stage", "tile", "tiles", "visits", "SRAM B", "blocks/SM", "requested B", "ms"),
+            note="tiles: outer ones of a head, a thread block each; visits: iterations of the "
+            "inner loop, a head; blocks/SM 0: more than the "
+            f"{self.device.sram_bytes:,} B of a block, with accumulators, which kernels keep in "
+            "registers; ms: predicted for flashsim's portable kernels, empty where they have none"
+            f"{untested(self.device)}; {self._words()}",
+        )
+        for b in self.found:
+            ms = None if b.seconds is None else 1e3 * b.seconds
+            sizes = b.outer, b.visits, b.sram, b.blocks, b.bytes
+            table.rows.append((b.stage, str(b.tiling), *sizes, ms))
+        return table
+
+    def _words(self) -> str:
+        stages = dict.fromkeys(b.stage for b in self.found)
+        fitting = [
+            s for s in stages if any(b.blocks or b.seconds for b in self.found if b.stage == s)
+        ]
+        best = ", ".join(f"{stage} {self.best(stage).tiling}" for stage in fitting)
+        return f"best: {best}" if best else "nothing fits"
+
+    __repr__ = report.titled
+    _repr_html_ = report.tabled
+
+    def __str__(self) -> str:
+        return self.table().text()
+
+
+def sizes(
+    problem: Problem,
+    sides: Sequence[int] = SIDES,
+    *,
+    tilings: Sequence[Tiling] | None = None,
+    algorithm: str = "flash2",
+    direction: str = "forward",
+    device: str | Device = "H200",
+) -> BlockSizes:
+    """Iterations, occupancy, bytes and time of every tile of these sides, stage by stage.
+
+    Stages without visits (delta) are left out.
+
+    Parameters
+    ----------
+    problem : Problem
+    sides : sequence of int
+        Rows and columns of tiles; all pairs.
+    tilings : sequence of Tiling, optional
+        Just these instead.
+    algorithm, direction : str
+    device : str or Device
+
+    Raises
+    ------
+    OptionError
+        If there are no sides.
+    """
+    device = Device.get(device)
+    if tilings is None:
+        tilings = [Tiling(q, k) for q, k in product(sides, sides)]
+    if not tilings:
+        raise OptionError(f"sides must hold one size or more, got {shown(sides)}")
+    found = [b for t in tilings for b in _blocks(problem, t, algorithm, direction, device)]
+    order = [stage.name for stage in plans.stages(problem, algorithm, direction)]
+    found.sort(key=lambda b: order.index(b.stage))
+    return BlockSizes(problem, device, algorithm, direction, tuple(found))
+
+
+def mixed(
+    problem: Problem,
+    tilings: Mapping[str, Tiling],
+    *,
+    algorithm: str = "flash2",
+    device: str | Device = "H200",
+) -> BlockSizes:
+    """A backward pass whose stages have tiles of their own: ``{"dkdv": ..., "dq": ...}``.
+
+    The stages exchange nothing but delta, one value a row, so each moves what it moves in a pass
+    with its tile everywhere.
+
+    Raises
+    ------
+    OptionError
+        If a stage is missing or unknown.
+    """
+    stages = [s.name for s in plans.stages(problem, algorithm, "backward") if _visited(s)]
+    checks.instance("tilings", tilings, Mapping, "a mapping from stage to flashsim.Tiling")
+    if set(tilings) != set(stages):
+        raise OptionError(
+            f"tilings must name the stages {', '.join(stages)}, got {', '.join(tilings) or 'none'}"
+        )
+    device = Device.get(device)
+    found = [
+        block
+        for stage in stages
+        for block in _blocks(problem, tilings[stage], algorithm, "backward", device)
+        if block.stage == stage
+    ]
+    return BlockSizes(problem, device, algorithm, "backward", tuple(found))
+
+
+def _visited(stage: plans.Stage) -> bool:
+    return bool(stage.visit) and not stage.whole_rows
+
+
+def _blocks(
+    problem: Problem, tiling: Tiling, algorithm: str, direction: str, device: Device
+) -> list[TiledStage]:
+    counted = Traffic(problem, tiling, algorithm, direction, device, "ascending")
+    held = tiling.buffers(problem, algorithm, direction)
+    times = _times(problem, tiling, algorithm, direction, device)
+    found = []
+    for stage in counted.stages:
+        if not _visited(stage):
+            continue
+        schedule = counted.schedule(stage)
+        need = sum(held[stage.name].values())
+        nbytes = sum(n for (name, *_), n in counted.transfers.items() if name == stage.name)
+        found.append(
+            TiledStage(
+                stage.name,
+                tiling,
+                schedule.t_r if stage.outer == "queries" else schedule.t_c,
+                schedule.n_visits,
+                need,
+                occupancy(stage, schedule, device) if need <= device.sram_bytes else 0,
+                nbytes,
+                times.get(stage.name),
+            )
+        )
+    return found
+
+
+def _times(
+    problem: Problem, tiling: Tiling, algorithm: str, direction: str, device: Device
+) -> dict[str, float]:
+    """Seconds by stage of the portable kernels; none where they do not run this."""
+    if algorithm not in ("flash2", "flash2-fused"):
+        return {}
+    try:
+        found = predict(
+            problem,
+            direction=direction,
+            algorithm=algorithm,
+            kernels="portable",
+            tiling=tiling,
+            device=device,
+        )
+    except (TilingError, UnsupportedError):
+        return {}
+    return {stage.name: stage.seconds for stage in found.stages}

@@ -1,0 +1,66 @@
+"""The least time of a pass, of any algorithm: each kernel waits for its busiest unit alone."""
+
+from __future__ import annotations
+
+from flashsim.counts.traffic import Traffic
+from flashsim.counts.work import stage_work, total_flops
+from flashsim.errors import OptionError
+from flashsim.problem import checks
+from flashsim.schedule import plans
+from flashsim.schedule.tensors import whole_bytes
+from flashsim.studies.predict.calibration import HBM_SHARE, LAUNCH
+from flashsim.studies.predict.prediction import Prediction, StageTime
+from flashsim.studies.predict.units import LANES, SPECIAL, clock
+
+
+def least(traffic: Traffic) -> Prediction:
+    """A lower bound of a pass's time: perfect overlap, no tails, no latencies but the launches'.
+
+    Each stage is a kernel. It takes a launch and the longest of what tensor cores, exponentials,
+    CUDA cores, L2 (requested bytes) and HBM need. Through HBM goes every tensor once, but for those
+    that an earlier stage of the pass has written and that L2 holds. Kernels that were written are
+    slower: `predict` has two families of FlashAttention-2; this has standard attention, too.
+
+    Raises
+    ------
+    OptionError
+        Where keys are divided into parts, or the device has no peak for the dtype.
+    """
+    checks.instance("traffic", traffic, Traffic, "Traffic, from flashsim.count")
+    if any(stage.parts for stage in traffic.stages):
+        raise OptionError(f"{traffic.algorithm} divides the keys; least times whole walks only")
+    device, written = traffic.device, set[str]()
+    stages = []
+    for stage in traffic.stages:
+        moved = {(op, t): n for (name, op, t), n in traffic.transfers.items() if name == stage.name}
+        hbm = sum(
+            whole_bytes(traffic.problem, tensor) * (2 if op == "reduce" else 1)
+            for op, tensor in moved
+            if not (tensor in written and whole_bytes(traffic.problem, tensor) <= device.l2_bytes)
+        )
+        written |= {tensor for op, tensor in moved if op != "load"}
+        flops = _flops(traffic, stage)
+        hertz = clock(device) * device.sm_count
+        simple = sum(flops[kind] for kind in ("max", "add", "multiply", "divide"))
+        units = {
+            "tensor cores": flops["matmul"] / device.peak(traffic.problem.dtype),
+            "exponentials": flops["exp"] / (SPECIAL * hertz),
+            "CUDA cores": simple / (LANES.get(device.compute_capability, 128) * hertz),
+            "HBM": hbm / (device.hbm_bandwidth * HBM_SHARE),
+        }
+        if device.l2_bandwidth:
+            units["L2"] = sum(moved.values()) / device.l2_bandwidth
+        stages.append(StageTime(stage.name, LAUNCH + max(units.values()), units, 1.0, 0.0))
+    return Prediction(traffic, "ideal", tuple(stages))
+
+
+def _flops(traffic: Traffic, stage: plans.Stage) -> dict[str, int]:
+    """One stage's FLOPs by kind, all heads."""
+    p, sums = traffic.problem, traffic.schedule(stage).sums
+    work = stage_work(p, traffic.algorithm, traffic.direction, stage.name)
+    walks, _ = plans.heads_of(stage, p)
+    members = p.group if stage.per == "group" else 1
+    step = (0, p.n_kv, 0) if stage.outer == "keys" else (p.n_q, 0, sums.area * stage.whole_rows)
+    visits = total_flops(work.visit, sums.col_rows, sums.row_cols, sums.area)
+    outer = total_flops(work.outer, *step)
+    return {kind: (visits[kind] * members + outer[kind]) * walks for kind in visits}

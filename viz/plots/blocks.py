@@ -1,0 +1,71 @@
+"""What a tile's size costs: visits, bytes and time over tiles."""
+
+from __future__ import annotations
+
+from math import isnan, nan
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+from flashsim.errors import OptionError
+from flashsim.viz.palette import Theme
+from flashsim.viz.style import DASHES, MARKERS, heading, human, themed
+
+
+@themed
+def block_sizes(data: Any, *, stage: str | None = None, ax: Axes, theme: Theme) -> None:
+    """Visits, requested bytes and predicted time of one stage, each over its own smallest.
+
+    Below each tile stands how many blocks an SM holds; a tile that does not fit is hollow.
+
+    Parameters
+    ----------
+    data : BlockSizes
+        What `flashsim.blocks.sizes` gives.
+    stage : str, optional
+        Default: the first.
+    ax, theme
+        See `themed`.
+
+    Raises
+    ------
+    OptionError
+        If there is no such stage.
+    """
+    stages = list(dict.fromkeys(b.stage for b in data.found))
+    stage = stages[0] if stage is None else stage
+    blocks = [b for b in data.found if b.stage == stage]
+    if not blocks:
+        raise OptionError(f"no stage {stage!r}; possible: {', '.join(stages)}")
+    series: dict[str, tuple[list[float], Any]] = {
+        "visits": ([b.visits for b in blocks], lambda x: f"{x:,}"),
+        "requested bytes": ([b.bytes for b in blocks], human),
+        "predicted time": ([b.seconds or nan for b in blocks], lambda x: f"{1e3 * x:.3g} ms"),
+    }
+    at = range(len(blocks))
+    large = [x for x in at if not blocks[x].blocks]
+    for n, (name, (values, written)) in enumerate(series.items()):
+        known = [value for value in values if not isnan(value)]
+        if not known:
+            continue
+        least = min(known)
+        over = [value / least for value in values]
+        style: dict[str, Any] = {"color": theme.cycle[n], "marker": MARKERS[n], "zorder": 3}
+        ax.plot(at, over, ls=DASHES[n], label=f"{name}, 1 = {written(least)}", **style)
+        hollow = {**style, "mfc": theme.background, "mew": 2}
+        ax.plot(large, [over[x] for x in large], ls="none", **hollow)
+    ax.set_yscale("log", base=2)
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    ax.yaxis.set_minor_locator(NullLocator())
+    labels = [f"{b.tiling.block_q}\n{b.tiling.block_k}\n{b.blocks or '–'}" for b in blocks]
+    ax.set_xticks(at, labels)
+    ax.grid(axis="y")
+    ax.set(
+        xlabel="rows and columns of a tile, blocks that an SM holds", ylabel="times the smallest"
+    )
+    about = (
+        f"{data.algorithm} {data.direction}, stage {stage}, {data.device.name}; hollow: too large"
+    )
+    heading(ax, theme, "What the size of a tile costs", about)
+    ax.legend(loc="upper right")
