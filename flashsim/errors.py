@@ -54,6 +54,10 @@ class BackendUnavailable(FlashSimError, RuntimeError):
     """The backend asked for cannot run here; the message says what to install or change."""
 
 
+class RankError(FlashSimError, RuntimeError):
+    """Ranks of a group do not agree, or one does not answer any more."""
+
+
 class UnsupportedError(FlashSimError, NotImplementedError):
     """A valid problem that this backend or algorithm does not handle."""
 

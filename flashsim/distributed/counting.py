@@ -82,7 +82,7 @@ def visits(local: Traffic) -> int:
 class MemberSizes:
     """Bytes of a member's tensors: `n` rows each, of the heads that a rank works on.
 
-    `wide` is the type of accumulators: float32, unless two members merge once, from what they
+    `wide` is the size of accumulators: float32's, unless two members merge once, from what they
     computed straight to the result.
     """
 
@@ -91,7 +91,7 @@ class MemberSizes:
         self.heads = p.batch * p.heads // group.ulysses
         self.kv_heads = p.batch * p.kv_heads // group.ulysses
         self.e, self.a = p.itemsize, p.compute_itemsize
-        self.merges_wide = group.ring > 2
+        self.merges_wide = group.ring > 2 and self.e != self.a
         self.wide = self.a if self.merges_wide else self.e
 
     def q(self, n: int, itemsize: int) -> int:
@@ -196,9 +196,10 @@ def _added(group: Group, first: int) -> np.ndarray:
     passed = lambda b: 2 * size.kv(b.n_kv, size.a) + size.kv(b.n_kv, size.e)  # noqa: E731
     later = _later(group, lambda b: added(b) + passed(b))
     made[:, first + 1 : first + group.ring] = later
-    turned = size.kv(n, size.e) + size.kv(n, size.a)
-    made[:, first] += turned
-    made[:, first + group.ring] += turned
+    if size.e != size.a:
+        turned = size.kv(n, size.e) + size.kv(n, size.a)
+        made[:, first] += turned
+        made[:, first + group.ring] += turned
     if size.merges_wide:
         turned = size.q(n, size.e) + size.q(n, size.wide)
         made[:, first] += turned
@@ -244,9 +245,8 @@ def _peak_backward(group: Group) -> np.ndarray:
     peak = np.full(group.ranks, first + made)
     if ring > 1:
         peak = np.maximum(peak, first + made + dq * size.merges_wide)
-        peak = np.maximum(peak, first + dq + size.kv(n, size.e) + dkv)
+        peak = np.maximum(peak, first + dq + dkv + size.kv(n, size.e) * (size.e != size.a))
         peak = np.maximum(peak, base + size.q(n, size.e) + 2 * dkv)
-        peak = np.maximum(peak, base + size.q(n, size.e) + dkv + size.kv(n, size.e))
     if size.merges_wide:
         peak = np.maximum(peak, base + dkv + dq + size.q(n, size.e))
     if ring > 1:

@@ -13,6 +13,7 @@ from flashsim.api import execution, inputs
 from flashsim.distributed.account import Account, fields, zeros
 from flashsim.distributed.group import Block, Group
 from flashsim.problem.hardware import Device
+from flashsim.problem.problem import numpy_dtype
 from flashsim.schedule.names import COMPUTE
 from flashsim.schedule.tiling import Tiling
 
@@ -154,7 +155,9 @@ class _Run:
         self.group, self.how = group, how
         p = group.problem
         self.wide = np.dtype(p.compute_dtype)
-        self.merges_wide = group.ring > 2  # two members merge once, straight to the result
+        self.narrow = np.dtype(numpy_dtype(p.dtype)) != self.wide
+        # Two members merge once, straight to the result.
+        self.merges_wide = group.ring > 2 and self.narrow
         self.ranks = [_Rank() for _ in range(group.ranks)]
 
     # -- forward --------------------------------------------------------------------------------
@@ -236,7 +239,7 @@ class _Run:
             self._pass_gradients()
             for rank in self.ranks:
                 rank.drop("dk_sent", "dv_sent")
-                for name in ("dk", "dv"):
+                for name in ("dk", "dv") if self.narrow else ():
                     self._narrow(rank, name, e, 0)
             self.now += 1
         self._to_rows({"dq": "dQ", "dk": "dK", "dv": "dV"})
@@ -261,7 +264,7 @@ class _Run:
             rank.put(dq=made.dq, dk=made.dk, dv=made.dv)
             if self.merges_wide:
                 self._widen(rank, "dq", number)
-            if self.group.ring > 1:
+            if self.group.ring > 1 and self.narrow:
                 wide = {"wide_dk": made.dk.astype(self.wide), "wide_dv": made.dv.astype(self.wide)}
                 rank.put(**wide)
                 nbytes = sum(x.nbytes for x in (made.dk, made.dv, *wide.values()))

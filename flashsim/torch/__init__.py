@@ -18,7 +18,11 @@ except ImportError as error:
     ) from None
 
 from flashsim.torch.functional import FlashAttention, attention
+from flashsim.torch.link import count_sent
+from flashsim.torch.ring import ring_attention, shard
 from flashsim.torch.stand_in import install
 from flashsim.torch.watch import watch
 
-__all__ = ["FlashAttention", "attention", "install", "watch"]
+__all__ = [
+    "FlashAttention", "attention", "count_sent", "install", "ring_attention", "shard", "watch",
+]  # fmt: skip

@@ -1,0 +1,297 @@
+"""Attention over several GPUs, beside one of them and beside torch's own context parallelism.
+
+    torchrun --nproc-per-node 2 benchmarks/ring.py [--csv FILE] [--check] [--lengths 16384,65536]
+
+bfloat16, 16 heads, d = 128, random values; causal and full; the forward pass, and with its backward
+pass (fused, dQ by atomics, on one GPU as on several). Every round starts behind a spinning kernel
+on all ranks, so that the host's work counts only where it is longer than the GPU's. A round's time
+is that of its slowest rank; medians.
+
+"nothing sent" is ours with what travels left where it is: what it lacks of "one GPU" twice over is
+due to smaller blocks and to merging, what ours lacks of it to the link. `--check` first holds out
+and gradients against float64 by the 2 x rule. NVLink's own counters are read where NVML shows them.
+NVLink multicast stays off: NCCL_NVLS_ENABLE=0 is set unless it is set already.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+
+import torch
+import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import flashsim.torch
+from flashsim.distributed import count
+from flashsim.problem.problem import Problem
+from flashsim.report import Table
+from flashsim.torch import count_sent, ring_attention, shard
+from flashsim.torch import ring as module
+
+HEADS, HEAD_DIM = 16, 128
+COLUMNS = (
+    *("gpu", "ranks", "n", "causal", "pass", "implementation", "ms", "tflops", "of_one"),
+    *("sent_bytes", "counted_bytes", "nvlink_bytes"),
+)
+RIVALS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention-2": SDPBackend.FLASH_ATTENTION}
+SPIN = 8_000_000  # cycles, some milliseconds
+
+Work = Callable[[], object]
+
+
+def flops(n: int, causal: bool, backward: bool) -> float:
+    """As the papers count them."""
+    return 4 * HEADS * n * n * HEAD_DIM * (0.5 if causal else 1) * (3.5 if backward else 1)
+
+
+def seconds(work: Work, calls: int, rounds: int) -> float:
+    """Median time of a call: of each round, the slowest rank's."""
+    took = []
+    for _ in range(rounds + 2):  # the first ones compile and warm up
+        torch.cuda.synchronize()
+        dist.barrier(group=HOST)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(SPIN)
+        start.record()
+        for _ in range(calls):
+            work()
+        end.record()
+        torch.cuda.synchronize()
+        slowest = torch.tensor([start.elapsed_time(end) / calls / 1e3])
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=HOST)
+        took.append(slowest.item())
+    return statistics.median(took[2:])
+
+
+def both(attention: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> tuple[Work, Work]:
+    """A forward pass, and one with its backward pass."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    dout = torch.randn_like(inputs[0])
+
+    def forward() -> object:
+        with torch.no_grad():
+            return attention(*leaves)
+
+    return forward, lambda: torch.autograd.grad(attention(*leaves), leaves, dout)
+
+
+@contextmanager
+def nothing_sent() -> Iterator[None]:
+    """What should come in is what would go out: the same work without a link."""
+    exchange = module.Link.exchange
+
+    class Here:
+        def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+            self.tensors = tensors
+
+        def wait(self) -> dict[str, torch.Tensor]:
+            return self.tensors
+
+    module.Link.exchange = lambda self, going, coming, what: Here(  # type: ignore[assignment]
+        {name: x.clone() if name.startswith("d") else x for name, x, _ in going}
+    )
+    try:
+        yield
+    finally:
+        module.Link.exchange = exchange  # type: ignore[method-assign]
+
+
+def nvlink_bytes() -> int | None:
+    """What this GPU has ever sent over NVLink; None where that cannot be read."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
+        field = pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX
+        (value,) = pynvml.nvmlDeviceGetFieldValues(handle, [(field, 0xFFFFFFFF)])
+        if value.nvmlReturn == 0:
+            return int(value.value.ullVal) * 1024
+        print(f"NVML: NVLink counters answer {value.nvmlReturn}", file=sys.stderr)
+    except Exception as error:
+        print(f"NVML: {type(error).__name__}: {error}", file=sys.stderr)
+    return None
+
+
+class Bench:
+    """The rows of the table, written as they come."""
+
+    def __init__(self, path: Path | None, rounds: int) -> None:
+        self.path, self.rounds = path, rounds
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.rows: list[tuple[Any, ...]] = []
+        self.reads_nvlink = nvlink_bytes() is not None
+
+    def shape(self, n: int, causal: bool) -> None:
+        """All contenders at one length."""
+        torch.manual_seed(0)
+        make = lambda: torch.randn(  # noqa: E731
+            (1, HEADS, n, HEAD_DIM), device="cuda", dtype=torch.bfloat16
+        )
+        whole = [make() for _ in range(3)]
+        mine = [shard(x, scheme="zigzag") for x in whole]
+
+        def one(*x: torch.Tensor) -> torch.Tensor:
+            return flashsim.torch.attention(*x, causal=causal, deterministic=False)
+
+        def ours(*x: torch.Tensor) -> torch.Tensor:
+            return ring_attention(*x, scheme="zigzag", causal=causal, deterministic=False)
+
+        self.measure("one GPU", n, causal, both(one, *whole))
+        self.measure("flashsim, zigzag", n, causal, both(ours, *mine), linked=True)
+        with nothing_sent():
+            self.measure("flashsim, nothing sent", n, causal, both(ours, *mine))
+        for name, backend in RIVALS.items():
+            try:
+                self.rival(name, backend, [x.clone() for x in whole], n, causal)
+            except Exception as error:  # one that this torch has not
+                print(f"context_parallel, {name}: {type(error).__name__}: {error}", file=sys.stderr)
+
+    def rival(
+        self, name: str, backend: SDPBackend, qkv: list[torch.Tensor], n: int, causal: bool
+    ) -> None:
+        """torch's context parallelism."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.experimental import _attention, context_parallel
+
+        # It balances the load, as zigzag does, and asks for a causal mask then.
+        _attention._cp_options.enable_load_balance = causal
+        mesh = init_device_mesh("cuda", (self.ranks,))
+
+        def sdpa(*x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.scaled_dot_product_attention(*x, is_causal=causal)
+
+        with (
+            context_parallel(
+                mesh, buffers=qkv, buffer_seq_dims=[2] * 3, no_restore_buffers=set(qkv)
+            ),
+            sdpa_kernel(backend),
+        ):
+            self.measure(f"context_parallel, {name}", n, causal, both(sdpa, *qkv))
+
+    def measure(
+        self, name: str, n: int, causal: bool, works: tuple[Work, Work], linked: bool = False
+    ) -> None:
+        """One contender's two rows."""
+        for work, backward in zip(works, (False, True), strict=True):
+            work_flops = flops(n, causal, backward)
+            calls = max(1, min(20, round(0.02 * 6e14 / work_flops)))
+            took = seconds(work, calls, self.rounds)
+            passes = "forward + backward" if backward else "forward"
+            same = [r for r in self.rows if r[2:5] == (n, causal, passes) and r[5] == "one GPU"]
+            of_one = same[0][6] / (took * 1e3) if same else 1.0
+            row = (
+                *(torch.cuda.get_device_name(), 1 if name == "one GPU" else self.ranks),
+                *(n, causal, passes, name, took * 1e3, work_flops / took / 1e12, of_one),
+                *(self.link(work, n, causal, backward) if linked else (None,) * 3),
+            )
+            self.rows.append(row)
+            if self.rank == 0:
+                print(*(f"{x:.4g}" if isinstance(x, float) else x for x in row[2:]), flush=True)
+                if self.path:
+                    with self.path.open("w", newline="") as file:
+                        csv.writer(file).writerows([COLUMNS, *self.rows])
+
+    def link(self, work: Work, n: int, causal: bool, backward: bool) -> tuple[int, int, int | None]:
+        """Bytes that this rank sends in a call: by the program, by the closed form, by NVLink."""
+        with count_sent() as sent:
+            work()
+        p = Problem(n, head_dim=HEAD_DIM, heads=HEADS, dtype="bfloat16", causal=causal)
+        counted = sum(
+            count(p, ranks=self.ranks, scheme="zigzag", direction=direction, device="H200")
+            .link_bytes(rank=self.rank)
+            for direction in ("forward", "backward")[: 1 + backward]
+        )  # fmt: skip
+        on_link = None
+        if self.reads_nvlink:
+            torch.cuda.synchronize()
+            dist.barrier(group=HOST)
+            time.sleep(0.2)
+            before, calls = nvlink_bytes() or 0, 10
+            for _ in range(calls):
+                work()
+            torch.cuda.synchronize()
+            dist.barrier(group=HOST)
+            time.sleep(0.2)
+            on_link = ((nvlink_bytes() or 0) - before) // calls
+        return sum(sent.values()), counted, on_link
+
+
+def check() -> None:
+    """Out and gradients by the 2 x rule: at most twice plain attention's error in bfloat16."""
+    n = 2048
+    for scheme, causal in (
+        ("zigzag", True),
+        ("zigzag", False),
+        ("striped", True),
+        ("ulysses", True),
+    ):
+        torch.manual_seed(1)
+        given = [
+            torch.randn((1, HEADS, n, HEAD_DIM), device="cuda", dtype=torch.bfloat16)
+            for _ in range(4)
+        ]
+        mine = [shard(x, scheme=scheme).requires_grad_() for x in given]
+        out = ring_attention(*mine[:3], scheme=scheme, causal=causal, deterministic=False)
+        found = [out.detach(), *torch.autograd.grad(out, mine[:3], mine[3].detach())]
+        exact, plain = (
+            _plain([x.to(t) for x in given], causal) for t in (torch.float64, torch.bfloat16)
+        )
+        for name, x, e, p in zip(("out", "dq", "dk", "dv"), found, exact, plain, strict=True):
+            e, p = (shard(y, scheme=scheme).double() for y in (e, p))
+            error, budget = (
+                (x.double() - e).abs().max(),
+                2 * (p - e).abs().max() + 2**-8 * e.abs().max(),
+            )
+            verdict = "within" if error <= budget else "BEYOND"
+            print(
+                f"{scheme} causal={causal} {name}: {error:.2e} {verdict} {budget:.2e}", flush=True
+            )
+
+
+def _plain(qkvg: list[torch.Tensor], causal: bool) -> list[torch.Tensor]:
+    q, k, v = (x.detach().requires_grad_() for x in qkvg[:3])
+    s = q @ k.mT * HEAD_DIM**-0.5
+    if causal:
+        s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), float("-inf"))
+    out = torch.softmax(s, -1) @ v
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), qkvg[3])]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--lengths", default="16384,65536")
+    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    global HOST
+    HOST = dist.new_group(backend="gloo")
+    if options.check:
+        check()
+    bench = Bench(options.csv, options.rounds)
+    for n in map(int, options.lengths.split(",")):
+        for causal in (True, False):
+            bench.shape(n, causal)
+    if dist.get_rank() == 0:
+        print(Table("", COLUMNS[2:], [row[2:] for row in bench.rows]).text(width=160))
+    dist.destroy_process_group()
+
+
+HOST: Any = None
+
+if __name__ == "__main__":
+    main()

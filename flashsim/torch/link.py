@@ -1,0 +1,188 @@
+"""What ranks of a process group say to each other: agreement first, then tensors, counted.
+
+All of it is torch.distributed's: `batch_isend_irecv`, which is NCCL on GPUs, on a stream of its own
+beside the kernels, and gloo on the CPU. A rank that fails, dies or asks something else gives an
+error on every rank: at once, or when the group's own timeout has passed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flashsim.distributed.group import SCHEMES
+from flashsim.errors import RankError
+
+_COUNTERS: list[Counter[str]] = []
+
+
+@contextmanager
+def count_sent() -> Iterator[Counter[str]]:
+    """Bytes that this rank hands to its link meanwhile, by tensor: "K", "V", "dK", ...
+
+    What `flashsim.distributed.count` predicts.
+    """
+    counter: Counter[str] = Counter()
+    _COUNTERS.append(counter)
+    try:
+        yield counter
+    finally:
+        _COUNTERS.remove(counter)
+
+
+class Pending:
+    """Tensors on their way; `wait` gives those that come in."""
+
+    def __init__(
+        self, works: Sequence[Any], coming: Mapping[str, Tensor], going: Any, what: str
+    ) -> None:
+        self._works, self._coming, self._what = works, coming, what
+        self._going = going  # alive until they are sent
+
+    def wait(self) -> Mapping[str, Tensor]:
+        """What comes in, by name; on a GPU the current stream waits, not the caller.
+
+        Raises
+        ------
+        RankError
+            If another rank is gone, or the group's timeout has passed.
+        """
+        with _explaining(self._what):
+            for work in self._works:
+                work.wait()
+        self._going = None
+        return self._coming
+
+
+class Link:
+    """This process's place in a process group."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise RankError(
+                "there is no process group: call torch.distributed.init_process_group() first, "
+                "under torchrun or the like"
+            )
+        self.group = dist.group.WORLD if group is None else group
+        self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        if self.rank < 0:
+            raise RankError("this process is no member of the group it was given")
+
+    def agree(self, mine: Mapping[str, int], error: Exception | None = None) -> None:
+        """Raise on every rank, unless all ranks ask the same and none has an error.
+
+        Parameters
+        ----------
+        mine : mapping of str to int
+            What has to be equal on all ranks.
+        error : Exception, optional
+            What is wrong with this rank's own question; the others are told that there is one.
+
+        Raises
+        ------
+        Exception
+            The rank's own error.
+        RankError
+            Otherwise: which ranks differ, and in what.
+        """
+        numbers = torch.tensor([error is not None, *mine.values()], dtype=torch.int64)
+        everyone = [torch.empty_like(numbers) for _ in range(self.ranks)]
+        with _explaining(f"rank {self.rank} of {self.ranks}: asking whether all ranks agree"):
+            dist.all_gather(everyone, numbers, group=_host_group(self.group))
+        if error is not None:
+            raise error
+        told = torch.stack(everyone)
+        wrong = torch.nonzero(told[:, 0]).flatten().tolist()
+        if wrong:
+            raise RankError(f"{_ranks(wrong)} cannot do what was asked; see the error there")
+        for column, name in enumerate(mine, 1):
+            values = told[:, column].tolist()
+            if len(set(values)) > 1:
+                found = ", ".join(
+                    f"{_named(name, x)} on {_ranks(_where(values, x))}"
+                    for x in dict.fromkeys(values)
+                )
+                raise RankError(f"all ranks must be given the same {name}, got {found}")
+
+    def exchange(
+        self,
+        going: Sequence[tuple[str, Tensor, int]],
+        coming: Sequence[tuple[str, Tensor, int]],
+        what: str,
+    ) -> Pending:
+        """Begin to send and to receive: (name, contiguous tensor, rank) each, in one batch.
+
+        Names of what comes must differ; a name of what goes is what it is counted as.
+        """
+        for counter in _COUNTERS:
+            for name, x, _ in going:
+                counter[name] += x.numel() * x.element_size()
+        operations = [
+            *(dist.P2POp(dist.isend, x, group=self.group, group_peer=to) for _, x, to in going),
+            *(dist.P2POp(dist.irecv, x, group=self.group, group_peer=by) for _, x, by in coming),
+        ]
+        what = f"rank {self.rank} of {self.ranks}: {what}"
+        with _explaining(what):
+            works = dist.batch_isend_irecv(operations) if operations else []
+        return Pending(works, {name: x for name, x, _ in coming}, going, what)
+
+
+@contextmanager
+def _explaining(what: str) -> Iterator[None]:
+    """What torch.distributed raises, as an error that says where."""
+    try:
+        yield
+    except RuntimeError as error:
+        (first, *_) = str(error).splitlines() or [""]
+        raise RankError(
+            f"{what} failed: another rank has died, or has not come to this point within the "
+            f"group's timeout ({first})"
+        ) from error
+
+
+@lru_cache(maxsize=64)
+def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of the same ranks that takes tensors in the CPU's memory: itself, or one beside it.
+
+    The one beside it has gloo's default timeout unless the group tells its own.
+    """
+    try:
+        group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        ranks = dist.get_process_group_ranks(group)
+        return dist.new_group(
+            ranks, backend="gloo", timeout=_timeout(group), use_local_synchronization=True
+        )
+    return group
+
+
+def _timeout(group: dist.ProcessGroup) -> Any:
+    try:
+        return group._get_backend(torch.device("cuda")).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def _where(values: Sequence[int], wanted: int) -> list[int]:
+    return [rank for rank, value in enumerate(values) if value == wanted]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+#: The element types, by the number that stands for them when ranks compare.
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def _named(name: str, value: int) -> str:
+    """A compared number as an error prints it."""
+    names = {"dtype": DTYPES, "scheme": SCHEMES, "causal": ("no", "yes")}.get(name)
+    return str(value) if names is None else str(names[value]).removeprefix("torch.")

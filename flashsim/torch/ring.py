@@ -1,0 +1,347 @@
+"""`ring_attention`: attention over the GPUs of a process group, each with some of the rows.
+
+Which rank holds which rows, computes which block at which step and sends what to whom is
+`flashsim.distributed.Group`'s to say, as for the simulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from flashsim.api import inputs
+from flashsim.distributed.group import SCHEMES, Group
+from flashsim.errors import DTypeError, ShapeError, UnsupportedError
+from flashsim.problem.problem import Problem
+from flashsim.torch import functional, ops
+from flashsim.torch.link import DTYPES, Link, Pending
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    scheme: str = "zigzag",
+    ulysses: int | None = None,
+    causal: bool = False,
+    softcap: float = 0.0,
+    scale: float | None = None,
+    algorithm: str = "flash2",
+    deterministic: bool | None = None,
+    backend: str | None = None,
+    **unknown: Any,
+) -> Tensor:
+    """Attention over a sequence whose rows are spread over the ranks of a group; with a gradient.
+
+    Every rank calls it with its own rows (`shard`). K and V travel, or heads are exchanged, while
+    tiles are computed by the same kernels as `attention`'s; blocks are merged by their LSE in
+    float32. The backward pass does the same with dK and dV in float32 behind K and V.
+
+    Parameters
+    ----------
+    q : Tensor, (batch, heads, n / ranks, head_dim)
+        This rank's rows of the sequence, in the order of `scheme`.
+    k, v : Tensor, (batch, kv_heads, n / ranks, ..)
+    group : ProcessGroup, optional
+        Default: all processes. Its backend must reach where the tensors lie: NCCL or gloo.
+    scheme, ulysses
+        See `flashsim.distributed.Group`. Without a mask, "ring" does what "zigzag" does.
+    causal, softcap, scale, algorithm, deterministic, backend
+        As in `attention`.
+
+    Returns
+    -------
+    Tensor, like q with v's head_dim
+
+    Raises
+    ------
+    RankError
+        On every rank, if ranks disagree, one refuses its tensors, dies, or does not answer within
+        the group's timeout.
+    FlashSimError
+        For what cannot be spread over the ranks.
+    """
+    inputs.reject_unknown(unknown, ring_attention.__kwdefaults__ or (), "ring_attention")
+    link = Link(group)
+    try:
+        spread = link.ranks, scheme, ulysses
+        plan = _plan(q, k, v, spread, causal=causal, softcap=softcap, scale=scale)
+        if algorithm not in functional.ALGORITHMS:
+            raise UnsupportedError(
+                f"ring_attention runs {', '.join(functional.ALGORITHMS)}, not {algorithm!r}"
+            )
+    except Exception as error:  # whatever it is, the others must hear of it
+        link.agree(dict.fromkeys(_AGREED, 0), error)
+        raise AssertionError from error
+    p = plan.problem
+    link.agree(_asked(plan, q, v))
+    how = {
+        "softcap": p.softcap, "scale": p.scale, "algorithm": algorithm,
+        "deterministic": deterministic, "backend": backend or functional.default_backend(q),
+        "window_left": -1, "window_right": -1,
+    }  # fmt: skip
+    return _RingAttention.apply(q, k, v, plan, link, how)
+
+
+def shard(
+    x: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    scheme: str = "zigzag",
+    ulysses: int | None = None,
+    dim: int = -2,
+) -> Tensor:
+    """This rank's rows of a whole sequence's tensor, in the order of `scheme`.
+
+    Parameters
+    ----------
+    x : Tensor
+        With the sequence along `dim`: q, k or v, but token ids and positions as well.
+    group, scheme, ulysses
+        As in `ring_attention`; for "usp", `ulysses` must be given.
+
+    Raises
+    ------
+    ShapeError
+        If the sequence cannot be divided.
+    """
+    link = Link(group)
+    if scheme == "usp" and ulysses is None:
+        raise ShapeError("shard does not see the heads: give ulysses, the ranks that exchange them")
+    heads = link.ranks if scheme == "ulysses" else ulysses or 1
+    whole = Group(Problem(x.shape[dim], heads=heads), link.ranks, scheme, ulysses)  # type: ignore[arg-type]
+    rows = torch.from_numpy(whole.rows(link.rank)).to(x.device)
+    return x.index_select(dim, rows)
+
+
+#: Ranks, scheme, and how many ranks exchange heads.
+_Spread = tuple[int, str, int | None]
+
+
+def _plan(q: Any, k: Any, v: Any, spread: _Spread, **scores: Any) -> Group:
+    """The whole problem, from this rank's share of it."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise DTypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.ndim != 4:
+            raise ShapeError(
+                f"{name} must be (batch, heads, rows of this rank, head_dim), got {tuple(x.shape)}"
+            )
+    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+        raise DTypeError(
+            "q, k and v must be of one type and on one device, got "
+            + ", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v))
+        )
+    (batch, heads, n, d), (*lead, n_kv, d_k), dv = q.shape, k.shape, v.shape[-1]
+    if lead[0] != batch or v.shape[:-1] != k.shape[:-1] or n_kv != n or d_k != d:
+        raise ShapeError(
+            "q, k and v must be (batch, heads, n, d), (batch, kv_heads, n, d) and (batch, "
+            f"kv_heads, n, dv), got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        )
+    dtype = str(q.dtype).removeprefix("torch.")
+    return _whole(batch, heads, lead[1], n, d, dv, dtype, spread, **scores)
+
+
+@lru_cache(maxsize=256)
+def _whole(
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    n: int,
+    d: int,
+    dv: int,
+    dtype: str,
+    spread: _Spread,
+    **scores: Any,
+) -> Group:
+    ranks, scheme, ulysses = spread
+    problem = Problem(n * ranks, n * ranks, d, dv, batch, heads, kv_heads, dtype, **scores)
+    return Group(problem, ranks, scheme, ulysses)  # type: ignore[arg-type]  # None: filled in
+
+
+_AGREED = (
+    *("batch", "heads", "kv_heads", "rows", "head_dim", "head_dim_v", "dtype", "causal"),
+    *("scheme", "ulysses", "scale and softcap"),
+)
+
+
+def _asked(plan: Group, q: Tensor, v: Tensor) -> dict[str, int]:
+    """What must be the same on all ranks, as integers."""
+    p = plan.problem
+    values = (
+        *(p.batch, p.heads, p.kv_heads, q.shape[2], p.head_dim, p.head_dim_v),
+        *(DTYPES.index(q.dtype), int(p.causal), SCHEMES.index(plan.scheme), plan.ulysses),
+        hash((p.scale, p.softcap)),  # of numbers: the same in every process
+    )
+    return dict(zip(_AGREED, values, strict=True))
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Group, link: Link, how: dict[str, Any]
+    ) -> Tensor:
+        one = _Rank(plan, link, how)
+        q, k, v = one.to_heads({"Q": q, "K": k, "V": v}).values()
+        out, lse = one.forward(q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.one = one
+        return one.to_rows({"out": out})["out"]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dout: Tensor) -> tuple[Tensor | None, ...]:
+        one = ctx.one
+        (given,) = one.to_heads({"dout": dout[0]}).values()
+        gradients = one.backward(*ctx.saved_tensors, given)
+        return (
+            *one.to_rows(dict(zip(("dQ", "dK", "dV"), gradients, strict=True))).values(),
+            None,
+            None,
+            None,
+        )
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """One rank's part of both passes."""
+
+    plan: Group
+    link: Link
+    how: Mapping[str, Any]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Out and LSE of this rank's rows (and heads)."""
+        plan = self.plan
+        k, v = k.contiguous(), v.contiguous()
+        out = lse = None
+        for step in range(plan.ring):
+            pending = self.pass_on({"K": k, "V": v}, step) if step < plan.ring - 1 else None
+            block = plan.block(self.link.rank, step)
+            if block is not None:
+                part, part_lse = ops.forward(
+                    *(q[:, :, block.q], k[:, :, block.k], v[:, :, block.k]), *(None,) * 3,
+                    causal=block.problem.causal, **self.how,
+                )  # fmt: skip
+                if out is None or lse is None:
+                    out, lse = part.float() if self.sums_wide(q) else part, part_lse
+                else:
+                    merge_into(out[:, :, block.q], lse[:, :, block.q], part, part_lse)
+            if pending is not None:
+                k, v = pending.wait().values()
+        assert out is not None  # a rank sees its own keys
+        assert lse is not None
+        return out.to(q.dtype), lse
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of this rank's rows; dK and dV follow K and V until they are home."""
+        plan = self.plan
+        k, v, dout = k.contiguous(), v.contiguous(), dout.contiguous()
+        wide = torch.promote_types(q.dtype, torch.float32)
+        dq = dk = dv = q
+        for step in range(plan.ring):
+            going = {"K": k, "V": v} if step < plan.ring - 1 else {}
+            if step > 0:
+                going |= {"dK": dk, "dV": dv}
+            pending = self.pass_on(going, step) if going else None
+            block = plan.block(self.link.rank, step)
+            if block is not None:
+                rows, keys = block.q, block.k
+                parts = ops.backward(
+                    dout[:, :, rows], out[:, :, rows], lse[:, :, rows].contiguous(),
+                    q[:, :, rows], k[:, :, keys], v[:, :, keys], *(None,) * 3,
+                    causal=block.problem.causal, **self.how,
+                )  # fmt: skip
+            came = {} if pending is None else pending.wait()
+            k, v = came.get("K", k), came.get("V", v)
+            if step == 0:
+                dq, dk, dv, _ = parts
+                dq = dq.to(wide) if self.sums_wide(q) else dq
+                if plan.ring > 1:
+                    dk, dv = dk.to(wide), dv.to(wide)
+                continue
+            dk, dv = came["dK"], came["dV"]
+            if block is not None:
+                dq[:, :, rows].add_(parts[0])
+                dk[:, :, keys].add_(parts[1])
+                dv[:, :, keys].add_(parts[2])
+        if plan.ring > 1:
+            dk, dv = self.pass_on({"dK": dk, "dV": dv}, plan.ring).wait().values()
+        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+
+    def sums_wide(self, q: Tensor) -> bool:
+        """Whether sums of blocks are kept in float32; two are added at once, and rounded once."""
+        return self.plan.ring > 2 and q.dtype not in (torch.float32, torch.float64)
+
+    # -- the link -------------------------------------------------------------------------------
+
+    def pass_on(self, tensors: Mapping[str, Tensor], step: int) -> Pending:
+        """Begin to send tensors to the next member of the ring, and to receive the last one's."""
+        plan, rank = self.plan, self.link.rank
+        after, before = plan.successor(rank), plan.predecessor(rank)
+        return self.link.exchange(
+            [(name, x, after) for name, x in tensors.items()],
+            [(name, torch.empty_like(x), before) for name, x in tensors.items()],
+            f"step {step}, {' '.join(tensors)} to rank {after} and from rank {before}",
+        )
+
+    def to_heads(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """All to all in this rank's team: from some rows of all heads to all rows of some heads."""
+        return self._all_to_all(tensors, split=1, join=2)
+
+    def to_rows(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The way back."""
+        return self._all_to_all(tensors, split=2, join=1)
+
+    def _all_to_all(self, tensors: dict[str, Tensor], split: int, join: int) -> dict[str, Tensor]:
+        """The n-th piece along one axis goes to the team's n-th, to be joined along the other."""
+        team, rank = self.plan.team(self.link.rank), self.link.rank
+        if len(team) == 1:
+            return tensors
+        pieces = {name: x.chunk(len(team), dim=split) for name, x in tensors.items()}
+        going, coming = [], []
+        for number, other in enumerate(team):
+            if other == rank:
+                continue
+            for name, those in pieces.items():
+                going.append((name, those[number].contiguous(), other))
+                empty = torch.empty_like(those[number], memory_format=torch.contiguous_format)
+                coming.append((f"{name} {number}", empty, other))
+        what = f"exchanging heads of {' '.join(tensors)} among ranks {team[0]} to {team[-1]}"
+        came = self.link.exchange(going, coming, what).wait()
+        own = rank - team[0]
+        return {
+            name: torch.cat(
+                [those[own] if n == own else came[f"{name} {n}"] for n in range(len(team))],
+                dim=join,
+            )
+            for name, those in pieces.items()
+        }
+
+
+def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merge `part`, the same rows over other keys, into `out` and its LSE, in place and float32.
+
+    On a GPU one kernel; on the CPU torch's operators. See `flashsim.merge`.
+    """
+    if out.is_cuda:
+        from flashsim.backends.cupy_gpu.merge import merge_into as fused
+
+        fused(out, lse, part, part_lse)
+        return
+    total = torch.logaddexp(lse, part_lse)
+    base = total.masked_fill(total == -torch.inf, 0)  # no key on either side
+    a, b = torch.exp(lse - base)[..., None], torch.exp(part_lse - base)[..., None]
+    out.copy_(a * out.to(lse.dtype) + b * part.to(lse.dtype))
+    lse.copy_(total)

@@ -1,0 +1,143 @@
+"""One rank of `flashsim.torch.ring_attention`'s tests: python ring_ranks.py RANK RANKS FOLDER
+
+Joins the group whose store lies in FOLDER, runs every case and writes what came of it to
+FOLDER/RANK.pt. `tests/bridges/test_ring.py` starts the ranks and judges.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from flashsim.torch import count_sent, ring, ring_attention, shard
+from flashsim.torch.ring import ops
+
+#: (scheme, ranks, causal, type, key heads): what is computed and compared.
+CASES = (
+    ("ring", 4, True, torch.float32, 2),
+    ("zigzag", 4, True, torch.bfloat16, 2),
+    ("zigzag", 2, True, torch.bfloat16, 4),
+    ("zigzag", 2, False, torch.float32, 4),
+    ("striped", 4, True, torch.float16, 4),
+    ("ulysses", 4, True, torch.bfloat16, 4),
+    ("usp", 4, True, torch.bfloat16, 2),
+)
+N, HEADS, D = 48, 4, 16
+#: Seconds in which a rank that does not answer is given up.
+PATIENCE = 2.0
+
+
+def tensors(kv_heads, dtype):
+    """q, k, v and dout of the whole sequence: the same in every process."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, heads, N, D) for heads in (HEADS, kv_heads, kv_heads, HEADS)]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes
+    ]
+
+
+def run(scheme, group, causal, dtype, kv_heads):
+    """This rank's rows of out, dq, dk and dv, and the bytes it sent in each direction."""
+    ulysses = 2 if scheme == "usp" else None
+    how = {"group": group, "scheme": scheme, "ulysses": ulysses}
+    q, k, v, dout = (shard(x, **how) for x in tensors(kv_heads, dtype))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    with count_sent() as forward:
+        out = ring_attention(*inputs, causal=causal, backend="numpy", **how)
+    with count_sent() as backward:
+        gradients = torch.autograd.grad(out, inputs, dout)
+    return [out.detach(), *gradients], dict(forward), dict(backward)
+
+
+def outcome(call):
+    """The error that a call raises, as text, and how long that took."""
+    start = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    return "nothing", time.monotonic() - start
+
+
+def refusals(rank):
+    """What ranks say of input that does not fit together; nothing is broken afterwards."""
+    whole = torch.zeros(1, HEADS, 8, D)
+    short, half = whole[:, :, :4], whole.to(torch.float16)
+
+    def call(x, **how):
+        return outcome(lambda: ring_attention(x, x, x, backend="numpy", **how))
+
+    odd = rank == 1
+    return {
+        "rows": call(short if odd else whole),
+        "types": call(half if odd else whole),
+        "scheme": call(whole, scheme="striped" if odd else "ring"),
+        "mask": call(whole, causal=odd),
+        "one alone": call(whole[0] if odd else whole),
+        "not divisible": call(whole[:, :, :7]),
+        "heads": call(whole[:, :3], scheme="ulysses"),
+        "no tensor": outcome(lambda: ring_attention(1, whole, whole)),
+    }
+
+
+def silence(rank, group):
+    """Rank 3 stays away until the others have given it up."""
+    if rank == 3:
+        time.sleep(PATIENCE + 1)
+        return "stayed away", 0.0
+    x = torch.zeros(1, HEADS, 8, D)
+    return outcome(lambda: ring_attention(x, x, x, group=group, backend="numpy"))
+
+
+def death(rank, group):
+    """Rank 3 dies in the middle of a pass; who had all it needed by then is told at the next."""
+    if rank == 3:
+        calls, forward = [], ops.forward
+
+        def dying(*args, **how):
+            calls.append(1)
+            if len(calls) == 2:
+                os._exit(3)
+            return forward(*args, **how)
+
+        ring.ops.forward = dying
+    x = torch.zeros(1, HEADS, 8, D)
+
+    def twice():
+        for _ in range(2):
+            ring_attention(x, x, x, group=group, backend="numpy")
+
+    return outcome(twice)
+
+
+def main() -> None:
+    rank, ranks, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    store = dist.FileStore(str(folder / "store"), ranks)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+    )
+    pairs = [dist.new_group(pair) for pair in ((0, 1), (2, 3))]
+    found = {}
+    for case in CASES:
+        scheme, n, *rest = case
+        group = pairs[rank // 2] if n == 2 else None
+        found[case] = run(scheme, group, *rest)
+    found["refusals"] = refusals(rank)
+    impatient = timedelta(seconds=PATIENCE)
+    found["silence"] = silence(rank, dist.new_group(timeout=impatient))
+    dist.barrier()
+    last = dist.new_group(timeout=impatient)
+    torch.save(found, folder / f"{rank}.pt")  # rank 3 comes no further than this
+    found["death"] = death(rank, last)
+    torch.save(found, folder / f"{rank}.pt")
+    os._exit(0)  # gloo waits for the dead as it is torn down
+
+
+if __name__ == "__main__":
+    main()
