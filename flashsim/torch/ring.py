@@ -190,7 +190,7 @@ class _RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Group, link: Link, how: dict[str, Any]
     ) -> Tensor:
-        one = _Rank(plan, link, how)
+        one = _Part(plan, link, how)
         q, k, v = one.to_heads({"Q": q, "K": k, "V": v}).values()
         out, lse = one.forward(q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -212,7 +212,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class _Rank:
+class _Part:
     """One rank's part of both passes."""
 
     plan: Group
