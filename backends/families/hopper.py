@@ -115,8 +115,8 @@ class Hopper(Family):
     def forward_bytes(self, problem: Problem, tiling: Tiling) -> int:
         """Shared memory of the forward's blocks."""
         groups, stages = tiling.block_q // 64, 2
-        q = tiling.block_q * _wide(problem.head_dim)
-        kv = tiling.block_k * (_wide(problem.head_dim) + _wide(problem.head_dim_v))
+        d, dv = tile_columns("forward", problem)
+        q, kv = tiling.block_q * d, tiling.block_k * (d + dv)
         return _on_chip(2 * (q + stages * kv), 2 * groups + 4 * stages)
 
     def kernel(
@@ -217,6 +217,13 @@ def _on_chip(data: int, barriers: int) -> int:
 def _wide(head_dim: int) -> int:
     """Columns of a tile in shared memory: whole chunks."""
     return -(-head_dim // _CHUNK) * _CHUNK
+
+
+def tile_columns(stage: str, problem: Problem) -> tuple[int, int]:
+    """Columns of a tile of Q or K, and of V or dO, that the copy engine delivers: whole boxes."""
+    if stage == "forward":
+        return _wide(problem.head_dim), _wide(problem.head_dim_v)
+    return _shared_dim(problem), _shared_dim(problem)
 
 
 def _shared_dim(problem: Problem) -> int:

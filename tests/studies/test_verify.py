@@ -31,7 +31,7 @@ from flashsim.studies.verify import (
     verify,
     workload,
 )
-from flashsim.studies.verify.comparison import overhang, tensor_flops
+from flashsim.studies.verify.crossing import crossing, tensor_flops
 
 PROBLEM = Problem(256, head_dim=32, heads=2, dtype="bfloat16", causal=True)
 HEADER = ["ID", "Process ID", "Kernel Name", "Grid Size", "Section Name"]
@@ -180,20 +180,26 @@ def test_tensor_flops_are_those_of_whole_tiles():
     assert rows_of({"shared bank conflicts": 5.0})["shared bank conflicts"].predicted == 0
 
 
+def beyond(p, direction, name):
+    """Bytes loaded by a Hopper kernel past those that the problem has."""
+    traffic = flashsim.count(p, direction=direction, tiling=Tiling(64, 64), device="B200")
+    stage = next(s for s in traffic.stages if s.name == name)
+    asked = sum(n for (s, op, _), n in traffic.transfers.items() if (s, op) == (name, "load"))
+    return crossing(traffic, stage, "load", hopper=True) - asked
+
+
 def test_boxes_hang_over_the_ends():
     """n = 100 in tiles of 64: 28 rows of the second tile's box are no rows of the tensor."""
     p = Problem(100, head_dim=64, heads=4, kv_heads=2, dtype="bfloat16")
     row = 64 * 2
-    forward = flashsim.count(p, tiling=Tiling(64, 64))
     once = 4 * 28 * row  # Q of four heads
     visits = 4 * 2 * 28 * row * 2  # K and V: four heads, two row tiles
-    assert overhang(forward, forward.stages[0]) == once + visits
-    backward = flashsim.count(p, direction="backward", tiling=Tiling(64, 64))
-    keys_outside = next(s for s in backward.stages if s.name == "dkdv")
+    assert beyond(p, "forward", "forward") == once + visits
     once = 2 * 28 * row * 2  # K and V of two key heads
     visits = 2 * 2 * 2 * 28 * row * 2  # Q and dO: two key heads, two query heads each, two tiles
-    assert overhang(backward, keys_outside) == once + visits
-    forward_rows = {
+    assert beyond(p, "backward", "dkdv") == once + visits
+    forward = flashsim.count(p, tiling=Tiling(64, 64))
+    by_kernel = {
         kernel: verify(
             [
                 MeasuredPass(
@@ -201,13 +207,37 @@ def test_boxes_hang_over_the_ends():
                 )
             ],
             "title",
-        ).rows[0]
+        )
+        .rows[0]
+        .predicted
         for kernel in ("hopper_forward", "flash_forward")
     }
-    extra = overhang(forward, forward.stages[0])
-    by_kernel = {kernel: row.predicted for kernel, row in forward_rows.items()}
-    assert by_kernel["hopper_forward"] - by_kernel["flash_forward"] == extra
-    assert tensor_flops(forward, forward.stages[0]) == 4 * 4 * 2 * (2 * 64 * 64 * 64)
+    more = by_kernel["hopper_forward"] - by_kernel["flash_forward"]
+    assert more == beyond(p, "forward", "forward")
+    flops = tensor_flops(forward, forward.stages[0], hopper=True)
+    assert flops == 4 * 4 * 2 * (2 * 64 * 64 * 64)
+
+
+def test_boxes_hang_over_the_sides():
+    """Boxes are 64 columns wide; the backward's tiles of V are as wide as those of K."""
+    p = Problem(128, head_dim=40, head_dim_v=96, dtype="bfloat16")
+    tiles = 128 * 2  # rows of Q, or of K in both visits of two row tiles, bytes
+    assert beyond(p, "forward", "forward") == tiles * (24 + 2 * (24 + 32))
+    assert beyond(p, "backward", "dq") == tiles * (88 + 32 + 2 * (88 + 32))
+
+
+def test_rows_are_filled_up_to_16_bytes():
+    """59 of 64 elements exist: the others are in HBM, and cross; 16 a step make 64 of 50."""
+    p = Problem(64, head_dim=59, head_dim_v=50, dtype="bfloat16")
+    traffic = flashsim.count(p, tiling=Tiling(64, 64))
+    (stage,) = traffic.stages
+    assert crossing(traffic, stage, "load", hopper=False) == 64 * 2 * (64 + 64 + 56)
+    assert crossing(traffic, stage, "store", hopper=False) == 64 * (56 * 2 + 4)
+    assert crossing(traffic, stage, "reduce", hopper=False) == 0
+    assert tensor_flops(traffic, stage, hopper=False) == 2 * 64 * 64 * (64 + 64)
+    back = flashsim.count(p, direction="backward", tiling=Tiling(64, 64), device="B200")
+    _, dkdv, _ = back.stages
+    assert tensor_flops(back, dkdv, hopper=True) == 4 * 2 * 64 * 64 * 64
 
 
 def test_without_ncu_the_error_says_what_to_do(monkeypatch):

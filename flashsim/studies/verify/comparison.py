@@ -6,21 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-import numpy as np
-
 from flashsim import report
 from flashsim.counts.traffic import Traffic
-from flashsim.counts.work import stage_work, total_flops
 from flashsim.errors import DTypeError, TraceError, shown
 from flashsim.l2 import L2Model, dram
 from flashsim.problem import checks
 from flashsim.report import Cell, Table
 from flashsim.schedule import plans
 from flashsim.studies.verify.cases import MeasuredPass
+from flashsim.studies.verify.crossing import crossing, tensor_flops
 from flashsim.studies.verify.ncu import MeasuredLaunch
-
-#: Tensors that Hopper's copy engine loads in whole boxes, also over the end of a sequence.
-BOXED = ("Q", "K", "V", "dO")
 
 
 @dataclass(frozen=True)
@@ -151,55 +146,14 @@ def _means(launches: Sequence[MeasuredLaunch]) -> dict[str, float]:
 
 def _predicted(traffic: Traffic, stage: plans.Stage, launch: MeasuredLaunch) -> dict[str, int]:
     """Everything but DRAM."""
-    requested = {name: _of(traffic.transfers, stage.name, op) for name, op in _OPS.items()}
-    read = requested["requested read"]
-    if "hopper_" in launch.kernel:
-        requested["requested read"] += overhang(traffic, stage)
+    hopper = "hopper_" in launch.kernel
+    requested = {name: crossing(traffic, stage, op, hopper=hopper) for name, op in _OPS.items()}
     return requested | {
-        "reads at L2": read,
+        "reads at L2": crossing(traffic, stage, "load", hopper=False),
         "local memory writes": 0,
         "shared bank conflicts": 0,
-        "tensor FLOPs": tensor_flops(traffic, stage),
+        "tensor FLOPs": tensor_flops(traffic, stage, hopper=hopper),
     }
-
-
-def overhang(traffic: Traffic, stage: plans.Stage) -> int:
-    """Bytes of the boxes that a copy engine delivers beyond the ends of the tensors, as zeros."""
-    p, schedule, tiling = traffic.problem, traffic.schedule(stage), traffic.tiling
-    by_row = stage.outer == "queries"
-    walks, _ = plans.heads_of(stage, p)
-    members = p.group if stage.per == "group" else 1
-    total = 0
-    for moves, at_visits in ((stage.before, False), (stage.visit, True)):
-        for move in moves:
-            if move.op != "load" or move.tensor not in BOXED:
-                continue
-            rows = move.tile.per_row > 0
-            table, block = (
-                (schedule.rows, tiling.block_q) if rows else (schedule.cols, tiling.block_k)
-            )
-            missing = block - np.diff(table[:, :2], axis=1)[:, 0].astype(np.int64)
-            if at_visits:  # the other side's tiles, once for each of their visits
-                assert rows != by_row
-                times = np.diff((schedule.row_csr if rows else schedule.col_csr)[0]) * members
-            else:
-                times = np.ones(len(missing), np.int64)
-            total += walks * int((missing * times).sum()) * (move.tile.per_row + move.tile.per_col)
-    return total
-
-
-def tensor_flops(traffic: Traffic, stage: plans.Stage) -> int:
-    """FLOPs of the matrix products on tensor cores: whole tiles, masked and ragged ones as well.
-
-    Right for a head_dim that needs no padding: a multiple of 64.
-    """
-    p, tiling = traffic.problem, traffic.tiling
-    visit = stage_work(p, traffic.algorithm, traffic.direction, stage.name).visit
-    sides = tiling.block_q, tiling.block_k, tiling.block_q * tiling.block_k
-    walks, _ = plans.heads_of(stage, p)
-    members = p.group if stage.per == "group" else 1
-    each = total_flops(visit, *sides)["matmul"]
-    return each * traffic.schedule(stage).sums.visits * walks * members
 
 
 class _Dram:
