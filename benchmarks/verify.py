@@ -11,6 +11,9 @@ order ("in-order") on shapes of N = 4096, backend "numba_cuda" on two shapes. On
 quantity. Two processes measure (one counts, one is profiled); --keep saves what they gave, --from
 reads it again. `flashsim verify --summary FILE` sums the table up. What the quantities are:
 docs/guides/truth.md.
+
+`--shapes widths` measures other head dimensions instead, small: those that no chunk of 64 columns
+divides, values narrower than keys, ragged lengths.
 """
 
 import argparse
@@ -54,6 +57,28 @@ def in_python():
     yield next(fitting())
 
 
+def widths():
+    """Likewise: head dimensions that leave boxes, sectors of 32 B or 16 elements unfilled."""
+    for d in (32, 40, 56, 59, 72, 80, 96, 111, 120, 160, 200, 256):
+        yield {"n_q": 2048, "head_dim": d, "heads": 8}
+    yield {"n_q": 2048, "head_dim": 128, "head_dim_v": 64, "heads": 8}
+    yield {"n_q": 2048, "head_dim": 40, "head_dim_v": 96, "heads": 8, "causal": True}
+    yield {"n_q": 2011, "n_kv": 3001, "head_dim": 96, "heads": 8}
+
+
+def narrow(device, kernels):
+    """`widths` with every C++ family; the portable one on the odd ones only."""
+    for family in kernels:
+        for shape in widths():
+            if family == "hopper" or (family == "portable" and shape["head_dim"] % 32):
+                yield Case(
+                    Problem(**shape, dtype="bfloat16"),
+                    device=device,
+                    backward=(None, False),
+                    kernel=family,
+                )
+
+
 def cases(device, kernels):
     """Every shape with every kernel family."""
     for family in kernels:
@@ -91,6 +116,21 @@ def write(path, kept, model):
                 writer.writerows((*where, *row) for row in table.rows)
 
 
+def compile_first(wanted, jobs):
+    """Every kernel, with counts and without."""
+    import gpu_compile
+    from times import passes_of
+
+    kernels = []
+    for case in wanted:
+        family = "python" if case.backend == "numba_cuda" else case.kernel
+        for name in names(case):
+            for report in ("", "counts"):
+                passes = passes_of(family, case.problem, name, report)
+                kernels += [(family, one.kernel) for one in passes]
+    gpu_compile.compile_all(kernels, jobs)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="H200")
@@ -99,15 +139,20 @@ def main():
     parser.add_argument("--keep", type=Path, help="a folder for what was measured")
     parser.add_argument("--from", type=Path, dest="source", help="such a folder")
     parser.add_argument("--jitter", type=float, help="of the L2 model, in seconds")
+    parser.add_argument("--shapes", choices=("all", "widths"), default="all")
+    parser.add_argument("--jobs", type=int, help="compile first, in so many processes")
     parser.add_argument("--cases", action="store_true", help="only print the cases, as JSON")
     chosen = parser.parse_args()
-    wanted = list(cases(chosen.device, chosen.kernels.split(",")))
+    those = cases if chosen.shapes == "all" else narrow
+    wanted = list(those(chosen.device, chosen.kernels.split(",")))
     if chosen.cases:
         print(json.dumps([case.to_dict() for case in wanted]))
         return
     if not (chosen.out or chosen.keep):
         parser.error("nothing to do: give --out FILE, --keep FOLDER or both")
     try:
+        if chosen.jobs and not chosen.source:
+            compile_first(wanted, chosen.jobs)
         kept = Record.load(chosen.source / "ncu.csv") if chosen.source else record(wanted)
         if chosen.keep:  # before anything is made of it
             chosen.keep.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,130 @@
+"""The sawtooth order on a GPU: every other wave of blocks takes its keys backwards. Needs CuPy.
+
+    ncu --csv --clock-control none --print-units base \
+        --metrics dram__bytes_read.sum,gpu__time_duration.sum \
+        --kernel-name 'regex:forward' python benchmarks/sawtooth.py > sawtooth.csv
+    python benchmarks/sawtooth.py --predict        # anywhere
+
+One head, d = 128, bfloat16, whose K and V exceed L2: all blocks read them through from the first
+key to the last, and the next wave finds in L2 the end, not the beginning it wants. Backwards, it
+wants the end first (arXiv:2601.16032). The order is data: the schedule's tables, of which every
+other wave's are turned round. Each length runs straight and sawtooth, by each kernel family; prints
+one line a launch, in order. The results are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+import numpy as np
+
+from flashsim import Problem
+from flashsim.l2 import L2Model, dram
+
+#: Keys; K and V take 512 B each: 50, 67, 101, 134 MB beside an L2 of 63.
+LENGTHS = (98_304, 131_072, 196_608, 262_144)
+
+
+def problem(n):
+    """A few waves of queries against `n` keys."""
+    return Problem(132 * 128 * 6, n, head_dim=128, dtype="bfloat16")
+
+
+def turned(one, places):
+    """The pass with every other wave of `places` blocks walking backwards: by lists, not spans."""
+    tables = one.tables
+    index, kind = tables.index.copy(), tables.kind.copy()
+    place = np.empty(tables.tiles, int)
+    place[tables.order] = np.arange(tables.tiles)
+    for tile in range(tables.tiles):
+        if place[tile] // places % 2:
+            part = slice(tables.ptr[tile], tables.ptr[tile + 1])
+            index[part], kind[part] = index[part][::-1].copy(), kind[part][::-1].copy()
+    return replace(one, tables=replace(tables, spans=None, index=index, kind=kind))
+
+
+def listed(one):
+    """The pass with its kernel compiled for lists of visits instead of spans."""
+    constants = tuple((k, 0 if k == "FS_SPANS" else v) for k, v in one.kernel.constants)
+    return replace(one, kernel=replace(one.kernel, constants=constants))
+
+
+def measure():
+    """Launch each length straight and sawtooth, twice each: the second is the one to read."""
+    import cupy
+
+    from flashsim.backends.cupy_gpu import arrays, engine
+    from flashsim.backends.cupy_gpu.calls import Call, Plan
+    from flashsim.backends.families.hopper import HOPPER
+    from flashsim.backends.families.portable import PORTABLE
+
+    gpu = engine.gpu_of(0)
+    for n in LENGTHS:
+        p = problem(n)
+        rng = cupy.random.default_rng(0)
+        shapes = {"q": p.n_q, "k": n, "v": n}
+        given = {
+            x: rng.standard_normal((1, 1, rows, 128), dtype="float32").astype("float16")
+            for x, rows in shapes.items()
+        }
+        p = replace(p, dtype="float16")
+        space = arrays.space_of(given, p.dtype)
+        for family in (HOPPER, PORTABLE):
+            (one,) = family.forward_passes(p, None, gpu, "ascending", "")
+            one = listed(one)
+            blocks = 1 if one.kernel.boxes else resident(family, one)
+            found = []
+            for order in ("straight", "sawtooth"):
+                made = turned(one, blocks * gpu.multiprocessors)
+                if order == "straight":
+                    made = replace(made, tables=replace(one.tables, spans=None))
+                plan = Plan(family.name, (made,), gpu, 0, family.load)
+                out = cupy.empty_like(given["q"])
+                lse = cupy.empty((1, 1, p.n_q), "float32")
+                places = [space.view(x).place for x in given.values()]
+                places += [space.view(out).place, *((0, 0, 0, 0),) * 4]
+                call = Call(space, places, {"lse": lse.data.ptr})
+                for _ in range(2):
+                    start, end = cupy.cuda.Event(), cupy.cuda.Event()
+                    start.record()
+                    plan.run(call, False)
+                    end.record()
+                    end.synchronize()
+                    ms = cupy.cuda.get_elapsed_time(start, end)
+                    print(f"{family.name},{n},{order},{blocks},{ms:.3f}", flush=True)
+                found.append(out)
+            apart = float(abs(found[0].astype("f4") - found[1].astype("f4")).max())
+            print(f"# {family.name} {n}: largest difference {apart:.2e}", flush=True)
+
+
+def resident(family, one):
+    """Blocks an SM of a kernel that is not persistent."""
+    function = family.load(one.kernel, 0)
+    import cupy
+
+    per = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor
+    return per(function.ptr, one.kernel.threads, one.kernel.shared_bytes)
+
+
+def predicted():
+    """DRAM reads of both orders, by the model."""
+    from flashsim import Tiling
+    from flashsim.studies.verify.cases import predict
+
+    for n in LENGTHS:
+        traffic = predict(problem(n), "flash2", "forward", Tiling(128, 176), "H200")
+        reads = [
+            dram(traffic, L2Model("grouped", walk=walk, blocks_per_sm=1)).bytes("read")
+            for walk in ("straight", "sawtooth")
+        ]
+        print(f"{n:>8,} keys: {reads[0]:>14,} B straight, {reads[1]:>14,} B sawtooth")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--predict", action="store_true", help="by the model; no GPU")
+    if parser.parse_args().predict:
+        predicted()
+    else:
+        measure()

@@ -1,0 +1,112 @@
+"""On which shapes times are measured: those the time model is fitted to, and those it is not.
+
+`CALIBRATION` has the kernels' tilings (head_dim 64, 128, 256, and one padded width), long and short
+sequences, without and with a causal mask. `HELD_OUT` is everything else; no shape is in both
+(tests/studies/test_calibration.py), and `benchmarks/predict.py --fit` reads the first alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any
+
+from flashsim import Problem
+
+TOKENS, WIDTH = 16_384, 2048
+#: Lengths of packed sequences.
+PACKED = {
+    "even": (2048,) * 4,
+    "mixed": (131, 4096, 700, 1500, 64, 3000, 1024, 2100),
+    "many": (333, 517, 96, 250, 780, 411, 62, 901) * 4,
+}
+SETS = ("calibration", "held out")
+
+
+def problem(**sizes: Any) -> Problem:
+    """A shape as the papers choose them where nothing else is said: 16 Ki tokens, heads = 2048 / d.
+
+    `packed` names sequences of `PACKED`.
+    """
+    packed = sizes.pop("packed", None)
+    if packed:
+        ends = tuple(accumulate(PACKED[packed], initial=0))
+        sizes |= {"n_q": ends[-1], "batch": 1, "cu_seqlens_q": ends, "cu_seqlens_k": ends}
+    d = sizes["head_dim"]
+    sizes.setdefault("batch", max(1, TOKENS // sizes["n_q"]))
+    sizes.setdefault("heads", WIDTH // d)
+    return Problem(dtype="bfloat16", **sizes)
+
+
+def both(**sizes: Any) -> Iterator[Problem]:
+    """Without a mask, and causal."""
+    for causal in (False, True):
+        yield problem(**sizes, causal=causal)
+
+
+def _calibration() -> Iterator[Problem]:
+    for d in (64, 128, 256):
+        for n in (512, 4096):
+            yield from both(n_q=n, head_dim=d)
+    yield from both(n_q=4096, head_dim=96, heads=16)
+    yield from both(n_q=4096, head_dim=192, heads=8)
+    yield problem(n_q=128, head_dim=128, batch=4)
+    yield problem(n_q=16_384, head_dim=64)
+    yield problem(n_q=16_384, head_dim=128, causal=True)
+
+
+def _held_out() -> Iterator[Problem]:
+    for d in (32, 80, 112, 160, 224):
+        yield from both(n_q=4096, head_dim=d, heads=WIDTH // d)
+    for d in (64, 128):
+        for n in (1024, 2048, 8192, 16_384, 32_768):
+            yield from both(n_q=n, head_dim=d)
+    yield from both(n_q=1024, head_dim=256)
+    yield from both(n_q=16_384, head_dim=256)
+    yield problem(n_q=131_072, head_dim=128, heads=2, causal=True)
+    yield problem(n_q=131_072, head_dim=64, heads=2)
+    # Few blocks, many short sequences.
+    yield problem(n_q=128, head_dim=64, batch=64, heads=12)
+    yield problem(n_q=197, head_dim=64, batch=64, heads=12)
+    yield problem(n_q=256, head_dim=128, batch=8, heads=16, causal=True)
+    yield problem(n_q=512, head_dim=64, batch=8, heads=12)
+    yield problem(n_q=512, head_dim=128, batch=1, heads=16)
+    yield problem(n_q=1024, head_dim=128, batch=1, heads=8, causal=True)
+    yield problem(n_q=2048, head_dim=64, batch=1, heads=16)
+    # Grouped heads.
+    yield problem(n_q=4096, head_dim=128, batch=1, heads=32, kv_heads=8, causal=True)
+    yield problem(n_q=4096, head_dim=128, batch=2, heads=32, kv_heads=4, causal=True)
+    yield problem(n_q=1024, head_dim=128, batch=1, heads=32, kv_heads=8, causal=True)
+    yield problem(n_q=2048, head_dim=64, batch=4, heads=16, kv_heads=1)
+    # Windows.
+    yield problem(n_q=8192, head_dim=128, window=(1024, 0))
+    yield problem(n_q=8192, head_dim=64, window=(256, 256))
+    yield problem(n_q=16_384, head_dim=64, window=(4096, 0))
+    # Lengths that no tile divides, and unequal ones.
+    yield from both(n_q=4173, head_dim=128, batch=2)
+    yield problem(n_q=1000, n_kv=4001, head_dim=128, batch=4, causal=True)
+    yield problem(n_q=1024, n_kv=16_384, head_dim=128, batch=1)
+    yield problem(n_q=4001, head_dim=64, batch=3, causal=True)
+    yield problem(n_q=4096, n_kv=577, head_dim=64, batch=4)
+    # Packed sequences.
+    for d in (64, 128):
+        for packed in PACKED:
+            yield problem(head_dim=d, packed=packed, causal=packed != "many")
+
+
+CALIBRATION = tuple(_calibration())
+HELD_OUT = tuple(p for p in _held_out() if p not in CALIBRATION)
+#: What the kernels in Python run: compiling those takes longest.
+IN_PYTHON = tuple(
+    p
+    for p in (*CALIBRATION, *HELD_OUT)
+    if p.head_dim in (64, 128) and p.cu_seqlens_q is None and p.window is None and p.n_q <= 16_384
+)
+#: Where joules are measured, too.
+POWER = tuple(
+    p
+    for p in (*CALIBRATION, *HELD_OUT)
+    if p.cu_seqlens_q is None and p.group == 1 and p.window is None
+    if (p.n_q, p.n_kv, p.head_dim) in {(4096, 4096, d) for d in (64, 128, 256)}
+    or (p.n_q, p.head_dim) in ((1024, 64), (16_384, 128))
+)

@@ -1,0 +1,396 @@
+"""How long the kernels take, pass by pass and stage by stage, for the time model: needs a GPU.
+
+    python benchmarks/times.py --csv docs/data/times-h200.csv [--jobs 14] [--seconds 160]
+
+The shapes are `time_shapes.py`'s, in bfloat16. Kernels are compiled first, by several processes.
+At each shape all passes run by turns, in an order that is shuffled each time, behind a spinning
+kernel that hides the host; a figure is a median. One row a pass (`stage` is empty) and one a stage,
+which is timed between events of its own, so a little longer. `host us` is how long the host is at
+work on a call. Joules are those of NVML's counter over half a second of calls, idle power included.
+"standard" is a library's: two products and a softmax, through torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import ctypes
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gpu_compile
+import time_shapes
+from gpu_lab import Lab, open_lab
+
+import flashsim
+from flashsim import FlashSimError, Problem
+
+SHAPE = (*("n_q", "n_kv", "head_dim", "batch", "heads", "kv_heads", "causal", "window", "packed"),)
+COLUMNS = (
+    *("set", "kernels", "pass", *SHAPE, "stage", "tile", "us", "lowest us", "host us", "MHz"),
+    *("joules", "watts", "sustained us", "gpu"),
+)
+#: Options of `run` by kernel family; "python" takes Hopper's forward where it runs.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "hopper": {"backend": "cupy", "kernel": "hopper"},
+    "portable": {"backend": "cupy", "kernel": "portable"},
+    "python": {"backend": "numba_cuda"},
+}
+#: Passes by the `deterministic` of `Result.backward`; "in-order" is the Hopper family's alone.
+BACKWARD: dict[str, bool | None] = {"flash2": None, "flash2-fused": False, "in-order": True}
+ROUNDS = 5
+
+
+# -- what is compiled ------------------------------------------------------------------------------
+
+
+def passes_of(family: str, p: Problem, name: str, report: str = "") -> tuple[Any, ...]:
+    """The launches of a pass, and so its kernels; needs no GPU, but one that is described."""
+    from flashsim.backends.launch.kernel import Gpu
+
+    kinds = kernel_families(family)
+    device = flashsim.Device.get("H200")
+    gpu = Gpu("H200", (9, 0), device.sram_bytes, device.l2_bytes, multiprocessors=device.sm_count)
+    direction = "forward" if name == "forward" else "backward"
+    chosen = next(one for one in kinds if not one.refusal(p, None, gpu, direction))
+    given = p, None, gpu, "ascending", report
+    if name == "forward":
+        return chosen.forward_passes(*given)
+    algorithm = "flash2" if name == "flash2" else "flash2-fused"
+    return chosen.backward_passes(*given, algorithm, name == "in-order")
+
+
+def kernel_families(family: str) -> tuple[Any, ...]:
+    """The families of `flashsim.backends`, the preferred one first."""
+    if family == "python":
+        from flashsim.backends.numba_gpu import families
+
+        return families.HOPPER, families.TENSOR
+    from flashsim.backends.families.hopper import HOPPER
+    from flashsim.backends.families.portable import PORTABLE
+
+    return (HOPPER,) if family == "hopper" else (PORTABLE,)
+
+
+def wanted(p: Problem, families: list[str]) -> list[tuple[str, str]]:
+    """Which passes of which kernels are timed at a shape."""
+    found = []
+    for family in families:
+        if family == "python" and p not in time_shapes.IN_PYTHON:
+            continue
+        names = ["forward", "flash2", "flash2-fused"]
+        if family == "hopper" and p.n_q == 4096 and p.head_dim in (64, 128):
+            names.append("in-order")
+        found += [(family, name) for name in names]
+    return found
+
+
+def compile_all(shapes: list[Problem], families: list[str], jobs: int) -> None:
+    """Every kernel of these shapes."""
+    kernels: list[tuple[str, Any]] = []
+    for p in shapes:
+        for family, name in wanted(p, families):
+            try:
+                kernels += [(family, one.kernel) for one in passes_of(family, p, name)]
+            except (FlashSimError, StopIteration) as error:
+                print(f"{family} {name} {p}: {error}"[:200])
+    gpu_compile.compile_all(kernels, jobs)
+
+
+# -- power -----------------------------------------------------------------------------------------
+
+
+class Meter:
+    """NVML's clock, power and energy of the first GPU; without NVML, nothing."""
+
+    def __init__(self) -> None:
+        self.nvml: Any = None
+        try:
+            self.nvml = ctypes.CDLL("libnvidia-ml.so.1")
+            self.device = ctypes.c_void_p()
+            self._check(self.nvml.nvmlInit_v2())
+            self._check(self.nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(self.device)))
+            self.joules()
+        except OSError as error:
+            print(f"no clock and no power: {error}")
+            self.nvml = None
+
+    def _check(self, error: int) -> None:
+        if error:
+            raise OSError(f"NVML error {error}")
+
+    def megahertz(self) -> int | None:
+        """The SM clock now."""
+        if self.nvml is None:
+            return None
+        found = ctypes.c_uint()
+        self._check(self.nvml.nvmlDeviceGetClockInfo(self.device, 1, ctypes.byref(found)))
+        return found.value
+
+    def joules(self) -> float | None:
+        """Energy since the driver was loaded."""
+        if self.nvml is None:
+            return None
+        found = ctypes.c_ulonglong()
+        self._check(self.nvml.nvmlDeviceGetTotalEnergyConsumption(self.device, ctypes.byref(found)))
+        return found.value / 1e3
+
+
+# -- what is timed ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Timed:
+    """A pass at a shape."""
+
+    kernels: str
+    name: str
+    call: Callable[[], Any]
+    tile: str = ""
+    times: list[float] = field(default_factory=list)  # seconds
+    stages: dict[str, list[float]] = field(default_factory=dict)
+    hertz: list[int] = field(default_factory=list)
+    host: list[float] = field(default_factory=list)
+    energy: dict[str, float] = field(default_factory=dict)
+
+
+class Split:
+    """Events between the launches of a call, while one is asked for."""
+
+    def __init__(self, lab: Lab) -> None:
+        from flashsim.backends.cupy_gpu.calls import Plan
+
+        self.lab, self.events, self.names = lab, [], []
+        self.tile, self.at_work, whole = "", False, Plan.run
+
+        def run(plan: Any, call: Any, trace: Any) -> Any:
+            self.tile = str(plan.tiling)
+            if not self.at_work:
+                return whole(plan, call, trace)
+            self.names = [one.stage.name for one in plan.passes]
+            self.events = [lab.event()]
+            for launch in plan.launches:
+                launch(call, {})
+                self.events.append(lab.event())
+            return None, None
+
+        Plan.run = run  # type: ignore[method-assign]
+
+    def stages(self, call: Callable[[], Any]) -> dict[str, float]:
+        """Seconds of each launch of a call."""
+        self.at_work = True
+        try:
+            self.lab.spin()
+            call()
+        finally:
+            self.at_work = False
+        pairs = zip(self.names, self.events, self.events[1:], strict=False)
+        return {name: self.lab.milliseconds(a, b) / 1e3 for name, a, b in pairs}
+
+
+def contenders(lab: Lab, p: Problem, families: list[str], standard: bool) -> Iterator[Timed]:
+    """What runs at a shape; what does not is said."""
+    queries, keys = (p.batch, p.heads, p.n_q), (p.batch, p.kv_heads, p.n_kv)
+    shapes = (*queries, p.head_dim), (*keys, p.head_dim), (*keys, p.head_dim_v)
+    q, k, v, dout = (lab.array(s, p.dtype) for s in (*shapes, (*queries, p.head_dim_v)))
+    asked = {
+        name: getattr(p, name)
+        for name in ("causal", "window", "cu_seqlens_q", "cu_seqlens_k")
+        if getattr(p, name) is not None
+    }
+    results: dict[str, Any] = {}
+    for family, name in wanted(p, families):
+        options = FAMILIES[family] | asked | {"trace": False}
+        try:
+            if name == "forward":
+                call = partial(flashsim.run, q, k, v, **options)
+                results[family] = call()
+            else:
+                result = results.get(family)
+                if result is None:
+                    continue
+                call = partial(result.backward, dout, deterministic=BACKWARD[name])
+                call()
+        except FlashSimError as error:
+            print(f"{family} {name} {p.head_dim} {p.n_q}: {error}"[:200])
+            continue
+        yield Timed(family, name, call)
+    if standard and p.cu_seqlens_q is None and p.group == 1 and p.window is None and not p.causal:
+        yield from _standard(lab, p, q, k, v, dout)
+
+
+def _standard(lab: Lab, p: Problem, q: Any, k: Any, v: Any, dout: Any) -> Iterator[Timed]:
+    """Two products and a softmax; backward four and the softmax's, from the P that is kept."""
+    torch = getattr(lab, "torch", None)
+    if torch is None or p.batch * p.heads * p.n_q * p.n_kv * 2 * 4 > 60e9:
+        return
+    scaled = q * p.scale
+
+    def forward() -> Any:
+        return torch.softmax(scaled @ k.mT, -1) @ v
+
+    kept = torch.softmax(scaled @ k.mT, -1)
+
+    def backward() -> Any:
+        dv = kept.mT @ dout
+        dp = dout @ v.mT
+        ds = torch.ops.aten._softmax_backward_data(dp, kept, -1, kept.dtype)
+        return dv, ds @ k, ds.mT @ scaled
+
+    yield Timed("library", "forward", forward)
+    yield Timed("library", "backward", backward)
+
+
+def measure(lab: Lab, split: Split, meter: Meter, everyone: list[Timed], power: bool) -> None:
+    """Fill in the times of a shape's passes, all by turns."""
+    order, shuffled = list(everyone), random.Random(0)
+    calls: dict[int, int] = {}
+    slowest = 0.0
+    for one in everyone:  # warm, and how many calls are worth timing at once
+        start = lab.event()
+        one.call()
+        took = lab.milliseconds(start, lab.event()) / 1e3
+        start = lab.event()
+        one.call()
+        took = min(took, lab.milliseconds(start, lab.event()) / 1e3)
+        calls[id(one)] = 3 if took < 5e-3 else 1
+        one.tile = split.tile if one.kernels != "library" else ""
+        slowest = max(slowest, took)
+    for _ in range(ROUNDS if slowest < 30e-3 else 3):
+        shuffled.shuffle(order)
+        for one in order:
+            n = calls[id(one)]
+            for _ in range(n):  # some hundred microseconds each, longer than the host takes
+                lab.spin()
+            if n > 1:
+                one.call()  # the chip as this pass leaves it, not the last one
+            start, began = lab.event(), time.perf_counter()
+            for _ in range(n):
+                one.call()
+            one.host.append((time.perf_counter() - began) / n)
+            end = lab.event()
+            if (clock := meter.megahertz()) is not None:
+                one.hertz.append(clock)
+            one.times.append(lab.milliseconds(start, end) / n / 1e3)
+            if one.kernels != "library" and len(one.stages.get("delta", ())) < 3:
+                for name, seconds in split.stages(one.call).items():
+                    one.stages.setdefault(name, []).append(seconds)
+    if power and meter.joules() is not None:
+        for one in (x for x in everyone if x.kernels in ("hopper", "portable")):
+            one.energy = energy(lab, meter, one)
+
+
+def energy(lab: Lab, meter: Meter, one: Timed, seconds: float = 0.5) -> dict[str, float]:
+    """Watts while a call is made again and again, its joules, and how long it takes then.
+
+    NVML renews its counter some ten times a second: power is read from renewal to renewal, and the
+    first third, in which clock and temperature settle, is left out.
+    """
+    n = max(4, round(seconds / statistics.median(one.times)))
+    seen: list[tuple[float, float]] = []
+    begin, first, last = time.perf_counter(), lab.event(), None
+    for number in range(n):
+        one.call()
+        if number % 16 == 15:  # never far ahead of the GPU
+            if last is not None:
+                lab.milliseconds(first, last)
+            last = lab.event()
+            _look(meter, seen, time.perf_counter() - begin)
+    end = lab.event()
+    while time.perf_counter() - begin < 0.95 * seconds:
+        _look(meter, seen, time.perf_counter() - begin)
+        time.sleep(1e-3)
+    took = lab.milliseconds(first, end) / 1e3
+    settled = [x for x in seen if took / 3 < x[0] < took]
+    if len(settled) < 2:
+        return {"sustained us": 1e6 * took / n}
+    (t0, e0), (t1, e1) = settled[0], settled[-1]
+    watts = (e1 - e0) / (t1 - t0)
+    return {"watts": watts, "joules": watts * took / n, "sustained us": 1e6 * took / n}
+
+
+def _look(meter: Meter, seen: list[tuple[float, float]], now: float) -> None:
+    """Note the counter if it was renewed."""
+    joules = meter.joules()
+    if joules is not None and (not seen or joules != seen[-1][1]):
+        seen.append((now, joules))
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+
+def rows(where: str, p: Problem, one: Timed, gpu: str) -> Iterator[dict[str, Any]]:
+    """The pass's row and its stages'."""
+    shape = {name: getattr(p, name) for name in SHAPE if hasattr(p, name)}
+    shape |= {"window": p.window or "", "packed": _packed(p)}
+    common = {"set": where, "kernels": one.kernels, "pass": one.name, **shape, "gpu": gpu}
+    common["tile"] = one.tile
+    middle = statistics.median(one.times)
+    whole = {"us": 1e6 * middle, "lowest us": 1e6 * min(one.times), **one.energy}
+    whole["host us"] = 1e6 * statistics.median(one.host)
+    whole["MHz"] = statistics.median(one.hertz) if one.hertz else ""
+    yield common | {"stage": ""} | whole
+    for name, times in one.stages.items():
+        best = {"us": 1e6 * statistics.median(times), "lowest us": 1e6 * min(times)}
+        yield common | {"stage": name} | best
+
+
+def _packed(p: Problem) -> str:
+    if p.cu_seqlens_q is None:
+        return ""
+    return " ".join(str(s.q_stop - s.q_start) for s in p.sequences)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--csv", type=Path, required=True)
+    parser.add_argument("--jobs", type=int, default=14)
+    parser.add_argument("--seconds", type=float, default=160, help="begin no shape after that")
+    parser.add_argument("--families", default="hopper,portable,python")
+    parser.add_argument("--few", type=int, help="only so many shapes of each set")
+    chosen = parser.parse_args()
+    begin, families = time.monotonic(), chosen.families.split(",")
+    if "python" in families:
+        try:
+            flashsim.backends.numba_gpu.engine  # noqa: B018
+        except Exception as error:
+            print(f"no kernels in Python: {error}")
+            families.remove("python")
+    sets = dict(zip(time_shapes.SETS, (time_shapes.CALIBRATION, time_shapes.HELD_OUT), strict=True))
+    scores = lambda p: p.batch * p.heads * p.n_q * p.n_kv * p.head_dim  # noqa: E731
+    shapes = [
+        (where, p)
+        for where, every in sets.items()
+        for p in sorted(every, key=scores)[: chosen.few]  # the long ones last
+    ]
+    compile_all([p for _, p in shapes], families, chosen.jobs)
+    lab, _ = open_lab()
+    split, meter = Split(lab), Meter()
+    with chosen.csv.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        for number, (where, p) in enumerate(shapes):
+            if time.monotonic() - begin > chosen.seconds:
+                print(f"time is over: {len(shapes) - number} shapes were not measured")
+                break
+            power = p in time_shapes.POWER
+            everyone = list(contenders(lab, p, families, standard=True))
+            if everyone:
+                measure(lab, split, meter, everyone, power)
+            for one in everyone:
+                writer.writerows(rows(where, p, one, lab.name))
+            stream.flush()
+            everyone.clear()
+            lab.release()
+    print(f"{time.monotonic() - begin:.0f} s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
