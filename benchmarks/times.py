@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import csv
 import ctypes
+import importlib
 import random
 import statistics
 import sys
@@ -359,16 +360,17 @@ def main() -> None:
     begin, families = time.monotonic(), chosen.families.split(",")
     if "python" in families:
         try:
-            flashsim.backends.numba_gpu.engine  # noqa: B018
+            importlib.import_module("flashsim.backends.numba_gpu.engine")
         except Exception as error:
             print(f"no kernels in Python: {error}")
             families.remove("python")
     sets = dict(zip(time_shapes.SETS, (time_shapes.CALIBRATION, time_shapes.HELD_OUT), strict=True))
     scores = lambda p: p.batch * p.heads * p.n_q * p.n_kv * p.head_dim  # noqa: E731
+    cost = lambda p: (p.cu_seqlens_q is not None, scores(p))  # noqa: E731
     shapes = [
         (where, p)
         for where, every in sets.items()
-        for p in sorted(every, key=scores)[: chosen.few]  # the long ones last
+        for p in sorted(every, key=cost)[: chosen.few]  # the long ones last
     ]
     compile_all([p for _, p in shapes], families, chosen.jobs)
     lab, _ = open_lab()

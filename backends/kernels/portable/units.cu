@@ -57,7 +57,7 @@ extern "C" __global__ void products(int rounds, float keep, float* out, long lon
         if (c[i][0] + c[i][1] + c[i][2] + c[i][3] == keep) *out = c[i][0];
 }
 
-// ldmatrix: 512 bytes a warp and instruction, no bank conflict.
+// ldmatrix: 512 bytes a warp and instruction, no bank conflict, from 8 places in turn.
 extern "C" __global__ void shared_reads(int rounds, u32 keep, u32* out, long long* cycles) {
     extern __shared__ __align__(128) unsigned char tile[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -69,9 +69,10 @@ extern "C" __global__ void shared_reads(int rounds, u32 keep, u32* out, long lon
 #pragma unroll
         for (int u = 0; u < 8; ++u) {
             asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at));
+                         : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                         : "r"(at + u * blockDim.x * 16) : "memory");
+            sum ^= x[0] ^ x[1] ^ x[2] ^ x[3];
         }
-        sum += x[0] ^ x[1] ^ x[2] ^ x[3];
     }
     __syncthreads();
     if (threadIdx.x == 0) cycles[blockIdx.x] = clock64() - start;
