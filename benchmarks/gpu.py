@@ -1,20 +1,21 @@
 """Forward and backward attention on a GPU, every implementation there is: a table and a CSV.
 
-    python benchmarks/gpu.py [--shapes papers|widths|smoke|float32] [--dtype bfloat16]
-                             [--csv out.csv] [--only NAME,NAME] [--flush-l2]
+    python benchmarks/gpu.py [--shapes papers|short|serving|widths|smoke|float32]
+                             [--dtype bfloat16] [--csv out.csv] [--only NAME,NAME] [--flush-l2]
 
-Implementations: flashsim's GPU backends, and torch's FlashAttention-2, cuDNN, memory-efficient and
-math kernels through `scaled_dot_product_attention`. Times are medians of interleaved repetitions
-between CUDA events, after warm-up; each repetition makes several calls back to back behind a
-spinning kernel, so that the host runs ahead and the GPU's time alone is measured, and behind a call
-that is not timed. Their order is another one in each repetition: what runs hot or leaves the clocks
-low comes before everyone alike. FLOPs are the papers': 4 B H N^2 d forward (half for causal), 2.5
-times that backward. Peaks are memory in use beyond the inputs, MiB; saved activations what the
-forward pass keeps for the backward beside the output. Every configuration runs, whatever fails;
-what remains of a shape after a failure that may have spoilt the process is measured in another.
-`status` says ok; OOM, unsupported or error, where nothing was timed; or which of these befell the
-backward pass of a forward that was. Without a torch that sees the GPU, flashsim's kernels run on
-CuPy arrays (float16 and float32).
+Implementations: flashsim's GPU backends; torch's FlashAttention-2, cuDNN, memory-efficient and math
+kernels through `scaled_dot_product_attention`; and, where it imports, flash-attention's CuTe-DSL
+kernels (docs/guides/performance.md says how to bring them). Times are medians of interleaved
+repetitions between CUDA events, after warm-up; each repetition makes several calls back to back
+behind a spinning kernel, so that the host runs ahead and the GPU's time alone is measured, and
+behind a call that is not timed. Their order is another one in each repetition: what runs hot or
+leaves the clocks low comes before everyone alike. FLOPs are the papers': 4 B H N^2 d forward (half
+for causal; under a window what it keeps), 2.5 times that backward. Peaks are memory in use beyond
+the inputs, MiB; saved activations what the forward pass keeps for the backward beside the output.
+Every configuration runs, whatever fails; what remains of a shape after a failure that may have
+spoilt the process is measured in another. `status` says ok; OOM, unsupported or error, where
+nothing was timed; or which of these befell the backward pass of a forward that was. Without a torch
+that sees the GPU, flashsim's kernels run on CuPy arrays (float16 and float32).
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpu_implementations import IMPLEMENTATIONS, Flashsim, Inputs, Torch
+from gpu_implementations import IMPLEMENTATIONS, Cute, Flashsim, Inputs, Torch
 from gpu_lab import MIB, Lab, TorchLab, open_lab
 
 COLUMNS = (
     *("implementation", "d_model", "seq_len", "forward_ms", "forward_peak_MiB", "backward_ms"),
     *("backward_peak_MiB", "saved_activations_MiB", "status", "gpu", "dtype", "head_dim", "causal"),
-    *("batch", "forward_tflops", "backward_tflops"),
+    *("batch", "forward_tflops", "backward_tflops", "heads", "kv_heads", "window"),
 )
 TOKENS, D_MODEL = 16384, 2048
 DIRECTIONS = {"forward": 1.0, "backward": 2.5}  # FLOPs, of the forward pass's
@@ -57,6 +58,8 @@ class Shape:
     n: int
     batch: int
     heads: int
+    kv_heads: int = 0  # 0: as many as `heads`
+    window: int = 0  # see Inputs
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -64,10 +67,24 @@ class Shape:
         return self.batch, self.heads, self.n, self.head_dim
 
     @property
+    def key_sizes(self) -> tuple[int, int, int, int]:
+        """The same of k and v."""
+        return self.batch, self.kv_heads or self.heads, self.n, self.head_dim
+
+    @property
     def flops(self) -> float:
         """FLOPs of the forward pass, as the papers count them."""
         batch, heads, n, d = self.sizes
-        return 4 * batch * heads * n**2 * d * (0.5 if self.causal else 1)
+        scores = n**2 * (0.5 if self.causal else 1)
+        if self.window:
+            scores = n * self.window - self.window * (self.window - 1) / 2
+        return 4 * batch * heads * scores * d
+
+    def __str__(self) -> str:
+        group = f" on {self.kv_heads}" if self.kv_heads else ""
+        window = f", window {self.window}" if self.window else ""
+        mask = "causal" if self.causal else "full"
+        return f"d={self.head_dim} {self.batch} x {self.heads}{group} N={self.n} {mask}{window}"
 
 
 def paper(head_dim: int, causal: bool, n: int) -> Shape:
@@ -82,8 +99,27 @@ SHAPES = {
         for causal in (False, True)
         for n in (1024, 4096, 16384)
     ],
+    "short": [
+        Shape(d, causal, n, batch, heads)
+        for d, heads in ((64, 12), (128, 16))
+        for n in (128, 197, 256, 384, 512, 768)
+        for batch in (1, 8, 64)
+        for causal in (False, True)
+    ],
+    "serving": [
+        *(
+            Shape(128, True, n, batch, heads, 8)
+            for heads in (32, 64)
+            for n, batch in ((1024, 1), (1024, 4), (4096, 1), (4096, 4), (32768, 1))
+        ),
+        Shape(128, True, 4173, 1, 32, 8),
+        Shape(128, True, 4096, 1, 32, 8, window=1024),
+        Shape(128, True, 32768, 1, 32, 8, window=1024),
+    ],
     "widths": [
-        paper(d, causal, 4096) for d in (32, 80, 96, 160, 192, 256) for causal in (False, True)
+        paper(d, causal, 4096)
+        for d in (32, 64, 80, 96, 128, 160, 192, 256)
+        for causal in (False, True)
     ],
     "smoke": [paper(64, True, 1024), paper(128, False, 1024)],
     "float32": [Shape(64, False, n, batch=8, heads=1) for n in (1024, 4096, 8192)],
@@ -113,7 +149,7 @@ class Spoilt(Exception):
 class Contender:
     """An implementation at one shape: its row of the table, and what is timed."""
 
-    one: Torch | Flashsim
+    one: Torch | Cute | Flashsim
     row: dict[str, Any]
     work: Callable[[], Any] | None = None
     times: list[float] = field(default_factory=list)
@@ -185,14 +221,15 @@ def measure(
         print(f"  no torch kernels, arrays are CuPy's: {why}")
     rows = blank(s, dtype, names, lab.name)
     try:
-        x = Inputs(*(lab.array(s.sizes, dtype) for _ in range(4)), s.causal)
+        sizes = s.sizes, s.key_sizes, s.key_sizes, s.sizes
+        x = Inputs(*(lab.array(shape, dtype) for shape in sizes), s.causal, s.window)
     except Exception as error:
         print(f"  inputs: {type(error).__name__}: {error}"[:300])
         return [row | {"status": status_of(error)} for row in rows]
     everyone = [Contender(IMPLEMENTATIONS[row["implementation"]], row) for row in rows]
     if not isinstance(lab, TorchLab):
         for c in everyone:
-            if isinstance(c.one, Torch):
+            if isinstance(c.one, (Torch, Cute)):
                 c.row["status"] = "unsupported"
 
     def each(
@@ -233,6 +270,7 @@ def blank(
         dict.fromkeys(COLUMNS, "")
         | {"implementation": name, "d_model": d_model, "seq_len": s.n, "status": status}
         | {"gpu": gpu, "dtype": dtype, "head_dim": s.head_dim, "causal": s.causal, "batch": s.batch}
+        | {"heads": s.heads, "kv_heads": s.key_sizes[1], "window": s.window}
         for name in names
     ]
 
@@ -332,8 +370,7 @@ def main() -> None:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         for shape in SHAPES[options.shapes]:
-            mask = "causal" if shape.causal else "full"
-            print(f"d={shape.head_dim} N={shape.n} {mask} {dtype}", flush=True)
+            print(f"{shape} {dtype}", flush=True)
             rows = worker.measure(shape, dtype, names, options.repetitions, options.flush_l2)
             writer.writerows(rows)
             file.flush()

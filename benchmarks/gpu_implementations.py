@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The arrays of one shape."""
+    """The arrays of one shape, (batch, heads, n, head_dim), and its mask.
+
+    A row sees its own key and at most `window` - 1 before it (0: all of them); causal only.
+    """
 
     q: Any
     k: Any
     v: Any
     dout: Any
     causal: bool
+    window: int = 0
+
+    @cached_property
+    def rows(self) -> tuple[Any, Any, Any, Any]:
+        """torch tensors, (batch, n, heads, head_dim), contiguous, as flash-attention takes them."""
+        q, k, v, dout = (
+            x.transpose(1, 2).contiguous() for x in (self.q, self.k, self.v, self.dout)
+        )
+        return q, k, v, dout
 
 
 class Torch:
@@ -23,30 +36,62 @@ class Torch:
     def __init__(self, backend: str) -> None:
         self.backend = backend
 
-    def _attend(self, q: Any, k: Any, v: Any, causal: bool) -> Any:
+    def _attend(self, q: Any, k: Any, v: Any, x: Inputs) -> Any:
         from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.functional import scaled_dot_product_attention
 
+        if x.window:
+            raise NotImplementedError("scaled_dot_product_attention has no windows")
         with sdpa_kernel(getattr(SDPBackend, self.backend)):
-            return scaled_dot_product_attention(q, k, v, is_causal=causal)
+            grouped = q.shape[1] != k.shape[1]
+            return scaled_dot_product_attention(q, k, v, is_causal=x.causal, enable_gqa=grouped)
 
     def forward(self, x: Inputs) -> Any:
         """With a graph, for the backward pass."""
         self.inputs = [a.detach().requires_grad_() for a in (x.q, x.k, x.v)]
-        return self._attend(*self.inputs, x.causal)
+        return self._attend(*self.inputs, x)
 
     def inference(self, x: Inputs) -> Any:
         """Without one."""
         import torch
 
         with torch.no_grad():
-            return self._attend(x.q, x.k, x.v, x.causal)
+            return self._attend(x.q, x.k, x.v, x)
 
     def backward(self, x: Inputs, result: Any) -> Any:
         """The gradients of q, k and v."""
         import torch
 
         return torch.autograd.grad(result, self.inputs, x.dout, retain_graph=True)
+
+
+class Cute:
+    """flash-attention's kernels in CuTe-DSL (the package flash-attn-4), where they import."""
+
+    def _attend(self, q: Any, k: Any, v: Any, x: Inputs) -> Any:
+        from flash_attn.cute.interface import flash_attn_func
+
+        window = (x.window - 1, 0) if x.window else (None, None)
+        made = flash_attn_func(q, k, v, causal=x.causal, window_size=window)
+        return made[0] if isinstance(made, tuple) else made
+
+    def forward(self, x: Inputs) -> Any:
+        """With a graph, for the backward pass."""
+        self.inputs = [a.detach().requires_grad_() for a in x.rows[:3]]
+        return self._attend(*self.inputs, x)
+
+    def inference(self, x: Inputs) -> Any:
+        """Without one."""
+        import torch
+
+        with torch.no_grad():
+            return self._attend(*x.rows[:3], x)
+
+    def backward(self, x: Inputs, result: Any) -> Any:
+        """The gradients of q, k and v."""
+        import torch
+
+        return torch.autograd.grad(result, self.inputs, x.rows[3], retain_graph=True)
 
 
 class Flashsim:
@@ -63,7 +108,9 @@ class Flashsim:
         """The forward pass."""
         import flashsim
 
-        return flashsim.run(x.q, x.k, x.v, causal=x.causal, backend=self.backend, **self.options)
+        window = (x.window - 1, 0) if x.window else None
+        given = {"causal": x.causal, "window": window, "backend": self.backend}
+        return flashsim.run(x.q, x.k, x.v, **given, **self.options)
 
     inference = forward
 
@@ -73,7 +120,7 @@ class Flashsim:
 
 
 #: Everything that might run, by the name that the CSV gives it.
-IMPLEMENTATIONS: dict[str, Torch | Flashsim] = {
+IMPLEMENTATIONS: dict[str, Torch | Cute | Flashsim] = {
     "flashsim cupy": Flashsim("cupy", deterministic=False),
     "flashsim cupy deterministic": Flashsim("cupy", deterministic=True),
     "flashsim cupy three passes": Flashsim("cupy", deterministic=None),
@@ -83,6 +130,7 @@ IMPLEMENTATIONS: dict[str, Torch | Flashsim] = {
     "flashsim numba_cuda": Flashsim("numba_cuda", deterministic=False),
     "flashsim numba_cuda deterministic": Flashsim("numba_cuda", deterministic=True),
     "flashsim numba_cuda tensor": Flashsim("numba_cuda", deterministic=False, kernel="tensor"),
+    "flash-attn cute": Cute(),
     "torch flash2": Torch("FLASH_ATTENTION"),
     "torch cudnn": Torch("CUDNN_ATTENTION"),
     "torch efficient": Torch("EFFICIENT_ATTENTION"),

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from flashsim.backends.launch.kernel import Gpu, Kernel, Variant
-from flashsim.backends.launch.lowering import in_turns, lower
+from flashsim.backends.launch.lowering import Lowered, in_turns, lower
 from flashsim.backends.launch.passes import KernelPass
 from flashsim.errors import UnsupportedError
 from flashsim.problem.problem import Problem
@@ -98,6 +98,11 @@ class Family(ABC):
         """Whether the fused backward can add to dQ in a fixed order, faster than three passes."""
         return False
 
+    def clump(self, stage: plans.Stage, tables: Lowered, gpu: Gpu) -> int:
+        """How many walks are worked on together."""
+        room = {"l2_bytes": gpu.l2_bytes, "processors": gpu.multiprocessors}
+        return clump_size(stage, tables.schedule.problem, tables.tiles, **room)
+
     def forward_passes(
         self, problem: Problem, tiling: Tiling | None, gpu: Gpu, key_order: KeyOrder, report: str
     ) -> tuple[KernelPass, ...]:
@@ -180,8 +185,6 @@ def _passes(
         items = tables.tiles * walks
         # A persistent kernel gets one block a multiprocessor, and takes its items itself.
         blocks = min(items, gpu.multiprocessors) if kernel.boxes else items
-        clump = clump_size(
-            stage, problem, tables.tiles, l2_bytes=gpu.l2_bytes, processors=gpu.multiprocessors
-        )
+        clump = family.clump(stage, tables, gpu)
         passes.append(KernelPass(stage, tables, kernel, (blocks,), walks, clump))
     return tuple(passes)

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from flashsim.backends import launch
 from flashsim.backends.families import portable_kernels
 from flashsim.backends.families.family import Family
+from flashsim.backends.families.tile_times import HOPPER_FORWARD, fastest_first
 from flashsim.backends.kernels import nvrtc
 from flashsim.backends.launch.kernel import Box, Gpu, Kernel, Variant
+from flashsim.backends.launch.lowering import Lowered
 from flashsim.errors import UnsupportedError
 from flashsim.problem.problem import Problem
+from flashsim.schedule import plans
 from flashsim.schedule.tiling import Tiling
 
 CAPABILITY = (9, 0)
@@ -75,14 +80,11 @@ class Hopper(Family):
             if algorithm != "flash2-fused" or problem.softcap:
                 return (Tiling(64, 128),)
             return (Tiling(64, 128), Tiling(80, 128))
-        if d <= 64:
-            best = [Tiling(192, 128), Tiling(128, 128)]
-            if problem.causal and problem.n_kv <= 1024:
-                best.reverse()
-        elif d <= 128:
-            best = [Tiling(128, 176), Tiling(128, 128)]
-            if problem.softcap or (problem.causal and problem.n_kv <= 2048):
-                best.reverse()
+        if d <= 128:
+            times = HOPPER_FORWARD[64 if d <= 64 else 128]
+            best = list(fastest_first(problem, times, gpu.multiprocessors))
+            if problem.softcap:  # takes registers, and wide tiles have none left
+                best = [t for t in best if t.block_k <= 128] + [t for t in best if t.block_k > 128]
         else:
             best = [Tiling(128, 112)] if d <= 192 else [Tiling(128, 80)]
         best += [Tiling(128, 64)]  # divides common block masks
@@ -112,9 +114,24 @@ class Hopper(Family):
         """See `Family`."""
         return max(problem.head_dim, problem.head_dim_v) <= 128
 
-    def forward_bytes(self, problem: Problem, tiling: Tiling) -> int:
+    def clump(self, stage: plans.Stage, tables: Lowered, gpu: Gpu) -> int:
+        """See `Family`. Where no item is shorter than another, one head's (or one group's, which
+        shares K and V) are worked on at a time: nothing is gained by taking long ones first, and
+        more blocks read the same tiles at the same time. But not where they add to the same dQ in
+        turns.
+        """
+        visits = np.diff(tables.ptr)
+        if tables.ranks is None and (visits == visits[0]).all():
+            return tables.schedule.problem.group if stage.per == "head" else 1
+        return super().clump(stage, tables, gpu)
+
+    def stages(self, problem: Problem, tiling: Tiling, gpu: Gpu) -> int:
+        """Stages of the forward's rings: three where they fit."""
+        return 3 if self.forward_bytes(problem, tiling, 3) <= gpu.shared_bytes else 2
+
+    def forward_bytes(self, problem: Problem, tiling: Tiling, stages: int = 2) -> int:
         """Shared memory of the forward's blocks."""
-        groups, stages = tiling.block_q // 64, 2
+        groups = tiling.block_q // 64
         d, dv = tile_columns("forward", problem)
         q, kv = tiling.block_q * d, tiling.block_k * (d + dv)
         return _on_chip(2 * (q + stages * kv), 2 * groups + 4 * stages)
@@ -132,7 +149,9 @@ class Hopper(Family):
     ) -> Kernel:
         """See `Family`; the row-wise kernels are the portable ones."""
         if stage == "forward":
-            return _forward_kernel(problem, tiling, variant, self.forward_bytes(problem, tiling))
+            stages = self.stages(problem, tiling, gpu)
+            shared = self.forward_bytes(problem, tiling, stages)
+            return _forward_kernel(problem, tiling, variant, shared, stages)
         if stage in ("dkdv", "fused"):
             return _backward_kernel(problem, tiling, variant, fused=fused, ordered=ordered)
         if stage == "dq":
@@ -146,11 +165,13 @@ HOPPER = Hopper("hopper", nvrtc.load)
 # -- kernels: threads, shared memory (struct OnChip of each), boxes --------------------------------
 
 
-def _forward_kernel(problem: Problem, tiling: Tiling, variant: Variant, shared: int) -> Kernel:
+def _forward_kernel(
+    problem: Problem, tiling: Tiling, variant: Variant, shared: int, stages: int
+) -> Kernel:
     values = launch.constants(problem, tiling, variant)
     return Kernel(
         *("hopper/forward.cu", "hopper_forward", 128 * (tiling.block_q // 64 + 1), shared),
-        launch.macros(values | {"SMEM_BYTES": shared, "STAGES": 2}),
+        launch.macros(values | {"SMEM_BYTES": shared, "STAGES": stages}),
         forward_boxes(tiling),
     )
 

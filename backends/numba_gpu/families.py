@@ -36,8 +36,15 @@ class PythonHopper(hopper.Hopper):
             return "they have no backward pass"
         return super().refusal(problem, tiling, gpu, direction, algorithm)
 
-    def forward_bytes(self, problem: Problem, tiling: Tiling) -> int:
-        """Shared memory of the forward's blocks."""
+    def tilings(
+        self, problem: Problem, gpu: Gpu, direction: str, algorithm: str = "flash2"
+    ) -> tuple[Tiling, ...]:
+        """See `Family`; of the C++ kernel's those that were tried in Python."""
+        every = super().tilings(problem, gpu, direction, algorithm)
+        return tuple(t for t in every if t.block_k <= 176)
+
+    def forward_bytes(self, problem: Problem, tiling: Tiling, stages: int = 2) -> int:
+        """Shared memory of the forward's blocks, whose rings have two stages."""
         sides = launch.padded_dims(problem)
         return OnChip(tiling.block_q, tiling.block_k, *sides).nbytes
 

@@ -16,6 +16,7 @@ import flashsim
 from flashsim import Problem, Tiling
 from flashsim.backends import launch
 from flashsim.backends.cupy_gpu import tensor_maps
+from flashsim.backends.families import tile_times
 from flashsim.backends.families.hopper import HOPPER
 from flashsim.backends.families.portable import PORTABLE
 from flashsim.backends.launch.kernel import Box, Gpu
@@ -30,10 +31,10 @@ SPILL_BYTES = {False: 64, True: 320}  # without and with a softcap
 #: Where they report: counters, and the addresses they go to, are live throughout.
 REPORT_SPILL_BYTES = {"counts": 160, "timeline": 320}
 PROBLEMS = {
-    "128": Problem(4096, 4096, 128, heads=2, dtype="bfloat16"),
-    "128 causal": Problem(4096, 4096, 128, heads=2, dtype="bfloat16", causal=True),
-    "64": Problem(4096, 4096, 64, heads=2, dtype="float16"),
-    "64 causal": Problem(1024, 1024, 64, heads=2, dtype="bfloat16", causal=True),
+    "128": Problem(4096, 4096, 128, heads=64, dtype="bfloat16"),
+    "128 causal": Problem(4096, 4096, 128, heads=64, dtype="bfloat16", causal=True),
+    "64": Problem(4096, 4096, 64, heads=64, dtype="float16"),
+    "64 causal": Problem(1024, 1024, 64, heads=64, dtype="bfloat16", causal=True),
     "96 window": Problem(4096, 4096, 96, heads=2, dtype="bfloat16", window=(100, 20)),
     "40": Problem(333, 517, 40, heads=2, dtype="float16"),
     "40, values 8": Problem(333, 517, 40, 8, heads=2, dtype="float16"),
@@ -216,6 +217,44 @@ def test_other_gpus_and_tilings_are_refused():
     assert "64 x 64" in HOPPER.refusal(p, Tiling(64, 64), H200, "forward")
     with pytest.raises(UnsupportedError, match=r"do not run this: .*kernel='portable' may"):
         HOPPER.forward_passes(p, Tiling(64, 64), H200, "ascending", "")
+
+
+@pytest.mark.parametrize(
+    ("n", "head_dim", "heads", "gpu", "tiling"),
+    [
+        (512, 64, 96, H200, Tiling(128, 128)),  # 384 items, three rounds; of 192 rows 288, also
+        (512, 64, 96, replace(H200, multiprocessors=144), Tiling(192, 128)),  # two, not three
+        (197, 64, 768, H200, Tiling(128, 208)),  # one visit, not two
+        (4096, 64, 64, H200, Tiling(192, 128)),
+        (4096, 128, 64, H200, Tiling(128, 176)),
+        (4096, 128, 64, replace(H200, shared_bytes=180 << 10), Tiling(128, 128)),  # what fits
+    ],
+)
+def test_the_tile_goes_by_rounds_visits_and_what_fits(n, head_dim, heads, gpu, tiling):
+    p = Problem(n, n, head_dim, heads=heads, dtype="bfloat16")
+    assert HOPPER.choose(p, None, gpu, "forward") == tiling
+
+
+def test_rings_have_as_many_stages_as_fit():
+    p, tiling = PROBLEMS["128"], Tiling(128, 128)
+    assert HOPPER.stages(p, tiling, H200) == 3
+    assert HOPPER.stages(p, tiling, replace(H200, shared_bytes=200 << 10)) == 2
+    assert HOPPER.stages(p, Tiling(128, 176), H200) == 2
+    (one,) = HOPPER.forward_passes(p, tiling, H200, "ascending", "")
+    assert dict(one.kernel.constants)["FS_STAGES"] == 3
+    assert one.kernel.shared_bytes == HOPPER.forward_bytes(p, tiling, 3)
+
+
+def test_a_launch_takes_as_long_as_its_fullest_block():
+    """By hand: items of one block each; then two rounds; then longest first."""
+    times, gpu = tile_times.Times(item=2.0, visit=1.0), 4
+    full = Problem(256, 512, 64, heads=2, dtype="float16")
+    assert tile_times.microseconds(full, Tiling(128, 128), times, gpu) == 2 + 4
+    assert tile_times.microseconds(full, Tiling(64, 128), times, gpu) == 2 * (2 + 4)
+    causal = Problem(512, 512, 64, heads=2, dtype="float16", causal=True)  # 3 to 6 µs, twice
+    assert tile_times.microseconds(causal, Tiling(128, 128), times, gpu) == 6 + 3
+    many = replace(causal, heads=200, kv_heads=200)
+    assert tile_times.microseconds(many, Tiling(128, 128), times, gpu) == 200 * 18 / 4
 
 
 def test_every_tiling_offered_is_runnable():

@@ -17,6 +17,10 @@ static_assert(registers_suffice<THREADS>(PRODUCER_REGISTERS, CONSUMER_REGISTERS)
 static_assert(BLOCK_Q == 128 || BLOCK_Q == 192, "two or three warpgroups of 64 rows");
 static_assert(D % 16 == 0 && DV % 16 == 0 && BLOCK_K % 16 == 0 && BLOCK_K <= 256, "wgmma's shapes");
 
+// Where visits are short, K is let go as soon as its scores are there; elsewhere behind the softmax,
+// which keeps more of it under products.
+constexpr bool RELEASE_EARLY = DV <= 64;
+
 struct OnChip {
     alignas(1024) u16 q[WARPGROUPS][CHUNKS][64 * 64];     // lives for one item
     alignas(1024) u16 k[STAGES][CHUNKS][BLOCK_K * 64];    // ring, one visit each
@@ -228,12 +232,13 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 named_arrive(next_turn, 256);
                 wgmma_wait<1>();
                 pin(S);
+                if (RELEASE_EARLY && speaks) arrive(&s.k_empty[ring_k.stage]);
                 stamp(visit_stamps(a, first + v), 2);
                 shape_scores(S, a, it, v, query);
                 softmax(S, alpha, to_log2);
                 // Sums are never negative: the test only ties the release, and with it the wait
                 // behind it, to the exponentials, which ptxas would otherwise sort after the wait.
-                if (speaks && !(softmax.l[0] < 0.0f) && !(softmax.l[1] < 0.0f))
+                if (!RELEASE_EARLY && speaks && !(softmax.l[0] < 0.0f) && !(softmax.l[1] < 0.0f))
                     arrive(&s.k_empty[ring_k.stage]);
                 ring_k.next(STAGES);
                 stamp(visit_stamps(a, first + v), 3);

@@ -1,0 +1,77 @@
+"""Which tile is fastest: rounds of items, times visits of an item, times what a visit takes.
+
+A persistent block takes items (a row tile of a head) until none is left; an item costs a fixed time
+and one for each visit. How many items there are, how many visits they make and how they fill the
+multiprocessors follow from the problem, its tiling and the GPU; only the two times were measured.
+"""
+
+from __future__ import annotations
+
+import heapq
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from flashsim.problem.problem import Problem
+from flashsim.schedule.schedule import Schedule
+from flashsim.schedule.tiling import Tiling
+
+
+class Times(NamedTuple):
+    """What a block spends, in µs: on an item beside its visits, and on a visit."""
+
+    item: float
+    visit: float
+
+
+#: The Hopper forward's, by the widest of head_dim and head_dim_v (up to) and tile, on an H200:
+#: `python benchmarks/tile_times.py` measures and fits them. A slower or faster GPU multiplies all.
+HOPPER_FORWARD: dict[int, dict[Tiling, Times]] = {
+    64: {
+        Tiling(192, 128): Times(1.72, 1.45),
+        Tiling(128, 128): Times(1.35, 1.14),
+        Tiling(128, 208): Times(1.71, 1.67),
+    },
+    128: {
+        Tiling(128, 176): Times(3.20, 1.89),
+        Tiling(128, 128): Times(3.09, 1.41),
+    },
+}
+#: Of two times this much apart, relatively, either may be the shorter one.
+_DOUBT = 0.02
+_LONG = 150.0  # µs
+#: Beyond so many rounds, who gets which item no longer matters.
+_ROUNDS = 12
+
+
+@lru_cache(maxsize=512)
+def microseconds(problem: Problem, tiling: Tiling, times: Times, processors: int) -> float:
+    """A forward launch, one block a multiprocessor, the longest items first."""
+    schedule = Schedule(problem, tiling)
+    visits = np.diff(schedule.row_csr[0])
+    walks = problem.batch * problem.heads
+    items = times.item + times.visit * visits
+    rounds = walks * len(items) / processors
+    if rounds > _ROUNDS:
+        return float(items.sum()) * walks / processors
+    blocks = [0.0] * processors
+    for item in np.repeat(np.sort(items)[::-1], walks):
+        heapq.heapreplace(blocks, blocks[0] + float(item))
+    return max(blocks)
+
+
+def fastest_first(
+    problem: Problem, times: dict[Tiling, Times], processors: int
+) -> tuple[Tiling, ...]:
+    """Tilings in the order of the time that they should take.
+
+    In a launch that takes long the first is only given up for one that is faster by more than the
+    times are sure of: it has the most arithmetic to a byte of shared memory, which a chip that runs
+    hot likes.
+    """
+    took = {t: microseconds(problem, t, times[t], processors) for t in times}
+    first = next(iter(times))
+    if took[first] > _LONG:
+        took[first] *= 1 - _DOUBT
+    return tuple(sorted(took, key=lambda t: took[t]))

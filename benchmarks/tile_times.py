@@ -1,0 +1,74 @@
+"""What an item and a visit of each forward tile take on this GPU: python benchmarks/tile_times.py
+
+For each tile that the Hopper kernels choose between (backends/families/tile_times.py), launches of
+equal walks of several lengths and numbers of heads; a launch takes its rounds of items times what
+an item takes, which is a constant and one for each visit, behind a constant of the launch: three
+unknowns, by least squares of relative errors. Printed in µs, with the largest error of the fit,
+beside the constants in the table. Times are medians of 15 repetitions behind a spinning kernel.
+"""
+
+from __future__ import annotations
+
+import statistics
+from functools import partial
+from typing import Any
+
+import numpy as np
+from gpu_lab import Lab, open_lab
+
+import flashsim
+from flashsim.backends.families.tile_times import HOPPER_FORWARD
+from flashsim.schedule.tiling import Tiling
+
+LENGTHS, ROUNDS = (128, 256, 384, 512, 768, 1024, 2048), (0.5, 1, 2, 5)
+REPETITIONS, CALLS = 15, 5
+
+
+def microseconds(lab: Lab, work: Any) -> float:
+    """The median of a call in a row."""
+    work()
+    times = []
+    for _ in range(REPETITIONS):
+        lab.spin()
+        work()
+        start = lab.event()
+        for _ in range(CALLS):
+            work()
+        times.append(lab.milliseconds(start, lab.event()) / CALLS * 1e3)
+    return statistics.median(times)
+
+
+def fit(lab: Lab, head_dim: int, tiling: Tiling, processors: int) -> tuple[np.ndarray, float]:
+    """(launch, item, visit) in µs, and the largest relative error."""
+    rows, took = [], []
+    for n in LENGTHS:
+        tiles = -(-n // tiling.block_q)
+        for rounds in ROUNDS:
+            heads = max(1, int(rounds * processors / tiles))
+            q, k, v = (lab.array((1, heads, n, head_dim), "float16") for _ in range(3))
+            run = partial(flashsim.run, q, k, v, tiling=tiling, backend="cupy", kernel="hopper")
+            took.append(microseconds(lab, run))
+            full = -(-heads * tiles // processors)
+            rows.append((1, full, full * -(-n // tiling.block_k)))
+    features, times = np.array(rows, float), np.array(took)
+    made, *_ = np.linalg.lstsq(features / times[:, None], np.ones(len(times)), rcond=None)
+    return made, float(np.abs(features @ made / times - 1).max())
+
+
+def main() -> None:
+    """Print the table."""
+    import cupy
+
+    lab, _ = open_lab()
+    processors = cupy.cuda.runtime.getDeviceProperties(0)["multiProcessorCount"]
+    print(f"{lab.name}: µs\n{'d':>4}  {'tile':10}{'launch':>8}{'item':>8}{'visit':>8}", end="")
+    print("  largest error; item, visit in the table")
+    for head_dim, known in HOPPER_FORWARD.items():
+        for tiling, times in known.items():
+            (launch, item, visit), error = fit(lab, head_dim, tiling, processors)
+            print(f"{head_dim:4}  {tiling!s:10}{launch:8.2f}{item:8.2f}{visit:8.2f}", end="")
+            print(f"{error:8.1%}; {times.item} {times.visit}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
