@@ -78,6 +78,12 @@ def orders_dq(job: Job, saved: Mapping[str, Any]) -> bool:
     return family.orders_dq(job.problem)
 
 
+def fuses(job: Job, saved: Mapping[str, Any]) -> bool:
+    """Whether the fused backward is the fastest one here, if dQ may be added in any order."""
+    gpu = gpu_of(saved["space"].device)
+    return _family(job, gpu, "backward").fuses(job.problem, gpu)
+
+
 def forward_with(family_of: FamilyOf, job: Job) -> Outcome:
     """The forward pass by the kernels that `family_of` picks."""
     p = job.problem

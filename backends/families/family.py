@@ -98,6 +98,10 @@ class Family(ABC):
         """Whether the fused backward can add to dQ in a fixed order, faster than three passes."""
         return False
 
+    def fuses(self, problem: Problem, gpu: Gpu) -> bool:
+        """Whether the fused backward, dQ added in any order, is faster than three passes."""
+        return True
+
     def clump(self, stage: plans.Stage, tables: Lowered, gpu: Gpu) -> int:
         """How many walks are worked on together."""
         room = {"l2_bytes": gpu.l2_bytes, "processors": gpu.multiprocessors}

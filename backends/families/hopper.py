@@ -114,6 +114,16 @@ class Hopper(Family):
         """See `Family`."""
         return max(problem.head_dim, problem.head_dim_v) <= 128
 
+    def fuses(self, problem: Problem, gpu: Gpu) -> bool:
+        """See `Family`. Measured on an H200 (docs/notebooks/hopper.md): above 128 the fused kernel
+        has no room to send dQ off; and where a group's key tiles occupy less than half of the SMs,
+        dQ is better left to a pass whose items are the query heads'.
+        """
+        if max(problem.head_dim, problem.head_dim_v) > 128:
+            return False
+        items = -(-problem.n_kv // 128) * problem.kv_heads * problem.batch
+        return problem.group == 1 or 2 * items > gpu.multiprocessors
+
     def clump(self, stage: plans.Stage, tables: Lowered, gpu: Gpu) -> int:
         """See `Family`. Where no item is shorter than another, one head's (or one group's, which
         shares K and V) are worked on at a time: nothing is gained by taking long ones first, and

@@ -135,7 +135,9 @@ class Result(_Pass):
         deterministic : bool, optional
             For FlashAttention-2: True runs the three-pass form without atomics or, on a backend
             that can and where that is faster, the fused one with dQ's additions in a fixed order;
-            False runs the fused one. Default: what `algorithm` says ("flash2": True,
+            False runs the fused one or, on a backend that knows where that is faster and chooses
+            the tiling, the three passes (after ``algorithm="flash2-fused"`` always the fused one).
+            Default: what `algorithm` says ("flash2": True,
             "flash2-fused": False).
         trace : bool or "timeline", optional
             Default: as in `run`.
@@ -374,6 +376,9 @@ class _Asked:
             algorithm=plans.backward_form(self.job.algorithm, deterministic),
             trace=self.job.trace if trace is None else inputs.check_trace_mode(trace, self.backend),
         )
+        free = deterministic is False and self.job.algorithm == "flash2" and tiling is None
+        if free and hasattr(engine, "fuses") and not engine.fuses(job, saved):
+            job = replace(job, algorithm="flash2")
         if deterministic and hasattr(engine, "orders_dq"):
             ordered = replace(job, algorithm="flash2-fused", deterministic=True)
             job = ordered if engine.orders_dq(ordered, saved) else job

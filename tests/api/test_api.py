@@ -95,6 +95,21 @@ def test_deterministic_chooses_the_form(x, algorithm, deterministic, stages):
     assert [stage.name for stage in trace.stages] == stages
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "tiling", "fused"),
+    [("flash2", None, False), ("flash2-fused", None, True), ("flash2", Tiling(16, 16), True)],
+)
+def test_where_any_order_will_do_an_engine_may_choose_the_form(
+    x, monkeypatch, algorithm, tiling, fused
+):
+    from flashsim.engines import simulator
+
+    monkeypatch.setattr(simulator, "fuses", lambda job, saved: False, raising=False)
+    result = run(x, algorithm=algorithm, trace=True)
+    trace = result.backward(x.dout, deterministic=False, tiling=tiling).trace
+    assert trace.algorithm == ("flash2-fused" if fused else "flash2")
+
+
 def test_deterministic_is_refused_where_there_is_one_form(x):
     with pytest.raises(OptionError, match=r"'standard' has one form, and it is deterministic"):
         run(x, algorithm="standard").backward(x.dout, deterministic=True)

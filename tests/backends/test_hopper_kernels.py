@@ -257,6 +257,25 @@ def test_a_launch_takes_as_long_as_its_fullest_block():
     assert tile_times.microseconds(many, Tiling(128, 128), times, gpu) == 200 * 18 / 4
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "batch", "heads", "kv_heads", "gpu", "fuses"),
+    [
+        (128, 1, 32, 32, H200, True),
+        (129, 1, 32, 32, H200, False),  # no room to send dQ off
+        (256, 4, 8, 8, H200, False),
+        (128, 1, 32, 8, H200, False),  # 64 items, each for four heads, on 132 SMs
+        (128, 2, 32, 8, H200, True),
+        (128, 1, 32, 8, replace(H200, multiprocessors=114), True),
+        (64, 1, 8, 8, H200, True),
+    ],
+)
+def test_the_backward_is_fused_where_that_is_faster(head_dim, batch, heads, kv_heads, gpu, fuses):
+    more = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "dtype": "bfloat16"}
+    p = Problem(1024, 1024, head_dim, causal=True, **more)
+    assert HOPPER.fuses(p, gpu) is fuses
+    assert PORTABLE.fuses(p, gpu)
+
+
 def test_every_tiling_offered_is_runnable():
     for p in PROBLEMS.values():
         if p.cu_seqlens_q is None and p.block_mask is None:
