@@ -17,7 +17,7 @@ import kernel_faults
 import pytest
 from lost_context import pytest_runtest_logfinish, pytest_runtest_makereport  # noqa: F401
 from no_gpu import why_no_gpu
-from untraced import watch_no_walks
+from untraced import draw_untraced, walks_untraced
 
 
 def pytest_addoption(parser):
@@ -51,8 +51,8 @@ def pytest_configure(config):
             raise pytest.UsageError(str(error)) from None
 
 
-#: Tests of the CPU engine's walks, which take a minute to compile: once, in one process.
-WALKS = ("tests/api/test_fuzz.py", "tests/engines/test_c", "tests/engines/test_e")
+#: Where tests run the CPU engine's walks, which take a minute to compile: once, in one process.
+WALKS = ("tests/api/", "tests/engines/test_c", "tests/engines/test_e")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -83,5 +83,6 @@ def pytest_collection_modifyitems(items):
 def _quick_under_coverage():
     with pytest.MonkeyPatch.context() as patch:
         if sys.gettrace() is not None:
-            watch_no_walks(patch)
+            walks_untraced(patch)
+            draw_untraced(patch)
         yield

@@ -37,10 +37,10 @@ def plan(name, gpu, **more):
     return decode.plan(problem, (problem.n_kv,) * problem.batch, gpu, page=page, **more)
 
 
-#: The plain one everywhere, each other one on a GPU in turn; `make test-all` has every pair.
+#: Each on a GPU in turn; `make test-all` has every pair.
 TARGETS = [
     (name, arch)
-    if name == "128" or list(GPUS)[n % len(GPUS)] == arch
+    if list(GPUS)[n % len(GPUS)] == arch
     else pytest.param(name, arch, marks=pytest.mark.thorough)
     for n, name in enumerate(VARIANTS)
     for arch in GPUS

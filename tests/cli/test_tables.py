@@ -61,8 +61,14 @@ def words_of(cell):
     return {format_cell(cell)}
 
 
-@pytest.mark.parametrize("width", [80, 100, 140])
-@pytest.mark.parametrize("command", COMMANDS)
+#: Runs of the bundled layers take a second each: on the narrowest terminal.
+WIDE_DEMO = [pytest.param("demo", n, marks=pytest.mark.thorough) for n in (100, 140)]
+
+
+@pytest.mark.parametrize(
+    ("command", "width"),
+    [(c, n) for c in COMMANDS for n in (80, 100, 140) if c != "demo" or n == 80] + WIDE_DEMO,
+)
 def test_nothing_is_cut(command, width, monkeypatch, tmp_path):
     text, tables = printed(COMMANDS[command], width, monkeypatch, tmp_path)
 

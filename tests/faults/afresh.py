@@ -39,7 +39,11 @@ def suite(arguments: tuple[str, ...]) -> Done:
 
     os.chdir(TESTS)
     # Plain asserts: what is imported already could not be rewritten, and pytest would warn.
-    options = ["--assert=plain", *(word for name in _WITHOUT for word in ("-p", f"no:{name}"))]
+    options = [
+        "--assert=plain",
+        "--tb=line",
+        *(word for name in _WITHOUT for word in ("-p", f"no:{name}")),
+    ]
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         status = pytest.main(["-x", *options, *arguments])

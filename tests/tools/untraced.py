@@ -19,7 +19,16 @@ def untraced(function):
     return call
 
 
-def watch_no_walks(patch):
+def draw_untraced(patch):
+    """Let Matplotlib, which calls nothing that is measured, draw and write files untraced."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    for kind, name in ((FigureCanvasAgg, "draw"), (Figure, "savefig")):
+        patch.setattr(kind, name, untraced(getattr(kind, name)))
+
+
+def walks_untraced(patch):
     """Compile the CPU engine's walks untraced.
 
     Its code generators run then, too; engines/test_panels.py, which is traced, runs them all.
