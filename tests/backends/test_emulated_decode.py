@@ -15,7 +15,7 @@ from flashsim.backends.kernels import nvrtc
 pytest.importorskip("cupy")  # test_cuda_kernels wants it; nothing here does
 import emulator
 from barriers import barriers
-from decode_cases import Case, moved
+from decode_cases import Case, moved, simulated
 from test_cuda_kernels import H200
 
 pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
@@ -82,6 +82,8 @@ def test_values_and_counted_bytes(name):
     out, lse, made, counted = launch(AMPERE, case, x, splits)
     case.check(x, out, lse)
     assert counted == moved(made, case)
+    if made.row_tiles == 1:
+        assert counted == simulated(made, case, x) == simulated(made, case)
 
 
 def test_a_launch_again_finds_its_counters_at_0():

@@ -6,7 +6,7 @@ import cupy
 import numpy as np
 import pytest
 from cupy_checks import MARKS, bits, poisoned  # noqa: F401
-from decode_cases import Case, moved
+from decode_cases import Case, moved, simulated
 
 import flashsim
 from flashsim import Problem
@@ -191,6 +191,38 @@ def test_counted_bytes(page, splits):
     n = None if splits == "auto" else splits
     made = family.plan(case.problem, case.lengths, gpu, n, page, counts=True)
     assert decode.counted(job, gpu, space) == moved(made, case)
+
+
+COUNTED = {
+    "one query": {},
+    "four queries, causal": {"n_q": 4, "causal": True},
+    "window": {"n_q": 4, "window": (700, 0)},
+    "softcap": {"softcap": 5.0},
+    "32 heads on 8": {"heads": 32, "kv_heads": 8},
+    "one head on one": {"heads": 2, "kv_heads": 2},
+    "widths": {"d": 80, "head_dim_v": 48},
+    "narrow": {"d": 64},
+    "many rows": {"n_q": 40, "heads": 16, "kv_heads": 2},
+}
+
+
+@pytest.mark.parametrize("page", [0, 1, 3, 16, 64])
+@pytest.mark.parametrize("splits", [1, 6, "auto"])
+@pytest.mark.parametrize("name", COUNTED)
+def test_counted_bytes_are_the_simulators(name, splits, page):
+    more = {"n_q": 1, "d": 128, "dtype": "bfloat16", **COUNTED[name]}
+    case = ragged(5, 3000, page=page, **more)
+    case = Case(case.problem, (0, *case.lengths[1:]), page)
+    x = {name: cupy.asarray(a) for name, a in case.make().items()}
+    given = {"cache_seqlens": case.lengths, "splits": splits}
+    if page:
+        given["block_table"] = x["table"]
+    job = Job(case.problem, x["q"], x["k"], x["v"], algorithm=family.ALGORITHM, options=given)
+    space = arrays.space_of({"q": x["q"]}, case.problem.dtype)
+    gpu = engine.gpu_of(space.device)
+    n = None if splits == "auto" else splits
+    made = family.plan(case.problem, case.lengths, gpu, n, page, counts=True)
+    assert decode.counted(job, gpu, space) == simulated(made, case)
 
 
 def test_options_of_decoding_belong_to_it():

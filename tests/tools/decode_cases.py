@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+import flashsim
+from flashsim import Device, Tiling
 from flashsim.backends.families.decode import Decode
 from flashsim.problem import oracle
 from flashsim.problem.problem import Problem, numpy_dtype
@@ -113,3 +116,40 @@ def moved(decode: Decode, case: Case) -> dict[str, int]:
             made["L_part"] += splits * rows * 4
     made["O_part read"], made["L_part read"] = made["O_part"], made["L_part"]
     return made
+
+
+def simulated(decode: Decode, case: Case, x: dict[str, np.ndarray] | None = None) -> dict[str, int]:
+    """The same of the simulator: of its trace of `x`, or, without, of the closed form equal to it.
+
+    Sequences that are split alike are run together; those without keys with any of them. Only for
+    a launch of one row tile, or without a mask: of several, the kernel reads all keys for each.
+    """
+    p, names = case.problem, ("causal", "window", "softcap", "scale")
+    how = {
+        **{"algorithm": "flash-decode", "device": Device.get("H200").with_sram(1 << 24)},
+        "tiling": Tiling(-(-decode.rows // decode.row_tiles // 16) * 16, decode.block_k),
+    }
+    groups: dict[int, list[int]] = {}
+    for b in sorted(range(p.batch), key=lambda b: -case.lengths[b]):
+        splits = decode.splits[b] if case.lengths[b] else next(iter(groups))
+        groups.setdefault(splits, []).append(b)
+    moved: Counter[str] = Counter()
+    for splits, entries in groups.items():
+        lengths = [case.lengths[b] for b in entries]
+        if x is None:
+            whole = replace(p, batch=len(entries), page_size=case.page or None)
+            transfers = flashsim.count(whole, cache_seqlens=lengths, splits=splits, **how).transfers
+        else:
+            paged = {"block_table": x["table"][entries]} if case.page else {}
+            k, v = (x[name] if case.page else x[name][entries] for name in "kv")
+            transfers = flashsim.run(
+                *(x["q"][entries], k, v), cache_seqlens=lengths, splits=splits, trace=True,
+                **{name: getattr(p, name) for name in names}, **paged, **how,
+            ).trace.transfers  # fmt: skip
+        for (stage, _, tensor), nbytes in transfers.items():
+            read = stage == "combine" and tensor.endswith("_part")
+            moved[f"{tensor} read" if read else tensor] += nbytes
+    return {name: moved[name] for name in _COUNTED}
+
+
+_COUNTED = ("K", "V", "table", "Q", "O_part", "L_part", "O", "L", "O_part read", "L_part read")
