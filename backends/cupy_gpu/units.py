@@ -60,7 +60,7 @@ class _Bench:
     def kernel(self, file: str, name: str, shared: int = 0) -> Any:
         """A function of ``kernels/<file>/units.cu``."""
         if file not in self._modules:
-            options = ("-std=c++17",)
+            options: tuple[str, ...] = ("-std=c++17",)
             if file == "hopper":
                 options += ("-arch=sm_90a", "-DFS_BF16=1")
             code = nvrtc.source(f"{file}/units.cu")
