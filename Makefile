@@ -67,9 +67,12 @@ $(VENV)/.installed: setup.cfg pyproject.toml
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e .
 	touch $@
 
-$(VENV)/.dev: $(VENV)/.installed
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e .[dev]
-	touch $@
+# All at once: what .installed holds, and the rest. Modules are compiled where they are first
+# imported: most of these packages' never are.
+$(VENV)/.dev: setup.cfg pyproject.toml
+	test -e $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -e .[dev]
+	touch $(VENV)/.installed $@
 
 # Every figure of docs/guides/gallery.md (page.png needs Chromium).
 gallery: $(VENV)/.dev

@@ -1,7 +1,9 @@
 """Build the sdist, the wheel from it, install that in a fresh environment and use it there.
 
 A part of `make test`. An editable install would hide a file that the wheel
-lacks, so this looks at the wheel alone, from a directory where no source lies.
+lacks, so this looks at the wheel alone, from a directory where no source lies,
+beside the packages that its metadata ask for and no others: those are linked
+from the environment that this runs in.
 """
 
 from __future__ import annotations
@@ -10,7 +12,10 @@ import subprocess
 import sys
 import tempfile
 import venv
+from importlib.metadata import Distribution, distribution
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,14 +49,46 @@ def main() -> None:
     """Raise `CalledProcessError` at the first step that fails."""
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
-        run(sys.executable, "-m", "build", "-q", "--outdir", place, ROOT, cwd=place)
+        # `pip install -e .` has built in isolation already: with what pyproject.toml asks for.
+        run(
+            sys.executable,
+            "-m",
+            "build",
+            "-q",
+            "--no-isolation",
+            "--outdir",
+            place,
+            ROOT,
+            cwd=place,
+        )
         (wheel,) = place.glob("flashsim-*.whl")
-        venv.create(place / "env", with_pip=True)
+        venv.create(place / "env", with_pip=False)
         python = place / "env" / "bin" / "python"
-        run(python, "-m", "pip", "install", "-q", "--disable-pip-version-check", wheel, cwd=place)
+        pip = (sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check")
+        run(*pip, "install", "-q", "--no-deps", "--no-index", "--no-compile", wheel, cwd=place)
+        (packages,) = (place / "env" / "lib").glob("python*/site-packages")
+        (metadata,) = packages.glob("flashsim-*.dist-info")
+        link(Distribution.at(metadata).requires or [], packages)
         run(python, "-c", CHECK, ROOT, cwd=place)
         command = place / "env" / "bin" / "flashsim"
         run(command, "count", "--n-q", "1024", "--json", cwd=place)
+
+
+def link(requirements: list[str], to: Path) -> None:
+    """Links in the folder `to` to the packages required, and to those that these require."""
+    found: set[str] = set()
+    waiting = [Requirement(text) for text in requirements]
+    while waiting:
+        one = waiting.pop()
+        if one.name in found or (one.marker and not one.marker.evaluate({"extra": ""})):
+            continue
+        found.add(one.name)
+        package = distribution(one.name)
+        assert one.specifier.contains(package.version, prereleases=True), (one, package.version)
+        waiting += [Requirement(text) for text in package.requires or []]
+        for top in {file.parts[0] for file in package.files or []} - {"..", "__pycache__"}:
+            if not (to / top).exists():  # of two packages in one namespace
+                (to / top).symlink_to(package.locate_file(top))
 
 
 def run(*command: object, cwd: Path) -> None:
