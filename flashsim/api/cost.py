@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from flashsim.counts.traffic import Traffic, saved, workspace
 from flashsim.errors import OptionError
+from flashsim.l2.requests import requests
 from flashsim.report import format_cell
 
 #: A core of 2020 in NumPy: seconds a visit besides its products, FLOPs of products a second, and
@@ -14,6 +15,9 @@ from flashsim.report import format_cell
 VISIT, FLOPS, EVENTS = 40e-6, 30e9, 1500
 #: The CPU engine's own: visits cost nothing beside their products.
 NUMBA_FLOPS = 60e9
+#: Of replaying a request through a model of L2: seconds, and bytes while its stage is replayed, at
+#: one size of the cache and at all of them.
+REQUEST, REQUEST_BYTES = 0.2e-6, (7, 50)
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,20 @@ def cost(passes: list[Traffic], backend: str = "numpy") -> Estimate:
         nbytes += workspace(one.problem, one.algorithm, one.direction)
     fits(nbytes, "`flashsim count` counts the same without arrays")
     return Estimate(seconds, nbytes)
+
+
+def replay_cost(passes: list[Traffic], *, at_every_size: bool = False) -> Estimate:
+    """The cost of replaying the requests of these passes through a model of the L2 cache.
+
+    Raises
+    ------
+    OptionError
+        If that is more than this machine's memory.
+    """
+    each = [requests(stage, one.schedule(stage)) for one in passes for stage in one.stages]
+    nbytes = max(each) * REQUEST_BYTES[at_every_size]
+    fits(nbytes, "larger tiles or fewer heads make fewer requests")
+    return Estimate(sum(each) * REQUEST, nbytes)
 
 
 def fits(nbytes: int, instead: str) -> None:

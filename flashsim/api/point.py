@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 import numpy as np
 
 from flashsim.api import counting, execution
+from flashsim.api.cost import Estimate, cost
 from flashsim.api.samples import random_inputs
 from flashsim.api.sweepfile import Row
 from flashsim.counts import traffic
@@ -103,6 +104,17 @@ class SweepPoint:
         return Tiling.preset(self.tiling, self.head_dim, causal=self.causal)
 
 
+def seconds(point: SweepPoint) -> float:
+    """About how long `measure` takes; 0 for a closed form, and for a point that cannot be had."""
+    if point.method == "count":
+        return 0.0
+    try:
+        problem = point.problem()
+        return _cost(point, problem, point.tile(problem)).seconds
+    except (FlashSimError, MemoryError):
+        return 0.0
+
+
 def measure(point: SweepPoint) -> Row:
     """The row of one point: its parameters, its figures, and "ok" or what went wrong."""
     row: Row = {**point.parameters(), **dict.fromkeys(FIGURES)}
@@ -128,9 +140,20 @@ def _count(point: SweepPoint, problem: Problem, tiling: Tiling) -> Traffic:
     )
 
 
+def _cost(point: SweepPoint, problem: Problem, tiling: Tiling) -> Estimate:
+    """Of simulating, the forward pass that a backward pass needs included."""
+    passes = [_count(point, problem, tiling)]
+    if point.direction == "backward":
+        forward = replace(point, direction="forward")
+        fitting = Tiling.fit(problem, point.machine, point.algorithm, "forward")
+        passes.append(_count(forward, problem, fitting))
+    return cost(passes)
+
+
 def _run(point: SweepPoint, problem: Problem, tiling: Tiling) -> Trace | None:
     """Simulate on random inputs; what moves does not depend on their values."""
     forward = point.direction == "forward"
+    _cost(point, problem, tiling)  # an error, if it is more than there is memory for
     q, k, v, dout = random_inputs(problem)
     result = execution.run(
         q,

@@ -16,6 +16,7 @@ from typing import Any
 
 from flashsim import report
 from flashsim.api import inputs
+from flashsim.api.cost import Estimate
 from flashsim.api.point import (
     COLUMNS,
     METHODS,
@@ -28,6 +29,7 @@ from flashsim.api.point import (
     measure,
     parse_row,
     points,
+    seconds,
 )
 from flashsim.api.sweepfile import Row, SweepFile
 from flashsim.errors import BackendUnavailable, DTypeError, OptionError, shown
@@ -188,7 +190,8 @@ def sweep(
         points are not run again, so an interrupted sweep goes on where it stopped, and a larger
         one builds on a smaller. Points of the file that are not part of this sweep stay there.
     progress : bool
-        Show a progress bar on stderr, if that is a terminal.
+        Say on stderr if simulating will take more than a minute; show a progress bar there, if that
+        is a terminal.
 
     Returns
     -------
@@ -249,6 +252,9 @@ def _collect(
             file = stack.enter_context(SweepFile(path, COLUMNS, parse_row))
             found = {key_of(row): row for row in file.rows}
         todo = [point for point in wanted if point.key not in found]
+        takes = Estimate(sum(map(seconds, todo)), 0)
+        if progress and takes.seconds > 60:
+            print(f"flashsim: simulating, {takes} of one core in all", file=sys.stderr)
         rows = map(measure, todo) if executor is None else _submit(todo, executor)
         for row in _track(rows, len(wanted), len(wanted) - len(todo), progress):
             if file is not None:

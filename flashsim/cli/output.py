@@ -104,11 +104,15 @@ def console() -> Console:
 
 
 @contextmanager
-def working(text: str, cost: Estimate | None = None) -> Iterator[None]:
+def working(
+    text: str,
+    cost: Estimate | None = None,
+    by: str = "tiles; `flashsim count` counts the same at once",
+) -> Iterator[None]:
     """Say first what takes minutes; on a terminal, show a spinner meanwhile."""
     if cost is not None and cost.seconds > 60:
         text += f", {cost}"
-        say(f"{text} by the number of its tiles; `flashsim count` counts the same at once")
+        say(f"{text} by the number of its {by}")
     if not sys.stderr.isatty():
         yield
         return

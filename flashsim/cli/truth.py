@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from flashsim.api import counting
-from flashsim.api.cost import cost
+from flashsim.api.cost import cost, replay_cost
 from flashsim.cli import options as opt
 from flashsim.cli import pictures, values
 from flashsim.cli.output import show_tables, working
@@ -21,6 +21,8 @@ from flashsim.schedule import plans
 
 _ONE_HEAD = opt.Lengths(n_q=512, head_dim=64, dtype="float32")
 _KERNELS = opt.One(device="H200")
+#: The seconds that compiling takes come once, before any table.
+_REPLAYING = "replaying (the first time compiles the model, for some seconds)"
 _H200 = opt.Passes(device="H200")
 _GROUPED = opt.L2(launch="grouped")
 _L2Sizes = Annotated[
@@ -43,7 +45,8 @@ def dram(
     from flashsim import l2
 
     requested = _count(values.problem(sizes, mask), algorithm, how, decoding)
-    with working("replaying (the first time compiles the model)"):
+    takes = replay_cost([requested], at_every_size=l2_sizes is not None)
+    with working(_REPLAYING, takes, "tile requests"):
         if l2_sizes is None:
             table = l2.dram(requested, cache.model()).table()
         else:
@@ -65,14 +68,19 @@ def roofline(
     from flashsim.studies import roofline as rooflines
 
     problem = values.problem(sizes, mask)
-    tables = []
-    with working("replaying"):
-        names = values.parse_list("algorithms", algorithms, str)
-        splitting = [name for name in names if plans.splits_keys(plans.check_algorithm(name))]
-        for algorithm in names:  # options of decoding go to those that divide the keys, or to all
-            other = splitting and algorithm not in splitting
-            counted = _count(problem, algorithm, how, opt.Decoding() if other else decoding)
-            tables.append(rooflines.roofline(counted, seconds=seconds).table())
+    names = values.parse_list("algorithms", algorithms, str)
+    splitting = [name for name in names if plans.splits_keys(plans.check_algorithm(name))]
+    counted = [  # options of decoding go to those that divide the keys, or to all
+        _count(
+            problem,
+            name,
+            how,
+            opt.Decoding() if splitting and name not in splitting else decoding,
+        )
+        for name in names
+    ]
+    with working(_REPLAYING, replay_cost(counted), "tile requests"):
+        tables = [rooflines.roofline(one, seconds=seconds).table() for one in counted]
     show_tables(tables, tables, form)
 
 

@@ -115,6 +115,33 @@ def numbers_of(problem: Problem, schedule: Schedule, algorithm: str, direction: 
     return TileNumbers(problem, schedule, used)
 
 
+def requests(stage: plans.Stage, schedule: Schedule) -> int:
+    """How many tiles one stage asks for, all heads together; needs tables only of divided keys."""
+    before, each, whole, rest = (sum(move.transfers for move in moves) for moves in _moves(stage))
+    if stage.parts:
+        _, inner, tile_of, several = _visits(stage, schedule)
+        outers, visits, divided = len(tile_of), len(inner), int(several.sum())
+    else:
+        outers, divided = schedule.t_r if stage.outer == "queries" else schedule.t_c, 0
+        visits = schedule.t_r * schedule.t_c if stage.per == "bias" else schedule.sums.visits
+    ends = (outers - divided) * whole + divided * rest
+    repeat, stride = heads_of(stage, schedule.problem)
+    return repeat * (outers * before + ends + _members(stage, schedule, stride) * visits * each)
+
+
+def _moves(stage: plans.Stage) -> tuple[tuple[plans.Move, ...], ...]:
+    """Before, at each visit, and after a tile whose keys are whole or one part of several."""
+    if stage.parts != "walks":
+        return stage.before, stage.visit, stage.after, ()
+    partial = tuple(move for move in stage.after if move.tensor.endswith("_part"))
+    return stage.before, stage.visit, tuple(m for m in stage.after if m not in partial), partial
+
+
+def _members(stage: plans.Stage, schedule: Schedule, group: int) -> int:
+    """Query heads that a block of a key head goes through one after the other."""
+    return group if stage.per == "group" and schedule.members == 1 else 1
+
+
 def stream(
     stage: plans.Stage,
     schedule: Schedule,
@@ -134,20 +161,14 @@ def stream(
     from flashsim.l2.weaving import weave
 
     p, merges = schedule.problem, stage.parts == "merges"
-    walks_parts = stage.parts == "walks"
-    whole = [move for move in stage.after if not (walks_parts and move.tensor.endswith("_part"))]
-    rest = [move for move in stage.after if walks_parts and move.tensor.endswith("_part")]
-    parts = [
-        _requests(tiles, moves, merges=merges) for moves in (stage.before, stage.visit, whole, rest)
-    ]
-    repeat, stride = heads_of(stage, p)
-    members = stride if stage.per == "group" and schedule.members == 1 else 1
+    parts = [_requests(tiles, moves, merges=merges) for moves in _moves(stage)]
+    before, each, one, part = map(len, parts)
+    _, stride = heads_of(stage, p)
+    members = _members(stage, schedule, stride)
     if stage.per == "bias":
         stride = 1
     ptr, inner, tile_of, several = _visits(stage, schedule)
-    before, each, one, part = map(len, parts)
-    ends = int((~several).sum()) * one + int(several.sum()) * part
-    n = repeat * (len(tile_of) * before + ends + members * len(inner) * each)
+    n = requests(stage, schedule)
     if n > MOST_REQUESTS:
         raise UnsupportedError(
             f"stage {stage.name!r} makes {n:,} tile requests; the L2 model replays at most "

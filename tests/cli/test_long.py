@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from flashsim.api import cost
+import flashsim
+from flashsim import l2
+from flashsim.api import cost, point
 from flashsim.cli import measure
 from flashsim.cli.app import app
 from flashsim.errors import OptionError
 from flashsim.report import beside
+from flashsim.studies import roofline
 
 
 def invoke(*words):
@@ -43,6 +46,46 @@ def test_minutes_are_said_before_the_work(command, began, tmp_path):
     assert re.search(r"simulating, about \d+ min by the number of its tiles", long.stderr)
     assert "flashsim count" in long.stderr
     assert short.stderr == "flashsim: work began\n"
+
+
+@pytest.mark.parametrize("command", ["dram", "roofline"])
+def test_minutes_of_replaying_are_said_before_they_pass(command, monkeypatch):
+    def stop(*_, **__):
+        raise OptionError("work began")
+
+    monkeypatch.setattr(l2, "dram", stop)
+    monkeypatch.setattr(roofline, "dram", stop)
+    monkeypatch.setattr(cost, "REQUEST", 1e-3)
+    words = (command, "-n", 4096, "-t", "16x16", "-h", 8, "--kv-heads", 8)
+    long, short = invoke(*words), invoke(command, "-n", 64)
+    requests = 8 * 256 * (2 + 2 * 256)  # Q, O and, a visit, K and V; LSE of each row tile
+    minutes = (requests + 8 * 256) * 1e-3 / 60
+    if command == "dram":
+        assert f"about {minutes:.0f} min by the number of its tile requests" in long.stderr
+    assert re.search(r"about \d+ min by the number of its tile requests", long.stderr)
+    assert short.stderr == "flashsim: work began\n"
+    monkeypatch.setattr(cost, "memory", lambda: 1_000_000)
+    refused = invoke(*words)
+    assert refused.exit_code == 2
+    assert "GB of memory, and this machine has 0.001 GB; larger tiles" in refused.stderr
+
+
+def test_a_sweep_that_simulates_for_minutes_says_so(monkeypatch):
+    module = sys.modules["flashsim.api.sweep"]  # the package has the function under this name
+    row = lambda point: {**point.parameters(), "status": "not run"}  # noqa: E731
+    monkeypatch.setattr(module, "measure", row)
+    words = ("sweep", "-d", 8, "-t", "16x16", "--direction", "both", "--method")
+    assert invoke(*words, "run", "-n", "8,64").stderr == ""
+    assert invoke(*words, "count", "-n", "32768").stderr == ""
+    long = invoke(*words, "run", "-n", "8192,16384")
+    assert re.search(r"simulating, about \d+ min of one core in all", long.stderr)
+
+
+def test_a_point_of_a_sweep_beyond_the_machines_memory_is_not_begun(monkeypatch):
+    monkeypatch.setattr(cost, "memory", lambda: 50_000_000)
+    monkeypatch.setattr(point.execution, "run", None)
+    given = flashsim.sweep([4096], head_dim=8, tiling=flashsim.Tiling(16, 16), method="run")
+    assert "GB of memory, and this machine has 0.05 GB" in given.rows[0]["status"]
 
 
 def test_the_estimate_grows_with_visits_and_products():
