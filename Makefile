@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo test test-all test-torch lint unit thorough wheel bench gpu gallery reproduce clean
+.PHONY: demo test test-all test-torch thorough-torch outside lint unit thorough wheel bench gpu gallery reproduce clean
 
 demo: $(VENV)/.installed
 	$(BIN)/flashsim demo --out out
@@ -41,10 +41,17 @@ test-torch: $(VENV)-torch/.installed
 	  tests/api/test_hosts.py 'tests/api/test_docs.py::test_blocks_run[docs/guides/in_your_model.md]' \
 	  'tests/api/test_docs.py::test_blocks_run[docs/guides/watch.md]'
 
+thorough-torch: $(VENV)-torch/.installed
+	OMP_NUM_THREADS=1 $(VENV)-torch/bin/python -m pytest -n $(JOBS) -m thorough tests/bridges
+
 $(VENV)-torch/.installed: setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)-torch
 	$(VENV)-torch/bin/python -m pip install -q --disable-pip-version-check -e .[bridges] torch==2.13.0
 	touch $@
+
+# Other people's tests of attention, on the CPU (OUTSIDE=--gpu: on CUDA); writes docs/guides/outside.md.
+outside: $(VENV)-torch/.installed
+	PYTHONPATH=tests/tools $(VENV)-torch/bin/python -m outside $(OUTSIDE)
 
 wheel: $(VENV)/.dev
 	$(BIN)/python tests/tools/wheel.py

@@ -3,7 +3,7 @@
 Medians, in microseconds, of a forward and of a forward with its backward pass, from call to result:
 torch's `scaled_dot_product_attention`, `flashsim.run`, `flashsim.torch.attention`, and that in a
 CUDA graph; then of a training step of a small Llama by Hugging Face's "sdpa" and by "flashsim".
-`--check` first runs the tests of the bridge, tests/gpu/test_torch.py.
+`--check` first runs the tests of the bridges on that device, and ends with them if one fails.
 """
 
 from __future__ import annotations
@@ -25,6 +25,11 @@ Work = Callable[[], object]
 SHAPES = {
     "cuda": ((16, 16, 1024, 128), (2, 16, 8192, 128), (16, 16, 128, 64)),
     "cpu": ((1, 8, 512, 64),),
+}
+
+TESTS = {
+    "cuda": ("gpu/test_torch.py", "gpu/test_jax.py", "gpu/test_cupy_arrays.py"),
+    "cpu": ("bridges/test_torch_attention.py", "bridges/test_torch_stand_in.py"),
 }
 
 
@@ -116,13 +121,14 @@ def training(device: str) -> dict[str, Work]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda", choices=sorted(SHAPES))
-    parser.add_argument("--check", action="store_true", help="run tests/gpu/test_torch.py first")
+    parser.add_argument("--check", action="store_true", help="run the bridges' tests first")
     parser.add_argument("--rounds", type=int, default=30)
     options = parser.parse_args()
     if options.check:
-        tests = Path(__file__).parents[1] / "tests/gpu"
-        words = [str(tests / name) for name in ("test_torch.py", "test_cupy_arrays.py")]
-        subprocess.run([sys.executable, "-m", "pytest", "-q", *words], check=False)
+        tests = [str(Path(__file__).parents[1] / "tests" / name) for name in TESTS[options.device]]
+        checked = subprocess.run([sys.executable, "-m", "pytest", "-q", *tests], check=False)
+        if checked.returncode:
+            sys.exit(checked.returncode)
     table = Table(
         f"causal, bfloat16, {options.device}, torch {torch.__version__}",
         ("(batch, heads, n, d)", "attention", "forward us", "with backward us"),

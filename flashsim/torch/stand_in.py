@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -80,6 +82,16 @@ def _replace(device: str, functions: dict[str, Any]) -> Library:
     return library
 
 
+def _of_a_gradient(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """`backward`, which gives no gradients where torch has none to give it."""
+
+    @wraps(backward)
+    def checked(grad_out: Tensor | None, *args: Any, **options: Any) -> Any:
+        return (None,) * 3 if grad_out is None else backward(grad_out, *args, **options)
+
+    return checked
+
+
 # -- the CPU --------------------------------------------------------------------------------------
 
 
@@ -128,6 +140,7 @@ def _cpu_forward(
     return _laid_out(result.out, query), result.lse.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+@_of_a_gradient
 def _cpu_backward(
     grad_out: Tensor,
     query: Tensor,
@@ -205,6 +218,7 @@ def _flash_forward(
     return _by_row(result.out, cum_seq_q), lse, *_no_dropout(query)
 
 
+@_of_a_gradient
 def _flash_backward(
     grad_out: Tensor,
     query: Tensor,
@@ -259,6 +273,7 @@ def _sdpa_forward(
     return _laid_out(out.transpose(1, 2), query), lse, None, None, n_q, n_k, *rest
 
 
+@_of_a_gradient
 def _sdpa_backward(
     grad_out: Tensor,
     query: Tensor,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -168,12 +169,20 @@ def test_opcheck_packed():
     assert set(torch.library.opcheck(ops.forward, inputs, question_of()).values()) == {"SUCCESS"}
 
 
+NEEDS_A_COMPILER = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no g++, which inductor needs"),
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),  # torch's, of its own
+]
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiles_without_a_break(dynamic):
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=NEEDS_A_COMPILER)])
+def test_compiles_without_a_break(backend, dynamic):
     def loss(q, k, v, bias):
         return call(q * 2, k, v, bias, causal=True).sin().sum()
 
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    compiled = torch.compile(loss, fullgraph=True, backend=backend, dynamic=dynamic)
     for n_kv in (9, 12):
         one, other = (tensors(n_kv=n_kv, bias=(1, 2)) for _ in range(2))
         compiled(*one).backward()

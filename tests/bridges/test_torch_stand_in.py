@@ -76,6 +76,14 @@ def test_sdpa_gives_the_same_in_the_same_memory_layout(calls, n_q, n_kv, mask):
         assert x.stride() == y.stride()
 
 
+def test_gradcheck_also_without_a_gradient_of_the_output(calls):
+    """It tries undefined gradients, too: torch's for an output that no one uses."""
+    inputs = [x[:1, :1, :5].requires_grad_() for x in tensors()]
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        assert torch.autograd.gradcheck(scaled_dot_product_attention, inputs)
+    assert calls
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_sdpa_in_narrow_types(calls, dtype):
     inputs = tensors(dtype=dtype)
