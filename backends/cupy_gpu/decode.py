@@ -140,7 +140,7 @@ def _forward(
     lengths = lengths_of(p, options.get("cache_seqlens"))
     if table is not None:
         page = int(job.k.shape[2])
-        check_table(table, p, lengths, page, int(job.k.shape[0]))
+        check_table(table, lengths, page, int(job.k.shape[0]))
     made = decode.plan(p, lengths, gpu, _splits(options.get("splits", "auto")), page, counts)
     with failures.Explaining(), space.on_device():
         with space.active():
@@ -224,10 +224,8 @@ def lengths_of(problem: Problem, given: Any) -> tuple[int, ...]:
     return lengths
 
 
-def check_table(
-    table: Any, problem: Problem, lengths: tuple[int, ...], page: int, pages: int
-) -> None:
-    """Check a block table's shape and type, and every used entry of a NumPy table.
+def check_table(table: Any, lengths: tuple[int, ...], page: int, pages: int) -> None:
+    """Check a block table's type, and every used entry of a NumPy table; `prepare` did its shape.
 
     A table on the GPU is not waited for: there the kernel reads no page that the pool has not, and
     results of a sequence whose table names one are NaN.
@@ -238,11 +236,6 @@ def check_table(
     """
     if str(table.dtype).removeprefix("torch.") != "int32":
         raise DTypeError(f"block_table must be int32, got {table.dtype}")
-    if table.shape[0] != problem.batch:
-        raise ShapeError(
-            f"block_table must have one row for each of {problem.batch} sequences, got "
-            f"{tuple(table.shape)}"
-        )
     if not isinstance(table, np.ndarray):
         return
     for b, length in enumerate(lengths):

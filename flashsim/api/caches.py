@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from flashsim.errors import OptionError, ShapeError, UnsupportedError, shown
+from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError, shown
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem
 
@@ -25,24 +25,30 @@ CACHES = {"cache_seqlens", "block_table", "shared_prefix"}
 def paged_shapes(shapes: Shapes, block_table: Any) -> Shapes:
     """The shapes that q, k and v would have, were the keys of each entry's pages in a row.
 
+    Of the table only the shape and the type are asked, so one on a GPU is not waited for.
+
     Raises
     ------
-    ShapeError
+    ShapeError, DTypeError
         If the table has no row for each entry, or K's pages are not V's.
     """
     q, k, v = shapes
-    table = checks.as_array("block_table", block_table)
-    if len(q) != 4 or table.ndim != 2 or table.shape[0] != q[0] or table.dtype.kind not in "iu":
+    if not hasattr(block_table, "shape"):
+        raise DTypeError(f"block_table must be an array, got {type(block_table).__name__}")
+    table, kind = tuple(block_table.shape), str(block_table.dtype).removeprefix("torch.")
+    if not kind.startswith(("int", "uint")):
+        raise DTypeError(f"block_table must be integers (batch, max_pages), got {kind}")
+    if len(q) != 4 or len(table) != 2 or table[0] != q[0]:
         raise ShapeError(
             "block_table must be integers (batch, max_pages) for a q of (batch, heads, n_q, d), "
-            f"got {table.dtype} {table.shape} for q {q}"
+            f"got {table} for q {q}"
         )
-    if len(k) != 4 or k[:3] != v[:3] or 0 in k or 0 in table.shape:
+    if len(k) != 4 or k[:3] != v[:3] or 0 in k or 0 in table:
         raise ShapeError(
             "with a block_table, k and v are (pages, kv_heads, page_size, width) with the same "
-            f"pages, got k {k}, v {v}"
+            f"pages, got k {k}, v {v}, block_table {table}"
         )
-    k, v = ((q[0], x[1], table.shape[1] * x[2], x[3]) for x in (k, v))
+    k, v = ((q[0], x[1], table[1] * x[2], x[3]) for x in (k, v))
     return q, k, v
 
 
@@ -108,9 +114,7 @@ def live_problem(
 
 def _checked_prefix(prefix: Any, lengths: tuple[int, ...]) -> int:
     """How many keys all entries begin with; each has as many."""
-    if prefix == 0 and checks.is_int(prefix):
-        return 0
-    prefix = checks.positive_int("shared_prefix", prefix)
+    prefix = checks.count("shared_prefix", prefix)
     for b, n in enumerate(lengths):
         if n < prefix:
             raise OptionError(

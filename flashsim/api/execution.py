@@ -14,6 +14,7 @@ from flashsim.api import dispatch, hosts, inputs
 from flashsim.api.caches import CACHES, check_alike, live_problem
 from flashsim.engines.engine import Engine, Job, Outcome
 from flashsim.errors import TraceError
+from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
@@ -429,23 +430,20 @@ def _ask(
     v, latent = inputs.values_in_keys(k, v, options)
     if on_cpu:
         q, k, v, bias = hosts.take(host, q=q, k=k, v=v, bias=bias)
-        question |= {"latent": latent, "block_table": table}
-        given = inputs.prepare(q, k, v, bias=bias, tiling=tiling, **question)
+        table = None if table is None else checks.as_array("block_table", table)
+    else:
+        q, k, v = (_known(engine, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    question |= {"latent": latent, "block_table": table}
+    given = inputs.prepare(q, k, v, bias=bias, tiling=tiling, **question)
+    problem = given.problem
+    if on_cpu:  # on a GPU, what lives of a cache is the launcher's to say, when lengths are known
         inputs.require_numpy(backend, q=given.q, k=given.k, v=given.v, bias=given.bias)
-        problem, cache = given.problem, (given.k, given.v)
         if options.keys() & CACHES:
             problem, options = live_problem(problem, options, tuple(k.shape))
             if table is None:
                 check_alike(problem.shared_prefix, k=given.k, v=given.v)
-    else:  # what lives of a cache is the launcher's to say, when the lengths are known
-        q, k, v = (_known(engine, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-        cache = k, v
-        if table is not None:
-            k, v = inputs.unpaged(k, v, table, question["nan_policy"])
-        given = inputs.prepare(q, k, v, bias=bias, tiling=tiling, **question)
-        problem, cache = given.problem, cache if table is not None else (given.k, given.v)
     job = Job(
-        *(problem, given.q, *cache, given.bias),
+        *(problem, given.q, given.k, given.v, given.bias),
         *(tiling, Device.get(device), algorithm),
         inputs.check_key_order(key_order),
         inputs.check_trace_mode(trace, backend),

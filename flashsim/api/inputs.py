@@ -100,42 +100,6 @@ def reject_unknown(given: Iterable[str], known: Iterable[str], function: str) ->
         )
 
 
-class Unpaged(NamedTuple):
-    """What k or v in pages would be as one array: its shape and type."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-
-    def reshape(self, shape: tuple[int, ...]) -> Unpaged:
-        """As an array's."""
-        return self._replace(shape=shape)
-
-
-def unpaged(k: Any, v: Any, table: Any, nan_policy: str) -> tuple[Unpaged, Unpaged]:
-    """k and v in pages, (pages, kv_heads, rows of a page, d), as the room that a table gives them.
-
-    Raises
-    ------
-    ShapeError, OptionError
-    """
-    shapes = {name: tuple(x.shape) for name, x in {"k": k, "v": v, "block_table": table}.items()}
-    if [len(shape) for shape in shapes.values()] != [4, 4, 2] or 0 in shapes["block_table"]:
-        raise ShapeError(
-            "with a block_table (batch, pages of a sequence), k and v are (pages, kv_heads, rows "
-            f"of a page, head_dim), got {', '.join(f'{n} {s}' for n, s in shapes.items())}"
-        )
-    if shapes["k"][:3] != shapes["v"][:3]:
-        raise ShapeError(f"k and v must have the same pages, got k {shapes['k']}, v {shapes['v']}")
-    if nan_policy == "raise":
-        raise OptionError(
-            "nan_policy='raise' would look at rows of pages that no sequence uses; check k and v "
-            "where they are written"
-        )
-    batch, per = shapes["block_table"]
-    made = [Unpaged((batch, x.shape[1], per * x.shape[2], x.shape[3]), x.dtype) for x in (k, v)]
-    return made[0], made[1]
-
-
 def dtype_name(array: Any) -> str:
     """The name of an array's element type, for NumPy, CuPy and torch alike."""
     return _name(array.dtype)
@@ -206,6 +170,11 @@ def prepare(
     shapes: tuple[tuple[int, ...], ...] = _array("q", q), _array("k", k), _array("v", v)
     if block_table is not None:
         shapes = paged_shapes(shapes, block_table)
+        if nan_policy == "raise":
+            raise OptionError(
+                "nan_policy='raise' would look at rows of pages that no sequence uses; check k and "
+                "v where they are written"
+            )
     dtypes = q.dtype, k.dtype, v.dtype
     added = None
     if bias is not None:

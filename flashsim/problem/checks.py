@@ -39,6 +39,11 @@ def positive_int(name: str, value: Any) -> int:
     return int(value)
 
 
+def count(name: str, value: Any) -> int:
+    """An integer from 0 to 2**63 - 1."""
+    return 0 if is_int(value) and value == 0 else positive_int(name, value)
+
+
 def flag(name: str, value: Any) -> bool:
     """True or False."""
     if not isinstance(value, (bool, np.bool_)):

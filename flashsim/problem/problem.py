@@ -182,6 +182,7 @@ class Problem:
         scale = 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale
         put("softcap", self._factor("softcap", self.softcap, low=0.0))
         put("scale", self._factor("scale", scale))
+        put("shared_prefix", checks.count("shared_prefix", self.shared_prefix))
         self._check_sequences(put)
         if self.page_size is not None:
             put("page_size", checks.positive_int("page_size", self.page_size))
@@ -234,9 +235,6 @@ class Problem:
                 f"cu_seqlens packs the sequences of a batch into one: batch must be 1, got "
                 f"{self.batch}"
             )
-        if self.shared_prefix != 0:
-            prefix = checks.positive_int("shared_prefix", self.shared_prefix)
-            put("shared_prefix", prefix)
         q = checks.cu_seqlens("cu_seqlens_q", self.cu_seqlens_q, self.n_q)
         k = checks.cu_seqlens("cu_seqlens_k", self.cu_seqlens_k, self.n_kv, self.shared_prefix)
         put("cu_seqlens_q", q)

@@ -165,15 +165,13 @@ def test_lengths_that_cannot_be(given, error, message):
 
 def test_a_table_names_its_wrong_entry():
     table = np.array([[0, 1, 9, 9], [4, 5, 2, -1]], np.int32)
-    decode.check_table(table, P, (20, 48), 16, 6)
+    decode.check_table(table, (20, 48), 16, 6)
     with pytest.raises(ShapeError, match=r"block_table\[1, 3\] must name one of 6 .* got -1"):
-        decode.check_table(table, P, (20, 49), 16, 6)
+        decode.check_table(table, (20, 49), 16, 6)
     with pytest.raises(ShapeError, match=r"block_table\[0, 2\] must name one of 6 .* got 9"):
-        decode.check_table(table, P, (33, 48), 16, 6)
+        decode.check_table(table, (33, 48), 16, 6)
     with pytest.raises(DTypeError, match="block_table must be int32, got int64"):
-        decode.check_table(table.astype(np.int64), P, (1, 1), 16, 6)
-    with pytest.raises(ShapeError, match=r"one row for each of 2 sequences, got \(1, 4\)"):
-        decode.check_table(table[:1], P, (1, 1), 16, 6)
+        decode.check_table(table.astype(np.int64), (1, 1), 16, 6)
 
 
 @pytest.mark.parametrize("splits", [0, -3, 1.5, "many", True])
@@ -194,15 +192,29 @@ def test_what_a_decode_does_not_take():
     refused(DTypeError, "workspace must be a .*Workspace, got 3", options={"workspace": 3})
 
 
+class OnGpu:
+    """A table whose numbers nobody may ask for: only its shape and type."""
+
+    def __init__(self, shape, dtype="torch.int32"):
+        self.shape, self.dtype = shape, dtype
+
+
 def test_pages_as_one_array():
     half = numpy_dtype("float16")
+    q = np.zeros((3, 4, 1, 64), half)
     k, v = np.zeros((9, 2, 16, 64), half), np.zeros((9, 2, 16, 32), half)
-    table = np.zeros((3, 5), np.int32)
-    made = inputs.unpaged(k, v, table, "propagate")
-    assert [x.shape for x in made] == [(3, 2, 80, 64), (3, 2, 80, 32)]
-    with pytest.raises(ShapeError, match=r"k and v are \(pages, .* got k \(2, 16, 64\)"):
-        inputs.unpaged(k[0], v, table, "propagate")
-    with pytest.raises(ShapeError, match="k and v must have the same pages"):
-        inputs.unpaged(k, v[:8], table, "propagate")
+    table = OnGpu((3, 5))
+    made = inputs.prepare(q, k, v, block_table=table)
+    assert (made.problem.n_kv, made.problem.head_dim_v) == (80, 32)
+    assert made.k is k
+    for error, said, given in (
+        (ShapeError, r"k and v are \(pages, .* got k \(2, 16, 64\)", (q, k[0], v, table)),
+        (ShapeError, "with the same pages, got", (q, k, v[:8], table)),
+        (ShapeError, r"integers \(batch, max_pages\) for a q", (q, k, v, OnGpu((2, 5)))),
+        (DTypeError, "must be integers.* got float32", (q, k, v, OnGpu((3, 5), "torch.float32"))),
+        (DTypeError, "block_table must be an array, got list", (q, k, v, [[0] * 5] * 3)),
+    ):
+        with pytest.raises(error, match=said):
+            inputs.prepare(*given[:3], block_table=given[3])
     with pytest.raises(OptionError, match="nan_policy='raise' would look at rows"):
-        inputs.unpaged(k, v, table, "raise")
+        inputs.prepare(q, k, v, block_table=table, nan_policy="raise")

@@ -20,7 +20,6 @@ from flashsim.counts.traffic import Traffic
 from flashsim.errors import OptionError, UnsupportedError
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
-from flashsim.schedule.split import check_splits
 from flashsim.schedule.splitting import RESERVED
 from flashsim.schedule.tiling import Tiling
 from flashsim.studies.predict.calibration import DECODING, DecodeConstants
@@ -38,7 +37,6 @@ def launch(problem: Problem, splits: int | str, device: Device) -> decode.Decode
     UnsupportedError, OptionError
         For what it does not decode: a shared prefix, sequences of different numbers of queries.
     """
-    check_splits(splits)
     if splits == "fa3":
         raise OptionError("the kernels choose splits by their own rule: 'auto', or an integer")
     p, lengths = problem, (problem.n_kv,) * problem.batch

@@ -20,6 +20,7 @@ from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
+from flashsim.schedule.split import check_splits
 from flashsim.schedule.splitting import RESERVED
 from flashsim.schedule.tiling import Tiling
 from flashsim.studies.predict import decode
@@ -75,6 +76,8 @@ def predict(
         If there is no such family, or its kernels do not run this.
     """
     device = Device.get(device)
+    plans.check_algorithm(algorithm)
+    check_splits(splits)
     if algorithm == "standard":
         own = {"kernels": kernels, "tiling": tiling, "constants": constants}
         for name, value in (own | {"heads_in_group": heads_in_group}).items():
