@@ -11,6 +11,7 @@ import ctypes
 import struct
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from itertools import chain
 from threading import Lock
 from typing import Any
 
@@ -78,8 +79,7 @@ class Call:
     ) -> None:
         self.space, self.places, self.scratch = space, places, scratch
         self.stream = space.stream()
-        self.head = [x for place in places for x in place]
-        self.head += [scratch.get(name, 0) for name in launch.SCRATCH]
+        self.head = [*chain.from_iterable(places), *[scratch.get(x, 0) for x in launch.SCRATCH]]
 
 
 class ReadyPass:
@@ -118,6 +118,9 @@ class ReadyPass:
         )
         self._maps_of = lru_cache(maxsize=64)(partial(_encoded, p, boxes))
         self._dq_acc = (p.heads * p.n_q * d, p.n_q * d, d)  # its strides
+        self._box_tensors = [
+            launch.TENSORS.index(box.tensor) for box in boxes if box.tensor != "dq_acc"
+        ]
 
     def _pack_constants(self) -> None:
         one, p = self.one, self.one.tables.schedule.problem
@@ -134,7 +137,12 @@ class ReadyPass:
     def __call__(self, call: Call, report: dict[str, cupy.ndarray]) -> None:
         """Launch on the call's stream; CuPy's current device must be the call's."""
         boxes = self._kernel.boxes
-        maps = self._maps_of(*(_place(box, call, self._dq_acc) for box in boxes)) if boxes else ()
+        maps: tuple[_Map, ...] = ()
+        if boxes:
+            places = [call.places[number] for number in self._box_tensors]
+            if len(places) < len(boxes):  # dQ's accumulator, the last one
+                places.append((call.scratch["dq_acc"], *self._dq_acc))
+            maps = self._maps_of(*places)
         with self._lock:
             _HEAD.pack_into(self._args, 0, *call.head)
             if report:
@@ -159,13 +167,6 @@ class ReadyPass:
             with call.space.active():
                 self._counters[stream] = cupy.zeros(1, np.uint32)
         return self._counters[stream]
-
-
-def _place(box: launch.Box, call: Call, dq_acc: tuple[int, ...]) -> tuple[int, ...]:
-    """Address and strides of what a box moves in a call."""
-    if box.tensor == "dq_acc":
-        return (call.scratch["dq_acc"], *dq_acc)
-    return call.places[launch.TENSORS.index(box.tensor)]
 
 
 class _Map:

@@ -43,7 +43,8 @@ def forward(job: Job) -> Outcome:
         require_gpu()
         space = arrays.space_of({"q": job.q, "k": job.k, "v": job.v}, job.problem.dtype)
         return decode.forward(job, gpu_of(space.device), space)
-    _check(job)
+    if not job.memo:
+        _check(job)
     return forward_with(_family, job)
 
 
@@ -192,12 +193,15 @@ def _place(
 
 def _plan(family_of: FamilyOf, job: Job, direction: str, space: arrays.Space) -> Plan:
     """The job's launches, made ready at its first call: looked up by all but its arrays."""
-    return _planned(
-        *(family_of, direction, job.problem, job.tiling, job.key_order, job.algorithm),
-        *(job.deterministic, job.trace),
-        tuple(job.options.items()) if job.options else (),
-        space,
-    )
+    plan = job.memo.get((direction, space))
+    if plan is None:
+        plan = job.memo[direction, space] = _planned(
+            *(family_of, direction, job.problem, job.tiling, job.key_order, job.algorithm),
+            *(job.deterministic, job.trace),
+            tuple(job.options.items()) if job.options else (),
+            space,
+        )
+    return plan
 
 
 @lru_cache(maxsize=512)

@@ -35,6 +35,8 @@ class Job:
     deterministic : bool
         Backward, "flash2-fused": add to dQ in a fixed order. Only where the engine's `orders_dq`
         said that it can.
+    memo : dict
+        Whatever was found out for this job and holds for the same one with other arrays.
     """
 
     problem: Problem
@@ -49,6 +51,13 @@ class Job:
     trace: bool | str = False
     options: Mapping[str, Any] = field(default_factory=dict)
     deterministic: bool = False
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def given(self, q: Any, k: Any, v: Any) -> Job:
+        """The same job with other arrays; its memo is this one's."""
+        made = object.__new__(Job)  # `replace` takes as long as a launch
+        made.__dict__.update(self.__dict__, q=q, k=k, v=v)
+        return made
 
 
 @dataclass(frozen=True)

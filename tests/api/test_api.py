@@ -110,6 +110,62 @@ def test_where_any_order_will_do_an_engine_may_choose_the_form(
     assert trace.algorithm == ("flash2-fused" if fused else "flash2")
 
 
+class OnGpu:
+    """An array as far as the checks look, without NumPy's."""
+
+    def __init__(self, *shape, dtype="float16"):
+        self.shape, self.ndim, self.dtype = shape, len(shape), dtype
+
+    def reshape(self, shape):
+        return OnGpu(*shape, dtype=self.dtype)
+
+
+@pytest.fixture
+def jobs(monkeypatch):
+    """The jobs that an engine behind backend "cupy" gets; it computes nothing."""
+    from types import SimpleNamespace
+
+    from flashsim.api import dispatch, execution
+    from flashsim.engines.engine import Outcome
+
+    asked = []
+
+    def forward(job):
+        asked.append(job)
+        out = np.zeros((1, *job.q.shape[1:]), np.float16)
+        return Outcome({"out": out, "lse": out[..., 0]}, Tiling(16, 16), None, "none")
+
+    engine = SimpleNamespace(OPTIONS={"kernel"}, forward=forward)
+    monkeypatch.setattr(dispatch, "engine", lambda backend: engine)
+    monkeypatch.setattr(execution, "_ASKED", {})
+    monkeypatch.setattr(execution, "_MOST_ASKED", 3)
+    return asked
+
+
+def test_what_was_checked_once_is_not_checked_again_on_a_gpu(jobs):
+    def ask(q, **more):
+        flashsim.run(q, q, q, backend="cupy", **more)
+        return jobs[-1]
+
+    q = OnGpu(2, 40, 8)
+    first, again = ask(q, causal=True), ask(OnGpu(2, 40, 8), causal=True)
+    assert again.memo is first.memo
+    assert again.problem is first.problem
+    assert (first.q.shape, again.q.shape) == ((1, 2, 40, 8), (1, 2, 40, 8))
+    assert again.q is not first.q
+    others = [
+        *(ask(q), ask(q, causal=True, kernel="hopper"), ask(q, causal=True, scale=1)),
+        *(ask(q, causal=True, scale=1.0), ask(OnGpu(2, 41, 8), causal=True)),
+        ask(OnGpu(1, 2, 40, 8), causal=True),
+        ask(q, causal=True, cu_seqlens_q=(0, 40), cu_seqlens_k=(0, 40)),
+    ]
+    assert len({id(job.memo) for job in (first, *others)}) == 1 + len(others)
+    with pytest.raises(FlashSimError, match="causal"):
+        ask(q, causal=1)
+    with pytest.raises(FlashSimError, match="window"):
+        ask(q, window=[1, 2, 3])  # has no hash
+
+
 def test_deterministic_is_refused_where_there_is_one_form(x):
     with pytest.raises(OptionError, match=r"'standard' has one form, and it is deterministic"):
         run(x, algorithm="standard").backward(x.dout, deterministic=True)
