@@ -37,11 +37,11 @@ class Torch:
         self.backend = backend
 
     def _attend(self, q: Any, k: Any, v: Any, x: Inputs) -> Any:
+        if x.window:
+            raise NotImplementedError("scaled_dot_product_attention has no windows")
         from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.functional import scaled_dot_product_attention
 
-        if x.window:
-            raise NotImplementedError("scaled_dot_product_attention has no windows")
         with sdpa_kernel(getattr(SDPBackend, self.backend)):
             grouped = q.shape[1] != k.shape[1]
             return scaled_dot_product_attention(q, k, v, is_causal=x.causal, enable_gqa=grouped)

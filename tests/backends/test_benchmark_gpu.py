@@ -296,3 +296,38 @@ def test_the_forms_that_docs_quote_can_be_timed(bench):
     assert tensor.options == {"kernel": "tensor"}
     passes = bench.IMPLEMENTATIONS["flashsim cupy three passes"]
     assert (passes.backend, passes.deterministic, passes.options) == ("cupy", None, {})
+
+
+def test_shapes_say_what_they_are(bench):
+    for shapes in bench.SHAPES.values():
+        assert len(set(shapes)) == len(shapes)
+        assert all(s.heads % s.key_sizes[1] == 0 for s in shapes)
+    window = bench.Shape(128, True, 4, 1, 32, kv_heads=8, window=2)
+    assert str(window) == "d=128 1 x 32 on 8 N=4 causal, window 2"
+    assert window.key_sizes == (1, 8, 4, 128)
+    assert window.flops == 4 * 32 * 128 * (1 + 2 + 2 + 2)
+    assert {s.n for s in bench.SHAPES["short"]} >= {128, 768}
+    assert {s.head_dim for s in bench.SHAPES["widths"]} >= {32, 256}
+    assert {(s.heads, s.kv_heads) for s in bench.SHAPES["serving"]} == {(32, 8), (64, 8)}
+
+
+def test_torch_kernels_without_windows_say_so(bench):
+    inputs = sys.modules["gpu_implementations"].Inputs
+    x = inputs(*[np.zeros((1, 1, 2, 8))] * 4, True, window=1)
+    torch_one = bench.IMPLEMENTATIONS["torch cudnn"]
+    with pytest.raises(NotImplementedError, match="no windows"):
+        torch_one._attend(x.q, x.k, x.v, x)
+
+
+def test_the_picture_shows_the_table(monkeypatch):
+    root = Path(__file__).parents[2]
+    monkeypatch.syspath_prepend(str(root / "benchmarks"))
+    draw = importlib.import_module("gpu_plot").draw
+    with (root / "docs/data/gpu-h200.csv").open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    axes = draw(rows).axes
+    drawn = sorted(bar.get_height() for ax in axes for bar in ax.patches)
+    named = [r for r in rows if r["implementation"] in sys.modules["gpu_plot"].BARS]
+    figures = [float(r[f"{way}_tflops"]) for r in named for way in ("forward", "backward")]
+    assert drawn == pytest.approx(sorted(figures))
+    assert axes[0].get_title() == "d = 128, no mask"
