@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 HOPPER_FORWARD = "hopper/forward.cu"
 BACKWARD, WIDE, DQ = "hopper/backward.cu", "hopper/backward_wide.cu", "hopper/dq.cu"
-SHARED = "hopper/keys_outside.cuh"
+SHARED, WORK = "hopper/keys_outside.cuh", "hopper/work.cuh"
 FORWARD, DKDV, PORTABLE_DQ = (
     "portable/forward.cu",
     "portable/backward_dkdv.cu",
@@ -100,6 +100,16 @@ FAULTS = {
         "report_one(a.visit_counts + (first + v - 1) * 8 + 1,",
         "report_one(a.visit_counts + first * 8 + 1,",
         "counts and ragged and 96 and ascending",
+    ),
+    # -- what all of Hopper's kernels share -------------------------------------------------------
+    "counter-not-reset": KernelFault(
+        "a launch leaves the work counter where it ended, and the next one begins there",
+        *(WORK, "atomicInc(counter, items - 1)", "atomicAdd(counter, 1)", "side_by_side"),
+    ),
+    "view-of-the-next-row": KernelFault(
+        "boxes of a packed sequence are asked of the view that ends a row later",
+        *(WORK, "Place{ROUND - stop + row, stop}", "Place{ROUND - stop + row, stop + 1}"),
+        "test_features and varlen and 64",
     ),
     # -- Hopper's backward: order, who may read what and when -------------------------------------
     "tiles-not-awaited": KernelFault(

@@ -62,11 +62,9 @@ def affected(fault):
         given = (Problem(113, 203, 64, dtype=dtype, causal=True), None, H200, "ascending", "")
         passes = [*PORTABLE.forward_passes(*given), *PORTABLE.backward_passes(*given, "flash2")]
         every += [one.kernel for one in passes]
-    shared = fault.file == kernel_faults.SHARED
+    shared = {kernel_faults.SHARED: "hopper/back", kernel_faults.WORK: "hopper/"}
     files = {k.file: k for k in every}
-    return [
-        k for f, k in files.items() if f == fault.file or (shared and f.startswith("hopper/back"))
-    ]
+    return [k for f, k in files.items() if f.startswith(shared.get(fault.file, fault.file))]
 
 
 @contextlib.contextmanager
