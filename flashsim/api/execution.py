@@ -58,6 +58,8 @@ class Gradients(_Pass):
         Shaped like the bias, if there was one.
     kernel : str
         What ran.
+    tiling : Tiling
+        On which tiles.
     """
 
     dq: Any
@@ -65,6 +67,7 @@ class Gradients(_Pass):
     dv: Any
     dbias: Any
     kernel: str
+    tiling: Tiling
     _trace: Trace | None = field(repr=False)
 
     __repr__ = report.short
@@ -84,11 +87,14 @@ class Result(_Pass):
         Natural log of the sum of exponentials of each row of scores, in the accumulator type.
     kernel : str
         What ran.
+    tiling : Tiling
+        On which tiles.
     """
 
     out: Any
     lse: Any
     kernel: str
+    tiling: Tiling
     _trace: Trace | None = field(repr=False)
     _job: Job = field(repr=False)
     _saved: Mapping[str, Any] = field(repr=False)
@@ -327,6 +333,7 @@ def run(
         lse=give(inputs.squeeze(outcome.arrays["lse"], ndim - 1)),
         _trace=_trace(job, outcome, "forward", backend),
         kernel=outcome.kernel,
+        tiling=outcome.tiling,
         _job=job,
         _saved=outcome.saved,
         _backend=backend,
@@ -433,6 +440,7 @@ class _Asked:
             dbias=None if dbias is None else give(dbias.reshape(self.bias_shape)),
             _trace=_trace(job, outcome, "backward", self.backend),
             kernel=outcome.kernel,
+            tiling=outcome.tiling,
         )
 
     def _backward_job(

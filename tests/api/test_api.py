@@ -166,6 +166,15 @@ def test_what_was_checked_once_is_not_checked_again_on_a_gpu(jobs):
         ask(q, window=[1, 2, 3])  # has no hash
 
 
+def test_a_result_says_on_which_tiles_it_was_made(x):
+    result = run(x, tiling=Tiling(16, 8))
+    assert result.tiling == Tiling(16, 8)
+    assert result.backward(x.dout, tiling=Tiling(8, 16)).tiling == Tiling(8, 16)
+    chosen = run(x, trace=True)
+    assert chosen.tiling == chosen.trace.tiling
+    assert (grads := chosen.backward(x.dout)).tiling == grads.trace.tiling
+
+
 def test_deterministic_is_refused_where_there_is_one_form(x):
     with pytest.raises(OptionError, match=r"'standard' has one form, and it is deterministic"):
         run(x, algorithm="standard").backward(x.dout, deterministic=True)
