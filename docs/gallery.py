@@ -18,7 +18,8 @@ import matplotlib as mpl
 import numpy as np
 
 import flashsim
-from flashsim import Problem, Tiling, banks, blocks, l2, viz
+from flashsim import Problem, Tiling, banks, blocks, exercises, l2, viz
+from flashsim.exercises.picture import draw
 from flashsim.studies.reproduce import pallas
 
 HERE = Path(__file__).parent / "gallery"
@@ -77,6 +78,13 @@ def guide(page):
 def own(name):
     """A result of docs/guides/your_own_algorithm.md."""
     return guide("your_own_algorithm.md")[name]
+
+
+def picture_of_a_solution(rows):
+    """The open exercise with tiles of so many rows, beside the reference."""
+    one = exercises.get("fewest-bytes")
+    _, trace = exercises.grade(one.solution_source.replace("48", str(rows)), one)
+    return draw({f"tiles of {rows} rows": trace, "full marks": one.executed.trace}, one)
 
 
 def three(**options):
@@ -147,6 +155,7 @@ PLOTS = {
     "own-linear.png": lambda: viz.sram_timeline(own("result"), steps=(0, 9)),
     "own-orders.png": lambda: viz.traffic([own("result"), own("turned")]),
     "own-levels.png": lambda: viz.sram_timeline(own("small"), steps=(0, 9)),
+    "course-bytes.png": lambda: picture_of_a_solution(16),
     "gpu-blocks.png": lambda: viz.gpu_timeline(gpu("h200-forward")),
 }  # fmt: skip
 ANIMATIONS = {

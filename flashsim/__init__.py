@@ -53,7 +53,9 @@ _LATE = {
         ),
         "flashsim.studies",
     ),
-    **dict.fromkeys(("backends", "distributed", "jax", "l2", "torch", "viz"), "flashsim"),
+    **dict.fromkeys(
+        ("backends", "distributed", "exercises", "jax", "l2", "torch", "viz"), "flashsim"
+    ),
 }
 
 __all__ = [

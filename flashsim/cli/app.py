@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from flashsim.cli import course, measure, models, pictures, saved, truth
+from flashsim.cli import course, exercises, measure, models, pictures, saved, truth
 from flashsim.cli.options import spread
 from flashsim.errors import FlashSimError
 from flashsim.version import __version__
@@ -45,10 +45,17 @@ for _command in (
     *truth.COMMANDS,
     *course.COMMANDS,
     *pictures.COMMANDS,
+    exercises.grade,
 ):
     app.command()(spread(_command))
 for _look in (saved.show, saved.perfetto):
     _trace.command()(spread(_look))
+
+
+_exercise = typer.Typer(no_args_is_help=True, help="A course: exercises graded by bytes.")
+app.add_typer(_exercise, name="exercise")
+for _name, _lesson in exercises.COMMANDS.items():
+    _exercise.command(_name)(spread(_lesson))
 
 
 def main() -> None:

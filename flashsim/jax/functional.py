@@ -20,7 +20,7 @@ from flashsim.problem import checks
 ALGORITHMS = ("flash2", "flash2-fused")
 
 
-class Question(NamedTuple):
+class Asked(NamedTuple):
     """What is asked, but for arrays: known when a function is traced."""
 
     causal: bool
@@ -107,7 +107,7 @@ def attention(
     told |= {name: None if name in traced else x for name, x in offsets.items()}
     given = inputs.prepare(q, k, v, bias=bias, **told)
     p = given.problem
-    question = Question(
+    question = Asked(
         *(p.causal, p.window, p.softcap, p.scale, algorithm, deterministic, backend),
         *(p.cu_seqlens_q, p.cu_seqlens_k),
     )
@@ -143,7 +143,7 @@ def _known(offsets: Any) -> Any:
 
 
 def _call(
-    target: str, question: Question, operands: dict[str, Any], results: Sequence[Any]
+    target: str, question: Asked, operands: dict[str, Any], results: Sequence[Any]
 ) -> Sequence[Any]:
     """Have XLA call one of `flashsim.jax.foreign`'s functions."""
     packed = any(name in operands or getattr(question, name) is not None for name in OFFSETS)
@@ -157,7 +157,7 @@ def _call(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(question: Question, operands: dict[str, Any]) -> tuple[Any, Any]:
+def _attention(question: Asked, operands: dict[str, Any]) -> tuple[Any, Any]:
     """out (batch, heads, n_q, head_dim_v), lse (batch, heads, n_q)."""
     q, v = operands["q"], operands["v"]
     wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
@@ -166,13 +166,13 @@ def _attention(question: Question, operands: dict[str, Any]) -> tuple[Any, Any]:
     return out, lse
 
 
-def _keep(question: Question, operands: dict[str, Any]) -> tuple[Any, Any]:
+def _keep(question: Asked, operands: dict[str, Any]) -> tuple[Any, Any]:
     """The forward pass, and what its backward pass needs: beside inputs and out, the LSE."""
     out, lse = _attention(question, operands)
     return (out, lse), (operands, out, lse)
 
 
-def _pull_back(question: Question, kept: Any, cotangents: Any) -> tuple[dict[str, Any]]:
+def _pull_back(question: Asked, kept: Any, cotangents: Any) -> tuple[dict[str, Any]]:
     operands, out, lse = kept
     return (_gradients(question, operands | {"out": out, "lse": lse, "dout": cotangents[0]}),)
 
@@ -181,7 +181,7 @@ _attention.defvjp(_keep, _pull_back)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _gradients(question: Question, operands: dict[str, Any]) -> dict[str, Any]:
+def _gradients(question: Asked, operands: dict[str, Any]) -> dict[str, Any]:
     """The gradients of q, k, v and bias; offsets have none."""
     names = [name for name in ("q", "k", "v", "bias") if name in operands]
     results = [(operands[name].shape, operands[name].dtype) for name in names]

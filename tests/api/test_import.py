@@ -183,6 +183,7 @@ def test_public_names_exist_and_are_sorted():
         "blocks",
         "claims",
         "demo",
+        "exercises",
         "l2",
         "ladder",
         "oracle",

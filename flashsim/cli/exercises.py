@@ -1,0 +1,151 @@
+"""Commands of a course: list, start, hint, predict, reveal, grade."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flashsim import report
+from flashsim.cli import options as opt
+from flashsim.cli.output import ready, say, show_tables
+from flashsim.errors import OptionError
+from flashsim.exercises import apart, shelf
+from flashsim.exercises.exercise import Exercise
+from flashsim.exercises.picture import draw
+from flashsim.report import beside
+from flashsim.trace.trace import Trace
+
+_Name = Annotated[str, typer.Argument(help="Of `flashsim exercise list`, or a .py file.")]
+
+
+def listed(form: opt.Format) -> None:
+    """List the exercises, in the order of the course."""
+    table = report.Table(
+        "Exercises",
+        ("name", "what", "full marks B", "SRAM B", "hints"),
+        note="flashsim exercise start NAME writes a file to fill in; flashsim grade FILE grades it",
+    )
+    for name in shelf.names():
+        one = shelf.get(name)
+        sram = None if one.questions else one.task.sram_bytes
+        full = None if one.questions else one.full_marks_bytes
+        table.rows.append((name, one.title, full, sram, len(one.hints)))
+    show_tables([table], [table], form)
+
+
+def start(
+    name: _Name,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Default: NAME.py, here.")] = None,
+    force: Annotated[bool, typer.Option(help="Overwrite a file that is there.")] = False,
+) -> None:
+    """Write the file to fill in: the statement, and a skeleton."""
+    one = shelf.get(name)
+    path = out or Path(f"{one.name.replace('-', '_')}.py")
+    if path.exists() and not force:
+        raise OptionError(f"{str(path)!r} is there already; --force overwrites it")
+    ready(path, (".py",))
+    with beside(path) as part:
+        part.write_text(one.file_text, encoding="utf-8")
+    typer.echo(
+        f"{path}: fill it in, then `flashsim grade {path}`; `flashsim exercise hint {name}` helps"
+    )
+
+
+def hint(
+    name: _Name,
+    number: Annotated[int, typer.Option("--number", "-n", min=1, help="Which one.")] = 1,
+) -> None:
+    """Show a hint: 1 is a nudge, the last nearly everything."""
+    hints = shelf.get(name).hints
+    if number > len(hints):
+        raise OptionError(f"{name} has {len(hints)} hints, got --number {number}")
+    typer.echo(f"{number} of {len(hints)}: {hints[number - 1]}")
+
+
+def reveal(name: _Name) -> None:
+    """Print a reference solution, which gets every point."""
+    typer.echo(shelf.get(name).solution_source, nl=False)
+
+
+def predict(
+    name: _Name,
+    loaded: Annotated[int | None, typer.Option(help="Your bytes; asked for if left out.")] = None,
+    stored: Annotated[int | None, typer.Option(help="Your bytes; asked for if left out.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw what moved, to this file.")] = None,
+) -> None:
+    """Say first how many bytes move; then see. For the lecture hall."""
+    one = shelf.get(name)
+    ready(picture)
+    typer.echo(f"{textwrap.dedent(one.statement).strip()}\n\n{one.sizes}\n")
+    loaded = typer.prompt("bytes loaded", type=int) if loaded is None else loaded
+    stored = typer.prompt("bytes stored", type=int) if stored is None else stored
+    trace = one.executed.trace
+    table = report.Table(
+        f"{name}: said and measured", ("bytes", "said B", "measured B", "said / measured")
+    )
+    measured = {"loaded": trace.bytes("load"), "stored": trace.bytes("store")}
+    for (what, right), said in zip(measured.items(), (loaded, stored), strict=True):
+        table.rows.append((what, said, right, said / right))
+    exact = (loaded, stored) == tuple(measured.values())
+    table.note = "to the byte!" if exact else "where they are, tensor by tensor, is below"
+    show_tables([table, trace.table()], [table])
+    if picture is not None:
+        _draw({"the reference": trace}, one, picture)
+
+
+def grade(
+    file: Annotated[Path, typer.Argument(help="What `flashsim exercise start` wrote, filled in.")],
+    exercise: Annotated[
+        str | None, typer.Option(help="A name or a .py file; default: what the file says.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+    gradescope: Annotated[
+        Path | None, typer.Option(help="Also write a results.json as Gradescope reads it.")
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw where the bytes went, to this file.")
+    ] = None,
+    save: Annotated[Path | None, typer.Option(help="Write the trace to this .npz file.")] = None,
+    limit: Annotated[float, typer.Option(min=0.1, help="Seconds that it may take.")] = apart.LIMIT,
+) -> None:
+    """Grade a solution: results, room on chip, bytes; in words, and in points of 100."""
+    for path in (gradescope, picture, save):
+        ready(path)
+    marks, trace = apart.grade_file(file, exercise, limit=limit)
+    typer.echo(marks.json() if as_json else marks.text())
+    if gradescope is not None:
+        with beside(gradescope) as part:
+            part.write_text(marks.gradescope(), encoding="utf-8")
+        say(f"Gradescope's results in {gradescope}")
+    if trace is None:
+        return
+    if save is not None:
+        trace.save(save)
+        say(f"trace in {save}")
+    if picture is not None:
+        one = shelf.get(exercise or apart.exercise_of(file.read_text(encoding="utf-8")) or "")
+        _draw({"yours": trace, "full marks": one.executed.trace}, one, picture)
+
+
+def _draw(traces: dict[str, Trace], one: Exercise, path: Path) -> None:
+    """A picture of where the bytes went."""
+    import matplotlib as mpl
+
+    from flashsim import viz
+
+    mpl.use("Agg")
+    viz.save_figure(draw(traces, one), path)
+    say(f"picture in {path}")
+
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "list": listed,
+    "start": start,
+    "hint": hint,
+    "predict": predict,
+    "reveal": reveal,
+}

@@ -1,0 +1,68 @@
+"""Softmax of whole rows.
+
+S lies in HBM. Store P, where P[i, j] = exp(S[i, j]) / Σ exp(S[i, :]). A tile of 8 whole rows
+fits on chip, and no score here is so large that exp overflows: take the formula as it stands.
+Load S once, store P once.
+"""
+
+import numpy as np
+
+from flashsim.exercises.exercise import Exercise, Task
+from flashsim.exercises.truths import softmax
+from flashsim.problem.problem import Problem
+from flashsim.schedule.tensors import whole_bytes
+from flashsim.schedule.tiling import Tiling
+
+
+def reference(machine):
+    """Rows on chip from load to store."""
+    hbm = machine.hbm
+    with machine.stage("softmax") as sram:
+        for rows in machine.row_tiles():
+            with sram.step(rows):
+                S = sram.load(hbm.S, rows)
+                np.exp(S, out=S)
+                S /= S.sum(axis=1)[:, None]
+                sram.store(hbm.P, rows, S)
+
+
+SKELETON = """
+import numpy as np
+
+
+def solution(machine):
+    hbm = machine.hbm  # hbm.S and hbm.P, (32, 48)
+    with machine.stage("softmax") as sram:
+        for rows in machine.row_tiles():  # slices of 8 rows
+            with sram.step(rows):
+                S = sram.load(hbm.S, rows)
+                # TODO: exponentials in place, divided by the sum of each row
+                sram.store(hbm.P, rows, S)
+"""
+
+
+def budget(task):
+    """S in, P out."""
+    return whole_bytes(task.problem, "S") + whole_bytes(task.problem, "P")
+
+
+def weights(arrays, p, dtype):
+    """Not divided by the sum."""
+    return {"P": np.exp(arrays["S"].astype(dtype))}
+
+
+EXERCISE = Exercise(
+    name="naive-softmax",
+    statement=__doc__,
+    task=Task(Problem(32, n_kv=48, head_dim=8), Tiling(8, 48), 2048, ("S",), ("P",), spread=20),
+    reference=reference,
+    truth=softmax,
+    skeleton=SKELETON,
+    hints=(
+        "np.exp(S, out=S) takes no room besides S.",
+        "S.sum(axis=1) is a tile with one number a row; [:, None] makes a column of it.",
+        "np.exp(S, out=S), then S /= S.sum(axis=1)[:, None].",
+    ),
+    budget=budget,
+    mistakes={"the exponentials were not divided by the sum of their row": weights},
+)

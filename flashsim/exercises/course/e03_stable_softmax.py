@@ -1,0 +1,64 @@
+"""Softmax of large scores.
+
+As before, but the scores reach 200, and exp(200) is infinity in float32. Take each row's
+largest score off first: it cancels. Whole rows fit on chip: still load S once, store P once.
+"""
+
+import numpy as np
+
+from flashsim.exercises.course.e02_naive_softmax import budget
+from flashsim.exercises.exercise import Exercise, Task
+from flashsim.exercises.truths import softmax
+from flashsim.problem.problem import Problem
+from flashsim.schedule.tiling import Tiling
+
+
+def reference(machine):
+    """The row's maximum is taken off in place."""
+    hbm = machine.hbm
+    with machine.stage("softmax") as sram:
+        for rows in machine.row_tiles():
+            with sram.step(rows):
+                S = sram.load(hbm.S, rows)
+                S -= S.max(axis=1)[:, None]
+                np.exp(S, out=S)
+                S /= S.sum(axis=1)[:, None]
+                sram.store(hbm.P, rows, S)
+
+
+SKELETON = """
+import numpy as np
+
+
+def solution(machine):
+    hbm = machine.hbm
+    with machine.stage("softmax") as sram:
+        for rows in machine.row_tiles():
+            with sram.step(rows):
+                S = sram.load(hbm.S, rows)
+                # TODO: as before, but so that no exponential exceeds 1
+                sram.store(hbm.P, rows, S)
+"""
+
+
+def weights(arrays, p, dtype):
+    """Not divided by the sum."""
+    s = arrays["S"].astype(dtype)
+    return {"P": np.exp(s - s.max(axis=-1, keepdims=True))}
+
+
+EXERCISE = Exercise(
+    name="stable-softmax",
+    statement=__doc__,
+    task=Task(Problem(32, n_kv=48, head_dim=8), Tiling(8, 48), 2048, ("S",), ("P",), spread=200),
+    reference=reference,
+    truth=softmax,
+    skeleton=SKELETON,
+    hints=(
+        "exp(s - m) / Σ exp(s - m) is the same for every m.",
+        "With m the row's maximum, no exponent is above 0.",
+        "S -= S.max(axis=1)[:, None] before the exponential.",
+    ),
+    budget=budget,
+    mistakes={"the exponentials were not divided by the sum of their row": weights},
+)

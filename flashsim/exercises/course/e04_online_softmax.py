@@ -1,0 +1,83 @@
+"""Online softmax: one pass for the maximum and the sum.
+
+A row no longer fits on chip: only tiles of 8 × 16 scores do. The maximum, the sum and the
+quotient would take three passes over S. Keep a running maximum m and a running sum l of each
+row instead, and rescale l whenever m grows: then two passes are enough, the second for P. Load
+S twice, store P once.
+"""
+
+import numpy as np
+
+from flashsim.exercises.exercise import Exercise, Task
+from flashsim.exercises.truths import softmax
+from flashsim.problem.problem import Problem
+from flashsim.schedule.tensors import whole_bytes
+from flashsim.schedule.tiling import Tiling
+
+
+def reference(machine):
+    """Milakov and Gimelshein, arXiv:1805.02867, Algorithm 3, tile by tile."""
+    hbm = machine.hbm
+    with machine.stage("softmax") as sram:
+        for rows in machine.row_tiles():
+            with sram.step(rows):
+                n = rows.stop - rows.start
+                m = sram.alloc("m", n, fill=-np.inf)
+                l = sram.alloc("l", n, fill=0.0)
+                for cols in machine.key_tiles():
+                    with sram.visit(rows, cols):
+                        S = sram.load(hbm.S, rows, cols)
+                        m_new = np.maximum(m, S.max(axis=1))
+                        l *= np.exp(m - m_new)
+                        S -= m_new[:, None]
+                        np.exp(S, out=S)
+                        l += S.sum(axis=1)
+                        m[:] = m_new
+                for cols in machine.key_tiles():
+                    with sram.visit(rows, cols):
+                        S = sram.load(hbm.S, rows, cols)
+                        S -= m[:, None]
+                        np.exp(S, out=S)
+                        S /= l[:, None]
+                        sram.store(hbm.P, rows, S, cols)
+
+
+SKELETON = """
+import numpy as np
+
+
+def solution(machine):
+    hbm = machine.hbm
+    with machine.stage("softmax") as sram:
+        for rows in machine.row_tiles():
+            with sram.step(rows):
+                n = rows.stop - rows.start
+                m = sram.alloc("m", n, fill=-np.inf)
+                l = sram.alloc("l", n, fill=0.0)
+                for cols in machine.key_tiles():
+                    with sram.visit(rows, cols):
+                        S = sram.load(hbm.S, rows, cols)
+                        # TODO: bring m and l up to date: m[:] = ..., l[:] = ...
+                # TODO: the second pass, which stores P
+"""
+
+
+def budget(task):
+    """S in twice, P out."""
+    return 2 * whole_bytes(task.problem, "S") + whole_bytes(task.problem, "P")
+
+
+EXERCISE = Exercise(
+    name="online-softmax",
+    statement=__doc__,
+    task=Task(Problem(32, n_kv=48, head_dim=8), Tiling(8, 16), 1024, ("S",), ("P",)),
+    reference=reference,
+    truth=softmax,
+    skeleton=SKELETON,
+    hints=(
+        "When the maximum grows from m to m_new, what was summed is too large by exp(m_new - m).",
+        "l[:] = l * exp(m - m_new) + the row sums of exp(S - m_new).",
+        "What a visit makes ends with it: write into m and l (m[:] = m_new), do not rebind them.",
+    ),
+    budget=budget,
+)

@@ -1,0 +1,90 @@
+"""Softmax and product in one pass.
+
+O = softmax(S) V, and P never leaves the chip. S lies in HBM, in tiles of 8 × 16. Keep O, m and
+l of eight rows on chip; when the maximum grows, rescale O as well as l. Load each score once.
+"""
+
+import numpy as np
+
+from flashsim.exercises.exercise import Exercise, Task
+from flashsim.exercises.truths import output_terms, softmax_product
+from flashsim.problem.problem import Problem
+from flashsim.schedule.tensors import whole_bytes
+from flashsim.schedule.tiling import Tiling
+
+
+def reference(machine):
+    """One pass: division is left to the end."""
+    hbm, p = machine.hbm, machine.problem
+    with machine.stage("fused") as sram:
+        for rows in machine.row_tiles():
+            with sram.step(rows):
+                n = rows.stop - rows.start
+                O = sram.alloc("O", (n, p.head_dim_v), fill=0.0)
+                m = sram.alloc("m", n, fill=-np.inf)
+                l = sram.alloc("l", n, fill=0.0)
+                for cols in machine.key_tiles():
+                    with sram.visit(rows, cols):
+                        S = sram.load(hbm.S, rows, cols)
+                        m_new = np.maximum(m, S.max(axis=1))
+                        alpha = np.exp(m - m_new)
+                        S -= m_new[:, None]
+                        np.exp(S, out=S)
+                        l *= alpha
+                        l += S.sum(axis=1)
+                        O *= alpha[:, None]
+                        sram.accumulate(O, S, sram.load(hbm.V, cols))
+                        m[:] = m_new
+                O /= l[:, None]
+                sram.store(hbm.O, rows, O)
+
+
+SKELETON = """
+import numpy as np
+
+
+def solution(machine):
+    hbm, p = machine.hbm, machine.problem
+    with machine.stage("fused") as sram:
+        for rows in machine.row_tiles():
+            with sram.step(rows):
+                n = rows.stop - rows.start
+                O = sram.alloc("O", (n, p.head_dim_v), fill=0.0)
+                # TODO: m and l
+                for cols in machine.key_tiles():
+                    with sram.visit(rows, cols):
+                        S, V = sram.load(hbm.S, rows, cols), sram.load(hbm.V, cols)
+                        # TODO: the online softmax, with O rescaled too
+                # TODO: divide
+                sram.store(hbm.O, rows, O)
+"""
+
+
+def budget(task):
+    """S once, V once for each tile of rows, O once."""
+    p, t_r = task.problem, -(-task.problem.n_q // task.tiling.block_q)
+    return whole_bytes(p, "S") + t_r * whole_bytes(p, "V") + whole_bytes(p, "O")
+
+
+def undivided(arrays, p, dtype):
+    """Σ exp(S - m) V."""
+    s = arrays["S"].astype(dtype)
+    return {"O": np.exp(s - s.max(axis=-1, keepdims=True)) @ arrays["V"].astype(dtype)}
+
+
+EXERCISE = Exercise(
+    name="fused-softmax-product",
+    statement=__doc__,
+    task=Task(Problem(32, n_kv=48, head_dim=8), Tiling(8, 16), 2048, ("S",)),
+    reference=reference,
+    truth=softmax_product,
+    skeleton=SKELETON,
+    terms=output_terms,
+    hints=(
+        "O is a sum over keys, like l: the same factor exp(m - m_new) brings it up to date.",
+        "sram.accumulate(O, P, V) adds P V without room for the product; P takes the place of S.",
+        "Divide once at the end: O /= l[:, None].",
+    ),
+    budget=budget,
+    mistakes={"the sum over the keys is right, but was not divided by l": undivided},
+)

@@ -1,0 +1,92 @@
+"""Causal attention that skips what it need not read.
+
+Query i sees keys 0 … i. Half of the tiles of scores are empty: do not load their keys. Where a
+tile is cut by the diagonal, `machine.keep(rows, cols)` says which scores count (None: all of
+them). Store O; attention is as in the last exercise, with S = scale · Q Kᵀ computed on chip.
+"""
+
+import numpy as np
+
+from flashsim.api.counting import count
+from flashsim.exercises.exercise import Exercise, Task
+from flashsim.exercises.truths import SLIPS, attention, output_terms, with_problem
+from flashsim.problem.problem import Problem
+from flashsim.schedule.tensors import whole_bytes
+from flashsim.schedule.tiling import Tiling
+
+
+def reference(machine):
+    """Tiles above the diagonal are not visited."""
+    hbm, p = machine.hbm, machine.problem
+    with machine.stage("forward") as sram:
+        for rows in machine.row_tiles():
+            with sram.step(rows):
+                Q = sram.load(hbm.Q, rows)
+                O = sram.alloc("O", Q.shape, fill=0.0)
+                m = sram.alloc("m", len(Q), fill=-np.inf)
+                l = sram.alloc("l", len(Q), fill=0.0)
+                for cols in machine.key_tiles():
+                    keep = machine.keep(rows, cols)
+                    if keep is not None and not keep.any():
+                        continue
+                    with sram.visit(rows, cols):
+                        S = Q @ sram.load(hbm.K, cols).T
+                        S *= p.scale
+                        if keep is not None:
+                            S[~keep] = -np.inf
+                        m_new = np.maximum(m, S.max(axis=1))
+                        alpha = np.exp(m - m_new)
+                        S -= m_new[:, None]
+                        np.exp(S, out=S)
+                        l *= alpha
+                        l += S.sum(axis=1)
+                        O *= alpha[:, None]
+                        sram.accumulate(O, S, sram.load(hbm.V, cols))
+                        m[:] = m_new
+                O /= l[:, None]
+                sram.store(hbm.O, rows, O)
+
+
+SKELETON = """
+import numpy as np
+
+
+def solution(machine):
+    hbm, p = machine.hbm, machine.problem
+    with machine.stage("forward") as sram:
+        for rows in machine.row_tiles():
+            with sram.step(rows):
+                Q = sram.load(hbm.Q, rows)
+                # TODO: O, m and l
+                for cols in machine.key_tiles():
+                    keep = machine.keep(rows, cols)
+                    # TODO: leave out what is empty; mask what is cut: S[~keep] = -np.inf
+                # TODO: divide, and store O
+"""
+
+
+def budget(task):
+    """FlashAttention-2's closed form, without L."""
+    counted = count(task.problem, tiling=task.tiling).bytes()
+    return counted - whole_bytes(task.problem, "L")
+
+
+EXERCISE = Exercise(
+    name="causal-skipping",
+    statement=__doc__,
+    task=Task(Problem(48, n_kv=48, head_dim=8, causal=True), Tiling(8, 8), 2560),
+    reference=reference,
+    truth=attention,
+    skeleton=SKELETON,
+    terms=output_terms,
+    hints=(
+        "keep is computed from positions: it costs no bytes to ask before you load.",
+        "if keep is not None and not keep.any(): continue, before the visit.",
+        "The first tile of a row always has a key that is seen, so m is finite after it.",
+    ),
+    budget=budget,
+    mistakes={
+        "this is what comes out without the causal mask": with_problem(attention, causal=False),
+        **{words: slip for words, slip in SLIPS.items() if "scale" in words},
+    },
+)

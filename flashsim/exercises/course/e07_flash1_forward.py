@@ -1,0 +1,98 @@
+"""FlashAttention-1: keys outside.
+
+Turn the loops round, as the first paper does (arXiv:2205.14135, Algorithm 1): a step owns a
+tile of keys, loads K and V *once*, and goes over the queries. O, l and m of every row then pass
+through HBM at every visit: load them, bring them up to date, store them. Before the walk they
+must be cleared in HBM, by a stage of their own: O = 0, l = 0, m = -inf.
+
+Store O (normalised, as in the paper), l and m.
+"""
+
+import numpy as np
+
+from flashsim.api.counting import count
+from flashsim.exercises.exercise import Exercise, Task
+from flashsim.exercises.truths import SLIPS, attention, output_terms
+from flashsim.problem.problem import Problem
+from flashsim.schedule.tiling import Tiling
+
+
+def reference(machine):
+    """Algorithm 1, lines 2 to 15."""
+    hbm, p = machine.hbm, machine.problem
+    with machine.stage("init") as sram:
+        for rows in machine.row_tiles():
+            with sram.step(rows):
+                sram.store(hbm.O, rows, 0.0)
+                sram.store(hbm.l, rows, 0.0)
+                sram.store(hbm.m, rows, -np.inf)
+    with machine.stage("forward", outer="keys") as sram:
+        for cols in machine.key_tiles():
+            with sram.step(cols):
+                K, V = sram.load(hbm.K, cols), sram.load(hbm.V, cols)
+                for rows in machine.row_tiles():
+                    with sram.visit(rows, cols):
+                        O, l = sram.load(hbm.O, rows), sram.load(hbm.l, rows)
+                        m = sram.load(hbm.m, rows)
+                        S = sram.load(hbm.Q, rows) @ K.T
+                        S *= p.scale
+                        m_new = np.maximum(m, S.max(axis=1))
+                        S -= m_new[:, None]
+                        np.exp(S, out=S)
+                        l *= np.exp(m - m_new)  # the part of l_new that was there
+                        O *= l[:, None]
+                        l += S.sum(axis=1)
+                        sram.accumulate(O, S, V)
+                        O /= l[:, None]
+                        sram.store(hbm.O, rows, O)
+                        sram.store(hbm.l, rows, l)
+                        sram.store(hbm.m, rows, m_new)
+
+
+SKELETON = """
+import numpy as np
+
+
+def solution(machine):
+    hbm, p = machine.hbm, machine.problem
+    with machine.stage("init") as sram:
+        for rows in machine.row_tiles():
+            with sram.step(rows):
+                sram.store(hbm.O, rows, 0.0)
+                # TODO: l and m
+    with machine.stage("forward", outer="keys") as sram:
+        for cols in machine.key_tiles():
+            with sram.step(cols):
+                K, V = sram.load(hbm.K, cols), sram.load(hbm.V, cols)
+                for rows in machine.row_tiles():
+                    with sram.visit(rows, cols):
+                        # TODO: load what there is of these rows, bring it up to date, store it
+                        pass
+"""
+
+
+def truth(arrays, p, dtype):
+    """O, and l and m whose m + log l is the LSE."""
+    s = arrays["S"].astype(dtype)
+    m = s.max(axis=-1)
+    l = np.exp(s - m[..., None]).sum(axis=-1)
+    return {"O": attention(arrays, p, dtype)["O"], "l": l, "m": m}
+
+
+EXERCISE = Exercise(
+    name="flash1-forward",
+    statement=__doc__,
+    task=Task(Problem(32, n_kv=48, head_dim=8), Tiling(8, 16), 3072, outputs=("O", "l", "m")),
+    reference=reference,
+    truth=truth,
+    skeleton=SKELETON,
+    terms=output_terms,
+    hints=(
+        "O in HBM is divided by the l of the keys seen so far: multiply by l to go on.",
+        "With l already rescaled: O *= l, l += the new sums, O += P V, O /= l.",
+        "A whole O in one step would save the stores of O, but K and V are to be read once.",
+    ),
+    budget=lambda task: count(task.problem, algorithm="flash1", tiling=task.tiling).bytes(),
+    at_most=(("load", "K"), ("load", "V")),
+    mistakes=SLIPS,
+)

@@ -1,0 +1,75 @@
+"""FlashAttention-2: queries outside.
+
+The second paper turns the loops back (arXiv:2307.08691, Algorithm 1): a step owns a tile of
+queries, keeps O, m and l on chip, and streams K and V past. O is divided once, at the end.
+Store O and L = m + log l.
+"""
+
+import numpy as np
+
+from flashsim.api.counting import count
+from flashsim.exercises.exercise import Exercise, Task
+from flashsim.exercises.truths import SLIPS, attention, output_terms
+from flashsim.problem.problem import Problem
+from flashsim.schedule.tiling import Tiling
+
+
+def reference(machine):
+    """Algorithm 1, lines 3 to 15."""
+    hbm, p = machine.hbm, machine.problem
+    with machine.stage("forward") as sram:
+        for rows in machine.row_tiles():
+            with sram.step(rows):
+                Q = sram.load(hbm.Q, rows)
+                O = sram.alloc("O", Q.shape, fill=0.0)
+                m = sram.alloc("m", len(Q), fill=-np.inf)
+                l = sram.alloc("l", len(Q), fill=0.0)
+                for cols in machine.key_tiles():
+                    with sram.visit(rows, cols):
+                        S = Q @ sram.load(hbm.K, cols).T
+                        S *= p.scale
+                        m_new = np.maximum(m, S.max(axis=1))
+                        alpha = np.exp(m - m_new)
+                        S -= m_new[:, None]
+                        np.exp(S, out=S)
+                        l *= alpha
+                        l += S.sum(axis=1)
+                        O *= alpha[:, None]
+                        sram.accumulate(O, S, sram.load(hbm.V, cols))
+                        m[:] = m_new
+                O /= l[:, None]
+                sram.store(hbm.O, rows, O)
+                sram.store(hbm.L, rows, m + np.log(l))
+
+
+SKELETON = """
+import numpy as np
+
+
+def solution(machine):
+    hbm, p = machine.hbm, machine.problem  # p.scale is 1 / sqrt(head_dim)
+    with machine.stage("forward") as sram:
+        for rows in machine.row_tiles():
+            with sram.step(rows):
+                Q = sram.load(hbm.Q, rows)
+                O = sram.alloc("O", Q.shape, fill=0.0)
+                # TODO
+                sram.store(hbm.O, rows, O)
+"""
+
+EXERCISE = Exercise(
+    name="flash2-forward",
+    statement=__doc__,
+    task=Task(Problem(32, n_kv=48, head_dim=8), Tiling(8, 16), 2560, outputs=("O", "L")),
+    reference=reference,
+    truth=attention,
+    skeleton=SKELETON,
+    terms=output_terms,
+    hints=(
+        "It is the fused softmax-product, with S = scale Q Kᵀ made on chip.",
+        "Each step loads its Q once, and all of K and V, tile by tile.",
+        "L = m + log l, of the m and l after the last tile.",
+    ),
+    budget=lambda task: count(task.problem, tiling=task.tiling).bytes(),
+    mistakes=SLIPS,
+)

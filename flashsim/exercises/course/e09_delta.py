@@ -1,0 +1,60 @@
+"""delta, the first stage of the backward pass.
+
+delta_i = Σ_j P_ij dP_ij, a sum over N keys, is also Σ_x dO_ix O_ix, a sum over head_dim (dP =
+dO Vᵀ and O = P V). So nobody needs P for it: load O and dO once, store delta.
+"""
+
+from flashsim.exercises.exercise import Exercise, Task
+from flashsim.exercises.truths import delta, scaled
+from flashsim.problem.problem import Problem
+from flashsim.schedule.tensors import whole_bytes
+from flashsim.schedule.tiling import Tiling
+
+
+def reference(machine):
+    """FlashAttention-2's Algorithm 2, line 4."""
+    hbm = machine.hbm
+    with machine.stage("delta") as sram:
+        for rows in machine.row_tiles():
+            with sram.step(rows):
+                O = sram.load(hbm.O, rows)
+                O *= sram.load(hbm.dO, rows)
+                sram.store(hbm.delta, rows, O.sum(axis=1))
+
+
+SKELETON = """
+import numpy as np
+
+
+def solution(machine):
+    hbm = machine.hbm  # hbm.O and hbm.dO, (32, 8); hbm.delta, (32,)
+    with machine.stage("delta") as sram:
+        for rows in machine.row_tiles():
+            with sram.step(rows):
+                pass  # TODO
+"""
+
+
+def budget(task):
+    """O and dO in, delta out."""
+    return sum(whole_bytes(task.problem, name) for name in ("O", "dO", "delta"))
+
+
+EXERCISE = Exercise(
+    name="delta",
+    statement=__doc__,
+    task=Task(Problem(32, n_kv=48, head_dim=8), Tiling(8, 16), 640, ("O", "dO"), ("delta",)),
+    reference=reference,
+    truth=delta,
+    skeleton=SKELETON,
+    hints=(
+        "Element by element, then a sum along the row: axis=1.",
+        "O *= dO works in place, and takes no third tile.",
+        "The scale of the scores has no part in it.",
+    ),
+    budget=budget,
+    mistakes={
+        "delta does not have the scale in it": scaled(delta, "delta", lambda p: p.scale),
+        "delta is the sum itself, not its mean": scaled(delta, "delta", lambda p: 1 / p.head_dim_v),
+    },
+)

@@ -1,0 +1,92 @@
+"""dK and dV: keys outside.
+
+Given L and delta of the rows, P = exp(S - L) can be had again from Q and K. With keys outside:
+
+    dV_j = Σ_i P_ijᵀ dO_i      dS_ij = P_ij (dO_i V_jᵀ - delta_i)      dK_j = scale Σ_i dS_ijᵀ Q_i
+
+A step owns a tile of keys, keeps dK and dV on chip, and streams Q, dO, L and delta past.
+"""
+
+import numpy as np
+
+from flashsim.api.counting import count
+from flashsim.exercises.exercise import Exercise, Task
+from flashsim.exercises.truths import gradient_terms, gradients, scaled
+from flashsim.problem.problem import Problem
+from flashsim.schedule.tiling import Tiling
+
+
+def reference(machine):
+    """FlashAttention-2's Algorithm 2, lines 5 to 19, without dQ."""
+    hbm, p = machine.hbm, machine.problem
+    with machine.stage("dkdv", outer="keys") as sram:
+        for cols in machine.key_tiles():
+            with sram.step(cols):
+                K, V = sram.load(hbm.K, cols), sram.load(hbm.V, cols)
+                dK = sram.alloc("dK", K.shape, fill=0.0)
+                dV = sram.alloc("dV", V.shape, fill=0.0)
+                for rows in machine.row_tiles():
+                    with sram.visit(rows, cols):
+                        Q, dO = sram.load(hbm.Q, rows), sram.load(hbm.dO, rows)
+                        P = Q @ K.T
+                        P *= p.scale
+                        P -= sram.load(hbm.L, rows)[:, None]
+                        np.exp(P, out=P)
+                        sram.accumulate(dV, P.T, dO)
+                        dP = dO @ V.T
+                        dP -= sram.load(hbm.delta, rows)[:, None]
+                        P *= dP
+                        sram.accumulate(dK, P.T, Q)
+                dK *= p.scale
+                sram.store(hbm.dK, cols, dK)
+                sram.store(hbm.dV, cols, dV)
+
+
+SKELETON = """
+import numpy as np
+
+
+def solution(machine):
+    hbm, p = machine.hbm, machine.problem
+    with machine.stage("dkdv", outer="keys") as sram:
+        for cols in machine.key_tiles():
+            with sram.step(cols):
+                K, V = sram.load(hbm.K, cols), sram.load(hbm.V, cols)
+                dK = sram.alloc("dK", K.shape, fill=0.0)
+                dV = sram.alloc("dV", V.shape, fill=0.0)
+                for rows in machine.row_tiles():
+                    with sram.visit(rows, cols):
+                        pass  # TODO: P, dV, dS, dK
+                sram.store(hbm.dK, cols, dK)
+                sram.store(hbm.dV, cols, dV)
+"""
+
+
+def budget(task):
+    """That stage of FlashAttention-2's backward pass, in closed form."""
+    counted = count(task.problem, direction="backward", tiling=task.tiling)
+    return sum(nbytes for (stage, _, _), nbytes in counted.transfers.items() if stage == "dkdv")
+
+
+EXERCISE = Exercise(
+    name="dk-dv",
+    statement=__doc__,
+    task=Task(
+        *(Problem(32, n_kv=48, head_dim=8), Tiling(8, 16), 4096),
+        *(("dO", "L", "delta"), ("dK", "dV")),
+        spread=8,
+    ),
+    reference=reference,
+    truth=gradients,
+    skeleton=SKELETON,
+    hints=(
+        "P needs no maximum and no division: exp(S - L) is P itself.",
+        "dP = dO @ V.T takes off delta and multiplies with P: that is dS, in P's own tile.",
+        "sram.accumulate(dV, P.T, dO) before P becomes dS; the scale of dK once, at the end.",
+    ),
+    terms=gradient_terms,
+    budget=budget,
+    mistakes={
+        "dK has the scale in it, once": scaled(gradients, "dK", lambda p: 1 / p.scale),
+    },
+)

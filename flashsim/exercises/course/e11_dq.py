@@ -1,0 +1,82 @@
+"""dQ: queries outside.
+
+    dS_ij = P_ij (dO_i V_jᵀ - delta_i)        dQ_i = scale Σ_j dS_ij K_j
+
+dQ is a sum over keys: with queries outside it stays on chip, as O does in the forward pass, and
+no atomic addition is needed. A step owns a tile of queries with their dO, L and delta.
+"""
+
+import numpy as np
+
+from flashsim.api.counting import count
+from flashsim.exercises.exercise import Exercise, Task
+from flashsim.exercises.truths import gradient_terms, gradients, scaled
+from flashsim.problem.problem import Problem
+from flashsim.schedule.tiling import Tiling
+
+
+def reference(machine):
+    """The third stage of a backward pass without atomics."""
+    hbm, p = machine.hbm, machine.problem
+    with machine.stage("dq") as sram:
+        for rows in machine.row_tiles():
+            with sram.step(rows):
+                Q, dO = sram.load(hbm.Q, rows), sram.load(hbm.dO, rows)
+                L, delta = sram.load(hbm.L, rows), sram.load(hbm.delta, rows)
+                dQ = sram.alloc("dQ", Q.shape, fill=0.0)
+                for cols in machine.key_tiles():
+                    with sram.visit(rows, cols):
+                        K = sram.load(hbm.K, cols)
+                        P = Q @ K.T
+                        P *= p.scale
+                        P -= L[:, None]
+                        np.exp(P, out=P)
+                        dP = dO @ sram.load(hbm.V, cols).T
+                        dP -= delta[:, None]
+                        P *= dP
+                        sram.accumulate(dQ, P, K)
+                dQ *= p.scale
+                sram.store(hbm.dQ, rows, dQ)
+
+
+SKELETON = """
+import numpy as np
+
+
+def solution(machine):
+    hbm, p = machine.hbm, machine.problem
+    with machine.stage("dq") as sram:
+        for rows in machine.row_tiles():
+            with sram.step(rows):
+                Q, dO = sram.load(hbm.Q, rows), sram.load(hbm.dO, rows)
+                L, delta = sram.load(hbm.L, rows), sram.load(hbm.delta, rows)
+                # TODO
+"""
+
+
+def budget(task):
+    """That stage of FlashAttention-2's backward pass, in closed form."""
+    counted = count(task.problem, direction="backward", tiling=task.tiling)
+    return sum(nbytes for (stage, _, _), nbytes in counted.transfers.items() if stage == "dq")
+
+
+EXERCISE = Exercise(
+    name="dq",
+    statement=__doc__,
+    task=Task(
+        *(Problem(32, n_kv=48, head_dim=8), Tiling(8, 16), 4096),
+        *(("dO", "L", "delta"), ("dQ",)),
+        spread=8,
+    ),
+    reference=reference,
+    truth=gradients,
+    skeleton=SKELETON,
+    hints=(
+        "K is needed twice in a visit, for S and for dQ: load it once, under a name.",
+        "S and dP are made again; in the last exercise they were made for dK and dV.",
+        "sram.accumulate(dQ, dS, K), and the scale once, at the end.",
+    ),
+    terms=gradient_terms,
+    budget=budget,
+    mistakes={"dQ has the scale in it, once": scaled(gradients, "dQ", lambda p: 1 / p.scale)},
+)

@@ -1,0 +1,97 @@
+"""Grouped queries: one load of K and V for four heads.
+
+Four query heads share a key head. With a walk for each query head, K and V are loaded four
+times as often as need be. In a stage with ``per="group"`` a step serves all four:
+`sram.load(hbm.Q, rows, member=g)` is the tile of query head g of the group, and so with
+`sram.store`. K and V have no members.
+
+Store O; load K and V once for each tile of rows, not once for each head.
+"""
+
+import numpy as np
+
+from flashsim.exercises.exercise import Exercise, Task
+from flashsim.exercises.truths import SLIPS, attention, output_terms
+from flashsim.problem.problem import Problem
+from flashsim.schedule.tensors import whole_bytes
+from flashsim.schedule.tiling import Tiling
+
+
+def reference(machine):
+    """Four heads' O, m and l on chip, one K and V past them."""
+    hbm, p = machine.hbm, machine.problem
+    with machine.stage("forward", per="group") as sram:
+        for rows in machine.row_tiles():
+            with sram.step(rows):
+                heads = []
+                for g in range(p.group):
+                    Q = sram.load(hbm.Q, rows, member=g)
+                    O = sram.alloc("O", Q.shape, fill=0.0)
+                    m = sram.alloc("m", len(Q), fill=-np.inf)
+                    l = sram.alloc("l", len(Q), fill=0.0)
+                    heads.append((Q, O, m, l))
+                for cols in machine.key_tiles():
+                    with sram.visit(rows, cols):
+                        K, V = sram.load(hbm.K, cols), sram.load(hbm.V, cols)
+                        for Q, O, m, l in heads:
+                            with sram.strip():
+                                S = Q @ K.T
+                                S *= p.scale
+                                m_new = np.maximum(m, S.max(axis=1))
+                                alpha = np.exp(m - m_new)
+                                S -= m_new[:, None]
+                                np.exp(S, out=S)
+                                l *= alpha
+                                l += S.sum(axis=1)
+                                O *= alpha[:, None]
+                                sram.accumulate(O, S, V)
+                                m[:] = m_new
+                for g, (_, O, _, l) in enumerate(heads):
+                    O /= l[:, None]
+                    sram.store(hbm.O, rows, O, member=g)
+
+
+SKELETON = """
+import numpy as np
+
+
+def solution(machine):
+    hbm, p = machine.hbm, machine.problem
+    with machine.stage("forward", per="group") as sram:
+        for rows in machine.row_tiles():
+            with sram.step(rows):
+                heads = []
+                for g in range(p.group):
+                    Q = sram.load(hbm.Q, rows, member=g)
+                    # TODO: O, m and l of this head; keep them together with Q
+                for cols in machine.key_tiles():
+                    with sram.visit(rows, cols):
+                        K, V = sram.load(hbm.K, cols), sram.load(hbm.V, cols)
+                        # TODO: for each head
+                # TODO: sram.store(hbm.O, rows, O, member=g)
+"""
+
+
+def budget(task):
+    """Q and O of every head once; K and V once for each tile of rows."""
+    p, t_r = task.problem, -(-task.problem.n_q // task.tiling.block_q)
+    keys = whole_bytes(p, "K") + whole_bytes(p, "V")
+    return whole_bytes(p, "Q") + t_r * keys + whole_bytes(p, "O")
+
+
+EXERCISE = Exercise(
+    name="grouped-queries",
+    statement=__doc__,
+    task=Task(Problem(16, n_kv=48, head_dim=8, heads=4, kv_heads=1), Tiling(8, 16), 5120),
+    reference=reference,
+    truth=attention,
+    skeleton=SKELETON,
+    terms=output_terms,
+    hints=(
+        "A Python list of tiles is fine, as long as they were made before the loop over keys.",
+        "with sram.strip(): for each head, so that four tiles of scores do not lie side by side.",
+        "K and V are loaded in the visit, before the loop over the heads.",
+    ),
+    budget=budget,
+    mistakes=SLIPS,
+)

@@ -1,0 +1,111 @@
+"""Decoding: the keys divided over thread blocks.
+
+One query, a cache of 96 keys. A single step would do all the work while every other SM idles:
+so let no step load more than a quarter of K. Four steps each do attention over 24 keys, and
+store a partial O and LSE into a workspace; a second stage merges them:
+
+    L = log Σ_s exp(L_s)        O = Σ_s exp(L_s - L) O_s
+
+A workspace is `machine.hbm.new("O_split", rows, width)`. Store O and L.
+"""
+
+import numpy as np
+
+from flashsim.exercises.exercise import Exercise, Task
+from flashsim.exercises.truths import SLIPS, attention, output_terms
+from flashsim.problem.problem import Problem
+from flashsim.schedule.names import CODES, COMPUTE, LOAD
+from flashsim.schedule.tensors import whole_bytes
+from flashsim.schedule.tiling import Tiling
+
+PARTS = 4
+
+
+def reference(machine):
+    """Flash-Decoding's two steps: each part of the keys is one tile."""
+    hbm, p = machine.hbm, machine.problem
+    query, parts = slice(0, 1), machine.key_tiles()
+    O_split = hbm.new("O_split", len(parts), p.head_dim_v)
+    L_split = hbm.new("L_split", len(parts))
+    with machine.stage("split") as sram:
+        for at, cols in enumerate(parts):
+            with sram.step(query), sram.visit(query, cols):
+                S = sram.load(hbm.Q, query) @ sram.load(hbm.K, cols).T
+                S *= p.scale
+                m = S.max(axis=1)
+                S -= m[:, None]
+                np.exp(S, out=S)
+                l = S.sum(axis=1)
+                O = S @ sram.load(hbm.V, cols)
+                O /= l[:, None]
+                sram.store(O_split, slice(at, at + 1), O)
+                sram.store(L_split, slice(at, at + 1), m + np.log(l))
+    with machine.stage("combine") as sram, sram.step(query):
+        L_s = sram.load(L_split, slice(0, len(parts)))
+        m = L_s.max(keepdims=True)
+        L = m + np.log(np.exp(L_s - m).sum(keepdims=True))
+        weights = np.exp(L_s - L)
+        O = weights[None] @ sram.load(O_split, slice(0, len(parts)))
+        sram.store(hbm.O, query, O)
+        sram.store(hbm.L, query, L)
+
+
+SKELETON = """
+import numpy as np
+
+
+def solution(machine):
+    hbm, p = machine.hbm, machine.problem
+    query, parts = slice(0, 1), machine.key_tiles()  # four slices of 24 keys
+    O_split = hbm.new("O_split", len(parts), p.head_dim_v)
+    L_split = hbm.new("L_split", len(parts))
+    with machine.stage("split") as sram:
+        for at, cols in enumerate(parts):
+            with sram.step(query), sram.visit(query, cols):
+                pass  # TODO: attention over these keys, into row `at` of the workspaces
+    with machine.stage("combine") as sram, sram.step(query):
+        pass  # TODO: merge
+"""
+
+
+def budget(task):
+    """K, V, O and L once, Q once a part, partial results out and in again."""
+    p = task.problem
+    once = sum(whole_bytes(p, name) for name in ("K", "V", "O", "L"))
+    partial = whole_bytes(p, "O") + whole_bytes(p, "L")
+    return once + PARTS * (whole_bytes(p, "Q") + 2 * partial)
+
+
+def in_parallel(trace):
+    """No step loads more than its share of the keys."""
+    share = whole_bytes(trace.problem, "K") // PARTS
+    for stage in trace.stages:
+        e = stage.events
+        step = np.cumsum((e["op"] == COMPUTE) & (e["visit"] < 0))  # a step ends with a computation
+        loads = (e["op"] == LOAD) & (e["tensor"] == CODES["K"])
+        most = int(np.bincount(step, weights=e["bytes"] * loads).max(initial=0))
+        if most > share:
+            return (
+                f"a step of stage {stage.name!r} loads {most:,} B of K; a quarter is {share:,} B: "
+                "give the parts to steps of their own"
+            )
+    return ""
+
+
+EXERCISE = Exercise(
+    name="decode-splits",
+    statement=__doc__,
+    task=Task(Problem(1, n_kv=96, head_dim=8), Tiling(1, 24), 2048, outputs=("O", "L")),
+    reference=reference,
+    truth=attention,
+    skeleton=SKELETON,
+    terms=output_terms,
+    hints=(
+        "Each part is the forward pass of a tile: no running maximum is needed, it has one tile.",
+        "Divide each part's O by its own l; L_s = m + log l then says how much it weighs.",
+        "Take off the largest L_s before exp, as always: m = L_s.max(keepdims=True).",
+    ),
+    budget=budget,
+    demand=in_parallel,
+    mistakes=SLIPS,
+)

@@ -1,0 +1,216 @@
+"""What an exercise is made of, and what its solutions are run on."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from flashsim.api.simulate import OwnResult, simulate
+from flashsim.problem import oracle
+from flashsim.problem.hardware import Device
+from flashsim.problem.problem import Problem
+from flashsim.schedule.tiling import Tiling
+from flashsim.trace.trace import Trace
+
+#: How scores run along the keys: random ones alone hardly move a row's maximum.
+KINDS = ("normal", "rising", "falling", "heavy")
+Arrays = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a solution is given, what it must store, and the machine it has.
+
+    Attributes
+    ----------
+    problem : Problem
+        float32.
+    tiling : Tiling
+        ``machine.tiling``.
+    sram_bytes : int
+        What a step can hold.
+    inputs : tuple of str
+        Tensors besides Q, K and V: "S" (the scaled scores), "O", "L", "dO", "delta".
+    outputs : tuple of str
+        What it must store.
+    spread : float
+        Rising scores climb from -spread to spread.
+    """
+
+    problem: Problem
+    tiling: Tiling
+    sram_bytes: int
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ("O",)
+    spread: float = 50.0
+
+    @property
+    def device(self) -> Device:
+        """A machine with that much SRAM a block."""
+        name = "this exercise's machine"
+        return Device(name=name, sram_bytes=self.sram_bytes, sram_per_sm=self.sram_bytes)
+
+    def arrays(self, kind: str = "normal", seed: int = 0) -> dict[str, np.ndarray]:
+        """Q, K, V and the other inputs, float32, of one of `KINDS`."""
+        p = self.problem
+        rng = np.random.default_rng([seed, KINDS.index(kind)])
+        draw = rng.standard_normal
+        q, dout = (draw((p.batch, p.heads, p.n_q, d)) for d in (p.head_dim, p.head_dim_v))
+        k, v = (draw((p.batch, p.kv_heads, p.n_kv, d)) for d in (p.head_dim, p.head_dim_v))
+        if kind == "heavy":
+            for x in (q, k, v, dout):
+                x[rng.random(x.shape) < 0.02] *= 8
+        elif kind != "normal":
+            ramp = np.linspace(-self.spread, self.spread, p.n_kv)
+            along = np.full(p.head_dim, p.head_dim**-0.5)  # q.along is about 1
+            q = 0.1 * q + along
+            k = k + (ramp if kind == "rising" else -ramp)[:, None] * along / p.scale
+        given = {"Q": q, "K": k, "V": v, "dO": dout}
+        given = {name: x.astype(np.float32) for name, x in given.items()}
+        return {**given, **self._derived(given)}
+
+    def _derived(self, given: Arrays) -> dict[str, np.ndarray]:
+        q, k, v = (given[name] for name in "QKV")
+        wide = np.repeat(k.astype(np.float64), self.problem.group, axis=1)
+        found = {"S": (q.astype(np.float64) @ wide.mT) * self.problem.scale}
+        if {"O", "L", "delta"} & {*self.inputs}:
+            found["O"], found["L"] = oracle.attention(q, k, v, self.problem)
+            found["delta"] = (found["O"] * given["dO"]).sum(axis=-1)
+        return {name: x.astype(np.float32) for name, x in found.items()}
+
+    def run(
+        self, solution: Callable[..., None], arrays: Arrays, device: Device | None = None
+    ) -> OwnResult:
+        """Run a solution on some arrays; default: on the task's own device."""
+        p = self.problem
+        return simulate(
+            *(solution, arrays["Q"], arrays["K"], arrays["V"]),
+            inputs={name: arrays[name] for name in self.inputs},
+            outputs=self.outputs,
+            tiling=self.tiling,
+            device=device or self.device,
+            causal=p.causal,
+            window=p.window,
+            scale=p.scale,
+        )
+
+
+class Question(NamedTuple):
+    """Something to count by hand; `answer` reads it off the reference's trace.
+
+    `slips` are wrong answers that have a reason: words by number, from the trace as well.
+    """
+
+    ask: str
+    answer: Callable[[Trace], int]
+    slips: Callable[[Trace], Mapping[int, str]] = lambda trace: {}
+
+
+@dataclass(frozen=True, eq=False)
+class Exercise:
+    """One exercise; its file gives it the name EXERCISE.
+
+    Attributes
+    ----------
+    name : str
+        As the command line calls it.
+    statement : str
+        What is asked, in Markdown: the file's own docstring (``__doc__``); its first line is the
+        title.
+    task : Task
+    reference : function of the machine
+        A solution that gets every point. It must be whole in itself, `np` excepted.
+    truth : function of (arrays, problem, dtype)
+        The outputs by name, in plain NumPy of that dtype ("float64" judges, "float32" is the
+        yardstick).
+    skeleton : str
+        The student's function, to be filled in; its name is ``solution``.
+    hints : tuple of str
+        From a nudge to nearly everything.
+    terms : function of (arrays, problem), optional
+        Of each output, float64: what its terms add up to without their signs, which is what
+        roundings are shares of; default: the output itself.
+    budget : function of the task, optional
+        Bytes that get full marks, as a closed form; default: what the reference moves.
+    at_most : tuple of (op, tensor)
+        Transfers that may not exceed the reference's, whatever else was saved.
+    demand : function of a trace, optional
+        What else must be so: words if it is not, or "".
+    mistakes : mapping of str to function
+        Functions like `truth` of what comes out by mistakes that are easily made, by words for
+        them.
+    questions : tuple of Question
+        If there are any, the student answers them, in a dict ANSWERS, instead of programming.
+    bound : function of the task, optional
+        Bytes that nobody gets below, for the picture.
+    """
+
+    name: str
+    statement: str
+    task: Task
+    reference: Callable[..., None]
+    truth: Callable[[Arrays, Problem, str], Arrays]
+    skeleton: str
+    hints: tuple[str, ...]
+    terms: Callable[[Arrays, Problem], Arrays] | None = None
+    budget: Callable[[Task], int] | None = None
+    at_most: tuple[tuple[str, str], ...] = ()
+    demand: Callable[[Trace], str] | None = None
+    mistakes: Mapping[str, Callable[[Arrays, Problem, str], Arrays]] = field(default_factory=dict)
+    questions: tuple[Question, ...] = ()
+    bound: Callable[[Task], int] | None = None
+
+    @property
+    def title(self) -> str:
+        """The first line of the statement."""
+        return self.statement.strip().splitlines()[0].rstrip(".")
+
+    @cached_property
+    def executed(self) -> OwnResult:
+        """The reference, run on normal inputs."""
+        return self.task.run(self.reference, self.task.arrays())
+
+    @property
+    def full_marks_bytes(self) -> int:
+        """Bytes that get full marks."""
+        return self.budget(self.task) if self.budget else self.executed.trace.bytes()
+
+    @cached_property
+    def solution_source(self) -> str:
+        """The reference as a student would have written it."""
+        if self.questions:
+            answers = [q.answer(self.executed.trace) for q in self.questions]
+            lines = (f"    {q.ask!r}: {n},\n" for q, n in zip(self.questions, answers, strict=True))
+            return f"ANSWERS = {{\n{''.join(lines)}}}\n"
+        text = textwrap.dedent(inspect.getsource(self.reference))
+        name = self.reference.__name__
+        return f"import numpy as np\n\n\n{text.replace(f'def {name}(', 'def solution(', 1)}"
+
+    @property
+    def sizes(self) -> str:
+        """The sizes that the bytes follow from, in a line."""
+        p, t = self.task.problem, self.task.tiling
+        heads = f"{p.heads} query heads, {p.kv_heads} key heads, " if p.heads > 1 else ""
+        return (
+            f"{heads}{p.n_q} queries, {p.n_kv} keys, head_dim {p.head_dim}, {p.dtype}"
+            f"{', causal' if p.causal else ''}; tiles of {t.block_q} × {t.block_k}"
+        )
+
+    @property
+    def file_text(self) -> str:
+        """What a student starts from: the statement as a comment, and the skeleton."""
+        about = f"{self.statement.strip()}\n\n{self.sizes}."
+        if not self.questions:
+            about += (
+                f"\nOn chip: {self.task.sram_bytes:,} B. Full marks: {self.full_marks_bytes:,} B "
+                "moved."
+            )
+        statement = textwrap.indent(about, "# ", lambda line: True)
+        lines = "\n".join(line.rstrip() for line in statement.splitlines())
+        return f"# flashsim exercise: {self.name}\n#\n{lines}\n\n{self.skeleton.strip()}\n"

@@ -1,0 +1,118 @@
+"""Points, and the words that go with them: as text, as JSON, and as Gradescope reads them."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One thing that was judged.
+
+    `kind` says what is wrong in one word, for programs; "" if nothing is. `words` tell people.
+    """
+
+    name: str
+    points: int
+    most: int
+    kind: str = ""
+    words: str = ""
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What a file got.
+
+    Attributes
+    ----------
+    exercise : str
+    marks : tuple of Mark
+    figures : dict
+        Bytes moved, bytes that get full marks, peak on chip, capacity, and a lower bound.
+    moved : tuple of (op, tensor, bytes, the reference's bytes)
+    seconds : float
+        What the judging took.
+    """
+
+    exercise: str
+    marks: tuple[Mark, ...]
+    figures: dict[str, int]
+    moved: tuple[tuple[str, str, int, int], ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def points(self) -> int:
+        """All points together."""
+        return sum(mark.points for mark in self.marks)
+
+    @property
+    def most(self) -> int:
+        """All points there are: 100."""
+        return sum(mark.most for mark in self.marks)
+
+    def text(self) -> str:
+        """For a terminal."""
+        lines = [f"{self.exercise}: {self.points} of {self.most} points", ""]
+        for mark in self.marks:
+            sign = "✓" if mark.points == mark.most else "✗" if not mark.points else "~"
+            lines.append(f"  {sign} {mark.name:<24}{mark.points:>4} / {mark.most}")
+            for part in mark.words.splitlines():
+                indent = " " * (6 + len(part) - len(part.lstrip()))
+                lines += textwrap.wrap(
+                    part.strip(), 96, initial_indent=indent, subsequent_indent=indent
+                )
+        if self.moved:
+            lines += ["", f"  {'':<16}{'yours':>14}{'full marks':>14}"]
+            for op, tensor, mine, theirs in self.moved:
+                lines.append(f"  {op + ' ' + tensor:<16}{mine:>12,} B{theirs:>12,} B")
+        if "bytes" in self.figures:
+            f = self.figures
+            lines.append(f"  {'all':<16}{f['bytes']:>12,} B{f['budget']:>12,} B")
+            lines.append(
+                f"  {'peak on chip':<16}{f['peak']:>12,} B{f['sram']:>12,} B (what there is)"
+            )
+        if "bound" in self.figures:
+            lines.append(f"  {'lower bound':<16}{'':>14}{self.figures['bound']:>12,} B")
+        return "\n".join(lines)
+
+    def json(self) -> str:
+        """Everything, for programs."""
+        return json.dumps({**asdict(self), "points": self.points, "most": self.most}, indent=2)
+
+    def gradescope(self) -> str:
+        """Gradescope's ``results.json``: a test for each mark, one score."""
+        tests: list[dict[str, Any]] = [
+            {
+                "name": mark.name,
+                "score": mark.points,
+                "max_score": mark.most,
+                "status": "passed" if mark.points == mark.most else "failed",
+                "output": mark.words,
+            }
+            for mark in self.marks
+        ]
+        whole = {
+            "score": self.points,
+            "execution_time": round(self.seconds, 3),
+            "output": self.text(),
+            "output_format": "text",
+            "visibility": "visible",
+            "stdout_visibility": "hidden",
+            "tests": tests,
+        }
+        return json.dumps(whole, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Marks:
+        """What `json` wrote."""
+        given = json.loads(text)
+        return cls(
+            given["exercise"],
+            tuple(Mark(**mark) for mark in given["marks"]),
+            given["figures"],
+            tuple((op, tensor, mine, theirs) for op, tensor, mine, theirs in given["moved"]),
+            given["seconds"],
+        )

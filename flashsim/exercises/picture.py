@@ -1,0 +1,25 @@
+"""Where the bytes of a solution went, beside the reference's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flashsim.exercises.exercise import Exercise
+from flashsim.trace.trace import Trace
+
+
+def draw(traces: Mapping[str, Trace], exercise: Exercise) -> Any:
+    """Bars by tensor, and a line for what nobody gets below; returns the Axes."""
+    from flashsim import viz
+
+    axes = viz.traffic(dict(traces))
+    if exercise.bound is not None:
+        bound, color = exercise.bound(exercise.task), viz.palette.theme("light").accent
+        if any(trace.compulsory() != bound for trace in traces.values()):  # which is drawn
+            axes.axhline(bound, color=color, lw=1.6, ls=":")
+        axes.annotate(
+            f"lower bound {bound:,} B", (1, bound), (-4, 4), xycoords=("axes fraction", "data"),
+            textcoords="offset points", ha="right", color=color,
+        )  # fmt: skip
+    return axes

@@ -1,0 +1,51 @@
+"""Which exercises there are: those of `course`, and any file of a lecturer's."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from functools import cache
+from pathlib import Path
+from pkgutil import iter_modules
+
+from flashsim.errors import OptionError, choices, shown
+from flashsim.exercises import course
+from flashsim.exercises.exercise import Exercise
+
+
+@cache
+def _course() -> dict[str, Exercise]:
+    pages = sorted(page.name for page in iter_modules(course.__path__))
+    found = [importlib.import_module(f"{course.__name__}.{page}").EXERCISE for page in pages]
+    return {exercise.name: exercise for exercise in found}
+
+
+def names() -> list[str]:
+    """The exercises that come along, in the order of the course."""
+    return list(_course())
+
+
+def get(name: str) -> Exercise:
+    """The exercise of that name, or the one in a file of one's own.
+
+    Raises
+    ------
+    OptionError
+        If there is none, or the file defines no EXERCISE.
+    """
+    if name in _course():
+        return _course()[name]
+    if not name.endswith(".py"):
+        raise OptionError(f"no exercise {shown(name)}; {choices(name, names())}, or a .py file")
+    path = Path(name)
+    if not path.is_file():
+        raise OptionError(f"no exercise in {name!r}: there is no such file")
+    spec = importlib.util.spec_from_file_location("flashsim_exercise", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    exercise = getattr(module, "EXERCISE", None)
+    if not isinstance(exercise, Exercise):
+        raise OptionError(f"{name} defines no EXERCISE = flashsim.exercises.Exercise(...)")
+    return exercise

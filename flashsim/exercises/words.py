@@ -1,0 +1,117 @@
+"""What went wrong, in words."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from flashsim.counts.questions import OPS
+from flashsim.errors import FlashSimError, ShapeError, SramOverflow
+from flashsim.exercises.exercise import KINDS, Arrays, Exercise
+from flashsim.schedule.names import CODES
+from flashsim.schedule.tensors import whole_bytes
+from flashsim.trace.trace import Trace
+
+#: What it means that a result is right only where the first keys have the largest scores.
+FALLING = (
+    "right where the largest scores come first: when m grows, what was summed before has to be "
+    "rescaled by exp(m - m_new)"
+)
+_DONE = {"load": "was loaded", "store": "was stored", "reduce": "was added to"}
+#: What a machine's error is about, by its words.
+_ABOUT = {
+    "freed": r"after its memory was given back|has ended|lies in another stage",
+    "outside": r"from outside the machine|no array reaches HBM|which is the \w+ that was given",
+    "off chip": r"stay on chip|outside the chip|a branch on the numbers",
+    "unloaded": r"lies in HBM: load",
+    "unstored": r"was never stored|is not there|ran no stage",
+    "scope": r"works in steps|inside a step|inside a visit|in the step of|reach over tiles",
+    "operation": r"not an operation of the machine|is an input|is cut by slices",
+}
+
+
+def kind_of(error: BaseException) -> str:
+    """What an error is about, in one word."""
+    if isinstance(error, SramOverflow):
+        return "overflow"
+    if isinstance(error, ShapeError):
+        return "shape"
+    if isinstance(error, FlashSimError):
+        text = str(error)
+        return next((kind for kind, words in _ABOUT.items() if re.search(words, text)), "machine")
+    return "error"
+
+
+def of_error(error: BaseException) -> str:
+    """An error for a student: its text and, from its notes, the line."""
+    if isinstance(error, FlashSimError):
+        return str(error)
+    notes = "; ".join(getattr(error, "__notes__", ()))
+    return f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else "")
+
+
+def transfers(trace: Trace) -> dict[tuple[str, str], int]:
+    """Bytes by operation and tensor, all stages."""
+    found: dict[tuple[str, str], int] = {}
+    for (_, op, tensor), nbytes in trace.transfers.items():
+        found[op, tensor] = found.get((op, tensor), 0) + nbytes
+    order = lambda key: (OPS.index(key[0]), CODES.get(key[1], len(CODES)), key[1])  # noqa: E731
+    return {key: found[key] for key in sorted(found, key=order)}
+
+
+def excess(trace: Trace, reference: Trace) -> list[str]:
+    """What was moved more often than need be, the worst first: "K was loaded 64 times; 8 ..."."""
+    mine, theirs, p = transfers(trace), transfers(reference), trace.problem
+    over = {key: n - theirs.get(key, 0) for key, n in mine.items() if n > theirs.get(key, 0)}
+    said = []
+    for op, tensor in sorted(over, key=lambda key: -over[key]):
+        moved, need = mine[op, tensor], theirs.get((op, tensor), 0)
+        if tensor not in CODES or not need:
+            said.append(f"{tensor} {_DONE[op]}, {moved:,} B; {need:,} B would do")
+            continue
+        whole = whole_bytes(p, tensor)
+        said.append(f"{tensor} {_DONE[op]} {times(moved / whole)}; {number(need / whole)} would do")
+    return said
+
+
+def times(n: float) -> str:
+    """How often, in words."""
+    return "once" if n == 1 else f"{number(n)} times"
+
+
+def number(n: float) -> str:
+    """A number of times, whole where it is."""
+    return f"{n:.0f}" if n == int(n) else f"{n:.2f}".rstrip("0").rstrip(".")
+
+
+def off(exercise: Exercise, arrays: Arrays, kind: str, name: str, got: np.ndarray) -> str:
+    """Why a result is not right; "" if it errs by twice plain float32 and a rounding at most."""
+    p = exercise.task.problem
+    exact = exercise.truth(arrays, p, "float64")[name]
+    rough = exercise.truth(arrays, p, "float32")[name]
+    # A rounding of a score, a share of its terms, is a relative error of its exponential.
+    k = np.repeat(np.abs(arrays["K"]), p.group, axis=1)
+    spread = float((np.abs(arrays["Q"]) @ k.mT).max() * p.scale)
+    size = exact if exercise.terms is None else exercise.terms(arrays, p)[name]
+    rounding = np.finfo(np.float32).eps * (1 + spread) * np.abs(size).max()
+    allowed = 2 * np.abs(rough - exact).max() + rounding
+    wrong = ~(np.abs(got - exact) <= allowed)
+    if not wrong.any():
+        return ""
+    said = f"{name}, {kind} inputs: "
+    if not np.isfinite(got).all():
+        if kind in KINDS[:1]:
+            return (
+                f"{said}NaN or infinity: was something divided by 0, or used before it was written?"
+            )
+        return f"{said}NaN or infinity where scores are large: exp overflows unless m is taken off"
+    for words, variant in exercise.mistakes.items():
+        other = variant(arrays, p, "float64")
+        if name in other:
+            small = 1e-4 * np.abs(other[name]).max()
+            if np.allclose(got, other[name], 1e-4, small):
+                return f"{said}{words}"
+    row = int(np.argwhere(wrong)[0][2])
+    worst = float(np.abs(got - exact).max())
+    return f"{said}off by up to {worst:.3g}, where {allowed:.2g} is allowed; first in row {row}"

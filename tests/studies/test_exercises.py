@@ -1,0 +1,354 @@
+"""Exercises: references get every point, wrong solutions the words that they deserve."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+from wrong_solutions import WRONG, seeded
+
+import flashsim
+from flashsim import OptionError
+from flashsim.cli.app import app
+from flashsim.exercises import Marks, apart, get, grade, names, words
+from flashsim.exercises.exercise import KINDS
+from flashsim.exercises.source import Refused, checked
+
+mpl.use("Agg")
+FLASH2 = get("flash2-forward")
+PAGE = (Path(__file__).parents[2] / "docs/guides/course.md").read_text(encoding="utf-8")
+
+
+def test_there_is_a_course():
+    assert len(names()) >= 12
+    assert names()[0] == "count-a-product"
+    assert names()[-1] == "fewest-bytes"
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_reference_gets_every_point(name):
+    one = get(name)
+    marks, _ = grade(one.solution_source, one)
+    assert [mark for mark in marks.marks if mark.points < mark.most] == []
+    assert (marks.points, marks.most) == (100, 100)
+
+
+@pytest.mark.parametrize("name", names())
+def test_what_a_student_starts_from(name):
+    """It can be read, says what is asked, holds no solution, and is judged in words."""
+    one = get(name)
+    text = one.file_text
+    assert text.startswith(f"# flashsim exercise: {name}\n")
+    assert one.title in text
+    assert "TODO" in text or one.questions
+    assert max(map(len, text.splitlines())) <= 100
+    marks, _ = grade(text, one)
+    assert marks.points < 100
+    first = next(mark for mark in marks.marks if mark.kind)
+    assert first.kind in ("unstored", "result", "answer", "machine", "error", "bytes")
+    assert first.words
+    assert 3 <= len(one.hints) <= 5
+
+
+@pytest.mark.parametrize("name", [n for n in names() if get(n).budget])
+def test_full_marks_are_a_closed_form(name):
+    """Derived by hand, or FlashAttention's own; and what the reference moves, as integers."""
+    one = get(name)
+    assert one.budget(one.task) == one.executed.trace.bytes()
+
+
+def test_the_bound_is_below_what_anyone_moves():
+    one = get("fewest-bytes")
+    assert one.bound(one.task) == one.executed.trace.compulsory() < one.full_marks_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "said", "find", "put"),
+    WRONG,
+    ids=[f"{at}-{name}-{kind}" for at, (name, kind, *_) in enumerate(WRONG)],
+)
+def test_a_wrong_solution_fails_for_the_right_reason(name, kind, said, find, put):
+    one = get(name)
+    marks, _ = grade(seeded(one.solution_source, find, put), one)
+    wrong = [mark for mark in marks.marks if mark.points < mark.most]
+    assert wrong[0].kind == kind
+    assert said in " ".join(mark.words for mark in wrong)
+
+
+def test_enough_is_wrong():
+    assert len(WRONG) >= 40
+    assert {name for name, *_ in WRONG} == set(names())
+
+
+def test_the_guide_shows_what_is_printed():
+    wrong = next(w for w in WRONG if w[:2] == ("flash2-forward", "bytes"))
+    marks, _ = grade(seeded(FLASH2.solution_source, *wrong[3:]), FLASH2)
+    assert f"```\n{marks.text()}\n```" in PAGE
+
+
+def test_bytes_count_only_with_right_results():
+    nothing = "def solution(machine):\n    with machine.stage('s') as sram, sram.step(0):\n"
+    for name in ("O", "L"):
+        nothing += f"        sram.store(machine.hbm.{name}, slice(0, 32), 0.0)\n"
+    marks, trace = grade(nothing, FLASH2)
+    assert trace.bytes() < FLASH2.full_marks_bytes
+    assert marks.points == 20  # room on chip alone
+    assert marks.marks[-1].words == "bytes count when the results are right"
+
+
+def test_fewer_bytes_than_full_marks():
+    """One step for all rows: K and V once."""
+    text = FLASH2.solution_source.replace(
+        "machine.row_tiles()", "[slice(0, machine.problem.n_q)]"
+    ).replace('stage("forward")', 'stage("forward", tiling=type(machine.tiling)(32, 8))')
+    text = text.replace("machine.key_tiles()", "[slice(j, j + 8) for j in range(0, 48, 8)]")
+    marks, trace = grade(text, FLASH2)
+    assert marks.marks[-1].points == 40
+    less = FLASH2.full_marks_bytes - trace.bytes()
+    assert marks.marks[-1].words == f"{less:,} B fewer than full marks ask for"
+
+
+def test_few_bytes_in_another_order_than_was_asked_for():
+    """FlashAttention-2 moves less than FlashAttention-1, whose keys were to be loaded once."""
+    store = "sram.store(hbm.L, rows, m + np.log(l))"
+    assert store in FLASH2.solution_source
+    both = f"sram.store(hbm.l, rows, l){chr(10)}{' ' * 16}sram.store(hbm.m, rows, m)"
+    one = get("flash1-forward")
+    marks, trace = grade(FLASH2.solution_source.replace(store, both), one)
+    assert trace.bytes() < one.full_marks_bytes
+    assert marks.marks[-1].kind == "order"
+    assert "K was loaded 4 times; 1 would do\nV was loaded" in marks.marks[-1].words
+
+
+# -- files ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "said"),
+    [
+        ("def solution(machine:\n", "syntax", "line 1: '(' was never closed"),
+        ("x = 1\n", "function", "defines no function solution(machine)"),
+        ("solution = 3\n", "function", "defines no function"),
+        ("1 / 0\n", "error", "the file ends with ZeroDivisionError"),
+        ("raise SystemExit\n", "error", "the file ends with SystemExit"),
+        ("def solution(): pass\n", "error", "takes 0 positional arguments but 1 was given"),
+        ("def solution(machine): raise SystemExit(3)\n", "error", "SystemExit: 3"),
+        ("def solution(machine):\n    machine.hbm.W\n", "machine", "no tensor 'W'"),
+        ("import os\n", "source", "line 1: imports os"),
+        ("from numpy import ctypeslib\n", "source", "imports numpy"),
+        ("import flashsim.exercises\n", "source", "imports flashsim.exercises"),
+        ("from flashsim import engines\n", "source", "imports flashsim"),
+        ("import numpy as np\nnp.load('q.npy')\n", "source", "line 2: uses .load"),
+        ("import numpy as np\nnp.random.rand(3)\n", "source", "uses .random"),
+        ("open('x')\n", "source", "uses open"),
+        ("getattr(1, 'x')\n", "source", "uses getattr"),
+        ("__builtins__\n", "source", "uses __builtins__"),
+        ("(1).__class__\n", "source", "looks at .__class__"),
+        ("\0", "syntax", "Python cannot read the file"),
+    ],
+)
+def test_bad_files(text, kind, said):
+    marks, trace = grade(text, FLASH2)
+    assert (marks.points, trace) == (0, None)
+    (mark,) = marks.marks
+    assert mark.kind == kind
+    assert said in mark.words
+
+
+def test_the_machines_verbs_pass():
+    checked(FLASH2.solution_source, "x.py")
+    with pytest.raises(Refused):
+        checked("import subprocess", "x.py")
+
+
+def test_answers_that_are_none():
+    one = get("count-a-product")
+    marks, _ = grade("ANSWERS = 3\n", one)
+    assert marks.marks[0].kind == "function"
+
+
+@pytest.fixture
+def solved(tmp_path):
+    path = tmp_path / "flash2_forward.py"
+    path.write_text(f"# flashsim exercise: flash2-forward\n{FLASH2.solution_source}")
+    return path
+
+
+def test_a_process_of_its_own(solved):
+    solved.write_text(solved.read_text() + "print('a' * 100_000)\n")
+    marks, trace = apart.grade_file(solved)
+    assert marks.points == 100
+    assert trace.bytes() == FLASH2.full_marks_bytes
+    assert trace.algorithm == "solution"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "said"),
+    [
+        ("while True: pass", "time", "not done after 1 s: a loop that does not end?"),
+        ("raise KeyboardInterrupt", "process", "ended its process before it was judged"),
+    ],
+)
+def test_a_process_that_does_not_come_back(solved, text, kind, said):
+    solved.write_text(text)
+    marks, trace = apart.grade_file(solved, "flash2-forward", limit=1)
+    assert (marks.points, trace, marks.marks[0].kind) == (0, None, kind)
+    assert said in marks.marks[0].words
+
+
+def test_what_the_child_does(solved, tmp_path):
+    apart.main("flash2-forward", str(solved), str(tmp_path))
+    assert Marks.from_json((tmp_path / "marks.json").read_text()).points == 100
+    assert flashsim.Trace.load(tmp_path / "trace.npz").bytes() == FLASH2.full_marks_bytes
+
+
+def test_files_that_cannot_be_graded(tmp_path):
+    with pytest.raises(OptionError, match="cannot read"):
+        apart.grade_file(tmp_path / "none.py")
+    (tmp_path / "x.py").write_text("def solution(machine): pass\n")
+    with pytest.raises(OptionError, match=r"x\.py does not say which exercise"):
+        apart.grade_file(tmp_path / "x.py")
+    with pytest.raises(OptionError, match=r"no exercise 'flash2-backward'.*did you mean"):
+        apart.grade_file(tmp_path / "x.py", "flash2-backward")
+
+
+# -- a lecturer's own -------------------------------------------------------------------------
+
+
+def lecturers_file():
+    return PAGE.split("```py\n")[1].split("```")[0]
+
+
+def test_a_lecturers_exercise_is_one_file(tmp_path):
+    path = tmp_path / "row_norms.py"
+    path.write_text(lecturers_file())
+    one = get(str(path))
+    marks, _ = grade(one.solution_source, one)
+    assert marks.points == 100
+    wrong = seeded(one.solution_source, "Q *= Q", "Q = Q * Q")
+    assert grade(wrong, one)[0].marks[4].kind == "overflow"
+    (tmp_path / "mine.py").write_text(one.file_text)
+    marks, _ = apart.grade_file(tmp_path / "mine.py", str(path))
+    assert marks.points < 100
+
+
+def test_files_that_are_no_exercise(tmp_path):
+    (tmp_path / "x.py").write_text("EXERCISE = 3\n")
+    with pytest.raises(OptionError, match="defines no EXERCISE"):
+        get(str(tmp_path / "x.py"))
+    with pytest.raises(OptionError, match="there is no such file"):
+        get(str(tmp_path / "y.py"))
+
+
+# -- words ------------------------------------------------------------------------------------
+
+
+def test_numbers_of_times():
+    assert [words.times(x) for x in (1, 64, 4.5)] == ["once", "64 times", "4.5 times"]
+
+
+def test_a_workspace_in_words():
+    """What the reference does not move at all, and a tensor that only the student has."""
+
+    def spills(machine):
+        note = machine.hbm.new("note", 32)
+        with machine.stage("forward") as sram, sram.step(0):
+            sram.store(note, slice(0, 32), 1.0)
+            for name in ("O", "L"):
+                sram.store(getattr(machine.hbm, name), slice(0, 32), 0.0)
+
+    trace = FLASH2.task.run(spills, FLASH2.task.arrays()).trace
+    assert words.excess(trace, FLASH2.executed.trace) == ["note was stored, 128 B; 0 B would do"]
+
+
+def test_kinds_of_errors():
+    assert words.kind_of(ValueError("x")) == "error"
+    assert words.kind_of(flashsim.OptionError("x")) == "machine"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inputs_come_in_four_kinds(kind):
+    arrays = FLASH2.task.arrays(kind)
+    scores = arrays["S"][0, 0]
+    if kind in ("rising", "falling"):
+        ends = scores[:, -1] - scores[:, 0]
+        assert (ends > 50).all() if kind == "rising" else (ends < -50).all()
+    else:
+        assert abs(np.diff(scores).mean()) < 1
+
+
+# -- the command ------------------------------------------------------------------------------
+
+
+def ok(*arguments, **how):
+    result = CliRunner().invoke(app, [str(x) for x in arguments], **how)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def fails(*arguments):
+    result = CliRunner().invoke(app, [str(x) for x in arguments])
+    assert result.exit_code == 2
+    return result.stderr
+
+
+def test_list():
+    rows = json.loads(ok("exercise", "list", "--json"))
+    assert [row["name"] for row in rows] == names()
+    assert rows[7]["full marks B"] == FLASH2.full_marks_bytes
+
+
+def test_start_hint_reveal(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "flashsim grade flash2_forward.py" in ok("exercise", "start", "flash2-forward")
+    assert Path("flash2_forward.py").read_text() == FLASH2.file_text
+    assert "is there already; --force" in fails("exercise", "start", "flash2-forward")
+    ok("exercise", "start", "flash2-forward", "--force")
+    assert ok("exercise", "hint", "dq").startswith("1 of 3: K is needed twice")
+    assert "has 3 hints, got --number 4" in fails("exercise", "hint", "dq", "-n", 4)
+    assert ok("exercise", "reveal", "dq") == get("dq").solution_source
+
+
+def test_predict(tmp_path):
+    text = ok("exercise", "predict", "naive-softmax", input="6144\n0\n")
+    assert "32 queries, 48 keys" in text
+    assert text.index("bytes loaded") < text.index("said and measured") < text.index("compulsory")
+    right = ("--loaded", 6144, "--stored", 6144, "--picture", tmp_path / "p.svg")
+    assert "to the byte!" in ok("exercise", "predict", "naive-softmax", *right)
+    assert "compulsory 12.3 kB" in (tmp_path / "p.svg").read_text()
+
+
+def test_grade_writes_what_is_asked_for(tmp_path):
+    one = get("fewest-bytes")
+    path = tmp_path / "fewest.py"
+    source = seeded(one.solution_source, "*48", "16")
+    path.write_text(f"# flashsim exercise: fewest-bytes\n{source}")
+    scope, picture, trace = (tmp_path / name for name in ("results.json", "p.svg", "t.npz"))
+    text = ok("grade", path, "--gradescope", scope, "--picture", picture, "--save", trace)
+    marks = Marks.from_json(ok("grade", path, "--json"))
+    assert text.startswith(f"fewest-bytes: {marks.points} of 100 points\n")
+    assert "K was loaded 6 times; 2 would do" in text
+    assert "lower bound" in text
+    assert marks.figures["bytes"] == flashsim.Trace.load(trace).bytes()
+    assert f"lower bound {one.bound(one.task):,} B" in picture.read_text()
+    results = json.loads(scope.read_text())
+    assert results["score"] == marks.points == sum(t["score"] for t in results["tests"])
+    assert sum(t["max_score"] for t in results["tests"]) == 100
+    assert {t["status"] for t in results["tests"]} == {"passed", "failed"}
+
+
+def test_grade_without_a_trace(tmp_path):
+    (tmp_path / "x.py").write_text("# flashsim exercise: dq\nx = (\n")
+    text = ok("grade", tmp_path / "x.py", "--picture", tmp_path / "p.png")
+    assert "Python cannot read the file" in text
+    assert not (tmp_path / "p.png").exists()
+
+
+def test_importing_flashsim_loads_no_exercise():
+    code = "import sys, flashsim; print('flashsim.exercises' in sys.modules); flashsim.exercises"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,91 @@
+# ruff: noqa: E501 (what is found and put there are lines of code)
+"""Wrong solutions: a reference with one thing changed, and what must be said of it.
+
+``(exercise, kind, words, what to find, what to put there)``; of several places, the first, unless
+`find` begins with "*" (all). `kind` is that of the first mark that is not full.
+"""
+
+#: Exercises of one forward pass whose references share these lines.
+NO_SCALE = "                        S *= p.scale\n", ""
+NO_MAX = "                        m[:] = m_new\n", ""
+
+WRONG = [
+    # -- counting by hand
+    ("count-a-product", "answer", "counted elements; a float32 has 4", "2560", "640"),
+    ("count-a-product", "answer", "there are 5 steps, which share", "15360", "3072"),
+    ("count-a-product", "answer", "each step moves its own rows", "7680", "38400"),
+    ("count-a-product", "answer", "a multiply-add is two", "61440", "30720"),
+    ("count-a-product", "answer", "2 times too large", "2560", "5120"),
+    ("count-a-product", "answer", "is no integer", "2560", "'2560'"),
+    # -- softmax
+    ("naive-softmax", "result", "not divided by the sum", "S /= S.sum(axis=1)[:, None]", "pass"),
+    ("naive-softmax", "shape", "do not fit together", "S.sum(axis=1)[:, None]", "S.sum(axis=1)"),
+    ("naive-softmax", "result", "off by up to", "S.sum(axis=1)[:, None]", "S.sum(axis=0)"),
+    ("naive-softmax", "overflow", "holds", "np.exp(S, out=S)", "S = np.exp(S)"),
+    ("naive-softmax", "bytes", "S was loaded 2 times; 1 would do", "np.exp(S", "sram.free(S)\n                S = sram.load(hbm.S, rows)\n                np.exp(S"),
+    ("naive-softmax", "off chip", "stay on chip", "S.sum(axis=1)[:, None]", "float(S.sum())"),
+    ("naive-softmax", "outside", "from outside the machine", "S.sum(axis=1)[:, None]", "np.ones(48)"),
+    ("stable-softmax", "result", "NaN or infinity where scores are large", "S -= S.max(axis=1)[:, None]", "pass"),
+    ("stable-softmax", "result", "not divided by the sum", "S /= S.sum(axis=1)[:, None]", "pass"),
+    ("stable-softmax", "result", "", "S.max(axis=1)", "S.min(axis=1)"),
+    ("stable-softmax", "unstored", "P is not there: rows 24 to 31", "machine.row_tiles()", "machine.row_tiles()[:-1]"),
+    ("stable-softmax", "unloaded", "S lies in HBM", "S = sram.load(hbm.S, rows)", "S = hbm.S * 1"),
+    ("online-softmax", "result", "rescaled", "l *= np.exp(m - m_new)", "pass"),
+    ("online-softmax", "freed", "after its memory was given back", "m[:] = m_new", "m = m_new"),
+    ("online-softmax", "bytes", "S was loaded 3 times; 2 would do", "                        m_new = np", "                        sram.free(S)\n                        S = sram.load(hbm.S, rows, cols)\n                        m_new = np"),
+    ("online-softmax", "overflow", "S", "sram.load(hbm.S, rows, cols)", "sram.load(hbm.S, rows)[:, cols]"),
+    ("online-softmax", "result", "", "S /= l[:, None]", "S /= S.sum(axis=1)[:, None]"),
+    ("fused-softmax-product", "result", "not divided by l", "O /= l[:, None]", "pass"),
+    ("fused-softmax-product", "result", "rescaled", "O *= alpha[:, None]", "pass"),
+    ("fused-softmax-product", "bytes", "V was loaded 8 times; 4 would do", "                        m[:] = m_new", "                        sram.load(hbm.V, cols)\n                        m[:] = m_new"),
+    ("fused-softmax-product", "operation", "S is an input", "                        l *= alpha", "                        sram.store(hbm.S, rows, S, cols)\n                        l *= alpha"),
+    # -- forward passes
+    ("causal-skipping", "result", "without the causal mask", "if keep is not None:\n", "if False:\n"),
+    ("causal-skipping", "bytes", "K was loaded 6 times; 3.5 would do", "continue", "pass"),
+    ("causal-skipping", "result", "without the scale", *NO_SCALE),
+    ("causal-skipping", "result", "NaN or infinity", "S[~keep]", "S[keep]"),
+    ("flash1-forward", "unstored", "was never stored: there are no numbers", "sram.store(hbm.l, rows, 0.0)", "pass"),
+    ("flash1-forward", "result", "", "O *= l[:, None]", "pass"),
+    ("flash1-forward", "result", "without the scale", *NO_SCALE),
+    ("flash1-forward", "bytes", "K was loaded 5 times; 1 would do", "rows) @ K.T", "rows) @ sram.load(hbm.K, cols).T"),
+    ("flash1-forward", "shape", "reach over tiles of 8", 'outer="keys"', 'outer="queries"'),
+    ("flash2-forward", "result", "without the scale", *NO_SCALE),
+    ("flash2-forward", "result", "not divided by l", "O /= l[:, None]", "pass"),
+    ("flash2-forward", "result", "", *NO_MAX),
+    ("flash2-forward", "unstored", "L is not there: nothing", "sram.store(hbm.L", "(hbm.L"),
+    ("flash2-forward", "result", "L, normal", "m + np.log(l)", "np.log(l)"),
+    ("flash2-forward", "bytes", "Q was loaded 4 times; 1 would do", "                        S = Q @", "                        Q = sram.load(hbm.Q, rows)\n                        S = Q @"),
+    ("flash2-forward", "overflow", "holds", "sram.load(hbm.K, cols).T", "sram.load(hbm.K, slice(0, 48))[cols].T"),
+    ("flash2-forward", "source", "imports flashsim.algorithms", "import numpy as np", "import numpy as np\nfrom flashsim.algorithms import flash2"),
+    ("flash2-forward", "source", "names with an underscore", "O /= l[:, None]", "O._view[:] = 0"),
+    # -- backward passes
+    ("delta", "result", "does not have the scale", "O.sum(axis=1)", "O.sum(axis=1) * machine.problem.scale"),
+    ("delta", "result", "not its mean", "O.sum(axis=1)", "O.mean(axis=1)"),
+    ("delta", "shape", "the tile is", "O.sum(axis=1)", "O.sum(axis=1)[:, None]"),
+    ("delta", "overflow", "holds", "O *= sram", "O = O * sram"),
+    ("dk-dv", "result", "dK has the scale in it, once", "dK *= p.scale", "pass"),
+    ("dk-dv", "result", "dK, normal", "dP -= sram.load(hbm.delta, rows)[:, None]", "pass"),
+    ("dk-dv", "result", "dV, normal", "P -= sram.load(hbm.L, rows)[:, None]\n                        np.exp(P, out=P)\n                        sram.accumulate(dV, P.T, dO)", "sram.accumulate(dV, P.T, dO)\n                        P -= sram.load(hbm.L, rows)[:, None]\n                        np.exp(P, out=P)"),
+    ("dk-dv", "bytes", "Q was loaded 6 times; 3 would do", "sram.accumulate(dK, P.T, Q)", "sram.accumulate(dK, P.T, sram.load(hbm.Q, rows))"),
+    ("dq", "result", "dQ has the scale in it, once", "dQ *= p.scale", "pass"),
+    ("dq", "bytes", "K was loaded 8 times; 4 would do", "sram.accumulate(dQ, P, K)", "sram.accumulate(dQ, P, sram.load(hbm.K, cols))"),
+    ("dq", "scope", "a step inside a step", "with sram.visit(rows, cols):", "with sram.step(rows):"),
+    # -- many heads, many blocks
+    ("grouped-queries", "bytes", "K was loaded 10 times; 2 would do", "                                S = Q @", "                                K, V = sram.load(hbm.K, cols), sram.load(hbm.V, cols)\n                                S = Q @"),
+    ("grouped-queries", "machine", "say which one's Q it is", "rows, member=g)\n                    O", "rows)\n                    O"),
+    ("grouped-queries", "result", "", "sram.store(hbm.O, rows, O, member=g)", "sram.store(hbm.O, rows, O, member=0)\n                    sram.store(hbm.O, rows, O, member=g)"),
+    ("decode-splits", "demand", "a quarter is 768 B", "        for at, cols in enumerate(parts):\n            with sram.step(query), sram.visit", "        with sram.step(query):\n          for at, cols in enumerate(parts):\n            with sram.visit"),
+    ("decode-splits", "result", "", "weights = np.exp(L_s - L)", "weights = np.exp(L_s - L) * 0 + 0.25"),
+    ("decode-splits", "result", "", "O /= l[:, None]", "pass"),
+    ("fewest-bytes", "bytes", "K was loaded 6 times; 2 would do", "*48", "16"),
+    ("fewest-bytes", "overflow", "holds", "*48", "96"),
+]  # fmt: skip
+
+
+def seeded(source: str, find: str, put: str) -> str:
+    """`source` with the change."""
+    if find.startswith("*"):
+        assert find[1:] in source, find
+        return source.replace(find[1:], put)
+    assert find in source, find
+    return source.replace(find, put, 1)
