@@ -142,18 +142,18 @@ def simulate(
     tiling = (tiling or Tiling(64, 64)).clip(problem)
     machine = OpenMachine(problem, tiling, Device.get(device))
     for one, array in arrays.items():
-        machine.hbm.put(one, array, _dtype(problem, one), written=True)
+        machine.hbm._put(one, array, _dtype(problem, one), written=True)
     optional = ["L"] if "O" in asked and "L" not in (*asked, *given) else []
     for one in (*asked, *optional):
         size, dtype = _size(problem, one), _dtype(problem, one)
         array = np.full(size, np.nan, numpy_dtype(dtype))
-        machine.hbm.put(one, array, dtype, written=False)
+        machine.hbm._put(one, array, dtype, written=False)
     _run(algorithm, name, machine)
     for one in optional:
-        if machine.hbm.stored(one) != "none":
+        if machine.hbm._stored(one) != "none":
             asked.append(one)
     _check_stored(name, machine, asked)
-    give = lambda one: host.give(_squeezed(machine.hbm.array(one), problem, one, ndim))  # noqa: E731
+    give = lambda one: host.give(_squeezed(machine.hbm._array(one), problem, one, ndim))  # noqa: E731
     results = {one: give(one) for one in asked}
     job = Job(
         *(problem, arrays["Q"], arrays["K"], arrays["V"], None, tiling, machine.device, name),
@@ -240,7 +240,7 @@ def _check_stored(name: str, machine: OpenMachine, asked: list[str]) -> None:
     if not code:
         raise MemoryModelError(f"{name} ran no stage; open one with machine.stage(name)")
     for one in asked:
-        state = machine.hbm.stored(one)
+        state = machine.hbm._stored(one)
         if state != "all":
             what = "nothing of it was stored" if state == "none" else f"{state} were never stored"
             raise MemoryModelError(
@@ -258,13 +258,13 @@ def _trace(
     trace = Trace(
         *(p, machine.device, name, "backward" if backward else "forward", "numpy", machine.stages),
         provenance("simulator"),
-        own=Own(hbm.own, 0),
+        own=Own(hbm._own, 0),
     )
     used = [one for one in arrays if trace.bytes("load", one)]
     compulsory = sum(whole_bytes(p, one) for one in (*used, *asked))
     made = [one for one in hbm.tensors if one not in arrays and one not in (*asked, "L")]
-    workspace = sum(hbm.inside(getattr(hbm, one)).data.nbytes for one in made)
-    trace.own = Own(hbm.own, compulsory, workspace)
+    workspace = sum(hbm._behind(getattr(hbm, one)).data.nbytes for one in made)
+    trace.own = Own(hbm._own, compulsory, workspace)
     return trace
 
 

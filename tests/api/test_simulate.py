@@ -139,9 +139,45 @@ def test_what_members_are_for():
         with machine.stage("dv", outer="keys", per="group") as sram, sram.step(0):
             sram.load(machine.hbm.Q, slice(0, 4))
 
+    def clears(machine):
+        with machine.stage("clear", per="group") as sram, sram.step(0):
+            sram.store(machine.hbm.O, slice(0, 8), 0.0)  # of both heads, for the bytes of one
+
+    def counts(machine):
+        with machine.stage("dv", outer="keys", per="group") as sram, sram.step(0):
+            sram.load(machine.hbm.Q, slice(0, 4), member=2)
+
+    def races(machine):
+        with machine.stage("dv", outer="keys") as sram, sram.step(0):
+            sram.store(machine.hbm.dV, slice(0, 8), 0.0)
+
     q, k = RNG.standard_normal((1, 4, 8, 4)), RNG.standard_normal((1, 2, 8, 4))
     with pytest.raises(MemoryModelError, match="which one's Q it is: member=g"):
         flashsim.simulate(forgets, q, k, k)
+    with pytest.raises(MemoryModelError, match="which one's O it is: member=g"):
+        flashsim.simulate(clears, q, k, k)
+    with pytest.raises(ShapeError, match="2 query heads, got member=2"):
+        flashsim.simulate(counts, q, k, k)
+    with pytest.raises(MemoryModelError, match="each query head of a group would store its own dV"):
+        flashsim.simulate(races, q, k, k, outputs=["dV"])
+
+
+def test_heads_of_a_group_add_up():
+    """A reduce from every query head's own walk: an atomic each."""
+
+    def adds(machine):
+        hbm = machine.hbm
+        with machine.stage("clear", outer="keys", per="group") as sram, sram.step(0):
+            sram.store(hbm.dV, slice(0, 8), 0.0)
+        with machine.stage("add", outer="keys") as sram, sram.step(0):
+            sram.reduce(hbm.dV, slice(0, 8), sram.load(hbm.dO, slice(0, 8)))
+
+    q, dout = RNG.standard_normal((2, 1, 4, 8, 4))
+    k = RNG.standard_normal((1, 2, 8, 4))
+    result = flashsim.simulate(adds, q, k, k, inputs={"dO": dout}, outputs=["dV"])
+    want = dout.reshape(1, 2, 2, 8, 4).sum(axis=2)
+    np.testing.assert_allclose(result.tensors["dV"], want)
+    assert result.trace.bytes("reduce", "dV") == 4 * 8 * 4 * 8  # of four heads
 
 
 # -- results ----------------------------------------------------------------------------------

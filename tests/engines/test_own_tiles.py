@@ -85,10 +85,19 @@ LEAKS = {
 }
 
 
+@pytest.fixture
+def reached():
+    """What was reached before the error: the machine itself did work."""
+    KEPT.clear()
+    yield KEPT
+    KEPT.clear()
+
+
 @pytest.mark.parametrize("leak", LEAKS)
-def test_no_number_leaves_the_chip(leak):
+def test_no_number_leaves_the_chip(leak, reached):
     with pytest.raises((MemoryModelError, TypeError, AttributeError)):
-        on_a_tile(lambda tile, sram, machine: LEAKS[leak](tile))
+        on_a_tile(lambda tile, sram, machine: (reached.append(tile * 2), LEAKS[leak](tile)))
+    assert len(reached) == 1
 
 
 def test_repr_and_errors_hold_no_numbers():
@@ -129,9 +138,39 @@ ENTRIES = {
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_no_number_comes_in(entry):
+def test_no_number_comes_in(entry, reached):
     with pytest.raises(MemoryModelError):
-        on_a_tile(ENTRIES[entry])
+        on_a_tile(lambda *all_of_them: (reached.append(1), ENTRIES[entry](*all_of_them)))
+    assert reached == [1]
+
+
+def test_what_is_public_lets_nothing_by():
+    """Every public name of the machine; whoever adds one thinks of what it lets out or in."""
+
+    def public(thing):
+        return {name for name in dir(thing) if not name.startswith("_")}
+
+    def work(tile, sram, machine):
+        assert public(tile) == {
+            *("T", "all", "any", "astype", "copy", "dtype", "mT", "max", "mean", "min", "nbytes"),
+            *("ndim", "shape", "size", "sum"),
+        }
+        assert public(sram) == {
+            *("accumulate", "alloc", "device", "free", "load", "name", "peak", "positions"),
+            *("reduce", "schedule", "show", "stage", "step", "store", "strip", "used", "visit"),
+        }
+        assert public(machine) == {
+            *("device", "hbm", "keep", "key_tiles", "problem", "row_tiles", "stage", "stages"),
+            "tiling",
+        }
+        assert public(machine.hbm) == {"new", "tensors"}
+        assert public(machine.hbm.Q) == {"dtype", "name", "shape", "width"}
+        for thing in (sram, machine):
+            with pytest.raises(AttributeError):
+                thing.device = Device.get("B200")
+        assert machine.stages == ()
+
+    on_a_tile(work)
 
 
 def test_a_closure_over_an_input_is_found():
@@ -235,6 +274,32 @@ def test_an_overflow_names_what_is_held_and_where_it_was_made():
     assert text.startswith(f"greedy, line {first + 5}, `{line}`: stage 'forward' holds 2,048 B")
     assert f"temp                 512 B, made at line {first + 4}" in text
     assert "2,048 B on chip, but small gives a block 2,000 B" in text
+
+
+def test_a_narrow_tile_is_rounded(capsys):
+    """What takes two bytes on chip holds two bytes' worth, whatever is written into it."""
+    q = Q.astype(np.float16)
+    third = float(np.float32(1) / 3)
+
+    def work(machine):
+        with machine.stage("forward") as sram, sram.step(slice(0, N)):
+            tile, wide = sram.load(machine.hbm.Q, slice(0, N)), sram.alloc("S", (N, D))
+            assert sram.used == N * D * (2 + 4)
+            tile[:] = third
+            wide[:] = third
+            for target in (tile, wide):
+                sram.show(np.abs(target - third).max())
+            sram.accumulate(tile, wide, wide[:D])
+            sram.show(np.abs(tile - tile.astype(np.float16)).max())
+            tile *= third
+            sram.show(np.abs(tile - tile.astype(np.float16)).max())
+            sram.store(machine.hbm.O, slice(0, N), tile)
+
+    flashsim.simulate(work, q, q, q)
+    shown = [float(line) for line in capsys.readouterr().out.split("\n")[1::2]]
+    assert shown[0] == pytest.approx(abs(float(np.float16(third)) - third), rel=1e-6)
+    assert shown[0] > 0
+    assert shown[1:] == [0, 0, 0]
 
 
 # -- scopes -----------------------------------------------------------------------------------

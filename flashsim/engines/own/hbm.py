@@ -60,12 +60,12 @@ class OpenHbm:
     """The tensors of one run as attributes: ``hbm.Q``, ``hbm.O`` and what `new` makes room for."""
 
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+        self._problem = problem
         self._inside: dict[str, Tensor] = {}
         self._remotes: dict[str, Remote] = {}
         self._written: dict[str, np.ndarray] = {}  # of what a pass writes: which elements were
         self._codes: dict[str, int] = {}
-        self.own: dict[str, int] = {}  # tensors of one's own, in the order of their codes
+        self._own: dict[str, int] = {}  # tensors of one's own, in the order of their codes
 
     @property
     def tensors(self) -> dict[str, Remote]:
@@ -106,25 +106,25 @@ class OpenHbm:
             raise OptionError(f"HBM holds {name!r} already; give the workspace another name")
         sides = [checks.positive_int("n", n)]
         sides += [] if width is None else [checks.positive_int("width", width)]
-        p = self.problem
+        p = self._problem
         heads = p.kv_heads if along == "keys" else p.heads
         kind = checks.dtype_name(dtype or p.compute_dtype)
         array = np.full((p.batch, heads, *sides), np.nan, numpy_dtype(kind))
-        self.code(name, SIDES[along])
-        return self.put(name, array, kind, written=False)
+        self._code(name, SIDES[along])
+        return self._put(name, array, kind, written=False)
 
-    def put(self, name: str, array: np.ndarray, dtype: str, *, written: bool) -> Remote:
+    def _put(self, name: str, array: np.ndarray, dtype: str, *, written: bool) -> Remote:
         """Place an array (batch, heads, n[, width]); `written`: it holds numbers already."""
-        p = self.problem
+        p = self._problem
         lead = p.batch * p.kv_heads
         data = array.reshape(lead, array.shape[1] * p.batch // lead, *array.shape[2:])
-        self._inside[name] = Tensor(name, data, dtype, self.code(name))
+        self._inside[name] = Tensor(name, data, dtype, self._code(name))
         self._remotes[name] = Remote(name, array.shape[2:], dtype)
         if not written:
             self._written[name] = np.zeros(data.shape, bool)
         return self._remotes[name]
 
-    def code(self, name: str, axis: int = ROW) -> int:
+    def _code(self, name: str, axis: int = ROW) -> int:
         """The code that events have for a tensor or buffer; one's own names get one."""
         if name in CODES:
             return CODES[name]
@@ -136,20 +136,20 @@ class OpenHbm:
             if len(self._codes) >= MOST_NAMES:
                 raise OptionError(f"more than {MOST_NAMES} names of one's own in one algorithm")
             self._codes[name] = len(TENSORS) + len(self._codes)
-            self.own[name] = axis
+            self._own[name] = axis
         return self._codes[name]
 
     # -- for the machine ------------------------------------------------------------------------
 
-    def inside(self, tensor: Remote) -> Tensor:
+    def _behind(self, tensor: Remote) -> Tensor:
         """The numbers behind a handle of this HBM."""
         if self._remotes.get(tensor.name) is not tensor:
             raise MemoryModelError(f"{tensor!r} belongs to another machine")
         return self._inside[tensor.name]
 
-    def require_writable(self, tensor: Remote) -> None:
+    def _require_writable(self, tensor: Remote) -> None:
         """Refuse to write to an input."""
-        self.inside(tensor)
+        self._behind(tensor)
         if tensor.name not in self._written:
             outputs = ", ".join(self._written)
             raise MemoryModelError(
@@ -157,7 +157,9 @@ class OpenHbm:
                 "machine.hbm.new(name, rows, width)"
             )
 
-    def require_written(self, tensor: Remote, rows: slice, cols: slice, member: int | None) -> None:
+    def _require_written(
+        self, tensor: Remote, rows: slice, cols: slice, member: int | None
+    ) -> None:
         """Refuse to read what was never stored."""
         part = self._mask(tensor, rows, cols, member)
         if part is not None and not part.all():
@@ -166,7 +168,7 @@ class OpenHbm:
                 f"numbers to read or to add to; sram.store(hbm.{tensor.name}, rows, 0.0) clears it"
             )
 
-    def mark_written(self, tensor: Remote, rows: slice, cols: slice, member: int | None) -> None:
+    def _mark_written(self, tensor: Remote, rows: slice, cols: slice, member: int | None) -> None:
         """Remember that a part was stored."""
         part = self._mask(tensor, rows, cols, member)
         assert part is not None
@@ -175,13 +177,13 @@ class OpenHbm:
     def _mask(
         self, tensor: Remote, rows: slice, cols: slice, member: int | None
     ) -> np.ndarray | None:
-        inside, whole = self.inside(tensor), self._written.get(tensor.name)
+        inside, whole = self._behind(tensor), self._written.get(tensor.name)
         if whole is None:
             return None
         part = whole[:, slice(None) if member is None else slice(member, member + 1), rows]
         return part if inside.vector else part[..., cols]
 
-    def stored(self, name: str) -> str:
+    def _stored(self, name: str) -> str:
         """How much of a result was stored: "all", "none", or which rows were not."""
         written = self._written[name]
         if not written.any():
@@ -192,9 +194,9 @@ class OpenHbm:
         missing = np.flatnonzero(~rows)
         return f"rows {missing[0]} to {missing[-1]}" if len(missing) > 1 else f"row {missing[0]}"
 
-    def array(self, name: str) -> np.ndarray:
+    def _array(self, name: str) -> np.ndarray:
         """A tensor's numbers, (batch, heads, n[, width])."""
-        p, data = self.problem, self._inside[name].data
+        p, data = self._problem, self._inside[name].data
         return data.reshape(p.batch, -1, *data.shape[2:])
 
 

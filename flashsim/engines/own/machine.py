@@ -38,10 +38,17 @@ class OpenMachine:
     """
 
     def __init__(self, problem: Problem, tiling: Tiling, device: Device) -> None:
-        self.problem, self.tiling, self.device = problem, tiling, device
-        self.hbm = OpenHbm(problem)
-        self.stages: list[StageTrace] = []
+        self._problem, self._tiling, self._device = problem, tiling, device
+        self._hbm = OpenHbm(problem)
+        self._stages: list[StageTrace] = []
         self._open = ""
+
+    # Read, not set: an algorithm has the machine that it was given.
+    problem = property(lambda self: self._problem)
+    tiling = property(lambda self: self._tiling)
+    device = property(lambda self: self._device)
+    hbm = property(lambda self: self._hbm)
+    stages = property(lambda self: tuple(self._stages), doc="What was recorded so far.")
 
     @contextmanager
     def stage(
@@ -74,30 +81,30 @@ class OpenMachine:
                 "another, and share HBM alone"
             )
         checks.instance("a stage's name", name, str, "a word")
-        if name in (stage.name for stage in self.stages) or not 0 < len(name) <= 60:
+        if name in (stage.name for stage in self._stages) or not 0 < len(name) <= 60:
             raise MemoryModelError(
                 f"stage {name!r} ran already; each has a (short) name of its own"
             )
-        if len(self.stages) >= MOST_STAGES:
+        if len(self._stages) >= MOST_STAGES:
             raise MemoryModelError(f"more than {MOST_STAGES} stages; loop inside one instead")
         plan = plans.Stage(name, outer, per=per)
-        schedule = Schedule(self.problem, tiling or self.tiling, outer)
-        sram = OpenSram(self.hbm, schedule, plan, self.device)
+        schedule = Schedule(self._problem, tiling or self._tiling, outer)
+        sram = OpenSram(self._hbm, schedule, plan, self._device)
         self._open = name
         try:
             yield sram
         finally:
             self._open = ""
-            done = sram.done()
-        self.stages.append(done)
+            done = sram._done()
+        self._stages.append(done)
 
     def row_tiles(self) -> list[slice]:
         """The queries, cut into tiles of `tiling.block_q` rows."""
-        return _cut(self.problem.n_q, self.tiling.block_q)
+        return _cut(self._problem.n_q, self._tiling.block_q)
 
     def key_tiles(self) -> list[slice]:
         """The keys, cut into tiles of `tiling.block_k`."""
-        return _cut(self.problem.n_kv, self.tiling.block_k)
+        return _cut(self._problem.n_kv, self._tiling.block_k)
 
     def keep(self, rows: slice, cols: slice) -> np.ndarray | None:
         """Which scores of a tile the mask keeps, (rows, cols) booleans; None: all of them.
@@ -105,7 +112,7 @@ class OpenMachine:
         A tile without a True need not be visited. It follows from positions alone, so it costs no
         bytes.
         """
-        p = self.problem
+        p = self._problem
         q, k = np.arange(p.n_q)[rows], np.arange(p.n_kv)[cols]
         kept = p.keep(p.sequences[0], q, k)
         return None if kept.all() else kept

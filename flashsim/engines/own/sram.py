@@ -13,6 +13,7 @@ from flashsim.engines.own.lines import at_work
 from flashsim.engines.own.tile import Lease, Room, SramTile, product
 from flashsim.errors import MemoryModelError, ShapeError, SramOverflow, shown
 from flashsim.problem.hardware import Device
+from flashsim.problem.problem import numpy_dtype
 from flashsim.schedule import plans
 from flashsim.schedule.names import ALLOC, COMPUTE, FREE, LOAD, REDUCE, STORE
 from flashsim.schedule.schedule import Schedule, Visit
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 ALL = slice(None)
 #: What room taken by arithmetic is called, until `OpenSram.name` gives it another name.
 TEMPORARY = "temp"
+_IN_PLACE = (
+    "\nresults of arithmetic take room (temp); in place they do not: S *= 2, S -= m[:, None], "
+    "np.exp(S, out=S), sram.accumulate(O, P, V)"
+)
 
 
 class OpenSram:
@@ -42,9 +47,9 @@ class OpenSram:
         self, hbm: OpenHbm, schedule: Schedule, stage: plans.Stage, device: Device
     ) -> None:
         p = schedule.problem
-        self.schedule, self.stage, self.device = schedule, stage, device
-        self.compute = np.dtype(p.compute_dtype)
-        self.used = self.peak = 0
+        self._schedule, self._stage, self._device = schedule, stage, device
+        self._compute = np.dtype(p.compute_dtype)
+        self._used = self._peak = 0
         self._hbm = hbm
         self._lead = (p.batch * p.kv_heads, 1 if stage.per == "group" else p.group)
         self._rooms: list[Room] = []
@@ -54,6 +59,13 @@ class OpenSram:
         self._sums: list[np.ndarray] = []
         self._visits = 0
         self._over = False
+
+    # What it says of itself cannot be set: `sram.device = larger` is an error.
+    schedule = property(lambda self: self._schedule)
+    stage = property(lambda self: self._stage)
+    device = property(lambda self: self._device)
+    used = property(lambda self: self._used)
+    peak = property(lambda self: self._peak)
 
     # -- scopes ---------------------------------------------------------------------------------
 
@@ -70,8 +82,8 @@ class OpenSram:
             raise MemoryModelError(
                 "a step inside a step: a thread block has one; sram.strip() is a scope within it"
             )
-        n = self._number(outer, self.stage.outer)
-        place = (n, -1) if self.stage.outer == "queries" else (-1, n)
+        n = self._number(outer, self._stage.outer)
+        place = (n, -1) if self._stage.outer == "queries" else (-1, n)
         with self._scope((member, *place, -1), computes=True):
             yield
 
@@ -129,14 +141,14 @@ class OpenSram:
                     self._log(COMPUTE, 0, 0)
                     self._costs.append(costs)
             for room in [room for room in self._rooms if room.depth == depth]:
-                self.give_back(room, f"the scope of {at_work()} ended")
+                self._give_back(room, f"the scope of {at_work()} ended")
             self._scopes.pop()
 
     def _here(self) -> tuple[int, int, int, int]:
         self._check_open()
         if not self._scopes:
             raise MemoryModelError(
-                f"stage {self.stage.name!r} works in steps, one a thread block, which share no "
+                f"stage {self._stage.name!r} works in steps, one a thread block, which share no "
                 "SRAM: open one with `with sram.step(rows):`"
             )
         return self._scopes[-1]
@@ -144,12 +156,12 @@ class OpenSram:
     def _check_open(self) -> None:
         if self._over:
             raise MemoryModelError(
-                f"stage {self.stage.name!r} has ended, and its SRAM with it; open another"
+                f"stage {self._stage.name!r} has ended, and its SRAM with it; open another"
             )
 
     def _number(self, which: int | slice, side: str) -> int:
         """The number of the tile of the stage's grid that holds these rows."""
-        s = self.schedule
+        s = self._schedule
         table = s.rows if side == "queries" else s.cols
         block = s.tiling.block_q if side == "queries" else s.tiling.block_k
         if isinstance(which, (int, np.integer)):
@@ -169,7 +181,7 @@ class OpenSram:
             raise ShapeError(
                 f"{side} {span.start}:{span.stop} reach over tiles of {block}; walk in tiles of "
                 f"machine.tiling.{name}, or give the stage its own: machine.stage("
-                f"{self.stage.name!r}, tiling=flashsim.Tiling(block_q, block_k))"
+                f"{self._stage.name!r}, tiling=flashsim.Tiling(block_q, block_k))"
             )
         return first
 
@@ -190,11 +202,11 @@ class OpenSram:
         if not all(isinstance(n, (int, np.integer)) and n > 0 for n in sides):
             raise ShapeError(f"a tile has sides of 1 and more, got {shown(shape)}")
         value = np.nan if fill is None else float(fill)
-        data = np.full((*self._lead, *sides), value, self.compute)
-        nbytes = int(np.prod(sides)) * self.compute.itemsize
+        data = np.full((*self._lead, *sides), value, self._compute)
+        nbytes = int(np.prod(sides)) * self._compute.itemsize
         return SramTile(self._lease(name, ALLOC, nbytes, data, temporary=False), data)
 
-    def made(self, data: np.ndarray) -> SramTile:
+    def _made(self, data: np.ndarray) -> SramTile:
         """The result of arithmetic as a tile; room is made for it as for any other."""
         self._here()
         nbytes = int(np.prod(data.shape[2:])) * data.itemsize
@@ -204,23 +216,23 @@ class OpenSram:
         """Keep a temporary under a name until its scope ends; returns it."""
         room = tile._alive()
         if room.temporary:
-            self._log(FREE, self._hbm.code(room.name), room.nbytes)
-            self._log(ALLOC, self._hbm.code(name), room.nbytes)
+            self._log(FREE, self._hbm._code(room.name), room.nbytes)
+            self._log(ALLOC, self._hbm._code(name), room.nbytes)
             room.name, room.temporary = name, False
         return tile
 
     def free(self, tile: SramTile) -> None:
         """Give a tile's memory back before its scope ends."""
-        self.give_back(tile._alive(), f"freed at {at_work()}")
+        self._give_back(tile._alive(), f"freed at {at_work()}")
 
     def positions(self, rows: slice) -> SramTile:
         """The positions of queries or keys as a tile: ``S[rows > cols[:, None]] = 0`` and the like.
 
         Computed, not loaded, but it takes room.
         """
-        span = range(max(self.schedule.problem.n_q, self.schedule.problem.n_kv))[rows]
-        row = np.arange(span.start, span.stop, dtype=self.compute)
-        return self.made(np.broadcast_to(row, (*self._lead, len(row))).copy())
+        span = range(max(self._schedule.problem.n_q, self._schedule.problem.n_kv))[rows]
+        row = np.arange(span.start, span.stop, dtype=self._compute)
+        return self._made(np.broadcast_to(row, (*self._lead, len(row))).copy())
 
     def accumulate(self, into: SramTile, a: SramTile, b: SramTile) -> None:
         """``into += a @ b`` as tensor cores do it: the product takes no room of its own."""
@@ -231,7 +243,7 @@ class OpenSram:
         tile._alive()
         print(f"{tile!r}\n{tile._view[0, 0]}")
 
-    def note(self, costs: np.ndarray) -> None:
+    def _note(self, costs: np.ndarray) -> None:
         """Work of the scope that is open."""
         if self._sums:
             self._sums[-1] += costs
@@ -239,37 +251,37 @@ class OpenSram:
     def _lease(
         self, name: str, op: int, nbytes: int, data: np.ndarray, *, temporary: bool
     ) -> Lease:
-        code = self._hbm.code(name)
+        code = self._hbm._code(name)
         room = Room(self, name, nbytes, data, len(self._scopes), temporary)
         self._rooms.append(room)
-        self.used += nbytes
-        self.peak = max(self.peak, self.used)
+        self._used += nbytes
+        self._peak = max(self._peak, self._used)
         self._log(op, code, nbytes)
-        if self.used > self.device.sram_bytes:
+        if self._used > self._device.sram_bytes:
             raise SramOverflow(
-                f"stage {self.stage.name!r} holds {self.used:,} B on chip, but "
-                f"{self.device.name} gives a block {self.device.sram_bytes:,} B; it holds:"
+                f"stage {self._stage.name!r} holds {self._used:,} B on chip, but "
+                f"{self._device.name} gives a block {self._device.sram_bytes:,} B; it holds:"
                 + "".join(
                     f"\n  {r.name:<12}{r.nbytes:>12,} B, made at {r.made}" for r in self._rooms
                 )
             )
         return Lease(room)
 
-    def give_back(self, room: Room, where: str) -> None:
+    def _give_back(self, room: Room, where: str) -> None:
         """Free a room; what it held is NaN from now on."""
         room.gone = where
         if room.data.flags.writeable:
             room.data.fill(np.nan if room.data.dtype != bool else False)
         if room in self._rooms:
             self._rooms.remove(room)
-            self.used -= room.nbytes
-            self._log(FREE, self._hbm.code(room.name), room.nbytes)
+            self._used -= room.nbytes
+            self._log(FREE, self._hbm._code(room.name), room.nbytes)
 
     def _log(self, op: int, tensor: int, nbytes: int) -> None:
         if not self._over:
             if len(self._events) >= MOST_EVENTS:
                 raise MemoryModelError(
-                    f"stage {self.stage.name!r} records more than {MOST_EVENTS:,} events; use "
+                    f"stage {self._stage.name!r} records more than {MOST_EVENTS:,} events; use "
                     "larger tiles or a smaller problem"
                 )
             self._events.append((op, tensor, *self._scopes[-1], nbytes))
@@ -285,19 +297,21 @@ class OpenSram:
         """
         self._here()
         rows, cols = _part(tensor, rows, cols)
-        self._hbm.require_written(tensor, rows, cols, member)
-        inside = self._hbm.inside(tensor)
-        data = inside.view(rows, cols, member).astype(self.compute)
-        self._check_heads(tensor, data, member)
+        self._hbm._require_written(tensor, rows, cols, member)
+        inside = self._hbm._behind(tensor)
+        self._check_heads(tensor, member)
+        data = inside.view(rows, cols, member).astype(self._compute)
         if data.shape[:2] != self._lead:  # every head its own: it may write to it
             data = np.broadcast_to(data, (*self._lead, *data.shape[2:])).copy()
         name = tensor.name.removesuffix("_acc")
-        code = self._hbm.code(tensor.name)
+        code = self._hbm._code(tensor.name)
         nbytes = inside.tile_bytes(rows, cols)
         # One event: a load makes the room that it fills.
         lease = self._lease(name, LOAD, nbytes, data, temporary=False)
         op, _, *rest = self._events[-1]
         self._events[-1] = (op, code, *rest)
+        stored = numpy_dtype(tensor.dtype)
+        lease.room.narrow = stored if stored.itemsize < self._compute.itemsize else None
         return SramTile(lease, data)
 
     def store(
@@ -311,10 +325,15 @@ class OpenSram:
     ) -> None:
         """Copy a tile SRAM -> HBM, rounded once to the tensor's type. A number fills the tile."""
         rows, cols, value = self._outgoing(tensor, rows, cols, tile, member)
-        inside = self._hbm.inside(tensor)
+        inside = self._hbm._behind(tensor)
+        if inside.data.shape[1] < self._lead[1]:
+            raise MemoryModelError(
+                f"each query head of a group would store its own {tensor.name}, of which a key "
+                f"head has one: machine.stage({self._stage.name!r}, per='group')"
+            )
         inside.view(rows, cols, member)[...] = value
-        self._hbm.mark_written(tensor, rows, cols, member)
-        self._log(STORE, self._hbm.code(tensor.name), inside.tile_bytes(rows, cols))
+        self._hbm._mark_written(tensor, rows, cols, member)
+        self._log(STORE, self._hbm._code(tensor.name), inside.tile_bytes(rows, cols))
 
     def reduce(
         self,
@@ -327,27 +346,30 @@ class OpenSram:
     ) -> None:
         """Add a tile to what HBM holds (on a GPU: an atomic in the L2 cache)."""
         rows, cols, value = self._outgoing(tensor, rows, cols, tile, member)
-        self._hbm.require_written(tensor, rows, cols, member)
-        inside = self._hbm.inside(tensor)
-        inside.add(rows, cols, member, np.asarray(value))
-        self._log(REDUCE, self._hbm.code(tensor.name), inside.tile_bytes(rows, cols))
+        self._hbm._require_written(tensor, rows, cols, member)
+        inside = self._hbm._behind(tensor)
+        value = np.asarray(value)
+        if value.ndim and inside.data.shape[1] < value.shape[1]:
+            value = value.sum(axis=1, keepdims=True)  # every head of a group adds its own
+        inside.add(rows, cols, member, value)
+        self._log(REDUCE, self._hbm._code(tensor.name), inside.tile_bytes(rows, cols))
 
     def _outgoing(
         self, tensor: Remote, rows: slice, cols: slice, tile: Any, member: int | None
     ) -> tuple[slice, slice, Any]:
         self._here()
         rows, cols = _part(tensor, rows, cols)
-        self._hbm.require_writable(tensor)
+        self._hbm._require_writable(tensor)
+        self._check_heads(tensor, member)
         if isinstance(tile, SramTile):
             if tile._alive().sram is not self:
                 raise MemoryModelError(f"{tile!r} lies in another stage's SRAM")
-            shape = self._hbm.inside(tensor).view(rows, cols, member).shape
+            shape = self._hbm._behind(tensor).view(rows, cols, member).shape
             if tile.shape != shape[2:]:
                 raise ShapeError(
                     f"rows {rows.start}:{rows.stop} of {tensor.name} are {shape[2:]}, the tile is "
                     f"{tile.shape}"
                 )
-            self._check_heads(tensor, tile._view[:, : shape[1]], member)
             return rows, cols, tile._view
         if isinstance(tile, (int, float, np.integer, np.floating)):
             return rows, cols, float(tile)
@@ -356,23 +378,25 @@ class OpenSram:
             f"{type(tile).__name__}: no array reaches HBM from outside the machine"
         )
 
-    def _check_heads(self, tensor: Remote, data: np.ndarray, member: int | None) -> None:
-        if data.shape[1] > self._lead[1]:
+    def _check_heads(self, tensor: Remote, member: int | None) -> None:
+        """A walk moves what is its own: no tile for other heads on the side."""
+        heads, group = self._hbm._behind(tensor).data.shape[1], self._schedule.problem.group
+        if heads > self._lead[1] and member is None:
             raise MemoryModelError(
-                f"stage {self.stage.name!r} works for all query heads of a key head at once; say "
+                f"stage {self._stage.name!r} works for all query heads of a key head at once; say "
                 f"which one's {tensor.name} it is: member=g, for g in range(machine.problem.group)"
             )
-        if self._lead[1] == 1 and member is not None and not 0 <= member < self._hbm.problem.group:
-            raise ShapeError(f"a group has {self._hbm.problem.group} query heads, got {member}")
+        if member is not None and not 0 <= member < group:
+            raise ShapeError(f"a group has {group} query heads, got member={member}")
 
-    def done(self) -> StageTrace:
+    def _done(self) -> StageTrace:
         """The stage's events, once its walk has ended."""
         self._over = True
         for room in self._rooms:
             room.gone = "its stage ended"
-        repeat, stride = plans.heads_of(self.stage, self.schedule.problem)
+        repeat, stride = plans.heads_of(self._stage, self._schedule.problem)
         costs = np.stack(self._costs) if self._costs else np.zeros((0, 8), np.int64)
-        return StageTrace.build(self.stage, self.schedule, repeat, stride, self._events, costs)
+        return StageTrace.build(self._stage, self._schedule, repeat, stride, self._events, costs)
 
 
 def _part(tensor: Any, rows: Any, cols: Any) -> tuple[slice, slice]:

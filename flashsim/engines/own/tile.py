@@ -25,10 +25,12 @@ _LEAD = (slice(None), slice(None))
 class Room:
     """Bytes of SRAM that one tile and its views share.
 
-    `gone` is "" as long as they are held, then where they were given back.
+    `gone` is "" as long as they are held, then where they were given back. `narrow` is the type of
+    a tile that was loaded from a narrower tensor: it takes that type's room, so what is written
+    into it is rounded to that type.
     """
 
-    __slots__ = ("data", "depth", "gone", "made", "name", "nbytes", "sram", "temporary")
+    __slots__ = ("data", "depth", "gone", "made", "name", "narrow", "nbytes", "sram", "temporary")
 
     def __init__(
         self, sram: Any, name: str, nbytes: int, data: np.ndarray, depth: int, temporary: bool
@@ -36,6 +38,7 @@ class Room:
         self.sram, self.name, self.nbytes, self.data = sram, name, nbytes, data
         self.depth, self.temporary = depth, temporary
         self.made, self.gone = at_work(), ""
+        self.narrow: np.dtype | None = None
 
 
 class Lease:
@@ -48,7 +51,7 @@ class Lease:
 
     def __del__(self) -> None:
         if self.room.temporary and not self.room.gone:
-            self.room.sram.give_back(self.room, "where its last name went")
+            self.room.sram._give_back(self.room, "where its last name went")
 
 
 class SramTile(NDArrayOperatorsMixin):
@@ -148,8 +151,9 @@ class SramTile(NDArrayOperatorsMixin):
             except (ValueError, IndexError) as error:
                 shapes = [self.shape, *([value.shape] if isinstance(value, SramTile) else [])]
                 raise ShapeError(f"tile[...] = ...: {shapes} do not fit ({error})") from None
+        self._rounded()
         read = value.nbytes if isinstance(value, SramTile) else 0
-        room.sram.note(priced("", 0, read, self.nbytes))
+        room.sram._note(priced("", 0, read, self.nbytes))
 
     # -- arithmetic -----------------------------------------------------------------------------
 
@@ -207,19 +211,25 @@ class SramTile(NDArrayOperatorsMixin):
     def copy(self) -> SramTile:
         """A tile of its own with the same numbers: room for it is taken like for any other."""
         room = self._alive()
-        room.sram.note(priced("", 0, self.nbytes, self.nbytes))
-        return room.sram.made(self._view.copy())
+        room.sram._note(priced("", 0, self.nbytes, self.nbytes))
+        return room.sram._made(self._view.copy())
 
     __copy__ = copy
 
     def astype(self, dtype: Any) -> SramTile:
         """Rounded to `dtype` and back to the accumulator's type, which arithmetic has; a tile."""
         room = self._alive()
-        rounded = self._view.astype(dtype).astype(room.sram.compute)
-        room.sram.note(priced("", 0, self.nbytes, self.nbytes))
-        return room.sram.made(rounded)
+        rounded = self._view.astype(dtype).astype(room.sram._compute)
+        room.sram._note(priced("", 0, self.nbytes, self.nbytes))
+        return room.sram._made(rounded)
 
     # -- what would let numbers out -------------------------------------------------------------
+
+    def _rounded(self) -> None:
+        """What was written into a tile of a narrower type has that type's precision."""
+        narrow = self._lease.room.narrow
+        if narrow is not None:
+            self._view[...] = self._view.astype(narrow).astype(self._view.dtype)
 
     def _alive(self) -> Room:
         room = self._lease.room
@@ -248,11 +258,16 @@ class SramTile(NDArrayOperatorsMixin):
         )
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith("_") and hasattr(np.ndarray, name):
+        if name in _LEAKS:
             self._refuse()
         raise AttributeError(f"a tile has no {name!r}; it has {', '.join(_PUBLIC)}")
 
 
+#: What an array has to let its numbers out.
+_LEAKS = {
+    *("base", "ctypes", "data", "dump", "dumps", "flat", "flatten", "item", "itemset", "ravel"),
+    *("tobytes", "tofile", "tolist", "view"),
+}
 _PUBLIC = sorted(name for name in vars(SramTile) if not name.startswith("_"))
 
 
@@ -274,11 +289,17 @@ def elementwise(ufunc: Any, given: Any, out: SramTile | None, where: Any) -> Sra
         view = ufunc(*operands, **how)
     except ValueError:
         shapes = ", ".join(str(x.shape) for x in tiles)
-        raise ShapeError(f"np.{ufunc.__name__}: tiles of {shapes} do not fit together") from None
+        column = "; one number a row becomes a column by l[:, None]"
+        raise ShapeError(
+            f"np.{ufunc.__name__}: tiles of {shapes} do not fit together"
+            + (column if any(x.ndim == 1 for x in tiles) else "")
+        ) from None
     size = int(np.prod(view.shape[2:]))
-    result = out if out is not None else room.sram.made(_own_type(view, room))
+    if out is not None:
+        out._rounded()
+    result = out if out is not None else room.sram._made(_own_type(view, room))
     read = sum(x.nbytes for x in given if isinstance(x, SramTile))
-    room.sram.note(priced(COSTS[ufunc], size, read, result.nbytes))
+    room.sram._note(priced(COSTS[ufunc], size, read, result.nbytes))
     return result
 
 
@@ -300,7 +321,7 @@ def product(a: Any, b: Any, *, out: SramTile | None = None, add: bool = False) -
     view = view[..., 0, :] if row else view
     view = view[..., 0] if col else view
     if out is None:
-        result = room.sram.made(_own_type(view, room))
+        result = room.sram._made(_own_type(view, room))
     else:
         result = _held(out, room)
         if result.shape != view.shape[2:]:
@@ -309,8 +330,9 @@ def product(a: Any, b: Any, *, out: SramTile | None = None, add: bool = False) -
             result._view[...] += view
         else:
             result._view[...] = view
+        result._rounded()
     read = a.nbytes + b.nbytes + (result.nbytes if add else 0)
-    room.sram.note(priced("matmul", flops, read, result.nbytes))
+    room.sram._note(priced("matmul", flops, read, result.nbytes))
     return result
 
 
@@ -328,10 +350,10 @@ def reduced(tile: SramTile, name: str, axis: Any, keepdims: bool, outs: Any = ()
         result = outs[0]
         if not isinstance(result, SramTile):
             raise MemoryModelError(f"{name}(..., out=...) takes a tile: sram.alloc(name, shape)")
-        result[...] = room.sram.made(_own_type(view, room))
+        result[...] = room.sram._made(_own_type(view, room))
     else:
-        result = room.sram.made(_own_type(view, room))
-    room.sram.note(priced(kind, tile.size, tile.nbytes, result.nbytes))
+        result = room.sram._made(_own_type(view, room))
+    room.sram._note(priced(kind, tile.size, tile.nbytes, result.nbytes))
     return result
 
 
@@ -346,8 +368,8 @@ def chosen(condition: Any, one: Any, other: Any) -> SramTile:
     except ValueError:
         shapes = ", ".join(str(x.shape) for x in given if hasattr(x, "shape"))
         raise ShapeError(f"np.where: {shapes} do not fit together") from None
-    result = room.sram.made(_own_type(view, room))
-    room.sram.note(priced("", 0, sum(x.nbytes for x in tiles), result.nbytes))
+    result = room.sram._made(_own_type(view, room))
+    room.sram._note(priced("", 0, sum(x.nbytes for x in tiles), result.nbytes))
     return result
 
 
@@ -401,7 +423,7 @@ def _flags(part: Any) -> Any:
 
 
 def _own_type(view: np.ndarray, room: Room) -> np.ndarray:
-    return view if view.dtype == bool else np.asarray(view, room.sram.compute)
+    return view if view.dtype == bool else np.asarray(view, room.sram._compute)
 
 
 def _unknown(name: str, method: str, how: Any) -> str:
@@ -414,7 +436,7 @@ def _unknown(name: str, method: str, how: Any) -> str:
 def _full(tile: SramTile, value: float, **how: Any) -> SramTile:
     if how:
         raise MemoryModelError("a tile like another has its type: leave out dtype= and shape=")
-    return tile._alive().sram.made(np.full_like(tile._view, value))
+    return tile._alive().sram._made(np.full_like(tile._view, value))
 
 
 #: NumPy's functions of tiles that are no ufuncs.
