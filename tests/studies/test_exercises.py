@@ -113,13 +113,13 @@ def test_fewer_bytes_than_full_marks():
 
 
 def test_few_bytes_in_another_order_than_was_asked_for():
-    """FlashAttention-2 moves less than FlashAttention-1, whose keys were to be loaded once."""
+    """FlashAttention-2 moves no more bytes here, but K was to be loaded once."""
     store = "sram.store(hbm.L, rows, m + np.log(l))"
     assert store in FLASH2.solution_source
     both = f"sram.store(hbm.l, rows, l){chr(10)}{' ' * 16}sram.store(hbm.m, rows, m)"
     one = get("flash1-forward")
     marks, trace = grade(FLASH2.solution_source.replace(store, both), one)
-    assert trace.bytes() < one.full_marks_bytes
+    assert trace.bytes() <= one.full_marks_bytes
     assert marks.marks[-1].kind == "order"
     assert "K was loaded 4 times; 1 would do\nV was loaded" in marks.marks[-1].words
 

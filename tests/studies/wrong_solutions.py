@@ -74,7 +74,7 @@ WRONG = [
     ("grouped-queries", "bytes", "K was loaded 10 times; 2 would do", "                                S = Q @", "                                K, V = sram.load(hbm.K, cols), sram.load(hbm.V, cols)\n                                S = Q @"),
     ("grouped-queries", "machine", "say which one's Q it is", "rows, member=g)\n                    O", "rows)\n                    O"),
     ("grouped-queries", "result", "", "sram.store(hbm.O, rows, O, member=g)", "sram.store(hbm.O, rows, O, member=0)\n                    sram.store(hbm.O, rows, O, member=g)"),
-    ("decode-splits", "demand", "a quarter is 768 B", "        for at, cols in enumerate(parts):\n            with sram.step(query), sram.visit", "        with sram.step(query):\n          for at, cols in enumerate(parts):\n            with sram.visit"),
+    ("decode-splits", "demand", "a quarter is 1,152 B", "        for at, cols in enumerate(parts):\n            with sram.step(query), sram.visit", "        with sram.step(query):\n          for at, cols in enumerate(parts):\n            with sram.visit"),
     ("decode-splits", "result", "", "weights = np.exp(L_s - L)", "weights = np.exp(L_s - L) * 0 + 0.25"),
     ("decode-splits", "result", "", "O /= l[:, None]", "pass"),
     ("fewest-bytes", "bytes", "K was loaded 6 times; 2 would do", "*48", "16"),

@@ -264,6 +264,7 @@ class OpenSram:
                 + "".join(
                     f"\n  {r.name:<12}{r.nbytes:>12,} B, made at {r.made}" for r in self._rooms
                 )
+                + (_IN_PLACE if any(room.temporary for room in self._rooms) else "")
             )
         return Lease(room)
 

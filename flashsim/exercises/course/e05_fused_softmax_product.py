@@ -75,7 +75,7 @@ def undivided(arrays, p, dtype):
 EXERCISE = Exercise(
     name="fused-softmax-product",
     statement=__doc__,
-    task=Task(Problem(32, n_kv=48, head_dim=8), Tiling(8, 16), 2048, ("S",)),
+    task=Task(Problem(32, n_kv=48, head_dim=12), Tiling(8, 16), 3072, ("S",)),
     reference=reference,
     truth=softmax_product,
     skeleton=SKELETON,

@@ -74,7 +74,7 @@ def budget(task):
 EXERCISE = Exercise(
     name="causal-skipping",
     statement=__doc__,
-    task=Task(Problem(48, n_kv=48, head_dim=8, causal=True), Tiling(8, 8), 2560),
+    task=Task(Problem(48, n_kv=48, head_dim=12, causal=True), Tiling(8, 8), 2560),
     reference=reference,
     truth=attention,
     skeleton=SKELETON,

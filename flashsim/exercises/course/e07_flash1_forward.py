@@ -82,7 +82,7 @@ def truth(arrays, p, dtype):
 EXERCISE = Exercise(
     name="flash1-forward",
     statement=__doc__,
-    task=Task(Problem(32, n_kv=48, head_dim=8), Tiling(8, 16), 3072, outputs=("O", "l", "m")),
+    task=Task(Problem(32, n_kv=48, head_dim=12), Tiling(8, 16), 4096, outputs=("O", "l", "m")),
     reference=reference,
     truth=truth,
     skeleton=SKELETON,

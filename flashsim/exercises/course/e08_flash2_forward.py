@@ -60,7 +60,7 @@ def solution(machine):
 EXERCISE = Exercise(
     name="flash2-forward",
     statement=__doc__,
-    task=Task(Problem(32, n_kv=48, head_dim=8), Tiling(8, 16), 2560, outputs=("O", "L")),
+    task=Task(Problem(32, n_kv=48, head_dim=12), Tiling(8, 16), 3328, outputs=("O", "L")),
     reference=reference,
     truth=attention,
     skeleton=SKELETON,

@@ -27,7 +27,7 @@ import numpy as np
 
 
 def solution(machine):
-    hbm = machine.hbm  # hbm.O and hbm.dO, (32, 8); hbm.delta, (32,)
+    hbm = machine.hbm  # hbm.O and hbm.dO, (32, 12); hbm.delta, (32,)
     with machine.stage("delta") as sram:
         for rows in machine.row_tiles():
             with sram.step(rows):
@@ -43,7 +43,7 @@ def budget(task):
 EXERCISE = Exercise(
     name="delta",
     statement=__doc__,
-    task=Task(Problem(32, n_kv=48, head_dim=8), Tiling(8, 16), 640, ("O", "dO"), ("delta",)),
+    task=Task(Problem(32, n_kv=48, head_dim=12), Tiling(8, 16), 896, ("O", "dO"), ("delta",)),
     reference=reference,
     truth=delta,
     skeleton=SKELETON,

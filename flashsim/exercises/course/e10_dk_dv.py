@@ -72,7 +72,7 @@ EXERCISE = Exercise(
     name="dk-dv",
     statement=__doc__,
     task=Task(
-        *(Problem(32, n_kv=48, head_dim=8), Tiling(8, 16), 4096),
+        *(Problem(32, n_kv=48, head_dim=12), Tiling(8, 16), 6144),
         *(("dO", "L", "delta"), ("dK", "dV")),
         spread=8,
     ),

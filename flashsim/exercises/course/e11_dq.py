@@ -64,7 +64,7 @@ EXERCISE = Exercise(
     name="dq",
     statement=__doc__,
     task=Task(
-        *(Problem(32, n_kv=48, head_dim=8), Tiling(8, 16), 4096),
+        *(Problem(32, n_kv=48, head_dim=12), Tiling(8, 16), 5120),
         *(("dO", "L", "delta"), ("dQ",)),
         spread=8,
     ),

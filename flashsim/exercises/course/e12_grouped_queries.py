@@ -82,7 +82,7 @@ def budget(task):
 EXERCISE = Exercise(
     name="grouped-queries",
     statement=__doc__,
-    task=Task(Problem(16, n_kv=48, head_dim=8, heads=4, kv_heads=1), Tiling(8, 16), 5120),
+    task=Task(Problem(16, n_kv=48, head_dim=12, heads=4, kv_heads=1), Tiling(8, 16), 7168),
     reference=reference,
     truth=attention,
     skeleton=SKELETON,

@@ -95,7 +95,7 @@ def in_parallel(trace):
 EXERCISE = Exercise(
     name="decode-splits",
     statement=__doc__,
-    task=Task(Problem(1, n_kv=96, head_dim=8), Tiling(1, 24), 2048, outputs=("O", "L")),
+    task=Task(Problem(1, n_kv=96, head_dim=12), Tiling(1, 24), 2560, outputs=("O", "L")),
     reference=reference,
     truth=attention,
     skeleton=SKELETON,
