@@ -278,14 +278,15 @@ def _check_outsiders(function: Any, name: str, arrays: Mapping[str, Any]) -> Non
     No array can be stored or meet a tile; the numbers of one, taken one by one, could.
     """
     for label, value in _outside(function):
-        if not isinstance(value, np.ndarray):
-            continue
-        for which, array in arrays.items():
-            if isinstance(array, np.ndarray) and np.may_share_memory(value, array):
-                raise MemoryModelError(
-                    f"{name} uses {label}, which is the {which} that was given to simulate: inside "
-                    "the function it lies in machine.hbm; load it with sram.load"
-                )
+        held = value.values() if isinstance(value, dict) else value
+        for one in held if isinstance(value, (list, tuple, dict)) else [value]:
+            for which, array in arrays.items():
+                both = isinstance(one, np.ndarray) and isinstance(array, np.ndarray)
+                if both and np.may_share_memory(one, array):
+                    raise MemoryModelError(
+                        f"{name} uses {label}, which is the {which} that was given to simulate: "
+                        "inside the function it lies in machine.hbm; load it with sram.load"
+                    )
 
 
 def _outside(function: Any) -> Iterable[tuple[str, Any]]:

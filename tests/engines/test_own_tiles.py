@@ -2,12 +2,14 @@
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import flashsim
 from flashsim import MemoryModelError, ShapeError, SramOverflow, Tiling
+from flashsim.engines.own.tile import product
 from flashsim.problem.hardware import Device
 
 N, D = 32, 8
@@ -51,6 +53,11 @@ LEAKS = {
     "np.array_str": lambda t: np.array_str(t),
     "np.vectorize": lambda t: np.vectorize(KEPT.append)(t),
     "np.add.outer": lambda t: np.add.outer(t, t),
+    "np.add.reduce(initial=)": lambda t: np.add.reduce(t, initial=KEPT),
+    "np.max(initial=)": lambda t: t.max(initial=3.0),
+    "np.exp(where=) without out": lambda t: np.exp(t, where=t > 0),
+    "max(out=array)": lambda t: np.maximum.reduce(t, out=np.zeros(D)),
+    "np.zeros_like(dtype=)": lambda t: np.zeros_like(t, dtype=np.float64),
     "np.add.accumulate": lambda t: np.add.accumulate(t),
     "np.frexp": lambda t: np.frexp(t),
     "np.sum(out=array)": lambda t: np.sum(t, axis=0, out=np.zeros(D)),
@@ -132,6 +139,8 @@ ENTRIES = {
     "np.asarray(hbm.Q)": lambda t, s, m: np.asarray(m.hbm.Q),
     "hbm.O[...] =": lambda t, s, m: m.hbm.O.__setitem__(slice(0, 1), 0.0),
     "load an array": lambda t, s, m: s.load(Q, ROWS),
+    "tile[array] =": lambda t, s, m: t.__setitem__(np.arange(3), 0.0),
+    "tile[0, tile] =": lambda t, s, m: t.__setitem__((0, t[0] > 0), 0.0),
     "write to an input": lambda t, s, m: s.store(m.hbm.Q, ROWS, t),
     "pickle a handle": lambda t, s, m: pickle.dumps(m.hbm.Q),
 }
@@ -188,15 +197,27 @@ def test_a_closure_over_an_input_is_found():
 
     with pytest.raises(MemoryModelError, match="closed uses mine, which is the q"):
         flashsim.simulate(closed, Q, K, V)
+    held = {"mine": mine}
+    with pytest.raises(MemoryModelError, match="uses held, which is the q"):
+        flashsim.simulate(lambda machine: held, Q, K, V)
     with pytest.raises(MemoryModelError, match="a default argument, which is the k"):
         flashsim.simulate(closed, Q.copy(), K, V)
     KEPT.clear()
 
 
 def test_inputs_are_copies():
-    before = Q.copy()
-    on_a_tile(lambda tile, sram, machine: tile.__imul__(0.0))
-    assert (before == Q).all()
+    """What is done to a tile is not done to them; what is done to them, a load does not see."""
+    given = SimpleNamespace(q=Q.copy())
+
+    def work(machine):
+        given.q[8:] = 0.0
+        with machine.stage("forward") as sram, sram.step(slice(0, N)):
+            tile = sram.load(machine.hbm.Q, slice(0, N))
+            tile *= 2.0
+            sram.store(machine.hbm.O, slice(0, N), tile)
+
+    assert (flashsim.simulate(work, given.q, K, V).out == 2 * Q).all()
+    assert (given.q[:8] == Q[:8]).all()
 
 
 # -- room -------------------------------------------------------------------------------------
@@ -391,6 +412,16 @@ def test_tiles_of_another_stage_and_of_another_run():
     KEPT.clear()
 
 
+def visit_in_visit(sram):
+    with sram.visit(ROWS, ROWS), sram.visit(ROWS, ROWS):
+        pass
+
+
+def nested(sram, machine, work):
+    """A run within a run: two machines at once."""
+    in_a_step(work)
+
+
 @pytest.mark.parametrize(
     ("work", "text"),
     [
@@ -411,7 +442,23 @@ def test_tiles_of_another_stage_and_of_another_run():
             lambda s, m: s.store(m.hbm.O, ROWS, s.load(m.hbm.Q, slice(0, 8))),
             r"the tile is \(8, 8\)",
         ),
+        (lambda s, m: visit_in_visit(s), "a visit inside a visit"),
         (lambda s, m: s.alloc("S", (0, 3)), "sides of 1 and more"),
+        (
+            lambda s, m: product(*[s.alloc("S", (2, 2), 0.0)] * 2, out=s.alloc("S", (2, 3))),
+            "out is",
+        ),
+        (
+            lambda s, m: nested(
+                s, m, lambda inner, _: inner.store(_.hbm.O, ROWS, s.positions(ROWS))
+            ),
+            "another stage",
+        ),
+        (lambda s, m: nested(s, m, lambda inner, _: inner.load(m.hbm.Q, ROWS)), "another machine"),
+        (
+            lambda s, m: nested(s, m, lambda inner, _: inner.positions(ROWS) + s.positions(ROWS)),
+            "another stage",
+        ),
         (lambda s, m: s.alloc("no name", 3), "a short word"),
         (lambda s, m: s.alloc("S", (2, 3), 0.0) @ s.alloc("S", (2, 3), 0.0), "inner sides differ"),
         (lambda s, m: s.alloc("S", (2, 3), 0.0) + s.alloc("S", (4, 3), 0.0), "do not fit together"),
@@ -428,6 +475,25 @@ def test_what_a_machine_refuses(work, text):
     with pytest.raises((MemoryModelError, ShapeError, flashsim.OptionError), match=text) as caught:
         in_a_step(work)
     assert str(caught.value).startswith("algorithm, line ")
+
+
+@pytest.mark.parametrize(
+    ("outer", "text"),
+    [(2, "there are 2 tiles of queries, got number 2"), ("0:16", "a step is of rows")],
+)
+def test_steps_that_are_none(outer, text):
+    def algorithm(machine):
+        with machine.stage("forward") as sram, sram.step(outer):
+            pass
+
+    with pytest.raises(ShapeError, match=text):
+        flashsim.simulate(algorithm, Q, K, V, tiling=Tiling(16, 16))
+
+
+def test_too_much_is_recorded_for_a_file(monkeypatch):
+    monkeypatch.setattr("flashsim.engines.own.sram.MOST_EVENTS", 12)
+    with pytest.raises(MemoryModelError, match="more than 12 events"):
+        on_a_tile(lambda tile, sram, machine: [tile * 2 for _ in range(9)])
 
 
 def test_a_step_is_needed():
@@ -493,6 +559,8 @@ def compared(work, *arrays):
         lambda q, k, v: np.full_like(q, 3.0) + np.ones_like(q) - np.transpose(q.mT),
         lambda q, k, v: np.copy(q[..., 1:3]) * (~np.isposinf(q[:, 1:3])),
         lambda q, k, v: q[3] * np.ones((4, 1), bool),
+        lambda q, k, v: np.where(q > 0, q, True) + np.add.reduce(k, axis=0, keepdims=True),
+        lambda q, k, v: np.sum(q[:, 0] * 0 + 1.5) + np.maximum.reduce(q[0]),
     ],
 )
 def test_arithmetic_is_numpys(work):
@@ -509,6 +577,7 @@ def test_writing_in_place():
         q[..., np.eye(N, D, 1, dtype=bool)] = -2.0
         np.multiply(q, 2.0, out=q, where=q > 0)
         q[0] = k[0]
+        np.add.reduce(v, axis=0, out=q[1])
         return q
 
     compared(work)

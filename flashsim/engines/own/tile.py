@@ -162,8 +162,9 @@ class SramTile(NDArrayOperatorsMixin):
         where = how.pop("where", True)
         if method == "reduce" and ufunc in (pair[0] for pair in REDUCTIONS.values()):
             name = next(n for n, pair in REDUCTIONS.items() if pair[0] is ufunc)
-            axis = how.pop("axis", 0)
-            return reduced(given[0], name, axis, bool(how.pop("keepdims", False)), outs)
+            axis, keepdims = how.pop("axis", 0), bool(how.pop("keepdims", False))
+            if not how and where is True:
+                return reduced(given[0], name, axis, keepdims, outs)
         if method != "__call__" or (ufunc is not np.matmul and ufunc not in COSTS) or how:
             raise MemoryModelError(_unknown(ufunc.__name__, method, how))
         for out in outs:
@@ -188,6 +189,8 @@ class SramTile(NDArrayOperatorsMixin):
 
     def max(self, axis: Any = None, *, keepdims: bool = False, initial: Any = None) -> SramTile:
         """The largest along an axis, or of all; a tile."""
+        if initial not in (None, -np.inf):
+            raise MemoryModelError(_unknown("max", "__call__", ["initial"]))
         return reduced(self, "max", axis, keepdims)
 
     def min(self, axis: Any = None, *, keepdims: bool = False) -> SramTile:
