@@ -1,7 +1,7 @@
 """Forward and backward attention on a GPU, every implementation there is: a table and a CSV.
 
-    python benchmarks/gpu.py [--shapes papers|short|serving|widths|smoke|float32]
-                             [--dtype bfloat16] [--csv out.csv] [--only NAME,NAME] [--flush-l2]
+    python benchmarks/gpu.py [--shapes papers|short|serving|widths|smoke|float32|course]
+                             [--dtype bfloat16,...] [--csv out.csv] [--impl NAME,NAME] [--flush-l2]
 
 Implementations: flashsim's GPU backends; torch's FlashAttention-2, cuDNN, memory-efficient and math
 kernels through `scaled_dot_product_attention`; and, where it imports, flash-attention's CuTe-DSL
@@ -14,8 +14,8 @@ for causal; under a window what it keeps), 2.5 times that backward. Peaks are me
 the inputs, MiB; saved activations what the forward pass keeps for the backward beside the output.
 Every configuration runs, whatever fails; what remains of a shape after a failure that may have
 spoilt the process is measured in another. `status` says ok; OOM, unsupported or error, where
-nothing was timed; or which of these befell the backward pass of a forward that was. Without a torch
-that sees the GPU, flashsim's kernels run on CuPy arrays (float16 and float32).
+nothing was timed; OOM(backward) and so on where that befell the backward pass of a forward that
+was. Without a torch that sees the GPU, flashsim's kernels run on CuPy arrays (float16 and float32).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ COLUMNS = (
     *("batch", "forward_tflops", "backward_tflops", "heads", "kv_heads", "window"),
 )
 TOKENS, D_MODEL = 16384, 2048
+DTYPES = ("bfloat16", "float16", "float32")
 DIRECTIONS = {"forward": 1.0, "backward": 2.5}  # FLOPs, of the forward pass's
 #: The status of a row that a new process is to measure again.
 AGAIN = "again"
@@ -123,6 +125,7 @@ SHAPES = {
     ],
     "smoke": [paper(64, True, 1024), paper(128, False, 1024)],
     "float32": [Shape(64, False, n, batch=8, heads=1) for n in (1024, 4096, 8192)],
+    "course": [Shape(64, False, n, batch=8, heads=1) for n in (256, 1024, 4096, 8192, 16384)],
 }
 
 
@@ -168,7 +171,7 @@ class Contender:
             step()
         except Exception as error:
             status = status_of(error)
-            self.row["status"] = status if direction == "forward" else f"backward {status}"
+            self.row["status"] = status if direction == "forward" else f"{status}(backward)"
             self.work = None
             print(f"  {self.row['implementation']}: {type(error).__name__}: {error}"[:300])
             if status == "error":
@@ -326,8 +329,8 @@ class Worker:
         self._folder.cleanup()
 
 
-def chosen(only: str | None, dtype: str) -> list[str]:
-    """Names of the implementations to run.
+def chosen(only: str | None, dtype: str, shapes: str = "course") -> list[str]:
+    """Names of the implementations to run; what takes minutes to compile, if asked or in a course.
 
     Raises
     ------
@@ -337,10 +340,25 @@ def chosen(only: str | None, dtype: str) -> list[str]:
     from flashsim.errors import OptionError, choices
 
     names = only.split(",") if only else list(IMPLEMENTATIONS)
+    if not only and shapes != "course":
+        names = [name for name in names if not name.endswith("compiled")]
     for name in names:
         if name not in IMPLEMENTATIONS:
             raise OptionError(f"no implementation {name!r}; {choices(name, IMPLEMENTATIONS)}")
     return [name for name in names if dtype == "float32" or "tf32" not in name]
+
+
+def types(given: str) -> list[str]:
+    """Element types to run.
+
+    Raises
+    ------
+    OptionError
+        If one does not exist.
+    """
+    from flashsim.problem import checks
+
+    return [checks.one_of("dtype", name, DTYPES) for name in given.split(",")]
 
 
 def main() -> None:
@@ -349,19 +367,22 @@ def main() -> None:
     parser.add_argument("--shapes", choices=tuple(SHAPES), default="papers")
     parser.add_argument(
         "--dtype",
-        choices=("bfloat16", "float16", "float32"),
-        help="default: bfloat16, or float32 for the shapes of that name",
+        help=f"of {', '.join(DTYPES)}, with commas; default: bfloat16, float32 for the shapes of "
+        "that name, both for a course's",
     )
-    parser.add_argument("--only", metavar="NAMES", help="implementations, separated by commas")
+    parser.add_argument(
+        "--impl", "--only", dest="only", metavar="NAMES", help="implementations, with commas"
+    )
     parser.add_argument("--repetitions", type=int, default=10)
     parser.add_argument(
         "--flush-l2", action="store_true", help="empty the L2 cache before each call"
     )
     parser.add_argument("--csv", default="gpu.csv", help="where the table goes")
     options = parser.parse_args()
-    dtype = options.dtype or ("float32" if options.shapes == "float32" else "bfloat16")
+    usual = {"float32": "float32", "course": "float32,bfloat16"}.get(options.shapes, "bfloat16")
     try:
-        names = chosen(options.only, dtype)
+        dtypes = types(options.dtype or usual)
+        names = {dtype: chosen(options.only, dtype, options.shapes) for dtype in dtypes}
         open_lab()
     except (ValueError, RuntimeError) as error:
         sys.exit(f"benchmarks/gpu.py: {error}")
@@ -369,9 +390,9 @@ def main() -> None:
     with open(options.csv, "w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
-        for shape in SHAPES[options.shapes]:
+        for shape, dtype in product(SHAPES[options.shapes], dtypes):
             print(f"{shape} {dtype}", flush=True)
-            rows = worker.measure(shape, dtype, names, options.repetitions, options.flush_l2)
+            rows = worker.measure(shape, dtype, names[dtype], options.repetitions, options.flush_l2)
             writer.writerows(rows)
             file.flush()
             for row in rows:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 
@@ -94,6 +94,26 @@ class Cute:
         return torch.autograd.grad(result, self.inputs, x.rows[3], retain_graph=True)
 
 
+class Compiled(Torch):
+    """scaled_dot_product_attention as torch.compile makes it, with the kernel torch chooses."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+
+    def _attend(self, q: Any, k: Any, v: Any, x: Inputs) -> Any:
+        if x.window:
+            raise NotImplementedError("scaled_dot_product_attention has no windows")
+        grouped = q.shape[1] != k.shape[1]
+        return _compiled()(q, k, v, is_causal=x.causal, enable_gqa=grouped)
+
+
+@cache
+def _compiled() -> Any:
+    import torch
+
+    return torch.compile(torch.nn.functional.scaled_dot_product_attention)
+
+
 class Flashsim:
     """One GPU backend of flashsim; `deterministic` chooses the form of its backward pass.
 
@@ -135,4 +155,5 @@ IMPLEMENTATIONS: dict[str, Torch | Cute | Flashsim] = {
     "torch cudnn": Torch("CUDNN_ATTENTION"),
     "torch efficient": Torch("EFFICIENT_ATTENTION"),
     "torch math": Torch("MATH"),
+    "torch sdpa compiled": Compiled(),
 }

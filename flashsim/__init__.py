@@ -48,6 +48,7 @@ _LATE = {
             "predict",
             "reproduce",
             "roofline",
+            "softmax_matmul",
             "verify",
             "walkthrough",
         ),

@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 
 from flashsim import report
+from flashsim.api.cost import fits
 from flashsim.cli import options as opt
 from flashsim.cli import pictures, values
-from flashsim.cli.output import show_tables
-from flashsim.errors import OptionError, choices
+from flashsim.cli.output import show_tables, working
+from flashsim.errors import MemoryModelError, OptionError, choices
 
 
 def walkthrough(
@@ -165,4 +167,38 @@ def versions(
     show_tables([table], [table], form)
 
 
-COMMANDS = (walkthrough, banks, blocks, when, versions)
+def softmax_matmul(
+    form: opt.Format,
+    batch: Annotated[int, typer.Option("--batch", "-b", help="Matrices.")] = 16,
+    d1: Annotated[int, typer.Option(help="Rows of X.")] = 2048,
+    d2: Annotated[int, typer.Option(help="Columns of X, along which softmax runs.")] = 1024,
+    d3: Annotated[int, typer.Option(help="Columns of V, up to 512.")] = 512,
+    block: Annotated[int, typer.Option(help="Rows of X in a block.")] = 64,
+    block_2: Annotated[int | None, typer.Option(help="Columns of X in a block; as rows.")] = None,
+    run: Annotated[
+        bool, typer.Option("--run", help="Simulate it on random matrices, beside the closed form.")
+    ] = False,
+) -> None:
+    """softmax(X) V, fused into one kernel and in two: what each moves."""
+    from flashsim.studies import softmax_matmul as operation
+
+    shape, blocks_of = (batch, d1, d2, d3), dict[str, Any](block=block, block_2=block_2)
+    found = [operation.count(*shape, **blocks_of, fused=fused) for fused in (True, False)]
+    if run:
+        size = 4 * batch * (d1 * d2 + d2 * d3 + d1 * d3)
+        fits(size, "without --run it is counted without arrays")
+        rng = np.random.default_rng(0)
+        x, v = (rng.standard_normal(s, np.float32) for s in ((batch, d1, d2), (batch, d2, d3)))
+        with working("simulating"):
+            executed = operation.run(x, v, **blocks_of)
+        if executed.moved != found[0].moved:
+            raise MemoryModelError("the simulator moved other bytes than the closed form says")
+        found[0] = executed
+    tables = [one.table() for one in found]
+    every = report.Table("", ("kernels", *tables[0].columns))
+    for one, table in zip(found, tables, strict=True):
+        every.rows += [("fused" if one.fused else "two", *row) for row in table.rows]
+    show_tables(tables, [every], form)
+
+
+COMMANDS = (walkthrough, banks, blocks, when, versions, softmax_matmul)

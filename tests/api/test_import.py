@@ -190,6 +190,7 @@ def test_public_names_exist_and_are_sorted():
         "predict",
         "reproduce",
         "roofline",
+        "softmax_matmul",
         "verify",
         "viz",
         "walkthrough",

@@ -166,8 +166,8 @@ def test_every_implementation_gets_a_row_whatever_fails(bench, worker, monkeypat
     assert status == {
         **{"fine": "ok", "no memory": "OOM", "not for this": "unsupported"},
         **{"not there": "unsupported", "no kernel": "unsupported", "broken": "error"},
-        **{"refused": "error", "no memory back": "backward OOM"},
-        **{"forward only": "backward unsupported", "breaks late": "backward error"},
+        **{"refused": "error", "no memory back": "OOM(backward)"},
+        **{"forward only": "unsupported(backward)", "breaks late": "error(backward)"},
         **{"fine, too": "ok"},
     }
     assert list(status) == list(implementations)
@@ -206,7 +206,7 @@ def test_after_an_error_the_rest_is_measured_in_a_new_process(bench, worker, mon
     spoilt = None
     implementations = {"first": Fragile(), "breaks": Breaks(), "last": Fragile()}
     rows = rows_of(worker, bench, monkeypatch, implementations)
-    assert [row["status"] for row in rows] == ["ok", "backward error", "ok"]
+    assert [row["status"] for row in rows] == ["ok", "error(backward)", "ok"]
     assert rows[1]["forward_ms"] != ""
     assert worker.pool.asked == [["first", "breaks", "last"], ["first", "last"]]
     assert worker.pool.made == 2
@@ -257,6 +257,32 @@ def test_without_torch_its_kernels_are_unsupported(bench, monkeypatch, tmp_path)
     assert [row["status"] for row in rows] == ["unsupported", "ok"]
     assert FakeLab.flushed
     assert rows[1]["forward_ms"] == 1  # one call behind a flushed cache
+
+
+def test_a_courses_lengths_run_in_both_types_compiled_only_there(
+    worker, bench, monkeypatch, tmp_path
+):
+    QUICK = ("--repetitions", "1")
+    names = {"fine": Fake(), "torch sdpa compiled": Fake()}
+    monkeypatch.setattr(bench, "IMPLEMENTATIONS", names)
+    rows = main(bench, monkeypatch, tmp_path / "gpu.csv", "--shapes", "course", *QUICK)
+    assert list(rows[0])[:10] == [
+        *("implementation", "d_model", "seq_len", "forward_ms", "forward_peak_MiB", "backward_ms"),
+        *("backward_peak_MiB", "saved_activations_MiB", "status", "gpu"),
+    ]
+    lengths = ("256", "1024", "4096", "8192", "16384")
+    found = {(row["seq_len"], row["dtype"], row["implementation"]) for row in rows}
+    assert found == {(n, d, i) for n in lengths for d in ("float32", "bfloat16") for i in names}
+    for row in main(
+        bench, monkeypatch, tmp_path / "x.csv", "--shapes", "smoke", "--dtype", "float16"
+    ):
+        assert (row["implementation"], row["dtype"]) == ("fine", "float16")
+    with pytest.raises(SystemExit, match="did you mean 'float32'"):
+        main(bench, monkeypatch, tmp_path / "x.csv", "--dtype", "float3")
+    rows = main(
+        bench, monkeypatch, tmp_path / "x.csv", "--shapes", "smoke", "--impl", "fine", *QUICK
+    )
+    assert {row["implementation"] for row in rows} == {"fine"}
 
 
 def main(bench, monkeypatch, path, *arguments):

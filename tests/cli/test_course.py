@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from flashsim import Problem, Tiling, banks, blocks, walkthrough
+from flashsim import Problem, Tiling, banks, blocks, softmax_matmul, walkthrough
 from flashsim.cli.app import app
 from flashsim.studies import predict
 
@@ -73,3 +73,21 @@ def test_when_and_versions_print_predictions():
     expected = predict.when(LAYER, (512, 1024), direction="backward", device="A100")
     assert found == expected.records()
     assert rows("versions", *ASKED) == predict.versions(LAYER).records()
+
+
+SMALL = ("softmax-matmul", "--batch", 2, "--d1", 40, "--d2", 70, "--d3", 8, "--block", 16)
+
+
+@pytest.mark.parametrize("more", [(), ("--run",)])
+def test_softmax_matmul_prints_one_kernel_and_two(more):
+    found = rows(*SMALL, *more)
+    for kernels, fused in (("fused", True), ("two", False)):
+        (row,) = (r for r in found if (r["kernels"], r["tensor"]) == (kernels, "all"))
+        expected = softmax_matmul.count(2, 40, 70, 8, block=16, fused=fused)
+        assert (row["load B"], row["store B"]) == (expected.bytes("load"), expected.bytes("store"))
+    assert ("on chip a block" in invoke(*SMALL, *more).stdout) == bool(more)
+
+
+def test_softmax_matmul_says_where_the_simulator_and_the_form_differ(monkeypatch):
+    monkeypatch.setattr(softmax_matmul, "run", lambda *_, **__: softmax_matmul.count(1, 1, 1, 1))
+    assert "other bytes" in invoke(*SMALL, "--run").output

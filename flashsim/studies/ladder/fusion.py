@@ -43,9 +43,10 @@ def softmax_product(bench: Bench) -> None:
                         S_ij = sram.load(hbm.S, rows, visit.cols)
                         V_j = sram.load(hbm.V, visit.cols)
                         m_new = np.maximum(m_i, S_ij.max(axis=-1))
-                        S_ij -= m_new[..., None]
+                        base = np.where(np.isneginf(m_new), 0, m_new)  # -inf alone: no inf - inf
+                        S_ij -= base[..., None]
                         P_ij = np.exp(S_ij, out=S_ij)
-                        alpha = np.exp(m_i - m_new)
+                        alpha = np.exp(m_i - base)
                         l_i[:] = alpha * l_i + P_ij.sum(axis=-1)
                         O_i *= alpha[..., None]
                         O_i += p.rounded(P_ij) @ V_j

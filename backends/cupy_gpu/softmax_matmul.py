@@ -1,0 +1,61 @@
+"""softmax(X) V on a GPU, in one kernel."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import cupy
+import numpy as np
+
+from flashsim.backends import failures
+from flashsim.backends.cupy_gpu import arrays, engine
+from flashsim.backends.families import softmax_matmul as family
+from flashsim.backends.kernels import nvrtc
+from flashsim.backends.launch.kernel import row_elements
+
+
+def forward(
+    x: Any, v: Any, block_1: int, block_2: int, *, counts: bool = False
+) -> tuple[Any, dict[str, int]]:
+    """O (batch, d1, d3), an array of the inputs' library, and what the threads counted, in bytes.
+
+    Raises
+    ------
+    BackendUnavailable, DTypeError, TilingError
+    """
+    engine.require_gpu()
+    space = arrays.space_of({"x": x, "v": v}, "float32")
+    engine.gpu_of(space.device)
+    (batch, d1, d2), d3 = x.shape, v.shape[2]
+    made, tiles = family.kernel(block_1, block_2, d3, counts=counts), -(-d1 // block_1)
+    with failures.Explaining(), space.on_device():
+        views = [space.view(a[:, None]) for a in (x, v)]
+        width = row_elements(d3)
+        out = space.empty((batch, 1, d1, width), views[0].array)
+        with space.active():
+            function = nvrtc.load(made, space.device)
+            report = cupy.zeros((batch, tiles, 3), "uint32") if counts else None
+        record = np.zeros((), family.ARGS)
+        for name, view in zip("xv", views, strict=True):
+            record[name], record[f"{name}_batch"], _, record[f"{name}_row"] = view.place
+        record["o"], record["o_batch"], record["o_row"] = space.pointer(out), d1 * width, width
+        record["counts"] = 0 if report is None else report.data.ptr
+        record["d1"], record["d2"], record["d3"] = d1, d2, d3
+        launch(function, (tiles, batch), made, record, space.stream())
+        result = space.result(out, d3, width)[:, 0]
+        moved = {} if report is None else report.get().sum((0, 1), dtype=np.int64)
+    names = ("load X", "load V", "store O")
+    return result, dict(zip(names, map(int, moved), strict=False))
+
+
+def launch(
+    function: Any, grid: tuple[int, int], made: Any, record: np.ndarray, stream: int
+) -> None:
+    """Start the kernel with a ``struct Args``, which the driver copies."""
+    parameters = (ctypes.c_void_p * 1)(record.ctypes.data)
+    cupy.cuda.driver.launchKernel(
+        *(function.ptr, *grid, 1, made.threads, 1, 1, made.shared_bytes, stream),
+        ctypes.addressof(parameters),
+        0,
+    )

@@ -1,0 +1,53 @@
+"""The fused softmax-product's kernel: which blocks it runs, its constants, its argument."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flashsim.backends.launch.kernel import Kernel, macros
+from flashsim.errors import TilingError
+
+#: Sides of a block; columns of V at most: a warp's rows of O must stay in registers.
+SIDES, WIDEST = (16, 32, 64), 512
+THREADS, _SLICE = 256, 16
+_POINTERS = ("x", "v", "o", "counts")
+_STRIDES = ("x_batch", "x_row", "v_batch", "v_row", "o_batch", "o_row")
+#: ``struct Args`` of kernels/portable/softmax_matmul.cu, by value.
+ARGS = np.dtype(
+    [
+        *((name, "<u8") for name in _POINTERS),
+        *((name, "<i8") for name in _STRIDES),
+        *((name, "<i4") for name in ("d1", "d2", "d3")),
+    ],
+    align=True,
+)
+
+
+def kernel(block_1: int, block_2: int, d3: int, *, counts: bool = False) -> Kernel:
+    """The kernel for blocks of this size and V of `d3` columns.
+
+    Raises
+    ------
+    TilingError
+        For a block or a width that it is not built for.
+    """
+    if block_1 not in SIDES or block_2 not in SIDES:
+        raise TilingError(
+            f"the GPU kernel runs blocks of {', '.join(map(str, SIDES))}, got {block_1} x {block_2}"
+        )
+    if d3 > WIDEST:
+        raise TilingError(f"the GPU kernel takes V of at most {WIDEST} columns, got {d3}")
+    width = -(-d3 // 32) * 32
+    shared = 4 * (block_1 * block_2 + _SLICE * width)
+    constants = {
+        "ARGS_BYTES": ARGS.itemsize,
+        "BLOCK_1": block_1,
+        "BLOCK_2": block_2,
+        "WIDTH": width,
+        "THREADS": THREADS,
+        "TRACE": counts,
+        "SMEM_BYTES": shared,
+    }
+    return Kernel(
+        *("portable/softmax_matmul.cu", "softmax_matmul", THREADS, shared), macros(constants)
+    )

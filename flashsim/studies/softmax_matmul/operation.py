@@ -1,0 +1,218 @@
+"""The fused softmax-product: simulated and counted, on the CPU's cores, on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from flashsim import report
+from flashsim.errors import DTypeError, ShapeError
+from flashsim.problem import checks
+from flashsim.problem.hardware import Device
+from flashsim.problem.problem import Problem
+from flashsim.report import Table
+from flashsim.schedule.tiling import Tiling
+from flashsim.studies.ladder import fusion
+from flashsim.studies.ladder.bench import Bench
+from flashsim.studies.ladder.rungs import RUNGS
+
+#: What the ladder's scores are called here.
+_NAMES = {"S": "X", "P": "P", "V": "V", "O": "O"}
+Moves = Mapping[tuple[str, str], int]
+
+
+@dataclass(frozen=True, eq=False)
+class SoftmaxProduct:
+    """softmax(X) V and what it moved; prints as a table.
+
+    Attributes
+    ----------
+    out : array (batch, d1, d3), or None of a count
+    shape : (batch, d1, d2, d3)
+    tiling : Tiling
+        Rows and columns of X in a block.
+    fused : bool
+    moved : dict
+        ``{(op, tensor): bytes}``, all matrices of the batch: executed, or of a count predicted. A
+        GPU's are there where its threads counted, of "numba" there are none.
+    peak_sram : int or None
+        Most bytes that one simulated block held on chip.
+    """
+
+    out: Any
+    shape: tuple[int, int, int, int]
+    tiling: Tiling
+    fused: bool
+    moved: Moves = field(default_factory=dict)
+    peak_sram: int | None = None
+
+    def bytes(self, op: str | None = None, tensor: str | None = None) -> int:
+        """Bytes moved: of one operation ("load", "store") and tensor, or all."""
+        return sum(
+            n for key, n in self.moved.items() if op in (None, key[0]) and tensor in (None, key[1])
+        )
+
+    def compulsory(self) -> int:
+        """X and V read once, O written once, float32."""
+        batch, d1, d2, d3 = self.shape
+        return 4 * batch * (d1 * d2 + d2 * d3 + d1 * d3)
+
+    def table(self) -> Table:
+        """One row a tensor."""
+        batch, d1, d2, d3 = self.shape
+        made = Table(
+            f"softmax(X) V, {'fused' if self.fused else 'two kernels'}: X {batch} x {d1:,} x "
+            f"{d2:,}, V {batch} x {d2:,} x {d3:,}, float32, blocks {self.tiling}",
+            ("tensor", "load B", "store B"),
+            note=f"compulsory {self.compulsory():,} B"
+            + (f"; at most {self.peak_sram:,} B on chip a block" if self.peak_sram else ""),
+        )
+        for name in dict.fromkeys(tensor for _, tensor in self.moved):
+            made.rows.append((name, self.bytes("load", name), self.bytes("store", name)))
+        made.rows.append(("all", self.bytes("load"), self.bytes("store")))
+        return made
+
+    __repr__ = report.titled
+    _repr_html_ = report.tabled
+
+    def __str__(self) -> str:
+        return self.table().text()
+
+
+def run(
+    x: Any,
+    v: Any,
+    *,
+    block: int = 64,
+    block_2: int | None = None,
+    backend: str = "numpy",
+    device: str | Device = "H100",
+    trace: bool = True,
+) -> SoftmaxProduct:
+    """softmax(X) V in one pass over X: P never leaves the chip.
+
+    The online softmax along d2, as in FlashAttention-2: when a block raises a row's maximum, what
+    was added up so far is rescaled. A row of -inf alone gives NaN, as softmax does.
+
+    Parameters
+    ----------
+    x : array (batch, d1, d2), float32
+    v : array (batch, d2, d3), float32; d3 up to 512
+    block : int
+        Rows of X in a block, and columns unless `block_2` says otherwise; need not divide.
+    block_2 : int, optional
+    backend : {"numpy", "numba", "cupy"}
+        The simulator, which counts; the same walk compiled, on every core, which does not; or one
+        CUDA kernel, for NumPy, CuPy and torch CUDA arrays, with blocks of 16, 32 or 64.
+    device : str or Device
+        Of the simulator: a block's tiles must fit in its shared memory and an SM's registers,
+        where kernels keep O.
+    trace : bool
+        On a GPU: have the threads count what they move.
+
+    Raises
+    ------
+    ShapeError, DTypeError, OptionError
+        If the arrays do not fit each other, or are not float32.
+    SramOverflow, TilingError
+        If a block does not fit, or the GPU's kernel has none like it.
+    BackendUnavailable
+        If there is no GPU.
+    """
+    checks.one_of("backend", backend, ("numpy", "numba", "cupy"))
+    shape, tiling = _shape(x, v), _tiling(block, block_2)
+    if backend == "cupy":
+        from flashsim.backends.failures import require_cupy
+
+        require_cupy("cupy")
+        from flashsim.backends.cupy_gpu import softmax_matmul as gpu
+
+        out, counted = gpu.forward(x, v, tiling.block_q, tiling.block_k, counts=bool(trace))
+        moved = {(op, name): n for key, n in counted.items() for op, name in [key.split()]}
+        return SoftmaxProduct(out, shape, tiling, True, moved)
+    if backend == "numba":
+        from flashsim.studies.softmax_matmul import compiled
+
+        out = compiled.forward(np.asarray(x), np.asarray(v), tiling.block_q, tiling.block_k)
+        return SoftmaxProduct(out, shape, tiling, True)
+    machine = Device.get(device)
+    room = replace(machine, sram_bytes=machine.sram_bytes + machine.registers_per_sm)
+    bench = Bench(_problem(shape), tiling, room)
+    bench.hbm.put("S", np.asarray(x)[:, None])
+    bench.hbm.put("V", np.asarray(v)[:, None])
+    out = bench.hbm.new("O", shape[1], shape[3], "float32")
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        fusion.softmax_product(bench)
+    return SoftmaxProduct(
+        out[:, 0], shape, tiling, True, _of_all(bench.transfers, shape[0]), bench.peak
+    )
+
+
+def count(
+    batch: int,
+    d1: int,
+    d2: int,
+    d3: int,
+    *,
+    block: int = 64,
+    block_2: int | None = None,
+    fused: bool = True,
+) -> SoftmaxProduct:
+    """What `run` moves, in closed form; with `fused` False, what two kernels do.
+
+    Two kernels: an online softmax that reads X twice and writes P, and a product that reads P.
+    """
+    for name, size in (("batch", batch), ("d1", d1), ("d2", d2), ("d3", d3)):
+        checks.positive_int(name, size)
+    shape = batch, d1, d2, d3
+    tiling = _tiling(block, block_2)
+    rung = RUNGS["softmax-product" if fused else "softmax-then-product"]
+    moved = rung.predict(_problem(shape), tiling, Device.get("H100"))
+    return SoftmaxProduct(None, shape, tiling, fused, _of_all(moved, batch))
+
+
+def plain(x: Any, v: Any) -> Any:
+    """softmax(X) V in two steps, by the array's own library: NumPy, CuPy or torch."""
+    _shape(x, v)
+    if type(x).__module__.partition(".")[0] == "torch":
+        return x.softmax(dim=-1) @ v
+    weights = x - x.max(axis=-1, keepdims=True)
+    weights = np.exp(weights, out=weights)  # CuPy's, for CuPy's arrays
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return weights @ v
+
+
+def _shape(x: Any, v: Any) -> tuple[int, int, int, int]:
+    for name, array in (("x", x), ("v", v)):
+        if not hasattr(array, "dtype") or not hasattr(array, "shape"):
+            raise DTypeError(f"{name} must be an array, got {type(array).__name__}")
+        if str(array.dtype).removeprefix("torch.") != "float32":
+            raise DTypeError(f"{name} must be float32, got {array.dtype}")
+        if len(array.shape) != 3 or 0 in array.shape:
+            raise ShapeError(f"{name} must be (batch, rows, columns), got {tuple(array.shape)}")
+    (batch, d1, d2), (also, rows, d3) = (tuple(map(int, a.shape)) for a in (x, v))
+    if (batch, d2) != (also, rows):
+        raise ShapeError(
+            f"v must be (batch, d2, d3) for x (batch, d1, d2) = {(batch, d1, d2)}, got "
+            f"{(also, rows, d3)}"
+        )
+    return batch, d1, d2, d3
+
+
+def _tiling(block: int, block_2: int | None) -> Tiling:
+    return Tiling(block, block if block_2 is None else block_2)
+
+
+def _problem(shape: tuple[int, ...]) -> Problem:
+    batch, d1, d2, d3 = shape
+    if d3 > 512:
+        raise ShapeError(f"v may have up to 512 columns, which a block's rows of O hold; got {d3}")
+    return Problem(d1, d2, head_dim=1, head_dim_v=d3, batch=batch)
+
+
+def _of_all(moved: Mapping[tuple[str, str], int], batch: int) -> dict[tuple[str, str], int]:
+    """Bytes of one matrix as those of the batch, tensors as they are called here."""
+    return {(op, _NAMES[tensor]): n * batch for (op, tensor), n in moved.items()}

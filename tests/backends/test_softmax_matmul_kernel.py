@@ -1,0 +1,164 @@
+"""The kernel of softmax(X) V without a GPU: compiled for every architecture, run by the emulator
+through its own launcher; its benchmark.
+"""
+
+import csv
+import importlib
+import re
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flashsim import softmax_matmul
+from flashsim.errors import TilingError
+
+pytest.importorskip("cupy")
+import emulator
+from compiled import compiled, thorough
+from test_cuda_kernels import GPUS, SPILL_BYTES
+from test_decode_launch import Space
+
+from flashsim.backends.cupy_gpu import arrays, engine
+from flashsim.backends.cupy_gpu import softmax_matmul as gpu
+from flashsim.backends.families import softmax_matmul as family
+from flashsim.backends.kernels import nvrtc
+
+needs_gcc = pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
+
+
+@pytest.mark.parametrize(
+    ("arch", "block", "d3"),
+    [
+        *(("sm_80", 64, 512), ("sm_90", 16, 40)),
+        *(thorough(arch, block, d3) for arch in GPUS for block in (16, 32, 64) for d3 in (64, 512)),
+    ],
+)
+def test_it_compiles_and_stays_in_registers(arch, block, d3):
+    kernel = family.kernel(block, block, d3, counts=arch == "sm_90")
+    log, cubin = compiled(kernel, (*kernel.options, f"-arch={arch}"))
+    assert cubin, log
+    assert "warning" not in log
+    assert int(re.search(r"(\d+) bytes spill stores", log)[1]) <= SPILL_BYTES
+    assert kernel.shared_bytes <= 48 * 1024  # what every GPU gives without being asked
+
+
+@pytest.mark.parametrize("given", [(48, 64, 64), (64, 128, 64), (16, 16, 513)])
+def test_what_it_is_not_built_for_is_said(given):
+    with pytest.raises(TilingError, match="the GPU kernel"):
+        family.kernel(*given)
+
+
+class Lab(Space):
+    """The CPU's memory as a GPU's, and a current device."""
+
+    def on_device(self):
+        return nullcontext()
+
+    active = on_device
+
+    def stream(self):
+        return 0
+
+    def result(self, array, keep=0, width=0):
+        return array[..., :keep]
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """`gpu.forward` on the emulator."""
+    cpu, lab = emulator.Emulator(800), Lab()
+    monkeypatch.setattr(engine, "require_gpu", lambda: None)
+    monkeypatch.setattr(engine, "gpu_of", lambda device: None)
+    monkeypatch.setattr(arrays, "space_of", lambda given, dtype: lab)
+    monkeypatch.setattr(nvrtc, "load", lambda kernel, device: kernel)
+    monkeypatch.setattr(gpu.cupy, "zeros", lab.zeros)
+    monkeypatch.setattr(
+        gpu, "launch", lambda function, grid, made, record, _: cpu.run(made, record, grid)
+    )
+
+
+@needs_gcc
+@pytest.mark.parametrize(
+    ("sizes", "blocks"),
+    [((2, 37, 45, 40), (16, 16)), thorough((1, 70, 130, 33), (32, 64)), ((1, 5, 20, 8), (64, 32))],
+)
+def test_values_and_counted_bytes_are_the_simulators(machine, sizes, blocks):
+    batch, d1, d2, d3 = sizes
+    rng = np.random.default_rng(0)
+    x = (4 * rng.standard_normal((batch, d1, d2))).astype(np.float32)
+    v = rng.standard_normal((batch, d2, d3)).astype(np.float32)
+    x[0, 1, : blocks[1]] = -np.inf
+    x[0, 2] = -np.inf
+    given = {"block": blocks[0], "block_2": blocks[1]}
+    ours = softmax_matmul.run(x, v, backend="cupy", **given)
+    simulated = softmax_matmul.run(x, v, **given)
+    np.testing.assert_allclose(ours.out, simulated.out, atol=3e-6)
+    assert np.isnan(ours.out[0, 2]).all()
+    assert dict(ours.moved) == dict(simulated.moved)
+    untraced = softmax_matmul.run(x, v, backend="cupy", trace=False, **given)
+    assert not untraced.moved
+    np.testing.assert_array_equal(untraced.out, ours.out)
+
+
+def test_a_launch_hands_the_driver_the_struct(monkeypatch):
+    seen = []
+    monkeypatch.setattr(gpu.cupy.cuda.driver, "launchKernel", lambda *a: seen.append(a))
+    made = family.kernel(32, 32, 64)
+    function = type("Function", (), {"ptr": 7})
+    gpu.launch(function, (3, 2), made, np.zeros((), family.ARGS), 5)
+    assert seen[0][:9] == (7, 3, 2, 1, 256, 1, 1, made.shared_bytes, 5)
+
+
+# -- benchmarks/softmax_matmul.py ------------------------------------------------------------------
+
+
+class FakeLab:
+    name = "fake"
+
+    def array(self, shape, dtype):
+        return np.zeros((1, 1, 1), dtype)
+
+    def event(self):
+        self.now = getattr(self, "now", 0.0) + 1.5
+        return self.now
+
+    def milliseconds(self, start, end):
+        return end - start
+
+    def peak(self, work):
+        return work(), 3 << 20, 0
+
+    spin = release = lambda self: None
+
+
+def test_the_benchmark_has_a_row_for_every_configuration(monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    monkeypatch.delitem(sys.modules, "softmax_matmul", raising=False)
+    bench = importlib.import_module("softmax_matmul")
+
+    def fused(x, v, block):
+        if block == 64:
+            raise MemoryError("no room")
+
+    monkeypatch.setattr(bench, "fused", fused)
+    monkeypatch.setattr(bench, "open_lab", lambda: (FakeLab(), ""))
+    out = tmp_path / "table.csv"
+    given = ["softmax_matmul.py", "--d2", "64,128", "--passes", "3", "--csv", str(out)]
+    monkeypatch.setattr(sys, "argv", given)
+    bench.main()
+    with out.open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    assert list(rows[0]) == list(bench.COLUMNS)
+    assert len(bench.COLUMNS) == 9
+    blocks = [(row["d2"], row["BLOCK"], row["triton"]) for row in rows]
+    expected = [(b, "True") for b in ("16", "32", "64")] + [("NA", "False")]
+    assert blocks == [(d2, *b) for d2 in ("64", "128") for b in expected]
+    for row in rows:
+        figures = [row[name] for name in bench.COLUMNS[-3:]]
+        assert figures == (["NA"] * 3 if row["BLOCK"] == "64" else ["1.5", "0.0", "3.0"])
+    printed = capsys.readouterr()
+    assert "d2=64, BLOCK=64: MemoryError: no room" in printed.err
+    assert printed.out.count("failed") == 2
