@@ -66,10 +66,20 @@ class Lab(Space):
         return array[..., :keep]
 
 
+class Emulator(emulator.Emulator):
+    """Without a barrier, if told of one."""
+
+    without = "// none of them"
+
+    def source(self, file):
+        text = super().source(file)
+        return "\n".join(line for line in text.split("\n") if self.without not in line)
+
+
 @pytest.fixture
 def machine(monkeypatch):
     """`gpu.forward` on the emulator."""
-    cpu, lab = emulator.Emulator(800), Lab()
+    cpu, lab = Emulator(800), Lab()
     monkeypatch.setattr(engine, "require_gpu", lambda: None)
     monkeypatch.setattr(engine, "gpu_of", lambda device: None)
     monkeypatch.setattr(arrays, "space_of", lambda given, dtype: lab)
@@ -78,6 +88,7 @@ def machine(monkeypatch):
     monkeypatch.setattr(
         gpu, "launch", lambda function, grid, made, record, _: cpu.run(made, record, grid)
     )
+    return cpu
 
 
 @needs_gcc
@@ -101,6 +112,18 @@ def test_values_and_counted_bytes_are_the_simulators(machine, sizes, blocks):
     untraced = softmax_matmul.run(x, v, backend="cupy", trace=False, **given)
     assert not untraced.moved
     np.testing.assert_array_equal(untraced.out, ours.out)
+
+
+@needs_gcc
+@pytest.mark.parametrize("barrier", ["// B0", "// B1"])
+def test_a_barrier_left_out_shows(machine, barrier):
+    x = np.random.default_rng(0).standard_normal((1, 40, 80)).astype(np.float32)
+    v = np.random.default_rng(1).standard_normal((1, 80, 8)).astype(np.float32)
+    assert barrier in machine.source("portable/softmax_matmul.cu")
+    machine.without = barrier
+    out = softmax_matmul.run(x, v, block=16, backend="cupy").out
+    expected = softmax_matmul.run(x, v, block=16).out
+    assert not np.allclose(out, expected, atol=1e-3)
 
 
 def test_a_launch_hands_the_driver_the_struct(monkeypatch):

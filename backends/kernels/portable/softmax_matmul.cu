@@ -1,7 +1,7 @@
 // O = softmax(X) V for a batch of matrices in float32, softmax(X) never in HBM: X (batch, d1, d2),
 // V (batch, d2, d3), the softmax online as in FlashAttention-2, float32 multiply-adds.
-// Block (i, b) owns BLOCK_1 rows of matrix b and all columns of O; each of its warps owns some of the
-// rows, from the softmax to the store, so that P needs no barrier of the block.
+// Block (i, b) owns BLOCK_1 rows of matrix b and all columns of O; each of its warps owns some of
+// the rows, from the softmax to the store, so that P needs no barrier of the block.
 // Where things live: P of one visit and a slice of V in shared memory; O, m, l in registers.
 // Constants (FS_*) come from flashsim.backends.families.softmax_matmul.
 using u32 = unsigned int;
