@@ -1,6 +1,7 @@
 """Attention over several GPUs, beside one of them and beside torch's own context parallelism.
 
     torchrun --nproc-per-node 2 benchmarks/ring.py [--csv FILE] [--check] [--lengths 16384,65536]
+        [--masks causal,full] [--rivals cuDNN,FlashAttention-2] [--vary]
 
 bfloat16, 16 heads, d = 128, random values; causal and full; the forward pass, and with its backward
 pass (fused, dQ by atomics, on one GPU as on several). Every round starts behind a spinning kernel
@@ -10,6 +11,7 @@ is that of its slowest rank; medians.
 "nothing sent" is ours with what travels left where it is: what it lacks of "one GPU" twice over is
 due to smaller blocks and to merging, what ours lacks of it to the link. `--check` first holds out
 and gradients against float64 by the 2 x rule. NVLink's own counters are read where NVML shows them.
+`--vary` times ours with other head starts for NCCL, and on a stream of high priority.
 NVLink multicast stays off: NCCL_NVLS_ENABLE=0 is set unless it is set already.
 """
 
@@ -23,6 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +39,7 @@ import flashsim.torch
 from flashsim.distributed import count
 from flashsim.problem.problem import Problem
 from flashsim.report import Table
-from flashsim.torch import count_sent, ring_attention, shard
-from flashsim.torch import ring as module
+from flashsim.torch import count_sent, link, ring_attention, shard
 
 HEADS, HEAD_DIM = 16, 128
 COLUMNS = (
@@ -45,6 +47,7 @@ COLUMNS = (
     *("sent_bytes", "counted_bytes", "nvlink_bytes"),
 )
 RIVALS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention-2": SDPBackend.FLASH_ATTENTION}
+HEAD_STARTS = (0, 5_000, 20_000, 60_000)
 SPIN = 8_000_000  # cycles, some milliseconds
 
 Work = Callable[[], object]
@@ -89,22 +92,14 @@ def both(attention: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> tuple
 @contextmanager
 def nothing_sent() -> Iterator[None]:
     """What should come in is what would go out: the same work without a link."""
-    exchange = module.Link.exchange
-
-    class Here:
-        def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-            self.tensors = tensors
-
-        def wait(self) -> dict[str, torch.Tensor]:
-            return self.tensors
-
-    module.Link.exchange = lambda self, going, coming, what: Here(  # type: ignore[assignment]
-        {name: x.clone() if name.startswith("d") else x for name, x, _ in going}
+    exchange = link.Member.exchange
+    link.Member.exchange = lambda self, going, coming, what: link.Pending(  # type: ignore[method-assign]
+        [], [parcel for parcel, _ in going], None, what
     )
     try:
         yield
     finally:
-        module.Link.exchange = exchange  # type: ignore[method-assign]
+        link.Member.exchange = exchange  # type: ignore[method-assign]
 
 
 def nvlink_bytes() -> int | None:
@@ -127,8 +122,10 @@ def nvlink_bytes() -> int | None:
 class Bench:
     """The rows of the table, written as they come."""
 
-    def __init__(self, path: Path | None, rounds: int) -> None:
-        self.path, self.rounds = path, rounds
+    def __init__(self, path: Path | None, rounds: int, rivals: list[str], vary: bool) -> None:
+        self.path, self.rounds, self.rivals, self.vary = path, rounds, rivals, vary
+        first = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        self.urgent = dist.new_group(backend="nccl", pg_options=first) if vary else None
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.rows: list[tuple[Any, ...]] = []
         self.reads_nvlink = nvlink_bytes() is not None
@@ -145,16 +142,24 @@ class Bench:
         def one(*x: torch.Tensor) -> torch.Tensor:
             return flashsim.torch.attention(*x, causal=causal, deterministic=False)
 
-        def ours(*x: torch.Tensor) -> torch.Tensor:
-            return ring_attention(*x, scheme="zigzag", causal=causal, deterministic=False)
+        def ours(*x: torch.Tensor, group: Any = None) -> torch.Tensor:
+            how = {"causal": causal, "deterministic": False, "group": group}
+            return ring_attention(*x, scheme="zigzag", **how)
 
         self.measure("one GPU", n, causal, both(one, *whole))
         self.measure("flashsim, zigzag", n, causal, both(ours, *mine), linked=True)
         with nothing_sent():
             self.measure("flashsim, nothing sent", n, causal, both(ours, *mine))
-        for name, backend in RIVALS.items():
+        default = link.HEAD_START
+        for cycles in HEAD_STARTS if self.vary and causal else ():
+            link.HEAD_START = cycles
+            self.measure(f"head start {cycles}", n, causal, both(ours, *mine))
+            urgent = partial(ours, group=self.urgent)
+            self.measure(f"head start {cycles}, high priority", n, causal, both(urgent, *mine))
+        link.HEAD_START = default
+        for name in self.rivals:
             try:
-                self.rival(name, backend, [x.clone() for x in whole], n, causal)
+                self.rival(name, RIVALS[name], [x.clone() for x in whole], n, causal)
             except Exception as error:  # one that this torch has not
                 print(f"context_parallel, {name}: {type(error).__name__}: {error}", file=sys.stderr)
 
@@ -275,6 +280,9 @@ def main() -> None:
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--masks", default="causal,full")
+    parser.add_argument("--rivals", default=",".join(RIVALS))
+    parser.add_argument("--vary", action="store_true")
     options = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl")
@@ -282,10 +290,11 @@ def main() -> None:
     HOST = dist.new_group(backend="gloo")
     if options.check:
         check()
-    bench = Bench(options.csv, options.rounds)
+    rivals = options.rivals.split(",") if options.rivals else []
+    bench = Bench(options.csv, options.rounds, rivals, options.vary)
     for n in map(int, options.lengths.split(",")):
-        for causal in (True, False):
-            bench.shape(n, causal)
+        for mask in options.masks.split(","):
+            bench.shape(n, mask == "causal")
     if dist.get_rank() == 0:
         print(Table("", COLUMNS[2:], [row[2:] for row in bench.rows]).text(width=160))
     dist.destroy_process_group()

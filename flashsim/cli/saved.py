@@ -14,6 +14,7 @@ from flashsim.cli import values
 from flashsim.cli.output import add, event_table, figures, ready, say, show_tables
 from flashsim.counts import questions
 from flashsim.problem.hardware import PRESETS
+from flashsim.problem.links import Link
 from flashsim.problem.problem import Problem
 from flashsim.schedule.splitting import fill
 
@@ -32,16 +33,19 @@ def devices(form: opt.Format, sizes: opt.Sizes, decoding: opt.Decoding) -> None:
         "Devices",
         (
             *("name", "SRAM B/block", "SRAM B/SM", "registers B/SM", "SMs", "L2 B", "HBM B"),
-            *("HBM GB/s", "L2 GB/s", "float16 TFLOP/s", "float32 TFLOP/s", "source"),
+            *("HBM GB/s", "L2 GB/s", "float16 TFLOP/s", "float32 TFLOP/s"),
+            *("link", "link GB/s", "source"),
         ),
-        note="float16: dense, on tensor cores; float32: CUDA cores; L2 empty: not published",
+        note="float16: dense, on tensor cores; float32: CUDA cores; L2 empty: not published; "
+        "link: a direction",
     )
     for d in PRESETS.values():
         table.rows.append(
             (
                 *(d.name, d.sram_bytes, d.sram_per_sm, d.registers_per_sm, d.sm_count),
                 *(d.l2_bytes, d.hbm_bytes, d.hbm_bandwidth / 1e9, d.l2_bandwidth / 1e9 or None),
-                *(d.peak("float16") / 1e12, d.cuda_flops["float32"] / 1e12, d.source),
+                *(d.peak("float16") / 1e12, d.cuda_flops["float32"] / 1e12),
+                *(d.link, Link.get(d.link).bandwidth / 1e9, d.source),
             )
         )
     show_tables([table], [table], form)

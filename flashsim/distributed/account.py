@@ -33,7 +33,7 @@ class Account:
     hbm : ndarray, likewise
         Requested HBM bytes of the local attention (`flashsim.count`).
     merge : ndarray, likewise
-        HBM bytes that combining with earlier steps loads and stores.
+        HBM bytes that packing K and V and combining with earlier steps load and store.
     peak : ndarray, int64, (ranks,)
         Most bytes of tensors held at once: given, in flight, partial, accumulated, results.
     """
@@ -90,6 +90,34 @@ class Account:
         lasts = int(self.flops.max(axis=0).sum()) * self.group.ranks
         return 1 - int(self.flops.sum()) / lasts
 
+    def rows_to_hide(self, flop_rate: float, bandwidth: float) -> float:
+        """Rows a member of the ring needs, so that what travels hides behind its arithmetic.
+
+        A step's FLOPs grow with the square of the rows, its bytes with the rows: ring attention's
+        "minimal block size" c = F / B (arXiv:2310.01889, section 3), from the bytes and FLOPs
+        that stand here. Of all steps in which both happen, the one that asks for most; what
+        travels while nothing is computed, such as gradients on their last way home, never hides.
+
+        Parameters
+        ----------
+        flop_rate, bandwidth : float
+            FLOP/s of a rank's products; bytes per second of its link, a direction.
+
+        Raises
+        ------
+        OptionError
+            If nothing travels round a ring.
+        """
+        busiest, sent = self.flops.max(axis=0), self.out_bytes.max(axis=0)
+        steps = (busiest > 0) & (sent > 0)
+        if not steps.any():
+            raise OptionError(
+                f"{self.group.scheme!r} over {self.group.ranks} ranks sends nothing while it "
+                "computes: there is nothing to hide"
+            )
+        longest = float((sent[steps] / busiest[steps]).max())
+        return self.group.rows_a_member * longest * flop_rate / bandwidth
+
     def destination(self, rank: int, step: int) -> tuple[int, ...]:
         """To whom a rank sends at a step; nobody where it sends nothing."""
         if not self.out_bytes[rank, step]:
@@ -133,10 +161,9 @@ class Account:
             ("step", "keys of", "scores", "tiles", "TFLOP", "HBM B", "sends", "to", "link B"),
         )
         for n, step in enumerate(self.steps):
-            keys, scores = "", ""
-            if step.startswith("ring"):
-                number = int(step.split()[1])
-                keys, scores = str(group.source(rank, number)), _scores(group, rank, number)
+            number = n - (group.ulysses > 1)
+            keys = str(group.source(rank, number)) if step.startswith(("ring", "home")) else ""
+            scores = _scores(self, rank, number) if keys else ""
             sends = " ".join(name for name, x in self.sent.items() if x[rank, n])
             to = self.destination(rank, n)
             table.rows.append(
@@ -154,9 +181,11 @@ class Account:
         return self.table().text()
 
 
-def _scores(group: Group, rank: int, step: int) -> str:
+def _scores(account: Account, rank: int, step: int) -> str:
     """A block in words."""
-    block = group.block(rank, step)
+    group = account.group
+    found = group.block if account.direction == "forward" else group.gradient_block
+    block = found(rank, step)
     if block is None:
         return "none"
     shape = f"{block.problem.n_q:,} x {block.problem.n_kv:,}"

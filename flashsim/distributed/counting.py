@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from flashsim.api import counting
 from flashsim.counts.traffic import Traffic
 from flashsim.distributed.account import Account, fields, zeros
-from flashsim.distributed.group import Group
+from flashsim.distributed.group import OWN, Block, Group
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
@@ -53,23 +53,34 @@ def count(
     checks.one_of("direction", direction, ("forward", "backward"))
     made = {name: zeros(group, direction) for name in ("flops", "visits", "hbm", "merge")}
     first = int(group.ulysses > 1)  # the ring's first step, after an exchange of heads
-    ring = slice(first, first + group.ring)
-    relations = group.relations()
-    for relation, block in enumerate(group.blocks):
-        there = relations == relation
-        if block is None or not there.any():
-            continue
+    for columns, ranks_there, block in work(group, direction):
         local = counting.count(
             block.problem, algorithm=algorithm, direction=direction, tiling=tiling, device=device
         )
-        made["flops"][:, ring][there] = local.flops("matmul")
-        made["visits"][:, ring][there] = visits(local)
-        made["hbm"][:, ring][there] = local.bytes()
+        made["flops"][:, columns][ranks_there] = local.flops("matmul")
+        made["visits"][:, columns][ranks_there] = visits(local)
+        made["hbm"][:, columns][ranks_there] = local.bytes()
     merge = _merged if direction == "forward" else _added
     made["merge"][:] = merge(group, first)
     sent = _sent_forward(group) if direction == "forward" else _sent_backward(group)
     peak = _peak_forward(group) if direction == "forward" else _peak_backward(group)
     return Account(group, direction, **fields({"sent": sent, **made, "peak": peak}))
+
+
+def work(group: Group, direction: str) -> Iterator[tuple[slice, np.ndarray, Block]]:
+    """Every kind of block: the steps among which it is, at which of them for which ranks."""
+    relations, first = group.relations(), int(group.ulysses > 1)
+    steps = slice(first, first + group.ring)
+    if direction == "backward":
+        everyone = np.ones((group.ranks, 1), bool)
+        for step, part in zip((first, first + group.ring), group.own_parts, strict=True):
+            if part is not None:
+                yield slice(step, step + 1), everyone, part
+        relations = np.where(relations == OWN, -1, relations)
+    for relation, block in enumerate(group.blocks):
+        there = relations == relation
+        if block is not None and there.any():
+            yield steps, there, block
 
 
 def visits(local: Traffic) -> int:
@@ -135,13 +146,13 @@ def _sent_forward(group: Group) -> dict[str, np.ndarray]:
 
 
 def _sent_backward(group: Group) -> dict[str, np.ndarray]:
-    """The same, and dK and dV in the accumulator's type, one step behind, until they are home."""
+    """The same, and dK and dV in the accumulator's type, two steps behind, until they are home."""
     size = MemberSizes(group)
     sent = _nothing(group, "backward", "dout", "K", "V", "dQ", "dK", "dV")
     n, first = group.rows_a_member, int(group.ulysses > 1)
     _pass_on(group, sent, size)
     if group.ring > 1:
-        behind = slice(first + 1, first + 1 + group.ring)
+        behind = slice(first + 2, first + 1 + group.ring)
         sent["dK"][:, behind] = size.k(n, size.a)
         sent["dV"][:, behind] = size.v(n, size.a)
     if group.ulysses > 1:
@@ -171,11 +182,12 @@ def _nothing(group: Group, direction: str, *names: str) -> dict[str, np.ndarray]
 
 
 def _merged(group: Group, first: int) -> np.ndarray:
-    """Loads and stores of merging a step's out and LSE with what there was."""
+    """Loads and stores of packing K and V, and of merging a step's out and LSE with the last's."""
     size, n = MemberSizes(group), group.rows_a_member
     made = zeros(group, "forward")
     if group.ring == 1:
         return made
+    made[:, first] += 2 * size.kv(n, size.e)
     merged = lambda b: 2 * size.out(b.n_q, size.wide) + size.out(b.n_q, size.e)  # noqa: E731
     later = _later(group, lambda b: merged(b) + 3 * size.lse(b.n_q))
     made[:, first + 1 : first + group.ring] = later
@@ -187,23 +199,29 @@ def _merged(group: Group, first: int) -> np.ndarray:
 
 
 def _added(group: Group, first: int) -> np.ndarray:
-    """Loads and stores of adding a step's dQ to the steps before, and dK, dV to the members'."""
-    size, n = MemberSizes(group), group.rows_a_member
+    """Loads and stores of packing K and V, of summing dQ over steps, dK and dV over members."""
+    size, n, ring = MemberSizes(group), group.rows_a_member, group.ring
     made = zeros(group, "backward")
-    if group.ring == 1:
+    if ring == 1:
         return made
+    shares = [0 if part is None else part.problem.kv_heads for part in group.own_parts]
+    early, late = (share / sum(shares) for share in shares)
+    made[:, first] += 2 * size.kv(n, size.e)
+    # The first heads' dQ is copied, the others' begins at 0 and is added to in the end.
+    made[:, first] += int(early * (size.q(n, size.e) + size.q(n, size.wide)))
+    made[:, first] += int(late * size.q(n, size.wide))
+    made[:, first + ring] += int(late * (2 * size.q(n, size.wide) + size.q(n, size.e)))
     added = lambda b: 2 * size.q(b.n_q, size.wide) + size.q(b.n_q, size.e)  # noqa: E731
     passed = lambda b: 2 * size.kv(b.n_kv, size.a) + size.kv(b.n_kv, size.e)  # noqa: E731
-    later = _later(group, lambda b: added(b) + passed(b))
-    made[:, first + 1 : first + group.ring] = later
+    made[:, first + 1 : first + ring] = _later(group, lambda b: added(b) + passed(b))
+    # Where dK and dV set out they are not added to anything: 0 where the block has no keys.
+    set_out = _later(group, lambda b: size.kv(b.n_kv, size.e) - passed(b))
+    made[:, first + 1] += set_out[:, 0] + size.kv(n, size.a)
+    made[:, first + ring] += 2 * size.kv(n, size.a) + size.kv(n, size.e)
     if size.e != size.a:
-        turned = size.kv(n, size.e) + size.kv(n, size.a)
-        made[:, first] += turned
-        made[:, first + group.ring] += turned
+        made[:, first + ring] += size.kv(n, size.e) + size.kv(n, size.a)
     if size.merges_wide:
-        turned = size.q(n, size.e) + size.q(n, size.wide)
-        made[:, first] += turned
-        made[:, first + group.ring - 1] += turned
+        made[:, first + ring] += size.q(n, size.e) + size.q(n, size.wide)
     return made
 
 
@@ -222,7 +240,7 @@ def _peak_forward(group: Group) -> np.ndarray:
     # With heads exchanged, the rows given are as large as the rows worked on, and stay.
     base = own * (2 if group.ulysses > 1 else 1)
     so_far = size.out(n, size.wide) + size.lse(n)
-    first = base + size.kv(n, size.e) * (ring > 1) + size.out(n, size.e) + size.lse(n)
+    first = base + 2 * size.kv(n, size.e) * (ring > 1) + size.out(n, size.e) + size.lse(n)
     peak = np.full(group.ranks, first + size.out(n, size.wide) * size.merges_wide)
     if ring > 1:
         part = _later(group, lambda b: size.out(b.n_q, size.e) + size.lse(b.n_q))
@@ -237,22 +255,24 @@ def _peak_forward(group: Group) -> np.ndarray:
 
 def _peak_backward(group: Group) -> np.ndarray:
     size, n, ring = MemberSizes(group), group.rows_a_member, group.ring
-    base = size.q(n, size.e) + size.kv(n, size.e) + 2 * size.out(n, size.e) + size.lse(n)
-    base += size.out(n, size.e) * (group.ulysses > 1)  # dout as given
-    dq, dkv = size.q(n, size.wide), size.kv(n, size.a)
-    made = size.q(n, size.e) + size.kv(n, size.e)
-    first = base + size.kv(n, size.e) * (ring > 1)
-    peak = np.full(group.ranks, first + made)
+    e, kv = size.e, size.kv(n, size.e)
+    base = size.q(n, e) + kv + 2 * size.out(n, e) + size.lse(n)
+    base += size.out(n, e) * (group.ulysses > 1)  # dout as given
+    made = size.q(n, e) + kv
+    peak = np.full(group.ranks, base + made)
     if ring > 1:
-        peak = np.maximum(peak, first + made + dq * size.merges_wide)
-        peak = np.maximum(peak, first + dq + dkv + size.kv(n, size.e) * (size.e != size.a))
-        peak = np.maximum(peak, base + size.q(n, size.e) + 2 * dkv)
-    if size.merges_wide:
-        peak = np.maximum(peak, base + dkv + dq + size.q(n, size.e))
-    if ring > 1:
-        part = _later(group, lambda b: size.q(b.n_q, size.e) + size.kv(b.n_kv, size.e))
-        held = part + base + dq + 2 * dkv
-        peak = np.maximum(peak, _largest(group, held, size.kv(n, size.e)))
+        shares = [0 if part is None else part.problem.kv_heads for part in group.own_parts]
+        early, late = (share / sum(shares) for share in shares)
+        dq, dkv = size.q(n, size.wide), size.kv(n, size.a)
+        kept = int(early * kv)  # dK and dV of a member's own block
+        at_first = base + 2 * kv + kept + int(early * size.q(n, e)) + dq
+        at_last = base + dq + kept + 2 * dkv + int(late * made)
+        part = _later(group, lambda b: size.q(b.n_q, e) + size.kv(b.n_kv, e))
+        held = part + base + dq + kept + 2 * dkv
+        held[:, 0] -= dkv  # there dK and dV set out
+        narrowed = base + dkv + kv + size.q(n, size.wide) + size.q(n, e) * size.merges_wide
+        fixed = max(at_first, at_last, narrowed)
+        peak = np.maximum(_largest(group, held, kv), fixed)
     if group.ulysses > 1:
         peak = np.maximum(peak, base + 2 * made)
     return peak

@@ -41,6 +41,8 @@ class Block(NamedTuple):
     q: slice
     k: slice
     problem: Problem
+    heads: slice = slice(None)
+    kv_heads: slice = slice(None)
 
 
 @dataclass(frozen=True)
@@ -225,6 +227,35 @@ class Group:
     def block(self, rank: int, step: int) -> Block | None:
         """What a rank computes at a step of the ring; None: nothing."""
         return self.blocks[self.relation(rank, step)]
+
+    @cached_property
+    def own_parts(self) -> tuple[Block, Block | None]:
+        """A member's own block in the backward pass: some heads at first, the others at the end.
+
+        Each part has something to hide: K and V on their first way, dK and dV on their last.
+        """
+        own = self.blocks[OWN]
+        assert own is not None
+        heads, group = own.problem.kv_heads, own.problem.group
+        first = heads if self.ring == 1 else heads - heads // 2
+        first_part, rest = (
+            own._replace(
+                problem=replace(own.problem, heads=(stop - start) * group, kv_heads=stop - start),
+                heads=slice(start * group, stop * group),
+                kv_heads=slice(start, stop),
+            )
+            if stop > start
+            else None
+            for start, stop in ((0, first), (first, heads))
+        )
+        assert first_part is not None
+        return first_part, rest
+
+    def gradient_block(self, rank: int, step: int) -> Block | None:
+        """What a rank computes at a step of the backward pass; step `ring` is the way home."""
+        if step in (0, self.ring):
+            return self.own_parts[step > 0]
+        return self.block(rank, step)
 
     def steps(self, direction: str) -> tuple[str, ...]:
         """What happens, in order: exchanges of heads, steps of the ring, gradients going home."""

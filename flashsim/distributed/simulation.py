@@ -215,7 +215,7 @@ class _Run:
     # -- backward -------------------------------------------------------------------------------
 
     def backward(self, dout: np.ndarray) -> SpreadGradients:
-        """All ranks, step by step; dK and dV follow K and V one step behind, and end at home."""
+        """All ranks, step by step; dK and dV of others' keys follow them, and end at home."""
         group, e = self.group, dout.dtype
         self._begin("backward", "dout", "K", "V", "dQ", "dK", "dV")
         for number, rank in enumerate(self.ranks):
@@ -223,61 +223,83 @@ class _Run:
             rank.arrays, rank.peak = kept, 0
             rank.put(dout=dout[:, :, group.rows(number)])
         self._to_heads({"dout": "dout"})
-        for step in range(group.ring):
+        for step in range(group.ring + (group.ring > 1)):
             if step < group.ring - 1:
                 self._pass_keys(step)
-            if step > 0:
+            if step > 1:
                 self._pass_gradients()
             for number, rank in enumerate(self.ranks):
                 self._backward_step(number, rank, step)
             self._arrive(step)
             self.now += 1
-        if self.merges_wide:
-            for rank in self.ranks:
-                self._narrow(rank, "dq", e, -1)
-        if group.ring > 1:
-            self._pass_gradients()
-            for rank in self.ranks:
-                rank.drop("dk_sent", "dv_sent")
-                for name in ("dk", "dv") if self.narrow else ():
-                    self._narrow(rank, name, e, 0)
-            self.now += 1
+        for rank in self.ranks if group.ring > 1 else ():
+            self._come_home(rank, e)
         self._to_rows({"dq": "dQ", "dk": "dK", "dv": "dV"})
         dq, dk, dv = (self._gather(name, group.rows, heads=False) for name in ("dq", "dk", "dv"))
         return SpreadGradients(dq, dk, dv, self._account("backward"))
 
     def _backward_step(self, number: int, rank: _Rank, step: int) -> None:
-        block = self.group.block(number, step)
-        if block is not None:
-            self._block_gradients(number, rank, step, block)
-        if step > 0:
-            rank.drop("dk_sent", "dv_sent")
-
-    def _block_gradients(self, number: int, rank: _Rank, step: int, block: Block) -> None:
-        k, v = self._visiting(rank, step)
-        q, out, lse, dout = (rank[name][:, :, block.q] for name in ("q", "out", "lse", "dout"))
-        made = execution.backward(
-            *(q, k[:, :, block.k], v[:, :, block.k], out, lse, dout), **self._question(block)
-        )
-        self._note(number, made.trace)
+        block, ring = self.group.gradient_block(number, step), self.group.ring
+        made = None if block is None else self._gradients(number, rank, step, block)
         if step == 0:
-            rank.put(dq=made.dq, dk=made.dk, dv=made.dv)
-            if self.merges_wide:
-                self._widen(rank, "dq", number)
-            if self.group.ring > 1 and self.narrow:
-                wide = {"wide_dk": made.dk.astype(self.wide), "wide_dv": made.dv.astype(self.wide)}
-                rank.put(**wide)
-                nbytes = sum(x.nbytes for x in (made.dk, made.dv, *wide.values()))
-                self.made["merge"][number, self.now] += nbytes
-                rank.arrays |= {"dk": rank.take("wide_dk"), "dv": rank.take("wide_dv")}
+            assert block is not None
+            assert made is not None
+            if ring == 1:
+                rank.put(dq=made.dq, dk=made.dk, dv=made.dv)
+                return
+            rank.put(own_dq=made.dq, own_dk=made.dk, own_dv=made.dv)
+            shape = rank["q"].shape
+            rank.put(dq=np.zeros(shape, self.wide if self.merges_wide else made.dq.dtype))
+            rank["dq"][:, block.heads] = made.dq
+            self._touch(number, made.dq, rank["dq"])
+            rank.drop("own_dq")
             return
-        rank.put(part_dq=made.dq, part_dk=made.dk, part_dv=made.dv)
-        parts = ("dq", made.dq, block.q), ("dk", made.dk, block.k), ("dv", made.dv, block.k)
-        for name, part, rows in parts:
-            total = rank[name][:, :, rows]
-            total[:] = total.astype(self.wide) + part.astype(self.wide)
-            self.made["merge"][number, self.now] += 2 * total.nbytes + part.nbytes
-        rank.drop("part_dq", "part_dk", "part_dv")
+        if made is not None:
+            rank.put(part_dq=made.dq, part_dk=made.dk, part_dv=made.dv)
+        if step == 1:
+            dk, dv = (np.zeros(rank[name].shape, self.wide) for name in ("k", "v"))
+            rank.put(dk=dk, dv=dv)
+            self._touch(number, dk, dv)
+        if block is not None and made is not None:
+            self._add(number, rank["dq"][:, block.heads, block.q], made.dq)
+            for name, part in (("dk", made.dk), ("dv", made.dv)):
+                if step == 1 and ring > 1:  # they set out
+                    rank[name][:, :, block.k] = part
+                    self._touch(number, part)
+                elif step < ring:
+                    self._add(number, rank[name][:, :, block.k], part)
+        if step == ring:  # at home: the sum of the others, and what was computed here
+            for name in ("dk", "dv"):
+                parts = [rank[f"own_{name}"], *([] if made is None else [getattr(made, name)])]
+                self._add(number, rank[name], np.concatenate(parts, axis=1))
+        rank.drop(*(name for name in ("part_dq", "part_dk", "part_dv") if name in rank))
+        rank.drop(*(name for name in ("dk_sent", "dv_sent") if name in rank))
+
+    def _gradients(self, number: int, rank: _Rank, step: int, block: Block) -> Any:
+        k, v = self._visiting(rank, step if step < self.group.ring else 0)
+        q, out, lse, dout = (
+            rank[name][:, block.heads, block.q] for name in ("q", "out", "lse", "dout")
+        )
+        k, v = (x[:, block.kv_heads, block.k] for x in (k, v))
+        made = execution.backward(q, k, v, out, lse, dout, **self._question(block))
+        self._note(number, made.trace)
+        return made
+
+    def _come_home(self, rank: _Rank, dtype: np.dtype) -> None:
+        rank.drop("own_dk", "own_dv")
+        if self.merges_wide:
+            self._narrow(rank, "dq", dtype, -1)
+        for name in ("dk", "dv") if self.narrow else ():
+            self._narrow(rank, name, dtype, -1)
+
+    def _add(self, number: int, total: np.ndarray, part: np.ndarray) -> None:
+        """Add a part to a sum, in float32."""
+        total[:] = total.astype(self.wide) + part.astype(self.wide)
+        self._touch(number, total, total, part)
+
+    def _touch(self, number: int, *arrays: np.ndarray) -> None:
+        """Count arrays that combining loads or stores."""
+        self.made["merge"][number, self.now] += sum(x.nbytes for x in arrays)
 
     def _question(self, block: Block) -> dict[str, Any]:
         p = block.problem
@@ -291,10 +313,13 @@ class _Run:
         return (rank["k"], rank["v"]) if step == 0 else (rank["visiting_k"], rank["visiting_v"])
 
     def _pass_keys(self, step: int) -> None:
-        """Every rank sends on the K and V that it computes with now."""
+        """Every rank sends on the K and V that it computes with now; its own ones packed first."""
+        if step == 0:
+            for number, rank in enumerate(self.ranks):
+                rank.put(visiting_k=rank["k"].copy(), visiting_v=rank["v"].copy())
+                self._touch(number, *(rank[x] for x in ("k", "v", "visiting_k", "visiting_v")))
         for name, tensor in (("k", "K"), ("v", "V")):
-            source = name if step == 0 else f"visiting_{name}"
-            self._send(tensor, source, f"incoming_{name}")
+            self._send(tensor, f"visiting_{name}", f"incoming_{name}")
 
     def _pass_gradients(self) -> None:
         """Every rank sends the dK and dV that it added to last."""

@@ -77,6 +77,8 @@ class Device:
         For example ``(9, 0)``.
     source : str
         Where the figures come from.
+    link : str
+        What joins it to other GPUs of its host: a name of `flashsim.problem.links.LINKS`, or "".
 
     Raises
     ------
@@ -98,12 +100,13 @@ class Device:
     cuda_flops: Mapping[str, float] = field(default_factory=dict, hash=False)
     compute_capability: tuple[int, int] = (0, 0)
     source: str = "user"
+    link: str = ""
 
     _repr_html_ = report.card
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
-        for name in ("name", "source"):
+        for name in ("name", "source", "link"):
             if not isinstance(getattr(self, name), str):
                 raise DTypeError(f"Device.{name} must be text, got {shown(getattr(self, name))}")
         for name in _COUNTS:
@@ -231,41 +234,42 @@ _ALL = [
         hbm_bandwidth=900e9, l2_bandwidth=2155e9,
         tensor_flops=_tera(float16=125),
         cuda_flops=_tera(float64=7.8, float32=15.7, float16=31.4),
-        source="[V] SXM2, 32 GB; L2 bandwidth [J]",
+        source="[V] SXM2, 32 GB; L2 bandwidth [J]", link="NVLink 2",
     ),
     _preset(
         "T4", (7, 5), 40, (64, 64), l2_bytes=4 * MIB, hbm_bytes=16 << 30,
         hbm_bandwidth=320e9, l2_bandwidth=1270e9,
         tensor_flops=_tera(float16=65),
-        cuda_flops=_tera(float64=0.254, float32=8.1, float16=16.2), source="[T]; L2 bandwidth [J]",
+        cuda_flops=_tera(float64=0.254, float32=8.1, float16=16.2),
+        source="[T]; L2 bandwidth [J]", link="PCIe 3 x16",
     ),
     _preset(
         "A100", (8, 0), 108, (163, 164), l2_bytes=40 * MIB, hbm_bytes=40 << 30,
         l2_partitions=2, hbm_bandwidth=1555e9, l2_bandwidth=5400e9,
         tensor_flops=_tera(float64=19.5, float16=312, bfloat16=312),
         cuda_flops=_tera(float64=9.7, float32=19.5, float16=78, bfloat16=39),
-        source="[A] SXM4 40 GB; L2 bandwidth [E]",
+        source="[A] SXM4 40 GB; L2 bandwidth [E]", link="NVLink 3",
     ),
     _preset(
         "A100-80GB", (8, 0), 108, (163, 164), l2_bytes=40 * MIB, hbm_bytes=80 << 30,
         l2_partitions=2, hbm_bandwidth=2039e9, l2_bandwidth=5400e9,
         tensor_flops=_tera(float64=19.5, float16=312, bfloat16=312),
         cuda_flops=_tera(float64=9.7, float32=19.5, float16=78, bfloat16=39),
-        source="[A] SXM4 80 GB; L2 bandwidth [E]",
+        source="[A] SXM4 80 GB; L2 bandwidth [E]", link="NVLink 3",
     ),
     _preset(
         "RTX 3090", (8, 6), 82, (99, 100), l2_bytes=6 * MIB, hbm_bytes=24 << 30,
         hbm_bandwidth=936e9,
         tensor_flops=_tera(float16=71, bfloat16=71),
         cuda_flops=_tera(float64=0.556, float32=35.6, float16=35.6, bfloat16=35.6),
-        source="[G]; L2 bandwidth not published",
+        source="[G]; L2 bandwidth not published", link="NVLink 3 bridge",
     ),
     _preset(
         "RTX 4090", (8, 9), 128, (99, 100), l2_bytes=72 * MIB, hbm_bytes=24 << 30,
         hbm_bandwidth=1008e9,
         tensor_flops=_tera(float16=165.2, bfloat16=165.2),
         cuda_flops=_tera(float64=1.29, float32=82.6, float16=82.6, bfloat16=82.6),
-        source="[L]; L2 bandwidth not published",
+        source="[L]; L2 bandwidth not published", link="PCIe 4 x16",
     ),
     _preset(
         "RTX 4000 Ada", (8, 9), 48, (99, 100), l2_bytes=48 * MIB, hbm_bytes=20 << 30,
@@ -273,35 +277,35 @@ _ALL = [
         # The sheet's matrix figure is FP8; FP16 is 4 x the FP32 peak, as on the L40S.
         tensor_flops=_tera(float16=106.9, bfloat16=106.9),
         cuda_flops=_tera(float64=0.418, float32=26.7, float16=26.7, bfloat16=26.7),
-        source="[W]; L2 bandwidth not published",
+        source="[W]; L2 bandwidth not published", link="PCIe 4 x16",
     ),
     _preset(
         "L40S", (8, 9), 142, (99, 100), l2_bytes=96 * MIB, hbm_bytes=48 << 30,
         hbm_bandwidth=864e9, l2_bandwidth=5200e9,
         tensor_flops=_tera(float16=362.05, bfloat16=362.05),
         cuda_flops=_tera(float64=1.43, float32=91.6, float16=91.6, bfloat16=91.6),
-        source="[S]; L2 bandwidth [E]",
+        source="[S]; L2 bandwidth [E]", link="PCIe 4 x16",
     ),
     _preset(
         "H100", (9, 0), 132, (227, 228), l2_bytes=50 * MIB, hbm_bytes=80 << 30,
         l2_partitions=2, hbm_bandwidth=3352e9, l2_bandwidth=9800e9,
         tensor_flops=_tera(float64=66.9, float16=989.4, bfloat16=989.4),
         cuda_flops=_tera(float64=33.5, float32=66.9, float16=133.8, bfloat16=133.8),
-        source="[H] SXM5; L2 bandwidth [E]",
+        source="[H] SXM5; L2 bandwidth [E]", link="NVLink 4",
     ),
     _preset(
         "H200", (9, 0), 132, (227, 228), l2_bytes=60 * MIB, hbm_bytes=141 << 30,
         l2_partitions=2, hbm_bandwidth=4800e9, l2_bandwidth=9800e9,
         tensor_flops=_tera(float64=66.9, float16=989.4, bfloat16=989.4),
         cuda_flops=_tera(float64=33.5, float32=66.9, float16=133.8, bfloat16=133.8),
-        source="[I] SXM; L2 bandwidth [E]",
+        source="[I] SXM; L2 bandwidth [E]", link="NVLink 4",
     ),
     _preset(
         "B200", (10, 0), 148, (227, 228), l2_bytes=132_644_864, hbm_bytes=180 << 30,
         l2_partitions=2, hbm_bandwidth=8000e9,
         tensor_flops=_tera(float64=37, float16=2250, bfloat16=2250),
         cuda_flops=_tera(float64=37, float32=75, float16=150, bfloat16=150),
-        source="[B]; L2 bandwidth not published",
+        source="[B]; L2 bandwidth not published", link="NVLink 5",
     ),
 ]  # fmt: skip
 

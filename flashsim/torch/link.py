@@ -7,11 +7,12 @@ error on every rank: at once, or when the group's own timeout has passed.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -37,17 +38,49 @@ def count_sent() -> Iterator[Counter[str]]:
         _COUNTERS.remove(counter)
 
 
-class Pending:
-    """Tensors on their way; `wait` gives those that come in."""
+class Parcel:
+    """Tensors of one type that travel as one message: one after the other in `flat`.
 
-    def __init__(
-        self, works: Sequence[Any], coming: Mapping[str, Tensor], going: Any, what: str
-    ) -> None:
+    Attributes
+    ----------
+    flat : Tensor, 1-D
+    parts : dict of str to Tensor
+        Views of it.
+    """
+
+    def __init__(self, flat: Tensor, shapes: Mapping[str, Sequence[int]]) -> None:
+        self.flat, self._shapes = flat, shapes
+        sizes = [math.prod(shape) for shape in shapes.values()]
+        pieces = zip(shapes, flat.split(sizes), strict=True)
+        self.parts = {name: piece.view(tuple(shapes[name])) for name, piece in pieces}
+
+    @classmethod
+    def of(cls, **tensors: Tensor) -> Parcel:
+        """Copies of tensors, packed."""
+        flat = torch.cat([x.reshape(-1) for x in tensors.values()])
+        return cls(flat, {name: x.shape for name, x in tensors.items()})
+
+    @classmethod
+    def zeros(cls, dtype: torch.dtype, **like: Tensor) -> Parcel:
+        """Zeros of these shapes."""
+        (device, *_) = (x.device for x in like.values())
+        flat = torch.zeros(sum(x.numel() for x in like.values()), dtype=dtype, device=device)
+        return cls(flat, {name: x.shape for name, x in like.items()})
+
+    def like(self) -> Parcel:
+        """Room for another one like this."""
+        return Parcel(torch.empty_like(self.flat), self._shapes)
+
+
+class Pending:
+    """Parcels on their way; `wait` gives those that come in."""
+
+    def __init__(self, works: Sequence[Any], coming: list[Parcel], going: Any, what: str) -> None:
         self._works, self._coming, self._what = works, coming, what
         self._going = going  # alive until they are sent
 
-    def wait(self) -> Mapping[str, Tensor]:
-        """What comes in, by name; on a GPU the current stream waits, not the caller.
+    def wait(self) -> list[Parcel]:
+        """What comes in, in the order asked for; on a GPU the current stream waits, no caller.
 
         Raises
         ------
@@ -61,7 +94,7 @@ class Pending:
         return self._coming
 
 
-class Link:
+class Member:
     """This process's place in a process group."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -75,8 +108,8 @@ class Link:
         if self.rank < 0:
             raise RankError("this process is no member of the group it was given")
 
-    def agree(self, mine: Mapping[str, int], error: Exception | None = None) -> None:
-        """Raise on every rank, unless all ranks ask the same and none has an error.
+    def ask(self, mine: Mapping[str, int], error: Exception | None = None) -> Question:
+        """Begin to tell the other ranks what this one was asked, and to hear what they were.
 
         Parameters
         ----------
@@ -84,6 +117,59 @@ class Link:
             What has to be equal on all ranks.
         error : Exception, optional
             What is wrong with this rank's own question; the others are told that there is one.
+        """
+        return Question(self, mine, error)
+
+    def exchange(
+        self, going: Sequence[tuple[Parcel, int]], coming: Sequence[tuple[Parcel, int]], what: str
+    ) -> Pending:
+        """Begin to send and to receive: (parcel, rank) each, in one batch."""
+        for counter in _COUNTERS:
+            for parcel, _ in going:
+                for name, x in parcel.parts.items():
+                    counter[name] += x.numel() * x.element_size()
+        group = self.group
+        operations = [
+            *(dist.P2POp(dist.isend, x.flat, group=group, group_peer=to) for x, to in going),
+            *(dist.P2POp(dist.irecv, x.flat, group=group, group_peer=by) for x, by in coming),
+        ]
+        what = f"rank {self.rank} of {self.ranks}: {what}"
+        with _explaining(what):
+            works = dist.batch_isend_irecv(operations)
+        if going[0][0].flat.is_cuda and HEAD_START:
+            torch.cuda._sleep(HEAD_START)
+        return Pending(works, [x for x, _ in coming], going, what)
+
+
+#: Cycles for which kernels wait after a transfer is begun. Ours fill every multiprocessor until
+#: they end: NCCL's blocks have to be there first.
+HEAD_START = 5_000
+
+
+class Question:
+    """What all ranks were asked, on its way to all."""
+
+    #: Questions of a group that all of its ranks once agreed on.
+    _known: ClassVar[set[tuple[Any, ...]]] = set()
+
+    def __init__(self, link: Member, mine: Mapping[str, int], error: Exception | None) -> None:
+        self._error = error
+        self._names, self._key = list(mine), (link.group, *mine.values())
+        numbers = torch.tensor([error is not None, *mine.values()], dtype=torch.int64)
+        self._everyone = [torch.empty_like(numbers) for _ in range(link.ranks)]
+        self._what = f"rank {link.rank} of {link.ranks}: asking whether all ranks agree"
+        with _explaining(self._what):
+            self._work = dist.all_gather(
+                self._everyone, numbers, group=_host_group(link.group), async_op=True
+            )
+
+    @property
+    def familiar(self) -> bool:
+        """Whether the same was agreed on before: then the answer may be heard later."""
+        return self._error is None and self._key in self._known
+
+    def settle(self) -> None:
+        """Raise on every rank, unless all ranks were asked the same and none has an error.
 
         Raises
         ------
@@ -92,17 +178,15 @@ class Link:
         RankError
             Otherwise: which ranks differ, and in what.
         """
-        numbers = torch.tensor([error is not None, *mine.values()], dtype=torch.int64)
-        everyone = [torch.empty_like(numbers) for _ in range(self.ranks)]
-        with _explaining(f"rank {self.rank} of {self.ranks}: asking whether all ranks agree"):
-            dist.all_gather(everyone, numbers, group=_host_group(self.group))
-        if error is not None:
-            raise error
-        told = torch.stack(everyone)
+        with _explaining(self._what):
+            self._work.wait()
+        if self._error is not None:
+            raise self._error
+        told = torch.stack(self._everyone)
         wrong = torch.nonzero(told[:, 0]).flatten().tolist()
         if wrong:
             raise RankError(f"{_ranks(wrong)} cannot do what was asked; see the error there")
-        for column, name in enumerate(mine, 1):
+        for column, name in enumerate(self._names, 1):
             values = told[:, column].tolist()
             if len(set(values)) > 1:
                 found = ", ".join(
@@ -110,28 +194,7 @@ class Link:
                     for x in dict.fromkeys(values)
                 )
                 raise RankError(f"all ranks must be given the same {name}, got {found}")
-
-    def exchange(
-        self,
-        going: Sequence[tuple[str, Tensor, int]],
-        coming: Sequence[tuple[str, Tensor, int]],
-        what: str,
-    ) -> Pending:
-        """Begin to send and to receive: (name, contiguous tensor, rank) each, in one batch.
-
-        Names of what comes must differ; a name of what goes is what it is counted as.
-        """
-        for counter in _COUNTERS:
-            for name, x, _ in going:
-                counter[name] += x.numel() * x.element_size()
-        operations = [
-            *(dist.P2POp(dist.isend, x, group=self.group, group_peer=to) for _, x, to in going),
-            *(dist.P2POp(dist.irecv, x, group=self.group, group_peer=by) for _, x, by in coming),
-        ]
-        what = f"rank {self.rank} of {self.ranks}: {what}"
-        with _explaining(what):
-            works = dist.batch_isend_irecv(operations) if operations else []
-        return Pending(works, {name: x for name, x, _ in coming}, going, what)
+        self._known.add(self._key)
 
 
 @contextmanager

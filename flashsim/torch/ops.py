@@ -43,8 +43,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """`flashsim.run`: out (batch, heads, n_q, head_dim_v), lse (batch, heads, n_q)."""
     result = execution.run(
-        *map(_readable, (q, k, v)),
-        bias=None if bias is None else _readable(bias),
+        *map(readable, (q, k, v)),
+        bias=None if bias is None else readable(bias),
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         **_keywords(**question),
@@ -76,8 +76,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`flashsim.backward`; dbias has no elements where there is no bias."""
     gradients = execution.backward(
-        *map(_readable, (q, k, v, out, lse, dout)),
-        bias=None if bias is None else _readable(bias),
+        *map(readable, (q, k, v, out, lse, dout)),
+        bias=None if bias is None else readable(bias),
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         deterministic=deterministic,
@@ -92,7 +92,7 @@ def _keywords(*, window_left: int, window_right: int, **question: Any) -> dict[s
     return {"window": (window_left, window_right), **question}
 
 
-def _readable(x: Tensor) -> Tensor:
+def readable(x: Tensor) -> Tensor:
     """A tensor that every engine can read: last axis contiguous, nothing broadcast, no lazy sign.
 
     Gradients often come broadcast (``out.sum().backward()``).

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flashsim.api import inputs
-from flashsim.distributed.group import SCHEMES, Group
+from flashsim.api import execution, inputs
+from flashsim.distributed.group import SCHEMES, Block, Group
 from flashsim.errors import DTypeError, ShapeError, UnsupportedError
 from flashsim.problem.problem import Problem
 from flashsim.torch import functional, ops
-from flashsim.torch.link import DTYPES, Link, Pending
+from flashsim.torch.link import DTYPES, Member, Parcel, Pending
 
 
 def ring_attention(
@@ -71,7 +71,7 @@ def ring_attention(
         For what cannot be spread over the ranks.
     """
     inputs.reject_unknown(unknown, ring_attention.__kwdefaults__ or (), "ring_attention")
-    link = Link(group)
+    link = Member(group)
     try:
         spread = link.ranks, scheme, ulysses
         plan = _plan(q, k, v, spread, causal=causal, softcap=softcap, scale=scale)
@@ -80,16 +80,21 @@ def ring_attention(
                 f"ring_attention runs {', '.join(functional.ALGORITHMS)}, not {algorithm!r}"
             )
     except Exception as error:  # whatever it is, the others must hear of it
-        link.agree(dict.fromkeys(_AGREED, 0), error)
+        link.ask(dict.fromkeys(_AGREED, 0), error).settle()
         raise AssertionError from error
+    question = link.ask(_asked(plan, q))
+    later = q.is_cuda and question.familiar  # a GPU has its work before the answer is there
+    if not later:
+        question.settle()
     p = plan.problem
-    link.agree(_asked(plan, q, v))
     how = {
         "softcap": p.softcap, "scale": p.scale, "algorithm": algorithm,
-        "deterministic": deterministic, "backend": backend or functional.default_backend(q),
-        "window_left": -1, "window_right": -1,
+        "backend": backend or functional.default_backend(q),
     }  # fmt: skip
-    return _RingAttention.apply(q, k, v, plan, link, how)
+    out = _RingAttention.apply(q, k, v, plan, link, how, deterministic)
+    if later:
+        question.settle()
+    return out
 
 
 def shard(
@@ -114,7 +119,7 @@ def shard(
     ShapeError
         If the sequence cannot be divided.
     """
-    link = Link(group)
+    link = Member(group)
     if scheme == "usp" and ulysses is None:
         raise ShapeError("shard does not see the heads: give ulysses, the ranks that exchange them")
     heads = link.ranks if scheme == "ulysses" else ulysses or 1
@@ -174,7 +179,7 @@ _AGREED = (
 )
 
 
-def _asked(plan: Group, q: Tensor, v: Tensor) -> dict[str, int]:
+def _asked(plan: Group, q: Tensor) -> dict[str, int]:
     """What must be the same on all ranks, as integers."""
     p = plan.problem
     values = (
@@ -188,27 +193,30 @@ def _asked(plan: Group, q: Tensor, v: Tensor) -> dict[str, int]:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Group, link: Link, how: dict[str, Any]
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: Group,
+        link: Member,
+        how: dict[str, Any],
+        deterministic: bool | None,
     ) -> Tensor:
-        one = _Part(plan, link, how)
-        q, k, v = one.to_heads({"Q": q, "K": k, "V": v}).values()
+        one = _Part(plan, link, how, deterministic)
+        q, k, v = one.to_heads(Q=q, K=k, V=v)
         out, lse = one.forward(q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.one = one
-        return one.to_rows({"out": out})["out"]
+        (out,) = one.to_rows(out=out)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dout: Tensor) -> tuple[Tensor | None, ...]:
         one = ctx.one
-        (given,) = one.to_heads({"dout": dout[0]}).values()
-        gradients = one.backward(*ctx.saved_tensors, given)
-        return (
-            *one.to_rows(dict(zip(("dQ", "dK", "dV"), gradients, strict=True))).values(),
-            None,
-            None,
-            None,
-        )
+        (given,) = one.to_heads(dout=dout[0])
+        dq, dk, dv = one.backward(*ctx.saved_tensors, given)
+        return (*one.to_rows(dQ=dq, dK=dk, dV=dv), *(None,) * 4)
 
 
 @dataclass(frozen=True)
@@ -216,69 +224,100 @@ class _Part:
     """One rank's part of both passes."""
 
     plan: Group
-    link: Link
+    link: Member
     how: Mapping[str, Any]
+    deterministic: bool | None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Out and LSE of this rank's rows (and heads)."""
-        plan = self.plan
-        k, v = k.contiguous(), v.contiguous()
+        plan, ring = self.plan, self.plan.ring
+        keys = Parcel.of(K=k, V=v) if ring > 1 else None
         out = lse = None
-        for step in range(plan.ring):
-            pending = self.pass_on({"K": k, "V": v}, step) if step < plan.ring - 1 else None
+        for step in range(ring):
+            pending = self.pass_on(step, keys) if keys is not None and step < ring - 1 else None
             block = plan.block(self.link.rank, step)
             if block is not None:
-                part, part_lse = ops.forward(
-                    *(q[:, :, block.q], k[:, :, block.k], v[:, :, block.k]), *(None,) * 3,
-                    causal=block.problem.causal, **self.how,
-                )  # fmt: skip
+                part, part_lse = self.attention(block, q, k, v)
                 if out is None or lse is None:
                     out, lse = part.float() if self.sums_wide(q) else part, part_lse
                 else:
                     merge_into(out[:, :, block.q], lse[:, :, block.q], part, part_lse)
             if pending is not None:
-                k, v = pending.wait().values()
+                (keys,) = pending.wait()
+                k, v = keys.parts.values()
         assert out is not None  # a rank sees its own keys
         assert lse is not None
         return out.to(q.dtype), lse
 
+    def attention(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Out and LSE of one block."""
+        ran = execution.run(
+            *(q[:, :, block.q], k[:, :, block.k], v[:, :, block.k]),
+            causal=block.problem.causal,
+            **self.how,
+        )
+        return ran.out, ran.lse
+
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of this rank's rows; dK and dV follow K and V until they are home."""
-        plan = self.plan
-        k, v, dout = k.contiguous(), v.contiguous(), dout.contiguous()
+        """Gradients of this rank's rows; those of others' K and V follow these until home."""
+        plan, ring = self.plan, self.plan.ring
+        rows, own_k, own_v = (dout, out, lse, q), k, v
+        if ring == 1:
+            return self.gradients(plan.own_parts[0], *rows, k, v)
         wide = torch.promote_types(q.dtype, torch.float32)
-        dq = dk = dv = q
-        for step in range(plan.ring):
-            going = {"K": k, "V": v} if step < plan.ring - 1 else {}
-            if step > 0:
-                going |= {"dK": dk, "dV": dv}
-            pending = self.pass_on(going, step) if going else None
-            block = plan.block(self.link.rank, step)
+        dq = torch.empty(q.shape, dtype=wide if self.sums_wide(q) else q.dtype, device=q.device)
+        own: list[tuple[slice, Tensor, Tensor]] = []
+        keys, passing = Parcel.of(K=k, V=v), None
+        for step in range(ring + 1):
+            going = [keys] if step < ring - 1 else []
+            going += [passing] if passing is not None else []
+            pending = self.pass_on(step, *going) if going else None
+            block, parts = plan.gradient_block(self.link.rank, step), None
             if block is not None:
-                rows, keys = block.q, block.k
-                parts = ops.backward(
-                    dout[:, :, rows], out[:, :, rows], lse[:, :, rows].contiguous(),
-                    q[:, :, rows], k[:, :, keys], v[:, :, keys], *(None,) * 3,
-                    causal=block.problem.causal, **self.how,
-                )  # fmt: skip
-            came = {} if pending is None else pending.wait()
-            k, v = came.get("K", k), came.get("V", v)
-            if step == 0:
-                dq, dk, dv, _ = parts
-                dq = dq.to(wide) if self.sums_wide(q) else dq
-                if plan.ring > 1:
-                    dk, dv = dk.to(wide), dv.to(wide)
+                parts = self.gradients(block, *rows, k, v)
+            came = [] if pending is None else pending.wait()
+            if step == 1:  # where gradients of the visitor's K and V set out
+                passing = Parcel.zeros(wide, dK=k, dV=v)
+            elif passing is not None:
+                passing = came.pop()
+            if came:
+                (keys,) = came
+            k, v = keys.parts.values() if step < ring - 1 else (own_k, own_v)
+            if block is None or parts is None:
                 continue
-            dk, dv = came["dK"], came["dV"]
-            if block is not None:
-                dq[:, :, rows].add_(parts[0])
-                dk[:, :, keys].add_(parts[1])
-                dv[:, :, keys].add_(parts[2])
-        if plan.ring > 1:
-            dk, dv = self.pass_on({"dK": dk, "dV": dv}, plan.ring).wait().values()
-        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+            if step == 0:
+                dq[:, block.heads].copy_(parts[0])
+                dq[:, block.heads.stop :].zero_()
+            else:
+                dq[:, block.heads, block.q].add_(parts[0])
+            if step in (0, ring) or passing is None:
+                own.append((block.kv_heads, *parts[1:]))
+                continue
+            for total, part in zip(passing.parts.values(), parts[1:], strict=True):
+                there = total[:, :, block.k]
+                there.copy_(part) if step == 1 else there.add_(part)
+        assert passing is not None  # a ring of two has sent some round
+        for heads, *parts_of_own in own:
+            for total, part in zip(passing.parts.values(), parts_of_own, strict=True):
+                total[:, heads].add_(part)
+        dk, dv = (x.to(q.dtype) for x in passing.parts.values())
+        return dq.to(q.dtype), dk, dv
+
+    def gradients(
+        self, block: Block, dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dQ, dK and dV of one block, in the inputs' type."""
+        q, out, lse, dout = (x[:, block.heads, block.q] for x in (q, out, lse, dout))
+        k, v = (x[:, block.kv_heads, block.k] for x in (k, v))
+        made = execution.backward(
+            *(q, k, v, out, lse.contiguous(), dout),
+            causal=block.problem.causal,
+            deterministic=self.deterministic,
+            **self.how,
+        )
+        return made.dq, made.dk, made.dv
 
     def sums_wide(self, q: Tensor) -> bool:
         """Whether sums of blocks are kept in float32; two are added at once, and rounded once."""
@@ -286,48 +325,40 @@ class _Part:
 
     # -- the link -------------------------------------------------------------------------------
 
-    def pass_on(self, tensors: Mapping[str, Tensor], step: int) -> Pending:
-        """Begin to send tensors to the next member of the ring, and to receive the last one's."""
+    def pass_on(self, step: int, *parcels: Parcel) -> Pending:
+        """Begin to send parcels to the next member of the ring, and to receive the last one's."""
         plan, rank = self.plan, self.link.rank
         after, before = plan.successor(rank), plan.predecessor(rank)
+        names = " ".join(name for parcel in parcels for name in parcel.parts)
         return self.link.exchange(
-            [(name, x, after) for name, x in tensors.items()],
-            [(name, torch.empty_like(x), before) for name, x in tensors.items()],
-            f"step {step}, {' '.join(tensors)} to rank {after} and from rank {before}",
+            [(parcel, after) for parcel in parcels],
+            [(parcel.like(), before) for parcel in parcels],
+            f"step {step}, {names} to rank {after} and from rank {before}",
         )
 
-    def to_heads(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def to_heads(self, **tensors: Tensor) -> list[Tensor]:
         """All to all in this rank's team: from some rows of all heads to all rows of some heads."""
         return self._all_to_all(tensors, split=1, join=2)
 
-    def to_rows(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def to_rows(self, **tensors: Tensor) -> list[Tensor]:
         """The way back."""
         return self._all_to_all(tensors, split=2, join=1)
 
-    def _all_to_all(self, tensors: dict[str, Tensor], split: int, join: int) -> dict[str, Tensor]:
+    def _all_to_all(self, tensors: dict[str, Tensor], split: int, join: int) -> list[Tensor]:
         """The n-th piece along one axis goes to the team's n-th, to be joined along the other."""
         team, rank = self.plan.team(self.link.rank), self.link.rank
         if len(team) == 1:
-            return tensors
+            return [ops.readable(x) for x in tensors.values()]
         pieces = {name: x.chunk(len(team), dim=split) for name, x in tensors.items()}
-        going, coming = [], []
-        for number, other in enumerate(team):
-            if other == rank:
-                continue
-            for name, those in pieces.items():
-                going.append((name, those[number].contiguous(), other))
-                empty = torch.empty_like(those[number], memory_format=torch.contiguous_format)
-                coming.append((f"{name} {number}", empty, other))
+        parcels = [
+            Parcel.of(**{name: those[n] for name, those in pieces.items()})
+            for n in range(len(team))
+        ]
+        going = [(parcel, to) for parcel, to in zip(parcels, team, strict=True) if to != rank]
         what = f"exchanging heads of {' '.join(tensors)} among ranks {team[0]} to {team[-1]}"
-        came = self.link.exchange(going, coming, what).wait()
-        own = rank - team[0]
-        return {
-            name: torch.cat(
-                [those[own] if n == own else came[f"{name} {n}"] for n in range(len(team))],
-                dim=join,
-            )
-            for name, those in pieces.items()
-        }
+        came = self.link.exchange(going, [(x.like(), by) for x, by in going], what).wait()
+        came.insert(rank - team[0], parcels[rank - team[0]])
+        return [torch.cat([x.parts[name] for x in came], dim=join) for name in tensors]
 
 
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:

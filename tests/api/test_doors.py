@@ -256,6 +256,7 @@ TAKES = {
     (device, "cuda_flops"): "{} {'x':1}",
     (device, "compute_capability"): "(1,1)",
     (device, "source"): "'' 'x' '64' lone-surrogate",
+    (device, "link"): "'' 'x' '64' lone-surrogate",
     (Device.get, "device"): NOTHING,
     (Device.get("H100").with_sram, "sram_bytes"): INTS,
     (Device.get("H100").peak, "dtype"): NOTHING,

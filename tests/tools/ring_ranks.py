@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from flashsim.torch import count_sent, ring, ring_attention, shard
-from flashsim.torch.ring import ops
+from flashsim.torch import count_sent, ring_attention, shard
+from flashsim.torch.ring import execution
 
 #: (scheme, ranks, causal, type, key heads): what is computed and compared.
 CASES = (
@@ -98,15 +98,15 @@ def silence(rank, group):
 def death(rank, group):
     """Rank 3 dies in the middle of a pass; who had all it needed by then is told at the next."""
     if rank == 3:
-        calls, forward = [], ops.forward
+        calls, run = [], execution.run
 
         def dying(*args, **how):
             calls.append(1)
             if len(calls) == 2:
                 os._exit(3)
-            return forward(*args, **how)
+            return run(*args, **how)
 
-        ring.ops.forward = dying
+        execution.run = dying
     x = torch.zeros(1, HEADS, 8, D)
 
     def twice():

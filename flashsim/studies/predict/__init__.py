@@ -4,21 +4,27 @@ Standard attention's time, and when FlashAttention wins: `crossover`. What the m
 on, and how far off it is elsewhere: docs/guides/truth.md.
 """
 
+from flashsim.problem.links import LINKS, Link
 from flashsim.studies.predict.calibration import CALIBRATED, Constants
 from flashsim.studies.predict.crossover import crossover
 from flashsim.studies.predict.ideal import least
 from flashsim.studies.predict.lengths import versions, when
 from flashsim.studies.predict.model import predict
 from flashsim.studies.predict.prediction import Prediction, StageTime
+from flashsim.studies.predict.ranks import SpreadTime, spread
 
 __all__ = [
     "CALIBRATED",
+    "LINKS",
     "Constants",
+    "Link",
     "Prediction",
+    "SpreadTime",
     "StageTime",
     "crossover",
     "least",
     "predict",
+    "spread",
     "versions",
     "when",
 ]

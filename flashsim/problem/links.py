@@ -1,0 +1,101 @@
+"""What joins GPUs: bytes per second in each direction, on paper.
+
+Sources, cited by letter beside each link; the other letters are those of `hardware`:
+
+ [V], [A], [H] NVLink 2, 3, 4: 6, 12 and 18 links of 25 GB/s a direction.
+ [N] NVIDIA, "NVLink and NVLink Switch" (nvidia.com/en-us/data-center/nvlink): fifth generation,
+     18 links, 1,800 GB/s both directions together.
+ [G] GeForce RTX 3090: four third-generation links of 14.0625 GB/s a direction.
+ [P] PCI-SIG, PCI Express Base Specification: 8, 16, 32 GT/s a lane, 128b/130b, 16 lanes.
+ [Q] InfiniBand Trade Association roadmap: HDR, NDR, XDR, four lanes: 200, 400, 800 Gb/s.
+ [X] The H800 is an H100 with 400 GB/s of NVLink for 900, both directions together ("Insights into
+     DeepSeek-V3", arXiv:2505.09343, on the H800 node).
+ [R] Ring attention's table 2 (arXiv:2310.01889) takes one 100 Gb/s InfiniBand port a GPU.
+
+Messages reach less: two H200s exchanged 256 MiB at 285 GB/s a direction through NCCL, of 450.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from flashsim.errors import OptionError, choices, shown
+from flashsim.problem import checks
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link of one GPU.
+
+    Parameters
+    ----------
+    name : str
+    bandwidth : float
+        Bytes per second a direction; both directions work at once.
+    latency : float
+        Seconds before the first byte of a message arrives.
+    source : str
+
+    Raises
+    ------
+    OptionError, DTypeError
+        If a figure is none that a link can have.
+    """
+
+    name: str
+    bandwidth: float
+    latency: float = 0.0
+    source: str = "user"
+
+    def __post_init__(self) -> None:
+        for name in ("bandwidth", "latency"):
+            number = checks.number(f"Link.{name}", getattr(self, name), low=0.0)
+            object.__setattr__(self, name, number)
+        if self.bandwidth == 0:
+            raise OptionError("Link.bandwidth must be positive, got 0")
+
+    @classmethod
+    def get(cls, link: str | Link) -> Link:
+        """The preset of that name, or the link itself.
+
+        Raises
+        ------
+        OptionError
+            If there is no such preset.
+        """
+        if isinstance(link, Link):
+            return link
+        found = LINKS.get(link) if isinstance(link, str) else None
+        if found is None:
+            raise OptionError(
+                f"unknown link {shown(link)}; {choices(link, LINKS)}; "
+                "or build your own with flashsim.predict.Link(...)"
+            )
+        return found
+
+
+_LANES = 16 * 128 / 130 / 8  # of PCI Express, in bytes a transfer
+
+#: The presets by name.
+LINKS: Mapping[str, Link] = MappingProxyType(
+    {
+        name: Link(name, bandwidth, source=source)
+        for name, bandwidth, source in (
+            ("NVLink 2", 6 * 25e9, "[V]"),
+            ("NVLink 3", 12 * 25e9, "[A]"),
+            ("NVLink 3 bridge", 4 * 14.0625e9, "[G]"),
+            ("NVLink 4", 18 * 25e9, "[H]"),
+            ("NVLink 4 (H800)", 200e9, "[X]"),
+            ("NVLink 5", 18 * 50e9, "[N]"),
+            ("PCIe 3 x16", 8e9 * _LANES, "[P]"),
+            ("PCIe 4 x16", 16e9 * _LANES, "[P]"),
+            ("PCIe 5 x16", 32e9 * _LANES, "[P]"),
+            ("InfiniBand EDR", 12.5e9, "[R]"),
+            ("InfiniBand HDR", 25e9, "[Q]"),
+            ("InfiniBand NDR", 50e9, "[Q]"),
+            ("InfiniBand XDR", 100e9, "[Q]"),
+        )
+    }
+)

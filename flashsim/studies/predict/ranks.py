@@ -1,0 +1,224 @@
+"""`spread`: how long attention over several GPUs takes, step by step, beside the link."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from flashsim import report
+from flashsim.counts.questions import in_words
+from flashsim.distributed import Account, count
+from flashsim.distributed.counting import work
+from flashsim.errors import OptionError
+from flashsim.problem import checks
+from flashsim.problem.hardware import Device
+from flashsim.problem.links import Link
+from flashsim.problem.problem import Problem
+from flashsim.studies.predict.calibration import HBM_SHARE
+from flashsim.studies.predict.model import predict
+
+#: GPUs of one host.
+HOST = 8
+
+
+@dataclass(frozen=True, eq=False)
+class SpreadTime:
+    """Predicted time of a pass over several ranks; prints as a table.
+
+    Attributes
+    ----------
+    account : Account
+        What is sent and computed.
+    device : Device
+    link, network : Link
+        Inside a host, and between hosts.
+    one : float
+        Seconds that one such GPU would take for the whole.
+    compute : ndarray, (ranks, steps)
+        Seconds of local attention and merging.
+    transfer : ndarray, (ranks, steps)
+        Seconds of what a rank sends, on the slowest link that it takes.
+    start, end : ndarray, (ranks, steps)
+        When each step begins and ends on each rank; it ends when its blocks are computed and what
+        it sends and receives has arrived.
+    """
+
+    account: Account
+    device: Device
+    link: Link
+    network: Link
+    one: float
+    compute: np.ndarray
+    transfer: np.ndarray
+    start: np.ndarray
+    end: np.ndarray
+
+    @property
+    def seconds(self) -> float:
+        """Until the last rank is done."""
+        return float(self.end.max())
+
+    @property
+    def alone(self) -> float:
+        """The same with links that take no time."""
+        return float(_run(self.account, self.compute, np.zeros_like(self.transfer))[1].max())
+
+    @property
+    def exposed(self) -> float:
+        """Seconds for which communication prolongs the pass."""
+        return self.seconds - self.alone
+
+    @property
+    def efficiency(self) -> float:
+        """One GPU's time over that of all ranks together: 1 where nothing is lost."""
+        return self.one / (self.seconds * self.account.group.ranks)
+
+    def table(self) -> report.Table:
+        """One row a step: its compute and transfer, and how much of the transfer shows."""
+        account, group = self.account, self.account.group
+        table = report.Table(
+            f"{account.direction} by {group.scheme!r} over {group.ranks} x {self.device.name}, "
+            f"{in_words(group.problem)}: {self.seconds * 1e3:.4g} ms",
+            ("step", "compute ms", "least ms", "transfer ms", "waits ms"),
+            note=f"{100 * self.efficiency:.1f} % of {group.ranks} times one GPU "
+            f"({self.one * 1e3:.4g} ms); communication exposed for {self.exposed * 1e3:.4g} ms; "
+            f"{self.link.name}, {self.network.name} between hosts; compute: of the rank with the "
+            "most, least: with the least; waits: the longest",
+        )
+        waits = self.end - self.start - self.compute
+        for n, step in enumerate(account.steps):
+            table.rows.append(
+                (
+                    *(step, 1e3 * float(self.compute[:, n].max())),
+                    *(
+                        1e3 * float(self.compute[:, n].min()),
+                        1e3 * float(self.transfer[:, n].max()),
+                    ),
+                    1e3 * float(waits[:, n].max()),
+                )
+            )
+        return table
+
+    __repr__ = report.titled
+    _repr_html_ = report.tabled
+
+    def __str__(self) -> str:
+        return self.table().text()
+
+
+def spread(
+    problem: Problem,
+    *,
+    ranks: int,
+    scheme: str = "zigzag",
+    ulysses: int | None = None,
+    direction: str = "forward",
+    algorithm: str = "flash2",
+    kernels: str | None = None,
+    device: str | Device = "H200",
+    link: str | Link | None = None,
+    network: str | Link = "InfiniBand NDR",
+    host: int = HOST,
+) -> SpreadTime:
+    """How long attention over several GPUs takes, step by step.
+
+    At each step every rank begins to send, to receive and to compute at once; a transfer begins
+    when both of its ends have begun the step; the next step begins when the blocks are computed,
+    and what was sent and received has arrived. Links are as fast as on paper and slow no kernel.
+    Blocks take what `predict` says of them, merging what HBM needs for its bytes.
+
+    Parameters
+    ----------
+    problem, ranks, scheme, ulysses
+        As in `flashsim.distributed.count`.
+    direction, algorithm, kernels, device
+        Of every rank's local attention, as in `predict`.
+    link : str or Link, optional
+        Between GPUs of a host, by name (`flashsim.problem.links.LINKS`); default: the device's own.
+    network : str or Link
+        Between hosts, one a GPU.
+    host : int
+        GPUs of a host: ranks 0 to `host` - 1 and so on.
+
+    Raises
+    ------
+    FlashSimError
+    """
+    device = Device.get(device)
+    if link is None and not device.link:
+        raise OptionError(f"{device.name} names no link; give link=, a name or a Link")
+    inside, between = Link.get(device.link if link is None else link), Link.get(network)
+    host = checks.positive_int("host", host)
+    account = count(
+        problem,
+        ranks=ranks,
+        scheme=scheme,
+        ulysses=ulysses,
+        direction=direction,
+        algorithm=algorithm,
+        device=replace(device, sram_bytes=device.sram_per_sm + device.registers_per_sm),
+    )
+    how = (direction, algorithm, kernels, device)
+    compute = account.merge / (device.hbm_bandwidth * HBM_SHARE)
+    for columns, there, block in work(account.group, direction):
+        compute[:, columns][there] += _seconds(block.problem, *how)
+    transfer = _transfers(account, inside, between, host)
+    start, end = _run(account, compute, transfer)
+    one = _seconds(problem, *how)
+    return SpreadTime(account, device, inside, between, one, compute, transfer, start, end)
+
+
+@lru_cache(maxsize=256)
+def _seconds(
+    problem: Problem, direction: str, algorithm: str, kernels: str | None, device: Device
+) -> float:
+    return predict(
+        problem, direction=direction, algorithm=algorithm, kernels=kernels, device=device
+    ).seconds
+
+
+def _transfers(account: Account, inside: Link, between: Link, host: int) -> np.ndarray:
+    """Seconds of what every rank sends at every step."""
+    group, out = account.group, account.out_bytes
+    ranks = np.arange(group.ranks)
+    abroad = ranks // host != (ranks + group.ulysses) % group.ranks // host
+    made = np.where(abroad[:, None], _time(out, between), _time(out, inside))
+    if group.ulysses > 1:
+        team = [np.array(group.team(int(rank))) // host for rank in ranks]
+        away = np.array(
+            [(hosts != rank // host).mean() for rank, hosts in zip(ranks, team, strict=True)]
+        )
+        away *= group.ulysses / (group.ulysses - 1)  # of those that it sends to
+        for step in (0, -1):
+            near, far = out[:, step] * (1 - away), out[:, step] * away
+            made[:, step] = np.maximum(_time(near, inside), _time(far, between))
+    return made
+
+
+def _time(nbytes: np.ndarray, link: Link) -> np.ndarray:
+    return np.where(nbytes > 0, link.latency + nbytes / link.bandwidth, 0.0)
+
+
+def _run(
+    account: Account, compute: np.ndarray, transfer: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """When each step begins and ends on each rank."""
+    group = account.group
+    start, end = np.zeros_like(compute), np.zeros_like(compute)
+    now = np.zeros(group.ranks)
+    for n, step in enumerate(account.steps):
+        start[:, n] = now
+        computed = now + compute[:, n]
+        if step.startswith("exchange"):
+            teams = (now + transfer[:, n]).reshape(-1, group.ulysses).max(axis=1)
+            now = np.maximum(computed, np.repeat(teams, group.ulysses))
+        elif transfer[:, n].any():
+            begun = np.maximum(now, np.roll(now, -group.ulysses))  # sender and receiver
+            arrived = begun + transfer[:, n]
+            now = np.maximum(computed, np.maximum(arrived, np.roll(arrived, group.ulysses)))
+        else:
+            now = computed
+        end[:, n] = now
+    return start, end
