@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flashsim.viz.data.statistics import row_statistics
     from flashsim.viz.film.animation import animate
+    from flashsim.viz.film.ring import animate_ranks
     from flashsim.viz.palette import color
     from flashsim.viz.player.html import Page, page
     from flashsim.viz.plots.banks import banks
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from flashsim.viz.plots.cache import l2_curve
     from flashsim.viz.plots.gpu_timelines import gpu_timeline
     from flashsim.viz.plots.models import io_curve, memory_footprint, roofline
+    from flashsim.viz.plots.ranks import rank_timeline, scaling
     from flashsim.viz.plots.series import roofline_series
     from flashsim.viz.plots.tile_maps import tile_map
     from flashsim.viz.plots.traffic_bars import cumulative, diff, sram_timeline, traffic
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 _ROOMS = {
     "film.animation": ("animate",),
+    "film.ring": ("animate_ranks",),
     "player.html": ("Page", "page"),
     "palette": ("color",),
     "plots.traffic_bars": ("cumulative", "diff", "sram_timeline", "traffic"),
@@ -34,6 +37,7 @@ _ROOMS = {
     "plots.cache": ("l2_curve",),
     "plots.models": ("io_curve", "memory_footprint", "roofline"),
     "plots.series": ("roofline_series",),
+    "plots.ranks": ("rank_timeline", "scaling"),
     "plots.tile_maps": ("tile_map",),
     "plots.gpu_timelines": ("gpu_timeline",),
     "data.statistics": ("row_statistics",),
@@ -44,6 +48,7 @@ _HOME = {name: room for room, names in _ROOMS.items() for name in names}
 __all__ = [
     "Page",
     "animate",
+    "animate_ranks",
     "banks",
     "block_sizes",
     "color",
@@ -54,10 +59,12 @@ __all__ = [
     "l2_curve",
     "memory_footprint",
     "page",
+    "rank_timeline",
     "roofline",
     "roofline_series",
     "row_statistics",
     "save_figure",
+    "scaling",
     "sram_timeline",
     "tile_map",
     "traffic",

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from flashsim.cli import course, exercises, measure, models, pictures, saved, truth
+from flashsim.cli import course, exercises, measure, models, pictures, ranks, saved, truth
 from flashsim.cli.options import spread
 from flashsim.errors import FlashSimError
 from flashsim.version import __version__
@@ -40,6 +40,7 @@ _trace = typer.Typer(no_args_is_help=True, help="Look into saved traces.")
 app.add_typer(_trace, name="trace")
 for _command in (
     *measure.COMMANDS,
+    ranks.ring,
     models.watch,
     saved.devices,
     *truth.COMMANDS,

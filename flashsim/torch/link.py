@@ -143,7 +143,7 @@ class Member:
 
 #: Cycles for which kernels wait after a transfer is begun. Ours fill every multiprocessor until
 #: they end: NCCL's blocks have to be there first.
-HEAD_START = 5_000
+HEAD_START = 20_000
 
 
 class Question:

@@ -4,7 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 import flashsim
-from flashsim.cli import measure, output, saved, truth
+from flashsim.cli import measure, output, ranks, saved, truth
 from flashsim.cli.app import app
 from flashsim.report import Table, format_cell
 
@@ -27,6 +27,8 @@ COMMANDS = {
     "reproduce": ("reproduce",),
     "tiles": ("reproduce", "tiles"),
     "ring": ("reproduce", "ring"),
+    "many GPUs": ("ring", "--causal", "-n", 8192, "--ranks", 4, "--scheme", "ring"),
+    "a rank": ("ring", "-n", 8192, "--ranks", 4, "--scheme", "usp", "--rank", 1, "--backward"),
     "summary": ("verify", "--summary", "docs/data/verify-h200.csv"),
     "demo": ("demo",),
 }
@@ -40,7 +42,7 @@ def printed(command, width, monkeypatch, tmp_path):
         tables.extend(people)
         output.show_tables(people, full, form)
 
-    for module in (measure, saved, truth):
+    for module in (measure, ranks, saved, truth):
         monkeypatch.setattr(module, "show_tables", show)
     monkeypatch.setattr(measure.pictures, "demo_figures", lambda *_: ["a", "b", "c"])
     monkeypatch.setattr(output, "WIDTH", width)

@@ -83,6 +83,20 @@ def animate(
     BackendUnavailable
         For .mp4 without ffmpeg.
     """
+    path = check_format(path)
+    if not fps > 0 or max_frames < 1:
+        raise OptionError(f"fps and max_frames must be positive, got {fps!r} and {max_frames!r}")
+    film = Film(data, statistics=statistics, clock=clock, theme=theme, max_frames=max_frames)
+    return written(film, path, fps)
+
+
+def check_format(path: str | Path) -> Path:
+    """The path, if it is one that an animation can be written to here.
+
+    Raises
+    ------
+    OptionError, BackendUnavailable
+    """
     path = Path(path)
     if path.suffix not in FORMATS:
         raise OptionError(f"cannot write {path.name!r}: an animation ends in {', '.join(FORMATS)}")
@@ -91,9 +105,11 @@ def animate(
             f"writing {path.name!r} needs ffmpeg, which is not installed; "
             "install it, or write a .gif or .html, which need nothing"
         )
-    if not fps > 0 or max_frames < 1:
-        raise OptionError(f"fps and max_frames must be positive, got {fps!r} and {max_frames!r}")
-    film = Film(data, statistics=statistics, clock=clock, theme=theme, max_frames=max_frames)
+    return path
+
+
+def written(film: Any, path: Path, fps: float) -> Animation:
+    """Write a film, of any kind that has frames, shades, a theme and a title, and forget it."""
     write = {".gif": _write_gif, ".mp4": _write_mp4, ".html": _write_html}[path.suffix]
     try:
         with whole(path) as part:
@@ -198,6 +214,15 @@ class Film:
                     self.figure.draw_artist(artist)
         return pixels[..., :3].copy()
 
+    @property
+    def title(self) -> str:
+        """What a page is called."""
+        return " and ".join(scene.walk.trace.algorithm for scene in self.scenes)
+
+    def shades(self) -> np.ndarray:
+        """Colours that are drawn besides the theme's own, (n, 3)."""
+        return np.concatenate([scene.shades() for scene in self.scenes])
+
     def frames(self) -> Iterator[np.ndarray]:
         """All frames, in order."""
         return (self.frame(number) for number in range(len(self)))
@@ -232,10 +257,9 @@ def _colors(film: Film) -> np.ndarray:
     """
     look = film.theme
     solid = [look.background, look.panel, look.grid, look.accent, look.muted, look.text]
-    flat = np.concatenate([scene.shades() for scene in film.scenes])
     inks = (look.text, look.muted, look.accent)
     edges = [palette.mix(look.background, c, t) for c in inks for t in (0.15, 0.3, 0.5, 0.7, 0.85)]
-    table = np.array([*map(palette.rgb, solid), *edges, *flat]).round().astype(np.uint8)
+    table = np.array([*map(palette.rgb, solid), *edges, *film.shades()]).round().astype(np.uint8)
     return np.unique(table, axis=0)[:255]
 
 
@@ -304,9 +328,8 @@ def _write_html(film: Film, path: Path, fps: float) -> None:
         _picture(indices, colors).save(buffer, "PNG", optimize=True)
         encoded.append(base64.b64encode(buffer.getvalue()).decode("ascii"))
     template = files("flashsim.viz.film").joinpath("film.html").read_text(encoding="utf-8")
-    labels = " and ".join(scene.walk.trace.algorithm for scene in film.scenes)
     parts = {
-        "TITLE": html.escape(f"flashsim: {labels}"),
+        "TITLE": html.escape(f"flashsim: {film.title}"),
         "BACKGROUND": film.theme.background,
         "SCHEME": film.theme.name,
         "DELAY": str(round(1000 / fps)),

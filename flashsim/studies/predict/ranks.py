@@ -87,7 +87,7 @@ class SpreadTime:
             f"{self.link.name}, {self.network.name} between hosts; compute: of the rank with the "
             "most, least: with the least; waits: the longest",
         )
-        waits = self.end - self.start - self.compute
+        waits = (self.end - self.start - self.compute).round(12)  # a picosecond is no wait
         for n, step in enumerate(account.steps):
             table.rows.append(
                 (

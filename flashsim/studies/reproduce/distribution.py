@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+from flashsim.api.samples import random_inputs
 from flashsim.counts import traffic
+from flashsim.distributed import simulate
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.report import Table
 from flashsim.schedule.tiling import Tiling
+from flashsim.studies.predict import predict, spread
 from flashsim.studies.reproduce.page import line, page
 
 #: Ring attention, table 2: host, TFLOP/s, link GB/s, smallest block and sequence in thousands.
@@ -58,24 +64,53 @@ def decoding() -> list[Table]:
 def ring() -> list[Table]:
     """Table 2: block size at which sending K and V hides behind arithmetic, c = FLOP/s / (B/s).
 
-    A block of c queries and keys takes 4 d c^2 FLOPs; its K and V are 4 d c bytes in half
-    precision. So arithmetic covers the transfer from c = F / B on, whatever d is.
+    From bytes and FLOPs of ring attention executed on four ranks (`flashsim.distributed.simulate`):
+    a block of c queries and keys takes 4 d c^2 FLOPs, its K and V are 4 d c bytes in half
+    precision, so arithmetic covers the transfer from c = F / B on, whatever d is.
     """
     table = page(
         "Smallest block and sequence a device, in thousands of tokens",
         "Liu, Zaharia and Abbeel, arXiv:2310.01889, table 2: s = 6 c (six blocks are held)",
     )
+    problem = Problem(64, head_dim=16, dtype="float16")
+    account = simulate(*random_inputs(problem)[:3], ranks=4, scheme="ring").account
     for name, tera, giga, block, sequence in RING:
-        problem = Problem(1024, head_dim=128, dtype="float16")
-        counted = traffic.count_schedule(
-            problem, Tiling(1024, 1024), "flash2", "forward", Device.get("H100").with_sram(1 << 24)
-        )
-        per_token = counted.flops("matmul") / problem.n_q  # of one block, grows with its length
-        sent = (counted.bytes("load", "K") + counted.bytes("load", "V")) / problem.n_kv
-        # per_token / 1024 * c tokens of arithmetic take as long as `sent` bytes of transfer:
-        ours = sent / (giga * 1e9) * tera * 1e12 / (per_token / problem.n_kv) / 1e3
+        ours = account.rows_to_hide(tera * 1e12, giga * 1e9) / 1e3
         for what, paper, mine in (("block", block, ours), ("sequence", sequence, 6 * ours)):
             rounded = abs(mine - paper) <= 0.05
             why = "rounded" if rounded else f"F / B of the paper's own columns is {ours:.2f}"
             table.rows.append(line(f"{name}: {what}", paper, mine, why))
-    return [table]
+    return [table, efficiency()]
+
+
+#: ring-flash-attention's README: a sequence of 64 Ki on 8 x H800, 32 heads on 8, d = 128, causal;
+#: % of FlashAttention-2's rate on one GPU and 8 Ki, forward, and forward with backward.
+README = {"ring": (52.1, 53.9), "zigzag": (85.2, 90.2), "striped": (74.4, 82.9)}
+_WHY = {
+    "ring": "half of the ranks' time is waiting, for both",
+    "zigzag": "predicted without the host's work and the multiprocessors that NCCL takes",
+    "striped": "the model sees nothing that slows it more than zigzag; theirs merges every row",
+}
+
+
+def efficiency() -> Table:
+    """Published shares of the ideal on eight GPUs, and what the time model says."""
+    table = page(
+        "Eight GPUs, % of the ideal: 8 x the rate of one at 8 Ki, causal, 8 Ki a GPU",
+        "github.com/zhuzilin/ring-flash-attention, README, H800; ours: flashsim.predict.spread, "
+        "portable kernels (mma.sync, as FlashAttention-2)",
+    )
+    # Attention of Llama 3.1 8B, on one GPU.
+    one = Problem(8192, head_dim=128, heads=32, kv_heads=8, dtype="bfloat16", causal=True)
+    how: dict[str, Any] = {"algorithm": "flash2-fused", "kernels": "portable", "device": "H100"}
+    for scheme, papers in README.items():
+        ideal = ours = 0.0
+        for direction, paper, what in zip(
+            ("forward", "backward"), papers, ("forward", "with backward"), strict=True
+        ):
+            ideal += 8 * predict(one, direction=direction, **how).seconds  # 64 x the work, on 8
+            together: dict[str, Any] = {"ranks": 8, "scheme": scheme, "link": "NVLink 4 (H800)"}
+            whole = replace(one, n_q=65536, n_kv=65536)
+            ours += spread(whole, direction=direction, **together, **how).seconds
+            table.rows.append(line(f"{scheme}: {what}", paper, 100 * ideal / ours, _WHY[scheme]))
+    return table

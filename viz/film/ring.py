@@ -1,0 +1,272 @@
+"""`animate_ranks`: ranks pass K and V round while tiles light up on each, as GIF, MP4 or page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Circle, FancyBboxPatch, Rectangle
+
+from flashsim.counts.questions import in_words
+from flashsim.errors import OptionError
+from flashsim.viz import palette
+from flashsim.viz.film.animation import Animation, check_format, written
+from flashsim.viz.style import human, ink_on, ramp, rc
+
+_SIZE = (9.6, 5.4)  # inches, at 100 pixels
+_MOST = 16  # members of a ring that can be told apart
+
+
+def animate_ranks(
+    account: Any,
+    path: str | Path,
+    *,
+    cells: int = 4,
+    frames_a_step: int = 8,
+    fps: float = 8,
+    theme: str = "light",
+) -> Animation:
+    """Write an animation, or a page, of a group at work.
+
+    At the left the members of the ring, each with the K and V that it has, in the colour of the
+    member whose they are; on their way they move from one to the next. At the right the scores:
+    a band of rows for each member, a band of columns for each member's keys. Tiles light up as
+    their member computes them; a member that has nothing to do is told.
+
+    Parameters
+    ----------
+    account : Account
+        From `flashsim.distributed.count` or `simulate`.
+    path : path-like
+        Its ending chooses the format: .gif, .mp4 (needs ffmpeg) or .html, a page with a slider.
+    cells : int
+        Tiles along each side of a member's block, as drawn.
+    frames_a_step : int
+        Frames of a step.
+    fps : float
+        Frames a second.
+    theme : {"light", "dark"}
+
+    Returns
+    -------
+    Animation
+
+    Raises
+    ------
+    OptionError
+        For a format, theme or group that cannot be shown.
+    BackendUnavailable
+        For .mp4 without ffmpeg.
+    """
+    path = check_format(path)
+    if not fps > 0 or cells < 1 or frames_a_step < 1:
+        raise OptionError(
+            f"fps, cells and frames_a_step must be positive, got {fps!r}, {cells!r} and "
+            f"{frames_a_step!r}"
+        )
+    return written(RanksFilm(account, cells, frames_a_step, theme), path, fps)
+
+
+def lit(group: Any, block: Any, cells: int) -> np.ndarray:
+    """Which of `cells` x `cells` tiles of a member's rows and a visitor's keys a block computes.
+
+    Returns
+    -------
+    ndarray of bool, (cells, cells)
+    """
+    if block is None:
+        return np.zeros((cells, cells), bool)
+    edges = np.linspace(0, group.rows_a_member, cells + 1)
+    found = []
+    for part in (block.q, block.k):
+        low, high = edges[:-1].clip(part.start, part.stop), edges[1:].clip(part.start, part.stop)
+        found.append((low - part.start, high - part.start))
+    (q_low, q_high), (k_low, k_high) = found
+    there = (q_high > q_low)[:, None] & (k_high > k_low)[None, :]
+    if block.problem.causal:
+        there &= q_high[:, None] > k_low[None, :]
+    return there
+
+
+class RanksFilm:
+    """The figure of an animation of ranks, and its frames."""
+
+    def __init__(self, account: Any, cells: int, frames_a_step: int, theme: str) -> None:
+        group = account.group
+        if group.ring > _MOST or group.ring < 2:
+            raise OptionError(
+                f"a ring of 2 to {_MOST} members can be watched, got {group.ring} "
+                f"({group.scheme!r} over {group.ranks} ranks)"
+            )
+        self.account, self.group, self.cells, self.each = account, group, cells, frames_a_step
+        self.theme = palette.theme(theme)
+        self.title = f"{group.scheme} over {group.ranks} ranks"
+        self.first = int(group.ulysses > 1)
+        backward = account.direction == "backward"
+        block = group.gradient_block if backward else group.block
+        self.steps = group.ring + backward
+        self.lit = np.array(
+            [
+                [
+                    lit(group, block(member * group.ulysses, step), cells)
+                    for step in range(self.steps)
+                ]
+                for member in range(group.ring)
+            ]
+        )
+        shades = ramp(self.theme)(np.linspace(0.05, 0.85, group.ring))[:, :3]
+        self.shade = [tuple(color) for color in shades]
+        self._build()
+
+    def _build(self) -> None:
+        look, ring = self.theme, self.group.ring
+        with plt.rc_context(rc(look)):
+            self.figure = Figure(figsize=_SIZE, dpi=100)
+            self.canvas = FigureCanvasAgg(self.figure)
+            at = self.figure.add_axes
+            left, grid = at((0.01, 0.1, 0.41, 0.74)), at((0.5, 0.1, 0.405, 0.72))
+        self.figure.text(0.02, 0.93, self.title, fontsize=17, fontweight="bold", color=look.text)
+        about = f"{self.account.direction}, {in_words(self.group.problem)}"
+        self.figure.text(0.02, 0.885, about, fontsize=11, color=look.muted)
+        left.set(xlim=(-1.4, 1.4), ylim=(-1.35, 1.35), aspect="equal")
+        left.axis("off")
+        angle = np.pi / 2 - 2 * np.pi * np.arange(ring) / ring
+        self.place = np.stack([np.cos(angle), np.sin(angle)], axis=1)
+        left.add_patch(Circle((0, 0), 1, fill=False, ec=look.grid, lw=3, zorder=1))
+        size = min(0.3, 1.3 / ring + 0.1)
+        self.says = []
+        for member, (x, y) in enumerate(self.place):
+            left.add_patch(
+                Circle((x, y), size, fc=look.background, ec=self.shade[member], lw=4, zorder=2)
+            )
+            left.text(
+                x,
+                y + size * 0.38,
+                str(member),
+                ha="center",
+                va="center",
+                zorder=4,
+                fontsize=12,
+                color=look.text,
+            )
+            out = 1 + size + 0.1
+            self.says.append(
+                left.text(
+                    x * out, y * out, "", ha="center", va="center", fontsize=9, color=look.accent
+                )
+            )
+        self.chips, width = [], size * 1.15
+        for member in range(ring):
+            chip = FancyBboxPatch(
+                (0, 0), width, width * 0.42, boxstyle="round,pad=0.01", fc=self.shade[member],
+                ec=look.text, lw=0.8, zorder=6,
+            )  # fmt: skip
+            ink = ink_on(self.shade[member])
+            text = left.text(
+                0,
+                0,
+                f"KV {member}",
+                ha="center",
+                va="center",
+                zorder=7,
+                fontsize=8 if ring > 8 else 9.5,
+                color=ink,
+            )
+            left.add_patch(chip)
+            self.chips.append((chip, text, width))
+        n = ring * self.cells
+        grid.set(xlim=(0, n), ylim=(n, 0), aspect="equal")
+        middles = (np.arange(ring) + 0.5) * self.cells
+        grid.set_xticks(middles, [str(m) for m in range(ring)])
+        grid.set_yticks(middles, [str(m) for m in range(ring)])
+        grid.tick_params(length=0)
+        grid.set(xlabel="keys of", ylabel="queries of")
+        background = np.array(palette.rgb(look.panel)) / 255
+        self.pixels = np.broadcast_to(background, (n, n, 3)).copy()
+        self.image = grid.imshow(self.pixels, extent=(0, n, n, 0), interpolation="nearest")
+        for edge in range(ring + 1):
+            grid.axhline(edge * self.cells, color=look.muted, lw=0.8)
+            grid.axvline(edge * self.cells, color=look.muted, lw=0.8)
+        self.frames_of_work = [
+            Rectangle((0, 0), self.cells, self.cells, fill=False, ec=look.accent, lw=2.2)
+            for _ in range(ring)
+        ]
+        for frame in self.frames_of_work:
+            grid.add_patch(frame)
+        self.told = self.figure.text(0.5, 0.935, "", fontsize=12, color=look.text)
+        self.bytes = self.figure.text(0.02, 0.03, "", fontsize=11, color=look.muted)
+
+    def __len__(self) -> int:
+        return self.steps * self.each
+
+    def frames(self) -> Iterator[np.ndarray]:
+        """All frames, in order."""
+        return (self.frame(number) for number in range(len(self)))
+
+    def frame(self, number: int) -> np.ndarray:
+        """RGB pixels of one frame, uint8 (height, width, 3)."""
+        step, within = divmod(number, self.each)
+        share = (within + 1) / self.each
+        self._light(step, share)
+        self._move(step, within / self.each)
+        group, sent = self.group, self.account.out_bytes[:, : self.first + step].sum()
+        here = self.account.out_bytes[:, self.first + step].sum()
+        name = self.account.steps[self.first + step]
+        self.told.set_text(f"step {step + 1} of {self.steps} ({name})")
+        busiest = self.lit.sum(axis=(2, 3)).max(axis=0)
+        done = sum(self._done(m, s, 1.0) for m in range(group.ring) for s in range(step))
+        done += sum(self._done(m, step, share) for m in range(group.ring))
+        room = (busiest[:step].sum() + share * busiest[step]) * group.ring
+        idle = 0.0 if not room else max(0.0, 1 - done / room)
+        self.bytes.set_text(
+            f"sent by all: {human(float(sent + share * here))}    "
+            f"idle so far: {100 * idle:.0f} % of all"
+        )
+        self.canvas.draw()
+        return np.asarray(self.canvas.buffer_rgba())[..., :3].copy()
+
+    def _done(self, member: int, step: int, share: float) -> int:
+        """Tiles that a member has computed when so much of a step has passed."""
+        tiles = self.lit[member, step].sum()
+        return int(min(tiles, np.ceil(share * self.lit[:, step].sum(axis=(1, 2)).max())))
+
+    def _light(self, step: int, share: float) -> None:
+        ring, cells = self.group.ring, self.cells
+        if step == 0:
+            self.pixels[:] = np.array(palette.rgb(self.theme.panel)) / 255
+        for member in range(ring):
+            source = self.group.source(member * self.group.ulysses, step) // self.group.ulysses
+            tiles = np.argwhere(self.lit[member, step])[: self._done(member, step, share)]
+            rows, columns = tiles[:, 0] + member * cells, tiles[:, 1] + source * cells
+            self.pixels[rows, columns] = self.shade[source]
+            self.frames_of_work[member].set_xy((source * cells, member * cells))
+            idle = self._done(member, step, share) == self.lit[member, step].sum()
+            self.says[member].set_text("waits" if idle and share < 1 else "")
+        self.image.set_data(self.pixels)
+
+    def _move(self, step: int, share: float) -> None:
+        """Chips rest with their member for half of a step, then go on if they are passed on."""
+        ring = self.group.ring
+        going = step < ring - 1
+        turn = max(0.0, 2 * share - 1) if going else 0.0
+        for member, (chip, text, width) in enumerate(self.chips):
+            angle = np.pi / 2 - 2 * np.pi * (member + min(step, ring - 1) + turn) / ring
+            x, y = np.cos(angle), np.sin(angle) - 0.09
+            chip.set_x(x - width / 2)
+            chip.set_y(y - width * 0.21)
+            text.set_position((x, y))
+
+    def shades(self) -> np.ndarray:
+        """Colours that are drawn besides the theme's own, (n, 3)."""
+        colors = 255 * np.array(self.shade)
+        ground = palette.rgb(self.theme.background)
+        return np.concatenate([colors, (colors + ground) / 2])
+
+    def close(self) -> None:
+        """Forget the figure."""
+        self.figure.clear()

@@ -1,0 +1,121 @@
+"""Plots of several ranks: who computes when, and how a group's efficiency falls with its size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+
+from flashsim.counts.questions import in_words
+from flashsim.errors import OptionError
+from flashsim.viz.palette import Theme
+from flashsim.viz.style import DASHES, MARKERS, heading, themed
+
+
+@themed
+def rank_timeline(accounts: Any, *, ax: Axes, theme: Theme) -> None:
+    """When each rank of a group computes, and when it waits: schemes below each other.
+
+    A step lasts as long as the rank with the most work in it. Bars are FLOPs of matrix products,
+    so that time is that of equal GPUs without a link; all schemes have one scale.
+
+    Parameters
+    ----------
+    accounts : Account, or a list of them
+        From `flashsim.distributed.count` or `simulate`.
+    ax, theme
+        See `themed`.
+
+    Raises
+    ------
+    OptionError
+        If there is none.
+    """
+    shown = list(accounts) if isinstance(accounts, (list, tuple)) else [accounts]
+    if not shown:
+        raise OptionError("no account to draw; pass what flashsim.distributed.count returns")
+    unit = max(int(a.flops.max(axis=0).sum()) for a in shown)
+    place, ticks, labels = 0.0, [], []
+    for account in shown:
+        busiest = account.flops.max(axis=0)
+        start = np.concatenate([[0], np.cumsum(busiest)])[:-1] / unit
+        ranks = account.group.ranks
+        rows = place + np.arange(ranks)
+        for n, flops in enumerate(account.flops.T):
+            shade = theme.cycle[1] if n % 2 else theme.cycle[3]
+            ax.barh(rows, flops / unit, left=start[n], height=0.86, color=shade, lw=0, zorder=3)
+            idle = (busiest[n] - flops) / unit
+            ax.barh(
+                rows, idle, left=start[n] + flops / unit, height=0.86, fill=False, hatch="////",
+                edgecolor=theme.grid, lw=0, zorder=2,
+            )  # fmt: skip
+        end = (start[-1] * unit + busiest[-1]) / unit
+        ax.annotate(
+            f"{account.group.scheme}: idle {100 * account.idle_share:.0f} %", (end, place - 0.45),
+            (0, 4), textcoords="offset points", ha="right", va="bottom", fontweight="bold",
+            color=theme.text,
+        )  # fmt: skip
+        step = max(1, ranks // 4)
+        ticks += [place + rank for rank in range(0, ranks, step)]
+        labels += [f"rank {rank}" for rank in range(0, ranks, step)]
+        place += ranks + 1.6
+    ax.set_yticks(ticks, labels)
+    ax.set_ylim(place - 1.4, -1.7)
+    ax.set_xlim(0, 1.005)
+    ax.set(xlabel="time, in that of the slowest scheme", ylabel="")
+    first = shown[0]
+    heading(
+        ax, theme, f"Who computes when, {first.direction}",
+        f"{in_words(first.group.problem)} over {first.group.ranks} ranks; shades: one step each",
+    )  # fmt: skip
+    ax.legend(
+        handles=[
+            Patch(color=theme.cycle[1], label="computes"),
+            Patch(fill=False, hatch="////", edgecolor=theme.muted, lw=0, label="waits"),
+        ],
+        loc="upper left", bbox_to_anchor=(1, 1),
+    )  # fmt: skip
+
+
+@themed
+def scaling(times: Mapping[str, Sequence[Any]], *, ax: Axes, theme: Theme) -> None:
+    """Efficiency of groups against their ranks: one GPU's time over that of all together.
+
+    Parameters
+    ----------
+    times : mapping of str to list of SpreadTime
+        By label, from `flashsim.predict.spread`.
+    ax, theme
+        See `themed`.
+
+    Raises
+    ------
+    OptionError
+        If there is nothing to draw.
+    """
+    if not times or not all(times.values()):
+        raise OptionError("nothing to draw; pass {label: [flashsim.predict.spread(...), ...]}")
+    for n, (label, found) in enumerate(times.items()):
+        ax.plot(
+            [t.account.group.ranks for t in found], [100 * t.efficiency for t in found],
+            label=label, color=theme.cycle[n % len(theme.cycle)], ls=DASHES[n % len(DASHES)],
+            marker=MARKERS[n % len(MARKERS)], zorder=3,
+        )  # fmt: skip
+    ranks = sorted({t.account.group.ranks for found in times.values() for t in found})
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(ranks, [str(r) for r in ranks])
+    ax.minorticks_off()
+    ax.set_ylim(0, 103)
+    ax.grid()
+    ax.set(xlabel="ranks", ylabel="efficiency, %")
+    first = next(iter(times.values()))[0]
+    p = first.account.group.problem
+    heading(
+        ax, theme, f"Efficiency of many GPUs, {first.account.direction}, predicted",
+        f"N = {p.n_q:,}{', causal' if p.causal else ''}, {p.heads} / {p.kv_heads} heads, "
+        f"d = {p.head_dim}; {first.device.name}, {first.link.name}, {first.network.name}",
+    )  # fmt: skip
+    ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
