@@ -18,7 +18,7 @@ import matplotlib as mpl
 import numpy as np
 
 import flashsim
-from flashsim import Problem, Tiling, banks, blocks, exercises, l2, viz
+from flashsim import Problem, Tiling, banks, blocks, distributed, exercises, l2, predict, viz
 from flashsim.exercises.picture import draw
 from flashsim.studies.reproduce import pallas
 
@@ -114,6 +114,26 @@ def caches(problem):
     }
 
 
+def ranks(scheme, n=8):
+    """A causal sequence over many GPUs, in closed form."""
+    problem = Problem(8192, head_dim=128, heads=8, dtype="bfloat16", causal=True)
+    return distributed.count(problem, ranks=n, scheme=scheme, tiling=Tiling(128, 128))
+
+
+def million():
+    """Predicted times of a million tokens on more and more GPUs."""
+    shape = {"head_dim": 128, "heads": 32, "kv_heads": 8, "dtype": "bfloat16"}
+    problem = Problem(2**20, **shape, causal=True)
+    sizes = {"ulysses": (2, 4, 8)}
+    return {
+        scheme: [
+            predict.spread(problem, ranks=n, scheme=scheme, algorithm="flash2-fused")
+            for n in sizes.get(scheme, (2, 4, 8, 16, 64, 256, 1024))
+        ]
+        for scheme in distributed.SCHEMES
+    }
+
+
 BIG = Problem(8192, head_dim=128, heads=16, dtype="bfloat16")
 PLOTS = {
     "traffic.png": lambda: viz.traffic(three()),
@@ -157,6 +177,8 @@ PLOTS = {
     "own-levels.png": lambda: viz.sram_timeline(own("small"), steps=(0, 9)),
     "course-bytes.png": lambda: picture_of_a_solution(16),
     "gpu-blocks.png": lambda: viz.gpu_timeline(gpu("h200-forward")),
+    "rank-timeline.png": lambda: viz.rank_timeline([ranks("ring"), ranks("zigzag")]),
+    "scaling.png": lambda: viz.scaling(million()),
 }  # fmt: skip
 ANIMATIONS = {
     "traversal.gif": lambda path: viz.animate(
@@ -177,6 +199,7 @@ ANIMATIONS = {
     "backward-dark.gif": lambda path: viz.animate(backward(), path, theme="dark", fps=8),
     "own-split.gif": lambda path: viz.animate(own("split"), path, fps=6),
     "gpu-forward.gif": lambda path: viz.animate(gpu("h200-forward"), path, max_frames=76, fps=8),
+    "zigzag.gif": lambda path: viz.animate_ranks(ranks("zigzag"), path),
 }
 FILES = {
     "causal-2048.html": lambda path: viz.page(
@@ -189,6 +212,8 @@ FILES = {
     "backward.html": lambda path: viz.page(backward("flash2-fused"), path),
     "gpu-forward.html": lambda path: viz.page(gpu("h200-forward"), path),
     "gpu-backward.html": lambda path: viz.page(gpu("h200-backward"), path),
+    "ring.html": lambda path: viz.animate_ranks(ranks("ring", 4), path),
+    "zigzag.html": lambda path: viz.animate_ranks(ranks("zigzag", 4), path),
     "gpu-forward.json.gz": lambda path: gpu("h200-forward").to_perfetto(path),
 }
 
