@@ -21,6 +21,7 @@ from flashsim.distributed import Group, count  # noqa: E402
 from flashsim.errors import RankError, ShapeError, UnknownArgumentError  # noqa: E402
 from flashsim.problem import oracle  # noqa: E402
 from flashsim.problem.problem import Problem  # noqa: E402
+from flashsim.torch.link import Member  # noqa: E402
 from flashsim.torch.ring import merge_into  # noqa: E402
 
 RANKS = 4
@@ -153,6 +154,10 @@ def test_one_rank_is_plain_attention(tmp_path):
         assert torch.autograd.gradcheck(
             lambda *x: flashsim.torch.ring_attention(*x, **how), [x[:, :, :6] for x in (q, k, v)]
         )
+        for familiar in (False, True):  # the second time the answer may be heard later
+            question = Member().ask({"something": 7})
+            assert question.familiar == familiar
+            question.settle()
         with pytest.raises(ShapeError, match="give ulysses"):
             flashsim.torch.shard(q, scheme="usp")
     finally:

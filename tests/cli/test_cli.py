@@ -254,6 +254,16 @@ def test_devices_lists_the_presets():
     assert "H100" in ok("devices")
 
 
+def test_ring_shows_ranks_and_draws_them(tmp_path):
+    words = ("ring", "-n", 512, "--heads", 2, "--kv-heads", 2, "--ranks", 2, "--causal")
+    rows = records(*words)
+    assert [row["rows"] for row in rows] == ["0:128 384:512", "128:384"]
+    assert "communication exposed for" in ok(*words)
+    page = tmp_path / "ring.html"
+    assert f"animation in {page}" in invoke(*words, "-o", page).stderr
+    assert "zigzag over 2 ranks" in page.read_text()
+
+
 def test_a_trace_is_saved_and_shown(tmp_path):
     file = tmp_path / "new" / "trace.npz"
     result = invoke("run", "-n", 64, "-d", 16, "-t", "32x32", "--backward", "--save", file)
