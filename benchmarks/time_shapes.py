@@ -1,8 +1,9 @@
 """On which shapes times are measured: those the time model is fitted to, and those it is not.
 
-`CALIBRATION` has the kernels' tilings (head_dim 64, 128, 256, and one padded width), long and short
-sequences, without and with a causal mask. `HELD_OUT` is everything else; no shape is in both
-(tests/studies/test_calibration.py), and `benchmarks/predict.py --fit` reads the first alone.
+`CALIBRATION` has the kernels' forms (which head_dim chooses), long and short sequences, without and
+with a causal mask, few blocks and many. `HELD_OUT` is all else: other head dimensions, lengths from
+197 to 131,072, grouped heads, windows, ragged and packed sequences. No shape is in both
+(tests/studies/test_agreement.py), and `benchmarks/predict.py --fit` reads the first alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ PACKED = {
     "mixed": (131, 4096, 700, 1500, 64, 3000, 1024, 2100),
     "many": (333, 517, 96, 250, 780, 411, 62, 901) * 4,
 }
-SETS = ("calibration", "held out")
 
 
 def problem(**sizes: Any) -> Problem:
@@ -45,18 +45,23 @@ def both(**sizes: Any) -> Iterator[Problem]:
 
 
 def _calibration() -> Iterator[Problem]:
+    for d in (32, 64, 80, 96, 128, 192, 256):
+        yield from both(n_q=4096, head_dim=d, heads={96: 16, 192: 8}.get(d, WIDTH // d))
     for d in (64, 128, 256):
-        for n in (512, 4096):
-            yield from both(n_q=n, head_dim=d)
-    yield from both(n_q=4096, head_dim=96, heads=16)
-    yield from both(n_q=4096, head_dim=192, heads=8)
-    yield problem(n_q=128, head_dim=128, batch=4)
+        yield from both(n_q=512, head_dim=d)
     yield problem(n_q=16_384, head_dim=64)
     yield problem(n_q=16_384, head_dim=128, causal=True)
+    yield problem(n_q=32_768, head_dim=128, causal=True)
+    # Few blocks, many short sequences, keys that all queries' heads share.
+    yield problem(n_q=128, head_dim=128, batch=4)
+    yield problem(n_q=128, head_dim=64, batch=64, heads=12)
+    yield problem(n_q=256, head_dim=128, batch=8, heads=16, causal=True)
+    yield problem(n_q=2048, head_dim=64, batch=1, heads=16)
+    yield problem(n_q=2048, head_dim=64, batch=4, heads=16, kv_heads=1)
 
 
 def _held_out() -> Iterator[Problem]:
-    for d in (32, 80, 112, 160, 224):
+    for d in (112, 160, 224):
         yield from both(n_q=4096, head_dim=d, heads=WIDTH // d)
     for d in (64, 128):
         for n in (1024, 2048, 8192, 16_384, 32_768):
@@ -66,18 +71,14 @@ def _held_out() -> Iterator[Problem]:
     yield problem(n_q=131_072, head_dim=128, heads=2, causal=True)
     yield problem(n_q=131_072, head_dim=64, heads=2)
     # Few blocks, many short sequences.
-    yield problem(n_q=128, head_dim=64, batch=64, heads=12)
     yield problem(n_q=197, head_dim=64, batch=64, heads=12)
-    yield problem(n_q=256, head_dim=128, batch=8, heads=16, causal=True)
     yield problem(n_q=512, head_dim=64, batch=8, heads=12)
     yield problem(n_q=512, head_dim=128, batch=1, heads=16)
     yield problem(n_q=1024, head_dim=128, batch=1, heads=8, causal=True)
-    yield problem(n_q=2048, head_dim=64, batch=1, heads=16)
     # Grouped heads.
     yield problem(n_q=4096, head_dim=128, batch=1, heads=32, kv_heads=8, causal=True)
     yield problem(n_q=4096, head_dim=128, batch=2, heads=32, kv_heads=4, causal=True)
     yield problem(n_q=1024, head_dim=128, batch=1, heads=32, kv_heads=8, causal=True)
-    yield problem(n_q=2048, head_dim=64, batch=4, heads=16, kv_heads=1)
     # Windows.
     yield problem(n_q=8192, head_dim=128, window=(1024, 0))
     yield problem(n_q=8192, head_dim=64, window=(256, 256))

@@ -35,7 +35,7 @@ from flashsim import FlashSimError, Problem
 
 SHAPE = (*("n_q", "n_kv", "head_dim", "batch", "heads", "kv_heads", "causal", "window", "packed"),)
 COLUMNS = (
-    *("set", "kernels", "pass", *SHAPE, "stage", "tile", "us", "lowest us", "host us", "MHz"),
+    *("kernels", "pass", *SHAPE, "stage", "tile", "us", "lowest us", "host us", "MHz"),
     *("joules", "watts", "sustained us", "gpu"),
 )
 #: Options of `run` by kernel family; "python" takes Hopper's forward where it runs.
@@ -327,11 +327,11 @@ def _look(meter: Meter, seen: list[tuple[float, float]], now: float) -> None:
 # -- the table -------------------------------------------------------------------------------------
 
 
-def rows(where: str, p: Problem, one: Timed, gpu: str) -> Iterator[dict[str, Any]]:
+def rows(p: Problem, one: Timed, gpu: str) -> Iterator[dict[str, Any]]:
     """The pass's row and its stages'."""
     shape = {name: getattr(p, name) for name in SHAPE if hasattr(p, name)}
     shape |= {"window": p.window or "", "packed": _packed(p)}
-    common = {"set": where, "kernels": one.kernels, "pass": one.name, **shape, "gpu": gpu}
+    common = {"kernels": one.kernels, "pass": one.name, **shape, "gpu": gpu}
     common["tile"] = one.tile
     middle = statistics.median(one.times)
     whole = {"us": 1e6 * middle, "lowest us": 1e6 * min(one.times), **one.energy}
@@ -364,21 +364,20 @@ def main() -> None:
         except Exception as error:
             print(f"no kernels in Python: {error}")
             families.remove("python")
-    sets = dict(zip(time_shapes.SETS, (time_shapes.CALIBRATION, time_shapes.HELD_OUT), strict=True))
     scores = lambda p: p.batch * p.heads * p.n_q * p.n_kv * p.head_dim  # noqa: E731
     cost = lambda p: (p.cu_seqlens_q is not None, scores(p))  # noqa: E731
     shapes = [
-        (where, p)
-        for where, every in sets.items()
+        p
+        for every in (time_shapes.CALIBRATION, time_shapes.HELD_OUT)
         for p in sorted(every, key=cost)[: chosen.few]  # the long ones last
     ]
-    compile_all([p for _, p in shapes], families, chosen.jobs)
+    compile_all(shapes, families, chosen.jobs)
     lab, _ = open_lab()
     split, meter = Split(lab), Meter()
     with chosen.csv.open("w", newline="") as stream:
         writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        for number, (where, p) in enumerate(shapes):
+        for number, p in enumerate(shapes):
             if time.monotonic() - begin > chosen.seconds:
                 print(f"time is over: {len(shapes) - number} shapes were not measured")
                 break
@@ -387,7 +386,7 @@ def main() -> None:
             if everyone:
                 measure(lab, split, meter, everyone, power)
             for one in everyone:
-                writer.writerows(rows(where, p, one, lab.name))
+                writer.writerows(rows(p, one, lab.name))
             stream.flush()
             everyone.clear()
             lab.release()

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from flashsim.viz.film.ring import animate_ranks
     from flashsim.viz.palette import color
     from flashsim.viz.player.html import Page, page
+    from flashsim.viz.plots.agreement import predicted_against_measured
     from flashsim.viz.plots.banks import banks
     from flashsim.viz.plots.blocks import block_sizes
     from flashsim.viz.plots.cache import l2_curve
@@ -35,6 +36,7 @@ _ROOMS = {
     "plots.banks": ("banks",),
     "plots.blocks": ("block_sizes",),
     "plots.cache": ("l2_curve",),
+    "plots.agreement": ("predicted_against_measured",),
     "plots.models": ("io_curve", "memory_footprint", "roofline"),
     "plots.series": ("roofline_series",),
     "plots.ranks": ("rank_timeline", "scaling"),
@@ -59,6 +61,7 @@ __all__ = [
     "l2_curve",
     "memory_footprint",
     "page",
+    "predicted_against_measured",
     "rank_timeline",
     "roofline",
     "roofline_series",

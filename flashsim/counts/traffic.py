@@ -265,3 +265,13 @@ def strip_rows(stage: plans.Stage, schedule: Schedule, device: Device) -> int:
     row = sum(b.per_row for b in stage.buffers)
     tallest = int((schedule.rows[:, 1] - schedule.rows[:, 0]).max())
     return max(1, min(tallest, device.sram_bytes // row)) if row else tallest
+
+
+def live(problem: Problem, algorithm: str) -> int:
+    """Bytes live in a backward pass: what was saved, workspace, out, dout and the gradients."""
+    p = problem
+    outputs = p.batch * p.heads * p.n_q * (p.head_dim + p.head_dim_v)  # dq and dout
+    outputs += p.batch * p.kv_heads * p.n_kv * (p.head_dim + p.head_dim_v)  # dk and dv
+    if algorithm == "standard":  # out is not needed again, but the caller still has it
+        outputs += p.batch * p.heads * p.n_q * p.head_dim_v
+    return saved(p, algorithm) + workspace(p, algorithm, "backward") + outputs * p.itemsize

@@ -108,7 +108,7 @@ class Member:
         if self.rank < 0:
             raise RankError("this process is no member of the group it was given")
 
-    def ask(self, mine: Mapping[str, int], error: Exception | None = None) -> Question:
+    def ask(self, mine: Mapping[str, int], error: Exception | None = None) -> Inquiry:
         """Begin to tell the other ranks what this one was asked, and to hear what they were.
 
         Parameters
@@ -118,7 +118,7 @@ class Member:
         error : Exception, optional
             What is wrong with this rank's own question; the others are told that there is one.
         """
-        return Question(self, mine, error)
+        return Inquiry(self, mine, error)
 
     def exchange(
         self, going: Sequence[tuple[Parcel, int]], coming: Sequence[tuple[Parcel, int]], what: str
@@ -146,7 +146,7 @@ class Member:
 HEAD_START = 20_000
 
 
-class Question:
+class Inquiry:
     """What all ranks were asked, on its way to all."""
 
     #: Questions of a group that all of its ranks once agreed on.

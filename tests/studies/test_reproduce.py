@@ -6,6 +6,7 @@ import pytest
 
 import flashsim
 from flashsim import OptionError, Problem
+from flashsim.counts import traffic
 from flashsim.studies import reproduce
 from flashsim.studies.reproduce import flash1_counts, pallas, tiles
 
@@ -67,7 +68,7 @@ def test_memory_is_the_paper_less_what_its_program_keeps():
         p = Problem(n, head_dim=64, batch=16, heads=8, dtype="float16")
         tensor, scores = 128 * n * 64 * 2, 128 * n * n * 2
         assert printed * 2**20 == 4 * scores + 10 * tensor
-        assert flash1_counts.footprint(p, "standard") == 3 * scores + 8 * tensor
+        assert traffic.live(p, "standard") == 3 * scores + 8 * tensor
     assert "1 S and 2 T more" in rows("memory")["PyTorch, N = 2048"]["why they differ"]
 
 

@@ -27,3 +27,16 @@ def test_l2_curve_ends_at_first_reads_and_marks_devices():
     assert "H100" in {text.get_text() for text in ax.texts}
     with pytest.raises(OptionError, match="no curve to draw"):
         viz.l2_curve({})
+
+
+def test_residuals_are_in_per_cent_of_what_was_measured():
+    ax = viz.predicted_against_measured({"a": [(1.1, 1.0), (9.7, 10.0)], "b": [(2.0, 2.0)]})
+    lines = {x.get_label(): x for x in ax.lines}
+    assert lines["a"].get_xdata().tolist() == [1.0, 10.0]
+    assert lines["a"].get_ydata() == pytest.approx([10, -3])
+    about = next(text.get_text() for text in ax.texts if "points" in text.get_text())
+    assert about == "3 points, mean error 4.3%, 67% within 5%, 100% within 12%"
+    with pytest.raises(OptionError, match="no point to draw"):
+        viz.predicted_against_measured({"a": []})
+    with pytest.raises(OptionError, match="must be positive, got 0"):
+        viz.predicted_against_measured({"a": [(1.0, 0.0)]})

@@ -43,6 +43,8 @@ def counts(**options):
 
 # -- every plot ------------------------------------------------------------------------------------
 
+#: (predicted, measured), ms; seven series, for one more than there are colours.
+AGREEMENT = {f"series {n}": [(1.0 + n / 100, 1.0), (9.0, 10.0)] for n in range(7)}
 EVERY = {
     "traffic": lambda **o: viz.traffic([cases.trace("standard"), cases.trace()], **o),
     "tile_map": lambda **o: viz.tile_map(cases.trace(), **o),
@@ -56,6 +58,7 @@ EVERY = {
         {"a": [("N = 1", 1.0, 1e9), ("N = 2", 2.0, 2e9)]}, device="A100", **o
     ),
     "l2_curve": lambda **o: viz.l2_curve(l2.curves(counts()[0]), **o),
+    "predicted_against_measured": lambda **o: viz.predicted_against_measured(AGREEMENT, **o),
     "memory_footprint": lambda **o: viz.memory_footprint(Problem(64), **o),
     "gpu_timeline": lambda **o: viz.gpu_timeline(cases.with_timeline(), **o),
     "diff": lambda **o: viz.diff(cases.trace("flash1"), cases.trace(), **o),
@@ -136,6 +139,7 @@ LABELLED = {
     "diff": lambda label: viz.diff({label: cases.trace("flash1"), "b": cases.trace()}),
     "roofline": lambda label: viz.roofline({label: counts()[0]}),
     "l2_curve": lambda label: viz.l2_curve({label: l2.curves(counts()[6])["forward"]}),
+    "predicted_against_measured": lambda label: viz.predicted_against_measured({label: [(1, 2)]}),
 }
 
 

@@ -16,7 +16,6 @@ from flashsim.schedule.tiling import Tiling
 from flashsim.studies.predict.ideal import least
 from flashsim.studies.predict.model import predict
 from flashsim.studies.predict.prediction import untested
-from flashsim.studies.reproduce.flash1_counts import footprint
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 #: A tile as libraries have them for products of whole matrices.
@@ -102,7 +101,7 @@ def versions(problem: Problem, *, device: str | Device = "H200") -> Table:
         if not oldest <= device.compute_capability <= newest:
             status = f"needs {name_of}"
         for direction, loop in zip(plans.DIRECTIONS, loops, strict=True):
-            memory = footprint(p, algorithm)
+            memory = traffic.live(p, algorithm)
             if direction == "forward":
                 memory = traffic.saved(p, algorithm) + traffic.workspace(p, algorithm, direction)
                 memory += whole_bytes(p, "O") * (algorithm == "standard")  # the caller's alone

@@ -1,4 +1,4 @@
-"""`predict`: units, overlap, waves and tails."""
+"""`predict`: what a visit needs of each unit, who waits for whom, waves, tails and power."""
 
 from __future__ import annotations
 
@@ -21,15 +21,22 @@ from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
 from flashsim.schedule.split import check_splits
-from flashsim.schedule.splitting import RESERVED
 from flashsim.schedule.tiling import Tiling
 from flashsim.studies.predict import decode
-from flashsim.studies.predict.calibration import CALIBRATED, HBM_SHARE, LAUNCH, Constants
-from flashsim.studies.predict.finish import finish
+from flashsim.studies.predict.blocks import makespan
+from flashsim.studies.predict.calibration import (
+    CALIBRATED,
+    HBM_SHARE,
+    POWER_AFTER,
+    STREAM_SHARE,
+    STREAMED,
+    Constants,
+)
 from flashsim.studies.predict.prediction import Prediction, StageTime
 from flashsim.studies.predict.unfused import predict_standard
-from flashsim.studies.predict.units import once_bytes, visit_seconds
+from flashsim.studies.predict.units import UNITS, Work, once_bytes, work_of
 
+#: The kernels in Python are imported when asked for: they need numba-cuda.
 FAMILIES: dict[str, Family] = {"hopper": HOPPER, "portable": PORTABLE}
 
 
@@ -56,8 +63,9 @@ def predict(
     direction : {"forward", "backward"}
     algorithm : {"flash2", "flash2-fused", "flash-decode", "standard"}
         "standard" takes no kernels, tiling, constants or heads_in_group.
-    kernels : {"hopper", "portable"}, optional
-        The kernel family; default: the one made for the device.
+    kernels : {"hopper", "portable", "python"}, optional
+        The kernel family; default: the one made for the device. "python" are the kernels of
+        `backend="numba_cuda"` on a Hopper GPU, and needs numba-cuda.
     tiling : Tiling, optional
         Default: the family's own.
     device : str or Device
@@ -145,7 +153,7 @@ def _prepare(
             f"times of flash2, flash2-fused, flash-decode and standard are predicted, not of "
             f"{algorithm!r}"
         )
-    family = FAMILIES[kernels]
+    family = _in_python(direction) if kernels == "python" else FAMILIES[kernels]
     gpu = Gpu(
         *(device.name, device.compute_capability, device.sram_bytes, device.l2_bytes),
         multiprocessors=device.sm_count,
@@ -165,40 +173,53 @@ def _prepare(
     return passes, traffic
 
 
+def _in_python(direction: str) -> Family:
+    from flashsim.backends.numba_gpu import families
+
+    return families.HOPPER if direction == "forward" else families.TENSOR
+
+
 def _stage(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]) -> StageTime:
     device, name = traffic.device, one.stage.name
-    hbm = once_bytes(traffic, name) / (device.hbm_bandwidth * HBM_SHARE)
-    if name not in constants:  # row by row: it streams
-        return StageTime(name, LAUNCH + hbm, {"HBM": hbm}, 1.0, 0.0)
-    each = visit_seconds(traffic, one.stage, rows_a_reader(one))
-    members = traffic.problem.group if one.stage.per == "group" else 1
-    visits = np.diff(one.tables.ptr)[one.tables.order] * members
-    blocks = blocks_per_sm(one, device)
-    slots = blocks * device.sm_count
-    chosen = constants[name]
-    inside = [t for unit, t in each.items() if unit != "L2"]  # copies run beside the arithmetic
-    mixed = chosen.busiest * max(inside) + chosen.others * (sum(inside) - max(inside))
-    a_visit = blocks * max(mixed, each["L2"])
-    durations = visits * a_visit + chosen.item
-    last, mean = finish(durations, one.walks, one.clump, slots)
-    seconds = LAUNCH + max(last, hbm)
-    total = int(visits.sum()) * one.walks
-    units = {unit: t * total / device.sm_count for unit, t in each.items()} | {"HBM": hbm}
-    waves = len(visits) * one.walks / slots
-    return StageTime(name, seconds, units, waves, 1 - mean / last)
+    bytes_once = once_bytes(traffic, name)
+    if not one.kernel.shared_bytes:  # row by row: it streams
+        streamed = bytes_once / (device.hbm_bandwidth * STREAM_SHARE)
+        return StageTime(name, STREAMED + streamed, {"HBM": streamed}, 1.0, 0.0)
+    work = work_of(one, traffic)
+    if (named := constants_name(one, traffic.problem)) not in constants:
+        raise OptionError(f"no constants for {named!r}; there are some for {', '.join(constants)}")
+    chosen = constants[named]
+    shared, waiting = durations(work, chosen)
+    last, mean = makespan(
+        shared.tolist(), waiting.tolist(), one.walks, one.clump, device.sm_count, work.blocks
+    )
+    hbm = bytes_once / (device.hbm_bandwidth * HBM_SHARE)
+    seconds = _throttled(max(last, hbm), chosen.throttle) + chosen.launch
+    items = len(work.visits) * one.walks
+    total = int(work.visits.sum()) * one.walks
+    units = {unit: work.visit[unit] * total / device.sm_count for unit in UNITS} | {"HBM": hbm}
+    waves = items / (work.blocks * device.sm_count)
+    return StageTime(name, seconds, units, waves, 1 - mean / last if last else 0.0)
 
 
-def rows_a_reader(one: KernelPass) -> int:
-    """Rows of the outer tile for which a warp, or a Hopper warpgroup, reads the visited tiles."""
-    tiling = one.tables.schedule.tiling
-    outer = tiling.block_q if one.stage.outer == "queries" else tiling.block_k
-    if one.kernel.boxes:  # one warpgroup of four warps loads, the others compute
-        return max(64, outer // (one.kernel.threads // 128 - 1))
-    return outer // (one.kernel.threads // 32)
+def constants_name(one: KernelPass, problem: Problem) -> str:
+    """Which of a family's constants a launch has."""
+    name = one.stage.name
+    beyond = max(problem.head_dim, problem.head_dim_v) > 128
+    return f"{name}, wide" if one.kernel.boxes and beyond and name != "forward" else name
 
 
-def blocks_per_sm(one: KernelPass, device: Device) -> int:
-    """Thread blocks that fit on an SM by shared memory; one of a persistent kernel."""
-    if one.kernel.boxes:
-        return 1
-    return max(1, device.sram_per_sm // (one.kernel.shared_bytes + RESERVED))
+def durations(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of each outer tile that it needs its SM for, and that it only waits."""
+    unit = work.visit
+    shares = {"tensor cores": c.tensor, "scores": c.scores, "shared memory": c.shared}
+    shares |= {"pieces": c.pieces, "reductions": c.reduced}
+    a_visit = max(sum(share * unit[name] for name, share in shares.items()), unit["L2"])
+    shared = work.visits * a_visit + work.masked * (c.masked * unit["scores"]) + c.own * work.own
+    waiting = work.visits * (c.visit + c.waits * unit["tensor cores"]) + c.item
+    return shared, waiting
+
+
+def _throttled(seconds: float, more: float) -> float:
+    """Time at the highest clock for a while, then at one that the power limit allows."""
+    return seconds + more * max(0.0, seconds - POWER_AFTER)

@@ -1,12 +1,26 @@
-"""How long each unit of a GPU needs for the work of one visit of one thread block, alone."""
+"""What a block's tiles ask of each unit of an SM, by the instructions and bytes of its kernel.
+
+Products are counted as the tensor cores make them, of whole tiles and of the head_dim that a kernel
+pads to; bytes as they are moved, of rows filled up to 16. How many blocks share an SM comes from
+their registers and shared memory.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from flashsim.backends.families import hopper
+from flashsim.backends.launch import padded_dims, row_elements
+from flashsim.backends.launch.passes import KernelPass
 from flashsim.counts.traffic import Traffic
-from flashsim.counts.work import TileOp, stage_work, total_flops
+from flashsim.counts.work import stage_work, total_flops
 from flashsim.problem.hardware import Device
+from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
-from flashsim.schedule.tensors import whole_bytes
+from flashsim.schedule.tensors import shape, whole_bytes
 
 UNITS = ("tensor cores", "exponentials", "CUDA cores", "shared memory", "L2")
 
@@ -14,6 +28,35 @@ UNITS = ("tensor cores", "exponentials", "CUDA cores", "shared memory", "L2")
 #: its special-function units make 16 results a cycle, its shared memory moves 128 B a cycle.
 LANES = {(7, 0): 64, (7, 5): 64, (8, 0): 64}
 SPECIAL, SHARED_BYTES = 16, 128
+#: Shared memory that CUDA keeps for itself, a block (CUDA C++ Programming Guide), and the registers
+#: of a thread of these kernels: nearly all that there are, whatever the head_dim.
+RESERVED, REGISTERS = 1024, 256
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of a stage's outer tiles, in the order in which blocks take them.
+
+    Attributes
+    ----------
+    visits, masked : ndarray
+        Visits of each outer tile, all members of a group; those of them with a mask.
+    visit : dict of float
+        Seconds of an SM's unit for one visit, had it nothing else to do, by `UNITS`, and of these
+        besides: "reductions" (bytes added at L2, at the speed it is read), "scores" (one
+        instruction for each score), "pieces" (one for each 16 bytes that a thread places in shared
+        memory by an address of its own).
+    own : float
+        Seconds of L2 for what an outer tile loads and stores besides its visits.
+    blocks : int
+        Blocks that share an SM.
+    """
+
+    visits: np.ndarray
+    masked: np.ndarray
+    visit: dict[str, float]
+    own: float
+    blocks: int
 
 
 def clock(device: Device) -> float:
@@ -22,36 +65,103 @@ def clock(device: Device) -> float:
     return device.peak("float32", tensor_cores=False) / (2 * lanes * device.sm_count)
 
 
-def visit_seconds(traffic: Traffic, stage: plans.Stage, rows_a_reader: int) -> dict[str, float]:
-    """Seconds that a visit keeps each unit of an SM busy, had it the SM for itself.
-
-    Tensor cores and CUDA cores work on whole tiles. Each warp (or warpgroup) reads the visited
-    tiles from shared memory for its own `rows_a_reader` rows of the outer tile, once a product. L2
-    serves every SM its share of its bandwidth.
-    """
-    p, device, tiling = traffic.problem, traffic.device, traffic.tiling
-    work = stage_work(p, traffic.algorithm, traffic.direction, stage.name).visit
-    sides = tiling.block_q, tiling.block_k
-    flops = total_flops(work, *sides, tiling.block_q * tiling.block_k)
-    hertz = clock(device)
-    lanes = LANES.get(device.compute_capability, 128)
+def work_of(one: KernelPass, traffic: Traffic) -> Work:
+    """What a launch's blocks have to do, on the traffic's device."""
+    p, device, stage = traffic.problem, traffic.device, one.stage
+    tiling, tables = one.tables.schedule.tiling, one.tables
+    sides, hertz = (tiling.block_q, tiling.block_k), clock(device)
+    a_lane = 1 / (LANES.get(device.compute_capability, 128) * hertz)
+    l2 = device.sm_count / device.l2_bandwidth if device.l2_bandwidth else 0.0
+    wide = replace(p, head_dim=(dims := computed_dims(one, p))[0], head_dim_v=dims[1])
+    padded = stage_work(wide, traffic.algorithm, traffic.direction, stage.name).visit
+    flops = total_flops(padded, *sides, sides[0] * sides[1])
     simple = sum(flops[kind] for kind in ("max", "add", "multiply", "divide"))
-    moved = sum(move.tile.nbytes(*sides) for move in stage.visit if move.transfers)
-    outer = tiling.block_q if stage.outer == "queries" else tiling.block_k
-    visited = [m for m in stage.visit if m.op == "load" and m.tensor in ("Q", "K", "V", "dO")]
-    read = sum(_products(work, m.tensor) * m.tile.nbytes(*sides) for m in visited)
-    return {
-        "tensor cores": flops["matmul"] / (device.peak(p.dtype) / device.sm_count),
+    moved = {op: _bytes(p, stage.visit, op, sides) for op in ("load", "store", "reduce")}
+    seconds = {
+        "tensor cores": flops["matmul"] * device.sm_count / device.peak(p.dtype),
         "exponentials": flops["exp"] / (SPECIAL * hertz),
-        "CUDA cores": simple / (lanes * hertz),
-        "shared memory": read * outer / rows_a_reader / (SHARED_BYTES * hertz),
-        "L2": moved / (device.l2_bandwidth / device.sm_count) if device.l2_bandwidth else 0.0,
+        "CUDA cores": simple * a_lane,
+        "shared memory": _shared_reads(one, dims, sides) / (SHARED_BYTES * hertz),
+        "L2": sum(moved.values()) * l2,
+        "reductions": moved["reduce"] * l2,
+        "scores": sides[0] * sides[1] * a_lane,
+        "pieces": _uneven_pieces(one, p, dims, sides) * a_lane,
     }
+    members = p.group if stage.per == "group" else 1
+    visits = np.diff(tables.ptr)
+    marked = np.concatenate([[0], np.cumsum(tables.kind != 0)])
+    masked = marked[tables.ptr[1:]] - marked[tables.ptr[:-1]]
+    own = sum(_bytes(p, (*stage.before, *stage.after), op, sides) for op in ("load", "store"))
+    order = tables.order
+    counts = visits[order] * members, masked[order] * members
+    return Work(*counts, seconds, own * l2, blocks_per_sm(one, device))
 
 
-def _products(work: tuple[TileOp, ...], name: str) -> int:
-    """How many matrix products of a visit read a tensor's tile."""
-    return sum("matmul" in op.flops and name in op.reads.split() for op in work)
+def computed_dims(one: KernelPass, problem: Problem) -> tuple[int, int]:
+    """The head dims that a kernel multiplies."""
+    if one.kernel.boxes and one.stage.name != "forward":
+        return hopper.tile_columns(one.stage.name, problem)
+    return padded_dims(problem)
+
+
+def _bytes(p: Problem, moves: Iterable[plans.Move], op: str, sides: tuple[int, int]) -> int:
+    """Bytes that moves of one kind make of whole tiles, rows filled up."""
+    total = 0
+    for move in moves:
+        if move.op == op:
+            its = shape(p, move.tensor)
+            nbytes = move.tile.nbytes(*sides)
+            total += nbytes if its.vector else nbytes // its.elements * row_elements(its.elements)
+    return total
+
+
+def _shared_reads(one: KernelPass, dims: tuple[int, int], sides: tuple[int, int]) -> int:
+    """Bytes that the warps of a block read from shared memory at a visit, in portable kernels.
+
+    Each warp reads the visited tiles for its own rows of the outer tile, once a product; with keys
+    outside, several warps may share a product's columns out (`parts`).
+    """
+    if one.kernel.boxes:  # operands go from shared memory to the tensor cores by themselves
+        return 0
+    (d, dv), (bq, bk), name = dims, sides, one.stage.name
+    constants = dict(one.kernel.constants)
+    warps, size = one.kernel.threads // 32, constants["FS_BYTES"]
+    if name in ("forward", "dq"):
+        return warps * bk * ((d if name == "forward" else 2 * d) + dv) * size
+    reads = warps // constants.get("FS_PARTS", 1) * 2 * bq * (d + dv) * size
+    if name == "fused":  # K for dQ, and dS from one side to the other
+        reads += (max(1, bq // 32) * bk * d + 2 * bq * bk) * size
+    return reads
+
+
+def _uneven_pieces(
+    one: KernelPass, p: Problem, dims: tuple[int, int], sides: tuple[int, int]
+) -> int:
+    """16-byte pieces of a visit whose addresses are computed one by one.
+
+    Portable kernels only (`load_async` in mma.cuh): where the threads of a block do not divide into
+    whole rows of pieces, eight rows at a time, or rows have pieces that are not there.
+    """
+    if one.kernel.boxes:
+        return 0
+    rows = sides[1] if one.stage.outer == "queries" else sides[0]
+    pieces = 0
+    for width, exists in zip(dims, (p.head_dim, p.head_dim_v), strict=True):
+        chunks = width * p.itemsize // 16
+        threads = one.kernel.threads
+        even = threads % chunks == 0 and threads // chunks % 8 == 0
+        if not even or row_elements(exists) != width:
+            pieces += rows * chunks
+    return pieces
+
+
+def blocks_per_sm(one: KernelPass, device: Device) -> int:
+    """Blocks that fit on an SM, by registers and shared memory; one of a persistent kernel."""
+    if one.kernel.boxes:
+        return 1
+    by_shared = device.sram_per_sm // (one.kernel.shared_bytes + RESERVED)
+    by_registers = device.registers_per_sm // (4 * REGISTERS * one.kernel.threads)
+    return max(1, min(by_shared, by_registers))
 
 
 def once_bytes(traffic: Traffic, stage: str) -> int:

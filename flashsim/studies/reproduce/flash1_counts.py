@@ -89,22 +89,12 @@ def memory() -> list[Table]:
             ("PyTorch", pytorch, "standard"),
             ("FlashAttention", flash, "flash1"),
         ):
-            ours = footprint(p, algorithm)
+            ours = traffic.live(p, algorithm)
             rest = printed * MIB - ours
             table.rows.append(
                 line(f"{name}, N = {n}", printed, ours / MIB, _missing(p, rest, tensor))
             )
     return [table]
-
-
-def footprint(p: Problem, algorithm: str) -> int:
-    """Bytes live in a backward pass: what was saved, workspace, out, dout and the gradients."""
-    outputs = p.batch * p.heads * p.n_q * (p.head_dim + p.head_dim_v)  # dq and dout
-    outputs += p.batch * p.kv_heads * p.n_kv * (p.head_dim + p.head_dim_v)  # dk and dv
-    if algorithm == "standard":  # out is not needed again, but the caller still has it
-        outputs += p.batch * p.heads * p.n_q * p.head_dim_v
-    saved, workspace = traffic.saved(p, algorithm), traffic.workspace(p, algorithm, "backward")
-    return saved + workspace + outputs * p.itemsize
 
 
 def _missing(p: Problem, rest: int, tensor: int) -> str:

@@ -1,0 +1,77 @@
+"""Predictions beside measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter
+
+from flashsim.errors import OptionError
+from flashsim.viz.data import sources
+from flashsim.viz.palette import Theme
+from flashsim.viz.style import MARKERS, heading, themed, unit_axis
+
+
+@themed
+def predicted_against_measured(
+    points: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    unit: str = "s",
+    targets: tuple[float, ...] = (0.05, 0.12),
+    ax: Axes,
+    theme: Theme,
+) -> None:
+    """How far predictions are off, in per cent, against what was measured.
+
+    Parameters
+    ----------
+    points : mapping of str to a sequence of (predicted, measured)
+        By the name of a series.
+    unit : str
+        Of both.
+    targets : tuple of float
+        Shares; a band is drawn for each.
+    ax, theme
+        See `themed`.
+
+    Raises
+    ------
+    OptionError
+        If there is no point, or something measured is not positive.
+    """
+    every = np.array([pair for those in points.values() for pair in those], float)
+    if not every.size:
+        raise OptionError("no point to draw; pass {name: [(predicted, measured), ...]}")
+    if (every[:, 1] <= 0).any():
+        raise OptionError(f"measured values must be positive, got {every[:, 1].min():g}")
+    for share in targets:
+        ax.axhspan(-100 * share, 100 * share, color=theme.muted, alpha=0.12, lw=0, zorder=0)
+        ax.annotate(
+            f"{share:.0%}", (1, 100 * share), xycoords=("axes fraction", "data"), xytext=(-3, -2),
+            textcoords="offset points", ha="right", va="top", fontsize=11, color=theme.muted,
+        )  # fmt: skip
+    ax.axhline(0, color=theme.muted, lw=1.2, zorder=1)
+    colors = len(theme.cycle)
+    for n, (label, those) in enumerate(points.items()):
+        pairs, shade = np.array(those, float).reshape(-1, 2), theme.cycle[n % colors]
+        ax.plot(
+            pairs[:, 1], 100 * (pairs[:, 0] / pairs[:, 1] - 1), ls="", ms=6, alpha=0.85,
+            marker=MARKERS[n % len(MARKERS)], color=shade,
+            mfc=theme.background if n >= colors else shade,  # the palette begins again: hollow
+            label=sources.writable("label", label),
+        )  # fmt: skip
+    ax.set_xscale("log")
+    unit_axis(ax.xaxis, unit)
+    ax.minorticks_off()
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+.0f} %"))
+    ax.grid(axis="y")
+    ax.set(xlabel="measured", ylabel="predicted / measured − 1")
+    inside = np.abs(every[:, 0] / every[:, 1] - 1)
+    parts = [f"{np.mean(inside <= share):.0%} within {share:.0%}" for share in targets]
+    heading(
+        ax, theme, "Predicted against measured",
+        f"{len(every)} points, mean error {np.mean(inside):.1%}, " + ", ".join(parts),
+    )  # fmt: skip
+    ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
