@@ -1,8 +1,9 @@
 """Writes the tables of docs/ that come from kept measurements anew: python benchmarks/doc_tables.py
 
 Errors of predicted times into docs/guides/truth.md (from docs/data/times-h200.csv), counters into
-docs/notebooks/counters.md (from docs/data/verify-h200.csv), and the residuals' picture. A table is
-known by its first line. Needs no GPU, but numba-cuda, whose kernels' times are predicted too.
+docs/notebooks/counters.md (from verify-h200.csv and verify-widths-h200.csv), and the residuals'
+picture. A table is known by the section it stands in and by its first line. Needs no GPU, but
+numba-cuda, whose kernels' times are predicted too.
 """
 
 from __future__ import annotations
@@ -18,40 +19,51 @@ from flashsim.studies import verify
 DOCS = Path(__file__).parent.parent / "docs"
 
 
-def rewrite(text: str, table: str) -> str:
-    """The page with a Markdown table in the place of the one that has the same head.
+def rewrite(text: str, section: str, table: str) -> str:
+    """The page with a Markdown table in the place of the first of a section that has its head.
 
     Raises
     ------
     ValueError
-        If the page has no such table.
+        If the page has no such section, or no such table from there on.
     """
     head = table.splitlines()[0]
     lines = text.splitlines(keepends=True)
-    if f"{head}\n" not in lines:
-        raise ValueError(f"no table begins with {head}")
-    start = lines.index(f"{head}\n")
+    try:
+        start = lines.index(f"{head}\n", lines.index(f"{section}\n"))
+    except ValueError:
+        raise ValueError(f"in {section!r} no table begins with {head}") from None
     stop = next((n for n in range(start, len(lines)) if lines[n][0] != "|"), len(lines))
     return "".join([*lines[:start], table, *lines[stop:]])
 
 
 def main() -> None:
     found = predict.errors(predict.measured())
-    summary = verify.summary((DOCS / "data" / "verify-h200.csv").read_text())
+    requested, dram, conflicts, _ = _summary("verify-h200.csv")
+    widths, *_ = _summary("verify-widths-h200.csv")
     tables = {
-        "guides/truth.md": [predict.errors_table(found)],
-        "notebooks/counters.md": summary[:3],
+        "guides/truth.md": {"## Time": predict.errors_table(found)},
+        "notebooks/counters.md": {
+            "## Requested bytes and FLOPs": requested,
+            "## Other head dimensions": widths,
+            "## DRAM": dram,
+            "## Bank conflicts": conflicts,
+        },
     }
     for page, those in tables.items():
         path = DOCS / page
         text = before = path.read_text("utf-8")
-        for table in those:
-            text = rewrite(text, table.markdown())
+        for section, table in those.items():
+            text = rewrite(text, section, table.markdown())
         path.write_text(text, "utf-8")
         print(f"{path}: {'as it was' if text == before else 'written'}")
     picture = DOCS / "gallery" / "predicted-times.png"
     viz.predicted_against_measured(predict.pairs(found), unit="ms").figure.savefig(picture)
     print(picture)
+
+
+def _summary(name: str) -> list:
+    return verify.summary((DOCS / "data" / name).read_text("utf-8"))
 
 
 if __name__ == "__main__":

@@ -214,6 +214,22 @@ def test_measuring_alone_keeps_what_was_measured(measurement, tmp_path, monkeypa
         measurement.main()
 
 
+def test_other_head_dimensions_are_predicted_as_closely():
+    """As docs/notebooks/counters.md says: FLOPs and reductions exactly, reads within 0.1 %."""
+    text = (KEPT.parent / "verify-widths-h200.csv").read_text()
+    assert summary(text)[0].markdown() in TABLES
+    apart = {}
+    for row in csv.DictReader(io.StringIO(text)):
+        if row["predicted"] not in ("", "0"):
+            wrong = float(row["measured"]) / float(row["predicted"]) - 1
+            apart.setdefault(row["quantity"], []).append(abs(wrong))
+    assert (len(apart["tensor FLOPs"]), max(apart["tensor FLOPs"])) == (96, 0)
+    assert (len(apart["requested reduce"]), max(apart["requested reduce"])) == (24, 0)
+    reads = apart["requested read"]
+    assert (len(reads), sum(x > 0.001 for x in reads)) == (168, 1)
+    assert max(reads) < 0.00101
+
+
 # -- time: benchmarks/predict.py -------------------------------------------------------------------
 
 

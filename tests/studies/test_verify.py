@@ -23,6 +23,7 @@ from flashsim.studies.verify import (
     MeasuredPass,
     Record,
     assign,
+    cases,
     command,
     counts_beside,
     parse,
@@ -220,24 +221,56 @@ def test_boxes_hang_over_the_ends():
 
 def test_boxes_hang_over_the_sides():
     """Boxes are 64 columns wide; the backward's tiles of V are as wide as those of K."""
-    p = Problem(128, head_dim=40, head_dim_v=96, dtype="bfloat16")
+    p = Problem(128, head_dim=48, head_dim_v=96, dtype="bfloat16")
     tiles = 128 * 2  # rows of Q, or of K in both visits of two row tiles, bytes
-    assert beyond(p, "forward", "forward") == tiles * (24 + 2 * (24 + 32))
-    assert beyond(p, "backward", "dq") == tiles * (88 + 32 + 2 * (88 + 32))
+    assert beyond(p, "forward", "forward") == tiles * (16 + 2 * (16 + 32))
+    assert beyond(p, "backward", "dq") == tiles * (80 + 32 + 2 * (80 + 32))
+
+
+def test_rows_that_begin_in_the_middle_of_a_sector():
+    """Counters of an H200, d = 40, 72 and 200, 2,048 queries and keys, eight heads.
+
+    Of 80 bytes, a pair of pieces in one sector or, in every other row, in two: 3 and 5 sectors.
+    """
+    rows = 8 * (2048 + 2 * 16 * 2048)  # Q once, K and V for 16 row tiles
+    for d, portable, boxes in ((40, 4, 5), (72, 7, 9.5), (200, 19, 18.5)):
+        p = Problem(2048, head_dim=d, heads=8, dtype="bfloat16")
+        traffic = flashsim.count(p, tiling=Tiling(128, 32), device="B200")
+        (stage,) = traffic.stages
+        assert crossing(traffic, stage, "load", hopper=False) == rows * portable * 32
+        assert crossing(traffic, stage, "load", hopper=True) == rows * boxes * 32
+    whole = flashsim.count(Problem(64, head_dim=72, dtype="bfloat16"), direction="backward")
+    assert crossing(whole, whole.stages[0], "load", hopper=False) == 2 * 64 * 144  # delta: rows
 
 
 def test_rows_are_filled_up_to_16_bytes():
     """59 of 64 elements exist: the others are in HBM, and cross; 16 a step make 64 of 50."""
-    p = Problem(64, head_dim=59, head_dim_v=50, dtype="bfloat16")
+    p = Problem(64, head_dim=59, head_dim_v=64, dtype="bfloat16")
     traffic = flashsim.count(p, tiling=Tiling(64, 64))
     (stage,) = traffic.stages
-    assert crossing(traffic, stage, "load", hopper=False) == 64 * 2 * (64 + 64 + 56)
-    assert crossing(traffic, stage, "store", hopper=False) == 64 * (56 * 2 + 4)
+    assert crossing(traffic, stage, "load", hopper=False) == 64 * 2 * 3 * 64
+    assert crossing(traffic, stage, "store", hopper=False) == 64 * (64 * 2 + 4)
     assert crossing(traffic, stage, "reduce", hopper=False) == 0
-    assert tensor_flops(traffic, stage, hopper=False) == 2 * 64 * 64 * (64 + 64)
+    narrow = flashsim.count(replace(p, head_dim_v=50), tiling=Tiling(64, 64))
+    assert tensor_flops(narrow, narrow.stages[0], hopper=False) == 2 * 64 * 64 * (64 + 64)
     back = flashsim.count(p, direction="backward", tiling=Tiling(64, 64), device="B200")
     _, dkdv, _ = back.stages
     assert tensor_flops(back, dkdv, hopper=True) == 4 * 2 * 64 * 64 * 64
+
+
+@pytest.mark.parametrize(
+    ("d", "dv", "columns"), [(40, 40, 64), (80, 80, 96), (40, 96, 48), (200, 200, 224)]
+)
+def test_warps_share_dq_out_by_sixteen_columns(d, dv, columns):
+    """As an H200's tensor cores count them: 48 by two warps, 80 and 48 by four."""
+    p = Problem(128, head_dim=d, head_dim_v=dv, dtype="bfloat16")
+    keys = 64 if d == 200 else 128
+    traffic = cases.predict(p, "flash2-fused", "backward", Tiling(64, keys), "H200")
+    fused = next(s for s in traffic.stages if s.name == "fused")
+    padded = {40: 48, 200: 224}
+    rest = 2 * padded.get(d, d) + 2 * padded.get(dv, dv)
+    found = tensor_flops(traffic, fused, hopper=False)
+    assert found == 2 * 2 * 64 * 128 * (rest + columns)
 
 
 def test_without_ncu_the_error_says_what_to_do(monkeypatch):
@@ -341,11 +374,11 @@ def test_the_command_measures_and_keeps_the_table(tmp_path, monkeypatch):
     stand_in(tmp_path, f"print({text!r})")
     monkeypatch.setenv("PATH", str(tmp_path))
     kept = tmp_path / "kept.csv"
-    arguments = ["-n", "64", "-d", "8", "--heads", "1", "--batch", "1", "--backend", "numpy"]
+    arguments = ["-n", "64", "-d", "16", "--heads", "1", "--batch", "1", "--backend", "numpy"]
     result = CliRunner().invoke(app, ["verify", *arguments, "--save", str(kept), "--json"])
     assert result.exit_code == 0, result.output
     (row,) = json.loads(result.stdout)
-    problem = Problem(64, head_dim=8, dtype="bfloat16")
+    problem = Problem(64, head_dim=16, dtype="bfloat16")
     assert row["quantity"] == "reads at L2"
     assert row["predicted"] == flashsim.count(problem).bytes("load")
     assert row["measured"] == 320
@@ -361,7 +394,7 @@ def test_what_was_saved_says_what_ran_and_what_was_counted(tmp_path, monkeypatch
     stand_in(tmp_path, f"print({long_csv([('flash_forward', {counter: ('10', 'byte')})])!r})")
     monkeypatch.setenv("PATH", str(tmp_path))
     kept = tmp_path / "kept.csv"
-    arguments = ["-n", "64", "-d", "8", "--heads", "1", "--batch", "1", "--backend", "numpy"]
+    arguments = ["-n", "64", "-d", "16", "--heads", "1", "--batch", "1", "--backend", "numpy"]
     first = CliRunner().invoke(app, ["verify", *arguments, "--causal", "--save", str(kept)])
     assert first.exit_code == 0, first.output
     second = CliRunner().invoke(app, ["verify", "--from", str(kept)])

@@ -1,9 +1,12 @@
 """What crosses between L2 and the SMs besides the problem's own bytes, from the kernels' own tiles.
 
-Three things. Rows in HBM are filled up to 16 bytes: an array whose head_dim is no multiple of 8 is
-copied so before it is launched on. Hopper's copy engine delivers whole boxes: columns that a row
-does not have, rows that a sequence does not have; they are zeros that no memory is asked for, but
-they arrive at the SM. And products are made of whole tiles, of whole steps of the head_dim.
+Rows in HBM are filled up to 16 bytes: an array whose head_dim is no multiple of 8 is copied so
+before it is launched on. L2 sends sectors of 32 bytes; of rows with an odd number of 16-byte pieces
+every other one begins in the middle of a sector, and what is asked for together lies in one more.
+Hopper's copy engine delivers whole boxes: columns that a row does not have, rows that a sequence
+does not have; they are zeros that no memory is asked for, but they arrive at the SM. And products
+are made of whole tiles, of whole steps of the head_dim. Each rule was read off counters
+(docs/notebooks/counters.md).
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ from dataclasses import replace
 import numpy as np
 
 from flashsim.backends.families import hopper as family
-from flashsim.backends.launch.kernel import padded_dims, row_elements
+from flashsim.backends.families.family import PLAIN
+from flashsim.backends.families.portable_kernels import dkdv_kernel
+from flashsim.backends.launch.kernel import Gpu, padded_dims, row_elements
 from flashsim.counts.traffic import Traffic
 from flashsim.counts.work import stage_work, total_flops
 from flashsim.schedule import plans
@@ -21,6 +26,10 @@ from flashsim.schedule.tensors import COL, ROW, shape
 
 #: Tensors that Hopper's copy engine loads; True: they are as wide as V.
 BOXED = {"Q": False, "K": False, "V": True, "dO": True}
+#: Bytes that L2 sends at a time, and that a thread asks for.
+SECTOR, PIECE = 32, 16
+#: Stages that load tiles by pieces; the row-wise ones ask for whole rows at once.
+WALKS = ("forward", "dkdv", "dq", "fused")
 
 
 def crossing(traffic: Traffic, stage: plans.Stage, op: str, *, hopper: bool) -> int:
@@ -37,14 +46,32 @@ def crossing(traffic: Traffic, stage: plans.Stage, op: str, *, hopper: bool) -> 
         if (name, kind) != (stage.name, op):
             continue
         its = shape(p, tensor)
-        if hopper and op == "load" and tensor in BOXED:
+        if its.vector or its.axis not in (ROW, COL):
+            total += nbytes
+            continue
+        rows, width = nbytes // its.width, row_elements(its.elements) * its.itemsize
+        if op != "load":
+            total += rows * width
+        elif hopper and tensor in BOXED:
             columns = family.tile_columns(stage.name, p)[BOXED[tensor]]
             total += _box_rows(traffic, stage, tensor) * columns * its.itemsize
-        elif its.axis in (ROW, COL) and not its.vector:
-            total += nbytes // its.elements * row_elements(its.elements)
+            total += rows * _split_sectors(width) * SECTOR // 2
         else:
-            total += nbytes
+            pieces = width // PIECE
+            # By twos, in one sector where the row begins with one, else in two.
+            uneven = SECTOR // 4 * (pieces + 1) if width % SECTOR and stage.name in WALKS else 0
+            total += rows * (width + uneven)
     return total
+
+
+def _split_sectors(width: int) -> int:
+    """Sectors more than 4 in a row of each box, in halves: the means of a row and the next.
+
+    A box's row is cut where sectors end and where the tensor's row does. If that is in the middle
+    of a sector, the last box with anything in it has a fifth part, and a whole one before it has in
+    every other row, which begins in the middle.
+    """
+    return width // (4 * SECTOR) + 2 if width % SECTOR else 0
 
 
 def _box_rows(traffic: Traffic, stage: plans.Stage, tensor: str) -> int:
@@ -74,4 +101,21 @@ def tensor_flops(traffic: Traffic, stage: plans.Stage, *, hopper: bool) -> int:
     walks, _ = plans.heads_of(stage, p)
     members = p.group if stage.per == "group" else 1
     each = total_flops(visit, *sides)["matmul"]
+    if stage.name == "fused" and not hopper and p.itemsize == 2:
+        each += 2 * sides[2] * (_columns_of_dq(traffic) - d)
     return each * traffic.schedule(stage).sums.visits * walks * members
+
+
+def _columns_of_dq(traffic: Traffic) -> int:
+    """Columns of dQ that the portable fused kernel multiplies: 16 at a time, as many for each warp.
+
+    A warp past the last column does nothing; one with one pair of fragments left makes two, if that
+    is its share (larger shares are left at a branch).
+    """
+    device = traffic.device
+    gpu = Gpu(device.name, device.compute_capability, device.sram_bytes, device.l2_bytes)
+    kernel = dkdv_kernel(traffic.problem, traffic.tiling, PLAIN, gpu, fused=True)
+    constants = dict(kernel.constants)
+    pairs, across = constants["FS_D"] // 16, constants["FS_WARPS"] // constants["FS_WARPS_Q"]
+    share = -(-pairs // across)
+    return 16 * (pairs if share > 2 else share * -(-pairs // share))
