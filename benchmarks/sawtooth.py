@@ -3,27 +3,33 @@
     ncu --csv --clock-control none --print-units base \
         --metrics dram__bytes_read.sum,gpu__time_duration.sum \
         --kernel-name 'regex:forward' python benchmarks/sawtooth.py > sawtooth.csv
-    python benchmarks/sawtooth.py --predict        # anywhere
+    python benchmarks/sawtooth.py --predict        # docs/data/sawtooth-h200.csv beside the model
 
-One head, d = 128, bfloat16, whose K and V exceed L2: all blocks read them through from the first
-key to the last, and the next wave finds in L2 the end, not the beginning it wants. Backwards, it
-wants the end first (arXiv:2601.16032). The order is data: the schedule's tables, of which every
-other wave's are turned round. Each length runs straight and sawtooth, by each kernel family; prints
-one line a launch, in order. The results are compared.
+One head, d = 128, 16 bits, whose K and V exceed or nearly fill L2: all blocks read them through
+from the first key to the last, and the next wave finds in L2 the end, not the beginning that it
+wants. Backwards, it wants the end first (arXiv:2601.16032). The order is data: the schedule's
+tables, of which every other wave's are turned round. Each length runs straight and sawtooth, by
+each kernel family, twice; one line a launch, in order, then what Nsight Compute measured of each.
+The kept table has the second launches. The results are compared.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
-from flashsim import Problem
+from flashsim import Problem, Tiling
 from flashsim.l2 import L2Model, dram
 
 #: Keys; K and V take 512 B each: 50, 67, 101, 134 MB beside an L2 of 63.
 LENGTHS = (98_304, 131_072, 196_608, 262_144)
+ORDERS = ("straight", "sawtooth")
+TILES = {"hopper": (128, 176), "portable": (128, 64)}
+KEPT = Path(__file__).parent.parent / "docs" / "data" / "sawtooth-h200.csv"
 
 
 def problem(n):
@@ -75,7 +81,7 @@ def measure():
             one = listed(one)
             blocks = 1 if one.kernel.boxes else resident(family, one)
             found = []
-            for order in ("straight", "sawtooth"):
+            for order in ORDERS:
                 made = turned(one, blocks * gpu.multiprocessors)
                 if order == "straight":
                     made = replace(made, tables=replace(one.tables, spans=None))
@@ -107,24 +113,39 @@ def resident(family, one):
     return per(function.ptr, one.kernel.threads, one.kernel.shared_bytes)
 
 
-def predicted():
-    """DRAM reads of both orders, by the model."""
-    from flashsim import Tiling
+def table():
+    """What was measured, and the model's bytes: a row for both orders of a length."""
+    from flashsim.report import Table
     from flashsim.studies.verify.cases import predict
 
-    for n in LENGTHS:
-        traffic = predict(problem(n), "flash2", "forward", Tiling(128, 176), "H200")
-        reads = [
-            dram(traffic, L2Model("grouped", walk=walk, blocks_per_sm=1)).bytes("read")
-            for walk in ("straight", "sawtooth")
-        ]
-        print(f"{n:>8,} keys: {reads[0]:>14,} B straight, {reads[1]:>14,} B sawtooth")
+    kept = {}
+    with KEPT.open(newline="") as stream:
+        for row in csv.DictReader(stream):
+            key = row["kernels"], int(row["keys"]), int(row["blocks_per_sm"])
+            kept.setdefault(key, {})[row["order"]] = int(row["DRAM read B"])
+    found = Table(
+        "One head, d=128: DRAM reads, MB, predicted and measured on an H200",
+        (
+            "kernels",
+            "keys",
+            *(f"{order}, {x}" for order in ORDERS for x in ("predicted", "measured")),
+        ),
+    )
+    for (kernels, n, blocks), measured in kept.items():
+        traffic = predict(problem(n), "flash2", "forward", Tiling(*TILES[kernels]), "H200")
+        cells = [kernels, f"{n:,}"]
+        for order in ORDERS:
+            model = L2Model("grouped", walk=order, blocks_per_sm=blocks)
+            cells += [f"{dram(traffic, model).bytes('read') / 1e6:.0f}"]
+            cells += [f"{measured[order] / 1e6:.0f}"]
+        found.rows.append(tuple(cells))
+    return found
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--predict", action="store_true", help="by the model; no GPU")
     if parser.parse_args().predict:
-        predicted()
+        print(table().markdown())
     else:
         measure()
