@@ -219,6 +219,11 @@ def verify(
         Path | None,
         typer.Option(help="Keep Nsight Compute's CSV here, with what the kernels counted beside."),
     ] = None,
+    soak: Annotated[
+        int | None,
+        typer.Option(help="So many random shapes instead: the worst, exit status 1 past targets."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of --soak's shapes.")] = 0,
 ) -> None:
     """Compare predictions with hardware counters, kernel by kernel.
 
@@ -231,6 +236,9 @@ def verify(
     if summary is not None:
         tables = verification.summary(values.read_text(summary))
         show_tables(tables, tables[-1:], form)
+        return
+    if soak is not None:
+        _soak(soak, seed, how.device, kernel, file, save, form)
         return
     model = cache.model()
     if file is not None and file.exists() and verification.counts_beside(file).exists():
@@ -268,6 +276,34 @@ def verify(
         (passes,) = verification.passes_of(kept)
     table = verification.verify(passes, str(case), l2=model).table()
     show_tables([table], [table], form)
+
+
+def _soak(
+    count: int,
+    seed: int,
+    device: str,
+    kernel: str | None,
+    file: Path | None,
+    save: Path | None,
+    form: opt.Format,
+) -> None:
+    """Measure random shapes, or read what was measured of them, and say which are worst."""
+    from flashsim.studies import verify as verification
+
+    if file is not None:
+        kept = verification.Record.load(file)
+    else:
+        kernels = ("hopper", "portable") if kernel is None else (kernel,)
+        cases = verification.draw(count, seed=seed, device=device, kernels=kernels)
+        with working("measuring"):
+            kept = verification.record(cases)
+        if save is not None:
+            kept.save(save)
+    found = verification.compare(kept.cases, verification.passes_of(kept))
+    table = verification.table(found)
+    show_tables([table], [table], form)
+    if any(one.misses for one in found):
+        raise typer.Exit(1)
 
 
 COMMANDS = (dram, roofline, ladder, predict, reproduce, claims, verify)

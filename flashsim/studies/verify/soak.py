@@ -1,0 +1,141 @@
+"""Random shapes against the hardware's counters: what is furthest off, and is it too far."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flashsim.problem import checks
+from flashsim.problem.hardware import Device
+from flashsim.problem.problem import Problem
+from flashsim.report import Table
+from flashsim.studies.reproduce.flash1_counts import footprint
+from flashsim.studies.verify import agreement
+from flashsim.studies.verify.cases import Case, MeasuredPass
+from flashsim.studies.verify.comparison import verify
+
+#: Quantities and what is asked of each, as a share of what was predicted.
+TARGETS = {
+    "counted by the kernels": 0.0,
+    "tensor FLOPs": 0.0,
+    "requested read": agreement.REQUESTED,
+    "requested reduce": agreement.REQUESTED,
+    "DRAM read": agreement.DRAM,
+}
+#: DRAM reads of tensors that stay in L2.
+FITTING = {"DRAM read": agreement.DRAM_WITHIN}
+
+_LENGTHS = (256, 1000, 1024, 2048, 2500, 4096, 6000, 8192)
+_WIDTHS = (32, 40, 64, 72, 80, 96, 112, 128, 160, 200, 256)
+_MOST = 4e12  # FLOPs of a pass: a launch is repeated for each group of counters
+
+
+def draw(count: int, *, seed: int = 0, device: str = "H200", kernels: Sequence[str]) -> list[Case]:
+    """Random cases: lengths, widths, heads, groups, masks; forward, three passes and fused.
+
+    Parameters
+    ----------
+    count : int
+    seed : int
+        The same seed gives the same cases.
+    device : str
+    kernels : sequence of str
+        Families of backend "cupy" to choose from.
+    """
+    rng = np.random.default_rng(checks.seed(seed))
+    pick = lambda values: values[rng.integers(len(values))]  # noqa: E731
+    cases: list[Case] = []
+    while len(cases) < checks.positive_int("count", count):
+        shape: dict[str, Any] = {"n_q": pick(_LENGTHS), "head_dim": pick(_WIDTHS)}
+        kv_heads, group = int(rng.integers(1, 9)), pick((1, 1, 1, 2, 4, 8))
+        shape |= {"heads": kv_heads * group, "kv_heads": kv_heads, "batch": int(rng.integers(1, 5))}
+        mask = rng.integers(4)
+        if mask == 1:
+            shape["window"] = (int(rng.integers(1, 2048)), int(rng.integers(0, 256)))
+        elif mask > 1:
+            shape["causal"] = True
+        else:
+            shape["n_kv"] = pick(_LENGTHS)
+        p = Problem(dtype=pick(("bfloat16", "float16")), **shape)
+        if 4 * p.batch * p.heads * p.n_q * p.n_kv * p.head_dim < _MOST:
+            cases.append(Case(p, device=device, kernel=pick(kernels), backward=(None, False)))
+    return cases
+
+
+@dataclass(frozen=True)
+class Apart:
+    """One quantity of one kernel, and how far it may be off."""
+
+    case: Case
+    stage: str
+    quantity: str
+    predicted: int
+    measured: float
+    target: float
+
+    @property
+    def difference(self) -> float:
+        """(measured - predicted) / predicted."""
+        return self.measured / self.predicted - 1
+
+    @property
+    def misses(self) -> bool:
+        """Whether it is beyond its target."""
+        return abs(self.difference) > self.target
+
+
+def compare(cases: Sequence[Case], passes: Iterable[Sequence[MeasuredPass]]) -> list[Apart]:
+    """Every quantity with a target; the furthest off first, in units of its target.
+
+    Parameters
+    ----------
+    cases : sequence of Case
+    passes : iterable
+        The measured passes of each case, from `passes_of`.
+    """
+    found = []
+    for case, those in zip(cases, passes, strict=True):
+        fits = footprint(case.problem, "flash2-fused") <= Device.get(case.device).l2_bytes
+        limits = TARGETS | (FITTING if fits else {})
+        for one in those:
+            for row in verify([one], str(case)).rows:
+                if row.quantity in limits and row.predicted:
+                    values = row.stage, row.quantity, row.predicted, row.measured
+                    found.append(Apart(case, *values, limits[row.quantity]))
+            found += _counts(case, one)
+    return sorted(found, key=lambda x: -abs(x.difference) / (x.target or agreement.REQUESTED))
+
+
+def _counts(case: Case, one: MeasuredPass) -> list[Apart]:
+    """What the kernels counted beside the closed forms, stage by stage."""
+    if one.counted is None:
+        return []
+    found = []
+    for key in one.traffic.transfers.keys() | one.counted.keys():
+        predicted, counted = one.traffic.transfers.get(key, 0), one.counted.get(key, 0)
+        name = "counted by the kernels"
+        found.append(Apart(case, " ".join(key), name, max(1, predicted), max(1, counted), 0.0))
+    return found
+
+
+def table(found: Sequence[Apart], most: int = 20) -> Table:
+    """The worst of them, and how many of each quantity are where they should be."""
+    parts = []
+    for quantity in TARGETS:
+        those = [x for x in found if x.quantity == quantity]
+        if those:
+            inside = sum(not x.misses for x in those)
+            parts.append(f"{quantity}: {inside:,} of {len(those):,}")
+    result = Table(
+        f"{len({x.case for x in found})} random cases: what is furthest off",
+        ("case", "kernels", "kernel", "quantity", "predicted", "measured", "off, %", "target, %"),
+        note="within their targets: " + "; ".join(parts),
+    )
+    for x in found[:most]:
+        numbers = f"{100 * x.difference:+.3f}", f"{100 * x.target:g}"
+        where = str(x.case), x.case.kernel or x.case.backend, x.stage, x.quantity
+        result.rows.append((*where, x.predicted, x.measured, *numbers))
+    return result
