@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import cupy
 
 from flashsim.backends.cupy_gpu import engine
 from flashsim.backends.kernels import nvrtc
+from flashsim.problem.hardware import Device
 
 MIB = 1 << 20
 #: Warpgroups of a block, and columns of a product, that wgmma is timed with.
@@ -46,6 +48,20 @@ def measure(device: int = 0) -> list[Unit]:
         if bench.gpu.compute_capability == (9, 0):
             found += _hopper(bench)
         return found
+
+
+def described(base: Device, device: int = 0) -> Device:
+    """`base` with the name, SMs and capacities of a GPU."""
+    gpu = engine.gpu_of(device)
+    return replace(
+        base,
+        name=gpu.name,
+        compute_capability=gpu.compute_capability,
+        sm_count=gpu.multiprocessors,
+        sram_bytes=gpu.shared_bytes,
+        sram_per_sm=gpu.shared_bytes + 1024,  # CUDA keeps a KiB of each block's
+        l2_bytes=gpu.l2_bytes,
+    )
 
 
 class _Bench:

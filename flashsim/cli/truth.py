@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +16,7 @@ from flashsim.cli import pictures, values
 from flashsim.cli.output import show_tables, working
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import OptionError
+from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.report import Table
 from flashsim.schedule import plans
@@ -151,6 +153,43 @@ def predict(
         splits=int(splits) if splits.isdecimal() else splits,
     ).table()
     show_tables([table], [table], form)
+
+
+def calibrate(
+    form: opt.Format,
+    units: Annotated[
+        Path | None, typer.Option(help="Read what benchmarks/units.py wrote, instead of measuring.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="With --units: whose SMs and capacities.")] = "H200",
+) -> None:
+    """Measure what each unit of this GPU does: the chip's part of `flashsim predict`, in seconds.
+
+    The last table has what a `flashsim.Device` of it says of speeds, for `predict` (in Python,
+    `flashsim.studies.predict.chip.calibrated` makes it).
+    """
+    from flashsim.studies.predict import chip
+
+    base = Device.get(device)
+    if units is None:
+        from flashsim.backends.cupy_gpu import units as bench
+
+        with working("measuring"):
+            measured = [(x.name, x.value, x.unit) for x in bench.measure()]
+            base = bench.described(base)
+    else:
+        lines = csv.reader(values.read_text(units).splitlines()[1:])
+        measured = [(name, float(value), unit) for name, value, unit in lines]
+    table = Table("Units, each measured alone", ("unit", "value", "in"))
+    table.rows += measured
+    made = chip.calibrated(base, {name: value for name, value, _ in measured})
+    figures = Table(f"{made.name}: figures to predict with", table.columns, note=made.source)
+    figures.rows += [
+        ("Device.tensor_flops, bfloat16", made.peak("bfloat16"), "FLOP/s"),
+        ("Device.cuda_flops, float32", made.peak("float32", tensor_cores=False), "FLOP/s"),
+        ("Device.hbm_bandwidth", made.hbm_bandwidth, "B/s"),
+        ("Device.l2_bandwidth", made.l2_bandwidth, "B/s"),
+    ]
+    show_tables([table, figures], [table, figures], form)
 
 
 def reproduce(
@@ -306,7 +345,7 @@ def _soak(
         raise typer.Exit(1)
 
 
-COMMANDS = (dram, roofline, ladder, predict, reproduce, claims, verify)
+COMMANDS = (dram, roofline, ladder, predict, calibrate, reproduce, claims, verify)
 
 
 def _count(problem: Problem, algorithm: str, how: opt.One, decoding: opt.Decoding) -> Traffic:

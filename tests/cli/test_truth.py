@@ -1,6 +1,7 @@
-"""`flashsim dram`, `roofline`, `ladder`, `predict`, `reproduce`, `verify`: figures, printed."""
+"""`flashsim dram`, `roofline`, `ladder`, `predict`, `calibrate`, ...: figures, printed."""
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -8,7 +9,9 @@ from typer.testing import CliRunner
 import flashsim
 from flashsim import Problem, Tiling, l2
 from flashsim.cli.app import app
+from flashsim.errors import TraceError
 from flashsim.studies import claims, ladder, predict, reproduce, roofline
+from flashsim.studies.predict import chip
 from flashsim.studies.verify import METRICS
 
 
@@ -155,3 +158,29 @@ def test_a_missing_table_is_named(tmp_path):
     result = invoke("verify", "--from", tmp_path / "none.csv", *SIZES)
     assert result.exit_code == 2
     assert "none.csv" in result.stderr
+
+
+def test_calibrate_reads_units_and_names_a_device():
+    """The H200's own units give the H200's data sheet back."""
+    kept = Path(__file__).parents[2] / "docs" / "data" / "units-h200.csv"
+    found = {row["unit"]: row["value"] for row in rows("calibrate", "--units", kept)}
+    sheet = flashsim.Device.get("H200")
+    assert found["exponentials"] == pytest.approx(16, rel=1e-3)
+    assert found["Device.tensor_flops, bfloat16"] == pytest.approx(sheet.peak("bfloat16"), rel=1e-4)
+    assert found["Device.hbm_bandwidth"] == pytest.approx(sheet.hbm_bandwidth, rel=1e-4)
+    assert found["Device.l2_bandwidth"] == pytest.approx(sheet.l2_bandwidth, rel=1e-4)
+
+
+def test_a_chip_with_half_of_an_h200s_units_is_half_as_fast():
+    whole = {"mma.sync": 4096.4, "multiply-adds": 124.37, "HBM reads": 4.45995e12}
+    whole |= {"L2 reads": 8.85999e12}
+    half = {name: value / 2 for name, value in whole.items()} | {"SM clock": 1.97028e9}
+    device = chip.calibrated(flashsim.Device.get("H200"), half)
+    p = Problem(2048, head_dim=128, heads=16, dtype="bfloat16")
+    (slow,), (fast,) = (
+        predict.predict(p, kernels="hopper", device=x).stages for x in (device, "H200")
+    )
+    for unit, seconds in fast.units.items():
+        assert slow.units[unit] == pytest.approx(2 * seconds, rel=1e-4)
+    with pytest.raises(TraceError, match="no unit begins with 'L2 reads'"):
+        chip.rates({k: v for k, v in half.items() if k != "L2 reads"})
