@@ -169,6 +169,28 @@ def errors_table(found):
     return table
 
 
+def library_table(path=DATA):
+    """Standard attention as torch's kernels run it, over what it could be: a row a pass."""
+    table = Table(
+        "Standard attention, measured (torch) / predicted",
+        ("pass", "lengths", "shapes", "least", "median", "most"),
+        note="predicted is what each kernel's busiest unit needs; nothing is fitted",
+    )
+    found = {}
+    with path.open(newline="") as stream:
+        for row in csv.DictReader(stream):
+            if row["kernels"] == "library":
+                p = problem_of(row)
+                least = predict(p, direction=row["pass"], algorithm="standard").seconds
+                even = p.n_q % 128 == p.n_kv % 128 == 0
+                words = "multiples of 128" if even else "others"
+                found.setdefault((row["pass"], words), []).append(float(row["us"]) * 1e-6 / least)
+    for key, ratios in sorted(found.items(), reverse=True):
+        three = min(ratios), np.median(ratios), max(ratios)
+        table.rows.append((*key, len(ratios), *(f"{x:.1f}" for x in three)))
+    return table
+
+
 def worst_table(found, count):
     """The held-out passes that are furthest off."""
     every = [x for key, those in found.items() if key[2] == "held out" for x in those]
@@ -351,6 +373,7 @@ def main():
         return
     found = errors(everything)
     print(errors_table(found).text(width=120))
+    print(library_table().text(width=120))
     if chosen.worst:
         print(worst_table(found, chosen.worst).text(width=120))
     if chosen.plot:
