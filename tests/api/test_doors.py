@@ -309,7 +309,7 @@ TAKES = {
     (predict.predict, "kernels"): "None",
     (predict.predict, "tiling"): "None",
     (predict.predict, "device"): NOTHING,
-    (predict.predict, "constants"): "None {}",
+    (predict.predict, "constants"): "None",
     (predict.predict, "heads_in_group"): "None {} {'x':1}",
     (predict.predict, "splits"): NOTHING,
     (reproduce.tables, "name"): NOTHING,

@@ -84,7 +84,7 @@ def predict(
         If there is no such family, or its kernels do not run this.
     """
     device = Device.get(device)
-    plans.check_algorithm(algorithm)
+    plans.stages(problem, algorithm, direction)  # or say what there is
     check_splits(splits)
     if algorithm == "standard":
         own = {"kernels": kernels, "tiling": tiling, "constants": constants}
@@ -94,7 +94,6 @@ def predict(
                     f"{name} is FlashAttention's; standard attention's time is a library's, got "
                     f"{name}={shown(value)}"
                 )
-        plans.stages(problem, algorithm, direction)  # or say what there is
         return predict_standard(problem, direction, device)
     if algorithm == decode.ALGORITHM:
         for name, given in (
@@ -109,7 +108,6 @@ def predict(
     if kernels is None:
         kernels = "hopper" if device.compute_capability == (9, 0) else "portable"
     checks.one_of("kernels", kernels, CALIBRATED)
-    plans.stages(problem, algorithm, direction)  # or say what there is
     inputs.check_tiling(tiling)
     for what, mapping, kind in (
         ("constants", constants, Constants),
