@@ -6,8 +6,10 @@ The shapes are `time_shapes.py`'s, in bfloat16. Kernels are compiled first, by s
 At each shape all passes run by turns, in an order that is shuffled each time, behind a spinning
 kernel that hides the host; a figure is a median. One row a pass (`stage` is empty) and one a stage,
 which is timed between events of its own, so a little longer. `host us` is how long the host is at
-work on a call. Joules are those of NVML's counter over half a second of calls, idle power included.
-"standard" is a library's: two products and a softmax, through torch.
+work on a call. Joules are those of NVML's counter over `--power` seconds of calls, idle power
+included: half a second, as in the table that is kept, is too short for the counter's renewals and
+leaves errors of 20 % and more; 0 measures none. The kernels "library" are standard attention's: two
+products and a softmax, through torch.
 """
 
 from __future__ import annotations
@@ -249,7 +251,7 @@ def _standard(lab: Lab, p: Problem, q: Any, k: Any, v: Any, dout: Any) -> Iterat
     yield Timed("library", "backward", backward)
 
 
-def measure(lab: Lab, split: Split, meter: Meter, everyone: list[Timed], power: bool) -> None:
+def measure(lab: Lab, split: Split, meter: Meter, everyone: list[Timed], power: float) -> None:
     """Fill in the times of a shape's passes, all by turns."""
     order, shuffled = list(everyone), random.Random(0)
     calls: dict[int, int] = {}
@@ -285,10 +287,10 @@ def measure(lab: Lab, split: Split, meter: Meter, everyone: list[Timed], power: 
                     one.stages.setdefault(name, []).append(seconds)
     if power and meter.joules() is not None:
         for one in (x for x in everyone if x.kernels in ("hopper", "portable")):
-            one.energy = energy(lab, meter, one)
+            one.energy = energy(lab, meter, one, power)
 
 
-def energy(lab: Lab, meter: Meter, one: Timed, seconds: float = 0.5) -> dict[str, float]:
+def energy(lab: Lab, meter: Meter, one: Timed, seconds: float) -> dict[str, float]:
     """Watts while a call is made again and again, its joules, and how long it takes then.
 
     NVML renews its counter some ten times a second: power is read from renewal to renewal, and the
@@ -354,6 +356,7 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, required=True)
     parser.add_argument("--jobs", type=int, default=14)
     parser.add_argument("--seconds", type=float, default=160, help="begin no shape after that")
+    parser.add_argument("--power", type=float, default=0.5, help="seconds of calls for joules")
     parser.add_argument("--families", default="hopper,portable,python")
     parser.add_argument("--few", type=int, help="only so many shapes of each set")
     chosen = parser.parse_args()
@@ -381,7 +384,7 @@ def main() -> None:
             if time.monotonic() - begin > chosen.seconds:
                 print(f"time is over: {len(shapes) - number} shapes were not measured")
                 break
-            power = p in time_shapes.POWER
+            power = chosen.power if p in time_shapes.POWER else 0.0
             everyone = list(contenders(lab, p, families, standard=True))
             if everyone:
                 measure(lab, split, meter, everyone, power)
