@@ -130,17 +130,19 @@ class Roofline:
             ),
             (
                 *("algorithm", "direction", "count", "matmul FLOPs", "B", "FLOP/B", "ridge"),
-                *("attainable TFLOP/s", "bound", "achieved TFLOP/s"),
+                *("attainable TFLOP/s", "bound", "achieved TFLOP/s", "% of peak"),
             ),
             note="; ".join(f"{p.count}: {COUNTS[p.count]}" for p in self.points)
             + "; ridge: FLOP/B above which arithmetic bounds, empty without a published bandwidth",
         )
         tera = lambda x: None if x is None else x / 1e12  # noqa: E731
+        peak = first.device.peak(first.dtype)
+        share = lambda x: None if x is None else 100 * x / peak  # noqa: E731
         for p in self.points:
             table.rows.append(
                 (
                     *(p.algorithm, p.direction, p.count, p.flops, p.bytes, p.intensity, p.ridge),
-                    *(tera(p.attainable), p.bound, tera(p.achieved)),
+                    *(tera(p.attainable), p.bound, tera(p.achieved), share(p.achieved)),
                 )
             )
         return table

@@ -29,7 +29,9 @@ def test_a_tile_in_figures_by_hand():
 def test_the_best_tile_is_the_fastest_and_else_moves_least():
     found = blocks.sizes(LAYER, (64, 128))
     assert found.best("forward").seconds == min(b.seconds for b in found.found)
-    untimed = blocks.sizes(LAYER, (64, 128), algorithm="flash1")
+    tiles = [Tiling(64, 64), Tiling(64, 128)]
+    untimed = blocks.sizes(LAYER, tilings=tiles, algorithm="flash1")
+    assert [b.tiling for b in untimed.found] == tiles
     assert untimed.best("forward").bytes == min(b.bytes for b in untimed.found)
     assert "best: forward" in str(untimed).replace("\n", " ")
 
@@ -105,6 +107,12 @@ def test_the_flops_of_all_stages_are_those_of_the_pass():
             assert exps == pytest.approx(counted.flops("exp") / (16 * 132 * 66.9e12 / (256 * 132)))
 
 
+def test_without_a_published_bandwidth_l2_is_no_unit():
+    p = Problem(256, head_dim=64, dtype="float16")
+    (stage,) = predict.least(flashsim.count(p, tiling=Tiling(64, 64), device="RTX 4090")).stages
+    assert set(stage.units) == {"tensor cores", "exponentials", "CUDA cores", "HBM"}
+
+
 def test_keys_in_parts_have_no_least_time():
     p = Problem(1, 512, head_dim=64, dtype="bfloat16")
     with pytest.raises(OptionError, match="divides the keys"):
@@ -129,11 +137,16 @@ def test_flash_wins_from_the_length_on_that_is_faster_and_stays_so():
         predict.when(LAYER, ())
 
 
-def test_where_flash_never_wins_the_note_says_so(monkeypatch):
-    monkeypatch.setattr("flashsim.studies.predict.lengths.least", lambda _: FREE)
-    FREE = predict.predict(Problem(64, head_dim=64, dtype="bfloat16"))
-    note = predict.when(LAYER, (4096,), device="H200").note
-    assert "at none of these lengths" in note
+def test_winning_at_short_lengths_alone_is_not_winning(monkeypatch):
+    free = predict.predict(Problem(64, head_dim=64, dtype="bfloat16"))
+
+    def least(counted):
+        return free if counted.problem.n_q == 4096 else predict.least(counted)
+
+    monkeypatch.setattr("flashsim.studies.predict.lengths.least", least)
+    table = predict.when(LAYER, (256, 4096), device="H200")
+    assert [row["times faster"] > 1 for row in table.records()] == [True, False]
+    assert "not faster at the longest" in table.note
 
 
 @pytest.mark.parametrize(("gib", "status"), [(4, "OOM"), (4.9, "OOM(backward)"), (1000, "ok")])

@@ -50,6 +50,8 @@ def test_achieved_comes_from_a_measured_time():
     assert point.bytes == 12_345
     assert point.achieved == point.flops / 2
     assert roofline(counted())["dram"].achieved is None
+    row = roofline(counted(), seconds=2.0).table().records()[0]
+    assert row["% of peak"] == pytest.approx(100 * point.flops / 2 / 1000)
 
 
 def test_textbook_counts_one_score_matrix_once_for_standard_attention():

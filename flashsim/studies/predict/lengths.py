@@ -66,9 +66,9 @@ def when(
         )
         wins = n if ratio > 1 and wins is None else wins if ratio > 1 else None
     shortest = ", the shortest asked" if wins == min(lengths) else ""
-    found = f"from N = {wins:,} on{shortest}" if wins else "at none of these lengths"
+    found = f"faster from N = {wins:,} on{shortest}" if wins else "not faster at the longest"
     table.note = (
-        f"faster {found}. standard: at least this, each kernel as fast as its busiest unit; bound: "
+        f"{found}. standard: at least this, each kernel as fast as its busiest unit; bound: "
         "its slowest kernel and what that waits for; flash: predicted for flashsim's kernels"
         f"{untested(device)}"
     )
