@@ -195,10 +195,8 @@ def _speeds() -> Table:
         table.rows.append(line(name, printed, 100 * ours / peak, why))
     for direction, before in BEFORE.items():
         after = TIMES[direction, "flash"][LENGTHS.index(1024)]
-        why = f"{before:g} ms before, {after:g} after"
-        table.rows.append(
-            line(f"{direction}, mixed precision, times faster", None, before / after, why)
-        )
+        why = f"{before:g} to {after:g} ms, times"
+        table.rows.append(line(f"{direction}, mixed precision", None, before / after, why))
     return table
 
 
