@@ -30,7 +30,7 @@ CASES = (
 )
 N, HEADS, D = 48, 4, 16
 #: Seconds in which a rank that does not answer is given up.
-PATIENCE = 2.0
+PATIENCE = 4.0
 
 
 def tensors(kv_heads, dtype):
