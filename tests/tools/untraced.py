@@ -2,6 +2,9 @@
 
 import functools
 import sys
+import threading
+
+_taken = threading.local()
 
 
 def untraced(function):
@@ -11,10 +14,27 @@ def untraced(function):
     def call(*args, **kwargs):
         tracer = sys.gettrace()
         sys.settrace(None)
+        before, _taken.tracer = getattr(_taken, "tracer", None), tracer
         try:
             return function(*args, **kwargs)
         finally:
+            _taken.tracer = before
             sys.settrace(tracer)
+
+    return call
+
+
+def traced(function):
+    """`function`, with the tracer that `untraced` took away if it did."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        own = sys.gettrace()
+        sys.settrace(own or getattr(_taken, "tracer", None))
+        try:
+            return function(*args, **kwargs)
+        finally:
+            sys.settrace(own)
 
     return call
 
@@ -29,17 +49,36 @@ def draw_untraced(patch):
 
 
 def walks_untraced(patch):
-    """Compile the CPU engine's walks untraced.
-
-    Its code generators run then, too; engines/test_panels.py, which is traced, runs them all.
-    """
+    """Compile the CPU engine's walks untraced, but for what flashsim itself generates."""
     from numba.core.dispatcher import Dispatcher
 
     watched = Dispatcher._compile_for_args
     unwatched = untraced(watched)
 
     def compile_for_args(self, *args, **kwargs):
-        walk = self.py_func.__module__ == "flashsim.engines.cpu.threads"
-        return (unwatched if walk else watched)(self, *args, **kwargs)
+        if self.py_func.__module__ != "flashsim.engines.cpu.threads":
+            return watched(self, *args, **kwargs)
+        _trace_intrinsics()
+        return unwatched(self, *args, **kwargs)
 
     patch.setattr(Dispatcher, "_compile_for_args", compile_for_args)
+
+
+@functools.cache  # the walks import all there are
+def _trace_intrinsics():
+    from numba.core.typing.templates import _IntrinsicTemplate
+
+    for template in _IntrinsicTemplate.__subclasses__():
+        if template._definition_func.__module__.startswith("flashsim."):
+            template._definition_func = staticmethod(_generating(template._definition_func))
+
+
+def _generating(definition):
+    """An intrinsic, traced: its definition, and the code generator that this returns."""
+
+    @functools.wraps(definition)
+    def define(*args, **kwargs):
+        made = traced(definition)(*args, **kwargs)
+        return made and (made[0], traced(made[1]))
+
+    return define
