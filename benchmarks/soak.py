@@ -1,23 +1,34 @@
-"""Random problems for as long as one likes: python benchmarks/soak.py --seconds 600 [--seed 1]
+"""Random problems for as long as one likes: python benchmarks/soak.py --seconds 600 [--jobs 16]
 
 Each input is right, by an oracle and a counter of transfers that share nothing with flashsim
 (tests/tools/fuzz.py), or is refused with a FlashSimError: one in eight is a good call with one bad
-argument. What fails is printed as code that runs it again; the exit status is then 1.
+argument. What is neither is WRONG: it is printed as code that runs it again, and the exit status is
+then 1. At the end, and once a minute: inputs a second, and how many there were of each kind.
 
-  --seconds N     how long
+  --seconds N     how long (default: 60, or until --inputs are through)
+  --inputs N      how many; with --first M the inputs M .. M + N - 1 of the seed
+  --jobs N        processes (default: 1)
   --backend NAME  "numpy" or "numba" (default: both in turn)
-  --seed S        where the sequence of inputs begins (default: 0); the same seed, the same inputs
-  --keep-going    after a failure, too
+  --seed S        where the sequence of inputs begins (default: 0); the same seed, the same inputs,
+                  however many processes
+  --keep-going    after a wrong one, too
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import os
 import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from multiprocessing import get_context
 from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"  # matrices are small; before NumPy
 
 import numpy as np
 
@@ -26,36 +37,105 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "tools
 import fuzz
 
 SPOILT = 1 / 8
+#: Inputs that a process takes at a time: about a second's work.
+BATCH = 100
+
+Counts = Counter[str]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seconds", type=float)
+    parser.add_argument("--inputs", type=int)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--backend", choices=sorted(fuzz.ALGORITHMS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep-going", action="store_true")
     options = parser.parse_args()
-    counts: Counter[str] = Counter()
+    seconds = options.seconds or (60 if options.inputs is None else float("inf"))
+    counts: Counts = Counter()
+    if options.backend != "numpy":
+        compile_first()
     begin = said = time.monotonic()
-    number = 0
-    while time.monotonic() - begin < options.seconds:
-        # A generator for each input: the code of one that fails does not depend on those before.
-        rng = np.random.default_rng([options.seed, number])
-        number += 1
-        failed = one(rng, options.backend, counts)
-        if failed:
-            print(f"\n# input {number - 1} of seed {options.seed}\n{failed}", flush=True)
-            counts["failed"] += 1
-            if not options.keep_going:
-                break
+    results = run(batches(options), options, begin + seconds)
+    for done, failures in results:
+        counts.update(done)
+        for text in failures:
+            print(f"\n{text}", flush=True)
+        if failures and not options.keep_going:
+            break
         if time.monotonic() - said > 60:
             said = time.monotonic()
             print(summary(counts, said - begin), file=sys.stderr, flush=True)
+    results.close()
     print(summary(counts, time.monotonic() - begin))
-    return 1 if counts["failed"] else 0
+    return 1 if counts["WRONG"] else 0
 
 
-def one(rng: np.random.Generator, backend: str | None, counts: Counter[str]) -> str | None:
+def compile_first() -> None:
+    """What "numba" compiles, kept on disk, before several processes would do it."""
+    for dtype in ("float32", "float64"):
+        for fused in (True, False):
+            case = fuzz.Case(0, backend="numba", dtype=dtype, deterministic=not fused)
+            fuzz.check(case)
+
+
+def batches(options: argparse.Namespace) -> Iterator[range]:
+    """Numbers of inputs, some at a time: without end, unless so many are asked for."""
+    if options.inputs is None:
+        yield from (range(n, n + BATCH) for n in itertools.count(options.first, BATCH))
+    else:
+        stop = options.first + options.inputs
+        for n in range(options.first, stop, BATCH):
+            yield range(n, min(n + BATCH, stop))
+
+
+def run(
+    numbers: Iterator[range], options: argparse.Namespace, until: float
+) -> Iterator[tuple[Counts, list[str]]]:
+    """What came of each batch that begins before `until`, as they are done."""
+    asked = options.seed, options.backend, options.keep_going
+    if options.jobs == 1:
+        for some in numbers:
+            if time.monotonic() >= until:
+                return
+            yield batch(some, *asked)
+        return
+    pool = ProcessPoolExecutor(options.jobs, get_context("spawn"))
+    waiting: set[Future] = set()
+    try:
+        while True:
+            while len(waiting) < 2 * options.jobs and time.monotonic() < until:
+                if (some := next(numbers, None)) is None:
+                    break
+                waiting.add(pool.submit(batch, some, *asked))
+            if not waiting:
+                return
+            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+            yield from (one.result() for one in done)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def batch(
+    numbers: range, seed: int, backend: str | None, keep_going: bool
+) -> tuple[Counts, list[str]]:
+    """Run some inputs; how many there were of each kind, and what went wrong."""
+    counts: Counts = Counter()
+    failures = []
+    for number in numbers:
+        # A generator for each input: the code of one that fails does not depend on those before.
+        failed = one(np.random.default_rng([seed, number]), backend, counts)
+        if failed:
+            counts["WRONG"] += 1
+            failures.append(f"# input {number} of seed {seed}\n{failed}")
+            if not keep_going:
+                break
+    return counts, failures
+
+
+def one(rng: np.random.Generator, backend: str | None, counts: Counts) -> str | None:
     """Run one input; what went wrong, and how to see it again, or None."""
     spoilt: tuple[str, ...] = ()
     if rng.random() < SPOILT:
@@ -64,7 +144,7 @@ def one(rng: np.random.Generator, backend: str | None, counts: Counter[str]) -> 
         case = fuzz.draw(rng, backend)
     try:
         if spoilt:
-            counts["refused" if fuzz.spoil(case, *spoilt) else "spoilt, but fine"] += 1
+            counts["clear error" if fuzz.spoil(case, *spoilt) else "spoilt, but fine"] += 1
         else:
             fuzz.check(case)
             counts[f"right ({case.backend} {case.algorithm})"] += 1
@@ -75,10 +155,15 @@ def one(rng: np.random.Generator, backend: str | None, counts: Counter[str]) -> 
     return None
 
 
-def summary(counts: Counter[str], seconds: float) -> str:
+def summary(counts: Counts, seconds: float) -> str:
     total = sum(counts.values())
-    parts = ", ".join(f"{n:,} {what}" for what, n in sorted(counts.items()))
-    return f"{total:,} inputs in {seconds:.0f} s: {parts}"
+    right = sum(n for what, n in counts.items() if what.startswith("right"))
+    clear, fine = counts["clear error"], counts["spoilt, but fine"]
+    parts = ", ".join(f"{n:,} {what}" for what, n in sorted(counts.items()) if n)
+    return (
+        f"{total:,} inputs in {seconds:.0f} s, {total / max(seconds, 1e-9):.0f} a second: "
+        f"{right + fine:,} right, {clear:,} clear error, {counts['WRONG']:,} WRONG ({parts})"
+    )
 
 
 if __name__ == "__main__":
