@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import sys
 
@@ -10,6 +12,10 @@ import sys
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # What tests import anyway, before coverage watches: not flashsim.
+    for name in ("numba", "cupy", "matplotlib.pyplot", "pandas", "dask.distributed"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
 
 import faults
 import hypothesis

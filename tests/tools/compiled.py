@@ -41,12 +41,12 @@ def _compiled(text, file, options):
     return nvrtc.getProgramLog(program), nvrtc.getCUBIN(program)
 
 
-def errors(kernel, options):
+def errors(kernel, options, text=None):
     """What NVRTC's front end finds wrong, "" if nothing; it makes no code, and so is quick."""
     pytest.importorskip("cupy")
     from cupy.cuda import nvrtc
 
-    program = nvrtc.createProgram(source(kernel), kernel.file, [], [])
+    program = nvrtc.createProgram(text or source(kernel), kernel.file, [], [])
     try:
         nvrtc.compileProgram(program, (*options, "--fdevice-syntax-only"))
     except nvrtc.NVRTCError:

@@ -49,16 +49,18 @@ def draw_untraced(patch):
 
 
 def walks_untraced(patch):
-    """Compile the CPU engine's walks untraced, but for what flashsim itself generates."""
+    """Compile the CPU engine's walks untraced, but for what flashsim itself generates; and L2's."""
     from numba.core.dispatcher import Dispatcher
 
     watched = Dispatcher._compile_for_args
     unwatched = untraced(watched)
 
     def compile_for_args(self, *args, **kwargs):
-        if self.py_func.__module__ != "flashsim.engines.cpu.threads":
+        module = self.py_func.__module__
+        if module == "flashsim.engines.cpu.threads":
+            _trace_intrinsics()
+        elif not module.startswith("flashsim.l2."):
             return watched(self, *args, **kwargs)
-        _trace_intrinsics()
         return unwatched(self, *args, **kwargs)
 
     patch.setattr(Dispatcher, "_compile_for_args", compile_for_args)

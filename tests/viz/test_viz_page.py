@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import time
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -122,8 +123,14 @@ def test_errors():
         viz.page(cases.trace(), title="\udfff")
 
 
+@cache
+def long_run():
+    """One of a hundred thousand events."""
+    return flashsim.run(*cases.arrays(n=2112, d=2), tiling=flashsim.Tiling(16, 16), trace=True)
+
+
 def test_size_of_a_hundred_thousand_events():
-    run = flashsim.run(*cases.arrays(n=2112, d=2), tiling=flashsim.Tiling(16, 16), trace=True)
+    run = long_run()
     assert run.trace.n_events > 100_000
     assert len(viz.page(run).html) < 5_000_000
 
@@ -448,7 +455,7 @@ def test_controls_have_names(show):
 
 
 def test_a_hundred_thousand_events_open_and_step(show):
-    run = flashsim.run(*cases.arrays(n=2112, d=2), tiling=flashsim.Tiling(16, 16), trace=True)
+    run = long_run()
     tab = show(viz.page(run))
     tab.evaluate("player.go(9000)")
     settled(tab)
