@@ -121,7 +121,28 @@ def judged(case: Case, x: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray],
         one = 1.0 if name == "lse" else eps / inner  # LSE is kept in the accumulator's type
         largest = float(np.abs(_finite(true)).max(initial=0))
         may[name] = 2 * error + inner * (sizes[name] + one * largest)
+    if case.dtype in ("float16", "bfloat16") and case.algorithm != "standard":
+        for name, size in _of_rounded_out(case, x, exact["out"], eps / 2).items():
+            may[name] = may.get(name, 0) + size
     return exact, may
+
+
+def _of_rounded_out(
+    case: Case, x: dict[str, np.ndarray], out: np.ndarray, eps: float
+) -> dict[str, float]:
+    """What delta = rowsum(dO * O) of a stored, rounded O can put off: standard attention sums P dP.
+
+    It shows where one key has all the weight: dP and delta are equal there but for this.
+    """
+    q, k, dout = (np.abs(x[name].astype(np.float64)) for name in ("q", "k", "dout"))
+    group = case.heads // case.kv_heads
+    k = np.repeat(k, group, axis=1)
+    scale = abs(case.d**-0.5 if case.scale is None else case.scale)
+    p = np.where(kept(case), attention_weights(case, x), 0)
+    ds = p * eps * (dout * np.abs(out.astype(np.float64))).sum(axis=-1, keepdims=True)
+    dk = (ds.mT @ q).reshape(case.batch, case.kv_heads, group, *k.shape[2:]).sum(axis=2)
+    sizes = {"dq": scale * ds @ k, "dk": scale * dk, "dbias": ds.sum(axis=(0, 1))}
+    return {name: float(size.max(initial=0)) for name, size in sizes.items()}
 
 
 def _as_is(a: np.ndarray) -> np.ndarray:
