@@ -1,0 +1,107 @@
+"""A small slice of `make outside`, and the command that counts it."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("jax")
+pytest.importorskip("expecttest")
+
+from outside import __main__ as command  # noqa: E402
+from outside import cs336, flash_attention, jax_nn, torch_sdpa  # noqa: E402
+from outside.cases import NotApplicable, Test, one_of_each, product, tried  # noqa: E402
+
+
+def slice_of(suite, name, **values):
+    """The points of a test that have these values, of which the first fitting one is run."""
+    (test,) = (test for test in suite.tests("cpu", whole=False) if test.name == name)
+    points = [p for p in test.points if values.items() <= p.items() and not test.unfit(p)]
+    assert points
+    return tried(suite.TITLE, Test(name, test.run, points[:1]))
+
+
+@pytest.mark.parametrize(
+    ("suite", "name", "values"),
+    [
+        (cs336, "flash_forward_pass_pytorch", {}),
+        (cs336, "flash_backward_pytorch", {}),
+        (flash_attention, "output", {"d": 32, "n": (113, 203), "alibi": True, "heads": "gqa"}),
+        (flash_attention, "output", {"d": 59, "n": (113, 211), "softcap": 50.0, "local": True}),
+        (flash_attention, "varlen_causal", {"d": 40, "n": (127, 512), "local": True}),
+        (flash_attention, "qkvpacked", {"d": 32, "n": (97, 97), "causal": True}),
+        (flash_attention, "splitkv", {"d": 32, "n": (3, 799), "local": True}),
+        (flash_attention, "kvcache", {"d": 32, "n": (1, 339), "pages": 256, "causal": True}),
+        (flash_attention, "bwd_overflow", {"n": (17, 17)}),
+        (flash_attention, "bwd_transpose", {"n": (97, 97)}),
+        (flash_attention, "bwd_varlen_overflow", {}),
+        (flash_attention, "race_condition, deterministic", {"d": 32, "n": (1, 239)}),
+        (torch_sdpa, "scaled_dot_product_attention: values and gradients", {"number": 8}),
+        (torch_sdpa, "scaled_dot_product_attention: not contiguous", {"number": 9}),
+        (torch_sdpa, "scaled_dot_product_attention: gradcheck", {"number": 12}),
+        (jax_nn, "testDotProductAttention", {"groups": 2, "vmap": True}),
+        (jax_nn, "testDotProductAttentionMask", {"mode": ("causal", "padding")}),
+        (jax_nn, "testDotProductAttentionBiasGradient", {"batch": 1}),
+    ],
+)
+def test_a_point_of_each_test_passes(suite, name, values):
+    result = slice_of(suite, name, **values)
+    assert result.failures == []
+    assert result.passed == 1, result.unfit
+
+
+def test_a_wrong_result_would_fail(monkeypatch):
+    real = flash_attention.attention
+    wrong = lambda *x, **o: real(*x, **{**o, "causal": not o["causal"]})  # noqa: E731
+    monkeypatch.setattr(flash_attention, "attention", wrong)
+    result = slice_of(flash_attention, "output", d=32, n=(113, 203), causal=True)
+    assert [text.partition("AssertionError: ")[2][:3] for text in result.failures] == ["out"]
+
+
+def one_test():
+    def run(n, way):
+        if way == "other":
+            raise NotApplicable("it is another's")
+        if n == 2:
+            raise AssertionError("two")
+
+    points = product(n=(1, 2, 3), way=("own", "other", "never"))
+    unfit = lambda point: "never" if point["way"] == "never" else ""  # noqa: E731
+    return Test("ways", run, points, unfit, one_of_each("n", "way"))
+
+
+def test_what_was_tried_is_counted_and_said():
+    result = tried("S", one_test())
+    assert (result.passed, result.left_out) == (2, 0)
+    assert result.unfit == {"never": 3, "it is another's": 3}
+    assert result.failures == ["n 2, way own: AssertionError: two"]
+    one_each = tried("S", Test("ways", lambda **_: None, product(n=(1, 2), m=(1, 2, 3)),
+                               chosen=one_of_each("n")))  # fmt: skip
+    assert (one_each.passed, one_each.left_out) == (2, 4)
+
+
+def test_the_command_prints_writes_and_fails(monkeypatch, tmp_path, capsys):
+    class Suite:
+        TITLE = "S"
+        tests = staticmethod(lambda device, whole: [one_test()])
+
+    monkeypatch.setattr(command.importlib, "import_module", lambda name: Suite)
+    monkeypatch.setattr(command, "SUITES", ("one",))
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- cpu: written by make outside -->\nold\n<!-- end of cpu -->\nz\n")
+    assert command.main(["--page", str(page)]) == 1
+    said = capsys.readouterr()
+    assert "FAILED ways: n 2, way own" in said.err
+    assert "not applicable: S: 3: never" in said.out
+    text = page.read_text()
+    assert "| S | ways | 2 | 1 | 6 | 0 |" in text
+    assert "- S: 3 because it is another's" in text
+    assert f"torch {torch.__version__}" in text
+    assert text.startswith("a\n<!-- cpu")
+    assert text.endswith("<!-- end of cpu -->\nz\n")
+    assert "old" not in text
+    with pytest.raises(SystemExit, match="no lines '<!-- cuda"):
+        command.main(["--page", str(page), "--gpu"])
+    with pytest.raises(SystemExit):
+        command.main(["two"])
+    assert "no suite two" in capsys.readouterr().err

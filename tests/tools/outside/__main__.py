@@ -1,0 +1,122 @@
+"""Run other people's tests of attention: `make outside`, or
+
+    PYTHONPATH=tests/tools python -m outside [SUITE ...] [--gpu] [--whole] [--page FILE]
+
+Prints a table of what passed, failed, was not applicable (and why) and was left out, and writes it
+into docs/guides/outside.md, in the place of the device's last one, if every suite was run. The exit
+status is 1 if a test failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import platform
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+from flashsim.report import Table
+from outside.cases import Tested, tried
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = ROOT / "docs/guides/outside.md"
+SUITES = ("cs336", "flash_attention", "torch_sdpa", "jax_nn")
+
+
+def run(names: Sequence[str], device: str, whole: bool) -> list[Tested]:
+    """Every test of the suites named."""
+    found = []
+    for name in names:
+        suite = importlib.import_module(f"outside.{name}")
+        for test in suite.tests(device, whole):
+            found.append(tried(suite.TITLE, test, _progress))
+            for failure in found[-1].failures:
+                print(f"FAILED {test.name}: {failure}", file=sys.stderr)
+    return found
+
+
+def _progress(line: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{line[:100]:<100}", end="", file=sys.stderr)
+
+
+def table(found: Sequence[Tested]) -> Table:
+    """A row a test."""
+    made = Table("", ("suite", "test", "passed", "failed", "not applicable", "left out"))
+    for one in found:
+        counts = one.passed, len(one.failures), one.unfit.total(), one.left_out
+        made.rows.append((one.suite, one.name, *counts))
+    sums = (sum(row[n] for row in made.rows) for n in range(2, 6))
+    made.rows.append(("total", "", *sums))
+    return made
+
+
+def reasons(found: Sequence[Tested]) -> list[tuple[str, str, int]]:
+    """Why points were not applicable: suite, reason, how many."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for one in found:
+        counts.update({(one.suite, reason): number for reason, number in one.unfit.items()})
+    return [(*key, number) for key, number in counts.items()]
+
+
+def section(found: Sequence[Tested], command: str, seconds: float) -> str:
+    """What the page says of a device's run."""
+    lines = [f"`{command}`: {seconds / 60:.0f} minutes, {versions()}.", ""]
+    header, *rows = [table(found).columns, *table(found).rows]
+    lines += [_row(header), _row(["---", "---", *["---:"] * 4]), *map(_row, rows)]
+    lines += ["", "Not applicable:", ""]
+    lines += [f"- {suite}: {number:,} because {reason}" for suite, reason, number in reasons(found)]
+    return "\n".join(lines)
+
+
+def _row(cells: Sequence[object]) -> str:
+    shown = (f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in cells)
+    return f"| {' | '.join(shown)} |"
+
+
+def versions() -> str:
+    """Of what was run, and on what."""
+    packages = ("torch", "jax", "numpy", "numba")
+    found = [f"{name} {metadata.version(name)}" for name in packages]
+    return ", ".join([f"Python {platform.python_version()}", *found])
+
+
+def rewritten(page: str, device: str, text: str) -> str:
+    """A page with the section of a device replaced."""
+    start, end = f"<!-- {device}: written by make outside -->", f"<!-- end of {device} -->"
+    pattern = re.compile(f"{re.escape(start)}\n.*?{re.escape(end)}", re.S)
+    if not pattern.search(page):
+        raise SystemExit(f"the page has no lines {start!r} and {end!r} to write between")
+    return pattern.sub(lambda _: f"{start}\n{text}\n{end}", page)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; its exit status."""
+    parser = argparse.ArgumentParser(prog="outside", description=__doc__.splitlines()[0])
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=", ".join(SUITES))
+    parser.add_argument("--gpu", action="store_true", help="on CUDA, with the large sizes")
+    parser.add_argument("--whole", action="store_true", help="every point that applies: hours")
+    parser.add_argument("--page", type=Path, default=PAGE, help="where the table is written")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.suites) - {*SUITES}:
+        parser.error(f"no suite {', '.join(sorted(unknown))}; there are {', '.join(SUITES)}")
+    device, start = "cuda" if options.gpu else "cpu", time.perf_counter()
+    found = run(options.suites or SUITES, device, options.whole)
+    print(table(found).text(width=120))
+    for suite, reason, number in reasons(found):
+        print(f"not applicable: {suite}: {number:,}: {reason}")
+    if not options.suites:
+        words = " ".join(["make outside", *["OUTSIDE=--gpu"] * options.gpu])
+        text = section(found, words, time.perf_counter() - start)
+        page = options.page.read_text(encoding="utf-8")
+        options.page.write_text(rewritten(page, device, text), encoding="utf-8")
+    return int(any(one.failures for one in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

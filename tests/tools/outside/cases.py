@@ -1,0 +1,100 @@
+"""What a suite gives: its tests, each a grid of points of which some are run."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Point = Mapping[str, Any]
+
+
+class NotApplicable(Exception):
+    """What a test asks is not flashsim's to do; the reason."""
+
+
+@dataclass
+class Test:
+    """One test of another project.
+
+    Attributes
+    ----------
+    name : str
+        As it is called there.
+    run : function of a point
+        Raises AssertionError if the test fails, `NotApplicable` if it cannot be asked.
+    points : sequence of Point
+        All that the other project runs.
+    unfit : function of a point, optional
+        Why it is not applicable; "" if it is.
+    chosen : function of the fitting points, optional
+        Those that are run here; the others are left out.
+    """
+
+    __test__ = False  # pytest's: this is none of ours
+
+    name: str
+    run: Callable[..., None]
+    points: Sequence[Point]
+    unfit: Callable[[Point], str] = lambda point: ""
+    chosen: Callable[[Sequence[Point]], Sequence[Point]] = lambda points: points
+
+
+@dataclass
+class Tested:
+    """How often a test passed, failed, was not applicable (and why) or was left out."""
+
+    suite: str
+    name: str
+    passed: int = 0
+    failures: list[str] = field(default_factory=list)
+    unfit: Counter[str] = field(default_factory=Counter)
+    left_out: int = 0
+
+
+def tried(suite: str, test: Test, progress: Callable[[str], None] = lambda line: None) -> Tested:
+    """Run a test's points."""
+    result, fit = Tested(suite, test.name), []
+    for point in test.points:
+        if reason := test.unfit(point):
+            result.unfit[reason] += 1
+        else:
+            fit.append(point)
+    chosen = test.chosen(fit)
+    result.left_out = len(fit) - len(chosen)
+    for point in chosen:
+        progress(f"{suite}: {test.name}: {words(point)}")
+        try:
+            test.run(**point)
+            result.passed += 1
+        except NotApplicable as reason:
+            result.unfit[str(reason)] += 1
+        except Exception as error:
+            result.failures.append(f"{words(point)}: {type(error).__name__}: {error}")
+    return result
+
+
+def words(point: Point) -> str:
+    """A point on a line."""
+    return ", ".join(f"{name} {value}" for name, value in point.items()) or "once"
+
+
+def product(**values: Iterable[Any]) -> list[dict[str, Any]]:
+    """Every point of a grid."""
+    return [dict(zip(values, point, strict=True)) for point in itertools.product(*values.values())]
+
+
+def one_of_each(*names: str) -> Callable[[Sequence[Point]], list[Point]]:
+    """Of the points that have the same values of `names`, any one: always the same."""
+
+    def choose(points: Sequence[Point]) -> list[Point]:
+        groups: dict[Any, list[Point]] = {}
+        for point in points:
+            groups.setdefault(tuple(point[name] for name in names), []).append(point)
+        draw = random.Random("-".join(names))
+        return [draw.choice(group) for group in groups.values()]
+
+    return choose

@@ -1,0 +1,146 @@
+"""PyTorch's samples of `scaled_dot_product_attention`, installed with it, on our stand-in.
+
+`torch.testing` holds samples of every operator of torch's, from which its own tests are made. Here
+those of attention run with flashsim activated (`activate_flash_attention_impl`). The error, beside
+torch's math kernel in float64, is at most twice that of torch's own flash attention or math in the
+same type; a sample that torch does not give to flash attention says nothing about us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    restore_flash_attention_impl,
+    sdpa_kernel,
+)
+
+import flashsim.torch
+from flashsim.api import execution
+from outside.cases import NotApplicable, Test, product
+
+TITLE = "PyTorch, samples of scaled_dot_product_attention"
+
+NAMES = ("nn.functional.scaled_dot_product_attention", "nn.functional.multi_head_attention_forward")
+HALF = (torch.bfloat16, torch.float16)
+
+
+def tests(device: str, whole: bool) -> list[Test]:
+    """Values and gradients in each type, gradcheck, and arguments that are not contiguous."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    found = []
+    for op in (op for op in op_db if op.name in NAMES):
+        points = product(number=range(len(samples(op, device, torch.float32))), device=[device])
+        typed = [point | {"dtype": dtype} for dtype in dtypes_of(device) for point in points]
+        apart = [point | {"contiguous": False} for point in typed[: len(points)]]
+        name, compare = op.name.removeprefix("nn.functional."), partial(compared, op)
+        found.append(Test(f"{name}: values and gradients", compare, typed))
+        found.append(Test(f"{name}: not contiguous", compare, apart))
+        if device == "cpu":
+            found.append(Test(f"{name}: gradcheck", partial(gradcheck, op), points))
+    return found
+
+
+def dtypes_of(device: str) -> tuple[torch.dtype, ...]:
+    """What torch gives to flash attention."""
+    return HALF if device == "cuda" else (*HALF, torch.float32, torch.float64)
+
+
+def samples(op: Any, device: str, dtype: torch.dtype) -> list[Any]:
+    """The same ones at each call."""
+    torch.manual_seed(0)
+    return [*op.sample_inputs(device, dtype, requires_grad=True)]
+
+
+@contextmanager
+def activated() -> Iterator[list[str]]:
+    """flashsim in the place of torch's flash attention; a list of the calls it gets."""
+    seen: list[str] = []
+    run = execution.run
+
+    def counted(*args: Any, **options: Any) -> Any:
+        seen.append("run")
+        return run(*args, **options)
+
+    flashsim.torch.install()
+    activate_flash_attention_impl("flashsim")
+    try:
+        with mock.patch.object(execution, "run", counted):
+            yield seen
+    finally:
+        restore_flash_attention_impl(_raise_warn=False)
+
+
+def call(op: Any, sample: Any, *inputs: torch.Tensor) -> torch.Tensor:
+    """An operator's (first) result for a sample whose leading tensors are `inputs`."""
+    first, *others = inputs
+    args = (*others, *sample.args[len(others) :])
+    result = op(first, *args, **sample.kwargs)
+    return result[0] if isinstance(result, tuple) else result
+
+
+def tensors(sample: Any) -> list[torch.Tensor]:
+    """The first three arguments: query, key and value."""
+    return [sample.input, *sample.args[:2]]
+
+
+def asked(op: Any, sample: Any) -> list[torch.Tensor]:
+    """Output and gradients by flashsim.
+
+    Raises
+    ------
+    NotApplicable
+        If torch gives the sample to another kernel.
+    """
+    if sample.kwargs.get("dropout_p"):
+        raise NotApplicable("flashsim has no dropout")
+    inputs = [x.detach().clone().requires_grad_() for x in tensors(sample)]
+    with activated() as seen:
+        out = call(op, sample, *inputs)
+        if not seen:
+            raise NotApplicable("torch gives it to another of its kernels than flash attention")
+        return [out, *torch.autograd.grad(out, inputs, torch.ones_like(out))]
+
+
+def compared(
+    op: Any, number: int, device: str, dtype: torch.dtype, contiguous: bool = True
+) -> None:
+    """By the rule above, or within `torch.testing`'s tolerance for the type, if that is more."""
+    sample = samples(op, device, dtype)[number]
+    got = asked(op, sample if contiguous else sample.noncontiguous())
+    exact = by_torch(op, sample, SDPBackend.MATH, torch.float64)
+    flash = by_torch(op, sample, SDPBackend.FLASH_ATTENTION, dtype)
+    math = by_torch(op, sample, SDPBackend.MATH, dtype)
+    for x, y, z, true in zip(got, flash, math, exact, strict=True):
+        assert (x.dtype, x.shape) == (y.dtype, y.shape)
+        allowed = 2 * max((other.double() - true).abs().max().item() for other in (y, z))
+        rtol, atol = torch.testing._comparison.default_tolerances(dtype)
+        torch.testing.assert_close(x.double(), true, rtol=rtol, atol=max(allowed, atol))
+
+
+def by_torch(op: Any, sample: Any, kernel: SDPBackend, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Output and gradients by one of torch's kernels, in a type."""
+    sample = sample.transform(
+        lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+    )
+    inputs = [x.detach().clone().requires_grad_() for x in tensors(sample)]
+    with sdpa_kernel(kernel):
+        out = call(op, sample, *inputs)
+        return [out, *torch.autograd.grad(out, inputs, torch.ones_like(out))]
+
+
+def gradcheck(op: Any, number: int, device: str) -> None:
+    """Numeric gradients, in float64."""
+    sample = samples(op, device, torch.float64)[number]
+    asked(op, sample)
+    inputs = [x.detach().clone().requires_grad_() for x in tensors(sample)]
+    with activated():
+        assert torch.autograd.gradcheck(lambda *x: call(op, sample, *x), inputs)
