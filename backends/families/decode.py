@@ -60,6 +60,11 @@ _HELD = 192
 _LEAST_TILES = 2
 
 
+#: What `plan` takes for `full` and `ahead`: what was measured. At 0.45, the sweep over splits in
+#: docs/data/decode-h200.csv says, 8 sequences on 8 key heads would be 1 to 5 % faster whole.
+FULL, AHEAD = 1.0, False
+
+
 @dataclass(frozen=True, eq=False)
 class Decode:
     """One launch of `flash_decode`.
@@ -160,6 +165,9 @@ def plan(
     splits: int | None = None,
     page: int = 0,
     counts: bool = False,
+    *,
+    full: float = FULL,
+    ahead: bool = AHEAD,
 ) -> Decode:
     """The launch for a batch of these live lengths.
 
@@ -180,6 +188,11 @@ def plan(
         Rows of a page; 0: the cache is contiguous.
     counts : bool
         Whether the kernel reports what it moves.
+    full : float
+        Of the multiprocessors, whose blocks take all that the memory gives: where the sequences
+        alone have so many blocks, alike in length, splitting them would cost a merge for nothing.
+    ahead : bool
+        Whether the merge fetches partial results before it knows their weights.
 
     Raises
     ------
@@ -201,7 +214,10 @@ def plan(
     ranges = [_tiles(p, length, block_k) for length in lengths]
     if splits is None:
         capacity = gpu.multiprocessors * (1 if wide else 2) // (p.kv_heads * row_tiles)
-        longest = _longest([hi - lo for lo, hi in ranges], capacity)
+        tiles = [hi - lo for lo, hi in ranges]
+        longest = _longest(tiles, capacity)
+        if wide and sum(tiles) * p.kv_heads * row_tiles >= max(tiles) * full * gpu.multiprocessors:
+            longest = max(longest, *tiles)
         made = [max(1, -(-(hi - lo) // longest)) for lo, hi in ranges]
     else:
         made = [max(1, min(splits, hi - lo)) for lo, hi in ranges]
@@ -214,6 +230,7 @@ def plan(
     values |= {
         **{"SMEM_BYTES": shared, "DECODE_ARGS_BYTES": RECORD.itemsize},
         **{"WARPS": warps, "STAGES": stages, "PAGE": page, "SPLITS": most},
+        "AHEAD": ahead,
     }
     kernel = Kernel("portable/decode.cu", "flash_decode", 32 * warps, shared, macros(values))
     n_visits = max(1, *(hi for _, hi in ranges))

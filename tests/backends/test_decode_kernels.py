@@ -2,6 +2,8 @@
 arithmetic splits as it says.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from compiled import costs_nothing_when_off
@@ -59,6 +61,14 @@ def test_it_compiles_and_stays_in_registers(name, arch):
         assert 2 * (made.kernel.shared_bytes + 1024) <= GPUS[arch].shared_bytes + 1024
 
 
+@pytest.mark.parametrize("arch", GPUS)
+def test_a_merge_that_fetches_ahead_compiles_and_stays_in_registers(arch):
+    made = plan("128", GPUS[arch], ahead=True)
+    ((_, spilled, registers),) = compile_kernel(made.kernel, arch).values()
+    assert spilled <= SPILL_BYTES
+    assert registers * made.kernel.threads <= 65536
+
+
 @pytest.mark.parametrize("name", ["128", "four row blocks"])
 def test_counting_compiles_and_costs_nothing_when_off(name):
     made = plan(name, H200, counts=True)
@@ -76,6 +86,18 @@ def test_the_measured_choices(batch, keys, splits, threads):
     made = decode.plan(p, (keys,) * batch, H200)
     assert made.splits == (splits,) * batch
     assert made.kernel.threads == threads
+
+
+def test_sequences_that_take_all_the_memory_gives_may_stay_whole():
+    """64 blocks are 0.48 of 132 multiprocessors; a sequence longer than the others is split."""
+    p = Problem(1, 4096, 128, batch=8, **GROUPED)
+    assert decode.plan(p, (4096,) * 8, H200, full=0.45).splits == (1,) * 8
+    assert decode.plan(p, (4096,) * 8, H200, full=0.5).splits == (2,) * 8
+    assert decode.plan(p, (4096, *(400,) * 7), H200, full=0.45).splits[0] > 1
+    one = replace(p, batch=1)
+    assert (
+        decode.plan(one, (4096,), H200, full=0.45).splits == decode.plan(one, (4096,), H200).splits
+    )
 
 
 @settings(deadline=None)

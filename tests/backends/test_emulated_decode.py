@@ -43,10 +43,10 @@ CASES = {
 AMPERE = emulator.Emulator(800)
 
 
-def launch(machine, case, x, splits=None, gpu=H200, runs=1):
+def launch(machine, case, x, splits=None, gpu=H200, runs=1, **how):
     """out, LSE, the plan and what it counted, in bytes by tensor."""
     p = case.problem
-    made = decode.plan(p, case.lengths, gpu, splits, case.page, counts=True)
+    made = decode.plan(p, case.lengths, gpu, splits, case.page, counts=True, **how)
     held = {name: emulator.padded(x[name]) for name in "qkv"}
     held["o"] = emulator.unwritten(p, p.heads, p.n_q, p.head_dim_v)
     held["lse"] = emulator.unwritten(p, p.heads, p.n_q, 0)
@@ -84,6 +84,19 @@ def test_values_and_counted_bytes(name):
     assert counted == moved(made, case)
     if made.row_tiles == 1:
         assert counted == simulated(made, case, x) == simulated(made, case)
+
+
+@pytest.mark.parametrize(("n_q", "length", "splits"), [(1, 300, 3), (5, 300, 2), (1, 1150, 17)])
+def test_a_merge_that_fetches_ahead_merges_the_same_bits(n_q, length, splits):
+    """A part a thread, several, more splits than it has under way at once."""
+    case = Case(Problem(n_q, 1200, 64, heads=8, kv_heads=1, dtype="bfloat16"), (length,), page=3)
+    x, small = case.make(), replace(H200, multiprocessors=0)  # of 4 warps, so of 64 keys
+    plain, ahead = (launch(AMPERE, case, x, splits, small, ahead=on) for on in (False, True))
+    assert plain[2].splits == (splits,)
+    case.check(x, *ahead[:2])
+    np.testing.assert_array_equal(ahead[0].view(np.uint16), plain[0].view(np.uint16))
+    np.testing.assert_array_equal(ahead[1], plain[1])
+    assert ahead[3] == plain[3]
 
 
 def test_a_launch_again_finds_its_counters_at_0():

@@ -27,6 +27,7 @@ constexpr int D = FS_D, DV = FS_DV, WARPS = FS_WARPS, STAGES = FS_STAGES, PAGE =
 constexpr int MT = FS_BLOCK_Q / 16, ROWS = FS_BLOCK_Q, WIDTH = FS_HEAD_DIM_V;
 constexpr int KEYS = 16, BLOCK_K = KEYS * WARPS, THREADS = 32 * WARPS;
 constexpr int BATCH = 16;  // splits whose parts a thread of the merge has under way at once
+constexpr bool AHEAD = FS_AHEAD;  // the merge fetches its first parts before it has their weights
 static_assert(MT * 16 == ROWS && BLOCK_K == FS_BLOCK_K && STAGES >= 2, "see families.decode");
 
 struct Stage {  // lives from its copy, STAGES - 1 tiles ahead, to the end of its tile
@@ -336,6 +337,20 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
         __threadfence();  // the others' parts are read after their arrivals
         o_part_bytes = l_part_bytes = 0;
         const i64 row_of_first = first_slot * part_rows + row_in_slot;
+        const i64 step = part_rows * WIDTH;
+        auto part_of = [&](int at) {  // four columns of a row
+            const int r = at / (WIDTH / 4), c = at % (WIDTH / 4) * 4;
+            return a.o_part + (row_of_first + r) * WIDTH + c;
+        };
+        auto fetch = [&](float4(&y)[BATCH], const float* from, int s) {  // of some splits
+#pragma unroll
+            for (int u = 0; u < BATCH; ++u)
+                y[u] = s + u < splits
+                           ? __ldcg(reinterpret_cast<const float4*>(from + (s + u) * step))
+                           : float4{0, 0, 0, 0};
+        };
+        float4 ahead[BATCH];
+        if (AHEAD && threadIdx.x < n_rows * (WIDTH / 4)) fetch(ahead, part_of(threadIdx.x), 0);
         for (int r = warp; r < n_rows; r += WARPS) {
             const float* part = a.l_part + row_of_first + r;
             float top = NEG_INF, sum = 0.0f;
@@ -353,18 +368,18 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
             if (lane == 0) l_bytes += store_lse(r, sum == 0.0f ? NEG_INF : top + logf(sum));
         }
         __syncthreads();  // B5: all rows' weights are complete
-        const i64 step = part_rows * WIDTH;
         for (int at = threadIdx.x; at < n_rows * (WIDTH / 4); at += THREADS) {
             const int r = at / (WIDTH / 4), c = at % (WIDTH / 4) * 4;
-            const float* from = a.o_part + (row_of_first + r) * WIDTH + c;
+            const float* from = part_of(at);
             float4 x = {0, 0, 0, 0};
             for (int s = 0; s < splits; s += BATCH) {
                 float4 y[BATCH];
+                if (AHEAD && at == threadIdx.x && s == 0) {
 #pragma unroll
-                for (int u = 0; u < BATCH; ++u)
-                    y[u] = s + u < splits
-                               ? __ldcg(reinterpret_cast<const float4*>(from + (s + u) * step))
-                               : float4{0, 0, 0, 0};
+                    for (int u = 0; u < BATCH; ++u) y[u] = ahead[u];
+                } else {
+                    fetch(y, from, s);
+                }
 #pragma unroll
                 for (int u = 0; u < BATCH; ++u) {
                     const float w = s + u < splits ? t.weight[s + u][r] : 0.0f;
