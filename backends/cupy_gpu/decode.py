@@ -18,6 +18,7 @@ from flashsim.backends.cupy_gpu import arrays
 from flashsim.backends.families import decode
 from flashsim.backends.kernels import nvrtc
 from flashsim.backends.launch.kernel import Gpu
+from flashsim.backends.reports import decode as traces
 from flashsim.engines.engine import Job, Outcome
 from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError, shown
 from flashsim.problem.problem import Problem
@@ -123,7 +124,7 @@ def forward(job: Job, gpu: Gpu, space: arrays.Space) -> Outcome:
     job : Job
         Its k and v are the cache as it lies; its problem's `n_kv` is the cache's room.
     """
-    return _forward(job, gpu, space, counts=False)[0]
+    return _forward(job, gpu, space, counts=bool(job.trace))[0]
 
 
 def counted(job: Job, gpu: Gpu, space: arrays.Space) -> dict[str, int]:
@@ -142,6 +143,7 @@ def _forward(
         page = int(job.k.shape[2])
         check_table(table, lengths, page, int(job.k.shape[0]))
     made = decode.plan(p, lengths, gpu, _splits(options.get("splits", "auto")), page, counts)
+    walk = traces.walk_of(made, lengths, page) if job.trace else None
     with failures.Explaining(), space.on_device():
         with space.active():
             ready = _ready(made, space.device)
@@ -161,15 +163,19 @@ def _forward(
         pointers += [x.data.ptr for x in reports.values()] if counts else [0, 0]
         heads = [x for place in (q.place, o, k.place, v.place) for x in place]
         ready(stream, heads, pointers, row, int(job.k.shape[0]) if page else 0)
+        stages = None
+        if walk is not None:
+            stages = traces.stages(made, walk, **{n: x.get() for n, x in reports.items()})
         copied = {n: x.copied for n, x in zip("qkv", views, strict=True) if x.copied}
         outcome = Outcome(
             {"out": space.result(out, p.head_dim_v, width), "lse": space.result(lse)},
             Tiling(p.n_q, made.block_k),
-            None,
+            stages,
             "decode",
             {"copied": copied, "splits": made.splits},
             None,
             gpu.name,
+            None if walk is None else walk.problem,
         )
         return outcome, _totals(reports)
 
@@ -283,10 +289,9 @@ def _splits(given: Any) -> int | None:
 
 def _check(job: Job) -> None:
     decode.check(job.problem)
-    if job.trace:
+    if job.trace == "timeline":
         raise UnsupportedError(
-            "decoding on a GPU records no trace; backend='numpy' does, and "
-            "flashsim.backends.cupy_gpu.decode.counted says what a launch moved"
+            "decoding on a GPU records what moves and not when; trace=True is what there is"
         )
     if job.tiling is not None or job.key_order != "ascending":
         raise UnsupportedError(

@@ -37,8 +37,8 @@ def stage_trace(
         If two heads did not move the same bytes, which only a broken kernel can cause.
     """
     repeat, stride = plans.heads_of(stage, schedule.problem)
-    tiles = _one_walk(stage.name, tile_counts.reshape(repeat, -1, tile_counts.shape[-1]))
-    visits = _one_walk(stage.name, visit_counts.reshape(repeat, -1, visit_counts.shape[-1]))
+    tiles = one_walk(stage.name, tile_counts.reshape(repeat, -1, tile_counts.shape[-1]))
+    visits = one_walk(stage.name, visit_counts.reshape(repeat, -1, visit_counts.shape[-1]))
     visits = visits.reshape(stride, -1, visits.shape[-1])
     heights, widths = (
         np.diff(x[:, :2])[:, 0].astype(np.int64) for x in (schedule.rows, schedule.cols)
@@ -54,7 +54,8 @@ def stage_trace(
     return assemble(stage, schedule, step, visit, made)
 
 
-def _one_walk(name: str, counts: np.ndarray) -> np.ndarray:
+def one_walk(name: str, counts: np.ndarray) -> np.ndarray:
+    """The first of several walks' records, int64; all must be alike."""
     if (counts != counts[:1]).any():
         walk, place, slot = (int(x[0]) for x in np.nonzero(counts != counts[:1]))
         raise TraceError(

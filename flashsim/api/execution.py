@@ -537,7 +537,7 @@ def _trace(job: Job, outcome: Outcome, direction: str, backend: str) -> Trace | 
     if outcome.stages is None:
         return None
     return Trace(
-        job.problem,
+        outcome.problem or job.problem,
         job.device,
         job.algorithm,
         direction,

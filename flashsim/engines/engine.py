@@ -80,6 +80,8 @@ class Outcome:
         Where and when each part of each visit ran on a GPU, from ``trace="timeline"``.
     gpu : str
         The GPU's name; "" where none ran it.
+    problem : Problem or None
+        What was traced, where that is not the job's problem: the live keys of a cache.
     """
 
     arrays: dict[str, Any]
@@ -89,6 +91,7 @@ class Outcome:
     saved: dict[str, Any] = field(default_factory=dict)
     timeline: Any = None
     gpu: str = ""
+    problem: Problem | None = None
 
 
 class Engine(Protocol):

@@ -185,7 +185,7 @@ def test_what_a_decode_does_not_take():
         with pytest.raises(error, match=message):
             decode._check(Job(**{"problem": P, "q": None, "k": None, "v": None} | more))
 
-    refused(UnsupportedError, "records no trace", trace=True)
+    refused(UnsupportedError, "what moves and not when", trace="timeline")
     refused(UnsupportedError, "takes no tiling", tiling=Tiling(16, 16))
     refused(UnsupportedError, "in ascending order", key_order="descending")
     refused(UnsupportedError, "portable kernel only", options={"kernel": "hopper"})

@@ -8,9 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flashsim import Problem
+import flashsim
+from flashsim import Problem, TraceError, UnsupportedError
 from flashsim.backends.families import decode
 from flashsim.backends.kernels import nvrtc
+from flashsim.backends.reports import decode as traces
 
 pytest.importorskip("cupy")  # test_cuda_kernels wants it; nothing here does
 import emulator
@@ -43,7 +45,7 @@ CASES = {
 AMPERE = emulator.Emulator(800)
 
 
-def launch(machine, case, x, splits=None, gpu=H200, runs=1, **how):
+def launch(machine, case, x, splits=None, gpu=H200, runs=1, reports=None, **how):
     """out, LSE, the plan and what it counted, in bytes by tensor."""
     p = case.problem
     made = decode.plan(p, case.lengths, gpu, splits, case.page, counts=True, **how)
@@ -68,6 +70,9 @@ def launch(machine, case, x, splits=None, gpu=H200, runs=1, **how):
     for _ in range(runs):
         machine.run(made.kernel, record, made.grid)
         assert not held["arrived"].any(), "counters are back at 0"
+    if reports is not None:
+        items = held["item_counts"].reshape(*made.grid, decode.SLOTS)
+        reports |= {"visit_counts": held["visit_counts"], "item_counts": items}
     totals = dict(zip(decode.VISIT_SLOTS, held["visit_counts"].sum((0, 1)), strict=False))
     totals |= dict(zip(decode.ITEM_SLOTS, held["item_counts"].sum(0), strict=False))
     out = held["o"][..., : p.head_dim_v]
@@ -84,6 +89,52 @@ def test_values_and_counted_bytes(name):
     assert counted == moved(made, case)
     if made.row_tiles == 1:
         assert counted == simulated(made, case, x) == simulated(made, case)
+
+
+TRACED = {
+    "one query": (Problem(1, 400, 64, batch=2, **GROUPED), (400, 280), 0, 2),
+    "whole": (Problem(1, 300, 64, batch=3, **GROUPED), (0, 300, 1), 0, 1),
+    "pages, causal": (Problem(4, 400, 64, batch=2, causal=True, **GROUPED), (390, 263), 3, 2),
+    "window": (Problem(4, 500, 64, window=(170, 0), **GROUPED), (500,), 16, 2),
+    "row tiles": (Problem(20, 200, 64, heads=8, kv_heads=1, dtype="bfloat16"), (190,), 0, 2),
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_a_trace_is_the_simulators_event_by_event(name):
+    p, lengths, page, splits = TRACED[name]
+    case, reports = Case(p, lengths, page), {}
+    x = case.make()
+    made = launch(AMPERE, case, x, splits, reports=reports)[2]
+    schedule = traces.walk_of(made, lengths, page)
+    found = traces.stages(made, schedule, **reports)
+    table = {"block_table": x["table"]} if page else {}
+    trace = flashsim.run(
+        x["q"], x["k"], x["v"], algorithm="flash-decode", cache_seqlens=lengths, splits=splits,
+        causal=p.causal, window=p.window, tiling=schedule.tiling, trace=True, **table,
+    ).trace  # fmt: skip
+    assert schedule.problem == trace.problem
+    for ours, theirs in zip(found, trace.stages, strict=True):
+        assert (ours.repeat, ours.stride) == (theirs.repeat, theirs.stride)
+        np.testing.assert_array_equal(ours.events, theirs.events, err_msg=ours.name)
+
+
+def test_what_a_trace_cannot_say():
+    def walk(p, lengths, splits=None):
+        return traces.walk_of(decode.plan(p, lengths, H200, splits), lengths, 0)
+
+    with pytest.raises(UnsupportedError, match=r"the sequences got \(.*give splits="):
+        walk(Problem(1, 9000, 64, batch=2, **GROUPED), (9000, 300))
+    with pytest.raises(UnsupportedError, match="row tiles under a mask"):
+        walk(Problem(300, 600, 64, causal=True, **GROUPED), (600,), 1)
+    with pytest.raises(UnsupportedError, match="there is no key"):
+        walk(Problem(1, 600, 64, **GROUPED), (0,))
+    broken = {}
+    case = Case(*TRACED["one query"][:2])
+    made = launch(AMPERE, case, case.make(), 2, reports=broken)[2]
+    broken["visit_counts"][1, 0, 0] += 2  # of the second key head
+    with pytest.raises(TraceError, match="stage 'split': walk 1 reported"):
+        traces.stages(made, traces.walk_of(made, case.lengths, 0), **broken)
 
 
 @pytest.mark.parametrize(("n_q", "length", "splits"), [(1, 300, 3), (5, 300, 2), (1, 1150, 17)])

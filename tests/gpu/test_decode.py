@@ -9,11 +9,11 @@ from cupy_checks import MARKS, bits, poisoned  # noqa: F401
 from decode_cases import Case, moved, simulated
 
 import flashsim
-from flashsim import Problem
+from flashsim import Device, Problem
 from flashsim.backends.cupy_gpu import arrays, decode, engine
 from flashsim.backends.families import decode as family
 from flashsim.engines.engine import Job
-from flashsim.errors import OptionError, ShapeError
+from flashsim.errors import OptionError, ShapeError, UnsupportedError
 
 pytestmark = MARKS
 
@@ -225,11 +225,39 @@ def test_counted_bytes_are_the_simulators(name, splits, page):
     assert decode.counted(job, gpu, space) == simulated(made, case)
 
 
+@pytest.mark.parametrize("page", [0, 16])
+@pytest.mark.parametrize("splits", [1, 6])
+@pytest.mark.parametrize("name", ["one query", "four queries, causal", "widths", "many rows"])
+def test_a_trace_is_the_simulators(name, splits, page):
+    more = {"n_q": 1, "d": 128, "dtype": "bfloat16", **COUNTED[name]}
+    case = ragged(3, 2500, page=page, **more)
+    x = case.make()
+    trace = run(case, x, splits=splits, trace=True).trace
+    assert trace.backend == "cupy"
+    assert trace.diff(trace.predicted()) == {}
+    given = {**options(case), "backend": "numpy", "device": Device.get("H200").with_sram(1 << 24)}
+    if page:
+        given["block_table"] = x["table"]
+    simulated_one = flashsim.run(
+        x["q"], x["k"], x["v"], splits=splits, tiling=trace.tiling, trace=True, **given
+    ).trace
+    assert trace.problem == simulated_one.problem
+    assert trace.same_events(simulated_one)
+
+
+def test_what_has_no_trace():
+    case = ragged(2, 9000)  # lengths 9,000 and 4,500: other numbers of splits
+    with pytest.raises(UnsupportedError, match="give splits="):
+        run(case, case.make(), trace=True)
+    with pytest.raises(UnsupportedError, match="what moves and not when"):
+        run(case, case.make(), trace="timeline")
+
+
 def test_options_of_decoding_belong_to_it():
     x = ragged(1, 64).make()
     with pytest.raises(OptionError, match="'flash2' takes no splits"):
         flashsim.run(x["q"], x["k"], x["v"], backend="cupy", splits=3)
     case = ragged(1, 64)
     result = run(case, x)
-    with pytest.raises(flashsim.errors.UnsupportedError, match="no backward pass"):
+    with pytest.raises(UnsupportedError, match="no backward pass"):
         result.backward(result.out)

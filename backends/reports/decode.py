@@ -1,0 +1,160 @@
+"""From the bytes that the decode kernel's threads reported to the events of its two stages.
+
+The kernel walks parts of a sequence's keys and merges them in one launch; a trace keeps the two
+apart, as the simulator does. What lies on chip in between is not reported: its events are the
+itinerary's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import numpy as np
+
+from flashsim.backends.families.decode import ALGORITHM, ITEM_SLOTS, VISIT_SLOTS, Decode
+from flashsim.backends.reports.counts import one_walk
+from flashsim.errors import UnsupportedError
+from flashsim.schedule import plans
+from flashsim.schedule.names import CODES, COMPUTE, FREE
+from flashsim.schedule.schedule import Schedule
+from flashsim.schedule.split import Split
+from flashsim.schedule.tiling import Tiling
+from flashsim.trace.events import StageTrace
+
+Row = tuple[int, int, int, int, int, int, int]
+#: A visit: its index, its column tile, how wide that is, and bytes by tensor.
+_Seen = tuple[int, int, int, dict[str, int]]
+#: What each block reports of its own part.
+_OWN = ("Q", "O_part", "L_part")
+
+
+def walk_of(made: Decode, lengths: tuple[int, ...], page: int) -> Schedule:
+    """The schedule that a launch follows: its sequences' live keys, packed.
+
+    Raises
+    ------
+    UnsupportedError
+        If a schedule cannot say it: sequences split differently, several row tiles under a mask
+        (the kernel visits for each what any of them sees), no key at all.
+    """
+    p = made.problem
+    if not any(lengths):
+        raise UnsupportedError("there is no key, so nothing that a trace could show")
+    live = replace(
+        p, batch=1, n_q=p.n_q * p.batch, n_kv=sum(lengths), page_size=page or None,
+        cu_seqlens_q=tuple(range(0, p.n_q * p.batch + 1, p.n_q)),
+        cu_seqlens_k=tuple(accumulate(lengths, initial=0)),
+    )  # fmt: skip
+    tiling = Tiling(dict(made.kernel.constants)["FS_BLOCK_Q"], made.block_k)
+    schedule = Schedule(live, tiling, split=Split(max(made.splits), pack_gqa=True))
+    parts = np.repeat(made.splits, made.row_tiles)
+    visits = [made.items[made.items[:, 0] == b] for b in range(p.batch)]
+    tiles = [int((mine[:, 2] - mine[:, 1]).sum()) for mine in visits]
+    if (schedule.part_counts != parts).any():
+        raise UnsupportedError(
+            f"a trace has one number of splits, and the sequences got {made.splits}; give splits="
+        )
+    if (schedule.visit_counts != np.repeat(tiles, made.row_tiles)).any():
+        raise UnsupportedError(
+            f"with {made.row_tiles} row tiles under a mask the kernel visits for each of them what "
+            "any sees, which no schedule says; backend='numpy' traces it"
+        )
+    return schedule
+
+
+def stages(
+    made: Decode, schedule: Schedule, visit_counts: np.ndarray, item_counts: np.ndarray
+) -> tuple[StageTrace, ...]:
+    """The events of the walk over parts, and of the merge.
+
+    Parameters
+    ----------
+    visit_counts : ndarray of uint32, (batch * kv_heads * row_tiles, n_visits, SLOTS)
+    item_counts : ndarray of uint32, (items * kv_heads, row_tiles, SLOTS)
+
+    Raises
+    ------
+    TraceError
+        If two key heads did not move the same bytes, which only a broken kernel can cause.
+    """
+    p, heads, slots = made.problem, made.problem.kv_heads, visit_counts.shape[-1]
+    split, combine = plans.stages(schedule.problem, ALGORITHM, split=schedule.split)
+    by_head = visit_counts.reshape(p.batch, heads, -1, slots).swapaxes(0, 1)
+    visits = one_walk("split", by_head.reshape(heads, -1, slots))
+    visits = visits.reshape(p.batch * made.row_tiles, -1, slots)
+    ends = item_counts.reshape(-1, heads, made.row_tiles, slots).swapaxes(0, 1)
+    # Which of a sequence's blocks comes last, and merges, is not said: its bytes are their sum.
+    own = [ITEM_SLOTS.index(name) for name in _OWN]
+    items = one_walk("split", ends[..., own].reshape(heads, -1, len(own)))
+    items = items.reshape(-1, made.row_tiles, len(own))
+    starts = [s.k_start for s in schedule.problem.sequences]
+    sequence_tiles = np.searchsorted(schedule.cols[:, 0], starts)
+    walked: list[Row] = []
+    merged: list[Row] = []
+    for i in range(schedule.t_r):
+        b, tile = divmod(i, made.row_tiles)
+        mine = np.flatnonzero(made.items[:, 0] == b)
+        mine = mine[np.argsort(made.items[mine, 1], kind="stable")]
+        last = one_walk("combine", ends[:, mine, tile].sum(1, dtype=np.int64)[:, None])[0]
+        results, place = _named(ITEM_SLOTS, last), schedule.row_slice(i)
+        rows, first = place.stop - place.start, int(sequence_tiles[b])
+        for part, item in enumerate(mine.tolist()):
+            moved = _named(_OWN, items[item, tile])
+            moved |= {name: results[name] for name in ("O", "L")} if len(mine) == 1 else {}
+            walk: list[_Seen] = []
+            for v in schedule.visits(i, part):
+                # The kernel counts a sequence's tiles from its first.
+                said = _named(VISIT_SLOTS, visits[i, v.j - first])
+                walk.append((v.index, v.j, v.cols.stop - v.cols.start, said))
+            walked += _step(split, i, rows, moved, walk)
+        if len(mine) > 1:
+            each = {name: results[f"{name} read"] // len(mine) for name in ("O_part", "L_part")}
+            merged += _step(combine, i, rows, results, [(-1, -1, 0, each)] * len(mine))
+    return tuple(
+        StageTrace.build(stage, schedule, *plans.heads_of(stage, schedule.problem), events)
+        for stage, events in ((split, walked), (combine, merged))
+    )
+
+
+def _named(names: tuple[str, ...], values: np.ndarray) -> dict[str, int]:
+    return dict(zip(names, values.tolist(), strict=False))
+
+
+def _step(
+    stage: plans.Stage, i: int, rows: int, moved: dict[str, int], visits: Sequence[_Seen]
+) -> list[Row]:
+    """One outer step: what moves before, at each visit and after, by the bytes that were said."""
+    begin = _moves(stage.before, moved, i, -1, -1, rows, 0)
+    found = list(begin)
+    for at, j, cols, said in visits:
+        events = _moves(stage.visit, said, i, j, at, rows, cols)
+        done = [(COMPUTE, 0, 0, i, j, at, 0)] if at >= 0 else []  # merging, a part is no visit
+        found += [*events, *done, *_frees(stage.visit, events)]
+    found += _moves(stage.after, moved, i, -1, -1, rows, 0)
+    return [*found, (COMPUTE, 0, 0, i, -1, -1, 0), *_frees(stage.before, begin)]
+
+
+def _moves(
+    moves: tuple[plans.Move, ...],
+    said: dict[str, int],
+    i: int,
+    j: int,
+    at: int,
+    rows: int,
+    cols: int,
+) -> list[Row]:
+    """Their events; of results, those that the block stored."""
+    events = []
+    for m in moves:
+        nbytes = said.get(m.tensor, 0) if m.transfers else int(m.tile.nbytes(rows, cols))
+        if nbytes or m.op != "store":
+            events.append((m.code, CODES[m.tensor], 0, i, j, at, nbytes))
+    return events
+
+
+def _frees(moves: tuple[plans.Move, ...], events: list[Row]) -> list[Row]:
+    """The end of what was loaded or allocated, in the same order."""
+    held = {CODES[m.tensor]: CODES[m.tile.name] for m in moves if m.holds}
+    return [(FREE, held[e[1]], *e[2:]) for e in events if e[1] in held]
