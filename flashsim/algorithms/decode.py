@@ -53,7 +53,8 @@ def _split(machine: Machine) -> None:
 def _combine(machine: Machine) -> None:
     """Step 2: the parts of each row tile, merged in their order: the same bits in every run.
 
-    A shared prefix's come before an entry's own.
+    A shared prefix's come before an entry's own. Pair by pair; FlashAttention's combine, and the
+    GPU's kernel here, take the largest L of all first, then weigh: other roundings of one sum.
     """
     hbm, p = machine.hbm, machine.problem
     with machine.stage("combine") as sram:

@@ -1,0 +1,81 @@
+"""Decoding on the command line: splits, pages, shared prefixes, latent attention, the models."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+import flashsim
+from flashsim import Problem, l2
+from flashsim.cli.app import app
+from flashsim.problem.hardware import PRESETS
+from flashsim.schedule.splitting import fill
+from flashsim.studies import predict
+
+SIZES = ("-a", "flash-decode", "-n", 1, "--n-kv", 64, "-b", 2, "--heads", 4, "--kv-heads", 2)
+P = Problem(1, 64, 64, batch=2, heads=4, kv_heads=2)
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [str(x) for x in arguments])
+
+
+def rows(*arguments):
+    result = invoke(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("more", [(), ("--page-size", 8), ("--no-pack-gqa", "--splits", 3)])
+def test_run_moves_what_count_counts(more):
+    prefix = ("--shared-prefix", 16, "-t", "8x8", *more)
+    ran, counted = (
+        {(r["quantity"], r["of"]): r["value"] for r in rows(c, *SIZES, *prefix)}
+        for c in ("run", "count")
+    )
+    tensors = [("load", name) for name in ("Q", "K", "V", "O_part")] + [("store", "O_part")]
+    if "--page-size" in more:
+        tensors.append(("load", "table"))
+    for key in tensors:
+        assert ran[key] == counted[key] > 0, key
+    assert "16 of the keys shared" in " ".join(invoke("count", *SIZES, *prefix).stdout.split())
+
+
+def test_latent_attention_loads_no_v():
+    how = (*SIZES[:-2], "--kv-heads", 1, "-d", 24, "--head-dim-v", 16, "--latent")
+    for command in ("run", "count"):
+        text = invoke(command, *how).stdout
+        assert "V in K" in " ".join(text.split())
+        assert not any(line.startswith("V ") for line in text.splitlines())
+    for name in ("--latent", "--page-size"):
+        value = () if name == "--latent" else (8,)
+        refused = invoke("compare", "-n", 8, "-a", "flash2,flash-decode", name, *value)
+        assert refused.exit_code == 2
+        assert f"{name} is for run and count" in " ".join(refused.output.split())
+
+
+def test_devices_say_how_many_blocks_fill_them():
+    found = rows("devices", *SIZES[2:], "--splits", "fa3")
+    for row, device in zip(found, PRESETS.values(), strict=True):
+        f = fill(P, device, splits="fa3")
+        assert (row["blocks to fill it"], row["blocks"]) == (f.needed, f.blocks)
+    shared = rows("devices", *SIZES[2:], "--shared-prefix", 32)
+    assert len(shared) == len(PRESETS)
+    assert shared[0]["row tiles"] > found[0]["row tiles"] // 2
+
+
+def test_the_models_know_it():
+    how = (*SIZES, "--dtype", "bfloat16", "-d", 64, "--device", "H200")
+    narrow = Problem(1, 64, 64, batch=2, heads=4, kv_heads=2, dtype="bfloat16", page_size=8)
+    counted = flashsim.count(narrow, algorithm="flash-decode", device="H200", splits=2)
+    found = rows("dram", *how, "--splits", 2, "--page-size", 8)
+    model = l2.L2Model()
+    assert found == l2.dram(counted, model).table().records()
+    points = rows("roofline", "-a", "flash2,flash-decode", *how[2:], "--splits", 1)
+    assert {p["algorithm"] for p in points} == {"flash2", "flash-decode"}
+    took = rows("predict", *how, "--splits", 2, "--page-size", 8)
+    expected = predict.predict(narrow, algorithm="flash-decode", splits=2)
+    assert took == expected.table().records()
+    refused = invoke("dram", "-n", 64, "--splits", 2)
+    assert refused.exit_code == 2
+    assert "'flash2' takes no splits" in " ".join(refused.output.split())
