@@ -135,9 +135,9 @@ def test_kernels_that_report_assemble_in_registers(stage, report):
 
 
 HOPPER_PROBLEMS = {
-    "128": Problem(4096, 4096, 128, heads=2, dtype="bfloat16"),
-    "64 causal": Problem(4096, 4096, 64, heads=2, dtype="bfloat16", causal=True),
-    "256": Problem(4096, 4096, 256, heads=2, dtype="bfloat16", causal=True),
+    "128": Problem(4096, 4096, 128, heads=64, dtype="bfloat16"),
+    "64 causal": Problem(4096, 4096, 64, heads=64, dtype="bfloat16", causal=True),
+    "256": Problem(4096, 4096, 256, heads=64, dtype="bfloat16", causal=True),
     "odd": PROBLEMS["fp16 odd"],
     "128 blocks": Problem(
         *(512, 512, 128),

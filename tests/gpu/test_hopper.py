@@ -24,6 +24,7 @@ from cupy_checks import (  # noqa: F401
 
 import flashsim
 from flashsim import Problem, Tiling
+from flashsim.backends.families.tile_times import HOPPER_FORWARD
 from flashsim.errors import UnsupportedError
 from flashsim.problem.masks import BlockMask
 from flashsim.trace.events import PHASES
@@ -63,6 +64,24 @@ FEATURES = {
 @pytest.mark.parametrize("name", FEATURES)
 def test_features(name, head_dim):
     check(Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name]), HOPPER)
+
+
+#: Whatever the default is for a shape and a GPU, all that the forward chooses from.
+TILES = [(d, t) for d, times in HOPPER_FORWARD.items() for t in times]
+
+
+@pytest.mark.parametrize("tile", TILES, ids=lambda t: f"{t[0]}-{t[1]}".replace(" ", ""))
+@pytest.mark.parametrize("name", ["ragged", "causal", "window", "varlen", "many items"])
+def test_every_tile_that_may_be_chosen(name, tile):
+    head_dim, tiling = tile
+    check(Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name]), HOPPER, tiling=tiling)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=lambda t: f"{t[0]}-{t[1]}".replace(" ", ""))
+def test_counts_and_timelines_of_every_tile(tile):
+    head_dim, tiling = tile
+    p = Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES["window"])
+    check_timelines(p, HOPPER, tiling=tiling)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
