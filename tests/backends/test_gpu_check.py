@@ -17,6 +17,7 @@ from test_cuda_kernels import H200
 from flashsim.backends.families import decode
 from flashsim.backends.families.hopper import HOPPER
 from flashsim.backends.families.portable import PORTABLE, TF32
+from flashsim.backends.families.tile_times import HOPPER_FORWARD
 
 
 def entries():
@@ -29,9 +30,9 @@ def entries():
 
 def watched(name, family):
     """The passes that tests/tools/sanitize.py runs of a family."""
-    for p, forms in sanitize.problems(name):
+    for p, forms, tiling in sanitize.problems(name):
+        yield from family.forward_passes(p, tiling, H200, "ascending", "")
         given = (p, sanitize.WAYS[name].both.get("tiling"), H200, "ascending", "")
-        yield from family.forward_passes(*given)
         for form in forms:
             # As the api picks them: Hopper's dQ comes from the fused kernel where that is faster.
             ordered = bool(form) and family.orders_dq(p)
@@ -51,15 +52,16 @@ def test_the_sanitizer_sees_every_kernel():
 
 
 def test_the_sanitizer_sees_every_form_of_hoppers_kernels():
-    """Every default tile of the forward, and of what the backward's constants make of a kernel."""
+    """Every tile that the forward chooses from, and all that the backward's constants make."""
     seen = set()
     for one in watched("hopper", HOPPER):
         values, tiling = dict(one.kernel.constants), one.tables.schedule.tiling
         form = values.get("FS_FUSED", 0), values.get("FS_ORDERED", 0)
         seen.add((one.kernel.name, str(tiling), values["FS_D"], *form))
     sides = {(name, tiling) for name, tiling, *_ in seen}
-    forward = ("192 x 128", "128 x 128", "128 x 176", "128 x 112", "128 x 80")
-    assert {t for name, t in sides if name == "hopper_forward"} == set(forward)
+    chosen = {str(t) for times in HOPPER_FORWARD.values() for t in times}
+    forward = {*chosen, "128 x 112", "128 x 80"}
+    assert {t for name, t in sides if name == "hopper_forward"} == forward
     for d, tiling in ((64, "128 x 128"), (128, "64 x 128")):
         in_order = "80 x 128" if d == 128 else tiling
         assert {s for s in seen if s[0] == "hopper_backward" and s[2] == d} == {
@@ -76,7 +78,7 @@ def test_the_sanitizer_sees_every_form_of_hoppers_kernels():
 def test_the_sanitizers_problems_are_ones_that_the_teaching_kernels_run():
     teaching_run = pytest.importorskip("flashsim.backends.numba_gpu.teaching.run")
     tiling = sanitize.WAYS["teaching"].both["tiling"]
-    for p, _ in sanitize.problems("teaching"):
+    for p, _, _ in sanitize.problems("teaching"):
         for direction in ("forward", "backward"):
             assert teaching_run.choose(p, tiling, direction) == tiling
 

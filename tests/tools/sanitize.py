@@ -20,6 +20,7 @@ from decode_cases import Case
 
 import flashsim
 from flashsim import Problem, Tiling
+from flashsim.backends.families.tile_times import HOPPER_FORWARD
 from flashsim.problem.masks import BlockMask
 
 #: (head_dim, head_dim_v, what else): padded rows; scores that cross warps, halves of a wide row; a
@@ -30,9 +31,7 @@ SHAPES = (
     (160, 128, dict(window=(20, 3), softcap=2.0)),
     (64, 64, dict(block_mask=BlockMask(np.eye(2, dtype=bool), 128, 128))),
 )
-#: What else Hopper's kernels have: three consumer warpgroups, the widest tile of keys; the widest
-#: rows, whose backward is another kernel's, too.
-WHOLE = ((64, 64, {}), (128, 128, {}))
+#: What else Hopper's kernels have: the widest rows, whose backward is another kernel's, too.
 WIDEST = (256, 256, {})
 
 
@@ -41,15 +40,15 @@ class Way:
     """How a family is run.
 
     `both` is what forward and backward take, `how` what is for `run` alone; `forms` are the
-    backwards of `shapes`, by `deterministic`; of `forward`, the forward alone is run. The last
-    problem is traced.
+    backwards of `shapes`, by `deterministic`; of `tiles`, head_dims each with a tiling, the forward
+    alone is run. The last problem is traced.
     """
 
     dtypes: tuple[str, ...]
     how: dict[str, Any]
     both: dict[str, Any] = field(default_factory=dict)
     shapes: tuple[tuple[int, int, dict[str, Any]], ...] = SHAPES
-    forward: tuple[tuple[int, int, dict[str, Any]], ...] = ()
+    tiles: tuple[tuple[int, Tiling | None], ...] = ()
     forms: tuple[bool | None, ...] = (True, False)
     trace: bool | str = "timeline"
 
@@ -64,12 +63,15 @@ WAYS = {
     "hopper": Way(
         *(("float16",), _CUPY),
         shapes=(WIDEST, *SHAPES),
-        forward=WHOLE,
+        tiles=tuple((d, t) for d, times in HOPPER_FORWARD.items() for t in times),
         forms=(None, True, False),
     ),
     "python": Way(("bfloat16",), {**_NUMBA, "kernel": "tensor"}, _SMALL),
     # Its backward is python's, at the default tiles.
-    "python-hopper": Way(("bfloat16",), _NUMBA, forward=(*WHOLE, WIDEST)),
+    "python-hopper": Way(
+        *(("bfloat16",), _NUMBA),
+        tiles=((64, Tiling(192, 128)), (128, Tiling(128, 176)), (256, None)),
+    ),
     # Compiled anew in each process: one problem, and 8 rows, since a row is a thread's work.
     "teaching": Way(
         ("float16",),
@@ -91,15 +93,18 @@ DECODED = (
 FAMILIES = (*WAYS, "decode")
 
 
-def problems(family: str) -> list[tuple[Problem, tuple[bool | None, ...]]]:
-    """What a family is run on, and the forms of the backward for each."""
+def problems(family: str) -> list[tuple[Problem, tuple[bool | None, ...], Tiling | None]]:
+    """What a family is run on, the forms of the backward for each, and a tiling if not its own."""
     way = WAYS[family]
     sizes = {"n_q": 150, "n_kv": 190, "heads": 2, "kv_heads": 1}
+    cases = [
+        *((d, d, {}, (), tiling) for d, tiling in way.tiles),
+        *((*shape, way.forms, way.both.get("tiling")) for shape in way.shapes),
+    ]
     return [
-        (Problem(head_dim=d, head_dim_v=dv, dtype=dtype, **sizes, **more), forms)
-        for shapes, forms in ((way.forward, ()), (way.shapes, way.forms))
+        (Problem(head_dim=d, head_dim_v=dv, dtype=dtype, **sizes, **more), forms, tiling)
+        for d, dv, more, forms, tiling in cases
         for dtype in way.dtypes
-        for d, dv, more in shapes
     ]
 
 
@@ -108,14 +113,14 @@ def check(family: str) -> int:
     from cupy_checks import gradients, make, options
 
     way, every = WAYS[family], problems(family)
-    for problem, forms in every:
+    for problem, forms, tiling in every:
         x = make(problem)
         trace = way.trace if problem is every[-1][0] else False
-        given = {**options(problem), **way.both, **way.how}
+        given = {**options(problem), **way.both, **way.how, "tiling": tiling}
         result = flashsim.run(x["q"], x["k"], x["v"], trace=trace, **given)
         for form in forms:
             gradients(result, x["dout"], form, **way.both)
-    return sum(1 + len(forms) for _, forms in every)
+    return sum(1 + len(forms) for _, forms, _ in every)
 
 
 def check_decode() -> int:
