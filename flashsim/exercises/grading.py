@@ -22,7 +22,7 @@ from flashsim.trace.trace import Trace
 #: Points of the three things that are judged.
 RESULTS, ROOM, BYTES = 40, 20, 40
 #: A machine on which room is no question: results are judged apart from it.
-_ROOMY = Device(name="a block without end", sram_bytes=1 << 40, sram_per_sm=1 << 40)
+_ROOMY = Device(name="a machine with room", sram_bytes=1 << 40, sram_per_sm=1 << 40)
 
 
 def grade(text: str, exercise: Exercise, file: str = "solution.py") -> tuple[Marks, Trace | None]:
@@ -79,7 +79,9 @@ def _judged(
         except (Exception, SystemExit) as error:
             found, why = words.kind_of(error), words.of_error(error)
         else:
-            trace = result.trace if kind == "normal" else trace
+            if kind == "normal":
+                trace = result.trace
+                trace.device = task.device  # the one that it is judged by
             for name in task.outputs:
                 why = words.off(exercise, arrays, kind, name, result.tensors[name])
                 if why:

@@ -7,6 +7,7 @@ import matplotlib as mpl
 import numpy as np
 import pytest
 from matplotlib import pyplot as plt
+from typer.testing import CliRunner
 
 import flashsim
 from flashsim import (
@@ -20,6 +21,7 @@ from flashsim import (
     viz,
 )
 from flashsim.algorithms import flash2
+from flashsim.cli.app import app
 from flashsim.problem import oracle
 from flashsim.trace.recording import Own
 
@@ -206,6 +208,10 @@ def test_the_result(ran):
 
 def test_saved_and_read_again(ran, tmp_path):
     ran.trace.save(tmp_path / "mine.npz")
+    drawn = [str(tmp_path / name) for name in ("mine.npz", "roofline.svg")]
+    done = CliRunner().invoke(app, ["plot", "roofline", "-T", drawn[0], "-o", drawn[1]])
+    assert done.exit_code == 0, done.output
+    assert "in_loops" in (tmp_path / "roofline.svg").read_text()
     again = flashsim.Trace.load(tmp_path / "mine.npz")
     assert again.same_events(ran.trace)
     assert again.transfers == ran.trace.transfers

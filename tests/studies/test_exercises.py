@@ -333,7 +333,10 @@ def test_grade_writes_what_is_asked_for(tmp_path):
     assert text.startswith(f"fewest-bytes: {marks.points} of 100 points\n")
     assert "K was loaded 6 times; 2 would do" in text
     assert "lower bound" in text
-    assert marks.figures["bytes"] == flashsim.Trace.load(trace).bytes()
+    again = flashsim.Trace.load(trace)
+    assert marks.figures["bytes"] == again.bytes()
+    assert again.device == one.task.device
+    assert "solution forward (numpy)" in ok("trace", "show", trace)
     assert f"lower bound {one.bound(one.task):,} B" in picture.read_text()
     results = json.loads(scope.read_text())
     assert results["score"] == marks.points == sum(t["score"] for t in results["tests"])
