@@ -6,8 +6,6 @@ sandbox: a file from the internet belongs into a container.
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -66,12 +64,11 @@ def grade_file(
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,
         )
         try:
             _, complaint = child.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)
+            child.kill()
             child.communicate()
             said = f"not done after {limit:g} s: a loop that does not end?"
             return _failed(one, "time", said, began), None

@@ -17,6 +17,8 @@ NAMES = {
 ATTRIBUTES = {
     *("ctypeslib", "load", "save", "savez", "savetxt", "loadtxt", "memmap", "fromfile", "tofile"),
     *("lib", "core", "exercises", "engines", "algorithms", "api", "backends", "random"),
+    # "{0._view}".format(tile), and modules that modules hold
+    *("format", "format_map", "sys", "modules", "os", "gc", "inspect", "builtins", "types"),
 }
 #: ... but these are the machine's own verbs.
 _VERBS = {"load"}
@@ -71,6 +73,8 @@ def _objection(node: ast.AST) -> str:
             return f"imports {module}; a solution needs numpy, math and flashsim alone"
     if isinstance(node, ast.Name) and (node.id in NAMES or node.id.startswith("__")):
         return f"uses {node.id}; a solution has no use for it"
+    if isinstance(node, ast.MatchClass) and any(name.startswith("_") for name in node.kwd_attrs):
+        return "matches a name with an underscore: those are the machine's own"
     if isinstance(node, ast.Attribute):
         outside = isinstance(node.value, ast.Name) and node.value.id in ("np", "numpy", "flashsim")
         if node.attr.startswith("_"):

@@ -147,6 +147,10 @@ def test_few_bytes_in_another_order_than_was_asked_for():
         ("open('x')\n", "source", "uses open"),
         ("getattr(1, 'x')\n", "source", "uses getattr"),
         ("__builtins__\n", "source", "uses __builtins__"),
+        ("'{0._view}'.format(1)\n", "source", "uses .format"),
+        ("import dataclasses\ndataclasses.sys.modules\n", "source", "uses ."),
+        ("from typing import sys\n", "source", "imports typing"),
+        ("match 1:\n    case object(_view=x): pass\n", "source", "name with an underscore"),
         ("(1).__class__\n", "source", "looks at .__class__"),
         ("\0", "syntax", "Python cannot read the file"),
     ],
@@ -187,15 +191,15 @@ def test_a_process_of_its_own(solved):
 
 
 @pytest.mark.parametrize(
-    ("text", "kind", "said"),
+    ("text", "limit", "kind", "said"),
     [
-        ("while True: pass", "time", "not done after 1 s: a loop that does not end?"),
-        ("raise KeyboardInterrupt", "process", "ended its process before it was judged"),
+        ("while True: pass", 1, "time", "not done after 1 s: a loop that does not end?"),
+        ("raise KeyboardInterrupt", 60, "process", "ended its process before it was judged"),
     ],
 )
-def test_a_process_that_does_not_come_back(solved, text, kind, said):
+def test_a_process_that_does_not_come_back(solved, text, limit, kind, said):
     solved.write_text(text)
-    marks, trace = apart.grade_file(solved, "flash2-forward", limit=1)
+    marks, trace = apart.grade_file(solved, "flash2-forward", limit=limit)
     assert (marks.points, trace, marks.marks[0].kind) == (0, None, kind)
     assert said in marks.marks[0].words
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from flashsim.engines.own.arithmetic import priced
+from flashsim.engines.own.hbm import OpenHbm, Remote
 from flashsim.engines.own.lines import at_work
-from flashsim.engines.own.tile import Lease, Room, SramTile, product
+from flashsim.engines.own.room import Lease, Room
+from flashsim.engines.own.tile import SramTile, product
 from flashsim.errors import MemoryModelError, ShapeError, SramOverflow, shown
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import numpy_dtype
@@ -19,9 +21,6 @@ from flashsim.schedule.names import ALLOC, COMPUTE, FREE, LOAD, REDUCE, STORE
 from flashsim.schedule.schedule import Schedule, Visit
 from flashsim.trace.events import StageTrace
 from flashsim.trace.soundness import MOST_EVENTS
-
-if TYPE_CHECKING:
-    from flashsim.engines.own.hbm import OpenHbm, Remote
 
 ALL = slice(None)
 #: What room taken by arithmetic is called, until `OpenSram.name` gives it another name.
@@ -402,8 +401,6 @@ class OpenSram:
 
 def _part(tensor: Any, rows: Any, cols: Any) -> tuple[slice, slice]:
     """Rows and columns of a tensor, as far as it has them."""
-    from flashsim.engines.own.hbm import Remote
-
     if not isinstance(tensor, Remote):
         raise MemoryModelError(
             f"what moves is a tensor in HBM, such as machine.hbm.K, got {type(tensor).__name__}"
