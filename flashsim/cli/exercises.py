@@ -50,9 +50,8 @@ def start(
     ready(path, (".py",))
     with beside(path) as part:
         part.write_text(one.file_text, encoding="utf-8")
-    typer.echo(
-        f"{path}: fill it in, then `flashsim grade {path}`; `flashsim exercise hint {name}` helps"
-    )
+    grading = f"flashsim grade {path}" + (f" --exercise {name}" if name.endswith(".py") else "")
+    typer.echo(f"{path}: fill it in, then `{grading}`; `flashsim exercise hint {name}` helps")
 
 
 def hint(

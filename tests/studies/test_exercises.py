@@ -235,7 +235,9 @@ def test_a_lecturers_exercise_is_one_file(tmp_path):
     assert marks.points == 100
     wrong = seeded(one.solution_source, "Q *= Q", "Q = Q * Q")
     assert grade(wrong, one)[0].marks[4].kind == "overflow"
-    (tmp_path / "mine.py").write_text(one.file_text)
+    started = ok("exercise", "start", path, "-o", tmp_path / "mine.py")
+    assert f"mine.py --exercise {path}`" in started
+    assert (tmp_path / "mine.py").read_text() == one.file_text
     marks, _ = apart.grade_file(tmp_path / "mine.py", str(path))
     assert marks.points < 100
 
