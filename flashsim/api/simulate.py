@@ -163,6 +163,7 @@ def simulate(
         out=results[asked[0]],
         lse=results.get("L"),
         kernel="simulator",
+        tiling=tiling,
         tensors=MappingProxyType(results),
         _trace=_trace(name, machine, arrays, asked),
         _job=job,

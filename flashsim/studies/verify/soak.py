@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from flashsim.counts.traffic import live
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.report import Table
-from flashsim.studies.reproduce.flash1_counts import footprint
 from flashsim.studies.verify import agreement
 from flashsim.studies.verify.cases import Case, MeasuredPass
 from flashsim.studies.verify.comparison import verify
@@ -98,7 +98,7 @@ def compare(cases: Sequence[Case], passes: Iterable[Sequence[MeasuredPass]]) -> 
     """
     found = []
     for case, those in zip(cases, passes, strict=True):
-        fits = footprint(case.problem, "flash2-fused") <= Device.get(case.device).l2_bytes
+        fits = live(case.problem, "flash2-fused") <= Device.get(case.device).l2_bytes
         limits = TARGETS | (FITTING if fits else {})
         for one in those:
             for row in verify([one], str(case)).rows:
