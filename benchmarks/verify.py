@@ -23,9 +23,9 @@ import sys
 from pathlib import Path
 
 from flashsim import FlashSimError, Problem
+from flashsim.counts.traffic import live
 from flashsim.l2 import L2Model
 from flashsim.problem.hardware import Device
-from flashsim.studies.reproduce.flash1_counts import footprint
 from flashsim.studies.verify import Case, Record, passes_of, record, verify
 
 TOKENS, WIDTH = 16_384, 2048
@@ -93,7 +93,7 @@ def cases(device, kernels):
 
 def fits(case):
     """Whether all tensors, forward and backward, stay in L2 together."""
-    return footprint(case.problem, "flash2-fused") <= Device.get(case.device).l2_bytes
+    return live(case.problem, "flash2-fused") <= Device.get(case.device).l2_bytes
 
 
 def names(case):

@@ -193,9 +193,9 @@ def _place(
 
 def _plan(family_of: FamilyOf, job: Job, direction: str, space: arrays.Space) -> Plan:
     """The job's launches, made ready at its first call: looked up by all but its arrays."""
-    plan = job.memo.get((direction, space))
+    plan = job.memo.get((family_of, direction, space))
     if plan is None:
-        plan = job.memo[direction, space] = _planned(
+        plan = job.memo[family_of, direction, space] = _planned(
             *(family_of, direction, job.problem, job.tiling, job.key_order, job.algorithm),
             *(job.deterministic, job.trace),
             tuple(job.options.items()) if job.options else (),

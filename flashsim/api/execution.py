@@ -452,14 +452,17 @@ class _Asked:
     ) -> Job:
         """Which backward pass is asked for; found out once."""
         engine, mine = self.engine, self.job
+        algorithm = plans.backward_form(mine.algorithm, deterministic)  # or say what it may be
+        if trace is not None:
+            trace = inputs.check_trace_mode(trace, self.backend)
         key = "backward", tiling, deterministic, type(deterministic), trace, type(trace)
         if known := mine.memo.get(key):
             return known.given(mine.q, mine.k, mine.v)
         job = replace(
             mine,
             tiling=tiling,
-            algorithm=plans.backward_form(mine.algorithm, deterministic),
-            trace=mine.trace if trace is None else inputs.check_trace_mode(trace, self.backend),
+            algorithm=algorithm,
+            trace=mine.trace if trace is None else trace,
             memo={},
         )
         free = deterministic is False and mine.algorithm == "flash2" and tiling is None
