@@ -60,7 +60,7 @@ def main() -> None:
             text = rewrite(text, section, table.markdown())
         path.write_text(text, "utf-8")
         print(f"{path}: {'as it was' if text == before else 'written'}")
-    picture = DOCS / "gallery" / "predicted-times.png"
+    picture = DOCS / "data" / "predicted-times.png"
     viz.predicted_against_measured(predict.pairs(found), unit="ms").figure.savefig(picture)
     print(picture)
 

@@ -261,9 +261,11 @@ def run(
         given, what is possible.
     """
     key = None
-    if backend not in dispatch.ON_CPU and not isinstance(q, np.ndarray):
+    on_gpu = isinstance(backend, str) and backend not in dispatch.ON_CPU
+    if on_gpu and not isinstance(q, np.ndarray):
         rare = bias, mask, block_mask, cu_seqlens_q, cu_seqlens_k
-        if rare == _NONE and nan_policy == "propagate" and _PLAIN.issuperset(options):
+        plain = all(one is None for one in rare) and isinstance(nan_policy, str)
+        if plain and nan_policy == "propagate" and _PLAIN.issuperset(options):
             try:
                 key = (
                     *(
@@ -394,10 +396,10 @@ def backward(
 
 _DEFAULTS = run.__kwdefaults__ or {}
 #: What was asked on a GPU, without its arrays, by all that the checks look at: a short call takes
-#: less time than they do. Only for questions without `_NONE`'s, whose values may change.
+#: less time than they do. Only for questions without a bias, masks and lengths, whose values may
+#: change.
 _ASKED: dict[tuple[Any, ...], _Asked] = {}
 _MOST_ASKED = 256
-_NONE = (None,) * 5  # bias, mask, block_mask, cu_seqlens_q, cu_seqlens_k
 _PLAIN = frozenset({"kernel", "allow_tf32"})
 
 

@@ -2,9 +2,9 @@
 
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/tools/sanitize.py portable
 
-Families: portable, tf32, python, teaching, decode, and what a Hopper GPU runs by default, hopper
-and python-hopper; all of them if none is named. Each array is an allocation of its own (no memory
-pool), so that a step past its end is seen.
+Families: portable, tf32, python, teaching, decode, softmax-matmul, and what a Hopper GPU runs by
+default, hopper and python-hopper; all of them if none is named. Each array is an allocation of its
+own (no memory pool), so that a step past its end is seen.
 `tests/tools/gpu_check.py sanitize` runs every family under every tool.
 """
 
@@ -90,7 +90,7 @@ DECODED = (
     Case(Problem(4, 500, 256, batch=2, window=(90, 0), **_GROUPED), (490, 77), page=3),
     Case(Problem(1, 500, 64, batch=2, softcap=2.0, **_GROUPED), (490, 77), page=16),
 )
-FAMILIES = (*WAYS, "decode")
+FAMILIES = (*WAYS, "decode", "softmax-matmul")
 
 
 def problems(family: str) -> list[tuple[Problem, tuple[bool | None, ...], Tiling | None]]:
@@ -137,13 +137,28 @@ def check_decode() -> int:
     return 3 * len(DECODED)
 
 
+def check_softmax_matmul() -> int:
+    """softmax(X) V with ragged ends, in each size of block; how many launches."""
+    from flashsim import softmax_matmul
+
+    rng = np.random.default_rng(0)
+    x, v = (rng.standard_normal(size, np.float32) for size in ((2, 150, 190), (2, 190, 72)))
+    blocks = (16, 32, 64)
+    want = softmax_matmul.run(x, v).out
+    for block in blocks:
+        found = softmax_matmul.run(x, v, block=block, backend="cupy").out
+        np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-5)
+    return len(blocks)
+
+
 def main(families: Sequence[str]) -> None:
     """Check the families, each allocation on its own."""
     import cupy
 
     cupy.cuda.set_allocator(None)
     for family in families:
-        passes = check_decode() if family == "decode" else check(family)
+        own = {"decode": check_decode, "softmax-matmul": check_softmax_matmul}
+        passes = own[family]() if family in own else check(family)
         print(f"{family}: {passes} passes", flush=True)
 
 

@@ -17,8 +17,8 @@ static_assert(registers_suffice<THREADS>(PRODUCER_REGISTERS, CONSUMER_REGISTERS)
 static_assert(BLOCK_Q == 128 || BLOCK_Q == 192, "two or three warpgroups of 64 rows");
 static_assert(D % 16 == 0 && DV % 16 == 0 && BLOCK_K % 16 == 0 && BLOCK_K <= 256, "wgmma's shapes");
 
-// Where visits are short, K is let go as soon as its scores are there; elsewhere behind the softmax,
-// which keeps more of it under products.
+// Where visits are short, K is let go as soon as its scores are there; elsewhere behind the
+// softmax, which keeps more of it under products.
 constexpr bool RELEASE_EARLY = DV <= 64;
 
 struct OnChip {

@@ -5,8 +5,8 @@ using i64 = long long;
 #include "ptx.cuh"
 #include "wgmma.cuh"
 
-// Each warpgroup of the block multiplies 64 x 16 by 16 x N, four deep, `rounds` times. FROM: A comes
-// from shared memory (0) or from registers (1). B, and A, are one swizzled tile.
+// Each warpgroup of the block multiplies 64 x 16 by 16 x N, four deep, `rounds` times. FROM: A
+// comes from shared memory (0) or from registers (1). B, and A, are one swizzled tile.
 template <int N, int FROM>
 __device__ __forceinline__ void multiply(int rounds, float keep, float* out, i64* cycles) {
     extern __shared__ __align__(1024) unsigned char tile[];
@@ -51,7 +51,7 @@ MULTIPLY(wgmma_registers, 80, 1)
 MULTIPLY(wgmma_registers, 128, 1)
 MULTIPLY(wgmma_registers, 176, 1)
 
-// One thread a block keeps `STAGES` copies of 16 KiB under way, from `n` bytes that all blocks read.
+// One thread a block keeps `STAGES` copies of 16 KiB under way, of `n` bytes that all blocks read.
 constexpr int STAGES = 8, PIECE = 16384;
 extern "C" __global__ void bulk_reads(const char* from, i64 n, int pieces) {
     extern __shared__ __align__(1024) char to[];

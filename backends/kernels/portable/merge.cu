@@ -1,5 +1,6 @@
-// Attention over two sets of keys from attention over each (flashsim/algorithms/merge.py), in place:
-// what a rank of a ring does with each block after its first. FS_* come from cupy_gpu/merge.py.
+// Attention over two sets of keys from attention over each (flashsim/algorithms/merge.py), in
+// place: what a rank of a ring does with each block after its first. FS_* come from
+// cupy_gpu/merge.py.
 // A row is taken by FS_LANES threads of one warp; all arithmetic is in float32.
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -32,7 +33,7 @@ __device__ inline void put(float& to, float x) { to = x; }
 struct alignas(sizeof(FS_TOTAL) * FS_VECTOR) Totals { FS_TOTAL x[FS_VECTOR]; };
 struct alignas(sizeof(FS_PART) * FS_VECTOR) Parts { FS_PART x[FS_VECTOR]; };
 
-// out, lse: rows of a longer tensor, so many elements from head to head; part, part_lse: contiguous.
+// out, lse: rows of a longer tensor, so many elements from head to head; part, part_lse: dense.
 extern "C" __global__ void __launch_bounds__(FS_THREADS)
 merge_parts(FS_TOTAL* out, float* lse, const FS_PART* part, const float* part_lse,  //
             i64 out_head, i64 lse_head, int rows) {

@@ -1,6 +1,6 @@
-// What one unit of a GPU does in a cycle, or how long it takes: one small kernel each. Each block of
-// the kernels that count cycles writes how many it took; their `keep` is never true, so that nothing
-// is removed as unused. Times of whole launches are the host's to measure.
+// What one unit of a GPU does in a cycle, or how long it takes: one small kernel each. Each block
+// of the kernels that count cycles writes how many it took; their `keep` is never true, so that
+// nothing is removed as unused. Times of whole launches are the host's to measure.
 using u32 = unsigned int;
 
 __device__ inline u32 shared_address(const void* p) {

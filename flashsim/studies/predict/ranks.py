@@ -16,7 +16,7 @@ from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.links import Link
 from flashsim.problem.problem import Problem
-from flashsim.studies.predict.calibration import HBM_SHARE
+from flashsim.studies.predict.calibration import CALIBRATED, HBM_SHARE
 from flashsim.studies.predict.model import predict
 
 #: GPUs of one host.
@@ -174,9 +174,14 @@ def spread(
 def _seconds(
     problem: Problem, direction: str, algorithm: str, kernels: str | None, device: Device
 ) -> float:
-    return predict(
-        problem, direction=direction, algorithm=algorithm, kernels=kernels, device=device
-    ).seconds
+    """At the clock before power limits it: a rank's many short kernels and the one long kernel that
+    they are compared with would be told apart by it, and both run for as long.
+    """
+    if kernels is None:
+        kernels = "hopper" if device.compute_capability == (9, 0) else "portable"
+    constants = {name: one._replace(throttle=0.0) for name, one in CALIBRATED[kernels].items()}
+    given = {"direction": direction, "algorithm": algorithm, "kernels": kernels}
+    return predict(problem, constants=constants, device=device, **given).seconds
 
 
 def _transfers(account: Account, inside: Link, between: Link, host: int) -> np.ndarray:
