@@ -180,8 +180,14 @@ def _seconds(
     if kernels is None:
         kernels = "hopper" if device.compute_capability == (9, 0) else "portable"
     constants = {name: one._replace(throttle=0.0) for name, one in CALIBRATED[kernels].items()}
-    given = {"direction": direction, "algorithm": algorithm, "kernels": kernels}
-    return predict(problem, constants=constants, device=device, **given).seconds
+    return predict(
+        problem,
+        direction=direction,
+        algorithm=algorithm,
+        kernels=kernels,
+        constants=constants,
+        device=device,
+    ).seconds
 
 
 def _transfers(account: Account, inside: Link, between: Link, host: int) -> np.ndarray:
