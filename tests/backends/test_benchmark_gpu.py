@@ -349,7 +349,7 @@ def test_the_picture_shows_the_table(monkeypatch):
     root = Path(__file__).parents[2]
     monkeypatch.syspath_prepend(str(root / "benchmarks"))
     draw = importlib.import_module("gpu_plot").draw
-    with (root / "docs/data/gpu-h200.csv").open(newline="") as stream:
+    with (root / "docs/data/gpu-papers-h200.csv").open(newline="") as stream:
         rows = list(csv.DictReader(stream))
     axes = draw(rows).axes
     drawn = sorted(bar.get_height() for ax in axes for bar in ax.patches)
