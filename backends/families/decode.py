@@ -58,11 +58,9 @@ _KEYS = 16  # of a warp's part of a key tile
 _HELD = 192
 #: Key tiles that a split has at least: so many a warp fetches at once before its first product.
 _LEAST_TILES = 2
-
-
-#: What `plan` takes for `full` and `ahead`: what was measured. At 0.45, the sweep over splits in
-#: docs/data/decode-h200.csv says, 8 sequences on 8 key heads would be 1 to 5 % faster whole.
-FULL, AHEAD = 1.0, False
+#: Of the multiprocessors, as many as take nearly all that the memory gives, where keys and values
+#: together have more than 128 columns; with fewer, an SM has half the bytes under way.
+_ENOUGH = 0.45
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,16 +163,15 @@ def plan(
     splits: int | None = None,
     page: int = 0,
     counts: bool = False,
-    *,
-    full: float = FULL,
-    ahead: bool = AHEAD,
 ) -> Decode:
     """The launch for a batch of these live lengths.
 
     Without `splits`, a sequence gets so many that the blocks fill the multiprocessors once: where
     they must be split for that, blocks of 8 warps, one on each multiprocessor; where the batch has
     more blocks than there are multiprocessors, blocks of 4 warps, two on each, of which no one is
-    longer than the average load (measured on an H200; benchmarks/decode.py has the sweep).
+    longer than the average load. Sequences alike in length, whose blocks are `_ENOUGH` by
+    themselves, stay whole: a split would cost a merge for nothing. (Measured on an H200;
+    docs/guides/performance.md and benchmarks/decode.py have the sweeps.)
 
     Parameters
     ----------
@@ -188,11 +185,6 @@ def plan(
         Rows of a page; 0: the cache is contiguous.
     counts : bool
         Whether the kernel reports what it moves.
-    full : float
-        Of the multiprocessors, whose blocks take all that the memory gives: where the sequences
-        alone have so many blocks, alike in length, splitting them would cost a merge for nothing.
-    ahead : bool
-        Whether the merge fetches partial results before it knows their weights.
 
     Raises
     ------
@@ -216,7 +208,8 @@ def plan(
         capacity = gpu.multiprocessors * (1 if wide else 2) // (p.kv_heads * row_tiles)
         tiles = [hi - lo for lo, hi in ranges]
         longest = _longest(tiles, capacity)
-        if wide and sum(tiles) * p.kv_heads * row_tiles >= max(tiles) * full * gpu.multiprocessors:
+        busy = sum(tiles) * p.kv_heads * row_tiles / gpu.multiprocessors  # key tiles of an SM
+        if wide and d + dv > 128 and busy >= _ENOUGH * max(tiles):
             longest = max(longest, *tiles)
         made = [max(1, -(-(hi - lo) // longest)) for lo, hi in ranges]
     else:
@@ -230,7 +223,6 @@ def plan(
     values |= {
         **{"SMEM_BYTES": shared, "DECODE_ARGS_BYTES": RECORD.itemsize},
         **{"WARPS": warps, "STAGES": stages, "PAGE": page, "SPLITS": most},
-        "AHEAD": ahead,
     }
     kernel = Kernel("portable/decode.cu", "flash_decode", 32 * warps, shared, macros(values))
     n_visits = max(1, *(hi for _, hi in ranges))

@@ -61,16 +61,6 @@ def test_it_compiles_and_stays_in_registers(name, arch):
         assert 2 * (made.kernel.shared_bytes + 1024) <= GPUS[arch].shared_bytes + 1024
 
 
-@pytest.mark.parametrize(
-    "arch", [a if a == "sm_90" else pytest.param(a, marks=pytest.mark.thorough) for a in GPUS]
-)
-def test_a_merge_that_fetches_ahead_compiles_and_stays_in_registers(arch):
-    made = plan("128", GPUS[arch], ahead=True)
-    ((_, spilled, registers),) = compile_kernel(made.kernel, arch).values()
-    assert spilled <= SPILL_BYTES
-    assert registers * made.kernel.threads <= 65536
-
-
 @pytest.mark.parametrize("name", ["128", "four row blocks"])
 def test_counting_compiles_and_costs_nothing_when_off(name):
     made = plan(name, H200, counts=True)
@@ -81,7 +71,7 @@ def test_counting_compiles_and_costs_nothing_when_off(name):
 
 @pytest.mark.parametrize(
     ("batch", "keys", "splits", "threads"),
-    [(8, 32768, 2, 256), (1, 131072, 16, 256), (32, 4096, 1, 128), (128, 4096, 1, 128)],
+    [(8, 32768, 1, 256), (1, 131072, 16, 256), (32, 4096, 1, 128), (128, 4096, 1, 128)],
 )
 def test_the_measured_choices(batch, keys, splits, threads):
     p = Problem(1, keys, 128, batch=batch, **GROUPED)
@@ -90,16 +80,14 @@ def test_the_measured_choices(batch, keys, splits, threads):
     assert made.kernel.threads == threads
 
 
-def test_sequences_that_take_all_the_memory_gives_may_stay_whole():
-    """64 blocks are 0.48 of 132 multiprocessors; a sequence longer than the others is split."""
+def test_sequences_that_take_all_the_memory_gives_stay_whole():
+    """64 blocks are 0.48 of 132 multiprocessors, 56 are 0.42; narrow rows are split even so."""
     p = Problem(1, 4096, 128, batch=8, **GROUPED)
-    assert decode.plan(p, (4096,) * 8, H200, full=0.45).splits == (1,) * 8
-    assert decode.plan(p, (4096,) * 8, H200, full=0.5).splits == (2,) * 8
-    assert decode.plan(p, (4096, *(400,) * 7), H200, full=0.45).splits[0] > 1
-    one = replace(p, batch=1)
-    assert (
-        decode.plan(one, (4096,), H200, full=0.45).splits == decode.plan(one, (4096,), H200).splits
-    )
+    assert decode.plan(p, (4096,) * 8, H200).splits == (1,) * 8
+    assert decode.plan(replace(p, batch=7), (4096,) * 7, H200).splits == (2,) * 7
+    assert decode.plan(p, (4096, *(400,) * 7), H200).splits[0] > 1, "longer than the others"
+    narrow = replace(p, head_dim=64, head_dim_v=64)
+    assert decode.plan(narrow, (4096,) * 8, H200).splits == (2,) * 8
 
 
 @settings(deadline=None)

@@ -27,7 +27,6 @@ constexpr int D = FS_D, DV = FS_DV, WARPS = FS_WARPS, STAGES = FS_STAGES, PAGE =
 constexpr int MT = FS_BLOCK_Q / 16, ROWS = FS_BLOCK_Q, WIDTH = FS_HEAD_DIM_V;
 constexpr int KEYS = 16, BLOCK_K = KEYS * WARPS, THREADS = 32 * WARPS;
 constexpr int BATCH = 16;  // splits whose parts a thread of the merge has under way at once
-constexpr bool AHEAD = FS_AHEAD;  // the merge fetches its first parts before it has their weights
 static_assert(MT * 16 == ROWS && BLOCK_K == FS_BLOCK_K && STAGES >= 2, "see families.decode");
 
 struct Stage {  // lives from its copy, STAGES - 1 tiles ahead, to the end of its tile
@@ -349,8 +348,8 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
                            ? __ldcg(reinterpret_cast<const float4*>(from + (s + u) * step))
                            : float4{0, 0, 0, 0};
         };
-        float4 ahead[BATCH];
-        if (AHEAD && threadIdx.x < n_rows * (WIDTH / 4)) fetch(ahead, part_of(threadIdx.x), 0);
+        float4 ahead[BATCH];  // a thread's first parts, fetched before their weights are known
+        if (threadIdx.x < n_rows * (WIDTH / 4)) fetch(ahead, part_of(threadIdx.x), 0);
         for (int r = warp; r < n_rows; r += WARPS) {
             const float* part = a.l_part + row_of_first + r;
             float top = NEG_INF, sum = 0.0f;
@@ -374,7 +373,7 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
             float4 x = {0, 0, 0, 0};
             for (int s = 0; s < splits; s += BATCH) {
                 float4 y[BATCH];
-                if (AHEAD && at == threadIdx.x && s == 0) {
+                if (at == threadIdx.x && s == 0) {
 #pragma unroll
                     for (int u = 0; u < BATCH; ++u) y[u] = ahead[u];
                 } else {
