@@ -9,7 +9,7 @@ import pytest
 
 import flashsim
 from flashsim import Device, OptionError, Problem, Tiling, UnsupportedError
-from flashsim.studies.predict import Constants, crossover, model, predict
+from flashsim.studies.predict import Constants, model, predict
 from flashsim.studies.predict.blocks import makespan
 from flashsim.studies.predict.calibration import (
     DECODING,
@@ -199,16 +199,6 @@ def test_standard_attention_that_stays_in_l2():
     packed = Problem(8, cu_seqlens_q=(0, 8), cu_seqlens_k=(0, 8), dtype="bfloat16")
     with pytest.raises(UnsupportedError, match="are packed; give batch"):
         predict(packed, algorithm="standard")
-
-
-def test_flash_wins_by_more_where_sequences_are_longer():
-    table = crossover(Problem(1, head_dim=64, heads=12, dtype="bfloat16"), (512, 4096))
-    (short, *_, little, s, _), (_, plain, flash, much, _, keeps) = table.rows
-    assert short == 512
-    assert s == 12 * 512**2 * 2
-    assert much == pytest.approx(plain / flash)
-    assert much > little
-    assert keeps > 12 * 4096**2 * 2
 
 
 CACHE = Problem(1, 131_072, 128, heads=32, kv_heads=8, dtype="bfloat16")

@@ -1,12 +1,11 @@
 """How long the GPU kernels of `flashsim.backends` take: a model of units, overlap, waves and tails.
 
-Standard attention's time, and when FlashAttention wins: `crossover`. What the model was calibrated
+Standard attention's time, too, and when FlashAttention wins: `when`. What the model was calibrated
 on, and how far off it is elsewhere: docs/guides/truth.md.
 """
 
 from flashsim.problem.links import LINKS, Link
 from flashsim.studies.predict.calibration import CALIBRATED, Constants
-from flashsim.studies.predict.crossover import crossover
 from flashsim.studies.predict.ideal import least
 from flashsim.studies.predict.lengths import versions, when
 from flashsim.studies.predict.model import predict
@@ -21,7 +20,6 @@ __all__ = [
     "Prediction",
     "SpreadTime",
     "StageTime",
-    "crossover",
     "least",
     "predict",
     "spread",

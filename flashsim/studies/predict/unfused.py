@@ -23,8 +23,8 @@ from flashsim.studies.predict.calibration import HBM_SHARE, LAUNCH, MATRIX_SHARE
 from flashsim.studies.predict.prediction import Prediction, StageTime
 from flashsim.studies.predict.units import SPECIAL, clock, once_bytes
 
-#: Sides of a library's tile of a product: how many blocks there are to share out over the SMs.
-SIDE = 128
+#: A library's tile of a product: how many blocks there are to share out over the SMs.
+PRODUCT = Tiling(128, 128)
 
 
 def predict_standard(problem: Problem, direction: str, device: Device) -> Prediction:
@@ -42,7 +42,7 @@ def predict_standard(problem: Problem, direction: str, device: Device) -> Predic
             "standard attention's time is predicted for batches of one length, and these sequences "
             "are packed; give batch and n_q"
         )
-    traffic = Traffic(problem, Tiling(SIDE, SIDE), "standard", direction, device)
+    traffic = Traffic(problem, PRODUCT, "standard", direction, device)
     return Prediction(traffic, "library", tuple(_stage(one, traffic) for one in traffic.stages))
 
 
@@ -74,4 +74,4 @@ def _tiles(stage: plans.Stage, problem: Problem) -> int:
     its = shape(problem, stored)
     rows = problem.n_kv if its.axis == COL else problem.n_q
     columns = problem.n_kv if its.axis == TILE else its.elements
-    return -(-rows // SIDE) * -(-columns // SIDE)
+    return -(-rows // PRODUCT.block_q) * -(-columns // PRODUCT.block_k)
