@@ -102,6 +102,12 @@ def test_every_page_is_in_the_list_of_pages():
     assert {Path(name) for name in listed if not name.startswith("..")} == pages
 
 
+def test_the_reference_lists_what_is_public():
+    table = (ROOT / "docs/reference/api.md").read_text(encoding="utf-8").partition("|---|---|")[2]
+    public = {name for name in flashsim.__all__ if not name.startswith("__")}
+    assert set(re.findall(r"`(\w+)`", table)) == public | set(flashsim._LATE)
+
+
 # -- names of files and modules -------------------------------------------------------------------
 
 

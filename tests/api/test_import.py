@@ -65,7 +65,8 @@ def storeys(page):
     return [re.findall(r"`(\w+)`", row.split("|")[1]) for row in rows]
 
 
-STOREYS = storeys((ROOT / "docs/reference/design.md").read_text(encoding="utf-8"))
+DESIGN = (ROOT / "docs/reference/design.md").read_text(encoding="utf-8")
+STOREYS = storeys(DESIGN)
 RANK = {name: rank for rank, names in enumerate(STOREYS) for name in names}
 
 
@@ -128,6 +129,14 @@ def circles(graph):
 def test_every_part_has_its_storey():
     parts = {name.split(".")[1] for name in SOURCES if "." in name}
     assert parts == set(RANK)
+
+
+def test_every_room_of_a_storey_is_listed():
+    listed = re.findall(r"^\| `(\w+)` \| (`.*?) \|", DESIGN.partition("| storey |")[2], re.M)
+    assert len(listed) > 10
+    for storey, rooms in listed:
+        modules = {name.split(".")[2] for name in SOURCES if name.startswith(f"flashsim.{storey}.")}
+        assert set(re.findall(r"`(\w+)`", rooms)) == modules, storey
 
 
 def test_no_import_climbs():
