@@ -7,7 +7,8 @@ Implementations: flashsim's GPU backends; torch's FlashAttention-2, cuDNN, memor
 kernels through `scaled_dot_product_attention`; and, where it imports, flash-attention's CuTe-DSL
 kernels (docs/guides/performance.md says how to bring them). Times are medians of interleaved
 repetitions between CUDA events, after warm-up; each repetition makes several calls back to back
-behind a spinning kernel, so that the host runs ahead and the GPU's time alone is measured, and
+behind a spinning kernel, which takes twice as long as these calls have taken the host since the
+repetition that warms up, so that the host runs ahead and the GPU's time alone is measured, and
 behind a call that is not timed. Their order is another one in each repetition: what runs hot or
 leaves the clocks low comes before everyone alike. FLOPs are the papers': 4 B H N^2 d forward (half
 for causal; under a window what it keeps), 2.5 times that backward. Peaks are memory in use beyond
@@ -27,6 +28,7 @@ import random
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -47,6 +49,8 @@ COLUMNS = (
 TOKENS, D_MODEL = 16384, 2048
 DTYPES = ("bfloat16", "float16", "float32")
 DIRECTIONS = {"forward": 1.0, "backward": 2.5}  # FLOPs, of the forward pass's
+#: A repetition's spinning kernel, over what its calls take the host.
+MARGIN = 2.0
 #: The status of a row that a new process is to measure again.
 AGAIN = "again"
 
@@ -156,6 +160,7 @@ class Contender:
     row: dict[str, Any]
     work: Callable[[], Any] | None = None
     times: list[float] = field(default_factory=list)
+    hosts: list[float] = field(default_factory=list)  # seconds that a repetition's calls took it
 
     def attempt(self, direction: str, step: Callable[[], None]) -> None:
         """Take a step of a direction, unless one failed before; note a failure.
@@ -190,6 +195,7 @@ class Contender:
         _, peak, _ = lab.peak(self.work)
         self.row[f"{direction}_peak_MiB"] = peak / MIB
         self.times.clear()
+        self.hosts.clear()
 
     def time(self, lab: Lab, *, flush: bool) -> None:
         """One repetition: the mean of a few calls behind another, or one behind a flushed cache."""
@@ -197,13 +203,16 @@ class Contender:
         calls = 1 if flush else 3
         if flush:
             lab.flush()
-        lab.spin()
+        lab.spin(MARGIN * min(self.hosts, default=0.0))  # the least: none waited for the GPU
+        began = time.perf_counter()
         if not flush:
             self.work()  # the chip as this kernel leaves it, not the last one
         start = lab.event()
         for _ in range(calls):
             self.work()
-        self.times.append(lab.milliseconds(start, lab.event()) / calls)
+        end = lab.event()
+        self.hosts.append(time.perf_counter() - began)
+        self.times.append(lab.milliseconds(start, end) / calls)
 
     def report(self, direction: str, flops: float) -> None:
         """Write the median into the row; the first repetition warmed up."""

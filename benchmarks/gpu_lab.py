@@ -5,22 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 MIB = 1024 * 1024
+#: The least seconds that `Lab.spin` takes, and a clock (Hz) that no SM is above.
+SPIN, CLOCK = 500e-6, 3e9
 
 
 class Lab:
     """Arrays on the GPU, elapsed time and memory in use.
 
     `array` makes a random one, `event` and `milliseconds` a clock on the GPU, `spin` keeps it busy
-    while the host runs ahead, `flush` empties the L2 cache; `peak` gives what a call returns, the
-    peak of memory in use beyond what was there, and what it keeps, in bytes.
+    for so many seconds or more, while the host runs ahead, `flush` empties the L2 cache; `peak`
+    gives what a call returns, the peak of memory in use beyond what was there, and what it keeps,
+    in bytes.
     """
 
     name: str
     array: Callable[[tuple[int, ...], str], Any]
     event: Callable[[], Any]
     milliseconds: Callable[[Any, Any], float]
-    spin: Callable[[], None]
+    spin: Callable[..., None]
     flush: Callable[[], None]
     peak: Callable[[Callable[[], Any]], tuple[Any, int, int]]
     release: Callable[[], None]
@@ -50,9 +55,9 @@ class TorchLab(Lab):
         end.synchronize()
         return start.elapsed_time(end)
 
-    def spin(self) -> None:
+    def spin(self, seconds: float = SPIN) -> None:
         """See `Lab`."""
-        self.torch.cuda._sleep(1_000_000)
+        self.torch.cuda._sleep(_cycles(seconds))
 
     def flush(self) -> None:
         """See `Lab`."""
@@ -100,9 +105,9 @@ class CupyLab(Lab):
         end.synchronize()
         return self.cupy.cuda.get_elapsed_time(start, end)
 
-    def spin(self) -> None:
+    def spin(self, seconds: float = SPIN) -> None:
         """See `Lab`."""
-        _spinning(self.cupy)((1,), (1,), (1_000_000,))
+        _spinning(self.cupy)((1,), (1,), (np.int64(_cycles(seconds)),))
 
     def flush(self) -> None:
         """See `Lab`."""
@@ -132,9 +137,14 @@ class CupyLab(Lab):
         self.cupy.get_default_memory_pool().free_all_blocks()
 
 
+def _cycles(seconds: float) -> int:
+    """That a spinning kernel counts."""
+    return int(max(SPIN, seconds) * CLOCK)
+
+
 def _spinning(cupy: Any) -> Any:
     loop = "long long t = clock64(); while (clock64() - t < n);"
-    return cupy.RawKernel('extern "C" __global__ void spin(int n) {' + loop + "}", "spin")
+    return cupy.RawKernel('extern "C" __global__ void spin(long long n) {' + loop + "}", "spin")
 
 
 def open_lab() -> tuple[Lab, str]:

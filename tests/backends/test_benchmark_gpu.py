@@ -3,6 +3,7 @@
 import csv
 import importlib
 import sys
+import time
 from collections import Counter
 from functools import partial
 from itertools import pairwise
@@ -49,8 +50,8 @@ class FakeLab:
     def milliseconds(self, start, end):
         return end - start
 
-    def spin(self):
-        pass
+    def spin(self, seconds):
+        FakeLab.spun = seconds
 
     def flush(self):
         FakeLab.flushed = True
@@ -144,6 +145,25 @@ def test_nobody_always_follows_the_same_one(bench, worker, monkeypatch):
     for n in range(5):
         before = [followed[m, n] for m in range(5) if m != n]
         assert max(before) < sum(before) / 2
+
+
+def test_the_gpu_is_kept_busy_for_longer_than_the_host_needs(bench, worker, monkeypatch):
+    """A call takes the host 2 ms: four of them, behind the kernel that spins."""
+    spun = []
+
+    class Slow(Fake):
+        def forward(self, x):
+            spun.append(FakeLab.spun)
+            time.sleep(2e-3)
+            return x.q
+
+        inference = forward
+
+    monkeypatch.setattr(FakeLab, "spun", None, raising=False)
+    rows_of(worker, bench, monkeypatch, {"slow": Slow()}, repetitions=2)
+    repetitions = spun[2:-1:4]  # behind what compiles and what is asked for its memory
+    assert repetitions[0] == 0
+    assert min(repetitions[1:]) >= bench.MARGIN * 4 * 2e-3
 
 
 def test_every_implementation_gets_a_row_whatever_fails(bench, worker, monkeypatch):
