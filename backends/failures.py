@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from flashsim.errors import BackendUnavailable
 
-_INSTALL = "install it for your driver's CUDA: pip install 'flashsim[cuda13]' or 'flashsim[cuda12]'"
+_EXTRAS = "'flashsim-attention[cuda13]' or 'flashsim-attention[cuda12]'"
+INSTALL = f"install it for your driver's CUDA: pip install {_EXTRAS}"
 _FULL = frozenset({"OutOfMemoryError"})  # CuPy's and torch's
 _REFUSED = frozenset(
     {
@@ -32,7 +33,7 @@ def require_cupy(backend: str) -> None:
         import cupy  # noqa: F401
     except ImportError as error:
         raise BackendUnavailable(
-            f"backend={backend!r} needs CuPy, which cannot be imported ({error}); {_INSTALL}"
+            f"backend={backend!r} needs CuPy, which cannot be imported ({error}); {INSTALL}"
         ) from None
     except OSError as error:  # it makes the folder of its cache as it is imported
         raise BackendUnavailable(
@@ -65,10 +66,10 @@ def _meaning(error: Exception) -> str | None:
         return (
             f"a kernel does not compile: {_first_error(str(error))}; the compiler must know this "
             "GPU and find CUDA's headers: upgrade CuPy and numba-cuda, of the CUDA version that "
-            "the driver takes: pip install --upgrade 'flashsim[cuda13]' or 'flashsim[cuda12]'"
+            f"the driver takes: pip install --upgrade {_EXTRAS}"
         )
     if names & _UNLOADED or "failed to load lib" in str(error):
-        return f"a library of CUDA's is missing: {error}; {_INSTALL}"
+        return f"a library of CUDA's is missing: {error}; {INSTALL}"
     if names & _REFUSED:
         return (
             f"the GPU refused the launch: {error}; if it was an earlier kernel that failed, only a "

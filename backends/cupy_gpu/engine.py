@@ -267,8 +267,8 @@ def require_gpu() -> None:
         cuda = f"{version // 1000}.{version % 1000 // 10}"
         raise BackendUnavailable(
             f"CuPy {cupy.__version__} (built for CUDA {cuda}) finds no usable GPU: {error}; check "
-            "nvidia-smi, and that the driver is new enough for this CuPy (flashsim[cuda12] or "
-            "[cuda13] must match it)"
+            "nvidia-smi, and that the driver is new enough for this CuPy (the extra, [cuda12] or "
+            "[cuda13], must match it)"
         ) from None
     if not found:
         raise BackendUnavailable("no NVIDIA GPU is visible; see CUDA_VISIBLE_DEVICES, nvidia-smi")

@@ -30,8 +30,7 @@ def _require_numba_cuda() -> None:
     except ImportError as error:
         raise BackendUnavailable(
             f"backend='numba_cuda' needs NVIDIA's numba-cuda, which cannot be imported ({error}); "
-            "install it for your driver's CUDA: pip install 'flashsim[cuda13]' or "
-            "'flashsim[cuda12]'"
+            f"{failures.INSTALL}"
         ) from None
     try:
         from numba import config, cuda  # noqa: F401

@@ -105,8 +105,8 @@ class Sweep:
             import pandas
         except ImportError:
             raise BackendUnavailable(
-                "a DataFrame needs pandas, which is not installed: pip install flashsim[pandas]; "
-                "rows, csv() and json() work without it"
+                "a DataFrame needs pandas, which is not installed: "
+                "pip install 'flashsim-attention[pandas]'; rows, csv() and json() work without it"
             ) from None
         return pandas.DataFrame(self.rows, columns=list(COLUMNS)).convert_dtypes()
 

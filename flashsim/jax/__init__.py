@@ -1,6 +1,6 @@
 """Attention for models in JAX: a function with a gradient, on the CPU and on NVIDIA GPUs.
 
-Needs JAX (``pip install flashsim[jax]``).
+Needs JAX (``pip install 'flashsim-attention[jax]'``).
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ try:
     import jax
 except ImportError as error:
     raise BackendUnavailable(
-        f"flashsim.jax needs JAX, which cannot be imported ({error}): pip install 'flashsim[jax]'"
+        f"flashsim.jax needs JAX, which cannot be imported ({error}): "
+        "pip install 'flashsim-attention[jax]'"
     ) from None
 if not hasattr(jax, "ffi"):
     raise BackendUnavailable(
         f"flashsim.jax needs JAX 0.6 or newer, with jax.ffi, and finds {jax.__version__}: "
-        "pip install 'flashsim[jax]'"
+        "pip install 'flashsim-attention[jax]'"
     )
 
 from flashsim.jax.functional import attention

@@ -2,7 +2,8 @@
 
 And `watch`, which counts the attention that a model has.
 
-Needs torch (``pip install flashsim[torch]``); nothing is registered until `install` is called.
+Needs torch (``pip install 'flashsim-attention[torch]'``); nothing is registered until `install` is
+called.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ try:
 except ImportError as error:
     raise BackendUnavailable(
         f"flashsim.torch needs PyTorch, which cannot be imported ({error}): "
-        "pip install 'flashsim[torch]'"
+        "pip install 'flashsim-attention[torch]'"
     ) from None
 
 from flashsim.torch.functional import FlashAttention, attention

@@ -4,6 +4,7 @@ import csv
 import fnmatch
 import pkgutil
 import re
+from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,26 @@ def missing(text):
         except (ImportError, AttributeError):
             lost.add(name)
     return lost
+
+
+def test_what_one_is_told_to_install_exists():
+    """In pages and errors: the distribution by its name, which no index takes for another's."""
+    config = ConfigParser(interpolation=None)
+    config.read(ROOT / "setup.cfg", encoding="utf-8")
+    name, extras = config["metadata"]["name"], set(config["options.extras_require"])
+    assert name.replace("-", "") != "flashsim"  # as an index compares: `flash-sim` is another
+    sources = [p for f in FOLDERS for p in (ROOT / f).rglob("*") if p.suffix in SOURCES]
+    told = [
+        (source, *words)
+        for source in (*PAGES, *sources, ROOT / "Makefile")
+        for words in re.findall(
+            r"(flashsim[\w-]*|(?<=-e )\.)\[([a-z][\w,]*)\]", source.read_text(encoding="utf-8")
+        )
+    ]
+    assert len(told) > 8
+    for source, what, wanted in told:
+        assert what in (name, "."), source
+        assert set(wanted.split(",")) <= extras, source
 
 
 @pytest.mark.parametrize("page", PAGES, ids=short)

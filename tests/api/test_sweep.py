@@ -415,7 +415,7 @@ def test_a_dataframe_has_typed_columns():
 def test_without_pandas_a_dataframe_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
 
-    with pytest.raises(FlashSimError, match=r"pip install flashsim\[pandas\]"):
+    with pytest.raises(FlashSimError, match=r"pip install 'flashsim-attention\[pandas\]'"):
         flashsim.sweep(64).dataframe()
 
 

@@ -312,7 +312,7 @@ def test_without_cupy_the_backend_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.delitem(sys.modules, "flashsim.backends.cupy_gpu.engine", raising=False)
     x = np.zeros((8, 16), np.float32)
-    with pytest.raises(BackendUnavailable, match=r"pip install 'flashsim\[cuda13\]'"):
+    with pytest.raises(BackendUnavailable, match=r"pip install 'flashsim-attention\[cuda13\]'"):
         flashsim.run(x, x, x, backend="cupy")
 
 

@@ -185,11 +185,11 @@ def test_a_refused_launch_is_explained(failure, direction, host):
             RuntimeError(
                 "CuPy failed to load libnvrtc.so.12: OSError: libnvrtc.so.12: no such file"
             ),
-            r"a library of CUDA's is missing: .*libnvrtc\.so\.12.*pip install 'flashsim\[cuda13\]'",
+            r"a library of CUDA's is missing: .*libnvrtc\.so\.12.*'flashsim-attention\[cuda13\]'",
         ),
         (
             error("NvvmSupportError", ImportError, "libNVVM cannot be found"),
-            r"a library of CUDA's is missing: libNVVM cannot be found; .*flashsim\[cuda13\]",
+            r"a library of CUDA's is missing: libNVVM .*; .*flashsim-attention\[cuda13\]",
         ),
     ],
     ids=["CompileException", "nvJitLinkError", "libnvrtc", "libNVVM"],

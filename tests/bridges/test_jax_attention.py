@@ -222,7 +222,7 @@ def test_without_jax_it_says_what_to_install(module, words):
     )
     assert "BackendUnavailable: flashsim.jax needs JAX" in done.stderr
     assert words in done.stderr
-    assert "pip install 'flashsim[jax]'" in done.stderr
+    assert "pip install 'flashsim-attention[jax]'" in done.stderr
 
 
 # -- called as jax.nn's ---------------------------------------------------------------------------

@@ -291,7 +291,7 @@ def test_without_torch_it_says_what_to_install():
     code = "import sys; sys.modules['torch'] = None\nimport flashsim.torch"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "BackendUnavailable" in done.stderr
-    assert "pip install 'flashsim[torch]'" in done.stderr
+    assert "pip install 'flashsim-attention[torch]'" in done.stderr
 
 
 def test_flashsim_alone_imports_no_torch():

@@ -61,13 +61,13 @@ def main() -> None:
             ROOT,
             cwd=place,
         )
-        (wheel,) = place.glob("flashsim-*.whl")
+        (wheel,) = place.glob("flashsim_attention-*.whl")
         venv.create(place / "env", with_pip=False)
         python = place / "env" / "bin" / "python"
         pip = (sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check")
         run(*pip, "install", "-q", "--no-deps", "--no-index", "--no-compile", wheel, cwd=place)
         (packages,) = (place / "env" / "lib").glob("python*/site-packages")
-        (metadata,) = packages.glob("flashsim-*.dist-info")
+        (metadata,) = packages.glob("flashsim_attention-*.dist-info")
         link(Distribution.at(metadata).requires or [], packages)
         run(python, "-c", CHECK, ROOT, cwd=place)
         command = place / "env" / "bin" / "flashsim"
