@@ -154,14 +154,14 @@ def show(browser, tmp_path, request):
     """Open a page from file://; afterwards: no console message, no error, no request, a picture."""
     opened = []
 
-    def opener(page, width=1280, height=800, scheme="light"):
+    def opener(page, width=1280, height=800, scheme="light", at=""):
         path = page.save(tmp_path / f"page{len(opened)}.html")
         tab = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
         problems = []
         tab.on("console", lambda message: problems.append(message.text))
         tab.on("pageerror", lambda error: problems.append(str(error)))
         tab.on("request", lambda request: problems.append(request.url))
-        tab.goto(path.as_uri())
+        tab.goto(path.as_uri() + at)
         until(tab, "window.player && !player.dirty")
         opened.append((tab, problems))
         return tab
@@ -229,6 +229,27 @@ def test_buttons_scrub_and_keys(show, scheme):
     stats = viz.row_statistics(cases.trace(), *cases.arrays()[:2], row=95)
     m, alpha, l = stats.m[-1], stats.alpha[-1], stats.l[-1]
     assert label.endswith(f"row 95: m = {m:.2f}, α = {alpha:.2f}, l = {l:.2f}")
+
+
+def test_a_link_opens_the_page_at_a_step(show):
+    total = len(Steps(cases.trace()))
+    tab = show(viz.page(cases.trace()), at="#step=14")
+    assert status(tab).startswith("step 14 of")
+    tab.click("#next")
+    until(tab, "location.hash === '#step=15'")
+    tab.evaluate("location.hash = '#step=3'")  # as a reader changes it
+    until(tab, "player.time === 2")
+    assert status(tab).startswith("step 3 of")
+    for asked, step in (
+        (9999, total),
+        (0, 1),
+    ):  # the nearest; the address says so
+        tab.evaluate(f"location.hash = '#step={asked}'")
+        until(tab, f"location.hash === '#step={step}'")
+        assert status(tab).startswith(f"step {step} of")
+    plain = show(viz.page(cases.trace()), at="#elsewhere")
+    assert status(plain).startswith("step 1 of")
+    assert plain.evaluate("location.hash") == "#elsewhere"
 
 
 @pytest.mark.parametrize(("width", "height"), [(360, 740), (768, 700), (1366, 768)])

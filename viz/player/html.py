@@ -81,6 +81,8 @@ def page(
 ) -> Page:
     """A page that plays one trace, or two side by side.
 
+    A link that ends in ``#step=14`` opens it there; its address follows the step.
+
     Parameters
     ----------
     data : Trace, Result, Gradients, Comparison, or a list or dict (by label) of one or two

@@ -180,6 +180,7 @@ const SPEEDS = [1, 2, 5, 10, 20, 60, 120, 300, 1200];
 
 const player = {
   panes: [], time: 0, playing: false, dirty: true, speed: 10, clock: "steps", theme: "light", last: 0, owed: 0,
+  shown: 0, shownAt: 0,  // the step that the address shows, and since when
 
   start() {
     document.title = page.title;
@@ -202,7 +203,23 @@ const player = {
     const dark = window.matchMedia("(prefers-color-scheme: dark)").matches;
     this.setTheme(page.theme === "auto" ? (dark ? "dark" : "light") : page.theme);
     this.resize();
+    this.follow();
     requestAnimationFrame((now) => this.tick(now));
+  },
+
+  follow() {  // a link to a step: page.html#step=14
+    const asked = /^#step=(\d+)$/.exec(location.hash);
+    if (!asked) return;
+    this.shown = Number(asked[1]) - 1;
+    this.go(this.shown);
+  },
+
+  // The address becomes a link to this step. A frame's is nobody's to see; browsers want few changes.
+  address(now) {
+    if (this.playing || this.shown === this.time || now - this.shownAt < 300 || window !== window.top) return;
+    this.shown = this.time;
+    this.shownAt = now;
+    history.replaceState(null, "", `#step=${this.time + 1}`);
   },
 
   connect() {
@@ -220,6 +237,7 @@ const player = {
     // Also called when a notebook shows a frame that began without a size; panes follow the window.
     new ResizeObserver(() => this.resize()).observe(by("panes"));
     window.addEventListener("resize", () => this.resize());
+    window.addEventListener("hashchange", () => this.follow());
     document.addEventListener("keydown", (event) => this.key(event));
   },
 
@@ -317,6 +335,7 @@ const player = {
       }
     }
     if (this.dirty) { this.dirty = false; this.draw(); }
+    this.address(now);
     requestAnimationFrame((next) => this.tick(next));
   },
 
