@@ -87,6 +87,23 @@ def picture_of_a_solution(rows):
     return draw({f"tiles of {rows} rows": trace, "full marks": one.executed.trace}, one)
 
 
+def named(problem, bias=None):
+    """A mask of docs/guides/masks.md."""
+    scope = guide("masks.md")
+    return viz.mask(scope[problem], scope["tile"], bias=None if bias is None else scope[bias])
+
+
+def heads_of_keys():
+    """One token on a long cache: as many key heads as query heads, a quarter, one."""
+    cache = {"n_q": 1, "n_kv": 32_768, "head_dim": 128, "heads": 32, "dtype": "bfloat16"}
+    return {
+        f"{name}, {n} key head{'s' if n > 1 else ''}": flashsim.count(
+            Problem(**cache, kv_heads=n), algorithm="flash-decode", device="H100"
+        )
+        for name, n in (("MHA", 32), ("GQA", 8), ("MQA", 1))
+    }
+
+
 def three(**options):
     """Three algorithms on the same inputs."""
     return [run(name, **options) for name in ("standard", "flash1", "flash2")]
@@ -176,6 +193,17 @@ PLOTS = {
     "own-orders.png": lambda: viz.traffic([own("result"), own("turned")]),
     "own-levels.png": lambda: viz.sram_timeline(own("small"), steps=(0, 9)),
     "course-bytes.png": lambda: picture_of_a_solution(16),
+    "heads.png": lambda: viz.traffic(heads_of_keys()),
+    "mask-causal.png": lambda: named("causal"),
+    "mask-chunk.png": lambda: named("chunk"),
+    "mask-window.png": lambda: named("window"),
+    "mask-local.png": lambda: named("local"),
+    "mask-sinks.png": lambda: named("sinking"),
+    "mask-strided.png": lambda: named("dilated"),
+    "mask-block-sparse.png": lambda: named("sparse"),
+    "mask-documents.png": lambda: named("documents"),
+    "mask-prefix.png": lambda: named("prefix"),
+    "mask-alibi.png": lambda: named("biased", "alibi"),
     "gpu-blocks.png": lambda: viz.gpu_timeline(gpu("h200-forward")),
     "rank-timeline.png": lambda: viz.rank_timeline([ranks("ring"), ranks("zigzag")]),
     "scaling.png": lambda: viz.scaling(million()),

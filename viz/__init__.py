@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from flashsim.viz.plots.models import io_curve, memory_footprint, roofline
     from flashsim.viz.plots.ranks import rank_timeline, scaling
     from flashsim.viz.plots.series import roofline_series
-    from flashsim.viz.plots.tile_maps import tile_map
+    from flashsim.viz.plots.tile_maps import mask, tile_map
     from flashsim.viz.plots.traffic_bars import cumulative, diff, sram_timeline, traffic
     from flashsim.viz.save import save_figure
 
@@ -40,7 +40,7 @@ _ROOMS = {
     "plots.models": ("io_curve", "memory_footprint", "roofline"),
     "plots.series": ("roofline_series",),
     "plots.ranks": ("rank_timeline", "scaling"),
-    "plots.tile_maps": ("tile_map",),
+    "plots.tile_maps": ("mask", "tile_map"),
     "plots.gpu_timelines": ("gpu_timeline",),
     "data.statistics": ("row_statistics",),
     "save": ("save_figure",),
@@ -59,6 +59,7 @@ __all__ = [
     "gpu_timeline",
     "io_curve",
     "l2_curve",
+    "mask",
     "memory_footprint",
     "page",
     "predicted_against_measured",

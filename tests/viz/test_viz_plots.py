@@ -48,6 +48,7 @@ AGREEMENT = {f"series {n}": [(1.0 + n / 100, 1.0), (9.0, 10.0)] for n in range(7
 EVERY = {
     "traffic": lambda **o: viz.traffic([cases.trace("standard"), cases.trace()], **o),
     "tile_map": lambda **o: viz.tile_map(cases.trace(), **o),
+    "mask": lambda **o: viz.mask(Problem(96, causal=True), **o),
     "cumulative": lambda **o: viz.cumulative(cases.result(), **o),
     "sram_timeline": lambda **o: viz.sram_timeline(cases.trace(), **o),
     "io_curve": lambda **o: viz.io_curve(counts(), **o),
@@ -393,6 +394,47 @@ def test_tile_map_of_a_large_grid_has_no_numbers():
     ax = viz.tile_map(big)
     assert not [t for t in ax.texts if t.get_text().isdigit()]
     assert ax.images[0].get_array().shape == (20, 20)
+
+
+def test_a_thin_part_on_top_leaves_room_for_the_total():
+    decode = Problem(1, 32_768, heads=32, dtype="bfloat16")  # its partial results: a ten-thousandth
+    counted = flashsim.count(decode, algorithm="flash-decode", device="H100")
+    low, high = viz.traffic(counted).get_ylim()
+    assert low == 0
+    assert high > 1.1 * counted.bytes("load")
+
+
+def test_mask_shows_what_is_kept_wasted_and_skipped():
+    problem = Problem(48, 64, window=(20, 4))
+    ax = viz.mask(problem, Tiling(16, 16))
+    picture = ax.images[0].get_array()
+    kept = problem.keep(problem.sequences[0], np.arange(48), np.arange(64))
+    drawn = {tuple(c) for c in picture[kept].tolist()}
+    assert len(drawn) == 1
+    tiles = kept.reshape(3, 16, 4, 16).any((1, 3)).repeat(16, 0).repeat(16, 1)
+    assert np.array_equal(picture[..., 3] > 0, tiles)
+    wasted = {tuple(c) for c in picture[tiles & ~kept].tolist()}
+    assert len(wasted) == 1
+    assert not wasted & drawn
+    texts = [text.get_text() for text in ax.get_legend().get_texts()]
+    skipped = 12 - int(tiles[::16, ::16].sum())
+    assert texts == [
+        f"kept: {kept.sum():,} scores",
+        f"computed and masked: {(tiles & ~kept).sum():,}",
+        f"skipped: {skipped} of 12 tiles",
+    ]
+    assert len(viz.mask(Problem(32), Tiling(16, 16)).get_legend().get_texts()) == 1
+
+
+def test_mask_shades_a_bias():
+    bias = np.arange(32 * 32).reshape(32, 32)
+    light = viz.mask(Problem(32), bias=bias).images[0].get_array()[..., :3].sum(2)
+    assert (np.diff(light.ravel()) <= 0).all()
+    assert light[0, 0] > light[-1, -1]
+    with pytest.raises(OptionError, match=r"one value a score, \(32, 32\), got \(32,\)"):
+        viz.mask(Problem(32), bias=np.zeros(32))
+    with pytest.raises(OptionError, match=r"4,194,304 of them; got 4,096 x 4,096"):
+        viz.mask(Problem(4096))
 
 
 def test_tile_map_unknown_color():

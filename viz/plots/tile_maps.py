@@ -1,4 +1,4 @@
-"""The map of score tiles: which are visited, in which order, and what each one costs."""
+"""Maps of the scores: what the mask keeps, which tiles are visited, when, and at what cost."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection, PolyCollection
+from matplotlib.colors import to_rgba
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.patheffects import Normal, Stroke
 from matplotlib.ticker import MaxNLocator
 
 from flashsim.errors import OptionError, choices
+from flashsim.problem.problem import Problem
 from flashsim.schedule.schedule import Schedule
+from flashsim.schedule.tiling import Tiling
 from flashsim.viz.data import sources
 from flashsim.viz.data.diagram import CUT, corners, tile_kinds
 from flashsim.viz.data.parts import page_edges, part_edges, part_numbers
@@ -25,6 +28,8 @@ QUANTITIES = ("order", "bytes", "flops", "block")
 _UNITS = {"order": "visit number", "bytes": "requested HBM bytes", "flops": "FLOPs"}
 _UNITS["block"] = "thread block"
 _LABELS_UP_TO = 17  # tiles a side, beyond which numbers in the cells no longer read
+_SKIPPED, _WASTED, _KEPT = range(3)
+_MOST_SCORES = 1 << 22
 
 
 @themed
@@ -116,6 +121,84 @@ def tile_map(
     )
     title = f"{sources.title(trace.algorithm)} {trace.direction}: {schedule.outer} outside"
     heading(ax, theme, title, sources.common([trace]))
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    for side in ("left", "bottom"):
+        ax.spines[side].set_visible(False)
+
+
+@themed
+def mask(
+    problem: Problem, tiling: Tiling | None = None, *, bias: Any = None, ax: Axes, theme: Theme
+) -> None:
+    """What a mask keeps, score by score, and what tiles make of it.
+
+    A tile without a kept score is skipped; of the others every score is computed, also those that
+    the mask then takes away. ``ax.images[0]`` holds the picture, (n_q, n_kv, 4).
+
+    Parameters
+    ----------
+    problem : Problem
+        Its lengths and its mask are drawn, of one head.
+    tiling : Tiling, optional
+        Default: 32 x 32.
+    bias : array_like of float, shape (n_q, n_kv), optional
+        What is added to each score: the stronger a kept score's shade, the larger.
+    ax, theme
+        See `themed`.
+
+    Raises
+    ------
+    OptionError
+        For more than four million scores, or a bias of another shape.
+    """
+    shape = (problem.n_q, problem.n_kv)
+    if shape[0] * shape[1] > _MOST_SCORES:
+        raise OptionError(
+            f"a mask is drawn score by score, up to {_MOST_SCORES:,} of them; got "
+            f"{shape[0]:,} x {shape[1]:,}: draw a smaller problem of the kind"
+        )
+    schedule = Schedule(problem, Tiling(32, 32) if tiling is None else tiling)
+    scores = np.full(shape, _SKIPPED, np.uint8)
+    ptr, columns, _ = schedule.row_csr
+    for i, j in zip(np.repeat(range(schedule.t_r), np.diff(ptr)), columns, strict=True):
+        keep = schedule.keep(i, j)
+        scores[schedule.row_slice(i), schedule.col_slice(j)] = (
+            _KEPT if keep is None else np.where(keep, _KEPT, _WASTED)
+        )
+    kept, wasted = int((scores == _KEPT).sum()), int((scores == _WASTED).sum())
+    shades = np.full(shape, 0.5)
+    if bias is not None:
+        added = np.asarray(bias, dtype=np.float64)
+        if added.shape != shape:
+            raise OptionError(f"bias must have one value a score, {shape}, got {added.shape}")
+        seen = added[scores == _KEPT] if kept else added
+        shades = (added - seen.min()) / (np.ptp(seen) or 1)
+    faint = to_rgba(theme.accent, 0.55)
+    picture = ramp(theme)(shades)
+    picture[scores == _WASTED] = faint
+    picture[scores == _SKIPPED] = 0
+    skipped: dict[str, Any] = {
+        "facecolor": theme.panel, "edgecolor": theme.grid, "hatch": HATCH, "lw": 0,
+    }  # fmt: skip
+    box = (-0.5, shape[1] - 0.5, shape[0] - 0.5, -0.5)
+    ax.add_patch(Rectangle((-0.5, -0.5), shape[1], shape[0], zorder=1, **skipped))
+    ax.imshow(picture, interpolation="nearest", extent=box, zorder=2)
+    lines: dict[str, Any] = {"color": theme.background, "lw": 0.8, "zorder": 3}
+    ax.vlines(schedule.cols[:, 0] - 0.5, -0.5, shape[0] - 0.5, **lines)
+    ax.hlines(schedule.rows[:, 0] - 0.5, -0.5, shape[1] - 0.5, **lines)
+    tiles = schedule.t_r * schedule.t_c
+    handles = [Patch(facecolor=ramp(theme)(0.5), label=f"kept: {kept:,} scores")]
+    if wasted:
+        handles.append(Patch(facecolor=faint, label=f"computed and masked: {wasted:,}"))
+    if schedule.n_visits < tiles:
+        left_out = f"skipped: {tiles - schedule.n_visits:,} of {tiles:,} tiles"
+        handles.append(Patch(label=left_out, **skipped))
+    ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.02, 1))
+    ax.set(xlabel="key", ylabel="query")
+    title = f"{kept / (shape[0] * shape[1]):.0%} of the scores are kept"
+    about = f"tiles of {schedule.tiling.block_q} x {schedule.tiling.block_k}"
+    heading(ax, theme, title, about)
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     for side in ("left", "bottom"):

@@ -90,7 +90,10 @@ def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme
     ax.grid(axis="y")
     if log:
         ax.set_yscale("log")
+    ax.use_sticky_edges = log  # where a thin part begins at the top, it would hold the margin back
     ax.margins(y=0.16)
+    if not log:
+        ax.set_ylim(bottom=0)
     ax.set(ylabel="requested HBM bytes")
     about = ", ".join([sources.common(groups.values()), *alike])
     heading(ax, theme, "What moves between HBM and SRAM", about)
