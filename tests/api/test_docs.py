@@ -4,12 +4,15 @@ import csv
 import fnmatch
 import pkgutil
 import re
+import shlex
 from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
+import typer
 
 import flashsim
+from flashsim.cli import app
 from flashsim.errors import BackendUnavailable
 
 ROOT = Path(__file__).parents[2]
@@ -154,6 +157,15 @@ def test_what_one_is_told_to_install_exists():
     for source, what, wanted in told:
         assert what in (name, "."), source
         assert set(wanted.split(",")) <= extras, source
+
+
+def test_the_commands_of_the_glossary_are_commands():
+    text = (ROOT / "docs/guides/glossary.md").read_text(encoding="utf-8")
+    told = sorted(set(re.findall(r"`flashsim ([^`]+)`", text)))
+    assert len(told) > 20
+    commands = typer.main.get_command(app.app).commands
+    for name, *words in map(shlex.split, told):
+        commands[name].make_context(name, words)  # raises for an option that there is none of
 
 
 @pytest.mark.parametrize("page", PAGES, ids=short)
