@@ -42,6 +42,12 @@ def test_zigzag_is_balanced_and_plain_ring_is_not():
     assert waits.max() < 0.1 * zigzag.seconds
 
 
+def test_no_wait_is_none_nor_less():
+    problem = Problem(65536, 65536, 128, heads=32, kv_heads=8, dtype="bfloat16", causal=True)
+    rows = predict.spread(problem, ranks=8, scheme="zigzag").table().records()
+    assert [str(row["waits ms"]) for row in rows] == ["0.0"] * 8
+
+
 def test_gradients_on_their_way_home_have_something_to_hide_behind():
     found = predict.spread(CAUSAL, ranks=2, direction="backward", algorithm="flash2-fused")
     assert found.account.steps == ("ring 0", "ring 1", "home")

@@ -87,7 +87,8 @@ class SpreadTime:
             f"{self.link.name}, {self.network.name} between hosts; compute: of the rank with the "
             "most, least: with the least; waits: the longest",
         )
-        waits = (self.end - self.start - self.compute).round(12)  # a picosecond is no wait
+        # A picosecond is no wait, nor less than none.
+        waits = np.maximum(self.end - self.start - self.compute, 0).round(12)
         for n, step in enumerate(account.steps):
             table.rows.append(
                 (
