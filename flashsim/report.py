@@ -244,18 +244,28 @@ def _grids(
             return []
         while needs(stop) > width and stop > start + 1:
             stop -= 1
-        spare = max(width - needs(stop), 0)
+        room = width - _GAP * (len(used(stop)) - 1)
+        widths = _shared([least[n] for n in used(stop)], [wanted[n] for n in used(stop)], room)
         grid = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-        for n in used(stop):
-            more = min(spare, wanted[n] - least[n])
-            spare -= more
+        for n, wide in zip(used(stop), widths, strict=True):
             justify: Any = "right" if right[n] else "left"
-            grid.add_column(Text(head[n]), justify=justify, width=least[n] + more, overflow="fold")
+            grid.add_column(Text(head[n]), justify=justify, width=wide, overflow="fold")
         for row in rows:
             grid.add_row(*(Text(row[n]) for n in used(stop)))
         grids += ["", grid] if grids else [grid]
         start = stop
     return grids
+
+
+def _shared(least: Sequence[int], wanted: Sequence[int], room: int) -> list[int]:
+    """Widths of columns: what each wants; where there is no room, those that want most share it."""
+    upto = lambda cap: [max(x, min(y, cap)) for x, y in zip(least, wanted, strict=True)]  # noqa: E731
+    cap = max((c for c in range(max(wanted) + 1) if sum(upto(c)) <= room), default=0)
+    widths, wider = upto(cap), upto(cap + 1)
+    for n, (width, more) in enumerate(zip(widths, wider, strict=True)):
+        if sum(widths) < room:  # what does not go up evenly
+            widths[n] = max(width, more)
+    return widths
 
 
 # -- values in a notebook --------------------------------------------------------------------------

@@ -35,6 +35,16 @@ def test_text_aligns_formats_and_keeps_brackets(table):
     assert str(table) == table.text()
 
 
+def test_columns_that_want_most_share_the_room():
+    words = "some words " * 8
+    table = Table("", ("name", "first", "short", "second"), [("a", words, "so far", words)])
+    head, rule, *_ = table.text(width=80).splitlines()
+    first, short, second = (head.index(name) for name in table.columns[1:])
+    assert second - short == len("so far") + 2
+    assert abs((short - first) - (len(rule) + 2 - second)) <= 1
+    assert len(rule) == 80
+
+
 def test_json_and_csv_keep_values_exact(table):
     assert json.loads(table.json()) == table.records()
     assert table.records()[0] == {
