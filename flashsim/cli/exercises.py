@@ -66,8 +66,9 @@ def hint(
 
 
 def reveal(name: _Name) -> None:
-    """Print a reference solution, which gets every point."""
-    typer.echo(shelf.get(name).solution_source, nl=False)
+    """Print a reference solution, which gets every point; in a file, it can be graded."""
+    one = shelf.get(name)
+    typer.echo(f"# flashsim exercise: {one.name}\n\n{one.solution_source}", nl=False)
 
 
 def predict(
