@@ -1,4 +1,4 @@
-"""Write every picture, animation and page of guides/gallery.md and README.md into docs/gallery/.
+"""Write every picture, animation and page of the guides and README.md into docs/gallery/.
 
     python docs/gallery.py [NAME ...]
 

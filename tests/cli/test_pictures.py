@@ -219,7 +219,8 @@ def test_the_gallery_writes_what_the_docs_show(tmp_path, monkeypatch):
     gallery = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(gallery)
     names = {*gallery.PLOTS, *gallery.ANIMATIONS, *gallery.FILES, "page.png"}
-    text = (docs / "guides" / "gallery.md").read_text(encoding="utf-8")
+    pages = ("gallery.md", "masks.md")
+    text = "".join((docs / "guides" / page).read_text(encoding="utf-8") for page in pages)
     assert names == {path.name for path in (docs / "gallery").iterdir()}
     assert all(f"(../gallery/{name})" in text for name in names)
     monkeypatch.setattr(gallery, "HERE", tmp_path)
