@@ -28,6 +28,14 @@ def test_a_ring_of_equal_blocks_by_hand():
         assert found.efficiency == pytest.approx(one / found.seconds / 4)
 
 
+def test_blocks_are_no_faster_than_one_long_kernel():
+    """The whole runs for longer than a chip stays below its power limit, a block does not."""
+    problem = Problem(131_072, head_dim=128, heads=32, dtype="bfloat16", causal=True)
+    found = predict.spread(problem, ranks=16, host=16)
+    assert 0.8 < found.efficiency < 1
+    assert found.one < predict.predict(problem).seconds
+
+
 def test_latency_is_paid_once_a_message():
     fast, slow = (Link("mine", 1e6, latency) for latency in (0.0, 1.0))
     times = [predict.spread(CAUSAL, ranks=4, link=link).seconds for link in (fast, slow)]

@@ -35,7 +35,7 @@ class SpreadTime:
     link, network : Link
         Inside a host, and between hosts.
     one : float
-        Seconds that one such GPU would take for the whole.
+        Seconds that one such GPU would take for the whole, if its power had no limit.
     compute : ndarray, (ranks, steps)
         Seconds of local attention and merging.
     transfer : ndarray, (ranks, steps)
@@ -128,7 +128,9 @@ def spread(
     At each step every rank begins to send, to receive and to compute at once; a transfer begins
     when both of its ends have begun the step; the next step begins when the blocks are computed,
     and what was sent and received has arrived. Links are as fast as on paper and slow no kernel.
-    Blocks take what `predict` says of them, merging what HBM needs for its bytes.
+    Blocks take what `predict` says of them, merging what HBM needs for its bytes. All run at the
+    clock of short kernels: a power limit would slow many blocks in a row and one GPU's long kernel
+    alike, which `predict` says of the long kernel only.
 
     Parameters
     ----------
@@ -175,19 +177,19 @@ def spread(
 def _seconds(
     problem: Problem, direction: str, algorithm: str, kernels: str | None, device: Device
 ) -> float:
-    """At the clock before power limits it: a rank's many short kernels and the one long kernel that
-    they are compared with would be told apart by it, and both run for as long.
-    """
-    if kernels is None:
-        kernels = "hopper" if device.compute_capability == (9, 0) else "portable"
-    constants = {name: one._replace(throttle=0.0) for name, one in CALIBRATED[kernels].items()}
+    plain = predict(
+        problem, direction=direction, algorithm=algorithm, kernels=kernels, device=device
+    )
+    if plain.kernels not in CALIBRATED:
+        return plain.seconds
+    unlimited = {name: c._replace(throttle=0.0) for name, c in CALIBRATED[plain.kernels].items()}
     return predict(
         problem,
         direction=direction,
         algorithm=algorithm,
-        kernels=kernels,
-        constants=constants,
+        kernels=plain.kernels,
         device=device,
+        constants=unlimited,
     ).seconds
 
 
