@@ -260,43 +260,14 @@ def run(
         Of a kind that fits (each is also a ValueError, TypeError, ...): what was wrong, what was
         given, what is possible.
     """
-    key = None
-    on_gpu = isinstance(backend, str) and backend not in dispatch.ON_CPU
-    if on_gpu and not isinstance(q, np.ndarray):
-        rare = bias, mask, block_mask, cu_seqlens_q, cu_seqlens_k
-        plain = all(one is None for one in rare) and isinstance(nan_policy, str)
-        if plain and nan_policy == "propagate" and _PLAIN.issuperset(options):
-            try:
-                key = (
-                    *(
-                        q.shape,
-                        k.shape,
-                        v.shape,
-                        q.dtype,
-                        k.dtype,
-                        v.dtype,
-                        type(q),
-                        type(k),
-                        type(v),
-                    ),
-                    *(
-                        algorithm,
-                        causal,
-                        window,
-                        softcap,
-                        scale,
-                        tiling,
-                        device,
-                        backend,
-                        key_order,
-                    ),
-                    *(trace, type(causal), type(window), type(softcap), type(scale), type(trace)),
-                    *options.items(),
-                )
-                asked = _ASKED.get(key)
-            except (AttributeError, TypeError):  # no array; or a value that has no hash
-                key = None
-    if key is None or asked is None:
+    rare = bias, mask, block_mask, cu_seqlens_q, cu_seqlens_k, nan_policy
+    plain = (
+        *(algorithm, causal, window, softcap, scale),
+        *(tiling, device, backend, key_order, trace),
+    )
+    key = _key(q, k, v, rare, plain, options)
+    asked = None if key is None else _ASKED.get(key)
+    if asked is None:
         asked = _ask(
             *(q, k, v, options),
             algorithm=algorithm,
@@ -401,6 +372,37 @@ _DEFAULTS = run.__kwdefaults__ or {}
 _ASKED: dict[tuple[Any, ...], _Asked] = {}
 _MOST_ASKED = 256
 _PLAIN = frozenset({"kernel", "allow_tf32"})
+
+
+def _key(
+    q: Any,
+    k: Any,
+    v: Any,
+    rare: tuple[Any, ...],
+    plain: tuple[Any, ...],
+    options: Mapping[str, Any],
+) -> tuple[Any, ...] | None:
+    """Where `_ASKED` has a question, or None for one that is asked anew each time.
+
+    `rare` is what must be left out, `plain` what is compared: True and 1 are equal, so the types
+    stand beside the values.
+    """
+    *arrays, nan_policy = rare
+    _, causal, window, softcap, scale, _, _, backend, _, trace = plain
+    on_gpu = isinstance(backend, str) and backend not in dispatch.ON_CPU
+    if not on_gpu or isinstance(q, np.ndarray) or any(x is not None for x in arrays):
+        return None
+    usual = isinstance(nan_policy, str) and nan_policy == "propagate"
+    if not usual or not _PLAIN.issuperset(options):
+        return None
+    try:
+        given = [part for x in (q, k, v) for part in (x.shape, x.dtype, type(x))]
+        kinds = [type(x) for x in (causal, window, softcap, scale, trace)]
+        key = (*given, *plain, *kinds, *options.items())
+        hash(key)
+    except (AttributeError, TypeError):  # no array; or a value that has no hash
+        return None
+    return key
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule.splitting import RESERVED
 from flashsim.schedule.tiling import Tiling
+from flashsim.studies.predict.blocks import makespan
 from flashsim.studies.predict.calibration import DECODING, DecodeConstants
-from flashsim.studies.predict.finish import finish
 from flashsim.studies.predict.prediction import StageTime
 
 ALGORITHM = decode.ALGORITHM
@@ -87,7 +87,9 @@ def stages(
     keys = np.minimum(tiles * made.block_k, made.items[:, 6])
     item = c.item + c.row * made.rows / made.row_tiles * p.head_dim_v
     copies = keys * key / c.rate
-    last, mean = finish(item + per_sm * copies, p.kv_heads * made.row_tiles, None, slots)
+    walks, durations = p.kv_heads * made.row_tiles, (item + per_sm * copies).tolist()
+    # A place of its own for each block: how many share an SM is in `copies` already.
+    last, mean = makespan(durations, [0.0] * len(durations), walks, walks, slots, 1)
     read = float(keys.sum()) * key * p.kv_heads * made.row_tiles
     hbm = read / (device.hbm_bandwidth * c.hbm_share)
     seconds = c.launch + max(last, hbm + item) + (c.table if page else 0)

@@ -105,8 +105,7 @@ def predict(
         return decoding(problem, direction, splits, device)
     if splits != "auto":
         raise OptionError(f"{algorithm!r} splits no keys; algorithm='flash-decode' does")
-    if kernels is None:
-        kernels = "hopper" if device.compute_capability == (9, 0) else "portable"
+    kernels = made_for(device) if kernels is None else kernels
     checks.one_of("kernels", kernels, CALIBRATED)
     inputs.check_tiling(tiling)
     for what, mapping, kind in (
@@ -126,6 +125,11 @@ def predict(
             raise OptionError(f"heads_in_group must be at least 1, got {heads!r} for {name!r}")
         passes = tuple(replace(x, clump=heads) if x.stage.name == name else x for x in passes)
     return Prediction(traffic, kernels, tuple(_stage(one, traffic, known) for one in passes))
+
+
+def made_for(device: Device) -> str:
+    """The kernel family that runs on a device if none is named."""
+    return "hopper" if device.compute_capability == (9, 0) else "portable"
 
 
 def decoding(problem: Problem, direction: str, splits: int | str, device: Device) -> Prediction:

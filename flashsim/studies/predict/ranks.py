@@ -17,7 +17,7 @@ from flashsim.problem.hardware import Device
 from flashsim.problem.links import Link
 from flashsim.problem.problem import Problem
 from flashsim.studies.predict.calibration import CALIBRATED, HBM_SHARE
-from flashsim.studies.predict.model import predict
+from flashsim.studies.predict.model import made_for, predict
 
 #: GPUs of one host.
 HOST = 8
@@ -177,19 +177,17 @@ def spread(
 def _seconds(
     problem: Problem, direction: str, algorithm: str, kernels: str | None, device: Device
 ) -> float:
-    plain = predict(
-        problem, direction=direction, algorithm=algorithm, kernels=kernels, device=device
-    )
-    if plain.kernels not in CALIBRATED:
-        return plain.seconds
-    unlimited = {name: c._replace(throttle=0.0) for name, c in CALIBRATED[plain.kernels].items()}
+    constants = None
+    if algorithm in ("flash2", "flash2-fused"):  # the others have no power limit in them
+        known = CALIBRATED.get(made_for(device) if kernels is None else kernels, {})
+        constants = {name: c._replace(throttle=0.0) for name, c in known.items()}
     return predict(
         problem,
         direction=direction,
         algorithm=algorithm,
-        kernels=plain.kernels,
+        kernels=kernels,
+        constants=constants,
         device=device,
-        constants=unlimited,
     ).seconds
 
 
