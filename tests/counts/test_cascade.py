@@ -83,7 +83,7 @@ def test_pages_of_the_prefix_are_read_once(own, pages, size, tiling, splits):
     how = {"algorithm": DECODE, "tiling": tiling, "splits": splits, "shared_prefix": prefix}
     plain = flashsim.run(x.q, x.k, x.v, cache_seqlens=lengths, trace=True, **how)
     r = flashsim.run(x.q, k, v, cache_seqlens=lengths, block_table=table, trace=True, **how)
-    np.testing.assert_array_equal(r.out, plain.out)
+    np.testing.assert_allclose(r.out, plain.out, atol=2e-6)
     assert set(r.trace.diff(plain.trace)) == {("split", "load", "table")}
     assert r.problem.pages == pages + sum(-(-n // size) for n in own)
     del how["shared_prefix"]
