@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from flashsim.api import hosts, inputs
-from flashsim.api.execution import Result, provenance
+from flashsim.api.result import Result, provenance
 from flashsim.engines.engine import Job
 from flashsim.engines.own.hbm import require_shape
 from flashsim.engines.own.lines import deepest

@@ -53,6 +53,12 @@ class Job:
     deterministic: bool = False
     memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """What was given, by name."""
+        arrays = {"q": self.q, "k": self.k, "v": self.v, "bias": self.bias}
+        return {name: x for name, x in arrays.items() if x is not None}
+
     def given(self, q: Any, k: Any, v: Any) -> Job:
         """The same job with other arrays; its memo is this one's."""
         made = object.__new__(Job)  # `replace` takes as long as a launch

@@ -125,7 +125,8 @@ def jobs(monkeypatch):
     """The jobs that an engine behind backend "cupy" gets; it computes nothing."""
     from types import SimpleNamespace
 
-    from flashsim.api import dispatch, execution
+    from flashsim.api import asked as questions
+    from flashsim.api import dispatch
     from flashsim.engines.engine import Outcome
 
     asked = []
@@ -137,8 +138,8 @@ def jobs(monkeypatch):
 
     engine = SimpleNamespace(OPTIONS={"kernel"}, forward=forward)
     monkeypatch.setattr(dispatch, "engine", lambda backend: engine)
-    monkeypatch.setattr(execution, "_ASKED", {})
-    monkeypatch.setattr(execution, "_MOST_ASKED", 3)
+    monkeypatch.setattr(questions, "_KEPT", {})
+    monkeypatch.setattr(questions, "_MOST_KEPT", 3)
     return asked
 
 

@@ -1,0 +1,183 @@
+"""A question that `run` or `backward` was asked: checked, or known from an earlier call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from flashsim.api import dispatch, hosts, inputs
+from flashsim.api.caches import CACHES, check_alike, live_problem
+from flashsim.engines.engine import Engine, Job
+from flashsim.problem import checks
+from flashsim.problem.hardware import Device
+from flashsim.schedule import plans
+from flashsim.schedule.tiling import Tiling
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A question that passed every check: the job, who runs it, and what its arrays came as."""
+
+    engine: Engine
+    backend: str
+    host: hosts.Host
+    job: Job
+    ndim: int
+    bias_shape: tuple[int, ...] | None
+
+    def again(self, q: Any, k: Any, v: Any) -> Job:
+        """The same job with other arrays, which look like those that were checked."""
+        if self.ndim == 4:
+            return self.job.given(q, k, v)
+        return self.job.given(inputs.expand(q), inputs.expand(k), inputs.expand(v))
+
+    def backward_job(
+        self,
+        saved: Mapping[str, Any],
+        tiling: Tiling | None,
+        deterministic: bool | None,
+        trace: bool | str | None,
+    ) -> Job:
+        """Which backward pass is asked for; found out once."""
+        engine, mine = self.engine, self.job
+        algorithm = plans.backward_form(mine.algorithm, deterministic)  # or say what it may be
+        if trace is not None:
+            trace = inputs.check_trace_mode(trace, self.backend)
+        key = "backward", tiling, deterministic, type(deterministic), trace, type(trace)
+        if known := mine.memo.get(key):
+            return known.given(mine.q, mine.k, mine.v)
+        job = replace(
+            mine,
+            tiling=tiling,
+            algorithm=algorithm,
+            trace=mine.trace if trace is None else trace,
+            memo={},
+        )
+        free = deterministic is False and mine.algorithm == "flash2" and tiling is None
+        if free and hasattr(engine, "fuses") and not engine.fuses(job, saved):
+            job = replace(job, algorithm="flash2")
+        if deterministic and hasattr(engine, "orders_dq"):
+            ordered = replace(job, algorithm="flash2-fused", deterministic=True)
+            job = ordered if engine.orders_dq(ordered, saved) else job
+        mine.memo[key] = job.given(None, None, None)
+        return job
+
+
+def ask(
+    q: Any,
+    k: Any,
+    v: Any,
+    options: Mapping[str, Any],
+    *,
+    algorithm: str,
+    backend: str,
+    bias: Any,
+    tiling: Tiling | None,
+    device: str | Device,
+    key_order: str,
+    trace: bool | str,
+    names: Iterable[str],
+    **question: Any,
+) -> Checked:
+    """Check what `run` or `backward` was given; `question` goes to `inputs.prepare`.
+
+    `names` are the keywords of `run`, for who mistypes one.
+    """
+    engine = dispatch.engine(backend)
+    if options:
+        inputs.reject_unknown(
+            (name for name in options if name not in engine.OPTIONS),
+            [*names, *engine.OPTIONS],
+            "run",
+        )
+    plans.check_algorithm(algorithm)
+    inputs.check_decoding(algorithm, options)
+    inputs.check_tiling(tiling)
+    on_cpu = backend in dispatch.ON_CPU
+    host = hosts.host_of(q) if on_cpu else hosts.ANY
+    given_bias, table = bias, options.get("block_table")
+    options = {name: x for name, x in options.items() if x is not None or name not in CACHES}
+    v, latent = inputs.values_in_keys(k, v, options)
+    if on_cpu:
+        q, k, v, bias = hosts.take(host, q=q, k=k, v=v, bias=bias)
+        table = None if table is None else checks.as_array("block_table", table)
+    else:
+        q, k, v = (adopted(engine, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    question |= {"latent": latent, "block_table": table}
+    given = inputs.prepare(q, k, v, bias=bias, tiling=tiling, **question)
+    problem = given.problem
+    if on_cpu:  # on a GPU, what lives of a cache is the launcher's to say, when lengths are known
+        inputs.require_numpy(backend, q=given.q, k=given.k, v=given.v, bias=given.bias)
+        if options.keys() & CACHES:
+            problem, options = live_problem(problem, options, tuple(k.shape))
+            if table is None:
+                check_alike(problem.shared_prefix, k=given.k, v=given.v)
+    job = Job(
+        *(problem, given.q, given.k, given.v, given.bias),
+        *(tiling, Device.get(device), algorithm),
+        inputs.check_key_order(key_order),
+        inputs.check_trace_mode(trace, backend),
+        options,
+    )
+    bias_shape = None if given_bias is None else tuple(given_bias.shape)
+    return Checked(engine, backend, host, job, given.ndim, bias_shape)
+
+
+def adopted(engine: Any, name: str, x: Any) -> Any:
+    """An array of a kind that the engine knows, if it can make one of `x`."""
+    return engine.adopt(name, x) if inputs.only_dlpack(x) and hasattr(engine, "adopt") else x
+
+
+#: What was asked on a GPU, without its arrays, by all that the checks look at: a short call takes
+#: less time than they do. Only for questions without a bias, masks and lengths, whose values may
+#: change.
+_KEPT: dict[tuple[Any, ...], Checked] = {}
+_MOST_KEPT = 256
+_PLAIN = frozenset({"kernel", "allow_tf32"})
+
+
+def key_of(
+    q: Any,
+    k: Any,
+    v: Any,
+    rare: tuple[Any, ...],
+    plain: tuple[Any, ...],
+    options: Mapping[str, Any],
+) -> tuple[Any, ...] | None:
+    """Where a question is kept, or None for one that is asked anew each time.
+
+    `rare` is what must be left out, `plain` what is compared: True and 1 are equal, so the types
+    stand beside the values.
+    """
+    *arrays, nan_policy = rare
+    _, causal, window, softcap, scale, _, _, backend, _, trace = plain
+    on_gpu = isinstance(backend, str) and backend not in dispatch.ON_CPU
+    if not on_gpu or isinstance(q, np.ndarray) or any(x is not None for x in arrays):
+        return None
+    usual = isinstance(nan_policy, str) and nan_policy == "propagate"
+    if not usual or not _PLAIN.issuperset(options):
+        return None
+    try:
+        given = [part for x in (q, k, v) for part in (x.shape, x.dtype, type(x))]
+        kinds = [type(x) for x in (causal, window, softcap, scale, trace)]
+        made = (*given, *plain, *kinds, *options.items())
+        hash(made)
+    except (AttributeError, TypeError):  # no array; or a value that has no hash
+        return None
+    return made
+
+
+def recall(key: tuple[Any, ...] | None) -> Checked | None:
+    """What was kept under `key`."""
+    return None if key is None else _KEPT.get(key)
+
+
+def keep(key: tuple[Any, ...] | None, asked: Checked) -> None:
+    """Remember a question that passed, where it has a key."""
+    if key is not None:
+        if len(_KEPT) >= _MOST_KEPT:
+            _KEPT.clear()
+        _KEPT[key] = replace(asked, job=asked.job.given(None, None, None))
