@@ -1,5 +1,6 @@
 """Long commands: said before they begin, refused beyond the machine's memory, ended at once."""
 
+import contextlib
 import os
 import re
 import signal
@@ -195,10 +196,30 @@ def _torn(self, _):
     raise KeyboardInterrupt
 
 
-def test_an_interrupted_sweep_ends_its_workers():
+@pytest.fixture
+def start():
+    """Starts Python with some code, as a group of processes that ends with the test.
+
+    A shell's background jobs ignore SIGINT, and so does what they start: here it is the default's.
+    """
+    started = []
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+
+    def run(body):
+        command = [sys.executable, "-c", f"if __name__ == '__main__':\n {code} {body}"]
+        started.append(subprocess.Popen(command, start_new_session=True))
+        return started[-1]
+
+    yield run
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):  # all of them ended
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_an_interrupted_sweep_ends_its_workers(start):
     words = ("sweep", "-n", "32768,32769", "-t", "16x16", "--method", "run", "--workers", "2")
-    code = f"from flashsim.cli import main; import sys; sys.argv[1:] = {[*words]!r}; main()"
-    sweep = subprocess.Popen([sys.executable, "-c", f"if __name__ == '__main__':\n {code}"])
+    sweep = start(f"from flashsim.cli import main; sys.argv[1:] = {[*words]!r}; main()")
     children = Path(f"/proc/{sweep.pid}/task/{sweep.pid}/children")
     until = time.monotonic() + 60
     while len(children.read_text().split()) < 3:  # two workers, and what tracks their resources
