@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo test test-all test-torch thorough-torch outside lint unit thorough wheel bench gpu gallery reproduce clean
+.PHONY: demo test test-all test-torch thorough-torch outside lint modules unit thorough wheel bench gpu gallery reproduce clean
 
 demo: $(VENV)/.installed
 	$(BIN)/flashsim demo --out out
 
-# Format, lint, types, the suite with coverage, and the wheel installed elsewhere.
-test: lint unit wheel
+# Format, lint, types, the wheel installed elsewhere, and the suite with coverage. Lint and the wheel
+# take a core: meanwhile another compiles the modules that both test processes will import.
+test: $(VENV)/.dev
+	$(MAKE) --jobs=$(JOBS) --output-sync modules lint wheel
+	$(MAKE) unit
 
 # Everything CI runs: the products of cases, too.
 test-all: test thorough
@@ -23,8 +26,11 @@ lint: $(VENV)/.dev
 	ln -s $(CURDIR)/flashsim/* $(CURDIR)/backends $(CURDIR)/viz build/types/flashsim/
 	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml
 
+modules: $(VENV)/.dev
+	$(BIN)/python -m pytest --collect-only -qq > $(VENV)/modules.log || { cat $(VENV)/modules.log; exit 1; }
+
 # One BLAS thread for each of the $(JOBS) test processes: more of them fight over the cores. They take
-# whole files (tests/conftest.py), in the order of their names.
+# whole files, the longest first (tests/conftest.py).
 PYTEST = OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) \
   --no-loadscope-reorder
 

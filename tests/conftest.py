@@ -60,6 +60,21 @@ def pytest_configure(config):
 #: Where tests run the CPU engine's walks, which take a minute to compile: once, in one process.
 WALKS = ("tests/api/", "tests/engines/test_c", "tests/engines/test_e")
 
+#: The files that take longest, longest first (8 to 30 s of a core, with coverage). What is short
+#: comes last, by its name, so that two processes end together.
+LONGEST = (
+    *("backends/test_numba_kernels", "faults/test_faults", "backends/test_cuda_kernels"),
+    *("backends/test_emulated", "viz/test_viz_plots", "cli/test_cli"),
+    *("backends/test_hopper_kernels", "backends/test_emulated_barriers"),
+    *("backends/test_decode_kernels", "backends/test_emulated_decode", "studies/test_reproduce"),
+)
+PLACES = {f"tests/{name}.py": place for place, name in enumerate(LONGEST)}
+
+
+def _place(nodeid):
+    """Walks first, then `LONGEST`; files that follow keep their order, and tests theirs."""
+    return -1 if nodeid.startswith(WALKS) else PLACES.get(nodeid.split("::")[0], len(PLACES))
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
@@ -79,6 +94,7 @@ def pytest_report_header(config):
 
 
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: _place(item.nodeid))
     missing = why_no_gpu()
     for item in items if missing else ():
         if item.get_closest_marker("gpu"):
