@@ -88,13 +88,15 @@ WIDTHS = {
 }
 
 
-def check(kernel, arch, limit):
+def check(kernel, arch, limit, report=""):
     from flashsim.backends.numba_gpu import compiler
 
     text = compiler.ptx(kernel, GPUS[arch].compute_capability)
     assert f".target {arch}" in text
     assert ".local" not in text  # no array that the compiler could not keep in registers
     assert ("mma.sync" in text) == (kernel.shared_bytes > 0)
+    assert ("red.global.add.u32" in text) == bool(report)  # compiled in only where asked for
+    assert ("%clock64" in text) == (report == "timeline")
     _, log = compiler.assemble(text, GPUS[arch].compute_capability)
     registers, stack, spilled = resources(log)
     assert registers <= 65536 // kernel.threads
@@ -131,7 +133,7 @@ def test_kernels_that_report_assemble_in_registers(stage, report):
     given = PROBLEMS["bf16 128 causal"], None, GPUS["sm_90a"], "ascending", report
     made = TENSOR.forward_passes(*given) + TENSOR.backward_passes(*given, "flash2-fused")
     (kernel,) = (one.kernel for one in made if one.stage.name == stage)
-    check(kernel, "sm_90a", REPORT_SPILL_BYTES)
+    check(kernel, "sm_90a", REPORT_SPILL_BYTES, report)
 
 
 HOPPER_PROBLEMS = {
@@ -255,16 +257,14 @@ def test_hoppers_kernels_are_taken_where_they_run():
     assert chosen(replace(job, options={"kernel": "hopper"}), GPUS["sm_80"], "forward") is HOPPER
 
 
-def test_reports_are_compiled_in_only_where_asked_for():
+def test_stamps_are_compiled_in_where_asked_for():
     from flashsim.backends.numba_gpu import compiler
 
     gpu = GPUS["sm_80"]
-    problem = PROBLEMS["bf16 128 causal"]
-    for report, counted, stamped in (("", 0, 0), ("counts", 1, 0), ("timeline", 1, 1)):
-        (one,) = TENSOR.forward_passes(problem, None, gpu, "ascending", report)
-        text = compiler.ptx(one.kernel, gpu.compute_capability)
-        assert ("red.global.add.u32" in text) == counted
-        assert ("%clock64" in text) == stamped
+    (one,) = TENSOR.forward_passes(PROBLEMS["fp16 odd"], None, gpu, "ascending", "timeline")
+    text = compiler.ptx(one.kernel, gpu.compute_capability)
+    assert "red.global.add.u32" in text
+    assert "%clock64" in text
 
 
 def small_kernel():
