@@ -115,51 +115,69 @@ class Code:
         """min(x, y); a NaN in y survives, one in x does not."""
         return self.b.select(self.b.fcmp_ordered("<", x, y), x, y)
 
-    def split(self, xs: list) -> tuple[list, list, list]:
-        """What 2^x is made of: with x = n + f, n whole and |f| <= 1/2: f, 2^n, (2^f - 1) / f.
+    def split(self, xs: list) -> tuple[list, list]:
+        """2^x in parts: with x = n + f, n whole and |f| <= 1/2: f and 2^n.
 
         Adding 1.5 * 2^mantissa rounds x to n and leaves n in the low bits, whence one shift makes
-        2^n; the last is a polynomial. Several vectors go step by step together, so that their
-        chains overlap.
+        2^n. Several vectors go step by step together, so that their chains overlap.
         """
         e = Exponential.of(self.itemsize)
         magic = self.const(e.magic)
         shifted = [self.b.fadd(x, magic) for x in xs]
         fs = [self.b.fsub(x, self.b.fsub(t, magic)) for x, t in zip(xs, shifted, strict=True)]
-        ps = [self.const(e.coefficients[-1])] * len(xs)
-        for coefficient in e.coefficients[-2:0:-1]:
-            ps = [self.fma(p, f, self.const(coefficient)) for p, f in zip(ps, fs, strict=True)]
         whole = self.ints(0).type
         powers = [
             self.b.bitcast(self.b.shl(self.b.bitcast(t, whole), self.ints(e.mantissa)), self.vector)
             for t in shifted
         ]
-        return fs, powers, ps
+        return fs, powers
+
+    def polynomial(self, coefficients: tuple[float, ...], fs: list) -> list:
+        """A polynomial, constant term first, of several vectors, step by step together."""
+        ps = [self.const(coefficients[-1])] * len(fs)
+        for coefficient in coefficients[-2::-1]:
+            ps = [self.fma(p, f, self.const(coefficient)) for p, f in zip(ps, fs, strict=True)]
+        return ps
 
     def exp2(self, xs: list) -> list:
         """2^x of several vectors, x < bias.
 
         What is below the smallest normal number, -inf with it, gives exactly 0; NaN stays NaN.
         """
-        low = self.const(-Exponential.of(self.itemsize).bias)
-        parts = zip(*self.split([self.larger(low, x) for x in xs]), strict=True)
+        e = Exponential.of(self.itemsize)
+        low = self.const(-e.bias)
+        fs, powers = self.split([self.larger(low, x) for x in xs])
+        ps = self.polynomial(e.coefficients[1:], fs)
+        parts = zip(fs, powers, ps, strict=True)
         return [self.fma(p, self.b.fmul(f, power), power) for f, power, p in parts]
 
-    def tanh(self, xs: list) -> list:
-        """tanh of several vectors, given x times 2 log2 e: with y = e^2x - 1, y / (y + 2).
+    def tanh(self, xs: list, c) -> list:
+        """tanh(x / c) of several vectors, within 2 or 3 units in the last place of any result.
 
-        y = 2^n (2^f - 1) + (2^n - 1) loses nothing where x is small. Beyond 2^+-2 mantissa bits
-        the quotient is +-1 to the last bit.
+        With z = 2 log2 e x / c and y = 2^z - 1 it is y / (y + 2), and y = 2^n (2^f - 1) + (2^n - 1)
+        loses nothing where x is small: the polynomial is exact relative to 2^f - 1, and f takes in
+        what was rounded off z and off its factor. Beyond 2^+-2 mantissa bits the quotient is +-1
+        to the last bit.
         """
-        limit = 2.0 * Exponential.of(self.itemsize).mantissa
-        low, high = self.const(-limit), self.const(limit)
-        xs = [self.smaller(high, self.larger(low, x)) for x in xs]
-        one, two = self.const(1), self.const(2)
-        results = []
-        for f, power, p in zip(*self.split(xs), strict=True):
-            y = self.fma(p, self.b.fmul(f, power), self.b.fsub(power, one))
-            results.append(self.b.fdiv(y, self.b.fadd(y, two)))
-        return results
+        e, b, one, two = Exponential.of(self.itemsize), self.b, self.const(1), self.const(2)
+        high, low = (self.const(part) for part in e.twice_log2e)
+        factor = b.fdiv(high, c)
+        rest = b.fdiv(b.fadd(self.fma(b.fneg(factor), c, high), low), c)
+        largest = np.finfo(np.float32 if self.itemsize == 4 else np.float64).max
+        edge = self.smaller(self.const(largest), b.fmul(self.const(np.log(2) * e.mantissa), c))
+        xs = [self.smaller(edge, self.larger(b.fneg(edge), x)) for x in xs]
+        zs = [b.fmul(x, factor) for x in xs]
+        lost = [
+            self.fma(x, rest, self.fma(x, factor, b.fneg(z))) for x, z in zip(xs, zs, strict=True)
+        ]
+        fs, powers = self.split(zs)
+        fs = [b.fadd(f, more) for f, more in zip(fs, lost, strict=True)]
+        ps = self.polynomial(e.less_one, fs)
+        ys = [
+            self.fma(p, b.fmul(f, power), b.fsub(power, one))
+            for f, power, p in zip(fs, powers, ps, strict=True)
+        ]
+        return [b.fdiv(y, b.fadd(y, two)) for y in ys]
 
     # -- control --------------------------------------------------------------------------------
 
@@ -359,12 +377,11 @@ def build_soft_cap(module: ir.Module, block: Blocking, itemsize: int, gated: boo
         return code.function
     S, ld, rows, cap, *gate = code.function.args
     b, c, one = code.b, code.spread(cap), code.const(1)
-    factor = b.fdiv(code.const(2 * np.log2(np.e)), c)
 
     def body(r, _):
         start = b.mul(r, ld)
         addresses = code.vectors(code.at(S, start))
-        ts = code.tanh([b.fmul(code.load(x), factor) for x in addresses])
+        ts = code.tanh([code.load(x) for x in addresses], c)
         for t, x in zip(ts, addresses, strict=True):
             code.store(b.fmul(t, c), x)
         for t, x in zip(ts, code.vectors(code.at(gate[0], start)) if gated else (), strict=False):
