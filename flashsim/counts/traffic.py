@@ -150,13 +150,16 @@ class Traffic:
 
     def _strip_peak(self, stage: plans.Stage) -> int:
         """A buffer's row spans the longest sequence's keys; other sequences hold their own part."""
-        schedule, row = self.schedule(stage), sum(b.per_row for b in stage.buffers)
-        heights = (schedule.rows[:, 1] - schedule.rows[:, 0]).astype(np.int64)
-        held = np.minimum(heights, strip_rows(stage, schedule, self.device)) * row
-        if stage.per != "bias":
-            longest = max(s.k_stop - s.k_start for s in self.problem.sequences)
-            held = held // longest * schedule.key_counts
-        return int(held.max())
+        row = sum(b.per_row for b in stage.buffers)
+        most = strip_rows(stage, self.schedule(stage), self.device)
+        longest = max(s.k_stop - s.k_start for s in self.problem.sequences)
+        peak = 0
+        for s in self.problem.sequences:
+            held = min(self.tiling.block_q, s.q_stop - s.q_start, most) * row
+            if stage.per != "bias":
+                held = held // longest * (s.k_stop - s.k_start)
+            peak = max(peak, held)
+        return peak
 
     def saved(self) -> int:
         """Bytes kept in HBM from forward to backward: inputs, output, statistics, or P."""
@@ -263,7 +266,8 @@ def _kept(problem: Problem, algorithm: str) -> set[str]:
 def strip_rows(stage: plans.Stage, schedule: Schedule, device: Device) -> int:
     """Whole score rows that a stage keeps on chip at a time."""
     row = sum(b.per_row for b in stage.buffers)
-    tallest = int((schedule.rows[:, 1] - schedule.rows[:, 0]).max())
+    longest = max(s.q_stop - s.q_start for s in schedule.problem.sequences)
+    tallest = min(schedule.tiling.block_q, longest)
     return max(1, min(tallest, device.sram_bytes // row)) if row else tallest
 
 

@@ -28,6 +28,7 @@ from flashsim.errors import OptionError
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem, Segment
 from flashsim.schedule import tables
+from flashsim.schedule.bands import Strip
 from flashsim.schedule.plans import Outer
 from flashsim.schedule.savedmask import Csr, SavedMask
 from flashsim.schedule.split import WHOLE, Split
@@ -124,8 +125,10 @@ class Schedule:
     @cached_property
     def _edges(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Rows table, cols table, and each sequence's first row tile and first column tile."""
-        blocks = block_q, block_k = self._blocks
-        tables.check_sizes(self.problem, self.tiling, blocks, contiguous=self._contiguous)
+        block_q, block_k = self._blocks
+        refusal = self._refusal()
+        if refusal is not None:
+            raise refusal
         rows, cols, row_base, col_base = [], [], [0], [0]
         longest = max(self.n_rows, self.problem.n_kv)
         kind = np.int32 if longest <= tables.INT32 else np.int64
@@ -141,6 +144,30 @@ class Schedule:
         for table in edges:
             table.setflags(write=False)
         return edges
+
+    def _refusal(self) -> Exception | None:
+        """Why tables cannot hold this walk, or None."""
+        contiguous = self._contiguous
+        return tables.refusal(
+            self.problem, self.tiling, self._blocks, self.members, contiguous=contiguous
+        )
+
+    def _bands(self, outer: Outer) -> list[Strip] | None:
+        """Each sequence's tiles, where they are contiguous and too many for tables; else None."""
+        if not self._contiguous or self._refusal() is None:
+            return None
+        p, (block_q, block_k) = self.problem, self._blocks
+        left, right = (p.n_q + p.n_kv,) * 2 if self.dense else (p.left, p.right)
+        bands = []
+        for s in p.sequences:
+            n_q, n_kv, offset = s.q_stop - s.q_start, s.k_stop - s.k_start, s.offset
+            offset += s.q_start - s.k_start
+            if outer == "queries":
+                rows, m = n_q * self.members, self.members
+                bands.append(Strip(rows, m, block_q, n_kv, block_k, offset, left, right))
+            else:
+                bands.append(Strip(n_kv, 1, block_k, n_q, block_q, -offset, right, left))
+        return bands
 
     @property
     def _blocks(self) -> tuple[int, int]:
@@ -414,7 +441,10 @@ class Schedule:
 
     @cached_property
     def sums(self) -> Sums:
-        """Sums over all visits, in O(row tiles) where rows are contiguous."""
+        """Sums over all visits; if contiguous in O(row tiles), and without tables if long."""
+        bands = self._bands("queries")
+        if bands is not None:
+            return Sums(*map(sum, zip(*(band.sums() for band in bands), strict=True)))
         heights = (self.rows[:, 1] - self.rows[:, 0]).astype(np.int64)
         widths = (self.cols[:, 1] - self.cols[:, 0]).astype(np.int64)
         if self.row_spans is not None:
@@ -462,7 +492,14 @@ class Schedule:
         )
 
     def extents(self) -> tuple[np.ndarray, np.ndarray]:
-        """For each outer tile: its own size, and the largest inner tile it visits (0 if none)."""
+        """For each outer tile: its own size, and the largest inner tile it visits (0 if none).
+
+        Of a walk that is too long for tables, those outer tiles alone that have the most.
+        """
+        bands = self._bands(self.outer)
+        if bands is not None:
+            own, largest = np.array([pair for b in bands for pair in b.extents()], np.int64).T
+            return own, largest
         by_row = self.outer == "queries"
         own, other = (self.rows, self.cols) if by_row else (self.cols, self.rows)
         sizes = (other[:, 1] - other[:, 0]).astype(np.int64)

@@ -16,34 +16,32 @@ MOST_TILES = 1 << 24
 INT32 = int(np.iinfo(np.int32).max)
 
 
-def check_sizes(
-    problem: Problem, tiling: Tiling, blocks: tuple[int, int], *, contiguous: bool
-) -> None:
-    """Refuse, before anything is allocated, what tables of tiles and their sums cannot hold.
+def refusal(
+    problem: Problem, tiling: Tiling, blocks: tuple[int, int], members: int, *, contiguous: bool
+) -> UnsupportedError | TilingError | None:
+    """Why tables of tiles and their sums cannot hold this walk, found before any is allocated.
 
-    Raises
-    ------
-    UnsupportedError, TilingError
-        The latter where larger tiles help.
+    A `TilingError` where larger tiles help. None where they can.
     """
     p, size = problem, f"{problem.n_q:,} queries x {problem.n_kv:,} keys"
-    if p.n_q * p.n_kv >= 2**63:
-        raise UnsupportedError(
-            f"{size} are more scores than a 64-bit sum holds; count a shorter sequence"
+    if p.n_q * members * p.n_kv >= 2**63:
+        return UnsupportedError(
+            f"{size} are more scores than a table's 64-bit sums hold; take a shorter sequence"
         )
     if max(p.n_q, p.n_kv) > INT32 and not contiguous:
-        raise UnsupportedError(
+        return UnsupportedError(
             f"{size} under a mask or block_mask need a table of visits, which holds indices up to "
             f"{INT32:,}; with causal and window alone, longer sequences are counted"
         )
-    cut_q = sum(-(-(s.q_stop - s.q_start) // blocks[0]) for s in p.sequences)
+    cut_q = sum(-(-(s.q_stop - s.q_start) * members // blocks[0]) for s in p.sequences)
     cut_k = sum(-(-(s.k_stop - s.k_start) // blocks[1]) for s in p.sequences)
     for what, side, tiles in (("row", "block_q", cut_q), ("column", "block_k", cut_k)):
         if tiles > MOST_TILES:
-            raise TilingError(
+            return TilingError(
                 f"{tiling} tiles cut {size} into {tiles:,} {what} tiles, more than the "
                 f"{MOST_TILES:,} that a schedule lists; use a larger {side}"
             )
+    return None
 
 
 def cut(start: int, stop: int, block: int, offset: int, other_stop: int, kind: type) -> np.ndarray:

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 import flashsim
 from flashsim import BlockMask, Problem, Schedule, Tiling
+from flashsim.schedule import tables
 from flashsim.schedule.schedule import FULL, MASKED
+from flashsim.schedule.split import Split
 
 QUICK = settings(max_examples=150, deadline=None)
 
@@ -417,21 +419,56 @@ def test_lengths_past_int32_are_counted_if_rows_are_contiguous(n):
     assert causal.area == (tiles - 1) * tiles // 2 * 4**20 + last * n
 
 
-@pytest.mark.parametrize("n", [2**32, 2**36, 2**63 - 1])
-def test_more_scores_than_64_bits_count_are_refused(n):
-    with pytest.raises(flashsim.UnsupportedError, match="more scores than a 64-bit sum"):
-        flashsim.count(Problem(n, head_dim=1), tiling=Tiling(64, 64))
+def most(pairs):
+    """Of (rows, columns), those that no other has more of both of."""
+    return {x for x in pairs if not any(x != y and x[0] <= y[0] and x[1] <= y[1] for y in pairs)}
+
+
+@given(
+    problem=problems(banded=True),
+    tiling=st.builds(Tiling, st.integers(1, 12), st.integers(1, 12)),
+    dense=st.booleans(),
+    packed=st.booleans(),
+)
+@QUICK
+def test_closed_sums_and_extents_are_those_of_the_tables(problem, tiling, dense, packed):
+    problem = replace(problem, heads=3 * problem.kv_heads)
+    for outer in ("queries", "keys"):
+        split = Split(1, pack_gqa=packed and outer == "queries")
+        own = Schedule(problem, tiling, outer, "ascending", dense, split)
+        table = own.sums, most(set(zip(*(x.tolist() for x in own.extents()), strict=True)))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tables, "MOST_TILES", 0)
+            closed = Schedule(problem, tiling, outer, "ascending", dense, split)
+            assert closed.sums == table[0]
+            assert most(set(zip(*(x.tolist() for x in closed.extents()), strict=True))) == table[1]
+            assert "_edges" not in vars(closed)
+
+
+@pytest.mark.parametrize("n", [2**31 - 1, 2**31, 2**36, 2**63 - 1])
+def test_any_length_is_counted_with_the_default_tile(n):
+    counted = flashsim.count(Problem(n))
+    tiles = -(-n // counted.tiling.block_q)
+    assert counted.bytes("load", "K") == tiles * n * 64 * 4
+    assert counted.flops("matmul") == 4 * n * n * 64
+    backward = flashsim.count(Problem(n), direction="backward", algorithm="flash2-fused")
+    assert backward.flops("matmul") == 10 * n * n * 64
+    assert flashsim.count(Problem(n, 128), algorithm="standard").bytes("store", "S") == n * 128 * 4
 
 
 def test_what_tables_cannot_hold_is_refused_before_it_is_allocated():
     tracemalloc.start()
     try:
         with pytest.raises(flashsim.TilingError, match=r"67,108,864 row tiles.*larger block_q"):
-            flashsim.count(Problem(2**30, 1), tiling=Tiling(16, 1))
+            flashsim.count(Problem(2**30, 1, mask=np.greater), tiling=Tiling(16, 1))
         with pytest.raises(flashsim.UnsupportedError, match="mask or block_mask need a table"):
             flashsim.count(
                 Problem(2**31, 1, mask=np.greater), tiling=Tiling(2**20, 1), device=LARGE
             )
+        with pytest.raises(flashsim.UnsupportedError, match="more scores than a table"):
+            _ = Schedule(Problem(2**32), Tiling(2**20, 2**20)).rows
+        with pytest.raises(flashsim.TilingError, match=r"column tiles.*larger block_k"):
+            flashsim.count(Problem(1, 2**36), algorithm="flash-decode")
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
