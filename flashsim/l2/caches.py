@@ -6,6 +6,7 @@ once are the stack distances of `distances`. `replay_sets` has sets of a few way
 
 from __future__ import annotations
 
+import numpy as np
 from numba import njit
 
 from flashsim.l2.compiled import keep
@@ -129,10 +130,10 @@ def replay_sets(
     partitions = held.shape[0]
     for r in range(len(ids)):
         tile, op = ids[r], codes[r] & 3
-        side = codes[r] // SIDE if partitions == 2 else 0
+        side = np.int64(codes[r] // SIDE if partitions == 2 else 0)  # one type, so compiled once
         for line in range(first[tile], first[tile + 1]):
             clock[0] += 1
-            place, home = place_of[line], home_of[line]
+            place, home = place_of[line], np.int64(home_of[line])
             if op == LOAD and home != side:
                 way = _way(held, side, place, line)
                 if way >= 0:

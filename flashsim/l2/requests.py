@@ -186,7 +186,8 @@ def stream(
         *(walks, outers, ptr.astype(np.int64), inner.astype(np.int32)),
         *(tile_of.astype(np.int32), several),
         *(np.array(table, np.int64).reshape(-1, 6), edges, _head_table(p, stage, schedule.members)),
-        *(stride, members, flipped, slots, model.sides(slots, device), jitter, model.seed),
+        *(stride, members, flipped, np.zeros(slots), np.arange(slots), np.zeros(slots, np.int64)),
+        *(np.arange(slots), model.sides(slots, device), jitter, model.seed),
         *(stage.outer == "keys", ids, codes),
     )
     assert written == n

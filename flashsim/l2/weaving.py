@@ -63,14 +63,14 @@ def _ask(
 @njit
 def weave(
     walks, outers, ptr, inner, tile_of, several, requests, parts, head_of, stride, members, flipped,
-    slots, sides, jitter, seed, keys_outside, out, codes,
+    time, block, done, heap, sides, jitter, seed, keys_outside, out, codes,
 ):  # fmt: skip
     """Lay out all requests of one stage in the order in which the SMs issue them.
 
     Block b belongs to walk ``walks[b]``, owns ``outers[b]``, an outer tile or a part of it, and
     makes the visits ``inner[ptr[outer]:ptr[outer + 1]]`` once for each of `members` query heads.
-    `slots` blocks run at once; one that ends makes room for the next. A visit takes 1 plus a draw
-    from ± `jitter`.
+    As many blocks run at once as `time` has slots; one that ends makes room for the next. A visit
+    takes 1 plus a draw from ± `jitter`.
 
     Parameters
     ----------
@@ -85,6 +85,8 @@ def weave(
         Number of a query head's matrix among those of query heads, key heads and bias heads.
     flipped : bool (blocks,)
         Whether the block makes its visits backwards.
+    time : float64 (slots,); block, done, heap : int64 (slots,)
+        To work with: zeros, the first blocks, zeros, and the numbers of the slots.
     sides : uint8 (slots,)
         Partition of each slot's SM.
     out, codes : int32, uint8
@@ -95,27 +97,20 @@ def weave(
     int
         Number of requests.
     """
-    blocks, n, started = len(walks), 0, 0
-    draw = np.int64(seed)
-    time = np.zeros(slots)
-    block = np.zeros(slots, np.int64)
-    done = np.zeros(slots, np.int64)
-    heap = np.arange(slots)
-    alive = min(slots, blocks)
-    for slot in range(alive):
-        block[slot] = slot
-    started = alive
+    blocks = len(walks)
+    n, no_inner, draw = np.int64(0), np.int64(0), np.int64(seed)
+    alive = started = len(heap)
     while alive:
         slot = heap[0]
         b = block[slot]
-        head, outer = walks[b] * stride, outers[b]
+        head, outer = np.int64(walks[b] * stride), outers[b]  # one type, so compiled once
         side = SIDE * sides[slot]
-        visits, own = ptr[outer + 1] - ptr[outer], tile_of[outer]
+        visits, own = ptr[outer + 1] - ptr[outer], np.int64(tile_of[outer])
         total = visits * members
         if done[slot] == 0:
             n = _ask(
-                requests, parts[0], parts[1], head_of, head, outer, own, 0, keys_outside, side,
-                out, codes, n,
+                requests, parts[0], parts[1], head_of, head, outer, own, no_inner,
+                keys_outside, side, out, codes, n,
             )  # fmt: skip
         if done[slot] < total:
             member, v = done[slot] // visits, done[slot] % visits
@@ -123,7 +118,7 @@ def weave(
                 v = visits - 1 - v
             n = _ask(
                 requests, parts[1], parts[2], head_of, head + member, outer, own,
-                inner[ptr[outer] + v], keys_outside, side, out, codes, n,
+                np.int64(inner[ptr[outer] + v]), keys_outside, side, out, codes, n,
             )  # fmt: skip
         done[slot] += 1
         draw = (draw * 1103515245 + 12345) & 0x7FFFFFFF  # a linear congruential generator
@@ -131,7 +126,7 @@ def weave(
         if done[slot] >= total:
             after = 3 if several[outer] else 2
             n = _ask(
-                requests, parts[after], parts[after + 1], head_of, head, outer, own, 0,
+                requests, parts[after], parts[after + 1], head_of, head, outer, own, no_inner,
                 keys_outside, side, out, codes, n,
             )  # fmt: skip
             done[slot] = 0
