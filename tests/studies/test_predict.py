@@ -244,6 +244,13 @@ def test_packed_lengths_are_a_batchs():
     assert decoded(packed).stages == decoded(batch).stages
 
 
+def test_more_rows_than_a_tile_of_the_decode_kernel_read_the_keys_again():
+    """A prompt of 4,096 tokens: 64 rows a tile, so the keys 64 times."""
+    prompt = decoded(Problem(4096, dtype="bfloat16")).traffic
+    assert prompt.tiling.block_q == 64
+    assert prompt.bytes("load", "K") == 64 * 4096 * 64 * 2
+
+
 def test_what_the_decode_kernel_does_not_do_is_refused():
     for said, problem, how in (
         ("leave tiling out", CACHE, {"tiling": Tiling(16, 16)}),

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from flashsim import Device, OptionError, Problem, predict
+from flashsim import Device, OptionError, Problem, UnsupportedError, predict
 from flashsim.distributed import count, simulate
 from flashsim.problem.links import LINKS, Link
 from flashsim.studies.predict.calibration import HBM_SHARE
@@ -91,6 +91,11 @@ def test_a_device_without_a_link_asks_for_one():
 
 
 # -- links ----------------------------------------------------------------------------------------
+
+
+def test_ranks_that_decode_are_refused():
+    with pytest.raises(UnsupportedError, match="known for a few; algorithm='flash2'"):
+        predict.spread(Problem(4096, dtype="bfloat16"), ranks=4, algorithm="flash-decode")
 
 
 def test_links_are_what_their_lanes_make():

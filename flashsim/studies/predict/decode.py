@@ -64,7 +64,7 @@ def launch(problem: Problem, splits: int | str, device: Device) -> decode.Decode
 
 def traffic(problem: Problem, made: decode.Decode, device: Device) -> Traffic:
     """The closed form of that launch."""
-    tiling = Tiling(made.problem.n_q * made.problem.group, made.block_k)
+    tiling = Tiling(min(made.rows, dict(made.kernel.constants)["FS_BLOCK_Q"]), made.block_k)
     roomy = replace(device, sram_bytes=device.sram_per_sm + device.registers_per_sm)
     splits = max(made.splits)
     return counting.count(problem, algorithm=ALGORITHM, tiling=tiling, device=roomy, splits=splits)

@@ -11,12 +11,13 @@ from flashsim import report
 from flashsim.counts.questions import in_words
 from flashsim.distributed import Account, count
 from flashsim.distributed.counting import work
-from flashsim.errors import OptionError
+from flashsim.errors import OptionError, UnsupportedError
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.links import Link
 from flashsim.problem.problem import Problem
 from flashsim.studies.predict.calibration import CALIBRATED, HBM_SHARE
+from flashsim.studies.predict.decode import ALGORITHM as DECODES
 from flashsim.studies.predict.model import made_for, predict
 
 #: GPUs of one host.
@@ -150,6 +151,11 @@ def spread(
     FlashSimError
     """
     device = Device.get(device)
+    if algorithm == DECODES:
+        raise UnsupportedError(
+            f"ranks work on many queries each, and times of {DECODES!r} are known for a few; "
+            "algorithm='flash2' is predicted"
+        )
     if link is None and not device.link:
         raise OptionError(f"{device.name} names no link; give link=, a name or a Link")
     inside, between = Link.get(device.link if link is None else link), Link.get(network)
