@@ -138,7 +138,8 @@ def main() -> None:
     ncu = shutil.which("ncu")
     if ncu is None:
         sys.exit("benchmarks/banks.py: needs NVIDIA's Nsight Compute, and there is no `ncu`")
-    command = [ncu, "--csv", "--print-units", "base", "--kernel-name", "regex:probe_"]
+    command = [ncu, "--csv", "--clock-control", "none", "--print-units", "base"]
+    command += ["--kernel-name", "regex:probe_"]
     command += ["--metrics", ",".join(METRICS.values()), sys.executable, __file__, "--launch"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     table = compared(counters(done.stdout + done.stderr))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -85,7 +87,7 @@ def test_the_command_prints_writes_and_fails(monkeypatch, tmp_path, capsys):
         TITLE = "S"
         tests = staticmethod(lambda device, whole: [one_test()])
 
-    monkeypatch.setattr(command.importlib, "import_module", lambda name: Suite)
+    monkeypatch.setitem(sys.modules, "outside.one", Suite)
     monkeypatch.setattr(command, "SUITES", ("one",))
     page = tmp_path / "page.md"
     page.write_text("a\n<!-- cpu: written by make outside -->\nold\n<!-- end of cpu -->\nz\n")

@@ -1,6 +1,6 @@
 """Run other people's tests of attention: `make outside`, or
 
-    PYTHONPATH=tests/tools python -m outside [SUITE ...] [--gpu] [--whole] [--page FILE]
+    PYTHONPATH=tests/tools python -m outside [SUITE ...] [--gpu] [--whole] [--jobs N] [--page FILE]
 
 Prints a table of what passed, failed, was not applicable (and why) and was left out, and writes it
 into docs/guides/outside.md, in the place of the device's last one, if every suite was run. The exit
@@ -10,7 +10,7 @@ status is 1 if a test failed.
 from __future__ import annotations
 
 import argparse
-import importlib
+import os
 import platform
 import re
 import sys
@@ -21,28 +21,12 @@ from importlib import metadata
 from pathlib import Path
 
 from flashsim.report import Table
-from outside.cases import Tested, tried
+from outside.cases import Tested
+from outside.running import run
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs/guides/outside.md"
 SUITES = ("cs336", "flash_attention", "torch_sdpa", "jax_nn")
-
-
-def run(names: Sequence[str], device: str, whole: bool) -> list[Tested]:
-    """Every test of the suites named."""
-    found = []
-    for name in names:
-        suite = importlib.import_module(f"outside.{name}")
-        for test in suite.tests(device, whole):
-            found.append(tried(suite.TITLE, test, _progress))
-            for failure in found[-1].failures:
-                print(f"FAILED {test.name}: {failure}", file=sys.stderr)
-    return found
-
-
-def _progress(line: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r{line[:100]:<100}", end="", file=sys.stderr)
 
 
 def table(found: Sequence[Tested]) -> Table:
@@ -64,9 +48,9 @@ def reasons(found: Sequence[Tested]) -> list[tuple[str, str, int]]:
     return [(*key, number) for key, number in counts.items()]
 
 
-def section(found: Sequence[Tested], command: str, seconds: float) -> str:
+def section(found: Sequence[Tested], command: str, device: str, seconds: float) -> str:
     """What the page says of a device's run."""
-    lines = [f"`{command}`: {seconds / 60:.0f} minutes, {versions()}.", ""]
+    lines = [f"`{command}`: {seconds / 60:.1f} minutes, {versions(device)}.", ""]
     header, *rows = [table(found).columns, *table(found).rows]
     lines += [_row(header), _row(["---", "---", *["---:"] * 4]), *map(_row, rows)]
     lines += ["", "Not applicable:", ""]
@@ -79,11 +63,17 @@ def _row(cells: Sequence[object]) -> str:
     return f"| {' | '.join(shown)} |"
 
 
-def versions() -> str:
+def versions(device: str) -> str:
     """Of what was run, and on what."""
-    packages = ("torch", "jax", "numpy", "numba")
-    found = [f"{name} {metadata.version(name)}" for name in packages]
-    return ", ".join([f"Python {platform.python_version()}", *found])
+    packages = ["torch", "jax", "numpy", "numba"]
+    place = [f"Python {platform.python_version()}"]
+    if device == "cuda":
+        import cupy
+        import torch
+
+        place = [torch.cuda.get_device_name(), *place, f"cupy {cupy.__version__}"]
+        packages.remove("numba")
+    return ", ".join([*place, *(f"{name} {metadata.version(name)}" for name in packages)])
 
 
 def rewritten(page: str, device: str, text: str) -> str:
@@ -101,19 +91,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=", ".join(SUITES))
     parser.add_argument("--gpu", action="store_true", help="on CUDA, with the large sizes")
     parser.add_argument("--whole", action="store_true", help="every point that applies: hours")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes, default 1")
     parser.add_argument("--page", type=Path, default=PAGE, help="where the table is written")
     options = parser.parse_args(arguments)
     if unknown := set(options.suites) - {*SUITES}:
         parser.error(f"no suite {', '.join(sorted(unknown))}; there are {', '.join(SUITES)}")
     device, start = "cuda" if options.gpu else "cpu", time.perf_counter()
-    found = run(options.suites or SUITES, device, options.whole)
+    page = options.page.read_text(encoding="utf-8")
+    rewritten(page, device, "")  # no page to write to is known before an hour has passed
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # CuPy wants memory, too
+    found = run(options.suites or SUITES, device, options.whole, options.jobs)
     print(table(found).text(width=120))
     for suite, reason, number in reasons(found):
         print(f"not applicable: {suite}: {number:,}: {reason}")
     if not options.suites:
-        words = " ".join(["make outside", *["OUTSIDE=--gpu"] * options.gpu])
-        text = section(found, words, time.perf_counter() - start)
-        page = options.page.read_text(encoding="utf-8")
+        words = ["--gpu"] * options.gpu + ["--whole"] * options.whole
+        words += [f"--jobs {options.jobs}"] * (options.jobs > 1)
+        asked = f' OUTSIDE="{" ".join(words)}"' if words else ""
+        text = section(found, f"make outside{asked}", device, time.perf_counter() - start)
         options.page.write_text(rewritten(page, device, text), encoding="utf-8")
     return int(any(one.failures for one in found))
 

@@ -7,7 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 Point = Mapping[str, Any]
 
@@ -54,26 +54,52 @@ class Tested:
     unfit: Counter[str] = field(default_factory=Counter)
     left_out: int = 0
 
+    def add(self, outcomes: Iterable[Outcome]) -> None:
+        """Count what came of points."""
+        for unfit, failure in outcomes:
+            if unfit:
+                self.unfit[unfit] += 1
+            elif failure:
+                self.failures.append(failure)
+            else:
+                self.passed += 1
 
-def tried(suite: str, test: Test, progress: Callable[[str], None] = lambda line: None) -> Tested:
-    """Run a test's points."""
+
+class Outcome(NamedTuple):
+    """Of one point: why it is not applicable, why it failed, or neither."""
+
+    unfit: str = ""
+    failure: str = ""
+
+
+def outcome(run: Callable[..., None], point: Point) -> Outcome:
+    """Run a test's point."""
+    try:
+        run(**point)
+    except NotApplicable as reason:
+        return Outcome(unfit=str(reason))
+    except Exception as error:
+        return Outcome(failure=f"{words(point)}: {type(error).__name__}: {error}")
+    return Outcome()
+
+
+def chosen(suite: str, test: Test) -> tuple[Tested, Sequence[Point]]:
+    """A test before it ran, and the points to run."""
     result, fit = Tested(suite, test.name), []
     for point in test.points:
         if reason := test.unfit(point):
             result.unfit[reason] += 1
         else:
             fit.append(point)
-    chosen = test.chosen(fit)
-    result.left_out = len(fit) - len(chosen)
-    for point in chosen:
-        progress(f"{suite}: {test.name}: {words(point)}")
-        try:
-            test.run(**point)
-            result.passed += 1
-        except NotApplicable as reason:
-            result.unfit[str(reason)] += 1
-        except Exception as error:
-            result.failures.append(f"{words(point)}: {type(error).__name__}: {error}")
+    points = test.chosen(fit)
+    result.left_out = len(fit) - len(points)
+    return result, points
+
+
+def tried(suite: str, test: Test) -> Tested:
+    """Run a test's points."""
+    result, points = chosen(suite, test)
+    result.add(outcome(test.run, point) for point in points)
     return result
 
 
