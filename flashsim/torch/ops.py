@@ -159,6 +159,15 @@ forward.register_autograd(_gradient, setup_context=_keep)
 backward.register_autograd(_no_second)
 
 
+def no_forward_mode(*_: Any) -> NoReturn:
+    """`jvp` of an autograd function: there is none."""
+    raise UnsupportedError(
+        "flashsim's attention has no forward mode (torch.func.jvp, jacfwd, linearize, "
+        "torch.autograd.forward_ad): its gradient is a kernel of reverse mode, and comes by "
+        "backward(), torch.func.grad, vjp or jacrev; differentiate torch's math attention forward"
+    )
+
+
 # -- torch.func, which takes an autograd.Function but no operator's formula ------------------------
 
 
@@ -170,7 +179,11 @@ def differentiable(*tensors: Tensor | None, **question: Any) -> tuple[Tensor, Te
 
 
 def _transformed() -> bool:
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    """In a transform of torch.func's, or in forward mode, of which an operator would not hear."""
+    forward_mode = torch.autograd.forward_ad._current_level >= 0
+    if torch.compiler.is_compiling():
+        return no_forward_mode() if forward_mode else False
+    return forward_mode or torch._C._are_functorch_transforms_active()
 
 
 def _gradients(*tensors: Tensor | None, **question: Any) -> tuple[Tensor, ...]:
@@ -181,6 +194,8 @@ def _gradients(*tensors: Tensor | None, **question: Any) -> tuple[Tensor, ...]:
 
 
 class _Forward(torch.autograd.Function):
+    jvp = staticmethod(no_forward_mode)
+
     @staticmethod
     def forward(*tensors_and_question: Any) -> tuple[Tensor, Tensor]:
         *tensors, question = tensors_and_question
@@ -203,6 +218,7 @@ class _Forward(torch.autograd.Function):
 
 class _Backward(torch.autograd.Function):
     backward = staticmethod(_no_second)
+    jvp = staticmethod(no_forward_mode)
 
     @staticmethod
     def forward(*tensors_and_question: Any) -> tuple[Tensor, ...]:

@@ -194,6 +194,8 @@ def test_what_cannot_be_done_is_said_while_it_is_traced():
             jax.eval_shape(bad, q)
     with pytest.raises(DTypeError, match=r"q must be a jax.Array or .*got numpy.ma.*MaskedArray"):
         attention(np.ma.masked_array(q), k, v)
+    with pytest.raises(TypeError, match=r"forward-mode .* to a custom_vjp function"):  # JAX's own
+        jax.jvp(lambda x: call(x, k, v), (q,), (q,))
     with pytest.raises(UnsupportedError, match="no second derivatives"):
         jax.grad(lambda x: jax.grad(lambda y: call(y, k, v).sum())(x).sum())(q)
 

@@ -278,6 +278,49 @@ def test_what_cannot_be_done_is_said():
         first.sum().backward()
 
 
+def dual(function, x):
+    with torch.autograd.forward_ad.dual_level():
+        return function(torch.autograd.forward_ad.make_dual(x, x))
+
+
+# torch's forward mode is made with torch.jit, which torch itself deprecates.
+SCRIPTED = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+
+
+@SCRIPTED
+@pytest.mark.parametrize(
+    "forward_mode",
+    [
+        lambda f, q: torch.func.jvp(f, (q,), (q,)),
+        lambda f, q: torch.func.jacfwd(f)(q),
+        lambda f, q: torch.func.linearize(f, q),
+        lambda f, q: torch.func.hessian(lambda x: f(x).sum())(q),
+        dual,
+    ],
+    ids=["jvp", "jacfwd", "linearize", "hessian", "dual tensors"],
+)
+def test_forward_mode_is_refused(forward_mode):
+    """An operator without a rule for it would give tangents of zero, or none."""
+    q, k, v = (x.detach() for x in tensors(batch=1))
+    with pytest.raises(UnsupportedError, match=r"no forward mode .*vjp or jacrev"):
+        forward_mode(lambda x: call(x, k, v), q)
+
+
+@SCRIPTED
+def test_forward_mode_of_the_courses_function_is_refused():
+    q, k, v = (x.detach()[:, 0] for x in tensors(batch=1, heads=2))
+    with pytest.raises(UnsupportedError, match="no forward mode"):
+        dual(lambda x: FlashAttention.apply(x, k, v), q)
+
+
+@SCRIPTED
+def test_forward_mode_is_refused_in_compiled_code():
+    q, k, v = (x.detach() for x in tensors(batch=1))
+    compiled = torch.compile(lambda x: call(x, k, v), backend="aot_eager")
+    with pytest.raises(UnsupportedError, match="no forward mode"):
+        dual(compiled, q)
+
+
 def test_a_bias_on_a_gpu_is_refused_before_anything_runs():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
