@@ -111,11 +111,15 @@ def grade(
     ] = None,
     save: Annotated[Path | None, typer.Option(help="Write the trace to this .npz file.")] = None,
     limit: Annotated[float, typer.Option(min=0.1, help="Seconds that it may take.")] = apart.LIMIT,
+    memory: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"MiB that it may take (Linux); default {apart.MEMORY:,}."),
+    ] = None,
 ) -> None:
     """Grade a solution: results, room on chip, bytes; in words, and in points of 100."""
     for path in (gradescope, picture, save):
         ready(path)
-    marks, trace = apart.grade_file(file, exercise, limit=limit)
+    marks, trace = apart.grade_file(file, exercise, limit=limit, memory=memory)
     typer.echo(marks.json() if as_json else marks.text())
     if gradescope is not None:
         with beside(gradescope) as part:

@@ -1,11 +1,14 @@
-"""A file judged in a process of its own, with a time limit: ``python -m flashsim.exercises.apart``.
+"""A file judged in a process of its own, which is given a time and a memory.
 
-The child writes what it found to a file, so that a solution may print what it likes. It is no
+``python -m flashsim.exercises.apart`` is what the child does.
+
+It writes what it found to a file, so that a solution may print what it likes. It is no
 sandbox: a file from the internet belongs into a container.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -20,12 +23,18 @@ from flashsim.exercises.marks import Marks
 from flashsim.exercises.source import exercise_of
 from flashsim.trace.trace import Trace
 
-#: Seconds that a solution may take.
-LIMIT = 60.0
+#: Seconds that a solution may take, and MiB beyond what Python, NumPy and flashsim take themselves.
+LIMIT, MEMORY = 60.0, 1024
+#: BLAS would set memory aside for each of a large machine's CPUs.
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def grade_file(
-    path: str | Path, exercise: str | None = None, *, limit: float = LIMIT
+    path: str | Path,
+    exercise: str | None = None,
+    *,
+    limit: float = LIMIT,
+    memory: int | None = None,
 ) -> tuple[Marks, Trace | None]:
     """The marks of a file, and the trace of what it moved.
 
@@ -37,13 +46,19 @@ def grade_file(
         A name, or a path of a lecturer's file. Default: what the file's first line says.
     limit : float
         Seconds.
+    memory : int, optional
+        MiB. Default: `MEMORY` on Linux; other systems set no limit.
 
     Raises
     ------
     OptionError
-        If there is no such file or exercise.
+        If there is no such file or exercise, or a memory is asked for where no limit can be set.
     """
     path = Path(path)
+    linux = sys.platform == "linux"
+    if memory is not None and not linux:
+        raise OptionError(f"memory={memory}: only Linux can limit it; leave it out")
+    memory = (MEMORY if linux else 0) if memory is None else memory
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -57,9 +72,10 @@ def grade_file(
     one = shelf.get(name)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-P", "-m", __name__, name, str(path), folder]
+        command = [sys.executable, "-P", "-m", __name__, name, str(path), folder, str(memory)]
         child = subprocess.Popen(
             command,
+            env={**os.environ, **_ONE_THREAD},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -85,13 +101,26 @@ def _failed(one: Exercise, kind: str, text: str, began: float) -> Marks:
     return Marks(one.name, nothing(kind, text), {}, (), time.perf_counter() - began)
 
 
-def main(name: str, path: str, folder: str) -> None:
-    """What the child does."""
-    text = Path(path).read_text(encoding="utf-8")
-    marks, trace = grade(text, shelf.get(name), Path(path).name)
+def main(name: str, path: str, folder: str, memory: str = "0") -> None:
+    """What the child does; a memory of 0 is no limit."""
+    text, one = Path(path).read_text(encoding="utf-8"), shelf.get(name)
+    if int(memory):
+        _bound(int(memory))
+    marks, trace = grade(text, one, Path(path).name)
     if trace is not None:
         trace.save(Path(folder, "trace.npz"))
     Path(folder, "marks.json").write_text(marks.json(), encoding="utf-8")
+
+
+def _bound(mebibytes: int) -> None:
+    """Let this process take so much more memory, and no more."""
+    import resource
+
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    most = pages * resource.getpagesize() + mebibytes * 2**20
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 if __name__ == "__main__":

@@ -61,7 +61,8 @@ def _executed(text: str, file: str) -> dict[str, Any]:
     try:
         exec(code, scope)
     except (Exception, SystemExit) as error:
-        raise Refused("error", f"the file ends with {words.of_error(error)}") from None
+        said = f"the file ends with {words.of_error(error)}"
+        raise Refused(words.kind_of(error), said) from None
     return scope
 
 

@@ -35,6 +35,8 @@ def kind_of(error: BaseException) -> str:
     """What an error is about, in one word."""
     if isinstance(error, SramOverflow):
         return "overflow"
+    if isinstance(error, MemoryError):
+        return "memory"
     if isinstance(error, ShapeError):
         return "shape"
     if isinstance(error, FlashSimError):
@@ -47,6 +49,9 @@ def of_error(error: BaseException) -> str:
     """An error for a student: its text and, from its notes, the line."""
     if isinstance(error, FlashSimError):
         return str(error)
+    if isinstance(error, MemoryError):
+        what = f": {error}" if str(error) else ""
+        return f"MemoryError{what}; what a solution may take is limited, and it needs kilobytes"
     notes = "; ".join(getattr(error, "__notes__", ()))
     return f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else "")
 

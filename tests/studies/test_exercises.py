@@ -194,6 +194,7 @@ def test_a_process_of_its_own(solved):
     ("text", "limit", "kind", "said"),
     [
         ("while True: pass", 1, "time", "not done after 1 s: a loop that does not end?"),
+        ("import numpy\nx = numpy.ones(10**11)", 60, "memory", "MemoryError: Unable to allocate"),
         ("raise KeyboardInterrupt", 60, "process", "ended its process before it was judged"),
     ],
 )
@@ -202,6 +203,25 @@ def test_a_process_that_does_not_come_back(solved, text, limit, kind, said):
     marks, trace = apart.grade_file(solved, "flash2-forward", limit=limit)
     assert (marks.points, trace, marks.marks[0].kind) == (0, None, kind)
     assert said in marks.marks[0].words
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process's memory")
+def test_memory_that_grows(solved):
+    """Less than this machine has: the limit alone ends it, and lets through what is within."""
+    grow = "def solution(machine):\n    kept = [bytes(10**6)]\n    while len(kept) < {}:\n"
+    grow += "        kept.append(bytes(10**6))\n    raise ValueError('all there')\n"
+    for pieces, memory, kind in ((500, 100, "memory"), (500, None, "error"), (50, 100, "error")):
+        solved.write_text(grow.format(pieces))
+        marks, _ = apart.grade_file(solved, "flash2-forward", memory=memory)
+        assert marks.marks[0].kind == kind
+    assert marks.marks[0].words.startswith("ValueError: all there")
+
+
+def test_a_memory_where_none_can_be_limited(solved, monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(OptionError, match="memory=100: only Linux can limit it"):
+        apart.grade_file(solved, memory=100)
+    assert apart.grade_file(solved)[0].points == 100
 
 
 def test_what_the_child_does(solved, tmp_path):
