@@ -110,7 +110,9 @@ class Compiled(Torch):
 @cache
 def _compiled() -> Any:
     import torch
+    from torch._functorch import config
 
+    config.donated_buffer = False  # the backward pass runs again and again on what forward kept
     return torch.compile(torch.nn.functional.scaled_dot_product_attention)
 
 

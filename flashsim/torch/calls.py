@@ -53,7 +53,7 @@ class AttentionCall:
     dtype : str
         In which it is computed: under autocast, autocast's.
     device : str
-        "meta", or "cpu (fake)", where there are no numbers.
+        "cpu" or "cuda:0"; "meta", or "cpu (fake)", where there are no numbers.
     pattern : Pattern
         Which scores are kept.
     scale : float or None
@@ -103,6 +103,12 @@ class AttentionCall:
             softcap=self.softcap,
             scale=self.scale,  # type: ignore[arg-type]  # None is 1 / sqrt(head_dim)
         )
+
+    @property
+    def place(self) -> str | None:
+        """On what it was computed, "cpu" or "cuda"; None where there are no numbers."""
+        kind = self.device.partition(":")[0]
+        return kind if kind in ("cpu", "cuda") and "fake" not in self.device else None
 
     @property
     def note(self) -> str:

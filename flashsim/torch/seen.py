@@ -297,7 +297,7 @@ def _measured(calls: list[AttentionCall], direction: str) -> dict[str, Any]:
 
 def _place(call: AttentionCall) -> str:
     """What a measured time is of."""
-    return f"{call.device}, {'kernels' if call.device == 'cuda' else 'operators'}"
+    return f"{call.place}, {'kernels' if call.place == 'cuda' else 'operators'}"
 
 
 @lru_cache(maxsize=1024)

@@ -70,10 +70,10 @@ class Timer:
         for event in self.profile.events():
             if event.name in self.calls and event.device_type == DeviceType.CPU:
                 call, direction = self.calls[event.name]
-                if call.device not in ("cpu", "cuda"):  # nothing was computed
+                if call.place is None:
                     continue
                 times = call.measured.setdefault(direction, {})
-                for name, microseconds in _times(event, call.device == "cuda"):
+                for name, microseconds in _times(event, call.place == "cuda"):
                     times[name] = times.get(name, 0) + microseconds * 1e-6
 
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F  # noqa: E402, N812
 import flashsim.torch  # noqa: E402
 from flashsim.errors import OptionError  # noqa: E402
 from flashsim.torch import watch  # noqa: E402
+from flashsim.torch.calls import AttentionCall, Extents  # noqa: E402
 
 FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
@@ -137,3 +138,14 @@ def test_a_profiler_that_runs_already_is_left_alone():
             pass
         torch.ones(3).sum()
     assert "aten::sum" in {event.name for event in mine.events()}
+
+
+@pytest.mark.parametrize(
+    ("device", "place"),
+    [("cpu", "cpu"), ("cuda:0", "cuda"), ("cuda:3", "cuda"), ("meta", None),
+     ("cpu (fake)", None), ("cuda:0 (fake)", None)],
+)  # fmt: skip
+def test_where_there_is_something_to_measure(device, place):
+    """A GPU's name has a number, and a fake tensor lies on one that is not there."""
+    call = AttentionCall("", "ours", Extents(1, 1, 1, 4, 4, 8, 8), "bfloat16", device)
+    assert call.place == place

@@ -3,7 +3,7 @@
 `torch.testing` holds samples of every operator of torch's, from which its own tests are made. Here
 those of attention run with flashsim activated (`activate_flash_attention_impl`). The error, beside
 torch's math kernel in float64, is at most twice that of torch's own flash attention or math in the
-same type; a sample that torch does not give to flash attention says nothing about us.
+same type; a sample that torch's flash attention does not take says nothing about us.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from outside.cases import NotApplicable, Test, product
 
 TITLE = "PyTorch, samples of scaled_dot_product_attention"
 
+FLASH = "torch.ops.aten._flash_attention_forward"
 NAMES = ("nn.functional.scaled_dot_product_attention", "nn.functional.multi_head_attention_forward")
 HALF = (torch.bfloat16, torch.float16)
 
@@ -46,6 +47,9 @@ def tests(device: str, whole: bool) -> list[Test]:
         found.append(Test(f"{name}: not contiguous", compare, apart))
         if device == "cpu":
             found.append(Test(f"{name}: gradcheck", partial(gradcheck, op), points))
+    for op in (op for op in op_db if op.name == FLASH and device == "cuda"):
+        points = product(number=range(len(samples(op, device, HALF[0]))), dtype=HALF)
+        found.append(Test("_flash_attention_forward", partial(operator, op), points))
     return found
 
 
@@ -98,15 +102,19 @@ def asked(op: Any, sample: Any) -> list[torch.Tensor]:
     Raises
     ------
     NotApplicable
-        If torch gives the sample to another kernel.
+        If torch's flash attention does not take it.
     """
     if sample.kwargs.get("dropout_p"):
         raise NotApplicable("flashsim has no dropout")
     inputs = [x.detach().clone().requires_grad_() for x in tensors(sample)]
-    with activated() as seen:
-        out = call(op, sample, *inputs)
+    with activated() as seen, sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        try:
+            out = call(op, sample, *inputs)
+        except RuntimeError as error:
+            if seen or "No available kernel" not in str(error):
+                raise
         if not seen:
-            raise NotApplicable("torch gives it to another of its kernels than flash attention")
+            raise NotApplicable("it is none that torch's flash attention takes")
         return [out, *torch.autograd.grad(out, inputs, torch.ones_like(out))]
 
 
@@ -121,9 +129,36 @@ def compared(
     math = by_torch(op, sample, SDPBackend.MATH, dtype)
     for x, y, z, true in zip(got, flash, math, exact, strict=True):
         assert (x.dtype, x.shape) == (y.dtype, y.shape)
-        allowed = 2 * max((other.double() - true).abs().max().item() for other in (y, z))
-        rtol, atol = torch.testing._comparison.default_tolerances(dtype)
-        torch.testing.assert_close(x.double(), true, rtol=rtol, atol=max(allowed, atol))
+        close(x, true, y, z)
+
+
+def close(x: torch.Tensor, true: torch.Tensor, *others: torch.Tensor) -> None:
+    """At most twice the error of the worst of the others, or `torch.testing`'s tolerance."""
+    allowed = 2 * max((other.double() - true).abs().max().item() for other in others)
+    rtol, atol = torch.testing._comparison.default_tolerances(x.dtype)
+    torch.testing.assert_close(x.double(), true, rtol=rtol, atol=max(allowed, atol))
+
+
+def operator(op: Any, number: int, dtype: torch.dtype) -> None:
+    """The operator itself: (batch, n, heads, d), and causal ends at the bottom right."""
+    sample = samples(op, "cuda", dtype)[number]
+    got = asked(op, sample)
+
+    def written_out(wide: torch.dtype) -> list[torch.Tensor]:
+        inputs = [x.detach().to(wide).requires_grad_() for x in tensors(sample)]
+        n_q, n_kv = (x.shape[1] for x in inputs[:2])
+        kept = torch.ones(n_q, n_kv, dtype=torch.bool, device="cuda")
+        kept = kept.tril(n_kv - n_q) if sample.kwargs["is_causal"] else kept
+        heads, scale = (x.transpose(1, 2) for x in inputs), sample.kwargs["scale"]
+        with sdpa_kernel(SDPBackend.MATH):
+            out = torch.nn.functional.scaled_dot_product_attention(
+                *heads, attn_mask=kept, scale=scale
+            ).transpose(1, 2)
+        return [out, *torch.autograd.grad(out, inputs, torch.ones_like(out))]
+
+    for x, y, true in zip(got, written_out(dtype), written_out(torch.float64), strict=True):
+        assert (x.dtype, x.shape) == (y.dtype, y.shape)
+        close(x, true, y)
 
 
 def by_torch(op: Any, sample: Any, kernel: SDPBackend, dtype: torch.dtype) -> list[torch.Tensor]:
