@@ -83,7 +83,7 @@ def own(name):
 def picture_of_a_solution(rows):
     """The open exercise with tiles of so many rows, beside the reference."""
     one = exercises.get("fewest-bytes")
-    _, trace = exercises.grade(one.solution_source.replace("48", str(rows)), one)
+    _, trace = exercises.grade(one.solution_source.replace("16", str(rows)), one)
     return draw({f"tiles of {rows} rows": trace, "full marks": one.executed.trace}, one)
 
 
@@ -192,7 +192,7 @@ PLOTS = {
     "own-linear.png": lambda: viz.sram_timeline(own("result"), steps=(0, 9)),
     "own-orders.png": lambda: viz.traffic([own("result"), own("turned")]),
     "own-levels.png": lambda: viz.sram_timeline(own("small"), steps=(0, 9)),
-    "course-bytes.png": lambda: picture_of_a_solution(16),
+    "course-bytes.png": lambda: picture_of_a_solution(8),
     "heads.png": lambda: viz.traffic(heads_of_keys()),
     "mask-causal.png": lambda: named("causal"),
     "mask-chunk.png": lambda: named("chunk"),

@@ -1,9 +1,12 @@
 """Bounds on HBM traffic from the papers, as curves to hold a count against.
 
-They are asymptotic: each gives a shape, not a constant. M, the on-chip capacity, is in elements.
+The first two are asymptotic: each gives a shape, not a constant. `proven` is a level that nobody
+gets below. M, the on-chip capacity, is in elements.
 """
 
 from __future__ import annotations
+
+from math import ceil
 
 
 def flash_theorem(n_q: int, n_kv: int, head_dim: int, m: int) -> float:
@@ -25,3 +28,40 @@ def lower_bound(n_q: int, n_kv: int, head_dim: int, m: int) -> float:
     if m >= head_dim**2:
         return flash_theorem(n_q, n_kv, head_dim, m)
     return n_q * n_kv * head_dim / m**0.5
+
+
+def proven(scores: int, head_dim: int, m: int, head_dim_v: int | None = None) -> int:
+    """Elements that any forward pass moves if it multiplies matrices the usual way.
+
+    Usual: every score is a sum of `head_dim` products, and each of its `head_dim_v` products with a
+    row of V is added to a number of O. Scores may be kept on chip, stored or computed again, O may
+    be gathered in parts. A run is cut into segments of T transfers. Within one, the numbers that
+    it can use of Q, K, V, O and of scores from before are X = 2 M + T at most, which is room for
+    at most max(X^2 / (16 d), (X / 3)^1.5) products with V (the inequality of Loomis and Whitney, as
+    Irony, Toledo and Tiskin use it for one matrix product). So there are many segments, whatever T
+    is; the best of some is returned. T = 2 M shows its shape, where M > 2.4 d^2:
+    2 N^2 d^2 / M - 2 M, of the order that Saha and Ye prove (arXiv:2402.07443). The whole proof is
+    in docs/reference/model.md.
+
+    Parameters
+    ----------
+    scores : int
+        That the mask keeps, of all heads.
+    head_dim, head_dim_v : int
+        Of Q and K; of V, as wide if left out.
+    m : int
+        Elements on chip.
+
+    Returns
+    -------
+    int
+        0 where the chip is so large that this says nothing.
+    """
+    products = scores * (head_dim if head_dim_v is None else head_dim_v)
+
+    def least(transfers: int) -> int:
+        reach = 2 * m + transfers
+        a_segment = max(reach**2 / (16 * head_dim), (reach / 3) ** 1.5)
+        return transfers * (ceil(products / a_segment) - 1)
+
+    return max(least(ceil(m * eighths / 8)) for eighths in range(1, 81))

@@ -83,7 +83,10 @@ class Marks:
         return json.dumps({**asdict(self), "points": self.points, "most": self.most}, indent=2)
 
     def gradescope(self) -> str:
-        """Gradescope's ``results.json``: a test for each mark, one score."""
+        """Gradescope's ``results.json``: a test for each mark, one score, fewest bytes on a board.
+
+        As https://gradescope-autograders.readthedocs.io/en/latest/specs/ has it.
+        """
         tests: list[dict[str, Any]] = [
             {
                 "name": mark.name,
@@ -94,7 +97,7 @@ class Marks:
             }
             for mark in self.marks
         ]
-        whole = {
+        whole: dict[str, Any] = {
             "score": self.points,
             "execution_time": round(self.seconds, 3),
             "output": self.text(),
@@ -103,6 +106,10 @@ class Marks:
             "stdout_visibility": "hidden",
             "tests": tests,
         }
+        results = [mark for mark in self.marks if mark.name.startswith("results")]
+        if results and all(mark.points == mark.most for mark in results):
+            best = {"name": "bytes moved", "value": self.figures["bytes"], "order": "asc"}
+            whole["leaderboard"] = [best]
         return json.dumps(whole, indent=2)
 
     @classmethod

@@ -10,7 +10,7 @@ from flashsim.trace.trace import Trace
 
 
 def draw(traces: Mapping[str, Trace], exercise: Exercise) -> Any:
-    """Bars by tensor, and a line for what nobody gets below; returns the Axes."""
+    """Bars by tensor, and a line for what is proven that nobody gets below; returns the Axes."""
     from flashsim import viz
 
     axes = viz.traffic(dict(traces))
@@ -19,7 +19,7 @@ def draw(traces: Mapping[str, Trace], exercise: Exercise) -> Any:
         if any(trace.compulsory() != bound for trace in traces.values()):  # which is drawn
             axes.axhline(bound, color=color, lw=1.6, ls=":")
         axes.annotate(
-            f"lower bound {bound:,} B", (1, bound), (-4, 4), xycoords=("axes fraction", "data"),
-            textcoords="offset points", ha="right", color=color,
+            f"nobody gets\nbelow {bound:,} B", (1, bound), (6, 0), color=color, va="center",
+            xycoords=("axes fraction", "data"), textcoords="offset points",
         )  # fmt: skip
     return axes

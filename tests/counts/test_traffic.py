@@ -14,6 +14,7 @@ from test_engines import OPTION_CASES
 
 import flashsim
 from flashsim import BlockMask, Device, OptionError, Problem, SramOverflow, Tiling
+from flashsim.counts import bounds
 from flashsim.counts.work import KINDS
 from flashsim.problem.problem import numpy_dtype
 from flashsim.schedule.plans import TRAINING as ALGORITHMS
@@ -310,6 +311,36 @@ def test_bounds():
     small = Problem(100, 120, 16, heads=4)
     one_tile = flashsim.count(small, tiling=Tiling(100, 120))
     assert one_tile.bytes() == one_tile.compulsory()
+
+
+@pytest.mark.parametrize("algorithm", ["standard", "flash1", "flash2"])
+@pytest.mark.parametrize("sides", [(8, 8), (40, 4), (4, 40), (64, 16), (160, 8)])
+@pytest.mark.parametrize(("n", "d"), [(192, 16), (1024, 16), (1024, 64), (2048, 32)])
+def test_nobody_gets_below_what_is_proven(algorithm, sides, n, d):
+    """With what a tiling takes on chip as the chip."""
+    t = flashsim.count(Problem(n, head_dim=d), algorithm=algorithm, tiling=Tiling(*sides))
+    assert bounds.proven(n * n, d, t.peak_sram() // 4) <= t.bytes() // 4
+
+
+def test_what_is_proven_is_of_the_order_that_is_met():
+    """FlashAttention-2 with many rows and few keys: within three times, so no larger than it."""
+    for n, d, rows in ((4096, 32, 256), (4096, 64, 160), (8192, 128, 200)):
+        t = flashsim.count(Problem(n, head_dim=d), tiling=Tiling(rows, 4), device="H100")
+        least = bounds.proven(n * n, d, t.peak_sram() // 4)
+        assert 1 <= t.bytes() // 4 / least <= 3
+
+
+@pytest.mark.parametrize("d", [4, 16, 64])
+@pytest.mark.parametrize("reach", [200, 3000, 50_000])
+def test_the_products_of_a_segment(reach, d):
+    """The most of sqrt(c o (a b / d^2 + e)), searched for, is what the proof says it is."""
+    share = np.linspace(0, 1, 101)
+    c, a = np.meshgrid(share, share)
+    left = 1 - 2 * c - 2 * a
+    products = c * np.sqrt((a * reach / d) ** 2 + np.maximum(left, 0) * reach) * reach
+    most = products[left > -1e-9].max()
+    claimed = max(reach**2 / (16 * d), (reach / 3) ** 1.5)
+    assert 0.99 * claimed <= most <= claimed * (1 + 1e-9)
 
 
 def test_questions_name_what_exists():

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib as mpl
@@ -62,8 +63,12 @@ def test_full_marks_are_a_closed_form(name):
 
 
 def test_the_bound_is_below_what_anyone_moves():
+    """Here the room decides; a chip that holds everything leaves what is compulsory."""
     one = get("fewest-bytes")
-    assert one.bound(one.task) == one.executed.trace.compulsory() < one.full_marks_bytes
+    compulsory = one.executed.trace.compulsory()
+    assert compulsory < one.bound(one.task) < one.full_marks_bytes
+    assert f"less than {one.bound(one.task):,} B" in " ".join(one.statement.split())
+    assert one.bound(replace(one.task, sram_bytes=2**20)) == compulsory
 
 
 @pytest.mark.parametrize(
@@ -354,23 +359,25 @@ def test_predict(tmp_path):
 def test_grade_writes_what_is_asked_for(tmp_path):
     one = get("fewest-bytes")
     path = tmp_path / "fewest.py"
-    source = seeded(one.solution_source, "*48", "16")
+    source = seeded(one.solution_source, "*16", "8")
     path.write_text(f"# flashsim exercise: fewest-bytes\n{source}")
     scope, picture, trace = (tmp_path / name for name in ("results.json", "p.svg", "t.npz"))
     text = ok("grade", path, "--gradescope", scope, "--picture", picture, "--save", trace)
     marks = Marks.from_json(ok("grade", path, "--json"))
     assert text.startswith(f"fewest-bytes: {marks.points} of 100 points\n")
-    assert "K was loaded 6 times; 2 would do" in text
+    assert "K was loaded 24 times; 12 would do" in text
     assert "lower bound" in text
     again = flashsim.Trace.load(trace)
     assert marks.figures["bytes"] == again.bytes()
     assert again.device == one.task.device
     assert "solution forward (numpy)" in ok("trace", "show", trace)
-    assert f"lower bound {one.bound(one.task):,} B" in picture.read_text()
+    assert f"below {one.bound(one.task):,} B" in picture.read_text()
     results = json.loads(scope.read_text())
     assert results["score"] == marks.points == sum(t["score"] for t in results["tests"])
     assert sum(t["max_score"] for t in results["tests"]) == 100
     assert {t["status"] for t in results["tests"]} == {"passed", "failed"}
+    moved = {"name": "bytes moved", "value": marks.figures["bytes"], "order": "asc"}
+    assert results["leaderboard"] == [moved]
 
 
 def test_grade_without_a_trace(tmp_path):

@@ -77,8 +77,8 @@ WRONG = [
     ("decode-splits", "demand", "a quarter is 1,152 B", "        for at, cols in enumerate(parts):\n            with sram.step(query), sram.visit", "        with sram.step(query):\n          for at, cols in enumerate(parts):\n            with sram.visit"),
     ("decode-splits", "result", "", "weights = np.exp(L_s - L)", "weights = np.exp(L_s - L) * 0 + 0.25"),
     ("decode-splits", "result", "", "O /= l[:, None]", "pass"),
-    ("fewest-bytes", "bytes", "K was loaded 6 times; 2 would do", "*48", "16"),
-    ("fewest-bytes", "overflow", "holds", "*48", "96"),
+    ("fewest-bytes", "bytes", "K was loaded 24 times; 12 would do", "*16", "8"),
+    ("fewest-bytes", "overflow", "holds", "*16", "24"),
 ]  # fmt: skip
 
 
