@@ -1,12 +1,12 @@
 """Attention over several GPUs, beside one of them and beside torch's own context parallelism.
 
     torchrun --nproc-per-node 2 benchmarks/ring.py [--csv FILE] [--check] [--lengths 16384,65536]
-        [--masks causal,full] [--rivals cuDNN,FlashAttention-2] [--vary]
+        [--masks causal,full] [--schemes zigzag] [--rivals cuDNN,FlashAttention-2] [--vary]
 
 bfloat16, 16 heads, d = 128, random values; causal and full; the forward pass, and with its backward
 pass (fused, dQ by atomics, on one GPU as on several). Every round starts behind a spinning kernel
 on all ranks, so that the host's work counts only where it is longer than the GPU's. A round's time
-is that of its slowest rank; medians.
+is that of its slowest rank; medians. "host_ms" is what a call takes of the host.
 
 "nothing sent" is ours with what travels left where it is: what it lacks of "one GPU" twice over is
 due to smaller blocks and to merging, what ours lacks of it to the link. `--check` first holds out
@@ -25,7 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ from flashsim.torch import count_sent, link, ring_attention, shard
 HEADS, HEAD_DIM = 16, 128
 COLUMNS = (
     *("gpu", "ranks", "n", "causal", "pass", "implementation", "ms", "tflops", "of_one"),
-    *("sent_bytes", "counted_bytes", "nvlink_bytes"),
+    *("sent_bytes", "counted_bytes", "nvlink_bytes", "host_ms"),
 )
 RIVALS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention-2": SDPBackend.FLASH_ATTENTION}
 HEAD_STARTS = (0, 5_000, 20_000, 60_000)
@@ -58,8 +58,8 @@ def flops(n: int, causal: bool, backward: bool) -> float:
     return 4 * HEADS * n * n * HEAD_DIM * (0.5 if causal else 1) * (3.5 if backward else 1)
 
 
-def seconds(work: Work, calls: int, rounds: int) -> float:
-    """Median time of a call: of each round, the slowest rank's."""
+def seconds(work: Work, calls: int, rounds: int) -> tuple[float, float]:
+    """Median time of a call, and of it what the host needs: of each round, the slowest rank's."""
     took = []
     for _ in range(rounds + 2):  # the first ones compile and warm up
         torch.cuda.synchronize()
@@ -67,14 +67,17 @@ def seconds(work: Work, calls: int, rounds: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(SPIN)
         start.record()
+        begun = time.perf_counter()
         for _ in range(calls):
             work()
+        host = (time.perf_counter() - begun) / calls
         end.record()
         torch.cuda.synchronize()
-        slowest = torch.tensor([start.elapsed_time(end) / calls / 1e3])
+        slowest = torch.tensor([start.elapsed_time(end) / calls / 1e3, host])
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=HOST)
-        took.append(slowest.item())
-    return statistics.median(took[2:])
+        took.append(slowest.tolist())
+    gpu, host = (statistics.median(x) for x in zip(*took[2:], strict=True))
+    return gpu, host
 
 
 def both(attention: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> tuple[Work, Work]:
@@ -91,15 +94,26 @@ def both(attention: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> tuple
 
 @contextmanager
 def nothing_sent() -> Iterator[None]:
-    """What should come in is what would go out: the same work without a link."""
+    """What should come in is what would go out, or zeros: the same work without a link."""
     exchange = link.Member.exchange
-    link.Member.exchange = lambda self, going, coming, what: link.Pending(  # type: ignore[method-assign]
-        [], [parcel for parcel, _ in going], None, what
-    )
+    link.Member.exchange = _at_home  # type: ignore[method-assign]
     try:
         yield
     finally:
         link.Member.exchange = exchange  # type: ignore[method-assign]
+
+
+def _at_home(self: link.Member, going: Any, coming: Any, what: str) -> link.Pending:
+    for (mine, _), (other, _) in zip(going, coming, strict=True):
+        for name, x in other.items():
+            same = name in mine and mine[name].shape == x.shape
+            other[name] = mine[name] if same else _zeros(x.shape, x.dtype, x.device)
+    return link.Pending([], (), what)
+
+
+@lru_cache
+def _zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def nvlink_bytes() -> int | None:
@@ -122,8 +136,11 @@ def nvlink_bytes() -> int | None:
 class Bench:
     """The rows of the table, written as they come."""
 
-    def __init__(self, path: Path | None, rounds: int, rivals: list[str], vary: bool) -> None:
-        self.path, self.rounds, self.rivals, self.vary = path, rounds, rivals, vary
+    def __init__(
+        self, path: Path | None, rounds: int, schemes: list[str], rivals: list[str], vary: bool
+    ) -> None:
+        self.path, self.rounds, self.vary = path, rounds, vary
+        self.schemes, self.rivals = schemes, rivals
         first = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         self.urgent = dist.new_group(backend="nccl", pg_options=first) if vary else None
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
@@ -137,17 +154,20 @@ class Bench:
             (1, HEADS, n, HEAD_DIM), device="cuda", dtype=torch.bfloat16
         )
         whole = [make() for _ in range(3)]
-        mine = [shard(x, scheme="zigzag") for x in whole]
 
         def one(*x: torch.Tensor) -> torch.Tensor:
             return flashsim.torch.attention(*x, causal=causal, deterministic=False)
 
-        def ours(*x: torch.Tensor, group: Any = None) -> torch.Tensor:
+        def ours(*x: torch.Tensor, scheme: str = "zigzag", group: Any = None) -> torch.Tensor:
             how = {"causal": causal, "deterministic": False, "group": group}
-            return ring_attention(*x, scheme="zigzag", **how)
+            return ring_attention(*x, scheme=scheme, **how)
 
         self.measure("one GPU", n, causal, both(one, *whole))
-        self.measure("flashsim, zigzag", n, causal, both(ours, *mine), linked=True)
+        for scheme in self.schemes:
+            mine = [shard(x, scheme=scheme) for x in whole]
+            works = both(partial(ours, scheme=scheme), *mine)
+            self.measure(f"flashsim, {scheme}", n, causal, works, scheme)
+        mine = [shard(x, scheme="zigzag") for x in whole]
         with nothing_sent():
             self.measure("flashsim, nothing sent", n, causal, both(ours, *mine))
         default = link.HEAD_START
@@ -186,20 +206,21 @@ class Bench:
             self.measure(f"context_parallel, {name}", n, causal, both(sdpa, *qkv))
 
     def measure(
-        self, name: str, n: int, causal: bool, works: tuple[Work, Work], linked: bool = False
+        self, name: str, n: int, causal: bool, works: tuple[Work, Work], scheme: str = ""
     ) -> None:
-        """One contender's two rows."""
+        """One contender's two rows; with a scheme, what travels as well."""
         for work, backward in zip(works, (False, True), strict=True):
             work_flops = flops(n, causal, backward)
             calls = max(1, min(20, round(0.02 * 6e14 / work_flops)))
-            took = seconds(work, calls, self.rounds)
+            took, host = seconds(work, calls, self.rounds)
             passes = "forward + backward" if backward else "forward"
             same = [r for r in self.rows if r[2:5] == (n, causal, passes) and r[5] == "one GPU"]
             of_one = same[0][6] / (took * 1e3) if same else 1.0
             row = (
                 *(torch.cuda.get_device_name(), 1 if name == "one GPU" else self.ranks),
                 *(n, causal, passes, name, took * 1e3, work_flops / took / 1e12, of_one),
-                *(self.link(work, n, causal, backward) if linked else (None,) * 3),
+                *(self.link(work, scheme, n, causal, backward) if scheme else (None,) * 3),
+                host * 1e3,
             )
             self.rows.append(row)
             if self.rank == 0:
@@ -208,13 +229,15 @@ class Bench:
                     with self.path.open("w", newline="") as file:
                         csv.writer(file).writerows([COLUMNS, *self.rows])
 
-    def link(self, work: Work, n: int, causal: bool, backward: bool) -> tuple[int, int, int | None]:
+    def link(
+        self, work: Work, scheme: str, n: int, causal: bool, backward: bool
+    ) -> tuple[int, int, int | None]:
         """Bytes that this rank sends in a call: by the program, by the closed form, by NVLink."""
         with count_sent() as sent:
             work()
         p = Problem(n, head_dim=HEAD_DIM, heads=HEADS, dtype="bfloat16", causal=causal)
         counted = sum(
-            count(p, ranks=self.ranks, scheme="zigzag", direction=direction, device="H200")
+            count(p, ranks=self.ranks, scheme=scheme, direction=direction, device="H200")
             .link_bytes(rank=self.rank)
             for direction in ("forward", "backward")[: 1 + backward]
         )  # fmt: skip
@@ -240,6 +263,7 @@ def check() -> None:
         ("zigzag", True),
         ("zigzag", False),
         ("striped", True),
+        ("ring", True),
         ("ulysses", True),
     ):
         torch.manual_seed(1)
@@ -281,6 +305,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--masks", default="causal,full")
+    parser.add_argument("--schemes", default="zigzag")
     parser.add_argument("--rivals", default=",".join(RIVALS))
     parser.add_argument("--vary", action="store_true")
     options = parser.parse_args()
@@ -291,7 +316,8 @@ def main() -> None:
     if options.check:
         check()
     rivals = options.rivals.split(",") if options.rivals else []
-    bench = Bench(options.csv, options.rounds, rivals, options.vary)
+    schemes = options.schemes.split(",")
+    bench = Bench(options.csv, options.rounds, schemes, rivals, options.vary)
     for n in map(int, options.lengths.split(",")):
         for mask in options.masks.split(","):
             bench.shape(n, mask == "causal")

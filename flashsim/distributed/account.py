@@ -33,7 +33,7 @@ class Account:
     hbm : ndarray, likewise
         Requested HBM bytes of the local attention (`flashsim.count`).
     merge : ndarray, likewise
-        HBM bytes that packing K and V and combining with earlier steps load and store.
+        HBM bytes that combining with earlier steps loads and stores.
     peak : ndarray, int64, (ranks,)
         Most bytes of tensors held at once: given, in flight, partial, accumulated, results.
     """

@@ -146,13 +146,15 @@ def _sent_forward(group: Group) -> dict[str, np.ndarray]:
 
 
 def _sent_backward(group: Group) -> dict[str, np.ndarray]:
-    """The same, and dK and dV in the accumulator's type, two steps behind, until they are home."""
+    """The same, and dK and dV two steps behind: one block's as they are, then float32 sums."""
     size = MemberSizes(group)
     sent = _nothing(group, "backward", "dout", "K", "V", "dQ", "dK", "dV")
     n, first = group.rows_a_member, int(group.ulysses > 1)
     _pass_on(group, sent, size)
     if group.ring > 1:
-        behind = slice(first + 2, first + 1 + group.ring)
+        behind = slice(first + 3, first + 1 + group.ring)
+        sent["dK"][:, first + 2] = _first(group, lambda b: size.k(b.n_kv, size.e))
+        sent["dV"][:, first + 2] = _first(group, lambda b: size.v(b.n_kv, size.e))
         sent["dK"][:, behind] = size.k(n, size.a)
         sent["dV"][:, behind] = size.v(n, size.a)
     if group.ulysses > 1:
@@ -182,12 +184,11 @@ def _nothing(group: Group, direction: str, *names: str) -> dict[str, np.ndarray]
 
 
 def _merged(group: Group, first: int) -> np.ndarray:
-    """Loads and stores of packing K and V, and of merging a step's out and LSE with the last's."""
+    """Loads and stores of merging a step's out and LSE with those before."""
     size, n = MemberSizes(group), group.rows_a_member
     made = zeros(group, "forward")
     if group.ring == 1:
         return made
-    made[:, first] += 2 * size.kv(n, size.e)
     merged = lambda b: 2 * size.out(b.n_q, size.wide) + size.out(b.n_q, size.e)  # noqa: E731
     later = _later(group, lambda b: merged(b) + 3 * size.lse(b.n_q))
     made[:, first + 1 : first + group.ring] = later
@@ -199,30 +200,38 @@ def _merged(group: Group, first: int) -> np.ndarray:
 
 
 def _added(group: Group, first: int) -> np.ndarray:
-    """Loads and stores of packing K and V, of summing dQ over steps, dK and dV over members."""
+    """Loads and stores of summing dQ over steps, dK and dV over members; all of it at the end."""
     size, n, ring = MemberSizes(group), group.rows_a_member, group.ring
     made = zeros(group, "backward")
     if ring == 1:
         return made
-    shares = [0 if part is None else part.problem.kv_heads for part in group.own_parts]
-    early, late = (share / sum(shares) for share in shares)
-    made[:, first] += 2 * size.kv(n, size.e)
-    # The first heads' dQ is copied, the others' begins at 0 and is added to in the end.
-    made[:, first] += int(early * (size.q(n, size.e) + size.q(n, size.wide)))
-    made[:, first] += int(late * size.q(n, size.wide))
-    made[:, first + ring] += int(late * (2 * size.q(n, size.wide) + size.q(n, size.e)))
-    added = lambda b: 2 * size.q(b.n_q, size.wide) + size.q(b.n_q, size.e)  # noqa: E731
-    passed = lambda b: 2 * size.kv(b.n_kv, size.a) + size.kv(b.n_kv, size.e)  # noqa: E731
-    made[:, first + 1 : first + ring] = _later(group, lambda b: added(b) + passed(b))
-    # Where dK and dV set out they are not added to anything: 0 where the block has no keys.
-    set_out = _later(group, lambda b: size.kv(b.n_kv, size.e) - passed(b))
-    made[:, first + 1] += set_out[:, 0] + size.kv(n, size.a)
-    made[:, first + ring] += 2 * size.kv(n, size.a) + size.kv(n, size.e)
-    if size.e != size.a:
-        made[:, first + ring] += size.kv(n, size.e) + size.kv(n, size.a)
-    if size.merges_wide:
-        made[:, first + ring] += size.q(n, size.e) + size.q(n, size.wide)
+    q = lambda b: 2 * size.q(b.n_q, size.wide) + size.q(b.n_q, size.e)  # noqa: E731
+    kv = lambda b: 2 * size.kv(b.n_kv, size.a) + size.kv(b.n_kv, size.e)  # noqa: E731
+    made[:, first + 1 : first + ring] = _later(group, lambda b: q(b) + kv(b))
+    made[:, first + 1] = 0  # others' sums begin there
+    made[:, first + ring] = 2 * (size.q(n, size.e) + size.kv(n, size.e))
+    begun_q, begun_kv = (
+        _first(group, lambda b: size.q(b.n_q, size.e)),
+        _first(group, lambda b: size.kv(b.n_kv, size.e), before=True),
+    )
+    if ring == 2:  # one block is a sum
+        made[:, first + ring] += begun_q + begun_kv
+        return made
+    made[:, first + ring] += size.q(n, size.wide) + size.kv(n, size.a)
+    made[:, first + 1] += size.q(n, size.wide) + _widened(size, begun_q)
+    made[:, first + 2] += size.kv(n, size.a) + _widened(size, begun_kv)
     return made
+
+
+def _widened(size: MemberSizes, nbytes: np.ndarray) -> np.ndarray:
+    """Loads of so many bytes, and stores of as many elements in float32."""
+    return nbytes + nbytes // size.e * size.a
+
+
+def _first(group: Group, nbytes: Callable[[Problem], int], before: bool = False) -> np.ndarray:
+    """`nbytes` of the block after a rank's own, or its predecessor's; 0 where there is none."""
+    first = _later(group, nbytes)[:, 0]
+    return np.roll(first, group.ulysses) if before else first
 
 
 def _later(group: Group, nbytes: Callable[[Problem], int]) -> np.ndarray:
@@ -240,7 +249,7 @@ def _peak_forward(group: Group) -> np.ndarray:
     # With heads exchanged, the rows given are as large as the rows worked on, and stay.
     base = own * (2 if group.ulysses > 1 else 1)
     so_far = size.out(n, size.wide) + size.lse(n)
-    first = base + 2 * size.kv(n, size.e) * (ring > 1) + size.out(n, size.e) + size.lse(n)
+    first = base + size.kv(n, size.e) * (ring > 1) + size.out(n, size.e) + size.lse(n)
     peak = np.full(group.ranks, first + size.out(n, size.wide) * size.merges_wide)
     if ring > 1:
         part = _later(group, lambda b: size.out(b.n_q, size.e) + size.lse(b.n_q))
@@ -261,18 +270,24 @@ def _peak_backward(group: Group) -> np.ndarray:
     made = size.q(n, e) + kv
     peak = np.full(group.ranks, base + made)
     if ring > 1:
-        shares = [0 if part is None else part.problem.kv_heads for part in group.own_parts]
-        early, late = (share / sum(shares) for share in shares)
-        dq, dkv = size.q(n, size.wide), size.kv(n, size.a)
-        kept = int(early * kv)  # dK and dV of a member's own block
-        at_first = base + 2 * kv + kept + int(early * size.q(n, e)) + dq
-        at_last = base + dq + kept + 2 * dkv + int(late * made)
-        part = _later(group, lambda b: size.q(b.n_q, e) + size.kv(b.n_kv, e))
-        held = part + base + dq + kept + 2 * dkv
-        held[:, 0] -= dkv  # there dK and dV set out
-        narrowed = base + dkv + kv + size.q(n, size.wide) + size.q(n, e) * size.merges_wide
-        fixed = max(at_first, at_last, narrowed)
-        peak = np.maximum(_largest(group, held, kv), fixed)
+        heads = group.own_parts[0].problem.kv_heads
+        early = made * heads // (group.problem.kv_heads // group.ulysses)
+        block = lambda b: size.q(b.n_q, e) + size.kv(b.n_kv, e)  # noqa: E731
+        dq = _first(group, lambda b: size.q(b.n_q, e))
+        going, coming = (
+            _first(group, lambda b: size.kv(b.n_kv, e), before=x) for x in (False, True)
+        )
+        held = _later(group, block) + base + early + kv
+        held[:, :-1] += kv  # those that come next
+        if ring > 2:  # sums of all rows in float32
+            dq[:], wide = size.q(n, size.wide), size.kv(n, size.a)
+            held += dq[:, None]
+            held[:, 1] += going + coming + wide
+            held[:, 2:] += 2 * wide
+            going[:] = coming[:] = wide
+        home = base + made + dq + coming
+        peak = np.maximum(held.max(axis=1), base + kv + early)
+        peak = np.maximum(peak, home + np.maximum(going, made))
     if group.ulysses > 1:
         peak = np.maximum(peak, base + 2 * made)
     return peak

@@ -216,7 +216,7 @@ class _Run:
 
     def backward(self, dout: np.ndarray) -> SpreadGradients:
         """All ranks, step by step; dK and dV of others' keys follow them, and end at home."""
-        group, e = self.group, dout.dtype
+        group = self.group
         self._begin("backward", "dout", "K", "V", "dQ", "dK", "dV")
         for number, rank in enumerate(self.ranks):
             kept = {name: rank[name] for name in ("q", "k", "v", "out", "lse")}
@@ -232,8 +232,10 @@ class _Run:
                 self._backward_step(number, rank, step)
             self._arrive(step)
             self.now += 1
-        for rank in self.ranks if group.ring > 1 else ():
-            self._come_home(rank, e)
+        self.now -= 1  # a part of the last step
+        for number, rank in enumerate(self.ranks) if group.ring > 1 else ():
+            self._come_home(number, rank)
+        self.now += 1
         self._to_rows({"dq": "dQ", "dk": "dK", "dv": "dV"})
         dq, dk, dv = (self._gather(name, group.rows, heads=False) for name in ("dq", "dk", "dv"))
         return SpreadGradients(dq, dk, dv, self._account("backward"))
@@ -241,39 +243,45 @@ class _Run:
     def _backward_step(self, number: int, rank: _Rank, step: int) -> None:
         block, ring = self.group.gradient_block(number, step), self.group.ring
         made = None if block is None else self._gradients(number, rank, step, block)
-        if step == 0:
-            assert block is not None
-            assert made is not None
-            if ring == 1:
-                rank.put(dq=made.dq, dk=made.dk, dv=made.dv)
-                return
-            rank.put(own_dq=made.dq, own_dk=made.dk, own_dv=made.dv)
-            shape = rank["q"].shape
-            rank.put(dq=np.zeros(shape, self.wide if self.merges_wide else made.dq.dtype))
-            rank["dq"][:, block.heads] = made.dq
-            self._touch(number, made.dq, rank["dq"])
-            rank.drop("own_dq")
-            return
-        if made is not None:
-            rank.put(part_dq=made.dq, part_dk=made.dk, part_dv=made.dv)
-        if step == 1:
-            dk, dv = (np.zeros(rank[name].shape, self.wide) for name in ("k", "v"))
-            rank.put(dk=dk, dv=dv)
-            self._touch(number, dk, dv)
-        if block is not None and made is not None:
-            self._add(number, rank["dq"][:, block.heads, block.q], made.dq)
-            for name, part in (("dk", made.dk), ("dv", made.dv)):
-                if step == 1 and ring > 1:  # they set out
-                    rank[name][:, :, block.k] = part
-                    self._touch(number, part)
-                elif step < ring:
-                    self._add(number, rank[name][:, :, block.k], part)
-        if step == ring:  # at home: the sum of the others, and what was computed here
-            for name in ("dk", "dv"):
-                parts = [rank[f"own_{name}"], *([] if made is None else [getattr(made, name)])]
-                self._add(number, rank[name], np.concatenate(parts, axis=1))
-        rank.drop(*(name for name in ("part_dq", "part_dk", "part_dv") if name in rank))
-        rank.drop(*(name for name in ("dk_sent", "dv_sent") if name in rank))
+        parts = {} if made is None else {"dq": made.dq, "dk": made.dk, "dv": made.dv}
+        if ring == 1:
+            rank.put(**parts)
+        elif step in (0, ring):
+            rank.put(**{f"own{step}_{name}": x for name, x in parts.items()})
+        elif step == 1:  # dk and dv set out as they are
+            rank.put(**parts)
+            if ring > 2:
+                self._begin_sums(number, rank, "dq")
+        else:
+            rank.put(**{f"part_{name}": x for name, x in parts.items()})
+            if step == 2:
+                self._begin_sums(number, rank, "dk", "dv")
+            if block is not None:
+                for name, part in parts.items():
+                    rows = block.q if name == "dq" else block.k
+                    self._add(number, rank[name][:, :, rows], part)
+        names = [f"part_{name}" for name in ("dq", "dk", "dv")]
+        rank.drop(*(name for name in (*names, "dk_sent", "dv_sent") if name in rank))
+
+    def _begin_sums(self, number: int, rank: _Rank, *names: str) -> None:
+        """What one block gave, if any, as sums to add to: all rows, float32."""
+        for name in names:
+            total = np.zeros(rank[name[1:]].shape, self.wide)
+            rank.put(**{f"sum_{name}": total})
+            self._touch(number, total)
+            if name in rank:
+                there = total[:, :, self._given_rows(number, name)]
+                there[:] = rank[name]
+                self._touch(number, rank[name], there)
+        for name in names:
+            rank.arrays[name] = rank.take(f"sum_{name}")
+
+    def _given_rows(self, number: int, name: str) -> slice:
+        """Of which rows the first block after a member's own gives a gradient: it, or to it."""
+        group = self.group
+        block = group.block(number if name == "dq" else group.predecessor(number), 1)
+        assert block is not None
+        return block.q if name == "dq" else block.k
 
     def _gradients(self, number: int, rank: _Rank, step: int, block: Block) -> Any:
         k, v = self._visiting(rank, step if step < self.group.ring else 0)
@@ -285,12 +293,22 @@ class _Run:
         self._note(number, made.trace)
         return made
 
-    def _come_home(self, rank: _Rank, dtype: np.dtype) -> None:
-        rank.drop("own_dk", "own_dv")
-        if self.merges_wide:
-            self._narrow(rank, "dq", dtype, -1)
-        for name in ("dk", "dv") if self.narrow else ():
-            self._narrow(rank, name, dtype, -1)
+    def _come_home(self, number: int, rank: _Rank) -> None:
+        """To what other blocks gave the own one is added, of whose heads each part has some."""
+        ring = self.group.ring
+        parts = [part for part in (0, ring) if f"own{part}_dq" in rank]
+        for name in ("dq", "dk", "dv"):
+            total = np.concatenate([rank[f"own{part}_{name}"] for part in parts], axis=1)
+            self._touch(number, total, total)
+            if name in rank:
+                rows = self._given_rows(number, name) if ring == 2 else slice(None)
+                there = total[:, :, rows]
+                there[:] = rank[name].astype(self.wide) + there.astype(self.wide)
+                self._touch(number, rank[name])
+            rank.put(**{f"total_{name}": total})
+        for name in ("dq", "dk", "dv"):
+            rank.drop(*(f"own{part}_{name}" for part in parts))
+            rank.arrays[name] = rank.take(f"total_{name}")
 
     def _add(self, number: int, total: np.ndarray, part: np.ndarray) -> None:
         """Add a part to a sum, in float32."""
@@ -313,26 +331,24 @@ class _Run:
         return (rank["k"], rank["v"]) if step == 0 else (rank["visiting_k"], rank["visiting_v"])
 
     def _pass_keys(self, step: int) -> None:
-        """Every rank sends on the K and V that it computes with now; its own ones packed first."""
-        if step == 0:
-            for number, rank in enumerate(self.ranks):
-                rank.put(visiting_k=rank["k"].copy(), visiting_v=rank["v"].copy())
-                self._touch(number, *(rank[x] for x in ("k", "v", "visiting_k", "visiting_v")))
+        """Every rank sends on the K and V that it computes with now."""
         for name, tensor in (("k", "K"), ("v", "V")):
-            self._send(tensor, f"visiting_{name}", f"incoming_{name}")
+            self._send(tensor, f"visiting_{name}" if step else name, f"incoming_{name}")
 
     def _pass_gradients(self) -> None:
-        """Every rank sends the dK and dV that it added to last."""
+        """Every rank sends the dK and dV that it has, if it has any."""
         for name, tensor in (("dk", "dK"), ("dv", "dV")):
             for rank in self.ranks:
-                rank.arrays[f"{name}_sent"] = rank.take(name)
+                if name in rank:
+                    rank.arrays[f"{name}_sent"] = rank.take(name)
             self._send(tensor, f"{name}_sent", name)
 
     def _send(self, tensor: str, source: str, target: str) -> None:
         for number, rank in enumerate(self.ranks):
-            self.sent[tensor][number, self.now] += rank[source].nbytes
-            to = self.ranks[self.group.successor(number)]
-            to.put(**{target: rank[source].copy()})
+            if source in rank:
+                self.sent[tensor][number, self.now] += rank[source].nbytes
+                to = self.ranks[self.group.successor(number)]
+                to.put(**{target: rank[source].copy()})
 
     def _arrive(self, step: int) -> None:
         """What came in during a step is what the next one computes with."""

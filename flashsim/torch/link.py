@@ -7,7 +7,6 @@ error on every rank: at once, or when the group's own timeout has passed.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,49 +37,29 @@ def count_sent() -> Iterator[Counter[str]]:
         _COUNTERS.remove(counter)
 
 
-class Parcel:
-    """Tensors of one type that travel as one message: one after the other in `flat`.
+#: Tensors by name that travel as one message, each contiguous.
+Parcel = dict[str, Tensor]
 
-    Attributes
-    ----------
-    flat : Tensor, 1-D
-    parts : dict of str to Tensor
-        Views of it.
-    """
 
-    def __init__(self, flat: Tensor, shapes: Mapping[str, Sequence[int]]) -> None:
-        self.flat, self._shapes = flat, shapes
-        sizes = [math.prod(shape) for shape in shapes.values()]
-        pieces = zip(shapes, flat.split(sizes), strict=True)
-        self.parts = {name: piece.view(tuple(shapes[name])) for name, piece in pieces}
+def parcel(**tensors: Tensor) -> Parcel:
+    """Tensors to send, from where they lie; only what is in pieces is copied."""
+    return {name: x.contiguous() for name, x in tensors.items()}
 
-    @classmethod
-    def of(cls, **tensors: Tensor) -> Parcel:
-        """Copies of tensors, packed."""
-        flat = torch.cat([x.reshape(-1) for x in tensors.values()])
-        return cls(flat, {name: x.shape for name, x in tensors.items()})
 
-    @classmethod
-    def zeros(cls, dtype: torch.dtype, **like: Tensor) -> Parcel:
-        """Zeros of these shapes."""
-        (device, *_) = (x.device for x in like.values())
-        flat = torch.zeros(sum(x.numel() for x in like.values()), dtype=dtype, device=device)
-        return cls(flat, {name: x.shape for name, x in like.items()})
-
-    def like(self) -> Parcel:
-        """Room for another one like this."""
-        return Parcel(torch.empty_like(self.flat), self._shapes)
+def room(like: Parcel) -> Parcel:
+    """Where a parcel like this can come in."""
+    return {name: torch.empty_like(x) for name, x in like.items()}
 
 
 class Pending:
-    """Parcels on their way; `wait` gives those that come in."""
+    """Parcels on their way."""
 
-    def __init__(self, works: Sequence[Any], coming: list[Parcel], going: Any, what: str) -> None:
-        self._works, self._coming, self._what = works, coming, what
+    def __init__(self, works: Sequence[Any], going: Any, what: str) -> None:
+        self._works, self._what = works, what
         self._going = going  # alive until they are sent
 
-    def wait(self) -> list[Parcel]:
-        """What comes in, in the order asked for; on a GPU the current stream waits, no caller.
+    def wait(self) -> None:
+        """Until all is sent and received; on a GPU the current stream waits, no caller.
 
         Raises
         ------
@@ -91,7 +70,6 @@ class Pending:
             for work in self._works:
                 work.wait()
         self._going = None
-        return self._coming
 
 
 class Member:
@@ -125,20 +103,22 @@ class Member:
     ) -> Pending:
         """Begin to send and to receive: (parcel, rank) each, in one batch."""
         for counter in _COUNTERS:
-            for parcel, _ in going:
-                for name, x in parcel.parts.items():
+            for tensors, _ in going:
+                for name, x in tensors.items():
                     counter[name] += x.numel() * x.element_size()
         group = self.group
         operations = [
-            *(dist.P2POp(dist.isend, x.flat, group=group, group_peer=to) for x, to in going),
-            *(dist.P2POp(dist.irecv, x.flat, group=group, group_peer=by) for x, by in coming),
+            dist.P2POp(how, x, group=group, group_peer=other)
+            for how, parcels in ((dist.isend, going), (dist.irecv, coming))
+            for tensors, other in parcels
+            for x in tensors.values()
         ]
         what = f"rank {self.rank} of {self.ranks}: {what}"
         with _explaining(what):
-            works = dist.batch_isend_irecv(operations)
-        if going[0][0].flat.is_cuda and HEAD_START:
+            works = dist.batch_isend_irecv(operations) if operations else []
+        if operations and operations[0].tensor.is_cuda and HEAD_START:
             torch.cuda._sleep(HEAD_START)
-        return Pending(works, [x for x, _ in coming], going, what)
+        return Pending(works, (going, coming), what)
 
 
 #: Cycles for which kernels wait after a transfer is begun. Ours fill every multiprocessor until

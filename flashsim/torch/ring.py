@@ -21,7 +21,8 @@ from flashsim.distributed.group import SCHEMES, Block, Group
 from flashsim.errors import DTypeError, ShapeError, UnsupportedError
 from flashsim.problem.problem import Problem
 from flashsim.torch import functional, ops
-from flashsim.torch.link import DTYPES, Member, Parcel, Pending
+from flashsim.torch.combining import NOTHING, Share, merge_into
+from flashsim.torch.link import DTYPES, Member, Parcel, Pending, parcel, room
 
 
 def ring_attention(
@@ -231,10 +232,12 @@ class _Part:
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Out and LSE of this rank's rows (and heads)."""
         plan, ring = self.plan, self.plan.ring
-        keys = Parcel.of(K=k, V=v) if ring > 1 else None
+        keys = parcel(K=k, V=v)
         out = lse = None
         for step in range(ring):
-            pending = self.pass_on(step, keys) if keys is not None and step < ring - 1 else None
+            going = keys if step < ring - 1 else {}
+            keys = room(going)
+            pending = self.pass_on(step, (going, keys))
             block = plan.block(self.link.rank, step)
             if block is not None:
                 part, part_lse = self.attention(block, q, k, v)
@@ -242,9 +245,9 @@ class _Part:
                     out, lse = part.float() if self.sums_wide(q) else part, part_lse
                 else:
                     merge_into(out[:, :, block.q], lse[:, :, block.q], part, part_lse)
-            if pending is not None:
-                (keys,) = pending.wait()
-                k, v = keys.parts.values()
+            pending.wait()
+            if keys:
+                k, v = keys.values()
         assert out is not None  # a rank sees its own keys
         assert lse is not None
         return out.to(q.dtype), lse
@@ -261,49 +264,60 @@ class _Part:
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of this rank's rows; those of others' K and V follow these until home."""
+        """Gradients of this rank's rows; those of others' K and V follow these until home.
+
+        dK and dV set out as one block's, the way it was computed; from the second block on they
+        are sums in float32. At home the own block's are added, and the sum is rounded once.
+        """
         plan, ring = self.plan, self.plan.ring
-        rows, own_k, own_v = (dout, out, lse, q), k, v
+        rows, (own_k, own_v) = (dout, out, lse, q), (k, v)
         if ring == 1:
             return self.gradients(plan.own_parts[0], *rows, k, v)
-        wide = torch.promote_types(q.dtype, torch.float32)
-        dq = torch.empty(q.shape, dtype=wide if self.sums_wide(q) else q.dtype, device=q.device)
-        own: list[tuple[slice, Tensor, Tensor]] = []
-        keys, passing = Parcel.of(K=k, V=v), None
+        keys, others, passing = parcel(K=k, V=v), NOTHING, NOTHING
+        own: list[tuple[Block, Tensor, Tensor, Tensor]] = []
         for step in range(ring + 1):
-            going = [keys] if step < ring - 1 else []
-            going += [passing] if passing is not None else []
-            pending = self.pass_on(step, *going) if going else None
-            block, parts = plan.gradient_block(self.link.rank, step), None
+            going = keys if step < ring - 1 else {}
+            keys, arriving = room(going), self.arriving(step, own_k, own_v)
+            pending = self.pass_on(step, (going, keys), (passing.parts, arriving.parts))
+            block = plan.gradient_block(self.link.rank, step)
+            visitors, passed = NOTHING, NOTHING
             if block is not None:
-                parts = self.gradients(block, *rows, k, v)
-            came = [] if pending is None else pending.wait()
-            if step == 1:  # where gradients of the visitor's K and V set out
-                passing = Parcel.zeros(wide, dK=k, dV=v)
-            elif passing is not None:
-                passing = came.pop()
-            if came:
-                (keys,) = came
-            k, v = keys.parts.values() if step < ring - 1 else (own_k, own_v)
-            if block is None or parts is None:
-                continue
-            if step == 0:
-                dq[:, block.heads].copy_(parts[0])
-                dq[:, block.heads.stop :].zero_()
-            else:
-                dq[:, block.heads, block.q].add_(parts[0])
-            if step in (0, ring) or passing is None:
-                own.append((block.kv_heads, *parts[1:]))
-                continue
-            for total, part in zip(passing.parts.values(), parts[1:], strict=True):
-                there = total[:, :, block.k]
-                there.copy_(part) if step == 1 else there.add_(part)
-        assert passing is not None  # a ring of two has sent some round
-        for heads, *parts_of_own in own:
-            for total, part in zip(passing.parts.values(), parts_of_own, strict=True):
-                total[:, heads].add_(part)
-        dk, dv = (x.to(q.dtype) for x in passing.parts.values())
-        return dq.to(q.dtype), dk, dv
+                dq, dk, dv = self.gradients(block, *rows, k, v)
+                if step in (0, ring):
+                    own.append((block, dq, dk, dv))
+                else:
+                    visitors = Share({"dQ": dq}, block.q)
+                    passed = Share(parcel(dK=dk, dV=dv), block.k)
+            pending.wait()
+            k, v = keys.values() if keys else (own_k, own_v)
+            if step == 1:
+                others = visitors.widened(dQ=q) if ring > 2 else visitors
+                passing = passed
+            elif step > 1:
+                passing = arriving
+                if ring > step == 2:
+                    passing = passing.widened(dK=own_k, dV=own_v)
+                passing.add(passed)
+                others.add(visitors)
+        return (
+            others.plus("dQ", q, [(block.heads, dq) for block, dq, _, _ in own]),
+            passing.plus("dK", own_k, [(block.kv_heads, dk) for block, _, dk, _ in own]),
+            passing.plus("dV", own_v, [(block.kv_heads, dv) for block, _, _, dv in own]),
+        )
+
+    def arriving(self, step: int, k: Tensor, v: Tensor) -> Share:
+        """Room for the dK and dV that come in at a step: at first one block's, later sums."""
+        everything = slice(0, k.shape[2])
+        block = self.plan.block(self.plan.predecessor(self.link.rank), 1)
+        if step < 2 or (step == 2 and block is None):
+            return NOTHING
+        if step > 2 or block is None:
+            wide = torch.promote_types(k.dtype, torch.float32)
+            return Share(
+                {n: x.new_empty(x.shape, dtype=wide) for n, x in (("dK", k), ("dV", v))}, everything
+            )
+        of = lambda x: x.new_empty((*x.shape[:2], block.problem.n_kv, x.shape[3]))  # noqa: E731
+        return Share({"dK": of(k), "dV": of(v)}, block.k)
 
     def gradients(
         self, block: Block, dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor
@@ -325,14 +339,16 @@ class _Part:
 
     # -- the link -------------------------------------------------------------------------------
 
-    def pass_on(self, step: int, *parcels: Parcel) -> Pending:
-        """Begin to send parcels to the next member of the ring, and to receive the last one's."""
+    def pass_on(self, step: int, *parcels: tuple[Parcel, Parcel]) -> Pending:
+        """Begin to send to the next member of the ring, and to receive from the last: (going,
+        coming) each.
+        """
         plan, rank = self.plan, self.link.rank
         after, before = plan.successor(rank), plan.predecessor(rank)
-        names = " ".join(name for parcel in parcels for name in parcel.parts)
+        names = " ".join(name for going, coming in parcels for name in going | coming)
         return self.link.exchange(
-            [(parcel, after) for parcel in parcels],
-            [(parcel.like(), before) for parcel in parcels],
+            [(going, after) for going, _ in parcels],
+            [(coming, before) for _, coming in parcels],
             f"step {step}, {names} to rank {after} and from rank {before}",
         )
 
@@ -351,28 +367,12 @@ class _Part:
             return [ops.readable(x) for x in tensors.values()]
         pieces = {name: x.chunk(len(team), dim=split) for name, x in tensors.items()}
         parcels = [
-            Parcel.of(**{name: those[n] for name, those in pieces.items()})
-            for n in range(len(team))
+            parcel(**{name: those[n] for name, those in pieces.items()}) for n in range(len(team))
         ]
         going = [(parcel, to) for parcel, to in zip(parcels, team, strict=True) if to != rank]
         what = f"exchanging heads of {' '.join(tensors)} among ranks {team[0]} to {team[-1]}"
-        came = self.link.exchange(going, [(x.like(), by) for x, by in going], what).wait()
+        coming = [(room(x), by) for x, by in going]
+        self.link.exchange(going, coming, what).wait()
+        came = [x for x, _ in coming]
         came.insert(rank - team[0], parcels[rank - team[0]])
-        return [torch.cat([x.parts[name] for x in came], dim=join) for name in tensors]
-
-
-def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge `part`, the same rows over other keys, into `out` and its LSE, in place and float32.
-
-    On a GPU one kernel; on the CPU torch's operators. See `flashsim.merge`.
-    """
-    if out.is_cuda:
-        from flashsim.backends.cupy_gpu.merge import merge_into as fused
-
-        fused(out, lse, part, part_lse)
-        return
-    total = torch.logaddexp(lse, part_lse)
-    base = total.masked_fill(total == -torch.inf, 0)  # no key on either side
-    a, b = torch.exp(lse - base)[..., None], torch.exp(part_lse - base)[..., None]
-    out.copy_(a * out.to(lse.dtype) + b * part.to(lse.dtype))
-    lse.copy_(total)
+        return [torch.cat([x[name] for x in came], dim=join) for name in tensors]

@@ -21,8 +21,8 @@ from flashsim.distributed import Group, count  # noqa: E402
 from flashsim.errors import RankError, ShapeError, UnknownArgumentError  # noqa: E402
 from flashsim.problem import oracle  # noqa: E402
 from flashsim.problem.problem import Problem  # noqa: E402
+from flashsim.torch.combining import merge_into  # noqa: E402
 from flashsim.torch.link import Member  # noqa: E402
-from flashsim.torch.ring import merge_into  # noqa: E402
 
 RANKS = 4
 NAMES = ("out", "dq", "dk", "dv")

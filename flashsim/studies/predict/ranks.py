@@ -234,7 +234,7 @@ def _run(
             now = np.maximum(computed, np.repeat(teams, group.ulysses))
         elif transfer[:, n].any():
             begun = np.maximum(now, np.roll(now, -group.ulysses))  # sender and receiver
-            arrived = begun + transfer[:, n]
+            arrived = np.where(transfer[:, n] > 0, begun + transfer[:, n], 0.0)
             now = np.maximum(computed, np.maximum(arrived, np.roll(arrived, group.ulysses)))
         else:
             now = computed

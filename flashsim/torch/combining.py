@@ -1,0 +1,65 @@
+"""What several blocks make together: out merged by LSE, gradients added, both in float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flashsim.torch.link import Parcel
+
+
+@dataclass(frozen=True)
+class Share:
+    """Gradients of the rows `rows`: one block's as they were computed, or several's in float32."""
+
+    parts: Parcel
+    rows: slice
+
+    def widened(self, **whole: Tensor) -> Share:
+        """The same as a sum to add to: all rows, float32."""
+        parts = {}
+        for name, x in whole.items():
+            wide = torch.promote_types(x.dtype, torch.float32)
+            parts[name] = torch.zeros(x.shape, dtype=wide, device=x.device)
+            if name in self.parts:
+                parts[name][:, :, self.rows].copy_(self.parts[name])
+        return Share(parts, slice(0, x.shape[2]))
+
+    def add(self, other: Share) -> None:
+        """Add a block's."""
+        for name, x in other.parts.items():
+            self.parts[name][:, :, other.rows].add_(x)
+
+    def plus(self, name: str, like: Tensor, own: list[tuple[slice, Tensor]]) -> Tensor:
+        """This and a member's own block, of whose heads each part has some, rounded once."""
+        total = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        for heads, part in own:
+            if name in self.parts:
+                here = self.parts[name][:, heads]
+                torch.add(here, part[:, :, self.rows], out=total[:, heads, self.rows])
+            for rest in (slice(0, self.rows.start), slice(self.rows.stop, like.shape[2])):
+                if rest.start < rest.stop:
+                    total[:, heads, rest].copy_(part[:, :, rest])
+        return total
+
+
+NOTHING = Share({}, slice(0, 0))
+
+
+def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merge `part`, the same rows over other keys, into `out` and its LSE, in place and float32.
+
+    On a GPU one kernel; on the CPU torch's operators. See `flashsim.merge`.
+    """
+    if out.is_cuda:
+        from flashsim.backends.cupy_gpu.merge import merge_into as fused
+
+        fused(out, lse, part, part_lse)
+        return
+    total = torch.logaddexp(lse, part_lse)
+    base = total.masked_fill(total == -torch.inf, 0)  # no key on either side
+    a, b = torch.exp(lse - base)[..., None], torch.exp(part_lse - base)[..., None]
+    out.copy_(a * out.to(lse.dtype) + b * part.to(lse.dtype))
+    lse.copy_(total)
