@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -162,19 +162,25 @@ class Inquiry:
             self._work.wait()
         if self._error is not None:
             raise self._error
-        told = torch.stack(self._everyone)
-        wrong = torch.nonzero(told[:, 0]).flatten().tolist()
+        told = [x.tolist() for x in self._everyone]
+        wrong = [rank for rank, (failed, *_) in enumerate(told) if failed]
         if wrong:
             raise RankError(f"{_ranks(wrong)} cannot do what was asked; see the error there")
+        if told.count(told[0]) < len(told):
+            self._refuse(told)
+        self._known.add(self._key)
+
+    def _refuse(self, told: list[list[int]]) -> NoReturn:
+        """Say in what ranks differ first."""
         for column, name in enumerate(self._names, 1):
-            values = told[:, column].tolist()
+            values = [numbers[column] for numbers in told]
             if len(set(values)) > 1:
                 found = ", ".join(
                     f"{_named(name, x)} on {_ranks(_where(values, x))}"
                     for x in dict.fromkeys(values)
                 )
                 raise RankError(f"all ranks must be given the same {name}, got {found}")
-        self._known.add(self._key)
+        raise AssertionError(told)
 
 
 @contextmanager

@@ -136,7 +136,13 @@ def jobs(monkeypatch):
         out = np.zeros((1, *job.q.shape[1:]), np.float16)
         return Outcome({"out": out, "lse": out[..., 0]}, Tiling(16, 16), None, "none")
 
-    engine = SimpleNamespace(OPTIONS={"kernel"}, forward=forward)
+    def backward(job, saved, dout):
+        asked.append(job)
+        return Outcome({"dq": job.q, "dk": job.k, "dv": job.v}, Tiling(16, 16), None, "none")
+
+    engine = SimpleNamespace(
+        OPTIONS={"kernel"}, forward=forward, backward=backward, recall=lambda *_: {}
+    )
     monkeypatch.setattr(dispatch, "engine", lambda backend: engine)
     monkeypatch.setattr(questions, "_KEPT", {})
     monkeypatch.setattr(questions, "_MOST_KEPT", 3)
@@ -165,6 +171,28 @@ def test_what_was_checked_once_is_not_checked_again_on_a_gpu(jobs):
         ask(q, causal=1)
     with pytest.raises(FlashSimError, match="window"):
         ask(q, window=[1, 2, 3])  # has no hash
+
+
+def test_nor_is_a_backward_pass_whose_forward_pass_was_forgotten(jobs):
+    from flashsim.api import execution
+
+    def ask(q, **more):
+        lse = OnGpu(*q.shape[:-1], dtype="float32")
+        execution.backward(q, q, q, q, lse, q, backend="cupy", **more)
+        return jobs[-1]
+
+    q, other = OnGpu(1, 2, 40, 8), OnGpu(1, 2, 40, 8)
+    first, again = ask(q, causal=True), ask(other, causal=True)
+    assert again.memo is first.memo
+    assert (first.q, again.q) == (q, other)
+    assert ask(q).memo is not first.memo
+    assert ask(OnGpu(1, 2, 41, 8), causal=True).memo is not first.memo
+    with pytest.raises(FlashSimError, match="causal"):
+        ask(q, causal=1)
+    with pytest.raises(FlashSimError, match=r"lse must have .* \(1, 2, 40\), got"):
+        execution.backward(
+            *[q] * 4, OnGpu(1, 2, 39, dtype="float32"), q, backend="cupy", causal=True
+        )
 
 
 def test_a_result_says_on_which_tiles_it_was_made(x):
