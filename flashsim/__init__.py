@@ -9,6 +9,7 @@ from flashsim.api.compare import Comparison, compare
 from flashsim.api.counting import count
 from flashsim.api.execution import Gradients, Result, backward, run
 from flashsim.api.merge import merge
+from flashsim.api.quantize import Quantized, quantize
 from flashsim.api.samples import load_sample, load_sample_trace, random_inputs
 from flashsim.api.simulate import simulate
 from flashsim.api.sweep import Sweep, sweep
@@ -71,6 +72,7 @@ __all__ = [
     "MemoryModelError",
     "OptionError",
     "Problem",
+    "Quantized",
     "Result",
     "Schedule",
     "ShapeError",
@@ -90,6 +92,7 @@ __all__ = [
     "load_sample",
     "load_sample_trace",
     "merge",
+    "quantize",
     "random_inputs",
     "run",
     "simulate",

@@ -24,7 +24,7 @@ from flashsim.algorithms.tiles import (
 
 def forward(machine: Machine) -> None:
     """Algorithm 1: the output is kept normalised by the l of the keys seen so far."""
-    hbm, p = machine.hbm, machine.problem
+    hbm = machine.hbm
     O = hbm.tensors[accumulator_name(machine, "O")]
     fill(machine, "init", {O.name: 0.0, "l": 0.0, "m": -np.inf})                          # 2
     with machine.stage("forward") as sram:
@@ -49,7 +49,7 @@ def forward(machine: Machine) -> None:
                         l_new = alpha * l_i + beta * l_ij
                         l_safe = np.where(l_new == 0, 1, l_new)
                         O_i *= (alpha * l_i)[..., None]
-                        O_i += beta[..., None] * (p.rounded(P_ij) @ V_j)
+                        O_i += beta[..., None] * (sram.rounded("P", P_ij) @ V_j)
                         sram.store(O, rows, O_i / l_safe[..., None])                      # 12
                         sram.store(hbm.l, rows, l_new)                                    # 13
                         sram.store(hbm.m, rows, m_new)
@@ -89,12 +89,12 @@ def backward(machine: Machine) -> None:
                             S_ij -= finite(m_i)[..., None]
                             P_ij = np.exp(S_ij, out=S_ij)                                 # 13
                             P_ij /= np.where(l_i == 0, 1, l_i)[..., None]
-                            dV_j += p.rounded(P_ij).mT @ dO_i                             # 16
+                            dV_j += sram.rounded("P", P_ij).mT @ dO_i                     # 16
                             D_i = (dO_i * O_i).sum(axis=-1)                               # 19
                             dS_ij, dbias_ij = score_gradient(                             # 17, 20
                                 sram, P_ij, dO_i, V_j, D_i, gate
                             )
-                            dS_ij = p.rounded(dS_ij)
+                            dS_ij = sram.rounded("dS", dS_ij)
                             dQ_i += p.scale * (dS_ij @ K_j)
                             sram.store(dQ, rows, dQ_i, member=g)                          # 21
                             if dBias is not None:

@@ -71,7 +71,7 @@ def stream_keys(
             alpha = np.exp(m_i - finite(m_new))
             l_i[:] = alpha * l_i + P_ij.sum(axis=-1)
             O_i *= alpha[..., None]                                                       # 10
-            O_i += p.rounded(P_ij) @ V_j
+            O_i += sram.rounded("P", P_ij) @ V_j
             m_i[:] = m_new
 
 
@@ -148,11 +148,11 @@ def _keys_outside(machine: Machine, sram: Sram, *, fused: bool) -> None:
                         )
                         S_ij -= finite(L_i)[..., None]
                         P_ij = np.exp(S_ij, out=S_ij)                                     # 11
-                        dV_j += p.rounded(P_ij).mT @ dO_i                                 # 12
+                        dV_j += sram.rounded("P", P_ij).mT @ dO_i                         # 12
                         dS_ij, dbias_ij = score_gradient(                                 # 13, 14
                             sram, P_ij, dO_i, V_j, delta_i, gate
                         )
-                        dS_ij = p.rounded(dS_ij)
+                        dS_ij = sram.rounded("dS", dS_ij)
                         if fused:
                             dQ_i = sram.alloc("dQ", Q_i.shape[-2:])
                             np.matmul(dS_ij, K_j, out=dQ_i)
@@ -183,7 +183,7 @@ def _dq_pass(machine: Machine) -> None:
                         S_ij -= finite(L_i)[..., None]
                         P_ij = np.exp(S_ij, out=S_ij)
                         dS_ij, dbias_ij = score_gradient(sram, P_ij, dO_i, V_j, delta_i, gate)
-                        dQ_i += p.rounded(dS_ij) @ K_j
+                        dQ_i += sram.rounded("dS", dS_ij) @ K_j
                         _reduce_dbias(machine, sram, visit, dbias_ij, None)
                 sram.store(hbm.dQ, rows, dQ_i * p.scale)
 

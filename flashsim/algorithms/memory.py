@@ -20,6 +20,7 @@ import numpy as np
 from flashsim.counts.traffic import strip_rows
 from flashsim.errors import MemoryModelError, SramOverflow
 from flashsim.problem.hardware import Device
+from flashsim.problem.precision import NO_ROUNDING, Operands, operands, round_to
 from flashsim.problem.problem import Problem, numpy_dtype
 from flashsim.schedule import plans
 from flashsim.schedule.names import ALLOC, CODES, COMPUTE, FREE, LOAD, REDUCE, STORE
@@ -44,6 +45,7 @@ class Tensor:
         self.code = CODES[name] if code is None else code
         self.itemsize = numpy_dtype(dtype).itemsize
         self.vector = data.ndim == 3  # one value a row: L, m, l, delta
+        self.scale: Scale | None = None
         self.n, self.width = data.shape[2], 1 if self.vector else data.shape[3]
 
     def tile_bytes(self, rows: slice, cols: slice) -> int:
@@ -66,6 +68,33 @@ class Tensor:
 
     __array__ = __getitem__ = __len__ = _refuse
     __add__ = __radd__ = __mul__ = __rmul__ = __matmul__ = __rmatmul__ = __sub__ = _refuse
+
+
+class Scale(Tensor):
+    """What the rows of an FP8 tensor are multiplied by: one number for `every` so many of them.
+
+    `data` is (batch * kv_heads, group or 1, ceil(n / every)), float32.
+    """
+
+    def __init__(self, name: str, data: np.ndarray, every: int) -> None:
+        super().__init__(name, data, "float32")
+        self.every = every
+
+    def _entries(self, rows: slice) -> slice:
+        return slice(rows.start // self.every, -(-rows.stop // self.every))
+
+    def tile_bytes(self, rows: slice, cols: slice) -> int:
+        """Bytes of the entries for these rows."""
+        return super().tile_bytes(self._entries(rows), cols)
+
+    def view(self, rows: slice, cols: slice, member: int | None) -> np.ndarray:
+        """The entries for these rows, one a block."""
+        return super().view(self._entries(rows), cols, member)
+
+    def spread(self, entries: np.ndarray, rows: slice) -> np.ndarray:
+        """Loaded `entries`, one a row, (.., rows, 1)."""
+        first = rows.start // self.every
+        return entries[..., np.arange(rows.start, rows.stop) // self.every - first, None]
 
 
 class SharedTensor(Tensor):
@@ -190,6 +219,11 @@ class Hbm:
         self.tensors[name] = Tensor(name, data, dtype or p.dtype)
         return self.tensors[name]
 
+    def put_scale(self, name: str, array: np.ndarray, every: int) -> None:
+        """Place the scale of a tensor that is there, (batch, heads, blocks of `every` rows)."""
+        scale = f"{name}_scale"
+        self.tensors[name].scale = Scale(scale, self.put(scale, array, "float32").data, every)
+
     def put_shared(self, name: str, array: np.ndarray, dtype: str) -> Tensor:
         """Place a bias (1 or batch, 1 or heads, n_q, n_kv) in HBM."""
         self.tensors[name] = SharedTensor(name, array, dtype, self.problem)
@@ -232,15 +266,24 @@ class Sram:
         `device.sram_bytes` is the capacity.
     record : bool
         Whether to keep events.
+    operands : mapping
+        The types that `rounded` rounds to.
     """
 
     def __init__(
-        self, schedule: Schedule, stage: plans.Stage, device: Device, *, record: bool
+        self,
+        schedule: Schedule,
+        stage: plans.Stage,
+        device: Device,
+        *,
+        record: bool,
+        operands: Operands = NO_ROUNDING,
     ) -> None:
         p = schedule.problem
         self.schedule, self.stage, self.device, self.record = schedule, stage, device, record
         self.compute = np.dtype(p.compute_dtype)
         self._lead = (p.batch * p.kv_heads, 1 if stage.per == "group" else p.group)
+        self._operands = operands
         self._live: list[tuple[str, int, np.ndarray]] = []
         self._events: list[tuple[int, int, int, int, int, int, int]] = []
         self._where = (0, -1, -1, -1)  # member of the group, i, j, visit
@@ -321,13 +364,21 @@ class Sram:
     ) -> np.ndarray:
         """Copy a tile HBM -> SRAM, converted to the accumulator type (exact).
 
-        In a stage whose walk serves a whole group, `member` picks the query head.
+        With it comes its scale, by which an FP8 tile is multiplied. In a stage whose walk serves a
+        whole group, `member` picks the query head.
         """
         tile = self._part(tensor, rows, cols, member).astype(self.compute)
         nbytes = tensor.tile_bytes(rows, cols)
         self._log(LOAD, tensor.code, nbytes)
         self._hold(tensor.name.removesuffix("_acc"), nbytes, tile)
+        if tensor.scale is not None:
+            tile *= tensor.scale.spread(self.load(tensor.scale, rows, member=member), rows)
         return tile
+
+    def rounded(self, name: str, tile: np.ndarray) -> np.ndarray:
+        """An operand of a product, rounded to the type in which it enters there ("P", "dS")."""
+        kind = self._operands.get(name)
+        return tile if kind is None else round_to(tile, *kind)
 
     def store(
         self,
@@ -396,6 +447,7 @@ class Machine:
         tiling.check(problem, device, algorithm, direction, split)
         self.problem, self.tiling, self.device = problem, tiling, device
         self.key_order, self.split, self.record = key_order, split, record
+        self._operands = operands(problem, direction)
         self.hbm = Hbm(problem)
         self.stages: list[StageTrace] = []
         planned = plans.stages(problem, algorithm, direction, split)
@@ -428,7 +480,7 @@ class Machine:
         stage = self._plan[name]
         how = stage.outer, self.key_order, stage.dense, self.split
         schedule = Schedule(self.problem, self.tiling, *how)
-        sram = Sram(schedule, stage, self.device, record=self.record)
+        sram = Sram(schedule, stage, self.device, record=self.record, operands=self._operands)
         yield sram
         self.stages.append(sram.done())
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from flashsim.api import dispatch, hosts, inputs
+from flashsim.api import dispatch, hosts, inputs, scales
 from flashsim.api.caches import CACHES, check_alike, live_problem
 from flashsim.engines.engine import Engine, Job
+from flashsim.errors import UnsupportedError
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.schedule import plans
@@ -106,9 +107,19 @@ def ask(
         table = None if table is None else checks.as_array("block_table", table)
     else:
         q, k, v = (adopted(engine, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    scaled, block = options.pop("scales", None), options.pop("scale_block", None)
+    if scaled is not None or block is not None:
+        question["scales"] = scales.granularity(scaled, block, len(q.shape), tiling)
     question |= {"latent": latent, "block_table": table}
     given = inputs.prepare(q, k, v, bias=bias, tiling=tiling, **question)
     problem = given.problem
+    if problem.fp8 and "scales" not in engine.OPTIONS:
+        raise UnsupportedError(
+            f"backend {backend!r} takes no {problem.dtype}; backend='numpy' does, or convert q, k "
+            "and v"
+        )
+    if problem.scales is not None:
+        options["scales"] = scales.checked(problem, scaled, values=on_cpu)
     if on_cpu:  # on a GPU, what lives of a cache is the launcher's to say, when lengths are known
         inputs.require_numpy(backend, q=given.q, k=given.k, v=given.v, bias=given.bias)
         if options.keys() & CACHES:

@@ -46,9 +46,10 @@ def run(
     q : array, (batch, heads, n_q, head_dim); leading axes may be left out
     k, v : array, (batch, kv_heads, n_kv, head_dim) and (batch, kv_heads, n_kv, head_dim_v)
         `heads` must be a multiple of `kv_heads`; v may be None where an option `head_dim_v` says
-        which of k's columns it is. float64, float32, float16 or bfloat16 (on a GPU not float64). On
-        the CPU, arrays of NumPy, torch, or any library that speaks DLPack (JAX); what goes in comes
-        out, and is not copied on its way in.
+        which of k's columns it is. float64, float32, float16 or bfloat16 (on a GPU not float64),
+        "numpy" also float8_e4m3fn or float8_e5m2, whose out is bfloat16. On the CPU, arrays of
+        NumPy, torch, or any library that speaks DLPack (JAX); what goes in comes out, and is not
+        copied on its way in.
     algorithm : {"flash2", "flash2-fused", "flash1", "standard", "flash-decode"}
         "flash1" and "standard" hold what the first papers describe; "flash2-fused" differs from
         "flash2" in the backward pass only; "flash-decode" divides the keys as well, for few queries
@@ -87,6 +88,9 @@ def run(
         entries begin with so many keys, which are walked once for the queries of all (cascade
         attention), or in so many keys' pages, whole ones; with v=None,
         `head_dim_v`: V is k's first columns, as many, and one load serves both (latent attention).
+        "numpy", for FP8 inputs: `scales`, three float32 arrays that q, k and v are multiplied by,
+        each () for a whole tensor, (batch, heads) or (batch, heads, blocks), and `scale_block`,
+        (query rows, key rows) of a block (default: a tile's); see `flashsim.quantize`.
         "numba": `threads`, how many (default: every CPU
         this process may use), and `micro_kernel`, "vector" or "plain". "cupy": `kernel`, "hopper"
         or "portable" (default: Hopper's wherever they run the problem), and `allow_tf32`: float32
@@ -205,7 +209,7 @@ def backward(
     p = asked.job.problem
     rows = (p.batch, p.heads, p.n_q)[4 - asked.ndim :]
     out, lse = hosts.take(asked.host, out=out, lse=lse)
-    inputs.check_kept("out", out, (*rows, p.head_dim_v), p.dtype)
+    inputs.check_kept("out", out, (*rows, p.head_dim_v), p.result_dtype)
     inputs.check_kept("lse", lse, rows, p.compute_dtype)
     saved = asked.engine.recall(asked.job, inputs.expand(out), inputs.expand(lse, 3))
     return gradients(asked, out, saved, dout, keywords["tiling"], deterministic, None)

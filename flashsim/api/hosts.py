@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flashsim.errors import DTypeError
-from flashsim.problem.checks import DTYPES
+from flashsim.problem.checks import DTYPES, FP8
 from flashsim.problem.problem import numpy_dtype
 
 _DLPACK_CPU = 1
@@ -89,6 +89,8 @@ def _from_torch(name: str, x: Any) -> Any:
         return x  # refused with the other kinds of array, and of elements
     try:
         x = x.detach().resolve_neg()
+        if kind in FP8:
+            return x.view(torch.uint8).numpy().view(numpy_dtype(kind))
         if kind != "bfloat16":
             return x.numpy()
         return x.view(torch.int16).numpy().view(numpy_dtype(kind))

@@ -159,6 +159,7 @@ def prepare(
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
     latent: bool = False,
+    scales: Any = None,
 ) -> Inputs:
     """Check arrays against each other and build the problem they pose.
 
@@ -182,7 +183,8 @@ def prepare(
     if block_mask is not None:
         block_mask = _block_mask(block_mask, tiling)
     cu_seqlens_q, cu_seqlens_k = offsets(cu_seqlens_q), offsets(cu_seqlens_k)
-    fields = (causal, window, softcap, scale, mask, cu_seqlens_q, cu_seqlens_k, latent)
+    scales = tuple(scales) if isinstance(scales, list) else scales
+    fields = (causal, window, softcap, scale, mask, cu_seqlens_q, cu_seqlens_k, latent, scales)
     try:
         problem, ndim, bias_shape = _same_problem(shapes, dtypes, added, block_mask, *fields)
     except TypeError:  # an unhashable argument, such as a window given as a list; or an error
@@ -244,6 +246,7 @@ def _problem(
     cu_seqlens_q: Any,
     cu_seqlens_k: Any,
     latent: bool,
+    scales: Any,
 ) -> tuple[Problem, int, tuple[int, ...] | None]:
     """The problem that arrays of these shapes and types pose, their ndim, and the bias in 4-D."""
     ndim = _same_ndim(shapes)
@@ -258,7 +261,9 @@ def _problem(
     batch, heads, n_q, d = q
     bias_shape = None
     if bias is not None:
-        bias_shape = _bias_shape(*bias, names[0], (batch, heads, n_q, k[2]))
+        bias_shape = _bias_shape(
+            *bias, "bfloat16" if names[0] in checks.FP8 else names[0], (batch, heads, n_q, k[2])
+        )
     problem = Problem(
         n_q=n_q,
         n_kv=k[2],
@@ -278,6 +283,7 @@ def _problem(
         block_mask=block_mask,
         mask=mask,
         latent=latent,
+        scales=scales,
     )
     return problem, ndim, bias_shape
 
@@ -320,7 +326,8 @@ def check_finite(name: str, array: Any) -> None:
 
 def _not_finite(array: Any) -> int:
     """How many values are NaN or infinite."""
-    wide = array if dtype_name(array) != "bfloat16" else array.astype(np.float32)
+    ours = dtype_name(array) in ("bfloat16", *checks.FP8)
+    wide = array.astype(np.float32) if ours else array
     return int((~np.isfinite(wide)).sum())
 
 
@@ -409,7 +416,8 @@ def _bias_shape(
     shape: tuple[int, ...], kind: Any, dtype: str, full: tuple[int, ...]
 ) -> tuple[int, ...]:
     if _name(kind) != dtype:
-        raise DTypeError(f"bias must have q's dtype {dtype}, got {_name(kind)}")
+        whose = "out" if dtype == "bfloat16" else "q"  # as FP8 inputs have it, whose out is wider
+        raise DTypeError(f"bias must have {whose}'s dtype {dtype}, got {_name(kind)}")
     if not 2 <= len(shape) <= 4 or shape[-2:] != full[2:]:
         raise ShapeError(
             f"bias must be (1 or {full[0]}, 1 or {full[1]}, {full[2]}, {full[3]}), leading axes "

@@ -100,7 +100,7 @@ class RandomInputs(NamedTuple):
 
 
 def random_inputs(problem: Problem, seed: int = 0) -> RandomInputs:
-    """Standard normal q, k, v and dout of a problem's shapes and dtype.
+    """Standard normal q, k, v of a problem's shapes and dtype, and dout as its results are.
 
     Parameters
     ----------
@@ -116,11 +116,17 @@ def random_inputs(problem: Problem, seed: int = 0) -> RandomInputs:
     """
     p = checks.instance("problem", problem, Problem, "flashsim.Problem")
     rng = np.random.default_rng(checks.seed(seed))
-    dtype = numpy_dtype(p.dtype)
+    inputs, result = numpy_dtype(p.dtype), numpy_dtype(p.result_dtype)
     shapes = (
         (p.heads, p.n_q, p.head_dim),
         (p.kv_heads, p.n_kv, p.head_dim),
         (p.kv_heads, p.n_kv, p.head_dim_v),
         (p.heads, p.n_q, p.head_dim_v),
     )
-    return RandomInputs(*(rng.standard_normal((p.batch, *shape)).astype(dtype) for shape in shapes))
+    kinds = (inputs, inputs, inputs, result)
+    return RandomInputs(
+        *(
+            rng.standard_normal((p.batch, *shape)).astype(kind)
+            for shape, kind in zip(shapes, kinds, strict=True)
+        )
+    )

@@ -29,6 +29,7 @@ from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem, numpy_dtype
 from flashsim.schedule.names import TENSORS
 from flashsim.schedule.tensors import BIASES, COL, ROW, TILE, shape, whole_bytes
+from flashsim.schedule.tensors import dtype as dtype_of
 from flashsim.schedule.tiling import Tiling
 from flashsim.trace.recording import Own
 from flashsim.trace.trace import Trace
@@ -142,10 +143,10 @@ def simulate(
     tiling = (tiling or Tiling(64, 64)).clip(problem)
     machine = OpenMachine(problem, tiling, Device.get(device))
     for one, array in arrays.items():
-        machine.hbm._put(one, array, _dtype(problem, one), written=True)
+        machine.hbm._put(one, array, dtype_of(problem, one), written=True)
     optional = ["L"] if "O" in asked and "L" not in (*asked, *given) else []
     for one in (*asked, *optional):
-        size, dtype = _size(problem, one), _dtype(problem, one)
+        size, dtype = _size(problem, one), dtype_of(problem, one)
         array = np.full(size, np.nan, numpy_dtype(dtype))
         machine.hbm._put(one, array, dtype, written=False)
     _run(algorithm, name, machine)
@@ -189,6 +190,11 @@ def _problem(
     q, k, v = hosts.take(host, q=q, k=k, v=v)
     made = inputs.prepare(q, k, v, mask=mask, **question)
     inputs.require_numpy("numpy", q=made.q, k=made.k, v=made.v)
+    if made.problem.fp8:
+        raise UnsupportedError(
+            f"simulate takes no {made.problem.dtype}: what is rounded to it, the function would "
+            "have to say; give bfloat16"
+        )
     p, ndim = made.problem, made.ndim
     arrays = {"Q": made.q, "K": made.k, "V": made.v}
     for name, x in zip(given, hosts.take(host, **given), strict=True):
@@ -196,7 +202,7 @@ def _problem(
         x = np.asarray(x)
         full = x.reshape((1,) * (len(want) - x.ndim) + x.shape) if x.ndim <= len(want) else x
         require_shape(name, full.shape, want)
-        arrays[name] = full.astype(numpy_dtype(_dtype(p, name)))
+        arrays[name] = full.astype(numpy_dtype(dtype_of(p, name)))
     return p, {name: np.array(x) for name, x in arrays.items()}, ndim, host
 
 
@@ -207,10 +213,6 @@ def _size(p: Problem, name: str) -> tuple[int, ...]:
     sides = {ROW: (p.n_q, its.elements), COL: (p.n_kv, its.elements), TILE: (p.n_q, p.n_kv)}
     n, width = sides[its.axis]
     return (p.batch, heads, n) if its.vector else (p.batch, heads, n, width)
-
-
-def _dtype(p: Problem, name: str) -> str:
-    return p.dtype if shape(p, name).itemsize == p.itemsize else p.compute_dtype
 
 
 def _squeezed(array: np.ndarray, p: Problem, name: str, ndim: int) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,6 +37,13 @@ def run(
     how: opt.Simulated,
     form: opt.Format,
     decoding: opt.Decoding,
+    scaling: opt.Scaling,
+    rotate: Annotated[
+        bool,
+        typer.Option(
+            "--rotate", help="FP8: a Hadamard rotation before scaling.", rich_help_panel="Sizes"
+        ),
+    ] = False,
     scale: _Scale = None,
     algorithm: opt.Algorithm = "flash2",
     backend: opt.Backend = "numpy",
@@ -56,7 +64,9 @@ def run(
     """Execute attention tile by tile and show what it moved."""
     ready(save)
     ready(output)
-    arrays = values.arrays(sizes, tensors, decoding.shared_prefix)
+    wide = {} if scaling.scales is None else {"dtype": "float32"}
+    arrays = values.arrays(sizes, tensors, decoding.shared_prefix, **wide)
+    arrays, scales = values.quantized(arrays, scaling, rotate, sizes.dtype)
     tile, backward_tile = values.tilings(how, arrays.q.shape[-1], scores.causal)
     tiles = {"forward": tile, **({"backward": backward_tile} if how.backward else {})}
     cost = values.foresee(arrays, scores, [algorithm], tiles, values.device(how), backend)
@@ -80,6 +90,7 @@ def run(
             trace=True,
             **decoding.options(),
             **table,
+            **scales,
         )
         grads = None
         if how.backward:
@@ -147,11 +158,12 @@ def count(
     how: opt.Simulated,
     form: opt.Format,
     decoding: opt.Decoding,
+    scaling: opt.Scaling,
     sizes: opt.Sizes = opt.HEAD,
     algorithm: opt.Algorithm = "flash2",
 ) -> None:
     """Count what a run would move, in closed form: no data, any size."""
-    problem = decoding.posed(values.problem(sizes, scores))
+    problem = replace(decoding.posed(values.problem(sizes, scores)), scales=scaling.kind())
     tiles = values.tilings(how, problem.head_dim, scores.causal)
     wanted = list(zip(("forward", "backward"), tiles, strict=True))[: 1 + how.backward]
     counts = [

@@ -16,6 +16,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from flashsim.api.samples import SAMPLES, TRACES
+from flashsim.errors import OptionError
 from flashsim.l2 import L2Model
 from flashsim.l2.launch import ORDERS, WALKS
 from flashsim.problem.checks import DTYPES
@@ -134,6 +135,28 @@ class Sizes(Lengths):
 HEAD = Sizes(n_q=4096, head_dim=64, batch=1, heads=1, dtype="float32")
 LAYER = Sizes(n_q=4096, head_dim=128, batch=1, heads=16, dtype="bfloat16")
 BATCH = replace(LAYER, batch=4)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Scales of FP8 inputs."""
+
+    panel = _SIZES
+    scales: str | None = _option(
+        None, "FP8: a scale for each tensor, head or block (QUERIESxKEYS, e.g. 128x128)."
+    )
+
+    def kind(self) -> str | tuple[int, int] | None:
+        """As `Problem.scales` has it."""
+        if self.scales is None or self.scales in ("tensor", "head"):
+            return self.scales
+        try:
+            rows, keys = (int(side) for side in self.scales.lower().split("x"))
+        except ValueError:
+            raise OptionError(
+                f"--scales takes tensor, head or QUERIESxKEYS, e.g. 128x128, got {self.scales!r}"
+            ) from None
+        return rows, keys
 
 
 @dataclass(frozen=True)

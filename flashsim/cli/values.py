@@ -12,13 +12,15 @@ import numpy as np
 
 from flashsim.api.cost import Estimate, cost, fits
 from flashsim.api.counting import count
+from flashsim.api.quantize import quantize
 from flashsim.api.samples import TRACES, load_sample, load_sample_trace, random_inputs
 from flashsim.cli import options as opt
 from flashsim.counts.traffic import compulsory
 from flashsim.errors import FlashSimError, OptionError, ShapeError, choices
 from flashsim.problem import checks
+from flashsim.problem.checks import FP8
 from flashsim.problem.hardware import Device
-from flashsim.problem.problem import Problem
+from flashsim.problem.problem import Problem, numpy_dtype
 from flashsim.schedule.presets import PRESETS
 from flashsim.schedule.tiling import Tiling
 from flashsim.trace.trace import Trace
@@ -40,7 +42,8 @@ class Arrays(NamedTuple):
         if self.dout is not None:
             return self.dout
         shape = (*self.q.shape[:-1], self.v.shape[-1])
-        return np.random.default_rng(seed).standard_normal(shape).astype(self.q.dtype)
+        kind = numpy_dtype("bfloat16") if self.q.dtype.name in FP8 else self.q.dtype
+        return np.random.default_rng(seed).standard_normal(shape).astype(kind)
 
 
 def read_text(file: Path) -> str:
@@ -57,10 +60,12 @@ def read_text(file: Path) -> str:
         raise OptionError(f"cannot read {str(file)!r}: {error.strerror}") from None
 
 
-def arrays(sizes: opt.Lengths, tensors: opt.Tensors, prefix: int | None = None) -> Arrays:
+def arrays(
+    sizes: opt.Lengths, tensors: opt.Tensors, prefix: int | None = None, **instead: Any
+) -> Arrays:
     """Arrays from a file, of the bundled model, or random ones of the sizes that are given.
 
-    All entries of random ones begin with the same `prefix` keys.
+    All entries of random ones begin with the same `prefix` keys. `instead` overrules their sizes.
     """
     given, file, sample = sizes.given(), tensors.input, tensors.demo_data
     if file is not None and sample is not None:
@@ -72,12 +77,34 @@ def arrays(sizes: opt.Lengths, tensors: opt.Tensors, prefix: int | None = None) 
     if sample is not None:
         real = load_sample(sample)
         return Arrays(real.q, real.k, real.v, out=real.out)
-    asked = Problem(**{"n_q": 512, **given})
+    asked = Problem(**{"n_q": 512, **given, **instead})
     fits(compulsory(asked), "`flashsim count` counts without arrays")
     made = Arrays(*random_inputs(asked, tensors.seed))
     for x in (made.k, made.v):
         x[1:, :, : prefix or 0] = x[:1, :, : prefix or 0]
     return made
+
+
+def quantized(
+    arrays: Arrays, scaling: opt.Scaling, rotate: bool, dtype: str | None
+) -> tuple[Arrays, dict[str, Any]]:
+    """The arrays in FP8, and the options that say what they stand for; without scales, as given."""
+    kind = scaling.kind()
+    if kind is None:
+        if rotate:
+            raise OptionError(
+                "--rotate turns q and k before they are scaled; give --scales as well"
+            )
+        return arrays, {}
+    made = quantize(
+        *arrays[:3],
+        granularity=kind if isinstance(kind, str) else "block",
+        block=kind if isinstance(kind, tuple) else (1, 1),
+        rotate="hadamard" if rotate else None,
+        dtype=dtype or FP8[0],
+    )
+    dout = None if arrays.dout is None else arrays.dout.astype(numpy_dtype("bfloat16"))
+    return arrays._replace(q=made.q, k=made.k, v=made.v, dout=dout), made.options
 
 
 def in_pages(

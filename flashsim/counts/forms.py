@@ -11,11 +11,14 @@ from flashsim.schedule.schedule import Schedule
 
 
 class Forms:
-    """Requested bytes of each stage. e, a: bytes of an element and of an accumulator in HBM."""
+    """Requested bytes of each stage.
+
+    e, r, a: bytes of an element of q, k or v, of a result and of an accumulator in HBM.
+    """
 
     def __init__(self, p: Problem) -> None:
         self.p = p
-        self.e, self.a = p.itemsize, p.compute_itemsize
+        self.e, self.r, self.a = p.itemsize, p.result_itemsize, p.compute_itemsize
         self.heads, self.kv_heads = p.batch * p.heads, p.batch * p.kv_heads
         self.lead = p.bias[0] * p.bias[1] if p.bias else 0
         # A float32 (or float64) problem accumulates in the result itself.
@@ -31,13 +34,13 @@ class Forms:
         """Out, or anything of its shape."""
         return self.heads * self.p.n_q * self.p.head_dim_v * item
 
-    def k(self) -> int:
+    def k(self, item: int) -> int:
         """K or dk."""
-        return self.kv_heads * self.p.n_kv * self.p.head_dim * self.e
+        return self.kv_heads * self.p.n_kv * self.p.head_dim * item
 
-    def v(self) -> int:
+    def v(self, item: int) -> int:
         """V or dv; none where V is columns of K."""
-        return 0 if self.p.latent else self.kv_heads * self.p.n_kv * self.p.head_dim_v * self.e
+        return 0 if self.p.latent else self.kv_heads * self.p.n_kv * self.p.head_dim_v * item
 
     def stat(self) -> int:
         """One statistic a row: LSE, delta, l or m."""
@@ -47,29 +50,52 @@ class Forms:
         """The bias, or its gradient: one matrix for each that is not shared."""
         return self.lead * self.p.n_q * self.p.n_kv * item
 
+    def scales(self, loaded: set[str], outer: str, s: Schedule, owners: int) -> dict[str, int]:
+        """Scales that come with tiles of Q, K and V: 4 B for each block of rows that a tile has.
+
+        The outer tiles are loaded once, by `owners` walks, the inner ones at every visit.
+        """
+        if self.p.scales is None:
+            return {}
+        rows, keys = (
+            self.p.scales if isinstance(self.p.scales, tuple) else (self.p.n_q, self.p.n_kv)
+        )
+        in_rows, in_cols = (
+            -(-table[:, 1].astype(int) // every) - table[:, 0] // every
+            for table, every in ((s.rows, rows), (s.cols, keys))
+        )
+        if outer == "queries":
+            q, kv = self.heads * int(in_rows.sum()), self.heads * s.over_visits(in_cols)
+        else:
+            q = self.heads * int((in_rows * s.visit_counts).sum())
+            kv = owners * int(in_cols.sum())
+        each = {"Q": q, "K": kv, "V": kv}
+        return {f"{name}_scale": 4 * each[name] for name in each if name in loaded}
+
     # -- stages ---------------------------------------------------------------------------------
 
     def forward(self, algorithm: str, stage: str, s: Schedule) -> dict[tuple[str, str], int]:
         """``{(op, tensor): bytes}`` of a forward stage walked by `s`."""
-        h, e, a, d, dv, sums = (
+        h, e, r, a, d, dv, sums = (
             self.heads,
             self.e,
+            self.r,
             self.a,
             self.p.head_dim,
             self.p.head_dim_v,
             s.sums,
         )
-        bias = {("load", "bias"): h * sums.area * e} if self.lead else {}
+        bias = {("load", "bias"): h * sums.area * r} if self.lead else {}
         keys = {("load", "K"): h * sums.row_cols * d * e}
         values = {("load", "V"): h * sums.row_cols * dv * e}
-        scores = h * sums.area * e
+        scores = h * sums.area * r
         if stage == "scores":
             gate = {("store", "gate"): scores} if self.p.softcap else {}
             return {("load", "Q"): self.q(e), **keys, **bias, ("store", "S"): scores, **gate}
         if stage == "softmax":
             return {("load", "S"): scores, ("store", "P"): scores}
         if stage == "output":
-            return {("load", "P"): scores, **values, ("store", "O"): self.o(e)}
+            return {("load", "P"): scores, **values, ("store", "O"): self.o(r)}
         o_acc = "O" + self.acc
         if stage == "init":
             return {
@@ -78,7 +104,7 @@ class Forms:
                 ("store", "m"): self.stat(),
             }
         if stage == "convert":
-            return {("load", "O_acc"): self.o(a), ("store", "O"): self.o(e)}
+            return {("load", "O_acc"): self.o(a), ("store", "O"): self.o(r)}
         if stage in ("split", "combine"):
             return self._decode(stage, s, h // s.members)
         if algorithm == "flash1":
@@ -97,20 +123,20 @@ class Forms:
             **keys,
             **values,
             **bias,
-            ("store", "O"): self.o(e),
+            ("store", "O"): self.o(r),
             ("store", "L"): self.stat(),
         }
 
     def _decode(self, stage: str, s: Schedule, walks: int) -> dict[tuple[str, str], int]:
         """FlashDecoding: each part loads Q again; each of several parts is written and read."""
-        e, a, d, dv = self.e, self.a, self.p.head_dim, self.p.head_dim_v
+        e, r, a, d, dv = self.e, self.r, self.a, self.p.head_dim, self.p.head_dim_v
         parts = walks * s.part_sums.part_rows
         if stage == "combine":
             done = walks * (s.n_rows - s.part_sums.whole_rows)
             return {
                 ("load", "O_part"): parts * dv * a,
                 ("load", "L_part"): parts * a,
-                ("store", "O"): done * dv * e,
+                ("store", "O"): done * dv * r,
                 ("store", "L"): done * a,
             }
         whole, keys = walks * s.part_sums.whole_rows, walks * s.sums.row_cols
@@ -119,8 +145,8 @@ class Forms:
             ("load", "table"): walks * s.page_reads * 4,
             ("load", "K"): keys * d * e,
             **({} if self.p.latent else {("load", "V"): keys * dv * e}),
-            **({("load", "bias"): walks * s.sums.area * e} if self.lead else {}),
-            ("store", "O"): whole * dv * e,
+            **({("load", "bias"): walks * s.sums.area * r} if self.lead else {}),
+            ("store", "O"): whole * dv * r,
             ("store", "L"): whole * a,
             ("store", "O_part"): parts * dv * a,
             ("store", "L_part"): parts * a,
@@ -128,31 +154,32 @@ class Forms:
 
     def backward(self, algorithm: str, stage: str, s: Schedule) -> dict[tuple[str, str], int]:
         """``{(op, tensor): bytes}`` of a backward stage walked by `s`."""
-        h, e, a, d, dv, sums = (
+        h, e, r, a, d, dv, sums = (
             self.heads,
             self.e,
+            self.r,
             self.a,
             self.p.head_dim,
             self.p.head_dim_v,
             s.sums,
         )
         dq_acc, dbias_acc = "dQ" + self.acc, "dBias" + self.acc
-        scores, rows, cols = h * sums.area * e, h * sums.col_rows, h * sums.row_cols
+        scores, rows, cols = h * sums.area * r, h * sums.col_rows, h * sums.row_cols
         bias = {("load", "bias"): scores} if self.lead else {}
         dbias = {("reduce", dbias_acc): h * sums.area * a} if self.lead else {}
         if stage == "clear_dbias":
             return {("store", dbias_acc): self.matrix(a)}
         if stage == "convert_dbias":
-            return {("load", "dBias_acc"): self.matrix(a), ("store", "dBias"): self.matrix(e)}
+            return {("load", "dBias_acc"): self.matrix(a), ("store", "dBias"): self.matrix(r)}
         if stage == "init":
             return {("store", dq_acc): self.q(a)}
         if stage == "convert":
-            return {("load", "dQ_acc"): self.q(a), ("store", "dQ"): self.q(e)}
+            return {("load", "dQ_acc"): self.q(a), ("store", "dQ"): self.q(r)}
         if stage == "delta":
             clear = {("store", dq_acc): self.q(a)} if algorithm == "flash2-fused" else {}
             return {
-                ("load", "O"): self.o(e),
-                ("load", "dO"): self.o(e),
+                ("load", "O"): self.o(r),
+                ("load", "dO"): self.o(r),
                 ("store", "delta"): self.stat(),
                 **clear,
             }
@@ -162,23 +189,23 @@ class Forms:
         if stage == "dq":
             return {
                 ("load", "Q"): self.q(e),
-                ("load", "dO"): self.o(e),
+                ("load", "dO"): self.o(r),
                 ("load", "L"): self.stat(),
                 ("load", "delta"): self.stat(),
                 ("load", "K"): cols * d * e,
                 ("load", "V"): cols * dv * e,
                 **bias,
                 **dbias,
-                ("store", "dQ"): self.q(e),
+                ("store", "dQ"): self.q(r),
             }
         shared = {
-            ("load", "K"): self.k(),
-            ("load", "V"): self.v(),
+            ("load", "K"): self.k(e),
+            ("load", "V"): self.v(e),
             ("load", "Q"): rows * d * e,
-            ("load", "dO"): rows * dv * e,
+            ("load", "dO"): rows * dv * r,
             **bias,
-            ("store", "dK"): self.k(),
-            ("store", "dV"): self.v(),
+            ("store", "dK"): self.k(r),
+            ("store", "dV"): self.v(r),
         }
         if stage == "dkdv":
             return {**shared, **stats}
@@ -187,7 +214,7 @@ class Forms:
         return {  # FlashAttention-1
             **shared,
             **dbias,
-            ("load", "O"): rows * dv * e,
+            ("load", "O"): rows * dv * r,
             ("load", "l"): rows * a,
             ("load", "m"): rows * a,
             ("load", dq_acc): rows * d * a,
@@ -197,12 +224,13 @@ class Forms:
     def _standard_backward(
         self, stage: str, scores: int, rows: int, cols: int, dbias: dict[tuple[str, str], int]
     ) -> dict[tuple[str, str], int]:
-        e, d, dv = self.e, self.p.head_dim, self.p.head_dim_v
+        e, r, d, dv = self.e, self.r, self.p.head_dim, self.p.head_dim_v
         if stage == "dv":
-            return {("load", "P"): scores, ("load", "dO"): rows * dv * e, ("store", "dV"): self.v()}
+            gradient = {("store", "dV"): self.v(r)}
+            return {("load", "P"): scores, ("load", "dO"): rows * dv * r, **gradient}
         if stage == "dp":
             return {
-                ("load", "dO"): self.o(e),
+                ("load", "dO"): self.o(r),
                 ("load", "V"): cols * dv * e,
                 ("store", "dP"): scores,
             }
@@ -218,6 +246,6 @@ class Forms:
             return {
                 ("load", "dS"): scores,
                 ("load", "K"): cols * d * e,
-                ("store", "dQ"): self.q(e),
+                ("store", "dQ"): self.q(r),
             }
-        return {("load", "dS"): scores, ("load", "Q"): rows * d * e, ("store", "dK"): self.k()}
+        return {("load", "dS"): scores, ("load", "Q"): rows * d * e, ("store", "dK"): self.k(r)}

@@ -20,7 +20,7 @@ from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
 from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.split import WHOLE, Split
-from flashsim.schedule.tensors import whole_bytes
+from flashsim.schedule.tensors import SCALES, whole_bytes
 from flashsim.schedule.tiling import Tiling
 
 
@@ -59,7 +59,13 @@ class Traffic:
         forms = Forms(problem)
         table = forms.forward if direction == "forward" else forms.backward
         for stage in self.stages:
-            for (op, tensor), nbytes in table(algorithm, stage.name, self.schedule(stage)).items():
+            walk = self.schedule(stage)
+            moved = table(algorithm, stage.name, walk)
+            loaded = {tensor for op, tensor in moved if op == "load"}
+            owners = plans.heads_of(stage, problem)[0]
+            scales = forms.scales(loaded, stage.outer, walk, owners)
+            moved |= {("load", name): nbytes for name, nbytes in scales.items()}
+            for (op, tensor), nbytes in moved.items():
                 if nbytes:
                     self.transfers[stage.name, op, tensor] = nbytes
 
@@ -213,11 +219,14 @@ def compulsory(problem: Problem, direction: str = "forward") -> int:
     dq, dk, dv (and the bias's gradient) out.
     """
     f = Forms(problem)
-    inputs = f.q(f.e) + f.k() + f.v() + f.matrix(f.e)
-    inputs += whole_bytes(problem, "table")
+    inputs, results = (f.q(item) + f.k(item) + f.v(item) for item in (f.e, f.r))
+    inputs += f.matrix(f.r) + whole_bytes(problem, "table")
+    if problem.scales is not None:
+        inputs += sum(whole_bytes(problem, name) for name in SCALES)
     if direction == "forward":
-        return inputs + f.o(f.e) + f.stat()
-    return 2 * inputs + 2 * f.o(f.e) + f.stat()
+        return inputs + f.o(f.r) + f.stat()
+    gradients = results + f.matrix(f.r)
+    return inputs + gradients + 2 * f.o(f.r) + f.stat()
 
 
 def once(problem: Problem, algorithm: str, direction: str = "forward") -> int:
@@ -278,4 +287,5 @@ def live(problem: Problem, algorithm: str) -> int:
     outputs += p.batch * p.kv_heads * p.n_kv * (p.head_dim + p.head_dim_v)  # dk and dv
     if algorithm == "standard":  # out is not needed again, but the caller still has it
         outputs += p.batch * p.heads * p.n_q * p.head_dim_v
-    return saved(p, algorithm) + workspace(p, algorithm, "backward") + outputs * p.itemsize
+    held = saved(p, algorithm) + workspace(p, algorithm, "backward")
+    return held + outputs * p.result_itemsize

@@ -114,6 +114,10 @@ class Group:
 
     def _check_problem(self) -> None:
         p = self.problem
+        if p.fp8:
+            raise UnsupportedError(
+                f"attention over several ranks is not modelled for {p.dtype}; use bfloat16"
+            )
         if p.n_q != p.n_kv:
             raise ShapeError(
                 f"ranks share one sequence of queries and keys, got n_q={p.n_q}, n_kv={p.n_kv}"

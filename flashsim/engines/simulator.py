@@ -16,11 +16,15 @@ from flashsim.problem.problem import Problem, numpy_dtype
 from flashsim.schedule import plans
 from flashsim.schedule.split import WHOLE, Split
 from flashsim.schedule.splitting import choose
-from flashsim.schedule.tensors import BIAS, COL, ROW, TILE, shape
+from flashsim.schedule.tensors import BIAS, COL, INPUTS, ROW, TILE, rows_a_scale, shape
+from flashsim.schedule.tensors import dtype as dtype_of
 from flashsim.schedule.tiling import Tiling
 
 OPTIONS: frozenset[str] = frozenset(
-    {"splits", "pack_gqa", "cache_seqlens", "block_table", "shared_prefix", "head_dim_v"}
+    {
+        *("splits", "pack_gqa", "cache_seqlens", "block_table", "shared_prefix", "head_dim_v"),
+        *("scales", "scale_block"),
+    }
 )
 
 
@@ -67,8 +71,8 @@ def backward(job: Job, saved: Mapping[str, Any], dout: np.ndarray) -> Outcome:
     machine = _machine(job, "backward", tiling)
     hbm = machine.hbm
     for name, array in saved.items():
-        hbm.put(name, array, _dtype(job.problem, name))
-    hbm.put("dO", dout)
+        hbm.put(name, array, dtype_of(job.problem, name))
+    hbm.put("dO", dout, job.problem.result_dtype)
     made = _room(job, "backward", hbm)
     arrays = {name.lower(): made[name] for name in ("dQ", "dK", "dV", "dBias") if name in made}
     _run(PASSES[job.algorithm][1], machine)
@@ -98,9 +102,17 @@ def _machine(job: Job, direction: str, tiling: Tiling, split: Split = WHOLE) -> 
             machine.hbm.put(name, array)
     if job.bias is not None and split.pack_gqa:
         whole = np.broadcast_to(job.bias, (p.batch, p.heads, p.n_q, p.n_kv))
-        machine.hbm.put("bias", _packed(whole, p))
+        machine.hbm.put("bias", _packed(whole, p), p.result_dtype)
     elif job.bias is not None:
-        machine.hbm.put_shared("bias", job.bias, p.dtype)
+        machine.hbm.put_shared("bias", job.bias, p.result_dtype)
+    if p.scales is not None:
+        for name, array in zip(INPUTS, job.options["scales"], strict=True):
+            heads = p.heads if name == "Q" else p.kv_heads
+            whole = np.broadcast_to(
+                array.reshape(*array.shape, *(1,) * (3 - array.ndim)),
+                (p.batch, heads, array.shape[2] if array.ndim == 3 else 1),
+            )
+            machine.hbm.put_scale(name, whole, rows_a_scale(p, name))
     return machine
 
 
@@ -150,7 +162,7 @@ def _room(
     """Make room in HBM for all that a pass writes: the arrays by the papers' names."""
     p, made = job.problem, {}
     for name in plans.tensors_of(p, job.algorithm, direction, "store", "reduce"):
-        its, dtype = shape(p, name), _dtype(p, name)
+        its, dtype = shape(p, name), dtype_of(p, name)
         if its.owner == BIAS:
             made[name] = np.full(job.bias.shape, np.nan, numpy_dtype(dtype))
             hbm.put_shared(name, made[name], dtype)
@@ -166,10 +178,6 @@ def _room(
         n, width = sides[its.axis]
         made[name] = hbm.new(name, n, None if its.vector else width, dtype, kv=its.axis == COL)
     return made
-
-
-def _dtype(p: Problem, name: str) -> str:
-    return p.dtype if shape(p, name).itemsize == p.itemsize else p.compute_dtype
 
 
 def _run(algorithm, machine: Machine) -> None:

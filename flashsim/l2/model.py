@@ -179,6 +179,11 @@ def _model(requested: Traffic, model: L2Model | None) -> L2Model:
         what = "rows of several sequences" if shared else "a bias of packed heads"
         instead = "leave out shared_prefix" if shared else "give pack_gqa=False"
         raise UnsupportedError(f"the L2 model knows no tile of {what}; {instead}")
+    if requested.problem.scales is not None:
+        raise UnsupportedError(
+            "the L2 model follows tiles, not the 4 bytes of a scale, of which many share a line; "
+            "leave scales out: the rest of the pass is the same"
+        )
     model = L2Model() if model is None else model
     return checks.instance("l2", model, L2Model, "flashsim.l2.L2Model")
 

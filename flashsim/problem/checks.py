@@ -16,7 +16,9 @@ import numpy as np
 
 from flashsim.errors import DTypeError, OptionError, ShapeError, choices, shown
 
-DTYPES = ("float64", "float32", "float16", "bfloat16")
+#: Inputs of one byte, by `ml_dtypes`' names.
+FP8 = ("float8_e4m3fn", "float8_e5m2")
+DTYPES = ("float64", "float32", "float16", "bfloat16", *FP8)
 
 
 #: Sizes end where a 64-bit integer does.

@@ -12,9 +12,9 @@ Sources, cited by letter beside each device:
  [H] NVIDIA H100 Tensor Core GPU Architecture whitepaper, tables 1 and 2 (SXM5).
  [I] NVIDIA H200 datasheet for its memory; peaks as [H]; L2 size as the device reports it.
  [B] NVIDIA DGX B200 datasheet (1,440 GB and 64 TB/s over eight GPUs), NVIDIA's table of HGX B200,
-     one GPU: FP64 37 (tensor cores 37), FP32 75, FP16 4,500 TFLOP/s with sparsity; SM count and L2
-     size as the device reports them. Other sheets differ: the Blackwell brief of 2024 printed FP64
-     40 and FP32 80, and HGX tables of 2025 print 7.7 TB/s.
+     one GPU: FP64 37 (tensor cores 37), FP32 75, FP16 4,500, FP8 9,000 TFLOP/s with sparsity; SM
+     count and L2 size as the device reports them. Other sheets differ: the Blackwell brief of 2024
+     printed FP64 40 and FP32 80, and HGX tables of 2025 print 7.7 TB/s.
  [C] CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": shared memory
      per SM and per block (opt-in), registers per SM; and "Arithmetic Instructions", whose rates
      give the FP64, FP16 and BF16 peaks of CUDA cores where a paper leaves them out.
@@ -216,6 +216,11 @@ def _tera(**peaks: float) -> dict[str, float]:
     return {dtype: value * 1e12 for dtype, value in peaks.items()}
 
 
+def _fp8(peak: float) -> dict[str, float]:
+    """Either FP8 type, or the two mixed, at one rate."""
+    return {"float8_e4m3fn": peak, "float8_e5m2": peak}
+
+
 def _preset(name: str, cc: tuple[int, int], sms: int, sram_kib: tuple[int, int], **rest) -> Device:
     return Device(
         name=name,
@@ -267,7 +272,7 @@ _ALL = [
     _preset(
         "RTX 4090", (8, 9), 128, (99, 100), l2_bytes=72 * MIB, hbm_bytes=24 << 30,
         hbm_bandwidth=1008e9,
-        tensor_flops=_tera(float16=165.2, bfloat16=165.2),
+        tensor_flops=_tera(float16=165.2, bfloat16=165.2, **_fp8(330.3)),
         cuda_flops=_tera(float64=1.29, float32=82.6, float16=82.6, bfloat16=82.6),
         source="[L]; L2 bandwidth not published", link="PCIe 4 x16",
     ),
@@ -275,35 +280,35 @@ _ALL = [
         "RTX 4000 Ada", (8, 9), 48, (99, 100), l2_bytes=48 * MIB, hbm_bytes=20 << 30,
         hbm_bandwidth=360e9,
         # The sheet's matrix figure is FP8; FP16 is 4 x the FP32 peak, as on the L40S.
-        tensor_flops=_tera(float16=106.9, bfloat16=106.9),
+        tensor_flops=_tera(float16=106.9, bfloat16=106.9, **_fp8(213.8)),
         cuda_flops=_tera(float64=0.418, float32=26.7, float16=26.7, bfloat16=26.7),
         source="[W]; L2 bandwidth not published", link="PCIe 4 x16",
     ),
     _preset(
         "L40S", (8, 9), 142, (99, 100), l2_bytes=96 * MIB, hbm_bytes=48 << 30,
         hbm_bandwidth=864e9, l2_bandwidth=5200e9,
-        tensor_flops=_tera(float16=362.05, bfloat16=362.05),
+        tensor_flops=_tera(float16=362.05, bfloat16=362.05, **_fp8(733)),
         cuda_flops=_tera(float64=1.43, float32=91.6, float16=91.6, bfloat16=91.6),
         source="[S]; L2 bandwidth [E]", link="PCIe 4 x16",
     ),
     _preset(
         "H100", (9, 0), 132, (227, 228), l2_bytes=50 * MIB, hbm_bytes=80 << 30,
         l2_partitions=2, hbm_bandwidth=3352e9, l2_bandwidth=9800e9,
-        tensor_flops=_tera(float64=66.9, float16=989.4, bfloat16=989.4),
+        tensor_flops=_tera(float64=66.9, float16=989.4, bfloat16=989.4, **_fp8(1978.9)),
         cuda_flops=_tera(float64=33.5, float32=66.9, float16=133.8, bfloat16=133.8),
         source="[H] SXM5; L2 bandwidth [E]", link="NVLink 4",
     ),
     _preset(
         "H200", (9, 0), 132, (227, 228), l2_bytes=60 * MIB, hbm_bytes=141 << 30,
         l2_partitions=2, hbm_bandwidth=4800e9, l2_bandwidth=9800e9,
-        tensor_flops=_tera(float64=66.9, float16=989.4, bfloat16=989.4),
+        tensor_flops=_tera(float64=66.9, float16=989.4, bfloat16=989.4, **_fp8(1978.9)),
         cuda_flops=_tera(float64=33.5, float32=66.9, float16=133.8, bfloat16=133.8),
         source="[I] SXM; L2 bandwidth [E]", link="NVLink 4",
     ),
     _preset(
         "B200", (10, 0), 148, (227, 228), l2_bytes=132_644_864, hbm_bytes=180 << 30,
         l2_partitions=2, hbm_bandwidth=8000e9,
-        tensor_flops=_tera(float64=37, float16=2250, bfloat16=2250),
+        tensor_flops=_tera(float64=37, float16=2250, bfloat16=2250, **_fp8(4500)),
         cuda_flops=_tera(float64=37, float32=75, float16=150, bfloat16=150),
         source="[B]; L2 bandwidth not published", link="NVLink 5",
     ),

@@ -34,11 +34,11 @@ MAX_HEAD_DIM = 576
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    """The NumPy dtype of that name; bfloat16 comes from `ml_dtypes`, loaded when first needed."""
-    if name == "bfloat16":
+    """The NumPy dtype of that name; `ml_dtypes`, loaded when first needed, has what NumPy lacks."""
+    if name == "bfloat16" or name in checks.FP8:
         import ml_dtypes
 
-        return np.dtype(ml_dtypes.bfloat16)
+        return np.dtype(getattr(ml_dtypes, name))
     return np.dtype(name)
 
 
@@ -79,7 +79,8 @@ class Problem:
     batch, heads, kv_heads : int
         `heads` must be a multiple of `kv_heads` (grouped-query attention); default: equal.
     dtype : str
-        Element type in HBM: "float64", "float32", "float16" or "bfloat16".
+        Element type of q, k and v in HBM: "float64", "float32", "float16", "bfloat16",
+        "float8_e4m3fn" or "float8_e5m2". Results have it, too; of FP8 inputs they are bfloat16.
     causal : bool
         Keep key k for query q iff ``k <= q + n_kv - n_q``.
     window : (int, int), optional
@@ -102,6 +103,9 @@ class Problem:
         V is the first `head_dim_v` columns of K, and one load serves both: latent attention (MLA of
         DeepSeek-V2, arXiv:2405.04434) in its absorbed form, with one key head of 576 columns, 512
         of them V's.
+    scales : "tensor", "head" or (int, int), optional
+        FP8 inputs stand for themselves times a float32 scale: one a tensor, one a head, or one for
+        so many query rows and so many key rows of a head (see `flashsim.quantize`).
     bias : (int, int) , optional
         Leading shape, (1 or batch, 1 or heads), of an additive bias (.., .., n_q, n_kv).
     block_mask : BlockMask, optional
@@ -136,6 +140,7 @@ class Problem:
     page_size: int | None = None
     shared_prefix: int = 0
     latent: bool = False
+    scales: str | tuple[int, int] | None = None
 
     _repr_html_ = report.card
 
@@ -188,6 +193,7 @@ class Problem:
             put("page_size", checks.positive_int("page_size", self.page_size))
         if self.shared_prefix:
             self._check_prefix(self.shared_prefix)
+        put("scales", self._check_scales())
         if self.bias is not None:
             allowed = ((1, self.batch), (1, self.heads))
             lead = tuple(self.bias) if isinstance(self.bias, (tuple, list)) else ()
@@ -272,6 +278,29 @@ class Problem:
                     f"{s.k_stop - s.k_start} keys"
                 )
 
+    def _check_scales(self) -> str | tuple[int, int] | None:
+        given = self.scales
+        if given is None:
+            return None
+        if self.dtype not in checks.FP8:
+            raise OptionError(
+                f"scales belong to FP8 inputs, {' or '.join(checks.FP8)}; the dtype is {self.dtype}"
+            )
+        if isinstance(given, str):
+            return checks.one_of("scales", given, ("tensor", "head"))
+        if not isinstance(given, (tuple, list)) or len(given) != 2:
+            raise OptionError(
+                "scales are 'tensor', 'head' or (query rows, key rows) of a block, got "
+                f"{shown(given)}"
+            )
+        if self.cu_seqlens_q is not None:
+            raise UnsupportedError(
+                "blocks of a scale would straddle packed sequences; give scales='head'"
+            )
+        names = "query rows of a scale", "key rows of a scale"
+        rows, keys = (checks.positive_int(n, x) for n, x in zip(names, given, strict=True))
+        return rows, keys
+
     def _check_block_mask(self) -> None:
         mask = self.block_mask
         if not isinstance(mask, BlockMask):
@@ -297,8 +326,23 @@ class Problem:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element of q, k, v or out in HBM."""
+        """Bytes of one element of q, k or v in HBM."""
         return numpy_dtype(self.dtype).itemsize
+
+    @property
+    def fp8(self) -> bool:
+        """Whether inputs are of one byte."""
+        return self.dtype in checks.FP8
+
+    @property
+    def result_dtype(self) -> str:
+        """Type of out, of gradients and of scores in HBM: the inputs', or bfloat16 for FP8."""
+        return "bfloat16" if self.fp8 else self.dtype
+
+    @property
+    def result_itemsize(self) -> int:
+        """Bytes of one element of out, dout, a gradient or a bias in HBM."""
+        return numpy_dtype(self.result_dtype).itemsize
 
     @property
     def compute_dtype(self) -> str:
@@ -353,10 +397,10 @@ class Problem:
         return self.block_mask is None and self.mask is None
 
     def rounded(self, array: np.ndarray) -> np.ndarray:
-        """`array` rounded to the input type and back to the accumulator type."""
-        if self.dtype == self.compute_dtype:
+        """`array` rounded to the type of results and back to the accumulator type."""
+        if self.result_dtype == self.compute_dtype:
             return array
-        return array.astype(numpy_dtype(self.dtype)).astype(array.dtype)
+        return array.astype(numpy_dtype(self.result_dtype)).astype(array.dtype)
 
     def keep(self, sequence: Segment, q: np.ndarray, k: np.ndarray) -> np.ndarray:
         """Which scores are kept, for packed indices `q` (rows) and `k` (keys) of one sequence.

@@ -8,10 +8,11 @@ report sizes alone, the requests that L2 sees, what a pass saves and what pictur
 pages in `flashsim.algorithms`, which execute, and the closed forms in `counts.forms` know nothing
 of it: the suite holds all three to each other.
 
-Three rules spare every case its own text. What a problem does not have (`bias`, `dBias`; `gate`
+Four rules spare every case its own text. What a problem does not have (`bias`, `dBias`; `gate`
 without a softcap, `table` without pages, `V` where it is columns of K) is left out, and with it a
 stage that has nothing else. An accumulator `X_acc` is X itself where their types are one, and a
-stage that would only convert it is left out.
+stage that would only convert it is left out. With each tile of Q, K or V that is loaded comes its
+scale, where there are scales.
 """
 
 from __future__ import annotations

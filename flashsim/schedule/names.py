@@ -8,11 +8,12 @@ LOAD, STORE, REDUCE, ALLOC, FREE, COMPUTE = range(len(OPS))
 TRANSFERS = (LOAD, STORE, REDUCE)
 LEVELS = ("hbm", "sram")
 #: Tensors by the papers' names. `_acc`: an accumulator in HBM, in the accumulator type; `_part`: of
-#: a part of the keys, in that type, too.
+#: a part of the keys, in that type, too. `_scale`: what FP8 elements are multiplied by.
 TENSORS = (
     *("-", "Q", "K", "V", "O", "L", "m", "l", "O_acc", "S", "P", "dO", "delta", "dQ", "dK", "dV"),
     *("dQ_acc", "dP", "dS", "bias", "dBias", "dBias_acc", "gate", "O_part"),
     "L_part",
     "table",
+    *("Q_scale", "K_scale", "V_scale"),
 )
 CODES = {name: code for code, name in enumerate(TENSORS)}

@@ -19,7 +19,7 @@ from flashsim.schedule import itinerary
 from flashsim.schedule.itinerary import Itinerary, Outer, Per
 from flashsim.schedule.names import OPS, TRANSFERS
 from flashsim.schedule.split import WHOLE, Split
-from flashsim.schedule.tensors import BIASES, COL, ROW, TILE, shape
+from flashsim.schedule.tensors import BIASES, COL, INPUTS, ROW, TILE, rows_a_scale, shape
 
 ALGORITHMS = tuple(itinerary.ALGORITHMS)
 #: Those with a backward pass.
@@ -28,16 +28,22 @@ DIRECTIONS = ("forward", "backward")
 
 
 class Buffer(NamedTuple):
-    """One on-chip array: bytes a query row, bytes a key column and bytes a score of the tile."""
+    """One on-chip array: bytes a query row, bytes a key column and bytes a score of the tile.
+
+    Of a scale: bytes for `every` so many rows or columns.
+    """
 
     name: str
     per_row: int = 0
     per_col: int = 0
     per_score: int = 0
     visit: bool = False  # lives for one visit; otherwise for a whole outer step
+    every: int = 1
 
     def nbytes(self, rows, cols):
         """Bytes at a tile of `rows` x `cols` (numbers or arrays)."""
+        if self.every > 1:
+            rows, cols = -(-rows // self.every), -(-cols // self.every)
         return self.per_row * rows + self.per_col * cols + self.per_score * rows * cols
 
 
@@ -124,6 +130,11 @@ def stages(
             f"{algorithm!r} merges no parts, and so shares no prefix; algorithm='flash-decode' "
             "does, or leave shared_prefix out"
         )
+    if problem.scales is not None and splits_keys(algorithm):
+        raise UnsupportedError(
+            f"{algorithm!r} takes FP8 inputs without scales only: rows of several heads share its "
+            "tiles; algorithm='flash2' takes scales, or leave scales out"
+        )
     if direction == "backward":
         check_backward(algorithm)
     return _stages(problem, algorithm, direction, split.pack_gqa)
@@ -162,7 +173,15 @@ def _moves(p: Problem, text: str) -> tuple[Move, ...]:
                 continue
             tensor = tensor.removesuffix("_acc") if wide else tensor
             found.append(Move(op, tensor, _tile(p, op, tensor)))
+            if op == "load" and tensor in INPUTS and p.scales is not None:
+                found.append(Move(op, f"{tensor}_scale", _scale(p, f"{tensor}_scale")))
     return tuple(found)
+
+
+def _scale(p: Problem, name: str) -> Buffer:
+    its, every = shape(p, name), rows_a_scale(p, name)
+    row, col = (its.itemsize * (its.axis == axis) for axis in (ROW, COL))
+    return Buffer(name, row, col, every=every)
 
 
 def _tile(p: Problem, op: str, tensor: str) -> Buffer:

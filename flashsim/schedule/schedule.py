@@ -476,10 +476,14 @@ class Schedule:
     @cached_property
     def page_reads(self) -> int:
         """Sum over visits of the pages that hold the tile's keys."""
+        return self.over_visits(self.page_counts)
+
+    def over_visits(self, each: np.ndarray) -> int:
+        """Sum over visits of what the visited column tile has of `each`, int64 (T_c,)."""
         if self.row_spans is not None:
-            reach = np.concatenate([[0], np.cumsum(self.page_counts)])
+            reach = np.concatenate([[0], np.cumsum(each)])
             return int((reach[self.row_spans[:, 3]] - reach[self.row_spans[:, 0]]).sum())
-        return int(self.page_counts[self.row_csr[1]].sum())
+        return int(each[self.row_csr[1]].sum())
 
     @cached_property
     def part_sums(self) -> PartSums:

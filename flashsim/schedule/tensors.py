@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from flashsim.problem.problem import Problem
+from flashsim.problem.problem import Problem, numpy_dtype
 
 ROW, COL, TILE = range(3)  # a tensor is cut into row tiles, column tiles or score tiles
 QUERY, KEY, BIAS = range(3)  # it has one matrix a query head, a key head or a bias head
@@ -13,6 +13,9 @@ QUERY, KEY, BIAS = range(3)  # it has one matrix a query head, a key head or a b
 #: What there is one of for each bias head, and the numbers that a row has one of.
 BIASES = frozenset(("bias", "dBias", "dBias_acc"))
 STATISTICS = frozenset(("L", "L_part", "l", "m", "delta"))
+#: What is read of q, k and v, in their type, and what an FP8 one is multiplied by.
+INPUTS = ("Q", "K", "V")
+SCALES = tuple(f"{name}_scale" for name in INPUTS)
 #: Bytes of an entry of a block table.
 TABLE_ITEM = 4
 #: Every tensor by what it is cut along.
@@ -22,6 +25,7 @@ AXES = {
     **dict.fromkeys(("Q", "O", "dO", "dQ", "O_acc", "dQ_acc", "O_part"), ROW),
     **dict.fromkeys(("K", "V", "dK", "dV", "table"), COL),
     **dict.fromkeys(("S", "P", "dP", "dS", "gate"), TILE),
+    **dict(zip(SCALES, (ROW, COL, COL), strict=True)),
 }
 _WIDTHS = {  # by name; a statistic or a score is one number
     **dict.fromkeys(("Q", "K", "dQ", "dK", "dQ_acc"), "head_dim"),
@@ -32,7 +36,7 @@ _WIDTHS = {  # by name; a statistic or a score is one number
 class TensorShape(NamedTuple):
     """How a tensor lies in HBM: cut along `axis`, `elements` of `itemsize` bytes a row (or score).
 
-    A statistic, one number a row, has ``vector=True``.
+    A statistic, one number a row, has ``vector=True``. A scale is one number for several rows.
     """
 
     axis: int
@@ -52,11 +56,24 @@ def shape(problem: Problem, name: str) -> TensorShape:
     axis, statistic = AXES[name], name in STATISTICS
     owner = BIAS if name in BIASES else KEY if axis == COL else QUERY
     elements = getattr(problem, _WIDTHS[name]) if name in _WIDTHS else 1
-    wide = statistic or name.endswith(("_acc", "_part"))
-    itemsize = problem.compute_itemsize if wide else problem.itemsize
+    itemsize = numpy_dtype(dtype(problem, name)).itemsize
     if name == "table":  # a page number of int32: at most one a key
         itemsize = TABLE_ITEM
-    return TensorShape(axis, owner, elements, itemsize, statistic)
+    return TensorShape(axis, owner, elements, itemsize, statistic or name in SCALES)
+
+
+def dtype(problem: Problem, name: str) -> str:
+    """Element type of a tensor in HBM."""
+    if name in STATISTICS or name in SCALES or name.endswith(("_acc", "_part")):
+        return problem.compute_dtype
+    return problem.dtype if name in INPUTS else problem.result_dtype
+
+
+def rows_a_scale(problem: Problem, name: str) -> int:
+    """How many rows of Q, or of K or V, one entry of their scale serves."""
+    if isinstance(problem.scales, tuple):
+        return problem.scales[AXES[name]]
+    return problem.n_q if AXES[name] == ROW else problem.n_kv
 
 
 def matrices(problem: Problem, owner: int) -> int:
@@ -75,6 +92,10 @@ def whole_bytes(problem: Problem, name: str) -> int:
     p, its = problem, shape(problem, name)
     if name == "table":
         return p.pages * TABLE_ITEM
+    if name in SCALES:
+        rows = p.n_q if its.axis == ROW else p.n_kv
+        heads = 1 if p.scales == "tensor" else matrices(p, its.owner)
+        return heads * -(-rows // rows_a_scale(p, name)) * its.itemsize
     scores = p.n_q * p.n_kv
     if its.owner == QUERY:
         scores = sum((s.q_stop - s.q_start) * (s.k_stop - s.k_start) for s in p.sequences)

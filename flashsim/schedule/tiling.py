@@ -46,6 +46,15 @@ class Tiling:
         """Whether no tile straddles two cells of a block mask; without one, none does."""
         return cells is None or not (cells.block_q % self.block_q or cells.block_k % self.block_k)
 
+    def keeps_scales(self, problem: Problem) -> bool:
+        """Whether tiles are whole blocks of a scale or parts of one; without blocks, they are."""
+        if not isinstance(problem.scales, tuple):
+            return True
+        sides = zip(
+            (self.block_q, self.block_k), problem.scales, (problem.n_q, problem.n_kv), strict=True
+        )
+        return all(side >= n or not (side % every and every % side) for side, every, n in sides)
+
     def clip(self, problem: Problem, split: Split = WHOLE) -> Tiling:
         """The tile as far as the problem fills it; a tile may be larger than the score matrix."""
         checks.instance("problem", problem, Problem, "flashsim.Problem")
@@ -103,8 +112,15 @@ class Tiling:
         ------
         SramOverflow
             With the table of buffers and the largest tiling that fits.
+        TilingError
+            If it straddles the blocks of a scale.
         """
         device = Device.get(device)
+        if not self.keeps_scales(problem):
+            raise TilingError(
+                f"a {self} tile straddles blocks of {problem.scales} query and key rows, each with "
+                "a scale of its own; tile sides must divide them, or be multiples of them"
+            )
         for stage, table in self.buffers(problem, algorithm, direction, split).items():
             need = sum(table.values())
             if need > device.sram_bytes:
@@ -162,16 +178,19 @@ class Tiling:
                 return min(q, k), q * k, q
             return (q, k) if outers == {"queries"} else (k, q)
 
-        for candidates in (_tilings(SIDES), _tilings((1, 2, 4, 8, 16))):
+        blocks = problem.scales if isinstance(problem.scales, tuple) else ()
+        for candidates in (_tilings((*SIDES, *blocks)), _tilings((1, 2, 4, 8, 16))):
             fitting = [
                 tiling
                 for tiling in candidates
                 if tiling.block_k <= most_keys
+                and tiling.keeps_scales(problem)
                 and tiling.footprint(problem, algorithm, direction, split) <= device.sram_bytes
             ]
             if fitting:
                 best = max(fitting, key=merit)
-                return _trim(best, problem, split)
+                trimmed = _trim(best, problem, split)
+                return trimmed if trimmed.keeps_scales(problem) else best
         smallest = cls(1, 1).footprint(problem, algorithm, direction, split)
         raise SramOverflow(
             f"{algorithm} {direction} at head_dim={problem.head_dim}, n_kv={problem.n_kv}, "

@@ -214,13 +214,15 @@ def textbook_bytes(problem: Problem, algorithm: str, direction: str = "forward")
     """
     plans.stages(problem, algorithm, direction)  # or say what there is
     p = problem
-    per_query = p.batch * p.heads * p.n_q * (p.head_dim + p.head_dim_v)
     own = 0 if p.latent else p.head_dim_v
     per_key = p.batch * p.kv_heads * p.n_kv * (p.head_dim + own)
-    elements = (per_query + per_key) * (2 if direction == "backward" else 1)
+    inputs = p.batch * p.heads * p.n_q * p.head_dim + per_key
+    results = p.batch * p.heads * p.n_q * p.head_dim_v
+    if direction == "backward":
+        results += inputs + results
     if "P" in plans.tensors_of(problem, algorithm, direction, "load"):
-        elements += p.batch * p.heads * p.n_q * p.n_kv
-    return elements * p.itemsize
+        results += p.batch * p.heads * p.n_q * p.n_kv
+    return inputs * p.itemsize + results * p.result_itemsize
 
 
 def ridge_points(device: Device | str) -> report.Table:

@@ -190,7 +190,8 @@ def _pack(trace: Recording) -> tuple[dict[str, Any], dict[str, Any]]:
 def _pack_stage(stage: StageTrace) -> dict[str, Any]:
     schedule = stage.schedule
     return {
-        **{key: getattr(stage.stage, key) for key in ("name", "outer", "dense", "per", "buffers")},
+        **{key: getattr(stage.stage, key) for key in ("name", "outer", "dense", "per")},
+        "buffers": [buffer[:5] for buffer in stage.stage.buffers],
         "tiling": [schedule.tiling.block_q, schedule.tiling.block_k],
         "key_order": schedule.key_order,
         "split": [schedule.split.splits, schedule.split.pack_gqa],

@@ -25,11 +25,28 @@ ANSWERS = ("bytes", "flops", "on_chip", "peak_sram", "compulsory", "intensity", 
 
 def arrays_for(p: Problem, seed=0):
     rng = np.random.default_rng(seed)
-    draw = lambda *shape: rng.standard_normal(shape).astype(numpy_dtype(p.dtype))  # noqa: E731
+    draw = lambda *shape: rng.standard_normal(shape)  # noqa: E731
     q, k = draw(p.batch, p.heads, p.n_q, p.head_dim), draw(p.batch, p.kv_heads, p.n_kv, p.head_dim)
     v = draw(p.batch, p.kv_heads, p.n_kv, p.head_dim_v)
-    bias = None if p.bias is None else draw(*p.bias, p.n_q, p.n_kv)
-    return q, k, v, draw(p.batch, p.heads, p.n_q, p.head_dim_v), bias
+    results = [draw(p.batch, p.heads, p.n_q, p.head_dim_v)]
+    if p.bias is not None:
+        results.append(draw(*p.bias, p.n_q, p.n_kv))
+    q, k, v = (x.astype(numpy_dtype(p.dtype)) for x in (q, k, v))
+    dout, *bias = (x.astype(numpy_dtype(p.result_dtype)) for x in results)
+    return q, k, v, dout, bias[0] if bias else None
+
+
+def scales_for(p: Problem):
+    """The keywords that give `run` scales as the problem says."""
+    if p.scales is None:
+        return {}
+    sides = ((p.heads, p.n_q, 0), (p.kv_heads, p.n_kv, 1), (p.kv_heads, p.n_kv, 1))
+    if not isinstance(p.scales, tuple):
+        each = [(p.batch, h) if p.scales == "head" else () for h, _, _ in sides]
+        return {"scales": [np.full(shape, 0.5, np.float32) for shape in each]}
+    each = [(p.batch, h, -(-n // p.scales[axis])) for h, n, axis in sides]
+    scales = [np.full(shape, 0.5, np.float32) for shape in each]
+    return {"scales": scales, "scale_block": p.scales}
 
 
 def measure(p: Problem, algorithm, tiling, device, key_order="ascending"):
@@ -40,6 +57,7 @@ def measure(p: Problem, algorithm, tiling, device, key_order="ascending"):
     result = flashsim.run(
         *(q, k, v),
         **{name: getattr(p, name) for name in fields},
+        **scales_for(p),
         bias=bias,
         algorithm=algorithm,
         tiling=tiling,
@@ -91,7 +109,9 @@ def problems(draw):
         "head_dim_v": draw(st.integers(1, 9)),
         "heads": kv_heads * group,
         "kv_heads": kv_heads,
-        "dtype": draw(st.sampled_from(["float64", "float32", "float16", "bfloat16"])),
+        "dtype": draw(
+            st.sampled_from(["float64", "float32", "float16", "bfloat16", "float8_e4m3fn"])
+        ),
         "causal": draw(st.booleans()),
         "softcap": draw(st.sampled_from([0.0, 2.0])),
     }
@@ -127,6 +147,18 @@ def problems(draw):
     return Problem(**fields)
 
 
+def with_scales(p: Problem, tiling: Tiling, kind) -> Problem:
+    """FP8 problems have scales, also of blocks that are parts of a tile or several tiles."""
+    sides = tiling.block_q, tiling.block_k
+    blocks = {
+        "parts": tuple(max(x for x in range(1, side) if side % x == 0) for side in sides),
+        "several": (2 * sides[0], 3 * sides[1]),
+    }
+    if not p.fp8 or (kind in blocks and p.cu_seqlens_q is not None):
+        return p
+    return replace(p, scales=blocks.get(kind, kind))
+
+
 tilings = st.builds(Tiling, st.integers(5, 64), st.integers(5, 64))
 
 
@@ -137,13 +169,41 @@ tilings = st.builds(Tiling, st.integers(5, 64), st.integers(5, 64))
     tiling=tilings,
     tight=st.booleans(),
     key_order=st.sampled_from(["ascending", "descending"]),
+    scales=st.sampled_from([None, "tensor", "head", "parts", "several"]),
 )
-def test_count_equals_measurement(algorithm, p, tiling, tight, key_order):
+def test_count_equals_measurement(algorithm, p, tiling, tight, key_order, scales):
+    p = with_scales(p, tiling, scales)
     device = Device.get("H100")
     if tight:  # a chip on which the tiling fits to the byte
         need = max(tiling.footprint(p, algorithm, direction) for direction in DIRECTIONS)
         device = replace(device, name="tight", sram_bytes=need)
     assert_counted(p, algorithm, tiling, device, key_order)
+
+
+@pytest.mark.parametrize("scales", ["tensor", "head", "parts", "several"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_scales_are_counted_exactly(algorithm, scales):
+    p, tiling = Problem(113, 203, 16, dtype="float8_e4m3fn", heads=4, kv_heads=2), Tiling(32, 48)
+    for trace in assert_counted(
+        with_scales(p, tiling, scales), algorithm, tiling, Device.get("H100")
+    ):
+        assert trace.bytes("load", "K_scale")
+
+
+def test_fp8_and_its_scales_by_hand():
+    """Row tiles of 32, 32 and 32 queries, column tiles of 48, 48 and 4 keys, every one visited."""
+    p = Problem(96, 100, 16, dtype="float8_e4m3fn", heads=2, scales=(16, 24))
+    t = flashsim.count(p, tiling=Tiling(32, 48))
+    assert t.bytes("load", "Q") == 2 * 96 * 16
+    assert t.bytes("load", "K") == t.bytes("load", "V") == 3 * 2 * 100 * 16
+    assert t.bytes("store", "O") == 2 * 96 * 16 * 2
+    assert t.bytes("store", "L") == 2 * 96 * 4
+    assert t.bytes("load", "Q_scale") == 2 * (96 // 16) * 4
+    assert t.bytes("load", "K_scale") == 3 * 2 * (2 + 2 + 1) * 4  # 4 keys have a block, too
+    inputs = 2 * (96 + 2 * 100) * 16 + 4 * 2 * (6 + 5 + 5)
+    assert t.compulsory() == inputs + t.bytes("store")
+    whole = replace(p, scales="tensor")
+    assert flashsim.count(whole, tiling=Tiling(32, 48)).bytes("load", "K_scale") == 2 * 3 * 3 * 4
 
 
 @pytest.mark.parametrize("case", OPTION_CASES)

@@ -166,7 +166,18 @@ def test_what_is_public_lets_nothing_by():
         }
         assert public(sram) == {
             *("accumulate", "alloc", "device", "free", "load", "name", "peak", "positions"),
-            *("reduce", "schedule", "show", "stage", "step", "store", "strip", "used", "visit"),
+            *(
+                "reduce",
+                "rounded",
+                "schedule",
+                "show",
+                "stage",
+                "step",
+                "store",
+                "strip",
+                "used",
+                "visit",
+            ),
         }
         assert public(machine) == {
             *("device", "hbm", "keep", "key_tiles", "problem", "row_tiles", "stage", "stages"),

@@ -29,6 +29,9 @@ KINDS_STANDARD = (
 OPTIONS = ("engines/test_engines.py::test_options", "-k", "numpy-flash2- and float32")
 PRECISION = ("engines/test_engines.py::test_p_is_rounded_to_the_input_type",)
 ORACLE = ("problem/test_oracle.py::test_agrees_with_a_second_formula", "-k", "causal or window")
+FP8 = ("api/test_quantize.py::test_attention_is_that_of_the_numbers_that_are_meant",)
+ROTATION = ("api/test_quantize.py::test_rotation_lowers_the_error_that_outliers_make",)
+SCALES = ("counts/test_traffic.py::test_scales_are_counted_exactly",)
 TRAFFIC = ("counts/test_traffic.py::test_fixed_problems_are_counted_exactly", "-k", "gqa")
 DECODE = ("counts/test_flash_decode.py::test_kinds_and_types", "-k", "float32-normal")
 PAGES = ("counts/test_flash_decode.py::test_pages_hold_what_a_contiguous_cache_does",)
@@ -57,6 +60,7 @@ STANDARD, TILES = "flashsim.algorithms.standard", "flashsim.algorithms.tiles"
 MEMORY, PROBLEM = "flashsim.algorithms.memory", "flashsim.problem.problem"
 SCHEDULE, COUNTS = "flashsim.schedule.schedule", "flashsim.counts.forms"
 
+QUANTIZE = "flashsim.api.quantize"
 DECODING, MERGE = "flashsim.algorithms.decode", "flashsim.algorithms.merge"
 
 FAULTS = {
@@ -141,7 +145,10 @@ FAULTS = {
     ),
     "flash1-beta-left-out": Fault(
         "FlashAttention-1 adds a tile at its own maximum's scale",
-        *(FLASH1, "beta[..., None] * (p.rounded(P_ij) @ V_j)", "p.rounded(P_ij) @ V_j", KINDS_1),
+        FLASH1,
+        'beta[..., None] * (sram.rounded("P", P_ij) @ V_j)',
+        'sram.rounded("P", P_ij) @ V_j',
+        KINDS_1,
     ),
     # -- scores and masks -----------------------------------------------------------------------
     "scale-off-by-1e-4": Fault(
@@ -226,7 +233,28 @@ FAULTS = {
     # -- precision ------------------------------------------------------------------------------
     "p-not-rounded": Fault(
         "P V is computed from P in float32",
-        *(FLASH2, "O_i += p.rounded(P_ij) @ V_j", "O_i += P_ij @ V_j", PRECISION),
+        *(FLASH2, 'O_i += sram.rounded("P", P_ij) @ V_j', "O_i += P_ij @ V_j", PRECISION),
+    ),
+    "scale-left-out": Fault(
+        "an FP8 tile is read as if its scale were 1",
+        *(MEMORY, "tile *= tensor.scale.spread(", "_ = tensor.scale.spread(", FP8),
+    ),
+    "scale-of-the-wrong-block": Fault(
+        "every row of a tile has the scale of its first block",
+        *(MEMORY, "np.arange(rows.start, rows.stop) // self.every - first", "[0]", FP8),
+    ),
+    "q-rotated-alone": Fault(
+        "K keeps its basis while Q is rotated",
+        *(QUANTIZE, 'for name in "qk"}', 'for name in "q"}', ROTATION),
+    ),
+    "scale-not-counted": Fault(
+        "the closed form knows one scale a tile, whatever its blocks",
+        *(
+            COUNTS,
+            "-(-table[:, 1].astype(int) // every) - table[:, 0] // every",
+            "table[:, 0] * 0 + 1",
+            SCALES,
+        ),
     ),
     # -- counting -------------------------------------------------------------------------------
     "k-loaded-once": Fault(
@@ -246,8 +274,8 @@ FAULTS = {
     "group-loads-counted-per-head": Fault(
         "the closed form counts dK and dV once a query head",
         COUNTS,
-        "return self.kv_heads * self.p.n_kv * self.p.head_dim * self.e",
-        "return self.heads * self.p.n_kv * self.p.head_dim * self.e",
+        "return self.kv_heads * self.p.n_kv * self.p.head_dim * item",
+        "return self.heads * self.p.n_kv * self.p.head_dim * item",
         TRAFFIC,
     ),
     "lse-in-the-input-type": Fault(

@@ -78,8 +78,12 @@ def tensors(
         q = 0.1 * q + direction
         k = k + d**0.5 * (ramp if kind == "rising" else ramp[::-1])[:, None] * direction
     bias = None if bias is None else draw((*bias, n_q, n_kv))
-    rounded = (None if x is None else x.astype(numpy_dtype(dtype)) for x in (q, k, v, dout, bias))
-    return SimpleNamespace(**dict(zip(("q", "k", "v", "dout", "bias"), rounded, strict=True)))
+    result = Problem(1, dtype=dtype).result_dtype
+    kinds = (dtype, dtype, dtype, result, result)
+    given = zip(("q", "k", "v", "dout", "bias"), (q, k, v, dout, bias), kinds, strict=True)
+    return SimpleNamespace(
+        **{name: None if x is None else x.astype(numpy_dtype(kind)) for name, x, kind in given}
+    )
 
 
 def brute_force_mask(p: Problem) -> np.ndarray:

@@ -237,6 +237,10 @@ class OpenSram:
         """``into += a @ b`` as tensor cores do it: the product takes no room of its own."""
         product(a, b, out=into, add=True)
 
+    def rounded(self, name: str, tile: SramTile) -> SramTile:
+        """An operand of a product ("P", "dS") in the type in which it enters there: the inputs'."""
+        return self._schedule.problem.rounded(tile)  # type: ignore[arg-type, return-value]
+
     def show(self, tile: SramTile) -> None:
         """Print the first head's numbers; they do not come back."""
         tile._alive()

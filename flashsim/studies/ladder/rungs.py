@@ -14,7 +14,7 @@ from flashsim.api.cost import fits
 from flashsim.counts import traffic
 from flashsim.engines import simulator
 from flashsim.engines.engine import Job
-from flashsim.errors import OptionError, choices, shown
+from flashsim.errors import OptionError, UnsupportedError, choices, shown
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem, numpy_dtype
@@ -251,6 +251,10 @@ def climb(
         checks.instance("tiling", tiling, Tiling, "flashsim.Tiling(block_q, block_k)")
     magnify = checks.number("magnify", magnify)
     problem = Problem(n_q, n_kv, head_dim, dtype=dtype)
+    if problem.fp8:
+        raise UnsupportedError(
+            f"the ladder's rungs are of one type, and {dtype} has none for sums; use float16"
+        )
     matrices = max(RUNGS[name].matrices for name in names)
     fits(
         matrices * n_q * problem.n_kv * problem.itemsize,

@@ -15,7 +15,7 @@ from flashsim.backends.families.portable import PORTABLE
 from flashsim.backends.launch import Gpu
 from flashsim.backends.launch.passes import KernelPass
 from flashsim.counts.traffic import Traffic
-from flashsim.errors import DTypeError, OptionError, shown
+from flashsim.errors import DTypeError, OptionError, UnsupportedError, shown
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
@@ -85,6 +85,11 @@ def predict(
     """
     device = Device.get(device)
     plans.stages(problem, algorithm, direction)  # or say what there is
+    if problem.fp8:
+        raise UnsupportedError(
+            f"no constants are fitted for {problem.dtype}; `flashsim.count` has its bytes, and "
+            "float16 or bfloat16 a time"
+        )
     check_splits(splits)
     if algorithm == "standard":
         own = {"kernels": kernels, "tiling": tiling, "constants": constants}

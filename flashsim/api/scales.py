@@ -1,0 +1,83 @@
+"""Scales of FP8 inputs, as `run` takes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from flashsim.errors import DTypeError, OptionError, ShapeError, shown
+from flashsim.problem.problem import Problem
+from flashsim.schedule.tensors import INPUTS, rows_a_scale
+from flashsim.schedule.tiling import Tiling
+
+
+def granularity(
+    scales: Any, block: Any, ndim: int, tiling: Tiling | None
+) -> str | tuple[int, int] | None:
+    """What `Problem.scales` says of scales of these shapes; `ndim` is q's.
+
+    Raises
+    ------
+    DTypeError, ShapeError, OptionError
+        If these are not three arrays of one granularity, or nothing says how long a block is.
+    """
+    if scales is None:
+        if block is not None:
+            raise OptionError("scale_block says how many rows share a scale; give scales as well")
+        return None
+    if not isinstance(scales, (tuple, list)) or len(scales) != 3:
+        raise DTypeError(
+            f"scales must be three arrays, of q, k and v, got {shown(scales)}; those of "
+            "flashsim.quantize are x.scales"
+        )
+    kinds = {len(np.shape(one)) - (ndim - 2) for one in scales}
+    if all(len(np.shape(one)) == 0 for one in scales) and ndim > 2:
+        kind: str | tuple[int, int] = "tensor"
+    elif kinds == {0}:
+        kind = "head"
+    elif kinds == {1}:
+        if block is not None:
+            return block
+        if tiling is None:
+            raise OptionError(
+                "scales of blocks need scale_block=(query rows, key rows), or a tiling: then a "
+                "tile is a block"
+            )
+        return tiling.block_q, tiling.block_k
+    else:
+        shapes = ", ".join(str(np.shape(one)) for one in scales)
+        raise ShapeError(
+            "scales of q, k and v must all be () (one a tensor), (batch, heads) (one a head) or "
+            f"(batch, heads, blocks), without the axes that q is without; got {shapes}"
+        )
+    if block is not None:
+        raise OptionError(f"scale_block is for scales of blocks; these are one a {kind}")
+    return kind
+
+
+def checked(problem: Problem, scales: Any, *, values: bool) -> tuple[Any, ...]:
+    """The three arrays, (), (batch, heads) or (batch, heads, blocks), if they fit the problem.
+
+    `values` says whether numbers are looked at, too.
+
+    Raises
+    ------
+    ShapeError, DTypeError, OptionError
+    """
+    p, found = problem, []
+    for name, one in zip(INPUTS, scales, strict=True):
+        heads, n = (p.heads, p.n_q) if name == "Q" else (p.kv_heads, p.n_kv)
+        shape: tuple[int, ...] = () if p.scales == "tensor" else (p.batch, heads)
+        if isinstance(p.scales, tuple):
+            shape = (*shape, -(-n // rows_a_scale(p, name)))
+        dtype = str(getattr(one, "dtype", type(one).__name__)).removeprefix("torch.")
+        if dtype != "float32":
+            raise DTypeError(f"the scale of {name.lower()} must be a float32 array, got {dtype}")
+        given = tuple(one.shape)
+        if (1,) * (len(shape) - len(given)) + given != shape:
+            raise ShapeError(f"the scale of {name.lower()} must have shape {shape}, got {given}")
+        if values and not (np.isfinite(one) & (one > 0)).all():
+            raise OptionError(f"the scale of {name.lower()} must be positive and finite")
+        found.append(one.reshape(shape))
+    return tuple(found)

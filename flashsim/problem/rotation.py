@@ -1,0 +1,59 @@
+"""Incoherent processing: rows rotated by a Hadamard matrix, so that no element stands out.
+
+An outlier in one of d elements decides the scale of its row's whole block, and costs all others
+their precision. A rotation M spreads it over all d. Rotating q and k by the same M leaves every
+product as it is, (q M) (k M)^T = q M M^T k^T = q k^T. M is a diagonal of random signs times a
+Hadamard matrix over sqrt(d): QuIP# (arXiv:2402.04396), FlashAttention-3 (arXiv:2407.08608, 3.3).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flashsim.errors import ShapeError
+
+
+def random_signs(d: int, seed: int) -> np.ndarray:
+    """float32 (d,): +1 or -1, the same for the same seed."""
+    return np.random.default_rng(seed).choice(np.array([-1, 1], np.float32), d)
+
+
+def hadamard(x: np.ndarray) -> np.ndarray:
+    """``x @ H / sqrt(d)`` for Sylvester's Hadamard matrix H of order d, in d log d additions a row.
+
+    The fast Walsh-Hadamard transform: sums and differences of neighbours, then of pairs, of fours.
+    H / sqrt(d) is symmetric and orthogonal, so it is its own inverse.
+
+    Parameters
+    ----------
+    x : ndarray, (.., d)
+        d a power of two.
+
+    Raises
+    ------
+    ShapeError
+        If d is none.
+    """
+    d = x.shape[-1]
+    if d & (d - 1):
+        raise ShapeError(
+            f"a Hadamard rotation needs a head_dim that is a power of two, got {d}; pad q and k "
+            f"with zeros to {1 << d.bit_length()}, which leaves q k^T as it is, and give scale"
+        )
+    span = 1
+    while span < d:
+        pairs = x.reshape(*x.shape[:-1], d // (2 * span), 2, span)
+        a, b = pairs[..., 0, :], pairs[..., 1, :]
+        x = np.stack([a + b, a - b], axis=-2).reshape(x.shape)
+        span *= 2
+    return x / np.sqrt(d).astype(x.dtype)
+
+
+def rotated(x: np.ndarray, signs: np.ndarray) -> np.ndarray:
+    """``x M``, with M = diag(signs) H / sqrt(d); `x` is (.., d)."""
+    return hadamard(x * signs.astype(x.dtype))
+
+
+def unrotated(x: np.ndarray, signs: np.ndarray) -> np.ndarray:
+    """``x M^T``, which undoes `rotated`: of q and k, and of their gradients."""
+    return hadamard(x) * signs.astype(x.dtype)
