@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo test test-all test-torch thorough-torch outside lint modules unit thorough wheel bench gpu gallery reproduce clean
+.PHONY: demo test test-all test-torch thorough-torch outside lint modules unit thorough wheel bench gpu gallery lessons slides reproduce clean
 
 demo: $(VENV)/.installed
 	$(BIN)/flashsim demo --out out
@@ -90,6 +90,13 @@ $(VENV)/.dev: setup.cfg pyproject.toml
 # Every figure of docs/guides/gallery.md (page.png needs Chromium).
 gallery: $(VENV)/.dev
 	$(BIN)/python docs/gallery.py
+
+# docs/lessons/ run: notebooks in out/lessons, or slides, light and dark, in out/slides.
+lessons: $(VENV)/.dev
+	$(BIN)/python docs/lessons/lessons.py notebooks
+
+slides: $(VENV)/.dev
+	$(BIN)/python docs/lessons/lessons.py slides
 
 clean:
 	rm -rf $(VENV) $(VENV)-torch out build dist *.egg-info

@@ -44,7 +44,9 @@ class Table:
 
         width = width or shutil.get_terminal_size((100, 24)).columns
         buffer = io.StringIO()
-        Console(file=buffer, width=width, color_system=None).print(self.rich(width))
+        # In a notebook Rich would show the table itself, and leave the buffer empty.
+        console = Console(file=buffer, width=width, color_system=None, force_jupyter=False)
+        console.print(self.rich(width))
         return "\n".join(line.rstrip() for line in buffer.getvalue().rstrip("\n").split("\n"))
 
     def rich(self, width: int) -> Any:

@@ -7,7 +7,8 @@ come along, and a lecturer's own is named by its path. See docs/guides/course.md
 
 from flashsim.exercises.exercise import Exercise, Question, Task
 from flashsim.exercises.grading import grade
+from flashsim.exercises.lesson import Lesson
 from flashsim.exercises.marks import Mark, Marks
 from flashsim.exercises.shelf import get, names
 
-__all__ = ["Exercise", "Mark", "Marks", "Question", "Task", "get", "grade", "names"]
+__all__ = ["Exercise", "Lesson", "Mark", "Marks", "Question", "Task", "get", "grade", "names"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import CodeType
 from typing import Any
@@ -25,16 +25,30 @@ RESULTS, ROOM, BYTES = 40, 20, 40
 _ROOMY = Device(name="a machine with room", sram_bytes=1 << 40, sram_per_sm=1 << 40)
 
 
-def grade(text: str, exercise: Exercise, file: str = "solution.py") -> tuple[Marks, Trace | None]:
-    """Judge a file's text in this process; returns its marks, and the trace of what it moved.
+def grade(
+    given: str | Callable[..., None] | Mapping[str, int],
+    exercise: Exercise,
+    file: str = "solution.py",
+) -> tuple[Marks, Trace | None]:
+    """Judge a solution in this process; returns its marks, and the trace of what it moved.
 
-    A file from someone else belongs into a process of its own: `apart.grade_file`.
+    Parameters
+    ----------
+    given : str, function of the machine, or mapping
+        A file's text; or, as in a notebook, the function itself, or the answers by question.
+    exercise : Exercise
+    file : str
+        What errors call the text. A file from someone else belongs into a process of its own:
+        `apart.grade_file`.
     """
     began = time.perf_counter()
     trace: Trace | None = None
     figures: dict[str, int] = {}
     try:
-        scope = _executed(text, file)
+        if isinstance(given, str):
+            scope = _executed(given, file)
+        else:
+            scope = {"solution": given, "ANSWERS": given}
         if exercise.questions:
             marks = _answers(exercise, scope.get("ANSWERS"))
         else:
@@ -153,7 +167,7 @@ def _moved(trace: Trace, exercise: Exercise) -> tuple[tuple[str, str, int, int],
 
 
 def _answers(exercise: Exercise, given: Any) -> tuple[Mark, ...]:
-    if not isinstance(given, dict):
+    if not isinstance(given, Mapping):
         raise Refused("function", "the file defines no dict ANSWERS: {question: number}")
     trace, n = exercise.executed.trace, len(exercise.questions)
     marks = []
@@ -166,10 +180,6 @@ def _answers(exercise: Exercise, given: Any) -> tuple[Mark, ...]:
             marks.append(Mark(question.ask, most, most))
             continue
         else:
-            why = question.slips(trace).get(int(value), "")
-            if not why and value > 0:
-                ratio = words.number(max(value / right, right / value))
-                why = f"it is {ratio} times too {'large' if value > right else 'small'}"
-            said = f"{value:,} is not it{': ' if why else ''}{why}"
+            said = words.of_number(int(value), right, question.slips(trace).get(int(value), ""))
         marks.append(Mark(question.ask, 0, most, "answer", said))
     return tuple(marks)

@@ -24,7 +24,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Marks:
-    """What a file got.
+    """What a file, or a lesson, got.
 
     Attributes
     ----------
@@ -50,7 +50,7 @@ class Marks:
 
     @property
     def most(self) -> int:
-        """All points there are: 100."""
+        """All points there are: 100 of an exercise."""
         return sum(mark.most for mark in self.marks)
 
     def text(self) -> str:

@@ -85,6 +85,14 @@ def times(n: float) -> str:
     return "once" if n == 1 else f"{number(n)} times"
 
 
+def of_number(said: float, right: float, why: str = "") -> str:
+    """A wrong answer to a question: why, if that is known, else how far off it is."""
+    if not why and said > 0 and right > 0:
+        ratio = number(max(said / right, right / said))
+        why = f"it is {ratio} times too {'large' if said > right else 'small'}"
+    return f"{said:,} is not it{': ' if why else ''}{why}"
+
+
 def number(n: float) -> str:
     """A number of times, whole where it is."""
     return f"{n:.0f}" if n == int(n) else f"{n:.2f}".rstrip("0").rstrip(".")

@@ -261,7 +261,7 @@ def test_pages_hold_what_a_contiguous_cache_does(
     r = flashsim.run(
         *(x.q, k, v), cache_seqlens=lengths, block_table=table, trace=True, **how, **options
     )
-    # A BLAS may sum a gathered tile in another order than a slice: equal to rounding, not to the bit.
+    # A BLAS may sum a gathered tile in another order than a slice: equal to rounding only.
     np.testing.assert_allclose(r.out, plain.out, atol=2e-6)
     np.testing.assert_allclose(r.lse, plain.lse, atol=2e-6)
     assert (r.problem.page_size, plain.problem.page_size) == (size, None)

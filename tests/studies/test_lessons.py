@@ -1,0 +1,207 @@
+"""Lessons: they run; skeletons fail gracefully, wrong answers get nothing, references all."""
+
+import base64
+import io
+import re
+
+import deck
+import lessons
+import nbformat
+import numpy as np
+import pytest
+from PIL import Image
+from wrong_solutions import WRONG, seeded
+
+from flashsim import OptionError, exercises
+from flashsim.exercises import Lesson
+from flashsim.report import Table
+
+QUICK = ("2_softmax_ladder", "4_flash1_to_flash2")
+PATHS = [
+    pytest.param(path, id=path.stem, marks=() if path.stem in QUICK else pytest.mark.thorough)
+    for path in lessons.LESSONS
+]
+#: In a kernel: numbers, words and whole dicts that are not what was asked.
+SPOIL = """
+def spoilt(x):
+    if isinstance(x, dict):
+        return {key: spoilt(value) for key, value in x.items()}
+    return "no such word" if isinstance(x, str) else 3 * x + 1
+"""
+
+
+def wrong(reference):
+    """Code that gives wrong answers in place of a reference's right ones."""
+    exercise = re.search(r'solution = exercises.get\("(.*)"\).reference', reference)
+    if exercise is None:
+        names = re.findall(r"^(\w+) = ", reference, re.M)
+        return SPOIL + reference + "".join(f"\n{name} = spoilt({name})" for name in names)
+    name = exercise[1]
+    find, put = next(w[3:] for w in WRONG if w[0] == name and w[1] in ("result", "unstored"))
+    return seeded(exercises.get(name).solution_source, find, put)
+
+
+def tried(path):
+    """A lesson run with each question answered three times: as it stands, wrongly, rightly.
+
+    Returns all cells, and of each question its cell and the three runs of its check.
+    """
+    notebook = lessons.read(path)
+    references, cells, asked = lessons.references(notebook), [], []
+    for at, cell in enumerate(notebook.cells):
+        cells.append(cell)
+        if at - 1 in references:
+            checks = [cell]
+            for source in (wrong(references[at - 1]), references[at - 1]):
+                checks.append(nbformat.v4.new_code_cell(cell.source, metadata=cell.metadata))
+                answer = notebook.cells[at - 1].metadata
+                cells += [nbformat.v4.new_code_cell(source, metadata=answer), checks[-1]]
+            asked.append((notebook.cells[at - 1], checks))
+    lessons.execute(nbformat.v4.new_notebook(cells=cells, metadata=notebook.metadata))
+    return cells, asked
+
+
+def printed(cell):
+    return "".join(output.text for output in cell.outputs if output.output_type == "stream")
+
+
+FULL = r"\(10 of 10 points\)|100 of 100 points"
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_lesson(path):
+    cells, asked = tried(path)
+    assert 8 <= sum(cell.cell_type == "code" for cell in lessons.read(path).cells) <= 15
+    assert len(asked) >= 3
+    for question, (skeleton, spoilt, right) in asked:
+        questions = len(re.findall(r"lesson\.(?:ask|solve)\(", skeleton.source))
+        assert not re.search(FULL, printed(skeleton)), question.source
+        assert not re.search(FULL, printed(spoilt)), question.source
+        assert len(re.findall("✗", printed(spoilt))) >= questions
+        assert len(re.findall(FULL, printed(right))) >= questions
+        assert "✗" not in printed(right)
+    points = re.search(r": (\d+) of (\d+) points", printed(cells[-2]))
+    assert points[1] == points[2]
+    shown_as_they_should(cells)
+    for theme in ("light", "dark"):
+        text = deck.write(nbformat.v4.new_notebook(cells=cells), theme)
+        assert not re.search(r"""(?:src|href|url\()=?["']?(?:https?:)?//""", text)
+        assert "@@" not in text
+        assert text.count("<section>") >= 8
+        assert not re.search(r"lesson\.(ask|solve)", text)  # neither checks nor answers to fill in
+
+
+def shown_as_they_should(cells):
+    """A plot is a picture as wide as a slide, a page a frame that needs no network."""
+    drawn = 0
+    for cell in (cell for cell in cells if cell.cell_type == "code"):
+        for name in re.findall(r"^viz\.(\w+)\(", cell.source, re.M):
+            data = cell.outputs[-1].data
+            drawn += 1
+            if name == "page":
+                assert "<iframe srcdoc=" in data["text/html"]
+            else:
+                picture = Image.open(io.BytesIO(base64.b64decode(data["image/png"])))
+                assert picture.width >= 900
+                assert len(picture.convert("L").getcolors()) > 20  # something is drawn
+    assert drawn
+
+
+def test_there_are_eight_and_skeletons_are_the_courses():
+    assert [path.name[0] for path in lessons.LESSONS] == list("12345678")
+    graded = set()
+    for path in lessons.LESSONS:
+        notebook = lessons.read(path)
+        assert lessons.THEME in next(c for c in notebook.cells if c.cell_type == "code").source
+        for at, reference in lessons.references(notebook).items():
+            name = re.search(r'exercises.get\("(.*)"\).reference', reference)
+            if name:
+                graded.add(name[1])
+                skeleton = exercises.get(name[1]).skeleton.strip()
+                assert notebook.cells[at].source == skeleton.removeprefix(
+                    "import numpy as np\n\n\n"
+                )
+    assert len(graded) >= 6
+
+
+def test_an_answer_without_a_check_is_found():
+    answer = nbformat.v4.new_code_cell("x = ...", metadata={"tags": ["answer"]})
+    prose = (nbformat.v4.new_markdown_cell(text) for text in ("no check", "nothing folded"))
+    notebook = nbformat.v4.new_notebook(cells=[answer, *prose])
+    with pytest.raises(ValueError, match="its check, then <details>"):
+        lessons.references(notebook)
+
+
+# -- the questions of a lesson --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (..., "· K: no answer yet; write a number in place of ..."),
+        (64, "✓ K: 64   (10 of 10 points)"),
+        (np.int64(64), "✓ K: 64   (10 of 10 points)"),
+        (16, "✗ K: 16 is not it: elements"),
+        (128, "✗ K: 128 is not it: it is 2 times too large"),
+        (0, "✗ K: 0 is not it"),
+        (float("nan"), "✗ K: nan is not it"),
+        (float("inf"), "✗ K: inf is not it"),
+        (64j, "✗ K: 64j is no number"),
+        (-5, "✗ K: -5 is not it"),
+        ("64", "✗ K: '64' is no number"),
+        (True, "✗ K: True is no number"),
+    ],
+)
+def test_a_number(said, words, capsys):
+    lesson = Lesson("tiles")
+    lesson.ask("K", said, 64, slips={16: "elements"})
+    assert capsys.readouterr().out == words + "\n"
+    assert lesson.marks().points == (10 if "✓" in words else 0)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (..., "· who: no answer yet; write one of 'a', 'b' in place of ..."),
+        ("a", "✓ who: a   (10 of 10 points)"),
+        ("b", "✗ who: not 'b'; think again, then run it"),
+        ("c", "✗ who: 'c' is none of 'a', 'b'"),
+        (1, "✗ who: 1 is none of 'a', 'b'"),
+    ],
+)
+def test_a_word(said, words, capsys):
+    Lesson("tiles").ask("who", said, "a", choices=("a", "b"))
+    assert capsys.readouterr().out == words + "\n"
+
+
+def test_a_share_that_it_may_be_off_by(capsys):
+    lesson = Lesson("tiles")
+    for said, points in ((103, 0), (102, 10), (98, 10), (97, 0)):
+        lesson.ask("ridge", said, 100.0, within=0.02)
+        assert lesson.marks().points == points  # the last answer counts
+    assert lesson.marks().most == 10
+
+
+def test_a_solution(capsys):
+    lesson, one = Lesson("backward"), exercises.get("delta")
+    assert lesson.solve("delta", ...) is None
+    assert (lesson.marks().points, lesson.marks().most) == (0, 50)
+
+    def solution(machine):
+        raise ValueError("nothing yet")
+
+    assert lesson.solve("delta", solution) is None
+    assert "nothing yet" in lesson.marks().marks[0].words
+    trace = lesson.solve("delta", one.reference)
+    assert trace.bytes() == one.full_marks_bytes
+    lesson.solve("count-a-product", {"bytes of Q loaded": 40 * 16 * 4})
+    assert (lesson.marks().points, lesson.marks().most) == (50 + 50 // 4, 100)
+    assert "no solution yet" in capsys.readouterr().out
+    with pytest.raises(OptionError, match="no exercise 'deltas'"):
+        lesson.solve("deltas", solution)
+
+
+def test_a_table_is_printed_in_a_notebook_too(monkeypatch):
+    """Rich would show it as HTML there, and print nothing."""
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert "42" in str(Table("t", ("n",), [(42,)]))
