@@ -163,7 +163,7 @@ class Code:
         high, low = (self.const(part) for part in e.twice_log2e)
         factor = b.fdiv(high, c)
         rest = b.fdiv(b.fadd(self.fma(b.fneg(factor), c, high), low), c)
-        largest = np.finfo(np.float32 if self.itemsize == 4 else np.float64).max
+        largest = float(np.finfo(np.float32 if self.itemsize == 4 else np.float64).max)
         edge = self.smaller(self.const(largest), b.fmul(self.const(np.log(2) * e.mantissa), c))
         xs = [self.smaller(edge, self.larger(b.fneg(edge), x)) for x in xs]
         zs = [b.fmul(x, factor) for x in xs]
