@@ -251,6 +251,36 @@ def test_the_table_of_rivals_is_the_measurement():
     assert reached == {"forward": 7, "backward": 7}  # "seven of the twelve", below the table
 
 
+def test_the_tables_of_short_sequences_are_the_measurement():
+    times = {}
+    with (ROOT / "docs/data/gpu-short-h200.csv").open(newline="") as stream:
+        for row in csv.DictReader(stream):
+            names = ("heads", "kv_heads", "head_dim", "causal", "seq_len", "batch")
+            shape = times.setdefault(tuple(row[name] for name in names), {})
+            shape[row["implementation"]] = [
+                float(row[f"{way}_ms"]) for way in ("forward", "backward")
+            ]
+    cells = {}
+    for shape, rows in times.items():
+        ours = rows.pop("flashsim cupy")
+        best = [min(column) for column in zip(*rows.values(), strict=True)]
+        cells[shape] = [(f"{o * 1e3:.0f}", f"{b / o:.2f}") for o, b in zip(ours, best, strict=True)]
+    page = (ROOT / "docs/guides/performance.md").read_text(encoding="utf-8")
+    section = page.partition("### Short sequences")[2].partition("\n### ")[0]
+    short = [shape for shape in cells if shape[0] == shape[1] and int(shape[4]) < 1000]
+    assert len(short) == 42
+    for heads, kv_heads, d, causal, n, _ in short:
+        row = [d, "yes" if causal == "True" else "no", n]
+        for way in (0, 1):
+            row += [cells[heads, kv_heads, d, causal, n, b][way][1] for b in ("1", "8", "64")]
+        assert f"| {' | '.join(row)} |" in section
+    for (heads, kv_heads, _, _, n, batch), (forward, backward) in cells.items():
+        if heads != kv_heads:
+            assert f"| {' | '.join((heads, kv_heads, n, batch, *forward, *backward))} |" in section
+    ahead = [float(cells[shape][0][1]) >= 1 for shape in short]
+    assert ahead.count(True) == 36  # as the page says
+
+
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_the_table_of_forms_is_the_measurement(direction):
     columns = {
