@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from flashsim.backends import launch
 from flashsim.backends.families import portable_kernels
 from flashsim.backends.families.family import Family
@@ -130,7 +128,7 @@ class Hopper(Family):
         more blocks read the same tiles at the same time. But not where they add to the same dQ in
         turns.
         """
-        visits = np.diff(tables.ptr)
+        visits = tables.visits
         if tables.ranks is None and (visits == visits[0]).all():
             return tables.schedule.problem.group if stage.per == "head" else 1
         return super().clump(stage, tables, gpu)

@@ -49,7 +49,7 @@ _ROUNDS = 12
 def microseconds(problem: Problem, tiling: Tiling, times: Times, processors: int) -> float:
     """A forward launch, one block a multiprocessor, the longest items first."""
     schedule = Schedule(problem, tiling)
-    visits = np.diff(schedule.row_csr[0])
+    visits = schedule.visit_counts
     walks = problem.batch * problem.heads
     items = times.item + times.visit * visits
     rounds = walks * len(items) / processors

@@ -10,7 +10,9 @@ import numpy as np
 
 from flashsim.errors import UnsupportedError
 from flashsim.problem.problem import Problem
+from flashsim.schedule.savedmask import Csr
 from flashsim.schedule.schedule import Schedule
+from flashsim.schedule.tables import FULL
 from flashsim.schedule.tiling import Tiling
 
 
@@ -27,7 +29,9 @@ class Lowered:
     spans : ndarray of int32, (tiles, 4), or None
         `Schedule.row_spans` or `col_spans`.
     ptr, index, kind : ndarray of int32
-        `Schedule.row_csr` or `col_csr`.
+        `Schedule.row_csr` or `col_csr`, made when first asked for: a visit each.
+    visits, masked : ndarray of int64, (tiles,)
+        Visits of each outer tile, and those that need a mask.
     order : ndarray of int32, (tiles,)
         Outer tiles in the order in which blocks take them: those with the most visits first, since
         blocks that start late should be short. `in_turns` has another.
@@ -40,9 +44,8 @@ class Lowered:
     rows: np.ndarray
     cols: np.ndarray
     spans: np.ndarray | None
-    ptr: np.ndarray
-    index: np.ndarray
-    kind: np.ndarray
+    visits: np.ndarray
+    masked: np.ndarray
     order: np.ndarray
     ranks: np.ndarray | None = None
 
@@ -54,7 +57,26 @@ class Lowered:
     @property
     def n_visits(self) -> int:
         """Visits of one walk."""
-        return len(self.index)
+        return int(self.visits.sum())
+
+    @property
+    def ptr(self) -> np.ndarray:
+        """Where each outer tile's visits begin."""
+        return self._csr[0]
+
+    @property
+    def index(self) -> np.ndarray:
+        """The inner tile of each visit."""
+        return self._csr[1]
+
+    @property
+    def kind(self) -> np.ndarray:
+        """FULL or MASKED, of each visit."""
+        return self._csr[2]
+
+    @property
+    def _csr(self) -> Csr:
+        return self.schedule.row_csr if self.by == "row" else self.schedule.col_csr
 
     @property
     def descending(self) -> bool:
@@ -73,10 +95,19 @@ def lower(schedule: Schedule, by: Literal["row", "col"]) -> Lowered:
         mask function, a bias, or a block mask whose cells the tiles do not divide.
     """
     check(schedule.problem, schedule.tiling)
-    ptr, index, kind = schedule.row_csr if by == "row" else schedule.col_csr
     spans = schedule.row_spans if by == "row" else schedule.col_spans
-    order = np.argsort(-np.diff(ptr), kind="stable").astype(np.int32)
-    return Lowered(schedule, by, schedule.rows, schedule.cols, spans, ptr, index, kind, order)
+    if spans is not None:  # counted without a list of visits, which is as long as N is squared
+        lo, full_lo, full_hi, hi = spans.T.astype(np.int64)
+        visits, masked = hi - lo, full_lo - lo + hi - full_hi
+    else:
+        ptr, _, kind = schedule.row_csr if by == "row" else schedule.col_csr
+        visits, marked = (
+            np.diff(ptr).astype(np.int64),
+            np.concatenate([[0], np.cumsum(kind != FULL)]),
+        )
+        masked = marked[ptr[1:]] - marked[ptr[:-1]]
+    order = np.argsort(-visits, kind="stable").astype(np.int32)
+    return Lowered(schedule, by, schedule.rows, schedule.cols, spans, visits, masked, order)
 
 
 @lru_cache(maxsize=64)

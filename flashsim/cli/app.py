@@ -6,7 +6,7 @@ import errno
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from flashsim.cli import course, exercises, measure, models, pictures, ranks, saved, truth
 from flashsim.cli.options import spread
@@ -14,7 +14,22 @@ from flashsim.errors import FlashSimError
 from flashsim.version import __version__
 
 
-class _Group(TyperGroup):
+class _Flags:
+    """A flag takes no value, so help shows none."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        found: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for option in found:
+            if getattr(option, "is_flag", False):
+                option.metavar = ""
+        return found
+
+
+class _Command(_Flags, TyperCommand):
+    """A command."""
+
+
+class _Group(_Flags, TyperGroup):
     """Turns our errors, and the system's about files, into one line and exit code 2."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -36,7 +51,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Watch FlashAttention move its tiles, and count every byte.",
 )
-_trace = typer.Typer(no_args_is_help=True, help="Look into saved traces.")
+_trace = typer.Typer(cls=_Group, no_args_is_help=True, help="Look into saved traces.")
 app.add_typer(_trace, name="trace")
 for _command in (
     *measure.COMMANDS,
@@ -48,15 +63,17 @@ for _command in (
     *pictures.COMMANDS,
     exercises.grade,
 ):
-    app.command()(spread(_command))
+    app.command(cls=_Command)(spread(_command))
 for _look in (saved.show, saved.perfetto):
-    _trace.command()(spread(_look))
+    _trace.command(cls=_Command)(spread(_look))
 
 
-_exercise = typer.Typer(no_args_is_help=True, help="A course: exercises graded by bytes.")
+_exercise = typer.Typer(
+    cls=_Group, no_args_is_help=True, help="A course: exercises graded by bytes."
+)
 app.add_typer(_exercise, name="exercise")
 for _name, _lesson in exercises.COMMANDS.items():
-    _exercise.command(_name)(spread(_lesson))
+    _exercise.command(_name, cls=_Command)(spread(_lesson))
 
 
 def main() -> None:

@@ -70,7 +70,6 @@ def _leaves(kind: Any, defaults: Any) -> dict[str, inspect.Parameter]:
             *("--" + name.replace("_", "-"), *about["short"].split()),
             help=about["help"],
             rich_help_panel=kind.panel,
-            metavar="" if each is bool else None,  # a flag takes no value, so it shows none
         )
         found[name] = inspect.Parameter(
             name,

@@ -86,6 +86,17 @@ OPTIONS = (
 # -- run, count, compare --------------------------------------------------------------------------
 
 
+def test_help_shows_no_value_that_a_flag_would_take():
+    names = [[c.name or c.callback.__name__.replace("_", "-")] for c in app.registered_commands]
+    for group in app.registered_groups:
+        inside = group.typer_instance.registered_commands
+        names += [[group.name, c.name or c.callback.__name__] for c in inside]
+    for command in [[], *names]:
+        text = CliRunner().invoke(app, [*command, "--help"]).output
+        assert "--help" in text
+        assert "bool" not in text, command
+
+
 def test_run_executes_what_it_is_told(tmp_path):
     output = tmp_path / "new" / "results"
 

@@ -9,6 +9,7 @@ import pytest
 
 import flashsim
 from flashsim import Device, OptionError, Problem, Tiling, UnsupportedError
+from flashsim.schedule import tables
 from flashsim.studies.predict import Constants, model, predict
 from flashsim.studies.predict.blocks import makespan
 from flashsim.studies.predict.calibration import (
@@ -166,6 +167,21 @@ def test_a_device_with_little_bandwidth_is_bound_by_it():
 def test_what_cannot_be_predicted_is_refused(options, error, message):
     with pytest.raises(error, match=message):
         predict(PROBLEM, **options)
+
+
+@pytest.mark.parametrize("kernels", ["hopper", "portable"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_long_sequences_are_predicted_without_a_list_of_their_visits(
+    direction, kernels, monkeypatch
+):
+    """2 x 10^8 of them at N = 2^20: a minute and gigabytes."""
+
+    def listed(_):
+        raise AssertionError("visits were listed")
+
+    monkeypatch.setattr(tables, "expand", listed)
+    p = Problem(2**20, head_dim=128, dtype="bfloat16", causal=True)
+    assert predict(p, direction=direction, kernels=kernels).seconds > 0.1
 
 
 def test_the_printed_table_names_its_bound():

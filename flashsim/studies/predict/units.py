@@ -88,12 +88,9 @@ def work_of(one: KernelPass, traffic: Traffic) -> Work:
         "pieces": _uneven_pieces(one, p, dims, sides) * a_lane,
     }
     members = p.group if stage.per == "group" else 1
-    visits = np.diff(tables.ptr)
-    marked = np.concatenate([[0], np.cumsum(tables.kind != 0)])
-    masked = marked[tables.ptr[1:]] - marked[tables.ptr[:-1]]
     own = sum(_bytes(p, (*stage.before, *stage.after), op, sides) for op in ("load", "store"))
     order = tables.order
-    counts = visits[order] * members, masked[order] * members
+    counts = tables.visits[order] * members, tables.masked[order] * members
     return Work(*counts, seconds, own * l2, blocks_per_sm(one, device))
 
 
