@@ -58,6 +58,7 @@ _KEYS = 16  # of a warp's part of a key tile
 _HELD = 192
 #: Key tiles that a split has at least: so many a warp fetches at once before its first product.
 _LEAST_TILES = 2
+_INT32 = int(np.iinfo(np.int32).max)
 #: Of the multiprocessors, as many as take nearly all that the memory gives, where keys and values
 #: together have more than 128 columns; with fewer, an SM has half the bytes under way.
 _ENOUGH = 0.45
@@ -193,6 +194,10 @@ def plan(
     """
     check(problem)
     p = problem
+    if max(p.n_kv, *lengths) > _INT32:
+        raise UnsupportedError(
+            f"the decode kernel numbers keys in 32 bits, up to {_INT32:,}, got {p.n_kv:,}"
+        )
     rows = p.n_q * p.group
     d, dv = padded_dims(p)
     blocks = 1  # of 16 rows, in a tile

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import CodeType, MappingProxyType
@@ -126,6 +127,15 @@ def simulate(
             "algorithms run by flashsim.run(q, k, v, algorithm=...)"
         )
     name = getattr(algorithm, "__name__", type(algorithm).__name__)[:60]
+    try:
+        inspect.signature(algorithm).bind("machine")
+    except TypeError as error:
+        raise DTypeError(
+            f"{name} is called with one argument, the machine, but: {error}; give what else it "
+            "needs by functools.partial or a default"
+        ) from None
+    except ValueError:  # a function in C that does not say what it takes
+        pass
     asked = list(dict.fromkeys(outputs))
     given = dict(inputs or {})
     for one in (*given, *asked):

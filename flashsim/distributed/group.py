@@ -28,6 +28,8 @@ from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedErro
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem
 
+#: Most ranks: what is counted is a table of ranks by steps, eight bytes each, a dozen times.
+MOST_RANKS = 4096
 SCHEMES = ("ring", "zigzag", "striped", "ulysses", "usp")
 #: Which rows a member of the ring holds.
 _ORDER = {"ring": "in order", "zigzag": "zigzag", "striped": "striped", "usp": "zigzag"}
@@ -77,6 +79,11 @@ class Group:
         if not isinstance(p, Problem):
             raise DTypeError(f"problem must be a flashsim.Problem, got {type(p).__name__}")
         ranks = checks.positive_int("ranks", self.ranks)
+        if ranks > MOST_RANKS:
+            raise UnsupportedError(
+                f"every rank is counted at every step: {ranks:,} of them make tables of "
+                f"{ranks:,} x {ranks:,}; ask for at most {MOST_RANKS:,}"
+            )
         checks.one_of("scheme", self.scheme, SCHEMES)
         object.__setattr__(self, "ranks", ranks)
         object.__setattr__(self, "ulysses", self._team_size(ranks))

@@ -216,6 +216,7 @@ def test_tables_of_ranks_and_of_steps():
         (Problem(32, window=(4, 0)), {"ranks": 4}, UnsupportedError, "got window"),
         (Problem(32, bias=(1, 1)), {"ranks": 4}, UnsupportedError, "got bias"),
         ("problem", {"ranks": 4}, DTypeError, "must be a flashsim.Problem, got str"),
+        (Problem(2**40), {"ranks": 2**20}, UnsupportedError, "at most 4,096"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_spread_says_why(problem, how, error, text):

@@ -290,6 +290,7 @@ def nothing(machine):
     ("error", "text", "how"),
     [
         (DTypeError, "takes a function of the machine, got 'flash2'", {"algorithm": "flash2"}),
+        (DTypeError, "with one argument, the machine", {"algorithm": lambda machine, q: None}),
         (OptionError, "no tensor 'W'", {"outputs": ["W"]}),
         (OptionError, "outputs are what is computed", {"outputs": ["Q"]}),
         (OptionError, "outputs are what is computed", {"outputs": []}),

@@ -277,6 +277,7 @@ def test_what_the_decode_kernel_does_not_do_is_refused():
         ("as many queries of each", Problem(3, 9, dtype="bfloat16", cu_seqlens_q=(0, 1, 3),
                                             cu_seqlens_k=(0, 6, 9)), {}),
         ("takes float16 and bfloat16", Problem(1, 64), {}),
+        ("numbers keys in 32 bits", Problem(1, 2**31, dtype="bfloat16"), {}),
         ("no backward pass", CACHE, {"direction": "backward"}),
     ):  # fmt: skip
         with pytest.raises((OptionError, UnsupportedError), match=said):

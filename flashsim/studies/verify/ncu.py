@@ -179,9 +179,8 @@ def command(program: Sequence[str]) -> list[str]:
     if found is None:
         raise BackendUnavailable(
             "verify needs NVIDIA's Nsight Compute, but there is no `ncu` on the path; install it, "
-            "or read a saved table with --from FILE, made on another machine by: ncu --csv "
-            f"--clock-control none --print-units base --metrics {','.join(METRICS.values())} "
-            "PROGRAM"
+            "or read with --from FILE a table that ncu made on another machine, as "
+            "docs/guides/truth.md says"
         )
     options = [
         "--csv",
