@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,9 +33,12 @@ class Spread:
     out: np.ndarray
     lse: np.ndarray
     account: Account
-    _run: _Run
+    _run: _Run = field(repr=False)
 
     __repr__ = report.short
+
+    def _repr_html_(self) -> str:
+        return report.card(self) + report.tabled(self.account)
 
     @property
     def group(self) -> Group:
@@ -68,6 +71,9 @@ class SpreadGradients:
     account: Account
 
     __repr__ = report.short
+
+    def _repr_html_(self) -> str:
+        return report.card(self) + report.tabled(self.account)
 
 
 def simulate(

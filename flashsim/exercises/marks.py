@@ -7,6 +7,8 @@ import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from flashsim.report import Table
+
 
 @dataclass(frozen=True)
 class Mark:
@@ -22,7 +24,7 @@ class Mark:
     words: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Marks:
     """What a file, or a lesson, got.
 
@@ -52,6 +54,14 @@ class Marks:
     def most(self) -> int:
         """All points there are: 100 of an exercise."""
         return sum(mark.most for mark in self.marks)
+
+    def __repr__(self) -> str:
+        return f"<Marks {self.exercise}: {self.points} of {self.most} points>"
+
+    def _repr_html_(self) -> str:
+        table = Table(repr(self)[1:-1], ("mark", "points", "most", "words"))
+        table.rows += [(mark.name, mark.points, mark.most, mark.words) for mark in self.marks]
+        return table.html()
 
     def text(self) -> str:
         """For a terminal."""

@@ -4,7 +4,20 @@ import numpy as np
 import pytest
 
 import flashsim
-from flashsim import Device, Problem, Tiling, l2, ladder, load_sample, predict, roofline
+from flashsim import (
+    Device,
+    Problem,
+    Tiling,
+    banks,
+    blocks,
+    distributed,
+    exercises,
+    l2,
+    ladder,
+    load_sample,
+    predict,
+    roofline,
+)
 from flashsim.report import Table
 from flashsim.studies import demo
 
@@ -12,6 +25,17 @@ RNG = np.random.default_rng(0)
 Q, K = RNG.standard_normal((1, 4, 48, 8)), RNG.standard_normal((1, 2, 48, 8))
 TILING = Tiling(16, 16)
 PROBLEM = Problem(256, head_dim=64, dtype="bfloat16")
+
+
+DELTA = exercises.get("delta")
+
+
+def copied(machine):
+    """An algorithm of one's own: O = Q."""
+    with machine.stage("forward") as sram:
+        for rows in machine.row_tiles():
+            with sram.step(rows):
+                sram.store(machine.hbm.O, rows, sram.load(machine.hbm.Q, rows))
 
 
 def result(**options):
@@ -40,6 +64,14 @@ RETURNED = {
     "Dram": lambda: l2.dram(flashsim.count(PROBLEM)),
     "Curve": lambda: l2.curves(flashsim.count(PROBLEM))["forward"],
     "Prediction": lambda: predict.predict(PROBLEM),
+    "Account": lambda: distributed.count(PROBLEM, ranks=2),
+    "SpreadTime": lambda: predict.spread(PROBLEM, ranks=2),
+    "Spread": lambda: distributed.simulate(Q, K, K, ranks=2, tiling=TILING),
+    "SpreadGradients": lambda: distributed.simulate(Q, K, K, ranks=2).backward(Q),
+    "OwnResult": lambda: flashsim.simulate(copied, Q, Q, Q),
+    "BlockSizes": lambda: blocks.sizes(PROBLEM),
+    "Marks": lambda: exercises.grade(DELTA.solution_source, DELTA)[0],
+    "Access": lambda: banks.access("column", "padded"),
     "DemoLayer": lambda: demo.DemoLayer(
         "layer0", flashsim.compare(Q, K, K), {"flash2": 1e-4}, []
     ),

@@ -140,7 +140,7 @@ def test_few_bytes_in_another_order_than_was_asked_for():
         ("solution = 3\n", "function", "defines no function"),
         ("1 / 0\n", "error", "the file ends with ZeroDivisionError"),
         ("raise SystemExit\n", "error", "the file ends with SystemExit"),
-        ("def solution(): pass\n", "error", "takes 0 positional arguments but 1 was given"),
+        ("def solution(): pass\n", "machine", "called with one argument, the machine"),
         ("def solution(machine): raise SystemExit(3)\n", "error", "SystemExit: 3"),
         ("def solution(machine):\n    machine.hbm.W\n", "machine", "no tensor 'W'"),
         ("import os\n", "source", "line 1: imports os"),
