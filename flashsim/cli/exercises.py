@@ -119,7 +119,10 @@ def grade(
     """Grade a solution: results, room on chip, bytes; in words, and in points of 100."""
     for path in (gradescope, picture, save):
         ready(path)
-    marks, trace = apart.grade_file(file, exercise, limit=limit, memory=memory)
+    if gradescope is not None and exercise is not None and not file.is_file():
+        marks, trace = apart.missing(file, exercise), None  # a student's fault: points, no error
+    else:
+        marks, trace = apart.grade_file(file, exercise, limit=limit, memory=memory)
     typer.echo(marks.json() if as_json else marks.text())
     if gradescope is not None:
         with beside(gradescope) as part:

@@ -97,8 +97,16 @@ def grade_file(
         return marks, Trace.load(trace) if trace.is_file() else None
 
 
-def _failed(one: Exercise, kind: str, text: str, began: float) -> Marks:
-    return Marks(one.name, nothing(kind, text), {}, (), time.perf_counter() - began)
+def missing(path: Path, exercise: str) -> Marks:
+    """The marks of a file that was not handed in."""
+    there = sorted(other.name for other in path.parent.glob("*.py"))
+    said = f"there is no {path.name}" + (f", but {', '.join(there)}" if there else "")
+    return _failed(shelf.get(exercise), "missing", f"{said}: hand in a file of that name", None)
+
+
+def _failed(one: Exercise, kind: str, text: str, began: float | None) -> Marks:
+    seconds = 0.0 if began is None else time.perf_counter() - began
+    return Marks(one.name, nothing(kind, text), {}, (), seconds)
 
 
 def main(name: str, path: str, folder: str, memory: str = "0") -> None:

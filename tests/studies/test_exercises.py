@@ -1,6 +1,7 @@
 """Exercises: references get every point, wrong solutions the words that they deserve."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -378,6 +379,26 @@ def test_grade_writes_what_is_asked_for(tmp_path):
     assert {t["status"] for t in results["tests"]} == {"passed", "failed"}
     moved = {"name": "bytes moved", "value": marks.figures["bytes"], "order": "asc"}
     assert results["leaderboard"] == [moved]
+
+
+def test_the_guides_autograder(tmp_path):
+    """run_autograder as the page has it, in a folder that looks like Gradescope's."""
+    (script,) = (
+        block for block in re.findall(r"```sh\n(.*?)```", PAGE, re.S) if "name=dq" in block
+    )
+    for name in ("submission", "results", "venv/bin"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "venv/bin/flashsim").symlink_to(Path(sys.executable).with_name("flashsim"))
+    (tmp_path / "run_autograder").write_text(script.replace("/autograder", str(tmp_path)))
+    for name, score, said in (
+        ("d.py", 0, "there is no dq.py, but d.py: hand in"),
+        ("dq.py", 100, ""),
+    ):
+        (tmp_path / "submission" / name).write_text(get("dq").solution_source)
+        subprocess.run(["bash", tmp_path / "run_autograder"], check=True, capture_output=True)
+        results = json.loads((tmp_path / "results/results.json").read_text())
+        assert results["score"] == score
+        assert said in results["tests"][0]["output"]
 
 
 def test_grade_without_a_trace(tmp_path):
