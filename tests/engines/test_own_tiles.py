@@ -447,6 +447,10 @@ def nested(sram, machine, work):
         (lambda s, m: s.load(m.hbm.Q, slice(40, 50)), "Q has 32 rows; 40:50 are none"),
         (lambda s, m: s.load(m.hbm.Q, slice(0, 8, 2)), "side by side"),
         (lambda s, m: s.load(m.hbm.Q, 3), "rows of Q are a slice"),
+        (
+            lambda s, m: s.store(m.hbm.O, slice(0, 1), slice(0, 4), s.alloc("t", (1, 4))),
+            r"a tile comes before its columns: store\(tensor, rows, tile, cols\)",
+        ),
         (lambda s, m: s.load(m.hbm.O, ROWS), "O, rows 0:16, was never stored"),
         (lambda s, m: s.reduce(m.hbm.O, ROWS, s.load(m.hbm.Q, ROWS)), "was never stored"),
         (

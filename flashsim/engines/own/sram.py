@@ -362,6 +362,8 @@ class OpenSram:
         self, tensor: Remote, rows: slice, cols: slice, tile: Any, member: int | None
     ) -> tuple[slice, slice, Any]:
         self._here()
+        if isinstance(cols, SramTile):
+            raise ShapeError("a tile comes before its columns: store(tensor, rows, tile, cols)")
         rows, cols = _part(tensor, rows, cols)
         self._hbm._require_writable(tensor)
         self._check_heads(tensor, member)

@@ -58,7 +58,7 @@ def solution(machine):
                     with sram.visit(rows, cols):
                         S = sram.load(hbm.S, rows, cols)
                         # TODO: bring m and l up to date: m[:] = ..., l[:] = ...
-                # TODO: the second pass, which stores P
+                # TODO: the second pass, which ends with sram.store(hbm.P, rows, tile, cols)
 """
 
 
