@@ -112,7 +112,8 @@ def _markdown(text: str, theme: str) -> str:
 
 
 def _code(source: str, theme: str) -> str:
-    return highlight(source, PythonLexer(), HtmlFormatter(style=CODE[theme]))
+    lines = highlight(source, PythonLexer(), HtmlFormatter(style=CODE[theme], nowrap=True))
+    return f'<pre class="highlight">{lines.rstrip()}</pre>'
 
 
 def _output(output: nbformat.NotebookNode) -> tuple[str, int]:

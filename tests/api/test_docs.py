@@ -159,12 +159,13 @@ def test_what_one_is_told_to_install_exists():
         assert set(wanted.split(",")) <= extras, source
 
 
-def test_the_commands_of_the_glossary_are_commands():
-    text = (ROOT / "docs/guides/glossary.md").read_text(encoding="utf-8")
-    told = sorted(set(re.findall(r"`flashsim ([^`]+)`", text)))
-    assert len(told) > 20
+@pytest.mark.parametrize(("pages", "least"), [("guides/glossary.md", 20), ("lessons/*.md", 12)])
+def test_the_commands_of_a_page_are_commands(pages, least):
+    text = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob(pages))
+    told = {command.replace("\n", " ") for command in re.findall(r"`flashsim\s([^`]+)`", text)}
+    assert len(told) > least
     commands = typer.main.get_command(app.app).commands
-    for name, *words in map(shlex.split, told):
+    for name, *words in map(shlex.split, sorted(told)):
         commands[name].make_context(name, words)  # raises for an option that there is none of
 
 
