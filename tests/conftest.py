@@ -78,11 +78,16 @@ def _place(nodeid):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """A process takes whole files, so that what their tests share is made once."""
+    """A process takes whole files, so that what their tests share is made once.
+
+    On a GPU it takes tests one by one: kernels are kept on disk, and files are long.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid):
+            if config.option.markexpr == "gpu":
+                return nodeid
             return "walks" if nodeid.startswith(WALKS) else nodeid.split("::")[0]
 
     return ByFile(config, log)
