@@ -38,29 +38,29 @@ SOURCE = r"""
         __shared__ __align__(128) unsigned char room[8192];                                  \
         const unsigned first = (unsigned)__cvta_generic_to_shared(room) + at[threadIdx.x];   \
         const char* begin = buffer + at[threadIdx.x];                                        \
-        unsigned sum = first, a = 0, b = 0, c = 0, d = 0;                                    \
+        unsigned sum = first + (unsigned)(size_t)begin, a = 0, b = 0, c = 0, d = 0;          \
         for (int n = 0; n < times; ++n) {                                                    \
-            /* the same place each time, but the compiler, which would load once, cannot know */ \
-            const unsigned near = first + (n & zero);                                        \
-            const char* far = begin + (n & zero);                                            \
             load;                                                                            \
             sum ^= a ^ b ^ c ^ d;                                                            \
         }                                                                                    \
         if (sum == 1u << 31) *out = sum; /* never */                                         \
     }
+// The same place each time, but the compiler, which would load once, cannot know it.
+#define NEAR "r"(first + (n & zero))
+#define FAR "l"(begin + (n & zero))
 #define ONE "=r"(a)
 #define FOUR "=r"(a), "=r"(b), "=r"(c), "=r"(d)
 #define HALF(space) "{.reg .u16 h; ld.volatile." space ".u16 h, [%1]; cvt.u32.u16 %0, h;}"
 #define WORD(space) "ld.volatile." space ".u32 %0, [%1];"
 #define PIECE(space) "ld.volatile." space ".v4.u32 {%0, %1, %2, %3}, [%4];"
 #define MATRIX "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-PROBE(probe_shared_2, asm volatile(HALF("shared") : ONE : "r"(near)))
-PROBE(probe_shared_4, asm volatile(WORD("shared") : ONE : "r"(near)))
-PROBE(probe_shared_16, asm volatile(PIECE("shared") : FOUR : "r"(near)))
-PROBE(probe_ldmatrix, asm volatile(MATRIX : FOUR : "r"(near)))
-PROBE(probe_global_2, asm volatile(HALF("global") : ONE : "l"(far)))
-PROBE(probe_global_4, asm volatile(WORD("global") : ONE : "l"(far)))
-PROBE(probe_global_16, asm volatile(PIECE("global") : FOUR : "l"(far)))
+PROBE(probe_shared_2, asm volatile(HALF("shared") : ONE : NEAR))
+PROBE(probe_shared_4, asm volatile(WORD("shared") : ONE : NEAR))
+PROBE(probe_shared_16, asm volatile(PIECE("shared") : FOUR : NEAR))
+PROBE(probe_ldmatrix, asm volatile(MATRIX : FOUR : NEAR))
+PROBE(probe_global_2, asm volatile(HALF("global") : ONE : FAR))
+PROBE(probe_global_4, asm volatile(WORD("global") : ONE : FAR))
+PROBE(probe_global_16, asm volatile(PIECE("global") : FOUR : FAR))
 """
 
 

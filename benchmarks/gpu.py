@@ -232,6 +232,8 @@ def measure(
     if why:
         print(f"  no torch kernels, arrays are CuPy's: {why}")
     rows = blank(s, dtype, names, lab.name)
+    for one in IMPLEMENTATIONS.values():
+        vars(one).pop("inputs", None)  # of the shape before: its memory would be freed meanwhile
     try:
         sizes = s.sizes, s.key_sizes, s.key_sizes, s.sizes
         x = Inputs(*(lab.array(shape, dtype) for shape in sizes), s.causal, s.window)

@@ -166,6 +166,16 @@ def test_the_gpu_is_kept_busy_for_longer_than_the_host_needs(bench, worker, monk
     assert min(repetitions[1:]) >= bench.MARGIN * 4 * 2e-3
 
 
+def test_the_inputs_of_the_shape_before_are_let_go_first(bench, worker, monkeypatch):
+    """Their memory, freed while another's is measured, would be taken off what it keeps."""
+    one, seen = Fake(), []
+    one.inputs = ["of the shape before"]
+    monkeypatch.setattr(FakeLab, "array", lambda *_: seen.append(hasattr(one, "inputs")), False)
+    rows_of(worker, bench, monkeypatch, {"one": one})
+    assert seen
+    assert not any(seen)
+
+
 def test_every_implementation_gets_a_row_whatever_fails(bench, worker, monkeypatch):
     refused = BackendUnavailable("the GPU refused the launch: illegal address; if it was an ...")
     implementations = {
