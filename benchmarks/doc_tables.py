@@ -1,22 +1,26 @@
 """Writes the tables of docs/ that come from kept measurements anew: python benchmarks/doc_tables.py
 
 Errors of predicted times into docs/guides/truth.md (from docs/data/times-h200.csv), counters into
-docs/notebooks/counters.md (from verify-h200.csv and verify-widths-h200.csv), and the residuals'
-picture. A table is known by the section it stands in and by its first line. Needs no GPU, but
-numba-cuda, whose kernels' times are predicted too.
+docs/notebooks/counters.md (from verify-h200.csv and verify-widths-h200.csv), times of softmax(X) V
+into docs/guides/texts.md (from softmax-matmul-h200.csv), and the residuals' picture. A table is
+known by the section it stands in and by its first line. Needs no GPU, but numba-cuda, whose
+kernels' times are predicted too.
 """
 
 from __future__ import annotations
 
+import csv
 import sys
 from pathlib import Path
 
 import predict
 
 from flashsim import viz
+from flashsim.report import Table
 from flashsim.studies import verify
 
 DOCS = Path(__file__).parent.parent / "docs"
+COURSE = "## A course's homework: softmax(X) V, then attention"
 
 
 def rewrite(text: str, section: str, table: str) -> str:
@@ -42,6 +46,7 @@ def main() -> None:
     requested, dram, conflicts, _ = _summary("verify-h200.csv")
     widths, *_ = _summary("verify-widths-h200.csv")
     tables = {
+        "guides/texts.md": [(COURSE, softmax_matmul())],
         "guides/truth.md": [
             ("## Time", predict.errors_table(found)),
             ("## Time", predict.library_table()),
@@ -63,6 +68,23 @@ def main() -> None:
     picture = DOCS / "data" / "predicted-times.png"
     viz.predicted_against_measured(predict.pairs(found), unit="ms").figure.savefig(picture)
     print(picture)
+
+
+def softmax_matmul() -> Table:
+    """Times and memory of softmax(X) V by the length of a row of X."""
+    with (DOCS / "data" / "softmax-matmul-h200.csv").open(encoding="utf-8", newline="") as file:
+        rows = [*csv.DictReader(file)]
+    table = Table(
+        "",
+        ("d2", *("fused, block 16, ms", "block 32, ms", "block 64, ms", "torch, two kernels, ms"),
+         "fused, MiB", "two kernels, MiB"),
+    )  # fmt: skip
+    for d2 in dict.fromkeys(row["d2"] for row in rows):
+        each = {row["BLOCK"]: row for row in rows if row["d2"] == d2}
+        times = [float(each[block]["forward_ms_mean"]) for block in ("16", "32", "64", "NA")]
+        peaks = [float(each[block]["forward_peak_MiB"]) for block in ("16", "NA")]
+        table.rows.append((int(d2), *times, *peaks))
+    return table
 
 
 def _summary(name: str) -> list:

@@ -1,5 +1,6 @@
 """Bank conflicts and sectors: counts that follow by hand, and what cannot be asked."""
 
+import csv
 import importlib
 import sys
 from pathlib import Path
@@ -8,6 +9,8 @@ import numpy as np
 import pytest
 
 from flashsim import OptionError, banks
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +87,7 @@ def test_the_table_leaves_out_what_would_tear_a_read_apart():
 
 @pytest.fixture
 def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.delitem(sys.modules, "banks", raising=False)
     return importlib.import_module("banks")
 
@@ -105,6 +108,17 @@ def test_counters_are_held_against_the_prediction(bench):
             assert row[at + 1] - row[at] == (n == 3)
     with pytest.raises(SystemExit, match="no table"):
         bench.counters("nothing")
+
+
+def test_an_h200_counted_what_is_predicted():
+    with (ROOT / "docs/data/banks-h200.csv").open(encoding="utf-8", newline="") as file:
+        rows = [*csv.DictReader(file)]
+    assert len(rows) >= 28
+    for row in rows:
+        dtype = "bfloat16" if row["B a lane"] == "2" or row["pattern"] == "ldmatrix" else "float32"
+        request = banks.access(row["pattern"], row["layout"], dtype=dtype)
+        for name in ("wavefronts", "conflicts", "sectors"):
+            assert float(row[f"{name} seen"]) == getattr(request, name) == int(row[name])
 
 
 @pytest.mark.parametrize("arch", ["sm_80", pytest.param("sm_90", marks=pytest.mark.thorough)])
