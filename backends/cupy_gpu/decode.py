@@ -15,12 +15,14 @@ import numpy as np
 
 from flashsim.backends import failures, launch
 from flashsim.backends.cupy_gpu import arrays
-from flashsim.backends.families import decode
+from flashsim.backends.cupy_gpu.launching import Launcher
+from flashsim.backends.families import cascade, decode, latent
 from flashsim.backends.kernels import nvrtc
 from flashsim.backends.launch.kernel import Gpu
 from flashsim.backends.reports import decode as traces
 from flashsim.engines.engine import Job, Outcome
 from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError, shown
+from flashsim.problem import checks
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 
@@ -62,7 +64,7 @@ class Workspace:
         if not outputs:
             return 0, 0, 0
         parts = self._room("parts", space, outputs + sums)
-        counters = self._room("counters", space, made.counters)
+        counters = 0 if made.merge else self._room("counters", space, made.counters)
         return parts, parts + 4 * outputs, counters
 
     def _room(self, name: str, space: arrays.Space, n: int) -> int:
@@ -83,9 +85,7 @@ class _Ready:
 
     def __init__(self, made: decode.Decode, device: int) -> None:
         self.made = made
-        self._function = nvrtc.load(made.kernel, device)  # owns the code that the address is of
         self._items = cupy.asarray(made.items)
-        cupy.cuda.get_current_stream().synchronize()  # other streams may use them from now on
         self.items = self._items.data.ptr
         record = decode.record(made)
         self.integers = [int(record[name]) for name in decode.INTEGERS]
@@ -94,7 +94,21 @@ class _Ready:
         at = ctypes.addressof((ctypes.c_char * _RECORD.size).from_buffer(self._args))
         self._parameters = (ctypes.c_void_p * 1)(at)
         kernel = made.kernel
-        self._launch = (self._function.ptr, *made.grid, 1, kernel.threads, 1, 1)
+        self._launch = Launcher(
+            *(nvrtc.load(kernel, device), made.grid, kernel.threads, kernel.shared_bytes),
+            ctypes.addressof(self._parameters),
+            cluster=made.cluster,
+            overlap=made.overlaps,
+        )
+        self._merge: Launcher | None = None
+        if made.merge and len(made.merges):
+            self._merges = cupy.asarray(made.merges)
+            self._merge = Launcher(
+                *(nvrtc.load(made.merge, device), made.merge_grid, made.merge.threads, 0),
+                ctypes.addressof(self._parameters),
+                overlap=made.overlaps,
+            )
+        cupy.cuda.get_current_stream().synchronize()  # other streams may use them from now on
         self._lock = Lock()  # the buffer is one, threads may be several
 
     def __call__(self, stream: int, heads: list[int], pointers: list[int], row: int, pages: int):
@@ -103,11 +117,13 @@ class _Ready:
         integers[_TABLE_ROW], integers[_PAGES] = row, pages
         with self._lock:
             _RECORD.pack_into(self._args, 0, *heads, *pointers, *integers, *self.factors)
-            at = ctypes.addressof(self._parameters)
-            shared = self.made.kernel.shared_bytes
-            cupy.cuda.driver.launchKernel(*self._launch, shared, stream, at, 0)
+            self._launch(stream)
+            if self._merge:
+                _ADDRESS.pack_into(self._args, _ITEMS, self._merges.data.ptr)
+                self._merge(stream)
 
 
+_ADDRESS, _ITEMS = struct.Struct("<Q"), int(decode.RECORD.fields["items"][1])  # type: ignore[index]
 _TABLE_ROW, _PAGES = (decode.INTEGERS.index(name) for name in ("table_row", "pages"))
 
 
@@ -142,7 +158,19 @@ def _forward(
     if table is not None:
         page = int(job.k.shape[2])
         check_table(table, lengths, page, int(job.k.shape[0]))
-    made = decode.plan(p, lengths, gpu, _splits(options.get("splits", "auto")), page, counts)
+    how = (gpu, _splits(options.get("splits", "auto")), page, counts)
+    prefix, timed = _prefix(job, table, page), job.trace == "timeline"
+    if timed and (prefix or p.latent):
+        raise UnsupportedError(
+            "a shared prefix has no timeline on a GPU, nor has latent attention: leave it out, or "
+            "give trace=True"
+        )
+    if prefix:
+        made = cascade.plan(p, lengths, prefix, *how)
+    elif p.latent:
+        made = latent.plan(p, lengths, *how)
+    else:
+        made = decode.plan(p, lengths, *how, timed)
     walk = traces.walk_of(made, lengths, page) if job.trace else None
     with failures.Explaining(), space.on_device():
         with space.active():
@@ -152,49 +180,63 @@ def _forward(
         stream = space.stream()
         if given is None:
             own = _WORKSPACES.setdefault((space.device, stream), Workspace())
-        views = [space.view(x) for x in (job.q, job.k, job.v)]
-        q, k, v = views
+        q, k = space.view(job.q), space.view(job.k)
+        v = k if p.latent else space.view(job.v)
         out, lse = (given or Workspace()).results(space, p, q.array)
         parts = (given or own).partial(space, made)
         width = launch.row_elements(p.head_dim_v)
         o = (space.pointer(out), p.heads * p.n_q * width, p.n_q * width, width)
-        reports = _reports(made, space) if counts else {}
+        reports = _reports(made, space, timed=timed) if counts else {}
         pointers = [space.pointer(lse), *parts, ready.items, where]
-        pointers += [x.data.ptr for x in reports.values()] if counts else [0, 0]
+        pointers += [reports[n].data.ptr if n in reports else 0 for n in _REPORTS]
         heads = [x for place in (q.place, o, k.place, v.place) for x in place]
         ready(stream, heads, pointers, row, int(job.k.shape[0]) if page else 0)
-        stages = None
+        stages = spans = None
         if walk is not None:
-            stages = traces.stages(made, walk, **{n: x.get() for n, x in reports.items()})
-        copied = {n: x.copied for n, x in zip("qkv", views, strict=True) if x.copied}
+            found = {name: report.get() for name, report in reports.items()}
+            stages = traces.stages(made, walk, found["visit_counts"], found["item_counts"])
+            if timed:
+                stamps = found["visit_stamps"], found["item_stamps"]
+                spans = traces.timeline(made, walk, *stamps, gpu.clock_khz)
+        copied = {n: x.copied for n, x in zip("qkv", (q, k, v), strict=True) if x.copied}
         outcome = Outcome(
             {"out": space.result(out, p.head_dim_v, width), "lse": space.result(lse)},
             Tiling(p.n_q, made.block_k),
             stages,
             "decode",
             {"copied": copied, "splits": made.splits},
-            None,
+            spans,
             gpu.name,
             None if walk is None else walk.problem,
         )
         return outcome, _totals(reports)
 
 
-def _reports(made: decode.Decode, space: arrays.Space) -> dict[str, cupy.ndarray]:
-    shapes = {
-        "visit_counts": (made.counters, made.n_visits, decode.SLOTS),
-        "item_counts": (made.grid[0], made.grid[1], decode.SLOTS),
-    }
+_REPORTS = ("visit_counts", "item_counts", "visit_stamps", "item_stamps")
+
+
+def _reports(made: decode.Decode, space: arrays.Space, *, timed: bool) -> dict[str, cupy.ndarray]:
+    visits = (made.walks, made.n_visits)
+    items = (len(made.items) * made.problem.kv_heads, made.row_tiles)
+    shapes = [(*visits, decode.SLOTS), (*items, decode.SLOTS)]
+    if timed:
+        shapes += [(*visits, decode.VISIT_STAMPS), (*items, decode.ITEM_STAMPS)]
+    types = ("uint32", "uint32", "uint64", "uint64")
     with space.active():
-        return {name: space.zeros(shape, "uint32") for name, shape in shapes.items()}
+        return {
+            name: space.zeros(shape, dtype)
+            for name, shape, dtype in zip(_REPORTS, shapes, types, strict=False)
+        }
 
 
 def _totals(reports: Mapping[str, cupy.ndarray]) -> dict[str, int]:
     names = {"visit_counts": decode.VISIT_SLOTS, "item_counts": decode.ITEM_SLOTS}
     return {
         name: int(total)
-        for which, report in reports.items()
-        for name, total in zip(names[which], report.get().sum((0, 1), dtype=np.int64), strict=False)
+        for which in names.keys() & reports.keys()
+        for name, total in zip(
+            names[which], reports[which].get().sum((0, 1), dtype=np.int64), strict=False
+        )
     }
 
 
@@ -255,6 +297,21 @@ def check_table(table: Any, lengths: tuple[int, ...], page: int, pages: int) -> 
             )
 
 
+def _prefix(job: Job, table: Any, page: int) -> int:
+    """Keys that all sequences share, 0 if none; of a table on the GPU it is the caller's word."""
+    prefix = checks.count("shared_prefix", job.options.get("shared_prefix", 0))
+    if not prefix:
+        return 0
+    if isinstance(table, np.ndarray):
+        shared = table[:, : prefix // page]
+        for b, j in np.argwhere(shared != shared[:1])[:1]:
+            raise OptionError(
+                f"block_table[{b}, {j}] is {table[b, j]}, but the first {prefix:,} keys are "
+                f"shared, and entry 0 has them in page {table[0, j]}"
+            )
+    return prefix
+
+
 def _table(table: Any) -> tuple[int, int, Any]:
     """Address and row length of a table on the GPU, and what keeps it alive."""
     if table is None:
@@ -288,11 +345,6 @@ def _splits(given: Any) -> int | None:
 
 
 def _check(job: Job) -> None:
-    decode.check(job.problem)
-    if job.trace == "timeline":
-        raise UnsupportedError(
-            "decoding on a GPU records what moves and not when; trace=True is what there is"
-        )
     if job.tiling is not None or job.key_order != "ascending":
         raise UnsupportedError(
             "decoding on a GPU takes no tiling and goes through the keys in ascending order; "

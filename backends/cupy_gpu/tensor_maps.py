@@ -62,7 +62,7 @@ def encode(problem: Problem, box: Box, pointer: int, strides: tuple[int, ...]) -
     storage = np.zeros(_MAP_BYTES + _MAP_ALIGNMENT, np.uint8)
     start = -storage.ctypes.data % _MAP_ALIGNMENT
     made = storage[start : start + _MAP_BYTES]
-    error = _driver().cuTensorMapEncodeTiled(
+    error = driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(made.ctypes.data),
         _TYPES[dtype],
         rank,
@@ -86,7 +86,8 @@ def encode(problem: Problem, box: Box, pointer: int, strides: tuple[int, ...]) -
 
 
 @cache
-def _driver() -> ctypes.CDLL:
+def driver() -> ctypes.CDLL:
+    """The CUDA driver's library."""
     for name in ("libcuda.so.1", "nvcuda.dll"):
         try:
             return ctypes.CDLL(name)

@@ -28,15 +28,15 @@ from flashsim.schedule.tiling import Tiling
 
 ALGORITHM = "flash-decode"
 #: What `run` takes for it besides `splits`: lengths, pages, memory that calls share.
-OPTIONS = ("splits", "cache_seqlens", "block_table", "workspace")
+OPTIONS = ("splits", "cache_seqlens", "block_table", "workspace", "head_dim_v", "shared_prefix")
 TENSORS = ("q", "o", "k", "v")
 POINTERS = (
     *("lse", "o_part", "l_part", "arrived", "items", "table"),
-    *("visit_counts", "item_counts"),
+    *("visit_counts", "item_counts", "visit_stamps", "item_stamps"),
 )
 INTEGERS = (
     *("n_q", "heads", "group", "kv_heads", "left", "right", "row_tiles", "table_row", "pages"),
-    "n_visits",
+    *("n_visits", "batch", "prefix", "prefix_tiles", "unused"),
 )
 #: The kernel's one argument, by value: ``struct DecodeArgs``.
 RECORD = np.dtype(
@@ -52,13 +52,22 @@ RECORD = np.dtype(
 VISIT_SLOTS = ("K", "V", "table")
 ITEM_SLOTS = ("Q", "O_part", "L_part", "O", "L", "O_part read", "L_part read")
 SLOTS = 8
+#: Time stamps of a visit, and of a block: SM, cycles and ns at its start, and at its end; cycles
+#: when it began to merge, or 0.
+VISIT_STAMPS, ITEM_STAMPS = 5, 6
 
-_KEYS = 16  # of a warp's part of a key tile
+#: Rows that a block of the merging kernel takes, one a warp.
+MERGE_WARPS = 4
+
+KEYS = 16  # of a warp's part of a key tile
 #: Registers a thread may spend on Q and O; the rest of its 255 is for scores and addresses.
 _HELD = 192
 #: Key tiles that a split has at least: so many a warp fetches at once before its first product.
-_LEAST_TILES = 2
+LEAST_TILES = 2
 _INT32 = int(np.iinfo(np.int32).max)
+#: Splits that may be a cluster of blocks, which merge through their shared memory (sm_90 and
+#: later); the programming guide promises a cluster of 8.
+_CLUSTERS = (2, 4, 8)
 #: Of the multiprocessors, as many as take nearly all that the memory gives, where keys and values
 #: together have more than 128 columns; with fewer, an SM has half the bytes under way.
 _ENOUGH = 0.45
@@ -74,7 +83,7 @@ class Decode:
     items : ndarray of int32, (n, 8)
         Of each block of a key head and row tile: sequence, first key tile and the one after the
         last, slot of its partial results; the sequence's first slot, its splits, its length, 0. The
-        longest come first.
+        longest come first; where the splits of a sequence are a cluster, they stay together.
     splits : tuple of int
         Of each sequence.
     rows : int
@@ -85,6 +94,10 @@ class Decode:
         Keys of a tile.
     n_visits : int
         Key tiles of the longest sequence.
+    merge : Kernel, optional
+        What merges the splits, launched behind `kernel` where there are any; otherwise it does.
+    prefix, prefix_splits : int
+        Keys that all sequences share, walked once, and the parts that these are divided into.
     """
 
     problem: Problem
@@ -95,15 +108,57 @@ class Decode:
     row_tiles: int
     block_k: int
     n_visits: int
+    merge: Kernel | None = None
+    prefix: int = 0
+    prefix_splits: int = 0
+
+    @property
+    def prefix_tiles(self) -> int:
+        """Row tiles of the queries of all sequences, which visit a shared prefix."""
+        block_q = dict(self.kernel.constants)["FS_BLOCK_Q"]
+        return -(-self.problem.batch * self.rows // block_q) if self.prefix else 0
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Thread blocks."""
-        return len(self.items) * self.problem.kv_heads, self.row_tiles
+        """Thread blocks; where another kernel merges, row tiles of a split follow each other."""
+        blocks = len(self.items) * self.problem.kv_heads
+        if self.prefix:
+            return blocks, 1
+        return (blocks * self.row_tiles, 1) if self.merge else (blocks, self.row_tiles)
+
+    @property
+    def merges(self) -> np.ndarray:
+        """What the merging kernel does: of each sequence that has parts its number, its first slot,
+        its splits, the first of its items; parts of a shared prefix, slots from one of these to the
+        next; int32, (n, 8)."""
+        first = {b: i for i, b in reversed([*enumerate(self.items[:, 0].tolist())])}
+        parted = [b for b, n in enumerate(self.splits) if n > 1 or self.prefix]
+        shared = (self.prefix_splits, self.problem.batch, 0, 0)
+        made = [(b, self.items[first[b], 4], self.splits[b], first[b], *shared) for b in parted]
+        return np.array(made, np.int32).reshape(-1, 8)
+
+    @property
+    def merge_grid(self) -> tuple[int, int]:
+        """Its thread blocks."""
+        return -(-self.rows // MERGE_WARPS), len(self.merges) * self.problem.kv_heads
+
+    @property
+    def cluster(self) -> int:
+        """Blocks that merge through each other's shared memory; 1: parts go through HBM."""
+        return dict(self.kernel.constants)["FS_CLUSTER"]
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a launch may begin before what runs before it has ended (sm_90)."""
+        return bool(dict(self.kernel.constants)["FS_OVERLAP"])
 
     @property
     def slots(self) -> int:
-        """Splits whose partial results are kept until they are merged."""
+        """Splits whose partial results are kept in HBM until they are merged."""
+        if self.cluster > 1:
+            return 0
+        if self.prefix:
+            return self.prefix_splits * self.problem.batch + sum(self.splits)
         return sum(n for n in self.splits if n > 1)
 
     @property
@@ -117,6 +172,11 @@ class Decode:
         """Arrival counters, uint32."""
         return self.problem.batch * self.problem.kv_heads * self.row_tiles
 
+    @property
+    def walks(self) -> int:
+        """Row tiles of all key heads, a shared prefix's behind the others."""
+        return self.counters + self.problem.kv_heads * self.prefix_tiles
+
 
 def record(made: Decode, table_row: int = 0, pages: int = 0) -> np.ndarray:
     """A launch's argument but for its addresses and strides.
@@ -128,7 +188,8 @@ def record(made: Decode, table_row: int = 0, pages: int = 0) -> np.ndarray:
     pages : int
         Pages of the pool.
     """
-    made_of = {"row_tiles": made.row_tiles, "n_visits": made.n_visits}
+    made_of = {"row_tiles": made.row_tiles, "n_visits": made.n_visits, "unused": 0}
+    made_of |= {"prefix": made.prefix, "prefix_tiles": made.prefix_tiles}
     given = made_of | {"table_row": table_row, "pages": pages}
     packed = np.zeros((), RECORD)
     for name in (*INTEGERS, "scale", "softcap"):
@@ -136,23 +197,28 @@ def record(made: Decode, table_row: int = 0, pages: int = 0) -> np.ndarray:
     return packed
 
 
-def check(problem: Problem) -> None:
-    """Raise `UnsupportedError` for what the kernel does not decode."""
+def check_type(problem: Problem) -> None:
+    """Raise `UnsupportedError` for types and masks that no kernel here decodes."""
     p = problem
     if p.dtype not in ("float16", "bfloat16"):
         raise UnsupportedError(
             f"decoding on a GPU takes float16 and bfloat16, not {p.dtype}; convert the arrays"
         )
-    for name in ("head_dim", "head_dim_v"):
-        if getattr(p, name) > MAX_HEAD_DIM:
-            raise UnsupportedError(
-                f"decoding on a GPU takes {name} up to {MAX_HEAD_DIM}, got {getattr(p, name)}"
-            )
     for name in ("bias", "mask", "block_mask", "cu_seqlens_q"):
         if getattr(p, name) is not None:
             raise UnsupportedError(
                 f"decoding on a GPU takes no {name}; causal, window and softcap it does, and "
                 "cache_seqlens says how long each sequence is"
+            )
+
+
+def check(problem: Problem) -> None:
+    """Raise `UnsupportedError` for what the kernel does not decode."""
+    check_type(problem)
+    for name in ("head_dim", "head_dim_v"):
+        if getattr(problem, name) > MAX_HEAD_DIM:
+            raise UnsupportedError(
+                f"decoding on a GPU takes {name} up to {MAX_HEAD_DIM}, got {getattr(problem, name)}"
             )
 
 
@@ -164,6 +230,7 @@ def plan(
     splits: int | None = None,
     page: int = 0,
     counts: bool = False,
+    timeline: bool = False,
 ) -> Decode:
     """The launch for a batch of these live lengths.
 
@@ -184,8 +251,8 @@ def plan(
         Of every sequence; a sequence of fewer key tiles has one a tile.
     page : int
         Rows of a page; 0: the cache is contiguous.
-    counts : bool
-        Whether the kernel reports what it moves.
+    counts, timeline : bool
+        Whether the kernel reports what it moves, and when.
 
     Raises
     ------
@@ -193,28 +260,26 @@ def plan(
         If the kernel cannot merge so many splits.
     """
     check(problem)
-    p = problem
+    p, hopper = problem, gpu.compute_capability >= (9, 0)
     if max(p.n_kv, *lengths) > _INT32:
         raise UnsupportedError(
             f"the decode kernel numbers keys in 32 bits, up to {_INT32:,}, got {p.n_kv:,}"
         )
     rows = p.n_q * p.group
     d, dv = padded_dims(p)
-    blocks = 1  # of 16 rows, in a tile
-    while 16 * blocks < rows and 2 * blocks * (d // 4 + dv // 2) <= _HELD:
-        blocks *= 2
-    row_tiles = -(-rows // (16 * blocks))
+    block_q = block_q_of(rows, d, dv)
+    row_tiles = -(-rows // block_q)
     alone = sum(n > 0 for n in lengths) * p.kv_heads * row_tiles
     wide = alone <= gpu.multiprocessors
-    warps, stages, shared, most = _on_chip(16 * blocks, d, dv, gpu, wide=wide)
-    block_k = _KEYS * warps
-    ranges = [_tiles(p, length, block_k) for length in lengths]
+    warps, stages, shared, most = on_chip(block_q, d, dv, gpu, wide=wide)
+    block_k = KEYS * warps
+    ranges = [key_tiles(p, length, block_k) for length in lengths]
     if splits is None:
         capacity = gpu.multiprocessors * (1 if wide else 2) // (p.kv_heads * row_tiles)
         tiles = [hi - lo for lo, hi in ranges]
-        longest = _longest(tiles, capacity)
+        longest = longest_split(tiles, capacity)
         busy = sum(tiles) * p.kv_heads * row_tiles / gpu.multiprocessors  # key tiles of an SM
-        if wide and d + dv > 128 and busy >= _ENOUGH * max(tiles):
+        if wide and not hopper and d + dv > 128 and busy >= _ENOUGH * max(tiles):
             longest = max(longest, *tiles)
         made = [max(1, -(-(hi - lo) // longest)) for lo, hi in ranges]
     else:
@@ -224,44 +289,80 @@ def plan(
             f"splits must be at most {most} here, whose weights fit a block's shared memory, got "
             f"{max(made)}"
         )
-    values = constants(p, Tiling(16 * blocks, block_k), Variant(True, False, counts=counts))
+    cluster = made[0] if hopper and wide and made[0] in _CLUSTERS and len({*made}) == 1 else 1
+    exchanged = _exchanged(cluster, block_q, row_elements(p.head_dim_v))
+    if shared + exchanged > gpu.shared_bytes:
+        cluster, exchanged = 1, 0
+    shared += exchanged
+    variant = Variant(True, False, counts=counts, timeline=timeline)
+    values = constants(p, Tiling(block_q, block_k), variant)
     values |= {
         **{"SMEM_BYTES": shared, "DECODE_ARGS_BYTES": RECORD.itemsize},
         **{"WARPS": warps, "STAGES": stages, "PAGE": page, "SPLITS": most},
+        **{"CLUSTER": cluster, "OVERLAP": hopper, "CASCADE": False},
     }
     kernel = Kernel("portable/decode.cu", "flash_decode", 32 * warps, shared, macros(values))
     n_visits = max(1, *(hi for _, hi in ranges))
-    return Decode(
-        p, kernel, items(lengths, ranges, made), tuple(made), rows, row_tiles, block_k, n_visits
-    )
+    listed = items(lengths, ranges, made, together=cluster > 1)
+    return Decode(p, kernel, listed, tuple(made), rows, row_tiles, block_k, n_visits)
 
 
-def items(lengths: tuple[int, ...], ranges: list[tuple[int, int]], splits: list[int]) -> np.ndarray:
-    """`Decode.items` of sequences whose key tiles, ``range(*ranges[b])``, are split evenly."""
+def block_q_of(rows: int, d: int, dv: int) -> int:
+    """Rows of a tile: so many blocks of 16 as a warp's registers hold, for `rows` packed rows."""
+    blocks = 1
+    while 16 * blocks < rows and 2 * blocks * (d // 4 + dv // 2) <= _HELD:
+        blocks *= 2
+    return 16 * blocks
+
+
+def items(
+    lengths: tuple[int, ...],
+    ranges: list[tuple[int, int]],
+    splits: list[int],
+    *,
+    together: bool = False,
+) -> np.ndarray:
+    """`Decode.items` of sequences whose key tiles, ``range(*ranges[b])``, are split evenly; those
+    of a sequence one after the other, if they are to stay `together`.
+    """
     listed, slot = [], 0
     for b, (length, (lo, hi), n) in enumerate(zip(lengths, ranges, splits, strict=True)):
         for i in range(n):
             cut = [lo + (hi - lo) * x // n for x in (i, i + 1)]
             listed.append((b, *cut, slot + i if n > 1 else 0, slot, n, length, 0))
         slot += n if n > 1 else 0
-    listed.sort(key=lambda item: item[1] - item[2])
+    if together:
+        listed.sort(key=lambda item: ranges[item[0]][0] - ranges[item[0]][1])
+    else:
+        listed.sort(key=lambda item: item[1] - item[2])
     return np.array(listed, np.int32)
 
 
-def _tiles(problem: Problem, length: int, block_k: int) -> tuple[int, int]:
+def merge_kernel(
+    problem: Problem, block_q: int, *, counts: bool, overlap: bool, cascade: bool = False
+) -> Kernel:
+    """The second stage as a kernel of its own, behind one whose row tiles have `block_q` rows."""
+    values = constants(problem, Tiling(block_q, 1), Variant(True, False, counts=counts))
+    values |= {"DECODE_ARGS_BYTES": RECORD.itemsize, "SMEM_BYTES": 0, "WARPS": MERGE_WARPS}
+    values |= {"OVERLAP": overlap, "CASCADE": cascade}
+    threads = 32 * MERGE_WARPS
+    return Kernel("portable/decode_merge.cu", "flash_decode_merge", threads, 0, macros(values))
+
+
+def key_tiles(problem: Problem, length: int, block_k: int) -> tuple[int, int]:
     """The key tiles that a sequence's queries see: a window leaves out the first ones."""
     first = max(0, length - problem.n_q - problem.left) // block_k
     last = -(-length // block_k)
     return min(first, last), last
 
 
-def _longest(tiles: list[int], capacity: int) -> int:
+def longest_split(tiles: list[int], capacity: int, least: int = LEAST_TILES) -> int:
     """Key tiles of the longest split, so that there are at most `capacity` splits; where there are
     more sequences than that, the average load of so many.
     """
     if sum(n > 0 for n in tiles) > capacity:
-        return max(_LEAST_TILES, -(-sum(tiles) // max(1, capacity)))
-    low, high = _LEAST_TILES, max(_LEAST_TILES, *tiles)
+        return max(least, -(-sum(tiles) // max(1, capacity)))
+    low, high = least, max(least, *tiles)
     while low < high:
         middle = (low + high) // 2
         if sum(-(-n // middle) for n in tiles) <= capacity:
@@ -271,7 +372,7 @@ def _longest(tiles: list[int], capacity: int) -> int:
     return low
 
 
-def _on_chip(rows: int, d: int, dv: int, gpu: Gpu, *, wide: bool) -> tuple[int, int, int, int]:
+def on_chip(rows: int, d: int, dv: int, gpu: Gpu, *, wide: bool) -> tuple[int, int, int, int]:
     """Warps and stages; ``sizeof(OnChip)``; how many splits have their weights in it."""
     room = gpu.shared_bytes if wide else (gpu.shared_bytes - 1024) // 2
     shapes = [(4, 3), (4, 2), (2, 3), (2, 2), (1, 2)]
@@ -280,12 +381,20 @@ def _on_chip(rows: int, d: int, dv: int, gpu: Gpu, *, wide: bool) -> tuple[int, 
     elif d + dv <= 128:
         shapes = [(4, 6), *shapes]  # as many bytes under way as at 128
     for warps, stages in shapes:
-        ring = warps * stages * 2 * _KEYS * (d + dv)
+        ring = warps * stages * 2 * KEYS * (d + dv)
         after = max(ring, 4 * warps * rows * dv)
         shared = 2 * rows * d + after + _lines(8 * warps * rows) + 128
         if shared <= room or (warps, stages) == (1, 2):
             return warps, stages, shared, ring // (4 * rows)
     raise AssertionError("the last one is taken whatever it needs")
+
+
+def _exchanged(cluster: int, rows: int, width: int) -> int:
+    """Bytes of ``OnChip`` that the blocks of a cluster write into each other's shared memory."""
+    if cluster == 1:
+        return 0
+    share = -(-rows * width // 4 // cluster)
+    return _lines(cluster * (16 * share + 4 * rows))
 
 
 def _lines(n: int) -> int:

@@ -122,7 +122,8 @@ class Kernel:
     @property
     def options(self) -> tuple[str, ...]:
         """Options for NVRTC."""
-        arch = ("-arch=sm_90a",) if self.boxes else ()  # Hopper's own instructions
+        hopper = self.file.startswith("hopper/")
+        arch = ("-arch=sm_90a",) if hopper else ()  # Hopper's own instructions
         return ("-std=c++17", *arch, *(f"-D{name}={value}" for name, value in self.constants))
 
 

@@ -1,4 +1,4 @@
-"""From the bytes that the decode kernel's threads reported to the events of its two stages.
+"""From what the decode kernel's threads reported to the events of its two stages, and their times.
 
 The kernel walks parts of a sequence's keys and merges them in one launch; a trace keeps the two
 apart, as the simulator does. What lies on chip in between is not reported: its events are the
@@ -14,6 +14,7 @@ from itertools import accumulate
 import numpy as np
 
 from flashsim.backends.families.decode import ALGORITHM, ITEM_SLOTS, VISIT_SLOTS, Decode
+from flashsim.backends.reports import stamps
 from flashsim.backends.reports.counts import one_walk
 from flashsim.errors import UnsupportedError
 from flashsim.schedule import plans
@@ -21,13 +22,14 @@ from flashsim.schedule.names import CODES, COMPUTE, FREE
 from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.split import Split
 from flashsim.schedule.tiling import Tiling
-from flashsim.trace.events import StageTrace
+from flashsim.trace.events import PHASES, ROLES, TIMELINE, StageTrace
 
 Row = tuple[int, int, int, int, int, int, int]
 #: A visit: its index, its column tile, how wide that is, and bytes by tensor.
 _Seen = tuple[int, int, int, dict[str, int]]
 #: What each block reports of its own part.
 _OWN = ("Q", "O_part", "L_part")
+_BLOCK = ROLES.index("block")
 
 
 def walk_of(made: Decode, lengths: tuple[int, ...], page: int) -> Schedule:
@@ -40,6 +42,11 @@ def walk_of(made: Decode, lengths: tuple[int, ...], page: int) -> Schedule:
         (the kernel visits for each what any of them sees), no key at all.
     """
     p = made.problem
+    if made.prefix:
+        raise UnsupportedError(
+            "a GPU records no trace of a shared prefix; backend='numpy' traces it, and what the "
+            "kernel moves is counted"
+        )
     if not any(lengths):
         raise UnsupportedError("there is no key, so nothing that a trace could show")
     live = replace(
@@ -116,6 +123,70 @@ def stages(
         StageTrace.build(stage, schedule, *plans.heads_of(stage, schedule.problem), events)
         for stage, events in ((split, walked), (combine, merged))
     )
+
+
+def timeline(
+    made: Decode,
+    schedule: Schedule,
+    visit_stamps: np.ndarray,
+    item_stamps: np.ndarray,
+    clock_khz: int,
+) -> np.ndarray:
+    """Where and when each visit ran, and each block stored and merged, from the first one's start.
+
+    A block's first warp stamps; each has its own keys of a tile.
+
+    Parameters
+    ----------
+    visit_stamps : ndarray of uint64, (batch * kv_heads * row_tiles, n_visits, VISIT_STAMPS)
+    item_stamps : ndarray of uint64, (items * kv_heads, row_tiles, ITEM_STAMPS)
+    clock_khz : int
+        The SM clock to assume for an SM whose blocks were too short to measure it.
+
+    Returns
+    -------
+    ndarray of dtype `events.TIMELINE`
+    """
+    p, heads = made.problem, made.problem.kv_heads
+    items = item_stamps.astype(np.int64).reshape(-1, heads, made.row_tiles, item_stamps.shape[-1])
+    visits = visit_stamps.astype(np.int64).reshape(
+        p.batch, heads, made.row_tiles, made.n_visits, -1
+    )
+    clock = stamps.SmClocks(items[..., :5].reshape(-1, 5), clock_khz)
+    starts = [s.k_start for s in schedule.problem.sequences]
+    sequence_tiles = np.searchsorted(schedule.cols[:, 0], starts)
+    parts = []
+
+    def span(
+        stage: int, phase: str, sm: np.ndarray, i: int, j: int, visit: int, *times: np.ndarray
+    ):
+        part = np.zeros(len(sm), TIMELINE)
+        part["stage"], part["phase"], part["role"] = stage, PHASES.index(phase), _BLOCK
+        part["head"], part["sm"], part["i"] = np.arange(len(sm)) * p.group, sm, i
+        part["j"], part["visit"] = j, visit
+        part["start_ns"], part["end_ns"] = (clock.ns(sm, x) for x in times)
+        parts.append(part)
+        return part
+
+    for i in range(schedule.t_r):
+        b, tile = divmod(i, made.row_tiles)
+        mine = np.flatnonzero(made.items[:, 0] == b)
+        for part, item in enumerate(mine[np.argsort(made.items[mine, 1], kind="stable")].tolist()):
+            at = items[item, :, tile]
+            last, merges = at[:, 1], at[:, 5] > 0
+            for v in schedule.visits(i, part):
+                seen = visits[b, :, tile, v.j - int(sequence_tiles[b])]
+                for phase, (begin, end) in stamps.SPANS.items():
+                    span(0, phase, at[:, 0], i, v.j, v.index, seen[:, begin], seen[:, end])
+                last = seen[:, 4]
+            span(0, "store", at[:, 0], i, -1, -1, last, np.where(merges, at[:, 5], at[:, 3]))
+            merged = span(1, "store", at[:, 0], i, -1, -1, at[:, 5], at[:, 3])
+            parts[-1] = merged[merges]
+    spans = np.concatenate(parts)
+    first = spans["start_ns"].min()
+    spans["start_ns"] -= first
+    spans["end_ns"] -= first
+    return spans
 
 
 def _named(names: tuple[str, ...], values: np.ndarray) -> dict[str, int]:

@@ -22,7 +22,7 @@ from flashsim.schedule.schedule import Schedule
 from flashsim.trace.events import PHASES, ROLES, TIMELINE
 
 #: Phases of a visit, by the stamps between which they lie.
-_SPANS = {"visit": (0, 4), "load": (0, 1), "scores": (1, 2), "softmax": (2, 3), "output": (3, 4)}
+SPANS = {"visit": (0, 4), "load": (0, 1), "scores": (1, 2), "softmax": (2, 3), "output": (3, 4)}
 _PRODUCER_SPANS = {"visit": (0, 4), "load": (1, 4)}
 _BLOCK, _PRODUCER = ROLES.index("block"), ROLES.index("producer")
 
@@ -62,14 +62,14 @@ def spans(
     outer = np.repeat(np.arange(tiles), np.diff(ptr))
     i, j = (outer, inner) if by == "row" else (inner, outer)
     blocks = tile_stamps.astype(np.int64)
-    clock = _SmClocks(blocks.reshape(-1, blocks.shape[-1]), clock_khz)
+    clock = SmClocks(blocks.reshape(-1, blocks.shape[-1]), clock_khz)
     owner = np.arange(heads) * walks // heads
     sm = blocks[owner][:, outer, 0, 0]
     parts = []
     for number in range(roles):
         role = _BLOCK if roles == 1 else _PRODUCER + number
         times = clock.ns(sm[..., None], visit_stamps[:, :, number].astype(np.int64))
-        for phase, (begin, end) in (_PRODUCER_SPANS if role == _PRODUCER else _SPANS).items():
+        for phase, (begin, end) in (_PRODUCER_SPANS if role == _PRODUCER else SPANS).items():
             part = np.zeros((heads, n_visits), TIMELINE)
             part["stage"], part["phase"], part["role"] = stage, PHASES.index(phase), role
             part["head"], part["sm"] = np.arange(heads)[:, None], sm
@@ -100,7 +100,7 @@ def _stores(stage, by, blocks, clock, times, ptr, group, role) -> np.ndarray:
     return part.ravel()
 
 
-class _SmClocks:
+class SmClocks:
     """Cycles of each SM to nanoseconds."""
 
     def __init__(self, blocks: np.ndarray, clock_khz: int) -> None:

@@ -71,7 +71,7 @@ def test_counting_compiles_and_costs_nothing_when_off(name):
 
 @pytest.mark.parametrize(
     ("batch", "keys", "splits", "threads"),
-    [(8, 32768, 1, 256), (1, 131072, 16, 256), (32, 4096, 1, 128), (128, 4096, 1, 128)],
+    [(8, 32768, 2, 256), (1, 131072, 16, 256), (32, 4096, 1, 128), (128, 4096, 1, 128)],
 )
 def test_the_measured_choices(batch, keys, splits, threads):
     p = Problem(1, keys, 128, batch=batch, **GROUPED)
@@ -81,13 +81,28 @@ def test_the_measured_choices(batch, keys, splits, threads):
 
 
 def test_sequences_that_take_all_the_memory_gives_stay_whole():
-    """64 blocks are 0.48 of 132 multiprocessors, 56 are 0.42; narrow rows are split even so."""
+    """64 blocks are 0.48 of 132 multiprocessors, 56 are 0.42; narrow rows are split even so, and
+    where a cluster merges."""
     p = Problem(1, 4096, 128, batch=8, **GROUPED)
-    assert decode.plan(p, (4096,) * 8, H200).splits == (1,) * 8
-    assert decode.plan(replace(p, batch=7), (4096,) * 7, H200).splits == (2,) * 7
-    assert decode.plan(p, (4096, *(400,) * 7), H200).splits[0] > 1, "longer than the others"
+    gpu = replace(H200, compute_capability=(8, 0))
+    assert decode.plan(p, (4096,) * 8, gpu).splits == (1,) * 8
+    assert decode.plan(replace(p, batch=7), (4096,) * 7, gpu).splits == (2,) * 7
+    assert decode.plan(p, (4096, *(400,) * 7), gpu).splits[0] > 1, "longer than the others"
     narrow = replace(p, head_dim=64, head_dim_v=64)
-    assert decode.plan(narrow, (4096,) * 8, H200).splits == (2,) * 8
+    assert decode.plan(narrow, (4096,) * 8, gpu).splits == (2,) * 8
+    made = decode.plan(p, (4096,) * 8, H200)
+    assert (made.splits, made.cluster, made.slots) == ((2,) * 8, 2, 0)
+
+
+def test_what_merges_in_a_cluster():
+    p = Problem(1, 4096, 128, batch=2, **GROUPED)
+    for splits in (1, 2, 3, 4, 6, 8, 16):
+        made = decode.plan(p, (4096,) * 2, H200, splits)
+        assert made.cluster == (splits if splits in (2, 4, 8) else 1)
+        assert made.grid[0] % made.cluster == 0
+    assert decode.plan(p, (4096, 200), H200, 4).cluster == 1, "they are split differently"
+    many = replace(p, batch=32)
+    assert decode.plan(many, (4096,) * 32, H200, 4).cluster == 1, "two small blocks on each"
 
 
 @settings(deadline=None)
@@ -118,8 +133,16 @@ def test_splits_cover_every_tile_once(lengths, splits, window, n_q):
             slots += mine[:, 3].tolist()
         if splits:
             assert made.splits[b] == max(1, min(splits, int(mine[-1, 2] - mine[0, 1])))
-    assert sorted(slots) == list(range(made.slots))
-    size = made.items[:, 2] - made.items[:, 1]
+    assert sorted(slots) == list(range(sum(n for n in made.splits if n > 1)))
+    assert made.slots == (0 if made.cluster > 1 else len(slots))
+    if made.cluster > 1:  # its blocks are neighbours: of one sequence, in order
+        assert {made.cluster} == {*made.splits}
+        together = made.items.reshape(len(lengths), made.cluster, 8)
+        assert (together[:, :, 0] == together[:, :1, 0]).all()
+        assert (together[:, :, 3] == together[:, :, 4] + np.arange(made.cluster)).all()
+        size = (together[:, -1, 2] - together[:, 0, 1]).ravel()
+    else:
+        size = made.items[:, 2] - made.items[:, 1]
     assert (np.diff(size) <= 0).all(), "the longest come first"
 
 

@@ -4,6 +4,7 @@ and the kernel in the emulator; what cannot be decoded says so.
 
 import ctypes
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,15 +14,16 @@ from flashsim import Problem, Tiling
 from flashsim.engines.engine import Job
 from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError
 from flashsim.problem.problem import numpy_dtype
+from flashsim.trace.events import PHASES
 
 pytest.importorskip("cupy")
 import emulator
-from decode_cases import Case, moved
-from test_cuda_kernels import H200
-from test_emulated_decode import AMPERE, CASES
+from decode_cases import Case, moved, simulated
+from test_emulated_decode import AMPERE, CASCADES, CASES, H200
 
 from flashsim.api import inputs
-from flashsim.backends.cupy_gpu import arrays, decode
+from flashsim.backends.cupy_gpu import arrays, decode, launching
+from flashsim.backends.families import cascade
 from flashsim.backends.families import decode as family
 
 needs_gcc = pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
@@ -97,6 +99,7 @@ def launches(monkeypatch):
     )
     fake = SimpleNamespace(asarray=lambda x: np.array(x).view(Array), cuda=cuda)
     monkeypatch.setattr(decode, "cupy", fake)
+    monkeypatch.setattr(launching, "cupy", fake)
     monkeypatch.setattr(decode.nvrtc, "load", load)
     monkeypatch.setattr(decode, "_WORKSPACES", {})
     decode._ready.cache_clear()
@@ -145,6 +148,62 @@ def test_a_workspace_that_is_given_needs_no_memory_twice(launches):
     larger.check(x, result.arrays["out"], result.arrays["lse"])
 
 
+@needs_gcc
+@pytest.mark.parametrize("name", CASCADES)
+def test_a_shared_prefix_is_two_launches(name, launches):
+    case, splits = CASCADES[name]
+    x, space = case.make(), Space()
+    one = job(case, x, splits="auto" if splits is None else splits, shared_prefix=case.prefix)
+    for _ in range(2):
+        out = decode.forward(one, H200, space)
+        case.check(x, out.arrays["out"], out.arrays["lse"])
+    assert len(launches) == 4
+    assert space.made == 2 * 2 + 1, "results anew, the parts once"
+    made = cascade.plan(case.problem, case.lengths, case.prefix, H200, splits, case.page)
+    assert decode.counted(one, H200, space) == simulated(made, case)
+
+
+@needs_gcc
+@pytest.mark.parametrize("name", ["one query", "pages of 3"])
+def test_a_timeline_has_every_visit_and_the_merge(name, launches):
+    case, splits = CASES[name]
+    case = replace(case, lengths=(300,) * len(case.lengths))
+    x = case.make()
+    one = replace(job(case, x, splits=splits), trace="timeline")
+    spans = decode.forward(one, H200, Space()).timeline
+    assert spans["start_ns"].min() == 0
+    assert (spans["end_ns"] > spans["start_ns"]).all()
+    p, made = case.problem, family.plan(case.problem, case.lengths, H200, splits, case.page)
+    visits = spans[spans["phase"] == PHASES.index("visit")]
+    tiles = -(-300 // made.block_k)
+    assert len(visits) == p.batch * p.kv_heads * tiles
+    assert len(np.unique(visits[["head", "visit"]])) == len(visits)
+    merges = spans[spans["stage"] == 1]
+    assert len(merges) == p.batch * p.kv_heads, "the last block of each"
+    for span in merges:
+        mine = (spans["i"] == span["i"]) & (spans["head"] == span["head"]) & (spans["stage"] == 0)
+        assert span["start_ns"] >= spans[mine]["end_ns"].max()
+
+
+def test_what_has_no_timeline():
+    case, _ = CASCADES["one query"]
+    one = job(case, case.make(), shared_prefix=case.prefix)
+    with pytest.raises(UnsupportedError, match="a shared prefix has no timeline"):
+        decode.forward(replace(one, trace="timeline"), H200, Space())
+    with pytest.raises(UnsupportedError, match="no trace of a shared prefix"):
+        decode.forward(replace(one, trace=True), H200, Space())
+
+
+def test_a_shared_page_that_is_not():
+    case, _ = CASCADES["four, causal, pages"]
+    x = case.make()
+    x["table"][1, 2] = x["table"][1, 3]
+    with pytest.raises(OptionError, match=r"block_table\[1, 2\] is \d+, but the first 64 keys are"):
+        decode.forward(job(case, x, shared_prefix=64), H200, Space())
+    with pytest.raises(ShapeError, match="shared_prefix must be at least 1, got -1"):
+        decode.forward(job(case, x, shared_prefix=-1), H200, Space())
+
+
 P = Problem(1, 64, 64, batch=2, heads=4, kv_heads=2, dtype="float16")
 
 
@@ -185,7 +244,6 @@ def test_what_a_decode_does_not_take():
         with pytest.raises(error, match=message):
             decode._check(Job(**{"problem": P, "q": None, "k": None, "v": None} | more))
 
-    refused(UnsupportedError, "what moves and not when", trace="timeline")
     refused(UnsupportedError, "takes no tiling", tiling=Tiling(16, 16))
     refused(UnsupportedError, "in ascending order", key_order="descending")
     refused(UnsupportedError, "portable kernel only", options={"kernel": "hopper"})

@@ -17,8 +17,8 @@ from flashsim.backends.reports import decode as traces
 pytest.importorskip("cupy")  # test_cuda_kernels wants it; nothing here does
 import emulator
 from barriers import barriers
-from decode_cases import Case, moved, simulated
-from test_cuda_kernels import H200
+from decode_cases import Case, moved, planned, simulated
+from test_cuda_kernels import H200 as HOPPER
 
 pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
 
@@ -43,12 +43,14 @@ CASES = {
     "pages of 64": (Case(Problem(1, 400, 64, window=(100, 0), **GROUPED), (390,), page=64), 2),
 }
 AMPERE = emulator.Emulator(800)
+#: As many multiprocessors and as much shared memory, but no clusters of blocks.
+H200 = replace(HOPPER, compute_capability=(8, 0))
 
 
 def launch(machine, case, x, splits=None, gpu=H200, runs=1, reports=None):
     """out, LSE, the plan and what it counted, in bytes by tensor."""
     p = case.problem
-    made = decode.plan(p, case.lengths, gpu, splits, case.page, counts=True)
+    made = planned(case, gpu, splits, counts=True)
     held = {name: emulator.padded(x[name]) for name in "qkv"}
     held["o"] = emulator.unwritten(p, p.heads, p.n_q, p.head_dim_v)
     held["lse"] = emulator.unwritten(p, p.heads, p.n_q, 0)
@@ -57,9 +59,9 @@ def launch(machine, case, x, splits=None, gpu=H200, runs=1, reports=None):
     held["arrived"] = np.zeros(made.counters, np.uint32)
     held["items"] = made.items
     held["table"] = np.ascontiguousarray(x.get("table", np.zeros((1, 1), np.int32)))
-    walks = p.batch * p.kv_heads * made.row_tiles
-    held["visit_counts"] = np.zeros((walks, made.n_visits, decode.SLOTS), np.uint32)
-    held["item_counts"] = np.zeros((np.prod(made.grid), decode.SLOTS), np.uint32)
+    held["visit_counts"] = np.zeros((made.walks, made.n_visits, decode.SLOTS), np.uint32)
+    blocks = len(made.items) * p.kv_heads * made.row_tiles
+    held["item_counts"] = np.zeros((blocks, decode.SLOTS), np.uint32)
     record = decode.record(made, held["table"].shape[1], len(held["k"]))
     for name, array in held.items():
         if name in decode.TENSORS:
@@ -68,10 +70,14 @@ def launch(machine, case, x, splits=None, gpu=H200, runs=1, reports=None):
         else:
             record[name] = array.ctypes.data
     for _ in range(runs):
+        record["items"] = made.items.ctypes.data
         machine.run(made.kernel, record, made.grid)
+        if made.merge and len(merges := made.merges):
+            record["items"] = merges.ctypes.data
+            machine.run(made.merge, record, made.merge_grid)
         assert not held["arrived"].any(), "counters are back at 0"
     if reports is not None:
-        items = held["item_counts"].reshape(*made.grid, decode.SLOTS)
+        items = held["item_counts"].reshape(-1, made.row_tiles, decode.SLOTS)
         reports |= {"visit_counts": held["visit_counts"], "item_counts": items}
     totals = dict(zip(decode.VISIT_SLOTS, held["visit_counts"].sum((0, 1)), strict=False))
     totals |= dict(zip(decode.ITEM_SLOTS, held["item_counts"].sum(0), strict=False))
@@ -89,6 +95,30 @@ def test_values_and_counted_bytes(name):
     assert counted == moved(made, case)
     if made.row_tiles == 1:
         assert counted == simulated(made, case, x) == simulated(made, case)
+
+
+CASCADES = {
+    "one query": (Case(Problem(1, 400, 64, batch=3, **GROUPED), (400, 131, 128), prefix=128), 3),
+    "four, causal, pages": (
+        Case(Problem(4, 300, 64, batch=5, causal=True, **GROUPED), (300, 67, *(99,) * 3), 16, 64),
+        2,
+    ),
+    "several row tiles": (
+        Case(Problem(3, 300, 128, batch=6, heads=16, kv_heads=1, dtype="float16"), (290,) * 6,
+             prefix=200),
+        1,
+    ),
+    "chosen": (Case(Problem(1, 900, 64, 40, batch=2, **GROUPED), (900, 840), 3, 801), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASCADES)
+def test_a_shared_prefix_is_walked_once(name):
+    case, splits = CASCADES[name]
+    x = case.make()
+    out, lse, made, counted = launch(AMPERE, case, x, splits)
+    case.check(x, out, lse)
+    assert counted == simulated(made, case)
 
 
 TRACED = {
@@ -186,16 +216,41 @@ FAULTS = {
 }
 
 
-class Faulty(emulator.Emulator):
-    """Compiles the kernel with a piece of text replaced."""
+SHARED_FAULTS = {
+    "own keys from the first on": ("FS_CASCADE && !of_all ? a.prefix : 0", "0"),
+    "a prefix of one sequence's queries": ("rows * (of_all ? a.batch : 1)", "rows"),
+    "a diagonal of the prefix": ("offset = of_all ? length : length - a.n_q", "offset = 0"),
+    "one slot for all": ("item.w + (row0 + r) / rows", "item.w"),
+}
+MERGE_FAULTS = {
+    "a prefix counted twice": ("? s * shared.y + batch", "? 0 * shared.y + batch"),
+    "a lost part": ("splits = shared.x + of.z", "splits = shared.x + of.z - 1"),
+    "a wrong base of LSE": ("top + logf(sum)", "logf(sum)"),
+    "weights not normalised": ("1.0f / sum", "1.0f"),
+}
 
-    def __init__(self, old, new):
+
+@pytest.mark.parametrize("fault", [*SHARED_FAULTS, *MERGE_FAULTS])
+def test_faults_with_a_shared_prefix_are_found(fault):
+    p = Problem(4, 400, 64, batch=5, causal=True, **GROUPED)
+    case = Case(p, (400, 390, 280, 270, 267), 16, 256)
+    x = case.make()
+    machine = Faulty(*(SHARED_FAULTS | MERGE_FAULTS)[fault], all_files=False)
+    out, lse, *_ = launch(machine, case, x, 2)
+    with pytest.raises(AssertionError):
+        case.check(x, out, lse)
+
+
+class Faulty(emulator.Emulator):
+    """Compiles the kernel with a piece of text replaced; which must be there, in `all_files`."""
+
+    def __init__(self, old, new, *, all_files=True):
         super().__init__(800)
-        self.old, self.new = old, new
+        self.old, self.new, self.all_files = old, new, all_files
 
     def source(self, file):
         text = nvrtc.source(file)
-        assert self.old in text
+        assert self.old in text or not self.all_files
         return text.replace(self.old, self.new)
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import gpu_check
 import pytest
 import sanitize
+from decode_cases import planned
 from gpu_check import Command, Stage
 from test_cuda_kernels import H200
 
-from flashsim.backends.families import decode
 from flashsim.backends.families.hopper import HOPPER
 from flashsim.backends.families.portable import PORTABLE, TF32
 from flashsim.backends.families.tile_times import HOPPER_FORWARD
@@ -45,8 +45,8 @@ def test_the_sanitizer_sees_every_kernel():
     families = (("portable", PORTABLE), ("tf32", TF32), ("hopper", HOPPER))
     seen = {(p.kernel.file, p.kernel.name) for name, f in families for p in watched(name, f)}
     for case in sanitize.DECODED:
-        kernel = decode.plan(case.problem, case.lengths, H200, page=case.page).kernel
-        seen.add((kernel.file, kernel.name))
+        made = planned(case, H200)
+        seen |= {(k.file, k.name) for k in (made.kernel, made.merge) if k}
     if "softmax-matmul" in sanitize.FAMILIES:
         seen.add(("portable/softmax_matmul.cu", "softmax_matmul"))
     assert len(seen) > 8

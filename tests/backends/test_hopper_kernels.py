@@ -300,7 +300,7 @@ class FakeDriver:
 @pytest.fixture
 def driver(monkeypatch):
     fake = FakeDriver()
-    monkeypatch.setattr(tensor_maps, "_driver", lambda: fake)
+    monkeypatch.setattr(tensor_maps, "driver", lambda: fake)
     return fake
 
 

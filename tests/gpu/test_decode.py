@@ -11,9 +11,11 @@ from decode_cases import Case, moved, simulated
 import flashsim
 from flashsim import Device, Problem
 from flashsim.backends.cupy_gpu import arrays, decode, engine
+from flashsim.backends.families import cascade
 from flashsim.backends.families import decode as family
 from flashsim.engines.engine import Job
 from flashsim.errors import OptionError, ShapeError, UnsupportedError
+from flashsim.trace.events import PHASES
 
 pytestmark = MARKS
 
@@ -110,6 +112,97 @@ def test_arrays_on_the_gpu(library):
         back = lambda a: a.cpu().numpy()  # noqa: E731
     result = run(case, given)
     case.check(x, back(result.out), back(result.lse))
+
+
+def shared(batch, prefix, own, n_q=1, d=64, page=0, **more):
+    """Sequences that begin with the same keys; their own are from `own` down to n_q."""
+    given = {"heads": 8, "kv_heads": 2, "dtype": "bfloat16", **more}
+    p = Problem(n_q, prefix + own, d, batch=batch, **given)
+    lengths = tuple(prefix + max(n_q, own - b * (own // batch)) for b in range(batch))
+    return Case(p, lengths, page, prefix)
+
+
+@pytest.mark.parametrize("page", [0, 1, 16])
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("n_q", [1, 4])
+@pytest.mark.parametrize("splits", ["auto", 1, 5])
+def test_a_shared_prefix(splits, n_q, d, page):
+    case = shared(5, 1600, 500, n_q, d, page, causal=n_q > 1)
+    x = case.make()
+    result = run(case, x, splits=splits, shared_prefix=case.prefix)
+    case.check(x, result.out, result.lse)
+    x = {name: cupy.asarray(a) for name, a in x.items()}
+    given = {"cache_seqlens": case.lengths, "splits": splits, "shared_prefix": case.prefix}
+    if page:
+        given["block_table"] = x["table"]
+    p = case.problem
+    job = Job(p, x["q"], x["k"], x["v"], algorithm=family.ALGORITHM, options=given)
+    space = arrays.space_of({"q": x["q"]}, p.dtype)
+    gpu = engine.gpu_of(space.device)
+    n = None if splits == "auto" else splits
+    made = cascade.plan(p, case.lengths, case.prefix, gpu, n, page, counts=True)
+    assert decode.counted(job, gpu, space) == simulated(made, case)
+
+
+def test_a_batch_that_shares_nearly_all():
+    case = shared(40, 4000, 64, 1, 128, 16, heads=32, kv_heads=8)
+    x = case.make()
+    result = run(case, x, shared_prefix=case.prefix)
+    case.check(x, result.out, result.lse)
+
+
+def test_what_a_shared_prefix_must_be():
+    case = shared(3, 160, 100, page=16)
+    x = case.make()
+    with pytest.raises(OptionError, match="entry 2 of the batch has"):
+        run(case, x, shared_prefix=240)
+    with pytest.raises(ShapeError, match="whole pages of 16 keys, got 100"):
+        run(case, x, shared_prefix=100)
+    x["table"][1, 2] = x["table"][1, 3]
+    with pytest.raises(OptionError, match=r"block_table\[1, 2\] is .* but the first 160 keys"):
+        run(case, x, shared_prefix=160)
+
+
+@pytest.mark.parametrize("splits", [2, 4, 8])
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("n_q", [1, 4, 9])
+def test_clusters_merge_what_blocks_apart_do(n_q, d, splits, monkeypatch):
+    case = ragged(2, 3000, n_q, d, causal=True)
+    case = Case(case.problem, (3000, 2900))
+    x = case.make()
+    apart = family.plan.__wrapped__
+    made = apart(case.problem, case.lengths, engine.gpu_of(0), splits)
+    together = run(case, x, splits=splits)
+    case.check(x, together.out, together.lse)
+    if engine.gpu_of(0).compute_capability >= (9, 0):
+        assert made.cluster == splits
+    monkeypatch.setattr(family, "_CLUSTERS", ())
+    monkeypatch.setattr(family, "plan", apart)
+    alone = run(case, x, splits=splits)
+    case.check(x, alone.out, alone.lse)
+
+
+@pytest.mark.parametrize("splits", [1, 4, 6])
+@pytest.mark.parametrize("page", [0, 16])
+def test_a_timeline_has_every_visit_and_the_merge(page, splits):
+    case = ragged(2, 3000, 4, 128, page=page)
+    trace = run(case, case.make(), splits=splits, trace="timeline").trace
+    assert trace.diff(trace.predicted()) == {}
+    spans = trace.timeline
+    assert (spans["end_ns"] >= spans["start_ns"]).all()
+    visits = spans[spans["phase"] == PHASES.index("visit")]
+    assert len(visits) == trace.stages[0].repeat * trace.n_visits
+    assert len({tuple(v) for v in visits[["head", "visit"]].tolist()}) == len(visits)
+    merging = spans[spans["stage"] == 1]
+    assert (len(merging) > 0) == (splits > 1)
+    if splits > 1:
+        for i in np.unique(merging["i"]):
+            ours = visits[visits["i"] == i]
+            for head in np.unique(ours["head"]):
+                last = ours[ours["head"] == head]["end_ns"].max()
+                mine = merging[(merging["i"] == i) & (merging["head"] == head)]
+                assert mine["end_ns"].max() >= last
+    trace.to_perfetto("/dev/null")
 
 
 @pytest.mark.parametrize("page", [0, 16])
@@ -249,8 +342,8 @@ def test_what_has_no_trace():
     case = ragged(2, 9000)  # lengths 9,000 and 4,500: other numbers of splits
     with pytest.raises(UnsupportedError, match="give splits="):
         run(case, case.make(), trace=True)
-    with pytest.raises(UnsupportedError, match="what moves and not when"):
-        run(case, case.make(), trace="timeline")
+    with pytest.raises(UnsupportedError, match="has no timeline"):
+        run(case, case.make(), shared_prefix=16, trace="timeline")
 
 
 def test_options_of_decoding_belong_to_it():

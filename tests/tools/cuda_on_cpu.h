@@ -171,6 +171,10 @@ inline int __shfl_sync(u32, int x, int lane) {
     const Shown<1> shown({u32(x)});
     return int(shown(lane));
 }
+inline float __shfl_sync(u32, float x, int lane) {
+    const Shown<1> shown({bits<u32>(x)});
+    return bits<float>(shown(lane));
+}
 inline bool __any_sync(u32, bool x) {
     const Shown<1> shown({u32(x)});
     bool any = false;
@@ -227,7 +231,10 @@ inline void ptx_ld_shared_v2_f32(float& x, float& y, u32 at) {
 inline void ptx_red_global_add_v4_f32(float* to, float a, float b, float c, float d) {
     to[0] += a, to[1] += b, to[2] += c, to[3] += d;
 }
-inline void ptx_mov_u64(u64& t) { t = 0; }
+inline void ptx_mov_u64(u64& t) {  // a clock: later is more
+    static u64 now = 0;
+    t = ++now;
+}
 inline void ptx_mov_u32(u32& t) { t = 0; }
 
 inline void ptx_ex2_approx_ftz_f32(float& y, float x) { y = exp2f(x); }

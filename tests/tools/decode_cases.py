@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 import flashsim
 from flashsim import Device, Tiling
+from flashsim.backends.families import cascade, decode, latent
 from flashsim.backends.families.decode import Decode
+from flashsim.backends.launch.kernel import Gpu
 from flashsim.problem import oracle
 from flashsim.problem.problem import Problem, numpy_dtype
 
@@ -19,11 +22,13 @@ POISON = 1 << 30
 
 @dataclass(frozen=True)
 class Case:
-    """A problem with live lengths, and the pages of its cache; 0: contiguous."""
+    """A problem with live lengths, the pages of its cache (0: contiguous), and how many keys all
+    sequences share."""
 
     problem: Problem
     lengths: tuple[int, ...]
     page: int = 0
+    prefix: int = 0
 
     def make(self, seed: int = 0) -> dict[str, np.ndarray]:
         """q, k, v; with pages also table. What is not live is NaN, entries not used POISON."""
@@ -32,7 +37,10 @@ class Case:
         q = rng.standard_normal((p.batch, p.heads, p.n_q, p.head_dim)).astype(dtype)
         x = {"q": q}
         for name, d in (("k", p.head_dim), ("v", p.head_dim_v)):
+            if name == "v" and p.latent:
+                continue
             cache = rng.standard_normal((p.batch, p.kv_heads, p.n_kv, d)).astype(dtype)
+            cache[:, :, : self.prefix] = cache[:1, :, : self.prefix]
             for b, length in enumerate(self.lengths):
                 cache[b, :, length:] = np.nan
             x[name] = cache
@@ -45,7 +53,9 @@ class Case:
         for b, n in enumerate(used):
             start = sum(used[:b])
             table[b, :n] = numbers[start : start + n]
-        for name in ("k", "v"):
+        shared = self.prefix // self.page
+        table[:, :shared] = table[:1, :shared]
+        for name in x.keys() & {"k", "v"}:
             cache = x[name]
             pool = np.full((len(numbers), p.kv_heads, self.page, cache.shape[-1]), np.nan, dtype)
             for b, n in enumerate(used):
@@ -58,7 +68,7 @@ class Case:
     def contiguous(self, x: dict[str, np.ndarray], b: int) -> dict[str, np.ndarray]:
         """Sequence b's q, and its live k and v, whichever way they are kept."""
         made = {"q": x["q"][b : b + 1]}
-        for name in ("k", "v"):
+        for name in x.keys() & {"k", "v"}:
             if not self.page:
                 made[name] = x[name][b : b + 1, :, : self.lengths[b]]
                 continue
@@ -66,6 +76,7 @@ class Case:
             rows = np.moveaxis(x[name][pages], 1, 0)
             rows = rows.reshape(rows.shape[0], -1, rows.shape[-1])
             made[name] = rows[None, :, : self.lengths[b]]
+        made.setdefault("v", made["k"][..., : self.problem.head_dim_v])  # latent attention
         return made
 
     def truth(self, x: dict[str, np.ndarray]) -> list[tuple[np.ndarray, ...]]:
@@ -94,6 +105,15 @@ class Case:
             np.testing.assert_allclose(lse[b][seen], exact_lse[0][seen], rtol=2e-6, atol=2e-5)
 
 
+def planned(case: Case, gpu: Gpu, splits: int | None = None, **more: bool) -> Decode:
+    """What a GPU launches for it."""
+    given = (gpu, splits, case.page)
+    if case.prefix:
+        return cascade.plan(case.problem, case.lengths, case.prefix, *given, **more)
+    family = latent if case.problem.latent else decode
+    return family.plan(case.problem, case.lengths, *given, **more)
+
+
 def moved(decode: Decode, case: Case) -> dict[str, int]:
     """Bytes of all tensors that a launch moves, from the lengths, splits and tiles alone."""
     p, size = case.problem, case.problem.itemsize
@@ -102,7 +122,7 @@ def moved(decode: Decode, case: Case) -> dict[str, int]:
         first = max(0, length - p.n_q - p.left) // decode.block_k * decode.block_k
         keys = max(0, length - first) * p.kv_heads * decode.row_tiles
         made["K"] += keys * p.head_dim * size
-        made["V"] += keys * p.head_dim_v * size
+        made["V"] += 0 if p.latent else keys * p.head_dim_v * size
         for start in range(first, length, decode.block_k) if case.page else ():
             stop = min(start + decode.block_k, length)
             entries = (stop - 1) // case.page - start // case.page + 1
@@ -129,11 +149,25 @@ def simulated(decode: Decode, case: Case, x: dict[str, np.ndarray] | None = None
         **{"algorithm": "flash-decode", "device": Device.get("H200").with_sram(1 << 24)},
         "tiling": Tiling(-(-decode.rows // decode.row_tiles // 16) * 16, decode.block_k),
     }
+    if decode.prefix:
+        tiles = [-(-(n - decode.prefix) // decode.block_k) for n in case.lengths]
+        tiles.append(-(-decode.prefix // decode.block_k))
+        longest = max(tiles)
+        parts = [*decode.splits, decode.prefix_splits]
+        splits = next(
+            n
+            for n in range(1, longest + 1)
+            if [max(1, -(-t * n // longest)) for t in tiles] == parts
+        )
+        how["tiling"] = Tiling(dict(decode.kernel.constants)["FS_BLOCK_Q"], decode.block_k)
+        whole = replace(p, page_size=case.page or None)
+        more = {"cache_seqlens": case.lengths, "shared_prefix": decode.prefix}
+        return _named(flashsim.count(whole, splits=splits, **more, **how).transfers)
     groups: dict[int, list[int]] = {}
     for b in sorted(range(p.batch), key=lambda b: -case.lengths[b]):
         splits = decode.splits[b] if case.lengths[b] else next(iter(groups))
         groups.setdefault(splits, []).append(b)
-    moved: Counter[str] = Counter()
+    moved: Counter[tuple[str, str, str]] = Counter()
     for splits, entries in groups.items():
         lengths = [case.lengths[b] for b in entries]
         if x is None:
@@ -141,14 +175,25 @@ def simulated(decode: Decode, case: Case, x: dict[str, np.ndarray] | None = None
             transfers = flashsim.count(whole, cache_seqlens=lengths, splits=splits, **how).transfers
         else:
             paged = {"block_table": x["table"][entries]} if case.page else {}
-            k, v = (x[name] if case.page else x[name][entries] for name in "kv")
+            caches = {name: x[name] for name in x.keys() & {"k", "v"}}
+            if not case.page:
+                caches = {name: cache[entries] for name, cache in caches.items()}
+            if p.latent:
+                paged["head_dim_v"] = p.head_dim_v
             transfers = flashsim.run(
-                *(x["q"][entries], k, v), cache_seqlens=lengths, splits=splits, trace=True,
+                *(x["q"][entries], caches["k"], caches.get("v")),
+                cache_seqlens=lengths, splits=splits, trace=True,
                 **{name: getattr(p, name) for name in names}, **paged, **how,
             ).trace.transfers  # fmt: skip
-        for (stage, _, tensor), nbytes in transfers.items():
-            read = stage == "combine" and tensor.endswith("_part")
-            moved[f"{tensor} read" if read else tensor] += nbytes
+        moved.update(transfers)
+    return _named(moved)
+
+
+def _named(transfers: Mapping[tuple[str, str, str], int]) -> dict[str, int]:
+    moved: Counter[str] = Counter()
+    for (stage, _, tensor), nbytes in transfers.items():
+        read = stage == "combine" and tensor.endswith("_part")
+        moved[f"{tensor} read" if read else tensor] += nbytes
     return {name: moved[name] for name in _COUNTED}
 
 

@@ -98,7 +98,7 @@ class Emulator:
         says whether the kernel came to its end."""
         defines = [f"-D{name}={value}" for name, value in kernel.constants]
         defines.append(f"-D__CUDA_ARCH__={self.arch}")
-        args = "DecodeArgs" if kernel.name == "flash_decode" else "Args"
+        args = "DecodeArgs" if kernel.name.startswith("flash_decode") else "Args"
         entry = f"void kernel() {{ {kernel.name}(*static_cast<const {args}*>(arguments)); }}\n"
         return built(self.source(kernel.file) + entry, tuple(defines))
 

@@ -82,14 +82,18 @@ WAYS = {
     ),
 }
 _GROUPED = {"heads": 4, "kv_heads": 2, "dtype": "bfloat16"}
-#: Caches that are decoded with 1, 3 and as many splits as are best: padded rows; several row tiles;
-#: pages, whose unused entries lie outside the pool.
+#: Caches, decoded with 1, 3, 4 (on Hopper a cluster) and as many splits as are best: padded
+#: rows; several row tiles; pages, whose unused entries lie outside the pool; a shared prefix;
+#: latent attention.
 DECODED = (
     Case(Problem(1, 700, 37, 24, batch=3, **_GROUPED), (0, 700, 333)),
     Case(Problem(20, 500, 128, batch=2, causal=True, **_GROUPED), (500, 77)),
     Case(Problem(4, 500, 256, batch=2, window=(90, 0), **_GROUPED), (490, 77), page=3),
     Case(Problem(1, 500, 64, batch=2, softcap=2.0, **_GROUPED), (490, 77), page=16),
-)
+    Case(Problem(4, 900, 128, batch=3, causal=True, **_GROUPED), (900, 640, 899), 16, 624),
+    Case(Problem(2, 300, 576, 512, batch=2, heads=70, kv_heads=1, dtype="float16", latent=True),
+         (300, 77), page=16),
+)  # fmt: skip
 FAMILIES = (*WAYS, "decode", "softmax-matmul")
 
 
@@ -124,17 +128,25 @@ def check(family: str) -> int:
 
 
 def check_decode() -> int:
-    """Every cache of `DECODED`; how many launches."""
-    for case in DECODED:
+    """Every cache of `DECODED` that this GPU decodes; how many calls."""
+    from cupy_checks import hoppers
+
+    decoded = [case for case in DECODED if hoppers() or not case.problem.latent]
+    for case in decoded:
         x = case.make()
         p = case.problem
         given = {name: getattr(p, name) for name in ("causal", "window", "softcap")}
         given |= {"cache_seqlens": case.lengths, "algorithm": "flash-decode", "backend": "cupy"}
         if case.page:
             given["block_table"] = x["table"]
-        for splits in (1, 3, "auto"):
-            flashsim.run(x["q"], x["k"], x["v"], splits=splits, **given)
-    return 3 * len(DECODED)
+        if case.prefix:
+            given["shared_prefix"] = case.prefix
+        if p.latent:
+            given["head_dim_v"] = p.head_dim_v
+        for splits in (1, 3, 4, "auto"):
+            result = flashsim.run(x["q"], x["k"], x.get("v"), splits=splits, **given)
+            case.check(x, result.out, result.lse)
+    return 4 * len(decoded)
 
 
 def check_softmax_matmul() -> int:

@@ -4,29 +4,22 @@
 // head's query heads times the queries, so that K and V are read once for all of them. Inside a
 // block each warp streams its own 16 keys of every tile through its own ring in shared memory: no
 // barrier stands in the loop, and each warp has a softmax of its own, merged after the last tile.
-// The block that finishes a sequence's last split merges the splits in their order.
+// The splits of a sequence are merged in their order: where they are a cluster (FS_CLUSTER of them,
+// sm_90), each block by shares that the others write into its shared memory; behind a shared prefix
+// by another kernel (decode_merge.cu); elsewhere by the block that ends last.
 // Where things live: K, V in a warp's ring; Q, O, m, l, S, P in registers; the splits' O and LSE in
-// HBM, in float32. What a thread moves is counted where it moves it (FS_TRACE).
+// HBM or in the cluster's shared memory, in float32. What a thread moves is counted where it moves
+// it (FS_TRACE).
 #include "common.cuh"
+#include "decode_args.cuh"
 #include "mma.cuh"
-
-struct DecodeArgs {
-    Tensor q, o, k, v;       // k, v: (batch, kv_heads, n, d); in pages (pages, kv_heads, PAGE, d)
-    float* lse;              // (batch * heads, n_q)
-    float *o_part, *l_part;  // (slots, kv_heads, rows, FS_HEAD_DIM_V), (slots, kv_heads, rows)
-    u32* arrived;            // (batch, kv_heads, row tiles): splits done; 0 between launches
-    const int4* items;       // families.decode.items: two of each
-    const int* table;        // (batch, table_row): each sequence's pages
-    u32 *visit_counts, *item_counts;  // (batch, kv_heads, row tiles, n_visits, 8), (blocks, 8)
-    int n_q, heads, group, kv_heads, left, right, row_tiles, table_row, pages, n_visits;
-    float scale, softcap;
-};
-static_assert(sizeof(DecodeArgs) == FS_DECODE_ARGS_BYTES, "families.decode.ARGS must agree");
 
 constexpr int D = FS_D, DV = FS_DV, WARPS = FS_WARPS, STAGES = FS_STAGES, PAGE = FS_PAGE;
 constexpr int MT = FS_BLOCK_Q / 16, ROWS = FS_BLOCK_Q, WIDTH = FS_HEAD_DIM_V;
 constexpr int KEYS = 16, BLOCK_K = KEYS * WARPS, THREADS = 32 * WARPS;
-constexpr int BATCH = 16;  // splits whose parts a thread of the merge has under way at once
+// Blocks that merge with each other, and what is each one's share of a result, in float4.
+constexpr int CLUSTER = FS_CLUSTER;
+[[maybe_unused]] constexpr int SHARE = (ROWS * WIDTH / 4 + CLUSTER - 1) / CLUSTER;
 static_assert(MT * 16 == ROWS && BLOCK_K == FS_BLOCK_K && STAGES >= 2, "see families.decode");
 
 struct Stage {  // lives from its copy, STAGES - 1 tiles ahead, to the end of its tile
@@ -43,8 +36,14 @@ struct OnChip {  // the launcher asks for exactly sizeof(OnChip) bytes
     alignas(128) float m[WARPS][ROWS];  // each warp's, with O
     float l[WARPS][ROWS];
     alignas(128) bool last;  // is this block the last one of its sequence?
+#if FS_CLUSTER > 1  // written by the cluster's blocks
+    alignas(128) float4 share[CLUSTER][SHARE];
+    float lse[CLUSTER][ROWS];
+#endif
 };
 static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "families.decode and OnChip must agree");
+// Where column c of row r of a warp's O lies: neighbouring rows in other banks.
+__device__ inline int spread(int r, int c) { return c ^ r % (DV % 32 ? 2 : 4) * 8; }
 static_assert(sizeof(OnChip::weight) <= sizeof(OnChip::ring), "the ring says how large it is");
 
 // -- Copies ---------------------------------------------------------------------------------------
@@ -85,28 +84,78 @@ __device__ inline u32 stream(const T& tile, const char* base, int count, u64 pol
     return bytes;
 }
 
+// -- Blocks that merge with each other (sm_90) ----------------------------------------------------
+#if FS_CLUSTER > 1
+__device__ inline void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ inline void cluster_wait() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// The same place in the shared memory of the cluster's block `rank`.
+__device__ inline u32 there(const void* here, int rank) {
+    u32 address;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address)
+        : "r"(shared_address(here)), "r"(rank));
+    return address;
+}
+__device__ inline void store_there(u32 to, float4 x) {
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(x.x),
+                 "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+}
+__device__ inline void store_there(u32 to, float x) {
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS)
 flash_decode(const __grid_constant__ DecodeArgs a) {
     extern __shared__ __align__(128) char shared[];
     OnChip& t = *reinterpret_cast<OnChip*>(shared);
     // -- Phase 0: what this block owns ------------------------------------------------------------
-    const int kv_head = blockIdx.x % a.kv_heads, row_tile = blockIdx.y;
-    const int4 item = a.items[blockIdx.x / a.kv_heads * 2];
-    const int4 sequence = a.items[blockIdx.x / a.kv_heads * 2 + 1];
-    const int batch = item.x, first_tile = item.y, tiles = item.z - item.y, slot = item.w;
-    const int first_slot = sequence.x, splits = sequence.y, length = sequence.z;
+    // The blocks of a cluster are the items of one sequence, for one key head.
+    const int rank = blockIdx.x % CLUSTER, kv_head = blockIdx.x / CLUSTER % a.kv_heads;
+    const int number = blockIdx.x / CLUSTER / a.kv_heads * CLUSTER + rank;
+    const int4 item = a.items[number * 2], sequence = a.items[number * 2 + 1];
+#if FS_CLUSTER > 1
+    cluster_arrive();
+#endif
+    let_what_runs_next_start();
+    // Behind a shared prefix (FS_CASCADE), a sequence's keys begin at a.prefix, and an item is of
+    // one row tile; the prefix's own are of the rows of all sequences, and its keys the first
+    // sequence's.
+    const bool of_all = FS_CASCADE && item.x < 0;
+    const int row_tile = FS_CASCADE ? sequence.w : blockIdx.y;
+    const int batch = FS_CASCADE ? max(item.x, 0) : item.x;
+    const int first_tile = item.y, tiles = item.z - item.y;
+    const int splits = sequence.y, length = sequence.z;
+    const int begin = FS_CASCADE && !of_all ? a.prefix : 0;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int rows = a.n_q * a.group, row0 = row_tile * ROWS, n_rows = min(ROWS, rows - row0);
-    const int offset = length - a.n_q;  // added to a query, gives the key on its diagonal
-    const char* k = a.k.data + (kv_head * a.k.head + (PAGE ? 0 : batch * a.k.batch)) * FS_BYTES;
-    const char* v = a.v.data + (kv_head * a.v.head + (PAGE ? 0 : batch * a.v.batch)) * FS_BYTES;
+    const int rows = a.n_q * a.group, row0 = row_tile * ROWS;
+    const int n_rows = min(ROWS, rows * (of_all ? a.batch : 1) - row0);
+    // Added to a query, gives the key on its diagonal; all see all of a prefix.
+    const int offset = of_all ? length : length - a.n_q;
+    auto base_of = [&](const Tensor& x) {
+        const i64 at = PAGE ? 0 : batch * x.batch + begin * x.row;
+        return x.data + (kv_head * x.head + at) * FS_BYTES;
+    };
+    const char *k = base_of(a.k), *v = base_of(a.v);
     const u64 once = evict_first();
-    const int walk = (batch * a.kv_heads + kv_head) * a.row_tiles + row_tile;
+    const int walk = of_all ? a.batch * a.kv_heads * a.row_tiles + kv_head * a.prefix_tiles + row_tile
+                            : (batch * a.kv_heads + kv_head) * a.row_tiles + row_tile;
     u32* visit_count = a.visit_counts + (i64(walk) * a.n_visits + first_tile) * 8;
-    u32* item_count = a.item_counts + (i64(blockIdx.x) * a.row_tiles + row_tile) * 8;
-    // Packed row r is query r / group of the group's head r % group.
+    u32* item_count =
+        a.item_counts +
+        ((i64(number) * a.kv_heads + kv_head) * a.row_tiles + (FS_CASCADE ? 0 : row_tile)) * 8;
+    u64* visit_stamp = a.visit_stamps + (i64(walk) * a.n_visits + first_tile) * 5;
+    u64* item_stamp =
+        a.item_stamps + ((i64(number) * a.kv_heads + kv_head) * a.row_tiles + row_tile) * 6;
+    stamp_block(item_stamp, false);
+    // Packed row r is query r / group of the group's head r % group; of a prefix, sequence after
+    // sequence.
+    auto batch_of = [&](int r) { return of_all ? (row0 + r) / rows : batch; };
     auto head_of = [&](int r) { return kv_head * a.group + (row0 + r) % a.group; };
-    auto query_of = [&](int r) { return (row0 + r) / a.group; };
+    auto query_of = [&](int r) { return (FS_CASCADE ? (row0 + r) % rows : row0 + r) / a.group; };
     auto key_of = [&](int n) { return (first_tile + n) * BLOCK_K + warp * KEYS; };
 
     // A page's number is read a tile ahead; lane l has that of the warp's key l % KEYS. A table may
@@ -115,11 +164,12 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
     auto page_of = [&](int n) {
         const int key = key_of(n) + lane % KEYS;
         if (!PAGE || n >= tiles || key >= length) return 0;
-        const int page = a.table[i64(batch) * a.table_row + key / max(PAGE, 1)];
+        const int page = a.table[i64(batch) * a.table_row + (begin + key) / max(PAGE, 1)];
         if (u32(page) < u32(a.pages)) return page;
         bad = true;
         return 0;
     };
+    wait_for_what_ran_before();
     int page = page_of(0);
     auto load_kv = [&](int n) {
         if (n < tiles) {
@@ -159,7 +209,7 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
     for (int at = threadIdx.x; at < ROWS * (D / WIDE); at += THREADS) {
         const int r = at / (D / WIDE), c = at % (D / WIDE);
         const bool inside = r < n_rows && (KeyRow::WIDTH == D || c * WIDE < KeyRow::WIDTH);
-        const char* from = inside ? a.q.at(batch, head_of(r), query_of(r)) + c * 16 : a.q.data;
+        const char* from = inside ? a.q.at(batch_of(r), head_of(r), query_of(r)) + c * 16 : a.q.data;
         cp_async_16(shared_address(t.Q.data) + Tile<ROWS, D>::offset(r, c), from, inside ? 16 : 0);
         q_bytes += inside ? KeyRow::bytes(c) : 0;
     }
@@ -179,11 +229,13 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
     const float to_log2 = FS_SCALED ? LOG2E : a.scale * LOG2E;  // exponents in base 2
 
     for (int n = 0; n < tiles; ++n) {
+        STAMP(visit_stamp + n * 5, 0);
         cp_async_wait_group<STAGES - 2>();
         __syncwarp();  // W0: this tile's K, V of the warp are complete, and all its lanes have read
                        // the stage that the next copies overwrite
         load_kv(n + STAGES - 1);
         const Stage& stage = t.ring[warp][n % STAGES];
+        STAMP(visit_stamp + n * 5, 1);
         // -- Phase 2: S = Q K^T -------------------------------------------------------------------
         const auto k_at = read_b_trans(stage.K);
         float s[MT][2][4] = {};
@@ -193,6 +245,7 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
 #pragma unroll
             for (int i = 0; i < MT; ++i) mma(s[i][0], s[i][1], q[i][kk], b);
         }
+        STAMP(visit_stamp + n * 5, 2);
         const int first = key_of(n);
         const bool masked = first + KEYS > length || FS_LEFT ||
                             (FS_RIGHT && first + KEYS > offset + 1 + a.right);
@@ -254,6 +307,7 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
                     l[i][x / 2] += s[i][c][x] = exp2_approx(s[i][c][x] * to_log2 - base[x / 2]);
             p[i] = to_a(s[i][0], s[i][1]);
         }
+        STAMP(visit_stamp + n * 5, 3);
         // -- Phase 5: O += P V --------------------------------------------------------------------
         const auto v_at = read_b(stage.V);
 #pragma unroll
@@ -262,6 +316,7 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
 #pragma unroll
             for (int i = 0; i < MT; ++i) mma(o[i][2 * c], o[i][2 * c + 1], p[i], b);
         }
+        STAMP(visit_stamp + n * 5, 4);
     }
 
     // -- Phase 6: the warps' O, m, l to shared; merged, they are the split's ----------------------
@@ -274,13 +329,14 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
         for (int h = 0; h < 2; ++h) {
             const int r = i * 16 + h * 8 + lane / 4;
             const float sum = quad_sum(l[i][h]);
+            if (r >= n_rows) continue;
             if (lane % 4 == 0) {
                 t.m[warp][r] = m[i][h] == NEG_INF ? NEG_INF : m[i][h] * to_log2;
                 t.l[warp][r] = poisoned ? __int_as_float(0x7fffffff) : sum;
             }
 #pragma unroll
             for (int c = 0; c < DV / 8; ++c)
-                *reinterpret_cast<float2*>(&t.O[warp][r][c * 8 + lane % 4 * 2]) =
+                *reinterpret_cast<float2*>(&t.O[warp][r][spread(r, c * 8 + lane % 4 * 2)]) =
                     float2{o[i][c][h * 2], o[i][c][h * 2 + 1]};
         }
     __syncthreads();  // B2: all warps' O, m and l are complete
@@ -293,35 +349,87 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
         a.lse[(i64(batch) * a.heads + head_of(r)) * a.n_q + query_of(r)] = lse;
         return 4;
     };
+    const int whole = n_rows * (WIDTH / 4);  // float4 of the result
+    u32 o_bytes = 0, l_bytes = 0, o_part_bytes = 0, l_part_bytes = 0;
+#if FS_CLUSTER > 1
+    const int share = (whole + CLUSTER - 1) / CLUSTER;
+    cluster_wait();  // C0: the others' shared memory is there
+#elif !FS_CASCADE
     const i64 part_rows = i64(a.kv_heads) * rows;        // of one slot
     const i64 row_in_slot = i64(kv_head) * rows + row0;  // of this block's first row
-    u32 o_bytes = 0, l_bytes = 0, o_part_bytes = 0, l_part_bytes = 0;
-    for (int at = threadIdx.x; at < n_rows * (WIDTH / 4); at += THREADS) {
+#endif
+    for (int at = threadIdx.x; at < whole; at += THREADS) {
         const int r = at / (WIDTH / 4), c = at % (WIDTH / 4) * 4;
         float top = NEG_INF, sum = 0.0f;
         for (int w = 0; w < WARPS; ++w) top = fmaxf(top, t.m[w][r]);
         float4 x = {0, 0, 0, 0};
         for (int w = 0; w < WARPS; ++w) {
             const float f = top == NEG_INF ? 0.0f : exp2_approx(t.m[w][r] - top);
-            const float4 y = *reinterpret_cast<const float4*>(&t.O[w][r][c]);
+            const float4 y = *reinterpret_cast<const float4*>(&t.O[w][r][spread(r, c)]);
             sum += f * t.l[w][r];
             x.x += f * y.x, x.y += f * y.y, x.z += f * y.z, x.w += f * y.w;
         }
         const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;  // no key: O = 0, LSE = -inf
         const float lse = sum == 0.0f ? NEG_INF : top / LOG2E + logf(sum);
         x.x *= inverse, x.y *= inverse, x.z *= inverse, x.w *= inverse;
-        if (splits == 1) {
+        if (splits == 1 && !FS_CASCADE) {
             o_bytes += store(r, c, x);
             if (c == 0) l_bytes += store_lse(r, lse);
+#if FS_CLUSTER > 1
         } else {
-            const i64 row = slot * part_rows + row_in_slot + r;
+            const int owner = at / share, place = at - owner * share;
+            store_there(there(&t.share[rank][place], owner), x);
+            o_part_bytes += ValueRow::counted(WIDTH - c, 4) * 4;
+            if (c == 0) {  // to all, for a row may be more than one's; counted once
+                for (int to = 0; to < CLUSTER; ++to) store_there(there(&t.lse[rank][r], to), lse);
+                l_part_bytes += 4;
+            }
+        }
+#else
+        } else {
+#if FS_CASCADE  // a part of the prefix takes a slot of each sequence
+            const i64 slot = item.w + (row0 + r) / rows;
+            const i64 row = (slot * a.kv_heads + kv_head) * rows + (row0 + r) % rows;
+#else
+            const i64 row = item.w * part_rows + row_in_slot + r;
+#endif
             *reinterpret_cast<float4*>(a.o_part + row * WIDTH + c) = x;
             o_part_bytes += ValueRow::counted(WIDTH - c, 4) * 4;
             if (c == 0) a.l_part[row] = lse, l_part_bytes += 4;
         }
+#endif
     }
     report(item_count + 1, o_part_bytes), report(item_count + 2, l_part_bytes);
 
+#if FS_CLUSTER > 1
+    // -- Phase 7: each block merges its share of the splits ---------------------------------------
+    STAMP(item_stamp, 5);
+    cluster_arrive(), cluster_wait();  // C1: all shares are complete, and nobody writes here again
+    o_part_bytes = l_part_bytes = 0;
+    for (int x = threadIdx.x; x < min(share, whole - rank * share); x += THREADS) {
+        const int r = (rank * share + x) / (WIDTH / 4), c = (rank * share + x) % (WIDTH / 4) * 4;
+        float top = NEG_INF, sum = 0.0f;
+        for (int s = 0; s < CLUSTER; ++s) top = fmaxf(top, t.lse[s][r]);
+        const float base = top == NEG_INF ? 0.0f : top;
+        float4 total = {0, 0, 0, 0};
+#pragma unroll
+        for (int s = 0; s < CLUSTER; ++s) {
+            const float w = exp2_approx((t.lse[s][r] - base) * LOG2E);
+            const float4 y = t.share[s][x];
+            sum += w, total.x += w * y.x, total.y += w * y.y;
+            total.z += w * y.z, total.w += w * y.w;
+        }
+        const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+        total.x *= inverse, total.y *= inverse, total.z *= inverse, total.w *= inverse;
+        o_part_bytes += CLUSTER * ValueRow::counted(WIDTH - c, 4) * 4;
+        o_bytes += store(r, c, total);
+        if (c == 0) {
+            l_bytes += store_lse(r, sum == 0.0f ? NEG_INF : top + logf(sum));
+            l_part_bytes += CLUSTER * 4;
+        }
+    }
+    report(item_count + 5, o_part_bytes), report(item_count + 6, l_part_bytes);
+#elif !FS_CASCADE
     // -- Phase 7: the last block to arrive merges the splits: the same bits whichever it is -------
     if (splits > 1) {
         __threadfence();  // this block's parts are seen before its arrival
@@ -332,10 +440,15 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
             if (t.last) *arrived = 0;  // for the next launch
         }
         __syncthreads();  // B4: all threads know whether they go on
-        if (!t.last) return;
+        if (!t.last) {
+            stamp_block(item_stamp, true);
+            return;
+        }
+        STAMP(item_stamp, 5);
         __threadfence();  // the others' parts are read after their arrivals
         o_part_bytes = l_part_bytes = 0;
-        const i64 row_of_first = first_slot * part_rows + row_in_slot;
+        constexpr int BATCH = 16;  // splits whose parts a thread has under way at once
+        const i64 row_of_first = sequence.x * part_rows + row_in_slot;
         const i64 step = part_rows * WIDTH;
         auto part_of = [&](int at) {  // four columns of a row
             const int r = at / (WIDTH / 4), c = at % (WIDTH / 4) * 4;
@@ -390,5 +503,7 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
         }
         report(item_count + 5, o_part_bytes), report(item_count + 6, l_part_bytes);
     }
+#endif
     report(item_count + 3, o_bytes), report(item_count + 4, l_bytes);
+    stamp_block(item_stamp, true);
 }

@@ -1,0 +1,29 @@
+// The one argument of the kernels that decode; what is not a tile's.
+struct DecodeArgs {
+    Tensor q, o, k, v;       // k, v: (batch, kv_heads, n, d); in pages (pages, kv_heads, PAGE, d)
+    float* lse;              // (batch * heads, n_q)
+    float *o_part, *l_part;  // (slots, kv_heads, rows, FS_HEAD_DIM_V), (slots, kv_heads, rows)
+    u32* arrived;            // (batch, kv_heads, row tiles): splits done; 0 between launches
+    const int4* items;       // families.decode.items: two of each
+    const int* table;        // (batch, table_row): each sequence's pages
+    u32 *visit_counts, *item_counts;  // (batch, kv_heads, row tiles, n_visits, 8), (blocks, 8)
+    u64 *visit_stamps, *item_stamps;  // the same, 5 of a visit, 6 of a block
+    int n_q, heads, group, kv_heads, left, right, row_tiles, table_row, pages, n_visits;
+    int batch, prefix, prefix_tiles, unused;  // keys that all sequences share; their row tiles
+    float scale, softcap;
+};
+static_assert(sizeof(DecodeArgs) == FS_DECODE_ARGS_BYTES, "families.decode.ARGS must agree");
+
+// -- Launches that overlap (sm_90) ----------------------------------------------------------------
+// What ran before is complete, and seen: nothing that it may have written is read earlier.
+__device__ inline void wait_for_what_ran_before() {
+#if FS_OVERLAP
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// What runs next may start as far as to the same wait.
+__device__ inline void let_what_runs_next_start() {
+#if FS_OVERLAP
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}

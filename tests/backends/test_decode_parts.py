@@ -1,0 +1,134 @@
+"""Decoding whose parts another kernel merges, without a GPU: latent attention and shared prefixes.
+The kernels compile, in registers; launches move what the simulator moves.
+"""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashsim import Problem
+from flashsim.backends.families import cascade, decode, latent
+from flashsim.errors import OptionError, ShapeError, UnsupportedError
+
+pytest.importorskip("cupy")
+from decode_cases import Case, moved, simulated
+from test_cuda_kernels import GPUS, H200, SPILL_BYTES, compile_kernel
+
+MLA = Problem(
+    1, 4096, 576, 512, heads=128, kv_heads=1, batch=64, dtype="bfloat16", latent=True, scale=0.07
+)
+GROUPED = {"heads": 8, "kv_heads": 2, "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("page", "more"),
+    [
+        (0, {}),
+        (16, {"n_q": 2, "causal": True}),
+        pytest.param(1, {"softcap": 3.0, "window": (90, 1)}, marks=pytest.mark.thorough),
+        pytest.param(64, {"head_dim": 200, "head_dim_v": 128}, marks=pytest.mark.thorough),
+    ],
+)
+def test_latent_attention_stays_in_registers(page, more):
+    p = replace(MLA, **more)
+    made = latent.plan(p, (4096,) * 64, H200, page=page)
+    assert made.kernel.shared_bytes <= H200.shared_bytes
+    ((_, spilled, _),) = compile_kernel(made.kernel, "sm_90a").values()
+    assert spilled == 0
+    ((_, spilled, _),) = compile_kernel(made.merge, "sm_90").values()
+    assert spilled == 0
+
+
+@pytest.mark.parametrize(("d", "page", "arch"), [(128, 16, "sm_90"), (64, 0, "sm_80")])
+def test_a_shared_prefix_stays_in_registers(d, page, arch):
+    p = Problem(1, 8192, d, batch=32, heads=32, kv_heads=8, dtype="bfloat16")
+    made = cascade.plan(p, (8192,) * 32, 7168, GPUS[arch], page=page)
+    assert made.kernel.shared_bytes <= GPUS[arch].shared_bytes
+    for kernel in (made.kernel, made.merge):
+        ((_, spilled, _),) = compile_kernel(kernel, arch).values()
+        assert spilled <= SPILL_BYTES
+
+
+def test_latent_blocks_fill_the_multiprocessors():
+    for n_q, batch, keys, splits in ((1, 64, 4096, 1), (1, 8, 32768, 8), (2, 8, 32768, 4)):
+        p = replace(MLA, n_q=n_q, n_kv=keys, batch=batch)
+        made = latent.plan(p, (keys,) * batch, H200)
+        assert made.splits == (splits,) * batch
+        assert made.grid == (batch * splits * 2 * n_q, 1)
+        assert made.grid[0] <= H200.multiprocessors or splits == 1
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.lists(st.integers(0, 700), min_size=1, max_size=5).filter(any),
+    st.none() | st.integers(1, 9),
+    st.sampled_from([0, 1, 16]),
+    st.integers(1, 3),
+)
+def test_a_latent_launch_moves_what_the_simulator_does(lengths, splits, page, n_q):
+    p = replace(MLA, n_q=n_q, n_kv=700, batch=len(lengths), heads=20)
+    case = Case(p, tuple(lengths), page)
+    made = latent.plan(p, case.lengths, H200, splits, page)
+    assert moved(made, case) == simulated(made, case)
+    slots = [made.items[made.items[:, 0] == b, 3] for b, n in enumerate(made.splits) if n > 1]
+    assert sorted(np.concatenate([*slots, []]).tolist()) == [*range(made.slots)]
+    for b, slot, n, item, shared, *_ in made.merges.tolist():
+        assert (made.splits[b], shared) == (n, 0)
+        assert made.items[item, [0, 4]].tolist() == [b, slot]
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.lists(st.integers(0, 500), min_size=1, max_size=6),
+    st.integers(1, 20),
+    st.none() | st.integers(1, 9),
+    st.integers(1, 5),
+)
+def test_a_shared_prefix_is_cut_up_once(own, pages, splits, n_q):
+    p = Problem(n_q, 1000, 64, batch=len(own), **GROUPED)
+    prefix = 16 * pages
+    lengths = tuple(prefix + n for n in own)
+    made = cascade.plan(p, lengths, prefix, H200, splits, 16)
+    tile = made.block_k
+    walked = {}
+    for b, lo, hi, slot, first, parts, keys, row_tile in made.items.tolist():
+        walked.setdefault((b, row_tile), []).append((lo, hi, slot))
+        assert keys == (prefix if b < 0 else own[b])
+        assert parts == (made.prefix_splits if b < 0 else made.splits[b])
+        assert b < 0 or first == made.merges[b, 1]
+    assert {t for b, t in walked if b < 0} == {*range(made.prefix_tiles)}
+    for (b, _), cuts in walked.items():
+        cuts.sort()
+        keys = prefix if b < 0 else own[b]
+        assert cuts[0][0] == 0
+        assert cuts[-1][1] == -(-keys // tile)
+        assert all(x[1] == y[0] for x, y in pairwise(cuts))
+    shared = {slot + b for _, _, slot in walked[-1, 0] for b in range(p.batch)}
+    mine = {slot for (b, _), cuts in walked.items() if b >= 0 for _, _, slot in cuts}
+    assert shared.isdisjoint(mine)
+    assert shared | mine == {*range(made.slots)}
+
+
+def test_what_is_refused():
+    a100 = GPUS["sm_80"]
+    with pytest.raises(UnsupportedError, match=r"decoded on Hopper .* not on A100"):
+        latent.plan(MLA, (4096,) * 64, a100)
+    with pytest.raises(UnsupportedError, match="head_dim_v in multiples of 128, got 64"):
+        latent.plan(replace(MLA, head_dim_v=64), (4096,) * 64, H200)
+    p = Problem(4, 600, 64, batch=2, causal=True, **GROUPED)
+    with pytest.raises(OptionError, match="400 keys, and entry 1 of the batch has 300"):
+        cascade.plan(p, (600, 300), 400, H200)
+    with pytest.raises(ShapeError, match="of sequence 1 comes before the end of the shared prefix"):
+        cascade.plan(p, (600, 401), 400, H200)
+    with pytest.raises(ShapeError, match="whole pages of 16 keys, got 401"):
+        cascade.plan(p, (600, 600), 401, H200, page=16)
+    with pytest.raises(UnsupportedError, match="takes no window"):
+        cascade.plan(replace(p, window=(9, 0)), (600, 600), 400, H200)
+    with pytest.raises(UnsupportedError, match="latent attention has no shared_prefix"):
+        cascade.plan(replace(MLA, head_dim=192, head_dim_v=128), (4096,) * 64, 64, H200)
+    with pytest.raises(UnsupportedError, match="float16 and bfloat16, not float32"):
+        decode.check(replace(p, dtype="float32"))
