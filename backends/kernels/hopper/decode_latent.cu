@@ -86,38 +86,36 @@ __device__ void produce(OnChip& s, const DecodeArgs& a, const Block& b) {
     const char* k = a.k.data + (b.kv_head * a.k.head + (PAGE ? 0 : b.batch * a.k.batch)) * 2;
     const int* table = a.table + i64(b.batch) * a.table_row;
     const u32 tile = shared_address(s.k[stage][0]);
-    u32 parity = 1;
-    for (int n = stage; n < b.tiles; n += STAGES, parity ^= 1) {
+    const char* rows[BLOCK_K / AT_ONCE];  // where a tile's lie; found while the one before comes
+    auto find_rows = [&](int n) {
         const int first = (b.first_tile + n) * BLOCK_K, count = min(BLOCK_K, b.length - first);
+        int pages[BLOCK_K / AT_ONCE];
+        u32 bytes = 0;
+#pragma unroll
+        for (int e = 0; e < BLOCK_K / AT_ONCE; ++e) {
+            const int row = e * AT_ONCE + group;
+            pages[e] = PAGE && row < count ? table[(first + row) / max(PAGE, 1)] : 0;
+            const bool opens = row == 0 || (first + row) % max(PAGE, 1) == 0;
+            bytes += row < count && opens && threadIdx.x % 8 == 0 ? 4 : 0;
+        }
+        if (PAGE && n < b.tiles) report(b.visit_count + n * 8 + 2, bytes);
         // A table may name a page that the pool has not: page 0 is read in its place, and all
         // results become NaN.
-        const char* rows[BLOCK_K / AT_ONCE];
-        if constexpr (PAGE != 0) {
-            int pages[BLOCK_K / AT_ONCE];
-            u32 bytes = 0;
+        bool bad = false;
 #pragma unroll
-            for (int e = 0; e < BLOCK_K / AT_ONCE; ++e) {
-                const int row = e * AT_ONCE + group;
-                pages[e] = row < count ? table[(first + row) / max(PAGE, 1)] : 0;
-                const bool opens = row == 0 || (first + row) % max(PAGE, 1) == 0;
-                bytes += row < count && opens && threadIdx.x % 8 == 0 ? 4 : 0;
-            }
-            report(b.visit_count + n * 8 + 2, bytes);
-            bool bad = false;
-#pragma unroll
-            for (int e = 0; e < BLOCK_K / AT_ONCE; ++e) {
-                const int row = e * AT_ONCE + group;
-                const bool known = u32(pages[e]) < u32(a.pages);
-                bad |= !known;
-                rows[e] = k + ((known ? pages[e] : 0) * a.k.batch +
-                               (first + row) % max(PAGE, 1) * a.k.row) * 2;
-            }
-            if (bad) s.bad = 1;
-        } else {
-#pragma unroll
-            for (int e = 0; e < BLOCK_K / AT_ONCE; ++e)
-                rows[e] = k + i64(first + e * AT_ONCE + group) * a.k.row * 2;
+        for (int e = 0; e < BLOCK_K / AT_ONCE; ++e) {
+            const int row = first + e * AT_ONCE + group;
+            const bool known = !PAGE || u32(pages[e]) < u32(a.pages);
+            bad |= !known;
+            rows[e] = k + (PAGE ? (known ? pages[e] : 0) * a.k.batch + row % max(PAGE, 1) * a.k.row
+                                : row * a.k.row) * 2;
         }
+        if (bad) s.bad = 1;
+    };
+    u32 parity = 1;
+    find_rows(stage);
+    for (int n = stage; n < b.tiles; n += STAGES, parity ^= 1) {
+        const int count = min(BLOCK_K, b.length - (b.first_tile + n) * BLOCK_K);
         wait(&s.empty[stage], parity);  // its last readers are done
         u32 bytes = 0;
 #pragma unroll
@@ -125,6 +123,7 @@ __device__ void produce(OnChip& s, const DecodeArgs& a, const Block& b) {
             const int row = e * AT_ONCE + group;
             bytes += copy_row(tile, row, row < count ? rows[e] : k, row < count);
         }
+        find_rows(n + STAGES);
         report(b.visit_count + n * 8, bytes);
         cp_async_wait();
         fence_async_shared();  // the tensor cores see what was copied
