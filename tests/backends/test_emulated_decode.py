@@ -121,6 +121,44 @@ def test_a_shared_prefix_is_walked_once(name):
     assert counted == simulated(made, case)
 
 
+CLUSTERS = {
+    "two": (Case(Problem(1, 400, 64, batch=2, **GROUPED), (400, 280)), 2),
+    "four, pages": (Case(Problem(4, 600, 64, batch=2, causal=True, **GROUPED), (600, 590), 3), 4),
+    "eight, padded": (Case(Problem(1, 1100, 72, 40, **GROUPED), (1090,)), 8),
+    "two, row tiles": (Case(Problem(20, 300, 128, heads=2, dtype="float16"), (290,)), 2),
+}
+HOPPERS = emulator.Emulator(900)
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_a_cluster_merges_its_splits(name):
+    case, splits = CLUSTERS[name]
+    x, gpu = case.make(), HOPPER
+    out, lse, made, counted = launch(HOPPERS, case, x, splits, gpu)
+    assert made.cluster == splits
+    assert made.slots == 0, "no part goes to HBM"
+    case.check(x, out, lse)
+    assert counted == moved(made, case)
+
+
+CLUSTER_FAULTS = {
+    "a part for another rank": ("t.share[rank][place]", "t.share[rank ^ 1][place]"),
+    "LSE to one block": ("to < CLUSTER; ++to)", "to < 1; ++to)"),
+    "a lost split": ("s < CLUSTER; ++s) {", "s < CLUSTER - 1; ++s) {"),
+    "C0": ("cluster_wait();  // C0", "// C0"),
+    "C1": ("cluster_arrive(), cluster_wait();  // C1", "// C1"),
+}
+
+
+@pytest.mark.parametrize("fault", CLUSTER_FAULTS)
+def test_faults_of_a_cluster_are_found(fault):
+    case, splits = CLUSTERS["four, pages"]
+    x = case.make()
+    out, lse, *_ = launch(Faulty(*CLUSTER_FAULTS[fault], arch=900), case, x, splits, HOPPER)
+    with pytest.raises(AssertionError):
+        case.check(x, out, lse)
+
+
 TRACED = {
     "one query": (Problem(1, 400, 64, batch=2, **GROUPED), (400, 280), 0, 2),
     "whole": (Problem(1, 300, 64, batch=3, **GROUPED), (0, 300, 1), 0, 1),
@@ -244,8 +282,8 @@ def test_faults_with_a_shared_prefix_are_found(fault):
 class Faulty(emulator.Emulator):
     """Compiles the kernel with a piece of text replaced; which must be there, in `all_files`."""
 
-    def __init__(self, old, new, *, all_files=True):
-        super().__init__(800)
+    def __init__(self, old, new, *, all_files=True, arch=800):
+        super().__init__(arch)
         self.old, self.new, self.all_files = old, new, all_files
 
     def source(self, file):

@@ -1,16 +1,21 @@
 // The CUDA C++ that the portable kernels use, on a CPU: emulator.py puts this before a kernel.
 //
-// Blocks run one after the other. A block's threads are coroutines: one warp runs as far as barriers
-// let it, then the next, in odd blocks from the last warp to the first; so a barrier that is missing
-// shows, whichever warp it held back. A round in which nobody gets further is a deadlock.
+// Blocks run one after the other, those of a cluster by turns. A block's threads are coroutines: one
+// warp runs as far as barriers let it, then the next, in odd blocks from the last warp to the first;
+// so a barrier that is missing shows, whichever warp it held back. A round in which nobody gets
+// further is a deadlock.
 // Shared memory starts as NaN, and what cp.async copies arrives no sooner than the thread waits for
 // it. PTX instructions are functions, named after their opcode.
+#include <algorithm>
 #include <cmath>
 #include <csetjmp>
 #include <cstring>
 #include <ucontext.h>
 #include <vector>
 
+#ifndef FS_CLUSTER
+#define FS_CLUSTER 1
+#endif
 #define __device__
 #define __global__
 #define __shared__
@@ -38,6 +43,7 @@ struct Thread {
     std::vector<Copy> copies;  // that cp.async started
     long group = 0;            // of copies, that is not committed yet
     bool begun = false, done = false;
+    long cluster = 0;  // meetings that its cluster had held when it arrived at the next
 };
 struct Meeting {  // of a warp's, a group's or a block's threads
     int size, here = 0;
@@ -47,6 +53,7 @@ constexpr size_t STACK = 1 << 17;
 std::vector<Thread> threads;
 std::vector<Meeting> warps;
 Meeting block, groups[16];  // groups: the block's numbered barriers, of which 0 is `block`
+Meeting cluster;
 jmp_buf scheduler;
 long progress;  // meetings held, threads ended
 unsigned (*slots)[8];  // what each thread shows its warp
@@ -88,41 +95,77 @@ void resume(unsigned t) {  // returns when the thread waits
     start(threads[t]);
 }
 
-bool run_block(unsigned count, bool backwards) {  // false: threads wait for each other in vain
-    memset(shared, 0xff, sizeof shared);
-    block = {int(count)};
-    for (Meeting& g : groups) g = {0};
-    for (Meeting& w : warps) w = {32};
-    for (Thread& t : threads) t.begun = t.done = false, t.group = 0, t.copies.clear();
-    for (unsigned left = count; left;) {
+struct Block {  // of a cluster: what the names above stand for while it has its turn
+    Index place;
+    std::vector<Thread> its_threads;
+    std::vector<Meeting> its_warps;
+    Meeting its_block, its_groups[16];
+    unsigned (*its_slots)[8];
+    std::vector<char> its_shared;
+
+    explicit Block(unsigned count) : its_threads(count), its_warps(count / 32) {
+        for (Thread& t : its_threads) t.stack = new char[STACK];
+        its_slots = new unsigned[count][8];
+        its_shared.resize(sizeof shared);
+    }
+    ~Block() {
+        for (Thread& t : its_threads) delete[] t.stack;
+        delete[] its_slots;
+    }
+    void begin(Index at, int count) {
+        place = at, its_block = {count};
+        for (Meeting& g : its_groups) g = {0};
+        for (Meeting& w : its_warps) w = {32};
+        for (Thread& t : its_threads) t.begun = t.done = false, t.group = 0, t.copies.clear();
+    }
+    void turn() {  // in or out
+        threads.swap(its_threads), warps.swap(its_warps);
+        std::swap(block, its_block), std::swap(groups, its_groups), std::swap(slots, its_slots);
+        std::swap(place, blockIdx);
+        if (FS_CLUSTER > 1) std::swap_ranges(shared, shared + sizeof shared, its_shared.data());
+    }
+};
+std::vector<Block*> blocks;  // of the cluster
+unsigned whose;              // turn it is
+
+bool run_cluster(bool backwards) {  // false: threads wait for each other in vain
+    cluster = {int(blocks.size() * blocks[0]->its_threads.size())};
+    for (unsigned left = 1, round = 0; left; ++round) {
         const long before = progress;
-        for (unsigned n = 0; n < warps.size(); ++n) {
-            const unsigned first = 32 * (backwards ? warps.size() - 1 - n : n);
-            for (long here = -1; here != progress;) {
-                here = progress;
-                for (unsigned t = first; t < first + 32; ++t)
-                    if (!threads[t].done) resume(t);
+        left = 0;
+        for (whose = 0; whose < blocks.size(); ++whose) {
+            blocks[whose]->turn();
+            if (!round) memset(shared, 0xff, sizeof shared);
+            for (long further = -1; further != progress;) {  // as far as it gets alone
+                further = progress;
+                for (unsigned n = 0; n < warps.size(); ++n) {
+                    const unsigned first = 32 * (backwards ? warps.size() - 1 - n : n);
+                    for (long here = -1; here != progress;) {
+                        here = progress;
+                        for (unsigned t = first; t < first + 32; ++t)
+                            if (!threads[t].done) resume(t);
+                    }
+                }
             }
+            for (const Thread& t : threads) left += !t.done;
+            blocks[whose]->turn();
         }
         if (progress == before) return false;
-        left = 0;
-        for (const Thread& t : threads) left += !t.done;
     }
     return true;
 }
 
 extern "C" bool run(const void* args, unsigned x, unsigned y, unsigned count) {
     arguments = args;
-    threads.resize(count), warps.resize(count / 32);
-    for (Thread& t : threads) t.stack = new char[STACK];
-    slots = new unsigned[count][8];
-    bool ended = true;
-    for (unsigned n = 0; ended && n < x * y; ++n) {
-        blockIdx = {n % x, n / x, 0};
-        ended = run_block(count, n % 2);
+    for (int n = 0; n < FS_CLUSTER; ++n) blocks.push_back(new Block(count));
+    bool ended = x % FS_CLUSTER == 0;
+    for (unsigned n = 0; ended && n < x * y; n += FS_CLUSTER) {
+        for (unsigned rank = 0; rank < FS_CLUSTER; ++rank)
+            blocks[rank]->begin({n % x + rank, n / x, 0}, count);
+        ended = run_cluster(n / FS_CLUSTER % 2);
     }
-    for (Thread& t : threads) delete[] t.stack;
-    delete[] slots;
+    for (Block* b : blocks) delete b;
+    blocks.clear();
     return ended;
 }
 
@@ -188,6 +231,30 @@ T __ldcg(const T* from) { return *from; }
 // -- PTX ------------------------------------------------------------------------------------------
 inline u32 __cvta_generic_to_shared(const void* p) {
     return u32(static_cast<const char*>(p) - shared);
+}
+
+inline void ptx_griddepcontrol_wait() {}
+inline void ptx_griddepcontrol_launch_dependents() {}
+inline void ptx_barrier_cluster_arrive_release_aligned() {
+    threads[threadIdx.x].cluster = cluster.held;
+    if (++cluster.here == cluster.size) cluster.here = 0, ++cluster.held, ++progress;
+}
+inline void ptx_barrier_cluster_wait_acquire_aligned() {
+    while (cluster.held == threads[threadIdx.x].cluster) yield();
+}
+constexpr int RANK_SHIFT = 20;  // of an address in another block's shared memory
+inline void ptx_mapa_shared_cluster_u32(u32& to, u32 here, u32 rank) {
+    to = here | rank << RANK_SHIFT;
+}
+inline float* in_cluster(u32 at) {
+    const u32 rank = at >> RANK_SHIFT, here = at & ((1u << RANK_SHIFT) - 1);
+    char* memory = rank == whose ? shared : blocks[rank]->its_shared.data();
+    return reinterpret_cast<float*>(memory + here);
+}
+inline void ptx_st_shared_cluster_f32(u32 to, float x) { *in_cluster(to) = x; }
+inline void ptx_st_shared_cluster_v4_f32(u32 to, float x, float y, float z, float w) {
+    const float all[] = {x, y, z, w};
+    memcpy(in_cluster(to), all, sizeof all);
 }
 
 inline void ptx_bar_sync(u32 number, int count) {
