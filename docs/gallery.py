@@ -18,7 +18,18 @@ import matplotlib as mpl
 import numpy as np
 
 import flashsim
-from flashsim import Problem, Tiling, banks, blocks, distributed, exercises, l2, predict, viz
+from flashsim import (
+    Problem,
+    Tiling,
+    banks,
+    blocks,
+    distributed,
+    exercises,
+    l2,
+    precision,
+    predict,
+    viz,
+)
 from flashsim.exercises.picture import draw
 from flashsim.studies.reproduce import pallas
 
@@ -178,6 +189,7 @@ PLOTS = {
     ),
     "roofline.png": lambda: viz.roofline(counts(BIG, tiling=Tiling(64, 64))),
     "banks.png": lambda: viz.banks([banks.access("column", layout) for layout in banks.LAYOUTS]),
+    "precision.png": lambda: viz.precision(precision.laboratory((1024,), kinds=("normal",))),
     "block-sizes.png": lambda: viz.block_sizes(
         blocks.sizes(Problem(4096, head_dim=128, batch=4, heads=16, dtype="bfloat16"))
     ),

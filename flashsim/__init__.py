@@ -30,6 +30,7 @@ from flashsim.errors import (
 )
 from flashsim.problem.hardware import Device
 from flashsim.problem.masks import BlockMask
+from flashsim.problem.precision import Precision
 from flashsim.problem.problem import Problem
 from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.tiling import Tiling
@@ -46,6 +47,7 @@ _LATE = {
             "claims",
             "demo",
             "ladder",
+            "precision",
             "predict",
             "reproduce",
             "roofline",
@@ -71,6 +73,7 @@ __all__ = [
     "MaskError",
     "MemoryModelError",
     "OptionError",
+    "Precision",
     "Problem",
     "Quantized",
     "Result",

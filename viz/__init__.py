@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from flashsim.viz.plots.cache import l2_curve
     from flashsim.viz.plots.gpu_timelines import gpu_timeline
     from flashsim.viz.plots.models import io_curve, memory_footprint, roofline
+    from flashsim.viz.plots.precision import precision
     from flashsim.viz.plots.ranks import rank_timeline, scaling
     from flashsim.viz.plots.series import roofline_series
     from flashsim.viz.plots.tile_maps import mask, tile_map
@@ -39,6 +40,7 @@ _ROOMS = {
     "plots.agreement": ("predicted_against_measured",),
     "plots.models": ("io_curve", "memory_footprint", "roofline"),
     "plots.series": ("roofline_series",),
+    "plots.precision": ("precision",),
     "plots.ranks": ("rank_timeline", "scaling"),
     "plots.tile_maps": ("mask", "tile_map"),
     "plots.gpu_timelines": ("gpu_timeline",),
@@ -62,6 +64,7 @@ __all__ = [
     "mask",
     "memory_footprint",
     "page",
+    "precision",
     "predicted_against_measured",
     "rank_timeline",
     "roofline",

@@ -65,13 +65,12 @@ def stream_keys(
             K_j = sram.load(K, visit.cols)                                                # 7
             V_j = K_j[..., : p.head_dim_v] if V is None else sram.load(V, visit.cols)
             S_ij, _ = score_tile(sram, hbm, Q_i, K_j, visit)                              # 8
-            m_new = np.maximum(m_i, S_ij.max(axis=-1))                                    # 9
+            m_new = sram.rounded("m", np.maximum(m_i, S_ij.max(axis=-1)))                 # 9
             S_ij -= finite(m_new)[..., None]
             P_ij = np.exp(S_ij, out=S_ij)  # P takes over S's tile
             alpha = np.exp(m_i - finite(m_new))
             l_i[:] = alpha * l_i + P_ij.sum(axis=-1)
-            O_i *= alpha[..., None]                                                       # 10
-            O_i += sram.rounded("P", P_ij) @ V_j
+            sram.accumulate(O_i, sram.rounded("P", P_ij), V_j, rescale=alpha)             # 10
             m_i[:] = m_new
 
 

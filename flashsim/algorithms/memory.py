@@ -20,7 +20,13 @@ import numpy as np
 from flashsim.counts.traffic import strip_rows
 from flashsim.errors import MemoryModelError, SramOverflow
 from flashsim.problem.hardware import Device
-from flashsim.problem.precision import NO_ROUNDING, Operands, operands, round_to
+from flashsim.problem.precision import (
+    NO_ROUNDINGS,
+    Precision,
+    Roundings,
+    round_to,
+    tensor_core_sum,
+)
 from flashsim.problem.problem import Problem, numpy_dtype
 from flashsim.schedule import plans
 from flashsim.schedule.names import ALLOC, CODES, COMPUTE, FREE, LOAD, REDUCE, STORE
@@ -266,8 +272,8 @@ class Sram:
         `device.sram_bytes` is the capacity.
     record : bool
         Whether to keep events.
-    operands : mapping
-        The types that `rounded` rounds to.
+    roundings : Roundings
+        What is rounded, and to which types.
     """
 
     def __init__(
@@ -277,13 +283,14 @@ class Sram:
         device: Device,
         *,
         record: bool,
-        operands: Operands = NO_ROUNDING,
+        roundings: Roundings = NO_ROUNDINGS,
     ) -> None:
         p = schedule.problem
         self.schedule, self.stage, self.device, self.record = schedule, stage, device, record
         self.compute = np.dtype(p.compute_dtype)
         self._lead = (p.batch * p.kv_heads, 1 if stage.per == "group" else p.group)
-        self._operands = operands
+        self._roundings = roundings
+        self._small: dict[int, tuple[np.ndarray, int]] = {}  # sums that are not flushed yet
         self._live: list[tuple[str, int, np.ndarray]] = []
         self._events: list[tuple[int, int, int, int, int, int, int]] = []
         self._where = (0, -1, -1, -1)  # member of the group, i, j, visit
@@ -306,9 +313,13 @@ class Sram:
     @contextmanager
     def visit(self, visit: Visit, member: int = 0) -> Iterator[None]:
         """One visit of a score tile, for query head `member` of the group."""
+        held = self._roundings.held
         with self._frame((member, visit.i, visit.j, visit.index)):
             yield
             self._log(COMPUTE, 0, 0)
+        for name, _, tile in self._live if held else ():
+            if name in held:
+                tile[...] = round_to(tile, held[name])
 
     @contextmanager
     def _frame(self, where: tuple[int, int, int, int]) -> Iterator[None]:
@@ -376,9 +387,37 @@ class Sram:
         return tile
 
     def rounded(self, name: str, tile: np.ndarray) -> np.ndarray:
-        """An operand of a product, rounded to the type in which it enters there ("P", "dS")."""
-        kind = self._operands.get(name)
+        """P or dS in the type in which it enters a product; S and m if `Precision` says so."""
+        kind = self._roundings.operands.get(name)
         return tile if kind is None else round_to(tile, *kind)
+
+    def multiply(self, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+        """``out = a @ b``."""
+        if not self._roundings.tensor_cores:
+            np.matmul(a, b, out=out)
+            return
+        out.fill(0)
+        tensor_core_sum(out, a, b)
+
+    def accumulate(
+        self, into: np.ndarray, a: np.ndarray, b: np.ndarray, rescale: np.ndarray
+    ) -> None:
+        """``into = diag(rescale) into + a @ b``."""
+        into *= rescale[..., None]
+        if not self._roundings.tensor_cores:
+            into += a @ b
+            return
+        flush = self._roundings.flush
+        if flush is None:
+            tensor_core_sum(into, a, b)
+            return
+        small, tiles = self._small.pop(id(into), (np.zeros_like(into), 0))
+        small *= rescale[..., None]
+        into -= small  # what is flushed; in float32, as the additions there
+        tensor_core_sum(small, a, b)
+        into += small
+        if tiles + 1 < flush:
+            self._small[id(into)] = small, tiles + 1
 
     def store(
         self,
@@ -390,6 +429,9 @@ class Sram:
         member: int | None = None,
     ) -> None:
         """Copy a tile SRAM -> HBM, rounded once to the tensor's type. A number fills the tile."""
+        kind = self._roundings.stored.get(tensor.name)
+        if kind is not None:
+            tile = round_to(np.asarray(tile, self.compute), kind)
         self._part(tensor, rows, cols, member)[...] = tile
         self._log(STORE, tensor.code, tensor.tile_bytes(rows, cols))
 
@@ -404,6 +446,10 @@ class Sram:
     ) -> None:
         """Add a tile into HBM (on a GPU: an atomic or bulk reduction in the L2 cache)."""
         tensor.add(rows, cols, member, tile)
+        kind = self._roundings.stored.get(tensor.name)
+        if kind is not None:
+            there = tensor.view(rows, cols, member)
+            there[...] = round_to(there, kind)
         self._log(REDUCE, tensor.code, tensor.tile_bytes(rows, cols))
 
     def _part(self, tensor: Tensor, rows: slice, cols: slice, member: int | None) -> np.ndarray:
@@ -430,6 +476,7 @@ class Machine:
     split : Split
     record : bool
         Whether to keep events.
+    precision : Precision
     """
 
     def __init__(
@@ -443,11 +490,12 @@ class Machine:
         key_order: KeyOrder = "ascending",
         split: Split = WHOLE,
         record: bool = False,
+        precision: Precision = Precision(),  # noqa: B008  # frozen
     ) -> None:
         tiling.check(problem, device, algorithm, direction, split)
         self.problem, self.tiling, self.device = problem, tiling, device
         self.key_order, self.split, self.record = key_order, split, record
-        self._operands = operands(problem, direction)
+        self.algorithm, self.direction, self.precision = algorithm, direction, precision
         self.hbm = Hbm(problem)
         self.stages: list[StageTrace] = []
         planned = plans.stages(problem, algorithm, direction, split)
@@ -480,7 +528,8 @@ class Machine:
         stage = self._plan[name]
         how = stage.outer, self.key_order, stage.dense, self.split
         schedule = Schedule(self.problem, self.tiling, *how)
-        sram = Sram(schedule, stage, self.device, record=self.record, operands=self._operands)
+        roundings = Roundings.of(self.problem, self.algorithm, self.direction, name, self.precision)
+        sram = Sram(schedule, stage, self.device, record=self.record, roundings=roundings)
         yield sram
         self.stages.append(sram.done())
 

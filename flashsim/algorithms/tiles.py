@@ -35,7 +35,7 @@ def score_tile(
     p = visit.schedule.problem
     shape = Q_i.shape[-2], K_j.shape[-2]
     S_ij, gate = sram.alloc("S", shape), None
-    np.matmul(Q_i, K_j.mT, out=S_ij)
+    sram.multiply(Q_i, K_j.mT, out=S_ij)
     S_ij *= p.scale
     if p.softcap:
         np.tanh(S_ij / p.softcap, out=S_ij)
@@ -47,7 +47,7 @@ def score_tile(
         S_ij += sram.load(hbm.bias, visit.rows, visit.cols, member=member)
     if (keep := visit.keep) is not None:
         S_ij[..., ~keep] = -np.inf
-    return S_ij, gate
+    return sram.rounded("S", S_ij), gate
 
 
 def score_gradient(

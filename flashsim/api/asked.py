@@ -14,6 +14,7 @@ from flashsim.engines.engine import Engine, Job
 from flashsim.errors import UnsupportedError
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
+from flashsim.problem.precision import Precision
 from flashsim.schedule import plans
 from flashsim.schedule.tiling import Tiling
 
@@ -88,6 +89,13 @@ def ask(
     `names` are the keywords of `run`, for who mistypes one.
     """
     engine = dispatch.engine(backend)
+    if options.get("precision") is not None:
+        checks.instance("precision", options["precision"], Precision, "flashsim.Precision")
+        if "precision" not in engine.OPTIONS:
+            raise UnsupportedError(
+                f"backend {backend!r} rounds as its kernels do; precision is for backend='numpy'"
+            )
+        options["precision"].check(plans.check_algorithm(algorithm))
     if options:
         inputs.reject_unknown(
             (name for name in options if name not in engine.OPTIONS),
@@ -107,6 +115,8 @@ def ask(
         table = None if table is None else checks.as_array("block_table", table)
     else:
         q, k, v = (adopted(engine, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    if options.get("precision", ...) is None:
+        del options["precision"]
     scaled, block = options.pop("scales", None), options.pop("scale_block", None)
     if scaled is not None or block is not None:
         question["scales"] = scales.granularity(scaled, block, len(q.shape), tiling)

@@ -90,7 +90,9 @@ def run(
         `head_dim_v`: V is k's first columns, as many, and one load serves both (latent attention).
         "numpy", for FP8 inputs: `scales`, three float32 arrays that q, k and v are multiplied by,
         each () for a whole tensor, (batch, heads) or (batch, heads, blocks), and `scale_block`,
-        (query rows, key rows) of a block (default: a tile's); see `flashsim.quantize`.
+        (query rows, key rows) of a block (default: a tile's); see `flashsim.quantize`. "numpy":
+        `precision`, a `flashsim.Precision`, for every type that numbers are rounded to on the way
+        (without a trace, since it changes no size).
         "numba": `threads`, how many (default: every CPU
         this process may use), and `micro_kernel`, "vector" or "plain". "cupy": `kernel`, "hopper"
         or "portable" (default: Hopper's wherever they run the problem), and `allow_tf32`: float32

@@ -201,4 +201,50 @@ def softmax_matmul(
     show_tables(tables, [every], form)
 
 
-COMMANDS = (walkthrough, banks, blocks, when, versions, softmax_matmul)
+def precision(
+    form: opt.Format,
+    n: Annotated[str, typer.Option("--n", "-n", help="Lengths, e.g. 256,1024.")] = "256,1024",
+    head_dim: Annotated[int, typer.Option("--head-dim", "-d", help="Width of rows.")] = 64,
+    dtype: Annotated[str, typer.Option(help="What points are lowered to.")] = "bfloat16",
+    kinds: Annotated[str | None, typer.Option(help="Of inputs, with commas; all.")] = None,
+    points: Annotated[str | None, typer.Option(help="Of rounding, with commas; all.")] = None,
+    algorithm: opt.Algorithm = "flash2",
+    causal: Annotated[bool, typer.Option("--causal", help="Causal mask.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the inputs.")] = 0,
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="What published kernels round, instead.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the first kind in this file.")] = None,
+) -> None:
+    """What each rounding costs: every point lowered alone, against float64."""
+    from flashsim.studies import precision as lab
+
+    if plot is not None:
+        pictures.ready_to_draw(plot)
+    lengths = values.parse_list("n", n, int)
+    if kernels:
+        if plot is not None:
+            raise OptionError("--plot draws points that are lowered alone; leave out --kernels")
+        with working("rounding"):
+            tables = [
+                lab.presets(each, dtype=dtype, head_dim=head_dim, seed=seed) for each in lengths
+            ]
+        show_tables(tables, tables, form)
+        return
+    with working("rounding"):
+        found = lab.laboratory(
+            lengths,
+            dtype=dtype,
+            kinds=None if kinds is None else values.parse_list("kinds", kinds, str),
+            points=None if points is None else values.parse_list("points", points, str),
+            algorithm=algorithm,
+            head_dim=head_dim,
+            causal=causal,
+            seed=seed,
+        )
+    show_tables(found.tables(), [found.table()], form)
+    if plot is not None:
+        pictures.draw("precision", found, plot, {})
+
+
+COMMANDS = (walkthrough, precision, banks, blocks, when, versions, softmax_matmul)

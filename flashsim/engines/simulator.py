@@ -12,6 +12,7 @@ from flashsim.algorithms import PASSES
 from flashsim.algorithms.memory import Hbm, Machine
 from flashsim.engines.engine import Job, Outcome
 from flashsim.errors import UnsupportedError
+from flashsim.problem.precision import Precision, round_to
 from flashsim.problem.problem import Problem, numpy_dtype
 from flashsim.schedule import plans
 from flashsim.schedule.split import WHOLE, Split
@@ -23,7 +24,7 @@ from flashsim.schedule.tiling import Tiling
 OPTIONS: frozenset[str] = frozenset(
     {
         *("splits", "pack_gqa", "cache_seqlens", "block_table", "shared_prefix", "head_dim_v"),
-        *("scales", "scale_block"),
+        *("scales", "scale_block", "precision"),
     }
 )
 
@@ -72,6 +73,8 @@ def backward(job: Job, saved: Mapping[str, Any], dout: np.ndarray) -> Outcome:
     hbm = machine.hbm
     for name, array in saved.items():
         hbm.put(name, array, dtype_of(job.problem, name))
+    inputs = job.options.get("precision", Precision()).inputs
+    dout = dout if inputs is None else round_to(dout, inputs)
     hbm.put("dO", dout, job.problem.result_dtype)
     made = _room(job, "backward", hbm)
     arrays = {name.lower(): made[name] for name in ("dQ", "dK", "dV", "dBias") if name in made}
@@ -81,7 +84,12 @@ def backward(job: Job, saved: Mapping[str, Any], dout: np.ndarray) -> Outcome:
 
 
 def _machine(job: Job, direction: str, tiling: Tiling, split: Split = WHOLE) -> Machine:
-    p = job.problem
+    p, precision = job.problem, job.options.get("precision", Precision())
+    if job.trace and precision != Precision():
+        raise UnsupportedError(
+            "precision changes numbers, not what moves: a trace would count the bytes of the "
+            "types that the inputs have; leave out trace, or precision"
+        )
     machine = Machine(
         p,
         tiling,
@@ -91,7 +99,11 @@ def _machine(job: Job, direction: str, tiling: Tiling, split: Split = WHOLE) -> 
         key_order=job.key_order,
         split=split,
         record=bool(job.trace),
+        precision=precision,
     )
+    if precision.inputs is not None:
+        q, k, v = (round_to(x, precision.inputs) for x in (job.q, job.k, job.v))
+        job = replace(job, q=q, k=k, v=v)
     q = _packed(job.q, p) if split.pack_gqa else job.q
     machine.hbm.put("Q", q)
     caches = {"K": job.k} if p.latent else {"K": job.k, "V": job.v}

@@ -1,22 +1,44 @@
-"""Which types numbers are rounded to on their way through an algorithm."""
+"""`Precision`: to which type numbers are rounded on their way through an algorithm.
+
+Every place where a kernel could keep fewer bits has a name. Of a kernel's choices only two are
+usual: P and dS enter their products in the inputs' type, and everything else is float32.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from flashsim import report
+from flashsim.errors import OptionError, UnknownArgumentError, choices
+from flashsim.problem import checks
 from flashsim.problem.problem import Problem, numpy_dtype
 
 #: Types of the operands of products by name, each with a power of two that they are multiplied by
 #: before they are rounded, and divided by after.
 Operands = Mapping[str, tuple[str, float]]
-NO_ROUNDING: Operands = MappingProxyType({})
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
 #: P = exp(S - m) is at most 1; FlashAttention-3 adds 8 to the exponent of 2 (`Max_offset` in its
 #: hopper/softmax.h), so that e4m3, whose smallest number is 2**-9, keeps P down to 2**-17.
 P_FACTOR = 256.0
+
+#: How products are summed: in float32; or as Hopper's tensor cores sum those of FP8 operands.
+ACCUMULATORS = ("float32", "hopper-fp8")
+#: What each algorithm rounds, by the names of `Precision`.
+_STANDARD = ("inputs", "s", "p", "o", "ds", "dq", "dkv")
+_FLASH2 = ("inputs", "s", "p", "m", "l", "o", "lse", "delta", "ds", "dq", "dkv")
+POINTS = {
+    "standard": _STANDARD,
+    "flash1": ("inputs", "s", "p", "o_hbm", "l_hbm", "m_hbm", "ds", "dq", "dkv"),
+    "flash2": _FLASH2,
+    "flash2-fused": _FLASH2,
+    "flash-decode": ("inputs", "s", "p", "m", "l", "o", "lse"),
+}
 
 
 def round_to(x: np.ndarray, dtype: str, factor: float = 1.0) -> np.ndarray:
@@ -24,19 +46,235 @@ def round_to(x: np.ndarray, dtype: str, factor: float = 1.0) -> np.ndarray:
 
     Where a type has no infinity (float8_e4m3fn), what is too large becomes NaN, as in `ml_dtypes`.
     """
-    if factor == 1.0:
-        return x.astype(numpy_dtype(dtype)).astype(x.dtype)
-    return (x * x.dtype.type(factor)).astype(numpy_dtype(dtype)).astype(x.dtype) / factor
+    with np.errstate(over="ignore", invalid="ignore"):
+        if factor == 1.0:
+            return x.astype(numpy_dtype(dtype)).astype(x.dtype)
+        return (x * x.dtype.type(factor)).astype(numpy_dtype(dtype)).astype(x.dtype) / factor
 
 
-def operands(problem: Problem, direction: str) -> Operands:
+@dataclass(frozen=True)
+class Precision:
+    """The type of every rounding point of an algorithm; None leaves what the algorithm has.
+
+    Only numbers change: a run that is given one counts nothing.
+
+    Attributes
+    ----------
+    inputs : str, optional
+        q, k, v and dout, as they come from HBM.
+    s : str, optional
+        Scores, scaled and masked, before the softmax.
+    p, ds : str, optional
+        P and dS as operands of their products; default: the inputs' type.
+    m, l, o : str, optional
+        Running row maximum, row sum and output, from one visit to the next.
+    lse, delta : str, optional
+        What the forward pass hands to the backward pass; rowsum(dO o O).
+    dq, dkv : str, optional
+        The gradients' accumulators, from one visit to the next.
+    o_hbm, l_hbm, m_hbm : str, optional
+        FlashAttention-1: what goes to HBM between visits.
+    accumulator : {"float32", "hopper-fp8"}
+        How Q K^T and P V are summed in the forward pass (see `tensor_core_sum`).
+    flush : int, optional
+        With "hopper-fp8": after so many key tiles the sum P V is added to a float32 accumulator,
+        and begins anew. Default: never, it is summed in O itself.
+    """
+
+    inputs: str | None = None
+    s: str | None = None
+    p: str | None = None
+    ds: str | None = None
+    m: str | None = None
+    l: str | None = None  # the papers' name
+    o: str | None = None
+    lse: str | None = None
+    delta: str | None = None
+    dq: str | None = None
+    dkv: str | None = None
+    o_hbm: str | None = None
+    l_hbm: str | None = None
+    m_hbm: str | None = None
+    accumulator: str = "float32"
+    flush: int | None = None
+
+    __repr__ = report.short
+    _repr_html_ = report.card
+
+    def __new__(cls, *_: Any, **given: Any) -> Precision:
+        """Name a keyword that is no point, in place of Python's own error."""
+        known = [one.name for one in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise UnknownArgumentError(f"Precision has no {name!r}; {choices(name, known)}")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        for one in fields(self)[:-2]:
+            if (value := getattr(self, one.name)) is not None:
+                object.__setattr__(self, one.name, checks.dtype_name(value))
+        checks.one_of("accumulator", self.accumulator, ACCUMULATORS)
+        if self.flush is not None:
+            checks.positive_int("flush", self.flush)
+            if self.accumulator == "float32":
+                raise OptionError(
+                    "flush says how often a tensor core's sum is added to a float32 one; give "
+                    "accumulator='hopper-fp8' as well"
+                )
+
+    @property
+    def points(self) -> dict[str, str]:
+        """The points that are set, and their types."""
+        every = {one.name: getattr(self, one.name) for one in fields(self)[:-2]}
+        return {name: dtype for name, dtype in every.items() if dtype is not None}
+
+    def check(self, algorithm: str) -> None:
+        """Raise `OptionError` if a point is set that the algorithm does not have."""
+        for name in self.points:
+            if name not in POINTS[algorithm]:
+                raise OptionError(
+                    f"{algorithm!r} has no rounding point {name!r}; it has "
+                    f"{', '.join(POINTS[algorithm])}"
+                )
+
+    @classmethod
+    def preset(cls, name: str, dtype: str = "bfloat16") -> Precision:
+        """What a published kernel rounds; `dtype` is its inputs', float16 or bfloat16.
+
+        Raises
+        ------
+        OptionError
+            If there is no such kernel.
+        """
+        checks.one_of("precision preset", name, PRESETS)
+        checks.one_of("dtype", dtype, ("float16", "bfloat16"))
+        given = PRESETS[name][0]
+        types: dict[str, Any] = {n: dtype for n, x in given.points.items() if x == "float16"}
+        return replace(given, **types)
+
+
+#: Published kernels: what they round, with "float16" for the inputs' type, and where it says so.
+PRESETS: dict[str, tuple[Precision, str]] = {
+    "standard": (
+        Precision(inputs="float16", s="float16", p="float16", ds="float16"),
+        "arXiv:2407.08608, section 4.3: S and P of plain attention pass through HBM in the inputs' "
+        "type; products are summed in float32",
+    ),
+    "flash-attention-1": (
+        Precision(inputs="float16", p="float16", ds="float16"),
+        "github.com/Dao-AILab/flash-attention v1, csrc/flash_attn/src/fmha_fprop_kernel_1xN.h: O "
+        "between visits, m and l are float32 (o_tmp)",
+    ),
+    "flash-attention-2": (
+        Precision(inputs="float16", p="float16", ds="float16"),
+        "github.com/Dao-AILab/flash-attention v2, csrc/flash_attn/src/flash_fwd_kernel.h and "
+        "flash_bwd_kernel.h: P and dS are converted to Element; accumulators, the softmax, LSE, "
+        "rowsum(dO o O) and dQ's accumulator are float",
+    ),
+    "flash-attention-3": (
+        Precision(inputs="float16", p="float16", ds="float16"),
+        "arXiv:2407.08608, section 4.3: intermediate results of the softmax are kept in float32",
+    ),
+    "flash-attention-3-fp8": (
+        Precision(inputs="float8_e4m3fn", p="float8_e4m3fn", accumulator="hopper-fp8"),
+        "arXiv:2407.08608, section 3.3; the accumulator: DeepSeek-V3, arXiv:2412.19437, section "
+        "3.5.2. Scales are `flashsim.quantize`'s",
+    ),
+}
+
+
+class Roundings(NamedTuple):
+    """What one stage rounds, by the papers' names of tensors.
+
+    Attributes
+    ----------
+    operands : what is rounded where it is computed, or enters a product
+    held : accumulators, at the end of each visit
+    stored : what is written to HBM, or added there
+    tensor_cores : whether products are summed as FP8's are on Hopper
+    flush : int or None
+    """
+
+    operands: Operands = _NONE
+    held: Mapping[str, str] = _NONE
+    stored: Mapping[str, str] = _NONE
+    tensor_cores: bool = False
+    flush: int | None = None
+
+    @classmethod
+    def of(
+        cls, problem: Problem, algorithm: str, direction: str, stage: str, precision: Precision
+    ) -> Roundings:
+        """Those of one stage."""
+        p, forward = problem, direction == "forward"
+        points = precision.points
+        found = _usual(p, forward) | {
+            name: points[point]
+            for name, point in (("P", "p"), ("dS", "ds"), ("S", "s"), ("m", "m"))
+            if point in points
+        }
+        operands = {
+            name: (dtype, P_FACTOR if name == "P" and dtype in checks.FP8 else 1.0)
+            for name, dtype in found.items()
+            if dtype != p.compute_dtype
+        }
+        held = {"O": "o", "l": "l", "dQ": "dq", "dK": "dkv", "dV": "dkv"}
+        stored = {"L": "lse", "L_part": "lse", "delta": "delta"}
+        if algorithm == "flash1":
+            stored |= {"O": "o_hbm", "O_acc": "o_hbm", "l": "l_hbm", "m": "m_hbm"}
+        if stage in ("softmax", "ds"):
+            stored |= {"P": "p", "dS": "ds"}
+        if stage == "fused" or (algorithm, stage) == ("flash1", "backward"):
+            stored |= {"dQ": "dq", "dQ_acc": "dq"}
+        held, stored = (
+            {name: points[point] for name, point in names.items() if point in points}
+            for names in (held, stored)
+        )
+        cores = forward and precision.accumulator == "hopper-fp8"
+        return cls(operands, held, stored, cores, precision.flush if cores else None)
+
+
+NO_ROUNDINGS = Roundings()
+
+
+def _usual(p: Problem, forward: bool) -> dict[str, str]:
     """How P and dS enter products: in the input's type, and of FP8 inputs backward in bfloat16.
 
     FlashAttention-3 has no FP8 backward pass; the 16-bit one is what follows its FP8 forward.
     """
-    p = problem
-    if p.dtype == p.compute_dtype:
-        return NO_ROUNDING
-    if direction == "forward":
-        return {"P": (p.dtype, P_FACTOR if p.fp8 else 1.0)}
-    return dict.fromkeys(("P", "dS"), (p.result_dtype, 1.0))
+    return {"P": p.dtype} if forward else dict.fromkeys(("P", "dS"), p.result_dtype)
+
+
+#: Products that a tensor core sums at a time, and the bits it keeps behind the leading one.
+TERMS, FRACTION = 32, 13
+
+
+def tensor_core_sum(into: np.ndarray, a: np.ndarray, b: np.ndarray) -> None:
+    """``into += a @ b``, summed as Hopper's tensor cores sum products of FP8 operands.
+
+    Of 32 products and the sum so far, each is shifted to the largest one's exponent and cut off
+    after 14 bits, the leading one and 13 more (DeepSeek-V3, arXiv:2412.19437, section 3.5.2); what
+    is kept of the sum has as many. Cut off means towards zero, as in tensor cores before (Fasi et
+    al., PeerJ Computer Science 2021). Products of FP8 numbers are exact.
+
+    Parameters
+    ----------
+    into : ndarray of float32, (.., m, n)
+    a, b : ndarray of float32, (.., m, k), (.., k, n)
+    """
+    for first in range(0, a.shape[-1], TERMS):
+        part = slice(first, first + TERMS)
+        terms = a[..., part, None] * b[..., None, part, :]
+        largest = np.maximum(np.abs(terms).max(axis=-2), np.abs(into))
+        unit = _unit(largest)
+        terms /= unit[..., None, :]
+        total = np.trunc(terms, out=terms).sum(axis=-2) + np.trunc(into / unit)
+        total *= unit
+        unit = _unit(np.abs(total))
+        into[...] = np.trunc(total / unit) * unit
+
+
+def _unit(size: np.ndarray) -> np.ndarray:
+    """The last bit that is kept of numbers of this size."""
+    _, exponent = np.frexp(size)
+    return np.ldexp(np.float32(1), np.maximum(exponent - 1 - FRACTION, -126)).astype(np.float32)

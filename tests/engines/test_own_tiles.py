@@ -165,7 +165,17 @@ def test_what_is_public_lets_nothing_by():
             *("ndim", "shape", "size", "sum"),
         }
         assert public(sram) == {
-            *("accumulate", "alloc", "device", "free", "load", "name", "peak", "positions"),
+            *(
+                "accumulate",
+                "alloc",
+                "device",
+                "free",
+                "load",
+                "multiply",
+                "name",
+                "peak",
+                "positions",
+            ),
             *(
                 "reduce",
                 "rounded",

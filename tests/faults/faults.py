@@ -30,6 +30,9 @@ OPTIONS = ("engines/test_engines.py::test_options", "-k", "numpy-flash2- and flo
 PRECISION = ("engines/test_engines.py::test_p_is_rounded_to_the_input_type",)
 ORACLE = ("problem/test_oracle.py::test_agrees_with_a_second_formula", "-k", "causal or window")
 FP8 = ("api/test_quantize.py::test_attention_is_that_of_the_numbers_that_are_meant",)
+FLUSH = ("problem/test_precision.py::test_what_is_flushed_is_one_tensor_core_sum",)
+FLUSH_SCALED = ("problem/test_precision.py::test_what_is_not_flushed_yet_is_rescaled",)
+BITS = ("problem/test_precision.py::test_a_tensor_core_keeps_14_bits_of_what_it_adds",)
 ROTATION = ("api/test_quantize.py::test_rotation_lowers_the_error_that_outliers_make",)
 SCALES = ("counts/test_traffic.py::test_scales_are_counted_exactly",)
 TRAFFIC = ("counts/test_traffic.py::test_fixed_problems_are_counted_exactly", "-k", "gqa")
@@ -60,7 +63,7 @@ STANDARD, TILES = "flashsim.algorithms.standard", "flashsim.algorithms.tiles"
 MEMORY, PROBLEM = "flashsim.algorithms.memory", "flashsim.problem.problem"
 SCHEDULE, COUNTS = "flashsim.schedule.schedule", "flashsim.counts.forms"
 
-QUANTIZE = "flashsim.api.quantize"
+QUANTIZE, NUMBERS = "flashsim.api.quantize", "flashsim.problem.precision"
 DECODING, MERGE = "flashsim.algorithms.decode", "flashsim.algorithms.merge"
 
 FAULTS = {
@@ -117,7 +120,7 @@ FAULTS = {
     # -- online softmax -------------------------------------------------------------------------
     "o-not-rescaled": Fault(
         "O keeps the scale of an older maximum",
-        *(FLASH2, "O_i *= alpha[..., None]", "pass", KINDS_2),
+        *(FLASH2, "rescale=alpha", "rescale=alpha * 0 + 1", KINDS_2),
     ),
     "l-not-rescaled": Fault(
         "l keeps the scale of an older maximum",
@@ -233,7 +236,19 @@ FAULTS = {
     # -- precision ------------------------------------------------------------------------------
     "p-not-rounded": Fault(
         "P V is computed from P in float32",
-        *(FLASH2, 'O_i += sram.rounded("P", P_ij) @ V_j', "O_i += P_ij @ V_j", PRECISION),
+        *(FLASH2, 'O_i, sram.rounded("P", P_ij), V_j', "O_i, P_ij, V_j", PRECISION),
+    ),
+    "flush-skipped": Fault(
+        "the tensor cores' sum is never added to the float32 accumulator",
+        *(MEMORY, "if tiles + 1 < flush:", "if True:", FLUSH),
+    ),
+    "flushed-sum-not-rescaled": Fault(
+        "what is not flushed yet keeps the scale of an older maximum",
+        *(MEMORY, "small *= rescale[..., None]", "pass", FLUSH_SCALED),
+    ),
+    "bits-of-the-accumulator": Fault(
+        "tensor cores keep one bit more than they do",
+        *(NUMBERS, "TERMS, FRACTION = 32, 13", "TERMS, FRACTION = 32, 14", BITS),
     ),
     "scale-left-out": Fault(
         "an FP8 tile is read as if its scale were 1",

@@ -1,5 +1,6 @@
 """Plots, looked at through their artists and data."""
 
+import dataclasses
 import io
 import itertools
 import re
@@ -12,7 +13,7 @@ from matplotlib import pyplot as plt
 from matplotlib.colors import to_hex
 
 import flashsim
-from flashsim import Problem, Tiling, banks, blocks, l2, viz
+from flashsim import Problem, Tiling, banks, blocks, l2, precision, viz
 from flashsim.counts import bounds, traffic
 from flashsim.errors import DTypeError, OptionError, TraceError
 from flashsim.viz import palette
@@ -54,6 +55,9 @@ EVERY = {
     "io_curve": lambda **o: viz.io_curve(counts(), **o),
     "roofline": lambda **o: viz.roofline(counts()[:1], **o),
     "banks": lambda **o: viz.banks(banks.access("column"), **o),
+    "precision": lambda **o: viz.precision(
+        precision.laboratory((32,), kinds=("normal",), points=("lse", "m")), **o
+    ),
     "block_sizes": lambda **o: viz.block_sizes(blocks.sizes(Problem(512), (64, 128)), **o),
     "roofline_series": lambda **o: viz.roofline_series(
         {"a": [("N = 1", 1.0, 1e9), ("N = 2", 2.0, 2e9)]}, device="A100", **o
@@ -805,6 +809,21 @@ def test_words_lie_in_their_banks_and_panels_say_how_many_wavefronts():
     ):
         with pytest.raises(OptionError, match=message):
             viz.banks(data)
+
+
+def test_precision_shows_each_point_and_what_overflows_at_the_edge():
+    found = precision.laboratory((32,), kinds=("normal",), points=("lse", "s"))
+    last = dataclasses.replace(
+        found.findings[-1], errors=dict.fromkeys(("out", "dq", "dk", "dv"), np.nan)
+    )
+    found = dataclasses.replace(found, findings=(*found.findings[:-1], last))
+    ax = viz.precision(found)
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["float32", "lse", "s"]
+    drawn = {line.get_label(): line.get_ydata() for line in ax.lines}
+    assert drawn["dq"][1] == found.of("lse").errors["dq"] > 100 * drawn["out"][1]
+    assert drawn["dq"][2] > max(drawn["dq"][:2])
+    with pytest.raises(OptionError, match="nothing was found for 'heavy' inputs of length 32"):
+        viz.precision(found, kind="heavy")
 
 
 def test_block_sizes_are_over_the_smallest_and_what_is_too_large_is_hollow():

@@ -233,12 +233,28 @@ class OpenSram:
         row = np.arange(span.start, span.stop, dtype=self._compute)
         return self._made(np.broadcast_to(row, (*self._lead, len(row))).copy())
 
-    def accumulate(self, into: SramTile, a: SramTile, b: SramTile) -> None:
-        """``into += a @ b`` as tensor cores do it: the product takes no room of its own."""
+    def accumulate(
+        self, into: SramTile, a: SramTile, b: SramTile, rescale: SramTile | None = None
+    ) -> None:
+        """``into += a @ b`` as tensor cores do it: the product takes no room of its own.
+
+        With `rescale`, one factor a row, ``into`` is multiplied by it before.
+        """
+        if rescale is not None:
+            into *= rescale[..., None]
         product(a, b, out=into, add=True)
 
+    def multiply(self, a: SramTile, b: SramTile, out: SramTile) -> None:
+        """``out = a @ b``."""
+        product(a, b, out=out)
+
     def rounded(self, name: str, tile: SramTile) -> SramTile:
-        """An operand of a product ("P", "dS") in the type in which it enters there: the inputs'."""
+        """An operand of a product ("P", "dS") in the type in which it enters there: the inputs'.
+
+        Tiles by other names stay as they are.
+        """
+        if name not in ("P", "dS"):
+            return tile
         return self._schedule.problem.rounded(tile)  # type: ignore[arg-type, return-value]
 
     def show(self, tile: SramTile) -> None:

@@ -1,0 +1,48 @@
+"""Drawn that precision is tried on: random scores alone hardly move the running maximum."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from flashsim.problem import checks
+
+#: What there is, in words.
+KINDS = {
+    "normal": "N(0, 1)",
+    "rising": "scores climb from -50 to 50 along the keys, so the maximum moves at every tile",
+    "falling": "scores fall from 50 to -50: the first tile has the maximum",
+    "heavy": "N(0, 1), one element in a hundred 8 times as large",
+    "outliers": "N(0, 1) + N(0, 100) Bernoulli(0.001), FlashAttention-3's (arXiv:2407.08608, 4.3)",
+}
+
+
+class Drawn(NamedTuple):
+    """q, k, v and dout, float64, (1, heads, n, head_dim)."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    dout: np.ndarray
+
+
+def draw(kind: str, n: int, head_dim: int = 64, *, heads: int = 1, seed: int = 0) -> Drawn:
+    """Drawn of one kind; the same seed gives the same numbers."""
+    checks.one_of("kind of input", kind, KINDS)
+    n = checks.positive_int("n", n)
+    d = checks.positive_int("head_dim", head_dim)
+    rng = np.random.default_rng(checks.seed(seed))
+    made = [rng.standard_normal((1, heads, n, d)) for _ in range(4)]
+    if kind == "heavy":
+        for x in made:
+            x[rng.random(x.shape) < 0.01] *= 8
+    elif kind == "outliers":
+        for x in made:
+            x += 10 * rng.standard_normal(x.shape) * (rng.random(x.shape) < 0.001)
+    elif kind in ("rising", "falling"):
+        direction = np.full(d, d**-0.5)  # a unit vector; the default scale is 1 / sqrt(d)
+        ramp = np.linspace(-50, 50, n)[:: 1 if kind == "rising" else -1]
+        made[0] = 0.1 * made[0] + direction
+        made[1] = made[1] + d**0.5 * ramp[:, None] * direction
+    return Drawn(*made)

@@ -1,0 +1,252 @@
+"""Each rounding point lowered alone, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flashsim import report
+from flashsim.api.execution import run
+from flashsim.errors import OptionError, choices
+from flashsim.problem import checks, oracle
+from flashsim.problem.precision import POINTS, PRESETS, Precision
+from flashsim.problem.problem import Problem
+from flashsim.schedule import plans
+from flashsim.schedule.tiling import Tiling
+from flashsim.studies.precision.inputs import KINDS, draw
+
+RESULTS = ("out", "dq", "dk", "dv")
+#: What a row is called where nothing is lowered: inputs and everything else are float32.
+NOTHING = "float32"
+_COLUMNS = ("inputs", "N", "lowered", *RESULTS, "|rows of P - 1|")
+_NOTE = (
+    "error: root mean square against float64, over the root mean square of the result; rows of P: "
+    "how far the sum of a row that the backward pass recomputes as exp(S - LSE) is from 1, at most"
+)
+
+
+@dataclass(frozen=True)
+class LoweredPoint:
+    """What one rounding did to one kind of input.
+
+    Attributes
+    ----------
+    point : str
+        The point that was lowered, or `NOTHING`, or the name of a published kernel.
+    kind : str
+        Of input.
+    n : int
+        Queries and keys.
+    errors : dict of float
+        Of "out", "dq", "dk" and "dv": root mean square error over root mean square; NaN or infinite
+        where a result is.
+    row_sum : float
+        Largest ``|sum of exp(S - LSE) - 1|`` over rows.
+    """
+
+    point: str
+    kind: str
+    n: int
+    errors: dict[str, float]
+    row_sum: float
+
+    def row(self) -> tuple[report.Cell, ...]:
+        """A line of a table."""
+        each = (self.errors[name] for name in RESULTS)
+        return (self.kind, self.n, self.point, *each, self.row_sum)
+
+
+@dataclass(frozen=True)
+class Laboratory:
+    """All findings; prints as tables.
+
+    Attributes
+    ----------
+    dtype : str
+        What points were lowered to.
+    algorithm : str
+    head_dim : int
+    findings : tuple of LoweredPoint
+    """
+
+    dtype: str
+    algorithm: str
+    head_dim: int
+    findings: tuple[LoweredPoint, ...]
+
+    def of(self, point: str, kind: str | None = None, n: int | None = None) -> LoweredPoint:
+        """One finding; kind and length default to the first there is."""
+        for one in self.findings:
+            if one.point == point and kind in (None, one.kind) and n in (None, one.n):
+                return one
+        known = dict.fromkeys(one.point for one in self.findings)
+        raise OptionError(f"nothing was found of {point!r}; {choices(point, known)}")
+
+    @property
+    def kinds(self) -> list[str]:
+        """Kinds of input, in order."""
+        return list(dict.fromkeys(one.kind for one in self.findings))
+
+    def table(self) -> report.Table:
+        """One row a kind of input, length and point."""
+        what = f"{self.algorithm}, d = {self.head_dim}"
+        table = report.Table(
+            f"Error of {what}, lowered to {self.dtype}, one at a time", _COLUMNS, note=_NOTE
+        )
+        table.rows += [one.row() for one in self.findings]
+        return table
+
+    def tables(self) -> list[report.Table]:
+        """For people: a table as N grows for the first kind of input, one of kinds at one N."""
+        first, longest = self.kinds[0], max(one.n for one in self.findings)
+        made = []
+        if any(one.n != longest for one in self.findings):
+            made.append(self._table(lambda one: one.kind == first, f"as N grows, {first} inputs"))
+        if len(self.kinds) > 1 or not made:
+            made.append(self._table(lambda one: one.n == longest, f"by inputs, N = {longest:,}"))
+        return made
+
+    def _table(self, chosen: Callable[[LoweredPoint], bool], what: str) -> report.Table:
+        whole = self.table()
+        order = list(dict.fromkeys(one.point for one in self.findings))
+        kept = sorted(
+            (one for one in self.findings if chosen(one)),
+            key=lambda one: (order.index(one.point), self.kinds.index(one.kind), one.n),
+        )
+        table = report.Table(f"{whole.title}: {what}", _COLUMNS, note=whole.note)
+        table.rows += [one.row() for one in kept]
+        return table
+
+    __repr__ = report.titled
+    _repr_html_ = report.tabled
+
+    def __str__(self) -> str:
+        return "\n".join(table.text() for table in self.tables())
+
+
+def laboratory(
+    n: Sequence[int] = (256, 1024),
+    *,
+    dtype: str = "bfloat16",
+    kinds: Iterable[str] | None = None,
+    points: Iterable[str] | None = None,
+    algorithm: str = "flash2",
+    head_dim: int = 64,
+    causal: bool = False,
+    tiling: Tiling | None = None,
+    seed: int = 0,
+) -> Laboratory:
+    """Run attention with one rounding point lowered at a time, and hold it against float64.
+
+    Inputs are float32 and so is everything that is not lowered.
+
+    Parameters
+    ----------
+    n : sequence of int
+        Lengths.
+    dtype : str
+        What points are lowered to.
+    kinds : names out of `KINDS`, optional
+        Of inputs; default: all.
+    points : names out of `POINTS` of the algorithm, optional
+        Default: all.
+    algorithm : str
+    head_dim : int
+    causal : bool
+    tiling : Tiling, optional
+        Default: 64 x 64.
+    seed : int
+
+    Returns
+    -------
+    Laboratory
+
+    Raises
+    ------
+    OptionError, DTypeError, ShapeError
+        Also for what does not exist.
+    """
+    dtype = checks.dtype_name(dtype)
+    plans.check_algorithm(algorithm)
+    plans.check_backward(algorithm)
+    known = POINTS[algorithm]
+    asked = [checks.one_of("rounding point", x, known) for x in (points or known)]
+    lowered = {NOTHING: Precision()}
+    for x in asked:
+        alone: dict[str, Any] = {x: dtype}
+        lowered[x] = Precision(**alone)
+    lengths = [checks.positive_int("n", each) for each in n]
+    how = (algorithm, head_dim, checks.flag("causal", causal), tiling or Tiling(64, 64), seed)
+    found = [
+        finding
+        for kind in (kinds or KINDS)
+        for each in lengths
+        for finding in _findings(kind, each, lowered, *how)
+    ]
+    return Laboratory(dtype, algorithm, head_dim, tuple(found))
+
+
+#: Which algorithm a published kernel carries out. FP8's needs scales: `flashsim reproduce fp8`.
+KERNELS = {
+    "standard": "standard",
+    "flash-attention-1": "flash1",
+    "flash-attention-2": "flash2",
+    "flash-attention-3": "flash2",
+}
+
+
+def presets(
+    n: int = 1024, *, dtype: str = "bfloat16", head_dim: int = 64, seed: int = 0
+) -> report.Table:
+    """Errors of what published kernels round, on every kind of input (see `Precision.preset`)."""
+    table = report.Table(
+        f"Error of published kernels' roundings, {dtype}, N = {n:,}, d = {head_dim}",
+        (*_COLUMNS[:2], "kernel", *_COLUMNS[3:]),
+        note="sources: " + "; ".join(f"{name}: {PRESETS[name][1]}" for name in KERNELS),
+    )
+    for kind in KINDS:
+        for name, algorithm in KERNELS.items():
+            rounds = {name: Precision.preset(name, dtype)}
+            how = algorithm, head_dim, False, Tiling(64, 64), seed
+            table.rows += [one.row() for one in _findings(kind, n, rounds, *how)]
+    return table
+
+
+def _findings(
+    kind: str,
+    n: int,
+    lowered: dict[str, Precision],
+    algorithm: str,
+    head_dim: int,
+    causal: bool,
+    tiling: Tiling,
+    seed: int,
+) -> list[LoweredPoint]:
+    """One for each way of rounding, on the same inputs."""
+    x = draw(kind, n, head_dim, seed=seed)
+    q, k, v, dout = (part.astype(np.float32) for part in x)
+    problem = Problem(n, head_dim=head_dim, causal=causal)
+    out, lse = oracle.attention(q, k, v, problem)
+    truth = {"out": out, **oracle.gradients(q, k, v, dout, problem)}
+    found = []
+    for point, precision in lowered.items():
+        result = run(
+            *(q, k, v), algorithm=algorithm, causal=causal, tiling=tiling, precision=precision
+        )
+        gradients = result.backward(dout, tiling=tiling)
+        got = {"out": result.out, "dq": gradients.dq, "dk": gradients.dk, "dv": gradients.dv}
+        with np.errstate(all="ignore"):
+            apart = np.abs(np.expm1(lse - result.lse.astype(np.float64)))
+        errors = {name: _error(got[name], truth[name]) for name in RESULTS}
+        found.append(LoweredPoint(point, kind, n, errors, float(apart.max())))
+    return found
+
+
+def _error(got: np.ndarray, truth: np.ndarray) -> float:
+    """Root mean square of the error over that of the result."""
+    with np.errstate(all="ignore"):
+        square = ((got.astype(np.float64) - truth) ** 2).mean() / (truth**2).mean()
+    return float(np.sqrt(square))

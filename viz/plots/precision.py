@@ -1,0 +1,64 @@
+"""What each rounding costs: errors by the point that was lowered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from flashsim.errors import OptionError
+from flashsim.viz.palette import Theme
+from flashsim.viz.style import MARKERS, heading, themed
+
+_RESULTS = ("out", "dq", "dk", "dv")
+
+
+@themed
+def precision(
+    data: Any, *, kind: str | None = None, n: int | None = None, ax: Axes, theme: Theme
+) -> None:
+    """Error of out, dq, dk and dv for each rounding point lowered alone, on one kind of input.
+
+    Across, the points, the first with nothing lowered; up, the error, logarithmic. What is not
+    finite stands at the upper edge.
+
+    Parameters
+    ----------
+    data : Laboratory
+        What `flashsim.precision.laboratory` gives.
+    kind : str, optional
+        Of input; default: the first.
+    n : int, optional
+        Default: the longest.
+    ax, theme
+        See `themed`.
+
+    Raises
+    ------
+    OptionError
+        If there is no such kind or length.
+    """
+    kind = data.kinds[0] if kind is None else kind
+    n = max(one.n for one in data.findings) if n is None else n
+    found = [one for one in data.findings if one.kind == kind and one.n == n]
+    if not found:
+        raise OptionError(f"nothing was found for {kind!r} inputs of length {n}")
+    errors = np.array([[one.errors[name] for name in _RESULTS] for one in found])
+    finite = errors[np.isfinite(errors) & (errors > 0)]
+    low, high = finite.min(initial=1e-8) / 2, finite.max(initial=1e-7) * 4
+    for column, name in enumerate(_RESULTS):
+        at = np.arange(len(found)) + 0.14 * (column - 1.5)
+        value = np.clip(
+            np.where(np.isfinite(errors[:, column]), errors[:, column], high), low, high
+        )
+        style: dict[str, Any] = {"color": theme.cycle[column], "marker": MARKERS[column]}
+        ax.vlines(at, low, value, color=style["color"], lw=1.2, alpha=0.5)
+        ax.plot(at, value, ls="none", label=name, zorder=3, **style)
+    ax.set_yscale("log")
+    ax.set_xticks(range(len(found)), [one.point for one in found])
+    ax.set(ylim=(low, high * 1.3), xlabel="lowered alone", ylabel="error over the result's size")
+    ax.grid(axis="y")
+    about = f"{data.algorithm}, {kind} inputs, N = {n:,}, d = {data.head_dim}, the rest float32"
+    heading(ax, theme, f"What {data.dtype} costs, place by place", about)
+    ax.legend(loc="upper left", ncols=len(_RESULTS))
