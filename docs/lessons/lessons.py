@@ -51,6 +51,14 @@ def references(notebook: nbformat.NotebookNode) -> dict[int, str]:
     return found
 
 
+def dressed(path: Path, theme: str) -> nbformat.NotebookNode:
+    """A lesson for slides: its figures in a theme, and sharp."""
+    notebook = read(path)
+    first = next(cell for cell in notebook.cells if cell.cell_type == "code")
+    first.source = SHARP + first.source.replace(THEME, f'theme = "{theme}"')
+    return notebook
+
+
 def execute(notebook: nbformat.NotebookNode, seconds: float = 120) -> nbformat.NotebookNode:
     """Run all cells, in the folder of the lessons; raises what a cell raised."""
     return NotebookClient(
@@ -74,10 +82,7 @@ def slides(names: list[str]) -> None:
     """Write each lesson as two files of slides."""
     for path in _chosen(names):
         for theme in ("light", "dark"):
-            notebook = read(path)
-            first = next(cell for cell in notebook.cells if cell.cell_type == "code")
-            assert THEME in first.source, path
-            first.source = SHARP + first.source.replace(THEME, f'theme = "{theme}"')
+            notebook = dressed(path, theme)
             file = _out("slides") / f"{path.stem}-{theme}.html"
             file.write_text(deck.write(execute(notebook), theme), encoding="utf-8")
             print(f"{file.relative_to(ROOT)}: {file.stat().st_size / 1e6:.1f} MB")

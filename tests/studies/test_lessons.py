@@ -3,6 +3,7 @@
 import base64
 import io
 import re
+import shutil
 
 import deck
 import lessons
@@ -130,6 +131,51 @@ def test_an_answer_without_a_check_is_found():
     notebook = nbformat.v4.new_notebook(cells=[answer, *prose])
     with pytest.raises(ValueError, match="its check, then <details>"):
         lessons.references(notebook)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_slides_in_a_browser(theme, tmp_path):
+    """From file://: nothing is asked of a network, nothing is cut off, keys turn the pages."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("no Chromium on this machine")
+    path = next(path for path in lessons.LESSONS if path.name.startswith("3"))
+    file = tmp_path / "slides.html"
+    file.write_text(deck.write(lessons.execute(lessons.dressed(path, theme)), theme), "utf-8")
+    problems = []
+    with playwright.sync_playwright() as driver:
+        flags = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+        flags += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+        browser = driver.chromium.launch(executable_path=chromium, args=flags)
+        tab = browser.new_page(viewport={"width": 1280, "height": 720})
+        tab.on("console", lambda message: problems.append(message.text))
+        tab.on("pageerror", lambda error: problems.append(str(error)))
+        tab.on(
+            "request",
+            lambda asked: asked.url.startswith(("http:", "https:")) and problems.append(asked.url),
+        )
+        tab.goto(file.as_uri() + "#2")
+        slides = tab.locator("section").count()
+        assert tab.locator("#at").inner_text() == f"2 / {slides}"
+        tab.keyboard.press("a")
+        assert tab.locator("section.now details").get_attribute("open") is not None
+        tab.keyboard.press("Home")
+        for _ in range(slides):
+            box = tab.locator("section.now .body").bounding_box()
+            assert box["x"] >= 0
+            assert box["x"] + box["width"] <= 1280
+            assert box["y"] + box["height"] <= 690, tab.url  # above the buttons
+            assert float(tab.locator("section.now").get_attribute("data-scale")) >= 0.7
+            tab.keyboard.press("ArrowRight")
+        assert tab.locator("#at").inner_text() == f"{slides} / {slides}"
+        player = tab.frame_locator("iframe").first
+        assert player.locator("button").count() >= 5
+        shade = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, re.findall(r"\d+", shade))) > 380) == (theme == "light")
+        browser.close()
+    assert problems == []
 
 
 # -- the questions of a lesson --------------------------------------------------------------------
