@@ -35,14 +35,17 @@ def launch(problem: Problem, splits: int | str, device: Device) -> decode.Decode
     Raises
     ------
     UnsupportedError, OptionError
-        For what it does not decode: a shared prefix, sequences of different numbers of queries.
+        For what has no prediction: a shared prefix, latent attention; for sequences of different
+        numbers of queries.
     """
     if splits == "fa3":
         raise OptionError("the kernels choose splits by their own rule: 'auto', or an integer")
     p, lengths = problem, (problem.n_kv,) * problem.batch
     for name in ("shared_prefix", "latent"):
         if getattr(p, name):
-            raise UnsupportedError(f"the GPU's decode kernel has no {name}; leave it out")
+            raise UnsupportedError(
+                f"how long decoding takes with {name} is not predicted; leave it out"
+            )
     if p.cu_seqlens_q is not None:
         queries = {s.q_stop - s.q_start for s in p.sequences}
         if len(queries) > 1:
