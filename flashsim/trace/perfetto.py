@@ -145,7 +145,10 @@ def _real_counters(
 
 
 def _part_bytes(stage: StageTrace, parts: np.ndarray) -> np.ndarray:
-    """Requested bytes of visits, and of the rows or columns that are stored; int64 (n_parts,)."""
+    """Requested bytes of visits, and of the rows or columns that are stored; int64 (n_parts,).
+
+    Where several blocks store parts of a row, each has its share of the row's bytes.
+    """
     events = stage.events[np.isin(stage.events["op"], TRANSFERS)]
     side = "j" if stage.stage.outer == "keys" else "i"
     inside = events["visit"] >= 0
@@ -153,10 +156,13 @@ def _part_bytes(stage: StageTrace, parts: np.ndarray) -> np.ndarray:
     np.add.at(by_visit, (events["head"][inside], events["visit"][inside]), events["bytes"][inside])
     by_outer = np.zeros(int(events[side].max(initial=0)) + 1, np.int64)
     np.add.at(by_outer, events[side][~inside], events["bytes"][~inside])
+    stores = parts["phase"] == STORE
+    alike = np.stack([stores, parts["head"], parts[side]], axis=1)
+    _, which, shares = np.unique(alike, axis=0, return_inverse=True, return_counts=True)
     return np.where(
-        parts["phase"] == VISIT,
+        stores,
+        by_outer[parts[side]] // shares[which.reshape(-1)],
         by_visit[parts["head"] % stage.stride, parts["visit"]],
-        by_outer[parts[side]],
     )
 
 
