@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo test test-all test-torch thorough-torch outside lint modules unit thorough wheel bench gpu gallery lessons slides reproduce clean
+.PHONY: demo test test-all test-torch thorough-torch outside lint modules unit thorough wheel bench gpu gallery lessons slides site links look reproduce clean
 
 demo: $(VENV)/.installed
 	$(BIN)/flashsim demo --out out
@@ -97,6 +97,20 @@ lessons: $(VENV)/.dev
 
 slides: $(VENV)/.dev
 	$(BIN)/python docs/lessons/lessons.py slides
+
+# All pages, lessons run, players and API, in out/site: index.html is the first, and needs no server and
+# no network. Then its links inside; `make links` asks the servers of the others, `make look` opens
+# every page in Chromium.
+site: $(VENV)/.dev
+	$(BIN)/python docs/site/stage.py build/site/source
+	$(BIN)/sphinx-build -q -b html -c docs/site -n -W --keep-going -j $(JOBS) build/site/source out/site
+	$(BIN)/python docs/site/links.py out/site
+
+links: site
+	$(BIN)/python docs/site/links.py out/site --external
+
+look: site
+	$(BIN)/python docs/site/look.py out/site
 
 clean:
 	rm -rf $(VENV) $(VENV)-torch out build dist *.egg-info

@@ -90,11 +90,15 @@ def themed(draw: Callable[..., None]) -> Callable[..., Axes]:
         return ax
 
     signature = inspect.signature(draw)
+    given = {"ax": "Axes | None", "theme": "str | None"}
     shown = [
-        p.replace(default=None) if p.name in ("ax", "theme") else p
+        p.replace(default=None, annotation=given[p.name]) if p.name in given else p
         for p in signature.parameters.values()
     ]
-    plot.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    plot.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=shown, return_annotation="Axes"
+    )
+    plot.__annotations__ = {**draw.__annotations__, **given, "return": "Axes"}
     return plot
 
 

@@ -44,7 +44,7 @@ def io_curve(data: Any, *, x: str | None = None, ax: Axes, theme: Theme) -> None
     """Requested HBM bytes against N, d, a tile's side or M, with the papers' bounds.
 
     Drawn beside the counts, for the first FlashAttention series: the theorem's
-    :math:`N^2 d^2 / M` with one constant fitted to all points, the compulsory bytes (exact),
+    N² d² / M with one constant fitted to all points, the compulsory bytes (exact),
     and the lower bound of Saha and Ye with constant 1, which gives a slope and no level. Where
     bounds depend on more than `x`, each point uses its own values. Under a sliding window, work
     grows with N and neither of the two holds: the compulsory bytes stand alone.
