@@ -71,7 +71,7 @@ def test_counting_compiles_and_costs_nothing_when_off(name):
 
 @pytest.mark.parametrize(
     ("batch", "keys", "splits", "threads"),
-    [(8, 32768, 1, 256), (1, 131072, 16, 256), (32, 4096, 1, 128), (128, 4096, 1, 128)],
+    [(8, 32768, 2, 256), (1, 131072, 16, 256), (32, 4096, 1, 128), (128, 4096, 1, 128)],
 )
 def test_the_measured_choices(batch, keys, splits, threads):
     p = Problem(1, keys, 128, batch=batch, **GROUPED)
@@ -82,11 +82,13 @@ def test_the_measured_choices(batch, keys, splits, threads):
 
 def test_sequences_that_take_all_the_memory_gives_stay_whole():
     """64 blocks are 0.48 of 132 multiprocessors, 56 are 0.42; narrow rows are split even so, where
-    there are many."""
-    p = Problem(1, 32768, 128, batch=8, **GROUPED)
-    assert decode.plan(p, (32768,) * 8, H200).splits == (1,) * 8
-    assert decode.plan(replace(p, batch=7), (32768,) * 7, H200).splits == (2,) * 7
-    assert decode.plan(p, (4096, *(400,) * 7), H200).splits[0] > 1, "longer than the others"
+    there are many, and wide ones where a cluster merges."""
+    p, a100 = Problem(1, 32768, 128, batch=8, **GROUPED), replace(H200, compute_capability=(8, 0))
+    assert decode.plan(p, (32768,) * 8, a100).splits == (1,) * 8
+    assert decode.plan(replace(p, batch=7), (32768,) * 7, a100).splits == (2,) * 7
+    assert decode.plan(p, (4096, *(400,) * 7), a100).splits[0] > 1, "longer than the others"
+    made = decode.plan(p, (1024,) * 8, H200)
+    assert (made.splits, made.cluster) == ((2,) * 8, 2)
     narrow = replace(p, head_dim=64, head_dim_v=64)
     assert decode.plan(narrow, (4096,) * 8, H200).splits == (1,) * 8
     made = decode.plan(narrow, (4097,) * 8, H200)
