@@ -70,8 +70,8 @@ _INT32 = int(np.iinfo(np.int32).max)
 _CLUSTERS = (2, 4, 8)
 #: Of the multiprocessors, as many as take nearly all that the memory gives, where keys and values
 #: together have more than 128 columns and no cluster merges; with fewer columns an SM has half the
-#: bytes under way, and so many are enough up to this many keys.
-_ENOUGH, _SHORT = 0.45, 4096
+#: bytes under way, and so many are enough up to this many keys, fewer where they lie in pages.
+_ENOUGH, _SHORT, _SHORT_IN_PAGES = 0.45, 4096, 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,7 +280,8 @@ def plan(
         tiles = [hi - lo for lo, hi in ranges]
         longest = longest_split(tiles, capacity)
         busy = sum(tiles) * p.kv_heads * row_tiles / gpu.multiprocessors  # key tiles of an SM
-        whole = not hopper if d + dv > 128 else max(tiles) * block_k <= _SHORT
+        short = _SHORT_IN_PAGES if page else _SHORT
+        whole = not hopper if d + dv > 128 else max(tiles) * block_k <= short
         if wide and whole and busy >= _ENOUGH * max(tiles):
             longest = max(longest, *tiles)
         made = [max(1, -(-(hi - lo) // longest)) for lo, hi in ranges]

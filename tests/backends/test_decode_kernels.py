@@ -91,6 +91,8 @@ def test_sequences_that_take_all_the_memory_gives_stay_whole():
     assert (made.splits, made.cluster) == ((2,) * 8, 2)
     narrow = replace(p, head_dim=64, head_dim_v=64)
     assert decode.plan(narrow, (4096,) * 8, H200).splits == (1,) * 8
+    for keys, splits in ((1024, 1), (4096, 2)):
+        assert decode.plan(narrow, (keys,) * 8, H200, page=16).splits == (splits,) * 8
     made = decode.plan(narrow, (4097,) * 8, H200)
     assert (made.splits, made.cluster, made.slots) == ((2,) * 8, 2, 0)
 
