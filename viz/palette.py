@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from flashsim.errors import OptionError, choices
+from flashsim.errors import OptionError, choices, own_errors
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,7 @@ def theme(name: str) -> Theme:
     return THEMES[name]
 
 
+@own_errors
 def color(tensor: str, name: str = "light") -> str:
     """The colour of a tensor; an accumulator (``dQ_acc``) has its tensor's.
 

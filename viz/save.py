@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from flashsim.errors import OptionError, choices
+from flashsim.errors import OptionError, choices, own_errors
 from flashsim.report import beside
 
 #: Text of SVG and PDF stays text: it can be searched, selected and edited, and prints as type.
@@ -24,6 +24,7 @@ _UNDATED = {
 }  # fmt: skip
 
 
+@own_errors
 def save_figure(
     figure: Any, path: str | Path, *, dpi: float = 150, size: tuple[float, float] | None = None
 ) -> Path:

@@ -16,6 +16,7 @@ from matplotlib.mathtext import MathTextParser
 from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter
 
+from flashsim.errors import own_errors
 from flashsim.viz import palette
 from flashsim.viz.palette import Theme
 
@@ -77,6 +78,7 @@ def themed(draw: Callable[..., None]) -> Callable[..., Axes]:
 
     @functools.wraps(draw)
     def plot(*data: Any, ax: Axes | None = None, theme: str | None = None, **options: Any) -> Axes:
+        signature.bind(*data, ax=ax, theme=theme, **options)  # or fail before there is a figure
         chosen = (
             theme_of(ax) if ax is not None and theme is None else palette.theme(theme or "light")
         )
@@ -99,7 +101,7 @@ def themed(draw: Callable[..., None]) -> Callable[..., Axes]:
         parameters=shown, return_annotation="Axes"
     )
     plot.__annotations__ = {**draw.__annotations__, **given, "return": "Axes"}
-    return plot
+    return own_errors(plot)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import numpy as np
 from flashsim.api import dispatch, hosts, inputs, scales
 from flashsim.api.caches import CACHES, check_alike, live_problem
 from flashsim.engines.engine import Engine, Job
-from flashsim.errors import UnsupportedError
+from flashsim.errors import UnsupportedError, reject_unknown
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.precision import Precision
@@ -97,7 +97,7 @@ def ask(
             )
         options["precision"].check(plans.check_algorithm(algorithm))
     if options:
-        inputs.reject_unknown(
+        reject_unknown(
             (name for name in options if name not in engine.OPTIONS),
             [*names, *engine.OPTIONS],
             "run",

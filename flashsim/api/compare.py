@@ -12,12 +12,13 @@ from flashsim import report
 from flashsim.api import inputs
 from flashsim.api.execution import Gradients, Result, run
 from flashsim.counts import questions
-from flashsim.errors import OptionError, UnknownArgumentError, choices, shown
+from flashsim.errors import OptionError, UnknownArgumentError, choices, own_errors, shown
 from flashsim.schedule import plans
 from flashsim.schedule.tiling import Tiling
 from flashsim.trace.trace import Trace
 
 
+@own_errors
 @dataclass(frozen=True, eq=False)
 class Comparison:
     """Several algorithms on the same inputs; prints as one table.
@@ -86,6 +87,7 @@ class Comparison:
     _repr_html_ = report.tabled
 
 
+@own_errors
 def compare(
     q: Any,
     k: Any,

@@ -9,7 +9,7 @@ from flashsim.api import inputs
 from flashsim.api.caches import live_problem
 from flashsim.counts import traffic
 from flashsim.counts.traffic import Traffic
-from flashsim.errors import DTypeError, OptionError
+from flashsim.errors import DTypeError, OptionError, own_errors
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
@@ -59,6 +59,7 @@ def count(
 ) -> Dram: ...
 
 
+@own_errors
 def count(
     problem: Problem,
     *,

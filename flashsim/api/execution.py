@@ -10,10 +10,12 @@ from typing import Any
 from flashsim.api import dispatch, hosts, inputs
 from flashsim.api.asked import ask, keep, key_of, recall
 from flashsim.api.result import Gradients, Result, gradients, recorded
+from flashsim.errors import own_errors
 from flashsim.problem.hardware import Device
 from flashsim.schedule.tiling import Tiling
 
 
+@own_errors
 def run(
     q: Any,
     k: Any,
@@ -167,6 +169,7 @@ def run(
     )
 
 
+@own_errors
 def backward(
     q: Any,
     k: Any,

@@ -19,9 +19,7 @@ from flashsim.errors import (
     MaskError,
     OptionError,
     ShapeError,
-    UnknownArgumentError,
     UnsupportedError,
-    choices,
     shown,
 )
 from flashsim.problem import checks
@@ -32,31 +30,6 @@ from flashsim.schedule.schedule import KEY_ORDERS
 from flashsim.schedule.tiling import Tiling
 
 AXES = {2: "(n, d)", 3: "(heads, n, d)", 4: "(batch, heads, n, d)"}
-
-#: What people type, and what it is called here.
-SYNONYMS = {
-    "is_causal": "causal",
-    "sm_scale": "scale",
-    "softmax_scale": "scale",
-    "window_size": "window",
-    "sliding_window": "window",
-    "logits_soft_cap": "softcap",
-    "soft_cap": "softcap",
-    "attn_mask": "mask (a function), block_mask (a tile grid) or bias (added to the scores)",
-    "attn_bias": "bias",
-    "alibi_slopes": "bias",
-    "block_size": "tiling=flashsim.Tiling(block_q, block_k)",
-    "block_m": "tiling=flashsim.Tiling(block_q, block_k)",
-    "block_n": "tiling=flashsim.Tiling(block_q, block_k)",
-    "cu_seqlens_kv": "cu_seqlens_k",
-    "algo": "algorithm",
-    "gpu": "device",
-    "engine": "backend",
-    "return_lse": "nothing: the result always has .lse",
-    "enable_gqa": "nothing: grouped-query heads follow from the shapes",
-    "dropout_p": None,
-}
-
 
 #: Options of algorithms that divide the keys (`Split`), and of caches.
 DECODING = ("splits", "pack_gqa", "cache_seqlens", "block_table", "shared_prefix", "head_dim_v")
@@ -82,22 +55,6 @@ def offsets(cu_seqlens: Any) -> Any:
         return cu_seqlens
     values = cu_seqlens.tolist()
     return tuple(values) if isinstance(values, list) else values
-
-
-def reject_unknown(given: Iterable[str], known: Iterable[str], function: str) -> None:
-    """Raise `UnknownArgumentError` for the first keyword that `function` does not take."""
-    for name in given:
-        if SYNONYMS.get(name, ""):
-            raise UnknownArgumentError(
-                f"{function}() has no argument {name!r}; here it is called {SYNONYMS[name]}"
-            )
-        if name in SYNONYMS:
-            raise UnknownArgumentError(
-                f"{function}() has no argument {name!r}; dropout is not simulated"
-            )
-        raise UnknownArgumentError(
-            f"{function}() has no argument {name!r}; {choices(name, sorted(known))}"
-        )
 
 
 def dtype_name(array: Any) -> str:
@@ -350,7 +307,7 @@ def warn_of_overflow(results: Mapping[str, Any], given: Mapping[str, Any]) -> No
             f"{name} holds {bad:,} NaN or infinite values although the inputs are finite: {dtype} "
             f"ends at {largest}; scale the inputs down, or use a type with more range",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

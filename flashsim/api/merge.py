@@ -8,9 +8,10 @@ import numpy as np
 
 from flashsim.algorithms.merge import merged
 from flashsim.api import inputs
-from flashsim.errors import ShapeError
+from flashsim.errors import ShapeError, own_errors
 
 
+@own_errors
 def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[np.ndarray, np.ndarray]:
     """Attention over the keys of both, where a and b are the same queries over disjoint keys.
 

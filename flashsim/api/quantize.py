@@ -9,7 +9,7 @@ import numpy as np
 
 from flashsim import report
 from flashsim.api import hosts, inputs
-from flashsim.errors import DTypeError, OptionError, ShapeError, shown
+from flashsim.errors import DTypeError, OptionError, ShapeError, own_errors, shown
 from flashsim.problem import checks
 from flashsim.problem.problem import numpy_dtype
 from flashsim.problem.rotation import random_signs, rotated, unrotated
@@ -18,6 +18,7 @@ GRANULARITIES = ("tensor", "head", "block")
 ROTATIONS = ("hadamard",)
 
 
+@own_errors
 @dataclass(frozen=True, eq=False)
 class Quantized:
     """Attention inputs in FP8: an element stands for itself times its scale.
@@ -79,6 +80,7 @@ class Quantized:
         return x if self.signs is None else unrotated(x, self.signs)
 
 
+@own_errors
 def quantize(
     q: Any,
     k: Any,

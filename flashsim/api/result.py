@@ -13,7 +13,7 @@ from flashsim import report
 from flashsim.api import dispatch, hosts, inputs
 from flashsim.api.asked import Checked, adopted
 from flashsim.engines.engine import Job, Outcome
-from flashsim.errors import TraceError
+from flashsim.errors import TraceError, own_errors
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 from flashsim.trace.trace import Trace
@@ -44,6 +44,7 @@ class _Pass:
         return self._trace
 
 
+@own_errors
 @dataclass(frozen=True, eq=False)
 class Gradients(_Pass):
     """Gradients of ``sum(out * dout)``, shaped and typed like the inputs.
@@ -73,6 +74,7 @@ class Gradients(_Pass):
         return _cell(self)
 
 
+@own_errors
 @dataclass(frozen=True, eq=False)
 class Result(_Pass):
     """What `run` returns.

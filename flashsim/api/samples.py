@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flashsim import report
+from flashsim.errors import own_errors
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem, numpy_dtype
 from flashsim.trace.trace import Trace
@@ -36,6 +37,7 @@ class Sample(NamedTuple):
         return report.card(self)
 
 
+@own_errors
 def load_sample(name: str = "layer0") -> Sample:
     """Real tensors: one attention layer of all-MiniLM-L6-v2 reading 512 tokens of English.
 
@@ -60,6 +62,7 @@ def load_sample(name: str = "layer0") -> Sample:
         return Sample(*(arrays[f"{name}_{field}"] for field in Sample._fields))
 
 
+@own_errors
 def load_sample_trace(name: str = "h200-forward") -> Trace:
     """A real GPU's trace, with a timeline: where and when each part of each visit ran.
 
@@ -99,6 +102,7 @@ class RandomInputs(NamedTuple):
         return report.card(self)
 
 
+@own_errors
 def random_inputs(problem: Problem, seed: int = 0) -> RandomInputs:
     """Standard normal q, k, v of a problem's shapes and dtype, and dout as its results are.
 

@@ -24,6 +24,7 @@ from flashsim.errors import (
     OptionError,
     UnsupportedError,
     choices,
+    own_errors,
     shown,
 )
 from flashsim.problem.hardware import Device
@@ -67,6 +68,7 @@ class OwnResult(Result):
         )
 
 
+@own_errors
 def simulate(
     algorithm: Callable[[OpenMachine], None],
     q: Any,

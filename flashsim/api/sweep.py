@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from flashsim import report
-from flashsim.api import inputs
 from flashsim.api.cost import Estimate
 from flashsim.api.point import (
     COLUMNS,
@@ -32,11 +31,19 @@ from flashsim.api.point import (
     seconds,
 )
 from flashsim.api.sweepfile import Row, SweepFile
-from flashsim.errors import BackendUnavailable, DTypeError, OptionError, shown
+from flashsim.errors import (
+    BackendUnavailable,
+    DTypeError,
+    OptionError,
+    own_errors,
+    reject_unknown,
+    shown,
+)
 from flashsim.problem import checks
 from flashsim.report import Cell
 
 
+@own_errors
 @dataclass(frozen=True, eq=False)
 class Sweep:
     """The rows of a sweep, in the order of its axes; prints as a table.
@@ -135,6 +142,7 @@ def _short_figures(row: Mapping[str, Any]) -> list[Cell]:
     ]
 
 
+@own_errors
 def sweep(
     n_q: Any = None,
     *,
@@ -203,7 +211,7 @@ def sweep(
         For an axis without values or with one that no point could have, or a file that is not a
         sweep's.
     """
-    inputs.reject_unknown(unknown, sweep.__kwdefaults__ or (), "sweep")
+    reject_unknown(unknown, sweep.__kwdefaults__ or (), "sweep")
     checks.one_of("method", method, METHODS)
     if (n_q is None) == (n is None):
         raise OptionError(

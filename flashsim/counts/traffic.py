@@ -15,6 +15,7 @@ from flashsim import report
 from flashsim.counts.forms import Forms
 from flashsim.counts.questions import by_tensor, select, select_chip, select_kind, summary
 from flashsim.counts.work import on_chip_bytes, stage_work, total_flops
+from flashsim.errors import own_errors
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
@@ -24,6 +25,7 @@ from flashsim.schedule.tensors import SCALES, whole_bytes
 from flashsim.schedule.tiling import Tiling
 
 
+@own_errors
 class Traffic:
     """What a schedule would move and compute. Answers by the same names as `Trace`.
 

@@ -10,12 +10,14 @@ from flashsim.api import counting
 from flashsim.counts.traffic import Traffic
 from flashsim.distributed.account import Account, fields, zeros
 from flashsim.distributed.group import OWN, Block, Group
+from flashsim.errors import own_errors
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 
 
+@own_errors
 def count(
     problem: Problem,
     *,

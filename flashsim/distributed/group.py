@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError
+from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError, own_errors
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem
 
@@ -47,6 +47,7 @@ class Block(NamedTuple):
     kv_heads: slice = slice(None)
 
 
+@own_errors
 @dataclass(frozen=True)
 class Group:
     """A problem spread over ranks. Rank r is number ``r % ulysses`` of member ``r // ulysses``.

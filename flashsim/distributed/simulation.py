@@ -12,6 +12,7 @@ from flashsim.algorithms.merge import merged
 from flashsim.api import execution, inputs
 from flashsim.distributed.account import Account, fields, zeros
 from flashsim.distributed.group import Block, Group
+from flashsim.errors import own_errors
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import numpy_dtype
 from flashsim.schedule.names import COMPUTE
@@ -76,6 +77,7 @@ class SpreadGradients:
         return report.card(self) + report.tabled(self.account)
 
 
+@own_errors
 def simulate(
     q: np.ndarray,
     k: np.ndarray,

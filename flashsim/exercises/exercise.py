@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flashsim.api.simulate import OwnResult, simulate
+from flashsim.errors import own_errors
 from flashsim.problem import oracle
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
@@ -23,6 +24,7 @@ KINDS = ("normal", "rising", "falling", "heavy")
 Arrays = Mapping[str, np.ndarray]
 
 
+@own_errors
 @dataclass(frozen=True)
 class Task:
     """What a solution is given, what it must store, and the machine it has.
@@ -101,6 +103,7 @@ class Task:
         )
 
 
+@own_errors
 class Question(NamedTuple):
     """Something to count by hand; `answer` reads it off the reference's trace.
 
@@ -112,6 +115,7 @@ class Question(NamedTuple):
     slips: Callable[[Trace], Mapping[int, str]] = lambda trace: {}
 
 
+@own_errors
 @dataclass(frozen=True, eq=False)
 class Exercise:
     """One exercise; its file gives it the name EXERCISE.

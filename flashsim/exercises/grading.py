@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from flashsim.errors import SramOverflow, shown
+from flashsim.errors import SramOverflow, own_errors, shown
 from flashsim.exercises import words
 from flashsim.exercises.exercise import KINDS, Exercise
 from flashsim.exercises.marks import Mark, Marks
@@ -25,6 +25,7 @@ RESULTS, ROOM, BYTES = 40, 20, 40
 _ROOMY = Device(name="a machine with room", sram_bytes=1 << 40, sram_per_sm=1 << 40)
 
 
+@own_errors
 def grade(
     given: str | Callable[..., None] | Mapping[str, int],
     exercise: Exercise,

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from flashsim.errors import shown
+from flashsim.errors import own_errors, shown
 from flashsim.exercises import shelf, words
 from flashsim.exercises.grading import grade
 from flashsim.exercises.marks import Mark, Marks
@@ -24,6 +24,7 @@ from flashsim.trace.trace import Trace
 QUESTION, EXERCISE = 10, 50
 
 
+@own_errors
 class Lesson:
     """What a reader of one lesson has answered; the last answer to each question counts.
 

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from pkgutil import iter_modules
 
-from flashsim.errors import OptionError, choices, shown
+from flashsim.errors import OptionError, choices, own_errors, shown
 from flashsim.exercises import course
 from flashsim.exercises.exercise import Exercise
 
@@ -20,11 +20,13 @@ def _course() -> dict[str, Exercise]:
     return {exercise.name: exercise for exercise in found}
 
 
+@own_errors
 def names() -> list[str]:
     """The exercises that come along, in the order of the course."""
     return list(_course())
 
 
+@own_errors
 def get(name: str) -> Exercise:
     """The exercise of that name, or the one in a file of one's own.
 

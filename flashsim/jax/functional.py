@@ -13,7 +13,7 @@ import numpy as np
 
 from flashsim.api import inputs
 from flashsim.api.dispatch import BACKENDS
-from flashsim.errors import DTypeError, UnsupportedError
+from flashsim.errors import DTypeError, UnsupportedError, reject_unknown
 from flashsim.jax.foreign import BACKWARD, FORWARD, OFFSETS
 from flashsim.problem import checks
 
@@ -91,7 +91,7 @@ def attention(
         While the function is traced. What only the engine can tell (a GPU's kernels take no bias)
         is a `jax.errors.JaxRuntimeError` of the same words, when it runs.
     """
-    inputs.reject_unknown(unknown, attention.__kwdefaults__ or (), "attention")
+    reject_unknown(unknown, attention.__kwdefaults__ or (), "attention")
     if algorithm not in ALGORITHMS:
         raise UnsupportedError(
             f"flashsim.jax.attention runs {' and '.join(ALGORITHMS)}, not {algorithm!r}; "

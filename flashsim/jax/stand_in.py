@@ -6,8 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from flashsim.api import inputs
-from flashsim.errors import DTypeError, ShapeError
+from flashsim.errors import DTypeError, ShapeError, reject_unknown
 from flashsim.jax.functional import attention, taken
 
 
@@ -58,9 +57,7 @@ def dot_product_attention(
     FlashSimError
         As in `attention`.
     """
-    inputs.reject_unknown(
-        unknown, dot_product_attention.__kwdefaults__ or (), "dot_product_attention"
-    )
+    reject_unknown(unknown, dot_product_attention.__kwdefaults__ or (), "dot_product_attention")
     query, key, value = taken("query", query), taken("key", key), taken("value", value)
     ndim = query.ndim
     if {query.ndim, key.ndim, value.ndim} not in ({3}, {4}):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flashsim.counts.work import stage_work, total_flops
-from flashsim.errors import DTypeError, OptionError, shown
+from flashsim.errors import DTypeError, OptionError, own_errors, shown
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.schedule import plans
@@ -24,6 +24,7 @@ WALKS = ("straight", "sawtooth")
 SIDE = 4
 
 
+@own_errors
 @dataclass(frozen=True)
 class L2Model:
     """How a kernel's requests reach L2, and what that L2 is like.

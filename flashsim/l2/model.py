@@ -10,7 +10,7 @@ import numpy as np
 from flashsim import report
 from flashsim.counts import questions
 from flashsim.counts.traffic import Traffic
-from flashsim.errors import OptionError, UnsupportedError, choices, shown
+from flashsim.errors import OptionError, UnsupportedError, choices, own_errors, shown
 from flashsim.l2.curve import Curve
 from flashsim.l2.launch import L2Model
 from flashsim.l2.requests import Stream, TileNumbers, numbers_of, stream
@@ -135,6 +135,7 @@ class Dram:
         )
 
 
+@own_errors
 def dram(requested: Traffic, model: L2Model | None = None) -> Dram:
     """Replay the requests of a pass through the L2 of its device.
 
@@ -162,6 +163,7 @@ def dram(requested: Traffic, model: L2Model | None = None) -> Dram:
     return Dram(requested, model, tuple(stages))
 
 
+@own_errors
 def curves(requested: Traffic, model: L2Model | None = None) -> dict[str, Curve]:
     """DRAM bytes of each stage as a function of the size of L2, from one pass over its requests.
 

@@ -39,7 +39,7 @@ from types import MappingProxyType
 from typing import Any
 
 from flashsim import report
-from flashsim.errors import DTypeError, OptionError, choices, shown
+from flashsim.errors import DTypeError, OptionError, choices, own_errors, shown
 from flashsim.problem import checks
 
 KIB = 1024
@@ -49,6 +49,7 @@ _COUNTS = ("sram_bytes", "sram_per_sm", "registers_per_sm", "sm_count", "l2_byte
 MOST = 2**60
 
 
+@own_errors
 @dataclass(frozen=True)
 class Device:
     """A GPU: capacities in bytes, bandwidths in bytes/s, peaks in FLOP/s (a multiply-add is 2).

@@ -21,10 +21,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from flashsim.errors import OptionError, choices, shown
+from flashsim.errors import OptionError, choices, own_errors, shown
 from flashsim.problem import checks
 
 
+@own_errors
 @dataclass(frozen=True)
 class Link:
     """A link of one GPU.

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from flashsim.errors import FlashSimError, MaskError
+from flashsim.errors import FlashSimError, MaskError, own_errors
 from flashsim.problem import checks
 
 
+@own_errors
 class BlockMask:
     """A block-sparse mask: score (q, k) is kept iff ``grid[q // block_q, k // block_k]``.
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from flashsim.errors import own_errors
 from flashsim.problem.problem import Problem, numpy_dtype
 
 
+@own_errors
 def keep_matrix(problem: Problem) -> np.ndarray:
     """Boolean (n_q, n_kv): True where the score counts."""
     kept = np.zeros((problem.n_q, problem.n_kv), bool)
@@ -21,6 +23,7 @@ def keep_matrix(problem: Problem) -> np.ndarray:
     return kept
 
 
+@own_errors
 def attention(
     q: np.ndarray,
     k: np.ndarray,
@@ -50,6 +53,7 @@ def attention(
     return _round(P @ _per_head(v, problem), dtype), lse
 
 
+@own_errors
 def gradients(
     q: np.ndarray,
     k: np.ndarray,
@@ -82,6 +86,7 @@ def gradients(
     return result
 
 
+@own_errors
 def finite_difference(
     q: np.ndarray,
     k: np.ndarray,
@@ -118,6 +123,7 @@ def finite_difference(
     return result
 
 
+@own_errors
 def tf32(x: np.ndarray) -> np.ndarray:
     """float32 values rounded to NVIDIA's tf32, 10 bits of mantissa: to nearest, ties away from 0.
 

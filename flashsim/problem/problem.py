@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -22,9 +22,8 @@ from flashsim.errors import (
     MaskError,
     OptionError,
     ShapeError,
-    UnknownArgumentError,
     UnsupportedError,
-    choices,
+    own_errors,
     shown,
 )
 from flashsim.problem import checks
@@ -67,6 +66,7 @@ class Segment:
         return self.k_stop - self.q_stop
 
 
+@own_errors
 @dataclass(frozen=True)
 class Problem:
     """One attention problem: shapes, type, mask and scale. Frozen and hashable.
@@ -144,16 +144,6 @@ class Problem:
     scales: str | tuple[int, int] | None = None
 
     _repr_html_ = report.card
-
-    def __new__(cls, *_: Any, **given: Any) -> Problem:
-        """Name a keyword that is no field, in place of Python's own error."""
-        for name in given.keys() - {one.name for one in fields(cls)}:
-            meant = {"n": "n_q", "d": "head_dim", "seq_len": "n_q"}.get(name, name)
-            hint = f"did you mean {meant}=...? " if meant != name else ""
-            raise UnknownArgumentError(
-                f"Problem takes no {name!r}; {hint}{choices(name, [f.name for f in fields(cls)])}"
-            )
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731

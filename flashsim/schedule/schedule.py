@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from flashsim.errors import OptionError
+from flashsim.errors import OptionError, own_errors
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem, Segment
 from flashsim.schedule import tables
@@ -79,6 +79,7 @@ class Visit:
         return self.schedule.keep(self.i, self.j)
 
 
+@own_errors
 @dataclass(frozen=True)
 class Schedule:
     """The tiles of a problem under a tiling, and the order of the walk. Frozen and hashable.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from flashsim.errors import OptionError, SramOverflow, TilingError
+from flashsim.errors import OptionError, SramOverflow, TilingError, own_errors
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.masks import BlockMask
@@ -19,6 +19,7 @@ from flashsim.schedule.split import WHOLE, Split
 SIDES = (16, 32, 64, 128, 256, 512)
 
 
+@own_errors
 @dataclass(frozen=True)
 class Tiling:
     """One score tile: `block_q` query rows by `block_k` key columns (the papers' B_r and B_c).

@@ -10,6 +10,7 @@ import numpy as np
 from flashsim import report
 from flashsim.api.compare import Comparison, compare
 from flashsim.api.samples import SAMPLES, load_sample
+from flashsim.errors import own_errors
 from flashsim.report import Table
 from flashsim.schedule.tiling import Tiling
 
@@ -60,6 +61,7 @@ class DemoLayer:
         return table
 
 
+@own_errors
 def demo(out: Path) -> list[DemoLayer]:
     """Run every bundled layer and write the traces of FlashAttention-2 into the folder `out`."""
     out.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from flashsim import report
 from flashsim.counts.questions import in_words
 from flashsim.counts.traffic import Traffic
-from flashsim.errors import OptionError, choices
+from flashsim.errors import OptionError, choices, own_errors
 from flashsim.l2 import L2Model, dram
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
@@ -154,6 +154,7 @@ class Roofline:
         return self.table().text()
 
 
+@own_errors
 def roofline(
     counted: Traffic,
     *,
@@ -205,6 +206,7 @@ def roofline(
     )
 
 
+@own_errors
 def textbook_bytes(problem: Problem, algorithm: str, direction: str = "forward") -> int:
     """The idealised count of textbooks: each tensor once, and for standard one N x N matrix, once.
 
@@ -225,6 +227,7 @@ def textbook_bytes(problem: Problem, algorithm: str, direction: str = "forward")
     return inputs * p.itemsize + results * p.result_itemsize
 
 
+@own_errors
 def ridge_points(device: Device | str) -> report.Table:
     """Ridge points of a device: FLOPs a byte at which arithmetic begins to bound, by dtype."""
     device = Device.get(device)

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsim.api import inputs
-from flashsim.errors import DTypeError, UnsupportedError
+from flashsim.errors import DTypeError, UnsupportedError, reject_unknown
 from flashsim.torch import ops
 
 ALGORITHMS = ("flash2", "flash2-fused")
@@ -69,7 +68,7 @@ def attention(
     FlashSimError
         Also for a bias on a GPU, whose kernels take none.
     """
-    inputs.reject_unknown(unknown, attention.__kwdefaults__ or (), "attention")
+    reject_unknown(unknown, attention.__kwdefaults__ or (), "attention")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise DTypeError(

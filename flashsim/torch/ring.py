@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flashsim.api import execution, inputs
+from flashsim.api import execution
 from flashsim.distributed.group import SCHEMES, Block, Group
-from flashsim.errors import DTypeError, ShapeError, UnsupportedError
+from flashsim.errors import DTypeError, ShapeError, UnsupportedError, reject_unknown
 from flashsim.problem.problem import Problem
 from flashsim.torch import functional, ops
 from flashsim.torch.combining import NOTHING, Share, merge_into
@@ -71,7 +71,7 @@ def ring_attention(
     FlashSimError
         For what cannot be spread over the ranks.
     """
-    inputs.reject_unknown(unknown, ring_attention.__kwdefaults__ or (), "ring_attention")
+    reject_unknown(unknown, ring_attention.__kwdefaults__ or (), "ring_attention")
     link = Member(group)
     try:
         spread = link.ranks, scheme, ulysses

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flashsim.errors import own_errors
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule.names import TENSORS
@@ -28,6 +29,7 @@ class Own(NamedTuple):
     workspace: int = 0
 
 
+@own_errors
 @dataclass(eq=False, repr=False)
 class Recording:
     """What was recorded of a run.

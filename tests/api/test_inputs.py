@@ -7,7 +7,8 @@ import pytest
 
 import flashsim
 from flashsim import BlockMask, Device, Problem, Schedule, Tiling
-from flashsim.api.inputs import AXES, SYNONYMS, check_finite, check_like, prepare
+from flashsim.api.inputs import AXES, check_finite, check_like, prepare
+from flashsim.errors import SYNONYMS
 
 X = np.zeros((8, 16), np.float32)
 X3, X4 = np.zeros((2, 8, 16), np.float32), np.zeros((2, 4, 8, 16), np.float32)
@@ -430,13 +431,14 @@ def test_bad_input_says_what_was_wrong(case):
 
 @pytest.mark.parametrize("name", [n for n, ours in SYNONYMS.items() if ours])
 def test_synonyms_are_pointed_to_our_name(name):
-    expected = re.escape(f"run() has no argument {name!r}; here it is called {SYNONYMS[name]}")
-    with pytest.raises(flashsim.UnknownArgumentError, match=expected):
-        run(**{name: 1})
+    called = Problem if SYNONYMS[name] in ("n_q", "head_dim") else run
+    expected = f"{called.__name__}() has no argument {name!r}; here it is called {SYNONYMS[name]}"
+    with pytest.raises(flashsim.UnknownArgumentError, match=re.escape(expected)):
+        called(**{name: 1})
 
 
-def test_every_plain_synonym_names_an_argument_that_run_takes():
-    known = set(flashsim.run.__kwdefaults__)
+def test_every_plain_synonym_names_an_argument_that_run_or_a_problem_takes():
+    known = {*flashsim.run.__kwdefaults__, "n_q", "head_dim"}
     plain = {ours for ours in SYNONYMS.values() if ours and ours.isidentifier()}
 
     assert plain <= known

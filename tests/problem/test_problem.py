@@ -205,7 +205,7 @@ def test_head_dim_limits():
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"n": 5}, "Problem takes no 'n'; did you mean n_q=...?"),
+        ({"n": 5}, "Problem() has no argument 'n'; here it is called n_q"),
         ({"n_q": 5, "head": 2}, "did you mean 'heads'"),
     ],
 )

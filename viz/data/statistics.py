@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flashsim import report
-from flashsim.errors import OptionError, ShapeError, UnsupportedError
+from flashsim.errors import OptionError, ShapeError, UnsupportedError, own_errors
 from flashsim.trace.trace import Trace
 from flashsim.viz.data.steps import Steps
 
@@ -53,6 +53,7 @@ class RowStatistics:
         )
 
 
+@own_errors
 def row_statistics(
     trace: Trace, q: np.ndarray, k: np.ndarray, *, row: int | None = None, head: int = 0
 ) -> RowStatistics:

@@ -23,7 +23,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
-from flashsim.errors import BackendUnavailable, OptionError, choices
+from flashsim.errors import BackendUnavailable, OptionError, choices, own_errors
 from flashsim.viz import palette
 from flashsim.viz.data import sources
 from flashsim.viz.data.statistics import RowStatistics
@@ -40,6 +40,7 @@ _SIZE = (960, 540)  # pixels
 _HOLD_MS = 2500  # how long the last frame stays
 
 
+@own_errors
 def animate(
     data: Any,
     path: str | Path,

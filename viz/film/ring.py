@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyBboxPatch, Rectangle
 
 from flashsim.counts.questions import in_words
-from flashsim.errors import OptionError
+from flashsim.errors import OptionError, own_errors
 from flashsim.viz import palette
 from flashsim.viz.film.animation import Animation, check_format, written
 from flashsim.viz.style import human, ink_on, ramp, rc
@@ -22,6 +22,7 @@ _SIZE = (9.6, 5.4)  # inches, at 100 pixels
 _MOST = 16  # members of a ring that can be told apart
 
 
+@own_errors
 def animate_ranks(
     account: Any,
     path: str | Path,

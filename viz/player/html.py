@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from flashsim.errors import OptionError
+from flashsim.errors import OptionError, own_errors
 from flashsim.schedule.names import OPS
 from flashsim.trace.trace import Trace
 from flashsim.viz.data import sources
@@ -71,6 +71,7 @@ def embedded(document: str, height: int, title: str) -> str:
     )
 
 
+@own_errors
 def page(
     data: Any,
     path: str | Path | None = None,

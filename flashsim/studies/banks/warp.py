@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flashsim import report
-from flashsim.errors import OptionError
+from flashsim.errors import OptionError, own_errors
 from flashsim.problem import checks
 from flashsim.problem.problem import numpy_dtype
 from flashsim.report import Table
@@ -110,6 +110,7 @@ class Access:
         return -(-len(elements) * self.width // SECTOR)
 
 
+@own_errors
 def access(
     pattern: str = "column",
     layout: str = "row-major",
@@ -189,6 +190,7 @@ def _where(pattern: str, item: int) -> tuple[np.ndarray, np.ndarray]:
     return lane, zero
 
 
+@own_errors
 def table(
     *,
     dtype: str | None = None,

@@ -9,7 +9,7 @@ from itertools import product
 from flashsim import report
 from flashsim.counts.questions import in_words
 from flashsim.counts.traffic import Traffic
-from flashsim.errors import OptionError, TilingError, UnsupportedError, shown
+from flashsim.errors import OptionError, TilingError, UnsupportedError, own_errors, shown
 from flashsim.l2.launch import occupancy
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
@@ -105,6 +105,7 @@ class BlockSizes:
         return self.table().text()
 
 
+@own_errors
 def sizes(
     problem: Problem,
     sides: Sequence[int] = SIDES,
@@ -144,6 +145,7 @@ def sizes(
     return BlockSizes(problem, device, algorithm, direction, tuple(found))
 
 
+@own_errors
 def mixed(
     problem: Problem,
     tilings: Mapping[str, Tiling],

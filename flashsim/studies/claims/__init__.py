@@ -10,7 +10,7 @@ False
 
 from __future__ import annotations
 
-from flashsim.errors import OptionError, choices, shown
+from flashsim.errors import OptionError, choices, own_errors, shown
 from flashsim.report import Table
 from flashsim.studies.claims import bytes_and_flops, numbers
 from flashsim.studies.claims.finding import Claim, Finding
@@ -21,6 +21,7 @@ CLAIMS: dict[str, Claim] = {
 }
 
 
+@own_errors
 def judge(name: str) -> Finding:
     """Recompute one claim.
 
@@ -34,6 +35,7 @@ def judge(name: str) -> Finding:
     return CLAIMS[name].check()
 
 
+@own_errors
 def table(*names: str) -> Table:
     """The claims named, or all: what is said, what comes out, the verdict and why.
 
@@ -50,6 +52,7 @@ def table(*names: str) -> Table:
     return made
 
 
+@own_errors
 def overview(full: Table) -> Table:
     """`table` without its reasons, which make it long."""
     return Table(

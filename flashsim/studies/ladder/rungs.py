@@ -14,7 +14,7 @@ from flashsim.api.cost import fits
 from flashsim.counts import traffic
 from flashsim.engines import simulator
 from flashsim.engines.engine import Job
-from flashsim.errors import OptionError, UnsupportedError, choices, shown
+from flashsim.errors import OptionError, UnsupportedError, choices, own_errors, shown
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem, numpy_dtype
@@ -205,6 +205,7 @@ class Climb:
         return self.table().text()
 
 
+@own_errors
 def climb(
     n_q: int = 512,
     n_kv: int = 512,

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from flashsim.errors import own_errors
 
+
+@own_errors
 class Constants(NamedTuple):
     """What one stage of one kernel family makes of an SM's units, and what it waits for.
 

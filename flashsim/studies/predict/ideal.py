@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashsim.counts.traffic import Traffic
 from flashsim.counts.work import stage_work, total_flops
-from flashsim.errors import OptionError
+from flashsim.errors import OptionError, own_errors
 from flashsim.problem import checks
 from flashsim.schedule import plans
 from flashsim.schedule.tensors import whole_bytes
@@ -13,6 +13,7 @@ from flashsim.studies.predict.prediction import Prediction, StageTime
 from flashsim.studies.predict.units import LANES, SPECIAL, clock
 
 
+@own_errors
 def least(traffic: Traffic) -> Prediction:
     """A lower bound of a pass's time: perfect overlap, no tails, no latencies but the launches'.
 

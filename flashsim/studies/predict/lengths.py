@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from flashsim.counts import traffic
-from flashsim.errors import OptionError, TilingError, UnsupportedError
+from flashsim.errors import OptionError, TilingError, UnsupportedError, own_errors
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.report import Table
@@ -32,6 +32,7 @@ KERNELS = {"standard": None, "FA2": "portable", "FA3": "hopper"}
 WRITTEN_FOR = {"FA2": ((8, 0), (99, 0), "Ampere"), "FA3": ((9, 0), (9, 0), "Hopper")}
 
 
+@own_errors
 def when(
     problem: Problem,
     lengths: Sequence[int] = LENGTHS,
@@ -95,6 +96,7 @@ def when(
     return table
 
 
+@own_errors
 def versions(problem: Problem, *, device: str | Device = "H200") -> Table:
     """Standard attention and FlashAttention-1, -2, -3: bytes, memory and times of a training step.
 

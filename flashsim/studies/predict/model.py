@@ -15,7 +15,7 @@ from flashsim.backends.families.portable import PORTABLE
 from flashsim.backends.launch import Gpu
 from flashsim.backends.launch.passes import KernelPass
 from flashsim.counts.traffic import Traffic
-from flashsim.errors import DTypeError, OptionError, UnsupportedError, shown
+from flashsim.errors import DTypeError, OptionError, UnsupportedError, own_errors, shown
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
@@ -40,6 +40,7 @@ from flashsim.studies.predict.units import UNITS, Work, once_bytes, work_of
 FAMILIES: dict[str, Family] = {"hopper": HOPPER, "portable": PORTABLE}
 
 
+@own_errors
 def predict(
     problem: Problem,
     *,

@@ -11,7 +11,7 @@ from flashsim import report
 from flashsim.counts.questions import in_words
 from flashsim.distributed import Account, count
 from flashsim.distributed.counting import work
-from flashsim.errors import OptionError, UnsupportedError
+from flashsim.errors import OptionError, UnsupportedError, own_errors
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.links import Link
@@ -110,6 +110,7 @@ class SpreadTime:
         return self.table().text()
 
 
+@own_errors
 def spread(
     problem: Problem,
     *,

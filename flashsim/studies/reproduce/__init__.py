@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flashsim.errors import OptionError, choices, shown
+from flashsim.errors import OptionError, choices, own_errors, shown
 from flashsim.report import Table
 from flashsim.studies.reproduce import (
     claims,
@@ -61,6 +61,7 @@ NOT_DERIVABLE = (
 )
 
 
+@own_errors
 def tables(name: str) -> list[Table]:
     """Recompute one set of published numbers.
 
@@ -74,6 +75,7 @@ def tables(name: str) -> list[Table]:
     return NAMES[name][1]()
 
 
+@own_errors
 def listing() -> list[Table]:
     """What can be recomputed, and what cannot and why."""
     known = Table("What can be recomputed", ("name", "what"))

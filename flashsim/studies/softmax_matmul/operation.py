@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flashsim import report
-from flashsim.errors import DTypeError, ShapeError
+from flashsim.errors import DTypeError, ShapeError, own_errors
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
@@ -82,6 +82,7 @@ class SoftmaxProduct:
         return self.table().text()
 
 
+@own_errors
 def run(
     x: Any,
     v: Any,
@@ -151,6 +152,7 @@ def run(
     )
 
 
+@own_errors
 def count(
     batch: int,
     d1: int,
@@ -174,6 +176,7 @@ def count(
     return SoftmaxProduct(None, shape, tiling, fused, _of_all(moved, batch))
 
 
+@own_errors
 def plain(x: Any, v: Any) -> Any:
     """softmax(X) V in two steps, by the array's own library: NumPy, CuPy or torch."""
     _shape(x, v)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from flashsim.errors import TraceError
+from flashsim.errors import TraceError, own_errors
 from flashsim.report import Cell, Table
 
 #: What agreement is asked for, as relative differences: requested bytes, DRAM reads where the
@@ -68,6 +68,7 @@ def read(text: str) -> list[Difference]:
     return found
 
 
+@own_errors
 def summary(text: str) -> list[Table]:
     """Tables of the requested bytes, DRAM reads and bank conflicts, and of what misses its target.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from flashsim.api import counting
 from flashsim.counts.traffic import Traffic
-from flashsim.errors import UnsupportedError
+from flashsim.errors import UnsupportedError, own_errors
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
@@ -21,6 +21,7 @@ _SHAPE = (
 )
 
 
+@own_errors
 @dataclass(frozen=True)
 class Case:
     """A problem and how a backend runs it.
@@ -150,6 +151,7 @@ class MeasuredPass:
     counted: Mapping[tuple[str, str, str], int] | None = None
 
 
+@own_errors
 def predict(
     problem: Problem, algorithm: str, direction: str, tiling: Tiling | None, device: str
 ) -> Traffic:

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from flashsim import report
 from flashsim.counts.traffic import Traffic
-from flashsim.errors import DTypeError, TraceError, shown
+from flashsim.errors import DTypeError, TraceError, own_errors, shown
 from flashsim.l2 import L2Model, dram
 from flashsim.problem import checks
 from flashsim.report import Cell, Table
@@ -75,6 +75,7 @@ class Verification:
         return table
 
 
+@own_errors
 def verify(
     passes: Sequence[MeasuredPass], title: str, *, l2: L2Model | None = None
 ) -> Verification:

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from flashsim.counts.traffic import Traffic
-from flashsim.errors import BackendUnavailable, TraceError
+from flashsim.errors import BackendUnavailable, TraceError, own_errors
 from flashsim.report import beside
 from flashsim.studies.verify.cases import Case, Counted, MeasuredPass
 from flashsim.studies.verify.ncu import MeasuredLaunch, command, parse, stage_of
@@ -67,11 +67,13 @@ class Record:
             ) from error
 
 
+@own_errors
 def counts_beside(path: Path) -> Path:
     """Where the cases and counts lie that belong to a CSV."""
     return path.with_suffix(".counts.json")
 
 
+@own_errors
 def record(cases: Sequence[Case]) -> Record:
     """Run the cases and keep what comes out: two processes, whatever the number of cases.
 
@@ -94,6 +96,7 @@ def _counted(values: Any) -> tuple[tuple[Counted, ...], ...]:
     return tuple(tuple(Counted.from_dict(each) for each in one) for one in values)
 
 
+@own_errors
 def passes_of(measured: Record) -> list[list[MeasuredPass]]:
     """Passes of each case: launches come in the order of the cases' stages.
 
@@ -112,6 +115,7 @@ def passes_of(measured: Record) -> list[list[MeasuredPass]]:
     return found
 
 
+@own_errors
 def assign(traffics: Iterable[Traffic], launches: Sequence[MeasuredLaunch]) -> list[MeasuredPass]:
     """Give launches to stages by their kernels' names: one shape, run any number of times.
 

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from flashsim.errors import BackendUnavailable, TraceError
+from flashsim.errors import BackendUnavailable, TraceError, own_errors
 
 SECTOR = 32  # bytes L2 moves at a time
 
@@ -67,6 +67,7 @@ def stage_of(kernel: str) -> str | None:
     return "dkdv" if found[1] == "backward" else found[1]
 
 
+@own_errors
 def parse(text: str) -> list[MeasuredLaunch]:
     """Read what ``ncu --csv`` printed: one counter a row, or one launch a row (``--page raw``).
 
@@ -165,6 +166,7 @@ def _value(counter: str, text: str, unit: str) -> float:
     )
 
 
+@own_errors
 def command(program: Sequence[str]) -> list[str]:
     """The command line that profiles a program's kernels.
 

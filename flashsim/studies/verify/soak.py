@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from flashsim.counts.traffic import live
+from flashsim.errors import own_errors
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
@@ -33,6 +34,7 @@ _WIDTHS = (32, 40, 64, 72, 80, 96, 112, 128, 160, 200, 256)
 _MOST = 4e12  # FLOPs of a pass: a launch is repeated for each group of counters
 
 
+@own_errors
 def draw(count: int, *, seed: int = 0, device: str = "H200", kernels: Sequence[str]) -> list[Case]:
     """Random cases: lengths, widths, heads, groups, masks; forward, three passes and fused.
 
@@ -87,6 +89,7 @@ class Apart:
         return abs(self.difference) > self.target
 
 
+@own_errors
 def compare(cases: Sequence[Case], passes: Iterable[Sequence[MeasuredPass]]) -> list[Apart]:
     """Every quantity with a target; the furthest off first, in units of its target.
 
@@ -121,6 +124,7 @@ def _counts(case: Case, one: MeasuredPass) -> list[Apart]:
     return found
 
 
+@own_errors
 def table(found: Sequence[Apart], most: int = 20) -> Table:
     """The worst of them, and how many of each quantity are where they should be."""
     parts = []

@@ -6,6 +6,7 @@ import numpy as np
 
 from flashsim.api.samples import random_inputs
 from flashsim.counts import traffic
+from flashsim.errors import own_errors
 from flashsim.problem.hardware import PRESETS, Device
 from flashsim.problem.oracle import attention
 from flashsim.problem.problem import Problem
@@ -16,6 +17,7 @@ from flashsim.schedule.tiling import Tiling
 MOST_ROWS = 8
 
 
+@own_errors
 def delta(n: int = 32, head_dim: int = 4, *, seed: int = 0) -> Table:
     """rowsum(P dP) beside rowsum(O dO), float64: the second needs no score.
 
@@ -41,6 +43,7 @@ def delta(n: int = 32, head_dim: int = 4, *, seed: int = 0) -> Table:
     return table
 
 
+@own_errors
 def corrections(
     n: int = 4096,
     head_dim: int = 64,
@@ -69,6 +72,7 @@ def corrections(
     return table
 
 
+@own_errors
 def reread(n: int = 4096, *, head_dim: int = 64, dtype: str = "float32") -> Table:
     """How long one pass over P takes, and the four of standard attention, by device."""
     problem = Problem(n, head_dim=head_dim, dtype=dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from flashsim.api.samples import random_inputs
-from flashsim.errors import OptionError
+from flashsim.errors import OptionError, own_errors
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem
 from flashsim.report import Table
@@ -15,6 +15,7 @@ from flashsim.schedule.tiling import Tiling
 MOST = 4096  # queries and keys: it is read, not run
 
 
+@own_errors
 def tiles(
     n: int = 32,
     head_dim: int = 4,

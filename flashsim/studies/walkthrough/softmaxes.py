@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from flashsim.errors import OptionError, shown
+from flashsim.errors import OptionError, own_errors, shown
 from flashsim.problem import checks
 from flashsim.report import Table
 
 MOST = 64  # logits: more do not fit a page
 
 
+@own_errors
 def softmax(logits: Sequence[float], *, chunk: int = 1, subnormals: bool = False) -> Table:
     """Naive, stable and online softmax of one row, step by step.
 
