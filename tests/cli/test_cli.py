@@ -444,3 +444,20 @@ def test_a_broken_pipe_is_left_to_click(monkeypatch):
     result = invoke("devices")
 
     assert "flashsim:" not in result.output
+
+
+def test_fp8_is_scaled_run_and_counted():
+    sizes = ("-n", 96, "-d", 16, "--dtype", "float8_e5m2", "--scales", "32x48", "-t", "32x48")
+    ran, counted = (records(name, *sizes) for name in ("run", "count"))
+    assert figure(ran, "load", "Q_scale") == figure(counted, "load", "Q_scale") == 3 * 4
+    assert figure(ran, "load", "K") == figure(counted, "load", "K") == 3 * 96 * 16
+    turned = records("run", "-n", 64, "-d", 16, "--scales", "head", "--rotate", "--backward")
+    assert figure(turned, "store", "dQ", "backward") == 64 * 16 * 2
+    for words, text in (
+        (("--scales", "row"), "--scales takes tensor, head or QUERIESxKEYS"),
+        (("--rotate",), "give --scales as well"),
+        (("--scales", "head", "--dtype", "float16"), "unknown FP8 dtype 'float16'"),
+    ):
+        result = invoke("run", "-n", 64, *words)
+        assert result.exit_code == 2
+        assert text in " ".join(result.stderr.split())

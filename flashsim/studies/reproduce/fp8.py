@@ -1,0 +1,130 @@
+"""FlashAttention-3's table 3, FP8 and half precision, and what its accumulator costs."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flashsim.api.execution import run
+from flashsim.api.quantize import Quantized, quantize
+from flashsim.problem.oracle import attention
+from flashsim.problem.precision import Precision
+from flashsim.problem.problem import Problem
+from flashsim.report import Table
+from flashsim.schedule.tiling import Tiling
+from flashsim.studies.precision.inputs import draw
+from flashsim.studies.reproduce.page import line, page
+
+#: Root mean square errors: arXiv:2407.08608, table 3 (half precision and FP8, e4m3).
+PAPER = {
+    "float16, baseline": 3.2e-4,
+    "float16, FlashAttention-2 and -3": 1.9e-4,
+    "FP8, baseline": 2.4e-2,
+    "FP8, FlashAttention-3": 9.1e-3,
+    "FP8, without block quantisation": 9.3e-3,
+    "FP8, without incoherent processing": 2.4e-2,
+}
+#: How the FP8 rows are quantised: granularity, rotation.
+QUANTISED: dict[str, tuple[str, str | None]] = {
+    "FP8, baseline": ("tensor", None),
+    "FP8, FlashAttention-3": ("block", "hadamard"),
+    "FP8, without block quantisation": ("tensor", "hadamard"),
+    "FP8, without incoherent processing": ("block", None),
+}
+_WHY = {
+    "float16, baseline": "q / sqrt(d), then every intermediate in float16; which library the "
+    "paper's is, it does not say",
+    "FP8, baseline": "one scale a tensor, the softmax's intermediates in float16",
+}
+TILE, D = 128, 128
+BEST = "FP8, FlashAttention-3"
+
+
+def fp8(n: int = 8192, seeds: int = 4, queries: int = 1024) -> list[Table]:
+    """Table 3, with outliers, N(0, 1) + N(0, 100) Bernoulli(0.001), and the accumulator's share.
+
+    `queries` rows of each seed are computed, of n queries and keys that are quantised.
+    """
+    squares: dict[str, list[float]] = {name: [] for name in PAPER}
+    apart: dict[str, float] = {}
+    for seed in range(seeds):
+        q, k, v, _ = draw("outliers", n, D, seed=seed)
+        first = q[..., :queries, :]
+        problem = Problem(queries, n, D)
+        exact, _ = attention(first, k, v, problem)
+        outs = _half(first, k, v, problem)
+        for name, (granularity, rotate) in QUANTISED.items():
+            x = quantize(q, k, v, granularity=granularity, rotate=rotate, block=(TILE, TILE))
+            outs[name] = (_plain if name == "FP8, baseline" else _run)(x, queries)
+            if name == BEST and not seed:
+                rows = min(queries, TILE)
+                for way, precision in _ACCUMULATORS.items():
+                    followed = _run(x, rows, precision)
+                    apart[way] = _error([_square(followed, outs[name][..., :rows, :])])
+        for name, out in outs.items():
+            squares[name].append(_square(out, exact))
+    table = page(
+        f"Root mean square error, {n:,} queries and keys, d = {D}, {seeds} seeds of {queries} rows",
+        "arXiv:2407.08608, table 3; against float64 of the inputs before they are rounded. The "
+        "shape is not printed; errors grow with N. Few rows, where an outlier of q meets one of k, "
+        "make most of an error that is not rotated: see how far seeds lie apart. The page takes a "
+        "minute or two",
+    )
+    for name, paper in PAPER.items():
+        each = [_error([square]) for square in squares[name]]
+        why = f"seeds from {min(each):.1e} to {max(each):.1e}; {_WHY.get(name, '')}"
+        table.rows.append(line(name, paper, _error(squares[name]), why.rstrip("; ")))
+    return [table, _flushed(apart, n, min(queries, TILE))]
+
+
+_ACCUMULATORS = {
+    "flushed at every tile": Precision(accumulator="hopper-fp8", flush=1),
+    "flushed every 4 tiles": Precision(accumulator="hopper-fp8", flush=4),
+    "never flushed": Precision(accumulator="hopper-fp8"),
+}
+
+
+def _flushed(apart: dict[str, float], n: int, rows: int) -> Table:
+    table = page(
+        f"The same in 14 bits: out's distance from sums in float32, {BEST}, N = {n:,}",
+        "Hopper's tensor cores keep 14 bits of 32 products and the sum so far (DeepSeek-V3, "
+        f"arXiv:2412.19437, section 3.5.2, which flushes every 128 products); a tile is {TILE} x "
+        f"{TILE}; one seed, {rows} rows; no paper prints these for attention",
+    )
+    for name, error in apart.items():
+        table.rows.append(line(name, None, error))
+    return table
+
+
+def _half(q: np.ndarray, k: np.ndarray, v: np.ndarray, problem: Problem) -> dict[str, np.ndarray]:
+    """Both implementations in half precision."""
+    q, k, v = (x.astype(np.float16) for x in (q, k, v))
+    scaled = q / np.float16(np.sqrt(D))
+    unscaled = Problem(problem.n_q, problem.n_kv, D, scale=1.0)
+    return {
+        "float16, baseline": attention(scaled, k, v, unscaled, dtype="float16")[0],
+        "float16, FlashAttention-2 and -3": run(q, k, v, tiling=Tiling(TILE, TILE)).out,
+    }
+
+
+def _plain(x: Quantized, queries: int, _: Precision | None = None) -> np.ndarray:
+    """Plain attention of the numbers that are meant, its intermediates in float16."""
+    q, k, v = x.dequantized()
+    problem = Problem(queries, k.shape[-2], D)
+    return attention(q[..., :queries, :], k, v, problem, dtype="float16")[0]
+
+
+def _run(x: Quantized, queries: int, precision: Precision | None = None) -> np.ndarray:
+    """FlashAttention on the first rows; their scales are the first ones."""
+    blocks = x.q_scale[..., : -(-queries // TILE)] if x.block else x.q_scale
+    options = {**x.options, "scales": (blocks, x.k_scale, x.v_scale)}
+    rows = x.q[..., :queries, :]
+    tile = Tiling(TILE, TILE)
+    return run(rows, x.k, x.v, **options, tiling=tile, precision=precision).out
+
+
+def _square(out: np.ndarray, exact: np.ndarray) -> float:
+    return float(((out.astype(np.float64) - exact.astype(np.float64)) ** 2).mean())
+
+
+def _error(squares: list[float]) -> float:
+    return float(np.sqrt(np.mean(squares)))
