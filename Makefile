@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo test test-all test-torch thorough-torch outside lint modules unit thorough wheel bench gpu gallery lessons slides site links look reproduce clean
+.PHONY: demo test test-all test-torch thorough-torch outside lint modules unit thorough wheel bench gpu gallery lessons slides site links look lite reproduce clean
 
 demo: $(VENV)/.installed
 	$(BIN)/flashsim demo --out out
@@ -112,5 +112,19 @@ links: site
 look: site
 	$(BIN)/python docs/site/look.py out/site
 
+# JupyterLite with our own wheel and the lessons: docs/guides/in_the_browser.md.
+lite: $(VENV)/.dev $(VENV)-lite/.installed
+	rm -rf build/lite out/lite
+	$(BIN)/python -m build -q --wheel --no-isolation --outdir build/lite/pypi .
+	$(BIN)/python docs/site/lite.py build/lite
+	cd build/lite && $(CURDIR)/$(VENV)-lite/bin/jupyter lite build --contents contents \
+	  --output-dir $(CURDIR)/out/lite
+
+$(VENV)-lite/.installed: setup.cfg
+	$(PYTHON) -m venv $(VENV)-lite
+	$(VENV)-lite/bin/python -m pip install -q --disable-pip-version-check "jupyterlite-core >= 0.8" \
+	  "jupyterlite-pyodide-kernel >= 0.8" "jupyter-server >= 2"
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV)-torch out build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-torch $(VENV)-lite out build dist *.egg-info

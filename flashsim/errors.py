@@ -58,6 +58,20 @@ class BackendUnavailable(FlashSimError, RuntimeError):
     """The backend asked for cannot run here; the message says what to install or change."""
 
 
+def require_numba(what: str, instead: str = "") -> None:
+    """Raise `BackendUnavailable`, naming what was asked for, unless Numba imports.
+
+    It comes along wherever pip installs flashsim, and there is none for a browser's Python.
+    """
+    try:
+        import numba  # noqa: F401
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"{what} needs Numba, which cannot be imported ({error}): pip install numba"
+            f"{'; ' if instead else ''}{instead}"
+        ) from None
+
+
 class RankError(FlashSimError, RuntimeError):
     """Ranks of a group do not agree, or one does not answer any more."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flashsim.engines.engine import Engine
+from flashsim.errors import require_numba
 from flashsim.problem import checks
 
 BACKENDS = ("numpy", "numba", "cupy", "numba_cuda")
@@ -25,6 +26,7 @@ def engine(name: str) -> Engine:
 
         return simulator
     if name == "numba":
+        require_numba("backend='numba'", "backend='numpy' gives the same results and counts")
         import flashsim.engines.cpu.engine as cpu
 
         return cpu

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from flashsim.errors import UnsupportedError
+from flashsim.errors import UnsupportedError, require_numba
 from flashsim.l2.launch import L2Model
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
@@ -157,7 +157,10 @@ def stream(
     ------
     UnsupportedError
         If there are more than `MOST_REQUESTS`.
+    BackendUnavailable
+        Without Numba.
     """
+    require_numba("the model of the L2 cache")
     from flashsim.l2.weaving import weave
 
     p, merges = schedule.problem, stage.parts == "merges"
