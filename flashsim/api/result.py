@@ -130,7 +130,8 @@ class Result(_Pass):
     ) -> Gradients:
         """The backward pass of the same algorithm, recomputing what was not saved.
 
-        Reads the inputs of `run`, and `out`, where they lie: do not change them in place before.
+        Reads the inputs of `run`, `out` and `lse` where they lie: do not change them in place
+        before.
 
         Parameters
         ----------

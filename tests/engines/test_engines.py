@@ -187,3 +187,34 @@ def test_p_is_rounded_to_the_input_type(backend, algorithm, dtype):
     assert (expected != wide).any(), "these inputs cannot tell"
     out = flashsim.run(x.q, x.k, x.v, scale=1.0, algorithm=algorithm, backend=backend).out[0, 0, 0]
     np.testing.assert_array_equal(out, expected)
+
+
+EVERY = ("q", "k", "v", "bias", "out", "lse")
+#: What a backward pass reads where it lies: docs/reference/model.md.
+READ = {
+    "standard": ("q", "k", "v"),
+    "flash1": ("q", "k", "v", "bias", "out"),
+    "flash2": EVERY,
+    "flash2-fused": EVERY,
+}
+
+
+@pytest.mark.parametrize("changed", EVERY)
+@pytest.mark.parametrize(("target", "algorithm"), [x for x in ENGINES if not x.marks])
+def test_a_backward_pass_reads_what_the_model_says_where_it_lies(target, algorithm, changed):
+    def gradients(value):
+        rng = np.random.default_rng(0)
+        arrays = {name: rng.standard_normal((20, 8), np.float32) for name in ("q", "k", "v")}
+        arrays["bias"] = rng.standard_normal((20, 20), np.float32)
+        dout = rng.standard_normal((20, 8), np.float32)
+        result = flashsim.run(**arrays, algorithm=algorithm, backend=target.backend)
+        arrays |= {"out": result.out, "lse": result.lse}
+        if value is not None:
+            arrays[changed][...] = value
+        made = result.backward(dout)
+        return made.dq, made.dk, made.dv, made.dbias
+
+    same = [np.array_equal(a, b) for a, b in zip(gradients(None), gradients(0.5), strict=True)]
+    assert all(same) == (changed not in READ[algorithm])
+    if changed in ("v", "out"):
+        assert same[2]  # dv = P^T dO
