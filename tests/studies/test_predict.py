@@ -13,6 +13,7 @@ from flashsim.schedule import tables
 from flashsim.studies.predict import Constants, model, predict
 from flashsim.studies.predict.blocks import makespan
 from flashsim.studies.predict.calibration import (
+    CALIBRATED,
     DECODING,
     HBM_SHARE,
     LAUNCH,
@@ -265,6 +266,20 @@ def test_more_rows_than_a_tile_of_the_decode_kernel_read_the_keys_again():
     prompt = decoded(Problem(4096, dtype="bfloat16")).traffic
     assert prompt.tiling.block_q == 64
     assert prompt.bytes("load", "K") == 64 * 4096 * 64 * 2
+
+
+def test_many_queries_of_a_cache_take_the_tensor_cores_time():
+    """64 rows share a key: more FLOPs a byte than an RTX 3090 can do while it reads the next."""
+    prompt = Problem(8192, head_dim=64, heads=16, dtype="float16")
+    found = decoded(prompt, device="RTX 3090")
+    least = found.traffic.flops("matmul") / Device.get("RTX 3090").peak("float16")
+    (walk,) = found.stages
+    assert walk.bound == "tensor cores"
+    factor = CALIBRATED["portable"]["forward"].tensor
+    assert walk.units["tensor cores"] == pytest.approx(factor * least)
+    assert found.seconds > walk.units["tensor cores"]
+    token = decoded(replace(prompt, n_q=1, n_kv=8192), device="RTX 3090")
+    assert token.stages[0].bound == "HBM"
 
 
 def test_what_the_decode_kernel_does_not_do_is_refused():

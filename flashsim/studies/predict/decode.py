@@ -1,8 +1,9 @@
 """How long the GPU kernel of `algorithm="flash-decode"` takes: blocks, bandwidth, a merge.
 
 A block waits for its first keys and ends with a merge of its warps (`item`), and in between streams
-its keys as fast as an SM can (`rate`); all blocks together no faster than HBM. Blocks take the
-places that become free. Where keys are split, the block of a sequence that ends last merges.
+its keys as fast as an SM can (`rate`), or multiplies them as fast as the portable forward kernel
+does on tensor cores, whichever takes longer; all blocks together no faster than HBM. Blocks take
+the places that become free. Where keys are split, the block of a sequence that ends last merges.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 
 from flashsim.api import counting
 from flashsim.backends.families import decode
-from flashsim.backends.launch import Gpu
+from flashsim.backends.launch.kernel import Gpu, padded_dims
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import OptionError, UnsupportedError
 from flashsim.problem.hardware import Device
@@ -23,7 +24,7 @@ from flashsim.problem.problem import Problem
 from flashsim.schedule.splitting import RESERVED
 from flashsim.schedule.tiling import Tiling
 from flashsim.studies.predict.blocks import makespan
-from flashsim.studies.predict.calibration import DECODING, DecodeConstants
+from flashsim.studies.predict.calibration import CALIBRATED, DECODING, DecodeConstants
 from flashsim.studies.predict.prediction import StageTime
 
 ALGORITHM = decode.ALGORITHM
@@ -90,14 +91,22 @@ def stages(
     keys = np.minimum(tiles * made.block_k, made.items[:, 6])
     item = c.item + c.row * made.rows / made.row_tiles * p.head_dim_v
     copies = keys * key / c.rate
-    walks, durations = p.kv_heads * made.row_tiles, (item + per_sm * copies).tolist()
+    flops = 2 * dict(made.kernel.constants)["FS_BLOCK_Q"] * sum(padded_dims(p))  # of a key
+    peak = device.peak(p.dtype) / CALIBRATED["portable"]["forward"].tensor
+    products = keys * (flops * device.sm_count / peak)
+    walks = p.kv_heads * made.row_tiles
+    durations = (item + per_sm * np.maximum(copies, products)).tolist()
     # A place of its own for each block: how many share an SM is in `copies` already.
     last, mean = makespan(durations, [0.0] * len(durations), walks, walks, slots, 1)
     read = float(keys.sum()) * key * p.kv_heads * made.row_tiles
     hbm = read / (device.hbm_bandwidth * c.hbm_share)
     seconds = c.launch + max(last, hbm + item) + (c.table if page else 0)
-    total = float(copies.sum()) * p.kv_heads * made.row_tiles
-    units = {"L2": total / device.sm_count, "HBM": hbm}
+    every = walks / device.sm_count
+    units = {
+        "tensor cores": float(products.sum()) * every,
+        "L2": float(copies.sum()) * every,
+        "HBM": hbm,
+    }
     walk = StageTime(
         *("split", seconds, units, len(keys) * p.kv_heads * made.row_tiles / slots),
         1 - min(1.0, max(mean, hbm) / seconds),

@@ -77,7 +77,8 @@ def predict(
         By stage, how many heads are worked on together; default: the kernels' own (`clump_size`).
     splits : int or "auto"
         "flash-decode": over how many blocks the keys of a sequence are spread; the kernel's choice.
-        Its keys come from HBM, at random if they lie in pages.
+        Its keys come from HBM, at random if they lie in pages, and once for each row tile: of more
+        queries than fill one, L2 may serve some, which this does not know.
 
     Raises
     ------
