@@ -22,6 +22,9 @@ from flashsim.backends.launch.kernel import row_elements
 from flashsim.errors import DTypeError
 from flashsim.problem.problem import numpy_dtype
 
+#: What carries the bits of types that CuPy may lack, by bytes.
+_RAW = {1: np.uint8, 2: np.uint16}
+
 
 class View(NamedTuple):
     """A (batch, heads, n, d) array in HBM as kernels see it."""
@@ -36,14 +39,16 @@ class Space:
 
     Beside what is below, a space has `view` (an array for a kernel; a copy only if it cannot be
     read as it is), `vector` (the same for one float32 a row), `empty` (a new array of `like`'s
-    type, float32 without), `pointer` (the address of one of its arrays), `stream` (the address of
-    the current stream) and `active` (makes its device and stream CuPy's current ones).
+    type, float32 without), `prototype` (an empty array of a type by name), `pointer` (the address
+    of one of its arrays), `stream` (the address of the current stream) and `active` (makes its
+    device and stream CuPy's current ones).
     """
 
     device: int
     view: Callable[..., Any]
     vector: Callable[[Any], Any]
     empty: Callable[..., Any]
+    prototype: Callable[[str], Any]
     pointer: Callable[[Any], int]
     stream: Callable[[], int]
     active: Callable[[], AbstractContextManager[Any]]
@@ -73,6 +78,8 @@ class CupySpace(Space):
         """See `Space`; any array with ``__cuda_array_interface__``."""
         array = cupy.asarray(array)
         size = array.itemsize
+        if size == 1:
+            array = array.view(np.uint8)  # FP8, of which CuPy can keep arrays but not copy them
         batch, head, row, last = array.strides
         if _readable(array.data.ptr | batch | head | row, last // size, array.shape[-1]):
             return View((array.data.ptr, batch // size, head // size, row // size), array)
@@ -85,6 +92,10 @@ class CupySpace(Space):
     def empty(self, shape: tuple[int, ...], like: Any = None) -> Any:
         """See `Space`."""
         return cupy.empty(shape, np.float32 if like is None else like.dtype)
+
+    def prototype(self, dtype: str) -> Any:
+        """See `Space`."""
+        return cupy.empty(0, numpy_dtype(dtype))
 
     def pointer(self, array: Any) -> int:
         """See `Space`."""
@@ -100,7 +111,7 @@ class CupySpace(Space):
 
 
 class NumpySpace(CupySpace):
-    """NumPy arrays: uploaded, and their results downloaded. 16-bit types travel as raw bits."""
+    """NumPy arrays: uploaded, and their results downloaded. Narrow types travel as raw bits."""
 
     def __init__(self, device: int, dtype: str) -> None:
         super().__init__(device)
@@ -109,14 +120,15 @@ class NumpySpace(CupySpace):
     def view(self, array: Any) -> View:
         """See `Space`; NumPy arrays are uploaded."""
         if isinstance(array, np.ndarray):
-            bits = array.view(np.uint16) if array.itemsize == 2 else array
+            raw = _RAW.get(array.itemsize)
+            bits = array if raw is None else array.view(raw)
             array = cupy.asarray(np.ascontiguousarray(bits))
         return super().view(array)
 
-    def empty(self, shape: tuple[int, ...], like: Any = None) -> Any:
+    def prototype(self, dtype: str) -> Any:
         """See `Space`."""
-        narrow = like is not None and self.dtype.itemsize == 2
-        return cupy.empty(shape, np.uint16 if narrow else np.float32)
+        size = numpy_dtype(dtype).itemsize
+        return cupy.empty(0, _RAW.get(size, np.float32))
 
     def result(self, array: Any, keep: int = 0, width: int = 0) -> Any:
         """See `Space`."""
@@ -154,6 +166,10 @@ class TorchSpace(Space):
     def empty(self, shape: tuple[int, ...], like: Any = None) -> Any:
         """See `Space`."""
         return (self._float32 if like is None else like).new_empty(shape)
+
+    def prototype(self, dtype: str) -> Any:
+        """See `Space`."""
+        return self._float32.new_empty(0, dtype=getattr(self.torch, dtype))
 
     def pointer(self, array: Any) -> int:
         """See `Space`."""

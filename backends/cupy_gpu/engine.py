@@ -15,6 +15,7 @@ from flashsim.backends.families.decode import ALGORITHM as DECODE
 from flashsim.backends.families.decode import OPTIONS as DECODING
 from flashsim.backends.families.family import Family
 from flashsim.backends.families.hopper import HOPPER
+from flashsim.backends.families.hopper_fp8 import HOPPER_FP8
 from flashsim.backends.families.portable import PORTABLE, TF32
 from flashsim.backends.launch import lowering
 from flashsim.backends.launch.kernel import Gpu
@@ -22,7 +23,9 @@ from flashsim.engines.engine import Job, Outcome
 from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError, choices
 from flashsim.problem.problem import Problem
 
-OPTIONS: frozenset[str] = frozenset({"kernel", "allow_tf32", *DECODING})
+#: Of FP8 inputs: what they are multiplied by, and V as `quantize` lays it out.
+_FP8 = ("scales", "scale_block", "v_transposed")
+OPTIONS: frozenset[str] = frozenset({"kernel", "allow_tf32", *DECODING, *_FP8})
 #: Kernel families by the names of the option `kernel`.
 KERNELS: dict[str, Family] = {"portable": PORTABLE, "hopper": HOPPER}
 OLDEST = (8, 0)
@@ -33,7 +36,7 @@ failures.require_cupy("cupy")
 
 import cupy  # noqa: E402
 
-from flashsim.backends.cupy_gpu import arrays, decode  # noqa: E402
+from flashsim.backends.cupy_gpu import arrays, decode, fp8  # noqa: E402
 from flashsim.backends.cupy_gpu.calls import ABSENT, Call, Plan  # noqa: E402
 
 
@@ -51,6 +54,7 @@ def forward(job: Job) -> Outcome:
 def recall(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
     """What the backward pass wants of a forward pass, from its results alone."""
     _check(job)
+    _no_fp8_gradients(job)
     return recall_of(job, out, lse)
 
 
@@ -58,6 +62,7 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
     """Run the backward pass: three deterministic passes, or fused with reductions into dQ."""
     if job.algorithm == DECODE:
         raise UnsupportedError(f"{DECODE!r} has no backward pass; 'flash2' has")
+    _no_fp8_gradients(job)
     return backward_with(_family, job, saved, dout)
 
 
@@ -89,17 +94,26 @@ def forward_with(family_of: FamilyOf, job: Job) -> Outcome:
     """The forward pass by the kernels that `family_of` picks."""
     p = job.problem
     require_gpu()
-    space = arrays.space_of({"q": job.q, "k": job.k, "v": job.v}, p.dtype)
+    space = arrays.space_of({"q": job.q, "k": job.k, "v": job.v}, p.result_dtype)
     with failures.Explaining():
         plan = _plan(family_of, job, "forward", space)
         with space.on_device():
             views = {"q": space.view(job.q), "k": space.view(job.k), "v": space.view(job.v)}
             width = launch.row_elements(p.head_dim_v)
-            out = space.empty((p.batch, p.heads, p.n_q, width), views["q"].array)
+            like = views["q"].array
+            scales: dict[str, Any] = {}
+            if p.fp8:
+                views["v"] = fp8.transposed(space, job, views["v"])
+                like, scales = space.prototype(p.result_dtype), fp8.scales(space, job)
+            out = space.empty((p.batch, p.heads, p.n_q, width), like)
             lse = space.empty((p.batch, p.heads, p.n_q))
             views["out"] = arrays.View(_place(space, out, p.heads, p.n_q, width), out)
             saved = _saved(space, views, lse)
-            call = Call(space, (*saved["places"], *_NO_GRADIENTS), {"lse": saved["lse"]})
+            call = Call(
+                space,
+                (*saved["places"], *_NO_GRADIENTS),
+                {"lse": saved["lse"]} | {name: space.pointer(x) for name, x in scales.items()},
+            )
             stages, spans = plan.run(call, job.trace)
             return Outcome(
                 {"out": space.result(out, p.head_dim_v, width), "lse": space.result(lse)},
@@ -198,7 +212,7 @@ def _plan(family_of: FamilyOf, job: Job, direction: str, space: arrays.Space) ->
         plan = job.memo[family_of, direction, space] = _planned(
             *(family_of, direction, job.problem, job.tiling, job.key_order, job.algorithm),
             *(job.deterministic, job.trace),
-            tuple(job.options.items()) if job.options else (),
+            tuple((name, x) for name, x in job.options.items() if name not in _FP8),
             space,
         )
     return plan
@@ -304,9 +318,20 @@ def _check(job: Job) -> None:
         raise OptionError(f"allow_tf32 must be True or False, got {tf32!r}")
 
 
+def _no_fp8_gradients(job: Job) -> None:
+    if job.problem.fp8:
+        raise UnsupportedError(
+            "FP8 inputs have no backward pass on a GPU; backend='numpy' has one, or give bfloat16"
+        )
+
+
 def _family(job: Job, gpu: Gpu, direction: str) -> Family:
     """The kernels that were asked for; "auto" takes Hopper's wherever they run this."""
     name = job.options.get("kernel", "auto")
+    if job.problem.fp8:
+        if name == "portable":
+            raise UnsupportedError("the portable kernels take no FP8; kernel='hopper' does")
+        return HOPPER_FP8
     given = (job.problem, job.tiling, gpu, direction, job.algorithm)
     if name == "hopper" or (name == "auto" and not HOPPER.refusal(*given)):
         return HOPPER

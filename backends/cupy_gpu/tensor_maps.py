@@ -11,13 +11,14 @@ from functools import cache
 
 import numpy as np
 
-from flashsim.backends.launch.kernel import ROUND, Box, row_elements
+from flashsim.backends.launch.kernel import ROUND, Box, row_elements, whole_sixteens
 from flashsim.errors import UnsupportedError
 from flashsim.problem.problem import Problem
 
 #: CUtensorMapDataType, CUtensorMapSwizzle and CUtensorMapL2promotion of cuda.h.
 _TYPES = {"float16": 6, "float32": 7, "bfloat16": 9}
-_SWIZZLE_128B, _PROMOTE_256B = 3, 3
+_BYTES, _PROMOTE_256B = 0, 3
+_SWIZZLES = {32: 1, 64: 2, 128: 3}
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 
 
@@ -27,8 +28,7 @@ def encode(problem: Problem, box: Box, pointer: int, strides: tuple[int, ...]) -
     Parameters
     ----------
     box : Box
-        Which tensor, and what one copy moves; its rows are 128 bytes wide, swizzled in shared
-        memory.
+        Which tensor, and what one copy moves; its rows are swizzled in shared memory.
     pointer : int
         The tensor's address.
     strides : tuple of int
@@ -44,9 +44,11 @@ def encode(problem: Problem, box: Box, pointer: int, strides: tuple[int, ...]) -
     key_side = box.tensor in ("k", "v")
     n, heads = (p.n_kv, p.kv_heads) if key_side else (p.n_q, p.heads)
     d = row_elements(p.head_dim_v if box.tensor in ("v", "dout") else p.head_dim)
-    itemsize = 4 if dtype == "float32" else 2
+    itemsize = 4 if dtype == "float32" else p.itemsize
     batch_step, head_step, row_step = (s * itemsize for s in strides)
     shape, steps = [d, n, heads, p.batch], [row_step, head_step, batch_step]
+    if box.transposed:
+        shape[:2] = whole_sixteens(n), d
     if p.cu_seqlens_q is not None:
         # A box is clipped at the map's end, not at a sequence's. So the last axis, there being one
         # batch only, numbers views of the tensor, each a row further on than the one before: the
@@ -64,7 +66,7 @@ def encode(problem: Problem, box: Box, pointer: int, strides: tuple[int, ...]) -
     made = storage[start : start + _MAP_BYTES]
     error = driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(made.ctypes.data),
-        _TYPES[dtype],
+        _TYPES.get(dtype, _BYTES),
         rank,
         ctypes.c_void_p(pointer),
         (ctypes.c_uint64 * rank)(*shape),
@@ -72,7 +74,7 @@ def encode(problem: Problem, box: Box, pointer: int, strides: tuple[int, ...]) -
         (ctypes.c_uint32 * rank)(box.columns, box.rows, *[1] * (rank - 2)),
         (ctypes.c_uint32 * rank)(*[1] * rank),
         0,  # no interleaving
-        _SWIZZLE_128B,
+        _SWIZZLES[box.swizzle],
         _PROMOTE_256B,
         0,  # elements outside the tensor arrive as zeros
     )

@@ -18,7 +18,7 @@ _TENSOR = [("data", "<u8"), ("batch", "<i8"), ("head", "<i8"), ("row", "<i8")]
 TENSORS = ("q", "k", "v", "o", "dout", "dq", "dk", "dv")
 TABLES = ("rows", "cols", "spans", "ptr", "index", "kind", "order", "ranks")
 REPORTS = ("visit_counts", "tile_counts", "visit_stamps", "tile_stamps")
-SCRATCH = ("lse", "delta", "dq_acc", "turns")
+SCRATCH = ("lse", "delta", "dq_acc", "turns", "q_scale", "k_scale", "v_scale")
 POINTERS = (*SCRATCH, *TABLES, *REPORTS)
 INTEGERS = (
     *("n_q", "n_kv", "heads", "group", "walks", "tiles", "clump", "n_visits", "left", "right"),
@@ -91,11 +91,17 @@ class Variant:
 
 @dataclass(frozen=True)
 class Box:
-    """What one order to Hopper's copy engine moves: rows by columns of a tensor."""
+    """What one order to Hopper's copy engine moves: rows by columns of a tensor.
+
+    `swizzle` is the width in bytes within which shared memory's banks are permuted, and of a row of
+    the box; `transposed` says that the tensor is (.., d, n), its n filled up to whole sixteens.
+    """
 
     tensor: str
     rows: int
     columns: int
+    swizzle: int = 128
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,6 +145,11 @@ def padded(head_dim: int, other: int = 0) -> int:
 def row_elements(head_dim: int) -> int:
     """Elements of a row in HBM: 16-byte accesses need a multiple of 8."""
     return -(-head_dim // 8) * 8
+
+
+def whole_sixteens(n: int) -> int:
+    """Keys of a row of V^T: 16-byte accesses of single bytes."""
+    return -(-n // 16) * 16
 
 
 # -- parts ----------------------------------------------------------------------------------------

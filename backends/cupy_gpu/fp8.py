@@ -1,0 +1,100 @@
+"""FP8 inputs on their way to the Hopper forward: V transposed, scales where they are read."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from functools import cache
+from typing import Any
+
+import cupy
+import numpy as np
+
+from flashsim.backends.cupy_gpu import arrays
+from flashsim.backends.families import quantize as family
+from flashsim.backends.kernels import nvrtc
+from flashsim.backends.launch.kernel import Kernel, whole_sixteens
+from flashsim.engines.engine import Job
+from flashsim.errors import ShapeError
+
+_SCALES = ("q_scale", "k_scale", "v_scale")
+
+
+def transposed(space: arrays.Space, job: Job, v: arrays.View) -> arrays.View:
+    """V^T with its keys permuted, as the kernel takes it: as the quantiser left it, or made here.
+
+    Raises
+    ------
+    ShapeError, DTypeError
+        If the option `v_transposed` does not belong to V.
+    """
+    p = job.problem
+    shape = p.batch, p.kv_heads, p.head_dim_v, whole_sixteens(p.n_kv)
+    given = job.options.get("v_transposed")
+    if given is not None:
+        arrays.check_space("v_transposed", given, p.result_dtype, space)
+        if tuple(given.shape) != shape:
+            raise ShapeError(f"v_transposed must have shape {shape}, got {tuple(given.shape)}")
+        return space.view(given)
+    rows = p.batch, p.kv_heads, p.n_kv, p.head_dim_v
+    made = space.empty(shape, v.array)
+    launch((family.transposition(p.head_dim_v),), space, {"v": v}, {"vt": made}, None, rows)
+    return space.view(made)._replace(copied=v.copied + math.prod(shape))
+
+
+def scales(space: arrays.Space, job: Job) -> dict[str, Any]:
+    """The arrays of scales, contiguous on the GPU, by the names of `launch.SCRATCH`.
+
+    Raises
+    ------
+    DTypeError
+        If they do not live where q, k and v do.
+    """
+    given = job.options.get("scales") or ()
+    found = {}
+    for name, one in zip(_SCALES, given, strict=False):
+        arrays.check_space(name, one, job.problem.result_dtype, space)
+        found[name] = space.vector(one)
+    return found
+
+
+def launch(
+    kernels: tuple[Kernel, ...],
+    space: arrays.Space,
+    inputs: dict[str, arrays.View],
+    others: dict[str, Any],
+    q: Any,
+    k: Any,
+) -> None:
+    """Start kernels of kernels/hopper/quantize.cu, one after the other, on the space's stream.
+
+    Parameters
+    ----------
+    inputs : dict
+        Those of q, k and v that they read.
+    others : dict
+        Arrays of ``struct Args`` by name.
+    q, k : (batch, heads, n, d)
+        Shapes; q may be None (`families.quantize.sizes`).
+    """
+    record = np.zeros((), family.ARGS)
+    for name, view in inputs.items():
+        record[name] = view.place
+    for name, array in others.items():
+        record[name] = space.pointer(array)
+    integers, blocks = family.sizes(q, k, _processors(space.device))
+    for name, value in integers.items():
+        record[name] = value
+    for kernel in kernels:
+        with space.active():
+            function = nvrtc.load(kernel, space.device)
+        parameters = (ctypes.c_void_p * 1)(record.ctypes.data)
+        cupy.cuda.driver.launchKernel(
+            *(function.ptr, blocks, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes),
+            *(space.stream(), ctypes.addressof(parameters), 0),
+        )
+
+
+@cache
+def _processors(device: int) -> int:
+    return int(cupy.cuda.runtime.getDeviceProperties(device)["multiProcessorCount"])

@@ -1,0 +1,93 @@
+"""FP8 inputs made on a GPU of 16-bit q, k and v, V also transposed, as the forward takes it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cupy
+import numpy as np
+
+from flashsim.backends import failures
+from flashsim.backends.cupy_gpu import arrays, engine, fp8
+from flashsim.backends.families import quantize as family
+from flashsim.backends.launch.kernel import whole_sixteens
+from flashsim.errors import DTypeError
+
+
+class Quantized(NamedTuple):
+    """FP8 arrays and their scales, of the inputs' library.
+
+    Attributes
+    ----------
+    q, k, v : (batch, heads, n, d)
+    q_scale, k_scale, v_scale : float32, (), (batch, heads) or (batch, heads, blocks)
+    v_transposed : (batch, kv_heads, d, n_kv in whole sixteens)
+        As the kernel takes V: keys permuted in each sixteen (kernels/hopper/quantize.cu).
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    q_scale: Any
+    k_scale: Any
+    v_scale: Any
+    v_transposed: Any
+
+
+def quantize(
+    q: Any,
+    k: Any,
+    v: Any,
+    granularity: str,
+    block: tuple[int, int],
+    signs: np.ndarray | None,
+    dtype: str,
+) -> Quantized:
+    """Round 16-bit arrays to FP8, in one launch where a scale has 64 or 128 rows.
+
+    Parameters
+    ----------
+    q, k, v : array on a GPU, (batch, heads, n, d)
+    granularity : {"tensor", "head", "block"}
+    block : (int, int)
+        Rows of Q and of K and V that share a scale, for "block".
+    signs : ndarray, (d,), or None
+        Multiply q and k by diag(signs) H / sqrt(d) first, H the Hadamard matrix.
+    dtype : {"float8_e4m3fn", "float8_e5m2"}
+
+    Raises
+    ------
+    BackendUnavailable, DTypeError, UnsupportedError
+    """
+    engine.require_gpu()
+    if isinstance(q, np.ndarray):
+        raise DTypeError(
+            "the GPU's quantiser takes arrays that are on the GPU, got NumPy's; move them there, "
+            "or use backend='numpy'"
+        )
+    kind = str(q.dtype).removeprefix("torch.")
+    space = arrays.space_of({"q": q, "k": k, "v": v}, kind)
+    rotate = {"rotate": signs is not None, "e5m2": dtype == "float8_e5m2"}
+    made = family.kernels(q.shape[-1], kind, granularity, block, **rotate)
+    with failures.Explaining(), space.on_device():
+        inputs = {name: space.view(x) for name, x in zip("qkv", (q, k, v), strict=True)}
+        like = space.prototype(dtype)
+        out = {
+            name + "8": space.empty(x.shape, like) for name, x in zip("qkv", (q, k, v), strict=True)
+        }
+        batch, kv_heads, n_kv, d = k.shape
+        out["vt"] = space.empty((batch, kv_heads, d, whole_sixteens(n_kv)), like)
+        largest = {}
+        for name, x, rows in (("q", q, block[0]), ("k", k, block[1]), ("v", v, block[1])):
+            shape = family.scale_shape(granularity, batch, x.shape[1], x.shape[2], rows)
+            out[f"{name}_scale"] = space.empty(shape)
+            if len(made) > 1:
+                with space.active():
+                    largest[f"{name}_largest"] = space.zeros(shape, "uint32")
+        if signs is not None:
+            with space.active():
+                largest["signs"] = cupy.asarray(signs, np.float32)
+        fp8.launch(made, space, inputs, out | largest, tuple(q.shape), tuple(k.shape))
+        narrow = {name: out[f"{name}8"] for name in "qkv"}
+        scales = {f"{name}_scale": out[f"{name}_scale"] for name in "qkv"}
+        return Quantized(**narrow, **scales, v_transposed=out["vt"])

@@ -1,0 +1,124 @@
+"""Kernels that make FP8 inputs (kernels/hopper/quantize.cu): arguments, constants and grids."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from flashsim.backends.launch.kernel import Kernel, macros, whole_sixteens
+from flashsim.errors import UnsupportedError
+
+_INPUT = [("data", "<u8"), ("batch", "<i8"), ("head", "<i8"), ("row", "<i8")]
+_POINTERS = (
+    *("q8", "k8", "v8", "vt", "q_scale", "k_scale", "v_scale"),
+    *("q_largest", "k_largest", "v_largest", "signs"),
+)
+_INTEGERS = ("n_q", "n_kv", "heads", "kv_heads", "batch", "tiles_q", "tiles_kv", "columns")
+#: ``struct Args`` of the kernels, by value.
+ARGS = np.dtype(
+    [
+        *((name, _INPUT) for name in "qkv"),
+        *((name, "<u8") for name in _POINTERS),
+        *((name, "<i4") for name in _INTEGERS),
+    ]
+)
+#: Rows of a head that a block of threads works on at a time.
+ROWS = 128
+HEAD_DIMS = (64, 128, 256)
+GRANULARITIES = ("tensor", "head", "block")
+#: ``enum Mode``: all in one launch, or two.
+BLOCKS, LARGEST_ONLY, ELEMENTS_ONLY = range(3)
+
+
+def kernels(
+    d: int,
+    dtype: str,
+    granularity: str,
+    block: tuple[int, int],
+    *,
+    rotate: bool,
+    e5m2: bool = False,
+) -> tuple[Kernel, ...]:
+    """What quantises: one launch where each block of threads has the rows of a scale, else two.
+
+    Raises
+    ------
+    UnsupportedError
+        For what the kernels are not built for.
+    """
+    check_head_dim(d)
+    if dtype not in ("float16", "bfloat16"):
+        raise UnsupportedError(f"on a GPU float16 and bfloat16 are quantised, not {dtype}")
+    one = granularity == "block" and block in ((ROWS // 2, ROWS), (ROWS, ROWS))
+    if granularity == "block" and not one and any(side % ROWS for side in block):
+        raise UnsupportedError(
+            f"on a GPU a scale's block has multiples of {ROWS} rows, or {ROWS // 2} of Q and "
+            f"{ROWS} of K and V; got {block}"
+        )
+    values = {
+        **{"ROTATE": rotate, "E5M2": e5m2, "BF16": dtype == "bfloat16"},
+        "SCALES": GRANULARITIES.index(granularity),
+        **{"SCALE_Q": block[0], "SCALE_K": block[1]},
+    }
+    modes = (BLOCKS,) if one else (LARGEST_ONLY, ELEMENTS_ONLY)
+    return tuple(_kernel("quantize", d, values | {"MODE": mode}) for mode in modes)
+
+
+def transposition(d: int) -> Kernel:
+    """What transposes a V that is FP8 already.
+
+    Raises
+    ------
+    UnsupportedError
+        For a head_dim that it is not built for.
+    """
+    check_head_dim(d)
+    unused = ("ROTATE", "E5M2", "BF16", "SCALES", "MODE")
+    return _kernel("transpose", d, dict.fromkeys(unused, 0) | {"SCALE_Q": ROWS, "SCALE_K": ROWS})
+
+
+def check_head_dim(d: int) -> None:
+    """Raise `UnsupportedError` for a head_dim that the kernels are not built for."""
+    if d not in HEAD_DIMS:
+        dims = ", ".join(map(str, HEAD_DIMS))
+        raise UnsupportedError(f"FP8 on a GPU takes a head_dim of {dims}, got {d}")
+
+
+def _kernel(name: str, d: int, values: dict[str, Any]) -> Kernel:
+    threads = ROWS * d // 32
+    transposed = 4 * d * (ROWS // 4 + 1)
+    shared = 2 * 4 * threads * 16 + 2 * d + 2 * 32 * 4 + transposed
+    constants = values | {"ARGS_BYTES": ARGS.itemsize, "D": d, "ROWS": ROWS, "SMEM_BYTES": shared}
+    if name == "transpose":
+        shared = transposed
+    return Kernel("hopper/quantize.cu", name, threads, shared, macros(constants))
+
+
+def scale_shape(granularity: str, batch: int, heads: int, n: int, rows: int) -> tuple[int, ...]:
+    """Of the scales of one input."""
+    shapes = {"tensor": (), "head": (batch, heads), "block": (batch, heads, -(-n // rows))}
+    return shapes[granularity]
+
+
+def sizes(
+    q: tuple[int, int, int, int] | None, k: tuple[int, int, int, int], processors: int
+) -> tuple[dict[str, int], int]:
+    """The integers of ``struct Args``, and the blocks of threads of a launch.
+
+    Parameters
+    ----------
+    q, k : (batch, heads, n, d)
+        Shapes. Without q, V is only transposed.
+    processors : int
+        Of the GPU.
+    """
+    batch, kv_heads, n_kv, d = k
+    heads, n_q = (0, 0) if q is None else (q[1], q[2])
+    tiles_q, tiles_kv = math.ceil(n_q / ROWS), math.ceil(n_kv / ROWS)
+    values = (n_q, n_kv, heads, kv_heads, batch, tiles_q, tiles_kv, whole_sixteens(n_kv))
+    blocks = batch * kv_heads * tiles_kv
+    if q is not None:  # persistent ones
+        blocks = min(batch * heads * tiles_q + 2 * blocks, processors * (1024 // (ROWS * d // 32)))
+    return dict(zip(_INTEGERS, values, strict=True)), blocks

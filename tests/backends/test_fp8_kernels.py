@@ -1,0 +1,176 @@
+"""The FP8 kernels without a GPU: they compile, stay in registers, and refuse with a reason."""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from compiled import compiled, costs_nothing_when_off, errors, thorough
+from test_hopper_kernels import A100, H200, check, compile_log, driver  # noqa: F401
+
+from flashsim import Problem, Tiling
+from flashsim.backends.cupy_gpu import tensor_maps
+from flashsim.backends.families import hopper_fp8, quantize
+from flashsim.backends.families.hopper_fp8 import HOPPER_FP8
+from flashsim.backends.launch.kernel import Box
+from flashsim.engines.engine import Job
+from flashsim.errors import UnsupportedError
+from flashsim.problem.masks import BlockMask
+
+#: Bytes a thread may spill: what the producer keeps of an item.
+SPILL_BYTES, REPORT_SPILL_BYTES = 64, 320
+DIMS = (64, 128, 256)
+
+
+def problem(d=128, **more):
+    given = dict(heads=16, kv_heads=4, dtype="float8_e4m3fn", scales=(128, 128)) | more
+    return Problem(4096, 4096, d, **given)
+
+
+def kernel(p, report="", tiling=None):
+    (one,) = HOPPER_FP8.forward_passes(p, tiling, H200, "ascending", report)
+    return one.kernel
+
+
+EVERY = [(d, t) for d in DIMS for t in hopper_fp8.TILINGS[d]]
+
+
+@pytest.mark.parametrize(
+    ("d", "tiling"), [c if c[0] == 128 else thorough(*c) for c in EVERY], ids=str
+)
+def test_it_compiles_without_serialised_products(d, tiling):
+    check(kernel(problem(d, scales="head"), tiling=tiling), SPILL_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("d", "report", "more"),
+    [
+        (256, "", dict(causal=True)),
+        *(thorough(d, "", dict(window=(100, 20))) for d in DIMS),
+        *(thorough(d, "", dict(dtype="float8_e5m2", scales=None)) for d in DIMS),
+        *(thorough(d, r, dict(causal=True)) for d in DIMS for r in ("counts", "timeline")),
+    ],
+)
+def test_variants_compile(d, report, more):
+    check(kernel(problem(d, **more), report), REPORT_SPILL_BYTES if report else SPILL_BYTES)
+
+
+def test_reporting_costs_nothing_when_it_is_off():
+    assert costs_nothing_when_off(kernel(problem()))
+
+
+def test_a_wrong_size_does_not_compile():
+    one = kernel(problem())
+    assert "must agree" in compile_log(one, SMEM_BYTES=one.shared_bytes + 1024)
+
+
+@pytest.mark.parametrize("d", DIMS)
+def test_every_kernel_is_sound_to_the_compilers_front_end(d):
+    for report in ("counts", "timeline"):
+        one = kernel(problem(d, causal=True), report)
+        assert not errors(one, one.options)
+
+
+@pytest.mark.parametrize(
+    ("d", "dtype", "granularity", "rotate"),
+    [
+        (128, "bfloat16", "block", True),
+        *(thorough(d, "float16", g, r) for d in DIMS for g in ("block", "head") for r in (0, 1)),
+    ],
+)
+def test_the_quantiser_compiles_and_stays_in_registers(d, dtype, granularity, rotate):
+    for one in quantize.kernels(d, dtype, granularity, (128, 128), rotate=rotate):
+        log, cubin = compiled(one, (*one.options, "-arch=sm_90a"))
+        assert cubin, log
+        assert "warning" not in log
+        for figure in re.findall(r"(\d+) bytes spill stores", log):
+            assert int(figure) <= 32
+        assert one.shared_bytes * (1024 // one.threads) <= 227 * 1024  # so many a multiprocessor
+
+
+def test_launches_of_the_quantiser():
+    assert len(quantize.kernels(128, "bfloat16", "block", (128, 128), rotate=False)) == 1
+    assert len(quantize.kernels(128, "bfloat16", "block", (64, 128), rotate=False)) == 1
+    assert len(quantize.kernels(128, "bfloat16", "block", (128, 256), rotate=False)) == 2
+    assert len(quantize.kernels(128, "bfloat16", "tensor", (128, 128), rotate=False)) == 2
+    integers, blocks = quantize.sizes((2, 4, 300, 64), (2, 2, 777, 64), 132)
+    assert integers["tiles_q"], integers["tiles_kv"] == (3, 7)
+    assert integers["columns"] == 784
+    assert blocks == 2 * (4 * 3 + 2 * 2 * 7)
+    assert quantize.sizes((2, 64, 9000, 128), (2, 64, 9000, 128), 132)[1] == 264
+    assert quantize.sizes(None, (2, 2, 777, 64), 132)[1] == 28
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ((80, "bfloat16", "head", (128, 128)), "head_dim of 64, 128, 256, got 80"),
+        ((64, "float32", "head", (128, 128)), "float16 and bfloat16 are quantised, not float32"),
+        ((64, "float16", "block", (128, 64)), r"multiples of 128 rows.*got \(128, 64\)"),
+    ],
+)
+def test_what_the_quantiser_is_not_built_for(given, why):
+    with pytest.raises(UnsupportedError, match=why):
+        quantize.kernels(*given, rotate=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (dict(head_dim=96), "head_dim of 64, 128, 256, v's the same, got 96 and 96"),
+        (dict(head_dim_v=64), "got 128 and 64"),
+        (dict(softcap=3.0), "no softcap"),
+        (dict(scale=-0.1), "a scale above 0"),
+        (dict(scales=(32, 128)), r"blocks of \(32, 128\) rows do not go with their tiles"),
+        (dict(scales=(128, 64)), "have one scale"),
+        (dict(block_mask=BlockMask(np.ones((64, 64), bool), 64, 64)), "do not divide the block"),
+        (
+            dict(n_q=8, n_kv=8, cu_seqlens_q=(0, 3, 8), cu_seqlens_k=(0, 3, 8), scales="head"),
+            "no packed sequences",
+        ),
+    ],
+)
+def test_refusals_say_why(change, why):
+    given = dict(n_q=4096, n_kv=4096, head_dim=128, dtype="float8_e4m3fn", scales=(128, 128))
+    p = Problem(**given | change)
+    with pytest.raises(UnsupportedError, match=why):
+        HOPPER_FP8.forward_passes(p, None, H200, "ascending", "")
+
+
+def test_other_gpus_tilings_and_gradients_are_refused():
+    p = problem()
+    assert "compute capability 9.0, and A100 has 8.0" in HOPPER_FP8.refusal(
+        p, None, A100, "forward"
+    )
+    assert "64 x 64" in HOPPER_FP8.refusal(p, Tiling(64, 64), H200, "forward")
+    assert "no backward" in HOPPER_FP8.refusal(p, None, H200, "backward")
+
+
+def test_rings_have_as_many_stages_as_fit():
+    p = problem(256)
+    (one, small) = (
+        HOPPER_FP8.forward_passes(p, None, gpu, "ascending", "")[0].kernel
+        for gpu in (H200, replace(H200, shared_bytes=200 << 10))
+    )
+    assert dict(one.constants)["FS_STAGES"] == 3
+    assert dict(small.constants)["FS_STAGES"] == 2
+
+
+def test_the_map_of_v_transposed(driver):  # noqa: F811
+    p = Problem(300, 500, 128, batch=3, heads=8, kv_heads=2, dtype="float8_e4m3fn")
+    step = 512  # of whole sixteens
+    box = Box("v", 128, 128, transposed=True)
+    tensor_maps.encode(p, box, 4096, (2 * 128 * step, 128 * step, step))
+    byte = 0
+    strides = [512, 128 * 512, 2 * 128 * 512]
+    assert driver.asked == (byte, 4096, [512, 128, 2, 3], strides, [128, 128, 1, 1])
+
+
+def test_fp8_has_its_own_kernels():
+    pytest.importorskip("cupy")
+    from flashsim.backends.cupy_gpu import engine
+
+    job = Job(problem(), None, None, None)
+    assert engine._family(job, H200, "forward") is HOPPER_FP8
+    with pytest.raises(UnsupportedError, match="portable kernels take no FP8"):
+        engine._family(replace(job, options={"kernel": "portable"}), H200, "forward")
