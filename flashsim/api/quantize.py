@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from flashsim import report
-from flashsim.api import hosts, inputs
+from flashsim.api import dispatch, hosts, inputs
 from flashsim.errors import DTypeError, OptionError, ShapeError, own_errors, shown
 from flashsim.problem import checks
 from flashsim.problem.problem import numpy_dtype
@@ -38,6 +38,9 @@ class Quantized:
         What q and k were multiplied by.
     signs : ndarray (head_dim,) or None
         Of the rotation: M = diag(signs) H / sqrt(head_dim).
+    v_transposed : array or None
+        On a GPU, V once more, as the FP8 kernel takes it (docs/reference/hopper.md): `options` have
+        it, so that `run` need not transpose V.
     """
 
     q: np.ndarray
@@ -50,6 +53,7 @@ class Quantized:
     block: tuple[int, int] | None
     rotate: str | None
     signs: np.ndarray | None
+    v_transposed: Any = None
 
     __repr__ = report.short
     _repr_html_ = report.card
@@ -63,7 +67,8 @@ class Quantized:
     def options(self) -> dict[str, Any]:
         """The keywords of `run` that say how the numbers are meant."""
         block = {} if self.block is None else {"scale_block": self.block}
-        return {"scales": self.scales, **block}
+        extra = {} if self.v_transposed is None else {"v_transposed": self.v_transposed}
+        return {"scales": self.scales, **block, **extra}
 
     def dequantized(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """What q, k and v stand for, float32, not rotated."""
@@ -88,9 +93,10 @@ def quantize(
     *,
     granularity: str = "head",
     rotate: str | None = None,
-    block: tuple[int, int] = (128, 128),
+    block: tuple[int, int] = (64, 128),
     dtype: str = "float8_e4m3fn",
     seed: int = 0,
+    backend: str = "numpy",
 ) -> Quantized:
     """Round q, k and v to FP8, scaled so that the largest element is the type's largest number.
 
@@ -98,7 +104,8 @@ def quantize(
     ----------
     q : array, (batch, heads, n_q, head_dim); leading axes may be left out
     k, v : array, (batch, kv_heads, n_kv, head_dim or head_dim_v)
-        On the CPU, float64, float32, float16 or bfloat16.
+        On the CPU, float64, float32, float16 or bfloat16; on a GPU, of the last two and head_dim
+        64, 128 or 256.
     granularity : {"tensor", "head", "block"}
         What has a scale of its own: each of q, k and v; each of their heads; each block of rows of
         a head, as FlashAttention-3 has it (arXiv:2407.08608, section 3.3).
@@ -107,16 +114,20 @@ def quantize(
         are and spreads outliers (`flashsim.problem.rotation`); head_dim must be a power of two. The
         result's `unrotated` turns gradients back.
     block : (int, int)
-        Query rows and key rows of a block.
+        Query rows and key rows of a block; the default goes with every tile of the GPU's kernels.
     dtype : {"float8_e4m3fn", "float8_e5m2"}
     seed : int
         Of the rotation's signs.
+    backend : {"numpy", "cupy"}
+        "cupy": one kernel on the GPU that holds the arrays, which does not look for what is not
+        finite; the same numbers but for elements that lie half way between two.
 
     Raises
     ------
-    ShapeError, DTypeError, OptionError
+    ShapeError, DTypeError, OptionError, UnsupportedError, BackendUnavailable
         Also for what is not finite: it has no scale.
     """
+    checks.one_of("backend", backend, ("numpy", "cupy"))
     checks.one_of("granularity", granularity, GRANULARITIES)
     checks.one_of("FP8 dtype", dtype, checks.FP8)
     if rotate is not None:
@@ -124,27 +135,51 @@ def quantize(
     if not isinstance(block, (tuple, list)) or len(block) != 2:
         raise ShapeError(f"block must be (query rows, key rows), got {shown(block)}")
     rows, keys = (checks.positive_int("rows of a block", x) for x in block)
-    q, k, v = hosts.take(hosts.host_of(q), q=q, k=k, v=v)
+    if backend == "numpy":
+        q, k, v = hosts.take(hosts.host_of(q), q=q, k=k, v=v)
     given = inputs.prepare(q, k, v)
     if given.problem.fp8:
         raise DTypeError(f"q, k and v are {given.problem.dtype} already; give wider ones")
+    about: dict[str, Any] = {
+        "granularity": granularity,
+        "block": (rows, keys) if granularity == "block" else None,
+        "rotate": rotate,
+        "signs": None
+        if rotate is None
+        else random_signs(given.problem.head_dim, checks.seed(seed)),
+    }
+    if backend == "cupy":
+        return _on_gpu(given, about, (rows, keys), dtype)
     inputs.require_numpy("numpy", q=q, k=k, v=v)
     wide = {name: x.astype(np.float32) for name, x in {"q": q, "k": k, "v": v}.items()}
     for name, x in wide.items():
         if not np.isfinite(x).all():
             raise OptionError(f"{name} holds NaN or infinity (as float32), which no scale fits")
-    signs = None
     if rotate is not None:
-        signs = random_signs(given.problem.head_dim, checks.seed(seed))
-        wide |= {name: rotated(wide[name], signs) for name in "qk"}
+        wide |= {name: rotated(wide[name], about["signs"]) for name in "qk"}
     sides = {"q": rows, "k": keys, "v": keys}
     made = {name: _quantized(x, granularity, sides[name], dtype) for name, x in wide.items()}
-    arrays = {name: x for name, (x, _) in made.items()}
-    scales = {f"{name}_scale": scale for name, (_, scale) in made.items()}
-    shared = (rows, keys) if granularity == "block" else None
-    return Quantized(
-        **arrays, **scales, granularity=granularity, block=shared, rotate=rotate, signs=signs
-    )
+    arrays: dict[str, Any] = {name: x for name, (x, _) in made.items()}
+    scales: dict[str, Any] = {f"{name}_scale": scale for name, (_, scale) in made.items()}
+    return Quantized(**arrays, **scales, **about)
+
+
+def _on_gpu(
+    given: inputs.Inputs, about: dict[str, Any], block: tuple[int, int], dtype: str
+) -> Quantized:
+    """By `flashsim.backends.cupy_gpu.quantize`, in arrays of as many axes as were given."""
+    dispatch.engine("cupy")  # or say what is missing
+    import flashsim.backends.cupy_gpu.quantize as gpu
+
+    p = given.problem
+    if p.head_dim != p.head_dim_v:
+        raise ShapeError(f"on a GPU q and v have one head_dim, got {p.head_dim} and {p.head_dim_v}")
+    kind, signs = about["granularity"], about["signs"]
+    made = gpu.quantize(given.q, given.k, given.v, kind, block, signs, dtype)
+    arrays = {name: inputs.squeeze(getattr(made, name), given.ndim) for name in "qkv"}
+    axes = {"tensor": 0, "head": given.ndim - 2, "block": given.ndim - 1}[kind]
+    scales = {n: inputs.squeeze(getattr(made, n), axes) for n in ("q_scale", "k_scale", "v_scale")}
+    return Quantized(**arrays, **scales, **about, v_transposed=made.v_transposed)
 
 
 def _quantized(
