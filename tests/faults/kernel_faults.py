@@ -21,6 +21,7 @@ FORWARD, DKDV, PORTABLE_DQ = (
     "portable/backward_dq.cu",
 )
 FORWARD_F32 = "portable/forward_f32.cu"
+FP8, QUANTIZE, FP8_TESTS = "hopper/forward_fp8.cu", "hopper/quantize.cu", "gpu/test_fp8.py"
 VALUES, COUNTS = "gpu/test_cupy.py", "gpu/test_cupy_traces.py"
 
 
@@ -39,6 +40,60 @@ class KernelFault:
 
 
 FAULTS = {
+    # -- FP8 --------------------------------------------------------------------------------------
+    "fp8-scale-left-out": KernelFault(
+        "scores are not multiplied by K's scale",
+        FP8,
+        "softmax(S, alpha, to_log2 * scales.x);",
+        "softmax(S, alpha, to_log2);",
+        *("test_shapes and causal and 128", FP8_TESTS),
+    ),
+    "fp8-scale-of-the-visit-before": KernelFault(
+        "O is not brought from one block of V's scale to the next",
+        FP8,
+        "alpha[0] *= ratio, alpha[1] *= ratio;",
+        "",
+        *("test_shapes and causal and 128", FP8_TESTS),
+    ),
+    "fp8-flush-skipped": KernelFault(
+        "one accumulator takes the products of all visits",
+        FP8,
+        "    constexpr int SLICES = DV / SLICE;\n",
+        """    constexpr int SLICES = DV / SLICE;
+#if FS_DV <= 128
+    for (int e = 0; e < DV / 2; ++e) O[e] *= alpha[e / 2 % 2];
+    wgmma_fence();
+    for (int x = 0; x < BLOCK_K / 32; ++x)
+        wgmma_pv(O, P[x], descriptor(v, 0) + along_row(x, DV), 1);
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(O);
+    if (true) return;
+#endif
+""",
+        *("test_sums_over_many_keys and 128", FP8_TESTS),
+    ),
+    "fp8-v-in-its-order": KernelFault(
+        "V is transposed, but the keys of a sixteen stay in their order",
+        QUANTIZE,
+        "first + four / 4 * 16 + four % 4 * 2 + j % 2 + j / 2 * 8;",
+        "first + 4 * four + j;",
+        *("test_shapes and ragged and 64", FP8_TESTS),
+    ),
+    "fp8-quantised-v-in-its-order": KernelFault(
+        "the same of the quantiser",
+        QUANTIZE,
+        "return four / 4 * 16 + four % 4 * 2 + i % 2 + i / 2 * 8;",
+        "return 4 * four + i;",
+        *("test_the_quantisers_v", FP8_TESTS),
+    ),
+    "fp8-q-alone-rotated": KernelFault(
+        "K is not rotated",
+        QUANTIZE,
+        "ROTATE && t.which != OF_V;",
+        "ROTATE && t.which == OF_Q;",
+        *("test_fa3s_outliers", FP8_TESTS),
+    ),
     # -- Hopper's forward -------------------------------------------------------------------------
     "q-not-awaited": KernelFault(
         "scores are computed before the copy engine has brought Q",

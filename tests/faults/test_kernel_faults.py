@@ -22,6 +22,8 @@ from test_emulated import compare
 from test_hopper_kernels import H200, PROBLEMS, kernels
 
 from flashsim import Problem
+from flashsim.backends.families import quantize
+from flashsim.backends.families.hopper_fp8 import HOPPER_FP8
 from flashsim.backends.families.portable import PORTABLE
 from flashsim.backends.kernels import nvrtc
 from flashsim.errors import TraceError
@@ -62,6 +64,9 @@ def affected(fault):
         given = (Problem(113, 203, 64, dtype=dtype, causal=True), None, H200, "ascending", "")
         passes = [*PORTABLE.forward_passes(*given), *PORTABLE.backward_passes(*given, "flash2")]
         every += [one.kernel for one in passes]
+    fp8 = Problem(512, 512, 128, dtype="float8_e4m3fn", scales=(64, 128))
+    every += [x.kernel for x in HOPPER_FP8.forward_passes(fp8, None, H200, "ascending", "")]
+    every += quantize.kernels(128, "bfloat16", "block", (64, 128), rotate=True)
     shared = {kernel_faults.SHARED: "hopper/back", kernel_faults.WORK: "hopper/"}
     files = {k.file: k for k in every}
     return [k for f, k in files.items() if f.startswith(shared.get(fault.file, fault.file))]

@@ -3,8 +3,8 @@
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/tools/sanitize.py portable
 
 Families: portable, tf32, python, teaching, decode, softmax-matmul, and what a Hopper GPU runs by
-default, hopper and python-hopper; all of them if none is named. Each array is an allocation of its
-own (no memory pool), so that a step past its end is seen.
+default, hopper, python-hopper and fp8; all of them if none is named. Each array is an allocation of
+its own (no memory pool), so that a step past its end is seen.
 `tests/tools/gpu_check.py sanitize` runs every family under every tool.
 """
 
@@ -94,7 +94,7 @@ DECODED = (
     Case(Problem(2, 300, 576, 512, batch=2, heads=70, kv_heads=1, dtype="float16", latent=True),
          (300, 77), page=16),
 )  # fmt: skip
-FAMILIES = (*WAYS, "decode", "softmax-matmul")
+FAMILIES = (*WAYS, "fp8", "decode", "softmax-matmul")
 
 
 def problems(family: str) -> list[tuple[Problem, tuple[bool | None, ...], Tiling | None]]:
@@ -163,13 +163,32 @@ def check_softmax_matmul() -> int:
     return len(blocks)
 
 
+def check_fp8() -> int:
+    """Every tile of the FP8 forward, its inputs quantised here; V as it is left, and transposed."""
+    import cupy
+
+    from flashsim.backends.families.hopper_fp8 import TILINGS
+
+    rng, ways = np.random.default_rng(0), (("block", "hadamard"), ("head", None))
+    cases = [(d, tile, way) for d, tiles in TILINGS.items() for tile in tiles for way in ways]
+    for d, tile, (granularity, rotate) in cases:
+        shapes = (1, 4, 150, d), (1, 2, 190, d), (1, 2, 190, d)
+        given = (cupy.asarray(rng.standard_normal(s).astype(np.float16)) for s in shapes)
+        x = flashsim.quantize(*given, granularity=granularity, rotate=rotate, backend="cupy")
+        how = {"causal": True, "tiling": tile, "backend": "cupy"}
+        flashsim.run(x.q, x.k, x.v, **how, **x.options)
+        plain = {name: a for name, a in x.options.items() if name != "v_transposed"}
+        flashsim.run(x.q, x.k, x.v, trace="timeline", **how, **plain)
+    return 2 * len(cases)
+
+
 def main(families: Sequence[str]) -> None:
     """Check the families, each allocation on its own."""
     import cupy
 
     cupy.cuda.set_allocator(None)
     for family in families:
-        own = {"decode": check_decode, "softmax-matmul": check_softmax_matmul}
+        own = {"decode": check_decode, "softmax-matmul": check_softmax_matmul, "fp8": check_fp8}
         passes = own[family]() if family in own else check(family)
         print(f"{family}: {passes} passes", flush=True)
 
