@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import cupy
@@ -86,8 +87,16 @@ def quantize(
                     largest[f"{name}_largest"] = space.zeros(shape, "uint32")
         if signs is not None:
             with space.active():
-                largest["signs"] = cupy.asarray(signs, np.float32)
+                largest["signs"] = _uploaded(signs.astype(np.float32).tobytes(), space.device)
         fp8.launch(made, space, inputs, out | largest, tuple(q.shape), tuple(k.shape))
         narrow = {name: out[f"{name}8"] for name in "qkv"}
         scales = {f"{name}_scale": out[f"{name}_scale"] for name in "qkv"}
         return Quantized(**narrow, **scales, v_transposed=out["vt"])
+
+
+@lru_cache(maxsize=64)
+def _uploaded(signs: bytes, device: int) -> cupy.ndarray:
+    """A rotation's signs on CuPy's current device, uploaded once."""
+    made = cupy.asarray(np.frombuffer(signs, np.float32))
+    cupy.cuda.get_current_stream().synchronize()  # other streams may use them from now on
+    return made
