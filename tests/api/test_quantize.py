@@ -251,3 +251,28 @@ def test_who_takes_no_fp8():
     ):
         with pytest.raises(UnsupportedError):
             asked()
+
+
+def test_on_a_gpu_axes_are_those_given(monkeypatch):
+    """The kernel's part is done by NumPy's here."""
+    pytest.importorskip("cupy")
+    from flashsim.api import dispatch
+    from flashsim.backends.cupy_gpu import quantize as gpu
+
+    def made(q, k, v, granularity, block, signs, dtype):
+        x = flashsim.quantize(q, k, v, granularity=granularity, block=block, dtype=dtype)
+        assert signs is not None
+        return gpu.Quantized(x.q, x.k, x.v, *x.scales, v_transposed=x.v.swapaxes(2, 3))
+
+    monkeypatch.setattr(dispatch, "engine", lambda name: None)
+    monkeypatch.setattr(gpu, "quantize", made)
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, n, 16)).astype(np.float16) for n in (130, 100, 100))
+    for granularity, shape in (("block", (2, 3)), ("head", (2,)), ("tensor", ())):
+        x = flashsim.quantize(q, k, v, granularity=granularity, rotate="hadamard", backend="cupy")
+        assert x.q.shape == (2, 130, 16)
+        assert x.q_scale.shape == shape
+        assert x.options["v_transposed"] is x.v_transposed
+        assert ("scale_block" in x.options) == (granularity == "block")
+    with pytest.raises(ShapeError, match="one head_dim, got 16 and 8"):
+        flashsim.quantize(q, k, v[..., :8].copy(), backend="cupy")
