@@ -15,7 +15,7 @@ from flashsim.backends.launch.kernel import whole_sixteens
 from flashsim.errors import DTypeError
 
 
-class Quantized(NamedTuple):
+class Fp8Arrays(NamedTuple):
     """FP8 arrays and their scales, of the inputs' library.
 
     Attributes
@@ -43,7 +43,7 @@ def quantize(
     block: tuple[int, int],
     signs: np.ndarray | None,
     dtype: str,
-) -> Quantized:
+) -> Fp8Arrays:
     """Round 16-bit arrays to FP8, in one launch where a scale has 64 or 128 rows.
 
     Parameters
@@ -91,7 +91,7 @@ def quantize(
         fp8.launch(made, space, inputs, out | largest, tuple(q.shape), tuple(k.shape))
         narrow = {name: out[f"{name}8"] for name in "qkv"}
         scales = {f"{name}_scale": out[f"{name}_scale"] for name in "qkv"}
-        return Quantized(**narrow, **scales, v_transposed=out["vt"])
+        return Fp8Arrays(**narrow, **scales, v_transposed=out["vt"])
 
 
 @lru_cache(maxsize=64)

@@ -262,7 +262,7 @@ def test_on_a_gpu_axes_are_those_given(monkeypatch):
     def made(q, k, v, granularity, block, signs, dtype):
         x = flashsim.quantize(q, k, v, granularity=granularity, block=block, dtype=dtype)
         assert signs is not None
-        return gpu.Quantized(x.q, x.k, x.v, *x.scales, v_transposed=x.v.swapaxes(2, 3))
+        return gpu.Fp8Arrays(x.q, x.k, x.v, *x.scales, v_transposed=x.v.swapaxes(2, 3))
 
     monkeypatch.setattr(dispatch, "engine", lambda name: None)
     monkeypatch.setattr(gpu, "quantize", made)
