@@ -1,15 +1,16 @@
 // FlashAttention-3 forward in FP8 (arXiv:2407.08608, section 3.3) for Hopper: Q, K and V^T of 8-bit
-// floats, with float32 scales; bfloat16 output, float32 LSE. As in forward.cu one producer thread keeps
-// rings of K and V^T tiles full, and each consumer warpgroup owns 64 query rows. What is different:
+// floats, with float32 scales; bfloat16 output, float32 LSE. As in forward.cu one producer thread
+// keeps rings of K and V^T tiles full, and each consumer warpgroup owns 64 query rows. What is
+// different:
 //
-// - FP8 products take both operands K-major, so V comes transposed, its keys permuted in each sixteen
-//   (quantize.cu), so that an accumulator of scores is, packed, an operand of P.
+// - FP8 products take both operands K-major, so V comes transposed, its keys permuted in each
+//   sixteen (quantize.cu), so that an accumulator of scores is, packed, an operand of P.
 // - P = 2^8 exp2(s - m) in e4m3, which ends at 448 and knows nothing below 2^-9; l is scaled alike.
 // - The tensor cores add FP8 products with about 14 bits (an accumulator is cut off there at every
-//   addition), so an accumulator takes the products of one visit only: O = alpha O + P V in float32,
-//   in the instructions that the rescaling of O takes anyway.
-// - A warpgroup's own products do not run under its softmax, for which there are no registers; those
-//   of the others do, in turns.
+//   addition), so an accumulator takes the products of one visit only: O = alpha O + P V in
+//   float32, in the instructions that the rescaling of O takes anyway.
+// - A warpgroup's own products do not run under its softmax, for which there are no registers;
+//   those of the others do, in turns.
 #include "work.cuh"
 #include "wgmma_fp8.cuh"
 
@@ -42,7 +43,8 @@ struct OnChip {
 };
 static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "families/hopper_fp8.py and OnChip must agree");
 
-// How an input's scales lie: one for the tensor, for each head, for each ROWS rows of a head; or none.
+// How an input's scales lie: one for the tensor, for each head, for each ROWS rows of a head; or
+// none.
 enum Scales { TENSOR, HEAD, BLOCK, NONE };
 constexpr Scales SCALES = static_cast<Scales>(FS_SCALES);
 // The scale of row `row` of head `walk` of `walks`, each of which has `n` rows.
@@ -93,7 +95,9 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
                 ring_k.next(STAGES);
                 u32* counts = a.visit_counts + (first + v) * 8;
                 report_one(counts, min(BLOCK_K, it.end - key) * FS_COUNTED);
-                if (SCALES != NONE) report_one(counts + K_SCALE, 4), report_one(counts + V_SCALE, 4);
+                if (SCALES != NONE) {
+                    report_one(counts + K_SCALE, 4), report_one(counts + V_SCALE, 4);
+                }
             }
             if (v > 0) {
                 const int key = it.base + it.visits(a, v - 1).tile * BLOCK_K;
@@ -120,7 +124,8 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
                 report_one(counts, (it.own.stop - it.own.start) * FS_COUNTED);
                 if (SCALES == BLOCK) {
                     const int from = it.own.start / FS_SCALE_QUERIES;
-                    report_one(counts + Q_SCALE, 4 * ((it.own.stop - 1) / FS_SCALE_QUERIES - from + 1));
+                    report_one(counts + Q_SCALE,
+                               4 * ((it.own.stop - 1) / FS_SCALE_QUERIES - from + 1));
                 } else if (SCALES != NONE) {
                     report_one(counts + Q_SCALE, 4);
                 }
@@ -159,8 +164,8 @@ __device__ __forceinline__ u32 pack_e4m3(float a, float b, float c, float d) {
         : "=r"(r) : "f"(a), "f"(b), "f"(c), "f"(d));
     return r;
 }
-// Of 16 columns of scores a thread holds 2t, 2t + 1, 2t + 8, 2t + 9 of a row: as the operand's k = 4t
-// to 4t + 3, in which order V^T has its keys.
+// Of 16 columns of scores a thread holds 2t, 2t + 1, 2t + 8, 2t + 9 of a row: as the operand's k =
+// 4t to 4t + 3, in which order V^T has its keys.
 __device__ __forceinline__ void round_operand_fp8(u32 (&P)[BLOCK_K / 32][4],
                                                   const float (&S)[BLOCK_K / 2]) {
 #pragma unroll
@@ -190,7 +195,8 @@ __device__ __forceinline__ void mask_scores(float (&S)[BLOCK_K / 2], const Args&
     }
 }
 
-// Of this thread's two rows; m in units of log 2, l this thread's share, the quad adds up at the end.
+// Of this thread's two rows; m in units of log 2, l this thread's share, the quad adds up at the
+// end.
 struct Softmax {
     float m[2] = {NEG_INF, NEG_INF}, l[2] = {0.0f, 0.0f};
 
@@ -286,8 +292,8 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         const float to_log2 = a.scale * LOG2E * s.q_scale[g].x;
         if (n > 0) {
             u32 P[BLOCK_K / 32][4];
-            // One product after the other: a warpgroup's turn is the output of a visit and the scores
-            // of the next one; its softmax runs under the others' turns.
+            // One product after the other: a warpgroup's turn is the output of a visit and the
+            // scores of the next one; its softmax runs under the others' turns.
             named_sync(turn, 256);
 #pragma unroll 1
             for (int v = 0; v < n; ++v) {

@@ -1,11 +1,11 @@
-// FP8 inputs of the Hopper forward (forward_fp8.cu): 16-bit Q, K and V to e4m3 with a float32 scale for
-// each block of rows (or head, or tensor), Q and K rotated by a Hadamard matrix if asked (incoherent
-// processing, arXiv:2407.08608, section 3.3), V also transposed. One block of threads works on ROWS
-// rows of one head; scale = max |x| / 448.
+// FP8 inputs of the Hopper forward (forward_fp8.cu): 16-bit Q, K and V to e4m3 with a float32 scale
+// for each block of rows (or head, or tensor), Q and K rotated by a Hadamard matrix if asked
+// (incoherent processing, arXiv:2407.08608, section 3.3), V also transposed. One block of threads
+// works on ROWS rows of one head; scale = max |x| / 448.
 //
 // V^T is (.., d, n), its rows filled up with zeros to whole sixteens, and the keys of each sixteen
-// permuted: at 4 t, .. 4 t + 3 lie keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9, which are what one thread has
-// of a row of scores (forward_fp8.cu).
+// permuted: at 4 t, .. 4 t + 3 lie keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9, which are what one thread
+// has of a row of scores (forward_fp8.cu).
 using u8 = unsigned char;
 using u32 = unsigned int;
 using i64 = long long;
@@ -67,7 +67,9 @@ __device__ __forceinline__ void fetch(uint4* to, const char* from, bool exists) 
                  :: "r"(static_cast<u32>(__cvta_generic_to_shared(to))), "l"(from),
                     "r"(exists ? 16 : 0) : "memory");
 }
-__device__ __forceinline__ void fetch_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void fetch_commit() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
 __device__ __forceinline__ void fetch_wait() {  // for all but the last group
     asm volatile("cp.async.wait_group 1;" ::: "memory");
 }
@@ -96,7 +98,8 @@ struct Tile {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int row = first + (which == OF_V ? key_of(i) : int(threadIdx.x) / PARTS);
-            const int piece = which == OF_V ? threadIdx.x % (D / 8) : PARTS * i + threadIdx.x % PARTS;
+            const int piece =
+                which == OF_V ? threadIdx.x % (D / 8) : PARTS * i + threadIdx.x % PARTS;
             const bool exists = row < n;
             fetch(&to[i][threadIdx.x],
                   from.data + (exists ? base + row * from.row + piece * 8 : 0) * 2, exists);
@@ -144,8 +147,8 @@ __device__ __forceinline__ void rotate(float (&x)[4][8]) {
 }
 
 // The scale of tile `t`, whose largest element in this thread is `mine`, is written by who has its
-// block's first rows; returns what elements are multiplied by. FS_SCALES: 0 one for the tensor, 1 for
-// a head, 2 for a block. `norm` is a factor still missing in the elements.
+// block's first rows; returns what elements are multiplied by. FS_SCALES: 0 one for the tensor, 1
+// for a head, 2 for a block. `norm` is a factor still missing in the elements.
 __device__ __forceinline__ float settle(const Args& a, const Tile& t, float mine, u32 (&tops)[32],
                                         float norm) {
     float* scales = t.which == OF_Q ? a.q_scale : t.which == OF_K ? a.k_scale : a.v_scale;
@@ -238,7 +241,8 @@ quantize(const __grid_constant__ Args a) {
     const int tiles = a.batch * (a.heads * a.tiles_q + 2 * a.kv_heads * a.tiles_kv);
     if (ROTATE)
         for (int i = threadIdx.x; i < D / 2; i += THREADS)
-            s.signs[i] = (a.signs[2 * i] < 0 ? 0x8000u : 0) | (a.signs[2 * i + 1] < 0 ? 0x80000000u : 0);
+            s.signs[i] = (a.signs[2 * i] < 0 ? 0x8000u : 0) |
+                         (a.signs[2 * i + 1] < 0 ? 0x80000000u : 0);
     __syncthreads();  // B2: the signs are there
     Tile(a, blockIdx.x).fetch_into(s.pieces[0]);
     fetch_commit();
@@ -281,7 +285,8 @@ quantize(const __grid_constant__ Args a) {
     }
 }
 
-// V that is FP8 already: transposed and permuted, nothing else. A thread has four keys of 16 columns.
+// V that is FP8 already: transposed and permuted, nothing else. A thread has four keys of 16
+// columns.
 extern "C" __global__ void __launch_bounds__(THREADS)
 transpose(const __grid_constant__ Args a) {
     constexpr int UNITS = ROWS / 4 * (D / 16);
@@ -295,7 +300,9 @@ transpose(const __grid_constant__ Args a) {
         for (int j = 0; j < 4; ++j) {
             const int key = first + four / 4 * 16 + four % 4 * 2 + j % 2 + j / 2 * 8;
             uint4 raw = make_uint4(0, 0, 0, 0);
-            if (key < a.n_kv) raw = __ldcs(reinterpret_cast<const uint4*>(head + key * a.v.row + c * 16));
+            if (key < a.n_kv) {
+                raw = __ldcs(reinterpret_cast<const uint4*>(head + key * a.v.row + c * 16));
+            }
             x[j][0] = raw.x, x[j][1] = raw.y, x[j][2] = raw.z, x[j][3] = raw.w;
         }
 #pragma unroll

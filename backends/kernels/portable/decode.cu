@@ -141,8 +141,9 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
     };
     const char *k = base_of(a.k), *v = base_of(a.v);
     const u64 once = evict_first();
-    const int walk = of_all ? a.batch * a.kv_heads * a.row_tiles + kv_head * a.prefix_tiles + row_tile
-                            : (batch * a.kv_heads + kv_head) * a.row_tiles + row_tile;
+    const int walk = of_all
+                         ? a.batch * a.kv_heads * a.row_tiles + kv_head * a.prefix_tiles + row_tile
+                         : (batch * a.kv_heads + kv_head) * a.row_tiles + row_tile;
     u32* visit_count = a.visit_counts + (i64(walk) * a.n_visits + first_tile) * 8;
     u32* item_count =
         a.item_counts +
@@ -209,7 +210,8 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
     for (int at = threadIdx.x; at < ROWS * (D / WIDE); at += THREADS) {
         const int r = at / (D / WIDE), c = at % (D / WIDE);
         const bool inside = r < n_rows && (KeyRow::WIDTH == D || c * WIDE < KeyRow::WIDTH);
-        const char* from = inside ? a.q.at(batch_of(r), head_of(r), query_of(r)) + c * 16 : a.q.data;
+        const char* from =
+            inside ? a.q.at(batch_of(r), head_of(r), query_of(r)) + c * 16 : a.q.data;
         cp_async_16(shared_address(t.Q.data) + Tile<ROWS, D>::offset(r, c), from, inside ? 16 : 0);
         q_bytes += inside ? KeyRow::bytes(c) : 0;
     }

@@ -82,7 +82,8 @@ flash_decode_merge(const __grid_constant__ DecodeArgs a) {
         a.lse[(i64(batch) * a.heads + head) * a.n_q + query] =
             sum == 0.0f ? NEG_INF : top + logf(sum);
     u32* count =
-        a.item_counts + ((i64(of.w) * a.kv_heads + kv_head) * a.row_tiles + (FS_CASCADE ? 0 : row / FS_BLOCK_Q)) * 8;
+        a.item_counts + ((i64(of.w) * a.kv_heads + kv_head) * a.row_tiles +
+                         (FS_CASCADE ? 0 : row / FS_BLOCK_Q)) * 8;
     report(count + 3, o_bytes), report(count + 4, lane == 0 ? 4 : 0);
     report(count + 5, o_part_bytes), report(count + 6, l_part_bytes);
 }
