@@ -1,5 +1,6 @@
 """Sphinx's settings for `make site`, which stages the pages first: docs/site/stage.py."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -65,3 +66,20 @@ html_theme_options = {
 }
 pygments_style = "friendly"
 pygments_dark_style = "github-dark"
+
+
+def each_attribute(app, what, name, thing, options, lines):
+    """Three attributes that share a line, ``dq, dk, dv : array``, have an entry each."""
+    before, head, after = "\n".join([*lines, ""]).partition("Attributes\n----------\n")
+    after = re.sub(
+        r"^(\w+(?:, \w+)+) (:.*\n(?:    .*\n|\n(?=    ))*)",
+        lambda found: "".join(f"{one} {found[2]}" for one in found[1].split(", ")),
+        after,
+        flags=re.M,
+    )
+    lines[:] = (before + head + after).splitlines()
+
+
+def setup(app):
+    """Called by Sphinx."""
+    app.connect("autodoc-process-docstring", each_attribute, priority=400)  # before napoleon

@@ -7,7 +7,6 @@ bottom-right aligned; `window=(left, right)` is inclusive, -1 unlimited; scores 
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -417,9 +416,3 @@ class Problem:
         if self.mask is not None:
             kept &= call_mask(self.mask, q_local, k_local)
         return kept
-
-
-#: Its fields: of `__new__`, which takes anything to name what is none, `help` would show ``*_``.
-Problem.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-    list(inspect.signature(Problem.__init__).parameters.values())[1:]
-)
