@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flashsim.errors import own_errors
 from flashsim.problem import checks
 
 #: What there is, in words.
@@ -27,6 +28,7 @@ class Drawn(NamedTuple):
     dout: np.ndarray
 
 
+@own_errors
 def draw(kind: str, n: int, head_dim: int = 64, *, heads: int = 1, seed: int = 0) -> Drawn:
     """Drawn of one kind; the same seed gives the same numbers."""
     checks.one_of("kind of input", kind, KINDS)

@@ -10,7 +10,7 @@ import numpy as np
 
 from flashsim import report
 from flashsim.api.execution import run
-from flashsim.errors import OptionError, choices
+from flashsim.errors import OptionError, choices, own_errors
 from flashsim.problem import checks, oracle
 from flashsim.problem.precision import POINTS, PRESETS, Precision
 from flashsim.problem.problem import Problem
@@ -127,6 +127,7 @@ class Laboratory:
         return "\n".join(table.text() for table in self.tables())
 
 
+@own_errors
 def laboratory(
     n: Sequence[int] = (256, 1024),
     *,
@@ -198,6 +199,7 @@ KERNELS = {
 }
 
 
+@own_errors
 def presets(
     n: int = 1024, *, dtype: str = "bfloat16", head_dim: int = 64, seed: int = 0
 ) -> report.Table:
