@@ -44,6 +44,7 @@ _USES = {
     "roofline": _COUNTED | {"trace", "seconds"},
     "memory-footprint": (_SIZES - {"n_q", "n_kv"}) | {"algorithms", "device"},
     "l2-curve": _COUNTED,
+    "mask": {"n_q", "n_kv", "causal", "window", "tiling"},
 }
 KINDS = tuple(_USES)
 _THREE = opt.Source(algorithms="standard,flash1,flash2", how=opt.One())
@@ -123,6 +124,12 @@ def plot(
         data = Problem(**shape)
         options = {"algorithms": values.parse_list("algorithms", source.algorithms, str)}
         options["device"] = source.how.device if "device" in given else None
+    elif kind == "mask":
+        data = values.problem(
+            replace(opt.HEAD, **{"n_q": 512, **source.sizes.given()}), source.mask
+        )
+        tiling = values.tiling(source.how.tiling, data.head_dim, source.mask.causal)
+        options = {"tiling": tiling}
     elif kind == "l2-curve":
         (counted,) = _counts(_last(source), opt.HEAD)
         with working("replaying (the first time compiles the model)"):

@@ -12,6 +12,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import flashsim
+from flashsim import viz
 from flashsim.cli import pictures
 from flashsim.cli.app import app
 from flashsim.cli.pictures import KINDS
@@ -33,6 +34,7 @@ def call(*words):
 def test_plot_from_sizes(kind, tmp_path):
     out = tmp_path / "new" / f"{kind}.png"
     words = {"io-curve": ("-d", 8, "--causal"), "memory-footprint": ("-d", 8)}
+    words["mask"] = ("-n", 64, "--window", "9:0", "-t", "16x16")
     words = words.get(kind, (*SMALL, "--causal", "-t", "16x16"))
     result = call("plot", kind, *words, "-o", out)
     assert result.exit_code == 0, result.output
@@ -110,6 +112,30 @@ def test_an_option_that_a_figure_cannot_use_is_an_error(words, message, tmp_path
     result = call("plot", *words, "-o", tmp_path / "x.png")
     assert (result.exit_code, message in result.output) == (2, True), result.output
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_plot_is_drawn_by_a_command():
+    """By `plot`, or by the command whose table it shows; the last three by none."""
+    elsewhere = {"banks", "block_sizes", "roofline_series"}  # banks, blocks, reproduce pallas
+    elsewhere |= {"predicted_against_measured", "rank_timeline", "scaling"}
+    plots = {name for room, names in viz._ROOMS.items() if "plots." in room for name in names}
+    assert {kind.replace("-", "_") for kind in KINDS} == plots - elsewhere
+
+
+def test_a_mask_is_drawn_of_the_lengths_and_the_mask_given(monkeypatch, tmp_path):
+    drawn = {}
+    monkeypatch.setattr(
+        pictures, "_draw", lambda kind, data, out, options, *_: drawn.update(data=data, **options)
+    )
+    words = ("-n", 48, "--n-kv", 64, "--causal", "--window", "9:0", "-t", "16x8")
+    assert call("plot", "mask", *words, "-o", tmp_path / "x.png").exit_code == 0
+    p = drawn["data"]
+    assert (p.n_q, p.n_kv, p.causal, p.window) == (48, 64, True, (9, 0))
+    assert drawn["tiling"] == flashsim.Tiling(16, 8)
+    assert call("plot", "mask", "--causal", "-o", tmp_path / "x.png").exit_code == 0
+    assert (drawn["data"].n_q, drawn["tiling"]) == (512, None)  # few enough scores to draw
+    refused = call("plot", "mask", "-a", "flash1", "-o", tmp_path / "x.png")
+    assert (refused.exit_code, "--algorithms: not for mask" in refused.output) == (2, True)
 
 
 def test_every_kind_says_what_it_uses():
