@@ -107,7 +107,7 @@ def theme(name: str) -> Theme:
 
 @own_errors
 def color(tensor: str, name: str = "light") -> str:
-    """The colour of a tensor; an accumulator (``dQ_acc``) has its tensor's.
+    """The colour of a tensor; an accumulator (``dQ_acc``) and scales (``Q_scale``) have its own.
 
     Raises
     ------
@@ -115,7 +115,7 @@ def color(tensor: str, name: str = "light") -> str:
         For a tensor or a theme that does not exist.
     """
     tensors = theme(name).tensors
-    key = tensor.removesuffix("_acc")
+    key = tensor.removesuffix("_acc").removesuffix("_scale")
     if key not in tensors:
         raise OptionError(f"unknown tensor {tensor!r}; {choices(tensor, tensors)}")
     return tensors[key]
@@ -130,7 +130,7 @@ def tint(tensor: str, name: str = "light") -> str:
 
     What arithmetic holds on chip under no name is grey.
     """
-    key = tensor.removesuffix("_acc")
+    key = tensor.removesuffix("_acc").removesuffix("_scale")
     if key in theme(name).tensors:
         return color(tensor, name)
     return theme(name).muted if key == "temp" else OWN[zlib.crc32(key.encode()) % len(OWN)]

@@ -92,6 +92,7 @@ def test_every_tensor_has_one_colour(name):
     for tensor in TENSORS[1:]:
         assert palette.color(tensor, name).startswith("#")
     assert palette.color("dQ_acc", name) == palette.color("dQ", name)
+    assert palette.color("Q_scale", name) == palette.color("Q", name)
 
 
 def test_unknown_names():
