@@ -1,4 +1,4 @@
-"""`algorithm="flash-decode"` on a GPU: one launch, in memory that calls may share."""
+"""`algorithm="flash-decode"` on a GPU: one launch, or two, in memory that calls may share."""
 
 from __future__ import annotations
 
@@ -352,7 +352,8 @@ def _check(job: Job) -> None:
         )
     if job.options.get("kernel", "auto") not in ("auto", "portable"):
         raise UnsupportedError(
-            f"decoding has a portable kernel only, got kernel={job.options['kernel']!r}"
+            "decoding on a GPU has one kernel for each call: leave kernel out, got "
+            f"kernel={job.options['kernel']!r}"
         )
     workspace = job.options.get("workspace")
     if workspace is not None and not isinstance(workspace, Workspace):

@@ -239,8 +239,9 @@ def plan(
     they must be split for that, blocks of 8 warps, one on each multiprocessor; where the batch has
     more blocks than there are multiprocessors, blocks of 4 warps, two on each, of which no one is
     longer than the average load. Sequences alike in length, whose blocks are `_ENOUGH` by
-    themselves, stay whole: a split would cost a merge for nothing. (Measured on an H200;
-    docs/guides/performance.md and benchmarks/decode.py have the sweeps.)
+    themselves, stay whole, since a split would cost a merge for nothing: with more than 128 columns
+    of keys and values where no cluster merges, with fewer up to `_SHORT` keys. (Measured on an
+    H200; docs/guides/performance.md and benchmarks/decode.py have the sweeps.)
 
     Parameters
     ----------

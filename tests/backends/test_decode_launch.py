@@ -246,7 +246,7 @@ def test_what_a_decode_does_not_take():
 
     refused(UnsupportedError, "takes no tiling", tiling=Tiling(16, 16))
     refused(UnsupportedError, "in ascending order", key_order="descending")
-    refused(UnsupportedError, "portable kernel only", options={"kernel": "hopper"})
+    refused(UnsupportedError, "leave kernel out", options={"kernel": "hopper"})
     refused(DTypeError, "workspace must be a .*Workspace, got 3", options={"workspace": 3})
 
 

@@ -3,7 +3,8 @@
 A block waits for its first keys and ends with a merge of its warps (`item`), and in between streams
 its keys as fast as an SM can (`rate`), or multiplies them as fast as the portable forward kernel
 does on tensor cores, whichever takes longer; all blocks together no faster than HBM. Blocks take
-the places that become free. Where keys are split, the block of a sequence that ends last merges.
+the places that become free. Where keys are split, the block of a sequence that ends last merges;
+clusters, which merge on chip, and calls that begin before the last has ended are not in the model.
 """
 
 from __future__ import annotations
