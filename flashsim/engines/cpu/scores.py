@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from flashsim.engines.cpu.micro_kernels.plain import soft_cap, soft_cap_gated
+from flashsim.engines.cpu.primitives.parts import part
 
 #: How P and dS are rounded before they meet V, K and Q: the input's type, if it is narrower.
 NO_ROUNDING, BFLOAT16, FLOAT16 = 0, 1, 2
@@ -65,13 +65,13 @@ class Place(NamedTuple):
     keep_lane: int
 
 
-@njit
+@part
 def is_plain(cpu, rules, masked, lanes):
     """Whether a panel's scores are what the product left: the common case, which costs nothing."""
     return not masked and lanes == cpu.width and rules.softcap[0] == 0 and rules.bias.size == 0
 
 
-@njit
+@part
 def visible_rows(rules, rel, rel_row, rows, lanes):
     """First and last + 1 row of a MASKED panel in which the band keeps any lane's score."""
     if rel_row > 0:  # rows are keys
@@ -79,7 +79,7 @@ def visible_rows(rules, rel, rel_row, rows, lanes):
     return max(0, rel - rules.right), min(rows, rel + lanes + rules.left)
 
 
-@njit
+@part
 def finish_scores(cpu, S, s0, ld, first, last, lanes, rules, place, masked, bits, gate):
     """Scores of rows first .. last - 1: softcap, bias, mask; lanes that do not exist see nothing.
 
@@ -116,7 +116,7 @@ def finish_scores(cpu, S, s0, ld, first, last, lanes, rules, place, masked, bits
                 S[s0 + r * ld + c] = -np.inf
 
 
-@njit
+@part
 def apply_gate(dS, gate, s0, ld, first, last, lanes):
     """dS times the softcap's derivative."""
     for r in range(first, last):
@@ -124,7 +124,7 @@ def apply_gate(dS, gate, s0, ld, first, last, lanes):
             dS[s0 + r * ld + c] *= gate[s0 + r * ld + c]
 
 
-@njit
+@part
 def add_bias_gradient(dbias, dS, s0, ld, first, last, lanes, place):
     """Add a panel of dS to the bias's gradient."""
     for r in range(first, last):
@@ -133,7 +133,7 @@ def add_bias_gradient(dbias, dS, s0, ld, first, last, lanes, place):
             dbias[at + c * place.bias_lane] += dS[s0 + r * ld + c]
 
 
-@njit
+@part
 def round_panel(cpu, X, x0, ld, rows, rounding):
     """Round to the nearest number of a 16-bit type (ties to even), staying in float32.
 
@@ -156,7 +156,7 @@ def round_panel(cpu, X, x0, ld, rows, rounding):
                     X[at] = np.copysign(np.inf, X[at])
 
 
-@njit
+@part
 def _drop(u, n):
     """The bits `u` of a float32 without its last n mantissa bits, rounded to nearest, ties even."""
     one = np.uint32(1)
@@ -164,7 +164,7 @@ def _drop(u, n):
     return np.uint32((u + (one << (n - one)) - one + even) >> n << n)
 
 
-@njit
+@part
 def place_of(rules, tiles, v, bias0, q0, k0, n_kv, offset, cols, q_lanes, row0, lane0):
     """`Place` of a panel that starts `row0` rows and `lane0` lanes into visit v's tile."""
     keep = tiles.keep_at[v]

@@ -77,6 +77,17 @@ def _digest() -> str:
 _WALKS = _entries(_digest())
 
 
+def folder() -> Path | None:
+    """Where compiled walks are kept; None where nothing can be."""
+    walk = _WALKS["forward"]
+    return Path(walk._cache.cache_path) if kept(walk) else None
+
+
+def compiled() -> int:
+    """How many times this process has compiled a walk, found none on disk that is."""
+    return sum(sum(walk.stats.cache_misses.values()) for walk in _WALKS.values())
+
+
 def available() -> int:
     """CPUs that this process may use."""
     if hasattr(os, "sched_getaffinity"):

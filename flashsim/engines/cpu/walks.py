@@ -9,11 +9,11 @@ these notes. `walks_backward.py` holds the backward walks, built the same way.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from flashsim.engines.cpu.micro_kernels.plain import online_softmax, product_rescale, product_set
 from flashsim.engines.cpu.primitives.atomics import fetch_add, load_acquire
 from flashsim.engines.cpu.primitives.packing import pack, panels_of, unpack
+from flashsim.engines.cpu.primitives.parts import part
 from flashsim.engines.cpu.scores import (
     NO_ROUNDING,
     finish_scores,
@@ -26,7 +26,7 @@ from flashsim.engines.cpu.tables import NOTE
 from flashsim.schedule.schedule import MASKED
 
 
-@njit
+@part
 def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
     """FlashAttention-2's Algorithm 1 with queries in the lanes: S^T = K Q^T, O^T += V^T P^T.
 
@@ -42,7 +42,11 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
     most = longest_run(tiles)
     Q, O = np.empty(most * height * d, q.dtype), np.empty(most * height * dv, q.dtype)
     S, m = np.empty(shape.block_k * w, q.dtype), np.empty(most * height, q.dtype)
-    l, alpha, inverse = np.empty_like(m), np.empty(height, q.dtype), np.empty(height, q.dtype)
+    l, alpha, inverse = (
+        np.empty(m.size, q.dtype),
+        np.empty(height, q.dtype),
+        np.empty(height, q.dtype),
+    )
     at = np.empty(most, np.int64)  # the next visit of each row tile
     n_sets = tiles.set_ptr.size - 1
     while True:
@@ -86,7 +90,7 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
                     notes.steps[h, i] = n
 
 
-@njit
+@part
 def forward_visit(cpu, k, v, shape, tiles, rules, state, i, at, kv, bias0):
     """One tile: S = scale Q K^T, its softmax, O = alpha O + P V, a panel of queries at a time."""
     Q, O, m, l, alpha, S = state
@@ -116,13 +120,13 @@ def forward_visit(cpu, k, v, shape, tiles, rules, state, i, at, kv, bias0):
         product_rescale(cpu, O, p * dv * w, w, v, v0, 1, dv, S, s0, w, dv, rows, alpha, p * w)
 
 
-@njit
+@part
 def stopped(counter):
     """Whether nobody wants the results any more; what a walk writes from then on is never read."""
     return load_acquire(counter, 1) != 0
 
 
-@njit
+@part
 def longest_run(tiles):
     """Outer tiles of the longest run."""
     most = 0
@@ -131,7 +135,7 @@ def longest_run(tiles):
     return most
 
 
-@njit
+@part
 def next_inner(tiles, at, begin, end, descending):
     """The inner tile that comes next for any tile of a run, where each is at visit ``at``; or -1.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from flashsim.engines.cpu.micro_kernels.plain import (
     grad_scores_by_lane,
@@ -13,6 +12,7 @@ from flashsim.engines.cpu.micro_kernels.plain import (
 )
 from flashsim.engines.cpu.primitives.atomics import fetch_add, give_way, load_acquire, store_release
 from flashsim.engines.cpu.primitives.packing import clear_rows, copy_rows, pack, panels_of, unpack
+from flashsim.engines.cpu.primitives.parts import part
 from flashsim.engines.cpu.scores import (
     NO_ROUNDING,
     add_bias_gradient,
@@ -28,7 +28,7 @@ from flashsim.engines.cpu.walks import longest_run, next_inner, stopped
 from flashsim.schedule.schedule import MASKED
 
 
-@njit
+@part
 def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, turns):
     """dK and dV and, if `fused`, dQ: keys in the lanes, a thread owns column tiles of a key head.
 
@@ -70,7 +70,8 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
             dV[:] = 0
             for member in range(group):
                 h = batch * shape.heads + kv_head % shape.kv_heads * group + member
-                at[: end - begin] = tiles.ptr[begin:end]
+                for j in range(begin, end):
+                    at[j - begin] = tiles.ptr[j]
                 while True:
                     i = next_inner(tiles, at, begin, end, False)
                     if i < 0 or stopped(counter):
@@ -100,7 +101,7 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
                     notes.steps[kv_head, j] = n
 
 
-@njit
+@part
 def key_visit(cpu, inputs, grads, shape, tiles, rules, state, j, at, h, fused):
     """One tile of dK and dV, a panel of keys at a time; if `fused`, dS is complete afterwards."""
     K, V, dK, dV, S, dS, gate = state
@@ -143,7 +144,7 @@ def key_visit(cpu, inputs, grads, shape, tiles, rules, state, j, at, h, fused):
         product_add(cpu, dK, p * d * w, w, inputs.q, row0 * d, 1, d, dS, x0, ld, d, kept)
 
 
-@njit
+@part
 def add_to_dq(cpu, grads, shape, tiles, dS, ld, K_rows, j, at, h, turns, counter):
     """dQ += dS K for one tile, when its turn has come."""
     i, padded = tiles.inner[at], grads.dq_stride
@@ -162,7 +163,7 @@ def add_to_dq(cpu, grads, shape, tiles, dS, ld, K_rows, j, at, h, turns, counter
     store_release(turns, turn, tiles.turn[at] + 1)
 
 
-@njit
+@part
 def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
     """dQ and the bias's gradient: queries in the lanes, a thread owns a row tile.
 
@@ -190,8 +191,8 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
             row0 = h * shape.n_q + q0
             pack(cpu, Q, inputs.q, row0 * d, rows, d, rules.scale)
             pack(cpu, dO, inputs.dout, row0 * dv, rows, dv, one[0])
-            L[:rows] = inputs.lse[row0 : row0 + rows]
-            delta[:rows] = inputs.delta[row0 : row0 + rows]
+            for r in range(rows):
+                L[r], delta[r] = inputs.lse[row0 + r], inputs.delta[row0 + r]
             dQ[:] = 0
             for at in range(tiles.ptr[i], tiles.ptr[i + 1]):
                 if stopped(counter):
@@ -235,7 +236,7 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
                 notes.steps[h, i] = rows
 
 
-@njit(fastmath={"reassoc"})
+@part(fastmath={"reassoc"})
 def row_dot(a, b, start, n):
     """Sum of products of one row, in an order that suits the vector registers."""
     total = a.dtype.type(0)
@@ -244,7 +245,7 @@ def row_dot(a, b, start, n):
     return total
 
 
-@njit
+@part
 def delta_rows(cpu, out, dout, delta, shape, tiles, rules, notes, counter):
     """delta = rowsum(dO o O), the first stage of a backward pass."""
     n_sets = tiles.set_ptr.size - 1

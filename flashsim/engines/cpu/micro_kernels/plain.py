@@ -19,10 +19,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from numba.extending import overload
 
 from flashsim.engines.cpu.micro_kernels import vector
 from flashsim.engines.cpu.micro_kernels.registers import Plain
+from flashsim.engines.cpu.primitives.parts import HotPart, using
 
 LOG2E = 1.4426950408889634
 
@@ -37,7 +37,7 @@ def operation(vectorised: Callable) -> Callable:
         def choose(cpu, *_):
             return definition if cpu.instance_class is Plain else vectorised
 
-        overload(definition, strict=False)(choose)
+        using(HotPart, definition, choose)
         return definition
 
     return decorate

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from numba import njit
+from flashsim.engines.cpu.primitives.parts import hot_part, part
 
 
-@njit
+@part
 def panels_of(cpu, n):
     """How many panels n lanes take."""
     return (n + cpu.width - 1) // cpu.width
 
 
-@njit
+@hot_part
 def pack(cpu, panels, X, x0, n, d, factor):
     """Transpose n rows of X (.., d), times `factor`, into panels: row x of panel p at (p d + x)."""
     w = cpu.width
@@ -23,7 +23,7 @@ def pack(cpu, panels, X, x0, n, d, factor):
                 panels[(p * d + x) * w + c] = value
 
 
-@njit
+@hot_part
 def unpack(cpu, panels, X, x0, n, d, factors):
     """The reverse of `pack`, with a factor for each row."""
     w = cpu.width
@@ -33,7 +33,7 @@ def unpack(cpu, panels, X, x0, n, d, factors):
             X[x0 + row * d + x] = panels[(p * d + x) * w + c] * factors[row]
 
 
-@njit
+@part
 def copy_rows(out, stride, X, x0, n, d, factor):
     """n rows of X (.., d), times `factor`, with zeros after them up to the row length `stride`."""
     for row in range(n):
@@ -42,7 +42,7 @@ def copy_rows(out, stride, X, x0, n, d, factor):
             out[row * stride + x] = value
 
 
-@njit
+@part
 def clear_rows(cpu, X, x0, ld, first, last):
     """Zero rows first .. last - 1 of a panel."""
     for r in range(first, last):
