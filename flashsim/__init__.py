@@ -13,6 +13,7 @@ from flashsim.api.quantize import Quantized, quantize
 from flashsim.api.samples import load_sample, load_sample_trace, random_inputs
 from flashsim.api.simulate import simulate
 from flashsim.api.sweep import Sweep, sweep
+from flashsim.api.warm import Warmed, warm
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import (
     BackendUnavailable,
@@ -88,6 +89,7 @@ __all__ = [
     "Traffic",
     "UnknownArgumentError",
     "UnsupportedError",
+    "Warmed",
     "__version__",
     "backward",
     "compare",
@@ -100,6 +102,7 @@ __all__ = [
     "run",
     "simulate",
     "sweep",
+    "warm",
 ]
 
 

@@ -1,4 +1,4 @@
-"""Commands that execute or count attention: run, compare, count, sweep, demo."""
+"""Commands that execute or count attention: run, compare, count, sweep, demo, warm."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from flashsim import report
 from flashsim.api import counting, execution
 from flashsim.api.compare import compare as run_comparison
 from flashsim.api.sweep import sweep as run_sweep
+from flashsim.api.warm import DIRECTIONS
+from flashsim.api.warm import warm as compile_ahead
 from flashsim.cli import options as opt
 from flashsim.cli import pictures, values
 from flashsim.cli.output import add, figures, ready, say, show_tables, working
@@ -257,7 +260,31 @@ def demo(
         raise typer.Exit(1)
 
 
-COMMANDS = (run, compare, count, sweep, demo)
+def warm(
+    form: opt.Format,
+    dtype: Annotated[str, typer.Option(help="Of q, k and v.")] = "float32",
+    head_dim: Annotated[int, typer.Option("--head-dim", "-d", help="Of the pass run.")] = 64,
+    direction: Annotated[str, typer.Option(help=f"{', '.join(DIRECTIONS)}.")] = "both",
+    algorithm: opt.Algorithm = "flash2-fused",
+) -> None:
+    """Compile the CPU engine (backend numba) ahead of time, and say where the code is kept."""
+    with working("compiling the CPU engine"):
+        done = compile_ahead(dtype, head_dim, direction, algorithm)
+    table = report.Table(
+        "CPU engine",
+        ("dtype", "algorithm", "direction", "compiled", "s", "CPU s", "folder"),
+        [
+            (
+                *(done.dtype, done.algorithm, done.direction, done.compiled),
+                *(round(done.seconds, 2), round(done.cpu_seconds, 2), str(done.folder)),
+            )
+        ],
+        note="compiled: kernels; 0 where all lay on disk",
+    )
+    show_tables([table], [table], form)
+
+
+COMMANDS = (run, compare, count, sweep, demo, warm)
 
 
 def _save(trace: Trace, path: Path) -> None:

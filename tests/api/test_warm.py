@@ -1,0 +1,41 @@
+"""Compiling the CPU engine ahead of time."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+import flashsim
+from flashsim.cli.app import app
+from flashsim.engines.cpu import threads
+
+
+def test_a_warm_process_finds_everything_compiled():
+    flashsim.warm()
+    again = flashsim.warm("bfloat16", 32)  # computed in float32 as well
+    assert again.compiled == 0
+    assert again.folder == threads.folder()
+    assert list(again.folder.glob("*.nbi"))
+
+
+def test_the_command_says_seconds_and_folder():
+    done = CliRunner().invoke(app, ["warm", "--direction", "forward", "--json"])
+    assert done.exit_code == 0, done.output
+    (row,) = json.loads(done.output)
+    assert row["s"] > 0
+    assert row["folder"] == str(threads.folder())
+
+
+@pytest.mark.parametrize("folder", ["a file/below", None])
+def test_where_nothing_can_be_kept_nothing_is_compiled(folder, tmp_path, monkeypatch):
+    (tmp_path / "a file").write_text("")
+    found = None if folder is None else tmp_path / folder
+    monkeypatch.setattr(threads, "folder", lambda: found)
+    with pytest.raises(flashsim.BackendUnavailable, match=r"cannot be kept: .*NUMBA_CACHE_DIR"):
+        flashsim.warm()
+
+
+@pytest.mark.parametrize(("name", "wrong"), [("direction", "sideways"), ("algorithm", "flash1")])
+def test_unknown_words_are_refused(name, wrong):
+    with pytest.raises(flashsim.OptionError, match=f"unknown {name} '{wrong}'"):
+        flashsim.warm(**{name: wrong})
