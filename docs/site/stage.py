@@ -46,10 +46,10 @@ flashsim executes attention the way the papers describe it, tile by tile, on a s
 SRAM that refuse to compute with anything that was not loaded. Bytes are measured, predicted by
 closed forms, and reported by GPU kernels: the three counts are equal as integers.
 
-![FlashAttention-2 under a causal mask, tile by tile](docs/gallery/traversal.gif)
-
 New to all this? **[Start here](docs/lessons/start_here.md)**: from a clone to a graded exercise, in
 an hour, without a GPU.
+
+![FlashAttention-2 under a causal mask, tile by tile](docs/gallery/traversal.gif)
 
 - **Learn**: [eight lessons](docs/lessons/README.md), shown here as they run, and [exercises graded
   by bytes](exercises/index.md).
