@@ -81,8 +81,8 @@ def predict(
     one = shelf.get(name)
     ready(picture)
     typer.echo(f"{textwrap.dedent(one.statement).strip()}\n\n{one.sizes}\n")
-    loaded = typer.prompt("bytes loaded", type=int) if loaded is None else loaded
-    stored = typer.prompt("bytes stored", type=int) if stored is None else stored
+    loaded = typer.prompt("bytes loaded, in digits", type=int) if loaded is None else loaded
+    stored = typer.prompt("bytes stored, in digits", type=int) if stored is None else stored
     trace = one.executed.trace
     table = report.Table(
         f"{name}: said and measured", ("bytes", "said B", "measured B", "said / measured")
