@@ -18,7 +18,8 @@ from flashsim.errors import BackendUnavailable
 ROOT = Path(__file__).parents[2]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-    *sorted((ROOT / "docs").rglob("*.md")),
+    # JupyterLab leaves copies of the lessons that it has opened.
+    *sorted(p for p in (ROOT / "docs").rglob("*.md") if ".ipynb_checkpoints" not in p.parts),
 ]
 FOLDERS = ("flashsim", "backends", "viz", "tests", "docs", "benchmarks", "examples")
 SOURCES = {".py", ".cu", ".cuh", ".h", ".js", ".css", ".html"}
