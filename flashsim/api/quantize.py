@@ -198,7 +198,8 @@ def _quantized(
         most = np.maximum.reduceat(most, starts, axis=-1)
         most = most if granularity == "block" else most[..., 0]
     largest = np.float32(ml_dtypes.finfo(kind).max)
-    scale = np.asarray(np.where(most == 0, 1, most / largest), np.float32)
+    scale = most / largest  # 0 of zeros, and of what is too small for a scale in float32
+    scale = np.asarray(np.where(scale == 0, 1, scale), np.float32)
     # A quotient may come out one rounding above the largest number, and e4m3 has no infinity.
     scaled = np.clip(x / _spread(scale, x, side), -largest, largest)
     return scaled.astype(kind), scale

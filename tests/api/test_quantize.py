@@ -180,6 +180,15 @@ def _lead(options):
 # -- what is refused ------------------------------------------------------------------------------
 
 
+def test_what_is_too_small_for_a_scale_is_zero_and_no_nan():
+    tiny = np.zeros((1, 2, 64, 32), np.float32)
+    tiny[:, 0, :, 0] = 1e-44  # / 448 is less than the least float32 above 0
+    for granularity in GRANULARITIES:
+        x = flashsim.quantize(tiny, tiny, tiny, granularity=granularity)
+        assert (x.k_scale == 1).all()
+        assert not x.k.astype(np.float32).any()
+
+
 def test_what_cannot_be_quantised():
     q, k, v = inputs()
     with pytest.raises(OptionError, match="v holds NaN or infinity"):

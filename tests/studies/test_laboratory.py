@@ -54,6 +54,11 @@ def test_float16_scores_overflow_and_say_so_in_the_table():
         precision.laboratory((32,), kinds=("large",))
     with pytest.raises(OptionError, match="unknown rounding point 'm_hbm'"):
         precision.laboratory((32,), points=("m_hbm",))
+    for n in (256, "256", ()):
+        with pytest.raises(OptionError, match="n must be lengths"):
+            precision.laboratory(n)
+    with pytest.raises(flashsim.DTypeError, match="n must be an integer"):
+        precision.presets("256")
 
 
 def test_the_command(tmp_path):

@@ -10,7 +10,7 @@ import numpy as np
 
 from flashsim import report
 from flashsim.api.execution import run
-from flashsim.errors import OptionError, choices, own_errors
+from flashsim.errors import OptionError, choices, own_errors, shown
 from flashsim.problem import checks, oracle
 from flashsim.problem.precision import POINTS, PRESETS, Precision
 from flashsim.problem.problem import Problem
@@ -147,7 +147,7 @@ def laboratory(
     Parameters
     ----------
     n : sequence of int
-        Lengths.
+        Lengths, one at least.
     dtype : str
         What points are lowered to.
     kinds : names out of `KINDS`, optional
@@ -170,6 +170,8 @@ def laboratory(
     OptionError, DTypeError, ShapeError
         Also for what does not exist.
     """
+    if not isinstance(n, Sequence) or isinstance(n, str) or not n:
+        raise OptionError(f"n must be lengths, as in (256, 1024), got {shown(n)}")
     dtype = checks.dtype_name(dtype)
     plans.check_algorithm(algorithm)
     plans.check_backward(algorithm)
@@ -204,6 +206,7 @@ def presets(
     n: int = 1024, *, dtype: str = "bfloat16", head_dim: int = 64, seed: int = 0
 ) -> report.Table:
     """Errors of what published kernels round, on every kind of input (see `Precision.preset`)."""
+    n = checks.positive_int("n", n)
     table = report.Table(
         f"Error of published kernels' roundings, {dtype}, N = {n:,}, d = {head_dim}",
         (*_COLUMNS[:2], "kernel", *_COLUMNS[3:]),
