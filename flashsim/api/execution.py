@@ -49,7 +49,8 @@ def run(
     k, v : array, (batch, kv_heads, n_kv, head_dim) and (batch, kv_heads, n_kv, head_dim_v)
         `heads` must be a multiple of `kv_heads`; v may be None where an option `head_dim_v` says
         which of k's columns it is. float64, float32, float16 or bfloat16 (on a GPU not float64),
-        "numpy" also float8_e4m3fn or float8_e5m2, whose out is bfloat16. On the CPU, arrays of
+        "numpy" and, forward on Hopper, "cupy" also float8_e4m3fn or float8_e5m2, whose out is
+        bfloat16. On the CPU, arrays of
         NumPy, torch, or any library that speaks DLPack (JAX); what goes in comes out, and is not
         copied on its way in.
     algorithm : {"flash2", "flash2-fused", "flash1", "standard", "flash-decode"}
@@ -90,9 +91,10 @@ def run(
         entries begin with so many keys, which are walked once for the queries of all (cascade
         attention), or in so many keys' pages, whole ones; with v=None,
         `head_dim_v`: V is k's first columns, as many, and one load serves both (latent attention).
-        "numpy", for FP8 inputs: `scales`, three float32 arrays that q, k and v are multiplied by,
-        each () for a whole tensor, (batch, heads) or (batch, heads, blocks), and `scale_block`,
-        (query rows, key rows) of a block (default: a tile's); see `flashsim.quantize`. "numpy":
+        "numpy" and "cupy", for FP8 inputs: `scales`, three float32 arrays that q, k and v are
+        multiplied by, each () for a whole tensor, (batch, heads) or (batch, heads, blocks), and
+        `scale_block`, (query rows, key rows) of a block (default: a tile's); "cupy" also
+        `v_transposed`, V as its kernel takes it; see `flashsim.quantize`. "numpy":
         `precision`, a `flashsim.Precision`, for every type that numbers are rounded to on the way
         (without a trace, since it changes no size).
         "numba": `threads`, how many (default: every CPU
