@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flashsim.api.execution import run
 from flashsim.api.samples import random_inputs
-from flashsim.errors import BackendUnavailable
+from flashsim.errors import BackendUnavailable, own_errors
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem
 
@@ -17,6 +17,7 @@ DIRECTIONS = ("forward", "backward", "both")
 ALGORITHMS = ("flash2", "flash2-fused")
 
 
+@own_errors
 @dataclass(frozen=True)
 class Warmed:
     """What `warm` did.
@@ -41,6 +42,7 @@ class Warmed:
     folder: Path
 
 
+@own_errors
 def warm(
     dtype: str = "float32",
     head_dim: int = 64,
