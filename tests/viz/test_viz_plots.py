@@ -439,6 +439,8 @@ def test_mask_shades_a_bias():
         viz.mask(Problem(32), bias=np.zeros(32))
     with pytest.raises(OptionError, match=r"4,194,304 of them; got 4,096 x 4,096"):
         viz.mask(Problem(4096))
+    with pytest.raises(TypeError, match="problem must be a flashsim.Problem, got 3"):
+        viz.mask(3)
 
 
 def test_tile_map_unknown_color():

@@ -14,6 +14,7 @@ from matplotlib.patheffects import Normal, Stroke
 from matplotlib.ticker import MaxNLocator
 
 from flashsim.errors import OptionError, choices
+from flashsim.problem import checks
 from flashsim.problem.problem import Problem
 from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.tiling import Tiling
@@ -151,7 +152,10 @@ def mask(
     ------
     OptionError
         For more than four million scores, or a bias of another shape.
+    DTypeError
+        If `problem` is none.
     """
+    checks.instance("problem", problem, Problem, "flashsim.Problem")
     shape = (problem.n_q, problem.n_kv)
     if shape[0] * shape[1] > _MOST_SCORES:
         raise OptionError(

@@ -13,6 +13,8 @@ using i64 = long long;
 constexpr int D = FS_D, ROWS = FS_ROWS, PARTS = D / 32, THREADS = ROWS * PARTS;
 constexpr bool ROTATE = FS_ROTATE;
 constexpr float LARGEST = FS_E5M2 ? 57344.0f : 448.0f;
+// Up to here LARGEST / x may not be finite: elements so small are zeros, their scale 1.
+constexpr float LEAST = LARGEST / 3.0e38f;
 // Blocks and their scales in one go; or in two launches: largest values, then elements.
 enum Mode { BLOCKS, LARGEST_ONLY, ELEMENTS_ONLY };
 constexpr Mode MODE = static_cast<Mode>(FS_MODE);
@@ -176,8 +178,8 @@ __device__ __forceinline__ float settle(const Args& a, const Tile& t, float mine
     const bool first = FS_SCALES == 0 ? t.walk == 0 && t.tile == 0
                      : FS_SCALES == 1 ? t.tile == 0 : row % rows == 0 && row < t.n;
     if (MODE != LARGEST_ONLY && warp % warps == 0 && lane == 0 && first)
-        scales[at] = top > 0.0f ? top * norm / LARGEST : 1.0f;
-    return top > 0.0f ? LARGEST / top : 1.0f;
+        scales[at] = top > LEAST ? top * norm / LARGEST : 1.0f;
+    return top > LEAST ? LARGEST / top : 1.0f;
 }
 
 // V^T's tile, from shared memory: 16 bytes of a row a thread.
