@@ -49,6 +49,9 @@ def test_the_sanitizer_sees_every_kernel():
         seen |= {(k.file, k.name) for k in (made.kernel, made.merge) if k}
     if "softmax-matmul" in sanitize.FAMILIES:
         seen.add(("portable/softmax_matmul.cu", "softmax_matmul"))
+    if "fp8" in sanitize.FAMILIES:
+        seen |= {("hopper/quantize.cu", name) for name in ("quantize", "transpose")}
+        seen.add(("hopper/forward_fp8.cu", "hopper_forward_fp8"))
     assert len(seen) > 8
     assert seen == set(entries())
 

@@ -116,7 +116,8 @@ def test_an_option_that_a_figure_cannot_use_is_an_error(words, message, tmp_path
 
 def test_every_plot_is_drawn_by_a_command():
     """By `plot`, or by the command whose table it shows; the last three by none."""
-    elsewhere = {"banks", "block_sizes", "roofline_series"}  # banks, blocks, reproduce pallas
+    # By the commands banks, blocks, precision, reproduce pallas.
+    elsewhere = {"banks", "block_sizes", "precision", "roofline_series"}
     elsewhere |= {"predicted_against_measured", "rank_timeline", "scaling"}
     plots = {name for room, names in viz._ROOMS.items() if "plots." in room for name in names}
     assert {kind.replace("-", "_") for kind in KINDS} == plots - elsewhere

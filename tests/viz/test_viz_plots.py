@@ -439,7 +439,7 @@ def test_mask_shades_a_bias():
         viz.mask(Problem(32), bias=np.zeros(32))
     with pytest.raises(OptionError, match=r"4,194,304 of them; got 4,096 x 4,096"):
         viz.mask(Problem(4096))
-    with pytest.raises(TypeError, match="problem must be a flashsim.Problem, got 3"):
+    with pytest.raises(TypeError, match=r"problem must be a flashsim\.Problem, got 3"):
         viz.mask(3)
 
 
