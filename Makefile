@@ -15,7 +15,7 @@ test: $(VENV)/.dev
 	$(MAKE) --jobs=$(JOBS) --output-sync modules lint wheel
 	$(MAKE) unit
 
-# Everything CI runs: the products of cases, too.
+# The products of cases, too: CI runs them where it has the time.
 test-all: test thorough
 
 # mypy sees the packages as they are installed: backends and viz inside flashsim.
