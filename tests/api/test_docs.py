@@ -283,6 +283,22 @@ def test_the_tables_of_short_sequences_are_the_measurement():
     assert ahead.count(True) == 36  # as the page says
 
 
+def test_the_table_of_fp8_is_the_measurement():
+    runs = {}
+    with (ROOT / "docs/data/fp8-h200.csv").open(newline="") as stream:
+        for row in csv.DictReader(stream):
+            if row["what"] == "forward":
+                shape = runs.setdefault((row["head_dim"], row["causal"], row["n"]), {})
+                shape[row["way"]] = float(row["tflops"]), float(row["over bfloat16"])
+    page = (ROOT / "docs/guides/performance.md").read_text(encoding="utf-8")
+    assert len(runs) == 9
+    for (d, causal, n), ways in runs.items():
+        row = [d, "yes" if causal == "True" else "no", n, f"{ways['bfloat16'][0]:.0f}"]
+        for way in ("fp8", "fp8, v transposed", "quantised"):
+            row += [f"{ways[way][0]:.0f}", f"{ways[way][1]:.2f}"]
+        assert f"| {' | '.join(row)} |" in page
+
+
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_the_table_of_forms_is_the_measurement(direction):
     columns = {
