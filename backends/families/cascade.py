@@ -70,6 +70,7 @@ def plan(
         As `live` and `decode.check`.
     """
     decode.check(problem)
+    decode.check_numbers(problem, lengths)
     if problem.latent:
         raise UnsupportedError("on a GPU latent attention has no shared_prefix; leave it out")
     live(problem, lengths, prefix, page)

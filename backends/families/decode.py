@@ -223,6 +223,14 @@ def check(problem: Problem) -> None:
             )
 
 
+def check_numbers(problem: Problem, lengths: tuple[int, ...]) -> None:
+    """Raise `UnsupportedError` for more keys than the kernels number."""
+    if max(problem.n_kv, *lengths) > _INT32:
+        raise UnsupportedError(
+            f"the decode kernel numbers keys in 32 bits, up to {_INT32:,}, got {problem.n_kv:,}"
+        )
+
+
 @lru_cache(maxsize=256)
 def plan(
     problem: Problem,
@@ -262,11 +270,8 @@ def plan(
         If the kernel cannot merge so many splits.
     """
     check(problem)
+    check_numbers(problem, lengths)
     p, hopper = problem, gpu.compute_capability >= (9, 0)
-    if max(p.n_kv, *lengths) > _INT32:
-        raise UnsupportedError(
-            f"the decode kernel numbers keys in 32 bits, up to {_INT32:,}, got {p.n_kv:,}"
-        )
     rows = p.n_q * p.group
     d, dv = padded_dims(p)
     block_q = block_q_of(rows, d, dv)

@@ -56,6 +56,7 @@ def plan(
     that the blocks fill the multiprocessors once.
     """
     check(problem, gpu)
+    decode.check_numbers(problem, lengths)
     p = problem
     rows = p.n_q * p.group
     row_tiles = -(-rows // ROWS)

@@ -18,6 +18,9 @@ from flashsim.problem.precision import Precision
 from flashsim.schedule import plans
 from flashsim.schedule.tiling import Tiling
 
+#: Options that may be None, which is the same as not given.
+_OR_NONE = {*CACHES, "precision"}
+
 
 @dataclass(frozen=True)
 class Checked:
@@ -108,15 +111,13 @@ def ask(
     on_cpu = backend in dispatch.ON_CPU
     host = hosts.host_of(q) if on_cpu else hosts.ANY
     given_bias, table = bias, options.get("block_table")
-    options = {name: x for name, x in options.items() if x is not None or name not in CACHES}
+    options = {name: x for name, x in options.items() if x is not None or name not in _OR_NONE}
     v, latent = inputs.values_in_keys(k, v, options)
     if on_cpu:
         q, k, v, bias = hosts.take(host, q=q, k=k, v=v, bias=bias)
         table = None if table is None else checks.as_array("block_table", table)
     else:
         q, k, v = (adopted(engine, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-    if options.get("precision", ...) is None:
-        del options["precision"]
     scaled, block = options.pop("scales", None), options.pop("scale_block", None)
     if scaled is not None or block is not None:
         question["scales"] = scales.granularity(scaled, block, len(q.shape), tiling)

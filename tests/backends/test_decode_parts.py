@@ -132,3 +132,15 @@ def test_what_is_refused():
         cascade.plan(replace(MLA, head_dim=192, head_dim_v=128), (4096,) * 64, 64, H200)
     with pytest.raises(UnsupportedError, match="float16 and bfloat16, not float32"):
         decode.check(replace(p, dtype="float32"))
+
+
+def test_keys_past_32_bits_are_refused():
+    long = {"n_kv": 2**31, "batch": 1}
+    plain = Problem(1, 2**31, 128, **GROUPED)
+    for made in (
+        lambda: latent.plan(replace(MLA, **long), (2**31,), H200),
+        lambda: cascade.plan(plain, (2**31,), 128, H200),
+        lambda: decode.plan(plain, (2**31,), H200),
+    ):
+        with pytest.raises(UnsupportedError, match="numbers keys in 32 bits, up to 2,147,483,647"):
+            made()
