@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import os
 import sys
+import zlib
 
 # Before anything imports NumPy: of several test processes each takes one BLAS thread. With one a
 # core in each process they fight over the cores, and float64 references take many times as long.
@@ -76,6 +77,18 @@ def _place(nodeid):
     return -1 if nodeid.startswith(WALKS) else PLACES.get(nodeid.split("::")[0], len(PLACES))
 
 
+def _scattered(nodeid):
+    """Kernels in Python first, which compile longest; tests of the same kernels far apart: compiled
+    for one they are on disk for the others, but not for those that begin at the same time.
+    """
+    return ("numba" not in nodeid and "python" not in nodeid, zlib.crc32(nodeid.encode()))
+
+
+def _on_gpu(config):
+    """Whether only tests on a GPU are asked for."""
+    return "gpu" in config.option.markexpr.split()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """A process takes whole files, so that what their tests share is made once.
@@ -86,7 +99,7 @@ def pytest_xdist_make_scheduler(config, log):
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            if config.option.markexpr == "gpu":
+            if _on_gpu(config):
                 return nodeid
             return "walks" if nodeid.startswith(WALKS) else nodeid.split("::")[0]
 
@@ -98,8 +111,13 @@ def pytest_report_header(config):
     return f"seeded fault: {name}: {faults.catalogue()[name].bug}" if name else None
 
 
-def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: _place(item.nodeid))
+def pytest_collection_modifyitems(config, items):
+    place = _scattered if _on_gpu(config) else _place
+    items.sort(key=lambda item: place(item.nodeid))
+    if config.option.markexpr == "gpu":  # takes the place of "not thorough", and means that, too
+        left_out = [item for item in items if item.get_closest_marker("thorough")]
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+        config.hook.pytest_deselected(items=left_out)
     missing = why_no_gpu()
     for item in items if missing else ():
         if item.get_closest_marker("gpu"):

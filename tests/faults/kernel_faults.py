@@ -274,7 +274,7 @@ FAULTS = {
         FORWARD,
         "report(visit_count + n * 8, k_bytes, v_bytes);",
         "report(visit_count + n * 8, k_bytes, 0), report(visit_count, 0, v_bytes);",
-        *("bfloat16-sides1-gqa-ascending", COUNTS),
+        *("bfloat16-sides0-gqa-ascending", COUNTS),
     ),
     "portable-f32-o-not-rescaled": KernelFault(
         "O keeps the scale of an older maximum",

@@ -10,6 +10,7 @@ from functools import partial
 import cupy_checks
 import numpy as np
 import pytest
+from compiled import star
 from cupy_checks import (  # noqa: F401
     HOPPER,
     ON_HOPPER,
@@ -34,10 +35,10 @@ run = partial(cupy_checks.run, family=HOPPER)
 
 RNG = np.random.default_rng(0)
 FEATURES = {
+    "causal": dict(n_q=700, n_kv=700, heads=4, kv_heads=2, causal=True),
     "one tile": dict(n_q=128, n_kv=128),
     "1 x 1": dict(n_q=1, n_kv=1),
     "ragged": dict(n_q=333, n_kv=517, batch=2, heads=2),
-    "causal": dict(n_q=700, n_kv=700, heads=4, kv_heads=2, causal=True),
     "more queries": dict(n_q=700, n_kv=300, heads=4, kv_heads=1, causal=True),
     "more keys": dict(n_q=300, n_kv=1111, heads=2, causal=True),
     "window": dict(n_q=900, n_kv=1000, heads=3, window=(100, 50)),
@@ -84,14 +85,14 @@ def test_counts_and_timelines_of_every_tile(tile):
     check_timelines(p, HOPPER, tiling=tiling)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize(
-    "head_dims",
-    [
-        *((32, 32), (40, 40), (64, 128), (80, 80), (96, 96), (160, 160), (192, 192)),
-        *((192, 128), (136, 200)),
-    ],
-)
+#: Of queries and keys, and of values; the first are those of the widest backward kernel.
+SIDES = [
+    *((136, 200), (32, 32), (40, 40), (64, 128), (80, 80), (96, 96), (160, 160)),
+    *((192, 192), (192, 128)),
+]
+
+
+@pytest.mark.parametrize(("head_dims", "dtype"), star(SIDES, ["bfloat16", "float16"]))
 def test_head_dims(head_dims, dtype):
     check(Problem(300, 500, *head_dims, heads=2, dtype=dtype, causal=True), HOPPER)
 
@@ -102,9 +103,17 @@ def test_kinds_of_scores(head_dim, kind):
     check(Problem(333, 517, head_dim, heads=2, dtype="bfloat16"), HOPPER, kind=kind)
 
 
-@pytest.mark.parametrize("order", ["ascending", "descending"])
-@pytest.mark.parametrize("head_dim", [96, 200])
-@pytest.mark.parametrize("name", FEATURES)
+ORDERS = ["ascending", "descending"]
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "order"),
+    [
+        case
+        for d in (96, 200)
+        for case in star([*FEATURES], [d], ORDERS, also=[("blocks", d, "descending")])
+    ],
+)
 def test_counts_are_the_simulators(name, head_dim, order):
     check_counts(Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name]), HOPPER, order)
 
@@ -115,8 +124,10 @@ def test_counts_leave_out_what_rows_are_padded_with(head_dims):
     check_counts(p, HOPPER)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])  # 64, no causal mask: three consumers
-@pytest.mark.parametrize("name", ["causal", "window", "blocks", "varlen"])
+@pytest.mark.parametrize(
+    ("head_dim", "name"),
+    star([64, 128, 256], ["window", "causal", "blocks", "varlen"]),  # 64, window: three consumers
+)
 def test_timeline_and_counts_of_every_visit(name, head_dim):
     check_timelines(Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name]), HOPPER)
 

@@ -5,6 +5,7 @@ Its inputs, error budget and list of features are used here; outputs begin as Na
 
 import numpy as np
 import pytest
+from compiled import star
 from cupy_checks import (  # noqa: F401
     FEATURES,
     MARKS,
@@ -56,11 +57,16 @@ def test_the_tiling_given_is_the_one_that_runs(sides):
     assert result.trace.tiling == tiling
 
 
-@pytest.mark.parametrize("key_order", ["ascending", "descending"])
-@pytest.mark.parametrize("name", FEATURES)
+#: Padded rows; padded tiles; rows as wide as a tile.
+SIDES = [(59, 111), (40, 24), (64, 64)]
+
+
 @pytest.mark.parametrize(
-    "sides",
-    [(40, 24), (64, 64), (59, 111)],  # padded tiles; rows as wide as a tile; padded rows
+    ("sides", "name", "key_order"),
+    star(
+        *(SIDES, [*FEATURES], ["ascending", "descending"]),
+        also=[(SIDES[0], "blocks", "descending")],  # whose visits are listed
+    ),
 )
 def test_counted_bytes_are_the_simulators(sides, name, key_order):
     head_dim, head_dim_v = sides

@@ -1,5 +1,6 @@
 """CUDA C++ kernels to machine code by CuPy's NVRTC, which needs no GPU."""
 
+import itertools
 import re
 from functools import lru_cache
 
@@ -14,6 +15,17 @@ REPORTING = re.compile(
 def thorough(*case):
     """One of a product of cases, too many to compile each time."""
     return pytest.param(*case, marks=pytest.mark.thorough)
+
+
+def star(*axes, also=()):
+    """A product of cases, thorough but for those that differ from its first in one place at most,
+    and for `also`: each value of an axis is tried, with few of all the kernels there are.
+    """
+    made = []
+    for case in itertools.product(*axes):
+        away = sum(value != axis[0] for value, axis in zip(case, axes, strict=True))
+        made.append(case if away <= 1 or case in also else thorough(*case))
+    return made
 
 
 def source(kernel):

@@ -70,10 +70,10 @@ class Stage:
 
 
 def stage_of_tests(out: Path, jobs: int) -> Stage:
-    """The GPU tests but for seeded bugs."""
+    """The GPU tests but for seeded bugs and the products of cases (`-m "gpu and thorough"`)."""
     # A module that wants a package of the test extra shows as an error; the others still run.
     words = (*_pytest(jobs), "-m", "gpu", "--continue-on-collection-errors")
-    words += ("--ignore", "tests/faults/test_kernel_faults.py", "tests")
+    words += ("tests/gpu",)
     return Stage((Command("tests", words, 1200),))
 
 
