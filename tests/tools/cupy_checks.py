@@ -139,7 +139,7 @@ def poison_outputs(monkeypatch):
             if isinstance(made, cupy.ndarray):
                 made.view(cupy.uint8).fill(0xFF)
             else:
-                made.view(self.torch.uint8).fill_(0xFF)
+                made.reshape(-1).view(self.torch.uint8).fill_(0xFF)
             return made
 
         monkeypatch.setattr(space, "empty", filled)
