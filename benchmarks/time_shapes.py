@@ -103,11 +103,3 @@ IN_PYTHON = tuple(
     for p in (*CALIBRATION, *HELD_OUT)
     if p.head_dim in (64, 128) and p.cu_seqlens_q is None and p.window is None and p.n_q <= 16_384
 )
-#: Where joules are measured, too.
-POWER = tuple(
-    p
-    for p in (*CALIBRATION, *HELD_OUT)
-    if p.cu_seqlens_q is None and p.group == 1 and p.window is None
-    if (p.n_q, p.n_kv, p.head_dim) in {(4096, 4096, d) for d in (64, 128, 256)}
-    or (p.n_q, p.head_dim) in ((1024, 64), (16_384, 128))
-)

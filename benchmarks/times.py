@@ -6,17 +6,14 @@ The shapes are `time_shapes.py`'s, in bfloat16. Kernels are compiled first, by s
 At each shape all passes run by turns, in an order that is shuffled each time, behind a spinning
 kernel that hides the host; a figure is a median. One row a pass (`stage` is empty) and one a stage,
 which is timed between events of its own, so a little longer. `host us` is how long the host is at
-work on a call. Joules are those of NVML's counter over `--power` seconds of calls, idle power
-included: half a second, as in the table that is kept, is too short for the counter's renewals and
-leaves errors of 20 % and more; 0 measures none. The kernels "library" are standard attention's: two
-products and a softmax, through torch.
+work on a call. The kernels "library" are standard attention's: two products and a softmax, through
+torch. Joules: power.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import ctypes
 import importlib
 import random
 import statistics
@@ -37,8 +34,7 @@ from flashsim import FlashSimError, Problem
 
 SHAPE = (*("n_q", "n_kv", "head_dim", "batch", "heads", "kv_heads", "causal", "window", "packed"),)
 COLUMNS = (
-    *("kernels", "pass", *SHAPE, "stage", "tile", "us", "lowest us", "host us", "MHz"),
-    *("joules", "watts", "sustained us", "gpu"),
+    *("kernels", "pass", *SHAPE, "stage", "tile", "us", "lowest us", "host us", "MHz", "gpu"),
 )
 #: Options of `run` by kernel family; "python" takes Hopper's forward where it runs.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -107,45 +103,6 @@ def compile_all(shapes: list[Problem], families: list[str], jobs: int) -> None:
     gpu_compile.compile_all(kernels, jobs)
 
 
-# -- power -----------------------------------------------------------------------------------------
-
-
-class Meter:
-    """NVML's clock, power and energy of the first GPU; without NVML, nothing."""
-
-    def __init__(self) -> None:
-        self.nvml: Any = None
-        try:
-            self.nvml = ctypes.CDLL("libnvidia-ml.so.1")
-            self.device = ctypes.c_void_p()
-            self._check(self.nvml.nvmlInit_v2())
-            self._check(self.nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(self.device)))
-            self.joules()
-        except OSError as error:
-            print(f"no clock and no power: {error}")
-            self.nvml = None
-
-    def _check(self, error: int) -> None:
-        if error:
-            raise OSError(f"NVML error {error}")
-
-    def megahertz(self) -> int | None:
-        """The SM clock now."""
-        if self.nvml is None:
-            return None
-        found = ctypes.c_uint()
-        self._check(self.nvml.nvmlDeviceGetClockInfo(self.device, 1, ctypes.byref(found)))
-        return found.value
-
-    def joules(self) -> float | None:
-        """Energy since the driver was loaded."""
-        if self.nvml is None:
-            return None
-        found = ctypes.c_ulonglong()
-        self._check(self.nvml.nvmlDeviceGetTotalEnergyConsumption(self.device, ctypes.byref(found)))
-        return found.value / 1e3
-
-
 # -- what is timed ---------------------------------------------------------------------------------
 
 
@@ -161,7 +118,6 @@ class Timed:
     stages: dict[str, list[float]] = field(default_factory=dict)
     hertz: list[int] = field(default_factory=list)
     host: list[float] = field(default_factory=list)
-    energy: dict[str, float] = field(default_factory=dict)
 
 
 class Split:
@@ -251,7 +207,7 @@ def _standard(lab: Lab, p: Problem, q: Any, k: Any, v: Any, dout: Any) -> Iterat
     yield Timed("library", "backward", backward)
 
 
-def measure(lab: Lab, split: Split, meter: Meter, everyone: list[Timed], power: float) -> None:
+def measure(lab: Lab, split: Split, clock: Callable[[], int] | None, everyone: list[Timed]) -> None:
     """Fill in the times of a shape's passes, all by turns."""
     order, shuffled = list(everyone), random.Random(0)
     calls: dict[int, int] = {}
@@ -279,51 +235,12 @@ def measure(lab: Lab, split: Split, meter: Meter, everyone: list[Timed], power: 
                 one.call()
             one.host.append((time.perf_counter() - began) / n)
             end = lab.event()
-            if (clock := meter.megahertz()) is not None:
-                one.hertz.append(clock)
+            if clock is not None:
+                one.hertz.append(clock())
             one.times.append(lab.milliseconds(start, end) / n / 1e3)
             if one.kernels != "library" and len(one.stages.get("delta", ())) < 3:
                 for name, seconds in split.stages(one.call).items():
                     one.stages.setdefault(name, []).append(seconds)
-    if power and meter.joules() is not None:
-        for one in (x for x in everyone if x.kernels in ("hopper", "portable")):
-            one.energy = energy(lab, meter, one, power)
-
-
-def energy(lab: Lab, meter: Meter, one: Timed, seconds: float) -> dict[str, float]:
-    """Watts while a call is made again and again, its joules, and how long it takes then.
-
-    NVML renews its counter some ten times a second: power is read from renewal to renewal, and the
-    first third, in which clock and temperature settle, is left out.
-    """
-    n = max(4, round(seconds / statistics.median(one.times)))
-    seen: list[tuple[float, float]] = []
-    begin, first, last = time.perf_counter(), lab.event(), None
-    for number in range(n):
-        one.call()
-        if number % 16 == 15:  # never far ahead of the GPU
-            if last is not None:
-                lab.milliseconds(first, last)
-            last = lab.event()
-            _look(meter, seen, time.perf_counter() - begin)
-    end = lab.event()
-    while time.perf_counter() - begin < 0.95 * seconds:
-        _look(meter, seen, time.perf_counter() - begin)
-        time.sleep(1e-3)
-    took = lab.milliseconds(first, end) / 1e3
-    settled = [x for x in seen if took / 3 < x[0] < took]
-    if len(settled) < 2:
-        return {"sustained us": 1e6 * took / n}
-    (t0, e0), (t1, e1) = settled[0], settled[-1]
-    watts = (e1 - e0) / (t1 - t0)
-    return {"watts": watts, "joules": watts * took / n, "sustained us": 1e6 * took / n}
-
-
-def _look(meter: Meter, seen: list[tuple[float, float]], now: float) -> None:
-    """Note the counter if it was renewed."""
-    joules = meter.joules()
-    if joules is not None and (not seen or joules != seen[-1][1]):
-        seen.append((now, joules))
 
 
 # -- the table -------------------------------------------------------------------------------------
@@ -336,7 +253,7 @@ def rows(p: Problem, one: Timed, gpu: str) -> Iterator[dict[str, Any]]:
     common = {"kernels": one.kernels, "pass": one.name, **shape, "gpu": gpu}
     common["tile"] = one.tile
     middle = statistics.median(one.times)
-    whole = {"us": 1e6 * middle, "lowest us": 1e6 * min(one.times), **one.energy}
+    whole = {"us": 1e6 * middle, "lowest us": 1e6 * min(one.times)}
     whole["host us"] = 1e6 * statistics.median(one.host)
     whole["MHz"] = statistics.median(one.hertz) if one.hertz else ""
     yield common | {"stage": ""} | whole
@@ -351,12 +268,22 @@ def _packed(p: Problem) -> str:
     return " ".join(str(s.q_stop - s.q_start) for s in p.sequences)
 
 
+def sm_clock() -> Callable[[], int] | None:
+    """Reads the SM clock in MHz; None where NVML is not to be had, which is said."""
+    try:
+        from nvml import Meter
+
+        return Meter().megahertz
+    except OSError as error:
+        print(f"no clock: {error}")
+        return None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--csv", type=Path, required=True)
     parser.add_argument("--jobs", type=int, default=14)
     parser.add_argument("--seconds", type=float, default=160, help="begin no shape after that")
-    parser.add_argument("--power", type=float, default=0.5, help="seconds of calls for joules")
     parser.add_argument("--families", default="hopper,portable,python")
     parser.add_argument("--few", type=int, help="only so many shapes of each set")
     chosen = parser.parse_args()
@@ -376,7 +303,7 @@ def main() -> None:
     ]
     compile_all(shapes, families, chosen.jobs)
     lab, _ = open_lab()
-    split, meter = Split(lab), Meter()
+    split, clock = Split(lab), sm_clock()
     with chosen.csv.open("w", newline="") as stream:
         writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
         writer.writeheader()
@@ -384,10 +311,9 @@ def main() -> None:
             if time.monotonic() - begin > chosen.seconds:
                 print(f"time is over: {len(shapes) - number} shapes were not measured")
                 break
-            power = chosen.power if p in time_shapes.POWER else 0.0
             everyone = list(contenders(lab, p, families, standard=True))
             if everyone:
-                measure(lab, split, meter, everyone, power)
+                measure(lab, split, clock, everyone)
             for one in everyone:
                 writer.writerows(rows(p, one, lab.name))
             stream.flush()

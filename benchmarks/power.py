@@ -1,0 +1,277 @@
+"""Joules of attention's passes, and of each unit alone: needs a Hopper GPU, CuPy, torch and NVML.
+
+    python benchmarks/power.py --csv docs/data/power-h200.csv [--seconds 1.2] [--jobs 14]
+
+Everything is called again and again for `--seconds`, the host a few milliseconds ahead. NVML renews
+its count of energy some ten times a second; it is read from renewal to renewal after the first
+third, in which clock and temperature settle. So watts are the board's, its idle power included, and
+joules are watts times the time of a call in that same while, which is longer than a single call's
+where the power limit holds the clock back. Inputs are random: the tensor cores take less for zeros.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gpu_compile
+
+import flashsim
+from flashsim import Problem
+
+SHAPE = ("n_q", "n_kv", "head_dim", "batch", "heads", "kv_heads", "causal")
+MEASURED = ("us", "joules", "watts", "MHz", "celsius", "capped", "renewals")
+COLUMNS = ("kind", "name", *SHAPE, "amount", "of", *MEASURED, "gpu")
+TOKENS, WIDTH = 16_384, 2048
+MIB = 1 << 20
+#: Share of the seconds that is left to settle.
+SETTLING = 1 / 3
+
+
+class Load(NamedTuple):
+    """What is called; `call` is None for an idle GPU. `amount` is what one call does, `of` what."""
+
+    kind: str
+    name: str
+    call: Callable[[], Any] | None
+    columns: dict[str, Any]
+
+
+# -- measuring -------------------------------------------------------------------------------------
+
+
+def sustained(lab: Any, meter: Any, call: Callable[[], Any] | None, seconds: float) -> dict:
+    """Watts, joules and microseconds of a call while it is made again and again."""
+    rest = partial(time.sleep, 2e-3)
+    first, done = lab.event(), []  # (GPU milliseconds, calls finished by then)
+    looks: list[tuple[float, float]] = []  # (seconds, joules), when the counter was renewed
+    clocks: list[tuple[int, bool]] = []
+    per = 1
+    if call is not None:
+        call()
+        start = lab.event()
+        call()
+        per = max(1, round(2.0 / lab.milliseconds(start, lab.event())))
+    begin, calls, waiting = time.perf_counter(), 0, []
+    while (now := time.perf_counter() - begin) < seconds:
+        if call is None:
+            rest()
+        else:
+            for _ in range(per):
+                call()
+            calls += per
+            waiting.append((lab.event(), calls))
+            if len(waiting) > 3:
+                event, count = waiting.pop(0)
+                done.append((lab.milliseconds(first, event), count))
+        now, joules = time.perf_counter() - begin, meter.joules()
+        if not looks or joules != looks[-1][1]:
+            looks.append((now, joules))
+            if now > SETTLING * seconds:
+                clocks.append((meter.megahertz(), meter.capped()))
+    for event, _ in waiting:
+        lab.milliseconds(first, event)
+    settled = [x for x in looks[1:] if x[0] > SETTLING * seconds]
+    if len(settled) < 3:
+        return {"renewals": len(settled)}
+    (t0, e0), (t1, e1) = settled[0], settled[-1]
+    found = {"watts": (e1 - e0) / (t1 - t0), "celsius": meter.celsius(), "renewals": len(settled)}
+    found["MHz"] = statistics.median(hertz for hertz, _ in clocks)
+    found["capped"] = sum(capped for _, capped in clocks) / len(clocks)
+    if call is not None:
+        late = [x for x in done if x[0] > SETTLING * done[-1][0]]
+        each = (late[-1][0] - late[0][0]) / (late[-1][1] - late[0][1]) / 1e3
+        found |= {"us": 1e6 * each, "joules": found["watts"] * each}
+    return found
+
+
+# -- what is measured ------------------------------------------------------------------------------
+
+
+def units(lab: Any) -> Iterator[Load]:
+    """Nothing, then each unit alone, a few milliseconds a call."""
+    import cupy
+
+    from flashsim.backends.cupy_gpu.units import _Bench
+
+    torch, bench = lab.torch, _Bench(0)
+    sms, out, cycles = bench.sms, bench.out, bench.cycles
+
+    def load(name: str, call: Callable[[], Any] | None, amount: float = 0, of: str = "") -> Load:
+        return Load("unit", name, call, {"amount": amount, "of": of})
+
+    def cycling(name: str, threads: int, rounds: int, keep: Any, shared: int = 0) -> Any:
+        given = cupy.int32(rounds), keep, out, cycles
+        function = bench.kernel("portable", name, shared)
+        return partial(function, (sms,), (threads,), given, shared_mem=shared)
+
+    whole, real = cupy.uint32(123), cupy.float32(123.5)
+    yield load("idle", None)
+    yield load("one warp an SM waits", cycling("barriers", 32, 200_000, whole))
+    for name, of in (("exponentials", "exponential"), ("multiply_adds", "instruction")):
+        rounds = 500 if name == "exponentials" else 4000
+        call = cycling(name, 1024, rounds, real)
+        yield load(name.replace("_", "-"), call, sms * 1024 * rounds * 64, of)
+    call = cycling("shared_reads", 512, 40_000, whole, 8 * 16 * 512)
+    yield load("ldmatrix", call, sms * 16 * 512 * 8 * 40_000, "B of shared memory")
+    n = 8192
+    a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    to = torch.empty_like(a)
+    yield load("product", partial(torch.mm, a, b, out=to), 2 * n**3, "FLOP")
+    zeros = torch.zeros_like(a)
+    yield load("product of zeros", partial(torch.mm, zeros, zeros, out=to), 2 * n**3, "FLOP")
+    del a, b, to, zeros
+    reads = bench.kernel("portable", "reads")
+
+    def reading(size: int, rounds: int) -> Any:
+        buffer = cupy.random.randint(0, 1 << 31, size // 4, dtype="uint32")
+        given = buffer, cupy.int64(size // 16), cupy.int32(rounds), out
+        return partial(reads, (4 * sms,), (512,), given)
+
+    yield load("L2 reads", reading(16 * MIB, 800), 16 * MIB * 800, "B of L2")
+    yield load("HBM reads", reading(2048 * MIB, 4), 2048 * MIB * 4, "B of HBM")
+    source = torch.randn(512 * MIB, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    yield load("HBM copy", partial(target.copy_, source), 2048 * MIB, "B of HBM")
+    del source, target
+    sums, rounds = cupy.random.random(8 * MIB // 4, dtype="float32"), 400
+    given = sums, cupy.int64(sums.size), cupy.int32(rounds)
+    call = partial(bench.kernel("portable", "additions"), (4 * sms,), (512,), given)
+    yield load("reductions", call, sums.nbytes * rounds, "B added at L2")
+    floats, pieces, piece = cupy.random.random(16 * MIB // 4, dtype="float32"), 3000, 16_384
+    for name, words, threads, of in (
+        ("bulk_reads", "L2 reads, copy engine", 32, "B of L2"),
+        ("bulk_additions", "reductions, copy engine", 128, "B added at L2"),
+    ):
+        function = bench.kernel("hopper", name, 8 * piece)
+        given = floats, cupy.int64(floats.nbytes), cupy.int32(pieces)
+        call = partial(function, (sms,), (threads,), given, shared_mem=8 * piece)
+        yield load(words, call, sms * pieces * piece, of)
+
+
+def problem(n: int, d: int, causal: bool = False, **more: int) -> Problem:
+    """16 Ki tokens and 2048 / d heads, as the papers choose shapes."""
+    sizes = {"batch": TOKENS // n, "heads": WIDTH // d} | more
+    return Problem(n, head_dim=d, dtype="bfloat16", causal=causal, **sizes)
+
+
+def shapes() -> Iterator[tuple[Problem, dict[str, tuple[str, ...]]]]:
+    """Problems, and which passes of which kernels are measured there."""
+    whole = ("forward", "flash2", "flash2-fused")
+    yield problem(4096, 128), {"hopper": whole, "portable": ("forward", "flash2-fused")}
+    yield problem(4096, 128, causal=True), {"hopper": whole}
+    yield problem(4096, 64), {"hopper": whole, "portable": ("forward", "flash2-fused")}
+    yield problem(4096, 64, causal=True), {"hopper": ("forward", "flash2-fused")}
+    yield problem(4096, 256), {"hopper": whole}
+    yield problem(4096, 256, causal=True), {"hopper": ("forward",)}
+    yield problem(16_384, 128, causal=True), {"hopper": ("forward", "flash2-fused")}
+    yield problem(1024, 128), {"hopper": ("forward", "flash2-fused")}
+    yield problem(1024, 64, causal=True), {"portable": ("forward",)}
+    yield problem(4096, 128, causal=True, heads=32, kv_heads=8), {"hopper": ("forward",)}
+    yield problem(1, 128, batch=64, heads=32, kv_heads=8, n_kv=8192), {"decode": ("forward",)}
+    yield problem(4096, 128), {"library": ("S", "P", "O")}
+
+
+def columns_of(p: Problem) -> dict[str, Any]:
+    """A problem's columns."""
+    return {name: getattr(p, name) for name in SHAPE}
+
+
+def passes(lab: Any) -> Iterator[Load]:
+    """Attention's passes; each kernel of standard attention alone."""
+    from times import BACKWARD, FAMILIES
+
+    for p, wanted in shapes():
+        queries, keys = (p.batch, p.heads, p.n_q), (p.batch, p.kv_heads, p.n_kv)
+        q, dout = (lab.array((*queries, p.head_dim), p.dtype) for _ in range(2))
+        k, v = (lab.array((*keys, p.head_dim), p.dtype) for _ in range(2))
+        for family, names in wanted.items():
+            columns = columns_of(p)
+            if family == "library":
+                yield from library(lab, p, q, k, v)
+                continue
+            if family == "decode":
+                run = partial(flashsim.run, algorithm="flash-decode", backend="cupy")
+            else:
+                run = partial(flashsim.run, **FAMILIES[family], causal=p.causal)
+            forward = partial(run, q, k, v, trace=False)
+            result = forward()
+            for name in names:
+                call: Callable[[], Any] = forward
+                if name != "forward":
+                    call = partial(result.backward, dout, deterministic=BACKWARD[name])
+                yield Load(family, name, call, columns)
+
+
+def library(lab: Any, p: Problem, q: Any, k: Any, v: Any) -> Iterator[Load]:
+    """Standard attention's three kernels forward, one by one, into memory that is there."""
+    torch = lab.torch
+    scores = (q * p.scale) @ k.mT
+    weights, out = torch.softmax(scores, -1), torch.empty_like(q)
+    columns = columns_of(p)
+    yield Load(
+        "library", "S", partial(torch.matmul, q, k.mT, out=torch.empty_like(scores)), columns
+    )
+    softmax = partial(torch.softmax, scores, -1, out=torch.empty_like(scores))
+    yield Load("library", "P", softmax, columns)
+    yield Load("library", "O", partial(torch.matmul, weights, v, out=out), columns)
+
+
+def compile_first(jobs: int) -> None:
+    """The passes' kernels, by several processes."""
+    from times import passes_of
+
+    kernels = [
+        (family, one.kernel)
+        for p, wanted in shapes()
+        for family, names in wanted.items()
+        if family in ("hopper", "portable")
+        for name in names
+        for one in passes_of(family, p, name)
+    ]
+    gpu_compile.compile_all(kernels, jobs)
+
+
+def measure(path: Path, seconds: float) -> None:
+    """Write the table, row by row."""
+    import torch
+    from gpu_lab import TorchLab
+    from nvml import Meter
+
+    lab, meter = TorchLab(), Meter()
+    print(f"{lab.name}, limit {meter.limit():.0f} W, torch {torch.__version__}", flush=True)
+    with path.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        for loads in (units(lab), passes(lab)):
+            for one in loads:
+                found = sustained(lab, meter, one.call, seconds)
+                row = {"kind": one.kind, "name": one.name, **one.columns, **found}
+                writer.writerow(row | {"gpu": lab.name})
+                stream.flush()
+                figures = " ".join(f"{name} {value:.5g}" for name, value in found.items())
+                print(f"{one.kind} {one.name}: {figures}", flush=True)
+            lab.release()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--csv", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=1.2, help="of calls, for each row")
+    parser.add_argument("--jobs", type=int, default=14, help="processes that compile")
+    chosen = parser.parse_args()
+    begin = time.monotonic()
+    compile_first(chosen.jobs)
+    measure(chosen.csv, chosen.seconds)
+    print(f"{time.monotonic() - begin:.0f} s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
