@@ -1,12 +1,12 @@
 """Random problems on a GPU whose kernels count what they move; needs CuPy, for Python numba-cuda.
 
-    python benchmarks/soak_gpu.py --seconds 180 [--jobs 14] [--seed 1] [--backend numba_cuda]
+    python benchmarks/soak_gpu.py --seconds 180 [--jobs 14] [--seed 1] [--kinds teaching,decode]
 
 What a kernel counted must equal `flashsim.count`, stage by stage and tensor by tensor, as integers.
-What takes time is compiling, so each process draws a variant (backend, kernel family, dtype, head
-dimensions, masks), compiles it and runs many lengths, heads and batches of it: forward, the three
-passes, the fused backward and, where there is one, the fused in a fixed order. A case is one pass.
-What fails is printed as the call that shows it; the exit status is then 1.
+What takes time is compiling, so each process takes the kinds of kernels by turns, draws a variant
+(dtype, head dimensions, masks), compiles it and runs many lengths, heads and batches of it:
+forward, the three passes, the fused backward, and the one whose sums have a fixed order. A case is
+one pass. What fails is printed as the call that shows it; the exit status is then 1.
 """
 
 from __future__ import annotations
@@ -25,27 +25,35 @@ from typing import Any
 
 import numpy as np
 
-KINDS = (
-    *(("cupy", "hopper"),) * 3,
-    *(("cupy", "portable"),) * 3,
-    ("numba_cuda", "tensor"),
-    ("numba_cuda", "hopper"),
+NARROW = ("float16", "bfloat16")
+#: Options of `run`, and dtypes, by kind of kernel.
+KINDS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "hopper": ({"backend": "cupy", "kernel": "hopper"}, NARROW),
+    "portable": ({"backend": "cupy", "kernel": "portable"}, (*NARROW, "float32")),
+    "tf32": ({"backend": "cupy", "allow_tf32": True}, ("float32",)),
+    "decode": ({"backend": "cupy", "algorithm": "flash-decode"}, NARROW),
+    "python tensor": ({"backend": "numba_cuda", "kernel": "tensor"}, NARROW),
+    "python hopper": ({"backend": "numba_cuda", "kernel": "hopper"}, NARROW),
+    "teaching": ({"backend": "numba_cuda", "kernel": "teaching"}, ("float16", "float32")),
+}
+#: Kinds by turns: those that most people run more often, those that take minutes to compile less.
+TURNS = (
+    *("hopper", "portable", "python tensor", "hopper", "portable", "tf32"),
+    *("hopper", "decode", "python hopper", "portable", "teaching"),
 )
+PASSES = {None: "flash2", False: "flash2-fused", True: "deterministic"}
 LENGTHS = (1, 2, 7, 16, 31, 64, 65, 100, 127, 128, 129, 191, 200, 256, 300, 333, 513)
 SIZES = 9  # of each variant
 
+#: Passes by (kind, dtype, pass); "refused" is one where the kind has no kernel and says so.
+Tally = Counter[tuple[str, str, str]]
 
-def draw_variant(rng: np.random.Generator, backends: tuple[str, ...]) -> dict[str, Any]:
+
+def draw_variant(rng: np.random.Generator, kind: str) -> dict[str, Any]:
     """What decides which kernels are compiled."""
-    backend, kernel = KINDS[rng.integers(len(KINDS))]
-    while backend not in backends:
-        backend, kernel = KINDS[rng.integers(len(KINDS))]
-    narrow = ("float16", "bfloat16")
-    wide = (backend, kernel) == ("cupy", "portable")
-    dtypes = (*narrow, "float32") if wide else narrow
-    d = int(rng.integers(1, 257))
+    options, dtypes = KINDS[kind]
+    asked, d = dict(options), int(rng.integers(1, 257))
     values = int(rng.integers(1, 257)) if rng.random() < 0.3 else d
-    asked: dict[str, Any] = {"backend": backend, "kernel": kernel}
     mask = rng.integers(4)
     if mask == 1:
         asked["causal"] = True
@@ -53,18 +61,21 @@ def draw_variant(rng: np.random.Generator, backends: tuple[str, ...]) -> dict[st
         asked["window"] = (int(rng.integers(0, 90)), int(rng.integers(0, 90)))
     if rng.random() < 0.15:
         asked["softcap"] = 5.0
-    if rng.random() < 0.2:
+    if rng.random() < 0.2 and kind != "decode":
         asked["key_order"] = "descending"
-    drawn = {"dtype": dtypes[rng.integers(len(dtypes))], "d": d, "dv": values}
-    return {"asked": asked, "packed": bool(rng.random() < 0.2), **drawn}
+    packed = bool(rng.random() < 0.2) and kind != "decode"
+    dtype = dtypes[rng.integers(len(dtypes))]
+    return {"kind": kind, "asked": asked, "packed": packed, "dtype": dtype, "d": d, "dv": values}
 
 
-def draw_sizes(rng: np.random.Generator, packed: bool) -> dict[str, Any]:
-    """Lengths, heads and batch."""
+def draw_sizes(rng: np.random.Generator, variant: dict[str, Any]) -> dict[str, Any]:
+    """Lengths, heads and batch; a few queries for decoding."""
     kv_heads, group = int(rng.integers(1, 4)), int(rng.integers(1, 4))
     pick = lambda: int(LENGTHS[rng.integers(len(LENGTHS))])  # noqa: E731
     sizes = {"heads": kv_heads * group, "kv_heads": kv_heads, "batch": int(rng.integers(1, 4))}
-    if not packed:
+    if variant["kind"] == "decode":
+        return {**sizes, "n_q": int(rng.integers(1, 9)), "n_kv": pick() + pick()}
+    if not variant["packed"]:
         return {**sizes, "n_q": pick(), "n_kv": pick()}
     parts = int(rng.integers(1, 5))
     cu_q, cu_k = (np.cumsum([0, *(pick() for _ in range(parts))]).tolist() for _ in range(2))
@@ -72,7 +83,7 @@ def draw_sizes(rng: np.random.Generator, packed: bool) -> dict[str, Any]:
     return {**sizes, "batch": 1, "n_q": cu_q[-1], "n_kv": cu_k[-1], "cu": cu}
 
 
-def check(variant: dict[str, Any], sizes: dict[str, Any], rng: np.random.Generator) -> Counter[str]:
+def check(variant: dict[str, Any], sizes: dict[str, Any], rng: np.random.Generator) -> Tally:
     """Run a problem's passes; how many agreed, by name.
 
     Raises
@@ -95,24 +106,28 @@ def check(variant: dict[str, Any], sizes: dict[str, Any], rng: np.random.Generat
         rng.standard_normal((sizes["batch"], *shape), dtype=np.float32).astype(dtype)
         for shape in shapes
     )
-    asked = variant["asked"] | sizes.get("cu", {})
-    done: Counter[str] = Counter()
+    of = variant["kind"], variant["dtype"]
+    done: Tally = Counter()
     try:
-        result = flashsim.run(q, k, v, trace=True, **asked)
-    except UnsupportedError:  # the family has no kernel for it, and says so
-        return Counter({"refused": 1})
-    agrees("forward", result.trace, done)
-    for deterministic in (None, True, False):
+        result = flashsim.run(q, k, v, trace=True, **variant["asked"], **sizes.get("cu", {}))
+    except UnsupportedError:
+        return Counter({(*of, "refused"): 1})
+    agrees("forward", result.trace)
+    done[*of, "forward"] += 1
+    if variant["kind"] == "decode":
+        return done
+    for deterministic, name in PASSES.items():
         try:
             gradients = result.backward(dout, deterministic=deterministic)
         except UnsupportedError:
-            done["refused"] += 1
+            done[*of, "refused"] += 1
             continue
-        agrees(f"backward, deterministic={deterministic}", gradients.trace, done)
+        agrees(f"backward, deterministic={deterministic}", gradients.trace)
+        done[*of, name] += 1
     return done
 
 
-def agrees(name: str, trace: Any, done: Counter[str]) -> None:
+def agrees(name: str, trace: Any) -> None:
     """Compare a trace with its prediction."""
     expected = trace.predicted().transfers
     counted = {key: n for key, n in trace.transfers.items() if n}
@@ -122,22 +137,22 @@ def agrees(name: str, trace: Any, done: Counter[str]) -> None:
         if counted.get(key) != expected.get(key)
     }
     assert not apart, f"{name}, tiles {trace.tiling}: counted and predicted {apart}"
-    done["cases"] += 1
 
 
-def worker(given: tuple[int, int, float, tuple[str, ...]]) -> tuple[Counter[str], list[str]]:
-    """Variants until the time is over."""
-    seed, number, seconds, backends = given
-    counts: Counter[str] = Counter()
+def worker(given: tuple[int, int, float, tuple[str, ...]]) -> tuple[Tally, set[int], list[str]]:
+    """Variants until the time is over: what agreed, of which head_dims, and what failed."""
+    seed, number, seconds, kinds = given
+    counts: Tally = Counter()
+    widths: set[int] = set()
     failed: list[str] = []
     end = time.monotonic() + seconds
     turn = 0
     while time.monotonic() < end and len(failed) < 5:
         rng = np.random.default_rng([seed, number, turn])
+        variant = draw_variant(rng, kinds[(number + turn) % len(kinds)])
         turn += 1
-        variant = draw_variant(rng, backends)
         for _ in range(SIZES):
-            sizes = draw_sizes(rng, variant["packed"])
+            sizes = draw_sizes(rng, variant)
             try:
                 with contextlib.redirect_stderr(io.StringIO()):  # what was compiled
                     done = check(variant, sizes, rng)
@@ -145,34 +160,56 @@ def worker(given: tuple[int, int, float, tuple[str, ...]]) -> tuple[Counter[str]
                 last = traceback.extract_tb(error.__traceback__)[-1]
                 where = f"{os.path.basename(last.filename)}:{last.lineno}"
                 failed.append(f"{variant} {sizes}\n  {type(error).__name__} ({where}): {error}")
+                counts[variant["kind"], variant["dtype"], "failed"] += 1
                 break
-            asked = variant["asked"]
-            counts.update({f"{asked['backend']} {asked['kernel']}": done["cases"], **done})
-            if not done["cases"] or time.monotonic() > end:
+            counts.update(done)
+            widths |= {variant["d"], variant["dv"]} if cases(done) else set()
+            if not cases(done) or time.monotonic() > end:
                 break
-        counts["variants"] += 1
-    return counts, failed
+    return counts, widths, failed
+
+
+def cases(counts: Tally) -> int:
+    """Passes that agreed."""
+    return sum(n for (_, _, name), n in counts.items() if name not in ("refused", "failed"))
+
+
+def table(counts: Tally) -> Any:
+    """A row for each kind of kernel and dtype."""
+    from flashsim.report import Table
+
+    columns = ("forward", *PASSES.values(), "refused", "failed")
+    result = Table("Passes whose counts equal the predicted ones", ("kernels", "dtype", *columns))
+    for kind, dtype in sorted({key[:2] for key in counts}):
+        result.rows.append((kind, dtype, *(counts[kind, dtype, name] for name in columns)))
+    return result
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seconds", type=float, default=180)
+    parser.add_argument("--seconds", type=float, default=180, help="begin no variant after that")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--backend", choices=("cupy", "numba_cuda"), help="default: both")
+    parser.add_argument("--kinds", default=",".join(TURNS), help=f"of {', '.join(KINDS)}")
     chosen = parser.parse_args()
-    backends = (chosen.backend,) if chosen.backend else ("cupy", "numba_cuda")
-    begin, counts, failed = time.monotonic(), Counter[str](), list[str]()
-    jobs = [(chosen.seed, number, chosen.seconds, backends) for number in range(chosen.jobs)]
+    kinds = tuple(chosen.kinds.split(","))
+    if unknown := set(kinds) - set(KINDS):
+        parser.error(f"no such kinds: {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
+    begin, counts, failed = time.monotonic(), Counter[tuple[str, str, str]](), list[str]()
+    widths: set[int] = set()
+    jobs = [(chosen.seed, number, chosen.seconds, kinds) for number in range(chosen.jobs)]
     with ProcessPoolExecutor(chosen.jobs, mp_context=get_context("spawn")) as pool:
-        for made, wrong in pool.map(worker, jobs):
+        for made, wide, wrong in pool.map(worker, jobs):
             counts.update(made)
+            widths |= wide
             failed += wrong
-    for one in failed:
-        print(one)
-    parts = ", ".join(f"{n:,} {what}" for what, n in sorted(counts.items()))
-    print(f"{time.monotonic() - begin:.0f} s: {parts}; {len(failed)} failed")
-    return 1 if failed else 0
+    print(*failed, table(counts).text(width=120), sep="\n")
+    print(
+        f"{time.monotonic() - begin:.0f} s, {chosen.jobs} processes: {cases(counts):,} passes "
+        f"agree, {len(widths)} head_dims of {min(widths, default=0)} to {max(widths, default=0)}; "
+        f"{len(failed)} failed"
+    )
+    return 1 if failed or not cases(counts) else 0
 
 
 if __name__ == "__main__":
