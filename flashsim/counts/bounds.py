@@ -6,7 +6,10 @@ gets below. M, the on-chip capacity, is in elements.
 
 from __future__ import annotations
 
-from math import ceil
+from math import isqrt
+
+from flashsim.errors import DTypeError, OptionError, own_errors, shown
+from flashsim.problem import checks
 
 
 def flash_theorem(n_q: int, n_kv: int, head_dim: int, m: int) -> float:
@@ -30,6 +33,7 @@ def lower_bound(n_q: int, n_kv: int, head_dim: int, m: int) -> float:
     return n_q * n_kv * head_dim / m**0.5
 
 
+@own_errors
 def proven(scores: int, head_dim: int, m: int, head_dim_v: int | None = None) -> int:
     """Elements that any forward pass moves if it multiplies matrices the usual way.
 
@@ -50,18 +54,33 @@ def proven(scores: int, head_dim: int, m: int, head_dim_v: int | None = None) ->
     head_dim, head_dim_v : int
         Of Q and K; of V, as wide if left out.
     m : int
-        Elements on chip.
+        Elements on chip; with 0 of them nothing can be computed, and what holds of any m is returned.
 
     Returns
     -------
     int
-        0 where the chip is so large that this says nothing.
+        Exact, however large; 0 where the chip is so large that this says nothing.
+
+    Raises
+    ------
+    DTypeError, OptionError, ShapeError
+        For what is no integer, is negative, or a head_dim of 0.
     """
-    products = scores * (head_dim if head_dim_v is None else head_dim_v)
+    widths = head_dim, head_dim if head_dim_v is None else head_dim_v
+    d, d_v = (checks.positive_int("head_dim", width) for width in widths)
+    for name, value in (("scores", scores), ("m", m)):
+        if not checks.is_int(value):
+            raise DTypeError(f"{name} must be an integer, got {shown(value)}")
+        if value < 0:
+            raise OptionError(f"{name} must be at least 0, got {shown(value)}")
+    products, m = int(scores) * d_v, int(m)
 
     def least(transfers: int) -> int:
         reach = 2 * m + transfers
-        a_segment = max(reach**2 / (16 * head_dim), (reach / 3) ** 1.5)
-        return transfers * (ceil(products / a_segment) - 1)
+        by_scores = -(-16 * d * products // reach**2)  # ceil(products / (reach^2 / 16 d))
+        # The least k with k (reach / 3)^1.5 >= products, without a root of anything inexact.
+        square = -(-27 * products**2 // reach**3)
+        by_hand = isqrt(square - 1) + 1 if square else 0
+        return transfers * (max(1, min(by_scores, by_hand)) - 1)
 
-    return max(least(ceil(m * eighths / 8)) for eighths in range(1, 81))
+    return max(least(max(1, -(-m * eighths // 8))) for eighths in range(1, 81))

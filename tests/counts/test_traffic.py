@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import tracemalloc
 from dataclasses import replace
+from fractions import Fraction
 from itertools import pairwise
+from math import ceil
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ import flashsim
 from flashsim import BlockMask, Device, OptionError, Problem, SramOverflow, Tiling
 from flashsim.counts import bounds
 from flashsim.counts.work import KINDS
+from flashsim.errors import DTypeError, ShapeError
 from flashsim.problem.problem import numpy_dtype
 from flashsim.schedule.plans import TRAINING as ALGORITHMS
 
@@ -388,6 +391,35 @@ def test_what_is_proven_is_of_the_order_that_is_met():
         t = flashsim.count(Problem(n, head_dim=d), tiling=Tiling(rows, 4), device="H100")
         least = bounds.proven(n * n, d, t.peak_sram() // 4)
         assert 1 <= t.bytes() // 4 / least <= 3
+
+
+@pytest.mark.parametrize("m", [0, 1, 5, 700, 10**12])
+@pytest.mark.parametrize(("n", "d", "d_v"), [(1, 1, 1), (37, 3, 5), (10**9 + 7, 64, 96)])
+def test_what_is_proven_is_exact(n, d, d_v, m):
+    """Segments counted in fractions and whole powers: floats end at 2^53."""
+    products, best = n * n * d_v, 0
+    for eighths in range(1, 81):
+        transfers = max(1, ceil(Fraction(m * eighths, 8)))
+        reach = Fraction(2 * m + transfers)
+        k = ceil(products / (reach**2 / (16 * d)))
+        enough = lambda k, reach=reach: k * k * (reach / 3) ** 3 >= products**2  # noqa: E731
+        low, high = 0, k  # the least k that is enough, if it is below
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if enough(middle) else (middle + 1, high)
+        best = max(best, transfers * (max(low, 1) - 1))
+    assert bounds.proven(n * n, d, m, d_v) == best
+
+
+def test_what_is_proven_of_nothing_and_of_nonsense():
+    assert bounds.proven(0, 64, 100) == 0
+    for arguments, error in (
+        ((9.0, 8, 100), DTypeError),
+        ((9, 8, -1), OptionError),
+        ((9, 0, 100), ShapeError),
+    ):
+        with pytest.raises(error):
+            bounds.proven(*arguments)
 
 
 @pytest.mark.parametrize("d", [4, 16, 64])
