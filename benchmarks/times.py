@@ -55,8 +55,7 @@ def passes_of(family: str, p: Problem, name: str, report: str = "") -> tuple[Any
     from flashsim.backends.launch.kernel import Gpu
 
     kinds = kernel_families(family)
-    device = flashsim.Device.get("H200")
-    gpu = Gpu("H200", (9, 0), device.sram_bytes, device.l2_bytes, multiprocessors=device.sm_count)
+    gpu = Gpu.like(flashsim.Device.get("H200"))
     direction = "forward" if name == "forward" else "backward"
     chosen = next(one for one in kinds if not one.refusal(p, None, gpu, direction))
     given = p, None, gpu, "ascending", report

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 
@@ -70,6 +71,14 @@ class Gpu:
     l2_bytes: int
     clock_khz: int = 1_000_000
     multiprocessors: int = 132
+
+    @classmethod
+    def like(cls, device: Device) -> Gpu:
+        """One that is a `Device`, for launches that are worked out and not run."""
+        return cls(
+            *(device.name, device.compute_capability, device.sram_bytes, device.l2_bytes),
+            multiprocessors=device.sm_count,
+        )
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from flashsim.schedule.savedmask import Csr
 from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.tables import FULL
 from flashsim.schedule.tiling import Tiling
+from flashsim.schedule.turns import turns
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,24 +113,8 @@ def lower(schedule: Schedule, by: Literal["row", "col"]) -> Lowered:
 
 @lru_cache(maxsize=64)
 def in_turns(walk: Lowered) -> Lowered:
-    """A walk by column whose blocks add to a row tile's dQ in a fixed order, one after the other.
-
-    `ranks` says, for each visit, how many visits of its row tile come before it: those of the
-    columns that stand before its own in `order`. A block thus waits only for blocks that took their
-    columns earlier, so the waiting ends. Columns that start at the last rows are taken first: a
-    causal column reaches the rows of the next one just when that one has left them.
-    """
-    columns = np.repeat(np.arange(walk.tiles), np.diff(walk.ptr))
-    first = np.full(walk.tiles, -1)
-    visited = np.diff(walk.ptr) > 0
-    first[visited] = walk.index[walk.ptr[:-1][visited]]
-    order = np.argsort(-first, kind="stable").astype(np.int32)
-    place = np.empty(walk.tiles, np.int64)
-    place[order] = np.arange(walk.tiles)
-    by_row = np.lexsort((place[columns], walk.index))
-    rows = walk.index[by_row]
-    ranks = np.empty(walk.n_visits, np.int32)
-    ranks[by_row] = np.arange(walk.n_visits) - np.searchsorted(rows, rows)
+    """A walk by column whose blocks add to a row tile's dQ in a fixed order: `schedule.turns`."""
+    order, ranks = turns(walk.ptr, walk.index)
     return replace(walk, order=order, ranks=ranks)
 
 

@@ -54,7 +54,7 @@ def proven(scores: int, head_dim: int, m: int, head_dim_v: int | None = None) ->
     head_dim, head_dim_v : int
         Of Q and K; of V, as wide if left out.
     m : int
-        Elements on chip; with 0 of them nothing can be computed, and what holds of any m is returned.
+        Elements on chip; of 0, with which nothing can be computed, what holds for any m is said.
 
     Returns
     -------

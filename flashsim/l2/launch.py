@@ -17,7 +17,7 @@ from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.splitting import occupancy
 from flashsim.schedule.tables import INT32
 
-ORDERS = ("head-first", "tile-first", "longest-first", "grouped")
+ORDERS = ("head-first", "tile-first", "longest-first", "grouped", "in-turns")
 WALKS = ("straight", "sawtooth")
 
 #: Added to the code of a request's operation if an SM of the second partition asks.
@@ -31,12 +31,14 @@ class L2Model:
 
     Parameters
     ----------
-    launch : {"head-first", "tile-first", "longest-first", "grouped"}
+    launch : {"head-first", "tile-first", "longest-first", "grouped", "in-turns"}
         The order thread blocks start in. "head-first": all tiles of one head, then the next head
         (FlashAttention-2's grid). "tile-first": tile 0 of every head, then tile 1. "longest-first":
         over all heads, the tile with the most visits first. "grouped": heads in groups whose
         tensors stay in L2 together, the longest tiles of a group first (as FlashAttention-3 does,
-        and the kernels of `flashsim.backends`: `clump_size`).
+        and the kernels of `flashsim.backends`: `clump_size`). "in-turns": likewise, but a fused
+        backward adds to dQ in a fixed order: its blocks take the columns that start at the last
+        rows first and wait for their turns (`flashsim.schedule.turns`).
     walk : {"straight", "sawtooth"}
         "sawtooth": every other wave of blocks takes its visits backwards, so that it begins with
         what the wave before left in L2 (arXiv:2601.16032).
@@ -50,6 +52,9 @@ class L2Model:
         In seconds: how far a visit's time strays, uniformly, each on its own. A visit takes as long
         as its matrix products at the device's peak; where that is not known for the dtype, and with
         0, all blocks keep step.
+    turn : float
+        For "in-turns", in seconds: from one addition to a row tile's dQ to the next block's. What
+        fits six launches on an H200 (docs/notebooks/l2.md).
     ways : int or None
         Lines a set of the cache holds. None: the textbook cache, fully associative, of whole tiles,
         in one partition, as `curves` assumes.
@@ -57,7 +62,7 @@ class L2Model:
         Start every stage with an empty cache, as Nsight Compute does by default. False: what one
         stage leaves, the next one finds.
     heads_in_group : int, optional
-        For "grouped". Default: as described there.
+        For "grouped" and "in-turns". Default: as described there.
     seed : int
         Of the jitter, of which SM is in which partition, and of which lines share a set.
 
@@ -72,6 +77,7 @@ class L2Model:
     blocks_per_sm: int | None = None
     partitions: int | None = None
     jitter: float = 0.35e-6
+    turn: float = 1.2e-6
     ways: int | None = 16
     flush: bool = True
     heads_in_group: int | None = None
@@ -95,10 +101,11 @@ class L2Model:
         if self.ways is None and self.partitions == 2:
             raise OptionError("the fully associative cache (ways=None) has one partition, not 2")
         checks.flag("flush", self.flush)
-        if not 0 <= checks.number("jitter", self.jitter) < 1e-3:
-            raise OptionError(
-                f"jitter must be at least 0 and below 1e-3 seconds, got {self.jitter!r}"
-            )
+        for name in ("jitter", "turn"):
+            if not 0 <= checks.number(name, getattr(self, name)) < 1e-3:
+                raise OptionError(
+                    f"{name} must be at least 0 and below 1e-3 seconds, got {getattr(self, name)!r}"
+                )
         checks.seed(self.seed)
 
     def parts(self, device: Device) -> int:
@@ -114,6 +121,20 @@ class L2Model:
         self, stage: plans.Stage, schedule: Schedule, device: Device, algorithm: str, direction: str
     ) -> float:
         """The jitter as a share of a visit's time, at most 1."""
+        seconds = self.visit_seconds(stage, schedule, device, algorithm, direction)
+        return min(1.0, self.jitter / seconds) if seconds else 0.0
+
+    def turn_share(
+        self, stage: plans.Stage, schedule: Schedule, device: Device, algorithm: str, direction: str
+    ) -> float:
+        """The time of a turn in visits."""
+        seconds = self.visit_seconds(stage, schedule, device, algorithm, direction)
+        return self.turn / seconds if seconds else 0.0
+
+    def visit_seconds(
+        self, stage: plans.Stage, schedule: Schedule, device: Device, algorithm: str, direction: str
+    ) -> float:
+        """What a visit's matrix products take at the device's peak; 0 where that is not known."""
         p, tile = schedule.problem, schedule.tiling.clip(schedule.problem, schedule.split)
         if p.dtype not in {*device.tensor_flops, *device.cuda_flops}:
             return 0.0
@@ -121,14 +142,19 @@ class L2Model:
         sides = tile.block_q, tile.block_k, tile.block_q * tile.block_k
         flops = total_flops(visit, *sides)["matmul"]
         each = device.peak(p.dtype) / self.slots(stage, schedule, device)
-        return min(1.0, self.jitter * each / flops) if flops else 0.0
+        return flops / each
 
     def slots(self, stage: plans.Stage, schedule: Schedule, device: Device) -> int:
         """Thread blocks in flight at once: SMs times blocks an SM."""
         return device.sm_count * (self.blocks_per_sm or occupancy(stage, schedule, device))
 
     def order(
-        self, stage: plans.Stage, schedule: Schedule, visits: np.ndarray, device: Device
+        self,
+        stage: plans.Stage,
+        schedule: Schedule,
+        visits: np.ndarray,
+        device: Device,
+        columns: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Thread blocks in the order they start: their walk and their outer tile, int32 each.
 
@@ -136,6 +162,8 @@ class L2Model:
         ----------
         visits : ndarray, (outer tiles,)
             How many visits each outer tile has; of keys in parts, each part.
+        columns : ndarray, (outer tiles,), optional
+            Those of "in-turns", in their order, where the stage adds in turns.
         """
         walks, tiles = heads_of(stage, schedule.problem)[0], len(visits)
         tile_order = np.arange(tiles)
@@ -146,8 +174,9 @@ class L2Model:
         if self.launch == "tile-first":
             return _grid(np.arange(walks), tile_order, walk_outside=False)
         longest = tile_order[np.argsort(-visits[tile_order], kind="stable")]
+        longest = longest if columns is None else columns
         size = walks
-        if self.launch == "grouped":
+        if self.launch in ("grouped", "in-turns"):
             size = self.heads_in_group or clump_size(
                 *(stage, schedule.problem, tiles),
                 l2_bytes=device.l2_bytes,

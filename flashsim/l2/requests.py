@@ -25,6 +25,7 @@ from flashsim.schedule.tensors import (
     matrices,
     shape,
 )
+from flashsim.schedule.turns import turns
 
 #: Most requests of one stage, and most different tiles, that are replayed: 5 B and 40 B each.
 MOST_REQUESTS, MOST_TILES = 400_000_000, 50_000_000
@@ -178,11 +179,16 @@ def stream(
             f"{MOST_REQUESTS:,}: use larger tiles or fewer heads (heads behave alike once there "
             "are many more blocks than fit on the device at a time)"
         )
-    walks, outers = model.order(stage, schedule, np.diff(ptr), device)
+    columns, ranks, waiting = None, np.zeros(0, np.int32), (0, 0)
+    if model.launch == "in-turns" and any(move.op == "reduce" for move in stage.visit):
+        columns, ranks = turns(ptr, inner)
+        waiting = p.batch * p.heads, schedule.t_r
+    walks, outers = model.order(stage, schedule, np.diff(ptr), device, columns)
     slots = min(model.slots(stage, schedule, device), len(walks))
     wave = np.arange(len(walks)) // max(slots, 1)
     flipped = (wave % 2 == 1) if model.walk == "sawtooth" else np.zeros(len(walks), bool)
-    jitter = model.jitter_share(stage, schedule, device, algorithm, direction)
+    timed = stage, schedule, device, algorithm, direction
+    jitter, turn = model.jitter_share(*timed), model.turn_share(*timed)
     ids, codes = np.empty(n, np.int32), np.empty(n, np.uint8)
     table, edges = [row for part in parts for row in part], np.cumsum([0, before, each, one, part])
     written = weave(
@@ -192,6 +198,7 @@ def stream(
         *(stride, members, flipped, np.zeros(slots), np.arange(slots), np.zeros(slots, np.int64)),
         *(np.arange(slots), model.sides(slots, device), jitter, model.seed),
         *(stage.outer == "keys", ids, codes),
+        *(ranks, np.zeros(waiting, np.int32), np.zeros(waiting), turn),
     )
     assert written == n
     return Stream(stage, ids, codes)

@@ -12,6 +12,9 @@ from numba import njit
 from flashsim.l2.compiled import keep
 from flashsim.l2.launch import SIDE
 
+#: After how much of a visit's time a block that waits for its turn looks again.
+POLL = 0.02
+
 
 @keep
 @njit
@@ -63,14 +66,16 @@ def _ask(
 @njit
 def weave(
     walks, outers, ptr, inner, tile_of, several, requests, parts, head_of, stride, members, flipped,
-    time, block, done, heap, sides, jitter, seed, keys_outside, out, codes,
+    time, block, done, heap, sides, jitter, seed, keys_outside, out, codes, ranks, turns,
+    since, turn,
 ):  # fmt: skip
     """Lay out all requests of one stage in the order in which the SMs issue them.
 
     Block b belongs to walk ``walks[b]``, owns ``outers[b]``, an outer tile or a part of it, and
     makes the visits ``inner[ptr[outer]:ptr[outer + 1]]`` once for each of `members` query heads.
     As many blocks run at once as `time` has slots; one that ends makes room for the next. A visit
-    takes 1 plus a draw from ± `jitter`.
+    takes 1 plus a draw from ± `jitter`. With `ranks`, it begins when as many others have visited
+    its inner tile.
 
     Parameters
     ----------
@@ -91,6 +96,12 @@ def weave(
         Partition of each slot's SM.
     out, codes : int32, uint8
         Filled in.
+    ranks : int32 (visits,), or empty
+        How many visits of an inner tile come before each; none wait if it is empty.
+    turns : int32, since : float64 (query heads, inner tiles)
+        To work with: zeros. Visits that an inner tile has had, and when the next one may begin.
+    turn : float
+        Time from the beginning of one visit of an inner tile to that of the next.
 
     Returns
     -------
@@ -107,6 +118,26 @@ def weave(
         side = SIDE * sides[slot]
         visits, own = ptr[outer + 1] - ptr[outer], np.int64(tile_of[outer])
         total = visits * members
+        if len(ranks) and done[slot] < total:
+            member, v = done[slot] // visits, done[slot] % visits
+            if flipped[b]:
+                v = visits - 1 - v
+            tile = inner[ptr[outer] + v]
+            if turns[head + member, tile] < ranks[ptr[outer] + v]:
+                # Look again a little after the next slot acts: there is one, since the first of
+                # those that wait for each other has nobody to wait for.
+                soon = time[heap[1]]
+                if alive > 2:
+                    soon = min(soon, time[heap[2]])
+                time[slot] = max(time[slot], soon) + POLL
+                _sift_down(heap, alive, time)
+                continue
+            if time[slot] < since[head + member, tile]:
+                time[slot] = since[head + member, tile]
+                _sift_down(heap, alive, time)
+                continue
+            turns[head + member, tile] += 1
+            since[head + member, tile] = time[slot] + turn
         if done[slot] == 0:
             n = _ask(
                 requests, parts[0], parts[1], head_of, head, outer, own, no_inner,

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import flashsim
-from flashsim import BackendUnavailable, Problem, Tiling, TraceError, UnsupportedError, l2
+from flashsim import BackendUnavailable, Device, Problem, Tiling, TraceError, UnsupportedError, l2
 from flashsim.cli.app import app
 from flashsim.problem.masks import BlockMask
 from flashsim.studies.verify import (
@@ -167,6 +167,40 @@ def test_dram_is_predicted_for_the_blocks_that_ran():
     model = l2.L2Model("grouped", blocks_per_sm=2)
     assert found.predicted == l2.dram(forward, model).bytes("read")
     assert list(rows_of({"DRAM read": 3.0, **limits})) == ["DRAM read"]
+
+
+def dram_read(p, algorithm, stage, kernel, *, in_turns=False):
+    """Predicted for a stage of the backward, and (traffic, stage)."""
+    made = flashsim.count(
+        p, algorithm=algorithm, direction="backward", tiling=Tiling(64, 64), device=SMALL_L2
+    )
+    launch = MeasuredLaunch(kernel, 0, {"DRAM read": 1.0, "blocks an SM by registers": 1.0})
+    one = MeasuredPass(made, {stage: [launch]}, in_turns=in_turns)
+    return verify([one], "title").rows[0].predicted, made
+
+
+SMALL_L2 = replace(Device.get("H200"), l2_bytes=2 << 20, sm_count=20)
+
+
+def test_dram_is_predicted_for_the_heads_that_ran_together():
+    """Hopper kernels work on one head after the other where all items are as long."""
+    p = Problem(512, head_dim=64, heads=8, dtype="bfloat16")
+    found, made = dram_read(p, "flash2", "dkdv", "hopper_dkdv")
+    portable, _ = dram_read(p, "flash2", "dkdv", "flash_dkdv")
+    expected = {
+        heads: l2.dram(made, l2.L2Model("grouped", blocks_per_sm=1, heads_in_group=heads))
+        for heads in (1, None)
+    }
+    assert found == expected[1].bytes("read", stage="dkdv")
+    assert portable == expected[None].bytes("read", stage="dkdv") != found
+
+
+def test_dram_is_predicted_for_blocks_that_wait_for_their_turns():
+    p = Problem(1024, head_dim=64, heads=6, dtype="bfloat16", causal=True)
+    found, made = dram_read(p, "flash2-fused", "fused", "hopper_backward", in_turns=True)
+    at_once, _ = dram_read(p, "flash2-fused", "fused", "hopper_backward")
+    expected = l2.dram(made, l2.L2Model("in-turns", blocks_per_sm=1))
+    assert found == expected.bytes("read", stage="fused") != at_once
 
 
 def test_spills_are_no_requested_writes():

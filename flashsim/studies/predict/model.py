@@ -163,10 +163,7 @@ def _prepare(
             f"{algorithm!r}"
         )
     family = _in_python(direction) if kernels == "python" else FAMILIES[kernels]
-    gpu = Gpu(
-        *(device.name, device.compute_capability, device.sram_bytes, device.l2_bytes),
-        multiprocessors=device.sm_count,
-    )
+    gpu = Gpu.like(device)
     passes = (
         family.forward_passes(problem, tiling, gpu, "ascending", "")
         if direction == "forward"

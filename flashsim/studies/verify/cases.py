@@ -144,11 +144,14 @@ class MeasuredPass:
         By stage.
     counted : dict or None
         Transfers that the kernels counted.
+    in_turns : bool
+        Whether dQ was added to in a fixed order.
     """
 
     traffic: Traffic
     launches: Mapping[str, Sequence[MeasuredLaunch]] = field(default_factory=dict)
     counted: Mapping[tuple[str, str, str], int] | None = None
+    in_turns: bool = False
 
 
 @own_errors

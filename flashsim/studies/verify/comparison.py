@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from flashsim import report
+from flashsim.backends.families.hopper import HOPPER
+from flashsim.backends.launch.kernel import Gpu
+from flashsim.backends.launch.lowering import lower
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import DTypeError, TraceError, own_errors, shown
 from flashsim.l2 import L2Model, dram
@@ -88,7 +91,9 @@ def verify(
     title : str
     l2 : L2Model, optional
         Default: heads in groups, as the kernels of `flashsim.backends` run them. Where it does not
-        say `blocks_per_sm`, what Nsight Compute recorded of the launch does.
+        say `blocks_per_sm`, what Nsight Compute recorded of the launch does. Heads in groups are as
+        many as the kernel's family works on together, and where a pass adds to dQ in a fixed order
+        its blocks wait for their turns.
     """
     if not isinstance(passes, (list, tuple)):
         raise DTypeError(f"passes must be a list of MeasuredPass, got {shown(passes)}")
@@ -106,6 +111,8 @@ def verify(
 
 
 def _rows(one: MeasuredPass, l2: L2Model) -> Iterator[Row]:
+    if one.in_turns and l2.launch == "grouped":
+        l2 = replace(l2, launch="in-turns")
     left = _Dram(one.traffic, l2)
     for stage in one.traffic.stages:
         launches = one.launches.get(stage.name, ())
@@ -114,7 +121,7 @@ def _rows(one: MeasuredPass, l2: L2Model) -> Iterator[Row]:
         measured = _means(launches)
         predicted = _predicted(one.traffic, stage, launches[0])
         if measured.keys() & {"DRAM read", "DRAM write"}:
-            predicted |= left.predicted(stage.name, launches[0].blocks_per_sm)
+            predicted |= left.predicted(stage, launches[0])
         for quantity, value in measured.items():
             op = _OPS.get(quantity)
             counted = (
@@ -158,24 +165,33 @@ def _predicted(traffic: Traffic, stage: plans.Stage, launch: MeasuredLaunch) -> 
 
 
 class _Dram:
-    """DRAM bytes of a pass's stages; replayed once for each number of blocks an SM."""
+    """DRAM bytes of a pass's stages; replayed once for each way in which they were launched."""
 
     def __init__(self, traffic: Traffic, l2: L2Model) -> None:
         self.traffic, self.l2 = traffic, l2
-        self.replayed: dict[int | None, dict[str, dict[str, int]]] = {}
+        self.replayed: dict[L2Model, dict[str, dict[str, int]]] = {}
 
-    def predicted(self, stage: str, blocks_per_sm: int | None) -> dict[str, int]:
-        blocks = self.l2.blocks_per_sm or blocks_per_sm
-        if blocks not in self.replayed:
-            left = dram(self.traffic, replace(self.l2, blocks_per_sm=blocks))
-            self.replayed[blocks] = {
+    def predicted(self, stage: plans.Stage, launch: MeasuredLaunch) -> dict[str, int]:
+        blocks = self.l2.blocks_per_sm or launch.blocks_per_sm
+        heads = self.l2.heads_in_group
+        if self.l2.launch == "grouped" and heads is None and "hopper_" in launch.kernel:
+            heads = _together(self.traffic, stage)
+        model = replace(self.l2, blocks_per_sm=blocks, heads_in_group=heads)
+        if model not in self.replayed:
+            self.replayed[model] = {
                 part.name: {
                     "DRAM read": sum(part.read.values()),
                     "DRAM write": sum(part.write.values()),
                 }
-                for part in left.stages
+                for part in dram(self.traffic, model).stages
             }
-        return self.replayed[blocks][stage]
+        return self.replayed[model][stage.name]
+
+
+def _together(traffic: Traffic, stage: plans.Stage) -> int:
+    """How many heads the Hopper kernels work on together; the others have the L2 model's rule."""
+    tables = lower(traffic.schedule(stage), "row" if stage.outer == "queries" else "col")
+    return HOPPER.clump(stage, tables, Gpu.like(traffic.device))
 
 
 def _of(transfers: Mapping[tuple[str, str, str], int], stage: str, op: str) -> int:

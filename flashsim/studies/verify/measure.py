@@ -108,7 +108,13 @@ def passes_of(measured: Record) -> list[list[MeasuredPass]]:
     launches = iter([x for x in parse(measured.text) if stage_of(x.kernel) is not None])
     found = []
     for case, one in zip(measured.cases, measured.counted, strict=True):
-        found.append([_pass(x.predicted(case), launches, x.transfers, case) for x in one])
+        forms = (None, *case.backward)  # the forward pass, then each backward one's
+        found.append(
+            [
+                _pass(x.predicted(case), launches, x.transfers, case, form)
+                for x, form in zip(one, forms, strict=True)
+            ]
+        )
     left = next(launches, None)
     if left is not None:
         raise TraceError(f"launch {left.number} ({left.kernel}) is one too many for these cases")
@@ -146,6 +152,7 @@ def _pass(
     launches: Iterator[MeasuredLaunch],
     counted: Mapping[tuple[str, str, str], int],
     case: Case,
+    deterministic: bool | None,
 ) -> MeasuredPass:
     taken = {}
     for stage in traffic.stages:
@@ -157,7 +164,7 @@ def _pass(
                 f"{stage.name!r} of {case} should stand; is it of another run?"
             )
         taken[stage.name] = [launch]
-    return MeasuredPass(traffic, taken, counted)
+    return MeasuredPass(traffic, taken, counted, in_turns=deterministic is True)
 
 
 def _run(arguments: Sequence[str]) -> str:
