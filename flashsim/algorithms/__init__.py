@@ -8,7 +8,7 @@ from collections.abc import Callable
 from importlib import import_module
 from pkgutil import iter_modules
 
-from flashsim.algorithms.memory import Machine
+from flashsim.algorithms.machine import Machine
 
 Passes = tuple[Callable[[Machine], None], Callable[[Machine], None]]
 

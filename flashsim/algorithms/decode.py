@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from flashsim.algorithms.flash2 import normalised, stream_keys
-from flashsim.algorithms.memory import Machine
+from flashsim.algorithms.machine import Machine
 from flashsim.algorithms.merge import merged
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flashsim.algorithms.memory import Machine
+from flashsim.algorithms.machine import Machine
 from flashsim.algorithms.tiles import (
     accumulator_name,
     clear_dbias,

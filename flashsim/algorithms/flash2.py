@@ -11,7 +11,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from flashsim.algorithms.memory import Hbm, Machine, Sram
+from flashsim.algorithms.hbm import Hbm
+from flashsim.algorithms.machine import Machine
+from flashsim.algorithms.sram import Sram
 from flashsim.algorithms.tiles import (
     accumulator_name,
     clear_dbias,

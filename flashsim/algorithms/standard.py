@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flashsim.algorithms.memory import Machine
+from flashsim.algorithms.machine import Machine
 from flashsim.algorithms.tiles import clear_dbias, convert, finite, score_tile
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from flashsim.algorithms.memory import Hbm, Machine, Sram, Tensor
+from flashsim.algorithms.hbm import Hbm, Tensor
+from flashsim.algorithms.machine import Machine
+from flashsim.algorithms.sram import Sram
 from flashsim.schedule.schedule import Visit
 
 

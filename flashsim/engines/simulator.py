@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from flashsim.algorithms import PASSES
-from flashsim.algorithms.memory import Hbm, Machine
+from flashsim.algorithms.hbm import Hbm
+from flashsim.algorithms.machine import Machine
 from flashsim.engines.engine import Job, Outcome
 from flashsim.errors import UnsupportedError
 from flashsim.problem.precision import Precision, round_to

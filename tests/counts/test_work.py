@@ -11,7 +11,7 @@ from helpers import tensors
 
 import flashsim
 from flashsim import Tiling
-from flashsim.algorithms.memory import Sram
+from flashsim.algorithms.sram import Sram
 from flashsim.counts.work import KINDS
 from flashsim.schedule.plans import TRAINING as ALGORITHMS
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from flashsim import Device, MemoryModelError, Problem, SramOverflow, Tiling
-from flashsim.algorithms.memory import Hbm, Machine
+from flashsim.algorithms.hbm import Hbm
+from flashsim.algorithms.machine import Machine
 from flashsim.problem.problem import numpy_dtype
 from flashsim.schedule.names import CODES, OPS, TENSORS
 from flashsim.trace.events import gain

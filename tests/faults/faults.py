@@ -60,7 +60,8 @@ class Fault:
 
 FLASH1, FLASH2 = "flashsim.algorithms.flash1", "flashsim.algorithms.flash2"
 STANDARD, TILES = "flashsim.algorithms.standard", "flashsim.algorithms.tiles"
-MEMORY, PROBLEM = "flashsim.algorithms.memory", "flashsim.problem.problem"
+HBM, SRAM = "flashsim.algorithms.hbm", "flashsim.algorithms.sram"
+PROBLEM = "flashsim.problem.problem"
 SCHEDULE, COUNTS = "flashsim.schedule.schedule", "flashsim.counts.forms"
 
 QUANTIZE, NUMBERS = "flashsim.api.quantize", "flashsim.problem.precision"
@@ -102,7 +103,7 @@ FAULTS = {
     "page-off-by-one": Fault(
         "a key is looked for in the page after its own",
         *(
-            MEMORY,
+            HBM,
             "[at // size - start // size]",
             "[(at // size - start // size + 1) % len(self.pages.ravel())]",
             PAGES,
@@ -213,14 +214,14 @@ FAULTS = {
     ),
     "reduce-overwrites": Fault(
         "a tile reduced into HBM replaces what was there",
-        MEMORY,
+        HBM,
         "self.view(rows, cols, member)[...] += tile",
         "self.view(rows, cols, member)[...] = tile",
         KINDS_FUSED,
     ),
     "dbias-of-the-first-head": Fault(
         "a shared bias's gradient is not summed over the heads",
-        *(MEMORY, "+= full.sum(axis=shared, keepdims=True)", "+= full[:1, :1]", OPTIONS),
+        *(HBM, "+= full.sum(axis=shared, keepdims=True)", "+= full[:1, :1]", OPTIONS),
     ),
     "standard-row-sum-left-out": Fault(
         "standard attention's dS = P dP",
@@ -240,11 +241,11 @@ FAULTS = {
     ),
     "flush-skipped": Fault(
         "the tensor cores' sum is never added to the float32 accumulator",
-        *(MEMORY, "if tiles + 1 < flush:", "if True:", FLUSH),
+        *(SRAM, "if tiles + 1 < flush:", "if True:", FLUSH),
     ),
     "flushed-sum-not-rescaled": Fault(
         "what is not flushed yet keeps the scale of an older maximum",
-        *(MEMORY, "small *= rescale[..., None]", "pass", FLUSH_SCALED),
+        *(SRAM, "small *= rescale[..., None]", "pass", FLUSH_SCALED),
     ),
     "bits-of-the-accumulator": Fault(
         "tensor cores keep one bit more than they do",
@@ -252,11 +253,11 @@ FAULTS = {
     ),
     "scale-left-out": Fault(
         "an FP8 tile is read as if its scale were 1",
-        *(MEMORY, "tile *= tensor.scale.spread(", "_ = tensor.scale.spread(", FP8),
+        *(SRAM, "tile *= tensor.scale.spread(", "_ = tensor.scale.spread(", FP8),
     ),
     "scale-of-the-wrong-block": Fault(
         "every row of a tile has the scale of its first block",
-        *(MEMORY, "np.arange(rows.start, rows.stop) // self.every - first", "[0]", FP8),
+        *(HBM, "np.arange(rows.start, rows.stop) // self.every - first", "[0]", FP8),
     ),
     "q-rotated-alone": Fault(
         "K keeps its basis while Q is rotated",

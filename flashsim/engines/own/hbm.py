@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from flashsim.algorithms.memory import Tensor
+from flashsim.algorithms.hbm import Tensor
 from flashsim.errors import MemoryModelError, OptionError, ShapeError, choices, shown
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem, numpy_dtype

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from flashsim.algorithms.memory import Hbm, Sram
+from flashsim.algorithms.hbm import Hbm
+from flashsim.algorithms.sram import Sram
 from flashsim.errors import SramOverflow
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem

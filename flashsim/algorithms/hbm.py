@@ -1,0 +1,243 @@
+"""Simulated HBM: every tensor lies there, and arithmetic sees none of them.
+
+A tensor in HBM is a `Tensor` handle that refuses to be computed with; `Sram.load` makes a copy of a
+tile. All heads run at once: tiles have leading axes (batch * kv_heads, group, ...), where `group`
+is the number of query heads that share a key head, or 1.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import numpy as np
+
+from flashsim.errors import MemoryModelError
+from flashsim.problem.problem import Problem, numpy_dtype
+from flashsim.schedule.names import CODES
+from flashsim.schedule.tensors import TABLE_ITEM
+
+ALL = slice(None)
+
+
+class Tensor:
+    """A tensor in simulated HBM: loaded and stored by tiles, never computed with.
+
+    `data` is (batch * kv_heads, group or 1, n[, width]); `dtype` is its element type in HBM.
+    """
+
+    def __init__(self, name: str, data: np.ndarray, dtype: str, code: int | None = None) -> None:
+        self.name, self.data, self.dtype = name, data, dtype
+        self.code = CODES[name] if code is None else code
+        self.itemsize = numpy_dtype(dtype).itemsize
+        self.vector = data.ndim == 3  # one value a row: L, m, l, delta
+        self.scale: Scale | None = None
+        self.n, self.width = data.shape[2], 1 if self.vector else data.shape[3]
+
+    def tile_bytes(self, rows: slice, cols: slice) -> int:
+        """Bytes in HBM of one head's part [rows, cols]."""
+        return len(range(self.n)[rows]) * len(range(self.width)[cols]) * self.itemsize
+
+    def view(self, rows: slice, cols: slice, member: int | None) -> np.ndarray:
+        """The part [rows, cols] of all heads, or of one member of each group."""
+        part = self.data[:, _heads(member), rows]
+        return part if self.vector else part[..., cols]
+
+    def add(self, rows: slice, cols: slice, member: int | None, tile: np.ndarray) -> None:
+        """Add a tile."""
+        self.view(rows, cols, member)[...] += tile
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise MemoryModelError(
+            f"{self.name} lies in HBM: load a tile of it into SRAM before computing with it"
+        )
+
+    __array__ = __getitem__ = __len__ = _refuse
+    __add__ = __radd__ = __mul__ = __rmul__ = __matmul__ = __rmatmul__ = __sub__ = _refuse
+
+
+class Scale(Tensor):
+    """What the rows of an FP8 tensor are multiplied by: one number for `every` so many of them.
+
+    `data` is (batch * kv_heads, group or 1, ceil(n / every)), float32.
+    """
+
+    def __init__(self, name: str, data: np.ndarray, every: int) -> None:
+        super().__init__(name, data, "float32")
+        self.every = every
+
+    def _entries(self, rows: slice) -> slice:
+        return slice(rows.start // self.every, -(-rows.stop // self.every))
+
+    def tile_bytes(self, rows: slice, cols: slice) -> int:
+        """Bytes of the entries for these rows."""
+        return super().tile_bytes(self._entries(rows), cols)
+
+    def view(self, rows: slice, cols: slice, member: int | None) -> np.ndarray:
+        """The entries for these rows, one a block."""
+        return super().view(self._entries(rows), cols, member)
+
+    def spread(self, entries: np.ndarray, rows: slice) -> np.ndarray:
+        """Loaded `entries`, one a row, (.., rows, 1)."""
+        first = rows.start // self.every
+        return entries[..., np.arange(rows.start, rows.stop) // self.every - first, None]
+
+
+class SharedTensor(Tensor):
+    """A bias, or its gradient: (1 or batch, 1 or heads, n_q, n_kv), shared where an axis is 1."""
+
+    def __init__(self, name: str, data: np.ndarray, dtype: str, problem: Problem) -> None:
+        super().__init__(name, data, dtype)
+        self.problem = problem
+
+    def _select(self, member: int | None) -> slice:
+        """The heads that are `member` of their group."""
+        if member is None or self.data.shape[1] == 1:
+            return ALL
+        return slice(member, None, self.problem.group)
+
+    def view(self, rows: slice, cols: slice, member: int | None) -> np.ndarray:
+        """The part [rows, cols] as every head sees it: (batch * kv_heads, group or 1, ..)."""
+        p, part = self.problem, self.data[:, self._select(member), rows, cols]
+        heads = p.heads if member is None else p.kv_heads
+        full = np.broadcast_to(part, (p.batch, heads, *part.shape[2:]))
+        return full.reshape(p.batch * p.kv_heads, heads // p.kv_heads, *part.shape[2:])
+
+    def add(self, rows: slice, cols: slice, member: int | None, tile: np.ndarray) -> None:
+        """Add every head's tile, summed over the heads that share a matrix."""
+        batch = self.problem.batch
+        full = tile.reshape(batch, tile.shape[0] // batch * tile.shape[1], *tile.shape[2:])
+        shared = tuple(axis for axis in (0, 1) if self.data.shape[axis] == 1)
+        self.data[:, self._select(member), rows, cols] += full.sum(axis=shared, keepdims=True)
+
+
+class BlockTable(Tensor):
+    """Which pages hold the keys of each sequence: loading keys [rows] loads their pages' numbers.
+
+    `data` is (1, 1, problem.pages), sequence after sequence.
+    """
+
+    def __init__(self, numbers: np.ndarray, problem: Problem) -> None:
+        super().__init__("table", numbers[None, None], "float32")
+        self.problem = problem
+        lengths = [s.k_stop - s.k_start for s in problem.sequences]
+        self.starts = np.array([s.k_start for s in problem.sequences])
+        pages = [-(-n // self._size) for n in lengths]
+        self.first = np.cumsum(pages) - pages
+
+    @property
+    def _size(self) -> int:
+        assert self.problem.page_size is not None
+        return self.problem.page_size
+
+    def local(self, rows: slice) -> tuple[int, int, int]:
+        """The sequence of these keys, and where they begin and end in it."""
+        s = int(np.searchsorted(self.starts, rows.start, "right")) - 1
+        start = int(self.starts[s])
+        return s, rows.start - start, rows.stop - start
+
+    def _entries(self, rows: slice) -> slice:
+        s, start, stop = self.local(rows)
+        first = int(self.first[s])
+        return slice(first + start // self._size, first - (-stop // self._size))
+
+    def tile_bytes(self, rows: slice, cols: slice) -> int:
+        """Bytes of the entries of the pages that hold these keys."""
+        entries = self._entries(rows)
+        return (entries.stop - entries.start) * TABLE_ITEM
+
+    def view(self, rows: slice, cols: slice, member: int | None) -> np.ndarray:
+        """The numbers of the pages that hold these keys."""
+        return self.data[..., self._entries(rows)]
+
+
+class PagedTensor(Tensor):
+    """K or V in pages, (pages, kv_heads, page_size, width): read through numbers that were loaded.
+
+    Rows are keys of the packed sequences; `Hbm.through` gives the page numbers.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        pool: np.ndarray,
+        dtype: str,
+        table: BlockTable,
+        pages: np.ndarray | None = None,
+    ) -> None:
+        super().__init__(name, pool, dtype)
+        self.table, self.pages = table, pages
+        self.n = table.problem.n_kv
+
+    def view(self, rows: slice, cols: slice, member: int | None) -> np.ndarray:
+        """Keys [rows] of all key heads, (kv_heads, 1, rows, width)."""
+        if self.pages is None or np.isnan(self.pages).any():
+            self._refuse()
+        _, start, stop = self.table.local(rows)
+        at, size = np.arange(start, stop), self.data.shape[2]
+        page = self.pages.ravel().astype(np.int64)[at // size - start // size]
+        return self.data[page, :, at % size, cols].swapaxes(0, 1)[:, None]
+
+
+class Hbm:
+    """The tensors of one run, as attributes by the papers' names: ``hbm.Q``, ``hbm.dK``, ...
+
+    Outputs start as NaN (in the input's type), so a tile that is never stored shows.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.tensors: dict[str, Tensor] = {}
+
+    def __getattr__(self, name: str) -> Tensor:
+        try:
+            return self.__dict__["tensors"][name]
+        except KeyError:
+            raise MemoryModelError(
+                f"HBM holds no tensor {name!r}; it holds {', '.join(self.__dict__['tensors'])}"
+            ) from None
+
+    def put(self, name: str, array: np.ndarray, dtype: str | None = None) -> Tensor:
+        """Place an array (batch, heads, n[, width]) in HBM; a view where possible."""
+        p = self.problem
+        lead = p.batch * p.kv_heads
+        data = array.reshape(lead, array.shape[0] * array.shape[1] // lead, *array.shape[2:])
+        self.tensors[name] = Tensor(name, data, dtype or p.dtype)
+        return self.tensors[name]
+
+    def put_scale(self, name: str, array: np.ndarray, every: int) -> None:
+        """Place the scale of a tensor that is there, (batch, heads, blocks of `every` rows)."""
+        scale = f"{name}_scale"
+        self.tensors[name].scale = Scale(scale, self.put(scale, array, "float32").data, every)
+
+    def put_shared(self, name: str, array: np.ndarray, dtype: str) -> Tensor:
+        """Place a bias (1 or batch, 1 or heads, n_q, n_kv) in HBM."""
+        self.tensors[name] = SharedTensor(name, array, dtype, self.problem)
+        return self.tensors[name]
+
+    def put_paged(self, pages: np.ndarray, **pools: np.ndarray) -> None:
+        """Place K and V in pages, and the numbers of the pages of each sequence."""
+        table = BlockTable(pages, self.problem)
+        self.tensors["table"] = table
+        for name, pool in pools.items():
+            self.tensors[name] = PagedTensor(name, pool, self.problem.dtype, table)
+
+    def through(self, pages: np.ndarray, name: str) -> Tensor:
+        """K or V as it is read with these page numbers, a tile of the block table."""
+        tensor = getattr(self, name)
+        assert isinstance(tensor, PagedTensor)
+        return PagedTensor(name, tensor.data, tensor.dtype, tensor.table, pages)
+
+    def new(
+        self, name: str, n: int, width: int | None, dtype: str, *, kv: bool = False
+    ) -> np.ndarray:
+        """Make room for a result, NaN all over; returns the array (batch, heads, n[, width])."""
+        p = self.problem
+        heads = p.kv_heads if kv else p.heads
+        shape = (p.batch, heads, n) if width is None else (p.batch, heads, n, width)
+        array = np.full(shape, np.nan, numpy_dtype(dtype))
+        self.put(name, array, dtype)
+        return array
+
+
+def _heads(member: int | None) -> slice:
+    return ALL if member is None else slice(member, member + 1)

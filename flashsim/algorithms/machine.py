@@ -1,0 +1,104 @@
+"""A run of an algorithm on the simulated two-level memory: its HBM, and an SRAM for each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from flashsim.algorithms.hbm import Hbm
+from flashsim.algorithms.sram import Sram
+from flashsim.counts.traffic import strip_rows
+from flashsim.problem.hardware import Device
+from flashsim.problem.precision import Precision, Roundings
+from flashsim.problem.problem import Problem
+from flashsim.schedule import plans
+from flashsim.schedule.schedule import KeyOrder, Schedule
+from flashsim.schedule.split import WHOLE, Split
+from flashsim.schedule.tiling import Tiling
+from flashsim.trace.events import StageTrace
+
+
+class Machine:
+    """One run of one algorithm: its HBM, and the stages as they are executed.
+
+    Parameters
+    ----------
+    problem, tiling, device
+        What runs, and on what.
+    algorithm, direction : str
+        Which of `plans`' stages there are.
+    key_order : {"ascending", "descending"}
+    split : Split
+    record : bool
+        Whether to keep events.
+    precision : Precision
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        tiling: Tiling,
+        device: Device,
+        algorithm: str,
+        direction: str,
+        *,
+        key_order: KeyOrder = "ascending",
+        split: Split = WHOLE,
+        record: bool = False,
+        precision: Precision = Precision(),  # noqa: B008  # frozen
+    ) -> None:
+        tiling.check(problem, device, algorithm, direction, split)
+        self.problem, self.tiling, self.device = problem, tiling, device
+        self.key_order, self.split, self.record = key_order, split, record
+        self.algorithm, self.direction, self.precision = algorithm, direction, precision
+        self.hbm = Hbm(problem)
+        self.stages: list[StageTrace] = []
+        planned = plans.stages(problem, algorithm, direction, split)
+        self._plan = {stage.name: stage for stage in planned}
+
+        #: Log-sum-exp of each row for the caller, from algorithms that do not store it in HBM.
+        self.noted_lse = np.full(
+            (problem.batch * problem.kv_heads, problem.group, problem.n_q), np.nan
+        )
+
+    def note_lse(self, rows: slice, lse: np.ndarray) -> None:
+        """Remember an LSE that the algorithm computes but does not store; no traffic."""
+        self.noted_lse[..., rows] = lse
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts the keys of a query are divided at most."""
+        if self.split == WHOLE and not self.problem.shared_prefix:
+            return 1
+        how = self.key_order, False, self.split
+        return int(Schedule(self.problem, self.tiling, "queries", *how).slots[:, 1].max())
+
+    def has(self, name: str) -> bool:
+        """Whether the algorithm has this stage for this problem."""
+        return name in self._plan
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[Sram]:
+        """Run one stage: an empty SRAM, the stage's walk in `sram.schedule`."""
+        stage = self._plan[name]
+        how = stage.outer, self.key_order, stage.dense, self.split
+        schedule = Schedule(self.problem, self.tiling, *how)
+        roundings = Roundings.of(self.problem, self.algorithm, self.direction, name, self.precision)
+        sram = Sram(schedule, stage, self.device, record=self.record, roundings=roundings)
+        yield sram
+        self.stages.append(sram.done())
+
+    @staticmethod
+    def part_slice(schedule: Schedule, rows: slice, part: int) -> slice:
+        """Where rows of one part of the keys lie in `O_part` and `L_part`: part after part."""
+        before = part * schedule.n_rows
+        return slice(before + rows.start, before + rows.stop)
+
+    def strips(self, sram: Sram, i: int) -> Iterator[slice]:
+        """Row tile i in strips of as many whole score rows as fit on chip."""
+        rows = sram.schedule.row_slice(i)
+        height = strip_rows(sram.stage, sram.schedule, self.device)
+        for start in range(rows.start, rows.stop, height):
+            yield slice(start, min(start + height, rows.stop))

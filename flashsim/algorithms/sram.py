@@ -1,0 +1,227 @@
+"""Simulated SRAM: what one thread block owns while one stage runs, and the only way to HBM.
+
+Arithmetic sees only what `Sram.load` returned: a copy, which is overwritten with NaN when its frame
+ends. So a load that is left out is an error or a wrong answer, never a byte for free. One event is
+recorded for all heads, since every head makes the same walk; `Trace` multiplies. Sizes are those of
+one head's thread block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import numpy as np
+
+from flashsim.algorithms.hbm import ALL, Tensor
+from flashsim.errors import SramOverflow
+from flashsim.problem.hardware import Device
+from flashsim.problem.precision import NO_ROUNDINGS, Roundings, round_to, tensor_core_sum
+from flashsim.schedule import plans
+from flashsim.schedule.names import ALLOC, CODES, COMPUTE, FREE, LOAD, REDUCE, STORE
+from flashsim.schedule.plans import heads_of
+from flashsim.schedule.schedule import Schedule, Visit
+from flashsim.trace.events import StageTrace
+
+
+class Sram:
+    """On-chip memory of one thread block while one stage runs: capacity, lifetimes, events.
+
+    Parameters
+    ----------
+    schedule : Schedule
+        The stage's walk.
+    stage : plans.Stage
+    device : Device
+        `device.sram_bytes` is the capacity.
+    record : bool
+        Whether to keep events.
+    roundings : Roundings
+        What is rounded, and to which types.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stage: plans.Stage,
+        device: Device,
+        *,
+        record: bool,
+        roundings: Roundings = NO_ROUNDINGS,
+    ) -> None:
+        p = schedule.problem
+        self.schedule, self.stage, self.device, self.record = schedule, stage, device, record
+        self.compute = np.dtype(p.compute_dtype)
+        self._lead = (p.batch * p.kv_heads, 1 if stage.per == "group" else p.group)
+        self._roundings = roundings
+        self._small: dict[int, tuple[np.ndarray, int]] = {}  # sums that are not flushed yet
+        self._live: list[tuple[str, int, np.ndarray]] = []
+        self._events: list[tuple[int, int, int, int, int, int, int]] = []
+        self._where = (0, -1, -1, -1)  # member of the group, i, j, visit
+        self.used = self.peak = 0
+
+    # -- scopes ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def step(self, outer: int, member: int = 0) -> Iterator[None]:
+        """One step of the outer loop: row tile i, or with keys outside column tile j."""
+        i, j = (outer, -1) if self.stage.outer == "queries" else (-1, outer)
+        with self._frame((member, i, j, -1)):
+            yield
+            self._log(COMPUTE, 0, 0)
+
+    def strip(self) -> AbstractContextManager[None]:
+        """Some rows of an outer step: what is loaded inside is freed with them."""
+        return self._frame(self._where)
+
+    @contextmanager
+    def visit(self, visit: Visit, member: int = 0) -> Iterator[None]:
+        """One visit of a score tile, for query head `member` of the group."""
+        held = self._roundings.held
+        with self._frame((member, visit.i, visit.j, visit.index)):
+            yield
+            self._log(COMPUTE, 0, 0)
+        for name, _, tile in self._live if held else ():
+            if name in held:
+                tile[...] = round_to(tile, held[name])
+
+    @contextmanager
+    def _frame(self, where: tuple[int, int, int, int]) -> Iterator[None]:
+        mark, before = len(self._live), self._where
+        self._where = where
+        try:
+            yield
+        finally:
+            for name, nbytes, tile in self._live[mark:]:
+                tile.fill(np.nan)
+                self.used -= nbytes
+                self._log(FREE, CODES[name], nbytes)
+            del self._live[mark:]
+            self._where = before
+
+    def _log(self, op: int, tensor: int, nbytes: int) -> None:
+        if self.record:
+            self._events.append((op, tensor, *self._where, nbytes))
+
+    # -- on chip --------------------------------------------------------------------------------
+
+    def alloc(self, name: str, shape: tuple[int, ...], fill: float | None = None) -> np.ndarray:
+        """Make room for one tile; returns (batch * kv_heads, group or 1, *shape).
+
+        Raises
+        ------
+        SramOverflow
+            Naming what is held and what the device gives.
+        """
+        nbytes = int(np.prod(shape)) * self.compute.itemsize
+        tile = np.empty((*self._lead, *shape), self.compute)
+        if fill is not None:
+            tile.fill(fill)
+        self._hold(name, nbytes, tile)
+        self._log(ALLOC, CODES[name], nbytes)
+        return tile
+
+    def _hold(self, name: str, nbytes: int, tile: np.ndarray) -> None:
+        self._live.append((name, nbytes, tile))
+        self.used += nbytes
+        self.peak = max(self.peak, self.used)
+        if self.used > self.device.sram_bytes:
+            held = "".join(f"\n  {n:<6}{size:>14,} B" for n, size, _ in self._live)
+            raise SramOverflow(
+                f"stage {self.stage.name!r} holds {self.used:,} B on chip, but "
+                f"{self.device.name} gives a block {self.device.sram_bytes:,} B; it holds:{held}"
+            )
+
+    # -- transfers ------------------------------------------------------------------------------
+
+    def load(
+        self, tensor: Tensor, rows: slice, cols: slice = ALL, *, member: int | None = None
+    ) -> np.ndarray:
+        """Copy a tile HBM -> SRAM, converted to the accumulator type (exact).
+
+        With it comes its scale, by which an FP8 tile is multiplied. In a stage whose walk serves a
+        whole group, `member` picks the query head.
+        """
+        tile = self._part(tensor, rows, cols, member).astype(self.compute)
+        nbytes = tensor.tile_bytes(rows, cols)
+        self._log(LOAD, tensor.code, nbytes)
+        self._hold(tensor.name.removesuffix("_acc"), nbytes, tile)
+        if tensor.scale is not None:
+            tile *= tensor.scale.spread(self.load(tensor.scale, rows, member=member), rows)
+        return tile
+
+    def rounded(self, name: str, tile: np.ndarray) -> np.ndarray:
+        """P or dS in the type in which it enters a product; S and m if `Precision` says so."""
+        kind = self._roundings.operands.get(name)
+        return tile if kind is None else round_to(tile, *kind)
+
+    def multiply(self, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+        """``out = a @ b``."""
+        if not self._roundings.tensor_cores:
+            np.matmul(a, b, out=out)
+            return
+        out.fill(0)
+        tensor_core_sum(out, a, b)
+
+    def accumulate(
+        self, into: np.ndarray, a: np.ndarray, b: np.ndarray, rescale: np.ndarray
+    ) -> None:
+        """``into = diag(rescale) into + a @ b``."""
+        into *= rescale[..., None]
+        if not self._roundings.tensor_cores:
+            into += a @ b
+            return
+        flush = self._roundings.flush
+        if flush is None:
+            tensor_core_sum(into, a, b)
+            return
+        small, tiles = self._small.pop(id(into), (np.zeros_like(into), 0))
+        small *= rescale[..., None]
+        into -= small  # what is flushed; in float32, as the additions there
+        tensor_core_sum(small, a, b)
+        into += small
+        if tiles + 1 < flush:
+            self._small[id(into)] = small, tiles + 1
+
+    def store(
+        self,
+        tensor: Tensor,
+        rows: slice,
+        tile: np.ndarray | float,
+        cols: slice = ALL,
+        *,
+        member: int | None = None,
+    ) -> None:
+        """Copy a tile SRAM -> HBM, rounded once to the tensor's type. A number fills the tile."""
+        kind = self._roundings.stored.get(tensor.name)
+        if kind is not None:
+            tile = round_to(np.asarray(tile, self.compute), kind)
+        self._part(tensor, rows, cols, member)[...] = tile
+        self._log(STORE, tensor.code, tensor.tile_bytes(rows, cols))
+
+    def reduce(
+        self,
+        tensor: Tensor,
+        rows: slice,
+        tile: np.ndarray,
+        cols: slice = ALL,
+        *,
+        member: int | None = None,
+    ) -> None:
+        """Add a tile into HBM (on a GPU: an atomic or bulk reduction in the L2 cache)."""
+        tensor.add(rows, cols, member, tile)
+        kind = self._roundings.stored.get(tensor.name)
+        if kind is not None:
+            there = tensor.view(rows, cols, member)
+            there[...] = round_to(there, kind)
+        self._log(REDUCE, tensor.code, tensor.tile_bytes(rows, cols))
+
+    def _part(self, tensor: Tensor, rows: slice, cols: slice, member: int | None) -> np.ndarray:
+        if self.stage.per == "bias":  # the matrices themselves, however many heads share them
+            return tensor.data[:, :, rows, cols]
+        return tensor.view(rows, cols, member)
+
+    def done(self) -> StageTrace:
+        """The stage's events, once its walk has ended."""
+        repeat, stride = heads_of(self.stage, self.schedule.problem)
+        return StageTrace.build(self.stage, self.schedule, repeat, stride, self._events)
