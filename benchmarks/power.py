@@ -2,11 +2,12 @@
 
     python benchmarks/power.py --csv docs/data/power-h200.csv [--seconds 1.2] [--jobs 14]
 
-Everything is called again and again for `--seconds`, the host a few milliseconds ahead. NVML renews
-its count of energy some ten times a second; it is read from renewal to renewal after the first
-third, in which clock and temperature settle. So watts are the board's, its idle power included, and
-joules are watts times the time of a call in that same while, which is longer than a single call's
-where the power limit holds the clock back. Inputs are random: the tensor cores take less for zeros.
+Everything is called again and again for `--seconds`, the host 20 milliseconds and more ahead. NVML
+renews its count of energy some ten times a second; it is read from renewal to renewal after the
+first third, in which clock and temperature settle. So watts are the board's, its idle power
+included, and joules are watts times the time of a call in that same while, which is longer than a
+single call's where the power limit holds the clock back. Inputs are random: the tensor cores take
+less for zeros.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import csv
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -47,44 +49,61 @@ class Load(NamedTuple):
 # -- measuring -------------------------------------------------------------------------------------
 
 
+class Watch(threading.Thread):
+    """Reads the meter all the time, which takes milliseconds, beside the thread that calls."""
+
+    def __init__(self, meter: Any) -> None:
+        super().__init__()
+        self.meter, self.over = meter, threading.Event()
+        self.begin = time.perf_counter()
+        self.looks: list[tuple[float, float]] = []  # (seconds, joules), when the count was renewed
+        self.clocks: list[tuple[int, bool]] = []
+
+    def run(self) -> None:
+        """Until `over` is set."""
+        while not self.over.is_set():
+            now, joules = time.perf_counter() - self.begin, self.meter.joules()
+            if not self.looks or joules != self.looks[-1][1]:
+                self.looks.append((now, joules))
+                self.clocks.append((self.meter.megahertz(), self.meter.capped()))
+            time.sleep(1e-3)
+
+
 def sustained(lab: Any, meter: Any, call: Callable[[], Any] | None, seconds: float) -> dict:
     """Watts, joules and microseconds of a call while it is made again and again."""
-    rest = partial(time.sleep, 2e-3)
-    first, done = lab.event(), []  # (GPU milliseconds, calls finished by then)
-    looks: list[tuple[float, float]] = []  # (seconds, joules), when the counter was renewed
-    clocks: list[tuple[int, bool]] = []
     per = 1
     if call is not None:
         call()
         start = lab.event()
         call()
-        per = max(1, round(2.0 / lab.milliseconds(start, lab.event())))
-    begin, calls, waiting = time.perf_counter(), 0, []
-    while (now := time.perf_counter() - begin) < seconds:
-        if call is None:
-            rest()
-        else:
+        per = max(1, round(5.0 / lab.milliseconds(start, lab.event())))
+    first, done, waiting, calls = lab.event(), [], [], 0
+    watch = Watch(meter)
+    watch.start()
+    try:
+        while time.perf_counter() - watch.begin < seconds:
+            if call is None:
+                time.sleep(1e-2)
+                continue
             for _ in range(per):
                 call()
             calls += per
             waiting.append((lab.event(), calls))
-            if len(waiting) > 3:
+            if len(waiting) > 4:  # as far ahead of the GPU
                 event, count = waiting.pop(0)
                 done.append((lab.milliseconds(first, event), count))
-        now, joules = time.perf_counter() - begin, meter.joules()
-        if not looks or joules != looks[-1][1]:
-            looks.append((now, joules))
-            if now > SETTLING * seconds:
-                clocks.append((meter.megahertz(), meter.capped()))
+    finally:
+        watch.over.set()
+        watch.join()
     for event, _ in waiting:
         lab.milliseconds(first, event)
-    settled = [x for x in looks[1:] if x[0] > SETTLING * seconds]
+    settled = [n for n, x in enumerate(watch.looks) if n and x[0] > SETTLING * seconds]
     if len(settled) < 3:
         return {"renewals": len(settled)}
-    (t0, e0), (t1, e1) = settled[0], settled[-1]
+    (t0, e0), (t1, e1) = watch.looks[settled[0]], watch.looks[settled[-1]]
     found = {"watts": (e1 - e0) / (t1 - t0), "celsius": meter.celsius(), "renewals": len(settled)}
-    found["MHz"] = statistics.median(hertz for hertz, _ in clocks)
-    found["capped"] = sum(capped for _, capped in clocks) / len(clocks)
+    found["MHz"] = statistics.median(watch.clocks[n][0] for n in settled)
+    found["capped"] = sum(watch.clocks[n][1] for n in settled) / len(settled)
     if call is not None:
         late = [x for x in done if x[0] > SETTLING * done[-1][0]]
         each = (late[-1][0] - late[0][0]) / (late[-1][1] - late[0][1]) / 1e3

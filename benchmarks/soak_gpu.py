@@ -45,7 +45,10 @@ PASSES = {None: "flash2", False: "flash2-fused", True: "deterministic"}
 LENGTHS = (1, 2, 7, 16, 31, 64, 65, 100, 127, 128, 129, 191, 200, 256, 300, 333, 513)
 SIZES = 9  # of each variant
 
-#: Passes by (kind, dtype, pass); "refused" is one where the kind has no kernel and says so.
+#: How a pass may end but with counts that agree: the kind has no kernel and says so, the GPU has no
+#: memory left beside other processes, or it is wrong.
+OTHERWISE = ("refused", "no memory", "failed")
+#: Passes by (kind, dtype, pass).
 Tally = Counter[tuple[str, str, str]]
 
 
@@ -157,6 +160,10 @@ def worker(given: tuple[int, int, float, tuple[str, ...]]) -> tuple[Tally, set[i
                 with contextlib.redirect_stderr(io.StringIO()):  # what was compiled
                     done = check(variant, sizes, rng)
             except Exception as error:
+                if "out of memory" in str(error) and time.monotonic() < end:
+                    counts[variant["kind"], variant["dtype"], "no memory"] += 1  # others have it
+                    time.sleep(2)
+                    break
                 last = traceback.extract_tb(error.__traceback__)[-1]
                 where = f"{os.path.basename(last.filename)}:{last.lineno}"
                 failed.append(f"{variant} {sizes}\n  {type(error).__name__} ({where}): {error}")
@@ -171,14 +178,14 @@ def worker(given: tuple[int, int, float, tuple[str, ...]]) -> tuple[Tally, set[i
 
 def cases(counts: Tally) -> int:
     """Passes that agreed."""
-    return sum(n for (_, _, name), n in counts.items() if name not in ("refused", "failed"))
+    return sum(n for (_, _, name), n in counts.items() if name not in OTHERWISE)
 
 
 def table(counts: Tally) -> Any:
     """A row for each kind of kernel and dtype."""
     from flashsim.report import Table
 
-    columns = ("forward", *PASSES.values(), "refused", "failed")
+    columns = ("forward", *PASSES.values(), *OTHERWISE)
     result = Table("Passes whose counts equal the predicted ones", ("kernels", "dtype", *columns))
     for kind, dtype in sorted({key[:2] for key in counts}):
         result.rows.append((kind, dtype, *(counts[kind, dtype, name] for name in columns)))
