@@ -7,9 +7,11 @@ torch's arrays. At each shape all ways run by turns in one process, each behind 
 that hides the host; figures are medians. Ways: "bfloat16", flashsim's own 16-bit forward; "fp8",
 FP8 inputs with V as the quantiser left it; "fp8, v transposed", of plain FP8 inputs, V transposed
 by a kernel of ours at every call; "quantised", bfloat16 inputs quantised in blocks of 64 query and
-128 key rows, Q and K rotated, and then "fp8"; "cuDNN", torch's bfloat16 kernel. TFLOP/s count
-4 B H N^2 d, half for causal. Quantisers are held against a copy that moves as many bytes. `--error`
-adds the error on FlashAttention-3's outliers.
+128 key rows, Q and K rotated, and then "fp8"; "cuDNN", torch's bfloat16 kernel; "cuDNN FP8", its
+own with a scale each tensor, where its frontend is installed (2 MB; the library comes with torch:
+``pip install --no-deps nvidia-cudnn-frontend==1.16.0``). TFLOP/s count 4 B H N^2 d, half for
+causal. Quantisers are held against a copy that moves as many bytes. `--error` adds the error on
+FlashAttention-3's outliers.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import cudnn_fp8
 from gpu_lab import TorchLab
 
 import flashsim
@@ -94,6 +97,13 @@ def forwards(lab: TorchLab, n: int, d: int, causal: bool, repeats: int) -> Itera
         "quantised": quantised,
         "cuDNN": lambda: cudnn(lab, q, k, v, causal),
     }
+    try:
+        work, kind = cudnn_fp8.forward(
+            lab.torch, quantise(q, k, v, "tensor", rotate=False), causal=causal
+        )
+        ways[f"cuDNN FP8 to {kind}"] = work
+    except RuntimeError as error:
+        print(f"without cuDNN's FP8: {error}", file=sys.stderr)
     times = by_turns(lab, ways, repeats)
     flops = 4 * shape[0] * shape[1] * n * n * d / (2 if causal else 1)
     about = {"what": "forward", "n": n, "head_dim": d, "causal": causal}
@@ -172,6 +182,13 @@ def errors(lab: TorchLab) -> Iterator[dict[str, Any]]:
             out = flashsim.run(*x[:3], backend="cupy", scales=x[3:6], **block).out
             way = f"a scale each {granularity}" + (", rotated" if rotate else "")
             yield error_row(way, shape, out, exact)
+    try:
+        work, kind = cudnn_fp8.forward(
+            torch, quantise(narrow[0], narrow[1], narrow[2], "tensor", rotate=False), causal=False
+        )
+        yield error_row(f"cuDNN FP8 to {kind}, a scale each tensor", shape, work(), exact)
+    except RuntimeError as error:
+        print(f"without cuDNN's FP8: {error}", file=sys.stderr)
     yield error_row("bfloat16", shape, flashsim.run(*narrow, backend="cupy").out, exact)
 
 

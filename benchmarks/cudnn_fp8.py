@@ -1,0 +1,101 @@
+"""cuDNN's FP8 attention through its frontend (pip: nvidia-cudnn-frontend), which is optional.
+
+The frontend is a thin wheel: the library itself comes with torch. 1.16.0 is 2 MB; later ones bring
+kernels of their own, which are not called here. It asks for nothing else:
+``pip install --no-deps nvidia-cudnn-frontend==1.16.0``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+#: P is at most 1, and e4m3 ends at 448.
+SCALE_P = 256.0
+
+
+def forward(torch: Any, x: Any, *, causal: bool) -> tuple[Callable[[], Any], str]:
+    """The forward on `x`, FP8 arrays with one scale a tensor, and what it writes.
+
+    Parameters
+    ----------
+    torch : module
+    x : (q, k, v, q_scale, k_scale, v_scale), torch's tensors on a GPU
+    causal : bool
+
+    Returns
+    -------
+    (callable, str)
+        The callable starts one pass on torch's stream and returns out; out's type is bfloat16
+        where this cuDNN writes that, else float8_e4m3fn. LSE is written as well, and the largest
+        element of S and of O, without which cuDNN has no FP8.
+
+    Raises
+    ------
+    RuntimeError
+        If no frontend is installed, or cuDNN runs neither.
+    """
+    try:
+        import cudnn
+    except ImportError as error:
+        raise RuntimeError(f"no cudnn frontend: {error}") from None
+    why = []
+    for kind in ("bfloat16", "float8_e4m3fn"):
+        try:
+            return _built(torch, cudnn, x, causal, kind), kind
+        except Exception as error:  # of several types, pybind's among them
+            why.append(f"out as {kind}: {type(error).__name__}: {error}")
+    raise RuntimeError("cuDNN's FP8 attention: " + "; ".join(why))
+
+
+def _built(torch: Any, cudnn: Any, x: Any, causal: bool, kind: str) -> Callable[[], Any]:
+    """One graph, built and run once."""
+    types = {
+        torch.float8_e4m3fn: cudnn.data_type.FP8_E4M3,
+        torch.bfloat16: cudnn.data_type.BFLOAT16,
+        torch.float32: cudnn.data_type.FLOAT,
+    }
+    handle = cudnn.create_handle()
+    wide = {f"{part}_data_type": cudnn.data_type.FLOAT for part in ("intermediate", "compute")}
+    graph = cudnn.pygraph(io_data_type=cudnn.data_type.FP8_E4M3, handle=handle, **wide)
+
+    def one(value: float) -> Any:
+        return torch.full((1, 1, 1, 1), value, dtype=torch.float32, device="cuda")
+
+    given = dict(zip("qkv", x[:3], strict=True))
+    for name, scale in zip("qkv", x[3:6], strict=True):
+        given[f"descale_{name}"] = scale.reshape(1, 1, 1, 1)
+    given |= {"descale_s": one(1 / SCALE_P), "scale_s": one(SCALE_P), "scale_o": one(1.0)}
+    nodes = {
+        name: graph.tensor(
+            name=name, dim=list(a.shape), stride=list(a.stride()), data_type=types[a.dtype]
+        )
+        for name, a in given.items()
+    }
+    scale = 1 / math.sqrt(x[0].shape[-1])
+    made = graph.sdpa_fp8(
+        **nodes, generate_stats=True, attn_scale=scale, use_causal_mask=causal, name="fp8"
+    )
+    out = torch.empty(x[0].shape, dtype=getattr(torch, kind), device="cuda")
+    stats = torch.empty((*x[0].shape[:3], 1), dtype=torch.float32, device="cuda")
+    buffers = {nodes[name]: a for name, a in given.items()}
+    for node, a in zip(made, (out, stats, one(0), one(0)), strict=True):
+        node.set_output(True).set_dim(list(a.shape)).set_stride(list(a.stride()))
+        node.set_data_type(types[a.dtype])
+        buffers[node] = a
+    graph.validate()
+    graph.build_operation_graph()
+    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    graph.check_support()
+    graph.build_plans()
+    workspace = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device="cuda")
+
+    def run() -> Any:
+        cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
+        graph.execute(buffers, workspace, handle=handle)
+        return out
+
+    run()
+    torch.cuda.synchronize()
+    return run
