@@ -24,6 +24,12 @@ Sources, cited by letter beside each device:
      data sets from 8 to 30 MB: A100 80 GB 5.4 TB/s, L40 5.2, H200 9.8. Entered also for the chips
      with the same die and SM count: A100 40 GB, L40S, H100.
 
+FP8 peaks are the dense ones of [L], [W], [S], [H] and [B], entered from memory; the sheets
+themselves were not read again. Copies of their tables on other pages say the same of the H100
+(3,957.8 with sparsity), L40S (733 and 1,466), RTX 4000 Ada (427.6 with sparsity) and B200 (9,000
+with sparsity). For the RTX 4090 pages print both 330.3 and 660.6: entered is the first, that with
+float32 accumulation, as for its FP16.
+
 Off-chip capacities are the GB of the data sheets, which are GiB: an H200 "of 141 GB" reports
 143,771 MiB, not 134,468. Matrix peaks are *dense*, with float32 accumulation, at boost clock; a
 data sheet's figure "with sparsity" is halved before it is entered here. A dtype that is missing

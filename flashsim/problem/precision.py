@@ -24,8 +24,10 @@ Operands = Mapping[str, tuple[str, float]]
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
 #: P = exp(S - m) is at most 1; FlashAttention-3 adds 8 to the exponent of 2 (`Max_offset` in its
-#: hopper/softmax.h), so that e4m3, whose smallest number is 2**-9, keeps P down to 2**-17.
-P_FACTOR = 256.0
+#: hopper/flash_fwd_kernel_sm90.h), so that e4m3, whose smallest number is 2**-9, keeps P down to
+#: 2**-17. Of either FP8 inputs P is e4m3: with that factor it lies where e4m3 has a bit more than
+#: e5m2, and FlashAttention-3 knows no other (hopper/flash_api.cpp takes e4m3 alone).
+P_FACTOR, P_OF_FP8 = 256.0, "float8_e4m3fn"
 
 #: How products are summed: in float32; or as Hopper's tensor cores sum those of FP8 operands.
 ACCUMULATORS = ("float32", "hopper-fp8")
@@ -65,7 +67,8 @@ class Precision:
     s : str, optional
         Scores, scaled and masked, before the softmax.
     p, ds : str, optional
-        P and dS as operands of their products; default: the inputs' type.
+        P and dS as operands of their products; default: the inputs' type, of FP8 float8_e4m3fn
+        forward and bfloat16 backward.
     m, l, o : str, optional
         Running row maximum, row sum and output, from one visit to the next.
     lse, delta : str, optional
@@ -238,11 +241,13 @@ NO_ROUNDINGS = Roundings()
 
 
 def _usual(p: Problem, forward: bool) -> dict[str, str]:
-    """How P and dS enter products: in the input's type, and of FP8 inputs backward in bfloat16.
+    """How P and dS enter products: in the input's type; of FP8 inputs e4m3, backward bfloat16.
 
     FlashAttention-3 has no FP8 backward pass; the 16-bit one is what follows its FP8 forward.
     """
-    return {"P": p.dtype} if forward else dict.fromkeys(("P", "dS"), p.result_dtype)
+    if forward:
+        return {"P": P_OF_FP8 if p.fp8 else p.dtype}
+    return dict.fromkeys(("P", "dS"), p.result_dtype)
 
 
 #: Products that a tensor core sums at a time, and the bits it keeps behind the leading one.

@@ -95,12 +95,14 @@ def test_the_largest_element_of_what_shares_a_scale_is_the_types_largest(granula
         assert x.q_scale[1, 2].max() == 1
 
 
+@pytest.mark.parametrize("dtype", LARGEST)
 @pytest.mark.parametrize("rotate", [None, "hadamard"])
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_attention_is_that_of_the_numbers_that_are_meant(granularity, rotate):
-    """One key tile: P is rounded to e4m3 with 8 more in the exponent, O once, to bfloat16."""
+def test_attention_is_that_of_the_numbers_that_are_meant(granularity, rotate, dtype):
+    """One key tile: P is rounded to e4m3, of either type, with 8 more in the exponent; O once."""
     q, k, v = inputs()
-    x = flashsim.quantize(q, k, v, granularity=granularity, rotate=rotate, block=(32, 80))
+    given = {"granularity": granularity, "rotate": rotate, "block": (32, 80), "dtype": dtype}
+    x = flashsim.quantize(q, k, v, **given)
     result = flashsim.run(x.q, x.k, x.v, **x.options, tiling=Tiling(32, 160), causal=True)
     assert result.out.dtype == numpy_dtype("bfloat16")
     assert result.lse.dtype == np.float32
