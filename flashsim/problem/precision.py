@@ -165,8 +165,8 @@ PRESETS: dict[str, tuple[Precision, str]] = {
     ),
     "flash-attention-1": (
         Precision(inputs="float16", p="float16", ds="float16"),
-        "github.com/Dao-AILab/flash-attention v1, csrc/flash_attn/src/fmha_fprop_kernel_1xN.h: O "
-        "between visits, m and l are float32 (o_tmp)",
+        "github.com/Dao-AILab/flash-attention v1, csrc/flash_attn/src/fmha_fprop_kernel_1xN.h: P "
+        "is packed to 16 bits; O between visits (o_tmp), and LSE in place of m and l, are float32",
     ),
     "flash-attention-2": (
         Precision(inputs="float16", p="float16", ds="float16"),
@@ -180,8 +180,8 @@ PRESETS: dict[str, tuple[Precision, str]] = {
     ),
     "flash-attention-3-fp8": (
         Precision(inputs="float8_e4m3fn", p="float8_e4m3fn", accumulator="hopper-fp8"),
-        "arXiv:2407.08608, section 3.3; the accumulator: DeepSeek-V3, arXiv:2412.19437, section "
-        "3.5.2. Scales are `flashsim.quantize`'s",
+        "arXiv:2407.08608, section 3.3, and hopper/flash_fwd_kernel_sm90.h (Max_offset); the "
+        "accumulator: DeepSeek-V3, arXiv:2412.19437, section 3.5.2. Scales: `flashsim.quantize`",
     ),
 }
 
