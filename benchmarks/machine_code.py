@@ -30,8 +30,10 @@ import numpy as np
 from cupy.cuda import nvrtc as cupy_nvrtc
 
 from flashsim import Problem
+from flashsim.backends.families import quantize
 from flashsim.backends.families.family import Family
 from flashsim.backends.families.hopper import HOPPER, Hopper
+from flashsim.backends.families.hopper_fp8 import HOPPER_FP8
 from flashsim.backends.families.portable import PORTABLE, TF32
 from flashsim.backends.kernels import nvrtc
 from flashsim.backends.launch.kernel import Gpu, Kernel
@@ -70,6 +72,10 @@ PROBLEMS = {
     "fp16 128 odd": Problem(500, 500, 128, 64, dtype="float16", **_ODD),
     "fp32 64 causal": Problem(512, 512, 64, heads=2, causal=True, softcap=1.0),
     "fp32 256": Problem(512, 512, 256, heads=2),
+    "fp8 64 causal": Problem(512, 512, 64, dtype="float8_e4m3fn", scales=(64, 128), causal=True),
+    "fp8 128": Problem(512, 512, 128, dtype="float8_e4m3fn", scales=(64, 128)),
+    "fp8 128 window": Problem(512, 512, 128, dtype="float8_e5m2", scales="head", window=(99, 20)),
+    "fp8 256 causal": Problem(512, 512, 256, dtype="float8_e4m3fn", scales="tensor", causal=True),
 }
 #: Compiled for every GPU and report; the others for the main targets.
 THOROUGHLY = ("bf16 128 causal", "fp16 80 odd", "fp32 64 causal")
@@ -81,6 +87,7 @@ FAMILIES: dict[str, Family] = {
     "portable": PORTABLE,
     "tf32": TF32,
     "hopper": HOPPER,
+    "hopper fp8": HOPPER_FP8,
     "python tensor": families.TENSOR,
     "python hopper": families.HOPPER,
 }
@@ -101,9 +108,16 @@ def variants() -> Iterator[tuple[str, Variant]]:
             for stage, kernel in _kernels(FAMILIES[family], PROBLEMS[name], GPUS[arch], report):
                 full = f"{family}: {name}, {report or 'plain'}, {arch}, {stage}"
                 yield full, Variant(kernel, arch, "python" in family)
+    for d, rotate, granularity in product(quantize.HEAD_DIMS, (False, True), ("head", "block")):
+        for kernel in quantize.kernels(d, "bfloat16", granularity, (64, 128), rotate=rotate):
+            mode = dict(kernel.constants)["FS_MODE"]
+            name = f"quantise: {d}, a scale each {granularity}, rotated {rotate}, mode {mode}"
+            yield name, Variant(kernel, "sm_90", python=False)
 
 
 def _wanted(family: str, name: str, arch: str, report: str) -> bool:
+    if PROBLEMS[name].fp8 != (family == "hopper fp8"):
+        return False
     single = PROBLEMS[name].dtype == "float32"
     if ("python" in family and name not in PYTHON) or (
         family != "portable" and single != (family == "tf32")
@@ -122,11 +136,15 @@ def _kernels(family: Family, p: Problem, gpu: Gpu, report: str) -> Iterator[tupl
     for direction, algorithm in (
         *(("forward", "flash2"), ("backward", "flash2"), ("backward", "flash2-fused")),
     ):
-        if family is families.HOPPER and direction == "backward":
+        if family in (families.HOPPER, HOPPER_FP8) and direction == "backward":
             continue
         tilings = [
             None,
-            *(family.tilings(p, gpu, direction, algorithm) if family is HOPPER else ()),
+            *(
+                family.tilings(p, gpu, direction, algorithm)
+                if family in (HOPPER, HOPPER_FP8)
+                else ()
+            ),
         ]
         for tiling in tilings if p.block_mask is None else [None]:
             given = p, tiling, gpu, "ascending", report

@@ -6,6 +6,7 @@
 using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
+#include "elements.cuh"
 
 #define NEG_INF __int_as_float(0xff800000)  // NVRTC has no constexpr infinity
 constexpr float LOG2E = 1.4426950408889634f;
@@ -136,27 +137,6 @@ __device__ inline float fast_tanh(float x) {
     return 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(2.0f * LOG2E * x));
 }
 
-// -- 16-bit elements ------------------------------------------------------------------------------
-// Two floats rounded to 16 bits, the first in the low half.
-__device__ inline u32 pack(float lo, float hi) {
-    u32 r;
-#if FS_BF16
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
-#else
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
-#endif
-    return r;
-}
-__device__ inline float2 unpack(u32 x) {
-#if FS_BF16
-    return {__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)};
-#else
-    float2 r;
-    asm("{.reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
-        : "=f"(r.x), "=f"(r.y) : "r"(x));
-    return r;
-#endif
-}
 // -- Rows in HBM ----------------------------------------------------------------------------------
 // WIDTH elements, filled up to whole 16-byte pieces; the EXIST that are the problem's are counted.
 template <int WIDTH_, int EXIST_>

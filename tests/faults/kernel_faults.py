@@ -131,8 +131,8 @@ FAULTS = {
     "masks-start-at-0": KernelFault(
         "the keys of every packed sequence are masked as the first one's",
         HOPPER_FORWARD,
-        "const int key = it.base + visit.tile * BLOCK_K",
-        "const int key = visit.tile * BLOCK_K",
+        "const int key = it.base + visit.tile * 2 * N",
+        "const int key = visit.tile * 2 * N",
         "test_features and varlen and 64",
     ),
     "wrong-key-head": KernelFault(

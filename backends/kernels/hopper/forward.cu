@@ -114,19 +114,7 @@ __device__ __forceinline__ void shape_scores(float (&S)[BLOCK_K / 2], const Args
         S[e] = scaled(a, S[e]);
     }
 #endif
-    const Visit visit = it.visits(a, v);
-    if (!visit.masked) return;
-    const int key = it.base + visit.tile * BLOCK_K + fragment_column();
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const Keep keep(a, query + 8 * r, it.own.offset, it.end);
-        const int first = keep.lo - key, last = keep.hi - key;  // in-tile columns that are kept
-#pragma unroll
-        for (int e = 0; e < BLOCK_K / 2; ++e) {
-            const int c = e / 4 * 8 + e % 2;
-            if (e / 2 % 2 == r && (c > last || (FS_LEFT && c < first))) S[e] = NEG_INF;
-        }
-    }
+    mask_scores(S, a, it, v, query);
 }
 
 __device__ void consume(OnChip& s, const Args& a, int g) {
@@ -263,14 +251,7 @@ hopper_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ 
     extern __shared__ __align__(1024) char shared[];
     OnChip& s = *reinterpret_cast<OnChip*>(shared);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < WARPGROUPS; ++i)
-            barrier_init(&s.q_full[i], 1), barrier_init(&s.q_empty[i], 4);
-        for (int i = 0; i < STAGES; ++i) {
-            barrier_init(&s.k_full[i], 1), barrier_init(&s.k_empty[i], 4 * WARPGROUPS);
-            barrier_init(&s.v_full[i], 1), barrier_init(&s.v_empty[i], 4 * WARPGROUPS);
-        }
-        s.items.init(4 * WARPGROUPS);
-        barrier_init_fence();
+        init_rings<WARPGROUPS, STAGES>(s);
     }
     const int role = take_role<PRODUCER_REGISTERS, CONSUMER_REGISTERS>();
     if (role == 0) {

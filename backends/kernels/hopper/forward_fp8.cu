@@ -12,6 +12,8 @@
 // - A warpgroup's own products do not run under its softmax, for which there are no registers;
 //   those of the others do, in turns.
 #include "work.cuh"
+#include "softmax.cuh"
+#include "pack_fp8.cuh"
 #include "wgmma_fp8.cuh"
 
 using u8 = unsigned char;
@@ -20,7 +22,7 @@ constexpr int WARPGROUPS = BLOCK_Q / 64;  // consumers
 constexpr int CHUNKS = (D + 127) / 128;   // of 128 columns
 constexpr int THREADS = 128 * (WARPGROUPS + 1);
 constexpr float LN2 = 1.0f / LOG2E;
-constexpr float P_BITS = 8.0f;  // P is stored times 2^8
+constexpr int P_BITS = 8;  // P is stored times 2^8
 constexpr int PRODUCER_REGISTERS = WARPGROUPS == 3 ? 32 : 40;
 constexpr int CONSUMER_REGISTERS = WARPGROUPS == 3 ? 160 : 232;
 static_assert(registers_suffice<THREADS>(PRODUCER_REGISTERS, CONSUMER_REGISTERS), "or all hang");
@@ -157,13 +159,6 @@ __device__ __forceinline__ void issue_output(float (&T)[N / 2], const u32 (&P)[B
     wgmma_commit();
 }
 
-__device__ __forceinline__ u32 pack_e4m3(float a, float b, float c, float d) {
-    u32 r;
-    asm("{\n.reg .b16 lo, hi;\ncvt.rn.satfinite.e4m3x2.f32 lo, %2, %1;\n"
-        "cvt.rn.satfinite.e4m3x2.f32 hi, %4, %3;\nmov.b32 %0, {lo, hi};\n}"
-        : "=r"(r) : "f"(a), "f"(b), "f"(c), "f"(d));
-    return r;
-}
 // Of 16 columns of scores a thread holds 2t, 2t + 1, 2t + 8, 2t + 9 of a row: as the operand's k =
 // 4t to 4t + 3, in which order V^T has its keys.
 __device__ __forceinline__ void round_operand_fp8(u32 (&P)[BLOCK_K / 32][4],
@@ -173,70 +168,9 @@ __device__ __forceinline__ void round_operand_fp8(u32 (&P)[BLOCK_K / 32][4],
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int e = 16 * x + 8 * (i / 2) + 2 * (i % 2);
-            P[x][i] = pack_e4m3(S[e], S[e + 1], S[e + 4], S[e + 5]);
+            P[x][i] = pack_fp8<false>(S[e], S[e + 1], S[e + 4], S[e + 5]);
         }
 }
-
-// -inf for the scores that the mask drops.
-__device__ __forceinline__ void mask_scores(float (&S)[BLOCK_K / 2], const Args& a, const Item& it,
-                                            int v, int query) {
-    const Visit visit = it.visits(a, v);
-    if (!visit.masked) return;
-    const int key = it.base + visit.tile * BLOCK_K + fragment_column();
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const Keep keep(a, query + 8 * r, it.own.offset, it.end);
-        const int first = keep.lo - key, last = keep.hi - key;  // in-tile columns that are kept
-#pragma unroll
-        for (int e = 0; e < BLOCK_K / 2; ++e) {
-            const int c = e / 4 * 8 + e % 2;
-            if (e / 2 % 2 == r && (c > last || (FS_LEFT && c < first))) S[e] = NEG_INF;
-        }
-    }
-}
-
-// Of this thread's two rows; m in units of log 2, l this thread's share, the quad adds up at the
-// end.
-struct Softmax {
-    float m[2] = {NEG_INF, NEG_INF}, l[2] = {0.0f, 0.0f};
-
-    // m_new = max(m, c rowmax S), P = exp2(c S - m_new + 8) in S's place, l = alpha l + rowsum P;
-    // returns in alpha what O must be multiplied by. `c` has the scales of Q and K in it.
-    __device__ __forceinline__ void operator()(float (&S)[BLOCK_K / 2], float (&alpha)[2],
-                                               float c) {
-        row<0>(S, alpha[0], c);
-        row<1>(S, alpha[1], c);
-    }
-
-    // About the order of things: forward.cu.
-    template <int R>
-    __device__ __forceinline__ void row(float (&S)[BLOCK_K / 2], float& alpha, float c) {
-        constexpr int PAIRS = BLOCK_K / 8;
-        float top = NEG_INF, top1 = fmaxf(S[2 * R], S[2 * R + 1]);
-#pragma unroll
-        for (int e = 1; e < PAIRS; ++e) {
-            float& chain = R == 0 || e % 2 == 0 ? top : top1;
-            chain = fmaxf(chain, fmaxf(S[4 * e + 2 * R], S[4 * e + 2 * R + 1]));
-        }
-        top = fmaxf(top, top1);
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-        top = fmaxf(top * c, m[R]);
-        const float base = top == NEG_INF ? 0.0f : top;  // no key yet: no inf - inf
-        alpha = exp2_approx(m[R] - base);
-        m[R] = top;
-        const float start = base - P_BITS;
-        float sum = l[R] * alpha, sum1 = 0.0f;
-#pragma unroll
-        for (int e = 0; e < PAIRS; ++e) {
-            float &p = S[4 * e + 2 * R], &p1 = S[4 * e + 2 * R + 1];
-            p = exp2_approx(p * c - start);
-            p1 = exp2_approx(p1 * c - start);
-            (R == 1 || e % 2 == 0 ? sum : sum1) += p + p1;
-        }
-        l[R] = R == 1 ? sum : sum + sum1;
-    }
-};
 
 // O = alpha O + T: `first` is T's first column.
 template <int N>
@@ -282,7 +216,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         const int head = it.walk % a.heads, batch = it.walk / a.heads;
         const i64 first = i64(it.walk) * a.n_visits + it.visits.first;
         stamp_item(a, it.walk, it.outer, false);
-        Softmax softmax;
+        Softmax<BLOCK_K, true, P_BITS> softmax;  // c has the scales of Q and K in it
         float O[DV / 2], alpha[2], v_scale = 1.0f;
 #pragma unroll
         for (int e = 0; e < DV / 2; ++e) O[e] = 0.0f;
@@ -362,14 +296,7 @@ hopper_forward_fp8(const __grid_constant__ TensorMap map_q, const __grid_constan
     extern __shared__ __align__(1024) char shared[];
     OnChip& s = *reinterpret_cast<OnChip*>(shared);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < WARPGROUPS; ++i)
-            barrier_init(&s.q_full[i], 1), barrier_init(&s.q_empty[i], 4);
-        for (int i = 0; i < STAGES; ++i) {
-            barrier_init(&s.k_full[i], 1), barrier_init(&s.k_empty[i], 4 * WARPGROUPS);
-            barrier_init(&s.v_full[i], 1), barrier_init(&s.v_empty[i], 4 * WARPGROUPS);
-        }
-        s.items.init(4 * WARPGROUPS);
-        barrier_init_fence();
+        init_rings<WARPGROUPS, STAGES>(s);
     }
     const int role = take_role<PRODUCER_REGISTERS, CONSUMER_REGISTERS>();
     if (role == 0) {

@@ -1,10 +1,45 @@
-// The softmax of a row of score tiles, in a consumer warpgroup's registers.
-// Of this thread's two rows; l is this thread's share, the quad adds up at the end.
-template <int BLOCK_K>
+// What the forward kernels share: barriers; the mask and the softmax of a row of score tiles, in a
+// consumer warpgroup's registers.
+
+// Barriers of Q, one a warpgroup, and of the rings of K and V. One thread.
+template <int WARPGROUPS, int STAGES, class OnChip>
+__device__ inline void init_rings(OnChip& s) {
+    for (int i = 0; i < WARPGROUPS; ++i)
+        barrier_init(&s.q_full[i], 1), barrier_init(&s.q_empty[i], 4);
+    for (int i = 0; i < STAGES; ++i) {
+        barrier_init(&s.k_full[i], 1), barrier_init(&s.k_empty[i], 4 * WARPGROUPS);
+        barrier_init(&s.v_full[i], 1), barrier_init(&s.v_empty[i], 4 * WARPGROUPS);
+    }
+    s.items.init(4 * WARPGROUPS);
+    barrier_init_fence();
+}
+
+// -inf for the scores of visit `v`, of rows `query` and query + 8, that the mask drops.
+template <int N>
+__device__ __forceinline__ void mask_scores(float (&S)[N], const Args& a, const Item& it, int v,
+                                            int query) {
+    const Visit visit = it.visits(a, v);
+    if (!visit.masked) return;
+    const int key = it.base + visit.tile * 2 * N + fragment_column();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const Keep keep(a, query + 8 * r, it.own.offset, it.end);
+        const int first = keep.lo - key, last = keep.hi - key;  // in-tile columns that are kept
+#pragma unroll
+        for (int e = 0; e < N; ++e) {
+            const int c = e / 4 * 8 + e % 2;
+            if (e / 2 % 2 == r && (c > last || (FS_LEFT && c < first))) S[e] = NEG_INF;
+        }
+    }
+}
+
+// Of this thread's two rows; l is this thread's share, the quad adds up at the end. Where every
+// visit may have a factor of its own (VARIES), m is kept in units of log 2, times that factor.
+template <int BLOCK_K, bool VARIES = false, int BITS = 0>
 struct Softmax {
     float m[2] = {NEG_INF, NEG_INF}, l[2] = {0.0f, 0.0f};
 
-    // m_new = max(m, rowmax S), P = exp2(c (S - m_new)) in S's place, l = alpha l + rowsum P;
+    // m_new = max(m, rowmax S), P = 2^BITS exp2(c (S - m_new)) in S's place, l = alpha l + rowsum P;
     // returns in alpha what O must be multiplied by.
     __device__ __forceinline__ void operator()(float (&S)[BLOCK_K / 2], float (&alpha)[2],
                                                float to_log2) {
@@ -19,7 +54,7 @@ struct Softmax {
     template <int R>
     __device__ __forceinline__ void row(float (&S)[BLOCK_K / 2], float& alpha, float to_log2) {
         constexpr int PAIRS = BLOCK_K / 8;
-        float top = m[R], top1 = fmaxf(S[2 * R], S[2 * R + 1]);
+        float top = VARIES ? NEG_INF : m[R], top1 = fmaxf(S[2 * R], S[2 * R + 1]);
 #pragma unroll
         for (int e = 1; e < PAIRS; ++e) {
             float& chain = R == 0 || e % 2 == 0 ? top : top1;
@@ -28,15 +63,18 @@ struct Softmax {
         top = fmaxf(top, top1);
         top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
         top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-        const float base = top == NEG_INF ? 0.0f : top * to_log2;  // no key yet: no inf - inf
-        alpha = exp2_approx(m[R] * to_log2 - base);
+        if (VARIES) top = fmaxf(top * to_log2, m[R]);
+        const float unit = VARIES ? 1.0f : to_log2;
+        const float base = top == NEG_INF ? 0.0f : top * unit;  // no key yet: no inf - inf
+        alpha = exp2_approx(m[R] * unit - base);
         m[R] = top;
+        const float start = BITS ? base - BITS : base;
         float sum = l[R] * alpha, sum1 = 0.0f;
 #pragma unroll
         for (int e = 0; e < PAIRS; ++e) {
             float &p = S[4 * e + 2 * R], &p1 = S[4 * e + 2 * R + 1];
-            p = exp2_approx(p * to_log2 - base);
-            p1 = exp2_approx(p1 * to_log2 - base);
+            p = exp2_approx(p * to_log2 - start);
+            p1 = exp2_approx(p1 * to_log2 - start);
             (R == 1 || e % 2 == 0 ? sum : sum1) += p + p1;
         }
         l[R] = R == 1 ? sum : sum + sum1;
