@@ -110,12 +110,14 @@ def compare(
     backward_tiling : Tiling, optional
         Of the backward passes (`tiling` is the forward's); default: the best that fits.
     **options
-        Any other keyword of `run`; `splits` and the like go to the algorithms that take them.
+        Any other keyword of `run`; `splits` and the like go to the algorithms that take them, and
+        the others get the same keys without a cache: out of their pages, V apart from K.
 
     Raises
     ------
     OptionError
-        If no algorithm is named, or tracing is turned off; otherwise as `run`.
+        If no algorithm is named, or tracing is turned off; if `cache_seqlens` differ and one of the
+        algorithms knows no cache; otherwise as `run`.
     UnknownArgumentError
         For ``algorithm=``.
     """
@@ -136,12 +138,36 @@ def compare(
     ):
         raise OptionError("compare() shows what was traced, got trace=False")
     decoding = {name: options.pop(name) for name in inputs.DECODING if name in options}
-    results = {}
-    for name in algorithms:  # options of decoding go to those that divide the keys, or to all
-        other = any(map(plans.splits_keys, algorithms)) and not plans.splits_keys(name)
-        results[name] = run(q, k, v, algorithm=name, **options, **({} if other else decoding))
+    # Options of decoding go to those that divide the keys, or to all; these first, since they check
+    # what they are given.
+    some, whole = any(map(plans.splits_keys, algorithms)), None
+    results: dict[str, Any] = dict.fromkeys(algorithms)  # in this order
+    for name in sorted(results, key=lambda name: not plans.splits_keys(name)):
+        if some and not plans.splits_keys(name):
+            whole = whole or _without_cache(k, v, decoding)
+            results[name] = run(q, *whole, algorithm=name, **options)
+        else:
+            results[name] = run(q, k, v, algorithm=name, **options, **decoding)
     if dout is None:
         return Comparison(results, {})
     return Comparison(
         results, {name: r.backward(dout, tiling=backward_tiling) for name, r in results.items()}
     )
+
+
+def _without_cache(k: Any, v: Any, decoding: dict[str, Any]) -> tuple[Any, Any]:
+    """K and V of a cache that a decoding algorithm has taken, as the others take them."""
+    if v is None:
+        v = k[..., : decoding["head_dim_v"]]
+    if (table := decoding.get("block_table")) is not None:
+        pools = (np.asarray(x)[np.asarray(table)].swapaxes(1, 2) for x in (k, v))
+        k, v = (x.reshape(*x.shape[:2], -1, x.shape[-1]) for x in pools)
+    lengths = {int(n) for n in decoding.get("cache_seqlens", ())}
+    if len(lengths) > 1:
+        raise OptionError(
+            f"cache_seqlens has {len(lengths)} different lengths, which only flash-decode takes; "
+            "compare it alone, or give one length"
+        )
+    for n in lengths:
+        k, v = k[..., :n, :], v[..., :n, :]
+    return k, v

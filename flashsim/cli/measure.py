@@ -21,7 +21,6 @@ from flashsim.api.warm import warm as compile_ahead
 from flashsim.cli import options as opt
 from flashsim.cli import pictures, values
 from flashsim.cli.output import add, figures, ready, say, show_tables, working
-from flashsim.errors import OptionError
 from flashsim.report import beside
 from flashsim.studies.demo import LIMIT
 from flashsim.studies.demo import demo as run_demo
@@ -74,13 +73,11 @@ def run(
     tiles = {"forward": tile, **({"backward": backward_tile} if how.backward else {})}
     cost = values.foresee(arrays, scores, [algorithm], tiles, values.device(how), backend)
     with working("simulating", cost):
-        (k, v), table = values.in_pages(arrays, decoding)
-        if decoding.latent:
-            table["head_dim_v"] = v.shape[-1]
+        k, v, cache = values.cache(arrays, decoding)
         result = execution.run(
             arrays.q,
             k,
-            None if decoding.latent else v,
+            v,
             algorithm=algorithm,
             causal=scores.causal,
             window=values.window(scores),
@@ -92,7 +89,7 @@ def run(
             key_order=how.key_order,
             trace=True,
             **decoding.options(),
-            **table,
+            **cache,
             **scales,
         )
         grads = None
@@ -130,17 +127,15 @@ def compare(
     """Execute several algorithms on the same tensors, side by side."""
     arrays = values.arrays(sizes, tensors, decoding.shared_prefix)
     tile, backward_tile = values.tilings(how, arrays.q.shape[-1], scores.causal)
-    for name in ("page_size", "latent"):
-        if getattr(decoding, name):
-            raise OptionError(
-                f"{values.flags([name])} is for run and count: other algorithms know none"
-            )
     names = values.parse_list("algorithms", algorithms, str)
     tiles = {"forward": tile, **({"backward": backward_tile} if how.backward else {})}
     cost = values.foresee(arrays, scores, names, tiles, values.device(how))
     with working("simulating", cost):
+        k, v, cache = values.cache(arrays, decoding)
         comparison = run_comparison(
-            *arrays[:3],
+            arrays.q,
+            k,
+            v,
             algorithms=names,
             dout=arrays.gradient(tensors.seed + 1) if how.backward else None,
             causal=scores.causal,
@@ -152,6 +147,7 @@ def compare(
             device=values.device(how),
             key_order=how.key_order,
             **decoding.options(),
+            **cache,
         )
     show_tables([comparison.table()], [comparison.table()], form)
 

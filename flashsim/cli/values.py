@@ -107,16 +107,24 @@ def quantized(
     return arrays._replace(q=made.q, k=made.k, v=made.v, dout=dout), made.options
 
 
-def in_pages(
+def cache(
     arrays: Arrays, how: opt.Decoding
-) -> tuple[tuple[np.ndarray, np.ndarray], dict[str, Any]]:
+) -> tuple[np.ndarray, np.ndarray | None, dict[str, Any]]:
+    """K and V as they are to lie, and the options that say so: no V, if it is columns of K."""
+    k, v, options = _in_pages(arrays, how)
+    if how.latent:
+        return k, None, options | {"head_dim_v": v.shape[-1]}
+    return k, v, options
+
+
+def _in_pages(arrays: Arrays, how: opt.Decoding) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
     """K and V, cut into pages of so many keys in order, and the options that say so.
 
     A prefix that is shared lies in the pages of the first entry.
     """
     k, v = arrays[1:3]
     if how.page_size is None:
-        return (k, v), {}
+        return k, v, {}
     size = checks.positive_int("--page-size", how.page_size)
     batch, heads, n, _ = k.shape
     pages = -(-n // size)
@@ -128,7 +136,7 @@ def in_pages(
         pools.append(cut.reshape(batch * pages, heads, size, x.shape[-1]))
     table = np.arange(batch * pages).reshape(batch, pages)
     table[:, : (how.shared_prefix or 0) // size] = table[0, : (how.shared_prefix or 0) // size]
-    return (pools[0], pools[1]), {"block_table": table, "cache_seqlens": np.full(batch, n)}
+    return pools[0], pools[1], {"block_table": table, "cache_seqlens": np.full(batch, n)}
 
 
 def foresee(

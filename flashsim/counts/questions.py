@@ -10,6 +10,7 @@ from flashsim.counts.work import KINDS
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
+from flashsim.schedule import plans
 from flashsim.schedule.names import TENSORS
 from flashsim.schedule.tiling import Tiling
 
@@ -30,6 +31,8 @@ class Answers(Protocol):
 
     @property
     def tiling(self) -> Tiling: ...  # noqa: D102
+    @property
+    def parts(self) -> int: ...  # noqa: D102
     def bytes(self, op: str | None = None, tensor: str | None = None) -> int: ...  # noqa: D102
     def by_tensor(self) -> dict[str, dict[str, int]]: ...  # noqa: D102
     def compulsory(self) -> int: ...  # noqa: D102
@@ -108,9 +111,12 @@ def in_words(p: Problem) -> str:
 def summary(source: Answers) -> report.Table:
     """The table that `print(trace)` shows."""
     p, tables = source.problem, source.by_tensor()
+    parts = ""
+    if plans.splits_keys(source.algorithm):
+        parts = f"{source.parts} split{'s' * (source.parts != 1)}, "
     table = report.Table(
         f"{source.algorithm} {source.direction} ({source.backend}): {in_words(p)}, "
-        f"tiles {source.tiling}, {source.device.name}",
+        f"tiles {source.tiling}, {parts}{source.device.name}",
         ("tensor", "load B", "store B", "reduce B", "total B"),
         note=(
             f"compulsory {source.compulsory():,} B · {source.flops():,} FLOPs "

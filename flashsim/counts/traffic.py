@@ -75,6 +75,11 @@ class Traffic:
         """The walk of one stage."""
         return self._schedules[stage.outer, stage.dense]
 
+    @property
+    def parts(self) -> int:
+        """Parts of the keys, of the row tile that has the most."""
+        return max(int(walk.part_counts.max(initial=1)) for walk in self._schedules.values())
+
     def bytes(self, op: str | None = None, tensor: str | None = None) -> int:
         """Requested bytes between HBM and SRAM, all heads: of one operation and tensor, or all."""
         return select(self.transfers, op, tensor)

@@ -52,6 +52,11 @@ class Trace(Recording):
         return self.stages[0].schedule.tiling
 
     @property
+    def parts(self) -> int:
+        """Parts of the keys, of the row tile that has the most."""
+        return int(self.schedule.part_counts.max(initial=1))
+
+    @property
     def schedule(self) -> Schedule:
         """The schedule of the stage with the most visits: the walk worth drawing."""
         return self.main_stage.schedule

@@ -51,6 +51,25 @@ def test_the_difference_is_from_the_first_algorithm():
     assert differences[3] == pytest.approx(9, abs=1e-4)
 
 
+def test_a_cache_is_laid_out_for_those_that_know_none():
+    rng = np.random.default_rng(1)
+    q = rng.standard_normal((2, 4, 1, 8), dtype=np.float32)
+    pools = rng.standard_normal((2, 9, 2, 5, 8), dtype=np.float32)
+    table = np.array([[3, 8, 1], [0, 7, 5]])
+    given = {"block_table": table, "cache_seqlens": (12, 12), "splits": 2}
+
+    for algorithms in (["flash2", "flash-decode"], ["flash-decode", "standard"]):
+        compared = flashsim.compare(q, *pools, algorithms=algorithms, **given)
+        assert list(compared.results) == algorithms
+        first, second = compared.results.values()
+        np.testing.assert_allclose(first.out, second.out, atol=1e-6)
+    with pytest.raises(FlashSimError, match="2 different lengths, which only flash-decode takes"):
+        flashsim.compare(q, *pools, algorithms=algorithms, **given | {"cache_seqlens": (12, 11)})
+    wrong = given | {"block_table": np.array([[3, 8, 9], [0, 7, 5]])}
+    with pytest.raises(FlashSimError, match=r"block_table\[0, 2\] is 9, not one of the pool's"):
+        flashsim.compare(q, *pools, algorithms=["flash2", "flash-decode"], **wrong)
+
+
 @pytest.mark.parametrize(
     ("arguments", "kind", "text"),
     [

@@ -47,11 +47,21 @@ def test_latent_attention_loads_no_v():
         text = invoke(command, *how).stdout
         assert "V in K" in " ".join(text.split())
         assert not any(line.startswith("V ") for line in text.splitlines())
-    for name in ("--latent", "--page-size"):
-        value = () if name == "--latent" else (8,)
-        refused = invoke("compare", "-n", 8, "-a", "flash2,flash-decode", name, *value)
-        assert refused.exit_code == 2
-        assert f"{name} is for run and count" in " ".join(refused.output.split())
+
+
+@pytest.mark.parametrize("cache", [("--page-size", 24), ("--latent", "--head-dim-v", 16)])
+def test_compare_gives_the_others_the_same_keys(cache):
+    how = (*SIZES[2:-2], "--kv-heads", 1, "-d", 24, "--splits", 2, *cache)
+    plain, decoded = rows("compare", "-a", "flash2,flash-decode", *how)
+    assert decoded["max |diff|"] < 1e-6
+    assert plain["load B"] > decoded["load B"]
+
+
+def test_titles_say_how_many_splits():
+    for given, made in ((1, "1 split,"), (3, "3 splits,"), (1000, "4 splits,")):
+        how = ("--splits", given, "-t", "4x16")
+        for command in ("run", "count"):
+            assert made in " ".join(invoke(command, *SIZES, *how).stdout.split())
 
 
 def test_devices_say_how_many_blocks_fill_them():
