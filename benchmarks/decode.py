@@ -5,8 +5,8 @@
 
 bfloat16, 32 query heads on 8, random values, no mask (n_q = 4: torch's causal mask is not aligned
 to the end of the cache). At each shape all contenders run by turns, in an order that is shuffled
-each time, behind a spinning kernel, so that the host's work does not count; medians. A copy of 1
-GiB is one of them: its bytes read and written a second are the bandwidth. TB/s are K's and V's
+each time, behind a spinning kernel that takes twice as long as the calls take the host, so that
+its work does not count; medians. A copy of 1 GiB is one of them: its bytes read and written a second are the bandwidth. TB/s are K's and V's
 bytes over the time. Caches that fit in L2 stay there between calls. Pages lie in random order.
 
 The sweep, which comes first, has the same shape with fixed splits, beside those that are chosen;
@@ -20,16 +20,21 @@ import csv
 import random
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gpu_lab import cycles
+
 HEADS, KV_HEADS, DTYPE, SIZE = 32, 8, "bfloat16", 2
 MOST_BYTES = 18e9  # of K and V
 COPY_BYTES = 1 << 30
 PAGES = (1, 16, 64)
-SPLITS = (1, 2, 4, 8, 12, 16, 32)
+SPLITS = (1, 2, 4, 8, 12, 16, 24, 32, 64)
+#: The spinning kernel, over what the calls behind it take the host.
+MARGIN, CALLS = 2.0, 5
 OURS, COPY = "flashsim", "copy"
 AUTO, BESIDE = f"{OURS}, splits=auto", "cuDNN, splits="  # in the sweep
 RIVALS = {"cuDNN": "CUDNN_ATTENTION", "FlashAttention-2": "FLASH_ATTENTION"}
@@ -56,12 +61,12 @@ class Shape:
 
 def shapes() -> list[Shape]:
     """The table: those whose cache is at most `MOST_BYTES`."""
-    every = [
+    every = [  # what is nearest to the aims first, should the time run out
         Shape(d, n_q, batch, keys)
-        for keys in (1024, 4096, 32768, 131072)
-        for batch in (1, 8, 32, 128)
-        for d in (128, 64)
         for n_q in (1, 4)
+        for batch in (8, 1, 32, 128)
+        for keys in (32768, 4096, 131072, 1024)
+        for d in (64, 128)
     ]
     return [s for s in every if s.cache_bytes <= MOST_BYTES]
 
@@ -147,23 +152,30 @@ class Bench:
                 if name == OURS or "refused the launch" in str(error):
                     raise  # after which nothing can be trusted
         found: dict[str, list[float]] = {name: [] for name in able}
+        hosts = {name: self._once(work, 0)[1] for name, work in able.items()}
         for _ in range(self.repetitions):
             for name in self._order.sample(list(able), len(able)):
-                found[name].append(self._once(able[name]))
+                us, host = self._once(able[name], MARGIN * hosts[name])
+                found[name].append(us)
+                hosts[name] = min(host, hosts[name])  # the least: it did not wait for the GPU
         return {name: statistics.median(times) for name, times in found.items()}
 
-    def _once(self, work: Callable[[], Any]) -> float:
-        """The mean of a few calls behind another one, in microseconds."""
-        cuda, calls = self.torch.cuda, 5
+    def _once(self, work: Callable[[], Any], spin: float) -> tuple[float, float]:
+        """The mean of `CALLS` calls behind another one and `spin` seconds, in microseconds; seconds
+        that they took the host.
+        """
+        cuda = self.torch.cuda
         start, end = (cuda.Event(enable_timing=True) for _ in range(2))
-        cuda._sleep(2_000_000)
+        cuda._sleep(cycles(spin))
+        began = time.perf_counter()
         work()
         start.record()
-        for _ in range(calls):
+        for _ in range(CALLS):
             work()
         end.record()
+        host = time.perf_counter() - began
         end.synchronize()
-        return start.elapsed_time(end) * 1e3 / calls
+        return start.elapsed_time(end) * 1e3 / CALLS, host
 
     def rows(self, s: Shape, works: dict[str, Callable[[], Any]]) -> list[dict[str, Any]]:
         """The table's rows of a shape."""

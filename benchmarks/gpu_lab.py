@@ -57,7 +57,7 @@ class TorchLab(Lab):
 
     def spin(self, seconds: float = SPIN) -> None:
         """See `Lab`."""
-        self.torch.cuda._sleep(_cycles(seconds))
+        self.torch.cuda._sleep(cycles(seconds))
 
     def flush(self) -> None:
         """See `Lab`."""
@@ -107,7 +107,7 @@ class CupyLab(Lab):
 
     def spin(self, seconds: float = SPIN) -> None:
         """See `Lab`."""
-        _spinning(self.cupy)((1,), (1,), (np.int64(_cycles(seconds)),))
+        _spinning(self.cupy)((1,), (1,), (np.int64(cycles(seconds)),))
 
     def flush(self) -> None:
         """See `Lab`."""
@@ -137,7 +137,7 @@ class CupyLab(Lab):
         self.cupy.get_default_memory_pool().free_all_blocks()
 
 
-def _cycles(seconds: float) -> int:
+def cycles(seconds: float) -> int:
     """That a spinning kernel counts."""
     return int(max(SPIN, seconds) * CLOCK)
 
