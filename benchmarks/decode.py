@@ -6,8 +6,9 @@
 bfloat16, 32 query heads on 8, random values, no mask (n_q = 4: torch's causal mask is not aligned
 to the end of the cache). At each shape all contenders run by turns, in an order that is shuffled
 each time, behind a spinning kernel that takes twice as long as the calls take the host, so that
-its work does not count; medians. A copy of 1 GiB is one of them: its bytes read and written a second are the bandwidth. TB/s are K's and V's
-bytes over the time. Caches that fit in L2 stay there between calls. Pages lie in random order.
+its work does not count; medians. A copy of 1 GiB is one of them: its bytes read and written a
+second are the bandwidth. TB/s are K's and V's bytes over the time. Caches that fit in L2 stay there
+between calls. Pages lie in random order.
 
 The sweep, which comes first, has the same shape with fixed splits, beside those that are chosen;
 2, 4 and 8 merge in clusters on Hopper. Lines are written as they are measured.
