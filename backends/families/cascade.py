@@ -12,17 +12,9 @@ from itertools import accumulate
 import numpy as np
 
 from flashsim.backends.families import decode
-from flashsim.backends.launch.kernel import (
-    Gpu,
-    Kernel,
-    Variant,
-    constants,
-    macros,
-    padded_dims,
-)
+from flashsim.backends.launch.kernel import Gpu, Variant, padded_dims
 from flashsim.errors import OptionError, UnsupportedError
 from flashsim.problem.problem import Problem
-from flashsim.schedule.tiling import Tiling
 
 
 def live(problem: Problem, lengths: tuple[int, ...], prefix: int, page: int) -> Problem:
@@ -78,8 +70,8 @@ def plan(
     d, dv = padded_dims(p)
     block_q = decode.block_q_of(rows * p.batch, d, dv)
     row_tiles, prefix_tiles = -(-rows // block_q), -(-rows * p.batch // block_q)
-    warps, stages, shared, most = decode.on_chip(block_q, d, dv, gpu, wide=True)
-    block_k = decode.KEYS * warps
+    chip = decode.on_chip(block_q, d, dv, gpu, wide=True)
+    block_k = decode.KEYS * chip[0]
     own = [length - prefix for length in lengths]
     tiles = [-(-n // block_k) for n in own]
     shared_tiles = -(-prefix // block_k)
@@ -90,22 +82,19 @@ def plan(
     splits = min(splits, longest)
     made = [max(1, -(-n * splits // longest)) for n in tiles]
     prefix_splits = -(-shared_tiles * splits // longest)
-    values = constants(p, Tiling(block_q, block_k), Variant(True, False, counts=counts))
     overlap = gpu.compute_capability >= (9, 0)
-    values |= {
-        **{"SMEM_BYTES": shared, "DECODE_ARGS_BYTES": decode.RECORD.itemsize},
-        **{"WARPS": warps, "STAGES": stages, "PAGE": page, "SPLITS": most},
-        **{"CLUSTER": 1, "OVERLAP": overlap, "CASCADE": True},
-    }
-    kernel = Kernel("portable/decode.cu", "flash_decode", 32 * warps, shared, macros(values))
+    kernel = decode.walking_kernel(
+        *(p, Variant(True, False, counts=counts), block_q, chip),
+        **{"PAGE": page, "CLUSTER": 1, "OVERLAP": overlap, "CASCADE": True},
+    )
     slot, listed = prefix_splits * p.batch, []
     for tile in range(prefix_tiles):
-        cuts = _cuts(shared_tiles, prefix_splits)
-        for i, cut in enumerate(cuts):  # a part takes a slot of each sequence
+        # A part takes a slot of each sequence.
+        for i, cut in enumerate(decode.cuts(0, shared_tiles, prefix_splits)):
             listed.append((-1, *cut, i * p.batch, 0, prefix_splits, prefix, tile))
     for b, (length, n) in enumerate(zip(own, made, strict=True)):
         for tile in range(row_tiles):
-            for i, cut in enumerate(_cuts(tiles[b], n)):
+            for i, cut in enumerate(decode.cuts(0, tiles[b], n)):
                 listed.append((b, *cut, slot + i, slot, n, length, tile))
         slot += n
     listed.sort(key=lambda item: item[1] - item[2])
@@ -115,7 +104,3 @@ def plan(
         prefix=prefix,
         prefix_splits=prefix_splits,
     )
-
-
-def _cuts(tiles: int, parts: int) -> list[tuple[int, int]]:
-    return [(tiles * i // parts, tiles * (i + 1) // parts) for i in range(parts)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -281,18 +282,16 @@ def plan(
     warps, stages, shared, most = on_chip(block_q, d, dv, gpu, wide=wide)
     block_k = KEYS * warps
     ranges = [key_tiles(p, length, block_k) for length in lengths]
-    if splits is None:
-        capacity = gpu.multiprocessors * (1 if wide else 2) // (p.kv_heads * row_tiles)
-        tiles = [hi - lo for lo, hi in ranges]
-        longest = longest_split(tiles, capacity)
-        busy = sum(tiles) * p.kv_heads * row_tiles / gpu.multiprocessors  # key tiles of an SM
-        short = _SHORT_IN_PAGES if page else _SHORT
-        whole = not hopper if d + dv > 128 else max(tiles) * block_k <= short
-        if wide and whole and busy >= _ENOUGH * max(tiles):
-            longest = max(longest, *tiles)
-        made = [max(1, -(-(hi - lo) // longest)) for lo, hi in ranges]
-    else:
-        made = [max(1, min(splits, hi - lo)) for lo, hi in ranges]
+    tiles = [hi - lo for lo, hi in ranges]
+    longest = longest_split(
+        tiles, gpu.multiprocessors * (1 if wide else 2) // (p.kv_heads * row_tiles)
+    )
+    busy = sum(tiles) * p.kv_heads * row_tiles / gpu.multiprocessors  # key tiles of an SM
+    short = _SHORT_IN_PAGES if page else _SHORT
+    whole = not hopper if d + dv > 128 else max(tiles) * block_k <= short
+    if wide and whole and busy >= _ENOUGH * max(tiles):
+        longest = max(longest, *tiles)
+    made = divided(tiles, splits, longest)
     if max(made) > most:
         raise OptionError(
             f"splits must be at most {most} here, whose weights fit a block's shared memory, got "
@@ -302,18 +301,41 @@ def plan(
     exchanged = _exchanged(cluster, block_q, row_elements(p.head_dim_v))
     if shared + exchanged > gpu.shared_bytes:
         cluster, exchanged = 1, 0
-    shared += exchanged
     variant = Variant(True, False, counts=counts, timeline=timeline)
-    values = constants(p, Tiling(block_q, block_k), variant)
-    values |= {
-        **{"SMEM_BYTES": shared, "DECODE_ARGS_BYTES": RECORD.itemsize},
-        **{"WARPS": warps, "STAGES": stages, "PAGE": page, "SPLITS": most},
-        **{"CLUSTER": cluster, "OVERLAP": hopper, "CASCADE": False},
-    }
-    kernel = Kernel("portable/decode.cu", "flash_decode", 32 * warps, shared, macros(values))
-    n_visits = max(1, *(hi for _, hi in ranges))
-    listed = items(lengths, ranges, made, together=cluster > 1)
-    return Decode(p, kernel, listed, tuple(made), rows, row_tiles, block_k, n_visits)
+    kernel = walking_kernel(
+        *(p, variant, block_q, (warps, stages, shared + exchanged, most)),
+        **{"PAGE": page, "CLUSTER": cluster, "OVERLAP": hopper, "CASCADE": False},
+    )
+    return launch(p, kernel, lengths, ranges, made, row_tiles)
+
+
+def walking_kernel(
+    problem: Problem, variant: Variant, block_q: int, chip: tuple[int, int, int, int], **more: int
+) -> Kernel:
+    """kernels/portable/decode.cu for row tiles of `block_q` rows and what `on_chip` says."""
+    warps, stages, shared, most = chip
+    values = constants(problem, Tiling(block_q, KEYS * warps), variant)
+    values |= {"SMEM_BYTES": shared, "DECODE_ARGS_BYTES": RECORD.itemsize}
+    values |= {"WARPS": warps, "STAGES": stages, "SPLITS": most} | more
+    return Kernel("portable/decode.cu", "flash_decode", 32 * warps, shared, macros(values))
+
+
+def launch(
+    problem: Problem,
+    kernel: Kernel,
+    lengths: tuple[int, ...],
+    ranges: list[tuple[int, int]],
+    splits: list[int],
+    row_tiles: int,
+    merge: Kernel | None = None,
+) -> Decode:
+    """The launch of a kernel on sequences whose key tiles, ``range(*ranges[b])``, are so split."""
+    values = dict(kernel.constants)
+    return Decode(
+        *(problem, kernel, items(lengths, ranges, splits, together=values["FS_CLUSTER"] > 1)),
+        *(tuple(splits), problem.n_q * problem.group, row_tiles, values["FS_BLOCK_K"]),
+        *(max(1, *(hi for _, hi in ranges)), merge),
+    )
 
 
 def block_q_of(rows: int, d: int, dv: int) -> int:
@@ -336,8 +358,7 @@ def items(
     """
     listed, slot = [], 0
     for b, (length, (lo, hi), n) in enumerate(zip(lengths, ranges, splits, strict=True)):
-        for i in range(n):
-            cut = [lo + (hi - lo) * x // n for x in (i, i + 1)]
+        for i, cut in enumerate(cuts(lo, hi, n)):
             listed.append((b, *cut, slot + i if n > 1 else 0, slot, n, length, 0))
         slot += n if n > 1 else 0
     if together:
@@ -345,6 +366,12 @@ def items(
     else:
         listed.sort(key=lambda item: item[1] - item[2])
     return np.array(listed, np.int32)
+
+
+def cuts(first: int, last: int, parts: int) -> list[tuple[int, int]]:
+    """Ranges of key tiles whose lengths differ by one at most."""
+    ends = [first + (last - first) * i // parts for i in range(parts + 1)]
+    return list(pairwise(ends))
 
 
 def merge_kernel(
@@ -363,6 +390,13 @@ def key_tiles(problem: Problem, length: int, block_k: int) -> tuple[int, int]:
     first = max(0, length - problem.n_q - problem.left) // block_k
     last = -(-length // block_k)
     return min(first, last), last
+
+
+def divided(tiles: list[int], splits: int | None, longest: int) -> list[int]:
+    """Splits of sequences of so many key tiles: `splits`, if given, or of `longest` tiles at most."""
+    if splits is None:
+        return [max(1, -(-n // longest)) for n in tiles]
+    return [max(1, min(splits, n)) for n in tiles]
 
 
 def longest_split(tiles: list[int], capacity: int, least: int = LEAST_TILES) -> int:

@@ -58,16 +58,11 @@ def plan(
     check(problem, gpu)
     decode.check_numbers(problem, lengths)
     p = problem
-    rows = p.n_q * p.group
-    row_tiles = -(-rows // ROWS)
+    row_tiles = -(-p.n_q * p.group // ROWS)
     ranges = [decode.key_tiles(p, length, BLOCK_K) for length in lengths]
     tiles = [hi - lo for lo, hi in ranges]
-    if splits is None:
-        capacity = gpu.multiprocessors // (p.kv_heads * row_tiles)
-        longest = decode.longest_split(tiles, capacity, _LEAST_TILES)
-        made = [max(1, -(-n // longest)) for n in tiles]
-    else:
-        made = [max(1, min(splits, n)) for n in tiles]
+    capacity = gpu.multiprocessors // (p.kv_heads * row_tiles)
+    longest = decode.longest_split(tiles, capacity, _LEAST_TILES)
     chunks = -(-p.head_dim // _CHUNK)
     bytes_of = 2 * _CHUNK * ((1 + STAGES) * chunks * BLOCK_K + BLOCK_K)
     shared = -(-(bytes_of + 2 * 4 * ROWS + 2 * 8 * STAGES + 4) // 1024) * 1024
@@ -78,9 +73,6 @@ def plan(
     }
     name = "flash_decode_latent"
     kernel = Kernel("hopper/decode_latent.cu", name, THREADS, shared, macros(values))
-    n_visits = max(1, *(hi for _, hi in ranges))
-    listed = decode.items(lengths, ranges, made)
-    return decode.Decode(
-        *(p, kernel, listed, tuple(made), rows, row_tiles, BLOCK_K, n_visits),
-        merge=decode.merge_kernel(p, ROWS, counts=counts, overlap=True),
-    )
+    merge = decode.merge_kernel(p, ROWS, counts=counts, overlap=True)
+    made = decode.divided(tiles, splits, longest)
+    return decode.launch(p, kernel, lengths, ranges, made, row_tiles, merge)
