@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from flashsim.backends.families import decode
+from flashsim.backends.families import decode, decode_splits
 from flashsim.backends.launch.kernel import Gpu, Variant, padded_dims
 from flashsim.errors import OptionError, UnsupportedError
 from flashsim.problem.problem import Problem
@@ -78,23 +78,23 @@ def plan(
     longest = max(shared_tiles, *tiles)
     if splits is None:
         visits = p.kv_heads * (shared_tiles * prefix_tiles + sum(tiles) * row_tiles)
-        splits = -(-longest // max(decode.LEAST_TILES, -(-visits // gpu.multiprocessors)))
+        splits = -(-longest // max(decode_splits.LEAST_TILES, -(-visits // gpu.multiprocessors)))
     splits = min(splits, longest)
     made = [max(1, -(-n * splits // longest)) for n in tiles]
     prefix_splits = -(-shared_tiles * splits // longest)
     overlap = gpu.compute_capability >= (9, 0)
+    variant = Variant(True, False, counts=counts)
     kernel = decode.walking_kernel(
-        *(p, Variant(True, False, counts=counts), block_q, chip),
-        **{"PAGE": page, "CLUSTER": 1, "OVERLAP": overlap, "CASCADE": True},
+        p, variant, block_q, chip, page=page, overlap=overlap, cascade=True
     )
     slot, listed = prefix_splits * p.batch, []
     for tile in range(prefix_tiles):
         # A part takes a slot of each sequence.
-        for i, cut in enumerate(decode.cuts(0, shared_tiles, prefix_splits)):
+        for i, cut in enumerate(decode_splits.cuts(0, shared_tiles, prefix_splits)):
             listed.append((-1, *cut, i * p.batch, 0, prefix_splits, prefix, tile))
     for b, (length, n) in enumerate(zip(own, made, strict=True)):
         for tile in range(row_tiles):
-            for i, cut in enumerate(decode.cuts(0, tiles[b], n)):
+            for i, cut in enumerate(decode_splits.cuts(0, tiles[b], n)):
                 listed.append((b, *cut, slot + i, slot, n, length, tile))
         slot += n
     listed.sort(key=lambda item: item[1] - item[2])

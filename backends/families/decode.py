@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 
 import numpy as np
 
+from flashsim.backends.families import decode_splits
 from flashsim.backends.launch.kernel import (
     ARGS,
     MAX_HEAD_DIM,
@@ -63,8 +63,6 @@ MERGE_WARPS = 4
 KEYS = 16  # of a warp's part of a key tile
 #: Registers a thread may spend on Q and O; the rest of its 255 is for scores and addresses.
 _HELD = 192
-#: Key tiles that a split has at least: so many a warp fetches at once before its first product.
-LEAST_TILES = 2
 _INT32 = int(np.iinfo(np.int32).max)
 #: Splits that may be a cluster of blocks, which merge through their shared memory (sm_90 and
 #: later); the programming guide promises a cluster of 8.
@@ -281,17 +279,16 @@ def plan(
     wide = alone <= gpu.multiprocessors
     warps, stages, shared, most = on_chip(block_q, d, dv, gpu, wide=wide)
     block_k = KEYS * warps
-    ranges = [key_tiles(p, length, block_k) for length in lengths]
+    ranges = [decode_splits.key_tiles(p, length, block_k) for length in lengths]
     tiles = [hi - lo for lo, hi in ranges]
-    longest = longest_split(
-        tiles, gpu.multiprocessors * (1 if wide else 2) // (p.kv_heads * row_tiles)
-    )
+    blocks = gpu.multiprocessors * (1 if wide else 2)
+    longest = decode_splits.longest_split(tiles, blocks // (p.kv_heads * row_tiles))
     busy = sum(tiles) * p.kv_heads * row_tiles / gpu.multiprocessors  # key tiles of an SM
     short = _SHORT_IN_PAGES if page else _SHORT
     whole = not hopper if d + dv > 128 else max(tiles) * block_k <= short
     if wide and whole and busy >= _ENOUGH * max(tiles):
         longest = max(longest, *tiles)
-    made = divided(tiles, splits, longest)
+    made = decode_splits.divided(tiles, splits, longest)
     if max(made) > most:
         raise OptionError(
             f"splits must be at most {most} here, whose weights fit a block's shared memory, got "
@@ -302,21 +299,30 @@ def plan(
     if shared + exchanged > gpu.shared_bytes:
         cluster, exchanged = 1, 0
     variant = Variant(True, False, counts=counts, timeline=timeline)
-    kernel = walking_kernel(
-        *(p, variant, block_q, (warps, stages, shared + exchanged, most)),
-        **{"PAGE": page, "CLUSTER": cluster, "OVERLAP": hopper, "CASCADE": False},
-    )
+    chip = warps, stages, shared + exchanged, most
+    kernel = walking_kernel(p, variant, block_q, chip, page=page, overlap=hopper, cluster=cluster)
     return launch(p, kernel, lengths, ranges, made, row_tiles)
 
 
 def walking_kernel(
-    problem: Problem, variant: Variant, block_q: int, chip: tuple[int, int, int, int], **more: int
+    problem: Problem,
+    variant: Variant,
+    block_q: int,
+    chip: tuple[int, int, int, int],
+    *,
+    page: int,
+    overlap: bool,
+    cluster: int = 1,
+    cascade: bool = False,
 ) -> Kernel:
     """kernels/portable/decode.cu for row tiles of `block_q` rows and what `on_chip` says."""
     warps, stages, shared, most = chip
     values = constants(problem, Tiling(block_q, KEYS * warps), variant)
-    values |= {"SMEM_BYTES": shared, "DECODE_ARGS_BYTES": RECORD.itemsize}
-    values |= {"WARPS": warps, "STAGES": stages, "SPLITS": most} | more
+    values |= {
+        **{"SMEM_BYTES": shared, "DECODE_ARGS_BYTES": RECORD.itemsize},
+        **{"WARPS": warps, "STAGES": stages, "PAGE": page, "SPLITS": most},
+        **{"CLUSTER": cluster, "OVERLAP": overlap, "CASCADE": cascade},
+    }
     return Kernel("portable/decode.cu", "flash_decode", 32 * warps, shared, macros(values))
 
 
@@ -331,10 +337,11 @@ def launch(
 ) -> Decode:
     """The launch of a kernel on sequences whose key tiles, ``range(*ranges[b])``, are so split."""
     values = dict(kernel.constants)
+    listed = decode_splits.items(lengths, ranges, splits, together=values["FS_CLUSTER"] > 1)
+    rows, n_visits = problem.n_q * problem.group, max(1, *(hi for _, hi in ranges))
     return Decode(
-        *(problem, kernel, items(lengths, ranges, splits, together=values["FS_CLUSTER"] > 1)),
-        *(tuple(splits), problem.n_q * problem.group, row_tiles, values["FS_BLOCK_K"]),
-        *(max(1, *(hi for _, hi in ranges)), merge),
+        *(problem, kernel, listed, tuple(splits), rows, row_tiles, values["FS_BLOCK_K"], n_visits),
+        merge=merge,
     )
 
 
@@ -346,34 +353,6 @@ def block_q_of(rows: int, d: int, dv: int) -> int:
     return 16 * blocks
 
 
-def items(
-    lengths: tuple[int, ...],
-    ranges: list[tuple[int, int]],
-    splits: list[int],
-    *,
-    together: bool = False,
-) -> np.ndarray:
-    """`Decode.items` of sequences whose key tiles, ``range(*ranges[b])``, are split evenly; those
-    of a sequence one after the other, if they are to stay `together`.
-    """
-    listed, slot = [], 0
-    for b, (length, (lo, hi), n) in enumerate(zip(lengths, ranges, splits, strict=True)):
-        for i, cut in enumerate(cuts(lo, hi, n)):
-            listed.append((b, *cut, slot + i if n > 1 else 0, slot, n, length, 0))
-        slot += n if n > 1 else 0
-    if together:
-        listed.sort(key=lambda item: ranges[item[0]][0] - ranges[item[0]][1])
-    else:
-        listed.sort(key=lambda item: item[1] - item[2])
-    return np.array(listed, np.int32)
-
-
-def cuts(first: int, last: int, parts: int) -> list[tuple[int, int]]:
-    """Ranges of key tiles whose lengths differ by one at most."""
-    ends = [first + (last - first) * i // parts for i in range(parts + 1)]
-    return list(pairwise(ends))
-
-
 def merge_kernel(
     problem: Problem, block_q: int, *, counts: bool, overlap: bool, cascade: bool = False
 ) -> Kernel:
@@ -383,36 +362,6 @@ def merge_kernel(
     values |= {"OVERLAP": overlap, "CASCADE": cascade}
     threads = 32 * MERGE_WARPS
     return Kernel("portable/decode_merge.cu", "flash_decode_merge", threads, 0, macros(values))
-
-
-def key_tiles(problem: Problem, length: int, block_k: int) -> tuple[int, int]:
-    """The key tiles that a sequence's queries see: a window leaves out the first ones."""
-    first = max(0, length - problem.n_q - problem.left) // block_k
-    last = -(-length // block_k)
-    return min(first, last), last
-
-
-def divided(tiles: list[int], splits: int | None, longest: int) -> list[int]:
-    """Splits of sequences of so many key tiles: `splits`, if given, or of `longest` tiles at most."""
-    if splits is None:
-        return [max(1, -(-n // longest)) for n in tiles]
-    return [max(1, min(splits, n)) for n in tiles]
-
-
-def longest_split(tiles: list[int], capacity: int, least: int = LEAST_TILES) -> int:
-    """Key tiles of the longest split, so that there are at most `capacity` splits; where there are
-    more sequences than that, the average load of so many.
-    """
-    if sum(n > 0 for n in tiles) > capacity:
-        return max(least, -(-sum(tiles) // max(1, capacity)))
-    low, high = least, max(least, *tiles)
-    while low < high:
-        middle = (low + high) // 2
-        if sum(-(-n // middle) for n in tiles) <= capacity:
-            high = middle
-        else:
-            low = middle + 1
-    return low
 
 
 def on_chip(rows: int, d: int, dv: int, gpu: Gpu, *, wide: bool) -> tuple[int, int, int, int]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from flashsim.backends.families import decode
+from flashsim.backends.families import decode, decode_splits
 from flashsim.backends.launch.kernel import (
     Gpu,
     Kernel,
@@ -59,10 +59,10 @@ def plan(
     decode.check_numbers(problem, lengths)
     p = problem
     row_tiles = -(-p.n_q * p.group // ROWS)
-    ranges = [decode.key_tiles(p, length, BLOCK_K) for length in lengths]
+    ranges = [decode_splits.key_tiles(p, length, BLOCK_K) for length in lengths]
     tiles = [hi - lo for lo, hi in ranges]
     capacity = gpu.multiprocessors // (p.kv_heads * row_tiles)
-    longest = decode.longest_split(tiles, capacity, _LEAST_TILES)
+    longest = decode_splits.longest_split(tiles, capacity, _LEAST_TILES)
     chunks = -(-p.head_dim // _CHUNK)
     bytes_of = 2 * _CHUNK * ((1 + STAGES) * chunks * BLOCK_K + BLOCK_K)
     shared = -(-(bytes_of + 2 * 4 * ROWS + 2 * 8 * STAGES + 4) // 1024) * 1024
@@ -74,5 +74,5 @@ def plan(
     name = "flash_decode_latent"
     kernel = Kernel("hopper/decode_latent.cu", name, THREADS, shared, macros(values))
     merge = decode.merge_kernel(p, ROWS, counts=counts, overlap=True)
-    made = decode.divided(tiles, splits, longest)
+    made = decode_splits.divided(tiles, splits, longest)
     return decode.launch(p, kernel, lengths, ranges, made, row_tiles, merge)

@@ -250,7 +250,7 @@ FAULTS = {
     "keys of the next page": ("% max(PAGE, 1);", "% max(PAGE, 1) / 2;"),
     "no waiting for a tile": ("cp_async_wait_group<STAGES - 2>();", ";"),
     "a maximum not carried over": ("m[i][h] = now, l[i][h] *= alpha[h];", "m[i][h] = now;"),
-    "length forgotten": ("int hi = length - 1;", "int hi = length + 7;"),
+    "length forgotten": ("int hi = own.length - 1;", "int hi = own.length + 7;"),
 }
 
 
@@ -258,7 +258,7 @@ SHARED_FAULTS = {
     "own keys from the first on": ("FS_CASCADE && !of_all ? a.prefix : 0", "0"),
     "a prefix of one sequence's queries": ("rows * (of_all ? a.batch : 1)", "rows"),
     "a diagonal of the prefix": ("offset = of_all ? length : length - a.n_q", "offset = 0"),
-    "one slot for all": ("item.w + (row0 + r) / rows", "item.w"),
+    "one slot for all": ("own.slot + several", "own.slot"),
 }
 MERGE_FAULTS = {
     "a prefix counted twice": ("? s * shared.y + batch", "? 0 * shared.y + batch"),
