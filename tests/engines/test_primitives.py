@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from numba import njit
 
-from flashsim.engines.cpu.primitives import atomics
+from flashsim.engines.cpu import engine
+from flashsim.engines.cpu.primitives import atomics, packing
 from flashsim.engines.cpu.primitives.references import borrow
 
 
@@ -31,6 +32,11 @@ def pass_on(turn, number, of, total, rounds):
             atomics.give_way()
         total[0] += 1
         atomics.store_release(turn, 0, n * of + number + 1)
+
+
+@njit
+def panels(n, like):
+    return packing.panel_array(n, like.dtype)
 
 
 @njit
@@ -65,3 +71,14 @@ def test_borrowed_arrays_are_the_same_and_not_counted():
     before = sys.getrefcount(a), sys.getrefcount(b)
     assert sums((2.0, (a, (b,)))) == 18
     assert (sys.getrefcount(a), sys.getrefcount(b)) == before
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_panels_begin_with_a_cache_line(dtype):
+    """Where one vector register of 64 bytes lies across two lines, all do."""
+    sizes = [1, 7, 16, 300, 4096, 100_000]
+    arrays = [panels(n, np.zeros(1, dtype)) for n in sizes]
+    assert [a.size for a in arrays] == sizes
+    arrays += [engine._zeros((1, n, 3), dtype) for n in sizes]
+    assert all(a.ctypes.data % packing.LINE == 0 and a.flags.c_contiguous for a in arrays)
+    assert all((a == 0).all() for a in arrays[len(sizes) :])

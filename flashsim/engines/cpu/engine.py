@@ -10,6 +10,7 @@ Options of `run`: ``threads`` (default: the CPUs this process may use) and ``mic
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -20,6 +21,7 @@ import numpy as np
 from flashsim.engines.cpu import threads
 from flashsim.engines.cpu.micro_kernels import registers
 from flashsim.engines.cpu.notes import stage_trace
+from flashsim.engines.cpu.primitives.packing import LINE
 from flashsim.engines.cpu.scores import BFLOAT16, FLOAT16, NO_ROUNDING, Rules
 from flashsim.engines.cpu.tables import NOTE, Grads, Notes, Shape, Tiles, WalkInputs
 from flashsim.engines.engine import Job, Outcome
@@ -94,7 +96,7 @@ def backward(job: Job, saved: Mapping[str, Any], dout: np.ndarray) -> Outcome:
     dbias = np.zeros((0,) if job.bias is None else job.bias.shape, real)
     fused = job.algorithm == "flash2-fused"
     width = -(-p.head_dim // engine.cpu.width) * engine.cpu.width if fused else p.head_dim
-    dq = (np.zeros if fused else np.empty)((p.batch, p.heads, p.n_q, width), real)
+    dq = _zeros((p.batch, p.heads, p.n_q, width), real)
     grads = Grads(dq.reshape(-1), dk.reshape(-1), dv.reshape(-1), dbias.reshape(-1), width)
     engine.note("clear_dbias")
     for stage in ("fused",) if fused else ("dkdv", "dq"):
@@ -291,6 +293,14 @@ def _known(schedule: Schedule) -> Schedule:
     Only for problems whose fields say everything: what a mask function returns may change.
     """
     return schedule
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Zeros that begin with a cache line (`packing.LINE`); NumPy's may lie across two."""
+    dtype, n = np.dtype(dtype), math.prod(shape)
+    array = np.zeros(n + LINE, dtype)
+    skip = -array.ctypes.data % LINE // dtype.itemsize
+    return array[skip : skip + n].reshape(shape)
 
 
 _NOTHING = np.zeros(0, np.int32)

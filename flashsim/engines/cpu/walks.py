@@ -12,7 +12,7 @@ import numpy as np
 
 from flashsim.engines.cpu.micro_kernels.plain import online_softmax, product_rescale, product_set
 from flashsim.engines.cpu.primitives.atomics import fetch_add, load_acquire
-from flashsim.engines.cpu.primitives.packing import pack, panels_of, unpack
+from flashsim.engines.cpu.primitives.packing import pack, panel_array, panels_of, unpack
 from flashsim.engines.cpu.primitives.parts import part
 from flashsim.engines.cpu.scores import (
     NO_ROUNDING,
@@ -40,13 +40,10 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
     group = shape.heads // shape.kv_heads
     height = panels_of(cpu, shape.block_q) * w  # lanes of a row tile, padding included
     most = longest_run(tiles)
-    Q, O = np.empty(most * height * d, q.dtype), np.empty(most * height * dv, q.dtype)
-    S, m = np.empty(shape.block_k * w, q.dtype), np.empty(most * height, q.dtype)
-    l, alpha, inverse = (
-        np.empty(m.size, q.dtype),
-        np.empty(height, q.dtype),
-        np.empty(height, q.dtype),
-    )
+    Q, O = panel_array(most * height * d, q.dtype), panel_array(most * height * dv, q.dtype)
+    S, m = panel_array(shape.block_k * w, q.dtype), panel_array(most * height, q.dtype)
+    l, alpha = panel_array(m.size, q.dtype), panel_array(height, q.dtype)
+    inverse = np.empty(height, q.dtype)
     at = np.empty(most, np.int64)  # the next visit of each row tile
     n_sets = tiles.set_ptr.size - 1
     while True:

@@ -11,7 +11,14 @@ from flashsim.engines.cpu.micro_kernels.plain import (
     product_set,
 )
 from flashsim.engines.cpu.primitives.atomics import fetch_add, give_way, load_acquire, store_release
-from flashsim.engines.cpu.primitives.packing import clear_rows, copy_rows, pack, panels_of, unpack
+from flashsim.engines.cpu.primitives.packing import (
+    clear_rows,
+    copy_rows,
+    pack,
+    panel_array,
+    panels_of,
+    unpack,
+)
 from flashsim.engines.cpu.primitives.parts import part
 from flashsim.engines.cpu.scores import (
     NO_ROUNDING,
@@ -44,10 +51,10 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
     w, d, dv, t = cpu.width, shape.d, shape.dv, inputs.q.dtype
     group = shape.heads // shape.kv_heads
     most, ld, padded = longest_run(tiles), panels_of(cpu, shape.block_k) * w, grads.dq_stride
-    K, V = np.empty(most * ld * d, t), np.empty(most * ld * dv, t)
-    dK, dV = np.empty(most * ld * d, t), np.empty(most * ld * dv, t)
-    K_rows = np.empty(most * ld * padded if fused else 0, t)
-    S, dS = np.empty(shape.block_q * ld, t), np.empty(shape.block_q * ld, t)
+    K, V = panel_array(most * ld * d, t), panel_array(most * ld * dv, t)
+    dK, dV = panel_array(most * ld * d, t), panel_array(most * ld * dv, t)
+    K_rows = panel_array(most * ld * padded if fused else 0, t)
+    S, dS = panel_array(shape.block_q * ld, t), panel_array(shape.block_q * ld, t)
     gate = np.empty(S.size if rules.softcap[0] > 0 else 0, t)
     scales, ones = np.full(shape.block_k, rules.scale, t), np.ones(shape.block_k, t)
     at = np.empty(most, np.int64)  # the next visit of each column tile
@@ -172,8 +179,9 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
     w, d, dv, t = cpu.width, shape.d, shape.dv, inputs.q.dtype
     group = shape.heads // shape.kv_heads
     lanes_all = panels_of(cpu, shape.block_q) * w
-    Q, dO, dQ = np.empty(lanes_all * d, t), np.empty(lanes_all * dv, t), np.empty(lanes_all * d, t)
-    S, dS = np.empty(shape.block_k * w, t), np.empty(shape.block_k * w, t)
+    Q, dO = panel_array(lanes_all * d, t), panel_array(lanes_all * dv, t)
+    dQ = panel_array(lanes_all * d, t)
+    S, dS = panel_array(shape.block_k * w, t), panel_array(shape.block_k * w, t)
     L, delta = np.zeros(lanes_all, t), np.zeros(lanes_all, t)
     gate = np.empty(S.size if rules.softcap[0] > 0 else 0, t)
     scales, one = np.full(shape.block_q, rules.scale, t), np.ones(1, t)

@@ -18,6 +18,8 @@ from flashsim.engines.cpu.micro_kernels.registers import ROWS, Blocking
 
 INT = ir.IntType(64)
 VOID = ir.VoidType()
+#: How many terms of a sum ahead a product brings its left operand near.
+AHEAD = 12
 ELEMENT = {4: ir.FloatType(), 8: ir.DoubleType()}
 
 
@@ -85,6 +87,14 @@ class Code:
         """One vector to memory."""
         self.b.store(value, self.b.bitcast(address, value.type.as_pointer()), align=self.itemsize)
 
+    def prefetch(self, address) -> None:
+        """Bring a cache line near; any address will do."""
+        kind, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
+        signature = ir.FunctionType(VOID, [kind, flag, flag, flag])
+        function = self.function.module.declare_intrinsic("llvm.prefetch", [kind], signature)
+        read, near, data = (ir.Constant(flag, value) for value in (0, 3, 1))
+        self.b.call(function, [self.b.bitcast(address, kind), read, near, data])
+
     def vectors(self, address) -> list:
         """The addresses of a panel row's vectors."""
         return [self.at(address, v * self.lanes) for v in range(self.vecs)]
@@ -115,22 +125,19 @@ class Code:
         """min(x, y); a NaN in y survives, one in x does not."""
         return self.b.select(self.b.fcmp_ordered("<", x, y), x, y)
 
-    def split(self, xs: list) -> tuple[list, list]:
-        """2^x in parts: with x = n + f, n whole and |f| <= 1/2: f and 2^n.
+    def whole(self, shifted: list) -> tuple[list, list]:
+        """n and 2^n of several vectors that were rounded to n by adding `Exponential.magic`.
 
-        Adding 1.5 * 2^mantissa rounds x to n and leaves n in the low bits, whence one shift makes
-        2^n. Several vectors go step by step together, so that their chains overlap.
+        The sum has n + bias in its low bits, whence one shift makes 2^n. Several vectors go step by
+        step together, so that their chains overlap.
         """
-        e = Exponential.of(self.itemsize)
-        magic = self.const(e.magic)
-        shifted = [self.b.fadd(x, magic) for x in xs]
-        fs = [self.b.fsub(x, self.b.fsub(t, magic)) for x, t in zip(xs, shifted, strict=True)]
-        whole = self.ints(0).type
+        e, bits = Exponential.of(self.itemsize), self.ints(0).type
+        ns = [self.b.fsub(t, self.const(e.magic)) for t in shifted]
         powers = [
-            self.b.bitcast(self.b.shl(self.b.bitcast(t, whole), self.ints(e.mantissa)), self.vector)
+            self.b.bitcast(self.b.shl(self.b.bitcast(t, bits), self.ints(e.mantissa)), self.vector)
             for t in shifted
         ]
-        return fs, powers
+        return ns, powers
 
     def polynomial(self, coefficients: tuple[float, ...], fs: list) -> list:
         """A polynomial, constant term first, of several vectors, step by step together."""
@@ -139,14 +146,17 @@ class Code:
             ps = [self.fma(p, f, self.const(coefficient)) for p, f in zip(ps, fs, strict=True)]
         return ps
 
-    def exp2(self, xs: list) -> list:
-        """2^x of several vectors, x < bias.
+    def exp(self, xs: list) -> list:
+        """e^x of several vectors, x < bias ln 2, as 2^n 2^f with n + f = x log2 e, |f| <= 1/2.
 
-        What is below the smallest normal number, -inf with it, gives exactly 0; NaN stays NaN.
+        x log2 e itself is never rounded: two fused multiply-adds take n and f from it. What is
+        below the smallest normal number, -inf with it, gives exactly 0; NaN stays NaN.
         """
-        e = Exponential.of(self.itemsize)
-        low = self.const(-e.bias)
-        fs, powers = self.split([self.larger(low, x) for x in xs])
+        e, log2e = Exponential.of(self.itemsize), self.const(np.log2(np.e))
+        low, magic = self.const(-e.bias * np.log(2)), self.const(e.magic)
+        xs = [self.larger(low, x) for x in xs]
+        ns, powers = self.whole([self.fma(x, log2e, magic) for x in xs])
+        fs = [self.fma(x, log2e, self.b.fneg(n)) for x, n in zip(xs, ns, strict=True)]
         ps = self.polynomial(e.coefficients[1:], fs)
         parts = zip(fs, powers, ps, strict=True)
         return [self.fma(p, self.b.fmul(f, power), power) for f, power, p in parts]
@@ -170,8 +180,8 @@ class Code:
         lost = [
             self.fma(x, rest, self.fma(x, factor, b.fneg(z))) for x, z in zip(xs, zs, strict=True)
         ]
-        fs, powers = self.split(zs)
-        fs = [b.fadd(f, more) for f, more in zip(fs, lost, strict=True)]
+        ns, powers = self.whole([b.fadd(z, self.const(e.magic)) for z in zs])
+        fs = [b.fadd(b.fsub(z, n), rest) for z, n, rest in zip(zs, ns, lost, strict=True)]
         ps = self.polynomial(e.less_one, fs)
         ys = [
             self.fma(p, b.fmul(f, power), b.fsub(power, one))
@@ -227,24 +237,30 @@ def build_step(module: ir.Module, block: Blocking, itemsize: int, mode: str, row
     for _ in range(1, rows):
         c_rows.append(code.at(c_rows[-1], ldc))
         a_rows.append(code.at(a_rows[-1], row))
-    if mode == "set":
-        sums = [code.const(0)] * (rows * code.vecs)
-    else:
-        sums = [code.load(c) for c_row in c_rows for c in code.vectors(c_row)]
-    if mode == "rescale":
-        factors = [code.load(address) for address in code.vectors(alpha[0])]
-        sums = [code.b.fmul(s, factors[i % code.vecs]) for i, s in enumerate(sums)]
+    places = [c for c_row in c_rows for c in code.vectors(c_row)]
+    if mode != "set" and block.prefetch:
+        for place in places:  # used after the loop, by when they are near
+            code.prefetch(place)
 
     def body(x, sums):
         right = [code.load(address) for address in code.vectors(code.at(B, code.b.mul(x, ldb)))]
         along = code.b.mul(x, step)
+        if block.prefetch:
+            next_step = code.at(A, code.times(row, rows), code.times(x, rows))
+            ahead = code.at(A, along, code.times(step, AHEAD))
+            code.prefetch(next_step if mode == "set" else ahead)
         left = [code.spread(code.at(a, along)) for a in a_rows]
         products = [(a, b) for a in left for b in right]
         return [code.fma(a, b, s) for (a, b), s in zip(products, sums, strict=True)]
 
-    sums = code.loop(n, sums, body)
-    for i, value in enumerate(sums):
-        code.store(value, code.vectors(c_rows[i // code.vecs])[i % code.vecs])
+    sums = code.loop(n, [code.const(0)] * len(places), body)
+    factors = [code.load(address) for pointer in alpha for address in code.vectors(pointer)]
+    for i, (value, place) in enumerate(zip(sums, places, strict=True)):
+        if mode == "add":
+            value = code.b.fadd(code.load(place), value)
+        elif mode == "rescale":
+            value = code.fma(code.load(place), factors[i % code.vecs], value)
+        code.store(value, place)
     return code.done()
 
 
@@ -289,49 +305,50 @@ def build_online_softmax(module: ir.Module, block: Blocking, itemsize: int):
     if not code.is_new:
         return code.function
     S, rows, m, l, alpha = code.function.args
-    b, log2e, minus_inf = code.b, code.const(np.log2(np.e)), code.const(-np.inf)
+    b, minus_inf = code.b, code.const(-np.inf)
 
-    def largest(r, tops):
-        scores = [code.load(x) for x in code.vectors(code.at(S, code.times(r, code.width)))]
-        return [code.larger(s, top) for s, top in zip(scores, tops, strict=True)]
+    def in_turn(body: Callable, carried: list) -> list:
+        """``sums = body(addresses, sums)`` for every row, two at a time, each with sums of its own.
 
-    tops = code.loop(rows, [minus_inf] * code.vecs, largest)
+        That makes two short chains of one long one, which rounds off half as much, too.
+        """
+
+        def rows_from(base, height: int) -> Callable:
+            def several(r, sums):
+                for k in range(height):
+                    row = code.vectors(code.at(base, code.times(r, code.width), k * code.width))
+                    sums = sums[code.vecs :] + body(row, sums[: code.vecs])
+                return sums
+
+            return several
+
+        odd = b.and_(rows, ir.Constant(INT, 1))
+        sums = code.loop(rows, carried * 2, rows_from(S, 2), by=2)
+        last = code.at(S, code.times(b.sub(rows, odd), code.width))
+        return code.loop(odd, sums, rows_from(last, 1))
+
+    def largest(row, tops):
+        return [code.larger(code.load(x), top) for x, top in zip(row, tops, strict=True)]
+
+    tops = in_turn(largest, [minus_inf] * code.vecs)
+    tops = [code.larger(x, y) for x, y in zip(tops, tops[code.vecs :], strict=False)]
     before = [code.load(x) for x in code.vectors(m)]
     tops = [code.larger(t, old) for t, old in zip(tops, before, strict=True)]
     seen = [b.fcmp_ordered("!=", top, minus_inf) for top in tops]
     bases = [b.select(s, top, code.const(0)) for s, top in zip(seen, tops, strict=True)]
     steps = [b.fsub(old, base) for old, base in zip(before, bases, strict=True)]
-    alphas = code.exp2([b.fmul(step, log2e) for step in steps])
+    alphas = code.exp(steps)
     for values, address in ((tops, m), (alphas, alpha)):
         for value, x in zip(values, code.vectors(address), strict=True):
             code.store(value, x)
 
-    def exponentials(height: int) -> Callable:
-        def body(r, sums):
-            addresses = [
-                x
-                for k in range(height)
-                for x in code.vectors(code.at(S, code.times(r, code.width), k * code.width))
-            ]
-            powers = code.exp2(
-                [
-                    b.fmul(b.fsub(code.load(x), bases[i % code.vecs]), log2e)
-                    for i, x in enumerate(addresses)
-                ]
-            )
-            for p, x in zip(powers, addresses, strict=True):
-                code.store(p, x)
-            first, rest = sums[: len(powers)], sums[len(powers) :]
-            return [b.fadd(x, p) for x, p in zip(first, powers, strict=True)] + rest
+    def exponentials(row, sums):
+        powers = code.exp([b.fsub(code.load(x), y) for x, y in zip(row, bases, strict=True)])
+        for p, x in zip(powers, row, strict=True):
+            code.store(p, x)
+        return [b.fadd(x, p) for x, p in zip(sums, powers, strict=True)]
 
-        return body
-
-    # Two rows together hide the latency of the polynomial, and each has sums of its own, which
-    # round off half as much as one long chain; an odd row is left over.
-    sums = code.loop(rows, [code.const(0)] * (2 * code.vecs), exponentials(2), by=2)
-    odd = b.and_(rows, ir.Constant(INT, 1))
-    S = code.at(S, code.times(b.sub(rows, odd), code.width))
-    sums = code.loop(odd, sums, exponentials(1))
+    sums = in_turn(exponentials, [code.const(0)] * code.vecs)
     both = [b.fadd(x, y) for x, y in zip(sums, sums[code.vecs :], strict=False)]
     for a, total, x in zip(alphas, both, code.vectors(l), strict=True):
         code.store(code.fma(a, code.load(x), total), x)
@@ -345,7 +362,7 @@ def build_grad_scores(module: ir.Module, block: Blocking, itemsize: int, by_row:
     if not code.is_new:
         return code.function
     S, dP, ld, rows, L, delta = code.function.args
-    b, log2e = code.b, code.const(np.log2(np.e))
+    b = code.b
 
     def statistics(r) -> list[list]:
         if by_row:
@@ -359,7 +376,7 @@ def build_grad_scores(module: ir.Module, block: Blocking, itemsize: int, by_row:
         start = b.mul(r, ld)
         s_at, dp_at = code.vectors(code.at(S, start)), code.vectors(code.at(dP, start))
         differences = [b.fsub(code.load(x), y) for x, y in zip(s_at, lse, strict=True)]
-        ps = code.exp2([b.fmul(x, log2e) for x in differences])
+        ps = code.exp(differences)
         for i, p in enumerate(ps):
             code.store(p, s_at[i])
             code.store(b.fmul(p, b.fsub(code.load(dp_at[i]), d[i])), dp_at[i])

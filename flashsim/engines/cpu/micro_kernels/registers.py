@@ -50,17 +50,20 @@ Cpu = Plain | Avx2 | Avx512 | Neon
 
 
 class Blocking(NamedTuple):
-    """Bytes of one vector register, and how many stand side by side in a panel."""
+    """Bytes of one vector register, how many stand side by side in a panel, and whether products
+    bring near what they read next (docs/notebooks/cpu.md: worth its instructions with AVX-512).
+    """
 
     register: int
     vecs: int
+    prefetch: bool = False
 
     def lanes(self, itemsize: int) -> int:
         """Elements of one register."""
         return self.register // itemsize
 
 
-BLOCKING = {Avx2: Blocking(32, 2), Avx512: Blocking(64, 4), Neon: Blocking(16, 4)}
+BLOCKING = {Avx2: Blocking(32, 2), Avx512: Blocking(64, 4, prefetch=True), Neon: Blocking(16, 4)}
 
 
 def best(dtype: str, *, plain: bool = False) -> Cpu:

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from flashsim.engines.cpu.primitives.parts import hot_part, part
+
+#: Bytes of a cache line: a vector register that lies across two takes two reads.
+LINE = 64
+
+
+@part
+def panel_array(n, dtype):
+    """Room for n elements, from the beginning of a cache line on."""
+    array = np.empty(n + LINE, dtype)
+    skip = -array.ctypes.data % LINE // array.itemsize
+    return array[skip : skip + n]
 
 
 @part
