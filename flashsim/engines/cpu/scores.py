@@ -100,10 +100,14 @@ def finish_scores(cpu, S, s0, ld, first, last, lanes, rules, place, masked, bits
     if masked and rules.banded:
         for r in range(first, last):
             rel = place.rel + r * place.rel_row
-            for c in range(lanes):
-                d = rel + c * place.rel_lane
-                if d > rules.right or d < -rules.left:
-                    S[s0 + r * ld + c] = -np.inf
+            if place.rel_lane > 0:
+                begin, end = -rules.left - rel, rules.right - rel + 1
+            else:
+                begin, end = rel - rules.right, rel + rules.left + 1
+            for c in range(0, min(begin, lanes)):
+                S[s0 + r * ld + c] = -np.inf
+            for c in range(max(end, 0), lanes):
+                S[s0 + r * ld + c] = -np.inf
     if place.keep >= 0:
         for r in range(first, last):
             at = place.keep + r * place.keep_row

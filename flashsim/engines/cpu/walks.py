@@ -43,7 +43,7 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
     Q, O = panel_array(most * height * d, q.dtype), panel_array(most * height * dv, q.dtype)
     S, m = panel_array(shape.block_k * w, q.dtype), panel_array(most * height, q.dtype)
     l, alpha = panel_array(m.size, q.dtype), panel_array(height, q.dtype)
-    inverse = np.empty(height, q.dtype)
+    inverse, scales = np.empty(height, q.dtype), np.full(height, rules.scale, q.dtype)
     at = np.empty(most, np.int64)  # the next visit of each row tile
     n_sets = tiles.set_ptr.size - 1
     while True:
@@ -57,7 +57,7 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
             bias0 = batch * rules.bias_batch + head * rules.bias_head
             for i in range(begin, end):
                 q0, n, x = tiles.own[i, 0], tiles.own[i, 1] - tiles.own[i, 0], (i - begin) * height
-                pack(cpu, Q[x * d :], q, (h * shape.n_q + q0) * d, n, d, rules.scale)
+                pack(cpu, Q[x * d :], q, (h * shape.n_q + q0) * d, n, d, scales)
                 at[i - begin] = tiles.ptr[i]
             O[:] = 0
             m[:] = -np.inf

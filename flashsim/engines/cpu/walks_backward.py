@@ -69,8 +69,8 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
             for j in range(begin, end):
                 x, n = (j - begin) * ld, tiles.own[j, 1] - tiles.own[j, 0]
                 col0 = kv_head * shape.n_kv + tiles.own[j, 0]
-                pack(cpu, K[x * d :], inputs.k, col0 * d, n, d, rules.scale)
-                pack(cpu, V[x * dv :], inputs.v, col0 * dv, n, dv, ones[0])
+                pack(cpu, K[x * d :], inputs.k, col0 * d, n, d, scales)
+                pack(cpu, V[x * dv :], inputs.v, col0 * dv, n, dv, ones)
                 if fused:
                     copy_rows(K_rows[x * padded :], padded, inputs.k, col0 * d, n, d, rules.scale)
             dK[:] = 0
@@ -184,7 +184,7 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
     S, dS = panel_array(shape.block_k * w, t), panel_array(shape.block_k * w, t)
     L, delta = np.zeros(lanes_all, t), np.zeros(lanes_all, t)
     gate = np.empty(S.size if rules.softcap[0] > 0 else 0, t)
-    scales, one = np.full(shape.block_q, rules.scale, t), np.ones(1, t)
+    scales, ones = np.full(shape.block_q, rules.scale, t), np.ones(shape.block_q, t)
     n_sets = tiles.set_ptr.size - 1
     while True:
         item = fetch_add(counter)
@@ -197,8 +197,8 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
             kv = (batch * shape.kv_heads + head // group) * shape.n_kv
             bias0 = batch * rules.bias_batch + head * rules.bias_head
             row0 = h * shape.n_q + q0
-            pack(cpu, Q, inputs.q, row0 * d, rows, d, rules.scale)
-            pack(cpu, dO, inputs.dout, row0 * dv, rows, dv, one[0])
+            pack(cpu, Q, inputs.q, row0 * d, rows, d, scales)
+            pack(cpu, dO, inputs.dout, row0 * dv, rows, dv, ones)
             for r in range(rows):
                 L[r], delta[r] = inputs.lse[row0 + r], inputs.delta[row0 + r]
             dQ[:] = 0

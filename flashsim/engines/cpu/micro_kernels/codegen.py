@@ -189,6 +189,31 @@ class Code:
         ]
         return [b.fdiv(y, b.fadd(y, two)) for y in ys]
 
+    def transposed(self, rows: list) -> list:
+        """The columns of a square: as many vectors as they have lanes.
+
+        Pairs of vectors that are 1, 2, 4, .. apart exchange blocks as large: of the first one every
+        second block moves over, of the other the rest comes back.
+        """
+        size = 1
+        while size < self.lanes:
+            first, second = [], []
+            for lane in range(self.lanes):
+                odd = lane // size % 2
+                first.append(lane + (self.lanes - size) * odd)
+                second.append(lane + size + (self.lanes - size) * odd)
+            for i in range(self.lanes):
+                if i // size % 2 == 0:
+                    pair = rows[i], rows[i + size]
+                    rows[i], rows[i + size] = (self.pick(*pair, m) for m in (first, second))
+            size *= 2
+        return rows
+
+    def pick(self, x, y, lanes: list[int]):
+        """A vector of lanes of x and, counted on from there, of y."""
+        mask = ir.Constant(ir.VectorType(ir.IntType(32), self.lanes), lanes)
+        return self.b.shuffle_vector(x, y, mask)
+
     # -- control --------------------------------------------------------------------------------
 
     def loop(self, count, carried: list, body: Callable, by: int = 1) -> list:
@@ -406,4 +431,42 @@ def build_soft_cap(module: ir.Module, block: Blocking, itemsize: int, gated: boo
         return []
 
     code.loop(rows, [], body)
+    return code.done()
+
+
+def build_transpose(module: ir.Module, block: Blocking, itemsize: int, out: bool):
+    """panels, X, rows, cols, d, factors: see `panels.transpose_in` and, if `out`, `_out`."""
+    code = Code(module, "transpose_out" if out else "transpose_in", block, itemsize, "ppiiip")
+    if not code.is_new:
+        return code.function
+    panels, X, rows, cols, d, factors = code.function.args
+    b, width = code.b, ir.Constant(INT, code.width)
+
+    def square(row, x) -> None:
+        column = b.add(b.mul(b.sdiv(row, width), d), x)
+        inside = code.at(panels, b.mul(column, width), b.srem(row, width))
+        lanes = range(code.lanes)
+        rows_at = [code.at(X, b.mul(b.add(row, ir.Constant(INT, k)), d), x) for k in lanes]
+        lanes_at = [code.at(inside, k * code.width) for k in lanes]
+        scales = [code.spread(code.at(factors, row, k)) for k in lanes]
+        values = [code.load(address) for address in (lanes_at if out else rows_at)]
+        if out:
+            values = [b.fmul(v, s) for v, s in zip(code.transposed(values), scales, strict=True)]
+        else:
+            values = code.transposed([b.fmul(v, s) for v, s in zip(values, scales, strict=True)])
+        for value, address in zip(values, rows_at if out else lanes_at, strict=True):
+            code.store(value, address)
+
+    def along(row):
+        def body(x, _):
+            square(row, x)
+            return []
+
+        return body
+
+    def body(row, _):
+        code.loop(cols, [], along(row), by=code.lanes)
+        return []
+
+    code.loop(rows, [], body, by=code.lanes)
     return code.done()

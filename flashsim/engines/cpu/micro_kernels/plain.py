@@ -139,3 +139,21 @@ def soft_cap_gated(cpu, S, s0, ld, rows, c, gate, g0):
             t = np.tanh(S[s0 + x] / c[0])
             S[s0 + x] = c[0] * t
             gate[g0 + x] = 1 - t * t
+
+
+@operation(vector.transpose_in)
+def transpose_in(cpu, panels, X, x0, rows, cols, d, factors):
+    """X (rows, d), each row times its factor, into panels: `cols` of its columns, see `pack`."""
+    w = cpu.width
+    for row in range(rows):
+        for x in range(cols):
+            panels[(row // w * d + x) * w + row % w] = X[x0 + row * d + x] * factors[row]
+
+
+@operation(vector.transpose_out)
+def transpose_out(cpu, panels, X, x0, rows, cols, d, factors):
+    """The reverse of `transpose_in`."""
+    w = cpu.width
+    for row in range(rows):
+        for x in range(cols):
+            X[x0 + row * d + x] = panels[(row // w * d + x) * w + row % w] * factors[row]

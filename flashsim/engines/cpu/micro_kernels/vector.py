@@ -15,6 +15,7 @@ from flashsim.engines.cpu.micro_kernels.codegen import (
     build_online_softmax,
     build_product,
     build_soft_cap,
+    build_transpose,
 )
 from flashsim.engines.cpu.micro_kernels.registers import BLOCKING
 
@@ -74,6 +75,8 @@ _softmax = _intrinsic("a o0 i a a a o1,2,3", build_online_softmax)
 _by_row = _intrinsic("a o0 a o1 i i a a o2,3", build_grad_scores, by_row=True)
 _cap = _intrinsic("a o0 i i a", build_soft_cap, gated=False)
 _cap_gated = _intrinsic("a o0 i i a a o2", build_soft_cap, gated=True)
+_in = _intrinsic("a a o1 i i i a", build_transpose, out=False)
+_out = _intrinsic("a a o1 i i i a", build_transpose, out=True)
 _by_lane = _intrinsic("a o0 a o1 i i a a o2,3", build_grad_scores, by_row=False)
 
 
@@ -115,3 +118,13 @@ def soft_cap(cpu, S, s0, ld, rows, c):
 def soft_cap_gated(cpu, S, s0, ld, rows, c, gate, g0):
     """`panels.soft_cap_gated`."""
     _cap_gated(cpu, (S, s0, ld, rows, c, gate, g0))
+
+
+def transpose_in(cpu, panels, X, x0, rows, cols, d, factors):
+    """`panels.transpose_in`."""
+    _in(cpu, (panels, X, x0, rows, cols, d, factors))
+
+
+def transpose_out(cpu, panels, X, x0, rows, cols, d, factors):
+    """`panels.transpose_out`."""
+    _out(cpu, (panels, X, x0, rows, cols, d, factors))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from flashsim.engines.cpu.micro_kernels.plain import transpose_in, transpose_out
 from flashsim.engines.cpu.primitives.parts import hot_part, part
 
 #: Bytes of a cache line: a vector register that lies across two takes two reads.
 LINE = 64
+#: Rows and columns that are transposed a register at a time: multiples of every register's lanes.
+SIDE = 16
 
 
 @part
@@ -25,34 +28,37 @@ def panels_of(cpu, n):
 
 
 @hot_part
-def pack(cpu, panels, X, x0, n, d, factor):
-    """Transpose n rows of X (.., d), times `factor`, into panels: row x of panel p at (p d + x)."""
-    w = cpu.width
-    for p in range(panels_of(cpu, n)):
-        for c in range(w):
-            row = p * w + c
-            for x in range(d):
-                value = X[x0 + row * d + x] * factor if row < n else X.dtype.type(0)
-                panels[(p * d + x) * w + c] = value
+def pack(cpu, panels, X, x0, n, d, factors):
+    """Transpose n rows of X (.., d), each times its factor, into panels; lanes past n are zero.
+
+    Row x of panel p begins at (p d + x) times the panel's width.
+    """
+    w, rows, cols = cpu.width, n // SIDE * SIDE, d // SIDE * SIDE
+    transpose_in(cpu, panels, X, x0, rows, cols, d, factors)
+    for row in range(panels_of(cpu, n) * w):
+        for x in range(cols if row < rows else 0, d):
+            value = X[x0 + row * d + x] * factors[row] if row < n else X.dtype.type(0)
+            panels[(row // w * d + x) * w + row % w] = value
 
 
 @hot_part
 def unpack(cpu, panels, X, x0, n, d, factors):
-    """The reverse of `pack`, with a factor for each row."""
-    w = cpu.width
+    """The reverse of `pack`."""
+    w, rows, cols = cpu.width, n // SIDE * SIDE, d // SIDE * SIDE
+    transpose_out(cpu, panels, X, x0, rows, cols, d, factors)
     for row in range(n):
-        p, c = row // w, row % w
-        for x in range(d):
-            X[x0 + row * d + x] = panels[(p * d + x) * w + c] * factors[row]
+        for x in range(cols if row < rows else 0, d):
+            X[x0 + row * d + x] = panels[(row // w * d + x) * w + row % w] * factors[row]
 
 
 @part
 def copy_rows(out, stride, X, x0, n, d, factor):
     """n rows of X (.., d), times `factor`, with zeros after them up to the row length `stride`."""
     for row in range(n):
-        for x in range(stride):
-            value = X[x0 + row * d + x] * factor if x < d else X.dtype.type(0)
-            out[row * stride + x] = value
+        for x in range(d):
+            out[row * stride + x] = X[x0 + row * d + x] * factor
+        for x in range(d, stride):
+            out[row * stride + x] = 0
 
 
 @part
