@@ -285,7 +285,8 @@ def _not_finite(array: Any) -> int:
     """How many values are NaN or infinite."""
     ours = dtype_name(array) in ("bfloat16", *checks.FP8)
     wide = array.astype(np.float32) if ours else array
-    return int((~np.isfinite(wide)).sum())
+    finite = np.isfinite(wide)
+    return 0 if finite.all() else int((~finite).sum())  # counting takes three times as long
 
 
 def warn_of_overflow(results: Mapping[str, Any], given: Mapping[str, Any]) -> None:

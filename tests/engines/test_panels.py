@@ -13,6 +13,7 @@ from numba import njit
 from flashsim.engines.cpu import scores
 from flashsim.engines.cpu.micro_kernels import codegen, plain, registers
 from flashsim.engines.cpu.micro_kernels.registers import BLOCKING, ROWS, Avx2, Avx512, Neon, Plain
+from flashsim.engines.cpu.primitives import packing
 from flashsim.problem.problem import numpy_dtype
 
 HOST = type(registers.best("float32"))
@@ -49,6 +50,16 @@ def by_row(cpu, *args):
 @njit
 def by_lane(cpu, *args):
     plain.grad_scores_by_lane(cpu, *args)
+
+
+@njit
+def pack(cpu, *args):
+    packing.pack(cpu, *args)
+
+
+@njit
+def unpack(cpu, *args):
+    packing.unpack(cpu, *args)
 
 
 @njit
@@ -105,6 +116,29 @@ def test_online_softmax(rows, dtype):
     l[2:] = 1 + rng.random(w)
     m[3], l[3] = -np.inf, 0
     compare(plain.online_softmax, softmax, dtype, first, 64)
+
+
+@pytest.mark.parametrize("kind", [Plain, Avx2, Avx512, Neon])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("n", "d"), [(1, 1), (15, 17), (16, 16), (33, 32), (70, 40), (128, 64)])
+def test_packing_transposes_and_back(kind, dtype, n, d):
+    """Each row times its factor, nothing but zeros beside it, and every square in its place."""
+    block = BLOCKING[HOST if kind is Plain else kind]
+    cpu = kind(block.lanes(np.dtype(dtype).itemsize) * block.vecs)
+    rng = np.random.default_rng(n)
+    X, factors = (rng.standard_normal(size).astype(dtype) for size in (3 + n * d, n))
+    lanes = -(-n // cpu.width) * cpu.width
+    panels = np.full(lanes * d + 1, 7, dtype)
+    pack(cpu, panels, X, 3, n, d, factors)
+    rows = X[3:].reshape(n, d) * factors[:, None]
+    filled = np.zeros((lanes, d), dtype)
+    filled[:n] = rows
+    expected = filled.reshape(-1, cpu.width, d).transpose(0, 2, 1).reshape(-1)
+    np.testing.assert_array_equal(panels[:-1], expected)
+    back = np.full(2 + n * d + 1, 7, dtype)
+    unpack(cpu, panels, back, 2, n, d, factors)
+    np.testing.assert_array_equal(back[2:-1].reshape(n, d), rows * factors[:, None])
+    assert panels[-1] == back[0] == back[1] == back[-1] == 7
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
