@@ -72,6 +72,11 @@ def cap_gated(cpu, *args):
     plain.soft_cap_gated(cpu, *args)
 
 
+@njit
+def round_(cpu, *args):
+    scores.round_panel(cpu, *args)
+
+
 def compare(definition, walk, dtype, args, ulps):
     """Run both on copies; every array must agree, and nothing beside a panel may change."""
     cpu = registers.best(dtype)
@@ -224,17 +229,21 @@ def test_rounding_to_16_bits(dtype, rounding):
     narrow = numpy_dtype(dtype)
     exact = np.arange(2**16, dtype=np.uint16).view(narrow).astype(np.float32)
     exact = np.sort(exact[np.isfinite(exact)])
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         half = (exact[1:].astype(np.float64) + exact[:-1]) / 2
         half = half.astype(np.float32)
+        nans = np.uint32([0x7FC00000, 0x7F800001, 0xFFFFFFFF, 0x7FFFFFFF]).view(np.float32)
         x = np.concatenate(
-            [exact, half, np.nextafter(half, np.float32(9)), np.float32([np.nan, np.inf, -np.inf])]
+            [exact, half, np.nextafter(half, np.float32(9)), np.float32([np.inf, -np.inf]), nans]
         )
         cpu = registers.best("float32")
         x = np.concatenate([x, np.zeros(-len(x) % cpu.width, np.float32)])
         expected = x.astype(narrow).astype(np.float32)
-    scores.round_panel(cpu, x, 0, cpu.width, len(x) // cpu.width, rounding)
-    np.testing.assert_array_equal(x, expected)
+    for walk, kind in ((scores.round_panel, Plain), (round_, Plain), (round_, HOST)):
+        rounded = x.copy()
+        walk(kind(cpu.width), rounded, 0, cpu.width, len(x) // cpu.width, rounding)
+        np.testing.assert_array_equal(rounded, expected)
+        assert np.isnan(rounded).sum() == np.isnan(x).sum()
 
 
 # -- what LLVM makes of it -------------------------------------------------------------------------

@@ -11,7 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flashsim.engines.cpu.micro_kernels.plain import soft_cap, soft_cap_gated
+from flashsim.engines.cpu.micro_kernels.plain import (
+    round_to_bfloat16,
+    round_to_float16,
+    soft_cap,
+    soft_cap_gated,
+)
 from flashsim.engines.cpu.primitives.parts import part
 
 #: How P and dS are rounded before they meet V, K and Q: the input's type, if it is narrower.
@@ -139,33 +144,11 @@ def add_bias_gradient(dbias, dS, s0, ld, first, last, lanes, place):
 
 @part
 def round_panel(cpu, X, x0, ld, rows, rounding):
-    """Round to the nearest number of a 16-bit type (ties to even), staying in float32.
-
-    Works on the bits, since Numba has no 16-bit floats on CPUs. NaN and infinity stay.
-    """
-    bits = X.view(np.uint32)
-    for r in range(rows):
-        for at in range(x0 + r * ld, x0 + r * ld + cpu.width):
-            size = abs(X[at])
-            if not size < np.inf:
-                continue
-            if rounding == BFLOAT16:
-                bits[at] = _drop(bits[at], np.uint32(16))
-            elif size < 2.0**-14:  # subnormal in float16: a multiple of 2^-24, the ulp of 1/2
-                half = np.copysign(np.float32(0.5), np.float32(X[at]))
-                X[at] = (np.float32(X[at]) + half) - half
-            else:
-                bits[at] = _drop(bits[at], np.uint32(13))
-                if abs(X[at]) > 65504:
-                    X[at] = np.copysign(np.inf, X[at])
-
-
-@part
-def _drop(u, n):
-    """The bits `u` of a float32 without its last n mantissa bits, rounded to nearest, ties even."""
-    one = np.uint32(1)
-    even = (u >> n) & one
-    return np.uint32((u + (one << (n - one)) - one + even) >> n << n)
+    """Round to the nearest number of a 16-bit type (ties to even), staying in float32."""
+    if rounding == BFLOAT16:
+        round_to_bfloat16(cpu, X, x0, ld, rows)
+    else:
+        round_to_float16(cpu, X, x0, ld, rows)
 
 
 @part

@@ -22,7 +22,7 @@ import numpy as np
 
 from flashsim.engines.cpu.micro_kernels import vector
 from flashsim.engines.cpu.micro_kernels.registers import Plain
-from flashsim.engines.cpu.primitives.parts import HotPart, using
+from flashsim.engines.cpu.primitives.parts import HotPart, part, using
 
 LOG2E = 1.4426950408889634
 
@@ -157,3 +157,40 @@ def transpose_out(cpu, panels, X, x0, rows, cols, d, factors):
     for row in range(rows):
         for x in range(cols):
             X[x0 + row * d + x] = panels[(row // w * d + x) * w + row % w] * factors[row]
+
+
+@operation(vector.round_to_bfloat16)
+def round_to_bfloat16(cpu, X, x0, ld, rows):
+    """Round to the nearest bfloat16 (ties to even), staying in float32; NaN and infinity stay.
+
+    On the bits, since Numba has no 16-bit floats on CPUs.
+    """
+    bits = X.view(np.uint32)
+    for r in range(rows):
+        for at in range(x0 + r * ld, x0 + r * ld + cpu.width):
+            if abs(X[at]) < np.inf:
+                bits[at] = _drop(bits[at], np.uint32(16))
+
+
+@operation(vector.round_to_float16)
+def round_to_float16(cpu, X, x0, ld, rows):
+    """The same to the nearest float16; infinity from 65520 on."""
+    bits = X.view(np.uint32)
+    for r in range(rows):
+        for at in range(x0 + r * ld, x0 + r * ld + cpu.width):
+            size = abs(X[at])
+            if size < 2.0**-14:  # subnormal in float16: a multiple of 2^-24, the ulp of 1/2
+                half = np.copysign(np.float32(0.5), np.float32(X[at]))
+                X[at] = (np.float32(X[at]) + half) - half
+            elif size < np.inf:
+                bits[at] = _drop(bits[at], np.uint32(13))
+                if abs(X[at]) > 65504:
+                    X[at] = np.copysign(np.inf, X[at])
+
+
+@part
+def _drop(u, n):
+    """The bits `u` of a float32 without its last n mantissa bits, rounded to nearest, ties even."""
+    one = np.uint32(1)
+    even = (u >> n) & one
+    return np.uint32((u + (one << (n - one)) - one + even) >> n << n)

@@ -14,6 +14,7 @@ from flashsim.engines.cpu.micro_kernels.codegen import (
     build_grad_scores,
     build_online_softmax,
     build_product,
+    build_round,
     build_soft_cap,
     build_transpose,
 )
@@ -77,6 +78,8 @@ _cap = _intrinsic("a o0 i i a", build_soft_cap, gated=False)
 _cap_gated = _intrinsic("a o0 i i a a o2", build_soft_cap, gated=True)
 _in = _intrinsic("a a o1 i i i a", build_transpose, out=False)
 _out = _intrinsic("a a o1 i i i a", build_transpose, out=True)
+_bfloat16 = _intrinsic("a o0 i i", build_round, bfloat16=True)
+_float16 = _intrinsic("a o0 i i", build_round, bfloat16=False)
 _by_lane = _intrinsic("a o0 a o1 i i a a o2,3", build_grad_scores, by_row=False)
 
 
@@ -128,3 +131,13 @@ def transpose_in(cpu, panels, X, x0, rows, cols, d, factors):
 def transpose_out(cpu, panels, X, x0, rows, cols, d, factors):
     """`panels.transpose_out`."""
     _out(cpu, (panels, X, x0, rows, cols, d, factors))
+
+
+def round_to_bfloat16(cpu, X, x0, ld, rows):
+    """`scores.round_to_bfloat16`."""
+    _bfloat16(cpu, (X, x0, ld, rows))
+
+
+def round_to_float16(cpu, X, x0, ld, rows):
+    """`scores.round_to_float16`."""
+    _float16(cpu, (X, x0, ld, rows))
