@@ -4,8 +4,9 @@ Forward and both forms of the backward pass for everything a `Problem` can say. 
 in the accumulator's type on whole arrays widened once; memory stays linear in the sequence. Every
 sum has one order, so results do not depend on the number of threads.
 
-Options of `run`: ``threads`` (default: the CPUs this process may use) and ``micro_kernel``,
-"vector" or "plain" (see `panels.py`; default: "vector" where the CPU's registers are known).
+Options of `run`: ``threads`` (default: the CPUs this process may use) and ``micro_kernel``:
+"vector" or "plain" (see `micro_kernels`; default: "vector" where the CPU's registers are known) or,
+for bfloat16, "amx" or "avx512_bf16" (see `pairs`; the default, in this order, where it can run).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ WALKS = {
     "dkdv": "grad_keys",
     "fused": "grad_keys",
 }
-MICRO_KERNELS = ("vector", "plain")
+MICRO_KERNELS = ("vector", "plain", *registers.PAIRED)
 
 #: Tiles that suit a CPU's caches (docs/notebooks/cpu.md): where no tiling is asked for, the first
 #: that fits the device.
@@ -70,7 +71,7 @@ def forward(job: Job) -> Outcome:
     p = job.problem
     out = np.empty((p.batch, p.heads, p.n_q, p.head_dim_v), p.compute_dtype)
     lse = np.empty((p.batch, p.heads, p.n_q), p.compute_dtype)
-    engine.walk("forward", *engine.wide(job.q, job.k, job.v), out.reshape(-1), lse.reshape(-1))
+    engine.walk("forward", *engine.operands(job.q, job.k, job.v), out.reshape(-1), lse.reshape(-1))
     with np.errstate(over="ignore"):  # `run` warns, with what was given in sight
         out = out.astype(numpy_dtype(p.dtype), copy=False)
     return engine.outcome({"out": out, "lse": lse}, {"O": out, "L": lse})
@@ -85,11 +86,12 @@ def backward(job: Job, saved: Mapping[str, Any], dout: np.ndarray) -> Outcome:
     """The backward pass: in three passes ("flash2"), or fused, with dQ summed up in memory."""
     engine = _CpuPass(job, "backward")
     p, real = job.problem, job.problem.compute_dtype
-    out, dout, q, k, v = engine.wide(saved["O"], dout, job.q, job.k, job.v)
+    q, k, v, dout_operand = engine.operands(job.q, job.k, job.v, dout)
+    out, dout = engine.wide(saved["O"], dout)
     lse = threads.frozen(np.where(np.isneginf(saved["L"]), 0, saved["L"]))
     delta = np.empty(p.batch * p.heads * p.n_q, real)
     engine.walk("delta", out, dout, delta)
-    inputs = WalkInputs(q, k, v, dout, lse, threads.frozen(delta))
+    inputs = WalkInputs(q, k, v, dout_operand, lse, threads.frozen(delta))
 
     dk = np.empty((p.batch, p.kv_heads, p.n_kv, p.head_dim), real)
     dv = np.empty((p.batch, p.kv_heads, p.n_kv, p.head_dim_v), real)
@@ -128,7 +130,8 @@ class _CpuPass:
                 "backend='numpy' simulates every algorithm"
             )
         self.threads = _threads(job.options.get("threads"))
-        self.cpu = _cpu(job.options.get("micro_kernel"), p.compute_dtype)
+        self.cpu = _cpu(job.options.get("micro_kernel"), p)
+        self.pairs = bool(registers.BLOCKING[type(self.cpu)].pairs)
         self.tiling = _tiling(p, job.tiling, job.device, job.algorithm, self.direction)
         tile = self.tiling.clip(p)
         sizes = (p.heads, p.kv_heads, p.n_q, p.n_kv, p.head_dim, p.head_dim_v)
@@ -154,6 +157,13 @@ class _CpuPass:
         """Flat, contiguous and in the accumulator's type; a view where possible."""
         real = self.job.problem.compute_dtype
         return [threads.frozen(x.astype(real, copy=False)) for x in arrays]
+
+    def operands(self, *arrays: np.ndarray) -> list[np.ndarray]:
+        """What products read: as `wide`, or the bits of bfloat16 as they lie in memory."""
+        if not self.pairs:
+            return self.wide(*arrays)
+        dtype = numpy_dtype("bfloat16")
+        return [threads.frozen(x.astype(dtype, copy=False)).view(np.uint16) for x in arrays]
 
     def schedule(self, stage: plans.Stage) -> Schedule:
         """A stage's walk."""
@@ -188,7 +198,8 @@ class _CpuPass:
             if WALKS[name] == "grad_keys":
                 args += [fused, turns]
             long = self._work(schedule, len(csr[1])) > threads.LONG
-            threads.run(WALKS[name], self.threads, self.cpu, *args, counter=counter, long=long)
+            walk = "pairs_" * (self.pairs and name != "delta") + WALKS[name]
+            threads.run(walk, self.threads, self.cpu, *args, counter=counter, long=long)
         if self.job.trace:
             shape = walks, p.batch * p.heads // walks, len(csr[1])
             self._trace(stage, schedule, notes.steps, notes.visits.reshape(shape))
@@ -353,16 +364,37 @@ def _threads(given: Any) -> int:
     return int(given)
 
 
-def _cpu(micro_kernel: Any, dtype: str) -> registers.Cpu:
+def _cpu(micro_kernel: Any, problem: Problem) -> registers.Cpu:
     if micro_kernel is not None:
         checks.one_of("micro_kernel", micro_kernel, MICRO_KERNELS)
-    cpu = registers.best(dtype, plain=micro_kernel == "plain")
+    if micro_kernel in registers.PAIRED:
+        return _paired(micro_kernel, problem.dtype)
+    if micro_kernel is None and problem.dtype == "bfloat16":
+        for name in registers.PAIRED:
+            if registers.without(name) is None:
+                return registers.paired(name)
+    cpu = registers.best(problem.compute_dtype, plain=micro_kernel == "plain")
     if micro_kernel == "vector" and isinstance(cpu, registers.Plain):
         raise BackendUnavailable(
             "micro_kernel='vector' needs a CPU with AVX2 and FMA, AVX-512 or NEON; "
             "micro_kernel='plain' runs on any"
         )
     return cpu
+
+
+def _paired(micro_kernel: str, dtype: str) -> registers.Cpu:
+    if dtype != "bfloat16":
+        raise OptionError(
+            f"micro_kernel={micro_kernel!r} multiplies bfloat16, and the inputs are {dtype}: "
+            "convert them, or leave micro_kernel out"
+        )
+    missing = registers.without(micro_kernel)
+    if missing is not None:
+        raise BackendUnavailable(
+            f"micro_kernel={micro_kernel!r} cannot run here: {missing}; leave micro_kernel out for "
+            "what this CPU does best"
+        )
+    return registers.paired(micro_kernel)
 
 
 __all__ = ["NOTE", "OPTIONS", "backward", "forward", "recall"]

@@ -16,6 +16,8 @@ from numba import njit
 from numba.core.event import Event, Listener, install_listener
 
 from flashsim.engines.cpu import walks, walks_backward
+from flashsim.engines.cpu.pairs import backward as pair_walks_backward
+from flashsim.engines.cpu.pairs import forward as pair_walks
 from flashsim.engines.cpu.primitives.references import borrow
 from flashsim.l2.compiled import keep, kept
 
@@ -60,11 +62,32 @@ def _entries(sources: str) -> dict[str, Any]:
         sources  # noqa: B018
         walks_backward.grad_queries(cpu, *borrow(args))
 
+    @keep
+    @njit(nogil=True)
+    def pairs_forward(cpu, *args):
+        sources  # noqa: B018
+        pair_walks.forward(cpu, *borrow(args))
+
+    @keep
+    @njit(nogil=True)
+    def pairs_grad_keys(cpu, *args):
+        sources  # noqa: B018
+        pair_walks_backward.grad_keys(cpu, *borrow(args))
+
+    @keep
+    @njit(nogil=True)
+    def pairs_grad_queries(cpu, *args):
+        sources  # noqa: B018
+        pair_walks_backward.grad_queries(cpu, *borrow(args))
+
     return {
         "forward": forward,
         "delta": delta,
         "grad_keys": grad_keys,
         "grad_queries": grad_queries,
+        "pairs_forward": pairs_forward,
+        "pairs_grad_keys": pairs_grad_keys,
+        "pairs_grad_queries": pairs_grad_queries,
     }
 
 

@@ -228,6 +228,10 @@ class Code:
         )  # a payload in the lower bits alone would be lost
         return b.select(b.fcmp_unordered("uno", x, x), quiet, rounded)
 
+    def step(self, left, right, total):
+        """What one row of B adds to a sum of a product."""
+        return self.fma(left, right, total)
+
     # -- control --------------------------------------------------------------------------------
 
     def loop(self, count, carried: list, body: Callable, by: int = 1) -> list:
@@ -259,14 +263,21 @@ class Code:
         return self.function
 
 
-def build_step(module: ir.Module, block: Blocking, itemsize: int, mode: str, rows: int):
+def build_step(
+    module: ir.Module,
+    block: Blocking,
+    itemsize: int,
+    mode: str,
+    rows: int,
+    writer: type[Code] = Code,
+):
     """`rows` rows of a product, all accumulators in registers: C, ldc, A, row, step, B, ldb, n.
 
     For each x: one scalar of A a row is spread over the lanes and multiplied with the vectors of
     B's row x. `mode` is "set", "add" or "rescale" (which takes the address of alpha as well).
     """
     args = "pipiipii" + ("p" if mode == "rescale" else "")
-    code = Code(module, f"{mode}_{rows}", block, itemsize, args)
+    code = writer(module, f"{mode}_{rows}", block, itemsize, args)
     if not code.is_new:
         return code.function
     C, ldc, A, row, step, B, ldb, n, *alpha = code.function.args
@@ -290,7 +301,7 @@ def build_step(module: ir.Module, block: Blocking, itemsize: int, mode: str, row
             code.prefetch(next_step if mode == "set" else ahead)
         left = [code.spread(code.at(a, along)) for a in a_rows]
         products = [(a, b) for a in left for b in right]
-        return [code.fma(a, b, s) for (a, b), s in zip(products, sums, strict=True)]
+        return [code.step(a, b, s) for (a, b), s in zip(products, sums, strict=True)]
 
     sums = code.loop(n, [code.const(0)] * len(places), body)
     factors = [code.load(address) for pointer in alpha for address in code.vectors(pointer)]
@@ -303,19 +314,21 @@ def build_step(module: ir.Module, block: Blocking, itemsize: int, mode: str, row
     return code.done()
 
 
-def build_product(module: ir.Module, block: Blocking, itemsize: int, mode: str):
+def build_product(
+    module: ir.Module, block: Blocking, itemsize: int, mode: str, writer: type[Code] = Code
+):
     """Any number of rows: `ROWS` at a time, then what is left: C, ldc, A, row, step, B, ldb, rows,
     n and, to rescale, alpha.
     """
     args = "pipiipiii" + ("p" if mode == "rescale" else "")
-    code = Code(module, mode, block, itemsize, args)
+    code = writer(module, mode, block, itemsize, args)
     if not code.is_new:
         return code.function
     C, ldc, A, row, step, B, ldb, rows, n, *alpha = code.function.args
     b = code.b
 
     def rest(first, count: int) -> None:
-        function = build_step(module, block, itemsize, mode, count)
+        function = build_step(module, block, itemsize, mode, count, writer)
         c, a = code.at(C, b.mul(first, ldc)), code.at(A, b.mul(first, row))
         b.call(function, [c, ldc, a, row, step, B, ldb, n, *alpha])
 

@@ -11,12 +11,16 @@ is part of the key of Numba's on-disk cache.
 
 from __future__ import annotations
 
+import os
 import platform
 from functools import cache
 from typing import NamedTuple
 
 import llvmlite.binding as llvm
 import numpy as np
+from numba.core import codegen, config
+
+from flashsim.engines.cpu.micro_kernels import amx
 
 #: Rows of accumulators that one product step keeps in registers.
 ROWS = 6
@@ -40,30 +44,58 @@ class Avx512(NamedTuple):
     width: int
 
 
+class Avx512Bf16(NamedTuple):
+    """AVX-512 whose dot products of bfloat16 pairs are an instruction (`engines.cpu.pairs`)."""
+
+    width: int
+
+
+class Amx(NamedTuple):
+    """The same with AMX: eight registers of 16 x 64 B (`pairs.tiles`)."""
+
+    width: int
+
+
 class Neon(NamedTuple):
     """64-bit ARM: 32 registers of 16 B."""
 
     width: int
 
 
-Cpu = Plain | Avx2 | Avx512 | Neon
+Cpu = Plain | Avx2 | Avx512 | Avx512Bf16 | Amx | Neon
 
 
 class Blocking(NamedTuple):
     """Bytes of one vector register, how many stand side by side in a panel, and whether products
     bring near what they read next (docs/notebooks/cpu.md: worth its instructions with AVX-512).
+
+    `pairs` says how pairs of bfloat16 are multiplied, if they are (`pairs.codegen.PRODUCTS`).
     """
 
     register: int
     vecs: int
     prefetch: bool = False
+    pairs: str = ""
 
     def lanes(self, itemsize: int) -> int:
         """Elements of one register."""
         return self.register // itemsize
 
 
-BLOCKING = {Avx2: Blocking(32, 2), Avx512: Blocking(64, 4, prefetch=True), Neon: Blocking(16, 4)}
+BLOCKING: dict[type, Blocking] = {
+    Avx2: Blocking(32, 2),
+    Avx512: Blocking(64, 4, prefetch=True),
+    Avx512Bf16: Blocking(64, 4, prefetch=True, pairs="vdpbf16ps"),
+    Amx: Blocking(64, 4, prefetch=True, pairs="amx"),
+    Neon: Blocking(16, 4),
+    Plain: Blocking(4, 1),
+}
+
+#: The micro-kernels for bfloat16, best first, with the LLVM features that each needs.
+PAIRED: dict[str, tuple[type[Amx] | type[Avx512Bf16], tuple[str, ...]]] = {
+    "amx": (Amx, ("amx-tile", "amx-bf16", "avx512f", "avx512vl", "avx512bw", "avx512bf16")),
+    "avx512_bf16": (Avx512Bf16, ("avx512f", "avx512vl", "avx512bw", "avx512bf16")),
+}
 
 
 def best(dtype: str, *, plain: bool = False) -> Cpu:
@@ -87,3 +119,31 @@ def _host() -> type[Cpu]:
     if platform.machine() in ("aarch64", "arm64"):
         return Neon
     return Plain
+
+
+def paired(micro_kernel: str) -> Cpu:
+    """The kind of code for bfloat16 of this name, with its panel width."""
+    kind = PAIRED[micro_kernel][0]
+    block = BLOCKING[kind]
+    return kind(block.lanes(4) * block.vecs)
+
+
+def without(micro_kernel: str) -> str | None:
+    """Why this process cannot run a micro-kernel for bfloat16; None if it can.
+
+    Numba compiles for the CPU it runs on, or for what NUMBA_CPU_FEATURES names: an instruction that
+    is missing there would end the process, so both are asked.
+    """
+    kind, needed = PAIRED[micro_kernel]
+    has, compiled = llvm.get_host_cpu_features(), _compiled_features()
+    lacks = [name for name in needed if not (has.get(name) and f"+{name}" in compiled)]
+    if lacks:
+        return f"the CPU, or what Numba compiles for, lacks {', '.join(lacks)}"
+    return amx.refusal(os.getpid()) if kind is Amx else None
+
+
+def _compiled_features() -> list[str]:
+    """What Numba lets LLVM use."""
+    given: str | None = getattr(config, "CPU_FEATURES")  # noqa: B009 (Numba sets it as it loads)
+    features = codegen.get_host_cpu_features() if given is None else given
+    return features.split(",")

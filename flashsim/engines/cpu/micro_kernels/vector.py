@@ -21,19 +21,21 @@ from flashsim.engines.cpu.micro_kernels.codegen import (
 from flashsim.engines.cpu.micro_kernels.registers import BLOCKING
 
 
-def _intrinsic(layout: str, build: Callable, **options) -> Callable:
+def vector_intrinsic(layout: str, build: Callable, **options) -> Callable:
     """An intrinsic with the signature of the definition in `panels`.
 
     `layout` says what each argument after `cpu` is: ``a`` an array, ``o`` the offset that belongs
-    to an earlier array, as its number in ``a``s; ``i`` an integer that is passed on.
+    to an earlier array, as its number in ``a``s; ``i`` an integer that is passed on. Elements of
+    all arrays are equally wide.
     """
     slots = layout.split()
 
     def typing(context, cpu, args):
         del context
         arrays = [a for a, slot in zip(args, slots, strict=True) if slot == "a"]
-        if not all(isinstance(a, types.Array) and a.dtype == arrays[0].dtype for a in arrays):
-            raise TypingError(f"expected arrays of one type, got {arrays}")
+        widths = {a.dtype.bitwidth for a in arrays if isinstance(a, types.Array)}
+        if len(widths) != 1 or not all(isinstance(a, types.Array) for a in arrays):
+            raise TypingError(f"expected arrays of equally wide elements, got {arrays}")
         kinds = [a if slot == "a" else types.int64 for a, slot in zip(args, slots, strict=True)]
         block, itemsize = BLOCKING[cpu.instance_class], arrays[0].dtype.bitwidth // 8
 
@@ -69,18 +71,18 @@ def _intrinsic(layout: str, build: Callable, **options) -> Callable:
 
 
 _PRODUCT = "a o0 i a o1 i i a o2 i i i"
-_set = _intrinsic(_PRODUCT, build_product, mode="set")
-_add = _intrinsic(_PRODUCT, build_product, mode="add")
-_rescale = _intrinsic(f"{_PRODUCT} a o3", build_product, mode="rescale")
-_softmax = _intrinsic("a o0 i a a a o1,2,3", build_online_softmax)
-_by_row = _intrinsic("a o0 a o1 i i a a o2,3", build_grad_scores, by_row=True)
-_cap = _intrinsic("a o0 i i a", build_soft_cap, gated=False)
-_cap_gated = _intrinsic("a o0 i i a a o2", build_soft_cap, gated=True)
-_in = _intrinsic("a a o1 i i i a", build_transpose, out=False)
-_out = _intrinsic("a a o1 i i i a", build_transpose, out=True)
-_bfloat16 = _intrinsic("a o0 i i", build_round, bfloat16=True)
-_float16 = _intrinsic("a o0 i i", build_round, bfloat16=False)
-_by_lane = _intrinsic("a o0 a o1 i i a a o2,3", build_grad_scores, by_row=False)
+_set = vector_intrinsic(_PRODUCT, build_product, mode="set")
+_add = vector_intrinsic(_PRODUCT, build_product, mode="add")
+_rescale = vector_intrinsic(f"{_PRODUCT} a o3", build_product, mode="rescale")
+_softmax = vector_intrinsic("a o0 i a a a o1,2,3", build_online_softmax)
+_by_row = vector_intrinsic("a o0 a o1 i i a a o2,3", build_grad_scores, by_row=True)
+_cap = vector_intrinsic("a o0 i i a", build_soft_cap, gated=False)
+_cap_gated = vector_intrinsic("a o0 i i a a o2", build_soft_cap, gated=True)
+_in = vector_intrinsic("a a o1 i i i a", build_transpose, out=False)
+_out = vector_intrinsic("a a o1 i i i a", build_transpose, out=True)
+_bfloat16 = vector_intrinsic("a o0 i i", build_round, bfloat16=True)
+_float16 = vector_intrinsic("a o0 i i", build_round, bfloat16=False)
+_by_lane = vector_intrinsic("a o0 a o1 i i a a o2,3", build_grad_scores, by_row=False)
 
 
 def product_set(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n):

@@ -1,0 +1,252 @@
+"""The operations on pairs (`operations.py`) as vector code and as AMX tiles: LLVM IR."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from llvmlite import ir
+
+from flashsim.engines.cpu.micro_kernels.codegen import INT, Code, build_product
+from flashsim.engines.cpu.micro_kernels.registers import Blocking
+from flashsim.engines.cpu.pairs import tiles
+
+
+class PairCode(Code):
+    """Writes functions whose 32-bit elements are floats or pairs of bfloat16.
+
+    Of a pair the first number lies in the lower half, as in memory.
+    """
+
+    def __init__(
+        self, module: ir.Module, name: str, block: Blocking, itemsize: int, args: str
+    ) -> None:
+        super().__init__(module, f"{block.pairs}_{name}", block, itemsize, args)
+        self.pairs = block.pairs
+
+    def step(self, left, right, total):
+        """The dot product of a pair in each lane, added to `total` (AVX512-BF16)."""
+        whole = self.ints(0).type
+        pairs = (self.b.bitcast(value, whole) for value in (left, right))
+        return self._intrinsic("dpbf16ps", self.vector, total, *pairs)
+
+    def halves(self, x):
+        """Floats as the bits of the nearest bfloat16, in 16-bit lanes."""
+        bits = ir.VectorType(ir.IntType(16), self.lanes)
+        if NATIVE[self.pairs]:
+            return self._intrinsic("cvtneps2bf16", bits, x)
+        return self.b.trunc(self.b.lshr(self.rounded_bits(x), self.ints(16)), bits)
+
+    def _intrinsic(self, name: str, result: ir.Type, *values):
+        """An instruction of AVX512-BF16's, declared with integers: every LLVM takes them."""
+        name, module = f"llvm.x86.avx512bf16.{name}.512", self.function.module
+        if name not in module.globals:
+            ir.Function(module, ir.FunctionType(result, [v.type for v in values]), name)
+        return self.b.call(module.globals[name], values)
+
+    def pair(self, x, y):
+        """Two vectors of floats, rounded, as one of pairs."""
+        whole = self.ints(0).type
+        low, high = (self.b.zext(self.halves(value), whole) for value in (x, y))
+        return self.b.bitcast(self.b.or_(low, self.b.shl(high, self.ints(16))), self.vector)
+
+
+def build_pair_product(module: ir.Module, block: Blocking, itemsize: int, mode: str):
+    """C, ldc, A, row, B, ldb, rows, n: see `operations.pairs_set` and `pairs_add`."""
+    return PRODUCTS[block.pairs](module, block, mode)
+
+
+def build_vector_product(
+    module: ir.Module, block: Blocking, mode: str, writer: type[Code] = PairCode
+):
+    """A product as `codegen.build_product` makes it, where an element is a pair."""
+    code = PairCode(module, f"product_{mode}", block, 4, "pipipiii")
+    if code.is_new:
+        C, ldc, A, row, B, ldb, rows, n = code.function.args
+        whole = build_product(module, block, 4, mode, writer)
+        code.b.call(whole, [C, ldc, A, row, ir.Constant(INT, 1), B, ldb, rows, n])
+        code.done()
+    return code.function
+
+
+def build_tile_product(
+    module: ir.Module, block: Blocking, mode: str, lower: Callable = tiles.lower
+):
+    """A product by blocks of up to 2 x 2 tiles of C; `rows` and `n` are multiples of a tile's."""
+    code = PairCode(module, f"product_{mode}", block, 4, "pipipiii")
+    if not code.is_new:
+        return code.function
+    C, ldc, A, row, B, ldb, rows, n = code.function.args
+    b, columns = code.b, code.width // tiles.SIDE
+    steps = [(at, min(tiles.BLOCK, columns - at)) for at in range(0, columns, tiles.BLOCK)]
+
+    def blocks(first, height: int) -> None:
+        for at, width in steps:
+            step = lower(module, block, mode, height, width)
+            c = code.at(C, b.mul(first, ldc), tiles.SIDE * at)
+            b.call(step, [c, ldc, code.at(A, b.mul(first, row)), row, code.at(B, tiles.SIDE * at),
+                          ldb, n])  # fmt: skip
+
+    def body(r, _):
+        blocks(r, tiles.BLOCK)
+        return []
+
+    code.loop(rows, [], body, by=tiles.BLOCK * tiles.SIDE)
+    left = b.and_(rows, ir.Constant(INT, tiles.SIDE))
+
+    def last(_r, _):
+        blocks(b.sub(rows, left), 1)
+        return []
+
+    code.loop(left, [], last, by=tiles.SIDE)
+    return code.done()
+
+
+#: By `Blocking.pairs`: how products are made, and whether the CPU rounds to bfloat16 itself.
+PRODUCTS: dict[str, Callable] = {"vdpbf16ps": build_vector_product, "amx": build_tile_product}
+NATIVE = {"vdpbf16ps": True, "amx": True}
+
+
+def build_configure(module: ir.Module, block: Blocking, itemsize: int):
+    """See `operations.begin_tiles`."""
+    return TILES.get(block.pairs, (_nothing, _nothing))[0](module, block, itemsize)
+
+
+def build_release(module: ir.Module, block: Blocking, itemsize: int):
+    """See `operations.end_tiles`."""
+    return TILES.get(block.pairs, (_nothing, _nothing))[1](module, block, itemsize)
+
+
+def _nothing(module: ir.Module, block: Blocking, itemsize: int):
+    code = Code(module, "no_tiles", block, itemsize, "p")
+    return code.done() if code.is_new else code.function
+
+
+#: What a thread does before its first tile and after its last one.
+TILES: dict[str, tuple[Callable, Callable]] = {"amx": (tiles.build_configure, tiles.build_release)}
+
+
+def build_pair_softmax(module: ir.Module, block: Blocking, itemsize: int):
+    """S, rows, m, l, alpha, factor, P: see `operations.online_softmax_pairs`."""
+    code = PairCode(module, "softmax", block, 4, "pippppp")
+    if not code.is_new:
+        return code.function
+    S, rows, m, l, alpha, factor, P = code.function.args
+    b, log2e, minus_inf = code.b, code.const(np.log2(np.e)), code.const(-np.inf)
+    scale = code.spread(factor)
+
+    def scores(r, extra: int = 0) -> list:
+        start = code.at(S, code.times(r, code.width), extra * code.width)
+        return [b.fmul(code.load(x), scale) for x in code.vectors(start)]
+
+    def largest(r, tops):
+        return [code.larger(s, top) for s, top in zip(scores(r), tops, strict=True)]
+
+    tops = code.loop(rows, [minus_inf] * code.vecs, largest)
+    before = [code.load(x) for x in code.vectors(m)]
+    tops = [code.larger(t, old) for t, old in zip(tops, before, strict=True)]
+    seen = [b.fcmp_ordered("!=", top, minus_inf) for top in tops]
+    bases = [b.select(s, top, code.const(0)) for s, top in zip(seen, tops, strict=True)]
+    steps = [b.fsub(old, base) for old, base in zip(before, bases, strict=True)]
+    alphas = code.exp2([b.fmul(step, log2e) for step in steps])
+    for values, address in ((tops, m), (alphas, alpha)):
+        for value, x in zip(values, code.vectors(address), strict=True):
+            code.store(value, x)
+
+    def powers(r, extra: int) -> list:
+        differences = [b.fsub(s, base) for s, base in zip(scores(r, extra), bases, strict=True)]
+        return code.exp2([b.fmul(x, log2e) for x in differences])
+
+    def keep(r, first: list, second: list) -> None:
+        row = code.at(P, code.times(b.lshr(r, ir.Constant(INT, 1)), code.width))
+        for x, y, address in zip(first, second, code.vectors(row), strict=True):
+            code.store(code.pair(x, y), address)
+
+    def two(r, sums):
+        first, second = powers(r, 0), powers(r, 1)
+        keep(r, first, second)
+        return [b.fadd(s, p) for s, p in zip(sums, first + second, strict=True)]
+
+    def odd(_, sums):
+        r = b.sub(rows, ir.Constant(INT, 1))
+        first = powers(r, 0)
+        keep(r, first, [code.const(0)] * code.vecs)
+        return [b.fadd(s, p) for s, p in zip(sums, first, strict=False)] + sums[code.vecs :]
+
+    sums = code.loop(rows, [code.const(0)] * (2 * code.vecs), two, by=2)
+    sums = code.loop(b.and_(rows, ir.Constant(INT, 1)), sums, odd)
+    both = [b.fadd(x, y) for x, y in zip(sums, sums[code.vecs :], strict=False)]
+    for a, total, x in zip(alphas, both, code.vectors(l), strict=True):
+        code.store(code.fma(a, code.load(x), total), x)
+    return code.done()
+
+
+def build_pairs_of_rows(module: ir.Module, block: Blocking, itemsize: int):
+    """X, ld, rows, P: see `operations.pairs_of_rows`."""
+    code = PairCode(module, "pairs_of_rows", block, 4, "piip")
+    if not code.is_new:
+        return code.function
+    X, ld, rows, P = code.function.args
+    b, one = code.b, ir.Constant(INT, 1)
+
+    def keep(r, second) -> None:
+        row = code.at(P, code.times(b.lshr(r, one), code.width))
+        above = code.vectors(code.at(X, b.mul(r, ld)))
+        for x, y, address in zip(above, second, code.vectors(row), strict=True):
+            code.store(code.pair(code.load(x), y), address)
+
+    def two(r, _):
+        below = code.vectors(code.at(X, b.mul(b.add(r, one), ld)))
+        keep(r, [code.load(y) for y in below])
+        return []
+
+    def odd(_r, _):
+        keep(b.sub(rows, one), [code.const(0)] * code.vecs)
+        return []
+
+    code.loop(rows, [], two, by=2)
+    code.loop(b.and_(rows, one), [], odd)
+    return code.done()
+
+
+def build_pairs_of_lanes(module: ir.Module, block: Blocking, itemsize: int):
+    """X, ld, rows, P, row: see `operations.pairs_of_lanes`."""
+    code = PairCode(module, "pairs_of_lanes", block, 4, "piipi")
+    if not code.is_new:
+        return code.function
+    X, ld, rows, P, row = code.function.args
+    b = code.b
+    half = ir.VectorType(ir.IntType(16), code.lanes).as_pointer()
+
+    def body(r, _):
+        to = b.mul(r, row)
+        for i, x in enumerate(code.vectors(code.at(X, b.mul(r, ld)))):
+            address = b.bitcast(code.at(P, to, i * code.lanes // 2), half)
+            b.store(code.halves(code.load(x)), address, align=4)
+        return []
+
+    code.loop(rows, [], body)
+    return code.done()
+
+
+def build_scale(module: ir.Module, block: Blocking, itemsize: int, by_lane: bool):
+    """X, ld, rows, factor: see `operations.scale_panel` and `scale_lanes`."""
+    name = "scale_lanes" if by_lane else "scale_panel"
+    code = PairCode(module, name, block, 4, "piip")
+    if not code.is_new:
+        return code.function
+    X, ld, rows, factor = code.function.args
+    b = code.b
+    factors = (
+        [code.load(x) for x in code.vectors(factor)]
+        if by_lane
+        else [code.spread(factor)] * code.vecs
+    )
+
+    def body(r, _):
+        for f, x in zip(factors, code.vectors(code.at(X, b.mul(r, ld))), strict=True):
+            code.store(b.fmul(code.load(x), f), x)
+        return []
+
+    code.loop(rows, [], body)
+    return code.done()

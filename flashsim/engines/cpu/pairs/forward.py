@@ -1,0 +1,147 @@
+"""The forward walk over pairs: `walks.forward`, whose products sum pairs of bfloat16.
+
+Inputs stay as they lie in memory: a thread packs K and V of a column tile once for all row tiles of
+its run, Q once for all of a row tile's visits. Scores, softmax and sums are float32; P is rounded
+where it becomes an operand.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flashsim.engines.cpu.pairs.operations import (
+    begin_tiles,
+    end_tiles,
+    online_softmax_pairs,
+    pairs_add,
+    pairs_set,
+    scale_lanes,
+    scale_panel,
+)
+from flashsim.engines.cpu.pairs.packing import (
+    clear_pairs,
+    left_of_columns,
+    left_of_rows,
+    pair_tiles_of,
+    right_of_rows,
+    tiles_of,
+)
+from flashsim.engines.cpu.pairs.tiles import SIDE
+from flashsim.engines.cpu.primitives.atomics import fetch_add
+from flashsim.engines.cpu.primitives.packing import panels_of, unpack
+from flashsim.engines.cpu.primitives.parts import part
+from flashsim.engines.cpu.scores import finish_scores, is_plain, place_of, visible_rows
+from flashsim.engines.cpu.tables import NOTE
+from flashsim.engines.cpu.walks import longest_run, next_inner, stopped
+from flashsim.schedule.schedule import MASKED
+
+
+@part
+def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
+    """As `walks.forward`: S^T = K Q^T, O^T += V^T P^T; q, k and v are the bits of bfloat16."""
+    w, d, dv, real, pair = cpu.width, shape.d, shape.dv, np.float32, np.uint32
+    group = shape.heads // shape.kv_heads
+    panels, most = panels_of(cpu, shape.block_q), longest_run(tiles)
+    height, q_pairs, o_rows = panels * w, pair_tiles_of(d), tiles_of(dv)
+    Q, O = np.empty(most * height * q_pairs, pair), np.empty(most * height * o_rows, real)
+    k_rows, v_pairs = 2 * pair_tiles_of(shape.block_k), pair_tiles_of(shape.block_k)
+    K, V = np.empty(k_rows * q_pairs, pair), np.empty(o_rows * v_pairs, pair)
+    S, P = np.empty(k_rows * w, real), np.empty(v_pairs * w, pair)
+    m, l = np.empty(most * height, real), np.empty(most * height, real)
+    alpha, inverse = np.empty(height, real), np.empty(height, real)
+    scales = np.empty(2, real)  # of scores as the product leaves them, and of finished ones
+    scales[0], scales[1] = rules.scale, 1
+    at = np.empty(most, np.int64)  # the next visit of each row tile
+    n_sets = tiles.set_ptr.size - 1
+    begin_tiles(cpu, S)
+    while True:
+        item = fetch_add(counter)
+        if item >= len(tiles.runs) * n_sets or stopped(counter):
+            break
+        begin, end, s = tiles.runs[item // n_sets, 0], tiles.runs[item // n_sets, 1], item % n_sets
+        for h in tiles.sets[tiles.set_ptr[s] : tiles.set_ptr[s + 1]]:
+            batch, head = h // shape.heads, h % shape.heads
+            kv = (batch * shape.kv_heads + head // group) * shape.n_kv
+            bias0 = batch * rules.bias_batch + head * rules.bias_head
+            for i in range(begin, end):
+                q0, n, x = tiles.own[i, 0], tiles.own[i, 1] - tiles.own[i, 0], (i - begin) * height
+                right_of_rows(cpu, Q[x * q_pairs :], q, (h * shape.n_q + q0) * d, n, d)
+                at[i - begin] = tiles.ptr[i]
+            O[:] = 0
+            m[:] = -np.inf
+            l[:] = 0
+            while True:
+                j = next_inner(tiles, at, begin, end, tiles.descending)
+                if j < 0 or stopped(counter):
+                    break
+                k0, keys = tiles.other[j, 0], tiles.other[j, 1] - tiles.other[j, 0]
+                left_of_rows(K, q_pairs, k, (kv + k0) * d, keys, d)
+                left_of_columns(V, v_pairs, v, (kv + k0) * dv, keys, dv)
+                for i in range(begin, end):
+                    x, now = (i - begin) * height, at[i - begin]
+                    if now < tiles.ptr[i + 1] and tiles.inner[now] == j:
+                        state = (Q[x * q_pairs :], O[x * o_rows :], m[x:], l[x:], alpha)
+                        forward_visit(
+                            *(cpu, shape, tiles, rules, state, (K, V, S, P)),
+                            *(scales, i, now, bias0),
+                        )
+                        at[i - begin] += 1
+                        if notes.visits.size > 0:
+                            note = (tiles.own[i, 1] - tiles.own[i, 0]) * NOTE
+                            notes.visits[h, now] = note + keys
+            for i in range(begin, end):
+                q0, n, x = tiles.own[i, 0], tiles.own[i, 1] - tiles.own[i, 0], (i - begin) * height
+                row0 = h * shape.n_q + q0
+                for r in range(n):  # no key seen: out = 0, lse = -inf
+                    seen = l[x + r] != 0
+                    inverse[r] = real(1) / l[x + r] if seen else real(0)
+                    lse[row0 + r] = m[x + r] + np.log(l[x + r]) if seen else -np.inf
+                for r in range(0, n, w):
+                    O_panel, out0 = O[(x + r) * o_rows :], (row0 + r) * dv
+                    unpack(cpu, O_panel, out, out0, min(w, n - r), dv, inverse[r:])
+                if notes.steps.size > 0:
+                    notes.steps[h, i] = n
+    end_tiles(cpu, S)
+
+
+@part
+def forward_visit(cpu, shape, tiles, rules, state, operands, scales, i, at, bias0):
+    """One tile: S = scale Q K^T, its softmax, O = alpha O + P V, a panel of queries at a time."""
+    Q, O, m, l, alpha = state
+    K, V, S, P = operands
+    w, q_pairs, o_rows = cpu.width, pair_tiles_of(shape.d), tiles_of(shape.dv)
+    v_pairs = pair_tiles_of(shape.block_k)
+    q0, q1, offset = tiles.own[i, 0], tiles.own[i, 1], tiles.own[i, 2]
+    k0, k1 = tiles.other[tiles.inner[at], 0], tiles.other[tiles.inner[at], 1]
+    masked, none = tiles.kind[at] == MASKED, m[:0]
+    for p in range(panels_of(cpu, q1 - q0)):
+        lanes, first, last = min(w, q1 - q0 - p * w), 0, k1 - k0
+        if masked and rules.banded:
+            rel = k0 - (q0 + p * w + offset)
+            first, last = visible_rows(rules, rel, 1, last, lanes)
+            if last <= first:
+                continue
+            first -= first % (2 * SIDE)  # whole tiles of pairs; the mask hides what comes before
+        rows = last - first
+        pairs, start, s0 = pair_tiles_of(rows), first // 2, first * w
+        Q0, O0 = p * q_pairs * w, p * o_rows * w
+        pairs_set(
+            *(cpu, S, s0, w, K, first * q_pairs, q_pairs),
+            *(Q, Q0, w, tiles_of(rows), q_pairs),
+        )
+        scale = scales
+        if not is_plain(cpu, rules, masked, lanes):
+            scale = scales[1:]
+            scale_panel(cpu, S, s0, w, rows, scales)
+            place = place_of(
+                *(rules, tiles, at, bias0, q0, k0),
+                *(shape.n_kv, offset, k1 - k0, True, 0, p * w),
+            )
+            finish_scores(cpu, S, 0, w, first, last, lanes, rules, place, masked, tiles.keep, none)
+        online_softmax_pairs(
+            *(cpu, S, s0, rows, m, l, alpha, p * w),
+            *(scale, P, start * w),
+        )
+        clear_pairs(cpu, P, start * w, w, (rows + 1) // 2, pairs)
+        scale_lanes(cpu, O, O0, w, o_rows, alpha, p * w)
+        pairs_add(cpu, O, O0, w, V, start, v_pairs, P, start * w, w, o_rows, pairs)

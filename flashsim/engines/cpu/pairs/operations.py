@@ -1,0 +1,135 @@
+"""What the walks over pairs compute on one panel, defined in plain Numba.
+
+A *pair* is two bfloat16 in 32 bits, the first in the lower half: two neighbours in memory.
+Products here sum over pairs. Their left operand A has the pairs of a row side by side, as rows of a
+tensor lie in memory; the right one, B, has in each row the pairs of all lanes, two rows of numbers
+merged. As in `micro_kernels.plain`, lanes are queries (forward, dQ) or keys (dK, dV): then the
+softmax of two rows, rounded, is a row of the right operand of the next product, without a shuffle.
+
+C's rows, and the pairs along the sum, come in multiples of `tiles.SIDE`, and lanes in multiples of
+two of them; whoever packs an operand fills it up with zeros. As in `micro_kernels.plain`, these are
+the specification: a CPU whose `Blocking.pairs` is known has code of its own, and tests hold the two
+against each other.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flashsim.engines.cpu.micro_kernels.plain import LOG2E, operation
+from flashsim.engines.cpu.pairs import vector
+from flashsim.engines.cpu.primitives.parts import part
+
+
+@part
+def bits_of(x):
+    """The bits of the bfloat16 nearest to a float32 (ties to even), as 32 bits."""
+    bits = np.float32(x).view(np.uint32)
+    if not abs(x) < np.inf:
+        return np.uint32((bits >> np.uint32(16)) | np.uint32(64 if x != x else 0))
+    odd = (bits >> np.uint32(16)) & np.uint32(1)
+    return np.uint32((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+
+
+@part
+def dot(total, a, b):
+    """Total + the products of two pairs: of their upper numbers first, as VDPBF16PS has it."""
+    upper = np.uint32(0xFFFF0000)
+    high = np.uint32(a & upper).view(np.float32) * np.uint32(b & upper).view(np.float32)
+    left, right = np.uint32(a << np.uint32(16)), np.uint32(b << np.uint32(16))
+    return (total + high) + left.view(np.float32) * right.view(np.float32)
+
+
+@operation(vector.pairs_set)
+def pairs_set(cpu, C, c0, ldc, A, a0, row, B, b0, ldb, rows, n):
+    """C = A B: C (rows, width) floats, A (rows, n) pairs, B (n, width) pairs."""
+    for r in range(rows):
+        for c in range(cpu.width):
+            total = np.float32(0)
+            for x in range(n):
+                total = dot(total, A[a0 + r * row + x], B[b0 + x * ldb + c])
+            C[c0 + r * ldc + c] = total
+
+
+@operation(vector.pairs_add)
+def pairs_add(cpu, C, c0, ldc, A, a0, row, B, b0, ldb, rows, n):
+    """C += A B; as `pairs_set`."""
+    for r in range(rows):
+        for c in range(cpu.width):
+            total = C[c0 + r * ldc + c]
+            for x in range(n):
+                total = dot(total, A[a0 + r * row + x], B[b0 + x * ldb + c])
+            C[c0 + r * ldc + c] = total
+
+
+@operation(vector.online_softmax_pairs)
+def online_softmax_pairs(cpu, S, s0, rows, m, l, alpha, at, factor, P, p0):
+    """`plain.online_softmax` of ``factor[0] S``, with P rounded and in pairs of rows.
+
+    S stays; an odd last row is paired with zeros. `l` sums what is not rounded.
+    """
+    w, log2e = cpu.width, np.float32(LOG2E)
+    for c in range(w):
+        top = m[at + c]
+        for r in range(rows):
+            top = max(top, S[s0 + r * w + c] * factor[0])
+        base = top if top > -np.inf else np.float32(0)
+        alpha[at + c] = np.exp2((m[at + c] - base) * log2e)
+        m[at + c] = top
+        even = odd = np.float32(0)
+        for r in range(rows):
+            p = np.exp2((S[s0 + r * w + c] * factor[0] - base) * log2e)
+            here = p0 + r // 2 * w + c
+            if r % 2 == 0:
+                P[here] = bits_of(p)
+                even += p
+            else:
+                P[here] |= bits_of(p) << np.uint32(16)
+                odd += p
+        l[at + c] = alpha[at + c] * l[at + c] + (even + odd)
+
+
+@operation(vector.pairs_of_rows)
+def pairs_of_rows(cpu, X, x0, ld, rows, P, p0):
+    """Rows of a panel, rounded, in pairs: the right operand of a sum over rows."""
+    for r in range(0, rows, 2):
+        for c in range(cpu.width):
+            pair = bits_of(X[x0 + r * ld + c])
+            if r + 1 < rows:
+                pair |= bits_of(X[x0 + (r + 1) * ld + c]) << np.uint32(16)
+            P[p0 + r // 2 * cpu.width + c] = pair
+
+
+@operation(vector.pairs_of_lanes)
+def pairs_of_lanes(cpu, X, x0, ld, rows, P, p0, row):
+    """Neighbouring lanes of a panel, rounded, in pairs: the left operand of a sum over lanes."""
+    for r in range(rows):
+        for c in range(0, cpu.width, 2):
+            pair = bits_of(X[x0 + r * ld + c + 1]) << np.uint32(16)
+            P[p0 + r * row + c // 2] = bits_of(X[x0 + r * ld + c]) | pair
+
+
+@operation(vector.scale_panel)
+def scale_panel(cpu, X, x0, ld, rows, factor):
+    """X *= ``factor[0]``."""
+    for r in range(rows):
+        for at in range(x0 + r * ld, x0 + r * ld + cpu.width):
+            X[at] *= factor[0]
+
+
+@operation(vector.scale_lanes)
+def scale_lanes(cpu, X, x0, ld, rows, factors, f0):
+    """X times a factor a lane."""
+    for r in range(rows):
+        for c in range(cpu.width):
+            X[x0 + r * ld + c] *= factors[f0 + c]
+
+
+@operation(vector.begin_tiles)
+def begin_tiles(cpu, any_array):
+    """What a thread does before its first product: AMX wants to know the shape of its tiles."""
+
+
+@operation(vector.end_tiles)
+def end_tiles(cpu, any_array):
+    """What a thread does after its last product."""

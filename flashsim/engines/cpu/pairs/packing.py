@@ -1,0 +1,94 @@
+"""From bfloat16 as it lies in memory to operands of pairs: see `operations`.
+
+``X`` holds the bits of rows of d numbers. What an operand has beyond n rows and d columns is zero.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flashsim.engines.cpu.pairs.tiles import SIDE
+from flashsim.engines.cpu.primitives.parts import hot_part, part
+
+
+@part
+def tiles_of(n):
+    """`n` rounded up to whole tiles: rows of C, or pairs along a sum."""
+    return (n + SIDE - 1) // SIDE * SIDE
+
+
+@part
+def pair_tiles_of(n):
+    """Pairs that n numbers along a sum take, in whole tiles."""
+    return tiles_of((n + 1) // 2)
+
+
+@hot_part
+def left_of_rows(out, row, X, x0, n, d):
+    """Rows of X as a left operand, for a sum over d: as they lie in memory."""
+    full = d // 2
+    for r in range(tiles_of(n)):
+        at, to = x0 + r * d, r * row
+        if r >= n:
+            for x in range(row):
+                out[to + x] = 0
+            continue
+        for x in range(full):
+            out[to + x] = X[at + 2 * x] | np.uint32(X[at + 2 * x + 1]) << np.uint32(16)
+        for x in range(full, row):
+            out[to + x] = X[at + d - 1] if 2 * x < d else 0
+
+
+@hot_part
+def left_of_columns(out, row, X, x0, n, d):
+    """Columns of X as a left operand, for a sum over rows: `out`'s row x pairs X's rows."""
+    full = n // 2
+    for x in range(tiles_of(d)):
+        to = x * row
+        if x >= d:
+            for r in range(row):
+                out[to + r] = 0
+            continue
+        for r in range(full):
+            at = x0 + 2 * r * d + x
+            out[to + r] = X[at] | np.uint32(X[at + d]) << np.uint32(16)
+        for r in range(full, row):
+            out[to + r] = X[x0 + (n - 1) * d + x] if 2 * r < n else 0
+
+
+@hot_part
+def right_of_rows(cpu, out, X, x0, n, d):
+    """Rows of X in the lanes of panels, for a sum over d: pair x of panel p at (p pairs + x)."""
+    w, pairs = cpu.width, pair_tiles_of(d)
+    for p in range((n + w - 1) // w):
+        for c in range(w):
+            r, to = p * w + c, p * pairs * w + c
+            for x in range(pairs):
+                value = np.uint32(0)
+                if r < n and 2 * x < d:
+                    value = np.uint32(X[x0 + r * d + 2 * x])
+                    if 2 * x + 1 < d:
+                        value |= np.uint32(X[x0 + r * d + 2 * x + 1]) << np.uint32(16)
+                out[to + x * w] = value
+
+
+@hot_part
+def right_of_columns(out, stride, X, x0, n, d):
+    """Columns of X in the lanes, for a sum over rows: rows of `stride` lanes."""
+    for r in range(pair_tiles_of(n)):
+        at, to = x0 + 2 * r * d, r * stride
+        for x in range(stride):
+            value = np.uint32(0)
+            if x < d and 2 * r < n:
+                value = np.uint32(X[at + x])
+                if 2 * r + 1 < n:
+                    value |= np.uint32(X[at + d + x]) << np.uint32(16)
+            out[to + x] = value
+
+
+@part
+def clear_pairs(cpu, P, p0, ld, first, last):
+    """Zero rows first .. last - 1 of pairs, `width` wide."""
+    for r in range(first, last):
+        for at in range(p0 + r * ld, p0 + r * ld + cpu.width):
+            P[at] = 0

@@ -1,0 +1,176 @@
+"""A product as a program of AMX tile instructions, and what LLVM makes of it.
+
+AMX has eight registers, tmm0 to tmm7, of 16 rows of 64 bytes: 16 x 16 float32, or 16 x 32 bfloat16.
+``TDPBF16PS c, a, b`` adds to c, for each of its elements, 16 dot products of pairs: a's row holds
+16 pairs of neighbours along the sum, b's rows hold the pairs that belong to them, one a lane.
+
+`program` says which instructions a block of C takes, as data. `lower` writes them as LLVM's
+intrinsics; the tests' tile machine carries them out in NumPy. Tiles are named by number, so LLVM
+neither spills them nor moves them; a thread must have told its CPU their shape first (`CONFIG`).
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import NamedTuple
+
+from llvmlite import ir
+
+from flashsim.engines.cpu.micro_kernels.codegen import VOID, Code
+from flashsim.engines.cpu.micro_kernels.registers import Blocking
+
+#: Rows of a tile, and its 32-bit columns: float32 sums, or pairs of bfloat16.
+SIDE = 16
+#: Tiles of C that one program keeps, by rows and by columns; two of A and two of B stand beside.
+BLOCK = 2
+#: What LDTILECFG reads: palette 1, then bytes a row and rows of each of the eight tiles.
+CONFIG = bytes(
+    [1, *[0] * 15, *[4 * SIDE, 0] * 8, *[0] * 16, *[SIDE] * 8, *[0] * 8],
+)
+
+BYTE = ir.IntType(8)
+
+
+class Zero(NamedTuple):
+    """Tile `tile` becomes 0."""
+
+    tile: int
+
+
+class Load(NamedTuple):
+    """Tile `tile` becomes the tile of `operand` at (`row`, `column`), counted in tiles."""
+
+    tile: int
+    operand: str
+    row: int
+    column: int
+
+
+class Store(NamedTuple):
+    """The reverse of `Load`."""
+
+    tile: int
+    operand: str
+    row: int
+    column: int
+
+
+class Dot(NamedTuple):
+    """Tile `c` += tile `a` times tile `b`."""
+
+    c: int
+    a: int
+    b: int
+
+
+Instruction = Zero | Load | Store | Dot
+
+
+class Program(NamedTuple):
+    """Instructions `before` the loop along the sum, in `each` of its rounds and `after` it.
+
+    Every round takes 16 pairs: the next tile of A to the right, the next one of B below.
+    """
+
+    before: tuple[Instruction, ...]
+    each: tuple[Instruction, ...]
+    after: tuple[Instruction, ...]
+
+
+def program(mode: str, rows: int, columns: int) -> Program:
+    """A block of `rows` by `columns` tiles of C, each at most `BLOCK`.
+
+    `mode` is "set" (C = A B) or "add" (C += A B). C's tiles come first, then A's, then B's.
+    """
+    cells = [
+        (r * columns + c, r, c) for r, c in product(range(rows), range(columns))
+    ]  # (tile, row, column)
+    start: list[Instruction] = [
+        Zero(tile) if mode == "set" else Load(tile, "C", r, c) for tile, r, c in cells
+    ]
+    a, b = rows * columns, rows * columns + rows
+    each: list[Instruction] = []
+    for tile, r, c in cells:  # a tile is fetched where it is first needed
+        if c == 0:
+            each.append(Load(a + r, "A", r, 0))
+        if r == 0:
+            each.append(Load(b + c, "B", 0, c))
+        each.append(Dot(tile, a + r, b + c))
+    return Program(tuple(start), tuple(each), tuple(Store(t, "C", r, c) for t, r, c in cells))
+
+
+def lower(module: ir.Module, block: Blocking, mode: str, rows: int, columns: int) -> ir.Function:
+    """The program of a block as a function of C, ldc, A, lda, B, ldb and the pairs along the sum.
+
+    Addresses are of 32-bit elements, leading dimensions count such elements.
+    """
+    code = Code(module, f"tiles_{mode}_{rows}x{columns}", block, 4, "pipipii")
+    if not code.is_new:
+        return code.function
+    C, ldc, A, lda, B, ldb, n = code.function.args
+    base, leading = {"C": C, "A": A, "B": B}, {"C": ldc, "A": lda, "B": ldb}
+    bytes_a_row = {name: code.times(ld, 4) for name, ld in leading.items()}
+    start, each, after = program(mode, rows, columns)
+
+    def address(name: str, row: int, column: int, x):
+        offsets = [code.times(leading[name], SIDE * row), SIDE * column]
+        if name == "A":
+            offsets.append(x)
+        if name == "B":
+            offsets.append(code.b.mul(leading[name], x))
+        place = code.at(base[name], *(o for o in offsets if not isinstance(o, int) or o))
+        return code.b.bitcast(place, BYTE.as_pointer())
+
+    def emit(instruction: Instruction, x=None) -> None:
+        numbers = [ir.Constant(BYTE, t) for t in instruction if isinstance(t, int)]
+        if isinstance(instruction, Zero):
+            call(code, "tilezero", *numbers)
+        elif isinstance(instruction, Dot):
+            call(code, "tdpbf16ps", *numbers)
+        else:
+            name = instruction.operand
+            place = address(name, instruction.row, instruction.column, x)
+            kind = "tileloadd64" if isinstance(instruction, Load) else "tilestored64"
+            call(code, kind, numbers[0], place, bytes_a_row[name])
+
+    def round_(x, _):
+        for instruction in each:
+            emit(instruction, x)
+        return []
+
+    for instruction in start:
+        emit(instruction)
+    code.loop(n, [], round_, by=SIDE)
+    for instruction in after:
+        emit(instruction)
+    return code.done()
+
+
+def call(code: Code, name: str, *values) -> None:
+    """Call an intrinsic of AMX's."""
+    module, full = code.function.module, f"llvm.x86.{name}"
+    if full not in module.globals:
+        ir.Function(module, ir.FunctionType(VOID, [v.type for v in values]), full)
+    code.b.call(module.globals[full], values)
+
+
+def build_configure(module: ir.Module, block: Blocking, itemsize: int) -> ir.Function:
+    """Tell this thread's CPU what its tiles look like; zeroes them."""
+    code = Code(module, "tiles_configure", block, itemsize, "p")
+    if code.is_new:
+        kind = ir.ArrayType(BYTE, len(CONFIG))
+        data = ir.GlobalVariable(module, kind, "flashsim_tiles_config")
+        data.global_constant, data.linkage, data.align = True, "internal", len(CONFIG)
+        data.initializer = ir.Constant(kind, list(CONFIG))
+        call(code, "ldtilecfg", code.b.bitcast(data, BYTE.as_pointer()))
+        code.done()
+    return code.function
+
+
+def build_release(module: ir.Module, block: Blocking, itemsize: int) -> ir.Function:
+    """This thread has done with tiles: the system need not keep 8 KiB of them any more."""
+    code = Code(module, "tiles_release", block, itemsize, "p")
+    if code.is_new:
+        call(code, "tilerelease")
+        code.done()
+    return code.function

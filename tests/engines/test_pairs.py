@@ -1,0 +1,438 @@
+"""bfloat16 on AMX and AVX512-BF16: what LLVM makes of it, emulated everywhere, run where it can."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import re
+
+import llvmlite.binding as llvm
+import numpy as np
+import pytest
+import tile_machine
+from helpers import Judge, Target, run_both, tensors
+from llvmlite import ir
+from numba import njit
+from test_engines import OPTION_CASES
+from tile_machine import EmulatedAmx, EmulatedBf16, Refused, TileMachine
+
+import flashsim
+from flashsim import BackendUnavailable, OptionError, Tiling
+from flashsim.engines.cpu import engine, threads
+from flashsim.engines.cpu.micro_kernels import amx, registers
+from flashsim.engines.cpu.micro_kernels.registers import BLOCKING, PAIRED, ROWS, Amx, Avx512Bf16
+from flashsim.engines.cpu.pairs import codegen, operations, tiles
+from flashsim.problem.problem import numpy_dtype
+
+NUMPY, NUMBA = Target("numpy"), Target("numba")
+HERE = [name for name in PAIRED if registers.without(name) is None]
+on_amx = pytest.mark.skipif("amx" not in HERE, reason="needs a CPU with AMX")
+on_bf16 = pytest.mark.skipif("avx512_bf16" not in HERE, reason="needs a CPU with AVX512-BF16")
+TILING = {"tiling": Tiling(32, 48)}
+
+
+# -- what LLVM makes of it -------------------------------------------------------------------------
+
+
+def assembly(kind, build, cpu, **options):
+    """One operation, compiled for another CPU."""
+    triple = "x86_64-unknown-linux-gnu"
+    module = ir.Module()
+    module.triple = triple
+    build(module, BLOCKING[kind], 4, **options).linkage = ""
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, opt=3)
+    parsed = llvm.parse_assembly(str(module))
+    passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
+    passes.getModulePassManager().run(parsed, passes)
+    return machine.emit_assembly(parsed)
+
+
+def instructions(text, pattern):
+    return re.findall(rf"^\s+({pattern})\s+(.*)$", text, flags=re.M)
+
+
+@pytest.mark.parametrize("mode", ["set", "add"])
+def test_sums_stay_in_tiles_over_the_loop(mode):
+    text = assembly(Amx, codegen.build_pair_product, "sapphirerapids", mode=mode)
+    step = text[text.index(f"\nflashsim_tiles_{mode}_2x2") :].partition("retq")[0]
+    before, loop, after = re.split(r"^\.L\w+:.*$", step, flags=re.M)
+    # Four tiles of C against two of A and two of B, each fetched once.
+    dots = [operands.replace(" ", "").split(",") for _, operands in instructions(loop, "tdpbf16ps")]
+    assert [c for _, _, c in dots] == ["%tmm0", "%tmm1", "%tmm2", "%tmm3"]
+    fetched = [x.rpartition(" ")[2] for _, x in instructions(loop, "tileloadd")]
+    assert sorted(fetched) == ["%tmm4", "%tmm5", "%tmm6", "%tmm7"]
+    assert not instructions(loop, "tilestored|tilezero|ldtilecfg|callq")
+    start = instructions(before, "tilezero" if mode == "set" else "tileloadd")
+    assert [x.rpartition(" ")[2] for _, x in start] == ["%tmm0", "%tmm1", "%tmm2", "%tmm3"]
+    stored = [x.partition(",")[0] for _, x in instructions(after, "tilestored")]
+    assert stored == ["%tmm0", "%tmm1", "%tmm2", "%tmm3"]
+    assert not re.search(r"tmm\d.*rsp|rsp.*tmm\d|rbp.*tmm\d", text)  # none is spilled
+    assert not instructions(text, "ldtilecfg|tilerelease")  # a thread's, not a product's
+
+
+def test_a_thread_describes_its_tiles_and_gives_them_back():
+    begin = assembly(Amx, codegen.build_configure, "sapphirerapids")
+    assert len(instructions(begin, "ldtilecfg")) == 1
+    assert begin.count(r"@\000" * 8) == 1  # 64 bytes a row, eight times
+    assert begin.count(r"\020" * 8) == 1  # 16 rows
+    end = assembly(Amx, codegen.build_release, "sapphirerapids")
+    assert end.count("\ttilerelease") == 1
+    none = assembly(Avx512Bf16, codegen.build_configure, "cooperlake")
+    assert "tile" not in none.partition(":\n")[2].partition("retq")[0]
+
+
+@pytest.mark.parametrize("cpu", ["cooperlake", "znver4"])
+def test_pairs_fill_vector_registers_and_nothing_is_spilled(cpu):
+    text = assembly(Avx512Bf16, codegen.build_pair_product, cpu, mode="add")
+    loops = re.split(r"^\.L\w+:", text, flags=re.M)
+    widest = max(loops, key=lambda block: block.count("vdpbf16ps"))
+    assert widest.count("vdpbf16ps") >= ROWS * BLOCKING[Avx512Bf16].vecs
+    body = widest[: widest.rindex("vdpbf16ps")]
+    assert not re.search(r"zmm\d+, -?\d*\(%rsp\)|\(%rsp\), %zmm", body)
+    softmax = assembly(Avx512Bf16, codegen.build_pair_softmax, cpu)
+    assert "vcvtneps2bf16" in softmax
+    assert "call" not in softmax
+
+
+# -- the machine that emulates ---------------------------------------------------------------------
+
+
+def bits(x):
+    """Numbers as the bits of bfloat16."""
+    return np.asarray(x).astype(numpy_dtype("bfloat16")).view(np.uint16)
+
+
+def left(x):
+    """Rows of numbers as pairs of neighbours."""
+    return np.ascontiguousarray(bits(x)).view(np.uint32)
+
+
+def right(x):
+    """Rows of numbers, two and two merged."""
+    low, high = (bits(x)[at::2].astype(np.uint32) for at in (0, 1))
+    return np.ascontiguousarray(low | high << np.uint32(16))
+
+
+def product(mode, C, A, B):
+    """By a machine of its own, program by program."""
+    machine, C = TileMachine(), C.copy()
+    machine.configure(tiles.CONFIG)
+    rows, columns, block = C.shape[0] // 16, C.shape[1] // 16, tiles.BLOCK
+    for r in range(0, rows, block):
+        for c in range(0, columns, block):
+            at = {"C": C[16 * r :, 16 * c :], "A": A[16 * r :], "B": B[:, 16 * c :]}
+            machine.run(
+                tiles.program(mode, min(block, rows - r), min(block, columns - c)),
+                {name: x.ctypes.data for name, x in at.items()},
+                {"C": C.shape[1], "A": A.shape[1], "B": B.shape[1]},
+                A.shape[1],
+            )
+    return C
+
+
+@pytest.mark.parametrize("mode", ["set", "add"])
+@pytest.mark.parametrize(("rows", "n"), [(16, 32), (48, 96)])
+def test_the_machine_multiplies(rows, n, mode):
+    """Whole numbers, which every order of sums gives exactly."""
+    rng = np.random.default_rng(rows)
+    a, b, c = (rng.integers(-9, 10, s) for s in ((rows, n), (n, 64), (rows, 64)))
+    got = product(mode, c.astype(np.float32), left(a), right(b))
+    np.testing.assert_array_equal(got, a @ b + (c if mode == "add" else 0))
+
+
+def test_the_machine_rounds_as_the_manual_says():
+    a, b = np.zeros((16, 32)), np.zeros((32, 64))
+    c = np.zeros((16, 64), np.float32)
+    a[0, :4], b[:4, 0] = [1, 1, 2**-24, -1], 1  # even: 1 + 2^-24 is 1; odd: 1 - 1
+    a[1, :2], b[:2, 1] = [2**-100, 2**-127], [2**-26, 2**-20]  # 2^-126 stays, a denormal is none
+    c[2, 2], a[2, 0], b[0, 2] = 2**-130, 1, 2**-126
+    a[3, 0], b[0, 3], c[3, 3] = 2.0**100, 2.0**100, -np.inf
+    got = product("add", c, left(a), right(b))
+    assert got[0, 0] == 1
+    assert got[1, 1] == 2.0**-126
+    assert got[2, 2] == 2.0**-126
+    assert np.isnan(got[3, 3])
+    assert tile_machine.vdpbf16ps(np.float32(2**-130), left([[1, 0]]), left([[2**-127, 0]])) == 0
+
+
+def test_the_machine_refuses():
+    machine, words = TileMachine(), np.zeros((16, 16), np.uint32)
+    where = ({"A": words.ctypes.data}, {"A": 16}, 0)
+    with pytest.raises(Refused, match="no LDTILECFG"):
+        machine.step(tiles.Zero(0), *where)
+    with pytest.raises(Refused, match="palette 1"):
+        machine.configure(bytes(64))
+    machine.configure(tiles.CONFIG)
+    machine.step(tiles.Zero(0), *where)
+    machine.step(tiles.Load(4, "A", 0, 0), *where)
+    with pytest.raises(Refused, match="tmm6 is read before"):
+        machine.step(tiles.Dot(0, 4, 6), *where)
+    machine.release()
+    with pytest.raises(Refused, match="no LDTILECFG"):
+        machine.step(tiles.Zero(0), *where)
+
+
+# -- operations ------------------------------------------------------------------------------------
+
+
+@njit
+def set_(cpu, *args):
+    operations.pairs_set(cpu, *args)
+
+
+@njit
+def add(cpu, *args):
+    operations.begin_tiles(cpu, args[0])
+    operations.pairs_add(cpu, *args)
+    operations.end_tiles(cpu, args[0])
+
+
+@njit
+def softmax(cpu, *args):
+    operations.online_softmax_pairs(cpu, *args)
+
+
+@njit
+def by_rows(cpu, *args):
+    operations.pairs_of_rows(cpu, *args)
+
+
+@njit
+def by_lanes(cpu, *args):
+    operations.pairs_of_lanes(cpu, *args)
+
+
+def extreme_operands(rows, n):
+    """Numbers of every size, denormals among them, and what lies near float32's ends."""
+    rng = np.random.default_rng(n)
+    draw = lambda *shape: rng.standard_normal(shape) * 2.0 ** rng.integers(-75, 60, shape)  # noqa: E731
+    a, b, c = draw(rows, n), draw(n, 64), draw(rows, 64).astype(np.float32)
+    a[0, :2] = 2**-130
+    return c, left(a), right(b)
+
+
+@on_amx
+@pytest.mark.parametrize(("rows", "n"), [(16, 32), (48, 96)])
+def test_this_cpus_tiles_are_the_machines(rows, n):
+    C, A, B = extreme_operands(rows, n)
+    expected, got = product("add", C, A, B), C.reshape(-1).copy()
+    add(Amx(64), got, 0, 64, A.reshape(-1), 0, n // 2, B.reshape(-1), 0, 64, rows, n // 2)
+    np.testing.assert_array_equal(got.reshape(C.shape), expected)
+
+
+@pytest.mark.parametrize("kind", [EmulatedBf16, pytest.param(Avx512Bf16, marks=on_bf16)])
+def test_vdpbf16ps_is_what_the_manual_says(kind, monkeypatch):
+    tile_machine.emulate(monkeypatch)
+    C, A, B = extreme_operands(20, 34)
+    expected = C
+    for x in range(A.shape[1]):
+        expected = tile_machine.vdpbf16ps(expected, A[:, x : x + 1], B[x])
+    got = C.reshape(-1).copy()
+    add(kind(64), got, 0, 64, A.reshape(-1), 0, A.shape[1], B.reshape(-1), 0, 64, 20, A.shape[1])
+    np.testing.assert_array_equal(got.reshape(C.shape), expected)
+
+
+@pytest.mark.parametrize("kind", [EmulatedBf16, pytest.param(Avx512Bf16, marks=on_bf16)])
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_panels_become_pairs(kind, rows, monkeypatch):
+    tile_machine.emulate(monkeypatch)
+    rng = np.random.default_rng(rows)
+    X = rng.standard_normal(3 + rows * 70).astype(np.float32)
+    X[4:8] = np.inf, -np.inf, 3.4e38, np.nan
+    for definition, walk, more in (
+        (operations.pairs_of_rows, by_rows, ()),
+        (operations.pairs_of_lanes, by_lanes, (33,)),
+    ):
+        one, two = (np.zeros(1 + rows * 64, np.uint32) for _ in range(2))
+        definition(registers.Plain(64), X, 3, 70, rows, one, 1, *more)
+        walk(kind(64), X, 3, 70, rows, two, 1, *more)
+        values = [p.view(numpy_dtype("bfloat16")).astype(np.float32) for p in (one, two)]
+        np.testing.assert_array_equal(*values)
+
+
+@pytest.mark.parametrize("kind", [EmulatedBf16, pytest.param(Avx512Bf16, marks=on_bf16)])
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_softmax_of_pairs(kind, rows, monkeypatch):
+    tile_machine.emulate(monkeypatch)
+    rng, w = np.random.default_rng(rows), 64
+    S = (20 * rng.standard_normal(rows * w)).astype(np.float32)
+    S[0::w] = -np.inf  # a lane that sees nothing
+    m, l = np.full(w, -np.inf, np.float32), np.zeros(w, np.float32)
+    m[5:], l[5:] = 3, 2
+    factor, results = np.array([0.3], np.float32), []
+    for run, cpu in ((operations.online_softmax_pairs, registers.Plain(w)), (softmax, kind(w))):
+        P, stats = np.zeros((rows + 1) // 2 * w, np.uint32), [m.copy(), l.copy(), m.copy()]
+        run(cpu, S, 0, rows, *stats, 0, factor, P, 0)
+        results.append((P.view(numpy_dtype("bfloat16")).astype(np.float32), *stats))
+    for one, two in zip(*results, strict=True):
+        np.testing.assert_allclose(two, one, rtol=2**-7 if one is results[0][0] else 1e-6)
+
+
+# -- the engine ------------------------------------------------------------------------------------
+
+CASES = ["gqa", "mqa-causal", "narrow-values", "window", "varlen-bias", "scale", "descending"]
+
+
+def judged(x, algorithm, micro_kernel=None, traces=False, **options):
+    """Results by the 2 x rule; equal traces; on some CPUs a micro-kernel by its name."""
+    named = {"micro_kernel": micro_kernel} if micro_kernel else {}
+    result, gradients, got = run_both(x, NUMBA, algorithm, trace=traces, **named, **options)
+    Judge.of(x, result.problem).check(got)
+    if traces:
+        for mine, other in zip(
+            (result, gradients), run_both(x, NUMPY, algorithm, trace=True, **options), strict=False
+        ):
+            assert mine.trace.same_events(other.trace)
+    return result, got
+
+
+@pytest.fixture(params=[EmulatedAmx, pytest.param(EmulatedBf16, marks=pytest.mark.thorough)])
+def emulated(request, monkeypatch):
+    """The engine on a CPU that this one is not."""
+    tile_machine.emulate(monkeypatch)
+    monkeypatch.setattr(engine, "_cpu", lambda *_: request.param(64))
+    yield request.param
+    assert tile_machine.ERRORS == []
+    for machine in tile_machine.ALL:
+        assert machine.counts["Configure"] == machine.counts["Release"]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "algorithm", ["flash2-fused", pytest.param("flash2", marks=pytest.mark.thorough)]
+)
+def test_the_engine_on_an_emulated_cpu(emulated, algorithm, case):
+    shape, options = OPTION_CASES[case]
+    dots = sum(machine.counts["Dot"] for machine in tile_machine.ALL)
+    x = tensors(50, 83, 40, dtype="bfloat16", **shape)
+    if case == "varlen-bias":
+        options = {**options, "cu_seqlens_q": (0, 20, 20, 50), "cu_seqlens_k": (0, 0, 20, 83)}
+    result, _ = judged(x, algorithm, traces=True, **TILING, **options)
+    assert result.kernel.startswith(f"numba {emulated.__name__.lower()}")
+    ran = sum(machine.counts["Dot"] for machine in tile_machine.ALL) - dots
+    assert (ran > 0) == (emulated is EmulatedAmx)
+
+
+def test_threads_change_nothing_on_an_emulated_cpu(emulated):
+    x = tensors(50, 83, 16, dtype="bfloat16")
+    one, three = (judged(x, "flash2-fused", threads=n, **TILING)[1] for n in (1, 3))
+    for name, array in one.items():
+        np.testing.assert_array_equal(array, three[name], err_msg=name)
+
+
+@pytest.mark.skipif(not HERE, reason="needs a CPU with AMX or AVX512-BF16")
+@pytest.mark.parametrize("case", OPTION_CASES)
+@pytest.mark.parametrize("algorithm", engine.ALGORITHMS)
+@pytest.mark.parametrize("micro_kernel", PAIRED)
+def test_the_engine_on_this_cpu(micro_kernel, algorithm, case):
+    if micro_kernel not in HERE:
+        pytest.skip(f"this CPU has no {micro_kernel}")
+    shape, options = OPTION_CASES[case]
+    x = tensors(113, 203, 40, dtype="bfloat16", **shape)
+    result, one = judged(x, algorithm, micro_kernel, traces=True, **{**TILING, **options})
+    assert result.kernel.startswith(f"numba {PAIRED[micro_kernel][0].__name__.lower()}")
+    three = judged(x, algorithm, micro_kernel, threads=3, **{**TILING, **options})[1]
+    for name, array in one.items():
+        np.testing.assert_array_equal(array, three[name], err_msg=name)
+
+
+# -- which CPU -------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif("amx" in HERE, reason="this CPU has AMX")
+def test_amx_is_refused_where_there_is_none():
+    x = tensors(5, 5, 4, dtype="bfloat16")
+    with pytest.raises(
+        BackendUnavailable, match=r"'amx' cannot run here: .*leave micro_kernel out"
+    ):
+        flashsim.run(x.q, x.k, x.v, backend="numba", micro_kernel="amx")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_amx_multiplies_bfloat16_only(dtype):
+    x = tensors(5, 5, 4, dtype=dtype)
+    with pytest.raises(OptionError, match=f"multiplies bfloat16, and the inputs are {dtype}"):
+        flashsim.run(x.q, x.k, x.v, backend="numba", micro_kernel="amx")
+
+
+BF16 = PAIRED["avx512_bf16"][1]
+
+
+@pytest.mark.parametrize(
+    ("features", "refused", "compiled", "kind"),
+    [
+        (PAIRED["amx"][1], None, None, Amx),
+        (PAIRED["amx"][1], "Linux refuses", None, Avx512Bf16),
+        (PAIRED["amx"][1], None, BF16, Avx512Bf16),  # NUMBA_CPU_FEATURES leaves tiles out
+        (BF16, None, None, Avx512Bf16),
+        (("avx512f", "avx512vl"), None, None, registers.Avx512),
+        ((*PAIRED["amx"][1][:2], "avx2", "fma"), None, None, registers.Avx2),
+    ],
+)
+def test_bfloat16_takes_what_this_process_may_use(features, refused, compiled, kind, monkeypatch):
+    monkeypatch.setattr(
+        registers.llvm, "get_host_cpu_features", lambda: dict.fromkeys(features, True)
+    )
+    flags = ",".join(f"+{name}" for name in (features if compiled is None else compiled))
+    monkeypatch.setattr(registers.config, "CPU_FEATURES", flags)
+    monkeypatch.setattr(registers.amx, "refusal", lambda process: refused)
+    monkeypatch.setattr(registers, "_host", registers._host.__wrapped__)
+    choose = lambda dtype: type(engine._cpu(None, flashsim.Problem(1, dtype=dtype)))  # noqa: E731
+    assert choose("bfloat16") is kind
+    assert choose("float32") not in (Amx, Avx512Bf16)
+    if refused:
+        with pytest.raises(BackendUnavailable, match="Linux refuses"):
+            engine._cpu("amx", flashsim.Problem(1, dtype="bfloat16"))
+
+
+class Kernel:
+    """What `arch_prctl` answers, by what it is asked."""
+
+    def __init__(self, request: int, allowed: int) -> None:
+        self.request, self.allowed, self.asked = request, allowed, []
+        self.syscall = self.answer
+        self.syscall = type("Call", (), {"__call__": staticmethod(self.answer)})()
+
+    def answer(self, number, code, what):
+        assert number.value == 158
+        self.asked.append(code.value)
+        if code.value == amx.ARCH_REQ_XCOMP_PERM:
+            assert what.value == 18
+            ctypes.set_errno(self.request)
+            return -1 if self.request else 0
+        ctypes.cast(what, ctypes.POINTER(ctypes.c_uint64))[0] = self.allowed
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("request_errno", "allowed", "told"),
+    [
+        (0, 1 << 18 | 7, None),
+        (0, 7, "does not list them"),
+        (errno.EINVAL, 0, "before 5.16"),
+        (errno.EOPNOTSUPP, 0, "monitor hides them"),
+        (errno.ENOSPC, 0, "sigaltstack"),
+        (errno.EPERM, 0, "seccomp"),
+    ],
+)
+def test_linux_is_asked_for_tiles(request_errno, allowed, told, monkeypatch):
+    monkeypatch.setattr(amx.ctypes, "CDLL", lambda *_, **__: Kernel(request_errno, allowed))
+    monkeypatch.setattr(amx.sys, "platform", "linux")
+    monkeypatch.setattr(amx.platform, "machine", lambda: "x86_64")
+    got = amx.refusal.__wrapped__(1)
+    assert got is None if told is None else told in got
+
+
+def test_elsewhere_there_are_no_tiles(monkeypatch):
+    monkeypatch.setattr(amx.sys, "platform", "darwin")
+    assert "64-bit Linux on x86" in amx.refusal.__wrapped__(1)
+
+
+def test_walks_over_pairs_are_kept_on_disk():
+    assert {name for name in threads._WALKS if name.startswith("pairs_")} == {
+        "pairs_forward",
+        "pairs_grad_keys",
+        "pairs_grad_queries",
+    }
