@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import csv
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -60,8 +61,9 @@ def measure():
     """Launch each length straight and sawtooth, twice each: the second is the one to read."""
     import cupy
 
+    from flashsim.backends import launch
     from flashsim.backends.cupy_gpu import arrays, engine
-    from flashsim.backends.cupy_gpu.calls import Call, Plan
+    from flashsim.backends.cupy_gpu.calls import ABSENT, Call, Plan
     from flashsim.backends.families.hopper import HOPPER
     from flashsim.backends.families.portable import PORTABLE
 
@@ -88,9 +90,10 @@ def measure():
                 plan = Plan(family.name, (made,), gpu, 0, family.load)
                 out = cupy.empty_like(given["q"])
                 lse = cupy.empty((1, 1, p.n_q), "float32")
-                places = [space.view(x).place for x in given.values()]
-                places += [space.view(out).place, *((0, 0, 0, 0),) * 4]
-                call = Call(space, places, {"lse": lse.data.ptr})
+                places = [space.view(x).place for x in (*given.values(), out)]
+                rest = len(launch.SCRATCH) - 1
+                head = *chain(*places, *[ABSENT] * 4), lse.data.ptr, *[0] * rest
+                call = Call(space, head)
                 for _ in range(2):
                     start, end = cupy.cuda.Event(), cupy.cuda.Event()
                     start.record()

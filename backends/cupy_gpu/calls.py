@@ -10,10 +10,11 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
-from itertools import chain
+from functools import lru_cache
+from itertools import islice
+from operator import itemgetter
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
@@ -37,6 +38,7 @@ _HEAD = struct.Struct("<" + "Qqqq" * len(launch.TENSORS) + "Q" * len(launch.SCRA
 _REPORTS = struct.Struct("<" + "Q" * len(launch.REPORTS))
 _REPORTS_AT = _HEAD.size + 8 * len(launch.TABLES)
 ABSENT = (0, 0, 0, 0)
+DQ_ACC = "dq_acc"
 _PER_THREAD = cupy.cuda.runtime.streamPerThread
 
 
@@ -62,24 +64,74 @@ def uploaded(tables: Lowered, device: int) -> Uploaded:
     return made
 
 
+class NewArray(NamedTuple):
+    """A contiguous (batch, heads, n, width) array: its shape, the first strides in elements."""
+
+    shape: tuple[int, int, int, int]
+    strides: tuple[int, int, int]
+    width: int
+
+    def at(self, address: int) -> tuple[int, int, int, int]:
+        """Where one is, as kernels are told."""
+        return address, *self.strides
+
+
+class NewArrays(NamedTuple):
+    """Of the arrays that a call makes: out, lse, the gradients; and query rows of all heads."""
+
+    out: NewArray
+    lse: tuple[int, int, int]
+    dq: NewArray
+    dk: NewArray
+    dv: NewArray
+    rows: int
+
+    @classmethod
+    def of(cls, p: Problem) -> NewArrays:
+        """Of a problem's calls."""
+
+        def made(heads: int, n: int, head_dim: int) -> NewArray:
+            width = launch.row_elements(head_dim)
+            return NewArray(
+                (p.batch, heads, n, width), (heads * n * width, n * width, width), width
+            )
+
+        return cls(
+            made(p.heads, p.n_q, p.head_dim_v),
+            (p.batch, p.heads, p.n_q),
+            made(p.heads, p.n_q, p.head_dim),
+            made(p.kv_heads, p.n_kv, p.head_dim),
+            made(p.kv_heads, p.n_kv, p.head_dim_v),
+            p.batch * p.heads * p.n_q,
+        )
+
+
 class Call:
     """The arrays of one call, as its launches take them.
 
     Parameters
     ----------
     space : arrays.Space
-    places : sequence of (int, int, int, int)
-        Address and strides of each of `launch.TENSORS`, `ABSENT` for those that the call lacks.
-    scratch : dict of str to int
-        Addresses of contiguous float32 arrays, by the names of `launch.SCRATCH`.
+    head : sequence of int
+        What a call changes of ``struct Args``, in its order: address and strides of each of
+        `launch.TENSORS`, `ABSENT` for those that the call lacks; addresses of contiguous float32
+        arrays, those of `launch.SCRATCH`, or 0.
     """
 
-    def __init__(
-        self, space: arrays.Space, places: Sequence[tuple[int, ...]], scratch: dict[str, int]
-    ) -> None:
-        self.space, self.places, self.scratch = space, places, scratch
+    def __init__(self, space: arrays.Space, head: Sequence[int]) -> None:
+        self.space, self.head = space, head
         self.stream = space.stream()
-        self.head = [*chain.from_iterable(places), *[scratch.get(x, 0) for x in launch.SCRATCH]]
+        self.packed = _HEAD.pack(*head)
+
+
+class _Parameters:
+    """What the driver reads of a launch, each through a pointer: maps, arguments, counter."""
+
+    def __init__(self, maps: Sequence[np.ndarray], *others: int) -> None:
+        self._maps = maps  # keeps them alive
+        values = [*(one.ctypes.data for one in maps), *others]
+        self._values = (ctypes.c_void_p * len(values))(*values)
+        self.address = ctypes.addressof(self._values)
 
 
 class ReadyPass:
@@ -90,37 +142,38 @@ class ReadyPass:
         self._function = load(one.kernel, device)  # owns the code that the address is of
         self._tables = uploaded(one.tables, device)
         self._args = bytearray(launch.ARGS.itemsize)
+        self._head = memoryview(self._args)[: _HEAD.size]
         self._pack_constants()
-        # The driver reads every parameter through a pointer, at the launch.
         self._counter = ctypes.c_uint64()
-        at = _address(self._args)
-        boxes = one.kernel.boxes
-        values = [*(0 for _ in boxes), at]
-        if boxes:
-            values.append(ctypes.addressof(self._counter))
-        self._parameters = (ctypes.c_void_p * len(values))(*values)
-        self._kernel, shape = one.kernel, (*one.grid, 1, 1)[:3]
+        boxes, shape = one.kernel.boxes, (*one.grid, 1, 1)[:3]
         self._launch = (
             self._function.ptr,
             *shape,
             *(one.kernel.threads, 1, 1),
             one.kernel.shared_bytes,
         )
-        self._at = ctypes.addressof(self._parameters)
         self._lock = Lock()  # the buffer is one, threads may be several
         self._needs_counter = bool(boxes) and one.grid[0] < one.walks * one.tables.tiles
         # By stream: a launch leaves its counter as it found it, at 0, for the next one there.
         self._counters: dict[int, cupy.ndarray] = {}
-        # Tensor maps by address and strides: allocators give the same ones again and again.
-        p, d = (
-            one.tables.schedule.problem,
-            launch.row_elements(one.tables.schedule.problem.head_dim),
-        )
-        self._maps_of = lru_cache(maxsize=64)(partial(_encoded, p, boxes))
-        self._dq_acc = (p.heads * p.n_q * d, p.n_q * d, d)  # its strides
-        self._box_tensors = [
-            launch.TENSORS.index(box.tensor) for box in boxes if box.tensor != "dq_acc"
+        # By what tensor maps are made of: allocators give the same addresses again and again.
+        self._parameters_of = lru_cache(maxsize=64)(self._parameters)
+        at = [number for box in boxes for number in _map_of(box)]
+        self._made_of = itemgetter(*at) if boxes else lambda head: ()
+
+    def _parameters(self, made_of: tuple[int, ...]) -> _Parameters:
+        """For maps of tensors at these addresses with these strides, in the order of the boxes."""
+        p, boxes = self.one.tables.schedule.problem, self.one.kernel.boxes
+        values = iter(made_of)
+        maps = [
+            tensor_maps.encode(
+                *(p, box, next(values)),
+                NewArrays.of(p).dq.strides if box.tensor == DQ_ACC else tuple(islice(values, 3)),
+            )
+            for box in boxes
         ]
+        counter = [ctypes.addressof(self._counter)] if boxes else []
+        return _Parameters(maps, _address(self._args), *counter)
 
     def _pack_constants(self) -> None:
         one, p = self.one, self.one.tables.schedule.problem
@@ -136,53 +189,44 @@ class ReadyPass:
 
     def __call__(self, call: Call, report: dict[str, cupy.ndarray]) -> None:
         """Launch on the call's stream; CuPy's current device must be the call's."""
-        boxes = self._kernel.boxes
-        maps: tuple[_Map, ...] = ()
-        if boxes:
-            places = [call.places[number] for number in self._box_tensors]
-            if len(places) < len(boxes):  # dQ's accumulator, the last one
-                places.append((call.scratch["dq_acc"], *self._dq_acc))
-            maps = self._maps_of(*places)
+        parameters = self._parameters_of(self._made_of(call.head))
         with self._lock:
-            _HEAD.pack_into(self._args, 0, *call.head)
+            self._head[:] = call.packed
             if report:
                 addresses = (report[n].data.ptr if n in report else 0 for n in launch.REPORTS)
                 _REPORTS.pack_into(self._args, _REPORTS_AT, *addresses)
-            for number, made in enumerate(maps):
-                self._parameters[number] = made.address
             if self._needs_counter:
-                counter = self._counter_of(call)
-                self._counter.value = call.space.pointer(counter)
-            cupy.cuda.driver.launchKernel(*self._launch, call.stream, self._at, 0)
+                self._counter.value, _keeps = self._counter_of(call)
+            cupy.cuda.driver.launchKernel(*self._launch, call.stream, parameters.address, 0)
 
-    def _counter_of(self, call: Call) -> Any:
-        """A work counter, at 0, that no other launch uses as long as this one runs."""
+    def _counter_of(self, call: Call) -> tuple[int, Any]:
+        """Address of a work counter, at 0, that no other launch uses as long as this one runs.
+
+        And what keeps its memory until the launch is in the stream.
+        """
         stream = call.stream
         if stream == _PER_THREAD or cupy.cuda.runtime.streamIsCapturing(stream):
             # One name for several streams; or a graph, which may run in any and beside any.
             counter = call.space.empty((1,))
             cupy.cuda.runtime.memsetAsync(call.space.pointer(counter), 0, 4, stream)
-            return counter
+            return call.space.pointer(counter), counter
         if stream not in self._counters:
             with call.space.active():
                 self._counters[stream] = cupy.zeros(1, np.uint32)
-        return self._counters[stream]
+        counter = self._counters[stream]
+        return counter.data.ptr, counter
 
 
-class _Map:
-    """A tensor map and where it lies."""
+def _map_of(box: launch.Box) -> range:
+    """Which numbers of a call's head a tensor map is made of: address and strides.
 
-    def __init__(self, data: np.ndarray) -> None:
-        self.data, self.address = data, data.ctypes.data
-
-
-def _encoded(
-    problem: Problem, boxes: Sequence[launch.Box], *places: tuple[int, ...]
-) -> tuple[_Map, ...]:
-    return tuple(
-        _Map(tensor_maps.encode(problem, box, pointer, tuple(strides)))
-        for box, (pointer, *strides) in zip(boxes, places, strict=True)
-    )
+    dQ's accumulator has one place for its address; its strides never change.
+    """
+    if box.tensor == DQ_ACC:
+        at = 4 * len(launch.TENSORS) + launch.SCRATCH.index(DQ_ACC)
+        return range(at, at + 1)
+    at = 4 * launch.TENSORS.index(box.tensor)
+    return range(at, at + 4)
 
 
 class Plan:
@@ -195,6 +239,7 @@ class Plan:
     passes : tuple of KernelPass
     launches : tuple of ReadyPass
     tiling : Tiling
+    sizes : NewArrays
     gpu : Gpu
     """
 
@@ -203,6 +248,7 @@ class Plan:
     ) -> None:
         self.name, self.passes, self.gpu = name, passes, gpu
         self.tiling: Tiling = passes[0].tables.schedule.tiling
+        self.sizes = NewArrays.of(passes[0].tables.schedule.problem)
         self.launches = tuple(ReadyPass(one, device, load) for one in passes)
 
     def run(

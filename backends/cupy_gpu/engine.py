@@ -62,7 +62,8 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
     """Run the backward pass: three deterministic passes, or fused with reductions into dQ."""
     if job.algorithm == DECODE:
         raise UnsupportedError(f"{DECODE!r} has no backward pass; 'flash2' has")
-    _no_fp8_gradients(job)
+    if not job.memo:
+        _no_fp8_gradients(job)
     return backward_with(_family, job, saved, dout)
 
 
@@ -95,28 +96,23 @@ def forward_with(family_of: FamilyOf, job: Job) -> Outcome:
     p = job.problem
     require_gpu()
     space = arrays.space_of({"q": job.q, "k": job.k, "v": job.v}, p.result_dtype)
-    with failures.Explaining():
+    with _EXPLAINING:
         plan = _plan(family_of, job, "forward", space)
         with space.on_device():
-            views = {"q": space.view(job.q), "k": space.view(job.k), "v": space.view(job.v)}
-            width = launch.row_elements(p.head_dim_v)
-            like = views["q"].array
-            scales: dict[str, Any] = {}
+            q, k, v = space.view(job.q), space.view(job.k), space.view(job.v)
+            like, scales, sizes = q.array, (), plan.sizes
             if p.fp8:
-                views["v"] = fp8.transposed(space, job, views["v"])
-                like, scales = space.prototype(p.result_dtype), fp8.scales(space, job)
-            out = space.empty((p.batch, p.heads, p.n_q, width), like)
-            lse = space.empty((p.batch, p.heads, p.n_q))
-            views["out"] = arrays.View(_place(space, out, p.heads, p.n_q, width), out)
-            saved = _saved(space, views, lse)
-            call = Call(
-                space,
-                (*saved["places"], *_NO_GRADIENTS),
-                {"lse": saved["lse"]} | {name: space.pointer(x) for name, x in scales.items()},
-            )
-            stages, spans = plan.run(call, job.trace)
+                v = fp8.transposed(space, job, v)
+                like = space.prototype(p.result_dtype)
+                scales = tuple(fp8.scales(space, job).values())
+            out, lse = space.empty(sizes.out.shape, like), space.empty(sizes.lse)
+            saved = _saved(space, q, k, v, arrays.View(sizes.out.at(space.pointer(out)), out), lse)
+            head = *saved["places"], *_NO_GRADIENTS, saved["lse"], *_NO_SCRATCH
+            if scales:
+                head = *head[: -len(scales)], *map(space.pointer, scales)
+            stages, spans = plan.run(Call(space, head), job.trace)
             return Outcome(
-                {"out": space.result(out, p.head_dim_v, width), "lse": space.result(lse)},
+                {"out": space.result(out, p.head_dim_v, sizes.out.width), "lse": space.result(lse)},
                 plan.tiling,
                 stages,
                 plan.name,
@@ -133,76 +129,74 @@ def recall_of(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
     given = {"q": job.q, "k": job.k, "v": job.v, "out": out}
     space = arrays.space_of(given, p.dtype)
     arrays.check_space("lse", lse, p.dtype, space)
-    with failures.Explaining(), space.on_device():
-        views = {name: space.view(x) for name, x in given.items()}
-        lse = space.vector(lse)
-        return _saved(space, views, lse)
+    with _EXPLAINING, space.on_device():
+        q, k, v, kept = (space.view(x) for x in given.values())
+        return _saved(space, q, k, v, kept, space.vector(lse))
 
 
-def _saved(space: arrays.Space, views: Mapping[str, arrays.View], lse: Any) -> dict[str, Any]:
-    return {
+def _saved(
+    space: arrays.Space,
+    q: arrays.View,
+    k: arrays.View,
+    v: arrays.View,
+    out: arrays.View,
+    lse: Any,
+) -> dict[str, Any]:
+    saved = {
         "space": space,
-        "arrays": (*(view.array for view in views.values()), lse),  # keeps them alive
-        "places": tuple(view.place for view in views.values()),
+        "arrays": (q.array, k.array, v.array, out.array, lse),  # keeps them alive
+        "places": (*q.place, *k.place, *v.place, *out.place),
         "lse": space.pointer(lse),
-        "copied": _copies(views),
     }
+    if q.copied or k.copied or v.copied or out.copied:
+        views = {"q": q, "k": k, "v": v, "out": out}
+        saved["copied"] = {name: view.copied for name, view in views.items() if view.copied}
+    return saved
 
 
 def backward_with(family_of: FamilyOf, job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
     """The backward pass, likewise."""
     p, space = job.problem, saved["space"]
     arrays.check_space("dout", dout, p.dtype, space)
-    fused = job.algorithm == "flash2-fused"
-    with failures.Explaining():
+    with _EXPLAINING:
         plan = _plan(family_of, job, "backward", space)
         with space.on_device():
-            like = saved["arrays"][0]
-            d, dv = launch.row_elements(p.head_dim), launch.row_elements(p.head_dim_v)
+            like, sizes = saved["arrays"][0], plan.sizes
             given = space.view(dout)
-            dq = space.empty((p.batch, p.heads, p.n_q, d), like)
-            dk = space.empty((p.batch, p.kv_heads, p.n_kv, d), like)
-            dv_out = space.empty((p.batch, p.kv_heads, p.n_kv, dv), like)
-            delta = space.empty((p.batch, p.heads, p.n_q))
-            places = (
-                *saved["places"],
-                given.place,
-                _place(space, dq, p.heads, p.n_q, d),
-                _place(space, dk, p.kv_heads, p.n_kv, d),
-                _place(space, dv_out, p.kv_heads, p.n_kv, dv),
-            )
-            scratch = {"lse": saved["lse"], "delta": space.pointer(delta)}
-            if fused:
-                narrow = p.dtype != "float32"
-                acc = space.empty((p.batch, p.heads, p.n_q, d)) if narrow else dq
-                scratch["dq_acc"] = space.pointer(acc)
+            dq = space.empty(sizes.dq.shape, like)
+            dk = space.empty(sizes.dk.shape, like)
+            dv = space.empty(sizes.dv.shape, like)
+            # One array for dQ's accumulator and, behind it, delta: each takes the host a µs or two.
+            fused, narrow = job.algorithm == "flash2-fused", p.dtype != "float32"
+            summed = sizes.rows * sizes.dq.width if fused and narrow else 0
+            scratch = space.empty((summed + sizes.rows,))
+            at, dq_at, turns = space.pointer(scratch), space.pointer(dq), 0
             if fused and job.deterministic:
                 with space.active():
-                    turns = space.zeros((p.batch, p.heads, p.n_q, 2), "uint32")
-                scratch["turns"] = turns.data.ptr
-            stages, spans = plan.run(Call(space, places, scratch), job.trace)
+                    counters = space.zeros((sizes.rows, 2), "uint32")
+                turns = counters.data.ptr
+            head = (
+                *saved["places"],
+                *given.place,
+                *sizes.dq.at(dq_at),
+                *sizes.dk.at(space.pointer(dk)),
+                *sizes.dv.at(space.pointer(dv)),
+                *(saved["lse"], at + 4 * summed, at if summed else dq_at, turns, 0, 0, 0),
+            )
+            stages, spans = plan.run(Call(space, head), job.trace)
             gradients = {
-                "dq": space.result(dq, p.head_dim, d),
-                "dk": space.result(dk, p.head_dim, d),
-                "dv": space.result(dv_out, p.head_dim_v, dv),
+                "dq": space.result(dq, p.head_dim, sizes.dq.width),
+                "dk": space.result(dk, p.head_dim, sizes.dk.width),
+                "dv": space.result(dv, p.head_dim_v, sizes.dv.width),
             }
             return Outcome(
                 gradients, plan.tiling, stages, plan.name, timeline=spans, gpu=plan.gpu.name
             )
 
 
-def _copies(views: Mapping[str, arrays.View]) -> dict[str, int]:
-    return {name: view.copied for name, view in views.items() if view.copied}
-
-
-_NO_GRADIENTS = (ABSENT,) * (len(launch.TENSORS) - 4)
-
-
-def _place(
-    space: arrays.Space, array: Any, heads: int, n: int, width: int
-) -> tuple[int, int, int, int]:
-    """Address and strides of a new, contiguous (batch, heads, n, width) array."""
-    return space.pointer(array), heads * n * width, n * width, width
+_EXPLAINING = failures.Explaining()
+_NO_GRADIENTS = ABSENT * (len(launch.TENSORS) - 4)
+_NO_SCRATCH = (0,) * (len(launch.SCRATCH) - 1)  # but lse
 
 
 def _plan(family_of: FamilyOf, job: Job, direction: str, space: arrays.Space) -> Plan:

@@ -41,19 +41,17 @@ class Checked:
 
     def backward_job(
         self,
+        mine: Job,
         saved: Mapping[str, Any],
         tiling: Tiling | None,
         deterministic: bool | None,
         trace: bool | str | None,
     ) -> Job:
-        """Which backward pass is asked for; found out once."""
-        engine, mine = self.engine, self.job
+        """Which backward pass is asked for, after the forward pass `mine`."""
+        engine = self.engine
         algorithm = plans.backward_form(mine.algorithm, deterministic)  # or say what it may be
         if trace is not None:
             trace = inputs.check_trace_mode(trace, self.backend)
-        key = "backward", tiling, deterministic, type(deterministic), trace, type(trace)
-        if known := mine.memo.get(key):
-            return known.given(mine.q, mine.k, mine.v)
         job = replace(
             mine,
             tiling=tiling,
@@ -67,7 +65,6 @@ class Checked:
         if deterministic and hasattr(engine, "orders_dq"):
             ordered = replace(job, algorithm="flash2-fused", deterministic=True)
             job = ordered if engine.orders_dq(ordered, saved) else job
-        mine.memo[key] = job.given(None, None, None)
         return job
 
 
@@ -174,31 +171,42 @@ def key_of(
     `rare` is what must be left out, `plain` what is compared: True and 1 are equal, so the types
     stand beside the values.
     """
-    *arrays, nan_policy = rare
     _, causal, window, softcap, scale, _, _, backend, _, trace = plain
     on_gpu = isinstance(backend, str) and backend not in dispatch.ON_CPU
-    if not on_gpu or isinstance(q, np.ndarray) or any(x is not None for x in arrays):
+    if not on_gpu or isinstance(q, np.ndarray):
         return None
-    usual = isinstance(nan_policy, str) and nan_policy == "propagate"
-    if not usual or not _PLAIN.issuperset(options):
+    bias, mask, cells, of_q, of_k, nan_policy = rare
+    if not (bias is mask is cells is of_q is of_k is None):
+        return None
+    if not isinstance(nan_policy, str) or nan_policy != "propagate":
+        return None
+    if options and not _PLAIN.issuperset(options):
         return None
     try:
-        given = [part for x in (q, k, v) for part in (x.shape, x.dtype, type(x))]
-        kinds = [type(x) for x in (causal, window, softcap, scale, trace)]
-        made = (*given, *plain, *kinds, *options.items())
-        hash(made)
-    except (AttributeError, TypeError):  # no array; or a value that has no hash
+        return (
+            *(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, type(q), type(k), type(v)),
+            *plain,
+            *(type(causal), type(window), type(softcap), type(scale), type(trace)),
+            *options.items(),
+        )
+    except AttributeError:  # no array
         return None
-    return made
 
 
 def recall(key: tuple[Any, ...] | None) -> Checked | None:
     """What was kept under `key`."""
-    return None if key is None else _KEPT.get(key)
+    try:
+        return None if key is None else _KEPT.get(key)
+    except TypeError:  # a value that has no hash
+        return None
 
 
 def keep(key: tuple[Any, ...] | None, asked: Checked) -> None:
     """Remember a question that passed, where it has a key."""
+    try:
+        hash(key)
+    except TypeError:
+        return
     if key is not None:
         if len(_KEPT) >= _MOST_KEPT:
             _KEPT.clear()

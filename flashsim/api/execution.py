@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
 from flashsim.api import dispatch, hosts, inputs
 from flashsim.api.asked import ask, keep, key_of, recall
-from flashsim.api.result import Gradients, Result, gradients, recorded
+from flashsim.api.result import Gradients, Result, gradients, made, recorded
 from flashsim.errors import own_errors
 from flashsim.problem.hardware import Device
 from flashsim.schedule.tiling import Tiling
@@ -157,7 +156,8 @@ def run(
     if backend in dispatch.ON_CPU:
         inputs.warn_of_overflow({"out": outcome.arrays["out"]}, job.arrays)
     ndim = asked.ndim
-    return Result(
+    return made(
+        Result,
         out=give(inputs.squeeze(outcome.arrays["out"], ndim)),
         lse=give(inputs.squeeze(outcome.arrays["lse"], ndim - 1)),
         _trace=recorded(job, outcome, "forward", backend),
@@ -165,9 +165,7 @@ def run(
         tiling=outcome.tiling,
         _job=job,
         _saved=outcome.saved,
-        _backend=backend,
-        _bias_shape=asked.bias_shape,
-        _host=asked.host,
+        _asked=asked,
     )
 
 
@@ -211,15 +209,16 @@ def backward(
     if asked is None:
         asked = ask(q, k, v, question, **keywords, names=_DEFAULTS)
         keep(key, asked)
+        job = asked.job
     else:
-        asked = replace(asked, job=asked.again(q, k, v))
-    p = asked.job.problem
+        job = asked.again(q, k, v)
+    p = job.problem
     rows = (p.batch, p.heads, p.n_q)[4 - asked.ndim :]
     out, lse = hosts.take(asked.host, out=out, lse=lse)
     inputs.check_kept("out", out, (*rows, p.head_dim_v), p.result_dtype)
     inputs.check_kept("lse", lse, rows, p.compute_dtype)
-    saved = asked.engine.recall(asked.job, inputs.expand(out), inputs.expand(lse, 3))
-    return gradients(asked, out, saved, dout, keywords["tiling"], deterministic, None)
+    saved = asked.engine.recall(job, inputs.expand(out), inputs.expand(lse, 3))
+    return gradients(asked, job, out, saved, dout, keywords["tiling"], deterministic, None)
 
 
 _DEFAULTS = run.__kwdefaults__ or {}

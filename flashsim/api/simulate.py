@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from flashsim.api import hosts, inputs
+from flashsim.api import dispatch, hosts, inputs
+from flashsim.api.asked import Checked
 from flashsim.api.result import Result, provenance
 from flashsim.engines.engine import Job
 from flashsim.engines.own.hbm import require_shape
@@ -181,9 +182,7 @@ def simulate(
         _trace=_trace(name, machine, arrays, asked),
         _job=job,
         _saved={},
-        _backend="numpy",
-        _bias_shape=None,
-        _host=host,
+        _asked=Checked(dispatch.engine("numpy"), "numpy", host, job, ndim, None),
     )
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
@@ -66,8 +67,7 @@ class Job:
         return made
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What a pass produced.
 
     Attributes
@@ -94,7 +94,7 @@ class Outcome:
     tiling: Tiling
     stages: tuple[StageTrace, ...] | None
     kernel: str
-    saved: dict[str, Any] = field(default_factory=dict)
+    saved: Mapping[str, Any] = MappingProxyType({})
     timeline: Any = None
     gpu: str = ""
     problem: Problem | None = None

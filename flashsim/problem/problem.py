@@ -319,12 +319,12 @@ class Problem:
         """Bytes of one element of q, k or v in HBM."""
         return numpy_dtype(self.dtype).itemsize
 
-    @property
+    @cached_property
     def fp8(self) -> bool:
         """Whether inputs are of one byte."""
         return self.dtype in checks.FP8
 
-    @property
+    @cached_property
     def result_dtype(self) -> str:
         """Type of out, of gradients and of scores in HBM: the inputs', or bfloat16 for FP8."""
         return "bfloat16" if self.fp8 else self.dtype

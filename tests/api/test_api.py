@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -171,6 +172,35 @@ def test_what_was_checked_once_is_not_checked_again_on_a_gpu(jobs):
         ask(q, causal=1)
     with pytest.raises(FlashSimError, match="window"):
         ask(q, window=[1, 2, 3])  # has no hash
+
+
+def test_a_gradient_that_looks_different_is_checked_anew(jobs):
+    q = OnGpu(1, 2, 40, 8)
+    result = flashsim.run(q, q, q, backend="cupy")
+    dout = OnGpu(1, 2, 40, 8, dtype="float16")
+    result = replace(result, out=dout)  # the engine that computes nothing made a NumPy array
+    again, other = (result.backward(dout, deterministic=True) for _ in range(2))
+    assert again.dq is other.dq
+    assert jobs[-1].memo is jobs[-2].memo  # known
+    wrong = [
+        (OnGpu(1, 2, 41, 8, dtype="float16"), True, "dout must have out's shape"),
+        (OnGpu(1, 2, 40, 8, dtype="float32"), True, "dout must have out's dtype"),
+        (np.ones((1, 2, 41, 8), np.float16), True, "dout must have out's shape"),
+        (object(), True, "dout must be an array"),
+        (dout, 1, "deterministic"),
+        (dout, [1], "deterministic"),
+    ]
+    for given, deterministic, said in wrong:
+        with pytest.raises(FlashSimError, match=said):
+            result.backward(given, deterministic=deterministic)
+    with pytest.raises(FlashSimError, match="tiling"):
+        result.backward(dout, deterministic=True, tiling=(64, 64))
+    with pytest.raises(FlashSimError, match="trace"):
+        result.backward(dout, deterministic=True, trace="no")
+    before = jobs[-1]
+    assert result.backward(dout, deterministic=False).dq is again.dq
+    assert jobs[-1].memo is not before.memo
+    assert jobs[-1].algorithm == "flash2-fused"
 
 
 def test_nor_is_a_backward_pass_whose_forward_pass_was_forgotten(jobs):
