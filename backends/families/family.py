@@ -102,6 +102,10 @@ class Family(ABC):
         """Whether the fused backward, dQ added in any order, is faster than three passes."""
         return True
 
+    def cluster(self, stage: plans.Stage, tables: Lowered, gpu: Gpu) -> int:
+        """How many thread blocks share an item; never several in a fixed order or a timeline."""
+        return 1
+
     def clump(self, stage: plans.Stage, tables: Lowered, gpu: Gpu) -> int:
         """How many walks are worked on together."""
         room = {"l2_bytes": gpu.l2_bytes, "processors": gpu.multiprocessors}
@@ -178,6 +182,8 @@ def _passes(
             counts=report != "",
             timeline=report == "timeline",
         )
+        if not (ordered or variant.timeline):
+            variant = replace(variant, cluster=family.cluster(stage, tables, gpu))
         kernel = family.kernel(
             stage.name, problem, tiling, variant, gpu, fused=fused, ordered=ordered
         )
@@ -189,6 +195,8 @@ def _passes(
         items = tables.tiles * walks
         # A persistent kernel gets one block a multiprocessor, and takes its items itself.
         blocks = min(items, gpu.multiprocessors) if kernel.boxes else items
+        if kernel.cluster > 1:  # each has an item, and no second
+            blocks = items * kernel.cluster
         clump = family.clump(stage, tables, gpu)
         passes.append(KernelPass(stage, tables, kernel, (blocks,), walks, clump))
     return tuple(passes)

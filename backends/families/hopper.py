@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from flashsim.backends import launch
 from flashsim.backends.families import portable_kernels
 from flashsim.backends.families.family import Family
-from flashsim.backends.families.tile_times import HOPPER_FORWARD, fastest_first
+from flashsim.backends.families.tile_times import (
+    HOPPER_BACKWARD,
+    HOPPER_FORWARD,
+    fastest_cluster,
+    fastest_first,
+)
 from flashsim.backends.kernels import nvrtc
 from flashsim.backends.launch.kernel import Box, Gpu, Kernel, Variant
 from flashsim.backends.launch.lowering import Lowered
@@ -122,6 +127,19 @@ class Hopper(Family):
         items = -(-problem.n_kv // 128) * problem.kv_heads * problem.batch
         return problem.group == 1 or 2 * items > gpu.multiprocessors
 
+    def cluster(self, stage: plans.Stage, tables: Lowered, gpu: Gpu) -> int:
+        """See `Family`. A backward with keys outside whose items leave multiprocessors idle."""
+        p = tables.schedule.problem
+        if stage.outer != "keys" or max(p.head_dim, p.head_dim_v) > 128:
+            return 1
+        walks, _ = plans.heads_of(stage, p)
+        return fastest_cluster(
+            walks,
+            p.group * tables.visits,
+            HOPPER_BACKWARD[64 if max(p.head_dim, p.head_dim_v) <= 64 else 128],
+            gpu.multiprocessors,
+        )
+
     def clump(self, stage: plans.Stage, tables: Lowered, gpu: Gpu) -> int:
         """See `Family`. Where no item is shorter than another, one head's (or one group's, which
         shares K and V) are worked on at a time: nothing is gained by taking long ones first, and
@@ -214,8 +232,13 @@ def _backward_kernel(
         f"hopper_{name}",
         384,
         shared,
-        launch.macros(values | {"SMEM_BYTES": shared, "D": d, "FUSED": fused, "ORDERED": ordered}),
+        launch.macros(
+            values
+            | {"SMEM_BYTES": shared, "D": d, "FUSED": fused, "ORDERED": ordered}
+            | {"CLUSTER": variant.cluster}
+        ),
         boxes,
+        variant.cluster,
     )
 
 

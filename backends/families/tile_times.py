@@ -38,6 +38,10 @@ HOPPER_FORWARD: dict[int, dict[Tiling, Times]] = {
         Tiling(128, 128): Times(3.09, 1.41),
     },
 }
+#: A backward block's, keys outside, and what a cluster of blocks adds to an item of its own.
+HOPPER_BACKWARD = {64: Times(4.0, 2.5), 128: Times(4.0, 2.1)}
+_CLUSTER = 2.0  # µs
+CLUSTERS = (1, 2, 4, 8)
 #: Of two times this much apart, relatively, either may be the shorter one.
 _DOUBT = 0.02
 _LONG = 150.0  # µs
@@ -55,10 +59,34 @@ def microseconds(problem: Problem, tiling: Tiling, times: Times, processors: int
     rounds = walks * len(items) / processors
     if rounds > _ROUNDS:
         return float(items.sum()) * walks / processors
-    blocks = [0.0] * processors
+    return makespan(items, walks, processors)
+
+
+def fastest_cluster(walks: int, steps: np.ndarray, times: Times, processors: int) -> int:
+    """Of how many blocks a cluster should be that shares an item: 1 where items suffice.
+
+    Parameters
+    ----------
+    walks : int
+    steps : ndarray of int64, (tiles,)
+        Visits of each item of a walk, which the blocks share out.
+    """
+    if walks * len(steps) >= processors:
+        return 1
+
+    def took(cluster: int) -> float:
+        items = times.item + times.visit * -(-steps // cluster) + _CLUSTER * (cluster > 1)
+        return makespan(items, walks, processors // cluster)
+
+    return min(CLUSTERS, key=took)
+
+
+def makespan(items: np.ndarray, walks: int, places: int) -> float:
+    """When the last of `walks` times these items is done, the longest first, in so many places."""
+    until = [0.0] * places
     for item in np.repeat(np.sort(items)[::-1], walks):
-        heapq.heapreplace(blocks, blocks[0] + float(item))
-    return max(blocks)
+        heapq.heapreplace(until, until[0] + float(item))
+    return max(until)
 
 
 def fastest_first(

@@ -87,7 +87,8 @@ class Variant:
 
     `tf32` puts float32 products on tensor cores, their operands rounded to tf32. `python` says that
     the kernel is one of `flashsim.backends.numba_gpu`: its warps trade no scores in the backward
-    pass, and its row sums are in registers whatever it costs.
+    pass, and its row sums are in registers whatever it costs. `cluster` thread blocks share an item
+    of the Hopper backward.
     """
 
     spans: bool
@@ -96,6 +97,7 @@ class Variant:
     timeline: bool = False
     tf32: bool = False
     python: bool = False
+    cluster: int = 1
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,7 @@ class Kernel:
     shared_bytes: int
     constants: tuple[tuple[str, int], ...]
     boxes: tuple[Box, ...] = ()
+    cluster: int = 1  # thread blocks of a cluster, which share an item
 
     @property
     def roles(self) -> int:

@@ -34,6 +34,12 @@ constexpr int DS_WIDE = BLOCK_Q % 64 ? 16 : 64;
 [[maybe_unused]] constexpr u32 DS_HIGH =
     DS_WIDE == 16 ? DESCRIPTOR_HIGH_NARROW : DESCRIPTOR_HIGH;
 
+// Of a cluster's blocks: bytes between two of a thread's floats of dK and dV, laid down for the
+// others where k, v, q and dout are.
+[[maybe_unused]] constexpr int ROW_OF_THREADS = 128 * WARPGROUPS * 4;
+static_assert(FS_CLUSTER == 1 || !(FS_ORDERED || FS_TIMELINE), "items have one block there");
+static_assert(D * ROW_OF_THREADS <= 2 * (2 * BLOCK_K + 2 * STAGES * BLOCK_Q) * D, "room for both");
+
 struct OnChip {
     alignas(1024) u16 k[CHUNKS][BLOCK_K * 64];             // lives for one item
     alignas(1024) u16 v[CHUNKS][BLOCK_K * 64];             // lives for one item
@@ -79,7 +85,7 @@ __device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g
         if (it.walk < 0) return;
         Step step;
 #pragma unroll 1
-        for (int left = a.group * it.visits.count; left; --left) {
+        for (int left = step.begin(a, it.visits.count); left; --left) {
             const int walk = it.walk * a.group + step.member;  // of the query head
             const int first = it.base + it.visits(a, step.v).tile * BLOCK_Q;
             named_sync(DQ_FULL + g, 160);  // the piece is complete
@@ -192,7 +198,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         wait(&s.kv_full, kv_parity);
         kv_parity ^= 1;
         Step step;
-        const int steps = a.group * visits.count;
+        const int steps = step.begin(a, visits.count);
 #pragma unroll 1
         for (int left = steps; left; --left) {
             const Visit visit = visits(a, step.v);
@@ -318,6 +324,42 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         // -- dK and dV, straight from registers ---------------------------------------------------
         const int kv_head = it.walk % kv_heads, batch = it.walk / kv_heads;
         u32 dk_bytes = 0, dv_bytes = 0;
+#if FS_CLUSTER > 1
+        // Every block lays its own down where tiles were, and takes some columns of all blocks', to
+        // add them up in the blocks' order.
+        constexpr int PIECES = D / 32;  // of dK; as many of dV
+        const u32 mine = shared_address(s.k) + (threadIdx.x - 128) * 4;
+        named_sync(DS_READY, 128 * WARPGROUPS);  // no product reads a tile any more
+#pragma unroll
+        for (int e = 0; e < D / 2; ++e) {
+            store_float(mine + e * ROW_OF_THREADS, dK[e]);
+            store_float(mine + (D / 2 + e) * ROW_OF_THREADS, dV[e]);
+        }
+        cluster_sync();
+#pragma unroll 1
+        for (int piece = cluster_rank(); piece < 2 * PIECES; piece += FS_CLUSTER) {
+            float sum[16];
+#pragma unroll
+            for (int e = 0; e < 16; ++e) sum[e] = 0.0f;
+#pragma unroll 1
+            for (int block = 0; block < FS_CLUSTER; ++block)
+#pragma unroll
+                for (int e = 0; e < 16; ++e)
+                    sum[e] += load_from(mine + (16 * piece + e) * ROW_OF_THREADS, block);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const int row = key + 8 * r, column = piece % PIECES * 32;
+                const bool exists = row < it.own.stop;
+                if (piece < PIECES)
+                    dk_bytes += store_row<KeyRow>(a.dk, batch, kv_head, row, sum, r, a.scale,
+                                                  exists, column);
+                else
+                    dv_bytes += store_row<ValueRow>(a.dv, batch, kv_head, row, sum, r, 1.0f,
+                                                    exists, column);
+            }
+        }
+        cluster_sync();  // the others have read what is ours
+#else
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = key + 8 * r;
@@ -325,6 +367,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             dk_bytes += store_row<KeyRow>(a.dk, batch, kv_head, row, dK, r, a.scale, exists);
             dv_bytes += store_row<ValueRow>(a.dv, batch, kv_head, row, dV, r, 1.0f, exists);
         }
+#endif
         u32* counts = a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8;
         report(counts + 2, dk_bytes), report(counts + 3, dv_bytes);
         stamp_item(a, it.walk, it.outer, true);
@@ -336,6 +379,9 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
+#if FS_CLUSTER > 1
+__cluster_dims__(FS_CLUSTER, 1, 1)
+#endif
 hopper_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
                 const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout,
                 const __grid_constant__ TensorMap map_dq, const __grid_constant__ Args a,
@@ -343,6 +389,9 @@ hopper_backward(const __grid_constant__ TensorMap map_q, const __grid_constant__
     extern __shared__ __align__(1024) char shared[];
     OnChip& s = *reinterpret_cast<OnChip*>(shared);
     begin_barriers(s, 2 * FS_FUSED);
+#if FS_CLUSTER > 1
+    cluster_sync();  // nobody copies to a block whose barriers do not exist
+#endif
     const int role = take_role<PRODUCER_REGISTERS, CONSUMER_REGISTERS>();
     if (role == 0) {
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);

@@ -1,9 +1,18 @@
 // What the backward kernels with keys outside share (backward.cu, backward_wide.cu):
 // who loads what, and what happens to a score. Included after a kernel's constants and its OnChip.
 
-// The heads and visits of an item, in order: for each query head of the group, each row tile.
+// The heads and visits of an item, in order: for each query head of the group, each row tile. The
+// blocks of a cluster share them out, each takes some in a row.
 struct Step {
     int member = 0, v = 0;
+    // To where this block begins; how many it takes.
+    __device__ inline int begin(const Args& a, int visits) {
+        const int steps = a.group * visits;
+        if (FS_CLUSTER == 1) return steps;
+        const int first = steps * cluster_rank() / FS_CLUSTER;
+        if (steps) member = first / visits, v = first % visits;
+        return steps * (cluster_rank() + 1) / FS_CLUSTER - first;
+    }
     __device__ inline void next(int visits) {
         if (++v == visits) v = 0, ++member;
     }
@@ -22,6 +31,19 @@ __device__ __forceinline__ void begin_barriers(OnChip& s, int senders) {
     barrier_init_fence();
 }
 
+// K or V of an item. Each block of a cluster fetches some of its boxes, for all.
+template <int CHUNKS, int ELEMENTS>
+__device__ inline void copy_own_tile(u16 (&to)[CHUNKS][ELEMENTS], const TensorMap* map, u64* bar,
+                                     Place from, int head) {
+#if FS_CLUSTER > 1
+    for (int c = 0; c < CHUNKS; ++c)
+        if (c % FS_CLUSTER == cluster_rank())
+            copy_box_to_all(to[c], map, bar, 64 * c, from.row, head, from.batch, FS_CLUSTER);
+#else
+    copy_tile(to, map, bar, from, head);
+#endif
+}
+
 __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const TensorMap* map_k,
                         const TensorMap* map_v, const TensorMap* map_dout, u32* counter) {
     Ring ring, slot;
@@ -34,7 +56,7 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
         const int kv_head = it.walk % kv_heads, batch = it.walk / kv_heads;
         stamp_item(a, it.walk, it.outer, false);
         Step step;
-        const int steps = a.group * it.visits.count;
+        const int steps = step.begin(a, it.visits.count);
         int left = steps;
 #pragma unroll 1
         do {
@@ -64,12 +86,12 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
                 wait(&s.v_empty, kv_parity ^ 1);
                 arrive_expect(&s.kv_full, sizeof(s.k) + sizeof(s.v));
                 const Place own = place(it.own.start, it.own.stop, batch);
-                copy_tile(s.v, map_v, &s.kv_full, own, kv_head);
+                copy_own_tile(s.v, map_v, &s.kv_full, own, kv_head);
                 wait(&s.k_empty, kv_parity ^ 1);
-                copy_tile(s.k, map_k, &s.kv_full, own, kv_head);
+                copy_own_tile(s.k, map_k, &s.kv_full, own, kv_head);
                 kv_parity ^= 1;
                 u32* counts = a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8;
-                const int keys = it.own.stop - it.own.start;
+                const int keys = cluster_rank() ? 0 : it.own.stop - it.own.start;  // read once
                 report_one(counts, keys * FS_COUNTED * 2);
                 report_one(counts + 1, keys * FS_COUNTED_V * 2);
             }
@@ -90,7 +112,7 @@ __device__ void produce_statistics(OnChip& s, const Args& a) {
         if (it.walk < 0) return;
         Step step;
 #pragma unroll 1
-        for (int left = a.group * it.visits.count; left; --left) {
+        for (int left = step.begin(a, it.visits.count); left; --left) {
             const int walk = it.walk * a.group + step.member;  // of the query head
             const int first = it.base + it.visits(a, step.v).tile * BLOCK_Q;
             u32* counts = a.visit_counts + (i64(walk) * a.n_visits + it.visits.first + step.v) * 8;

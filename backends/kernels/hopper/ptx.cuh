@@ -48,6 +48,22 @@ __device__ inline void named_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory");
 }
 
+// -- clusters of blocks ------------------------------------------------------------------------
+// All threads of the cluster that have not ended: what each wrote to shared memory is seen.
+__device__ inline void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\n"
+                 "barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// A float of another block's shared memory, at the place that has this address in ours.
+__device__ inline float load_from(u32 address, int block) {
+    float x;
+    asm volatile("{\n.reg .b32 there;\n"
+                 "mapa.shared::cluster.u32 there, %1, %2;\n"
+                 "ld.shared::cluster.f32 %0, [there];\n}"
+                 : "=f"(x) : "r"(address), "r"(block) : "memory");
+    return x;
+}
+
 // -- the copy engine (TMA) -----------------------------------------------------------------------
 // A map of packed sequences has an axis more, on which every box is asked of this place: the step
 // from there wraps round 64 bits, back by as many rows (tensor_maps.py).
@@ -66,6 +82,20 @@ __device__ inline void copy_box(void* to, const TensorMap* map, u64* bar, int co
 #endif
                  :: "r"(shared_address(to)), "l"(map), "r"(shared_address(bar)),
                     "r"(column), "r"(row), "r"(head), "r"(batch), "r"(ROUND) : "memory");
+}
+// The same, to this place in every block of a cluster of `blocks`, and to the barrier in each.
+__device__ inline void copy_box_to_all(void* to, const TensorMap* map, u64* bar, int column,
+                                       int row, int head, int batch, int blocks) {
+#if FS_VARLEN
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 ".multicast::cluster [%0], [%1, {%3, %4, %5, %7, %6}], [%2], %8;"
+#else
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 ".multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %8;"
+#endif
+                 :: "r"(shared_address(to)), "l"(map), "r"(shared_address(bar)),
+                    "r"(column), "r"(row), "r"(head), "r"(batch), "r"(ROUND),
+                    "h"(static_cast<u16>((1 << blocks) - 1)) : "memory");
 }
 // Adds one box of float32 in shared memory to a (d, n, head, batch) tensor; the adds are done at
 // the L2, and elements outside the tensor are dropped.

@@ -60,10 +60,16 @@ __device__ inline Item make_item(const Args& a, int w, bool by_row) {
 // Items in order from a counter: the first one by block number, so that the counter starts at 0.
 // Every block asks until there is none left, so a launch asks `items` times in all, and the last
 // time sets the counter to 0 again. Where no block gets a second item there is no counter.
-__device__ inline int first_work() { return blockIdx.x; }
+// A cluster of blocks shares one item, and gets no second.
+#ifndef FS_CLUSTER
+#define FS_CLUSTER 1
+#endif
+__device__ inline int first_work() { return blockIdx.x / FS_CLUSTER; }
 __device__ inline int next_work(u32* counter, int items) {
     return counter ? gridDim.x + atomicInc(counter, items - 1) : 0x7fffffff;
 }
+// This block's number in its cluster.
+[[maybe_unused]] __device__ inline int cluster_rank() { return blockIdx.x % FS_CLUSTER; }
 
 // The slots through which items travel. Two, so that the producer runs one item ahead.
 struct Items {
