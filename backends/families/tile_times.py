@@ -78,7 +78,7 @@ def fastest_cluster(walks: int, steps: np.ndarray, times: Times, processors: int
         items = times.item + times.visit * -(-steps // cluster) + _CLUSTER * (cluster > 1)
         return makespan(items, walks, processors // cluster)
 
-    return min(CLUSTERS, key=took)
+    return min((c for c in CLUSTERS if c <= processors), key=took)
 
 
 def makespan(items: np.ndarray, walks: int, places: int) -> float:

@@ -19,7 +19,7 @@ from flashsim.backends.cupy_gpu import tensor_maps
 from flashsim.backends.families import tile_times
 from flashsim.backends.families.hopper import HOPPER
 from flashsim.backends.families.portable import PORTABLE
-from flashsim.backends.launch.kernel import Box, Gpu
+from flashsim.backends.launch.kernel import Box, Gpu, Variant
 from flashsim.engines.engine import Job
 from flashsim.errors import OptionError, UnsupportedError
 from flashsim.problem.masks import BlockMask
@@ -134,6 +134,49 @@ def test_tilings_that_are_no_default_compile(name):
         _, fused, _ = HOPPER.backward_passes(*given)
         assert fused.kernel not in plain
         check(fused.kernel, SPILL_BYTES[False])
+
+
+@pytest.mark.parametrize("blocks", some((1, 2, 8), (1, 2, 4, 8)))
+@pytest.mark.parametrize("name", some(("64", "128 causal"), ("64", "128 causal", "128 odd")))
+def test_the_backward_compiles_in_every_cluster(name, blocks):
+    problem = PROBLEMS[name]
+    for stage, fused in (("fused", True), ("dkdv", False)):
+        tiling = HOPPER.choose(problem, None, H200, "backward", "flash2-fused")
+        variant = Variant(spans=True, descending=False, cluster=blocks)
+        given = stage, problem, tiling, variant, H200
+        kernel = HOPPER.kernel(*given, fused=fused, ordered=False)
+        assert kernel.cluster == blocks
+        check(kernel, SPILL_BYTES[bool(problem.softcap)])
+        assert "have one block" in compile_log(kernel, TIMELINE=1) or blocks == 1
+
+
+def test_key_tiles_that_leave_multiprocessors_idle_are_shared_by_clusters():
+    p = Problem(1024, 1024, 128, heads=32, kv_heads=8, dtype="bfloat16", causal=True)
+
+    def keys_outside(problem, gpu=H200, report="", **more):
+        given = problem, None, gpu, "ascending", report, "flash2-fused"
+        return HOPPER.backward_passes(*given, **more)[1]
+
+    one = keys_outside(p)  # 64 items, the longest of 16 row tiles of four heads
+    assert one.kernel.cluster == 4
+    assert one.grid == (256,)
+    assert keys_outside(replace(p, batch=4)).kernel.cluster == 1
+    assert keys_outside(p, replace(H200, multiprocessors=16)).kernel.cluster == 1
+    assert keys_outside(p, report="timeline").kernel.cluster == 1
+    assert keys_outside(p, ordered=True).kernel.cluster == 1
+    assert keys_outside(replace(p, head_dim=256, head_dim_v=256)).kernel.cluster == 1
+    dkdv, dq = HOPPER.backward_passes(p, None, H200, "ascending", "", "flash2")[1:]
+    assert (dkdv.kernel.cluster, dq.kernel.cluster) == (4, 1)
+    assert dq.grid == (132,)
+
+
+def test_a_cluster_takes_what_its_blocks_have_left_each():
+    """By hand, in µs: items of 4 + 2 a visit, and 2 for adding up."""
+    times, steps = tile_times.Times(item=4.0, visit=2.0), np.array([16, 16])
+    assert tile_times.fastest_cluster(1, steps, times, 1) == 1  # nobody is idle
+    assert tile_times.fastest_cluster(1, steps, times, 4) == 2  # 2 x 16 -> 36; 4 + 16 + 2 = 22
+    assert tile_times.fastest_cluster(1, steps, times, 16) == 8  # 4 + 4 + 2
+    assert tile_times.fastest_cluster(1, np.array([1, 1]), times, 16) == 1  # 6, not 8
 
 
 @pytest.mark.parametrize(

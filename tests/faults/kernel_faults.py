@@ -224,7 +224,7 @@ FAULTS = {
     "dk-not-scaled": KernelFault(
         "dK misses the scale",
         *(BACKWARD, "row, dK, r, a.scale, exists)", "row, dK, r, 1.0f, exists)"),
-        "test_features and ragged and 128",
+        "test_features and many and 128",
     ),
     "wrong-query-head": KernelFault(
         "every query head of a group is taken for the first",
@@ -247,6 +247,27 @@ FAULTS = {
     "narrow-columns-shared": KernelFault(
         "both warpgroups multiply the same half of the middle chunk",
         *(WIDE, "return 64 + 32 * g;", "return 64;", "test_head_dims and bfloat16"),
+    ),
+    # -- Hopper's backward: clusters --------------------------------------------------------------
+    "others-left-out": KernelFault(
+        "a block of a cluster adds up its own dK and dV only",
+        *(BACKWARD, "block < FS_CLUSTER; ++block", "block < 1; ++block"),
+        "test_every_cluster and causal and 128",
+    ),
+    "steps-taken-twice": KernelFault(
+        "a block of a cluster also takes what those after it take",
+        *(SHARED, "return steps * (cluster_rank() + 1) / FS_CLUSTER - first;"),
+        *("return steps - first;", "test_every_cluster and causal and 64"),
+    ),
+    "shares-from-the-start": KernelFault(
+        "every block of a cluster begins with the item's first visit",
+        *(SHARED, "if (steps) member = first / visits, v = first % visits;", ""),
+        "test_every_cluster and causal and 64",
+    ),
+    "keys-counted-by-all": KernelFault(
+        "every block of a cluster counts K and V as loaded",
+        *(SHARED, "cluster_rank() ? 0 : it.own.stop", "it.own.stop"),
+        "test_every_cluster and causal and 64",
     ),
     # -- Hopper's backward: counts ----------------------------------------------------------------
     "ragged-rows-counted": KernelFault(

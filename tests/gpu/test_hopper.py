@@ -25,7 +25,10 @@ from cupy_checks import (  # noqa: F401
 
 import flashsim
 from flashsim import Problem, Tiling
-from flashsim.backends.families.tile_times import HOPPER_FORWARD
+from flashsim.backends.cupy_gpu import engine
+from flashsim.backends.families import family
+from flashsim.backends.families.hopper import Hopper
+from flashsim.backends.families.tile_times import CLUSTERS, HOPPER_FORWARD
 from flashsim.errors import UnsupportedError
 from flashsim.problem.masks import BlockMask
 from flashsim.trace.events import PHASES
@@ -65,6 +68,33 @@ FEATURES = {
 @pytest.mark.parametrize("name", FEATURES)
 def test_features(name, head_dim):
     check(Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name]), HOPPER)
+
+
+@pytest.fixture
+def clusters(monkeypatch):
+    """Sets how many blocks share an item of a backward, whatever the default is."""
+
+    def forget():
+        family._passes.cache_clear()
+        engine._planned.cache_clear()
+
+    def of(blocks):
+        fixed = lambda self, stage, tables, gpu: blocks if stage.outer == "keys" else 1  # noqa: E731
+        monkeypatch.setattr(Hopper, "cluster", fixed)
+        forget()
+
+    yield of
+    forget()
+
+
+@pytest.mark.parametrize("blocks", CLUSTERS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", ["1 x 1", "ragged", "causal", "window", "varlen", "blocks"])
+def test_every_cluster(name, head_dim, blocks, clusters):
+    clusters(blocks)
+    p = Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name])
+    check(p, HOPPER)
+    check_counts(p, HOPPER)
 
 
 #: Whatever the default is for a shape and a GPU, all that the forward chooses from.

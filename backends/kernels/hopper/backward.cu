@@ -58,7 +58,7 @@ static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "families/hopper.py and OnChip mu
 
 // Named barriers; 0 is __syncthreads. DQ_FREE + g and DQ_FULL + g pass warpgroup g's piece of dQ to
 // and fro between it and the warp that sends it off.
-enum NamedBarrier { DS_READY = 1, DQ_FREE = 2, DQ_FULL = 4 };
+enum NamedBarrier { DS_READY = 1, DQ_FREE = 2, DQ_FULL = 4, TILES_READ = 6 };
 
 #include "keys_outside.cuh"
 
@@ -329,7 +329,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         // add them up in the blocks' order.
         constexpr int PIECES = D / 32;  // of dK; as many of dV
         const u32 mine = shared_address(s.k) + (threadIdx.x - 128) * 4;
-        named_sync(DS_READY, 128 * WARPGROUPS);  // no product reads a tile any more
+        named_sync(TILES_READ, 128 * WARPGROUPS);  // no product needs one any more
 #pragma unroll
         for (int e = 0; e < D / 2; ++e) {
             store_float(mine + e * ROW_OF_THREADS, dK[e]);

@@ -196,12 +196,14 @@ def _stage(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]
         raise OptionError(f"no constants for {named!r}; there are some for {', '.join(constants)}")
     chosen = constants[named]
     shared, waiting = durations(work, chosen)
+    parts = one.kernel.cluster  # of an item, which as many blocks share out
     last, mean = makespan(
-        shared.tolist(), waiting.tolist(), one.walks, one.clump, device.sm_count, work.blocks
+        *((shared / parts).tolist(), (waiting / parts).tolist()),
+        *(one.walks * parts, one.clump * parts, device.sm_count, work.blocks),
     )
     hbm = bytes_once / (device.hbm_bandwidth * HBM_SHARE)
     seconds = _throttled(max(last, hbm), chosen.throttle) + chosen.launch
-    items = len(work.visits) * one.walks
+    items = len(work.visits) * one.walks * parts
     total = int(work.visits.sum()) * one.walks
     units = {unit: work.visit[unit] * total / device.sm_count for unit in UNITS} | {"HBM": hbm}
     waves = items / (work.blocks * device.sm_count)
