@@ -179,7 +179,7 @@ class Hopper(Family):
             shared = self.forward_bytes(problem, tiling, stages)
             return _forward_kernel(problem, tiling, variant, shared, stages)
         if stage in ("dkdv", "fused"):
-            return _backward_kernel(problem, tiling, variant, fused=fused, ordered=ordered)
+            return backward_kernel(problem, tiling, variant, fused=fused, ordered=ordered)
         if stage == "dq":
             return _dq_kernel(problem, tiling, variant)
         return portable_kernels.rows_kernel(problem, tiling, variant, stage, fused=fused)
@@ -208,9 +208,10 @@ def forward_boxes(tiling: Tiling) -> tuple[Box, ...]:
     return Box("q", 64, _CHUNK), Box("k", k, _CHUNK), Box("v", k, _CHUNK)
 
 
-def _backward_kernel(
+def backward_kernel(
     problem: Problem, tiling: Tiling, variant: Variant, *, fused: bool, ordered: bool
 ) -> Kernel:
+    """The pass with keys outside; `fused`, it makes dQ as well."""
     d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
     wide = d > 128
     tiles = 2 * (2 * bk * d + stages * 2 * bq * d)

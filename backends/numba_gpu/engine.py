@@ -94,13 +94,15 @@ def _launcher() -> Any:
 def _family(job: Job, gpu: Gpu, direction: str) -> Family:
     """The tensor-core kernels that run a pass: unless told otherwise, Hopper's where they do.
 
-    A backward pass is always `TENSOR`'s.
+    A backward pass is `TENSOR`'s unless Hopper's are asked for.
     """
     from flashsim.backends.numba_gpu.families import HOPPER, TENSOR
 
     asked = job.options.get("kernel", "auto")
-    if direction == "forward" and asked != "auto":
+    if asked != "auto":
         return HOPPER if asked == "hopper" else TENSOR
+    if direction == "backward":
+        return TENSOR
     return TENSOR if HOPPER.refusal(job.problem, job.tiling, gpu, direction) else HOPPER
 
 

@@ -14,7 +14,7 @@ from flashsim.backends.families.family import PLAIN
 from flashsim.backends.families.portable import Portable
 from flashsim.backends.launch.kernel import Gpu, Kernel, Variant
 from flashsim.backends.numba_gpu import compiler
-from flashsim.backends.numba_gpu.hopper.onchip import OnChip
+from flashsim.backends.numba_gpu.hopper.onchip import KeysOutside, OnChip
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 
@@ -32,8 +32,8 @@ class PythonHopper(hopper.Hopper):
         algorithm: str = "flash2",
     ) -> str | None:
         """See `Family`."""
-        if direction != "forward":
-            return "they have no backward pass"
+        if direction != "forward" and max(problem.head_dim, problem.head_dim_v) > 128:
+            return "their backward takes a head_dim up to 128"
         return super().refusal(problem, tiling, gpu, direction, algorithm)
 
     def tilings(
@@ -41,7 +41,7 @@ class PythonHopper(hopper.Hopper):
     ) -> tuple[Tiling, ...]:
         """See `Family`; of the C++ kernel's those that were tried in Python."""
         every = super().tilings(problem, gpu, direction, algorithm)
-        return tuple(t for t in every if t.block_k <= 176)
+        return tuple(t for t in every if direction == "backward" or t.block_k <= 176)
 
     def forward_bytes(self, problem: Problem, tiling: Tiling, stages: int = 2) -> int:
         """Shared memory of the forward's blocks, whose rings have two stages."""
@@ -60,6 +60,14 @@ class PythonHopper(hopper.Hopper):
         ordered: bool,
     ) -> Kernel:
         """See `Family`."""
+        if stage in ("dkdv", "fused"):
+            made = hopper.backward_kernel(problem, tiling, variant, fused=fused, ordered=ordered)
+            d = dict(made.constants)["FS_D"]
+            shared = KeysOutside(tiling.block_q, tiling.block_k, d, fused).nbytes
+            file, name = "hopper_backward.py", "hopper_backward"
+            return replace(made, file=file, name=name, shared_bytes=shared)
+        if stage != "forward":
+            return TENSOR.kernel(stage, problem, tiling, variant, gpu, fused=fused, ordered=ordered)
         threads, shared = 128 * (tiling.block_q // 64 + 1), self.forward_bytes(problem, tiling)
         return Kernel(
             *("hopper_forward.py", "hopper_forward", threads, shared),

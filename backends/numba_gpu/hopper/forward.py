@@ -57,7 +57,7 @@ def hopper_forward_kernel(kernel: Kernel) -> Any:
     c = constants(kernel)
     at = OnChip(c.block_q, c.block_k, c.d, c.dv)
     w = walk_functions(c, every=128)  # a thread of each warpgroup
-    items = item_functions(c, w, at)
+    items = item_functions(c, w, at.groups + 1)
     produce, consume = _producer(c, at, w, items), _consumer(c, at, w, items)
     barriers_begin = hopper.barriers_begin(at.barrier_arrivals)
     give, take = registers(at.groups)

@@ -1,6 +1,7 @@
 """Items of the launch's list, from the producer to the consumers through slots in shared memory.
 
-An item is a row tile of a head with its visits; a slot holds it as `onchip` says.
+An item is a tile of a head, of query rows or (keys outside) of keys, with its visits; a slot holds
+it as `onchip` says.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from flashsim.backends.numba_gpu.hopper.onchip import (
     START,
     STOP,
     WALK,
-    OnChip,
 )
 from flashsim.backends.numba_gpu.hopper.tiles import get, put
 from flashsim.backends.numba_gpu.walk import TILE_STAMPS, VISIT_STAMPS, device, read_int
@@ -31,18 +31,22 @@ from flashsim.backends.numba_gpu.walk import TILE_STAMPS, VISIT_STAMPS, device, 
 int32, int64 = types.int32, types.int64
 
 
-def item_functions(c: SimpleNamespace, w: SimpleNamespace, at: OnChip) -> SimpleNamespace:
+def item_functions(
+    c: SimpleNamespace, w: SimpleNamespace, roles: int, *, by_row: bool = True
+) -> SimpleNamespace:
     """Device functions on item slots, for one kernel's constants `c` and walk `w`.
+
+    Each of the `roles` warpgroups has time stamps of its own, the producer's being the first.
 
     ``write(a, slot, number)`` puts an item into a slot; ``visits(slot)`` gives its walk, as
     ``walk.begin`` does; ``place(row, stop, batch)`` says where rows lie in a tensor map;
     ``visit_stamps(a, walk, first, role)`` and
     ``tile_stamps(a, walk, outer, role)`` where a role stamps.
     """
-    block_k, varlen = c.block_k, bool(c.varlen)
-    item_of, row_tile, begin, visit_of = w.item, w.row_tile, w.begin, w.visit
-    # Each warpgroup is a role with records of its own, the producer's the first.
-    visit_words, tile_words = (at.groups + 1) * VISIT_STAMPS, (at.groups + 1) * TILE_STAMPS
+    block, varlen = c.block_k if by_row else c.block_q, bool(c.varlen)  # of the side visited
+    item_of, begin, visit_of = w.item, w.begin, w.visit
+    own_tile = w.row_tile if by_row else w.col_tile
+    visit_words, tile_words = roles * VISIT_STAMPS, roles * TILE_STAMPS
 
     @device
     def visit_stamps(a, walk, first, role):
@@ -65,14 +69,15 @@ def item_functions(c: SimpleNamespace, w: SimpleNamespace, at: OnChip) -> Simple
     @device
     def write(a, slot, number):
         walk, outer = item_of(a, number)
-        start, stop, offset = row_tile(a, outer)
+        start, stop, offset = own_tile(a, outer)
         first, count, lo, full_lo, full_hi = begin(a, outer)
-        base, end = int32(0), a.n_kv
+        base, end = int32(0), a.n_kv if by_row else a.n_q
         if varlen:
-            end = read_int(a.rows, outer * 4 + 3)
+            end = read_int(a.rows if by_row else a.cols, outer * 4 + 3)
             if count > 0:
                 tile, _ = visit_of(a, (first, count, lo, full_lo, full_hi), int32(0))
-                base = int32(read_int(a.cols, tile * 4) - tile * block_k)
+                other = a.cols if by_row else a.rows
+                base = int32(read_int(other, tile * 4) - tile * block)
         put(slot + WALK, walk)
         put(slot + OUTER, outer)
         put(slot + START, start)

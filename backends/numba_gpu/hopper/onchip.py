@@ -1,7 +1,8 @@
-"""Where everything of Hopper's forward lies in shared memory, and who has how many registers."""
+"""Where everything of Hopper's kernels lies in shared memory, and who has how many registers."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 #: Words of an item slot: the walk (-1: no work is left), the row tile and its rows; where tile 0 of
@@ -10,9 +11,48 @@ WALK, OUTER, START, STOP, OFFSET, BASE, END, FIRST, COUNT, LO, FULL_LO, FULL_HI 
 ITEM = 48
 
 
+class Layout(ABC):
+    """Where everything of a kernel lies in shared memory, as byte offsets: tiles and rows first,
+    then mbarriers, then the item slots."""
+
+    @property
+    @abstractmethod
+    def barriers(self) -> int:
+        """The mbarriers, in `arrivals`' order."""
+
+    @property
+    @abstractmethod
+    def arrivals(self) -> dict[str, tuple[int, int]]:
+        """Kinds of mbarriers, in their order: how many, and the arrivals that end a phase."""
+
+    def barrier(self, kind: str) -> int:
+        """Offset of the first barrier of a kind."""
+        before = list(self.arrivals).index(kind)
+        return self.barriers + sum(n for n, _ in list(self.arrivals.values())[:before]) * 8
+
+    @property
+    def barrier_arrivals(self) -> dict[int, int]:
+        """Of each barrier, its offset and the arrivals that end a phase."""
+        return {
+            self.barrier(kind) + 8 * x: arrivals
+            for kind, (count, arrivals) in self.arrivals.items()
+            for x in range(count)
+        }
+
+    @property
+    def items(self) -> int:
+        """Both item slots."""
+        return self.barriers + sum(n for n, _ in self.arrivals.values()) * 8
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return self.items + 2 * ITEM
+
+
 @dataclass(frozen=True)
-class OnChip:
-    """Where everything lies in shared memory: byte offsets.
+class OnChip(Layout):
+    """The forward's.
 
     Tiles are chunks of 64 columns (`ptx_hopper`). Q's lives for one item, a stage of K or V for one
     visit.
@@ -83,31 +123,124 @@ class OnChip:
             **{"item_full": (2, 1), "item_free": (2, 4 * groups)},
         }
 
-    def barrier(self, kind: str) -> int:
-        """Offset of the first barrier of a kind."""
-        before = list(self.arrivals).index(kind)
-        return self.barriers + sum(n for n, _ in list(self.arrivals.values())[:before]) * 8
+
+@dataclass(frozen=True)
+class KeysOutside(Layout):
+    """The backward's with keys outside.
+
+    K and V live for one item; Q, dO and their rows' statistics are rings of two stages, one visit
+    each, and so is dS^T, a key to a row. Of dQ each warpgroup has a piece that leaves, 64 columns
+    of `dq_rows` queries in two boxes of 32 columns.
+    """
+
+    block_q: int
+    block_k: int
+    d: int
+    fused: bool
 
     @property
-    def barrier_arrivals(self) -> dict[int, int]:
-        """Of each barrier, its offset and the arrivals that end a phase."""
+    def groups(self) -> int:
+        """Consumer warpgroups, 64 keys each."""
+        return self.block_k // 64
+
+    @property
+    def chunks(self) -> int:
+        """64-column chunks of a row."""
+        return self.d // 64
+
+    @property
+    def key_bytes(self) -> int:
+        """K, and V."""
+        return self.block_k * 128 * self.chunks
+
+    @property
+    def query_bytes(self) -> int:
+        """A stage of Q, and one of dO."""
+        return self.block_q * 128 * self.chunks
+
+    @property
+    def ds_wide(self) -> int:
+        """Queries to a chunk of dS^T."""
+        return 16 if self.block_q % 64 else 64
+
+    @property
+    def ds_bytes(self) -> int:
+        """A stage of dS^T."""
+        return self.block_k * self.block_q * 2 if self.fused else 0
+
+    @property
+    def split_columns(self) -> bool:
+        """Whether the warpgroups share out dQ's columns, and not its rows."""
+        return self.d == 128
+
+    @property
+    def dq_rows(self) -> int:
+        """Queries of a warpgroup's piece of dQ."""
+        return self.block_q if self.split_columns else self.block_q // 2
+
+    @property
+    def dq_bytes(self) -> int:
+        """A warpgroup's piece of dQ, in float32."""
+        return self.dq_rows * 64 * 4 if self.fused else 0
+
+    k = 0
+
+    @property
+    def v(self) -> int:
+        """V, behind K."""
+        return self.key_bytes
+
+    @property
+    def q(self) -> int:
+        """Both stages of Q."""
+        return self.v + self.key_bytes
+
+    @property
+    def dout(self) -> int:
+        """Both stages of dO."""
+        return self.q + 2 * self.query_bytes
+
+    @property
+    def ds(self) -> int:
+        """Both stages of dS^T."""
+        return self.dout + 2 * self.query_bytes
+
+    @property
+    def dq(self) -> int:
+        """Each warpgroup's piece of dQ."""
+        return self.ds + 2 * self.ds_bytes
+
+    @property
+    def lse(self) -> int:
+        """Both stages of where a row's scores start."""
+        return self.dq + self.groups * self.dq_bytes
+
+    @property
+    def delta(self) -> int:
+        """Both stages of where a row's dP starts."""
+        return self.lse + 2 * self.block_q * 4
+
+    @property
+    def barriers(self) -> int:
+        """See `Layout`."""
+        return self.delta + 2 * self.block_q * 4
+
+    @property
+    def arrivals(self) -> dict[str, tuple[int, int]]:
+        """See `Layout`. Full takes the copies, and each lane of the warp with the statistics."""
+        warps = 4 * self.groups
+        readers = warps + 1 + (self.groups if self.fused else 0)  # of an item
         return {
-            self.barrier(kind) + 8 * x: arrivals
-            for kind, (count, arrivals) in self.arrivals.items()
-            for x in range(count)
+            **{"kv_full": (1, 1), "k_free": (1, warps), "v_free": (1, warps)},
+            **{"full": (2, 1 + 32), "free": (2, warps)},
+            **{"item_full": (2, 1), "item_free": (2, readers)},
         }
-
-    @property
-    def items(self) -> int:
-        """Both item slots."""
-        return self.barriers + sum(n for n, _ in self.arrivals.values()) * 8
-
-    @property
-    def nbytes(self) -> int:
-        """All of it."""
-        return self.items + 2 * ITEM
 
 
 def registers(groups: int) -> tuple[int, int]:
     """Registers of a producer's and of a consumer's thread: 65,536 go to 128 (groups + 1)."""
     return (32, 160) if groups == 3 else (40, 232)
+
+
+#: The same of the backward with keys outside.
+KEYS_OUTSIDE_REGISTERS = 24, 240

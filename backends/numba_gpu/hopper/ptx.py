@@ -5,7 +5,9 @@ is four warps, the first of them a multiple of four.
 
 A tile of 16-bit elements lies in shared memory as *chunks* of 64 columns: row r of a chunk is the
 128 bytes at 128 r, whose eight 16-byte pieces the copy engine permutes by r % 8 (the 128-byte
-swizzle); chunks start at multiples of 1024 bytes.
+swizzle); chunks start at multiples of 1024 bytes. A tile whose width 64 does not divide may lie in
+*narrow* chunks of 16 columns instead: row r is the 32 bytes at 32 r, its two pieces swapped where
+r / 4 is odd (the 32-byte swizzle).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from llvmlite import ir
 from flashsim.backends.numba_gpu.emit import F32, I32, I64, Values, asm, struct_values
 
 CHUNK = 64  # columns
+_FOUR_FLOATS = ir.LiteralStructType([F32] * 4)
 
 # -- mbarriers: they count arrivals, and bytes that the copy engine still owes --------------------
 
@@ -27,7 +30,7 @@ def barrier_init(b: ir.IRBuilder, barrier: ir.Value, arrivals: int) -> None:
 def barrier_init_fence(b: ir.IRBuilder) -> None:
     """Barriers begun by this thread exist for the copy engine, too ("fence.proxy", "membar")."""
     asm(b, "fence.mbarrier_init.release.cluster;", "", [], effects=True)
-    asm(b, "fence.proxy.async.shared::cta;", "", [], effects=True)
+    fence_async(b, "shared::cta")
 
 
 def barrier_arrive(b: ir.IRBuilder, barrier: ir.Value, condition: ir.Value) -> None:
@@ -92,9 +95,90 @@ def copy_box(
     asm(b, text, "r,l,r" + ",r" * rank, [to, tensor_map, barrier, *place], effects=True)
 
 
+def reduce_box(b: ir.IRBuilder, tensor_map: ir.Value, source: ir.Value, place: Values) -> None:
+    """Add a box of float32 in shared memory to a tensor ("cp.reduce.async.bulk.tensor").
+
+    The additions are done at the L2; what lies outside the tensor is dropped.
+    """
+    rank = len(place)
+    where = ", ".join(f"${2 + axis}" for axis in range(rank))
+    text = (
+        f"cp.reduce.async.bulk.tensor.{rank}d.global.shared::cta.add.tile.bulk_group "
+        f"[$0, {{{where}}}], [$1];"
+    )
+    asm(b, text, "l,r" + ",r" * rank, [tensor_map, source, *place], effects=True)
+
+
+def reduce_commit(b: ir.IRBuilder) -> None:
+    """This thread's reductions since the last ones are a group ("cp.async.bulk.commit_group")."""
+    asm(b, "cp.async.bulk.commit_group;", "", [], effects=True)
+
+
+def reduce_wait(b: ir.IRBuilder, *, read: bool) -> None:
+    """This thread's reductions are done, or (`read`) their sources may be overwritten
+    ("cp.async.bulk.wait_group")."""
+    asm(b, f"cp.async.bulk.wait_group{'.read' if read else ''} 0;", "", [], effects=True)
+
+
+def fence_async(b: ir.IRBuilder, space: str) -> None:
+    """This thread's accesses to `space` and the copy engine's (and, in shared memory, products')
+    are in order ("fence.proxy.async")."""
+    asm(b, f"fence.proxy.async.{space};", "", [], effects=True)
+
+
+# -- who adds next: integers in HBM ---------------------------------------------------------------
+
+
+def wait_equal(b: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
+    """Wait until a 32-bit integer in HBM has a value; see what came before it ("ld.acquire")."""
+    text = (
+        "{.reg .pred p; .reg .b32 now; again: ld.acquire.gpu.global.u32 now, [$0]; "
+        "setp.ne.u32 p, now, $1; @p bra again;}"
+    )
+    asm(b, text, "l,r", [address, value], effects=True)
+
+
+def count_on(b: ir.IRBuilder, address: ir.Value) -> None:
+    """Add 1 to a 32-bit integer in HBM, behind all that came before ("red.release")."""
+    asm(b, "red.release.gpu.global.add.u32 [$0], 1;", "l", [address], effects=True)
+
+
 def fetch_count(b: ir.IRBuilder, address: ir.Value, last: ir.Value) -> ir.Value:
     """Count on from a 32-bit integer in HBM, 0 after `last`, and get what it was ("atom")."""
     return asm(b, "atom.global.inc.u32 $0, [$1], $2;", "=r,l,r", [address, last], I32, effects=True)
+
+
+# -- shared memory, plainly -----------------------------------------------------------------------
+
+
+def store_matrices(b: ir.IRBuilder, to: ir.Value, four: Values) -> None:
+    """Four 8 x 8 matrices of 16-bit elements to shared memory ("stmatrix"), as `ptx.ldmatrix`."""
+    text = "stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [$0], {$1, $2, $3, $4};"
+    asm(b, text, "r,r,r,r,r", [to, *four], effects=True, together=True)
+
+
+def store_float(b: ir.IRBuilder, to: ir.Value, value: ir.Value) -> None:
+    """A float32 to shared memory."""
+    asm(b, "st.shared.f32 [$0], $1;", "r,f", [to, value], effects=True)
+
+
+def twice(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> Values:
+    """Two floats as four registers: x, y, x, y ("mov").
+
+    Left to LLVM, which may use a value's register but once as an accumulator, the copies would
+    stand in front of a product, between it and the one before.
+    """
+    text = "mov.f32 $0, $4; mov.f32 $1, $5; mov.f32 $2, $4; mov.f32 $3, $5;"
+    made = asm(b, text, "=f,=f,=f,=f,f,f", [x, y], _FOUR_FLOATS, effects=True)
+    return struct_values(b, made, 4)
+
+
+def load_float_if(b: ir.IRBuilder, source: ir.Value, condition: ir.Value) -> ir.Value:
+    """A float32 of HBM where `condition` holds, else 0 ("ld")."""
+    text = (
+        "{.reg .pred p; setp.ne.b32 p, $2, 0; mov.f32 $0, 0f00000000; @p ld.global.f32 $0, [$1];}"
+    )
+    return asm(b, text, "=&f,l,r", [source, b.zext(condition, I32)], F32, effects=True)
 
 
 # -- registers move from one warpgroup to others --------------------------------------------------
@@ -123,6 +207,7 @@ def descriptor(b: ir.IRBuilder, address: ir.Value, leading: int) -> ir.Value:
 
 
 _DESCRIPTOR_HIGH = 1024 >> 4 | 1 << 30
+_DESCRIPTOR_HIGH_NARROW = 256 >> 4 | 3 << 30
 
 
 def along_row(step: int, rows: int) -> int:
@@ -145,7 +230,9 @@ def wgmma(
     left_at: list[int],
     right_at: list[int],
     *,
-    right_down: bool,
+    left_down: bool = False,
+    right_down: bool = False,
+    right_narrow: bool = False,
 ) -> Values:
     """Queue C + A B of a warpgroup ("wgmma.mma_async"), a step of 16 of k each, as one group.
 
@@ -167,8 +254,10 @@ def wgmma(
         B (16 x n a step) by its descriptor.
     left_at, right_at : list of int
         Each step's place from the descriptors, in their units; `left_at` only for a descriptor.
-    right_down : bool
-        B's k runs down the tile's rows, not along them.
+    left_down, right_down : bool
+        The operand's k runs down its tile's rows, not along them.
+    right_narrow : bool
+        B's tile lies in chunks of 16 columns (`NARROW`).
     """
     count = n // 2
     sums = ", ".join(f"${x}" for x in range(count))
@@ -185,9 +274,10 @@ def wgmma(
             a = "{" + ", ".join(f"${first + 4 * step + x}" for x in range(4)) + "}"
             transposed = f"{int(right_down)}"
         else:
-            lines += _place("l", first, left_at[step])
-            a, transposed = "l", f"0, {int(right_down)}"
-        lines += _place("r", first + len(words), where)
+            lines += _place("l", first, left_at[step], _DESCRIPTOR_HIGH)
+            a, transposed = "l", f"{int(left_down)}, {int(right_down)}"
+        high = _DESCRIPTOR_HIGH_NARROW if right_narrow else _DESCRIPTOR_HIGH
+        lines += _place("r", first + len(words), where, high)
         add = "fresh" if c is None and step == 0 else "more"
         lines.append(
             f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} "
@@ -208,9 +298,9 @@ def wgmma(
     return struct_values(b, made, count)
 
 
-def _place(name: str, operand: int, offset: int) -> list[str]:
-    """Lines that make the 64-bit descriptor `name` of a low half and an offset."""
-    return [f"add.u32 at, ${operand}, {offset};", f"mov.b64 {name}, {{at, {_DESCRIPTOR_HIGH}}};"]
+def _place(name: str, operand: int, offset: int, high: int) -> list[str]:
+    """Lines that make the 64-bit descriptor `name` of its halves and an offset of the low one."""
+    return [f"add.u32 at, ${operand}, {offset};", f"mov.b64 {name}, {{at, {high}}};"]
 
 
 def wgmma_wait(b: ir.IRBuilder, pending: int, c: Values) -> Values:

@@ -37,6 +37,14 @@ def warpgroup(b: ir.IRBuilder) -> ir.Value:
     return ptx.asm(b, text, "=r,r", [mine], I32, effects=True, together=True)
 
 
+@emitted(int32)
+def warp(b: ir.IRBuilder) -> ir.Value:
+    """The thread's warp in the block, likewise."""
+    mine = b.lshr(ptx.special(b, "tid.x"), i32(5))
+    text = "shfl.sync.idx.b32 $0, $1, 0, 31, -1;"
+    return ptx.asm(b, text, "=r,r", [mine], I32, effects=True, together=True)
+
+
 @emitted(types.boolean)
 def speaks(b: ir.IRBuilder) -> ir.Value:
     """Whether the thread is the one that arrives for its warp."""
@@ -138,6 +146,26 @@ def pass_turn(b: ir.IRBuilder, barrier: ir.Value) -> None:
     ptx_hopper.named_arrive(b, barrier, 256)
 
 
+def named_sync(threads: int) -> Any:
+    """``named_sync(barrier)``: wait until `threads` have come to a named barrier or arrived."""
+
+    @emitted(None, int32)
+    def named_sync_(b: ir.IRBuilder, barrier: ir.Value) -> None:
+        ptx_hopper.named_sync(b, barrier, threads)
+
+    return named_sync_
+
+
+def named_arrive(threads: int) -> Any:
+    """``named_arrive(barrier)``: come to a named barrier of `threads`, and go on."""
+
+    @emitted(None, int32)
+    def named_arrive_(b: ir.IRBuilder, barrier: ir.Value) -> None:
+        ptx_hopper.named_arrive(b, barrier, threads)
+
+    return named_arrive_
+
+
 # -- items: what the producer tells the consumers -------------------------------------------------
 
 
@@ -196,27 +224,36 @@ def copy_tile(rows: int, chunks: int, *, packed: bool) -> Any:
 # -- products -------------------------------------------------------------------------------------
 
 
-def queue_scores(bf16: bool, n: int, depth: int) -> Any:
+def queue_scores(bf16: bool, n: int, depth: int, *, rows: int = 64, more: bool = False) -> Any:
     """``queue_scores(q, k) -> s``: S = Q K^T of 64 rows, to be waited for.
 
     Parameters
     ----------
     n, depth : int
         Rows of the K tile; columns of both tiles.
+    rows : int
+        Rows of the Q tile of which those are 64.
+    more : bool
+        ``queue_scores(s, q, k) -> s + Q K^T`` instead.
     """
     steps = range(depth // 16)
+    left_at = [ptx_hopper.along_row(x, rows) for x in steps]
+    right_at = [ptx_hopper.along_row(x, n) for x in steps]
+    kind = floats(n // 2)
 
-    @emitted(floats(n // 2), int32, int32)
+    def queue(b: ir.IRBuilder, s: Values | None, q: ir.Value, k: ir.Value) -> Values:
+        tiles = ptx_hopper.descriptor(b, q, 0), ptx_hopper.descriptor(b, k, 0)
+        return ptx_hopper.wgmma(b, bf16, n, s, *tiles, left_at, right_at)
+
+    @emitted(kind, int32, int32)
     def queue_scores_(b: ir.IRBuilder, q: ir.Value, k: ir.Value) -> Values:
-        return ptx_hopper.wgmma(
-            *(b, bf16, n, None),
-            *(ptx_hopper.descriptor(b, q, 0), ptx_hopper.descriptor(b, k, 0)),
-            [ptx_hopper.along_row(x, 64) for x in steps],
-            [ptx_hopper.along_row(x, n) for x in steps],
-            right_down=False,
-        )
+        return queue(b, None, q, k)
 
-    return queue_scores_
+    @emitted(kind, kind, int32, int32)
+    def queue_more_(b: ir.IRBuilder, s: Values, q: ir.Value, k: ir.Value) -> Values:
+        return queue(b, s, q, k)
+
+    return queue_more_ if more else queue_scores_
 
 
 def queue_output(bf16: bool, n: int, depth: int) -> Any:
@@ -252,9 +289,14 @@ def round_operand(bf16: bool, n: int) -> Any:
 
     @emitted(words(n // 4), floats(n // 2))
     def round_operand_(b: ir.IRBuilder, s: Values) -> Values:
-        return [ptx.pack(b, bf16, s[x], s[x + 1]) for x in range(0, n // 2, 2)]
+        return rounded(b, bf16, s)
 
     return round_operand_
+
+
+def rounded(b: ir.IRBuilder, bf16: bool, s: Values) -> Values:
+    """Emit neighbours rounded to 16 bits, two to a register."""
+    return [ptx.pack(b, bf16, s[x], s[x + 1]) for x in range(0, len(s), 2)]
 
 
 # -- output ---------------------------------------------------------------------------------------

@@ -1,0 +1,485 @@
+"""FlashAttention-3 backward (arXiv:2407.08608, Algorithm 3) for Hopper, in Python: keys outside.
+
+The structure is that of kernels/hopper/backward.cu. A block owns one tile of keys of one key head;
+each of two consumer warpgroups owns 64 of its keys and keeps their dK and dV in registers. Scores
+are computed transposed, so that P^T and dS^T already are the left operands of dV = P^T dO and
+dK = dS^T Q. Only for dQ^T = K^T dS^T, which needs all keys of the tile, does dS pass through shared
+memory; dQ is added into a float32 accumulator by the copy engine, with ORDERED in the order of the
+key tiles. One producer thread loads tiles, a second warp the rows' log-sum-exp and delta, two more
+send dQ off. Without FUSED there is no dQ: the three-pass form leaves it to `hopper_dq`.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from numba import cuda
+from numba.cuda import types
+
+from flashsim.backends.launch.kernel import Kernel
+from flashsim.backends.numba_gpu import tiles
+from flashsim.backends.numba_gpu.hopper import gradients
+from flashsim.backends.numba_gpu.hopper import tiles as hopper
+from flashsim.backends.numba_gpu.hopper.items import item_functions
+from flashsim.backends.numba_gpu.hopper.onchip import (
+    BASE,
+    COUNT,
+    END,
+    FIRST,
+    ITEM,
+    KEYS_OUTSIDE_REGISTERS,
+    OFFSET,
+    OUTER,
+    START,
+    STOP,
+    WALK,
+    KeysOutside,
+)
+from flashsim.backends.numba_gpu.tensor import gradients as tensor_gradients
+from flashsim.backends.numba_gpu.tensor import softmax
+from flashsim.backends.numba_gpu.tensor.softmax import LOG2E
+from flashsim.backends.numba_gpu.walk import (
+    SLOTS,
+    constants,
+    device,
+    quotient,
+    read_int,
+    rows_of,
+    shared_base,
+    walk_functions,
+)
+
+int32, int64, float32 = types.int32, types.int64, types.float32
+#: Named barriers, 0 being syncthreads: dS is written; each warpgroup's piece of dQ may be, and is.
+_DS_READY, _DQ_FREE, _DQ_FULL = 1, 2, 4
+
+
+def hopper_backward_kernel(kernel: Kernel) -> Any:
+    """The kernel, as a Python function, for compile-time constants.
+
+    Its arguments are tensor maps of q, k, v, dout and dQ's accumulator (without FUSED one that is
+    not used), a `launch.ARGS`, and the address of a work counter that starts at 0; or 0, if no
+    block gets more than one item.
+    """
+    c = constants(kernel)
+    at = KeysOutside(c.block_q, c.block_k, c.d, bool(c.fused))
+    w = walk_functions(c, every=128)  # a thread of each warpgroup
+    items = item_functions(c, w, at.groups + 1, by_row=False)
+    produce, produce_statistics = _producer(c, at, w, items), _statistics(c, at, w, items)
+    send_dq, consume = _sender(c, at, w, items), _consumer(c, at, w, items)
+    barriers_begin = hopper.barriers_begin(at.barrier_arrivals)
+    give, take = KEYS_OUTSIDE_REGISTERS
+    give_registers = hopper.registers(give, more=False)
+    take_registers = hopper.registers(take, more=True)
+    warpgroup, warp_of, fused = hopper.warpgroup, hopper.warp, bool(c.fused)
+
+    def hopper_backward(map_q, map_k, map_v, map_dout, map_dq, a, counter):
+        shared = shared_base()
+        if cuda.threadIdx.x == 0:
+            barriers_begin(shared)
+        cuda.syncthreads()  # nobody touches a barrier before it exists
+        role = warpgroup()
+        if role == 0:
+            give_registers()
+            warp = warp_of()
+            if warp == 1:
+                produce_statistics(a, shared)
+            elif warp >= 2:
+                if fused:
+                    send_dq(map_dq, a, shared, int32(warp - 2))
+            elif cuda.threadIdx.x == 0:
+                produce(map_q, map_k, map_v, map_dout, a, counter, shared)
+        else:
+            take_registers()
+            consume(a, shared, int32(role - 1))
+
+    return hopper_backward
+
+
+def _producer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleNamespace) -> Any:
+    """``produce(map_q, map_k, map_v, map_dout, a, counter, shared)``: a thread takes items, brings
+    tiles."""
+    block_q, packed = c.block_q, bool(c.varlen)
+    row_bytes, row_bytes_v = c.counted * 2, c.counted_v * 2
+    k_at, v_at, q_at, dout_at, query_bytes = at.k, at.v, at.q, at.dout, at.query_bytes
+    kv_full, k_free, v_free = at.barrier("kv_full"), at.barrier("k_free"), at.barrier("v_free")
+    full, free = at.barrier("full"), at.barrier("free")
+    item_full, item_free, items = at.barrier("item_full"), at.barrier("item_free"), at.items
+    expect_kv, expect_q = hopper.expect(2 * at.key_bytes), hopper.expect(2 * query_bytes)
+    copy_k = hopper.copy_tile(c.block_k, at.chunks, packed=packed)
+    copy_q = hopper.copy_tile(block_q, at.chunks, packed=packed)
+    write_item, visits_of, place = i.write, i.visits, i.place
+    visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
+    visit_of, report_one, stamp, stamp_block = w.visit, w.report_one, w.stamp, w.stamp_block
+    put, get, map_address = hopper.put, hopper.get, hopper.map_address
+    fetch_count = hopper.fetch_count
+    wait, wait_free, arrive, stage = hopper.wait, hopper.wait_free, hopper.arrive, hopper.stage
+
+    @device
+    def bring_queries(map_q, map_dout, a, shared, slot, done, n, head, batch):
+        """Q and dO of an item's visit n, the block's `done`-th, of one query head."""
+        tile, _ = visit_of(a, visits_of(slot), n)
+        query = int32(get(slot + BASE) + tile * block_q)
+        number = int64(batch * a.heads + head) * a.n_visits + get(slot + FIRST) + n
+        walk = int32(batch * a.heads + head)
+        visit_stamp = visit_stamps(a, walk, get(slot + FIRST) + n, 0)
+        stamp(visit_stamp, 0)
+        wait_free(shared + free, done)  # its last readers are done
+        stamp(visit_stamp, 1)
+        barrier = stage(shared + full, done)
+        expect_q(barrier)
+        row, last = place(query, get(slot + END), batch)
+        shift = int32((done & 1) * query_bytes)
+        copy_q(shared + q_at + shift, map_address(map_q), barrier, row, head, last)
+        copy_q(shared + dout_at + shift, map_address(map_dout), barrier, row, head, last)
+        stamp(visit_stamp, 4)
+        rows = int32(min(block_q, get(slot + END) - query))
+        visit_count = a.visit_counts + number * (SLOTS * 4)
+        report_one(visit_count, int32(rows * row_bytes))
+        report_one(visit_count + 4, int32(rows * row_bytes_v))
+
+    @device
+    def bring_keys(map_k, map_v, a, shared, slot, item, head, batch):
+        """An item's V, then its K: in this order the last item is done with them."""
+        start, stop = get(slot + START), get(slot + STOP)
+        barrier, parity = int32(shared + kv_full), int32((item & 1) ^ 1)
+        row, last = place(start, stop, batch)
+        wait(shared + v_free, parity)
+        expect_kv(barrier)
+        copy_k(shared + v_at, map_address(map_v), barrier, row, head, last)
+        wait(shared + k_free, parity)
+        copy_k(shared + k_at, map_address(map_k), barrier, row, head, last)
+        number = int64(get(slot + WALK)) * a.tiles + get(slot + OUTER)
+        tile_count = a.tile_counts + number * (SLOTS * 4)
+        report_one(tile_count, int32((stop - start) * row_bytes))
+        report_one(tile_count + 4, int32((stop - start) * row_bytes_v))
+
+    @device
+    def produce(map_q, map_k, map_v, map_dout, a, counter, shared):
+        # `item` counts the block's items, `done` their visits so far.
+        item, done, number = int32(0), int32(0), int32(cuda.blockIdx.x)
+        kv_heads = quotient(a.heads, a.group)
+        while True:
+            slot = int32(shared + items + (item & 1) * ITEM)
+            wait_free(shared + item_free, item)  # every warp is done with the slot's last item
+            if number >= a.walks * a.tiles:
+                put(slot + WALK, int32(-1))
+                arrive(stage(shared + item_full, item), True)
+                break
+            write_item(a, slot, number)
+            arrive(stage(shared + item_full, item), True)  # releases the item to its readers
+            walk, count = get(slot + WALK), get(slot + COUNT)
+            batch = quotient(walk, kv_heads)
+            kv_head = int32(walk - batch * kv_heads)
+            tile_stamp = tile_stamps(a, walk, get(slot + OUTER), 0)
+            stamp_block(tile_stamp, False)
+            # The last item is done with a stage before it is done with V, and then with K: so the
+            # first visit's tiles come first.
+            head, n, left, first = int32(kv_head * a.group), int32(0), int32(a.group * count), True
+            while first or left > 0:
+                if left > 0:
+                    bring_queries(map_q, map_dout, a, shared, slot, done, n, head, batch)
+                    done, left, n = int32(done + 1), int32(left - 1), int32(n + 1)
+                    if n == count:
+                        head, n = int32(head + 1), int32(0)
+                if first:
+                    bring_keys(map_k, map_v, a, shared, slot, item, kv_head, batch)
+                    first = False
+            stamp_block(tile_stamp, True)
+            item = int32(item + 1)
+            number = int32(0x7FFFFFFF)
+            if counter != 0:  # else no block gets a second item
+                last = int32(a.walks * a.tiles - 1)  # asking for it sets the counter to 0 again
+                number = int32(cuda.gridDim.x + fetch_count(counter, last))
+
+    return produce
+
+
+def _statistics(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleNamespace) -> Any:
+    """``produce_statistics(a, shared)``: a warp brings where each visit's scores and dP start, on
+    the tiles' barriers."""
+    block_q, start = c.block_q, not c.scaled
+    lse_at, delta_at, items = at.lse, at.delta, at.items
+    full, free = at.barrier("full"), at.barrier("free")
+    item_full, item_free = at.barrier("item_full"), at.barrier("item_free")
+    load_statistics, put_rows = gradients.load_statistics(block_q), gradients.put_rows(block_q)
+    unit_of_starts = gradients.unit_of_starts(start)
+    visits_of, visit_of, report_one = i.visits, w.visit, w.report_one
+    get, speaks, arrive, stage = hopper.get, hopper.speaks, hopper.arrive, hopper.stage
+    wait_full, wait_free = hopper.wait_full, hopper.wait_free
+
+    @device
+    def produce_statistics(a, shared):
+        item, done, speaking = int32(0), int32(0), speaks()
+        unit, kv_heads = unit_of_starts(a.scale), quotient(a.heads, a.group)
+        while True:
+            slot = int32(shared + items + (item & 1) * ITEM)
+            wait_full(shared + item_full, item)
+            if get(slot + WALK) < 0:
+                break
+            batch, count = quotient(get(slot + WALK), kv_heads), get(slot + COUNT)
+            kv_head = int32(get(slot + WALK) - batch * kv_heads)
+            walk = int32(batch * a.heads + kv_head * a.group)  # of the query head
+            n, left = int32(0), int32(a.group * count)
+            while left > 0:
+                tile, _ = visit_of(a, visits_of(slot), n)
+                query = int32(get(slot + BASE) + tile * block_q)
+                rows = int32(min(block_q, get(slot + END) - query))
+                row = (int64(walk) * a.n_q + query) * 4
+                # Before the wait, to hide their latency:
+                starts, deltas = load_statistics(a.lse + row, a.delta + row, rows, unit)
+                wait_free(shared + free, done)  # its last readers are done
+                put_rows(shared + lse_at + (done & 1) * (block_q * 4), starts)
+                put_rows(shared + delta_at + (done & 1) * (block_q * 4), deltas)
+                arrive(stage(shared + full, done), True)  # every lane for what it wrote
+                if speaking:
+                    number = int64(walk) * a.n_visits + get(slot + FIRST) + n
+                    visit_count = a.visit_counts + number * (SLOTS * 4)
+                    report_one(visit_count + 8, int32(rows * 4))
+                    report_one(visit_count + 12, int32(rows * 4))
+                done, left, n = int32(done + 1), int32(left - 1), int32(n + 1)
+                if n == count:
+                    walk, n = int32(walk + 1), int32(0)
+            cuda.syncwarp()  # the whole warp is done with the item
+            arrive(stage(shared + item_free, item), speaking)
+            item = int32(item + 1)
+
+    return produce_statistics
+
+
+def _sender(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleNamespace) -> Any:
+    """``send_dq(map_dq, a, shared, group)``: a warp adds a warpgroup's pieces of dQ, once they are
+    staged, to the accumulator."""
+    block_q, ordered, dq_rows, split = c.block_q, bool(c.ordered), at.dq_rows, at.split_columns
+    dq_at, dq_bytes, items, counted = at.dq, at.dq_bytes, at.items, c.counted
+    item_full, item_free = at.barrier("item_full"), at.barrier("item_free")
+    reduce_dq = gradients.reduce_dq(dq_rows, packed=bool(c.varlen))
+    reduce_wait = gradients.reduce_wait_read
+    wait_turn, pass_turn = gradients.wait_turn, gradients.pass_turn
+    piece_free, piece_full = hopper.named_arrive(160), hopper.named_sync(160)
+    visits_of, place, visit_of, report_one = i.visits, i.place, w.visit, w.report_one
+    get, speaks, arrive, stage = hopper.get, hopper.speaks, hopper.arrive, hopper.stage
+    wait_full, map_address = hopper.wait_full, hopper.map_address
+
+    @device
+    def send_dq(map_dq, a, shared, group):
+        item, leads, kv_heads = int32(0), speaks(), quotient(a.heads, a.group)
+        source, column = int32(shared + dq_at + group * dq_bytes), int32(64 * group if split else 0)
+        below = int32(0 if split else dq_rows * group)  # rows of the tile above the piece
+        piece_free(_DQ_FREE + group)
+        while True:
+            slot = int32(shared + items + (item & 1) * ITEM)
+            wait_full(shared + item_full, item)
+            if get(slot + WALK) < 0:
+                break
+            batch, count = quotient(get(slot + WALK), kv_heads), get(slot + COUNT)
+            kv_head = int32(get(slot + WALK) - batch * kv_heads)
+            head = int32(kv_head * a.group)
+            n, left = int32(0), int32(a.group * count)
+            while left > 0:
+                tile, _ = visit_of(a, visits_of(slot), n)
+                query = int32(get(slot + BASE) + tile * block_q)
+                walk = int32(batch * a.heads + head)
+                turn = a.turns + ((int64(walk) * a.n_q + query) * 2 + group) * 4
+                piece_full(_DQ_FULL + group)  # the piece is complete
+                if leads:
+                    if ordered:
+                        rank = read_int(a.ptr, get(slot + OUTER)) + n
+                        wait_turn(turn, read_int(a.ranks, rank))
+                    row, last = place(query + below, get(slot + END), batch)
+                    reduce_dq(map_address(map_dq), source, column, row, head, last)
+                    number = int64(walk) * a.n_visits + get(slot + FIRST) + n
+                    rows = max(0, min(dq_rows, get(slot + END) - query - below))
+                    columns = max(0, min(64, counted - column))
+                    report_one(a.visit_counts + number * (SLOTS * 4) + 16, rows * columns * 4)
+                    reduce_wait()
+                cuda.syncwarp()
+                piece_free(_DQ_FREE + group)  # the piece may be overwritten
+                if ordered and leads:
+                    pass_turn(turn)
+                left, n = int32(left - 1), int32(n + 1)
+                if n == count:
+                    head, n = int32(head + 1), int32(0)
+            cuda.syncwarp()  # the whole warp is done with the item
+            arrive(stage(shared + item_free, item), leads)
+            item = int32(item + 1)
+
+    return send_dq
+
+
+def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleNamespace) -> Any:
+    """``consume(a, shared, group)``: a warpgroup computes the gradients of its 64 keys of every
+    item, and its share of dQ."""
+    block_q, block_k, d = c.block_q, c.block_k, c.d
+    bf16, fused, scaled, softcap = bool(c.bf16), bool(c.fused), bool(c.scaled), bool(c.softcap)
+    start = not scaled  # the scores' accumulators start at the statistics
+    # dK of a visit is waited for in the next one, where registers allow for that.
+    carry = d == 128 and block_q == 64 and not softcap
+    # dV is queued in slices of queries, few of them: a wait counts up to 7 groups.
+    slices = 4 if block_q == 128 else block_q // 16
+    k_at, v_at, q_at, dout_at, query_bytes = at.k, at.v, at.q, at.dout, at.query_bytes
+    ds_at, ds_bytes, ds_wide, dq_rows = at.ds, at.ds_bytes, at.ds_wide, at.dq_rows
+    dq_at, dq_bytes, lse_at, delta_at = at.dq, at.dq_bytes, at.lse, at.delta
+    # Where a warpgroup finds its columns of K and its queries of dS.
+    k_part = block_k * 128 if at.split_columns else 0
+    ds_part = 0 if at.split_columns else dq_rows * block_k * 2
+    kv_full, k_free, v_free = at.barrier("kv_full"), at.barrier("k_free"), at.barrier("v_free")
+    full, free = at.barrier("full"), at.barrier("free")
+    item_full, item_free, items = at.barrier("item_full"), at.barrier("item_free"), at.items
+
+    # -- Fragments
+    new_grad, load_columns = tiles.zeros(d // 2), tensor_gradients.load_columns(block_q)
+    start_columns = gradients.start_columns(block_q)
+    queue_scores = hopper.queue_scores(bf16, block_q, d, rows=block_k, more=start)
+    queue_dp = hopper.queue_scores(bf16, block_q, d, rows=block_k, more=True)
+    scores_done = hopper.product_wait(1, block_q)  # dP is queued behind them
+    scale_scores = softmax.scale_scores(1, block_q, softcap)
+    mask = gradients.mask_columns(block_q, bool(c.left), bool(c.right))
+    queue_dv = gradients.queue_dv(bf16, block_q, d, slices, softcap=softcap, start=start)
+    score_gradients = gradients.score_gradients(bf16, block_q)
+    ds_place, dq_place = gradients.ds_place(ds_wide), gradients.dq_place(dq_rows)
+    store_ds, stage_dq = gradients.store_ds(block_k, block_q, ds_wide), gradients.stage_dq(dq_rows)
+    queue_dq = gradients.queue_dq(bf16, dq_rows, block_k, ds_wide)
+    queue_dk = gradients.queue_dk(bf16, block_q, d)
+    dq_done = hopper.product_wait(1, dq_rows)  # and dV; dK is queued behind them
+    dv_done, grad_done = hopper.product_wait(1, d), hopper.product_wait(0, d)
+    key_row, value_row = rows_of(c)
+    store_dk = hopper.store_output(bf16, d, key_row)
+    store_dv = hopper.store_output(bf16, d, value_row)
+    visits_of, visit_stamps, tile_stamps = i.visits, i.visit_stamps, i.tile_stamps
+    visit_of, report, stamp, stamp_block = w.visit, w.report, w.stamp, w.stamp_block
+    get, speaks, wait, stage = hopper.get, hopper.speaks, hopper.wait, hopper.stage
+    wait_full, arrive, fence_shared = hopper.wait_full, hopper.arrive, gradients.fence_shared
+    ds_ready = hopper.named_sync(128 * at.groups)
+    piece_free, piece_full = hopper.named_sync(160), hopper.named_arrive(160)
+
+    @device
+    def store(a, slot, kv_heads, row0, dk, dv):
+        """dK scale and dV, straight from registers."""
+        walk, stop = get(slot + WALK), get(slot + STOP)
+        batch = quotient(walk, kv_heads)
+        head, key = int32(walk - batch * kv_heads), int32(get(slot + START) + row0)
+        tile_count = a.tile_counts + (int64(walk) * a.tiles + get(slot + OUTER)) * (SLOTS * 4)
+        to = a.dk_data + (batch * a.dk_batch + head * a.dk_head) * 2
+        factors = a.scale, a.scale
+        report(tile_count + 8, store_dk(to, a.dk_row * 2, dk, factors, key, stop))
+        to = a.dv_data + (batch * a.dv_batch + head * a.dv_head) * 2
+        ones = float32(1.0), float32(1.0)
+        report(tile_count + 12, store_dv(to, a.dv_row * 2, dv, ones, key, stop))
+
+    @device
+    def consume(a, shared, group):
+        speaking = speaks()  # one arrival a warp
+        to_log2 = float32(LOG2E) if scaled else a.scale * float32(LOG2E)  # exponents in base 2
+        kv_heads = quotient(a.heads, a.group)
+        warp = int32(cuda.threadIdx.x) % 128 // 32
+        row0 = int32(warp * 16 + 64 * group)  # the warp's, in the tile
+        k, v = int32(shared + k_at + group * 8192), int32(shared + v_at + group * 8192)
+        ds_mine = ds_place(shared + ds_at, group)
+        dq_mine = dq_place(shared + dq_at + group * dq_bytes)
+        item, done = int32(0), int32(0)  # as the producer's
+        while True:
+            slot = int32(shared + items + (item & 1) * ITEM)
+            wait_full(shared + item_full, item)
+            walk = get(slot + WALK)
+            if walk < 0:
+                break
+            count = get(slot + COUNT)
+            tile_stamp = tile_stamps(a, walk, get(slot + OUTER), 1 + group)
+            stamp_block(tile_stamp, False)
+            member, n = int32(walk * a.group), int32(0)  # the query head's walk
+            total = int32(a.group * count)
+            left = total
+            dk, dv = new_grad(), new_grad()
+            wait(shared + kv_full, item & 1)
+            while left > 0:
+                visit_stamp = visit_stamps(a, member, get(slot + FIRST) + n, 1 + group)
+                tile, masked = visit_of(a, visits_of(slot), n)
+                shift, now = int32((done & 1) * query_bytes), int32((done & 1) * (block_q * 4))
+                lse = int32(shared + lse_at + now)
+                dout = int32(shared + dout_at + shift)
+                # -- S^T = K Q^T - lse / scale and dP^T = V dO^T - delta --------------------------
+                # Both are loaded before either product is queued: the assembler would make the
+                # second wait for the first.
+                stamp(visit_stamp, 0)
+                wait_full(shared + full, done)
+                stamp(visit_stamp, 1)
+                if start:
+                    starts = load_columns(lse)
+                deltas = load_columns(shared + delta_at + now)
+                if carry:
+                    dk = grad_done(dk)
+                if start:
+                    s = start_columns(starts)
+                dp = start_columns(deltas)
+                if start:
+                    s = queue_scores(s, k, shared + q_at + shift)
+                else:
+                    s = queue_scores(k, shared + q_at + shift)
+                dp = queue_dp(dp, v, dout)
+                if carry:
+                    arrive(stage(shared + free, done + 1), speaking & (left < total))
+                s = scores_done(s)
+                stamp(visit_stamp, 2)
+                # -- P^T = exp2(c S^T), under dP; dV += P^T dO, slice by slice --------------------
+                if scaled:
+                    s = scale_scores(s, a.scale, a.softcap)
+                if masked:
+                    query = int32(get(slot + BASE) + tile * block_q)
+                    key, limits = (
+                        int32(get(slot + START) + row0),
+                        (get(slot + OFFSET), get(slot + STOP)),
+                    )
+                    s = mask(s, key, query, limits[0], limits[1], a.left, a.right)
+                p, dp, dv = queue_dv(s, dp, dv, to_log2, lse, a.softcap, dout)
+                arrive(shared + v_free, speaking & (left == 1))  # the next item's V may come
+                stamp(visit_stamp, 3)
+                # -- dS^T = P^T dP^T, under dV ----------------------------------------------------
+                ds = score_gradients(p, dp)
+                if fused:
+                    ds_now = int32((done & 1) * ds_bytes)
+                    store_ds(ds_mine + ds_now, ds)
+                    fence_shared()
+                    # All of dS is written. The other stage's is free from here on: both warpgroups
+                    # waited for the last visit's products before they came here.
+                    ds_ready(int32(_DS_READY))
+                    # -- dQ^T = K^T dS^T, dK += dS^T Q --------------------------------------------
+                    dq = queue_dq(
+                        shared + k_at + group * k_part, shared + ds_at + ds_now + group * ds_part
+                    )
+                    dk = queue_dk(dk, ds, shared + q_at + shift)
+                    dq = dq_done(dq)
+                else:
+                    dk = queue_dk(dk, ds, shared + q_at + shift)
+                    dv = dv_done(dv)
+                arrive(shared + k_free, speaking & (left == 1))  # the next item's K may come
+                if fused:
+                    # -- dQ leaves under dK: staged, to be sent off by another warp ---------------
+                    piece_free(_DQ_FREE + group)  # the last visit's piece is sent off
+                    stage_dq(dq_mine, dq)
+                    fence_shared()
+                    piece_full(_DQ_FULL + group)
+                if not carry:
+                    dk = grad_done(dk)
+                    arrive(stage(shared + free, done), speaking)
+                stamp(visit_stamp, 4)
+                done, left, n = int32(done + 1), int32(left - 1), int32(n + 1)
+                if n == count:
+                    member, n = int32(member + 1), int32(0)
+            if total > 0:
+                dk, dv = grad_done(dk), grad_done(dv)
+                if carry:
+                    arrive(stage(shared + free, done + 1), speaking)
+            else:
+                arrive(shared + v_free, speaking)
+                arrive(shared + k_free, speaking)
+            store(a, slot, kv_heads, row0, dk, dv)
+            cuda.syncwarp()  # the whole warp is done with the item
+            arrive(stage(shared + item_free, item), speaking)
+            stamp_block(tile_stamp, True)
+            item = int32(item + 1)
+        if fused:
+            piece_free(_DQ_FREE + group)  # shared memory outlives the copies that read it
+
+    return consume

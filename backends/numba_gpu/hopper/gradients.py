@@ -1,0 +1,390 @@
+"""The backward's whole-tile operations on Hopper, keys outside, as Numba intrinsics.
+
+Fragments of scores are transposed: rows are keys, columns queries. So what a row of queries has one
+of, its log-sum-exp and delta, is one a column.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba.cuda import types
+
+from flashsim.backends.launch.kernel import ROUND
+from flashsim.backends.numba_gpu import ptx
+from flashsim.backends.numba_gpu.emit import F32, I32, Values, emitted, f32, floats, i32, words
+from flashsim.backends.numba_gpu.hopper import ptx as ptx_hopper
+from flashsim.backends.numba_gpu.hopper.tiles import rounded
+from flashsim.backends.numba_gpu.tensor.softmax import LOG2E, NEG_INF
+from flashsim.backends.numba_gpu.tiles import elements, lane_of
+
+int32, int64, float32 = types.int32, types.int64, types.float32
+
+
+# -- statistics: a warp brings them, the consumers' accumulators start at them --------------------
+
+
+def load_statistics(block_q: int) -> Any:
+    """``load_statistics(lse, delta, rows, scale) -> starts, deltas``: a warp's, from HBM.
+
+    Lane l has rows l, l + 32, ...: where their scores start, -lse / scale (in base 2 where `scale`
+    is given as 1 / ln 2), and where dP starts, -delta. A row past the end, or one that sees no key,
+    starts at -inf, so that its P is exactly 0.
+    """
+    kind = floats(-(-block_q // 32))
+
+    @emitted([kind, kind], int64, int64, int32, float32)
+    def load_statistics_(
+        b: ir.IRBuilder, lse: ir.Value, delta: ir.Value, rows: ir.Value, unit: ir.Value
+    ) -> list[Values]:
+        starts, deltas = [], []
+        for step in range(kind.count):
+            row = b.add(lane_of(b), i32(32 * step))
+            exists = b.icmp_signed("<", row, rows)
+            if (step + 1) * 32 > block_q:
+                exists = b.and_(exists, b.icmp_signed("<", row, i32(block_q)))
+            far = b.zext(b.shl(row, i32(2)), lse.type)
+            x = ptx_hopper.load_float_if(b, b.add(lse, far), exists)
+            empty = b.fcmp_ordered("==", x, f32(NEG_INF))
+            none = b.or_(empty, b.not_(exists))
+            starts.append(b.select(none, f32(NEG_INF), b.fmul(x, unit)))
+            x = ptx_hopper.load_float_if(b, b.add(delta, far), exists)
+            deltas.append(b.fmul(x, f32(-1.0)))
+        return [starts, deltas]
+
+    return load_statistics_
+
+
+def put_rows(block_q: int) -> Any:
+    """``put_rows(address, values)``: a warp's values of `load_statistics` to shared memory."""
+    kind = floats(-(-block_q // 32))
+
+    @emitted(None, int32, kind)
+    def put_rows_(b: ir.IRBuilder, address: ir.Value, values: Values) -> None:
+        mine = b.add(address, b.shl(lane_of(b), i32(2)))
+        for step, value in enumerate(values):
+            at = b.add(mine, i32(128 * step))
+            if (step + 1) * 32 <= block_q:
+                ptx_hopper.store_float(b, at, value)
+                continue
+            with b.if_then(b.icmp_unsigned("<", lane_of(b), i32(block_q - 32 * step))):
+                ptx_hopper.store_float(b, at, value)
+
+    return put_rows_
+
+
+def start_columns(n: int) -> Any:
+    """``start_columns(values) -> s``: scores that start at the values of their columns, which are
+    `tensor.gradients.load_columns`'."""
+
+    @emitted(floats(n // 2), floats(n // 4))
+    def start_columns_(b: ir.IRBuilder, values: Values) -> Values:
+        return [x for c in range(0, n // 4, 2) for x in ptx_hopper.twice(b, *values[c : c + 2])]
+
+    return start_columns_
+
+
+def _column_pair(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """Where this thread's first two columns of float32 are."""
+    return b.add(address, b.shl(b.and_(lane_of(b), i32(3)), i32(3)))
+
+
+# -- scores and their gradients -------------------------------------------------------------------
+
+
+def mask_columns(n: int, left: bool, right: bool) -> Any:
+    """``mask_columns(s, key, query, offset, key_stop, left, right) -> s``: dropped ones are -inf.
+
+    Key k is kept by queries ``k - offset - right <= q <= k - offset + left``, by none from
+    `key_stop` on; a limit that is off costs nothing. `key` and `query` are the warp's first ones.
+    """
+    kind = floats(n // 2)
+
+    @emitted(kind, kind, *[int32] * 6)
+    def mask_columns_(
+        b: ir.IRBuilder,
+        s: Values,
+        key: ir.Value,
+        query: ir.Value,
+        offset: ir.Value,
+        key_stop: ir.Value,
+        window_left: ir.Value,
+        window_right: ir.Value,
+    ) -> Values:
+        lane, limits = lane_of(b), []
+        first = b.add(query, b.shl(b.and_(lane, i32(3)), i32(1)))
+        for half in range(2):
+            mine = b.add(key, b.add(b.lshr(lane, i32(2)), i32(8 * half)))
+            centre = b.sub(b.sub(mine, offset), first)  # compared with constants from here on
+            low = b.sub(centre, window_right) if right else i32(0)
+            low = b.select(b.icmp_signed("<", mine, key_stop), low, i32(n))
+            limits.append((low, b.add(centre, window_left) if left else None))
+        made = list(s)
+        for at, _, c, x in elements(1, n):
+            low, high = limits[x // 2]
+            place = i32(c * 8 + x % 2)
+            keep = b.icmp_signed(">=", place, low)
+            if high is not None:
+                keep = b.and_(keep, b.icmp_signed("<=", place, high))
+            made[at] = b.select(keep, s[at], f32(NEG_INF))
+        return made
+
+    return mask_columns_
+
+
+def queue_dv(bf16: bool, n: int, d: int, slices: int, *, softcap: bool, start: bool) -> Any:
+    """``queue_dv(s, dp, dv, to_log2, lse, cap, dout) -> p, dp, dv``: P = exp2(c S), dV + P dO.
+
+    Slices of the queries are queued each as soon as its part of P is there, so that exponentials
+    run under the products: dP's, which is waited for here, and those of the slices before.
+
+    Parameters
+    ----------
+    n, d : int
+        Queries and columns of dO.
+    slices : int
+        How many. Where there are few and long ones (n = 128), dP is waited for in their middle and
+        dS = P dP begun under them; `products_ahead` says how much of it.
+    softcap, start : bool
+        With a softcap p is P times the cap's slope, 1 - tanh^2. Unless scores `start` at the
+        statistics, `lse` is where shared memory has -lse, in base 2, of each column.
+    """
+    size = n // slices  # queries of a slice
+    halfway = waits_halfway(n)
+    kind, grad = floats(n // 2), floats(d // 2)
+
+    @emitted([kind, kind, grad], kind, kind, grad, float32, int32, float32, int32)
+    def queue_dv_(
+        b: ir.IRBuilder,
+        s: Values,
+        dp: Values,
+        dv: Values,
+        to_log2: ir.Value,
+        lse: ir.Value,
+        cap: ir.Value,
+        dout: ir.Value,
+    ) -> list[Values]:
+        p = list(s)
+        inverse = ptx.reciprocal(b, cap) if softcap else None
+        # The assembler would put the multiplications of all slices before the first exponential,
+        # which costs where there are many. It does not know that no exponential has a sign: so each
+        # slice's factor, which never changes, waits for one of the slice before.
+        unit, early = b.bitcast(to_log2, I32), i32(0)
+        for first in range(0, n, size):
+            if halfway:
+                unit = b.or_(unit, b.and_(early, i32(0x80000000)))
+            factor, made = b.bitcast(unit, F32), []
+            for e in range(first // 2, (first + size) // 2, 2):
+                if not start:
+                    starts = ptx.load_shared_pair(b, b.add(_column_pair(b, lse), i32(e // 4 * 32)))
+                for x in range(2):
+                    if start:
+                        exponent = b.fmul(s[e + x], factor)
+                    else:
+                        exponent = b.fma(s[e + x], factor, starts[x])
+                    made.append(ptx.exp2(b, exponent))
+                    p[e + x] = made[-1]
+                    if softcap:  # S may be -inf
+                        t = ptx.maximum(b, b.fmul(s[e + x], inverse), f32(-1.0))
+                        p[e + x] = b.fmul(made[-1], b.fsub(f32(1.0), b.fmul(t, t)))
+            early = b.bitcast(made[0], I32)
+            where = b.add(ptx_hopper.descriptor(b, dout, n * 128), i32(_sixteens(first)))
+            steps = [_sixteens(x) for x in range(0, size, 16)]
+            left = rounded(b, bf16, made)
+            dv = ptx_hopper.wgmma(b, bf16, d, dv, left, where, [], steps, right_down=True)
+            if not halfway:
+                continue
+            if first + size == n // 2:
+                dp = ptx_hopper.wgmma_wait(b, slices // 2, dp)
+            if first >= n // 2:  # dS of the slices of the first half
+                for e in range((first - n // 2) // 2, (first - n // 2 + size) // 2):
+                    dp[e] = b.fmul(dp[e], p[e])
+        if not halfway:
+            dp = ptx_hopper.wgmma_wait(b, slices, dp)
+        return [p, dp, dv]
+
+    return queue_dv_
+
+
+def waits_halfway(n: int) -> bool:
+    """Whether a visit's exponentials take longer than dP, which is then waited for among them."""
+    return n == 128
+
+
+def score_gradients(bf16: bool, n: int) -> Any:
+    """``score_gradients(p, dp) -> ds``: dS = P dP as a left operand; `queue_dv` made some of it."""
+    kind, begun = floats(n // 2), n // 4 if waits_halfway(n) else 0
+
+    @emitted(words(n // 4), kind, kind)
+    def score_gradients_(b: ir.IRBuilder, p: Values, dp: Values) -> Values:
+        ds = [x if e < begun else b.fmul(x, p[e]) for e, x in enumerate(dp)]
+        return rounded(b, bf16, ds)
+
+    return score_gradients_
+
+
+def _sixteens(row: int) -> int:
+    return ptx_hopper.down_rows(row // 16)
+
+
+def queue_dk(bf16: bool, n: int, d: int) -> Any:
+    """``queue_dk(dk, ds, q) -> dk + dS^T Q``, to be waited for."""
+
+    @emitted(floats(d // 2), floats(d // 2), words(n // 4), int32)
+    def queue_dk_(b: ir.IRBuilder, dk: Values, ds: Values, q: ir.Value) -> Values:
+        right, steps = ptx_hopper.descriptor(b, q, n * 128), [_sixteens(x) for x in range(0, n, 16)]
+        return ptx_hopper.wgmma(b, bf16, d, dk, ds, right, [], steps, right_down=True)
+
+    return queue_dk_
+
+
+# -- dQ: through shared memory, and out -----------------------------------------------------------
+
+
+def ds_place(wide: int) -> Any:
+    """``ds_place(ds, group) -> address``: where this thread's row of dS^T starts, swizzled.
+
+    `wide` is how many queries a chunk has.
+    """
+
+    @emitted(int32, int32, int32)
+    def ds_place_(b: ir.IRBuilder, ds: ir.Value, group: ir.Value) -> ir.Value:
+        lane, warp = lane_of(b), b.and_(b.lshr(ptx.special(b, "tid.x"), i32(5)), i32(3))
+        row = b.add(b.shl(group, i32(6)), b.shl(warp, i32(4)))
+        row = b.add(row, b.and_(lane, i32(15)))
+        turn = b.and_(b.lshr(row, i32(2)), i32(1)) if wide == 16 else b.and_(row, i32(7))
+        piece = b.xor(b.lshr(lane, i32(4)), turn)
+        return b.add(b.add(ds, b.mul(row, i32(wide * 2))), b.shl(piece, i32(4)))
+
+    return ds_place_
+
+
+def store_ds(block_k: int, n: int, wide: int) -> Any:
+    """``store_ds(place, ds)``: this warpgroup's 64 rows of dS^T, `n` queries each."""
+
+    @emitted(None, int32, words(n // 4))
+    def store_ds_(b: ir.IRBuilder, place: ir.Value, ds: Values) -> None:
+        for x in range(n // 16):
+            if wide == 16:
+                at = b.add(place, i32(x * block_k * 32))
+            else:
+                at = b.add(b.xor(place, i32(x % 4 * 32)), i32(x // 4 * block_k * 128))
+            ptx_hopper.store_matrices(b, at, ds[4 * x : 4 * x + 4])
+
+    return store_ds_
+
+
+def queue_dq(bf16: bool, rows: int, block_k: int, wide: int) -> Any:
+    """``queue_dq(k, ds) -> dq``: dQ^T = K^T dS^T, 64 columns by `rows` queries, to be waited for.
+
+    `k` is one chunk of K, `ds` where the queries begin; `wide` as for `ds_place`.
+    """
+    steps = range(block_k // 16)
+
+    @emitted(floats(rows // 2), int32, int32)
+    def queue_dq_(b: ir.IRBuilder, k: ir.Value, ds: ir.Value) -> Values:
+        return ptx_hopper.wgmma(
+            *(b, bf16, rows, None),
+            ptx_hopper.descriptor(b, k, 0),
+            ptx_hopper.descriptor(b, ds, block_k * wide * 2),
+            [ptx_hopper.down_rows(x) for x in steps],
+            [x * wide * 2 for x in steps],
+            left_down=True,
+            right_down=True,
+            right_narrow=wide == 16,
+        )
+
+    return queue_dq_
+
+
+def dq_place(rows: int) -> Any:
+    """``dq_place(dq) -> address``: where this thread's part of a piece of dQ is staged.
+
+    A row is a query, 32 columns to a box; its 16-byte pieces are swizzled by the row.
+    """
+
+    @emitted(int32, int32)
+    def dq_place_(b: ir.IRBuilder, dq: ir.Value) -> ir.Value:
+        lane, warp = lane_of(b), b.and_(b.lshr(ptx.special(b, "tid.x"), i32(5)), i32(3))
+        row = b.shl(b.and_(lane, i32(3)), i32(1))
+        piece = b.add(b.shl(b.and_(warp, i32(1)), i32(2)), b.lshr(lane, i32(4)))
+        box = b.add(dq, b.mul(b.lshr(warp, i32(1)), i32(rows * 128)))
+        near = b.shl(b.and_(b.lshr(lane, i32(2)), i32(3)), i32(2))
+        at = b.add(b.add(box, b.shl(row, i32(7))), near)
+        return b.add(at, b.shl(b.xor(piece, row), i32(4)))
+
+    return dq_place_
+
+
+def stage_dq(rows: int) -> Any:
+    """``stage_dq(place, dq)``: a warpgroup's piece; a warp's 32 elements fall into 32 banks."""
+
+    @emitted(None, int32, floats(rows // 2))
+    def stage_dq_(b: ir.IRBuilder, place: ir.Value, dq: Values) -> None:
+        for x in range(4):
+            # Rows 8 j + (lane % 4) 2 + p; the thread's 8 h further columns are 2 h pieces on.
+            p, h = x % 2, x // 2
+            at = b.xor(ptx.again(b, place), i32(16 * p + 32 * h))  # not worth four registers
+            for j in range(rows // 8):
+                ptx_hopper.store_float(b, b.add(at, i32(128 * (8 * j + p))), dq[4 * j + x])
+
+    return stage_dq_
+
+
+def reduce_dq(rows: int, *, packed: bool) -> Any:
+    """``reduce_dq(map, source, column, row, head, batch)``: add a staged piece to the accumulator.
+
+    The thread's reductions are one group. `packed` as for `tiles.copy_tile`.
+    """
+    back = [i32(ROUND)] if packed else []
+
+    @emitted(None, int64, int32, int32, int32, int32, int32)
+    def reduce_dq_(
+        b: ir.IRBuilder, tensor_map: ir.Value, source: ir.Value, column: ir.Value, *place: ir.Value
+    ) -> None:
+        row, head, batch = place
+        for box in range(2):
+            where = [b.add(column, i32(32 * box)), row, head, *back, batch]
+            at = b.add(source, i32(box * rows * 128))
+            ptx_hopper.reduce_box(b, tensor_map, at, where)
+        ptx_hopper.reduce_commit(b)
+
+    return reduce_dq_
+
+
+@emitted(None)
+def reduce_wait_read(b: ir.IRBuilder) -> None:
+    """The sources of this thread's reductions may be overwritten."""
+    ptx_hopper.reduce_wait(b, read=True)
+
+
+@emitted(None, int64, int32)
+def wait_turn(b: ir.IRBuilder, turn: ir.Value, mine: ir.Value) -> None:
+    """Wait until so many additions to a piece of dQ are done, before reductions of one's own."""
+    ptx_hopper.wait_equal(b, turn, mine)
+    ptx_hopper.fence_async(b, "global")
+
+
+@emitted(None, int64)
+def pass_turn(b: ir.IRBuilder, turn: ir.Value) -> None:
+    """Once this thread's reductions are done, say so."""
+    ptx_hopper.reduce_wait(b, read=False)
+    ptx_hopper.fence_async(b, "global")
+    ptx_hopper.count_on(b, turn)
+
+
+@emitted(None)
+def fence_shared(b: ir.IRBuilder) -> None:
+    """What this thread wrote to shared memory is seen by products and copies."""
+    ptx_hopper.fence_async(b, "shared::cta")
+
+
+def unit_of_starts(start: bool) -> Any:
+    """``unit(scale)``: what a log-sum-exp is multiplied by where it starts a score."""
+
+    @emitted(float32, float32)
+    def unit(b: ir.IRBuilder, scale: ir.Value) -> ir.Value:
+        return b.fmul(ptx.reciprocal(b, scale), f32(-1.0)) if start else f32(-LOG2E)
+
+    return unit
