@@ -181,7 +181,7 @@ class Hopper(Family):
         if stage in ("dkdv", "fused"):
             return backward_kernel(problem, tiling, variant, fused=fused, ordered=ordered)
         if stage == "dq":
-            return _dq_kernel(problem, tiling, variant)
+            return dq_kernel(problem, tiling, variant)
         return portable_kernels.rows_kernel(problem, tiling, variant, stage, fused=fused)
 
 
@@ -243,7 +243,8 @@ def backward_kernel(
     )
 
 
-def _dq_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
+def dq_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
+    """dQ alone, the last of three passes."""
     d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
     partial = 4 * 128 * (32 if bq == 64 else 1)
     shared = _on_chip(2 * (2 * bq * d + stages * 2 * bk * d) + partial, 2 * bq // 64 + 2 * stages)

@@ -14,7 +14,7 @@ from flashsim.backends.families.family import PLAIN
 from flashsim.backends.families.portable import Portable
 from flashsim.backends.launch.kernel import Gpu, Kernel, Variant
 from flashsim.backends.numba_gpu import compiler
-from flashsim.backends.numba_gpu.hopper.onchip import KeysOutside, OnChip
+from flashsim.backends.numba_gpu.hopper.onchip import DqAlone, KeysOutside, OnChip
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 
@@ -64,8 +64,11 @@ class PythonHopper(hopper.Hopper):
             made = hopper.backward_kernel(problem, tiling, variant, fused=fused, ordered=ordered)
             d = dict(made.constants)["FS_D"]
             shared = KeysOutside(tiling.block_q, tiling.block_k, d, fused).nbytes
-            file, name = "hopper_backward.py", "hopper_backward"
-            return replace(made, file=file, name=name, shared_bytes=shared)
+            return replace(made, file="hopper_backward.py", shared_bytes=shared)
+        if stage == "dq":
+            made = hopper.dq_kernel(problem, tiling, variant)
+            shared = DqAlone(tiling.block_q, tiling.block_k, dict(made.constants)["FS_D"]).nbytes
+            return replace(made, file="hopper_dq.py", shared_bytes=shared)
         if stage != "forward":
             return TENSOR.kernel(stage, problem, tiling, variant, gpu, fused=fused, ordered=ordered)
         threads, shared = 128 * (tiling.block_q // 64 + 1), self.forward_bytes(problem, tiling)

@@ -341,7 +341,7 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
     ds_place, dq_place = gradients.ds_place(ds_wide), gradients.dq_place(dq_rows)
     store_ds, stage_dq = gradients.store_ds(block_k, block_q, ds_wide), gradients.stage_dq(dq_rows)
     queue_dq = gradients.queue_dq(bf16, dq_rows, block_k, ds_wide)
-    queue_dk = gradients.queue_dk(bf16, block_q, d)
+    queue_dk = hopper.queue_output(bf16, d, block_q)
     dq_done = hopper.product_wait(1, dq_rows)  # and dV; dK is queued behind them
     dv_done, grad_done = hopper.product_wait(1, d), hopper.product_wait(0, d)
     key_row, value_row = rows_of(c)

@@ -237,6 +237,79 @@ class KeysOutside(Layout):
         }
 
 
+@dataclass(frozen=True)
+class DqAlone(Layout):
+    """The backward's last of three passes: queries outside.
+
+    Each piece of 64 rows of Q, with its dO, lives for one item; K and V are a ring of two stages,
+    one visit each. Where there is but one such piece, two warpgroups share out the keys, and one
+    gives the other its dQ through `scratch`.
+    """
+
+    block_q: int
+    block_k: int
+    d: int
+
+    groups = 2
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of 64 rows."""
+        return self.block_q // 64
+
+    @property
+    def chunks(self) -> int:
+        """64-column chunks of a row."""
+        return self.d // 64
+
+    @property
+    def own_bytes(self) -> int:
+        """A piece of Q, and one of dO."""
+        return 64 * 128 * self.chunks
+
+    @property
+    def key_bytes(self) -> int:
+        """A stage of K, and one of V."""
+        return self.block_k * 128 * self.chunks
+
+    q = 0
+
+    @property
+    def dout(self) -> int:
+        """dO, behind Q."""
+        return self.pieces * self.own_bytes
+
+    @property
+    def k(self) -> int:
+        """Both stages of K."""
+        return 2 * self.dout
+
+    @property
+    def v(self) -> int:
+        """Both stages of V."""
+        return self.k + 2 * self.key_bytes
+
+    @property
+    def scratch(self) -> int:
+        """64 columns of one warpgroup's dQ."""
+        return self.v + 2 * self.key_bytes
+
+    @property
+    def barriers(self) -> int:
+        """See `Layout`."""
+        return self.scratch + (64 * 64 * 4 if self.pieces == 1 else 0)
+
+    @property
+    def arrivals(self) -> dict[str, tuple[int, int]]:
+        """See `Layout`."""
+        warps = 4 * self.groups
+        return {
+            **{"own_full": (self.pieces, 1), "own_free": (self.pieces, warps // self.pieces)},
+            **{"full": (2, 1), "free": (2, warps)},
+            **{"item_full": (2, 1), "item_free": (2, warps)},
+        }
+
+
 def registers(groups: int) -> tuple[int, int]:
     """Registers of a producer's and of a consumer's thread: 65,536 go to 128 (groups + 1)."""
     return (32, 160) if groups == 3 else (40, 232)

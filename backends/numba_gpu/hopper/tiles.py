@@ -224,21 +224,23 @@ def copy_tile(rows: int, chunks: int, *, packed: bool) -> Any:
 # -- products -------------------------------------------------------------------------------------
 
 
-def queue_scores(bf16: bool, n: int, depth: int, *, rows: int = 64, more: bool = False) -> Any:
-    """``queue_scores(q, k) -> s``: S = Q K^T of 64 rows, to be waited for.
+def queue_scores(
+    bf16: bool, n: int, depth: int, *, rows: int = 64, of: int = 0, more: bool = False
+) -> Any:
+    """``queue_scores(q, k) -> s``: S = Q K^T of 64 by n rows, to be waited for.
 
     Parameters
     ----------
     n, depth : int
-        Rows of the K tile; columns of both tiles.
-    rows : int
-        Rows of the Q tile of which those are 64.
+        Rows of K; columns of both tiles.
+    rows, of : int
+        Rows of the Q tile of which those are 64, and of the K tile of which those are n; 0: n.
     more : bool
         ``queue_scores(s, q, k) -> s + Q K^T`` instead.
     """
     steps = range(depth // 16)
     left_at = [ptx_hopper.along_row(x, rows) for x in steps]
-    right_at = [ptx_hopper.along_row(x, n) for x in steps]
+    right_at = [ptx_hopper.along_row(x, of or n) for x in steps]
     kind = floats(n // 2)
 
     def queue(b: ir.IRBuilder, s: Values | None, q: ir.Value, k: ir.Value) -> Values:
@@ -256,18 +258,20 @@ def queue_scores(bf16: bool, n: int, depth: int, *, rows: int = 64, more: bool =
     return queue_more_ if more else queue_scores_
 
 
-def queue_output(bf16: bool, n: int, depth: int) -> Any:
+def queue_output(bf16: bool, n: int, depth: int, *, of: int = 0) -> Any:
     """``queue_output(o, p, v) -> o + P V``, to be waited for; P comes from `round_operand`.
 
     Parameters
     ----------
     n, depth : int
-        Columns and rows of the V tile.
+        Columns and rows of V.
+    of : int
+        Rows of the tile of which those are `depth`; 0: `depth`.
     """
 
     @emitted(floats(n // 2), floats(n // 2), words(depth // 4), int32)
     def queue_output_(b: ir.IRBuilder, o: Values, p: Values, v: ir.Value) -> Values:
-        right = ptx_hopper.descriptor(b, v, depth * 128)
+        right = ptx_hopper.descriptor(b, v, (of or depth) * 128)
         right_at = [ptx_hopper.down_rows(x) for x in range(depth // 16)]
         return ptx_hopper.wgmma(b, bf16, n, o, p, right, [], right_at, right_down=True)
 

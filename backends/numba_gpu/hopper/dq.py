@@ -1,0 +1,294 @@
+"""dQ of the deterministic backward for Hopper, in Python: queries outside, no atomics.
+
+The structure is that of kernels/hopper/dq.cu. Each of two consumer warpgroups keeps dQ of 64 query
+rows in registers; per visit it recomputes S = Q K^T and dP = dO V^T and makes dS = P (dP - delta),
+which in registers already is the left operand of dQ += dS K. With row tiles of 128 the warpgroups
+share out the rows; with 64, the keys of each visit, and their two dQ are added at the end. One
+producer thread keeps a ring of K and V tiles full.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from numba import cuda
+from numba.cuda import types
+
+from flashsim.backends.launch.kernel import Kernel
+from flashsim.backends.numba_gpu import tiles
+from flashsim.backends.numba_gpu.hopper import gradients
+from flashsim.backends.numba_gpu.hopper import tiles as hopper
+from flashsim.backends.numba_gpu.hopper.items import item_functions
+from flashsim.backends.numba_gpu.hopper.onchip import (
+    BASE,
+    COUNT,
+    END,
+    FIRST,
+    ITEM,
+    OFFSET,
+    OUTER,
+    START,
+    STOP,
+    WALK,
+    DqAlone,
+    registers,
+)
+from flashsim.backends.numba_gpu.tensor import softmax
+from flashsim.backends.numba_gpu.tensor.softmax import LOG2E
+from flashsim.backends.numba_gpu.walk import (
+    SLOTS,
+    constants,
+    device,
+    quotient,
+    rows_of,
+    shared_base,
+    walk_functions,
+)
+
+int32, int64, float32 = types.int32, types.int64, types.float32
+
+
+def hopper_dq_kernel(kernel: Kernel) -> Any:
+    """The kernel, as a Python function, for compile-time constants.
+
+    Its arguments are tensor maps of q, k, v and dout, a `launch.ARGS`, and the address of a work
+    counter that starts at 0; or 0, if no block gets more than one item.
+    """
+    c = constants(kernel)
+    at = DqAlone(c.block_q, c.block_k, c.d)
+    w = walk_functions(c, every=128)  # a thread of each warpgroup
+    items = item_functions(c, w, at.groups + 1)
+    produce, consume = _producer(c, at, w, items), _consumer(c, at, w, items)
+    barriers_begin = hopper.barriers_begin(at.barrier_arrivals)
+    give, take = registers(at.groups)
+    give_registers = hopper.registers(give, more=False)
+    take_registers = hopper.registers(take, more=True)
+    warpgroup = hopper.warpgroup
+
+    def hopper_dq(map_q, map_k, map_v, map_dout, a, counter):
+        shared = shared_base()
+        if cuda.threadIdx.x == 0:
+            barriers_begin(shared)
+        cuda.syncthreads()  # nobody touches a barrier before it exists
+        role = warpgroup()
+        if role == 0:
+            give_registers()
+            if cuda.threadIdx.x == 0:
+                produce(map_q, map_k, map_v, map_dout, a, counter, shared)
+        else:
+            take_registers()
+            consume(a, shared, int32(role - 1))
+
+    return hopper_dq
+
+
+def _producer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleNamespace) -> Any:
+    """``produce(map_q, map_k, map_v, map_dout, a, counter, shared)``: a thread takes items, brings
+    tiles."""
+    block_k, pieces, visit_words = c.block_k, at.pieces, i.visit_words
+    row_bytes, row_bytes_v, packed = c.counted * 2, c.counted_v * 2, bool(c.varlen)
+    q_at, dout_at, k_at, v_at = at.q, at.dout, at.k, at.v
+    own_bytes, key_bytes = at.own_bytes, at.key_bytes
+    own_full, own_free = at.barrier("own_full"), at.barrier("own_free")
+    full, free = at.barrier("full"), at.barrier("free")
+    item_full, item_free, items = at.barrier("item_full"), at.barrier("item_free"), at.items
+    expect_own, expect_keys = hopper.expect(2 * own_bytes), hopper.expect(2 * key_bytes)
+    copy_own = hopper.copy_tile(64, at.chunks, packed=packed)
+    copy_keys = hopper.copy_tile(block_k, at.chunks, packed=packed)
+    write_item, visits_of, place = i.write, i.visits, i.place
+    visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
+    visit_of, report_one, stamp, stamp_block = w.visit, w.report_one, w.stamp, w.stamp_block
+    put, get, map_address = hopper.put, hopper.get, hopper.map_address
+    fetch_count = hopper.fetch_count
+    wait, wait_free, arrive, stage = hopper.wait, hopper.wait_free, hopper.arrive, hopper.stage
+
+    @device
+    def bring_own(map_q, map_dout, a, shared, slot, item, head, batch):
+        """An item's rows of Q and dO."""
+        piece = int32(0)
+        while piece < pieces:
+            wait(shared + own_free + piece * 8, (item & 1) ^ 1)  # the last item is done with it
+            barrier = int32(shared + own_full + piece * 8)
+            expect_own(barrier)
+            row, last = place(get(slot + START) + 64 * piece, get(slot + STOP), batch)
+            shift = int32(piece * own_bytes)
+            copy_own(shared + q_at + shift, map_address(map_q), barrier, row, head, last)
+            copy_own(shared + dout_at + shift, map_address(map_dout), barrier, row, head, last)
+            piece = int32(piece + 1)
+        number = int64(get(slot + WALK)) * a.tiles + get(slot + OUTER)
+        tile_count = a.tile_counts + number * (SLOTS * 4)
+        rows = int32(get(slot + STOP) - get(slot + START))
+        report_one(tile_count, int32(rows * row_bytes))
+        report_one(tile_count + 4, int32(rows * row_bytes_v))
+
+    @device
+    def produce(map_q, map_k, map_v, map_dout, a, counter, shared):
+        # `item` counts the block's items, `done` their visits so far.
+        item, done, number = int32(0), int32(0), int32(cuda.blockIdx.x)
+        while True:
+            slot = int32(shared + items + (item & 1) * ITEM)
+            wait_free(shared + item_free, item)  # every warp is done with the slot's last item
+            if number >= a.walks * a.tiles:
+                put(slot + WALK, int32(-1))
+                arrive(stage(shared + item_full, item), True)
+                break
+            write_item(a, slot, number)
+            arrive(stage(shared + item_full, item), True)  # releases the item to its readers
+            walk, count = get(slot + WALK), get(slot + COUNT)
+            batch = quotient(walk, a.heads)
+            head = int32(walk - batch * a.heads)
+            kv_head = quotient(head, a.group)
+            tile_stamp = tile_stamps(a, walk, get(slot + OUTER), 0)
+            visit_stamp = visit_stamps(a, walk, get(slot + FIRST), 0)
+            visit_count = int64(walk) * a.n_visits + get(slot + FIRST)
+            visit_count = a.visit_counts + visit_count * (SLOTS * 4)
+            stamp_block(tile_stamp, False)
+            bring_own(map_q, map_dout, a, shared, slot, item, head, batch)
+            n = int32(0)
+            while n < count:
+                tile, _ = visit_of(a, visits_of(slot), n)
+                key = int32(get(slot + BASE) + tile * block_k)
+                stamp(visit_stamp, n * visit_words)
+                wait_free(shared + free, done)  # its last readers are done
+                stamp(visit_stamp, n * visit_words + 1)
+                barrier = stage(shared + full, done)
+                expect_keys(barrier)
+                row, last = place(key, get(slot + END), batch)
+                shift = int32((done & 1) * key_bytes)
+                copy_keys(shared + k_at + shift, map_address(map_k), barrier, row, kv_head, last)
+                copy_keys(shared + v_at + shift, map_address(map_v), barrier, row, kv_head, last)
+                stamp(visit_stamp, n * visit_words + 4)
+                keys = int32(min(block_k, get(slot + END) - key))
+                report_one(visit_count + n * (SLOTS * 4), int32(keys * row_bytes))
+                report_one(visit_count + n * (SLOTS * 4) + 4, int32(keys * row_bytes_v))
+                done, n = int32(done + 1), int32(n + 1)
+            stamp_block(tile_stamp, True)
+            item = int32(item + 1)
+            number = int32(0x7FFFFFFF)
+            if counter != 0:  # else no block gets a second item
+                last = int32(a.walks * a.tiles - 1)  # asking for it sets the counter to 0 again
+                number = int32(cuda.gridDim.x + fetch_count(counter, last))
+
+    return produce
+
+
+def _consumer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleNamespace) -> Any:
+    """``consume(a, shared, group)``: a warpgroup computes dQ of its rows, or its keys' part."""
+    block_k, d, bf16, scaled, softcap = (
+        c.block_k,
+        c.d,
+        bool(c.bf16),
+        bool(c.scaled),
+        bool(c.softcap),
+    )
+    split = at.pieces == 1  # the warpgroups share out the keys
+    keys = block_k // 2 if split else block_k
+    q_at, dout_at, k_at, v_at, scratch_at = at.q, at.dout, at.k, at.v, at.scratch
+    own_bytes, key_bytes = at.own_bytes, at.key_bytes
+    own_full, own_free = at.barrier("own_full"), at.barrier("own_free")
+    full, free = at.barrier("full"), at.barrier("free")
+    item_full, item_free, items = at.barrier("item_full"), at.barrier("item_free"), at.items
+
+    # -- Fragments
+    new_dq = tiles.zeros(d // 2)
+    queue_scores = hopper.queue_scores(bf16, keys, d, of=block_k)  # and dP
+    queue_dq = hopper.queue_output(bf16, d, keys, of=block_k)
+    scores_done = hopper.product_wait(1, keys)  # dP is queued behind them
+    dp_done, dq_done = hopper.product_wait(0, keys), hopper.product_wait(0, d)
+    own_statistics = gradients.own_statistics
+    scale_scores = softmax.scale_scores(1, keys, softcap)
+    mask = softmax.mask_rows(1, keys, bool(c.left), bool(c.right))
+    probabilities = gradients.row_probabilities(keys, softcap)
+    score_gradients = gradients.row_gradients(bf16, keys)
+    add_halves = gradients.add_halves(d)
+    store_dq = hopper.store_output(bf16, d, rows_of(c)[0])
+    visits_of, visit_words = i.visits, i.visit_words
+    visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
+    visit_of, report, stamp, stamp_block = w.visit, w.report, w.stamp, w.stamp_block
+    get, speaks, wait, stage = hopper.get, hopper.speaks, hopper.wait, hopper.stage
+    wait_full, arrive = hopper.wait_full, hopper.arrive
+
+    @device
+    def store(a, slot, query, dq, row_bytes, stop):
+        """dQ scale, straight from registers."""
+        walk = get(slot + WALK)
+        batch = quotient(walk, a.heads)
+        head = int32(walk - batch * a.heads)
+        tile_count = a.tile_counts + (int64(walk) * a.tiles + get(slot + OUTER)) * (SLOTS * 4)
+        to, factors = a.dq_data + (batch * a.dq_batch + head * a.dq_head) * 2, (a.scale, a.scale)
+        stored = store_dq(to, a.dq_row * 2, dq, factors, query, stop)
+        report(tile_count + 8, row_bytes)
+        report(tile_count + 12, row_bytes)
+        report(tile_count + 16, stored)
+
+    @device
+    def consume(a, shared, group):
+        speaking = speaks()  # one arrival a warp
+        to_log2 = float32(LOG2E) if scaled else a.scale * float32(LOG2E)  # exponents in base 2
+        part = int32(0 if split else group)
+        my_key = int32(keys * group if split else 0)
+        row0 = int32(
+            int32(cuda.threadIdx.x) % 128 // 32 * 16 + 64 * part
+        )  # the warp's, in the tile
+        q, dout = (
+            int32(shared + q_at + part * own_bytes),
+            int32(shared + dout_at + part * own_bytes),
+        )
+        k, v = int32(shared + k_at + my_key * 128), int32(shared + v_at + my_key * 128)
+        item, done = int32(0), int32(0)  # as the producer's
+        while True:
+            slot = int32(shared + items + (item & 1) * ITEM)
+            wait_full(shared + item_full, item)
+            walk = get(slot + WALK)
+            if walk < 0:
+                break
+            steps = visits_of(slot)
+            first, count = steps[0], steps[1]
+            query = int32(get(slot + START) + row0)
+            tile_stamp = tile_stamps(a, walk, get(slot + OUTER), 1 + group)
+            visit_stamp = visit_stamps(a, walk, first, 1 + group)
+            stamp_block(tile_stamp, False)
+            own = int64(walk) * a.n_q * 4
+            lse, delta, row_bytes = own_statistics(
+                a.lse + own, a.delta + own, query, get(slot + STOP)
+            )
+            dq = new_dq()
+            wait(shared + own_full + part * 8, item & 1)
+            n = int32(0)
+            while n < count:
+                tile, masked = visit_of(a, steps, n)
+                shift = int32((done & 1) * key_bytes)
+                stamp(visit_stamp, n * visit_words)
+                wait_full(shared + full, done)
+                stamp(visit_stamp, n * visit_words + 1)
+                s = queue_scores(q, k + shift)
+                dp = queue_scores(dout, v + shift)
+                s = scores_done(s)
+                stamp(visit_stamp, n * visit_words + 2)
+                if scaled:
+                    s = scale_scores(s, a.scale, a.softcap)
+                if masked:
+                    key = int32(get(slot + BASE) + tile * block_k + my_key)
+                    limits = get(slot + OFFSET), get(slot + END)
+                    s = mask(s, query, key, limits[0], limits[1], a.left, a.right)
+                p = probabilities(s, lse, to_log2, a.softcap)
+                stamp(visit_stamp, n * visit_words + 3)
+                dp = dp_done(dp)
+                dq = dq_done(queue_dq(dq, score_gradients(p, dp, delta), k + shift))
+                arrive(stage(shared + free, done), speaking)
+                stamp(visit_stamp, n * visit_words + 4)
+                done, n = int32(done + 1), int32(n + 1)
+            arrive(shared + own_free + part * 8, speaking)  # the next item's Q and dO may come
+            stop = get(slot + STOP)
+            if split:  # the first warpgroup adds up; always in this order
+                dq = add_halves(dq, shared + scratch_at, group)
+                if group == 1:
+                    stop, row_bytes = int32(0), int32(0)
+            store(a, slot, query, dq, row_bytes, stop)
+            cuda.syncwarp()  # the whole warp is done with the item
+            arrive(stage(shared + item_free, item), speaking)
+            stamp_block(tile_stamp, True)
+            item = int32(item + 1)
+
+    return consume
