@@ -141,6 +141,8 @@ HOPPER_PROBLEMS = {
     "64 causal": Problem(4096, 4096, 64, heads=64, dtype="bfloat16", causal=True),
     "256": Problem(4096, 4096, 256, heads=64, dtype="bfloat16", causal=True),
     "odd": PROBLEMS["fp16 odd"],
+    "128 softcap": Problem(512, 512, 128, dtype="bfloat16", softcap=3.0, causal=True),
+    "negative": Problem(512, 512, 128, dtype="bfloat16", scale=-0.2),
     "128 blocks": Problem(
         *(512, 512, 128),
         dtype="bfloat16",
@@ -149,10 +151,17 @@ HOPPER_PROBLEMS = {
 }
 
 
-def hopper_kernel(problem, report=""):
-
-    (one,) = HOPPER.forward_passes(problem, None, GPUS["sm_90a"], "ascending", report)
-    return one.kernel
+def hopper_kernel(problem, report="", stage="forward"):
+    """The kernel of a stage; "in order" is the fused one that adds to dQ so."""
+    given = problem, None, GPUS["sm_90a"], "ascending", report
+    if stage == "forward":
+        passes = HOPPER.forward_passes(*given)
+    else:
+        algorithm = "flash2" if stage in ("dkdv", "dq") else "flash2-fused"
+        passes = HOPPER.backward_passes(*given, algorithm, ordered=stage == "in order")
+    stage = "fused" if stage == "in order" else stage
+    (kernel,) = (one.kernel for one in passes if one.stage.name == stage)
+    return kernel
 
 
 def ptxas(text, folder):
@@ -170,10 +179,10 @@ def ptxas(text, folder):
     return log
 
 
-def check_groups(text):
+def check_groups(text, count):
     """No register move may come between the fence and a product, nor between two products."""
     groups = re.findall(r"wgmma\.fence.*?wgmma\.commit_group[^;]*;", text, re.DOTALL)
-    assert len(groups) == 4  # scores and output, of the first (last) visit and of the others
+    assert len(groups) == count
     for group in groups:
         lines = {line.split()[0] for line in re.split(r"[;\n]\s*", group) if line.strip()}
         assert {name.split(".")[0] for name in lines} == {"wgmma", "add", "mov"}
@@ -185,7 +194,7 @@ def check_groups(text):
     ("name", "report"),
     [
         ("64 causal", ""),
-        *(thorough(name, "") for name in HOPPER_PROBLEMS if name != "64 causal"),
+        *(thorough(name, "") for name in ("128", "256", "odd", "128 blocks")),
         *(thorough("64 causal", "timeline"), thorough("odd", "timeline")),
     ],
 )
@@ -198,13 +207,73 @@ def test_hopper_kernels_assemble_in_registers_and_asynchronously(name, report, t
     for number in range(3):  # the copy engine reads tensor maps at multiples of 64
         assert f".param .align 64 .b8 hopper_forward_param_{number}[128]" in text
     assert ".local" not in text
-    check_groups(text)
-    log = ptxas(text, tmp_path)
+    # Scores and output, of the first (last) visit and of the others.
+    check_hopper(kernel, text, tmp_path, 4, 32 if report else 0)
+
+
+def check_hopper(kernel, text, folder, groups, limit):
+    """Products stay asynchronous, and `limit` bytes a thread are spilled at most."""
+    check_groups(text, groups)
+    log = ptxas(text, folder)
     assert "C75" not in log, log  # C7504: setmaxnreg is ignored; C7509 ...: wgmma is serialised
     registers, stack, spilled = resources(log)
     assert registers * kernel.threads <= 65536
     # Stamps take more registers than the producer has; what they cost is theirs.
-    assert max(stack, spilled) <= (32 if report else 0)
+    assert max(stack, spilled) <= limit
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "report"),
+    [
+        *(("128", "fused", ""), ("64 causal", "dq", "")),
+        *(
+            thorough(name, stage, "")
+            for name in ("128", "64 causal", "odd", "negative", "128 softcap")
+            for stage in ("fused", "in order", "dkdv", "dq")
+            if (name, stage) not in (("128", "fused"), ("64 causal", "dq"))
+        ),
+        *(thorough("64 causal", stage, "timeline") for stage in ("fused", "in order", "dkdv")),
+        *(thorough("128", stage, "timeline") for stage in ("fused", "in order", "dq")),
+    ],
+)
+def test_hoppers_backward_assembles_in_registers_and_asynchronously(name, stage, report, tmp_path):
+    from flashsim.backends.numba_gpu import compiler
+
+    kernel = hopper_kernel(HOPPER_PROBLEMS[name], report, stage)
+    text = compiler.ptx(kernel, (9, 0))
+    assert ".local" not in text
+    fused = stage in ("fused", "in order")
+    assert ("cp.reduce.async.bulk.tensor" in text) == fused
+    assert ("red.release" in text) == (stage == "in order")
+    # S, dP, dK and dV, this one in slices of queries; and dQ. Alone, it takes S and dP as well.
+    slices = 5 if dict(kernel.constants)["FS_BLOCK_Q"] == 80 else 4
+    groups = 3 if stage == "dq" else 3 + slices + fused
+    check_hopper(kernel, text, tmp_path, groups, 144 if report else 0)
+
+
+def test_the_backwards_shared_memory_is_no_larger_than_in_cpp():
+    """The layouts are the same but for item slots."""
+    from flashsim.backends.families.hopper import HOPPER as CPP
+
+    h200 = GPUS["sm_90a"]
+    for problem in (HOPPER_PROBLEMS["128"], HOPPER_PROBLEMS["64 causal"]):
+        for algorithm, ordered in (
+            ("flash2", False),
+            ("flash2-fused", False),
+            ("flash2-fused", True),
+        ):
+            given = problem, None, h200, "ascending", "", algorithm, ordered
+            for mine, other in zip(
+                HOPPER.backward_passes(*given), CPP.backward_passes(*given), strict=True
+            ):
+                assert mine.kernel.shared_bytes <= other.kernel.shared_bytes
+                assert mine.kernel.boxes == other.kernel.boxes
+                assert mine.kernel.threads == other.kernel.threads or not mine.kernel.boxes
+                assert (mine.grid, mine.clump, mine.tables) == (
+                    other.grid,
+                    other.clump,
+                    other.tables,
+                )
 
 
 def test_ptxas_says_where_an_output_is_not_waited_for(tmp_path, monkeypatch):

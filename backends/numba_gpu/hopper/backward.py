@@ -315,7 +315,7 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
     bf16, fused, scaled, softcap = bool(c.bf16), bool(c.fused), bool(c.scaled), bool(c.softcap)
     start = not scaled  # the scores' accumulators start at the statistics
     # dK of a visit is waited for in the next one, where registers allow for that.
-    carry = d == 128 and block_q == 64 and not softcap
+    carry = d == 128 and block_q == 64 and start
     # dV is queued in slices of queries, few of them: a wait counts up to 7 groups.
     slices = 4 if block_q == 128 else block_q // 16
     k_at, v_at, q_at, dout_at, query_bytes = at.k, at.v, at.q, at.dout, at.query_bytes
