@@ -1,7 +1,7 @@
 """`backend="numba_cuda"`: FlashAttention-2 on a GPU in Python, compiled by numba-cuda.
 
 Three families of kernels: "tensor" (float16 and bfloat16, on tensor cores, from sm_80 on), "hopper"
-(the same with Hopper's own instructions, forward only) and "teaching" (float16 and float32, plain
+(the same with Hopper's own instructions) and "teaching" (float16 and float32, plain
 Python loops, also in Numba's CUDA simulator).
 """
 
@@ -78,6 +78,25 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
     return _launcher().backward_with(_family, job, saved, dout)
 
 
+def orders_dq(job: Job, saved: Mapping[str, Any]) -> bool:
+    """Whether the fastest deterministic backward here is the fused one, dQ added in a fixed order.
+
+    Parameters
+    ----------
+    job : Job
+        A backward pass.
+    """
+    return _kernel(job) != "teaching" and _family_of(job, saved).orders_dq(job.problem)
+
+
+def fuses(job: Job, saved: Mapping[str, Any]) -> bool:
+    """Whether the fused backward is the fastest one here, if dQ may be added in any order."""
+    if _kernel(job) == "teaching":
+        return True
+    gpu = _launcher().gpu_of(saved["space"].device)
+    return _family_of(job, saved).fuses(job.problem, gpu)
+
+
 def adopt(name: str, array: Any) -> Any:
     """An array that speaks DLPack only, as one that a job can hold."""
     return array if teaching_run.simulated() else _launcher().adopt(name, array)
@@ -94,16 +113,24 @@ def _launcher() -> Any:
 def _family(job: Job, gpu: Gpu, direction: str) -> Family:
     """The tensor-core kernels that run a pass: unless told otherwise, Hopper's where they do.
 
-    A backward pass is `TENSOR`'s unless Hopper's are asked for.
+    A backward pass is `TENSOR`'s unless Hopper's are asked for, and above the head_dim that these
+    have one for.
     """
-    from flashsim.backends.numba_gpu.families import HOPPER, TENSOR
+    from flashsim.backends.numba_gpu.families import HOPPER, TENSOR, WIDEST_BACKWARD
 
-    asked = job.options.get("kernel", "auto")
+    asked, p = job.options.get("kernel", "auto"), job.problem
+    if direction == "backward" and max(p.head_dim, p.head_dim_v) > WIDEST_BACKWARD:
+        return TENSOR
     if asked != "auto":
         return HOPPER if asked == "hopper" else TENSOR
     if direction == "backward":
         return TENSOR
-    return TENSOR if HOPPER.refusal(job.problem, job.tiling, gpu, direction) else HOPPER
+    return TENSOR if HOPPER.refusal(p, job.tiling, gpu, direction) else HOPPER
+
+
+def _family_of(job: Job, saved: Mapping[str, Any]) -> Family:
+    """The same of a backward pass on the GPU that holds what a forward pass left."""
+    return _family(job, _launcher().gpu_of(saved["space"].device), "backward")
 
 
 def _kernel(job: Job) -> str:

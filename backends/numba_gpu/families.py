@@ -18,10 +18,13 @@ from flashsim.backends.numba_gpu.hopper.onchip import DqAlone, KeysOutside, OnCh
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 
+#: The head_dim up to which there is a backward with Hopper's own instructions.
+WIDEST_BACKWARD = 128
+
 
 @dataclass(frozen=True)
 class PythonHopper(hopper.Hopper):
-    """There is a forward only; the backward is `TENSOR`'s."""
+    """There is no backward above `WIDEST_BACKWARD`; row-wise kernels are `TENSOR`'s."""
 
     def refusal(
         self,
@@ -32,8 +35,9 @@ class PythonHopper(hopper.Hopper):
         algorithm: str = "flash2",
     ) -> str | None:
         """See `Family`."""
-        if direction != "forward" and max(problem.head_dim, problem.head_dim_v) > 128:
-            return "their backward takes a head_dim up to 128"
+        widest = max(problem.head_dim, problem.head_dim_v)
+        if direction == "backward" and widest > WIDEST_BACKWARD:
+            return f"their backward takes a head_dim up to {WIDEST_BACKWARD}"
         return super().refusal(problem, tiling, gpu, direction, algorithm)
 
     def tilings(

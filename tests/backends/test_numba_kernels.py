@@ -323,7 +323,13 @@ def test_hoppers_kernels_are_taken_where_they_run():
     assert chosen(job, GPUS["sm_80"], "forward") is TENSOR
     assert chosen(replace(job, tiling=Tiling(64, 64)), h200, "forward") is TENSOR
     assert chosen(replace(job, options={"kernel": "tensor"}), h200, "forward") is TENSOR
-    assert chosen(replace(job, options={"kernel": "hopper"}), GPUS["sm_80"], "forward") is HOPPER
+    asked = replace(job, options={"kernel": "hopper"})
+    assert chosen(asked, GPUS["sm_80"], "forward") is HOPPER
+    assert chosen(asked, h200, "backward") is HOPPER
+    wide = replace(asked, problem=replace(job.problem, head_dim=192, head_dim_v=192))
+    assert chosen(wide, h200, "forward") is HOPPER
+    assert chosen(wide, h200, "backward") is TENSOR  # Hopper's have none
+    assert "a head_dim up to 128" in HOPPER.refusal(wide.problem, None, h200, "backward")
 
 
 def test_stamps_are_compiled_in_where_asked_for():

@@ -23,6 +23,7 @@ from faults import Fault
 
 NUMBA = "flashsim.backends.numba_gpu"
 FORWARD, TILES = f"{NUMBA}.hopper.forward", f"{NUMBA}.hopper.tiles"
+BACKWARD, GRADIENTS = f"{NUMBA}.hopper.backward", f"{NUMBA}.hopper.gradients"
 SOFTMAX = f"{NUMBA}.tensor.softmax"
 RAGGED = ("gpu/test_numba_hopper.py::test_kinds_of_scores", "-k", "128-rising")
 #: One key: the weight of one more is as large as its own. Among hundreds it drowns in rounding.
@@ -66,12 +67,13 @@ FAULTS = {
     ),
     "hopper-sequences-start-at-0": Fault(
         "the keys of every packed sequence are read from the first one's tiles",
-        *(f"{NUMBA}.hopper.items", "base = int32(read_int(a.cols, tile * 4) - tile * block_k)"),
+        *(f"{NUMBA}.hopper.items", "base = int32(read_int(other, tile * 4) - tile * block)"),
         *("pass", VARLEN),
     ),
     "hopper-second-chunk-of-v": Fault(
         "a product steps from one 64-column chunk of V to a wrong one",
-        *(TILES, "descriptor(b, v, depth * 128)", "descriptor(b, v, depth * 64)", RAGGED),
+        *(TILES, "descriptor(b, v, (of or depth) * 128)", "descriptor(b, v, (of or depth) * 64)"),
+        RAGGED,
     ),
     "hopper-quads-not-transposed": Fault(
         "lanes of a quad store each other's columns",
@@ -94,6 +96,58 @@ FAULTS = {
         *(TILES, "ptx_hopper.barrier_wait(b, barrier, _lap(b, position))"),
         "ptx_hopper.barrier_wait(b, barrier, i32(0))",
         BITS,
+    ),
+    # -- Hopper's backward: what is computed ----------------------------------------------------
+    "hopper-dk-of-the-last-queries-only": Fault(
+        "dK forgets all visits but the last",
+        *(BACKWARD, "dk = queue_dk(dk, ds, shared + q_at + shift)\n                    dq ="),
+        *("dk = queue_dk(new_grad(), ds, shared + q_at + shift)\n                    dq =", RAGGED),
+    ),
+    "hopper-gradients-not-masked": Fault(
+        "the backward's scores are not masked",
+        *(BACKWARD, "s = mask(s, key, query, limits[0], limits[1], a.left, a.right)", "pass"),
+        CAUSAL,
+    ),
+    "hopper-backward-mask-one-key-late": Fault(
+        "the key after the last has gradients",
+        *(GRADIENTS, 'b.icmp_signed("<", mine, key_stop)', 'b.icmp_signed("<=", mine, key_stop)'),
+        ONE_KEY,
+    ),
+    "hopper-delta-left-out": Fault(
+        "dP does not start at -delta",
+        *(GRADIENTS, "deltas.append(b.fmul(x, f32(-1.0)))", "deltas.append(f32(0.0))", RAGGED),
+    ),
+    "hopper-ds-not-swizzled": Fault(
+        "dS lies in shared memory as if no banks were permuted",
+        *(GRADIENTS, "piece = b.xor(b.lshr(lane, i32(4)), turn)", "piece = b.lshr(lane, i32(4))"),
+        RAGGED,
+    ),
+    "hopper-dq-half-of-a-piece": Fault(
+        "only one box of a piece of dQ is sent off",
+        *(GRADIENTS, "for box in range(2):", "for box in range(1):", RAGGED),
+    ),
+    "hopper-dq-halves-not-added": Fault(
+        "dQ alone, at d = 128, lacks half of each visit's keys",
+        *(GRADIENTS, "total[first + e] = b.fadd(dq[first + e], other)"),
+        *("total[first + e] = dq[first + e]", RAGGED),
+    ),
+    "hopper-dq-rows-not-counted": Fault(
+        "reductions of a ragged tile count as a whole one's",
+        *(BACKWARD, "rows = max(0, min(dq_rows, get(slot + END) - query - below))"),
+        *("rows = dq_rows", COUNTS),
+    ),
+    # -- Hopper's backward: when ----------------------------------------------------------------
+    "hopper-ds-not-awaited": Fault(
+        "dQ is made before the other warpgroup has written its dS",
+        *(BACKWARD, "ds_ready(int32(_DS_READY))", "pass", BITS),
+    ),
+    "hopper-keys-not-free": Fault(
+        "the next item's K is copied over one that is still read",
+        *(BACKWARD, "wait(shared + k_free, parity)", "pass", BITS),
+    ),
+    "hopper-out-of-turn": Fault(
+        "dQ is added in any order where a fixed one is asked for",
+        *(GRADIENTS, "ptx_hopper.wait_equal(b, turn, mine)", "pass", BITS),
     ),
     # -- the mma.sync kernels -------------------------------------------------------------------
     "mma-copies-not-waited-for": Fault(

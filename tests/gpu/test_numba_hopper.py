@@ -16,6 +16,7 @@ from cupy_checks import (  # noqa: F401
     check_counts,
     check_timelines,
     cupy,
+    gradients,
     make,
     poisoned,
 )
@@ -70,7 +71,9 @@ def test_counts_are_of_what_exists(head_dims):
     check_counts(p, PYTHON_HOPPER, "ascending")
 
 
-@pytest.mark.parametrize(("name", "head_dim"), [("causal", 128), ("window", 64), ("varlen", 256)])
+@pytest.mark.parametrize(
+    ("name", "head_dim"), [("causal", 128), ("window", 64), ("varlen", 96), ("varlen", 256)]
+)
 def test_timeline_and_counts_of_every_visit(name, head_dim):
     check_timelines(Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name]), PYTHON_HOPPER)
 
@@ -81,10 +84,36 @@ def test_a_packed_sequence_never_meets_its_neighbours():
     p = Problem(400, 400, 64, dtype="bfloat16", causal=True, cu_seqlens_q=ends, cu_seqlens_k=ends)
     x = make(p)
     clean = run(p, x)
+    kept = {form: gradients(clean, x["dout"], form) for form in PYTHON_HOPPER.forms}
     for array in x.values():
         array[..., 100:163, :] = np.nan
-    rest = np.r_[0:100, 163:400]
-    assert (run(p, x).out[..., rest, :] == clean.out[..., rest, :]).all()
+    result, rest = run(p, x), np.r_[0:100, 163:400]
+    assert (result.out[..., rest, :] == clean.out[..., rest, :]).all()
+    for form, expected in kept.items():
+        grads = gradients(result, x["dout"], form)
+        for name in ("dq", "dk", "dv"):
+            got, want = (getattr(g, name)[..., rest, :] for g in (grads, expected))
+            if form is False and name == "dq":  # added in any order
+                assert np.isfinite(got.astype(np.float32)).all()
+            else:
+                assert (got == want).all(), (name, form)
+
+
+@pytest.mark.parametrize("at_end", [False, True], ids=["begins", "ends"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_packed_sequences_are_read_where_nothing_lies_before_or_behind(head_dim, at_end):
+    """A map that began before its tensor made the copy engine fail now and then."""
+    from island import Island
+
+    p = Problem(head_dim=head_dim, dtype="float16", **FEATURES["varlen"])
+    x = cupy_checks.on_gpu(make(p))
+    alone = {name: Island().put(a, at_end=at_end) for name, a in x.items()}
+    expected = run(p, x)
+    grads = gradients(expected, x["dout"], None)
+    for _ in range(100):
+        got = gradients(run(p, alone), alone["dout"], None)
+        assert all((getattr(got, n) == getattr(grads, n)).all() for n in ("dq", "dk", "dv"))
+    cupy.cuda.Device().synchronize()
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -100,10 +129,29 @@ def test_what_runs_is_chosen_by_rule_and_named():
     result = run(p, x, kernel="auto")
     assert result.kernel == "hopper"
     assert result.backward(x["dout"]).kernel == "tensor"
+    assert run(p, x).backward(x["dout"]).kernel == "hopper"
     assert run(p, x, kernel="auto", tiling=Tiling(64, 64)).kernel == "tensor"
     assert run(p, x, kernel="tensor").kernel == "tensor"
     with pytest.raises(UnsupportedError, match="64 x 64 tiles are none of theirs"):
         run(p, x, tiling=Tiling(64, 64))
+    wide = Problem(256, 256, 192, dtype="bfloat16")
+    assert run(wide, make(wide)).backward(make(wide)["dout"]).kernel == "tensor"
+
+
+def test_launches_side_by_side_count_their_own_items():
+    p = Problem(700, 700, 64, heads=64, batch=2, dtype="float16", causal=True)
+    x = cupy_checks.on_gpu(make(p))
+    result = run(p, x)
+    expected = [gradients(result, x["dout"], form).dv for form in PYTHON_HOPPER.forms]
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)]
+    cupy.cuda.Device().synchronize()
+    for _ in range(20):
+        got = []
+        for stream in streams:
+            with stream:
+                got += [gradients(result, x["dout"], form).dv for form in PYTHON_HOPPER.forms]
+        cupy.cuda.Device().synchronize()
+        assert all((a == b).all() for a, b in zip(got, 3 * expected, strict=True))
 
 
 def test_views_are_read_where_they_lie():

@@ -44,17 +44,23 @@ class Family:
 
     `forms` are the backwards they have, as `deterministic` names them: None, the three passes of
     "flash2"; True, the fastest whose bits are always the same; False, fused, dQ added in any order.
+    They have them up to a head_dim of `widest`.
     """
 
     backend: str
     kernel: str
     forms: tuple[bool | None, ...] = (True, False)
+    widest: int = 256
+
+    def forms_of(self, problem):
+        """The backwards that they have of a problem."""
+        return self.forms if max(problem.head_dim, problem.head_dim_v) <= self.widest else ()
 
 
 PORTABLE = Family("cupy", "portable")
 HOPPER = Family("cupy", "hopper", (None, True, False))
 PYTHON = Family("numba_cuda", "tensor")
-PYTHON_HOPPER = Family("numba_cuda", "hopper", ())
+PYTHON_HOPPER = Family("numba_cuda", "hopper", (None, True, False), widest=128)
 #: By the names that tests/tools/sanitize.py has for them.
 FAMILIES = {
     "portable": PORTABLE,
@@ -262,7 +268,7 @@ def check(problem, family=PORTABLE, tiling=None, backward_tiling=None, kind="nor
     assert result.kernel == family.kernel + (", tf32" if tf32 else "")
     within(result.out, truth.out, truth.plain, p, "out")
     check_lse(result.lse, truth.lse, truth.plain_lse if tf32 else truth.lse)
-    for form in family.forms:
+    for form in family.forms_of(problem):
         grads = gradients(result, truth.x["dout"], form, tiling=backward_tiling)
         assert grads.kernel.startswith(family.kernel)
         for name, (exact, plain) in truth.gradients.items():
@@ -274,7 +280,7 @@ def check_counts(problem, family, key_order="ascending", tilings=(None, None), *
     x, how = make(problem), {"key_order": key_order, "trace": True}
     result = run(problem, x, family, tiling=tilings[0], **how, **more)
     simulated = same_counts(problem, x, result.trace)
-    for form in family.forms:
+    for form in family.forms_of(problem):
         grads = gradients(result, x["dout"], form, tiling=tilings[1])
         same_backward_counts(simulated, x, grads.trace)
 
@@ -315,7 +321,7 @@ def check_bits(problem, family, runs=200, forms=None):
             poison_shared_memory()
         result = run(problem, x, family)
         got = {"out": result.out, "lse": result.lse}
-        for form in family.forms if forms is None else forms:
+        for form in family.forms_of(problem) if forms is None else forms:
             grads = gradients(result, x["dout"], form)
             names = ("dk", "dv") if form is False else ("dq", "dk", "dv")
             got |= {(name, form): getattr(grads, name) for name in names}
@@ -332,7 +338,7 @@ def check_timelines(problem, family, **more):
     result = run(problem, x, family, trace="timeline", **more)
     simulated = same_counts(problem, x, result.trace)
     check_timeline(result.trace, result.trace.tiling.block_q // 64 if specialised else 0)
-    for form in family.forms:
+    for form in family.forms_of(problem):
         trace = gradients(result, x["dout"], form).trace
         same_backward_counts(simulated, x, trace)
         check_timeline(trace, 2 if specialised else 0)
