@@ -85,8 +85,8 @@ class Blocking(NamedTuple):
 BLOCKING: dict[type, Blocking] = {
     Avx2: Blocking(32, 2),
     Avx512: Blocking(64, 4, prefetch=True),
-    Avx512Bf16: Blocking(64, 4, prefetch=True, pairs="vdpbf16ps"),
-    Amx: Blocking(64, 4, prefetch=True, pairs="amx"),
+    Avx512Bf16: Blocking(64, 4, pairs="vdpbf16ps"),
+    Amx: Blocking(64, 4, pairs="amx"),
     Neon: Blocking(16, 4),
     Plain: Blocking(4, 1),
 }
@@ -104,7 +104,7 @@ def best(dtype: str, *, plain: bool = False) -> Cpu:
     `plain` asks for the definitions, at the same width as the vector code would have.
     """
     kind = _host()
-    block = BLOCKING.get(kind, BLOCKING[Neon])
+    block = BLOCKING[Neon if kind is Plain else kind]
     width = block.lanes(np.dtype(dtype).itemsize) * block.vecs
     return (Plain if plain else kind)(width)
 

@@ -132,7 +132,7 @@ def build_pair_softmax(module: ir.Module, block: Blocking, itemsize: int):
     if not code.is_new:
         return code.function
     S, rows, m, l, alpha, factor, P = code.function.args
-    b, log2e, minus_inf = code.b, code.const(np.log2(np.e)), code.const(-np.inf)
+    b, minus_inf = code.b, code.const(-np.inf)
     scale = code.spread(factor)
 
     def scores(r, extra: int = 0) -> list:
@@ -148,14 +148,13 @@ def build_pair_softmax(module: ir.Module, block: Blocking, itemsize: int):
     seen = [b.fcmp_ordered("!=", top, minus_inf) for top in tops]
     bases = [b.select(s, top, code.const(0)) for s, top in zip(seen, tops, strict=True)]
     steps = [b.fsub(old, base) for old, base in zip(before, bases, strict=True)]
-    alphas = code.exp2([b.fmul(step, log2e) for step in steps])
+    alphas = code.exp(steps)
     for values, address in ((tops, m), (alphas, alpha)):
         for value, x in zip(values, code.vectors(address), strict=True):
             code.store(value, x)
 
     def powers(r, extra: int) -> list:
-        differences = [b.fsub(s, base) for s, base in zip(scores(r, extra), bases, strict=True)]
-        return code.exp2([b.fmul(x, log2e) for x in differences])
+        return code.exp([b.fsub(s, base) for s, base in zip(scores(r, extra), bases, strict=True)])
 
     def keep(r, first: list, second: list) -> None:
         row = code.at(P, code.times(b.lshr(r, ir.Constant(INT, 1)), code.width))
