@@ -140,7 +140,11 @@ def close(x: torch.Tensor, true: torch.Tensor, *others: torch.Tensor) -> None:
 
 
 def operator(op: Any, number: int, dtype: torch.dtype) -> None:
-    """The operator itself: (batch, n, heads, d), and causal ends at the bottom right."""
+    """The operator itself: (batch, n, heads, d), and causal ends at the bottom right.
+
+    By the rule above: delta is made of a rounded O, by torch's flash attention as by ours, which
+    on these samples, of up to 9, costs the gradients several times what math's way does.
+    """
     sample = samples(op, "cuda", dtype)[number]
     got = asked(op, sample)
 
@@ -156,9 +160,11 @@ def operator(op: Any, number: int, dtype: torch.dtype) -> None:
             ).transpose(1, 2)
         return [out, *torch.autograd.grad(out, inputs, torch.ones_like(out))]
 
-    for x, y, true in zip(got, written_out(dtype), written_out(torch.float64), strict=True):
+    flash = by_torch(op, sample, SDPBackend.FLASH_ATTENTION, dtype)
+    math, exact = written_out(dtype), written_out(torch.float64)
+    for x, y, z, true in zip(got, flash, math, exact, strict=True):
         assert (x.dtype, x.shape) == (y.dtype, y.shape)
-        close(x, true, y)
+        close(x, true, y, z)
 
 
 def by_torch(op: Any, sample: Any, kernel: SDPBackend, dtype: torch.dtype) -> list[torch.Tensor]:
