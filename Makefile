@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
+# Byte-code is kept, also where the shell says that Python shall not: packages come without (see
+# .dev), and each of some hundred processes would compile all that it imports.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-all test-torch thorough-torch outside lint modules unit thorough wheel bench gpu gallery lessons slides site links look lite reproduce clean
 
@@ -52,7 +55,8 @@ thorough-torch: $(VENV)-torch/.installed
 
 $(VENV)-torch/.installed: setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)-torch
-	$(VENV)-torch/bin/python -m pip install -q --disable-pip-version-check -e .[bridges] torch==2.13.0
+	$(VENV)-torch/bin/python -m pip install -q --no-compile --disable-pip-version-check -e .[bridges] \
+	  torch==2.13.0
 	touch $@
 
 # Other people's tests of attention, on the CPU (OUTSIDE=--gpu: on CUDA); writes docs/guides/outside.md.
