@@ -77,8 +77,9 @@ def test_labels_theme_and_vector_output(name, theme, tmp_path):
     assert ax.get_xlabel() or name == "traffic"
     assert ax.get_title(loc="left")
     assert to_hex(ax.figure.get_facecolor()) == palette.THEMES[theme].background
-    ax.figure.savefig(tmp_path / "figure.svg")
-    assert "</svg>" in (tmp_path / "figure.svg").read_text()
+    if theme == "dark":  # drawing takes longest, and is the same in all colours
+        ax.figure.savefig(tmp_path / "figure.svg")
+        assert "</svg>" in (tmp_path / "figure.svg").read_text()
 
 
 @pytest.mark.parametrize("name", EVERY)
