@@ -231,6 +231,8 @@ def check_hopper(kernel, text, folder, groups, limit):
             for name in ("128", "64 causal", "odd", "negative", "128 softcap")
             for stage in ("fused", "in order", "dkdv", "dq")
             if (name, stage) not in (("128", "fused"), ("64 causal", "dq"))
+            # 80 rows and statistics outside the accumulators: too few registers, in C++ as well.
+            and (name, stage) != ("negative", "in order")
         ),
         *(thorough("64 causal", stage, "timeline") for stage in ("fused", "in order", "dkdv")),
         *(thorough("128", stage, "timeline") for stage in ("fused", "in order", "dq")),

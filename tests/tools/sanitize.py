@@ -67,10 +67,11 @@ WAYS = {
         forms=(None, True, False),
     ),
     "python": Way(("bfloat16",), {**_NUMBA, "kernel": "tensor"}, _SMALL),
-    # Its backward is python's, at the default tiles.
+    # Of wide rows the backward is python's, at the default tiles.
     "python-hopper": Way(
-        *(("bfloat16",), _NUMBA),
+        *(("bfloat16",), {**_NUMBA, "kernel": "hopper"}),
         tiles=((64, Tiling(192, 128)), (128, Tiling(128, 176)), (256, None)),
+        forms=(None, True, False),
     ),
     # Compiled anew in each process: one problem, and 8 rows, since a row is a thread's work.
     "teaching": Way(
