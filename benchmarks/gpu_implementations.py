@@ -151,6 +151,7 @@ IMPLEMENTATIONS: dict[str, Torch | Cute | Flashsim] = {
     "flashsim cupy tf32": Flashsim("cupy", deterministic=False, allow_tf32=True),
     "flashsim numba_cuda": Flashsim("numba_cuda", deterministic=False),
     "flashsim numba_cuda deterministic": Flashsim("numba_cuda", deterministic=True),
+    "flashsim numba_cuda three passes": Flashsim("numba_cuda", deterministic=None),
     "flashsim numba_cuda tensor": Flashsim("numba_cuda", deterministic=False, kernel="tensor"),
     "flash-attn cute": Cute(),
     "torch flash2": Torch("FLASH_ATTENTION"),

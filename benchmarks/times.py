@@ -42,6 +42,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "portable": {"backend": "cupy", "kernel": "portable"},
     "python": {"backend": "numba_cuda"},
 }
+#: Of Python's backwards, the time model knows that by `mma.sync`, and that is what is timed.
+MMA = "python mma"
 #: Passes by the `deterministic` of `Result.backward`; "in-order" is the Hopper family's alone.
 BACKWARD: dict[str, bool | None] = {"flash2": None, "flash2-fused": False, "in-order": True}
 ROUNDS = 5
@@ -67,10 +69,10 @@ def passes_of(family: str, p: Problem, name: str, report: str = "") -> tuple[Any
 
 def kernel_families(family: str) -> tuple[Any, ...]:
     """The families of `flashsim.backends`, the preferred one first."""
-    if family == "python":
+    if family in ("python", MMA):
         from flashsim.backends.numba_gpu import families
 
-        return families.HOPPER, families.TENSOR
+        return (families.HOPPER, families.TENSOR) if family == "python" else (families.TENSOR,)
     from flashsim.backends.families.hopper import HOPPER
     from flashsim.backends.families.portable import PORTABLE
 
@@ -95,8 +97,9 @@ def compile_all(shapes: list[Problem], families: list[str], jobs: int) -> None:
     kernels: list[tuple[str, Any]] = []
     for p in shapes:
         for family, name in wanted(p, families):
+            timed = MMA if family == "python" and name != "forward" else family
             try:
-                kernels += [(family, one.kernel) for one in passes_of(family, p, name)]
+                kernels += [(family, one.kernel) for one in passes_of(timed, p, name)]
             except (FlashSimError, StopIteration) as error:
                 print(f"{family} {name} {p}: {error}"[:200])
     gpu_compile.compile_all(kernels, jobs)
@@ -174,6 +177,8 @@ def contenders(lab: Lab, p: Problem, families: list[str], standard: bool) -> Ite
                 result = results.get(family)
                 if result is None:
                     continue
+                if family == "python":
+                    result = flashsim.run(q, k, v, **options, kernel="tensor")
                 call = partial(result.backward, dout, deterministic=BACKWARD[name])
                 call()
         except FlashSimError as error:

@@ -113,8 +113,7 @@ def _launcher() -> Any:
 def _family(job: Job, gpu: Gpu, direction: str) -> Family:
     """The tensor-core kernels that run a pass: unless told otherwise, Hopper's where they do.
 
-    A backward pass is `TENSOR`'s unless Hopper's are asked for, and above the head_dim that these
-    have one for.
+    Of a head_dim for which Hopper's have no backward it is `TENSOR`'s, whatever was asked for.
     """
     from flashsim.backends.numba_gpu.families import HOPPER, TENSOR, WIDEST_BACKWARD
 
@@ -123,9 +122,8 @@ def _family(job: Job, gpu: Gpu, direction: str) -> Family:
         return TENSOR
     if asked != "auto":
         return HOPPER if asked == "hopper" else TENSOR
-    if direction == "backward":
-        return TENSOR
-    return TENSOR if HOPPER.refusal(p, job.tiling, gpu, direction) else HOPPER
+    refusal = HOPPER.refusal(p, job.tiling, gpu, direction, job.algorithm)
+    return TENSOR if refusal else HOPPER
 
 
 def _family_of(job: Job, saved: Mapping[str, Any]) -> Family:

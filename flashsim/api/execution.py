@@ -105,8 +105,9 @@ def run(
         `cache_seqlens` (batch,), how many keys of each sequence are live, `block_table` (batch,
         pages of a sequence), int32, with k and v in pages, (pages, kv_heads, rows of a page,
         head_dim), and `workspace` (`flashsim.backends.cupy_gpu.decode.Workspace`). "numba_cuda":
-        `kernel`, "hopper" (forward only), "tensor" (both: float16 and bfloat16) or "teaching"
-        (float16 and float32); default: the first of them that runs the problem.
+        `kernel`, "hopper" (backward up to a head_dim of 128, "tensor" above), "tensor" (both:
+        float16 and bfloat16) or "teaching" (float16 and float32); default: the first of them that
+        runs the problem.
 
     Returns
     -------

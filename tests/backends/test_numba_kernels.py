@@ -321,8 +321,13 @@ def test_hoppers_kernels_are_taken_where_they_run():
     chosen = numba_engine._family
     h200 = GPUS["sm_90a"]
     assert chosen(job, h200, "forward") is HOPPER
-    assert chosen(job, h200, "backward") is TENSOR
+    assert chosen(job, h200, "backward") is HOPPER
     assert chosen(job, GPUS["sm_80"], "forward") is TENSOR
+    assert chosen(job, GPUS["sm_80"], "backward") is TENSOR
+    assert chosen(replace(job, tiling=Tiling(64, 64)), h200, "backward") is TENSOR
+    in_rows_of_80 = replace(job, tiling=Tiling(80, 128))  # which the fused form alone has
+    assert chosen(in_rows_of_80, h200, "backward") is TENSOR
+    assert chosen(replace(in_rows_of_80, algorithm="flash2-fused"), h200, "backward") is HOPPER
     assert chosen(replace(job, tiling=Tiling(64, 64)), h200, "forward") is TENSOR
     assert chosen(replace(job, options={"kernel": "tensor"}), h200, "forward") is TENSOR
     asked = replace(job, options={"kernel": "hopper"})

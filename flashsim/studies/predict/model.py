@@ -66,7 +66,7 @@ def predict(
         "standard" takes no kernels, tiling, constants or heads_in_group.
     kernels : {"hopper", "portable", "python"}, optional
         The kernel family; default: the one made for the device. "python" are the kernels of
-        `backend="numba_cuda"` on a Hopper GPU, and needs numba-cuda.
+        `backend="numba_cuda"` on a Hopper GPU, backward ``kernel="tensor"``, and needs numba-cuda.
     tiling : Tiling, optional
         Default: the family's own.
     device : str or Device
