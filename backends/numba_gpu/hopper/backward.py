@@ -260,7 +260,7 @@ def _sender(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleNa
     piece_free, piece_full = hopper.named_arrive(160), hopper.named_sync(160)
     visits_of, place, visit_of, report_one = i.visits, i.place, w.visit, w.report_one
     get, speaks, arrive, stage = hopper.get, hopper.speaks, hopper.arrive, hopper.stage
-    wait_full, map_address = hopper.wait_full, hopper.map_address
+    wait_full, map_address, uncounted = hopper.wait_full, hopper.map_address, hopper.uncounted
 
     @device
     def send_dq(map_dq, a, shared, group):
@@ -298,7 +298,7 @@ def _sender(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleNa
                 piece_free(_DQ_FREE + group)  # the piece may be overwritten
                 if ordered and leads:
                     pass_turn(turn)
-                left, n = int32(left - 1), int32(n + 1)
+                left, n = uncounted(left - 1), int32(n + 1)
                 if n == count:
                     head, n = int32(head + 1), int32(0)
             cuda.syncwarp()  # the whole warp is done with the item

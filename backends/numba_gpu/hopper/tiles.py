@@ -221,6 +221,12 @@ def copy_tile(rows: int, chunks: int, *, packed: bool) -> Any:
     return copy_tile_
 
 
+@emitted(int32, int32)
+def uncounted(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """A loop's counter, unchanged; LLVM, which cannot know so, does not unroll the loop."""
+    return ptx.again(b, value)
+
+
 # -- products -------------------------------------------------------------------------------------
 
 
