@@ -108,10 +108,10 @@ FAULTS = {
         *(BACKWARD, "s = mask(s, key, query, limits[0], limits[1], a.left, a.right)", "pass"),
         CAUSAL,
     ),
-    "hopper-backward-mask-one-key-late": Fault(
-        "the key after the last has gradients",
-        *(GRADIENTS, 'b.icmp_signed("<", mine, key_stop)', 'b.icmp_signed("<=", mine, key_stop)'),
-        ONE_KEY,
+    "hopper-backward-mask-one-query-early": Fault(
+        "a key has gradients of the query before the first that sees it",
+        *(GRADIENTS, "low = b.sub(centre, window_right)"),
+        *("low = b.sub(b.sub(centre, i32(1)), window_right)", CAUSAL),
     ),
     "hopper-delta-left-out": Fault(
         "dP does not start at -delta",
@@ -140,10 +140,6 @@ FAULTS = {
     "hopper-ds-not-awaited": Fault(
         "dQ is made before the other warpgroup has written its dS",
         *(BACKWARD, "ds_ready(int32(_DS_READY))", "pass", BITS),
-    ),
-    "hopper-keys-not-free": Fault(
-        "the next item's K is copied over one that is still read",
-        *(BACKWARD, "wait(shared + k_free, parity)", "pass", BITS),
     ),
     "hopper-out-of-turn": Fault(
         "dQ is added in any order where a fixed one is asked for",
