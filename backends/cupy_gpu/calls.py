@@ -21,6 +21,7 @@ import numpy as np
 
 from flashsim.backends import launch
 from flashsim.backends.cupy_gpu import arrays, tensor_maps
+from flashsim.backends.cupy_gpu.launching import Launcher
 from flashsim.backends.launch.kernel import Gpu, Kernel
 from flashsim.backends.launch.lowering import Lowered
 from flashsim.backends.launch.passes import KernelPass
@@ -139,18 +140,15 @@ class ReadyPass:
 
     def __init__(self, one: KernelPass, device: int, load: Load) -> None:
         self.one = one
-        self._function = load(one.kernel, device)  # owns the code that the address is of
         self._tables = uploaded(one.tables, device)
         self._args = bytearray(launch.ARGS.itemsize)
         self._head = memoryview(self._args)[: _HEAD.size]
         self._pack_constants()
         self._counter = ctypes.c_uint64()
-        boxes, shape = one.kernel.boxes, (*one.grid, 1, 1)[:3]
-        self._launch = (
-            self._function.ptr,
-            *shape,
-            *(one.kernel.threads, 1, 1),
-            one.kernel.shared_bytes,
+        kernel, boxes, (across, down) = one.kernel, one.kernel.boxes, (*one.grid, 1)[:2]
+        self._launch = Launcher(
+            *(load(kernel, device), (across, down), kernel.threads, kernel.shared_bytes, 0),
+            overlap=kernel.overlaps,
         )
         self._lock = Lock()  # the buffer is one, threads may be several
         self._needs_counter = bool(boxes) and one.grid[0] < one.walks * one.tables.tiles
@@ -197,7 +195,7 @@ class ReadyPass:
                 _REPORTS.pack_into(self._args, _REPORTS_AT, *addresses)
             if self._needs_counter:
                 self._counter.value, _keeps = self._counter_of(call)
-            cupy.cuda.driver.launchKernel(*self._launch, call.stream, parameters.address, 0)
+            self._launch(call.stream, parameters.address)
 
     def _counter_of(self, call: Call) -> tuple[int, Any]:
         """Address of a work counter, at 0, that no other launch uses as long as this one runs.

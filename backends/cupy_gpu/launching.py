@@ -5,6 +5,7 @@ that may begin before what runs before them has ended. The driver's library is c
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from typing import Any
 
 import cupy
@@ -80,9 +81,11 @@ class Launcher:
             *((*grid, 1), (threads, 1, 1), shared, 0),
             *(ctypes.cast(self._attributes, ctypes.POINTER(_Attribute)), len(wanted)),
         )
+        self._at = ctypes.addressof(self._config)
 
-    def __call__(self, stream: int) -> None:
-        """Launch on a stream; no other thread may, at the same time.
+    def __call__(self, stream: int, parameters: int = 0) -> None:
+        """Launch on a stream, maybe with parameters at another address; no other thread may, at the
+        same time.
 
         Raises
         ------
@@ -90,14 +93,17 @@ class Launcher:
             If the driver refuses.
         """
         if not self._attributes:
-            cupy.cuda.driver.launchKernel(*self._plain, stream, self._parameters, 0)
+            cupy.cuda.driver.launchKernel(*self._plain, stream, parameters or self._parameters, 0)
             return
         self._config.stream = stream
-        error = driver().cuLaunchKernelEx(
-            ctypes.byref(self._config),
-            ctypes.c_void_p(self._plain[0]),
-            ctypes.c_void_p(self._parameters),
-            None,
-        )
+        error = _launch()(self._at, self._plain[0], parameters or self._parameters, None)
         if error:
             raise cupy.cuda.driver.CUDADriverError(error)
+
+
+@cache
+def _launch() -> Any:
+    """``cuLaunchKernelEx``; with its types said, a call converts nothing."""
+    function = driver().cuLaunchKernelEx
+    function.argtypes = (ctypes.c_void_p,) * 4
+    return function

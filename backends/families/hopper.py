@@ -6,12 +6,13 @@ step: docs/notebooks/hopper.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashsim.backends import launch
 from flashsim.backends.families import portable_kernels
 from flashsim.backends.families.family import Family
 from flashsim.backends.families.tile_times import (
+    ADDING_UP,
     HOPPER_BACKWARD,
     HOPPER_FORWARD,
     fastest_cluster,
@@ -118,14 +119,10 @@ class Hopper(Family):
         return max(problem.head_dim, problem.head_dim_v) <= 128
 
     def fuses(self, problem: Problem, gpu: Gpu) -> bool:
-        """See `Family`. Measured on an H200 (docs/notebooks/hopper.md): above 128 the fused kernel
-        has no room to send dQ off; and where a group's key tiles occupy less than half of the SMs,
-        dQ is better left to a pass whose items are the query heads'.
+        """See `Family`: above 128 the fused kernel has no room to send dQ off, and measured on an
+        H200 three passes are faster (docs/notebooks/hopper.md).
         """
-        if max(problem.head_dim, problem.head_dim_v) > 128:
-            return False
-        items = -(-problem.n_kv // 128) * problem.kv_heads * problem.batch
-        return problem.group == 1 or 2 * items > gpu.multiprocessors
+        return max(problem.head_dim, problem.head_dim_v) <= 128
 
     def cluster(self, stage: plans.Stage, tables: Lowered, gpu: Gpu) -> int:
         """See `Family`. A backward with keys outside whose items leave multiprocessors idle."""
@@ -133,12 +130,9 @@ class Hopper(Family):
         if stage.outer != "keys" or max(p.head_dim, p.head_dim_v) > 128:
             return 1
         walks, _ = plans.heads_of(stage, p)
-        return fastest_cluster(
-            walks,
-            p.group * tables.visits,
-            HOPPER_BACKWARD[64 if max(p.head_dim, p.head_dim_v) <= 64 else 128],
-            gpu.multiprocessors,
-        )
+        d = 64 if max(p.head_dim, p.head_dim_v) <= 64 else 128
+        times = HOPPER_BACKWARD[d], ADDING_UP[d]
+        return fastest_cluster(walks, p.group * tables.visits, *times, gpu.multiprocessors)
 
     def clump(self, stage: plans.Stage, tables: Lowered, gpu: Gpu) -> int:
         """See `Family`. Where no item is shorter than another, one head's (or one group's, which
@@ -174,15 +168,19 @@ class Hopper(Family):
         ordered: bool,
     ) -> Kernel:
         """See `Family`; the row-wise kernels are the portable ones."""
+        if stage != "forward":
+            variant = replace(variant, overlap=True)
         if stage == "forward":
             stages = self.stages(problem, tiling, gpu)
             shared = self.forward_bytes(problem, tiling, stages)
             return _forward_kernel(problem, tiling, variant, shared, stages)
         if stage in ("dkdv", "fused"):
-            return backward_kernel(problem, tiling, variant, fused=fused, ordered=ordered)
-        if stage == "dq":
-            return dq_kernel(problem, tiling, variant)
-        return portable_kernels.rows_kernel(problem, tiling, variant, stage, fused=fused)
+            made = backward_kernel(problem, tiling, variant, fused=fused, ordered=ordered)
+        elif stage == "dq":
+            made = dq_kernel(problem, tiling, variant)
+        else:
+            made = portable_kernels.rows_kernel(problem, tiling, variant, stage, fused=fused)
+        return replace(made, overlaps=stage != "delta")
 
 
 HOPPER = Hopper("hopper", nvrtc.load)

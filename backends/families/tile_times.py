@@ -38,10 +38,12 @@ HOPPER_FORWARD: dict[int, dict[Tiling, Times]] = {
         Tiling(128, 128): Times(3.09, 1.41),
     },
 }
-#: A backward block's, keys outside, and what a cluster of blocks adds to an item of its own.
-HOPPER_BACKWARD = {64: Times(4.0, 2.5), 128: Times(4.0, 2.1)}
-_CLUSTER = 2.0  # µs
-CLUSTERS = (1, 2, 4, 8)
+#: The Hopper backward's, keys outside, likewise; and what it takes a cluster to begin together and
+#: to add up its blocks' shares of an item (docs/notebooks/hopper.md).
+HOPPER_BACKWARD = {64: Times(4.6, 2.4), 128: Times(5.8, 2.06)}
+ADDING_UP = {64: 3.8, 128: 4.6}  # µs
+#: Blocks of a cluster, and the share of the multiprocessors that clusters of so many keep busy.
+CLUSTERS = {1: 1.0, 2: 1.0, 4: 0.8, 8: 0.75}
 #: Of two times this much apart, relatively, either may be the shorter one.
 _DOUBT = 0.02
 _LONG = 150.0  # µs
@@ -62,7 +64,9 @@ def microseconds(problem: Problem, tiling: Tiling, times: Times, processors: int
     return makespan(items, walks, processors)
 
 
-def fastest_cluster(walks: int, steps: np.ndarray, times: Times, processors: int) -> int:
+def fastest_cluster(
+    walks: int, steps: np.ndarray, times: Times, adding_up: float, processors: int
+) -> int:
     """Of how many blocks a cluster should be that shares an item: 1 where items suffice.
 
     Parameters
@@ -70,15 +74,18 @@ def fastest_cluster(walks: int, steps: np.ndarray, times: Times, processors: int
     walks : int
     steps : ndarray of int64, (tiles,)
         Visits of each item of a walk, which the blocks share out.
+    times : Times
+    adding_up : float
+        µs of an item that only a cluster takes.
     """
     if walks * len(steps) >= processors:
         return 1
 
     def took(cluster: int) -> float:
-        items = times.item + times.visit * -(-steps // cluster) + _CLUSTER * (cluster > 1)
-        return makespan(items, walks, processors // cluster)
+        items = times.item + times.visit * -(-steps // cluster) + adding_up * (cluster > 1)
+        return makespan(items, walks, int(processors * CLUSTERS[cluster]) // cluster)
 
-    return min((c for c in CLUSTERS if c <= processors), key=took)
+    return min((c for c in CLUSTERS if c <= processors * CLUSTERS[c]), key=took)
 
 
 def makespan(items: np.ndarray, walks: int, places: int) -> float:

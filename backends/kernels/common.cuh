@@ -204,3 +204,17 @@ __device__ inline void stamp_block(u64* record, bool end) {
     }
 #endif
 }
+
+// -- Launches that overlap (sm_90) ----------------------------------------------------------------
+// What ran before is complete, and seen: nothing that it may have written is read earlier.
+__device__ inline void wait_for_what_ran_before() {
+#if FS_OVERLAP
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// What runs next may start as far as to the same wait.
+__device__ inline void let_what_runs_next_start() {
+#if FS_OVERLAP
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}

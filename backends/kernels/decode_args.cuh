@@ -13,17 +13,3 @@ struct DecodeArgs {
     float scale, softcap;
 };
 static_assert(sizeof(DecodeArgs) == FS_DECODE_ARGS_BYTES, "families.decode.ARGS must agree");
-
-// -- Launches that overlap (sm_90) ----------------------------------------------------------------
-// What ran before is complete, and seen: nothing that it may have written is read earlier.
-__device__ inline void wait_for_what_ran_before() {
-#if FS_OVERLAP
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-// What runs next may start as far as to the same wait.
-__device__ inline void let_what_runs_next_start() {
-#if FS_OVERLAP
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}

@@ -88,7 +88,8 @@ class Variant:
     `tf32` puts float32 products on tensor cores, their operands rounded to tf32. `python` says that
     the kernel is one of `flashsim.backends.numba_gpu`: its warps trade no scores in the backward
     pass, and its row sums are in registers whatever it costs. `cluster` thread blocks share an item
-    of the Hopper backward.
+    of the Hopper backward. With `overlap` a kernel lets the next one start before it has ended, and
+    itself waits for the one before, where that matters.
     """
 
     spans: bool
@@ -98,6 +99,7 @@ class Variant:
     tf32: bool = False
     python: bool = False
     cluster: int = 1
+    overlap: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,7 @@ class Kernel:
     constants: tuple[tuple[str, int], ...]
     boxes: tuple[Box, ...] = ()
     cluster: int = 1  # thread blocks of a cluster, which share an item
+    overlaps: bool = False  # may be launched while the kernel before it runs: it waits itself
 
     @property
     def roles(self) -> int:
@@ -184,6 +187,7 @@ def constants(problem: Problem, tiling: Tiling, variant: Variant) -> dict[str, i
         "DESCENDING": variant.descending,
         "TRACE": variant.counts,
         "TIMELINE": variant.timeline,
+        "OVERLAP": variant.overlap,
         "VARLEN": problem.cu_seqlens_q is not None,
         "BLOCK_Q": tiling.block_q,
         "BLOCK_K": tiling.block_k,

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from compiled import compiled, costs_nothing_when_off, errors, thorough
+from compiled import compiled, costs_nothing_when_off, errors, source, thorough
 
 import flashsim
 from flashsim import Problem, Tiling
@@ -158,25 +158,50 @@ def test_key_tiles_that_leave_multiprocessors_idle_are_shared_by_clusters():
         return HOPPER.backward_passes(*given, **more)[1]
 
     one = keys_outside(p)  # 64 items, the longest of 16 row tiles of four heads
-    assert one.kernel.cluster == 4
-    assert one.grid == (256,)
+    assert one.kernel.cluster == 2
+    assert one.grid == (128,)
+    more = keys_outside(replace(p, heads=64))  # of eight heads
+    assert (more.kernel.cluster, more.grid) == (4, (256,))
     assert keys_outside(replace(p, batch=4)).kernel.cluster == 1
     assert keys_outside(p, replace(H200, multiprocessors=16)).kernel.cluster == 1
     assert keys_outside(p, report="timeline").kernel.cluster == 1
     assert keys_outside(p, ordered=True).kernel.cluster == 1
     assert keys_outside(replace(p, head_dim=256, head_dim_v=256)).kernel.cluster == 1
     dkdv, dq = HOPPER.backward_passes(p, None, H200, "ascending", "", "flash2")[1:]
-    assert (dkdv.kernel.cluster, dq.kernel.cluster) == (4, 1)
+    assert (dkdv.kernel.cluster, dq.kernel.cluster) == (2, 1)
     assert dq.grid == (132,)
+
+
+def test_a_backward_begins_while_delta_runs_and_its_end_while_it_does():
+    p = PROBLEMS["128"]
+    for algorithm in ("flash2", "flash2-fused"):
+        delta, *rest = HOPPER.backward_passes(p, None, H200, "ascending", "", algorithm)
+        assert not delta.kernel.overlaps
+        for one in rest:
+            assert one.kernel.overlaps
+            text = source(one.kernel)
+            assert text.count("wait_for_what_ran_before();") >= 1
+            assert dict(one.kernel.constants)["FS_OVERLAP"] == 1
+    assert not any(
+        one.kernel.overlaps for one in HOPPER.forward_passes(p, None, H200, "ascending", "")
+    )
+    for one in PORTABLE.backward_passes(p, None, H200, "ascending", "", "flash2-fused"):
+        assert not one.kernel.overlaps
+        assert dict(one.kernel.constants)["FS_OVERLAP"] == 0
 
 
 def test_a_cluster_takes_what_its_blocks_have_left_each():
     """By hand, in µs: items of 4 + 2 a visit, and 2 for adding up."""
-    times, steps = tile_times.Times(item=4.0, visit=2.0), np.array([16, 16])
-    assert tile_times.fastest_cluster(1, steps, times, 1) == 1  # nobody is idle
-    assert tile_times.fastest_cluster(1, steps, times, 4) == 2  # 2 x 16 -> 36; 4 + 16 + 2 = 22
-    assert tile_times.fastest_cluster(1, steps, times, 16) == 8  # 4 + 4 + 2
-    assert tile_times.fastest_cluster(1, np.array([1, 1]), times, 16) == 1  # 6, not 8
+    times = tile_times.Times(item=4.0, visit=2.0), 2.0
+
+    def fastest(steps, processors):
+        return tile_times.fastest_cluster(1, np.array(steps), *times, processors)
+
+    assert fastest([16, 16], 2) == 1  # nobody is idle
+    assert fastest([16, 16], 4) == 2  # 4 + 32; 4 + 16 + 2; one place for four blocks
+    assert fastest([16, 16], 24) == 8  # 4 + 4 + 2
+    assert fastest([16, 16], 20) == 4  # two places for four blocks, one for eight
+    assert fastest([1, 1], 24) == 1  # 6, not 8
 
 
 @pytest.mark.parametrize(
@@ -306,9 +331,7 @@ def test_a_launch_takes_as_long_as_its_fullest_block():
         (128, 1, 32, 32, H200, True),
         (129, 1, 32, 32, H200, False),  # no room to send dQ off
         (256, 4, 8, 8, H200, False),
-        (128, 1, 32, 8, H200, False),  # 64 items, each for four heads, on 132 SMs
-        (128, 2, 32, 8, H200, True),
-        (128, 1, 32, 8, replace(H200, multiprocessors=114), True),
+        (128, 1, 32, 8, H200, True),
         (64, 1, 8, 8, H200, True),
     ],
 )

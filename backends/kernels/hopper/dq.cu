@@ -99,6 +99,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
     const int part = SPLIT_KEYS ? 0 : g, my_key = SPLIT_KEYS ? KEYS * g : 0;
     Ring ring, slot;
     u32 own_parity = 0;
+    wait_for_what_ran_before();  // and so for delta, which ran before that
     while (true) {
         const Item it = s.items.read(slot);
         if (it.walk < 0) return;

@@ -107,6 +107,9 @@ __device__ void produce_statistics(OnChip& s, const Args& a) {
     const int lane = threadIdx.x % 32;
     const float unit = START ? -1.0f / a.scale : -LOG2E;
     Ring ring, slot;
+    // Nothing else here reads or adds to what ran before has written but by way of these.
+    wait_for_what_ran_before();
+    let_what_runs_next_start();
     while (true) {
         const Item it = s.items.read(slot);
         if (it.walk < 0) return;
