@@ -168,19 +168,18 @@ class Hopper(Family):
         ordered: bool,
     ) -> Kernel:
         """See `Family`; the row-wise kernels are the portable ones."""
-        if stage != "forward":
-            variant = replace(variant, overlap=True)
+        variant = replace(variant, overlap=True)
         if stage == "forward":
             stages = self.stages(problem, tiling, gpu)
             shared = self.forward_bytes(problem, tiling, stages)
-            return _forward_kernel(problem, tiling, variant, shared, stages)
-        if stage in ("dkdv", "fused"):
+            made = _forward_kernel(problem, tiling, variant, shared, stages)
+        elif stage in ("dkdv", "fused"):
             made = backward_kernel(problem, tiling, variant, fused=fused, ordered=ordered)
         elif stage == "dq":
             made = dq_kernel(problem, tiling, variant)
         else:
             made = portable_kernels.rows_kernel(problem, tiling, variant, stage, fused=fused)
-        return replace(made, overlaps=stage != "delta")
+        return replace(made, overlaps=True)
 
 
 HOPPER = Hopper("hopper", nvrtc.load)

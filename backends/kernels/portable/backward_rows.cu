@@ -32,7 +32,8 @@ __device__ inline uint4& piece(char* row, int c) { return reinterpret_cast<uint4
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 flash_delta(const __grid_constant__ Args a) {
-    let_what_runs_next_start();
+    wait_for_what_ran_before();
+    let_what_runs_next_start();  // what it reads besides is there, too
     const int i = blockIdx.x, walk = blockIdx.y, lane = threadIdx.x % LANES;
     const Range rows = row_tile(a, i);
     u32* slots = a.tile_counts + (i64(walk) * a.tiles + i) * 8;
