@@ -131,7 +131,13 @@ def _alone(stages, one):
 def predicted(one, constants=None):
     """Seconds that the model says of a measured pass."""
     direction, algorithm = PASSES[one.name]
-    given = {"direction": direction, "algorithm": algorithm, "kernels": one.kernels}
+    # The times are of kernels that knew no clusters.
+    given = {
+        "direction": direction,
+        "algorithm": algorithm,
+        "kernels": one.kernels,
+        "clusters": False,
+    }
     passes, _ = model._prepare(one.problem, direction, algorithm, one.kernels, one.tiling, H200)
     model_s = predict(one.problem, tiling=one.tiling, constants=constants, **given).seconds
     return model_s + COUNTER * sum(map(cleared, passes))

@@ -9,6 +9,7 @@ from functools import lru_cache
 import numpy as np
 
 from flashsim.api import counting, inputs
+from flashsim.backends.families import tile_times
 from flashsim.backends.families.family import Family
 from flashsim.backends.families.hopper import HOPPER
 from flashsim.backends.families.portable import PORTABLE
@@ -52,6 +53,7 @@ def predict(
     constants: Mapping[str, Constants] | None = None,
     heads_in_group: Mapping[str, int] | None = None,
     splits: int | str = "auto",
+    clusters: bool = True,
 ) -> Prediction:
     """How long the kernels of `backend="cupy"` take, or a library's for standard attention.
 
@@ -79,6 +81,9 @@ def predict(
         "flash-decode": over how many blocks the keys of a sequence are spread; the kernel's choice.
         Its keys come from HBM, at random if they lie in pages, and once for each row tile: of more
         queries than fill one, L2 may serve some, which this does not know.
+    clusters : bool
+        Whether the blocks of a cluster share an item of Hopper's backward where key tiles are few,
+        as the kernels do; False: one block an item, for which the constants were fitted.
 
     Raises
     ------
@@ -112,6 +117,7 @@ def predict(
         return decoding(problem, direction, splits, device)
     if splits != "auto":
         raise OptionError(f"{algorithm!r} splits no keys; algorithm='flash-decode' does")
+    checks.flag("clusters", clusters)
     kernels = made_for(device) if kernels is None else kernels
     checks.one_of("kernels", kernels, CALIBRATED)
     inputs.check_tiling(tiling)
@@ -131,6 +137,8 @@ def predict(
         if heads < 1:
             raise OptionError(f"heads_in_group must be at least 1, got {heads!r} for {name!r}")
         passes = tuple(replace(x, clump=heads) if x.stage.name == name else x for x in passes)
+    if not clusters:
+        passes = tuple(replace(x, kernel=replace(x.kernel, cluster=1)) for x in passes)
     return Prediction(traffic, kernels, tuple(_stage(one, traffic, known) for one in passes))
 
 
@@ -196,14 +204,22 @@ def _stage(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]
         raise OptionError(f"no constants for {named!r}; there are some for {', '.join(constants)}")
     chosen = constants[named]
     shared, waiting = durations(work, chosen)
-    parts = one.kernel.cluster  # of an item, which as many blocks share out
+    blocks = one.kernel.cluster  # that share an item: each is as long in its part of it
+    if blocks > 1:
+        width = 64 if max(traffic.problem.head_dim, traffic.problem.head_dim_v) <= 64 else 128
+        adding_up = 1e-6 * tile_times.ADDING_UP[width]
+        shared, waiting = (
+            shared / blocks,
+            (waiting - chosen.item) / blocks + chosen.item + adding_up,
+        )
+    places = int(device.sm_count * tile_times.CLUSTERS[blocks])
     last, mean = makespan(
-        *((shared / parts).tolist(), (waiting / parts).tolist()),
-        *(one.walks * parts, one.clump * parts, device.sm_count, work.blocks),
+        *(shared.tolist(), waiting.tolist()),
+        *(one.walks * blocks, one.clump * blocks, places, work.blocks),
     )
     hbm = bytes_once / (device.hbm_bandwidth * HBM_SHARE)
     seconds = _throttled(max(last, hbm), chosen.throttle) + chosen.launch
-    items = len(work.visits) * one.walks * parts
+    items = len(work.visits) * one.walks * blocks
     total = int(work.visits.sum()) * one.walks
     units = {unit: work.visit[unit] * total / device.sm_count for unit in UNITS} | {"HBM": hbm}
     waves = items / (work.blocks * device.sm_count)
