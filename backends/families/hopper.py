@@ -119,10 +119,14 @@ class Hopper(Family):
         return max(problem.head_dim, problem.head_dim_v) <= 128
 
     def fuses(self, problem: Problem, gpu: Gpu) -> bool:
-        """See `Family`: above 128 the fused kernel has no room to send dQ off, and measured on an
-        H200 three passes are faster (docs/notebooks/hopper.md).
+        """See `Family`. Measured on an H200 (docs/notebooks/hopper.md): above 128 the fused kernel
+        has no room to send dQ off; and of few sequences of up to two key tiles, the three passes'
+        additional products take less time than clearing and converting a float32 dQ.
         """
-        return max(problem.head_dim, problem.head_dim_v) <= 128
+        p = problem
+        few = -(-p.n_kv // 128) * p.kv_heads * p.batch <= 2 * gpu.multiprocessors
+        short = max(p.n_q, p.n_kv) <= 256 and few
+        return max(p.head_dim, p.head_dim_v) <= 128 and not short
 
     def cluster(self, stage: plans.Stage, tables: Lowered, gpu: Gpu) -> int:
         """See `Family`. A backward with keys outside whose items leave multiprocessors idle."""

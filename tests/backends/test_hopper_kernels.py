@@ -328,18 +328,24 @@ def test_a_launch_takes_as_long_as_its_fullest_block():
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "batch", "heads", "kv_heads", "gpu", "fuses"),
+    ("n", "head_dim", "batch", "heads", "kv_heads", "gpu", "fuses"),
     [
-        (128, 1, 32, 32, H200, True),
-        (129, 1, 32, 32, H200, False),  # no room to send dQ off
-        (256, 4, 8, 8, H200, False),
-        (128, 1, 32, 8, H200, True),
-        (64, 1, 8, 8, H200, True),
+        (1024, 128, 1, 32, 32, H200, True),
+        (1024, 129, 1, 32, 32, H200, False),  # no room to send dQ off
+        (1024, 256, 4, 8, 8, H200, False),
+        (1024, 128, 1, 32, 8, H200, True),
+        (256, 128, 1, 16, 16, H200, False),  # too short
+        (256, 128, 8, 16, 16, H200, False),  # 256 items, two rounds of them
+        (256, 128, 8, 17, 17, H200, True),
+        (256, 128, 8, 16, 16, replace(H200, multiprocessors=127), True),
+        (257, 128, 1, 16, 16, H200, True),
     ],
 )
-def test_the_backward_is_fused_where_that_is_faster(head_dim, batch, heads, kv_heads, gpu, fuses):
+def test_the_backward_is_fused_where_that_is_faster(
+    n, head_dim, batch, heads, kv_heads, gpu, fuses
+):
     more = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "dtype": "bfloat16"}
-    p = Problem(1024, 1024, head_dim, causal=True, **more)
+    p = Problem(n, n, head_dim, causal=True, **more)
     assert HOPPER.fuses(p, gpu) is fuses
     assert PORTABLE.fuses(p, gpu)
 

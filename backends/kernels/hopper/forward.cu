@@ -38,7 +38,6 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
     u32 q_parity = 0;
     const int items = a.walks * a.tiles;
     wait_for_what_ran_before();  // it may have written Q, K and V, and asked the counter
-    let_what_runs_next_start();
     for (int w = first_work();; w = next_work(counter, items)) {
         const Item& it = s.items.write(slot, a, w, items, true);
         if (it.walk < 0) return;
