@@ -62,7 +62,7 @@ def main() -> None:
 
     result = run()
     works["forward"] = run
-    works["backward, three passes"] = lambda: result.backward(dout, deterministic=True)
+    works["backward, deterministic"] = lambda: result.backward(dout, deterministic=True)
     works["backward, fused"] = lambda: result.backward(dout, deterministic=False)
     microseconds(works, wait, 3)  # compiles
     print(f"{'µs a call':24}{'alone':>8}{'in a row':>10}")
