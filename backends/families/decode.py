@@ -67,10 +67,17 @@ _INT32 = int(np.iinfo(np.int32).max)
 #: Splits that may be a cluster of blocks, which merge through their shared memory (sm_90 and
 #: later); the programming guide promises a cluster of 8.
 _CLUSTERS = (2, 4, 8)
-#: Of the multiprocessors, as many as take nearly all that the memory gives, where keys and values
-#: together have more than 128 columns and no cluster merges; with fewer columns an SM has half the
-#: bytes under way, and so many are enough up to this many keys, fewer where they lie in pages.
-_ENOUGH, _SHORT, _SHORT_IN_PAGES = 0.45, 4096, 1024
+#: Key tiles of a block up to which 8 splits that are a cluster are better than more through HBM.
+_CLUSTERED = 4
+#: Of the multiprocessors, as many as take nearly all that the memory gives.
+_ENOUGH = 0.45
+#: Bytes of K and V under way on a multiprocessor: of long contiguous ranges of keys; of others,
+#: in pages or no longer than so many key tiles.
+_RING, _SHORT_RING, _SHORT = 192 << 10, 128 << 10, 8
+_STAGES = 6  # at most
+#: Bytes of K and V up to which a call begins before what runs before it has ended; more of them
+#: stream faster if their blocks begin together behind it.
+_OVERLAPPED = 600e6
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,10 +252,11 @@ def plan(
     Without `splits`, a sequence gets so many that the blocks fill the multiprocessors once: where
     they must be split for that, blocks of 8 warps, one on each multiprocessor; where the batch has
     more blocks than there are multiprocessors, blocks of 4 warps, two on each, of which no one is
-    longer than the average load. Sequences alike in length, whose blocks are `_ENOUGH` by
-    themselves, stay whole, since a split would cost a merge for nothing: with more than 128 columns
-    of keys and values where no cluster merges, with fewer up to `_SHORT` keys. (Measured on an
-    H200; docs/guides/performance.md and benchmarks/decode.py have the sweeps.)
+    longer than the average load. Where clusters merge, short sequences alike in length get 8, or as
+    many of these as they have key tiles. Contiguous sequences alike in length, whose blocks are
+    `_ENOUGH` by themselves, stay whole, since a split would cost a merge for nothing: with up to
+    128 columns of keys and values, with more where no cluster merges. (Measured on an H200;
+    docs/notebooks/decoding.md and benchmarks/decode.py have the sweeps.)
 
     Parameters
     ----------
@@ -277,30 +285,39 @@ def plan(
     row_tiles = -(-rows // block_q)
     alone = sum(n > 0 for n in lengths) * p.kv_heads * row_tiles
     wide = alone <= gpu.multiprocessors
-    warps, stages, shared, most = on_chip(block_q, d, dv, gpu, wide=wide)
-    block_k = KEYS * warps
-    ranges = [decode_splits.key_tiles(p, length, block_k) for length in lengths]
+    warps = on_chip(block_q, d, dv, gpu, wide=wide)[0]
+    ranges = [decode_splits.key_tiles(p, length, KEYS * warps) for length in lengths]
     tiles = [hi - lo for lo, hi in ranges]
-    blocks = gpu.multiprocessors * (1 if wide else 2)
-    longest = decode_splits.longest_split(tiles, blocks // (p.kv_heads * row_tiles))
+    capacity = gpu.multiprocessors * (1 if wide else 2) // (p.kv_heads * row_tiles)
+    longest = decode_splits.longest_split(tiles, capacity)
     busy = sum(tiles) * p.kv_heads * row_tiles / gpu.multiprocessors  # key tiles of an SM
-    short = _SHORT_IN_PAGES if page else _SHORT
-    whole = not hopper if d + dv > 128 else max(tiles) * block_k <= short
+    whole = not page and (not hopper or d + dv <= 128)
     if wide and whole and busy >= _ENOUGH * max(tiles):
         longest = max(longest, *tiles)
+    clusters, alike, most = hopper and wide, len({*tiles}) == 1, max(_CLUSTERS)
+    if clusters and alike and p.batch * most <= capacity and 1 < tiles[0] <= most * _CLUSTERED:
+        splits = splits or max(n for n in _CLUSTERS if n <= tiles[0])
     made = decode_splits.divided(tiles, splits, longest)
+    short = page or -(-max(tiles) // max(made)) <= _SHORT
+    chip = on_chip(block_q, d, dv, gpu, wide=wide, ring=_SHORT_RING if short else _RING)
+    most = chip[3]
     if max(made) > most:
         raise OptionError(
             f"splits must be at most {most} here, whose weights fit a block's shared memory, got "
             f"{max(made)}"
         )
-    cluster = made[0] if hopper and wide and made[0] in _CLUSTERS and len({*made}) == 1 else 1
+    cluster = made[0] if clusters and made[0] in _CLUSTERS and len({*made}) == 1 else 1
     exchanged = _exchanged(cluster, block_q, row_elements(p.head_dim_v))
-    if shared + exchanged > gpu.shared_bytes:
+    if chip[2] + exchanged > gpu.shared_bytes:
         cluster, exchanged = 1, 0
     variant = Variant(True, False, counts=counts, timeline=timeline)
-    chip = warps, stages, shared + exchanged, most
-    kernel = walking_kernel(p, variant, block_q, chip, page=page, overlap=hopper, cluster=cluster)
+    read = sum(lengths) * p.kv_heads * (p.head_dim + p.head_dim_v) * p.itemsize
+    kernel = walking_kernel(
+        *(p, variant, block_q, (*chip[:2], chip[2] + exchanged, most)),
+        page=page,
+        overlap=hopper and read <= _OVERLAPPED,
+        cluster=cluster,
+    )
     return launch(p, kernel, lengths, ranges, made, row_tiles)
 
 
@@ -364,20 +381,21 @@ def merge_kernel(
     return Kernel("portable/decode_merge.cu", "flash_decode_merge", threads, 0, macros(values))
 
 
-def on_chip(rows: int, d: int, dv: int, gpu: Gpu, *, wide: bool) -> tuple[int, int, int, int]:
-    """Warps and stages; ``sizeof(OnChip)``; how many splits have their weights in it."""
-    room = gpu.shared_bytes if wide else (gpu.shared_bytes - 1024) // 2
-    shapes = [(4, 3), (4, 2), (2, 3), (2, 2), (1, 2)]
-    if wide:
-        shapes = [(8, 3), (8, 2), *shapes]
-    elif d + dv <= 128:
-        shapes = [(4, 6), *shapes]  # as many bytes under way as at 128
-    for warps, stages in shapes:
-        ring = warps * stages * 2 * KEYS * (d + dv)
-        after = max(ring, 4 * warps * rows * dv)
-        shared = 2 * rows * d + after + _lines(8 * warps * rows) + 128
-        if shared <= room or (warps, stages) == (1, 2):
-            return warps, stages, shared, ring // (4 * rows)
+def on_chip(
+    rows: int, d: int, dv: int, gpu: Gpu, *, wide: bool, ring: int = _RING
+) -> tuple[int, int, int, int]:
+    """Warps and stages, of which as many as make `ring` bytes under way on a multiprocessor;
+    ``sizeof(OnChip)``; how many splits have their weights in it.
+    """
+    room, blocks = (gpu.shared_bytes, 1) if wide else ((gpu.shared_bytes - 1024) // 2, 2)
+    for warps in (8, 4, 2, 1) if wide else (4, 2, 1):
+        stage = warps * 2 * KEYS * (d + dv)
+        most = max(2, min(_STAGES, ring // blocks // stage))
+        for stages in range(most, 1, -1):
+            after = max(stages * stage, 4 * warps * rows * dv)
+            shared = 2 * rows * d + after + _lines(8 * warps * rows) + 128
+            if shared <= room or (warps, stages) == (1, 2):
+                return warps, stages, shared, stages * stage // (4 * rows)
     raise AssertionError("the last one is taken whatever it needs")
 
 

@@ -81,8 +81,8 @@ def test_the_measured_choices(batch, keys, splits, threads):
 
 
 def test_sequences_that_take_all_the_memory_gives_stay_whole():
-    """64 blocks are 0.48 of 132 multiprocessors, 56 are 0.42; narrow rows are split even so, where
-    there are many, and wide ones where a cluster merges."""
+    """64 blocks are 0.48 of 132 multiprocessors, 56 are 0.42; those in pages are split even so, and
+    wide rows where a cluster merges."""
     p, a100 = Problem(1, 32768, 128, batch=8, **GROUPED), replace(H200, compute_capability=(8, 0))
     assert decode.plan(p, (32768,) * 8, a100).splits == (1,) * 8
     assert decode.plan(replace(p, batch=7), (32768,) * 7, a100).splits == (2,) * 7
@@ -91,10 +91,38 @@ def test_sequences_that_take_all_the_memory_gives_stay_whole():
     assert (made.splits, made.cluster) == ((2,) * 8, 2)
     narrow = replace(p, head_dim=64, head_dim_v=64)
     assert decode.plan(narrow, (4096,) * 8, H200).splits == (1,) * 8
-    for keys, splits in ((1024, 1), (4096, 2)):
-        assert decode.plan(narrow, (keys,) * 8, H200, page=16).splits == (splits,) * 8
-    made = decode.plan(narrow, (4097,) * 8, H200)
+    assert decode.plan(narrow, (32768,) * 8, H200).splits == (1,) * 8
+    made = decode.plan(narrow, (1024,) * 8, H200, page=16)
     assert (made.splits, made.cluster, made.slots) == ((2,) * 8, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("keys", "splits", "cluster"),
+    [(100, 1, 1), (300, 2, 2), (700, 4, 4), (1024, 8, 8), (4096, 8, 8), (8192, 16, 1)],
+)
+def test_short_sequences_merge_in_the_largest_cluster(keys, splits, cluster):
+    """8 parts of four key tiles rather than 16 of two, whose parts would go through HBM."""
+    made = decode.plan(Problem(1, 8192, 128, **GROUPED), (keys,), H200)
+    assert (made.splits, made.cluster) == ((splits,), cluster)
+    assert decode.plan(made.problem, (keys,), replace(H200, compute_capability=(8, 0))).cluster == 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "keys", "page", "stages", "overlaps"),
+    [
+        (8, 32768, 0, 3, False),
+        (8, 32768, 16, 2, False),
+        (8, 1024, 0, 2, True),
+        (32, 4096, 0, 3, True),
+        (32, 4096, 16, 2, True),
+    ],
+)
+def test_long_contiguous_ranges_have_more_under_way(batch, keys, page, stages, overlaps):
+    """192 KB a multiprocessor; in pages, and of few tiles, 128 KB."""
+    p = Problem(1, keys, 128, batch=batch, **GROUPED)
+    made = decode.plan(p, (keys,) * batch, H200, page=page)
+    assert dict(made.kernel.constants)["FS_STAGES"] == stages
+    assert made.overlaps == overlaps
 
 
 def test_what_merges_in_a_cluster():
