@@ -20,7 +20,7 @@
 #define __global__
 #define __shared__
 #define __grid_constant__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
 
 using u32 = unsigned int;
