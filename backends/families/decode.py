@@ -290,9 +290,9 @@ def plan(
     tiles = [hi - lo for lo, hi in ranges]
     capacity = gpu.multiprocessors * (1 if wide else 2) // (p.kv_heads * row_tiles)
     longest = decode_splits.longest_split(tiles, capacity)
-    busy = sum(tiles) * p.kv_heads * row_tiles / gpu.multiprocessors  # key tiles of an SM
-    whole = not page and (not hopper or d + dv <= 128)
-    if wide and whole and busy >= _ENOUGH * max(tiles):
+    whole = wide and not page and (not hopper or d + dv <= 128)
+    busy = sum(tiles) * p.kv_heads * row_tiles  # blocks of one key tile
+    if whole and busy >= _ENOUGH * max(tiles) * gpu.multiprocessors:
         longest = max(longest, *tiles)
     clusters, alike, most = hopper and wide, len({*tiles}) == 1, max(_CLUSTERS)
     if clusters and alike and p.batch * most <= capacity and 1 < tiles[0] <= most * _CLUSTERED:

@@ -142,7 +142,7 @@ def test_a_cluster_merges_its_splits(name):
 
 
 CLUSTER_FAULTS = {
-    "a part for another rank": ("t.share[rank][place]", "t.share[rank ^ 1][place]"),
+    "a part for another rank": ("t.share[own.rank][place]", "t.share[own.rank ^ 1][place]"),
     "LSE to one block": ("to < CLUSTER; ++to)", "to < 1; ++to)"),
     "a lost split": ("s < CLUSTER; ++s) {", "s < CLUSTER - 1; ++s) {"),
     "C0": ("cluster_wait();  // C0", "// C0"),
