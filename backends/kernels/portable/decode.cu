@@ -81,9 +81,7 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
         cp_async_commit();  // also of nothing, so that the waits can count
     };
 
-    // -- Phase 1: start copying the first K, V; then Q, to registers ------------------------------
-#pragma unroll
-    for (int n = 0; n < STAGES - 1; ++n) load_kv(n);
+    // -- Phase 1: start copying Q, then the first K, V; Q to registers ----------------------------
     u32 q_bytes = 0;
     for (int at = threadIdx.x; at < ROWS * (D / WIDE); at += THREADS) {
         const int r = at / (D / WIDE), c = at % (D / WIDE);
@@ -94,7 +92,10 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
         q_bytes += inside ? KeyRow::bytes(c) : 0;
     }
     report(item_count, q_bytes);
-    cp_async_wait();
+    cp_async_commit();
+#pragma unroll
+    for (int n = 0; n < STAGES - 1; ++n) load_kv(n);
+    cp_async_wait_group<STAGES - 1>();  // Q's: K and V go on coming
     __syncthreads();  // B0: Q is complete before any warp reads it
     FragmentA q[MT][D / 16];
     const auto q_at = read_a(t.Q);

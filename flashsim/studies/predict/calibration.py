@@ -63,8 +63,9 @@ class DecodeConstants(NamedTuple):
 
     `launch` of any call; `item` of a block, besides its keys, and `row` more for each element of
     its results; an SM streams at most `rate` bytes a second, and all of them `hbm_share` of HBM's
-    nominal bandwidth; `merge` where keys are split. With pages, `table` for the first numbers, and
-    a byte takes 1 + `scatter` / sqrt(bytes of a page's rows) times as long.
+    nominal bandwidth; `merge` where keys are split, `exchange` where the splits are a cluster. With
+    pages, `table` for the first numbers, and a byte takes 1 + `scatter` / sqrt(bytes of a page's
+    rows) times as long.
     """
 
     launch: float
@@ -73,13 +74,14 @@ class DecodeConstants(NamedTuple):
     rate: float
     hbm_share: float
     merge: float
+    exchange: float
     scatter: float
     table: float
 
 
 #: Fitted by `benchmarks/predict.py --decode --fit` to docs/data/decode-h200.csv: batches of 1 and
 #: 32 of its table, and two of its sweeps over splits; measured before splits merged as clusters.
-DECODING = DecodeConstants(9.21e-07, 3.92e-06, 1.82e-09, 7.33e10, 0.909, 2.08e-06, 0.551, 4.74e-07)
+DECODING = DecodeConstants(9.21e-07, 3.92e-06, 1.82e-09, 7.33e10, 0.909, 2.08e-06, 2.08e-06, 0.551, 4.74e-07)
 
 #: By kernel family and stage; "wide" are the Hopper kernels with keys outside, and dQ, for a
 #: head_dim beyond 128, which are other kernels.

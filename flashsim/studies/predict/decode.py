@@ -3,8 +3,8 @@
 A block waits for its first keys and ends with a merge of its warps (`item`), and in between streams
 its keys as fast as an SM can (`rate`), or multiplies them as fast as the portable forward kernel
 does on tensor cores, whichever takes longer; all blocks together no faster than HBM. Blocks take
-the places that become free. Where keys are split, the block of a sequence that ends last merges;
-clusters, which merge on chip, and calls that begin before the last has ended are not in the model.
+the places that become free. Where keys are split, the block of a sequence that ends last merges, or
+a cluster on chip. That a call may begin before the last one has ended is in `launch`.
 """
 
 from __future__ import annotations
@@ -114,4 +114,5 @@ def stages(
     )
     if max(made.splits) == 1:
         return (walk,)
-    return walk, StageTime("combine", c.merge, {"latency": c.merge}, 1.0, 0.0)
+    merge = c.merge if made.cluster == 1 else c.exchange
+    return walk, StageTime("combine", merge, {"latency": merge}, 1.0, 0.0)
