@@ -70,7 +70,8 @@ def plan(
     d, dv = padded_dims(p)
     block_q = decode.block_q_of(rows * p.batch, d, dv)
     row_tiles, prefix_tiles = -(-rows // block_q), -(-rows * p.batch // block_q)
-    chip = decode.on_chip(block_q, d, dv, gpu, wide=True)
+    ring = decode.SHORT_RING if page else decode.RING
+    chip = decode.on_chip(block_q, d, dv, gpu, wide=True, ring=ring)
     block_k = decode.KEYS * chip[0]
     own = [length - prefix for length in lengths]
     tiles = [-(-n // block_k) for n in own]

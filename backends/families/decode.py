@@ -73,7 +73,7 @@ _CLUSTERED = 4
 _ENOUGH = 0.45
 #: Bytes of K and V under way on a multiprocessor: of long contiguous ranges of keys; of others,
 #: in pages or no longer than so many key tiles.
-_RING, _SHORT_RING, _SHORT = 192 << 10, 128 << 10, 8
+RING, SHORT_RING, _SHORT = 192 << 10, 128 << 10, 8
 _STAGES = 6  # at most
 #: Bytes of K and V up to which a call begins before what runs before it has ended; more of them
 #: stream faster if their blocks begin together behind it.
@@ -299,7 +299,7 @@ def plan(
         splits = splits or max(n for n in _CLUSTERS if n <= tiles[0])
     made = decode_splits.divided(tiles, splits, longest)
     short = page or -(-max(tiles) // max(made)) <= _SHORT
-    chip = on_chip(block_q, d, dv, gpu, wide=wide, ring=_SHORT_RING if short else _RING)
+    chip = on_chip(block_q, d, dv, gpu, wide=wide, ring=SHORT_RING if short else RING)
     most = chip[3]
     if max(made) > most:
         raise OptionError(
@@ -382,7 +382,7 @@ def merge_kernel(
 
 
 def on_chip(
-    rows: int, d: int, dv: int, gpu: Gpu, *, wide: bool, ring: int = _RING
+    rows: int, d: int, dv: int, gpu: Gpu, *, wide: bool, ring: int = RING
 ) -> tuple[int, int, int, int]:
     """Warps and stages, of which as many as make `ring` bytes under way on a multiprocessor;
     ``sizeof(OnChip)``; how many splits have their weights in it.
