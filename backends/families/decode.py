@@ -69,14 +69,15 @@ _INT32 = int(np.iinfo(np.int32).max)
 _CLUSTERS = (2, 4, 8)
 #: Key tiles of a block up to which 8 splits that are a cluster are better than more through HBM.
 _CLUSTERED = 4
-#: Of the multiprocessors, as many as take nearly all that the memory gives.
-_ENOUGH = 0.45
-#: Bytes of K and V under way on a multiprocessor: of long contiguous ranges of keys; of others,
-#: in pages or no longer than so many key tiles.
+#: Of the multiprocessors, as many as take nearly all that the memory gives; key tiles from which
+#: on wide rows stay whole where they take so many.
+_ENOUGH, _LONG = 0.45, 128
+#: Bytes of K and V under way on a multiprocessor: of one block's long contiguous range of keys; of
+#: two blocks', of pages, of ranges no longer than so many key tiles.
 RING, SHORT_RING, _SHORT = 192 << 10, 128 << 10, 8
 _STAGES = 6  # at most
-#: Bytes of K and V up to which a call begins before what runs before it has ended; more of them
-#: stream faster if their blocks begin together behind it.
+#: Bytes of K and V up to which a call begins before what runs before it has ended, if its blocks
+#: are two on a multiprocessor and all there at once: more of them stream faster behind it.
 _OVERLAPPED = 600e6
 
 
@@ -255,8 +256,8 @@ def plan(
     longer than the average load. Where clusters merge, short sequences alike in length get 8, or as
     many of these as they have key tiles. Contiguous sequences alike in length, whose blocks are
     `_ENOUGH` by themselves, stay whole, since a split would cost a merge for nothing: with up to
-    128 columns of keys and values, with more where no cluster merges. (Measured on an H200;
-    docs/notebooks/decoding.md and benchmarks/decode.py have the sweeps.)
+    128 columns of keys and values; with more where no cluster merges, or from `_LONG` tiles on.
+    (Measured on an H200; docs/notebooks/decoding.md and benchmarks/decode.py have the sweeps.)
 
     Parameters
     ----------
@@ -290,7 +291,7 @@ def plan(
     tiles = [hi - lo for lo, hi in ranges]
     capacity = gpu.multiprocessors * (1 if wide else 2) // (p.kv_heads * row_tiles)
     longest = decode_splits.longest_split(tiles, capacity)
-    whole = wide and not page and (not hopper or d + dv <= 128)
+    whole = wide and not page and (not hopper or d + dv <= 128 or max(tiles) >= _LONG)
     busy = sum(tiles) * p.kv_heads * row_tiles  # blocks of one key tile
     if whole and busy >= _ENOUGH * max(tiles) * gpu.multiprocessors:
         longest = max(longest, *tiles)
@@ -298,7 +299,7 @@ def plan(
     if clusters and alike and p.batch * most <= capacity and 1 < tiles[0] <= most * _CLUSTERED:
         splits = splits or max(n for n in _CLUSTERS if n <= tiles[0])
     made = decode_splits.divided(tiles, splits, longest)
-    short = page or -(-max(tiles) // max(made)) <= _SHORT
+    short = page or not wide or -(-max(tiles) // max(made)) <= _SHORT
     chip = on_chip(block_q, d, dv, gpu, wide=wide, ring=SHORT_RING if short else RING)
     most = chip[3]
     if max(made) > most:
@@ -310,12 +311,13 @@ def plan(
     exchanged = _exchanged(cluster, block_q, row_elements(p.head_dim_v))
     if chip[2] + exchanged > gpu.shared_bytes:
         cluster, exchanged = 1, 0
-    variant = Variant(True, False, counts=counts, timeline=timeline)
     read = sum(lengths) * p.kv_heads * (p.head_dim + p.head_dim_v) * p.itemsize
+    at_once = not wide and sum(made) <= capacity
+    variant = Variant(True, False, counts=counts, timeline=timeline)
     kernel = walking_kernel(
         *(p, variant, block_q, (*chip[:2], chip[2] + exchanged, most)),
         page=page,
-        overlap=hopper and read <= _OVERLAPPED,
+        overlap=hopper and not (at_once and read > _OVERLAPPED),
         cluster=cluster,
     )
     return launch(p, kernel, lengths, ranges, made, row_tiles)

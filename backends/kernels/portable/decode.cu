@@ -36,8 +36,9 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
     u64* visit_stamp = a.visit_stamps + own.visit(a) * 5;
     u64* item_stamp = a.item_stamps + own.item(a) * 6;
 
-    // A page's number is read a tile ahead; lane l has that of the warp's key l % KEYS. A table may
-    // name a page that the pool has not: page 0 is read in its place, and all results become NaN.
+    // Pages' numbers are read AHEAD tiles before they are asked for; lane l has that of the warp's key
+    // l % KEYS. A table may name a page that the pool has not: page 0 is read in its place, and all
+    // results become NaN.
     bool bad = false;
     auto page_of = [&](int n) {
         const int key = own.key(n) + lane % KEYS;
@@ -49,23 +50,28 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
     };
     wait_for_what_ran_before();
     stamp_block(item_stamp, false);
-    int page = page_of(0);
+    constexpr int AHEAD = 3;
+    int pages[AHEAD];  // of the next tiles to be copied
+#pragma unroll
+    for (int n = 0; n < AHEAD; ++n) pages[n] = page_of(n);
     auto load_kv = [&](int n) {
         if (n < own.tiles) {
             const int first = own.key(n), count = min(KEYS, own.length - first);
             Stage& stage = t.ring[warp][n % STAGES];
             u32 k_bytes, v_bytes;
             if constexpr (PAGE != 0) {
-                const int next = page_of(n + 1), within = (first + lane % KEYS) % max(PAGE, 1);
+                const int next = page_of(n + AHEAD), within = (first + lane % KEYS) % max(PAGE, 1);
                 auto row_of = [&](const Tensor& x) {
-                    return [&x, page = page, within](int r) {
+                    return [&x, page = pages[0], within](int r) {
                         return __shfl_sync(~0u, page, r) * x.batch +
                                __shfl_sync(~0u, within, r) * x.row;
                     };
                 };
                 k_bytes = stream<KeyRow>(stage.K, k, count, once, row_of(a.k));
                 v_bytes = stream<ValueRow>(stage.V, v, count, once, row_of(a.v));
-                page = next;
+#pragma unroll
+                for (int i = 0; i + 1 < AHEAD; ++i) pages[i] = pages[i + 1];
+                pages[AHEAD - 1] = next;
                 // Of a tile's keys that lie in one page, the first one counts the entry.
                 const bool opens = within == 0 || (warp == 0 && lane == 0);
                 report(visit_count + n * 8 + 2, lane < KEYS && lane < count && opens ? 4 : 0);
