@@ -125,7 +125,7 @@ def test_short_sequences_merge_in_the_largest_cluster(keys, splits, cluster):
     ],
 )
 def test_long_contiguous_ranges_have_more_under_way(batch, keys, page, stages, overlaps):
-    """192 KB a multiprocessor; in pages, of few tiles, of two blocks 128 KB. Two blocks do not begin
+    """192 KB a multiprocessor; in pages, of few tiles, of two blocks 128 KB. Two do not begin
     early, if all have their places and much to read."""
     p = Problem(1, keys, 128, batch=batch, **GROUPED)
     made = decode.plan(p, (keys,) * batch, H200, page=page)

@@ -81,7 +81,17 @@ class DecodeConstants(NamedTuple):
 
 #: Fitted by `benchmarks/predict.py --decode --fit` to docs/data/decode-h200.csv: batches of 1 and
 #: 32 of its table, and two of its sweeps over splits; measured before splits merged as clusters.
-DECODING = DecodeConstants(9.21e-07, 3.92e-06, 1.82e-09, 7.33e10, 0.909, 2.08e-06, 2.08e-06, 0.551, 4.74e-07)
+DECODING = DecodeConstants(
+    launch=9.21e-07,
+    item=3.92e-06,
+    row=1.82e-09,
+    rate=7.33e10,
+    hbm_share=0.909,
+    merge=2.08e-06,
+    exchange=2.08e-06,
+    scatter=0.551,
+    table=4.74e-07,
+)
 
 #: By kernel family and stage; "wide" are the Hopper kernels with keys outside, and dQ, for a
 #: head_dim beyond 128, which are other kernels.
