@@ -1,6 +1,7 @@
 """Joules of attention's passes, and of each unit alone: needs a Hopper GPU, CuPy, torch and NVML.
 
     python benchmarks/power.py --csv docs/data/power-h200.csv [--seconds 1.2] [--jobs 14]
+    python benchmarks/power.py --read FILE [--fit]   # predicted beside it, constants fitted; no GPU
 
 Everything is called again and again for `--seconds`, the host 20 milliseconds and more ahead. NVML
 renews its count of energy some ten times a second; it is read from renewal to renewal after the
@@ -19,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +29,9 @@ import gpu_compile
 
 import flashsim
 from flashsim import Problem
+from flashsim.report import Table
+from flashsim.studies.energy import Energy, energy_of
+from flashsim.studies.predict import predict
 
 SHAPE = ("n_q", "n_kv", "head_dim", "batch", "heads", "kv_heads", "causal")
 MEASURED = ("us", "joules", "watts", "MHz", "celsius", "capped", "renewals")
@@ -243,6 +248,120 @@ def library(lab: Any, p: Problem, q: Any, k: Any, v: Any) -> Iterator[Load]:
     yield Load("library", "O", partial(torch.matmul, weights, v, out=out), columns)
 
 
+# -- predicted beside measured ---------------------------------------------------------------------
+
+PASSES = {"forward": ("forward", "flash2"), "flash2": ("backward", "flash2")}
+PASSES["flash2-fused"] = ("backward", "flash2-fused")
+
+
+class Measured(NamedTuple):
+    """A pass of the table, and what is predicted of it."""
+
+    row: dict[str, str]
+    problem: Problem
+    prediction: Any
+
+    @property
+    def fitted(self) -> bool:
+        """Whether the fit sees it: no mask, N = 4096, head_dim 64 and 128."""
+        p = self.problem
+        return p.n_q == 4096 and not p.causal and p.head_dim < 256
+
+    def figure(self, name: str) -> float:
+        """A measured one."""
+        return float(self.row[name])
+
+
+def read(path: Path) -> tuple[dict[str, dict[str, str]], list[Measured]]:
+    """Units by name, and the passes of flashsim's kernels, decoding aside."""
+    units, found = {}, []
+    with path.open(newline="") as stream:
+        for row in csv.DictReader(stream):
+            if row["kind"] == "unit":
+                units[row["name"]] = row
+            elif row["kind"] in ("hopper", "portable"):
+                given = {name: int(row[name]) for name in SHAPE if name != "causal"}
+                p = Problem(**given, causal=row["causal"] == "True", dtype="bfloat16")
+                direction, algorithm = PASSES[row["name"]]
+                asked = {"direction": direction, "algorithm": algorithm, "kernels": row["kind"]}
+                found.append(Measured(row, p, predict(p, **asked)))
+    return units, found
+
+
+def fit(units: dict[str, dict[str, str]], passes: list[Measured]) -> Energy:
+    """Constants: of units alone, then of products, scores and sums, from the passes to fit."""
+    import numpy as np
+    from scipy.optimize import nnls
+
+    idle = float(units["idle"]["watts"])
+
+    def each(name: str) -> float:
+        row = units[name]
+        return (float(row["joules"]) - idle * float(row["us"]) * 1e-6) / float(row["amount"])
+
+    moved = each("L2 reads, copy engine"), each("L2 reads")
+    hbm = (each("HBM reads") + each("HBM copy")) / 2 - moved[1]  # through L2 to the SMs, too
+    known = Energy(idle, (0.0, 0.0), 0.0, each("ldmatrix"), moved, (0.0, 0.0), hbm)
+    those = [one for one in passes if one.fitted]
+    seconds = [one.figure("us") * 1e-6 for one in those]
+    left, asked = [], []
+    for one, took in zip(those, seconds, strict=True):
+        threads = one.row["kind"] == "portable"
+        uses = [stage.use for stage in one.prediction.stages]
+        rest = sum(known.joules(use, 0.0, by_threads=threads) for use in uses) + idle * took
+        weight = 1 / one.figure("joules")
+        flops, scores, added = (
+            sum(getattr(use, name) for use in uses) for name in ("flops", "scores", "added")
+        )
+        sums = flops * (not threads), flops * threads, scores, added
+        asked.append([weight * x for x in sums])
+        left.append(weight * (one.figure("joules") - rest))
+    wgmma, mma, score, added = nnls(np.array(asked), np.array(left))[0].tolist()
+    return replace(known, flop=(wgmma, mma), score=score, added=(added, added))
+
+
+def error(one: Measured, energy: Energy, *, own_time: bool = True) -> float:
+    """Predicted over measured joules, minus 1; `own_time`: for the predicted time, too."""
+    threads = one.row["kind"] == "portable"
+    predicted = sum(s.seconds for s in one.prediction.stages)
+    took = predicted if own_time else one.figure("us") * 1e-6
+    uses = (stage.use for stage in one.prediction.stages)
+    joules = sum(energy.joules(use, 0.0, by_threads=threads) for use in uses)
+    measured = one.figure("joules")
+    return (joules + energy.idle * took) / measured - 1
+
+
+def table(passes: list[Measured], energy: Energy) -> Table:
+    """A row a pass."""
+    found = Table(
+        "Joules of a pass on an H200, called again and again",
+        ("kernels", "pass", "problem", "W", "MHz", "J, measured", "J, predicted", "off, %", "set"),
+    )
+    for one in passes:
+        p, wrong = one.problem, error(one, energy)
+        heads = f"{p.heads}/{p.kv_heads}" if p.group > 1 else f"{p.heads}"
+        words = f"{p.batch} x {heads}, N={p.n_q}, d={p.head_dim}"
+        joules = one.figure("joules")
+        found.rows.append(
+            (
+                *(one.row["kind"], one.row["name"], words + ", causal" * p.causal),
+                *(round(one.figure("watts")), round(one.figure("MHz"))),
+                *(f"{joules:.3f}", f"{joules * (1 + wrong):.3f}", f"{100 * wrong:+.1f}"),
+                "fitted" if one.fitted else "held out",
+            )
+        )
+    words = []
+    for name, which in (("fitted", True), ("held out", False)):
+        errors = [100 * abs(error(one, energy)) for one in passes if one.fitted is which]
+        mean, worst = sum(errors) / len(errors), max(errors)
+        words.append(f"{name}: {len(errors)} passes, mean {mean:.1f} %, worst {worst:.1f} %")
+    found.note = "; ".join(words)
+    return found
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+
 def compile_first(jobs: int) -> None:
     """The passes' kernels, by several processes."""
     from times import passes_of
@@ -282,10 +401,22 @@ def measure(path: Path, seconds: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--csv", type=Path, required=True)
+    parser.add_argument("--csv", type=Path, help="measure, and write what was measured here")
+    parser.add_argument("--read", type=Path, help="only predict, beside such a file")
+    parser.add_argument("--fit", action="store_true", help="with --read: fit the constants again")
     parser.add_argument("--seconds", type=float, default=1.2, help="of calls, for each row")
     parser.add_argument("--jobs", type=int, default=14, help="processes that compile")
     chosen = parser.parse_args()
+    if chosen.read:
+        units, passes = read(chosen.read)
+        energy = fit(units, passes) if chosen.fit else energy_of("H200")
+        assert energy is not None
+        if chosen.fit:
+            print(energy)
+        print(table(passes, energy).text(width=120))
+        return
+    if not chosen.csv:
+        parser.error("nothing to do: give --csv FILE, or --read FILE")
     begin = time.monotonic()
     compile_first(chosen.jobs)
     measure(chosen.csv, chosen.seconds)

@@ -20,6 +20,7 @@ from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
+from flashsim.studies.energy import Use, energy_of
 
 #: Ways of counting a pass's bytes. The roof of requested ones is L2's bandwidth, of others HBM's.
 COUNTS = {
@@ -95,6 +96,21 @@ class Point:
         return None if self.seconds is None else self.flops / self.seconds
 
     @property
+    def joules(self) -> float | None:
+        """The least energy, after Choi and others, "A roofline model of energy", IPDPS 2013.
+
+        Matrix products and these bytes, and the board for `seconds`, or for the time under the
+        roof; no exponentials. None on a device of which nothing was measured.
+        """
+        energy = energy_of(self.device)
+        if energy is None or not self.attainable:
+            return None
+        seconds = self.flops / self.attainable if self.seconds is None else self.seconds
+        inside = self.count == "requested"
+        use = Use(self.flops, moved=self.bytes * inside, hbm=self.bytes * (not inside))
+        return energy.joules(use, seconds, by_threads=False)
+
+    @property
     def bound(self) -> str:
         """What limits the pass: "arithmetic", "HBM", "L2", or "unknown"."""
         if self.ridge is None:
@@ -130,10 +146,11 @@ class Roofline:
             ),
             (
                 *("algorithm", "direction", "count", "matmul FLOPs", "B", "FLOP/B", "ridge"),
-                *("attainable TFLOP/s", "bound", "achieved TFLOP/s", "% of peak"),
+                *("attainable TFLOP/s", "bound", "achieved TFLOP/s", "% of peak", "least J"),
             ),
             note="; ".join(f"{p.count}: {COUNTS[p.count]}" for p in self.points)
-            + "; ridge: FLOP/B above which arithmetic bounds, empty without a published bandwidth",
+            + "; ridge: FLOP/B above which arithmetic bounds, empty without a published bandwidth; "
+            "least J: of products, these bytes and the board, where its constants were measured",
         )
         tera = lambda x: None if x is None else x / 1e12  # noqa: E731
         peak = first.device.peak(first.dtype)
@@ -143,6 +160,7 @@ class Roofline:
                 (
                     *(p.algorithm, p.direction, p.count, p.flops, p.bytes, p.intensity, p.ridge),
                     *(tera(p.attainable), p.bound, tera(p.achieved), share(p.achieved)),
+                    p.joules,
                 )
             )
         return table

@@ -236,6 +236,10 @@ POWER_AFTER = 3e-3
 STREAMED, STREAM_SHARE = 3.5e-6, 0.83
 #: Of a copy: its share of the nominal HBM bandwidth, and the seconds of any launch.
 HBM_SHARE, LAUNCH = 0.85, 3e-6
+#: How the time of tiles and that of bytes that cross HBM again make one: as the root of the sum of
+#: such powers. 1 would be one after the other, infinity the longer alone; chosen with six passes of
+#: grouped heads in view (docs/guides/truth.md).
+AGAIN = 3
 #: Share of the tensor cores' peak that a large matrix product of a library reaches: 783 of 989
 #: TFLOP/s, bfloat16, 8192 x 8192 x 8192, on the same H200.
 MATRIX_SHARE = 0.79

@@ -23,9 +23,11 @@ from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
 from flashsim.schedule.split import check_splits
 from flashsim.schedule.tiling import Tiling
+from flashsim.studies.energy import Use, energy_of
 from flashsim.studies.predict import decode
 from flashsim.studies.predict.blocks import makespan
 from flashsim.studies.predict.calibration import (
+    AGAIN,
     CALIBRATED,
     HBM_SHARE,
     POWER_AFTER,
@@ -35,7 +37,14 @@ from flashsim.studies.predict.calibration import (
 )
 from flashsim.studies.predict.prediction import Prediction, StageTime
 from flashsim.studies.predict.unfused import predict_standard
-from flashsim.studies.predict.units import UNITS, Work, once_bytes, work_of
+from flashsim.studies.predict.units import (
+    UNITS,
+    Work,
+    bytes_again,
+    once_bytes,
+    use_of,
+    work_of,
+)
 
 #: The kernels in Python are imported when asked for: they need numba-cuda.
 FAMILIES: dict[str, Family] = {"hopper": HOPPER, "portable": PORTABLE}
@@ -198,7 +207,11 @@ def _stage(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]
     bytes_once = once_bytes(traffic, name)
     if not one.kernel.shared_bytes:  # row by row: it streams
         streamed = bytes_once / (device.hbm_bandwidth * STREAM_SHARE)
-        return StageTime(name, STREAMED + streamed, {"HBM": streamed}, 1.0, 0.0)
+        seconds, use = STREAMED + streamed, use_of(one, traffic, {})
+        return StageTime(
+            *(name, seconds, {"HBM": streamed}, 1.0, 0.0, use),
+            _joules(use, seconds, device, by_threads=True),
+        )
     work = work_of(one, traffic)
     if (named := constants_name(one, traffic.problem)) not in constants:
         raise OptionError(f"no constants for {named!r}; there are some for {', '.join(constants)}")
@@ -217,13 +230,29 @@ def _stage(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]
         *(shared.tolist(), waiting.tolist()),
         *(one.walks * blocks, one.clump * blocks, places, work.blocks),
     )
-    hbm = bytes_once / (device.hbm_bandwidth * HBM_SHARE)
-    seconds = _throttled(max(last, hbm), chosen.throttle) + chosen.launch
+    hbm, again = (
+        nbytes / (device.hbm_bandwidth * HBM_SHARE)
+        for nbytes in (bytes_once, bytes_again(one, traffic))
+    )
+    seconds = max(last, hbm)
+    if again:  # blocks wait for HBM here and there, not all the time: longer than the longest
+        hbm += again
+        seconds = (seconds**AGAIN + hbm**AGAIN) ** (1 / AGAIN)
+    seconds = _throttled(seconds, chosen.throttle) + chosen.launch
     items = len(work.visits) * one.walks * blocks
     total = int(work.visits.sum()) * one.walks
     units = {unit: work.visit[unit] * total / device.sm_count for unit in UNITS} | {"HBM": hbm}
     waves = items / (work.blocks * device.sm_count)
-    return StageTime(name, seconds, units, waves, 1 - mean / last if last else 0.0)
+    use = use_of(one, traffic, units)
+    return StageTime(
+        *(name, seconds, units, waves, 1 - mean / last if last else 0.0, use),
+        _joules(use, seconds, device, by_threads=not one.kernel.boxes),
+    )
+
+
+def _joules(use: Use, seconds: float, device: Device, *, by_threads: bool) -> float | None:
+    energy = energy_of(device)
+    return None if energy is None else energy.joules(use, seconds, by_threads=by_threads)
 
 
 def constants_name(one: KernelPass, problem: Problem) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flashsim import report
 from flashsim.counts.questions import in_words
 from flashsim.counts.traffic import Traffic
 from flashsim.problem.hardware import Device
+from flashsim.studies.energy import Use
 from flashsim.studies.predict.units import UNITS
 
 
@@ -27,6 +28,10 @@ class StageTime:
         Thread blocks for each place on the SMs; a fraction is a tail.
     tail : float
         Share of the time in which some SMs have run out of work: 1 - (mean busy time / seconds).
+    use : Use
+        What its energy depends on.
+    joules : float or None
+        Of the board; None on a device of which nothing was measured.
     """
 
     name: str
@@ -34,6 +39,8 @@ class StageTime:
     units: Mapping[str, float]
     waves: float
     tail: float
+    use: Use = field(default_factory=Use)
+    joules: float | None = None
 
     @property
     def bound(self) -> str:
@@ -54,6 +61,12 @@ class Prediction:
         """All stages, one after the other."""
         return sum(stage.seconds for stage in self.stages)
 
+    @property
+    def joules(self) -> float | None:
+        """All stages'; None on a device of which nothing was measured."""
+        known = [stage.joules for stage in self.stages if stage.joules is not None]
+        return sum(known) if len(known) == len(self.stages) else None
+
     def table(self) -> report.Table:
         """One row a stage: time, what each unit needs of it, waves and tail."""
         t = self.traffic
@@ -61,16 +74,18 @@ class Prediction:
         named, source = f"{self.kernels} kernels, tiles {t.tiling}", "calibrated on one H200"
         if t.algorithm == "standard":
             named, source = "a library's kernels", "at the shares of a large product and a copy"
+        energy = "" if self.joules is None else f", {self.joules:.3g} J"
         table = report.Table(
             f"{t.algorithm} {t.direction}, {in_words(t.problem)} on {t.device.name}, "
-            f"{named}: {self.seconds * 1e3:.3f} ms",
-            ("stage", "ms", "bound", *(f"{unit} ms" for unit in units), "waves", "tail"),
+            f"{named}: {self.seconds * 1e3:.3f} ms{energy}",
+            ("stage", "ms", "bound", *(f"{unit} ms" for unit in units), "waves", "tail", "J"),
             note=f"{source}{untested(t.device)}; errors on other shapes, and what "
             "is not modelled: docs/guides/truth.md",
         )
         for s in self.stages:
             busy = [1e3 * s.units.get(unit, 0.0) for unit in units]
-            table.rows.append((s.name, 1e3 * s.seconds, s.bound, *busy, s.waves, s.tail))
+            row = s.name, 1e3 * s.seconds, s.bound, *busy, s.waves, s.tail, s.joules
+            table.rows.append(row)
         return table
 
     __repr__ = report.titled

@@ -7,7 +7,7 @@ their registers and shared memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,6 +21,7 @@ from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
 from flashsim.schedule.tensors import shape, whole_bytes
+from flashsim.studies.energy import Use
 
 UNITS = ("tensor cores", "exponentials", "CUDA cores", "shared memory", "L2")
 
@@ -159,6 +160,50 @@ def blocks_per_sm(one: KernelPass, device: Device) -> int:
     by_shared = device.sram_per_sm // (one.kernel.shared_bytes + RESERVED)
     by_registers = device.registers_per_sm // (4 * REGISTERS * one.kernel.threads)
     return max(1, min(by_shared, by_registers))
+
+
+def use_of(one: KernelPass, traffic: Traffic, units: Mapping[str, float]) -> Use:
+    """What a launch's energy depends on; `units` as in `StageTime`."""
+    p, device, tiling = traffic.problem, traffic.device, one.tables.schedule.tiling
+    members = p.group if one.stage.per == "group" else 1
+    visits = int(one.tables.visits.sum()) * members * one.walks if one.stage.visit else 0
+    moved = {"load": 0, "store": 0, "reduce": 0}
+    for (stage, op, _), nbytes in traffic.transfers.items():
+        if stage == one.stage.name:
+            moved[op] += nbytes
+    shared = units.get("shared memory", 0.0) * SHARED_BYTES * clock(device) * device.sm_count
+    return Use(
+        flops=units.get("tensor cores", 0.0) * device.peak(p.dtype),
+        scores=visits * tiling.block_q * tiling.block_k,
+        shared=shared,
+        moved=moved["load"] + moved["store"],
+        added=moved["reduce"],
+        hbm=once_bytes(traffic, one.stage.name) + bytes_again(one, traffic),
+    )
+
+
+def bytes_again(one: KernelPass, traffic: Traffic) -> float:
+    """Bytes that cross HBM again, since L2 does not hold what blocks that run together add to.
+
+    A fused block with grouped heads goes through its query heads one after the other. Where the
+    long and the short blocks of a head all run together they are soon at different query heads, and
+    the Q, dO and dQ of all are in use at a time; of what L2 has no room for, each request is one to
+    HBM, and what is added to is read and written. The L2 model (`flashsim.l2`), which takes
+    seconds, says the same to a seventh where it was tried.
+    """
+    p, stage, visits = traffic.problem, one.stage, one.tables.visits
+    asked = {"load": 0, "reduce": 0}
+    for (name, op, _), nbytes in traffic.transfers.items():
+        if name == stage.name and op in asked:
+            asked[op] += nbytes
+    if p.group == 1 or not asked["reduce"] or (visits == visits[0]).all():
+        return 0.0
+    row = (p.head_dim + p.head_dim_v) * p.itemsize + 4 * p.head_dim
+    heads = min(one.clump, one.walks)
+    if heads * one.tables.tiles > traffic.device.sm_count:  # neighbours, of about one length
+        return 0.0
+    missing = max(0.0, 1 - traffic.device.l2_bytes / (heads * p.group * p.n_q * row))
+    return missing * (asked["load"] + 2 * asked["reduce"] - once_bytes(traffic, stage.name))
 
 
 def once_bytes(traffic: Traffic, stage: str) -> int:
