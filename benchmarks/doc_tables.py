@@ -50,6 +50,7 @@ def main() -> None:
         "guides/truth.md": [
             ("## Time", predict.errors_table(found)),
             ("## Time", predict.library_table()),
+            ("## Time", predict.others_table()),
         ],
         "notebooks/counters.md": [
             ("## Requested bytes and FLOPs", requested),

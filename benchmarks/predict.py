@@ -197,6 +197,43 @@ def library_table(path=DATA / "times-h200.csv"):
     return table
 
 
+#: Other people's kernels: which of ours are built like them, and what they are called here.
+OTHERS = {
+    "flash-attn cute": ("hopper", "FlashAttention's CuTe kernel"),
+    "torch cudnn": ("hopper", "cuDNN"),
+    "torch flash2": ("portable", "FlashAttention-2"),
+}
+
+
+def others_table(names=("gpu-papers-h200.csv", "gpu-short-h200.csv")):
+    """Others' kernels, measured, beside what ours of the same design are predicted to take."""
+    table = Table(
+        "Other kernels on an H200: ours of the same design, predicted / theirs, measured - 1, %",
+        ("kernels", "predicted as", "pass", "head_dim", "shapes", "mean", "worst"),
+        note="mean: of absolute values; nothing is fitted to them; backward: fused",
+    )
+    found = {}
+    for name in names:
+        with (DATA / name).open(newline="") as stream:
+            for row in csv.DictReader(stream):
+                ours, theirs = OTHERS.get(row["implementation"], (None, None))
+                if ours is None or row["status"] != "ok" or int(row["window"]):
+                    continue
+                given = {x: int(row[x]) for x in ("head_dim", "batch", "heads", "kv_heads")}
+                p = Problem(
+                    int(row["seq_len"]), **given, dtype="bfloat16", causal=row["causal"] == "True"
+                )
+                for name in ("forward", "backward"):
+                    options = {"direction": name, "algorithm": "flash2-fused", "kernels": ours}
+                    wrong = 1e3 * predict(p, **options).seconds / float(row[f"{name}_ms"]) - 1
+                    key = theirs, ours, name, p.head_dim
+                    found.setdefault(key, []).append(100 * wrong)
+    for key, wrong in sorted(found.items(), key=lambda x: (x[0][0], x[0][2] != "forward", x[0][3])):
+        mean, worst = np.mean(np.abs(wrong)), max(wrong, key=abs)
+        table.rows.append((*key, len(wrong), f"{mean:.1f}", f"{worst:+.1f}"))
+    return table
+
+
 def worst_table(found, count):
     """The held-out passes that are furthest off."""
     every = [x for key, those in found.items() if key[2] == "held out" for x in those]
@@ -380,6 +417,7 @@ def main():
     found = errors(everything)
     print(errors_table(found).text(width=120))
     print(library_table().text(width=120))
+    print(others_table().text(width=120))
     if chosen.worst:
         print(worst_table(found, chosen.worst).text(width=120))
     if chosen.plot:

@@ -256,6 +256,7 @@ def errors(benchmark):
 def test_docs_print_the_errors_of_predicted_times(benchmark, errors):
     assert benchmark.errors_table(errors).markdown() in GUIDE
     assert benchmark.library_table().markdown() in GUIDE
+    assert benchmark.others_table().markdown() in GUIDE
     least = [float(row[3]) for row in benchmark.library_table().rows]
     assert min(least) > 1  # standard attention is never faster than it could be
 
