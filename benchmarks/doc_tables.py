@@ -1,7 +1,8 @@
 """Writes the tables of docs/ that come from kept measurements anew: python benchmarks/doc_tables.py
 
 Errors of predicted times into docs/guides/truth.md (from docs/data/times-h200.csv), counters into
-docs/notebooks/counters.md (from verify-h200.csv and verify-widths-h200.csv), times of softmax(X) V
+docs/notebooks/counters.md (from verify-h200.csv, verify-widths-h200.csv and what was kept of the
+soaks, soak-h200.csv and soak-counts-h200.csv), times of softmax(X) V
 into docs/guides/texts.md (from softmax-matmul-h200.csv), and the residuals' picture. A table is
 known by the section it stands in and by its first line. Needs no GPU, but numba-cuda, whose
 kernels' times are predicted too.
@@ -45,6 +46,7 @@ def main() -> None:
     found = predict.errors(predict.measured())
     requested, dram, conflicts, _ = _summary("verify-h200.csv")
     widths, *_ = _summary("verify-widths-h200.csv")
+    worst, inside = soaked()
     tables = {
         "guides/texts.md": [(COURSE, softmax_matmul())],
         "guides/truth.md": [
@@ -54,6 +56,9 @@ def main() -> None:
         ],
         "notebooks/counters.md": [
             ("## Requested bytes and FLOPs", requested),
+            ("## Random shapes", soaked_counts()),
+            ("## Random shapes", worst),
+            ("## Random shapes", inside),
             ("## Other head dimensions", widths),
             ("## DRAM", dram),
             ("## Bank conflicts", conflicts),
@@ -86,6 +91,29 @@ def softmax_matmul() -> Table:
         peaks = [float(each[block]["forward_peak_MiB"]) for block in ("16", "NA")]
         table.rows.append((int(d2), *times, *peaks))
     return table
+
+
+def soaked_counts() -> Table:
+    """Passes that benchmarks/soak_gpu.py found to agree, and those that it did not."""
+    with (DOCS / "data" / "soak-counts-h200.csv").open(encoding="utf-8", newline="") as file:
+        head, *rows = csv.reader(file)
+    table = Table("", tuple(head))
+    table.rows += [(*row[:2], *map(int, row[2:])) for row in rows]
+    whole = [sum(column) for column in zip(*(row[2:] for row in table.rows), strict=True)]
+    table.rows.append(("all", "", *whole))
+    return table
+
+
+def soaked() -> tuple[Table, Table]:
+    """What is furthest off on random shapes, and how many figures are within their targets."""
+    kept = verify.Record.load(DOCS / "data" / "soak-h200.csv")
+    found = verify.compare(kept.cases, verify.passes_of(kept))
+    inside = Table("", ("quantity", "within its target", "of"))
+    for quantity in dict.fromkeys(one.quantity for one in found):
+        those = [one for one in found if one.quantity == quantity]
+        inside.rows.append((quantity, sum(not one.misses for one in those), len(those)))
+    inside.rows.sort()
+    return verify.table(found, 4), inside
 
 
 def _summary(name: str) -> list:

@@ -1,6 +1,7 @@
 """Random problems on a GPU whose kernels count what they move; needs CuPy, for Python numba-cuda.
 
     python benchmarks/soak_gpu.py --seconds 180 [--jobs 14] [--seed 1] [--kinds teaching,decode]
+        [--csv docs/data/soak-counts-h200.csv]
 
 What a kernel counted must equal `flashsim.count`, stage by stage and tensor by tensor, as integers.
 What takes time is compiling, so each process takes the kinds of kernels by turns, draws a variant
@@ -21,6 +22,7 @@ import traceback
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -197,6 +199,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=180, help="begin no variant after that")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--csv", type=Path, help="the table, too")
     parser.add_argument("--kinds", default=",".join(TURNS), help=f"of {', '.join(KINDS)}")
     chosen = parser.parse_args()
     kinds = tuple(chosen.kinds.split(","))
@@ -211,6 +214,8 @@ def main() -> int:
             widths |= wide
             failed += wrong
     print(*failed, table(counts).text(width=120), sep="\n")
+    if chosen.csv:
+        chosen.csv.write_text(table(counts).csv())
     print(
         f"{time.monotonic() - begin:.0f} s, {chosen.jobs} processes: {cases(counts):,} passes "
         f"agree, {len(widths)} head_dims of {min(widths, default=0)} to {max(widths, default=0)}; "
