@@ -1,6 +1,7 @@
 """Writes the tables of docs/ that come from kept measurements anew: python benchmarks/doc_tables.py
 
-Errors of predicted times into docs/guides/truth.md (from docs/data/times-h200.csv), counters into
+Errors of predicted times and joules into docs/guides/truth.md (from times-h200.csv, power-h200.csv
+and others of docs/data), counters into
 docs/notebooks/counters.md (from verify-h200.csv, verify-widths-h200.csv and what was kept of the
 soaks, soak-h200.csv and soak-counts-h200.csv), times of softmax(X) V
 into docs/guides/texts.md (from softmax-matmul-h200.csv), and the residuals' picture. A table is
@@ -14,11 +15,13 @@ import csv
 import sys
 from pathlib import Path
 
+import power
 import predict
 
 from flashsim import viz
 from flashsim.report import Table
 from flashsim.studies import verify
+from flashsim.studies.energy import energy_of
 
 DOCS = Path(__file__).parent.parent / "docs"
 COURSE = "## A course's homework: softmax(X) V, then attention"
@@ -47,12 +50,15 @@ def main() -> None:
     requested, dram, conflicts, _ = _summary("verify-h200.csv")
     widths, *_ = _summary("verify-widths-h200.csv")
     worst, inside = soaked()
+    joules = power_tables()
     tables = {
         "guides/texts.md": [(COURSE, softmax_matmul())],
         "guides/truth.md": [
             ("## Time", predict.errors_table(found)),
             ("## Time", predict.library_table()),
             ("## Time", predict.others_table()),
+            ("## Power", joules[0]),
+            ("## Power", joules[1]),
         ],
         "notebooks/counters.md": [
             ("## Requested bytes and FLOPs", requested),
@@ -91,6 +97,14 @@ def softmax_matmul() -> Table:
         peaks = [float(each[block]["forward_peak_MiB"]) for block in ("16", "NA")]
         table.rows.append((int(d2), *times, *peaks))
     return table
+
+
+def power_tables() -> tuple[Table, Table]:
+    """Joules and times of passes that are called again and again; and how far they are off."""
+    energy = energy_of("H200")
+    assert energy is not None
+    _, passes = power.read(DOCS / "data" / "power-h200.csv")
+    return power.table(passes, energy), power.errors(passes, energy)
 
 
 def soaked_counts() -> Table:

@@ -30,7 +30,7 @@ import gpu_compile
 import flashsim
 from flashsim import Problem
 from flashsim.report import Table
-from flashsim.studies.energy import Energy, energy_of
+from flashsim.studies.energy import Energy, Sustained, energy_of
 from flashsim.studies.predict import predict
 
 SHAPE = ("n_q", "n_kv", "head_dim", "batch", "heads", "kv_heads", "causal")
@@ -193,7 +193,7 @@ def shapes() -> Iterator[tuple[Problem, dict[str, tuple[str, ...]]]]:
     yield problem(4096, 128, causal=True), {"hopper": whole}
     yield problem(4096, 64), {"hopper": whole, "portable": ("forward", "flash2-fused")}
     yield problem(4096, 64, causal=True), {"hopper": ("forward", "flash2-fused")}
-    yield problem(4096, 256), {"hopper": whole}
+    yield problem(4096, 256), {"hopper": whole[:2]}  # none is fused beyond 128
     yield problem(4096, 256, causal=True), {"hopper": ("forward",)}
     yield problem(16_384, 128, causal=True), {"hopper": ("forward", "flash2-fused")}
     yield problem(1024, 128), {"hopper": ("forward", "flash2-fused")}
@@ -250,6 +250,8 @@ def library(lab: Any, p: Problem, q: Any, k: Any, v: Any) -> Iterator[Load]:
 
 # -- predicted beside measured ---------------------------------------------------------------------
 
+#: The SM clock that the constants are of, MHz.
+HIGHEST = 1980
 PASSES = {"forward": ("forward", "flash2"), "flash2": ("backward", "flash2")}
 PASSES["flash2-fused"] = ("backward", "flash2-fused")
 
@@ -289,73 +291,94 @@ def read(path: Path) -> tuple[dict[str, dict[str, str]], list[Measured]]:
 
 
 def fit(units: dict[str, dict[str, str]], passes: list[Measured]) -> Energy:
-    """Constants: of units alone, then of products, scores and sums, from the passes to fit."""
+    """Constants: of units alone, then of products, scores and sums, from the passes to fit.
+
+    What SMs take is in proportion to the clock, which was measured, too.
+    """
     import numpy as np
     from scipy.optimize import nnls
 
-    idle = float(units["idle"]["watts"])
+    waiting = float(units["one warp an SM waits"]["watts"])
 
     def each(name: str) -> float:
-        row = units[name]
-        return (float(row["joules"]) - idle * float(row["us"]) * 1e-6) / float(row["amount"])
+        row = {key: float(units[name][key]) for key in ("joules", "us", "amount", "MHz")}
+        inside = row["joules"] - waiting * row["us"] * 1e-6
+        return inside / row["amount"] / (row["MHz"] / HIGHEST)
 
     moved = each("L2 reads, copy engine"), each("L2 reads")
     hbm = (each("HBM reads") + each("HBM copy")) / 2 - moved[1]  # through L2 to the SMs, too
-    known = Energy(idle, (0.0, 0.0), 0.0, each("ldmatrix"), moved, (0.0, 0.0), hbm)
     those = [one for one in passes if one.fitted]
-    seconds = [one.figure("us") * 1e-6 for one in those]
-    left, asked = [], []
-    for one, took in zip(those, seconds, strict=True):
-        threads = one.row["kind"] == "portable"
+    capped = [one.figure("watts") for one in those if one.figure("capped") == 1]
+    known = Energy(
+        waiting, statistics.median(capped), (0.0, 0.0), 0.0, each("ldmatrix"), moved, 0.0, hbm
+    )
+    asked, left = [], []
+    for one in those:
+        clock, threads = one.figure("MHz") / HIGHEST, one.row["kind"] == "portable"
         uses = [stage.use for stage in one.prediction.stages]
-        rest = sum(known.joules(use, 0.0, by_threads=threads) for use in uses) + idle * took
+        hbm_joules = sum(known.hbm * use.hbm for use in uses)
+        rest = clock * (sum(known.joules(use, 0.0) for use in uses) - hbm_joules) + hbm_joules
         weight = 1 / one.figure("joules")
         flops, scores, added = (
-            sum(getattr(use, name) for use in uses) for name in ("flops", "scores", "added")
+            clock * sum(getattr(use, name) for use in uses) for name in ("flops", "scores", "added")
         )
         sums = flops * (not threads), flops * threads, scores, added
         asked.append([weight * x for x in sums])
-        left.append(weight * (one.figure("joules") - rest))
+        took = one.figure("us") * 1e-6
+        left.append(weight * (one.figure("joules") - rest - waiting * took))
     wgmma, mma, score, added = nnls(np.array(asked), np.array(left))[0].tolist()
-    return replace(known, flop=(wgmma, mma), score=score, added=(added, added))
+    return replace(known, flop=(wgmma, mma), score=score, added=added)
 
 
-def error(one: Measured, energy: Energy, *, own_time: bool = True) -> float:
-    """Predicted over measured joules, minus 1; `own_time`: for the predicted time, too."""
-    threads = one.row["kind"] == "portable"
-    predicted = sum(s.seconds for s in one.prediction.stages)
-    took = predicted if own_time else one.figure("us") * 1e-6
-    uses = (stage.use for stage in one.prediction.stages)
-    joules = sum(energy.joules(use, 0.0, by_threads=threads) for use in uses)
-    measured = one.figure("joules")
-    return (joules + energy.idle * took) / measured - 1
+def held(one: Measured, energy: Energy) -> Sustained:
+    """What is predicted of a pass that is called again and again."""
+    uses = [stage.use for stage in one.prediction.stages]
+    return energy.sustained(uses, one.prediction.seconds)
+
+
+def wrong(one: Measured, energy: Energy, name: str) -> float:
+    """Predicted over measured minus 1, in %: of "joules" or of "us"."""
+    found = held(one, energy)
+    predicted = found.joules if name == "joules" else 1e6 * found.seconds
+    return 100 * (predicted / one.figure(name) - 1)
 
 
 def table(passes: list[Measured], energy: Energy) -> Table:
     """A row a pass."""
     found = Table(
-        "Joules of a pass on an H200, called again and again",
-        ("kernels", "pass", "problem", "W", "MHz", "J, measured", "J, predicted", "off, %", "set"),
+        "A pass called again and again on an H200: measured, and predicted / measured - 1",
+        (
+            *("kernels", "pass", "problem", "W", "MHz", "predicted MHz", "ms", "off, %"),
+            *("J", "off, %", "set"),
+        ),
+        note="set: which passes the constants of products, scores and sums are fitted to",
     )
     for one in passes:
-        p, wrong = one.problem, error(one, energy)
+        p = one.problem
         heads = f"{p.heads}/{p.kv_heads}" if p.group > 1 else f"{p.heads}"
-        words = f"{p.batch} x {heads}, N={p.n_q}, d={p.head_dim}"
-        joules = one.figure("joules")
+        words = f"{p.batch} x {heads}, N={p.n_q}, d={p.head_dim}" + ", causal" * p.causal
         found.rows.append(
             (
-                *(one.row["kind"], one.row["name"], words + ", causal" * p.causal),
-                *(round(one.figure("watts")), round(one.figure("MHz"))),
-                *(f"{joules:.3f}", f"{joules * (1 + wrong):.3f}", f"{100 * wrong:+.1f}"),
+                *(one.row["kind"], one.row["name"], words, round(one.figure("watts"))),
+                *(round(one.figure("MHz")), round(HIGHEST * held(one, energy).clock)),
+                *(f"{one.figure('us') / 1e3:.3f}", f"{wrong(one, energy, 'us'):+.1f}"),
+                *(f"{one.figure('joules'):.3f}", f"{wrong(one, energy, 'joules'):+.1f}"),
                 "fitted" if one.fitted else "held out",
             )
         )
-    words = []
+    return found
+
+
+def errors(passes: list[Measured], energy: Energy) -> Table:
+    """Mean and largest error of joules and of milliseconds, of passes fitted and held out."""
+    found = Table("", ("set", "passes", "joules, mean", "worst", "ms, mean", "worst"))
     for name, which in (("fitted", True), ("held out", False)):
-        errors = [100 * abs(error(one, energy)) for one in passes if one.fitted is which]
-        mean, worst = sum(errors) / len(errors), max(errors)
-        words.append(f"{name}: {len(errors)} passes, mean {mean:.1f} %, worst {worst:.1f} %")
-    found.note = "; ".join(words)
+        those = [one for one in passes if one.fitted is which]
+        cells: list[str] = []
+        for quantity in ("joules", "us"):
+            off = [wrong(one, energy, quantity) for one in those]
+            cells += [f"{statistics.fmean(map(abs, off)):.1f}", f"{max(off, key=abs):+.1f}"]
+        found.rows.append((name, len(those), *cells))
     return found
 
 
@@ -414,6 +437,7 @@ def main() -> None:
         if chosen.fit:
             print(energy)
         print(table(passes, energy).text(width=120))
+        print(errors(passes, energy).text(width=120))
         return
     if not chosen.csv:
         parser.error("nothing to do: give --csv FILE, or --read FILE")

@@ -108,7 +108,7 @@ class Point:
         seconds = self.flops / self.attainable if self.seconds is None else self.seconds
         inside = self.count == "requested"
         use = Use(self.flops, moved=self.bytes * inside, hbm=self.bytes * (not inside))
-        return energy.joules(use, seconds, by_threads=False)
+        return energy.joules(use, seconds)
 
     @property
     def bound(self) -> str:

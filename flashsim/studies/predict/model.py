@@ -23,7 +23,7 @@ from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
 from flashsim.schedule.split import check_splits
 from flashsim.schedule.tiling import Tiling
-from flashsim.studies.energy import Use, energy_of
+from flashsim.studies.energy import joules
 from flashsim.studies.predict import decode
 from flashsim.studies.predict.blocks import makespan
 from flashsim.studies.predict.calibration import (
@@ -208,10 +208,8 @@ def _stage(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]
     if not one.kernel.shared_bytes:  # row by row: it streams
         streamed = bytes_once / (device.hbm_bandwidth * STREAM_SHARE)
         seconds, use = STREAMED + streamed, use_of(one, traffic, {})
-        return StageTime(
-            *(name, seconds, {"HBM": streamed}, 1.0, 0.0, use),
-            _joules(use, seconds, device, by_threads=True),
-        )
+        busy = {"HBM": streamed}
+        return StageTime(name, seconds, busy, 1.0, 0.0, use, joules(use, seconds, device))
     work = work_of(one, traffic)
     if (named := constants_name(one, traffic.problem)) not in constants:
         raise OptionError(f"no constants for {named!r}; there are some for {', '.join(constants)}")
@@ -244,15 +242,8 @@ def _stage(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]
     units = {unit: work.visit[unit] * total / device.sm_count for unit in UNITS} | {"HBM": hbm}
     waves = items / (work.blocks * device.sm_count)
     use = use_of(one, traffic, units)
-    return StageTime(
-        *(name, seconds, units, waves, 1 - mean / last if last else 0.0, use),
-        _joules(use, seconds, device, by_threads=not one.kernel.boxes),
-    )
-
-
-def _joules(use: Use, seconds: float, device: Device, *, by_threads: bool) -> float | None:
-    energy = energy_of(device)
-    return None if energy is None else energy.joules(use, seconds, by_threads=by_threads)
+    tail = 1 - mean / last if last else 0.0
+    return StageTime(name, seconds, units, waves, tail, use, joules(use, seconds, device))
 
 
 def constants_name(one: KernelPass, problem: Problem) -> str:

@@ -9,7 +9,7 @@ from flashsim import report
 from flashsim.counts.questions import in_words
 from flashsim.counts.traffic import Traffic
 from flashsim.problem.hardware import Device
-from flashsim.studies.energy import Use
+from flashsim.studies.energy import Sustained, Use, energy_of
 from flashsim.studies.predict.units import UNITS
 
 
@@ -67,6 +67,14 @@ class Prediction:
         known = [stage.joules for stage in self.stages if stage.joules is not None]
         return sum(known) if len(known) == len(self.stages) else None
 
+    @property
+    def sustained(self) -> Sustained | None:
+        """Called again and again, at the clock that the board's power allows; None as `joules`."""
+        energy = energy_of(self.traffic.device)
+        if energy is None or self.joules is None:
+            return None
+        return energy.sustained([stage.use for stage in self.stages], self.seconds)
+
     def table(self) -> report.Table:
         """One row a stage: time, what each unit needs of it, waves and tail."""
         t = self.traffic
@@ -74,7 +82,7 @@ class Prediction:
         named, source = f"{self.kernels} kernels, tiles {t.tiling}", "calibrated on one H200"
         if t.algorithm == "standard":
             named, source = "a library's kernels", "at the shares of a large product and a copy"
-        energy = "" if self.joules is None else f", {self.joules:.3g} J"
+        energy, held = "" if self.joules is None else f", {self.joules:.3g} J", self.sustained
         table = report.Table(
             f"{t.algorithm} {t.direction}, {in_words(t.problem)} on {t.device.name}, "
             f"{named}: {self.seconds * 1e3:.3f} ms{energy}",
@@ -82,6 +90,11 @@ class Prediction:
             note=f"{source}{untested(t.device)}; errors on other shapes, and what "
             "is not modelled: docs/guides/truth.md",
         )
+        if held is not None:
+            table.note = (
+                f"called again and again: {1e3 * held.seconds:.3f} ms, {held.joules:.3g} J, at "
+                f"{held.clock:.0%} of the clock, as the board's power allows; {table.note}"
+            )
         for s in self.stages:
             busy = [1e3 * s.units.get(unit, 0.0) for unit in units]
             row = s.name, 1e3 * s.seconds, s.bound, *busy, s.waves, s.tail, s.joules

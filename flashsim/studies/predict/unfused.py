@@ -19,7 +19,7 @@ from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
 from flashsim.schedule.tensors import COL, TILE, shape
 from flashsim.schedule.tiling import Tiling
-from flashsim.studies.energy import Use, energy_of
+from flashsim.studies.energy import Use, joules
 from flashsim.studies.predict.calibration import HBM_SHARE, LAUNCH, MATRIX_SHARE
 from flashsim.studies.predict.prediction import Prediction, StageTime
 from flashsim.studies.predict.units import SPECIAL, clock, once_bytes
@@ -67,9 +67,8 @@ def _stage(stage: plans.Stage, traffic: Traffic) -> StageTime:
     seconds = max(rounded.values())
     tail = 1 - max(units.values()) / seconds
     use = Use(heads * flops["matmul"], heads * scores * (flops["exp"] > 0), 0.0, moved, 0.0, moved)
-    energy = energy_of(device)
-    joules = None if energy is None else energy.joules(use, LAUNCH + seconds, by_threads=False)
-    return StageTime(stage.name, LAUNCH + seconds, units, waves, tail, use, joules)
+    took = LAUNCH + seconds
+    return StageTime(stage.name, took, units, waves, tail, use, joules(use, took, device))
 
 
 def _tiles(stage: plans.Stage, problem: Problem) -> int:

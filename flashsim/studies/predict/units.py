@@ -179,6 +179,7 @@ def use_of(one: KernelPass, traffic: Traffic, units: Mapping[str, float]) -> Use
         moved=moved["load"] + moved["store"],
         added=moved["reduce"],
         hbm=once_bytes(traffic, one.stage.name) + bytes_again(one, traffic),
+        by_threads=not one.kernel.boxes,
     )
 
 
