@@ -27,6 +27,8 @@ ARGS = np.dtype(
 #: Rows of a head that a block of threads works on at a time.
 ROWS = 128
 HEAD_DIMS = (64, 128, 256)
+#: Tiles on chip, and ``struct Tile``.
+_STAGES, _TILE_BYTES = 3, 64
 GRANULARITIES = ("tensor", "head", "block")
 #: ``enum Mode``: all in one launch, or two.
 BLOCKS, LARGEST_ONLY, ELEMENTS_ONLY = range(3)
@@ -87,12 +89,11 @@ def check_head_dim(d: int) -> None:
 
 
 def _kernel(name: str, d: int, values: dict[str, Any]) -> Kernel:
-    threads = ROWS * d // 32
-    transposed = 4 * d * (ROWS // 4 + 1)
-    shared = 2 * 4 * threads * 16 + 2 * d + 2 * 32 * 4 + transposed
+    threads = ROWS * (2 if d == 64 else 4)
+    shared = _STAGES * 2 * ROWS * d + 2 * d + 2 * 32 * 4 + 4 * _TILE_BYTES
     constants = values | {"ARGS_BYTES": ARGS.itemsize, "D": d, "ROWS": ROWS, "SMEM_BYTES": shared}
     if name == "transpose":
-        shared = transposed
+        shared = ROWS * d
     return Kernel("hopper/quantize.cu", name, threads, shared, macros(constants))
 
 
@@ -120,5 +121,5 @@ def sizes(
     values = (n_q, n_kv, heads, kv_heads, batch, tiles_q, tiles_kv, whole_sixteens(n_kv))
     blocks = batch * kv_heads * tiles_kv
     if q is not None:  # persistent ones
-        blocks = min(batch * heads * tiles_q + 2 * blocks, processors * (1024 // (ROWS * d // 32)))
+        blocks = min(batch * heads * tiles_q + 2 * blocks, processors * (256 // d))
     return dict(zip(_INTEGERS, values, strict=True)), blocks

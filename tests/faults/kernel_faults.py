@@ -76,22 +76,22 @@ FAULTS = {
     "fp8-v-in-its-order": KernelFault(
         "V is transposed, but the keys of a sixteen stay in their order",
         QUANTIZE,
-        "first + four / 4 * 16 + four % 4 * 2 + j % 2 + j / 2 * 8;",
+        "first + key_at(four, j);",
         "first + 4 * four + j;",
         *("test_shapes and ragged and 64", FP8_TESTS),
     ),
     "fp8-quantised-v-in-its-order": KernelFault(
         "the same of the quantiser",
         QUANTIZE,
-        "return four / 4 * 16 + four % 4 * 2 + i % 2 + i / 2 * 8;",
-        "return 4 * four + i;",
+        "return key_at(own_four(piece), piece % 4);",
+        "return 4 * own_four(piece) + piece % 4;",
         *("test_the_quantisers_v", FP8_TESTS),
     ),
     "fp8-q-alone-rotated": KernelFault(
         "K is not rotated",
         QUANTIZE,
-        "ROTATE && t.which != OF_V;",
-        "ROTATE && t.which == OF_Q;",
+        "turned = ROTATE && !of_v;",
+        "turned = ROTATE && t.which == OF_Q;",
         *("test_fa3s_outliers", FP8_TESTS),
     ),
     # -- Hopper's forward -------------------------------------------------------------------------

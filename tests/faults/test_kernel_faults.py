@@ -55,6 +55,7 @@ def test_the_gpu_tests_notice(name):
     # 1: some test failed. Anything else (0: passed; 2, 4, 5: could not run) proves nothing.
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
     assert "NVRTCError" not in done.stdout, "it does not compile"
+    assert "OutOfMemory" not in done.stdout, "the GPU is full"
 
 
 def affected(fault):

@@ -9,8 +9,13 @@
 using u8 = unsigned char;
 using u32 = unsigned int;
 using i64 = long long;
+#include "elements.cuh"
+#include "pack_fp8.cuh"
+#include "hadamard.cuh"
 
-constexpr int D = FS_D, ROWS = FS_ROWS, PARTS = D / 32, THREADS = ROWS * PARTS;
+constexpr int D = FS_D, ROWS = FS_ROWS, STAGES = 3;
+// Pieces have eight elements. Four neighbouring threads have a row of Q or K, or two short rows.
+constexpr int OWN = D == 64 ? 2 : 1, PIECES = OWN * D / 32, THREADS = ROWS * 4 / OWN;
 constexpr bool ROTATE = FS_ROTATE;
 constexpr float LARGEST = FS_E5M2 ? 57344.0f : 448.0f;
 // Up to here LARGEST / x may not be finite: elements so small are zeros, their scale 1.
@@ -18,7 +23,6 @@ constexpr float LEAST = LARGEST / 3.0e38f;
 // Blocks and their scales in one go; or in two launches: largest values, then elements.
 enum Mode { BLOCKS, LARGEST_ONLY, ELEMENTS_ONLY };
 constexpr Mode MODE = static_cast<Mode>(FS_MODE);
-constexpr int PITCH = ROWS / 4 + 1;  // words of a row of V^T in shared memory; odd
 
 struct Input {  // (batch, heads, n, d), strides in elements, the last axis contiguous
     const char* data;
@@ -26,7 +30,7 @@ struct Input {  // (batch, heads, n, d), strides in elements, the last axis cont
 };
 struct Args {
     Input q, k, v;
-    u8 *q8, *k8, *v8, *vt;   // (.., n, d) each, v8 may be absent; (.., d, n padded)
+    u8 *q8, *k8, *v8, *vt;   // (.., n, d) each; (.., d, n padded)
     float *q_scale, *k_scale, *v_scale;
     u32 *q_largest, *k_largest, *v_largest;  // bits of max |x|; where there are two launches
     const float* signs;                      // (d,), of the rotation
@@ -34,35 +38,58 @@ struct Args {
 };
 static_assert(sizeof(Args) == FS_ARGS_BYTES, "families/quantize.py and Args must agree");
 
-__device__ __forceinline__ float2 unpack(u32 x) {
-#if FS_BF16
-    return {__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)};
-#else
-    float2 r;
-    asm("{.reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
-        : "=f"(r.x), "=f"(r.y) : "r"(x));
-    return r;
-#endif
-}
-#if FS_E5M2
-#define CVT "cvt.rn.satfinite.e5m2x2.f32"
-#else
-#define CVT "cvt.rn.satfinite.e4m3x2.f32"
-#endif
 __device__ __forceinline__ u32 pack(float a, float b, float c, float d) {
-    u32 r;
-    asm("{\n.reg .b16 lo, hi;\n" CVT " lo, %2, %1;\n" CVT " hi, %4, %3;\nmov.b32 %0, {lo, hi};\n}"
-        : "=r"(r) : "f"(a), "f"(b), "f"(c), "f"(d));
-    return r;
+    return pack_fp8<FS_E5M2 != 0>(a, b, c, d);
 }
-// Every thread has 32 elements, in four 16-byte pieces, which it fetches itself, a tile ahead.
+
+// A tile of Q, K or V: rows `first` on of walk `walk` (batch * heads + head).
+enum Which { OF_Q, OF_K, OF_V };
+struct Tile {
+    const char* from;  // of the head
+    u8* to;
+    i64 row;           // bytes from row to row of the input
+    float* scale;      // of its first rows; absent if another tile has the first of its block
+    u32* largest;
+    Which which;
+    int walk, first, n, scales;  // scales: how many, of ROWS / 2 rows if there are two
+
+    __device__ void find(const Args& a, int number) {
+        const int of_q = a.batch * a.heads * a.tiles_q, of_k = a.batch * a.kv_heads * a.tiles_kv;
+        which = number < of_q ? OF_Q : number < of_q + of_k ? OF_K : OF_V;
+        number -= which == OF_Q ? 0 : which == OF_K ? of_q : of_q + of_k;
+        const Input& x = which == OF_Q ? a.q : which == OF_K ? a.k : a.v;
+        const int tiles = which == OF_Q ? a.tiles_q : a.tiles_kv;
+        const int heads = which == OF_Q ? a.heads : a.kv_heads;
+        walk = number / tiles, first = number % tiles * ROWS;
+        n = which == OF_Q ? a.n_q : a.n_kv;
+        row = x.row * 2;
+        from = x.data + (walk / heads * x.batch + walk % heads * x.head) * 2;
+        to = (which == OF_Q ? a.q8 : which == OF_K ? a.k8 : a.v8) + i64(walk) * n * D;
+        // FS_SCALES: 0 one for the tensor, 1 for a head, 2 for a block of rows.
+        const int rows = which == OF_Q ? FS_SCALE_Q : FS_SCALE_K;
+        const int at = FS_SCALES == 0 ? 0 : FS_SCALES == 1 ? walk
+                     : walk * ((n + rows - 1) / rows) + first / rows;
+        const bool leads = FS_SCALES == 0 ? number == 0
+                         : FS_SCALES == 1 ? first == 0 : first % rows == 0;
+        scale = (which == OF_Q ? a.q_scale : which == OF_K ? a.k_scale : a.v_scale) + at;
+        if (!leads) scale = nullptr;
+        largest = (which == OF_Q ? a.q_largest : which == OF_K ? a.k_largest : a.v_largest) + at;
+        scales = MODE == BLOCKS && rows == ROWS / 2 ? 2 : 1;
+    }
+};
+// A ring of tiles; every thread fetches the pieces that it works on. V^T takes the place of V.
 struct OnChip {
-    uint4 pieces[2][4][THREADS];
-    u32 signs[D / 2];        // of two columns, as the sign bits of 16-bit elements
-    u32 tops[2][32];         // a warp's largest element
-    u32 transposed[D * PITCH];
+    uint4 pieces[STAGES][PIECES][THREADS];
+    u32 signs[D / 2];  // of two columns, as the sign bits of 16-bit elements
+    u32 tops[2][32];   // a warp's largest element
+    Tile tiles[4];     // the present one, the two that are fetched, and one that is being found
 };
 static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "families/quantize.py and OnChip must agree");
+// Where a tile of V^T has the four keys at 4 `four` of row `row`, in words. The 16-byte pieces of a
+// row are permuted, lest rows eight apart meet in a bank.
+__device__ __forceinline__ int transposed_at(int row, int four) {
+    return row * (ROWS / 4) + ((four / 4 ^ (row / 8)) % 8 * 4 | four % 4);
+}
 
 __device__ __forceinline__ void fetch(uint4* to, const char* from, bool exists) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
@@ -72,218 +99,226 @@ __device__ __forceinline__ void fetch(uint4* to, const char* from, bool exists) 
 __device__ __forceinline__ void fetch_commit() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
-__device__ __forceinline__ void fetch_wait() {  // for all but the last group
-    asm volatile("cp.async.wait_group 1;" ::: "memory");
+__device__ __forceinline__ void fetch_wait() {  // for all but the last groups
+    asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 2) : "memory");
 }
 
-// A tile of Q, K or V: rows `first` on of walk `walk` (batch * heads + head).
-enum Which { OF_Q, OF_K, OF_V };
-struct Tile {
-    Which which;
-    int walk, first, tile, n;
-    const Input& from;
-    __device__ Tile(const Args& a, int number)
-        : which(number < a.batch * a.heads * a.tiles_q ? OF_Q
-                : number < a.batch * (a.heads * a.tiles_q + a.kv_heads * a.tiles_kv) ? OF_K : OF_V),
-          from(which == OF_Q ? a.q : which == OF_K ? a.k : a.v) {
-        if (which != OF_Q) number -= a.batch * a.heads * a.tiles_q;
-        if (which == OF_V) number -= a.batch * a.kv_heads * a.tiles_kv;
-        const int tiles = which == OF_Q ? a.tiles_q : a.tiles_kv;
-        const int heads = which == OF_Q ? a.heads : a.kv_heads;
-        walk = number / tiles, tile = number % tiles, first = tile * ROWS;
-        n = which == OF_Q ? a.n_q : a.n_kv;
-        base = walk / heads * from.batch + walk % heads * from.head;
-    }
-    i64 base;  // of the head, in elements
-    // Of Q and K four pieces of a row; of V a piece of four keys that lie together in V^T.
-    __device__ void fetch_into(uint4 (&to)[4][THREADS]) const {
+// The rows of the tile, and the columns, that this thread has of Q and K before a rotation.
+__device__ __forceinline__ int own_row(int piece) {
+    return (threadIdx.x / 32 * OWN + piece / (D / 32)) * 8 + threadIdx.x % 32 / 4;
+}
+__device__ __forceinline__ int own_column(int piece) {
+    return (threadIdx.x % 4 + piece % (D / 32) * 4) * 8;
+}
+// Those after it.
+__device__ __forceinline__ int turned_row(int piece) {
+    return (threadIdx.x / 32 * OWN + piece / (D / 32)) * 8 + threadIdx.x % 4 * 2 +
+           piece % (D / 32) / (D / 64);
+}
+__device__ __forceinline__ int turned_column(int piece) {
+    return threadIdx.x % 32 / 4 * 8 + piece % (D / 64) * 64;
+}
+// Row in a tile of V of the j-th of the four keys that lie at 4 `four` in V^T.
+__device__ __forceinline__ int key_at(int four, int j) {
+    return four / 4 * 16 + four % 4 * 2 + j % 2 + j / 2 * 8;
+}
+// Of V a thread has, once or twice, eight columns of four keys that lie together in V^T.
+__device__ __forceinline__ int own_eight() { return threadIdx.x % (D / 8); }
+__device__ __forceinline__ int own_four(int piece) {
+    return (threadIdx.x + piece / 4 * THREADS) / (D / 8);
+}
+__device__ __forceinline__ int own_key(int piece) {
+    return key_at(own_four(piece), piece % 4);
+}
+
+__device__ __forceinline__ void fetch_tile(uint4 (&to)[PIECES][THREADS], const Tile& t) {
+    const char* const from = t.from;
+    const i64 step = t.row;
+    const int left = t.n - t.first;
+    uint4* const mine = &to[0][threadIdx.x];
+    if (t.which == OF_V) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int row = first + (which == OF_V ? key_of(i) : int(threadIdx.x) / PARTS);
-            const int piece =
-                which == OF_V ? threadIdx.x % (D / 8) : PARTS * i + threadIdx.x % PARTS;
-            const bool exists = row < n;
-            fetch(&to[i][threadIdx.x],
-                  from.data + (exists ? base + row * from.row + piece * 8 : 0) * 2, exists);
+        for (int i = 0; i < PIECES; ++i) {
+            const bool exists = own_key(i) < left;
+            fetch(mine + i * THREADS,
+                  from + (exists ? t.first + own_key(i) : 0) * step + own_eight() * 16, exists);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < PIECES; i += D / 32) {
+            const bool exists = own_row(i) < left;
+            const char* row = from + (exists ? t.first + own_row(i) : 0) * step + own_column(i) * 2;
+#pragma unroll
+            for (int j = 0; j < D / 32; ++j) fetch(mine + (i + j) * THREADS, row + 64 * j, exists);
         }
     }
-    // Row in the tile of the i-th of the four keys at places 4 t to 4 t + 3 of a sixteen.
-    static __device__ int key_of(int i) {
-        const int four = threadIdx.x / (D / 8);
-        return four / 4 * 16 + four % 4 * 2 + i % 2 + i / 2 * 8;
-    }
-};
-
-// x diag(signs) H, a butterfly for each bit of the column; not yet divided by sqrt(d).
-__device__ __forceinline__ void rotate(float (&x)[4][8]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-#pragma unroll
-        for (int bit = 1; bit < 8; bit *= 2)
-#pragma unroll
-            for (int c = 0; c < 8; ++c)
-                if (!(c & bit)) {
-                    const float a = x[i][c], b = x[i][c | bit];
-                    x[i][c] = a + b, x[i][c | bit] = a - b;
-                }
-#pragma unroll
-    for (int c = 0; c < 8; ++c) {
-#pragma unroll
-        for (int bit = 1; bit < 4; bit *= 2)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (!(i & bit)) {
-                    const float a = x[i][c], b = x[i | bit][c];
-                    x[i][c] = a + b, x[i | bit][c] = a - b;
-                }
-    }
-#pragma unroll
-    for (int bit = 1; bit < PARTS; bit *= 2) {
-        const float sign = threadIdx.x & bit ? -1.0f : 1.0f;
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-#pragma unroll
-            for (int c = 0; c < 8; ++c)
-                x[i][c] = x[i][c] * sign + __shfl_xor_sync(~0u, x[i][c], bit);
-    }
 }
 
-// The scale of tile `t`, whose largest element in this thread is `mine`, is written by who has its
-// block's first rows; returns what elements are multiplied by. FS_SCALES: 0 one for the tensor, 1
-// for a head, 2 for a block. `norm` is a factor still missing in the elements.
-__device__ __forceinline__ float settle(const Args& a, const Tile& t, float mine, u32 (&tops)[32],
-                                        float norm) {
-    float* scales = t.which == OF_Q ? a.q_scale : t.which == OF_K ? a.k_scale : a.v_scale;
-    u32* largest = t.which == OF_Q ? a.q_largest : t.which == OF_K ? a.k_largest : a.v_largest;
-    // Where a tile has two blocks of 64 rows, each has half of the threads.
-    const int rows = t.which == OF_Q ? FS_SCALE_Q : FS_SCALE_K;
-    const int warps = THREADS / 32 / (MODE == BLOCKS && rows == ROWS / 2 ? 2 : 1);
-    const int warp = threadIdx.x / 32, half = warp / warps, lane = threadIdx.x % 32;
-    const int row = t.first + half * (ROWS / 2);
-    const int at = FS_SCALES == 0 ? 0 : FS_SCALES == 1 ? t.walk
-                 : t.walk * ((t.n + rows - 1) / rows) + row / rows;
-    float top;
+// The larger ones of two pairs of 16-bit numbers, by their size.
+__device__ __forceinline__ u32 larger(u32 a, u32 b) {  // a is not negative
+    u32 r;
+    asm("max.u16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b & 0x7fff7fffu));
+    return r;
+}
+
+// Tile `t`, whose largest element in this thread is `mine`: writes its scales, if it is the one to
+// do so, and returns what elements are multiplied by. `norm` is a factor still missing in them.
+__device__ __forceinline__ float settle(const Tile& t, float mine, u32 (&tops)[32], float norm) {
+    const int warps = THREADS / 32 / t.scales;  // of two each half of the threads has one
+    const int warp = threadIdx.x / 32, half = warp >= warps, lane = threadIdx.x % 32;
     if (MODE != ELEMENTS_ONLY) {
         const u32 mine_of_warp = __reduce_max_sync(~0u, __float_as_uint(mine));
         if (lane == 0) tops[warp] = mine_of_warp;
     }
-    __syncthreads();  // B0: every warp's maximum is there; V^T's last tile has been read
+    __syncthreads();  // B0: every warp's maximum is there; the last tile is done with
+    float top;
     if (MODE != ELEMENTS_ONLY) {
         const u32 all = __reduce_max_sync(~0u, lane < warps ? tops[half * warps + lane] : 0u);
-        if (MODE == LARGEST_ONLY && threadIdx.x == 0) atomicMax(largest + at, all);
+        if (MODE == LARGEST_ONLY && threadIdx.x == 0) atomicMax(t.largest, all);
         top = __uint_as_float(all);
     } else {
-        top = __uint_as_float(largest[at]);
+        top = __uint_as_float(*t.largest);
     }
-    const bool first = FS_SCALES == 0 ? t.walk == 0 && t.tile == 0
-                     : FS_SCALES == 1 ? t.tile == 0 : row % rows == 0 && row < t.n;
-    if (MODE != LARGEST_ONLY && warp % warps == 0 && lane == 0 && first)
-        scales[at] = top > LEAST ? top * norm / LARGEST : 1.0f;
+    if (MODE != LARGEST_ONLY && t.scale && warp == half * warps && lane == 0 &&
+        t.first + half * (ROWS / 2) < t.n)
+        t.scale[half] = top > LEAST ? top * norm / LARGEST : 1.0f;
     return top > LEAST ? LARGEST / top : 1.0f;
 }
 
 // V^T's tile, from shared memory: 16 bytes of a row a thread.
 __device__ __forceinline__ void store_transposed(const u32* tile, u8* vt, int walk, int first,
                                                  int columns) {
-    u8* head = vt + i64(walk) * D * columns;
+    const int piece = threadIdx.x % (ROWS / 16), column = first + piece * 16;
+    u8* const head = vt + i64(walk) * D * columns;
+    if (column >= columns) return;
 #pragma unroll
-    for (int i = threadIdx.x; i < D * (ROWS / 16); i += THREADS) {
-        const int row = i / (ROWS / 16), piece = i % (ROWS / 16), column = first + piece * 16;
-        const u32* at = tile + row * PITCH + piece * 4;
-        if (column < columns)
-            *reinterpret_cast<uint4*>(head + i64(row) * columns + column) =
-                make_uint4(at[0], at[1], at[2], at[3]);
+    for (int row = threadIdx.x / (ROWS / 16); row < D; row += THREADS / (ROWS / 16)) {
+        *reinterpret_cast<uint4*>(head + i64(row) * columns + column) =
+            *reinterpret_cast<const uint4*>(tile + transposed_at(row, 4 * piece));
     }
 }
 
-__device__ __forceinline__ void store_rows(const Args& a, const Tile& t, const float (&x)[4][8],
+template <bool TURNED>
+__device__ __forceinline__ void store_rows(const Tile& t, const float (&x)[PIECES][8],
                                            float inverse) {
-    const int row = t.first + threadIdx.x / PARTS;
-    if (row >= t.n) return;
-    u8* to = (t.which == OF_Q ? a.q8 : a.k8) + (i64(t.walk) * t.n + row) * D;
+    u8* const to = t.to;
+    const int first = t.first, n = t.n;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const float(&y)[8] = x[i];
-        *reinterpret_cast<uint2*>(to + (PARTS * i + threadIdx.x % PARTS) * 8) = make_uint2(
-            pack(y[0] * inverse, y[1] * inverse, y[2] * inverse, y[3] * inverse),
-            pack(y[4] * inverse, y[5] * inverse, y[6] * inverse, y[7] * inverse));
+    for (int p = 0; p < PIECES; ++p) {
+        const float(&y)[8] = x[p];
+        const int row = first + (TURNED ? turned_row(p) : own_row(p));
+        if (row < n)
+            *reinterpret_cast<uint2*>(to + i64(row) * D +
+                                      (TURNED ? turned_column(p) : own_column(p))) =
+                make_uint2(pack(y[0] * inverse, y[1] * inverse, y[2] * inverse, y[3] * inverse),
+                           pack(y[4] * inverse, y[5] * inverse, y[6] * inverse, y[7] * inverse));
     }
 }
 
-__device__ __forceinline__ void store_values(OnChip& s, const Args& a, const Tile& t,
-                                             const float (&x)[4][8], float inverse) {
-    const int c = threadIdx.x % (D / 8), four = threadIdx.x / (D / 8);
-    u32 w[8];  // four keys of a column
+// Rows to columns of 4 x 4 bytes.
+__device__ __forceinline__ void transpose_bytes(u32 (&w)[4]) {
+    const u32 a = __byte_perm(w[0], w[1], 0x5140), b = __byte_perm(w[0], w[1], 0x7362);
+    const u32 c = __byte_perm(w[2], w[3], 0x5140), d = __byte_perm(w[2], w[3], 0x7362);
+    w[0] = __byte_perm(a, c, 0x5410), w[1] = __byte_perm(a, c, 0x7632);
+    w[2] = __byte_perm(b, d, 0x5410), w[3] = __byte_perm(b, d, 0x7632);
+}
+
+__device__ __forceinline__ void store_values(u32* tile, const Args& a, const Tile& t,
+                                             const float (&x)[PIECES][8], float inverse) {
+    u8* const to = t.to;
+    const int first = t.first, n = t.n, c = own_eight();
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-        s.transposed[(8 * c + i) * PITCH + four] = w[i] =
-            pack(x[0][i] * inverse, x[1][i] * inverse, x[2][i] * inverse, x[3][i] * inverse);
-    if (a.v8) {
+    for (int e = 0; e < PIECES; e += 4) {  // four keys of eight columns
+        u32 w[2][4];
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            tile[transposed_at(8 * c + i, own_four(e))] = w[i / 4][i % 4] =
+                pack(x[e][i] * inverse, x[e + 1][i] * inverse, x[e + 2][i] * inverse,
+                     x[e + 3][i] * inverse);
+        transpose_bytes(w[0]), transpose_bytes(w[1]);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            const int key = t.first + Tile::key_of(j);
-            const u32 pick = j | (j + 4) << 4;
-            const u32 words[4] = {__byte_perm(w[0], w[1], pick), __byte_perm(w[2], w[3], pick),
-                                  __byte_perm(w[4], w[5], pick), __byte_perm(w[6], w[7], pick)};
-            if (key < t.n)
-                *reinterpret_cast<uint2*>(a.v8 + (i64(t.walk) * t.n + key) * D + c * 8) =
-                    make_uint2(__byte_perm(words[0], words[1], 0x5410),
-                               __byte_perm(words[2], words[3], 0x5410));
+            const int key = first + own_key(e + j);
+            if (key < n)
+                *reinterpret_cast<uint2*>(to + i64(key) * D + c * 8) =
+                    make_uint2(w[0][j], w[1][j]);
         }
     }
     __syncthreads();  // B1: the tile is whole
-    store_transposed(s.transposed, a.vt, t.walk, t.first, a.columns);
+    store_transposed(tile, a.vt, t.walk, t.first, a.columns);
 }
 
 extern __shared__ __align__(16) char shared[];
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 256 / D)
 quantize(const __grid_constant__ Args a) {
     OnChip& s = *reinterpret_cast<OnChip*>(shared);
     const int tiles = a.batch * (a.heads * a.tiles_q + 2 * a.kv_heads * a.tiles_kv);
-    if (ROTATE)
+    if (threadIdx.x < STAGES && blockIdx.x + threadIdx.x * gridDim.x < tiles)
+        s.tiles[threadIdx.x].find(a, blockIdx.x + threadIdx.x * gridDim.x);
+    u32 h[4] = {};
+    if (ROTATE) {
+        hadamard_operand(h);
         for (int i = threadIdx.x; i < D / 2; i += THREADS)
             s.signs[i] = (a.signs[2 * i] < 0 ? 0x8000u : 0) |
                          (a.signs[2 * i + 1] < 0 ? 0x80000000u : 0);
-    __syncthreads();  // B2: the signs are there
-    Tile(a, blockIdx.x).fetch_into(s.pieces[0]);
-    fetch_commit();
-    int stage = 0;
-    for (int number = blockIdx.x; number < tiles; number += gridDim.x) {
-        const int next = number + gridDim.x;
-        if (next < tiles) Tile(a, next).fetch_into(s.pieces[stage ^ 1]);
+    }
+    __syncthreads();  // B2: the signs are there, and the first tiles are found
+#pragma unroll
+    for (int k = 0; k < STAGES - 1; ++k) {
+        if (blockIdx.x + k * gridDim.x < tiles) fetch_tile(s.pieces[k], s.tiles[k]);
         fetch_commit();
+    }
+    int stage = 0, ahead = STAGES - 1;
+    for (int k = 0, number = blockIdx.x; number < tiles; ++k, number += gridDim.x) {
+        const Tile& t = s.tiles[k % 4];
         fetch_wait();
-        const Tile t(a, number);
-        const bool turned = ROTATE && t.which != OF_V;
-        float x[4][8], mine = 0.0f;
+        const bool of_v = t.which == OF_V, turned = ROTATE && !of_v;
+        u32 raw[PIECES][4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            uint4 raw = s.pieces[stage][i][threadIdx.x];
-            if (turned) {
-                const uint4 sign = *reinterpret_cast<const uint4*>(
-                    &s.signs[(PARTS * i + threadIdx.x % PARTS) * 4]);
-                raw.x ^= sign.x, raw.y ^= sign.y, raw.z ^= sign.z, raw.w ^= sign.w;
-            }
-            const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-            for (int w = 0; w < 4; ++w) {
-                const float2 two = unpack(words[w]);
-                x[i][2 * w] = two.x, x[i][2 * w + 1] = two.y;
-            }
+        for (int i = 0; i < PIECES; ++i) {
+            const uint4 piece = s.pieces[stage][i][threadIdx.x];
+            raw[i][0] = piece.x, raw[i][1] = piece.y, raw[i][2] = piece.z, raw[i][3] = piece.w;
         }
-        if (turned) rotate(x);
+        float x[PIECES][8], mine = 0.0f;
+        if (turned) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
+            for (int i = 0; i < PIECES; ++i) {
+                const uint4 sign = *reinterpret_cast<const uint4*>(&s.signs[own_column(i) / 2]);
+                raw[i][0] ^= sign.x, raw[i][1] ^= sign.y, raw[i][2] ^= sign.z, raw[i][3] ^= sign.w;
+            }
+            rotate<D, OWN>(x, raw, h);
 #pragma unroll
-            for (int c = 0; c < 8; ++c) mine = fmaxf(mine, fabsf(x[i][c]));
+            for (int i = 0; i < PIECES; ++i)
+#pragma unroll
+                for (int c = 0; c < 8; ++c) mine = fmaxf(mine, fabsf(x[i][c]));
+        } else {
+            u32 most = 0;
+#pragma unroll
+            for (int i = 0; i < PIECES; ++i)
+#pragma unroll
+                for (int w = 0; w < 4; ++w) {
+                    most = larger(most, raw[i][w]);
+                    const float2 two = unpack(raw[i][w]);
+                    x[i][2 * w] = two.x, x[i][2 * w + 1] = two.y;
+                }
+            mine = fmaxf(unpack(most).x, unpack(most).y);
+        }
         constexpr float NORM = D == 64 ? 0.125f : D == 128 ? 0.08838834764831845f : 0.0625f;
-        const float inverse = settle(a, t, mine, s.tops[stage], turned ? NORM : 1.0f);
+        const float inverse = settle(t, mine, s.tops[k % 2], turned ? NORM : 1.0f);
+        // Both in what the last tile had, with which everybody is done.
+        if (threadIdx.x == 0 && number + STAGES * gridDim.x < tiles)
+            s.tiles[(k + STAGES) % 4].find(a, number + STAGES * gridDim.x);
+        if (number + (STAGES - 1) * gridDim.x < tiles)
+            fetch_tile(s.pieces[ahead], s.tiles[(k + STAGES - 1) % 4]);
+        fetch_commit();
         if (MODE != LARGEST_ONLY) {
-            if (t.which == OF_V) store_values(s, a, t, x, inverse);
-            else store_rows(a, t, x, inverse);
+            if (of_v) store_values(reinterpret_cast<u32*>(s.pieces[stage]), a, t, x, inverse);
+            else if (turned) store_rows<true>(t, x, inverse);
+            else store_rows<false>(t, x, inverse);
         }
-        stage ^= 1;
+        stage = stage == STAGES - 1 ? 0 : stage + 1;
+        ahead = ahead == STAGES - 1 ? 0 : ahead + 1;
     }
 }
 
@@ -292,7 +327,7 @@ quantize(const __grid_constant__ Args a) {
 extern "C" __global__ void __launch_bounds__(THREADS)
 transpose(const __grid_constant__ Args a) {
     constexpr int UNITS = ROWS / 4 * (D / 16);
-    u32* tile = reinterpret_cast<u32*>(shared);  // [D][PITCH]
+    u32* tile = reinterpret_cast<u32*>(shared);
     const int walk = blockIdx.x / a.tiles_kv, first = blockIdx.x % a.tiles_kv * ROWS;
     const char* head = a.v.data + walk / a.kv_heads * a.v.batch + walk % a.kv_heads * a.v.head;
     for (int unit = threadIdx.x; unit < UNITS; unit += THREADS) {
@@ -300,11 +335,10 @@ transpose(const __grid_constant__ Args a) {
         u32 x[4][4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            const int key = first + four / 4 * 16 + four % 4 * 2 + j % 2 + j / 2 * 8;
+            const int key = first + key_at(four, j);
             uint4 raw = make_uint4(0, 0, 0, 0);
-            if (key < a.n_kv) {
+            if (key < a.n_kv)
                 raw = __ldcs(reinterpret_cast<const uint4*>(head + key * a.v.row + c * 16));
-            }
             x[j][0] = raw.x, x[j][1] = raw.y, x[j][2] = raw.z, x[j][3] = raw.w;
         }
 #pragma unroll
@@ -312,7 +346,7 @@ transpose(const __grid_constant__ Args a) {
             const u32 pick = i % 4 | (i % 4 + 4) << 4;
             const u32 lo = __byte_perm(x[0][i / 4], x[1][i / 4], pick);
             const u32 hi = __byte_perm(x[2][i / 4], x[3][i / 4], pick);
-            tile[(16 * c + i) * PITCH + four] = __byte_perm(lo, hi, 0x5410);
+            tile[transposed_at(16 * c + i, four)] = __byte_perm(lo, hi, 0x5410);
         }
     }
     __syncthreads();  // B3: the tile is whole
