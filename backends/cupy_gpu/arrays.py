@@ -91,11 +91,11 @@ class CupySpace(Space):
 
     def empty(self, shape: tuple[int, ...], like: Any = None) -> Any:
         """See `Space`."""
-        return cupy.empty(shape, np.float32 if like is None else like.dtype)
+        return _empty(shape, np.dtype(np.float32) if like is None else like.dtype)
 
     def prototype(self, dtype: str) -> Any:
         """See `Space`."""
-        return cupy.empty(0, numpy_dtype(dtype))
+        return _empty((0,), numpy_dtype(dtype))
 
     def pointer(self, array: Any) -> int:
         """See `Space`."""
@@ -184,6 +184,13 @@ class TorchSpace(Space):
     def active(self) -> AbstractContextManager[Any]:
         """See `Space`."""
         return ForeignStream(self.device, self.stream())
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype) -> cupy.ndarray:
+    """A new CuPy array, also of an FP8 type: CuPy makes none, but keeps a view as one."""
+    if dtype.itemsize == 1:
+        return cupy.empty(shape, np.uint8).view(dtype)
+    return cupy.empty(shape, dtype)
 
 
 class ForeignStream:

@@ -309,6 +309,22 @@ def test_cupys_arrays():
     assert result.out.view(cupy.uint16).get().tobytes() == same.out.tobytes()
 
 
+@pytest.mark.parametrize("granularity", ["tensor", "head", "block"])
+def test_cupys_arrays_are_quantised(torch, granularity):
+    p = Problem(200, 300, 64, heads=4, kv_heads=2, dtype="bfloat16")
+    x, _ = make(p)
+    given = {"granularity": granularity, "block": BLOCK, "rotate": "hadamard", "backend": "cupy"}
+    made = flashsim.quantize(*(cupy.asarray(x[n].astype(np.float16)) for n in "qkv"), **given)
+    same = quantised(torch, x, granularity, BLOCK, made.signs.astype(np.float32), kind="float16")
+    for name in ("q", "k", "v", "v_transposed"):
+        got = getattr(made, name)
+        assert got.dtype == numpy_dtype("float8_e4m3fn")
+        assert got.view(cupy.uint8).get().tobytes() == host(torch, getattr(same, name)).tobytes()
+    result = flashsim.run(made.q, made.k, made.v, backend="cupy", **made.options)
+    assert isinstance(result.out, cupy.ndarray)
+    assert cupy.isfinite(result.lse).all()
+
+
 def test_rows_apart(torch):
     """Heads between the rows, as most models have them."""
     p = Problem(200, 300, 128, heads=2, dtype="bfloat16")

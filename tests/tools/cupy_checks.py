@@ -143,7 +143,7 @@ def poison_outputs(monkeypatch):
         def filled(self, shape, like=None, empty=empty):
             made = empty(self, shape, like)
             if isinstance(made, cupy.ndarray):
-                made.view(cupy.uint8).fill(0xFF)
+                made.reshape(-1).view(cupy.uint8).fill(0xFF)
             else:
                 made.reshape(-1).view(self.torch.uint8).fill_(0xFF)
             return made
