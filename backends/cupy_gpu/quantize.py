@@ -68,6 +68,7 @@ def quantize(
         )
     kind = str(q.dtype).removeprefix("torch.")
     space = arrays.space_of({"q": q, "k": k, "v": v}, kind)
+    family.check_gpu(engine.gpu_of(space.device))
     rotate = {"rotate": signs is not None, "e5m2": dtype == "float8_e5m2"}
     made = family.kernels(q.shape[-1], kind, granularity, block, **rotate)
     with failures.Explaining(), space.on_device():

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flashsim.backends.launch.kernel import Kernel, macros, whole_sixteens
+from flashsim.backends.launch.kernel import Gpu, Kernel, macros, whole_sixteens
 from flashsim.errors import UnsupportedError
 
 _INPUT = [("data", "<u8"), ("batch", "<i8"), ("head", "<i8"), ("row", "<i8")]
@@ -79,6 +79,16 @@ def transposition(d: int) -> Kernel:
     check_head_dim(d)
     unused = ("ROTATE", "E5M2", "BF16", "SCALES", "MODE")
     return _kernel("transpose", d, dict.fromkeys(unused, 0) | {"SCALE_Q": ROWS, "SCALE_K": ROWS})
+
+
+def check_gpu(gpu: Gpu) -> None:
+    """Raise `UnsupportedError` for a GPU older than Hopper, which lacks their instructions."""
+    if gpu.compute_capability < (9, 0):
+        has = ".".join(map(str, gpu.compute_capability))
+        raise UnsupportedError(
+            f"the GPU's quantiser needs compute capability 9.0 or later, and {gpu.name} has {has}; "
+            "backend='numpy' quantises NumPy arrays"
+        )
 
 
 def check_head_dim(d: int) -> None:

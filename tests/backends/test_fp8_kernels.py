@@ -146,6 +146,14 @@ def test_other_gpus_tilings_and_gradients_are_refused():
     assert "no backward" in HOPPER_FP8.refusal(p, None, H200, "backward")
 
 
+def test_the_quantiser_is_not_for_older_gpus():
+    quantize.check_gpu(H200)
+    with pytest.raises(
+        UnsupportedError, match=r"9\.0 or later, and A100 has 8\.0; backend='numpy'"
+    ):
+        quantize.check_gpu(A100)
+
+
 def test_rings_have_as_many_stages_as_fit():
     p = problem(256)
     (one, small) = (
