@@ -105,8 +105,7 @@ def quantize(
     q : array, (batch, heads, n_q, head_dim); leading axes may be left out
     k, v : array, (batch, kv_heads, n_kv, head_dim or head_dim_v)
         On the CPU, float64, float32, float16 or bfloat16; on a GPU (Hopper or later), of the last
-        two and head_dim
-        64, 128 or 256.
+        two and head_dim 64, 128 or 256.
     granularity : {"tensor", "head", "block"}
         What has a scale of its own: each of q, k and v; each of their heads; each block of rows of
         a head, as FlashAttention-3 has it (arXiv:2407.08608, section 3.3).
