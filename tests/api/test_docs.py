@@ -284,18 +284,27 @@ def test_the_tables_of_short_sequences_are_the_measurement():
 
 
 def test_the_table_of_fp8_is_the_measurement():
-    runs = {}
+    runs, quantisers = {}, {}
+    page = (ROOT / "docs/guides/performance.md").read_text(encoding="utf-8")
     with (ROOT / "docs/data/fp8-h200.csv").open(newline="") as stream:
         for row in csv.DictReader(stream):
             if row["what"] == "forward":
                 shape = runs.setdefault((row["head_dim"], row["causal"], row["n"]), {})
                 shape[row["way"]] = float(row["tflops"]), float(row["over bfloat16"])
-    page = (ROOT / "docs/guides/performance.md").read_text(encoding="utf-8")
-    assert len(runs) == 9
+            elif row["way"] in ("plain", "rotated"):
+                quantisers.setdefault(row["head_dim"], []).append(row["of a copy"])
+            elif row["rmse"]:
+                assert row["rmse"] in page or row["way"] == "a scale each tensor, rotated"
+    assert len(runs) == 12
+    assert len(quantisers) == 3
+    for d, (rotated, plain, head_rotated, head) in quantisers.items():
+        cells = [f"{float(x):.2f}" for x in (plain, rotated, head, head_rotated)]
+        assert f"| {d} | {' | '.join(cells)} |" in page
     for (d, causal, n), ways in runs.items():
         row = [d, "yes" if causal == "True" else "no", n, f"{ways['bfloat16'][0]:.0f}"]
         for way in ("fp8", "fp8, v transposed", "quantised"):
             row += [f"{ways[way][0]:.0f}", f"{ways[way][1]:.2f}"]
+        row.append(f"{ways['cuDNN FP8'][0]:.0f}")
         assert f"| {' | '.join(row)} |" in page
 
 
