@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from flashsim.engines.cpu import threads
+from flashsim.engines.cpu import threads, walks_decode
 from flashsim.engines.cpu.micro_kernels import registers
 from flashsim.engines.cpu.notes import stage_trace
 from flashsim.engines.cpu.primitives.packing import LINE
@@ -69,9 +69,8 @@ def forward(job: Job) -> Outcome:
     """The forward pass."""
     engine = _CpuPass(job, "forward")
     p = job.problem
-    out = np.empty((p.batch, p.heads, p.n_q, p.head_dim_v), p.compute_dtype)
-    lse = np.empty((p.batch, p.heads, p.n_q), p.compute_dtype)
-    engine.walk("forward", *engine.operands(job.q, job.k, job.v), out.reshape(-1), lse.reshape(-1))
+    alone = p.n_q == 1 and not p.cu_seqlens_q and not engine.pairs
+    out, lse = (engine.decode if alone else engine.forward)()
     with np.errstate(over="ignore"):  # `run` warns, with what was given in sight
         out = out.astype(numpy_dtype(p.dtype), copy=False)
     return engine.outcome({"out": out, "lse": lse}, {"O": out, "L": lse})
@@ -165,13 +164,34 @@ class _CpuPass:
         dtype = numpy_dtype("bfloat16")
         return [threads.frozen(x.astype(dtype, copy=False)).view(np.uint16) for x in arrays]
 
+    def forward(self) -> tuple[np.ndarray, np.ndarray]:
+        """Output and LSE in the accumulator's type."""
+        job, p = self.job, self.job.problem
+        out = np.empty((p.batch, p.heads, p.n_q, p.head_dim_v), p.compute_dtype)
+        lse = np.empty((p.batch, p.heads, p.n_q), p.compute_dtype)
+        self.walk("forward", *self.operands(job.q, job.k, job.v), out.reshape(-1), lse.reshape(-1))
+        return out, lse
+
+    def decode(self) -> tuple[np.ndarray, np.ndarray]:
+        """The same of one query a head: `walks_decode`."""
+        job, p = self.job, self.job.problem
+        narrow = _cpu(job.options.get("micro_kernel"), p, narrow=True)
+        visits = len(self.schedule(self._plan["forward"]).row_csr[1])
+        heads, parts = p.batch * p.heads, walks_decode.parts_of(p.batch * p.kv_heads, visits)
+        out = np.empty((parts, heads, p.head_dim_v), p.compute_dtype)
+        m, l = np.empty((2, parts, heads), p.compute_dtype)
+        sums = out.reshape(-1), m.reshape(-1), l.reshape(-1)
+        self.walk("forward", narrow, *self.wide(job.q, job.k, job.v), *sums, decode=True)
+        out, lse = walks_decode.merged(out, m, l)
+        return out.reshape(p.batch, p.heads, 1, -1), lse.reshape(p.batch, p.heads, 1)
+
     def schedule(self, stage: plans.Stage) -> Schedule:
         """A stage's walk."""
         p, order = self.job.problem, self.job.key_order
         schedule = Schedule(p, self.tiling, stage.outer, order, stage.dense)
         return _known(schedule) if p.banded else schedule
 
-    def walk(self, name: str, *arrays: Any) -> None:
+    def walk(self, name: str, *arrays: Any, decode: bool = False) -> None:
         """Run a stage on all threads, and keep its trace if one is asked for."""
         stage = self._plan[name]
         schedule = self.schedule(stage)
@@ -188,6 +208,8 @@ class _CpuPass:
         turn = _turns(schedule, csr) if fused else _NOTHING
         turns = np.zeros(p.batch * p.heads * schedule.t_r if fused else 0, np.int64)
         set_ptr, sets = self._sets(by_row, shares=name in ("dq", "fused"))
+        if decode:  # the heads of one key head
+            set_ptr = np.arange(p.batch * p.kv_heads + 1) * (p.heads // p.kv_heads)
         runs = _runs(schedule, csr, fused, self._together(name, len(own) * (len(set_ptr) - 1)))
         descending = schedule.key_order == "descending"
         for part, keep_at, keep in self._masks(schedule, csr, runs, by_row):
@@ -198,7 +220,8 @@ class _CpuPass:
             if WALKS[name] == "grad_keys":
                 args += [fused, turns]
             long = self._work(schedule, len(csr[1])) > threads.LONG
-            walk = "pairs_" * (self.pairs and name != "delta") + WALKS[name]
+            pairs = self.pairs and name != "delta"
+            walk = "decode" if decode else "pairs_" * pairs + WALKS[name]
             threads.run(walk, self.threads, self.cpu, *args, counter=counter, long=long)
         if self.job.trace:
             shape = walks, p.batch * p.heads // walks, len(csr[1])
@@ -364,7 +387,7 @@ def _threads(given: Any) -> int:
     return int(given)
 
 
-def _cpu(micro_kernel: Any, problem: Problem) -> registers.Cpu:
+def _cpu(micro_kernel: Any, problem: Problem, *, narrow: bool = False) -> registers.Cpu:
     if micro_kernel is not None:
         checks.one_of("micro_kernel", micro_kernel, MICRO_KERNELS)
     if micro_kernel in registers.PAIRED:
@@ -373,7 +396,7 @@ def _cpu(micro_kernel: Any, problem: Problem) -> registers.Cpu:
         for name in registers.PAIRED:
             if registers.without(name) is None:
                 return registers.paired(name)
-    cpu = registers.best(problem.compute_dtype, plain=micro_kernel == "plain")
+    cpu = registers.best(problem.compute_dtype, plain=micro_kernel == "plain", narrow=narrow)
     if micro_kernel == "vector" and isinstance(cpu, registers.Plain):
         raise BackendUnavailable(
             "micro_kernel='vector' needs a CPU with AVX2 and FMA, AVX-512 or NEON; "

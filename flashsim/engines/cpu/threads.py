@@ -15,7 +15,7 @@ import numpy as np
 from numba import njit
 from numba.core.event import Event, Listener, install_listener
 
-from flashsim.engines.cpu import walks, walks_backward
+from flashsim.engines.cpu import walks, walks_backward, walks_decode
 from flashsim.engines.cpu.pairs import backward as pair_walks_backward
 from flashsim.engines.cpu.pairs import forward as pair_walks
 from flashsim.engines.cpu.primitives.references import borrow
@@ -43,6 +43,12 @@ def _entries(sources: str) -> dict[str, Any]:
     def forward(cpu, *args):
         sources  # noqa: B018
         walks.forward(cpu, *borrow(args))
+
+    @keep
+    @njit(nogil=True)
+    def decode(cpu, *args):
+        sources  # noqa: B018
+        walks_decode.decode(cpu, *borrow(args))
 
     @keep
     @njit(nogil=True)
@@ -82,6 +88,7 @@ def _entries(sources: str) -> dict[str, Any]:
 
     return {
         "forward": forward,
+        "decode": decode,
         "delta": delta,
         "grad_keys": grad_keys,
         "grad_queries": grad_queries,

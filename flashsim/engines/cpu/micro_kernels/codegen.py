@@ -9,6 +9,7 @@ to them. LLVM lowers the same IR to AVX2, AVX-512 or NEON.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -20,6 +21,10 @@ INT = ir.IntType(64)
 VOID = ir.VoidType()
 #: How many terms of a sum ahead a product brings its left operand near.
 AHEAD = 12
+#: Bytes of a cache line.
+LINE = 64
+#: Heads of which `build_dots` forms sums together.
+HEADS = 4
 ELEMENT = {4: ir.FloatType(), 8: ir.DoubleType()}
 
 
@@ -197,17 +202,27 @@ class Code:
         """
         size = 1
         while size < self.lanes:
-            first, second = [], []
-            for lane in range(self.lanes):
-                odd = lane // size % 2
-                first.append(lane + (self.lanes - size) * odd)
-                second.append(lane + size + (self.lanes - size) * odd)
+            lanes = range(self.lanes)
+            first = [lane + (self.lanes - size) * (lane // size % 2) for lane in lanes]
+            second = [lane + size for lane in first]
             for i in range(self.lanes):
                 if i // size % 2 == 0:
                     pair = rows[i], rows[i + size]
                     rows[i], rows[i + size] = (self.pick(*pair, m) for m in (first, second))
             size *= 2
         return rows
+
+    def summed(self, sums: list) -> Any:
+        """A vector whose lanes are the sums of as many vectors' lanes: a `transposed` that adds."""
+        size = 1
+        while len(sums) > 1:
+            lanes = range(self.lanes)
+            first = [lane + (self.lanes - size) * (lane // size % 2) for lane in lanes]
+            second = [lane + size for lane in first]
+            pairs = zip(sums[::2], sums[1::2], strict=True)
+            sums = [self.b.fadd(self.pick(x, y, first), self.pick(x, y, second)) for x, y in pairs]
+            size *= 2
+        return sums[0]
 
     def pick(self, x, y, lanes: list[int]):
         """A vector of lanes of x and, counted on from there, of y."""
@@ -522,4 +537,57 @@ def build_round(module: ir.Module, block: Blocking, itemsize: int, bfloat16: boo
 
     if itemsize == 4:  # 16-bit inputs are computed in float32
         code.loop(rows, [], body)
+    return code.done()
+
+
+def build_dots(module: ir.Module, block: Blocking, itemsize: int):
+    """S, ld, K, Q, near, rows, heads, n, d: see `panels.dots`.
+
+    A vector's worth of sums at a time: of `HEADS` heads (a register may have fewer lanes) with as
+    many keys as that leaves, so that one reduction serves all of them.
+    """
+    code = Code(module, "dots", block, itemsize, "pipppiiii")
+    if not code.is_new:
+        return code.function
+    S, ld, K, Q, near, rows, heads, n, d = code.function.args
+    b, of_head = code.b, min(HEADS, code.lanes)
+    keys = code.lanes // of_head
+    short = ir.VectorType(code.element, of_head)
+
+    def several(r, h) -> None:
+        k_rows = [code.at(K, b.mul(b.add(r, ir.Constant(INT, k)), d)) for k in range(keys)]
+        q_rows = [code.at(Q, b.mul(b.add(h, ir.Constant(INT, k)), d)) for k in range(of_head)]
+        # Two steps of K ahead, line by line as they lie, which the CPU's own prefetcher follows.
+        start = b.mul(r, d)
+        ahead = code.at(K, start, code.times(d, 2 * keys)), code.at(near, start)
+
+        def body(x, sums):
+            for address in ahead:
+                for k in range(keys):
+                    code.prefetch(code.at(address, code.times(x, keys), k * code.lanes))
+            right = [code.load(code.at(q, x)) for q in q_rows]
+            left = [code.load(code.at(k, x)) for k in k_rows]
+            pairs = [(k, q) for k in left for q in right]
+            return [code.fma(k, q, s) for (k, q), s in zip(pairs, sums, strict=True)]
+
+        total = code.summed(code.loop(n, [code.const(0)] * code.lanes, body, by=code.lanes))
+        for k in range(keys):
+            lanes = [ir.Constant(ir.IntType(32), k * of_head + i) for i in range(of_head)]
+            mask = ir.Constant(ir.VectorType(ir.IntType(32), of_head), lanes)
+            one = b.shuffle_vector(total, ir.Constant(total.type, ir.Undefined), mask)
+            address = code.at(S, b.mul(b.add(r, ir.Constant(INT, k)), ld), h)
+            b.store(one, b.bitcast(address, short.as_pointer()), align=itemsize)
+
+    def along(r):
+        def body(h, _):
+            several(r, h)
+            return []
+
+        return body
+
+    def body(r, _):
+        code.loop(heads, [], along(r), by=of_head)
+        return []
+
+    code.loop(rows, [], body, by=keys)
     return code.done()

@@ -141,6 +141,21 @@ def soft_cap_gated(cpu, S, s0, ld, rows, c, gate, g0):
             gate[g0 + x] = 1 - t * t
 
 
+@operation(vector.dots)
+def dots(cpu, S, s0, ld, K, k0, Q, near, n0, rows, heads, n, d):
+    """S (rows, heads) = K Q^T over n of their d columns, K (rows, d) as it lies, Q (heads, d).
+
+    Vector code takes whole registers: n in multiples of `packing.SIDE`, rows and heads of 4. While
+    it reads K it brings near as much of another array, which may be read next.
+    """
+    for r in range(rows):
+        for h in range(heads):
+            total = S.dtype.type(0)
+            for x in range(n):
+                total += K[k0 + r * d + x] * Q[h * d + x]
+            S[s0 + r * ld + h] = total
+
+
 @operation(vector.transpose_in)
 def transpose_in(cpu, panels, X, x0, rows, cols, d, factors):
     """X (rows, d), each row times its factor, into panels: `cols` of its columns, see `pack`."""

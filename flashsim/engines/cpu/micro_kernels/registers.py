@@ -62,14 +62,40 @@ class Neon(NamedTuple):
     width: int
 
 
-Cpu = Plain | Avx2 | Avx512 | Avx512Bf16 | Amx | Neon
+class Avx2Narrow(NamedTuple):
+    """AVX2 with panels of one register."""
+
+    width: int
+
+
+class Avx512Narrow(NamedTuple):
+    """AVX-512 with panels of one register."""
+
+    width: int
+
+
+class NeonNarrow(NamedTuple):
+    """NEON with panels of one register."""
+
+    width: int
+
+
+Cpu = Plain | Avx2 | Avx512 | Avx512Bf16 | Amx | Neon | Avx2Narrow | Avx512Narrow | NeonNarrow
 
 
 class Blocking(NamedTuple):
-    """Bytes of one vector register, how many stand side by side in a panel, and whether products
-    bring near what they read next (docs/notebooks/cpu.md: worth its instructions with AVX-512).
+    """How products use the registers.
 
-    `pairs` says how pairs of bfloat16 are multiplied, if they are (`pairs.codegen.PRODUCTS`).
+    Attributes
+    ----------
+    register : int
+        Bytes of one.
+    vecs : int
+        How many stand side by side in a panel.
+    prefetch : bool
+        Whether products bring near what they read next (docs/notebooks/cpu.md).
+    pairs : str
+        How pairs of bfloat16 are multiplied, if they are (`pairs.codegen.PRODUCTS`).
     """
 
     register: int
@@ -89,6 +115,16 @@ BLOCKING: dict[type, Blocking] = {
     Amx: Blocking(64, 4, pairs="amx"),
     Neon: Blocking(16, 4),
     Plain: Blocking(4, 1),
+    Avx2Narrow: Blocking(32, 1),
+    Avx512Narrow: Blocking(64, 1),
+    NeonNarrow: Blocking(16, 1),
+}
+
+NARROW: dict[type[Cpu], type[Cpu]] = {
+    Avx2: Avx2Narrow,
+    Avx512: Avx512Narrow,
+    Neon: NeonNarrow,
+    Plain: Plain,
 }
 
 #: The micro-kernels for bfloat16, best first, with the LLVM features that each needs.
@@ -98,13 +134,14 @@ PAIRED: dict[str, tuple[type[Amx] | type[Avx512Bf16], tuple[str, ...]]] = {
 }
 
 
-def best(dtype: str, *, plain: bool = False) -> Cpu:
+def best(dtype: str, *, plain: bool = False, narrow: bool = False) -> Cpu:
     """The kind of code for this CPU, with the panel width for this accumulator type.
 
-    `plain` asks for the definitions, at the same width as the vector code would have.
+    `plain` asks for the definitions, at the same width as the vector code would have; `narrow` for
+    panels of one register.
     """
-    kind = _host()
-    block = BLOCKING[Neon if kind is Plain else kind]
+    kind: type[Cpu] = NARROW[_host()] if narrow else _host()
+    block = BLOCKING[(NeonNarrow if narrow else Neon) if kind is Plain else kind]
     width = block.lanes(np.dtype(dtype).itemsize) * block.vecs
     return (Plain if plain else kind)(width)
 

@@ -11,6 +11,7 @@ from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
 from flashsim.engines.cpu.micro_kernels.codegen import (
+    build_dots,
     build_grad_scores,
     build_online_softmax,
     build_product,
@@ -78,6 +79,7 @@ _softmax = vector_intrinsic("a o0 i a a a o1,2,3", build_online_softmax)
 _by_row = vector_intrinsic("a o0 a o1 i i a a o2,3", build_grad_scores, by_row=True)
 _cap = vector_intrinsic("a o0 i i a", build_soft_cap, gated=False)
 _cap_gated = vector_intrinsic("a o0 i i a a o2", build_soft_cap, gated=True)
+_dots = vector_intrinsic("a o0 i a o1 a a o3 i i i i", build_dots)
 _in = vector_intrinsic("a a o1 i i i a", build_transpose, out=False)
 _out = vector_intrinsic("a a o1 i i i a", build_transpose, out=True)
 _bfloat16 = vector_intrinsic("a o0 i i", build_round, bfloat16=True)
@@ -123,6 +125,11 @@ def soft_cap(cpu, S, s0, ld, rows, c):
 def soft_cap_gated(cpu, S, s0, ld, rows, c, gate, g0):
     """`panels.soft_cap_gated`."""
     _cap_gated(cpu, (S, s0, ld, rows, c, gate, g0))
+
+
+def dots(cpu, S, s0, ld, K, k0, Q, near, n0, rows, heads, n, d):
+    """`panels.dots`."""
+    _dots(cpu, (S, s0, ld, K, k0, Q, near, n0, rows, heads, n, d))
 
 
 def transpose_in(cpu, panels, X, x0, rows, cols, d, factors):

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 
+from flashsim.engines.cpu.micro_kernels.codegen import LINE
 from flashsim.engines.cpu.micro_kernels.plain import transpose_in, transpose_out
 from flashsim.engines.cpu.primitives.parts import hot_part, part
 
-#: Bytes of a cache line: a vector register that lies across two takes two reads.
-LINE = 64
 #: Rows and columns that are transposed a register at a time: multiples of every register's lanes.
 SIDE = 16
 
 
 @part
 def panel_array(n, dtype):
-    """Room for n elements, from the beginning of a cache line on."""
+    """Room for n elements, from the beginning of a cache line on.
+
+    A register that lies across two lines takes two reads; one of AVX-512 is as long as a line.
+    """
     array = np.empty(n + LINE, dtype)
     skip = -array.ctypes.data % LINE // array.itemsize
     return array[skip : skip + n]
