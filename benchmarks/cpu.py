@@ -1,11 +1,12 @@
 """How fast the CPU engine is: python benchmarks/cpu.py [--quick] [--out out/cpu]
 
-Four tables, printed and written as CSV, and a plot:
+Five tables, printed and written as CSV, and a plot:
 
 - speed: forward, and forward + backward, against PyTorch's CPU attention (if it is installed) and a
   2048^3 single-precision matrix product, all in one process, turn by turn, medians;
 - extras: one head on one thread and on all, what ``trace=True`` costs, both backward forms;
 - short: calls at N = 1024, the best of many beside the median, on one thread and on all in turn;
+- decode: one query over a long cache, in bytes of K and V a second beside a copy of as many bytes;
 - scaling: time and peak memory over N, each method in a process of its own.
 
 On a machine that others use as well, compare CPU seconds of one thread, which waiting does not
@@ -26,6 +27,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +39,14 @@ from flashsim.engines.cpu import threads
 from flashsim.engines.cpu.micro_kernels import registers
 
 SHAPES = ((8, 1024, 64), (8, 4096, 64), (4, 4096, 128))  # heads, N, d
-TABLES = ("speed", "extras", "short", "scaling")
+#: Batch, query heads, key heads, keys, d.
+CACHES = (
+    (1, 32, 8, 16384, 128),
+    (8, 32, 8, 4096, 128),
+    (1, 8, 8, 16384, 128),
+    (1, 32, 8, 16384, 64),
+)
+TABLES = ("speed", "extras", "short", "decode", "scaling")
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 METHODS = ("numba", "torch", "naive", "simulator")
 #: Seconds before each measurement: threads of the one before spin on for a while.
@@ -195,6 +204,61 @@ def short(calls: int, n_threads: int, clock: Callable[[], float]) -> list[dict]:
     return rows
 
 
+def decode(repeats: int, n_threads: int, clock: Callable[[], float]) -> list[dict]:
+    """One query a head: every byte of K and V is read once, and little is computed with it.
+
+    A copy reads and writes: the bytes of K and V, half of them each, on as many threads.
+    """
+    rows = []
+    for batch, heads, kv_heads, n, d in CACHES:
+        rng = np.random.default_rng(0)
+        q = rng.standard_normal((batch, heads, 1, d), dtype=np.float32)
+        k, v = rng.standard_normal((2, batch, kv_heads, n, d), dtype=np.float32)
+        target = np.zeros_like(k)
+        parts = list(
+            zip(*(np.array_split(x.reshape(-1), n_threads) for x in (target, k)), strict=True)
+        )
+        with ThreadPoolExecutor(n_threads) as pool:
+            works: dict[str, Callable[[], object]] = {
+                "numba": lambda q=q, k=k, v=v: flashsim.run(
+                    q, k, v, backend="numba", threads=n_threads
+                ),
+                "copy": lambda pool=pool, parts=parts: list(
+                    pool.map(lambda pair: np.copyto(*pair), parts)
+                ),
+            }
+            if HAS_TORCH:
+                works["torch"] = torch_decode(q, k, v, n_threads)
+            took = alternating(repeats, works, clock)
+        rate = {name: 2 * k.nbytes / seconds / 1e9 for name, seconds in took.items()}
+        rows.append(
+            {
+                "batch": batch,
+                "heads": f"{heads}/{kv_heads}",
+                "keys": n,
+                "d": d,
+                "numba ms": round(took["numba"] * 1e3, 1),
+                "torch ms": round(took["torch"] * 1e3, 1) if HAS_TORCH else "",
+                "x torch": round(took["torch"] / took["numba"], 2) if HAS_TORCH else "",
+                "GB/s": round(rate["numba"], 1),
+                "copy GB/s": round(rate["copy"], 1),
+                "of copy": round(rate["numba"] / rate["copy"], 2),
+            }
+        )
+    return rows
+
+
+def torch_decode(q, k, v, n_threads: int) -> Callable[[], object]:
+    """PyTorch's attention of one query a head."""
+    import torch
+
+    torch.set_num_threads(n_threads)
+    tensors = [torch.from_numpy(x) for x in (q, k, v)]
+    gqa = q.shape[1] != k.shape[1]
+    attention = torch.nn.functional.scaled_dot_product_attention
+    return lambda: attention(*tensors, enable_gqa=gqa)
+
+
 def naive(q, k, v) -> np.ndarray:
     """The whole score matrix at once."""
     scores = (q @ k.mT) * np.float32(q.shape[-1] ** -0.5)
@@ -322,6 +386,8 @@ def main() -> None:
         report("extras", title, rows, options.out)
     if options.only in (None, "short"):
         report("short", title, short(8 * repeats, options.threads, clock), options.out)
+    if options.only in (None, "decode"):
+        report("decode", title, decode(repeats, options.threads, clock), options.out)
     if options.only in (None, "scaling"):
         flags = ["--threads", str(options.threads), *["--cpu-time"] * options.cpu_time]
         rows = scaling(min(repeats, 5), LENGTHS[:3] if options.quick else LENGTHS, flags)
