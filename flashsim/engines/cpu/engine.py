@@ -85,20 +85,19 @@ def backward(job: Job, saved: Mapping[str, Any], dout: np.ndarray) -> Outcome:
     """The backward pass: in three passes ("flash2"), or fused, with dQ summed up in memory."""
     engine = _CpuPass(job, "backward")
     p, real = job.problem, job.problem.compute_dtype
-    q, k, v, dout_operand = engine.operands(job.q, job.k, job.v, dout)
-    out, dout = engine.wide(saved["O"], dout)
+    out, dout, q, k, v = engine.operands(saved["O"], dout, job.q, job.k, job.v)
     lse = threads.frozen(np.where(np.isneginf(saved["L"]), 0, saved["L"]))
     delta = np.empty(p.batch * p.heads * p.n_q, real)
     engine.walk("delta", out, dout, delta)
-    inputs = WalkInputs(q, k, v, dout_operand, lse, threads.frozen(delta))
+    inputs = WalkInputs(q, k, v, dout, lse, threads.frozen(delta))
 
-    dk = np.empty((p.batch, p.kv_heads, p.n_kv, p.head_dim), real)
-    dv = np.empty((p.batch, p.kv_heads, p.n_kv, p.head_dim_v), real)
+    dk = np.empty((p.batch, p.kv_heads, p.n_kv, p.head_dim), engine.result)
+    dv = np.empty((p.batch, p.kv_heads, p.n_kv, p.head_dim_v), engine.result)
     dbias = np.zeros((0,) if job.bias is None else job.bias.shape, real)
     fused = job.algorithm == "flash2-fused"
     width = -(-p.head_dim // engine.cpu.width) * engine.cpu.width if fused else p.head_dim
-    dq = _zeros((p.batch, p.heads, p.n_q, width), real)
-    grads = Grads(dq.reshape(-1), dk.reshape(-1), dv.reshape(-1), dbias.reshape(-1), width)
+    dq = _zeros((p.batch, p.heads, p.n_q, width), real if fused else engine.result)
+    grads = Grads._make([*(engine.flat(x) for x in (dq, dk, dv, dbias)), width])
     engine.note("clear_dbias")
     for stage in ("fused",) if fused else ("dkdv", "dq"):
         engine.walk(stage, inputs, grads)
@@ -131,6 +130,8 @@ class _CpuPass:
         self.threads = _threads(job.options.get("threads"))
         self.cpu = _cpu(job.options.get("micro_kernel"), p)
         self.pairs = bool(registers.BLOCKING[type(self.cpu)].pairs)
+        #: What a walk writes: its results, or numbers to be rounded.
+        self.result = numpy_dtype("bfloat16" if self.pairs else p.compute_dtype)
         self.tiling = _tiling(p, job.tiling, job.device, job.algorithm, self.direction)
         tile = self.tiling.clip(p)
         sizes = (p.heads, p.kv_heads, p.n_q, p.n_kv, p.head_dim, p.head_dim_v)
@@ -158,18 +159,23 @@ class _CpuPass:
         return [threads.frozen(x.astype(real, copy=False)) for x in arrays]
 
     def operands(self, *arrays: np.ndarray) -> list[np.ndarray]:
-        """What products read: as `wide`, or the bits of bfloat16 as they lie in memory."""
+        """What a walk reads: as `wide`, or bits of bfloat16 as they lie in memory."""
         if not self.pairs:
             return self.wide(*arrays)
-        dtype = numpy_dtype("bfloat16")
-        return [threads.frozen(x.astype(dtype, copy=False)).view(np.uint16) for x in arrays]
+        return [self.flat(threads.frozen(x.astype(self.result, copy=False))) for x in arrays]
+
+    def flat(self, array: np.ndarray) -> np.ndarray:
+        """What a walk takes for an array: numbers, or bits where they are bfloat16."""
+        flat = array.reshape(-1)
+        return flat.view(np.uint16) if self.pairs and array.dtype == self.result else flat
 
     def forward(self) -> tuple[np.ndarray, np.ndarray]:
-        """Output and LSE in the accumulator's type."""
+        """Output and LSE as a walk writes them."""
         job, p = self.job, self.job.problem
-        out = np.empty((p.batch, p.heads, p.n_q, p.head_dim_v), p.compute_dtype)
+        out = np.empty((p.batch, p.heads, p.n_q, p.head_dim_v), self.result)
         lse = np.empty((p.batch, p.heads, p.n_q), p.compute_dtype)
-        self.walk("forward", *self.operands(job.q, job.k, job.v), out.reshape(-1), lse.reshape(-1))
+        operands = self.operands(job.q, job.k, job.v)
+        self.walk("forward", *operands, self.flat(out), lse.reshape(-1))
         return out, lse
 
     def decode(self) -> tuple[np.ndarray, np.ndarray]:
@@ -220,8 +226,7 @@ class _CpuPass:
             if WALKS[name] == "grad_keys":
                 args += [fused, turns]
             long = self._work(schedule, len(csr[1])) > threads.LONG
-            pairs = self.pairs and name != "delta"
-            walk = "decode" if decode else "pairs_" * pairs + WALKS[name]
+            walk = "decode" if decode else "pairs_" * self.pairs + WALKS[name]
             threads.run(walk, self.threads, self.cpu, *args, counter=counter, long=long)
         if self.job.trace:
             shape = walks, p.batch * p.heads // walks, len(csr[1])

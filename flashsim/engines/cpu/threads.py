@@ -76,6 +76,12 @@ def _entries(sources: str) -> dict[str, Any]:
 
     @keep
     @njit(nogil=True)
+    def pairs_delta(cpu, *args):
+        sources  # noqa: B018
+        pair_walks_backward.delta_rows(cpu, *borrow(args))
+
+    @keep
+    @njit(nogil=True)
     def pairs_grad_keys(cpu, *args):
         sources  # noqa: B018
         pair_walks_backward.grad_keys(cpu, *borrow(args))
@@ -93,6 +99,7 @@ def _entries(sources: str) -> dict[str, Any]:
         "grad_keys": grad_keys,
         "grad_queries": grad_queries,
         "pairs_forward": pairs_forward,
+        "pairs_delta": pairs_delta,
         "pairs_grad_keys": pairs_grad_keys,
         "pairs_grad_queries": pairs_grad_queries,
     }

@@ -8,6 +8,7 @@ from flashsim.engines.cpu.micro_kernels.plain import grad_scores_by_lane, grad_s
 from flashsim.engines.cpu.pairs.operations import (
     begin_tiles,
     end_tiles,
+    number_of,
     pairs_add,
     pairs_of_lanes,
     pairs_of_rows,
@@ -22,10 +23,11 @@ from flashsim.engines.cpu.pairs.packing import (
     right_of_columns,
     right_of_rows,
     tiles_of,
+    unpack_bits,
 )
 from flashsim.engines.cpu.pairs.tiles import SIDE
 from flashsim.engines.cpu.primitives.atomics import fetch_add, give_way, load_acquire, store_release
-from flashsim.engines.cpu.primitives.packing import clear_rows, panels_of, unpack
+from flashsim.engines.cpu.primitives.packing import clear_rows, panels_of
 from flashsim.engines.cpu.primitives.parts import part
 from flashsim.engines.cpu.scores import (
     add_bias_gradient,
@@ -42,7 +44,7 @@ from flashsim.schedule.schedule import MASKED
 
 @part
 def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, turns):
-    """As `walks_backward.grad_keys`; inputs are the bits of bfloat16, `lse` and `delta` float32.
+    """As `walks_backward.grad_keys`; inputs, dK and dV are bits of bfloat16, the rest float32.
 
     Q and dO of a row tile are packed once for all column tiles of a run: by rows for S and dP, by
     columns for dK and dV. A tile's part of dQ is computed before its turn comes, and added then.
@@ -129,8 +131,8 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
                 col0 = kv_head * shape.n_kv + tiles.own[j, 0]
                 for c in range(0, n, w):
                     lanes, to = min(w, n - c), col0 + c
-                    unpack(cpu, dK[(x + c) * d_rows :], grads.dk, to * d, lanes, d, scales)
-                    unpack(cpu, dV[(x + c) * dv_rows :], grads.dv, to * dv, lanes, dv, ones)
+                    unpack_bits(cpu, dK[(x + c) * d_rows :], grads.dk, to * d, lanes, d, scales)
+                    unpack_bits(cpu, dV[(x + c) * dv_rows :], grads.dv, to * dv, lanes, dv, ones)
                 if notes.steps.size > 0:
                     notes.steps[kv_head, j] = n
     end_tiles(cpu, S)
@@ -214,7 +216,7 @@ def add_to_dq(grads, tiles, part_dq, scale, row0, rows, at, turn, turns, counter
 
 @part
 def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
-    """As `walks_backward.grad_queries`; inputs are the bits of bfloat16."""
+    """As `walks_backward.grad_queries`; inputs and dQ are bits of bfloat16."""
     w, d, dv, real, pair = cpu.width, shape.d, shape.dv, np.float32, np.uint32
     group, panels = shape.heads // shape.kv_heads, panels_of(cpu, shape.block_q)
     d_pairs, dv_pairs, d_rows, _ = sizes_of(shape)
@@ -297,7 +299,33 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
                     notes.visits[h, at] = rows * NOTE + n
             for r in range(0, rows, w):
                 to, lanes = (row0 + r) * d, min(w, rows - r)
-                unpack(cpu, dQ[r * d_rows :], grads.dq, to, lanes, d, scales)
+                unpack_bits(cpu, dQ[r * d_rows :], grads.dq, to, lanes, d, scales)
             if notes.steps.size > 0:
                 notes.steps[h, i] = rows
     end_tiles(cpu, S)
+
+
+@part(fastmath={"reassoc"})
+def row_dot(a, b, start, n):
+    """Sum of products of one row, in an order that suits the vector registers."""
+    total = np.float32(0)
+    for x in range(start, start + n):
+        total += number_of(a[x]) * number_of(b[x])
+    return total
+
+
+@part
+def delta_rows(cpu, out, dout, delta, shape, tiles, rules, notes, counter):
+    """As `walks_backward.delta_rows`; `out` and `dout` are bits of bfloat16."""
+    n_sets = tiles.set_ptr.size - 1
+    while True:
+        item = fetch_add(counter)
+        if item >= len(tiles.runs) * n_sets or stopped(counter):
+            break
+        begin, end, s = tiles.runs[item // n_sets, 0], tiles.runs[item // n_sets, 1], item % n_sets
+        for h in tiles.sets[tiles.set_ptr[s] : tiles.set_ptr[s + 1]]:
+            for i in range(begin, end):
+                for q in range(h * shape.n_q + tiles.own[i, 0], h * shape.n_q + tiles.own[i, 1]):
+                    delta[q] = row_dot(out, dout, q * shape.dv, shape.dv)
+                if notes.steps.size > 0:
+                    notes.steps[h, i] = tiles.own[i, 1] - tiles.own[i, 0]

@@ -25,10 +25,11 @@ from flashsim.engines.cpu.pairs.packing import (
     pair_tiles_of,
     right_of_rows,
     tiles_of,
+    unpack_bits,
 )
 from flashsim.engines.cpu.pairs.tiles import SIDE
 from flashsim.engines.cpu.primitives.atomics import fetch_add
-from flashsim.engines.cpu.primitives.packing import panels_of, unpack
+from flashsim.engines.cpu.primitives.packing import panels_of
 from flashsim.engines.cpu.primitives.parts import part
 from flashsim.engines.cpu.scores import finish_scores, is_plain, place_of, visible_rows
 from flashsim.engines.cpu.tables import NOTE
@@ -38,7 +39,7 @@ from flashsim.schedule.schedule import MASKED
 
 @part
 def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
-    """As `walks.forward`: S^T = K Q^T, O^T += V^T P^T; q, k and v are the bits of bfloat16."""
+    """As `walks.forward`: S^T = K Q^T, O^T += V^T P^T; q, k, v and out are bits of bfloat16."""
     w, d, dv, real, pair = cpu.width, shape.d, shape.dv, np.float32, np.uint32
     group = shape.heads // shape.kv_heads
     panels, most = panels_of(cpu, shape.block_q), longest_run(tiles)
@@ -98,7 +99,7 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
                     lse[row0 + r] = m[x + r] + np.log(l[x + r]) if seen else -np.inf
                 for r in range(0, n, w):
                     O_panel, out0 = O[(x + r) * o_rows :], (row0 + r) * dv
-                    unpack(cpu, O_panel, out, out0, min(w, n - r), dv, inverse[r:])
+                    unpack_bits(cpu, O_panel, out, out0, min(w, n - r), dv, inverse[r:])
                 if notes.steps.size > 0:
                     notes.steps[h, i] = n
     end_tiles(cpu, S)

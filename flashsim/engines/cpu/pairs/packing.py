@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from flashsim.engines.cpu.pairs.operations import bits_of
 from flashsim.engines.cpu.pairs.tiles import SIDE
 from flashsim.engines.cpu.primitives.parts import hot_part, part
 
@@ -84,6 +85,14 @@ def right_of_columns(out, stride, X, x0, n, d):
                 if 2 * r + 1 < n:
                     value |= np.uint32(X[at + d + x]) << np.uint32(16)
             out[to + x] = value
+
+
+@hot_part
+def unpack_bits(cpu, panel, X, x0, n, d, factors):
+    """`primitives.packing.unpack` of one panel, rounded to bfloat16."""
+    for row in range(n):
+        for x in range(d):
+            X[x0 + row * d + x] = np.uint16(bits_of(panel[x * cpu.width + row] * factors[row]))
 
 
 @part
