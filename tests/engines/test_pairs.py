@@ -21,7 +21,7 @@ from flashsim import BackendUnavailable, OptionError, Tiling
 from flashsim.engines.cpu import engine, threads
 from flashsim.engines.cpu.micro_kernels import amx, registers
 from flashsim.engines.cpu.micro_kernels.registers import BLOCKING, PAIRED, ROWS, Amx, Avx512Bf16
-from flashsim.engines.cpu.pairs import codegen, operations, tiles
+from flashsim.engines.cpu.pairs import codegen, operations, packing, tiles
 from flashsim.problem.problem import numpy_dtype
 
 NUMPY, NUMBA = Target("numpy"), Target("numba")
@@ -204,6 +204,61 @@ def by_lanes(cpu, *args):
     operations.pairs_of_lanes(cpu, *args)
 
 
+@njit
+def left_of_rows(cpu, *args):
+    packing.left_of_rows(*args)
+
+
+@njit
+def left_of_columns(cpu, *args):
+    packing.left_of_columns(cpu, *args)
+
+
+@njit
+def right_of_rows(cpu, *args):
+    packing.right_of_rows(cpu, *args)
+
+
+@njit
+def right_of_columns(cpu, *args):
+    packing.right_of_columns(*args)
+
+
+@njit
+def unpack_bits(cpu, *args):
+    packing.unpack_bits(cpu, *args)
+
+
+@pytest.mark.parametrize("kind", [EmulatedBf16, pytest.param(Avx512Bf16, marks=on_bf16)])
+@pytest.mark.parametrize(("n", "d"), [(64, 64), (96, 32), (128, 16), (64, 48), (37, 64), (70, 5)])
+def test_operands_are_packed(kind, n, d, monkeypatch):
+    """Whole tiles, which are transposed in registers, and what is left of them."""
+    tile_machine.emulate(monkeypatch)
+    x = np.random.default_rng(n).standard_normal((n, d)).astype(np.float32)
+    X = np.concatenate([np.zeros(3), x.reshape(-1)])  # from element 3 on
+    up = lambda k, to: -(-k // to) * to  # noqa: E731
+    whole = np.zeros((up(n, 64), up(d, 64)))
+    whole[:n, :d] = x
+    by_rows, by_columns = left(whole[: up(n, 16), : up(d, 32)]), left(whole[: up(n, 32)].T)
+    panels = right(whole.T[: up(d, 32)])
+    for walk, size, args, expected in (
+        (left_of_rows, by_rows.shape, (up(d, 32) // 2,), by_rows),
+        (left_of_columns, (up(d, 16), up(n, 32) // 2), (up(n, 32) // 2,), by_columns),
+        (right_of_columns, (up(n, 32) // 2, 64), (64,), right(whole[: up(n, 32), :64])),
+        (right_of_rows, panels.shape, (), panels.reshape(len(panels), -1, 64).swapaxes(0, 1)),
+    ):
+        out = np.full(np.prod(size), 7, np.uint32)
+        walk(kind(64), out, *args, bits(X), 3, n, d)
+        wanted = expected.reshape(-1) if walk is right_of_rows else expected[: size[0]].reshape(-1)
+        np.testing.assert_array_equal(out, wanted, err_msg=walk.__name__)
+    out, factors = np.zeros(3 + n * d, np.uint16), np.full(64, 2, np.float32)
+    rows = min(n, 64)
+    panel = np.ascontiguousarray(whole.T[:, :64], np.float32).reshape(-1)
+    unpack_bits(kind(64), panel, out, 3, rows, d, factors)
+    np.testing.assert_array_equal(out[3 : 3 + rows * d], bits(2 * x[:rows]).reshape(-1))
+    assert not out[3 + rows * d :].any()
+
+
 def extreme_operands(rows, n):
     """Numbers of every size, denormals among them, and what lies near float32's ends."""
     rng = np.random.default_rng(n)
@@ -315,6 +370,11 @@ def test_the_engine_on_an_emulated_cpu(emulated, algorithm, case):
     assert (ran > 0) == (emulated is EmulatedAmx)
 
 
+def test_whole_tiles_on_an_emulated_cpu(emulated):
+    x = tensors(128, 128, 64, dtype="bfloat16", heads=1, dv=32)
+    judged(x, "flash2-fused", tiling=Tiling(64, 64), causal=True)
+
+
 def test_threads_change_nothing_on_an_emulated_cpu(emulated):
     x = tensors(50, 83, 16, dtype="bfloat16")
     one, three = (judged(x, "flash2-fused", threads=n, **TILING)[1] for n in (1, 3))
@@ -333,6 +393,9 @@ def test_the_engine_on_this_cpu(micro_kernel, algorithm, case):
     x = tensors(113, 203, 40, dtype="bfloat16", **shape)
     result, one = judged(x, algorithm, micro_kernel, traces=True, **{**TILING, **options})
     assert result.kernel.startswith(f"numba {PAIRED[micro_kernel][0].__name__.lower()}")
+    whole = tensors(128, 128, 64, dtype="bfloat16", dv=32, **{**shape, "heads": 2, "kv_heads": 1})
+    if case in ("causal", "softcap", "mask"):
+        judged(whole, algorithm, micro_kernel, tiling=Tiling(64, 64), **options)
     three = judged(x, algorithm, micro_kernel, threads=3, **{**TILING, **options})[1]
     for name, array in one.items():
         np.testing.assert_array_equal(array, three[name], err_msg=name)

@@ -27,7 +27,7 @@ def vector_intrinsic(layout: str, build: Callable, **options) -> Callable:
 
     `layout` says what each argument after `cpu` is: ``a`` an array, ``o`` the offset that belongs
     to an earlier array, as its number in ``a``s; ``i`` an integer that is passed on. Elements of
-    all arrays are equally wide.
+    all arrays are as wide as the first one's, or 16 bits.
     """
     slots = layout.split()
 
@@ -35,7 +35,7 @@ def vector_intrinsic(layout: str, build: Callable, **options) -> Callable:
         del context
         arrays = [a for a, slot in zip(args, slots, strict=True) if slot == "a"]
         widths = {a.dtype.bitwidth for a in arrays if isinstance(a, types.Array)}
-        if len(widths) != 1 or not all(isinstance(a, types.Array) for a in arrays):
+        if len(widths - {16}) != 1 or not all(isinstance(a, types.Array) for a in arrays):
             raise TypingError(f"expected arrays of equally wide elements, got {arrays}")
         kinds = [a if slot == "a" else types.int64 for a, slot in zip(args, slots, strict=True)]
         block, itemsize = BLOCKING[cpu.instance_class], arrays[0].dtype.bitwidth // 8

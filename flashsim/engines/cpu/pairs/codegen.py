@@ -44,6 +44,10 @@ class PairCode(Code):
             ir.Function(module, ir.FunctionType(result, [v.type for v in values]), name)
         return self.b.call(module.globals[name], values)
 
+    def load_at(self, address):
+        """As `load`, wherever 16-bit numbers begin."""
+        return self.b.load(self.b.bitcast(address, self.vector.as_pointer()), align=2)
+
     def pair(self, x, y):
         """Two vectors of floats, rounded, as one of pairs."""
         whole = self.ints(0).type
@@ -226,6 +230,118 @@ def build_pairs_of_lanes(module: ir.Module, block: Blocking, itemsize: int):
 
     code.loop(rows, [], body)
     return code.done()
+
+
+def transposed(code: PairCode, rows: list) -> list:
+    """A square of 32-bit elements, lanes for rows: bit by bit, row and lane swap their numbers."""
+    b, lanes = code.b, len(rows)
+    index = ir.VectorType(ir.IntType(32), lanes)
+    bit = 1
+    while bit < lanes:
+        low = [at if not at & bit else lanes + at - bit for at in range(lanes)]
+        high = [at + bit if not at & bit else lanes + at for at in range(lanes)]
+        for r in range(lanes):
+            if not r & bit:
+                one, two = rows[r], rows[r | bit]
+                rows[r] = b.shuffle_vector(one, two, ir.Constant(index, low))
+                rows[r | bit] = b.shuffle_vector(one, two, ir.Constant(index, high))
+        bit *= 2
+    return rows
+
+
+def _squares(name: str, args: str, fetch: Callable, put: Callable) -> Callable:
+    """A function that transposes a panel square by square: `across` of them beside `down`.
+
+    ``fetch(code, arguments, y, x, r)`` is row r of the square that starts at (y, x), and ``put``
+    takes row r of the transposed one. The last two arguments count elements, in whole squares.
+    """
+
+    def build(module: ir.Module, block: Blocking, itemsize: int):
+        code = PairCode(module, name, block, 4, args + "ii")
+        if not code.is_new:
+            return code.function
+        *given, down, across = code.function.args
+
+        def row(y, _):
+            def square(x, _):
+                values = transposed(code, [fetch(code, given, y, x, r) for r in range(code.lanes)])
+                for r, value in enumerate(values):
+                    put(code, given, y, x, r, value)
+                return []
+
+            code.loop(across, [], square, by=code.lanes)
+            return []
+
+        code.loop(down, [], row, by=code.lanes)
+        return code.done()
+
+    return build
+
+
+def _load16(code: PairCode, address):
+    """16-bit numbers in 32-bit lanes."""
+    kind = ir.VectorType(ir.IntType(16), code.lanes)
+    value = code.b.load(code.b.bitcast(address, kind.as_pointer()), align=2)
+    return code.b.zext(value, code.ints(0).type)
+
+
+def _at16(code: PairCode, base, *offsets):
+    """An address of 16-bit numbers."""
+    return code.at(code.b.bitcast(base, ir.IntType(16).as_pointer()), *offsets)
+
+
+def _plus(code: PairCode, x, r: int):
+    return code.b.add(x, ir.Constant(INT, r))
+
+
+def _fetch_columns(code: PairCode, given, y, x, r: int):
+    """Pairs y + r of columns x ..: two rows of X merged."""
+    _, _, X, d = given
+    start = code.b.mul(code.times(_plus(code, y, r), 2), d)
+    low, high = (_load16(code, _at16(code, X, start, x, *more)) for more in ((), (d,)))
+    pair = code.b.or_(low, code.b.shl(high, code.ints(16)))
+    return code.b.bitcast(pair, code.vector)
+
+
+def _put_columns(code: PairCode, given, y, x, r: int, value) -> None:
+    out, row, _, _ = given
+    code.store(value, code.at(out, code.b.mul(_plus(code, x, r), row), y))
+
+
+#: out, row, X, d, pairs, columns: see `operations.transpose_columns`.
+build_transpose_columns = _squares("columns", "pipi", _fetch_columns, _put_columns)
+
+
+def _fetch_rows(code: PairCode, given, y, x, r: int):
+    """Pairs x .. of row y + r of X."""
+    _, X, d = given
+    return code.load_at(_at16(code, X, code.b.mul(_plus(code, y, r), d), code.times(x, 2)))
+
+
+def _put_rows(code: PairCode, given, y, x, r: int, value) -> None:
+    code.store(value, code.at(given[0], code.times(_plus(code, x, r), code.width), y))
+
+
+#: out, X, d, rows, pairs: see `operations.transpose_rows`.
+build_transpose_rows = _squares("rows", "ppi", _fetch_rows, _put_rows)
+
+
+def _fetch_panel(code: PairCode, given, y, x, r: int):
+    """Row x + r of the panel, lanes y .., times their factors."""
+    panel, _, _, factors = given
+    value = code.load(code.at(panel, code.times(_plus(code, x, r), code.width), y))
+    return code.b.fmul(value, code.load(code.at(factors, y)))
+
+
+def _put_panel(code: PairCode, given, y, x, r: int, value) -> None:
+    _, X, d, _ = given
+    halves = code.halves(value)
+    address = _at16(code, X, code.b.mul(_plus(code, y, r), d), x)
+    code.b.store(halves, code.b.bitcast(address, halves.type.as_pointer()), align=2)
+
+
+#: panel, X, d, factors, rows, columns: see `operations.transpose_panel`.
+build_transpose_panel = _squares("panel", "ppip", _fetch_panel, _put_panel)
 
 
 def build_scale(module: ir.Module, block: Blocking, itemsize: int, by_lane: bool):

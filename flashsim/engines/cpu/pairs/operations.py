@@ -131,6 +131,33 @@ def scale_lanes(cpu, X, x0, ld, rows, factors, f0):
             X[x0 + r * ld + c] *= factors[f0 + c]
 
 
+@operation(vector.transpose_columns)
+def transpose_columns(cpu, out, o0, row, X, x0, d, pairs, columns):
+    """Columns of X, its rows in pairs, as rows of `out`; `pairs` and `columns` of whole tiles."""
+    for x in range(columns):
+        for r in range(pairs):
+            low, high = X[x0 + 2 * r * d + x], X[x0 + (2 * r + 1) * d + x]
+            out[o0 + x * row + r] = np.uint32(low) | np.uint32(high) << np.uint32(16)
+
+
+@operation(vector.transpose_rows)
+def transpose_rows(cpu, out, o0, X, x0, d, rows, pairs):
+    """Rows of X, in pairs of neighbours, as lanes of `out`; `rows` and `pairs` of whole tiles."""
+    for r in range(rows):
+        for x in range(pairs):
+            low, high = X[x0 + r * d + 2 * x], X[x0 + r * d + 2 * x + 1]
+            out[o0 + x * cpu.width + r] = np.uint32(low) | np.uint32(high) << np.uint32(16)
+
+
+@operation(vector.transpose_panel)
+def transpose_panel(cpu, panel, p0, X, x0, d, factors, f0, rows, columns):
+    """Lanes of a panel times their factors, rounded, as rows of X; whole tiles as well."""
+    for r in range(rows):
+        for x in range(columns):
+            value = panel[p0 + x * cpu.width + r] * factors[f0 + r]
+            X[x0 + r * d + x] = np.uint16(bits_of(value))
+
+
 @operation(vector.begin_tiles)
 def begin_tiles(cpu, any_array):
     """What a thread does before its first product: AMX wants to know the shape of its tiles."""

@@ -7,7 +7,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from flashsim.engines.cpu.pairs.operations import bits_of
+from flashsim.engines.cpu.pairs.operations import (
+    bits_of,
+    transpose_columns,
+    transpose_panel,
+    transpose_rows,
+)
 from flashsim.engines.cpu.pairs.tiles import SIDE
 from flashsim.engines.cpu.primitives.parts import hot_part, part
 
@@ -41,10 +46,13 @@ def left_of_rows(out, row, X, x0, n, d):
 
 
 @hot_part
-def left_of_columns(out, row, X, x0, n, d):
+def left_of_columns(cpu, out, row, X, x0, n, d):
     """Columns of X as a left operand, for a sum over rows: `out`'s row x pairs X's rows."""
-    full = n // 2
-    for x in range(tiles_of(d)):
+    full, begin = n // 2, 0
+    if n == 2 * row and d % SIDE == 0:  # whole tiles
+        transpose_columns(cpu, out, 0, row, X, x0, d, row, d)
+        begin = d
+    for x in range(begin, tiles_of(d)):
         to = x * row
         if x >= d:
             for r in range(row):
@@ -62,7 +70,11 @@ def right_of_rows(cpu, out, X, x0, n, d):
     """Rows of X in the lanes of panels, for a sum over d: pair x of panel p at (p pairs + x)."""
     w, pairs = cpu.width, pair_tiles_of(d)
     for p in range((n + w - 1) // w):
-        for c in range(w):
+        begin = 0
+        if 2 * pairs == d:  # whole tiles
+            begin = min(w, n - p * w) // SIDE * SIDE
+            transpose_rows(cpu, out, p * pairs * w, X, x0 + p * w * d, d, begin, pairs)
+        for c in range(begin, w):
             r, to = p * w + c, p * pairs * w + c
             for x in range(pairs):
                 value = np.uint32(0)
@@ -90,7 +102,11 @@ def right_of_columns(out, stride, X, x0, n, d):
 @hot_part
 def unpack_bits(cpu, panel, X, x0, n, d, factors):
     """`primitives.packing.unpack` of one panel, rounded to bfloat16."""
-    for row in range(n):
+    begin = 0
+    if d % SIDE == 0:  # whole tiles
+        begin = n // SIDE * SIDE
+        transpose_panel(cpu, panel, 0, X, x0, d, factors, 0, begin, d)
+    for row in range(begin, n):
         for x in range(d):
             X[x0 + row * d + x] = np.uint16(bits_of(panel[x * cpu.width + row] * factors[row]))
 

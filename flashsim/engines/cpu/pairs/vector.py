@@ -11,6 +11,9 @@ from flashsim.engines.cpu.pairs.codegen import (
     build_pairs_of_rows,
     build_release,
     build_scale,
+    build_transpose_columns,
+    build_transpose_panel,
+    build_transpose_rows,
 )
 
 _PRODUCT = "a o0 i a o1 i a o2 i i i"
@@ -21,6 +24,9 @@ _rows = vector_intrinsic("a o0 i i a o1", build_pairs_of_rows)
 _lanes = vector_intrinsic("a o0 i i a o1 i", build_pairs_of_lanes)
 _panel = vector_intrinsic("a o0 i i a", build_scale, by_lane=False)
 _by_lane = vector_intrinsic("a o0 i i a o1", build_scale, by_lane=True)
+_columns = vector_intrinsic("a o0 i a o1 i i i", build_transpose_columns)
+_rows_over = vector_intrinsic("a o0 a o1 i i i", build_transpose_rows)
+_panel_over = vector_intrinsic("a o0 a o1 i a o2 i i", build_transpose_panel)
 _begin = vector_intrinsic("a", build_configure)
 _end = vector_intrinsic("a", build_release)
 
@@ -58,6 +64,21 @@ def scale_panel(cpu, X, x0, ld, rows, factor):
 def scale_lanes(cpu, X, x0, ld, rows, factors, f0):
     """`operations.scale_lanes`."""
     _by_lane(cpu, (X, x0, ld, rows, factors, f0))
+
+
+def transpose_columns(cpu, out, o0, row, X, x0, d, pairs, columns):
+    """`operations.transpose_columns`."""
+    _columns(cpu, (out, o0, row, X, x0, d, pairs, columns))
+
+
+def transpose_rows(cpu, out, o0, X, x0, d, rows, pairs):
+    """`operations.transpose_rows`."""
+    _rows_over(cpu, (out, o0, X, x0, d, rows, pairs))
+
+
+def transpose_panel(cpu, panel, p0, X, x0, d, factors, f0, rows, columns):
+    """`operations.transpose_panel`."""
+    _panel_over(cpu, (panel, p0, X, x0, d, factors, f0, rows, columns))
 
 
 def begin_tiles(cpu, any_array):
