@@ -13,6 +13,9 @@ On a machine that others use as well, compare CPU seconds of one thread, which w
 touch: OPENBLAS_NUM_THREADS=1 python benchmarks/cpu.py --only speed --threads 1 --cpu-time
 
 FLOP/s count 4 N^2 d a head for a forward pass and 14 N^2 d with the backward, half of it if causal.
+
+``--dtype bfloat16`` (or float16): the table "speed" in that type, ours and PyTorch's, by the
+micro-kernel that the first line names (``--micro-kernel`` asks for another).
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from rich.table import Table
 import flashsim
 from flashsim.engines.cpu import threads
 from flashsim.engines.cpu.micro_kernels import registers
+from flashsim.problem.problem import numpy_dtype
 
 SHAPES = ((8, 1024, 64), (8, 4096, 64), (4, 4096, 128))  # heads, N, d
 #: Batch, query heads, key heads, keys, d.
@@ -47,6 +51,7 @@ CACHES = (
     (1, 32, 8, 16384, 64),
 )
 TABLES = ("speed", "extras", "short", "decode", "scaling")
+DTYPES = ("float32", "bfloat16", "float16")
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 METHODS = ("numba", "torch", "naive", "simulator")
 #: Seconds before each measurement: threads of the one before spin on for a while.
@@ -71,10 +76,11 @@ def alternating(
     return {name: statistics.median(column[extra:]) for name, column in rounds.items()}
 
 
-def inputs(heads: int, n: int, d: int) -> list[np.ndarray]:
-    """q, k, v and dout, float32."""
-    rng = np.random.default_rng(0)
-    return [rng.standard_normal((1, heads, n, d), dtype=np.float32) for _ in range(4)]
+def inputs(heads: int, n: int, d: int, dtype: str = "float32") -> list[np.ndarray]:
+    """q, k, v and dout."""
+    rng, kind = np.random.default_rng(0), numpy_dtype(dtype)
+    draw = lambda: rng.standard_normal((1, heads, n, d), dtype=np.float32)  # noqa: E731
+    return [draw().astype(kind, copy=False) for _ in range(4)]
 
 
 def numba_works(arrays, causal, **options) -> dict[str, Callable[[], object]]:
@@ -95,7 +101,8 @@ def torch_works(arrays, causal, n_threads) -> dict[str, Callable[[], object]]:
 
     torch.set_num_threads(n_threads)
     attention = torch.nn.functional.scaled_dot_product_attention
-    *qkv, dout = (torch.from_numpy(x) for x in arrays)
+    dtype = getattr(torch, arrays[0].dtype.name)  # which NumPy's bfloat16 has no way to
+    *qkv, dout = (torch.from_numpy(x.astype(np.float32, copy=False)).to(dtype) for x in arrays)
     leaves = [x.clone().requires_grad_() for x in qkv]
 
     def forward():
@@ -108,14 +115,16 @@ def torch_works(arrays, causal, n_threads) -> dict[str, Callable[[], object]]:
     return {"forward": forward, "forward + backward": both}
 
 
-def speed(repeats: int, n_threads: int, clock: Callable[[], float]) -> list[dict]:
+def speed(
+    repeats: int, n_threads: int, clock: Callable[[], float], dtype: str, **options
+) -> list[dict]:
     """The judged shapes."""
     a, b = np.random.default_rng(0).standard_normal((2, 2048, 2048), dtype=np.float32)
     rows = []
     for heads, n, d in SHAPES:
         for causal in (False, True):
-            arrays = inputs(heads, n, d)
-            ours, theirs = numba_works(arrays, causal, threads=n_threads), {}
+            arrays = inputs(heads, n, d, dtype)
+            ours, theirs = numba_works(arrays, causal, threads=n_threads, **options), {}
             if HAS_TORCH:
                 theirs = torch_works(arrays, causal, n_threads)
             for what, factor in (("forward", 4), ("forward + backward", 14)):
@@ -368,6 +377,8 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, help="rounds to take medians of (9, quick: 3)")
     parser.add_argument("--cpu-time", action="store_true", help="CPU seconds, not wall time")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the table 'speed'")
+    parser.add_argument("--micro-kernel", help="of the table 'speed'")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     clock = time.process_time if options.cpu_time else time.perf_counter
@@ -380,7 +391,11 @@ def main() -> None:
     unit = "CPU" if options.cpu_time else "wall"
     title = f"{machine()}; {options.threads} threads, {unit} time"
     if options.only in (None, "speed"):
-        report("speed", title, speed(repeats, options.threads, clock), options.out)
+        chosen = {"micro_kernel": options.micro_kernel} if options.micro_kernel else {}
+        small = inputs(1, 16, 16, options.dtype)
+        ran = numba_works(small, False, threads=options.threads, **chosen)["forward"]().kernel
+        rows = speed(repeats, options.threads, clock, options.dtype, **chosen)
+        report("speed", f"{options.dtype}, {ran}; {title}", rows, options.out)
     if options.only in (None, "extras"):
         rows = extras(repeats, 2048 if options.quick else 4096, options.threads, clock)
         report("extras", title, rows, options.out)

@@ -31,6 +31,8 @@ class Warmed:
         Wall and CPU seconds of compiling, or loading, and one small pass.
     folder : Path
         Where the compiled code lies.
+    kernel : str
+        What the pass ran on: the micro-kernel, and how many threads.
     """
 
     dtype: str
@@ -40,6 +42,7 @@ class Warmed:
     seconds: float
     cpu_seconds: float
     folder: Path
+    kernel: str
 
 
 @own_errors
@@ -52,7 +55,8 @@ def warm(
     """Compile what `backend="numba"` needs, and keep it on disk.
 
     One compilation serves every shape, mask and option: code depends on the accumulator's type
-    alone, so that float32, float16 and bfloat16 share theirs. A small pass is run to see it work.
+    alone, so that float32, float16 and bfloat16 share theirs; on a CPU with AMX or AVX512-BF16
+    bfloat16 has its own. A small pass is run to see it work.
 
     Parameters
     ----------
@@ -83,7 +87,8 @@ def warm(
     if direction != "forward":
         result.backward(dout)
     took = time.perf_counter() - wall, time.process_time() - cpu
-    return Warmed(dtype, algorithm, direction, threads.compiled() - before, *took, folder)
+    compiled = threads.compiled() - before
+    return Warmed(dtype, algorithm, direction, compiled, *took, folder, result.kernel)
 
 
 def _writable(folder: Path | None) -> Path:

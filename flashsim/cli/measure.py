@@ -268,10 +268,10 @@ def warm(
         done = compile_ahead(dtype, head_dim, direction, algorithm)
     table = report.Table(
         "CPU engine",
-        ("dtype", "algorithm", "direction", "compiled", "s", "CPU s", "folder"),
+        ("dtype", "algorithm", "direction", "kernel", "compiled", "s", "CPU s", "folder"),
         [
             (
-                *(done.dtype, done.algorithm, done.direction, done.compiled),
+                *(done.dtype, done.algorithm, done.direction, done.kernel, done.compiled),
                 *(round(done.seconds, 2), round(done.cpu_seconds, 2), str(done.folder)),
             )
         ],
