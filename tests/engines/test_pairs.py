@@ -441,7 +441,8 @@ def test_bfloat16_takes_what_this_process_may_use(features, refused, compiled, k
     flags = ",".join(f"+{name}" for name in (features if compiled is None else compiled))
     monkeypatch.setattr(registers.config, "CPU_FEATURES", flags)
     monkeypatch.setattr(registers.amx, "refusal", lambda process: refused)
-    monkeypatch.setattr(registers, "_host", registers._host.__wrapped__)
+    for name in ("_host", "_lacks"):
+        monkeypatch.setattr(registers, name, getattr(registers, name).__wrapped__)
     choose = lambda dtype: type(engine._cpu(None, flashsim.Problem(1, dtype=dtype)))  # noqa: E731
     assert choose("bfloat16") is kind
     assert choose("float32") not in (Amx, Avx512Bf16)

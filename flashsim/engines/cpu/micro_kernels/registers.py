@@ -171,16 +171,16 @@ def without(micro_kernel: str) -> str | None:
     Numba compiles for the CPU it runs on, or for what NUMBA_CPU_FEATURES names: an instruction that
     is missing there would end the process, so both are asked.
     """
-    kind, needed = PAIRED[micro_kernel]
-    has, compiled = llvm.get_host_cpu_features(), _compiled_features()
-    lacks = [name for name in needed if not (has.get(name) and f"+{name}" in compiled)]
+    lacks = _lacks(micro_kernel)
     if lacks:
         return f"the CPU, or what Numba compiles for, lacks {', '.join(lacks)}"
-    return amx.refusal(os.getpid()) if kind is Amx else None
+    return amx.refusal(os.getpid()) if PAIRED[micro_kernel][0] is Amx else None
 
 
-def _compiled_features() -> list[str]:
-    """What Numba lets LLVM use."""
+@cache
+def _lacks(micro_kernel: str) -> list[str]:
+    """Features that the CPU has not, or that Numba does not let LLVM use."""
     given: str | None = getattr(config, "CPU_FEATURES")  # noqa: B009 (Numba sets it as it loads)
-    features = codegen.get_host_cpu_features() if given is None else given
-    return features.split(",")
+    compiled = (codegen.get_host_cpu_features() if given is None else given).split(",")
+    has = llvm.get_host_cpu_features()
+    return [x for x in PAIRED[micro_kernel][1] if not (has.get(x) and f"+{x}" in compiled)]
