@@ -41,6 +41,7 @@ PAGES = ("counts/test_flash_decode.py::test_pages_hold_what_a_contiguous_cache_d
 CASCADE = ("counts/test_cascade.py::test_it_is_attention_over_all_keys_and_counted",)
 PARTS = ("counts/test_flash_decode.py::test_parts_cover_the_walk_once_and_evenly",)
 WORK = ("counts/test_work.py", "-k", "flash2-plain")
+TILE_MACHINE = ("engines/test_pairs.py::test_the_machine_multiplies", "-k", "add")
 
 
 class FaultError(Exception):
@@ -67,7 +68,19 @@ SCHEDULE, COUNTS = "flashsim.schedule.schedule", "flashsim.counts.forms"
 QUANTIZE, NUMBERS = "flashsim.api.quantize", "flashsim.problem.precision"
 DECODING, MERGE = "flashsim.algorithms.decode", "flashsim.algorithms.merge"
 
+AMX = "flashsim.engines.cpu.pairs.tiles"
+
 FAULTS = {
+    # -- AMX tiles ------------------------------------------------------------------------------
+    "tile-of-b-for-two": Fault(
+        "both columns of a block are multiplied with the first one's tile",
+        *(AMX, "each.append(Dot(tile, a + r, b + c))", "each.append(Dot(tile, a + r, b))"),
+        TILE_MACHINE,
+    ),
+    "tile-sums-begin-anew": Fault(
+        "what is added to begins as zero",
+        *(AMX, 'if mode == "set" else Load', 'if mode != "none" else Load', TILE_MACHINE),
+    ),
     # -- parts of the keys ----------------------------------------------------------------------
     "split-lost": Fault(
         "the last part is not merged",
