@@ -16,6 +16,7 @@ from flashsim.engines.cpu.pairs.operations import (
     scale_panel,
 )
 from flashsim.engines.cpu.pairs.packing import (
+    aligned,
     clear_pairs,
     left_of_columns,
     left_of_rows,
@@ -54,16 +55,16 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
     most, ld, padded = longest_run(tiles), panels_of(cpu, shape.block_k) * w, grads.dq_stride
     d_pairs, dv_pairs, d_rows, dv_rows = sizes_of(shape)
     k_pairs, q_pairs = pair_tiles_of(ld), pair_tiles_of(shape.block_q)
-    K, V = np.empty(most * ld * d_pairs, pair), np.empty(most * ld * dv_pairs, pair)
-    dK, dV = np.empty(most * ld * d_rows, real), np.empty(most * ld * dv_rows, real)
-    K_rows = np.empty(most * k_pairs * padded if fused else 0, pair)
-    Q, dO = np.empty(2 * q_pairs * d_pairs, pair), np.empty(2 * q_pairs * dv_pairs, pair)
-    Q_T, dO_T = np.empty(d_rows * q_pairs, pair), np.empty(dv_rows * q_pairs, pair)
-    S, dS = np.empty(2 * q_pairs * ld, real), np.empty(2 * q_pairs * ld, real)
-    P = np.empty(q_pairs * w, pair)
-    dS_left = np.empty(2 * q_pairs * k_pairs if fused else 0, pair)
-    part_dq = np.empty(2 * q_pairs * padded if fused else 0, real)
-    gate = np.empty(S.size if rules.softcap[0] > 0 else 0, real)
+    K, V = aligned(most * ld * d_pairs, pair), aligned(most * ld * dv_pairs, pair)
+    dK, dV = aligned(most * ld * d_rows, real), aligned(most * ld * dv_rows, real)
+    K_rows = aligned(most * k_pairs * padded if fused else 0, pair)
+    Q, dO = aligned(2 * q_pairs * d_pairs, pair), aligned(2 * q_pairs * dv_pairs, pair)
+    Q_T, dO_T = aligned(d_rows * q_pairs, pair), aligned(dv_rows * q_pairs, pair)
+    S, dS = aligned(2 * q_pairs * ld, real), aligned(2 * q_pairs * ld, real)
+    P = aligned(q_pairs * w, pair)
+    dS_left = aligned(2 * q_pairs * k_pairs if fused else 0, pair)
+    part_dq = aligned(2 * q_pairs * padded if fused else 0, real)
+    gate = aligned(S.size if rules.softcap[0] > 0 else 0, real)
     scales, ones = np.full(shape.block_k, rules.scale, real), np.ones(shape.block_k, real)
     at = np.empty(most, np.int64)  # the next visit of each column tile
     n_sets = tiles.set_ptr.size - 1
@@ -221,13 +222,13 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
     group, panels = shape.heads // shape.kv_heads, panels_of(cpu, shape.block_q)
     d_pairs, dv_pairs, d_rows, _ = sizes_of(shape)
     k_pairs = pair_tiles_of(shape.block_k)
-    Q, dO = np.empty(panels * w * d_pairs, pair), np.empty(panels * w * dv_pairs, pair)
-    K, V = np.empty(2 * k_pairs * d_pairs, pair), np.empty(2 * k_pairs * dv_pairs, pair)
-    K_T, dQ = np.empty(d_rows * k_pairs, pair), np.empty(panels * w * d_rows, real)
-    S, dS = np.empty(2 * k_pairs * w, real), np.empty(2 * k_pairs * w, real)
-    P = np.empty(k_pairs * w, pair)
+    Q, dO = aligned(panels * w * d_pairs, pair), aligned(panels * w * dv_pairs, pair)
+    K, V = aligned(2 * k_pairs * d_pairs, pair), aligned(2 * k_pairs * dv_pairs, pair)
+    K_T, dQ = aligned(d_rows * k_pairs, pair), aligned(panels * w * d_rows, real)
+    S, dS = aligned(2 * k_pairs * w, real), aligned(2 * k_pairs * w, real)
+    P = aligned(k_pairs * w, pair)
     L, delta = np.zeros(panels * w, real), np.zeros(panels * w, real)
-    gate = np.empty(S.size if rules.softcap[0] > 0 else 0, real)
+    gate = aligned(S.size if rules.softcap[0] > 0 else 0, real)
     scales = np.full(shape.block_q, rules.scale, real)
     n_sets = tiles.set_ptr.size - 1
     begin_tiles(cpu, S)

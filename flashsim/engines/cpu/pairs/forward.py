@@ -19,6 +19,7 @@ from flashsim.engines.cpu.pairs.operations import (
     scale_panel,
 )
 from flashsim.engines.cpu.pairs.packing import (
+    aligned,
     clear_pairs,
     left_of_columns,
     left_of_rows,
@@ -44,13 +45,13 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
     group = shape.heads // shape.kv_heads
     panels, most = panels_of(cpu, shape.block_q), longest_run(tiles)
     height, q_pairs, o_rows = panels * w, pair_tiles_of(d), tiles_of(dv)
-    Q, O = np.empty(most * height * q_pairs, pair), np.empty(most * height * o_rows, real)
+    Q, O = aligned(most * height * q_pairs, pair), aligned(most * height * o_rows, real)
     k_rows, v_pairs = 2 * pair_tiles_of(shape.block_k), pair_tiles_of(shape.block_k)
-    K, V = np.empty(k_rows * q_pairs, pair), np.empty(o_rows * v_pairs, pair)
-    S, P = np.empty(k_rows * w, real), np.empty(v_pairs * w, pair)
-    m, l = np.empty(most * height, real), np.empty(most * height, real)
-    alpha, inverse = np.empty(height, real), np.empty(height, real)
-    scales = np.empty(2, real)  # of scores as the product leaves them, and of finished ones
+    K, V = aligned(k_rows * q_pairs, pair), aligned(o_rows * v_pairs, pair)
+    S, P = aligned(k_rows * w, real), aligned(v_pairs * w, pair)
+    m, l = aligned(most * height, real), aligned(most * height, real)
+    alpha, inverse = aligned(height, real), aligned(height, real)
+    scales = aligned(2, real)  # of scores as the product leaves them, and of finished ones
     scales[0], scales[1] = rules.scale, 1
     at = np.empty(most, np.int64)  # the next visit of each row tile
     n_sets = tiles.set_ptr.size - 1
