@@ -206,7 +206,7 @@ def by_lanes(cpu, *args):
 
 @njit
 def left_of_rows(cpu, *args):
-    packing.left_of_rows(*args)
+    packing.left_of_rows(cpu, *args)
 
 
 @njit

@@ -96,8 +96,8 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
                         break
                     rows, row0 = tiles.other[i, 1] - tiles.other[i, 0], h * shape.n_q
                     row0 += tiles.other[i, 0]
-                    left_of_rows(Q, d_pairs, inputs.q, row0 * d, rows, d)
-                    left_of_rows(dO, dv_pairs, inputs.dout, row0 * dv, rows, dv)
+                    left_of_rows(cpu, Q, d_pairs, inputs.q, row0 * d, rows, d)
+                    left_of_rows(cpu, dO, dv_pairs, inputs.dout, row0 * dv, rows, dv)
                     left_of_columns(cpu, Q_T, q_pairs, inputs.q, row0 * d, rows, d)
                     left_of_columns(cpu, dO_T, q_pairs, inputs.dout, row0 * dv, rows, dv)
                     for place in range(end - begin):
@@ -254,8 +254,8 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
                 j = tiles.inner[at]
                 k0, n = tiles.other[j, 0], tiles.other[j, 1] - tiles.other[j, 0]
                 masked = tiles.kind[at] == MASKED
-                left_of_rows(K, d_pairs, inputs.k, (kv + k0) * d, n, d)
-                left_of_rows(V, dv_pairs, inputs.v, (kv + k0) * dv, n, dv)
+                left_of_rows(cpu, K, d_pairs, inputs.k, (kv + k0) * d, n, d)
+                left_of_rows(cpu, V, dv_pairs, inputs.v, (kv + k0) * dv, n, dv)
                 left_of_columns(cpu, K_T, k_pairs, inputs.k, (kv + k0) * d, n, d)
                 for p in range(panels_of(cpu, rows)):
                     lanes, first, last = min(w, rows - p * w), 0, n

@@ -344,6 +344,28 @@ def _put_panel(code: PairCode, given, y, x, r: int, value) -> None:
 build_transpose_panel = _squares("panel", "ppip", _fetch_panel, _put_panel)
 
 
+def build_copy_pairs(module: ir.Module, block: Blocking, itemsize: int):
+    """out, row, X, rows, pairs: see `operations.copy_pairs`."""
+    code = PairCode(module, "copy_pairs", block, 4, "pipii")
+    if not code.is_new:
+        return code.function
+    out, row, X, rows, pairs = code.function.args
+    b = code.b
+
+    def line(r, _):
+        def vector(x, _):
+            start = code.times(b.add(b.mul(r, pairs), x), 2)
+            value = code.load_at(_at16(code, X, start))
+            code.store(value, code.at(out, b.mul(r, row), x))
+            return []
+
+        code.loop(pairs, [], vector, by=code.lanes)
+        return []
+
+    code.loop(rows, [], line)
+    return code.done()
+
+
 def build_scale(module: ir.Module, block: Blocking, itemsize: int, by_lane: bool):
     """X, ld, rows, factor: see `operations.scale_panel` and `scale_lanes`."""
     name = "scale_lanes" if by_lane else "scale_panel"

@@ -77,7 +77,7 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
                 if j < 0 or stopped(counter):
                     break
                 k0, keys = tiles.other[j, 0], tiles.other[j, 1] - tiles.other[j, 0]
-                left_of_rows(K, q_pairs, k, (kv + k0) * d, keys, d)
+                left_of_rows(cpu, K, q_pairs, k, (kv + k0) * d, keys, d)
                 left_of_columns(cpu, V, v_pairs, v, (kv + k0) * dv, keys, dv)
                 for i in range(begin, end):
                     x, now = (i - begin) * height, at[i - begin]

@@ -131,6 +131,15 @@ def scale_lanes(cpu, X, x0, ld, rows, factors, f0):
             X[x0 + r * ld + c] *= factors[f0 + c]
 
 
+@operation(vector.copy_pairs)
+def copy_pairs(cpu, out, o0, row, X, x0, rows, pairs):
+    """Rows of X as they lie in memory, in pairs of neighbours; `pairs` of whole tiles."""
+    for r in range(rows):
+        for x in range(pairs):
+            at = x0 + 2 * (r * pairs + x)
+            out[o0 + r * row + x] = np.uint32(X[at]) | np.uint32(X[at + 1]) << np.uint32(16)
+
+
 @operation(vector.transpose_columns)
 def transpose_columns(cpu, out, o0, row, X, x0, d, pairs, columns):
     """Columns of X, its rows in pairs, as rows of `out`; `pairs` and `columns` of whole tiles."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from flashsim.engines.cpu.pairs.operations import (
     bits_of,
+    copy_pairs,
     transpose_columns,
     transpose_panel,
     transpose_rows,
@@ -38,19 +39,21 @@ def pair_tiles_of(n):
 
 
 @hot_part
-def left_of_rows(out, row, X, x0, n, d):
+def left_of_rows(cpu, out, row, X, x0, n, d):
     """Rows of X as a left operand, for a sum over d: as they lie in memory."""
-    full = d // 2
-    for r in range(tiles_of(n)):
+    begin = 0
+    if d == 2 * row:  # whole tiles
+        copy_pairs(cpu, out, 0, row, X, x0, n, row)
+        begin = n
+    for r in range(begin, tiles_of(n)):
         at, to = x0 + r * d, r * row
-        if r >= n:
-            for x in range(row):
-                out[to + x] = 0
-            continue
-        for x in range(full):
-            out[to + x] = X[at + 2 * x] | np.uint32(X[at + 2 * x + 1]) << np.uint32(16)
-        for x in range(full, row):
-            out[to + x] = X[at + d - 1] if 2 * x < d else 0
+        for x in range(row):
+            value = np.uint32(0)
+            if r < n and 2 * x < d:
+                value = np.uint32(X[at + 2 * x])
+                if 2 * x + 1 < d:
+                    value |= np.uint32(X[at + 2 * x + 1]) << np.uint32(16)
+            out[to + x] = value
 
 
 @hot_part
