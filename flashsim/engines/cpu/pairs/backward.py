@@ -6,6 +6,7 @@ import numpy as np
 
 from flashsim.engines.cpu.micro_kernels.plain import grad_scores_by_lane, grad_scores_by_row
 from flashsim.engines.cpu.pairs.operations import (
+    add_scaled,
     begin_tiles,
     end_tiles,
     number_of,
@@ -122,7 +123,7 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
                                     *(K_rows, to + y, padded, tiles_of(rows), pair_tiles_of(n)),
                                 )
                             add_to_dq(
-                                *(grads, tiles, part_dq, rules.scale, row0, rows, now),
+                                *(cpu, grads, tiles, part_dq, scales, row0, rows, now),
                                 *(h * tiles.other.shape[0] + i, turns, counter),
                             )
                         if notes.visits.size > 0:
@@ -203,15 +204,15 @@ def key_visit(
 
 
 @part
-def add_to_dq(grads, tiles, part_dq, scale, row0, rows, at, turn, turns, counter):
+def add_to_dq(cpu, grads, tiles, part_dq, scales, row0, rows, at, turn, turns, counter):
     """DQ += scale dS K for one tile, when its turn has come."""
     padded = grads.dq_stride
     while load_acquire(turns, turn) != tiles.turn[at]:
         if stopped(counter):  # whose turn it is may have left
             return
         give_way()
-    for x in range(rows * padded):
-        grads.dq[row0 * padded + x] += scale * part_dq[x]
+    for x in range(0, padded, cpu.width):
+        add_scaled(cpu, grads.dq, row0 * padded + x, part_dq, x, padded, rows, scales)
     store_release(turns, turn, tiles.turn[at] + 1)
 
 

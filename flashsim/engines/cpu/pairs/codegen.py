@@ -366,6 +366,24 @@ def build_copy_pairs(module: ir.Module, block: Blocking, itemsize: int):
     return code.done()
 
 
+def build_add_scaled(module: ir.Module, block: Blocking, itemsize: int):
+    """Y, X, ld, rows, factor: see `operations.add_scaled`."""
+    code = PairCode(module, "add_scaled", block, 4, "ppiip")
+    if not code.is_new:
+        return code.function
+    Y, X, ld, rows, factor = code.function.args
+    scale = code.spread(factor)
+
+    def body(r, _):
+        places = (code.vectors(code.at(base, code.b.mul(r, ld))) for base in (Y, X))
+        for y, x in zip(*places, strict=True):
+            code.store(code.fma(code.load(x), scale, code.load(y)), y)
+        return []
+
+    code.loop(rows, [], body)
+    return code.done()
+
+
 def build_scale(module: ir.Module, block: Blocking, itemsize: int, by_lane: bool):
     """X, ld, rows, factor: see `operations.scale_panel` and `scale_lanes`."""
     name = "scale_lanes" if by_lane else "scale_panel"

@@ -131,6 +131,14 @@ def scale_lanes(cpu, X, x0, ld, rows, factors, f0):
             X[x0 + r * ld + c] *= factors[f0 + c]
 
 
+@operation(vector.add_scaled)
+def add_scaled(cpu, Y, y0, X, x0, ld, rows, factor):
+    """Y += ``factor[0]`` X, for a panel."""
+    for r in range(rows):
+        for c in range(cpu.width):
+            Y[y0 + r * ld + c] += factor[0] * X[x0 + r * ld + c]
+
+
 @operation(vector.copy_pairs)
 def copy_pairs(cpu, out, o0, row, X, x0, rows, pairs):
     """Rows of X as they lie in memory, in pairs of neighbours; `pairs` of whole tiles."""

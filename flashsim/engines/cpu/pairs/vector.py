@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flashsim.engines.cpu.micro_kernels.vector import vector_intrinsic
 from flashsim.engines.cpu.pairs.codegen import (
+    build_add_scaled,
     build_configure,
     build_copy_pairs,
     build_pair_product,
@@ -25,6 +26,7 @@ _rows = vector_intrinsic("a o0 i i a o1", build_pairs_of_rows)
 _lanes = vector_intrinsic("a o0 i i a o1 i", build_pairs_of_lanes)
 _panel = vector_intrinsic("a o0 i i a", build_scale, by_lane=False)
 _by_lane = vector_intrinsic("a o0 i i a o1", build_scale, by_lane=True)
+_add_scaled = vector_intrinsic("a o0 a o1 i i a", build_add_scaled)
 _copy = vector_intrinsic("a o0 i a o1 i i", build_copy_pairs)
 _columns = vector_intrinsic("a o0 i a o1 i i i", build_transpose_columns)
 _rows_over = vector_intrinsic("a o0 a o1 i i i", build_transpose_rows)
@@ -66,6 +68,11 @@ def scale_panel(cpu, X, x0, ld, rows, factor):
 def scale_lanes(cpu, X, x0, ld, rows, factors, f0):
     """`operations.scale_lanes`."""
     _by_lane(cpu, (X, x0, ld, rows, factors, f0))
+
+
+def add_scaled(cpu, Y, y0, X, x0, ld, rows, factor):
+    """`operations.add_scaled`."""
+    _add_scaled(cpu, (Y, y0, X, x0, ld, rows, factor))
 
 
 def copy_pairs(cpu, out, o0, row, X, x0, rows, pairs):
