@@ -54,7 +54,7 @@ thorough-torch: $(VENV)-torch/.installed
 	OMP_NUM_THREADS=1 $(VENV)-torch/bin/python -m pytest -n $(JOBS) -m thorough tests/bridges
 
 $(VENV)-torch/.installed: setup.cfg pyproject.toml
-	$(PYTHON) -m venv $(VENV)-torch
+	$(PYTHON) -m venv --upgrade-deps $(VENV)-torch
 	$(VENV)-torch/bin/python -m pip install -q --no-compile --disable-pip-version-check -e .[bridges] \
 	  torch==2.13.0
 	touch $@
@@ -80,14 +80,15 @@ reproduce: $(VENV)/.installed
 	$(BIN)/flashsim reproduce all
 
 $(VENV)/.installed: setup.cfg pyproject.toml
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --upgrade-deps $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e .
 	touch $@
 
 # All at once: what .installed holds, and the rest. Modules are compiled where they are first
-# imported: most of these packages' never are.
+# imported: most of these packages' never are. Upgraded: the pip that came with Python 3.11 takes
+# twice as long to choose among versions.
 $(VENV)/.dev: setup.cfg pyproject.toml
-	test -e $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -e $(BIN)/python || $(PYTHON) -m venv --upgrade-deps $(VENV)
 	$(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -e .[dev]
 	touch $(VENV)/.installed $@
 
