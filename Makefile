@@ -46,12 +46,12 @@ thorough: $(VENV)/.dev
 # The bridges to PyTorch, transformers and JAX, which are large: in an environment of their own.
 # Elsewhere these tests skip.
 test-torch: $(VENV)-torch/.installed
-	OMP_NUM_THREADS=1 $(VENV)-torch/bin/python -m pytest -n $(JOBS) tests/bridges \
+	OMP_NUM_THREADS=1 $(VENV)-torch/bin/python -m pytest -n $(JOBS) tests/api/bridges \
 	  tests/api/test_hosts.py 'tests/api/test_docs.py::test_blocks_run[docs/guides/in_your_model.md]' \
 	  'tests/api/test_docs.py::test_blocks_run[docs/guides/watch.md]'
 
 thorough-torch: $(VENV)-torch/.installed
-	OMP_NUM_THREADS=1 $(VENV)-torch/bin/python -m pytest -n $(JOBS) -m thorough tests/bridges
+	OMP_NUM_THREADS=1 $(VENV)-torch/bin/python -m pytest -n $(JOBS) -m thorough tests/api/bridges
 
 $(VENV)-torch/.installed: setup.cfg pyproject.toml
 	$(PYTHON) -m venv --upgrade-deps $(VENV)-torch

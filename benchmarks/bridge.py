@@ -29,7 +29,7 @@ SHAPES = {
 
 TESTS = {
     "cuda": ("gpu/test_torch.py", "gpu/test_jax.py", "gpu/test_cupy_arrays.py"),
-    "cpu": ("bridges/test_torch_attention.py", "bridges/test_torch_stand_in.py"),
+    "cpu": ("api/bridges/test_torch_attention.py", "api/bridges/test_torch_stand_in.py"),
 }
 
 

@@ -59,7 +59,7 @@ def pytest_configure(config):
 
 
 #: Where tests run the CPU engine's walks, which take a minute to compile: once, in one process.
-WALKS = ("tests/api/", "tests/engines/test_c", "tests/engines/test_e")
+WALKS = ("tests/api/test_", "tests/engines/test_c", "tests/engines/test_e")
 
 #: The files that take longest, longest first (8 to 30 s of a core, with coverage). What is short
 #: comes last, by its name, so that two processes end together.

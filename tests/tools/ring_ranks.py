@@ -1,7 +1,7 @@
 """One rank of `flashsim.torch.ring_attention`'s tests: python ring_ranks.py RANK RANKS FOLDER
 
 Joins the group whose store lies in FOLDER, runs every case and writes what came of it to
-FOLDER/RANK.pt. `tests/bridges/test_ring.py` starts the ranks and judges.
+FOLDER/RANK.pt. `tests/api/bridges/test_ring.py` starts the ranks and judges.
 """
 
 from __future__ import annotations
