@@ -308,6 +308,31 @@ def test_the_table_of_fp8_is_the_measurement():
         assert f"| {' | '.join(row)} |" in page
 
 
+def test_the_table_of_kernels_in_python_is_the_measurement():
+    kept = measured("gpu-python-h200.csv")
+    page = (ROOT / "docs/guides/performance.md").read_text(encoding="utf-8")
+    ways = {"fused": "", "in order": " deterministic", "three passes": " three passes"}
+    ratios = {name: [] for name in ("forward", *ways)}
+    for d, causal, n in sorted({key[1:] for key in kept}):
+        row = [d, "yes" if causal == "True" else "no", n]
+        for name, suffix in {"forward": "", **ways}.items():
+            direction = "backward" if name in ways else "forward"
+            pair = [
+                float(kept[f"flashsim {backend}{suffix}", d, causal, n][f"{direction}_tflops"])
+                for backend in ("cupy", "numba_cuda")
+            ]
+            row += [f"{speed:.0f}" for speed in pair]
+            ratios[name].append(pair[1] / pair[0])
+        row.append(f"{float(kept['torch cudnn', d, causal, n]['backward_tflops']):.0f}")
+        assert f"| {' | '.join(row)} |" in page
+    assert len(ratios["fused"]) == 12
+    said = {name: f"{min(x):.2f} to {max(x):.2f}" for name, x in ratios.items()}
+    words = " ".join(page.split())
+    assert f"{said['fused']} of C++'s fused, {said['in order']} in order and" in words
+    assert f"{said['three passes']} in three passes" in words
+    assert f'Hopper GPU {said["forward"]} × `"cupy"` forward' in words
+
+
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_the_table_of_forms_is_the_measurement(direction):
     columns = {
