@@ -3,7 +3,7 @@
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/tools/sanitize.py portable
 
 Families: portable, tf32, python, teaching, decode, softmax-matmul, and what a Hopper GPU runs by
-default, hopper, python-hopper and fp8; all of them if none is named. Each array is an allocation of
+default, hopper, python-hopper, fp8 and latent; all of them if none is named. Each array is an allocation of
 its own (no memory pool), so that a step past its end is seen.
 `tests/tools/gpu_check.py sanitize` runs every family under every tool.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -95,7 +96,7 @@ DECODED = (
     Case(Problem(2, 300, 576, 512, batch=2, heads=70, kv_heads=1, dtype="float16", latent=True),
          (300, 77), page=16),
 )  # fmt: skip
-FAMILIES = (*WAYS, "fp8", "decode", "softmax-matmul")
+FAMILIES = (*WAYS, "fp8", "decode", "latent", "softmax-matmul")
 
 
 def problems(family: str) -> list[tuple[Problem, tuple[bool | None, ...], Tiling | None]]:
@@ -128,11 +129,9 @@ def check(family: str) -> int:
     return sum(1 + len(forms) for _, forms, _ in every)
 
 
-def check_decode() -> int:
-    """Every cache of `DECODED` that this GPU decodes; how many calls."""
-    from cupy_checks import hoppers
-
-    decoded = [case for case in DECODED if hoppers() or not case.problem.latent]
+def check_decode(*, latent: bool = False) -> int:
+    """Every cache of `DECODED`, or every latent one; how many calls."""
+    decoded = [case for case in DECODED if case.problem.latent == latent]
     for case in decoded:
         x = case.make()
         p = case.problem
@@ -190,6 +189,7 @@ def main(families: Sequence[str]) -> None:
     cupy.cuda.set_allocator(None)
     for family in families:
         own = {"decode": check_decode, "softmax-matmul": check_softmax_matmul, "fp8": check_fp8}
+        own["latent"] = partial(check_decode, latent=True)
         passes = own[family]() if family in own else check(family)
         print(f"{family}: {passes} passes", flush=True)
 
