@@ -3,8 +3,8 @@
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/tools/sanitize.py portable
 
 Families: portable, tf32, python, teaching, decode, softmax-matmul, and what a Hopper GPU runs by
-default, hopper, python-hopper, fp8 and latent; all of them if none is named. Each array is an allocation of
-its own (no memory pool), so that a step past its end is seen.
+default, hopper, python-hopper, fp8 and latent; all of them if none is named. Each array is an
+allocation of its own (no memory pool), so that a step past its end is seen.
 `tests/tools/gpu_check.py sanitize` runs every family under every tool.
 """
 
