@@ -128,7 +128,7 @@ FAULTS = {
     ),
     "hopper-dq-halves-not-added": Fault(
         "dQ alone, at d = 128, lacks half of each visit's keys",
-        *(GRADIENTS, "total[first + e] = b.fadd(dq[first + e], other)"),
+        *(f"{NUMBA}.hopper.row_gradients", "total[first + e] = b.fadd(dq[first + e], other)"),
         *("total[first + e] = dq[first + e]", RAGGED),
     ),
     "hopper-dq-rows-not-counted": Fault(

@@ -22,6 +22,7 @@ from flashsim.backends.numba_gpu import tiles
 from flashsim.backends.numba_gpu.hopper import gradients
 from flashsim.backends.numba_gpu.hopper import tiles as hopper
 from flashsim.backends.numba_gpu.hopper.items import item_functions
+from flashsim.backends.numba_gpu.hopper.keys_outside import producer, statistics
 from flashsim.backends.numba_gpu.hopper.onchip import (
     BASE,
     COUNT,
@@ -66,7 +67,7 @@ def hopper_backward_kernel(kernel: Kernel) -> Any:
     at = KeysOutside(c.block_q, c.block_k, c.d, bool(c.fused))
     w = walk_functions(c, every=128)  # a thread of each warpgroup
     items = item_functions(c, w, at.groups + 1, by_row=False)
-    produce, produce_statistics = _producer(c, at, w, items), _statistics(c, at, w, items)
+    produce, produce_statistics = producer(c, at, w, items), statistics(c, at, w, items)
     send_dq, consume = _sender(c, at, w, items), _consumer(c, at, w, items)
     barriers_begin = hopper.barriers_begin(at.barrier_arrivals)
     give, take = KEYS_OUTSIDE_REGISTERS
@@ -95,157 +96,6 @@ def hopper_backward_kernel(kernel: Kernel) -> Any:
             consume(a, shared, int32(role - 1))
 
     return hopper_backward
-
-
-def _producer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleNamespace) -> Any:
-    """``produce(map_q, map_k, map_v, map_dout, a, counter, shared)``: a thread takes items, brings
-    tiles."""
-    block_q, packed = c.block_q, bool(c.varlen)
-    row_bytes, row_bytes_v = c.counted * 2, c.counted_v * 2
-    k_at, v_at, q_at, dout_at, query_bytes = at.k, at.v, at.q, at.dout, at.query_bytes
-    kv_full, k_free, v_free = at.barrier("kv_full"), at.barrier("k_free"), at.barrier("v_free")
-    full, free = at.barrier("full"), at.barrier("free")
-    item_full, item_free, items = at.barrier("item_full"), at.barrier("item_free"), at.items
-    expect_kv, expect_q = hopper.expect(2 * at.key_bytes), hopper.expect(2 * query_bytes)
-    copy_k = hopper.copy_tile(c.block_k, at.chunks, packed=packed)
-    copy_q = hopper.copy_tile(block_q, at.chunks, packed=packed)
-    write_item, visits_of, place = i.write, i.visits, i.place
-    visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
-    visit_of, report_one, stamp, stamp_block = w.visit, w.report_one, w.stamp, w.stamp_block
-    put, get, map_address = hopper.put, hopper.get, hopper.map_address
-    fetch_count = hopper.fetch_count
-    wait, wait_free, arrive, stage = hopper.wait, hopper.wait_free, hopper.arrive, hopper.stage
-
-    @device
-    def bring_queries(map_q, map_dout, a, shared, slot, done, n, head, batch):
-        """Q and dO of an item's visit n, the block's `done`-th, of one query head."""
-        tile, _ = visit_of(a, visits_of(slot), n)
-        query = int32(get(slot + BASE) + tile * block_q)
-        number = int64(batch * a.heads + head) * a.n_visits + get(slot + FIRST) + n
-        walk = int32(batch * a.heads + head)
-        visit_stamp = visit_stamps(a, walk, get(slot + FIRST) + n, 0)
-        stamp(visit_stamp, 0)
-        wait_free(shared + free, done)  # its last readers are done
-        stamp(visit_stamp, 1)
-        barrier = stage(shared + full, done)
-        expect_q(barrier)
-        row, last = place(query, get(slot + END), batch)
-        shift = int32((done & 1) * query_bytes)
-        copy_q(shared + q_at + shift, map_address(map_q), barrier, row, head, last)
-        copy_q(shared + dout_at + shift, map_address(map_dout), barrier, row, head, last)
-        stamp(visit_stamp, 4)
-        rows = int32(min(block_q, get(slot + END) - query))
-        visit_count = a.visit_counts + number * (SLOTS * 4)
-        report_one(visit_count, int32(rows * row_bytes))
-        report_one(visit_count + 4, int32(rows * row_bytes_v))
-
-    @device
-    def bring_keys(map_k, map_v, a, shared, slot, item, head, batch):
-        """An item's V, then its K: in this order the last item is done with them."""
-        start, stop = get(slot + START), get(slot + STOP)
-        barrier, parity = int32(shared + kv_full), int32((item & 1) ^ 1)
-        row, last = place(start, stop, batch)
-        wait(shared + v_free, parity)
-        expect_kv(barrier)
-        copy_k(shared + v_at, map_address(map_v), barrier, row, head, last)
-        wait(shared + k_free, parity)
-        copy_k(shared + k_at, map_address(map_k), barrier, row, head, last)
-        number = int64(get(slot + WALK)) * a.tiles + get(slot + OUTER)
-        tile_count = a.tile_counts + number * (SLOTS * 4)
-        report_one(tile_count, int32((stop - start) * row_bytes))
-        report_one(tile_count + 4, int32((stop - start) * row_bytes_v))
-
-    @device
-    def produce(map_q, map_k, map_v, map_dout, a, counter, shared):
-        # `item` counts the block's items, `done` their visits so far.
-        item, done, number = int32(0), int32(0), int32(cuda.blockIdx.x)
-        kv_heads = quotient(a.heads, a.group)
-        while True:
-            slot = int32(shared + items + (item & 1) * ITEM)
-            wait_free(shared + item_free, item)  # every warp is done with the slot's last item
-            if number >= a.walks * a.tiles:
-                put(slot + WALK, int32(-1))
-                arrive(stage(shared + item_full, item), True)
-                break
-            write_item(a, slot, number)
-            arrive(stage(shared + item_full, item), True)  # releases the item to its readers
-            walk, count = get(slot + WALK), get(slot + COUNT)
-            batch = quotient(walk, kv_heads)
-            kv_head = int32(walk - batch * kv_heads)
-            tile_stamp = tile_stamps(a, walk, get(slot + OUTER), 0)
-            stamp_block(tile_stamp, False)
-            # The last item is done with a stage before it is done with V, and then with K: so the
-            # first visit's tiles come first.
-            head, n, left, first = int32(kv_head * a.group), int32(0), int32(a.group * count), True
-            while first or left > 0:
-                if left > 0:
-                    bring_queries(map_q, map_dout, a, shared, slot, done, n, head, batch)
-                    done, left, n = int32(done + 1), int32(left - 1), int32(n + 1)
-                    if n == count:
-                        head, n = int32(head + 1), int32(0)
-                if first:
-                    bring_keys(map_k, map_v, a, shared, slot, item, kv_head, batch)
-                    first = False
-            stamp_block(tile_stamp, True)
-            item = int32(item + 1)
-            number = int32(0x7FFFFFFF)
-            if counter != 0:  # else no block gets a second item
-                last = int32(a.walks * a.tiles - 1)  # asking for it sets the counter to 0 again
-                number = int32(cuda.gridDim.x + fetch_count(counter, last))
-
-    return produce
-
-
-def _statistics(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleNamespace) -> Any:
-    """``produce_statistics(a, shared)``: a warp brings where each visit's scores and dP start, on
-    the tiles' barriers."""
-    block_q, start = c.block_q, not c.scaled
-    lse_at, delta_at, items = at.lse, at.delta, at.items
-    full, free = at.barrier("full"), at.barrier("free")
-    item_full, item_free = at.barrier("item_full"), at.barrier("item_free")
-    load_statistics, put_rows = gradients.load_statistics(block_q), gradients.put_rows(block_q)
-    unit_of_starts = gradients.unit_of_starts(start)
-    visits_of, visit_of, report_one = i.visits, w.visit, w.report_one
-    get, speaks, arrive, stage = hopper.get, hopper.speaks, hopper.arrive, hopper.stage
-    wait_full, wait_free = hopper.wait_full, hopper.wait_free
-
-    @device
-    def produce_statistics(a, shared):
-        item, done, speaking = int32(0), int32(0), speaks()
-        unit, kv_heads = unit_of_starts(a.scale), quotient(a.heads, a.group)
-        while True:
-            slot = int32(shared + items + (item & 1) * ITEM)
-            wait_full(shared + item_full, item)
-            if get(slot + WALK) < 0:
-                break
-            batch, count = quotient(get(slot + WALK), kv_heads), get(slot + COUNT)
-            kv_head = int32(get(slot + WALK) - batch * kv_heads)
-            walk = int32(batch * a.heads + kv_head * a.group)  # of the query head
-            n, left = int32(0), int32(a.group * count)
-            while left > 0:
-                tile, _ = visit_of(a, visits_of(slot), n)
-                query = int32(get(slot + BASE) + tile * block_q)
-                rows = int32(min(block_q, get(slot + END) - query))
-                row = (int64(walk) * a.n_q + query) * 4
-                # Before the wait, to hide their latency:
-                starts, deltas = load_statistics(a.lse + row, a.delta + row, rows, unit)
-                wait_free(shared + free, done)  # its last readers are done
-                put_rows(shared + lse_at + (done & 1) * (block_q * 4), starts)
-                put_rows(shared + delta_at + (done & 1) * (block_q * 4), deltas)
-                arrive(stage(shared + full, done), True)  # every lane for what it wrote
-                if speaking:
-                    number = int64(walk) * a.n_visits + get(slot + FIRST) + n
-                    visit_count = a.visit_counts + number * (SLOTS * 4)
-                    report_one(visit_count + 8, int32(rows * 4))
-                    report_one(visit_count + 12, int32(rows * 4))
-                done, left, n = int32(done + 1), int32(left - 1), int32(n + 1)
-                if n == count:
-                    walk, n = int32(walk + 1), int32(0)
-            cuda.syncwarp()  # the whole warp is done with the item
-            arrive(stage(shared + item_free, item), speaking)
-            item = int32(item + 1)
-
-    return produce_statistics
 
 
 def _sender(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleNamespace) -> Any:

@@ -17,7 +17,7 @@ from numba.cuda import types
 
 from flashsim.backends.launch.kernel import Kernel
 from flashsim.backends.numba_gpu import tiles
-from flashsim.backends.numba_gpu.hopper import gradients
+from flashsim.backends.numba_gpu.hopper import row_gradients as gradients
 from flashsim.backends.numba_gpu.hopper import tiles as hopper
 from flashsim.backends.numba_gpu.hopper.items import item_functions
 from flashsim.backends.numba_gpu.hopper.onchip import (

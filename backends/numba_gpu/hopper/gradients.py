@@ -1,8 +1,8 @@
 """The backward's whole-tile operations on Hopper, as Numba intrinsics.
 
 Keys outside, fragments of scores are transposed: rows are keys, columns queries. So what a row of
-queries has one of, its log-sum-exp and delta, is one a column. Queries outside (dQ alone, at the
-end of this page), it is one a row.
+queries has one of, its log-sum-exp and delta, is one a column. `row_gradients` has the same for dQ
+alone, queries outside.
 """
 
 from __future__ import annotations
@@ -378,90 +378,3 @@ def unit_of_starts(start: bool) -> Any:
         return b.fmul(ptx.reciprocal(b, scale), f32(-1.0)) if start else f32(-LOG2E)
 
     return unit
-
-
-# -- dQ alone, queries outside --------------------------------------------------------------------
-
-
-@emitted([floats(2), floats(2), int32], int64, int64, int32, int32)
-def own_statistics(
-    b: ir.IRBuilder, lse: ir.Value, delta: ir.Value, row: ir.Value, stop: ir.Value
-) -> list[Any]:
-    """``own_statistics(lse, delta, row, stop) -> lse, delta, bytes``: of this thread's two rows.
-
-    The log-sum-exp is in base 2, and +inf for a row past the end, or one that sees no key, so that
-    its P is exactly 0. `row` is the warp's first one, the addresses are those of row 0; `bytes` are
-    counted once a row.
-    """
-    tops, deltas, moved = [], [], i32(0)
-    lane = lane_of(b)
-    first = b.icmp_unsigned("==", b.and_(lane, i32(3)), i32(0))
-    for half in range(2):
-        mine = b.add(row, b.add(b.lshr(lane, i32(2)), i32(8 * half)))
-        exists = b.icmp_signed("<", mine, stop)
-        far = b.sext(b.shl(mine, i32(2)), lse.type)
-        x = ptx_hopper.load_float_if(b, b.add(lse, far), exists)
-        none = b.or_(b.fcmp_ordered("==", x, f32(NEG_INF)), b.not_(exists))
-        tops.append(b.select(none, f32(-NEG_INF), b.fmul(x, f32(LOG2E))))
-        deltas.append(ptx_hopper.load_float_if(b, b.add(delta, far), exists))
-        moved = b.add(moved, b.select(b.and_(exists, first), i32(4), i32(0)))
-    return [tops, deltas, moved]
-
-
-def row_probabilities(n: int, softcap: bool) -> Any:
-    """``row_probabilities(s, lse, to_log2, cap) -> p``: P = exp2(c S - lse); with a softcap times
-    its slope, 1 - tanh^2."""
-    kind = floats(n // 2)
-
-    @emitted(kind, kind, floats(2), float32, float32)
-    def row_probabilities_(
-        b: ir.IRBuilder, s: Values, lse: Values, to_log2: ir.Value, cap: ir.Value
-    ) -> Values:
-        minus, p = [b.fmul(x, f32(-1.0)) for x in lse], list(s)
-        inverse = ptx.reciprocal(b, cap) if softcap else None
-        for at, _, _, x in elements(1, n):
-            p[at] = ptx.exp2(b, b.fma(s[at], to_log2, minus[x // 2]))
-            if softcap:  # S may be -inf
-                t = ptx.maximum(b, b.fmul(s[at], inverse), f32(-1.0))
-                p[at] = b.fmul(p[at], b.fsub(f32(1.0), b.fmul(t, t)))
-        return p
-
-    return row_probabilities_
-
-
-def row_gradients(bf16: bool, n: int) -> Any:
-    """``row_gradients(p, dp, delta) -> ds``: dS = P (dP - delta) as a left operand."""
-    kind = floats(n // 2)
-
-    @emitted(words(n // 4), kind, kind, floats(2))
-    def row_gradients_(b: ir.IRBuilder, p: Values, dp: Values, delta: Values) -> Values:
-        ds = [b.fmul(p[at], b.fsub(dp[at], delta[x // 2])) for at, _, _, x in elements(1, n)]
-        return rounded(b, bf16, ds)
-
-    return row_gradients_
-
-
-def add_halves(d: int) -> Any:
-    """``add_halves(dq, scratch, group) -> dq``: in warpgroup 0 its own and warpgroup 1's dQ.
-
-    64 columns at a time go through `scratch`, 16 KiB, element by element; a named barrier (1) of
-    both says when it is free and when full.
-    """
-
-    @emitted(floats(d // 2), floats(d // 2), int32, int32)
-    def add_halves_(b: ir.IRBuilder, dq: Values, scratch: ir.Value, group: ir.Value) -> Values:
-        thread = b.and_(ptx.special(b, "tid.x"), i32(127))
-        mine, total = b.add(scratch, b.shl(thread, i32(2))), list(dq)
-        gives = b.icmp_unsigned("==", group, i32(1))
-        for first in range(0, d // 2, 32):
-            ptx_hopper.named_sync(b, i32(1), 256)  # warpgroup 0 has read the last columns
-            with b.if_then(gives):
-                for e in range(32):
-                    ptx_hopper.store_float(b, b.add(mine, i32(512 * e)), dq[first + e])
-            ptx_hopper.named_sync(b, i32(1), 256)  # the other half's columns are complete
-            for e in range(32):  # in warpgroup 1 nobody reads the sums
-                other = ptx.load_shared_float(b, b.add(mine, i32(512 * e)))
-                total[first + e] = b.fadd(dq[first + e], other)
-        return total
-
-    return add_halves_
