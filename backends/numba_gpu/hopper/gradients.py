@@ -27,11 +27,11 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 
 
 def load_statistics(block_q: int) -> Any:
-    """``load_statistics(lse, delta, rows, scale) -> starts, deltas``: a warp's, from HBM.
+    """``load_statistics(lse, delta, rows, unit) -> starts, deltas``: a warp's, from HBM.
 
-    Lane l has rows l, l + 32, ...: where their scores start, -lse / scale (in base 2 where `scale`
-    is given as 1 / ln 2), and where dP starts, -delta. A row past the end, or one that sees no key,
-    starts at -inf, so that its P is exactly 0.
+    Lane l has rows l, l + 32, ...: where their scores start, lse times `unit` (`unit_of_starts`),
+    and where dP starts, -delta. A row past the end, or one that sees no key, starts at -inf, so
+    that its P is exactly 0.
     """
     kind = floats(-(-block_q // 32))
 
@@ -371,7 +371,8 @@ def fence_shared(b: ir.IRBuilder) -> None:
 
 
 def unit_of_starts(start: bool) -> Any:
-    """``unit(scale)``: what a log-sum-exp is multiplied by where it starts a score."""
+    """``unit(scale)``: what a log-sum-exp is multiplied by: -1 / scale where accumulators `start`
+    at it, else -log2 e, for the exponent."""
 
     @emitted(float32, float32)
     def unit(b: ir.IRBuilder, scale: ir.Value) -> ir.Value:
