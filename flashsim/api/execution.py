@@ -98,8 +98,8 @@ def run(
         (without a trace, since it changes no size).
         "numba": `threads`, how many (default: every CPU this process may use), and `micro_kernel`,
         "amx", "avx512_bf16" (both for bfloat16), "vector" or "plain" (default: the first of them
-        that can run here; the result's `kernel` says which ran). "cupy": `kernel`, "hopper" or
-        "portable" (default: Hopper's wherever they run the problem), and `allow_tf32`: float32
+        that can run here and pays; the result's `kernel` says which ran). "cupy": `kernel`,
+        "hopper" or "portable" (default: Hopper's wherever they run the problem), and `allow_tf32`: float32
         products on tensor cores, every operand rounded to tf32, which is off by at most 2**-11 of
         itself (default: False, float32 throughout). With ``algorithm="flash-decode"``, a few
         queries against a cache whose keys are split over blocks: `splits` ("auto" or how many),

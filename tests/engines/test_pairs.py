@@ -424,25 +424,30 @@ BF16 = PAIRED["avx512_bf16"][1]
 
 
 @pytest.mark.parametrize(
-    ("features", "refused", "compiled", "kind"),
+    ("name", "features", "refused", "compiled", "kind"),
     [
-        (PAIRED["amx"][1], None, None, Amx),
-        (PAIRED["amx"][1], "Linux refuses", None, Avx512Bf16),
-        (PAIRED["amx"][1], None, BF16, Avx512Bf16),  # NUMBA_CPU_FEATURES leaves tiles out
-        (BF16, None, None, Avx512Bf16),
-        (("avx512f", "avx512vl"), None, None, registers.Avx512),
-        ((*PAIRED["amx"][1][:2], "avx2", "fma"), None, None, registers.Avx2),
+        ("sapphirerapids", PAIRED["amx"][1], None, None, Amx),
+        ("sapphirerapids", PAIRED["amx"][1], "Linux refuses", None, registers.Avx512),
+        ("znver9", PAIRED["amx"][1], "Linux refuses", None, Avx512Bf16),
+        ("znver9", PAIRED["amx"][1], None, BF16, Avx512Bf16),  # NUMBA_CPU_FEATURES has no tiles
+        ("znver4", BF16, None, None, Avx512Bf16),
+        ("cooperlake", BF16, None, None, registers.Avx512),
+        ("znver4", ("avx512f", "avx512vl"), None, None, registers.Avx512),
+        ("znver4", (*PAIRED["amx"][1][:2], "avx2", "fma"), None, None, registers.Avx2),
     ],
 )
-def test_bfloat16_takes_what_this_process_may_use(features, refused, compiled, kind, monkeypatch):
+def test_bfloat16_takes_what_this_process_may_use(
+    name, features, refused, compiled, kind, monkeypatch
+):
+    monkeypatch.setattr(registers.llvm, "get_host_cpu_name", lambda: name)
     monkeypatch.setattr(
         registers.llvm, "get_host_cpu_features", lambda: dict.fromkeys(features, True)
     )
     flags = ",".join(f"+{name}" for name in (features if compiled is None else compiled))
     monkeypatch.setattr(registers.config, "CPU_FEATURES", flags)
     monkeypatch.setattr(registers.amx, "refusal", lambda process: refused)
-    for name in ("_host", "_lacks"):
-        monkeypatch.setattr(registers, name, getattr(registers, name).__wrapped__)
+    for cached in ("_host", "_lacks", "pays"):
+        monkeypatch.setattr(registers, cached, getattr(registers, cached).__wrapped__)
     choose = lambda dtype: type(engine._cpu(None, flashsim.Problem(1, dtype=dtype)))  # noqa: E731
     assert choose("bfloat16") is kind
     assert choose("float32") not in (Amx, Avx512Bf16)

@@ -6,7 +6,7 @@ sum has one order, so results do not depend on the number of threads.
 
 Options of `run`: ``threads`` (default: the CPUs this process may use) and ``micro_kernel``:
 "vector" or "plain" (see `micro_kernels`; default: "vector" where the CPU's registers are known) or,
-for bfloat16, "amx" or "avx512_bf16" (see `pairs`; the default, in this order, where it can run).
+for bfloat16, "amx" or "avx512_bf16" (see `pairs`; the default where they can run and pay).
 """
 
 from __future__ import annotations
@@ -399,7 +399,7 @@ def _cpu(micro_kernel: Any, problem: Problem, *, narrow: bool = False) -> regist
         return _paired(micro_kernel, problem.dtype)
     if micro_kernel is None and problem.dtype == "bfloat16":
         for name in registers.PAIRED:
-            if registers.without(name) is None:
+            if registers.pays(name) and registers.without(name) is None:
                 return registers.paired(name)
     cpu = registers.best(problem.compute_dtype, plain=micro_kernel == "plain", narrow=narrow)
     if micro_kernel == "vector" and isinstance(cpu, registers.Plain):
