@@ -99,10 +99,10 @@ def run(
         "numba": `threads`, how many (default: every CPU this process may use), and `micro_kernel`,
         "amx", "avx512_bf16" (both for bfloat16), "vector" or "plain" (default: the first of them
         that can run here and pays; the result's `kernel` says which ran). "cupy": `kernel`,
-        "hopper" or "portable" (default: Hopper's wherever they run the problem), and `allow_tf32`: float32
-        products on tensor cores, every operand rounded to tf32, which is off by at most 2**-11 of
-        itself (default: False, float32 throughout). With ``algorithm="flash-decode"``, a few
-        queries against a cache whose keys are split over blocks: `splits` ("auto" or how many),
+        "hopper" or "portable" (default: Hopper's wherever they run the problem), and `allow_tf32`:
+        float32 products on tensor cores, every operand rounded to tf32, which is off by at most
+        2**-11 of itself (default: False, float32 throughout). With ``algorithm="flash-decode"``, a
+        few queries against a cache whose keys are split over blocks: `splits` ("auto" or how many),
         `cache_seqlens` (batch,), how many keys of each sequence are live, `block_table` (batch,
         pages of a sequence), int32, with k and v in pages, (pages, kv_heads, rows of a page,
         head_dim), and `workspace` (`flashsim.backends.cupy_gpu.decode.Workspace`). "numba_cuda":
