@@ -175,7 +175,7 @@ class TorchSpace(Space):
 
     def pointer(self, array: Any) -> int:
         """See `Space`."""
-        return array.data_ptr()
+        return array.data.ptr if isinstance(array, cupy.ndarray) else array.data_ptr()
 
     def stream(self) -> int:
         """See `Space`."""

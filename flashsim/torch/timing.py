@@ -34,7 +34,8 @@ class Timer:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        self.profile = profile(activities=activities)
+        # One cycle is all there is; kept, since torch warns of those that are dropped.
+        self.profile = profile(activities=activities, acc_events=True)
         self.calls: dict[str, tuple[AttentionCall, str]] = {}
         self.made = 0
         stack.callback(self.read)  # after the profiler has stopped, which waits for the GPU
