@@ -253,34 +253,53 @@ def test_the_table_of_rivals_is_the_measurement():
     assert reached == {"forward": 7, "backward": 7}  # "seven of the twelve", below the table
 
 
-def test_the_tables_of_short_sequences_are_the_measurement():
-    times = {}
-    with (ROOT / "docs/data/gpu-short-h200.csv").open(newline="") as stream:
+def beside(table):
+    """(µs of ours, the best of the others' over it or None), forward and backward, by shape."""
+    shapes = {}
+    with (ROOT / "docs/data" / table).open(newline="") as stream:
         for row in csv.DictReader(stream):
-            names = ("heads", "kv_heads", "head_dim", "causal", "seq_len", "batch")
-            shape = times.setdefault(tuple(row[name] for name in names), {})
-            shape[row["implementation"]] = [
-                float(row[f"{way}_ms"]) for way in ("forward", "backward")
-            ]
-    cells = {}
-    for shape, rows in times.items():
-        ours = rows.pop("flashsim cupy")
-        best = [min(column) for column in zip(*rows.values(), strict=True)]
-        cells[shape] = [(f"{o * 1e3:.0f}", f"{b / o:.2f}") for o, b in zip(ours, best, strict=True)]
+            names = ("head_dim", "causal", "seq_len", "batch", "heads", "kv_heads", "window")
+            shape = shapes.setdefault(tuple(row[name] for name in names), {})
+            if row["status"] == "ok":
+                shape[row["implementation"]] = [
+                    float(row[f"{way}_ms"]) for way in ("forward", "backward")
+                ]
+    return {
+        shape: [
+            (one * 1e3, min(other) / one if other else None)
+            for one, *other in zip(rows.pop("flashsim cupy"), *rows.values(), strict=True)
+        ]
+        for shape, rows in shapes.items()
+    }
+
+
+def test_the_tables_of_short_sequences_are_the_measurement():
     page = (ROOT / "docs/guides/performance.md").read_text(encoding="utf-8")
     section = page.partition("### Short sequences")[2].partition("\n### ")[0]
-    short = [shape for shape in cells if shape[0] == shape[1] and int(shape[4]) < 1000]
-    assert len(short) == 42
-    for heads, kv_heads, d, causal, n, _ in short:
-        row = [d, "yes" if causal == "True" else "no", n]
-        for way in (0, 1):
-            row += [cells[heads, kv_heads, d, causal, n, b][way][1] for b in ("1", "8", "64")]
-        assert f"| {' | '.join(row)} |" in section
-    for (heads, kv_heads, _, _, n, batch), (forward, backward) in cells.items():
-        if heads != kv_heads:
-            assert f"| {' | '.join((heads, kv_heads, n, batch, *forward, *backward))} |" in section
-    ahead = [float(cells[shape][0][1]) >= 1 for shape in short]
-    assert ahead.count(True) == 36  # as the page says
+    masks = {"True": "yes", "False": "no"}
+
+    def stands(*cells):
+        return f"| {' | '.join(cells)} |" in section
+
+    short = beside("gpu-short-h200.csv")
+    assert len(short) == 72
+    for d, causal, n, _, *rest in short:
+        rows = [short[d, causal, n, batch, *rest] for batch in ("1", "8", "64")]
+        ratios = [f"{row[way][1]:.2f}" for way in (0, 1) for row in rows]
+        assert stands(d, masks[causal], n, *ratios)
+    assert sum(forward[1] >= 1 for forward, _ in short.values()) == 65  # as the page says
+    assert min(backward[1] for _, backward in short.values()) > 1.03
+    for shape, found in beside("gpu-serving-h200.csv").items():
+        _, _, n, batch, heads, kv_heads, window = shape
+        cells = [(f"{us:.0f}", f"{ratio:.2f}" if ratio else "") for us, ratio in found]
+        window = "" if window == "0" else window
+        assert stands(heads, kv_heads, n, batch, window, *cells[0], *cells[1])
+    widths = beside("gpu-widths-h200.csv")
+    for d in {shape[0] for shape in widths}:
+        rows = [x for mask in masks for shape, x in widths.items() if shape[:2] == (d, mask)][::-1]
+        assert stands(d, *(f"{ratio:.2f}" for row in rows for _, ratio in row))
+    for (d, causal, n, *_), found in beside("gpu-papers-again-h200.csv").items():
+        assert stands(d, masks[causal], n, *(f"{ratio:.2f}" for _, ratio in found))
 
 
 def test_the_table_of_fp8_is_the_measurement():
