@@ -1,6 +1,7 @@
 """Arrays that speak DLPack only, and the teaching kernels' stream: without a GPU and on one."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -82,6 +83,18 @@ def test_each_array_is_taken_through_dlpack(name, backend, monkeypatch):
     else:
         with pytest.raises(Adopted, match=name):
             flashsim.run(**{**given, name: Exported(x)}, backend=backend)
+
+
+def test_where_an_array_is_that_a_kernel_reports_into(monkeypatch):
+    """Those are CuPy's, whatever library's arrays a call has."""
+
+    class OfCupy:
+        data = SimpleNamespace(ptr=16)
+
+    monkeypatch.setattr(arrays.cupy, "ndarray", OfCupy)
+    space = object.__new__(arrays.TorchSpace)
+    assert space.pointer(OfCupy()) == 16
+    assert space.pointer(SimpleNamespace(data_ptr=lambda: 32)) == 32
 
 
 def test_a_cpu_backend_takes_no_gpus_dlpack():
