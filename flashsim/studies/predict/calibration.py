@@ -80,17 +80,17 @@ class DecodeConstants(NamedTuple):
 
 
 #: Fitted by `benchmarks/predict.py --decode --fit` to docs/data/decode-h200.csv: batches of 1 and
-#: 32 of its table, and two of its sweeps over splits; measured before splits merged as clusters.
+#: 32 of its table, and two of its sweeps over splits.
 DECODING = DecodeConstants(
-    launch=9.21e-07,
-    item=3.92e-06,
-    row=1.82e-09,
-    rate=7.33e10,
-    hbm_share=0.909,
-    merge=2.08e-06,
-    exchange=2.08e-06,
-    scatter=0.551,
-    table=4.74e-07,
+    launch=9.05e-08,
+    item=3.65e-06,
+    row=6.86e-10,
+    rate=6.59e10,
+    hbm_share=0.907,
+    merge=2.85e-06,
+    exchange=5.56e-07,
+    scatter=0.352,
+    table=3.84e-07,
 )
 
 #: By kernel family and stage; "wide" are the Hopper kernels with keys outside, and dQ, for a
