@@ -112,7 +112,9 @@ def summary(source: Answers) -> report.Table:
     """The table that `print(trace)` shows."""
     p, tables = source.problem, source.by_tensor()
     parts = ""
-    if plans.splits_keys(source.algorithm):
+    if source.algorithm in plans.ALGORITHMS and plans.splits_keys(
+        source.algorithm
+    ):  # else a user's
         parts = f"{source.parts} split{'s' * (source.parts != 1)}, "
     table = report.Table(
         f"{source.algorithm} {source.direction} ({source.backend}): {in_words(p)}, "
