@@ -112,9 +112,8 @@ def summary(source: Answers) -> report.Table:
     """The table that `print(trace)` shows."""
     p, tables = source.problem, source.by_tensor()
     parts = ""
-    if source.algorithm in plans.ALGORITHMS and plans.splits_keys(
-        source.algorithm
-    ):  # else a user's
+    known = source.algorithm in plans.ALGORITHMS  # or a user's own
+    if known and plans.splits_keys(source.algorithm):
         parts = f"{source.parts} split{'s' * (source.parts != 1)}, "
     table = report.Table(
         f"{source.algorithm} {source.direction} ({source.backend}): {in_words(p)}, "
