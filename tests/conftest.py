@@ -24,7 +24,7 @@ import kernel_faults
 import pytest
 from lost_context import pytest_runtest_logfinish, pytest_runtest_makereport  # noqa: F401
 from no_gpu import why_no_gpu
-from untraced import draw_untraced, untraced, walks_untraced
+from untraced import draw_untraced, walks_untraced
 
 
 def pytest_addoption(parser):
@@ -104,24 +104,6 @@ def pytest_xdist_make_scheduler(config, log):
             return "walks" if nodeid.startswith(WALKS) else nodeid.split("::")[0]
 
     return ByFile(config, log)
-
-
-#: Of a test's product of cases coverage watches this many, spread over it.
-WATCHED = 8
-
-
-def pytest_collection_finish(session):
-    """What no watched case runs counts as not covered: the figure can only be too low."""
-    if sys.gettrace() is None:
-        return
-    tests = {}
-    for item in session.items:
-        tests.setdefault(item.nodeid.split("[")[0], []).append(item)
-    for cases in tests.values():
-        watched = {n * len(cases) // WATCHED for n in range(WATCHED)}
-        for n, item in enumerate(cases):
-            if len(cases) > WATCHED and n not in watched:
-                item.runtest = untraced(item.runtest)
 
 
 def pytest_report_header(config):

@@ -281,9 +281,10 @@ def test_this_cpus_tiles_are_the_machines(rows, n):
 def test_vdpbf16ps_is_what_the_manual_says(kind, monkeypatch):
     tile_machine.emulate(monkeypatch)
     C, A, B = extreme_operands(20, 34)
-    expected = C
+    expected = np.zeros_like(C)
     for x in range(A.shape[1]):
         expected = tile_machine.vdpbf16ps(expected, A[:, x : x + 1], B[x])
+    expected = C + expected  # what is added to comes last, as in float32's products
     got = C.reshape(-1).copy()
     add(kind(64), got, 0, 64, A.reshape(-1), 0, A.shape[1], B.reshape(-1), 0, 64, 20, A.shape[1])
     np.testing.assert_array_equal(got.reshape(C.shape), expected)

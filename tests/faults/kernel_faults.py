@@ -169,7 +169,12 @@ FAULTS = {
     # -- Hopper's backward: order, who may read what and when -------------------------------------
     "tiles-not-awaited": KernelFault(
         "products start before the copy engine has brought Q and dO",
-        *(BACKWARD, "wait(&s.full[stage], ring.parity);", "", "test_features and 128"),
+        *(
+            BACKWARD,
+            "wait(&s.full[stage], ring.parity);",
+            "",
+            "test_features and 128 and (many or more)",
+        ),
     ),
     "keys-not-awaited": KernelFault(
         "products start before the copy engine has brought K and V",

@@ -24,8 +24,8 @@ __device__ __forceinline__ void hadamard_operand(u32 (&h)[4]) {
 }
 
 // x = raw H, not yet divided by sqrt(D): four bits of the column by tensor cores, which sum sixteen
-// 16-bit elements next to exactly, and a butterfly for each of the others. A warp has 8 * ROWS rows,
-// four neighbouring threads ROWS of them; afterwards a thread has other rows and columns
+// 16-bit elements next to exactly, and a butterfly for each of the others. A warp has 8 * ROWS
+// rows, four neighbouring threads ROWS of them; afterwards a thread has other rows and columns
 // (turned_row and turned_column in quantize.cu).
 template <int D, int ROWS>
 __device__ __forceinline__ void rotate(float (&x)[ROWS * D / 32][8],

@@ -109,8 +109,8 @@ __device__ void produce_statistics(OnChip& s, const Args& a) {
     Ring ring, slot;
     // Nothing else here reads or adds to what ran before has written but by way of these.
     wait_for_what_ran_before();
-    // dQ's pass, whose blocks take a whole SM each; the conversion's would crowd on the few SMs that
-    // are idle by now.
+    // dQ's pass, whose blocks take a whole SM each; the conversion's would crowd on the few SMs
+    // that are idle by now.
     if (!FS_FUSED) let_what_runs_next_start();
     while (true) {
         const Item it = s.items.read(slot);

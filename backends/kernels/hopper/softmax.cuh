@@ -39,8 +39,8 @@ template <int BLOCK_K, bool VARIES = false, int BITS = 0>
 struct Softmax {
     float m[2] = {NEG_INF, NEG_INF}, l[2] = {0.0f, 0.0f};
 
-    // m_new = max(m, rowmax S), P = 2^BITS exp2(c (S - m_new)) in S's place, l = alpha l + rowsum P;
-    // returns in alpha what O must be multiplied by.
+    // m_new = max(m, rowmax S), P = 2^BITS exp2(c (S - m_new)) in S's place, l = alpha l + rowsum
+    // P; returns in alpha what O must be multiplied by.
     __device__ __forceinline__ void operator()(float (&S)[BLOCK_K / 2], float (&alpha)[2],
                                                float to_log2) {
         row<0>(S, alpha[0], to_log2);

@@ -36,7 +36,8 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
     u64* visit_stamp = a.visit_stamps + own.visit(a) * 5;
     u64* item_stamp = a.item_stamps + own.item(a) * 6;
 
-    // Pages' numbers are read AHEAD tiles before they are asked for; lane l has that of the warp's key
+    // Pages' numbers are read AHEAD tiles before they are asked for; lane l has that of the
+    // warp's key
     // l % KEYS. A table may name a page that the pool has not: page 0 is read in its place, and all
     // results become NaN.
     bool bad = false;
