@@ -38,7 +38,7 @@ PYTEST = OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(J
   --no-loadscope-reorder
 
 unit: $(VENV)/.dev
-	$(PYTEST) --cov --cov-report=term --cov-fail-under=98
+	$(PYTEST) --covered 98
 
 thorough: $(VENV)/.dev
 	$(PYTEST) -m thorough

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import os
-import sys
 import zlib
 
 # Before anything imports NumPy: of several test processes each takes one BLAS thread. With one a
@@ -13,10 +10,6 @@ import zlib
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # What tests import anyway, before coverage watches: not flashsim.
-    for name in ("numba", "cupy", "matplotlib.pyplot", "pandas", "dask.distributed"):
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
 
 import faults
 import hypothesis
@@ -24,7 +17,6 @@ import kernel_faults
 import pytest
 from lost_context import pytest_runtest_logfinish, pytest_runtest_makereport  # noqa: F401
 from no_gpu import why_no_gpu
-from untraced import draw_untraced, walks_untraced
 
 
 def pytest_addoption(parser):
@@ -38,9 +30,19 @@ def pytest_addoption(parser):
         metavar="NAME",
         help="seed a bug of kernel_faults.py into the CUDA kernels; GPU tests should fail",
     )
+    parser.addoption(
+        "--covered",
+        metavar="PERCENT",
+        type=float,
+        help="say which branches no test takes; fail where fewer are taken than that",
+    )
 
 
 def pytest_configure(config):
+    if config.getoption("--covered"):
+        from covered import Covered
+
+        config.pluginmanager.register(Covered(config, config.getoption("--covered")))
     name = config.getoption("--fault")
     if name:
         try:
@@ -61,13 +63,15 @@ def pytest_configure(config):
 #: Where tests run the CPU engine's walks, which take a minute to compile: once, in one process.
 WALKS = ("tests/api/test_", "tests/engines/test_c", "tests/engines/test_e")
 
-#: The files that take longest, longest first (8 to 30 s of a core, with coverage). What is short
+#: The files that take longest, longest first (a minute of a core to fifteen seconds). What is short
 #: comes last, by its name, so that two processes end together.
 LONGEST = (
-    *("backends/test_numba_kernels", "faults/test_faults", "backends/test_cuda_kernels"),
-    *("backends/test_emulated", "viz/test_viz_plots", "cli/test_cli"),
-    *("backends/test_hopper_kernels", "backends/test_emulated_barriers"),
-    *("backends/test_decode_kernels", "backends/test_emulated_decode", "studies/test_reproduce"),
+    *("backends/test_numba_kernels", "backends/test_emulated_decode", "engines/test_pairs"),
+    *("backends/test_hopper_kernels", "backends/test_decode_launch", "studies/test_exercises"),
+    *("cli/test_cli", "studies/test_reproduce", "faults/test_faults", "backends/test_cuda_kernels"),
+    *("backends/test_emulated_barriers", "viz/test_viz_animation", "viz/test_viz_page"),
+    *("backends/test_emulated", "backends/test_decode_kernels", "engines/test_panels"),
+    *("cli/test_pictures", "trace/test_tracefile_fuzz"),
 )
 PLACES = {f"tests/{name}.py": place for place, name in enumerate(LONGEST)}
 
@@ -122,12 +126,3 @@ def pytest_collection_modifyitems(config, items):
     for item in items if missing else ():
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=missing))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _quick_under_coverage():
-    with pytest.MonkeyPatch.context() as patch:
-        if sys.gettrace() is not None:
-            walks_untraced(patch)
-            draw_untraced(patch)
-        yield

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from compiled import thorough
-from untraced import untraced
 
 import flashsim
 from flashsim import Problem, Tiling
@@ -53,15 +52,6 @@ PROBLEMS = {
         cu_seqlens_k=(0, 300, 500),
     ),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiler_untraced():
-    from numba.cuda import compiler
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiler, "compile_cuda", untraced(compiler.compile_cuda))
-        yield
 
 
 def kernels(problem, gpu, report=""):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 TESTS = Path(__file__).parents[1]
 IMPORTED = ["pytest", "hypothesis.strategies", "numpy.testing", "ml_dtypes", "cupy", "_pytest.main"]
-_WITHOUT = ("cacheprovider", "xdist", "cov")
+_WITHOUT = ("cacheprovider", "xdist")
 
 
 class Done(NamedTuple):

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import viz_cases as cases
-from untraced import untraced
 
 import flashsim
 from flashsim import viz
@@ -127,8 +126,7 @@ def test_errors():
 @cache
 def long_run():
     """One of a hundred thousand events."""
-    run = untraced(flashsim.run)
-    return run(*cases.arrays(n=2112, d=2), tiling=flashsim.Tiling(16, 16), trace=True)
+    return flashsim.run(*cases.arrays(n=2112, d=2), tiling=flashsim.Tiling(16, 16), trace=True)
 
 
 def test_size_of_a_hundred_thousand_events():

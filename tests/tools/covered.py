@@ -1,0 +1,104 @@
+"""`pytest --covered 98`: which branches the tests take, and whether 98 % of all are among them.
+
+By SlipCover, whose probes go once they have been seen: a tracer takes as long again as the tests.
+"""
+
+import functools
+import json
+from pathlib import Path
+from types import CodeType
+
+import pytest
+import slipcover
+
+SOURCE = "flashsim", "backends", "viz"
+OMIT = (
+    # These run on a GPU, or compile for one: `pytest -m gpu`.
+    "backends/numba_gpu/*",
+    *(f"backends/cupy_gpu/{name}.py" for name in ("arrays", "calls", "engine", "fp8")),
+    *(f"backends/cupy_gpu/{name}.py" for name in ("launching", "quantize", "units")),
+    # `make test-torch`.
+    *("flashsim/torch/*", "flashsim/jax/*", "flashsim/cli/models.py"),
+)
+EXCLUDE = (
+    r"@(njit|part|hot_part|operation)\b",  # compiled: nobody sees them run
+    r"if TYPE_CHECKING:",
+    r"raise AssertionError",
+    r"class .*\bProtocol\):",
+)
+
+
+class Covered:
+    """Of one test process; where there are several, the first adds up what the others saw."""
+
+    def __init__(self, config, least):
+        self.config, self.least = config, least
+        self.of_many = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
+        folders = list(SOURCE) if self.of_many or not hasattr(config, "workerinput") else None
+        self.probes = slipcover.Slipcover(
+            branch=True, source=folders, omit=OMIT, exclude_also=EXCLUDE
+        )
+        self.seen = []
+        if not self.of_many:
+            files = slipcover.FileMatcher(sources=SOURCE, omit=OMIT)
+            slipcover.ImportManager(self.probes, files).__enter__()
+            _give_plain_code_to_numba()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node):
+        if covered := getattr(node, "workeroutput", {}).get("covered"):
+            self.seen.append(json.loads(covered))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtestloop(self, session):
+        result = yield
+        ours = self.probes.get_coverage()
+        if hasattr(self.config, "workeroutput"):
+            self.config.workeroutput["covered"] = json.dumps(ours)
+            return result
+        self.seen = functools.reduce(slipcover.merge_coverage, self.seen, ours)
+        session.testsfailed += self.percent < self.least
+        return result
+
+    @property
+    def percent(self):
+        return self.seen["summary"]["percent_covered"]
+
+    def pytest_terminal_summary(self, terminalreporter):
+        if hasattr(self.config, "workeroutput"):
+            return
+        terminalreporter.section("covered")
+        slipcover.print_coverage(self.seen, outfile=terminalreporter, skip_covered=True)
+        terminalreporter.line("")
+        good = self.percent >= self.least
+        terminalreporter.line(
+            f"{self.percent:.2f} % of lines and branches, at least {self.least:g} % asked for",
+            **{"green" if good else "red": True},
+        )
+
+
+def _give_plain_code_to_numba():
+    """Functions without the probes, of which Numba knows nothing. Python 3.12 needs none."""
+    from numba.core.dispatcher import Dispatcher
+
+    made = Dispatcher.__init__
+
+    @functools.wraps(made)
+    def make(self, py_func, *args, **kwargs):
+        code = py_func.__code__
+        if "__slipcover__" in code.co_consts:
+            py_func.__code__ = _written(code.co_filename)[code.co_qualname, code.co_firstlineno]
+        made(self, py_func, *args, **kwargs)
+
+    Dispatcher.__init__ = make
+
+
+@functools.cache
+def _written(filename):
+    """A file's code objects by name and line, as they are written."""
+    found, left = {}, [compile(Path(filename).read_text(), filename, "exec")]
+    while left:
+        code = left.pop()
+        found[code.co_qualname, code.co_firstlineno] = code
+        left += [one for one in code.co_consts if isinstance(one, CodeType)]
+    return found
