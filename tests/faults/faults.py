@@ -63,7 +63,8 @@ FLASH1, FLASH2 = "flashsim.algorithms.flash1", "flashsim.algorithms.flash2"
 STANDARD, TILES = "flashsim.algorithms.standard", "flashsim.algorithms.tiles"
 HBM, SRAM = "flashsim.algorithms.hbm", "flashsim.algorithms.sram"
 PROBLEM = "flashsim.problem.problem"
-SCHEDULE, COUNTS = "flashsim.schedule.schedule", "flashsim.counts.forms"
+SCHEDULE, GRID = "flashsim.schedule.schedule", "flashsim.schedule.grid"
+COUNTS = "flashsim.counts.forms"
 
 QUANTIZE, NUMBERS = "flashsim.api.quantize", "flashsim.problem.precision"
 DECODING, MERGE = "flashsim.algorithms.decode", "flashsim.algorithms.merge"
@@ -125,7 +126,7 @@ FAULTS = {
     "packed-rows-masked-as-queries": Fault(
         "row r of a tile of packed heads is masked as query r",
         *(
-            SCHEDULE,
+            GRID,
             "np.arange(*self.rows[i, :2].tolist()) // self.members",
             "np.arange(*self.rows[i, :2].tolist())",
             DECODE,
@@ -178,7 +179,7 @@ FAULTS = {
     ),
     "mask-shifted-by-one": Fault(
         "a tile's mask is that of the keys one to the left",
-        SCHEDULE,
+        GRID,
         "np.arange(cols.start, cols.stop)",
         "np.arange(cols.start - 1, cols.stop - 1)",
         OPTIONS,
@@ -193,11 +194,11 @@ FAULTS = {
     ),
     "edge-tile-called-full": Fault(
         "the tile that the diagonal or a ragged edge cuts counts as FULL",
-        *(SCHEDULE, "full_hi = (end + 1) // block", "full_hi = -(-(end + 1) // block)", OPTIONS),
+        *(GRID, "full_hi = (end + 1) // block", "full_hi = -(-(end + 1) // block)", OPTIONS),
     ),
     "span-one-tile-short": Fault(
         "the last tile of a row is not visited",
-        *(SCHEDULE, "end // block + 1)", "np.maximum(end // block, 1))", KINDS_2),
+        *(GRID, "end // block + 1)", "np.maximum(end // block, 1))", KINDS_2),
     ),
     "bias-of-the-first-row": Fault(
         "the bias of the first query serves all rows of a tile",

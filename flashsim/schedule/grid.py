@@ -1,0 +1,212 @@
+"""`Grid`: the tiles that a problem is cut into, and which of them a band of scores visits.
+
+Queries are cut into *row tiles* and keys into *column tiles*; a tile never straddles two packed
+sequences.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+
+from flashsim.problem.problem import Problem, Segment
+from flashsim.schedule import tables
+from flashsim.schedule.bands import Strip
+from flashsim.schedule.plans import Outer
+from flashsim.schedule.split import Split
+from flashsim.schedule.tiling import Tiling
+
+
+class Grid:
+    """What of a `Schedule` is no order: its tiles, and the spans of those that a band keeps."""
+
+    problem: Problem
+    tiling: Tiling
+    dense: bool
+    split: Split
+
+    # -- tiles ----------------------------------------------------------------------------------
+
+    @cached_property
+    def _edges(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Rows table, cols table, and each sequence's first row tile and first column tile."""
+        block_q, block_k = self._blocks
+        refusal = self._refusal()
+        if refusal is not None:
+            raise refusal
+        rows, cols, row_base, col_base = [], [], [0], [0]
+        longest = max(self.n_rows, self.problem.n_kv)
+        kind = np.int32 if longest <= tables.INT32 else np.int64
+        for s in self.problem.sequences:
+            own = s.q_start * self.members, s.q_stop * self.members
+            r = tables.cut(*own, block_q, s.offset, s.k_stop, kind)
+            c = tables.cut(s.k_start, s.k_stop, block_k, s.offset, s.q_stop, kind)
+            rows.append(r)
+            cols.append(c)
+            row_base.append(row_base[-1] + len(r))
+            col_base.append(col_base[-1] + len(c))
+        edges = np.concatenate(rows), np.concatenate(cols), np.array(row_base), np.array(col_base)
+        for table in edges:
+            table.setflags(write=False)
+        return edges
+
+    def _refusal(self) -> Exception | None:
+        """Why tables cannot hold this walk, or None."""
+        contiguous = self._contiguous
+        return tables.refusal(
+            self.problem, self.tiling, self._blocks, self.members, contiguous=contiguous
+        )
+
+    def _bands(self, outer: Outer) -> list[Strip] | None:
+        """Each sequence's tiles, where they are contiguous and too many for tables; else None."""
+        if not self._contiguous or self._refusal() is None:
+            return None
+        p, (block_q, block_k) = self.problem, self._blocks
+        left, right = (p.n_q + p.n_kv,) * 2 if self.dense else (p.left, p.right)
+        bands = []
+        for s in p.sequences:
+            n_q, n_kv, offset = s.q_stop - s.q_start, s.k_stop - s.k_start, s.offset
+            offset += s.q_start - s.k_start
+            if outer == "queries":
+                rows, m = n_q * self.members, self.members
+                bands.append(Strip(rows, m, block_q, n_kv, block_k, offset, left, right))
+            else:
+                bands.append(Strip(n_kv, 1, block_k, n_q, block_q, -offset, right, left))
+        return bands
+
+    @property
+    def _blocks(self) -> tuple[int, int]:
+        """The tile's sides, beyond the longest sequence by one at most: sums with them fit."""
+        return (
+            min(self.tiling.block_q, self.n_rows + 1),
+            min(self.tiling.block_k, self.problem.n_kv + 1),
+        )
+
+    @property
+    def members(self) -> int:
+        """Rows a query has in a walk: one, or with packed heads one for each head of a group."""
+        return self.problem.group if self.split.pack_gqa else 1
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of one walk."""
+        return self.problem.n_q * self.members
+
+    @property
+    def rows(self) -> np.ndarray:
+        """int32 (T_r, 4): start, stop, offset and key_stop of each row tile.
+
+        int64 where a length exceeds int32, which can be counted but not run.
+        """
+        return self._edges[0]
+
+    @property
+    def cols(self) -> np.ndarray:
+        """int32 (T_c, 4): start, stop, offset and query_stop of each column tile."""
+        return self._edges[1]
+
+    @property
+    def t_r(self) -> int:
+        """Number of row tiles."""
+        return len(self.rows)
+
+    @property
+    def t_c(self) -> int:
+        """Number of column tiles."""
+        return len(self.cols)
+
+    def row_slice(self, i: int) -> slice:
+        """Query rows of row tile i, as packed indices (with packed heads: `Split`'s rows)."""
+        return slice(int(self.rows[i, 0]), int(self.rows[i, 1]))
+
+    def col_slice(self, j: int) -> slice:
+        """Key rows of column tile j, as packed indices."""
+        return slice(int(self.cols[j, 0]), int(self.cols[j, 1]))
+
+    def sequence_of_row(self, i: int) -> Segment:
+        """The packed sequence that row tile i belongs to."""
+        return self.problem.sequences[int(self._sequence_numbers[i])]
+
+    @cached_property
+    def _sequence_numbers(self) -> np.ndarray:
+        return np.repeat(np.arange(len(self.problem.sequences)), np.diff(self._edges[2]))
+
+    @cached_property
+    def key_counts(self) -> np.ndarray:
+        """int64 (T_r,): how many keys the sequence of each row tile has."""
+        lengths = np.array([s.k_stop - s.k_start for s in self.problem.sequences])
+        return lengths[self._sequence_numbers]
+
+    def queries(self, i: int) -> np.ndarray:
+        """The query of each row of row tile i, as packed indices."""
+        return np.arange(*self.rows[i, :2].tolist()) // self.members
+
+    def keep(self, i: int, j: int) -> np.ndarray | None:
+        """Boolean (rows, cols) of tile (i, j), True where the score counts; None if all do."""
+        cols = self.col_slice(j)
+        kept = self.problem.keep(
+            self.sequence_of_row(i), self.queries(i), np.arange(cols.start, cols.stop)
+        )
+        return None if kept.all() else kept
+
+    # -- spans ----------------------------------------------------------------------------------
+
+    @cached_property
+    def row_spans(self) -> np.ndarray | None:
+        """int32 (T_r, 4): lo, full_lo, full_hi, hi; None unless each row is one interval."""
+        if not self._contiguous:
+            return None
+        p = self.problem
+        return self._spans(self.rows, "k", p.left, p.right)
+
+    @cached_property
+    def col_spans(self) -> np.ndarray | None:
+        """int32 (T_c, 4): lo, full_lo, full_hi, hi over row tiles; None as for `row_spans`."""
+        if not self._contiguous or self.members > 1:  # rows of one query: no interval of rows
+            return None
+        # Key k is seen by queries from k - offset - right to k - offset + left.
+        return self._spans(self.cols, "q", self.problem.right, self.problem.left)
+
+    @property
+    def _contiguous(self) -> bool:
+        return self.dense or self.problem.banded
+
+    def _spans(self, table: np.ndarray, other: str, left: int, right: int) -> np.ndarray:
+        """Spans of the tiles of `table` over tiles of the other axis, sequence by sequence."""
+        if other == "k":
+            base, other_base, block, sign = *self._edges[2:], self._blocks[1], 1
+        else:
+            base, other_base, block, sign = *self._edges[:1:-1], self._blocks[0], -1
+        out = np.empty((len(table), 4), np.int32)
+        for s, seq in enumerate(self.problem.sequences):
+            part = slice(base[s], base[s + 1])
+            start, stop = ((seq.k_start, seq.k_stop), (seq.q_start, seq.q_stop))[other == "q"]
+            n = stop - start
+            rows_each = self.members if other == "k" else 1
+            first = table[part, 0].astype(np.int64) // rows_each + sign * seq.offset - start
+            last = (table[part, 1].astype(np.int64) - 1) // rows_each + sign * seq.offset - start
+            if self.dense:
+                lo = np.zeros(len(first), np.int64)
+                hi = np.full(len(first), -(-n // block))
+            else:
+                # Some row of the tile keeps something in [first - left, last + right] ...
+                begin, end = np.maximum(first - left, 0), np.minimum(last + right, n - 1)
+                empty = end < begin
+                lo = np.where(empty, 0, begin // block)
+                hi = np.where(empty, 0, end // block + 1)
+            # ... and every row keeps everything in [last - left, first + right].
+            begin, end = np.maximum(last - left, 0), np.minimum(first + right, n - 1)
+            full_lo = -(-begin // block)
+            full_hi = (end + 1) // block
+            if other == "q":  # a ragged last row tile is FULL too: rows that do not exist ...
+                full_hi = np.where(end == n - 1, -(-n // block), full_hi)
+                # ... need no mask, but keys that do not exist do.
+                ragged = table[part, 1] - table[part, 0] < self._blocks[1]
+                full_hi = np.where(ragged, full_lo, full_hi)
+            full_lo, full_hi = np.clip(full_lo, lo, hi), np.clip(full_hi, lo, hi)
+            nothing = (full_hi <= full_lo) | (not self.problem.banded)
+            full_lo, full_hi = np.where(nothing, hi, full_lo), np.where(nothing, hi, full_hi)
+            out[part] = np.stack([lo, full_lo, full_hi, hi], axis=1) + other_base[s]
+        out.setflags(write=False)
+        return out
