@@ -28,7 +28,6 @@ from flashsim.backends.numba_gpu.hopper.onchip import (
     COUNT,
     END,
     FIRST,
-    ITEM,
     KEYS_OUTSIDE_REGISTERS,
     OFFSET,
     OUTER,
@@ -66,7 +65,7 @@ def hopper_backward_kernel(kernel: Kernel) -> Any:
     c = constants(kernel)
     at = KeysOutside(c.block_q, c.block_k, c.d, bool(c.fused))
     w = walk_functions(c, every=128)  # a thread of each warpgroup
-    items = item_functions(c, w, at.groups + 1, by_row=False)
+    items = item_functions(c, at, w, by_row=False)
     produce, produce_statistics = producer(c, at, w, items), statistics(c, at, w, items)
     send_dq, consume = _sender(c, at, w, items), _consumer(c, at, w, items)
     barriers_begin = hopper.barriers_begin(at.barrier_arrivals)
@@ -102,15 +101,15 @@ def _sender(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleNa
     """``send_dq(map_dq, a, shared, group)``: a warp adds a warpgroup's pieces of dQ, once they are
     staged, to the accumulator."""
     block_q, ordered, dq_rows, split = c.block_q, bool(c.ordered), at.dq_rows, at.split_columns
-    dq_at, dq_bytes, items, counted = at.dq, at.dq_bytes, at.items, c.counted
-    item_full, item_free = at.barrier("item_full"), at.barrier("item_free")
+    dq_at, dq_bytes, counted = at.region("dq"), at.dq_bytes, c.counted
     reduce_dq = gradients.reduce_dq(dq_rows, packed=bool(c.varlen))
     reduce_wait = gradients.reduce_wait_read
     wait_turn, pass_turn = gradients.wait_turn, gradients.pass_turn
     piece_free, piece_full = hopper.named_arrive(160), hopper.named_sync(160)
-    visits_of, place, visit_of, report_one = i.visits, i.place, w.visit, w.report_one
-    get, speaks, arrive, stage = hopper.get, hopper.speaks, hopper.arrive, hopper.stage
-    wait_full, map_address, uncounted = hopper.wait_full, hopper.map_address, hopper.uncounted
+    take, leave, visits_of, place = i.take, i.leave, i.visits, i.place
+    visit_of, report_one = w.visit, w.report_one
+    get, speaks = hopper.get, hopper.speaks
+    map_address, uncounted = hopper.map_address, hopper.uncounted
 
     @device
     def send_dq(map_dq, a, shared, group):
@@ -119,8 +118,7 @@ def _sender(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleNa
         below = int32(0 if split else dq_rows * group)  # rows of the tile above the piece
         piece_free(_DQ_FREE + group)
         while True:
-            slot = int32(shared + items + (item & 1) * ITEM)
-            wait_full(shared + item_full, item)
+            slot = take(shared, item)
             if get(slot + WALK) < 0:
                 break
             batch, count = quotient(get(slot + WALK), kv_heads), get(slot + COUNT)
@@ -151,8 +149,7 @@ def _sender(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleNa
                 left, n = uncounted(left - 1), int32(n + 1)
                 if n == count:
                     head, n = int32(head + 1), int32(0)
-            cuda.syncwarp()  # the whole warp is done with the item
-            arrive(stage(shared + item_free, item), leads)
+            leave(shared, item, leads)
             item = int32(item + 1)
 
     return send_dq
@@ -168,15 +165,14 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
     carry = d == 128 and block_q == 64 and start
     # dV is queued in slices of queries, few of them: a wait counts up to 7 groups.
     slices = 4 if block_q == 128 else block_q // 16
-    k_at, v_at, q_at, dout_at, query_bytes = at.k, at.v, at.q, at.dout, at.query_bytes
-    ds_at, ds_bytes, ds_wide, dq_rows = at.ds, at.ds_bytes, at.ds_wide, at.dq_rows
-    dq_at, dq_bytes, lse_at, delta_at = at.dq, at.dq_bytes, at.lse, at.delta
+    k_at, v_at, q_at, dout_at, ds_at, dq_at, lse_at, delta_at = map(at.region, at.regions)
+    query_bytes, ds_bytes, dq_bytes = at.query_bytes, at.ds_bytes, at.dq_bytes
+    ds_wide, dq_rows = at.ds_wide, at.dq_rows
     # Where a warpgroup finds its columns of K and its queries of dS.
     k_part = block_k * 128 if at.split_columns else 0
     ds_part = 0 if at.split_columns else dq_rows * block_k * 2
     kv_full, k_free, v_free = at.barrier("kv_full"), at.barrier("k_free"), at.barrier("v_free")
     full, free = at.barrier("full"), at.barrier("free")
-    item_full, item_free, items = at.barrier("item_full"), at.barrier("item_free"), at.items
 
     # -- Fragments
     new_grad, load_columns = tiles.zeros(d // 2), tensor_gradients.load_columns(block_q)
@@ -197,7 +193,8 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
     key_row, value_row = rows_of(c)
     store_dk = hopper.store_output(bf16, d, key_row)
     store_dv = hopper.store_output(bf16, d, value_row)
-    visits_of, visit_stamps, tile_stamps = i.visits, i.visit_stamps, i.tile_stamps
+    take, leave, visits_of = i.take, i.leave, i.visits
+    visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
     visit_of, report, stamp, stamp_block = w.visit, w.report, w.stamp, w.stamp_block
     get, speaks, wait, stage = hopper.get, hopper.speaks, hopper.wait, hopper.stage
     wait_full, arrive, fence_shared = hopper.wait_full, hopper.arrive, gradients.fence_shared
@@ -230,8 +227,7 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
         dq_mine = dq_place(shared + dq_at + group * dq_bytes)
         item, done = int32(0), int32(0)  # as the producer's
         while True:
-            slot = int32(shared + items + (item & 1) * ITEM)
-            wait_full(shared + item_full, item)
+            slot = take(shared, item)
             walk = get(slot + WALK)
             if walk < 0:
                 break
@@ -325,8 +321,7 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
                 arrive(shared + v_free, speaking)
                 arrive(shared + k_free, speaking)
             store(a, slot, kv_heads, row0, dk, dv)
-            cuda.syncwarp()  # the whole warp is done with the item
-            arrive(stage(shared + item_free, item), speaking)
+            leave(shared, item, speaking)
             stamp_block(tile_stamp, True)
             item = int32(item + 1)
         if fused:

@@ -58,7 +58,7 @@ def hopper_dq_kernel(kernel: Kernel) -> Any:
     c = constants(kernel)
     at = DqAlone(c.block_q, c.block_k, c.d)
     w = walk_functions(c, every=128)  # a thread of each warpgroup
-    items = item_functions(c, w, at.groups + 1)
+    items = item_functions(c, at, w)
     produce, consume = _producer(c, at, w, items), _consumer(c, at, w, items)
     barriers_begin = hopper.barriers_begin(at.barrier_arrivals)
     give, take = registers(at.groups)
@@ -88,7 +88,7 @@ def _producer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
     tiles."""
     block_k, pieces, visit_words = c.block_k, at.pieces, i.visit_words
     row_bytes, row_bytes_v, packed = c.counted * 2, c.counted_v * 2, bool(c.varlen)
-    q_at, dout_at, k_at, v_at = at.q, at.dout, at.k, at.v
+    q_at, dout_at, k_at, v_at, _ = map(at.region, at.regions)
     own_bytes, key_bytes = at.own_bytes, at.key_bytes
     own_full, own_free = at.barrier("own_full"), at.barrier("own_free")
     full, free = at.barrier("full"), at.barrier("free")
@@ -96,11 +96,10 @@ def _producer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
     expect_own, expect_keys = hopper.expect(2 * own_bytes), hopper.expect(2 * key_bytes)
     copy_own = hopper.copy_tile(64, at.chunks, packed=packed)
     copy_keys = hopper.copy_tile(block_k, at.chunks, packed=packed)
-    write_item, visits_of, place = i.write, i.visits, i.place
+    write_item, after, visits_of, place = i.write, i.after, i.visits, i.place
     visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
     visit_of, report_one, stamp, stamp_block = w.visit, w.report_one, w.stamp, w.stamp_block
     put, get, map_address = hopper.put, hopper.get, hopper.map_address
-    fetch_count = hopper.fetch_count
     wait, wait_free, arrive, stage = hopper.wait, hopper.wait_free, hopper.arrive, hopper.stage
 
     @device
@@ -164,11 +163,7 @@ def _producer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
                 report_one(visit_count + n * (SLOTS * 4) + 4, int32(keys * row_bytes_v))
                 done, n = int32(done + 1), int32(n + 1)
             stamp_block(tile_stamp, True)
-            item = int32(item + 1)
-            number = int32(0x7FFFFFFF)
-            if counter != 0:  # else no block gets a second item
-                last = int32(a.walks * a.tiles - 1)  # asking for it sets the counter to 0 again
-                number = int32(cuda.gridDim.x + fetch_count(counter, last))
+            item, number = int32(item + 1), after(a, counter)
 
     return produce
 
@@ -184,11 +179,10 @@ def _consumer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
     )
     split = at.pieces == 1  # the warpgroups share out the keys
     keys = block_k // 2 if split else block_k
-    q_at, dout_at, k_at, v_at, scratch_at = at.q, at.dout, at.k, at.v, at.scratch
+    q_at, dout_at, k_at, v_at, scratch_at = map(at.region, at.regions)
     own_bytes, key_bytes = at.own_bytes, at.key_bytes
     own_full, own_free = at.barrier("own_full"), at.barrier("own_free")
     full, free = at.barrier("full"), at.barrier("free")
-    item_full, item_free, items = at.barrier("item_full"), at.barrier("item_free"), at.items
 
     # -- Fragments
     new_dq = tiles.zeros(d // 2)
@@ -203,7 +197,7 @@ def _consumer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
     score_gradients = gradients.row_gradients(bf16, keys)
     add_halves = gradients.add_halves(d)
     store_dq = hopper.store_output(bf16, d, rows_of(c)[0])
-    visits_of, visit_words = i.visits, i.visit_words
+    take, leave, visits_of, visit_words = i.take, i.leave, i.visits, i.visit_words
     visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
     visit_of, report, stamp, stamp_block = w.visit, w.report, w.stamp, w.stamp_block
     get, speaks, wait, stage = hopper.get, hopper.speaks, hopper.wait, hopper.stage
@@ -238,8 +232,7 @@ def _consumer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
         k, v = int32(shared + k_at + my_key * 128), int32(shared + v_at + my_key * 128)
         item, done = int32(0), int32(0)  # as the producer's
         while True:
-            slot = int32(shared + items + (item & 1) * ITEM)
-            wait_full(shared + item_full, item)
+            slot = take(shared, item)
             walk = get(slot + WALK)
             if walk < 0:
                 break
@@ -286,8 +279,7 @@ def _consumer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
                 if group == 1:
                     stop, row_bytes = int32(0), int32(0)
             store(a, slot, query, dq, row_bytes, stop)
-            cuda.syncwarp()  # the whole warp is done with the item
-            arrive(stage(shared + item_free, item), speaking)
+            leave(shared, item, speaking)
             stamp_block(tile_stamp, True)
             item = int32(item + 1)
 

@@ -57,7 +57,7 @@ def hopper_forward_kernel(kernel: Kernel) -> Any:
     c = constants(kernel)
     at = OnChip(c.block_q, c.block_k, c.d, c.dv)
     w = walk_functions(c, every=128)  # a thread of each warpgroup
-    items = item_functions(c, w, at.groups + 1)
+    items = item_functions(c, at, w)
     produce, consume = _producer(c, at, w, items), _consumer(c, at, w, items)
     barriers_begin = hopper.barriers_begin(at.barrier_arrivals)
     give, take = registers(at.groups)
@@ -95,13 +95,12 @@ def _producer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
     expect_q, copy_q = hopper.expect(q_bytes), hopper.copy_tile(64, at.chunks, packed=packed)
     copy_k = hopper.copy_tile(block_k, at.chunks, packed=packed)
     copy_v = hopper.copy_tile(block_k, at.chunks_v, packed=packed)
-    bring_k = _bring(at.k, at.k_bytes, copy_k, i.place)
-    bring_v = _bring(at.v, at.v_bytes, copy_v, i.place)
-    write_item, visits_of, place = i.write, i.visits, i.place
+    bring_k = _bring(at.region("k"), at.k_bytes, copy_k, i.place)
+    bring_v = _bring(at.region("v"), at.v_bytes, copy_v, i.place)
+    write_item, after, visits_of, place = i.write, i.after, i.visits, i.place
     visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
     visit_of, report_one, stamp, stamp_block = w.visit, w.report_one, w.stamp, w.stamp_block
     put, get, map_address = hopper.put, hopper.get, hopper.map_address
-    fetch_count = hopper.fetch_count
     wait, wait_free, arrive, stage = hopper.wait, hopper.wait_free, hopper.arrive, hopper.stage
 
     @device
@@ -168,11 +167,7 @@ def _producer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
                 n = int32(n + 1)
             stamp_block(tile_stamp, True)
             done = int32(done + count)
-            item = int32(item + 1)
-            number = int32(0x7FFFFFFF)
-            if counter != 0:  # else no block gets a second item
-                last = int32(a.walks * a.tiles - 1)  # asking for it sets the counter to 0 again
-                number = int32(cuda.gridDim.x + fetch_count(counter, last))
+            item, number = int32(item + 1), after(a, counter)
 
     return produce
 
@@ -196,11 +191,11 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
     """``consume(a, shared, group)``: a warpgroup computes its 64 rows of every item."""
     block_k, d, dv, groups = c.block_k, c.d, c.dv, at.groups
     bf16, scaled, softcap = bool(c.bf16), bool(c.scaled), bool(c.softcap)
-    q_bytes, k_bytes, v_bytes, k_at, v_at = at.q_bytes, at.k_bytes, at.v_bytes, at.k, at.v
+    q_bytes, k_bytes, v_bytes = at.q_bytes, at.k_bytes, at.v_bytes
+    k_at, v_at = at.region("k"), at.region("v")
     q_full, q_free = at.barrier("q_full"), at.barrier("q_free")
     k_full, k_free = at.barrier("k_full"), at.barrier("k_free")
     v_full, v_free = at.barrier("v_full"), at.barrier("v_free")
-    item_full, item_free, items = at.barrier("item_full"), at.barrier("item_free"), at.items
 
     # -- Fragments
     new_o, new_sum = tiles.zeros(dv // 2), tiles.zeros(2)
@@ -218,7 +213,7 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
     round_operand = hopper.round_operand(bf16, block_k)
     store_lse = output.store_rows(1)
     store_output = hopper.store_output(bf16, dv, rows_of(c)[1])
-    visits_of, visit_words = i.visits, i.visit_words
+    take, leave, visits_of, visit_words = i.take, i.leave, i.visits, i.visit_words
     visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
     visit_of, report, stamp, stamp_block = w.visit, w.report, w.stamp, w.stamp_block
     get, speaks, wait, stage = hopper.get, hopper.speaks, hopper.wait, hopper.stage
@@ -261,8 +256,7 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
             pass_turn(next_turn)  # warpgroup 0 has the first turn
         item, done = int32(0), int32(0)  # as the producer's
         while True:
-            slot = int32(shared + items + (item & 1) * ITEM)
-            wait_full(shared + item_full, item)
+            slot = take(shared, item)
             walk = get(slot + WALK)
             if walk < 0:
                 break
@@ -329,8 +323,7 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
             else:
                 arrive(shared + q_free + group * 8, speaking)
             store(a, slot, query, o, m, l, to_log2)
-            cuda.syncwarp()  # the whole warp is done with the item
-            arrive(stage(shared + item_free, item), speaking)
+            leave(shared, item, speaking)
             stamp_block(tile_stamp, True)
             done = int32(done + count)
             item = int32(item + 1)

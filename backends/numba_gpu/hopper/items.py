@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+from numba import cuda
 from numba.cuda import types
 
 from flashsim.backends.launch.kernel import ROUND
@@ -18,35 +19,48 @@ from flashsim.backends.numba_gpu.hopper.onchip import (
     FIRST,
     FULL_HI,
     FULL_LO,
+    ITEM,
     LO,
     OFFSET,
     OUTER,
     START,
     STOP,
     WALK,
+    Layout,
 )
-from flashsim.backends.numba_gpu.hopper.tiles import get, put
+from flashsim.backends.numba_gpu.hopper.tiles import (
+    arrive,
+    fetch_count,
+    get,
+    put,
+    stage,
+    wait_full,
+)
 from flashsim.backends.numba_gpu.walk import TILE_STAMPS, VISIT_STAMPS, device, read_int
 
 int32, int64 = types.int32, types.int64
 
 
 def item_functions(
-    c: SimpleNamespace, w: SimpleNamespace, roles: int, *, by_row: bool = True
+    c: SimpleNamespace, at: Layout, w: SimpleNamespace, *, by_row: bool = True
 ) -> SimpleNamespace:
-    """Device functions on item slots, for one kernel's constants `c` and walk `w`.
+    """Device functions on item slots, for one kernel's constants `c`, layout and walk `w`.
 
-    Each of the `roles` warpgroups has time stamps of its own, the producer's being the first.
+    Each role, the producer's warpgroup and then every consumer's, has time stamps of its own.
 
-    ``write(a, slot, number)`` puts an item into a slot; ``visits(slot)`` gives its walk, as
-    ``walk.begin`` does; ``place(row, stop, batch)`` says where rows lie in a tensor map;
-    ``visit_stamps(a, walk, first, role)`` and
-    ``tile_stamps(a, walk, outer, role)`` where a role stamps.
+    ``write(a, slot, number)`` puts an item into a slot; ``after(a, counter)`` asks for the number
+    of the next. ``take(shared, item)`` waits for an item and returns its slot;
+    ``leave(shared, item, speaking)`` is a warp's word that it is done with it. ``visits(slot)``
+    gives its walk, as ``walk.begin`` does; ``place(row, stop, batch)`` says where rows lie in a
+    tensor map; ``visit_stamps(a, walk, first, role)`` and ``tile_stamps(a, walk, outer, role)``
+    where a role stamps.
     """
     block, varlen = c.block_k if by_row else c.block_q, bool(c.varlen)  # of the side visited
     item_of, begin, visit_of = w.item, w.begin, w.visit
     own_tile = w.row_tile if by_row else w.col_tile
+    roles = at.groups + 1
     visit_words, tile_words = roles * VISIT_STAMPS, roles * TILE_STAMPS
+    items, full, free = at.items, at.barrier("item_full"), at.barrier("item_free")
 
     @device
     def visit_stamps(a, walk, first, role):
@@ -96,7 +110,29 @@ def item_functions(
         span = get(slot + LO), get(slot + FULL_LO), get(slot + FULL_HI)
         return get(slot + FIRST), get(slot + COUNT), span[0], span[1], span[2]
 
+    @device
+    def after(a, counter):
+        number = int32(0x7FFFFFFF)
+        if counter != 0:  # else no block gets a second item
+            last = int32(a.walks * a.tiles - 1)  # asking for it sets the counter to 0 again
+            number = int32(cuda.gridDim.x + fetch_count(counter, last))
+        return number
+
+    @device
+    def take(shared, item):
+        slot = int32(shared + items + (item & 1) * ITEM)
+        wait_full(shared + full, item)
+        return slot
+
+    @device
+    def leave(shared, item, speaking):
+        cuda.syncwarp()  # the whole warp is done with the item
+        arrive(stage(shared + free, item), speaking)
+
     return SimpleNamespace(
+        after=after,
+        take=take,
+        leave=leave,
         visit_stamps=visit_stamps,
         tile_stamps=tile_stamps,
         visit_words=visit_words,

@@ -32,18 +32,18 @@ def producer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleN
     tiles."""
     block_q, packed = c.block_q, bool(c.varlen)
     row_bytes, row_bytes_v = c.counted * 2, c.counted_v * 2
-    k_at, v_at, q_at, dout_at, query_bytes = at.k, at.v, at.q, at.dout, at.query_bytes
+    k_at, v_at, q_at, dout_at = map(at.region, ("k", "v", "q", "dout"))
+    query_bytes = at.query_bytes
     kv_full, k_free, v_free = at.barrier("kv_full"), at.barrier("k_free"), at.barrier("v_free")
     full, free = at.barrier("full"), at.barrier("free")
     item_full, item_free, items = at.barrier("item_full"), at.barrier("item_free"), at.items
     expect_kv, expect_q = hopper.expect(2 * at.key_bytes), hopper.expect(2 * query_bytes)
     copy_k = hopper.copy_tile(c.block_k, at.chunks, packed=packed)
     copy_q = hopper.copy_tile(block_q, at.chunks, packed=packed)
-    write_item, visits_of, place = i.write, i.visits, i.place
+    write_item, after, visits_of, place = i.write, i.after, i.visits, i.place
     visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
     visit_of, report_one, stamp, stamp_block = w.visit, w.report_one, w.stamp, w.stamp_block
     put, get, map_address = hopper.put, hopper.get, hopper.map_address
-    fetch_count = hopper.fetch_count
     wait, wait_free, arrive, stage = hopper.wait, hopper.wait_free, hopper.arrive, hopper.stage
 
     @device
@@ -117,11 +117,7 @@ def producer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleN
                     bring_keys(map_k, map_v, a, shared, slot, item, kv_head, batch)
                     first = False
             stamp_block(tile_stamp, True)
-            item = int32(item + 1)
-            number = int32(0x7FFFFFFF)
-            if counter != 0:  # else no block gets a second item
-                last = int32(a.walks * a.tiles - 1)  # asking for it sets the counter to 0 again
-                number = int32(cuda.gridDim.x + fetch_count(counter, last))
+            item, number = int32(item + 1), after(a, counter)
 
     return produce
 
@@ -130,22 +126,21 @@ def statistics(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simpl
     """``produce_statistics(a, shared)``: a warp brings where each visit's scores and dP start, on
     the tiles' barriers."""
     block_q, start = c.block_q, not c.scaled
-    lse_at, delta_at, items = at.lse, at.delta, at.items
+    lse_at, delta_at = at.region("lse"), at.region("delta")
     full, free = at.barrier("full"), at.barrier("free")
-    item_full, item_free = at.barrier("item_full"), at.barrier("item_free")
     load_statistics, put_rows = gradients.load_statistics(block_q), gradients.put_rows(block_q)
     unit_of_starts = gradients.unit_of_starts(start)
-    visits_of, visit_of, report_one = i.visits, w.visit, w.report_one
-    get, speaks, arrive, stage = hopper.get, hopper.speaks, hopper.arrive, hopper.stage
-    wait_full, wait_free = hopper.wait_full, hopper.wait_free
+    take, leave, visits_of = i.take, i.leave, i.visits
+    visit_of, report_one = w.visit, w.report_one
+    get, speaks, wait_free = hopper.get, hopper.speaks, hopper.wait_free
+    arrive, stage = hopper.arrive, hopper.stage
 
     @device
     def produce_statistics(a, shared):
         item, done, speaking = int32(0), int32(0), speaks()
         unit, kv_heads = unit_of_starts(a.scale), quotient(a.heads, a.group)
         while True:
-            slot = int32(shared + items + (item & 1) * ITEM)
-            wait_full(shared + item_full, item)
+            slot = take(shared, item)
             if get(slot + WALK) < 0:
                 break
             batch, count = quotient(get(slot + WALK), kv_heads), get(slot + COUNT)
@@ -171,8 +166,7 @@ def statistics(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simpl
                 done, left, n = int32(done + 1), int32(left - 1), int32(n + 1)
                 if n == count:
                     walk, n = int32(walk + 1), int32(0)
-            cuda.syncwarp()  # the whole warp is done with the item
-            arrive(stage(shared + item_free, item), speaking)
+            leave(shared, item, speaking)
             item = int32(item + 1)
 
     return produce_statistics

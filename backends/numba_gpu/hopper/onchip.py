@@ -11,24 +11,49 @@ WALK, OUTER, START, STOP, OFFSET, BASE, END, FIRST, COUNT, LO, FULL_LO, FULL_HI 
 ITEM = 48
 
 
+@dataclass(frozen=True)
 class Layout(ABC):
     """Where everything of a kernel lies in shared memory, as byte offsets: tiles and rows first,
-    then mbarriers, then the item slots."""
+    then mbarriers, then the item slots. Tiles are chunks of 64 columns (`ptx_hopper`)."""
+
+    block_q: int
+    block_k: int
+    d: int
 
     @property
     @abstractmethod
-    def barriers(self) -> int:
-        """The mbarriers, in `arrivals`' order."""
+    def groups(self) -> int:
+        """Consumer warpgroups."""
+
+    @property
+    @abstractmethod
+    def regions(self) -> dict[str, int]:
+        """Tiles and rows, in their order: the bytes of all their stages."""
 
     @property
     @abstractmethod
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """Kinds of mbarriers, in their order: how many, and the arrivals that end a phase."""
+        """Kinds of mbarriers, in their order: how many, and the arrivals that end a phase.
+
+        A full barrier takes the producer's arrival, and its copies' bytes; a free one takes one of
+        each warp that reads.
+        """
+
+    @property
+    def chunks(self) -> int:
+        """64-column chunks of a row of Q or K."""
+        return -(-self.d // 64)
+
+    def region(self, name: str) -> int:
+        """Offset of the first stage of a region."""
+        before = list(self.regions).index(name)
+        return sum(list(self.regions.values())[:before])
 
     def barrier(self, kind: str) -> int:
         """Offset of the first barrier of a kind."""
         before = list(self.arrivals).index(kind)
-        return self.barriers + sum(n for n, _ in list(self.arrivals.values())[:before]) * 8
+        counts = [n for n, _ in self.arrivals.values()]
+        return sum(self.regions.values()) + sum(counts[:before]) * 8
 
     @property
     def barrier_arrivals(self) -> dict[int, int]:
@@ -42,7 +67,7 @@ class Layout(ABC):
     @property
     def items(self) -> int:
         """Both item slots."""
-        return self.barriers + sum(n for n, _ in self.arrivals.values()) * 8
+        return sum(self.regions.values()) + 8 * len(self.barrier_arrivals)
 
     @property
     def nbytes(self) -> int:
@@ -52,26 +77,14 @@ class Layout(ABC):
 
 @dataclass(frozen=True)
 class OnChip(Layout):
-    """The forward's.
+    """The forward's. Q's tiles live for one item, a stage of K or V for one visit."""
 
-    Tiles are chunks of 64 columns (`ptx_hopper`). Q's lives for one item, a stage of K or V for one
-    visit.
-    """
-
-    block_q: int
-    block_k: int
-    d: int
     dv: int
 
     @property
     def groups(self) -> int:
         """Consumer warpgroups, 64 query rows each."""
         return self.block_q // 64
-
-    @property
-    def chunks(self) -> int:
-        """64-column chunks of a row of Q or K."""
-        return -(-self.d // 64)
 
     @property
     def chunks_v(self) -> int:
@@ -94,27 +107,13 @@ class OnChip(Layout):
         return self.block_k * 128 * self.chunks_v
 
     @property
-    def k(self) -> int:
-        """Both stages of K, behind Q."""
-        return self.groups * self.q_bytes
-
-    @property
-    def v(self) -> int:
-        """Both stages of V."""
-        return self.k + 2 * self.k_bytes
-
-    @property
-    def barriers(self) -> int:
-        """The mbarriers, in `arrivals`' order."""
-        return self.v + 2 * self.v_bytes
+    def regions(self) -> dict[str, int]:
+        """See `Layout`."""
+        return {"q": self.groups * self.q_bytes, "k": 2 * self.k_bytes, "v": 2 * self.v_bytes}
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """Kinds of mbarriers, in their order: how many, and the arrivals that end a phase.
-
-        A full barrier takes the producer's arrival, and its copies' bytes; a free one takes one of
-        each warp that reads.
-        """
+        """See `Layout`."""
         groups = self.groups
         return {
             **{"q_full": (groups, 1), "q_free": (groups, 4)},
@@ -128,25 +127,17 @@ class OnChip(Layout):
 class KeysOutside(Layout):
     """The backward's with keys outside.
 
-    K and V live for one item; Q, dO and their rows' statistics are rings of two stages, one visit
-    each, and so is dS^T, a key to a row. Of dQ each warpgroup has a piece that leaves, 64 columns
-    of `dq_rows` queries in two boxes of 32 columns.
+    K and V live for one item; Q, dO and their rows' statistics (where a row's scores and its dP
+    start) are rings of two stages, one visit each, and so is dS^T, a key to a row. Of dQ each
+    warpgroup has a piece that leaves, 64 columns of `dq_rows` queries in two boxes of 32 columns.
     """
 
-    block_q: int
-    block_k: int
-    d: int
     fused: bool
 
     @property
     def groups(self) -> int:
         """Consumer warpgroups, 64 keys each."""
         return self.block_k // 64
-
-    @property
-    def chunks(self) -> int:
-        """64-column chunks of a row."""
-        return self.d // 64
 
     @property
     def key_bytes(self) -> int:
@@ -183,47 +174,15 @@ class KeysOutside(Layout):
         """A warpgroup's piece of dQ, in float32."""
         return self.dq_rows * 64 * 4 if self.fused else 0
 
-    k = 0
-
     @property
-    def v(self) -> int:
-        """V, behind K."""
-        return self.key_bytes
-
-    @property
-    def q(self) -> int:
-        """Both stages of Q."""
-        return self.v + self.key_bytes
-
-    @property
-    def dout(self) -> int:
-        """Both stages of dO."""
-        return self.q + 2 * self.query_bytes
-
-    @property
-    def ds(self) -> int:
-        """Both stages of dS^T."""
-        return self.dout + 2 * self.query_bytes
-
-    @property
-    def dq(self) -> int:
-        """Each warpgroup's piece of dQ."""
-        return self.ds + 2 * self.ds_bytes
-
-    @property
-    def lse(self) -> int:
-        """Both stages of where a row's scores start."""
-        return self.dq + self.groups * self.dq_bytes
-
-    @property
-    def delta(self) -> int:
-        """Both stages of where a row's dP starts."""
-        return self.lse + 2 * self.block_q * 4
-
-    @property
-    def barriers(self) -> int:
+    def regions(self) -> dict[str, int]:
         """See `Layout`."""
-        return self.delta + 2 * self.block_q * 4
+        return {
+            **{"k": self.key_bytes, "v": self.key_bytes},
+            **{"q": 2 * self.query_bytes, "dout": 2 * self.query_bytes},
+            **{"ds": 2 * self.ds_bytes, "dq": self.groups * self.dq_bytes},
+            **{"lse": 2 * self.block_q * 4, "delta": 2 * self.block_q * 4},
+        }
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
@@ -243,12 +202,8 @@ class DqAlone(Layout):
 
     Each piece of 64 rows of Q, with its dO, lives for one item; K and V are a ring of two stages,
     one visit each. Where there is but one such piece, two warpgroups share out the keys, and one
-    gives the other its dQ through `scratch`.
+    gives the other its dQ, 64 columns at a time, through `scratch`.
     """
-
-    block_q: int
-    block_k: int
-    d: int
 
     groups = 2
 
@@ -256,11 +211,6 @@ class DqAlone(Layout):
     def pieces(self) -> int:
         """Pieces of 64 rows."""
         return self.block_q // 64
-
-    @property
-    def chunks(self) -> int:
-        """64-column chunks of a row."""
-        return self.d // 64
 
     @property
     def own_bytes(self) -> int:
@@ -272,32 +222,14 @@ class DqAlone(Layout):
         """A stage of K, and one of V."""
         return self.block_k * 128 * self.chunks
 
-    q = 0
-
     @property
-    def dout(self) -> int:
-        """dO, behind Q."""
-        return self.pieces * self.own_bytes
-
-    @property
-    def k(self) -> int:
-        """Both stages of K."""
-        return 2 * self.dout
-
-    @property
-    def v(self) -> int:
-        """Both stages of V."""
-        return self.k + 2 * self.key_bytes
-
-    @property
-    def scratch(self) -> int:
-        """64 columns of one warpgroup's dQ."""
-        return self.v + 2 * self.key_bytes
-
-    @property
-    def barriers(self) -> int:
+    def regions(self) -> dict[str, int]:
         """See `Layout`."""
-        return self.scratch + (64 * 64 * 4 if self.pieces == 1 else 0)
+        return {
+            **{"q": self.pieces * self.own_bytes, "dout": self.pieces * self.own_bytes},
+            **{"k": 2 * self.key_bytes, "v": 2 * self.key_bytes},
+            "scratch": 64 * 64 * 4 if self.pieces == 1 else 0,
+        }
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
