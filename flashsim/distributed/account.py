@@ -174,11 +174,9 @@ class Account:
             )
         return table
 
+    __str__ = report.text
     __repr__ = report.titled
     _repr_html_ = report.tabled
-
-    def __str__(self) -> str:
-        return self.table().text()
 
 
 def _scores(account: Account, rank: int, step: int) -> str:

@@ -255,7 +255,7 @@ def _peak_forward(group: Group) -> np.ndarray:
     peak = np.full(group.ranks, first + size.out(n, size.wide) * size.merges_wide)
     if ring > 1:
         part = _later(group, lambda b: size.out(b.n_q, size.e) + size.lse(b.n_q))
-        peak = np.maximum(peak, _largest(group, part + base + so_far, size.kv(n, size.e)))
+        peak = np.maximum(peak, _largest(part + base + so_far, size.kv(n, size.e)))
     last = base + size.out(n, size.e) + size.lse(n)
     if size.merges_wide:
         peak = np.maximum(peak, last + size.out(n, size.wide))
@@ -295,7 +295,7 @@ def _peak_backward(group: Group) -> np.ndarray:
     return peak
 
 
-def _largest(group: Group, held: np.ndarray, visitor: int) -> np.ndarray:
+def _largest(held: np.ndarray, visitor: int) -> np.ndarray:
     """The most of any later step: with it are K and V that visit, and those that come next."""
     held[:, :-1] += 2 * visitor
     held[:, -1] += visitor

@@ -1,0 +1,131 @@
+"""The ranks of a group, simulated: what each holds, sends and executes, counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from flashsim.distributed.account import Account, fields, zeros
+from flashsim.distributed.group import Group
+from flashsim.schedule.names import COMPUTE
+
+
+class Rank:
+    """The arrays that one rank holds, by name, and the most bytes that they ever took."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[str, np.ndarray] = {}
+        self.peak = 0
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self.arrays[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.arrays
+
+    def put(self, **arrays: np.ndarray) -> None:
+        """Hold arrays, in place of those of the same names."""
+        self.arrays |= arrays
+        self.peak = max(self.peak, sum(x.nbytes for x in self.arrays.values()))
+
+    def rename(self, name: str, to: str) -> None:
+        """Hold an array under another name, in place of what had it."""
+        self.arrays[to] = self.arrays.pop(name)
+
+    def drop(self, *names: str) -> None:
+        """Hold arrays no longer."""
+        for name in names:
+            del self.arrays[name]
+
+
+class Ranks:
+    """All ranks of a group at step `now` of a pass, and what they did at each step so far."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.wide = np.dtype(group.problem.compute_dtype)
+        self.ranks = [Rank() for _ in range(group.ranks)]
+
+    def begin(self, direction: str, *tensors: str) -> None:
+        """A pass in which these tensors travel."""
+        names = ("flops", "visits", "hbm", "merge")
+        self.made = {name: zeros(self.group, direction) for name in names}
+        self.sent = {name: zeros(self.group, direction) for name in tensors}
+        self.now = 0
+
+    def account(self, direction: str) -> Account:
+        """What was done since `begin`."""
+        peak = np.array([rank.peak for rank in self.ranks], np.int64)
+        return Account(
+            self.group, direction, **fields({"sent": self.sent, **self.made, "peak": peak})
+        )
+
+    def note(self, number: int, trace: Any) -> None:
+        """Count what a rank's kernels did."""
+        here = number, self.now
+        self.made["flops"][here] += trace.flops("matmul")
+        for stage in trace.stages:
+            visits = (stage.events["op"] == COMPUTE) & (stage.events["visit"] >= 0)
+            self.made["visits"][here] += int(visits.sum()) * stage.repeat
+        self.made["hbm"][here] += trace.bytes()
+
+    def touch(self, number: int, *arrays: np.ndarray) -> None:
+        """Count arrays that combining loads or stores."""
+        self.made["merge"][number, self.now] += sum(x.nbytes for x in arrays)
+
+    def add(self, number: int, total: np.ndarray, part: np.ndarray) -> None:
+        """Add a part to a sum, in float32."""
+        total[:] = total.astype(self.wide) + part.astype(self.wide)
+        self.touch(number, total, total, part)
+
+    def convert(self, number: int, name: str, dtype: np.dtype) -> None:
+        """An array of a rank in another type."""
+        rank = self.ranks[number]
+        rank.put(converted=rank[name].astype(dtype))
+        self.touch(number, rank[name], rank["converted"])
+        rank.rename("converted", name)
+
+    def send(self, tensor: str, source: str, target: str) -> None:
+        """Every rank that has `source` sends it on, to be its successor's `target`."""
+        for number, rank in enumerate(self.ranks):
+            if source in rank:
+                self.sent[tensor][number, self.now] += rank[source].nbytes
+                to = self.ranks[self.group.successor(number)]
+                to.put(**{target: rank[source].copy()})
+
+    def exchange(self, names: dict[str, str], before: str, split: int, join: int) -> None:
+        """Each rank's n-th piece along one axis goes to its team's n-th, to be joined in order.
+
+        What was there stays, under a name that begins with `before`.
+        """
+        team = self.group.ulysses
+        if team == 1:
+            return
+        for name, tensor in names.items():
+            pieces = [np.split(rank[name], team, axis=split) for rank in self.ranks]
+            for number, rank in enumerate(self.ranks):
+                members = self.group.team(number)
+                for other in members:
+                    if other != number:
+                        self.sent[tensor][other, self.now] += pieces[other][number % team].nbytes
+                rank.arrays[f"{before}_{name}"] = rank[name]
+                parts = [pieces[other][number % team] for other in members]
+                rank.put(**{name: np.concatenate(parts, axis=join)})
+        self.now += 1
+
+    def gather(self, name: str, rows_of: Callable[[int], np.ndarray], *, heads: bool) -> np.ndarray:
+        """The whole array, from every rank's rows (and, in a team, heads)."""
+        p, team = self.group.problem, self.group.ulysses
+        first = self.ranks[0][name]
+        each = first.shape[1]
+        n_heads = each * (team if heads else 1)
+        whole = np.empty((p.batch, n_heads, p.n_q, *first.shape[3:]), first.dtype)
+        for number, rank in enumerate(self.ranks):
+            if heads:
+                place = slice(number % team * each, (number % team + 1) * each)
+                whole[:, place, rows_of(number // team)] = rank[name]
+            else:
+                whole[:, :, rows_of(number)] = rank[name]
+        return whole
