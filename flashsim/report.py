@@ -271,12 +271,17 @@ def _shared(least: Sequence[int], wanted: Sequence[int], room: int) -> list[int]
 
 
 # -- values in a notebook --------------------------------------------------------------------------
-# A class takes what suits it: `__repr__ = report.short`, `_repr_html_ = report.card`.
+# A class takes what suits it: `__str__ = report.text`, `__repr__ = report.short`.
 
 
 def titled(value: Any) -> str:
     """One line for what has a `table()`: its class and the table's title."""
     return f"<{type(value).__name__} {value.table().title}>"
+
+
+def text(value: Any) -> str:
+    """The `table()` of a value, as text."""
+    return value.table().text()
 
 
 def tabled(value: Any) -> str:

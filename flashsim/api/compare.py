@@ -80,9 +80,7 @@ class Comparison:
             for mine, first in pairs
         )
 
-    def __str__(self) -> str:
-        return self.table().text()
-
+    __str__ = report.text
     __repr__ = report.titled
     _repr_html_ = report.tabled
 

@@ -121,9 +121,7 @@ class Sweep:
         failed = sum(row["status"] != "ok" for row in self.rows)
         return f"<Sweep: {len(self):,} points, {failed:,} without figures>"
 
-    def __str__(self) -> str:
-        return self.table().text()
-
+    __str__ = report.text
     _repr_html_ = report.tabled
 
 

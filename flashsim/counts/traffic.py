@@ -190,9 +190,7 @@ class Traffic:
     def __repr__(self) -> str:
         return f"<Traffic {self.algorithm} {self.direction}: {self.bytes():,} B requested>"
 
-    def __str__(self) -> str:
-        return self.table().text()
-
+    __str__ = report.text
     _repr_html_ = report.tabled
 
 

@@ -165,11 +165,9 @@ class Roofline:
             )
         return table
 
+    __str__ = report.text
     __repr__ = report.titled
     _repr_html_ = report.tabled
-
-    def __str__(self) -> str:
-        return self.table().text()
 
 
 @own_errors

@@ -232,8 +232,7 @@ class Seen:
             raise OptionError("nothing to plot: no attention call that can be counted was seen")
         return viz.traffic(bars, **options)
 
-    def __str__(self) -> str:
-        return self.table().text()
+    __str__ = report.text
 
     def __repr__(self) -> str:
         return f"<Seen {len(self)} attention calls of {self.model}>"

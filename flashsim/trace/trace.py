@@ -384,7 +384,5 @@ class Trace(Recording):
             f" {self.bytes():,} B requested>"
         )
 
-    def __str__(self) -> str:
-        return self.table().text()
-
+    __str__ = report.text
     _repr_html_ = report.tabled

@@ -98,11 +98,9 @@ class BlockSizes:
         best = ", ".join(f"{stage} {self.best(stage).tiling}" for stage in fitting)
         return f"best: {best}" if best else "nothing fits"
 
+    __str__ = report.text
     __repr__ = report.titled
     _repr_html_ = report.tabled
-
-    def __str__(self) -> str:
-        return self.table().text()
 
 
 @own_errors

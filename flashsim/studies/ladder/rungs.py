@@ -187,6 +187,7 @@ class Climb:
             )
         return table
 
+    __str__ = report.text
     __repr__ = report.titled
     _repr_html_ = report.tabled
 
@@ -200,9 +201,6 @@ class Climb:
             f"stores O for each of {grid.t_c:,} column tiles: which one moves less depends on the "
             "tile, a high one favours flash2, a wide one flash1"
         )
-
-    def __str__(self) -> str:
-        return self.table().text()
 
 
 @own_errors

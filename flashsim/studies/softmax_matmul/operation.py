@@ -75,11 +75,9 @@ class SoftmaxProduct:
         made.rows.append(("all", self.bytes("load"), self.bytes("store")))
         return made
 
+    __str__ = report.text
     __repr__ = report.titled
     _repr_html_ = report.tabled
-
-    def __str__(self) -> str:
-        return self.table().text()
 
 
 @own_errors
