@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from flashsim.viz.plots.banks import banks
     from flashsim.viz.plots.blocks import block_sizes
     from flashsim.viz.plots.cache import l2_curve
+    from flashsim.viz.plots.footprint import memory_footprint
     from flashsim.viz.plots.gpu_timelines import gpu_timeline
-    from flashsim.viz.plots.models import io_curve, memory_footprint, roofline
+    from flashsim.viz.plots.io_curves import io_curve
     from flashsim.viz.plots.precision import precision
     from flashsim.viz.plots.ranks import rank_timeline, scaling
-    from flashsim.viz.plots.series import roofline_series
+    from flashsim.viz.plots.rooflines import roofline, roofline_series
     from flashsim.viz.plots.tile_maps import mask, tile_map
     from flashsim.viz.plots.traffic_bars import cumulative, diff, sram_timeline, traffic
     from flashsim.viz.save import save_figure
@@ -38,8 +39,9 @@ _ROOMS = {
     "plots.blocks": ("block_sizes",),
     "plots.cache": ("l2_curve",),
     "plots.agreement": ("predicted_against_measured",),
-    "plots.models": ("io_curve", "memory_footprint", "roofline"),
-    "plots.series": ("roofline_series",),
+    "plots.footprint": ("memory_footprint",),
+    "plots.io_curves": ("io_curve",),
+    "plots.rooflines": ("roofline", "roofline_series"),
     "plots.precision": ("precision",),
     "plots.ranks": ("rank_timeline", "scaling"),
     "plots.tile_maps": ("mask", "tile_map"),

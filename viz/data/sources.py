@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flashsim.counts import traffic
@@ -214,6 +214,28 @@ def rows(data: Any) -> list[dict[str, Any]]:
     if not kept:
         raise OptionError("nothing to plot: no point of this sweep succeeded")
     return kept
+
+
+def fixed(rows: Sequence[dict[str, Any]], x: str) -> str:
+    """What is the same at every point of a plot against `x`, in words."""
+    words = {
+        "batch": "batch {}", "heads": "{}", "n_q": "N = {:,}", "head_dim": "d = {}",
+        "dtype": "{}", "causal": "causal", "window": "window {}", "direction": "{}", "device": "{}",
+    }  # fmt: skip
+    if x.startswith("block"):
+        other = {"block_q": "block_k", "block_k": "block_q"}[x]
+        words[other] = f"{other} = {{}}"
+    # These go without saying.
+    one = {"batch": 1, "heads": "1 head", "causal": False, "window": None, "direction": "forward"}
+    found = {key: {row[key] for row in rows} for key in words if key in rows[0] and key != x}
+    found["heads"] = {heads(row["heads"], row["kv_heads"]) for row in rows}
+    return ", ".join(
+        words[key].format(value.replace(",", ":") if key == "window" else value)
+        for key, values in found.items()
+        if len(values) == 1
+        for value in values
+        if value != one.get(key)
+    )
 
 
 def _row(s: Trace | Traffic) -> dict[str, Any]:

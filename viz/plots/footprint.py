@@ -1,0 +1,105 @@
+"""What training keeps in HBM, against the sequence length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from matplotlib.axes import Axes
+
+from flashsim.counts import traffic
+from flashsim.problem.hardware import Device
+from flashsim.problem.problem import Problem
+from flashsim.viz.data import sources
+from flashsim.viz.palette import Theme
+from flashsim.viz.style import DASHES, MARKERS, count_axis, heading, human, themed, unit_axis
+
+
+@themed
+def memory_footprint(
+    data: Any,
+    *,
+    n: Sequence[int] = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536),
+    algorithms: Sequence[str] = ("standard", "flash1", "flash2"),
+    device: str | Device | None = None,
+    ax: Axes,
+    theme: Theme,
+) -> None:
+    """What a training step keeps in HBM from the forward to the backward pass, against N.
+
+    Parameters
+    ----------
+    data : Problem or Sweep (or rows)
+        Of a problem, everything but its lengths is used, with `n` and `algorithms`.
+    n : sequence of int
+    algorithms : sequence of str
+    device : str or Device, optional
+        Draw its HBM capacity.
+    ax, theme
+        See `themed`.
+    """
+    if isinstance(data, Problem):
+        rows: list[dict[str, Any]] = [
+            {
+                "algorithm": name, "n_q": size, "saved_bytes": traffic.saved(problem, name),
+                "batch": data.batch, "heads": data.heads, "kv_heads": data.kv_heads,
+                "head_dim": data.head_dim, "dtype": data.dtype, "causal": data.causal,
+            }
+            for name in algorithms
+            for size in n
+            for problem in [replace(data, n_q=size, n_kv=size)]
+        ]  # fmt: skip
+    else:
+        rows = sources.rows(data)
+    drawn = {row["algorithm"] for row in rows}
+    ends: list[tuple[int, int]] = []
+    for number, name in enumerate(sources.NAMES):
+        if name not in drawn:
+            continue
+        points = {r["n_q"]: r["saved_bytes"] for r in rows if r["algorithm"] == name}
+        sizes = sorted(points)
+        ax.plot(
+            sizes, [points[size] for size in sizes], marker=MARKERS[number],
+            ls=DASHES[number], color=theme.cycle[number], label=sources.title(name),
+        )  # fmt: skip
+        ends.append((sizes[-1], points[sizes[-1]]))
+    for close in _close(ends):
+        texts = dict.fromkeys(human(saved) for _, saved in close)
+        ax.annotate(
+            "\n".join(reversed(texts)), close[-1], (8, 0), textcoords="offset points", va="center",
+        )  # fmt: skip
+    if device is not None:
+        machine = Device.get(device)
+        ax.axhline(machine.hbm_bytes, color=theme.text, ls=(0, (5, 3)), lw=1.6)
+        ax.annotate(
+            f"{machine.name}: {human(machine.hbm_bytes)}", (0, machine.hbm_bytes), (6, 5),
+            xycoords=("axes fraction", "data"), textcoords="offset points",
+        )  # fmt: skip
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.set_xticks(sorted({row["n_q"] for row in rows}))
+    ax.minorticks_off()
+    ax.margins(x=0.12)
+    count_axis(ax.xaxis)
+    unit_axis(ax.yaxis)
+    ax.grid()
+    ax.set(xlabel="sequence length N", ylabel="bytes saved for backward")
+    heading(
+        ax,
+        theme,
+        "What training keeps: inputs, output and statistics, or P",
+        sources.fixed(rows, "n_q"),
+    )
+    ax.legend(loc="lower right")
+
+
+def _close(ends: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Ends of lines, (x, y), in groups whose y would be written over each other."""
+    groups: list[list[tuple[int, int]]] = []
+    for x, y in sorted(ends):
+        if groups and groups[-1][-1][0] == x and y < 1.3 * groups[-1][-1][1]:
+            groups[-1].append((x, y))
+        else:
+            groups.append([(x, y)])
+    return groups

@@ -1,0 +1,246 @@
+"""Algorithms, and series of timed kernels, on a device's roof."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import NullLocator
+from matplotlib.transforms import blended_transform_factory
+
+from flashsim.counts import traffic
+from flashsim.errors import OptionError
+from flashsim.problem.hardware import Device
+from flashsim.problem.problem import Problem
+from flashsim.viz.data import sources
+from flashsim.viz.palette import Theme
+from flashsim.viz.style import DASHES, MARKERS, heading, human, themed, unit_axis
+
+_BAR = 0.07  # of a roofline's height, for each bar without one
+
+
+@themed
+def roofline(
+    data: Any,
+    *,
+    device: str | Device | None = None,
+    seconds: dict[str, float] | None = None,
+    dram_bytes: dict[str, int] | None = None,
+    ax: Axes,
+    theme: Theme,
+) -> None:
+    """Algorithms on a device's roofs.
+
+    Each algorithm is a bar between two intensities, matrix FLOPs over bytes: hollow, if every
+    requested byte came from HBM; filled, if the L2 cache were perfect within each kernel, so that
+    a kernel read and wrote each of its tensors once (`counts.traffic.once`). Standard attention's
+    N x N matrices cross HBM between its kernels even then. The truth lies between; `dram_bytes`
+    says where, and a diamond marks it. `seconds` says what was measured, and that is the bar's
+    height. Without it a bar has none: it lies in a strip below the axis' figures, and its ends
+    stand on the roof.
+
+    Parameters
+    ----------
+    data : Trace, Traffic, Result, Comparison, Sweep, or a list or dict of them
+    device : str or Device, optional
+        Default: the first source's.
+    seconds : dict, optional
+        Measured time by label (of `data`'s dict, or an algorithm's name).
+    dram_bytes : dict, optional
+        DRAM bytes by label or algorithm: measured, or what `flashsim.l2` predicts.
+    ax, theme
+        See `themed`.
+    """
+    rows = sources.rows(data)
+    machine = Device.get(device or rows[0]["device"])
+    dtype = rows[0]["dtype"]
+    labels = _labels(rows) if hasattr(data, "rows") else list(sources.labelled(data))
+    peak, cuda = machine.peak(dtype), machine.peak(dtype, tensor_cores=False)
+    spots = [
+        (
+            row["matmul_flops"] / row["requested_bytes"],
+            row["matmul_flops"] / (row.get("once_bytes") or _once(row)),
+        )
+        for row in rows
+    ]
+    # Two decades of roof at least, so that slopes show and ticks are powers of ten.
+    low = min(min(min(s) for s in spots) / 4, machine.ridge(dtype) / 200)
+    high = max(max(max(s) for s in spots), machine.ridge(dtype)) * 4
+    reach = np.geomspace(low, high, 200)
+    roof = np.minimum(reach * machine.hbm_bandwidth, peak)
+    ax.plot(
+        reach, roof, color=theme.text, lw=2.4, label=f"HBM {human(machine.hbm_bandwidth, 'B/s')}"
+    )
+    ax.annotate(
+        f"peak {human(peak, 'FLOP/s')}, {dtype}", (high, peak), (-4, 12),
+        textcoords="offset points", color=theme.muted, ha="right",
+    )  # fmt: skip
+    if cuda < peak:
+        ax.axhline(cuda, color=theme.muted, ls=(0, (1, 1.2)), lw=1.4)
+        ax.annotate(
+            f"without tensor cores {human(cuda, 'FLOP/s')}", (high, cuda), (-4, -6),
+            textcoords="offset points", color=theme.muted, ha="right", va="top",
+        )  # fmt: skip
+    if machine.l2_bandwidth:
+        below = reach[reach * machine.l2_bandwidth < peak]  # beyond, it is the roof itself
+        ax.plot(
+            below, below * machine.l2_bandwidth, color=theme.muted, lw=1.4, ls=(0, (6, 3)),
+            label=f"L2 {human(machine.l2_bandwidth, 'B/s')}",
+        )  # fmt: skip
+    places = sources.places(row["algorithm"] for row in rows)
+    times, left = (_given(values or {}, labels, rows) for values in (seconds, dram_bytes))
+    unmeasured = bars = times.count(None)
+    for n, (row, spot, place) in enumerate(zip(rows, spots, places, strict=True)):
+        label, took = labels[n], times[n]
+        height = [min(intensity * machine.hbm_bandwidth, peak) for intensity in spot]
+        if took is not None:
+            height = [row["matmul_flops"] / took] * 2
+        style: dict[str, Any] = {
+            "color": theme.cycle[place % len(theme.cycle)], "marker": MARKERS[place % len(MARKERS)],
+            "ls": "none", "zorder": 4,
+        }  # fmt: skip
+        hollow = {**style, "mfc": theme.background, "mew": 2, "ms": 10}
+        ax.plot(spot[:1], height[:1], **hollow)
+        # Perfect caches often give all algorithms one point: marks shrink, so each is seen.
+        text = label + (" (measured)" if took is not None else "")
+        ax.plot(spot[1:], height[1:], **style, ms=max(15 - 4 * n, 5))
+        where: dict[str, Any] = {"transform": blended_transform_factory(ax.transData, ax.transAxes)}
+        level = [_BAR * (unmeasured - 0.5)] * 2
+        if took is not None:
+            where, level = {}, height
+        else:
+            unmeasured -= 1
+        ax.plot(spot, level, color=style["color"], lw=5, alpha=0.35, zorder=3, **where)
+        nbytes = left[n]
+        if nbytes is not None:
+            x = row["matmul_flops"] / nbytes
+            y = min(x * machine.hbm_bandwidth, peak) if took is None else height[0]
+            diamond: dict[str, Any] = {
+                "marker": "D", "ls": "none", "ms": 8, "mec": theme.background, "zorder": 5,
+            }  # fmt: skip
+            ax.plot([x], [y], color=theme.text, **diamond)
+            ax.plot([x], level[:1], color=theme.text, **diamond, **where)
+        ax.plot(spot[:1], level[:1], **hollow, **where)
+        ax.plot(spot[1:], level[1:], **style, ms=10, label=text, **where)
+    _axes(ax, (low, high), peak * 2.2, "matrix FLOP")
+    if bars:
+        _strip(ax, theme, bars * _BAR)
+    heading(ax, theme, f"Roofline of {machine.name}", sources.fixed(rows, "device"))
+    ax.legend(
+        loc="upper left",
+        bbox_to_anchor=(1, 1),
+        title="hollow: all bytes from HBM\nfilled: L2 perfect in each kernel"
+        + ("\ndiamond: DRAM bytes" if dram_bytes else ""),
+    )
+
+
+def _given(
+    values: Mapping[str, Any], labels: Sequence[str], rows: Sequence[Mapping[str, Any]]
+) -> list[Any]:
+    """What is said of each row, by its label or its algorithm; else None."""
+    return [values.get(l, values.get(r["algorithm"])) for l, r in zip(labels, rows, strict=True)]
+
+
+def _once(row: dict[str, Any]) -> int:
+    """`counts.traffic.once` of a sweep's row."""
+    names = ("n_q", "n_kv", "head_dim", "head_dim_v", "batch", "heads", "kv_heads", "dtype")
+    problem = Problem(**{name: row[name] for name in names})
+    return traffic.once(problem, row["algorithm"], row["direction"])
+
+
+def _labels(rows: list[dict[str, Any]]) -> list[str]:
+    """Of each point of a sweep: its algorithm, and what else differs between them."""
+    words = {"direction": "{}", "n_q": "N = {:,}", "head_dim": "d = {}", "causal": "causal: {}"}
+    words["kv_heads"] = "{} key heads"
+    telling = [name for name in words if len({row[name] for row in rows}) > 1]
+    return [
+        ", ".join([sources.title(row["algorithm"]), *(words[t].format(row[t]) for t in telling)])
+        for row in rows
+    ]
+
+
+def _axes(ax: Axes, reach: tuple[float, float], top: float, work: str) -> None:
+    """Intensity, and speed up to `top`, both logarithmic."""
+    ax.set(xscale="log", yscale="log", xlim=reach, ylabel="FLOP/s")
+    ax.set_xlabel(f"{work} per byte of HBM")
+    ax.set_ylim(top=top)
+    unit_axis(ax.yaxis, "FLOP/s")
+    ax.yaxis.set_minor_locator(NullLocator())
+    ax.grid()
+
+
+def _strip(ax: Axes, theme: Theme, share: float) -> None:
+    """Room for bars without a height, `share` of the axes: below all roofs, without ticks."""
+    floor, top = ax.get_ylim()
+    ticks = [tick for tick in ax.get_yticks() if floor <= tick <= top]
+    bottom = top * (floor / top) ** (1 / (1 - share))
+    ax.axhspan(bottom, floor, facecolor=theme.panel, zorder=0)
+    ax.set_ylim(bottom, top)
+    ax.set_yticks(ticks)
+    ax.annotate(
+        "intensity only", (0, share), (6, -4), xycoords="axes fraction",
+        textcoords="offset points", color=theme.muted, va="top", fontsize=11,
+    )  # fmt: skip
+
+
+@themed
+def roofline_series(
+    data: Mapping[str, Sequence[tuple[str, float, float]]],
+    *,
+    device: str | Device,
+    dtype: str = "bfloat16",
+    ax: Axes,
+    theme: Theme,
+) -> None:
+    """Kernels at several sizes, each where its intensity and its measured speed put it.
+
+    Parameters
+    ----------
+    data : mapping of str to sequence of (str, float, float)
+        By series: what a point is called, FLOPs for each byte, and FLOP/s achieved.
+    device : str or Device
+        Whose roof: HBM bandwidth, and the peak for `dtype`; the axis at the right has per cent of
+        that peak.
+    dtype : str
+    ax, theme
+        See `themed`.
+
+    Raises
+    ------
+    OptionError
+        If there is no point, or one is not positive.
+    """
+    machine = Device.get(device)
+    points = [p for series in data.values() for p in series]
+    if not points or min(min(p[1:]) for p in points) <= 0:
+        raise OptionError("a roofline takes points (name, FLOP/B, FLOP/s), both positive")
+    peak, ridge = machine.peak(dtype), machine.ridge(dtype)
+    low = min(ridge / 4, *(p[1] for p in points)) / 2
+    high = max(ridge * 4, *(p[1] for p in points)) * 2
+    reach = np.geomspace(low, high, 200)
+    ax.plot(reach, np.minimum(reach * machine.hbm_bandwidth, peak), color=theme.text, lw=2.4)
+    roofs = f"{human(peak, 'FLOP/s')} in {dtype}, HBM {human(machine.hbm_bandwidth, 'B/s')}"
+    ax.annotate(
+        roofs, (high, peak), (-4, 8),
+        textcoords="offset points", color=theme.muted, ha="right", fontsize=11,
+    )  # fmt: skip
+    for n, (label, series) in enumerate(data.items()):
+        at, achieved = [p[1] for p in series], [p[2] for p in series]
+        shade = theme.cycle[n % len(theme.cycle)]
+        name, _, last = series[-1]
+        text = f"{label}\n{name}: {100 * last / peak:.3g} % of peak"
+        ax.plot(
+            at, achieved, label=text, color=shade, marker=MARKERS[n % len(MARKERS)],
+            ls=DASHES[n % len(DASHES)], lw=1.8, zorder=3,
+        )  # fmt: skip
+    _axes(ax, (low, high), peak * 2, "FLOP")
+    to_share: Any = (lambda y: 100 * y / peak, lambda share: share * peak / 100)
+    shares = ax.secondary_yaxis("right", functions=to_share)
+    unit_axis(shares.yaxis, "%")
+    shares.yaxis.set_minor_locator(NullLocator())
+    names = list(dict.fromkeys(p[0] for p in points))
+    about = f"{names[0]} to {names[-1]} along each line; right, per cent of the peak"
+    heading(ax, theme, f"Measured, on the roof of {machine.name}", about)
+    ax.legend(loc="upper left", bbox_to_anchor=(1.16, 1.08), fontsize=10.5)
