@@ -14,8 +14,8 @@ touch: OPENBLAS_NUM_THREADS=1 python benchmarks/cpu.py --only speed --threads 1 
 
 FLOP/s count 4 N^2 d a head for a forward pass and 14 N^2 d with the backward, half of it if causal.
 
-``--dtype bfloat16`` (or float16): the table "speed" in that type, ours and PyTorch's, by the
-micro-kernel that the first line names (``--micro-kernel`` asks for another).
+``--dtype bfloat16`` (or float16): the tables "speed" and "decode" in that type, ours and PyTorch's;
+"speed" by the micro-kernel that the first line names (``--micro-kernel`` asks for another).
 """
 
 from __future__ import annotations
@@ -101,8 +101,7 @@ def torch_works(arrays, causal, n_threads) -> dict[str, Callable[[], object]]:
 
     torch.set_num_threads(n_threads)
     attention = torch.nn.functional.scaled_dot_product_attention
-    dtype = getattr(torch, arrays[0].dtype.name)  # which NumPy's bfloat16 has no way to
-    *qkv, dout = (torch.from_numpy(x.astype(np.float32, copy=False)).to(dtype) for x in arrays)
+    *qkv, dout = (torch_tensor(x) for x in arrays)
     leaves = [x.clone().requires_grad_() for x in qkv]
 
     def forward():
@@ -113,6 +112,13 @@ def torch_works(arrays, causal, n_threads) -> dict[str, Callable[[], object]]:
         attention(*leaves, is_causal=causal).backward(dout)
 
     return {"forward": forward, "forward + backward": both}
+
+
+def torch_tensor(x: np.ndarray):
+    """The same numbers, through float32: NumPy's bfloat16 has no other way to PyTorch."""
+    import torch
+
+    return torch.from_numpy(x.astype(np.float32, copy=False)).to(getattr(torch, x.dtype.name))
 
 
 def speed(
@@ -213,16 +219,18 @@ def short(calls: int, n_threads: int, clock: Callable[[], float]) -> list[dict]:
     return rows
 
 
-def decode(repeats: int, n_threads: int, clock: Callable[[], float]) -> list[dict]:
+def decode(
+    repeats: int, n_threads: int, clock: Callable[[], float], dtype: str
+) -> list[dict]:
     """One query a head: every byte of K and V is read once, and little is computed with it.
 
     A copy reads and writes: the bytes of K and V, half of them each, on as many threads.
     """
     rows = []
     for batch, heads, kv_heads, n, d in CACHES:
-        rng = np.random.default_rng(0)
-        q = rng.standard_normal((batch, heads, 1, d), dtype=np.float32)
-        k, v = rng.standard_normal((2, batch, kv_heads, n, d), dtype=np.float32)
+        rng, kind = np.random.default_rng(0), numpy_dtype(dtype)
+        q = rng.standard_normal((batch, heads, 1, d), dtype=np.float32).astype(kind)
+        k, v = rng.standard_normal((2, batch, kv_heads, n, d), dtype=np.float32).astype(kind)
         target = np.zeros_like(k)
         parts = list(
             zip(*(np.array_split(x.reshape(-1), n_threads) for x in (target, k)), strict=True)
@@ -262,7 +270,7 @@ def torch_decode(q, k, v, n_threads: int) -> Callable[[], object]:
     import torch
 
     torch.set_num_threads(n_threads)
-    tensors = [torch.from_numpy(x) for x in (q, k, v)]
+    tensors = [torch_tensor(x) for x in (q, k, v)]
     gqa = q.shape[1] != k.shape[1]
     attention = torch.nn.functional.scaled_dot_product_attention
     return lambda: attention(*tensors, enable_gqa=gqa)
@@ -377,7 +385,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, help="rounds to take medians of (9, quick: 3)")
     parser.add_argument("--cpu-time", action="store_true", help="CPU seconds, not wall time")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the table 'speed'")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of speed, decode")
     parser.add_argument("--micro-kernel", help="of the table 'speed'")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -402,7 +410,8 @@ def main() -> None:
     if options.only in (None, "short"):
         report("short", title, short(8 * repeats, options.threads, clock), options.out)
     if options.only in (None, "decode"):
-        report("decode", title, decode(repeats, options.threads, clock), options.out)
+        rows = decode(repeats, options.threads, clock, options.dtype)
+        report("decode", f"{options.dtype}, {title}", rows, options.out)
     if options.only in (None, "scaling"):
         flags = ["--threads", str(options.threads), *["--cpu-time"] * options.cpu_time]
         rows = scaling(min(repeats, 5), LENGTHS[:3] if options.quick else LENGTHS, flags)

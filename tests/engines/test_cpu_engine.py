@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -128,6 +129,38 @@ def test_bits_do_not_depend_on_the_number_of_threads(algorithm, shape, options):
     )
     for several in more:
         assert_same_bits(one, several)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("algorithm", cpu.ALGORITHMS)
+def test_halves_of_an_odd_number_and_at_odd_addresses(algorithm, dtype):
+    """A walk takes two of them for a float: neither may move, and the last is there, too."""
+
+    def moved(array):
+        room = np.zeros(array.size + 1, array.dtype)
+        room[1:] = array.reshape(-1)
+        return room[1:].reshape(array.shape)
+
+    x = tensors(33, 37, 7, heads=1, dtype=dtype, dv=5)
+    check(x, NUMBA, algorithm, tiling=Tiling(16, 16))
+    here = both(x, algorithm, tiling=Tiling(16, 16))[2]
+    y = type(x)(**vars(x) | {name: moved(getattr(x, name)) for name in ("q", "k", "v")})
+    assert y.q.ctypes.data % 4 == 2
+    assert_same_bits(here, both(y, algorithm, tiling=Tiling(16, 16))[2])
+
+
+@pytest.mark.parametrize("n_q", [1, 300])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_halves_are_widened_a_tile_at_a_time(n_q, dtype):
+    """A pass takes less memory than its 16-bit keys alone would, were they floats."""
+    x = tensors(n_q, 8192, 64, heads=4, dtype=dtype)
+    run = lambda: flashsim.run(x.q, x.k, x.v, backend="numba", threads=1)  # noqa: E731
+    run()
+    tracemalloc.start()
+    run()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < x.k.nbytes
 
 
 def test_threads_that_meet_at_one_accumulator_keep_its_bits():

@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba import njit
 
 from flashsim.engines.cpu import scores
-from flashsim.engines.cpu.micro_kernels import codegen, plain, registers
+from flashsim.engines.cpu.micro_kernels import codegen, halves, plain, registers
 from flashsim.engines.cpu.micro_kernels.registers import BLOCKING, ROWS, Avx2, Avx512, Neon, Plain
 from flashsim.engines.cpu.primitives import packing
 from flashsim.problem.problem import numpy_dtype
@@ -75,6 +75,16 @@ def cap_gated(cpu, *args):
 @njit
 def round_(cpu, *args):
     scores.round_panel(cpu, *args)
+
+
+@njit
+def widen(cpu, *args):
+    plain.widen(cpu, *args)
+
+
+@njit
+def narrow(cpu, *args):
+    plain.narrow(cpu, *args)
 
 
 def compare(definition, walk, dtype, args, ulps):
@@ -221,29 +231,58 @@ def test_powers_of_two(dtype, ulps):
     np.testing.assert_array_equal(special[:4], np.array([0, np.nan, 0, 1], dtype))
 
 
+def every_case(dtype):
+    """Every finite number of a 16-bit type, halves between neighbours, what is beside them, NaN."""
+    exact = np.arange(2**16, dtype=np.uint16).view(numpy_dtype(dtype)).astype(np.float32)
+    exact = np.sort(exact[np.isfinite(exact)])
+    with np.errstate(over="ignore"):
+        half = ((exact[1:].astype(np.float64) + exact[:-1]) / 2).astype(np.float32)
+        beside = [np.nextafter(half, np.float32(to)) for to in (-9, 9)]
+    nans = np.uint32([0x7FC00000, 0x7F800001, 0xFFFFFFFF, 0x7FFFFFFF]).view(np.float32)
+    return np.concatenate([exact, half, *beside, np.float32([np.inf, -np.inf]), nans])
+
+
 @pytest.mark.parametrize(
-    ("dtype", "rounding"), [("float16", scores.FLOAT16), ("bfloat16", scores.BFLOAT16)]
+    ("dtype", "rounding"), [("float16", halves.FLOAT16), ("bfloat16", halves.BFLOAT16)]
 )
 def test_rounding_to_16_bits(dtype, rounding):
     """Every 16-bit number, what lies halfway to its neighbour, and what lies beside that."""
-    narrow = numpy_dtype(dtype)
-    exact = np.arange(2**16, dtype=np.uint16).view(narrow).astype(np.float32)
-    exact = np.sort(exact[np.isfinite(exact)])
+    cpu, x = registers.best("float32"), every_case(dtype)
+    x = np.concatenate([x, np.zeros(-len(x) % cpu.width, np.float32)])
     with np.errstate(over="ignore", invalid="ignore"):
-        half = (exact[1:].astype(np.float64) + exact[:-1]) / 2
-        half = half.astype(np.float32)
-        nans = np.uint32([0x7FC00000, 0x7F800001, 0xFFFFFFFF, 0x7FFFFFFF]).view(np.float32)
-        x = np.concatenate(
-            [exact, half, np.nextafter(half, np.float32(9)), np.float32([np.inf, -np.inf]), nans]
-        )
-        cpu = registers.best("float32")
-        x = np.concatenate([x, np.zeros(-len(x) % cpu.width, np.float32)])
-        expected = x.astype(narrow).astype(np.float32)
+        expected = x.astype(numpy_dtype(dtype)).astype(np.float32)
     for walk, kind in ((scores.round_panel, Plain), (round_, Plain), (round_, HOST)):
         rounded = x.copy()
         walk(kind(cpu.width), rounded, 0, cpu.width, len(x) // cpu.width, rounding)
         np.testing.assert_array_equal(rounded, expected)
         assert np.isnan(rounded).sum() == np.isnan(x).sum()
+
+
+@pytest.mark.parametrize("kind", [None, Plain, Avx2, Avx512, Neon])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_conversion_of_16_bits(dtype, kind):
+    """There and back, from odd places and of lengths that fill no register; `None` is Python."""
+    code = halves.FLOAT16 if dtype == "float16" else halves.BFLOAT16
+    block = BLOCKING[HOST if kind in (None, Plain) else kind]
+    cpu = (kind or Plain)(block.lanes(4) * block.vecs)
+    there, back = (plain.widen, plain.narrow) if kind is None else (widen, narrow)
+
+    every = np.arange(2**16, dtype=np.uint16).view(numpy_dtype(dtype))
+    with np.errstate(over="ignore", invalid="ignore"):
+        x = every_case(dtype)[:: 37 if kind is None else 1]
+        x = np.concatenate([x, every.astype(np.float32)])
+        expected = x.astype(numpy_dtype(dtype)).astype(np.float32)
+    for size in (len(x), 67, 1):
+        narrowed = np.full(size + size % 2 + 4, 7, np.uint16)
+        back(cpu, x, len(x) - size, narrowed.view(np.float32), 3, size, code)
+        found = narrowed[3 : 3 + size].view(numpy_dtype(dtype)).astype(np.float32)
+        np.testing.assert_array_equal(found, expected[len(x) - size :])
+        assert (np.delete(narrowed, slice(3, 3 + size)) == 7).all()
+    for size in (2**16 - 1, 67, 1):
+        wide = np.full(size + 3, 7, np.float32)
+        there(cpu, wide, 2, every.view(np.float32), 2**16 - size, size, code)
+        np.testing.assert_array_equal(wide[2:-1], every[-size:].astype(np.float32))
+        assert wide[0] == wide[1] == wide[-1] == 7
 
 
 # -- what LLVM makes of it -------------------------------------------------------------------------

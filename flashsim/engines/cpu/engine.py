@@ -1,8 +1,9 @@
 """`backend="numba"`: FlashAttention-2 on the CPU as fast as it goes, walking the same tiles.
 
 Forward and both forms of the backward pass for everything a `Problem` can say. The arithmetic runs
-in the accumulator's type on whole arrays widened once; memory stays linear in the sequence. Every
-sum has one order, so results do not depend on the number of threads.
+in the accumulator's type; numbers of 16 bits are read and written as they lie in memory, a tile at
+a time, and memory stays linear in the sequence. Every sum has one order, so results do not depend
+on the number of threads.
 
 Options of `run`: ``threads`` (default: the CPUs this process may use) and ``micro_kernel``:
 "vector" or "plain" (see `micro_kernels`; default: "vector" where the CPU's registers are known) or,
@@ -21,9 +22,10 @@ import numpy as np
 
 from flashsim.engines.cpu import threads, walks_decode
 from flashsim.engines.cpu.micro_kernels import registers
+from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16, FLOAT16, NO_ROUNDING
 from flashsim.engines.cpu.notes import stage_trace
 from flashsim.engines.cpu.primitives.packing import LINE
-from flashsim.engines.cpu.scores import BFLOAT16, FLOAT16, NO_ROUNDING, Rules
+from flashsim.engines.cpu.scores import Rules
 from flashsim.engines.cpu.tables import NOTE, Grads, Notes, Shape, Tiles, WalkInputs
 from flashsim.engines.engine import Job, Outcome
 from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError, shown
@@ -131,7 +133,7 @@ class _CpuPass:
         self.cpu = _cpu(job.options.get("micro_kernel"), p)
         self.pairs = bool(registers.BLOCKING[type(self.cpu)].pairs)
         #: What a walk writes: its results, or numbers to be rounded.
-        self.result = numpy_dtype("bfloat16" if self.pairs else p.compute_dtype)
+        self.result = numpy_dtype(p.dtype if p.dtype in ROUNDING else p.compute_dtype)
         self.tiling = _tiling(p, job.tiling, job.device, job.algorithm, self.direction)
         tile = self.tiling.clip(p)
         sizes = (p.heads, p.kv_heads, p.n_q, p.n_kv, p.head_dim, p.head_dim_v)
@@ -159,15 +161,22 @@ class _CpuPass:
         return [threads.frozen(x.astype(real, copy=False)) for x in arrays]
 
     def operands(self, *arrays: np.ndarray) -> list[np.ndarray]:
-        """What a walk reads: as `wide`, or bits of bfloat16 as they lie in memory."""
-        if not self.pairs:
+        """What a walk reads: as `wide`, or numbers of 16 bits as they lie in memory."""
+        if self.job.problem.dtype not in ROUNDING:
             return self.wide(*arrays)
         return [self.flat(threads.frozen(x.astype(self.result, copy=False))) for x in arrays]
 
     def flat(self, array: np.ndarray) -> np.ndarray:
-        """What a walk takes for an array: numbers, or bits where they are bfloat16."""
+        """What a walk takes for an array: its numbers, or where they have 16 bits and are
+
+        - operands of pairs: their bits,
+        - otherwise: the floats in their place (`halves`). The last of an odd number of them lies
+          beyond the end that the walk is told, which it does not ask for.
+        """
         flat = array.reshape(-1)
-        return flat.view(np.uint16) if self.pairs and array.dtype == self.result else flat
+        if array.dtype.itemsize != 2:
+            return flat
+        return flat.view(np.uint16) if self.pairs else flat[: flat.size // 2 * 2].view(np.float32)
 
     def forward(self) -> tuple[np.ndarray, np.ndarray]:
         """Output and LSE as a walk writes them."""
@@ -187,7 +196,7 @@ class _CpuPass:
         out = np.empty((parts, heads, p.head_dim_v), p.compute_dtype)
         m, l = np.empty((2, parts, heads), p.compute_dtype)
         sums = out.reshape(-1), m.reshape(-1), l.reshape(-1)
-        self.walk("forward", narrow, *self.wide(job.q, job.k, job.v), *sums, decode=True)
+        self.walk("forward", narrow, *self.operands(job.q, job.k, job.v), *sums, decode=True)
         out, lse = walks_decode.merged(out, m, l)
         return out.reshape(p.batch, p.heads, 1, -1), lse.reshape(p.batch, p.heads, 1)
 

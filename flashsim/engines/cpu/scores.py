@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16
 from flashsim.engines.cpu.micro_kernels.plain import (
     round_to_bfloat16,
     round_to_float16,
@@ -18,9 +19,6 @@ from flashsim.engines.cpu.micro_kernels.plain import (
     soft_cap_gated,
 )
 from flashsim.engines.cpu.primitives.parts import part
-
-#: How P and dS are rounded before they meet V, K and Q: the input's type, if it is narrower.
-NO_ROUNDING, BFLOAT16, FLOAT16 = 0, 1, 2
 
 
 class Rules(NamedTuple):
@@ -36,7 +34,7 @@ class Rules(NamedTuple):
     banded : bool
         Whether the band alone decides; otherwise MASKED tiles bring their own bits.
     rounding : int
-        `NO_ROUNDING`, `BFLOAT16` or `FLOAT16`.
+        What the inputs are: `NO_ROUNDING`, or of 16 bits, `BFLOAT16` or `FLOAT16`.
     bias : ndarray, flat, accumulator type
         Of (batch, head) it starts at ``batch * bias_batch + head * bias_head``; empty without bias.
     """

@@ -180,7 +180,7 @@ def _pool_of(size: int, process: int) -> ThreadPoolExecutor:
 def frozen(array: np.ndarray) -> np.ndarray:
     """A flat read-only view: one type, so one compilation, wherever an array came from."""
     view = np.require(array, requirements=["C", "A"]).reshape(-1)
-    view = view.view()
+    view = view.copy() if view.ctypes.data % 4 else view.view()  # halves are taken as floats
     view.setflags(write=False)
     return view
 

@@ -10,12 +10,19 @@ from __future__ import annotations
 
 import numpy as np
 
+from flashsim.engines.cpu.micro_kernels.halves import NO_ROUNDING
 from flashsim.engines.cpu.micro_kernels.plain import online_softmax, product_rescale, product_set
 from flashsim.engines.cpu.primitives.atomics import fetch_add, load_acquire
-from flashsim.engines.cpu.primitives.packing import pack, panel_array, panels_of, unpack
+from flashsim.engines.cpu.primitives.packing import (
+    pack_rows,
+    panel_array,
+    panels_of,
+    room_for,
+    unpack_rows,
+    widened,
+)
 from flashsim.engines.cpu.primitives.parts import part
 from flashsim.engines.cpu.scores import (
-    NO_ROUNDING,
     finish_scores,
     is_plain,
     place_of,
@@ -31,7 +38,8 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
     """FlashAttention-2's Algorithm 1 with queries in the lanes: S^T = K Q^T, O^T += V^T P^T.
 
     q, k, v, out and lse are flat; out and lse are written. On chip: Q^T, O^T, m, l and alpha of
-    the row tiles, and one panel of S^T, which becomes P^T.
+    the row tiles, and one panel of S^T, which becomes P^T; of 16-bit inputs also K and V of a
+    column tile as floats.
 
     A thread walks a run of row tiles together: K and V of a column tile, which come from far, serve
     all those that visit it. Each row tile still visits its own tiles, in its own order.
@@ -43,6 +51,9 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
     Q, O = panel_array(most * height * d, q.dtype), panel_array(most * height * dv, q.dtype)
     S, m = panel_array(shape.block_k * w, q.dtype), panel_array(most * height, q.dtype)
     l, alpha = panel_array(m.size, q.dtype), panel_array(height, q.dtype)
+    K = room_for(shape.block_k * d, q.dtype, rules.rounding)
+    V = room_for(shape.block_k * dv, q.dtype, rules.rounding)
+    rows = room_for(shape.block_q * max(d, dv), q.dtype, rules.rounding)  # of Q and of O
     inverse, scales = np.empty(height, q.dtype), np.full(height, rules.scale, q.dtype)
     at = np.empty(most, np.int64)  # the next visit of each row tile
     n_sets = tiles.set_ptr.size - 1
@@ -57,7 +68,8 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
             bias0 = batch * rules.bias_batch + head * rules.bias_head
             for i in range(begin, end):
                 q0, n, x = tiles.own[i, 0], tiles.own[i, 1] - tiles.own[i, 0], (i - begin) * height
-                pack(cpu, Q[x * d :], q, (h * shape.n_q + q0) * d, n, d, scales)
+                start = (h * shape.n_q + q0) * d
+                pack_rows(cpu, Q[x * d :], q, start, n, d, scales, rows, rules.rounding)
                 at[i - begin] = tiles.ptr[i]
             O[:] = 0
             m[:] = -np.inf
@@ -66,15 +78,17 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
                 j = next_inner(tiles, at, begin, end, tiles.descending)
                 if j < 0 or stopped(counter):
                     break
+                key0, n = kv + tiles.other[j, 0], tiles.other[j, 1] - tiles.other[j, 0]
+                of_k = widened(cpu, K, k, key0 * d, n * d, rules.rounding)
+                of_v = widened(cpu, V, v, key0 * dv, n * dv, rules.rounding)
                 for i in range(begin, end):
                     x, now = (i - begin) * height, at[i - begin]
                     if now < tiles.ptr[i + 1] and tiles.inner[now] == j:
                         state = (Q[x * d :], O[x * dv :], m[x:], l[x:], alpha, S)
-                        forward_visit(cpu, k, v, shape, tiles, rules, state, i, now, kv, bias0)
+                        forward_visit(cpu, of_k, of_v, shape, tiles, rules, state, i, now, bias0)
                         at[i - begin] += 1
                         if notes.visits.size > 0:
-                            note = (tiles.own[i, 1] - tiles.own[i, 0]) * NOTE
-                            notes.visits[h, now] = note + tiles.other[j, 1] - tiles.other[j, 0]
+                            notes.visits[h, now] = (tiles.own[i, 1] - tiles.own[i, 0]) * NOTE + n
             for i in range(begin, end):
                 q0, n, x = tiles.own[i, 0], tiles.own[i, 1] - tiles.own[i, 0], (i - begin) * height
                 row0 = h * shape.n_q + q0
@@ -82,15 +96,19 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
                     seen = l[x + r] != 0
                     inverse[r] = real(1) / l[x + r] if seen else real(0)
                     lse[row0 + r] = m[x + r] + np.log(l[x + r]) if seen else -np.inf
-                unpack(cpu, O[x * dv :], out, row0 * dv, n, dv, inverse)
+                unpack_rows(
+                    *(cpu, O[x * dv :], out, row0 * dv, n, dv, inverse),
+                    *(rows, rules.rounding),
+                )
                 if notes.steps.size > 0:
                     notes.steps[h, i] = n
 
 
 @part
-def forward_visit(cpu, k, v, shape, tiles, rules, state, i, at, kv, bias0):
+def forward_visit(cpu, of_k, of_v, shape, tiles, rules, state, i, at, bias0):
     """One tile: S = scale Q K^T, its softmax, O = alpha O + P V, a panel of queries at a time."""
     Q, O, m, l, alpha, S = state
+    (k, k_start), (v, v_start) = of_k, of_v
     w, d, dv = cpu.width, shape.d, shape.dv
     q0, q1, offset = tiles.own[i, 0], tiles.own[i, 1], tiles.own[i, 2]
     k0, k1 = tiles.other[tiles.inner[at], 0], tiles.other[tiles.inner[at], 1]
@@ -103,7 +121,7 @@ def forward_visit(cpu, k, v, shape, tiles, rules, state, i, at, kv, bias0):
             if last <= first:
                 continue
         s0, rows = first * w, last - first
-        product_set(cpu, S, s0, w, k, (kv + k0 + first) * d, d, 1, Q, p * d * w, w, rows, d)
+        product_set(cpu, S, s0, w, k, k_start + first * d, d, 1, Q, p * d * w, w, rows, d)
         if not is_plain(cpu, rules, masked, lanes):
             place = place_of(
                 *(rules, tiles, at, bias0, q0, k0),
@@ -113,7 +131,7 @@ def forward_visit(cpu, k, v, shape, tiles, rules, state, i, at, kv, bias0):
         online_softmax(cpu, S, s0, rows, m, l, alpha, p * w)
         if rules.rounding != NO_ROUNDING:
             round_panel(cpu, S, s0, w, rows, rules.rounding)
-        v0 = (kv + k0 + first) * dv
+        v0 = v_start + first * dv
         product_rescale(cpu, O, p * dv * w, w, v, v0, 1, dv, S, s0, w, dv, rows, alpha, p * w)
 
 

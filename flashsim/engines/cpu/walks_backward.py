@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from flashsim.engines.cpu.micro_kernels.halves import NO_ROUNDING
 from flashsim.engines.cpu.micro_kernels.plain import (
     grad_scores_by_lane,
     grad_scores_by_row,
@@ -15,13 +16,15 @@ from flashsim.engines.cpu.primitives.packing import (
     clear_rows,
     copy_rows,
     pack,
+    pack_rows,
     panel_array,
     panels_of,
-    unpack,
+    room_for,
+    unpack_rows,
+    widened,
 )
 from flashsim.engines.cpu.primitives.parts import part
 from flashsim.engines.cpu.scores import (
-    NO_ROUNDING,
     add_bias_gradient,
     apply_gate,
     finish_scores,
@@ -56,6 +59,12 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
     K_rows = panel_array(most * ld * padded if fused else 0, t)
     S, dS = panel_array(shape.block_q * ld, t), panel_array(shape.block_q * ld, t)
     gate = np.empty(S.size if rules.softcap[0] > 0 else 0, t)
+    rounding = rules.rounding
+    Q, dO = (
+        room_for(shape.block_q * d, t, rounding),
+        room_for(shape.block_q * dv, t, rounding),
+    )
+    rows = room_for(shape.block_k * max(d, dv), t, rounding)  # of K, V and their gradients
     scales, ones = np.full(shape.block_k, rules.scale, t), np.ones(shape.block_k, t)
     at = np.empty(most, np.int64)  # the next visit of each column tile
     n_sets = tiles.set_ptr.size - 1
@@ -69,10 +78,11 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
             for j in range(begin, end):
                 x, n = (j - begin) * ld, tiles.own[j, 1] - tiles.own[j, 0]
                 col0 = kv_head * shape.n_kv + tiles.own[j, 0]
-                pack(cpu, K[x * d :], inputs.k, col0 * d, n, d, scales)
-                pack(cpu, V[x * dv :], inputs.v, col0 * dv, n, dv, ones)
+                pack_rows(cpu, V[x * dv :], inputs.v, col0 * dv, n, dv, ones, rows, rounding)
+                k, start = widened(cpu, rows, inputs.k, col0 * d, n * d, rounding)
+                pack(cpu, K[x * d :], k, start, n, d, scales)
                 if fused:
-                    copy_rows(K_rows[x * padded :], padded, inputs.k, col0 * d, n, d, rules.scale)
+                    copy_rows(K_rows[x * padded :], padded, k, start, n, d, rules.scale)
             dK[:] = 0
             dV[:] = 0
             for member in range(group):
@@ -83,6 +93,12 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
                     i = next_inner(tiles, at, begin, end, False)
                     if i < 0 or stopped(counter):
                         break
+                    row0, n = tiles.other[i, 0], tiles.other[i, 1] - tiles.other[i, 0]
+                    row0 += h * shape.n_q
+                    others = (
+                        widened(cpu, Q, inputs.q, row0 * d, n * d, rounding),
+                        widened(cpu, dO, inputs.dout, row0 * dv, n * dv, rounding),
+                    )
                     for place in range(end - begin):
                         j = end - 1 - place if tiles.descending else begin + place
                         x, now = (j - begin) * ld, at[j - begin]
@@ -90,28 +106,37 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
                             continue
                         at[j - begin] += 1
                         state = (K[x * d :], V[x * dv :], dK[x * d :], dV[x * dv :], S, dS, gate)
-                        key_visit(cpu, inputs, grads, shape, tiles, rules, state, j, now, h, fused)
+                        key_visit(
+                            *(cpu, inputs, others, grads, shape, tiles, rules, state),
+                            *(j, now, h, fused),
+                        )
                         if fused:
                             add_to_dq(
                                 *(cpu, grads, shape, tiles, dS, ld),
                                 *(K_rows[x * padded :], j, now, h, turns, counter),
                             )
                         if notes.visits.size > 0:
-                            note = (tiles.other[i, 1] - tiles.other[i, 0]) * NOTE
-                            notes.visits[h, now] = note + tiles.own[j, 1] - tiles.own[j, 0]
+                            notes.visits[h, now] = n * NOTE + tiles.own[j, 1] - tiles.own[j, 0]
             for j in range(begin, end):
                 x, n = (j - begin) * ld, tiles.own[j, 1] - tiles.own[j, 0]
                 col0 = kv_head * shape.n_kv + tiles.own[j, 0]
-                unpack(cpu, dK[x * d :], grads.dk, col0 * d, n, d, scales)
-                unpack(cpu, dV[x * dv :], grads.dv, col0 * dv, n, dv, ones)
+                unpack_rows(
+                    *(cpu, dK[x * d :], grads.dk, col0 * d, n, d, scales),
+                    *(rows, rounding),
+                )
+                unpack_rows(
+                    *(cpu, dV[x * dv :], grads.dv, col0 * dv, n, dv, ones),
+                    *(rows, rounding),
+                )
                 if notes.steps.size > 0:
                     notes.steps[kv_head, j] = n
 
 
 @part
-def key_visit(cpu, inputs, grads, shape, tiles, rules, state, j, at, h, fused):
+def key_visit(cpu, inputs, others, grads, shape, tiles, rules, state, j, at, h, fused):
     """One tile of dK and dV, a panel of keys at a time; if `fused`, dS is complete afterwards."""
     K, V, dK, dV, S, dS, gate = state
+    (q, q_start), (dout, dout_start) = others
     w, d, dv, i = cpu.width, shape.d, shape.dv, tiles.inner[at]
     k0, n, offset = tiles.own[j, 0], tiles.own[j, 1] - tiles.own[j, 0], tiles.own[j, 2]
     q0, rows = tiles.other[i, 0], tiles.other[i, 1] - tiles.other[i, 0]
@@ -128,7 +153,8 @@ def key_visit(cpu, inputs, grads, shape, tiles, rules, state, j, at, h, fused):
         if last <= first:
             continue
         x0, row0, kept = first * ld + p * w, h * shape.n_q + q0 + first, last - first
-        product_set(cpu, S, x0, ld, inputs.q, row0 * d, d, 1, K, p * d * w, w, kept, d)
+        q0_kept, dout0 = q_start + first * d, dout_start + first * dv
+        product_set(cpu, S, x0, ld, q, q0_kept, d, 1, K, p * d * w, w, kept, d)
         place = place_of(
             *(rules, tiles, at, bias0, q0, k0),
             *(shape.n_kv, offset, n, False, 0, p * w),
@@ -138,7 +164,7 @@ def key_visit(cpu, inputs, grads, shape, tiles, rules, state, j, at, h, fused):
                 *(cpu, S, p * w, ld, first, last, lanes),
                 *(rules, place, masked, tiles.keep, gate),
             )
-        product_set(cpu, dS, x0, ld, inputs.dout, row0 * dv, dv, 1, V, p * dv * w, w, kept, dv)
+        product_set(cpu, dS, x0, ld, dout, dout0, dv, 1, V, p * dv * w, w, kept, dv)
         grad_scores_by_row(cpu, S, x0, dS, x0, ld, kept, inputs.lse, inputs.delta, row0)
         if fused and grads.dbias.size > 0:
             add_bias_gradient(grads.dbias, dS, p * w, ld, first, last, lanes, place)
@@ -147,8 +173,8 @@ def key_visit(cpu, inputs, grads, shape, tiles, rules, state, j, at, h, fused):
         if rules.rounding != NO_ROUNDING:
             round_panel(cpu, S, x0, ld, kept, rules.rounding)
             round_panel(cpu, dS, x0, ld, kept, rules.rounding)
-        product_add(cpu, dV, p * dv * w, w, inputs.dout, row0 * dv, 1, dv, S, x0, ld, dv, kept)
-        product_add(cpu, dK, p * d * w, w, inputs.q, row0 * d, 1, d, dS, x0, ld, d, kept)
+        product_add(cpu, dV, p * dv * w, w, dout, dout0, 1, dv, S, x0, ld, dv, kept)
+        product_add(cpu, dK, p * d * w, w, q, q0_kept, 1, d, dS, x0, ld, d, kept)
 
 
 @part
@@ -183,6 +209,9 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
     dQ = panel_array(lanes_all * d, t)
     S, dS = panel_array(shape.block_k * w, t), panel_array(shape.block_k * w, t)
     L, delta = np.zeros(lanes_all, t), np.zeros(lanes_all, t)
+    rounding = rules.rounding
+    K, V = room_for(shape.block_k * d, t, rounding), room_for(shape.block_k * dv, t, rounding)
+    room = room_for(shape.block_q * max(d, dv), t, rounding)  # of Q, dO and dQ
     gate = np.empty(S.size if rules.softcap[0] > 0 else 0, t)
     scales, ones = np.full(shape.block_q, rules.scale, t), np.ones(shape.block_q, t)
     n_sets = tiles.set_ptr.size - 1
@@ -197,8 +226,8 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
             kv = (batch * shape.kv_heads + head // group) * shape.n_kv
             bias0 = batch * rules.bias_batch + head * rules.bias_head
             row0 = h * shape.n_q + q0
-            pack(cpu, Q, inputs.q, row0 * d, rows, d, scales)
-            pack(cpu, dO, inputs.dout, row0 * dv, rows, dv, ones)
+            pack_rows(cpu, Q, inputs.q, row0 * d, rows, d, scales, room, rounding)
+            pack_rows(cpu, dO, inputs.dout, row0 * dv, rows, dv, ones, room, rounding)
             for r in range(rows):
                 L[r], delta[r] = inputs.lse[row0 + r], inputs.delta[row0 + r]
             dQ[:] = 0
@@ -207,7 +236,9 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
                     break
                 j = tiles.inner[at]
                 k0, n = tiles.other[j, 0], tiles.other[j, 1] - tiles.other[j, 0]
-                masked = tiles.kind[at] == MASKED
+                masked, key0 = tiles.kind[at] == MASKED, kv + k0
+                k, k_start = widened(cpu, K, inputs.k, key0 * d, n * d, rounding)
+                v, v_start = widened(cpu, V, inputs.v, key0 * dv, n * dv, rounding)
                 for p in range(panels_of(cpu, rows)):
                     lanes, first, last = min(w, rows - p * w), 0, n
                     if masked and rules.banded:
@@ -215,8 +246,8 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
                         first, last = visible_rows(rules, rel, 1, n, lanes)
                         if last <= first:
                             continue
-                    x0, key0, kept = first * w, kv + k0 + first, last - first
-                    product_set(cpu, S, x0, w, inputs.k, key0 * d, d, 1, Q, p * d * w, w, kept, d)
+                    x0, kept, k_kept = first * w, last - first, k_start + first * d
+                    product_set(cpu, S, x0, w, k, k_kept, d, 1, Q, p * d * w, w, kept, d)
                     place = place_of(
                         *(rules, tiles, at, bias0, q0, k0),
                         *(shape.n_kv, offset, n, True, 0, p * w),
@@ -226,9 +257,8 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
                             *(cpu, S, 0, w, first, last, lanes),
                             *(rules, place, masked, tiles.keep, gate),
                         )
-                    product_set(
-                        cpu, dS, x0, w, inputs.v, key0 * dv, dv, 1, dO, p * dv * w, w, kept, dv
-                    )
+                    v_kept = v_start + first * dv
+                    product_set(cpu, dS, x0, w, v, v_kept, dv, 1, dO, p * dv * w, w, kept, dv)
                     grad_scores_by_lane(cpu, S, x0, dS, x0, w, kept, L, delta, p * w)
                     if grads.dbias.size > 0:
                         add_bias_gradient(grads.dbias, dS, 0, w, first, last, lanes, place)
@@ -236,27 +266,31 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
                         apply_gate(dS, gate, 0, w, first, last, lanes)
                     if rules.rounding != NO_ROUNDING:
                         round_panel(cpu, dS, x0, w, kept, rules.rounding)
-                    product_add(cpu, dQ, p * d * w, w, inputs.k, key0 * d, 1, d, dS, x0, w, d, kept)
+                    product_add(cpu, dQ, p * d * w, w, k, k_kept, 1, d, dS, x0, w, d, kept)
                 if notes.visits.size > 0:
                     notes.visits[h, at] = rows * NOTE + n
-            unpack(cpu, dQ, grads.dq, row0 * d, rows, d, scales)
+            unpack_rows(cpu, dQ, grads.dq, row0 * d, rows, d, scales, room, rounding)
             if notes.steps.size > 0:
                 notes.steps[h, i] = rows
 
 
 @part(fastmath={"reassoc"})
-def row_dot(a, b, start, n):
+def row_dot(a, a0, b, b0, n):
     """Sum of products of one row, in an order that suits the vector registers."""
     total = a.dtype.type(0)
-    for x in range(start, start + n):
-        total += a[x] * b[x]
+    for x in range(n):
+        total += a[a0 + x] * b[b0 + x]
     return total
 
 
 @part
 def delta_rows(cpu, out, dout, delta, shape, tiles, rules, notes, counter):
     """delta = rowsum(dO o O), the first stage of a backward pass."""
-    n_sets = tiles.set_ptr.size - 1
+    n_sets, dv, size = tiles.set_ptr.size - 1, shape.dv, shape.block_q * shape.dv
+    rooms = (
+        room_for(size, delta.dtype, rules.rounding),
+        room_for(size, delta.dtype, rules.rounding),
+    )
     while True:
         item = fetch_add(counter)
         if item >= len(tiles.runs) * n_sets or stopped(counter):
@@ -264,7 +298,10 @@ def delta_rows(cpu, out, dout, delta, shape, tiles, rules, notes, counter):
         begin, end, s = tiles.runs[item // n_sets, 0], tiles.runs[item // n_sets, 1], item % n_sets
         for h in tiles.sets[tiles.set_ptr[s] : tiles.set_ptr[s + 1]]:
             for i in range(begin, end):
-                for q in range(h * shape.n_q + tiles.own[i, 0], h * shape.n_q + tiles.own[i, 1]):
-                    delta[q] = row_dot(out, dout, q * shape.dv, shape.dv)
+                row0, rows = h * shape.n_q + tiles.own[i, 0], tiles.own[i, 1] - tiles.own[i, 0]
+                a, a0 = widened(cpu, rooms[0], out, row0 * dv, rows * dv, rules.rounding)
+                b, b0 = widened(cpu, rooms[1], dout, row0 * dv, rows * dv, rules.rounding)
+                for r in range(rows):
+                    delta[row0 + r] = row_dot(a, a0 + r * dv, b, b0 + r * dv, dv)
                 if notes.steps.size > 0:
                     notes.steps[h, i] = tiles.own[i, 1] - tiles.own[i, 0]

@@ -15,12 +15,19 @@ from __future__ import annotations
 import numpy as np
 
 from flashsim.engines.cpu.micro_kernels.codegen import HEADS
+from flashsim.engines.cpu.micro_kernels.halves import NO_ROUNDING
 from flashsim.engines.cpu.micro_kernels.plain import dots, online_softmax, product_add
 from flashsim.engines.cpu.primitives.atomics import fetch_add
-from flashsim.engines.cpu.primitives.packing import SIDE, copy_rows, panel_array, panels_of
+from flashsim.engines.cpu.primitives.packing import (
+    SIDE,
+    copy_rows,
+    panel_array,
+    panels_of,
+    room_for,
+    widened,
+)
 from flashsim.engines.cpu.primitives.parts import part
 from flashsim.engines.cpu.scores import (
-    NO_ROUNDING,
     Place,
     finish_scores,
     round_panel,
@@ -59,6 +66,12 @@ def decode(cpu, narrow, q, k, v, out, top, total, shape, tiles, rules, notes, co
     Q, O = panel_array(lanes * d, t), panel_array(group * padded, t)
     S, V = panel_array(shape.block_k * lanes, t), panel_array(shape.block_k * padded, t)
     m, l, alpha = panel_array(lanes, t), panel_array(lanes, t), panel_array(lanes, t)
+    rounding = rules.rounding
+    rooms = (
+        room_for(shape.block_k * d, t, rounding),
+        room_for(shape.block_k * dv, t, rounding),
+    )
+    queries = room_for(group * d, t, rounding)
     n_sets, heads = tiles.set_ptr.size - 1, tiles.sets.size
     parts, begin = top.size // heads, tiles.ptr[0]
     visits = tiles.ptr[1] - begin
@@ -69,7 +82,8 @@ def decode(cpu, narrow, q, k, v, out, top, total, shape, tiles, rules, notes, co
         if item >= n_sets * parts or stopped(counter):
             break
         h0, number = tiles.sets[tiles.set_ptr[item // parts]], item % parts
-        copy_rows(Q, d, q, h0 * d, group, d, rules.scale)
+        of_q, q0 = widened(cpu, queries, q, h0 * d, group * d, rounding)
+        copy_rows(Q, d, of_q, q0, group, d, rules.scale)
         O[:] = 0
         m[:] = -np.inf
         l[:] = 0
@@ -77,7 +91,7 @@ def decode(cpu, narrow, q, k, v, out, top, total, shape, tiles, rules, notes, co
             if stopped(counter):
                 break
             state = (Q, O, m, l, alpha, S, V)
-            decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, at, h0)
+            decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, rooms, at, h0)
             if notes.visits.size > 0:
                 j = tiles.inner[at]
                 for h in range(h0, h0 + group):
@@ -92,7 +106,7 @@ def decode(cpu, narrow, q, k, v, out, top, total, shape, tiles, rules, notes, co
 
 
 @part
-def decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, at, h0):
+def decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, rooms, at, h0):
     """One tile of keys for all heads that read it, as `walks.forward_visit`."""
     Q, O, m, l, alpha, S, V = state
     w, d, dv, j = narrow.width, shape.d, shape.dv, tiles.inner[at]
@@ -105,13 +119,18 @@ def decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, at, h0):
             return
     rows, key0 = last - first, h0 // group * shape.n_kv + k0 + first
     plain = rules.softcap[0] == 0 and rules.bias.size == 0 and tiles.keep_at[at] < 0
-    from_v, start, ldv = v, key0 * dv, dv
+    from_k, k_start = widened(cpu, rooms[0], k, key0 * d, rows * d, rules.rounding)
+    from_v, start = widened(cpu, rooms[1], v, key0 * dv, rows * dv, rules.rounding)
+    ldv = dv
     if padded != dv:  # whole registers only: what lies beside V is not ours to read
-        copy_rows(V, padded, v, key0 * dv, rows, dv, v.dtype.type(1))
+        copy_rows(V, padded, from_v, start, rows, dv, v.dtype.type(1))
         from_v, start, ldv = V, 0, padded
     for p in range(panels_of(narrow, group)):
         heads, panel = min(w, group - p * w), S[p * shape.block_k * w :]
-        scores(cpu, panel, first * w, w, k, key0 * d, Q[p * w * d :], v, key0 * dv, rows, heads, d)
+        scores(
+            *(cpu, panel, first * w, w, from_k, k_start, Q[p * w * d :]),
+            *(from_v, start, rows, heads, d),
+        )
         if not plain:
             h = h0 + p * w
             bias = h // shape.heads * rules.bias_batch + h % shape.heads * rules.bias_head + k0

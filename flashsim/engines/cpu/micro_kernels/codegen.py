@@ -229,20 +229,6 @@ class Code:
         mask = ir.Constant(ir.VectorType(ir.IntType(32), self.lanes), lanes)
         return self.b.shuffle_vector(x, y, mask)
 
-    def rounded_bits(self, x):
-        """The bits of floats, whose upper 16 are the nearest bfloat16 (ties to even).
-
-        The lower ones are arbitrary. A NaN stays one, where rounding could carry it into a number.
-        """
-        b = self.b
-        bits = b.bitcast(x, self.ints(0).type)
-        odd = b.and_(b.lshr(bits, self.ints(16)), self.ints(1))
-        rounded = b.add(b.add(bits, self.ints(0x7FFF)), odd)
-        quiet = b.or_(
-            bits, self.ints(0x00400000)
-        )  # a payload in the lower bits alone would be lost
-        return b.select(b.fcmp_unordered("uno", x, x), quiet, rounded)
-
     def step(self, left, right, total):
         """What one row of B adds to a sum of a product."""
         return self.fma(left, right, total)
@@ -511,32 +497,6 @@ def build_transpose(module: ir.Module, block: Blocking, itemsize: int, out: bool
         return []
 
     code.loop(rows, [], body, by=code.lanes)
-    return code.done()
-
-
-def build_round(module: ir.Module, block: Blocking, itemsize: int, bfloat16: bool):
-    """X, ld, rows: see `scores.round_to_bfloat16` and `round_to_float16`."""
-    name = "round_to_bfloat16" if bfloat16 else "round_to_float16"
-    code = Code(module, name, block, itemsize, "pii")
-    if not code.is_new:
-        return code.function
-    X, ld, rows = code.function.args
-    b = code.b
-    half = ir.VectorType(ir.HalfType(), code.lanes)
-
-    def body(r, _):
-        for x in code.vectors(code.at(X, b.mul(r, ld))):
-            value = code.load(x)
-            if bfloat16:
-                high = b.and_(code.rounded_bits(value), code.ints(0xFFFF0000))
-                value = b.bitcast(high, code.vector)
-            else:
-                value = b.fpext(b.fptrunc(value, half), code.vector)
-            code.store(value, x)
-        return []
-
-    if itemsize == 4:  # 16-bit inputs are computed in float32
-        code.loop(rows, [], body)
     return code.done()
 
 

@@ -21,6 +21,7 @@ from collections.abc import Callable
 import numpy as np
 
 from flashsim.engines.cpu.micro_kernels import vector
+from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16
 from flashsim.engines.cpu.micro_kernels.registers import Plain
 from flashsim.engines.cpu.primitives.parts import HotPart, part, using
 
@@ -201,6 +202,67 @@ def round_to_float16(cpu, X, x0, ld, rows):
                 bits[at] = _drop(bits[at], np.uint32(13))
                 if abs(X[at]) > 65504:
                     X[at] = np.copysign(np.inf, X[at])
+
+
+@operation(vector.widen)
+def widen(cpu, floats, f0, halves, h0, n, kind):
+    """n 16-bit numbers, BFLOAT16 or FLOAT16, as floats, exactly; see `halves` for their array."""
+    bits = halves.view(np.uint16)
+    for i in range(n):
+        value = number_of(bits[h0 + i])
+        if kind != BFLOAT16:
+            value = _number_of_float16(np.uint32(bits[h0 + i]))
+        floats[f0 + i] = value
+
+
+@operation(vector.narrow)
+def narrow(cpu, floats, f0, halves, h0, n, kind):
+    """The reverse, to the nearest (ties to even); infinity where it is too large for float16."""
+    bits = halves.view(np.uint16)
+    for i in range(n):
+        value = np.float32(floats[f0 + i])
+        bits[h0 + i] = np.uint16(bits_of(value) if kind == BFLOAT16 else _bits_of_float16(value))
+
+
+@part
+def bits_of(x):
+    """The bits of the bfloat16 nearest to a float32 (ties to even), as 32 bits."""
+    bits = np.float32(x).view(np.uint32)
+    odd = (bits >> np.uint32(16)) & np.uint32(1)
+    rounded = np.uint32(bits + np.uint32(0x7FFF) + odd)
+    quiet = np.uint32(bits | np.uint32(1 << 22))  # rounding could carry a NaN into a number
+    return np.uint32((rounded if x == x else quiet) >> np.uint32(16))
+
+
+@part
+def number_of(bits):
+    """The float32 that is the bfloat16 of these bits."""
+    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
+
+
+@part
+def _number_of_float16(bits):
+    """The float32 that is the float16 of these 16 bits: as one with another exponent's bias."""
+    sign, size = np.uint32(0x8000), np.uint32((bits & np.uint32(0x7FFF)) << np.uint32(13))
+    value = size.view(np.float32) * np.float32(2.0**112)
+    if value >= np.float32(2.0**16):  # infinity and NaN
+        value = np.uint32(size | np.uint32(0x7F800000)).view(np.float32)
+    return -value if bits & sign else value
+
+
+@part
+def _bits_of_float16(x):
+    """The bits of the float16 nearest to a float32 (ties to even), as 32 bits."""
+    u, half = np.float32(x).view(np.uint32), np.float32(0.5)
+    sign, size = np.uint32((u >> np.uint32(16)) & np.uint32(0x8000)), np.float32(abs(x))
+    if not size < np.float32(65520):
+        bits = np.uint32(0x7C00 if size == size else 0x7E00)
+    elif size < np.float32(2.0**-14):  # subnormal: a multiple of 2^-24, the ulp of 1/2
+        bits = np.uint32(np.float32(size + half).view(np.uint32) - half.view(np.uint32))
+    else:
+        rounded = _drop(size.view(np.uint32), np.uint32(13))
+        bits = np.uint32((rounded >> np.uint32(13)) - np.uint32(112 << 10))
+    return np.uint32(sign | bits)
 
 
 @part

@@ -15,10 +15,10 @@ from flashsim.engines.cpu.micro_kernels.codegen import (
     build_grad_scores,
     build_online_softmax,
     build_product,
-    build_round,
     build_soft_cap,
     build_transpose,
 )
+from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16, build_convert, build_round
 from flashsim.engines.cpu.micro_kernels.registers import BLOCKING
 
 
@@ -84,6 +84,11 @@ _in = vector_intrinsic("a a o1 i i i a", build_transpose, out=False)
 _out = vector_intrinsic("a a o1 i i i a", build_transpose, out=True)
 _bfloat16 = vector_intrinsic("a o0 i i", build_round, bfloat16=True)
 _float16 = vector_intrinsic("a o0 i i", build_round, bfloat16=False)
+_widen_bfloat16, _widen_float16, _narrow_bfloat16, _narrow_float16 = (
+    vector_intrinsic("a o0 a i i", build_convert, bfloat16=bfloat16, narrow=narrow)
+    for narrow in (False, True)
+    for bfloat16 in (True, False)
+)
 _by_lane = vector_intrinsic("a o0 a o1 i i a a o2,3", build_grad_scores, by_row=False)
 
 
@@ -150,3 +155,19 @@ def round_to_bfloat16(cpu, X, x0, ld, rows):
 def round_to_float16(cpu, X, x0, ld, rows):
     """`scores.round_to_float16`."""
     _float16(cpu, (X, x0, ld, rows))
+
+
+def widen(cpu, floats, f0, halves, h0, n, kind):
+    """`panels.widen`."""
+    if kind == BFLOAT16:
+        _widen_bfloat16(cpu, (floats, f0, halves, h0, n))
+    else:
+        _widen_float16(cpu, (floats, f0, halves, h0, n))
+
+
+def narrow(cpu, floats, f0, halves, h0, n, kind):
+    """`panels.narrow`."""
+    if kind == BFLOAT16:
+        _narrow_bfloat16(cpu, (floats, f0, halves, h0, n))
+    else:
+        _narrow_float16(cpu, (floats, f0, halves, h0, n))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from flashsim.engines.cpu.micro_kernels.plain import grad_scores_by_lane, grad_scores_by_row
+from flashsim.engines.cpu.micro_kernels.plain import (
+    grad_scores_by_lane,
+    grad_scores_by_row,
+    number_of,
+)
 from flashsim.engines.cpu.pairs.operations import (
     add_scaled,
     begin_tiles,
     end_tiles,
-    number_of,
     pairs_add,
     pairs_of_lanes,
     pairs_of_rows,

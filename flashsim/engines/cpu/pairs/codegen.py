@@ -8,6 +8,7 @@ import numpy as np
 from llvmlite import ir
 
 from flashsim.engines.cpu.micro_kernels.codegen import INT, Code, build_product
+from flashsim.engines.cpu.micro_kernels.halves import rounded_bits
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
 from flashsim.engines.cpu.pairs import tiles
 
@@ -35,7 +36,7 @@ class PairCode(Code):
         bits = ir.VectorType(ir.IntType(16), self.lanes)
         if NATIVE[self.pairs]:
             return self._intrinsic("cvtneps2bf16", bits, x)
-        return self.b.trunc(self.b.lshr(self.rounded_bits(x), self.ints(16)), bits)
+        return self.b.trunc(self.b.lshr(rounded_bits(self, x), self.ints(16)), bits)
 
     def _intrinsic(self, name: str, result: ir.Type, *values):
         """An instruction of AVX512-BF16's, declared with integers: every LLVM takes them."""

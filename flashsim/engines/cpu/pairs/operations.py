@@ -16,25 +16,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from flashsim.engines.cpu.micro_kernels.plain import LOG2E, operation
+from flashsim.engines.cpu.micro_kernels.plain import LOG2E, bits_of, operation
 from flashsim.engines.cpu.pairs import vector
 from flashsim.engines.cpu.primitives.parts import part
-
-
-@part
-def bits_of(x):
-    """The bits of the bfloat16 nearest to a float32 (ties to even), as 32 bits."""
-    bits = np.float32(x).view(np.uint32)
-    odd = (bits >> np.uint32(16)) & np.uint32(1)
-    rounded = np.uint32(bits + np.uint32(0x7FFF) + odd)
-    quiet = np.uint32(bits | np.uint32(1 << 22))  # rounding could carry a NaN into a number
-    return np.uint32((rounded if x == x else quiet) >> np.uint32(16))
-
-
-@part
-def number_of(bits):
-    """The float32 that is the bfloat16 of these bits."""
-    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
 
 
 @part

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from flashsim.engines.cpu.micro_kernels.plain import bits_of
 from flashsim.engines.cpu.pairs.operations import (
-    bits_of,
     copy_pairs,
     transpose_columns,
     transpose_panel,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from flashsim.engines.cpu.micro_kernels.codegen import LINE
-from flashsim.engines.cpu.micro_kernels.plain import transpose_in, transpose_out
+from flashsim.engines.cpu.micro_kernels.halves import NO_ROUNDING
+from flashsim.engines.cpu.micro_kernels.plain import narrow, transpose_in, transpose_out, widen
 from flashsim.engines.cpu.primitives.parts import hot_part, part
 
 #: Rows and columns that are transposed a register at a time: multiples of every register's lanes.
@@ -27,6 +28,38 @@ def panel_array(n, dtype):
 def panels_of(cpu, n):
     """How many panels n lanes take."""
     return (n + cpu.width - 1) // cpu.width
+
+
+@part
+def room_for(n, dtype, rounding):
+    """Room for n numbers of 16 bits as floats; none where they are floats already."""
+    return panel_array(n if rounding != NO_ROUNDING else 0, dtype)
+
+
+@part
+def widened(cpu, room, X, x0, n, rounding):
+    """n numbers of X as floats: which array they are in, X or, from 16 bits, `room`; and where."""
+    if rounding == NO_ROUNDING:
+        return X, x0
+    widen(cpu, room, 0, X, x0, n, rounding)
+    return room, 0
+
+
+@part
+def pack_rows(cpu, panels, X, x0, n, d, factors, room, rounding):
+    """`pack` of rows that may be of 16-bit numbers."""
+    from_x, start = widened(cpu, room, X, x0, n * d, rounding)
+    pack(cpu, panels, from_x, start, n, d, factors)
+
+
+@part
+def unpack_rows(cpu, panels, X, x0, n, d, factors, room, rounding):
+    """`unpack` to rows that may be of 16-bit numbers."""
+    if rounding == NO_ROUNDING:
+        unpack(cpu, panels, X, x0, n, d, factors)
+    else:
+        unpack(cpu, panels, room, 0, n, d, factors)
+        narrow(cpu, room, 0, X, x0, n * d, rounding)
 
 
 @hot_part
