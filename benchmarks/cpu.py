@@ -219,9 +219,7 @@ def short(calls: int, n_threads: int, clock: Callable[[], float]) -> list[dict]:
     return rows
 
 
-def decode(
-    repeats: int, n_threads: int, clock: Callable[[], float], dtype: str
-) -> list[dict]:
+def decode(repeats: int, n_threads: int, clock: Callable[[], float], dtype: str) -> list[dict]:
     """One query a head: every byte of K and V is read once, and little is computed with it.
 
     A copy reads and writes: the bytes of K and V, half of them each, on as many threads.
