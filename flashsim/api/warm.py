@@ -13,7 +13,7 @@ from flashsim.errors import BackendUnavailable, own_errors
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem
 
-DIRECTIONS = ("forward", "backward", "both")
+DIRECTIONS = ("forward", "backward", "both", "decode", "all")
 ALGORITHMS = ("flash2", "flash2-fused")
 
 
@@ -25,20 +25,20 @@ class Warmed:
     Attributes
     ----------
     dtype, algorithm, direction : str
-    compiled : int
-        Kernels compiled now; 0 where all lay on disk already.
+    compiled : tuple of str
+        Kernels compiled now, by name; empty where all lay on disk already.
     seconds, cpu_seconds : float
-        Wall and CPU seconds of compiling, or loading, and one small pass.
+        Wall and CPU seconds of compiling, or loading, and of small passes.
     folder : Path
         Where the compiled code lies.
     kernel : str
-        What the pass ran on: the micro-kernel, and how many threads.
+        What the last pass ran on: the micro-kernel, and how many threads.
     """
 
     dtype: str
     algorithm: str
     direction: str
-    compiled: int
+    compiled: tuple[str, ...]
     seconds: float
     cpu_seconds: float
     folder: Path
@@ -49,24 +49,25 @@ class Warmed:
 def warm(
     dtype: str = "float32",
     head_dim: int = 64,
-    direction: str = "both",
+    direction: str = "all",
     algorithm: str = "flash2-fused",
 ) -> Warmed:
     """Compile what `backend="numba"` needs, and keep it on disk.
 
     One compilation serves every shape, mask and option: code depends on the accumulator's type
     alone, so that float32, float16 and bfloat16 share theirs; on a CPU with AMX or AVX512-BF16
-    bfloat16 has its own. A small pass is run to see it work.
+    bfloat16 has its own. Small passes are run to see it work.
 
     Parameters
     ----------
     dtype : str
         Of q, k and v.
     head_dim : int
-        Of the pass that is run.
+        Of the passes that are run.
     direction : str
         "forward", "backward" or "both"; a backward pass needs a forward pass, so the last two
-        compile the same.
+        compile the same. "decode": a forward pass of one query, which has a walk of its own.
+        "all": both, and "decode".
     algorithm : str
         "flash2", whose backward pass is in three stages, or "flash2-fused".
 
@@ -80,14 +81,16 @@ def warm(
     checks.one_of("direction", direction, DIRECTIONS)
     checks.one_of("algorithm", algorithm, ALGORITHMS)
     folder = _writable(threads.folder())
-    problem = Problem(n_q=64, head_dim=head_dim, dtype=dtype)
-    q, k, v, dout = random_inputs(problem)
+    q, k, v, dout = random_inputs(Problem(n_q=64, head_dim=head_dim, dtype=dtype))
     before, wall, cpu = threads.compiled(), time.perf_counter(), time.process_time()
-    result = run(q, k, v, backend="numba", algorithm=algorithm)
-    if direction != "forward":
-        result.backward(dout)
+    if direction != "decode":
+        result = run(q, k, v, backend="numba", algorithm=algorithm)
+        if direction != "forward":
+            result.backward(dout)
+    if direction in ("decode", "all"):
+        result = run(q[:, :, :1], k, v, backend="numba", algorithm=algorithm)
     took = time.perf_counter() - wall, time.process_time() - cpu
-    compiled = threads.compiled() - before
+    compiled = tuple(name for name, times in threads.compiled().items() if times > before[name])
     return Warmed(dtype, algorithm, direction, compiled, *took, folder, result.kernel)
 
 

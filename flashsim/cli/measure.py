@@ -260,7 +260,7 @@ def warm(
     form: opt.Format,
     dtype: Annotated[str, typer.Option(help="Of q, k and v.")] = "float32",
     head_dim: Annotated[int, typer.Option("--head-dim", "-d", help="Of the pass run.")] = 64,
-    direction: Annotated[str, typer.Option(help=f"{', '.join(DIRECTIONS)}.")] = "both",
+    direction: Annotated[str, typer.Option(help=f"{', '.join(DIRECTIONS)}.")] = "all",
     algorithm: opt.Algorithm = "flash2-fused",
 ) -> None:
     """Compile the CPU engine (backend numba) ahead of time, and say where the code is kept."""
@@ -271,11 +271,12 @@ def warm(
         ("dtype", "algorithm", "direction", "kernel", "compiled", "s", "CPU s", "folder"),
         [
             (
-                *(done.dtype, done.algorithm, done.direction, done.kernel, done.compiled),
+                *(done.dtype, done.algorithm, done.direction, done.kernel),
+                ", ".join(done.compiled) or "nothing",
                 *(round(done.seconds, 2), round(done.cpu_seconds, 2), str(done.folder)),
             )
         ],
-        note="compiled: kernels; 0 where all lay on disk",
+        note="compiled: kernels; nothing where all lay on disk",
     )
     show_tables([table], [table], form)
 

@@ -1,6 +1,8 @@
 """Compiling the CPU engine ahead of time."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -13,9 +15,44 @@ from flashsim.engines.cpu import threads
 def test_a_warm_process_finds_everything_compiled():
     flashsim.warm()
     again = flashsim.warm("float16", 32)  # computed in float32 as well
-    assert again.compiled == 0
+    assert again.compiled == ()
     assert again.folder == threads.folder()
     assert list(again.folder.glob("*.nbi"))
+
+
+@pytest.mark.parametrize(
+    ("direction", "walks"),
+    [
+        ("forward", {"forward"}),
+        ("decode", {"decode"}),
+        ("both", {"forward", "delta", "grad_keys"}),
+        ("all", {"forward", "delta", "grad_keys", "decode"}),
+    ],
+)
+def test_a_direction_names_what_it_compiled(direction, walks, monkeypatch):
+    """Walks that were run count as compiled: most are on disk by now."""
+    asked = dict.fromkeys(threads.compiled(), 0)
+    real = threads.run
+    monkeypatch.setattr(threads, "compiled", lambda: dict(asked))
+
+    def run(name, *args, **options):
+        asked[name] += 1
+        real(name, *args, **options)
+
+    monkeypatch.setattr(threads, "run", run)
+    assert set(flashsim.warm(direction=direction).compiled) == walks
+
+
+def test_a_later_process_decodes_without_compiling():
+    """One query runs on a walk of its own, which is on disk as well."""
+    flashsim.warm()
+    code = (
+        "import numpy as np, flashsim; from flashsim.engines.cpu import threads;"
+        "x = np.ones((1, 2, 64, 16), np.float16);"
+        "flashsim.run(x[:, :, :1], x, x, backend='numba');"
+        "assert not any(threads.compiled().values()), threads.compiled()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_command_says_seconds_and_folder():

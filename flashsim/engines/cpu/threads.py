@@ -120,9 +120,9 @@ def folder() -> Path | None:
     return Path(walk._cache.cache_path) if kept(walk) else None
 
 
-def compiled() -> int:
-    """How many times this process has compiled a walk, found none on disk that is."""
-    return sum(sum(walk.stats.cache_misses.values()) for walk in _WALKS.values())
+def compiled() -> dict[str, int]:
+    """How many times this process has compiled each walk, found none on disk that is."""
+    return {name: sum(walk.stats.cache_misses.values()) for name, walk in _WALKS.items()}
 
 
 def available() -> int:
