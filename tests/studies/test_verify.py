@@ -33,6 +33,7 @@ from flashsim.studies.verify import (
     workload,
 )
 from flashsim.studies.verify.crossing import crossing, tensor_flops
+from flashsim.studies.verify.sectors import sectors_written
 from flashsim.studies.verify.soak import compare, draw
 from flashsim.studies.verify.soak import table as table_of_worst
 
@@ -140,7 +141,7 @@ def test_counters_meet_their_predictions_kernel_by_kernel(algorithm):
         s.name for t in (forward, backward) for s in t.stages
     }
     ratios = [row.ratio for row in found.rows if row.stage == "forward" and row.ratio]
-    assert ratios == [1, 1]
+    assert ratios == [1, 1, 1]  # read, written, sectors written
     assert "docs/guides/truth.md" in str(found.table().note)
 
 
@@ -277,6 +278,60 @@ def test_rows_that_begin_in_the_middle_of_a_sector():
         assert crossing(traffic, stage, "load", hopper=True) == rows * boxes * 32
     whole = flashsim.count(Problem(64, head_dim=72, dtype="bfloat16"), direction="backward")
     assert crossing(whole, whole.stages[0], "load", hopper=False) == 2 * 64 * 144  # delta: rows
+
+
+def written(p, stage, tiling, *, hopper):
+    """Sectors that a stage's stores touch."""
+    fused = stage in ("fused", "convert")
+    names = "flash2-fused" if fused else "flash2", "forward" if stage == "forward" else "backward"
+    traffic = cases.predict(p, *names, tiling, "H200")
+    found = sectors_written(
+        traffic, next(s for s in traffic.stages if s.name == stage), hopper=hopper
+    )
+    return found / 32
+
+
+def test_sectors_that_two_store_instructions_touch():
+    """Rows of 80 B begin in the middle of a sector every other time.
+
+    Hopper stores 64 B of a row at once: 2 and 1 sectors of an even row, 3 and 1 of an odd one. A
+    portable warp stores 32 pieces of tiles whose rows have 6 in shared memory, so every third one
+    ends in the middle of a sector.
+    """
+    p, tiles = Problem(192, head_dim=40, heads=2, dtype="bfloat16"), Tiling(64, 64)
+    statistics = 2 * 192 // 8  # eight floats each
+    assert written(p, "forward", tiles, hopper=True) == 192 * 7 + statistics
+    assert written(p, "dkdv", tiles, hopper=True) == 2 * 192 * 7
+    split = 192 * 6 // 32 // 3
+    assert written(p, "forward", tiles, hopper=False) == 2 * (192 * 5 / 2 + split) + statistics
+    assert written(p, "convert", tiles, hopper=False) == 192 * 5
+    whole = replace(p, head_dim=64, head_dim_v=64)
+    assert written(whole, "dkdv", tiles, hopper=True) == 2 * 2 * 192 * 4
+
+
+@pytest.mark.parametrize(("d", "rows"), [(64, 4), (128, 2), (136, 1)])
+def test_sectors_of_delta(d, rows):
+    """A warp stores as many rows' delta, 4 B each, at a time; eight would fill a sector."""
+    p = Problem(64, head_dim=d, dtype="bfloat16")
+    assert written(p, "delta", Tiling(64, 64), hopper=True) == 64 // rows
+
+
+def test_sectors_of_heads_that_begin_inside_one():
+    """Nine rows' LSE: the second head's first eight lie in two sectors, the last in one."""
+    p = Problem(9, head_dim=64, heads=2, dtype="bfloat16")
+    out = 2 * 9 * 4
+    assert written(p, "forward", Tiling(64, 64), hopper=True) == out + (1 + 1) + (2 + 1)
+
+
+def test_sectors_that_are_not_worked_out():
+    p = Problem(64, head_dim=40, dtype="float32")
+    traffic = flashsim.count(p, tiling=Tiling(64, 64))
+    assert sectors_written(traffic, traffic.stages[0], hopper=False) is None
+    packed = Problem(
+        64, head_dim=40, dtype="bfloat16", cu_seqlens_q=(0, 5, 64), cu_seqlens_k=(0, 5, 64)
+    )
+    traffic = flashsim.count(packed, tiling=Tiling(64, 64))
+    assert sectors_written(traffic, traffic.stages[0], hopper=False) is None
 
 
 def test_rows_are_filled_up_to_16_bytes():

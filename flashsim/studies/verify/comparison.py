@@ -19,6 +19,7 @@ from flashsim.schedule import plans
 from flashsim.studies.verify.cases import MeasuredPass
 from flashsim.studies.verify.crossing import crossing, tensor_flops
 from flashsim.studies.verify.ncu import MeasuredLaunch
+from flashsim.studies.verify.sectors import sectors_written
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,7 @@ def _rows(one: MeasuredPass, l2: L2Model) -> Iterator[Row]:
             yield Row(stage.name, quantity, predicted.get(quantity), counted, value)
 
 
+_SECTORS = "sectors written"  # at most, in bytes
 _OPS = {"requested read": "load", "requested write": "store", "requested reduce": "reduce"}
 
 
@@ -142,6 +144,7 @@ def _means(launches: Sequence[MeasuredLaunch]) -> dict[str, float]:
         found["requested read"] = mean["bytes into SMs"]
     if "writes at L2" in mean:  # spilled registers are written through to L2, too
         found["requested write"] = mean["writes at L2"] - mean.get("local memory writes", 0.0)
+        found[_SECTORS] = found["requested write"]
     if "reductions at L2" in mean:
         found["requested reduce"] = mean["reductions at L2"]
     flops = [mean[name] for name in mean if name.startswith("tensor FLOPs")]
@@ -152,11 +155,14 @@ def _means(launches: Sequence[MeasuredLaunch]) -> dict[str, float]:
     return found | {name: mean[name] for name in (*same, *conflicts, "seconds") if name in mean}
 
 
-def _predicted(traffic: Traffic, stage: plans.Stage, launch: MeasuredLaunch) -> dict[str, int]:
+def _predicted(
+    traffic: Traffic, stage: plans.Stage, launch: MeasuredLaunch
+) -> dict[str, int | None]:
     """Everything but DRAM."""
     hopper = "hopper_" in launch.kernel
     requested = {name: crossing(traffic, stage, op, hopper=hopper) for name, op in _OPS.items()}
     return requested | {
+        _SECTORS: sectors_written(traffic, stage, hopper=hopper),
         "reads at L2": crossing(traffic, stage, "load", hopper=False),
         "local memory writes": 0,
         "shared bank conflicts": 0,

@@ -1,0 +1,102 @@
+"""Sectors that the kernels' stores touch: what L2 is asked to write, at most.
+
+L2 counts writes in sectors of 32 bytes. A row of an odd number of 16-byte pieces begins, every
+other time, in the middle of one, and then a sector has two store instructions of a warp, or of two
+warps, that write a half of it each. Whether L2 sees one request or two is a matter of time: what
+waits on the way from an SM to L2 is put together. So of writes two numbers are exact, the bytes
+stored and the sectors that instructions touch, and the counter lies between them
+(docs/notebooks/counters.md). Which elements one instruction stores is written in the kernels:
+`store_row` of hopper/work.cuh, `store_tile` of portable/mma.cuh, portable/backward_rows.cu.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flashsim.backends.launch.kernel import padded_dims, row_elements
+from flashsim.counts.traffic import Traffic
+from flashsim.schedule import plans
+from flashsim.schedule.tensors import COL, ROW, matrices, shape
+from flashsim.studies.verify.crossing import PIECE, SECTOR, WALKS
+
+_WARP = 32
+_STATISTICS = 8  # rows of LSE that an instruction stores, those of an accumulator's fragment
+
+
+def sectors_written(traffic: Traffic, stage: plans.Stage, *, hopper: bool) -> int | None:
+    """Bytes of the sectors that a stage's store instructions touch, each instruction by itself.
+
+    Parameters
+    ----------
+    hopper : bool
+        Whether the kernel is of the Hopper family.
+
+    Returns
+    -------
+    int or None
+        All heads; None where it is not worked out: for float32, whose kernels store other pieces,
+        packed sequences, a bias, and other algorithms' stages.
+    """
+    p, total = traffic.problem, 0
+    if p.itemsize != 2 or len(p.sequences) > 1 or stage.name not in (*WALKS, "delta", "convert"):
+        return None
+    for name, kind, tensor in traffic.transfers:
+        if (name, kind) != (stage.name, "store"):
+            continue
+        its = shape(p, tensor)
+        if its.axis not in (ROW, COL):
+            return None
+        rows = p.n_q if its.axis == ROW else p.n_kv
+        heads = matrices(p, its.owner)
+        if its.vector:
+            ids = _of_statistics(traffic, stage, np.arange(rows))
+            total += _touched(ids, its.itemsize, heads)
+            continue
+        pieces = row_elements(its.elements) * its.itemsize // PIECE
+        if stage.name in WALKS:
+            place = np.divmod(np.arange(rows * pieces), pieces)
+            group = _by_quads(*place) if hopper else _in_order(traffic, tensor, *place)
+            total += _touched(group, PIECE, heads)
+        else:  # each warp a whole number of sectors, one after the other
+            total += heads * rows * pieces * PIECE
+    return total
+
+
+def _touched(instructions: np.ndarray, each: int, heads: int) -> int:
+    """Bytes of sectors, all heads, which lie one after the other.
+
+    `instructions` (n,) says which one stores each item of `each` bytes of a head.
+    """
+    items, place = SECTOR // each, np.arange(n := len(instructions))
+    another = np.diff(instructions) != 0
+    total = 0
+    for first, those in enumerate(np.bincount(np.arange(heads) * n % items)):
+        if those:  # heads that begin at this item of a sector
+            begins = another | (np.diff((first + place) // items) != 0)
+            total += int(those) * (1 + int(np.count_nonzero(begins)))
+    return SECTOR * total
+
+
+def _of_statistics(traffic: Traffic, stage: plans.Stage, row: np.ndarray) -> np.ndarray:
+    """The instruction that stores each row's LSE, or its delta."""
+    if stage.name != "delta":
+        return row // _STATISTICS
+    p = traffic.problem
+    pieces = row_elements(p.head_dim_v) * p.itemsize // PIECE
+    lanes = next((n for n in (32, 16, 8, 4) if pieces > n // 2), pieces)  # that share a row
+    tile, within = np.divmod(row, traffic.tiling.block_q)
+    return tile * traffic.tiling.block_q + within // (_WARP // lanes)
+
+
+def _by_quads(row: np.ndarray, piece: np.ndarray) -> np.ndarray:
+    """Hopper: eight rows, of each four pieces."""
+    return row // 8 * (piece.max() + 1) + piece // 4
+
+
+def _in_order(traffic: Traffic, tensor: str, row: np.ndarray, piece: np.ndarray) -> np.ndarray:
+    """Portable: the pieces of a tile as they lie in shared memory, a warp's lanes in order."""
+    p, rows = traffic.problem, shape(traffic.problem, tensor).axis == ROW
+    block = traffic.tiling.block_q if rows else traffic.tiling.block_k
+    width = padded_dims(p)[tensor in ("O", "dV")] * p.itemsize // PIECE
+    tile, within = np.divmod(row, block)
+    return tile * block * width + (within * width + piece) // _WARP
