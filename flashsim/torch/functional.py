@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashsim.errors import DTypeError, UnsupportedError, reject_unknown
+from flashsim.api.dispatch import BACKENDS
+from flashsim.errors import DTypeError, ShapeError, UnsupportedError, reject_unknown, shown
+from flashsim.problem import checks
 from flashsim.torch import ops
 
 ALGORITHMS = ("flash2", "flash2-fused")
@@ -35,8 +37,9 @@ def attention(
     """``softmax(mask(softcap(scale q k^T) + bias)) v`` as an operator of torch's, with a gradient.
 
     Works under autograd, ``torch.compile(fullgraph=True)``, ``torch.func.grad`` and ``vmap`` (which
-    folds into the batch), and on the meta device. For the backward pass it saves, besides q, k, v,
-    bias and out, one number a row: the LSE.
+    folds into the batch), and on the meta device. Autocast has q, k, v and bias cast, as torch's
+    own attention. For the backward pass it saves, besides q, k, v, bias and out, one number a row:
+    the LSE.
 
     Parameters
     ----------
@@ -69,12 +72,7 @@ def attention(
         Also for a bias on a GPU, whose kernels take none.
     """
     reject_unknown(unknown, attention.__kwdefaults__ or (), "attention")
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise DTypeError(
-                f"{name} must be a torch.Tensor, got {type(x).__name__}; flashsim.run takes other "
-                "arrays"
-            )
+    q, k, v, *given = taken(q=q, k=k, v=v, **({} if bias is None else {"bias": bias}))
     if algorithm not in ALGORITHMS:
         raise UnsupportedError(
             f"flashsim.torch.attention runs {' and '.join(ALGORITHMS)}, not {algorithm!r}; "
@@ -86,12 +84,20 @@ def attention(
             "window, softcap or cu_seqlens, move the tensors to the CPU (q.cpu()), or call torch's "
             "scaled_dot_product_attention(attn_mask=bias)"
         )
+    backend = default_backend(q) if backend is None else checks.one_of("backend", backend, BACKENDS)
+    if not torch.compiler.is_compiling():  # then numbers are symbols, and the engine looks
+        causal = checks.flag("causal", causal)
+        window = checks.window(window)
+        softcap = checks.number("softcap", softcap, low=0.0)
+        scale = None if scale is None else checks.number("scale", scale)
+        if deterministic is not None:
+            deterministic = checks.flag("deterministic", deterministic)
     left, right = (-1, -1) if window is None else window
     out, lse = ops.differentiable(
         *map(_expand, (q, k, v)),
-        None if bias is None else _expand(bias),
-        _offsets(cu_seqlens_q),
-        _offsets(cu_seqlens_k),
+        _expand(given[0]) if given else None,
+        _offsets("cu_seqlens_q", cu_seqlens_q),
+        _offsets("cu_seqlens_k", cu_seqlens_k),
         causal=causal,
         window_left=left,
         window_right=right,
@@ -99,10 +105,55 @@ def attention(
         scale=scale,
         algorithm=algorithm,
         deterministic=deterministic,
-        backend=backend or default_backend(q),
+        backend=backend,
     )
     out, lse = (x.reshape(x.shape[4 - q.ndim :]) for x in (out, lse))
     return (out, lse) if return_lse else out
+
+
+def taken(**tensors: Any) -> list[Tensor]:
+    """Tensors as an operator takes them; under autocast in its type, unless they are float64.
+
+    Raises
+    ------
+    DTypeError
+        If one is no tensor, or lies on another device than the first.
+    ShapeError
+        If one has not 2 to 4 axes.
+    UnsupportedError
+        If one is nested or sparse.
+    """
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise DTypeError(
+                f"{name} must be a torch.Tensor, got {type(x).__name__}; flashsim.run takes other "
+                "arrays"
+            )
+        if x.is_nested or x.layout != torch.strided:
+            kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+            raise UnsupportedError(
+                f"{name} must be a dense tensor, got a {kind} one; a nested tensor's sequences are "
+                "packed in its values(), and its offsets() are cu_seqlens; or x.to_dense()"
+            )
+        if not 2 <= x.ndim <= 4:
+            raise ShapeError(
+                f"{name} must be (batch, heads, n, head_dim), leading axes optional, got "
+                f"{tuple(x.shape)}"
+            )
+    first, *others = tensors.values()
+    if any(x.device != first.device for x in others):
+        found = ", ".join(f"{name} on {x.device}" for name, x in tensors.items())
+        raise DTypeError(f"{', '.join(tensors)} must be on one device, got {found}")
+    return [_autocast(x) for x in tensors.values()]
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """`x` in the type of autocast, where that is on."""
+    kind = x.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return x
+    wide = x.dtype == torch.float64 or not x.is_floating_point()
+    return x if wide else x.to(torch.get_autocast_dtype(kind))
 
 
 def default_backend(x: Tensor) -> str:
@@ -115,9 +166,13 @@ def _expand(x: Tensor) -> Tensor:
     return x.reshape((1,) * (4 - x.ndim) + tuple(x.shape))
 
 
-def _offsets(cu_seqlens: Tensor | Sequence[int] | None) -> Tensor | None:
+def _offsets(name: str, cu_seqlens: Any) -> Tensor | None:
     if cu_seqlens is None or isinstance(cu_seqlens, Tensor):
         return cu_seqlens
+    if not torch.compiler.is_compiling():
+        values = [*cu_seqlens] if isinstance(cu_seqlens, Iterable) else [cu_seqlens]
+        if not all(checks.is_int(x) for x in values):
+            raise ShapeError(f"{name} must be a list of integer offsets, got {shown(cu_seqlens)}")
     return torch.tensor(cu_seqlens, dtype=torch.int64)
 
 
@@ -133,6 +188,13 @@ class FlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
         """The output, (batch, n_q, d)."""
+        q, k, v = taken(q=q, k=k, v=v)
+        if not q.ndim == k.ndim == v.ndim == 3:
+            raise ShapeError(
+                "FlashAttention.apply takes q, k and v as (batch, n, d), got "
+                f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; flashsim.torch.attention "
+                "takes heads as well"
+            )
         out, lse = attention(
             *(x.unsqueeze(1) for x in (q, k, v)), causal=is_causal, return_lse=True
         )

@@ -29,19 +29,26 @@ def register(name: str) -> None:
     """Make both interfaces known to transformers under one name."""
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, mask)
-    # For any name with "flash" in it, transformers would import the flash-attn package.
-    patched: Any = modeling_utils
-    is_theirs = getattr(patched, "is_flash_attention_requested", None)
-    if is_theirs is not None and not hasattr(is_theirs, "but_for"):
+    # A name with "flash" in it is the flash-attn package's, thinks transformers: it would import
+    # that, and refuse it a mask of chunks.
+    modules: tuple[Any, ...] = (modeling_utils, masking_utils)
+    for module in modules:
+        theirs = getattr(module, "is_flash_attention_requested", None)
+        if theirs is not None and not hasattr(theirs, "but_for"):
+            module.is_flash_attention_requested = _but_for(name, theirs)
 
-        def is_flash_attention_requested(
-            config: Any = None, requested_attention_implementation: str | None = None, **rest: Any
-        ) -> bool:
-            ours = requested_attention_implementation == name
-            return not ours and is_theirs(config, requested_attention_implementation, **rest)
 
-        is_flash_attention_requested.but_for = name  # type: ignore[attr-defined]
-        patched.is_flash_attention_requested = is_flash_attention_requested
+def _but_for(name: str, theirs: Callable[..., bool]) -> Callable[..., bool]:
+    """transformers' `is_flash_attention_requested`, which says no of `name`."""
+
+    def is_flash_attention_requested(
+        config: Any = None, requested_attention_implementation: str | None = None, **rest: Any
+    ) -> bool:
+        asked = requested_attention_implementation or getattr(config, "_attn_implementation", None)
+        return asked != name and theirs(config, requested_attention_implementation, **rest)
+
+    is_flash_attention_requested.but_for = name  # type: ignore[attr-defined]
+    return is_flash_attention_requested
 
 
 @dataclass(frozen=True, eq=False)

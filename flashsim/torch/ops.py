@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from flashsim.api import execution
+from flashsim.api import execution, inputs
 from flashsim.errors import UnsupportedError
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
@@ -105,8 +105,26 @@ def readable(x: Tensor) -> Tensor:
 
 
 @forward.register_fake
-def forward_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    """Empty tensors like the results."""
+def forward_shapes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    *,
+    algorithm: str,
+    deterministic: bool | None,
+    backend: str,
+    **question: Any,
+) -> tuple[Tensor, Tensor]:
+    """Empty tensors like the results; an error where there would be one.
+
+    Offsets have no values here, and sizes that a compiler leaves open none either: then the
+    operator itself looks, when it runs.
+    """
+    if all(type(n) is int for x in (q, k, v) for n in x.shape) and cu_seqlens_q is None:
+        inputs.prepare(q, k, v, bias=bias, **_keywords(**question))
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     return (
         q.new_empty((*q.shape[:-1], v.shape[-1])),

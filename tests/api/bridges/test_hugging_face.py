@@ -138,6 +138,27 @@ def test_batches_with_padding(maker, padding):
     check(model, inputs, torch.float32, reference="sdpa")
 
 
+def gemma2():
+    config = transformers.Gemma2Config(
+        **TEXT, head_dim=8, sliding_window=6, attn_logit_softcapping=5.0, query_pre_attn_scalar=8
+    )
+    return transformers.Gemma2ForCausalLM(config)
+
+
+def llama4():
+    config = transformers.Llama4TextConfig(
+        **TEXT, intermediate_size_mlp=48, head_dim=8, attention_chunk_size=6, num_local_experts=2,
+        layer_types=["chunked_attention", "full_attention"],
+    )  # fmt: skip
+    return transformers.Llama4ForCausalLM(config)
+
+
+@pytest.mark.parametrize("maker", [gemma2, llama4])
+def test_softcap_and_chunks(maker):
+    """transformers refuses chunks to every attention whose name has "flash" in it."""
+    check(*made(maker), torch.float32)
+
+
 @pytest.mark.parametrize("padding", ["whole", "padded left"])
 @pytest.mark.parametrize("maker", DECODERS.values(), ids=DECODERS)
 def test_generation_with_a_cache(maker, padding):

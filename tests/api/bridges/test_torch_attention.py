@@ -17,6 +17,8 @@ import flashsim  # noqa: E402
 from flashsim.errors import (  # noqa: E402
     DTypeError,
     FlashSimError,
+    OptionError,
+    ShapeError,
     UnknownArgumentError,
     UnsupportedError,
 )
@@ -278,6 +280,74 @@ def test_what_cannot_be_done_is_said():
         first.sum().backward()
 
 
+@pytest.mark.parametrize(
+    ("question", "kind", "text"),
+    [
+        ({"window": 3}, DTypeError, r"pair \(left, right\) of key counts, -1 unlimited, got 3"),
+        ({"window": (1, 2, 3)}, DTypeError, r"a pair .*got \(1, 2, 3\)"),
+        ({"window": (1.5, 2)}, DTypeError, r"two integers, got \(1.5, 2\)"),
+        ({"causal": "yes"}, DTypeError, "causal must be True or False, got 'yes'"),
+        ({"softcap": None}, DTypeError, "softcap must be a number, got None"),
+        ({"scale": torch.tensor(0.3, requires_grad=True)}, DTypeError, "scale must be a number"),
+        ({"deterministic": "x"}, DTypeError, "deterministic must be True or False, got 'x'"),
+        ({"backend": "cuda"}, OptionError, "unknown backend 'cuda'; possible: numpy"),
+        ({"bias": [0.0]}, DTypeError, "bias must be a torch.Tensor, got list"),
+        ({**CUTS, "cu_seqlens_q": [0, 4.7, 7]}, ShapeError, r"integer offsets, got \[0, 4.7, 7\]"),
+        ({**CUTS, "cu_seqlens_k": "0, 5, 9"}, ShapeError, "cu_seqlens_k .* got '0, 5, 9'"),
+    ],
+)
+def test_a_wrong_argument_is_named(question, kind, text):
+    """None reaches torch's schema, whose error quotes the operator; no gradient is dropped."""
+    q, k, v = tensors(batch=1)
+    with pytest.raises(kind, match=text):
+        attention(q, k, v, **question)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("sizes", "question", "text"),
+    [
+        ({"heads": 3}, {}, "query heads must be a multiple of key heads, got heads=3"),
+        ({"n_q": 0}, {}, "must not be empty"),
+        ({"bias": (3, 1)}, {}, "bias is given by its leading shape"),
+        ({}, {"window": (-3, 0)}, "window sides must be -1"),
+    ],
+)
+def test_what_has_no_numbers_is_checked_like_what_has(device, sizes, question, text):
+    q, k, v, *bias = (x.detach().to(device) for x in tensors(**sizes))
+    with pytest.raises(FlashSimError, match=text):
+        attention(q, k, v, bias=bias[0] if bias else None, **question)
+
+
+def test_tensors_of_another_kind_are_refused():
+    q, k, v = (x.detach() for x in tensors())
+    with pytest.raises(DTypeError, match="one device, got q on meta, k on cpu, v on cpu"):
+        attention(q.to("meta"), k, v)
+    with pytest.raises(ShapeError, match=r"q must be \(batch, heads, n, head_dim\).* got \(4,\)"):
+        attention(q[0, 0, 0], k, v)
+    with pytest.raises(ShapeError, match=r"leading axes optional, got \(1, 2, 2, 7, 4\)"):
+        attention(q[None], k, v)
+    with pytest.raises(UnsupportedError, match=r"k must be a dense tensor, got a sparse_coo one"):
+        attention(q, k.to_sparse(), v)
+    nested = torch.nested.nested_tensor([q[0], q[1, :, :3]], layout=torch.jagged)
+    with pytest.raises(UnsupportedError, match=r"got a nested one; .*cu_seqlens"):
+        attention(nested, nested, nested)
+
+
+def test_autocast_casts_as_it_does_for_torchs_own():
+    """Also where only some of the tensors come out of a product, which autocast has narrowed."""
+    q, k, v, bias = (x.detach().float().requires_grad_() for x in tensors(bias=(1, 2)))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attention(q, k, v @ torch.eye(3), bias=bias)
+        course = FlashAttention.apply(*(x[:, 0] for x in (q, k, v)))
+        wide = attention(*(x.detach().double() for x in (q, k, v)))
+    narrow = [x.detach().bfloat16() for x in (q, k, v, bias)]
+    torch.testing.assert_close(out, attention(*narrow[:3], bias=narrow[3]), rtol=0, atol=0)
+    assert (out.dtype, course.dtype, wide.dtype) == (torch.bfloat16, torch.bfloat16, torch.float64)
+    (out.float().sum() + course.float().sum()).backward()
+    assert {x.grad.dtype for x in (q, k, v, bias)} == {torch.float32}
+
+
 def dual(function, x):
     with torch.autograd.forward_ad.dual_level():
         return function(torch.autograd.forward_ad.make_dual(x, x))
@@ -372,3 +442,11 @@ def test_an_autograd_function_of_the_courses_interface(is_causal):
 def test_the_courses_function_is_not_causal_unless_told():
     q = torch.randn(2, 20, 8)
     torch.testing.assert_close(FlashAttention.apply(q, q, q), FlashAttention.apply(q, q, q, False))
+
+
+@pytest.mark.parametrize("shape", [(7, 4), (2, 2, 7, 4)])
+def test_the_courses_function_takes_no_heads(shape):
+    """Of (n, d) it would make n sequences of one token each."""
+    q = torch.randn(shape)
+    with pytest.raises(ShapeError, match=r"FlashAttention.apply takes .* \(batch, n, d\), got \("):
+        FlashAttention.apply(q, q, q)
