@@ -31,7 +31,8 @@ def watch(
     """Run a program that uses PyTorch, and count every attention call that it makes.
 
     What the program prints goes to the error stream if --csv or --json is asked for. After an
-    error of the program's, what was seen until then is printed, and the exit code is the program's.
+    error of the program's, or Ctrl-C, what was seen until then is printed, and the exit code is the
+    program's.
     """
     from flashsim.torch import watch as watching
 
@@ -47,6 +48,8 @@ def watch(
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
             if isinstance(end.code, str):
                 say(end.code)
+        except KeyboardInterrupt:
+            code = 130
         except Exception:
             traceback.print_exc()
             code = 1

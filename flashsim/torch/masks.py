@@ -60,7 +60,8 @@ def diagonal(n_q: int, n_kv: int) -> Pattern:
 
 def has_values(x: Tensor) -> bool:
     """Whether a tensor's numbers can be read."""
-    return x.device.type != "meta" and not isinstance(x, FakeTensor)
+    mapped = torch._C._functorch.is_batchedtensor(x)  # torch.vmap's: other values in each call
+    return x.device.type != "meta" and not isinstance(x, FakeTensor) and not mapped
 
 
 def read(mask: Tensor, n_q: int, n_kv: int, batch: int, heads: int) -> Pattern:

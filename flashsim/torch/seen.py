@@ -24,6 +24,12 @@ from flashsim.torch.calls import AttentionCall, only
 
 ALGORITHMS = ("standard", "flash2")
 
+#: Said where no call was seen.
+NOTHING = (
+    "nothing was seen: attention written out by hand, in another thread or process, or before or "
+    "after the watch, is not"
+)
+
 #: Tiles, all heads together, that the L2 model replays for a table: a second or two.
 REPLAYED = 2**20
 
@@ -87,7 +93,8 @@ class Seen:
         if len(ends) > 1:
             raise OptionError(f"{len(ends)} modules end in {name!r}: {', '.join(ends[:4])}, ...")
         if not ends:
-            raise OptionError(f"no attention call was seen in {name!r}; {choices(name, names)}")
+            where = choices(name, names) if names else NOTHING
+            raise OptionError(f"no attention call was seen in {name!r}; {where}")
         return [call for call in self.calls if call.name == ends[0]]
 
     # -- counted ----------------------------------------------------------------------------------
@@ -101,7 +108,8 @@ class Seen:
         rows: list[Any] = [[row[n] for n in at] for row in full.rows]
         notes = dict.fromkeys(f"{r['module']}: {r['note']}" for r in full.records() if r["note"])
         missed = [f"not read, {one}" for one in self.missed]
-        return report.Table(full.title, tuple(short), rows, "\n".join([full.note, *notes, *missed]))
+        note = full.note if self.calls or self.missed else NOTHING
+        return report.Table(full.title, tuple(short), rows, "\n".join([note, *notes, *missed]))
 
     def full_table(self, *, device: str | Device = "H100", l2: bool | None = None) -> report.Table:
         """Each distinct call, with how often it was made, and all together.
@@ -131,7 +139,7 @@ class Seen:
         """
         device = Device.get(device)
         table = report.Table(
-            f"{len(self)} attention calls of {self.model} on {device.name}",
+            f"{self._counted()} of {self.model} on {device.name}",
             _COLUMNS,
             note="figures of one call; total: of all, scores B the largest. DRAM B is empty where "
             "the L2 model was not run (l2=True runs it). ms: predicted for flash2 where its "
@@ -166,7 +174,7 @@ class Seen:
             If nothing was measured.
         """
         table = report.Table(
-            f"kernels of {len(self)} attention calls of {self.model}, as measured",
+            f"kernels of {self._counted()} of {self.model}, as measured",
             ("module", "calls", "pass", "on", "kernel", "ms"),
             note="ms: of one call, the mean",
         )
@@ -229,13 +237,20 @@ class Seen:
                     label += "'" * sum(known.startswith(label) for known in bars)
                     bars[label] = count(problem, algorithm=algorithm, device=device)
         if not bars:
-            raise OptionError("nothing to plot: no attention call that can be counted was seen")
+            raise OptionError(
+                "nothing to plot: no attention call that can be counted was seen"
+                if self.calls
+                else f"nothing to plot: {NOTHING}"
+            )
         return viz.traffic(bars, **options)
 
     __str__ = report.text
 
     def __repr__(self) -> str:
-        return f"<Seen {len(self)} attention calls of {self.model}>"
+        return f"<Seen {self._counted()} of {self.model}>"
+
+    def _counted(self) -> str:
+        return f"{len(self)} attention call{'' if len(self) == 1 else 's'}"
 
     def _repr_html_(self) -> str:
         return self.table().html()

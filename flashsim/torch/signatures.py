@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import Any
 
@@ -72,6 +72,19 @@ def dtype_of(x: Tensor, autocast: bool = False) -> str:
 def device_of(x: Tensor) -> str:
     """Where a tensor lies; a fake one lies nowhere."""
     return f"{x.device} (fake)" if isinstance(x, FakeTensor) else str(x.device)
+
+
+def mapped(tensors: Iterable[Tensor]) -> int:
+    """How many calls torch.vmap makes of one on these: the product of the axes it maps."""
+    functorch: Any = torch._C._functorch
+    axes: dict[int, int] = {}
+    for x in tensors:
+        while functorch.is_functorch_wrapped_tensor(x):
+            inside = functorch.get_unwrapped(x)
+            if functorch.is_batchedtensor(x):
+                axes[functorch.maybe_get_level(x)] = inside.shape[functorch.maybe_get_bdim(x)]
+            x = inside
+    return math.prod(axes.values())
 
 
 def _masked(mask: Tensor | None, causal: bool, sizes: Extents) -> Pattern:
@@ -169,6 +182,10 @@ def _flash(a: Arguments) -> AttentionCall:
     )
 
 
+#: What calls of ours are called.
+OURS = "flashsim.torch.attention"
+
+
 def _ours(a: Arguments) -> AttentionCall:
     """`flashsim.torch.attention`: (batch, heads, n, d)."""
     q, v, bias = a["q"], a["v"], a.get("bias")
@@ -178,7 +195,7 @@ def _ours(a: Arguments) -> AttentionCall:
     sizes = Extents.of(batch, heads, kv_heads, n_q, n_kv, d, d_v, offsets=(cu_q, cu_k))
     causal = bool(a["causal"])
     return AttentionCall(
-        *("", "flashsim.torch.attention", sizes, dtype_of(q), device_of(q)),
+        *("", OURS, sizes, dtype_of(q), device_of(q)),
         pattern=Pattern(
             causal=causal,
             window=_window(a["window_left"], a["window_right"], causal),

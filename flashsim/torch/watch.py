@@ -10,6 +10,8 @@ fast path of nn.TransformerEncoderLayer.
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
@@ -79,23 +81,76 @@ def watch(
     seen = Seen("a model" if model is None else type(model).__name__)
     recorder = _Recorder(seen, _Names(model), int(checks.number("keep", keep, low=0)))
     with ExitStack() as stack:
-        if measure:
+        if checks.flag("measure", measure):
             recorder.timer = Timer(stack)
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        quiet = mock.patch.object(OptimizedModule, "__call__", nn.Module.__call__)
-        stack.enter_context(quiet)  # its own warns of hooks on all modules
+        stack.enter_context(_everywhere)
         for hook in (
-            hooks.register_module_forward_pre_hook(recorder.names.enter),
-            hooks.register_module_forward_hook(recorder.names.leave, always_call=True),
+            hooks.register_module_forward_pre_hook(recorder.enter),
+            hooks.register_module_forward_hook(recorder.leave, always_call=True),
         ):
             stack.callback(hook.remove)
-        # nn.MultiheadAttention asks this before it takes its fast path, and a mode would answer.
-        asked = mock.patch.object(torch.overrides, "has_torch_function", _others_look_on)
-        stack.enter_context(asked)
-        _watch_transformers(recorder, stack)
         stack.enter_context(_Operators(recorder))
         stack.enter_context(_Functions(recorder))
         yield seen
+
+
+class _Everywhere:
+    """What is replaced in torch and transformers while any thread watches: with the first, until
+    the last has ended, whichever that is.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.watching, self.replaced = threading.Lock(), 0, ExitStack()
+        self.transformers = False
+
+    def __enter__(self) -> None:
+        with self.lock:
+            self.watching += 1
+            if self.watching > 1:
+                return
+            put = self.replaced.enter_context
+            put(torch.compiler.set_stance("force_eager"))
+            # Its own warns of hooks on all modules.
+            put(mock.patch.object(OptimizedModule, "__call__", nn.Module.__call__))
+            # nn.MultiheadAttention asks it before its fast path, and a mode would answer.
+            put(mock.patch.object(torch.overrides, "has_torch_function", _others_look_on))
+
+    def __exit__(self, *_: Any) -> None:
+        with self.lock:
+            self.watching -= 1
+            if not self.watching:
+                self.replaced.close()
+                self.transformers = False
+
+    def look_for_transformers(self) -> None:
+        """Wrap what its layers look up, once it is loaded: programs import it while watched."""
+        if self.transformers or "transformers.modeling_utils" not in sys.modules:
+            return
+        interface = sys.modules["transformers.modeling_utils"].AttentionInterface
+        look_up = getattr(interface, "get_interface", None)
+        with self.lock:
+            if look_up is None or self.transformers:  # transformers 4: "eager" is not looked up
+                return
+            self.transformers = True
+            get_interface = _wrapping(look_up)
+            self.replaced.enter_context(
+                mock.patch.object(interface, "get_interface", get_interface)
+            )
+
+
+_everywhere = _Everywhere()
+
+
+def _wrapping(look_up: Callable[..., Any]) -> Callable[..., Any]:
+    """A look-up of attention functions whose findings those see called who watch here."""
+
+    def get_interface(self: Any, implementation: str, default: Any) -> Any:
+        attend = look_up(self, implementation, default)
+        for recorder in _here():
+            attend = recorder.wrapped(attend, implementation or "eager")
+        return attend
+
+    return get_interface
 
 
 class _Names:
@@ -110,14 +165,15 @@ class _Names:
 
     def _learn(self, root: nn.Module) -> None:
         for name, module in root.named_modules():
-            self.known.setdefault(module, name.replace("_orig_mod.", ""))
+            parts = [part for part in name.split(".") if part != "_orig_mod"]  # torch.compile's
+            self.known.setdefault(module, ".".join(parts))
 
-    def enter(self, module: nn.Module, _: Any) -> None:
+    def enter(self, module: nn.Module) -> None:
         if not self.stack and not self.given:
             self._learn(module)
         self.stack.append(module)
 
-    def leave(self, module: nn.Module, *_: Any) -> None:
+    def leave(self, module: nn.Module) -> None:
         while self.stack and self.stack.pop() is not module:  # those that an exception left
             pass
 
@@ -139,11 +195,25 @@ class _Recorder:
         self.seen, self.names, self.keep, self.left = seen, names, keep, KEPT
         self.within = 0  # calls that are recorded already and still running
         self.layers: list[tuple[Any, dict[str, Any]]] = []  # of transformers, running
+        self.ours: dict[int, AttentionCall] = {}  # by the memory of their output
         self.timer: Timer | None = None
+
+    def enter(self, module: nn.Module, _: Any) -> None:
+        """A module begins, in any thread: hooks on all modules are called in all."""
+        if self in _here():
+            _everywhere.look_for_transformers()
+            self.names.enter(module)
+
+    def leave(self, module: nn.Module, *_: Any) -> None:
+        """It ends."""
+        if self in _here():
+            self.names.leave(module)
 
     def watched(self, func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
         """AttentionCall `func`, and record it if it is attention."""
         kwargs = kwargs or {}
+        if func is torch.ops.flashsim.attention_backward.default:
+            self._went_back(args[1])
         found = None if self.within else signatures.reader(func)
         if found is None:
             return func(*args, **kwargs)
@@ -161,6 +231,8 @@ class _Recorder:
 
     def _read(self, read: signatures.Reader, arguments: dict[str, Any]) -> AttentionCall:
         call = read(arguments)
+        mapped = signatures.mapped(x for x in arguments.values() if isinstance(x, Tensor))
+        call.sizes = call.sizes._replace(batch=mapped * call.sizes.batch)
         if self.layers and not call.pattern.known:
             module, keywords = self.layers[-1]
             call.pattern = signatures.said(module, call.sizes, keywords)
@@ -172,6 +244,14 @@ class _Recorder:
         call = signatures.layer(name, module, *args, **kwargs)
         self._keep(call, *args[:3])
         return call
+
+    def _went_back(self, out: Tensor) -> None:
+        """Our operator's gradient is computed: where an autograd.Function asked for it, no output
+        that was seen has a hook.
+        """
+        call = self.ours.get(_memory(out))
+        if call is not None:
+            call.backward = True
 
     def _keep(self, call: AttentionCall, *tensors: Tensor) -> None:
         if signatures.dtype_of(tensors[0]) != call.dtype:  # autocast's
@@ -204,6 +284,8 @@ class _Recorder:
         if torch._C._current_graph_task_id() != -1:
             call.notes.append("made in a backward pass, as checkpointing does")
         out = result[0] if isinstance(result, tuple) else result
+        if call.api == signatures.OURS and isinstance(out, Tensor):
+            self.ours[_memory(out)] = call
         if isinstance(out, Tensor) and out.requires_grad:
             out.register_hook(lambda _: setattr(call, "backward", True))
         if self.timer is not None:
@@ -232,6 +314,11 @@ class _Recorder:
         return attending
 
 
+def _memory(x: Tensor) -> int:
+    """Which memory a tensor is a view of; the meta device's has no address."""
+    return x.untyped_storage()._cdata
+
+
 class _Functions(TorchFunctionMode):
     """Sees what is called from Python."""
 
@@ -240,6 +327,12 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.recorder.watched(func, args, kwargs)
+
+
+def _here() -> list[_Recorder]:
+    """Who watches in this thread, outermost first; a backward pass takes them to its threads."""
+    modes = torch.overrides._get_current_function_mode_stack()
+    return [mode.recorder for mode in modes if isinstance(mode, _Functions)]
 
 
 class _Operators(TorchDispatchMode):
@@ -266,20 +359,3 @@ def _others_look_on(tensors: Any) -> bool:
     ours = bool(modes) and all(isinstance(mode, _Functions) for mode in modes)
     overloaded = torch.overrides._get_overloaded_args(tensors)
     return not ours or any(type(x) is not Tensor for x in overloaded)
-
-
-def _watch_transformers(recorder: _Recorder, stack: ExitStack) -> None:
-    """Wrap what transformers' layers look up, if it is installed and loaded."""
-    import sys
-
-    if "transformers.modeling_utils" not in sys.modules:
-        return
-    interface = sys.modules["transformers.modeling_utils"].AttentionInterface
-    look_up = getattr(interface, "get_interface", None)
-    if look_up is None:  # transformers 4: "eager" is not looked up
-        return
-
-    def get_interface(self: Any, implementation: str, default: Any) -> Any:
-        return recorder.wrapped(look_up(self, implementation, default), implementation or "eager")
-
-    stack.enter_context(mock.patch.object(interface, "get_interface", get_interface))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import threading
+import warnings
 
 import pytest
 
@@ -18,7 +20,7 @@ from typer.testing import CliRunner  # noqa: E402
 import flashsim  # noqa: E402
 from flashsim.cli.app import app  # noqa: E402
 from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError  # noqa: E402
-from flashsim.torch import attention, watch  # noqa: E402
+from flashsim.torch import FlashAttention, attention, watch  # noqa: E402
 from flashsim.torch.masks import top_left  # noqa: E402
 
 F = nn.functional
@@ -512,7 +514,11 @@ def test_nothing_seen_is_an_empty_table():
     assert seen.rows() == []
     with pytest.raises(OptionError, match="nothing to plot"):
         seen.plot()
-    assert "0 attention calls" in seen.table().title
+    table = seen.table()
+    assert "0 attention calls" in table.title
+    assert "nothing was seen: attention written out by hand" in table.note
+    with pytest.raises(OptionError, match=r"in 'attn'; nothing was seen"):
+        seen["attn"]
 
 
 def test_a_call_is_run_on_its_own_numbers():
@@ -546,6 +552,78 @@ def test_bars_are_what_was_counted():
     assert {counted.bytes("load"), counted.bytes("store")} <= heights
 
 
+def test_threads_are_watched_apart():
+    """Who begins first may end first; names are of modules that run in the same thread."""
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    x, modules = heads(2, 6, 8), [nn.Sequential(attention, nn.Identity()) for _ in range(2)]
+    before = torch.overrides.has_torch_function, nn.modules.module._global_forward_hooks.copy()
+    turns = [threading.Barrier(2, timeout=60) for _ in range(4)]
+    seen = []
+
+    def first():
+        with watch(modules[0]) as mine:
+            turns[0].wait()  # the other watches, too
+            turns[1].wait()  # and is inside of its module
+            modules[0][0](x, x, x)
+            turns[2].wait()
+        seen.append(mine)
+        turns[3].wait()
+
+    class Inside(nn.Module):
+        def forward(self, x):
+            turns[1].wait()
+            turns[2].wait()
+            turns[3].wait()  # the first has ended
+            return F.scaled_dot_product_attention(x, x, x)
+
+    def second():
+        with watch(outer) as mine:
+            turns[0].wait()
+            outer(x)
+        seen.append(mine)
+
+    outer = nn.Sequential(nn.Identity(), Inside())
+    threads = [threading.Thread(target=one) for one in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert [[call.name for call in one] for one in seen] == [["0"], ["1"]]
+    after = torch.overrides.has_torch_function, nn.modules.module._global_forward_hooks.copy()
+    assert after == before
+    compiled = torch.compile(lambda x: torch.compiler.is_compiling(), backend="eager")
+    assert compiled(x), "compiled code is no longer run uncompiled"
+
+
+def test_mapped_calls_are_counted_each():
+    x = heads(3, 2, 4, 6, 8)
+    mask = torch.ones(3, 6, 6, dtype=torch.bool)
+    with watch() as seen, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop")
+        torch.vmap(lambda q: F.scaled_dot_product_attention(q, x[0], x[0]))(x)
+        torch.vmap(lambda q, m: F.scaled_dot_product_attention(q, q, q, attn_mask=m))(x, mask)
+        torch.vmap(torch.vmap(lambda q: F.scaled_dot_product_attention(q, q, q)))(x)
+        torch.vmap(lambda q: attention(q, q, q))(x)
+
+    assert [(call.problem.batch, call.problem.heads) for call in seen] == [(6, 4)] * 4
+    assert ["without values" in call.note for call in seen] == [False, True, False, False]
+    assert not seen.missed
+    assert seen[0].trace().bytes("load", "Q") == x.numel() * 4
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_our_backward_is_seen_inside_an_autograd_function(device):
+    q = heads(2, 6, 8).to(device).requires_grad_()
+    with watch() as seen:
+        first = FlashAttention.apply(q, q, q)
+        FlashAttention.apply(q, q, q)
+        first.sum().backward()
+        torch.func.grad(lambda q: attention(q, q, q).sum())(q.detach())
+
+    assert [call.backward for call in seen] == [True, False, True]
+
+
 # -- the command ----------------------------------------------------------------------------------
 
 PROGRAM = """
@@ -568,7 +646,7 @@ def test_a_script_is_run_and_counted(tmp_path):
 
     assert people.exit_code == 0, people.output
     assert "said ['--own', '3'] __main__" in people.stdout
-    assert "1 attention calls of script.py on A100" in people.stdout
+    assert "1 attention call of script.py on A100" in people.stdout
     standard, flash2, *_ = json.loads(programs.stdout)
     assert "said [] __main__" in programs.stderr
     p = flashsim.Problem(32, head_dim=16, heads=2, causal=True)
@@ -579,7 +657,12 @@ def test_a_script_is_run_and_counted(tmp_path):
 
 @pytest.mark.parametrize(
     ("end", "code", "said"),
-    [("raise SystemExit(3)", 3, ""), ("1 / 0", 1, "ZeroDivisionError"), ("exit('no')", 1, "no")],
+    [
+        ("raise SystemExit(3)", 3, ""),
+        ("1 / 0", 1, "ZeroDivisionError"),
+        ("exit('no')", 1, "no"),
+        ("raise KeyboardInterrupt", 130, ""),
+    ],
 )
 def test_an_error_of_the_script_is_its_own(tmp_path, end, code, said):
     result = command(tmp_path, f"{PROGRAM}\n{end}", "--csv")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import subprocess
+import sys
 import time
 
 import pytest
@@ -174,3 +177,21 @@ def test_a_model_under_fake_tensors():
 
     assert [call.device for call in seen] == ["cpu (fake)"] * 2
     assert all(call.problem.causal for call in seen)
+
+
+def test_a_program_that_imports_transformers_while_it_is_watched(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch, transformers\n"
+        "config = transformers.LlamaConfig(hidden_size=16, intermediate_size=16, vocab_size=64,"
+        " num_hidden_layers=2, num_attention_heads=2)\n"
+        "model = transformers.LlamaForCausalLM(config)\n"
+        "model.set_attn_implementation('eager')\n"
+        "model(torch.arange(8)[None])\n"
+    )
+    flashsim = "from flashsim.cli.app import app; app()"
+    command = [sys.executable, "-c", flashsim, "watch", str(program), "--csv"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    rows = [*csv.DictReader(done.stdout.splitlines())]
+    assert {row["api"] for row in rows if row["module"] != "total"} == {"transformers, eager"}
+    assert rows[0]["calls"] == "2"
