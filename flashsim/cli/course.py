@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,43 +21,53 @@ from flashsim.errors import MemoryModelError, OptionError, choices
 def walkthrough(
     form: opt.Format,
     name: Annotated[str | None, typer.Argument(help="Leave out to list names.")] = None,
-    logits: Annotated[str, typer.Option(help="softmax: your own, with commas.")] = "70,80,90",
-    chunk: Annotated[int, typer.Option(help="softmax: online, so many at a time.")] = 1,
+    logits: Annotated[
+        str | None, typer.Option(help="softmax: your own, with commas; 70,80,90.")
+    ] = None,
+    chunk: Annotated[
+        int | None, typer.Option(help="softmax: online, so many at a time; 1.")
+    ] = None,
     subnormals: Annotated[
         bool, typer.Option("--subnormals", help="softmax: keep them, as NumPy does.")
     ] = False,
-    n: Annotated[int | None, typer.Option("--n", "-n", help="Queries and keys.")] = None,
-    head_dim: Annotated[int | None, typer.Option("--head-dim", "-d", help="Width.")] = None,
+    n: Annotated[
+        int | None, typer.Option("--n", "-n", help="All but softmax: queries and keys.")
+    ] = None,
+    head_dim: Annotated[
+        int | None, typer.Option("--head-dim", "-d", help="All but softmax: width.")
+    ] = None,
     tiling: Annotated[
         str | None, typer.Option("--tiling", "-t", help="tiles, corrections: QUERIESxKEYS.")
     ] = None,
     row: Annotated[int | None, typer.Option(help="tiles: which query; the last.")] = None,
     causal: Annotated[bool, typer.Option("--causal", help="tiles: causal mask.")] = False,
-    dtype: Annotated[str, typer.Option(help="reread: element type of P.")] = "float32",
-    seed: Annotated[int, typer.Option(help="tiles, delta: of the random tensors.")] = 0,
+    dtype: Annotated[str | None, typer.Option(help="reread: element type of P; float32.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="tiles, delta: of the random tensors; 0.")
+    ] = None,
+    *,
+    typed: typer.Context,
 ) -> None:
     """Follow small numbers through softmax and FlashAttention, step by step."""
     from flashsim.studies import walkthrough as walks
 
     if name is None:
+        opt.refuse_unused(typed, "the list of walkthroughs", only=())
         table = report.Table("Walkthroughs", ("name", "what"), [*walks.NAMES.items()])
         show_tables([table], [table], form)
         return
     if name not in walks.NAMES:
         raise OptionError(f"no walkthrough {name!r}; {choices(name, walks.NAMES)}")
-    sizes = {key: x for key, x in (("n", n), ("head_dim", head_dim)) if x is not None}
-    tile = None if tiling is None else values.tiling(tiling, sizes.get("head_dim", 64), causal)
-    if name == "softmax":
-        given = values.parse_list("logits", logits, float)
-        table = walks.softmax(given, chunk=chunk, subnormals=subnormals)
-    elif name == "tiles":
-        table = walks.tiles(**sizes, tiling=tile, row=row, causal=causal, seed=seed)
-    elif name == "delta":
-        table = walks.delta(**sizes, seed=seed)
-    elif name == "corrections":
-        table = walks.corrections(**sizes, tiling=tile)
-    else:
-        table = walks.reread(**sizes, dtype=dtype)
+    walk: Callable[..., report.Table] = getattr(walks, name)
+    takes = inspect.signature(walk).parameters
+    opt.refuse_unused(typed, f"the walkthrough {name}", only=takes)
+    given: dict[str, Any] = {
+        "logits": values.parse_list("logits", logits or "70,80,90", float),
+        "tiling": tiling and values.tiling(tiling, head_dim or 64, causal),
+        **{"n": n, "head_dim": head_dim, "chunk": chunk, "subnormals": subnormals, "row": row},
+        **{"causal": causal, "dtype": dtype, "seed": seed},
+    }
+    table = walk(**{key: x for key, x in given.items() if key in takes and x is not None})
     show_tables([table], [table], form)
 
 
@@ -72,13 +84,15 @@ def banks(
         int | None, typer.Option(help="Elements that padding adds to a row; 1, or 16 bytes.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the layouts in this file.")] = None,
-    theme: opt.Theme = "light",
+    theme: Annotated[str | None, typer.Option(help="--plot: light or dark; light.")] = None,
 ) -> None:
     """Bank conflicts and sectors: what a warp's request costs in each layout of a tile."""
     from flashsim.studies import banks as on_chip
 
     if plot is not None:
         pictures.ready_to_draw(plot)
+    elif theme is not None:
+        raise OptionError("--theme is of the picture; give --plot as well")
     sizes: dict[str, Any] = {"dtype": dtype, "columns": columns, "pad": pad}
     table = on_chip.table(pattern=pattern, **sizes)
     show_tables([table], [table], form)
@@ -86,7 +100,7 @@ def banks(
         name = pattern or "column"
         layouts = [str(row["layout"]) for row in table.records() if row["pattern"] == name]
         requests = [on_chip.access(name, layout, **sizes) for layout in layouts]
-        pictures.draw("banks", requests, plot, {"theme": theme})
+        pictures.draw("banks", requests, plot, {"theme": theme or "light"})
 
 
 def blocks(
@@ -103,14 +117,19 @@ def blocks(
     device: Annotated[str, typer.Option(help="See `flashsim devices`.")] = "H200",
     plot: Annotated[Path | None, typer.Option(help="Draw one stage in this file.")] = None,
     stage: Annotated[str | None, typer.Option(help="--plot: which; the first.")] = None,
+    *,
+    typed: typer.Context,
 ) -> None:
     """Tile sizes: iterations, blocks an SM, bytes and predicted time of each stage."""
     from flashsim.studies import blocks as tiles
 
     if plot is not None:
         pictures.ready_to_draw(plot)
+    elif stage is not None:
+        raise OptionError("--stage says what to draw; give --plot as well")
     problem = values.problem(sizes, mask)
     if stages is not None:
+        opt.refuse_unused(typed, "--stages, which has its own tiles", never=["sides"])
         given = {}
         for name, _, text in (part.partition("=") for part in stages.split(",")):
             tile = values.tiling(text or "fit", problem.head_dim, problem.causal)
@@ -141,10 +160,13 @@ def when(
     ] = "128,256,512,1024,2048,4096,8192,16384",
     backward: Annotated[bool, typer.Option("--backward", help="The backward pass.")] = False,
     device: Annotated[str, typer.Option(help="See `flashsim devices`.")] = "H200",
+    *,
+    typed: typer.Context,
 ) -> None:
     """When does FlashAttention win? Predicted times of standard attention and it, over N."""
     from flashsim.studies import predict
 
+    opt.refuse_unused(typed, "this: its lengths are --lengths", never=("n_q", "n_kv"))
     table = predict.when(
         values.problem(sizes, mask),
         values.parse_list("lengths", lengths, int),
@@ -215,6 +237,8 @@ def precision(
         bool, typer.Option("--kernels", help="What published kernels round, instead.")
     ] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the first kind in this file.")] = None,
+    *,
+    typed: typer.Context,
 ) -> None:
     """What each rounding costs: every point lowered alone, against float64."""
     from flashsim.studies import precision as lab
@@ -223,8 +247,8 @@ def precision(
         pictures.ready_to_draw(plot)
     lengths = values.parse_list("n", n, int)
     if kernels:
-        if plot is not None:
-            raise OptionError("--plot draws points that are lowered alone; leave out --kernels")
+        never = ("kinds", "points", "algorithm", "causal", "plot")
+        opt.refuse_unused(typed, "--kernels, which lowers no points alone", never=never)
         with working("rounding"):
             tables = [
                 lab.presets(each, dtype=dtype, head_dim=head_dim, seed=seed) for each in lengths

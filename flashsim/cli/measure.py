@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
@@ -21,6 +22,7 @@ from flashsim.api.warm import warm as compile_ahead
 from flashsim.cli import options as opt
 from flashsim.cli import pictures, values
 from flashsim.cli.output import add, figures, ready, say, show_tables, working
+from flashsim.errors import OptionError
 from flashsim.report import beside
 from flashsim.studies.demo import LIMIT
 from flashsim.studies.demo import demo as run_demo
@@ -64,8 +66,7 @@ def run(
     ] = None,
 ) -> None:
     """Execute attention tile by tile and show what it moved."""
-    ready(save)
-    ready(output)
+    _ready_apart(save, output, how.backward)
     wide = {} if scaling.scales is None else {"dtype": "float32"}
     arrays = values.arrays(sizes, tensors, decoding.shared_prefix, **wide)
     arrays, scales = values.quantized(arrays, scaling, rotate, sizes.dtype)
@@ -73,9 +74,9 @@ def run(
     tiles = {"forward": tile, **({"backward": backward_tile} if how.backward else {})}
     cost = values.foresee(arrays, scores, [algorithm], tiles, values.device(how), backend)
     with working("simulating", cost):
-        k, v, cache = values.cache(arrays, decoding)
+        q, k, v, cache = values.cache(arrays, decoding)
         result = execution.run(
-            arrays.q,
+            q,
             k,
             v,
             algorithm=algorithm,
@@ -131,9 +132,9 @@ def compare(
     tiles = {"forward": tile, **({"backward": backward_tile} if how.backward else {})}
     cost = values.foresee(arrays, scores, names, tiles, values.device(how))
     with working("simulating", cost):
-        k, v, cache = values.cache(arrays, decoding)
+        q, k, v, cache = values.cache(arrays, decoding)
         comparison = run_comparison(
-            arrays.q,
+            q,
             k,
             v,
             algorithms=names,
@@ -198,7 +199,9 @@ def sweep(
     device: str = "H100",
     sram: Annotated[str | None, typer.Option(help="Bytes on chip.")] = None,
     method: Annotated[str, typer.Option(help="count (closed form) or run (simulate).")] = "count",
-    workers: Annotated[int, typer.Option(min=0, help="Processes; 0 runs it here.")] = 0,
+    workers: Annotated[
+        int, typer.Option(min=0, max=256, help="Processes, at most a point's each; 0 runs it here.")
+    ] = 0,
     out: Annotated[
         Path | None,
         typer.Option(help="CSV file that rows go to as they come; an interrupted sweep resumes."),
@@ -224,6 +227,7 @@ def sweep(
     }
     # Fresh processes: forking one that has threads (the progress bar's) is unsafe.
     context = multiprocessing.get_context("spawn")
+    workers = min(workers, math.prod(len(axis) for axis in axes.values() if axis))
     pool = ProcessPoolExecutor(workers, mp_context=context) if workers else nullcontext()
     with pool as executor:
         try:
@@ -287,6 +291,15 @@ COMMANDS = (run, compare, count, sweep, demo, warm)
 def _save(trace: Trace, path: Path) -> None:
     trace.save(path)
     say(f"trace in {path}")
+
+
+def _ready_apart(save: Path | None, output: Path | None, backward: bool) -> None:
+    """See that the files can be written, and are not one."""
+    ready(save)
+    ready(output)
+    traces = [] if save is None else [save, *([_backward_name(save)] if backward else [])]
+    if output is not None and output.resolve() in [path.resolve() for path in traces]:
+        raise OptionError(f"--save and --output would both write {str(output)!r}; name two files")
 
 
 def _backward_name(path: Path) -> Path:

@@ -7,7 +7,7 @@ default, if it has one, holds the command's own defaults: ``sizes: opt.Sizes = o
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import wraps
 from pathlib import Path
@@ -101,6 +101,35 @@ def changed(bundle: Any, defaults: Any) -> list[str]:
         elif value != default:
             found.append(name)
     return found
+
+
+def refuse_unused(
+    typed: typer.Context,
+    where: str,
+    *,
+    only: Iterable[str] | None = None,
+    never: Iterable[str] = (),
+) -> None:
+    """Refuse options that were typed and would say nothing there.
+
+    Those called `never`; or, given `only`, all the others, except for a format.
+
+    Raises
+    ------
+    OptionError
+    """
+    never, only = set(never), None if only is None else {*only, "json", "csv"}
+    idle = []
+    for option in typed.command.params:
+        name, first = option.name or "", option.opts[0]
+        source = typed.get_parameter_source(name)  # an enum, of click's or of Typer's own
+        if source is None or source.name != "COMMANDLINE" or not first.startswith("--"):
+            continue
+        if name in never or (only is not None and name not in only):
+            idle.append(first)
+    if idle:
+        them = "it" if len(idle) == 1 else "them"
+        raise OptionError(f"{', '.join(idle)}: not for {where}; leave {them} out")
 
 
 # -- what is asked --------------------------------------------------------------------------------
@@ -300,6 +329,10 @@ class Format:
     panel = _OUTPUT
     json: bool = _option(False, "Print JSON instead of tables.")
     csv: bool = _option(False, "Print CSV instead of tables.")
+
+    def __post_init__(self) -> None:
+        if self.json and self.csv:
+            raise OptionError("--json and --csv are two formats; give one of them")
 
 
 # -- pictures -------------------------------------------------------------------------------------

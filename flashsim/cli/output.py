@@ -86,8 +86,6 @@ def show_tables(
 ) -> None:
     """Print tables for people, or everything there is as one JSON array or one CSV."""
     form = form or Format()
-    if form.json and form.csv:
-        raise OptionError("--json and --csv are two formats; give one of them")
     if not form.json and not form.csv:
         to = console()
         for n, table in enumerate(people):

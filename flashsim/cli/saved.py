@@ -19,7 +19,9 @@ from flashsim.problem.problem import Problem
 from flashsim.schedule.splitting import fill
 
 
-def devices(form: opt.Format, sizes: opt.Sizes, decoding: opt.Decoding) -> None:
+def devices(
+    form: opt.Format, sizes: opt.Sizes, decoding: opt.Decoding, typed: typer.Context
+) -> None:
     """List the GPUs that can be simulated, with the source of each figure.
 
     Given sizes: how many thread blocks fill each (SMs x blocks an SM), how many flash-decode has,
@@ -29,6 +31,7 @@ def devices(form: opt.Format, sizes: opt.Sizes, decoding: opt.Decoding) -> None:
         table = _filled(sizes, decoding)
         show_tables([table], [table], form)
         return
+    opt.refuse_unused(typed, "the list alone: give sizes as well", only=())
     table = report.Table(
         "Devices",
         (
@@ -78,8 +81,12 @@ def show(
     form: opt.Format,
     events: Annotated[bool, typer.Option(help="List the events instead of totals.")] = False,
     limit: Annotated[int, typer.Option(min=1, help="At most so many events.")] = 100,
+    *,
+    typed: typer.Context,
 ) -> None:
     """Show what a saved trace holds."""
+    if not events:
+        opt.refuse_unused(typed, "totals: give --events as well", never=["limit"])
     trace = values.load_trace(file)
     table = event_table(trace, limit) if events else figures(trace)
     people = table if events else trace.table()

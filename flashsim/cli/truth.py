@@ -160,7 +160,9 @@ def calibrate(
     units: Annotated[
         Path | None, typer.Option(help="Read what benchmarks/units.py wrote, instead of measuring.")
     ] = None,
-    device: Annotated[str, typer.Option(help="With --units: whose SMs and capacities.")] = "H200",
+    device: Annotated[
+        str | None, typer.Option(help="With --units: whose SMs and capacities; H200.")
+    ] = None,
 ) -> None:
     """Measure what each unit of this GPU does: the chip's part of `flashsim predict`, in seconds.
 
@@ -169,7 +171,11 @@ def calibrate(
     """
     from flashsim.studies.predict import chip
 
-    base = Device.get(device)
+    if units is None and device is not None:
+        raise OptionError(
+            "--device says whose figures --units holds; without it, this machine's GPU is measured"
+        )
+    base = Device.get(device or "H200")
     if units is None:
         from flashsim.backends.cupy_gpu import units as bench
 
@@ -211,10 +217,16 @@ def reproduce(
         tables = pages.listing()
         show_tables(tables, tables[:1], form)
         return
+    found: list[Table] = []
     for each in pages.NAMES if name == "all" else (name,):
         with working(f"recomputing {each}"):
             tables = pages.tables(each)
-        show_tables(tables, tables, form)
+        if form.json or form.csv:  # programs get one array, or one header
+            found += tables
+        else:
+            show_tables(tables, [])
+    if found:
+        show_tables([], found, form)
     if plot is not None:
         pallas = pages.pallas
         options = {"device": pallas.DEVICE, "dtype": pallas.DTYPE}
@@ -263,6 +275,8 @@ def verify(
         typer.Option(help="So many random shapes instead: the worst, exit status 1 past targets."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of --soak's shapes.")] = 0,
+    *,
+    typed: typer.Context,
 ) -> None:
     """Compare predictions with hardware counters, kernel by kernel.
 
@@ -273,14 +287,18 @@ def verify(
     from flashsim.studies import verify as verification
 
     if summary is not None:
+        opt.refuse_unused(typed, "--summary", only=["summary"])
         tables = verification.summary(values.read_text(summary))
         show_tables(tables, tables[-1:], form)
         return
     if soak is not None:
+        drawn = ["seed", "device", "kernel", "save"] if file is None else ["file"]
+        opt.refuse_unused(typed, "--soak", only=["soak", *drawn])
         _soak(soak, seed, how.device, kernel, file, save, form)
         return
     model = cache.model()
     if file is not None and file.exists() and verification.counts_beside(file).exists():
+        opt.refuse_unused(typed, "a table that says itself what ran", only=["file", *vars(cache)])
         kept = verification.Record.load(file)
         found = [
             verification.verify(each, str(one), l2=model).table()
@@ -288,6 +306,9 @@ def verify(
         ]
         show_tables(found, found, form)
         return
+    if file is not None:
+        opt.refuse_unused(typed, "--from, which measures nothing", never=["save"])
+    opt.refuse_unused(typed, "this: it is of --soak", never=["seed"])
     problem = values.problem(sizes, mask)
     tiles = values.tilings(how, problem.head_dim, mask.causal)
     case = verification.Case(

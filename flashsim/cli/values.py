@@ -12,6 +12,7 @@ import numpy as np
 
 from flashsim.api.cost import Estimate, cost, fits
 from flashsim.api.counting import count
+from flashsim.api.inputs import expand
 from flashsim.api.quantize import quantize
 from flashsim.api.samples import TRACES, load_sample, load_sample_trace, random_inputs
 from flashsim.cli import options as opt
@@ -109,25 +110,32 @@ def quantized(
 
 def cache(
     arrays: Arrays, how: opt.Decoding
-) -> tuple[np.ndarray, np.ndarray | None, dict[str, Any]]:
-    """K and V as they are to lie, and the options that say so: no V, if it is columns of K."""
-    k, v, options = _in_pages(arrays, how)
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, dict[str, Any]]:
+    """Q, K and V as they are to lie, and the options that say so: no V, if it is columns of K."""
+    q, k, v, options = _in_pages(arrays, how)
     if how.latent:
-        return k, None, options | {"head_dim_v": v.shape[-1]}
-    return k, v, options
+        return q, k, None, options | {"head_dim_v": v.shape[-1]}
+    return q, k, v, options
 
 
-def _in_pages(arrays: Arrays, how: opt.Decoding) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
-    """K and V, cut into pages of so many keys in order, and the options that say so.
+def _in_pages(
+    arrays: Arrays, how: opt.Decoding
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
+    """Q, and K and V cut into pages of so many keys in order, and the options that say so.
 
     A prefix that is shared lies in the pages of the first entry.
     """
-    k, v = arrays[1:3]
+    q, k, v = arrays[:3]
     if how.page_size is None:
-        return k, v, {}
+        return q, k, v, {}
     size = checks.positive_int("--page-size", how.page_size)
+    if not 2 <= q.ndim == k.ndim == v.ndim <= 4 or k.shape[:-1] != v.shape[:-1]:
+        return q, k, v, {}  # `run` says what is wrong with them
+    q, k, v = (expand(x) for x in (q, k, v))  # a table of pages has a row for each entry
     batch, heads, n, _ = k.shape
     pages = -(-n // size)
+    row = heads * (k.shape[-1] + v.shape[-1]) * k.itemsize
+    fits(batch * pages * size * row, "smaller pages leave less of the last one empty")
     pools = []
     for x in (k, v):
         room = np.zeros((batch, heads, pages * size, x.shape[-1]), x.dtype)
@@ -136,7 +144,7 @@ def _in_pages(arrays: Arrays, how: opt.Decoding) -> tuple[np.ndarray, np.ndarray
         pools.append(cut.reshape(batch * pages, heads, size, x.shape[-1]))
     table = np.arange(batch * pages).reshape(batch, pages)
     table[:, : (how.shared_prefix or 0) // size] = table[0, : (how.shared_prefix or 0) // size]
-    return pools[0], pools[1], {"block_table": table, "cache_seqlens": np.full(batch, n)}
+    return q, pools[0], pools[1], {"block_table": table, "cache_seqlens": np.full(batch, n)}
 
 
 def foresee(
@@ -291,6 +299,8 @@ def tiling(text: str, head_dim: int, causal: bool) -> Tiling | None:
 
 def tilings(how: opt.Passes, head_dim: int, causal: bool) -> tuple[Tiling | None, Tiling | None]:
     """Of the forward pass and of the backward one."""
+    if how.backward_tiling != "fit" and not how.backward:
+        raise OptionError("--backward-tiling is of the backward pass; give --backward as well")
     return tiling(how.tiling, head_dim, causal), tiling(how.backward_tiling, head_dim, causal)
 
 

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import sysconfig
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,9 @@ from typer.testing import CliRunner
 
 import flashsim
 from flashsim import Problem, Tiling, Trace
+from flashsim.cli import measure, saved
 from flashsim.cli import output as cli_output
 from flashsim.cli import pictures as cli_pictures
-from flashsim.cli import saved
 from flashsim.cli.app import app
 from flashsim.problem import hardware
 from flashsim.studies import demo
@@ -245,6 +246,21 @@ def test_sweep_simulates_in_processes():
     assert rows == flashsim.sweep([64, 96], method="run").rows
 
 
+def test_a_sweep_starts_no_more_workers_than_it_has_points(monkeypatch):
+    started = []
+
+    def pool(workers, **_):
+        started.append(workers)
+        return nullcontext()
+
+    monkeypatch.setattr(measure, "ProcessPoolExecutor", pool)
+    ok("sweep", "-n", "64,96", "--workers", 200)
+    assert started == [2]
+    refused = invoke("sweep", "-n", "64", "--workers", 10**30)
+    assert (refused.exit_code, started) == (2, [2])
+    assert "256" in refused.output
+
+
 def test_sweep_prints_what_varies():
     text = ok("sweep", "-n", "64,128", "-t", "16x16")
 
@@ -320,6 +336,15 @@ def test_a_trace_is_saved_and_shown(tmp_path):
         (("compare", "--algorithms", ""), "unknown algorithm ''"),
         (("count", "--heads", "6", "--kv-heads", "4"), "query heads must be a multiple"),
         (("count", "--json", "--csv"), "two formats"),
+        (("count", "--backward-tiling", "8x8"), "give --backward as well"),
+        (("run", "-a", "flash-decode", "--page-size", 10**12), "smaller pages"),
+        (("run", "--save", "a.npz", "--output", "./a.npz"), "name two files"),
+        (
+            ("run", "--backward", "--save", "a.npz", "--output", "a-backward.npz"),
+            "both write 'a-backward.npz'; name two files",
+        ),
+        (("devices", "--latent", "--splits", "2"), "--splits, --latent: not for the list alone"),
+        (("trace", "show", "h200-forward", "--limit", "3"), "--limit: not for totals"),
         (("sweep", "-n", "64,many"), "--n takes values separated by commas"),
         (("sweep", "-n", "64", "--causal", "perhaps"), "expected yes or no, got 'perhaps'"),
         (("sweep", "-n", "64", "--method", "guess"), "unknown method 'guess'"),

@@ -43,6 +43,28 @@ def test_walkthroughs_are_listed_and_unknown_ones_refused():
     assert "did you mean 'tiles'" in invoke("walkthrough", "tile").output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("walkthrough --seed 0", "--seed: not for the list of walkthroughs; leave it out"),
+        ("walkthrough softmax -n 4 --causal", "--n, --causal: not for the walkthrough softmax"),
+        ("walkthrough tiles --logits 1,2", "--logits: not for the walkthrough tiles"),
+        ("banks --theme dark", "give --plot as well"),
+        ("banks --columns 999999999999999", "columns must be at most 2,147,483,648"),
+        ("banks --pad 99999999999999999999999", "pad must be at most"),
+        ("blocks --stage dq", "give --plot as well"),
+        ("blocks --stages dkdv=64x64,dq=64x64 --sides 32", "--sides: not for --stages"),
+        ("when -n 64 --n-kv 32", "--n-q, --n-kv: not for this: its lengths are --lengths"),
+        ("precision --kernels --kinds normal", "--kinds: not for --kernels"),
+    ],
+)
+def test_what_would_say_nothing_is_refused(arguments, message):
+    result = invoke(*arguments.split())
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("flashsim: ")
+    assert message in result.stderr
+
+
 def test_banks_prints_every_layout_and_draws_one_pattern(tmp_path):
     assert rows("banks") == banks.table().records()
     out = tmp_path / "banks.svg"
@@ -69,7 +91,7 @@ def test_blocks_prints_stages_and_draws_one(tmp_path):
 
 
 def test_when_and_versions_print_predictions():
-    found = rows("when", *ASKED, "--lengths", "512,1024", "--backward", "--device", "A100")
+    found = rows("when", *ASKED[2:], "--lengths", "512,1024", "--backward", "--device", "A100")
     expected = predict.when(LAYER, (512, 1024), direction="backward", device="A100")
     assert found == expected.records()
     assert rows("versions", *ASKED) == predict.versions(LAYER).records()

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -39,6 +40,19 @@ def test_run_moves_what_count_counts(more):
     for key in tensors:
         assert ran[key] == counted[key] > 0, key
     assert "16 of the keys shared" in " ".join(invoke("count", *SIZES, *prefix).stdout.split())
+
+
+def test_a_real_models_keys_lie_in_pages_too(tmp_path):
+    for page_size in (None, 48):
+        pages = () if page_size is None else ("--page-size", page_size)
+        rows(
+            "run", "--demo-data", "layer0", "-a", "flash-decode", *pages, "--output", tmp_path / "o"
+        )
+        with np.load(tmp_path / "o") as stored:
+            out = stored["out"].reshape(12, 512, 32)
+        if page_size is None:
+            plain = out
+    np.testing.assert_array_equal(out, plain)
 
 
 def test_latent_attention_loads_no_v():

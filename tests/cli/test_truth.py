@@ -103,6 +103,9 @@ def test_reproduce_all_recomputes_everything(monkeypatch):
     output = invoke("reproduce", "all").stdout
     assert "2310.01889" in output
     assert "tile_size.h" in output
+    every = [row for name in kept for row in rows("reproduce", name)]
+    assert rows("reproduce", "all") == every  # one array, not one a name
+    assert invoke("reproduce", "all", "--csv").stdout.count("why they differ") == 1
 
 
 @pytest.fixture
@@ -138,6 +141,12 @@ def test_verify_reads_a_saved_table(counters):
         (("ladder", "-n", 8, "--rungs", "onlin"), "did you mean 'online'"),
         (("dram", "--launch", "random"), "possible: head-first"),
         (("verify",), "Nsight Compute"),
+        (("verify", "--seed", "3"), "--seed: not for this: it is of --soak"),
+        (("verify", "--soak", "3", "-n", "5"), "--n-q: not for --soak; leave it out"),
+        (("verify", "--summary", "x", "-n", "5", "--causal"), "--causal, --n-q: not for --summary"),
+        (("verify", "--from", "x", "--save", "y"), "--save: not for --from"),
+        (("calibrate", "--device", "T4"), "--device says whose figures --units holds"),
+        (("predict", "-a", "standard", "--splits", "2"), "splits is FlashAttention's"),
     ],
 )
 def test_errors_are_one_line(arguments, message, monkeypatch):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flashsim import report
-from flashsim.errors import OptionError, own_errors
+from flashsim.errors import OptionError, own_errors, shown
 from flashsim.problem import checks
 from flashsim.problem.problem import numpy_dtype
 from flashsim.report import Table
@@ -17,6 +17,8 @@ from flashsim.report import Table
 LANES, BANKS, WORD, SECTOR, LINE = 32, 32, 4, 32, 128
 #: Bytes that one wavefront carries, and of one piece that `ldmatrix` and the copy engine move.
 FRONT, PIECE = BANKS * WORD, 16
+#: Elements of a row, and of its padding: addresses of 32 such rows are integers of 64 bits.
+LONGEST = 2**31
 
 #: What a warp asks for: name -> (what, bytes a lane; 0: one element).
 PATTERNS = {
@@ -150,6 +152,9 @@ def access(
     columns = FRONT // item if columns is None else checks.positive_int("columns", columns)
     if pad is None:
         pad = PIECE // item if width == PIECE else 1
+    for name, elements in (("columns", columns), ("pad", checks.count("pad", pad))):
+        if elements > LONGEST:
+            raise OptionError(f"{name} must be at most {LONGEST:,}, got {shown(elements)}")
     row_bytes = columns * item
     pitch = row_bytes + (pad * item if layout == "padded" else 0)
     rows, at = _where(pattern, item)

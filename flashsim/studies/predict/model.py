@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -108,8 +109,9 @@ def predict(
         )
     check_splits(splits)
     if algorithm == "standard":
-        own = {"kernels": kernels, "tiling": tiling, "constants": constants}
-        for name, value in (own | {"heads_in_group": heads_in_group}).items():
+        own: dict[str, Any] = {"kernels": kernels, "tiling": tiling, "constants": constants}
+        own |= {"heads_in_group": heads_in_group, "splits": None if splits == "auto" else splits}
+        for name, value in own.items():
             if value is not None:
                 raise OptionError(
                     f"{name} is FlashAttention's; standard attention's time is a library's, got "
