@@ -10,29 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 from compiled import compiled, costs_nothing_when_off, errors, source, thorough
+from gpus import GPUS, H200, KIB, ODD
 
 import flashsim
 from flashsim import Problem, Tiling
 from flashsim.backends import launch
 from flashsim.backends.families.portable import PORTABLE, TF32
-from flashsim.backends.launch.kernel import Gpu
 from flashsim.backends.launch.lowering import lower
 from flashsim.engines.engine import Job
 from flashsim.errors import BackendUnavailable, OptionError, TilingError, UnsupportedError
 from flashsim.problem.masks import BlockMask
 from flashsim.schedule.schedule import Schedule
 
-KIB = 1024
-#: Shared memory a block may have, and L2: what launch arithmetic asks a GPU.
-GPUS = {
-    "sm_80": Gpu("A100", (8, 0), 163 * KIB, 40 << 20),
-    "sm_86": Gpu("RTX 3090", (8, 6), 99 * KIB, 6 << 20),
-    "sm_89": Gpu("RTX 4090", (8, 9), 99 * KIB, 72 << 20),
-    "sm_90": Gpu("H200", (9, 0), 227 * KIB, 60 << 20),
-    "sm_100": Gpu("B200", (10, 0), 227 * KIB, 126 << 20),
-    "sm_120": Gpu("RTX 5090", (12, 0), 99 * KIB, 96 << 20),
-}
-H200 = GPUS["sm_90"]
 #: Bytes a thread may spill: registers hold everything but a few rarely used values.
 SPILL_BYTES = 128
 #: The same where it counts or stamps as well: addresses and counters are live throughout.
@@ -42,16 +31,7 @@ PROBLEMS = {
     "bf16 128 causal": Problem(512, 512, 128, heads=2, dtype="bfloat16", causal=True),
     "bf16 64": Problem(512, 512, 64, heads=2, dtype="bfloat16"),
     "fp16 256": Problem(512, 512, 256, heads=2, dtype="float16", causal=True),
-    "fp16 odd": Problem(
-        *(500, 500, 80, 40),
-        heads=4,
-        kv_heads=2,
-        dtype="float16",
-        window=(30, 5),
-        softcap=3.0,
-        cu_seqlens_q=(0, 200, 500),
-        cu_seqlens_k=(0, 300, 500),
-    ),
+    "fp16 odd": Problem(500, 500, 80, 40, **ODD),
     "blocks": Problem(
         *(256, 256, 96),
         dtype="bfloat16",

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gpus import H200
 
 import flashsim
 from flashsim import Problem
 from flashsim.backends import failures, launch
 from flashsim.backends.families.portable import PORTABLE
 from flashsim.backends.kernels import nvrtc
-from flashsim.backends.launch.kernel import Gpu
 from flashsim.engines.engine import Job
 from flashsim.errors import BackendUnavailable
 from flashsim.schedule.tiling import Tiling
@@ -31,7 +31,6 @@ from flashsim.backends.cupy_gpu import arrays, calls  # noqa: E402
 from flashsim.backends.cupy_gpu import engine as cupy_engine  # noqa: E402
 
 P = Problem(16, 16, 16, dtype="float16")
-H200 = Gpu("H200", (9, 0), 227 * 1024, 60 << 20)
 
 
 def error(name, base, text):

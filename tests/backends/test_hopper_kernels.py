@@ -11,6 +11,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from compiled import compiled, costs_nothing_when_off, errors, source, thorough
+from gpus import A100, H200, ODD
 
 import flashsim
 from flashsim import Problem, Tiling
@@ -19,13 +20,11 @@ from flashsim.backends.cupy_gpu import tensor_maps
 from flashsim.backends.families import tile_times
 from flashsim.backends.families.hopper import HOPPER
 from flashsim.backends.families.portable import PORTABLE
-from flashsim.backends.launch.kernel import Box, Gpu, Variant
+from flashsim.backends.launch.kernel import Box, Variant
 from flashsim.engines.engine import Job
 from flashsim.errors import OptionError, UnsupportedError
 from flashsim.problem.masks import BlockMask
 
-H200 = Gpu("H200", (9, 0), 227 * 1024, 60 << 20)
-A100 = Gpu("A100", (8, 0), 163 * 1024, 40 << 20)
 #: Bytes a thread may spill to local memory: a few values used once an item.
 SPILL_BYTES = {False: 64, True: 320}  # without and with a softcap
 #: Where they report: counters, and the addresses they go to, are live throughout.
@@ -40,16 +39,7 @@ PROBLEMS = {
     "40, values 8": Problem(333, 517, 40, 8, heads=2, dtype="float16"),
     "192": Problem(4096, 4096, 192, heads=2, dtype="bfloat16", causal=True),
     "256": Problem(4096, 4096, 256, heads=2, dtype="bfloat16", causal=True),
-    "128 odd": Problem(
-        *(500, 500, 128, 64),
-        heads=4,
-        kv_heads=2,
-        dtype="float16",
-        window=(30, 5),
-        softcap=3.0,
-        cu_seqlens_q=(0, 200, 500),
-        cu_seqlens_k=(0, 300, 500),
-    ),
+    "128 odd": Problem(500, 500, 128, 64, **ODD),
     "128 blocks": Problem(
         *(512, 512, 128),
         dtype="bfloat16",

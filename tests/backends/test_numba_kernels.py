@@ -12,11 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from compiled import thorough
+from gpus import A100, H200, ODD
 
 import flashsim
 from flashsim import Problem, Tiling
 from flashsim.backends import launch
-from flashsim.backends.launch.kernel import Gpu, Kernel
+from flashsim.backends.launch.kernel import Kernel
 from flashsim.engines.engine import Job
 from flashsim.errors import BackendUnavailable, OptionError, TilingError, UnsupportedError
 from flashsim.problem.masks import BlockMask
@@ -31,26 +32,14 @@ except ImportError as error:
     pytest.skip(f"no numba-cuda: {error}", allow_module_level=True)
 
 
-GPUS = {
-    "sm_80": Gpu("A100", (8, 0), 163 * 1024, 40 << 20),
-    "sm_90a": Gpu("H200", (9, 0), 227 * 1024, 60 << 20),
-}
+GPUS = {"sm_80": A100, "sm_90a": H200}
 #: Bytes a thread may spill: registers hold everything but some rarely used values.
 SPILL_BYTES = 224
 #: The same where it counts or stamps as well: addresses and counters are live throughout.
 REPORT_SPILL_BYTES = 256
 PROBLEMS = {
     "bf16 128 causal": Problem(512, 512, 128, heads=2, dtype="bfloat16", causal=True),
-    "fp16 odd": Problem(
-        *(500, 500, 40, 24),
-        heads=4,
-        kv_heads=2,
-        dtype="float16",
-        window=(30, 5),
-        softcap=3.0,
-        cu_seqlens_q=(0, 200, 500),
-        cu_seqlens_k=(0, 300, 500),
-    ),
+    "fp16 odd": Problem(500, 500, 40, 24, **ODD),
 }
 
 

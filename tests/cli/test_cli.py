@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
+from commands import invoke, ok
 
 import flashsim
 from flashsim import Problem, Tiling, Trace
@@ -22,16 +22,6 @@ from flashsim.cli import pictures as cli_pictures
 from flashsim.cli.app import app
 from flashsim.problem import hardware
 from flashsim.studies import demo
-
-
-def invoke(*arguments):
-    return CliRunner().invoke(app, [str(x) for x in arguments])
-
-
-def ok(*arguments):
-    result = invoke(*arguments)
-    assert result.exit_code == 0, result.output
-    return result.stdout
 
 
 def records(*arguments):
@@ -93,7 +83,7 @@ def test_help_shows_no_value_that_a_flag_would_take():
         inside = group.typer_instance.registered_commands
         names += [[group.name, c.name or c.callback.__name__] for c in inside]
     for command in [[], *names]:
-        text = CliRunner().invoke(app, [*command, "--help"]).output
+        text = invoke(*command, "--help").output
         assert "--help" in text
         assert "bool" not in text, command
 

@@ -1,23 +1,10 @@
 """`flashsim walkthrough`: what is asked reaches the study."""
 
-import json
-
 import pytest
-from typer.testing import CliRunner
+from commands import invoke, rows
 
 from flashsim import Problem, Tiling, banks, blocks, softmax_matmul, walkthrough
-from flashsim.cli.app import app
 from flashsim.studies import predict
-
-
-def invoke(*arguments):
-    return CliRunner().invoke(app, [str(x) for x in arguments])
-
-
-def rows(*arguments):
-    result = invoke(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
 
 
 @pytest.mark.parametrize(

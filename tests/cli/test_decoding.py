@@ -1,30 +1,18 @@
 """Decoding on the command line: splits, pages, shared prefixes, latent attention, the models."""
 
-import json
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
+from commands import invoke, rows
 
 import flashsim
 from flashsim import Problem, l2
-from flashsim.cli.app import app
 from flashsim.problem.hardware import PRESETS
 from flashsim.schedule.splitting import fill
 from flashsim.studies import predict
 
 SIZES = ("-a", "flash-decode", "-n", 1, "--n-kv", 64, "-b", 2, "--heads", 4, "--kv-heads", 2)
 P = Problem(1, 64, 64, batch=2, heads=4, kv_heads=2)
-
-
-def invoke(*arguments):
-    return CliRunner().invoke(app, [str(x) for x in arguments])
-
-
-def rows(*arguments):
-    result = invoke(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
 
 
 @pytest.mark.parametrize("more", [(), ("--page-size", 8), ("--no-pack-gqa", "--splits", 3)])

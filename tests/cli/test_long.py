@@ -10,20 +10,15 @@ import time
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from commands import invoke
 
 import flashsim
 from flashsim import l2
 from flashsim.api import cost, point
 from flashsim.cli import measure
-from flashsim.cli.app import app
 from flashsim.errors import OptionError
 from flashsim.report import beside
 from flashsim.studies import roofline
-
-
-def invoke(*words):
-    return CliRunner().invoke(app, [str(word) for word in words])
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import typer
 import viz_cases as cases
+from commands import invoke
 from matplotlib import pyplot as plt
 from PIL import Image
-from typer.testing import CliRunner
 
 import flashsim
 from flashsim import viz
@@ -26,17 +26,13 @@ def close_figures():
     plt.close("all")
 
 
-def call(*words):
-    return CliRunner().invoke(app, [str(word) for word in words])
-
-
 @pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("diff", "gpu-timeline")])
 def test_plot_from_sizes(kind, tmp_path):
     out = tmp_path / "new" / f"{kind}.png"
     words = {"io-curve": ("-d", 8, "--causal"), "memory-footprint": ("-d", 8)}
     words["mask"] = ("-n", 64, "--window", "9:0", "-t", "16x16")
     words = words.get(kind, (*SMALL, "--causal", "-t", "16x16"))
-    result = call("plot", kind, *words, "-o", out)
+    result = invoke("plot", kind, *words, "-o", out)
     assert result.exit_code == 0, result.output
     with Image.open(out) as image:
         assert image.width == 1440
@@ -48,21 +44,21 @@ def test_plot_from_saved_traces(tmp_path):
         files += ["-T", tmp_path / f"{name}.npz"]
         cases.trace(name).save(files[-1])
     out = tmp_path / "diff.svg"
-    result = call("plot", "diff", *files, "-o", out)
+    result = invoke("plot", "diff", *files, "-o", out)
     assert result.exit_code == 0, result.output
     assert "FlashAttention-2 minus FlashAttention-1" in out.read_text()
-    assert call("plot", "tile-map", *files[:2], "-o", tmp_path / "map.pdf").exit_code == 0
+    assert invoke("plot", "tile-map", *files[:2], "-o", tmp_path / "map.pdf").exit_code == 0
 
 
 def test_bundled_gpu_traces_have_names(tmp_path):
     out = tmp_path / "gpu.svg"
-    done = call("plot", "gpu-timeline", "-T", "h200-forward", "--sms", "0:1", "-o", out)
+    done = invoke("plot", "gpu-timeline", "-T", "h200-forward", "--sms", "0:1", "-o", out)
     assert done.exit_code == 0
     assert "stage forward: 2 SMs" in out.read_text()
     assert "NVIDIA H200" in out.read_text()
-    wrong = call("plot", "gpu-timeline", "-T", "h200-forward", "--sms", "0-1", "-o", out)
+    wrong = invoke("plot", "gpu-timeline", "-T", "h200-forward", "--sms", "0-1", "-o", out)
     assert (wrong.exit_code, "--sms takes FIRST:LAST" in wrong.output) == (2, True)
-    wrong = call("plot", "tile-map", "-n", 64, "--sms", "0:1", "-o", out)
+    wrong = invoke("plot", "tile-map", "-n", 64, "--sms", "0:1", "-o", out)
     assert (wrong.exit_code, "--sms: not for tile-map, but for gpu-timeline" in wrong.output) == (
         2,
         True,
@@ -72,16 +68,16 @@ def test_bundled_gpu_traces_have_names(tmp_path):
 def test_plot_of_a_gpu_timeline(tmp_path):
     cases.with_timeline().save(tmp_path / "gpu.npz")
     out = tmp_path / "gpu.svg"
-    assert call("plot", "gpu-timeline", "-T", tmp_path / "gpu.npz", "-o", out).exit_code == 0
+    assert invoke("plot", "gpu-timeline", "-T", tmp_path / "gpu.npz", "-o", out).exit_code == 0
     assert "stage forward: 3 SMs" in out.read_text()
 
 
 def test_times_of_a_gpu_timeline(tmp_path):
     out, words = tmp_path / "gpu.svg", ("plot", "gpu-timeline", "-T", "h200-backward")
-    assert call(*words, "--sms", "0:1", "--times", "0:40", "-o", out).exit_code == 0
+    assert invoke(*words, "--sms", "0:1", "--times", "0:40", "-o", out).exit_code == 0
     assert ">40</text>" in out.read_text()
     assert ">60</text>" not in out.read_text()  # it takes 160 µs
-    wrong = call(*words, "--times", "soon", "-o", out)
+    wrong = invoke(*words, "--times", "soon", "-o", out)
     assert (wrong.exit_code, "--times takes FIRST:LAST in µs" in wrong.output) == (2, True)
 
 
@@ -89,7 +85,7 @@ def test_times_of_a_gpu_timeline(tmp_path):
 def test_io_curve_over(over, tmp_path):
     out = tmp_path / "io.svg"
     words = ("-n", 512, "-a", "flash2", "--over", over, "-t", "32x32", "-o", out)
-    assert call("plot", "io-curve", *words).exit_code == 0
+    assert invoke("plot", "io-curve", *words).exit_code == 0
     held = {"block_q": "block_k = 32", "block_k": "block_q = 32"}.get(over, "N = 512")
     assert held in out.read_text()
 
@@ -109,7 +105,7 @@ def test_io_curve_over(over, tmp_path):
     ],
 )
 def test_an_option_that_a_figure_cannot_use_is_an_error(words, message, tmp_path):
-    result = call("plot", *words, "-o", tmp_path / "x.png")
+    result = invoke("plot", *words, "-o", tmp_path / "x.png")
     assert (result.exit_code, message in result.output) == (2, True), result.output
     assert list(tmp_path.iterdir()) == []
 
@@ -129,13 +125,13 @@ def test_a_mask_is_drawn_of_the_lengths_and_the_mask_given(monkeypatch, tmp_path
         pictures, "_draw", lambda kind, data, out, options, *_: drawn.update(data=data, **options)
     )
     words = ("-n", 48, "--n-kv", 64, "--causal", "--window", "9:0", "-t", "16x8")
-    assert call("plot", "mask", *words, "-o", tmp_path / "x.png").exit_code == 0
+    assert invoke("plot", "mask", *words, "-o", tmp_path / "x.png").exit_code == 0
     p = drawn["data"]
     assert (p.n_q, p.n_kv, p.causal, p.window) == (48, 64, True, (9, 0))
     assert drawn["tiling"] == flashsim.Tiling(16, 8)
-    assert call("plot", "mask", "--causal", "-o", tmp_path / "x.png").exit_code == 0
+    assert invoke("plot", "mask", "--causal", "-o", tmp_path / "x.png").exit_code == 0
     assert (drawn["data"].n_q, drawn["tiling"]) == (512, None)  # few enough scores to draw
-    refused = call("plot", "mask", "-a", "flash1", "-o", tmp_path / "x.png")
+    refused = invoke("plot", "mask", "-a", "flash1", "-o", tmp_path / "x.png")
     assert (refused.exit_code, "--algorithms: not for mask" in refused.output) == (2, True)
 
 
@@ -150,7 +146,7 @@ def test_every_kind_says_what_it_uses():
 def test_size_and_resolution(tmp_path):
     out = tmp_path / "x.png"
     words = ("-n", 64, "-a", "flash2", "--size", "8x5", "--dpi", 60, "-o", out)
-    assert call("plot", "traffic", *words).exit_code == 0
+    assert invoke("plot", "traffic", *words).exit_code == 0
     with Image.open(out) as image:
         assert image.size == (480, 300)
 
@@ -161,8 +157,8 @@ def test_a_roofline_plots_what_the_table_says(monkeypatch, tmp_path):
         pictures, "_draw", lambda kind, data, out, options, *_: drawn.update(data=data, **options)
     )
     words = ("-n", 512, "--heads", 2)
-    assert call("plot", "roofline", *words, "-o", tmp_path / "x.png").exit_code == 0
-    table = json.loads(call("roofline", *words, "--json").stdout)
+    assert invoke("plot", "roofline", *words, "-o", tmp_path / "x.png").exit_code == 0
+    table = json.loads(invoke("roofline", *words, "--json").stdout)
     rows = {(row["algorithm"], row["count"]): row["B"] for row in table}
     assert [c.algorithm for c in drawn["data"]] == ["standard", "flash2"]
     for counted in drawn["data"]:
@@ -174,9 +170,9 @@ def test_a_gpus_trace_stands_at_the_time_it_took(tmp_path):
     trace = flashsim.load_sample_trace("h200-forward")
     took = (trace.timeline["end_ns"].max() - trace.timeline["start_ns"].min()) * 1e-9
     out = tmp_path / "x.svg"
-    assert call("plot", "roofline", "-T", "h200-forward", "-o", out).exit_code == 0
+    assert invoke("plot", "roofline", "-T", "h200-forward", "-o", out).exit_code == 0
     assert "(measured" in out.read_text()
-    shown = call("trace", "show", "h200-forward").stdout
+    shown = invoke("trace", "show", "h200-forward").stdout
     tera = trace.flops("matmul") / took / 1e12
     assert f"{took * 1e6:.4g} µs, {tera:.4g} TFLOP/s" in " ".join(shown.split())
 
@@ -184,22 +180,22 @@ def test_a_gpus_trace_stands_at_the_time_it_took(tmp_path):
 def test_windows_and_grouped_heads(tmp_path):
     out, html = tmp_path / "map.svg", tmp_path / "walk.html"
     words = ("--n-kv", 96, "--window", "16:8", "--heads", 4, "--kv-heads", 2, "-t", "16x16")
-    assert call("plot", "tile-map", *SMALL, *words, "-o", out).exit_code == 0
+    assert invoke("plot", "tile-map", *SMALL, *words, "-o", out).exit_code == 0
     assert "4 / 2 heads, 64 × 96" in out.read_text()
     assert "window 16:8" in out.read_text()
-    assert call("page", *SMALL, *words, "-o", html).exit_code == 0
+    assert invoke("page", *SMALL, *words, "-o", html).exit_code == 0
     assert "window 16:8" in html.read_text()
 
 
 def test_animate_and_page(tmp_path):
     gif, html = tmp_path / "walk.gif", tmp_path / "walk.html"
     words = (*SMALL, "-t", "16x16", "--row", 63)
-    assert call("animate", *words, "--max-frames", 3, "-o", gif).exit_code == 0
+    assert invoke("animate", *words, "--max-frames", 3, "-o", gif).exit_code == 0
     with Image.open(gif) as image:
         assert image.n_frames == 3
-    assert call("page", *words, "-o", html).exit_code == 0
+    assert invoke("page", *words, "-o", html).exit_code == 0
     assert '"row":63' in html.read_text()
-    back = call("page", *SMALL, "-t", "16x16", "--backward", "-a", "flash1,flash2", "-o", html)
+    back = invoke("page", *SMALL, "-t", "16x16", "--backward", "-a", "flash1,flash2", "-o", html)
     assert back.exit_code == 0, back.output
     assert '"statistics":null' in html.read_text()
 
@@ -226,17 +222,17 @@ def test_animate_and_page(tmp_path):
 )
 def test_errors(words, message, tmp_path):
     out = {"animate": "out.gif", "page": "out.html"}.get(words[0], "x.png")
-    result = call(*words, "-o", tmp_path / out)
+    result = invoke(*words, "-o", tmp_path / out)
     assert result.exit_code == 2
     assert message in result.output
     assert "Traceback" not in result.output
 
 
 def test_more_errors(tmp_path):
-    bad = call("plot", "traffic", *SMALL, "-o", tmp_path / "out.xyz")
+    bad = invoke("plot", "traffic", *SMALL, "-o", tmp_path / "out.xyz")
     assert "cannot write 'out.xyz'; possible: " in bad.output
     cases.trace().save(tmp_path / "t.npz")
-    row = call("page", "-T", tmp_path / "t.npz", "--row", "1", "-o", tmp_path / "x.html")
+    row = invoke("page", "-T", tmp_path / "t.npz", "--row", "1", "-o", tmp_path / "x.html")
     assert "--row needs the tensors" in row.output
 
 

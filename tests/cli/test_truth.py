@@ -1,29 +1,16 @@
 """`flashsim dram`, `roofline`, `ladder`, `predict`, `calibrate`, ...: figures, printed."""
 
-import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from commands import invoke, rows
 
 import flashsim
 from flashsim import Problem, Tiling, l2
-from flashsim.cli.app import app
 from flashsim.errors import TraceError
 from flashsim.studies import claims, ladder, predict, reproduce, roofline
 from flashsim.studies.predict import chip
 from flashsim.studies.verify import METRICS
-
-
-def invoke(*arguments):
-    return CliRunner().invoke(app, [str(x) for x in arguments])
-
-
-def rows(*arguments):
-    result = invoke(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
-
 
 SIZES = ("-n", 512, "-d", 32, "--heads", 2, "--tiling", "64x64")
 PROBLEM = Problem(512, head_dim=32, heads=2, dtype="bfloat16")

@@ -150,7 +150,7 @@ def test_bundled_gpu_traces(tmp_path):
         assert counters(events, "HBM")[-1][2] == total
 
 
-def test_a_producer_that_runs_ahead_takes_no_place(tmp_path):
+def test_a_producer_that_runs_ahead_takes_no_place():
     trace = flashsim.load_sample_trace("h200-backward")
     names = timeline.rows(trace, trace.timeline).names
     assert names == ("producer", "consumer 0", "consumer 1")  # one block an SM at a time

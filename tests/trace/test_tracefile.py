@@ -329,7 +329,7 @@ def test_archives_that_do_not_add_up(trace, path, change, text):
     refused(path, f"truncated or damaged.*{text}")
 
 
-def test_no_pickle_is_ever_run(trace, path):
+def test_no_pickle_is_ever_run(path):
     """An object array in place of the header is refused without being unpickled."""
 
     class Bomb:

@@ -141,7 +141,7 @@ def test_without_a_process_group_it_says_what_to_do():
         flashsim.torch.shard(x)
 
 
-def test_one_rank_is_plain_attention(tmp_path):
+def test_one_rank_is_plain_attention():
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
     )

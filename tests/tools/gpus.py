@@ -1,0 +1,20 @@
+"""GPUs and problems that kernels are compiled for without one."""
+
+from flashsim.backends.launch.kernel import Gpu
+
+KIB = 1024
+#: Shared memory a block may have, and L2: what launch arithmetic asks a GPU.
+GPUS = {
+    "sm_80": Gpu("A100", (8, 0), 163 * KIB, 40 << 20),
+    "sm_86": Gpu("RTX 3090", (8, 6), 99 * KIB, 6 << 20),
+    "sm_89": Gpu("RTX 4090", (8, 9), 99 * KIB, 72 << 20),
+    "sm_90": Gpu("H200", (9, 0), 227 * KIB, 60 << 20),
+    "sm_100": Gpu("B200", (10, 0), 227 * KIB, 126 << 20),
+    "sm_120": Gpu("RTX 5090", (12, 0), 99 * KIB, 96 << 20),
+}
+A100, H200 = GPUS["sm_80"], GPUS["sm_90"]
+#: All that makes a problem of 500 queries and keys odd.
+ODD = {
+    **{"heads": 4, "kv_heads": 2, "dtype": "float16", "window": (30, 5), "softcap": 3.0},
+    **{"cu_seqlens_q": (0, 200, 500), "cu_seqlens_k": (0, 300, 500)},
+}
