@@ -16,7 +16,7 @@ import numpy as np
 from flashsim.backends import failures, launch
 from flashsim.backends.cupy_gpu import arrays
 from flashsim.backends.cupy_gpu.launching import Launcher
-from flashsim.backends.families import cascade, decode, latent
+from flashsim.backends.families import cascade, decode, decode_kernels, latent
 from flashsim.backends.kernels import nvrtc
 from flashsim.backends.launch.kernel import Gpu
 from flashsim.backends.reports import decode as traces
@@ -28,12 +28,12 @@ from flashsim.schedule.tiling import Tiling
 
 _RECORD = struct.Struct(
     "<"
-    + "Qqqq" * len(decode.TENSORS)
-    + "Q" * len(decode.POINTERS)
-    + "i" * len(decode.INTEGERS)
+    + "Qqqq" * len(decode_kernels.TENSORS)
+    + "Q" * len(decode_kernels.POINTERS)
+    + "i" * len(decode_kernels.INTEGERS)
     + "ff"
 )
-assert _RECORD.size == decode.RECORD.itemsize
+assert _RECORD.size == decode_kernels.RECORD.itemsize
 
 
 class Workspace:
@@ -88,7 +88,7 @@ class _Ready:
         self._items = cupy.asarray(made.items)
         self.items = self._items.data.ptr
         record = decode.record(made)
-        self.integers = [int(record[name]) for name in decode.INTEGERS]
+        self.integers = [int(record[name]) for name in decode_kernels.INTEGERS]
         self.factors = [float(record["scale"]), float(record["softcap"])]
         self._args = bytearray(_RECORD.size)
         at = ctypes.addressof((ctypes.c_char * _RECORD.size).from_buffer(self._args))
@@ -123,8 +123,8 @@ class _Ready:
                 self._merge(stream)
 
 
-_ADDRESS, _ITEMS = struct.Struct("<Q"), int(decode.RECORD.fields["items"][1])  # type: ignore[index]
-_TABLE_ROW, _PAGES = (decode.INTEGERS.index(name) for name in ("table_row", "pages"))
+_ADDRESS, _ITEMS = struct.Struct("<Q"), int(decode_kernels.RECORD.fields["items"][1])  # type: ignore[index]
+_TABLE_ROW, _PAGES = (decode_kernels.INTEGERS.index(name) for name in ("table_row", "pages"))
 
 
 @lru_cache(maxsize=256)

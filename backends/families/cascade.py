@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from flashsim.backends.families import decode, decode_splits
+from flashsim.backends.families import decode, decode_kernels, decode_splits
 from flashsim.backends.launch.kernel import Gpu, Variant, padded_dims
 from flashsim.errors import OptionError, UnsupportedError
 from flashsim.problem.problem import Problem
@@ -68,11 +68,11 @@ def plan(
     live(problem, lengths, prefix, page)
     p, rows = problem, problem.n_q * problem.group
     d, dv = padded_dims(p)
-    block_q = decode.block_q_of(rows * p.batch, d, dv)
+    block_q = decode_kernels.block_q_of(rows * p.batch, d, dv)
     row_tiles, prefix_tiles = -(-rows // block_q), -(-rows * p.batch // block_q)
-    ring = decode.SHORT_RING if page else decode.RING
-    chip = decode.on_chip(block_q, d, dv, gpu, wide=True, ring=ring)
-    block_k = decode.KEYS * chip[0]
+    ring = decode_kernels.SHORT_RING if page else decode_kernels.RING
+    chip = decode_kernels.on_chip(block_q, d, dv, gpu, wide=True, ring=ring)
+    block_k = decode_kernels.KEYS * chip[0]
     own = [length - prefix for length in lengths]
     tiles = [-(-n // block_k) for n in own]
     shared_tiles = -(-prefix // block_k)
@@ -85,7 +85,7 @@ def plan(
     prefix_splits = -(-shared_tiles * splits // longest)
     overlap = gpu.compute_capability >= (9, 0)
     variant = Variant(True, False, counts=counts)
-    kernel = decode.walking_kernel(
+    kernel = decode_kernels.walking_kernel(
         p, variant, block_q, chip, page=page, overlap=overlap, cascade=True
     )
     slot, listed = prefix_splits * p.batch, []
@@ -101,7 +101,7 @@ def plan(
     listed.sort(key=lambda item: item[1] - item[2])
     return decode.Decode(
         *(p, kernel, np.array(listed, np.int32), tuple(made), rows, row_tiles, block_k, longest),
-        merge=decode.merge_kernel(p, block_q, counts=counts, overlap=overlap, cascade=True),
+        merge=decode_kernels.merge_kernel(p, block_q, counts=counts, overlap=overlap, cascade=True),
         prefix=prefix,
         prefix_splits=prefix_splits,
     )

@@ -11,44 +11,22 @@ from functools import lru_cache
 
 import numpy as np
 
+from flashsim.backends.families import decode_kernels as kernels
 from flashsim.backends.families import decode_splits
 from flashsim.backends.launch.kernel import (
-    ARGS,
     MAX_HEAD_DIM,
     Gpu,
     Kernel,
     Variant,
-    constants,
-    macros,
     padded_dims,
     row_elements,
 )
 from flashsim.errors import OptionError, UnsupportedError
 from flashsim.problem.problem import Problem
-from flashsim.schedule.tiling import Tiling
 
 ALGORITHM = "flash-decode"
 #: What `run` takes for it besides `splits`: lengths, pages, memory that calls share.
 OPTIONS = ("splits", "cache_seqlens", "block_table", "workspace", "head_dim_v", "shared_prefix")
-TENSORS = ("q", "o", "k", "v")
-POINTERS = (
-    *("lse", "o_part", "l_part", "arrived", "items", "table"),
-    *("visit_counts", "item_counts", "visit_stamps", "item_stamps"),
-)
-INTEGERS = (
-    *("n_q", "heads", "group", "kv_heads", "left", "right", "row_tiles", "table_row", "pages"),
-    *("n_visits", "batch", "prefix", "prefix_tiles", "unused"),
-)
-#: The kernel's one argument, by value: ``struct DecodeArgs``.
-RECORD = np.dtype(
-    [
-        *((name, ARGS["q"]) for name in TENSORS),
-        *((name, "<u8") for name in POINTERS),
-        *((name, "<i4") for name in INTEGERS),
-        ("scale", "<f4"),
-        ("softcap", "<f4"),
-    ]
-)
 #: Slots of a count record: of a visit, and of a block. See `Decode.expected`.
 VISIT_SLOTS = ("K", "V", "table")
 ITEM_SLOTS = ("Q", "O_part", "L_part", "O", "L", "O_part read", "L_part read")
@@ -57,12 +35,6 @@ SLOTS = 8
 #: when it began to merge, or 0.
 VISIT_STAMPS, ITEM_STAMPS = 5, 6
 
-#: Rows that a block of the merging kernel takes, one a warp.
-MERGE_WARPS = 4
-
-KEYS = 16  # of a warp's part of a key tile
-#: Registers a thread may spend on Q and O; the rest of its 255 is for scores and addresses.
-_HELD = 192
 _INT32 = int(np.iinfo(np.int32).max)
 #: Splits that may be a cluster of blocks, which merge through their shared memory (sm_90 and
 #: later); the programming guide promises a cluster of 8.
@@ -72,10 +44,8 @@ _CLUSTERED = 4
 #: Of the multiprocessors, as many as take nearly all that the memory gives; key tiles from which
 #: on wide rows stay whole where they take so many.
 _ENOUGH, _LONG = 0.45, 128
-#: Bytes of K and V under way on a multiprocessor: of one block's long contiguous range of keys; of
-#: two blocks', of pages, of ranges no longer than so many key tiles.
-RING, SHORT_RING, _SHORT = 192 << 10, 128 << 10, 8
-_STAGES = 6  # at most
+#: Key tiles of a range up to which it is short, and has fewer bytes under way.
+_SHORT = 8
 #: Bytes of K and V up to which a call begins before what runs before it has ended, if its blocks
 #: are two on a multiprocessor and all there at once: more of them stream faster behind it.
 _OVERLAPPED = 600e6
@@ -148,7 +118,7 @@ class Decode:
     @property
     def merge_grid(self) -> tuple[int, int]:
         """Its thread blocks."""
-        return -(-self.rows // MERGE_WARPS), len(self.merges) * self.problem.kv_heads
+        return -(-self.rows // kernels.MERGE_WARPS), len(self.merges) * self.problem.kv_heads
 
     @property
     def cluster(self) -> int:
@@ -199,8 +169,8 @@ def record(made: Decode, table_row: int = 0, pages: int = 0) -> np.ndarray:
     made_of = {"row_tiles": made.row_tiles, "n_visits": made.n_visits, "unused": 0}
     made_of |= {"prefix": made.prefix, "prefix_tiles": made.prefix_tiles}
     given = made_of | {"table_row": table_row, "pages": pages}
-    packed = np.zeros((), RECORD)
-    for name in (*INTEGERS, "scale", "softcap"):
+    packed = np.zeros((), kernels.RECORD)
+    for name in (*kernels.INTEGERS, "scale", "softcap"):
         packed[name] = given[name] if name in given else getattr(made.problem, name)
     return packed
 
@@ -282,12 +252,12 @@ def plan(
     p, hopper = problem, gpu.compute_capability >= (9, 0)
     rows = p.n_q * p.group
     d, dv = padded_dims(p)
-    block_q = block_q_of(rows, d, dv)
+    block_q = kernels.block_q_of(rows, d, dv)
     row_tiles = -(-rows // block_q)
     alone = sum(n > 0 for n in lengths) * p.kv_heads * row_tiles
     wide = alone <= gpu.multiprocessors
-    warps = on_chip(block_q, d, dv, gpu, wide=wide)[0]
-    ranges = [decode_splits.key_tiles(p, length, KEYS * warps) for length in lengths]
+    warps = kernels.on_chip(block_q, d, dv, gpu, wide=wide)[0]
+    ranges = [decode_splits.key_tiles(p, length, kernels.KEYS * warps) for length in lengths]
     tiles = [hi - lo for lo, hi in ranges]
     capacity = gpu.multiprocessors * (1 if wide else 2) // (p.kv_heads * row_tiles)
     longest = decode_splits.longest_split(tiles, capacity)
@@ -300,7 +270,9 @@ def plan(
         splits = splits or max(n for n in _CLUSTERS if n <= tiles[0])
     made = decode_splits.divided(tiles, splits, longest)
     short = page or not wide or -(-max(tiles) // max(made)) <= _SHORT
-    chip = on_chip(block_q, d, dv, gpu, wide=wide, ring=SHORT_RING if short else RING)
+    chip = kernels.on_chip(
+        block_q, d, dv, gpu, wide=wide, ring=kernels.SHORT_RING if short else kernels.RING
+    )
     most = chip[3]
     if max(made) > most:
         raise OptionError(
@@ -308,41 +280,19 @@ def plan(
             f"{max(made)}"
         )
     cluster = made[0] if clusters and made[0] in _CLUSTERS and len({*made}) == 1 else 1
-    exchanged = _exchanged(cluster, block_q, row_elements(p.head_dim_v))
+    exchanged = kernels.exchanged(cluster, block_q, row_elements(p.head_dim_v))
     if chip[2] + exchanged > gpu.shared_bytes:
         cluster, exchanged = 1, 0
     read = sum(lengths) * p.kv_heads * (p.head_dim + p.head_dim_v) * p.itemsize
     at_once = not wide and sum(made) <= capacity
     variant = Variant(True, False, counts=counts, timeline=timeline)
-    kernel = walking_kernel(
+    kernel = kernels.walking_kernel(
         *(p, variant, block_q, (*chip[:2], chip[2] + exchanged, most)),
         page=page,
         overlap=hopper and not (at_once and read > _OVERLAPPED),
         cluster=cluster,
     )
     return launch(p, kernel, lengths, ranges, made, row_tiles)
-
-
-def walking_kernel(
-    problem: Problem,
-    variant: Variant,
-    block_q: int,
-    chip: tuple[int, int, int, int],
-    *,
-    page: int,
-    overlap: bool,
-    cluster: int = 1,
-    cascade: bool = False,
-) -> Kernel:
-    """kernels/portable/decode.cu for row tiles of `block_q` rows and what `on_chip` says."""
-    warps, stages, shared, most = chip
-    values = constants(problem, Tiling(block_q, KEYS * warps), variant)
-    values |= {
-        **{"SMEM_BYTES": shared, "DECODE_ARGS_BYTES": RECORD.itemsize},
-        **{"WARPS": warps, "STAGES": stages, "PAGE": page, "SPLITS": most},
-        **{"CLUSTER": cluster, "OVERLAP": overlap, "CASCADE": cascade},
-    }
-    return Kernel("portable/decode.cu", "flash_decode", 32 * warps, shared, macros(values))
 
 
 def launch(
@@ -362,53 +312,3 @@ def launch(
         *(problem, kernel, listed, tuple(splits), rows, row_tiles, values["FS_BLOCK_K"], n_visits),
         merge=merge,
     )
-
-
-def block_q_of(rows: int, d: int, dv: int) -> int:
-    """Rows of a tile: so many blocks of 16 as a warp's registers hold, for `rows` packed rows."""
-    blocks = 1
-    while 16 * blocks < rows and 2 * blocks * (d // 4 + dv // 2) <= _HELD:
-        blocks *= 2
-    return 16 * blocks
-
-
-def merge_kernel(
-    problem: Problem, block_q: int, *, counts: bool, overlap: bool, cascade: bool = False
-) -> Kernel:
-    """The second stage as a kernel of its own, behind one whose row tiles have `block_q` rows."""
-    values = constants(problem, Tiling(block_q, 1), Variant(True, False, counts=counts))
-    values |= {"DECODE_ARGS_BYTES": RECORD.itemsize, "SMEM_BYTES": 0, "WARPS": MERGE_WARPS}
-    values |= {"OVERLAP": overlap, "CASCADE": cascade}
-    threads = 32 * MERGE_WARPS
-    return Kernel("portable/decode_merge.cu", "flash_decode_merge", threads, 0, macros(values))
-
-
-def on_chip(
-    rows: int, d: int, dv: int, gpu: Gpu, *, wide: bool, ring: int = RING
-) -> tuple[int, int, int, int]:
-    """Warps and stages, of which as many as make `ring` bytes under way on a multiprocessor;
-    ``sizeof(OnChip)``; how many splits have their weights in it.
-    """
-    room, blocks = (gpu.shared_bytes, 1) if wide else ((gpu.shared_bytes - 1024) // 2, 2)
-    for warps in (8, 4, 2, 1) if wide else (4, 2, 1):
-        stage = warps * 2 * KEYS * (d + dv)
-        most = max(2, min(_STAGES, ring // blocks // stage))
-        for stages in range(most, 1, -1):
-            after = max(stages * stage, 4 * warps * rows * dv)
-            shared = 2 * rows * d + after + _lines(8 * warps * rows) + 128
-            if shared <= room or (warps, stages) == (1, 2):
-                return warps, stages, shared, stages * stage // (4 * rows)
-    raise AssertionError("the last one is taken whatever it needs")
-
-
-def _exchanged(cluster: int, rows: int, width: int) -> int:
-    """Bytes of ``OnChip`` that the blocks of a cluster write into each other's shared memory."""
-    if cluster == 1:
-        return 0
-    share = -(-rows * width // 4 // cluster)
-    return _lines(cluster * (16 * share + 4 * rows))
-
-
-def _lines(n: int) -> int:
-    """Bytes in whole lines of 128."""
-    return -(-n // 128) * 128

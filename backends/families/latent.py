@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from flashsim.backends.families import decode, decode_splits
+from flashsim.backends.families import decode, decode_kernels, decode_splits
 from flashsim.backends.launch.kernel import (
     Gpu,
     Kernel,
@@ -69,10 +69,10 @@ def plan(
     values = constants(p, Tiling(ROWS, BLOCK_K), Variant(True, False, counts=counts))
     values |= {
         **{"D": chunks * _CHUNK, "DV": p.head_dim_v, "SMEM_BYTES": shared, "PAGE": page},
-        **{"DECODE_ARGS_BYTES": decode.RECORD.itemsize, "OVERLAP": True, "CLUSTER": 1},
+        **{"DECODE_ARGS_BYTES": decode_kernels.RECORD.itemsize, "OVERLAP": True, "CLUSTER": 1},
     }
     name = "flash_decode_latent"
     kernel = Kernel("hopper/decode_latent.cu", name, THREADS, shared, macros(values))
-    merge = decode.merge_kernel(p, ROWS, counts=counts, overlap=True)
+    merge = decode_kernels.merge_kernel(p, ROWS, counts=counts, overlap=True)
     made = decode_splits.divided(tiles, splits, longest)
     return decode.launch(p, kernel, lengths, ranges, made, row_tiles, merge)

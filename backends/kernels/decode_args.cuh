@@ -12,4 +12,4 @@ struct DecodeArgs {
     int batch, prefix, prefix_tiles, unused;  // keys that all sequences share; their row tiles
     float scale, softcap;
 };
-static_assert(sizeof(DecodeArgs) == FS_DECODE_ARGS_BYTES, "families.decode.ARGS must agree");
+static_assert(sizeof(DecodeArgs) == FS_DECODE_ARGS_BYTES, "see decode_kernels.py");

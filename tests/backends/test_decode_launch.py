@@ -23,7 +23,7 @@ from test_emulated_decode import AMPERE, CASCADES, CASES, H200
 
 from flashsim.api import inputs
 from flashsim.backends.cupy_gpu import arrays, decode, launching
-from flashsim.backends.families import cascade
+from flashsim.backends.families import cascade, decode_kernels
 from flashsim.backends.families import decode as family
 
 needs_gcc = pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
@@ -88,8 +88,8 @@ def launches(monkeypatch):
         kernel = kernels[ptr]
         assert (threads, shared, stream, z) == (kernel.threads, kernel.shared_bytes, 7, 1)
         address = ctypes.cast(at, ctypes.POINTER(ctypes.c_void_p))[0]
-        data = ctypes.string_at(address, family.RECORD.itemsize)
-        record = np.frombuffer(bytearray(data), family.RECORD)
+        data = ctypes.string_at(address, decode_kernels.RECORD.itemsize)
+        record = np.frombuffer(bytearray(data), decode_kernels.RECORD)
         AMPERE.run(kernel, record, (x, y))
         seen.append(record)
 

@@ -10,7 +10,7 @@ import pytest
 
 import flashsim
 from flashsim import Problem, TraceError, UnsupportedError
-from flashsim.backends.families import decode
+from flashsim.backends.families import decode, decode_kernels
 from flashsim.backends.kernels import nvrtc
 from flashsim.backends.reports import decode as traces
 
@@ -64,7 +64,7 @@ def launch(machine, case, x, splits=None, gpu=H200, runs=1, reports=None):
     held["item_counts"] = np.zeros((blocks, decode.SLOTS), np.uint32)
     record = decode.record(made, held["table"].shape[1], len(held["k"]))
     for name, array in held.items():
-        if name in decode.TENSORS:
+        if name in decode_kernels.TENSORS:
             strides = (s // array.itemsize for s in array.strides[:3])
             record[name] = (array.ctypes.data, *strides)
         else:

@@ -6,7 +6,7 @@ constexpr int KEYS = 16, BLOCK_K = KEYS * WARPS, THREADS = 32 * WARPS;
 // Blocks that merge with each other, and what is each one's share of a result, in float4.
 constexpr int CLUSTER = FS_CLUSTER;
 [[maybe_unused]] constexpr int SHARE = (ROWS * WIDTH / 4 + CLUSTER - 1) / CLUSTER;
-static_assert(MT * 16 == ROWS && BLOCK_K == FS_BLOCK_K && STAGES >= 2, "see families.decode");
+static_assert(MT * 16 == ROWS && BLOCK_K == FS_BLOCK_K && STAGES >= 2, "see decode_kernels.py");
 
 struct Stage {  // lives from its copy, STAGES - 1 tiles ahead, to the end of its tile
     Tile<KEYS, D> K;
@@ -27,7 +27,7 @@ struct OnChip {  // the launcher asks for exactly sizeof(OnChip) bytes
     float lse[CLUSTER][ROWS];
 #endif
 };
-static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "families.decode and OnChip must agree");
+static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "decode_kernels.py and OnChip must agree");
 // Where column c of row r of a warp's O lies: neighbouring rows in other banks.
 __device__ inline int spread(int r, int c) { return c ^ r % (DV % 32 ? 2 : 4) * 8; }
 static_assert(sizeof(OnChip::weight) <= sizeof(OnChip::ring), "the ring says how large it is");

@@ -1,0 +1,110 @@
+"""The kernels of decoding: their argument, their blocks, and what these hold on chip."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flashsim.backends.launch.kernel import ARGS, Gpu, Kernel, Variant, constants, macros
+from flashsim.problem.problem import Problem
+from flashsim.schedule.tiling import Tiling
+
+TENSORS = ("q", "o", "k", "v")
+POINTERS = (
+    *("lse", "o_part", "l_part", "arrived", "items", "table"),
+    *("visit_counts", "item_counts", "visit_stamps", "item_stamps"),
+)
+INTEGERS = (
+    *("n_q", "heads", "group", "kv_heads", "left", "right", "row_tiles", "table_row", "pages"),
+    *("n_visits", "batch", "prefix", "prefix_tiles", "unused"),
+)
+#: The kernel's one argument, by value: ``struct DecodeArgs``.
+RECORD = np.dtype(
+    [
+        *((name, ARGS["q"]) for name in TENSORS),
+        *((name, "<u8") for name in POINTERS),
+        *((name, "<i4") for name in INTEGERS),
+        ("scale", "<f4"),
+        ("softcap", "<f4"),
+    ]
+)
+#: Rows that a block of the merging kernel takes, one a warp.
+MERGE_WARPS = 4
+KEYS = 16  # of a warp's part of a key tile
+#: Registers a thread may spend on Q and O; the rest of its 255 is for scores and addresses.
+_HELD = 192
+#: Bytes of K and V under way on a multiprocessor: of one block's long contiguous range of keys; of
+#: two blocks', of pages, of short ranges.
+RING, SHORT_RING = 192 << 10, 128 << 10
+_STAGES = 6  # at most
+
+
+def walking_kernel(
+    problem: Problem,
+    variant: Variant,
+    block_q: int,
+    chip: tuple[int, int, int, int],
+    *,
+    page: int,
+    overlap: bool,
+    cluster: int = 1,
+    cascade: bool = False,
+) -> Kernel:
+    """kernels/portable/decode.cu for row tiles of `block_q` rows and what `on_chip` says."""
+    warps, stages, shared, most = chip
+    values = constants(problem, Tiling(block_q, KEYS * warps), variant)
+    values |= {
+        **{"SMEM_BYTES": shared, "DECODE_ARGS_BYTES": RECORD.itemsize},
+        **{"WARPS": warps, "STAGES": stages, "PAGE": page, "SPLITS": most},
+        **{"CLUSTER": cluster, "OVERLAP": overlap, "CASCADE": cascade},
+    }
+    return Kernel("portable/decode.cu", "flash_decode", 32 * warps, shared, macros(values))
+
+
+def block_q_of(rows: int, d: int, dv: int) -> int:
+    """Rows of a tile: so many blocks of 16 as a warp's registers hold, for `rows` packed rows."""
+    blocks = 1
+    while 16 * blocks < rows and 2 * blocks * (d // 4 + dv // 2) <= _HELD:
+        blocks *= 2
+    return 16 * blocks
+
+
+def merge_kernel(
+    problem: Problem, block_q: int, *, counts: bool, overlap: bool, cascade: bool = False
+) -> Kernel:
+    """The second stage as a kernel of its own, behind one whose row tiles have `block_q` rows."""
+    values = constants(problem, Tiling(block_q, 1), Variant(True, False, counts=counts))
+    values |= {"DECODE_ARGS_BYTES": RECORD.itemsize, "SMEM_BYTES": 0, "WARPS": MERGE_WARPS}
+    values |= {"OVERLAP": overlap, "CASCADE": cascade}
+    threads = 32 * MERGE_WARPS
+    return Kernel("portable/decode_merge.cu", "flash_decode_merge", threads, 0, macros(values))
+
+
+def on_chip(
+    rows: int, d: int, dv: int, gpu: Gpu, *, wide: bool, ring: int = RING
+) -> tuple[int, int, int, int]:
+    """Warps and stages, of which as many as make `ring` bytes under way on a multiprocessor;
+    ``sizeof(OnChip)``; how many splits have their weights in it.
+    """
+    room, blocks = (gpu.shared_bytes, 1) if wide else ((gpu.shared_bytes - 1024) // 2, 2)
+    for warps in (8, 4, 2, 1) if wide else (4, 2, 1):
+        stage = warps * 2 * KEYS * (d + dv)
+        most = max(2, min(_STAGES, ring // blocks // stage))
+        for stages in range(most, 1, -1):
+            after = max(stages * stage, 4 * warps * rows * dv)
+            shared = 2 * rows * d + after + _lines(8 * warps * rows) + 128
+            if shared <= room or (warps, stages) == (1, 2):
+                return warps, stages, shared, stages * stage // (4 * rows)
+    raise AssertionError("the last one is taken whatever it needs")
+
+
+def exchanged(cluster: int, rows: int, width: int) -> int:
+    """Bytes of ``OnChip`` that the blocks of a cluster write into each other's shared memory."""
+    if cluster == 1:
+        return 0
+    share = -(-rows * width // 4 // cluster)
+    return _lines(cluster * (16 * share + 4 * rows))
+
+
+def _lines(n: int) -> int:
+    """Bytes in whole lines of 128."""
+    return -(-n // 128) * 128
