@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flashsim import report
-from flashsim.errors import OptionError, UnknownArgumentError, choices
+from flashsim.errors import OptionError, UnknownArgumentError, choices, own_errors
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem, numpy_dtype
 
@@ -41,6 +41,12 @@ POINTS = {
     "flash2-fused": _FLASH2,
     "flash-decode": ("inputs", "s", "p", "m", "l", "o", "lse"),
 }
+
+
+@own_errors
+def points_of(algorithm: str) -> tuple[str, ...]:
+    """The rounding points of an algorithm; one that `POINTS` does not list has its inputs'."""
+    return POINTS.get(algorithm, ("inputs",))
 
 
 def round_to(x: np.ndarray, dtype: str, factor: float = 1.0) -> np.ndarray:
@@ -134,10 +140,10 @@ class Precision:
     def check(self, algorithm: str) -> None:
         """Raise `OptionError` if a point is set that the algorithm does not have."""
         for name in self.points:
-            if name not in POINTS[algorithm]:
+            if name not in points_of(algorithm):
                 raise OptionError(
                     f"{algorithm!r} has no rounding point {name!r}; it has "
-                    f"{', '.join(POINTS[algorithm])}"
+                    f"{', '.join(points_of(algorithm))}"
                 )
 
     @classmethod

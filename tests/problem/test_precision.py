@@ -51,6 +51,12 @@ def test_each_point_reaches_what_is_computed_from_it_and_nothing_else(algorithm)
         assert all((same[name] == plain[name]).all() for name in plain), point
 
 
+def test_an_algorithm_that_is_not_listed_rounds_its_inputs_alone():
+    Precision(inputs="float16").check("mine")
+    with pytest.raises(OptionError, match=r"'mine' has no rounding point 'p'; it has inputs$"):
+        Precision(p="float16").check("mine")
+
+
 def test_a_bfloat16_lse_makes_rows_of_p_that_do_not_sum_to_1():
     x = tensors(96, 96, 32)
     lse = both(x)["lse"].astype(np.float64)

@@ -12,7 +12,7 @@ from flashsim import report
 from flashsim.api.execution import run
 from flashsim.errors import OptionError, choices, own_errors, shown
 from flashsim.problem import checks, oracle
-from flashsim.problem.precision import POINTS, PRESETS, Precision
+from flashsim.problem.precision import PRESETS, Precision, points_of
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
 from flashsim.schedule.tiling import Tiling
@@ -152,7 +152,7 @@ def laboratory(
         What points are lowered to.
     kinds : names out of `KINDS`, optional
         Of inputs; default: all.
-    points : names out of `POINTS` of the algorithm, optional
+    points : names out of `points_of` the algorithm, optional
         Default: all.
     algorithm : str
     head_dim : int
@@ -175,7 +175,7 @@ def laboratory(
     dtype = checks.dtype_name(dtype)
     plans.check_algorithm(algorithm)
     plans.check_backward(algorithm)
-    known = POINTS[algorithm]
+    known = points_of(algorithm)
     asked = [checks.one_of("rounding point", x, known) for x in (points or known)]
     lowered = {NOTHING: Precision()}
     for x in asked:
