@@ -54,6 +54,7 @@ MICRO_KERNELS = ("vector", "plain", *registers.PAIRED)
 USUAL = {
     "forward": (Tiling(128, 64), Tiling(64, 64)),
     "backward": (Tiling(64, 64), Tiling(48, 64)),
+    "decode": (Tiling(1, 128), Tiling(1, 64)),
 }
 
 #: Bytes of its outer tiles that a thread keeps in its second-level cache, so that the inner ones,
@@ -71,8 +72,7 @@ def forward(job: Job) -> Outcome:
     """The forward pass."""
     engine = _CpuPass(job, "forward")
     p = job.problem
-    alone = p.n_q == 1 and not p.cu_seqlens_q and not engine.pairs
-    out, lse = (engine.decode if alone else engine.forward)()
+    out, lse = (engine.decode if engine.alone else engine.forward)()
     with np.errstate(over="ignore"):  # `run` warns, with what was given in sight
         out = out.astype(numpy_dtype(p.dtype), copy=False)
     return engine.outcome({"out": out, "lse": lse}, {"O": out, "L": lse})
@@ -134,7 +134,12 @@ class _CpuPass:
         self.pairs = bool(registers.BLOCKING[type(self.cpu)].pairs)
         #: What a walk writes: its results, or numbers to be rounded.
         self.result = numpy_dtype(p.dtype if p.dtype in ROUNDING else p.compute_dtype)
-        self.tiling = _tiling(p, job.tiling, job.device, job.algorithm, self.direction)
+        #: Whether this is a forward pass of one query a head, which has a walk of its own.
+        self.alone = (
+            self.direction == "forward" and p.n_q == 1 and not p.cu_seqlens_q and not self.pairs
+        )
+        usual = USUAL["decode" if self.alone else self.direction]
+        self.tiling = _tiling(p, job.tiling, job.device, job.algorithm, self.direction, usual)
         tile = self.tiling.clip(p)
         sizes = (p.heads, p.kv_heads, p.n_q, p.n_kv, p.head_dim, p.head_dim_v)
         self.shape = Shape(*sizes, tile.block_q, tile.block_k)
@@ -322,13 +327,18 @@ class _CpuPass:
 
 @lru_cache(maxsize=64)
 def _tiling(
-    problem: Problem, given: Tiling | None, device: Device, algorithm: str, direction: str
+    problem: Problem,
+    given: Tiling | None,
+    device: Device,
+    algorithm: str,
+    direction: str,
+    suits: tuple[Tiling, ...],
 ) -> Tiling:
-    """The tiling asked for, which must fit the device, or one that suits a CPU."""
+    """The tiling asked for, which must fit the device, or one that `suits` a CPU."""
     if given is not None:
         given.check(problem, device, algorithm, direction)
         return given
-    for usual in USUAL[direction]:
+    for usual in suits:
         if usual.footprint(problem, algorithm, direction) <= device.sram_bytes:
             return usual
     return Tiling.fit(problem, device, algorithm, direction)

@@ -1,9 +1,9 @@
 """The walk of one query a head, as in generating text: as fast as K and V come from memory.
 
 A tile has one row of scores, so the heads that read one key head are walked together. K and V are
-read along their rows, a register at a time: S by `dots`, O += P V with the columns of V in the
-lanes. In between, softmax works on panels as narrow as one register (`registers.narrow`), with
-heads in the lanes.
+read along their rows, a register at a time: S by `dots`, O = alpha O + P V with the columns of V
+in the lanes. Each brings near what the other reads next: V, and K of the next tile. In between,
+softmax works on panels as narrow as one register (`registers.narrow`), with heads in the lanes.
 
 The keys of a head are cut into parts, each with its own maximum, sum and output (flash-decoding's
 splits), so that one head serves several threads; `merged` puts the parts together. How many there
@@ -16,7 +16,7 @@ import numpy as np
 
 from flashsim.engines.cpu.micro_kernels.codegen import HEADS
 from flashsim.engines.cpu.micro_kernels.halves import NO_ROUNDING
-from flashsim.engines.cpu.micro_kernels.plain import dots, online_softmax, product_add
+from flashsim.engines.cpu.micro_kernels.plain import dots, online_softmax, weigh
 from flashsim.engines.cpu.primitives.atomics import fetch_add
 from flashsim.engines.cpu.primitives.packing import (
     SIDE,
@@ -87,11 +87,13 @@ def decode(cpu, narrow, q, k, v, out, top, total, shape, tiles, rules, notes, co
         O[:] = 0
         m[:] = -np.inf
         l[:] = 0
-        for at in range(begin + visits * number // parts, begin + visits * (number + 1) // parts):
+        end = begin + visits * (number + 1) // parts
+        for at in range(begin + visits * number // parts, end):
             if stopped(counter):
                 break
             state = (Q, O, m, l, alpha, S, V)
-            decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, rooms, at, h0)
+            after = tiles.inner[min(at + 1, end - 1)]
+            decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, rooms, at, after, h0)
             if notes.visits.size > 0:
                 j = tiles.inner[at]
                 for h in range(h0, h0 + group):
@@ -106,8 +108,8 @@ def decode(cpu, narrow, q, k, v, out, top, total, shape, tiles, rules, notes, co
 
 
 @part
-def decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, rooms, at, h0):
-    """One tile of keys for all heads that read it, as `walks.forward_visit`."""
+def decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, rooms, at, after, h0):
+    """One tile of keys for all heads that read it, as `walks.forward_visit`; `after` comes next."""
     Q, O, m, l, alpha, S, V = state
     w, d, dv, j = narrow.width, shape.d, shape.dv, tiles.inner[at]
     group, padded = shape.heads // shape.kv_heads, panels_of(cpu, dv) * cpu.width
@@ -117,7 +119,10 @@ def decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, rooms, at, h0):
         first, last = visible_rows(rules, k0 - (tiles.own[0, 0] + tiles.own[0, 2]), 1, last, 1)
         if last <= first:
             return
-    rows, key0 = last - first, h0 // group * shape.n_kv + k0 + first
+    head0 = h0 // group * shape.n_kv
+    rows, key0, next_k = last - first, head0 + k0 + first, (head0 + tiles.other[after, 0]) * d
+    if rules.rounding != NO_ROUNDING:
+        next_k //= 2  # two of them are a float
     plain = rules.softcap[0] == 0 and rules.bias.size == 0 and tiles.keep_at[at] < 0
     from_k, k_start = widened(cpu, rooms[0], k, key0 * d, rows * d, rules.rounding)
     from_v, start = widened(cpu, rooms[1], v, key0 * dv, rows * dv, rules.rounding)
@@ -142,13 +147,10 @@ def decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, rooms, at, h0):
         online_softmax(narrow, panel, first * w, rows, m, l, alpha, p * w)
         if rules.rounding != NO_ROUNDING:
             round_panel(narrow, panel, first * w, w, rows, rules.rounding)
-        for c in range(p * w, p * w + heads):
-            for x in range(c * padded, (c + 1) * padded):
-                O[x] *= alpha[c]
         for x in range(0, padded, cpu.width):
-            product_add(
+            weigh(
                 *(cpu, O, p * w * padded + x, padded, panel, first * w, 1, w),
-                *(from_v, start + x, ldv, heads, rows),
+                *(from_v, start + x, ldv, heads, rows, alpha[p * w :], k, next_k + x * rows),
             )
 
 

@@ -26,6 +26,8 @@ LINE = 64
 #: Heads of which `build_dots` forms sums together.
 HEADS = 4
 ELEMENT = {4: ir.FloatType(), 8: ir.DoubleType()}
+#: Arguments that a product takes besides, by its mode.
+MORE = {"rescale": "p", "weigh": "pp"}
 
 
 class Code:
@@ -275,13 +277,14 @@ def build_step(
     """`rows` rows of a product, all accumulators in registers: C, ldc, A, row, step, B, ldb, n.
 
     For each x: one scalar of A a row is spread over the lanes and multiplied with the vectors of
-    B's row x. `mode` is "set", "add" or "rescale" (which takes the address of alpha as well).
+    B's row x. `mode` is "set", "add", "rescale" (which takes the address of alpha as well, one a
+    lane) or "weigh" (alpha, one a row, and an array of which as much is brought near as B has).
     """
-    args = "pipiipii" + ("p" if mode == "rescale" else "")
+    args = "pipiipii" + MORE.get(mode, "")
     code = writer(module, f"{mode}_{rows}", block, itemsize, args)
     if not code.is_new:
         return code.function
-    C, ldc, A, row, step, B, ldb, n, *alpha = code.function.args
+    C, ldc, A, row, step, B, ldb, n, *more = code.function.args
     for pointer in (C, A, B):
         pointer.add_attribute("noalias")
     c_rows, a_rows = [C], [A]
@@ -300,17 +303,24 @@ def build_step(
             next_step = code.at(A, code.times(row, rows), code.times(x, rows))
             ahead = code.at(A, along, code.times(step, AHEAD))
             code.prefetch(next_step if mode == "set" else ahead)
+        if mode == "weigh":
+            for address in code.vectors(code.at(more[1], code.times(x, code.width))):
+                code.prefetch(address)
         left = [code.spread(code.at(a, along)) for a in a_rows]
         products = [(a, b) for a in left for b in right]
         return [code.step(a, b, s) for (a, b), s in zip(products, sums, strict=True)]
 
     sums = code.loop(n, [code.const(0)] * len(places), body)
-    factors = [code.load(address) for pointer in alpha for address in code.vectors(pointer)]
+    factors = []
+    if mode == "rescale":
+        factors = [code.load(address) for address in code.vectors(more[0])] * rows
+    if mode == "weigh":
+        factors = [code.spread(code.at(more[0], r)) for r in range(rows) for _ in range(code.vecs)]
     for i, (value, place) in enumerate(zip(sums, places, strict=True)):
         if mode == "add":
             value = code.b.fadd(code.load(place), value)
-        elif mode == "rescale":
-            value = code.fma(code.load(place), factors[i % code.vecs], value)
+        elif factors:
+            value = code.fma(code.load(place), factors[i], value)
         code.store(value, place)
     return code.done()
 
@@ -319,19 +329,20 @@ def build_product(
     module: ir.Module, block: Blocking, itemsize: int, mode: str, writer: type[Code] = Code
 ):
     """Any number of rows: `ROWS` at a time, then what is left: C, ldc, A, row, step, B, ldb, rows,
-    n and, to rescale, alpha.
+    n and what `build_step` takes besides.
     """
-    args = "pipiipiii" + ("p" if mode == "rescale" else "")
+    args = "pipiipiii" + MORE.get(mode, "")
     code = writer(module, mode, block, itemsize, args)
     if not code.is_new:
         return code.function
-    C, ldc, A, row, step, B, ldb, rows, n, *alpha = code.function.args
+    C, ldc, A, row, step, B, ldb, rows, n, *more = code.function.args
     b = code.b
 
     def rest(first, count: int) -> None:
         function = build_step(module, block, itemsize, mode, count, writer)
         c, a = code.at(C, b.mul(first, ldc)), code.at(A, b.mul(first, row))
-        b.call(function, [c, ldc, a, row, step, B, ldb, n, *alpha])
+        rest_of = [code.at(more[0], first), more[1]] if mode == "weigh" else more
+        b.call(function, [c, ldc, a, row, step, B, ldb, n, *rest_of])
 
     def body(r, _):
         rest(r, ROWS)
@@ -517,14 +528,12 @@ def build_dots(module: ir.Module, block: Blocking, itemsize: int):
     def several(r, h) -> None:
         k_rows = [code.at(K, b.mul(b.add(r, ir.Constant(INT, k)), d)) for k in range(keys)]
         q_rows = [code.at(Q, b.mul(b.add(h, ir.Constant(INT, k)), d)) for k in range(of_head)]
-        # Two steps of K ahead, line by line as they lie, which the CPU's own prefetcher follows.
-        start = b.mul(r, d)
-        ahead = code.at(K, start, code.times(d, 2 * keys)), code.at(near, start)
+        # Line by line as they lie, which the CPU's own prefetcher follows.
+        ahead = code.at(near, b.mul(r, d))
 
         def body(x, sums):
-            for address in ahead:
-                for k in range(keys):
-                    code.prefetch(code.at(address, code.times(x, keys), k * code.lanes))
+            for k in range(keys):
+                code.prefetch(code.at(ahead, code.times(x, keys), k * code.lanes))
             right = [code.load(code.at(q, x)) for q in q_rows]
             left = [code.load(code.at(k, x)) for k in k_rows]
             pairs = [(k, q) for k in left for q in right]

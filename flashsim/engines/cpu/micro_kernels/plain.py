@@ -77,6 +77,17 @@ def product_rescale(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n, alph
             C[c0 + r * ldc + c] = total
 
 
+@operation(vector.weigh)
+def weigh(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n, alpha, near, n0):
+    """C = alpha C + A B, one alpha a row; brings near as much of `near` as it reads of B."""
+    for r in range(rows):
+        for c in range(cpu.width):
+            total = C[c0 + r * ldc + c] * alpha[r]
+            for x in range(n):
+                total += A[a0 + r * row + x * step] * B[b0 + x * ldb + c]
+            C[c0 + r * ldc + c] = total
+
+
 @operation(vector.online_softmax)
 def online_softmax(cpu, S, s0, rows, m, l, alpha, at):
     """One step of the online softmax down each lane: S becomes P, and m, l, alpha move on.

@@ -75,6 +75,7 @@ _PRODUCT = "a o0 i a o1 i i a o2 i i i"
 _set = vector_intrinsic(_PRODUCT, build_product, mode="set")
 _add = vector_intrinsic(_PRODUCT, build_product, mode="add")
 _rescale = vector_intrinsic(f"{_PRODUCT} a o3", build_product, mode="rescale")
+_weigh = vector_intrinsic(f"{_PRODUCT} a a o4", build_product, mode="weigh")
 _softmax = vector_intrinsic("a o0 i a a a o1,2,3", build_online_softmax)
 _by_row = vector_intrinsic("a o0 a o1 i i a a o2,3", build_grad_scores, by_row=True)
 _cap = vector_intrinsic("a o0 i i a", build_soft_cap, gated=False)
@@ -105,6 +106,11 @@ def product_add(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n):
 def product_rescale(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n, alpha, alpha0):
     """`panels.product_rescale`."""
     _rescale(cpu, (C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n, alpha, alpha0))
+
+
+def weigh(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n, alpha, near, n0):
+    """`panels.weigh`."""
+    _weigh(cpu, (C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n, alpha, near, n0))
 
 
 def online_softmax(cpu, S, s0, rows, m, l, alpha, at):
