@@ -22,6 +22,7 @@ from flashsim.engines.cpu import engine, threads
 from flashsim.engines.cpu.micro_kernels import amx, registers
 from flashsim.engines.cpu.micro_kernels.registers import BLOCKING, PAIRED, ROWS, Amx, Avx512Bf16
 from flashsim.engines.cpu.pairs import codegen, operations, packing, tiles
+from flashsim.engines.engine import Job
 from flashsim.problem.problem import numpy_dtype
 
 NUMPY, NUMBA = Target("numpy"), Target("numba")
@@ -500,9 +501,22 @@ def test_elsewhere_there_are_no_tiles(monkeypatch):
     assert "64-bit Linux on x86" in amx.refusal.__wrapped__(1)
 
 
+def test_delta_needs_no_pairs(monkeypatch):
+    """It runs wherever its code does: rowsum(dO o O) of numbers as they lie in memory."""
+    monkeypatch.setattr(registers, "without", lambda _: None)
+    problem = flashsim.Problem(37, heads=3, head_dim=7, dtype="bfloat16")
+    rng = np.random.default_rng(0)
+    out, dout = rng.standard_normal((2, 1, 3, 37, 7)).astype(numpy_dtype("bfloat16"))
+    job = Job(problem, out, out, out, options={"micro_kernel": "amx", "threads": 1})
+    walks, delta = engine._CpuPass(job, "backward"), np.zeros(3 * 37, np.float32)
+    assert walks.pairs
+    walks.walk("delta", *(engine._as_floats(x) for x in walks.operands(out, dout)), delta)
+    expected = (out.astype(np.float64) * dout.astype(np.float64)).sum(-1).reshape(-1)
+    np.testing.assert_allclose(delta, expected, rtol=0, atol=1e-5)
+
+
 def test_walks_over_pairs_are_kept_on_disk():
     assert {name for name in threads._WALKS if name.startswith("pairs_")} == {
-        "pairs_delta",
         "pairs_forward",
         "pairs_grad_keys",
         "pairs_grad_queries",

@@ -90,7 +90,7 @@ def backward(job: Job, saved: Mapping[str, Any], dout: np.ndarray) -> Outcome:
     out, dout, q, k, v = engine.operands(saved["O"], dout, job.q, job.k, job.v)
     lse = threads.frozen(np.where(np.isneginf(saved["L"]), 0, saved["L"]))
     delta = np.empty(p.batch * p.heads * p.n_q, real)
-    engine.walk("delta", out, dout, delta)
+    engine.walk("delta", _as_floats(out), _as_floats(dout), delta)
     inputs = WalkInputs(q, k, v, dout, lse, threads.frozen(delta))
 
     dk = np.empty((p.batch, p.kv_heads, p.n_kv, p.head_dim), engine.result)
@@ -172,16 +172,13 @@ class _CpuPass:
         return [self.flat(threads.frozen(x.astype(self.result, copy=False))) for x in arrays]
 
     def flat(self, array: np.ndarray) -> np.ndarray:
-        """What a walk takes for an array: its numbers, or where they have 16 bits and are
-
-        - operands of pairs: their bits,
-        - otherwise: the floats in their place (`halves`). The last of an odd number of them lies
-          beyond the end that the walk is told, which it does not ask for.
+        """What a walk takes for an array: its numbers; or, where they have 16 bits and are
+        operands of pairs, their bits, otherwise the floats in their place.
         """
         flat = array.reshape(-1)
-        if array.dtype.itemsize != 2:
-            return flat
-        return flat.view(np.uint16) if self.pairs else flat[: flat.size // 2 * 2].view(np.float32)
+        if self.pairs and array.dtype == self.result:
+            return flat.view(np.uint16)
+        return _as_floats(flat)
 
     def forward(self) -> tuple[np.ndarray, np.ndarray]:
         """Output and LSE as a walk writes them."""
@@ -240,7 +237,7 @@ class _CpuPass:
             if WALKS[name] == "grad_keys":
                 args += [fused, turns]
             long = self._work(schedule, len(csr[1])) > threads.LONG
-            walk = "decode" if decode else "pairs_" * self.pairs + WALKS[name]
+            walk = "decode" if decode else "pairs_" * (self.pairs and name != "delta") + WALKS[name]
             threads.run(walk, self.threads, self.cpu, *args, counter=counter, long=long)
         if self.job.trace:
             shape = walks, p.batch * p.heads // walks, len(csr[1])
@@ -351,6 +348,16 @@ def _known(schedule: Schedule) -> Schedule:
     Only for problems whose fields say everything: what a mask function returns may change.
     """
     return schedule
+
+
+def _as_floats(flat: np.ndarray) -> np.ndarray:
+    """The floats that lie in the place of 16-bit numbers (see `halves`), or what was given.
+
+    The last of an odd number lies beyond the end that a walk is told, which it does not ask for.
+    """
+    if flat.dtype.itemsize != 2:
+        return flat
+    return flat[: flat.size // 2 * 2].view(np.float32)
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:

@@ -6,6 +6,7 @@ import hashlib
 import os
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import lru_cache
 from pathlib import Path
@@ -29,80 +30,34 @@ HEARING = 0.2
 LONG = 1 << 30
 
 
-def _entries(sources: str) -> dict[str, Any]:
-    """The walks as compiled functions with an on-disk cache.
+#: What a walk is called by, and what it is.
+_ALL: dict[str, Callable] = {
+    "forward": walks.forward,
+    "decode": walks_decode.decode,
+    "delta": walks_backward.delta_rows,
+    "grad_keys": walks_backward.grad_keys,
+    "grad_queries": walks_backward.grad_queries,
+    "pairs_forward": pair_walks.forward,
+    "pairs_grad_keys": pair_walks_backward.grad_keys,
+    "pairs_grad_queries": pair_walks_backward.grad_queries,
+}
+
+
+def _entry(name: str, walk: Callable, sources: str) -> Any:
+    """A walk as a compiled function with an on-disk cache.
 
     Numba notices an edit of the file that holds a cached function, not of those it calls. So the
-    functions here have the text of all of them, `sources`, as a free variable: it is then part of
-    the cache's key. All take the same arguments after their arrays, needed or not; the arrays live
-    as long as the call (see `references.borrow`).
+    function here has the text of all of them, `sources`, as a free variable: it is then part of
+    the cache's key; its name is that of its files. The arrays among its arguments live as long as
+    the call (see `references.borrow`).
     """
 
-    @keep
-    @njit(nogil=True)
-    def forward(cpu, *args):
+    def entry(cpu, *args):
         sources  # noqa: B018
-        walks.forward(cpu, *borrow(args))
+        walk(cpu, *borrow(args))
 
-    @keep
-    @njit(nogil=True)
-    def decode(cpu, *args):
-        sources  # noqa: B018
-        walks_decode.decode(cpu, *borrow(args))
-
-    @keep
-    @njit(nogil=True)
-    def delta(cpu, *args):
-        sources  # noqa: B018
-        walks_backward.delta_rows(cpu, *borrow(args))
-
-    @keep
-    @njit(nogil=True)
-    def grad_keys(cpu, *args):
-        sources  # noqa: B018
-        walks_backward.grad_keys(cpu, *borrow(args))
-
-    @keep
-    @njit(nogil=True)
-    def grad_queries(cpu, *args):
-        sources  # noqa: B018
-        walks_backward.grad_queries(cpu, *borrow(args))
-
-    @keep
-    @njit(nogil=True)
-    def pairs_forward(cpu, *args):
-        sources  # noqa: B018
-        pair_walks.forward(cpu, *borrow(args))
-
-    @keep
-    @njit(nogil=True)
-    def pairs_delta(cpu, *args):
-        sources  # noqa: B018
-        pair_walks_backward.delta_rows(cpu, *borrow(args))
-
-    @keep
-    @njit(nogil=True)
-    def pairs_grad_keys(cpu, *args):
-        sources  # noqa: B018
-        pair_walks_backward.grad_keys(cpu, *borrow(args))
-
-    @keep
-    @njit(nogil=True)
-    def pairs_grad_queries(cpu, *args):
-        sources  # noqa: B018
-        pair_walks_backward.grad_queries(cpu, *borrow(args))
-
-    return {
-        "forward": forward,
-        "decode": decode,
-        "delta": delta,
-        "grad_keys": grad_keys,
-        "grad_queries": grad_queries,
-        "pairs_forward": pairs_forward,
-        "pairs_delta": pairs_delta,
-        "pairs_grad_keys": pairs_grad_keys,
-        "pairs_grad_queries": pairs_grad_queries,
-    }
+    entry.__name__ = entry.__qualname__ = name
+    return keep(njit(nogil=True)(entry))
 
 
 def _digest() -> str:
@@ -111,7 +66,8 @@ def _digest() -> str:
     return hashlib.sha256(b"\0".join(f.read_bytes() for f in files)).hexdigest()
 
 
-_WALKS = _entries(_digest())
+_SOURCES = _digest()
+_WALKS = {name: _entry(name, walk, _SOURCES) for name, walk in _ALL.items()}
 
 
 def folder() -> Path | None:

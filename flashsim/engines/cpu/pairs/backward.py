@@ -7,7 +7,6 @@ import numpy as np
 from flashsim.engines.cpu.micro_kernels.plain import (
     grad_scores_by_lane,
     grad_scores_by_row,
-    number_of,
 )
 from flashsim.engines.cpu.pairs.operations import (
     add_scaled,
@@ -308,29 +307,3 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
             if notes.steps.size > 0:
                 notes.steps[h, i] = rows
     end_tiles(cpu, S)
-
-
-@part(fastmath={"reassoc"})
-def row_dot(a, b, start, n):
-    """Sum of products of one row, in an order that suits the vector registers."""
-    total = np.float32(0)
-    for x in range(start, start + n):
-        total += number_of(a[x]) * number_of(b[x])
-    return total
-
-
-@part
-def delta_rows(cpu, out, dout, delta, shape, tiles, rules, notes, counter):
-    """As `walks_backward.delta_rows`; `out` and `dout` are bits of bfloat16."""
-    n_sets = tiles.set_ptr.size - 1
-    while True:
-        item = fetch_add(counter)
-        if item >= len(tiles.runs) * n_sets or stopped(counter):
-            break
-        begin, end, s = tiles.runs[item // n_sets, 0], tiles.runs[item // n_sets, 1], item % n_sets
-        for h in tiles.sets[tiles.set_ptr[s] : tiles.set_ptr[s + 1]]:
-            for i in range(begin, end):
-                for q in range(h * shape.n_q + tiles.own[i, 0], h * shape.n_q + tiles.own[i, 1]):
-                    delta[q] = row_dot(out, dout, q * shape.dv, shape.dv)
-                if notes.steps.size > 0:
-                    notes.steps[h, i] = tiles.own[i, 1] - tiles.own[i, 0]
