@@ -38,7 +38,7 @@ PASSES = {"forward": ("forward", "flash2"), "flash2": ("backward", "flash2")}
 PASSES["flash2-fused"] = ("backward", "flash2-fused")
 SETS = {"fitted": frozenset(time_shapes.CALIBRATION), "held out": frozenset(time_shapes.HELD_OUT)}
 #: Which constants a stage's times decide on; the others stay 0.
-COMMON = ("masked", "own", "item", "launch", "throttle")
+COMMON = ("masked", "own", "item", "launch", "changeover", "throttle")
 WARPS = ("tensor", "waits", "shared", "pieces", "visit")
 FREE = {
     **{("hopper", s): ("tensor", "scores", "visit", *COMMON) for s in ("forward",)},
@@ -53,7 +53,7 @@ FREE = {
     **{(k, s): (*WARPS, *COMMON) for k in ("portable", "python") for s in ("dkdv", "dq")},
     **{(k, "fused"): ("reduced", *WARPS, *COMMON) for k in ("portable", "python")},
 }
-SECONDS = ("visit", "item", "launch")
+SECONDS = ("visit", "item", "launch", "changeover")
 BEGIN = {
     "own": 2.0,
     "pieces": 3.0,
@@ -63,6 +63,7 @@ BEGIN = {
     "visit": 0.4,
     "item": 0.5,
     "launch": 2.5,
+    "changeover": 3.0,
 }
 MOST = {"throttle": 0.25, "launch": 6.0}
 
@@ -296,12 +297,16 @@ def stage_seconds(point, constants, span):
     shared, waiting = model.durations(point.work, constants)
     one = point.one
     last, _ = span(shared, waiting, one.walks, one.clump, 132, point.work.blocks)
+    last += model.changeover(constants, len(shared) * one.walks, 132 * point.work.blocks)
     seconds = model._throttled(last, constants.throttle) + constants.launch
     return seconds + COUNTER * point.counter
 
 
-def fit(those, free, span=makespan):
-    """Constants that make the errors of the stages' times small, large ones counting less."""
+def fit(those, free, span=makespan, ships=None):
+    """Constants that make the errors of the stages' times small, large ones counting less.
+
+    There are several such minima: the search begins at rough values, and at those that ship.
+    """
     from scipy.optimize import least_squares
 
     def constants(x):
@@ -313,8 +318,20 @@ def fit(those, free, span=makespan):
         return np.array([np.log(stage_seconds(p, c, span) / p.seconds) for p in those])
 
     limits = 0.0, [MOST.get(n, np.inf) for n in free]
-    options = {"loss": "soft_l1", "f_scale": 0.05, "diff_step": 1e-3, "max_nfev": 80}
-    starts = [BEGIN.get(n, 0.1) for n in free], [BEGIN.get(n, 0.1) / 3 for n in free]
+    options = {
+        "loss": "soft_l1",
+        "f_scale": 0.05,
+        "diff_step": 1e-3,
+        "max_nfev": 80,
+        "x_scale": "jac",
+    }
+    starts = [[BEGIN.get(n, 0.1) for n in free], [BEGIN.get(n, 0.1) / 3 for n in free]]
+    if ships is not None:
+        units = [1e6 if n in SECONDS else 1.0 for n in free]
+        found = [getattr(ships, n) * unit for n, unit in zip(free, units, strict=True)]
+        starts.append(
+            [min(max(x, 1e-3), MOST.get(n, np.inf)) for n, x in zip(free, found, strict=True)]
+        )
     found = [least_squares(wrong, x, bounds=limits, **options) for x in starts]
     return constants(min(found, key=lambda x: x.cost).x)
 
@@ -416,7 +433,9 @@ def main():
             print(f'    "{kernels}": {{')
             for (family, name), free in FREE.items():
                 if family == kernels:
-                    print(as_code(name, fit(points(everything, kernels, name), free)), flush=True)
+                    ships = CALIBRATED[kernels][name]
+                    best = fit(points(everything, kernels, name), free, ships=ships)
+                    print(as_code(name, best), flush=True)
             print("    },")
         return
     found = errors(everything)

@@ -288,14 +288,13 @@ def test_docs_print_the_errors_of_predicted_times(benchmark, errors):
 
 
 def test_shapes_kept_out_of_the_fit_are_predicted(benchmark, errors):
-    """As docs/guides/truth.md claims: of each kernel family and pass, the mean within 5 %."""
+    """As docs/guides/truth.md claims: of each kernel family and pass, the mean within 5 %, and
+    every one within 12 %."""
     held = {key: [x for x, _ in known] for key, known in errors.items() if key[2] == "held out"}
     assert len(held) == 9
     assert sum(map(len, held.values())) == 6 * 51 + 3 * 27
     assert all(sum(map(abs, x)) / len(x) < 0.05 for x in held.values())
-    beyond = {key[:2] for key, known in held.items() if max(map(abs, known)) > 0.12}
-    assert beyond == {("portable", "forward")}
-    assert max(abs(x) for known in held.values() for x in known) < 0.14
+    assert max(abs(x) for known in held.values() for x in known) < 0.12
 
 
 def test_the_fit_sees_the_calibration_set_alone(benchmark):

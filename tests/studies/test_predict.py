@@ -119,6 +119,18 @@ def test_every_second_that_a_tile_waits_counts():
     assert with_it.seconds - without.seconds == pytest.approx(1e-6 * np.ceil(without.waves))
 
 
+@pytest.mark.parametrize(("heads", "more"), [(16, 0.0), (17, 5e-6)])
+def test_taking_the_places_of_others_costs_once(heads, more):
+    """Two portable blocks on each of 132 SMs: 16 heads of 16 tiles fill 256 of 264 places."""
+    p = Problem(2048, head_dim=64, heads=heads, dtype="bfloat16")
+    later = {"forward": PLAIN["forward"]._replace(changeover=5e-6)}
+    without, others = (
+        predict(p, kernels="portable", constants=constants, tiling=Tiling(128, 96)).seconds
+        for constants in (PLAIN, later)
+    )
+    assert others - without == pytest.approx(more, abs=1e-12)
+
+
 def test_a_long_kernel_runs_at_the_clock_that_its_power_allows():
     long = replace(PROBLEM, n_q=32_768, n_kv=32_768)
     at_once, limited = (

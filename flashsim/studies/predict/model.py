@@ -230,6 +230,7 @@ def _stage(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]
         *(shared.tolist(), waiting.tolist()),
         *(one.walks * blocks, one.clump * blocks, places, work.blocks),
     )
+    last += changeover(chosen, one.walks * blocks * len(work.visits), places * work.blocks)
     hbm, again = (
         nbytes / (device.hbm_bandwidth * HBM_SHARE)
         for nbytes in (bytes_once, bytes_again(one, traffic))
@@ -264,6 +265,14 @@ def durations(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray]:
     shared = work.visits * a_visit + work.masked * (c.masked * unit["scores"]) + c.own * work.own
     waiting = work.visits * (c.visit + c.waits * unit["tensor cores"]) + c.item
     return shared, waiting
+
+
+def changeover(c: Constants, blocks: int, places: int) -> float:
+    """Seconds that are lost when the first blocks end, all at about the same time, and others come.
+
+    Once: later on they end one by one.
+    """
+    return c.changeover if blocks > places else 0.0
 
 
 def _throttled(seconds: float, more: float) -> float:
