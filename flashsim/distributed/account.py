@@ -12,6 +12,7 @@ from flashsim import report
 from flashsim.counts.questions import in_words
 from flashsim.distributed.group import Group
 from flashsim.errors import OptionError, choices
+from flashsim.problem import checks
 
 #: What is counted at every step beside what is sent.
 QUANTITIES = ("flops", "visits", "hbm", "merge")
@@ -105,9 +106,12 @@ class Account:
 
         Raises
         ------
-        OptionError
-            If nothing travels round a ring.
+        OptionError, DTypeError
+            If nothing travels round a ring, or a rate is none.
         """
+        for name, rate in (("flop_rate", flop_rate), ("bandwidth", bandwidth)):
+            if checks.number(name, rate, low=0.0) == 0:
+                raise OptionError(f"{name} must be positive, got 0")
         busiest, sent = self.flops.max(axis=0), self.out_bytes.max(axis=0)
         steps = (busiest > 0) & (sent > 0)
         if not steps.any():
@@ -154,8 +158,7 @@ class Account:
     def rank_table(self, rank: int) -> report.Table:
         """One row a step of one rank: whose keys it has, which tiles it computes, what it sends."""
         group, out = self.group, self.out_bytes
-        if not 0 <= rank < group.ranks:
-            raise OptionError(f"rank must be from 0 to {group.ranks - 1}, got {rank}")
+        checks.place("rank", rank, group.ranks)
         table = report.Table(
             f"rank {rank} of {group.ranks}, {group.scheme!r}, {self.direction}",
             ("step", "keys of", "scores", "tiles", "TFLOP", "HBM B", "sends", "to", "link B"),

@@ -91,10 +91,10 @@ class Group:
         self._check_problem()
         parts = math.lcm(ranks, 2 * self.ring if self.order == "zigzag" else 1)
         if p.n_q % parts:
-            near = max(parts, p.n_q // parts * parts)
+            cut = f", or cut it to {p.n_q // parts * parts:,}" if p.n_q > parts else ""
             raise ShapeError(
                 f"scheme {self.scheme!r} over {ranks} ranks needs a sequence that {parts} divides, "
-                f"got {p.n_q:,} rows; pad it, or cut it to {near:,}"
+                f"got {p.n_q:,} rows; pad it to {-(-p.n_q // parts) * parts:,}{cut}"
             )
         if p.heads % self.ulysses or p.kv_heads % self.ulysses:
             raise ShapeError(
@@ -162,6 +162,7 @@ class Group:
 
     def member_rows(self, member: int) -> np.ndarray:
         """Positions in the sequence of a member's rows, ascending: int64, (rows_a_member,)."""
+        checks.place("member", member, self.ring)
         n, ring = self.rows_a_member, self.ring
         if self.order == "striped":
             return np.arange(member, self.problem.n_q, ring)
@@ -172,6 +173,7 @@ class Group:
 
     def rows(self, rank: int) -> np.ndarray:
         """Positions in the sequence of the rows that a rank is given: int64, (rows_a_rank,)."""
+        checks.place("rank", rank, self.ranks)
         member, number = divmod(rank, self.ulysses)
         n = self.rows_a_rank
         return self.member_rows(member)[number * n : (number + 1) * n]

@@ -99,6 +99,8 @@ def attention(
         )
     if backend is not None:
         checks.one_of("backend", backend, BACKENDS)
+    if deterministic is not None:
+        deterministic = checks.flag("deterministic", deterministic)
     q, k, v = taken("q", q), taken("k", k), taken("v", v)
     bias = None if bias is None else taken("bias", bias)
     offsets = {"cu_seqlens_q": _known(cu_seqlens_q), "cu_seqlens_k": _known(cu_seqlens_k)}

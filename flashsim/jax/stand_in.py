@@ -6,8 +6,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from flashsim.errors import DTypeError, ShapeError, reject_unknown
+from flashsim.errors import DTypeError, ShapeError, reject_unknown, shown
 from flashsim.jax.functional import attention, taken
+from flashsim.problem import checks
 
 
 def dot_product_attention(
@@ -39,7 +40,7 @@ def dot_product_attention(
     ----------
     query : array, (batch, T, heads, head_dim) or (T, heads, head_dim)
     key, value : array, (batch, S, kv_heads, head_dim), or without batch
-    bias, mask : array, four axes that broadcast to (batch, heads, T, S), optional
+    bias, mask : array that broadcasts to (batch, heads, T, S), optional
         `mask` is True where a score counts.
     scale, is_causal, local_window_size, return_residual
         As in `jax.nn.dot_product_attention`; the residual, (batch, T, heads), is the LSE.
@@ -68,10 +69,10 @@ def dot_product_attention(
     q, k, v = (jnp.swapaxes(x[None] if ndim == 3 else x, 1, 2) for x in (query, key, value))
     batch, heads, t, _ = q.shape
     s = k.shape[2]
-    added = _bias(
-        *(bias, mask, key_value_seq_lengths), shape=(batch, heads, t, s), dtype=query.dtype
-    )
-    rows, keys, window = _reach(t, s, is_causal, local_window_size)
+    query_seq_lengths = _lengths("query_seq_lengths", query_seq_lengths, batch)
+    keys_count = _lengths("key_value_seq_lengths", key_value_seq_lengths, batch)
+    added = _bias(bias, mask, keys_count, shape=(batch, heads, t, s), dtype=query.dtype)
+    rows, keys, window = _reach(t, s, checks.flag("is_causal", is_causal), local_window_size)
     out, lse = attention(
         *(q[:, :, :rows], k[:, :, :keys], v[:, :, :keys]),
         bias=None if added is None else added[:, :, :rows, :keys],
@@ -84,7 +85,7 @@ def dot_product_attention(
         out = jnp.pad(out, ((0, 0), (0, 0), (0, t - rows), (0, 0)))
         lse = jnp.pad(lse, ((0, 0), (0, 0), (0, t - rows)), constant_values=-jnp.inf)
     if query_seq_lengths is not None:
-        counts = jnp.arange(t) < jnp.asarray(query_seq_lengths)[:, None, None]
+        counts = jnp.arange(t) < query_seq_lengths[:, None, None]
         out = jnp.where(counts[..., None], out, 0)
     out, lse = jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2).astype(query.dtype)
     out, lse = (x[0] if ndim == 3 else x for x in (out, lse))
@@ -93,24 +94,48 @@ def dot_product_attention(
 
 def _bias(bias: Any, mask: Any, lengths: Any, *, shape: tuple[int, ...], dtype: Any) -> Any:
     """What is added to the scores: the bias, -inf where a mask or a length leaves a key out."""
-    added = None if bias is None else _four(taken("bias", bias), "bias").astype(dtype)
+    added = None if bias is None else _four(taken("bias", bias), "bias", shape).astype(dtype)
     if lengths is not None:
-        kept = jnp.arange(shape[3]) < jnp.asarray(lengths)[:, None, None, None]
+        kept = jnp.arange(shape[3]) < lengths[:, None, None, None]
         added = jnp.where(kept, 0 if added is None else added, jnp.asarray(-jnp.inf, dtype))
     if mask is not None:
-        mask = _four(taken("mask", mask), "mask")
+        mask = taken("mask", mask)
         if mask.dtype != bool:
             raise DTypeError(
                 f"mask must be boolean, got {mask.dtype}; what is added to the scores is the bias"
             )
+        mask = _four(mask, "mask", shape)
         added = jnp.where(mask, 0 if added is None else added, jnp.asarray(-jnp.inf, dtype))
     return None if added is None else jnp.broadcast_to(added, (*added.shape[:2], *shape[2:]))
 
 
-def _four(x: Any, name: str) -> Any:
-    if not 2 <= x.ndim <= 4:
-        raise ShapeError(f"{name} must broadcast to (batch, heads, T, S), got {x.shape}")
-    return x.reshape((1,) * (4 - x.ndim) + x.shape)
+def _four(x: Any, name: str, shape: tuple[int, ...]) -> Any:
+    four = x.reshape((1,) * (4 - x.ndim) + x.shape)
+    if four.ndim > 4 or any(n not in (1, m) for n, m in zip(four.shape, shape, strict=True)):
+        raise ShapeError(f"{name} must broadcast to (batch, heads, T, S) {shape}, got {x.shape}")
+    return four
+
+
+def _lengths(name: str, given: Any, batch: int) -> Any:
+    if given is None:
+        return None
+    lengths = jnp.asarray(given)
+    if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise ShapeError(
+            f"{name} must be integers ({batch},), one a batch entry, got {lengths.dtype} "
+            f"{lengths.shape}"
+        )
+    return lengths
+
+
+def _sides(window: Any) -> tuple[int | None, int | None]:
+    """How far a row sees to the left and to the right; None: to the end."""
+    sides = tuple(window) if isinstance(window, (tuple, list)) else (window, window)
+    if window is not None and not (len(sides) == 2 and all(map(checks.is_int, sides))):
+        raise DTypeError(
+            f"local_window_size must be an integer or a pair (left, right), got {shown(window)}"
+        )
+    return sides
 
 
 def _reach(
@@ -120,11 +145,7 @@ def _reach(
 
     `t` queries and `s` keys lie top-left here; the engines count from the last row and key.
     """
-    left, right = (
-        (local_window_size, local_window_size)
-        if local_window_size is None or isinstance(local_window_size, int)
-        else local_window_size
-    )
+    left, right = _sides(local_window_size)
     if is_causal:
         right = 0 if right is None else min(right, 0)
     keys = s if right is None else min(s, t + right)

@@ -46,6 +46,15 @@ def count(name: str, value: Any) -> int:
     return 0 if is_int(value) and value == 0 else positive_int(name, value)
 
 
+def place(name: str, value: Any, among: int) -> int:
+    """One of so many that are counted from 0."""
+    if not is_int(value):
+        raise DTypeError(f"{name} must be an integer, got {shown(value)} ({type(value).__name__})")
+    if not 0 <= value < among:
+        raise OptionError(f"{name} must be from 0 to {among - 1}, got {shown(value)}")
+    return int(value)
+
+
 def flag(name: str, value: Any) -> bool:
     """True or False."""
     if not isinstance(value, (bool, np.bool_)):

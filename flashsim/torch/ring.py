@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -16,15 +17,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flashsim.api import execution
+from flashsim.api import dispatch, execution
 from flashsim.distributed.group import SCHEMES, Block, Group
-from flashsim.errors import DTypeError, ShapeError, UnsupportedError, reject_unknown
+from flashsim.errors import DTypeError, ShapeError, UnsupportedError, reject_unknown, shown
+from flashsim.problem import checks
 from flashsim.problem.problem import Problem
 from flashsim.torch import functional, ops
 from flashsim.torch.combining import NOTHING, Share, merge_into
 from flashsim.torch.link import DTYPES, Member, Parcel, Pending, parcel, room
 
 
+@torch.compiler.disable
 def ring_attention(
     q: Tensor,
     k: Tensor,
@@ -45,7 +48,8 @@ def ring_attention(
 
     Every rank calls it with its own rows (`shard`). K and V travel, or heads are exchanged, while
     tiles are computed by the same kernels as `attention`'s; blocks are merged by their LSE in
-    float32. The backward pass does the same with dK and dV in float32 behind K and V.
+    float32. The backward pass does the same with dK and dV in float32 behind K and V. Autocast has
+    q, k and v cast; under ``torch.compile`` it is a graph break.
 
     Parameters
     ----------
@@ -71,15 +75,20 @@ def ring_attention(
     FlashSimError
         For what cannot be spread over the ranks.
     """
-    reject_unknown(unknown, ring_attention.__kwdefaults__ or (), "ring_attention")
+    reject_unknown(unknown, unwrap(ring_attention).__kwdefaults__, "ring_attention")
     link = Member(group)
     try:
+        q, k, v = functional.taken(q=q, k=k, v=v)
         spread = link.ranks, scheme, ulysses
         plan = _plan(q, k, v, spread, causal=causal, softcap=softcap, scale=scale)
         if algorithm not in functional.ALGORITHMS:
             raise UnsupportedError(
                 f"ring_attention runs {', '.join(functional.ALGORITHMS)}, not {algorithm!r}"
             )
+        backend = functional.default_backend(q) if backend is None else backend
+        dispatch.engine(backend)
+        if deterministic is not None:
+            checks.flag("deterministic", deterministic)
     except Exception as error:  # whatever it is, the others must hear of it
         link.ask(dict.fromkeys(_AGREED, 0), error).settle()
         raise AssertionError from error
@@ -89,8 +98,7 @@ def ring_attention(
         question.settle()
     p = plan.problem
     how = {
-        "softcap": p.softcap, "scale": p.scale, "algorithm": algorithm,
-        "backend": backend or functional.default_backend(q),
+        "softcap": p.softcap, "scale": p.scale, "algorithm": algorithm, "backend": backend,
     }  # fmt: skip
     out = _RingAttention.apply(q, k, v, plan, link, how, deterministic)
     if later:
@@ -121,6 +129,10 @@ def shard(
         If the sequence cannot be divided.
     """
     link = Member(group)
+    if not isinstance(x, Tensor):
+        raise DTypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
+    if not checks.is_int(dim) or not -x.ndim <= dim < x.ndim:
+        raise ShapeError(f"dim must be an axis of x, {tuple(x.shape)}, got {shown(dim)}")
     if scheme == "usp" and ulysses is None:
         raise ShapeError("shard does not see the heads: give ulysses, the ranks that exchange them")
     heads = link.ranks if scheme == "ulysses" else ulysses or 1
@@ -133,19 +145,19 @@ def shard(
 _Spread = tuple[int, str, int | None]
 
 
-def _plan(q: Any, k: Any, v: Any, spread: _Spread, **scores: Any) -> Group:
+def _plan(q: Tensor, k: Tensor, v: Tensor, spread: _Spread, **scores: Any) -> Group:
     """The whole problem, from this rank's share of it."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise DTypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
         if x.ndim != 4:
             raise ShapeError(
                 f"{name} must be (batch, heads, rows of this rank, head_dim), got {tuple(x.shape)}"
             )
-    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+    if not q.dtype == k.dtype == v.dtype:
+        raise DTypeError(f"q, k and v must be of one type, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if q.is_meta:
         raise DTypeError(
-            "q, k and v must be of one type and on one device, got "
-            + ", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v))
+            "tensors on the meta device have no numbers to send; flashsim.distributed.count says "
+            "what would be sent, without tensors"
         )
     (batch, heads, n, d), (*lead, n_kv, d_k), dv = q.shape, k.shape, v.shape[-1]
     if lead[0] != batch or v.shape[:-1] != k.shape[:-1] or n_kv != n or d_k != d:

@@ -191,6 +191,18 @@ def test_tables_of_ranks_and_of_steps():
     ]
     striped = count(Problem(64), ranks=4, scheme="striped")
     assert striped.table().rows[1][1] == "1::4"
+    for asked in (account.group.rows, account.rank_table):
+        with pytest.raises(OptionError, match="rank must be from 0 to 3, got -1"):
+            asked(-1)
+        with pytest.raises(DTypeError, match="rank must be an integer, got '0'"):
+            asked("0")
+    with pytest.raises(OptionError, match="member must be from 0 to 3, got 4"):
+        account.group.member_rows(4)
+    for rates in ((1e12, 0), (0, 1e9)):
+        with pytest.raises(OptionError, match="must be positive, got 0"):
+            account.rows_to_hide(*rates)
+    with pytest.raises(DTypeError, match="bandwidth must be a number, got 'NVLink 4'"):
+        account.rows_to_hide(1e12, "NVLink 4")
     with pytest.raises(OptionError, match="rank must be from 0 to 3, got 4"):
         striped.rank_table(4)
     with pytest.raises(OptionError, match="no tensor 'dK' is sent; possible: K, V"):
@@ -204,7 +216,8 @@ def test_tables_of_ranks_and_of_steps():
     ("problem", "how", "error", "text"),
     [
         (Problem(30), {"ranks": 4}, ShapeError, "that 8 divides, got 30 rows; .* 24"),
-        (Problem(3), {"ranks": 4, "scheme": "ring"}, ShapeError, "cut it to 4"),
+        (Problem(3), {"ranks": 4, "scheme": "ring"}, ShapeError, "got 3 rows; pad it to 4$"),
+        (Problem(9), {"ranks": 4, "scheme": "ring"}, ShapeError, "pad it to 12, or cut it to 8"),
         (Problem(32, heads=6), {"ranks": 4, "scheme": "ulysses"}, ShapeError, r"ulysses=2"),
         (Problem(32, heads=4, kv_heads=2), {"ranks": 4, "scheme": "ulysses"}, ShapeError, "usp"),
         (Problem(32), {"ranks": 4, "scheme": "usp", "ulysses": 3}, OptionError, "got 3 of 4"),

@@ -82,6 +82,8 @@ def refusals(rank):
         "one alone": call(whole[0] if odd else whole),
         "not divisible": call(whole[:, :, :7]),
         "heads": call(whole[:, :3], scheme="ulysses"),
+        "engine": outcome(lambda: ring_attention(*(whole,) * 3, backend="c" if odd else "numpy")),
+        "meta": call(whole.to("meta")),
         "no tensor": outcome(lambda: ring_attention(1, whole, whole)),
     }
 

@@ -17,6 +17,7 @@ import flashsim.jax  # noqa: E402
 from flashsim.errors import (  # noqa: E402
     BackendUnavailable,
     DTypeError,
+    FlashSimError,
     OptionError,
     ShapeError,
     UnknownArgumentError,
@@ -281,3 +282,29 @@ def test_without_a_batch_and_rows_that_see_no_key():
     assert (out.shape, lse.shape) == (q.shape, (9, 2))
     close(out, jnp.where(jnp.arange(9)[:, None, None] < 6, 1.0, 0.0) * q)
     assert flashsim.jax.dot_product_attention is dot_product_attention
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"mask": jnp.ones((2, 3, 7, 7), bool)}, r"mask must broadcast to .*\(2, 4, 7, 7\), got"),
+        ({"bias": jnp.ones((6,))}, r"bias must broadcast to .*got \(6,\)"),
+        ({"bias": jnp.ones((1, 1, 1, 7, 7))}, r"bias must broadcast to .*got \(1, 1, 1, 7, 7\)"),
+        ({"key_value_seq_lengths": jnp.ones(3, jnp.int32)}, r"key_value_seq.* \(2,\), one a batch"),
+        ({"query_seq_lengths": jnp.ones(2)}, r"query_seq_lengths must be integers .*float32"),
+        ({"local_window_size": 2.5}, r"must be an integer or a pair \(left, right\), got 2.5"),
+        ({"is_causal": "no"}, "is_causal must be True or False, got 'no'"),
+    ],
+)
+def test_what_does_not_fit_is_named(told, words):
+    q = jnp.ones((2, 7, 4, 8))
+    with pytest.raises(FlashSimError, match=words):
+        flashsim.jax.dot_product_attention(q, q, q, **told)
+    with pytest.raises(DTypeError, match="deterministic must be True or False"):
+        flashsim.jax.attention(q, q, q, deterministic="yes")
+
+
+def test_a_bias_of_keys_alone_is_broadcast():
+    q, row = jnp.ones((2, 7, 4, 8)) * jnp.arange(8), jnp.arange(7.0)
+    got = flashsim.jax.dot_product_attention(q, q, q, bias=row)
+    np.testing.assert_allclose(got, jax.nn.dot_product_attention(q, q, q, bias=row), rtol=1e-6)

@@ -18,7 +18,12 @@ import ring_ranks  # noqa: E402
 
 import flashsim.torch  # noqa: E402
 from flashsim.distributed import Group, count  # noqa: E402
-from flashsim.errors import RankError, ShapeError, UnknownArgumentError  # noqa: E402
+from flashsim.errors import (  # noqa: E402
+    DTypeError,
+    RankError,
+    ShapeError,
+    UnknownArgumentError,
+)
 from flashsim.problem import oracle  # noqa: E402
 from flashsim.problem.problem import Problem  # noqa: E402
 from flashsim.torch.combining import merge_into  # noqa: E402
@@ -107,15 +112,21 @@ REFUSED = {
     "one alone": "RankError: rank 1 cannot do what was asked; see the error there",
     "not divisible": "ShapeError: scheme 'zigzag' over 4 ranks needs a sequence that 8 divides",
     "heads": "ShapeError: 4 ranks that exchange heads must divide the heads, got heads=3",
+    "engine": "RankError: rank 1 cannot do what was asked; see the error there",
+    "meta": "DTypeError: tensors on the meta device have no numbers to send",
     "no tensor": "DTypeError: q must be a torch.Tensor, got int",
+}
+ALONE = {
+    "one alone": "ShapeError: q must be (batch, heads, rows of this rank, head_dim)",
+    "engine": "OptionError: unknown backend 'c'; possible: numpy",
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_does_not_fit_is_an_error_on_every_rank(ranks, what):
     texts = [rank["refusals"][what][0] for rank in ranks]
-    if what == "one alone":
-        assert "ShapeError: q must be (batch, heads, rows of this rank, head_dim)" in texts.pop(1)
+    if what in ALONE:
+        assert ALONE[what] in texts.pop(1)
     assert all(REFUSED[what] in text for text in texts), texts
 
 
@@ -160,6 +171,19 @@ def test_one_rank_is_plain_attention():
             question.settle()
         with pytest.raises(ShapeError, match="give ulysses"):
             flashsim.torch.shard(q, scheme="usp")
+        with pytest.raises(ShapeError, match=r"dim must be an axis of x, .*, got 7"):
+            flashsim.torch.shard(q, dim=7)
+        with pytest.raises(DTypeError, match=r"x must be a torch.Tensor, got ndarray"):
+            flashsim.torch.shard(q.detach().numpy())
+        with pytest.raises(DTypeError, match="deterministic must be True or False, got 'x'"):
+            flashsim.torch.ring_attention(q, k, v, deterministic="x")
+        twice = torch.compile(
+            lambda *x: 2 * flashsim.torch.ring_attention(*x, **how), backend="aot_eager"
+        )
+        torch.testing.assert_close(twice(*(x.detach() for x in (q, k, v))), 2 * out)
+        with torch.autocast("cpu", torch.bfloat16):
+            narrow = flashsim.torch.ring_attention(q.float(), k.float(), v.float(), **how)
+        assert narrow.dtype == torch.bfloat16
     finally:
         torch.distributed.destroy_process_group()
 
