@@ -134,7 +134,7 @@ def grade(
         trace.save(save)
         say(f"trace in {save}")
     if picture is not None:
-        one = shelf.get(exercise or apart.exercise_of(file.read_text(encoding="utf-8")) or "")
+        one = shelf.get(exercise or apart.exercise_of(apart.text_of(file)) or "")
         _draw({"yours": trace, "full marks": one.executed.trace}, one, picture)
 
 

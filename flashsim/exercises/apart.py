@@ -20,7 +20,7 @@ from flashsim.exercises import shelf
 from flashsim.exercises.exercise import Exercise
 from flashsim.exercises.grading import grade, nothing
 from flashsim.exercises.marks import Marks
-from flashsim.exercises.source import exercise_of
+from flashsim.exercises.source import exercise_of, text_of
 from flashsim.trace.trace import Trace
 
 #: Seconds that a solution may take, and MiB beyond what Python, NumPy and flashsim take themselves.
@@ -59,10 +59,14 @@ def grade_file(
     if memory is not None and not linux:
         raise OptionError(f"memory={memory}: only Linux can limit it; leave it out")
     memory = (MEMORY if linux else 0) if memory is None else memory
+    unreadable = ""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = text_of(path)
+    except OSError as error:
         raise OptionError(f"cannot read {str(path)!r}: {error}") from None
+    except (SyntaxError, UnicodeDecodeError) as error:  # a student's fault: points, no error
+        unreadable = f"Python cannot read the file: {error}; save it as UTF-8"
+        text = path.read_text(encoding="latin-1")  # which takes every byte
     name = exercise or exercise_of(text)
     if name is None:
         raise OptionError(
@@ -70,6 +74,8 @@ def grade_file(
             "`# flashsim exercise: NAME`, or give --exercise NAME"
         )
     one = shelf.get(name)
+    if unreadable:
+        return _failed(one, "syntax", unreadable, None), None
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-P", "-m", __name__, name, str(path), folder, str(memory)]
@@ -111,7 +117,7 @@ def _failed(one: Exercise, kind: str, text: str, began: float | None) -> Marks:
 
 def main(name: str, path: str, folder: str, memory: str = "0") -> None:
     """What the child does; a memory of 0 is no limit."""
-    text, one = Path(path).read_text(encoding="utf-8"), shelf.get(name)
+    text, one = text_of(Path(path)), shelf.get(name)
     if int(memory):
         _bound(int(memory))
     marks, trace = grade(text, one, Path(path).name)

@@ -112,9 +112,12 @@ def _judged(
         first = marks[0]
         return (Mark("runs", 0, 100, first.kind, first.words),), {}, None
     right = len(seen) == len(KINDS)
-    if "falling" in seen and "rising" not in seen:
+    why = words.UNREAD.format(" and ".join(unread)) if (unread := words.unread(trace)) else ""
+    if not why and "falling" in seen and "rising" not in seen:
+        why = words.FALLING
+    if why and not right:
         at = next(n for n, mark in enumerate(marks) if mark.kind)
-        marks[at] = replace(marks[at], words=f"{marks[at].words}; {words.FALLING}")
+        marks[at] = replace(marks[at], words=f"{marks[at].words}; {why}")
     marks += [_room(exercise, solution, trace), _bytes(exercise, trace, right=right)]
     figures = {
         "bytes": trace.bytes(),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import tokenize
+from pathlib import Path
 
 MODULES = {
     *("numpy", "math", "flashsim", "functools", "itertools", "typing", "dataclasses"),
@@ -30,6 +32,17 @@ class Refused(Exception):
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
         self.kind = kind
+
+
+def text_of(path: Path) -> str:
+    """A file's text, in the encoding that Python reads it in: UTF-8 unless it says another.
+
+    Raises
+    ------
+    OSError, SyntaxError, UnicodeDecodeError
+    """
+    with tokenize.open(path) as file:
+        return file.read()
 
 
 def exercise_of(text: str) -> str | None:

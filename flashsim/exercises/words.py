@@ -18,6 +18,8 @@ FALLING = (
     "right where the largest scores come first: when m grows, what was summed before has to be "
     "rescaled by exp(m - m_new)"
 )
+#: Likewise, that a part of an input never came on chip.
+UNREAD = "a part of {} was never loaded"
 _DONE = {"load": "was loaded", "store": "was stored", "reduce": "was added to"}
 #: What a machine's error is about, by its words.
 _ABOUT = {
@@ -78,6 +80,28 @@ def excess(trace: Trace, reference: Trace) -> list[str]:
         whole = whole_bytes(p, tensor)
         said.append(f"{tensor} {_DONE[op]} {times(moved / whole)}; {number(need / whole)} would do")
     return said
+
+
+#: Inputs whose tiles are told apart by one index of an event.
+_BY = {"Q": "i", "dO": "i", "K": "j", "V": "j"}
+
+
+def unread(trace: Trace) -> list[str]:
+    """Inputs that a solution uses, but of which a part was never loaded."""
+    loads = trace.events[trace.events["op"] == OPS.index("load")]
+    found = []
+    for tensor, index in _BY.items():
+        mine = loads[loads["tensor"] == CODES[tensor]]
+        most: dict[tuple[int, int], dict[int, int]] = {}  # by tile, and by where it was loaded
+        other = "j" if index == "i" else "i"
+        for event in mine:
+            places = most.setdefault((int(event["head"]), int(event[index])), {})
+            place = int(event[other])
+            places[place] = places.get(place, 0) + int(event["bytes"])
+        read = sum(max(places.values()) for places in most.values())
+        if 0 < read < whole_bytes(trace.problem, tensor):
+            found.append(tensor)
+    return found
 
 
 def times(n: float) -> str:

@@ -246,6 +246,28 @@ def test_files_that_cannot_be_graded(tmp_path):
         apart.grade_file(tmp_path / "x.py", "flash2-backward")
 
 
+def test_files_as_windows_writes_them(solved, tmp_path):
+    """A mark at the beginning, another encoding that the file says, and one that it does not."""
+    text = solved.read_text(encoding="utf-8")
+    written = tmp_path / "x.py"
+    for encoded in (
+        text.encode("utf-8-sig"),
+        text.replace("\n", "\r\n").encode(),
+        f"# -*- coding: latin-1 -*-\n# gr\u00fcn\n{text}".encode("latin-1"),
+    ):
+        written.write_bytes(encoded)
+        assert apart.grade_file(written)[0].points == 100
+    for encoded in (f"{text}# gr\u00fcn".encode("latin-1"), text.encode("utf-16")):
+        written.write_bytes(encoded)
+        marks, trace = apart.grade_file(written, "flash2-forward")
+        assert (marks.points, marks.marks[0].kind, trace) == (0, "syntax", None)
+        assert "Python cannot read the file: " in marks.text()
+
+
+def test_what_was_not_loaded_is_no_fault_of_a_reference():
+    assert all(words.unread(get(name).executed.trace) == [] for name in names())
+
+
 # -- a lecturer's own -------------------------------------------------------------------------
 
 
