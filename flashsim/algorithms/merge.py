@@ -15,7 +15,8 @@ def merged(
     """
     m = np.maximum(lse_a, lse_b)
     base = np.where(np.isneginf(m), 0, m)  # no key on either side: no inf - inf
-    a, b = np.exp(lse_a - base), np.exp(lse_b - base)
+    with np.errstate(invalid="ignore"):  # lse = inf has no finite out: NaN, as attention itself has
+        a, b = np.exp(lse_a - base), np.exp(lse_b - base)
     total = a + b
     safe = np.where(total == 0, 1, total)
     out = (a / safe)[..., None] * out_a + (b / safe)[..., None] * out_b

@@ -141,7 +141,8 @@ def _checked_table(
 
     Pages of a prefix that all entries share are the same in every row.
     """
-    table = checks.as_array("block_table", given).astype(np.int64)
+    given = checks.as_array("block_table", given)
+    table = np.minimum(given, checks.LARGEST).astype(np.int64)  # of unsigned ones no sign appears
     for b, n in enumerate(lengths):
         used = table[b, : -(-n // pool[2])]
         for j in np.flatnonzero((used < 0) | (used >= pool[0]))[:1]:

@@ -131,6 +131,8 @@ def compare(
     for name in algorithms:
         plans.check_algorithm(name)
     inputs.check_tiling(backward_tiling)
+    if backward_tiling is not None and dout is None:
+        raise OptionError("backward_tiling is of the backward pass: give dout as well")
     if not inputs.check_trace_mode(
         options.setdefault("trace", True), options.get("backend", "numpy")
     ):

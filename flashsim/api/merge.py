@@ -9,6 +9,9 @@ import numpy as np
 from flashsim.algorithms.merge import merged
 from flashsim.api import inputs
 from flashsim.errors import ShapeError, own_errors
+from flashsim.problem import checks
+
+WIDE = ("float64", "float32", "float16", "bfloat16")
 
 
 @own_errors
@@ -32,7 +35,7 @@ def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[np.ndarray, n
 
     Raises
     ------
-    ShapeError, DTypeError
+    ShapeError, DTypeError, OptionError
         If they do not fit each other.
     """
     inputs.require_numpy("numpy", out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
@@ -43,5 +46,7 @@ def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[np.ndarray, n
             f"lse_a must have out_a's shape without its last axis, {out_a.shape[:-1]}, got "
             f"{lse_a.shape}"
         )
+    for name, x in (("out_a", out_a), ("lse_a", lse_a)):
+        checks.one_of(f"dtype of {name}", inputs.dtype_name(x), WIDE)
     out, lse = merged(out_a.astype(lse_a.dtype), lse_a, out_b.astype(lse_a.dtype), lse_b)
     return out.astype(out_a.dtype), lse

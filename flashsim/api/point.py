@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ from flashsim.trace.trace import Trace
 
 METHODS = ("count", "run")
 
+#: A sweep's points, and an axis's values, at most.
+MOST_POINTS = 10_000_000
 #: What tells one point from another, and what is learnt about it. Bytes are of all heads.
 PARAMETERS = (
     *("method", "algorithm", "direction", "dtype", "causal", "window", "softcap", "key_order"),
@@ -202,14 +205,23 @@ def axis(name: str, value: Any) -> list[Any]:
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value[()]
     single = isinstance(value, (str, Tiling, Device)) or not isinstance(value, Iterable)
-    values = [value] if single else list(value)
+    values = [value] if single else list(islice(value, MOST_POINTS + 1))
+    _few_enough(name, len(values))
     if not values:
         raise OptionError(f"{name} has no values: a sweep over nothing; give one or more")
     return [_CHECKS.get(name, _size)(name, item) for item in values]
 
 
+def _few_enough(name: str, number: int) -> None:
+    if number > MOST_POINTS:
+        raise OptionError(
+            f"{name} has more than {MOST_POINTS:,} points: take larger steps, or fewer axes"
+        )
+
+
 def points(method: str, axes: Mapping[str, list[Any]]) -> list[SweepPoint]:
     """The Cartesian product of checked axes (see `axis`), each point once."""
+    _few_enough("a sweep", math.prod(map(len, axes.values())))
     found: dict[Key, SweepPoint] = {}
     for values in product(*axes.values()):
         point = dict(zip(axes, values, strict=True))

@@ -114,7 +114,8 @@ def quantize(
         are and spreads outliers (`flashsim.problem.rotation`); head_dim must be a power of two. The
         result's `unrotated` turns gradients back.
     block : (int, int)
-        Query rows and key rows of a block; the default goes with every tile of the GPU's kernels.
+        Of granularity "block", and of no other: query rows and key rows of a block. The default
+        goes with every tile of the GPU's kernels.
     dtype : {"float8_e4m3fn", "float8_e5m2"}
     seed : int
         Of the rotation's signs.
@@ -151,7 +152,8 @@ def quantize(
     if backend == "cupy":
         return _on_gpu(given, about, (rows, keys), dtype)
     inputs.require_numpy("numpy", q=q, k=k, v=v)
-    wide = {name: x.astype(np.float32) for name, x in {"q": q, "k": k, "v": v}.items()}
+    with np.errstate(over="ignore"):  # refused below, by name
+        wide = {name: x.astype(np.float32) for name, x in {"q": q, "k": k, "v": v}.items()}
     for name, x in wide.items():
         if not np.isfinite(x).all():
             raise OptionError(f"{name} holds NaN or infinity (as float32), which no scale fits")

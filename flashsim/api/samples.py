@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flashsim import report
-from flashsim.errors import own_errors
+from flashsim.errors import OptionError, own_errors, shown
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem, numpy_dtype
 from flashsim.trace.trace import Trace
@@ -117,6 +117,11 @@ def random_inputs(problem: Problem, seed: int = 0) -> RandomInputs:
     RandomInputs
         q (batch, heads, n_q, head_dim), k (batch, kv_heads, n_kv, head_dim),
         v (batch, kv_heads, n_kv, head_dim_v), dout (batch, heads, n_q, head_dim_v).
+
+    Raises
+    ------
+    OptionError
+        If memory does not hold them.
     """
     p = checks.instance("problem", problem, Problem, "flashsim.Problem")
     rng = np.random.default_rng(checks.seed(seed))
@@ -128,9 +133,15 @@ def random_inputs(problem: Problem, seed: int = 0) -> RandomInputs:
         (p.heads, p.n_q, p.head_dim_v),
     )
     kinds = (inputs, inputs, inputs, result)
-    return RandomInputs(
-        *(
-            rng.standard_normal((p.batch, *shape)).astype(kind)
-            for shape, kind in zip(shapes, kinds, strict=True)
+    try:
+        return RandomInputs(
+            *(
+                rng.standard_normal((p.batch, *shape)).astype(kind)
+                for shape, kind in zip(shapes, kinds, strict=True)
+            )
         )
-    )
+    except (MemoryError, ValueError):  # NumPy says the latter beyond 2**63 elements
+        raise OptionError(
+            f"memory does not hold q, k, v and dout of {shown(p)}; flashsim.count counts without "
+            "arrays"
+        ) from None

@@ -130,6 +130,12 @@ def dtype_name(dtype: Any) -> str:
     except Exception:  # what NumPy cannot read as a type, it refuses in many ways
         name = dtype
     if not isinstance(name, str) or name not in DTYPES:
+        turned = {np.dtype(x).newbyteorder().str: x for x in ("float64", "float32", "float16")}
+        if isinstance(name, str) and name in turned:
+            raise DTypeError(
+                f"dtype {name!r} is {turned[name]} with its bytes in the other order; "
+                f"x.astype({turned[name]!r}) turns them"
+            )
         raise DTypeError(f"dtype {shown(name)} is not supported; {choices(name, DTYPES)}")
     return name
 

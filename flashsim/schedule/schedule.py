@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from flashsim.errors import OptionError, own_errors
+from flashsim.errors import MaskError, OptionError, own_errors
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem
 from flashsim.schedule import tables
@@ -37,6 +37,8 @@ from flashsim.schedule.tiling import Tiling
 
 KeyOrder = Literal["ascending", "descending"]
 KEY_ORDERS = ("ascending", "descending")
+#: Scores at which a mask is evaluated, at most: about an hour's.
+MOST_SCORES = 2**40
 
 
 class Sums(NamedTuple):
@@ -160,6 +162,13 @@ class Schedule(Grid):
             return self.problem.mask.row_csr(self.tiling)
         band = Schedule(_band(self.problem), self.tiling, split=self.split).row_spans
         assert band is not None
+        scores = int((band[:, 3] - band[:, 0]).sum()) * self.tiling.block_q * self.tiling.block_k
+        if scores > MOST_SCORES:
+            raise MaskError(
+                f"a mask or block_mask is evaluated at every score, here {scores:.1e} of them, and "
+                f"at most {MOST_SCORES:.1e} are: take fewer queries or keys, or say it with "
+                "causal, window and cu_seqlens, which need no evaluation"
+            )
         ptr, cols, kinds = [0], [], []
         for i, (lo, _, _, hi) in enumerate(band.tolist()):
             visited, full = self._row_of_tiles(i, lo, hi)

@@ -25,6 +25,7 @@ import numpy as np
 
 from flashsim.counts.work import KINDS, StageWork, TileOp, stage_work, total_flops
 from flashsim.errors import OptionError
+from flashsim.problem import checks
 from flashsim.report import beside
 from flashsim.schedule.names import COMPUTE, OPS, TRANSFERS
 from flashsim.trace import timeline
@@ -57,9 +58,12 @@ def write(trace: Recording, path: str | Path, *, heads: int = 1) -> Path:
 
     Raises
     ------
-    OptionError
-        If `heads` is not positive.
+    OptionError, DTypeError
+        If `heads` is not positive, or `path` cannot be a file's.
     """
+    path = Path(checks.path("path", path))
+    if path.is_dir():
+        raise OptionError(f"cannot write {str(path)!r}: it is a folder; name a file")
     if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
         raise OptionError(f"heads must be a positive integer, got {heads!r}")
     events = list(_real(trace) if trace.timeline is not None else _simulated(trace, heads))
@@ -74,7 +78,6 @@ def write(trace: Recording, path: str | Path, *, heads: int = 1) -> Path:
             **{key: str(value) for key, value in trace.provenance.items()},
         },
     }
-    path = Path(path)
     data = json.dumps(document, separators=(",", ":")).encode()
     with beside(path) as part:
         part.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)

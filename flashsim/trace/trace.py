@@ -16,7 +16,14 @@ from flashsim import report
 from flashsim.counts import questions, traffic
 from flashsim.counts.traffic import Traffic
 from flashsim.counts.work import KINDS, StageWork, on_chip_bytes, stage_work, total_flops
-from flashsim.errors import OptionError, TraceError, UnsupportedError, choices
+from flashsim.errors import (
+    DTypeError,
+    OptionError,
+    TraceError,
+    UnsupportedError,
+    choices,
+    shown,
+)
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.schedule.names import COMPUTE, OPS, TRANSFERS
@@ -274,11 +281,15 @@ class Trace(Recording):
         Raises
         ------
         TraceError
-            If there is no such step.
+            If there is no such step, or no such head.
         """
-        steps = self._steps
-        if not -len(steps) <= step < len(steps):
-            raise TraceError(f"step must be between 0 and {len(steps) - 1}, got {step}")
+        steps, p = self._steps, self.problem
+        if not checks.is_int(step) or not -len(steps) <= step < len(steps):
+            raise TraceError(f"step must be between 0 and {len(steps) - 1}, got {shown(step)}")
+        if not checks.is_int(head) or not 0 <= head < p.batch * p.heads:
+            raise TraceError(
+                f"head must be between 0 and {p.batch * p.heads - 1}, got {shown(head)}"
+            )
         step %= len(steps)
         return frames.frame(self.stages, self._works, step, *steps[step], head, self.tensors)
 
@@ -325,7 +336,15 @@ class Trace(Recording):
         return dram(requested, l2)
 
     def diff(self, other: Trace | Traffic) -> dict[tuple[str, str, str], tuple[int, int]]:
-        """Where two differ: ``{(stage, op, tensor): (ours, theirs)}``; empty if they agree."""
+        """Where two differ: ``{(stage, op, tensor): (ours, theirs)}``; empty if they agree.
+
+        Raises
+        ------
+        DTypeError
+            For what is no trace and no count.
+        """
+        if not hasattr(other, "transfers"):
+            raise DTypeError(f"diff() takes a Trace or a Traffic, got {shown(other)}")
         ours, theirs = self.transfers, other.transfers
         return {
             key: (ours.get(key, 0), theirs.get(key, 0))
@@ -334,7 +353,14 @@ class Trace(Recording):
         }
 
     def same_events(self, other: Trace) -> bool:
-        """Whether two traces have the same stages and, walk for walk, the same events."""
+        """Whether two traces have the same stages and, walk for walk, the same events.
+
+        Raises
+        ------
+        DTypeError
+            For what is no trace.
+        """
+        checks.instance("other", other, Trace, "flashsim.Trace")
         return [s.name for s in self.stages] == [s.name for s in other.stages] and np.array_equal(
             self.events, other.events
         )

@@ -6,6 +6,8 @@ by name; everything else must be refused with a `FlashSimError` that is also a b
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -371,3 +373,61 @@ def test_a_right_answer_or_an_error_of_ours(case, tmp_path, monkeypatch):
         if error is not None:
             assert isinstance(error, (ValueError, TypeError, RuntimeError, NotImplementedError))
             assert 10 < len(str(error)) < 1000, name
+
+
+R = flashsim.run(X, X, X, tiling=T, trace=True)
+PAGES = np.zeros((2, 1, 4, 16), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: flashsim.compare(X, X, X, backward_tiling=T), "give dout as well"),
+        (lambda: flashsim.sweep(range(1, 10**18)), "n_q has more than 10,000,000 points"),
+        (lambda: flashsim.sweep(itertools.count(1)), "n_q has more than 10,000,000 points"),
+        (
+            lambda: flashsim.sweep(range(1, 10**5), head_dim=range(1, 577)),
+            "a sweep has more than 10,000,000 points",
+        ),
+        (lambda: flashsim.random_inputs(Problem(2**50)), "memory does not hold q, k, v"),
+        (lambda: flashsim.random_inputs(Problem(2**62, batch=2**40)), "memory does not hold"),
+        (
+            lambda: flashsim.count(Problem(2**24, mask=lambda q, k: q >= k), tiling=Tiling(64, 64)),
+            "evaluated at every score, here 2.8e.14 of them",
+        ),
+        (
+            lambda: flashsim.quantize(*[np.full((4, 8), 1e300)] * 3),
+            "q holds NaN or infinity .as float32",
+        ),
+        (
+            lambda: flashsim.merge(*[np.ones((4, 8), int), np.ones(4, np.float32)] * 2),
+            "unknown dtype of out_a 'int64'",
+        ),
+        (lambda: R.trace.diff("x"), "takes a Trace or a Traffic, got 'x'"),
+        (lambda: R.trace.same_events(COUNTED), "other must be a flashsim.Trace"),
+        (lambda: R.trace.frame("x"), "step must be between 0 and 3, got 'x'"),
+        (lambda: R.trace.frame(0, 1), "head must be between 0 and 0, got 1"),
+        (lambda: R.trace.to_perfetto("."), "it is a folder; name a file"),
+        (lambda: R.trace.to_perfetto(3), "path must be the path of a file, got 3"),
+        (
+            lambda: flashsim.run(*[X.astype(">f4")] * 3),
+            "'>f4' is float32 with its bytes in the other order",
+        ),
+        (
+            lambda: run(
+                **{"q": X[None, None], "k": PAGES, "v": PAGES, "algorithm": "flash-decode"},
+                block_table=np.array([[2**64 - 1]], np.uint64),
+            ),
+            r"block_table.0, 0. is 9223372036854775807, not one",
+        ),
+    ],
+)
+def test_what_cannot_be_done_is_said_at_once(call, message):
+    with pytest.raises(FlashSimError, match=message):
+        call()
+
+
+def test_an_infinite_lse_merges_to_nan_without_a_warning():
+    out, lse = flashsim.merge(R.out, np.full_like(R.lse, np.inf), R.out, R.lse)
+    assert np.isnan(out).all()
+    assert not np.isfinite(lse).any()
