@@ -457,6 +457,13 @@ def nested(sram, machine, work):
         (lambda s, m: s.load(m.hbm.Q, slice(40, 50)), "Q has 32 rows; 40:50 are none"),
         (lambda s, m: s.load(m.hbm.Q, slice(0, 8, 2)), "side by side"),
         (lambda s, m: s.load(m.hbm.Q, 3), "rows of Q are a slice"),
+        (lambda s, m: s.load(m.hbm.Q, slice(0.0, 8)), "slice of integers, got slice.0.0, 8"),
+        (lambda s, m: s.positions("x"), "positions are a slice of integers, got 'x'"),
+        (lambda s, m: m.keep(ROWS, 3), "keys are a slice of integers, got 3"),
+        (lambda s, m: s.alloc("S", (2, 2), "x"), "filled with one number, got fill='x'"),
+        (lambda s, m: s.alloc("S", (2, 2), np.zeros(3)), "filled with one number"),
+        (lambda s, m: s.alloc("S", (10**9, 10**9)), "holds 4,000,000,000,000,000,000 B on chip"),
+        (lambda s, m: m.hbm.new("W", 10**12, 10**6), "memory does not hold a workspace 'W'"),
         (
             lambda s, m: s.store(m.hbm.O, slice(0, 1), slice(0, 4), s.alloc("t", (1, 4))),
             r"a tile comes before its columns: store\(tensor, rows, tile, cols\)",
@@ -497,14 +504,17 @@ def nested(sram, machine, work):
     ],
 )
 def test_what_a_machine_refuses(work, text):
-    with pytest.raises((MemoryModelError, ShapeError, flashsim.OptionError), match=text) as caught:
+    with pytest.raises(flashsim.FlashSimError, match=text) as caught:
         in_a_step(work)
     assert str(caught.value).startswith("algorithm, line ")
 
 
 @pytest.mark.parametrize(
     ("outer", "text"),
-    [(2, "there are 2 tiles of queries, got number 2"), ("0:16", "a step is of rows")],
+    [
+        (2, "there are 2 tiles of queries, got number 2"),
+        ("0:16", "are a slice of integers, got '0:16'"),
+    ],
 )
 def test_steps_that_are_none(outer, text):
     def algorithm(machine):

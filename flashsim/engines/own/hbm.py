@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import numpy as np
@@ -54,6 +55,14 @@ class Remote:
         if not name.startswith("_") and hasattr(np.ndarray, name):
             self._refuse()
         raise AttributeError(f"a tensor in HBM has no {name!r}; it has name, shape, dtype, width")
+
+
+def span(which: Any, size: int, what: str) -> range:
+    """The positions below `size` that a slice of the user's names."""
+    if isinstance(which, slice):
+        with suppress(TypeError, ValueError):  # ends that are no integers, a step of 0
+            return range(size)[which]
+    raise ShapeError(f"{what} are a slice of integers, got {shown(which)}")
 
 
 class OpenHbm:
@@ -109,7 +118,12 @@ class OpenHbm:
         p = self._problem
         heads = p.kv_heads if along == "keys" else p.heads
         kind = checks.dtype_name(dtype or p.compute_dtype)
-        array = np.full((p.batch, heads, *sides), np.nan, numpy_dtype(kind))
+        try:
+            array = np.full((p.batch, heads, *sides), np.nan, numpy_dtype(kind))
+        except (MemoryError, ValueError):  # NumPy says the latter beyond 2**63 bytes
+            raise OptionError(
+                f"memory does not hold a workspace {name!r} of {(p.batch, heads, *sides)} elements"
+            ) from None
         self._code(name, SIDES[along])
         return self._put(name, array, kind, written=False)
 

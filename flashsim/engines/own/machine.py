@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from flashsim.engines.own.hbm import OpenHbm
+from flashsim.engines.own.hbm import OpenHbm, span
 from flashsim.engines.own.sram import OpenSram
 from flashsim.errors import MemoryModelError
 from flashsim.problem import checks
@@ -113,7 +113,7 @@ class OpenMachine:
         bytes.
         """
         p = self._problem
-        q, k = np.arange(p.n_q)[rows], np.arange(p.n_kv)[cols]
+        q, k = np.array(span(rows, p.n_q, "queries")), np.array(span(cols, p.n_kv, "keys"))
         kept = p.keep(p.sequences[0], q, k)
         return None if kept.all() else kept
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -9,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from flashsim.engines.own.arithmetic import priced
-from flashsim.engines.own.hbm import OpenHbm, Remote
+from flashsim.engines.own.hbm import OpenHbm, Remote, span
 from flashsim.engines.own.lines import at_work
 from flashsim.engines.own.room import Lease, Room
 from flashsim.engines.own.tile import SramTile, product
-from flashsim.errors import MemoryModelError, ShapeError, SramOverflow, shown
+from flashsim.errors import DTypeError, MemoryModelError, ShapeError, SramOverflow, shown
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import numpy_dtype
 from flashsim.schedule import plans
@@ -167,18 +168,16 @@ class OpenSram:
             if not 0 <= which < len(table):
                 raise ShapeError(f"there are {len(table)} tiles of {side}, got number {which}")
             return int(which)
-        if not isinstance(which, slice):
-            raise ShapeError(f"a step is of rows such as slice(0, 64), got {shown(which)}")
-        span = range(int(table[-1, 1]))[which]
-        if not len(span) or span.step != 1:
+        part = span(which, int(table[-1, 1]), f"{side} of a tile, such as slice(0, 64),")
+        if not len(part) or part.step != 1:
             raise ShapeError(
                 f"{side} {which.start}:{which.stop} are none of the {int(table[-1, 1])}"
             )
-        first, last = span[0] // block, span[-1] // block
+        first, last = part[0] // block, part[-1] // block
         if first != last:
             name = "block_q" if side == "queries" else "block_k"
             raise ShapeError(
-                f"{side} {span.start}:{span.stop} reach over tiles of {block}; walk in tiles of "
+                f"{side} {part.start}:{part.stop} reach over tiles of {block}; walk in tiles of "
                 f"machine.tiling.{name}, or give the stage its own: machine.stage("
                 f"{self._stage.name!r}, tiling=flashsim.Tiling(block_q, block_k))"
             )
@@ -200,9 +199,13 @@ class OpenSram:
         sides = tuple(shape) if isinstance(shape, (tuple, list)) else (shape,)
         if not all(isinstance(n, (int, np.integer)) and n > 0 for n in sides):
             raise ShapeError(f"a tile has sides of 1 and more, got {shown(shape)}")
-        value = np.nan if fill is None else float(fill)
+        if fill is not None and not isinstance(fill, (int, float, np.number)):
+            raise DTypeError(f"a tile is filled with one number, got fill={shown(fill)}")
+        nbytes = math.prod(map(int, sides)) * self._compute.itemsize
+        if nbytes > self._device.sram_bytes:  # refused before this machine's memory is
+            self._lease(name, ALLOC, nbytes, np.zeros(0), temporary=False)
+        value = np.nan if fill is None else fill
         data = np.full((*self._lead, *sides), value, self._compute)
-        nbytes = int(np.prod(sides)) * self._compute.itemsize
         return SramTile(self._lease(name, ALLOC, nbytes, data, temporary=False), data)
 
     def _made(self, data: np.ndarray) -> SramTile:
@@ -229,8 +232,8 @@ class OpenSram:
 
         Computed, not loaded, but it takes room.
         """
-        span = range(max(self._schedule.problem.n_q, self._schedule.problem.n_kv))[rows]
-        row = np.arange(span.start, span.stop, dtype=self._compute)
+        p = self._schedule.problem
+        row = np.array(span(rows, max(p.n_q, p.n_kv), "positions"), self._compute)
         return self._made(np.broadcast_to(row, (*self._lead, len(row))).copy())
 
     def accumulate(
@@ -429,14 +432,12 @@ def _part(tensor: Any, rows: Any, cols: Any) -> tuple[slice, slice]:
         )
     found = []
     for which, size, what in ((rows, tensor.shape[0], "rows"), (cols, tensor.width, "columns")):
-        if not isinstance(which, slice):
-            raise ShapeError(f"{what} of {tensor.name} are a slice, got {shown(which)}")
-        span = range(size)[which]
-        if span.step != 1 or not len(span):
+        part = span(which, size, f"{what} of {tensor.name}")
+        if part.step != 1 or not len(part):
             raise ShapeError(
                 f"{tensor.name} has {size} {what}; {which.start}:{which.stop} are none of them"
-                if not len(span)
-                else f"{what} of a tile lie side by side, got a slice in steps of {span.step}"
+                if not len(part)
+                else f"{what} of a tile lie side by side, got a slice in steps of {part.step}"
             )
-        found.append(slice(span.start, span.stop))
+        found.append(slice(part.start, part.stop))
     return found[0], found[1]
