@@ -1,6 +1,5 @@
 """Decoding on the command line: splits, pages, shared prefixes, latent attention, the models."""
 
-
 import numpy as np
 import pytest
 from commands import invoke, rows
