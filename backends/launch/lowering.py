@@ -102,10 +102,8 @@ def lower(schedule: Schedule, by: Literal["row", "col"]) -> Lowered:
         visits, masked = hi - lo, full_lo - lo + hi - full_hi
     else:
         ptr, _, kind = schedule.row_csr if by == "row" else schedule.col_csr
-        visits, marked = (
-            np.diff(ptr).astype(np.int64),
-            np.concatenate([[0], np.cumsum(kind != FULL)]),
-        )
+        visits = np.diff(ptr).astype(np.int64)
+        marked = np.concatenate([[0], np.cumsum(kind != FULL)])
         masked = marked[ptr[1:]] - marked[ptr[:-1]]
     order = np.argsort(-visits, kind="stable").astype(np.int32)
     return Lowered(schedule, by, schedule.rows, schedule.cols, spans, visits, masked, order)

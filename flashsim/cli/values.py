@@ -227,19 +227,20 @@ def parse_list(name: str, text: str, convert: Callable[[str], T]) -> list[T]:
 
 def parse_range(name: str, text: str) -> tuple[int, int]:
     """``FIRST:LAST``; an error names the option."""
-    try:
-        first, last = (int(side) for side in text.split(":"))
-    except ValueError:
-        raise OptionError(f"--{name} takes FIRST:LAST, e.g. 0:3, got {text!r}") from None
-    return first, last
+    return _sides(text, int, f"--{name} takes FIRST:LAST, e.g. 0:3")
 
 
 def parse_times(text: str) -> tuple[float, float]:
     """``FIRST:LAST`` in microseconds."""
+    return _sides(text, float, "--times takes FIRST:LAST in µs, e.g. 0:40")
+
+
+def _sides(text: str, convert: Callable[[str], T], takes: str) -> tuple[T, T]:
+    """Both sides of a colon; else an error that begins with what the option takes."""
     try:
-        first, last = (float(side) for side in text.split(":"))
+        first, last = (convert(side) for side in text.split(":"))
     except ValueError:
-        raise OptionError(f"--times takes FIRST:LAST in µs, e.g. 0:40, got {text!r}") from None
+        raise OptionError(f"{takes}, got {text!r}") from None
     return first, last
 
 
@@ -258,13 +259,7 @@ def parse_window(text: str) -> tuple[int, int] | None:
     """``LEFT:RIGHT``, or "none"."""
     if text == "none":
         return None
-    try:
-        left, right = (int(side) for side in text.split(":"))
-    except ValueError:
-        raise OptionError(
-            f"--window takes LEFT:RIGHT, e.g. 128:0 (-1 is unlimited), got {text!r}"
-        ) from None
-    return left, right
+    return _sides(text, int, "--window takes LEFT:RIGHT, e.g. 128:0 (-1 is unlimited)")
 
 
 def parse_tiling(text: str) -> Tiling | str:

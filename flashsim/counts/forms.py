@@ -76,15 +76,8 @@ class Forms:
 
     def forward(self, algorithm: str, stage: str, s: Schedule) -> dict[tuple[str, str], int]:
         """``{(op, tensor): bytes}`` of a forward stage walked by `s`."""
-        h, e, r, a, d, dv, sums = (
-            self.heads,
-            self.e,
-            self.r,
-            self.a,
-            self.p.head_dim,
-            self.p.head_dim_v,
-            s.sums,
-        )
+        h, e, r, a, sums = self.heads, self.e, self.r, self.a, s.sums
+        d, dv = self.p.head_dim, self.p.head_dim_v
         bias = {("load", "bias"): h * sums.area * r} if self.lead else {}
         keys = {("load", "K"): h * sums.row_cols * d * e}
         values = {("load", "V"): h * sums.row_cols * dv * e}
@@ -154,15 +147,8 @@ class Forms:
 
     def backward(self, algorithm: str, stage: str, s: Schedule) -> dict[tuple[str, str], int]:
         """``{(op, tensor): bytes}`` of a backward stage walked by `s`."""
-        h, e, r, a, d, dv, sums = (
-            self.heads,
-            self.e,
-            self.r,
-            self.a,
-            self.p.head_dim,
-            self.p.head_dim_v,
-            s.sums,
-        )
+        h, e, r, a, sums = self.heads, self.e, self.r, self.a, s.sums
+        d, dv = self.p.head_dim, self.p.head_dim_v
         dq_acc, dbias_acc = "dQ" + self.acc, "dBias" + self.acc
         scores, rows, cols = h * sums.area * r, h * sums.col_rows, h * sums.row_cols
         bias = {("load", "bias"): scores} if self.lead else {}

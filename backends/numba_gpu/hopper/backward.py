@@ -273,10 +273,8 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
                     s = scale_scores(s, a.scale, a.softcap)
                 if masked:
                     query = int32(get(slot + BASE) + tile * block_q)
-                    key, limits = (
-                        int32(get(slot + START) + row0),
-                        (get(slot + OFFSET), get(slot + STOP)),
-                    )
+                    key = int32(get(slot + START) + row0)
+                    limits = get(slot + OFFSET), get(slot + STOP)
                     s = mask(s, key, query, limits[0], limits[1], a.left, a.right)
                 p, dp, dv = queue_dv(s, dp, dv, to_log2, lse, a.softcap, dout)
                 arrive(shared + v_free, speaking & (left == 1))  # the next item's V may come

@@ -170,13 +170,8 @@ def _producer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
 
 def _consumer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleNamespace) -> Any:
     """``consume(a, shared, group)``: a warpgroup computes dQ of its rows, or its keys' part."""
-    block_k, d, bf16, scaled, softcap = (
-        c.block_k,
-        c.d,
-        bool(c.bf16),
-        bool(c.scaled),
-        bool(c.softcap),
-    )
+    block_k, d = c.block_k, c.d
+    bf16, scaled, softcap = bool(c.bf16), bool(c.scaled), bool(c.softcap)
     split = at.pieces == 1  # the warpgroups share out the keys
     keys = block_k // 2 if split else block_k
     q_at, dout_at, k_at, v_at, scratch_at = map(at.region, at.regions)
@@ -225,10 +220,8 @@ def _consumer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
         row0 = int32(
             int32(cuda.threadIdx.x) % 128 // 32 * 16 + 64 * part
         )  # the warp's, in the tile
-        q, dout = (
-            int32(shared + q_at + part * own_bytes),
-            int32(shared + dout_at + part * own_bytes),
-        )
+        q = int32(shared + q_at + part * own_bytes)
+        dout = int32(shared + dout_at + part * own_bytes)
         k, v = int32(shared + k_at + my_key * 128), int32(shared + v_at + my_key * 128)
         item, done = int32(0), int32(0)  # as the producer's
         while True:

@@ -73,22 +73,11 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
     # -- Fragments
     new_scores = tiles.zeros(blocks * chunk // 2)
     new_dk, new_dv = tiles.zeros(blocks * d_part // 2), tiles.zeros(blocks * dv_part // 2)
-    pieces_k, pieces_v = (
-        tiles.pieces(tile_k, transposed=False),
-        tiles.pieces(tile_v, transposed=False),
-    )
-    pieces_q, pieces_do = (
-        tiles.pieces(tile_q, transposed=True),
-        tiles.pieces(tile_do, transposed=True),
-    )
-    columns_q, columns_do = (
-        tiles.pieces(tile_q, transposed=False),
-        tiles.pieces(tile_do, transposed=False),
-    )
-    pieces_ds, columns_k = (
-        tiles.pieces(tile_ds, transposed=True),
-        tiles.pieces(tile_k, transposed=False),
-    )
+    pieces_k, pieces_v = (tiles.pieces(x, transposed=False) for x in (tile_k, tile_v))
+    pieces_q, pieces_do = (tiles.pieces(x, transposed=True) for x in (tile_q, tile_do))
+    columns_q, columns_do = (tiles.pieces(x, transposed=False) for x in (tile_q, tile_do))
+    pieces_ds = tiles.pieces(tile_ds, transposed=True)
+    columns_k = tiles.pieces(tile_k, transposed=False)
     swapped_q, swapped_do = Operand(tile_q, swapped=True), Operand(tile_do, swapped=True)
     multiply_kq = tiles.multiply(bf16, blocks, chunk, d, Operand(tile_k), swapped_q)
     multiply_vdo = tiles.multiply(bf16, blocks, chunk, dv, Operand(tile_v), swapped_do)
@@ -100,10 +89,8 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
     mask = gradients.mask_probabilities(blocks, chunk, False, bool(c.left), bool(c.right))
     score_gradients = gradients.score_gradients(blocks, chunk, False, softcap)
     scale_dk = tiles.scale_all(blocks * d_part // 2)
-    stage_dk, stage_dv = (
-        output.stage(bf16, blocks, d_part, tile_k),
-        output.stage(bf16, blocks, dv_part, tile_v),
-    )
+    stage_dk = output.stage(bf16, blocks, d_part, tile_k)
+    stage_dv = output.stage(bf16, blocks, dv_part, tile_v)
     stage_ds = output.stage(bf16, blocks, chunk, tile_ds)
     # dQ: the block's warps stand as warps_q x warps_d over its (block_q, d) tile
     warps_q, warps_d = c.warps_q, c.warps // c.warps_q

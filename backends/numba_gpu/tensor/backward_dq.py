@@ -63,14 +63,8 @@ def flash_dq_kernel(kernel: Kernel) -> Any:
 
     # -- Fragments
     new_scores, new_dq = tiles.zeros(blocks * chunk // 2), tiles.zeros(blocks * d // 2)
-    pieces_q, pieces_do = (
-        tiles.pieces(tile_q, transposed=False),
-        tiles.pieces(tile_do, transposed=False),
-    )
-    pieces_k, columns_k = (
-        tiles.pieces(tile_k, transposed=True),
-        tiles.pieces(tile_k, transposed=False),
-    )
+    pieces_q, pieces_do = (tiles.pieces(x, transposed=False) for x in (tile_q, tile_do))
+    pieces_k, columns_k = (tiles.pieces(tile_k, transposed=x) for x in (True, False))
     pieces_v = tiles.pieces(tile_v, transposed=True)
     swapped_k, swapped_v = Operand(tile_k, swapped=True), Operand(tile_v, swapped=True)
     multiply_qk = tiles.multiply(bf16, blocks, chunk, d, Operand(tile_q), swapped_k)

@@ -55,10 +55,7 @@ def flash_forward_kernel(kernel: Kernel) -> Any:
     # -- Fragments
     new_scores, new_o = tiles.zeros(blocks * block_k // 2), tiles.zeros(blocks * dv // 2)
     new_max, new_sum = tiles.full(2 * blocks, NEG_INF), tiles.zeros(2 * blocks)
-    pieces_q, pieces_v = (
-        tiles.pieces(tile_q, transposed=False),
-        tiles.pieces(tile_v, transposed=False),
-    )
+    pieces_q, pieces_v = (tiles.pieces(x, transposed=False) for x in (tile_q, tile_v))
     pieces_k = tiles.pieces(tile_k, transposed=True)
     keep_q = tiles.load_fragments(blocks, d, tile_q)
     left = "registers" if q_regs else Operand(tile_q)
