@@ -517,6 +517,7 @@ def test_delta_needs_no_pairs(monkeypatch):
 
 def test_walks_over_pairs_are_kept_on_disk():
     assert {name for name in threads._WALKS if name.startswith("pairs_")} == {
+        "pairs_delta",
         "pairs_forward",
         "pairs_grad_keys",
         "pairs_grad_queries",

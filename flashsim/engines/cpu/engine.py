@@ -237,7 +237,7 @@ class _CpuPass:
             if WALKS[name] == "grad_keys":
                 args += [fused, turns]
             long = self._work(schedule, len(csr[1])) > threads.LONG
-            walk = "decode" if decode else "pairs_" * (self.pairs and name != "delta") + WALKS[name]
+            walk = "decode" if decode else "pairs_" * self.pairs + WALKS[name]
             threads.run(walk, self.threads, self.cpu, *args, counter=counter, long=long)
         if self.job.trace:
             shape = walks, p.batch * p.heads // walks, len(csr[1])

@@ -38,6 +38,7 @@ _ALL: dict[str, Callable] = {
     "grad_keys": walks_backward.grad_keys,
     "grad_queries": walks_backward.grad_queries,
     "pairs_forward": pair_walks.forward,
+    "pairs_delta": walks_backward.delta_rows,
     "pairs_grad_keys": pair_walks_backward.grad_keys,
     "pairs_grad_queries": pair_walks_backward.grad_queries,
 }
