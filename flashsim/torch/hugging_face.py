@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from transformers import (
 
 from flashsim.errors import UnsupportedError
 from flashsim.torch.functional import attention
+from flashsim.torch.masks import has_values
 
 
 def register(name: str) -> None:
@@ -69,6 +70,14 @@ class Band:
     keys: Tensor | None = None
     queries: Tensor | None = None
 
+    # For a static cache, `generate` makes the mask itself and gives it to the model, which hands it
+    # back to `mask`: as long as it looks like a mask of four axes.
+    ndim: ClassVar[int] = 4
+
+    def contiguous(self) -> Band:
+        """This, as it is."""
+        return self
+
 
 def mask(
     batch_size: int,
@@ -77,7 +86,7 @@ def mask(
     q_offset: Any = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
-    attention_mask: Tensor | None = None,
+    attention_mask: Band | Tensor | None = None,
     local_size: int | None = None,
     **rest: Any,
 ) -> Band | Tensor | None:
@@ -87,10 +96,14 @@ def mask(
     ----------
     batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, local_size
         As transformers calls its own `sdpa_mask`. Queries stand at positions ``q_offset + i``, keys
-        at ``kv_offset + j``; `attention_mask`, (batch, positions), is False at padding.
+        at ``kv_offset + j``; `attention_mask`, (batch, positions), is False at padding, or was made
+        by this function.
     """
+    if isinstance(attention_mask, Band):
+        return attention_mask
     known = None
-    tracing = torch.compiler.is_compiling()  # then nothing may depend on numbers
+    # Nothing may depend on numbers then.
+    tracing = torch.compiler.is_compiling() or not _readable(attention_mask, q_offset)
     if not tracing or (attention_mask is None and isinstance(q_offset, int)):
         known = _band(mask_function, local_size)
     if known is not None:
@@ -114,6 +127,10 @@ def mask(
             "allow_is_bidirectional_skip": False,
         }
     )
+
+
+def _readable(*given: Any) -> bool:
+    return all(has_values(x) for x in given if isinstance(x, Tensor))
 
 
 def _narrowed(band: Band, keys: Tensor | None, start: int, n_q: int, n_kv: int) -> Band | None:

@@ -198,6 +198,30 @@ def test_a_cache_with_room_in_it():
         torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("padding", ["whole", "padded left"])
+@pytest.mark.parametrize("maker", [llama, mistral, gemma2])
+def test_generation_with_a_static_cache(maker, padding):
+    """`generate` makes the masks itself then, before it calls the model."""
+    model, inputs = made(maker)
+    inputs["attention_mask"] = torch.tensor(PADDING[padding] or [[1] * N] * 2)
+    told = []
+    for implementation in ("eager", "flashsim"):
+        model.set_attn_implementation(implementation)
+        how = {"cache_implementation": "static", "disable_compile": True, "pad_token_id": 0}
+        told.append(model.generate(**inputs, max_new_tokens=6, do_sample=False, **how))
+    assert told[0].tolist() == told[1].tolist()
+
+
+@pytest.mark.parametrize("maker", DECODERS.values(), ids=DECODERS)
+def test_padding_without_values(maker):
+    """On the meta device nobody can say which tokens are padding."""
+    with torch.device("meta"):
+        model, words = maker().eval(), torch.zeros(2, N, dtype=torch.long)
+    model.set_attn_implementation("flashsim")
+    logits = model(input_ids=words, attention_mask=torch.ones_like(words)).logits
+    assert (logits.shape, logits.device.type) == ((2, N, WORDS), "meta")
+
+
 def test_speech_is_written_down_with_its_caches():
     model, inputs = made(whisper)
     told = []
