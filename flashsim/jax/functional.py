@@ -116,7 +116,8 @@ def attention(
     operands = {"q": given.q, "k": given.k, "v": given.v, **traced}
     if given.bias is not None:
         operands["bias"] = given.bias
-    out, lse = _attention(question, operands)
+    axes = _axes(operands)
+    out, lse = _attention(question, {name: _spread(x, axes) for name, x in operands.items()})
     out, lse = (x.reshape(x.shape[4 - given.ndim :]) for x in (out, lse))
     return (out, jax.lax.stop_gradient(lse)) if return_lse else out
 
@@ -137,6 +138,24 @@ def taken(name: str, x: Any) -> jax.Array:
     return jnp.asarray(x)
 
 
+def _axes(operands: dict[str, Any]) -> frozenset[Any]:
+    """The axes of `jax.shard_map` over which any operand varies."""
+    return frozenset().union(*map(_varies, operands.values()))
+
+
+def _varies(x: Any) -> frozenset[Any]:
+    """Those over which one does, which JAX before 0.10 called `vma`."""
+    kind = jax.typeof(x)
+    manual = getattr(kind, "manual_axis_type", None)
+    return getattr(kind, "vma", frozenset()) if manual is None else manual.varying
+
+
+def _spread(x: Any, axes: frozenset[Any]) -> Any:
+    """`x` as one that varies over these axes; its gradient is summed over those that are new."""
+    missing = tuple(axes - _varies(x))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
 def _known(offsets: Any) -> Any:
     """Offsets as integers, unless they are being traced."""
     if offsets is None or isinstance(offsets, jax.core.Tracer):
@@ -155,7 +174,9 @@ def _call(
         vmap_method="sequential" if packed else "expand_dims",
     )
     static = {name: x for name, x in question._asdict().items() if name not in operands}
-    return call(*operands.values(), question=json.dumps(static | {"operands": [*operands]}))
+    found = call(*operands.values(), question=json.dumps(static | {"operands": [*operands]}))
+    axes = _axes(operands)
+    return [_spread(x, axes) for x in found]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

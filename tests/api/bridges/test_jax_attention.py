@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -308,3 +309,35 @@ def test_a_bias_of_keys_alone_is_broadcast():
     q, row = jnp.ones((2, 7, 4, 8)) * jnp.arange(8), jnp.arange(7.0)
     got = flashsim.jax.dot_product_attention(q, q, q, bias=row)
     np.testing.assert_allclose(got, jax.nn.dot_product_attention(q, q, q, bias=row), rtol=1e-6)
+
+
+SHARDED = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, PartitionSpec as P
+import flashsim.jax
+
+assert jax.device_count() == 2
+mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+q, k, v = (jax.random.normal(key, (2, 3, 5, 4)) for key in jax.random.split(jax.random.key(0), 3))
+mine = lambda *x: flashsim.jax.attention(*x, causal=True, backend="numpy")
+for specs in ((P("x"), P("x"), P("x")), (P(None, None), P("x"), P("x"))):
+    parts = jax.shard_map(mine, mesh=mesh, in_specs=specs, out_specs=P("x"))
+    given = (q if specs[0] == P("x") else q[:1], k, v)
+    whole = lambda q, k, v: mine(jnp.broadcast_to(q, k.shape), k, v)
+    for way in (lambda f: f, jax.jit):
+        np.testing.assert_array_equal(way(parts)(*given), whole(*given))
+        found, expected = (
+            way(jax.grad(lambda *x: (f(*x) ** 2).sum(), argnums=(0, 1, 2)))(*given)
+            for f in (parts, whole)
+        )
+        for x, y in zip(found, expected, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+"""
+
+
+def test_gradients_on_several_devices():
+    """Under `jax.shard_map`, also of an operand that all devices share: the sum of theirs."""
+    flags = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    command = [sys.executable, "-c", SHARDED]
+    done = subprocess.run(command, env=flags, capture_output=True, text=True, timeout=300)
+    assert not done.returncode, done.stderr
