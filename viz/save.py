@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from flashsim.errors import OptionError, choices, own_errors
+from flashsim.errors import BackendUnavailable, OptionError, choices, own_errors
 from flashsim.report import beside
 
 #: Text of SVG and PDF stays text: it can be searched, selected and edited, and prints as type.
@@ -18,6 +18,8 @@ _AS_TEXT = {
     "ps.fonttype": 42,
     "svg.hashsalt": "flashsim",
 }
+#: Of a picture: pixels an inch at least, and pixels in all at most.
+LEAST_DPI, MOST_PIXELS = 10, 100_000_000
 #: Left out, so that the same figure is the same bytes.
 _UNDATED = {
     "png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None},
@@ -49,7 +51,9 @@ def save_figure(
     ------
     OptionError
         For an ending that no format has, a resolution or size that is not positive, a size that
-        is too small for the labels, or a folder that cannot be written to.
+        is too small for the labels or too many pixels, or a folder that cannot be written to.
+    BackendUnavailable
+        For .pgf without LaTeX.
     """
     import matplotlib as mpl
 
@@ -60,6 +64,12 @@ def save_figure(
         raise OptionError(f"cannot write {path.name!r}; {choices(path.suffix, sorted(formats))}")
     if not dpi > 0 or (size is not None and not (len(size) == 2 and min(size) > 0)):
         raise OptionError(f"dpi and size must be positive, got {dpi!r} and {size!r}")
+    width, height = (dpi * side for side in size or figure.get_size_inches())
+    if not dpi >= LEAST_DPI or not width * height <= MOST_PIXELS:
+        raise OptionError(
+            f"{width:.3g} x {height:.3g} pixels at {dpi:g} an inch; a picture has at least "
+            f"{LEAST_DPI} an inch, for its letters, and at most {MOST_PIXELS:,} in all"
+        )
     if size is not None:
         figure.set_size_inches(size)
     with warnings.catch_warnings():
@@ -72,6 +82,8 @@ def save_figure(
                 f"{figure.get_figwidth():g} x {figure.get_figheight():g} inches leave no room "
                 "between the labels of this figure; make it larger"
             ) from None
+        except RuntimeError as error:  # .pgf is typeset by a LaTeX that may not be here
+            raise BackendUnavailable(f"cannot write {path.name!r} here: {error}") from None
     return path
 
 

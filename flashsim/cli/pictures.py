@@ -160,6 +160,8 @@ def animate(
     """Animate one trace, or two side by side, as .gif, .mp4 or .html."""
     ready(out, (".gif", ".mp4", ".html"))
     found = _recorded(source, _WATCHED)
+    if row is not None and len(found.traces) != 1:
+        raise OptionError(f"--row follows m and l of one trace, got {len(found.traces)}")
     with working("drawing frames"):
         _viz().animate(
             found.traces,

@@ -217,6 +217,10 @@ def test_animate_and_page(tmp_path):
         (("plot", "io-curve", "-T", "x.npz"), "--trace: not for io-curve, but for traffic"),
         (("plot", "traffic", "-T", "x.npz", "-n", "5"), "has its own sizes and tensors"),
         (("animate", *SMALL, "--clock", "sun"), "unknown clock 'sun'"),
+        (
+            ("animate", *SMALL, "-a", "flash1,flash2", "--row", "1"),
+            "--row follows m and l of one trace, got 2",
+        ),
         (("page", *SMALL, "-a", "standard", "--row", "1"), "this trace is standard forward"),
     ],
 )

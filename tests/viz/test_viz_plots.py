@@ -127,9 +127,28 @@ def test_save_sizes_and_errors(tmp_path):
         viz.save_figure(ax, tmp_path / "a.png", size=(1, 1))
     with pytest.raises(OptionError, match=r"cannot write 'a\.doc'"):
         viz.save_figure(ax, tmp_path / "a.doc")
+    for wrong in (
+        {"dpi": 1},
+        {"dpi": 1e5},
+        {"dpi": float("inf")},
+        {"size": (100, 100), "dpi": 700},
+    ):
+        with pytest.raises(OptionError, match=r"pixels at .* an inch; a picture has at least 10"):
+            viz.save_figure(ax, tmp_path / "b.png", **wrong)
     for wrong in ({"dpi": 0}, {"size": (4, -1)}, {"size": (4,)}):
         with pytest.raises(OptionError, match="dpi and size must be positive"):
             viz.save_figure(ax, tmp_path / "a.png", **wrong)
+
+
+def test_latex_that_is_missing_is_said(tmp_path, monkeypatch):
+    def no_latex(*_, **__):
+        raise RuntimeError("'xelatex' not found")
+
+    ax = viz.traffic(cases.trace())
+    monkeypatch.setattr(ax.figure, "savefig", no_latex)
+    with pytest.raises(flashsim.BackendUnavailable, match=r"cannot write 'a.pgf' here: 'xelatex'"):
+        viz.save_figure(ax, tmp_path / "a.pgf")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_plot_shows_itself_in_a_notebook():
@@ -634,6 +653,14 @@ def test_roofline_places_points_on_the_roof():
     assert hollow.get_ydata()[0] == min(
         hollow.get_xdata()[0] * device.hbm_bandwidth, device.peak("bfloat16")
     )
+    for wrong, text in (
+        ({"seconds": {"flash1": 1.0}}, "seconds of 'flash1', which is not drawn; possible: "),
+        ({"seconds": {"flash2": float("nan")}}, "must be finite and at least 1e-12, got nan"),
+        ({"seconds": {"flash2": 1e-300}}, "must be finite and at least 1e-12, got 1e-300"),
+        ({"dram_bytes": {"flash2": "x"}}, "must be a number, got 'x'"),
+    ):
+        with pytest.raises(flashsim.FlashSimError, match=text):
+            viz.roofline(count, **wrong)
     measured = viz.roofline(count, seconds={"flash2": 1e-3}, device="H200")
     bar = line(measured, "FlashAttention-2 (measured)")
     assert list(bar.get_ydata()) == [count.flops("matmul") / 1e-3]

@@ -82,3 +82,5 @@ def test_what_cannot_be_watched_says_why(tmp_path):
         viz.animate_ranks(account(), tmp_path / "a.png")
     with pytest.raises(OptionError, match="fps, cells and frames_a_step must be positive"):
         viz.animate_ranks(account(), tmp_path / "a.gif", fps=0)
+    with pytest.raises(OptionError, match=r"fps must be from 0.01 to 1,000, got 0.001"):
+        viz.animate_ranks(account(), tmp_path / "a.gif", fps=0.001)

@@ -35,6 +35,8 @@ from flashsim.viz.save import whole
 from flashsim.viz.style import rc
 
 FORMATS = (".gif", ".mp4", ".html")
+#: Frames a second.
+SLOWEST, FASTEST = 0.01, 1000
 CLOCKS = ("steps", "bytes")
 _SIZE = (960, 540)  # pixels
 _HOLD_MS = 2500  # how long the last frame stays
@@ -87,6 +89,7 @@ def animate(
     path = check_format(path)
     if not fps > 0 or max_frames < 1:
         raise OptionError(f"fps and max_frames must be positive, got {fps!r} and {max_frames!r}")
+    check_fps(fps)
     film = Film(data, statistics=statistics, clock=clock, theme=theme, max_frames=max_frames)
     return written(film, path, fps)
 
@@ -107,6 +110,12 @@ def check_format(path: str | Path) -> Path:
             "install it, or write a .gif or .html, which need nothing"
         )
     return path
+
+
+def check_fps(fps: float) -> None:
+    """Raise `OptionError` for a speed that no format holds: a GIF's frame stays 655 s at most."""
+    if not SLOWEST <= fps <= FASTEST:
+        raise OptionError(f"fps must be from {SLOWEST} to {FASTEST:,}, got {fps!r}")
 
 
 def written(film: Any, path: Path, fps: float) -> Animation:

@@ -15,7 +15,7 @@ from matplotlib.patches import Circle, FancyBboxPatch, Rectangle
 from flashsim.counts.questions import in_words
 from flashsim.errors import OptionError, own_errors
 from flashsim.viz import palette
-from flashsim.viz.film.animation import Animation, check_format, written
+from flashsim.viz.film.animation import Animation, check_format, check_fps, written
 from flashsim.viz.style import human, ink_on, ramp, rc
 
 _SIZE = (9.6, 5.4)  # inches, at 100 pixels
@@ -70,6 +70,7 @@ def animate_ranks(
             f"fps, cells and frames_a_step must be positive, got {fps!r}, {cells!r} and "
             f"{frames_a_step!r}"
         )
+    check_fps(fps)
     return written(RanksFilm(account, cells, frames_a_step, theme), path, fps)
 
 

@@ -11,7 +11,8 @@ from matplotlib.ticker import NullLocator
 from matplotlib.transforms import blended_transform_factory
 
 from flashsim.counts import traffic
-from flashsim.errors import OptionError
+from flashsim.errors import OptionError, choices
+from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.viz.data import sources
@@ -90,7 +91,8 @@ def roofline(
             label=f"L2 {human(machine.l2_bandwidth, 'B/s')}",
         )  # fmt: skip
     places = sources.places(row["algorithm"] for row in rows)
-    times, left = (_given(values or {}, labels, rows) for values in (seconds, dram_bytes))
+    times = _given("seconds", seconds, labels, rows, least=1e-12)
+    left = _given("dram_bytes", dram_bytes, labels, rows, least=1)
     unmeasured = bars = times.count(None)
     for n, (row, spot, place) in enumerate(zip(rows, spots, places, strict=True)):
         label, took = labels[n], times[n]
@@ -137,10 +139,20 @@ def roofline(
 
 
 def _given(
-    values: Mapping[str, Any], labels: Sequence[str], rows: Sequence[Mapping[str, Any]]
-) -> list[Any]:
-    """What is said of each row, by its label or its algorithm; else None."""
-    return [values.get(l, values.get(r["algorithm"])) for l, r in zip(labels, rows, strict=True)]
+    what: str,
+    values: Mapping[str, float] | None,
+    labels: Sequence[str],
+    rows: Sequence[Mapping[str, Any]],
+    least: float,
+) -> list[float | None]:
+    """What is said of each row, by its label or its algorithm; else None. Nobody's is refused."""
+    values, names = values or {}, [row["algorithm"] for row in rows]
+    known = dict.fromkeys((*labels, *names))
+    for name, value in values.items():
+        if name not in known:
+            raise OptionError(f"{what} of {name!r}, which is not drawn; {choices(name, known)}")
+        checks.number(f"{what} of {name!r}", value, least)
+    return [values.get(a, values.get(b)) for a, b in zip(labels, names, strict=True)]
 
 
 def _once(row: dict[str, Any]) -> int:
