@@ -369,7 +369,8 @@ def test_no_option_compiles_a_walk_anew(algorithm):
 
 def test_the_cache_is_keyed_by_every_source():
     """Numba alone would miss an edit of a file that the cached function calls into."""
-    old, new = (threads._entries(text)["delta"] for text in ("old", "new"))
+    walk = threads._ALL["delta"]
+    old, new = (threads._entry("delta", walk, text) for text in ("old", "new"))
     keys = [f._cache._index_key(("signature",), f.targetctx.codegen()) for f in (old, new)]
     assert keys[0] != keys[1]
     assert len(threads._digest()) == 64
