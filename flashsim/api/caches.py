@@ -142,7 +142,9 @@ def _checked_table(
     Pages of a prefix that all entries share are the same in every row.
     """
     given = checks.as_array("block_table", given)
-    table = np.minimum(given, checks.LARGEST).astype(np.int64)  # of unsigned ones no sign appears
+    if given.dtype.kind == "u":  # what is beyond int64 would look negative
+        given = np.minimum(given, np.uint64(checks.LARGEST))
+    table = given.astype(np.int64)
     for b, n in enumerate(lengths):
         used = table[b, : -(-n // pool[2])]
         for j in np.flatnonzero((used < 0) | (used >= pool[0]))[:1]:

@@ -230,7 +230,8 @@ def _stage(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]
         *(shared.tolist(), waiting.tolist()),
         *(one.walks * blocks, one.clump * blocks, places, work.blocks),
     )
-    last += changeover(chosen, one.walks * blocks * len(work.visits), places * work.blocks)
+    lost = changeover(chosen, one.walks * blocks * len(work.visits), places * work.blocks)
+    last, mean = last + lost, mean + lost  # by all alike: no tail
     hbm, again = (
         nbytes / (device.hbm_bandwidth * HBM_SHARE)
         for nbytes in (bytes_once, bytes_again(one, traffic))
