@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from cupy.cuda import nvrtc as cupy_nvrtc
@@ -40,23 +40,10 @@ from flashsim.backends.launch.kernel import Gpu, Kernel
 from flashsim.backends.numba_gpu import compiler, families
 from flashsim.problem.masks import BlockMask
 
-KIB = 1024
-GPUS = {
-    "sm_80": Gpu("A100", (8, 0), 163 * KIB, 40 << 20),
-    "sm_86": Gpu("RTX 3090", (8, 6), 99 * KIB, 6 << 20),
-    "sm_89": Gpu("RTX 4090", (8, 9), 99 * KIB, 72 << 20),
-    "sm_90": Gpu("H200", (9, 0), 227 * KIB, 60 << 20),
-    "sm_100": Gpu("B200", (10, 0), 227 * KIB, 126 << 20),
-    "sm_120": Gpu("RTX 5090", (12, 0), 99 * KIB, 96 << 20),
-}
-_ODD: dict[str, Any] = dict(
-    heads=4,
-    kv_heads=2,
-    window=(30, 5),
-    softcap=3.0,
-    cu_seqlens_q=(0, 200, 500),
-    cu_seqlens_k=(0, 300, 500),
-)
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "tools"))
+
+from gpus import GPUS, ODD
+
 _BLOCKS = BlockMask(np.eye(4, dtype=bool), 128, 128)
 PROBLEMS = {
     "bf16 64": Problem(512, 512, 64, heads=2, dtype="bfloat16"),
@@ -68,8 +55,8 @@ PROBLEMS = {
     "bf16 192 causal": Problem(512, 512, 192, heads=2, dtype="bfloat16", causal=True),
     "bf16 256 causal": Problem(512, 512, 256, heads=2, dtype="bfloat16", causal=True),
     "fp16 59": Problem(333, 517, 59, 111, heads=2, dtype="float16"),
-    "fp16 80 odd": Problem(500, 500, 80, 40, dtype="float16", **_ODD),
-    "fp16 128 odd": Problem(500, 500, 128, 64, dtype="float16", **_ODD),
+    "fp16 80 odd": Problem(500, 500, 80, 40, **ODD),
+    "fp16 128 odd": Problem(500, 500, 128, 64, **ODD),
     "fp32 64 causal": Problem(512, 512, 64, heads=2, causal=True, softcap=1.0),
     "fp32 256": Problem(512, 512, 256, heads=2),
     "fp8 64 causal": Problem(512, 512, 64, dtype="float8_e4m3fn", scales=(64, 128), causal=True),

@@ -33,13 +33,13 @@ class Covered:
 
     def __init__(self, config, least):
         self.config, self.least = config, least
-        self.of_many = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
-        folders = list(SOURCE) if self.of_many or not hasattr(config, "workerinput") else None
+        one_of_many = hasattr(config, "workerinput")
+        folders = None if one_of_many else list(SOURCE)  # what nobody imports is missed once
         self.probes = slipcover.Slipcover(
             branch=True, source=folders, omit=OMIT, exclude_also=EXCLUDE
         )
         self.seen = []
-        if not self.of_many:
+        if one_of_many or not config.getoption("numprocesses", None):
             files = slipcover.FileMatcher(sources=SOURCE, omit=OMIT)
             slipcover.ImportManager(self.probes, files).__enter__()
             _give_plain_code_to_numba()

@@ -12,6 +12,7 @@ import pytest
 jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
+from bridge_cases import CASES, CUTS  # noqa: E402
 from jax.test_util import check_grads  # noqa: E402
 
 import flashsim.jax  # noqa: E402
@@ -25,18 +26,6 @@ from flashsim.errors import (  # noqa: E402
     UnsupportedError,
 )
 from flashsim.jax import attention, dot_product_attention, frames  # noqa: E402
-
-CUTS = {"cu_seqlens_q": (0, 4, 7), "cu_seqlens_k": (0, 5, 9), "causal": True}
-CASES = {
-    "plain": ({}, {}),
-    "causal": ({}, {"causal": True}),
-    "grouped": ({"heads": 4, "kv_heads": 2}, {"causal": True}),
-    "softcap": ({}, {"softcap": 2.0}),
-    "window": ({}, {"window": (3, 2), "scale": 0.7}),
-    "packed": ({"batch": 1}, CUTS),
-    "bias": ({"bias": (1, 2)}, {"causal": True}),
-    "bias a batch entry": ({"bias": (2, 1)}, {}),
-}
 
 
 @pytest.fixture(autouse=True)

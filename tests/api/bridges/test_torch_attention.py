@@ -11,6 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from bridge_cases import CASES, CUTS  # noqa: E402
 from torch.autograd.graph import saved_tensors_hooks  # noqa: E402
 
 import flashsim  # noqa: E402
@@ -23,18 +24,6 @@ from flashsim.errors import (  # noqa: E402
     UnsupportedError,
 )
 from flashsim.torch import FlashAttention, attention, ops  # noqa: E402
-
-CUTS = {"cu_seqlens_q": (0, 4, 7), "cu_seqlens_k": (0, 5, 9), "causal": True}
-CASES = {
-    "plain": ({}, {}),
-    "causal": ({}, {"causal": True}),
-    "grouped": ({"heads": 4, "kv_heads": 2}, {"causal": True}),
-    "softcap": ({}, {"softcap": 2.0}),
-    "window": ({}, {"window": (3, 2), "scale": 0.7}),
-    "packed": ({"batch": 1}, CUTS),
-    "bias": ({"bias": (1, 2)}, {"causal": True}),
-    "bias a batch entry": ({"bias": (2, 1)}, {}),
-}
 
 
 def tensors(*, batch=2, heads=2, kv_heads=2, n_q=7, n_kv=9, d=4, dv=3, bias=None, dtype=None):
