@@ -150,7 +150,8 @@ def taken(**tensors: Any) -> list[Tensor]:
 def _autocast(x: Tensor) -> Tensor:
     """`x` in the type of autocast, where that is on."""
     kind = x.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    # Not amp.is_autocast_available: torch 2.11's Dynamo cannot trace it.
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
         return x
     wide = x.dtype == torch.float64 or not x.is_floating_point()
     return x if wide else x.to(torch.get_autocast_dtype(kind))

@@ -170,6 +170,17 @@ def test_compiles_without_a_break(mode):
     assert bool(recorded) == (mode == "reduce-overhead"), counters["inductor"]
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_compiles_under_autocast():
+    wide = [x.float() for x in tensors()]
+    torch._dynamo.reset()
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        compiled = torch.compile(attention, fullgraph=True)(*wide, causal=True)
+        eager = attention(*wide, causal=True)
+    assert compiled.dtype == torch.bfloat16
+    torch.testing.assert_close(compiled, eager, rtol=0, atol=0)
+
+
 # torch warms up on a side stream, as its own guide to CUDA graphs says to, and then warns of it.
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
 @pytest.mark.parametrize("question", [{"causal": True}, CUTS], ids=["causal", "packed"])
