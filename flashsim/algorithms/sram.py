@@ -8,6 +8,7 @@ one head's thread block.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
@@ -113,7 +114,7 @@ class Sram:
         SramOverflow
             Naming what is held and what the device gives.
         """
-        nbytes = int(np.prod(shape)) * self.compute.itemsize
+        nbytes = math.prod(shape) * self.compute.itemsize
         tile = np.empty((*self._lead, *shape), self.compute)
         if fill is not None:
             tile.fill(fill)

@@ -211,7 +211,7 @@ class OpenSram:
     def _made(self, data: np.ndarray) -> SramTile:
         """The result of arithmetic as a tile; room is made for it as for any other."""
         self._here()
-        nbytes = int(np.prod(data.shape[2:])) * data.itemsize
+        nbytes = math.prod(data.shape[2:]) * data.itemsize
         return SramTile(self._lease(TEMPORARY, ALLOC, nbytes, data, temporary=True), data)
 
     def name(self, name: str, tile: SramTile) -> SramTile:

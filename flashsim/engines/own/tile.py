@@ -8,6 +8,7 @@ of 32 elements has the shape (64, 32), however many heads are simulated at once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import EllipsisType
 from typing import Any, NoReturn
@@ -46,7 +47,7 @@ class SramTile(NDArrayOperatorsMixin):
     @property
     def size(self) -> int:
         """Number of elements, one head's."""
-        return int(np.prod(self.shape))
+        return math.prod(self.shape)
 
     @property
     def dtype(self) -> np.dtype:
@@ -265,7 +266,7 @@ def elementwise(ufunc: Any, given: Any, out: SramTile | None, where: Any) -> Sra
             f"np.{ufunc.__name__}: tiles of {shapes} do not fit together"
             + (column if any(x.ndim == 1 for x in tiles) else "")
         ) from None
-    size = int(np.prod(view.shape[2:]))
+    size = math.prod(view.shape[2:])
     if out is not None:
         out._rounded()
     result = out if out is not None else room.sram._made(_own_type(view, room))
@@ -288,7 +289,7 @@ def product(a: Any, b: Any, *, out: SramTile | None = None, add: bool = False) -
     if left.shape[-1] != right.shape[-2]:
         raise ShapeError(f"{a.shape} @ {b.shape}: the inner sides differ")
     view = np.matmul(left, right)
-    flops = 2 * int(np.prod(view.shape[2:])) * left.shape[-1]
+    flops = 2 * math.prod(view.shape[2:]) * left.shape[-1]
     view = view[..., 0, :] if row else view
     view = view[..., 0] if col else view
     if out is None:
