@@ -145,27 +145,28 @@ def test_what_a_row_counts_adds_up_to_the_elements_that_exist(size):
     assert library.all_wrong() > 0
 
 
-@pytest.mark.parametrize(
-    ("file", "old", "new"),
-    [
-        (
-            "portable/forward.cu",
-            "load_async<KeyRow, THREADS>(t.Q",
-            "2 * load_async<KeyRow, THREADS>(t.Q",
-        ),
-        ("portable/forward.cu", "cp_async_wait();\n        __syncthreads();  // B1", "// B1"),
-        ("portable/backward_dq.cu", "__syncthreads();  // B3", "if (warp) __syncthreads();  // B3"),
-    ],
-)
-def test_a_faulty_kernel_shows(monkeypatch, file, old, new):
-    """A load counted twice, tiles not awaited, a barrier that hangs."""
-    sound = nvrtc.source
-    assert sound(file).count(old) == 1
+FAULTS = {
+    "a load counted twice": (
+        "load_async<KeyRow, THREADS>(t.Q",
+        "(1 + FAULT) * load_async<KeyRow, THREADS>(t.Q",
+    ),
+    "tiles not awaited": (
+        "cp_async_wait();\n        __syncthreads();  // B1: this visit's K, V are",
+        "if (!FAULT) cp_async_wait();\n if (!FAULT) __syncthreads();  // B1: this visit's K, V are",
+    ),
+    "a barrier that hangs": (
+        "__syncthreads();  // B3: dQ",
+        "if (warp || !FAULT) __syncthreads();  // B3: dQ",
+    ),
+}
+FAULTY = emulator.Faulty(900, FAULTS)
 
-    def faulty(name):
-        return sound(name).replace(old, new) if name == file else sound(name)
 
-    monkeypatch.setattr(nvrtc, "source", faulty)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_faulty_kernel_shows(fault):
     p = Problem(70, 90, 40, dtype="bfloat16", causal=True)
+    FAULTY.seeded = ""
+    compare(FAULTY, PORTABLE, p)
+    FAULTY.seeded = fault
     with pytest.raises((AssertionError, TraceError)):
-        compare(HOPPER, PORTABLE, p)
+        compare(FAULTY, PORTABLE, p)

@@ -2,16 +2,14 @@
 may; results are attention's, and without any one barrier they are not.
 """
 
-import ctypes
 from dataclasses import replace
 
 import pytest
-from barriers import BARRIER, untried
+from barriers import left_out, untried
 from compiled import thorough
 
 from flashsim import Problem, Tiling
 from flashsim.backends.families.portable import PORTABLE
-from flashsim.backends.kernels import nvrtc
 from flashsim.errors import TraceError
 
 pytest.importorskip("cupy")  # as test_emulated
@@ -46,28 +44,6 @@ CASES = [
 ]
 
 
-class Emulator(emulator.Emulator):
-    """Runs one kernel of a case without a barrier that it is told of; it is compiled once."""
-
-    def __init__(self, file):
-        super().__init__(900)
-        self.file, self.without = file, ""
-
-    def source(self, file):
-        text = nvrtc.source(file)
-        if file != self.file:
-            return text
-        asking = BARRIER.sub(lambda m: f"if (without != {m[1][1:]}) {m[0]}", text)
-        return 'extern "C" { int without; }\n' + asking
-
-    def load(self, kernel):
-        library = super().load(kernel)
-        if kernel.file == self.file:
-            number = ctypes.c_int.in_dll(library, "without")
-            number.value = int(self.without[1:] or -1)
-        return library
-
-
 def compare(case, machine):
     """The kernels against the oracle and the simulator."""
     file, algorithm, dtype, head_dim, tiling, gpu, _ = case
@@ -87,14 +63,14 @@ OTHER_FORMS = [case for case in CASES if "dkdv.cu" in case[0] and case[5] is not
     ids=lambda c: f"{c[0]}-{c[1]}-{c[3]}",
 )
 def test_a_barrier_left_out_shows(case):
-    machine = Emulator(case[0])
+    machine = emulator.Faulty(900, left_out(case[0]), case[0])
     compare(case, machine)
     needed, shown = case[-1].split(), []
-    for machine.without in needed:
+    for machine.seeded in needed:
         try:
             compare(case, machine)
         except (AssertionError, TraceError):
-            shown.append(machine.without)
+            shown.append(machine.seeded)
     assert shown == needed
 
 

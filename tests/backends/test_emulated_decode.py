@@ -2,7 +2,7 @@
 keys, whatever lies beside them, and the bytes that it counts are those of its splits and tiles.
 """
 
-import re
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -11,12 +11,11 @@ import pytest
 import flashsim
 from flashsim import Problem, TraceError, UnsupportedError
 from flashsim.backends.families import decode, decode_kernels
-from flashsim.backends.kernels import nvrtc
 from flashsim.backends.reports import decode as traces
 
 pytest.importorskip("cupy")  # test_cuda_kernels wants it; nothing here does
 import emulator
-from barriers import barriers
+from barriers import barriers, left_out
 from decode_cases import Case, moved, planned, simulated
 from test_cuda_kernels import H200 as HOPPER
 
@@ -142,21 +141,26 @@ def test_a_cluster_merges_its_splits(name):
 
 
 CLUSTER_FAULTS = {
-    "a part for another rank": ("t.share[own.rank][place]", "t.share[own.rank ^ 1][place]"),
-    "LSE to one block": ("to < CLUSTER; ++to)", "to < 1; ++to)"),
-    "a lost split": ("s < CLUSTER; ++s) {", "s < CLUSTER - 1; ++s) {"),
-    "C0": ("cluster_wait();  // C0", "// C0"),
-    "C1": ("cluster_arrive(), cluster_wait();  // C1", "// C1"),
+    "a part for another rank": ("t.share[own.rank][place]", "t.share[own.rank ^ FAULT][place]"),
+    "LSE to one block": ("to < CLUSTER; ++to)", "to < (FAULT ? 1 : CLUSTER); ++to)"),
+    "a lost split": ("s < CLUSTER; ++s) {", "s < CLUSTER - FAULT; ++s) {"),
+    "C0": ("cluster_wait();  // C0", "if (!FAULT) cluster_wait();  // C0"),
+    "C1": (
+        "cluster_arrive(), cluster_wait();  // C1",
+        "if (!FAULT) cluster_arrive(), cluster_wait();  // C1",
+    ),
 }
+FAULTY_CLUSTERS = emulator.Faulty(900, CLUSTER_FAULTS)
 
 
 @pytest.mark.parametrize("fault", CLUSTER_FAULTS)
 def test_faults_of_a_cluster_are_found(fault):
     case, splits = CLUSTERS["four, pages"]
     x = case.make()
-    out, lse, *_ = launch(Faulty(*CLUSTER_FAULTS[fault], arch=900), case, x, splits, HOPPER)
-    with pytest.raises(AssertionError):
-        case.check(x, out, lse)
+    for FAULTY_CLUSTERS.seeded in ("", fault):
+        out, lse, *_ = launch(FAULTY_CLUSTERS, case, x, splits, HOPPER)
+        with pytest.raises(AssertionError) if FAULTY_CLUSTERS.seeded else nullcontext():
+            case.check(x, out, lse)
 
 
 TRACED = {
@@ -244,75 +248,58 @@ def test_a_page_that_the_pool_has_not_is_not_read_and_shows():
 
 
 FAULTS = {
-    "a lost split": ("float w = s + u < splits", "float w = s + u < splits - 1"),
-    "a wrong base of LSE": ("top / LOG2E + logf(sum)", "top + logf(sum)"),
-    "a page off by one": ("__shfl_sync(~0u, page, r)", "(__shfl_sync(~0u, page, r) ^ 1)"),
-    "keys of the next page": ("% max(PAGE, 1);", "% max(PAGE, 1) / 2;"),
-    "no waiting for a tile": ("cp_async_wait_group<STAGES - 2>();", ";"),
-    "a maximum not carried over": ("m[i][h] = now, l[i][h] *= alpha[h];", "m[i][h] = now;"),
-    "length forgotten": ("int hi = own.length - 1;", "int hi = own.length + 7;"),
+    "a lost split": ("float w = s + u < splits", "float w = s + u < splits - FAULT"),
+    "a wrong base of LSE": ("top / LOG2E + logf(sum)", "top / (FAULT ? 1 : LOG2E) + logf(sum)"),
+    "a page off by one": ("__shfl_sync(~0u, page, r)", "(__shfl_sync(~0u, page, r) ^ FAULT)"),
+    "keys of the next page": ("% max(PAGE, 1);", "% max(PAGE, 1) / (1 + FAULT);"),
+    "no waiting for a tile": (
+        "cp_async_wait_group<STAGES - 2>();",
+        "if (!FAULT) cp_async_wait_group<STAGES - 2>();",
+    ),
+    "a maximum not carried over": ("l[i][h] *= alpha[h];", "l[i][h] *= FAULT ? 1 : alpha[h];"),
+    "length forgotten": ("int hi = own.length - 1;", "int hi = own.length - 1 + 8 * FAULT;"),
 }
-
-
 SHARED_FAULTS = {
-    "own keys from the first on": ("FS_CASCADE && !of_all ? a.prefix : 0", "0"),
-    "a prefix of one sequence's queries": ("rows * (of_all ? a.batch : 1)", "rows"),
-    "a diagonal of the prefix": ("offset = of_all ? length : length - a.n_q", "offset = 0"),
-    "one slot for all": ("own.slot + several", "own.slot"),
+    "own keys from the first on": ("FS_CASCADE && !of_all ?", "FS_CASCADE && !of_all && !FAULT ?"),
+    "a prefix of one sequence's queries": (
+        "(of_all ? a.batch : 1)",
+        "(of_all && !FAULT ? a.batch : 1)",
+    ),
+    "a diagonal of the prefix": ("offset = of_all ?", "offset = FAULT ? 0 : of_all ?"),
+    "one slot for all": ("own.slot + several", "own.slot + !FAULT * several"),
+    # of the merge
+    "a prefix counted twice": ("? s * shared.y + batch", "? !FAULT * s * shared.y + batch"),
+    "a lost part": ("splits = shared.x + of.z", "splits = shared.x + of.z - FAULT"),
+    "another base of LSE": ("top + logf(sum)", "!FAULT * top + logf(sum)"),
+    "weights not normalised": ("1.0f / sum", "1.0f / (FAULT ? 1 : sum)"),
 }
-MERGE_FAULTS = {
-    "a prefix counted twice": ("? s * shared.y + batch", "? 0 * shared.y + batch"),
-    "a lost part": ("splits = shared.x + of.z", "splits = shared.x + of.z - 1"),
-    "a wrong base of LSE": ("top + logf(sum)", "logf(sum)"),
-    "weights not normalised": ("1.0f / sum", "1.0f"),
-}
+DECODE = "portable/decode.cu"
+FAULTY = emulator.Faulty(800, FAULTS | left_out(DECODE))
+FAULTY_PREFIX = emulator.Faulty(800, SHARED_FAULTS)
 
 
-@pytest.mark.parametrize("fault", [*SHARED_FAULTS, *MERGE_FAULTS])
+@pytest.mark.parametrize("fault", SHARED_FAULTS)
 def test_faults_with_a_shared_prefix_are_found(fault):
     p = Problem(4, 400, 64, batch=5, causal=True, **GROUPED)
     case = Case(p, (400, 390, 280, 270, 267), 16, 256)
     x = case.make()
-    machine = Faulty(*(SHARED_FAULTS | MERGE_FAULTS)[fault], all_files=False)
-    out, lse, *_ = launch(machine, case, x, 2)
-    with pytest.raises(AssertionError):
-        case.check(x, out, lse)
+    for FAULTY_PREFIX.seeded in ("", fault):
+        out, lse, *_ = launch(FAULTY_PREFIX, case, x, 2)
+        with pytest.raises(AssertionError) if FAULTY_PREFIX.seeded else nullcontext():
+            case.check(x, out, lse)
 
 
-class Faulty(emulator.Emulator):
-    """Compiles the kernel with a piece of text replaced; which must be there, in `all_files`."""
-
-    def __init__(self, old, new, *, all_files=True, arch=800):
-        super().__init__(arch)
-        self.old, self.new, self.all_files = old, new, all_files
-
-    def source(self, file):
-        text = nvrtc.source(file)
-        assert self.old in text or not self.all_files
-        return text.replace(self.old, self.new)
-
-
-def check_long(machine):
-    """Four tiles and more a split, so that stages are filled again."""
-    case = Case(Problem(1, 900, 64, batch=2, **GROUPED), (840, 140), page=3)
-    x = case.make()
-    out, lse, *_ = launch(machine, case, x, 2)
-    case.check(x, out, lse)
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_faults_are_found(name):
-    check_long(AMPERE)
-    with pytest.raises(AssertionError):
-        check_long(Faulty(*FAULTS[name]))
+def test_the_barriers_are_these():
+    assert sorted(barriers(DECODE)) == ["B0", "B1", "B2", "B3", "B4", "B5"]
 
 
 #: B3 puts a block's parts before its arrival, for blocks that run at once: not on a CPU.
-@pytest.mark.parametrize("number", ["B0", "B1", "B2", "B4", "B5"])
-def test_barriers_are_needed(number):
-    assert sorted(barriers("portable/decode.cu")) == ["B0", "B1", "B2", "B3", "B4", "B5"]
-    (text,) = re.findall(
-        rf"__syncthreads\(\);(?=\s*// {number}:)", nvrtc.source("portable/decode.cu")
-    )
-    with pytest.raises(AssertionError):
-        check_long(Faulty(f"{text}  // {number}:", f"// {number}:"))
+@pytest.mark.parametrize("fault", [*FAULTS, "B0", "B1", "B2", "B4", "B5"])
+def test_faults_are_found_and_barriers_are_needed(fault):
+    """Four tiles and more a split, so that stages are filled again."""
+    case = Case(Problem(1, 900, 64, batch=2, **GROUPED), (840, 140), page=3)
+    x = case.make()
+    for FAULTY.seeded in ("", fault):
+        with pytest.raises(AssertionError) if FAULTY.seeded else nullcontext():
+            out, lse, *_ = launch(FAULTY, case, x, 2)
+            case.check(x, out, lse)

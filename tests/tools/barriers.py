@@ -34,6 +34,13 @@ def barriers(file: str) -> list[str]:
     return BARRIER.findall(nvrtc.source(file))
 
 
+def left_out(file: str) -> dict[str, tuple[str, str]]:
+    """Each barrier of a kernel as one of `emulator.Faulty`'s faults: it is not there."""
+    text = nvrtc.source(file)
+    found = {m[1]: text[m.start() : text.index(":", m.end())] for m in BARRIER.finditer(text)}
+    return {name: (piece, f"if (!FAULT) {piece}") for name, piece in found.items()}
+
+
 def untried(cases: Iterable[tuple]) -> set[tuple[str, str]]:
     """Portable kernels' barriers that no case names, which is (kernel, ..., "B0 B1 ..."), and names
     of barriers that are not there, with their kernels.

@@ -134,6 +134,39 @@ class Emulator:
         return counts.stage_trace(one.stage, tables.schedule, *reversed(reports.values()))
 
 
+class Faulty(Emulator):
+    """With one fault of several, or with none: each kernel is compiled once, for all of them.
+
+    Parameters
+    ----------
+    faults : dict
+        {name: (a piece of source, what takes its place)}; FAULT there is 1 while `seeded` has this
+        name, else 0, and then the place must mean what it did.
+    file : str
+        The only kernel to have them; "" for all.
+    """
+
+    def __init__(self, arch: int, faults: dict[str, tuple[str, str]], file: str = "") -> None:
+        super().__init__(arch)
+        self.faults, self.file, self.seeded = faults, file, ""
+
+    def source(self, file: str) -> str:
+        """With every fault, each behind its number."""
+        sound = text = super().source(file)
+        for number, (piece, faulty) in enumerate(self.faults.values()):
+            if file == (self.file or file):
+                text = text.replace(piece, faulty.replace("FAULT", f"(seeded == {number})"))
+        return sound if text == sound else 'extern "C" { int seeded; }\n' + text
+
+    def load(self, kernel: Kernel) -> ctypes.CDLL:
+        """With the fault that is asked for."""
+        library = super().load(kernel)
+        if self.source(kernel.file) != super().source(kernel.file):
+            number = [*self.faults].index(self.seeded) if self.seeded else -1
+            ctypes.c_int.in_dll(library, "seeded").value = number
+        return library
+
+
 def padded(array: np.ndarray) -> np.ndarray:
     """A copy whose rows are filled up with zeros, as the kernels want them."""
     more = launch.row_elements(array.shape[-1]) - array.shape[-1]
