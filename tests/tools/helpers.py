@@ -197,37 +197,9 @@ class Judge:
 
     @classmethod
     def of(cls, x, p: Problem) -> Judge:
-        """Judge one problem.
-
-        Half-precision problems are held against `oracle` rounded after every step; float32 and
-        float64 ones against whole-matrix arithmetic of that type, summed two ways. One rounding is
-        the type's epsilon of the largest true value, and the accumulator's of the terms that add up
-        to it.
-        """
-        exact = plain(x, p, np.longdouble if p.dtype == "float64" else np.float64)
-        prob = exact.pop("P")
-        if p.dtype == p.compute_dtype:
-            # A BLAS splits sums as it likes, better on one CPU than on another: in order, too.
-            own = np.dtype(p.dtype).type
-            rough = [plain(x, p, own), plain(x, p, own, in_order, late=True)]
-        else:
-            out, lse = oracle.attention(x.q, x.k, x.v, p, bias=x.bias, dtype=p.dtype)
-            grads = oracle.gradients(x.q, x.k, x.v, x.dout, p, bias=x.bias, dtype=p.dtype)
-            rough = [{"out": out, "lse": lse, **grads}]
-        size = terms(x, p, prob.astype(np.float64))
-        inner = np.finfo(p.compute_dtype).eps
-        outer = {"float16": 2**-10, "bfloat16": 2**-7}.get(p.dtype, inner)
-        finite = lambda a: np.abs(np.where(np.isneginf(a), 0, a)).max()  # noqa: E731
-        # A backward pass recomputes P = exp(S - LSE): a rounding of LSE moves all of P.
-        moved = {"out": 1, "lse": 1}
-        rounding = {
-            name: float(
-                outer * finite(value)
-                + inner * size[name].max() * moved.get(name, 1 + finite(exact["lse"]))
-            )
-            for name, value in exact.items()
-        }
-        return cls(exact, rough, rounding)
+        """Judge one problem; once for all engines that are given these arrays."""
+        given = vars(x).items()
+        return _judge(p, *((k, a.dtype, a.shape, a.tobytes()) for k, a in given if a is not None))
 
     def check(self, got: dict[str, np.ndarray]) -> None:
         """DESIGN's rule: error <= 2 x plain attention's + one rounding, in maxima over an array."""
@@ -243,6 +215,43 @@ class Judge:
                 f"{name}: error {error:.3g}, plain attention's {plain_error:.3g}, one rounding "
                 f"{self.rounding[name]:.3g}"
             )
+
+
+@lru_cache(maxsize=256)
+def _judge(p: Problem, *given: tuple) -> Judge:
+    """`Judge.of` arrays by name, type, shape and bytes.
+
+    Half-precision problems are held against `oracle` rounded after every step; float32 and
+    float64 ones against whole-matrix arithmetic of that type, summed two ways. One rounding is
+    the type's epsilon of the largest true value, and the accumulator's of the terms that add up
+    to it.
+    """
+    arrays = {k: np.frombuffer(data, kind).reshape(shape) for k, kind, shape, data in given}
+    x = SimpleNamespace(**{"bias": None} | arrays)
+    exact = plain(x, p, np.longdouble if p.dtype == "float64" else np.float64)
+    prob = exact.pop("P")
+    if p.dtype == p.compute_dtype:
+        # A BLAS splits sums as it likes, better on one CPU than on another: in order, too.
+        own = np.dtype(p.dtype).type
+        rough = [plain(x, p, own), plain(x, p, own, in_order, late=True)]
+    else:
+        out, lse = oracle.attention(x.q, x.k, x.v, p, bias=x.bias, dtype=p.dtype)
+        grads = oracle.gradients(x.q, x.k, x.v, x.dout, p, bias=x.bias, dtype=p.dtype)
+        rough = [{"out": out, "lse": lse, **grads}]
+    size = terms(x, p, prob.astype(np.float64))
+    inner = np.finfo(p.compute_dtype).eps
+    outer = {"float16": 2**-10, "bfloat16": 2**-7}.get(p.dtype, inner)
+    finite = lambda a: np.abs(np.where(np.isneginf(a), 0, a)).max()  # noqa: E731
+    # A backward pass recomputes P = exp(S - LSE): a rounding of LSE moves all of P.
+    moved = {"out": 1, "lse": 1}
+    rounding = {
+        name: float(
+            outer * finite(value)
+            + inner * size[name].max() * moved.get(name, 1 + finite(exact["lse"]))
+        )
+        for name, value in exact.items()
+    }
+    return Judge(exact, rough, rounding)
 
 
 def run_both(x, target: Target, algorithm: str, **options):
