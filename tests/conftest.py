@@ -73,6 +73,8 @@ LONGEST = (
     *("backends/test_emulated", "backends/test_decode_kernels", "engines/test_panels"),
     *("cli/test_pictures", "trace/test_tracefile_fuzz"),
 )
+#: Files by others whose emulated kernels they run, too: a process compiles each of them once.
+SHARING = {"tests/backends/test_decode_launch.py": "tests/backends/test_emulated_decode.py"}
 PLACES = {f"tests/{name}.py": place for place, name in enumerate(LONGEST)}
 
 
@@ -105,7 +107,8 @@ def pytest_xdist_make_scheduler(config, log):
         def _split_scope(self, nodeid):
             if _on_gpu(config):
                 return nodeid
-            return "walks" if nodeid.startswith(WALKS) else nodeid.split("::")[0]
+            file = nodeid.split("::")[0]
+            return "walks" if nodeid.startswith(WALKS) else SHARING.get(file, file)
 
     return ByFile(config, log)
 

@@ -376,7 +376,10 @@ def test_a_file_that_does_not_serve_is_refused(kind, tmp_path):
 # -- demo -----------------------------------------------------------------------------------------
 
 
-def test_demo_compares_checks_and_saves(tmp_path):
+def test_demo_compares_checks_and_saves(tmp_path, monkeypatch):
+    animate = flashsim.viz.animate  # of fewer frames: their drawing is tests/viz's
+    few = lambda *given, **more: animate(*given, **more | {"max_frames": 9})  # noqa: E731
+    monkeypatch.setattr(flashsim.viz, "animate", few)
     result = invoke("demo", "--out", tmp_path / "out")
 
     assert result.exit_code == 0, result.output

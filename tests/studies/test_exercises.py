@@ -382,13 +382,13 @@ def test_predict(tmp_path):
 def test_grade_writes_what_is_asked_for(tmp_path):
     one = get("fewest-bytes")
     path = tmp_path / "fewest.py"
-    source = seeded(one.solution_source, "*16", "8")
+    source = seeded(one.solution_source, "*16", "12")
     path.write_text(f"# flashsim exercise: fewest-bytes\n{source}")
     scope, picture, trace = (tmp_path / name for name in ("results.json", "p.svg", "t.npz"))
     text = ok("grade", path, "--gradescope", scope, "--picture", picture, "--save", trace)
     marks = Marks.from_json(ok("grade", path, "--json"))
     assert text.startswith(f"fewest-bytes: {marks.points} of 100 points\n")
-    assert "K was loaded 24 times; 12 would do" in text
+    assert "K was loaded 16 times; 12 would do" in text
     assert "lower bound" in text
     again = flashsim.Trace.load(trace)
     assert marks.figures["bytes"] == again.bytes()
