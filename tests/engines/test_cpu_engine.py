@@ -396,7 +396,7 @@ def test_threads_are_a_positive_integer(given):
 INTERRUPTED = """
 import os, signal, sys, threading, time
 import numpy as np, flashsim
-from flashsim.engines.cpu import threads
+from flashsim.engines.cpu import team, threads
 what = sys.argv[1]
 q = np.random.default_rng(0).standard_normal((1, 40_000, 16), dtype=np.float32)
 small = q[:, :64]
@@ -437,7 +437,7 @@ except KeyboardInterrupt:
     assert np.array_equal(work(run(small), small), expected)
     assert others and all(others)
     deadline = time.monotonic() + 5
-    pool = threads._pool(threads.available())
+    pool = team.of(threads.available()).pool
     while pool._work_queue.qsize() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not pool._work_queue.qsize()

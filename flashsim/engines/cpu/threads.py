@@ -7,8 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
-from functools import lru_cache
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import numpy as np
 from numba import njit
 from numba.core.event import Event, Listener, install_listener
 
-from flashsim.engines.cpu import walks, walks_backward, walks_decode
+from flashsim.engines.cpu import team, walks, walks_backward, walks_decode
 from flashsim.engines.cpu.pairs import backward as pair_walks_backward
 from flashsim.engines.cpu.pairs import forward as pair_walks
 from flashsim.engines.cpu.primitives.references import borrow
@@ -101,7 +100,8 @@ def run(
 
     Python hears an interrupt only between its own instructions. So this thread is one of them in a
     short walk only; in a `long` one it waits, and when it is interrupted tells the others to leave
-    (`walks.stopped`) by the walk's `counter`, one of its arguments.
+    (`walks.stopped`) by the walk's `counter`, one of its arguments. A thread that has not
+    begun when this one finds no more items is not waited for: nothing is left for it.
     """
     walk = _WALKS[name]
     with install_listener("numba:compile", _Notice()):
@@ -109,29 +109,19 @@ def run(
             counter[1] = 1
             walk(*args)
             counter[:] = 0
-        others = [_pool(threads).submit(walk, *args) for _ in range(threads - (not long))]
+        others = team.of(threads).start(threads - (not long), walk, *args, apart=not long)
         try:
             if not long:
                 walk(*args)
             while long and wait(others, timeout=HEARING).not_done:
                 pass  # Windows hears nothing without a timeout
             for other in others:
-                other.result()
+                if not other.cancel():
+                    other.result()
         except BaseException:
             if counter is not None:
                 counter[1] = 1
             raise
-
-
-def _pool(size: int) -> ThreadPoolExecutor:
-    """Threads that wait for work from one call to the next; new ones after a fork."""
-    return _pool_of(size, os.getpid())
-
-
-@lru_cache(maxsize=4)
-def _pool_of(size: int, process: int) -> ThreadPoolExecutor:
-    del process
-    return ThreadPoolExecutor(size, thread_name_prefix="flashsim")
 
 
 def frozen(array: np.ndarray) -> np.ndarray:
