@@ -9,9 +9,12 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import numbers
 import re
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from types import SimpleNamespace, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 
 class FlashSimError(Exception):
@@ -144,12 +147,20 @@ def reject_unknown(given: Iterable[str], known: Iterable[str], function: str) ->
 def own_errors(called: _Callable) -> _Callable:
     """A function or a class that refuses a call that does not fit it with an error of ours.
 
-    Python says which argument is missing or unknown; `UnknownArgumentError` also what was given and
-    what there is. A call that fits pays for a `try`.
+    Where Python says that an argument is missing or unknown, `UnknownArgumentError` also says what
+    was given and what there is. Any other error of Python's, from a call with an argument that is
+    not what its annotation says, becomes a `DTypeError` that names that argument. Of a class this
+    holds for its maker and its public methods. A call that fits pays for a `try`.
     """
     if isinstance(called, type):
         maker = "__new__" if called.__init__ is object.__init__ else "__init__"  # type: ignore[misc]
         setattr(called, maker, _guarded(getattr(called, maker), bound=1))
+        for name, method in vars(called).copy().items():
+            if inspect.isfunction(method) and not name.startswith("_"):
+                setattr(called, name, _guarded(method, bound=1))
+            elif isinstance(method, (classmethod, staticmethod)) and not name.startswith("_"):
+                bound = int(isinstance(method, classmethod))
+                setattr(called, name, type(method)(_guarded(method.__func__, bound)))
         return called
     return _guarded(called, bound=0)
 
@@ -159,28 +170,89 @@ def _guarded(function: Any, bound: int) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
-        except TypeError as error:
+        except Exception as error:
             if isinstance(error, FlashSimError):
                 raise
-            signature = inspect.signature(function)
-            try:
-                signature.bind(*args, **kwargs)
-            except TypeError as misfit:
-                wrong = str(misfit)
-            else:  # another mistake, somewhere inside
+            refusal = _refusal(function, bound, args, kwargs)
+            if refusal is None:  # another mistake, somewhere inside
                 raise
-        maker = args[0] if bound else function  # a class's __new__ has it, __init__ its object
-        name = getattr(maker, "__name__", type(maker).__name__)
-        known = list(signature.parameters)[bound:]
-        takes = {one.kind for one in signature.parameters.values()}
-        if inspect.Parameter.VAR_KEYWORD not in takes:
-            reject_unknown((x for x in kwargs if x not in known), known, name)
-        given = [*map(shown, args[bound:]), *(f"{x}={shown(y)}" for x, y in kwargs.items())]
-        raise UnknownArgumentError(
-            f"{name}(): {wrong}; given: {', '.join(given) or 'nothing'}; "
-            f"it takes {', '.join(known)}"
-        )
+            cause = error if isinstance(refusal, DTypeError) else None
+        raise refusal from cause
 
     if defaults := getattr(function, "__kwdefaults__", None):  # `functools.wraps` leaves them out
         call.__kwdefaults__ = defaults  # type: ignore[attr-defined]
     return call
+
+
+def _refusal(function: Any, bound: int, args: Any, kwargs: Any) -> FlashSimError | None:
+    """What is wrong with a call, if its arguments are: their number, a name, or a type."""
+    name = function.__qualname__.split("<locals>.")[-1]
+    if function.__name__ in ("__init__", "__new__"):  # the latter has the class, not an object
+        name = getattr(args[0], "__name__", type(args[0]).__name__)
+    signature = inspect.signature(function)
+    try:
+        given = signature.bind(*args, **kwargs).arguments
+    except TypeError as misfit:
+        known = list(signature.parameters)[bound:]
+        takes = {one.kind for one in signature.parameters.values()}
+        if inspect.Parameter.VAR_KEYWORD not in takes:
+            try:
+                reject_unknown((x for x in kwargs if x not in known), known, name)
+            except UnknownArgumentError as unknown:
+                return unknown
+        quoted = [*map(shown, args[bound:]), *(f"{x}={shown(y)}" for x, y in kwargs.items())]
+        return UnknownArgumentError(
+            f"{name}(): {misfit}; given: {', '.join(quoted) or 'nothing'}; "
+            f"it takes {', '.join(known)}"
+        )
+    for argument, value in list(given.items())[bound:]:
+        one = signature.parameters[argument]
+        text = getattr(one.annotation, "__forward_arg__", one.annotation)
+        plain = one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) and isinstance(text, str)
+        if plain and value is not one.default and not _fits(value, _type(text, function)):
+            return DTypeError(
+                f"{name}(): {argument} must be {text}, got {shown(value)} ({type(value).__name__})"
+            )
+    return None
+
+
+def _type(annotation: str, function: Any) -> Any:
+    """The type that an annotation names; `Any` where that is imported for type checkers alone."""
+    holder = SimpleNamespace(__annotations__={"x": annotation})
+    try:
+        return get_type_hints(holder, vars(sys.modules[function.__module__]))["x"]
+    except NameError:
+        return Any
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is what an annotation says, as far as that is seen without using it up.
+
+    NumPy's scalars are numbers; True and False are none; an array is a sequence, a text is none.
+    """
+    origin, of = get_origin(hint), get_args(hint)
+    kind = origin or hint
+    if kind in (Union, UnionType):
+        return any(_fits(value, one) for one in of)
+    if kind is Literal:
+        return value in of
+    if kind is Any or not isinstance(kind, type):  # or a name for types, which is left alone
+        return True
+    if kind is bool:
+        return isinstance(value, bool) or type(value).__name__ == "bool"
+    if kind in (int, float):
+        number = numbers.Integral if kind is int else numbers.Real
+        return isinstance(value, number) and not isinstance(value, bool)
+    if issubclass(kind, Iterable) and of and not issubclass(kind, Mapping):
+        if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping)):
+            return False
+        if not (isinstance(value, Sized) and hasattr(value, "__getitem__")):  # an iterator, a set
+            return not issubclass(kind, (Sequence, tuple))
+        if kind is not tuple or Ellipsis in of:
+            return all(_fits(x, of[0]) for x in value)
+        return len(value) == len(of) and all(map(_fits, value, of))
+    if not isinstance(value, kind):
+        return False
+    if isinstance(value, Mapping) and of:
+        return all(_fits(x, of[0]) and _fits(y, of[1]) for x, y in value.items())
+    return True

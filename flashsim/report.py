@@ -18,6 +18,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from flashsim.errors import OptionError
+
 Cell = str | int | float | bool | None
 
 
@@ -192,6 +194,19 @@ def beside(path: Path) -> Iterator[Path]:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """`beside`, with an `OptionError` where nothing can be written."""
+    try:
+        with beside(path) as part:
+            yield part
+    except OSError as error:
+        raise OptionError(
+            f"cannot write {str(path)!r}: {error.strerror or error}; the folder must exist and be "
+            "writable, and the disk have room"
+        ) from error
 
 
 # -- how wide -------------------------------------------------------------------------------------

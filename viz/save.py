@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from flashsim.errors import BackendUnavailable, OptionError, choices, own_errors
-from flashsim.report import beside
+from flashsim.errors import BackendUnavailable, DTypeError, OptionError, choices, own_errors, shown
+from flashsim.problem import checks
+from flashsim.report import whole
 
 #: Text of SVG and PDF stays text: it can be searched, selected and edited, and prints as type.
 _AS_TEXT = {
@@ -57,13 +56,16 @@ def save_figure(
     """
     import matplotlib as mpl
 
-    path, figure = Path(path), getattr(figure, "figure", figure).canvas.figure
+    path = Path(checks.path("path", path))
+    if not hasattr(figure, "figure"):
+        raise DTypeError(f"figure must be an Axes or a Figure, got {shown(figure)}")
+    figure = figure.figure.canvas.figure  # of an Axes or a subfigure the whole
     formats = figure.canvas.get_supported_filetypes()
     ending = path.suffix.lower().lstrip(".")
     if ending not in formats:
         raise OptionError(f"cannot write {path.name!r}; {choices(path.suffix, sorted(formats))}")
     if not dpi > 0 or (size is not None and not (len(size) == 2 and min(size) > 0)):
-        raise OptionError(f"dpi and size must be positive, got {dpi!r} and {size!r}")
+        raise OptionError(f"dpi and size must be positive, got {dpi!r} and {shown(size)}")
     width, height = (dpi * side for side in size or figure.get_size_inches())
     if not dpi >= LEAST_DPI or not width * height <= MOST_PIXELS:
         raise OptionError(
@@ -85,16 +87,3 @@ def save_figure(
         except RuntimeError as error:  # .pgf is typeset by a LaTeX that may not be here
             raise BackendUnavailable(f"cannot write {path.name!r} here: {error}") from None
     return path
-
-
-@contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """`report.beside`, with an `OptionError` where nothing can be written."""
-    try:
-        with beside(path) as part:
-            yield part
-    except OSError as error:
-        raise OptionError(
-            f"cannot write {str(path)!r}: {error.strerror or error}; the folder must exist and be "
-            "writable, and the disk have room"
-        ) from error

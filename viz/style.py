@@ -83,9 +83,15 @@ def themed(draw: Callable[..., None]) -> Callable[..., Axes]:
             theme_of(ax) if ax is not None and theme is None else palette.theme(theme or "light")
         )
         with plt.rc_context(rc(chosen)):
+            figure = None
             if ax is None:
-                _, ax = plt.subplots(layout="constrained")
-            draw(*data, ax=ax, theme=chosen, **options)
+                figure, ax = plt.subplots(layout="constrained")
+            try:
+                draw(*data, ax=ax, theme=chosen, **options)
+            except BaseException:
+                if figure is not None:  # no empty figure is left, which a notebook would show
+                    plt.close(figure)
+                raise
             for text in ax.figure.findobj(Text):
                 text.set_parse_math(_is_math(text.get_text()))
         ax._repr_png_ = functools.partial(_cell, ax)  # type: ignore[attr-defined]

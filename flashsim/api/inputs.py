@@ -251,9 +251,9 @@ _same_problem = lru_cache(maxsize=256, typed=True)(_problem)
 
 def check_like(name: str, array: Any, like: Any, what: str) -> Any:
     """`array`, if it has the shape and dtype of `like`; `what` is what the error calls that."""
-    shape = _array(name, array)
-    if tuple(shape) != tuple(like.shape):
-        raise ShapeError(f"{name} must have {what}'s shape {tuple(like.shape)}, got {tuple(shape)}")
+    wanted, shape = _array(what, like), _array(name, array)
+    if shape != wanted:
+        raise ShapeError(f"{name} must have {what}'s shape {wanted}, got {shape}")
     if array.dtype != like.dtype and dtype_name(array) != dtype_name(like):
         raise DTypeError(
             f"{name} must have {what}'s dtype {dtype_name(like)}, got {dtype_name(array)}; "

@@ -11,13 +11,14 @@ import numpy as np
 from flashsim import report
 from flashsim.counts.questions import in_words
 from flashsim.distributed.group import Group
-from flashsim.errors import OptionError, choices
+from flashsim.errors import OptionError, choices, own_errors, shown
 from flashsim.problem import checks
 
 #: What is counted at every step beside what is sent.
 QUANTITIES = ("flops", "visits", "hbm", "merge")
 
 
+@own_errors
 @dataclass(frozen=True, eq=False)
 class Account:
     """One pass of a group, executed or counted; two are equal if every integer in them is.
@@ -72,7 +73,9 @@ class Account:
     def link_bytes(self, tensor: str | None = None, rank: int | None = None) -> int:
         """Bytes sent, of one tensor or all, by one rank or all."""
         if tensor is not None and tensor not in self.sent:
-            raise OptionError(f"no tensor {tensor!r} is sent; {choices(tensor, self.sent)}")
+            raise OptionError(f"no tensor {shown(tensor)} is sent; {choices(tensor, self.sent)}")
+        if rank is not None:
+            rank = checks.place("rank", rank, self.group.ranks)
         arrays = [x for name, x in self.sent.items() if tensor in (None, name)]
         return int(sum(x.sum() if rank is None else x[rank].sum() for x in arrays))
 
@@ -124,6 +127,8 @@ class Account:
 
     def destination(self, rank: int, step: int) -> tuple[int, ...]:
         """To whom a rank sends at a step; nobody where it sends nothing."""
+        rank = checks.place("rank", rank, self.group.ranks)
+        step = checks.place("step", step, len(self.steps))
         if not self.out_bytes[rank, step]:
             return ()
         if self.steps[step].startswith("exchange"):

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError, own_errors
+from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError, own_errors, shown
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem
 
@@ -107,7 +107,7 @@ class Group:
         if self.scheme != "usp":
             if self.ulysses not in (None, self._fixed(ranks)):
                 raise OptionError(
-                    f"ulysses is for scheme 'usp', got {self.ulysses} for {self.scheme!r}"
+                    f"ulysses is for scheme 'usp', got {shown(self.ulysses)} for {self.scheme!r}"
                 )
             return self._fixed(ranks)
         if self.ulysses is None:

@@ -19,6 +19,7 @@ from flashsim.problem.problem import numpy_dtype
 from flashsim.schedule.tiling import Tiling
 
 
+@own_errors
 @dataclass(frozen=True, eq=False)
 class Spread:
     """What `simulate` returns: results in the sequence's order, and what every rank did.

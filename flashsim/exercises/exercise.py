@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from flashsim.api.simulate import OwnResult, simulate
-from flashsim.errors import own_errors
-from flashsim.problem import oracle
+from flashsim.errors import OptionError, own_errors
+from flashsim.problem import checks, oracle
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
@@ -61,7 +61,8 @@ class Task:
     def arrays(self, kind: str = "normal", seed: int = 0) -> dict[str, np.ndarray]:
         """Q, K, V and the other inputs, float32, of one of `KINDS`."""
         p = self.problem
-        rng = np.random.default_rng([seed, KINDS.index(kind)])
+        checks.one_of("kind of input", kind, KINDS)
+        rng = np.random.default_rng([checks.seed(seed), KINDS.index(kind)])
         draw = rng.standard_normal
         q, dout = (draw((p.batch, p.heads, p.n_q, d)) for d in (p.head_dim, p.head_dim_v))
         k, v = (draw((p.batch, p.kv_heads, p.n_kv, d)) for d in (p.head_dim, p.head_dim_v))
@@ -91,12 +92,14 @@ class Task:
     ) -> OwnResult:
         """Run a solution on some arrays; default: on the task's own device."""
         p = self.problem
+        if lacking := {"Q", "K", "V", *self.inputs} - {*arrays}:
+            raise OptionError(f"arrays lack {', '.join(sorted(lacking))}; `arrays` draws them all")
         return simulate(
             *(solution, arrays["Q"], arrays["K"], arrays["V"]),
             inputs={name: arrays[name] for name in self.inputs},
             outputs=self.outputs,
             tiling=self.tiling,
-            device=device or self.device,
+            device=self.device if device is None else device,
             causal=p.causal,
             window=p.window,
             scale=p.scale,

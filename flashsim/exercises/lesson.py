@@ -18,6 +18,7 @@ from flashsim.errors import own_errors, shown
 from flashsim.exercises import shelf, words
 from flashsim.exercises.grading import grade
 from flashsim.exercises.marks import Mark, Marks
+from flashsim.problem import checks
 from flashsim.trace.trace import Trace
 
 #: Points of a question, and of an exercise of the course.
@@ -64,6 +65,9 @@ class Lesson:
         choices : sequence of str
             What may be said, where the answer is one of a few words.
         """
+        if not isinstance(right, str):
+            checks.number("right", right)
+        checks.number("within", within, low=0.0)
         why = self._wrong(said, right, within, slips or {}, choices)
         self._marks[question] = Mark(question, 0 if why else QUESTION, QUESTION, *why)
         if why:

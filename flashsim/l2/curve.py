@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from flashsim import report
-from flashsim.errors import OptionError
+from flashsim.errors import OptionError, own_errors, shown
 from flashsim.l2.requests import Stream
+from flashsim.problem import checks
 from flashsim.schedule.names import LOAD, STORE
 
 
+@own_errors
 @dataclass(frozen=True)
 class Curve:
     """What a fully associative LRU cache of any size reads from and writes to DRAM.
@@ -59,11 +62,11 @@ class Curve:
             int(nbytes[written].sum()),
         )
 
-    def reads(self, l2_bytes):
+    def reads(self, l2_bytes: Any) -> Any:
         """DRAM bytes read with an L2 of that size (a number or an array of them)."""
         return self._at(l2_bytes, self.steps, self.saved, self.most)
 
-    def writes(self, l2_bytes):
+    def writes(self, l2_bytes: Any) -> Any:
         """Dirty bytes evicted to DRAM while the stage runs, with an L2 of that size."""
         return self._at(l2_bytes, self.write_steps, self.write_saved, self.most_written)
 
@@ -78,9 +81,9 @@ class Curve:
 
     @staticmethod
     def _at(l2_bytes, steps: np.ndarray, saved: np.ndarray, most: int):
-        sizes = np.asarray(l2_bytes)
-        if (sizes < 0).any():
-            raise OptionError(f"the size of L2 must be at least 0 B, got {l2_bytes!r}")
+        sizes = checks.as_array("l2_bytes", l2_bytes)
+        if sizes.dtype.kind not in "iuf" or not (sizes >= 0).all():
+            raise OptionError(f"the size of L2 must be at least 0 B, got {shown(l2_bytes)}")
         hits = np.concatenate([[0], saved])[np.searchsorted(steps, sizes, side="right")]
         result = most - hits
         return int(result) if result.ndim == 0 else result

@@ -33,6 +33,7 @@ class StageDram:
     pending: dict[str, int]
 
 
+@own_errors
 @dataclass(frozen=True, eq=False)
 class Dram:
     """Predicted DRAM traffic of a pass.

@@ -6,9 +6,12 @@ functions use N x N arrays: they are for judging, not for running.
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 import numpy as np
 
-from flashsim.errors import own_errors
+from flashsim.errors import ShapeError, own_errors
+from flashsim.problem import checks
 from flashsim.problem.problem import Problem, numpy_dtype
 
 
@@ -49,6 +52,7 @@ def attention(
     out : ndarray, (batch, heads, n_q, d_v)
     lse : ndarray, (batch, heads, n_q)
     """
+    _check(problem, dtype, bias, q=q, k=k, v=v)
     P, lse, _ = _probabilities(q, k, problem, bias, dtype)
     return _round(P @ _per_head(v, problem), dtype), lse
 
@@ -70,6 +74,7 @@ def gradients(
     dV = P^T dO, dP = dO V^T, dS = P (dP - rowsum(P dP)), dQ = scale dS K, dK = scale dS^T Q.
     """
     p = problem
+    _check(p, dtype, bias, q=q, k=k, v=v, dout=dout)
     P, _, gate = _probabilities(q, k, p, bias, dtype)
     dO = dout.astype(np.float64)
     q64 = q.astype(np.float64)
@@ -135,9 +140,25 @@ def tf32(x: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(x), rounded.view(np.float32), x).astype(np.float32)
 
 
+def _check(p: Problem, dtype: str, bias: np.ndarray | None, **arrays: np.ndarray) -> None:
+    """Raise unless the arrays are the problem's."""
+    checks.one_of("dtype", dtype, (*checks.DTYPES, "tf32"))
+    for name, x in arrays.items():
+        heads, rows = (p.heads, p.n_q) if name in ("q", "dout") else (p.kv_heads, p.n_kv)
+        shape = (p.batch, heads, rows, p.head_dim if name in "qk" else p.head_dim_v)
+        if x.shape != shape:
+            raise ShapeError(f"{name} must be {shape}, as the problem says, got {x.shape}")
+    shape = (p.batch, p.heads, p.n_q, p.n_kv)
+    if bias is not None and any(
+        have not in (1, full) for have, full in zip_longest(bias.shape, shape)
+    ):
+        raise ShapeError(f"bias must be {shape}, or 1 in place of a length, got {bias.shape}")
+
+
 def _probabilities(
     q: np.ndarray, k: np.ndarray, p: Problem, bias: np.ndarray | None, dtype: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | float]:
+    """P, its LSE and the softcap's derivative, all (batch, heads, n_q, ..)."""
     S = _round(q.astype(np.float64) @ _per_head(k, p).mT * p.scale, dtype)
     gate: np.ndarray | float = 1.0
     if p.softcap:

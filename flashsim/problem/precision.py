@@ -60,6 +60,7 @@ def round_to(x: np.ndarray, dtype: str, factor: float = 1.0) -> np.ndarray:
         return (x * x.dtype.type(factor)).astype(numpy_dtype(dtype)).astype(x.dtype) / factor
 
 
+@own_errors
 @dataclass(frozen=True)
 class Precision:
     """The type of every rounding point of an algorithm; None leaves what the algorithm has.

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from flashsim.errors import TraceError
+from flashsim.errors import TraceError, shown
 from flashsim.problem.masks import BlockMask
 from flashsim.report import beside
 from flashsim.schedule.names import OPS, TENSORS
@@ -100,7 +100,7 @@ def _path(given: Any) -> Path:
         path = Path(given)
         os.fsencode(path)
     except (TypeError, ValueError) as error:
-        raise TraceError(f"a trace's path is a string or a Path, got {given!r}") from error
+        raise TraceError(f"a trace's path is a string or a Path, got {shown(given)}") from error
     if "\0" in str(path):
         raise TraceError(f"no file has such a name: {given!r}")
     return path

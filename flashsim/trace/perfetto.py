@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 
 from flashsim.counts.work import KINDS, StageWork, TileOp, stage_work, total_flops
-from flashsim.errors import OptionError
+from flashsim.errors import OptionError, shown
 from flashsim.problem import checks
-from flashsim.report import beside
+from flashsim.report import whole
 from flashsim.schedule.names import COMPUTE, OPS, TRANSFERS
 from flashsim.trace import timeline
 from flashsim.trace.events import PHASES, ROLES, StageTrace, gain
@@ -65,7 +65,7 @@ def write(trace: Recording, path: str | Path, *, heads: int = 1) -> Path:
     if path.is_dir():
         raise OptionError(f"cannot write {str(path)!r}: it is a folder; name a file")
     if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
-        raise OptionError(f"heads must be a positive integer, got {heads!r}")
+        raise OptionError(f"heads must be a positive integer, got {shown(heads)}")
     events = list(_real(trace) if trace.timeline is not None else _simulated(trace, heads))
     document = {
         "traceEvents": events,
@@ -79,7 +79,7 @@ def write(trace: Recording, path: str | Path, *, heads: int = 1) -> Path:
         },
     }
     data = json.dumps(document, separators=(",", ":")).encode()
-    with beside(path) as part:
+    with whole(path) as part:
         part.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
     return path
 

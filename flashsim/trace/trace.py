@@ -22,6 +22,7 @@ from flashsim.errors import (
     TraceError,
     UnsupportedError,
     choices,
+    own_errors,
     shown,
 )
 from flashsim.problem import checks
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from flashsim.l2 import Dram, L2Model
 
 
+@own_errors
 class Trace(Recording):
     """A recorded run, and the questions one asks of it, by the same names as of `Traffic`."""
 
@@ -78,7 +80,7 @@ class Trace(Recording):
         for stage in self.stages:
             if stage.name == name:
                 return stage
-        raise OptionError(f"no stage {name!r}; {choices(name, [s.name for s in self.stages])}")
+        raise OptionError(f"no stage {shown(name)}; {choices(name, [s.name for s in self.stages])}")
 
     # -- totals ---------------------------------------------------------------------------------
 

@@ -324,8 +324,10 @@ def test_other_data_are_refused(data):
 
 
 def test_nothing_to_plot():
-    with pytest.raises(OptionError, match="the list of traces is empty"):
+    with pytest.raises(OptionError, match="there is no trace in what was given"):
         viz.traffic([])
+    with pytest.raises(OptionError, match="there is no trace in what was given"):
+        viz.cumulative({})
     untraced = flashsim.run(*cases.arrays(), tiling=cases.TILING)
     with pytest.raises(TraceError, match="run with trace=True"):
         viz.tile_map(untraced)

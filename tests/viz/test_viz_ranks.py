@@ -80,7 +80,9 @@ def test_what_cannot_be_watched_says_why(tmp_path):
         viz.animate_ranks(account(ranks=1), tmp_path / "a.gif")
     with pytest.raises(OptionError, match="an animation ends in"):
         viz.animate_ranks(account(), tmp_path / "a.png")
-    with pytest.raises(OptionError, match="fps, cells and frames_a_step must be positive"):
+    with pytest.raises(OptionError, match=r"frames_a_step must be at most 64, got 65"):
+        viz.animate_ranks(account(), tmp_path / "a.gif", frames_a_step=65)
+    with pytest.raises(OptionError, match=r"fps must be from 0.01 to 1,000, got 0"):
         viz.animate_ranks(account(), tmp_path / "a.gif", fps=0)
     with pytest.raises(OptionError, match=r"fps must be from 0.01 to 1,000, got 0.001"):
         viz.animate_ranks(account(), tmp_path / "a.gif", fps=0.001)

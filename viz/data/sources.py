@@ -7,7 +7,7 @@ from typing import Any
 
 from flashsim.counts import traffic
 from flashsim.counts.traffic import Traffic
-from flashsim.errors import DTypeError, OptionError
+from flashsim.errors import DTypeError, OptionError, shown
 from flashsim.schedule.itinerary import ALGORITHMS
 from flashsim.trace.trace import Trace
 from flashsim.viz.data.statistics import RowStatistics
@@ -37,6 +37,15 @@ def one_trace(data: Any) -> Trace:
     return trace
 
 
+def made_by(how: str, data: Any, has: str) -> None:
+    """Raise `DTypeError` unless `data` is what a function gives, which is told by what it has.
+
+    Storeys above this one make these objects, so that their classes are not known here.
+    """
+    if not hasattr(data, has):
+        raise DTypeError(f"expected what {how} gives, got {shown(data)}")
+
+
 def labelled(data: Any) -> dict[str, Trace | Traffic]:
     """Several sources by label, whatever holds them.
 
@@ -46,11 +55,13 @@ def labelled(data: Any) -> dict[str, Trace | Traffic]:
         A dict's keys become the labels; others are named after what differs between them.
     """
     if isinstance(data, Mapping):
-        return {writable("label", label): _one(source) for label, source in data.items()}
-    sources = _flatten(data)
-    if not sources:
-        raise OptionError("nothing to plot: the list of traces is empty")
-    return dict(zip(_labels(sources), sources, strict=True))
+        found = {writable("label", label): _one(source) for label, source in data.items()}
+    else:
+        sources = _flatten(data)
+        found = dict(zip(_labels(sources), sources, strict=True)) if sources else {}
+    if not found:
+        raise OptionError("nothing to plot: there is no trace in what was given")
+    return found
 
 
 def writable(what: str, text: Any) -> str:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from flashsim import report
-from flashsim.errors import OptionError, ShapeError, UnsupportedError, own_errors
+from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError, own_errors, shown
+from flashsim.problem import checks
 from flashsim.trace.trace import Trace
 from flashsim.viz.data.steps import Steps
 
@@ -87,7 +88,7 @@ def row_statistics(
     schedule = trace.schedule
     for name, value, stop in (("row", row or 0, p.n_q), ("head", head, p.batch * p.heads)):
         if not 0 <= value < stop:
-            raise OptionError(f"{name} must be from 0 to {stop - 1}, got {value}")
+            raise OptionError(f"{name} must be from 0 to {stop - 1}, got {shown(value)}")
     tile = schedule.t_r // 2
     if row is not None:
         tile = int(np.searchsorted(schedule.rows[:, 1], row, side="right"))
@@ -120,7 +121,10 @@ def row_statistics(
 
 def _rows(name: str, array: np.ndarray, heads: int, n: int, d: int) -> np.ndarray:
     """As float64 (heads, n, d)."""
-    array = np.asarray(array, np.float64)
+    array = checks.as_array(name, array)
+    if array.dtype.kind not in "fiuV":  # V: bfloat16
+        raise DTypeError(f"{name} must be an array of numbers, got {array.dtype}")
+    array = array.astype(np.float64)
     if array.size != heads * n * d or array.shape[-2:] != (n, d):
         raise ShapeError(
             f"{name} must be the array that ran, (.., {n}, {d}) with {heads} heads in all, "

@@ -23,7 +23,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
-from flashsim.errors import BackendUnavailable, OptionError, choices, own_errors
+from flashsim.errors import BackendUnavailable, OptionError, choices, own_errors, shown
+from flashsim.report import whole
 from flashsim.viz import palette
 from flashsim.viz.data import sources
 from flashsim.viz.data.statistics import RowStatistics
@@ -31,7 +32,6 @@ from flashsim.viz.data.steps import Steps
 from flashsim.viz.film.panels import Counters, Moves, StatisticsPanel
 from flashsim.viz.film.scene import Scene
 from flashsim.viz.player.html import embedded
-from flashsim.viz.save import whole
 from flashsim.viz.style import rc
 
 FORMATS = (".gif", ".mp4", ".html")
@@ -115,7 +115,7 @@ def check_format(path: str | Path) -> Path:
 def check_fps(fps: float) -> None:
     """Raise `OptionError` for a speed that no format holds: a GIF's frame stays 655 s at most."""
     if not SLOWEST <= fps <= FASTEST:
-        raise OptionError(f"fps must be from {SLOWEST} to {FASTEST:,}, got {fps!r}")
+        raise OptionError(f"fps must be from {SLOWEST} to {FASTEST:,}, got {shown(fps)}")
 
 
 def written(film: Any, path: Path, fps: float) -> Animation:

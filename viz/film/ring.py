@@ -13,13 +13,16 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyBboxPatch, Rectangle
 
 from flashsim.counts.questions import in_words
-from flashsim.errors import OptionError, own_errors
+from flashsim.errors import OptionError, own_errors, shown
+from flashsim.problem import checks
 from flashsim.viz import palette
+from flashsim.viz.data import sources
 from flashsim.viz.film.animation import Animation, check_format, check_fps, written
 from flashsim.viz.style import human, ink_on, ramp, rc
 
 _SIZE = (9.6, 5.4)  # inches, at 100 pixels
 _MOST = 16  # members of a ring that can be told apart
+_MOST_DRAWN = 64  # cells along a block, frames of a step: finer than pixels, slower than patience
 
 
 @own_errors
@@ -65,12 +68,11 @@ def animate_ranks(
         For .mp4 without ffmpeg.
     """
     path = check_format(path)
-    if not fps > 0 or cells < 1 or frames_a_step < 1:
-        raise OptionError(
-            f"fps, cells and frames_a_step must be positive, got {fps!r}, {cells!r} and "
-            f"{frames_a_step!r}"
-        )
+    sources.made_by("flashsim.distributed.count", account, "idle_share")
     check_fps(fps)
+    for name, value in (("cells", cells), ("frames_a_step", frames_a_step)):
+        if checks.positive_int(name, value) > _MOST_DRAWN:
+            raise OptionError(f"{name} must be at most {_MOST_DRAWN}, got {shown(value)}")
     return written(RanksFilm(account, cells, frames_a_step, theme), path, fps)
 
 

@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 
 from flashsim.errors import OptionError, own_errors
+from flashsim.problem import checks
+from flashsim.report import whole
 from flashsim.schedule.names import OPS
 from flashsim.trace.trace import Trace
 from flashsim.viz.data import sources
@@ -28,11 +30,11 @@ from flashsim.viz.data.parts import page_edges, part_edges
 from flashsim.viz.data.statistics import RowStatistics
 from flashsim.viz.data.steps import Steps
 from flashsim.viz.palette import THEMES, tint
-from flashsim.viz.save import whole
 
 _SCRIPTS = ("decode.js", "diagram.js", "player.js")
 
 
+@own_errors
 @dataclass(frozen=True)
 class Page:
     """One HTML page; shows itself in Jupyter.
@@ -54,7 +56,7 @@ class Page:
 
     def save(self, path: str | Path) -> Path:
         """Write the file, whole or not at all; returns its path."""
-        path = Path(path)
+        path = Path(checks.path("path", path))
         with whole(path) as part:
             part.write_text(self.html, encoding="utf-8")
         return path

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
 from flashsim.errors import OptionError
+from flashsim.problem import checks
 from flashsim.viz.data import sources
 from flashsim.viz.palette import Theme
 from flashsim.viz.style import MARKERS, heading, themed, unit_axis
@@ -46,7 +47,7 @@ def predicted_against_measured(
         raise OptionError("no point to draw; pass {name: [(predicted, measured), ...]}")
     if (every[:, 1] <= 0).any():
         raise OptionError(f"measured values must be positive, got {every[:, 1].min():g}")
-    for share in targets:
+    for share in (checks.number("targets", share, low=0.0) for share in targets):
         ax.axhspan(-100 * share, 100 * share, color=theme.muted, alpha=0.12, lw=0, zorder=0)
         ax.annotate(
             f"{share:.0%}", (1, 100 * share), xycoords=("axes fraction", "data"), xytext=(-3, -2),

@@ -12,6 +12,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from flashsim.errors import OptionError
+from flashsim.viz.data import sources
 from flashsim.viz.palette import Theme
 from flashsim.viz.style import heading, ramp, themed
 
@@ -37,7 +38,9 @@ def banks(data: Any, *, ax: Axes, theme: Theme) -> None:
     OptionError
         If there is none, or one spans more than 72 rows of 128 bytes.
     """
-    requests: Sequence[Any] = [data] if hasattr(data, "fronts") else list(data)
+    requests: Sequence[Any] = list(data) if isinstance(data, (list, tuple)) else [data]
+    for request in requests:
+        sources.made_by("flashsim.banks.access", request, "fronts")
     if not requests:
         raise OptionError("banks draws one request or more, got none")
     found = [np.unique(request.fronts()[:, [0, 2]], axis=0) for request in requests]

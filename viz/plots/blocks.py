@@ -8,7 +8,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from flashsim.errors import OptionError
+from flashsim.errors import OptionError, shown
+from flashsim.viz.data import sources
 from flashsim.viz.palette import Theme
 from flashsim.viz.style import DASHES, MARKERS, heading, human, themed
 
@@ -33,11 +34,12 @@ def block_sizes(data: Any, *, stage: str | None = None, ax: Axes, theme: Theme) 
     OptionError
         If there is no such stage.
     """
+    sources.made_by("flashsim.blocks.sizes", data, "found")
     stages = list(dict.fromkeys(b.stage for b in data.found))
     stage = stages[0] if stage is None else stage
     blocks = [b for b in data.found if b.stage == stage]
     if not blocks:
-        raise OptionError(f"no stage {stage!r}; possible: {', '.join(stages)}")
+        raise OptionError(f"no stage {shown(stage)}; possible: {', '.join(stages)}")
     series: dict[str, tuple[list[float], Any]] = {
         "visits": ([b.visits for b in blocks], lambda x: f"{x:,}"),
         "requested bytes": ([b.bytes for b in blocks], human),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 
 from flashsim.errors import OptionError
+from flashsim.l2.curve import Curve
 from flashsim.problem.hardware import MIB, Device
 from flashsim.viz.data import sources
 from flashsim.viz.palette import Theme
@@ -19,7 +19,7 @@ POINTS = 600
 
 @themed
 def l2_curve(
-    curves: Mapping[str, Any], *, devices: tuple[str | Device, ...] = (), ax: Axes, theme: Theme
+    curves: Mapping[str, Curve], *, devices: tuple[str | Device, ...] = (), ax: Axes, theme: Theme
 ) -> None:
     """DRAM bytes read against the size of L2, for every size at once.
 

@@ -9,6 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from flashsim.counts import traffic
+from flashsim.errors import OptionError
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.viz.data import sources
@@ -52,6 +53,8 @@ def memory_footprint(
         ]  # fmt: skip
     else:
         rows = sources.rows(data)
+    if not rows:
+        raise OptionError("nothing to draw: give one length and one algorithm or more")
     drawn = {row["algorithm"] for row in rows}
     ends: list[tuple[int, int]] = []
     for number, name in enumerate(sources.NAMES):

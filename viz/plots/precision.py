@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from flashsim.errors import OptionError
+from flashsim.errors import OptionError, shown
+from flashsim.viz.data import sources
 from flashsim.viz.palette import Theme
 from flashsim.viz.style import MARKERS, heading, themed
 
@@ -39,11 +40,12 @@ def precision(
     OptionError
         If there is no such kind or length.
     """
+    sources.made_by("flashsim.precision.laboratory", data, "findings")
     kind = data.kinds[0] if kind is None else kind
     n = max(one.n for one in data.findings) if n is None else n
     found = [one for one in data.findings if one.kind == kind and one.n == n]
     if not found:
-        raise OptionError(f"nothing was found for {kind!r} inputs of length {n}")
+        raise OptionError(f"nothing was found for {shown(kind)} inputs of length {shown(n)}")
     errors = np.array([[one.errors[name] for name in _RESULTS] for one in found])
     finite = errors[np.isfinite(errors) & (errors > 0)]
     low, high = finite.min(initial=1e-8) / 2, finite.max(initial=1e-7) * 4

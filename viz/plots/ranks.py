@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from matplotlib.patches import Patch
 
 from flashsim.counts.questions import in_words
 from flashsim.errors import OptionError
+from flashsim.viz.data import sources
 from flashsim.viz.palette import Theme
 from flashsim.viz.style import DASHES, MARKERS, heading, themed
 
@@ -37,6 +39,8 @@ def rank_timeline(accounts: Any, *, ax: Axes, theme: Theme) -> None:
     shown = list(accounts) if isinstance(accounts, (list, tuple)) else [accounts]
     if not shown:
         raise OptionError("no account to draw; pass what flashsim.distributed.count returns")
+    for account in shown:
+        sources.made_by("flashsim.distributed.count", account, "idle_share")
     unit = max(int(a.flops.max(axis=0).sum()) for a in shown)
     place, ticks, labels = 0.0, [], []
     for account in shown:
@@ -98,6 +102,8 @@ def scaling(times: Mapping[str, Sequence[Any]], *, ax: Axes, theme: Theme) -> No
     """
     if not times or not all(times.values()):
         raise OptionError("nothing to draw; pass {label: [flashsim.predict.spread(...), ...]}")
+    for each in chain.from_iterable(times.values()):
+        sources.made_by("flashsim.predict.spread", each, "efficiency")
     for n, (label, found) in enumerate(times.items()):
         ax.plot(
             [t.account.group.ranks for t in found], [100 * t.efficiency for t in found],

@@ -13,7 +13,7 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.patheffects import Normal, Stroke
 from matplotlib.ticker import MaxNLocator
 
-from flashsim.errors import OptionError, choices
+from flashsim.errors import DTypeError, OptionError, choices, shown
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem
 from flashsim.schedule.schedule import Schedule
@@ -173,7 +173,10 @@ def mask(
     kept, wasted = int((scores == _KEPT).sum()), int((scores == _WASTED).sum())
     shades = np.full(shape, 0.5)
     if bias is not None:
-        added = np.asarray(bias, dtype=np.float64)
+        added = checks.as_array("bias", bias)
+        if added.dtype.kind not in "bfiuV":  # V: bfloat16
+            raise DTypeError(f"bias must be an array of numbers, got {shown(bias)}")
+        added = added.astype(np.float64)
         if added.shape != shape:
             raise OptionError(f"bias must have one value a score, {shape}, got {added.shape}")
         seen = added[scores == _KEPT] if kept else added

@@ -55,6 +55,7 @@ class TiledStage:
     seconds: float | None
 
 
+@own_errors
 @dataclass(frozen=True, eq=False)
 class BlockSizes:
     """Blocks of all stages and tiles; prints as a table."""
@@ -69,7 +70,7 @@ class BlockSizes:
         """The tile of a stage with the shortest time, or where none is known the fewest bytes."""
         rows = [b for b in self.found if b.stage == stage and (b.blocks or b.seconds)]
         if not rows:
-            raise OptionError(f"no tile of stage {stage!r} fits; ask for smaller ones")
+            raise OptionError(f"no tile of stage {shown(stage)} fits; ask for smaller ones")
         timed = [b for b in rows if b.seconds is not None]
         return min(timed or rows, key=lambda b: (b.seconds or 0, b.bytes))
 

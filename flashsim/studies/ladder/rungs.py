@@ -113,6 +113,7 @@ RUNGS: dict[str, Rung] = {
 }
 
 
+@own_errors
 @dataclass(frozen=True, eq=False)
 class Step:
     """One rung as it ran.

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flashsim.errors import own_errors
+from flashsim.errors import OptionError, own_errors
 from flashsim.problem import checks
 
 #: What there is, in words.
@@ -34,8 +34,12 @@ def draw(kind: str, n: int, head_dim: int = 64, *, heads: int = 1, seed: int = 0
     checks.one_of("kind of input", kind, KINDS)
     n = checks.positive_int("n", n)
     d = checks.positive_int("head_dim", head_dim)
+    heads = checks.positive_int("heads", heads)
     rng = np.random.default_rng(checks.seed(seed))
-    made = [rng.standard_normal((1, heads, n, d)) for _ in range(4)]
+    try:
+        made = [rng.standard_normal((1, heads, n, d)) for _ in range(4)]
+    except (MemoryError, ValueError):  # NumPy says the latter beyond 2**63 bytes
+        raise OptionError(f"memory does not hold q, k, v and dout of {heads} x {n} x {d}") from None
     if kind == "heavy":
         for x in made:
             x[rng.random(x.shape) < 0.01] *= 8

@@ -59,6 +59,7 @@ class LoweredPoint:
         return (self.kind, self.n, self.point, *each, self.row_sum)
 
 
+@own_errors
 @dataclass(frozen=True)
 class Laboratory:
     """All findings; prints as tables.
@@ -206,7 +207,7 @@ def presets(
     n: int = 1024, *, dtype: str = "bfloat16", head_dim: int = 64, seed: int = 0
 ) -> report.Table:
     """Errors of what published kernels round, on every kind of input (see `Precision.preset`)."""
-    n = checks.positive_int("n", n)
+    n, head_dim = checks.positive_int("n", n), checks.positive_int("head_dim", head_dim)
     table = report.Table(
         f"Error of published kernels' roundings, {dtype}, N = {n:,}, d = {head_dim}",
         (*_COLUMNS[:2], "kernel", *_COLUMNS[3:]),

@@ -64,6 +64,7 @@ def when(
     OptionError
         If `lengths` is empty.
     """
+    lengths = [*lengths]
     if not lengths:
         raise OptionError("lengths is empty; give one or more")
     device, wins = Device.get(device), None

@@ -24,6 +24,7 @@ _NAMES = {"S": "X", "P": "P", "V": "V", "O": "O"}
 Moves = Mapping[tuple[str, str], int]
 
 
+@own_errors
 @dataclass(frozen=True, eq=False)
 class SoftmaxProduct:
     """softmax(X) V and what it moved; prints as a table.

@@ -38,6 +38,7 @@ class Row:
         return self.measured / self.predicted if self.predicted else None
 
 
+@own_errors
 @dataclass(frozen=True)
 class Verification:
     """All rows of a run; prints as a table."""

@@ -18,6 +18,7 @@ from flashsim.studies.verify.cases import Case, Counted, MeasuredPass
 from flashsim.studies.verify.ncu import MeasuredLaunch, command, parse, stage_of
 
 
+@own_errors
 @dataclass(frozen=True)
 class Record:
     """What a measurement of some cases gave; enough to compare it with predictions anywhere.

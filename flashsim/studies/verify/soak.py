@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from flashsim.counts.traffic import live
-from flashsim.errors import own_errors
+from flashsim.errors import OptionError, own_errors, shown
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
@@ -32,6 +32,7 @@ FITTING = {"DRAM read": agreement.DRAM_WITHIN}
 _LENGTHS = (256, 1000, 1024, 2048, 2500, 4096, 6000, 8192)
 _WIDTHS = (32, 40, 64, 72, 80, 96, 112, 128, 160, 200, 256)
 _MOST = 4e12  # FLOPs of a pass: a launch is repeated for each group of counters
+MOST_CASES = 10_000  # drawn at once
 
 
 @own_errors
@@ -50,7 +51,13 @@ def draw(count: int, *, seed: int = 0, device: str = "H200", kernels: Sequence[s
     rng = np.random.default_rng(checks.seed(seed))
     pick = lambda values: values[rng.integers(len(values))]  # noqa: E731
     cases: list[Case] = []
-    while len(cases) < checks.positive_int("count", count):
+    kernels = [checks.one_of("kernels", name, ("hopper", "portable")) for name in kernels]
+    if checks.positive_int("count", count) > MOST_CASES or not kernels:
+        raise OptionError(
+            f"count must be at most {MOST_CASES:,}, and kernels not empty; got {shown(count)} and "
+            f"{shown(kernels)}"
+        )
+    while len(cases) < count:
         shape: dict[str, Any] = {"n_q": pick(_LENGTHS), "head_dim": pick(_WIDTHS)}
         kv_heads, group = int(rng.integers(1, 9)), pick((1, 1, 1, 2, 4, 8))
         shape |= {"heads": kv_heads * group, "kv_heads": kv_heads, "batch": int(rng.integers(1, 5))}
