@@ -1,8 +1,8 @@
 """Arrays in the CPU's memory: any library's as NumPy's over the same memory, and back again.
 
-What goes in comes out. NumPy and torch are known by name; any other library's arrays come through
-DLPack and go back through its array namespace (JAX's do) or, if it names none, as NumPy's, which
-speak DLPack too. Nothing is copied on the way in.
+What goes in comes out; of a subclass of torch's tensors a plain one. NumPy and torch are known by
+name; any other library's arrays come through DLPack and go back through its array namespace (JAX's
+do) or, if it names none, as NumPy's, which speak DLPack too. Nothing is copied on the way in.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class Host(NamedTuple):
 
 
 def library_of(x: Any) -> str:
-    """The package that an array's class comes from."""
-    return type(x).__module__.partition(".")[0]
+    """The package that an array's class comes from; torch for a subclass of its tensors."""
+    packages = [one.__module__.partition(".")[0] for one in type(x).__mro__]
+    return "torch" if "torch" in packages else packages[0]
 
 
 def host_of(x: Any) -> Host:
@@ -40,6 +41,8 @@ def host_of(x: Any) -> Host:
     library = library_of(x)
     if library == "torch":
         return Host(library, _from_torch, _to_torch)
+    if library == "jax" and hasattr(x, "aval"):  # arrays with values are jaxlib's
+        return Host(library, _traced, NUMPY.give)
     if isinstance(x, np.ndarray) or not hasattr(x, "__dlpack_device__"):
         return NUMPY
     namespace = getattr(x, "__array_namespace__", None)
@@ -62,6 +65,7 @@ def take(host: Host, **arrays: Any) -> list[Any]:
     """
     for name, x in arrays.items():
         if x is not None and host.library not in ("", host_of(x).library):
+            host_of(x).take(name, x)  # what holds no numbers says so itself
             raise DTypeError(
                 f"all arrays must come from one library, got {name} as {type(x).__module__}."
                 f"{type(x).__name__} beside {host.library}'s; convert it first"
@@ -72,6 +76,11 @@ def take(host: Host, **arrays: Any) -> list[Any]:
 def _from_torch(name: str, x: Any) -> Any:
     import torch
 
+    if x.is_nested:
+        raise DTypeError(
+            f"{name} is a nested tensor; its sequences are packed in {name}.values(), and its "
+            "offsets() are cu_seqlens_q and cu_seqlens_k"
+        )
     if x.layout is not torch.strided:
         raise DTypeError(f"{name} is a sparse tensor ({x.layout}); give {name}.to_dense()")
     if x.is_meta:
@@ -104,6 +113,13 @@ def _to_torch(x: np.ndarray) -> Any:
     if x.dtype.kind == "f":
         return torch.from_numpy(x)
     return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+
+
+def _traced(name: str, x: Any) -> Any:
+    raise DTypeError(
+        f"{name} is a {type(x).__name__} of JAX's, which stands for an array under jax.jit, grad "
+        "or vmap and holds no numbers; flashsim.jax.attention works under them"
+    )
 
 
 def _from_dlpack(name: str, x: Any) -> Any:
