@@ -15,7 +15,8 @@ from flashsim.cli import options as opt
 from flashsim.cli import pictures, values
 from flashsim.cli.output import show_tables, working
 from flashsim.counts.traffic import Traffic
-from flashsim.errors import OptionError
+from flashsim.errors import OptionError, TraceError
+from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.report import Table
@@ -184,7 +185,13 @@ def calibrate(
             base = bench.described(base)
     else:
         lines = csv.reader(values.read_text(units).splitlines()[1:])
-        measured = [(name, float(value), unit) for name, value, unit in lines]
+        try:
+            measured = [(name, float(value), unit) for name, value, unit in lines]
+        except (ValueError, csv.Error):
+            raise TraceError(
+                f"{str(units)!r} is no table of units: lines of name, value and unit, as "
+                "benchmarks/units.py and `flashsim calibrate --csv` write them"
+            ) from None
     table = Table("Units, each measured alone", ("unit", "value", "in"))
     table.rows += measured
     made = chip.calibrated(base, {name: value for name, value, _ in measured})
@@ -297,7 +304,7 @@ def verify(
         _soak(soak, seed, how.device, kernel, file, save, form)
         return
     model = cache.model()
-    if file is not None and file.exists() and verification.counts_beside(file).exists():
+    if file is not None and file.is_file() and verification.counts_beside(file).exists():
         opt.refuse_unused(typed, "a table that says itself what ran", only=["file", *vars(cache)])
         kept = verification.Record.load(file)
         found = [
@@ -391,6 +398,6 @@ def _at_sizes(curves: dict[str, Any], sizes: list[float]) -> Table:
     )
     for name, curve in curves.items():
         for size in sizes:
-            nbytes = int(size * 2**20)
+            nbytes = checks.number("--l2-sizes", size, low=0.0) * 2**20
             table.rows.append((name, size, curve.reads(nbytes), curve.writes(nbytes)))
     return table

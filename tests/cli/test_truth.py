@@ -134,6 +134,10 @@ def test_verify_reads_a_saved_table(counters):
         (("verify", "--from", "x", "--save", "y"), "--save: not for --from"),
         (("calibrate", "--device", "T4"), "--device says whose figures --units holds"),
         (("predict", "-a", "standard", "--splits", "2"), "splits is FlashAttention's"),
+        (("dram", "-n", 8, "--l2-sizes", "1,nan"), "--l2-sizes must be finite and at least 0"),
+        (("dram", "-n", 8, "--l2-sizes", "inf"), "--l2-sizes must be finite and at least 0"),
+        (("calibrate", "--units", __file__), "is no table of units: lines of name, value and"),
+        (("verify", "-n", 64, "-t", "16x16", "--from", ""), "cannot read '.': Is a directory"),
     ],
 )
 def test_errors_are_one_line(arguments, message, monkeypatch):
