@@ -1,6 +1,6 @@
 """Runs the portable kernels' CUDA C++ on a CPU: their own source, compiled by g++ behind
-cuda_on_cpu.h and launched as on a GPU. It is slow, for small problems; what it cannot show is time,
-and what goes wrong only where threads really run at once.
+cuda_on_cpu.h and launched as on a GPU by cuda_on_cpu.cpp. It is slow, for small problems; what it
+cannot show is time, and what goes wrong only where threads really run at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flashsim.trace.events import StageTrace
 
 COMPILER = shutil.which("g++") if sys.platform == "linux" else None
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
-_FLAGS = ("-std=c++17", "-O0", "-w", "-fPIC", "-U_FORTIFY_SOURCE")
+_FLAGS = ("-std=c++17", "-w", "-fPIC", "-U_FORTIFY_SOURCE")
 #: A statement of PTX: the text, then operands, whose parentheses are one deep.
 _ASM = re.compile(
     r'\basm\s*(?:volatile\s*)?\(((?:"[^"]*"|[^()"]|\((?:[^()]|\([^()]*\))*\))*)\)\s*;'
@@ -47,29 +47,50 @@ def function_calls(source: str) -> str:
     return _ASM.sub(call, source)
 
 
+#: What the header declares of a kernel.
+_OWN = """
+#ifndef FS_CLUSTER
+#define FS_CLUSTER 1
+#endif
+alignas(128) char shared[FS_SMEM_BYTES + 128];
+extern const unsigned shared_size = sizeof shared, cluster_size = FS_CLUSTER;
+"""
+
+
 @cache  # compiling takes far longer than running
 def built(source: str, defines: tuple[str, ...]) -> ctypes.CDLL:
     """CUDA C++ as a library of the CPU's."""
     text = _gcc(source, *defines, "-E", "-P", "-o", "-")  # an asm may depend on an #if
-    text = f'#include "{HEADER}"\n' + function_calls(text)
+    folder = _folder().name
     with tempfile.NamedTemporaryFile(suffix=".so") as made:  # once loaded, it needs no name
-        standard = Path(_standard_headers().name) / "standard.h"
-        _gcc(text, "-include", str(standard), *defines, *_FLAGS, "-shared", "-o", made.name)
+        flags = "-include", f"{folder}/{HEADER.name}", *defines, *_FLAGS, "-O0"
+        text = function_calls(text) + _OWN
+        _gcc(text, *flags, "-shared", "-o", made.name, "-x", "none", f"{folder}/run.o")
         return ctypes.CDLL(made.name)
 
 
 @cache
-def _standard_headers() -> tempfile.TemporaryDirectory[str]:
-    """With standard.h, what `HEADER` includes, compiled: it takes longer than many a kernel."""
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """With `HEADER` and what runs kernels, compiled: it takes longer than many a kernel."""
     folder = tempfile.TemporaryDirectory()
-    path = Path(folder.name) / "standard.h"
-    path.write_text("\n".join(re.findall("^#include <.*>$", HEADER.read_text(), re.MULTILINE)))
-    _gcc("", *_FLAGS, "-x", "c++-header", str(path), "-o", f"{path}.gch")
+    header, runner = f"{folder.name}/{HEADER.name}", HEADER.with_suffix(".cpp")
+    shutil.copy(HEADER, header)
+    _gcc("", *_FLAGS, "-O0", "-x", "c++-header", header, "-o", f"{header}.gch")
+    _gcc(
+        "",
+        *_FLAGS,
+        "-O2",
+        "-fno-semantic-interposition",
+        "-c",
+        str(runner),
+        "-o",
+        f"{folder.name}/run.o",
+    )
     return folder
 
 
 def _gcc(source: str, *options: str) -> str:
-    source_from = () if "-x" in options else ("-x", "c++", "-")
+    source_from = ("-x", "c++", "-") if source else ()
     command = [str(COMPILER), *source_from, *options]
     done = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
     if done.returncode:

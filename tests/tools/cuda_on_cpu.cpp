@@ -1,0 +1,348 @@
+// Runs a kernel compiled behind cuda_on_cpu.h.
+//
+// Blocks run one after the other, those of a cluster by turns. A block's threads are coroutines: one
+// warp runs as far as barriers let it, then the next, in odd blocks from the last warp to the first;
+// so a barrier that is missing shows, whichever warp it held back. A round in which nobody gets
+// further is a deadlock.
+// Shared memory starts as NaN, and what cp.async copies arrives no sooner than the thread waits for
+// it.
+#include "cuda_on_cpu.h"
+
+#include <algorithm>
+#include <csetjmp>
+#include <ucontext.h>
+#include <vector>
+
+Index threadIdx, blockIdx;
+
+// -- Threads, barriers ----------------------------------------------------------------------------
+struct Copy { char* to; const char* from; int size, bytes; long group; };
+struct Thread {
+    jmp_buf place;
+    char* stack;
+    std::vector<Copy> copies;  // that cp.async started
+    long group = 0;            // of copies, that is not committed yet
+    bool begun = false, done = false;
+    long cluster = 0;  // meetings that its cluster had held when it arrived at the next
+};
+struct Meeting {  // of a warp's, a group's or a block's threads
+    int size, here = 0;
+    long held = 0;
+};
+constexpr size_t STACK = 1 << 17;
+std::vector<Thread> threads;
+std::vector<Meeting> warps;
+Meeting block, groups[16];  // groups: the block's numbered barriers, of which 0 is `block`
+Meeting cluster;
+jmp_buf scheduler;
+long progress;  // meetings held, threads ended
+unsigned (*slots)[8];  // what each thread shows its warp
+
+void yield() {
+    const unsigned me = threadIdx.x;
+    if (!_setjmp(threads[me].place)) _longjmp(scheduler, 1);
+}
+void meet(Meeting& m) {
+    const long number = m.held;
+    if (++m.here == m.size) m.here = 0, ++m.held, ++progress;
+    while (m.held == number) yield();
+}
+void meet_warp() { meet(warps[threadIdx.x / 32]); }
+void __syncthreads() { meet(block); }
+void __syncwarp() { meet_warp(); }
+
+const void* arguments;
+void body() {
+    kernel();
+    threads[threadIdx.x].done = true, ++progress;
+    _longjmp(scheduler, 1);
+}
+
+void start(Thread& t) {  // returns to run_block as soon as the thread first waits
+    ucontext_t context;
+    getcontext(&context);
+    context.uc_stack.ss_sp = t.stack, context.uc_stack.ss_size = STACK;
+    makecontext(&context, body, 0);
+    setcontext(&context);
+}
+
+void resume(unsigned t) {  // returns when the thread waits
+    threadIdx = {t, 0, 0};
+    if (_setjmp(scheduler)) return;
+    if (threads[t].begun) _longjmp(threads[t].place, 1);
+    threads[t].begun = true;
+    start(threads[t]);
+}
+
+struct Block {  // of a cluster: what the names above stand for while it has its turn
+    Index place;
+    std::vector<Thread> its_threads;
+    std::vector<Meeting> its_warps;
+    Meeting its_block, its_groups[16];
+    unsigned (*its_slots)[8];
+    std::vector<char> its_shared;
+
+    explicit Block(unsigned count) : its_threads(count), its_warps(count / 32) {
+        for (Thread& t : its_threads) t.stack = new char[STACK];
+        its_slots = new unsigned[count][8];
+        its_shared.resize(shared_size);
+    }
+    ~Block() {
+        for (Thread& t : its_threads) delete[] t.stack;
+        delete[] its_slots;
+    }
+    void begin(Index at, int count) {
+        place = at, its_block = {count};
+        for (Meeting& g : its_groups) g = {0};
+        for (Meeting& w : its_warps) w = {32};
+        for (Thread& t : its_threads) t.begun = t.done = false, t.group = 0, t.copies.clear();
+    }
+    void turn() {  // in or out
+        threads.swap(its_threads), warps.swap(its_warps);
+        std::swap(block, its_block), std::swap(groups, its_groups), std::swap(slots, its_slots);
+        std::swap(place, blockIdx);
+        if (cluster_size > 1) std::swap_ranges(shared, shared + shared_size, its_shared.data());
+    }
+};
+std::vector<Block*> blocks;  // of the cluster
+unsigned whose;              // turn it is
+
+bool run_cluster(bool backwards) {  // false: threads wait for each other in vain
+    cluster = {int(blocks.size() * blocks[0]->its_threads.size())};
+    for (unsigned left = 1, round = 0; left; ++round) {
+        const long before = progress;
+        left = 0;
+        for (whose = 0; whose < blocks.size(); ++whose) {
+            blocks[whose]->turn();
+            if (!round) memset(shared, 0xff, shared_size);
+            for (long further = -1; further != progress;) {  // as far as it gets alone
+                further = progress;
+                for (unsigned n = 0; n < warps.size(); ++n) {
+                    const unsigned first = 32 * (backwards ? warps.size() - 1 - n : n);
+                    for (long here = -1; here != progress;) {
+                        here = progress;
+                        for (unsigned t = first; t < first + 32; ++t)
+                            if (!threads[t].done) resume(t);
+                    }
+                }
+            }
+            for (const Thread& t : threads) left += !t.done;
+            blocks[whose]->turn();
+        }
+        if (progress == before) return false;
+    }
+    return true;
+}
+
+extern "C" bool run(const void* args, unsigned x, unsigned y, unsigned count) {
+    arguments = args;
+    for (int n = 0; n < cluster_size; ++n) blocks.push_back(new Block(count));
+    bool ended = x % cluster_size == 0;
+    for (unsigned n = 0; ended && n < x * y; n += cluster_size) {
+        for (unsigned rank = 0; rank < cluster_size; ++rank)
+            blocks[rank]->begin({n % x + rank, n / x, 0}, count);
+        ended = run_cluster(n / cluster_size % 2);
+    }
+    for (Block* b : blocks) delete b;
+    blocks.clear();
+    return ended;
+}
+
+// -- Functions and PTX ----------------------------------------------------------------------------
+
+// Shows `mine` to the warp's other lanes and gives what `lane` shows, for every lane that is asked
+// for.
+template <int N>
+struct Shown {
+    Shown(const u32 (&mine)[N]) {
+        memcpy(slots[threadIdx.x], mine, sizeof mine);
+        meet_warp();
+    }
+    u32 operator()(unsigned lane, int i = 0) const {
+        return slots[threadIdx.x / 32 * 32 + lane][i];
+    }
+    ~Shown() { meet_warp(); }  // all have read
+};
+u32 __reduce_add_sync(u32, u32 x) {
+    const Shown<1> shown({x});
+    u32 sum = 0;
+    for (int lane = 0; lane < 32; ++lane) sum += shown(lane);
+    return sum;
+}
+float __shfl_xor_sync(u32, float x, int mask) {
+    const Shown<1> shown({bits<u32>(x)});
+    return bits<float>(shown(threadIdx.x % 32 ^ mask));
+}
+
+int __shfl_sync(u32, int x, int lane) {
+    const Shown<1> shown({u32(x)});
+    return int(shown(lane));
+}
+float __shfl_sync(u32, float x, int lane) {
+    const Shown<1> shown({bits<u32>(x)});
+    return bits<float>(shown(lane));
+}
+bool __any_sync(u32, bool x) {
+    const Shown<1> shown({u32(x)});
+    bool any = false;
+    for (int lane = 0; lane < 32; ++lane) any |= shown(lane) != 0;
+    return any;
+}
+
+void ptx_griddepcontrol_wait() {}
+void ptx_griddepcontrol_launch_dependents() {}
+void ptx_barrier_cluster_arrive_release_aligned() {
+    threads[threadIdx.x].cluster = cluster.held;
+    if (++cluster.here == cluster.size) cluster.here = 0, ++cluster.held, ++progress;
+}
+void ptx_barrier_cluster_wait_acquire_aligned() {
+    while (cluster.held == threads[threadIdx.x].cluster) yield();
+}
+constexpr int RANK_SHIFT = 20;  // of an address in another block's shared memory
+void ptx_mapa_shared_cluster_u32(u32& to, u32 here, u32 rank) {
+    to = here | rank << RANK_SHIFT;
+}
+static float* in_cluster(u32 at) {
+    const u32 rank = at >> RANK_SHIFT, here = at & ((1u << RANK_SHIFT) - 1);
+    char* memory = rank == whose ? shared : blocks[rank]->its_shared.data();
+    return reinterpret_cast<float*>(memory + here);
+}
+void ptx_st_shared_cluster_f32(u32 to, float x) { *in_cluster(to) = x; }
+void ptx_st_shared_cluster_v4_f32(u32 to, float x, float y, float z, float w) {
+    const float all[] = {x, y, z, w};
+    memcpy(in_cluster(to), all, sizeof all);
+}
+
+void ptx_bar_sync(u32 number, int count) {
+    Meeting& m = number ? groups[number] : block;
+    m.size = count;
+    meet(m);
+}
+static void start_copy(u32 to, const void* from, int size, int bytes) {
+    Thread& t = threads[threadIdx.x];
+    t.copies.push_back({shared + to, static_cast<const char*>(from), size, bytes, t.group});
+}
+void ptx_cp_async_cg_shared_global(u32 to, const void* from, int bytes) {
+    start_copy(to, from, 16, bytes);
+}
+void ptx_cp_async_ca_shared_global(u32 to, const void* from, int bytes) {
+    start_copy(to, from, 4, bytes);
+}
+void ptx_createpolicy_fractional_L2_evict_first_b64(u64& policy) { policy = 1; }
+void ptx_cp_async_cg_shared_global_L2_cache_hint(u32 to, const void* from, int bytes, u64) {
+    start_copy(to, from, 16, bytes);
+}
+static void finish_copies(long before) {  // those of groups older than this one
+    std::vector<Copy> under_way;
+    for (const Copy& c : threads[threadIdx.x].copies) {
+        if (c.group >= before) {
+            under_way.push_back(c);
+            continue;
+        }
+        memset(c.to, 0, c.size);
+        memcpy(c.to, c.from, c.bytes);
+    }
+    threads[threadIdx.x].copies.swap(under_way);
+}
+void ptx_cp_async_wait_all() { finish_copies(threads[threadIdx.x].group + 1); }
+void ptx_cp_async_commit_group() { ++threads[threadIdx.x].group; }
+void ptx_cp_async_wait_group(int left) { finish_copies(threads[threadIdx.x].group - left); }
+void ptx_ld_shared_f32(float& x, u32 at) { memcpy(&x, shared + at, 4); }
+void ptx_ld_shared_v2_f32(float& x, float& y, u32 at) {
+    memcpy(&x, shared + at, 4), memcpy(&y, shared + at + 4, 4);
+}
+void ptx_red_global_add_v4_f32(float* to, float a, float b, float c, float d) {
+    to[0] += a, to[1] += b, to[2] += c, to[3] += d;
+}
+void ptx_mov_u64(u64& t) {  // a clock: later is more
+    static u64 now = 0;
+    t = ++now;
+}
+void ptx_mov_u32(u32& t) { t = 0; }
+
+void ptx_ex2_approx_ftz_f32(float& y, float x) { y = exp2f(x); }
+static u32 bf16(float x) {  // to nearest, ties to even
+    const u32 u = bits<u32>(x);
+    return std::isnan(x) ? 0x7fff : (u + 0x7fff + (u >> 16 & 1)) >> 16;
+}
+void ptx_cvt_rn_bf16x2_f32(u32& r, float high, float low) {
+    r = bf16(high) << 16 | bf16(low);
+}
+static u32 f16(float x) {
+    const u32 sign = bits<u32>(x) >> 16 & 0x8000, u = bits<u32>(std::fabs(x));
+    if (std::isnan(x)) return 0x7fff;
+    if (std::fabs(x) >= 65520.0f) return sign | 0x7c00;
+    if (std::fabs(x) < 0x1p-14f) return sign | u32(std::nearbyint(std::fabs(x) * 0x1p24f));
+    return sign | (((u + 0xfff + (u >> 13 & 1)) >> 13) - (112 << 10));
+}
+static float from_f16(u32 x) {
+    const u32 sign = (x & 0x8000) << 16, rest = x & 0x7fff;
+    if (rest < 0x400) return bits<float>(bits<u32>(rest * 0x1p-24f) | sign);
+    return bits<float>(sign | (rest << 13) + ((rest < 0x7c00 ? 112 : 224) << 23));
+}
+void ptx_cvt_rn_f16x2_f32(u32& r, float high, float low) { r = f16(high) << 16 | f16(low); }
+void ptx_mov_b32(float& low, float& high, u32 x) {  // and to float32
+    low = from_f16(x & 0xffff), high = from_f16(x >> 16);
+}
+void ptx_cvt_rna_tf32_f32(u32& r, float x) { r = (bits<u32>(x) + 0x1000) & ~0x1fffu; }
+
+// Four 8 x 8 matrices of 16-bit elements; lane 8 i + r gives the address of row r of matrix i.
+static u32 half_at(u32 at) {
+    unsigned short x;
+    memcpy(&x, shared + at, 2);
+    return x;
+}
+template <bool TRANSPOSE>
+void load_matrices(u32* const (&r)[4], u32 at) {
+    const Shown<1> row({at});
+    const unsigned lane = threadIdx.x % 32, y = lane / 4, x = lane % 4 * 2;
+    for (int i = 0; i < 4; ++i) {
+        const u32 first = TRANSPOSE ? row(8 * i + x) + 2 * y : row(8 * i + y) + 2 * x;
+        const u32 second = TRANSPOSE ? row(8 * i + x + 1) + 2 * y : first + 2;
+        *r[i] = half_at(first) | half_at(second) << 16;
+    }
+}
+void ptx_ldmatrix_sync_aligned_m8n8_x4_shared_b16(u32& a, u32& b, u32& c, u32& d, u32 at) {
+    load_matrices<false>({&a, &b, &c, &d}, at);
+}
+void ptx_ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(u32& a, u32& b, u32& c, u32& d,
+                                                               u32 at) {
+    load_matrices<true>({&a, &b, &c, &d}, at);
+}
+
+// Lane 4 g + t holds of A rows g and g + 8, of B column g, of C rows g and g + 8, columns 2 t, 2 t
+// + 1. A register is one element of k (tf32: t or t + 4) or two (2 t and the next, or those 8
+// further on).
+static float bf16_of(u32 x, int i) { return bits<float>(i ? x & 0xffff0000 : x << 16); }
+static float f16_of(u32 x, int i) { return from_f16(i ? x >> 16 : x & 0xffff); }
+template <float half_of(u32, int)>
+void mma_half(float& c0, float& c1, float& c2, float& c3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
+              u32 b1) {
+    const Shown<6> lanes({a0, a1, a2, a3, b0, b1});
+    const unsigned lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    float* const c[4] = {&c0, &c1, &c2, &c3};
+    for (int x = 0; x < 4; ++x)
+        for (int k = 0; k < 16; ++k) {
+            const int quad = k % 8 / 2, far = k / 8;
+            *c[x] += half_of(lanes(4 * g + quad, x / 2 + 2 * far), k % 2) *
+                     half_of(lanes(4 * (2 * t + x % 2) + quad, 4 + far), k % 2);
+        }
+}
+void ptx_mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(
+    float& c0, float& c1, float& c2, float& c3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    mma_half<bf16_of>(c0, c1, c2, c3, a0, a1, a2, a3, b0, b1);
+}
+void ptx_mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32(
+    float& c0, float& c1, float& c2, float& c3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    mma_half<f16_of>(c0, c1, c2, c3, a0, a1, a2, a3, b0, b1);
+}
+void ptx_mma_sync_aligned_m16n8k8_row_col_f32_tf32_tf32_f32(
+    float& c0, float& c1, float& c2, float& c3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    const Shown<6> lanes({a0, a1, a2, a3, b0, b1});
+    const unsigned lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    float* const c[4] = {&c0, &c1, &c2, &c3};
+    for (int x = 0; x < 4; ++x)
+        for (int k = 0; k < 8; ++k)
+            *c[x] += bits<float>(lanes(4 * g + k % 4, x / 2 + 2 * (k / 4))) *
+                     bits<float>(lanes(4 * (2 * t + x % 2) + k % 4, 4 + k / 4));
+}
