@@ -263,7 +263,7 @@ def test_ptxas_says_where_an_output_is_not_waited_for(tmp_path, monkeypatch):
     from flashsim.backends.numba_gpu.hopper import tiles
 
     sound = tiles.product_wait
-    kernel = hopper_kernel(HOPPER_PROBLEMS["128"])
+    kernel = hopper_kernel(HOPPER_PROBLEMS["64 causal"])
     dv = dict(kernel.constants)["FS_DV"]
 
     def faulty(pending, n):

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from helpers import Judge, tensors
 from numba import njit
+from test_panels import LOWERED
 
 import flashsim
 from flashsim import Tiling
 from flashsim.engines.cpu import walks_decode
-from flashsim.engines.cpu.micro_kernels.registers import BLOCKING, Avx2, Avx512, Neon, Plain
+from flashsim.engines.cpu.micro_kernels.registers import BLOCKING, Avx512, Plain
 
 WAYS = {
     "plain": {},
@@ -63,6 +64,7 @@ def test_bias_of_each_head(bias):
     agree(tensors(1, 300, 16, heads=6, kv_heads=2, batch=2, bias=bias))
 
 
+@pytest.mark.thorough  # walks of plain definitions take long to compile: test_cpu_engine has one
 def test_plain_numba_does_the_same():
     agree(tensors(1, 300, 40, heads=6, kv_heads=2), own={"micro_kernel": "plain"})
 
@@ -101,8 +103,7 @@ def scores(cpu, *args):
     walks_decode.scores(cpu, *args)
 
 
-@pytest.mark.parametrize("kind", [Plain, Avx2, Avx512, Neon])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("kind", "dtype"), LOWERED)
 @pytest.mark.parametrize(("rows", "heads", "d"), [(1, 1, 1), (8, 4, 32), (7, 5, 40), (64, 16, 64)])
 def test_scores(kind, dtype, rows, heads, d):
     """Every sum in its place, and nothing beyond a multiple of four heads."""
