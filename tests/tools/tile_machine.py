@@ -22,8 +22,8 @@ import numpy as np
 from llvmlite import ir
 
 from flashsim.engines.cpu.micro_kernels import registers
-from flashsim.engines.cpu.micro_kernels.codegen import INT, VOID
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
+from flashsim.engines.cpu.micro_kernels.writer import INT, VOID
 from flashsim.engines.cpu.pairs import codegen, tiles
 
 SMALLEST = np.finfo(np.float32).tiny

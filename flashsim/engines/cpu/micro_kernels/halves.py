@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from flashsim.engines.cpu.micro_kernels.codegen import INT, Code
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
+from flashsim.engines.cpu.micro_kernels.writer import INT, Code
 
 #: What 16-bit numbers are, if the inputs are such: P and dS are rounded to them before they meet V,
 #: K and Q.
@@ -32,7 +32,7 @@ def rounded_bits(code: Code, x):
 
 
 def build_round(module: ir.Module, block: Blocking, itemsize: int, bfloat16: bool):
-    """X, ld, rows: see `panels.round_to_bfloat16` and `round_to_float16`."""
+    """X, ld, rows: see `plain.round_to_bfloat16` and `round_to_float16`."""
     name = "round_to_bfloat16" if bfloat16 else "round_to_float16"
     code = Code(module, name, block, itemsize, "pii")
     if not code.is_new:
@@ -60,7 +60,7 @@ def build_round(module: ir.Module, block: Blocking, itemsize: int, bfloat16: boo
 def build_convert(
     module: ir.Module, block: Blocking, itemsize: int, bfloat16: bool, narrow: bool
 ) -> ir.Function:
-    """floats, halves, h0, n: `panels.widen` or, if `narrow`, `panels.narrow`.
+    """floats, halves, h0, n: `plain.widen` or, if `narrow`, `plain.narrow`.
 
     What whole rows of a panel leave over is done by the same code for one lane.
     """

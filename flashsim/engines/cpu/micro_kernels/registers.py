@@ -5,7 +5,7 @@ A product keeps `ROWS` rows by ``vecs`` vectors of accumulators in registers. Si
 six by four suit the 32 registers of AVX-512 and NEON. Both keep two multiply-adds a cycle busy,
 which needs at least 8 (AVX2: latency 4) to 16 independent sums.
 
-The classes carry no code: their type tells the compiler which operations to use (`panels.py`), and
+The classes carry no code: their type tells the compiler which operations to use (`plain.py`), and
 is part of the key of Numba's on-disk cache.
 """
 
@@ -27,7 +27,7 @@ ROWS = 6
 
 
 class Plain(NamedTuple):
-    """Any CPU: the definitions of `panels.py`, compiled as they stand."""
+    """Any CPU: the definitions of `plain.py`, compiled as they stand."""
 
     width: int
 

@@ -1,4 +1,4 @@
-"""The operations of `panels.py` as Numba sees their vector code: intrinsics that pass addresses."""
+"""The operations of `plain.py` as Numba sees their vector code: intrinsics that pass addresses."""
 
 from __future__ import annotations
 
@@ -94,77 +94,77 @@ _by_lane = vector_intrinsic("a o0 a o1 i i a a o2,3", build_grad_scores, by_row=
 
 
 def product_set(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n):
-    """`panels.product_set`."""
+    """`plain.product_set`."""
     _set(cpu, (C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n))
 
 
 def product_add(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n):
-    """`panels.product_add`."""
+    """`plain.product_add`."""
     _add(cpu, (C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n))
 
 
 def product_rescale(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n, alpha, alpha0):
-    """`panels.product_rescale`."""
+    """`plain.product_rescale`."""
     _rescale(cpu, (C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n, alpha, alpha0))
 
 
 def weigh(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n, alpha, near, n0):
-    """`panels.weigh`."""
+    """`plain.weigh`."""
     _weigh(cpu, (C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n, alpha, near, n0))
 
 
 def online_softmax(cpu, S, s0, rows, m, l, alpha, at):
-    """`panels.online_softmax`."""
+    """`plain.online_softmax`."""
     _softmax(cpu, (S, s0, rows, m, l, alpha, at))
 
 
 def grad_scores_by_row(cpu, S, s0, dP, d0, ld, rows, L, delta, l0):
-    """`panels.grad_scores_by_row`."""
+    """`plain.grad_scores_by_row`."""
     _by_row(cpu, (S, s0, dP, d0, ld, rows, L, delta, l0))
 
 
 def grad_scores_by_lane(cpu, S, s0, dP, d0, ld, rows, L, delta, l0):
-    """`panels.grad_scores_by_lane`."""
+    """`plain.grad_scores_by_lane`."""
     _by_lane(cpu, (S, s0, dP, d0, ld, rows, L, delta, l0))
 
 
 def soft_cap(cpu, S, s0, ld, rows, c):
-    """`panels.soft_cap`."""
+    """`plain.soft_cap`."""
     _cap(cpu, (S, s0, ld, rows, c))
 
 
 def soft_cap_gated(cpu, S, s0, ld, rows, c, gate, g0):
-    """`panels.soft_cap_gated`."""
+    """`plain.soft_cap_gated`."""
     _cap_gated(cpu, (S, s0, ld, rows, c, gate, g0))
 
 
 def dots(cpu, S, s0, ld, K, k0, Q, near, n0, rows, heads, n, d):
-    """`panels.dots`."""
+    """`plain.dots`."""
     _dots(cpu, (S, s0, ld, K, k0, Q, near, n0, rows, heads, n, d))
 
 
 def transpose_in(cpu, panels, X, x0, rows, cols, d, factors):
-    """`panels.transpose_in`."""
+    """`plain.transpose_in`."""
     _in(cpu, (panels, X, x0, rows, cols, d, factors))
 
 
 def transpose_out(cpu, panels, X, x0, rows, cols, d, factors):
-    """`panels.transpose_out`."""
+    """`plain.transpose_out`."""
     _out(cpu, (panels, X, x0, rows, cols, d, factors))
 
 
 def round_to_bfloat16(cpu, X, x0, ld, rows):
-    """`scores.round_to_bfloat16`."""
+    """`plain.round_to_bfloat16`."""
     _bfloat16(cpu, (X, x0, ld, rows))
 
 
 def round_to_float16(cpu, X, x0, ld, rows):
-    """`scores.round_to_float16`."""
+    """`plain.round_to_float16`."""
     _float16(cpu, (X, x0, ld, rows))
 
 
 def widen(cpu, floats, f0, halves, h0, n, kind):
-    """`panels.widen`."""
+    """`plain.widen`."""
     if kind == BFLOAT16:
         _widen_bfloat16(cpu, (floats, f0, halves, h0, n))
     else:
@@ -172,7 +172,7 @@ def widen(cpu, floats, f0, halves, h0, n, kind):
 
 
 def narrow(cpu, floats, f0, halves, h0, n, kind):
-    """`panels.narrow`."""
+    """`plain.narrow`."""
     if kind == BFLOAT16:
         _narrow_bfloat16(cpu, (floats, f0, halves, h0, n))
     else:

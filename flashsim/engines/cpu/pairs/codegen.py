@@ -7,9 +7,10 @@ from collections.abc import Callable
 import numpy as np
 from llvmlite import ir
 
-from flashsim.engines.cpu.micro_kernels.codegen import INT, Code, build_product
+from flashsim.engines.cpu.micro_kernels.codegen import build_product
 from flashsim.engines.cpu.micro_kernels.halves import rounded_bits
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
+from flashsim.engines.cpu.micro_kernels.writer import INT, Code
 from flashsim.engines.cpu.pairs import tiles
 
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
-from flashsim.engines.cpu.micro_kernels.codegen import VOID, Code
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
+from flashsim.engines.cpu.micro_kernels.writer import VOID, Code
 
 #: Rows of a tile, and its 32-bit columns: float32 sums, or pairs of bfloat16.
 SIDE = 16

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from flashsim.engines.cpu.micro_kernels.codegen import LINE
 from flashsim.engines.cpu.micro_kernels.halves import NO_ROUNDING
 from flashsim.engines.cpu.micro_kernels.plain import narrow, transpose_in, transpose_out, widen
+from flashsim.engines.cpu.micro_kernels.writer import LINE
 from flashsim.engines.cpu.primitives.parts import hot_part, part
 
 #: Rows and columns that are transposed a register at a time: multiples of every register's lanes.

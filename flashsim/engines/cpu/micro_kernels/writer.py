@@ -1,0 +1,258 @@
+"""Writes LLVM IR over vectors: values, arithmetic and loops of the operations in `codegen.py`.
+
+It knows nothing of Numba, nor of attention but exponentials. LLVM lowers the same IR to AVX2,
+AVX-512 or NEON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+
+from flashsim.engines.cpu.micro_kernels.exponential import Exponential
+from flashsim.engines.cpu.micro_kernels.registers import Blocking
+
+INT = ir.IntType(64)
+VOID = ir.VoidType()
+#: Bytes of a cache line.
+LINE = 64
+ELEMENT = {4: ir.FloatType(), 8: ir.DoubleType()}
+
+
+class Code:
+    """Writes the body of one LLVM function over vectors of one type.
+
+    Parameters
+    ----------
+    module : ir.Module
+        Receives the function, unless it is there already.
+    name : str
+    block : Blocking
+    itemsize : int
+        4 (float) or 8 (double).
+    args : str
+        One letter an argument: ``p`` address of elements, ``i`` integer.
+    """
+
+    def __init__(
+        self, module: ir.Module, name: str, block: Blocking, itemsize: int, args: str
+    ) -> None:
+        self.lanes, self.vecs = block.lanes(itemsize), block.vecs
+        self.width, self.itemsize = self.lanes * block.vecs, itemsize
+        self.element = ELEMENT[itemsize]
+        self.vector = ir.VectorType(self.element, self.lanes)
+        full = f"flashsim_{name}_{self.vecs}x{self.lanes}x{8 * itemsize}"
+        self.is_new = full not in module.globals
+        if self.is_new:
+            kinds = [self.element.as_pointer() if a == "p" else INT for a in args]
+            function = ir.Function(module, ir.FunctionType(VOID, kinds), full)
+            function.linkage = "internal"
+            function.attributes.add("noinline")  # its registers are its own
+            self.b = ir.IRBuilder(function.append_basic_block())
+        self.function: ir.Function = module.globals[full]
+
+    # -- values ---------------------------------------------------------------------------------
+
+    def const(self, value: float) -> ir.Constant:
+        """A vector with `value` in every lane."""
+        return ir.Constant(self.vector, [float(value)] * self.lanes)
+
+    def ints(self, value: int) -> ir.Constant:
+        """A vector of integers as wide as the elements."""
+        kind = ir.VectorType(ir.IntType(8 * self.itemsize), self.lanes)
+        return ir.Constant(kind, [value] * self.lanes)
+
+    def at(self, base, *offsets):
+        """The address `base` plus offsets in elements."""
+        for offset in offsets:
+            if isinstance(offset, int):
+                offset = ir.Constant(INT, offset)
+            base = self.b.gep(base, [offset])
+        return base
+
+    def times(self, x, factor: int):
+        """An integer value times a constant."""
+        return self.b.mul(x, ir.Constant(INT, factor))
+
+    def load(self, address):
+        """One vector from memory; panels need not be aligned."""
+        pointer = self.b.bitcast(address, self.vector.as_pointer())
+        return self.b.load(pointer, align=self.itemsize)
+
+    def store(self, value, address) -> None:
+        """One vector to memory."""
+        self.b.store(value, self.b.bitcast(address, value.type.as_pointer()), align=self.itemsize)
+
+    def prefetch(self, address) -> None:
+        """Bring a cache line near; any address will do."""
+        kind, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
+        signature = ir.FunctionType(VOID, [kind, flag, flag, flag])
+        function = self.function.module.declare_intrinsic("llvm.prefetch", [kind], signature)
+        read, near, data = (ir.Constant(flag, value) for value in (0, 3, 1))
+        self.b.call(function, [self.b.bitcast(address, kind), read, near, data])
+
+    def vectors(self, address) -> list:
+        """The addresses of a panel row's vectors."""
+        return [self.at(address, v * self.lanes) for v in range(self.vecs)]
+
+    def spread(self, address):
+        """The scalar at `address` in every lane."""
+        undefined = ir.Constant(self.vector, ir.Undefined)
+        index = ir.IntType(32)
+        one = self.b.insert_element(undefined, self.b.load(address), ir.Constant(index, 0))
+        zeros = ir.Constant(ir.VectorType(index, self.lanes), [0] * self.lanes)
+        return self.b.shuffle_vector(one, undefined, zeros)
+
+    # -- arithmetic -----------------------------------------------------------------------------
+
+    def fma(self, x, y, z):
+        """x y + z, rounded once."""
+        name = f"llvm.fma.v{self.lanes}f{8 * self.itemsize}"
+        module = self.function.module
+        if name not in module.globals:
+            ir.Function(module, ir.FunctionType(self.vector, [self.vector] * 3), name)
+        return self.b.call(module.globals[name], [x, y, z])
+
+    def larger(self, x, y):
+        """max(x, y); a NaN in y survives, one in x does not."""
+        return self.b.select(self.b.fcmp_ordered(">", x, y), x, y)
+
+    def smaller(self, x, y):
+        """min(x, y); a NaN in y survives, one in x does not."""
+        return self.b.select(self.b.fcmp_ordered("<", x, y), x, y)
+
+    def whole(self, shifted: list) -> tuple[list, list]:
+        """n and 2^n of several vectors that were rounded to n by adding `Exponential.magic`.
+
+        The sum has n + bias in its low bits, whence one shift makes 2^n. Several vectors go step by
+        step together, so that their chains overlap.
+        """
+        e, bits = Exponential.of(self.itemsize), self.ints(0).type
+        ns = [self.b.fsub(t, self.const(e.magic)) for t in shifted]
+        powers = [
+            self.b.bitcast(self.b.shl(self.b.bitcast(t, bits), self.ints(e.mantissa)), self.vector)
+            for t in shifted
+        ]
+        return ns, powers
+
+    def polynomial(self, coefficients: tuple[float, ...], fs: list) -> list:
+        """A polynomial, constant term first, of several vectors, step by step together."""
+        ps = [self.const(coefficients[-1])] * len(fs)
+        for coefficient in coefficients[-2::-1]:
+            ps = [self.fma(p, f, self.const(coefficient)) for p, f in zip(ps, fs, strict=True)]
+        return ps
+
+    def exp(self, xs: list) -> list:
+        """e^x of several vectors, x < bias ln 2, as 2^n 2^f with n + f = x log2 e, |f| <= 1/2.
+
+        x log2 e itself is never rounded: two fused multiply-adds take n and f from it. What is
+        below the smallest normal number, -inf with it, gives exactly 0; NaN stays NaN.
+        """
+        e, log2e = Exponential.of(self.itemsize), self.const(np.log2(np.e))
+        low, magic = self.const(-e.bias * np.log(2)), self.const(e.magic)
+        xs = [self.larger(low, x) for x in xs]
+        ns, powers = self.whole([self.fma(x, log2e, magic) for x in xs])
+        fs = [self.fma(x, log2e, self.b.fneg(n)) for x, n in zip(xs, ns, strict=True)]
+        ps = self.polynomial(e.coefficients[1:], fs)
+        parts = zip(fs, powers, ps, strict=True)
+        return [self.fma(p, self.b.fmul(f, power), power) for f, power, p in parts]
+
+    def tanh(self, xs: list, c) -> list:
+        """tanh(x / c) of several vectors, within 2 or 3 units in the last place of any result.
+
+        With z = 2 log2 e x / c and y = 2^z - 1 it is y / (y + 2), and y = 2^n (2^f - 1) + (2^n - 1)
+        loses nothing where x is small: the polynomial is exact relative to 2^f - 1, and f takes in
+        what was rounded off z and off its factor. Beyond 2^+-2 mantissa bits the quotient is +-1
+        to the last bit.
+        """
+        e, b, one, two = Exponential.of(self.itemsize), self.b, self.const(1), self.const(2)
+        high, low = (self.const(part) for part in e.twice_log2e)
+        factor = b.fdiv(high, c)
+        rest = b.fdiv(b.fadd(self.fma(b.fneg(factor), c, high), low), c)
+        largest = float(np.finfo(np.float32 if self.itemsize == 4 else np.float64).max)
+        edge = self.smaller(self.const(largest), b.fmul(self.const(np.log(2) * e.mantissa), c))
+        xs = [self.smaller(edge, self.larger(b.fneg(edge), x)) for x in xs]
+        zs = [b.fmul(x, factor) for x in xs]
+        lost = [
+            self.fma(x, rest, self.fma(x, factor, b.fneg(z))) for x, z in zip(xs, zs, strict=True)
+        ]
+        ns, powers = self.whole([b.fadd(z, self.const(e.magic)) for z in zs])
+        fs = [b.fadd(b.fsub(z, n), rest) for z, n, rest in zip(zs, ns, lost, strict=True)]
+        ps = self.polynomial(e.less_one, fs)
+        ys = [
+            self.fma(p, b.fmul(f, power), b.fsub(power, one))
+            for f, power, p in zip(fs, powers, ps, strict=True)
+        ]
+        return [b.fdiv(y, b.fadd(y, two)) for y in ys]
+
+    def transposed(self, rows: list) -> list:
+        """The columns of a square: as many vectors as they have lanes.
+
+        Pairs of vectors that are 1, 2, 4, .. apart exchange blocks as large: of the first one every
+        second block moves over, of the other the rest comes back.
+        """
+        size = 1
+        while size < self.lanes:
+            lanes = range(self.lanes)
+            first = [lane + (self.lanes - size) * (lane // size % 2) for lane in lanes]
+            second = [lane + size for lane in first]
+            for i in range(self.lanes):
+                if i // size % 2 == 0:
+                    pair = rows[i], rows[i + size]
+                    rows[i], rows[i + size] = (self.pick(*pair, m) for m in (first, second))
+            size *= 2
+        return rows
+
+    def summed(self, sums: list) -> Any:
+        """A vector whose lanes are the sums of as many vectors' lanes: a `transposed` that adds."""
+        size = 1
+        while len(sums) > 1:
+            lanes = range(self.lanes)
+            first = [lane + (self.lanes - size) * (lane // size % 2) for lane in lanes]
+            second = [lane + size for lane in first]
+            pairs = zip(sums[::2], sums[1::2], strict=True)
+            sums = [self.b.fadd(self.pick(x, y, first), self.pick(x, y, second)) for x, y in pairs]
+            size *= 2
+        return sums[0]
+
+    def pick(self, x, y, lanes: list[int]):
+        """A vector of lanes of x and, counted on from there, of y."""
+        mask = ir.Constant(ir.VectorType(ir.IntType(32), self.lanes), lanes)
+        return self.b.shuffle_vector(x, y, mask)
+
+    def step(self, left, right, total):
+        """What one row of B adds to a sum of a product."""
+        return self.fma(left, right, total)
+
+    # -- control --------------------------------------------------------------------------------
+
+    def loop(self, count, carried: list, body: Callable, by: int = 1) -> list:
+        """Do ``carried = body(i, carried)`` for i = 0, by, .. while i + by <= count; the last."""
+        b, f = self.b, self.function
+        before = b.block
+        head, inside, after = (f.append_basic_block(name) for name in ("head", "body", "after"))
+        b.branch(head)
+        b.position_at_end(head)
+        i = b.phi(INT)
+        i.add_incoming(ir.Constant(INT, 0), before)
+        values = [b.phi(value.type) for value in carried]
+        for phi, value in zip(values, carried, strict=True):
+            phi.add_incoming(value, before)
+        next_i = b.add(i, ir.Constant(INT, by))
+        b.cbranch(b.icmp_signed("<=", next_i, count), inside, after)
+        b.position_at_end(inside)
+        results = body(i, values)
+        i.add_incoming(next_i, b.block)
+        for phi, value in zip(values, results, strict=True):
+            phi.add_incoming(value, b.block)
+        b.branch(head)
+        b.position_at_end(after)
+        return values
+
+    def done(self) -> ir.Function:
+        """End the function."""
+        self.b.ret_void()
+        return self.function
