@@ -26,7 +26,7 @@ def once(crew: team.Team, work, *args, apart: bool = True) -> Future:
 
 
 def cpus_of(crew: team.Team) -> list[set[int]]:
-    return [os.sched_getaffinity(thread) for thread in crew.ids]
+    return [os.sched_getaffinity(thread) for thread in crew.asleep]
 
 
 def test_a_sleeping_thread_is_kept_off_the_callers_cpu_until_it_runs():
@@ -35,7 +35,7 @@ def test_a_sleeping_thread_is_kept_off_the_callers_cpu_until_it_runs():
     for here in sorted(every):
         os.sched_setaffinity(0, {here})
         try:
-            team.keep_off(crew.ids, every)
+            crew.keep_off(every)
         finally:
             os.sched_setaffinity(0, every)
         assert cpus_of(crew) == [every - {here}]
@@ -47,8 +47,8 @@ def test_threads_wake_on_other_cpus(monkeypatch):
     """The caller keeps its CPU meanwhile, as if it were at work."""
     crew, every, woken = team.Team(1), os.sched_getaffinity(0), []
     once(crew, len, ())
-    begin = team._begin
-    monkeypatch.setattr(team, "_begin", lambda *args: (woken.append(team._here()), begin(*args)))
+    begin = crew._begin
+    monkeypatch.setattr(crew, "_begin", lambda *args: (woken.append(team._here()), begin(*args)))
     monkeypatch.setattr(team, "_allowed", lambda: every)
     for here in sorted(every)[:2] * 20:
         os.sched_setaffinity(0, {here})
@@ -57,6 +57,24 @@ def test_threads_wake_on_other_cpus(monkeypatch):
         finally:
             os.sched_setaffinity(0, every)
         assert woken.pop() != here
+
+
+def test_a_thread_at_work_is_left_alone():
+    crew, every = team.Team(1), os.sched_getaffinity(0)
+    begun, free, seen = threading.Event(), threading.Event(), []
+
+    def work():
+        begun.set()
+        free.wait(60)
+        seen.append(os.sched_getaffinity(0))
+
+    once(crew, len, ())
+    (future,) = crew.start(1, work, apart=True)
+    assert begun.wait(60)
+    crew.keep_off(every)
+    free.set()
+    future.result()
+    assert seen == [every]
 
 
 def test_a_thread_takes_what_its_caller_may_use():

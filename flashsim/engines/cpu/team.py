@@ -22,30 +22,36 @@ class Team:
     """Up to `size` threads."""
 
     def __init__(self, size: int) -> None:
-        self.ids: list[int] = []  # the operating system's
-        note = lambda: self.ids.append(threading.get_native_id())  # noqa: E731
-        self.pool = ThreadPoolExecutor(size, "flashsim", initializer=note)
+        self.asleep: set[int] = set()  # threads, by the operating system's numbers
+        self.lock = threading.Lock()
+        self.pool = ThreadPoolExecutor(size, "flashsim")
 
     def start(self, count: int, work: Callable, *args: Any, apart: bool) -> list[Future]:
         """Begin `work(*args)` on `count` threads; on other CPUs than this one's if `apart`."""
         cpus = _allowed()
         if apart and cpus:
-            keep_off(self.ids, cpus)
-        return [self.pool.submit(_begin, cpus, work, args) for _ in range(count)]
+            self.keep_off(cpus)
+        return [self.pool.submit(self._begin, cpus, work, args) for _ in range(count)]
 
+    def keep_off(self, cpus: set[int]) -> None:
+        """Leave threads that sleep all of `cpus` but the one that this thread is on."""
+        others = cpus - {_here()}
+        with self.lock:
+            for thread in self.asleep if others else ():
+                _allow(thread, others)
 
-def keep_off(ids: list[int], cpus: set[int]) -> None:
-    """Leave these threads all of `cpus` but the one that this thread is on."""
-    others = cpus - {_here()}
-    for thread in ids if others else ():
-        _allow(thread, others)
-
-
-def _begin(cpus: set[int], work: Callable, args: tuple[Any, ...]) -> None:
-    """What a thread of a team does: its caller's CPUs are its own again before it works."""
-    if cpus:
-        _allow(0, cpus)
-    work(*args)
+    def _begin(self, cpus: set[int], work: Callable, args: tuple[Any, ...]) -> None:
+        """What a thread does: its caller's CPUs are its own again before it works."""
+        thread = threading.get_native_id()
+        with self.lock:
+            self.asleep.discard(thread)
+            if cpus:
+                _allow(thread, cpus)
+        try:
+            work(*args)
+        finally:
+            with self.lock:
+                self.asleep.add(thread)
 
 
 def _allowed() -> set[int]:
