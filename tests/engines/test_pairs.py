@@ -349,7 +349,7 @@ def judged(x, algorithm, micro_kernel=None, traces=False, **options):
 def emulated(request, monkeypatch):
     """The engine on a CPU that this one is not."""
     tile_machine.emulate(monkeypatch)
-    monkeypatch.setattr(engine, "_cpu", lambda *_: request.param(64))
+    monkeypatch.setattr(engine, "_cpu", lambda *_, **__: request.param(64))
     yield request.param
     assert tile_machine.ERRORS == []
     for machine in tile_machine.ALL:
@@ -375,6 +375,19 @@ def test_the_engine_on_an_emulated_cpu(emulated, algorithm, case):
 def test_whole_tiles_on_an_emulated_cpu(emulated):
     x = tensors(128, 128, 64, dtype="bfloat16", heads=1, dv=32)
     judged(x, "flash2-fused", tiling=Tiling(64, 64), causal=True)
+
+
+def test_one_query_needs_no_pairs(monkeypatch):
+    """Where the CPU has them: decoding's own walk, both its kinds of panel."""
+    monkeypatch.setattr(registers, "pays", lambda name: True)
+    monkeypatch.setattr(registers, "without", lambda name: None)
+    monkeypatch.setattr(registers, "paired", pytest.fail)
+    x = tensors(1, 83, 16, dtype="bfloat16")
+    result = flashsim.run(x.q, x.k, x.v, backend="numba")
+    kind = type(registers.best("float32")).__name__.lower()
+    assert result.kernel.startswith(f"numba {kind},")
+    expected = flashsim.run(x.q, x.k, x.v, backend="numba", micro_kernel="vector")
+    np.testing.assert_array_equal(result.out, expected.out)
 
 
 def test_threads_change_nothing_on_an_emulated_cpu(emulated):
@@ -450,8 +463,12 @@ def test_bfloat16_takes_what_this_process_may_use(
     monkeypatch.setattr(registers.amx, "refusal", lambda process: refused)
     for cached in ("_host", "_lacks", "pays"):
         monkeypatch.setattr(registers, cached, getattr(registers, cached).__wrapped__)
-    choose = lambda dtype: type(engine._cpu(None, flashsim.Problem(1, dtype=dtype)))  # noqa: E731
+    choose = lambda dtype, **more: type(  # noqa: E731
+        engine._cpu(None, flashsim.Problem(1, dtype=dtype), **more)
+    )
     assert choose("bfloat16") is kind
+    assert choose("bfloat16", one=True) is choose("float32")
+    assert choose("bfloat16", one=True, narrow=True) is registers.NARROW[choose("float32")]
     assert choose("float32") not in (Amx, Avx512Bf16)
     if refused:
         with pytest.raises(BackendUnavailable, match="Linux refuses"):

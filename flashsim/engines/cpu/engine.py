@@ -7,7 +7,8 @@ on the number of threads.
 
 Options of `run`: ``threads`` (default: the CPUs this process may use) and ``micro_kernel``:
 "vector" or "plain" (see `micro_kernels`; default: "vector" where the CPU's registers are known) or,
-for bfloat16, "amx" or "avx512_bf16" (see `pairs`; the default where they can run and pay).
+for bfloat16, "amx" or "avx512_bf16" (see `pairs`; the default where they can run and pay, which is
+not with one query a head).
 """
 
 from __future__ import annotations
@@ -130,14 +131,13 @@ class _CpuPass:
                 "backend='numpy' simulates every algorithm"
             )
         self.threads = _threads(job.options.get("threads"))
-        self.cpu = _cpu(job.options.get("micro_kernel"), p)
+        one = self.direction == "forward" and p.n_q == 1 and not p.cu_seqlens_q
+        self.cpu = _cpu(job.options.get("micro_kernel"), p, one=one)
         self.pairs = bool(registers.BLOCKING[type(self.cpu)].pairs)
         #: What a walk writes: its results, or numbers to be rounded.
         self.result = numpy_dtype(p.dtype if p.dtype in ROUNDING else p.compute_dtype)
         #: Whether this is a forward pass of one query a head, which has a walk of its own.
-        self.alone = (
-            self.direction == "forward" and p.n_q == 1 and not p.cu_seqlens_q and not self.pairs
-        )
+        self.alone = one and not self.pairs
         usual = USUAL["decode" if self.alone else self.direction]
         self.tiling = _tiling(p, job.tiling, job.device, job.algorithm, self.direction, usual)
         tile = self.tiling.clip(p)
@@ -192,7 +192,7 @@ class _CpuPass:
     def decode(self) -> tuple[np.ndarray, np.ndarray]:
         """The same of one query a head: `walks_decode`."""
         job, p = self.job, self.job.problem
-        narrow = _cpu(job.options.get("micro_kernel"), p, narrow=True)
+        narrow = _cpu(job.options.get("micro_kernel"), p, one=True, narrow=True)
         visits = len(self.schedule(self._plan["forward"]).row_csr[1])
         heads, parts = p.batch * p.heads, walks_decode.parts_of(p.batch * p.kv_heads, visits)
         out = np.empty((parts, heads, p.head_dim_v), p.compute_dtype)
@@ -418,12 +418,17 @@ def _threads(given: Any) -> int:
     return int(given)
 
 
-def _cpu(micro_kernel: Any, problem: Problem, *, narrow: bool = False) -> registers.Cpu:
+def _cpu(
+    micro_kernel: Any, problem: Problem, *, one: bool = False, narrow: bool = False
+) -> registers.Cpu:
+    """What carries out a pass; of `one` query a head no product in pairs unless it is asked for:
+    memory is what limits it, and `walks_decode` reads memory faster (docs/notebooks/cpu.md).
+    """
     if micro_kernel is not None:
         checks.one_of("micro_kernel", micro_kernel, MICRO_KERNELS)
     if micro_kernel in registers.PAIRED:
         return _paired(micro_kernel, problem.dtype)
-    if micro_kernel is None and problem.dtype == "bfloat16":
+    if micro_kernel is None and problem.dtype == "bfloat16" and not one:
         for name in registers.PAIRED:
             if registers.pays(name) and registers.without(name) is None:
                 return registers.paired(name)
