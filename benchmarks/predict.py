@@ -2,7 +2,7 @@
 
     python benchmarks/predict.py                    # errors of the constants that ship
     python benchmarks/predict.py --worst 10         # and the passes that are worst
-    python benchmarks/predict.py --fit              # fit them again and print them; half an hour
+    python benchmarks/predict.py --fit              # fit them again and print them; ten minutes
     python benchmarks/predict.py --plot FILE.png
     python benchmarks/predict.py --decode [--fit]   # the same of the decode kernel
 
@@ -25,15 +25,13 @@ import time_shapes
 from flashsim import Device, Problem, Tiling
 from flashsim.report import Table
 from flashsim.studies.predict import Constants, decode, model, predict
-from flashsim.studies.predict.blocks import makespan
 from flashsim.studies.predict.calibration import CALIBRATED, DECODING, DecodeConstants
-from flashsim.studies.predict.units import work_of
+from flashsim.studies.predict.units import once_bytes, work_of
 
 DATA = Path(__file__).parent.parent / "docs" / "data"
 H200 = Device.get("H200")
-#: Clearing the work counter before a persistent kernel whose blocks take more than one item each:
-#: the kernels that the table was measured with did, today's leave it at zero themselves.
-COUNTER = 1.5e-6
+#: The most that an event before and after a stage adds to its time: launches overlap without them.
+EVENT = 10e-6
 PASSES = {"forward": ("forward", "flash2"), "flash2": ("backward", "flash2")}
 PASSES["flash2-fused"] = ("backward", "flash2-fused")
 SETS = {"fitted": frozenset(time_shapes.CALIBRATION), "held out": frozenset(time_shapes.HELD_OUT)}
@@ -41,14 +39,15 @@ SETS = {"fitted": frozenset(time_shapes.CALIBRATION), "held out": frozenset(time
 COMMON = ("masked", "own", "item", "launch", "changeover", "throttle")
 WARPS = ("tensor", "waits", "shared", "pieces", "visit")
 FREE = {
-    **{("hopper", s): ("tensor", "scores", "visit", *COMMON) for s in ("forward",)},
+    **{
+        (k, "forward"): ("tensor", "scores", "waits", "visit", *COMMON)
+        for k in ("hopper", "python")
+    },
     **{("hopper", s): ("tensor", "scores", *COMMON) for s in ("dkdv", "dq")},
     ("hopper", "fused"): ("tensor", "scores", "reduced", *COMMON),
     # Six times each: as few constants as there can be.
     ("hopper", "dkdv, wide"): ("tensor", "masked", "visit", "item", "throttle"),
     ("hopper", "dq, wide"): ("tensor", "own", "visit", "throttle"),
-    ("hopper", "fused, wide"): ("tensor", "reduced", "visit", "item", "throttle"),
-    ("python", "forward"): ("tensor", "scores", "visit", *COMMON),
     ("portable", "forward"): ("scores", *WARPS, *COMMON),
     **{(k, s): (*WARPS, *COMMON) for k in ("portable", "python") for s in ("dkdv", "dq")},
     **{(k, "fused"): ("reduced", *WARPS, *COMMON) for k in ("portable", "python")},
@@ -129,7 +128,7 @@ def measured(path=DATA / "times-h200.csv"):
 def _alone(stages, one):
     """Stages' times that add up to the pass's: events between launches take their own."""
     total, whole = sum(stages.values()), one["seconds"]
-    if abs(total - whole) < 20e-6:
+    if abs(total - whole) < EVENT * len(stages):
         return {name: t - (total - whole) / len(stages) for name, t in stages.items()}
     return {name: t * whole / total for name, t in stages.items()}
 
@@ -137,21 +136,14 @@ def _alone(stages, one):
 def predicted(one, constants=None):
     """Seconds that the model says of a measured pass."""
     direction, algorithm = PASSES[one.name]
-    # The times are of kernels that knew no clusters.
-    given = {
-        "direction": direction,
-        "algorithm": algorithm,
-        "kernels": one.kernels,
-        "clusters": False,
-    }
-    passes, _ = model._prepare(one.problem, direction, algorithm, one.kernels, one.tiling, H200)
-    model_s = predict(one.problem, tiling=one.tiling, constants=constants, **given).seconds
-    return model_s + COUNTER * sum(map(cleared, passes))
-
-
-def cleared(launch):
-    """Whether a launch's work counter was cleared before it."""
-    return bool(launch.kernel.boxes) and launch.grid[0] < launch.walks * launch.tables.tiles
+    return predict(
+        one.problem,
+        direction=direction,
+        algorithm=algorithm,
+        kernels=one.kernels,
+        tiling=one.tiling,
+        constants=constants,
+    ).seconds
 
 
 def errors(everything):
@@ -271,38 +263,33 @@ class Point(NamedTuple):
 
     one: object
     work: object
+    traffic: object
     seconds: float
-    counter: bool
 
 
 def points(everything, kernels, name):
     """The calibration set's stages that have these constants."""
-    device, found = H200, []
+    found = []
     for one in everything:
         if one.kernels != kernels or one.where != "fitted":
             continue
         direction, algorithm = PASSES[one.name]
         passes, traffic = model._prepare(
-            one.problem, direction, algorithm, kernels, one.tiling, device
+            one.problem, direction, algorithm, kernels, one.tiling, H200
         )
         for each in passes:
             if each.kernel.shared_bytes and model.constants_name(each, one.problem) == name:
-                work = work_of(each, traffic)
-                found.append(Point(each, work, one.stages[each.stage.name], cleared(each)))
+                seconds = one.stages[each.stage.name]
+                found.append(Point(each, work_of(each, traffic), traffic, seconds))
     return found
 
 
-def stage_seconds(point, constants, span):
-    """As `model._stage`, for a point."""
-    shared, waiting = model.durations(point.work, constants)
-    one = point.one
-    last, _ = span(shared, waiting, one.walks, one.clump, 132, point.work.blocks)
-    last += model.changeover(constants, len(shared) * one.walks, 132 * point.work.blocks)
-    seconds = model._throttled(last, constants.throttle) + constants.launch
-    return seconds + COUNTER * point.counter
+def stage_seconds(point, constants):
+    """What the model says of a point."""
+    return model.launch_seconds(point.one, point.work, point.traffic, constants)[0]
 
 
-def fit(those, free, span=makespan, ships=None):
+def fit(those, free, ships=None):
     """Constants that make the errors of the stages' times small, large ones counting less.
 
     There are several such minima: the search begins at rough values, and at those that ship.
@@ -315,7 +302,7 @@ def fit(those, free, span=makespan, ships=None):
 
     def wrong(x):
         c = constants(x)
-        return np.array([np.log(stage_seconds(p, c, span) / p.seconds) for p in those])
+        return np.array([np.log(stage_seconds(p, c) / p.seconds) for p in those])
 
     limits = 0.0, [MOST.get(n, np.inf) for n in free]
     options = {
@@ -334,6 +321,32 @@ def fit(those, free, span=makespan, ships=None):
         )
     found = [least_squares(wrong, x, bounds=limits, **options) for x in starts]
     return constants(min(found, key=lambda x: x.cost).x)
+
+
+def fit_streams(everything):
+    """Seconds of a launch and share of HBM's bandwidth of kernels that only stream, by overlap."""
+    from scipy.optimize import least_squares
+
+    found = {False: [], True: []}
+    for one in everything:
+        if one.where != "fitted" or one.name == "forward":
+            continue
+        passes, traffic = model._prepare(
+            one.problem, *PASSES[one.name], one.kernels, one.tiling, H200
+        )
+        for each in passes:
+            if not each.kernel.shared_bytes and one.kernels != "python":
+                name = each.stage.name
+                least = once_bytes(traffic, name) / H200.hbm_bandwidth
+                found[each.kernel.overlaps].append((least, one.stages[name]))
+
+    def best(those):
+        least, took = np.array(those).T
+        wrong = lambda x: np.log((x[0] * 1e-6 + least / x[1]) / took)  # noqa: E731
+        seconds, share = least_squares(wrong, (3.0, 0.8), loss="soft_l1", f_scale=0.05).x
+        return f"({seconds:.2f}e-6, {share:.3f})"
+
+    return {overlaps: best(those) for overlaps, those in found.items()}
 
 
 def as_code(name, c):
@@ -429,6 +442,7 @@ def main():
         return
     everything = measured()
     if chosen.fit:
+        print("STREAMED", fit_streams(everything))
         for kernels in chosen.kernels.split(","):
             print(f'    "{kernels}": {{')
             for (family, name), free in FREE.items():

@@ -32,13 +32,14 @@ from flashsim.studies.predict.calibration import (
     CALIBRATED,
     HBM_SHARE,
     POWER_AFTER,
-    STREAM_SHARE,
     STREAMED,
+    STREAMED_LEAST,
     Constants,
 )
 from flashsim.studies.predict.prediction import Prediction, StageTime
 from flashsim.studies.predict.unfused import predict_standard
 from flashsim.studies.predict.units import (
+    PAIR,
     UNITS,
     Work,
     bytes_again,
@@ -63,7 +64,6 @@ def predict(
     constants: Mapping[str, Constants] | None = None,
     heads_in_group: Mapping[str, int] | None = None,
     splits: int | str = "auto",
-    clusters: bool = True,
 ) -> Prediction:
     """How long the kernels of `backend="cupy"` take, or a library's for standard attention.
 
@@ -91,9 +91,6 @@ def predict(
         "flash-decode": over how many blocks the keys of a sequence are spread; the kernel's choice.
         Its keys come from HBM, at random if they lie in pages, and once for each row tile: of more
         queries than fill one, L2 may serve some, which this does not know.
-    clusters : bool
-        Whether the blocks of a cluster share an item of Hopper's backward where key tiles are few,
-        as the kernels do; False: one block an item, for which the constants were fitted.
 
     Raises
     ------
@@ -128,7 +125,6 @@ def predict(
         return decoding(problem, direction, splits, device)
     if splits != "auto":
         raise OptionError(f"{algorithm!r} splits no keys; algorithm='flash-decode' does")
-    checks.flag("clusters", clusters)
     kernels = made_for(device) if kernels is None else kernels
     checks.one_of("kernels", kernels, CALIBRATED)
     inputs.check_tiling(tiling)
@@ -148,8 +144,6 @@ def predict(
         if heads < 1:
             raise OptionError(f"heads_in_group must be at least 1, got {heads!r} for {name!r}")
         passes = tuple(replace(x, clump=heads) if x.stage.name == name else x for x in passes)
-    if not clusters:
-        passes = tuple(replace(x, kernel=replace(x.kernel, cluster=1)) for x in passes)
     return Prediction(traffic, kernels, tuple(_stage(one, traffic, known) for one in passes))
 
 
@@ -206,48 +200,53 @@ def _in_python(direction: str) -> Family:
 
 def _stage(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]) -> StageTime:
     device, name = traffic.device, one.stage.name
-    bytes_once = once_bytes(traffic, name)
     if not one.kernel.shared_bytes:  # row by row: it streams
-        streamed = bytes_once / (device.hbm_bandwidth * STREAM_SHARE)
-        seconds, use = STREAMED + streamed, use_of(one, traffic, {})
+        bytes_once = once_bytes(traffic, name)
+        begun, share = STREAMED[one.kernel.overlaps]
+        streamed = bytes_once / (device.hbm_bandwidth * share)
+        seconds = max(STREAMED_LEAST, begun + streamed)
+        use = use_of(one, traffic, {})
         busy = {"HBM": streamed}
         return StageTime(name, seconds, busy, 1.0, 0.0, use, joules(use, seconds, device))
     work = work_of(one, traffic)
     if (named := constants_name(one, traffic.problem)) not in constants:
         raise OptionError(f"no constants for {named!r}; there are some for {', '.join(constants)}")
-    chosen = constants[named]
-    shared, waiting = durations(work, chosen)
-    blocks = one.kernel.cluster  # that share an item: each is as long in its part of it
-    if blocks > 1:
-        width = 64 if max(traffic.problem.head_dim, traffic.problem.head_dim_v) <= 64 else 128
-        adding_up = 1e-6 * tile_times.ADDING_UP[width]
-        shared, waiting = (
-            shared / blocks,
-            (waiting - chosen.item) / blocks + chosen.item + adding_up,
-        )
-    places = int(device.sm_count * tile_times.CLUSTERS[blocks])
-    last, mean = makespan(
-        *(shared.tolist(), waiting.tolist()),
-        *(one.walks * blocks, one.clump * blocks, places, work.blocks),
-    )
-    lost = changeover(chosen, one.walks * blocks * len(work.visits), places * work.blocks)
-    last, mean = last + lost, mean + lost  # by all alike: no tail
-    hbm, again = (
-        nbytes / (device.hbm_bandwidth * HBM_SHARE)
-        for nbytes in (bytes_once, bytes_again(one, traffic))
-    )
-    seconds = max(last, hbm)
-    if again:  # blocks wait for HBM here and there, not all the time: longer than the longest
-        hbm += again
-        seconds = (seconds**AGAIN + hbm**AGAIN) ** (1 / AGAIN)
-    seconds = _throttled(seconds, chosen.throttle) + chosen.launch
-    items = len(work.visits) * one.walks * blocks
+    seconds, last, mean, hbm = launch_seconds(one, work, traffic, constants[named])
+    items = len(work.visits) * one.walks * one.kernel.cluster
     total = int(work.visits.sum()) * one.walks
     units = {unit: work.visit[unit] * total / device.sm_count for unit in UNITS} | {"HBM": hbm}
     waves = items / (work.blocks * device.sm_count)
     use = use_of(one, traffic, units)
     tail = 1 - mean / last if last else 0.0
     return StageTime(name, seconds, units, waves, tail, use, joules(use, seconds, device))
+
+
+def launch_seconds(
+    one: KernelPass, work: Work, traffic: Traffic, c: Constants
+) -> tuple[float, float, float, float]:
+    """Seconds of a launch; when its last tile ends; for how long an SM is at work; and HBM."""
+    device, problem, blocks = traffic.device, traffic.problem, one.kernel.cluster
+    shared, waiting = durations(work, c)
+    if blocks > 1:  # that share an item: each is as long in its part of it
+        width = 64 if max(problem.head_dim, problem.head_dim_v) <= 64 else 128
+        adding_up = 1e-6 * tile_times.ADDING_UP[width]
+        shared, waiting = shared / blocks, (waiting - c.item) / blocks + c.item + adding_up
+    places = int(device.sm_count * tile_times.CLUSTERS[blocks])
+    last, mean = makespan(
+        *(shared.tolist(), waiting.tolist()),
+        *(one.walks * blocks, one.clump * blocks, places, work.blocks),
+    )
+    lost = changeover(c, one.walks * blocks * len(work.visits), places * work.blocks)
+    last, mean = last + lost, mean + lost  # by all alike: no tail
+    hbm, again = (
+        nbytes / (device.hbm_bandwidth * HBM_SHARE)
+        for nbytes in (once_bytes(traffic, one.stage.name), bytes_again(one, traffic))
+    )
+    seconds = max(last, hbm)
+    if again:  # blocks wait for HBM here and there, not all the time: longer than the longest
+        hbm += again
+        seconds = (seconds**AGAIN + hbm**AGAIN) ** (1 / AGAIN)
+    return _throttled(seconds, c.throttle) + c.launch, last, mean, hbm
 
 
 def constants_name(one: KernelPass, problem: Problem) -> str:
@@ -264,7 +263,8 @@ def durations(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray]:
     shares |= {"pieces": c.pieces, "reductions": c.reduced}
     a_visit = max(sum(share * unit[name] for name, share in shares.items()), unit["L2"])
     shared = work.visits * a_visit + work.masked * (c.masked * unit["scores"]) + c.own * work.own
-    waiting = work.visits * (c.visit + c.waits * unit["tensor cores"]) + c.item
+    latency = (c.visit + c.waits * unit["tensor cores"]) * PAIR / work.groups
+    waiting = work.visits * latency + c.item
     return shared, waiting
 
 

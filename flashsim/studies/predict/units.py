@@ -29,6 +29,9 @@ UNITS = ("tensor cores", "exponentials", "CUDA cores", "shared memory", "L2")
 #: its special-function units make 16 results a cycle, its shared memory moves 128 B a cycle.
 LANES = {(7, 0): 64, (7, 5): 64, (8, 0): 64}
 SPECIAL, SHARED_BYTES = 16, 128
+#: Warpgroups that the latency of a visit is said for: while one waits, the other works. Of three,
+#: two do.
+PAIR = 2
 #: Shared memory that CUDA keeps for itself, a block (CUDA C++ Programming Guide), and the registers
 #: of a thread of these kernels: nearly all that there are, whatever the head_dim.
 RESERVED, REGISTERS = 1024, 256
@@ -51,6 +54,9 @@ class Work:
         Seconds of L2 for what an outer tile loads and stores besides its visits.
     blocks : int
         Blocks that share an SM.
+    groups : int
+        Warpgroups of a block that share a visit's rows out, of kernels whose warpgroups take turns
+        on the tensor cores; otherwise `PAIR`.
     """
 
     visits: np.ndarray
@@ -58,6 +64,7 @@ class Work:
     visit: dict[str, float]
     own: float
     blocks: int
+    groups: int = PAIR
 
 
 def clock(device: Device) -> float:
@@ -92,7 +99,8 @@ def work_of(one: KernelPass, traffic: Traffic) -> Work:
     own = sum(_bytes(p, (*stage.before, *stage.after), op, sides) for op in ("load", "store"))
     order = tables.order
     counts = tables.visits[order] * members, tables.masked[order] * members
-    return Work(*counts, seconds, own * l2, blocks_per_sm(one, device))
+    groups = tiling.block_q // 64 if one.kernel.boxes and stage.name == "forward" else PAIR
+    return Work(*counts, seconds, own * l2, blocks_per_sm(one, device), groups)
 
 
 def computed_dims(one: KernelPass, problem: Problem) -> tuple[int, int]:
