@@ -250,7 +250,10 @@ def test_a_page_that_the_pool_has_not_is_not_read_and_shows():
 FAULTS = {
     "a lost split": ("float w = s + u < splits", "float w = s + u < splits - FAULT"),
     "a wrong base of LSE": ("top / LOG2E + logf(sum)", "top / (FAULT ? 1 : LOG2E) + logf(sum)"),
-    "a page off by one": ("__shfl_sync(~0u, page, r)", "(__shfl_sync(~0u, page, r) ^ FAULT)"),
+    "a page off by one": (
+        "= pages[0] * x.batch + within",
+        "= (pages[0] ^ FAULT) * x.batch + within",
+    ),
     "keys of the next page": ("% max(PAGE, 1);", "% max(PAGE, 1) / (1 + FAULT);"),
     "no waiting for a tile": (
         "cp_async_wait_group<STAGES - 2>();",
@@ -258,6 +261,22 @@ FAULTS = {
     ),
     "a maximum not carried over": ("l[i][h] *= alpha[h];", "l[i][h] *= FAULT ? 1 : alpha[h];"),
     "length forgotten": ("int hi = own.length - 1;", "int hi = own.length - 1 + 8 * FAULT;"),
+}
+#: Where a page has all of a warp's keys.
+ONE_PAGE_FAULTS = {
+    "a page off by one": ("PAGE ? pages[0] * x.batch", "PAGE ? (pages[0] ^ FAULT) * x.batch"),
+    "keys from the page's first": (
+        "first % max(PAGE, 1) * x.row",
+        "!FAULT * (first % max(PAGE, 1)) * x.row",
+    ),
+    "the page of the tile before": (
+        "pages[AHEAD - 1] = next;",
+        "if (!FAULT) pages[AHEAD - 1] = next;",
+    ),
+    "a table row too long": (
+        "i64(own.batch) * a.table_row",
+        "i64(own.batch) * (a.table_row + FAULT)",
+    ),
 }
 SHARED_FAULTS = {
     "own keys from the first on": ("FS_CASCADE && !of_all ?", "FS_CASCADE && !of_all && !FAULT ?"),
@@ -275,6 +294,7 @@ SHARED_FAULTS = {
 }
 DECODE = "portable/decode.cu"
 FAULTY = emulator.Faulty(800, FAULTS | left_out(DECODE))
+FAULTY_PAGES = emulator.Faulty(800, ONE_PAGE_FAULTS)
 FAULTY_PREFIX = emulator.Faulty(800, SHARED_FAULTS)
 
 
@@ -296,10 +316,19 @@ def test_the_barriers_are_these():
 #: B3 puts a block's parts before its arrival, for blocks that run at once: not on a CPU.
 @pytest.mark.parametrize("fault", [*FAULTS, "B0", "B1", "B2", "B4", "B5"])
 def test_faults_are_found_and_barriers_are_needed(fault):
+    notices(FAULTY, fault, page=3)
+
+
+@pytest.mark.parametrize("fault", ONE_PAGE_FAULTS)
+def test_faults_are_found_in_pages_of_whole_warps(fault):
+    notices(FAULTY_PAGES, fault, page=32)
+
+
+def notices(machine, fault, page):
     """Four tiles and more a split, so that stages are filled again."""
-    case = Case(Problem(1, 900, 64, batch=2, **GROUPED), (840, 140), page=3)
+    case = Case(Problem(1, 900, 64, batch=2, **GROUPED), (840, 140), page=page)
     x = case.make()
-    for FAULTY.seeded in ("", fault):
-        with pytest.raises(AssertionError) if FAULTY.seeded else nullcontext():
-            out, lse, *_ = launch(FAULTY, case, x, 2)
+    for machine.seeded in ("", fault):
+        with pytest.raises(AssertionError) if machine.seeded else nullcontext():
+            out, lse, *_ = launch(machine, case, x, 2)
             case.check(x, out, lse)

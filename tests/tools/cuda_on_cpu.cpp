@@ -182,6 +182,10 @@ float __shfl_sync(u32, float x, int lane) {
     const Shown<1> shown({bits<u32>(x)});
     return bits<float>(shown(lane));
 }
+long long __shfl_sync(u32, long long x, int lane) {
+    const Shown<2> shown({u32(x), u32(x >> 32)});
+    return (long long)(u64(shown(lane, 1)) << 32 | shown(lane));
+}
 bool __any_sync(u32, bool x) {
     const Shown<1> shown({u32(x)});
     bool any = false;

@@ -53,6 +53,7 @@ u32 __reduce_add_sync(u32, u32 x);
 float __shfl_xor_sync(u32, float x, int mask);
 int __shfl_sync(u32, int x, int lane);
 float __shfl_sync(u32, float x, int lane);
+long long __shfl_sync(u32, long long x, int lane);
 bool __any_sync(u32, bool x);
 
 // -- PTX ------------------------------------------------------------------------------------------

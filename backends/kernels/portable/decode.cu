@@ -36,13 +36,14 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
     u64* visit_stamp = a.visit_stamps + own.visit(a) * 5;
     u64* item_stamp = a.item_stamps + own.item(a) * 6;
 
-    // Pages' numbers are read AHEAD tiles before they are asked for; lane l has that of the
-    // warp's key
-    // l % KEYS. A table may name a page that the pool has not: page 0 is read in its place, and all
-    // results become NaN.
+    // Pages' numbers are read AHEAD tiles before they are asked for. Where pages are whole KEYS, a
+    // warp's keys of a tile lie in one; elsewhere lane l has the page of the warp's key l % KEYS. A
+    // table may name a page that the pool has not: page 0 is read in its place, and all results
+    // become NaN.
+    constexpr bool ONE_PAGE = PAGE != 0 && PAGE % KEYS == 0;
     bool bad = false;
     auto page_of = [&](int n) {
-        const int key = own.key(n) + lane % KEYS;
+        const int key = own.key(n) + (ONE_PAGE ? 0 : lane % KEYS);
         if (!PAGE || n >= own.tiles || key >= own.length) return 0;
         const int page = a.table[i64(own.batch) * a.table_row + (own.begin + key) / max(PAGE, 1)];
         if (u32(page) < u32(a.pages)) return page;
@@ -60,28 +61,32 @@ flash_decode(const __grid_constant__ DecodeArgs a) {
             const int first = own.key(n), count = min(KEYS, own.length - first);
             Stage& stage = t.ring[warp][n % STAGES];
             u32 k_bytes, v_bytes;
-            if constexpr (PAGE != 0) {
-                const int next = page_of(n + AHEAD), within = (first + lane % KEYS) % max(PAGE, 1);
+            const int next = page_of(n + AHEAD), within = (first + lane % KEYS) % max(PAGE, 1);
+            if constexpr (PAGE != 0 && !ONE_PAGE) {
                 auto row_of = [&](const Tensor& x) {
-                    return [&x, page = pages[0], within](int r) {
-                        return __shfl_sync(~0u, page, r) * x.batch +
-                               __shfl_sync(~0u, within, r) * x.row;
-                    };
+                    const i64 own_row = pages[0] * x.batch + within * x.row;
+                    return [own_row](int r) { return __shfl_sync(~0u, own_row, r); };
                 };
                 k_bytes = stream<KeyRow>(stage.K, k, count, once, row_of(a.k));
                 v_bytes = stream<ValueRow>(stage.V, v, count, once, row_of(a.v));
+            } else {
+                auto from = [&](const char* base, const Tensor& x) {
+                    const i64 row = PAGE ? pages[0] * x.batch + first % max(PAGE, 1) * x.row
+                                         : first * x.row;
+                    return base + row * FS_BYTES;
+                };
+                auto row_of = [](int stride) { return [stride](int r) { return r * stride; }; };
+                k_bytes = stream<KeyRow>(stage.K, from(k, a.k), count, once, row_of(int(a.k.row)));
+                v_bytes = stream<ValueRow>(stage.V, from(v, a.v), count, once,
+                                           row_of(int(a.v.row)));
+            }
+            if constexpr (PAGE != 0) {
 #pragma unroll
                 for (int i = 0; i + 1 < AHEAD; ++i) pages[i] = pages[i + 1];
                 pages[AHEAD - 1] = next;
                 // Of a tile's keys that lie in one page, the first one counts the entry.
                 const bool opens = within == 0 || (warp == 0 && lane == 0);
                 report(visit_count + n * 8 + 2, lane < KEYS && lane < count && opens ? 4 : 0);
-            } else {
-                auto row_of = [](int stride) { return [stride](int r) { return r * stride; }; };
-                k_bytes = stream<KeyRow>(stage.K, k + first * a.k.row * FS_BYTES, count, once,
-                                         row_of(int(a.k.row)));
-                v_bytes = stream<ValueRow>(stage.V, v + first * a.v.row * FS_BYTES, count, once,
-                                           row_of(int(a.v.row)));
             }
             report(visit_count + n * 8, k_bytes, v_bytes);
         }
