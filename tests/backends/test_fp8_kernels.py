@@ -55,6 +55,29 @@ def test_variants_compile(d, report, more):
     check(kernel(problem(d, **more), report), REPORT_SPILL_BYTES if report else SPILL_BYTES)
 
 
+def clump(d, n, **more):
+    p = Problem(n, n, d, batch=16384 // n, heads=2048 // d, dtype="float8_e4m3fn", **more)
+    (one,) = HOPPER_FP8.forward_passes(p, None, H200, "ascending", "")
+    return one.clump
+
+
+@pytest.mark.parametrize(
+    ("d", "n", "heads"), [(256, 4096, 8), (256, 16384, 2), (128, 4096, 22), (128, 16384, 4)]
+)
+def test_heads_together_are_those_that_end_first(d, n, heads):
+    """11 of 32 heads ended 2.9 % later than 8 by this model, 1.1 % on an H200."""
+    assert clump(d, n, causal=True) == heads
+    assert clump(d, n) == 1
+    assert clump(d, n, causal=True, kv_heads=2) % (1024 // d) == 0
+
+
+def test_when_a_launch_ends():
+    """By hand: items of 4, 3 and 2 of two heads, on two multiprocessors."""
+    assert hopper_fp8.last_end([3, 2, 1], 2, 2, 2) == 9  # 4 3 2 on each
+    assert hopper_fp8.last_end([3, 2, 1], 2, 1, 2) == 10  # 4 4, and 3 2 3 2
+    assert hopper_fp8.last_end([5], 4, 1, 3) == 12
+
+
 def test_reporting_costs_nothing_when_it_is_off():
     assert costs_nothing_when_off(kernel(problem()))
 
