@@ -4,9 +4,10 @@ Errors of predicted times and joules into docs/guides/truth.md (from times-h200.
 and others of docs/data), counters into
 docs/notebooks/counters.md (from verify-h200.csv, verify-widths-h200.csv and what was kept of the
 soaks, soak-h200.csv and soak-counts-h200.csv), times of softmax(X) V
-into docs/guides/texts.md (from softmax-matmul-h200.csv), and the residuals' picture. A table is
-known by the section it stands in and by its first line. Needs no GPU, but numba-cuda, whose
-kernels' times are predicted too.
+into docs/guides/texts.md (from softmax-matmul-h200.csv), speeds beside other libraries' into
+docs/guides/performance.md (speed_tables.py, from gpu-*-h200.csv), and the residuals' picture. A
+table is known by the section it stands in and by its first line. Needs no GPU, but numba-cuda:
+its kernels' times are predicted too.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import power
 import predict
+import speed_tables
 
 from flashsim import viz
 from flashsim.report import Table
@@ -52,6 +54,7 @@ def main() -> None:
     worst, inside = soaked()
     joules = power_tables()
     tables = {
+        "guides/performance.md": [(at, made()) for at, made in speed_tables.SECTIONS],
         "guides/texts.md": [(COURSE, softmax_matmul())],
         "guides/truth.md": [
             ("## Time", predict.errors_table(found)),
@@ -74,7 +77,8 @@ def main() -> None:
         path = DOCS / page
         text = before = path.read_text("utf-8")
         for section, table in those:
-            text = rewrite(text, section, table.markdown())
+            made = table if isinstance(table, str) else table.markdown()
+            text = rewrite(text, section, made)
         path.write_text(text, "utf-8")
         print(f"{path}: {'as it was' if text == before else 'written'}")
     picture = DOCS / "data" / "predicted-times.png"

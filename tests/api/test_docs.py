@@ -250,7 +250,7 @@ def test_the_table_of_rivals_is_the_measurement():
             row += [*(f"{speed:.0f}" for speed in speeds), f"{of_best:.2f}"]
             reached[way] += of_best >= 1
         assert f"| {' | '.join(row)} |" in page
-    assert reached == {"forward": 7, "backward": 7}  # "seven of the twelve", below the table
+    assert reached == {"forward": 7, "backward": 9}  # as the page says below the table
 
 
 def beside(table):
@@ -287,8 +287,8 @@ def test_the_tables_of_short_sequences_are_the_measurement():
         rows = [short[d, causal, n, batch, *rest] for batch in ("1", "8", "64")]
         ratios = [f"{row[way][1]:.2f}" for way in (0, 1) for row in rows]
         assert stands(d, masks[causal], n, *ratios)
-    assert sum(forward[1] >= 1 for forward, _ in short.values()) == 65  # as the page says
-    assert min(backward[1] for _, backward in short.values()) > 1.03
+    reached = [sum(x[way][1] >= 1 for x in short.values()) for way in (0, 1)]
+    assert reached == [62, 32]  # as the page says
     for shape, found in beside("gpu-serving-h200.csv").items():
         _, _, n, batch, heads, kv_heads, window = shape
         cells = [(f"{us:.0f}", f"{ratio:.2f}" if ratio else "") for us, ratio in found]
@@ -298,8 +298,6 @@ def test_the_tables_of_short_sequences_are_the_measurement():
     for d in {shape[0] for shape in widths}:
         rows = [x for mask in masks for shape, x in widths.items() if shape[:2] == (d, mask)][::-1]
         assert stands(d, *(f"{ratio:.2f}" for row in rows for _, ratio in row))
-    for (d, causal, n, *_), found in beside("gpu-papers-again-h200.csv").items():
-        assert stands(d, masks[causal], n, *(f"{ratio:.2f}" for _, ratio in found))
 
 
 def test_the_table_of_fp8_is_the_measurement():

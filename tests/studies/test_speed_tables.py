@@ -1,0 +1,43 @@
+"""Speeds beside other libraries' in the guide are those of the kept measurements."""
+
+import csv
+import importlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def tables(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("speed_tables")
+
+
+def test_the_guides_tables_are_of_the_kept_measurements(tables):
+    page = (ROOT / "docs/guides/performance.md").read_text(encoding="utf-8")
+    for section, table in tables.SECTIONS:
+        assert table() in page.partition(f"{section}\n")[2], table.__name__
+
+
+def test_a_ratio_is_of_the_fastest_other_that_was_timed(tables, tmp_path, monkeypatch):
+    common = {"head_dim": 64, "seq_len": 8, "causal": True, "batch": 1}
+    common |= {"heads": 2, "kv_heads": 2, "window": 0, "backward_ms": "", "backward_tflops": ""}
+    times = {"flashsim cupy": 2.0, "flashsim cupy deterministic": 0.5, "torch cudnn": 3.0}
+    times |= {"torch flash2": 2.5, "flash-attn cute": ""}
+    with (tmp_path / "x.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(
+            file, ["implementation", "forward_ms", "forward_tflops", *common], lineterminator="\n"
+        )
+        writer.writeheader()
+        for name, ms in times.items():
+            speed = 1 / ms if ms else ""
+            writer.writerow(
+                common | {"implementation": name, "forward_ms": ms, "forward_tflops": speed}
+            )
+    monkeypatch.setattr(tables, "DATA", tmp_path)
+    (one,) = tables.shapes("x.csv", lambda s: s.n)
+    assert one.of_the_best("forward") == "1.25"
+    assert one.of_the_best("backward") == ""
+    assert one.speed("forward", "flash-attn cute") == ""
