@@ -59,6 +59,8 @@ def main() -> None:
         "guides/truth.md": [
             ("## Time", predict.errors_table(found)),
             ("## Time", predict.library_table()),
+            ("## Time", predict.fp8_table()),
+            ("## Time", predict.chip_table()),
             ("## Time", predict.others_table()),
             ("## Power", joules[0]),
             ("## Power", joules[1]),

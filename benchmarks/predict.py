@@ -24,8 +24,8 @@ import time_shapes
 
 from flashsim import Device, Problem, Tiling
 from flashsim.report import Table
-from flashsim.studies.predict import Constants, decode, model, predict
-from flashsim.studies.predict.calibration import CALIBRATED, DECODING, DecodeConstants
+from flashsim.studies.predict import Constants, chip, decode, model, predict
+from flashsim.studies.predict.calibration import CALIBRATED, DECODING, STREAMED, DecodeConstants
 from flashsim.studies.predict.units import once_bytes, work_of
 
 DATA = Path(__file__).parent.parent / "docs" / "data"
@@ -133,7 +133,7 @@ def _alone(stages, one):
     return {name: t * whole / total for name, t in stages.items()}
 
 
-def predicted(one, constants=None):
+def predicted(one, constants=None, device=H200):
     """Seconds that the model says of a measured pass."""
     direction, algorithm = PASSES[one.name]
     return predict(
@@ -143,6 +143,7 @@ def predicted(one, constants=None):
         kernels=one.kernels,
         tiling=one.tiling,
         constants=constants,
+        device=device,
     ).seconds
 
 
@@ -167,9 +168,63 @@ def errors_table(found):
             cells = [kernels, name]
             for where in SETS:
                 known = [100 * wrong for wrong, _ in found.get((kernels, name, where), ())]
-                cells += [len(known), f"{np.mean(np.abs(known)):.1f}"]
-                cells.append(f"{max(known, key=abs):+.1f}")
+                cells += [len(known), _mean(known), _worst(known)]
             table.rows.append(cells)
+    return table
+
+
+def chip_table(name="H100"):
+    """Passes on a chip on which nothing was fitted, by its data sheet and by its units."""
+    sheet, file = Device.get(name), f"units-{name.lower()}.csv"
+    with (DATA / file).open(newline="") as stream:
+        units = {row["name"]: float(row["value"]) for row in csv.DictReader(stream)}
+    chips = {"sheet": sheet, "units": chip.calibrated(sheet, units)}
+    table = Table(
+        f"Predicted time of a pass on an {name}: predicted / measured - 1, %",
+        ("kernels", "pass", "passes", *(f"by {c}, {x}" for c in chips for x in ("mean", "worst"))),
+        note="mean: of absolute values; sheet: the data sheet's figures; units: flashsim calibrate",
+    )
+    found = {}
+    for one in measured(DATA / f"times-{name.lower()}.csv"):
+        wrong = [100 * (predicted(one, device=c) / one.seconds - 1) for c in chips.values()]
+        found.setdefault((one.kernels, one.name), []).append(wrong)
+    for key, wrong in sorted(found.items(), key=lambda x: [*CALIBRATED].index(x[0][0])):
+        cells = (f(x) for x in zip(*wrong, strict=True) for f in (_mean, _worst))
+        table.rows.append((*key, len(wrong), *cells))
+    return table
+
+
+def _mean(wrong):
+    return f"{np.mean(np.abs(wrong)):.1f}"
+
+
+def _worst(wrong):
+    return f"{max(wrong, key=abs):+.1f}"
+
+
+def fp8_table():
+    """FP8's forward by the 16-bit one's constants, and its quantiser as a kernel that streams."""
+    table = Table(
+        "FP8 on an H200: predicted / measured - 1, %",
+        ("kernel", "head_dim", "shapes", "mean", "worst"),
+        note="nothing is fitted to these; mean: of absolute values",
+    )
+    found = {}
+    with (DATA / "fp8-h200.csv").open(newline="") as stream:
+        for row in csv.DictReader(stream):
+            d, us = int(row["head_dim"]), float(row["us"] or 0)
+            if row["what"] == "forward" and row["way"] == "fp8":
+                p = Problem(
+                    int(row["n"]), head_dim=d, batch=int(row["batch"]), heads=int(row["heads"]),
+                    dtype="float8_e4m3fn", scales=(64, 128), causal=row["causal"] == "True",
+                )  # fmt: skip
+                found.setdefault(("forward", d), []).append(1e8 * predict(p).seconds / us - 100)
+            elif row["way"] == "rotated":
+                begun, share = STREAMED[False]
+                least = int(row["bytes"]) / (share * H200.hbm_bandwidth)
+                found.setdefault(("quantiser", d), []).append(1e8 * (begun + least) / us - 100)
+    for key, wrong in sorted(found.items()):
+        table.rows.append((*key, len(wrong), _mean(wrong), _worst(wrong)))
     return table
 
 
@@ -454,6 +509,8 @@ def main():
         return
     found = errors(everything)
     print(errors_table(found).text(width=120))
+    print(chip_table().text(width=120))
+    print(fp8_table().text(width=120))
     print(library_table().text(width=120))
     print(others_table().text(width=120))
     if chosen.worst:

@@ -213,6 +213,26 @@ def test_what_cannot_be_predicted_is_refused(options, error, message):
         predict(PROBLEM, **options)
 
 
+def test_fp8_is_the_16_bit_forward_with_other_tiles_and_peak():
+    p = replace(PROBLEM, dtype="float8_e4m3fn", scales=(64, 128))
+    found, wide = predict(p), predict(PROBLEM, tiling=Tiling(128, 128))
+    assert found.traffic.tiling == Tiling(192, 128)
+    products = [x.stages[0].units["tensor cores"] for x in (found, wide)]
+    assert products[0] == pytest.approx(products[1] / 2 * 4224 / 4096, rel=1e-3)  # 22 x 192 rows
+    assert wide.seconds / 2 < found.seconds < wide.seconds
+    assert found.joules is None
+    for options in ({"direction": "backward"}, {"kernels": "portable"}, {"algorithm": "standard"}):
+        with pytest.raises(UnsupportedError, match=r"no backward pass|bfloat16 a time"):
+            predict(p, **options)
+
+
+def test_what_stays_in_l2_waits_for_no_hbm():
+    slow = replace(H200, hbm_bandwidth=1e10)
+    small, large = (replace(PROBLEM, n_q=n, n_kv=n, batch=1) for n in (1024, 4096))
+    assert predict(small, device=slow).seconds == predict(small).seconds  # 17 MB
+    assert predict(large, device=slow).seconds > 5 * predict(large).seconds  # 67 MB
+
+
 @pytest.mark.parametrize("kernels", ["hopper", "portable"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_long_sequences_are_predicted_without_a_list_of_their_visits(

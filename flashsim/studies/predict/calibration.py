@@ -272,6 +272,8 @@ STREAMED = {False: (3.59e-6, 0.844), True: (2.40e-6, 0.894)}
 STREAMED_LEAST = 4e-6
 #: Of a copy: its share of the nominal HBM bandwidth, and the seconds of any launch.
 HBM_SHARE, LAUNCH = 0.85, 3e-6
+#: Of L2, what is surely still there when it is read again (docs/notebooks/l2.md, the probe).
+L2_KEEPS = 2 / 3
 #: How the time of tiles and that of bytes that cross HBM again make one: as the root of the sum of
 #: such powers. 1 would be one after the other, infinity the longer alone; chosen with six passes of
 #: grouped heads in view (docs/guides/truth.md).

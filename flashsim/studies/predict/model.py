@@ -13,6 +13,7 @@ from flashsim.api import counting, inputs
 from flashsim.backends.families import tile_times
 from flashsim.backends.families.family import Family
 from flashsim.backends.families.hopper import HOPPER
+from flashsim.backends.families.hopper_fp8 import HOPPER_FP8
 from flashsim.backends.families.portable import PORTABLE
 from flashsim.backends.launch import Gpu
 from flashsim.backends.launch.passes import KernelPass
@@ -31,6 +32,7 @@ from flashsim.studies.predict.calibration import (
     AGAIN,
     CALIBRATED,
     HBM_SHARE,
+    L2_KEEPS,
     POWER_AFTER,
     STREAMED,
     STREAMED_LEAST,
@@ -73,6 +75,7 @@ def predict(
     Parameters
     ----------
     problem : Problem
+        Of FP8 inputs, the forward alone, with the constants of the 16-bit one.
     direction : {"forward", "backward"}
     algorithm : {"flash2", "flash2-fused", "flash-decode", "standard"}
         "standard" takes no kernels, tiling, constants or heads_in_group.
@@ -99,10 +102,12 @@ def predict(
     """
     device = Device.get(device)
     plans.stages(problem, algorithm, direction)  # or say what there is
-    if problem.fp8:
+    others = algorithm in ("standard", decode.ALGORITHM) or kernels not in (None, "hopper")
+    if problem.fp8 and others:
         raise UnsupportedError(
-            f"no constants are fitted for {problem.dtype}; `flashsim.count` has its bytes, and "
-            "float16 or bfloat16 a time"
+            f"of {problem.dtype} the time of Hopper's own forward is predicted, not of "
+            f"{algorithm!r} or other kernels; `flashsim.count` has the bytes, and float16 or "
+            "bfloat16 a time"
         )
     check_splits(splits)
     if algorithm == "standard":
@@ -176,6 +181,7 @@ def _prepare(
             f"{algorithm!r}"
         )
     family = _in_python(direction) if kernels == "python" else FAMILIES[kernels]
+    family = HOPPER_FP8 if problem.fp8 else family  # with the constants of the 16-bit forward
     gpu = Gpu.like(device)
     passes = (
         family.forward_passes(problem, tiling, gpu, "ascending", "")
@@ -218,7 +224,8 @@ def _stage(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]
     waves = items / (work.blocks * device.sm_count)
     use = use_of(one, traffic, units)
     tail = 1 - mean / last if last else 0.0
-    return StageTime(name, seconds, units, waves, tail, use, joules(use, seconds, device))
+    energy = None if traffic.problem.fp8 else joules(use, seconds, device)  # none was measured
+    return StageTime(name, seconds, units, waves, tail, use, energy)
 
 
 def launch_seconds(
@@ -238,10 +245,10 @@ def launch_seconds(
     )
     lost = changeover(c, one.walks * blocks * len(work.visits), places * work.blocks)
     last, mean = last + lost, mean + lost  # by all alike: no tail
-    hbm, again = (
-        nbytes / (device.hbm_bandwidth * HBM_SHARE)
-        for nbytes in (once_bytes(traffic, one.stage.name), bytes_again(one, traffic))
-    )
+    once, again = once_bytes(traffic, one.stage.name), bytes_again(one, traffic)
+    hbm, again = (x / (device.hbm_bandwidth * HBM_SHARE) for x in (once, again))
+    if once <= L2_KEEPS * device.l2_bytes:  # and has what the kernel or the call before left
+        hbm = 0.0
     seconds = max(last, hbm)
     if again:  # blocks wait for HBM here and there, not all the time: longer than the longest
         hbm += again
