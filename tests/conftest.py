@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import zlib
 
@@ -111,6 +112,17 @@ def pytest_xdist_make_scheduler(config, log):
             return "walks" if nodeid.startswith(WALKS) else SHARING.get(file, file)
 
     return ByFile(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What is imported and collected stays: the garbage collector need not look at it, ever."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_report_header(config):
