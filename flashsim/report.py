@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from flashsim.errors import OptionError
+from flashsim.errors import BackendUnavailable, OptionError
 
 Cell = str | int | float | bool | None
 
@@ -174,6 +174,18 @@ def format_cell(cell: Cell) -> str:
     if isinstance(cell, float):
         return f"{cell:,.4g}" if abs(cell) < 1000 else f"{cell:,.0f}"
     return cell
+
+
+def dataframe(rows: Sequence[Mapping[str, Cell]], columns: Sequence[str]) -> Any:
+    """Rows as a `pandas.DataFrame`, or a `BackendUnavailable` that says what to install."""
+    try:
+        import pandas
+    except ImportError:
+        raise BackendUnavailable(
+            "a DataFrame needs pandas, which is not installed: "
+            "pip install 'flashsim-attention[pandas]'; rows, csv() and json() work without it"
+        ) from None
+    return pandas.DataFrame(rows, columns=columns)
 
 
 @contextmanager

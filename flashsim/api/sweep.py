@@ -32,7 +32,6 @@ from flashsim.api.point import (
 )
 from flashsim.api.sweepfile import Row, SweepFile
 from flashsim.errors import (
-    BackendUnavailable,
     DTypeError,
     OptionError,
     own_errors,
@@ -108,14 +107,7 @@ class Sweep:
         BackendUnavailable
             If pandas is not installed.
         """
-        try:
-            import pandas
-        except ImportError:
-            raise BackendUnavailable(
-                "a DataFrame needs pandas, which is not installed: "
-                "pip install 'flashsim-attention[pandas]'; rows, csv() and json() work without it"
-            ) from None
-        return pandas.DataFrame(self.rows, columns=list(COLUMNS)).convert_dtypes()
+        return report.dataframe(self.rows, list(COLUMNS)).convert_dtypes()
 
     def __repr__(self) -> str:
         failed = sum(row["status"] != "ok" for row in self.rows)

@@ -207,10 +207,14 @@ class Seen:
         return self.full_table(**options).json()
 
     def to_pandas(self, **options: Any) -> Any:
-        """`full_table` as a pandas DataFrame."""
-        import pandas
+        """`full_table` as a pandas DataFrame.
 
-        return pandas.DataFrame(self.rows(**options), columns=[*_COLUMNS])
+        Raises
+        ------
+        BackendUnavailable
+            If pandas is not installed.
+        """
+        return report.dataframe(self.rows(**options), [*_COLUMNS])
 
     def plot(self, *, device: str | Device = "H100", **options: Any) -> Any:
         """Requested bytes of each distinct call's forward pass, standard beside FlashAttention-2.

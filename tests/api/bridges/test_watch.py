@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import sys
 import threading
 import warnings
 
@@ -19,7 +20,13 @@ from typer.testing import CliRunner  # noqa: E402
 
 import flashsim  # noqa: E402
 from flashsim.cli.app import app  # noqa: E402
-from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError  # noqa: E402
+from flashsim.errors import (  # noqa: E402
+    BackendUnavailable,
+    DTypeError,
+    OptionError,
+    ShapeError,
+    UnsupportedError,
+)
 from flashsim.torch import FlashAttention, attention, watch  # noqa: E402
 from flashsim.torch.masks import top_left  # noqa: E402
 
@@ -492,7 +499,7 @@ def test_a_call_that_cannot_be_counted_says_why():
     assert [r["calls"] for r in rest] == [1, 1, 1, 1]
 
 
-def test_the_forms_of_the_table():
+def test_the_forms_of_the_table(monkeypatch):
     with watch(model := Twice()) as seen:
         model(SQUARE)
 
@@ -500,6 +507,10 @@ def test_the_forms_of_the_table():
     assert json.loads(seen.json()) == rows
     assert seen.csv().splitlines()[0].startswith("module,calls,api,shape")
     assert "inner.a and 1 more" in str(seen)
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "pandas", None)
+        with pytest.raises(BackendUnavailable, match=r"pip install 'flashsim-attention\[pandas\]'"):
+            seen.to_pandas()
     pandas = pytest.importorskip("pandas")
     frame = seen.to_pandas()
     assert isinstance(frame, pandas.DataFrame)
