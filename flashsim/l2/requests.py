@@ -171,7 +171,6 @@ def stream(
     members = _members(stage, schedule, stride)
     if stage.per == "bias":
         stride = 1
-    ptr, inner, tile_of, several = _visits(stage, schedule)
     n = requests(stage, schedule)
     if n > MOST_REQUESTS:
         raise UnsupportedError(
@@ -179,6 +178,7 @@ def stream(
             f"{MOST_REQUESTS:,}: use larger tiles or fewer heads (heads behave alike once there "
             "are many more blocks than fit on the device at a time)"
         )
+    ptr, inner, tile_of, several = _visits(stage, schedule)
     columns, ranks, waiting = None, np.zeros(0, np.int32), (0, 0)
     if model.launch == "in-turns" and any(move.op == "reduce" for move in stage.visit):
         columns, ranks = turns(ptr, inner)

@@ -177,7 +177,8 @@ def test_bad_questions_are_refused():
         flashsim.count(Problem(64, head_dim=8), l2=l2.L2Model())
 
 
-def test_too_much_to_replay_is_refused():
+def test_too_much_to_replay_is_refused_before_its_visits_are_listed(monkeypatch):
+    monkeypatch.setattr("flashsim.l2.requests._visits", None)
     problem = Problem(1 << 20, head_dim=64, heads=8)
     with pytest.raises(UnsupportedError, match="larger tiles or fewer heads"):
         flashsim.count(problem, tiling=Tiling(128, 128), level="dram")
