@@ -14,6 +14,7 @@ from flashsim.engines.cpu.micro_kernels.halves import NO_ROUNDING
 from flashsim.engines.cpu.micro_kernels.plain import online_softmax, product_rescale, product_set
 from flashsim.engines.cpu.primitives.atomics import fetch_add, load_acquire
 from flashsim.engines.cpu.primitives.packing import (
+    filled,
     pack_rows,
     panel_array,
     panels_of,
@@ -54,7 +55,7 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
     K = room_for(shape.block_k * d, q.dtype, rules.rounding)
     V = room_for(shape.block_k * dv, q.dtype, rules.rounding)
     rows = room_for(shape.block_q * max(d, dv), q.dtype, rules.rounding)  # of Q and of O
-    inverse, scales = np.empty(height, q.dtype), np.full(height, rules.scale, q.dtype)
+    inverse, scales = panel_array(height, q.dtype), filled(height, rules.scale, q.dtype)
     at = np.empty(most, np.int64)  # the next visit of each row tile
     n_sets = tiles.set_ptr.size - 1
     while True:

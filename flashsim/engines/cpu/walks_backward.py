@@ -15,6 +15,7 @@ from flashsim.engines.cpu.primitives.atomics import fetch_add, give_way, load_ac
 from flashsim.engines.cpu.primitives.packing import (
     clear_rows,
     copy_rows,
+    filled,
     pack,
     pack_rows,
     panel_array,
@@ -58,14 +59,14 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
     dK, dV = panel_array(most * ld * d, t), panel_array(most * ld * dv, t)
     K_rows = panel_array(most * ld * padded if fused else 0, t)
     S, dS = panel_array(shape.block_q * ld, t), panel_array(shape.block_q * ld, t)
-    gate = np.empty(S.size if rules.softcap[0] > 0 else 0, t)
+    gate = panel_array(S.size if rules.softcap[0] > 0 else 0, t)
     rounding = rules.rounding
     Q, dO = (
         room_for(shape.block_q * d, t, rounding),
         room_for(shape.block_q * dv, t, rounding),
     )
     rows = room_for(shape.block_k * max(d, dv), t, rounding)  # of K, V and their gradients
-    scales, ones = np.full(shape.block_k, rules.scale, t), np.ones(shape.block_k, t)
+    scales, ones = filled(shape.block_k, rules.scale, t), filled(shape.block_k, t.type(1), t)
     at = np.empty(most, np.int64)  # the next visit of each column tile
     n_sets = tiles.set_ptr.size - 1
     while True:
@@ -212,8 +213,8 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
     rounding = rules.rounding
     K, V = room_for(shape.block_k * d, t, rounding), room_for(shape.block_k * dv, t, rounding)
     room = room_for(shape.block_q * max(d, dv), t, rounding)  # of Q, dO and dQ
-    gate = np.empty(S.size if rules.softcap[0] > 0 else 0, t)
-    scales, ones = np.full(shape.block_q, rules.scale, t), np.ones(shape.block_q, t)
+    gate = panel_array(S.size if rules.softcap[0] > 0 else 0, t)
+    scales, ones = filled(shape.block_q, rules.scale, t), filled(shape.block_q, t.type(1), t)
     n_sets = tiles.set_ptr.size - 1
     while True:
         item = fetch_add(counter)

@@ -14,7 +14,7 @@ from typing import Any
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
 from numba.core.compiler_machinery import register_pass
-from numba.core.typed_passes import NativeLowering
+from numba.core.typed_passes import NativeLowering, NopythonRewrites
 from numba.extending import overload
 
 
@@ -81,6 +81,8 @@ class Part(CompilerBase):
         passes = DefaultPassBuilder.define_nopython_pipeline(self.state, "flashsim_part")
         at = [each for each, _ in passes.passes].index(NativeLowering)
         passes.passes[at] = (self.lowering, "lower to LLVM IR")
+        # What these look for, expressions of whole arrays, no part has.
+        passes.passes = [each for each in passes.passes if each[0] is not NopythonRewrites]
         passes.finalize()
         return [passes]
 
