@@ -143,11 +143,21 @@ class Hopper(Family):
         shares K and V) are worked on at a time: nothing is gained by taking long ones first, and
         more blocks read the same tiles at the same time. But not where they add to the same dQ in
         turns.
+
+        A clump's long items, which come first, fetch its K and V; the short ones find them in L2.
+        So a forward of many short sequences, which is bound by DRAM, gets clumps so small that
+        blocks are at work on several, some at the beginning and some at the end of theirs. Where
+        there are few rounds of items, it counts for more that the long ones of all heads come
+        first.
         """
-        visits = tables.visits
+        visits, p = tables.visits, tables.schedule.problem
         if tables.ranks is None and (visits == visits[0]).all():
-            return tables.schedule.problem.group if stage.per == "head" else 1
-        return super().clump(stage, tables, gpu)
+            return p.group if stage.per == "head" else 1
+        size, few = super().clump(stage, tables, gpu), gpu.multiprocessors // 8
+        short = stage.name == "forward" and 0 < few * tables.tiles <= gpu.multiprocessors
+        if short and plans.heads_of(stage, p)[0] * tables.tiles >= 8 * gpu.multiprocessors:
+            size = min(size, max(1, few // p.group) * p.group)
+        return size
 
     def stages(self, problem: Problem, tiling: Tiling, gpu: Gpu) -> int:
         """Stages of the forward's rings: three where they fit."""

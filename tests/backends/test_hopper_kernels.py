@@ -4,6 +4,7 @@ products, the launch arithmetic is theirs, and what they do not take they refuse
 
 import ctypes
 import re
+import struct
 from dataclasses import replace
 from importlib import resources
 from itertools import pairwise, product
@@ -69,6 +70,16 @@ def compile_log(kernel, **changed):
     return log if cubin else "failed: " + log
 
 
+def instructions(cubin):
+    """The 128-bit instructions of a cubin's (64-bit ELF) only kernel, in order."""
+    start, size, count, names = struct.unpack_from("<Q10xHHH", cubin, 0x28)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, start + size * x) for x in range(count)]
+    for name, _, _, _, offset, length in headers:
+        if cubin.startswith(b".text.", headers[names][4] + name):
+            return [*struct.iter_unpack("<QQ", cubin[offset : offset + length])]
+    raise ValueError("no code")
+
+
 def check(kernel, limit):
     log = compile_log(kernel)
     assert "failed" not in log, log
@@ -85,6 +96,22 @@ def check(kernel, limit):
 def some(always, cases):
     """All cases, of which some are always tried: compiling takes a second a kernel."""
     return [c if c in always else thorough(c) for c in cases]
+
+
+@pytest.mark.parametrize("name", ["128", "128 causal", "64", "64 causal"])
+def test_output_is_waited_for_between_the_maxima_and_the_exponentials(name):
+    """Of a visit: ptxas likes to move this wait in front of the maxima, or all exponentials."""
+    (kernel,) = (k for k in kernels(PROBLEMS[name]) if k.name == "hopper_forward")
+    _, cubin = compiled(kernel, kernel.options)
+    seen = []  # maxima, exponentials, waits for all products but the last so many
+    for low, high in instructions(cubin):
+        kind = {0x009: "max", 0x108: "exp"}.get(low & 0x1FF)
+        seen.append(f"wait {high >> 8 & 7}" if low & 0xFFF == 0x9C5 else kind)
+    scores = seen.index("wait 1")
+    output = seen.index("wait 0", scores)
+    maxima = dict(kernel.constants)["FS_BLOCK_K"] // 2
+    assert seen[scores:output].count("max") > 0.9 * maxima
+    assert 0 < seen[scores:output].count("exp") < maxima / 2
 
 
 @pytest.mark.parametrize("name", PROBLEMS)

@@ -114,6 +114,24 @@ def test_kernels_and_the_l2_model_have_one_order(family, causal):
     assert equal or False in sizes  # a last clump that is smaller was among them
 
 
+@pytest.mark.parametrize(("n", "short"), [(256, True), (1024, True), (2048, False)])
+def test_short_forwards_are_at_work_on_several_clumps(n, short):
+    """An eighth as many heads as SMs, as long as that makes no more tiles than SMs; but only where
+    there are many items.
+    """
+    p = Problem(n, head_dim=128, batch=64, heads=16, dtype="bfloat16", causal=True)
+    (forward,) = HOPPER.forward_passes(p, None, H200, "ascending", "")
+    rule = PORTABLE.clump(forward.stage, forward.tables, H200)  # what L2 holds
+    assert rule > 16
+    assert forward.clump == (16 if short else rule)
+    (once,) = HOPPER.forward_passes(replace(p, batch=2), None, H200, "ascending", "")
+    assert once.clump == PORTABLE.clump(once.stage, once.tables, H200)  # few rounds of items
+    (shared,) = HOPPER.forward_passes(replace(p, kv_heads=2), None, H200, "ascending", "")
+    assert shared.clump % 8 == 0  # heads that share K and V stay together
+    backward = HOPPER.backward_passes(p, None, H200, "ascending", "", "flash2-fused")[1]
+    assert backward.clump == PORTABLE.clump(backward.stage, backward.tables, H200)
+
+
 def item(one, number):
     """common.cuh's `take_work`."""
     whole = one.clump * one.tables.tiles

@@ -31,8 +31,7 @@ static_assert(D == 64 || D == 128, "");
 static_assert(BLOCK_Q % 16 == 0 && WARPGROUPS == 2 && DQ_ROWS % 8 == 0, "");
 // dS^T in shared memory: a row is a key, DS_WIDE queries to a chunk (ptx.cuh).
 constexpr int DS_WIDE = BLOCK_Q % 64 ? 16 : 64;
-[[maybe_unused]] constexpr u32 DS_HIGH =
-    DS_WIDE == 16 ? DESCRIPTOR_HIGH_NARROW : DESCRIPTOR_HIGH;
+[[maybe_unused]] constexpr u64 DS_SWIZZLE = DS_WIDE == 16 ? SWIZZLE_32 : SWIZZLE_128;
 
 // Of a cluster's blocks: bytes between two of a thread's floats of dK and dV, laid down for the
 // others where k, v, q and dout are.
@@ -126,7 +125,7 @@ __device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g
 template <bool ADD>
 __device__ __forceinline__ void issue_scores(float (&S)[BLOCK_Q / 2], const u16* mine,
                                              const u16* visited) {
-    const u32 da = descriptor(mine, 0), db = descriptor(visited, 0);
+    const u64 da = descriptor(mine, 0), db = descriptor(visited, 0);
 #pragma unroll
     for (int x = 0; x < D / 16; ++x)
         wgmma_ss<0, 0>(S, da + along_row(x, BLOCK_K), db + along_row(x, BLOCK_Q), ADD || x > 0);
@@ -146,7 +145,7 @@ __device__ __forceinline__ void load_rows(float (&S)[BLOCK_Q / 2], const float* 
 // committed; the left operand comes from registers.
 __device__ __forceinline__ void issue_grad(float (&acc)[D / 2], const u32 (&P)[BLOCK_Q / 16][4],
                                            const u16* visited, int first, int rows) {
-    const u32 db = descriptor(visited, BLOCK_Q * 128);
+    const u64 db = descriptor(visited, BLOCK_Q * 128);
     wgmma_fence();
 #pragma unroll
     for (int x = first / 16; x < (first + rows) / 16; ++x)
@@ -157,12 +156,11 @@ __device__ __forceinline__ void issue_grad(float (&acc)[D / 2], const u32 (&P)[B
 #if FS_FUSED
 // This warpgroup's piece of dQ^T = K^T dS^T, issued and committed.
 __device__ __forceinline__ void issue_dq(float (&dQ)[DQ_ROWS / 2], const u16* k, const u16* ds) {
-    const u32 da = descriptor(k, 0), db = descriptor(ds, BLOCK_K * DS_WIDE * 2);
+    const u64 da = descriptor(k, 0), db = descriptor(ds, BLOCK_K * DS_WIDE * 2, DS_SWIZZLE);
     wgmma_fence();
 #pragma unroll
     for (int x = 0; x < BLOCK_K / 16; ++x)
-        wgmma_ss<1, 1, DESCRIPTOR_HIGH, DS_HIGH>(dQ, da + down_rows(x), db + x * DS_WIDE * 2,
-                                                 x > 0);
+        wgmma_ss<1, 1>(dQ, da + down_rows(x), db + x * DS_WIDE * 2, x > 0);
     wgmma_commit();
 }
 #endif

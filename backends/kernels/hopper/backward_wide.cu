@@ -59,13 +59,13 @@ __device__ inline int narrow_column(int g) { return 64 + 32 * g; }
 template <int TRANS_A, bool ADD>
 __device__ __forceinline__ void issue_product(Columns& acc, const u16* scores, const u16* tile,
                                               int g) {
-    const u32 da = descriptor(scores, 0);
-    const u32 wide = descriptor(tile + wide_column(g) * 64, 64 * 128);
-    const u32 narrow = descriptor(tile + 64 * 64 + 32 * g, 64 * 128);  // inside the second chunk
+    const u64 da = descriptor(scores, 0);
+    const u64 wide = descriptor(tile + wide_column(g) * 64, 64 * 128);
+    const u64 narrow = descriptor(tile + 64 * 64 + 32 * g, 64 * 128);  // inside the second chunk
     wgmma_fence();
 #pragma unroll
     for (int x = 0; x < 4; ++x) {
-        const u32 a = da + (TRANS_A ? down_rows(x) : along_row(x, 64));
+        const u64 a = da + (TRANS_A ? down_rows(x) : along_row(x, 64));
         wgmma_ss<TRANS_A, 1>(acc.wide, a, wide + down_rows(x), ADD || x > 0);
 #if FS_D == 192
         wgmma_ss<TRANS_A, 1>(acc.narrow, a, narrow + down_rows(x), ADD || x > 0);
@@ -77,7 +77,7 @@ __device__ __forceinline__ void issue_product(Columns& acc, const u16* scores, c
 // S^T = K Q^T or dP^T = V dO^T for this warpgroup's queries, issued and committed.
 __device__ __forceinline__ void issue_scores(float (&S)[QUERIES / 2], const u16* keys,
                                              const u16* queries) {
-    const u32 da = descriptor(keys, 0), db = descriptor(queries, 0);
+    const u64 da = descriptor(keys, 0), db = descriptor(queries, 0);
     wgmma_fence();
 #pragma unroll
     for (int x = 0; x < D / 16; ++x)

@@ -134,7 +134,7 @@ __device__ void produce(OnChip& s, const DecodeArgs& a, const Block& b) {
 
 // S = Q K^T, issued and committed, not waited for.
 __device__ __forceinline__ void issue_scores(float (&S)[BLOCK_K / 2], const u16* q, const u16* k) {
-    const u32 dq = descriptor(q, 0), dk = descriptor(k, 0);
+    const u64 dq = descriptor(q, 0), dk = descriptor(k, 0);
     wgmma_fence();
 #pragma unroll
     for (int x = 0; x < D / 16; ++x)
@@ -237,7 +237,7 @@ __device__ void consume_left(OnChip& s, const DecodeArgs& a, const Block& b) {
         fence_async_shared();
         named_arrive(P_FULL, 256);
         rescale(O, alpha[0], alpha[1]);
-        const u32 dv = descriptor(s.k[stage][0], CHUNK * 2);
+        const u64 dv = descriptor(s.k[stage][0], CHUNK * 2);
         wgmma_fence();
 #pragma unroll
         for (int x = 0; x < BLOCK_K / 16; ++x) wgmma_rs<1>(O, P[x], dv + down_rows(x), 1);
@@ -293,8 +293,8 @@ __device__ void consume_right(OnChip& s, const DecodeArgs& a, const Block& b) {
         wait(&s.full[stage], n / STAGES & 1);
         named_sync(P_FULL, 256);
         rescale(O, s.alpha[row], s.alpha[row + 8]);
-        const u32 dp = descriptor(s.p, 0);
-        const u32 dv = descriptor(s.k[stage][HALF / 64], CHUNK * 2);
+        const u64 dp = descriptor(s.p, 0);
+        const u64 dv = descriptor(s.k[stage][HALF / 64], CHUNK * 2);
         wgmma_fence();
 #pragma unroll
         for (int x = 0; x < BLOCK_K / 16; ++x)

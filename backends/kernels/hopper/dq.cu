@@ -74,7 +74,7 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
 // S = Q K^T or dP = dO V^T, issued and committed.
 __device__ __forceinline__ void issue_scores(float (&S)[KEYS / 2], const u16* mine,
                                              const u16* visited) {
-    const u32 da = descriptor(mine, 0), db = descriptor(visited, 0);
+    const u64 da = descriptor(mine, 0), db = descriptor(visited, 0);
     wgmma_fence();
 #pragma unroll
     for (int x = 0; x < D / 16; ++x)
@@ -85,7 +85,7 @@ __device__ __forceinline__ void issue_scores(float (&S)[KEYS / 2], const u16* mi
 // dQ += dS K, issued and committed.
 __device__ __forceinline__ void issue_dq(float (&dQ)[D / 2], const u32 (&dS)[KEYS / 16][4],
                                          const u16* k) {
-    const u32 db = descriptor(k, BLOCK_K * 128);
+    const u64 db = descriptor(k, BLOCK_K * 128);
     wgmma_fence();
 #pragma unroll
     for (int x = 0; x < KEYS / 16; ++x) wgmma_rs<1>(dQ, dS[x], db + down_rows(x), 1);

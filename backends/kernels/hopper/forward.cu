@@ -18,8 +18,8 @@ static_assert(registers_suffice<THREADS>(PRODUCER_REGISTERS, CONSUMER_REGISTERS)
 static_assert(BLOCK_Q == 128 || BLOCK_Q == 192, "two or three warpgroups of 64 rows");
 static_assert(D % 16 == 0 && DV % 16 == 0 && BLOCK_K % 16 == 0 && BLOCK_K <= 256, "wgmma's shapes");
 
-// Where visits are short, K is let go as soon as its scores are there; elsewhere behind the
-// softmax, which keeps more of it under products.
+// Where visits are short, K is let go as soon as its scores are there; elsewhere a little later,
+// where that holds the wait for O in its place.
 constexpr bool RELEASE_EARLY = DV <= 64;
 
 struct OnChip {
@@ -87,8 +87,8 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
 }
 
 // S = Q K^T, issued and committed, not waited for; K by its descriptor.
-__device__ __forceinline__ void issue_scores(float (&S)[BLOCK_K / 2], const u16* q, u32 dk) {
-    const u32 dq = descriptor(q, 0);
+__device__ __forceinline__ void issue_scores(float (&S)[BLOCK_K / 2], const u16* q, u64 dk) {
+    const u64 dq = descriptor(q, 0);
     wgmma_fence();
 #pragma unroll
     for (int x = 0; x < D / 16; ++x)
@@ -99,7 +99,7 @@ __device__ __forceinline__ void issue_scores(float (&S)[BLOCK_K / 2], const u16*
 // O += P V, issued and committed, not waited for.
 __device__ __forceinline__ void issue_output(float (&O)[DV / 2], const u32 (&P)[BLOCK_K / 16][4],
                                              const u16* v) {
-    const u32 dv = descriptor(v, BLOCK_K * 128);
+    const u64 dv = descriptor(v, BLOCK_K * 128);
     wgmma_fence();
 #pragma unroll
     for (int x = 0; x < BLOCK_K / 16; ++x) wgmma_rs<1>(O, P[x], dv + down_rows(x), 1);
@@ -149,7 +149,10 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 issue_scores(S, s.q[g][0], descriptor(s.k[ring_k.stage][0], 0));
                 wgmma_wait<0>();
                 pin(S);
-                if (speaks) arrive(&s.k_empty[ring_k.stage]);
+                if (speaks) {
+                    arrive(&s.k_empty[ring_k.stage]);
+                    if (n == 1) arrive(&s.q_empty[g]);  // the next item's Q may come
+                }
                 ring_k.next(STAGES);
                 stamp(visit_stamps(a, first + 0), 2);
                 shape_scores(S, a, it, 0, query);
@@ -165,7 +168,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 wait(&s.k_full[ring_k.stage], ring_k.parity);
                 stamp(visit_stamps(a, first + 1), 1);
             }
-            u32 dk = descriptor(s.k[ring_k.stage][0], 0);
+            u64 dk = descriptor(s.k[ring_k.stage][0], 0);
 #pragma unroll 1
             for (int v = 1; v < n; ++v) {
                 // Scores of visit v and the output of visit v - 1 are queued together; the softmax
@@ -180,13 +183,16 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 wgmma_wait<1>();
                 pin(S);
                 if (RELEASE_EARLY && speaks) arrive(&s.k_empty[ring_k.stage]);
+                if (speaks && v == last) arrive(&s.q_empty[g]);  // the next item's Q may come
                 stamp(visit_stamps(a, first + v), 2);
                 shape_scores(S, a, it, v, query);
                 softmax(S, alpha, to_log2);
-                // Sums are never negative: the test only ties the release, and with it the wait
-                // behind it, to the exponentials, which ptxas would otherwise sort after the wait.
-                if (!RELEASE_EARLY && speaks && !(softmax.l[0] < 0.0f) && !(softmax.l[1] < 0.0f))
-                    arrive(&s.k_empty[ring_k.stage]);
+                // O is waited for behind both maxima and the first exponentials, when it is about
+                // there; the other exponentials run between the multiplications of O. Left alone
+                // ptxas waits before the maxima. It keeps an arrival in front of the wait: so that
+                // is made to look as if it depended on alpha, which is never negative.
+                const bool never = alpha[0] < 0.0f || alpha[1] < 0.0f;
+                if (RELEASE_EARLY ? never : speaks && !never) arrive(&s.k_empty[ring_k.stage]);
                 ring_k.next(STAGES);
                 stamp(visit_stamps(a, first + v), 3);
                 wgmma_wait<0>();
@@ -199,14 +205,13 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 for (int e = 0; e < DV / 2; ++e) O[e] *= alpha[e / 2 % 2];
                 if (FS_TIMELINE && v < last) stamp(visit_stamps(a, first + v + 1), 0);
                 // Behind the last visit there is no K to wait for. A branch would keep the wait
-                // from running under the rescaling, so it is for Q then, which stays full until we
-                // let it go. (K's barrier may be a lap ahead by then: that wait could hang.)
-                wait(v < last ? &s.k_full[ring_k.stage] : &s.q_full[g],
-                     v < last ? ring_k.parity : q_parity ^ 1);
+                // from running under the rescaling, so it is for V then, which comes next anyway.
+                // (K's barrier may be a lap ahead by then: that wait could hang.)
+                wait(v < last ? &s.k_full[ring_k.stage] : &s.v_full[ring_v.stage],
+                     v < last ? ring_k.parity : ring_v.parity);
                 if (FS_TIMELINE && v < last) stamp(visit_stamps(a, first + v + 1), 1);
                 dk = descriptor(s.k[ring_k.stage][0], 0);
             }
-            if (speaks) arrive(&s.q_empty[g]);  // the next item's Q may come
             wait(&s.v_full[ring_v.stage], ring_v.parity);
             issue_output(O, P, s.v[ring_v.stage][0]);
             wgmma_wait<0>();

@@ -138,8 +138,8 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
 }
 
 // S = Q K^T, issued and committed, not waited for; K by its descriptor.
-__device__ __forceinline__ void issue_scores(float (&S)[BLOCK_K / 2], const u8* q, u32 dk) {
-    const u32 dq = descriptor(q, 0);
+__device__ __forceinline__ void issue_scores(float (&S)[BLOCK_K / 2], const u8* q, u64 dk) {
+    const u64 dq = descriptor(q, 0);
     wgmma_fence();
 #pragma unroll
     for (int x = 0; x < D / 32; ++x)
@@ -151,7 +151,7 @@ __device__ __forceinline__ void issue_scores(float (&S)[BLOCK_K / 2], const u8* 
 template <int N>
 __device__ __forceinline__ void issue_output(float (&T)[N / 2], const u32 (&P)[BLOCK_K / 32][4],
                                              const u8* v, int first) {
-    const u32 dv = descriptor(v, 0);
+    const u64 dv = descriptor(v, 0);
     wgmma_fence();
 #pragma unroll
     for (int x = 0; x < BLOCK_K / 32; ++x)

@@ -172,12 +172,13 @@ template <int N> __device__ __forceinline__ void pin(float (&r)[N]) {
 // A tile whose width 64 does not divide may lie in chunks of 16 columns instead, with the 32-byte
 // swizzle (3 in bits 62-63): row r is the 32 bytes at r * 32, its two pieces swapped where r / 4 is
 // odd; stride = 8 rows = 256 B.
-// Only the low 32 bits vary; the wgmma functions add the rest.
-__device__ inline u32 descriptor(const void* tile, u32 leading_bytes) {
-    return (shared_address(tile) & 0x3FFFF) >> 4 | leading_bytes >> 4 << 16;
+// Steps are added to all 64 bits, though only the low half varies: of two halves put together for
+// each product ptxas moves both, every time.
+constexpr u64 SWIZZLE_128 = u64(1024 >> 4 | 1u << 30) << 32;
+[[maybe_unused]] constexpr u64 SWIZZLE_32 = u64(256 >> 4 | 3u << 30) << 32;
+__device__ inline u64 descriptor(const void* tile, u32 leading_bytes, u64 swizzle = SWIZZLE_128) {
+    return swizzle | (shared_address(tile) & 0x3FFFF) >> 4 | leading_bytes >> 4 << 16;
 }
-constexpr u32 DESCRIPTOR_HIGH = 1024 >> 4 | 1u << 30;
-[[maybe_unused]] constexpr u32 DESCRIPTOR_HIGH_NARROW = 256 >> 4 | 3u << 30;
 // Sixteen further k, `x` times, in descriptor units.
 __device__ inline constexpr u32 along_row(int x, int rows) {
     return (x / 4 * rows * 128 + x % 4 * 32) / 16;

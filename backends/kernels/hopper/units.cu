@@ -14,7 +14,7 @@ __device__ __forceinline__ void multiply(int rounds, float keep, float* out, i64
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) d[i] = 0.0f;
     u32 a[4] = {threadIdx.x, 0, 0, 0};
-    const u32 at = descriptor(tile, 0);
+    const u64 at = descriptor(tile, 0);
     __syncthreads();
     const i64 start = clock64();
     for (int r = 0; r < rounds; ++r) {

@@ -61,43 +61,39 @@
 #define OUTS15 OUTS14, HOLD(112)
 #define OUTS16 OUTS15, HOLD(120)
 
-// i0 .. i7 number the operands behind the accumulator.
-#define WGMMA(N, K, i0, i1, i2, i3, i4, i5, i6, i7)                                              \
-    template <int TRANS_A, int TRANS_B, u32 HIGH_A = DESCRIPTOR_HIGH, u32 HIGH_B = HIGH_A>        \
-    __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], u32 a, u32 b, int accumulate) {  \
-        asm volatile("{\n.reg .pred p;\n.reg .b64 a, b;\n"                                      \
-                     "setp.ne.b32 p, %" #i2 ", 0;\n"                                             \
-                     "mov.b64 a, {%" #i0 ", %" #i3 "};\nmov.b64 b, {%" #i1 ", %" #i6 "};\n"     \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." KIND                      \
-                     " {" REGS##K "}, a, b, p, 1, 1, %" #i4 ", %" #i5 ";\n}"                     \
-                     : OUTS##K                                                                   \
-                     : "r"(a), "r"(b), "r"(accumulate), "n"(HIGH_A), "n"(TRANS_A), "n"(TRANS_B), \
-                       "n"(HIGH_B));                                                             \
-    }                                                                                            \
-    template <int TRANS_B>                                                                       \
-    __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const u32 (&a)[4], u32 b,        \
-                                             int accumulate) {                                   \
-        asm volatile("{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %" #i5 ", 0;\n"            \
-                     "mov.b64 b, {%" #i4 ", %" #i6 "};\n"                                       \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." KIND " {" REGS##K "}, "   \
-                     "{%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, b, p, 1, 1, %" #i7 ";\n}"       \
-                     : OUTS##K                                                                   \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate),      \
-                       "n"(DESCRIPTOR_HIGH), "n"(TRANS_B));                                      \
+// i0 .. i6 number the operands behind the accumulator.
+#define WGMMA(N, K, i0, i1, i2, i3, i4, i5, i6)                                                   \
+    template <int TRANS_A, int TRANS_B>                                                           \
+    __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], u64 a, u64 b, int accumulate) {   \
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #i2 ", 0;\n"                            \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." KIND                       \
+                     " {" REGS##K "}, %" #i0 ", %" #i1 ", p, 1, 1, %" #i3 ", %" #i4 ";\n}"        \
+                     : OUTS##K                                                                    \
+                     : "l"(a), "l"(b), "r"(accumulate), "n"(TRANS_A), "n"(TRANS_B));              \
+    }                                                                                             \
+    template <int TRANS_B>                                                                        \
+    __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const u32 (&a)[4], u64 b,         \
+                                             int accumulate) {                                    \
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #i5 ", 0;\n"                            \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." KIND " {" REGS##K "}, "    \
+                     "{%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, %" #i4 ", p, 1, 1, %" #i6 ";\n}"  \
+                     : OUTS##K                                                                    \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate),       \
+                       "n"(TRANS_B));                                                             \
     }
-WGMMA(16, 1, 8, 9, 10, 11, 12, 13, 14, 15)
-WGMMA(32, 2, 16, 17, 18, 19, 20, 21, 22, 23)
-WGMMA(48, 3, 24, 25, 26, 27, 28, 29, 30, 31)
-WGMMA(64, 4, 32, 33, 34, 35, 36, 37, 38, 39)
-WGMMA(80, 5, 40, 41, 42, 43, 44, 45, 46, 47)
-WGMMA(96, 6, 48, 49, 50, 51, 52, 53, 54, 55)
-WGMMA(112, 7, 56, 57, 58, 59, 60, 61, 62, 63)
-WGMMA(128, 8, 64, 65, 66, 67, 68, 69, 70, 71)
-WGMMA(144, 9, 72, 73, 74, 75, 76, 77, 78, 79)
-WGMMA(160, 10, 80, 81, 82, 83, 84, 85, 86, 87)
-WGMMA(176, 11, 88, 89, 90, 91, 92, 93, 94, 95)
-WGMMA(192, 12, 96, 97, 98, 99, 100, 101, 102, 103)
-WGMMA(208, 13, 104, 105, 106, 107, 108, 109, 110, 111)
-WGMMA(224, 14, 112, 113, 114, 115, 116, 117, 118, 119)
-WGMMA(240, 15, 120, 121, 122, 123, 124, 125, 126, 127)
-WGMMA(256, 16, 128, 129, 130, 131, 132, 133, 134, 135)
+WGMMA(16, 1, 8, 9, 10, 11, 12, 13, 14)
+WGMMA(32, 2, 16, 17, 18, 19, 20, 21, 22)
+WGMMA(48, 3, 24, 25, 26, 27, 28, 29, 30)
+WGMMA(64, 4, 32, 33, 34, 35, 36, 37, 38)
+WGMMA(80, 5, 40, 41, 42, 43, 44, 45, 46)
+WGMMA(96, 6, 48, 49, 50, 51, 52, 53, 54)
+WGMMA(112, 7, 56, 57, 58, 59, 60, 61, 62)
+WGMMA(128, 8, 64, 65, 66, 67, 68, 69, 70)
+WGMMA(144, 9, 72, 73, 74, 75, 76, 77, 78)
+WGMMA(160, 10, 80, 81, 82, 83, 84, 85, 86)
+WGMMA(176, 11, 88, 89, 90, 91, 92, 93, 94)
+WGMMA(192, 12, 96, 97, 98, 99, 100, 101, 102)
+WGMMA(208, 13, 104, 105, 106, 107, 108, 109, 110)
+WGMMA(224, 14, 112, 113, 114, 115, 116, 117, 118)
+WGMMA(240, 15, 120, 121, 122, 123, 124, 125, 126)
+WGMMA(256, 16, 128, 129, 130, 131, 132, 133, 134)
