@@ -15,6 +15,7 @@ from flashsim.backends.families.tile_times import (
     ADDING_UP,
     HOPPER_BACKWARD,
     HOPPER_FORWARD,
+    busy_at_once,
     fastest_cluster,
     fastest_first,
 )
@@ -83,7 +84,8 @@ class Hopper(Family):
             # By itself dQ takes 64 rows to a product; a softcap takes registers.
             if algorithm != "flash2-fused" or problem.softcap:
                 return (Tiling(64, 128),)
-            return (Tiling(64, 128), Tiling(80, 128))
+            low, high = Tiling(64, 128), Tiling(80, 128)
+            return (high, low) if d <= 80 else (low, high)
         if d <= 128:
             times = HOPPER_FORWARD[64 if d <= 64 else 128]
             best = list(fastest_first(problem, times, gpu.multiprocessors))
@@ -112,21 +114,28 @@ class Hopper(Family):
         cells, every = problem.block_mask, self.tilings(problem, gpu, direction, algorithm)
         possible = [t for t in every if t.divides(cells)]
         # In order: the fewer row tiles, the fewer turns to wait.
-        return tiling or possible[-1 if ordered else 0]
+        return tiling or (max(possible, key=lambda t: t.block_q) if ordered else possible[0])
 
     def orders_dq(self, problem: Problem) -> bool:
         """See `Family`."""
         return max(problem.head_dim, problem.head_dim_v) <= 128
 
     def fuses(self, problem: Problem, gpu: Gpu) -> bool:
-        """See `Family`. Measured on an H200 (docs/notebooks/hopper.md): above 128 the fused kernel
-        has no room to send dQ off; and of few sequences of up to two key tiles, the three passes'
-        additional products take less time than clearing and converting a float32 dQ.
+        """See `Family`. Measured on an H200 (docs/notebooks/hopper.md): above 192 the fused kernel
+        has no room to send dQ off. The three passes have more products, but no float32 dQ to clear
+        and to convert, and dQ's runs beside dK's and dV's: that is faster where there is room for
+        both at once, and for short sequences of a narrow head_dim.
         """
-        p = problem
-        few = -(-p.n_kv // 128) * p.kv_heads * p.batch <= 2 * gpu.multiprocessors
-        short = max(p.n_q, p.n_kv) <= 256 and few
-        return max(p.head_dim, p.head_dim_v) <= 128 and not short
+        d = max(problem.head_dim, problem.head_dim_v)
+        if d > 128:
+            return d <= 192
+        keys = -(-problem.n_kv // 128) * problem.kv_heads * problem.batch
+        short = d <= 64 and max(problem.n_q, problem.n_kv) <= 384
+        if short and keys <= 3 * gpu.multiprocessors:
+            return False
+        tiling = self.choose(problem, None, gpu, "backward")
+        rows, columns = busy_at_once(problem, tiling)
+        return rows + columns > gpu.multiprocessors
 
     def cluster(self, stage: plans.Stage, tables: Lowered, gpu: Gpu) -> int:
         """See `Family`. A backward with keys outside whose items leave multiprocessors idle."""
@@ -136,7 +145,11 @@ class Hopper(Family):
         walks, _ = plans.heads_of(stage, p)
         d = 64 if max(p.head_dim, p.head_dim_v) <= 64 else 128
         times = HOPPER_BACKWARD[d], ADDING_UP[d]
-        return fastest_cluster(walks, p.group * tables.visits, *times, gpu.multiprocessors)
+        free = gpu.multiprocessors
+        if stage.name == "dkdv":  # dQ's pass runs beside it, if there is room
+            beside = busy_at_once(p, tables.schedule.tiling)[0]
+            free = int(free - beside) if beside + walks * len(tables.visits) <= free else free
+        return fastest_cluster(walks, p.group * tables.visits, *times, free)
 
     def clump(self, stage: plans.Stage, tables: Lowered, gpu: Gpu) -> int:
         """See `Family`. Where no item is shorter than another, one head's (or one group's, which
@@ -225,19 +238,21 @@ def backward_kernel(
     """The pass with keys outside; `fused`, it makes dQ as well."""
     d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
     wide = d > 128
+    staged = fused and d <= 192  # dQ on its way out
     tiles = 2 * (2 * bk * d + stages * 2 * bq * d)
     if wide:
         tiles += 2 * 2 * stages * bq * bk  # P and dS
+        tiles += 4 * bq * d if staged else 0
     elif fused:
-        tiles += 2 * stages * bq * bk + 4 * bq * d  # dS, and dQ on its way out
+        tiles += 2 * stages * bq * bk + 4 * bq * d  # dS and dQ
     shared = _on_chip(tiles + 4 * stages * 2 * bq, 2 + 2 * stages)
     values = launch.constants(problem, tiling, variant)
     boxes: tuple[Box, ...] = (
         *(Box("q", bq, _CHUNK), Box("k", bk, _CHUNK), Box("v", bk, _CHUNK)),
         Box("dout", bq, _CHUNK),
     )
-    if not wide:
-        boxes += (Box("dq_acc", bq if d == 128 else bq // 2, 32) if fused else boxes[0],)
+    rows = bq // 2 if d == 64 else bq  # of a warpgroup's piece of dQ
+    boxes += (Box("dq_acc", rows, 32) if staged else boxes[0],)
     name = "backward_wide" if wide else "backward"
     return Kernel(
         f"hopper/{name}.cu",

@@ -88,6 +88,18 @@ def fastest_cluster(
     return min((c for c in CLUSTERS if c <= processors * CLUSTERS[c]), key=took)
 
 
+@lru_cache(maxsize=512)
+def busy_at_once(problem: Problem, tiling: Tiling) -> tuple[float, float]:
+    """Blocks that a pass with queries outside keeps busy, and one with keys outside, on average.
+
+    A block has an item, and is busy for as long as its visits take of the longest item's.
+    """
+    visits = Schedule(problem, tiling).visit_counts
+    share = problem.batch * float(visits.mean() / max(visits.max(), 1))
+    columns = -(-problem.n_kv // tiling.block_k)
+    return share * problem.heads * len(visits), share * problem.kv_heads * columns
+
+
 def makespan(items: np.ndarray, walks: int, places: int) -> float:
     """When the last of `walks` times these items is done, the longest first, in so many places."""
     until = [0.0] * places

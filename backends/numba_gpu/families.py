@@ -45,7 +45,14 @@ class PythonHopper(hopper.Hopper):
     ) -> tuple[Tiling, ...]:
         """See `Family`; of the C++ kernel's those that were tried in Python."""
         every = super().tilings(problem, gpu, direction, algorithm)
-        return tuple(t for t in every if direction == "backward" or t.block_k <= 176)
+        if direction == "backward":  # whose products take no fewer columns at 80 than at 128
+            return tuple(sorted(every, key=lambda t: t.block_q))
+        return tuple(t for t in every if t.block_k <= 176)
+
+    def fuses(self, problem: Problem, gpu: Gpu) -> bool:
+        """See `Family`; launches do not overlap, so it is the shortest sequences that are not."""
+        keys = -(-problem.n_kv // 128) * problem.kv_heads * problem.batch
+        return max(problem.n_q, problem.n_kv) > 256 or keys > 2 * gpu.multiprocessors
 
     def forward_bytes(self, problem: Problem, tiling: Tiling, stages: int = 2) -> int:
         """Shared memory of the forward's blocks, whose rings have two stages."""

@@ -36,6 +36,8 @@ PROBLEMS = {
     "64": Problem(4096, 4096, 64, heads=64, dtype="float16"),
     "64 causal": Problem(1024, 1024, 64, heads=64, dtype="bfloat16", causal=True),
     "96 window": Problem(4096, 4096, 96, heads=2, dtype="bfloat16", window=(100, 20)),
+    "24": Problem(4096, 4096, 24, heads=2, dtype="bfloat16", causal=True),
+    "80": Problem(4096, 4096, 80, heads=2, dtype="bfloat16"),
     "40": Problem(333, 517, 40, heads=2, dtype="float16"),
     "40, values 8": Problem(333, 517, 40, 8, heads=2, dtype="float16"),
     "192": Problem(4096, 4096, 192, heads=2, dtype="bfloat16", causal=True),
@@ -216,6 +218,73 @@ def test_a_launch_begins_while_the_one_before_it_ends():
             assert dict(one.kernel.constants)["FS_OVERLAP"] == 0
 
 
+def test_dq_runs_beside_the_pass_that_lets_it_start():
+    """Which does so when delta is complete; and dQ's ends when that one has."""
+    _, dkdv, dq = HOPPER.backward_passes(PROBLEMS["128"], None, H200, "ascending", "", "flash2")
+    before, text = source(dkdv.kernel), source(dq.kernel)
+    assert dict(dkdv.kernel.constants)["FS_FUSED"] == 0
+    assert "if (!FS_FUSED) let_what_runs_next_start();" in before
+    waits = text.index("    wait_for_what_ran_before();")
+    assert waits > text.index("store_row<KeyRow>(a.dq")  # and reads delta past the L1, in between
+    assert "__ldcg(&a.lse[at])" in text
+    assert "__ldcg(&a.delta[at])" in text
+
+
+def test_passes_that_have_room_at_once_are_not_made_to_fill_the_gpu():
+    p = Problem(512, 512, 64, heads=12, dtype="bfloat16")  # 48 items each
+
+    def clusters(algorithm, gpu=H200, **more):
+        given = replace(p, **more), None, gpu, "ascending", "", algorithm
+        return HOPPER.backward_passes(*given)[1].kernel.cluster
+
+    assert clusters("flash2-fused") == 2
+    assert clusters("flash2") == 1
+    assert clusters("flash2", replace(H200, multiprocessors=95)) == 1  # two of a cluster need 96
+    assert clusters("flash2", replace(H200, multiprocessors=150)) == 2  # 96, and 48 beside
+    assert clusters("flash2", n_q=1024, n_kv=1024, heads=4, kv_heads=4) == 2
+
+
+def test_blocks_that_are_busy_at_once():
+    """By hand: of four row tiles each; causal, with 1 to 4 visits."""
+    p = Problem(512, 512, 64, batch=3, heads=4, kv_heads=2, dtype="float16")
+    assert tile_times.busy_at_once(p, Tiling(128, 128)) == (48, 24)
+    assert tile_times.busy_at_once(replace(p, causal=True), Tiling(128, 128)) == (30, 15)
+    assert tile_times.busy_at_once(p, Tiling(64, 128)) == (96, 24)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "algorithm", "ordered", "softcap", "rows"),
+    [
+        (80, "flash2-fused", False, 0.0, 80),
+        (81, "flash2-fused", False, 0.0, 64),
+        (65, "flash2-fused", False, 0.0, 80),
+        (64, "flash2-fused", False, 0.0, 128),
+        (80, "flash2-fused", False, 9.0, 64),
+        (80, "flash2", False, 0.0, 64),
+        (80, "flash2-fused", True, 0.0, 80),
+        (128, "flash2-fused", True, 0.0, 80),
+    ],
+)
+def test_rows_of_a_backwards_tile(head_dim, algorithm, ordered, softcap, rows):
+    p = Problem(999, 999, head_dim, dtype="bfloat16", softcap=softcap)
+    chosen = HOPPER.choose(p, None, H200, "backward", algorithm, ordered)
+    assert chosen == Tiling(rows, 128)
+
+
+def test_dq_of_up_to_192_columns_leaves_from_shared_memory():
+    def fused(head_dim):
+        p = Problem(999, 999, head_dim, dtype="bfloat16")
+        dkdv, made = (
+            HOPPER.backward_passes(p, None, H200, "ascending", "", a)[1].kernel
+            for a in ("flash2", "flash2-fused")
+        )
+        assert made.shared_bytes <= H200.shared_bytes
+        return made.shared_bytes - dkdv.shared_bytes, made.boxes[4].tensor
+
+    assert fused(192) == fused(136) == (4 * 64 * 192, "dq_acc")
+    assert fused(256) == (0, "q")
+
+
 def test_a_cluster_takes_what_its_blocks_have_left_each():
     """By hand, in µs: items of 4 + 2 a visit, and 2 for adding up."""
     times = tile_times.Times(item=4.0, visit=2.0), 2.0
@@ -357,14 +426,19 @@ def test_a_launch_takes_as_long_as_its_fullest_block():
     ("n", "head_dim", "batch", "heads", "kv_heads", "gpu", "fuses"),
     [
         (1024, 128, 1, 32, 32, H200, True),
-        (1024, 129, 1, 32, 32, H200, False),  # no room to send dQ off
+        (1024, 192, 1, 32, 32, H200, True),
+        (256, 192, 1, 1, 1, H200, True),
+        (1024, 193, 1, 32, 32, H200, False),  # no room to send dQ off
         (1024, 256, 4, 8, 8, H200, False),
         (1024, 128, 1, 32, 8, H200, True),
-        (256, 128, 1, 16, 16, H200, False),  # too short
-        (256, 128, 8, 16, 16, H200, False),  # 256 items, two rounds of them
-        (256, 128, 8, 17, 17, H200, True),
-        (256, 128, 8, 16, 16, replace(H200, multiprocessors=127), True),
-        (257, 128, 1, 16, 16, H200, True),
+        (256, 128, 1, 16, 16, H200, False),  # 64 and 32 items, at most two visits, on average 1.5
+        (256, 128, 1, 16, 16, replace(H200, multiprocessors=71), True),
+        (256, 128, 1, 16, 16, replace(H200, multiprocessors=72), False),
+        (256, 128, 8, 16, 16, H200, True),
+        (384, 64, 8, 12, 12, H200, False),  # short: 288 items, three rounds of them
+        (385, 64, 8, 12, 12, H200, True),
+        (384, 64, 8, 12, 12, replace(H200, multiprocessors=95), True),
+        (384, 65, 8, 12, 12, H200, True),
     ],
 )
 def test_the_backward_is_fused_where_that_is_faster(

@@ -243,7 +243,16 @@ FAULTS = {
     ),
     "dq-columns-swapped": KernelFault(
         "both warpgroups add their columns of dQ to the first ones",
-        *(BACKWARD, "SPLIT_COLUMNS ? 64 * g : 0;", "0;", "test_features and ragged and 128"),
+        *(BACKWARD, "return (SPLIT_COLUMNS ? 64 * g : 0) +", "return"),
+        "test_features and ragged and 128",
+    ),
+    "columns-left-out": KernelFault(
+        "columns beyond the last whole sixteen are not multiplied",
+        *(WORK, "+ step - 1) / step", ") / step", "test_head_dims and bfloat16"),
+    ),
+    "wide-staging-not-swizzled": KernelFault(
+        "dQ of 192 columns is staged without the copy engine's swizzle",
+        *(WIDE, "^ (row % 8) ^ (odd", "^ (odd", "test_head_dims and bfloat16"),
     ),
     "staging-not-swizzled": KernelFault(
         "dQ is staged without the copy engine's swizzle",

@@ -64,7 +64,7 @@ FEATURES = {
 }
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("name", FEATURES)
 def test_features(name, head_dim):
     check(Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name]), HOPPER)
@@ -148,7 +148,10 @@ def test_counts_are_the_simulators(name, head_dim, order):
     check_counts(Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name]), HOPPER, order)
 
 
-@pytest.mark.parametrize("head_dims", [(37, 61), (101, 75), (203, 133)])
+PADDED = [(27, 19), (37, 61), (79, 69), (101, 75), (155, 91), (203, 133)]
+
+
+@pytest.mark.parametrize("head_dims", PADDED)
 def test_counts_leave_out_what_rows_are_padded_with(head_dims):
     p = Problem(333, 517, *head_dims, heads=2, dtype="bfloat16", causal=True)
     check_counts(p, HOPPER)
@@ -197,7 +200,7 @@ def test_a_packed_sequence_never_meets_its_neighbours():
 
 
 @pytest.mark.parametrize("at_end", [False, True], ids=["begins", "ends"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_packed_sequences_are_read_where_nothing_lies_before_or_behind(head_dim, at_end):
     """A map that began before its tensor made the copy engine fail now and then."""
     from island import Island

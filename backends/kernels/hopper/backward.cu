@@ -11,6 +11,8 @@
 
 constexpr int D = FS_D, BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K;  // D: both head dims, padded
 constexpr int WARPGROUPS = BLOCK_K / 64, STAGES = 2, CHUNKS = D / 64;
+// Of these, the products take the columns that exist (a cluster shares them out in pieces of 32).
+constexpr int COLUMNS = columns_taken(FS_CLUSTER > 1 ? 32 : 16);
 constexpr int THREADS = 128 * (WARPGROUPS + 1);
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
 static_assert(registers_suffice<THREADS>(PRODUCER_REGISTERS, CONSUMER_REGISTERS), "or all hang");
@@ -24,10 +26,16 @@ constexpr bool HALFWAY = BLOCK_Q == 128;
 // dK of a visit is waited for in the next one, where registers allow for that.
 constexpr bool CARRY = D == 128 && BLOCK_Q == 64 && !FS_SOFTCAP;
 // dQ^T, D x BLOCK_Q, is shared out in pieces of 64 columns of dQ by DQ_ROWS queries: at D = 128 a
-// warpgroup takes half of the columns, at 64 half of the queries.
+// warpgroup takes half of the columns, at 64 half of the queries. It leaves in boxes of 32 columns.
 constexpr bool SPLIT_COLUMNS = D == 128;
+// Up to 32 columns it is dQ that is computed: dQ^T would have 64 rows, the least of a product.
+[[maybe_unused]] constexpr bool UPRIGHT = COLUMNS <= 32;
 constexpr int DQ_ROWS = SPLIT_COLUMNS ? BLOCK_Q : BLOCK_Q / 2;
-static_assert(D == 64 || D == 128, "");
+[[maybe_unused]] constexpr int DQ_BOXES = 2;
+[[maybe_unused]] constexpr int DQ_FLOATS = UPRIGHT ? 16 : DQ_ROWS / 2;
+__device__ inline int dq_row(int g) { return SPLIT_COLUMNS ? 0 : DQ_ROWS * g; }
+__device__ inline int dq_column(int g, int box) { return (SPLIT_COLUMNS ? 64 * g : 0) + 32 * box; }
+static_assert((D == 64 || D == 128) && COLUMNS <= D, "");
 static_assert(BLOCK_Q % 16 == 0 && WARPGROUPS == 2 && DQ_ROWS % 8 == 0, "");
 // dS^T in shared memory: a row is a key, DS_WIDE queries to a chunk (ptx.cuh).
 constexpr int DS_WIDE = BLOCK_Q % 64 ? 16 : 64;
@@ -46,7 +54,7 @@ struct OnChip {
     alignas(1024) u16 dout[STAGES][CHUNKS][BLOCK_Q * 64];  // ring, one visit each
 #if FS_FUSED
     alignas(1024) u16 ds[STAGES][BLOCK_Q / DS_WIDE][BLOCK_K * DS_WIDE];  // dS^T
-    alignas(1024) float dq[WARPGROUPS][2][DQ_ROWS * 32];   // leaving for the accumulator
+    alignas(1024) float dq[WARPGROUPS][DQ_BOXES][DQ_ROWS * 32];  // leaving for the accumulator
 #endif
     float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q];    // negative; lse in the scores' unit
     u64 kv_full, k_empty, v_empty;
@@ -55,71 +63,13 @@ struct OnChip {
 };
 static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "families/hopper.py and OnChip must agree");
 
-// Named barriers; 0 is __syncthreads. DQ_FREE + g and DQ_FULL + g pass warpgroup g's piece of dQ to
-// and fro between it and the warp that sends it off.
+// Named barriers; 0 is __syncthreads.
 enum NamedBarrier { DS_READY = 1, DQ_FREE = 2, DQ_FULL = 4, TILES_READ = 6 };
 
-#include "keys_outside.cuh"
-
 #if FS_FUSED
-// Adding in a fixed order: `turn` counts the additions that a piece of dQ has had.
-__device__ inline void wait_turn(const u32* turn, u32 mine) {
-    u32 now;
-    do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
-    while (now != mine);
-    asm volatile("fence.proxy.async.global;" ::: "memory");
-}
-__device__ inline void pass_turn(u32* turn) {
-    asm volatile("fence.proxy.async.global;" ::: "memory");
-    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" :: "l"(turn) : "memory");
-}
-
-// A warp for each warpgroup g: its piece of dQ, once staged, is added to the accumulator.
-__device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g) {
-    const bool leads = threadIdx.x % 32 == 0;
-    Ring slot;
-    named_arrive(DQ_FREE + g, 160);
-    while (true) {
-        const Item it = s.items.read(slot);
-        if (it.walk < 0) return;
-        Step step;
-#pragma unroll 1
-        for (int left = step.begin(a, it.visits.count); left; --left) {
-            const int walk = it.walk * a.group + step.member;  // of the query head
-            const int first = it.base + it.visits(a, step.v).tile * BLOCK_Q;
-            named_sync(DQ_FULL + g, 160);  // the piece is complete
-            if (leads) {
-#if FS_ORDERED
-                u32* turn = a.turns + (i64(walk) * a.n_q + first) * 2 + g;
-                wait_turn(turn, a.ranks[a.ptr[it.outer] + step.v]);
+#define STAGES_DQ
 #endif
-                const int row = first + (SPLIT_COLUMNS ? 0 : DQ_ROWS * g);
-                const int column = SPLIT_COLUMNS ? 64 * g : 0;
-                const Place to = place(row, it.end, walk / a.heads);
-#pragma unroll
-                for (int c = 0; c < 2; ++c)
-                    reduce_box(map_dq, s.dq[g][c], column + 32 * c, to.row, walk % a.heads,
-                               to.batch);
-                reduce_commit();
-                const i64 number = i64(walk) * a.n_visits + it.visits.first + step.v;
-                const int rows = max(0, min(DQ_ROWS, it.end - row));
-                const int columns = max(0, min(64, FS_COUNTED - column));
-                report_one(a.visit_counts + number * 8 + 4, rows * columns * 4);
-                reduce_wait_read();
-            }
-            __syncwarp();
-            named_arrive(DQ_FREE + g, 160);  // the piece may be overwritten
-#if FS_ORDERED
-            if (leads) {
-                reduce_wait();
-                pass_turn(a.turns + (i64(walk) * a.n_q + first) * 2 + g);
-            }
-#endif
-            step.next(it.visits.count);
-        }
-    }
-}
-#endif
+#include "keys_outside.cuh"
 
 // S^T (+)= K Q^T or dP^T += V dO^T, issued and committed: `mine` is 64 rows of a key-side tile.
 template <bool ADD>
@@ -127,7 +77,7 @@ __device__ __forceinline__ void issue_scores(float (&S)[BLOCK_Q / 2], const u16*
                                              const u16* visited) {
     const u64 da = descriptor(mine, 0), db = descriptor(visited, 0);
 #pragma unroll
-    for (int x = 0; x < D / 16; ++x)
+    for (int x = 0; x < COLUMNS / 16; ++x)
         wgmma_ss<0, 0>(S, da + along_row(x, BLOCK_K), db + along_row(x, BLOCK_Q), ADD || x > 0);
     wgmma_commit();
 }
@@ -143,8 +93,9 @@ __device__ __forceinline__ void load_rows(float (&S)[BLOCK_Q / 2], const float* 
 
 // dV += P^T dO or dK += dS^T Q over `rows` queries from the one numbered `first`, issued and
 // committed; the left operand comes from registers.
-__device__ __forceinline__ void issue_grad(float (&acc)[D / 2], const u32 (&P)[BLOCK_Q / 16][4],
-                                           const u16* visited, int first, int rows) {
+__device__ __forceinline__ void issue_grad(float (&acc)[COLUMNS / 2],
+                                           const u32 (&P)[BLOCK_Q / 16][4], const u16* visited,
+                                           int first, int rows) {
     const u64 db = descriptor(visited, BLOCK_Q * 128);
     wgmma_fence();
 #pragma unroll
@@ -154,14 +105,31 @@ __device__ __forceinline__ void issue_grad(float (&acc)[D / 2], const u32 (&P)[B
 }
 
 #if FS_FUSED
-// This warpgroup's piece of dQ^T = K^T dS^T, issued and committed.
-__device__ __forceinline__ void issue_dq(float (&dQ)[DQ_ROWS / 2], const u16* k, const u16* ds) {
-    const u64 da = descriptor(k, 0), db = descriptor(ds, BLOCK_K * DS_WIDE * 2, DS_SWIZZLE);
+// This warpgroup's piece of dQ^T = K^T dS^T, or of dQ = dS K, issued and committed.
+__device__ __forceinline__ void issue_dq(float (&dQ)[DQ_FLOATS], const u16* k, const u16* ds) {
+    const u64 dk = descriptor(k, 0), dds = descriptor(ds, BLOCK_K * DS_WIDE * 2, DS_SWIZZLE);
     wgmma_fence();
 #pragma unroll
     for (int x = 0; x < BLOCK_K / 16; ++x)
-        wgmma_ss<1, 1>(dQ, da + down_rows(x), db + x * DS_WIDE * 2, x > 0);
+        if (UPRIGHT) wgmma_ss<1, 1>(dQ, dds + down_rows(x), dk + down_rows(x), x > 0);
+        else
+            wgmma_ss<1, 1>(dQ, dk + down_rows(x), dds + x * DS_WIDE * 2, x > 0);
     wgmma_commit();
+}
+
+// Lays a piece of dQ^T down; `first` is where this thread's first element goes.
+__device__ __forceinline__ void stage_transposed(u32 first, const float (&dQ)[DQ_FLOATS]) {
+#pragma unroll
+    for (int x = 0; x < 4; ++x) {
+        // Rows 8 j + p of the box from the thread's first row on; their piece, 2 h from the thread's
+        // first, is swizzled by the row: a warp's 32 elements fall into 32 banks.
+        const int p = x % 2, h = x / 2;
+        u32 at = first;
+        opaque(at);  // computed again each visit: not worth four registers
+        at ^= 16 * p + 32 * h;
+#pragma unroll
+        for (int j = 0; j < DQ_FLOATS / 4; ++j) store_float(at + 128 * (8 * j + p), dQ[4 * j + x]);
+    }
 }
 #endif
 
@@ -177,8 +145,9 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
     const int ds_turn = DS_WIDE == 16 ? ds_row / 4 % 2 : ds_row % 8;
     const u32 ds_at =
         shared_address(s.ds[0][0]) + ds_row * DS_WIDE * 2 + (lane / 16 ^ ds_turn) * 16;
-    // Where its part of dQ^T is staged: rows are queries, 32 columns of dQ to a box.
+    // Where its part of dQ^T is staged (rows are queries), if those columns exist.
     const int dq_row = lane % 4 * 2, dq_piece = threadIdx.x / 32 % 2 * 4 + lane / 16;
+    const bool dq_sent = dq_column(g, threadIdx.x / 64 % 2) < FS_HEAD_DIM;
     const u32 dq_at = shared_address(&s.dq[g][threadIdx.x / 64 % 2][dq_row * 32]) +
                       (dq_piece ^ dq_row) * 16 + lane / 4 % 4 * 4;
 #endif
@@ -190,9 +159,9 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         const Walk visits = it.visits;
         const int key = it.own.start + 64 * g + fragment_row();
         stamp_item(a, it.walk, it.outer, false);
-        float dK[D / 2], dV[D / 2];
+        float dK[COLUMNS / 2], dV[COLUMNS / 2];
 #pragma unroll
-        for (int e = 0; e < D / 2; ++e) dK[e] = dV[e] = 0.0f;
+        for (int e = 0; e < COLUMNS / 2; ++e) dK[e] = dV[e] = 0.0f;
         wait(&s.kv_full, kv_parity);
         kv_parity ^= 1;
         Step step;
@@ -278,7 +247,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             // for the last visit's products before they came here.
             named_sync(DS_READY, 128 * WARPGROUPS);
             // -- dQ^T = K^T dS^T, dK += dS^T Q ----------------------------------------------------
-            float dQ[DQ_ROWS / 2];
+            float dQ[DQ_FLOATS];
             issue_dq(dQ, s.k[SPLIT_COLUMNS ? g : 0],
                      s.ds[stage][SPLIT_COLUMNS ? 0 : g * DQ_ROWS / DS_WIDE]);
             issue_grad(dK, dS, s.q[stage][0], 0, BLOCK_Q);
@@ -287,18 +256,8 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             if (speaks && left == 1) arrive(&s.k_empty);  // the next item's K may come
             // -- dQ leaves under dK: staged, to be sent off by another warp -----------------------
             named_sync(DQ_FREE + g, 160);  // the last visit's piece is sent off
-#pragma unroll
-            for (int x = 0; x < 4; ++x) {
-                // Rows 8 j + dq_row + p of the box; their piece, dq_piece + 2 h, is swizzled by the
-                // row: a warp's 32 elements fall into 32 banks.
-                const int p = x % 2, h = x / 2;
-                u32 at = dq_at;
-                opaque(at);  // computed again each visit: not worth four registers
-                at ^= 16 * p + 32 * h;
-#pragma unroll
-                for (int j = 0; j < DQ_ROWS / 8; ++j)
-                    store_float(at + 128 * (8 * j + p), dQ[4 * j + x]);
-            }
+            if (UPRIGHT) stage_columns(&s.dq[g][0], dQ);
+            else if (D - FS_HEAD_DIM < 32 || dq_sent) stage_transposed(dq_at, dQ);
             fence_async_shared();
             named_arrive(DQ_FULL + g, 160);
 #else
@@ -325,13 +284,13 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #if FS_CLUSTER > 1
         // Every block lays its own down where tiles were, and takes some columns of all blocks', to
         // add them up in the blocks' order.
-        constexpr int PIECES = D / 32;  // of dK; as many of dV
+        constexpr int PIECES = COLUMNS / 32;  // of dK; as many of dV
         const u32 mine = shared_address(s.k) + (threadIdx.x - 128) * 4;
         named_sync(TILES_READ, 128 * WARPGROUPS);  // no product needs one any more
 #pragma unroll
-        for (int e = 0; e < D / 2; ++e) {
+        for (int e = 0; e < COLUMNS / 2; ++e) {
             store_float(mine + e * ROW_OF_THREADS, dK[e]);
-            store_float(mine + (D / 2 + e) * ROW_OF_THREADS, dV[e]);
+            store_float(mine + (COLUMNS / 2 + e) * ROW_OF_THREADS, dV[e]);
         }
         cluster_sync();
 #pragma unroll 1

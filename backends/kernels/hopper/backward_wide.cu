@@ -2,9 +2,9 @@
 // accumulators of dK and dV for 64 keys fill the registers of both consumer warpgroups, so it is
 // the columns of the head dim that they share out. Each makes the scores of all 64 keys by its half
 // of the queries; P^T and dS^T go through shared memory, whole, and then each warpgroup multiplies
-// them for its own columns of dV, dK and dQ. dQ's float32 tile would not fit in shared memory
-// beside the rest: it is added to the accumulator straight from registers. Without FS_FUSED there
-// is no dQ.
+// them for its own columns of dV, dK and dQ. dQ of 192 columns leaves as in backward.cu; 256 would
+// not fit in shared memory beside the rest and are added to the accumulator straight from
+// registers. Without FS_FUSED there is no dQ.
 #include "work.cuh"
 
 constexpr int D = FS_D, BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K;  // D: both head dims, padded
@@ -16,6 +16,13 @@ constexpr int QUERIES = BLOCK_Q / WARPGROUPS;  // whose scores a warpgroup makes
 // A warpgroup's columns: WIDE ones from 128 g on, in whole chunks, and at D = 192 half of the chunk
 // in the middle, NARROW ones.
 constexpr int WIDE = D == 256 ? 128 : 64, NARROW = D == 256 ? 0 : 32;
+// A warpgroup's piece of dQ: boxes of 32 columns by all queries, first the wide columns, then the
+// narrow ones.
+[[maybe_unused]] constexpr int DQ_ROWS = BLOCK_Q, DQ_BOXES = (WIDE + NARROW) / 32;
+__device__ inline int dq_row(int) { return 0; }
+__device__ inline int dq_column(int g, int box) {
+    return 32 * box < WIDE ? 128 * g + 32 * box : 64 + 32 * g;
+}
 static_assert((D == 192 || D == 256) && BLOCK_Q == 64 && BLOCK_K == 64, "tiles of 64 x 64");
 
 struct OnChip {
@@ -25,6 +32,9 @@ struct OnChip {
     alignas(1024) u16 dout[STAGES][CHUNKS][BLOCK_Q * 64];  // ring, one visit each
     alignas(1024) u16 p[STAGES][BLOCK_K * 64];             // P^T: a row is a key, 64 queries wide
     alignas(1024) u16 ds[STAGES][BLOCK_K * 64];            // dS^T, likewise
+#if FS_FUSED && FS_D == 192
+    alignas(1024) float dq[WARPGROUPS][DQ_BOXES][DQ_ROWS * 32];  // leaving for the accumulator
+#endif
     float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q];    // -lse in units of log 2; -delta
     u64 kv_full, k_empty, v_empty;
     u64 full[STAGES], empty[STAGES];                       // of q, dout, lse and delta
@@ -32,9 +42,12 @@ struct OnChip {
 };
 static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "families/hopper.py and OnChip must agree");
 
-#include "keys_outside.cuh"
+enum NamedBarrier { SCORES_READY = 1, DQ_FREE = 2, DQ_FULL = 4 };  // 1: P and dS are written
 
-enum NamedBarrier { SCORES_READY = 1 };  // P and dS of a visit are written
+#if FS_FUSED && FS_D == 192
+#define STAGES_DQ
+#endif
+#include "keys_outside.cuh"
 
 // An accumulator of 64 rows by this warpgroup's columns.
 struct Columns {
@@ -80,7 +93,7 @@ __device__ __forceinline__ void issue_scores(float (&S)[QUERIES / 2], const u16*
     const u64 da = descriptor(keys, 0), db = descriptor(queries, 0);
     wgmma_fence();
 #pragma unroll
-    for (int x = 0; x < D / 16; ++x)
+    for (int x = 0; x < columns_taken(16) / 16; ++x)
         wgmma_ss<0, 0>(S, da + along_row(x, BLOCK_K), db + along_row(x, BLOCK_Q), x > 0);
     wgmma_commit();
 }
@@ -130,7 +143,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
     u32 kv_parity = 0;
     while (true) {
         const Item it = s.items.read(slot);
-        if (it.walk < 0) return;
+        if (it.walk < 0) break;
         const int key = it.own.start + fragment_row();
         const int steps = a.group * it.visits.count;
         stamp_item(a, it.walk, it.outer, false);
@@ -160,7 +173,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 lse[j] = query_pair(&s.lse[stage][QUERIES * g], j);
                 delta[j] = query_pair(&s.delta[stage][QUERIES * g], j);
             }
-            wgmma_wait<1>();  // S of this visit and dK of the last are complete
+            wgmma_wait<1>();  // S of this visit, dV and dK of the last are complete
             pin(S);
             ring.next(STAGES);  // of two stages, the next one is also the last visit's
             if (speaks && step > 0) arrive(&s.empty[ring.stage]);
@@ -194,6 +207,13 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             fence_async_shared();
             named_sync(SCORES_READY, 128 * WARPGROUPS);
             // -- dV += P^T dO, dQ = dS K, dK += dS^T Q --------------------------------------------
+#ifdef STAGES_DQ
+            Columns dQ;
+            issue_product<1, false>(dQ, s.ds[stage], s.k[0], g);
+            issue_product<0, true>(dV, s.p[stage], s.dout[stage][0], g);
+            issue_product<0, true>(dK, s.ds[stage], s.q[stage][0], g);
+            wgmma_wait<2>();  // dQ is complete; dV and dK go on into the next visit
+#else
             issue_product<0, true>(dV, s.p[stage], s.dout[stage][0], g);
 #if FS_FUSED
             Columns dQ;
@@ -201,13 +221,22 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #endif
             issue_product<0, true>(dK, s.ds[stage], s.q[stage][0], g);
             wgmma_wait<1>();  // dV and dQ are complete; dK goes on into the next visit
+#endif
 #if FS_FUSED
             pin(dQ);
+#ifdef STAGES_DQ
+            named_sync(DQ_FREE + g, 160);  // the last visit's piece is sent off
+            stage_columns(&s.dq[g][0], dQ.wide);
+            stage_columns(&s.dq[g][WIDE / 32], dQ.narrow);
+            fence_async_shared();
+            named_arrive(DQ_FULL + g, 160);
+#else
             float* tile = a.dq_acc + (i64(walk) * a.n_q + query) * FS_HEAD_DIM;
             const int rows = it.end - query;
             u32 bytes = add_columns(tile, dQ.wide, wide_column(g), rows);
             if (NARROW) bytes += add_columns(tile, dQ.narrow, narrow_column(g), rows);
             report(a.visit_counts + number * 8 + 4, bytes);
+#endif
 #endif
             stamp(stamps, 4);
         }
@@ -236,21 +265,33 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         report(counts + 2, dk_bytes), report(counts + 3, dv_bytes);
         stamp_item(a, it.walk, it.outer, true);
     }
+#ifdef STAGES_DQ
+    named_sync(DQ_FREE + g, 160);  // shared memory outlives the copies that read it
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 hopper_backward_wide(const __grid_constant__ TensorMap map_q,
                      const __grid_constant__ TensorMap map_k,
                      const __grid_constant__ TensorMap map_v,
-                     const __grid_constant__ TensorMap map_dout, const __grid_constant__ Args a,
+                     const __grid_constant__ TensorMap map_dout,
+                     const __grid_constant__ TensorMap map_dq, const __grid_constant__ Args a,
                      u32* counter) {
     extern __shared__ __align__(1024) char shared[];
     OnChip& s = *reinterpret_cast<OnChip*>(shared);
-    begin_barriers(s, 0);
+#ifdef STAGES_DQ
+    constexpr int SENDERS = 2;
+#else
+    constexpr int SENDERS = 0;
+#endif
+    begin_barriers(s, SENDERS);
     const int role = take_role<PRODUCER_REGISTERS, CONSUMER_REGISTERS>();
     if (role == 0) {
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
         if (warp == 1) produce_statistics(s, a);
+#ifdef STAGES_DQ
+        else if (warp >= 2) send_dq(s, a, &map_dq, warp - 2);
+#endif
         else if (threadIdx.x == 0) produce(s, a, &map_q, &map_k, &map_v, &map_dout, counter);
     } else {
         consume(s, a, role - 1);

@@ -8,6 +8,7 @@
 
 constexpr int D = FS_D, BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K;  // D: both head dims, padded
 constexpr int WARPGROUPS = 2, ROW_GROUPS = BLOCK_Q / 64, STAGES = 2, CHUNKS = D / 64;
+constexpr int COLUMNS = columns_taken(16);  // of these, what the products take
 constexpr bool SPLIT_KEYS = ROW_GROUPS == 1;
 constexpr int KEYS = SPLIT_KEYS ? BLOCK_K / 2 : BLOCK_K;  // of a visit, a warpgroup's share
 constexpr int THREADS = 128 * (WARPGROUPS + 1);
@@ -77,13 +78,13 @@ __device__ __forceinline__ void issue_scores(float (&S)[KEYS / 2], const u16* mi
     const u64 da = descriptor(mine, 0), db = descriptor(visited, 0);
     wgmma_fence();
 #pragma unroll
-    for (int x = 0; x < D / 16; ++x)
+    for (int x = 0; x < COLUMNS / 16; ++x)
         wgmma_ss<0, 0>(S, da + along_row(x, 64), db + along_row(x, BLOCK_K), x > 0);
     wgmma_commit();
 }
 
 // dQ += dS K, issued and committed.
-__device__ __forceinline__ void issue_dq(float (&dQ)[D / 2], const u32 (&dS)[KEYS / 16][4],
+__device__ __forceinline__ void issue_dq(float (&dQ)[COLUMNS / 2], const u32 (&dS)[KEYS / 16][4],
                                          const u16* k) {
     const u64 db = descriptor(k, BLOCK_K * 128);
     wgmma_fence();
@@ -99,28 +100,27 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
     const int part = SPLIT_KEYS ? 0 : g, my_key = SPLIT_KEYS ? KEYS * g : 0;
     Ring ring, slot;
     u32 own_parity = 0;
-    wait_for_what_ran_before();  // and so for delta, which ran before that
     while (true) {
         const Item it = s.items.read(slot);
-        if (it.walk < 0) return;
+        if (it.walk < 0) break;
         const int query = it.own.start + 64 * part + fragment_row();
         stamp_item(a, it.walk, it.outer, false);
         // This thread's two rows. One past the end, or one that sees no key, gets lse = +inf, so
         // that its P is exactly 0.
-        float lse[2], delta[2], dQ[D / 2];
+        float lse[2], delta[2], dQ[COLUMNS / 2];
         u32 row_bytes = 0;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = query + 8 * r;
             const bool exists = row < it.own.stop;
             const i64 at = i64(it.walk) * a.n_q + row;
-            const float l = exists ? a.lse[at] : NEG_INF;
+            const float l = exists ? __ldcg(&a.lse[at]) : NEG_INF;
             lse[r] = l == NEG_INF ? -NEG_INF : l * LOG2E;
-            delta[r] = exists ? a.delta[at] : 0.0f;
+            delta[r] = exists ? __ldcg(&a.delta[at]) : 0.0f;
             row_bytes += exists && threadIdx.x % 4 == 0 && !(SPLIT_KEYS && g) ? 4 : 0;
         }
 #pragma unroll
-        for (int e = 0; e < D / 2; ++e) dQ[e] = 0.0f;
+        for (int e = 0; e < COLUMNS / 2; ++e) dQ[e] = 0.0f;
         wait(&s.own_full[part], own_parity);
         own_parity ^= 1;
 #pragma unroll 1
@@ -183,15 +183,17 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         if (speaks) arrive(&s.own_empty[part]);  // the next item's Q and dO may come
         if (SPLIT_KEYS) {  // the first warpgroup adds up; always in this order
 #pragma unroll
-            for (int c = 0; c < D / 2; c += 32) {
+            for (int c = 0; c < COLUMNS / 2; c += 32) {
                 named_sync(1, 256);  // it has read the last columns
                 if (g == 1)
 #pragma unroll
-                    for (int e = 0; e < 32; ++e) s.partial[e][threadIdx.x % 128] = dQ[c + e];
+                    for (int e = 0; e < min(32, COLUMNS / 2 - c); ++e)
+                        s.partial[e][threadIdx.x % 128] = dQ[c + e];
                 named_sync(1, 256);  // the other half's columns are complete
                 if (g == 0)
 #pragma unroll
-                    for (int e = 0; e < 32; ++e) dQ[c + e] += s.partial[e][threadIdx.x % 128];
+                    for (int e = 0; e < min(32, COLUMNS / 2 - c); ++e)
+                        dQ[c + e] += s.partial[e][threadIdx.x % 128];
             }
         }
         const int head = it.walk % a.heads, batch = it.walk / a.heads;
@@ -204,6 +206,9 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         report(counts + 2, row_bytes), report(counts + 3, row_bytes), report(counts + 4, dq_bytes);
         stamp_item(a, it.walk, it.outer, true);
     }
+    // dK and dV, which nothing here needs, are made at the same time: that pass let this one start
+    // when delta was complete (`produce_statistics`). But who waits for this one waits for both.
+    wait_for_what_ran_before();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)

@@ -147,6 +147,89 @@ __device__ void produce_statistics(OnChip& s, const Args& a) {
     }
 }
 
+#ifdef STAGES_DQ
+// Adding in a fixed order: `turn` counts the additions that a piece of dQ has had.
+__device__ inline void wait_turn(const u32* turn, u32 mine) {
+    u32 now;
+    do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+    while (now != mine);
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+__device__ inline void pass_turn(u32* turn) {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" :: "l"(turn) : "memory");
+}
+
+// Lays a piece of dQ down that is not transposed, 32 columns to a box, whose rows are swizzled. Odd
+// rows take the other half of a box's columns first: else two rows would meet in the same banks.
+template <int N>
+__device__ __forceinline__ void stage_columns(float (*boxes)[DQ_ROWS * 32], const float (&dQ)[N]) {
+    const int row = fragment_row(), lane = threadIdx.x % 32;
+    const bool odd = row % 2;
+    const u32 to = shared_address(boxes[0]) + row * 128 + lane % 2 * 8;
+#pragma unroll
+    for (int box = 0; box < N / 16; ++box)
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const int even = 16 * box + 4 * j + 2 * r, other = 16 * box + 4 * (j ^ 2) + 2 * r;
+                const u32 piece = (2 * j + lane / 2 % 2) ^ (row % 8) ^ (odd ? 4 : 0);
+                store_pair(to + box * sizeof(boxes[0]) + r * 1024 + piece * 16,
+                           odd ? dQ[other] : dQ[even], odd ? dQ[other + 1] : dQ[even + 1]);
+            }
+}
+
+// A warp for each warpgroup g: its piece of dQ, once staged, is added to the accumulator. DQ_FREE +
+// g and DQ_FULL + g pass the piece to and fro between the two.
+__device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g) {
+    const bool leads = threadIdx.x % 32 == 0;
+    Ring slot;
+    named_arrive(DQ_FREE + g, 160);
+    while (true) {
+        const Item it = s.items.read(slot);
+        if (it.walk < 0) return;
+        Step step;
+#pragma unroll 1
+        for (int left = step.begin(a, it.visits.count); left; --left) {
+            const int walk = it.walk * a.group + step.member;  // of the query head
+            const int first = it.base + it.visits(a, step.v).tile * BLOCK_Q;
+            named_sync(DQ_FULL + g, 160);  // the piece is complete
+            if (leads) {
+#if FS_ORDERED
+                u32* turn = a.turns + (i64(walk) * a.n_q + first) * 2 + g;
+                wait_turn(turn, a.ranks[a.ptr[it.outer] + step.v]);
+#endif
+                const int row = first + dq_row(g);
+                const Place to = place(row, it.end, walk / a.heads);
+                int columns = 0;  // that exist
+#pragma unroll
+                for (int c = 0; c < DQ_BOXES; ++c) {
+                    const int column = dq_column(g, c);
+                    if (column >= FS_HEAD_DIM) continue;
+                    reduce_box(map_dq, s.dq[g][c], column, to.row, walk % a.heads, to.batch);
+                    columns += min(32, FS_COUNTED - column);
+                }
+                reduce_commit();
+                const i64 number = i64(walk) * a.n_visits + it.visits.first + step.v;
+                const int rows = max(0, min(DQ_ROWS, it.end - row));
+                report_one(a.visit_counts + number * 8 + 4, rows * columns * 4);
+                reduce_wait_read();
+            }
+            __syncwarp();
+            named_arrive(DQ_FREE + g, 160);  // the piece may be overwritten
+#if FS_ORDERED
+            if (leads) {
+                reduce_wait();
+                pass_turn(a.turns + (i64(walk) * a.n_q + first) * 2 + g);
+            }
+#endif
+            step.next(it.visits.count);
+        }
+    }
+}
+#endif
+
 // A statistic of the two queries that are this thread's columns in the j-th eight.
 __device__ __forceinline__ float2 query_pair(const float* statistic, int j) {
     return *reinterpret_cast<const float2*>(&statistic[8 * j + fragment_column()]);

@@ -134,6 +134,9 @@ __device__ inline void store_matrices(u32 to, const u32 (&x)[4]) {
 __device__ inline void store_float(u32 to, float x) {
     asm volatile("st.shared.f32 [%0], %1;" :: "r"(to), "f"(x) : "memory");
 }
+__device__ inline void store_pair(u32 to, float x, float y) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" :: "r"(to), "f"(x), "f"(y) : "memory");
+}
 // No instruction: the compiler no longer knows what x is, and computes anew what depends on it.
 __device__ inline void opaque(u32& x) { asm volatile("" : "+r"(x)); }
 

@@ -132,6 +132,12 @@ __device__ inline float scaled(const Args& a, float score) {
     return FS_SOFTCAP ? a.softcap * fast_tanh(score * (a.scale / a.softcap)) : score * a.scale;
 }
 
+// Columns that a backward's products take: whole `step`s of the wider head_dim, not whole chunks,
+// which the copy engine fills with zeros.
+__device__ inline constexpr int columns_taken(int step) {
+    return ((FS_HEAD_DIM > FS_HEAD_DIM_V ? FS_HEAD_DIM : FS_HEAD_DIM_V) + step - 1) / step * step;
+}
+
 // -- accumulator fragments -----------------------------------------------------------------------
 // Of a 64-row accumulator, a thread holds rows r = 16 (warp % 4) + lane / 4 and r + 8, and of each
 // 8 columns the pair at 2 (lane % 4): element e is row e / 2 % 2, column 8 (e / 4) + e % 2 + pair.
