@@ -6,8 +6,8 @@ Compiles forwards of head_dim 64, 128 and 256 for Hopper, disassembles them (`nv
 nvidia-cuda-nvdisasm) and counts in the loop over visits. Per score of a thread: *plain* are all but
 the tensor cores' instructions, the uniform path's (a warp's, not a thread's) and the mask's, which
 tiles without one jump over; *mask* are the selections and comparisons; *exponentials* those of the
-special-function unit. *scores* is the model's constant (`Constants.scores`), fitted to times: what
-the CUDA cores do for a score in one of their lanes. Needs no GPU.
+special-function unit. *model* is the time model's: `Constants.scores`, fitted to times, for a score
+and, times `units.SCALED`, for each element of O. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from flashsim import Device, Problem
 from flashsim.backends.launch.kernel import Gpu, Kernel
 from flashsim.report import Table
 from flashsim.studies.predict import CALIBRATED
+from flashsim.studies.predict.units import SCALED
 
 FAMILIES = {"hopper": "bfloat16", "hopper fp8": "float8_e4m3fn"}
 PRODUCTS = ("HGMMA", "QGMMA", "WARPGROUP", "WARPSYNC")
@@ -69,8 +70,8 @@ def main() -> None:
     fitted = CALIBRATED["hopper"]["forward"].scores
     table = Table(
         "Instructions of a thread for each score, forward, from the machine code",
-        ("kernels", "head_dim", "tile", "plain", "mask", "exponentials", "scores"),
-        note="scores: the time model's, fitted to times of the 16-bit kernels",
+        ("kernels", "head_dim", "tile", "plain", "mask", "exponentials", "model"),
+        note="model: the time model's, fitted to times of the 16-bit kernels",
     )
     for name, dtype in FAMILIES.items():
         for d in (64, 128, 256):
@@ -84,7 +85,8 @@ def main() -> None:
             left_out = sum(loop[x] for x in (*PRODUCTS, *MASK)) + uniform
             counts = loop.total() - left_out, sum(loop[x] for x in MASK), loop["MUFU"]
             cells = (f"{x / scores:.2f}" for x in counts)
-            table.rows.append((name, d, str(tile), *cells, fitted))
+            model = fitted * (1 + SCALED * d / tile.block_k)
+            table.rows.append((name, d, str(tile), *cells, f"{model:.2f}"))
     print(table.text(width=110))
 
 

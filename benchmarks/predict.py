@@ -47,7 +47,7 @@ FREE = {
     ("hopper", "fused"): ("tensor", "scores", "reduced", *COMMON),
     # Six times each: as few constants as there can be.
     ("hopper", "dkdv, wide"): ("tensor", "masked", "visit", "item", "throttle"),
-    ("hopper", "dq, wide"): ("tensor", "own", "visit", "throttle"),
+    ("hopper", "dq, wide"): ("tensor", "visit", "item", "throttle"),
     ("portable", "forward"): ("scores", *WARPS, *COMMON),
     **{(k, s): (*WARPS, *COMMON) for k in ("portable", "python") for s in ("dkdv", "dq")},
     **{(k, "fused"): ("reduced", *WARPS, *COMMON) for k in ("portable", "python")},

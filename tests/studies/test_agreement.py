@@ -298,7 +298,7 @@ def test_shapes_kept_out_of_the_fit_are_predicted(benchmark, errors):
 
 
 def test_a_chip_and_a_type_that_nothing_was_fitted_to_are_predicted(benchmark):
-    """An H100 by its data sheet within 5 % in the mean, each forward of FP8 within 12 %."""
+    """An H100 by its data sheet within 5 % in the mean, each forward of FP8 within 6 %."""
     chip, fp8 = benchmark.chip_table(), benchmark.fp8_table()
     assert chip.markdown() in GUIDE
     assert fp8.markdown() in GUIDE
@@ -306,7 +306,7 @@ def test_a_chip_and_a_type_that_nothing_was_fitted_to_are_predicted(benchmark):
     assert all(float(row["by sheet, mean"]) < 5 for row in chip.records())
     forward = [row for row in fp8.records() if row["kernel"] == "forward"]
     assert sum(row["shapes"] for row in forward) == 12
-    assert all(abs(float(row["worst"])) < 12 for row in forward)
+    assert all(abs(float(row["worst"])) < 6 for row in forward)
 
 
 def test_the_fit_sees_the_calibration_set_alone(benchmark):

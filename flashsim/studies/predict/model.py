@@ -42,6 +42,7 @@ from flashsim.studies.predict.prediction import Prediction, StageTime
 from flashsim.studies.predict.unfused import predict_standard
 from flashsim.studies.predict.units import (
     PAIR,
+    SCALED,
     UNITS,
     Work,
     bytes_again,
@@ -268,9 +269,11 @@ def durations(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray]:
     unit = work.visit
     shares = {"tensor cores": c.tensor, "scores": c.scores, "shared memory": c.shared}
     shares |= {"pieces": c.pieces, "reductions": c.reduced}
-    a_visit = max(sum(share * unit[name] for name, share in shares.items()), unit["L2"])
-    shared = work.visits * a_visit + work.masked * (c.masked * unit["scores"]) + c.own * work.own
     latency = (c.visit + c.waits * unit["tensor cores"]) * PAIR / work.groups
+    busy = sum(share * unit[name] for name, share in shares.items())
+    busy += c.scores * SCALED * unit["O"]
+    a_visit = max(busy, unit["L2"] - latency / work.blocks)  # tiles also come while a block waits
+    shared = work.visits * a_visit + work.masked * (c.masked * unit["scores"]) + c.own * work.own
     waiting = work.visits * latency + c.item
     return shared, waiting
 

@@ -32,6 +32,9 @@ SPECIAL, SHARED_BYTES = 16, 128
 #: Warpgroups that the latency of a visit is said for: while one waits, the other works. Of three,
 #: two do.
 PAIR = 2
+#: An element of O that a visit scales takes this share of a score's instructions: 1.31 of 4.85, by
+#: the machine code of Hopper's forwards (benchmarks/instructions.py).
+SCALED = 0.27
 #: Shared memory that CUDA keeps for itself, a block (CUDA C++ Programming Guide), and the registers
 #: of a thread of these kernels: nearly all that there are, whatever the head_dim.
 RESERVED, REGISTERS = 1024, 256
@@ -48,8 +51,9 @@ class Work:
     visit : dict of float
         Seconds of an SM's unit for one visit, had it nothing else to do, by `UNITS`, and of these
         besides: "reductions" (bytes added at L2, at the speed it is read), "scores" (one
-        instruction for each score), "pieces" (one for each 16 bytes that a thread places in shared
-        memory by an address of its own).
+        instruction for each score), "O" (one for each element of O that a Hopper forward scales),
+        "pieces" (one for each 16 bytes that a thread places in shared memory by an address of its
+        own).
     own : float
         Seconds of L2 for what an outer tile loads and stores besides its visits.
     blocks : int
@@ -81,6 +85,7 @@ def work_of(one: KernelPass, traffic: Traffic) -> Work:
     a_lane = 1 / (LANES.get(device.compute_capability, 128) * hertz)
     l2 = device.sm_count / device.l2_bandwidth if device.l2_bandwidth else 0.0
     wide = replace(p, head_dim=(dims := computed_dims(one, p))[0], head_dim_v=dims[1])
+    turns = bool(one.kernel.boxes) and stage.name == "forward"  # on the tensor cores
     padded = stage_work(wide, traffic.algorithm, traffic.direction, stage.name).visit
     flops = total_flops(padded, *sides, sides[0] * sides[1])
     simple = sum(flops[kind] for kind in ("max", "add", "multiply", "divide"))
@@ -93,13 +98,14 @@ def work_of(one: KernelPass, traffic: Traffic) -> Work:
         "L2": sum(moved.values()) * l2,
         "reductions": moved["reduce"] * l2,
         "scores": sides[0] * sides[1] * a_lane,
+        "O": sides[0] * dims[1] * a_lane if turns else 0.0,
         "pieces": _uneven_pieces(one, p, dims, sides) * a_lane,
     }
     members = p.group if stage.per == "group" else 1
     own = sum(_bytes(p, (*stage.before, *stage.after), op, sides) for op in ("load", "store"))
     order = tables.order
     counts = tables.visits[order] * members, tables.masked[order] * members
-    groups = tiling.block_q // 64 if one.kernel.boxes and stage.name == "forward" else PAIR
+    groups = tiling.block_q // 64 if turns else PAIR
     return Work(*counts, seconds, own * l2, blocks_per_sm(one, device), groups)
 
 
