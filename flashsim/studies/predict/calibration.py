@@ -83,8 +83,8 @@ class DecodeConstants(NamedTuple):
     table: float
 
 
-#: Fitted by `benchmarks/predict.py --decode --fit` to docs/data/decode-h200.csv: batches of 1 and
-#: 32 of its table, and two of its sweeps over splits.
+#: Fitted by `benchmarks/predict.py --decode --fit` to an earlier run of docs/data/decode-h200.csv:
+#: batches of 1 and 32 of its table, and two of its sweeps over splits.
 DECODING = DecodeConstants(
     launch=9.05e-08,
     item=3.65e-06,
