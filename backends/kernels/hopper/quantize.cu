@@ -55,8 +55,6 @@ struct Tile {
 
     __device__ void find(const Args& a, int number) {
         const int of_q = a.batch * a.heads * a.tiles_q, of_k = a.batch * a.kv_heads * a.tiles_kv;
-        // The second launch begins with what L2 still has of the first.
-        if (MODE == ELEMENTS_ONLY) number = of_q + 2 * of_k - 1 - number;
         which = number < of_q ? OF_Q : number < of_q + of_k ? OF_K : OF_V;
         number -= which == OF_Q ? 0 : which == OF_K ? of_q : of_q + of_k;
         const Input& x = which == OF_Q ? a.q : which == OF_K ? a.k : a.v;
