@@ -276,6 +276,8 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
                 stamp(visit_stamp, 1)
                 s = scores_done(queue_scores(q, shared + k_at + (done & 1) * k_bytes))
                 arrive(stage(shared + k_free, done), speaking)
+                # The last scores are computed: the next item's Q may come.
+                arrive(shared + q_free + group * 8, speaking and count == 1)
                 stamp(visit_stamp, 2)
                 s = shaped(s, a, slot, steps, int32(0), query)
                 m = row_max(m, s)
@@ -298,6 +300,7 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
                     growing = queue_output(o, p, shared + v_at + (last & 1) * v_bytes)
                     pass_turn(next_turn)
                     s = scores_first(queued)
+                    arrive(shared + q_free + group * 8, speaking and n == count - 1)
                     stamp(visit_stamp, n * visit_words + 2)
                     s = shaped(s, a, slot, steps, n, query)
                     top = row_max(m, s)
@@ -305,7 +308,7 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
                     alpha = rescaling(m, base, to_log2)
                     m = top
                     s, l = exponentials(s, base, l, alpha, to_log2)
-                    arrive_behind(stage(shared + k_free, now), speaking, l)
+                    arrive_behind(stage(shared + k_free, now), speaking, alpha)
                     stamp(visit_stamp, n * visit_words + 3)
                     o = output_done(growing)
                     stamp(visit_stamp, (n - 1) * visit_words + 4)
@@ -314,7 +317,6 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
                     o = scale_o(o, alpha)
                     n = int32(n + 1)
                 # -- The last visit's output ----------------------------------------------------
-                arrive(shared + q_free + group * 8, speaking)  # the next item's Q may come
                 last = int32(done + count - 1)
                 wait_full(shared + v_full, last)
                 o = output_done(queue_output(o, p, shared + v_at + (last & 1) * v_bytes))

@@ -241,7 +241,8 @@ def wgmma(
     layout of `ptx.mma`. The sums are in the registers returned, but not before `wgmma_wait`.
 
     All steps are one piece of PTX with the fence before and the commit behind them: nothing, no
-    register move either, may come between the fence and a product.
+    register move either, may come between the fence and a product. Steps are added to whole
+    descriptors: of halves put together for each product, ptxas moves both, every time.
 
     Parameters
     ----------
@@ -264,20 +265,23 @@ def wgmma(
     first = count if c is None else 2 * count  # operands that come behind the accumulators
     words = left if isinstance(left, list) else [left]
     kind = "bf16" if bf16 else "f16"
+    high = _DESCRIPTOR_HIGH_NARROW if right_narrow else _DESCRIPTOR_HIGH
     lines = [
-        "{.reg .pred fresh, more; .reg .b32 at; .reg .b64 l, r;",
-        "mov.b32 at, 0; setp.ne.b32 fresh, at, 0; setp.eq.b32 more, at, 0;",
-        "wgmma.fence.sync.aligned;",
+        "{.reg .pred fresh, more; .reg .b32 zero; .reg .b64 left, right, l, r;",
+        "mov.b32 zero, 0; setp.ne.b32 fresh, zero, 0; setp.eq.b32 more, zero, 0;",
+        f"mov.b64 right, {{${first + len(words)}, {high}}};",
     ]
+    if words is not left:
+        lines.append(f"mov.b64 left, {{${first}, {_DESCRIPTOR_HIGH}}};")
+    lines.append("wgmma.fence.sync.aligned;")
     for step, where in enumerate(right_at):
         if isinstance(left, list):
             a = "{" + ", ".join(f"${first + 4 * step + x}" for x in range(4)) + "}"
             transposed = f"{int(right_down)}"
         else:
-            lines += _place("l", first, left_at[step], _DESCRIPTOR_HIGH)
+            lines.append(f"add.s64 l, left, {left_at[step]};")
             a, transposed = "l", f"{int(left_down)}, {int(right_down)}"
-        high = _DESCRIPTOR_HIGH_NARROW if right_narrow else _DESCRIPTOR_HIGH
-        lines += _place("r", first + len(words), where, high)
+        lines.append(f"add.s64 r, right, {where};")
         add = "fresh" if c is None and step == 0 else "more"
         lines.append(
             f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} "
@@ -296,11 +300,6 @@ def wgmma(
         together=True,
     )
     return struct_values(b, made, count)
-
-
-def _place(name: str, operand: int, offset: int, high: int) -> list[str]:
-    """Lines that make the 64-bit descriptor `name` of its halves and an offset of the low one."""
-    return [f"add.u32 at, ${operand}, {offset};", f"mov.b64 {name}, {{at, {high}}};"]
 
 
 def wgmma_wait(b: ir.IRBuilder, pending: int, c: Values) -> Values:

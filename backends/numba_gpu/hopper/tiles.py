@@ -123,13 +123,13 @@ def wait_free(b: ir.IRBuilder, barriers: ir.Value, position: ir.Value) -> None:
 
 
 @emitted(None, int32, types.boolean, floats(2))
-def arrive_behind(b: ir.IRBuilder, barrier: ir.Value, condition: ir.Value, sums: Values) -> None:
-    """Arrive, where `condition` holds, once the sums of exponentials are there.
+def arrive_behind(b: ir.IRBuilder, barrier: ir.Value, condition: ir.Value, alpha: Values) -> None:
+    """Arrive, where `condition` holds, once it is known what O must be multiplied by.
 
-    They are never negative: the test only ties the arrival, and with it the wait behind it, to the
-    exponentials, which the assembler would otherwise sort behind the wait.
+    Powers are never negative: the test only ties the arrival, and with it the wait behind it, to
+    the maxima and the first exponentials, which the assembler would otherwise sort behind the wait.
     """
-    for x in sums:
+    for x in alpha:
         condition = b.and_(condition, b.not_(b.fcmp_ordered("<", x, ir.Constant(x.type, 0.0))))
     ptx_hopper.barrier_arrive(b, barrier, condition)
 
