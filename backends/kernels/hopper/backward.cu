@@ -121,7 +121,7 @@ __device__ __forceinline__ void issue_dq(float (&dQ)[DQ_FLOATS], const u16* k, c
 __device__ __forceinline__ void stage_transposed(u32 first, const float (&dQ)[DQ_FLOATS]) {
 #pragma unroll
     for (int x = 0; x < 4; ++x) {
-        // Rows 8 j + p of the box from the thread's first row on; their piece, 2 h from the thread's
+        // Rows 8 j + p of the box, from the thread's first on; their piece, 2 h from the thread's
         // first, is swizzled by the row: a warp's 32 elements fall into 32 banks.
         const int p = x % 2, h = x / 2;
         u32 at = first;
