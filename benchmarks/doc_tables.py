@@ -3,7 +3,8 @@
 Errors of predicted times and joules into docs/guides/truth.md (from times-h200.csv, power-h200.csv
 and others of docs/data), counters into
 docs/notebooks/counters.md (from verify-h200.csv, verify-widths-h200.csv and what was kept of the
-soaks, soak-h200.csv and soak-counts-h200.csv), times of softmax(X) V
+soaks, soak-h200.csv and soak-counts-h200.csv), what many GPUs reach on paper into
+docs/guides/many_gpus.md, times of softmax(X) V
 into docs/guides/texts.md (from softmax-matmul-h200.csv), speeds beside other libraries' into
 docs/guides/performance.md (speed_tables.py, from gpu-*-h200.csv), and the residuals' picture. A
 table is known by the section it stands in and by its first line. Needs no GPU, but numba-cuda:
@@ -20,12 +21,14 @@ import power
 import predict
 import speed_tables
 
-from flashsim import viz
+from flashsim import Problem, distributed, viz
 from flashsim.report import Table
 from flashsim.studies import verify
 from flashsim.studies.energy import energy_of
+from flashsim.studies.predict import spread
 
 DOCS = Path(__file__).parent.parent / "docs"
+PAPER = "## On paper, up to 1,024 GPUs"
 COURSE = "## A course's homework: softmax(X) V, then attention"
 
 
@@ -55,6 +58,7 @@ def main() -> None:
     joules = power_tables()
     tables = {
         "guides/performance.md": [(at, made()) for at, made in speed_tables.SECTIONS],
+        "guides/many_gpus.md": [(PAPER, on_paper(x)) for x in ("forward", "backward")],
         "guides/texts.md": [(COURSE, softmax_matmul())],
         "guides/truth.md": [
             ("## Time", predict.errors_table(found)),
@@ -86,6 +90,32 @@ def main() -> None:
     picture = DOCS / "data" / "predicted-times.png"
     viz.predicted_against_measured(predict.pairs(found), unit="ms").figure.savefig(picture)
     print(picture)
+
+
+def on_paper(direction: str) -> Table:
+    """Percent of the ranks x one GPU's rate, of a million tokens on more and more H200s."""
+    shape = {"head_dim": 128, "heads": 32, "kv_heads": 8, "dtype": "bfloat16"}
+    million = Problem(2**20, **shape, causal=True)
+    every = (2, 4, 8, 16, 64, 256, 1024)
+    table = Table("", (f"{direction}, ranks", *map(str, every)))
+
+    def row(name: str, scheme: str, ranks: tuple[int, ...], **network: str) -> None:
+        shares = {
+            n: spread(
+                million, ranks=n, scheme=scheme,
+                algorithm="flash2-fused", direction=direction, **network,
+            ).efficiency
+            for n in ranks
+        }  # fmt: skip
+        cells = (f"{100 * shares[n]:.1f}" if n in shares else "" for n in every)
+        table.rows.append((name, *cells))
+
+    for scheme in distributed.SCHEMES:
+        row(scheme, scheme, every[:3] if scheme == "ulysses" else every)
+    if direction == "forward":
+        for scheme in ("zigzag", "usp"):
+            row(f"{scheme}, InfiniBand EDR", scheme, every[3:], network="InfiniBand EDR")
+    return table
 
 
 def softmax_matmul() -> Table:

@@ -52,14 +52,15 @@ def test_units_of_a_visit_by_hand():
     assert found.masked.tolist() == [1] * 32  # the last one, ragged
 
 
-def test_a_head_dim_costs_what_the_kernel_pads_it_to():
-    """The Hopper backward computes 80 as 128, the forward as 80; rows are loaded as they are."""
+def test_a_head_dim_costs_what_the_kernel_makes_of_it():
+    """Whole sixteens of columns, and of fused dQ, transposed, the tile's 128; rows as they are."""
     narrow = replace(PROBLEM, head_dim=80, head_dim_v=80)
-    for stage, share in (("forward", 80 / 128), ("fused", 1.0), ("dq", 1.0)):
+    fused = (4 * 80 + 128) / (5 * 128)  # of S, dP, dK, dV and dQ
+    for stage, share in (("forward", 80), ("dkdv", 80), ("dq", 80), ("fused", 128 * fused)):
         algorithm = "flash2-fused" if stage == "fused" else "flash2"
         tiling = None if stage == "forward" else Tiling(64, 128)
         thin, full = (work(p, "hopper", algorithm, stage, tiling).visit for p in (narrow, PROBLEM))
-        assert thin["tensor cores"] == pytest.approx(share * full["tensor cores"])
+        assert thin["tensor cores"] == pytest.approx(share / 128 * full["tensor cores"])
         assert thin["reductions"] == pytest.approx(80 / 128 * full["reductions"])
     odd = replace(PROBLEM, head_dim=59, head_dim_v=59)
     assert work(odd, tiling=Tiling(192, 128)).visit["L2"] == 2 * 128 * 64 * 2 / (9.8e12 / 132)

@@ -150,7 +150,22 @@ def predict(
         if heads < 1:
             raise OptionError(f"heads_in_group must be at least 1, got {heads!r} for {name!r}")
         passes = tuple(replace(x, clump=heads) if x.stage.name == name else x for x in passes)
-    return Prediction(traffic, kernels, tuple(_stage(one, traffic, known) for one in passes))
+    found = tuple(_stage(one, traffic, known) for one in passes)
+    if kernels == "hopper" and found[-1].name == "dq":
+        later = known[constants_name(passes[-1], problem)].launch
+        found = (*found[:-1], _beside(found[-1], found[-2], later, device))
+    return Prediction(traffic, kernels, found)
+
+
+def _beside(dq: StageTime, dkdv: StageTime, later: float, device: Device) -> StageTime:
+    """Hopper's dQ, as long as it adds to the pass.
+
+    Its blocks begin on SMs that have run out of dK's and dV's, but no sooner than they are
+    launched. No unit is faster for that: what it adds is no less than its busiest one takes.
+    """
+    idle = max(0.0, dkdv.tail * dkdv.seconds - later)
+    adds = max(dq.seconds - idle, min(dq.seconds, max(dq.units.values())))
+    return replace(dq, seconds=adds, joules=dq.joules and joules(dq.use, adds, device))
 
 
 def made_for(device: Device) -> str:

@@ -21,6 +21,7 @@ class StageTime:
     ----------
     name : str
     seconds : float
+        What it adds to the pass: dQ's on Hopper begins on SMs that those of dK and dV leave idle.
     units : dict of float
         Seconds for which each unit is busy, were the work spread evenly: at most `seconds`, unless
         a clock above the nominal one is needed.
