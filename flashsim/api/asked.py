@@ -33,6 +33,13 @@ class Checked:
     ndim: int
     bias_shape: tuple[int, ...] | None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the engine, a module, which is found again by its name: a `Result` pickles."""
+        return {name: x for name, x in self.__dict__.items() if name != "engine"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, engine=dispatch.engine(state["backend"]))
+
     def again(self, q: Any, k: Any, v: Any) -> Job:
         """The same job with other arrays, which look like those that were checked."""
         if self.ndim == 4:

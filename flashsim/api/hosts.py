@@ -49,8 +49,16 @@ def host_of(x: Any) -> Host:
     return Host(library, _from_dlpack, namespace().asarray if namespace else NUMPY.give)
 
 
-#: A matrix is taken as the array it holds; masked arrays are refused later, by their own error.
-NUMPY = Host("numpy", lambda _, x: np.asarray(x) if isinstance(x, np.matrix) else x, lambda x: x)
+def _from_numpy(_: str, x: Any) -> Any:
+    """A matrix as the array it holds; masked arrays are refused later, by their own error."""
+    return np.asarray(x) if isinstance(x, np.matrix) else x
+
+
+def _as_it_is(x: Any) -> Any:
+    return x
+
+
+NUMPY = Host("numpy", _from_numpy, _as_it_is)
 #: For GPU engines, which know their arrays themselves.
 ANY = NUMPY._replace(library="")
 

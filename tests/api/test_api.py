@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -48,8 +50,8 @@ def test_run_returns_arrays_of_the_same_kind(x):
 def test_inputs_are_left_alone(x):
     before = [a.copy() for a in (x.q, x.k, x.v, x.bias, x.dout)]
     run(x, bias=x.bias).backward(x.dout)
-    for array, copy in zip((x.q, x.k, x.v, x.bias, x.dout), before, strict=True):
-        np.testing.assert_array_equal(array, copy)
+    for array, kept in zip((x.q, x.k, x.v, x.bias, x.dout), before, strict=True):
+        np.testing.assert_array_equal(array, kept)
 
 
 def test_outputs_are_not_the_inputs_memory(x):
@@ -232,6 +234,19 @@ def test_a_result_says_on_which_tiles_it_was_made(x):
     chosen = run(x, trace=True)
     assert chosen.tiling == chosen.trace.tiling
     assert (grads := chosen.backward(x.dout)).tiling == grads.trace.tiling
+
+
+@pytest.mark.parametrize(
+    "again", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
+)
+def test_a_result_can_be_copied_and_sent_to_another_process(x, again):
+    result = run(x, bias=x.bias, trace=True)
+    other = again(result)
+    np.testing.assert_array_equal(other.out, result.out)
+    assert other.trace.transfers == result.trace.transfers
+    there, here = again(other.backward(x.dout)), result.backward(x.dout)
+    for name in ("dq", "dk", "dv", "dbias"):
+        np.testing.assert_array_equal(getattr(there, name), getattr(here, name))
 
 
 def test_deterministic_is_refused_where_there_is_one_form(x):
