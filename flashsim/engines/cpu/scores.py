@@ -99,7 +99,7 @@ def finish_scores(cpu, S, s0, ld, first, last, lanes, rules, place, masked, bits
         for r in range(first, last):
             at = place.bias + r * place.bias_row
             for c in range(lanes):
-                S[s0 + r * ld + c] += rules.bias[at + c * place.bias_lane]
+                S[np.uint64(s0 + r * ld + c)] += rules.bias[at + c * place.bias_lane]
     if masked and rules.banded:
         for r in range(first, last):
             rel = place.rel + r * place.rel_row
@@ -108,19 +108,19 @@ def finish_scores(cpu, S, s0, ld, first, last, lanes, rules, place, masked, bits
             else:
                 begin, end = rel - rules.right, rel + rules.left + 1
             for c in range(0, min(begin, lanes)):
-                S[s0 + r * ld + c] = -np.inf
+                S[np.uint64(s0 + r * ld + c)] = -np.inf
             for c in range(max(end, 0), lanes):
-                S[s0 + r * ld + c] = -np.inf
+                S[np.uint64(s0 + r * ld + c)] = -np.inf
     if place.keep >= 0:
         for r in range(first, last):
             at = place.keep + r * place.keep_row
             for c in range(lanes):
                 if bits[at + c * place.keep_lane] == 0:
-                    S[s0 + r * ld + c] = -np.inf
+                    S[np.uint64(s0 + r * ld + c)] = -np.inf
     if lanes < cpu.width:
         for r in range(first, last):
             for c in range(lanes, cpu.width):
-                S[s0 + r * ld + c] = -np.inf
+                S[np.uint64(s0 + r * ld + c)] = -np.inf
 
 
 @part
@@ -128,7 +128,7 @@ def apply_gate(dS, gate, s0, ld, first, last, lanes):
     """dS times the softcap's derivative."""
     for r in range(first, last):
         for c in range(lanes):
-            dS[s0 + r * ld + c] *= gate[s0 + r * ld + c]
+            dS[np.uint64(s0 + r * ld + c)] *= gate[np.uint64(s0 + r * ld + c)]
 
 
 @part
@@ -137,7 +137,7 @@ def add_bias_gradient(dbias, dS, s0, ld, first, last, lanes, place):
     for r in range(first, last):
         at = place.bias + r * place.bias_row
         for c in range(lanes):
-            dbias[at + c * place.bias_lane] += dS[s0 + r * ld + c]
+            dbias[at + c * place.bias_lane] += dS[np.uint64(s0 + r * ld + c)]
 
 
 @part

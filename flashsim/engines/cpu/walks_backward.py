@@ -280,7 +280,7 @@ def row_dot(a, a0, b, b0, n):
     """Sum of products of one row, in an order that suits the vector registers."""
     total = a.dtype.type(0)
     for x in range(n):
-        total += a[a0 + x] * b[b0 + x]
+        total += a[np.uint64(a0 + x)] * b[np.uint64(b0 + x)]  # as in `packing.copy_rows`
     return total
 
 

@@ -97,12 +97,16 @@ def unpack(cpu, panels, X, x0, n, d, factors):
 
 @part
 def copy_rows(out, stride, X, x0, n, d, factor):
-    """n rows of X (.., d), times `factor`, with zeros after them up to the row length `stride`."""
+    """n rows of X (.., d), times `factor`, with zeros after them up to the row length `stride`.
+
+    An index that has a sign may count from the end, for all that the compiler knows, so that
+    neighbours need not lie side by side: it gathers and scatters them.
+    """
     for row in range(n):
         for x in range(d):
-            out[row * stride + x] = X[x0 + row * d + x] * factor
+            out[np.uint64(row * stride + x)] = X[np.uint64(x0 + row * d + x)] * factor
         for x in range(d, stride):
-            out[row * stride + x] = 0
+            out[np.uint64(row * stride + x)] = 0
 
 
 @part
@@ -110,4 +114,4 @@ def clear_rows(cpu, X, x0, ld, first, last):
     """Zero rows first .. last - 1 of a panel."""
     for r in range(first, last):
         for at in range(x0 + r * ld, x0 + r * ld + cpu.width):
-            X[at] = 0
+            X[np.uint64(at)] = 0
