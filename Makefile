@@ -7,7 +7,7 @@ JOBS ?= 2
 # .dev), and each of some hundred processes would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-torch thorough-torch outside lint modules unit thorough wheel bench gpu gallery lessons slides site links look lite reproduce clean
+.PHONY: demo test test-all test-torch thorough-torch outside lint modules unit kernels thorough wheel bench gpu gallery lessons slides site links look lite reproduce clean
 
 demo: $(VENV)/.installed
 	$(BIN)/flashsim demo --out out
@@ -18,8 +18,9 @@ test: $(VENV)/.dev
 	$(MAKE) --jobs=$(JOBS) --output-sync modules lint wheel
 	$(MAKE) unit
 
-# The products of cases, too: CI runs them where it has the time.
-test-all: test thorough
+# More GPU kernels made into machine code, too, as in CI; and the products of cases, which CI runs
+# where it has the time.
+test-all: test kernels thorough
 
 # mypy sees the packages as they are installed: backends and viz inside flashsim.
 lint: $(VENV)/.dev
@@ -39,6 +40,9 @@ PYTEST = OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(J
 
 unit: $(VENV)/.dev
 	$(PYTEST) --covered 98
+
+kernels: $(VENV)/.dev
+	$(PYTEST) -m kernels tests/backends
 
 thorough: $(VENV)/.dev
 	$(PYTEST) -m thorough

@@ -133,7 +133,7 @@ def pytest_report_header(config):
 def pytest_collection_modifyitems(config, items):
     place = _scattered if _on_gpu(config) else _place
     items.sort(key=lambda item: place(item.nodeid))
-    if config.option.markexpr == "gpu":  # takes the place of "not thorough", and means that, too
+    if config.option.markexpr == "gpu":  # takes the place of setup.cfg's, and means that, too
         left_out = [item for item in items if item.get_closest_marker("thorough")]
         items[:] = [item for item in items if not item.get_closest_marker("thorough")]
         config.hook.pytest_deselected(items=left_out)

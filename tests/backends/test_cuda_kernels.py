@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from compiled import compiled, costs_nothing_when_off, errors, source, thorough
+from compiled import compiled, costs_nothing_when_off, errors, kernels_only, source, thorough
 from gpus import GPUS, H200, KIB, ODD
 
 import flashsim
@@ -66,10 +66,9 @@ def compile_kernel(kernel, arch):
     return {name: tuple(map(int, numbers)) for name, *numbers in found}
 
 
-#: What differs most; the others are read to their end, which is quick, but not made into code.
-ALWAYS = {
-    *(("bf16 128 causal", "sm_90"), ("fp16 odd", "sm_80"), ("fp32 64", "sm_90")),
-}
+#: Both sources; the others are read to their end, which is quick, but not made into code.
+ALWAYS = {("bf16 128 causal", "sm_90"), ("fp32 64", "sm_90")}
+OFTEN = {("fp16 odd", "sm_80")}
 #: These two have all the kernels there are; what the others vary is tried on the two main targets,
 #: and each on one GPU or two of the rest: a small shared memory (smaller tiles), the newest.
 EVERYWHERE = ("bf16 128 causal", "fp32 64")
@@ -78,7 +77,7 @@ ELSEWHERE = [
     *(("blocks", "sm_89"), ("fp32 256", "sm_120"), ("tf32 64", "sm_120"), ("tf32 128", "sm_86")),
 ]
 TARGETS = [
-    case if case in ALWAYS else thorough(*case)
+    case if case in ALWAYS else kernels_only(*case) if case in OFTEN else thorough(*case)
     for case in [
         *ELSEWHERE,
         *(
@@ -108,7 +107,7 @@ def test_kernels_are_sound_to_the_compilers_front_end(name):
 @pytest.mark.parametrize(
     ("name", "report"),
     [
-        *(("bf16 128 causal", "counts"), ("fp32 64", "timeline")),
+        *(kernels_only("bf16 128 causal", "counts"), kernels_only("fp32 64", "timeline")),
         *(thorough("bf16 128 causal", "timeline"), thorough("fp16 odd", "timeline")),
         thorough("fp16 odd", "counts"),
         *(thorough("fp32 64", "counts"), thorough("tf32 64", "timeline")),
@@ -119,6 +118,7 @@ def test_kernels_that_report_compile_and_stay_in_registers(name, report):
     check_registers(passes(PROBLEMS[name], H200, report, family), "sm_90", REPORT_SPILL_BYTES)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("causal", [False, True])
 def test_counting_finds_registers_where_the_forward_fills_them(causal):
     """Spilled addresses came with a loop that recomputed others and hid fewer exponentials."""
@@ -145,8 +145,8 @@ def check_registers(passes, arch, limit):
 @pytest.mark.parametrize(
     ("name", "stage"),
     [
-        *(("bf16 128 causal", stage) for stage in ("forward", "fused")),  # compiled above
-        *(("fp32 64", "dq"), ("fp32 64", "delta")),
+        *(("bf16 128 causal", "forward"), ("fp32 64", "delta")),  # compiled above
+        *(kernels_only("bf16 128 causal", "fused"), kernels_only("fp32 64", "dq")),
         *(thorough("fp32 64", "forward"), thorough("fp32 64", "fused")),
         *(thorough("bf16 64", "dq"), thorough("bf16 64", "delta")),
     ],
@@ -156,6 +156,7 @@ def test_reporting_costs_nothing_when_it_is_off(name, stage):
     assert costs_nothing_when_off(one.kernel, "-arch=sm_90")
 
 
+@pytest.mark.kernels
 def test_reporting_changes_the_code_when_it_is_on():
     (one,) = PORTABLE.forward_passes(PROBLEMS["bf16 128 causal"], None, H200, "ascending", "")
     text, options = source(one.kernel), (*one.kernel.options, "-arch=sm_90")

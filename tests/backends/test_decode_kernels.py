@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from compiled import costs_nothing_when_off
+from compiled import costs_nothing_when_off, kernels_only, thorough
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,11 +39,11 @@ def plan(name, gpu, **more):
     return decode.plan(problem, (problem.n_kv,) * problem.batch, gpu, page=page, **more)
 
 
-#: Each on a GPU in turn; `make test-all` has every pair.
+#: Each on a GPU in turn, the first in `make test`, all in `make kernels`; every pair is thorough.
 TARGETS = [
-    (name, arch)
+    ((name, arch) if n == 0 else kernels_only(name, arch))
     if list(GPUS)[n % len(GPUS)] == arch
-    else pytest.param(name, arch, marks=pytest.mark.thorough)
+    else thorough(name, arch)
     for n, name in enumerate(VARIANTS)
     for arch in GPUS
 ]
@@ -61,6 +61,7 @@ def test_it_compiles_and_stays_in_registers(name, arch):
         assert 2 * (made.kernel.shared_bytes + 1024) <= GPUS[arch].shared_bytes + 1024
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", ["128", "four row blocks"])
 def test_counting_compiles_and_costs_nothing_when_off(name):
     made = plan(name, H200, counts=True)

@@ -15,6 +15,7 @@ from flashsim.backends.families import cascade, decode, latent
 from flashsim.errors import OptionError, ShapeError, UnsupportedError
 
 pytest.importorskip("cupy")
+from compiled import kernels_only
 from decode_cases import Case, moved, simulated
 from test_cuda_kernels import GPUS, H200, SPILL_BYTES, compile_kernel
 
@@ -28,7 +29,7 @@ GROUPED = {"heads": 8, "kv_heads": 2, "dtype": "bfloat16"}
     ("page", "more"),
     [
         (0, {}),
-        (16, {"n_q": 2, "causal": True}),
+        kernels_only(16, {"n_q": 2, "causal": True}),
         pytest.param(1, {"softcap": 3.0, "window": (90, 1)}, marks=pytest.mark.thorough),
         pytest.param(64, {"head_dim": 200, "head_dim_v": 128}, marks=pytest.mark.thorough),
     ],
@@ -43,7 +44,7 @@ def test_latent_attention_stays_in_registers(page, more):
     assert spilled == 0
 
 
-@pytest.mark.parametrize(("d", "page", "arch"), [(128, 16, "sm_90"), (64, 0, "sm_80")])
+@pytest.mark.parametrize(("d", "page", "arch"), [(128, 16, "sm_90"), kernels_only(64, 0, "sm_80")])
 def test_a_shared_prefix_stays_in_registers(d, page, arch):
     p = Problem(1, 8192, d, batch=32, heads=32, kv_heads=8, dtype="bfloat16")
     made = cascade.plan(p, (8192,) * 32, 7168, GPUS[arch], page=page)

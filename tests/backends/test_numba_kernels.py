@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from compiled import thorough
+from compiled import kernels_only, thorough
 from gpus import A100, H200, ODD
 
 import flashsim
@@ -44,11 +44,11 @@ PROBLEMS = {
 
 
 def kernels(problem, gpu, report=""):
-    """Every kernel of the forward and of both backwards, once."""
+    """Every kernel of the forward and of both backwards, once, in an order that stays."""
     passes = [*TENSOR.forward_passes(problem, None, gpu, "ascending", report)]
     for algorithm in ("flash2", "flash2-fused"):
         passes += TENSOR.backward_passes(problem, None, gpu, "ascending", report, algorithm)
-    return {one.kernel for one in passes}
+    return sorted({one.kernel for one in passes}, key=repr)
 
 
 def resources(log):
@@ -86,27 +86,38 @@ def check(kernel, arch, limit, report=""):
 @pytest.mark.parametrize(
     ("name", "arch"),
     [
-        ("fp16 odd", "sm_80"),  # test_kernels_that_report_... has the other, on sm_90a
+        kernels_only("fp16 odd", "sm_80"),  # test_kernels_that_report_... has the other
         *(thorough("bf16 128 causal", "sm_80"), thorough("bf16 128 causal", "sm_90a")),
         thorough("fp16 odd", "sm_90a"),
     ],
 )
 def test_tensor_core_kernels_assemble_in_registers(name, arch):
-    for kernel in sorted(kernels(PROBLEMS[name], GPUS[arch]), key=repr):
+    for kernel in kernels(PROBLEMS[name], GPUS[arch]):
         check(kernel, arch, SPILL_BYTES)
+
+
+def test_a_kernel_of_each_kind_assembles_in_registers():
+    """But dQ's, whose parts the fused one has."""
+    p, gpu = PROBLEMS["fp16 odd"], GPUS["sm_80"]
+    (forward,) = TENSOR.forward_passes(p, None, gpu, "ascending", "")
+    backward = TENSOR.backward_passes(p, None, gpu, "ascending", "", "flash2-fused")
+    made = [one.kernel for one in (forward, *backward)]
+    assert len(made) == 4
+    for kernel in made:
+        check(kernel, "sm_80", SPILL_BYTES)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("name", "arch"), WIDTHS)
 def test_other_head_dims_assemble_in_registers(name, arch):
-    for kernel in sorted(kernels(WIDTHS[name, arch], GPUS[arch]), key=repr):
+    for kernel in kernels(WIDTHS[name, arch], GPUS[arch]):
         if kernel.shared_bytes:  # row-wise kernels hardly depend on it
             check(kernel, arch, SPILL_BYTES)
 
 
 @pytest.mark.parametrize(
     ("stage", "report"),
-    [("fused", "counts"), thorough("forward", "counts"), thorough("fused", "timeline")],
+    [kernels_only("fused", "counts"), thorough("forward", "counts"), thorough("fused", "timeline")],
 )
 def test_kernels_that_report_assemble_in_registers(stage, report):
     given = PROBLEMS["bf16 128 causal"], None, GPUS["sm_90a"], "ascending", report
@@ -202,7 +213,7 @@ def check_hopper(kernel, text, folder, groups, limit):
 @pytest.mark.parametrize(
     ("name", "stage", "report"),
     [
-        *(("128", "fused", ""), ("64 causal", "dq", "")),
+        *(("128", "fused", ""), kernels_only("64 causal", "dq", "")),
         *(
             thorough(name, stage, "")
             for name in ("128", "64 causal", "odd", "negative", "128 softcap")
@@ -255,6 +266,7 @@ def test_the_backwards_shared_memory_is_no_larger_than_in_cpp():
                 )
 
 
+@pytest.mark.kernels
 def test_ptxas_says_where_an_output_is_not_waited_for(tmp_path, monkeypatch):
     """Results would not show it: where O is used, ptxas adds a wait, and serialises products."""
     from flashsim.backends.numba_gpu import compiler
@@ -316,6 +328,7 @@ def test_hoppers_kernels_are_taken_where_they_run():
     assert "a head_dim up to 128" in HOPPER.refusal(wide.problem, None, h200, "backward")
 
 
+@pytest.mark.kernels
 def test_stamps_are_compiled_in_where_asked_for():
     from flashsim.backends.numba_gpu import compiler
 
@@ -416,7 +429,7 @@ def test_cuda_kernels_compile_in_memory_where_cupys_cache_cannot_be_written(monk
 @pytest.mark.parametrize(
     ("softcap", "cc"),
     [
-        (True, (9, 0)),
+        kernels_only(True, (9, 0)),  # `make test` has them in the simulator
         *(thorough(False, (8, 0)), thorough(False, (9, 0)), thorough(True, (8, 0))),
     ],
 )

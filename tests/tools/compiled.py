@@ -17,6 +17,17 @@ def thorough(*case):
     return pytest.param(*case, marks=pytest.mark.thorough)
 
 
+def kernels_only(*case):
+    """Machine code beside one kernel of its kind: `make kernels`, which CI always runs."""
+    return pytest.param(*case, marks=pytest.mark.kernels)
+
+
+def some(always, often, cases):
+    """All cases of one argument: in `make test`, in `make kernels`, the others thorough."""
+    marks = {case: pytest.mark.kernels for case in often} | dict.fromkeys(always, ())
+    return [pytest.param(case, marks=marks.get(case, pytest.mark.thorough)) for case in cases]
+
+
 def star(*axes, also=()):
     """A product of cases, thorough but for those that differ from its first in one place at most,
     and for `also`: each value of an axis is tried, with few of all the kernels there are.
