@@ -156,7 +156,7 @@ def run(
     give = asked.host.give
     outcome = asked.engine.forward(job)
     if backend in dispatch.ON_CPU:
-        inputs.warn_of_overflow({"out": outcome.arrays["out"]}, job.arrays)
+        inputs.warn_of_overflow(outcome.unseen("out"), job.arrays)
     ndim = asked.ndim
     return made(
         Result,

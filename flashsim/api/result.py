@@ -187,7 +187,7 @@ def gradients(
         job = known.given(mine.q, mine.k, mine.v)
     outcome = asked.engine.backward(job, saved, inputs.expand(dout))
     if on_cpu:
-        inputs.warn_of_overflow(outcome.arrays, {"dout": dout, **job.arrays})
+        inputs.warn_of_overflow(outcome.unseen(*outcome.arrays), {"dout": dout, **job.arrays})
     given, dbias = outcome.arrays, outcome.arrays.get("dbias")
     give, ndim = asked.host.give, asked.ndim
     return made(

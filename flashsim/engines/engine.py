@@ -6,7 +6,7 @@ Engines never import the api or each other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -88,6 +88,8 @@ class Outcome(NamedTuple):
         The GPU's name; "" where none ran it.
     problem : Problem or None
         What was traced, where that is not the job's problem: the live keys of a cache.
+    finite : set of str
+        Arrays that are known to hold no NaN or infinity: the engine looked as it wrote them.
     """
 
     arrays: dict[str, Any]
@@ -98,6 +100,11 @@ class Outcome(NamedTuple):
     timeline: Any = None
     gpu: str = ""
     problem: Problem | None = None
+    finite: Set[str] = frozenset()
+
+    def unseen(self, *names: str) -> dict[str, Any]:
+        """Those of the arrays that may hold NaN or infinity."""
+        return {name: self.arrays[name] for name in names if name not in self.finite}
 
 
 class Engine(Protocol):

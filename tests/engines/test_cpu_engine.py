@@ -18,7 +18,7 @@ from test_engines import OPTION_CASES, SIZES, check, precise_longdouble
 import flashsim
 from flashsim import BackendUnavailable, Device, OptionError, SramOverflow, Tiling, UnsupportedError
 from flashsim.engines.cpu import engine as cpu
-from flashsim.engines.cpu import notes, threads
+from flashsim.engines.cpu import items, notes, threads
 from flashsim.engines.cpu.micro_kernels import registers
 from flashsim.engines.cpu.tables import NOTE
 from flashsim.engines.engine import Job
@@ -188,18 +188,21 @@ RUNS = {
 def test_tiles_walked_together_keep_their_bits_and_traces(algorithm, case, monkeypatch):
     x = tensors(113, 170, 16, heads=8, kv_heads=4)
     options = {"tiling": Tiling(16, 16), "threads": 1, "trace": True, **RUNS[case]}
-    real, longest = cpu._runs, {}
+    real, longest = items.runs, {}
 
-    def noted(*args):
-        runs = real(*args)
-        longest.setdefault(cpu.TOGETHER, []).append(np.diff(runs).max())
+    def noted(*args, **more):
+        runs = real(*args, **more)
+        longest.setdefault(items.TOGETHER, []).append(np.diff(runs).max())
         return runs
 
-    monkeypatch.setattr(cpu, "_runs", noted)
-    monkeypatch.setattr(cpu, "TOGETHER", 1 << 18)
-    grouped = both(x, algorithm, **options)
-    monkeypatch.setattr(cpu, "TOGETHER", 0)
-    alone = both(x, algorithm, **options)
+    monkeypatch.setattr(items, "runs", noted)
+    runs = []
+    for together in (1 << 18, 0):
+        items._known.cache_clear()  # tables of an earlier test
+        monkeypatch.setattr(items, "TOGETHER", together)
+        runs.append(both(x, algorithm, **options))
+    items._known.cache_clear()
+    grouped, alone = runs
     assert sum(n > 1 for n in longest[1 << 18]) == 2  # forward, and keys outside
     assert set(longest[0]) == {1}
     assert_same_bits(grouped[2], alone[2])
@@ -207,15 +210,67 @@ def test_tiles_walked_together_keep_their_bits_and_traces(algorithm, case, monke
         assert ours.trace.same_events(theirs.trace)
 
 
+@pytest.mark.parametrize("order", ["ascending", "descending"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_last_run_is_handed_out_tile_by_tile(fused, order):
+    """So that threads end about together; every tile once, fused in the order of turns."""
+    problem = flashsim.Problem(640, causal=True)
+    outer = "keys" if fused else "queries"
+    schedule = Schedule(problem, Tiling(64, 64), outer, key_order=order)
+    csr = schedule.col_csr if fused else schedule.row_csr
+    (even, spread) = (
+        [(int(a), int(b)) for a, b in items.runs(schedule, csr, fused, 4, spread=spread)]
+        for spread in (False, True)
+    )
+    last = even[-1]
+    assert spread[: len(even) - 1] == even[:-1]
+    assert sorted(spread[len(even) - 1 :]) == [(i, i + 1) for i in range(*last)]
+    walked = [i for first, end in spread for i in range(first, end)]
+    assert sorted(walked) == list(range(10))
+    if fused:
+        firsts = [first for first, _ in spread]
+        assert firsts == sorted(firsts, reverse=order == "descending")
+    else:
+        assert walked[0] == 6  # the longest first
+        assert walked[-1] == 0  # the shortest last
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+@pytest.mark.parametrize("algorithm", cpu.ALGORITHMS)
+def test_what_is_called_finite_is(algorithm, dtype):
+    """NaN in one place spreads over some results; of 16 bits nothing is said."""
+    x = tensors(113, 150, 20, heads=2, dtype=dtype)
+    problem = flashsim.Problem(113, 150, heads=2, head_dim=20, dtype=dtype)
+    clean = {name: getattr(x, name) for name in ("q", "k", "v", "dout")}
+    cases = [clean]
+    for name, place in (("q", (0, 1, 112, 19)), ("v", (0, 0, 149, 3)), ("dout", (0, 1, 112, 0))):
+        cases.append({**clean, name: clean[name].copy()})
+        cases[-1][name][place] = np.nan
+    large = np.where(np.arange(150) % 2, np.finfo(dtype).max / 2, 0).astype(dtype)
+    keys = np.broadcast_to(large[:, None], x.k.shape)
+    cases.append({**clean, "q": 0 * x.q, "k": keys, "dout": 1000 * x.dout})  # dQ alone overflows
+    several = set()
+    for arrays in cases:
+        job = Job(problem, *(arrays[each] for each in "qkv"), algorithm=algorithm)
+        ran = cpu.forward(job)
+        back = cpu.backward(job, ran.saved, arrays["dout"])
+        kept = {name: x for each in (ran, back) for name, x in each.arrays.items() if name != "lse"}
+        whole = {name for name, array in kept.items() if np.isfinite(array).all()}
+        several.add(frozenset(whole))
+        if algorithm == "flash2-fused" and not {"dq", "dk", "dv"} <= whole:
+            whole -= {"dq", "dk", "dv"}  # one walk writes all three
+        elif not {"dk", "dv"} <= whole:
+            whole -= {"dk", "dv"}
+        assert ran.finite | back.finite == (set() if dtype == "float16" else whole)
+    assert {"out", "dk", "dv"} in several
+
+
 @pytest.mark.parametrize("bias", [(1, 1), (1, 4), (2, 1), (2, 4), None])
 @pytest.mark.parametrize("by_row", [True, False])
 def test_heads_that_share_a_bias_gradient_belong_to_one_thread(by_row, bias):
     """Threads that race for a gradient's tile seldom show it, so this looks at who takes what."""
     problem = flashsim.Problem(8, batch=2, heads=4, kv_heads=2, bias=bias)
-    x = tensors(8, 8, 64, batch=2, heads=4, kv_heads=2, bias=bias)
-    ptr, members = cpu._CpuPass(Job(problem, x.q, x.k, x.v, x.bias), "backward")._sets(
-        by_row, shares=True
-    )
+    ptr, members = items.sets(problem, by_row, shares=True)
     heads = 4 if by_row else 2
     assert sorted(members) == list(range(2 * heads))
     batch, matrices = bias or (2, 4)
@@ -233,7 +288,7 @@ def test_masks_evaluated_in_pieces_change_nothing(algorithm, monkeypatch):
     x = tensors(113, 203, 8)
     options = {"tiling": Tiling(32, 48), "mask": lambda q, k: (q * k) % 3 != 1, "causal": True}
     whole = both(x, algorithm, **options)[2]
-    monkeypatch.setattr(cpu, "MASK_CHUNK", 1)
+    monkeypatch.setattr(items, "MASK_CHUNK", 1)
     assert_same_bits(whole, both(x, algorithm, **options)[2])
 
 

@@ -18,7 +18,7 @@ from tile_machine import EmulatedAmx, EmulatedBf16, Refused, TileMachine
 
 import flashsim
 from flashsim import BackendUnavailable, OptionError, Tiling
-from flashsim.engines.cpu import engine, threads
+from flashsim.engines.cpu import chosen, engine, threads
 from flashsim.engines.cpu.micro_kernels import amx, registers
 from flashsim.engines.cpu.micro_kernels.registers import BLOCKING, PAIRED, ROWS, Amx, Avx512Bf16
 from flashsim.engines.cpu.pairs import codegen, operations, packing, tiles
@@ -349,7 +349,7 @@ def judged(x, algorithm, micro_kernel=None, traces=False, **options):
 def emulated(request, monkeypatch):
     """The engine on a CPU that this one is not."""
     tile_machine.emulate(monkeypatch)
-    monkeypatch.setattr(engine, "_cpu", lambda *_, **__: request.param(64))
+    monkeypatch.setattr(chosen, "cpu", lambda *_, **__: request.param(64))
     yield request.param
     assert tile_machine.ERRORS == []
     for machine in tile_machine.ALL:
@@ -464,7 +464,7 @@ def test_bfloat16_takes_what_this_process_may_use(
     for cached in ("_host", "_lacks", "pays"):
         monkeypatch.setattr(registers, cached, getattr(registers, cached).__wrapped__)
     choose = lambda dtype, **more: type(  # noqa: E731
-        engine._cpu(None, flashsim.Problem(1, dtype=dtype), **more)
+        chosen.cpu(None, flashsim.Problem(1, dtype=dtype), **more)
     )
     assert choose("bfloat16") is kind
     assert choose("bfloat16", one=True) is choose("float32")
@@ -472,7 +472,7 @@ def test_bfloat16_takes_what_this_process_may_use(
     assert choose("float32") not in (Amx, Avx512Bf16)
     if refused:
         with pytest.raises(BackendUnavailable, match="Linux refuses"):
-            engine._cpu("amx", flashsim.Problem(1, dtype="bfloat16"))
+            chosen.cpu("amx", flashsim.Problem(1, dtype="bfloat16"))
 
 
 class Kernel:

@@ -9,6 +9,10 @@ import numpy as np
 #: A tile's size as one number, in the notes of a walk: rows times this plus columns.
 NOTE = 1 << 32
 
+#: Places of the counter that the threads of a walk share: the next item, whether to stop, and
+#: whether a result is NaN or infinite.
+PLACES, STOP, ODD = 3, 1, 2
+
 
 class Shape(NamedTuple):
     """Sizes: heads of one batch entry, lengths, head dims and the tile's sides."""
@@ -37,7 +41,8 @@ class Tiles(NamedTuple):
     keep : uint8
         Rows x columns bits of visits, one after the other.
     turn : int32 (visits,)
-        How many visits of the same row tile come earlier: fixes the order in which dQ is summed.
+        How many visits of the same row tile are still to come, this one with them, negated: fixes
+        the order in which dQ is summed.
     runs : int64 (items, 2)
         Neighbouring outer tiles, first and last + 1, that one thread walks together, in the order
         they are handed out.

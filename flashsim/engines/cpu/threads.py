@@ -19,6 +19,7 @@ from flashsim.engines.cpu import team, walks, walks_backward, walks_decode
 from flashsim.engines.cpu.pairs import backward as pair_walks_backward
 from flashsim.engines.cpu.pairs import forward as pair_walks
 from flashsim.engines.cpu.primitives.references import borrow
+from flashsim.engines.cpu.tables import STOP
 from flashsim.l2.compiled import keep, kept
 
 #: Seconds of compiling after which a person at a terminal is told why nothing happens.
@@ -106,7 +107,7 @@ def run(
     walk = _WALKS[name]
     with install_listener("numba:compile", _Notice()):
         if long and counter is not None:  # compile here, where an interrupt is heard
-            counter[1] = 1
+            counter[STOP] = 1
             walk(*args)
             counter[:] = 0
         others = team.of(threads).start(threads - (not long), walk, *args, apart=not long)
@@ -120,7 +121,7 @@ def run(
                     other.result()
         except BaseException:
             if counter is not None:
-                counter[1] = 1
+                counter[STOP] = 1
             raise
 
 

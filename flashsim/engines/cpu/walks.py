@@ -30,7 +30,7 @@ from flashsim.engines.cpu.scores import (
     round_panel,
     visible_rows,
 )
-from flashsim.engines.cpu.tables import NOTE
+from flashsim.engines.cpu.tables import NOTE, STOP
 from flashsim.schedule.schedule import MASKED
 
 
@@ -99,7 +99,7 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
                     lse[row0 + r] = m[x + r] + np.log(l[x + r]) if seen else -np.inf
                 unpack_rows(
                     *(cpu, O[x * dv :], out, row0 * dv, n, dv, inverse),
-                    *(rows, rules.rounding),
+                    *(rows, rules.rounding, counter),
                 )
                 if notes.steps.size > 0:
                     notes.steps[h, i] = n
@@ -139,7 +139,7 @@ def forward_visit(cpu, of_k, of_v, shape, tiles, rules, state, i, at, bias0):
 @part
 def stopped(counter):
     """Whether nobody wants the results any more; what a walk writes from then on is never read."""
-    return load_acquire(counter, 1) != 0
+    return load_acquire(counter, STOP) != 0
 
 
 @part

@@ -16,6 +16,7 @@ from flashsim.engines.cpu.primitives.packing import (
     clear_rows,
     copy_rows,
     filled,
+    look,
     pack,
     pack_rows,
     panel_array,
@@ -123,11 +124,11 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
                 col0 = kv_head * shape.n_kv + tiles.own[j, 0]
                 unpack_rows(
                     *(cpu, dK[x * d :], grads.dk, col0 * d, n, d, scales),
-                    *(rows, rounding),
+                    *(rows, rounding, counter),
                 )
                 unpack_rows(
                     *(cpu, dV[x * dv :], grads.dv, col0 * dv, n, dv, ones),
-                    *(rows, rounding),
+                    *(rows, rounding, counter),
                 )
                 if notes.steps.size > 0:
                     notes.steps[kv_head, j] = n
@@ -194,6 +195,8 @@ def add_to_dq(cpu, grads, shape, tiles, dS, ld, K_rows, j, at, h, turns, counter
             *(cpu, grads.dq, to + x, padded, dS, 0, ld, 1),
             *(K_rows, x, padded, rows, n),
         )
+    if tiles.turn[at] == -1:
+        look(counter, grads.dq, to, rows * padded)
     store_release(turns, turn, tiles.turn[at] + 1)
 
 
@@ -270,7 +273,7 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
                     product_add(cpu, dQ, p * d * w, w, k, k_kept, 1, d, dS, x0, w, d, kept)
                 if notes.visits.size > 0:
                     notes.visits[h, at] = rows * NOTE + n
-            unpack_rows(cpu, dQ, grads.dq, row0 * d, rows, d, scales, room, rounding)
+            unpack_rows(cpu, dQ, grads.dq, row0 * d, rows, d, scales, room, rounding, counter)
             if notes.steps.size > 0:
                 notes.steps[h, i] = rows
 

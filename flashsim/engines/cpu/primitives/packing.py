@@ -8,6 +8,7 @@ from flashsim.engines.cpu.micro_kernels.halves import NO_ROUNDING
 from flashsim.engines.cpu.micro_kernels.plain import narrow, transpose_in, transpose_out, widen
 from flashsim.engines.cpu.micro_kernels.writer import LINE
 from flashsim.engines.cpu.primitives.parts import hot_part, part
+from flashsim.engines.cpu.tables import ODD
 
 #: Rows and columns that are transposed a register at a time: multiples of every register's lanes.
 SIDE = 16
@@ -62,13 +63,24 @@ def pack_rows(cpu, panels, X, x0, n, d, factors, room, rounding):
 
 
 @part
-def unpack_rows(cpu, panels, X, x0, n, d, factors, room, rounding):
-    """`unpack` to rows that may be of 16-bit numbers."""
+def unpack_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
+    """`unpack` to rows that may be of 16-bit numbers; others are looked at."""
     if rounding == NO_ROUNDING:
         unpack(cpu, panels, X, x0, n, d, factors)
+        look(counter, X, x0, n * d)
     else:
         unpack(cpu, panels, room, 0, n, d, factors)
         narrow(cpu, room, 0, X, x0, n * d, rounding)
+
+
+@part(fastmath={"reassoc"})
+def look(counter, X, x0, n):
+    """Say in `counter` if any of n results is NaN or infinite: 0 times such a number is NaN."""
+    total = X.dtype.type(0)
+    for i in range(n):
+        total += X[np.uint64(x0 + i)] * X.dtype.type(0)  # as in `copy_rows`
+    if total != 0:
+        counter[ODD] = 1
 
 
 @hot_part

@@ -1,0 +1,95 @@
+"""What carries out a pass: which micro-kernel, on how many threads, on which tiles."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from flashsim.engines.cpu import threads
+from flashsim.engines.cpu.micro_kernels import registers
+from flashsim.errors import BackendUnavailable, OptionError, shown
+from flashsim.problem import checks
+from flashsim.problem.hardware import Device
+from flashsim.problem.problem import Problem
+from flashsim.schedule.tiling import Tiling
+
+MICRO_KERNELS = ("vector", "plain", *registers.PAIRED)
+
+#: Tiles that suit a CPU's caches (docs/notebooks/cpu.md): where no tiling is asked for, the first
+#: that fits the device.
+USUAL = {
+    "forward": (Tiling(128, 64), Tiling(64, 64)),
+    "backward": (Tiling(64, 64), Tiling(48, 64)),
+    "decode": (Tiling(1, 128), Tiling(1, 64)),
+}
+
+
+@lru_cache(maxsize=64)
+def tiling(
+    problem: Problem,
+    given: Tiling | None,
+    device: Device,
+    algorithm: str,
+    direction: str,
+    suits: tuple[Tiling, ...],
+) -> Tiling:
+    """The tiling asked for, which must fit the device, or one that `suits` a CPU."""
+    if given is not None:
+        given.check(problem, device, algorithm, direction)
+        return given
+    for usual in suits:
+        if usual.footprint(problem, algorithm, direction) <= device.sram_bytes:
+            return usual
+    return Tiling.fit(problem, device, algorithm, direction)
+
+
+def thread_count(given: Any) -> int:
+    """Threads asked for, or as many as there are CPUs."""
+    if given is None:
+        return threads.available()
+    if not checks.is_int(given) or given < 1:
+        raise OptionError(f"threads must be a positive integer, got {shown(given)}")
+    if given > threads.most():
+        raise OptionError(
+            f"threads must be at most {threads.most()}, got {given}: this process may use "
+            f"{threads.available()} CPUs, and more threads than CPUs gain nothing"
+        )
+    return int(given)
+
+
+def cpu(
+    micro_kernel: Any, problem: Problem, *, one: bool = False, narrow: bool = False
+) -> registers.Cpu:
+    """What carries out a pass; of `one` query a head no product in pairs unless it is asked for:
+    memory is what limits it, and `walks_decode` reads memory faster (docs/notebooks/cpu.md).
+    """
+    if micro_kernel is not None:
+        checks.one_of("micro_kernel", micro_kernel, MICRO_KERNELS)
+    if micro_kernel in registers.PAIRED:
+        return _paired(micro_kernel, problem.dtype)
+    if micro_kernel is None and problem.dtype == "bfloat16" and not one:
+        for name in registers.PAIRED:
+            if registers.pays(name) and registers.without(name) is None:
+                return registers.paired(name)
+    best = registers.best(problem.compute_dtype, plain=micro_kernel == "plain", narrow=narrow)
+    if micro_kernel == "vector" and isinstance(best, registers.Plain):
+        raise BackendUnavailable(
+            "micro_kernel='vector' needs a CPU with AVX2 and FMA, AVX-512 or NEON; "
+            "micro_kernel='plain' runs on any"
+        )
+    return best
+
+
+def _paired(micro_kernel: str, dtype: str) -> registers.Cpu:
+    if dtype != "bfloat16":
+        raise OptionError(
+            f"micro_kernel={micro_kernel!r} multiplies bfloat16, and the inputs are {dtype}: "
+            "convert them, or leave micro_kernel out"
+        )
+    missing = registers.without(micro_kernel)
+    if missing is not None:
+        raise BackendUnavailable(
+            f"micro_kernel={micro_kernel!r} cannot run here: {missing}; leave micro_kernel out for "
+            "what this CPU does best"
+        )
+    return registers.paired(micro_kernel)

@@ -1,0 +1,175 @@
+"""Who walks what: items of outer tiles and heads, in the order in which threads take them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import numpy as np
+
+from flashsim.engines.cpu.tables import Tiles
+from flashsim.problem.problem import Problem
+from flashsim.schedule.savedmask import Csr
+from flashsim.schedule.schedule import MASKED, Schedule
+
+#: Bytes of its outer tiles that a thread keeps in its second-level cache, so that the inner ones,
+#: which come from further away, are fetched once for all of these; and the least number of items
+#: for a thread.
+TOGETHER, ITEMS = 400 << 10, 4
+
+#: Mask bits (bytes) that are evaluated ahead of a walk: bounds the memory of arbitrary masks.
+MASK_CHUNK = 1 << 25
+
+
+def tiles(schedule: Schedule, name: str, threads: int, *, one: bool = False) -> Iterator[Tiles]:
+    """The tables of a stage's walk; of a mask function in parts, each with its bits.
+
+    With `one` query a head the heads of a key head are an item. Tables of problems whose fields say
+    everything are kept from one call to the next; what a mask function returns may change.
+    """
+    if schedule.problem.banded:
+        yield _known(schedule, name, threads, one)
+    else:
+        yield from _tiles(schedule, name, threads, one)
+
+
+def known(schedule: Schedule) -> Schedule:
+    """A schedule whose tables are there already, if such a one was walked lately."""
+    return _same(schedule) if schedule.problem.banded else schedule
+
+
+@lru_cache(maxsize=8)
+def _same(schedule: Schedule) -> Schedule:
+    return schedule
+
+
+@lru_cache(maxsize=4)
+def _known(schedule: Schedule, name: str, threads: int, one: bool) -> Tiles:
+    (whole,) = _tiles(schedule, name, threads, one)
+    return whole
+
+
+def _tiles(schedule: Schedule, name: str, threads: int, one: bool) -> Iterator[Tiles]:
+    p, by_row = schedule.problem, schedule.outer == "queries"
+    own, other = (schedule.rows, schedule.cols) if by_row else (schedule.cols, schedule.rows)
+    csr = schedule.row_csr if by_row else schedule.col_csr
+    fused = name == "fused"
+    turn = turns(schedule, csr) if fused else _NOTHING
+    set_ptr, heads = sets(p, by_row, shares=fused or name == "dq")
+    if one:
+        set_ptr = np.arange(p.batch * p.kv_heads + 1) * (p.heads // p.kv_heads)
+    at_once = together(schedule, name, len(own) * (len(set_ptr) - 1), threads)
+    order = runs(schedule, csr, fused, at_once, spread=threads > 1)
+    for part, keep_at, keep in _masks(schedule, csr, order, by_row):
+        tables = (own, other, *csr, keep_at, keep, turn, part, set_ptr, heads)
+        yield Tiles._make([*(_table(x) for x in tables), schedule.key_order == "descending"])
+
+
+def together(schedule: Schedule, name: str, n: int, threads: int) -> int:
+    """How many of n outer tiles a thread walks at a time; results do not depend on it."""
+    p, tile = schedule.problem, schedule.tiling.clip(schedule.problem)
+    d, dv = p.head_dim, p.head_dim_v
+    elements = {
+        "forward": (d + dv) * tile.block_q,  # Q, O
+        "dkdv": 2 * (d + dv) * tile.block_k,  # K, V, dK, dV
+        "fused": (3 * d + 2 * dv) * tile.block_k,  # K once more, by row
+    }
+    if name not in elements:
+        return 1
+    fit = TOGETHER // (elements[name] * np.dtype(p.compute_dtype).itemsize)
+    return max(1, min(fit, n // (ITEMS * threads)))
+
+
+def sets(problem: Problem, by_row: bool, *, shares: bool) -> tuple[np.ndarray, np.ndarray]:
+    """CSR of the heads that one thread takes in turn: those that add to one bias gradient."""
+    p = problem
+    heads = p.heads if by_row else p.kv_heads
+    numbers = np.arange(p.batch * heads).reshape(p.batch, heads)
+    batch, matrices = p.bias if shares and p.bias is not None else (p.batch, p.heads)
+    if matrices == 1:
+        numbers = numbers.reshape(batch, -1)
+    elif batch == 1:  # the matrix of a head serves every batch entry
+        numbers = numbers.T
+    else:
+        numbers = numbers.reshape(-1, 1)
+    return np.arange(len(numbers) + 1) * numbers.shape[1], numbers.reshape(-1)
+
+
+def runs(
+    schedule: Schedule, csr: Csr, fused: bool, together: int, *, spread: bool = False
+) -> np.ndarray:
+    """Even runs of up to `together` outer tiles: longest first; fused, in the order of turns.
+
+    With `spread` the last one is handed out tile by tile, so that threads end about together.
+    """
+    n = len(csr[0]) - 1
+    count = -(-n // together)
+    edges = np.arange(count + 1) * n // max(count, 1)
+    descending = schedule.key_order == "descending"
+    if spread and count > 1:
+        last = np.argmin(np.diff(csr[0][edges])) if not fused else 0 if descending else count - 1
+        edges = np.union1d(edges, np.arange(edges[last], edges[last + 1]))
+    order = np.stack([edges[:-1], edges[1:]], axis=1)
+    if fused:
+        return order[::-1] if descending else order
+    return order[np.argsort(-np.diff(csr[0][edges]), kind="stable")]
+
+
+def turns(schedule: Schedule, csr: Csr) -> np.ndarray:
+    """Whose turn it is to add to a row tile: how many visits of it are still to come, negated.
+
+    The visit itself is one of them, and columns are in the outer order.
+    """
+    row = csr[1]
+    order = np.argsort(row, kind="stable")
+    counts = np.bincount(row, minlength=schedule.t_r)
+    turn = np.empty(len(row), np.int32)
+    turn[order] = np.arange(len(row)) - np.repeat(np.cumsum(counts), counts)
+    if schedule.key_order == "descending":
+        np.subtract(-1 - counts[row], turn, out=turn, casting="same_kind")  # one type: one walk
+    return turn
+
+
+def first_turns(schedule: Schedule) -> np.ndarray:
+    """The turns that begin, one a row tile and head."""
+    p = schedule.problem
+    counts = np.bincount(schedule.col_csr[1], minlength=schedule.t_r)
+    return np.tile(-counts, p.batch * p.heads)
+
+
+def _masks(
+    schedule: Schedule, csr: Csr, order: np.ndarray, by_row: bool
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Runs in parts, each with the mask bits that its MASKED visits need."""
+    ptr, inner, kind = csr
+    keep_at = np.full(len(inner), -1, np.int64)
+    if schedule.problem.banded:
+        yield order, keep_at, np.zeros(0, np.uint8)
+        return
+    begin, size = 0, 0
+    bits: list[np.ndarray] = []
+    owner = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr))
+    for place, (first, last) in enumerate(order.tolist()):
+        for at in range(ptr[first], ptr[last]):
+            if kind[at] != MASKED:
+                continue
+            i, j = (owner[at], inner[at]) if by_row else (inner[at], owner[at])
+            kept = schedule.keep(int(i), int(j))
+            if kept is not None:
+                keep_at[at] = size
+                bits.append(kept.reshape(-1).view(np.uint8))
+                size += kept.size
+        if size > MASK_CHUNK or place == len(order) - 1:
+            yield order[begin : place + 1], keep_at, np.concatenate([*bits, _NO_BITS])
+            begin, size, bits = place + 1, 0, []
+
+
+_NOTHING = np.zeros(0, np.int32)
+_NO_BITS = np.zeros(0, np.uint8)
+
+
+def _table(array: np.ndarray) -> np.ndarray:
+    """A read-only view of a table, whatever it was before: one type, one compilation."""
+    view = np.ascontiguousarray(array).view()
+    view.setflags(write=False)
+    return view
