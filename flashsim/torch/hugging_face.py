@@ -110,7 +110,7 @@ def mask(
         start = int(q_offset) - kv_offset  # where the queries stand among the keys
         keys = _no_padding(attention_mask, kv_length, kv_offset)
         band = _narrowed(known, keys, start, q_length, kv_length)
-        if band is not None:
+        if band is not None and not _wanted_whole(known, rest, start, q_length, kv_length):
             return None if band.keys is None and band.window is None else band
     return masking_utils.sdpa_mask(
         **{
@@ -127,6 +127,15 @@ def mask(
             "allow_is_bidirectional_skip": False,
         }
     )
+
+
+def _wanted_whole(band: Band, rest: dict[str, Any], start: int, n_q: int, n_kv: int) -> bool:
+    """Whether a model asks for the mask as a tensor, to join it with one of its own.
+
+    So does transformers, for one query of a static cache: there the model has no use for it.
+    """
+    skip = f"allow_is_{'causal' if band.causal else 'bidirectional'}_skip"
+    return not rest.get(skip, True) and not (n_q == 1 and start + 1 < n_kv)
 
 
 def _readable(*given: Any) -> bool:
@@ -284,6 +293,9 @@ def _refuse(dropout: float, rest: dict[str, Any]) -> None:
         )
     for name, what in (
         ("s_aux", "attention sinks"),
+        ("sinks", "attention sinks"),
+        ("indices", "only those keys that an indexer chose"),
+        ("block_indices", "only those blocks of keys that an indexer chose"),
         ("cache", "a paged cache"),
         ("output_attentions", "the probabilities, which it never holds"),
     ):

@@ -145,6 +145,19 @@ def gemma2():
     return transformers.Gemma2ForCausalLM(config)
 
 
+def doge():
+    """Its layers join the mask with one of their own, and hand on what comes of it."""
+    return transformers.DogeForCausalLM(transformers.DogeConfig(**TEXT, keep_window_size=7))
+
+
+@pytest.mark.parametrize("padding", PADDING)
+def test_a_model_that_joins_the_mask_with_its_own_gets_it_whole(padding):
+    model, inputs = made(doge)
+    if PADDING[padding]:
+        inputs["attention_mask"] = torch.tensor(PADDING[padding])
+    check(model, inputs, torch.float32, reference="sdpa")
+
+
 def llama4():
     config = transformers.Llama4TextConfig(
         **TEXT, intermediate_size_mlp=48, head_dim=8, attention_chunk_size=6, num_local_experts=2,
@@ -365,6 +378,9 @@ def test_a_position_bias_has_a_gradient_and_meets_padding():
     [
         ({"dropout": 0.1}, "no dropout, got 0.1; set the model's attention"),
         ({"s_aux": torch.zeros(2)}, "attention sinks"),
+        ({"sinks": torch.zeros(2)}, "attention sinks"),
+        ({"indices": torch.zeros(1, 6, 2)}, "only those keys that an indexer chose"),
+        ({"block_indices": torch.zeros(1, 6, 2)}, "only those blocks of keys"),
         ({"output_attentions": True}, "the probabilities"),
     ],
 )
