@@ -62,8 +62,8 @@ def walkthrough(
     takes = inspect.signature(walk).parameters
     opt.refuse_unused(typed, f"the walkthrough {name}", only=takes)
     given: dict[str, Any] = {
-        "logits": values.parse_list("logits", logits or "70,80,90", float),
-        "tiling": tiling and values.tiling(tiling, head_dim or 64, causal),
+        "logits": values.parse_list("logits", "70,80,90" if logits is None else logits, float),
+        "tiling": None if tiling is None else values.tiling(tiling, head_dim or 64, causal),
         **{"n": n, "head_dim": head_dim, "chunk": chunk, "subnormals": subnormals, "row": row},
         **{"causal": causal, "dtype": dtype, "seed": seed},
     }
@@ -100,7 +100,7 @@ def banks(
         name = pattern or "column"
         layouts = [str(row["layout"]) for row in table.records() if row["pattern"] == name]
         requests = [on_chip.access(name, layout, **sizes) for layout in layouts]
-        pictures.draw("banks", requests, plot, {"theme": theme or "light"})
+        pictures.draw("banks", requests, plot, {"theme": "light" if theme is None else theme})
 
 
 def blocks(

@@ -213,7 +213,7 @@ def sweep(
         "head_dim": values.parse_list("head-dim", head_dim, int),
         "batch": values.parse_list("batch", batch, int),
         "heads": values.parse_list("heads", heads, int),
-        "kv_heads": values.parse_list("kv-heads", kv_heads, int) if kv_heads else None,
+        "kv_heads": None if kv_heads is None else values.parse_list("kv-heads", kv_heads, int),
         "dtype": values.parse_list("dtype", dtype, str),
         "causal": values.parse_list("causal", causal, values.parse_yes),
         "window": values.parse_list("window", window, values.parse_window),
@@ -223,7 +223,7 @@ def sweep(
         ),
         "tiling": values.parse_list("tiling", tiling, values.parse_tiling),
         "device": values.parse_list("device", device, str),
-        "sram_bytes": values.parse_list("sram", sram, int) if sram else None,
+        "sram_bytes": None if sram is None else values.parse_list("sram", sram, int),
     }
     # Fresh processes: forking one that has threads (the progress bar's) is unsafe.
     context = multiprocessing.get_context("spawn")

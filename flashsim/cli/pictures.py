@@ -111,12 +111,13 @@ def plot(
         )
     own = {"over": over, "seconds": seconds, "color": color, "sms": sms, "times": times}
     given = opt.changed(source, _THREE) + [name for name, x in own.items() if x is not None]
-    _refuse_unused(kind, given, over)
+    axis = "n_q" if over is None else over
+    _refuse_unused(kind, given, axis)
     ready(out, _formats())
     inches = values.parse_size(size)
     if kind == "io-curve":
-        data: Any = _io_sweep(source, over or "n_q")
-        options: dict[str, Any] = {"x": over or "n_q"}
+        data: Any = _io_sweep(source, axis)
+        options: dict[str, Any] = {"x": axis}
     elif kind == "roofline":
         data, options = _roofline(source, seconds)
     elif kind == "memory-footprint":
@@ -137,12 +138,12 @@ def plot(
     else:
         one = kind in ("tile-map", "sram-timeline") and not source.trace
         data = _recorded(_last(source) if one else source, _THREE).traces
-        options = {"color": color or "order"} if kind == "tile-map" else {}
+        options = {"color": "order" if color is None else color} if kind == "tile-map" else {}
         if kind == "gpu-timeline":
             options = {
                 "color": color,
-                "sms": values.parse_range("sms", sms) if sms else None,
-                "times": values.parse_times(times) if times else None,
+                "sms": None if sms is None else values.parse_range("sms", sms),
+                "times": None if times is None else values.parse_times(times),
             }
     _draw(kind, data, out, {"theme": theme, **options}, dpi, inches)
     say(f"plot in {out}")
@@ -238,13 +239,13 @@ def _last(source: opt.Source) -> opt.Source:
     return replace(source, algorithms=source.algorithms.split(",")[-1])
 
 
-def _refuse_unused(kind: str, given: list[str], over: str | None) -> None:
+def _refuse_unused(kind: str, given: list[str], over: str) -> None:
     unused = [name for name in given if name not in _USES[kind]]
     if unused:
         fitting = [other for other, uses in _USES.items() if set(unused) <= uses]
         hint = f", but for {', '.join(fitting)}" if fitting else "; leave them out"
         raise OptionError(f"{values.flags(unused)}: not for {kind}{hint}")
-    held = {"n_q": ("n_q",), "head_dim": ("head_dim",), "sram_bytes": ()}.get(over or "n_q", ())
+    held = {"n_q": ("n_q",), "head_dim": ("head_dim",), "sram_bytes": ()}.get(over, ())
     clash = [name for name in given if kind == "io-curve" and name in held]
     if clash:
         raise OptionError(

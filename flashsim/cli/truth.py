@@ -176,7 +176,7 @@ def calibrate(
         raise OptionError(
             "--device says whose figures --units holds; without it, this machine's GPU is measured"
         )
-    base = Device.get(device or "H200")
+    base = Device.get("H200" if device is None else device)
     if units is None:
         from flashsim.backends.cupy_gpu import units as bench
 

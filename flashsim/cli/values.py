@@ -187,7 +187,7 @@ def problem(sizes: opt.Lengths, mask: opt.Mask) -> Problem:
 
 def window(mask: opt.Mask) -> tuple[int, int] | None:
     """The window, if there is one."""
-    return parse_window(mask.window) if mask.window else None
+    return None if mask.window is None else parse_window(mask.window)
 
 
 def flags(names: Iterable[str]) -> str:
