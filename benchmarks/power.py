@@ -193,7 +193,7 @@ def shapes() -> Iterator[tuple[Problem, dict[str, tuple[str, ...]]]]:
     yield problem(4096, 128, causal=True), {"hopper": whole}
     yield problem(4096, 64), {"hopper": whole, "portable": ("forward", "flash2-fused")}
     yield problem(4096, 64, causal=True), {"hopper": ("forward", "flash2-fused")}
-    yield problem(4096, 256), {"hopper": whole[:2]}  # none is fused beyond 128
+    yield problem(4096, 256), {"hopper": whole[:2]}  # none is fused beyond 192
     yield problem(4096, 256, causal=True), {"hopper": ("forward",)}
     yield problem(16_384, 128, causal=True), {"hopper": ("forward", "flash2-fused")}
     yield problem(1024, 128), {"hopper": ("forward", "flash2-fused")}
