@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heapreplace
 
 from flashsim.backends import launch
 from flashsim.backends.families import hopper
 from flashsim.backends.families.family import Family
+from flashsim.backends.families.tile_times import makespan
 from flashsim.backends.kernels import nvrtc
 from flashsim.backends.launch.kernel import Box, Gpu, Kernel, Variant
 from flashsim.backends.launch.lowering import Lowered
@@ -104,9 +103,9 @@ class HopperFp8(Family):
         walks, visits = plans.heads_of(stage, tables.schedule.problem)[0], tables.visits
         if (visits == visits[0]).all():
             return size
-        longest_first = visits[tables.order].tolist()
         even = next((n for n in range(size - 1, 0, -1) if n % group == walks % n == 0), size)
-        return min(size, even, key=lambda n: last_end(longest_first, walks, n, gpu.multiprocessors))
+        items = visits + 1  # to begin and to end one takes as long as a visit
+        return min(size, even, key=lambda n: makespan(items, walks, gpu.multiprocessors, n))
 
     def kernel(
         self,
@@ -146,25 +145,6 @@ class HopperFp8(Family):
 
 
 HOPPER_FP8 = HopperFp8("hopper, fp8", nvrtc.load)
-
-
-def last_end(visits: Sequence[int], walks: int, clump: int, processors: int) -> int:
-    """When the last item of a launch ends, in visits, if whichever multiprocessor is free takes the
-    next one, and beginning and ending one takes as long as a visit.
-
-    Parameters
-    ----------
-    visits : sequence of int
-        Of each outer tile of a walk, in the order in which they are taken.
-    walks, clump : int
-        Heads, and how many are worked on together.
-    """
-    ends = [0] * processors
-    for first in range(0, walks, clump):
-        for n in visits:
-            for _ in range(min(clump, walks - first)):
-                heapreplace(ends, ends[0] + n + 1)
-    return max(ends)
 
 
 def shared_bytes(problem: Problem, tiling: Tiling, stages: int) -> int:

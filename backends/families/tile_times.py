@@ -100,11 +100,15 @@ def busy_at_once(problem: Problem, tiling: Tiling) -> tuple[float, float]:
     return share * problem.heads * len(visits), share * problem.kv_heads * columns
 
 
-def makespan(items: np.ndarray, walks: int, places: int) -> float:
-    """When the last of `walks` times these items is done, the longest first, in so many places."""
-    until = [0.0] * places
-    for item in np.repeat(np.sort(items)[::-1], walks):
-        heapq.heapreplace(until, until[0] + float(item))
+def makespan(items: np.ndarray, walks: int, places: int, clump: int | None = None) -> float:
+    """When the last of `walks` times these items is done, in so many places.
+
+    Of `clump` walks, or all, the longest items come first, before the next walks begin.
+    """
+    until, size = [0.0] * places, clump or walks
+    for first in range(0, walks, size):
+        for item in np.repeat(np.sort(items)[::-1], min(size, walks - first)).tolist():
+            heapq.heapreplace(until, until[0] + item)
     return max(until)
 
 

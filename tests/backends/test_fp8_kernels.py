@@ -12,6 +12,7 @@ from flashsim import Problem, Tiling
 from flashsim.backends.cupy_gpu import tensor_maps
 from flashsim.backends.families import hopper_fp8, quantize
 from flashsim.backends.families.hopper_fp8 import HOPPER_FP8
+from flashsim.backends.families.tile_times import makespan
 from flashsim.backends.launch.kernel import Box
 from flashsim.engines.engine import Job
 from flashsim.errors import UnsupportedError
@@ -73,9 +74,11 @@ def test_heads_together_are_those_that_end_first(d, n, heads):
 
 def test_when_a_launch_ends():
     """By hand: items of 4, 3 and 2 of two heads, on two multiprocessors."""
-    assert hopper_fp8.last_end([3, 2, 1], 2, 2, 2) == 9  # 4 3 2 on each
-    assert hopper_fp8.last_end([3, 2, 1], 2, 1, 2) == 10  # 4 4, and 3 2 3 2
-    assert hopper_fp8.last_end([5], 4, 1, 3) == 12
+    items = np.array([2, 4, 3])
+    assert makespan(items, 2, 2) == makespan(items, 2, 2, 2) == 9  # 4 3 2 on each
+    assert makespan(items, 2, 2, 1) == 10  # 4 4, and 3 2 3 2
+    assert makespan(items, 3, 2, 2) == 14  # 9 on each, then 4, and 3 2
+    assert makespan(np.array([6]), 4, 3, 1) == 12
 
 
 def test_reporting_costs_nothing_when_it_is_off():
