@@ -6,7 +6,7 @@ By SlipCover, whose probes go once they have been seen: a tracer takes as long a
 import functools
 import json
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType
 
 import pytest
 import slipcover
@@ -20,6 +20,15 @@ OMIT = (
     # `make test-torch`.
     *("flashsim/torch/*", "flashsim/jax/*", "flashsim/cli/models.py"),
 )
+#: What decorators make, and where it holds the function that they were given.
+HOLDERS = {
+    FunctionType: "__wrapped__",
+    type(functools.cache(len)): "__wrapped__",
+    property: "fget",
+    functools.cached_property: "func",
+    classmethod: "__func__",
+    staticmethod: "__func__",
+}
 EXCLUDE = (
     r"@(njit|part|hot_part|operation)\b",  # compiled: nobody sees them run
     r"if TYPE_CHECKING:",
@@ -43,6 +52,7 @@ class Covered:
             files = slipcover.FileMatcher(sources=SOURCE, omit=OMIT)
             slipcover.ImportManager(self.probes, files).__enter__()
             _give_plain_code_to_numba()
+            slipcover.Slipcover.find_functions = staticmethod(_find_functions)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node):
@@ -91,6 +101,23 @@ def _give_plain_code_to_numba():
         made(self, py_func, *args, **kwargs)
 
     Dispatcher.__init__ = make
+
+
+def _find_functions(items, visited):
+    """Functions whose probes may go. SlipCover's own looks into classes alone: what is guarded by
+    `own_errors` or cached, and properties, would keep theirs, and be slow for ever.
+    """
+    found, waiting = [], [*items]
+    while waiting:
+        one = waiting.pop()
+        kind = type(one)
+        if id(one) in visited or not (kind in HOLDERS or issubclass(kind, type)):
+            continue
+        visited.add(id(one))
+        if kind is FunctionType:
+            found.append(one)
+        waiting += [getattr(one, HOLDERS[kind], None)] if kind in HOLDERS else vars(one).values()
+    return found
 
 
 @functools.cache
