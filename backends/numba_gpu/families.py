@@ -13,9 +13,11 @@ from flashsim.backends.families import hopper
 from flashsim.backends.families.family import PLAIN
 from flashsim.backends.families.portable import Portable
 from flashsim.backends.launch.kernel import Gpu, Kernel, Variant
+from flashsim.backends.launch.lowering import Lowered
 from flashsim.backends.numba_gpu import compiler
 from flashsim.backends.numba_gpu.hopper.onchip import DqAlone, KeysOutside, OnChip
 from flashsim.problem.problem import Problem
+from flashsim.schedule import plans
 from flashsim.schedule.tiling import Tiling
 
 #: The head_dim up to which there is a backward with Hopper's own instructions.
@@ -53,6 +55,10 @@ class PythonHopper(hopper.Hopper):
         """See `Family`; launches do not overlap, so it is the shortest sequences that are not."""
         keys = -(-problem.n_kv // 128) * problem.kv_heads * problem.batch
         return max(problem.n_q, problem.n_kv) > 256 or keys > 2 * gpu.multiprocessors
+
+    def cluster(self, stage: plans.Stage, tables: Lowered, gpu: Gpu) -> int:
+        """See `Family`; an item has one block."""
+        return 1
 
     def forward_bytes(self, problem: Problem, tiling: Tiling, stages: int = 2) -> int:
         """Shared memory of the forward's blocks, whose rings have two stages."""

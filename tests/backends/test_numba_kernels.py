@@ -266,6 +266,16 @@ def test_the_backwards_shared_memory_is_no_larger_than_in_cpp():
                 )
 
 
+def test_an_item_has_one_block_where_cpps_is_shared_out_to_a_cluster():
+    from flashsim.backends.families.hopper import HOPPER as CPP
+
+    few = Problem(512, head_dim=64, heads=12, dtype="bfloat16", causal=True)
+    given = few, None, GPUS["sm_90a"], "ascending", "", "flash2-fused"
+    (_, cpp, _), (_, ours, _) = CPP.backward_passes(*given), HOPPER.backward_passes(*given)
+    assert (cpp.kernel.cluster, cpp.grid) == (2, (96,))
+    assert (ours.kernel.cluster, ours.grid) == (1, (48,))  # tiles of 128 keys of 12 heads
+
+
 @pytest.mark.kernels
 def test_ptxas_says_where_an_output_is_not_waited_for(tmp_path, monkeypatch):
     """Results would not show it: where O is used, ptxas adds a wait, and serialises products."""
