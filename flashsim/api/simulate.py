@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -321,6 +322,7 @@ def _outside(function: Any) -> Iterable[tuple[str, Any]]:
             yield label, scope[label]
 
 
+@functools.lru_cache(maxsize=64)  # taking bytecode apart costs as much as a small task's tiles
 def _global_names(code: CodeType) -> set[str]:
     found = {
         i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")
