@@ -18,8 +18,8 @@ test: $(VENV)/.dev
 	$(MAKE) --jobs=$(JOBS) --output-sync modules lint wheel
 	$(MAKE) unit
 
-# More GPU kernels made into machine code, too, as in CI; and the products of cases, which CI runs
-# where it has the time.
+# More kernels made into machine code, too, as in CI; and the products of cases, which CI runs where
+# it has the time.
 test-all: test kernels thorough
 
 # mypy sees the packages as they are installed: backends and viz inside flashsim.
@@ -42,7 +42,7 @@ unit: $(VENV)/.dev
 	$(PYTEST) --covered 98
 
 kernels: $(VENV)/.dev
-	$(PYTEST) -m kernels tests/backends
+	$(PYTEST) -m kernels tests/backends tests/engines
 
 thorough: $(VENV)/.dev
 	$(PYTEST) -m thorough

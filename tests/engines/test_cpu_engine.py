@@ -333,7 +333,11 @@ print(peak() - before)
 
 @vector_only
 @pytest.mark.parametrize(
-    "algorithm", [pytest.param("flash2", marks=pytest.mark.thorough), "flash2-fused"]
+    "algorithm",
+    [
+        pytest.param("flash2", marks=pytest.mark.thorough),
+        pytest.param("flash2-fused", marks=pytest.mark.kernels),  # each operation: test_panels.py
+    ],
 )
 def test_plain_definitions_give_the_same_results(algorithm):
     x = tensors(60, 70, 16, kind="rising", heads=4, kv_heads=2)
