@@ -1,8 +1,9 @@
 """flashsim as an attention of Hugging Face's transformers: a mask interface and an attention.
 
 A model asks the mask interface once a step for what its layers may see, and hands the answer to the
-attention. Here the answer is None for all keys, or all up to the diagonal (the layer says which);
-a `Band` for a window, or for a batch with padding; and for any other pattern the mask itself.
+attention. Here the answer is a `Band` for all keys, all up to the diagonal, or a window, each less
+padding; and for any other pattern the mask itself. It is never None, for which a layer's own word
+is taken: of layers for eager attention alone, some say `is_causal` wrongly, or nothing.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def mask(
     attention_mask: Band | Tensor | None = None,
     local_size: int | None = None,
     **rest: Any,
-) -> Band | Tensor | None:
+) -> Band | Tensor:
     """What transformers' masks say, by a few numbers where they can: see the module.
 
     Parameters
@@ -111,7 +112,7 @@ def mask(
         keys = _no_padding(attention_mask, kv_length, kv_offset)
         band = _narrowed(known, keys, start, q_length, kv_length)
         if band is not None and not _wanted_whole(known, rest, start, q_length, kv_length):
-            return None if band.keys is None and band.window is None else band
+            return band
     return masking_utils.sdpa_mask(
         **{
             **rest,
@@ -240,7 +241,8 @@ def attend(
         "softcap": softcap or 0.0,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
-    if attention_mask is None and rest.get("cu_seq_lens_q") is not None:  # packed by the caller
+    patterned = isinstance(attention_mask, Tensor) or band.keys is not None
+    if not patterned and rest.get("cu_seq_lens_q") is not None:  # packed by the caller
         for side in ("q", "k"):
             options[f"cu_seqlens_{side}"] = rest[f"cu_seq_lens_{side}"]
     if band.keys is not None and added is not None:

@@ -158,6 +158,31 @@ def test_a_model_that_joins_the_mask_with_its_own_gets_it_whole(padding):
     check(model, inputs, torch.float32, reference="sdpa")
 
 
+def bigbird_pegasus():
+    """Made for eager attention: its layers say that they are not causal."""
+    sizes = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "vocab_size": WORDS}
+    config = transformers.BigBirdPegasusConfig(**sizes, decoder_ffn_dim=48, dropout=0.0)
+    return transformers.BigBirdPegasusForCausalLM(config)
+
+
+def test_a_decoder_whose_layers_say_that_they_are_not_causal():
+    check(*made(bigbird_pegasus), torch.float32)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("layers_word", [True, False, None])
+def test_the_mask_is_believed_before_the_layer(causal, layers_word):
+    layer = torch.nn.Module()
+    if layers_word is not None:
+        layer.is_causal = layers_word
+    which = "causal" if causal else "bidirectional"
+    function = getattr(transformers.masking_utils, f"{which}_mask_function")
+    q, k, v = torch.randn(3, 1, 2, 6, 8, dtype=torch.float64)
+    got, _ = hugging_face.attend(layer, q, k, v, hugging_face.mask(1, 6, 6, mask_function=function))
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    torch.testing.assert_close(got, exact.transpose(1, 2))
+
+
 def llama4():
     config = transformers.Llama4TextConfig(
         **TEXT, intermediate_size_mlp=48, head_dim=8, attention_chunk_size=6, num_local_experts=2,
@@ -255,8 +280,7 @@ def test_speech_is_written_down_with_its_caches():
 
 
 def whole_mask(band, n_q, n_kv):
-    """The boolean mask that a `Band` (or None: causal) stands for, one score at a time."""
-    band = band or Band(causal=True)
+    """The boolean mask that a `Band` stands for, one score at a time."""
     keys = torch.ones(1, n_kv, dtype=torch.bool) if band.keys is None else band.keys
     left, right = band.window or (n_kv, n_kv)
     kept = torch.zeros(len(keys), n_q, n_kv, dtype=torch.bool)
@@ -313,8 +337,6 @@ def test_a_band_says_what_transformers_mask_says(
         assert which == "both sides"  # anything else is a band
         torch.testing.assert_close(got[:, 0], exact)
         return
-    if got is None and which in ("both sides", "all"):
-        got = Band(causal=False)
     band = whole_mask(got, q_length, kv_length).expand_as(exact)
     tokens = mask[:, q_offset:total] if padding != "none" else torch.ones(2, q_length).bool()
     for b in range(2):
