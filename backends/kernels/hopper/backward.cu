@@ -57,13 +57,14 @@ struct OnChip {
     alignas(1024) float dq[WARPGROUPS][DQ_BOXES][DQ_ROWS * 32];  // leaving for the accumulator
 #endif
     float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q];    // negative; lse in the scores' unit
-    u64 kv_full, k_empty, v_empty;
+    u64 kv_full, k_empty, v_empty;                         // of k and v
     u64 full[STAGES], empty[STAGES];                       // of q, dout, lse and delta
     Items items;
 };
 static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "families/hopper.py and OnChip must agree");
 
-// Named barriers; 0 is __syncthreads.
+// Named barriers; 0 is __syncthreads. dS is written; a warpgroup's piece of dQ is sent off, and is
+// staged; no product of an item that a cluster shares needs a tile any more.
 enum NamedBarrier { DS_READY = 1, DQ_FREE = 2, DQ_FULL = 4, TILES_READ = 6 };
 
 #if FS_FUSED

@@ -36,13 +36,14 @@ struct OnChip {
     alignas(1024) float dq[WARPGROUPS][DQ_BOXES][DQ_ROWS * 32];  // leaving for the accumulator
 #endif
     float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q];    // -lse in units of log 2; -delta
-    u64 kv_full, k_empty, v_empty;
+    u64 kv_full, k_empty, v_empty;                         // of k and v
     u64 full[STAGES], empty[STAGES];                       // of q, dout, lse and delta
     Items items;
 };
 static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "families/hopper.py and OnChip must agree");
 
-enum NamedBarrier { SCORES_READY = 1, DQ_FREE = 2, DQ_FULL = 4 };  // 1: P and dS are written
+// Named barriers: P and dS are written; a warpgroup's piece of dQ is sent off, and is staged.
+enum NamedBarrier { SCORES_READY = 1, DQ_FREE = 2, DQ_FULL = 4 };
 
 #if FS_FUSED && FS_D == 192
 #define STAGES_DQ
@@ -161,7 +162,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             u64* stamps = visit_stamps(a, number);
             next.next(it.visits.count);
             float S[QUERIES / 2], dP[QUERIES / 2];
-            // -- S^T = K Q^T and dP^T = V dO^T, queued behind the last visit's dK -----------------
+            // -- S^T = K Q^T and dP^T = V dO^T, queued behind what the last visit left running ----
             stamp(stamps, 0);
             wait(&s.full[stage], ring.parity);
             stamp(stamps, 1);
@@ -207,7 +208,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             fence_async_shared();
             named_sync(SCORES_READY, 128 * WARPGROUPS);
             // -- dV += P^T dO, dQ = dS K, dK += dS^T Q --------------------------------------------
-#ifdef STAGES_DQ
+#ifdef STAGES_DQ  // first of all, so that it leaves under the others
             Columns dQ;
             issue_product<1, false>(dQ, s.ds[stage], s.k[0], g);
             issue_product<0, true>(dV, s.p[stage], s.dout[stage][0], g);

@@ -24,12 +24,13 @@ struct OnChip {  // the launcher asks for exactly sizeof(OnChip) bytes
     alignas(1024) u16 p[CHUNK];                  // of one tile, for the second warpgroup
     float alpha[ROWS];                           // what its O is to be multiplied by
     float inverse[ROWS];                         // in the end
-    u64 full[STAGES], empty[STAGES];
+    u64 full[STAGES], empty[STAGES];             // of k; empty: no product reads it any more
     u32 bad;  // does the table name a page that the pool has not?
 };
 static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "families.latent and OnChip must agree");
 
-// Named barriers between the two consumer warpgroups.
+// Named barriers between the two consumer warpgroups: p and alpha (in the end inverse) are written;
+// both are read; the rows of q that each of them copied are there.
 constexpr int P_FULL = 1, P_EMPTY = 2, Q_FULL = 3;
 
 struct Block {  // what a block owns

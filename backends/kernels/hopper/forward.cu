@@ -26,6 +26,8 @@ struct OnChip {
     alignas(1024) u16 q[WARPGROUPS][CHUNKS][64 * 64];     // lives for one item
     alignas(1024) u16 k[STAGES][CHUNKS][BLOCK_K * 64];    // ring, one visit each
     alignas(1024) u16 v[STAGES][CHUNKS_V][BLOCK_K * 64];  // ring, one visit each
+    // Full: the copy engine has laid the tile down. Empty: what reads it is computed, scores for Q
+    // and K, the output for V.
     u64 q_full[WARPGROUPS], q_empty[WARPGROUPS];
     u64 k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
     Items items;

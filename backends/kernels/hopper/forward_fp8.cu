@@ -38,6 +38,8 @@ struct OnChip {
     alignas(1024) u8 q[WARPGROUPS][CHUNKS][64 * 128];     // lives for one item
     alignas(1024) u8 k[STAGES][CHUNKS][BLOCK_K * 128];    // ring, one visit each
     alignas(1024) u8 v[STAGES][CHUNKS_V][DV * 128];       // ring, one visit each
+    // Full: the copy engine has laid the tile down. Empty: what reads it is computed, scores for Q
+    // and K, the output for V.
     u64 q_full[WARPGROUPS], q_empty[WARPGROUPS];
     u64 k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
     float2 kv_scale[STAGES], q_scale[WARPGROUPS];  // with K: its scale and V's; with Q: x is its

@@ -1,5 +1,6 @@
 // What the backward kernels with keys outside share (backward.cu, backward_wide.cu):
-// who loads what, and what happens to a score. Included after a kernel's constants and its OnChip.
+// who loads what, what happens to a score, and, with STAGES_DQ, who sends dQ off. Included after a
+// kernel's constants, its OnChip and its named barriers.
 
 // The heads and visits of an item, in order: for each query head of the group, each row tile. The
 // blocks of a cluster share them out, each takes some in a row.
