@@ -15,7 +15,7 @@ from typing import Any, Literal
 from flashsim.backends.launch.kernel import Gpu, Kernel, Variant
 from flashsim.backends.launch.lowering import Lowered, in_turns, lower
 from flashsim.backends.launch.passes import KernelPass
-from flashsim.errors import UnsupportedError
+from flashsim.errors import FlashSimError, TilingError, UnsupportedError
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
 from flashsim.schedule.clump import clump_size
@@ -63,6 +63,15 @@ class Family(ABC):
         """Every tiling that the kernels run on this GPU."""
 
     @abstractmethod
+    def default(
+        self, problem: Problem, gpu: Gpu, direction: str, algorithm: str, ordered: bool = False
+    ) -> Tiling | None:
+        """The fastest tiling of those measured on an H200; None where `refusal` has a reason."""
+
+    def refused(self, reason: str) -> FlashSimError:
+        """The error that gives `refusal`'s reason."""
+        return TilingError(reason)
+
     def choose(
         self,
         problem: Problem,
@@ -72,13 +81,18 @@ class Family(ABC):
         algorithm: str = "flash2",
         ordered: bool = False,
     ) -> Tiling:
-        """The tiling given, or for None the fastest of those measured on an H200.
+        """The tiling given, or for None the default.
 
         Raises
         ------
         TilingError, UnsupportedError
-            With `refusal`'s reason.
+            As `refused` says it.
         """
+        if reason := self.refusal(problem, tiling, gpu, direction, algorithm):
+            raise self.refused(reason)
+        chosen = tiling or self.default(problem, gpu, direction, algorithm, ordered)
+        assert chosen is not None  # else refused
+        return chosen
 
     @abstractmethod
     def kernel(

@@ -96,25 +96,21 @@ class Hopper(Family):
         best += [Tiling(128, 64)]  # divides common block masks
         return tuple(t for t in best if self.forward_bytes(problem, t) <= gpu.shared_bytes)
 
-    def choose(
-        self,
-        problem: Problem,
-        tiling: Tiling | None,
-        gpu: Gpu,
-        direction: str,
-        algorithm: str = "flash2",
-        ordered: bool = False,
-    ) -> Tiling:
+    def default(
+        self, problem: Problem, gpu: Gpu, direction: str, algorithm: str, ordered: bool = False
+    ) -> Tiling | None:
         """See `Family`."""
-        if reason := self.refusal(problem, tiling, gpu, direction, algorithm):
-            raise UnsupportedError(
-                f"the Hopper kernels do not run this: {reason}; kernel={self.instead!r} may, and "
-                "without kernel=... whichever does is taken"
-            )
-        cells, every = problem.block_mask, self.tilings(problem, gpu, direction, algorithm)
-        possible = [t for t in every if t.divides(cells)]
+        every = self.tilings(problem, gpu, direction, algorithm)
+        possible = [t for t in every if t.divides(problem.block_mask)]
         # In order: the fewer row tiles, the fewer turns to wait.
-        return tiling or (max(possible, key=lambda t: t.block_q) if ordered else possible[0])
+        return max(possible, key=lambda t: t.block_q) if ordered else possible[0]
+
+    def refused(self, reason: str) -> UnsupportedError:
+        """See `Family`."""
+        return UnsupportedError(
+            f"the Hopper kernels do not run this: {reason}; kernel={self.instead!r} may, and "
+            "without kernel=... whichever does is taken"
+        )
 
     def orders_dq(self, problem: Problem) -> bool:
         """See `Family`."""

@@ -74,25 +74,19 @@ class HopperFp8(Family):
         """See `Family`."""
         return TILINGS[problem.head_dim]
 
-    def choose(
-        self,
-        problem: Problem,
-        tiling: Tiling | None,
-        gpu: Gpu,
-        direction: str,
-        algorithm: str = "flash2",
-        ordered: bool = False,
-    ) -> Tiling:
+    def default(
+        self, problem: Problem, gpu: Gpu, direction: str, algorithm: str, ordered: bool = False
+    ) -> Tiling | None:
         """See `Family`."""
-        if reason := self.refusal(problem, tiling, gpu, direction, algorithm):
-            raise UnsupportedError(
-                f"the FP8 kernels do not run this: {reason}; backend='numpy' does, or convert the "
-                "arrays to bfloat16"
-            )
-        return tiling or next(
-            t
-            for t in self.tilings(problem, gpu, direction)
-            if t.divides(problem.block_mask) and _one_scale_a_tile(problem, t)
+        every = self.tilings(problem, gpu, direction)
+        fit = (t for t in every if t.divides(problem.block_mask) and _one_scale_a_tile(problem, t))
+        return next(fit, None)
+
+    def refused(self, reason: str) -> UnsupportedError:
+        """See `Family`."""
+        return UnsupportedError(
+            f"the FP8 kernels do not run this: {reason}; backend='numpy' does, or convert the "
+            "arrays to bfloat16"
         )
 
     def clump(self, stage: plans.Stage, tables: Lowered, gpu: Gpu) -> int:

@@ -29,7 +29,7 @@ class Portable(Family):
         given = problem, gpu, direction, algorithm
         what = f"{direction} at head_dim={problem.head_dim}, {problem.dtype}"
         if tiling is None:
-            if self._default(*given):
+            if self.default(*given):
                 return None
             why = f"no default tiling for {what} on {gpu.name}; give tiling=..., one of: "
         else:
@@ -54,22 +54,6 @@ class Portable(Family):
         every = (Tiling(q, k) for q in kernels.SIDES for k in kernels.SIDES)
         return tuple(t for t in every if self._runs(t, problem, gpu, direction, algorithm))
 
-    def choose(
-        self,
-        problem: Problem,
-        tiling: Tiling | None,
-        gpu: Gpu,
-        direction: str,
-        algorithm: str = "flash2",
-        ordered: bool = False,
-    ) -> Tiling:
-        """See `Family`; the defaults were measured on an H200 (docs/guides/performance.md)."""
-        if reason := self.refusal(problem, tiling, gpu, direction, algorithm):
-            raise TilingError(reason)
-        chosen = tiling or self._default(problem, gpu, direction, algorithm)
-        assert chosen is not None  # else refused
-        return chosen
-
     def kernel(
         self,
         stage: str,
@@ -90,7 +74,10 @@ class Portable(Family):
             return kernels.dq_kernel(problem, tiling, variant, gpu)
         return kernels.rows_kernel(problem, tiling, variant, stage, fused=fused)
 
-    def _default(self, problem: Problem, gpu: Gpu, direction: str, algorithm: str) -> Tiling | None:
+    def default(
+        self, problem: Problem, gpu: Gpu, direction: str, algorithm: str, ordered: bool = False
+    ) -> Tiling | None:
+        """See `Family`; docs/guides/performance.md."""
         for sides in self._preferred(problem, direction, fused=algorithm == "flash2-fused"):
             tiling = Tiling(*sides)
             if tiling.divides(problem.block_mask) and self._runs(
