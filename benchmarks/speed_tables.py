@@ -12,7 +12,7 @@ from pathlib import Path
 
 DATA = Path(__file__).parent.parent / "docs" / "data"
 OURS = "flashsim cupy"
-OTHERS = ("flash-attn cute", "torch cudnn", "torch flash2")
+OTHERS = {"flash-attn cute": "FA-CuTe", "torch cudnn": "cuDNN", "torch flash2": "FA-2"}
 Row = dict[str, str]
 
 
@@ -70,19 +70,25 @@ def _markdown(columns: Sequence[str], rows: Sequence[Sequence[object]], words: s
     return "".join([lines[0], f"|{'|'.join(sides)}|\n", *lines[1:]])
 
 
-def papers() -> str:
-    """TFLOP/s of everybody on the papers' twelve shapes."""
-    columns = ["d", "causal", "N"]
+def papers(name: str = "gpu-papers-h200.csv") -> str:
+    """TFLOP/s of everybody who was timed on the papers' twelve shapes."""
+    found = shapes(name, lambda s: (-s.d, s.causal, s.n))
+    others = [name for name in OTHERS if any(name in one.rows for one in found)]
+    columns, rows = ["d", "causal", "N"], []
     for direction in ("forward", "backward"):
-        columns += [direction, "FA-CuTe", "cuDNN", "FA-2", "of the best"]
-    rows = []
-    for one in shapes("gpu-papers-h200.csv", lambda s: (-s.d, s.causal, s.n)):
+        columns += [direction, *(OTHERS[name] for name in others), "of the best"]
+    for one in found:
         line = [str(one.d), _mask(one), str(one.n)]
         for direction in ("forward", "backward"):
-            line += [one.speed(direction, name) for name in (OURS, *OTHERS)]
+            line += [one.speed(direction, name) for name in (OURS, *others)]
             line.append(one.of_the_best(direction))
         rows.append(line)
     return _markdown(columns, rows, "causal")
+
+
+def h100() -> str:
+    """The same on an H100."""
+    return papers("gpu-papers-h100.csv")
 
 
 def short() -> str:
@@ -128,4 +134,5 @@ SECTIONS: list[tuple[str, Callable[[], str]]] = [
         ("### Short sequences, few key heads, other widths", table)
         for table in (short, serving, widths)
     ),
+    ("### An H100", h100),
 ]
