@@ -21,6 +21,33 @@ def test_the_guides_tables_are_of_the_kept_measurements(tables):
         assert table() in page.partition(f"{section}\n")[2], table.__name__
 
 
+def test_the_guides_sentences_are_of_the_kept_measurements(tables):
+    page = " ".join((ROOT / "docs/guides/performance.md").read_text(encoding="utf-8").split())
+
+    def of(name, ratio):
+        found = tables.shapes(name, lambda s: s.n)
+        return [sorted(ratio(one, way) for one in found) for way in ("forward", "backward")]
+
+    def ends(ratios):
+        return f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
+
+    papers = of("gpu-papers-h200.csv", tables.Shape.ratio)
+    assert [sum(x >= 1 for x in way) for way in papers] == [10, 9]
+    assert "Forward, ten of the twelve are at least as fast as the best" in page
+    assert f"backward nine, the others {ends([x for x in papers[1] if x < 1])}, all of" in page
+    best = "× the best of FA-CuTe, cuDNN and FlashAttention-2"
+    assert f"| {ends(papers[0])} {best} forward, {ends(papers[1])} × backward |" in page
+    cudnn = of("gpu-papers-h200.csv", lambda x, way: x.ms(way, "torch cudnn") / x.ms(way))
+    assert f"behind in all, forward {ends(cudnn[0])} times, backward {ends(cudnn[1])}." in page
+    short = of("gpu-short-h200.csv", tables.Shape.ratio)
+    assert len(short[0]) == 72
+    fast = [sum(x >= 1 for x in way) for way in short]
+    assert f"Forward, {fast[0]} of the 72 are at least as fast, the other one makes 0.98." in page
+    assert f"{short[0][0]:.2f} {short[0][1]:.0f}" == "0.98 1"
+    behind = ends([x for x in short[1] if x < 1])
+    assert f"Backward, {fast[1]} are; the others, behind FA-CuTe, make {behind}." in page
+
+
 def test_a_ratio_is_of_the_fastest_other_that_was_timed(tables, tmp_path, monkeypatch):
     common = {"head_dim": 64, "seq_len": 8, "causal": True, "batch": 1}
     common |= {"heads": 2, "kv_heads": 2, "window": 0, "backward_ms": "", "backward_tflops": ""}
