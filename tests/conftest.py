@@ -69,15 +69,16 @@ def pytest_configure(config):
 #: Where tests run the CPU engine's walks, which take a minute to compile: once, in one process.
 WALKS = ("tests/api/test_", "tests/engines/test_c", "tests/engines/test_e")
 
-#: The files that take longest, longest first (a minute of a core to ten seconds). What is short
-#: comes last, by its name, so that two processes end together.
+#: The files that take longest, longest first (half a minute of a core to eight seconds). What is
+#: short comes last, by its name, so that two processes end together.
 LONGEST = (
-    *("backends/test_numba_kernels", "engines/test_pairs", "backends/test_hopper_kernels"),
-    *("viz/test_viz_plots", "backends/test_cuda_kernels", "backends/test_emulated_decode"),
-    *("backends/test_decode_launch", "faults/test_faults", "studies/test_exercises"),
-    *("engines/test_panels", "viz/test_viz_page", "cli/test_cli", "cli/test_pictures"),
-    *("studies/test_reproduce", "backends/test_emulated", "backends/test_decode_kernels"),
-    *("backends/test_emulated_barriers", "trace/test_tracefile_fuzz", "viz/test_viz_animation"),
+    *("engines/test_pairs", "viz/test_viz_page", "backends/test_numba_kernels"),
+    *("backends/test_emulated_decode", "backends/test_decode_launch", "studies/test_exercises"),
+    *("viz/test_viz_plots", "faults/test_faults", "engines/test_panels", "cli/test_cli"),
+    *("studies/test_agreement", "cli/test_pictures", "backends/test_cuda_kernels"),
+    *("backends/test_emulated", "studies/test_reproduce", "counts/test_traffic"),
+    *("schedule/test_schedule", "backends/test_hopper_kernels", "faults/test_kernel_faults"),
+    *("trace/test_tracefile_fuzz", "viz/test_viz_animation", "backends/test_emulated_barriers"),
 )
 #: Files with those whose emulated kernels they run, too: a process compiles each of them once.
 SHARING = {"tests/backends/test_decode_launch.py": "tests/backends/test_emulated_decode.py"}
