@@ -54,9 +54,9 @@ def warm(
 ) -> Warmed:
     """Compile what `backend="numba"` needs, and keep it on disk.
 
-    One compilation serves every shape, mask and option: code depends on the accumulator's type
-    alone, so that float32, float16 and bfloat16 share theirs; on a CPU with AMX or AVX512-BF16
-    bfloat16 has its own. Small passes are run to see it work.
+    One compilation serves every shape, mask and option, of one type; float16 and bfloat16 share
+    theirs, but on a CPU with AMX or AVX512-BF16 bfloat16 has its own. Small passes are run to see
+    it work.
 
     Parameters
     ----------

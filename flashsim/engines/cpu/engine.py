@@ -22,7 +22,7 @@ import numpy as np
 
 from flashsim.engines.cpu import chosen, items, threads, walks_decode
 from flashsim.engines.cpu.micro_kernels import registers
-from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16, FLOAT16, NO_ROUNDING
+from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16, FLOAT16
 from flashsim.engines.cpu.notes import stage_trace
 from flashsim.engines.cpu.primitives.packing import LINE
 from flashsim.engines.cpu.scores import Rules
@@ -140,7 +140,7 @@ class _CpuPass:
             left=p.left,
             right=p.right,
             banded=p.banded,
-            rounding=ROUNDING.get(p.dtype, NO_ROUNDING),
+            rounding=ROUNDING.get(p.dtype),
             bias=self.wide(bias)[0],
             bias_batch=matrix * heads if batch > 1 else 0,
             bias_head=matrix if heads > 1 else 0,

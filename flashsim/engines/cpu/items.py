@@ -62,7 +62,9 @@ def _tiles(schedule: Schedule, name: str, threads: int, one: bool) -> Iterator[T
     order = runs(schedule, csr, fused, at_once, spread=threads > 1)
     for part, keep_at, keep in _masks(schedule, csr, order, by_row):
         tables = (own, other, *csr, keep_at, keep, turn, part, set_ptr, heads)
-        yield Tiles._make([*(_table(x) for x in tables), schedule.key_order == "descending"])
+        longest = int(np.diff(part).max(initial=0))
+        descending = schedule.key_order == "descending"
+        yield Tiles._make([*(_table(x) for x in tables), longest, descending])
 
 
 def together(schedule: Schedule, name: str, n: int, threads: int) -> int:

@@ -34,7 +34,7 @@ class Rules(NamedTuple):
     banded : bool
         Whether the band alone decides; otherwise MASKED tiles bring their own bits.
     rounding : int
-        What the inputs are: `NO_ROUNDING`, or of 16 bits, `BFLOAT16` or `FLOAT16`.
+        What inputs of 16 bits are, `BFLOAT16` or `FLOAT16`; None of others.
     bias : ndarray, flat, accumulator type
         Of (batch, head) it starts at ``batch * bias_batch + head * bias_head``; empty without bias.
     """
@@ -44,7 +44,7 @@ class Rules(NamedTuple):
     left: int
     right: int
     banded: bool
-    rounding: int
+    rounding: int | None
     bias: np.ndarray
     bias_batch: int
     bias_head: int
@@ -86,15 +86,15 @@ def visible_rows(rules, rel, rel_row, rows, lanes):
 def finish_scores(cpu, S, s0, ld, first, last, lanes, rules, place, masked, bits, gate):
     """Scores of rows first .. last - 1: softcap, bias, mask; lanes that do not exist see nothing.
 
-    With a softcap, `gate` (laid out like S, or empty) takes 1 - tanh^2, the factor from dS to the
+    With a softcap, `gate` (laid out like S, or None) takes 1 - tanh^2, the factor from dS to the
     gradient of the scaled product.
     """
     if rules.softcap[0] > 0:
         x0 = s0 + first * ld
-        if gate.size > 0:
-            soft_cap_gated(cpu, S, x0, ld, last - first, rules.softcap, gate, x0)
-        else:
+        if gate is None:
             soft_cap(cpu, S, x0, ld, last - first, rules.softcap)
+        else:
+            soft_cap_gated(cpu, S, x0, ld, last - first, rules.softcap, gate, x0)
     if rules.bias.size > 0:
         for r in range(first, last):
             at = place.bias + r * place.bias_row
@@ -142,7 +142,9 @@ def add_bias_gradient(dbias, dS, s0, ld, first, last, lanes, place):
 
 @part
 def round_panel(cpu, X, x0, ld, rows, rounding):
-    """Round to the nearest number of a 16-bit type (ties to even), staying in float32."""
+    """Round to the nearest number of a 16-bit type (ties to even), if any, staying in float32."""
+    if rounding is None:
+        return
     if rounding == BFLOAT16:
         round_to_bfloat16(cpu, X, x0, ld, rows)
     else:

@@ -48,6 +48,8 @@ class Tiles(NamedTuple):
         they are handed out.
     set_ptr, sets : int64
         CSR: heads that one item takes one after the other, since they add to the same memory.
+    longest : int
+        Outer tiles of the longest run.
     descending : bool
         Whether a walk takes its inner tiles from the last to the first.
     """
@@ -63,6 +65,7 @@ class Tiles(NamedTuple):
     runs: np.ndarray
     set_ptr: np.ndarray
     sets: np.ndarray
+    longest: int
     descending: bool
 
 

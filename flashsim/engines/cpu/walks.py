@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from flashsim.engines.cpu.micro_kernels.halves import NO_ROUNDING
 from flashsim.engines.cpu.micro_kernels.plain import online_softmax, product_rescale, product_set
 from flashsim.engines.cpu.primitives.atomics import fetch_add, load_acquire
 from flashsim.engines.cpu.primitives.packing import (
@@ -48,7 +47,7 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
     w, d, dv, real = cpu.width, shape.d, shape.dv, q.dtype.type
     group = shape.heads // shape.kv_heads
     height = panels_of(cpu, shape.block_q) * w  # lanes of a row tile, padding included
-    most = longest_run(tiles)
+    most = tiles.longest
     Q, O = panel_array(most * height * d, q.dtype), panel_array(most * height * dv, q.dtype)
     S, m = panel_array(shape.block_k * w, q.dtype), panel_array(most * height, q.dtype)
     l, alpha = panel_array(m.size, q.dtype), panel_array(height, q.dtype)
@@ -113,7 +112,7 @@ def forward_visit(cpu, of_k, of_v, shape, tiles, rules, state, i, at, bias0):
     w, d, dv = cpu.width, shape.d, shape.dv
     q0, q1, offset = tiles.own[i, 0], tiles.own[i, 1], tiles.own[i, 2]
     k0, k1 = tiles.other[tiles.inner[at], 0], tiles.other[tiles.inner[at], 1]
-    masked, none = tiles.kind[at] == MASKED, m[:0]
+    masked = tiles.kind[at] == MASKED
     for p in range(panels_of(cpu, q1 - q0)):
         lanes, first, last = min(w, q1 - q0 - p * w), 0, k1 - k0
         if masked and rules.banded:
@@ -128,10 +127,9 @@ def forward_visit(cpu, of_k, of_v, shape, tiles, rules, state, i, at, bias0):
                 *(rules, tiles, at, bias0, q0, k0),
                 *(shape.n_kv, offset, k1 - k0, True, 0, p * w),
             )
-            finish_scores(cpu, S, 0, w, first, last, lanes, rules, place, masked, tiles.keep, none)
+            finish_scores(cpu, S, 0, w, first, last, lanes, rules, place, masked, tiles.keep, None)
         online_softmax(cpu, S, s0, rows, m, l, alpha, p * w)
-        if rules.rounding != NO_ROUNDING:
-            round_panel(cpu, S, s0, w, rows, rules.rounding)
+        round_panel(cpu, S, s0, w, rows, rules.rounding)
         v0 = v_start + first * dv
         product_rescale(cpu, O, p * dv * w, w, v, v0, 1, dv, S, s0, w, dv, rows, alpha, p * w)
 
@@ -140,15 +138,6 @@ def forward_visit(cpu, of_k, of_v, shape, tiles, rules, state, i, at, bias0):
 def stopped(counter):
     """Whether nobody wants the results any more; what a walk writes from then on is never read."""
     return load_acquire(counter, STOP) != 0
-
-
-@part
-def longest_run(tiles):
-    """Outer tiles of the longest run."""
-    most = 0
-    for r in range(len(tiles.runs)):
-        most = max(most, tiles.runs[r, 1] - tiles.runs[r, 0])
-    return most
 
 
 @part

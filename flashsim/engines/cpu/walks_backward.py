@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from flashsim.engines.cpu.micro_kernels.halves import NO_ROUNDING
 from flashsim.engines.cpu.micro_kernels.plain import (
     grad_scores_by_lane,
     grad_scores_by_row,
@@ -36,7 +35,7 @@ from flashsim.engines.cpu.scores import (
     visible_rows,
 )
 from flashsim.engines.cpu.tables import NOTE
-from flashsim.engines.cpu.walks import longest_run, next_inner, stopped
+from flashsim.engines.cpu.walks import next_inner, stopped
 from flashsim.schedule.schedule import MASKED
 
 
@@ -55,7 +54,7 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
     """
     w, d, dv, t = cpu.width, shape.d, shape.dv, inputs.q.dtype
     group = shape.heads // shape.kv_heads
-    most, ld, padded = longest_run(tiles), panels_of(cpu, shape.block_k) * w, grads.dq_stride
+    most, ld, padded = tiles.longest, panels_of(cpu, shape.block_k) * w, grads.dq_stride
     K, V = panel_array(most * ld * d, t), panel_array(most * ld * dv, t)
     dK, dV = panel_array(most * ld * d, t), panel_array(most * ld * dv, t)
     K_rows = panel_array(most * ld * padded if fused else 0, t)
@@ -172,9 +171,8 @@ def key_visit(cpu, inputs, others, grads, shape, tiles, rules, state, j, at, h, 
             add_bias_gradient(grads.dbias, dS, p * w, ld, first, last, lanes, place)
         if rules.softcap[0] > 0:
             apply_gate(dS, gate, p * w, ld, first, last, lanes)
-        if rules.rounding != NO_ROUNDING:
-            round_panel(cpu, S, x0, ld, kept, rules.rounding)
-            round_panel(cpu, dS, x0, ld, kept, rules.rounding)
+        round_panel(cpu, S, x0, ld, kept, rules.rounding)
+        round_panel(cpu, dS, x0, ld, kept, rules.rounding)
         product_add(cpu, dV, p * dv * w, w, dout, dout0, 1, dv, S, x0, ld, dv, kept)
         product_add(cpu, dK, p * d * w, w, q, q0_kept, 1, d, dS, x0, ld, d, kept)
 
@@ -268,8 +266,7 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
                         add_bias_gradient(grads.dbias, dS, 0, w, first, last, lanes, place)
                     if rules.softcap[0] > 0:
                         apply_gate(dS, gate, 0, w, first, last, lanes)
-                    if rules.rounding != NO_ROUNDING:
-                        round_panel(cpu, dS, x0, w, kept, rules.rounding)
+                    round_panel(cpu, dS, x0, w, kept, rules.rounding)
                     product_add(cpu, dQ, p * d * w, w, k, k_kept, 1, d, dS, x0, w, d, kept)
                 if notes.visits.size > 0:
                     notes.visits[h, at] = rows * NOTE + n

@@ -15,7 +15,6 @@ from __future__ import annotations
 import numpy as np
 
 from flashsim.engines.cpu.micro_kernels.codegen import HEADS
-from flashsim.engines.cpu.micro_kernels.halves import NO_ROUNDING
 from flashsim.engines.cpu.micro_kernels.plain import dots, online_softmax, weigh
 from flashsim.engines.cpu.primitives.atomics import fetch_add
 from flashsim.engines.cpu.primitives.packing import (
@@ -114,14 +113,14 @@ def decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, rooms, at, after
     w, d, dv, j = narrow.width, shape.d, shape.dv, tiles.inner[at]
     group, padded = shape.heads // shape.kv_heads, panels_of(cpu, dv) * cpu.width
     k0, k1 = tiles.other[j, 0], tiles.other[j, 1]
-    first, last, masked, none = 0, k1 - k0, tiles.kind[at] == MASKED, m[:0]
+    first, last, masked = 0, k1 - k0, tiles.kind[at] == MASKED
     if masked and rules.banded:  # one query sees a run of keys: nothing else is left to mask
         first, last = visible_rows(rules, k0 - (tiles.own[0, 0] + tiles.own[0, 2]), 1, last, 1)
         if last <= first:
             return
     head0 = h0 // group * shape.n_kv
     rows, key0, next_k = last - first, head0 + k0 + first, (head0 + tiles.other[after, 0]) * d
-    if rules.rounding != NO_ROUNDING:
+    if rules.rounding is not None:
         next_k //= 2  # two of them are a float
     plain = rules.softcap[0] == 0 and rules.bias.size == 0 and tiles.keep_at[at] < 0
     from_k, k_start = widened(cpu, rooms[0], k, key0 * d, rows * d, rules.rounding)
@@ -142,11 +141,10 @@ def decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, rooms, at, after
             place = Place(0, 0, 0, bias, 1, rules.bias_head, tiles.keep_at[at], 1, 0)
             finish_scores(
                 *(narrow, panel, 0, w, first, last, heads),
-                *(rules, place, False, tiles.keep, none),
+                *(rules, place, False, tiles.keep, None),
             )
         online_softmax(narrow, panel, first * w, rows, m, l, alpha, p * w)
-        if rules.rounding != NO_ROUNDING:
-            round_panel(narrow, panel, first * w, w, rows, rules.rounding)
+        round_panel(narrow, panel, first * w, w, rows, rules.rounding)
         for x in range(0, padded, cpu.width):
             weigh(
                 *(cpu, O, p * w * padded + x, padded, panel, first * w, 1, w),

@@ -1,7 +1,7 @@
 """Vector code for 16-bit numbers: rounding to them, and between them and float32 in memory.
 
 Arrays of them come as the float32 that lie in their place, two numbers each: so a walk is compiled
-once for float32, float16 and bfloat16.
+once for float16 and bfloat16.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from llvmlite import ir
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
 from flashsim.engines.cpu.micro_kernels.writer import INT, Code
 
-#: What 16-bit numbers are, if the inputs are such: P and dS are rounded to them before they meet V,
+#: What 16-bit numbers are, if the inputs are such (None where they are not: Numba then leaves out
+#: what is asked for them, before it compiles it). P and dS are rounded to them before they meet V,
 #: K and Q.
-NO_ROUNDING, BFLOAT16, FLOAT16 = 0, 1, 2
+BFLOAT16, FLOAT16 = 1, 2
 
 SHORT = ir.IntType(16)
 

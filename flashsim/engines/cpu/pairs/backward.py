@@ -42,7 +42,7 @@ from flashsim.engines.cpu.scores import (
     visible_rows,
 )
 from flashsim.engines.cpu.tables import NOTE
-from flashsim.engines.cpu.walks import longest_run, next_inner, stopped
+from flashsim.engines.cpu.walks import next_inner, stopped
 from flashsim.schedule.schedule import MASKED
 
 
@@ -55,7 +55,7 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
     """
     w, d, dv, real, pair = cpu.width, shape.d, shape.dv, np.float32, np.uint32
     group = shape.heads // shape.kv_heads
-    most, ld, padded = longest_run(tiles), panels_of(cpu, shape.block_k) * w, grads.dq_stride
+    most, ld, padded = tiles.longest, panels_of(cpu, shape.block_k) * w, grads.dq_stride
     d_pairs, dv_pairs, d_rows, dv_rows = sizes_of(shape)
     k_pairs, q_pairs = pair_tiles_of(ld), pair_tiles_of(shape.block_q)
     K, V = aligned(most * ld * d_pairs, pair), aligned(most * ld * dv_pairs, pair)

@@ -34,7 +34,7 @@ from flashsim.engines.cpu.primitives.packing import panels_of
 from flashsim.engines.cpu.primitives.parts import part
 from flashsim.engines.cpu.scores import finish_scores, is_plain, place_of, visible_rows
 from flashsim.engines.cpu.tables import NOTE
-from flashsim.engines.cpu.walks import longest_run, next_inner, stopped
+from flashsim.engines.cpu.walks import next_inner, stopped
 from flashsim.schedule.schedule import MASKED
 
 
@@ -43,7 +43,7 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
     """As `walks.forward`: S^T = K Q^T, O^T += V^T P^T; q, k, v and out are bits of bfloat16."""
     w, d, dv, real, pair = cpu.width, shape.d, shape.dv, np.float32, np.uint32
     group = shape.heads // shape.kv_heads
-    panels, most = panels_of(cpu, shape.block_q), longest_run(tiles)
+    panels, most = panels_of(cpu, shape.block_q), tiles.longest
     height, q_pairs, o_rows = panels * w, pair_tiles_of(d), tiles_of(dv)
     Q, O = aligned(most * height * q_pairs, pair), aligned(most * height * o_rows, real)
     k_rows, v_pairs = 2 * pair_tiles_of(shape.block_k), pair_tiles_of(shape.block_k)
@@ -115,7 +115,7 @@ def forward_visit(cpu, shape, tiles, rules, state, operands, scales, i, at, bias
     v_pairs = pair_tiles_of(shape.block_k)
     q0, q1, offset = tiles.own[i, 0], tiles.own[i, 1], tiles.own[i, 2]
     k0, k1 = tiles.other[tiles.inner[at], 0], tiles.other[tiles.inner[at], 1]
-    masked, none = tiles.kind[at] == MASKED, m[:0]
+    masked = tiles.kind[at] == MASKED
     for p in range(panels_of(cpu, q1 - q0)):
         lanes, first, last = min(w, q1 - q0 - p * w), 0, k1 - k0
         if masked and rules.banded:
@@ -139,7 +139,7 @@ def forward_visit(cpu, shape, tiles, rules, state, operands, scales, i, at, bias
                 *(rules, tiles, at, bias0, q0, k0),
                 *(shape.n_kv, offset, k1 - k0, True, 0, p * w),
             )
-            finish_scores(cpu, S, 0, w, first, last, lanes, rules, place, masked, tiles.keep, none)
+            finish_scores(cpu, S, 0, w, first, last, lanes, rules, place, masked, tiles.keep, None)
         online_softmax_pairs(
             *(cpu, S, s0, rows, m, l, alpha, p * w),
             *(scale, P, start * w),

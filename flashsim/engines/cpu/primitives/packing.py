@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from flashsim.engines.cpu.micro_kernels.halves import NO_ROUNDING
 from flashsim.engines.cpu.micro_kernels.plain import narrow, transpose_in, transpose_out, widen
 from flashsim.engines.cpu.micro_kernels.writer import LINE
 from flashsim.engines.cpu.primitives.parts import hot_part, part
@@ -43,13 +42,13 @@ def filled(n, value, dtype):
 @part
 def room_for(n, dtype, rounding):
     """Room for n numbers of 16 bits as floats; none where they are floats already."""
-    return panel_array(n if rounding != NO_ROUNDING else 0, dtype)
+    return panel_array(0 if rounding is None else n, dtype)
 
 
 @part
 def widened(cpu, room, X, x0, n, rounding):
     """n numbers of X as floats: which array they are in, X or, from 16 bits, `room`; and where."""
-    if rounding == NO_ROUNDING:
+    if rounding is None:
         return X, x0
     widen(cpu, room, 0, X, x0, n, rounding)
     return room, 0
@@ -65,7 +64,7 @@ def pack_rows(cpu, panels, X, x0, n, d, factors, room, rounding):
 @part
 def unpack_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
     """`unpack` to rows that may be of 16-bit numbers; others are looked at."""
-    if rounding == NO_ROUNDING:
+    if rounding is None:
         unpack(cpu, panels, X, x0, n, d, factors)
         look(counter, X, x0, n * d)
     else:

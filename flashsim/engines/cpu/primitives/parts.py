@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from llvmlite.binding import Linkage
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
 from numba.core.compiler_machinery import register_pass
@@ -27,6 +28,14 @@ class _Text(JITCodeLibrary):
 
     def _optimize_final_module(self) -> None:
         """Whoever links this in does it."""
+
+    def _get_module_for_linking(self):
+        """Its functions, which several may link in: nobody else has this module, so no copy."""
+        self._ensure_finalized()
+        for function in self._final_module.functions:
+            if not function.is_declaration and function.linkage == Linkage.external:
+                function.linkage = "linkonce_odr"
+        return self._final_module
 
     def _finalize_final_module(self) -> None:
         """Without machine code."""
@@ -95,7 +104,7 @@ class HotPart(Part):
 
 def using(pipeline: type[Part], definition: Callable, choose: Callable, **options: Any) -> None:
     """Compile what `choose` returns for the types of a call, in place of `definition`."""
-    jit_options: Any = {"pipeline_class": pipeline, **options}
+    jit_options: Any = {"pipeline_class": pipeline, "error_model": "numpy", **options}
     overload(definition, strict=False, jit_options=jit_options)(choose)
 
 
