@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -78,6 +78,26 @@ class Band:
     def contiguous(self) -> Band:
         """This, as it is."""
         return self
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> NoReturn:
+        """What a model gets that computes with its mask, and did not ask for it whole."""
+        raise _NoTensor(
+            "this model computes with its attention mask, which flashsim's attention describes and "
+            "does not spell out; model.set_attn_implementation('eager') gives it a tensor"
+        )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # protocols that are asked after, of copies and the like
+            raise AttributeError(name)
+        self.__torch_function__()
+
+    def __getitem__(self, _: Any) -> NoReturn:
+        self.__torch_function__()
+
+
+class _NoTensor(UnsupportedError, AttributeError):
+    """For who asks whether there is such an attribute, too."""
 
 
 def mask(

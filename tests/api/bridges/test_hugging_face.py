@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import pytest
@@ -220,6 +221,23 @@ def test_generation_with_a_cache(maker, padding):
     assert told[0].sequences.tolist() == told[1].sequences.tolist()
     for x, y in zip(*(t.logits for t in told), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda mask: torch.ones(1, 1, 6, 6) + mask,
+        lambda mask: torch.where(mask, 0, 1),
+        lambda mask: mask[:, :, :, :3],
+        lambda mask: mask.dtype,
+        lambda mask: mask.to(torch.float32),
+    ],
+)
+def test_a_model_that_computes_with_its_mask_is_told_so(compute):
+    with pytest.raises(UnsupportedError, match="computes with its attention mask, which flashsim"):
+        compute(hugging_face.mask(1, 6, 6))
+    assert copy.deepcopy(hugging_face.mask(1, 6, 6)).causal
+    assert not hasattr(hugging_face.mask(1, 6, 6), "dtype")
 
 
 def test_a_cache_with_room_in_it():
