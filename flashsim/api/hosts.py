@@ -73,7 +73,8 @@ def take(host: Host, **arrays: Any) -> list[Any]:
     """
     for name, x in arrays.items():
         if x is not None and host.library not in ("", host_of(x).library):
-            host_of(x).take(name, x)  # what holds no numbers says so itself
+            for other, y in arrays.items():  # what holds no numbers says so itself
+                host_of(y).take(other, y)
             raise DTypeError(
                 f"all arrays must come from one library, got {name} as {type(x).__module__}."
                 f"{type(x).__name__} beside {host.library}'s; convert it first"

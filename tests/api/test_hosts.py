@@ -236,8 +236,10 @@ def test_a_traced_array_is_refused():
     ones = jax.numpy.ones((2, 8, 8))
     attend = lambda q: flashsim.run(q, q, q).out  # noqa: E731
     text = r"q is a \w*Tracer of JAX's, .* holds no numbers; flashsim\.jax\.attention works"
+    beside = lambda q: flashsim.run(q, ones, ones).out  # noqa: E731
     for under in (jax.jit, jax.vmap, jax.grad):
-        with pytest.raises(DTypeError, match=text):
-            under(attend)(ones)
+        for asks in (attend, beside):
+            with pytest.raises(DTypeError, match=text):
+                under(asks)(ones)
     with pytest.raises(DTypeError, match="k is a DynamicJaxprTracer of JAX's"):
         jax.jit(lambda k: flashsim.run(ones, k, ones).out)(ones)
