@@ -226,6 +226,34 @@ def test_the_sweep_over_splits_is_the_measurement_and_the_prediction():
         assert f"{sweep[int(splits)]:.0f}" == measured
 
 
+def test_the_table_of_decoding_is_the_measurement():
+    page = " ".join((ROOT / "docs/guides/performance.md").read_text(encoding="utf-8").split())
+    shapes = {}
+    with (ROOT / "docs/data/decode-h200.csv").open(newline="") as stream:
+        for row in csv.DictReader(stream):
+            shape = row["head_dim"], row["batch"], row["keys"], row["n_q"]
+            shapes.setdefault(shape, {})[row["implementation"]] = row
+    ratios = {"1": [], "4": []}
+    for (d, batch, keys, n_q), found in shapes.items():
+        us = {name: float(row["us"]) for name, row in found.items()}
+        ours = us["flashsim"]
+        ratios[n_q].append(min(us["cuDNN"], us["FlashAttention-2"]) / ours)
+        if n_q == "1":
+            times = (us[name] for name in ("flashsim", "cuDNN", "FlashAttention-2"))
+            cells = [
+                *(f"{batch} x {int(keys):,}, {d}", found["flashsim"]["splits"]),
+                *(f"{x:.1f}" if x < 1000 else f"{x:,.0f}" for x in times),
+                f"{ratios[n_q][-1]:.3f}",
+                *(f"{us[f'flashsim, pages of {size}'] / ours:.2f}" for size in (64, 16, 1)),
+                f"{float(found['flashsim']['of_copy']):.2f}",
+            ]
+            assert f"| {' | '.join(cells)} |" in page
+    ahead = {n_q: sum(x >= 1 for x in of) for n_q, of in ratios.items()}
+    assert f"Of {len(ratios['1'])} shapes with one query {ahead['1']} are at least as fast" in page
+    least, most = min(ratios["4"]), max(ratios["4"])
+    assert f"four queries all {ahead['4']} are ahead, by {least:.1f} to {most:.1f} times" in page
+
+
 def measured(table):
     """Rows of a table of benchmarks/gpu.py by implementation, head_dim, causal, length."""
     with (ROOT / "docs/data" / table).open(newline="") as stream:
