@@ -122,14 +122,16 @@ class Hopper(Family):
         and to convert, and dQ's runs beside dK's and dV's: that is faster where there is room for
         both at once, and for short sequences of a narrow head_dim.
         """
-        d = max(problem.head_dim, problem.head_dim_v)
+        d, cells = max(problem.head_dim, problem.head_dim_v), problem.block_mask
         if d > 128:
             return d <= 192
+        tiling = next((t for t in self.tilings(problem, gpu, "backward") if t.divides(cells)), None)
+        if tiling is None:  # cells of 80 rows, say: three passes have no such tile
+            return True
         keys = -(-problem.n_kv // 128) * problem.kv_heads * problem.batch
         short = d <= 64 and max(problem.n_q, problem.n_kv) <= 384
         if short and keys <= 3 * gpu.multiprocessors:
             return False
-        tiling = self.choose(problem, None, gpu, "backward")
         rows, columns = busy_at_once(problem, tiling)
         return rows + columns > gpu.multiprocessors
 

@@ -457,6 +457,16 @@ def test_the_backward_is_fused_where_that_is_faster(
     assert PORTABLE.fuses(p, gpu)
 
 
+@pytest.mark.parametrize("n", [160, 1600])
+def test_the_backward_is_fused_where_three_passes_have_no_tile(n):
+    """Rows of 80, which these lack, divide the block mask's cells."""
+    cells = BlockMask(np.ones((n // 80, -(-n // 128)), bool), 80, 128)
+    p = Problem(n, n, 128, dtype="bfloat16", block_mask=cells)
+    assert HOPPER.refusal(p, None, H200, "backward", "flash2")
+    assert HOPPER.refusal(p, None, H200, "backward", "flash2-fused") is None
+    assert HOPPER.fuses(p, H200)
+
+
 def test_every_tiling_offered_is_runnable():
     for p in PROBLEMS.values():
         if p.cu_seqlens_q is None and p.block_mask is None:

@@ -266,6 +266,13 @@ def test_the_backwards_shared_memory_is_no_larger_than_in_cpp():
                 )
 
 
+def test_the_backward_is_fused_where_three_passes_have_no_tile():
+    cells = BlockMask(np.ones((2, 2), bool), 80, 128)
+    p = Problem(160, 160, 128, dtype="bfloat16", block_mask=cells)
+    assert not HOPPER.fuses(replace(p, block_mask=None), GPUS["sm_90a"])  # short
+    assert HOPPER.fuses(p, GPUS["sm_90a"])
+
+
 def test_an_item_has_one_block_where_cpps_is_shared_out_to_a_cluster():
     from flashsim.backends.families.hopper import HOPPER as CPP
 
