@@ -173,6 +173,14 @@ class Exercise:
     questions: tuple[Question, ...] = ()
     bound: Callable[[Task], int] | None = None
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.statement, str) or not self.statement.strip():
+            raise OptionError(
+                f"the exercise {self.name} has no statement, which is its file's docstring: write "
+                "one at the file's top, and run without python -OO (PYTHONOPTIMIZE=2), which drops "
+                "them"
+            )
+
     @property
     def title(self) -> str:
         """The first line of the statement."""

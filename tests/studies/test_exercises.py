@@ -290,6 +290,12 @@ def test_a_lecturers_exercise_is_one_file(tmp_path):
     assert marks.points < 100
 
 
+@pytest.mark.parametrize("statement", [None, " "])
+def test_an_exercise_without_a_statement(statement):
+    with pytest.raises(OptionError, match=r"has no statement, which is its file's docstring.*-OO"):
+        replace(FLASH2, statement=statement)
+
+
 def test_files_that_are_no_exercise(tmp_path):
     (tmp_path / "x.py").write_text("EXERCISE = 3\n")
     with pytest.raises(OptionError, match="defines no EXERCISE"):
