@@ -197,7 +197,8 @@ class Hopper(Family):
         if stage == "forward":
             stages = self.stages(problem, tiling, gpu)
             shared = self.forward_bytes(problem, tiling, stages)
-            made = _forward_kernel(problem, tiling, variant, shared, stages)
+            turns = in_turns(problem, tiling)
+            made = _forward_kernel(problem, tiling, variant, shared, stages, turns=turns)
         elif stage in ("dkdv", "fused"):
             made = backward_kernel(problem, tiling, variant, fused=fused, ordered=ordered)
         elif stage == "dq":
@@ -214,14 +215,19 @@ HOPPER = Hopper("hopper", nvrtc.load)
 
 
 def _forward_kernel(
-    problem: Problem, tiling: Tiling, variant: Variant, shared: int, stages: int
+    problem: Problem, tiling: Tiling, variant: Variant, shared: int, stages: int, *, turns: bool
 ) -> Kernel:
     values = launch.constants(problem, tiling, variant)
     return Kernel(
         *("hopper/forward.cu", "hopper_forward", 128 * (tiling.block_q // 64 + 1), shared),
-        launch.macros(values | {"SMEM_BYTES": shared, "STAGES": stages}),
+        launch.macros(values | {"SMEM_BYTES": shared, "STAGES": stages, "TURNS": turns}),
         forward_boxes(tiling),
     )
+
+
+def in_turns(problem: Problem, tiling: Tiling) -> bool:
+    """Whether the forward's warpgroups queue their products in turn: see TURNS in forward.cu."""
+    return not (96 < problem.head_dim_v <= 128 and problem.n_kv > 16 * tiling.block_k)
 
 
 def forward_boxes(tiling: Tiling) -> tuple[Box, ...]:

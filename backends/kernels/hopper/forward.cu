@@ -21,6 +21,9 @@ static_assert(D % 16 == 0 && DV % 16 == 0 && BLOCK_K % 16 == 0 && BLOCK_K <= 256
 // Where visits are short, K is let go as soon as its scores are there; elsewhere a little later,
 // where that holds the wait for O in its place.
 constexpr bool RELEASE_EARLY = DV <= 64;
+// Warpgroups queue their products in turn. Where an item has many visits at head_dim 128, they fall
+// in step by themselves, and the turns would only be instructions.
+constexpr bool TURNS = FS_TURNS;
 
 struct OnChip {
     alignas(1024) u16 q[WARPGROUPS][CHUNKS][64 * 64];     // lives for one item
@@ -124,10 +127,11 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
     const float to_log2 = FS_SCALED ? LOG2E : a.scale * LOG2E;  // exponents in base 2
     const int lane = threadIdx.x % 32;
     const bool speaks = lane == 0;                                 // one arrival a warp
-    const int turn = 1 + g, next_turn = 1 + (g + 1) % WARPGROUPS;  // named barriers
+    [[maybe_unused]] const int turn = 1 + g, next_turn = 1 + (g + 1) % WARPGROUPS;  // named barriers
     Ring ring_k, ring_v, slot;
     u32 q_parity = 0;
-    if (g == WARPGROUPS - 1) named_arrive(next_turn, 256);  // warpgroup 0 has the first turn
+    // Warpgroup 0 has the first turn.
+    if (TURNS && g == WARPGROUPS - 1) named_arrive(next_turn, 256);
     while (true) {
         const Item it = s.items.read(slot);
         if (it.walk < 0) return;
@@ -177,11 +181,11 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 // of v then runs while the tensor cores work on the output and, turn and turn
                 // about, on the other warpgroups' products.
                 float S[BLOCK_K / 2];
-                named_sync(turn, 256);  // the warpgroup before has queued its products
+                if (TURNS) named_sync(turn, 256);  // the warpgroup before has queued its products
                 issue_scores(S, s.q[g][0], dk);
                 wait(&s.v_full[ring_v.stage], ring_v.parity);
                 issue_output(O, P, s.v[ring_v.stage][0]);
-                named_arrive(next_turn, 256);
+                if (TURNS) named_arrive(next_turn, 256);
                 wgmma_wait<1>();
                 pin(S);
                 if (RELEASE_EARLY && speaks) arrive(&s.k_empty[ring_k.stage]);
@@ -193,8 +197,11 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 // there; the other exponentials run between the multiplications of O. Left alone
                 // ptxas waits before the maxima. It keeps an arrival in front of the wait: so that
                 // is made to look as if it depended on alpha, which is never negative.
+                // (Where K is gone already the arrival is one that never happens, at Q's barrier: its
+                // address costs nothing.)
                 const bool never = alpha[0] < 0.0f || alpha[1] < 0.0f;
-                if (RELEASE_EARLY ? never : speaks && !never) arrive(&s.k_empty[ring_k.stage]);
+                if (RELEASE_EARLY && never) arrive(&s.q_empty[g]);
+                if (!RELEASE_EARLY && speaks && !never) arrive(&s.k_empty[ring_k.stage]);
                 ring_k.next(STAGES);
                 stamp(visit_stamps(a, first + v), 3);
                 wgmma_wait<0>();
