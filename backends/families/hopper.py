@@ -197,7 +197,7 @@ class Hopper(Family):
         if stage == "forward":
             stages = self.stages(problem, tiling, gpu)
             shared = self.forward_bytes(problem, tiling, stages)
-            turns = in_turns(problem, tiling)
+            turns = take_turns(problem, tiling)
             made = _forward_kernel(problem, tiling, variant, shared, stages, turns=turns)
         elif stage in ("dkdv", "fused"):
             made = backward_kernel(problem, tiling, variant, fused=fused, ordered=ordered)
@@ -225,9 +225,10 @@ def _forward_kernel(
     )
 
 
-def in_turns(problem: Problem, tiling: Tiling) -> bool:
+def take_turns(problem: Problem, tiling: Tiling) -> bool:
     """Whether the forward's warpgroups queue their products in turn: see TURNS in forward.cu."""
-    return not (96 < problem.head_dim_v <= 128 and problem.n_kv > 16 * tiling.block_k)
+    wide = problem.head_dim == problem.head_dim_v == 128
+    return not (wide and problem.n_kv > 16 * tiling.block_k)
 
 
 def forward_boxes(tiling: Tiling) -> tuple[Box, ...]:

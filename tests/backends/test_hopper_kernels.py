@@ -577,3 +577,18 @@ def test_an_unknown_kernel_is_named():
     x = np.zeros((8, 16), np.float16)
     with pytest.raises(OptionError, match=r"unknown kernel 'hoper'.*did you mean 'hopper'"):
         flashsim.run(x, x, x, backend="cupy", kernel="hoper")
+
+
+@pytest.mark.parametrize(
+    ("d", "d_v", "keys", "turns"),
+    [
+        (128, 128, 16384, False),
+        (128, 128, 1024, True),
+        (64, 64, 16384, True),
+        (128, 120, 16384, True),
+    ],
+)
+def test_warpgroups_take_turns_but_at_128_columns_and_many_keys(d, d_v, keys, turns):
+    problem = Problem(256, keys, d, head_dim_v=d_v, dtype="bfloat16")
+    (one,) = HOPPER.forward_passes(problem, None, H200, "ascending", "")
+    assert dict(one.kernel.constants)["FS_TURNS"] == int(turns)

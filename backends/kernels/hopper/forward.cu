@@ -127,7 +127,8 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
     const float to_log2 = FS_SCALED ? LOG2E : a.scale * LOG2E;  // exponents in base 2
     const int lane = threadIdx.x % 32;
     const bool speaks = lane == 0;                                 // one arrival a warp
-    [[maybe_unused]] const int turn = 1 + g, next_turn = 1 + (g + 1) % WARPGROUPS;  // named barriers
+    // Named barriers.
+    [[maybe_unused]] const int turn = 1 + g, next_turn = 1 + (g + 1) % WARPGROUPS;
     Ring ring_k, ring_v, slot;
     u32 q_parity = 0;
     // Warpgroup 0 has the first turn.
@@ -197,8 +198,8 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 // there; the other exponentials run between the multiplications of O. Left alone
                 // ptxas waits before the maxima. It keeps an arrival in front of the wait: so that
                 // is made to look as if it depended on alpha, which is never negative.
-                // (Where K is gone already the arrival is one that never happens, at Q's barrier: its
-                // address costs nothing.)
+                // (Where K is gone already, it is one at Q's barrier, whose address costs nothing,
+                // and it never happens.)
                 const bool never = alpha[0] < 0.0f || alpha[1] < 0.0f;
                 if (RELEASE_EARLY && never) arrive(&s.q_empty[g]);
                 if (!RELEASE_EARLY && speaks && !never) arrive(&s.k_empty[ring_k.stage]);
