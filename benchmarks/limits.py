@@ -7,8 +7,8 @@ Takes from docs/data/gpu-SET-h200.csv every pass whose time is beyond the best o
 FlashAttention-2 (`--below 0.97`: the ratio of times is below that), and runs it once under Nsight
 Compute, flashsim's kernels and those of the fastest other that is there: one row a kernel, with its
 time under the profiler and, in per cent of what each unit could sustain over that time, the parts
-that Nsight Compute's "speed of light" is the maximum of. `sm__cycles_active` is how much of the time
-an SM holds any block. Needs a GPU, torch and Nsight Compute (`ncu`; where counters are kept from
+that Nsight Compute's "speed of light" is the maximum of. `sm__cycles_active` is how much of the
+time an SM holds any block. Needs a GPU, torch and Nsight Compute (`ncu`; where counters are kept from
 users, root). A kernel measured alone runs at other clocks and with a cold L2: compare columns, not
 times with those of other tables.
 """
@@ -21,9 +21,11 @@ import io
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import speed_tables
 from gpu import Shape
@@ -80,22 +82,22 @@ def launch(runs: list[Run], *, profiled: bool) -> None:
             run.shape.window,
         )
         one = IMPLEMENTATIONS[run.implementation]
+        work: Callable[[], Any] | None
         try:
-            result = one.forward(x) if run.direction == "backward" else None
-            work = (
-                (lambda: one.backward(x, result))
-                if result is not None
-                else (lambda: one.inference(x))
-            )
+            if run.direction == "forward":
+                work = partial(one.inference, x)
+            else:
+                work = partial(one.backward, x, one.forward(x))
             work()
             torch.cuda.synchronize()
         except ImportError as error:
             print(f"left out: {run.implementation}: {error}", file=sys.stderr)
-            work = lambda: None
+            work = None
         if profiled:
             torch.cuda.cudart().cudaProfilerStart()
             torch.cuda._sleep(1000)
-            work()
+            if work:
+                work()
             torch.cuda.synchronize()
             torch.cuda.cudart().cudaProfilerStop()
         torch.cuda.empty_cache()
