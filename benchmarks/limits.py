@@ -8,9 +8,9 @@ FlashAttention-2 (`--below 0.97`: the ratio of times is below that), and runs it
 Compute, flashsim's kernels and those of the fastest other that is there: one row a kernel, with its
 time under the profiler and, in per cent of what each unit could sustain over that time, the parts
 that Nsight Compute's "speed of light" is the maximum of. `sm__cycles_active` is how much of the
-time an SM holds any block. Needs a GPU, torch and Nsight Compute (`ncu`; where counters are kept from
-users, root). A kernel measured alone runs at other clocks and with a cold L2: compare columns, not
-times with those of other tables.
+time an SM holds any block. Needs a GPU, torch and Nsight Compute (`ncu`; where counters are kept
+from users, root). A kernel measured alone runs at other clocks and with a cold L2: compare columns,
+not times with those of other tables.
 """
 
 from __future__ import annotations
