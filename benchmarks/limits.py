@@ -32,11 +32,11 @@ from gpu import Shape
 from gpu_implementations import IMPLEMENTATIONS, Inputs
 
 SETS = ("papers", "short", "serving", "widths")
-BREAKDOWN = "breakdown:{}.avg.pct_of_peak_sustained_elapsed"
+PERCENT = ".avg.pct_of_peak_sustained_elapsed"
 METRICS = (
-    "gpu__time_duration.sum",
-    "sm__cycles_active.avg.pct_of_peak_sustained_elapsed",
-    *(BREAKDOWN.format(x) for x in ("sm__throughput", "gpu__compute_memory_throughput")),
+    *("gpu__time_duration.sum", f"sm__cycles_active{PERCENT}"),
+    f"breakdown:sm__throughput{PERCENT}",
+    f"breakdown:gpu__compute_memory_throughput{PERCENT}",
 )
 #: A kernel of torch's that stands between two runs.
 BETWEEN = "spin_kernel"
@@ -150,7 +150,8 @@ def main() -> None:
             **{"kv_heads": run.shape.key_sizes[1], "window": run.shape.window},
             **{"pass": run.direction, "implementation": run.implementation},
             **{"kernel": one["Kernel Name"].split("(")[0][:60]},
-            **{key: value for key, value in one.items() if "__" in key},
+            "us": float(one["gpu__time_duration.sum"].replace(",", "")) / 1e3,
+            **{key.removesuffix(PERCENT): one[key] for key in one if key.endswith(PERCENT)},
         }
         for run, some in zip(runs, found, strict=True)
         for one in some
