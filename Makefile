@@ -88,12 +88,15 @@ $(VENV)/.installed: setup.cfg pyproject.toml
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e .
 	touch $@
 
-# All at once: what .installed holds, and the rest. Modules are compiled where they are first
-# imported: most of these packages' never are. Upgraded: the pip that came with Python 3.11 takes
-# twice as long to choose among versions.
+# All at once: what .installed holds, and the rest, by uv in a third of pip's time. uv asks PyPI and does
+# not read how pip is set up: where only that knows of an index, pip installs, below what uv says.
+# Modules are compiled where they are first imported: most of these packages' never are.
 $(VENV)/.dev: setup.cfg pyproject.toml
-	test -e $(BIN)/python || $(PYTHON) -m venv --upgrade-deps $(VENV)
-	$(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -e .[dev]
+	test -e $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	{ $(BIN)/python -m pip install -q --disable-pip-version-check uv && UV_SYSTEM_CERTS=1 $(BIN)/uv \
+	  pip install -q --python $(BIN)/python --cache-dir $(VENV)/.uv -e .[dev]; } || \
+	  $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -e .[dev]
+	rm -rf $(VENV)/.uv
 	touch $(VENV)/.installed $@
 
 # Every figure of docs/guides/gallery.md (page.png needs Chromium).

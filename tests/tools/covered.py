@@ -71,6 +71,9 @@ class Covered:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self, session):
         result = yield
+        for one in self.seen:  # these need not be read again for what there is to cover
+            for file in one["files"]:
+                self.probes.code_lines.setdefault(str(Path(file).absolute()), set())
         ours = self.probes.get_coverage()
         if hasattr(self.config, "workeroutput"):
             self.config.workeroutput["covered"] = json.dumps(ours)
