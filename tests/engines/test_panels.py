@@ -7,7 +7,7 @@ import re
 import llvmlite.binding as llvm
 import numpy as np
 import pytest
-from compiled import thorough
+from compiled import kernels_only, thorough
 from llvmlite import ir
 from numba import njit
 
@@ -18,12 +18,14 @@ from flashsim.engines.cpu.primitives import packing
 from flashsim.problem.problem import numpy_dtype
 
 HOST = type(registers.best("float32"))
-#: Vector code of every kind, which LLVM lowers to this CPU's registers; of the other kinds in one
-#: type, but for `make test-all`.
+#: Vector code of every kind, which LLVM lowers to this CPU's registers: its own in `make test`, and of
+#: the others the one that is furthest from it.
+OTHER = Avx2 if HOST is Neon else Neon
 LOWERED = [
-    thorough(kind, dtype) if dtype == "float64" and kind not in (Plain, HOST) else (kind, dtype)
-    for kind in (Plain, Avx2, Avx512, Neon)
-    for dtype in ("float32", "float64")
+    *((HOST, "float32"), (HOST, "float64"), (Plain, "float32"), (OTHER, "float32")),
+    *(kernels_only(kind, "float32") for kind in (Avx2, Avx512, Neon) if kind not in (HOST, OTHER)),
+    kernels_only(Plain, "float64"),
+    *(thorough(kind, "float64") for kind in (Avx2, Avx512, Neon) if kind is not HOST),
 ]
 pytestmark = pytest.mark.skipif(
     HOST is Plain, reason="needs a CPU with AVX2 and FMA, AVX-512 or NEON"
@@ -277,7 +279,11 @@ def test_rounding_to_16_bits(dtype, rounding):
         assert np.isnan(rounded).sum() == np.isnan(x[panels]).sum() > 0
 
 
-@pytest.mark.parametrize("kind", [None, Plain, Avx2, Avx512, Neon])
+@pytest.mark.parametrize(
+    "kind",
+    [None, Plain, HOST, OTHER]
+    + [kernels_only(kind) for kind in (Avx2, Avx512, Neon) if kind not in (HOST, OTHER)],
+)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_conversion_of_16_bits(dtype, kind):
     """There and back, from odd places and of lengths that fill no register.
