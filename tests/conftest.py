@@ -122,8 +122,10 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """What is imported and collected stays: the garbage collector need not look at it, ever. It looks
-    at the rest less often than it would: a tenth of the time of tests that draw or compile.
+    """What is imported and collected stays: the garbage collector need not look at it, ever.
+
+    It looks at the rest less often than it would, which takes tests that draw or compile a tenth
+    of their time.
     """
     gc.disable()
     try:

@@ -18,8 +18,8 @@ from flashsim.engines.cpu.primitives import packing
 from flashsim.problem.problem import numpy_dtype
 
 HOST = type(registers.best("float32"))
-#: Vector code of every kind, which LLVM lowers to this CPU's registers: its own in `make test`, and of
-#: the others the one that is furthest from it.
+#: Vector code of every kind, which LLVM lowers to this CPU's registers: its own in `make test`, and
+#: of the others the one that is furthest from it.
 OTHER = Avx2 if HOST is Neon else Neon
 LOWERED = [
     *((HOST, "float32"), (HOST, "float64"), (Plain, "float32"), (OTHER, "float32")),
