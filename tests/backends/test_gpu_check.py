@@ -139,10 +139,10 @@ def test_a_line_for_each_command_and_the_number_that_failed(tmp_path, capsys):
 
 def test_a_command_ends_at_its_limit_and_its_children_with_it(tmp_path):
     late = tmp_path / "late"
-    child = f"import time; time.sleep(2); open({str(late)!r}, 'w')"
+    child = f"import time; time.sleep(1); open({str(late)!r}, 'w')"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     assert gpu_check.execute(python("slow", code, limit_s=0.5), tmp_path) == 124
-    time.sleep(2.5)
+    time.sleep(1.5)
     assert not late.exists()
 
 

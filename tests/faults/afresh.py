@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 TESTS = Path(__file__).parents[1]
-IMPORTED = ["pytest", "hypothesis.strategies", "numpy.testing", "ml_dtypes", "cupy", "_pytest.main"]
+IMPORTED = [
+    *("pytest", "_pytest.main", "xdist.plugin", "slipcover.pytest_plugin", "hypothesis.strategies"),
+    *("numpy.testing", "numpy.random", "ml_dtypes", "cupy", "typer.testing"),
+]
 _WITHOUT = ("cacheprovider", "xdist")
 
 
