@@ -11,6 +11,7 @@ from test_panels import LOWERED
 import flashsim
 from flashsim import Tiling
 from flashsim.engines.cpu import walks_decode
+from flashsim.engines.cpu.micro_kernels import registers
 from flashsim.engines.cpu.micro_kernels.registers import BLOCKING, Avx512, Plain
 
 WAYS = {
@@ -64,7 +65,20 @@ def test_bias_of_each_head(bias):
     agree(tensors(1, 300, 16, heads=6, kv_heads=2, batch=2, bias=bias))
 
 
-@pytest.mark.thorough  # walks of plain definitions take long to compile: test_cpu_engine has one
+def test_one_query_needs_no_pairs(monkeypatch):
+    """Where the CPU has them: decoding's own walk, both its kinds of panel."""
+    monkeypatch.setattr(registers, "pays", lambda name: True)
+    monkeypatch.setattr(registers, "without", lambda name: None)
+    monkeypatch.setattr(registers, "paired", pytest.fail)
+    x = tensors(1, 83, 16, dtype="bfloat16")
+    result = flashsim.run(x.q, x.k, x.v, backend="numba")
+    kind = type(registers.best("float32")).__name__.lower()
+    assert result.kernel.startswith(f"numba {kind},")
+    expected = flashsim.run(x.q, x.k, x.v, backend="numba", micro_kernel="vector")
+    np.testing.assert_array_equal(result.out, expected.out)
+
+
+@pytest.mark.thorough  # walks of plain definitions take long to compile: test_extremes has one
 def test_plain_numba_does_the_same():
     agree(tensors(1, 300, 40, heads=6, kv_heads=2), own={"micro_kernel": "plain"})
 

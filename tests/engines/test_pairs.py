@@ -377,19 +377,6 @@ def test_whole_tiles_on_an_emulated_cpu(emulated):
     judged(x, "flash2-fused", tiling=Tiling(64, 64), causal=True)
 
 
-def test_one_query_needs_no_pairs(monkeypatch):
-    """Where the CPU has them: decoding's own walk, both its kinds of panel."""
-    monkeypatch.setattr(registers, "pays", lambda name: True)
-    monkeypatch.setattr(registers, "without", lambda name: None)
-    monkeypatch.setattr(registers, "paired", pytest.fail)
-    x = tensors(1, 83, 16, dtype="bfloat16")
-    result = flashsim.run(x.q, x.k, x.v, backend="numba")
-    kind = type(registers.best("float32")).__name__.lower()
-    assert result.kernel.startswith(f"numba {kind},")
-    expected = flashsim.run(x.q, x.k, x.v, backend="numba", micro_kernel="vector")
-    np.testing.assert_array_equal(result.out, expected.out)
-
-
 def test_threads_change_nothing_on_an_emulated_cpu(emulated):
     x = tensors(50, 83, 16, dtype="bfloat16")
     one, three = (judged(x, "flash2-fused", threads=n, **TILING)[1] for n in (1, 3))
