@@ -283,6 +283,11 @@ def check_finite(name: str, array: Any) -> None:
 
 def _not_finite(array: Any) -> int:
     """How many values are NaN or infinite."""
+    if isinstance(array, np.ndarray) and dtype_name(array) == "bfloat16":
+        # Infinity and NaN are the largest bits of either sign: a fifth of the time of widening.
+        signed, bits = array.view(np.int16), array.view(np.uint16)
+        if signed.max(initial=0) < 0x7F80 and bits.max(initial=0) < 0xFF80:
+            return 0
     ours = dtype_name(array) in ("bfloat16", *checks.FP8)
     wide = array.astype(np.float32) if ours else array
     finite = np.isfinite(wide)

@@ -506,8 +506,13 @@ def test_nan_goes_through_unless_told_otherwise():
 def test_nan_in_bfloat16_and_in_a_bias_is_seen():
     import ml_dtypes
 
-    with pytest.raises(flashsim.OptionError, match="x holds 1 NaN"):
-        check_finite("x", np.array([1, np.nan], ml_dtypes.bfloat16))
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    every = bits.view(ml_dtypes.bfloat16)
+    numbers = (bits & 0x7FFF) < 0x7F80
+    check_finite("x", every[numbers].reshape(2, -1))
+    for x in every[~numbers]:
+        with pytest.raises(flashsim.OptionError, match="x holds 1 NaN"):
+            check_finite("x", np.array([[1, x], [-1, 2]], ml_dtypes.bfloat16))
     bias = np.full((8, 8), np.nan, np.float32)
     with pytest.raises(flashsim.OptionError, match="bias holds 64 NaN"):
         prepare(X, X, X, bias=bias, nan_policy="raise")
