@@ -455,7 +455,7 @@ def test_threads_are_a_positive_integer(given):
 INTERRUPTED = """
 import dataclasses, os, signal, threading, time
 import numpy as np, flashsim
-from flashsim.engines.cpu import engine, team, threads
+from flashsim.engines.cpu import engine, team
 from flashsim.engines.engine import Job
 q = np.random.default_rng(0).standard_normal((1, 40_000, 16), dtype=np.float32)
 small = q[:, :64]
@@ -492,10 +492,10 @@ def interrupted(what, work, long):
         assert np.array_equal(work(), expected)
         assert others and all(others)
         deadline = time.monotonic() + 5
-        pool = team.of(threads.available()).pool
-        while pool._work_queue.qsize() and time.monotonic() < deadline:
+        calls = team.here().calls
+        while calls.qsize() and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert not pool._work_queue.qsize()
+        assert not calls.qsize()
         print(what, took)
 interrupted("forward", forward, lambda: engine.forward(big))
 interrupted("fused", fused, lambda: engine.backward(big, saved, q[None]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -18,11 +17,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def once(crew: team.Team, work, *args, apart: bool = True) -> Future:
+def once(crew: team.Team, work, *args, apart: bool = True) -> None:
     """The work as one thread of a team does it."""
-    (future,) = crew.start(1, work, *args, apart=apart)
-    future.result()
-    return future
+    crew.start(1, work, *args, apart=apart).wait(some=True)
 
 
 def cpus_of(crew: team.Team) -> list[set[int]]:
@@ -30,7 +27,7 @@ def cpus_of(crew: team.Team) -> list[set[int]]:
 
 
 def test_a_sleeping_thread_is_kept_off_the_callers_cpu_until_it_runs():
-    crew, every, seen = team.Team(1), os.sched_getaffinity(0), []
+    crew, every, seen = team.Team(), os.sched_getaffinity(0), []
     once(crew, len, ())
     for here in sorted(every):
         os.sched_setaffinity(0, {here})
@@ -45,7 +42,7 @@ def test_a_sleeping_thread_is_kept_off_the_callers_cpu_until_it_runs():
 
 def test_threads_wake_on_other_cpus(monkeypatch):
     """The caller keeps its CPU meanwhile, as if it were at work."""
-    crew, every, woken = team.Team(1), os.sched_getaffinity(0), []
+    crew, every, woken = team.Team(), os.sched_getaffinity(0), []
     once(crew, len, ())
     begin = crew._begin
     monkeypatch.setattr(crew, "_begin", lambda *args: (woken.append(team._here()), begin(*args)))
@@ -60,7 +57,7 @@ def test_threads_wake_on_other_cpus(monkeypatch):
 
 
 def test_a_thread_at_work_is_left_alone():
-    crew, every = team.Team(1), os.sched_getaffinity(0)
+    crew, every = team.Team(), os.sched_getaffinity(0)
     begun, free, seen = threading.Event(), threading.Event(), []
 
     def work():
@@ -69,16 +66,16 @@ def test_a_thread_at_work_is_left_alone():
         seen.append(os.sched_getaffinity(0))
 
     once(crew, len, ())
-    (future,) = crew.start(1, work, apart=True)
+    call = crew.start(1, work, apart=True)
     assert begun.wait(60)
     crew.keep_off(every)
     free.set()
-    future.result()
+    call.wait(some=True)
     assert seen == [every]
 
 
 def test_a_thread_takes_what_its_caller_may_use():
-    crew, every, seen = team.Team(1), os.sched_getaffinity(0), []
+    crew, every, seen = team.Team(), os.sched_getaffinity(0), []
     one = {min(every)}
     once(crew, len, ())
     os.sched_setaffinity(0, one)
@@ -96,7 +93,7 @@ def test_where_that_is_forbidden_threads_work_as_before(monkeypatch):
         raise PermissionError(1, "not permitted")
 
     monkeypatch.setattr(os, "sched_setaffinity", forbidden)
-    crew, done = team.Team(2), []
+    crew, done = team.Team(), []
     once(crew, len, ())
     once(crew, done.append, 1)
     assert done == [1]
@@ -108,10 +105,10 @@ def test_a_call_does_not_wait_for_threads_that_never_began(n_q):
     k = rng.standard_normal((4, 1500, 16), dtype=np.float32)
     q = k[:, :n_q]
     expected = flashsim.run(q, k, k, backend="numba", threads=1).out
-    free, pool = threading.Event(), team.of(3).pool
+    free, crew = threading.Event(), team.here()
     timer = threading.Timer(60, free.set)
     timer.start()
-    busy = [pool.submit(free.wait) for _ in range(3)]
+    busy = crew.start(max(3, crew.size), free.wait, apart=False)
     try:
         out = flashsim.run(q, k, k, backend="numba", threads=3).out
         assert not free.is_set()
@@ -119,4 +116,4 @@ def test_a_call_does_not_wait_for_threads_that_never_began(n_q):
         timer.cancel()
         free.set()
     np.testing.assert_array_equal(out, expected)
-    assert all(future.result() for future in busy)
+    busy.wait(some=True)

@@ -10,28 +10,77 @@ from __future__ import annotations
 
 import ctypes
 import os
+import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
+#: Seconds between two looks for an interrupt, where waiting does not end with it.
+HEARING = 0.2
+
+
+class Call:
+    """Work that several threads do at a time, each of which leaves when nothing is left to do."""
+
+    def __init__(self, cpus: set[int], work: Callable, args: tuple[Any, ...]) -> None:
+        self.cpus, self.work, self.args = cpus, work, args
+        self.lock, self.open, self.begun = threading.Lock(), True, 0
+        self.ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def begins(self) -> bool:
+        """Whether a thread that comes now is still wanted; it is waited for then."""
+        with self.lock:
+            self.begun += self.open
+            return self.open
+
+    def wait(self, *, some: bool) -> None:
+        """Until all threads that began have ended, with `some` at least one; what one raised."""
+        ended = 0
+        if some:
+            ended += self._next()
+        with self.lock:
+            self.open = False
+        while ended < self.begun:
+            ended += self._next()
+
+    def _next(self) -> int:
+        while True:  # Windows hears no interrupt without a timeout
+            with suppress(queue.Empty):
+                error = self.ended.get(timeout=HEARING)
+                break
+        if error is not None:
+            raise error
+        return 1
+
 
 class Team:
-    """Up to `size` threads."""
+    """Threads, as many as were ever asked for at a time.
 
-    def __init__(self, size: int) -> None:
+    They take calls from a queue that is written in C: waking seven of a `ThreadPoolExecutor` for a
+    third of a millisecond's work took 2 ms of its locks (docs/notebooks/cpu.md).
+    """
+
+    def __init__(self) -> None:
+        self.size = 0
         self.asleep: set[int] = set()  # threads, by the operating system's numbers
         self.lock = threading.Lock()
-        self.pool = ThreadPoolExecutor(size, "flashsim")
+        self.calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
 
-    def start(self, count: int, work: Callable, *args: Any, apart: bool) -> list[Future]:
+    def start(self, count: int, work: Callable, *args: Any, apart: bool) -> Call:
         """Begin `work(*args)` on `count` threads; on other CPUs than this one's if `apart`."""
+        with self.lock:
+            for _ in range(count - self.size):
+                threading.Thread(target=self._live, name="flashsim", daemon=True).start()
+            self.size = max(self.size, count)
         cpus = _allowed()
         if apart and cpus:
             self.keep_off(cpus)
-        return [self.pool.submit(self._begin, cpus, work, args) for _ in range(count)]
+        call = Call(cpus, work, args)
+        for _ in range(count):
+            self.calls.put(call)
+        return call
 
     def keep_off(self, cpus: set[int]) -> None:
         """Leave threads that sleep all of `cpus` but the one that this thread is on."""
@@ -40,18 +89,29 @@ class Team:
             for thread in self.asleep if others else ():
                 _allow(thread, others)
 
-    def _begin(self, cpus: set[int], work: Callable, args: tuple[Any, ...]) -> None:
-        """What a thread does: its caller's CPUs are its own again before it works."""
+    def _live(self) -> None:
+        """What a thread does, for ever."""
+        while True:
+            call = self.calls.get()
+            if call.begins():
+                self._begin(call)
+            del call  # and with it the arrays that it was about
+
+    def _begin(self, call: Call) -> None:
+        """Its caller's CPUs are a thread's own again before it works."""
         thread = threading.get_native_id()
         with self.lock:
             self.asleep.discard(thread)
-            if cpus:
-                _allow(thread, cpus)
+            if call.cpus:
+                _allow(thread, call.cpus)
+        error = None
         try:
-            work(*args)
-        finally:
-            with self.lock:
-                self.asleep.add(thread)
+            call.work(*call.args)
+        except BaseException as raised:
+            error = raised
+        with self.lock:
+            self.asleep.add(thread)
+        call.ended.put(error)
 
 
 def _allowed() -> set[int]:
@@ -75,12 +135,12 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None)
 
 
-def of(size: int) -> Team:
+def here() -> Team:
     """The team of this process; a new one after a fork."""
-    return _of(size, os.getpid())
+    return _of(os.getpid())
 
 
-@lru_cache(maxsize=4)
-def _of(size: int, process: int) -> Team:
+@lru_cache(maxsize=1)
+def _of(process: int) -> Team:
     del process
-    return Team(size)
+    return Team()

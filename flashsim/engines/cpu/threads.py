@@ -8,7 +8,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,6 @@ from flashsim.l2.compiled import keep, kept
 
 #: Seconds of compiling after which a person at a terminal is told why nothing happens.
 PATIENCE = 1.0
-#: Seconds between two looks for an interrupt, where waiting does not end with it.
-HEARING = 0.2
 #: Multiply-adds of a walk beyond which it can be interrupted: a tenth of a second or less.
 LONG = 1 << 30
 
@@ -113,15 +110,11 @@ def run(
             counter[STOP] = 1
             walk(*args)
             counter[:] = 0
-        others = team.of(threads).start(threads - (not long), walk, *args, apart=not long)
+        others = team.here().start(threads - (not long), walk, *args, apart=not long)
         try:
             if not long:
                 walk(*args)
-            while long and wait(others, timeout=HEARING).not_done:
-                pass  # Windows hears nothing without a timeout
-            for other in others:
-                if not other.cancel():
-                    other.result()
+            others.wait(some=long)
         except BaseException:
             if counter is not None:
                 counter[STOP] = 1
