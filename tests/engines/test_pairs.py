@@ -21,7 +21,8 @@ from flashsim import BackendUnavailable, OptionError, Tiling
 from flashsim.engines.cpu import chosen, engine, threads
 from flashsim.engines.cpu.micro_kernels import amx, registers
 from flashsim.engines.cpu.micro_kernels.registers import BLOCKING, PAIRED, ROWS, Amx, Avx512Bf16
-from flashsim.engines.cpu.pairs import codegen, operations, packing, tiles
+from flashsim.engines.cpu.micro_kernels.vector import vector_intrinsic
+from flashsim.engines.cpu.pairs import codegen, operations, packing, tiles, writer
 from flashsim.engines.engine import Job
 from flashsim.problem.problem import numpy_dtype
 
@@ -93,7 +94,9 @@ def test_pairs_fill_vector_registers_and_nothing_is_spilled(cpu):
     body = widest[: widest.rindex("vdpbf16ps")]
     assert not re.search(r"zmm\d+, -?\d*\(%rsp\)|\(%rsp\), %zmm", body)
     softmax = assembly(Avx512Bf16, codegen.build_pair_softmax, cpu)
-    assert "vcvtneps2bf16" in softmax
+    for name in ("vcvtne2ps2bf16", "vreduceps", "vscalefps"):
+        assert name in softmax
+    assert not re.search(r"zmm\d+, -?\d*\(%rsp\)|\(%rsp\), %zmm", softmax)
     assert "call" not in softmax
 
 
@@ -318,13 +321,63 @@ def test_softmax_of_pairs(kind, rows, monkeypatch):
     S[0::w] = -np.inf  # a lane that sees nothing
     m, l = np.full(w, -np.inf, np.float32), np.zeros(w, np.float32)
     m[5:], l[5:] = 3, 2
+    m[9:14] = 40  # nothing comes near
+    S[rows * w - 30 : rows * w - 20] = 3 / 0.3 + np.arange(10) * 3  # a little more and much more
     factor, results = np.array([0.3], np.float32), []
     for run, cpu in ((operations.online_softmax_pairs, registers.Plain(w)), (softmax, kind(w))):
         P, stats = np.zeros((rows + 1) // 2 * w, np.uint32), [m.copy(), l.copy(), m.copy()]
         run(cpu, S, 0, rows, *stats, 0, factor, P, 0)
         results.append((P.view(numpy_dtype("bfloat16")).astype(np.float32), *stats))
     for one, two in zip(*results, strict=True):
-        np.testing.assert_allclose(two, one, rtol=2**-7 if one is results[0][0] else 1e-6)
+        np.testing.assert_allclose(two, one, rtol=2**-7 if one is results[0][0] else 5e-6)
+
+
+def build_exp2(module, block, itemsize):
+    """X, rows: each number becomes 2 to it."""
+    code = writer.PairCode(module, "exp2_of_rows", block, itemsize, "pi")
+
+    def body(r, _):
+        for x in code.vectors(code.at(X, code.times(r, code.width))):
+            code.store(code.exp2(code.load(x)), x)
+        return []
+
+    X, rows = code.function.args
+    code.loop(rows, [], body)
+    return code.done()
+
+
+_exp2 = vector_intrinsic("a i", build_exp2)
+
+
+@njit
+def exp2(cpu, X, rows):
+    _exp2(cpu, (X, rows))
+
+
+needs_dq = pytest.mark.skipif(
+    not llvm.get_host_cpu_features().get("avx512dq"), reason="needs a CPU with AVX-512 DQ"
+)
+
+
+@pytest.mark.parametrize("kind", [EmulatedAmx, pytest.param(Amx, marks=needs_dq)])
+def test_powers_of_two_are_within_8_bits_and_more(kind, monkeypatch):
+    """By AVX-512's own instructions, too: they round f down where it has a bit too many."""
+    tile_machine.emulate(monkeypatch)
+    wide = np.random.default_rng(0).uniform(-126, 10, 64 * 500).astype(np.float32)
+    whole = np.arange(-126, 127, dtype=np.float32)
+    below = np.nextafter(np.float32(-126), np.float32(-200))
+    none = np.array([below, -127, -140, -160, -1e30, -np.inf], np.float32)
+    x = np.concatenate([wide, whole, none, np.full(61, np.nan, np.float32)])
+    got = x.copy()
+    exp2(kind(64), got, x.size // 64)
+    parts = np.split(got, np.cumsum([wide.size, whole.size, none.size]))
+    np.testing.assert_allclose(parts[0], np.exp2(wide.astype(np.float64)), rtol=3.1e-6)
+    np.testing.assert_array_equal(parts[1], np.exp2(whole))
+    assert not parts[2].any()
+    assert np.isnan(parts[3]).all()
+    if kind is Amx:
+        exp2(EmulatedAmx(64), x, x.size // 64)
+        np.testing.assert_array_max_ulp(x[:-61], got[:-61], 1)
 
 
 # -- the engine ------------------------------------------------------------------------------------
@@ -372,9 +425,11 @@ def test_the_engine_on_an_emulated_cpu(emulated, algorithm, case):
     assert (ran > 0) == (emulated is EmulatedAmx)
 
 
-def test_whole_tiles_on_an_emulated_cpu(emulated):
-    x = tensors(128, 128, 64, dtype="bfloat16", heads=1, dv=32)
-    judged(x, "flash2-fused", tiling=Tiling(64, 64), causal=True)
+@pytest.mark.parametrize("kind", ["normal", "rising"])
+def test_whole_tiles_on_an_emulated_cpu(emulated, kind):
+    """Scores that rise scale the sums of every tile anew; of normal ones those of the first."""
+    x = tensors(128, 128, 64, dtype="bfloat16", kind=kind, heads=1, dv=32)
+    judged(x, "flash2-fused", tiling=Tiling(64, 32), causal=True)
 
 
 def test_threads_change_nothing_on_an_emulated_cpu(emulated):
@@ -396,8 +451,9 @@ def test_the_engine_on_this_cpu(micro_kernel, algorithm, case):
     result, one = judged(x, algorithm, micro_kernel, traces=True, **{**TILING, **options})
     assert result.kernel.startswith(f"numba {PAIRED[micro_kernel][0].__name__.lower()}")
     if case in ("causal", "softcap", "mask"):
-        whole = tensors(128, 128, 64, dtype="bfloat16", heads=2, kv_heads=1, dv=32)
-        judged(whole, algorithm, micro_kernel, tiling=Tiling(64, 64), **options)
+        for kind in ("normal", "rising"):
+            whole = tensors(128, 128, 64, dtype="bfloat16", kind=kind, heads=2, kv_heads=1, dv=32)
+            judged(whole, algorithm, micro_kernel, tiling=Tiling(64, 32), **options)
     three = judged(x, algorithm, micro_kernel, threads=3, **{**TILING, **options})[1]
     for name, array in one.items():
         np.testing.assert_array_equal(array, three[name], err_msg=name)

@@ -24,7 +24,7 @@ from llvmlite import ir
 from flashsim.engines.cpu.micro_kernels import registers
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
 from flashsim.engines.cpu.micro_kernels.writer import INT, VOID
-from flashsim.engines.cpu.pairs import codegen, tiles
+from flashsim.engines.cpu.pairs import codegen, tiles, writer
 
 SMALLEST = np.finfo(np.float32).tiny
 
@@ -222,7 +222,7 @@ def _once(name: str):
     return build
 
 
-class TwoFmas(codegen.PairCode):
+class TwoFmas(writer.PairCode):
     """VDPBF16PS in portable code."""
 
     def step(self, left, right, total):
@@ -253,7 +253,7 @@ def emulate(monkeypatch) -> None:
         llvm.add_symbol(name, ctypes.cast(callback, ctypes.c_void_p).value)
     for kind, pairs in ((EmulatedAmx, "machine"), (EmulatedBf16, "fmas")):
         monkeypatch.setitem(registers.BLOCKING, kind, Blocking(64, 4, pairs=pairs))
-        monkeypatch.setitem(codegen.NATIVE, pairs, False)
+        monkeypatch.setitem(writer.NATIVE, pairs, False)
     products = {
         "machine": partial(codegen.build_tile_product, lower=_lower),
         "fmas": partial(codegen.build_vector_product, writer=TwoFmas),

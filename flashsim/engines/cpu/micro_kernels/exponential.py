@@ -28,6 +28,19 @@ _FLOAT_LESS_ONE = (
     0.00015383654681500047,
 )
 
+#: 2^f on 0 <= f < 1 for what is rounded to 8 bits: the fit with the smallest relative error, 3e-6,
+#: under the condition that 2^0 is exactly 1.
+POWER_FROM_0 = (
+    1.0,
+    0.6930448412895203,
+    0.241280198097229,
+    0.052242472767829895,
+    0.013426683843135834,
+)
+
+#: By how many powers of two a row's largest score may grow before its sums are scaled anew.
+SLACK = 8
+
 #: The Taylor series, whose first term left out is 4e-18 at |f| = 1/2.
 _DOUBLE = tuple(math.log(2) ** k / math.factorial(k) for k in range(14))
 

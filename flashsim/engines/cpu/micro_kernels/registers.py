@@ -127,10 +127,11 @@ NARROW: dict[type[Cpu], type[Cpu]] = {
     Plain: Plain,
 }
 
+_BF16 = ("avx512f", "avx512vl", "avx512bw", "avx512dq", "avx512bf16")
 #: The micro-kernels for bfloat16, best first, with the LLVM features that each needs.
 PAIRED: dict[str, tuple[type[Amx] | type[Avx512Bf16], tuple[str, ...]]] = {
-    "amx": (Amx, ("amx-tile", "amx-bf16", "avx512f", "avx512vl", "avx512bw", "avx512bf16")),
-    "avx512_bf16": (Avx512Bf16, ("avx512f", "avx512vl", "avx512bw", "avx512bf16")),
+    "amx": (Amx, ("amx-tile", "amx-bf16", *_BF16)),
+    "avx512_bf16": (Avx512Bf16, _BF16),
 }
 
 

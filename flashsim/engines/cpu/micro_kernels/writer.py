@@ -220,7 +220,7 @@ class Code:
 
     def pick(self, x, y, lanes: list[int]):
         """A vector of lanes of x and, counted on from there, of y."""
-        mask = ir.Constant(ir.VectorType(ir.IntType(32), self.lanes), lanes)
+        mask = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes)
         return self.b.shuffle_vector(x, y, mask)
 
     def step(self, left, right, total):

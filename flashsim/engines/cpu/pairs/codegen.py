@@ -2,59 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
 from llvmlite import ir
 
 from flashsim.engines.cpu.micro_kernels.codegen import build_product
-from flashsim.engines.cpu.micro_kernels.halves import rounded_bits
+from flashsim.engines.cpu.micro_kernels.exponential import SLACK
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
 from flashsim.engines.cpu.micro_kernels.writer import INT, Code
 from flashsim.engines.cpu.pairs import tiles
-
-
-class PairCode(Code):
-    """Writes functions whose 32-bit elements are floats or pairs of bfloat16.
-
-    Of a pair the first number lies in the lower half, as in memory.
-    """
-
-    def __init__(
-        self, module: ir.Module, name: str, block: Blocking, itemsize: int, args: str
-    ) -> None:
-        super().__init__(module, f"{block.pairs}_{name}", block, itemsize, args)
-        self.pairs = block.pairs
-
-    def step(self, left, right, total):
-        """The dot product of a pair in each lane, added to `total` (AVX512-BF16)."""
-        whole = self.ints(0).type
-        pairs = (self.b.bitcast(value, whole) for value in (left, right))
-        return self._intrinsic("dpbf16ps", self.vector, total, *pairs)
-
-    def halves(self, x):
-        """Floats as the bits of the nearest bfloat16, in 16-bit lanes."""
-        bits = ir.VectorType(ir.IntType(16), self.lanes)
-        if NATIVE[self.pairs]:
-            return self._intrinsic("cvtneps2bf16", bits, x)
-        return self.b.trunc(self.b.lshr(rounded_bits(self, x), self.ints(16)), bits)
-
-    def _intrinsic(self, name: str, result: ir.Type, *values):
-        """An instruction of AVX512-BF16's, declared with integers: every LLVM takes them."""
-        name, module = f"llvm.x86.avx512bf16.{name}.512", self.function.module
-        if name not in module.globals:
-            ir.Function(module, ir.FunctionType(result, [v.type for v in values]), name)
-        return self.b.call(module.globals[name], values)
-
-    def load_at(self, address):
-        """As `load`, wherever 16-bit numbers begin."""
-        return self.b.load(self.b.bitcast(address, self.vector.as_pointer()), align=2)
-
-    def pair(self, x, y):
-        """Two vectors of floats, rounded, as one of pairs."""
-        whole = self.ints(0).type
-        low, high = (self.b.zext(self.halves(value), whole) for value in (x, y))
-        return self.b.bitcast(self.b.or_(low, self.b.shl(high, self.ints(16))), self.vector)
+from flashsim.engines.cpu.pairs.writer import PairCode
 
 
 def build_pair_product(module: ir.Module, block: Blocking, itemsize: int, mode: str):
@@ -108,9 +67,8 @@ def build_tile_product(
     return code.done()
 
 
-#: By `Blocking.pairs`: how products are made, and whether the CPU rounds to bfloat16 itself.
+#: How products are made, by `Blocking.pairs`.
 PRODUCTS: dict[str, Callable] = {"vdpbf16ps": build_vector_product, "amx": build_tile_product}
-NATIVE = {"vdpbf16ps": True, "amx": True}
 
 
 def build_configure(module: ir.Module, block: Blocking, itemsize: int):
@@ -138,50 +96,50 @@ def build_pair_softmax(module: ir.Module, block: Blocking, itemsize: int):
     if not code.is_new:
         return code.function
     S, rows, m, l, alpha, factor, P = code.function.args
-    b, minus_inf = code.b, code.const(-np.inf)
-    scale = code.spread(factor)
+    b, minus_inf, one = code.b, code.const(-np.inf), ir.Constant(INT, 1)
+    scale, last = code.spread(factor), b.sub(rows, one)
 
     def scores(r, extra: int = 0) -> list:
-        start = code.at(S, code.times(r, code.width), extra * code.width)
-        return [b.fmul(code.load(x), scale) for x in code.vectors(start)]
+        return code.vectors(code.at(S, code.times(r, code.width), extra * code.width))
 
-    def largest(r, tops):
-        return [code.larger(s, top) for s, top in zip(scores(r), tops, strict=True)]
+    def largest(r, tops, height: int = 1):
+        places = [x for extra in range(height) for x in scores(r, extra)]
+        return [code.larger(code.load(x), top) for x, top in zip(places, tops, strict=True)]
 
-    tops = code.loop(rows, [minus_inf] * code.vecs, largest)
+    tops = code.loop(rows, [minus_inf] * (2 * code.vecs), lambda r, t: largest(r, t, 2), by=2)
+    tops = [code.larger(x, y) for x, y in zip(tops, tops[code.vecs :], strict=False)]
+    tops = code.loop(b.and_(rows, one), tops, lambda _, t: largest(last, t))
     before = [code.load(x) for x in code.vectors(m)]
-    tops = [code.larger(t, old) for t, old in zip(tops, before, strict=True)]
-    seen = [b.fcmp_ordered("!=", top, minus_inf) for top in tops]
-    bases = [b.select(s, top, code.const(0)) for s, top in zip(seen, tops, strict=True)]
-    steps = [b.fsub(old, base) for old, base in zip(before, bases, strict=True)]
-    alphas = code.exp(steps)
-    for values, address in ((tops, m), (alphas, alpha)):
+    needed = [code.rounded(b.fmul(top, scale)) for top in tops]
+    after = [
+        b.select(b.fcmp_ordered(">", new, b.fadd(old, code.const(SLACK))), new, old)
+        for new, old in zip(needed, before, strict=True)
+    ]
+    seen = [b.fcmp_ordered("!=", x, minus_inf) for x in after]
+    bases = [b.select(s, x, code.const(0)) for s, x in zip(seen, after, strict=True)]
+    alphas = [code.exp2(b.fsub(old, base)) for old, base in zip(before, bases, strict=True)]
+    for values, address in ((after, m), (alphas, alpha)):
         for value, x in zip(values, code.vectors(address), strict=True):
             code.store(value, x)
+    less = [b.fneg(base) for base in bases]
 
-    def powers(r, extra: int) -> list:
-        return code.exp([b.fsub(s, base) for s, base in zip(scores(r, extra), bases, strict=True)])
+    def power(address, base):
+        return code.exp2(code.fma(code.load(address), scale, base))
 
-    def keep(r, first: list, second: list) -> None:
-        row = code.at(P, code.times(b.lshr(r, ir.Constant(INT, 1)), code.width))
-        for x, y, address in zip(first, second, code.vectors(row), strict=True):
+    def keep(r, first, second, sums) -> list:
+        """Two rows, a vector at a time: all of it in registers."""
+        row = code.at(P, code.times(b.lshr(r, one), code.width))
+        for i, address in enumerate(code.vectors(row)):
+            x = power(first[i], less[i])
+            y = power(second[i], less[i]) if second else code.const(0)
             code.store(code.pair(x, y), address)
+            sums = [b.fadd(s, b.fadd(x, y)) if k == i else s for k, s in enumerate(sums)]
+        return sums
 
-    def two(r, sums):
-        first, second = powers(r, 0), powers(r, 1)
-        keep(r, first, second)
-        return [b.fadd(s, p) for s, p in zip(sums, first + second, strict=True)]
-
-    def odd(_, sums):
-        r = b.sub(rows, ir.Constant(INT, 1))
-        first = powers(r, 0)
-        keep(r, first, [code.const(0)] * code.vecs)
-        return [b.fadd(s, p) for s, p in zip(sums, first, strict=False)] + sums[code.vecs :]
-
-    sums = code.loop(rows, [code.const(0)] * (2 * code.vecs), two, by=2)
-    sums = code.loop(b.and_(rows, ir.Constant(INT, 1)), sums, odd)
-    both = [b.fadd(x, y) for x, y in zip(sums, sums[code.vecs :], strict=False)]
-    for a, total, x in zip(alphas, both, code.vectors(l), strict=True):
+    sums = [code.const(0)] * code.vecs
+    sums = code.loop(rows, sums, lambda r, s: keep(r, scores(r), scores(r, 1), s), by=2)
+    sums = code.loop(b.and_(rows, one), sums, lambda _, s: keep(last, scores(last), [], s))
+    for a, total, x in zip(alphas, sums, code.vectors(l), strict=True):
         code.store(code.fma(a, code.load(x), total), x)
     return code.done()
 
@@ -405,5 +363,12 @@ def build_scale(module: ir.Module, block: Blocking, itemsize: int, by_lane: bool
             code.store(b.fmul(code.load(x), f), x)
         return []
 
+    if by_lane:  # a lane whose largest score has not grown leaves its sums as they are
+        ones = [b.fcmp_unordered("!=", f, code.const(1)) for f in factors]
+        other = functools.reduce(b.or_, ones)
+        bits = b.bitcast(other, ir.IntType(code.lanes))
+        rows = b.select(
+            b.icmp_unsigned("==", bits, ir.Constant(bits.type, 0)), ir.Constant(INT, 0), rows
+        )
     code.loop(rows, [], body)
     return code.done()

@@ -1,0 +1,87 @@
+"""Writes LLVM IR over vectors of floats and of pairs of bfloat16: see `micro_kernels.writer`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+from flashsim.engines.cpu.micro_kernels.exponential import POWER_FROM_0
+from flashsim.engines.cpu.micro_kernels.halves import SHORT, rounded_bits
+from flashsim.engines.cpu.micro_kernels.registers import Blocking
+from flashsim.engines.cpu.micro_kernels.writer import Code
+
+WORD = ir.IntType(32)
+#: Whether a CPU has AVX512-BF16, by `Blocking.pairs`: it rounds to bfloat16 itself.
+NATIVE = {"vdpbf16ps": True, "amx": True}
+
+
+class PairCode(Code):
+    """Writes functions whose 32-bit elements are floats or pairs of bfloat16.
+
+    Of a pair the first number lies in the lower half, as in memory.
+    """
+
+    def __init__(
+        self, module: ir.Module, name: str, block: Blocking, itemsize: int, args: str
+    ) -> None:
+        super().__init__(module, f"{block.pairs}_{name}", block, itemsize, args)
+        self.pairs, self.native = block.pairs, NATIVE.get(block.pairs, False)
+
+    def step(self, left, right, total):
+        """The dot product of a pair in each lane, added to `total` (AVX512-BF16)."""
+        whole = self.ints(0).type
+        pairs = (self.b.bitcast(value, whole) for value in (left, right))
+        return self._call("x86.avx512bf16.dpbf16ps.512", self.vector, total, *pairs)
+
+    def halves(self, x):
+        """Floats as the bits of the nearest bfloat16, in 16-bit lanes."""
+        bits = ir.VectorType(SHORT, self.lanes)
+        if self.native:
+            return self._call("x86.avx512bf16.cvtneps2bf16.512", bits, x)
+        return self.b.trunc(self.b.lshr(rounded_bits(self, x), self.ints(16)), bits)
+
+    def pair(self, x, y):
+        """Two vectors of floats, rounded, as one of pairs."""
+        if self.native:
+            kind = ir.VectorType(SHORT, 2 * self.lanes)
+            both = self._call("x86.avx512bf16.cvtne2ps2bf16.512", kind, y, x)  # x's numbers first
+            turns = [lane + self.lanes * second for lane in range(self.lanes) for second in (0, 1)]
+            return self.b.bitcast(self.pick(both, both, turns), self.vector)
+        low, high = (self.b.zext(self.halves(value), self.ints(0).type) for value in (x, y))
+        return self.b.bitcast(self.b.or_(low, self.b.shl(high, self.ints(16))), self.vector)
+
+    def exp2(self, x):
+        """2^x, x < 128, as 2^floor(x) 2^f with 0 <= f < 1; exactly 0 below 2^-126, NaN stays NaN.
+
+        AVX-512 takes floor(x) from x, and multiplies with a power of two, in an instruction each,
+        which takes 130 cycles where the result is no normal number: so these are left out.
+        """
+        b, zero = self.b, self.const(0)
+        seen = b.fcmp_unordered(">=", x, self.const(-126))
+        if self.native:
+            down, here = ir.Constant(WORD, 9), ir.Constant(WORD, 4)  # raise no flag; as MXCSR says
+            every, mask = ir.Constant(SHORT, -1), b.bitcast(seen, SHORT)
+            f = self._call("x86.avx512.mask.reduce.ps.512", self.vector, x, down, zero, every, here)
+            q = self.polynomial(POWER_FROM_0, [f])[0]
+            return self._call("x86.avx512.mask.scalef.ps.512", self.vector, q, x, zero, mask, here)
+        n, integers = self._call(f"floor.v{self.lanes}f32", self.vector, x), self.ints(0).type
+        q = self.polynomial(POWER_FROM_0, [b.fsub(x, n)])[0]
+        n = self._call(f"fptosi.sat.v{self.lanes}i32.v{self.lanes}f32", integers, n)
+        power = b.bitcast(b.shl(b.add(n, self.ints(127)), self.ints(23)), self.vector)
+        return b.select(seen, b.fmul(q, power), zero)
+
+    def rounded(self, x):
+        """The nearest whole numbers."""
+        return self._call(f"rint.v{self.lanes}f32", self.vector, x)
+
+    def load_at(self, address):
+        """As `load`, wherever 16-bit numbers begin."""
+        return self.b.load(self.b.bitcast(address, self.vector.as_pointer()), align=2)
+
+    def _call(self, name: str, result: ir.Type, *values) -> Any:
+        """An intrinsic; AVX512-BF16's with integers for bfloat16, which every LLVM takes."""
+        name, module = f"llvm.{name}", self.function.module
+        if name not in module.globals:
+            ir.Function(module, ir.FunctionType(result, [v.type for v in values]), name)
+        return self.b.call(module.globals[name], values)
