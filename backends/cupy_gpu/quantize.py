@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -79,13 +80,15 @@ def quantize(
         }
         batch, kv_heads, n_kv, d = k.shape
         out["vt"] = space.empty((batch, kv_heads, d, whole_sixteens(n_kv)), like)
-        largest = {}
+        largest, shapes = {}, []
         for name, x, rows in (("q", q, block[0]), ("k", k, block[1]), ("v", v, block[1])):
-            shape = family.scale_shape(granularity, batch, x.shape[1], x.shape[2], rows)
-            out[f"{name}_scale"] = space.empty(shape)
-            if len(made) > 1:
-                with space.active():
-                    largest[f"{name}_largest"] = space.zeros(shape, "uint32")
+            shapes.append(family.scale_shape(granularity, batch, x.shape[1], x.shape[2], rows))
+            out[f"{name}_scale"] = space.empty(shapes[-1])
+        if len(made) > 1:
+            *ends, total = np.cumsum([math.prod(shape) for shape in shapes]).tolist()
+            with space.active():
+                parts = cupy.split(space.zeros((total,), "uint32"), ends)  # zeroed all at once
+            largest = dict(zip(("q_largest", "k_largest", "v_largest"), parts, strict=True))
         if signs is not None:
             with space.active():
                 largest["signs"] = _uploaded(signs.astype(np.float32).tobytes(), space.device)

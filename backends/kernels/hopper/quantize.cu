@@ -103,14 +103,37 @@ __device__ __forceinline__ void fetch_wait() {  // for all but the last groups
     asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 2) : "memory");
 }
 
-// The rows of the tile, and the columns, that this thread has of Q and K before a rotation.
+// Neighbouring threads fetch neighbouring pieces, of whole rows: halves of 128-byte lines take longer
+// (docs/notebooks/hopper.md). Only longer rows that are rotated are fetched by the threads that
+// have them then, 64 bytes of eight rows at a time: to exchange them costs more than it gains.
+constexpr bool WHOLE_ROWS = !ROTATE || D == 64;
+constexpr int LINES = 256 / D;  // rows of Q and K that a warp fetches from at a time
+// Of V a thread has, once or twice, eight columns of four keys that lie together in V^T.
+__device__ __forceinline__ int own_eight() { return threadIdx.x % (D / 8); }
+// The first row of the tile, if whole ones are fetched, from which this thread fetches of Q and K.
+__device__ __forceinline__ int line_row() {
+    return threadIdx.x / 32 * 8 * OWN + threadIdx.x % 32 / (D / 8);
+}
+// The rows of the tile, and the columns, that this thread has of Q and K before a rotation: every
+// fourth piece of a row or of two. Without one it has what it fetches.
 __device__ __forceinline__ int own_row(int piece) {
-    return (threadIdx.x / 32 * OWN + piece / (D / 32)) * 8 + threadIdx.x % 32 / 4;
+    return ROTATE ? (threadIdx.x / 32 * OWN + piece / (D / 32)) * 8 + threadIdx.x % 32 / 4
+                  : line_row() + piece * LINES;
 }
 __device__ __forceinline__ int own_column(int piece) {
-    return (threadIdx.x % 4 + piece % (D / 32) * 4) * 8;
+    return ROTATE ? (threadIdx.x % 4 + piece % (D / 32) * 4) * 8 : threadIdx.x % (D / 8) * 8;
 }
-// Those after it.
+// Where a stage has the pieces of a thread: every second one, if others fetch it, has changed
+// places with another row's, lest two of a row meet in a bank.
+__device__ __forceinline__ u32 own_slot(int piece) {
+    return threadIdx.x ^ (ROTATE && WHOLE_ROWS && piece % 2 ? 4 : 0);
+}
+// And that is where piece `piece` of a row goes, the `row`-th of the warp's.
+__device__ __forceinline__ int slot(int row, int piece) {
+    return row / 8 * (D / 32) * THREADS + piece / 4 * THREADS + threadIdx.x / 32 * 32 +
+           ((row % 8 ^ piece / 4 % 2) * 4 | piece % 4);
+}
+// Those that it has after a rotation.
 __device__ __forceinline__ int turned_row(int piece) {
     return (threadIdx.x / 32 * OWN + piece / (D / 32)) * 8 + threadIdx.x % 4 * 2 +
            piece % (D / 32) / (D / 64);
@@ -122,8 +145,6 @@ __device__ __forceinline__ int turned_column(int piece) {
 __device__ __forceinline__ int key_at(int four, int j) {
     return four / 4 * 16 + four % 4 * 2 + j % 2 + j / 2 * 8;
 }
-// Of V a thread has, once or twice, eight columns of four keys that lie together in V^T.
-__device__ __forceinline__ int own_eight() { return threadIdx.x % (D / 8); }
 __device__ __forceinline__ int own_four(int piece) {
     return (threadIdx.x + piece / 4 * THREADS) / (D / 8);
 }
@@ -132,6 +153,21 @@ __device__ __forceinline__ int own_key(int piece) {
 }
 
 __device__ __forceinline__ void fetch_tile(uint4 (&to)[PIECES][THREADS], const Tile& t) {
+    if (WHOLE_ROWS) {
+        const bool of_v = t.which == OF_V;
+        const int row = of_v ? own_key(0) : line_row(), left = t.n - t.first - row;
+        const int lane = threadIdx.x % 32;
+        const char* const from = t.from + (t.first + row) * t.row + own_eight() * 16;
+        uint4* const stage = &to[0][0];
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i) {
+            const int below = of_v ? key_at(0, i % 4) + i / 4 * (THREADS / (D / 8) * 4) : i * LINES;
+            const int at = ROTATE && !of_v ? slot(i * LINES + lane / (D / 8), own_eight())
+                                           : i * THREADS + own_slot(i);
+            fetch(stage + at, from + below * t.row, below < left);  // else zeros, nothing is read
+        }
+        return;
+    }
     const char* const from = t.from;
     const i64 step = t.row;
     const int left = t.n - t.first;
@@ -161,8 +197,9 @@ __device__ __forceinline__ u32 larger(u32 a, u32 b) {  // a is not negative
     return r;
 }
 
-// Tile `t`, whose largest element in this thread is `mine`: writes its scales, if it is the one to
-// do so, and returns what elements are multiplied by. `norm` is a factor still missing in them.
+// Tile `t`, whose largest element in this thread (if found before: of all) is `mine`: writes its
+// scales, if it is the one to do so, and returns what elements are multiplied by. `norm` is a
+// factor still missing in them.
 __device__ __forceinline__ float settle(const Tile& t, float mine, u32 (&tops)[32], float norm) {
     const int warps = THREADS / 32 / t.scales;  // of two each half of the threads has one
     const int warp = threadIdx.x / 32, half = warp >= warps, lane = threadIdx.x % 32;
@@ -177,7 +214,7 @@ __device__ __forceinline__ float settle(const Tile& t, float mine, u32 (&tops)[3
         if (MODE == LARGEST_ONLY && threadIdx.x == 0) atomicMax(t.largest, all);
         top = __uint_as_float(all);
     } else {
-        top = __uint_as_float(*t.largest);
+        top = mine;
     }
     if (MODE != LARGEST_ONLY && t.scale && warp == half * warps && lane == 0 &&
         t.first + half * (ROWS / 2) < t.n)
@@ -272,12 +309,14 @@ quantize(const __grid_constant__ Args a) {
     int stage = 0, ahead = STAGES - 1;
     for (int k = 0, number = blockIdx.x; number < tiles; ++k, number += gridDim.x) {
         const Tile& t = s.tiles[k % 4];
+        const u32 found = MODE == ELEMENTS_ONLY ? *t.largest : 0;  // under the wait
         fetch_wait();
         const bool of_v = t.which == OF_V, turned = ROTATE && !of_v;
+        if (ROTATE && WHOLE_ROWS) __syncwarp();  // so have the others for what they fetched
         u32 raw[PIECES][4];
 #pragma unroll
         for (int i = 0; i < PIECES; ++i) {
-            const uint4 piece = s.pieces[stage][i][threadIdx.x];
+            const uint4 piece = s.pieces[stage][i][own_slot(i)];
             raw[i][0] = piece.x, raw[i][1] = piece.y, raw[i][2] = piece.z, raw[i][3] = piece.w;
         }
         float x[PIECES][8], mine = 0.0f;
@@ -304,6 +343,7 @@ quantize(const __grid_constant__ Args a) {
                 }
             mine = fmaxf(unpack(most).x, unpack(most).y);
         }
+        if (MODE == ELEMENTS_ONLY) mine = __uint_as_float(found);
         constexpr float NORM = D == 64 ? 0.125f : D == 128 ? 0.08838834764831845f : 0.0625f;
         const float inverse = settle(t, mine, s.tops[k % 2], turned ? NORM : 1.0f);
         // Both in what the last tile had, with which everybody is done.
