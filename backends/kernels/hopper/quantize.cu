@@ -103,9 +103,9 @@ __device__ __forceinline__ void fetch_wait() {  // for all but the last groups
     asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 2) : "memory");
 }
 
-// Neighbouring threads fetch neighbouring pieces, of whole rows: halves of 128-byte lines take longer
-// (docs/notebooks/hopper.md). Only longer rows that are rotated are fetched by the threads that
-// have them then, 64 bytes of eight rows at a time: to exchange them costs more than it gains.
+// Neighbouring threads fetch neighbouring pieces, of whole rows: halves of 128-byte lines take
+// longer (docs/notebooks/hopper.md). Only longer rows that are rotated are fetched by the threads
+// that have them then, 64 bytes of eight rows at a time: to exchange them costs more than it gains.
 constexpr bool WHOLE_ROWS = !ROTATE || D == 64;
 constexpr int LINES = 256 / D;  // rows of Q and K that a warp fetches from at a time
 // Of V a thread has, once or twice, eight columns of four keys that lie together in V^T.
