@@ -492,10 +492,10 @@ def interrupted(what, work, long):
         assert np.array_equal(work(), expected)
         assert others and all(others)
         deadline = time.monotonic() + 5
-        calls = team.here().calls
-        while calls.qsize() and time.monotonic() < deadline:
+        errands = team.here().errands
+        while errands.qsize() and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert not calls.qsize()
+        assert not errands.qsize()
         print(what, took)
 interrupted("forward", forward, lambda: engine.forward(big))
 interrupted("fused", fused, lambda: engine.backward(big, saved, q[None]))

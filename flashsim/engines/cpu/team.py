@@ -21,7 +21,7 @@ from typing import Any
 HEARING = 0.2
 
 
-class Call:
+class Errand:
     """Work that several threads do at a time, each of which leaves when nothing is left to do."""
 
     def __init__(self, cpus: set[int], work: Callable, args: tuple[Any, ...]) -> None:
@@ -58,17 +58,17 @@ class Call:
 class Team:
     """Threads, as many as were ever asked for at a time.
 
-    They take calls from a queue that is written in C: waking seven of a `ThreadPoolExecutor` for a
-    third of a millisecond's work took 2 ms of its locks (docs/notebooks/cpu.md).
+    They take errands from a queue that is written in C: waking seven of a `ThreadPoolExecutor` for
+    a third of a millisecond's work took 2 ms of its locks (docs/notebooks/cpu.md).
     """
 
     def __init__(self) -> None:
         self.size = 0
         self.asleep: set[int] = set()  # threads, by the operating system's numbers
         self.lock = threading.Lock()
-        self.calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
+        self.errands: queue.SimpleQueue[Errand] = queue.SimpleQueue()
 
-    def start(self, count: int, work: Callable, *args: Any, apart: bool) -> Call:
+    def start(self, count: int, work: Callable, *args: Any, apart: bool) -> Errand:
         """Begin `work(*args)` on `count` threads; on other CPUs than this one's if `apart`."""
         with self.lock:
             for _ in range(count - self.size):
@@ -77,10 +77,10 @@ class Team:
         cpus = _allowed()
         if apart and cpus:
             self.keep_off(cpus)
-        call = Call(cpus, work, args)
+        errand = Errand(cpus, work, args)
         for _ in range(count):
-            self.calls.put(call)
-        return call
+            self.errands.put(errand)
+        return errand
 
     def keep_off(self, cpus: set[int]) -> None:
         """Leave threads that sleep all of `cpus` but the one that this thread is on."""
@@ -92,26 +92,26 @@ class Team:
     def _live(self) -> None:
         """What a thread does, for ever."""
         while True:
-            call = self.calls.get()
-            if call.begins():
-                self._begin(call)
-            del call  # and with it the arrays that it was about
+            errand = self.errands.get()
+            if errand.begins():
+                self._begin(errand)
+            del errand  # and with it the arrays that it was about
 
-    def _begin(self, call: Call) -> None:
+    def _begin(self, errand: Errand) -> None:
         """Its caller's CPUs are a thread's own again before it works."""
         thread = threading.get_native_id()
         with self.lock:
             self.asleep.discard(thread)
-            if call.cpus:
-                _allow(thread, call.cpus)
+            if errand.cpus:
+                _allow(thread, errand.cpus)
         error = None
         try:
-            call.work(*call.args)
+            errand.work(*errand.args)
         except BaseException as raised:
             error = raised
         with self.lock:
             self.asleep.add(thread)
-        call.ended.put(error)
+        errand.ended.put(error)
 
 
 def _allowed() -> set[int]:
