@@ -3,14 +3,14 @@
     python benchmarks/limits.py [--sets papers,short,serving,widths] [--below 1.0]
                                 [--csv docs/data/limits-h200.csv]
 
-Takes from docs/data/gpu-SET-h200.csv every pass whose time is beyond the best of FA-CuTe, cuDNN and
-FlashAttention-2 (`--below 0.97`: the ratio of times is below that), and runs it once under Nsight
-Compute, flashsim's kernels and those of the fastest other that is there: one row a kernel, with its
-time under the profiler and, in per cent of what each unit could sustain over that time, the parts
-that Nsight Compute's "speed of light" is the maximum of. `sm__cycles_active` is how much of the
-time an SM holds any block. Needs a GPU, torch and Nsight Compute (`ncu`; where counters are kept
-from users, root). A kernel measured alone runs at other clocks and with a cold L2: compare columns,
-not times with those of other tables.
+Takes from the tables in docs/data that benchmarks/gpu.py wrote on an H200 every pass whose time is
+beyond the best of FA-CuTe, cuDNN and FlashAttention-2 (`--below 0.97`: the ratio of times is below
+that) and runs it once under Nsight Compute, flashsim's kernels and those of the fastest other that
+is there: one row a kernel, with its time under the profiler and, in per cent of what each unit could
+sustain over that time, the parts that Nsight Compute's "speed of light" is the maximum of.
+`sm__cycles_active` is how much of the time an SM holds any block. Needs a GPU, torch and Nsight
+Compute (`ncu`; where counters are kept from users, root). A kernel measured alone runs at other
+clocks and with a cold L2: compare columns, not times with those of other tables.
 """
 
 from __future__ import annotations
