@@ -7,6 +7,7 @@ import errno
 import re
 
 import llvmlite.binding as llvm
+import ml_dtypes
 import numpy as np
 import pytest
 import tile_machine
@@ -430,6 +431,17 @@ def test_whole_tiles_on_an_emulated_cpu(emulated, kind):
     """Scores that rise scale the sums of every tile anew; of normal ones those of the first."""
     x = tensors(128, 128, 64, dtype="bfloat16", kind=kind, heads=1, dv=32)
     judged(x, "flash2-fused", tiling=Tiling(64, 32), causal=True)
+
+
+@pytest.mark.parametrize("largest", [-1, 1])
+def test_a_row_of_the_largest_finite_scores_is_a_mean(emulated, largest):
+    """As model code pads: a whole row of bias at finfo.min."""
+    x = tensors(20, 37, 8, bias=(1, 1), dtype="bfloat16")
+    value = x.bias[..., 3, :] = largest * ml_dtypes.finfo(ml_dtypes.bfloat16).max
+    result = flashsim.run(x.q, x.k, x.v, bias=x.bias, backend="numba", **TILING)
+    mean = x.v.astype(np.float32).mean(axis=2)
+    np.testing.assert_allclose(result.out[:, :, 3].astype(np.float32), mean, atol=2**-8)
+    np.testing.assert_array_equal(result.lse[:, :, 3], np.float32(value))
 
 
 def test_threads_change_nothing_on_an_emulated_cpu(emulated):

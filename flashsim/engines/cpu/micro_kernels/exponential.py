@@ -38,8 +38,8 @@ POWER_FROM_0 = (
     0.013426683843135834,
 )
 
-#: By how many powers of two a row's largest score may grow before its sums are scaled anew.
-SLACK = 8
+#: By how much a row's largest score may grow before its sums are scaled anew: e^5 is below 2^8.
+SLACK = 5
 
 #: The Taylor series, whose first term left out is 4e-18 at |f| = 1/2.
 _DOUBLE = tuple(math.log(2) ** k / math.factorial(k) for k in range(14))

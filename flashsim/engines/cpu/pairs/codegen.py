@@ -110,21 +110,21 @@ def build_pair_softmax(module: ir.Module, block: Blocking, itemsize: int):
     tops = [code.larger(x, y) for x, y in zip(tops, tops[code.vecs :], strict=False)]
     tops = code.loop(b.and_(rows, one), tops, lambda _, t: largest(last, t))
     before = [code.load(x) for x in code.vectors(m)]
-    needed = [code.rounded(b.fmul(top, scale)) for top in tops]
+    needed = [b.fmul(top, scale) for top in tops]
     after = [
         b.select(b.fcmp_ordered(">", new, b.fadd(old, code.const(SLACK))), new, old)
         for new, old in zip(needed, before, strict=True)
     ]
     seen = [b.fcmp_ordered("!=", x, minus_inf) for x in after]
     bases = [b.select(s, x, code.const(0)) for s, x in zip(seen, after, strict=True)]
-    alphas = [code.exp2(b.fsub(old, base)) for old, base in zip(before, bases, strict=True)]
+    alphas = [code.power(b.fsub(old, base)) for old, base in zip(before, bases, strict=True)]
     for values, address in ((after, m), (alphas, alpha)):
         for value, x in zip(values, code.vectors(address), strict=True):
             code.store(value, x)
     less = [b.fneg(base) for base in bases]
 
     def power(address, base):
-        return code.exp2(code.fma(code.load(address), scale, base))
+        return code.power(code.fma(code.load(address), scale, base))
 
     def keep(r, first, second, sums) -> list:
         """Two rows, a vector at a time: all of it in registers."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from flashsim.engines.cpu.micro_kernels.plain import LOG2E
 from flashsim.engines.cpu.pairs.operations import (
     begin_tiles,
     end_tiles,
@@ -52,9 +51,8 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
     S, P = aligned(k_rows * w, real), aligned(v_pairs * w, pair)
     m, l = aligned(most * height, real), aligned(most * height, real)
     alpha, inverse = aligned(height, real), aligned(height, real)
-    # Of scores as the product leaves them, of finished ones, in powers of two; the scale itself.
-    scales = aligned(3, real)
-    scales[0], scales[1], scales[2] = rules.scale * real(LOG2E), LOG2E, rules.scale
+    scales = aligned(2, real)  # of scores as the product leaves them, and of finished ones
+    scales[0], scales[1] = rules.scale, 1
     at = np.empty(most, np.int64)  # the next visit of each row tile
     n_sets = tiles.set_ptr.size - 1
     begin_tiles(cpu, S)
@@ -99,8 +97,7 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
                 for r in range(n):  # no key seen: out = 0, lse = -inf
                     seen = l[x + r] != 0
                     inverse[r] = real(1) / l[x + r] if seen else real(0)
-                    m_e = m[x + r] / real(LOG2E)  # m counts powers of two
-                    lse[row0 + r] = m_e + np.log(l[x + r]) if seen else -np.inf
+                    lse[row0 + r] = m[x + r] + np.log(l[x + r]) if seen else -np.inf
                 for r in range(0, n, w):
                     O_panel, out0 = O[(x + r) * o_rows :], (row0 + r) * dv
                     unpack_bits(cpu, O_panel, out, out0, min(w, n - r), dv, inverse[r:])
@@ -137,7 +134,7 @@ def forward_visit(cpu, shape, tiles, rules, state, operands, scales, i, at, bias
         scale = scales
         if not is_plain(cpu, rules, masked, lanes) or rules.scale < 0:
             scale = scales[1:]
-            scale_panel(cpu, S, s0, w, rows, scales[2:])
+            scale_panel(cpu, S, s0, w, rows, scales)
             place = place_of(
                 *(rules, tiles, at, bias0, q0, k0),
                 *(shape.n_kv, offset, k1 - k0, True, 0, p * w),

@@ -17,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 
 from flashsim.engines.cpu.micro_kernels.exponential import SLACK
-from flashsim.engines.cpu.micro_kernels.plain import bits_of, operation
+from flashsim.engines.cpu.micro_kernels.plain import LOG2E, bits_of, operation
 from flashsim.engines.cpu.pairs import vector
 from flashsim.engines.cpu.primitives.parts import part
 
@@ -55,25 +55,25 @@ def pairs_add(cpu, C, c0, ldc, A, a0, row, B, b0, ldb, rows, n):
 
 @operation(vector.online_softmax_pairs)
 def online_softmax_pairs(cpu, S, s0, rows, m, l, alpha, at, factor, P, p0):
-    """`plain.online_softmax` of ``factor[0] S`` in powers of two, with P rounded, in pairs of rows.
+    """`plain.online_softmax` of ``factor[0] S``, with P rounded and in pairs of rows.
 
-    P = 2^(factor S - m), where m is a whole number and stays until a row's largest score is more
-    than `SLACK` above it: alpha is 1 then, and no rounding of m is left in `l`. The factor is not
-    negative; S stays; an odd last row is paired with zeros. `l` sums what is not rounded.
+    P = e^(factor S - m), where m stays until a row's largest score is more than `SLACK` above it:
+    alpha is 1 then. The factor is not negative; S stays; an odd last row is paired with zeros. `l`
+    sums what is not rounded.
     """
-    w = cpu.width
+    w, log2e = cpu.width, np.float32(LOG2E)
     for c in range(w):
         top = np.float32(-np.inf)
         for r in range(rows):
             top = max(top, S[s0 + r * w + c])
-        old, needed = m[at + c], np.rint(top * factor[0])
+        old, needed = m[at + c], top * factor[0]
         if needed > old + np.float32(SLACK):
             m[at + c] = needed
         base = m[at + c] if m[at + c] > -np.inf else np.float32(0)
-        alpha[at + c] = np.exp2(old - base)
+        alpha[at + c] = np.exp2((old - base) * log2e)
         total = np.float32(0)
         for r in range(rows):
-            p = np.exp2(S[s0 + r * w + c] * factor[0] - base)
+            p = np.exp2((S[s0 + r * w + c] * factor[0] - base) * log2e)
             here = p0 + r // 2 * w + c
             if r % 2 == 0:
                 P[here] = bits_of(p)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 
 from flashsim.engines.cpu.micro_kernels.exponential import POWER_FROM_0
@@ -71,9 +72,9 @@ class PairCode(Code):
         power = b.bitcast(b.shl(b.add(n, self.ints(127)), self.ints(23)), self.vector)
         return b.select(seen, b.fmul(q, power), zero)
 
-    def rounded(self, x):
-        """The nearest whole numbers."""
-        return self._call(f"rint.v{self.lanes}f32", self.vector, x)
+    def power(self, x):
+        """e^x, x < 88, as `exp2` has it."""
+        return self.exp2(self.b.fmul(x, self.const(np.log2(np.e))))
 
     def load_at(self, address):
         """As `load`, wherever 16-bit numbers begin."""
