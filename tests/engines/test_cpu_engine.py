@@ -457,6 +457,7 @@ import dataclasses, os, signal, threading, time
 import numpy as np, flashsim
 from flashsim.engines.cpu import engine, team
 from flashsim.engines.engine import Job
+signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
 q = np.random.default_rng(0).standard_normal((1, 40_000, 16), dtype=np.float32)
 small = q[:, :64]
 result = flashsim.run(small, small, small, backend="numba")
@@ -472,11 +473,12 @@ def dq():
     return result.backward(small, deterministic=True).dq
 def interrupted(what, work, long):
     expected = work()  # compiled
-    others, at = [], []
+    others, at, ready = [], [], threading.Event()
     def other():
         while not at or time.monotonic() < at[0] + 0.5:
             others.append(np.array_equal(work(), expected))
     def interrupt():
+        ready.wait()  # starting a thread may take as long
         time.sleep(0.4)
         at.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGINT)
@@ -484,6 +486,7 @@ def interrupted(what, work, long):
     beside.start()
     threading.Thread(target=interrupt).start()
     try:
+        ready.set()
         long()
         print(what, "was not interrupted")
     except KeyboardInterrupt:
