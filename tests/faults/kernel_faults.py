@@ -178,7 +178,7 @@ FAULTS = {
     ),
     "keys-not-awaited": KernelFault(
         "products start before the copy engine has brought K and V",
-        *(BACKWARD, "wait(&s.kv_full, kv_parity);", "", "test_features and ragged and 128"),
+        *(BACKWARD, "wait(&s.kv_full, kv_parity);", "", "test_features and many and 128"),
     ),
     "keys-overwritten": KernelFault(
         # Behind V's wait the copy mostly comes when K is no longer read: so it goes before.
