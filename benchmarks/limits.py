@@ -6,7 +6,7 @@
 Takes from the tables in docs/data that benchmarks/gpu.py wrote on an H200 every pass whose time is
 beyond the best of FA-CuTe, cuDNN and FlashAttention-2 (`--below 0.97`: the ratio of times is below
 that) and runs it once under Nsight Compute, flashsim's kernels and those of the fastest other that
-is there: one row a kernel, with its time under the profiler and, in per cent of what each unit could
+is there: one row a kernel, with its time under the profiler and, in per cent of what each unit can
 sustain over that time, the parts that Nsight Compute's "speed of light" is the maximum of.
 `sm__cycles_active` is how much of the time an SM holds any block. Needs a GPU, torch and Nsight
 Compute (`ncu`; where counters are kept from users, root). A kernel measured alone runs at other
