@@ -314,3 +314,17 @@ def tile_columns(stage: str, problem: Problem) -> tuple[int, int]:
 def _shared_dim(problem: Problem) -> int:
     """The head_dim that the backward kernels compute with, for Q and K as for V and dO."""
     return _wide(max(problem.head_dim, problem.head_dim_v))
+
+
+def product_columns(stage: str, problem: Problem, cluster: int = 1) -> tuple[int, int]:
+    """Columns that a backward's products take: of both head dims, and beyond them, all products'.
+
+    Whole sixteens, or thirty-twos where a cluster shares an item. A tile's whole columns are taken
+    by dQ^T, whose rows they are (up to 32 columns dQ itself is computed), and beyond a head_dim of
+    128, where two warpgroups share them out, by dK and dV too.
+    """
+    step = 32 if cluster > 1 else 16
+    taken = -(-max(problem.head_dim, problem.head_dim_v) // step) * step
+    whole = _shared_dim(problem)
+    products = (stage == "fused" and taken > 32) + (2 if stage != "dq" and whole > 128 else 0)
+    return taken, products * (whole - taken)

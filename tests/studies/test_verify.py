@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import flashsim
 from flashsim import BackendUnavailable, Device, Problem, Tiling, TraceError, UnsupportedError, l2
+from flashsim.backends.families.hopper import product_columns
 from flashsim.cli.app import app
 from flashsim.problem.masks import BlockMask
 from flashsim.studies.verify import (
@@ -183,6 +184,15 @@ def dram_read(p, algorithm, stage, kernel, *, in_turns=False):
 SMALL_L2 = replace(Device.get("H200"), l2_bytes=2 << 20, sm_count=20)
 
 
+def test_dram_is_predicted_of_rows_as_they_lie_in_it():
+    """59 elements of bfloat16 are filled up to 64, 33 of the values to 40."""
+    p = Problem(512, head_dim=59, head_dim_v=33, heads=2, dtype="bfloat16")
+    found, _ = dram_read(p, "flash2", "dkdv", "flash_dkdv")
+    asked = 512 * ((59 + 59 + 33 + 33) * 2 + 8) * 2  # Q, K, V, dO, LSE and delta, once
+    assert found == asked + 512 * 2 * (5 + 7) * 2 * 2
+    assert dram_read(replace(p, head_dim=64), "flash2", "dkdv", "flash_dkdv")[0] == found
+
+
 def test_dram_is_predicted_for_the_heads_that_ran_together():
     """Hopper kernels work on one head after the other where all items are as long."""
     p = Problem(512, head_dim=64, heads=8, dtype="bfloat16")
@@ -347,6 +357,44 @@ def test_rows_are_filled_up_to_16_bytes():
     back = flashsim.count(p, direction="backward", tiling=Tiling(64, 64), device="B200")
     _, dkdv, _ = back.stages
     assert tensor_flops(back, dkdv, hopper=True) == 4 * 2 * 64 * 64 * 64
+
+
+@pytest.mark.parametrize(
+    ("d", "dv", "stage", "columns"),
+    [
+        *((32, 32, "fused", 5 * 32), (40, 40, "dkdv", 4 * 48), (40, 40, "fused", 4 * 48 + 64)),
+        *((40, 96, "fused", 4 * 96 + 128), (72, 72, "fused", 4 * 80 + 128)),
+        *((160, 160, "dkdv", 2 * 160 + 2 * 192), (160, 160, "dq", 3 * 160)),
+        *((160, 160, "fused", 2 * 160 + 3 * 192), (200, 200, "dkdv", 2 * 208 + 2 * 256)),
+    ],
+)
+def test_hoppers_backwards_multiply_whole_sixteens(d, dv, stage, columns):
+    """As an H200's tensor cores count them; dQ^T, and wide dK and dV, are whole chunks of 64."""
+    p = Problem(64, head_dim=d, head_dim_v=dv, dtype="bfloat16")
+    algorithm = "flash2-fused" if stage == "fused" else "flash2"
+    traffic = cases.predict(p, algorithm, "backward", Tiling(64, 64), "H200")
+    found = next(s for s in traffic.stages if s.name == stage)
+    assert tensor_flops(traffic, found, hopper=True) == 2 * 64 * 64 * columns
+    products, chunks = {"fused": 5, "dkdv": 4, "dq": 3}[stage], -(-max(d, dv) // 64)
+    in_python = tensor_flops(traffic, found, hopper=True, python=True)
+    assert in_python == 2 * 64 * 64 * products * 64 * chunks
+
+
+def test_what_the_blocks_of_a_cluster_send_each_other():
+    """Two share a tile of keys: K and V arrive at both, and a float32 half of dK and of dV."""
+    p = Problem(2048, head_dim=40, head_dim_v=96, heads=8, dtype="bfloat16", causal=True)
+    traffic = cases.predict(p, "flash2-fused", "backward", Tiling(64, 128), "H200")
+    launch = MeasuredLaunch("hopper_backward", 0, {"bytes into SMs": 1.0})
+    by_turns = {
+        turns: verify([MeasuredPass(traffic, {"fused": [launch]}, in_turns=turns)], "title")
+        for turns in (False, True)  # in a fixed order no tile is shared
+    }
+    shared, alone = (found.rows[0].predicted for found in by_turns.values())
+    keys, row = 8 * 2048, 2 * 128 * 2 + 32  # a row of 80 bytes begins in the middle of a sector
+    assert shared - alone == keys * (row + 2 * 96 * 4)
+    narrow = replace(p, head_dim=72, head_dim_v=72)
+    assert product_columns("dkdv", narrow) == (80, 0)
+    assert product_columns("dkdv", narrow, cluster=2) == (96, 0)  # in pieces of 32
 
 
 @pytest.mark.parametrize(

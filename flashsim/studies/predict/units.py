@@ -84,11 +84,15 @@ def work_of(one: KernelPass, traffic: Traffic) -> Work:
     sides, hertz = (tiling.block_q, tiling.block_k), clock(device)
     a_lane = 1 / (LANES.get(device.compute_capability, 128) * hertz)
     l2 = device.sm_count / device.l2_bandwidth if device.l2_bandwidth else 0.0
-    wide = replace(p, head_dim=(dims := computed_dims(one, p))[0], head_dim_v=dims[1])
+    dims, beyond = padded_dims(p), 0
+    if one.kernel.boxes and stage.name != "forward":
+        taken, beyond = hopper.product_columns(stage.name, p, one.kernel.cluster)
+        dims = taken, taken
+    wide = replace(p, head_dim=dims[0], head_dim_v=dims[1])
     turns = bool(one.kernel.boxes) and stage.name == "forward"  # on the tensor cores
     padded = stage_work(wide, traffic.algorithm, traffic.direction, stage.name).visit
     flops = total_flops(padded, *sides, sides[0] * sides[1])
-    flops["matmul"] += 2 * sides[0] * sides[1] * _filling(one, p)
+    flops["matmul"] += 2 * sides[0] * sides[1] * beyond
     simple = sum(flops[kind] for kind in ("max", "add", "multiply", "divide"))
     moved = {op: _bytes(p, stage.visit, op, sides) for op in ("load", "store", "reduce")}
     seconds = {
@@ -108,27 +112,6 @@ def work_of(one: KernelPass, traffic: Traffic) -> Work:
     counts = tables.visits[order] * members, tables.masked[order] * members
     groups = tiling.block_q // 64 if turns else PAIR
     return Work(*counts, seconds, own * l2, blocks_per_sm(one, device), groups)
-
-
-def computed_dims(one: KernelPass, problem: Problem) -> tuple[int, int]:
-    """The head dims that a kernel multiplies."""
-    if one.kernel.boxes and one.stage.name != "forward":
-        return (-(-max(problem.head_dim, problem.head_dim_v) // 16) * 16,) * 2
-    return padded_dims(problem)
-
-
-def _filling(one: KernelPass, problem: Problem) -> int:
-    """Columns that a Hopper backward's products of a visit take beyond `computed_dims`, together.
-
-    A tile's whole columns are taken by dQ^T, whose rows they are (up to 32 columns dQ itself is
-    computed), and beyond a head_dim of 128, where two warpgroups share them out, by dK and dV too.
-    """
-    name = one.stage.name
-    if not one.kernel.boxes or name not in ("dkdv", "fused"):
-        return 0
-    taken, whole = computed_dims(one, problem)[0], hopper.tile_columns(name, problem)[0]
-    products = (name == "fused" and taken > 32) + 2 * (whole > 128)
-    return products * (whole - taken)
 
 
 def _bytes(p: Problem, moves: Iterable[plans.Move], op: str, sides: tuple[int, int]) -> int:

@@ -146,17 +146,20 @@ class MeasuredPass:
         Transfers that the kernels counted.
     in_turns : bool
         Whether dQ was added to in a fixed order.
+    python : bool
+        Whether the kernels are those of `backend="numba_cuda"`.
     """
 
     traffic: Traffic
     launches: Mapping[str, Sequence[MeasuredLaunch]] = field(default_factory=dict)
     counted: Mapping[tuple[str, str, str], int] | None = None
     in_turns: bool = False
+    python: bool = False
 
 
 @own_errors
 def predict(
-    problem: Problem, algorithm: str, direction: str, tiling: Tiling | None, device: str
+    problem: Problem, algorithm: str, direction: str, tiling: Tiling | None, device: str | Device
 ) -> Traffic:
     """Closed forms for a GPU's kernels, which keep tiles in registers as well as shared memory."""
     here = Device.get(device)

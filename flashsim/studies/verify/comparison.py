@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Any
 
 from flashsim import report
 from flashsim.backends.families.hopper import HOPPER
-from flashsim.backends.launch.kernel import Gpu
-from flashsim.backends.launch.lowering import lower
+from flashsim.backends.launch.kernel import Gpu, row_elements
+from flashsim.backends.launch.lowering import Lowered, lower
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import DTypeError, TraceError, own_errors, shown
 from flashsim.l2 import L2Model, dram
 from flashsim.problem import checks
 from flashsim.report import Cell, Table
 from flashsim.schedule import plans
-from flashsim.studies.verify.cases import MeasuredPass
+from flashsim.studies.verify.cases import MeasuredPass, predict
 from flashsim.studies.verify.crossing import crossing, tensor_flops
 from flashsim.studies.verify.ncu import MeasuredLaunch
 from flashsim.studies.verify.sectors import sectors_written
@@ -121,7 +122,7 @@ def _rows(one: MeasuredPass, l2: L2Model) -> Iterator[Row]:
         if not launches:
             continue
         measured = _means(launches)
-        predicted = _predicted(one.traffic, stage, launches[0])
+        predicted = _predicted(one, stage, launches[0])
         if measured.keys() & {"DRAM read", "DRAM write"}:
             predicted |= left.predicted(stage, launches[0])
         for quantity, value in measured.items():
@@ -157,17 +158,20 @@ def _means(launches: Sequence[MeasuredLaunch]) -> dict[str, float]:
 
 
 def _predicted(
-    traffic: Traffic, stage: plans.Stage, launch: MeasuredLaunch
+    one: MeasuredPass, stage: plans.Stage, launch: MeasuredLaunch
 ) -> dict[str, int | None]:
     """Everything but DRAM."""
-    hopper = "hopper_" in launch.kernel
-    requested = {name: crossing(traffic, stage, op, hopper=hopper) for name, op in _OPS.items()}
+    traffic, hopper = one.traffic, "hopper_" in launch.kernel
+    how: dict[str, Any] = {"hopper": hopper}
+    if hopper and stage.outer == "keys" and not (one.in_turns or one.python):
+        how["cluster"] = HOPPER.cluster(stage, _lowered(traffic, stage), Gpu.like(traffic.device))
+    requested = {name: crossing(traffic, stage, op, **how) for name, op in _OPS.items()}
     return requested | {
         _SECTORS: sectors_written(traffic, stage, hopper=hopper),
         "reads at L2": crossing(traffic, stage, "load", hopper=False),
         "local memory writes": 0,
         "shared bank conflicts": 0,
-        "tensor FLOPs": tensor_flops(traffic, stage, hopper=hopper),
+        "tensor FLOPs": tensor_flops(traffic, stage, **how, python=one.python),
     }
 
 
@@ -175,7 +179,7 @@ class _Dram:
     """DRAM bytes of a pass's stages; replayed once for each way in which they were launched."""
 
     def __init__(self, traffic: Traffic, l2: L2Model) -> None:
-        self.traffic, self.l2 = traffic, l2
+        self.traffic, self.l2 = _filled(traffic), l2
         self.replayed: dict[L2Model, dict[str, dict[str, int]]] = {}
 
     def predicted(self, stage: plans.Stage, launch: MeasuredLaunch) -> dict[str, int]:
@@ -195,10 +199,24 @@ class _Dram:
         return self.replayed[model][stage.name]
 
 
+def _filled(traffic: Traffic) -> Traffic:
+    """The same pass over rows as they lie in HBM, filled up to 16 bytes."""
+    p = traffic.problem
+    d, dv = row_elements(p.head_dim), row_elements(p.head_dim_v)
+    if (d, dv) == (p.head_dim, p.head_dim_v):
+        return traffic
+    filled = replace(p, head_dim=d, head_dim_v=dv)
+    how = traffic.algorithm, traffic.direction, traffic.tiling, traffic.device
+    return predict(filled, *how)
+
+
 def _together(traffic: Traffic, stage: plans.Stage) -> int:
     """How many heads the Hopper kernels work on together; the others have the L2 model's rule."""
-    tables = lower(traffic.schedule(stage), "row" if stage.outer == "queries" else "col")
-    return HOPPER.clump(stage, tables, Gpu.like(traffic.device))
+    return HOPPER.clump(stage, _lowered(traffic, stage), Gpu.like(traffic.device))
+
+
+def _lowered(traffic: Traffic, stage: plans.Stage) -> Lowered:
+    return lower(traffic.schedule(stage), "row" if stage.outer == "queries" else "col")
 
 
 def _of(transfers: Mapping[tuple[str, str, str], int], stage: str, op: str) -> int:

@@ -4,9 +4,10 @@ Rows in HBM are filled up to 16 bytes: an array whose head_dim is no multiple of
 before it is launched on. L2 sends sectors of 32 bytes; of rows with an odd number of 16-byte pieces
 every other one begins in the middle of a sector, and what is asked for together lies in one more.
 Hopper's copy engine delivers whole boxes: columns that a row does not have, rows that a sequence
-does not have; they are zeros that no memory is asked for, but they arrive at the SM. And products
-are made of whole tiles, of whole steps of the head_dim. Each rule was read off counters
-(docs/notebooks/counters.md).
+does not have; they are zeros that no memory is asked for, but they arrive at the SM. Where a
+cluster shares a tile of keys, K and V arrive at each of its blocks, and so do the others' parts of
+dK and dV. And products are made of whole tiles, of whole steps of the head_dim. Each rule was read
+off counters (docs/notebooks/counters.md).
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ SECTOR, PIECE = 32, 16
 WALKS = ("forward", "dkdv", "dq", "fused")
 
 
-def crossing(traffic: Traffic, stage: plans.Stage, op: str, *, hopper: bool) -> int:
+def crossing(
+    traffic: Traffic, stage: plans.Stage, op: str, *, hopper: bool, cluster: int = 1
+) -> int:
     """Bytes of an operation that a stage's kernel moves, all heads.
 
     Parameters
@@ -40,8 +43,11 @@ def crossing(traffic: Traffic, stage: plans.Stage, op: str, *, hopper: bool) -> 
     op : {"load", "store", "reduce"}
     hopper : bool
         Whether the kernel is of the Hopper family, which loads through the copy engine.
+    cluster : int
+        How many blocks share an outer tile.
     """
     p, total = traffic.problem, 0
+    own = {move.tensor for move in stage.before}
     for (name, kind, tensor), nbytes in traffic.transfers.items():
         if (name, kind) != (stage.name, op):
             continue
@@ -54,13 +60,18 @@ def crossing(traffic: Traffic, stage: plans.Stage, op: str, *, hopper: bool) -> 
             total += rows * width
         elif hopper and tensor in BOXED:
             columns = family.tile_columns(stage.name, p)[BOXED[tensor]]
-            total += _box_rows(traffic, stage, tensor) * columns * its.itemsize
-            total += rows * _split_sectors(width) * SECTOR // 2
+            boxes = _box_rows(traffic, stage, tensor) * columns * its.itemsize
+            boxes += rows * _split_sectors(width) * SECTOR // 2
+            total += boxes * (cluster if tensor in own else 1)
         else:
             pieces = width // PIECE
             # By twos, in one sector where the row begins with one, else in two.
             uneven = SECTOR // 4 * (pieces + 1) if width % SECTOR and stage.name in WALKS else 0
             total += rows * (width + uneven)
+    if op == "load" and cluster > 1:  # parts of dK and dV, float32
+        keys = _box_rows(traffic, stage, "K")
+        columns, _ = family.product_columns(stage.name, p, cluster)
+        total += (cluster - 1) * keys * 2 * columns * 4
     return total
 
 
@@ -88,19 +99,32 @@ def _box_rows(traffic: Traffic, stage: plans.Stage, tensor: str) -> int:
     return walks * int(np.diff(ptr).sum()) * members * block
 
 
-def tensor_flops(traffic: Traffic, stage: plans.Stage, *, hopper: bool) -> int:
-    """FLOPs of the matrix products on tensor cores: whole tiles, masked and ragged ones as well."""
+def tensor_flops(
+    traffic: Traffic,
+    stage: plans.Stage,
+    *,
+    hopper: bool,
+    cluster: int = 1,
+    python: bool = False,
+) -> int:
+    """FLOPs of the matrix products on tensor cores: whole tiles, masked and ragged ones as well.
+
+    Hopper's backward in Python takes whole chunks of 64 columns.
+    """
     p, tiling = traffic.problem, traffic.tiling
+    (d, dv), beyond = padded_dims(p), 0
     if hopper and stage.name != "forward":
-        d, dv = family.tile_columns(stage.name, p)
-    else:
-        d, dv = padded_dims(p)
+        if python:
+            d, dv = family.tile_columns(stage.name, p)
+        else:
+            d, beyond = family.product_columns(stage.name, p, cluster)
+            dv = d
     wide = replace(p, head_dim=d, head_dim_v=dv)
     visit = stage_work(wide, traffic.algorithm, traffic.direction, stage.name).visit
     sides = tiling.block_q, tiling.block_k, tiling.block_q * tiling.block_k
     walks, _ = plans.heads_of(stage, p)
     members = p.group if stage.per == "group" else 1
-    each = total_flops(visit, *sides)["matmul"]
+    each = total_flops(visit, *sides)["matmul"] + (2 * sides[2] * beyond if visit else 0)
     if stage.name == "fused" and not hopper and p.itemsize == 2:
         each += 2 * sides[2] * (_columns_of_dq(traffic) - d)
     return each * traffic.schedule(stage).sums.visits * walks * members

@@ -165,7 +165,13 @@ def _pass(
                 f"{stage.name!r} of {case} should stand; is it of another run?"
             )
         taken[stage.name] = [launch]
-    return MeasuredPass(traffic, taken, counted, in_turns=deterministic is True)
+    return MeasuredPass(
+        traffic,
+        taken,
+        counted,
+        in_turns=deterministic is True,
+        python=case.backend == "numba_cuda",
+    )
 
 
 def _run(arguments: Sequence[str]) -> str:
