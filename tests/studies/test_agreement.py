@@ -291,14 +291,12 @@ def test_docs_print_the_errors_of_predicted_times(benchmark, errors):
 
 def test_shapes_kept_out_of_the_fit_are_predicted(benchmark, errors):
     """As docs/guides/truth.md claims: of each kernel family and pass the mean within 5 %, and
-    every one within 12 %, but for one."""
+    every one within 12 %."""
     held = {key: [x for x, _ in known] for key, known in errors.items() if key[2] == "held out"}
     assert len(held) == 9
-    assert sum(map(len, held.values())) == 5 * 50 + 43 + 3 * 27  # the widest are not fused
+    assert sum(map(len, held.values())) == 5 * 51 + 44 + 3 * 27  # the widest are not fused
     assert all(sum(map(abs, x)) / len(x) < 0.05 for x in held.values())
-    beyond = [x for known in held.values() for x in known if abs(x) >= 0.12]
-    assert len(beyond) == 1
-    assert abs(beyond[0]) < 0.14
+    assert max(abs(x) for known in held.values() for x in known) < 0.12
 
 
 def test_a_chip_and_a_type_that_nothing_was_fitted_to_are_predicted(benchmark):
@@ -329,8 +327,7 @@ def test_the_fit_sees_the_calibration_set_alone(benchmark):
         assert {p for p, _ in of} <= benchmark.SETS["fitted"]
     assert not benchmark.SETS["fitted"] & benchmark.SETS["held out"]
     every = benchmark.SETS["fitted"] | benchmark.SETS["held out"]
-    missing = every - {x.problem for x in everything}  # cut off by the time that there was
-    assert [(p.cu_seqlens_q is not None, p.head_dim) for p in missing] == [(True, 128)]
+    assert every == {x.problem for x in everything}
 
 
 def test_constants_that_made_the_times_are_found_again(benchmark):

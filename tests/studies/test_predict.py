@@ -11,7 +11,7 @@ import flashsim
 from flashsim import Device, OptionError, Problem, Tiling, UnsupportedError
 from flashsim.schedule import tables
 from flashsim.studies.predict import Constants, model, predict
-from flashsim.studies.predict.blocks import makespan
+from flashsim.studies.predict.blocks import ends, makespan
 from flashsim.studies.predict.calibration import (
     CALIBRATED,
     DECODING,
@@ -94,6 +94,36 @@ def test_blocks_take_the_places_that_become_free():
     assert makespan([3.0, 1.0], nothing, 1, 1, 4, 1) == (3.0, 1.0)
     assert makespan([2.0], [0.0], 5, 2, 2, 1) == (6.0, 5.0)  # the third wave is half full
     assert makespan([], [], 3, 1, 2, 1) == (0.0, 0.0)
+
+
+def test_blocks_begin_where_others_have_ended():
+    assert sorted(ends([3.0, 1.0], 2, 2, [0.0, 0.0])) == [4.0, 4.0]
+    # Two blocks for two SMs, one of them free a second earlier: the last still ends at 2.
+    assert sorted(ends([2.0], 2, 2, [-1.0, 0.0])) == [1.0, 2.0]
+    assert sorted(ends([2.0], 3, 3, [-2.0, 0.0])) == [2.0, 2.0]  # a third one's time is saved
+    assert max(ends([2.0], 3, 3, [0.0, 0.0])) == 4.0
+
+
+def test_what_dq_adds_beside_dk_and_dv():
+    """Blocks of dQ take the SMs that are idle, and those that come after end as late as ever."""
+    p = Problem(1024, head_dim=128, heads=32, kv_heads=8, dtype="bfloat16", causal=True)
+    c = CALIBRATED["hopper"]["dq"]
+    gained = {}
+    few = Problem(128, head_dim=128, batch=4, heads=16, dtype="bfloat16")
+    for name, shape in (("some", p), ("few", few)):
+        alone = model.launch_seconds(*_launch(shape, "dq"), c)[0]
+        _, dkdv, dq = predict(shape, direction="backward").stages
+        idle = dkdv.tail * dkdv.seconds - c.launch
+        gained[name] = (alone - dq.seconds) / max(idle, 1e-7)
+    assert 0.5 < gained["some"] < 1  # most SMs have nothing else to do
+    assert gained["few"] < 0.5  # 68 SMs are idle, and the 60 last of 128 blocks wait for the others
+
+
+def _launch(p, stage):
+    """A launch of Hopper's three passes, its work and traffic."""
+    passes, traffic = model._prepare(p, "backward", "flash2", "hopper", None, Device.get("H200"))
+    one = next(one for one in passes if one.stage.name == stage)
+    return one, work_of(one, traffic), traffic
 
 
 def test_blocks_that_share_an_sm_wait_side_by_side():

@@ -27,7 +27,7 @@ from flashsim.schedule.split import check_splits
 from flashsim.schedule.tiling import Tiling
 from flashsim.studies.energy import joules
 from flashsim.studies.predict import decode
-from flashsim.studies.predict.blocks import makespan
+from flashsim.studies.predict.blocks import ends, makespan
 from flashsim.studies.predict.calibration import (
     AGAIN,
     CALIBRATED,
@@ -152,19 +152,34 @@ def predict(
         passes = tuple(replace(x, clump=heads) if x.stage.name == name else x for x in passes)
     found = tuple(_stage(one, traffic, known) for one in passes)
     if kernels == "hopper" and found[-1].name == "dq":
-        later = known[constants_name(passes[-1], problem)].launch
-        found = (*found[:-1], _beside(found[-1], found[-2], later, device))
+        found = (*found[:-1], _beside(found[-1], passes[-2:], traffic, known))
     return Prediction(traffic, kernels, found)
 
 
-def _beside(dq: StageTime, dkdv: StageTime, later: float, device: Device) -> StageTime:
-    """Hopper's dQ, as long as it adds to the pass.
+def _beside(
+    dq: StageTime,
+    passes: tuple[KernelPass, ...],
+    traffic: Traffic,
+    constants: Mapping[str, Constants],
+) -> StageTime:
+    """Hopper's dQ, as long as it adds to the pass: to the one with dK and dV, which comes before.
 
     Its blocks begin on SMs that have run out of dK's and dV's, but no sooner than they are
     launched. No unit is faster for that: what it adds is no less than its busiest one takes.
     """
-    idle = max(0.0, dkdv.tail * dkdv.seconds - later)
-    adds = max(dq.seconds - idle, min(dq.seconds, max(dq.units.values())))
+    device, launched, runs = traffic.device, 0.0, []
+    for one in passes:
+        c = constants[constants_name(one, traffic.problem)]
+        shared, waiting, grid, places = _blocks(one, work_of(one, traffic), traffic, c)
+        runs.append(((shared + waiting).tolist(), grid, places))
+        launched = c.launch
+    (before, its, places), (takes, grid, _) = runs
+    # A cluster has no room on some SMs: those are free from the beginning.
+    done = ends(before, *its, [0.0] * places) + [0.0] * (device.sm_count - places)
+    idle = [max(0.0, max(done) - end - launched) for end in done]
+    alone = max(ends(takes, *grid, [0.0] * len(idle)))
+    gained = alone - max(ends(takes, *grid, [-x for x in idle]))
+    adds = max(dq.seconds - gained, min(dq.seconds, max(dq.units.values())))
     return replace(dq, seconds=adds, joules=dq.joules and joules(dq.use, adds, device))
 
 
@@ -248,18 +263,10 @@ def launch_seconds(
     one: KernelPass, work: Work, traffic: Traffic, c: Constants
 ) -> tuple[float, float, float, float]:
     """Seconds of a launch; when its last tile ends; for how long an SM is at work; and HBM."""
-    device, problem, blocks = traffic.device, traffic.problem, one.kernel.cluster
-    shared, waiting = durations(work, c)
-    if blocks > 1:  # that share an item: each is as long in its part of it
-        width = 64 if max(problem.head_dim, problem.head_dim_v) <= 64 else 128
-        adding_up = 1e-6 * tile_times.ADDING_UP[width]
-        shared, waiting = shared / blocks, (waiting - c.item) / blocks + c.item + adding_up
-    places = int(device.sm_count * tile_times.CLUSTERS[blocks])
-    last, mean = makespan(
-        *(shared.tolist(), waiting.tolist()),
-        *(one.walks * blocks, one.clump * blocks, places, work.blocks),
-    )
-    lost = changeover(c, one.walks * blocks * len(work.visits), places * work.blocks)
+    device = traffic.device
+    shared, waiting, grid, places = _blocks(one, work, traffic, c)
+    last, mean = makespan(shared.tolist(), waiting.tolist(), *grid, places, work.blocks)
+    lost = changeover(c, grid[0] * len(work.visits), places * work.blocks)
     last, mean = last + lost, mean + lost  # by all alike: no tail
     once, again = once_bytes(traffic, one.stage.name), bytes_again(one, traffic)
     hbm, again = (x / (device.hbm_bandwidth * HBM_SHARE) for x in (once, again))
@@ -270,6 +277,20 @@ def launch_seconds(
         hbm += again
         seconds = (seconds**AGAIN + hbm**AGAIN) ** (1 / AGAIN)
     return _throttled(seconds, c.throttle) + c.launch, last, mean, hbm
+
+
+def _blocks(
+    one: KernelPass, work: Work, traffic: Traffic, c: Constants
+) -> tuple[np.ndarray, np.ndarray, tuple[int, int], int]:
+    """`durations` of a launch's blocks, the walks and how many at once, and the SMs they are on."""
+    p, blocks = traffic.problem, one.kernel.cluster
+    shared, waiting = durations(work, c)
+    if blocks > 1:  # that share an item: each is as long in its part of it
+        width = 64 if max(p.head_dim, p.head_dim_v) <= 64 else 128
+        adding_up = 1e-6 * tile_times.ADDING_UP[width]
+        shared, waiting = shared / blocks, (waiting - c.item) / blocks + c.item + adding_up
+    places = int(traffic.device.sm_count * tile_times.CLUSTERS[blocks])
+    return shared, waiting, (one.walks * blocks, one.clump * blocks), places
 
 
 def constants_name(one: KernelPass, problem: Problem) -> str:
