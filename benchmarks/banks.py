@@ -11,14 +11,12 @@ taken off with a launch that makes none. Exit status 1 where a counter differs.
 from __future__ import annotations
 
 import argparse
-import csv
-import io
-import shutil
-import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+
+import nsight
 
 from flashsim import banks
 from flashsim.report import Table
@@ -97,13 +95,9 @@ def launch() -> None:
 
 def counters(text: str) -> list[dict[str, float]]:
     """`METRICS` of each launch of a probe, in order, from what ``ncu --csv`` printed."""
-    lines = text.splitlines()
-    start = next((n for n, line in enumerate(lines) if line.startswith('"ID"')), None)
-    if start is None:
-        sys.exit(f"benchmarks/banks.py: no table of Nsight Compute:\n{text[-2000:]}")
     found: dict[int, dict[str, float]] = defaultdict(dict)
     names = {counter: name for name, counter in METRICS.items()}
-    for row in csv.DictReader(io.StringIO("\n".join(lines[start:]))):
+    for row in nsight.rows(text):
         value = float(row["Metric Value"].replace(",", ""))
         found[int(row["ID"])][names[row["Metric Name"]]] = value
     return [found[number] for number in sorted(found)]
@@ -140,14 +134,9 @@ def main() -> None:
     if options.launch:
         launch()
         return
-    ncu = shutil.which("ncu")
-    if ncu is None:
-        sys.exit("benchmarks/banks.py: needs NVIDIA's Nsight Compute, and there is no `ncu`")
-    command = [ncu, "--csv", "--clock-control", "none", "--print-units", "base"]
-    command += ["--kernel-name", "regex:probe_"]
-    command += ["--metrics", ",".join(METRICS.values()), sys.executable, __file__, "--launch"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    table = compared(counters(done.stdout + done.stderr))
+    metrics = ",".join(METRICS.values())
+    printed = nsight.profile("--kernel-name", "regex:probe_", "--metrics", metrics)
+    table = compared(counters(printed))
     print(table.text(120))
     if options.csv:
         options.csv.write_text(table.csv())

@@ -17,9 +17,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import io
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import nsight
 import speed_tables
 from gpu import Shape
 from gpu_implementations import IMPLEMENTATIONS, Inputs
@@ -105,14 +103,8 @@ def launch(runs: list[Run], *, profiled: bool) -> None:
 
 def kernels(text: str) -> list[list[dict[str, str]]]:
     """What ``ncu --csv --page raw`` printed, a list of kernels for each run."""
-    lines = text.splitlines()
-    start = next((n for n, line in enumerate(lines) if line.startswith('"ID"')), None)
-    if start is None:
-        sys.exit(f"benchmarks/limits.py: no table of Nsight Compute:\n{text[-2000:]}")
     found: list[list[dict[str, str]]] = []
-    rows = csv.DictReader(io.StringIO("\n".join(lines[start:])))
-    next(rows)  # the units
-    for row in rows:
+    for row in nsight.rows(text)[1:]:  # behind the units
         if BETWEEN in row["Kernel Name"]:
             found.append([])
         else:
@@ -132,17 +124,13 @@ def main() -> None:
     if options.launch:
         launch(runs, profiled=True)
         return
-    ncu = shutil.which("ncu")
-    if ncu is None:
-        sys.exit("benchmarks/limits.py: needs NVIDIA's Nsight Compute, and there is no `ncu`")
+    nsight.tool()  # before minutes of compiling
     launch(runs, profiled=False)  # compiles
-    command = [ncu, "--csv", "--page", "raw", "--clock-control", "none", "--print-units", "base"]
-    command += ["--profile-from-start", "off", "--metrics", ",".join(METRICS)]
-    command += [sys.executable, *sys.argv, "--launch"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    found = kernels(done.stdout)
+    how = "--page", "raw", "--profile-from-start", "off", "--metrics", ",".join(METRICS)
+    printed = nsight.profile(*how)
+    found = kernels(printed)
     if len(found) != len(runs):
-        sys.exit(f"benchmarks/limits.py: {len(found)} of {len(runs)} runs:\n{done.stderr[-2000:]}")
+        sys.exit(f"benchmarks/limits.py: {len(found)} of {len(runs)} runs:\n{printed[:2000]}")
     rows = [
         {
             **{"set": run.name, "head_dim": run.shape.head_dim, "causal": run.shape.causal},

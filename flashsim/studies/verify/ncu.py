@@ -68,15 +68,15 @@ def stage_of(kernel: str) -> str | None:
 
 
 @own_errors
-def parse(text: str) -> list[MeasuredLaunch]:
-    """Read what ``ncu --csv`` printed: one counter a row, or one launch a row (``--page raw``).
+def table(text: str) -> tuple[list[str], list[dict[str, str]]]:
+    """Columns and rows of what ``ncu --csv`` printed; with ``--page raw`` the first are units.
 
     Lines before the header (``==PROF==``, the program's own output) are skipped.
 
     Raises
     ------
     TraceError
-        If there is no table, no counter we know, or a value or unit we do not understand.
+        If there is no table, or a row of it is cut off.
     """
     lines = text.splitlines()
     start = next((n for n, x in enumerate(lines) if x.startswith('"ID"') or x[:3] == "ID,"), None)
@@ -87,12 +87,25 @@ def parse(text: str) -> list[MeasuredLaunch]:
         )
     body = (x for x in lines[start:] if x.strip() and not x.startswith("=="))
     header, *rows = csv.reader(body)
+    return header, [_cells(header, row) for row in rows]
+
+
+@own_errors
+def parse(text: str) -> list[MeasuredLaunch]:
+    """Launches of a table, which has one counter a row, or one launch a row (``--page raw``).
+
+    Raises
+    ------
+    TraceError
+        If there is no table, no counter we know, or a value or unit we do not understand.
+    """
+    header, rows = table(text)
     long = "Metric Name" in header
     needed = ("ID", "Kernel Name", *(("Metric Unit", "Metric Value") if long else ()))
     for column in needed:
         if column not in header:
             raise TraceError(f"the table has no column {column!r}; it has {', '.join(header)}")
-    launches = _long(header, rows) if long else _wide(header, rows)
+    launches = _long(rows) if long else _wide(rows)
     if not any(launch.counters for launch in launches):
         raise TraceError(
             "the table holds none of the counters that flashsim compares: "
@@ -104,10 +117,9 @@ def parse(text: str) -> list[MeasuredLaunch]:
 _OURS = {counter: name for name, counter in METRICS.items()}
 
 
-def _long(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[MeasuredLaunch]:
+def _long(rows: Iterable[dict[str, str]]) -> list[MeasuredLaunch]:
     launches: dict[int, MeasuredLaunch] = {}
-    for row in rows:
-        cell = _cells(header, row)
+    for cell in rows:
         number = _number(cell["ID"])
         launch = launches.setdefault(number, MeasuredLaunch(cell["Kernel Name"], number))
         counter = cell["Metric Name"]
@@ -117,16 +129,12 @@ def _long(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[Measured
     return list(launches.values())
 
 
-def _wide(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[MeasuredLaunch]:
-    """The first row below the header holds the units."""
-    if not rows:
-        return []
-    units = _cells(header, rows[0])
+def _wide(rows: Sequence[dict[str, str]]) -> list[MeasuredLaunch]:
+    """The first row holds the units."""
     launches = []
-    for row in rows[1:]:
-        cell = _cells(header, row)
+    for cell in rows[1:]:
         counters = {
-            name: _value(counter, cell[counter], units[counter])
+            name: _value(counter, cell[counter], rows[0][counter])
             for counter, name in _OURS.items()
             if counter in cell
         }
