@@ -3,12 +3,12 @@
 Errors of predicted times and joules into docs/guides/truth.md (from times-h200.csv, power-h200.csv
 and others of docs/data), counters into
 docs/notebooks/counters.md (from verify-h200.csv, verify-widths-h200.csv and what was kept of the
-soaks, soak-h200.csv and soak-counts-h200.csv), what many GPUs reach on paper into
-docs/guides/many_gpus.md, times of softmax(X) V
-into docs/guides/texts.md (from softmax-matmul-h200.csv), speeds beside other libraries' into
-docs/guides/performance.md (speed_tables.py, from gpu-*-h200.csv), and the residuals' picture. A
-table is known by the section it stands in and by its first line. Needs no GPU, but numba-cuda:
-its kernels' times are predicted too.
+soaks, soak-h200.csv and soak-counts-h200.csv), what many GPUs reach on paper and did reach into
+docs/guides/many_gpus.md (ring_table.py, from ring-h200.csv and ring4-h200.csv), a course's times
+into docs/guides/texts.md (from softmax-matmul-h200.csv and gpu-course-h200.csv), speeds into
+docs/guides/performance.md (speed_tables.py and cpu_tables.py), and the residuals' picture. A table
+is known by the section it stands in and by its first line. Needs no GPU, but numba-cuda: its
+kernels' times are predicted too.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ import csv
 import sys
 from pathlib import Path
 
+import cpu_tables
 import power
 import predict
+import ring_table
 import speed_tables
+from speed_tables import kept
 
 from flashsim import Problem, distributed, viz
 from flashsim.report import Table
@@ -29,6 +32,7 @@ from flashsim.studies.predict import spread
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAPER = "## On paper, up to 1,024 GPUs"
+REAL = "## On real GPUs"
 COURSE = "## A course's homework: softmax(X) V, then attention"
 
 
@@ -57,9 +61,14 @@ def main() -> None:
     worst, inside = soaked()
     joules = power_tables()
     tables = {
-        "guides/performance.md": [(at, made()) for at, made in speed_tables.SECTIONS],
-        "guides/many_gpus.md": [(PAPER, on_paper(x)) for x in ("forward", "backward")],
-        "guides/texts.md": [(COURSE, softmax_matmul())],
+        "guides/performance.md": [
+            (at, made()) for at, made in (*speed_tables.SECTIONS, *cpu_tables.SECTIONS)
+        ],
+        "guides/many_gpus.md": [
+            *((PAPER, on_paper(x)) for x in ("forward", "backward")),
+            (REAL, on_real_gpus()),
+        ],
+        "guides/texts.md": [(COURSE, softmax_matmul()), (COURSE, attention())],
         "guides/truth.md": [
             ("## Time", predict.errors_table(found)),
             ("## Time", predict.library_table()),
@@ -120,8 +129,7 @@ def on_paper(direction: str) -> Table:
 
 def softmax_matmul() -> Table:
     """Times and memory of softmax(X) V by the length of a row of X."""
-    with (DOCS / "data" / "softmax-matmul-h200.csv").open(encoding="utf-8", newline="") as file:
-        rows = [*csv.DictReader(file)]
+    rows = kept("softmax-matmul-h200.csv")
     table = Table(
         "",
         ("d2", *("fused, block 16, ms", "block 32, ms", "block 64, ms", "torch, two kernels, ms"),
@@ -133,6 +141,26 @@ def softmax_matmul() -> Table:
         peaks = [float(each[block]["forward_peak_MiB"]) for block in ("16", "NA")]
         table.rows.append((int(d2), *times, *peaks))
     return table
+
+
+def attention() -> Table:
+    """Milliseconds forward / backward of the course's shapes, beside torch's."""
+    names = {"ours": "flashsim cupy", "torch": "torch sdpa compiled"}
+    columns = [(dtype, x) for dtype in ("float32", "bfloat16") for x in names]
+    table = Table("", ("N", *(f"{dtype}, {x}" for dtype, x in columns)))
+    found = {
+        (r["seq_len"], r["dtype"], r["implementation"]): r for r in kept("gpu-course-h200.csv")
+    }
+    for n in dict.fromkeys(n for n, *_ in found):
+        each = [found[n, dtype, names[x]] for dtype, x in columns]
+        pairs = ((float(r["forward_ms"]), float(r["backward_ms"])) for r in each)
+        table.rows.append((int(n), *(f"{one:.3g} / {other:.3g}" for one, other in pairs)))
+    return table
+
+
+def on_real_gpus() -> Table:
+    """Two and four GPUs beside one."""
+    return ring_table.table(kept("ring-h200.csv"), kept("ring4-h200.csv"))
 
 
 def power_tables() -> tuple[Table, Table]:

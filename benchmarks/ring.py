@@ -33,6 +33,7 @@ os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 
 import torch
 import torch.distributed as dist
+from ring_table import HEAD_DIM, HEADS
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashsim.torch
@@ -41,7 +42,6 @@ from flashsim.problem.problem import Problem
 from flashsim.report import Table
 from flashsim.torch import count_sent, link, ring_attention, shard
 
-HEADS, HEAD_DIM = 16, 128
 COLUMNS = (
     *("gpu", "ranks", "n", "causal", "pass", "implementation", "ms", "tflops", "of_one"),
     *("sent_bytes", "counted_bytes", "nvlink_bytes", "host_ms"),

@@ -11,11 +11,7 @@ import argparse
 import csv
 
 from matplotlib.figure import Figure
-from ring import HEAD_DIM, HEADS
-
-from flashsim import predict
-from flashsim.problem.links import Link
-from flashsim.problem.problem import Problem
+from ring_table import HEAD_DIM, HEADS, PASSES, predicted
 
 #: Names in the table, and how they are drawn; colours apart for every kind of sight.
 BARS = {
@@ -23,23 +19,6 @@ BARS = {
     "flashsim, ulysses": ("ulysses", "#7fb3dc"),
     "context_parallel, cuDNN": ("context_parallel, cuDNN", "#8a8a8a"),
 }
-PASSES = {"forward": ("forward",), "forward + backward": ("forward", "backward")}
-NVLINK = Link("NVLink, as two H200s reach it", 285e9)
-
-
-def predicted(row: dict[str, str]) -> float | None:
-    """How many times one GPU, by the model; None for what is not ours."""
-    name, _, scheme = row["implementation"].partition(", ")
-    if name != "flashsim":
-        return None
-    sizes = {"head_dim": HEAD_DIM, "heads": HEADS, "dtype": "bfloat16"}
-    problem = Problem(int(row["n"]), causal=row["causal"] == "True", **sizes)
-    how = {"ranks": int(row["ranks"]), "scheme": scheme, "link": NVLINK}
-    times = [
-        predict.spread(problem, direction=direction, algorithm="flash2-fused", **how)
-        for direction in PASSES[row["pass"]]
-    ]
-    return sum(t.one for t in times) / sum(t.seconds for t in times)
 
 
 def draw(rows: list[dict[str, str]]) -> Figure:

@@ -1,4 +1,4 @@
-"""Tables of docs/guides/performance.md from what benchmarks/gpu.py wrote with --csv.
+"""Tables of a GPU's speed in docs/guides/performance.md, from what benchmarks kept with --csv.
 
 A ratio is the best of the others' time by ours, the others being those of the run that were timed
 there: FA-CuTe, cuDNN and FlashAttention-2. benchmarks/doc_tables.py puts the tables into the page.
@@ -8,12 +8,29 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 DATA = Path(__file__).parent.parent / "docs" / "data"
 OURS = "flashsim cupy"
 OTHERS = {"flash-attn cute": "FA-CuTe", "torch cudnn": "cuDNN", "torch flash2": "FA-2"}
 Row = dict[str, str]
+#: Units of the GPU by what fills them, as Nsight Compute counts (benchmarks/limits.py).
+UNITS = {
+    "tensor cores": "sm__pipe_tensor_cycles_active",
+    "exponentials": "sm__inst_executed_pipe_xu",
+    "instructions": "sm__issue_active",
+    "shared memory": "l1tex__data_pipe_lsu_wavefronts",
+    "L2, in": "lts__xbar2lts_cycles_active",
+    "L2, out": "lts__lts2xbar_cycles_active",
+    "DRAM": "dram__cycles_active",
+}
+
+
+def kept(name: str) -> list[Row]:
+    """Rows of a CSV file of docs/data."""
+    with (DATA / name).open(encoding="utf-8", newline="") as file:
+        return [*csv.DictReader(file)]
 
 
 class Shape:
@@ -51,11 +68,10 @@ class Shape:
 def shapes(name: str, key: Callable[[Shape], tuple]) -> list[Shape]:
     """Of a CSV file of docs/data, in an order."""
     found: dict[tuple, Shape] = {}
-    with (DATA / name).open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            one = Shape(row)
-            where = (one.d, one.causal, one.n, one.batch, one.heads, one.kv_heads, one.window)
-            found.setdefault(where, one).rows[row["implementation"]] = row
+    for row in kept(name):
+        one = Shape(row)
+        where = (one.d, one.causal, one.n, one.batch, one.heads, one.kv_heads, one.window)
+        found.setdefault(where, one).rows[row["implementation"]] = row
     return sorted(found.values(), key=key)
 
 
@@ -63,7 +79,7 @@ def _mask(one: Shape) -> str:
     return "yes" if one.causal else "no"
 
 
-def _markdown(columns: Sequence[str], rows: Sequence[Sequence[object]], words: str = "") -> str:
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[object]], words: str = "") -> str:
     """Numbers to the right, the columns named in `words` to the left."""
     sides = ["---" if name in words.split("|") else "---:" for name in columns]
     lines = [f"| {' | '.join(map(str, line))} |\n" for line in (columns, *rows)]
@@ -83,7 +99,7 @@ def papers(name: str = "gpu-papers-h200.csv") -> str:
             line += [one.speed(direction, name) for name in (OURS, *others)]
             line.append(one.of_the_best(direction))
         rows.append(line)
-    return _markdown(columns, rows, "causal")
+    return markdown(columns, rows, "causal")
 
 
 def h100() -> str:
@@ -101,7 +117,7 @@ def short() -> str:
     for direction in ("forward", "backward"):
         for one in found:
             rows[one.d, one.causal, one.n].append(one.of_the_best(direction))
-    return _markdown(columns, [*rows.values()], "causal")
+    return markdown(columns, [*rows.values()], "causal")
 
 
 def serving() -> str:
@@ -114,7 +130,7 @@ def serving() -> str:
             ms = one.ms(direction)
             line += ["" if ms is None else f"{1e3 * ms:.0f}", one.of_the_best(direction)]
         rows.append(line)
-    return _markdown(columns.split("|"), rows, "window")
+    return markdown(columns.split("|"), rows, "window")
 
 
 def widths() -> str:
@@ -124,7 +140,135 @@ def widths() -> str:
     for one in shapes("gpu-widths-h200.csv", lambda s: (s.d, s.causal)):
         line = rows.setdefault(one.d, [one.d])
         line += [one.of_the_best("forward"), one.of_the_best("backward")]
-    return _markdown(columns, [*rows.values()])
+    return markdown(columns, [*rows.values()])
+
+
+def limits() -> str:
+    """How full each unit is in the longest kernel of each pass of ours that is behind another's."""
+    longest: dict[tuple[str, ...], Row] = {}
+    shape = ("head_dim", "causal", "n", "batch", "heads", "kv_heads", "window", "pass")
+    for row in kept("limits-h200.csv"):
+        if row["implementation"] == OURS:
+            where = tuple(row[name] for name in shape)
+            longest[where] = max(row, longest.get(where, row), key=lambda x: float(x["us"]))
+    rows = []
+    for (d, causal, n, batch, heads, kv_heads, _, direction), row in longest.items():
+        on = heads if heads == kv_heads else f"{heads} on {kv_heads}"
+        line = [d, "yes" if causal == "True" else "no", n, batch, on, direction]
+        rows.append([*line, *(f"{float(row[x]):.0f}" for x in ("us", *UNITS.values()))])
+    columns = ["d", "causal", "N", "sequences", "heads", "pass", "µs", *UNITS]
+    return markdown(columns, rows, "causal|pass")
+
+
+def fp8() -> str:
+    """TFLOP/s of FP8's forward, and times that of bfloat16 in the same run."""
+    found: dict[tuple[int, bool, int], dict[str, Row]] = {}
+    for row in kept("fp8-h200.csv"):
+        if row["what"] == "forward":
+            where = int(row["head_dim"]), row["causal"] == "True", int(row["n"])
+            found.setdefault(where, {})[row["way"]] = row
+    rows = []
+    for (d, causal, n), ways in sorted(found.items()):
+        speed = {way: f"{float(row['tflops']):.0f}" for way, row in ways.items()}
+        line: list[object] = [d, "yes" if causal else "no", n, speed["bfloat16"]]
+        for way in ("fp8", "fp8, v transposed", "quantised"):
+            line += [speed[way], f"{float(ways[way]['over bfloat16']):.2f}"]
+        rows.append([*line, speed["cuDNN FP8"]])
+    columns = "d|causal|N|bfloat16|FP8|×|FP8, V transposed here|×|quantised here, too|×|cuDNN FP8"
+    return markdown(columns.split("|"), rows, "causal")
+
+
+def quantisers() -> str:
+    """Quantisers' bandwidth as a part of a copy's."""
+    rows: dict[str, dict[str, str]] = {}
+    for row in kept("fp8-h200.csv"):
+        if row["way"] in ("plain", "rotated"):
+            name = row["what"].rpartition(" ")[2] + ", rotated" * (row["way"] == "rotated")
+            rows.setdefault(row["head_dim"], {})[name] = f"{float(row['of a copy']):.2f}"
+    columns = ("block", "block, rotated", "head", "head, rotated")
+    return markdown(("d", *columns), [[d, *(x[c] for c in columns)] for d, x in rows.items()])
+
+
+def forms(direction: str) -> str:
+    """TFLOP/s of our forms of a pass beside each other."""
+    names = {
+        "forward": {
+            "cupy": "flashsim cupy",
+            "numba_cuda": "flashsim numba_cuda",
+            "cupy, portable": "flashsim cupy portable",
+            "numba_cuda, tensor": "flashsim numba_cuda tensor",
+        },
+        "backward": {
+            "cupy": "flashsim cupy",
+            "in order": "flashsim cupy deterministic",
+            "three passes": "flashsim cupy three passes",
+            "portable": "flashsim cupy portable",
+            "portable, three passes": "flashsim cupy portable deterministic",
+            "numba_cuda, tensor": "flashsim numba_cuda",
+        },
+    }[direction] | {"FlashAttention-2": "torch flash2", "cuDNN": "torch cudnn"}
+    return _speeds("gpu-h200.csv", [(x, direction, name) for x, name in names.items()])
+
+
+def in_python() -> str:
+    """TFLOP/s of Hopper's kernels in C++ and in Python."""
+    ways = {
+        "forward": "",
+        "fused": "",
+        "in order": " deterministic",
+        "three passes": " three passes",
+    }
+    columns = []
+    for way, suffix in ways.items():
+        direction = "forward" if way == "forward" else "backward"
+        columns.append((f"{way}, C++", direction, f"flashsim cupy{suffix}"))
+        columns.append(("Python", direction, f"flashsim numba_cuda{suffix}"))
+    return _speeds("gpu-python-h200.csv", [*columns, ("cuDNN", "backward", "torch cudnn")])
+
+
+def _speeds(name: str, columns: Sequence[tuple[str, str, str]]) -> str:
+    """TFLOP/s on the papers' shapes: of each column its head, the direction, the implementation."""
+    rows: dict[tuple[int, bool, int], dict[str, Row]] = {}
+    for row in kept(name):
+        where = -int(row["head_dim"]), row["causal"] == "True", int(row["seq_len"])
+        rows.setdefault(where, {})[row["implementation"]] = row
+    lines = []
+    for (d, causal, n), of in sorted(rows.items()):
+        cells = [f"{float(of[who][f'{way}_tflops']):.0f}" for _, way, who in columns]
+        lines.append([-d, "yes" if causal else "no", n, *cells])
+    return markdown(["d", "causal", "N", *(head for head, *_ in columns)], lines, "causal")
+
+
+def decoding() -> str:
+    """Microseconds of one query, whose better other is how many times ours, pages, and a copy."""
+    found: dict[tuple[int, int, int], dict[str, Row]] = {}
+    for row in kept("decode-h200.csv"):
+        if row["n_q"] == "1":
+            where = -int(row["head_dim"]), int(row["keys"]), int(row["batch"])
+            found.setdefault(where, {})[row["implementation"]] = row
+    rows = []
+    for (d, keys, batch), of in sorted(found.items()):
+        us = {name: float(row["us"]) for name, row in of.items()}
+        ours, *others = (us[name] for name in ("flashsim", "cuDNN", "FlashAttention-2"))
+        cells = [f"{batch} x {keys:,}, {-d}", of["flashsim"]["splits"]]
+        cells += [f"{x:.1f}" if x < 1000 else f"{x:,.0f}" for x in (ours, *others)]
+        cells.append(f"{min(others) / ours:.3f}")
+        cells += [f"{us[f'flashsim, pages of {size}'] / ours:.2f}" for size in (64, 16, 1)]
+        rows.append([*cells, f"{float(of['flashsim']['of_copy']):.2f}"])
+    columns = "batch x keys, head_dim|splits|flashsim|cuDNN|FlashAttention-2|the better / ours"
+    columns += "|pages of 64|of 16|of 1|of the copy"
+    return markdown(columns.split("|"), rows, "batch x keys, head_dim")
+
+
+def latent() -> str:
+    """TFLOP/s of latent attention by page size."""
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in kept("latent-h200.csv"):
+        where = f"{row['batch']} x {int(row['keys']):,}", row["n_q"]
+        rows.setdefault(where, {})[row["page"]] = f"{float(row['tflop_per_s']):.0f}"
+    columns = ("batch x keys", "queries", "contiguous", "pages of 64", "of 16", "of 1")
+    cells = [[*at, *(of[page] for page in ("0", "64", "16", "1"))] for at, of in rows.items()]
+    return markdown(columns, cells, columns[0])
 
 
 #: Of performance.md: the sections and their tables.
@@ -132,7 +276,14 @@ SECTIONS: list[tuple[str, Callable[[], str]]] = [
     ("## GPU", papers),
     *(
         ("### Short sequences, few key heads, other widths", table)
-        for table in (short, serving, widths)
+        for table in (short, serving, widths, limits)
     ),
     ("### An H100", h100),
+    ("### FP8", fp8),
+    ("### FP8", quantisers),
+    ("### Our forms beside each other", partial(forms, "forward")),
+    ("### Our forms beside each other", partial(forms, "backward")),
+    ("### Our forms beside each other", in_python),
+    ("## Decoding", decoding),
+    ("### Latent attention", latent),
 ]

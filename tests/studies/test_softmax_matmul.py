@@ -1,8 +1,5 @@
 """softmax(X) V: values, bytes as predicted, and what does not fit."""
 
-import importlib
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -120,12 +117,3 @@ def test_without_a_gpu_it_says_what_is_missing(monkeypatch):
     monkeypatch.setattr(failures, "require_cupy", missing)
     with pytest.raises(BackendUnavailable, match="needs CuPy"):
         softmax_matmul.run(*make(1, 2, 2, 2), backend="cupy")
-
-
-def test_the_guides_table_is_of_the_kept_measurement(monkeypatch):
-    root = Path(__file__).parents[2]
-    monkeypatch.syspath_prepend(str(root / "benchmarks"))
-    tables = importlib.import_module("doc_tables")
-    page = (root / "docs/guides/texts.md").read_text(encoding="utf-8")
-    assert tables.softmax_matmul().markdown() in page
-    assert f"{tables.COURSE}\n" in page
