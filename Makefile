@@ -88,9 +88,9 @@ $(VENV)/.installed: setup.cfg pyproject.toml
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e .
 	touch $@
 
-# All at once: what .installed holds, and the rest, by uv in a third of pip's time. uv asks PyPI and does
-# not read how pip is set up: where only that knows of an index, pip installs, below what uv says.
-# Modules are compiled where they are first imported: most of these packages' never are.
+# All at once: what .installed holds, and the rest, by uv in a third of pip's time. uv does not read
+# how pip is set up: where only that knows of an index, pip installs, below what uv says. Modules are
+# compiled where they are first imported: most of these packages' never are.
 $(VENV)/.dev: setup.cfg pyproject.toml
 	test -e $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	{ $(BIN)/python -m pip install -q --disable-pip-version-check uv && UV_SYSTEM_CERTS=1 $(BIN)/uv \
