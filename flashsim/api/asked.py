@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from flashsim.api import dispatch, hosts, inputs, scales
+from flashsim.api.arrays import expand, only_dlpack, require_numpy
 from flashsim.api.caches import CACHES, check_alike, live_problem
 from flashsim.engines.engine import Engine, Job
 from flashsim.errors import UnsupportedError, reject_unknown
@@ -44,7 +45,7 @@ class Checked:
         """The same job with other arrays, which look like those that were checked."""
         if self.ndim == 4:
             return self.job.given(q, k, v)
-        return self.job.given(inputs.expand(q), inputs.expand(k), inputs.expand(v))
+        return self.job.given(expand(q), expand(k), expand(v))
 
     def backward_job(
         self,
@@ -136,7 +137,7 @@ def ask(
     if problem.scales is not None:
         options["scales"] = scales.checked(problem, scaled, values=on_cpu)
     if on_cpu:  # on a GPU, what lives of a cache is the launcher's to say, when lengths are known
-        inputs.require_numpy(backend, q=given.q, k=given.k, v=given.v, bias=given.bias)
+        require_numpy(backend, q=given.q, k=given.k, v=given.v, bias=given.bias)
         if options.keys() & CACHES:
             problem, options = live_problem(problem, options, tuple(k.shape))
             if table is None:
@@ -154,7 +155,7 @@ def ask(
 
 def adopted(engine: Any, name: str, x: Any) -> Any:
     """An array of a kind that the engine knows, if it can make one of `x`."""
-    return engine.adopt(name, x) if inputs.only_dlpack(x) and hasattr(engine, "adopt") else x
+    return engine.adopt(name, x) if only_dlpack(x) and hasattr(engine, "adopt") else x
 
 
 #: What was asked on a GPU, without its arrays, by all that the checks look at: a short call takes

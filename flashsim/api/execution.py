@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
-from flashsim.api import dispatch, hosts, inputs
+from flashsim.api import dispatch, hosts
+from flashsim.api.arrays import check_kept, expand, squeeze, warn_of_overflow
 from flashsim.api.asked import ask, keep, key_of, recall
 from flashsim.api.result import Gradients, Result, gradients, made, recorded
 from flashsim.errors import own_errors
@@ -156,12 +157,12 @@ def run(
     give = asked.host.give
     outcome = asked.engine.forward(job)
     if backend in dispatch.ON_CPU:
-        inputs.warn_of_overflow(outcome.unseen("out"), job.arrays)
+        warn_of_overflow(outcome.unseen("out"), job.arrays)
     ndim = asked.ndim
     return made(
         Result,
-        out=give(inputs.squeeze(outcome.arrays["out"], ndim)),
-        lse=give(inputs.squeeze(outcome.arrays["lse"], ndim - 1)),
+        out=give(squeeze(outcome.arrays["out"], ndim)),
+        lse=give(squeeze(outcome.arrays["lse"], ndim - 1)),
         _trace=recorded(job, outcome, "forward", backend),
         kernel=outcome.kernel,
         tiling=outcome.tiling,
@@ -217,9 +218,9 @@ def backward(
     p = job.problem
     rows = (p.batch, p.heads, p.n_q)[4 - asked.ndim :]
     out, lse = hosts.take(asked.host, out=out, lse=lse)
-    inputs.check_kept("out", out, (*rows, p.head_dim_v), p.result_dtype)
-    inputs.check_kept("lse", lse, rows, p.compute_dtype)
-    saved = asked.engine.recall(job, inputs.expand(out), inputs.expand(lse, 3))
+    check_kept("out", out, (*rows, p.head_dim_v), p.result_dtype)
+    check_kept("lse", lse, rows, p.compute_dtype)
+    saved = asked.engine.recall(job, expand(out), expand(lse, 3))
     return gradients(asked, job, out, saved, dout, keywords["tiling"], deterministic, None)
 
 

@@ -1,17 +1,14 @@
-"""From the user's arrays and keywords to a validated `Problem` and 4-D arrays.
-
-Works on anything with `shape`, `dtype` and `reshape` (NumPy, CuPy, torch), without a copy.
-"""
+"""From the user's arrays and keywords to a validated `Problem` and 4-D arrays, without a copy."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from flashsim.api.arrays import check_finite, expand, name_of, shape_of
 from flashsim.api.caches import paged_shapes
 from flashsim.api.dispatch import BACKENDS, ON_CPU
 from flashsim.errors import (
@@ -55,22 +52,6 @@ def offsets(cu_seqlens: Any) -> Any:
         return cu_seqlens
     values = cu_seqlens.tolist()
     return tuple(values) if isinstance(values, list) else values
-
-
-def dtype_name(array: Any) -> str:
-    """The name of an array's element type, for NumPy, CuPy and torch alike."""
-    return _name(array.dtype)
-
-
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def only_dlpack(x: Any) -> bool:
-    """Whether an array has to be taken through DLPack: not NumPy, CuPy, torch or the like."""
-    if type(x).__module__.partition(".")[0] in ("numpy", "cupy", "torch"):
-        return False
-    return hasattr(x, "__dlpack__") and not hasattr(x, "__cuda_array_interface__")
 
 
 def check_tiling(tiling: Any) -> None:
@@ -125,7 +106,7 @@ def prepare(
     ShapeError, DTypeError, OptionError, MaskError
         Each says what was wrong, what was given and what is possible.
     """
-    shapes: tuple[tuple[int, ...], ...] = _array("q", q), _array("k", k), _array("v", v)
+    shapes: tuple[tuple[int, ...], ...] = shape_of("q", q), shape_of("k", k), shape_of("v", v)
     if block_table is not None:
         shapes = paged_shapes(shapes, block_table)
         if nan_policy == "raise":
@@ -136,7 +117,7 @@ def prepare(
     dtypes = q.dtype, k.dtype, v.dtype
     added = None
     if bias is not None:
-        added = _array("bias", bias), bias.dtype
+        added = shape_of("bias", bias), bias.dtype
     if block_mask is not None:
         block_mask = _block_mask(block_mask, tiling)
     cu_seqlens_q, cu_seqlens_k = offsets(cu_seqlens_q), offsets(cu_seqlens_k)
@@ -172,7 +153,7 @@ def values_in_keys(k: Any, v: Any, options: dict[str, Any]) -> tuple[Any, bool]:
             "give v=None, or leave head_dim_v out"
         )
     width = checks.positive_int("head_dim_v", width)
-    if width > _array("k", k)[-1]:
+    if width > shape_of("k", k)[-1]:
         raise ShapeError(
             f"V is the first head_dim_v columns of k, {tuple(k.shape)}: head_dim_v must be at most "
             f"{k.shape[-1]}, got {width}"
@@ -207,7 +188,7 @@ def _problem(
 ) -> tuple[Problem, int, tuple[int, ...] | None]:
     """The problem that arrays of these shapes and types pose, their ndim, and the bias in 4-D."""
     ndim = _same_ndim(shapes)
-    names = [_name(dtype) for dtype in dtypes]
+    names = [name_of(dtype) for dtype in dtypes]
     if len(set(names)) > 1:
         raise DTypeError(
             "q, k and v must have one dtype, got "
@@ -249,103 +230,6 @@ def _problem(
 _same_problem = lru_cache(maxsize=256, typed=True)(_problem)
 
 
-def check_like(name: str, array: Any, like: Any, what: str) -> Any:
-    """`array`, if it has the shape and dtype of `like`; `what` is what the error calls that."""
-    wanted, shape = _array(what, like), _array(name, array)
-    if shape != wanted:
-        raise ShapeError(f"{name} must have {what}'s shape {wanted}, got {shape}")
-    if array.dtype != like.dtype and dtype_name(array) != dtype_name(like):
-        raise DTypeError(
-            f"{name} must have {what}'s dtype {dtype_name(like)}, got {dtype_name(array)}; "
-            f"convert it with {name}.astype(...) if that is meant"
-        )
-    return array
-
-
-def check_kept(name: str, array: Any, shape: tuple[int, ...], dtype: str) -> None:
-    """Raise unless a forward pass on these inputs returned an array of this shape and type."""
-    got = tuple(_array(name, array)), dtype_name(array)
-    if got[0] != shape:
-        raise ShapeError(f"{name} must have the shape that run gave it, {shape}, got {got[0]}")
-    if got[1] != dtype:
-        raise DTypeError(f"{name} must have the dtype that run gave it, {dtype}, got {got[1]}")
-
-
-def check_finite(name: str, array: Any) -> None:
-    """Raise `OptionError` if an array holds NaN or infinity (``nan_policy="raise"``)."""
-    bad = _not_finite(array)
-    if bad:
-        raise OptionError(
-            f"{name} holds {bad:,} NaN or infinite values and nan_policy is 'raise'; "
-            "nan_policy='propagate' lets them through"
-        )
-
-
-def _not_finite(array: Any) -> int:
-    """How many values are NaN or infinite."""
-    if isinstance(array, np.ndarray) and dtype_name(array) == "bfloat16":
-        # Infinity and NaN are the largest bits of either sign: a fifth of the time of widening.
-        signed, bits = array.view(np.int16), array.view(np.uint16)
-        if signed.max(initial=0) < 0x7F80 and bits.max(initial=0) < 0xFF80:
-            return 0
-    ours = dtype_name(array) in ("bfloat16", *checks.FP8)
-    wide = array.astype(np.float32) if ours else array
-    finite = np.isfinite(wide)
-    return 0 if finite.all() else int((~finite).sum())  # counting takes three times as long
-
-
-def warn_of_overflow(results: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Warn of results that are NaN or infinite although nothing that was given is.
-
-    A bias may hold -inf, which masks.
-    """
-    for name, x in results.items():
-        bad = _not_finite(x)
-        if not bad:
-            continue
-        for other, y in given.items():
-            held = _not_finite(y)
-            if held and not (other == "bias" and held == int((y == -np.inf).sum())):
-                return
-        dtype = dtype_name(x)
-        largest = {"float16": "65,504", "float64": "1.8e308"}.get(dtype, "3.4e38")
-        warnings.warn(
-            f"{name} holds {bad:,} NaN or infinite values although the inputs are finite: {dtype} "
-            f"ends at {largest}; scale the inputs down, or use a type with more range",
-            RuntimeWarning,
-            stacklevel=4,
-        )
-
-
-def _array(name: str, x: Any) -> tuple[int, ...]:
-    """The shape of an array, if it is one."""
-    try:
-        shape, _, _ = tuple(x.shape), x.dtype, x.reshape
-    except (AttributeError, TypeError):
-        raise DTypeError(
-            f"{name} must be an array (NumPy, CuPy or torch), got {type(x).__name__}; "
-            f"np.asarray({name}, np.float32) makes one"
-        ) from None
-    if isinstance(x, np.ma.MaskedArray):
-        raise DTypeError(
-            f"{name} is a masked array, whose mask attention would not see; give {name}.filled(0) "
-            "and say what to leave out with mask, block_mask, or a bias of -inf"
-        )
-    several = isinstance(x, np.ndarray) and x.size > 0 and shape and shape[-1] > 1
-    if several and x.strides[-1] != x.itemsize:
-        if len(shape) > 1 and x.strides[-2] == x.itemsize:
-            raise ShapeError(
-                f"{name} of shape {shape} looks transposed (strides {x.strides} B): its last two "
-                f"axes must be (n, head_dim), as they lie in memory; give {name} without .T, or "
-                f"np.ascontiguousarray({name}) (in torch {name}.contiguous()) if it is meant so"
-            )
-        raise ShapeError(
-            f"{name}'s last axis must be contiguous, got strides {x.strides} B for shape "
-            f"{shape}; np.ascontiguousarray({name}), or {name}.contiguous() in torch, makes it so"
-        )
-    return shape
-
-
 def _same_ndim(shapes: tuple[tuple[int, ...], ...]) -> int:
     ndims = {len(shape) for shape in shapes}
     if len(ndims) > 1 or not ndims <= set(AXES):
@@ -378,9 +262,9 @@ def _named(shapes: Iterable[tuple[int, ...]]) -> str:
 def _bias_shape(
     shape: tuple[int, ...], kind: Any, dtype: str, full: tuple[int, ...]
 ) -> tuple[int, ...]:
-    if _name(kind) != dtype:
+    if name_of(kind) != dtype:
         whose = "out" if dtype == "bfloat16" else "q"  # as FP8 inputs have it, whose out is wider
-        raise DTypeError(f"bias must have {whose}'s dtype {dtype}, got {_name(kind)}")
+        raise DTypeError(f"bias must have {whose}'s dtype {dtype}, got {name_of(kind)}")
     if not 2 <= len(shape) <= 4 or shape[-2:] != full[2:]:
         raise ShapeError(
             f"bias must be (1 or {full[0]}, 1 or {full[1]}, {full[2]}, {full[3]}), leading axes "
@@ -398,25 +282,3 @@ def _block_mask(block_mask: Any, tiling: Tiling | None) -> BlockMask:
             "or give flashsim.BlockMask(grid, block_q, block_k)"
         )
     return BlockMask(block_mask, tiling.block_q, tiling.block_k)
-
-
-def require_numpy(backend: str, **arrays: Any) -> None:
-    """Refuse what is no NumPy array by now: this backend runs on the CPU."""
-    for name, x in arrays.items():
-        if x is not None and not isinstance(x, np.ndarray):
-            raise DTypeError(
-                f"backend {backend!r} takes arrays in the CPU's memory, got {name} as "
-                f"{type(x).__module__}.{type(x).__name__}"
-                f"{f' on {x.device}' if hasattr(x, 'device') else ''}; move it there, or run on a "
-                "GPU backend"
-            )
-
-
-def expand(x: Any, ndim: int = 4) -> Any:
-    """With axes of length 1 in front, where there are fewer than `ndim`."""
-    return x if x.ndim == ndim else x.reshape((1,) * (ndim - len(x.shape)) + tuple(x.shape))
-
-
-def squeeze(x: Any, ndim: int) -> Any:
-    """Without the axes that `expand` put in front."""
-    return x if x.ndim == ndim else x.reshape(tuple(x.shape)[len(x.shape) - ndim :])

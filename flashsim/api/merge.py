@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from flashsim.algorithms.merge import merged
-from flashsim.api import inputs
+from flashsim.api.arrays import check_like, dtype_name, require_numpy
 from flashsim.errors import ShapeError, own_errors
 from flashsim.problem import checks
 
@@ -38,15 +38,15 @@ def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[np.ndarray, n
     ShapeError, DTypeError, OptionError
         If they do not fit each other.
     """
-    inputs.require_numpy("numpy", out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
-    inputs.check_like("out_b", out_b, out_a, "out_a")
-    inputs.check_like("lse_b", lse_b, lse_a, "lse_a")
+    require_numpy("numpy", out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    check_like("out_b", out_b, out_a, "out_a")
+    check_like("lse_b", lse_b, lse_a, "lse_a")
     if lse_a.shape != out_a.shape[:-1]:
         raise ShapeError(
             f"lse_a must have out_a's shape without its last axis, {out_a.shape[:-1]}, got "
             f"{lse_a.shape}"
         )
     for name, x in (("out_a", out_a), ("lse_a", lse_a)):
-        checks.one_of(f"dtype of {name}", inputs.dtype_name(x), WIDE)
+        checks.one_of(f"dtype of {name}", dtype_name(x), WIDE)
     out, lse = merged(out_a.astype(lse_a.dtype), lse_a, out_b.astype(lse_a.dtype), lse_b)
     return out.astype(out_a.dtype), lse

@@ -9,6 +9,7 @@ import numpy as np
 
 from flashsim import report
 from flashsim.api import dispatch, hosts, inputs
+from flashsim.api.arrays import require_numpy, squeeze
 from flashsim.errors import DTypeError, OptionError, ShapeError, own_errors, shown
 from flashsim.problem import checks
 from flashsim.problem.problem import numpy_dtype
@@ -151,7 +152,7 @@ def quantize(
     }
     if backend == "cupy":
         return _on_gpu(given, about, (rows, keys), dtype)
-    inputs.require_numpy("numpy", q=q, k=k, v=v)
+    require_numpy("numpy", q=q, k=k, v=v)
     with np.errstate(over="ignore"):  # refused below, by name
         wide = {name: x.astype(np.float32) for name, x in {"q": q, "k": k, "v": v}.items()}
     for name, x in wide.items():
@@ -178,9 +179,9 @@ def _on_gpu(
         raise ShapeError(f"on a GPU q and v have one head_dim, got {p.head_dim} and {p.head_dim_v}")
     kind, signs = about["granularity"], about["signs"]
     made = gpu.quantize(given.q, given.k, given.v, kind, block, signs, dtype)
-    arrays = {name: inputs.squeeze(getattr(made, name), given.ndim) for name in "qkv"}
+    arrays = {name: squeeze(getattr(made, name), given.ndim) for name in "qkv"}
     axes = {"tensor": 0, "head": given.ndim - 2, "block": given.ndim - 1}[kind]
-    scales = {n: inputs.squeeze(getattr(made, n), axes) for n in ("q_scale", "k_scale", "v_scale")}
+    scales = {n: squeeze(getattr(made, n), axes) for n in ("q_scale", "k_scale", "v_scale")}
     return Quantized(**arrays, **scales, **about, v_transposed=made.v_transposed)
 
 

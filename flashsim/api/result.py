@@ -11,6 +11,14 @@ import numpy as np
 
 from flashsim import report
 from flashsim.api import dispatch, hosts, inputs
+from flashsim.api.arrays import (
+    check_like,
+    expand,
+    only_dlpack,
+    require_numpy,
+    squeeze,
+    warn_of_overflow,
+)
 from flashsim.api.asked import Checked, adopted
 from flashsim.engines.engine import Job, Outcome
 from flashsim.errors import TraceError, own_errors
@@ -176,25 +184,25 @@ def gradients(
     known = None if alike is None else mine.memo.get(alike)
     if known is None:
         (dout,) = hosts.take(asked.host, dout=adopted(asked.engine, "dout", dout))
-        inputs.check_like("dout", dout, out, "out")
+        check_like("dout", dout, out, "out")
         if on_cpu:
-            inputs.require_numpy(asked.backend, dout=dout)
+            require_numpy(asked.backend, dout=dout)
         inputs.check_tiling(tiling)
         job = asked.backward_job(mine, saved, tiling, deterministic, trace)
         if alike is not None:
             mine.memo[alike] = job.given(None, None, None)
     else:
         job = known.given(mine.q, mine.k, mine.v)
-    outcome = asked.engine.backward(job, saved, inputs.expand(dout))
+    outcome = asked.engine.backward(job, saved, expand(dout))
     if on_cpu:
-        inputs.warn_of_overflow(outcome.unseen(*outcome.arrays), {"dout": dout, **job.arrays})
+        warn_of_overflow(outcome.unseen(*outcome.arrays), {"dout": dout, **job.arrays})
     given, dbias = outcome.arrays, outcome.arrays.get("dbias")
     give, ndim = asked.host.give, asked.ndim
     return made(
         Gradients,
-        dq=give(inputs.squeeze(given["dq"], ndim)),
-        dk=give(inputs.squeeze(given["dk"], ndim)),
-        dv=give(inputs.squeeze(given["dv"], ndim)),
+        dq=give(squeeze(given["dq"], ndim)),
+        dk=give(squeeze(given["dk"], ndim)),
+        dv=give(squeeze(given["dv"], ndim)),
         dbias=None if dbias is None else give(dbias.reshape(asked.bias_shape)),
         kernel=outcome.kernel,
         tiling=outcome.tiling,
@@ -204,7 +212,7 @@ def gradients(
 
 def _alike(mine: Job, dout: Any, *how: Any) -> tuple[Any, ...] | None:
     """All that the checks of a backward pass on a GPU look at, or None if they must look anew."""
-    if isinstance(dout, np.ndarray) or inputs.only_dlpack(dout):
+    if isinstance(dout, np.ndarray) or only_dlpack(dout):
         return None
     try:
         key = (mine.algorithm, dout.shape, dout.dtype, type(dout), *how, *map(type, how))

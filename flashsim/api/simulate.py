@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from flashsim.api import dispatch, hosts, inputs
+from flashsim.api.arrays import require_numpy, squeeze
 from flashsim.api.asked import Checked
 from flashsim.api.result import Result, provenance
 from flashsim.engines.engine import Job
@@ -201,7 +202,7 @@ def _problem(
     host = hosts.host_of(q)
     q, k, v = hosts.take(host, q=q, k=k, v=v)
     made = inputs.prepare(q, k, v, mask=mask, **question)
-    inputs.require_numpy("numpy", q=made.q, k=made.k, v=made.v)
+    require_numpy("numpy", q=made.q, k=made.k, v=made.v)
     if made.problem.fp8:
         raise UnsupportedError(
             f"simulate takes no {made.problem.dtype}: what is rounded to it, the function would "
@@ -229,7 +230,7 @@ def _size(p: Problem, name: str) -> tuple[int, ...]:
 
 def _squeezed(array: np.ndarray, p: Problem, name: str, ndim: int) -> np.ndarray:
     vector = shape(p, name).vector
-    return inputs.squeeze(array, ndim - 1 if vector else ndim)
+    return squeeze(array, ndim - 1 if vector else ndim)
 
 
 def _run(algorithm: Callable[[OpenMachine], None], name: str, machine: OpenMachine) -> None:

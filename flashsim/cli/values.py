@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from flashsim.api.arrays import expand
 from flashsim.api.cost import Estimate, cost, fits
 from flashsim.api.counting import count
-from flashsim.api.inputs import expand
 from flashsim.api.quantize import quantize
 from flashsim.api.samples import TRACES, load_sample, load_sample_trace, random_inputs
 from flashsim.cli import options as opt

@@ -10,6 +10,7 @@ import numpy as np
 from flashsim import report
 from flashsim.algorithms.merge import merged
 from flashsim.api import execution, inputs
+from flashsim.api.arrays import check_like, require_numpy
 from flashsim.distributed.account import Account
 from flashsim.distributed.exchange import Rank, Ranks
 from flashsim.distributed.group import Block, Group
@@ -58,8 +59,8 @@ class Spread:
         ------
         ShapeError, DTypeError
         """
-        inputs.require_numpy("numpy", dout=dout)
-        inputs.check_like("dout", dout, self.out, "out")
+        require_numpy("numpy", dout=dout)
+        check_like("dout", dout, self.out, "out")
         return self._run.backward(dout)
 
 
@@ -119,7 +120,7 @@ def simulate(
     FlashSimError
     """
     asked = inputs.prepare(q, k, v, tiling=tiling, causal=causal, softcap=softcap, scale=scale)
-    inputs.require_numpy(backend, q=asked.q, k=asked.k, v=asked.v)
+    require_numpy(backend, q=asked.q, k=asked.k, v=asked.v)
     group = Group(asked.problem, ranks, scheme, ulysses)  # type: ignore[arg-type]  # None: filled in
     how = {"algorithm": algorithm, "tiling": tiling, "device": device, "backend": backend}
     return _Run(group, how).forward(asked.q, asked.k, asked.v)

@@ -7,7 +7,8 @@ import pytest
 
 import flashsim
 from flashsim import BlockMask, Device, Problem, Schedule, Tiling
-from flashsim.api.inputs import AXES, check_finite, check_like, prepare
+from flashsim.api.arrays import check_finite, check_like
+from flashsim.api.inputs import AXES, prepare
 from flashsim.errors import SYNONYMS
 
 X = np.zeros((8, 16), np.float32)

@@ -8,7 +8,8 @@ import pytest
 
 import flashsim
 from flashsim import Problem
-from flashsim.api import dispatch, inputs
+from flashsim.api import dispatch
+from flashsim.api.arrays import only_dlpack
 from flashsim.errors import BackendUnavailable, DTypeError
 
 cupy = pytest.importorskip("cupy")
@@ -53,10 +54,10 @@ def test_dlpack_is_for_arrays_that_offer_nothing_else():
         __cuda_array_interface__ = {}  # noqa: RUF012
 
     x = np.ones((8, 16), np.float16)
-    assert inputs.only_dlpack(Exported(x))
-    assert not inputs.only_dlpack(Both(x))
-    assert not inputs.only_dlpack(x)  # though NumPy's arrays speak DLPack
-    assert not inputs.only_dlpack([1])
+    assert only_dlpack(Exported(x))
+    assert not only_dlpack(Both(x))
+    assert not only_dlpack(x)  # though NumPy's arrays speak DLPack
+    assert not only_dlpack([1])
 
 
 @pytest.mark.parametrize("backend", ["cupy", "numba_cuda"])
