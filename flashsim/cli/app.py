@@ -8,7 +8,17 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from flashsim.cli import course, exercises, measure, models, pictures, ranks, saved, truth
+from flashsim.cli import (
+    counters,
+    course,
+    exercises,
+    measure,
+    models,
+    pictures,
+    ranks,
+    saved,
+    truth,
+)
 from flashsim.cli.options import spread
 from flashsim.errors import FlashSimError
 from flashsim.version import __version__
@@ -59,6 +69,7 @@ for _command in (
     models.watch,
     saved.devices,
     *truth.COMMANDS,
+    *counters.COMMANDS,
     *course.COMMANDS,
     *pictures.COMMANDS,
     exercises.grade,

@@ -4,7 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 import flashsim
-from flashsim.cli import measure, output, ranks, saved, truth
+from flashsim.cli import counters, measure, output, ranks, saved, truth
 from flashsim.cli.app import app
 from flashsim.report import Table, format_cell
 
@@ -42,7 +42,7 @@ def printed(command, width, monkeypatch, tmp_path):
         tables.extend(people)
         output.show_tables(people, full, form)
 
-    for module in (measure, ranks, saved, truth):
+    for module in (counters, measure, ranks, saved, truth):
         monkeypatch.setattr(module, "show_tables", show)
     monkeypatch.setattr(measure.pictures, "demo_figures", lambda *_: ["a", "b", "c"])
     monkeypatch.setattr(output, "WIDTH", width)
