@@ -3,6 +3,7 @@
 import csv
 import importlib
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -93,6 +94,33 @@ def test_the_sentences_of_kernels_in_python_are_of_the_kept_measurements(tables)
     words = f"{ratios('')} of C++'s fused, {ratios(' deterministic')} in order and"
     assert f"{words} {ratios(' three passes')} in three passes" in WORDS
     assert f'Hopper GPU {ratios("", "forward")} × `"cupy"` forward' in WORDS
+
+
+def test_the_sentences_since_then_are_of_the_kept_measurements(tables):
+    """Of cuDNN's time by ours in both runs; and of C++'s kernels by Python's, shape by shape."""
+
+    def ratios(name):
+        times = {}
+        for row in tables.kept(name):
+            if row["seq_len"] == "1024":
+                shape = times.setdefault((row["head_dim"], row["causal"]), {})
+                shape[row["implementation"]] = float(row["forward_ms"])
+        return {shape: of["torch cudnn"] / of[tables.OURS] for shape, of in times.items()}
+
+    then, now = ratios("gpu-h200.csv"), ratios("gpu-papers-h200.csv")
+    gains = sorted(100 * (now[shape] / then[shape] - 1) for shape in then)
+    said = f"{gains[0]:.0f} to {gains[-1]:.0f} % on cuDNN at N = 1,024"
+    assert f'Since then "cupy" forward has gained {said}' in WORDS
+    shapes = {}
+    for row in tables.kept("times-h200.csv"):
+        whole = row["pass"] == "forward" and not row["stage"]
+        if whole and row["kernels"] in ("hopper", "python"):
+            shape = tuple(row.values())[2:11]
+            shapes.setdefault(shape, {})[row["kernels"]] = float(row["us"])
+    parts = sorted(us["hopper"] / us["python"] for us in shapes.values() if len(us) == 2)
+    said = f"{parts[0]:.2f} to {parts[-1]:.2f} of C++'s, {median(parts):.2f} in the middle"
+    assert f"over the {len(parts)} shapes of `benchmarks/times.py`" in WORDS
+    assert f"many of them short, its forward makes {said}" in WORDS
 
 
 def test_the_sentences_of_decoding_are_of_the_kept_measurements(tables):
