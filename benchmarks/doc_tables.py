@@ -1,7 +1,7 @@
 """Writes the tables of docs/ that come from kept measurements anew: python benchmarks/doc_tables.py
 
-Errors of predicted times and joules into docs/guides/truth.md (from times-h200.csv, power-h200.csv
-and others of docs/data), counters into
+Errors of predicted times and joules into docs/guides/truth.md, decoding's counters, too (from
+times-h200.csv, power-h200.csv, decode-counters-h200.csv and others of docs/data), counters into
 docs/notebooks/counters.md (from verify-h200.csv, verify-widths-h200.csv and what was kept of the
 soaks, soak-h200.csv and soak-counts-h200.csv), what many GPUs reach on paper and did reach into
 docs/guides/many_gpus.md (ring_table.py, from ring-h200.csv and ring4-h200.csv), a course's times
@@ -32,6 +32,7 @@ from flashsim.studies.predict import spread
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAPER = "## On paper, up to 1,024 GPUs"
+COUNTERS = "### Decoding under the counters"
 REAL = "## On real GPUs"
 COURSE = "## A course's homework: softmax(X) V, then attention"
 
@@ -70,6 +71,7 @@ def main() -> None:
         ],
         "guides/texts.md": [(COURSE, softmax_matmul()), (COURSE, attention())],
         "guides/truth.md": [
+            (COUNTERS, decode_counters()),
             ("## Time", predict.errors_table(found)),
             ("## Time", predict.library_table()),
             ("## Time", predict.fp8_table()),
@@ -161,6 +163,22 @@ def attention() -> Table:
 def on_real_gpus() -> Table:
     """Two and four GPUs beside one."""
     return ring_table.table(kept("ring-h200.csv"), kept("ring4-h200.csv"))
+
+
+def decode_counters() -> Table:
+    """Bytes of decoding, counted and measured."""
+    named = {
+        "loads": ("read by the SMs: counted", "measured"),
+        "stores": ("stored: counted", "measured at L2"),
+        "DRAM reads": ("read from DRAM: by the L2 model", "measured"),
+    }
+    table = Table("", ("launch", *(name for pair in named.values() for name in pair)))
+    rows = kept("decode-counters-h200.csv")
+    for launch in dict.fromkeys(row["launch"] for row in rows):
+        of = {row["quantity"]: row for row in rows if row["launch"] == launch}
+        pairs = ((int(of[x]["counted_B"]), int(of[x]["measured_B"])) for x in named)
+        table.rows.append((launch, *(n for pair in pairs for n in pair)))
+    return table
 
 
 def power_tables() -> tuple[Table, Table]:

@@ -38,6 +38,7 @@ def test_tables_of_other_guides_are_of_the_kept_measurements(bench):
         ("texts.md", tables.COURSE, tables.softmax_matmul()),
         ("texts.md", tables.COURSE, tables.attention()),
         ("many_gpus.md", tables.REAL, tables.on_real_gpus()),
+        ("truth.md", tables.COUNTERS, tables.decode_counters()),
     ):
         text = (ROOT / "docs/guides" / page).read_text(encoding="utf-8")
         assert table.markdown() in text.partition(f"{section}\n")[2]
