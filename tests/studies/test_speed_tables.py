@@ -44,6 +44,14 @@ def test_tables_of_other_guides_are_of_the_kept_measurements(bench):
         assert table.markdown() in text.partition(f"{section}\n")[2]
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_what_many_gpus_reach_on_paper_is_predicted_so_today(bench, direction):
+    tables = bench("doc_tables")
+    text = (ROOT / "docs/guides/many_gpus.md").read_text(encoding="utf-8")
+    assert tables.on_paper(direction).markdown() in text.partition(f"{tables.PAPER}\n")[2]
+
+
 def test_the_guides_sentences_are_of_the_kept_measurements(tables):
     def of(name, ratio):
         found = tables.shapes(name, lambda s: s.n)
