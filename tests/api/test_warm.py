@@ -9,13 +9,17 @@ from typer.testing import CliRunner
 
 import flashsim
 from flashsim.cli.app import app
-from flashsim.engines.cpu import threads
+from flashsim.engines.cpu import chosen, threads
+from flashsim.problem.problem import Problem
 
 
 def test_a_warm_process_finds_everything_compiled():
-    flashsim.warm()
-    again = flashsim.warm("float16", 32)  # computed in float32 as well
-    assert again.compiled == ()
+    """Of another shape, and of the other type of 16 bits if it is multiplied likewise."""
+    flashsim.warm("float16")
+    halves, others = (chosen.cpu(None, Problem(64, dtype=x)) for x in ("float16", "bfloat16"))
+    for dtype in ("float16", "bfloat16") if type(halves) is type(others) else ("float16",):
+        again = flashsim.warm(dtype, 32)
+        assert again.compiled == ()
     assert again.folder == threads.folder()
     assert list(again.folder.glob("*.nbi"))
 
@@ -45,7 +49,7 @@ def test_a_direction_names_what_it_compiled(direction, walks, monkeypatch):
 
 def test_a_later_process_decodes_without_compiling():
     """One query runs on a walk of its own, which is on disk as well."""
-    flashsim.warm()
+    flashsim.warm("float16", direction="decode")
     code = (
         "import numpy as np, flashsim; from flashsim.engines.cpu import threads;"
         "x = np.ones((1, 2, 64, 16), np.float16);"
