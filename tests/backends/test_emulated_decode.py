@@ -2,8 +2,8 @@
 keys, whatever lies beside them, and the bytes that it counts are those of its splits and tiles.
 """
 
-from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -155,12 +155,7 @@ FAULTY_CLUSTERS = emulator.Faulty(900, CLUSTER_FAULTS)
 
 @pytest.mark.parametrize("fault", CLUSTER_FAULTS)
 def test_faults_of_a_cluster_are_found(fault):
-    case, splits = CLUSTERS["four, pages"]
-    x = case.make()
-    for FAULTY_CLUSTERS.seeded in ("", fault):
-        out, lse, *_ = launch(FAULTY_CLUSTERS, case, x, splits, HOPPER)
-        with pytest.raises(AssertionError) if FAULTY_CLUSTERS.seeded else nullcontext():
-            case.check(x, out, lse)
+    notices(FAULTY_CLUSTERS, fault, *CLUSTERS["four, pages"], HOPPER)
 
 
 TRACED = {
@@ -301,12 +296,7 @@ FAULTY_PREFIX = emulator.Faulty(800, SHARED_FAULTS)
 @pytest.mark.parametrize("fault", SHARED_FAULTS)
 def test_faults_with_a_shared_prefix_are_found(fault):
     p = Problem(4, 400, 64, batch=5, causal=True, **GROUPED)
-    case = Case(p, (400, 390, 280, 270, 267), 16, 256)
-    x = case.make()
-    for FAULTY_PREFIX.seeded in ("", fault):
-        out, lse, *_ = launch(FAULTY_PREFIX, case, x, 2)
-        with pytest.raises(AssertionError) if FAULTY_PREFIX.seeded else nullcontext():
-            case.check(x, out, lse)
+    notices(FAULTY_PREFIX, fault, Case(p, (400, 390, 280, 270, 267), 16, 256))
 
 
 def test_the_barriers_are_these():
@@ -316,19 +306,27 @@ def test_the_barriers_are_these():
 #: B3 puts a block's parts before its arrival, for blocks that run at once: not on a CPU.
 @pytest.mark.parametrize("fault", [*FAULTS, "B0", "B1", "B2", "B4", "B5"])
 def test_faults_are_found_and_barriers_are_needed(fault):
-    notices(FAULTY, fault, page=3)
+    notices(FAULTY, fault, PAGED[3])
 
 
 @pytest.mark.parametrize("fault", ONE_PAGE_FAULTS)
 def test_faults_are_found_in_pages_of_whole_warps(fault):
-    notices(FAULTY_PAGES, fault, page=32)
+    notices(FAULTY_PAGES, fault, PAGED[32])
 
 
-def notices(machine, fault, page):
-    """Four tiles and more a split, so that stages are filled again."""
-    case = Case(Problem(1, 900, 64, batch=2, **GROUPED), (840, 140), page=page)
-    x = case.make()
-    for machine.seeded in ("", fault):
-        with pytest.raises(AssertionError) if machine.seeded else nullcontext():
-            out, lse, *_ = launch(machine, case, x, 2)
-            case.check(x, out, lse)
+#: Four tiles and more a split, so that stages are filled again.
+PAGED = {n: Case(Problem(1, 900, 64, batch=2, **GROUPED), (840, 140), page=n) for n in (3, 32)}
+
+
+def notices(machine, fault, *case):
+    """The kernels are right without a fault, and with this one they are not."""
+    right(machine, "", *case)
+    with pytest.raises(AssertionError):
+        right(machine, fault, *case)
+
+
+@cache  # without a fault once for all of them
+def right(machine, fault, case, splits=2, gpu=H200):
+    machine.seeded, x = fault, case.make()
+    out, lse, *_ = launch(machine, case, x, splits, gpu)
+    case.check(x, out, lse)

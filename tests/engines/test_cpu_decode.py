@@ -78,7 +78,7 @@ def test_one_query_needs_no_pairs(monkeypatch):
     np.testing.assert_array_equal(result.out, expected.out)
 
 
-@pytest.mark.thorough  # walks of plain definitions take long to compile: test_extremes has one
+@pytest.mark.thorough  # walks of plain definitions take long to compile
 def test_plain_numba_does_the_same():
     agree(tensors(1, 300, 40, heads=6, kv_heads=2), own={"micro_kernel": "plain"})
 

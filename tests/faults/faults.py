@@ -27,6 +27,10 @@ KINDS_STANDARD = (
     "numpy-standard and float32",
 )
 OPTIONS = ("engines/test_engines.py::test_options", "-k", "numpy-flash2- and float32")
+BIAS, SHARED_BIAS, SOFTCAP = (
+    (f"engines/test_engines.py::test_options[numpy-flash2-{case}-float32]",)
+    for case in ("bias", "bias-shared", "softcap")
+)
 PRECISION = ("engines/test_engines.py::test_p_is_rounded_to_the_input_type",)
 ORACLE = ("problem/test_oracle.py::test_agrees_with_a_second_formula", "-k", "causal or window")
 FP8 = ("api/test_quantize.py::test_attention_is_that_of_the_numbers_that_are_meant",)
@@ -202,7 +206,7 @@ FAULTS = {
     ),
     "bias-of-the-first-row": Fault(
         "the bias of the first query serves all rows of a tile",
-        *(TILES, "S_ij += sram.load(", "S_ij[..., :1, :] += sram.load(", OPTIONS),
+        *(TILES, "S_ij += sram.load(", "S_ij[..., :1, :] += sram.load(", BIAS),
     ),
     # -- backward -------------------------------------------------------------------------------
     "delta-left-out": Fault(
@@ -211,7 +215,7 @@ FAULTS = {
     ),
     "softcap-gradient-missing": Fault(
         "the softcap is not differentiated",
-        *(TILES, "dS_ij *= gate", "pass", OPTIONS),
+        *(TILES, "dS_ij *= gate", "pass", SOFTCAP),
     ),
     "dk-not-summed-over-group": Fault(
         "dK and dV take the first query head of a group alone",
@@ -235,7 +239,7 @@ FAULTS = {
     ),
     "dbias-of-the-first-head": Fault(
         "a shared bias's gradient is not summed over the heads",
-        *(HBM, "+= full.sum(axis=shared, keepdims=True)", "+= full[:1, :1]", OPTIONS),
+        *(HBM, "+= full.sum(axis=shared, keepdims=True)", "+= full[:1, :1]", SHARED_BIAS),
     ),
     "standard-row-sum-left-out": Fault(
         "standard attention's dS = P dP",

@@ -33,9 +33,9 @@ if not teaching_run.simulated():
     pytestmark.append(pytest.mark.gpu)
 
 PROBLEMS = {
-    "plain": Problem(9, 13, 6, 5, batch=2, heads=1),
+    "plain": Problem(9, 9, 6, 5, batch=2, heads=1),
     "one": Problem(1, 1, 4, heads=1),
-    "causal gqa": Problem(11, 13, 4, heads=4, kv_heads=2, causal=True),
+    "causal gqa": Problem(9, 10, 4, heads=4, kv_heads=2, causal=True),
     "no keys": Problem(20, 9, 4, heads=1, causal=True),
     "window softcap": Problem(17, 19, 4, heads=1, window=(5, 2), softcap=1.5),
     "varlen": Problem(

@@ -1,5 +1,6 @@
 """Exercises: references get every point, wrong solutions the words that they deserve."""
 
+import functools
 import json
 import re
 import subprocess
@@ -385,7 +386,8 @@ def test_predict(tmp_path):
     assert "compulsory 12.3 kB" in (tmp_path / "p.svg").read_text()
 
 
-def test_grade_writes_what_is_asked_for(tmp_path):
+def test_grade_writes_what_is_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(apart, "grade_file", functools.cache(apart.grade_file))  # twice the same
     one = get("fewest-bytes")
     path = tmp_path / "fewest.py"
     source = seeded(one.solution_source, "*16", "12")
