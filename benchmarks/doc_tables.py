@@ -77,6 +77,7 @@ def main() -> None:
             ("## Time", predict.fp8_table()),
             ("## Time", predict.chip_table()),
             ("## Time", predict.others_table()),
+            ("### Decoding's time", predict.decode_table(predict.decode_cases())),
             ("## Power", joules[0]),
             ("## Power", joules[1]),
         ],

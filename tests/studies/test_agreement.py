@@ -285,6 +285,7 @@ def test_docs_print_the_errors_of_predicted_times(benchmark, errors):
     assert benchmark.errors_table(errors).markdown() in GUIDE
     assert benchmark.library_table().markdown() in GUIDE
     assert benchmark.others_table().markdown() in GUIDE
+    assert benchmark.decode_table(benchmark.decode_cases()).markdown() in GUIDE
     least = [float(row[3]) for row in benchmark.library_table().rows]
     assert min(least) > 1  # standard attention is never faster than it could be
 
