@@ -7,6 +7,7 @@ import flashsim
 from flashsim.cli import counters, measure, output, ranks, saved, truth
 from flashsim.cli.app import app
 from flashsim.report import Table, format_cell
+from flashsim.studies import demo
 
 BIG = ("-n", 65536, "-d", 128, "--heads", 16, "--batch", 4, "--dtype", "bfloat16")
 SMALL = ("-n", 256, "-d", 32, "--heads", 2, "-t", "64x64")
@@ -45,6 +46,7 @@ def printed(command, width, monkeypatch, tmp_path):
     for module in (counters, measure, ranks, saved, truth):
         monkeypatch.setattr(module, "show_tables", show)
     monkeypatch.setattr(measure.pictures, "demo_figures", lambda *_: ["a", "b", "c"])
+    monkeypatch.setattr(demo, "SAMPLES", ("layer0",))  # tables of one layer are like the other's
     monkeypatch.setattr(output, "WIDTH", width)
     more = ("--out", tmp_path) if command == ("demo",) else ()
     result = CliRunner().invoke(app, [str(x) for x in (*command, *more)])
