@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any, NoReturn
 
 import numpy as np
 
 from flashsim.algorithms.hbm import Tensor
+from flashsim.engines.own.spans import span
 from flashsim.errors import MemoryModelError, OptionError, ShapeError, choices, shown
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem, numpy_dtype
@@ -55,14 +55,6 @@ class Remote:
         if not name.startswith("_") and hasattr(np.ndarray, name):
             self._refuse()
         raise AttributeError(f"a tensor in HBM has no {name!r}; it has name, shape, dtype, width")
-
-
-def span(which: Any, size: int, what: str) -> range:
-    """The positions below `size` that a slice of the user's names."""
-    if isinstance(which, slice):
-        with suppress(TypeError, ValueError):  # ends that are no integers, a step of 0
-            return range(size)[which]
-    raise ShapeError(f"{what} are a slice of integers, got {shown(which)}")
 
 
 class OpenHbm:
@@ -218,3 +210,22 @@ def require_shape(name: str, got: tuple[int, ...], want: tuple[int, ...]) -> Non
     """Raise `ShapeError` unless an input has the shape that its name says."""
     if got != want:
         raise ShapeError(f"inputs[{name!r}] must have the shape {want}, got {got}")
+
+
+def part_of(tensor: Any, rows: Any, cols: Any) -> tuple[slice, slice]:
+    """Rows and columns of a tensor, as far as it has them."""
+    if not isinstance(tensor, Remote):
+        raise MemoryModelError(
+            f"what moves is a tensor in HBM, such as machine.hbm.K, got {type(tensor).__name__}"
+        )
+    found = []
+    for which, size, what in ((rows, tensor.shape[0], "rows"), (cols, tensor.width, "columns")):
+        part = span(which, size, f"{what} of {tensor.name}")
+        if part.step != 1 or not len(part):
+            raise ShapeError(
+                f"{tensor.name} has {size} {what}; {which.start}:{which.stop} are none of them"
+                if not len(part)
+                else f"{what} of a tile lie side by side, got a slice in steps of {part.step}"
+            )
+        found.append(slice(part.start, part.stop))
+    return found[0], found[1]

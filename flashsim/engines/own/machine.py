@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from flashsim.engines.own.hbm import OpenHbm, span
+from flashsim.engines.own.hbm import OpenHbm
+from flashsim.engines.own.spans import span
 from flashsim.engines.own.sram import OpenSram
 from flashsim.errors import MemoryModelError
 from flashsim.problem import checks

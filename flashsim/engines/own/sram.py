@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from flashsim.engines.own.arithmetic import priced
-from flashsim.engines.own.hbm import OpenHbm, Remote, span
+from flashsim.engines.own.hbm import OpenHbm, Remote, part_of
 from flashsim.engines.own.lines import at_work
 from flashsim.engines.own.room import Lease, Room
+from flashsim.engines.own.spans import span, tile_number
 from flashsim.engines.own.tile import SramTile, product
 from flashsim.errors import DTypeError, MemoryModelError, ShapeError, SramOverflow, shown
 from flashsim.problem.hardware import Device
@@ -82,7 +83,7 @@ class OpenSram:
             raise MemoryModelError(
                 "a step inside a step: a thread block has one; sram.strip() is a scope within it"
             )
-        n = self._number(outer, self._stage.outer)
+        n = self._tile(outer, self._stage.outer)
         place = (n, -1) if self._stage.outer == "queries" else (-1, n)
         with self._scope((member, *place, -1), computes=True):
             yield
@@ -112,7 +113,7 @@ class OpenSram:
         elif cols is None:
             raise MemoryModelError("a visit is of a tile of scores: sram.visit(rows, cols)")
         else:
-            own = self._number(visit, "queries"), self._number(cols, "keys")
+            own = self._tile(visit, "queries"), self._tile(cols, "keys")
         if own[i < 0] != max(i, j):
             side = "query" if i >= 0 else "key"
             raise MemoryModelError(
@@ -159,29 +160,8 @@ class OpenSram:
                 f"stage {self._stage.name!r} has ended, and its SRAM with it; open another"
             )
 
-    def _number(self, which: int | slice, side: str) -> int:
-        """The number of the tile of the stage's grid that holds these rows."""
-        s = self._schedule
-        table = s.rows if side == "queries" else s.cols
-        block = s.tiling.block_q if side == "queries" else s.tiling.block_k
-        if isinstance(which, (int, np.integer)):
-            if not 0 <= which < len(table):
-                raise ShapeError(f"there are {len(table)} tiles of {side}, got number {which}")
-            return int(which)
-        part = span(which, int(table[-1, 1]), f"{side} of a tile, such as slice(0, 64),")
-        if not len(part) or part.step != 1:
-            raise ShapeError(
-                f"{side} {which.start}:{which.stop} are none of the {int(table[-1, 1])}"
-            )
-        first, last = part[0] // block, part[-1] // block
-        if first != last:
-            name = "block_q" if side == "queries" else "block_k"
-            raise ShapeError(
-                f"{side} {part.start}:{part.stop} reach over tiles of {block}; walk in tiles of "
-                f"machine.tiling.{name}, or give the stage its own: machine.stage("
-                f"{self._stage.name!r}, tiling=flashsim.Tiling(block_q, block_k))"
-            )
-        return first
+    def _tile(self, which: int | slice, side: str) -> int:
+        return tile_number(which, side, self._schedule, self._stage.name)
 
     # -- room -----------------------------------------------------------------------------------
 
@@ -319,7 +299,7 @@ class OpenSram:
         In a stage with ``per="group"``, `member` picks the query head of the group.
         """
         self._here()
-        rows, cols = _part(tensor, rows, cols)
+        rows, cols = part_of(tensor, rows, cols)
         self._hbm._require_written(tensor, rows, cols, member)
         inside = self._hbm._behind(tensor)
         self._check_heads(tensor, member)
@@ -383,7 +363,7 @@ class OpenSram:
         self._here()
         if isinstance(cols, SramTile):
             raise ShapeError("a tile comes before its columns: store(tensor, rows, tile, cols)")
-        rows, cols = _part(tensor, rows, cols)
+        rows, cols = part_of(tensor, rows, cols)
         self._hbm._require_writable(tensor)
         self._check_heads(tensor, member)
         if isinstance(tile, SramTile):
@@ -422,22 +402,3 @@ class OpenSram:
         repeat, stride = plans.heads_of(self._stage, self._schedule.problem)
         costs = np.stack(self._costs) if self._costs else np.zeros((0, 8), np.int64)
         return StageTrace.build(self._stage, self._schedule, repeat, stride, self._events, costs)
-
-
-def _part(tensor: Any, rows: Any, cols: Any) -> tuple[slice, slice]:
-    """Rows and columns of a tensor, as far as it has them."""
-    if not isinstance(tensor, Remote):
-        raise MemoryModelError(
-            f"what moves is a tensor in HBM, such as machine.hbm.K, got {type(tensor).__name__}"
-        )
-    found = []
-    for which, size, what in ((rows, tensor.shape[0], "rows"), (cols, tensor.width, "columns")):
-        part = span(which, size, f"{what} of {tensor.name}")
-        if part.step != 1 or not len(part):
-            raise ShapeError(
-                f"{tensor.name} has {size} {what}; {which.start}:{which.stop} are none of them"
-                if not len(part)
-                else f"{what} of a tile lie side by side, got a slice in steps of {part.step}"
-            )
-        found.append(slice(part.start, part.stop))
-    return found[0], found[1]
