@@ -7,15 +7,16 @@ JOBS ?= 2
 # .dev), and each of some hundred processes would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-torch thorough-torch outside lint modules unit kernels thorough wheel bench gpu gallery lessons slides site links look lite reproduce clean
+.PHONY: demo test test-all test-torch thorough-torch outside lint modules walks unit kernels thorough wheel bench gpu gallery lessons slides site links look lite reproduce clean
 
 demo: $(VENV)/.installed
 	$(BIN)/flashsim demo --out out
 
-# Format, lint, types, the wheel installed elsewhere, and the suite with coverage. Lint and the wheel
-# take a core: meanwhile another compiles the modules that both test processes will import.
+# Format, lint, types, the wheel installed elsewhere, and the suite with coverage. Lint takes a core:
+# meanwhile another builds the wheel and compiles what tests would wait for, the modules that both of
+# their processes import and the CPU engine in float32.
 test: $(VENV)/.dev
-	$(MAKE) --jobs=$(JOBS) --output-sync modules lint wheel
+	$(MAKE) --jobs=$(JOBS) --output-sync lint modules wheel walks
 	$(MAKE) unit
 
 # More kernels made into machine code, too, as in CI; and the products of cases, which CI runs where
@@ -32,6 +33,9 @@ lint: $(VENV)/.dev
 
 modules: $(VENV)/.dev
 	$(BIN)/python -m pytest --collect-only -qq > $(VENV)/modules.log || { cat $(VENV)/modules.log; exit 1; }
+
+walks: $(VENV)/.dev
+	$(BIN)/flashsim warm > $(VENV)/walks.log
 
 # One BLAS thread for each of the $(JOBS) test processes: more of them fight over the cores. They take
 # whole files, the longest first (tests/conftest.py).
