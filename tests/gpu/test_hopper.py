@@ -21,12 +21,13 @@ from cupy_checks import (  # noqa: F401
     cupy,
     make,
     poisoned,
+    without_turns,
 )
 
 import flashsim
 from flashsim import Problem, Tiling
 from flashsim.backends.cupy_gpu import engine
-from flashsim.backends.families import family
+from flashsim.backends.families import family, hopper
 from flashsim.backends.families.hopper import Hopper
 from flashsim.backends.families.tile_times import CLUSTERS, HOPPER_FORWARD
 from flashsim.errors import UnsupportedError
@@ -95,6 +96,34 @@ def test_every_cluster(name, head_dim, blocks, clusters):
     p = Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name])
     check(p, HOPPER)
     check_counts(p, HOPPER)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_without_turns(name, without_turns):  # noqa: F811
+    """Every mask and length where warpgroups queue products as they come."""
+    check(Problem(head_dim=128, dtype="bfloat16", **FEATURES[name]), HOPPER)
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "varlen", "many items"])
+def test_counts_and_timelines_without_turns(name, without_turns):  # noqa: F811
+    check_timelines(Problem(head_dim=128, dtype="bfloat16", **FEATURES[name]), HOPPER)
+
+
+#: Keys enough at 128 columns for a forward without turns by default.
+MANY_KEYS = {
+    "full": dict(n_q=140, n_kv=3100, heads=2),
+    "causal": dict(n_q=200, n_kv=3000, batch=2, heads=4, kv_heads=2, causal=True),
+    "window": dict(n_q=3000, n_kv=2900, window=(300, 20)),
+    "softcap": dict(n_q=70, n_kv=3000, softcap=3.0),
+}
+
+
+@pytest.mark.parametrize("name", MANY_KEYS)
+def test_many_keys(name):
+    p = Problem(head_dim=128, dtype="float16", **MANY_KEYS[name])
+    (one,) = hopper.HOPPER.forward_passes(p, None, engine.gpu_of(0), "ascending", "")
+    assert dict(one.kernel.constants)["FS_TURNS"] == 0
+    check(p, HOPPER)
 
 
 #: Whatever the default is for a shape and a GPU, all that the forward chooses from.

@@ -19,8 +19,9 @@ from cupy_checks import (  # noqa: F401
     gradients,
     make,
     poisoned,
+    without_turns,
 )
-from test_hopper import FEATURES
+from test_hopper import FEATURES, MANY_KEYS
 
 from flashsim import Problem, Tiling
 from flashsim.errors import BackendUnavailable, UnsupportedError
@@ -38,6 +39,17 @@ run = partial(cupy_checks.run, family=PYTHON_HOPPER)
 @pytest.mark.parametrize("name", FEATURES)
 def test_features(name, head_dim):
     check(Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name]), PYTHON_HOPPER)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_without_turns(name, without_turns):  # noqa: F811
+    check(Problem(head_dim=128, dtype="bfloat16", **FEATURES[name]), PYTHON_HOPPER)
+
+
+@pytest.mark.parametrize("name", MANY_KEYS)
+def test_many_keys(name):
+    """Without turns by default."""
+    check(Problem(head_dim=128, dtype="float16", **MANY_KEYS[name]), PYTHON_HOPPER)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -134,6 +134,22 @@ def poisoned(monkeypatch):
         poison_shared_memory()
 
 
+@pytest.fixture
+def without_turns(monkeypatch):
+    """No forward of Hopper's takes turns; by default those of many visits at 128 columns do not."""
+    from flashsim.backends.cupy_gpu import engine
+    from flashsim.backends.families import family, hopper
+
+    def forget():
+        family._passes.cache_clear()
+        engine._planned.cache_clear()
+
+    forget()
+    monkeypatch.setattr(hopper, "take_turns", lambda problem, tiling: False)
+    yield
+    forget()
+
+
 def poison_outputs(monkeypatch):
     from flashsim.backends.cupy_gpu import arrays
 
