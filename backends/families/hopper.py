@@ -87,7 +87,7 @@ class Hopper(Family):
             low, high = Tiling(64, 128), Tiling(80, 128)
             return (high, low) if d <= 80 else (low, high)
         if d <= 128:
-            times = HOPPER_FORWARD[64 if d <= 64 else 128]
+            times = next(times for widest, times in HOPPER_FORWARD.items() if d <= widest)
             best = list(fastest_first(problem, times, gpu.multiprocessors))
             if problem.softcap:  # takes registers, and wide tiles have none left
                 best = [t for t in best if t.block_k <= 128] + [t for t in best if t.block_k > 128]

@@ -33,6 +33,11 @@ HOPPER_FORWARD: dict[int, dict[Tiling, Times]] = {
         Tiling(128, 128): Times(1.35, 1.14),
         Tiling(128, 208): Times(1.71, 1.67),
     },
+    96: {
+        Tiling(192, 112): Times(2.40, 1.53),
+        Tiling(128, 176): Times(2.34, 1.69),
+        Tiling(128, 128): Times(2.28, 1.26),
+    },
     128: {
         Tiling(128, 176): Times(3.20, 1.89),
         Tiling(128, 128): Times(3.09, 1.41),

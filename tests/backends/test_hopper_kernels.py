@@ -99,7 +99,7 @@ def check(kernel, limit):
 
 
 @pytest.mark.parametrize(
-    "name", ["128 causal", *(kernels_only(name) for name in ("128", "64", "64 causal"))]
+    "name", ["128 causal", *(kernels_only(name) for name in ("128", "64", "64 causal", "80"))]
 )
 def test_output_is_waited_for_between_the_maxima_and_the_exponentials(name):
     """Of a visit: ptxas likes to move this wait in front of the maxima, or all exponentials."""
@@ -398,6 +398,8 @@ def test_other_gpus_and_tilings_are_refused():
         (512, 64, 96, replace(H200, multiprocessors=144), Tiling(192, 128)),  # two, not three
         (197, 64, 768, H200, Tiling(128, 208)),  # one visit, not two
         (4096, 64, 64, H200, Tiling(192, 128)),
+        (4096, 80, 64, H200, Tiling(192, 112)),
+        (197, 96, 768, H200, Tiling(128, 128)),
         (4096, 128, 64, H200, Tiling(128, 176)),
         (4096, 128, 64, replace(H200, shared_bytes=180 << 10), Tiling(128, 128)),  # what fits
     ],

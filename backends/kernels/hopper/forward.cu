@@ -18,9 +18,9 @@ static_assert(registers_suffice<THREADS>(PRODUCER_REGISTERS, CONSUMER_REGISTERS)
 static_assert(BLOCK_Q == 128 || BLOCK_Q == 192, "two or three warpgroups of 64 rows");
 static_assert(D % 16 == 0 && DV % 16 == 0 && BLOCK_K % 16 == 0 && BLOCK_K <= 256, "wgmma's shapes");
 
-// Where visits are short, K is let go as soon as its scores are there; elsewhere a little later,
-// where that holds the wait for O in its place.
-constexpr bool RELEASE_EARLY = DV <= 64;
+// Where visits are short, or three warpgroups hold a stage, K is let go as soon as its scores are
+// there; elsewhere a little later, where that holds the wait for O in its place.
+constexpr bool RELEASE_EARLY = DV <= 64 || WARPGROUPS == 3;
 // Warpgroups queue their products in turn. Where an item has many visits at head_dim 128, they fall
 // in step by themselves, and the turns would only be instructions.
 constexpr bool TURNS = FS_TURNS;
