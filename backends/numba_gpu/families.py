@@ -91,9 +91,10 @@ class PythonHopper(hopper.Hopper):
         if stage != "forward":
             return TENSOR.kernel(stage, problem, tiling, variant, gpu, fused=fused, ordered=ordered)
         threads, shared = 128 * (tiling.block_q // 64 + 1), self.forward_bytes(problem, tiling)
+        turns = {"TURNS": hopper.take_turns(problem, tiling)}
         return Kernel(
             *("hopper_forward.py", "hopper_forward", threads, shared),
-            launch.macros(launch.constants(problem, tiling, variant)),
+            launch.macros(launch.constants(problem, tiling, variant) | turns),
             hopper.forward_boxes(tiling),
         )
 

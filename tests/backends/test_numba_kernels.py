@@ -283,6 +283,16 @@ def test_an_item_has_one_block_where_cpps_is_shared_out_to_a_cluster():
     assert (ours.kernel.cluster, ours.grid) == (1, (48,))  # tiles of 128 keys of 12 heads
 
 
+@pytest.mark.parametrize(("name", "turns"), [("128", 0), ("64 causal", 1), ("256", 1)])
+def test_the_forward_takes_turns_where_cpps_does(name, turns):
+    from flashsim.backends.families.hopper import HOPPER as CPP
+
+    given = HOPPER_PROBLEMS[name], None, GPUS["sm_90a"], "ascending", ""
+    for family in (CPP, HOPPER):
+        (one,) = family.forward_passes(*given)
+        assert dict(one.kernel.constants)["FS_TURNS"] == turns
+
+
 @pytest.mark.kernels
 def test_ptxas_says_where_an_output_is_not_waited_for(tmp_path, monkeypatch):
     """Results would not show it: where O is used, ptxas adds a wait, and serialises products."""

@@ -191,6 +191,7 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
     """``consume(a, shared, group)``: a warpgroup computes its 64 rows of every item."""
     block_k, d, dv, groups = c.block_k, c.d, c.dv, at.groups
     bf16, scaled, softcap = bool(c.bf16), bool(c.scaled), bool(c.softcap)
+    turns = bool(c.turns)  # as TURNS of kernels/hopper/forward.cu
     q_bytes, k_bytes, v_bytes = at.q_bytes, at.k_bytes, at.v_bytes
     k_at, v_at = at.region("k"), at.region("v")
     q_full, q_free = at.barrier("q_full"), at.barrier("q_free")
@@ -252,7 +253,7 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
         warp = int32(cuda.threadIdx.x) % 128 // 32
         row0 = int32(warp * 16 + 64 * group)  # the warp's, in the tile
         q = int32(shared + group * q_bytes)
-        if group == groups - 1:
+        if turns and group == groups - 1:
             pass_turn(next_turn)  # warpgroup 0 has the first turn
         item, done = int32(0), int32(0)  # as the producer's
         while True:
@@ -294,11 +295,13 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
                     stamp(visit_stamp, n * visit_words)
                     wait_full(shared + k_full, now)
                     stamp(visit_stamp, n * visit_words + 1)
-                    my_turn(turn)  # the warpgroup before has queued its products
+                    if turns:
+                        my_turn(turn)  # the warpgroup before has queued its products
                     queued = queue_scores(q, shared + k_at + (now & 1) * k_bytes)
                     wait_full(shared + v_full, last)
                     growing = queue_output(o, p, shared + v_at + (last & 1) * v_bytes)
-                    pass_turn(next_turn)
+                    if turns:
+                        pass_turn(next_turn)
                     s = scores_first(queued)
                     arrive(shared + q_free + group * 8, speaking and n == count - 1)
                     stamp(visit_stamp, n * visit_words + 2)
