@@ -63,9 +63,9 @@ class PythonHopper(hopper.Hopper):
         return 1
 
     def forward_bytes(self, problem: Problem, tiling: Tiling, stages: int = 2) -> int:
-        """Shared memory of the forward's blocks, whose rings have two stages."""
+        """Shared memory of the forward's blocks."""
         sides = launch.padded_dims(problem)
-        return OnChip(tiling.block_q, tiling.block_k, *sides).nbytes
+        return OnChip(tiling.block_q, tiling.block_k, *sides, stages).nbytes
 
     def kernel(
         self,
@@ -90,11 +90,12 @@ class PythonHopper(hopper.Hopper):
             return replace(made, file="hopper_dq.py", shared_bytes=shared)
         if stage != "forward":
             return TENSOR.kernel(stage, problem, tiling, variant, gpu, fused=fused, ordered=ordered)
-        threads, shared = 128 * (tiling.block_q // 64 + 1), self.forward_bytes(problem, tiling)
-        turns = {"TURNS": hopper.take_turns(problem, tiling)}
+        stages = self.stages(problem, tiling, gpu)
+        shared = self.forward_bytes(problem, tiling, stages)
+        own = {"STAGES": stages, "TURNS": hopper.take_turns(problem, tiling)}
         return Kernel(
-            *("hopper_forward.py", "hopper_forward", threads, shared),
-            launch.macros(launch.constants(problem, tiling, variant) | turns),
+            *("hopper_forward.py", "hopper_forward", 128 * (tiling.block_q // 64 + 1), shared),
+            launch.macros(launch.constants(problem, tiling, variant) | own),
             hopper.forward_boxes(tiling),
         )
 

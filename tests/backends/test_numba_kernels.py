@@ -283,14 +283,18 @@ def test_an_item_has_one_block_where_cpps_is_shared_out_to_a_cluster():
     assert (ours.kernel.cluster, ours.grid) == (1, (48,))  # tiles of 128 keys of 12 heads
 
 
-@pytest.mark.parametrize(("name", "turns"), [("128", 0), ("64 causal", 1), ("256", 1)])
-def test_the_forward_takes_turns_where_cpps_does(name, turns):
+@pytest.mark.parametrize(
+    ("name", "stages", "turns"), [("128", 2, 0), ("64 causal", 3, 1), ("256", 2, 1)]
+)
+def test_rings_and_turns_of_the_forward_are_cpps(name, stages, turns):
     from flashsim.backends.families.hopper import HOPPER as CPP
 
     given = HOPPER_PROBLEMS[name], None, GPUS["sm_90a"], "ascending", ""
     for family in (CPP, HOPPER):
         (one,) = family.forward_passes(*given)
-        assert dict(one.kernel.constants)["FS_TURNS"] == turns
+        made = dict(one.kernel.constants)
+        assert (made["FS_STAGES"], made["FS_TURNS"]) == (stages, turns)
+        assert one.kernel.shared_bytes <= GPUS["sm_90a"].shared_bytes
 
 
 @pytest.mark.kernels

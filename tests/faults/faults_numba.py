@@ -89,13 +89,12 @@ FAULTS = {
     # -- Hopper's forward: when -----------------------------------------------------------------
     "hopper-stage-not-free": Fault(
         "a tile is copied over one that is still read",
-        *(FORWARD, "wait_free(shared + k_free, position)", "pass", BITS),
+        *(FORWARD, "tile_free(shared + k_free, now)", "pass", BITS),
     ),
     "hopper-lap-forgotten": Fault(
         "a full stage is taken for the next lap's",
-        *(TILES, "ptx_hopper.barrier_wait(b, barrier, _lap(b, position))"),
-        "ptx_hopper.barrier_wait(b, barrier, i32(0))",
-        BITS,
+        *(TILES, "barrier_of(b, barriers, position), lap_of(b, position)"),
+        *("barrier_of(b, barriers, position), i32(0)", BITS),
     ),
     # -- Hopper's backward: what is computed ----------------------------------------------------
     "hopper-dk-of-the-last-queries-only": Fault(

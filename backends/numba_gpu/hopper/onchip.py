@@ -80,6 +80,7 @@ class OnChip(Layout):
     """The forward's. Q's tiles live for one item, a stage of K or V for one visit."""
 
     dv: int
+    stages: int
 
     @property
     def groups(self) -> int:
@@ -109,16 +110,17 @@ class OnChip(Layout):
     @property
     def regions(self) -> dict[str, int]:
         """See `Layout`."""
-        return {"q": self.groups * self.q_bytes, "k": 2 * self.k_bytes, "v": 2 * self.v_bytes}
+        stages = {"k": self.stages * self.k_bytes, "v": self.stages * self.v_bytes}
+        return {"q": self.groups * self.q_bytes, **stages}
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
         """See `Layout`."""
-        groups = self.groups
+        groups, stages = self.groups, self.stages
         return {
             **{"q_full": (groups, 1), "q_free": (groups, 4)},
-            **{"k_full": (2, 1), "k_free": (2, 4 * groups)},
-            **{"v_full": (2, 1), "v_free": (2, 4 * groups)},
+            **{"k_full": (stages, 1), "k_free": (stages, 4 * groups)},
+            **{"v_full": (stages, 1), "v_free": (stages, 4 * groups)},
             **{"item_full": (2, 1), "item_free": (2, 4 * groups)},
         }
 

@@ -1,8 +1,6 @@
 """Rings of tiles, products of a warpgroup and output rows on Hopper, as Numba intrinsics.
 
-A ring has two stages. Whoever uses it counts the tiles that passed: tile `position` lies in stage
-`position` % 2, on lap `position` // 2. Each stage has one mbarrier that says full and one that says
-free; a phase of each ends once a lap.
+A ring has two stages, whose functions are this module's, or three (`Ring`).
 
 An accumulator fragment is one of `tiles` with a single block of 16 rows a warp; `ptx_hopper.wgmma`
 says which rows of the warpgroup's 64 those are.
@@ -98,28 +96,67 @@ def expect(count: int) -> Any:
     return expect_
 
 
-@emitted(int32, int32, int32)
-def stage(b: ir.IRBuilder, barriers: ir.Value, position: ir.Value) -> ir.Value:
-    """The barrier of the stage where tile `position` lies."""
-    return b.add(barriers, b.shl(b.and_(position, i32(1)), i32(3)))
+class Ring:
+    """A ring of two or three stages, as Numba's functions.
+
+    Whoever uses it says which tile it means by its *position*: the first one's is 0, `after` gives
+    the next one's. The lowest bits of a position are the stage, the bit above them is the lap's
+    parity: of three stages positions are 0, 1, 2, 4, 5, 6, 8, ... Each stage has one mbarrier that
+    says full and one that says free; a phase of each ends once a lap.
+
+    Attributes
+    ----------
+    after, place : functions (position) -> int32
+        The next tile's position; a tile's stage.
+    stage : function (barriers, position) -> int32
+        Of one kind of barriers, that of a tile's stage.
+    wait_full, wait_free : functions (barriers, position)
+        Wait until a tile is in its stage; until every reader of its stage's last tile is done, on
+        the first lap at once.
+    """
+
+    def __init__(self, stages: int) -> None:
+        lap = {2: 1, 3: 2}[stages]  # the bit of it
+        low = i32((1 << lap) - 1)
+
+        def barrier_of(b: ir.IRBuilder, barriers: ir.Value, position: ir.Value) -> ir.Value:
+            return b.add(barriers, b.shl(b.and_(position, low), i32(3)))
+
+        def lap_of(b: ir.IRBuilder, position: ir.Value) -> ir.Value:
+            return b.and_(b.lshr(position, i32(lap)), i32(1))
+
+        @emitted(int32, int32)
+        def after(b: ir.IRBuilder, position: ir.Value) -> ir.Value:
+            following = b.add(position, i32(1))
+            if stages == 2:
+                return following
+            none = b.icmp_unsigned("==", b.and_(following, low), i32(3))  # there is no such stage
+            return b.select(none, b.add(position, i32(2)), following)
+
+        @emitted(int32, int32)
+        def place(b: ir.IRBuilder, position: ir.Value) -> ir.Value:
+            return b.and_(position, low)
+
+        @emitted(int32, int32, int32)
+        def stage(b: ir.IRBuilder, barriers: ir.Value, position: ir.Value) -> ir.Value:
+            return barrier_of(b, barriers, position)
+
+        @emitted(None, int32, int32)
+        def wait_full(b: ir.IRBuilder, barriers: ir.Value, position: ir.Value) -> None:
+            ptx_hopper.barrier_wait(b, barrier_of(b, barriers, position), lap_of(b, position))
+
+        @emitted(None, int32, int32)
+        def wait_free(b: ir.IRBuilder, barriers: ir.Value, position: ir.Value) -> None:
+            barrier = barrier_of(b, barriers, position)
+            ptx_hopper.barrier_wait(b, barrier, b.xor(lap_of(b, position), i32(1)))
+
+        self.after, self.place, self.stage = after, place, stage
+        self.wait_full, self.wait_free = wait_full, wait_free
 
 
-def _lap(b: ir.IRBuilder, position: ir.Value) -> ir.Value:
-    return b.and_(b.lshr(position, i32(1)), i32(1))
-
-
-@emitted(None, int32, int32)
-def wait_full(b: ir.IRBuilder, barriers: ir.Value, position: ir.Value) -> None:
-    """Wait until tile `position` is in its stage."""
-    barrier = b.add(barriers, b.shl(b.and_(position, i32(1)), i32(3)))
-    ptx_hopper.barrier_wait(b, barrier, _lap(b, position))
-
-
-@emitted(None, int32, int32)
-def wait_free(b: ir.IRBuilder, barriers: ir.Value, position: ir.Value) -> None:
-    """Wait until every reader of the stage's last tile is done; at once on the first lap."""
-    barrier = b.add(barriers, b.shl(b.and_(position, i32(1)), i32(3)))
-    ptx_hopper.barrier_wait(b, barrier, b.xor(_lap(b, position), i32(1)))
+#: Of two stages, where positions count the tiles that passed.
+_TWO = Ring(2)
+stage, wait_full, wait_free = _TWO.stage, _TWO.wait_full, _TWO.wait_free
 
 
 @emitted(None, int32, types.boolean, floats(2))
