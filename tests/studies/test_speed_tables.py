@@ -146,6 +146,15 @@ def test_the_sentences_of_decoding_are_of_the_kept_measurements(tables):
     assert f"four queries all {ahead['4']} are ahead, by {least:.1f} to {most:.1f} times" in WORDS
 
 
+def test_the_sentence_of_float32_on_a_cpu_is_of_the_kept_measurements(bench):
+    tables, ratios = bench("cpu_tables"), []
+    for table in (tables.speed(), tables.avx512()):
+        head, _, *rows = (line.split(" | ") for line in table.replace(" |\n", "\n").splitlines())
+        ratios += [float(row[head.index("× PyTorch")]) for row in rows]
+    assert len(ratios) == 24
+    assert f"in float32 {min(ratios)} to {max(ratios)} × PyTorch's attention" in WORDS
+
+
 def test_the_sentence_of_amx_is_of_the_kept_measurement(bench):
     rows = bench("cpu_tables").amx().splitlines()[2:]
     forward, backward = rows[::2], rows[1::2]
