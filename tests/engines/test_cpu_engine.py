@@ -402,8 +402,8 @@ def test_registers_are_chosen_by_what_the_cpu_has(features, machine, kind, monke
 @pytest.mark.parametrize(("terminal", "patience", "told"), [(1, 0.01, 1), (0, 0.01, 0), (1, 99, 0)])
 def test_long_compilation_is_announced_on_a_terminal(terminal, patience, told, monkeypatch, capsys):
     @njit
-    def walk(x):
-        return x + 1
+    def walk(seats, x):
+        return len(seats) + x
 
     monkeypatch.setitem(threads._WALKS, "forward", walk)
     monkeypatch.setattr(threads, "PATIENCE", patience)
@@ -494,11 +494,10 @@ def interrupted(what, work, long):
         beside.join()
         assert np.array_equal(work(), expected)
         assert others and all(others)
-        deadline = time.monotonic() + 5
-        errands = team.here().errands
-        while errands.qsize() and time.monotonic() < deadline:
+        crew, deadline = team.here(), time.monotonic() + 5
+        while len(crew.free) < crew.size and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert not errands.qsize()
+        assert len(crew.free) == crew.size
         print(what, took)
 interrupted("forward", forward, lambda: engine.forward(big))
 interrupted("fused", fused, lambda: engine.backward(big, saved, q[None]))

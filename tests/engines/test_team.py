@@ -3,117 +3,179 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
+import time
 
 import numpy as np
 import pytest
 
 import flashsim
 from flashsim.engines.cpu import team, threads
+from flashsim.engines.cpu.primitives import seats
+from flashsim.engines.cpu.primitives.atomics import fetch_add, load_acquire
+from flashsim.engines.cpu.primitives.parts import part
 
-pytestmark = pytest.mark.skipif(
+on_linux = pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity") or threads.available() < 2,
     reason="needs two CPUs and a system that says which thread may use which",
 )
 
 
-def once(crew: team.Team, work, *args, apart: bool = True) -> None:
-    """The work as one thread of a team does it."""
-    crew.start(1, work, *args, apart=apart).wait(some=True)
+@part
+def _meet(cpu, counter):
+    """Comes back when as many threads as ``counter[1]`` have come, or somebody sets it to 0."""
+    fetch_add(counter)
+    while load_acquire(counter, 0) < load_acquire(counter, 1):
+        pass
 
 
-def cpus_of(crew: team.Team) -> list[set[int]]:
-    return [os.sched_getaffinity(thread) for thread in crew.asleep]
+@part
+def _huge(cpu, counter):
+    """Asks for more memory than there is, but for who comes first."""
+    if fetch_add(counter) > 0:
+        counter[2] = np.empty(1 << 60, np.int64)[0]
+    while load_acquire(counter, 0) < load_acquire(counter, 1):
+        pass
 
 
-def test_a_sleeping_thread_is_kept_off_the_callers_cpu_until_it_runs():
-    crew, every, seen = team.Team(), os.sched_getaffinity(0), []
-    once(crew, len, ())
-    for here in sorted(every):
-        os.sched_setaffinity(0, {here})
-        try:
-            crew.keep_off(every)
-        finally:
-            os.sched_setaffinity(0, every)
-        assert cpus_of(crew) == [every - {here}]
-    once(crew, lambda: seen.append(os.sched_getaffinity(0)), apart=False)
-    assert seen == [every]
+@pytest.fixture
+def walks(monkeypatch):
+    """Walks that compute nothing."""
+    for name, walk in {"meet": _meet, "huge": _huge}.items():
+        monkeypatch.setitem(threads._WALKS, name, threads._entry(name, walk, name))
+        counter = np.zeros(3, np.int64)
+        threads.run(name, 1, 0, counter, counter=counter)  # compiled
 
 
-def test_threads_wake_on_other_cpus(monkeypatch):
-    """The caller keeps its CPU meanwhile, as if it were at work."""
-    crew, every, woken = team.Team(), os.sched_getaffinity(0), []
-    once(crew, len, ())
-    begin = crew._begin
-    monkeypatch.setattr(crew, "_begin", lambda *args: (woken.append(team._here()), begin(*args)))
-    monkeypatch.setattr(team, "_allowed", lambda: every)
-    for here in sorted(every)[:2] * 20:
-        os.sched_setaffinity(0, {here})
-        try:
-            once(crew, len, ())
-        finally:
-            os.sched_setaffinity(0, every)
-        assert woken.pop() != here
+def meet(count: int) -> None:
+    counter = np.array([0, count, 0])
+    threads.run("meet", count, 0, counter, counter=counter)
+    assert counter[0] == count
 
 
-def test_a_thread_at_work_is_left_alone():
+def until(condition) -> None:
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert condition()
+
+
+def sleepers(crew: team.Team) -> list[int]:
+    """The operating system's numbers of a team's threads, once all of them have begun."""
+    until(lambda: all(seat.thread for seat in crew.free))
+    return [seat.thread for seat in crew.free]
+
+
+def test_threads_work_at_the_same_time(walks):
+    for count in (2, 5, 3):
+        meet(count)
+    assert team.here().size >= 4
+    assert len(team.here().free) == team.here().size
+
+
+@on_linux
+def test_a_sleeping_thread_is_kept_off_the_callers_cpu_until_it_runs(walks, monkeypatch):
     crew, every = team.Team(), os.sched_getaffinity(0)
-    begun, free, seen = threading.Event(), threading.Event(), []
-
-    def work():
-        begun.set()
-        free.wait(60)
-        seen.append(os.sched_getaffinity(0))
-
-    once(crew, len, ())
-    call = crew.start(1, work, apart=True)
-    assert begun.wait(60)
-    crew.keep_off(every)
-    free.set()
-    call.wait(some=True)
-    assert seen == [every]
+    with crew.seats(1):
+        pass
+    (thread,) = sleepers(crew)
+    for here in sorted(every):
+        monkeypatch.setattr(team, "_here", lambda here=here: here)
+        crew.keep_off(crew.free)
+        assert os.sched_getaffinity(thread) == every - {here}
+    meet(3)
+    until(lambda: all(os.sched_getaffinity(each) == every for each in sleepers(team.here())[-2:]))
 
 
-def test_a_thread_takes_what_its_caller_may_use():
-    crew, every, seen = team.Team(), os.sched_getaffinity(0), []
+@on_linux
+def test_a_thread_takes_what_its_caller_may_use(walks):
+    every = os.sched_getaffinity(0)
     one = {min(every)}
-    once(crew, len, ())
+    meet(2)
     os.sched_setaffinity(0, one)
     try:
-        once(crew, lambda: seen.append(os.sched_getaffinity(0)))
+        meet(2)
+        thread = sleepers(team.here())[-1]
+        until(lambda: os.sched_getaffinity(thread) == one)
     finally:
         os.sched_setaffinity(0, every)
-    assert seen == [one]  # no other CPU was left to wake on
-    once(crew, lambda: seen.append(os.sched_getaffinity(0)))
-    assert seen[1:] == [every]
+    meet(2)
+    until(lambda: os.sched_getaffinity(thread) == every)
 
 
-def test_where_that_is_forbidden_threads_work_as_before(monkeypatch):
+@on_linux
+def test_where_that_is_forbidden_threads_work_as_before(walks, monkeypatch):
     def forbidden(*_):
         raise PermissionError(1, "not permitted")
 
     monkeypatch.setattr(os, "sched_setaffinity", forbidden)
-    crew, done = team.Team(), []
-    once(crew, len, ())
-    once(crew, done.append, 1)
-    assert done == [1]
+    meet(3)
 
 
 @pytest.mark.parametrize("n_q", [1, 64], ids=["decode", "forward"])
-def test_a_call_does_not_wait_for_threads_that_never_began(n_q):
+def test_a_call_does_not_wait_for_threads_that_never_began(n_q, monkeypatch):
+    """Their errands are withdrawn: whoever comes to such a seat later finds nothing to do."""
     rng = np.random.default_rng(0)
     k = rng.standard_normal((4, 1500, 16), dtype=np.float32)
     q = k[:, :n_q]
     expected = flashsim.run(q, k, k, backend="numba", threads=1).out
-    free, crew = threading.Event(), team.here()
-    timer = threading.Timer(60, free.set)
-    timer.start()
-    busy = crew.start(max(3, crew.size), free.wait, apart=False)
-    try:
-        out = flashsim.run(q, k, k, backend="numba", threads=3).out
-        assert not free.is_set()
-    finally:
-        timer.cancel()
-        free.set()
+    empty = [team.Seat(), team.Seat()]
+    monkeypatch.setattr(team.Team, "seats", lambda *_: _Taken(empty))
+    out = flashsim.run(q, k, k, backend="numba", threads=3).out
     np.testing.assert_array_equal(out, expected)
-    busy.wait(some=True)
+    assert [seat.numbers[seats.STATE] for seat in empty] == [seats.FREE] * 2
+    monkeypatch.undo()
+    threading.Thread(target=empty[0].sit, daemon=True).start()
+    time.sleep(0.05)
+    assert empty[0].numbers[seats.STATE] == seats.FREE
+
+
+class _Taken:
+    def __init__(self, taken):
+        self.taken = np.array([seat.numbers.ctypes.data for seat in taken], np.int64)
+
+    def __enter__(self):
+        return self.taken
+
+    def __exit__(self, *_):
+        return None
+
+
+def test_where_others_have_all_threads_a_caller_works_alone(walks):
+    crew = team.here()
+    meet(2)
+    with crew.seats(crew.size) as taken:
+        assert len(taken) == crew.size
+        counter = np.zeros(3, np.int64)
+        threads.run("meet", 2, 0, counter, counter=counter)
+        assert counter[0] == 1
+    meet(2)
+
+
+def test_a_thread_without_memory_is_an_error_of_the_call(walks):
+    counter = np.array([0, 2, 0])
+    with pytest.raises(MemoryError, match="no memory for the tiles of a thread"):
+        threads.run("huge", 2, 0, counter, counter=counter)
+    meet(2)
+
+
+FORKED = """
+import os, sys
+import numpy as np, flashsim
+x = np.random.default_rng(0).standard_normal((4, 300, 16), dtype=np.float32)
+work = lambda: flashsim.run(x, x, x, backend="numba", threads=3).out
+expected = work()
+child = os.fork()
+if child == 0:
+    os._exit(0 if np.array_equal(work(), expected) else 3)
+assert os.waitpid(child, 0)[1] == 0
+assert np.array_equal(work(), expected)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a system that forks")
+def test_a_fork_has_threads_of_its_own():
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], timeout=120)
+    assert done.returncode == 0

@@ -1,117 +1,81 @@
 """Threads that wait for work from one call to the next, and the CPUs on which they wake.
 
 After a pause Linux often wakes a thread on the CPU of the one that calls it and moves it some
-milliseconds later, by when a short walk is over (docs/notebooks/cpu.md). So a caller that works
-itself keeps the others off its CPU while they sleep. Each takes all CPUs back as soon as it runs:
-where other processes are busy, too, it is moved like any other thread.
+milliseconds later, by when a short walk is over (docs/notebooks/cpu.md). So a caller keeps the
+others off its CPU while they sleep. Each takes all CPUs back as soon as it runs: where other
+processes are busy, too, it is moved like any other thread. How they begin, `primitives.seats` says.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import queue
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import lru_cache
-from typing import Any
 
-#: Seconds between two looks for an interrupt, where waiting does not end with it.
-HEARING = 0.2
+import numpy as np
+
+from flashsim.engines.cpu.primitives import seats
 
 
-class Errand:
-    """Work that several threads do at a time, each of which leaves when nothing is left to do."""
+class Seat:
+    """Where one thread waits; `thread` is its number in the operating system."""
 
-    def __init__(self, cpus: set[int], work: Callable, args: tuple[Any, ...]) -> None:
-        self.cpus, self.work, self.args = cpus, work, args
-        self.lock, self.open, self.begun = threading.Lock(), True, 0
-        self.ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    def __init__(self) -> None:
+        self.numbers, self.thread = seats.new_seat(), 0
 
-    def begins(self) -> bool:
-        """Whether a thread that comes now is still wanted; it is waited for then."""
-        with self.lock:
-            self.begun += self.open
-            return self.open
-
-    def wait(self, *, some: bool) -> None:
-        """Until all threads that began have ended, with `some` at least one; what one raised."""
-        ended = 0
-        if some:
-            ended += self._next()
-        with self.lock:
-            self.open = False
-        while ended < self.begun:
-            ended += self._next()
-
-    def _next(self) -> int:
-        while True:  # Windows hears no interrupt without a timeout
-            with suppress(queue.Empty):
-                error = self.ended.get(timeout=HEARING)
-                break
-        if error is not None:
-            raise error
-        return 1
+    def sit(self) -> None:
+        """What its thread does, for ever."""
+        self.thread = threading.get_native_id()
+        seats.sit(self.numbers)
 
 
 class Team:
-    """Threads, as many as were ever asked for at a time.
-
-    They take errands from a queue that is written in C: waking seven of a `ThreadPoolExecutor` for
-    a third of a millisecond's work took 2 ms of its locks (docs/notebooks/cpu.md).
-    """
+    """Threads, as many as were ever asked for at a time; a caller takes those that are free."""
 
     def __init__(self) -> None:
         self.size = 0
-        self.asleep: set[int] = set()  # threads, by the operating system's numbers
+        self.free: list[Seat] = []
         self.lock = threading.Lock()
-        self.errands: queue.SimpleQueue[Errand] = queue.SimpleQueue()
 
-    def start(self, count: int, work: Callable, *args: Any, apart: bool) -> Errand:
-        """Begin `work(*args)` on `count` threads; on other CPUs than this one's if `apart`."""
+    @contextmanager
+    def seats(self, count: int) -> Iterator[np.ndarray]:
+        """Addresses of up to `count` seats whose threads are this caller's for the time.
+
+        There are fewer where other callers have them: a walk needs no thread but its caller's.
+        """
         with self.lock:
-            for _ in range(count - self.size):
-                threading.Thread(target=self._live, name="flashsim", daemon=True).start()
-            self.size = max(self.size, count)
-        cpus = _allowed()
-        if apart and cpus:
-            self.keep_off(cpus)
-        errand = Errand(cpus, work, args)
-        for _ in range(count):
-            self.errands.put(errand)
-        return errand
-
-    def keep_off(self, cpus: set[int]) -> None:
-        """Leave threads that sleep all of `cpus` but the one that this thread is on."""
-        others = cpus - {_here()}
-        with self.lock:
-            for thread in self.asleep if others else ():
-                _allow(thread, others)
-
-    def _live(self) -> None:
-        """What a thread does, for ever."""
-        while True:
-            errand = self.errands.get()
-            if errand.begins():
-                self._begin(errand)
-            del errand  # and with it the arrays that it was about
-
-    def _begin(self, errand: Errand) -> None:
-        """Its caller's CPUs are a thread's own again before it works."""
-        thread = threading.get_native_id()
-        with self.lock:
-            self.asleep.discard(thread)
-            if errand.cpus:
-                _allow(thread, errand.cpus)
-        error = None
+            while self.size < count:
+                self._join()
+            split = max(len(self.free) - count, 0)
+            taken, self.free = self.free[split:], self.free[:split]
+        self.keep_off(taken)
         try:
-            errand.work(*errand.args)
-        except BaseException as raised:
-            error = raised
-        with self.lock:
-            self.asleep.add(thread)
-        errand.ended.put(error)
+            yield np.array([seat.numbers.ctypes.data for seat in taken], np.int64)
+        finally:
+            with self.lock:
+                self.free += taken
+
+    def _join(self) -> None:
+        seat = Seat()
+        threading.Thread(target=seat.sit, name="flashsim", daemon=True).start()
+        self.free.append(seat)
+        self.size += 1
+
+    def keep_off(self, taken: list[Seat]) -> None:
+        """Leave threads that sleep all CPUs of this one's but that which it is on, for now."""
+        cpus = _allowed() if taken else set()
+        if not cpus:
+            return
+        bits = sum(1 << cpu for cpu in cpus)
+        words = np.frombuffer(bits.to_bytes(8 * seats.CPU_WORDS, "little"), np.int64)
+        others = cpus - {_here()}
+        for seat in taken:
+            seat.numbers[seats.CPUS :] = words
+            if others and seat.thread:
+                _allow(seat.thread, others)
 
 
 def _allowed() -> set[int]:

@@ -19,6 +19,7 @@ from flashsim.engines.cpu import team, walks, walks_backward, walks_decode
 from flashsim.engines.cpu.pairs import backward as pair_walks_backward
 from flashsim.engines.cpu.pairs import forward as pair_walks
 from flashsim.engines.cpu.primitives.references import borrow
+from flashsim.engines.cpu.primitives.seats import together
 from flashsim.engines.cpu.tables import STOP
 from flashsim.l2.compiled import keep, kept
 
@@ -26,6 +27,12 @@ from flashsim.l2.compiled import keep, kept
 PATIENCE = 1.0
 #: Multiply-adds of a walk beyond which it can be interrupted: a tenth of a second or less.
 LONG = 1 << 30
+
+#: Seconds between two looks for an interrupt, where waiting does not end with it.
+HEARING = 0.2
+
+#: No other threads.
+_NOBODY = np.zeros(0, np.int64)
 
 #: No wrapper for callers in C, of whom there are none.
 _LESS: Any = {"no_cfunc_wrapper": True}
@@ -53,9 +60,10 @@ def _entry(name: str, walk: Callable, sources: str) -> Any:
     the call (see `references.borrow`).
     """
 
-    def entry(cpu, *args):
+    def entry(seats, cpu, *args):
         sources  # noqa: B018
-        walk(cpu, *borrow(args))
+        if together(seats, walk, (cpu, *borrow(args))):
+            raise MemoryError("no memory for the tiles of a thread")
 
     entry.__name__ = entry.__qualname__ = name
     return keep(njit(nogil=True, error_model="numpy", **_LESS)(entry))
@@ -100,31 +108,48 @@ def run(
     """Run one walk on `threads` threads; compile it first if need be.
 
     Python hears an interrupt only between its own instructions. So this thread is one of them in a
-    short walk only; in a `long` one it waits, and when it is interrupted tells the others to leave
-    (`walks.stopped`) by the walk's `counter`, one of its arguments. A thread that has not
-    begun when this one finds no more items is not waited for: nothing is left for it.
+    short walk only; in a `long` one another takes its place, and when it is interrupted it tells
+    them to leave (`walks.stopped`) by the walk's `counter`, one of its arguments. A thread that has
+    not begun when no items are left is not waited for.
     """
     walk = _WALKS[name]
     with install_listener("numba:compile", _Notice()):
-        if long and counter is not None:  # compile here, where an interrupt is heard
-            counter[STOP] = 1
-            walk(*args)
-            counter[:] = 0
-        others = team.here().start(threads - (not long), walk, *args, apart=not long)
-        try:
-            if not long:
-                walk(*args)
-            others.wait(some=long)
-        except BaseException:
-            if counter is not None:
-                counter[STOP] = 1
+        if not long or counter is None:
+            _walk(walk, threads, args)
+            return
+        counter[STOP] = 1
+        walk(_NOBODY, *args)  # compiled here, where an interrupt is heard
+        counter[:] = 0
+    raised: list[BaseException] = []
+    caller = threading.Thread(target=_walk, args=(walk, threads, args, raised), daemon=True)
+    try:
+        caller.start()
+        while caller.is_alive():  # Windows hears no interrupt without a timeout
+            caller.join(HEARING)
+    except BaseException:
+        counter[STOP] = 1
+        raise
+    for error in raised:
+        raise error
+
+
+def _walk(walk: Any, threads: int, args: Any, raised: list[BaseException] | None = None) -> None:
+    """One walk on this thread and others."""
+    try:
+        with team.here().seats(threads - 1) as seats:
+            walk(seats, *args)
+    except BaseException as error:
+        if raised is None:
             raise
+        raised.append(error)
 
 
 def frozen(array: np.ndarray) -> np.ndarray:
     """A flat read-only view: one type, so one compilation, wherever an array came from."""
-    view = np.require(array, requirements=["C", "A"]).reshape(-1)
-    view = view.copy() if view.ctypes.data % 4 else view.view()  # halves are taken as floats
+    view = np.ascontiguousarray(array).reshape(-1)
+    if not view.flags.aligned or view.__array_interface__["data"][0] % 4:
+        view = view.copy()  # halves are taken as floats
+    view = view.view()
     view.setflags(write=False)
     return view
 
