@@ -158,12 +158,12 @@ def adopted(engine: Any, name: str, x: Any) -> Any:
     return engine.adopt(name, x) if only_dlpack(x) and hasattr(engine, "adopt") else x
 
 
-#: What was asked on a GPU, without its arrays, by all that the checks look at: a short call takes
-#: less time than they do. Only for questions without a bias, masks and lengths, whose values may
-#: change.
+#: What was asked, without its arrays, by all that the checks look at: a short call takes less time
+#: than they do. Only for questions without a bias, masks and lengths, whose values may change; on
+#: the CPU only about NumPy's own arrays, whole as they lie in memory.
 _KEPT: dict[tuple[Any, ...], Checked] = {}
 _MOST_KEPT = 256
-_PLAIN = frozenset({"kernel", "allow_tf32"})
+_PLAIN = frozenset({"kernel", "allow_tf32", "threads", "micro_kernel"})
 
 
 def key_of(
@@ -180,8 +180,11 @@ def key_of(
     stand beside the values.
     """
     _, causal, window, softcap, scale, _, _, backend, _, trace = plain
-    on_gpu = isinstance(backend, str) and backend not in dispatch.ON_CPU
-    if not on_gpu or isinstance(q, np.ndarray):
+    on_cpu = isinstance(backend, str) and backend in dispatch.ON_CPU
+    arrays = q, k, v
+    if on_cpu and not all(type(x) is np.ndarray and x.flags.c_contiguous for x in arrays):
+        return None
+    if not on_cpu and isinstance(q, np.ndarray):
         return None
     bias, mask, cells, of_q, of_k, nan_policy = rare
     if not (bias is mask is cells is of_q is of_k is None):
@@ -196,6 +199,7 @@ def key_of(
             *plain,
             *(type(causal), type(window), type(softcap), type(scale), type(trace)),
             *options.items(),
+            *(type(x) for x in options.values()),
         )
     except AttributeError:  # no array
         return None

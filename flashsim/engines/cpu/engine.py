@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,10 +27,10 @@ from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16, FLOAT16
 from flashsim.engines.cpu.notes import stage_trace
 from flashsim.engines.cpu.primitives.packing import LINE
 from flashsim.engines.cpu.scores import Rules
-from flashsim.engines.cpu.tables import NOTE, ODD, PLACES, Grads, Notes, Shape, WalkInputs
+from flashsim.engines.cpu.tables import NOTE, ODD, PLACES, Grads, Notes, Shape, Tiles, WalkInputs
 from flashsim.engines.engine import Job, Outcome
 from flashsim.errors import UnsupportedError
-from flashsim.problem.problem import numpy_dtype
+from flashsim.problem.problem import Problem, numpy_dtype
 from flashsim.schedule import plans
 from flashsim.schedule.schedule import Schedule
 from flashsim.trace.events import StageTrace
@@ -44,7 +45,8 @@ WALKS = {
     "dkdv": "grad_keys",
     "fused": "grad_keys",
 }
-#: Results that a stage writes, and looks at as it does, where they have 32 or 64 bits.
+#: Results that a stage writes, and looks at as it does, where they have 32 or 64 bits; those of 16
+#: only the forward walk of pairs.
 LOOKED_AT = {
     "forward": ("out",),
     "dq": ("dq",),
@@ -56,7 +58,7 @@ ROUNDING = {"bfloat16": BFLOAT16, "float16": FLOAT16}
 
 def forward(job: Job) -> Outcome:
     """The forward pass."""
-    engine = _CpuPass(job, "forward")
+    engine = _CpuPass.of(job, "forward")
     p = job.problem
     out, lse = (engine.decode if engine.alone else engine.forward)()
     with np.errstate(over="ignore"):  # `run` warns, with what was given in sight
@@ -71,7 +73,7 @@ def recall(job: Job, out: np.ndarray, lse: np.ndarray) -> Mapping[str, Any]:
 
 def backward(job: Job, saved: Mapping[str, Any], dout: np.ndarray) -> Outcome:
     """The backward pass: in three passes ("flash2"), or fused, with dQ summed up in memory."""
-    engine = _CpuPass(job, "backward")
+    engine = _CpuPass.of(job, "backward")
     p, real = job.problem, job.problem.compute_dtype
     out, dout, q, k, v = engine.operands(saved["O"], dout, job.q, job.k, job.v)
     lse = threads.frozen(np.where(np.isneginf(saved["L"]), 0, saved["L"]))
@@ -100,6 +102,19 @@ def backward(job: Job, saved: Mapping[str, Any], dout: np.ndarray) -> Outcome:
     return engine.outcome(arrays)
 
 
+class _Stage(NamedTuple):
+    """What a stage walks: its schedule, by so many `walks` of outer `tiles` with so many `visits`;
+    whether that takes `long` enough to be interrupted; tables, if they hold for the next call, too.
+    """
+
+    schedule: Schedule
+    walks: int
+    tiles: int
+    visits: int
+    long: bool
+    parts: tuple[Tiles, ...] = ()
+
+
 @dataclass
 class _CpuPass:
     """One pass in one direction: what its walks share, and the stages they leave behind."""
@@ -109,6 +124,25 @@ class _CpuPass:
     stages: list[StageTrace] = field(default_factory=list)
     #: Results that hold no NaN or infinity, as the walks saw.
     finite: set[str] = field(default_factory=set)
+    #: Stages that this pass, or the same one with other arrays, has walked.
+    _stages: dict[tuple[str, int], _Stage] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, job: Job, direction: str) -> _CpuPass:
+        """The pass of a job; what it found out is kept for the same question with other arrays."""
+        cpu = _cpu(job, direction)
+        key = direction, job.algorithm, type(cpu), cpu
+        known = job.memo.get(key)
+        if known is None:
+            made = cls(job, direction)
+            if job.bias is None:  # rules hold it
+                job.memo[key] = known = copy(made)
+                known.job = job.given(None, None, None)
+            return made
+        made = copy(known)
+        made.job, made.stages, made.finite = job, [], set()
+        made.threads = chosen.thread_count(job.options.get("threads"))
+        return made
 
     def __post_init__(self) -> None:
         job, p = self.job, self.job.problem
@@ -118,13 +152,12 @@ class _CpuPass:
                 "backend='numpy' simulates every algorithm"
             )
         self.threads = chosen.thread_count(job.options.get("threads"))
-        one = self.direction == "forward" and p.n_q == 1 and not p.cu_seqlens_q
-        self.cpu = chosen.cpu(job.options.get("micro_kernel"), p, one=one)
+        self.cpu = _cpu(job, self.direction)
         self.pairs = bool(registers.BLOCKING[type(self.cpu)].pairs)
         #: What a walk writes: its results, or numbers to be rounded.
         self.result = numpy_dtype(p.dtype if p.dtype in ROUNDING else p.compute_dtype)
         #: Whether this is a forward pass of one query a head, which has a walk of its own.
-        self.alone = one and not self.pairs
+        self.alone = _is_one(p, self.direction) and not self.pairs
         usual = chosen.USUAL["decode" if self.alone else self.direction]
         self.tiling = chosen.tiling(p, job.tiling, job.device, job.algorithm, self.direction, usual)
         tile = self.tiling.clip(p)
@@ -196,32 +229,45 @@ class _CpuPass:
 
     def walk(self, name: str, *arrays: Any, decode: bool = False) -> None:
         """Run a stage on all threads, and keep its trace if one is asked for."""
-        stage, p = self._plan[name], self.job.problem
-        schedule = self.schedule(stage)
-        by_row = stage.outer == "queries"
-        ptr, inner, _ = schedule.row_csr if by_row else schedule.col_csr
-        visits = len(inner)
-        walks = p.batch * (p.heads if by_row else p.kv_heads)
-        notes = _no_notes()
+        p, fused = self.job.problem, name == "fused"
+        stage = self._stage(name, decode)
+        notes = _NO_NOTES
         if self.job.trace:
-            seen = np.zeros((p.batch * p.heads, visits), np.int64)
-            notes = Notes(np.zeros((walks, len(ptr) - 1), np.int64), seen)
-        fused, odd = name == "fused", decode or p.dtype in ROUNDING
-        turns = items.first_turns(schedule) if fused else np.zeros(0, np.int64)
-        for tiles in items.tiles(schedule, name, self.threads, one=decode):
+            seen = np.zeros((p.batch * p.heads, stage.visits), np.int64)
+            notes = Notes(np.zeros((stage.walks, stage.tiles), np.int64), seen)
+        turns = items.first_turns(stage.schedule) if fused else _NO_TURNS
+        walk = "decode" if decode else "pairs_" * self.pairs + WALKS[name]
+        odd = decode or (p.dtype in ROUNDING and walk != "pairs_forward")
+        parts = stage.parts or items.tiles(stage.schedule, name, self.threads, one=decode)
+        for tiles in parts:
             counter = np.zeros(PLACES, np.int64)
             args = [*arrays, self.shape, tiles, self.rules, notes, counter]
             if WALKS[name] == "grad_keys":
                 args += [fused, turns]
-            long = self._work(schedule, visits) > threads.LONG
-            walk = "decode" if decode else "pairs_" * self.pairs + WALKS[name]
-            threads.run(walk, self.threads, self.cpu, *args, counter=counter, long=long)
+            threads.run(walk, self.threads, self.cpu, *args, counter=counter, long=stage.long)
             odd = odd or bool(counter[ODD])
         if not odd:
             self.finite.update(LOOKED_AT.get(name, ()))
         if self.job.trace:
-            shape = walks, p.batch * p.heads // walks, visits
-            self._trace(stage, schedule, notes.steps, notes.visits.reshape(shape))
+            shape = stage.walks, p.batch * p.heads // stage.walks, stage.visits
+            visits = notes.visits.reshape(shape)
+            self._trace(self._plan[name], stage.schedule, notes.steps, visits)
+
+    def _stage(self, name: str, decode: bool) -> _Stage:
+        """What a stage walks; found once for a question whose fields say everything."""
+        key = name, self.threads
+        if key in self._stages:
+            return self._stages[key]
+        stage, p = self._plan[name], self.job.problem
+        schedule, by_row = self.schedule(stage), stage.outer == "queries"
+        ptr, inner, _ = schedule.row_csr if by_row else schedule.col_csr
+        walks = p.batch * (p.heads if by_row else p.kv_heads)
+        long = self._work(schedule, len(inner)) > threads.LONG
+        found = _Stage(schedule, walks, len(ptr) - 1, len(inner), long)
+        if p.banded:
+            parts = tuple(items.tiles(schedule, name, self.threads, one=decode))
+            self._stages[key] = found = found._replace(parts=parts)
+        return found
 
     def _work(self, schedule: Schedule, visits: int) -> int:
         """About how many multiply-adds a walk of all heads takes."""
@@ -250,6 +296,16 @@ class _CpuPass:
         return Outcome(arrays, self.tiling, stages, kernel, saved or {}, finite=finite)
 
 
+def _is_one(p: Problem, direction: str) -> bool:
+    """Whether there is one query a head, in a forward pass."""
+    return direction == "forward" and p.n_q == 1 and not p.cu_seqlens_q
+
+
+def _cpu(job: Job, direction: str) -> registers.Cpu:
+    one = _is_one(job.problem, direction)
+    return chosen.cpu(job.options.get("micro_kernel"), job.problem, one=one)
+
+
 def _as_floats(flat: np.ndarray) -> np.ndarray:
     """The floats that lie in the place of 16-bit numbers (see `halves`), or what was given.
 
@@ -268,8 +324,8 @@ def _zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return array[skip : skip + n].reshape(shape)
 
 
-def _no_notes() -> Notes:
-    return Notes(np.zeros((0, 0), np.int64), np.zeros((0, 0), np.int64))
+_NO_NOTES = Notes(np.zeros((0, 0), np.int64), np.zeros((0, 0), np.int64))
+_NO_TURNS = np.zeros(0, np.int64)
 
 
 __all__ = ["NOTE", "OPTIONS", "backward", "forward", "recall"]

@@ -23,6 +23,7 @@ from flashsim.engines.cpu.pairs.packing import (
     clear_pairs,
     left_of_columns,
     left_of_rows,
+    look_at_bits,
     pair_tiles_of,
     right_of_rows,
     tiles_of,
@@ -101,6 +102,7 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
                 for r in range(0, n, w):
                     O_panel, out0 = O[(x + r) * o_rows :], (row0 + r) * dv
                     unpack_bits(cpu, O_panel, out, out0, min(w, n - r), dv, inverse[r:])
+                look_at_bits(counter, out, row0 * dv, n * dv)
                 if notes.steps.size > 0:
                     notes.steps[h, i] = n
     end_tiles(cpu, S)

@@ -16,6 +16,7 @@ from flashsim.engines.cpu.pairs.operations import (
 )
 from flashsim.engines.cpu.pairs.tiles import SIDE
 from flashsim.engines.cpu.primitives.parts import hot_part, part
+from flashsim.engines.cpu.tables import ODD
 
 
 @part
@@ -120,6 +121,16 @@ def unpack_bits(cpu, panel, X, x0, n, d, factors):
     for row in range(begin, n):
         for x in range(d):
             X[x0 + row * d + x] = np.uint16(bits_of(panel[x * cpu.width + row] * factors[row]))
+
+
+@part
+def look_at_bits(counter, X, x0, n):
+    """`primitives.packing.look` at bits: 0x80 more in an exponent of ones reaches the sign."""
+    seen = np.uint64(0)
+    for i in range(n):
+        seen |= (np.uint64(X[np.uint64(x0 + i)]) & np.uint64(0x7FFF)) + np.uint64(0x80)
+    if seen & np.uint64(0x8000):
+        counter[ODD] = 1
 
 
 @part
