@@ -19,6 +19,7 @@ from tile_machine import EmulatedAmx, EmulatedBf16, Refused, TileMachine
 
 import flashsim
 from flashsim import BackendUnavailable, OptionError, Tiling
+from flashsim.api import inputs
 from flashsim.engines.cpu import chosen, engine, threads
 from flashsim.engines.cpu.micro_kernels import amx, registers
 from flashsim.engines.cpu.micro_kernels.registers import BLOCKING, PAIRED, ROWS, Amx, Avx512Bf16
@@ -442,6 +443,27 @@ def test_a_row_of_the_largest_finite_scores_is_a_mean(emulated, largest):
     mean = x.v.astype(np.float32).mean(axis=2)
     np.testing.assert_allclose(result.out[:, :, 3].astype(np.float32), mean, atol=2**-8)
     np.testing.assert_array_equal(result.lse[:, :, 3], np.float32(value))
+
+
+def test_sums_of_scores_that_rise_overflow_no_sooner(emulated):
+    """By 4.9 from one tile to the next: less than what makes their sums be scaled anew."""
+    x = tensors(16, 64, 16, dtype="bfloat16", heads=1)
+    x.q[:], x.k[:], x.v[:] = 0, 0, 2.0**120
+    x.q[..., 0], x.k[..., 32:, 0] = 4, 4.9
+    out = flashsim.run(x.q, x.k, x.v, backend="numba", tiling=Tiling(16, 32)).out
+    np.testing.assert_array_equal(out.astype(np.float32), np.float32(2.0**120))
+
+
+def test_results_that_are_not_finite_are_seen_as_they_are_written(emulated, monkeypatch):
+    """By the walk: nobody looks at the whole output again."""
+    monkeypatch.setattr(inputs, "_not_finite", pytest.fail)
+    x = tensors(50, 83, 40, dtype="bfloat16")
+    flashsim.run(x.q, x.k, x.v, backend="numba", **TILING)
+    monkeypatch.undo()
+    x.v[..., 20, 3] = 3e38
+    x.v[..., 21, 3] = 3e38
+    with pytest.warns(RuntimeWarning, match="out holds"):
+        flashsim.run(x.q, x.k, x.v, backend="numba", **TILING)
 
 
 def test_threads_change_nothing_on_an_emulated_cpu(emulated):

@@ -38,7 +38,8 @@ POWER_FROM_0 = (
     0.013426683843135834,
 )
 
-#: By how much a row's largest score may grow before its sums are scaled anew: e^5 is below 2^8.
+#: By how much a row's largest score may grow before its sums are scaled anew. They are e^-5 of what
+#: they would be meanwhile, which costs an exponent 8 of its 126: so they overflow no sooner.
 SLACK = 5
 
 #: The Taylor series, whose first term left out is 4e-18 at |f| = 1/2.

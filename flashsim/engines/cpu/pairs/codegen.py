@@ -112,7 +112,7 @@ def build_pair_softmax(module: ir.Module, block: Blocking, itemsize: int):
     before = [code.load(x) for x in code.vectors(m)]
     needed = [b.fmul(top, scale) for top in tops]
     after = [
-        b.select(b.fcmp_ordered(">", new, b.fadd(old, code.const(SLACK))), new, old)
+        b.select(b.fcmp_ordered(">", new, old), b.fadd(new, code.const(SLACK)), old)
         for new, old in zip(needed, before, strict=True)
     ]
     seen = [b.fcmp_ordered("!=", x, minus_inf) for x in after]

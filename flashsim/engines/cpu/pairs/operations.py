@@ -57,9 +57,9 @@ def pairs_add(cpu, C, c0, ldc, A, a0, row, B, b0, ldb, rows, n):
 def online_softmax_pairs(cpu, S, s0, rows, m, l, alpha, at, factor, P, p0):
     """`plain.online_softmax` of ``factor[0] S``, with P rounded and in pairs of rows.
 
-    P = e^(factor S - m), where m stays until a row's largest score is more than `SLACK` above it:
-    alpha is 1 then. The factor is not negative; S stays; an odd last row is paired with zeros. `l`
-    sums what is not rounded.
+    P = e^(factor S - m) is at most 1: m is `SLACK` above a row's largest score, and stays, with an
+    alpha of 1, until one passes it. The factor is not negative; S stays; an odd last row is paired
+    with zeros. `l` sums what is not rounded.
     """
     w, log2e = cpu.width, np.float32(LOG2E)
     for c in range(w):
@@ -67,8 +67,8 @@ def online_softmax_pairs(cpu, S, s0, rows, m, l, alpha, at, factor, P, p0):
         for r in range(rows):
             top = max(top, S[s0 + r * w + c])
         old, needed = m[at + c], top * factor[0]
-        if needed > old + np.float32(SLACK):
-            m[at + c] = needed
+        if needed > old:
+            m[at + c] = needed + np.float32(SLACK)
         base = m[at + c] if m[at + c] > -np.inf else np.float32(0)
         alpha[at + c] = np.exp2((old - base) * log2e)
         total = np.float32(0)
