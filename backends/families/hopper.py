@@ -13,8 +13,9 @@ from flashsim.backends.families import portable_kernels
 from flashsim.backends.families.family import Family
 from flashsim.backends.families.tile_times import (
     ADDING_UP,
-    HOPPER_BACKWARD,
     HOPPER_FORWARD,
+    backward_microseconds,
+    backward_times,
     busy_at_once,
     fastest_cluster,
     fastest_first,
@@ -117,23 +118,27 @@ class Hopper(Family):
         return max(problem.head_dim, problem.head_dim_v) <= 128
 
     def fuses(self, problem: Problem, gpu: Gpu) -> bool:
-        """See `Family`. Measured on an H200 (docs/notebooks/hopper.md): above 192 the fused kernel
-        has no room to send dQ off. The three passes have more products, but no float32 dQ to clear
-        and to convert, and dQ's runs beside dK's and dV's: that is faster where there is room for
-        both at once, and for short sequences of a narrow head_dim.
+        """See `Family`."""
+        if self.refusal(problem, None, gpu, "backward"):
+            return True  # cells of 80 rows, say: three passes have no such tile
+        return self.fused_is_faster(problem, gpu)
+
+    def fused_is_faster(self, problem: Problem, gpu: Gpu) -> bool:
+        """Than three passes, if these run: by the time model (`tile_times`).
+
+        The three passes have more products, but no float32 dQ to clear and to convert, and dQ's
+        runs beside dK's and dV's. Above 192 the fused kernel has no room to send dQ off.
         """
-        d, cells = max(problem.head_dim, problem.head_dim_v), problem.block_mask
-        if d > 128:
-            return d <= 192
-        tiling = next((t for t in self.tilings(problem, gpu, "backward") if t.divides(cells)), None)
-        if tiling is None:  # cells of 80 rows, say: three passes have no such tile
-            return True
-        keys = -(-problem.n_kv // 128) * problem.kv_heads * problem.batch
-        short = d <= 64 and max(problem.n_q, problem.n_kv) <= 384
-        if short and keys <= 3 * gpu.multiprocessors:
+        if max(problem.head_dim, problem.head_dim_v) > 192:
             return False
-        rows, columns = busy_at_once(problem, tiling)
-        return rows + columns > gpu.multiprocessors
+        three, fused = (
+            backward_microseconds(
+                self.backward_passes(problem, None, gpu, "ascending", "", algorithm),
+                gpu.multiprocessors,
+            )
+            for algorithm in ("flash2", "flash2-fused")
+        )
+        return fused < three
 
     def cluster(self, stage: plans.Stage, tables: Lowered, gpu: Gpu) -> int:
         """See `Family`. A backward with keys outside whose items leave multiprocessors idle."""
@@ -142,9 +147,11 @@ class Hopper(Family):
             return 1
         walks, _ = plans.heads_of(stage, p)
         d = 64 if max(p.head_dim, p.head_dim_v) <= 64 else 128
-        times = HOPPER_BACKWARD[d], ADDING_UP[d]
+        times = getattr(backward_times(p), stage.name), ADDING_UP[d]
         free = gpu.multiprocessors
-        if stage.name == "dkdv":  # dQ's pass runs beside it, if there is room
+        if stage.name == "dkdv":  # dQ's pass runs beside it, if there is room, or else behind it
+            if walks * len(tables.visits) >= free:
+                return 1
             beside = busy_at_once(p, tables.schedule.tiling)[0]
             free = int(free - beside) if beside + walks * len(tables.visits) <= free else free
         return fastest_cluster(walks, p.group * tables.visits, *times, free)

@@ -8,11 +8,13 @@ multiprocessors follow from the problem, its tiling and the GPU; only the two ti
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
+from flashsim.backends.launch.passes import KernelPass
 from flashsim.problem.problem import Problem
 from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.tiling import Tiling
@@ -23,6 +25,10 @@ class Times(NamedTuple):
 
     item: float
     visit: float
+
+    def items(self, visits: np.ndarray) -> np.ndarray:
+        """Of items of so many visits each."""
+        return self.item + self.visit * visits
 
 
 #: The Hopper forward's, by the widest of head_dim and head_dim_v (up to) and tile, on an H200:
@@ -43,15 +49,36 @@ HOPPER_FORWARD: dict[int, dict[Tiling, Times]] = {
         Tiling(128, 128): Times(3.09, 1.41),
     },
 }
-#: The Hopper backward's, keys outside, likewise; and what it takes a cluster to begin together and
-#: to add up its blocks' shares of an item (docs/notebooks/hopper.md).
-HOPPER_BACKWARD = {64: Times(4.6, 2.4), 128: Times(5.8, 2.06)}
-ADDING_UP = {64: 3.8, 128: 4.6}  # µs
+
+
+class Backward(NamedTuple):
+    """What the passes of a Hopper backward take: dK and dV alone, dQ alone, all three in one."""
+
+    dkdv: Times
+    dq: Times
+    fused: Times
+
+
+#: By the widest of head_dim and head_dim_v (up to), at its tiles, on an H200: fitted to both forms
+#: of short and long sequences (docs/notebooks/hopper.md, "Which form").
+HOPPER_BACKWARD = {
+    64: Backward(Times(2.39, 1.38), Times(2.56, 1.21), Times(2.59, 2.03)),
+    128: Backward(Times(2.53, 1.26), Times(3.04, 1.08), Times(2.85, 1.72)),
+    192: Backward(Times(5.34, 1.56), Times(2.90, 0.82), Times(6.00, 2.08)),
+}
+#: What the fused form takes besides: µs of one launch more, and bytes a µs, of float32 dQ that is
+#: cleared, read again and stored.
+CONVERTING, CONVERTED = 1.1, 2.88e6
+#: What it takes a cluster to begin together and to add up its blocks' shares of an item, in µs.
+ADDING_UP = {64: 3.8, 128: 5.4}
 #: Blocks of a cluster, and the share of the multiprocessors that clusters of so many keep busy.
 CLUSTERS = {1: 1.0, 2: 1.0, 4: 0.8, 8: 0.75}
 #: Of two times this much apart, relatively, either may be the shorter one.
 _DOUBT = 0.02
 _LONG = 150.0  # µs
+#: In so many rounds of items the longest may leave multiprocessors idle for long. A cluster should
+#: then be faster by more than clusters have been slower than they should.
+_FEW_ROUNDS, _CLUSTERS_DOUBT = 2, 0.08
 #: Beyond so many rounds, who gets which item no longer matters.
 _ROUNDS = 12
 
@@ -62,11 +89,70 @@ def microseconds(problem: Problem, tiling: Tiling, times: Times, processors: int
     schedule = Schedule(problem, tiling)
     visits = schedule.visit_counts
     walks = problem.batch * problem.heads
-    items = times.item + times.visit * visits
+    items = times.items(visits)
     rounds = walks * len(items) / processors
     if rounds > _ROUNDS:
         return float(items.sum()) * walks / processors
     return makespan(items, walks, processors)
+
+
+def backward_times(problem: Problem) -> Backward:
+    """What a Hopper backward's passes take of a problem."""
+    d = max(problem.head_dim, problem.head_dim_v)
+    return HOPPER_BACKWARD[min((w for w in HOPPER_BACKWARD if d <= w), default=192)]
+
+
+@lru_cache(maxsize=512)
+def backward_microseconds(passes: tuple[KernelPass, ...], processors: int) -> float:
+    """A Hopper backward, but for delta, which both of its forms begin with.
+
+    A pass begins on each multiprocessor as the one before it leaves that: dQ's beside dK's and
+    dV's. The conversion waits for all of them.
+    """
+    p, free, more = passes[0].tables.schedule.problem, [0.0] * processors, 0.0
+    known, width = backward_times(p)._asdict(), 64 if max(p.head_dim, p.head_dim_v) <= 64 else 128
+    for one in passes:
+        if one.stage.converts:
+            row = 4 * 2 + p.itemsize  # bytes for each column
+            more = CONVERTING + p.batch * p.heads * p.n_q * p.head_dim * row / CONVERTED
+        elif one.stage.name in known:
+            steps = one.tables.visits * (p.group if one.stage.per == "group" else 1)
+            times, cluster = known[one.stage.name], one.kernel.cluster
+            free = shared_out(one.walks, steps, times, ADDING_UP[width], cluster, free)
+    return max(free) + more
+
+
+def shared_out(
+    walks: int,
+    steps: np.ndarray,
+    times: Times,
+    adding_up: float,
+    cluster: int,
+    free: Sequence[float],
+) -> list[float]:
+    """When each multiprocessor has done its last item, in µs; in no order.
+
+    Parameters
+    ----------
+    walks : int
+    steps : ndarray of int64, (tiles,)
+        Visits of each item of a walk.
+    times : Times
+    adding_up : float
+        µs of an item that only a cluster takes.
+    cluster : int
+        Blocks that share an item; more than one begin only where nothing ran before.
+    free : sequence of float
+        When each multiprocessor is free to begin.
+    """
+    items = times.items(-(-steps // cluster)) + adding_up * (cluster > 1)
+    places = int(len(free) * CLUSTERS[cluster]) // cluster
+    begun, idle = free[:places], free[cluster * places :]
+    if walks * len(items) > _ROUNDS * places:
+        begun = [(sum(begun) + walks * float(items.sum())) / places] * places
+    else:
+        begun = ends(np.sort(items)[::-1].tolist(), walks, walks, begun)
+    return [*begun * cluster, *idle]
 
 
 def fastest_cluster(
@@ -74,23 +160,17 @@ def fastest_cluster(
 ) -> int:
     """Of how many blocks a cluster should be that shares an item: 1 where items suffice.
 
-    Parameters
-    ----------
-    walks : int
-    steps : ndarray of int64, (tiles,)
-        Visits of each item of a walk, which the blocks share out.
-    times : Times
-    adding_up : float
-        µs of an item that only a cluster takes.
+    The parameters are `shared_out`'s.
     """
-    if walks * len(steps) >= processors:
+    rounds = walks * len(steps) / processors
+    if rounds > _FEW_ROUNDS:
         return 1
 
     def took(cluster: int) -> float:
-        items = times.item + times.visit * -(-steps // cluster) + adding_up * (cluster > 1)
-        return makespan(items, walks, int(processors * CLUSTERS[cluster]) // cluster)
+        return max(shared_out(walks, steps, times, adding_up, cluster, [0.0] * processors))
 
-    return min((c for c in CLUSTERS if c <= processors * CLUSTERS[c]), key=took)
+    best = min((c for c in CLUSTERS if c <= processors * CLUSTERS[c]), key=took)
+    return best if rounds < 1 or took(best) < (1 - _CLUSTERS_DOUBT) * took(1) else 1
 
 
 @lru_cache(maxsize=512)
@@ -105,16 +185,31 @@ def busy_at_once(problem: Problem, tiling: Tiling) -> tuple[float, float]:
     return share * problem.heads * len(visits), share * problem.kv_heads * columns
 
 
-def makespan(items: np.ndarray, walks: int, places: int, clump: int | None = None) -> float:
-    """When the last of `walks` times these items is done, in so many places.
+def ends(takes: Sequence[float], walks: int, clump: int, free: Sequence[float]) -> list[float]:
+    """When each place has done its last item, one at a time; in no order.
 
-    Of `clump` walks, or all, the longest items come first, before the next walks begin.
+    Parameters
+    ----------
+    takes : sequence of float
+        What each item of a walk takes, in the order in which they are taken.
+    walks, clump : int
+        Of `clump` walks the first items come first, then the second ones; then the next walks
+        begin.
+    free : sequence of float
+        When each place is free to begin.
     """
-    until, size = [0.0] * places, clump or walks
-    for first in range(0, walks, size):
-        for item in np.repeat(np.sort(items)[::-1], min(size, walks - first)).tolist():
-            heapq.heapreplace(until, until[0] + item)
-    return max(until)
+    until = list(free)
+    heapq.heapify(until)
+    for first in range(0, walks, clump):
+        for item in takes:
+            for _ in range(min(clump, walks - first)):
+                heapq.heapreplace(until, until[0] + item)
+    return until
+
+
+def makespan(items: np.ndarray, walks: int, places: int, clump: int | None = None) -> float:
+    """When the last of `walks` times these items is done, in so many places, the longest first."""
+    return max(ends(np.sort(items)[::-1].tolist(), walks, clump or walks, [0.0] * places))
 
 
 def fastest_first(

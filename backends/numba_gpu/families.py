@@ -51,10 +51,8 @@ class PythonHopper(hopper.Hopper):
             return tuple(sorted(every, key=lambda t: t.block_q))
         return tuple(t for t in every if t.block_k <= 176)
 
-    def fuses(self, problem: Problem, gpu: Gpu) -> bool:
-        """See `Family`; launches do not overlap, so it is the shortest sequences that are not."""
-        if not any(t.divides(problem.block_mask) for t in self.tilings(problem, gpu, "backward")):
-            return True  # as in C++
+    def fused_is_faster(self, problem: Problem, gpu: Gpu) -> bool:
+        """See `Hopper`; launches do not overlap, so it is the shortest sequences that it is not."""
         keys = -(-problem.n_kv // 128) * problem.kv_heads * problem.batch
         return max(problem.n_q, problem.n_kv) > 256 or keys > 2 * gpu.multiprocessors
 

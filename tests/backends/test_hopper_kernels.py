@@ -240,9 +240,9 @@ def test_passes_that_have_room_at_once_are_not_made_to_fill_the_gpu():
 
     assert clusters("flash2-fused") == 2
     assert clusters("flash2") == 1
-    assert clusters("flash2", replace(H200, multiprocessors=95)) == 1  # two of a cluster need 96
-    assert clusters("flash2", replace(H200, multiprocessors=150)) == 2  # 96, and 48 beside
-    assert clusters("flash2", n_q=1024, n_kv=1024, heads=4, kv_heads=4) == 2
+    long = {"n_q": 1024, "n_kv": 1024, "heads": 4, "kv_heads": 4}  # 32 items each, of eight visits
+    assert clusters("flash2", **long) == 2
+    assert clusters("flash2", replace(H200, multiprocessors=63), **long) == 1  # two need 64
 
 
 def test_blocks_that_are_busy_at_once():
@@ -431,32 +431,74 @@ def test_a_launch_takes_as_long_as_its_fullest_block():
     assert tile_times.microseconds(many, Tiling(128, 128), times, gpu) == 200 * 18 / 4
 
 
-@pytest.mark.parametrize(
-    ("n", "head_dim", "batch", "heads", "kv_heads", "gpu", "fuses"),
-    [
-        (1024, 128, 1, 32, 32, H200, True),
-        (1024, 192, 1, 32, 32, H200, True),
-        (256, 192, 1, 1, 1, H200, True),
-        (1024, 193, 1, 32, 32, H200, False),  # no room to send dQ off
-        (1024, 256, 4, 8, 8, H200, False),
-        (1024, 128, 1, 32, 8, H200, True),
-        (256, 128, 1, 16, 16, H200, False),  # 64 and 32 items, at most two visits, on average 1.5
-        (256, 128, 1, 16, 16, replace(H200, multiprocessors=71), True),
-        (256, 128, 1, 16, 16, replace(H200, multiprocessors=72), False),
-        (256, 128, 8, 16, 16, H200, True),
-        (384, 64, 8, 12, 12, H200, False),  # short: 288 items, three rounds of them
-        (385, 64, 8, 12, 12, H200, True),
-        (384, 64, 8, 12, 12, replace(H200, multiprocessors=95), True),
-        (384, 65, 8, 12, 12, H200, True),
-    ],
-)
-def test_the_backward_is_fused_where_that_is_faster(
-    n, head_dim, batch, heads, kv_heads, gpu, fuses
-):
-    more = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "dtype": "bfloat16"}
-    p = Problem(n, n, head_dim, causal=True, **more)
-    assert HOPPER.fuses(p, gpu) is fuses
-    assert PORTABLE.fuses(p, gpu)
+def test_blocks_begin_where_others_have_ended():
+    assert sorted(tile_times.ends([3.0, 1.0], 2, 2, [0.0, 0.0])) == [4.0, 4.0]
+    # Two blocks for two SMs, one of them free a second earlier: the last still ends at 2.
+    assert sorted(tile_times.ends([2.0], 2, 2, [-1.0, 0.0])) == [1.0, 2.0]
+    assert sorted(tile_times.ends([2.0], 3, 3, [-2.0, 0.0])) == [
+        2.0,
+        2.0,
+    ]  # a third one's time is saved
+    assert max(tile_times.ends([2.0], 3, 3, [0.0, 0.0])) == 4.0
+
+
+@pytest.fixture
+def plain_times(monkeypatch):
+    """dK's and dV's items take 2 + 2 µs a visit, dQ's 1 + 1, the fused pass's 2 + 3, and 5 more."""
+    takes = (tile_times.Times(2, 2), tile_times.Times(1, 1), tile_times.Times(2, 3))
+    monkeypatch.setattr(tile_times, "HOPPER_BACKWARD", {128: tile_times.Backward(*takes)})
+    monkeypatch.setattr(tile_times, "ADDING_UP", {64: 0.0, 128: 100.0})
+    monkeypatch.setattr(tile_times, "CONVERTING", 5)
+    monkeypatch.setattr(tile_times, "CONVERTED", 1e9)
+
+
+def forms(problem, multiprocessors):
+    """µs of three passes and of the fused one."""
+    gpu = replace(H200, multiprocessors=multiprocessors)
+    return [
+        tile_times.backward_microseconds.__wrapped__(
+            HOPPER.backward_passes(problem, None, gpu, "ascending", "", algorithm), multiprocessors
+        )
+        for algorithm in ("flash2", "flash2-fused")
+    ]
+
+
+@pytest.mark.usefixtures("plain_times")
+def test_a_backward_takes_what_its_items_take_beside_each_other():
+    """By hand: 256 tokens of 64 columns are two items of either pass, of two visits each."""
+    p = Problem(256, 256, 64, dtype="bfloat16")
+    converted = 256 * 64 * 10 / 1e9
+    assert forms(p, 2) == [6 + 3, pytest.approx(8 + 5 + converted)]  # one of each on either
+    assert forms(p, 3) == [3 + 3, pytest.approx(8 + 5 + converted)]  # both of dQ's on the third
+    assert forms(p, 4) == [6, pytest.approx(8 + 5 + converted)]
+    assert forms(p, 1) == [12 + 6, pytest.approx(16 + 5 + converted)]
+    many = replace(p, heads=100, kv_heads=100)
+    assert forms(many, 4) == [100 * 18 / 4, pytest.approx(100 * 16 / 4 + 5 + 100 * converted)]
+    shared = replace(p, heads=2)  # of two heads' visits; dQ's four items beside them
+    assert forms(shared, 2) == [10 + 6, pytest.approx(14 + 5 + 2 * converted)]
+    causal = replace(p, causal=True)  # 6 and 4; behind them 2 and 3
+    assert forms(causal, 2) == [8, pytest.approx(8 + 5 + converted)]
+
+
+@pytest.mark.usefixtures("plain_times")
+def test_the_form_that_takes_less_is_the_one():
+    few = Problem(256, 256, 64, dtype="bfloat16")
+    many = replace(few, heads=100, kv_heads=100)
+    for p, gpu in ((few, H200), (many, H200), (many, replace(H200, multiprocessors=4))):
+        three, fused = forms(p, gpu.multiprocessors)
+        assert HOPPER.fused_is_faster(p, gpu) is (fused < three)
+
+
+def test_the_backward_is_fused_where_that_is_faster():
+    """Rounds decide, and whether there is a kernel at all."""
+    few = Problem(256, 256, 128, heads=16, dtype="bfloat16", causal=True)
+    assert not HOPPER.fuses(few, H200)
+    assert HOPPER.fuses(replace(few, heads=999, kv_heads=999), H200)
+    assert HOPPER.fuses(few, replace(H200, multiprocessors=8))
+    long = Problem(4096, 4096, 192, heads=16, dtype="bfloat16", causal=True)
+    assert HOPPER.fuses(long, H200)
+    assert not HOPPER.fuses(replace(long, head_dim=193), H200)  # no room to send dQ off
+    assert PORTABLE.fuses(few, H200)
 
 
 @pytest.mark.parametrize("n", [160, 1600])

@@ -11,7 +11,7 @@ import flashsim
 from flashsim import Device, OptionError, Problem, Tiling, UnsupportedError
 from flashsim.schedule import tables
 from flashsim.studies.predict import Constants, model, predict
-from flashsim.studies.predict.blocks import ends, makespan
+from flashsim.studies.predict.blocks import makespan
 from flashsim.studies.predict.calibration import (
     CALIBRATED,
     DECODING,
@@ -94,14 +94,6 @@ def test_blocks_take_the_places_that_become_free():
     assert makespan([3.0, 1.0], nothing, 1, 1, 4, 1) == (3.0, 1.0)
     assert makespan([2.0], [0.0], 5, 2, 2, 1) == (6.0, 5.0)  # the third wave is half full
     assert makespan([], [], 3, 1, 2, 1) == (0.0, 0.0)
-
-
-def test_blocks_begin_where_others_have_ended():
-    assert sorted(ends([3.0, 1.0], 2, 2, [0.0, 0.0])) == [4.0, 4.0]
-    # Two blocks for two SMs, one of them free a second earlier: the last still ends at 2.
-    assert sorted(ends([2.0], 2, 2, [-1.0, 0.0])) == [1.0, 2.0]
-    assert sorted(ends([2.0], 3, 3, [-2.0, 0.0])) == [2.0, 2.0]  # a third one's time is saved
-    assert max(ends([2.0], 3, 3, [0.0, 0.0])) == 4.0
 
 
 def test_what_dq_adds_beside_dk_and_dv():

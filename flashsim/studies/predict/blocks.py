@@ -65,26 +65,6 @@ def makespan(
     return max(ends), sum(ends) / processors
 
 
-def ends(takes: Sequence[float], walks: int, clump: int, free: Sequence[float]) -> list[float]:
-    """When each SM has done its last block, if it has one at a time; in no order.
-
-    Parameters
-    ----------
-    takes : sequence of float
-        Seconds of a block, by outer tile; they start in `makespan`'s order.
-    walks, clump : int
-    free : sequence of float
-        When each SM is free to begin.
-    """
-    held = list(free)
-    heapq.heapify(held)
-    for first in range(0, walks, clump):
-        for seconds in takes:
-            for _ in range(min(clump, walks - first)):
-                heapq.heapreplace(held, held[0] + seconds)
-    return held
-
-
 def _alone(blocks: list[tuple[float, float, float]], share: int) -> float:
     """When an SM's last blocks have ended, which would end as given if `share` shared it on."""
     if not blocks:

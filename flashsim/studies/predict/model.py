@@ -27,7 +27,7 @@ from flashsim.schedule.split import check_splits
 from flashsim.schedule.tiling import Tiling
 from flashsim.studies.energy import joules
 from flashsim.studies.predict import decode
-from flashsim.studies.predict.blocks import ends, makespan
+from flashsim.studies.predict.blocks import makespan
 from flashsim.studies.predict.calibration import (
     AGAIN,
     CALIBRATED,
@@ -175,10 +175,10 @@ def _beside(
         launched = c.launch
     (before, its, places), (takes, grid, _) = runs
     # A cluster has no room on some SMs: those are free from the beginning.
-    done = ends(before, *its, [0.0] * places) + [0.0] * (device.sm_count - places)
+    done = tile_times.ends(before, *its, [0.0] * places) + [0.0] * (device.sm_count - places)
     idle = [max(0.0, max(done) - end - launched) for end in done]
-    alone = max(ends(takes, *grid, [0.0] * len(idle)))
-    gained = alone - max(ends(takes, *grid, [-x for x in idle]))
+    alone = max(tile_times.ends(takes, *grid, [0.0] * len(idle)))
+    gained = alone - max(tile_times.ends(takes, *grid, [-x for x in idle]))
     adds = max(dq.seconds - gained, min(dq.seconds, max(dq.units.values())))
     return replace(dq, seconds=adds, joules=dq.joules and joules(dq.use, adds, device))
 
