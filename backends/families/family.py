@@ -125,6 +125,10 @@ class Family(ABC):
         room = {"l2_bytes": gpu.l2_bytes, "processors": gpu.multiprocessors}
         return clump_size(stage, tables.schedule.problem, tables.tiles, **room)
 
+    def in_step(self, stage: plans.Stage, tables: Lowered, clump: int, gpu: Gpu) -> bool:
+        """Whether a pass with keys outside makes a visit for every head of a group in turn."""
+        return False
+
     def forward_passes(
         self, problem: Problem, tiling: Tiling | None, gpu: Gpu, key_order: KeyOrder, report: str
     ) -> tuple[KernelPass, ...]:
@@ -189,6 +193,7 @@ def _passes(
     for stage in plans.stages(problem, algorithm, direction):
         by: Literal["row", "col"] = "row" if stage.outer == "queries" else "col"
         tables = lower(Schedule(problem, tiling, stage.outer, key_order), by)
+        tables = in_turns(tables) if ordered and by == "col" else tables
         variant = replace(
             family.like,
             spans=tables.spans is not None,
@@ -198,6 +203,9 @@ def _passes(
         )
         if not (ordered or variant.timeline):
             variant = replace(variant, cluster=family.cluster(stage, tables, gpu))
+        clump = family.clump(stage, tables, gpu)
+        if variant.cluster == 1:
+            variant = replace(variant, in_step=family.in_step(stage, tables, clump, gpu))
         kernel = family.kernel(
             stage.name, problem, tiling, variant, gpu, fused=fused, ordered=ordered
         )
@@ -205,12 +213,10 @@ def _passes(
         if not kernel.shared_bytes:  # row by row: no visits
             passes.append(KernelPass(stage, tables, kernel, (tables.tiles, walks), walks, 1))
             continue
-        tables = in_turns(tables) if ordered else tables
         items = tables.tiles * walks
         # A persistent kernel gets one block a multiprocessor, and takes its items itself.
         blocks = min(items, gpu.multiprocessors) if kernel.boxes else items
         if kernel.cluster > 1:  # each has an item, and no second
             blocks = items * kernel.cluster
-        clump = family.clump(stage, tables, gpu)
         passes.append(KernelPass(stage, tables, kernel, (blocks,), walks, clump))
     return tuple(passes)

@@ -19,6 +19,7 @@ from flashsim.backends.families.tile_times import (
     busy_at_once,
     fastest_cluster,
     fastest_first,
+    sooner_at_once,
 )
 from flashsim.backends.kernels import nvrtc
 from flashsim.backends.launch.kernel import Box, Gpu, Kernel, Variant
@@ -26,6 +27,7 @@ from flashsim.backends.launch.lowering import Lowered
 from flashsim.errors import UnsupportedError
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
+from flashsim.schedule.clump import held
 from flashsim.schedule.tiling import Tiling
 
 CAPABILITY = (9, 0)
@@ -172,10 +174,24 @@ class Hopper(Family):
         if tables.ranks is None and (visits == visits[0]).all():
             return p.group if stage.per == "head" else 1
         size, few = super().clump(stage, tables, gpu), gpu.multiprocessors // 8
+        if _drifts(stage, tables):
+            times = getattr(backward_times(p), stage.name)
+            walks, places = plans.heads_of(stage, p)[0], gpu.multiprocessors
+            if sooner_at_once(walks, times.items(p.group * visits), places, size):
+                size = walks  # in step, they need not fit in L2 together
         short = stage.name == "forward" and 0 < few * tables.tiles <= gpu.multiprocessors
         if short and plans.heads_of(stage, p)[0] * tables.tiles >= 8 * gpu.multiprocessors:
             size = min(size, max(1, few // p.group) * p.group)
         return size
+
+    def in_step(self, stage: plans.Stage, tables: Lowered, clump: int, gpu: Gpu) -> bool:
+        """See `Family`. Where what a clump's blocks go through, dQ too, is more than L2 holds.
+
+        Under a left window they begin at different row tiles, and no order brings them together.
+        """
+        p = tables.schedule.problem
+        alike = stage.name == "fused" and p.left >= p.n_q + p.n_kv
+        return alike and _drifts(stage, tables) and clump * held(stage, p) > gpu.l2_bytes
 
     def stages(self, problem: Problem, tiling: Tiling, gpu: Gpu) -> int:
         """Stages of the forward's rings: three where they fit."""
@@ -216,6 +232,13 @@ class Hopper(Family):
 
 
 HOPPER = Hopper("hopper", nvrtc.load)
+
+
+def _drifts(stage: plans.Stage, tables: Lowered) -> bool:
+    """Whether blocks of a key head, begun together, would soon be at different query heads."""
+    group, visits = tables.schedule.problem.group, tables.visits
+    uneven = tables.ranks is None and bool((visits != visits[0]).any())
+    return stage.outer == "keys" and group > 1 and uneven
 
 
 # -- kernels: threads, shared memory (struct OnChip of each), boxes --------------------------------
@@ -274,7 +297,7 @@ def backward_kernel(
         launch.macros(
             values
             | {"SMEM_BYTES": shared, "D": d, "FUSED": fused, "ORDERED": ordered}
-            | {"CLUSTER": variant.cluster}
+            | {"CLUSTER": variant.cluster, "IN_STEP": variant.in_step}
         ),
         boxes,
         variant.cluster,

@@ -212,6 +212,17 @@ def makespan(items: np.ndarray, walks: int, places: int, clump: int | None = Non
     return max(ends(np.sort(items)[::-1].tolist(), walks, clump or walks, [0.0] * places))
 
 
+def sooner_at_once(walks: int, items: np.ndarray, places: int, clump: int) -> bool:
+    """Whether all walks at once end sooner than a clump after the other, by more than L2 may cost.
+
+    Of many rounds of items: no.
+    """
+    if walks * len(items) > _ROUNDS * places:
+        return False
+    at_once, one_by_one = (makespan(items, walks, places, x) for x in (walks, clump))
+    return at_once < (1 - 2 * _DOUBT) * one_by_one
+
+
 def fastest_first(
     problem: Problem, times: dict[Tiling, Times], processors: int
 ) -> tuple[Tiling, ...]:

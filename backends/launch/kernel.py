@@ -89,7 +89,8 @@ class Variant:
     the kernel is one of `flashsim.backends.numba_gpu`: its warps trade no scores in the backward
     pass, and its row sums are in registers whatever it costs. `cluster` thread blocks share an item
     of the Hopper backward. With `overlap` a kernel lets the next one start before it has ended, and
-    itself waits for the one before, where that matters.
+    itself waits for the one before, where that matters. `in_step` is how items of the Hopper
+    backward go through row tiles (kernels/hopper/keys_outside.cuh).
     """
 
     spans: bool
@@ -100,6 +101,7 @@ class Variant:
     python: bool = False
     cluster: int = 1
     overlap: bool = False
+    in_step: bool = False
 
 
 @dataclass(frozen=True)

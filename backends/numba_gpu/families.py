@@ -60,6 +60,10 @@ class PythonHopper(hopper.Hopper):
         """See `Family`; an item has one block."""
         return 1
 
+    def in_step(self, stage: plans.Stage, tables: Lowered, clump: int, gpu: Gpu) -> bool:
+        """See `Family`; they go through a group's heads one after the other."""
+        return False
+
     def forward_bytes(self, problem: Problem, tiling: Tiling, stages: int = 2) -> int:
         """Shared memory of the forward's blocks."""
         sides = launch.padded_dims(problem)

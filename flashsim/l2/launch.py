@@ -18,7 +18,7 @@ from flashsim.schedule.splitting import occupancy
 from flashsim.schedule.tables import INT32
 
 ORDERS = ("head-first", "tile-first", "longest-first", "grouped", "in-turns")
-WALKS = ("straight", "sawtooth")
+WALKS = ("straight", "sawtooth", "in-step")
 
 #: Added to the code of a request's operation if an SM of the second partition asks.
 SIDE = 4
@@ -39,9 +39,11 @@ class L2Model:
         and the kernels of `flashsim.backends`: `clump_size`). "in-turns": likewise, but a fused
         backward adds to dQ in a fixed order: its blocks take the columns that start at the last
         rows first and wait for their turns (`flashsim.schedule.turns`).
-    walk : {"straight", "sawtooth"}
+    walk : {"straight", "sawtooth", "in-step"}
         "sawtooth": every other wave of blocks takes its visits backwards, so that it begins with
-        what the wave before left in L2 (arXiv:2601.16032).
+        what the wave before left in L2 (arXiv:2601.16032). "in-step": with keys outside, likewise,
+        but from the first wave on, and the query heads of a group are at each tile in turn (the
+        Hopper kernels of `flashsim.backends`): see docs/reference/hopper.md.
     blocks_per_sm : int, optional
         Thread blocks that share an SM. Default: as many as its shared memory holds.
     partitions : int, optional

@@ -186,7 +186,8 @@ def stream(
     walks, outers = model.order(stage, schedule, np.diff(ptr), device, columns)
     slots = min(model.slots(stage, schedule, device), len(walks))
     wave = np.arange(len(walks)) // max(slots, 1)
-    flipped = (wave % 2 == 1) if model.walk == "sawtooth" else np.zeros(len(walks), bool)
+    in_step = model.walk == "in-step" and stage.outer == "keys" and not len(ranks)
+    flipped = (wave % 2 == (not in_step)) & (in_step or model.walk == "sawtooth")
     timed = stage, schedule, device, algorithm, direction
     jitter, turn = model.jitter_share(*timed), model.turn_share(*timed)
     ids, codes = np.empty(n, np.int32), np.empty(n, np.uint8)
@@ -195,7 +196,8 @@ def stream(
         *(walks, outers, ptr.astype(np.int64), inner.astype(np.int32)),
         *(tile_of.astype(np.int32), several),
         *(np.array(table, np.int64).reshape(-1, 6), edges, _head_table(p, stage, schedule.members)),
-        *(stride, members, flipped, np.zeros(slots), np.arange(slots), np.zeros(slots, np.int64)),
+        *(stride, members, in_step, flipped),
+        *(np.zeros(slots), np.arange(slots), np.zeros(slots, np.int64)),
         *(np.arange(slots), model.sides(slots, device), jitter, model.seed),
         *(stage.outer == "keys", ids, codes),
         *(ranks, np.zeros(waiting, np.int32), np.zeros(waiting), turn),

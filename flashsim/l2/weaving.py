@@ -65,8 +65,8 @@ def _ask(
 @keep
 @njit
 def weave(
-    walks, outers, ptr, inner, tile_of, several, requests, parts, head_of, stride, members, flipped,
-    time, block, done, heap, sides, jitter, seed, keys_outside, out, codes, ranks, turns,
+    walks, outers, ptr, inner, tile_of, several, requests, parts, head_of, stride, members, in_step,
+    flipped, time, block, done, heap, sides, jitter, seed, keys_outside, out, codes, ranks, turns,
     since, turn,
 ):  # fmt: skip
     """Lay out all requests of one stage in the order in which the SMs issue them.
@@ -88,6 +88,8 @@ def weave(
         table into those before, at and after the visits, the last for one of several parts.
     head_of : int32 (3, heads)
         Number of a query head's matrix among those of query heads, key heads and bias heads.
+    in_step : bool
+        Whether a visit is made for each of the members before the next one is.
     flipped : bool (blocks,)
         Whether the block makes its visits backwards.
     time : float64 (slots,); block, done, heap : int64 (slots,)
@@ -145,6 +147,8 @@ def weave(
             )  # fmt: skip
         if done[slot] < total:
             member, v = done[slot] // visits, done[slot] % visits
+            if in_step:
+                member, v = done[slot] % members, done[slot] // members
             if flipped[b]:
                 v = visits - 1 - v
             n = _ask(

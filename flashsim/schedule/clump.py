@@ -31,11 +31,19 @@ def clump_size(
         How many blocks run at once, at least: one on every SM.
     """
     p, room = problem, 2 * l2_bytes // 5
-    row = (p.head_dim + p.head_dim_v) * p.itemsize
-    if stage.outer == "queries":  # heads that share K and V stay together
-        step, held = p.group if stage.per == "head" else 1, p.n_kv * row
-    else:
-        step, held = 1, p.group * p.n_q * (row + 4 * p.head_dim)
+    # Heads that share K and V stay together.
+    step = p.group if stage.outer == "queries" and stage.per == "head" else 1
     steps = heads_of(stage, p)[0] // step
-    most = min(steps, max(1, room // held, processors // (tiles * step)))
+    most = min(steps, max(1, room // held(stage, p), processors // (tiles * step)))
     return step * max(range(1, most + 1), key=lambda size: ((steps - 1) % size, -size))
+
+
+def held(stage: Stage, problem: Problem) -> int:
+    """Bytes that the blocks of a walk go through, all of them the same.
+
+    Of queries outside K and V, which heads of a group share; of keys outside Q, dO and a float32
+    dQ, of the group's heads.
+    """
+    p = problem
+    row = (p.head_dim + p.head_dim_v) * p.itemsize
+    return p.n_kv * row if stage.outer == "queries" else p.group * p.n_q * (row + 4 * p.head_dim)

@@ -245,6 +245,49 @@ def test_passes_that_have_room_at_once_are_not_made_to_fill_the_gpu():
     assert clusters("flash2", replace(H200, multiprocessors=63), **long) == 1  # two need 64
 
 
+GROUPED = Problem(4096, 4096, 128, heads=64, kv_heads=8, dtype="bfloat16", causal=True)
+
+
+@pytest.mark.parametrize(
+    ("changed", "in_step"),
+    [
+        ({}, True),  # 134 MB of Q, dO and dQ in use at a time
+        ({"head_dim": 192, "head_dim_v": 192}, True),
+        ({"causal": False}, False),  # all items are equally long
+        ({"window": (1000, 0)}, False),
+        ({"heads": 8}, False),  # no group
+        ({"heads": 24}, False),  # 50 MB
+        ({"n_q": 512, "n_kv": 512}, False),  # clusters share items
+    ],
+)
+def test_grouped_heads_are_in_step_where_l2_does_not_hold_them(changed, in_step):
+    p = replace(GROUPED, **changed)
+
+    def steps(algorithm, **more):
+        passes = HOPPER.backward_passes(p, None, H200, "ascending", "", algorithm, **more)
+        (one,) = (x.kernel for x in passes if x.stage.outer == "keys")
+        assert "it.way" in source(one)
+        return dict(one.constants)["FS_IN_STEP"]
+
+    assert steps("flash2-fused") == in_step
+    assert steps("flash2") == 0
+    if HOPPER.orders_dq(p):
+        assert steps("flash2-fused", ordered=True) == 0
+
+
+def test_all_grouped_heads_come_at_once_where_that_ends_sooner():
+    """Two rounds of items that are twice as long as they are on average, or so."""
+
+    def clump(p):
+        return HOPPER.backward_passes(p, None, H200, "ascending", "", "flash2-fused")[1].clump
+
+    assert clump(GROUPED) == 4  # 128 items, and as many again, end together
+    uneven = replace(GROUPED, n_q=6000, n_kv=6000)  # 94 items of two heads, four times
+    assert clump(uneven) == 8
+    assert clump(replace(uneven, heads=8)) < 8  # of no group: as many as L2 holds
+    assert clump(replace(uneven, batch=9)) == 2  # many rounds
+
+
 def test_blocks_that_are_busy_at_once():
     """By hand: of four row tiles each; causal, with 1 to 4 visits."""
     p = Problem(512, 512, 64, batch=3, heads=4, kv_heads=2, dtype="float16")

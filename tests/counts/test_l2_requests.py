@@ -190,6 +190,25 @@ def test_all_blocks_run_once_whatever_the_order():
             assert np.array_equal(found, want), (launch, walk)
 
 
+def test_in_step_the_heads_of_a_group_are_at_a_tile_in_turn():
+    """On one SM every other block goes back, the first one does; queries outside, nobody."""
+    p = Problem(48, 32, head_dim=8, heads=2, kv_heads=1, dtype="bfloat16")
+    traffic = flashsim.count(p, algorithm="flash2", direction="backward", tiling=Tiling(16, 16))
+    traffic.device = small_device(1, sms=1)
+    model = l2.L2Model("grouped", walk="in-step", jitter=0, blocks_per_sm=1)
+    tiles, (_, dkdv, dq) = streams(traffic, model)
+
+    def order(part, name):
+        first, count = tiles.first[name], tiles.tiles(tiles.tensors[name])
+        ids = part.ids[(part.ids >= first) & (part.ids < first + 2 * count)] - first
+        return [divmod(int(x), count) for x in ids]  # head, tile
+
+    back = [(head, tile) for tile in (2, 1, 0) for head in (0, 1)]
+    assert order(dkdv, "Q") == back + sorted(back, key=lambda x: x[1])
+    straight = streams(traffic, l2.L2Model("grouped", jitter=0, blocks_per_sm=1))[1][2]
+    assert np.array_equal(dq.ids, straight.ids)
+
+
 def test_longest_first_starts_with_the_last_causal_rows():
     traffic = flashsim.count(Problem(64, head_dim=8, heads=2, causal=True), tiling=Tiling(16, 16))
     stage = traffic.stages[0]

@@ -5,6 +5,7 @@ sanitizer sees no asynchronous copies: so results are compared bit by bit over m
 memory is filled with NaN in between.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import cupy_checks
@@ -72,16 +73,15 @@ def test_features(name, head_dim):
 
 
 @pytest.fixture
-def clusters(monkeypatch):
-    """Sets how many blocks share an item of a backward, whatever the default is."""
+def choose(monkeypatch):
+    """Sets what a method of `Hopper` answers, whatever it would; `_passes` has none of it after."""
 
     def forget():
         family._passes.cache_clear()
         engine._planned.cache_clear()
 
-    def of(blocks):
-        fixed = lambda self, stage, tables, gpu: blocks if stage.outer == "keys" else 1  # noqa: E731
-        monkeypatch.setattr(Hopper, "cluster", fixed)
+    def of(method, answer):
+        monkeypatch.setattr(Hopper, method, answer)
         forget()
 
     yield of
@@ -91,8 +91,8 @@ def clusters(monkeypatch):
 @pytest.mark.parametrize("blocks", CLUSTERS)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", ["1 x 1", "ragged", "causal", "window", "varlen", "blocks"])
-def test_every_cluster(name, head_dim, blocks, clusters):
-    clusters(blocks)
+def test_every_cluster(name, head_dim, blocks, choose):
+    choose("cluster", lambda self, stage, *_: blocks if stage.outer == "keys" else 1)
     p = Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name])
     check(p, HOPPER)
     check_counts(p, HOPPER)
@@ -124,6 +124,24 @@ def test_many_keys(name):
     (one,) = hopper.HOPPER.forward_passes(p, None, engine.gpu_of(0), "ascending", "")
     assert dict(one.kernel.constants)["FS_TURNS"] == 0
     check(p, HOPPER)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize(
+    "name", ["1 x 1", "causal", "more queries", "window", "varlen", "blocks", "many items"]
+)
+def test_grouped_heads_in_step(name, head_dim, choose):
+    """Also where a pass would not be; back in the first round, on in the second."""
+    choose("cluster", lambda *_: 1)
+    choose(
+        "in_step", lambda self, stage, tables, *_: stage.outer == "keys" and tables.ranks is None
+    )
+    p = Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name])
+    if name == "many items":
+        p = replace(p, kv_heads=20)
+    check(p, HOPPER)
+    check_timelines(p, HOPPER)
+    check_bits(p, HOPPER, runs=10)
 
 
 #: Whatever the default is for a shape and a GPU, all that the forward chooses from.

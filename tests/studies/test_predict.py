@@ -9,6 +9,8 @@ import pytest
 
 import flashsim
 from flashsim import Device, OptionError, Problem, Tiling, UnsupportedError
+from flashsim.backends.families import family
+from flashsim.backends.families.hopper import Hopper
 from flashsim.schedule import tables
 from flashsim.studies.predict import Constants, model, predict
 from flashsim.studies.predict.blocks import makespan
@@ -177,6 +179,21 @@ def again(**problem):
     return bytes_again(one, traffic) / asked
 
 
+@pytest.fixture
+def out_of_step(monkeypatch):
+    """Blocks of grouped heads that go through these one after the other."""
+
+    def forget():
+        model._prepare.cache_clear()
+        family._passes.cache_clear()
+
+    monkeypatch.setattr(Hopper, "in_step", lambda *_: False)
+    forget()
+    yield
+    forget()
+
+
+@pytest.mark.usefixtures("out_of_step")
 def test_what_l2_does_not_hold_crosses_hbm_again():
     """134 MB are in use at a time, of 32 heads on 4, and 62.9 fit; the L2 model reads 3.8 GB."""
     assert again() == pytest.approx(1 - 62.9 / 134.2, abs=0.07)
@@ -186,6 +203,11 @@ def test_what_l2_does_not_hold_crosses_hbm_again():
     assert again(n_q=65_536) == 0  # of a long head, blocks that run together are equally long
 
 
+def test_in_step_no_bytes_cross_hbm_again():
+    assert again() == 0
+
+
+@pytest.mark.usefixtures("out_of_step")
 def test_bytes_that_cross_hbm_again_take_time():
     p = Problem(4096, head_dim=128, causal=True, **SHARED)
     options = {"direction": "backward", "algorithm": "flash2-fused", "kernels": "hopper"}

@@ -166,7 +166,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         wait(&s.kv_full, kv_parity);
         kv_parity ^= 1;
         Step step;
-        const int steps = step.begin(a, visits.count);
+        const int steps = step.begin(a, it, visits.count);
 #pragma unroll 1
         for (int left = steps; left; --left) {
             const Visit visit = visits(a, step.v);
@@ -272,7 +272,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 if (speaks) arrive(&s.empty[stage]);
             }
             ring.next(STAGES);
-            step.next(visits.count);
+            step.next(a, it, visits.count);
             stamp(stamps, 4);
         }
         wgmma_wait<0>();

@@ -146,13 +146,13 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         const Item it = s.items.read(slot);
         if (it.walk < 0) break;
         const int key = it.own.start + fragment_row();
-        const int steps = a.group * it.visits.count;
+        Step next;
+        const int steps = next.begin(a, it, it.visits.count);
         stamp_item(a, it.walk, it.outer, false);
         Columns dK, dV;
         clear(dK), clear(dV);
         wait(&s.kv_full, kv_parity);
         kv_parity ^= 1;
-        Step next;
 #pragma unroll 1
         for (int step = 0; step < steps; ++step) {
             const Visit visit = it.visits(a, next.v);
@@ -160,7 +160,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             [[maybe_unused]] const int walk = it.walk * a.group + next.member;  // of the query head
             [[maybe_unused]] const i64 number = i64(walk) * a.n_visits + it.visits.first + next.v;
             u64* stamps = visit_stamps(a, number);
-            next.next(it.visits.count);
+            next.next(a, it, it.visits.count);
             float S[QUERIES / 2], dP[QUERIES / 2];
             // -- S^T = K Q^T and dP^T = V dO^T, queued behind what the last visit left running ----
             stamp(stamps, 0);

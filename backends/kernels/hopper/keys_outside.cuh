@@ -4,20 +4,35 @@
 
 // The heads and visits of an item, in order: for each query head of the group, each row tile. The
 // blocks of a cluster share them out, each takes some in a row.
+//
+// In step it is each row tile, for each query head. Of grouped heads under a causal mask that are
+// more than L2 holds, Q, dO and dQ of a row tile are there but once, and not long, if all key tiles
+// of a head come by at the same time. All begin together at the last row tile: so items of the
+// first round walk back. The shorter one of them is, the sooner it ends, and the longer is what its
+// block takes next, whose first row tile is about where the others are: so those of the next round
+// walk on, all end together, and the third round is like the first.
 struct Step {
     int member = 0, v = 0;
     // To where this block begins; how many it takes.
-    __device__ inline int begin(const Args& a, int visits) {
+    __device__ inline int begin(const Args& a, const Item& it, int visits) {
         const int steps = a.group * visits;
+#if FS_IN_STEP
+        if (it.way < 0) v = visits - 1;
+#endif
         if (FS_CLUSTER == 1) return steps;
         const int first = steps * cluster_rank() / FS_CLUSTER;
         if (steps) member = first / visits, v = first % visits;
         return steps * (cluster_rank() + 1) / FS_CLUSTER - first;
     }
-    __device__ inline void next(int visits) {
+    __device__ inline void next(const Args& a, const Item& it, int visits) {
+#if FS_IN_STEP
+        if (++member == a.group) member = 0, v += it.way;
+#else
         if (++v == visits) v = 0, ++member;
+#endif
     }
 };
+static_assert(!FS_IN_STEP || (FS_CLUSTER == 1 && !FS_ORDERED), "these have an order of their own");
 
 // One thread makes the barriers; `senders` further warps read the items.
 __device__ __forceinline__ void begin_barriers(OnChip& s, int senders) {
@@ -57,7 +72,7 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
         const int kv_head = it.walk % kv_heads, batch = it.walk / kv_heads;
         stamp_item(a, it.walk, it.outer, false);
         Step step;
-        const int steps = step.begin(a, it.visits.count);
+        const int steps = step.begin(a, it, it.visits.count);
         int left = steps;
 #pragma unroll 1
         do {
@@ -79,7 +94,7 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
                 const int rows = min(BLOCK_Q, it.end - query);
                 report_one(a.visit_counts + visit * 8, rows * FS_COUNTED * 2);
                 report_one(a.visit_counts + visit * 8 + 1, rows * FS_COUNTED_V * 2);
-                step.next(it.visits.count);
+                step.next(a, it, it.visits.count);
             }
             // The last item is done with a stage before it is done with V, and then with K: so the
             // first visit's tiles come first.
@@ -118,7 +133,7 @@ __device__ void produce_statistics(OnChip& s, const Args& a) {
         if (it.walk < 0) return;
         Step step;
 #pragma unroll 1
-        for (int left = step.begin(a, it.visits.count); left; --left) {
+        for (int left = step.begin(a, it, it.visits.count); left; --left) {
             const int walk = it.walk * a.group + step.member;  // of the query head
             const int first = it.base + it.visits(a, step.v).tile * BLOCK_Q;
             u32* counts = a.visit_counts + (i64(walk) * a.n_visits + it.visits.first + step.v) * 8;
@@ -143,7 +158,7 @@ __device__ void produce_statistics(OnChip& s, const Args& a) {
             }
             arrive(&s.full[ring.stage]);  // every lane for what it wrote
             ring.next(STAGES);
-            step.next(it.visits.count);
+            step.next(a, it, it.visits.count);
         }
     }
 }
@@ -192,7 +207,7 @@ __device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g
         if (it.walk < 0) return;
         Step step;
 #pragma unroll 1
-        for (int left = step.begin(a, it.visits.count); left; --left) {
+        for (int left = step.begin(a, it, it.visits.count); left; --left) {
             const int walk = it.walk * a.group + step.member;  // of the query head
             const int first = it.base + it.visits(a, step.v).tile * BLOCK_Q;
             named_sync(DQ_FULL + g, 160);  // the piece is complete
@@ -225,7 +240,7 @@ __device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g
                 pass_turn(a.turns + (i64(walk) * a.n_q + first) * 2 + g);
             }
 #endif
-            step.next(it.visits.count);
+            step.next(a, it, it.visits.count);
         }
     }
 }

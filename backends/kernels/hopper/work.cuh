@@ -29,6 +29,9 @@ struct Ring {  // a place in a ring of stages, and the parity of the present lap
     }
 };
 
+#ifndef FS_IN_STEP
+#define FS_IN_STEP 0  // see Step in keys_outside.cuh
+#endif
 // One pass of the persistent loop. The producer writes it, ahead of time; everybody reads it.
 struct Item {
     int walk;       // batch * heads + head (key heads in a keys-outside pass); -1: no work is left
@@ -36,6 +39,9 @@ struct Item {
     int base;       // tile j of the other side starts at base + j * (its block)
     int end;        // end of the other side's sequence
     Range own;
+#if FS_IN_STEP
+    int way;        // from one row tile to the next: 1, or -1, from the last to the first
+#endif
     Walk visits;
 };
 
@@ -46,7 +52,11 @@ __device__ inline Item make_item(const Args& a, int w, bool by_row) {
     const int first = w / whole * a.clump, size = min(a.clump, a.walks - first), rest = w % whole;
     const int outer = a.order[rest / size];
     Item it{first + rest % size, outer, 0, by_row ? a.n_kv : a.n_q,
-            by_row ? row_tile(a, outer) : col_tile(a, outer), Walk(a, outer)};
+            by_row ? row_tile(a, outer) : col_tile(a, outer),
+#if FS_IN_STEP
+            w / int(gridDim.x) % 2 ? 1 : -1,  // by rounds
+#endif
+            Walk(a, outer)};
 #if FS_VARLEN
     it.end = by_row ? a.rows[outer].w : a.cols[outer].w;
     if (it.visits.count) {

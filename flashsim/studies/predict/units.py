@@ -202,8 +202,10 @@ def bytes_again(one: KernelPass, traffic: Traffic) -> float:
     long and the short blocks of a head all run together they are soon at different query heads, and
     the Q, dO and dQ of all are in use at a time; of what L2 has no room for, each request is one to
     HBM, and what is added to is read and written. The L2 model (`flashsim.l2`), which takes
-    seconds, says the same to a seventh where it was tried.
+    seconds, says the same to a seventh where it was tried. Blocks in step go through them together.
     """
+    if dict(one.kernel.constants).get("FS_IN_STEP"):
+        return 0.0
     p, stage, visits = traffic.problem, one.stage, one.tables.visits
     asked = {"load": 0, "reduce": 0}
     for (name, op, _), nbytes in traffic.transfers.items():

@@ -184,10 +184,11 @@ class _Dram:
 
     def predicted(self, stage: plans.Stage, launch: MeasuredLaunch) -> dict[str, int]:
         blocks = self.l2.blocks_per_sm or launch.blocks_per_sm
-        heads = self.l2.heads_in_group
+        heads, walk = self.l2.heads_in_group, self.l2.walk
         if self.l2.launch == "grouped" and heads is None and "hopper_" in launch.kernel:
-            heads = _together(self.traffic, stage)
-        model = replace(self.l2, blocks_per_sm=blocks, heads_in_group=heads)
+            heads, in_step = _together(self.traffic, stage)
+            walk = "in-step" if in_step else walk
+        model = replace(self.l2, blocks_per_sm=blocks, heads_in_group=heads, walk=walk)
         if model not in self.replayed:
             self.replayed[model] = {
                 part.name: {
@@ -210,9 +211,15 @@ def _filled(traffic: Traffic) -> Traffic:
     return predict(filled, *how)
 
 
-def _together(traffic: Traffic, stage: plans.Stage) -> int:
-    """How many heads the Hopper kernels work on together; the others have the L2 model's rule."""
-    return HOPPER.clump(stage, _lowered(traffic, stage), Gpu.like(traffic.device))
+def _together(traffic: Traffic, stage: plans.Stage) -> tuple[int, bool]:
+    """How many heads the Hopper kernels work on together, and whether in step.
+
+    The others have the L2 model's rule.
+    """
+    tables, gpu = _lowered(traffic, stage), Gpu.like(traffic.device)
+    heads = HOPPER.clump(stage, tables, gpu)
+    alone = HOPPER.cluster(stage, tables, gpu) == 1
+    return heads, alone and HOPPER.in_step(stage, tables, heads, gpu)
 
 
 def _lowered(traffic: Traffic, stage: plans.Stage) -> Lowered:
