@@ -14,11 +14,14 @@ from flashsim.backends.families.family import Family
 from flashsim.backends.families.tile_times import (
     ADDING_UP,
     HOPPER_FORWARD,
+    HOPPER_FUSED_WIDE,
+    ROLES,
     backward_microseconds,
     backward_times,
     busy_at_once,
     fastest_cluster,
     fastest_first,
+    microseconds_by_keys,
     sooner_at_once,
 )
 from flashsim.backends.kernels import nvrtc
@@ -83,7 +86,10 @@ class Hopper(Family):
             if d <= 64:
                 return (Tiling(128, 128),)
             if d > 128:
-                return (Tiling(64, 64),)
+                if algorithm != "flash2-fused" or d > 192:
+                    return (Tiling(64, 64),)
+                given = problem, HOPPER_FUSED_WIDE, gpu.multiprocessors
+                return fastest_first(*given, microseconds_by_keys)
             # By itself dQ takes 64 rows to a product; a softcap takes registers.
             if algorithm != "flash2-fused" or problem.softcap:
                 return (Tiling(64, 128),)
@@ -149,7 +155,7 @@ class Hopper(Family):
             return 1
         walks, _ = plans.heads_of(stage, p)
         d = 64 if max(p.head_dim, p.head_dim_v) <= 64 else 128
-        times = getattr(backward_times(p), stage.name), ADDING_UP[d]
+        times = getattr(backward_times(p, tables.schedule.tiling), stage.name), ADDING_UP[d]
         free = gpu.multiprocessors
         if stage.name == "dkdv":  # dQ's pass runs beside it, if there is room, or else behind it
             if walks * len(tables.visits) >= free:
@@ -175,7 +181,7 @@ class Hopper(Family):
             return p.group if stage.per == "head" else 1
         size, few = super().clump(stage, tables, gpu), gpu.multiprocessors // 8
         if _drifts(stage, tables):
-            times = getattr(backward_times(p), stage.name)
+            times = getattr(backward_times(p, tables.schedule.tiling), stage.name)
             walks, places = plans.heads_of(stage, p)[0], gpu.multiprocessors
             if sooner_at_once(walks, times.items(p.group * visits), places, size):
                 size = walks  # in step, they need not fit in L2 together
@@ -222,6 +228,8 @@ class Hopper(Family):
             shared = self.forward_bytes(problem, tiling, stages)
             turns = take_turns(problem, tiling)
             made = _forward_kernel(problem, tiling, variant, shared, stages, turns=turns)
+        elif stage == "fused" and tiling == ROLES:
+            made = roles_kernel(problem, tiling, variant)
         elif stage in ("dkdv", "fused"):
             made = backward_kernel(problem, tiling, variant, fused=fused, ordered=ordered)
         elif stage == "dq":
@@ -304,6 +312,23 @@ def backward_kernel(
     )
 
 
+def roles_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
+    """The fused pass of 129 to 192 columns, whose consumers make different products."""
+    d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
+    # K, V, Q and dO, P and dS; dQ on its way out.
+    tiles = 2 * (2 * bk * d + (stages + 1) * bq * d + 2 * bq * bk) + 4 * bq * d
+    shared = _on_chip(tiles + 4 * stages * 2 * bq, 3 + 2 * stages + 2 * d // _CHUNK)
+    values = launch.constants(problem, tiling, variant) | {"SMEM_BYTES": shared, "D": d}
+    return Kernel(
+        *("hopper/backward_roles.cu", "hopper_backward_roles", 512, shared),
+        launch.macros(values | {"FUSED": True, "ORDERED": False, "IN_STEP": variant.in_step}),
+        (
+            *(Box("q", bq, _CHUNK), Box("k", bk, _CHUNK), Box("v", bk, _CHUNK)),
+            *(Box("dout", bq, _CHUNK), Box("dq_acc", bq, 32)),
+        ),
+    )
+
+
 def dq_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
     """dQ alone, the last of three passes."""
     d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
@@ -346,15 +371,21 @@ def _shared_dim(problem: Problem) -> int:
     return _wide(max(problem.head_dim, problem.head_dim_v))
 
 
-def product_columns(stage: str, problem: Problem, cluster: int = 1) -> tuple[int, int]:
+def product_columns(
+    stage: str, problem: Problem, tiling: Tiling, cluster: int = 1
+) -> tuple[int, int]:
     """Columns that a backward's products take: of both head dims, and beyond them, all products'.
 
     Whole sixteens, or thirty-twos where a cluster shares an item. A tile's whole columns are taken
     by dQ^T, whose rows they are (up to 32 columns dQ itself is computed), and beyond a head_dim of
-    128, where two warpgroups share them out, by dK and dV too.
+    128, where warpgroups share them out, by dK and dV too. With one warpgroup for dQ it takes
+    thirty-twos.
     """
     step = 32 if cluster > 1 else 16
-    taken = -(-max(problem.head_dim, problem.head_dim_v) // step) * step
-    whole = _shared_dim(problem)
+    d = max(problem.head_dim, problem.head_dim_v)
+    taken, whole = -(-d // step) * step, _shared_dim(problem)
     products = (stage == "fused" and taken > 32) + (2 if stage != "dq" and whole > 128 else 0)
-    return taken, products * (whole - taken)
+    beyond = products * (whole - taken)
+    if stage == "fused" and tiling == ROLES:
+        beyond -= whole - -(-d // 32) * 32
+    return taken, beyond

@@ -8,7 +8,7 @@ multiprocessors follow from the problem, its tiling and the GPU; only the two ti
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -66,6 +66,10 @@ HOPPER_BACKWARD = {
     128: Backward(Times(2.53, 1.26), Times(3.04, 1.08), Times(2.85, 1.72)),
     192: Backward(Times(5.34, 1.56), Times(2.90, 0.82), Times(6.00, 2.08)),
 }
+#: The tile of the fused kernel of 129 to 192 columns that has roles (backward_roles.cu), and what
+#: it takes: fitted to how far it was from 64 x 64 at twenty shapes, head_dims of 160 to 192.
+ROLES = Tiling(64, 96)
+HOPPER_FUSED_WIDE = {ROLES: Times(6.75, 2.20), Tiling(64, 64): HOPPER_BACKWARD[192].fused}
 #: What the fused form takes besides: µs of one launch more, and bytes a µs, of float32 dQ that is
 #: cleared, read again and stored.
 CONVERTING, CONVERTED = 1.1, 2.88e6
@@ -86,20 +90,32 @@ _ROUNDS = 12
 @lru_cache(maxsize=512)
 def microseconds(problem: Problem, tiling: Tiling, times: Times, processors: int) -> float:
     """A forward launch, one block a multiprocessor, the longest items first."""
-    schedule = Schedule(problem, tiling)
-    visits = schedule.visit_counts
-    walks = problem.batch * problem.heads
-    items = times.items(visits)
+    visits = Schedule(problem, tiling).visit_counts
+    return _launch(times.items(visits), problem.batch * problem.heads, processors)
+
+
+@lru_cache(maxsize=512)
+def microseconds_by_keys(problem: Problem, tiling: Tiling, times: Times, processors: int) -> float:
+    """A backward launch with keys outside, whose items have all query heads of a key head."""
+    schedule = Schedule(problem, tiling, "keys")
+    spans = schedule.col_spans
+    visits = np.diff(schedule.col_csr[0]) if spans is None else spans[:, 3] - spans[:, 0]
+    items = times.items(problem.group * visits)
+    return _launch(items, problem.batch * problem.kv_heads, processors)
+
+
+def _launch(items: np.ndarray, walks: int, processors: int) -> float:
     rounds = walks * len(items) / processors
     if rounds > _ROUNDS:
         return float(items.sum()) * walks / processors
     return makespan(items, walks, processors)
 
 
-def backward_times(problem: Problem) -> Backward:
+def backward_times(problem: Problem, tiling: Tiling) -> Backward:
     """What a Hopper backward's passes take of a problem."""
     d = max(problem.head_dim, problem.head_dim_v)
-    return HOPPER_BACKWARD[min((w for w in HOPPER_BACKWARD if d <= w), default=192)]
+    known = HOPPER_BACKWARD[min((w for w in HOPPER_BACKWARD if d <= w), default=192)]
+    return known._replace(fused=HOPPER_FUSED_WIDE[ROLES]) if tiling == ROLES else known
 
 
 @lru_cache(maxsize=512)
@@ -110,8 +126,9 @@ def backward_microseconds(passes: tuple[KernelPass, ...], processors: int) -> fl
     dV's. The conversion waits for all of them.
     """
     p, free, more = passes[0].tables.schedule.problem, [0.0] * processors, 0.0
-    known, width = backward_times(p)._asdict(), 64 if max(p.head_dim, p.head_dim_v) <= 64 else 128
+    width = 64 if max(p.head_dim, p.head_dim_v) <= 64 else 128
     for one in passes:
+        known = backward_times(p, one.tables.schedule.tiling)._asdict()
         if one.stage.converts:
             row = 4 * 2 + p.itemsize  # bytes for each column
             more = CONVERTING + p.batch * p.heads * p.n_q * p.head_dim * row / CONVERTED
@@ -224,15 +241,18 @@ def sooner_at_once(walks: int, items: np.ndarray, places: int, clump: int) -> bo
 
 
 def fastest_first(
-    problem: Problem, times: dict[Tiling, Times], processors: int
+    problem: Problem,
+    times: dict[Tiling, Times],
+    processors: int,
+    launch: Callable[[Problem, Tiling, Times, int], float] = microseconds,
 ) -> tuple[Tiling, ...]:
-    """Tilings in the order of the time that they should take.
+    """Tilings in the order of the time that they should take: `launch` says it.
 
     In a launch that takes long the first is only given up for one that is faster by more than the
     times are sure of: it has the most arithmetic to a byte of shared memory, which a chip that runs
     hot likes.
     """
-    took = {t: microseconds(problem, t, times[t], processors) for t in times}
+    took = {t: launch(problem, t, times[t], processors) for t in times}
     first = next(iter(times))
     if took[first] > _LONG:
         took[first] *= 1 - _DOUBT

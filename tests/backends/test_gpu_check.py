@@ -74,6 +74,7 @@ def test_the_sanitizer_sees_every_form_of_hoppers_kernels():
             ("hopper_backward", tiling, d, 1, 0),
             ("hopper_backward", in_order, d, 1, 1),
         }
+    assert ("hopper_backward_roles", "64 x 96", 192, 1, 0) in seen
     for d in (192, 256):
         for fused in (0, 1):
             assert ("hopper_backward_wide", "64 x 64", d, fused, 0) in seen

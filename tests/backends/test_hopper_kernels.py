@@ -21,6 +21,7 @@ from flashsim.backends.cupy_gpu import tensor_maps
 from flashsim.backends.families import tile_times
 from flashsim.backends.families.hopper import HOPPER
 from flashsim.backends.families.portable import PORTABLE
+from flashsim.backends.families.tile_times import ROLES
 from flashsim.backends.launch.kernel import Box, Variant
 from flashsim.engines.engine import Job
 from flashsim.errors import OptionError, UnsupportedError
@@ -40,7 +41,7 @@ PROBLEMS = {
     "80": Problem(4096, 4096, 80, heads=2, dtype="bfloat16"),
     "40": Problem(333, 517, 40, heads=2, dtype="float16"),
     "40, values 8": Problem(333, 517, 40, 8, heads=2, dtype="float16"),
-    "192": Problem(4096, 4096, 192, heads=2, dtype="bfloat16", causal=True),
+    "192": Problem(4096, 4096, 192, heads=64, dtype="bfloat16", causal=True),
     "256": Problem(4096, 4096, 256, heads=2, dtype="bfloat16", causal=True),
     "128 odd": Problem(500, 500, 128, 64, **ODD),
     "128 blocks": Problem(
@@ -319,7 +320,7 @@ def test_dq_of_up_to_192_columns_leaves_from_shared_memory():
     def fused(head_dim):
         p = Problem(999, 999, head_dim, dtype="bfloat16")
         dkdv, made = (
-            HOPPER.backward_passes(p, None, H200, "ascending", "", a)[1].kernel
+            HOPPER.backward_passes(p, Tiling(64, 64), H200, "ascending", "", a)[1].kernel
             for a in ("flash2", "flash2-fused")
         )
         assert made.shared_bytes <= H200.shared_bytes
@@ -327,6 +328,24 @@ def test_dq_of_up_to_192_columns_leaves_from_shared_memory():
 
     assert fused(192) == fused(136) == (4 * 64 * 192, "dq_acc")
     assert fused(256) == (0, "q")
+
+
+@pytest.mark.parametrize(
+    ("n", "heads", "kv_heads", "tile"),
+    [
+        (4096, 10, 10, ROLES),  # more items than places: fewer, longer visits
+        (1024, 32, 8, Tiling(64, 64)),  # a round: the last item of either has as many visits
+        (128, 32, 32, Tiling(64, 64)),
+    ],
+)
+def test_the_fused_backward_of_wide_rows_takes_the_faster_tile(n, heads, kv_heads, tile):
+    p = Problem(n, n, 192, heads=heads, kv_heads=kv_heads, dtype="bfloat16", causal=True)
+    fused = HOPPER.backward_passes(p, None, H200, "ascending", "", "flash2-fused")[1].kernel
+    assert fused.name == "hopper_backward_" + ("roles" if tile == ROLES else "wide")
+    assert HOPPER.tilings(p, H200, "backward", "flash2-fused")[0] == tile
+    cells = BlockMask(np.eye(n // 128, dtype=bool), 128, 128)
+    p = replace(p, causal=False, block_mask=cells)  # 96 keys do not divide them
+    assert HOPPER.default(p, H200, "backward", "flash2-fused") == Tiling(64, 64)
 
 
 def test_a_cluster_takes_what_its_blocks_have_left_each():

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 HOPPER_FORWARD = "hopper/forward.cu"
 BACKWARD, WIDE, DQ = "hopper/backward.cu", "hopper/backward_wide.cu", "hopper/dq.cu"
+ROLES = "hopper/backward_roles.cu"
 SHARED, WORK = "hopper/keys_outside.cuh", "hopper/work.cuh"
 FORWARD, DKDV, PORTABLE_DQ = (
     "portable/forward.cu",
@@ -276,6 +277,34 @@ FAULTS = {
     "narrow-columns-shared": KernelFault(
         "both warpgroups multiply the same half of the middle chunk",
         *(WIDE, "return 64 + 32 * g;", "return 64;", "test_head_dims and bfloat16"),
+    ),
+    # -- Hopper's backward by roles; test_emulated_hopper.py sees these on a CPU ------------------
+    "roles-delta-of-another-row": KernelFault(
+        "every second row of dS takes the row before's delta",
+        *(ROLES, "+ delta[i / 2 % 2]);", "+ delta[0]);", "by_roles and ragged"),
+    ),
+    "roles-mask-off-by-one": KernelFault(
+        "the diagonal itself is masked",
+        *(ROLES, "(c > last ||", "(c >= last ||", "by_roles and causal"),
+    ),
+    "roles-p-not-swizzled": KernelFault(
+        "P and dS are stored without the swizzle of a right operand",
+        *(ROLES, "^ key % 8) * 8", ") * 8", "by_roles and ragged"),
+    ),
+    "roles-dq-of-other-columns": KernelFault(
+        "dQ is that of the columns 64 further on",
+        *(ROLES, "issue_dq(dQ, s.ds, s.k[0]);", "issue_dq(dQ, s.ds, s.k[1]);"),
+        "by_roles and ragged",
+    ),
+    "roles-halves-of-a-sum-swapped": KernelFault(
+        "of sixteen keys of dK and dV the second eight are stored first",
+        *(ROLES, "lane / 2 % 2 * 8 + lane / 4;", "(1 - lane / 2 % 2) * 8 + lane / 4;"),
+        "by_roles and ragged",
+    ),
+    "roles-dk-not-scaled": KernelFault(
+        "dK misses the scale",
+        *(ROLES, "kv_heads, sum, a.scale)", "kv_heads, sum, 1.0f)"),
+        "by_roles and ragged",
     ),
     # -- Hopper's backward: clusters --------------------------------------------------------------
     "others-left-out": KernelFault(

@@ -17,6 +17,7 @@ pytest.importorskip("cupy")
 import afresh
 import emulator
 import kernel_faults
+import test_emulated_hopper
 from compiled import compiled, errors
 from test_emulated import compare
 from test_hopper_kernels import H200, PROBLEMS, kernels
@@ -60,7 +61,9 @@ def test_the_gpu_tests_notice(name):
 
 def affected(fault):
     """Kernels with the fault in them, one of each source."""
-    every = kernels(PROBLEMS["192" if fault.file == kernel_faults.WIDE else "128"])
+    every = kernels(
+        PROBLEMS["192" if fault.file in (kernel_faults.WIDE, kernel_faults.ROLES) else "128"]
+    )
     for dtype in ("bfloat16", "float32"):
         given = (Problem(113, 203, 64, dtype=dtype, causal=True), None, H200, "ascending", "")
         passes = [*PORTABLE.forward_passes(*given), *PORTABLE.backward_passes(*given, "flash2")]
@@ -147,6 +150,13 @@ def test_a_portable_one_shows_on_a_cpu(name, monkeypatch):
     p = Problem(70, 90, 40, heads=4, kv_heads=2, dtype=dtype, causal=True)
     with seeded(name, monkeypatch), pytest.raises((AssertionError, TraceError)):
         compare(emulator.Emulator(900), PORTABLE, p)
+
+
+@pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
+@pytest.mark.parametrize("name", [name for name in FAULTS if name.startswith("roles")])
+def test_one_of_the_backward_by_roles_shows_on_a_cpu(name, monkeypatch):
+    with seeded(name, monkeypatch), pytest.raises((AssertionError, TraceError)):
+        test_emulated_hopper.compare(test_emulated_hopper.PROBLEMS["groups"])
 
 
 def test_a_fragment_that_is_gone_is_an_error():

@@ -30,7 +30,7 @@ from flashsim import Problem, Tiling
 from flashsim.backends.cupy_gpu import engine
 from flashsim.backends.families import family, hopper
 from flashsim.backends.families.hopper import Hopper
-from flashsim.backends.families.tile_times import CLUSTERS, HOPPER_FORWARD
+from flashsim.backends.families.tile_times import CLUSTERS, HOPPER_FORWARD, ROLES, Times
 from flashsim.errors import UnsupportedError
 from flashsim.problem.masks import BlockMask
 from flashsim.trace.events import PHASES
@@ -144,6 +144,36 @@ def test_grouped_heads_in_step(name, head_dim, choose):
     check_bits(p, HOPPER, runs=10)
 
 
+@pytest.fixture
+def by_roles(monkeypatch):
+    """The fused backward of 129 to 192 columns has one tile, whatever the default is."""
+    monkeypatch.setattr(hopper, "HOPPER_FUSED_WIDE", {ROLES: Times(1.0, 1.0)})
+    family._passes.cache_clear()
+    engine._planned.cache_clear()
+    yield
+    family._passes.cache_clear()
+    engine._planned.cache_clear()
+
+
+@pytest.mark.parametrize("head_dims", [(136, 136), (176, 150), (192, 192)])
+@pytest.mark.parametrize("name", [name for name in FEATURES if name != "blocks"])
+@pytest.mark.usefixtures("by_roles")
+def test_the_backward_by_roles(name, head_dims):
+    d, dv = head_dims
+    p = Problem(head_dim=d, head_dim_v=dv, dtype="bfloat16", **FEATURES[name])
+    check(p, HOPPER)
+    check_counts(p, HOPPER)
+    result = run(p, make(p))
+    assert result.backward(make(p)["dout"], deterministic=False).tiling == ROLES
+
+
+@pytest.mark.usefixtures("by_roles")
+def test_bits_and_timelines_of_the_backward_by_roles():
+    p = Problem(1024, 1024, 192, heads=4, dtype="float16", causal=True)
+    check_bits(p, HOPPER)
+    check_timelines(Problem(head_dim=160, dtype="float16", **FEATURES["window"]), HOPPER)
+
+
 #: Whatever the default is for a shape and a GPU, all that the forward chooses from.
 TILES = [(d, t) for d, times in HOPPER_FORWARD.items() for t in times]
 
@@ -206,7 +236,9 @@ def test_counts_leave_out_what_rows_are_padded_with(head_dims):
 
 @pytest.mark.parametrize(
     ("head_dim", "name"),
-    star([64, 128, 256], ["window", "causal", "blocks", "varlen"]),  # 64, window: three consumers
+    star(
+        [64, 128, 192, 256], ["window", "causal", "blocks", "varlen"]
+    ),  # 64, window: three consumers
 )
 def test_timeline_and_counts_of_every_visit(name, head_dim):
     check_timelines(Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name]), HOPPER)

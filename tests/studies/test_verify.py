@@ -393,8 +393,11 @@ def test_what_the_blocks_of_a_cluster_send_each_other():
     keys, row = 8 * 2048, 2 * 128 * 2 + 32  # a row of 80 bytes begins in the middle of a sector
     assert shared - alone == keys * (row + 2 * 96 * 4)
     narrow = replace(p, head_dim=72, head_dim_v=72)
-    assert product_columns("dkdv", narrow) == (80, 0)
-    assert product_columns("dkdv", narrow, cluster=2) == (96, 0)  # in pieces of 32
+    assert product_columns("dkdv", narrow, Tiling(64, 128)) == (80, 0)
+    assert product_columns("dkdv", narrow, Tiling(64, 128), cluster=2) == (96, 0)  # pieces of 32
+    wide = replace(p, head_dim=72, head_dim_v=144)  # dK and dV: 192; dQ: 192, or 160
+    assert product_columns("fused", wide, Tiling(64, 64)) == (144, 3 * 48)
+    assert product_columns("fused", wide, Tiling(64, 96)) == (144, 2 * 48 + 16)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@
 #include <ucontext.h>
 #include <vector>
 
-Index threadIdx, blockIdx;
+Index threadIdx, blockIdx, blockDim, gridDim;
 
 // -- Threads, barriers ----------------------------------------------------------------------------
 struct Copy { char* to; const char* from; int size, bytes; long group; };
@@ -42,9 +42,12 @@ void yield() {
     const unsigned me = threadIdx.x;
     if (!_setjmp(threads[me].place)) _longjmp(scheduler, 1);
 }
+void come(Meeting& m) {
+    if (++m.here == m.size) m.here = 0, ++m.held, ++progress;
+}
 void meet(Meeting& m) {
     const long number = m.held;
-    if (++m.here == m.size) m.here = 0, ++m.held, ++progress;
+    come(m);
     while (m.held == number) yield();
 }
 void meet_warp() { meet(warps[threadIdx.x / 32]); }
@@ -135,7 +138,7 @@ bool run_cluster(bool backwards) {  // false: threads wait for each other in vai
 }
 
 extern "C" bool run(const void* args, unsigned x, unsigned y, unsigned count) {
-    arguments = args;
+    arguments = args, gridDim = {x, y, 1}, blockDim = {count, 1, 1};
     for (int n = 0; n < cluster_size; ++n) blocks.push_back(new Block(count));
     bool ended = x % cluster_size == 0;
     for (unsigned n = 0; ended && n < x * y; n += cluster_size) {
@@ -173,7 +176,15 @@ float __shfl_xor_sync(u32, float x, int mask) {
     const Shown<1> shown({bits<u32>(x)});
     return bits<float>(shown(threadIdx.x % 32 ^ mask));
 }
+u32 __shfl_xor_sync(u32, u32 x, int mask) {
+    const Shown<1> shown({x});
+    return shown(threadIdx.x % 32 ^ mask);
+}
 
+u32 __shfl_sync(u32, u32 x, int lane) {
+    const Shown<1> shown({x});
+    return shown(lane);
+}
 int __shfl_sync(u32, int x, int lane) {
     const Shown<1> shown({u32(x)});
     return int(shown(lane));
@@ -221,6 +232,10 @@ void ptx_bar_sync(u32 number, int count) {
     Meeting& m = number ? groups[number] : block;
     m.size = count;
     meet(m);
+}
+void ptx_bar_arrive(u32 number, int count) {
+    groups[number].size = count;
+    come(groups[number]);
 }
 static void start_copy(u32 to, const void* from, int size, int bytes) {
     Thread& t = threads[threadIdx.x];
@@ -313,6 +328,124 @@ void ptx_ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(u32& a, u32& b, u32& c, 
                                                                u32 at) {
     load_matrices<true>({&a, &b, &c, &d}, at);
 }
+
+// Likewise to shared memory; `TRANSPOSE`: a row in memory is a column.
+template <bool TRANSPOSE>
+void store_matrices(u32 at, const u32 (&from)[4]) {
+    const Shown<1> row({at});
+    const unsigned lane = threadIdx.x % 32, y = lane / 4, x = lane % 4 * 2;
+    for (int i = 0; i < 4; ++i)
+        for (int e = 0; e < 2; ++e) {
+            const u32 to = TRANSPOSE ? row(8 * i + x + e) + 2 * y : row(8 * i + y) + 2 * (x + e);
+            const unsigned short half = from[i] >> 16 * e;
+            memcpy(shared + to, &half, 2);
+        }
+}
+void ptx_stmatrix_sync_aligned_m8n8_x4_shared_cta_b16(u32 at, u32 a, u32 b, u32 c, u32 d) {
+    store_matrices<false>(at, {a, b, c, d});
+}
+void ptx_stmatrix_sync_aligned_m8n8_x4_trans_shared_cta_b16(u32 at, u32 a, u32 b, u32 c, u32 d) {
+    store_matrices<true>(at, {a, b, c, d});
+}
+void ptx_movmatrix_sync_aligned_m8n8_trans_b16(u32& y, u32 x) {
+    const Shown<1> lanes({x});
+    const unsigned row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+    y = 0;
+    for (int e = 0; e < 2; ++e)
+        y |= (lanes(4 * (column + e) + row / 2) >> 16 * (row % 2) & 0xffff) << 16 * e;
+}
+
+// -- Hopper (hopper_on_cpu.h) ---------------------------------------------------------------------
+// An mbarrier, in its eight bytes of shared memory.
+struct Barrier { unsigned char count, pending, phase; int bytes; };
+static Barrier& barrier(u32 at) { return *reinterpret_cast<Barrier*>(shared + at); }
+static void settle(Barrier& b) {  // the phase may be over
+    if (b.pending || b.bytes) return;
+    b.pending = b.count, b.phase ^= 1, ++progress;
+}
+void ptx_mbarrier_init_shared_cta_b64(u32 at, int count) {
+    const unsigned char n = count;
+    barrier(at) = {n, n, 0, 0};
+}
+void ptx_mbarrier_arrive_shared_cta_b64(u32 at) { --barrier(at).pending, settle(barrier(at)); }
+void ptx_mbarrier_arrive_expect_tx_shared_cta_b64(u32 at, u32 bytes) {
+    barrier(at).bytes += bytes;
+    ptx_mbarrier_arrive_shared_cta_b64(at);
+}
+void ptx_mbarrier_try_wait_parity_shared_cta_b64(u32& done, u32 at, u32 parity) {
+    done = barrier(at).phase != parity;  // the present phase is the one after it
+    if (!done) yield();
+}
+// The copy engine, which is done at once. emulator.py makes the maps: strides in bytes.
+struct Map { char* data; long shape[4], step[4]; int columns, rows, bytes; };
+static u32 swizzled(u32 at) { return at ^ (at >> 7 & 7) << 4; }  // rows of 128 bytes
+template <bool ADD>
+static u32 move_box(const Map& m, u32 at, int column, int row, int head, int batch, int stop) {
+    for (int y = 0; y < m.rows; ++y)
+        for (int x = 0; x < m.columns; ++x) {
+            char* here = shared + swizzled(at + (y * m.columns + x) * m.bytes);
+            char* there = m.data + (column + x) * m.step[0] + (row + y) * m.step[1] +
+                          head * m.step[2] + batch * m.step[3];
+            const bool exists = column + x < m.shape[0] && row + y < stop;
+            if (ADD && exists) *(float*)there += *(float*)here;
+            if (!ADD && exists) memcpy(here, there, m.bytes);
+            if (!ADD && !exists) memset(here, 0, m.bytes);
+        }
+    return m.rows * m.columns * m.bytes;
+}
+static void load_box(u32 to, const void* map, u32 bar, int column, int row, int head, int batch,
+                     int stop) {
+    const Map& m = *static_cast<const Map*>(map);
+    barrier(bar).bytes -= move_box<false>(m, to, column, row, head, batch, stop);
+    settle(barrier(bar));
+}
+static long rows_of(const void* map) { return static_cast<const Map*>(map)->shape[1]; }
+void ptx_cp_async_bulk_tensor_4d_shared_cluster_global_mbarrier_complete_tx_bytes(
+    u32 to, const void* map, u32 bar, int column, int row, int head, int batch, int) {
+    load_box(to, map, bar, column, row, head, batch, rows_of(map));
+}
+// Of packed sequences: in view `stop` the row before it is number `round` - 1 (work.cuh).
+void ptx_cp_async_bulk_tensor_5d_shared_cluster_global_mbarrier_complete_tx_bytes(
+    u32 to, const void* map, u32 bar, int column, int row, int head, int stop, int round) {
+    load_box(to, map, bar, column, row - round + stop, head, 0, stop);
+}
+void ptx_cp_reduce_async_bulk_tensor_4d_global_shared_cta_add_tile_bulk_group(
+    const void* map, u32 from, int column, int row, int head, int batch, int) {
+    move_box<true>(*static_cast<const Map*>(map), from, column, row, head, batch, rows_of(map));
+}
+void ptx_cp_reduce_async_bulk_tensor_5d_global_shared_cta_add_tile_bulk_group(
+    const void* map, u32 from, int column, int row, int head, int stop, int round) {
+    move_box<true>(*static_cast<const Map*>(map), from, column, row - round + stop, head, 0, stop);
+}
+void ptx_st_shared_f32(u32 to, float x) { memcpy(shared + to, &x, 4); }
+void ptx_st_shared_v2_f32(u32 to, float x, float y) {
+    memcpy(shared + to, &x, 4), memcpy(shared + to + 4, &y, 4);
+}
+// wgmma, each thread its own part at once: A is 64 x 16, B 16 x n / 2 * 4, rows or columns of k.
+static u32 element(u64 matrix, bool k_down, int other, int k) {
+    const u32 start = (matrix & 0x3fff) << 4, leading = (matrix >> 16 & 0x3fff) << 4;
+    const u32 stride = (matrix >> 32 & 0x3fff) << 4;
+    return swizzled(k_down ? start + other / 64 * leading + other % 64 * 2 + k / 8 * stride +
+                                 k % 8 * 128
+                           : start + other / 8 * stride + other % 8 * 128 + k * 2);
+}
+template <bool BF16>
+static float value(u32 at) {
+    return BF16 ? bits<float>(half_at(at) << 16) : from_f16(half_at(at));
+}
+template <bool BF16>
+void wgmma(float* const* d, int n, u64 a, u64 b, bool accumulate, bool a_down, bool b_down) {
+    const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+    for (int e = 0; e < n; ++e) {
+        float sum = accumulate ? *d[e] : 0.0f;
+        for (int k = 0; k < 16; ++k)
+            sum += value<BF16>(element(a, a_down, row + e / 2 % 2 * 8, k)) *
+                   value<BF16>(element(b, b_down, e / 4 * 8 + column + e % 2, k));
+        *d[e] = sum;
+    }
+}
+template void wgmma<false>(float* const*, int, u64, u64, bool, bool, bool);
+template void wgmma<true>(float* const*, int, u64, u64, bool, bool, bool);
 
 // Lane 4 g + t holds of A rows g and g + 8, of B column g, of C rows g and g + 8, columns 2 t, 2 t
 // + 1. A register is one element of k (tf32: t or t + 4) or two (2 t and the next, or those 8

@@ -10,6 +10,7 @@
 #define __shared__
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __forceinline__ inline
 #define __align__(n) __attribute__((aligned(n)))
 
 using u32 = unsigned int;
@@ -21,7 +22,7 @@ struct alignas(16) int4 { int x, y, z, w; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
-extern struct Index { unsigned x, y, z; } threadIdx, blockIdx;
+extern struct Index { unsigned x, y, z; } threadIdx, blockIdx, blockDim, gridDim;
 // Of a kernel; emulator.py writes them behind it.
 extern char shared[];
 extern const unsigned shared_size, cluster_size;  // in bytes, in blocks
@@ -42,6 +43,11 @@ inline u32 __float_as_uint(float x) { return bits<u32>(x); }
 inline float __fdividef(float x, float y) { return x / y; }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
+inline u32 atomicInc(u32* to, u32 last) {
+    const u32 old = *to;
+    *to = old >= last ? 0 : old + 1;
+    return old;
+}
 inline u32 atomicAdd(u32* to, u32 x) { return *to += x, *to - x; }
 inline float atomicAdd(float* to, float x) { const float old = *to; *to = old + x; return old; }
 inline void __threadfence() {}
@@ -51,7 +57,9 @@ void __syncthreads();
 void __syncwarp();
 u32 __reduce_add_sync(u32, u32 x);
 float __shfl_xor_sync(u32, float x, int mask);
+u32 __shfl_xor_sync(u32, u32 x, int mask);
 int __shfl_sync(u32, int x, int lane);
+u32 __shfl_sync(u32, u32 x, int lane);
 float __shfl_sync(u32, float x, int lane);
 long long __shfl_sync(u32, long long x, int lane);
 bool __any_sync(u32, bool x);
@@ -68,6 +76,7 @@ void ptx_mapa_shared_cluster_u32(u32& to, u32 here, u32 rank);
 void ptx_st_shared_cluster_f32(u32 to, float x);
 void ptx_st_shared_cluster_v4_f32(u32 to, float x, float y, float z, float w);
 void ptx_bar_sync(u32 number, int count);
+void ptx_bar_arrive(u32 number, int count);
 void ptx_cp_async_cg_shared_global(u32 to, const void* from, int bytes = 16);
 void ptx_cp_async_ca_shared_global(u32 to, const void* from, int bytes);
 void ptx_createpolicy_fractional_L2_evict_first_b64(u64& policy);

@@ -27,12 +27,23 @@ from flashsim.trace.events import StageTrace
 
 COMPILER = shutil.which("g++") if sys.platform == "linux" else None
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
+HOPPER_HEADER = HEADER.with_name("hopper_on_cpu.h")
+#: cuda_on_cpu.cpp's tensor map (strides in bytes), in the 128 bytes of the driver's.
+_MAP = np.dtype(
+    [
+        *(("data", "u8"), ("shape", "i8", 4), ("step", "i8", 4)),
+        *(("columns", "i4"), ("rows", "i4"), ("bytes", "i4"), ("", "V44")),
+    ]
+)
 _FLAGS = ("-std=c++17", "-w", "-fPIC", "-U_FORTIFY_SOURCE")
 #: A statement of PTX: the text, then operands, whose parentheses are one deep.
 _ASM = re.compile(
     r'\basm\s*(?:volatile\s*)?\(((?:"[^"]*"|[^()"]|\((?:[^()]|\([^()]*\))*\))*)\)\s*;'
 )
 _OPERAND = re.compile(r'"[=+]?[rlfn]"\s*\(((?:[^()]|\([^()]*\))*)\)')
+#: What stands before the instruction that counts; wgmma's, whose operands say how large it is.
+_BEFORE = re.compile(r"\\n|\{|\.reg \.\w+ \w+;|setp\.[^;]*;|\"\s*\"")
+_SHAPE = re.compile(r"\.m64n\d+k16")
 _OPCODE = re.compile(r"(?<!\.)\b[a-z]\w*\.[\w.:]+")
 
 
@@ -40,9 +51,11 @@ def function_calls(source: str) -> str:
     """Preprocessed CUDA C++ with every ``asm`` a call of the function named after its opcode."""
 
     def call(found: re.Match[str]) -> str:
-        opcode = _OPCODE.search(found[1])
-        assert opcode, found[1]
-        return f"ptx_{re.sub(r'[.:]+', '_', opcode[0])}({', '.join(_OPERAND.findall(found[1]))});"
+        opcode = _OPCODE.search(_BEFORE.sub("", found[1]))
+        if not opcode:  # it is for the compiler alone
+            return ";"
+        name = re.sub(r"[.:]+", "_", _SHAPE.sub("", opcode[0]))
+        return f"ptx_{name}({', '.join(_OPERAND.findall(found[1]))});"
 
     return _ASM.sub(call, source)
 
@@ -120,8 +133,19 @@ class Emulator:
         defines = [f"-D{name}={value}" for name, value in kernel.constants]
         defines.append(f"-D__CUDA_ARCH__={self.arch}")
         args = "DecodeArgs" if kernel.name.startswith("flash_decode") else "Args"
-        entry = f"void kernel() {{ {kernel.name}(*static_cast<const {args}*>(arguments)); }}\n"
-        return built(self.source(kernel.file) + entry, tuple(defines))
+        source, passed = self.source(kernel.file), "x.a"
+        if kernel.boxes:
+            maps, source = len(kernel.boxes), f'#include "{HOPPER_HEADER}"\n{source}'
+            passed = ", ".join([*(f"x.maps[{n}]" for n in range(maps)), "x.a", "x.counter"])
+            passed_in = f"TensorMap maps[{maps}]; {args} a; u32* counter;"
+        else:
+            passed_in = f"{args} a;"
+        source += f"""struct Passed {{ {passed_in} }};
+            void kernel() {{
+                const Passed& x = *static_cast<const Passed*>(arguments);
+                {kernel.name}({passed});
+            }}\n"""
+        return built(source, tuple(defines))
 
     def run(self, kernel: Kernel, record: np.ndarray, grid: tuple[int, int]) -> None:
         """Launch a kernel with an argument of its struct's type."""
@@ -149,10 +173,33 @@ class Emulator:
         values["n_visits"] = tables.n_visits
         for name in (*launch.INTEGERS, "scale", "softcap"):
             record[name] = values[name] if name in values else getattr(p, name)
+        if one.kernel.boxes:
+            record = _with_maps(one, arrays, record)
         self.run(one.kernel, record, (*one.grid, 1)[:2])
         if not dict(one.kernel.constants)["FS_TRACE"]:
             return None
         return counts.stage_trace(one.stage, tables.schedule, *reversed(reports.values()))
+
+
+def _with_maps(one: KernelPass, arrays: dict[str, np.ndarray], args: np.ndarray) -> np.ndarray:
+    """What a kernel with tensor maps takes: those, its struct, a work counter of 0 (its own)."""
+    boxes = one.kernel.boxes
+    passed = np.dtype(
+        [("maps", _MAP, len(boxes)), ("a", args.dtype), ("counter", "u8"), ("work", "u4")]
+    )
+    size = -(-passed.itemsize // 64) * 64
+    room = np.zeros(size + 64, "u1")
+    room = room[-room.ctypes.data % 64 :][:size]  # a map is aligned like this
+    record = room[: passed.itemsize].view(passed)[0]
+    for to, box in zip(record["maps"], boxes, strict=True):
+        array = arrays[box.tensor]
+        to["data"], to["shape"] = array.ctypes.data, array.shape[::-1]
+        to["step"] = array.strides[::-1]
+        to["columns"], to["rows"], to["bytes"] = box.columns, box.rows, array.itemsize
+    record["a"] = args
+    if one.grid[0] < one.walks * one.tables.tiles:
+        record["counter"] = room.ctypes.data + passed.fields["work"][1]
+    return room
 
 
 class Faulty(Emulator):

@@ -34,6 +34,8 @@ SHAPES = (
 )
 #: What else Hopper's kernels have: the widest rows, whose backward is another kernel's, too.
 WIDEST = (256, 256, {})
+#: So many items that the fused backward takes its tile of more keys.
+MANY = (160, 128, dict(n_kv=96, heads=140, kv_heads=70))
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ WAYS = {
     # Three passes; dQ in a fixed order, where there is such a form; in any order.
     "hopper": Way(
         *(("float16",), _CUPY),
-        shapes=(WIDEST, *SHAPES),
+        shapes=(WIDEST, MANY, *SHAPES),
         tiles=tuple((d, t) for d, times in HOPPER_FORWARD.items() for t in times),
         forms=(None, True, False),
     ),
@@ -108,7 +110,7 @@ def problems(family: str) -> list[tuple[Problem, tuple[bool | None, ...], Tiling
         *((*shape, way.forms, way.both.get("tiling")) for shape in way.shapes),
     ]
     return [
-        (Problem(head_dim=d, head_dim_v=dv, dtype=dtype, **sizes, **more), forms, tiling)
+        (Problem(head_dim=d, head_dim_v=dv, dtype=dtype, **{**sizes, **more}), forms, tiling)
         for d, dv, more, forms, tiling in cases
         for dtype in way.dtypes
     ]

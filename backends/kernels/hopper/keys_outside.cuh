@@ -64,6 +64,7 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
                         const TensorMap* map_v, const TensorMap* map_dout, u32* counter) {
     Ring ring, slot;
     u32 kv_parity = 0;
+    [[maybe_unused]] u32 dout_parity = 0;
     const int kv_heads = a.heads / a.group;
     const int items = a.walks * a.tiles;
     for (int w = first_work();; w = next_work(counter, items)) {
@@ -85,10 +86,25 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
                 stamp(stamps, 0);
                 wait(&s.empty[ring.stage], ring.parity ^ 1);  // its last readers are done
                 stamp(stamps, 1);
+#ifdef ONE_DOUT  // dO has one stage, whose chunks have their own barriers
+                arrive_expect(&s.full[ring.stage], sizeof(s.q[0]));
+#else
                 arrive_expect(&s.full[ring.stage], sizeof(s.q[0]) + sizeof(s.dout[0]));
+#endif
                 const Place from = place(query, it.end, batch);
                 copy_tile(s.q[ring.stage], map_q, &s.full[ring.stage], from, head);
+#ifdef ONE_DOUT
+#pragma unroll 1
+                for (int c = 0; c < CHUNKS; ++c) {
+                    wait(&s.dout_empty[c], dout_parity ^ 1);
+                    arrive_expect(&s.dout_full[c], sizeof(s.dout[c]));
+                    copy_box(s.dout[c], map_dout, &s.dout_full[c], 64 * c, from.row, head,
+                             from.batch);
+                }
+                dout_parity ^= 1;
+#else
                 copy_tile(s.dout[ring.stage], map_dout, &s.full[ring.stage], from, head);
+#endif
                 stamp(stamps, 4);
                 ring.next(STAGES);
                 const int rows = min(BLOCK_Q, it.end - query);

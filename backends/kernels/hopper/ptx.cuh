@@ -131,6 +131,17 @@ __device__ inline void store_matrices(u32 to, const u32 (&x)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};"
                  :: "r"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
+// The same, each block transposed.
+__device__ inline void store_transposed(u32 to, const u32 (&x)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 [%0], {%1, %2, %3, %4};"
+                 :: "r"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+}
+// An 8 x 8 block of 16-bit elements, two neighbours of a row in each lane, transposed.
+__device__ inline u32 transposed(u32 x) {
+    u32 y;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
 __device__ inline void store_float(u32 to, float x) {
     asm volatile("st.shared.f32 [%0], %1;" :: "r"(to), "f"(x) : "memory");
 }

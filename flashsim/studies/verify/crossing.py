@@ -70,7 +70,7 @@ def crossing(
             total += rows * (width + uneven)
     if op == "load" and cluster > 1:  # parts of dK and dV, float32
         keys = _box_rows(traffic, stage, "K")
-        columns, _ = family.product_columns(stage.name, p, cluster)
+        columns, _ = family.product_columns(stage.name, p, traffic.tiling, cluster)
         total += (cluster - 1) * keys * 2 * columns * 4
     return total
 
@@ -117,7 +117,7 @@ def tensor_flops(
         if python:
             d, dv = family.tile_columns(stage.name, p)
         else:
-            d, beyond = family.product_columns(stage.name, p, cluster)
+            d, beyond = family.product_columns(stage.name, p, tiling, cluster)
             dv = d
     wide = replace(p, head_dim=d, head_dim_v=dv)
     visit = stage_work(wide, traffic.algorithm, traffic.direction, stage.name).visit

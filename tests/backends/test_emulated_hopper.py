@@ -1,0 +1,66 @@
+"""The Hopper backward whose warpgroups have different roles, its own source run on a CPU: gradients
+are attention's, and bytes the simulator's. What is late on a GPU (copies, products of matrices) is
+never late here; the GPU tests have that.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import flashsim
+from flashsim import Problem
+from flashsim.backends.families.hopper import HOPPER
+from flashsim.backends.families.portable import PORTABLE
+from flashsim.backends.families.tile_times import ROLES
+from flashsim.problem import oracle
+
+pytest.importorskip("cupy")  # as test_emulated
+import emulator
+import test_emulated
+from compiled import thorough
+from cupy_checks import ROOMY, budget, make, options
+from test_cuda_kernels import H200
+
+pytestmark = test_emulated.pytestmark
+#: Blocks get several items.
+GPU = replace(H200, multiprocessors=2)
+PROBLEMS = {
+    "groups": Problem(150, 110, 160, heads=2, kv_heads=1, dtype="bfloat16", causal=True),
+    "window": Problem(130, 230, 136, 176, batch=2, dtype="float16", window=(60, 10)),
+    "softcap": Problem(100, 100, 192, heads=2, dtype="bfloat16", causal=True, softcap=5.0),
+    "padded": Problem(70, 200, 155, 91, dtype="bfloat16"),
+    "varlen": Problem(
+        *(170, 200, 192),
+        dtype="float16",
+        causal=True,
+        cu_seqlens_q=(0, 70, 71, 170),
+        cu_seqlens_k=(0, 100, 103, 200),
+    ),
+}
+
+
+def compare(problem):
+    """Gradients within the budget of their type, events the simulator's."""
+    p, x, machine = problem, make(problem), test_emulated.HOPPER
+    forward = PORTABLE.forward_passes(p, None, GPU, "ascending", "counts")
+    arrays, _ = emulator.run_forward(machine, forward, p, x)
+    passes = HOPPER.backward_passes(p, ROLES, GPU, "ascending", "counts", "flash2-fused")
+    arrays, stages = emulator.run_backward(machine, passes, p, arrays, x["dout"], fused=True)
+    inputs = [x[name] for name in "qkv"]
+    true = oracle.gradients(*inputs, x["dout"], p)
+    rough = oracle.gradients(*inputs, x["dout"], p, dtype=p.dtype)
+    for name in ("dq", "dk", "dv"):
+        got = arrays[name][..., : true[name].shape[-1]].astype(np.float64)
+        assert np.abs(got - true[name]).max() <= budget(true[name], rough[name], p), name
+    result = flashsim.run(*inputs, device=ROOMY, trace=True, **options(p))
+    simulated = result.backward(x["dout"], tiling=ROLES, deterministic=False).trace
+    for stage, expected in zip(stages, simulated.stages, strict=True):
+        np.testing.assert_array_equal(stage.events, expected.events, stage.name)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in ("groups", "varlen") else thorough(n) for n in PROBLEMS]
+)
+def test_gradients_and_counts(name):
+    compare(PROBLEMS[name])
