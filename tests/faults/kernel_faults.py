@@ -327,6 +327,12 @@ FAULTS = {
         *(SHARED, "cluster_rank() ? 0 : it.own.stop", "it.own.stop"),
         "test_every_cluster and causal and 64",
     ),
+    # -- Hopper's backward: grouped heads in step -------------------------------------------------
+    "never-back": KernelFault(
+        "items that begin at the last row tile go on from there",
+        *(SHARED, "member = 0, v += it.way;", "member = 0, v += 1;"),
+        "in_step and causal and 128",
+    ),
     # -- Hopper's backward: counts ----------------------------------------------------------------
     "ragged-rows-counted": KernelFault(
         "rows past the end count as loaded",
