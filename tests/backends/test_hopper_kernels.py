@@ -51,6 +51,9 @@ PROBLEMS = {
     ),
 }
 
+#: More query heads than L2 holds Q, dO and dQ of at a time.
+GROUPED = Problem(4096, 4096, 128, heads=64, kv_heads=8, dtype="bfloat16", causal=True)
+
 
 def every_kernel(problem, report=""):
     """Those of the forward and of both backwards."""
@@ -183,6 +186,14 @@ def test_the_backward_compiles_in_every_cluster(case):
         assert "have one block" in compile_log(kernel, TIMELINE=1) or blocks == 1
 
 
+@pytest.mark.parametrize("head_dim", some((128,), (64,), (64, 128, 192)))
+def test_the_backward_of_grouped_heads_in_step_compiles(head_dim):
+    p = replace(GROUPED, head_dim=head_dim, head_dim_v=head_dim)
+    _, fused, _ = HOPPER.backward_passes(p, None, H200, "ascending", "", "flash2-fused")
+    assert dict(fused.kernel.constants)["FS_IN_STEP"] == 1
+    check(fused.kernel, SPILL_BYTES[False])
+
+
 def test_key_tiles_that_leave_multiprocessors_idle_are_shared_by_clusters():
     p = Problem(1024, 1024, 128, heads=32, kv_heads=8, dtype="bfloat16", causal=True)
 
@@ -244,9 +255,6 @@ def test_passes_that_have_room_at_once_are_not_made_to_fill_the_gpu():
     long = {"n_q": 1024, "n_kv": 1024, "heads": 4, "kv_heads": 4}  # 32 items each, of eight visits
     assert clusters("flash2", **long) == 2
     assert clusters("flash2", replace(H200, multiprocessors=63), **long) == 1  # two need 64
-
-
-GROUPED = Problem(4096, 4096, 128, heads=64, kv_heads=8, dtype="bfloat16", causal=True)
 
 
 @pytest.mark.parametrize(
