@@ -34,7 +34,7 @@ def sawtooth() -> list[Table]:
         keys = 2 * n * problem.head_dim * problem.itemsize
         straight, alternating = (
             l2.dram(counted, l2.L2Model(walk=walk, ways=None, blocks_per_sm=1)).bytes("read")
-            for walk in l2.launch.WALKS
+            for walk in ("straight", "sawtooth")
         )
         beyond_first = straight - 3 * n * problem.head_dim * problem.itemsize  # Q, K, V
         saved = 100 * (straight - alternating) / beyond_first if beyond_first else None
