@@ -194,10 +194,13 @@ class Hopper(Family):
         """See `Family`. Where what a clump's blocks go through, dQ too, is more than L2 holds.
 
         Under a left window they begin at different row tiles, and no order brings them together.
+        Of more items than multiprocessors those that run together are about equally long, and
+        drift slowly: there it takes twice as much.
         """
-        p = tables.schedule.problem
+        p, rounds = tables.schedule.problem, clump * tables.tiles / gpu.multiprocessors
+        room = gpu.l2_bytes * (1 if rounds <= 1 else 2)
         alike = stage.name == "fused" and p.left >= p.n_q + p.n_kv
-        return alike and _drifts(stage, tables) and clump * held(stage, p) > gpu.l2_bytes
+        return alike and _drifts(stage, tables) and clump * held(stage, p) > room
 
     def stages(self, problem: Problem, tiling: Tiling, gpu: Gpu) -> int:
         """Stages of the forward's rings: three where they fit."""

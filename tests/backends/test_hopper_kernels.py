@@ -267,6 +267,8 @@ def test_passes_that_have_room_at_once_are_not_made_to_fill_the_gpu():
         ({"heads": 8}, False),  # no group
         ({"heads": 24}, False),  # 50 MB
         ({"n_q": 512, "n_kv": 512}, False),  # clusters share items
+        ({"n_q": 18_000, "n_kv": 18_000, "heads": 32}, False),  # 74 MB of a head, equally long
+        ({"n_q": 32_768, "n_kv": 32_768, "heads": 32}, True),
     ],
 )
 def test_grouped_heads_are_in_step_where_l2_does_not_hold_them(changed, in_step):
