@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,10 +24,25 @@ on_linux = pytest.mark.skipif(
 )
 
 
+#: What a walk here is compiled from.
+SOURCES = threads._SOURCES + Path(__file__).read_text()
+
+
 @part
 def _meet(cpu, counter):
     """Comes back when as many threads as ``counter[1]`` have come, or somebody sets it to 0."""
     fetch_add(counter)
+    while load_acquire(counter, 0) < load_acquire(counter, 1):
+        pass
+
+
+@part
+def _slow(cpu, counter):
+    """Who comes first leaves as soon as another has come, which takes its time."""
+    if fetch_add(counter) > 0:
+        for _ in range(1_000_000):
+            load_acquire(counter, 1)
+        counter[2] = 1
     while load_acquire(counter, 0) < load_acquire(counter, 1):
         pass
 
@@ -43,8 +59,8 @@ def _huge(cpu, counter):
 @pytest.fixture
 def walks(monkeypatch):
     """Walks that compute nothing."""
-    for name, walk in {"meet": _meet, "huge": _huge}.items():
-        monkeypatch.setitem(threads._WALKS, name, threads._entry(name, walk, name))
+    for name, walk in {"meet": _meet, "slow": _slow, "huge": _huge}.items():
+        monkeypatch.setitem(threads._WALKS, name, threads._entry(name, walk, SOURCES))
         counter = np.zeros(3, np.int64)
         threads.run(name, 1, 0, counter, counter=counter)  # compiled
 
@@ -73,6 +89,13 @@ def test_threads_work_at_the_same_time(walks):
         meet(count)
     assert team.here().size >= 4
     assert len(team.here().free) == team.here().size
+
+
+def test_a_call_waits_for_threads_that_began(walks):
+    for _ in range(20):  # in some of which the caller comes first
+        counter = np.array([0, 2, 0])
+        threads.run("slow", 2, 0, counter, counter=counter)
+        assert counter[2] == 1
 
 
 @on_linux
