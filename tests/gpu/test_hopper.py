@@ -145,14 +145,10 @@ def test_grouped_heads_in_step(name, head_dim, choose):
 
 
 @pytest.fixture
-def by_roles(monkeypatch):
-    """The fused backward of 129 to 192 columns has one tile, whatever the default is."""
+def by_roles(monkeypatch, choose):
+    """A fused backward of 129 to 192 columns, of one tile, whatever the default is."""
     monkeypatch.setattr(hopper, "HOPPER_FUSED_WIDE", {ROLES: Times(1.0, 1.0)})
-    family._passes.cache_clear()
-    engine._planned.cache_clear()
-    yield
-    family._passes.cache_clear()
-    engine._planned.cache_clear()
+    choose("fuses", lambda *_: True)
 
 
 @pytest.mark.parametrize("head_dims", [(136, 136), (176, 150), (192, 192)])
@@ -165,6 +161,16 @@ def test_the_backward_by_roles(name, head_dims):
     check_counts(p, HOPPER)
     result = run(p, make(p))
     assert result.backward(make(p)["dout"], deterministic=False).tiling == ROLES
+
+
+@pytest.mark.parametrize("name", ["causal", "more queries", "varlen", "many items"])
+@pytest.mark.usefixtures("by_roles")
+def test_grouped_heads_in_step_by_roles(name, choose):
+    choose("in_step", lambda self, stage, *_: stage.name == "fused")
+    p = Problem(head_dim=192, dtype="bfloat16", **FEATURES[name])
+    p = replace(p, kv_heads=20) if name == "many items" else p
+    check(p, HOPPER)
+    check_timelines(p, HOPPER)
 
 
 @pytest.mark.usefixtures("by_roles")
