@@ -166,15 +166,17 @@ class _Taken:
         return None
 
 
-def test_where_others_have_all_threads_a_caller_works_alone(walks):
+def test_callers_at_a_time_have_threads_of_their_own(walks):
+    """A long walk that begins beside a short one must not end with one thread."""
     crew = team.here()
     meet(2)
-    with crew.seats(crew.size) as taken:
-        assert len(taken) == crew.size
-        counter = np.zeros(3, np.int64)
-        threads.run("meet", 2, 0, counter, counter=counter)
-        assert counter[0] == 1
-    meet(2)
+    size = crew.size
+    with crew.seats(size) as taken:
+        assert len(taken) == size
+        meet(3)
+        assert crew.size == size + 2
+    meet(size + 3)
+    assert crew.size == size + 2 == len(crew.free)
 
 
 def test_a_thread_without_memory_is_an_error_of_the_call(walks):

@@ -33,7 +33,7 @@ class Seat:
 
 
 class Team:
-    """Threads, as many as were ever asked for at a time; a caller takes those that are free."""
+    """Threads, as many as were ever at work at a time; a caller takes those that are free."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -42,14 +42,11 @@ class Team:
 
     @contextmanager
     def seats(self, count: int) -> Iterator[np.ndarray]:
-        """Addresses of up to `count` seats whose threads are this caller's for the time.
-
-        There are fewer where other callers have them: a walk needs no thread but its caller's.
-        """
+        """Addresses of `count` seats whose threads are this caller's for the time."""
         with self.lock:
-            while self.size < count:
+            while len(self.free) < count:
                 self._join()
-            split = max(len(self.free) - count, 0)
+            split = len(self.free) - count
             taken, self.free = self.free[split:], self.free[:split]
         self.keep_off(taken)
         try:

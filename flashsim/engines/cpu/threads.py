@@ -121,7 +121,8 @@ def run(
         walk(_NOBODY, *args)  # compiled here, where an interrupt is heard
         counter[:] = 0
     raised: list[BaseException] = []
-    caller = threading.Thread(target=_walk, args=(walk, threads, args, raised), daemon=True)
+    mine = walk, threads, args, raised
+    caller = threading.Thread(target=_walk, args=mine, name="flashsim walk", daemon=True)
     try:
         caller.start()
         while caller.is_alive():  # Windows hears no interrupt without a timeout
