@@ -54,6 +54,13 @@ class Job:
     deterministic: bool = False
     memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without its memo, which is an engine's own: a `Result` pickles what was asked."""
+        return {**self.__dict__, "memo": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
     @property
     def arrays(self) -> dict[str, Any]:
         """What was given, by name."""

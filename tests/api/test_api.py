@@ -236,6 +236,14 @@ def test_a_result_says_on_which_tiles_it_was_made(x):
     assert (grads := chosen.backward(x.dout)).tiling == grads.trace.tiling
 
 
+def test_a_pickled_result_holds_nothing_of_an_engines_own():
+    x = np.ones((2, 64, 16), np.float32)
+    for _ in range(2):
+        result = flashsim.run(x, x, x, backend="numba")
+        result.backward(x)
+    assert b"flashsim.engines.cpu" not in pickle.dumps(result)
+
+
 @pytest.mark.parametrize(
     "again", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
 )
