@@ -337,9 +337,15 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
                         if more:
                             stamp(visit_stamp, n * visit_words)
                         # Behind the last visit it is V that is waited for, which comes next anyway.
-                        # (K's barrier may be a lap ahead by then: that wait could hang.)
-                        full = int32(shared + k_full) if more else int32(shared + v_full)
-                        wait_full(full, after(now) if more else now)
+                        # (K's barrier may be a lap ahead by then: that wait could hang.) Written
+                        # so LLVM selects; of `x if more else y` it makes a branch, behind which P
+                        # is rounded in one piece.
+                        following, full, which = after(now), int32(shared + v_full), now
+                        if more:
+                            full = int32(shared + k_full)
+                        if more:
+                            which = following
+                        wait_full(full, which)
                         if more:
                             stamp(visit_stamp, n * visit_words + 1)
                 # -- The last visit's output ----------------------------------------------------
