@@ -19,7 +19,7 @@ from tile_machine import EmulatedAmx, EmulatedBf16, Refused, TileMachine
 
 import flashsim
 from flashsim import BackendUnavailable, OptionError, Tiling
-from flashsim.api import inputs
+from flashsim.api import arrays
 from flashsim.engines.cpu import chosen, engine, threads
 from flashsim.engines.cpu.micro_kernels import amx, registers
 from flashsim.engines.cpu.micro_kernels.registers import BLOCKING, PAIRED, ROWS, Amx, Avx512Bf16
@@ -458,7 +458,7 @@ def test_results_that_are_not_finite_are_seen_as_they_are_written(emulated, monk
     """By the walk: nobody looks at the whole output again."""
     x = tensors(50, 600, 40, dtype="bfloat16", heads=1)
     with monkeypatch.context() as patch:
-        patch.setattr(inputs, "_not_finite", pytest.fail)
+        patch.setattr(arrays, "_not_finite", pytest.fail)
         flashsim.run(x.q, x.k, x.v, backend="numba", **TILING)
     x.q[:], x.v[..., 3] = 0, 3e38
     with pytest.warns(RuntimeWarning, match="out holds"):

@@ -4,8 +4,8 @@
 // of the queries; P^T and dS^T go through shared memory, whole, and then each warpgroup multiplies
 // them for its own columns of dV, dK and dQ. dQ of 192 columns leaves as in backward.cu; 256 would
 // not fit in shared memory beside the rest and are added to the accumulator straight from
-// registers. Without FS_FUSED there is no dQ. Fused, 192 columns have a faster kernel where there are
-// many items: backward_roles.cu.
+// registers. Without FS_FUSED there is no dQ. Fused, 192 columns have a faster kernel where there
+// are many items: backward_roles.cu.
 #include "work.cuh"
 
 constexpr int D = FS_D, BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K;  // D: both head dims, padded
