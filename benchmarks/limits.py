@@ -1,26 +1,37 @@
 """Which unit of the GPU a kernel keeps busiest, where flashsim's is behind another's.
 
-    python benchmarks/limits.py [--sets papers,short,serving,widths] [--below 1.0]
-                                [--csv docs/data/limits-h200.csv]
+    python benchmarks/limits.py [--csv limits.csv] [--seconds 480] [--rows 20] [--below 1.0]
+                                [--sets papers,short,serving,widths]
 
 Takes from the tables in docs/data that benchmarks/gpu.py wrote on an H200 every pass whose time is
 beyond the best of FA-CuTe, cuDNN and FlashAttention-2 (`--below 0.97`: the ratio of times is below
-that) and runs it once under Nsight Compute, flashsim's kernels and those of the fastest other that
-is there: one row a kernel, with its time under the profiler and, in per cent of what each unit can
-sustain over that time, the parts that Nsight Compute's "speed of light" is the maximum of.
-`sm__cycles_active` is how much of the time an SM holds any block. Needs a GPU, torch and Nsight
-Compute (`ncu`; where counters are kept from users, root). A kernel measured alone runs at other
-clocks and with a cold L2: compare columns, not times with those of other tables.
+that; `--rows`: only so many), the worst first, and runs it once under Nsight Compute, flashsim's
+kernels and those of the fastest other that is there: one row a kernel, with its time under the
+profiler and, in per cent of what each unit can sustain over that time, the parts that Nsight
+Compute's "speed of light" is the maximum of. `sm__cycles_active` is how much of the time an SM
+holds any block. Needs a GPU, torch and Nsight Compute (`ncu`; where counters are kept from users,
+root). A kernel measured alone runs at other clocks and with a cold L2: compare columns, not times
+with those of other tables.
+
+Everything is compiled first, by several processes; FA-CuTe keeps what it compiled on disk where an
+environment variable says so, which is set here. Every few passes then have a process of their own,
+whose rows are written when it ends. What the file has already is not measured again: a run that
+was cut off, or whose `--seconds` were over, goes on where it stopped.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import os
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +49,9 @@ METRICS = (
 )
 #: A kernel of torch's that stands between two runs.
 BETWEEN = "spin_kernel"
+#: Makes FA-CuTe keep compiled kernels on disk: else each process compiles for seconds a kernel.
+CUTE_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -49,9 +63,26 @@ class Run:
     direction: str
     implementation: str
 
+    @property
+    def row(self) -> Row:
+        """The columns that say what was run."""
+        s = self.shape
+        return {
+            **{"set": self.name, "head_dim": s.head_dim, "causal": s.causal, "n": s.n},
+            **{"batch": s.batch, "heads": s.heads, "kv_heads": s.key_sizes[1]},
+            **{"window": s.window, "pass": self.direction},
+            "implementation": self.implementation,
+        }
 
-def behind(sets: list[str], below: float) -> Iterator[Run]:
-    """flashsim's kernel and the fastest other's, wherever flashsim's is behind."""
+    def of(self, rows: Sequence[Row]) -> bool:
+        """Whether these have it, as numbers or as a file's text."""
+        mine = {name: str(x) for name, x in self.row.items()}
+        return any(mine == {name: str(row.get(name)) for name in mine} for row in rows)
+
+
+def behind(sets: Sequence[str], below: float) -> list[tuple[Run, Run]]:
+    """flashsim's run and the fastest other's, wherever flashsim's is behind: the worst first."""
+    pairs: list[tuple[float, tuple[Run, Run]]] = []
     for name in sets:
         found = speed_tables.shapes(
             f"gpu-{name}-h200.csv", lambda s: (s.d, s.causal, s.n, s.batch, s.heads, s.kv_heads)
@@ -64,12 +95,14 @@ def behind(sets: list[str], below: float) -> Iterator[Run]:
                 if ratio is None or ratio >= below:
                     continue
                 others = {x: s.ms(direction, x) or float("inf") for x in speed_tables.OTHERS}
-                for one in (speed_tables.OURS, min(others, key=others.__getitem__)):
-                    yield Run(name, shape, direction, one)
+                fastest = min(others, key=others.__getitem__)
+                one = partial(Run, name, shape, direction)
+                pairs.append((ratio, (one(speed_tables.OURS), one(fastest))))
+    return [pair for _, pair in sorted(pairs, key=lambda x: x[0])]
 
 
-def launch(runs: list[Run], *, profiled: bool) -> None:
-    """Every run once, a spinning kernel before each; everything compiled before."""
+def launch(runs: Sequence[Run], *, profiled: bool) -> None:
+    """Every run once, a spinning kernel before each; what it compiles is compiled before that."""
     import torch
 
     for run in runs:
@@ -101,6 +134,14 @@ def launch(runs: list[Run], *, profiled: bool) -> None:
         torch.cuda.empty_cache()
 
 
+def compile_all(runs: Sequence[Run], jobs: int) -> None:
+    """Every run once, unprofiled, by several processes; what fails is said."""
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        made = [pool.submit(launch, runs[i::jobs], profiled=False) for i in range(jobs)]
+    for error in filter(None, (one.exception() for one in made)):
+        print(f"not compiled before: {type(error).__name__}: {error}"[:300], file=sys.stderr)
+
+
 def kernels(text: str) -> list[list[dict[str, str]]]:
     """What ``ncu --csv --page raw`` printed, a list of kernels for each run."""
     found: list[list[dict[str, str]]] = []
@@ -112,43 +153,95 @@ def kernels(text: str) -> list[list[dict[str, str]]]:
     return found
 
 
-def main() -> None:
-    """Run under Nsight Compute and write what it counted."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sets", default=",".join(SETS))
-    parser.add_argument("--below", type=float, default=1.0)
-    parser.add_argument("--csv", type=Path)
-    parser.add_argument("--launch", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    runs = list(behind(options.sets.split(","), options.below))
-    if options.launch:
-        launch(runs, profiled=True)
-        return
-    nsight.tool()  # before minutes of compiling
-    launch(runs, profiled=False)  # compiles
-    how = "--page", "raw", "--profile-from-start", "off", "--metrics", ",".join(METRICS)
-    printed = nsight.profile(*how)
+def measured(runs: Sequence[Run], printed: str) -> list[Row]:
+    """A row a kernel of these runs; the program ends where there is not one list for each."""
     found = kernels(printed)
     if len(found) != len(runs):
         sys.exit(f"benchmarks/limits.py: {len(found)} of {len(runs)} runs:\n{printed[:2000]}")
-    rows = [
+    return [
         {
-            **{"set": run.name, "head_dim": run.shape.head_dim, "causal": run.shape.causal},
-            **{"n": run.shape.n, "batch": run.shape.batch, "heads": run.shape.heads},
-            **{"kv_heads": run.shape.key_sizes[1], "window": run.shape.window},
-            **{"pass": run.direction, "implementation": run.implementation},
-            **{"kernel": one["Kernel Name"].split("(")[0][:60]},
+            **run.row,
+            "kernel": one["Kernel Name"].split("(")[0][:60],
             "us": float(one["gpu__time_duration.sum"].replace(",", "")) / 1e3,
             **{key.removesuffix(PERCENT): one[key] for key in one if key.endswith(PERCENT)},
         }
         for run, some in zip(runs, found, strict=True)
         for one in some
     ]
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    with options.csv.open("w", newline="") if options.csv else sys.stdout as stream:
-        writer = csv.DictWriter(stream, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+
+
+class Table:
+    """Rows in a file, which it may have had before; or, without one, on the screen.
+
+    Attributes
+    ----------
+    rows : list of dict
+        Those of the file, and those written since.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.rows: list[Row] = []
+        self.columns: list[str] = []
+        if path and path.exists():
+            with path.open(newline="", encoding="utf-8") as stream:
+                reader = csv.DictReader(stream)
+                self.rows, self.columns = [*reader], [*(reader.fieldnames or ())]
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """At once. Counters that no row had before are an error: the file has its columns."""
+        first = not self.columns
+        if first:
+            self.columns = [*dict.fromkeys(key for row in rows for key in row)]
+        with self.path.open("a", newline="") if self.path else nullcontext(sys.stdout) as stream:
+            writer = csv.DictWriter(stream, self.columns, lineterminator="\n")
+            if first:
+                writer.writeheader()
+            writer.writerows(rows)
+        self.rows += rows
+
+
+def main() -> None:
+    """Run under Nsight Compute and write what it counted."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sets", default=",".join(SETS))
+    parser.add_argument("--below", type=float, default=1.0)
+    parser.add_argument("--rows", type=int, help="so many passes, the worst ones")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none after that")
+    parser.add_argument("--each", type=int, default=2, help="passes of a process")
+    parser.add_argument("--jobs", type=int, default=8, help="processes that compile")
+    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--launch", help=argparse.SUPPRESS)  # numbers of runs
+    options = parser.parse_args()
+    os.environ.setdefault(CUTE_CACHE, "1")
+    begin = time.monotonic()
+    pairs = behind(options.sets.split(","), options.below)[: options.rows]
+    runs = [run for pair in pairs for run in pair]
+    if options.launch:
+        launch([runs[int(number)] for number in options.launch.split(",")], profiled=True)
+        return
+    nsight.tool()  # before minutes of compiling
+    table = Table(options.csv)
+    left = [number for number, run in enumerate(runs) if not run.of(table.rows)]
+    compile_all([runs[number] for number in left], options.jobs)
+    how = "--page", "raw", "--profile-from-start", "off", "--metrics", ",".join(METRICS)
+    longest, failed = 0.0, []
+    while left and time.monotonic() - begin + longest < options.seconds:
+        now, left = left[: 2 * options.each], left[2 * options.each :]
+        start = time.monotonic()
+        try:
+            printed = nsight.profile(*how, launch=",".join(map(str, now)))
+            table.write(measured([runs[number] for number in now], printed))
+        except SystemExit as why:  # the others may do
+            print(why, file=sys.stderr)
+            failed += now
+        longest = max(longest, time.monotonic() - start)
+    for what, numbers in (("failed", failed), ("no time left for", left)):
+        for number in numbers:
+            run = runs[number]
+            print(f"{what}: {run.shape}, {run.direction}, {run.implementation}", file=sys.stderr)
+    if failed:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -18,13 +18,14 @@ def tool() -> str:
     return found
 
 
-def profile(*options: str) -> str:
+def profile(*options: str, launch: str | None = None) -> str:
     """What ``ncu`` prints of the kernels that this program, with ``--launch``, starts.
 
-    The program's own words are first, so that nothing stands behind the table's rows.
+    The program's own words are first, so that nothing stands behind the table's rows. `launch`
+    stands behind the flag, if it takes a value.
     """
     command = [tool(), "--csv", "--clock-control", "none", "--print-units", "base", *options]
-    command += [sys.executable, *sys.argv, "--launch"]
+    command += [sys.executable, *sys.argv, "--launch", *([] if launch is None else [launch])]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stderr + done.stdout
 

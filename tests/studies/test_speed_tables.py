@@ -176,15 +176,3 @@ def test_a_ratio_is_of_the_fastest_other_that_was_timed(tables, tmp_path, monkey
     assert one.of_the_best("forward") == "1.25"
     assert one.of_the_best("backward") == ""
     assert one.speed("forward", "flash-attn cute") == ""
-
-
-def test_kernels_under_nsight_compute_are_told_apart_by_run(tables):
-    """benchmarks/limits.py: two runs, the first of two kernels; noise before the table."""
-    limits = importlib.import_module("limits")
-    printed = ["left out: nothing", "==PROF== x", '"ID","Kernel Name","us"', '"","","ns"']
-    for n, name in enumerate(("spin_kernel", "delta", "main, wide", "spin_kernel", "main")):
-        printed.append(f'"{n}","{name}","{n}"')
-    found = limits.kernels("\n".join(printed))
-    assert [[one["us"] for one in run] for run in found] == [["1", "2"], ["4"]]
-    with pytest.raises(SystemExit, match="no table"):
-        limits.kernels("==ERROR== permission")
