@@ -120,7 +120,8 @@ def measured(path=DATA / "times-h200.csv"):
                 one["stages"][row["stage"]] = float(row["us"]) * 1e-6
             else:
                 one["seconds"] = float(row["us"]) * 1e-6
-    # What is asked for as fused runs in three passes where a family's own rule says so.
+    # What was asked for as fused ran in three passes where a family's own rule said so, until
+    # benchmarks/times.py named the form.
     fused = {key: x for key, x in found.items() if key[2] == "flash2-fused"}
     for key, one in fused.items():
         if "fused" not in one["stages"]:

@@ -5,9 +5,10 @@
 The shapes are `time_shapes.py`'s, in bfloat16. Kernels are compiled first, by several processes.
 At each shape all passes run by turns, in an order that is shuffled each time, behind a spinning
 kernel that hides the host; a figure is a median. One row a pass (`stage` is empty) and one a stage,
-which is timed between events of its own, so a little longer. `host us` is how long the host is at
-work on a call. The kernels "library" are standard attention's: two products and a softmax, through
-torch. Joules: power.py.
+which is timed between events of its own, so a little longer. A backward's pass is the form that it
+is named after, at the tile that this form takes by itself, whichever form `deterministic=False`
+would take. `host us` is how long the host is at work on a call. The kernels "library" are standard
+attention's: two products and a softmax, through torch. Joules: power.py.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from gpu_lab import Lab, open_lab
 
 import flashsim
 from flashsim import FlashSimError, Problem
+from flashsim.errors import UnsupportedError
 
 SHAPE = (*("n_q", "n_kv", "head_dim", "batch", "heads", "kv_heads", "causal", "window", "packed"),)
 COLUMNS = (
@@ -45,6 +47,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 #: Of Python's backwards, the time model knows that by `mma.sync`, and that is what is timed.
 MMA = "python mma"
 #: Passes by the `deterministic` of `Result.backward`; "in-order" is the Hopper family's alone.
+#: False leaves the choice to a rule, unless a tile is named (`tile_of`).
 BACKWARD: dict[str, bool | None] = {"flash2": None, "flash2-fused": False, "in-order": True}
 ROUNDS = 5
 
@@ -52,12 +55,14 @@ ROUNDS = 5
 # -- what is compiled ------------------------------------------------------------------------------
 
 
-def passes_of(family: str, p: Problem, name: str, report: str = "") -> tuple[Any, ...]:
+def passes_of(
+    family: str, p: Problem, name: str, report: str = "", gpu: Any = None
+) -> tuple[Any, ...]:
     """The launches of a pass, and so its kernels; needs no GPU, but one that is described."""
     from flashsim.backends.launch.kernel import Gpu
 
     kinds = kernel_families(family)
-    gpu = Gpu.like(flashsim.Device.get("H200"))
+    gpu = gpu or Gpu.like(flashsim.Device.get("H200"))
     direction = "forward" if name == "forward" else "backward"
     chosen = next(one for one in kinds if not one.refusal(p, None, gpu, direction))
     given = p, None, gpu, "ascending", report
@@ -65,6 +70,24 @@ def passes_of(family: str, p: Problem, name: str, report: str = "") -> tuple[Any
         return chosen.forward_passes(*given)
     algorithm = "flash2" if name == "flash2" else "flash2-fused"
     return chosen.backward_passes(*given, algorithm, name == "in-order")
+
+
+def tile_of(family: str, p: Problem, name: str) -> Any:
+    """The tile to name so that it is this form that runs here; None where no other could."""
+    if name != "flash2-fused":
+        return None
+    timed = MMA if family == "python" else family
+    try:
+        return passes_of(timed, p, name, gpu=this_gpu())[0].tables.schedule.tiling
+    except StopIteration:
+        raise UnsupportedError(f"no kernels of {family!r} run this") from None
+
+
+def this_gpu() -> Any:
+    """The one that times are taken on."""
+    from flashsim.backends.cupy_gpu.engine import gpu_of
+
+    return gpu_of(0)
 
 
 def kernel_families(family: str) -> tuple[Any, ...]:
@@ -179,7 +202,8 @@ def contenders(lab: Lab, p: Problem, families: list[str], standard: bool) -> Ite
                     continue
                 if family == "python":
                     result = flashsim.run(q, k, v, **options, kernel="tensor")
-                call = partial(result.backward, dout, deterministic=BACKWARD[name])
+                form = {"deterministic": BACKWARD[name], "tiling": tile_of(family, p, name)}
+                call = partial(result.backward, dout, **form)
                 call()
         except FlashSimError as error:
             print(f"{family} {name} {p.head_dim} {p.n_q}: {error}"[:200])
