@@ -1,5 +1,5 @@
-"""The Hopper backward whose warpgroups have different roles, its own source run on a CPU: gradients
-are attention's, and bytes the simulator's. What is late on a GPU (copies, products of matrices) is
+"""The Hopper backwards with keys outside, their own sources run on a CPU: gradients are
+attention's, and bytes the simulator's. What is late on a GPU (copies, products of matrices) is
 never late here; the GPU tests have that.
 """
 
@@ -14,6 +14,7 @@ from flashsim.backends.families.hopper import HOPPER
 from flashsim.backends.families.portable import PORTABLE
 from flashsim.backends.families.tile_times import ROLES
 from flashsim.problem import oracle
+from flashsim.schedule.tiling import Tiling
 
 pytest.importorskip("cupy")  # as test_emulated
 import emulator
@@ -40,12 +41,44 @@ PROBLEMS = {
 }
 
 
-def compare(problem):
+#: Up to 128 columns both warpgroups do the same; which tile each has.
+ALIKE = {
+    "groups 64": (
+        Tiling(128, 128),
+        Problem(300, 200, 64, heads=2, kv_heads=1, dtype="bfloat16", causal=True),
+    ),
+    "upright 32": (
+        Tiling(128, 128),
+        Problem(150, 140, 32, 20, batch=2, dtype="float16", window=(60, 10)),
+    ),
+    "carried 128": (
+        Tiling(64, 128),
+        Problem(150, 200, 128, heads=2, kv_heads=1, dtype="bfloat16", causal=True),
+    ),
+    "80 rows": (
+        Tiling(80, 128),
+        Problem(210, 150, 80, heads=2, kv_heads=1, dtype="bfloat16", causal=True),
+    ),
+    "softcap": (Tiling(64, 128), Problem(100, 100, 96, dtype="bfloat16", softcap=5.0)),
+    "varlen": (
+        Tiling(128, 128),
+        Problem(
+            *(170, 200, 64),
+            dtype="float16",
+            causal=True,
+            cu_seqlens_q=(0, 70, 71, 170),
+            cu_seqlens_k=(0, 100, 103, 200),
+        ),
+    ),
+}
+
+
+def compare(problem, tiling=ROLES):
     """Gradients within the budget of their type, events the simulator's."""
     p, x, machine = problem, make(problem), test_emulated.HOPPER
     forward = PORTABLE.forward_passes(p, None, GPU, "ascending", "counts")
     arrays, _ = emulator.run_forward(machine, forward, p, x)
-    passes = HOPPER.backward_passes(p, ROLES, GPU, "ascending", "counts", "flash2-fused")
+    passes = HOPPER.backward_passes(p, tiling, GPU, "ascending", "counts", "flash2-fused")
     arrays, stages = emulator.run_backward(machine, passes, p, arrays, x["dout"], fused=True)
     inputs = [x[name] for name in "qkv"]
     true = oracle.gradients(*inputs, x["dout"], p)
@@ -54,7 +87,7 @@ def compare(problem):
         got = arrays[name][..., : true[name].shape[-1]].astype(np.float64)
         assert np.abs(got - true[name]).max() <= budget(true[name], rough[name], p), name
     result = flashsim.run(*inputs, device=ROOMY, trace=True, **options(p))
-    simulated = result.backward(x["dout"], tiling=ROLES, deterministic=False).trace
+    simulated = result.backward(x["dout"], tiling=tiling, deterministic=False).trace
     for stage, expected in zip(stages, simulated.stages, strict=True):
         np.testing.assert_array_equal(stage.events, expected.events, stage.name)
 
@@ -64,3 +97,9 @@ def compare(problem):
 )
 def test_gradients_and_counts(name):
     compare(PROBLEMS[name])
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_gradients_and_counts_where_warpgroups_are_alike(name):
+    tiling, problem = ALIKE[name]
+    compare(problem, tiling)

@@ -425,9 +425,11 @@ void ptx_st_shared_v2_f32(u32 to, float x, float y) {
 static u32 element(u64 matrix, bool k_down, int other, int k) {
     const u32 start = (matrix & 0x3fff) << 4, leading = (matrix >> 16 & 0x3fff) << 4;
     const u32 stride = (matrix >> 32 & 0x3fff) << 4;
-    return swizzled(k_down ? start + other / 64 * leading + other % 64 * 2 + k / 8 * stride +
-                                 k % 8 * 128
-                           : start + other / 8 * stride + other % 8 * 128 + k * 2);
+    const int row = matrix >> 62 == 3 ? 32 : 128;  // bytes of a swizzled row
+    const u32 at = k_down ? start + other / (row / 2) * leading + other % (row / 2) * 2 +
+                                k / 8 * stride + k % 8 * row
+                          : start + other / 8 * stride + other % 8 * row + k * 2;
+    return row == 32 ? at ^ (at >> 7 & 1) << 4 : swizzled(at);
 }
 template <bool BF16>
 static float value(u32 at) {
@@ -452,6 +454,23 @@ template void wgmma<true>(float* const*, int, u64, u64, bool, bool, bool);
 // further on).
 static float bf16_of(u32 x, int i) { return bits<float>(i ? x & 0xffff0000 : x << 16); }
 static float f16_of(u32 x, int i) { return from_f16(i ? x >> 16 : x & 0xffff); }
+// A from registers: of its sixteen k, lane 4 g + t has those of rows g and g + 8 as in mma_half.
+template <bool BF16>
+void wgmma_rs(float* const* d, int n, const u64* a, u64 b, bool accumulate, bool b_down) {
+    const Shown<4> lanes({u32(a[0]), u32(a[1]), u32(a[2]), u32(a[3])});
+    const unsigned lane = threadIdx.x % 32;
+    for (int e = 0; e < n; ++e) {
+        float sum = accumulate ? *d[e] : 0.0f;
+        for (int k = 0; k < 16; ++k) {
+            const u32 pair = lanes(lane / 4 * 4 + k % 8 / 2, e / 2 % 2 + k / 8 * 2);
+            sum += (BF16 ? bf16_of(pair, k % 2) : f16_of(pair, k % 2)) *
+                   value<BF16>(element(b, b_down, e / 4 * 8 + lane % 4 * 2 + e % 2, k));
+        }
+        *d[e] = sum;
+    }
+}
+template void wgmma_rs<false>(float* const*, int, const u64*, u64, bool, bool);
+template void wgmma_rs<true>(float* const*, int, const u64*, u64, bool, bool);
 template <float half_of(u32, int)>
 void mma_half(float& c0, float& c1, float& c2, float& c3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
               u32 b1) {

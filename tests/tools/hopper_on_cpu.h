@@ -38,6 +38,8 @@ template <class... X> void ptx_red_release_gpu_global_add_u32(X&&...) {}
 
 template <bool BF16>
 void wgmma(float* const* d, int n, u64 a, u64 b, bool accumulate, bool a_down, bool b_down);
+template <bool BF16>
+void wgmma_rs(float* const* d, int n, const u64* a, u64 b, bool accumulate, bool b_down);
 inline float* place(float& x) { return &x; }
 template <class X> float* place(const X&) { return nullptr; }
 // The accumulator's floats, A, B, whether to add, and whether k runs down each one's rows.
@@ -45,8 +47,10 @@ template <bool BF16, class... X>
 void wgmma_of(X&&... x) {
     float* const d[] = {place(x)...};
     const u64 rest[] = {u64(x)...};
-    constexpr int N = sizeof...(X) - 5;
-    wgmma<BF16>(d, N, rest[N], rest[N + 1], rest[N + 2], rest[N + 3], rest[N + 4]);
+    constexpr bool REGISTERS = sizeof...(X) % 8 == 7;  // A is there, four for each thread
+    constexpr int N = sizeof...(X) - (REGISTERS ? 7 : 5);
+    if (REGISTERS) wgmma_rs<BF16>(d, N, rest + N, rest[N + 4], rest[N + 5], rest[N + 6]);
+    else wgmma<BF16>(d, N, rest[N], rest[N + 1], rest[N + 2], rest[N + 3], rest[N + 4]);
 }
 template <class... X> void ptx_wgmma_mma_async_sync_aligned_f32_bf16_bf16(X&&... x) {
     wgmma_of<true>(static_cast<X&&>(x)...);
