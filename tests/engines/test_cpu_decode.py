@@ -11,8 +11,10 @@ from test_panels import LOWERED
 import flashsim
 from flashsim import Tiling
 from flashsim.engines.cpu import walks_decode
-from flashsim.engines.cpu.micro_kernels import registers
+from flashsim.engines.cpu.micro_kernels import plain, registers
+from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16, FLOAT16
 from flashsim.engines.cpu.micro_kernels.registers import BLOCKING, Avx512, Plain
+from flashsim.problem.problem import numpy_dtype
 
 WAYS = {
     "plain": {},
@@ -93,44 +95,125 @@ def test_bits_do_not_depend_on_the_number_of_threads(n_kv):
 
 
 @pytest.mark.parametrize(
-    ("walks", "visits", "parts"), [(1, 0, 1), (1, 7, 1), (1, 64, 8), (1, 4096, 32), (32, 4096, 1)]
+    ("walks", "visits", "parts"), [(1, 0, 1), (1, 7, 1), (1, 64, 8), (1, 4096, 64), (64, 4096, 1)]
 )
 def test_parts_keep_threads_busy_and_stay_long(walks, visits, parts):
     assert walks_decode.parts_of(walks, visits) == parts
 
 
 def test_parts_without_a_key_count_for_nothing():
-    out = np.float32([[[1, 2]], [[np.nan, 0]], [[3, 5]]])
-    out[1] = 0
-    m, l = np.float32([[[0], [-np.inf], [1]], [[2], [0], [1]]])
-    got, lse = walks_decode.merged(out, m, l)
+    """Of three parts of two heads; the first head's middle part and the second's all see no key."""
+    sums = np.float32([[[1, 2], [0, 0]], [[0, 0], [0, 0]], [[3, 5], [0, 0]]]).reshape(-1)
+    tops = np.float32([[0, -np.inf], [-np.inf, -np.inf], [1, -np.inf]]).reshape(-1)
+    totals = np.float32([[2, 0], [0, 0], [1, 0]]).reshape(-1)
+    out, lse = np.full(7, 7, np.float32), np.full(2, 7, np.float32)
+    walks_decode.put_together(out, 1, lse, sums, tops, totals, 3, 2, 0, 2, 2)
     total = 2 / np.e + 1
-    np.testing.assert_allclose(got, [[(1 / np.e + 3) / total, (2 / np.e + 5) / total]], rtol=1e-6)
-    np.testing.assert_allclose(lse, [1 + np.log(total)], rtol=1e-6)
-    got, lse = walks_decode.merged(out[1:2], m[1:2], l[1:2])
-    assert (got == 0).all()
-    assert (lse == -np.inf).all()
+    expected = [7, (1 / np.e + 3) / total, (2 / np.e + 5) / total, 0, 0, 7, 7]
+    np.testing.assert_allclose(out, expected, rtol=1e-6)
+    np.testing.assert_allclose(lse, [1 + np.log(total), -np.inf], rtol=1e-6)
 
 
 @njit
-def scores(cpu, *args):
-    walks_decode.scores(cpu, *args)
+def dots(cpu, *args):
+    plain.dots(cpu, *args)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), LOWERED)
-@pytest.mark.parametrize(("rows", "heads", "d"), [(1, 1, 1), (8, 4, 32), (7, 5, 40), (64, 16, 64)])
-def test_scores(kind, dtype, rows, heads, d):
-    """Every sum in its place, and nothing beyond a multiple of four heads."""
+@njit
+def softmax_along(cpu, *args):
+    plain.softmax_along(cpu, *args)
+
+
+@njit
+def weigh(cpu, *args):
+    plain.weigh(cpu, *args)
+
+
+HALVES = {"bfloat16": BFLOAT16, "float16": FLOAT16}
+
+
+#: Every kind of code with every kind of number that its floats may stand for.
+READINGS = [
+    pytest.param(kind, dtype, halves, marks=getattr(case, "marks", ()))
+    for case in LOWERED
+    for kind, dtype in [getattr(case, "values", case)]
+    for halves in ((None, *HALVES) if dtype == "float32" else (None,))
+]
+SIZES = [(1, 1, 1), (3, 2, 5), (8, 4, 32), (7, 5, 40), (65, 11, 80)]
+
+
+def code_of(kind, dtype):
     block = BLOCKING[Avx512 if kind is Plain else kind]
-    cpu = kind(block.lanes(np.dtype(dtype).itemsize) * block.vecs)
+    return kind(block.lanes(np.dtype(dtype).itemsize) * block.vecs)
+
+
+def among_nan(x, dtype, halves):
+    """Numbers from the third on, as a walk takes them; NaN beside them."""
+    stored = numpy_dtype(halves or dtype)
+    array = np.full(x.size + 40 + x.size % 2, np.nan, stored)
+    array[3 : 3 + x.size] = x.reshape(-1)
+    exact = array[3 : 3 + x.size].astype(np.longdouble).reshape(x.shape)
+    return array.view(dtype), exact
+
+
+@pytest.mark.parametrize(("kind", "dtype", "halves"), READINGS)
+@pytest.mark.parametrize(("rows", "heads", "d"), SIZES)
+def test_dots(kind, dtype, halves, rows, heads, d):
+    """Every sum in its place; nothing beside K is read, and nothing beyond four rows written."""
     rng = np.random.default_rng(d)
-    K, Q = (rng.standard_normal(n).astype(dtype) for n in (3 + rows * d, 16 * d))
-    ld, padded = 16, -(-heads // 4) * 4
-    S = np.full(2 + rows * ld, 7, dtype)
-    scores(cpu, S, 2, ld, K, 3, Q, K, 0, rows, heads, d)
-    exact = K[3:].reshape(rows, d).astype(np.longdouble) @ Q.reshape(16, d).T
-    got = S[2:].reshape(rows, ld)
-    size = d * np.finfo(dtype).eps * np.abs(K).max() * np.abs(Q).max()
-    np.testing.assert_allclose(got[:, :heads], exact[:, :heads].astype(dtype), rtol=0, atol=size)
-    assert (got[:, padded:] == 7).all()
-    assert (S[:2] == 7).all()
+    ldq, ld = -(-d // 16) * 16, 80
+    K, of_k = among_nan(rng.standard_normal((rows, d)), dtype, halves)
+    Q = np.zeros((heads, ldq), dtype)
+    Q[:, :d] = rng.standard_normal((heads, d))
+    S = np.full((heads + 1, ld), 7, dtype)
+    which = HALVES.get(halves)
+    args = 3, d, np.concatenate([np.full(2, np.nan, dtype), Q.reshape(-1)]), 2, ldq, rows, heads
+    dots(code_of(kind, dtype), S.reshape(-1), ld, K, *args, which)
+    exact = Q[:, :d].astype(np.longdouble) @ of_k.T
+    size = d * np.finfo(dtype).eps * np.abs(of_k).max() * np.abs(Q).max()
+    np.testing.assert_allclose(S[:heads, :rows], exact.astype(dtype), rtol=0, atol=float(size))
+    assert (S[:heads, max(4, rows) + 3 :] == 7).all()
+    assert (S[heads] == 7).all()
+
+
+@pytest.mark.parametrize(("kind", "dtype", "halves"), READINGS)
+@pytest.mark.parametrize(("keys", "heads", "dv"), SIZES)
+def test_weigh(kind, dtype, halves, keys, heads, dv):
+    """O grows by P V; nothing beside V is read, and what stands beside O stays."""
+    rng = np.random.default_rng(dv)
+    ldo = -(-dv // 16) * 16
+    V, of_v = among_nan(rng.standard_normal((keys, dv)), dtype, halves)
+    P, O = rng.random((heads, 80)).astype(dtype), np.full((heads + 1, ldo), 7, dtype)
+    O[:heads, :dv] = rng.standard_normal((heads, dv))
+    grown = O.reshape(-1).copy()
+    which = HALVES.get(halves)
+    weigh(code_of(kind, dtype), grown, 0, ldo, P.reshape(-1), 80, V, 3, dv, keys, heads, which)
+    exact = O.astype(np.longdouble)
+    exact[:heads, :dv] += P[:, :keys].astype(np.longdouble) @ of_v
+    size = (keys + 1) * np.finfo(dtype).eps * max(np.abs(of_v).max(), np.abs(O).max())
+    np.testing.assert_allclose(grown.reshape(O.shape), exact.astype(dtype), 0, float(size))
+
+
+@pytest.mark.parametrize(("kind", "dtype", "halves"), READINGS)
+@pytest.mark.parametrize("heads", [1, 6])
+def test_softmax_along(kind, dtype, halves, heads):
+    """As the definition: a first step and a second, rows without a key, and one with NaN."""
+    rng = np.random.default_rng(heads)
+    n, ld, cpu, eps = 48, 50, code_of(kind, dtype), np.finfo(dtype).eps
+    m, l, alpha = np.full(3 + heads, -np.inf, dtype), np.zeros(3 + heads, dtype), np.zeros(9, dtype)
+    results = [[x.copy() for x in (m, l, alpha)] for _ in range(2)]
+    for step in range(2):
+        S = (20 * rng.standard_normal((heads, ld))).astype(dtype)
+        S[-1, : n if step else n - 1] = -np.inf
+        S[heads // 2, 5] = np.nan if step else -np.inf
+        for run, code, given in (
+            (plain.softmax_along, Plain(cpu.width), results[0]),
+            (softmax_along, cpu, results[1]),
+        ):
+            P = S.reshape(-1).copy()
+            run(code, P, ld, heads, n, *given[:3], 3, HALVES.get(halves))
+            given.append(P)
+        for one, two in zip(*results, strict=True):
+            # P rounded to 8 bits may be the next number; elsewhere the exponentials are off alike.
+            off = 2.0**-8 if halves and one.size > 9 else 64 * eps
+            np.testing.assert_allclose(two, one, rtol=off, atol=float(64 * eps))

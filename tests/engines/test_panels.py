@@ -48,11 +48,6 @@ def rescale(cpu, *args):
 
 
 @njit
-def weigh(cpu, *args):
-    plain.weigh(cpu, *args)
-
-
-@njit
 def softmax(cpu, *args):
     plain.online_softmax(cpu, *args)
 
@@ -129,7 +124,6 @@ def test_products(rows, n, dtype):
         compare(plain.product_set, set_, dtype, args, n + 1)
         compare(plain.product_add, add, dtype, args, n + 1)
         compare(plain.product_rescale, rescale, dtype, (*args, alpha, 4), n + 1)
-        compare(plain.weigh, weigh, dtype, (*args, draw(rows), B, 0), n + 1)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -60,7 +60,7 @@ def forward(job: Job) -> Outcome:
     """The forward pass."""
     engine = _CpuPass.of(job, "forward")
     p = job.problem
-    out, lse = (engine.decode if engine.alone else engine.forward)()
+    out, lse = engine.forward()
     with np.errstate(over="ignore"):  # `run` warns, with what was given in sight
         out = out.astype(numpy_dtype(p.dtype), copy=False)
     return engine.outcome({"out": out, "lse": lse}, {"O": out, "L": lse})
@@ -156,9 +156,13 @@ class _CpuPass:
         self.pairs = bool(registers.BLOCKING[type(self.cpu)].pairs)
         #: What a walk writes: its results, or numbers to be rounded.
         self.result = numpy_dtype(p.dtype if p.dtype in ROUNDING else p.compute_dtype)
-        #: Whether this is a forward pass of one query a head, which has a walk of its own.
-        self.alone = _is_one(p, self.direction) and not self.pairs
-        usual = chosen.USUAL["decode" if self.alone else self.direction]
+        alone, kernel = (
+            _is_one(p, self.direction) and not self.pairs,
+            job.options.get("micro_kernel"),
+        )
+        #: Panels of one register, of a forward pass of one query a head, which has its own walk.
+        self.narrow = chosen.cpu(kernel, p, one=True, narrow=True) if alone else None
+        usual = chosen.USUAL["decode" if alone else self.direction]
         self.tiling = chosen.tiling(p, job.tiling, job.device, job.algorithm, self.direction, usual)
         tile = self.tiling.clip(p)
         sizes = (p.heads, p.kv_heads, p.n_q, p.n_kv, p.head_dim, p.head_dim_v)
@@ -201,26 +205,24 @@ class _CpuPass:
         return _as_floats(flat)
 
     def forward(self) -> tuple[np.ndarray, np.ndarray]:
-        """Output and LSE as a walk writes them."""
+        """Output and LSE as a walk writes them; of one query a head by `walks_decode`."""
         job, p = self.job, self.job.problem
         out = np.empty((p.batch, p.heads, p.n_q, p.head_dim_v), self.result)
         lse = np.empty((p.batch, p.heads, p.n_q), p.compute_dtype)
-        operands = self.operands(job.q, job.k, job.v)
-        self.walk("forward", *operands, self.flat(out), lse.reshape(-1))
+        arrays = *self.operands(job.q, job.k, job.v), self.flat(out), lse.reshape(-1)
+        if self.narrow is None:
+            self.walk("forward", *arrays)
+        else:
+            self.walk("forward", self.narrow, *arrays, self._parts(), decode=True)
         return out, lse
 
-    def decode(self) -> tuple[np.ndarray, np.ndarray]:
-        """The same of one query a head: `walks_decode`."""
-        job, p = self.job, self.job.problem
-        narrow = chosen.cpu(job.options.get("micro_kernel"), p, one=True, narrow=True)
-        visits = len(self.schedule(self._plan["forward"]).row_csr[1])
-        heads, parts = p.batch * p.heads, walks_decode.parts_of(p.batch * p.kv_heads, visits)
-        out = np.empty((parts, heads, p.head_dim_v), p.compute_dtype)
-        m, l = np.empty((2, parts, heads), p.compute_dtype)
-        sums = out.reshape(-1), m.reshape(-1), l.reshape(-1)
-        self.walk("forward", narrow, *self.operands(job.q, job.k, job.v), *sums, decode=True)
-        out, lse = walks_decode.merged(out, m, l)
-        return out.reshape(p.batch, p.heads, 1, -1), lse.reshape(p.batch, p.heads, 1)
+    def _parts(self) -> tuple[np.ndarray, ...]:
+        """Room for what `walks_decode.decode` knows of each part."""
+        p, walks = self.job.problem, self.job.problem.batch * self.job.problem.kv_heads
+        parts = walks_decode.parts_of(walks, self._stage("forward", True).visits)
+        heads = parts * p.batch * p.heads
+        sums, top, total = (np.empty(heads * n, p.compute_dtype) for n in (p.head_dim_v, 1, 1))
+        return sums, top, total, np.zeros(walks, np.int64)
 
     def schedule(self, stage: plans.Stage) -> Schedule:
         """A stage's walk."""
@@ -237,7 +239,7 @@ class _CpuPass:
             notes = Notes(np.zeros((stage.walks, stage.tiles), np.int64), seen)
         turns = items.first_turns(stage.schedule) if fused else _NO_TURNS
         walk = "decode" if decode else "pairs_" * self.pairs + WALKS[name]
-        odd = decode or (p.dtype in ROUNDING and walk != "pairs_forward")
+        odd = p.dtype in ROUNDING and walk != "pairs_forward"
         parts = stage.parts or items.tiles(stage.schedule, name, self.threads, one=decode)
         for tiles in parts:
             counter = np.zeros(PLACES, np.int64)

@@ -1,43 +1,38 @@
 """The walk of one query a head, as in generating text: as fast as K and V come from memory.
 
 A tile has one row of scores, so the heads that read one key head are walked together. K and V are
-read along their rows, a register at a time: S by `dots`, O = alpha O + P V with the columns of V
-in the lanes. Each brings near what the other reads next: V, and K of the next tile. In between,
-softmax works on panels as narrow as one register (`registers.narrow`), with heads in the lanes.
+read once, along their rows as they lie in memory (`micro_kernels.along`).
 
 The keys of a head are cut into parts, each with its own maximum, sum and output (flash-decoding's
-splits), so that one head serves several threads; `merged` puts the parts together. How many there
-are follows from the shape alone, and with it every result.
+splits), so that one head serves several threads; who ends the last of them puts them together. How
+many there are follows from the shape alone, and with it every result.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from flashsim.engines.cpu.micro_kernels.codegen import HEADS
-from flashsim.engines.cpu.micro_kernels.plain import dots, online_softmax, weigh
-from flashsim.engines.cpu.primitives.atomics import fetch_add
+from flashsim.engines.cpu.micro_kernels.plain import dots, softmax_along, weigh
+from flashsim.engines.cpu.micro_kernels.plain import narrow as narrow_numbers
+from flashsim.engines.cpu.primitives.atomics import arrive, fetch_add
 from flashsim.engines.cpu.primitives.packing import (
     SIDE,
     copy_rows,
+    look,
     panel_array,
     panels_of,
     room_for,
     widened,
 )
 from flashsim.engines.cpu.primitives.parts import part
-from flashsim.engines.cpu.scores import (
-    Place,
-    finish_scores,
-    round_panel,
-    visible_rows,
-)
+from flashsim.engines.cpu.primitives.references import borrow
+from flashsim.engines.cpu.scores import Place, finish_scores, visible_rows
 from flashsim.engines.cpu.tables import NOTE
 from flashsim.engines.cpu.walks import stopped
 from flashsim.schedule.schedule import MASKED
 
 #: The least visits of a part, and how many items a walk has if keys allow.
-VISITS, ITEMS = 8, 32
+VISITS, ITEMS = 8, 64
 
 
 def parts_of(walks: int, visits: int) -> int:
@@ -45,124 +40,125 @@ def parts_of(walks: int, visits: int) -> int:
     return max(1, min(visits // VISITS, -(-ITEMS // walks)))
 
 
-def merged(out: np.ndarray, m: np.ndarray, l: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Output (heads, dv) and LSE (heads,) of parts: (parts, heads, dv) and twice (parts, heads)."""
-    top = m.max(axis=0)
-    weight = np.exp(m - np.where(np.isneginf(top), 0, top))
-    total = (weight * l).sum(axis=0)
-    empty = total == 0  # no key seen: out = 0, lse = -inf
-    sums = (weight[..., None] * out).sum(axis=0)
-    lse = np.where(empty, -np.inf, top + np.log(np.where(empty, 1, total)))
-    return sums / np.where(empty, 1, total)[:, None], lse.astype(m.dtype)
+@part
+def decode(cpu, narrow, q, k, v, out, lse, parts, shape, tiles, rules, notes, counter):
+    """Algorithm 1 of FlashAttention-2 for one query a head: out (heads, dv) and lse (heads,), flat.
+
+    `parts` are O (parts, heads, dv), m and l (parts, heads) of every part, flat, and how many parts
+    have ended, (walks,), 0 at first. The heads that read one key head are one walk.
+    """
+    group, d, t = shape.heads // shape.kv_heads, shape.d, q.dtype
+    Q, O = panel_array(group * padded(d), t), panel_array(group * padded(shape.dv), t)
+    S = panel_array(narrow.width * padded(shape.block_k), t)
+    m, l, alpha = panel_array(group, t), panel_array(group, t), panel_array(group, t)
+    floats = room_for(group * max(d, shape.dv), t, rules.rounding)  # of Q and of O
+    own, given = (Q, O, m, l, alpha, S, floats), (q, k, v, out, lse)
+    take_parts(cpu, narrow, given, parts, shape, tiles, rules, notes, counter, own)
 
 
 @part
-def decode(cpu, narrow, q, k, v, out, top, total, shape, tiles, rules, notes, counter):
-    """Of each part: sum of P V, flat (parts, heads, dv), and m and l (parts, heads)."""
-    w, d, dv, t = narrow.width, shape.d, shape.dv, q.dtype
-    group, padded = shape.heads // shape.kv_heads, panels_of(cpu, dv) * cpu.width
-    lanes = panels_of(narrow, group) * w
-    Q, O = panel_array(lanes * d, t), panel_array(group * padded, t)
-    S, V = panel_array(shape.block_k * lanes, t), panel_array(shape.block_k * padded, t)
-    m, l, alpha = panel_array(lanes, t), panel_array(lanes, t), panel_array(lanes, t)
-    rounding = rules.rounding
-    rooms = (
-        room_for(shape.block_k * d, t, rounding),
-        room_for(shape.block_k * dv, t, rounding),
-    )
-    queries = room_for(group * d, t, rounding)
-    n_sets, heads = tiles.set_ptr.size - 1, tiles.sets.size
-    parts, begin = top.size // heads, tiles.ptr[0]
-    visits = tiles.ptr[1] - begin
-    Q[:] = 0  # lanes without a head score 0, which nobody reads
-    S[:] = 0
+def take_parts(cpu, narrow, given, parts, shape, tiles, rules, notes, counter, own):
+    """Walk parts until none is left; whoever ends the last one of a walk puts them together."""
+    state = borrow(own)  # which the caller holds
+    (q, k, v, out, lse), (Q, O, m, l, _, _, floats) = given, state
+    sums, tops, totals, arrived = parts
+    d, dv, lo = shape.d, shape.dv, padded(shape.dv)
+    group, heads, n = shape.heads // shape.kv_heads, tiles.sets.size, tops.size // tiles.sets.size
+    begin, visits = tiles.ptr[0], tiles.ptr[1] - tiles.ptr[0]
     while True:
         item = fetch_add(counter)
-        if item >= n_sets * parts or stopped(counter):
+        if item >= arrived.size * n or stopped(counter):
             break
-        h0, number = tiles.sets[tiles.set_ptr[item // parts]], item % parts
-        of_q, q0 = widened(cpu, queries, q, h0 * d, group * d, rounding)
-        copy_rows(Q, d, of_q, q0, group, d, rules.scale)
+        walk, number = item // n, item % n
+        h0 = tiles.sets[tiles.set_ptr[walk]]
+        of_q, q0 = widened(cpu, floats, q, h0 * d, group * d, rules.rounding)
+        copy_rows(Q, padded(d), of_q, q0, group, d, rules.scale)
         O[:] = 0
         m[:] = -np.inf
         l[:] = 0
-        end = begin + visits * (number + 1) // parts
-        for at in range(begin + visits * number // parts, end):
+        for at in range(begin + visits * number // n, begin + visits * (number + 1) // n):
             if stopped(counter):
                 break
-            state = (Q, O, m, l, alpha, S, V)
-            after = tiles.inner[min(at + 1, end - 1)]
-            decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, rooms, at, after, h0)
+            decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, at, h0)
             if notes.visits.size > 0:
                 j = tiles.inner[at]
                 for h in range(h0, h0 + group):
                     notes.visits[h, at] = NOTE + tiles.other[j, 1] - tiles.other[j, 0]
-        row0 = number * heads + h0
         for c in range(group):
-            top[row0 + c], total[row0 + c] = m[c], l[c]
+            row = number * heads + h0 + c
+            tops[row], totals[row] = m[c], l[c]
             for x in range(dv):
-                out[(row0 + c) * dv + x] = O[c * padded + x]
+                sums[np.uint64(row * dv + x)] = O[np.uint64(c * lo + x)]
             if notes.steps.size > 0:
                 notes.steps[h0 + c, 0] = 1
+        if arrive(arrived, walk) < n - 1:
+            continue
+        to, first = (out, h0 * dv) if rules.rounding is None else (floats, 0)
+        put_together(to, first, lse, sums, tops, totals, n, heads, h0, group, dv)
+        if rules.rounding is None:
+            look(counter, out, first, group * dv)
+        else:
+            narrow_numbers(cpu, floats, 0, out, h0 * dv, group * dv, rules.rounding)
 
 
 @part
-def decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, rooms, at, after, h0):
-    """One tile of keys for all heads that read it, as `walks.forward_visit`; `after` comes next."""
-    Q, O, m, l, alpha, S, V = state
+def put_together(out, o0, lse, sums, tops, totals, parts, heads, h0, group, dv):
+    """Output and LSE of heads h0 .. h0 + group - 1 from their parts, in the order of these."""
+    for h in range(h0, h0 + group):
+        base, total, o = tops[h], totals.dtype.type(0), o0 + (h - h0) * dv
+        for row in range(h, parts * heads, heads):
+            base = max(base, tops[row])
+        for x in range(dv):
+            out[np.uint64(o + x)] = 0
+        for row in range(h, parts * heads, heads):
+            weight = np.exp(tops[row] - base) if totals[row] != 0 else totals.dtype.type(0)
+            total += weight * totals[row]
+            for x in range(dv):
+                out[np.uint64(o + x)] += weight * sums[np.uint64(row * dv + x)]
+        seen = total != 0  # no key seen: out = 0, lse = -inf
+        lse[h] = base + np.log(total) if seen else -np.inf
+        for x in range(dv):
+            out[np.uint64(o + x)] /= total if seen else totals.dtype.type(1)
+
+
+@part
+def decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, at, h0):
+    """One tile of keys for all heads that read it, as `walks.forward_visit`."""
+    Q, O, m, l, alpha, S, _ = state
     w, d, dv, j = narrow.width, shape.d, shape.dv, tiles.inner[at]
-    group, padded = shape.heads // shape.kv_heads, panels_of(cpu, dv) * cpu.width
+    group, lq, lo, ld = shape.heads // shape.kv_heads, padded(d), padded(dv), padded(shape.block_k)
     k0, k1 = tiles.other[j, 0], tiles.other[j, 1]
-    first, last, masked = 0, k1 - k0, tiles.kind[at] == MASKED
-    if masked and rules.banded:  # one query sees a run of keys: nothing else is left to mask
+    first, last = 0, k1 - k0
+    if tiles.kind[at] == MASKED and rules.banded:  # a run of keys: nothing else is left to mask
         first, last = visible_rows(rules, k0 - (tiles.own[0, 0] + tiles.own[0, 2]), 1, last, 1)
         if last <= first:
             return
-    head0 = h0 // group * shape.n_kv
-    rows, key0, next_k = last - first, head0 + k0 + first, (head0 + tiles.other[after, 0]) * d
-    if rules.rounding is not None:
-        next_k //= 2  # two of them are a float
+    rows, key0 = last - first, h0 // group * shape.n_kv + k0 + first
+    lanes = panels_of(narrow, rows) * w
     plain = rules.softcap[0] == 0 and rules.bias.size == 0 and tiles.keep_at[at] < 0
-    from_k, k_start = widened(cpu, rooms[0], k, key0 * d, rows * d, rules.rounding)
-    from_v, start = widened(cpu, rooms[1], v, key0 * dv, rows * dv, rules.rounding)
-    ldv = dv
-    if padded != dv:  # whole registers only: what lies beside V is not ours to read
-        copy_rows(V, padded, from_v, start, rows, dv, v.dtype.type(1))
-        from_v, start, ldv = V, 0, padded
-    for p in range(panels_of(narrow, group)):
-        heads, panel = min(w, group - p * w), S[p * shape.block_k * w :]
-        scores(
-            *(cpu, panel, first * w, w, from_k, k_start, Q[p * w * d :]),
-            *(from_v, start, rows, heads, d),
-        )
-        if not plain:
-            h = h0 + p * w
-            bias = h // shape.heads * rules.bias_batch + h % shape.heads * rules.bias_head + k0
-            place = Place(0, 0, 0, bias, 1, rules.bias_head, tiles.keep_at[at], 1, 0)
+    for h in range(0, group, w):
+        heads = min(w, group - h)
+        dots(cpu, S, ld, k, key0 * d, d, Q, h * lq, lq, rows, heads, rules.rounding)
+        for c in range(0, 0 if plain else lanes, w):
+            head = h0 + h
+            bias = head // shape.heads * rules.bias_batch + head % shape.heads * rules.bias_head
+            keep = -1 if tiles.keep_at[at] < 0 else tiles.keep_at[at] + first + c
+            place = Place(0, 0, 0, bias + k0 + first + c, rules.bias_head, 1, keep, 0, 1)
             finish_scores(
-                *(narrow, panel, 0, w, first, last, heads),
+                *(narrow, S, c, ld, 0, heads, min(w, rows - c)),
                 *(rules, place, False, tiles.keep, None),
             )
-        online_softmax(narrow, panel, first * w, rows, m, l, alpha, p * w)
-        round_panel(narrow, panel, first * w, w, rows, rules.rounding)
-        for x in range(0, padded, cpu.width):
-            weigh(
-                *(cpu, O, p * w * padded + x, padded, panel, first * w, 1, w),
-                *(from_v, start + x, ldv, heads, rows, alpha[p * w :], k, next_k + x * rows),
-            )
+        for r in range(heads):
+            for c in range(rows, lanes):
+                S[r * ld + c] = -np.inf
+        softmax_along(narrow, S, ld, heads, lanes, m, l, alpha, h, rules.rounding)
+        for r in range(h, h + heads):
+            for x in range(r * lo, r * lo + lo):
+                O[np.uint64(x)] *= alpha[r]
+        weigh(cpu, O, h * lo, lo, S, ld, v, key0 * dv, dv, rows, heads, rules.rounding)
 
 
 @part
-def scores(cpu, S, s0, ld, K, k0, Q, near, n0, rows, heads, d):
-    """S (rows, ld) = K Q^T for `heads` of its columns, and more of them up to a multiple of 4."""
-    whole, n = rows // HEADS * HEADS, d // SIDE * SIDE
-    dots(cpu, S, s0, ld, K, k0, Q, near, n0, whole, (heads + HEADS - 1) // HEADS * HEADS, n, d)
-    if whole == rows and n == d:
-        return
-    for r in range(rows):
-        for h in range(heads):
-            at = s0 + r * ld + h
-            total = S[at] if r < whole else S.dtype.type(0)
-            for x in range(n if r < whole else 0, d):
-                total += K[k0 + r * d + x] * Q[h * d + x]
-            S[at] = total
+def padded(n):
+    """n up to whole registers."""
+    return (n + SIDE - 1) // SIDE * SIDE

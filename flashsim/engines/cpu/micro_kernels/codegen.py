@@ -18,10 +18,8 @@ from flashsim.engines.cpu.micro_kernels.writer import INT, Code
 
 #: How many terms of a sum ahead a product brings its left operand near.
 AHEAD = 12
-#: Heads of which `build_dots` forms sums together.
-HEADS = 4
 #: Arguments that a product takes besides, by its mode.
-MORE = {"rescale": "p", "weigh": "pp"}
+MORE = {"rescale": "p"}
 
 
 def build_step(
@@ -35,8 +33,8 @@ def build_step(
     """`rows` rows of a product, all accumulators in registers: C, ldc, A, row, step, B, ldb, n.
 
     For each x: one scalar of A a row is spread over the lanes and multiplied with the vectors of
-    B's row x. `mode` is "set", "add", "rescale" (which takes the address of alpha as well, one a
-    lane) or "weigh" (alpha, one a row, and an array of which as much is brought near as B has).
+    B's row x. `mode` is "set", "add" or "rescale" (which takes the address of alpha as well, one a
+    lane).
     """
     args = "pipiipii" + MORE.get(mode, "")
     code = writer(module, f"{mode}_{rows}", block, itemsize, args)
@@ -61,9 +59,6 @@ def build_step(
             next_step = code.at(A, code.times(row, rows), code.times(x, rows))
             ahead = code.at(A, along, code.times(step, AHEAD))
             code.prefetch(next_step if mode == "set" else ahead)
-        if mode == "weigh":
-            for address in code.vectors(code.at(more[1], code.times(x, code.width))):
-                code.prefetch(address)
         left = [code.spread(code.at(a, along)) for a in a_rows]
         products = [(a, b) for a in left for b in right]
         return [code.step(a, b, s) for (a, b), s in zip(products, sums, strict=True)]
@@ -72,8 +67,6 @@ def build_step(
     factors = []
     if mode == "rescale":
         factors = [code.load(address) for address in code.vectors(more[0])] * rows
-    if mode == "weigh":
-        factors = [code.spread(code.at(more[0], r)) for r in range(rows) for _ in range(code.vecs)]
     for i, (value, place) in enumerate(zip(sums, places, strict=True)):
         if mode == "add":
             value = code.b.fadd(code.load(place), value)
@@ -99,8 +92,7 @@ def build_product(
     def rest(first, count: int) -> None:
         function = build_step(module, block, itemsize, mode, count, writer)
         c, a = code.at(C, b.mul(first, ldc)), code.at(A, b.mul(first, row))
-        rest_of = [code.at(more[0], first), more[1]] if mode == "weigh" else more
-        b.call(function, [c, ldc, a, row, step, B, ldb, n, *rest_of])
+        b.call(function, [c, ldc, a, row, step, B, ldb, n, *more])
 
     def body(r, _):
         rest(r, ROWS)
@@ -266,55 +258,4 @@ def build_transpose(module: ir.Module, block: Blocking, itemsize: int, out: bool
         return []
 
     code.loop(rows, [], body, by=code.lanes)
-    return code.done()
-
-
-def build_dots(module: ir.Module, block: Blocking, itemsize: int):
-    """S, ld, K, Q, near, rows, heads, n, d: see `plain.dots`.
-
-    A vector's worth of sums at a time: of `HEADS` heads (a register may have fewer lanes) with as
-    many keys as that leaves, so that one reduction serves all of them.
-    """
-    code = Code(module, "dots", block, itemsize, "pipppiiii")
-    if not code.is_new:
-        return code.function
-    S, ld, K, Q, near, rows, heads, n, d = code.function.args
-    b, of_head = code.b, min(HEADS, code.lanes)
-    keys = code.lanes // of_head
-    short = ir.VectorType(code.element, of_head)
-
-    def several(r, h) -> None:
-        k_rows = [code.at(K, b.mul(b.add(r, ir.Constant(INT, k)), d)) for k in range(keys)]
-        q_rows = [code.at(Q, b.mul(b.add(h, ir.Constant(INT, k)), d)) for k in range(of_head)]
-        # Line by line as they lie, which the CPU's own prefetcher follows.
-        ahead = code.at(near, b.mul(r, d))
-
-        def body(x, sums):
-            for k in range(keys):
-                code.prefetch(code.at(ahead, code.times(x, keys), k * code.lanes))
-            right = [code.load(code.at(q, x)) for q in q_rows]
-            left = [code.load(code.at(k, x)) for k in k_rows]
-            pairs = [(k, q) for k in left for q in right]
-            return [code.fma(k, q, s) for (k, q), s in zip(pairs, sums, strict=True)]
-
-        total = code.summed(code.loop(n, [code.const(0)] * code.lanes, body, by=code.lanes))
-        for k in range(keys):
-            lanes = [ir.Constant(ir.IntType(32), k * of_head + i) for i in range(of_head)]
-            mask = ir.Constant(ir.VectorType(ir.IntType(32), of_head), lanes)
-            one = b.shuffle_vector(total, ir.Constant(total.type, ir.Undefined), mask)
-            address = code.at(S, b.mul(b.add(r, ir.Constant(INT, k)), ld), h)
-            b.store(one, b.bitcast(address, short.as_pointer()), align=itemsize)
-
-    def along(r):
-        def body(h, _):
-            several(r, h)
-            return []
-
-        return body
-
-    def body(r, _):
-        code.loop(heads, [], along(r), by=of_head)
-        return []
-
-    code.loop(rows, [], body, by=keys)
     return code.done()

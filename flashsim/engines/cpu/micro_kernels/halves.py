@@ -32,6 +32,22 @@ def rounded_bits(code: Code, x):
     return b.select(b.fcmp_unordered("uno", x, x), quiet, rounded)
 
 
+def rounded(code: Code, x, bfloat16: bool):
+    """Floats as the nearest numbers of a 16-bit type, as floats."""
+    b = code.b
+    if bfloat16:
+        return b.bitcast(b.and_(rounded_bits(code, x), code.ints(0xFFFF0000)), code.vector)
+    return b.fpext(b.fptrunc(x, ir.VectorType(ir.HalfType(), code.lanes)), code.vector)
+
+
+def as_floats(code: Code, value, bfloat16: bool):
+    """A vector of 16-bit numbers as floats, exactly."""
+    b = code.b
+    if not bfloat16:
+        return b.fpext(b.bitcast(value, ir.VectorType(ir.HalfType(), code.lanes)), code.vector)
+    return b.bitcast(b.shl(b.zext(value, code.ints(0).type), code.ints(16)), code.vector)
+
+
 def build_round(module: ir.Module, block: Blocking, itemsize: int, bfloat16: bool):
     """X, ld, rows: see `plain.round_to_bfloat16` and `round_to_float16`."""
     name = "round_to_bfloat16" if bfloat16 else "round_to_float16"
@@ -39,18 +55,10 @@ def build_round(module: ir.Module, block: Blocking, itemsize: int, bfloat16: boo
     if not code.is_new:
         return code.function
     X, ld, rows = code.function.args
-    b = code.b
-    half = ir.VectorType(ir.HalfType(), code.lanes)
 
     def body(r, _):
-        for x in code.vectors(code.at(X, b.mul(r, ld))):
-            value = code.load(x)
-            if bfloat16:
-                high = b.and_(rounded_bits(code, value), code.ints(0xFFFF0000))
-                value = b.bitcast(high, code.vector)
-            else:
-                value = b.fpext(b.fptrunc(value, half), code.vector)
-            code.store(value, x)
+        for x in code.vectors(code.at(X, code.b.mul(r, ld))):
+            code.store(rounded(code, code.load(x), bfloat16), x)
         return []
 
     if itemsize == 4:  # 16-bit inputs are computed in float32
@@ -79,9 +87,7 @@ def build_convert(
             return b.bitcast(b.fptrunc(value, half), shorts)
         if narrow:
             return b.trunc(b.lshr(rounded_bits(code, value), code.ints(16)), shorts)
-        if not bfloat16:
-            return b.fpext(b.bitcast(value, half), code.vector)
-        return b.bitcast(b.shl(b.zext(value, code.ints(0).type), code.ints(16)), code.vector)
+        return as_floats(code, value, bfloat16)
 
     def body(i, _):
         there = [b.bitcast(x, shorts.as_pointer()) for x in code.vectors(b.gep(first, [i]))]

@@ -77,17 +77,6 @@ def product_rescale(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n, alph
             C[c0 + r * ldc + c] = total
 
 
-@operation(vector.weigh)
-def weigh(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n, alpha, near, n0):
-    """C = alpha C + A B, one alpha a row; brings near as much of `near` as it reads of B."""
-    for r in range(rows):
-        for c in range(cpu.width):
-            total = C[c0 + r * ldc + c] * alpha[r]
-            for x in range(n):
-                total += A[a0 + r * row + x * step] * B[b0 + x * ldb + c]
-            C[c0 + r * ldc + c] = total
-
-
 @operation(vector.online_softmax)
 def online_softmax(cpu, S, s0, rows, m, l, alpha, at):
     """One step of the online softmax down each lane: S becomes P, and m, l, alpha move on.
@@ -154,18 +143,55 @@ def soft_cap_gated(cpu, S, s0, ld, rows, c, gate, g0):
 
 
 @operation(vector.dots)
-def dots(cpu, S, s0, ld, K, k0, Q, near, n0, rows, heads, n, d):
-    """S (rows, heads) = K Q^T over n of their d columns, K (rows, d) as it lies, Q (heads, d).
+def dots(cpu, S, ld, K, k0, d, Q, q0, ldq, rows, heads, kind):
+    """S (heads, rows) = Q K^T of Q (heads, d) and K (rows, d), which may be of 16-bit numbers.
 
-    Vector code takes whole registers: n in multiples of `packing.SIDE`, rows and heads of 4. While
-    it reads K it brings near as much of another array, which may be read next.
+    Vector code reads Q up to a multiple of `packing.SIDE` columns, where it is 0, and writes S up
+    to one of 4 rows.
     """
-    for r in range(rows):
-        for h in range(heads):
+    for h in range(heads):
+        for r in range(rows):
             total = S.dtype.type(0)
-            for x in range(n):
-                total += K[k0 + r * d + x] * Q[h * d + x]
-            S[s0 + r * ld + h] = total
+            for x in range(d):
+                total += number_at(K, k0 + r * d + x, kind) * Q[q0 + h * ldq + x]
+            S[h * ld + r] = total
+
+
+@operation(vector.softmax_along)
+def softmax_along(cpu, S, ld, heads, n, m, l, alpha, at, kind):
+    """`online_softmax` along the rows of S (heads, n), one head each; n a multiple of the width.
+
+    P, but not what is added up, is rounded to the 16-bit numbers that inputs are, if such.
+    """
+    log2e = S.dtype.type(LOG2E)
+    for h in range(heads):
+        top = m[at + h]
+        for x in range(h * ld, h * ld + n):
+            top = max(top, S[x])
+        base = top if top > -np.inf else S.dtype.type(0)
+        alpha[at + h] = np.exp2((m[at + h] - base) * log2e)
+        m[at + h] = top
+        total = S.dtype.type(0)
+        for x in range(h * ld, h * ld + n):
+            S[x] = np.exp2((S[x] - base) * log2e)
+            total += S[x]
+            if kind is not None:
+                S[x] = rounded_number(S[x], kind)
+        l[at + h] = alpha[at + h] * l[at + h] + total
+
+
+@operation(vector.weigh)
+def weigh(cpu, O, o0, ldo, P, ldp, V, v0, dv, keys, heads, kind):
+    """O (heads, dv) += P V of P (heads, keys) and V (keys, dv), which may be of 16-bit numbers.
+
+    Vector code adds zeros to O up to a multiple of `packing.SIDE` columns.
+    """
+    for h in range(heads):
+        for x in range(dv):
+            total = O.dtype.type(0)
+            for r in range(keys):
+                total += P[h * ldp + r] * number_at(V, v0 + r * dv + x, kind)
+            O[o0 + h * ldo + x] += total
 
 
 @operation(vector.transpose_in)
@@ -233,6 +259,23 @@ def narrow(cpu, floats, f0, halves, h0, n, kind):
     for i in range(n):
         value = np.float32(floats[f0 + i])
         bits[h0 + i] = np.uint16(bits_of(value) if kind == BFLOAT16 else _bits_of_float16(value))
+
+
+@part
+def number_at(X, i, kind):
+    """Number i of floats or, where there is a `kind`, of the 16-bit numbers in their place."""
+    if kind is None:
+        return X[i]
+    bits = X.view(np.uint16)[i]
+    return number_of(bits) if kind == BFLOAT16 else _number_of_float16(np.uint32(bits))
+
+
+@part
+def rounded_number(x, kind):
+    """The nearest number of a 16-bit type, as a float."""
+    if kind == BFLOAT16:
+        return number_of(bits_of(x))
+    return _number_of_float16(_bits_of_float16(x))
 
 
 @part

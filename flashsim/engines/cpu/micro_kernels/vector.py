@@ -10,15 +10,20 @@ from numba.core import cgutils
 from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
+from flashsim.engines.cpu.micro_kernels.along import build_dots, build_softmax_along, build_weigh
 from flashsim.engines.cpu.micro_kernels.codegen import (
-    build_dots,
     build_grad_scores,
     build_online_softmax,
     build_product,
     build_soft_cap,
     build_transpose,
 )
-from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16, build_convert, build_round
+from flashsim.engines.cpu.micro_kernels.halves import (
+    BFLOAT16,
+    FLOAT16,
+    build_convert,
+    build_round,
+)
 from flashsim.engines.cpu.micro_kernels.registers import BLOCKING
 
 
@@ -75,12 +80,22 @@ _PRODUCT = "a o0 i a o1 i i a o2 i i i"
 _set = vector_intrinsic(_PRODUCT, build_product, mode="set")
 _add = vector_intrinsic(_PRODUCT, build_product, mode="add")
 _rescale = vector_intrinsic(f"{_PRODUCT} a o3", build_product, mode="rescale")
-_weigh = vector_intrinsic(f"{_PRODUCT} a a o4", build_product, mode="weigh")
 _softmax = vector_intrinsic("a o0 i a a a o1,2,3", build_online_softmax)
 _by_row = vector_intrinsic("a o0 a o1 i i a a o2,3", build_grad_scores, by_row=True)
 _cap = vector_intrinsic("a o0 i i a", build_soft_cap, gated=False)
 _cap_gated = vector_intrinsic("a o0 i i a a o2", build_soft_cap, gated=True)
-_dots = vector_intrinsic("a o0 i a o1 a a o3 i i i i", build_dots)
+_dots, _dots_bfloat16, _dots_float16 = (
+    vector_intrinsic("a i a i i a o2 i i i", build_dots, kind=kind)
+    for kind in (None, BFLOAT16, FLOAT16)
+)
+_weigh, _weigh_bfloat16, _weigh_float16 = (
+    vector_intrinsic("a o0 i a i a i i i i", build_weigh, kind=kind)
+    for kind in (None, BFLOAT16, FLOAT16)
+)
+_along, _along_bfloat16, _along_float16 = (
+    vector_intrinsic("a i i i a a a o1,2,3", build_softmax_along, kind=kind)
+    for kind in (None, BFLOAT16, FLOAT16)
+)
 _in = vector_intrinsic("a a o1 i i i a", build_transpose, out=False)
 _out = vector_intrinsic("a a o1 i i i a", build_transpose, out=True)
 _bfloat16 = vector_intrinsic("a o0 i i", build_round, bfloat16=True)
@@ -108,11 +123,6 @@ def product_rescale(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n, alph
     _rescale(cpu, (C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n, alpha, alpha0))
 
 
-def weigh(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n, alpha, near, n0):
-    """`plain.weigh`."""
-    _weigh(cpu, (C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n, alpha, near, n0))
-
-
 def online_softmax(cpu, S, s0, rows, m, l, alpha, at):
     """`plain.online_softmax`."""
     _softmax(cpu, (S, s0, rows, m, l, alpha, at))
@@ -138,9 +148,34 @@ def soft_cap_gated(cpu, S, s0, ld, rows, c, gate, g0):
     _cap_gated(cpu, (S, s0, ld, rows, c, gate, g0))
 
 
-def dots(cpu, S, s0, ld, K, k0, Q, near, n0, rows, heads, n, d):
+def dots(cpu, S, ld, K, k0, d, Q, q0, ldq, rows, heads, kind):
     """`plain.dots`."""
-    _dots(cpu, (S, s0, ld, K, k0, Q, near, n0, rows, heads, n, d))
+    if kind is None:
+        _dots(cpu, (S, ld, K, k0, d, Q, q0, ldq, rows, heads))
+    elif kind == BFLOAT16:
+        _dots_bfloat16(cpu, (S, ld, K, k0, d, Q, q0, ldq, rows, heads))
+    else:
+        _dots_float16(cpu, (S, ld, K, k0, d, Q, q0, ldq, rows, heads))
+
+
+def softmax_along(cpu, S, ld, heads, n, m, l, alpha, at, kind):
+    """`plain.softmax_along`."""
+    if kind is None:
+        _along(cpu, (S, ld, heads, n, m, l, alpha, at))
+    elif kind == BFLOAT16:
+        _along_bfloat16(cpu, (S, ld, heads, n, m, l, alpha, at))
+    else:
+        _along_float16(cpu, (S, ld, heads, n, m, l, alpha, at))
+
+
+def weigh(cpu, O, o0, ldo, P, ldp, V, v0, dv, keys, heads, kind):
+    """`plain.weigh`."""
+    if kind is None:
+        _weigh(cpu, (O, o0, ldo, P, ldp, V, v0, dv, keys, heads))
+    elif kind == BFLOAT16:
+        _weigh_bfloat16(cpu, (O, o0, ldo, P, ldp, V, v0, dv, keys, heads))
+    else:
+        _weigh_float16(cpu, (O, o0, ldo, P, ldp, V, v0, dv, keys, heads))
 
 
 def transpose_in(cpu, panels, X, x0, rows, cols, d, factors):

@@ -207,14 +207,26 @@ class Code:
         return rows
 
     def summed(self, sums: list) -> Any:
-        """A vector whose lanes are the sums of as many vectors' lanes: a `transposed` that adds."""
-        size = 1
-        while len(sums) > 1:
-            lanes = range(self.lanes)
-            first = [lane + (self.lanes - size) * (lane // size % 2) for lane in lanes]
-            second = [lane + size for lane in first]
-            pairs = zip(sums[::2], sums[1::2], strict=True)
-            sums = [self.b.fadd(self.pick(x, y, first), self.pick(x, y, second)) for x, y in pairs]
+        """A vector whose first lanes are the sums of as many vectors' lanes, 1, 2, 4, .. of them.
+
+        Pairs of vectors become one, the lanes of both half as many: of 16 bytes each, which are
+        cheap to mix, then of whole groups of 16 bytes.
+        """
+        size, group = 1, 16 // self.itemsize
+        while size < self.lanes:
+            lanes, half = list(range(self.lanes)), group // 2
+            if size < group:
+                at = [lane // group * group + lane % size for lane in lanes]
+                at = [
+                    a + lane % group // (2 * size) * size + lane // size % 2 * self.lanes
+                    for a, lane in zip(at, lanes, strict=True)
+                ]
+                other = [a + half for a in at]
+            else:
+                at = [2 * (lane - lane % group) + lane % group for lane in lanes]
+                other = [a + group for a in at]
+            pairs = list(zip(sums[::2], sums[1::2] or sums, strict=True))
+            sums = [self.b.fadd(self.pick(x, y, at), self.pick(x, y, other)) for x, y in pairs]
             size *= 2
         return sums[0]
 

@@ -34,6 +34,21 @@ def fetch_add(context, counter):
 
 
 @intrinsic
+def arrive(context, array, index):
+    """Add 1 to ``array[index]``; returns what it held before.
+
+    What others wrote before they arrived is seen, and they will see what was written here.
+    """
+    del context, index
+
+    def codegen(context, builder, signature, args):
+        address = _address(context, builder, signature.args[0], *args)
+        return builder.atomic_rmw("add", address, ir.Constant(INT, 1), "acq_rel")
+
+    return types.int64(array, types.int64), codegen
+
+
+@intrinsic
 def load_acquire(context, array, index):
     """``array[index]``; what its writer wrote before `store_release` is then seen as well."""
     del context, index
