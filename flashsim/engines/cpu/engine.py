@@ -46,7 +46,7 @@ WALKS = {
     "fused": "grad_keys",
 }
 #: Results that a stage writes, and looks at as it does, where they have 32 or 64 bits; those of 16
-#: only the forward walk of pairs.
+#: only the forward walk of pairs and that of one query.
 LOOKED_AT = {
     "forward": ("out",),
     "dq": ("dq",),
@@ -239,7 +239,7 @@ class _CpuPass:
             notes = Notes(np.zeros((stage.walks, stage.tiles), np.int64), seen)
         turns = items.first_turns(stage.schedule) if fused else _NO_TURNS
         walk = "decode" if decode else "pairs_" * self.pairs + WALKS[name]
-        odd = p.dtype in ROUNDING and walk != "pairs_forward"
+        odd = p.dtype in ROUNDING and walk not in ("pairs_forward", "decode")
         parts = stage.parts or items.tiles(stage.schedule, name, self.threads, one=decode)
         for tiles in parts:
             counter = np.zeros(PLACES, np.int64)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flashsim.engines.cpu.micro_kernels.plain import dots, softmax_along, weigh
+from flashsim.engines.cpu.micro_kernels.plain import dots, softmax_along, weigh, widen
 from flashsim.engines.cpu.micro_kernels.plain import narrow as narrow_numbers
 from flashsim.engines.cpu.primitives.atomics import arrive, fetch_add
 from flashsim.engines.cpu.primitives.packing import (
@@ -20,7 +20,6 @@ from flashsim.engines.cpu.primitives.packing import (
     copy_rows,
     look,
     panel_array,
-    panels_of,
     room_for,
     widened,
 )
@@ -71,6 +70,7 @@ def take_parts(cpu, narrow, given, parts, shape, tiles, rules, notes, counter, o
             break
         walk, number = item // n, item % n
         h0 = tiles.sets[tiles.set_ptr[walk]]
+        head0 = h0 // group * shape.n_kv
         of_q, q0 = widened(cpu, floats, q, h0 * d, group * d, rules.rounding)
         copy_rows(Q, padded(d), of_q, q0, group, d, rules.scale)
         O[:] = 0
@@ -79,7 +79,7 @@ def take_parts(cpu, narrow, given, parts, shape, tiles, rules, notes, counter, o
         for at in range(begin + visits * number // n, begin + visits * (number + 1) // n):
             if stopped(counter):
                 break
-            decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, at, h0)
+            decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, at, h0, group, head0)
             if notes.visits.size > 0:
                 j = tiles.inner[at]
                 for h in range(h0, h0 + group):
@@ -95,10 +95,10 @@ def take_parts(cpu, narrow, given, parts, shape, tiles, rules, notes, counter, o
             continue
         to, first = (out, h0 * dv) if rules.rounding is None else (floats, 0)
         put_together(to, first, lse, sums, tops, totals, n, heads, h0, group, dv)
-        if rules.rounding is None:
-            look(counter, out, first, group * dv)
-        else:
+        if rules.rounding is not None:  # what is too large for them becomes infinite here
             narrow_numbers(cpu, floats, 0, out, h0 * dv, group * dv, rules.rounding)
+            widen(cpu, floats, 0, out, h0 * dv, group * dv, rules.rounding)
+        look(counter, to, first, group * dv)
 
 
 @part
@@ -122,19 +122,19 @@ def put_together(out, o0, lse, sums, tops, totals, parts, heads, h0, group, dv):
 
 
 @part
-def decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, at, h0):
-    """One tile of keys for all heads that read it, as `walks.forward_visit`."""
+def decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, at, h0, group, head0):
+    """One tile of keys for the `group` of heads that reads it, whose keys begin at row `head0`."""
     Q, O, m, l, alpha, S, _ = state
     w, d, dv, j = narrow.width, shape.d, shape.dv, tiles.inner[at]
-    group, lq, lo, ld = shape.heads // shape.kv_heads, padded(d), padded(dv), padded(shape.block_k)
+    lq, lo, ld = padded(d), padded(dv), padded(shape.block_k)
     k0, k1 = tiles.other[j, 0], tiles.other[j, 1]
     first, last = 0, k1 - k0
     if tiles.kind[at] == MASKED and rules.banded:  # a run of keys: nothing else is left to mask
         first, last = visible_rows(rules, k0 - (tiles.own[0, 0] + tiles.own[0, 2]), 1, last, 1)
         if last <= first:
             return
-    rows, key0 = last - first, h0 // group * shape.n_kv + k0 + first
-    lanes = panels_of(narrow, rows) * w
+    rows, key0 = last - first, head0 + k0 + first
+    lanes = padded(rows)
     plain = rules.softcap[0] == 0 and rules.bias.size == 0 and tiles.keep_at[at] < 0
     for h in range(0, group, w):
         heads = min(w, group - h)

@@ -21,7 +21,7 @@ from flashsim.engines.cpu.micro_kernels.writer import INT, LINE, Code
 AHEAD = 8 << 10
 #: Keys whose dot products are formed together, with as many heads.
 KEYS = HEADS = 4
-#: Keys after which P V goes on with other columns or heads: their rows of V stay near.
+#: Keys after which a product goes on with other heads or columns: their rows stay near.
 CHUNK = 16
 
 
@@ -109,37 +109,49 @@ def build_dots(module: ir.Module, block: Blocking, itemsize: int, kind: int | No
     step = b.select(enough, ir.Constant(INT, KEYS), ir.Constant(INT, 1))
     stride, last = b.select(enough, d, ir.Constant(INT, 0)), b.sub(rows, step)
 
-    def several(r, h, count: int) -> None:
-        first = b.mul(r, d)
-        k_rows = [b.add(first, code.times(stride, k)) for k in range(KEYS)]
+    groups, near = b.sdiv(b.sub(b.add(rows, step), ir.Constant(INT, 1)), step), CHUNK // KEYS
+
+    def several(group, n, h, count: int) -> None:
+        """Scores of n groups of keys with some heads."""
         q_rows = [code.at(Q, b.mul(b.add(h, ir.Constant(INT, k)), ldq)) for k in range(count)]
+        s_rows = [code.at(S, b.mul(b.add(h, ir.Constant(INT, k)), ld)) for k in range(count)]
 
-        def products(x, sums, some=None):
-            keys.bring_near(b.add(first, code.times(x, KEYS)), KEYS * code.lanes)
-            left = [keys.load(b.add(k, x), some) for k in k_rows]
-            right = [code.load(code.at(q, x)) for q in q_rows]
-            pairs = [(k, q) for q in right for k in left]
-            return [code.fma(k, q, s) for (k, q), s in zip(pairs, sums, strict=True)]
+        def scores(i, _):
+            at = b.mul(b.add(group, i), step)
+            r = b.select(b.icmp_signed("<", at, last), at, last)
+            first = b.mul(r, d)
+            k_rows = [b.add(first, code.times(stride, k)) for k in range(KEYS)]
 
-        sums = code.loop(d, [code.const(0)] * (KEYS * count), products, by=code.lanes)
-        left_over = b.zext(b.icmp_signed("!=", rest, ir.Constant(INT, 0)), INT)
-        sums = code.loop(left_over, sums, lambda _, x: products(whole, x, some))
-        together = min(code.lanes, len(sums))
-        width = min(KEYS, together)
-        for begin in range(0, len(sums), together):
-            total = code.summed(sums[begin : begin + together])
-            for lane in range(0, together, width):
-                head, key = divmod(begin + lane, KEYS)
-                address = code.at(S, b.mul(b.add(h, ir.Constant(INT, head)), ld), r, key)
-                code.store(code.pick(total, total, list(range(lane, lane + width))), address)
+            def products(x, sums, some=None):
+                keys.bring_near(b.add(first, code.times(x, KEYS)), KEYS * code.lanes)
+                left = [keys.load(b.add(k, x), some) for k in k_rows]
+                right = [code.load(code.at(q, x)) for q in q_rows]
+                pairs = [(k, q) for q in right for k in left]
+                return [code.fma(k, q, s) for (k, q), s in zip(pairs, sums, strict=True)]
+
+            sums = code.loop(d, [code.const(0)] * (KEYS * count), products, by=code.lanes)
+            left_over = b.zext(b.icmp_signed("!=", rest, ir.Constant(INT, 0)), INT)
+            sums = code.loop(left_over, sums, lambda _, x: products(whole, x, some))
+            together = min(code.lanes, len(sums))
+            width = min(KEYS, together)
+            for begin in range(0, len(sums), together):
+                total = code.summed(sums[begin : begin + together])
+                for lane in range(0, together, width):
+                    head, key = divmod(begin + lane, KEYS)
+                    lanes = list(range(lane, lane + width))
+                    code.store(code.pick(total, total, lanes), code.at(s_rows[head], r, key))
+            return []
+
+        code.loop(n, [], scores)
 
     def body(i, _):
-        at = b.mul(i, step)
-        r = b.select(b.icmp_signed("<", at, last), at, last)
-        in_blocks(code, heads, most, lambda h, count: several(r, h, count))
+        group = code.times(i, near)
+        left = b.sub(groups, group)
+        n = b.select(b.icmp_signed("<", left, ir.Constant(INT, near)), left, ir.Constant(INT, near))
+        in_blocks(code, heads, most, lambda h, count: several(group, n, h, count))
         return []
 
-    code.loop(b.sdiv(b.sub(b.add(rows, step), ir.Constant(INT, 1)), step), [], body)
+    code.loop(b.sdiv(b.add(groups, ir.Constant(INT, near - 1)), ir.Constant(INT, near)), [], body)
     return code.done()
 
 
