@@ -23,7 +23,9 @@ from __future__ import annotations
 import argparse
 import csv
 import importlib.util
+import itertools
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -49,6 +51,8 @@ CACHES = (
     (8, 32, 8, 4096, 128),
     (1, 8, 8, 16384, 128),
     (1, 32, 8, 16384, 64),
+    (32, 32, 8, 512, 128),
+    (1, 64, 8, 16384, 128),
 )
 TABLES = ("speed", "extras", "short", "decode", "scaling")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -222,7 +226,8 @@ def short(calls: int, n_threads: int, clock: Callable[[], float]) -> list[dict]:
 def decode(repeats: int, n_threads: int, clock: Callable[[], float], dtype: str) -> list[dict]:
     """One query a head: every byte of K and V is read once, and little is computed with it.
 
-    A copy reads and writes: the bytes of K and V, half of them each, on as many threads.
+    A copy reads and writes: the bytes of K and V, half of them each, on as many threads, each of
+    which keeps to a CPU.
     """
     rows = []
     for batch, heads, kv_heads, n, d in CACHES:
@@ -233,7 +238,7 @@ def decode(repeats: int, n_threads: int, clock: Callable[[], float], dtype: str)
         parts = list(
             zip(*(np.array_split(x.reshape(-1), n_threads) for x in (target, k)), strict=True)
         )
-        with ThreadPoolExecutor(n_threads) as pool:
+        with ThreadPoolExecutor(n_threads, initializer=keep_apart()) as pool:
             works: dict[str, Callable[[], object]] = {
                 "numba": lambda q=q, k=k, v=v: flashsim.run(
                     q, k, v, backend="numba", threads=n_threads
@@ -261,6 +266,14 @@ def decode(repeats: int, n_threads: int, clock: Callable[[], float], dtype: str)
             }
         )
     return rows
+
+
+def keep_apart() -> Callable[[], None]:
+    """What a thread calls to have a CPU to itself; after a pause Linux wakes two on one."""
+    if not hasattr(os, "sched_setaffinity"):
+        return lambda: None
+    cpus = itertools.cycle(sorted(os.sched_getaffinity(0)))
+    return lambda: os.sched_setaffinity(0, {next(cpus)})
 
 
 def torch_decode(q, k, v, n_threads: int) -> Callable[[], object]:

@@ -192,13 +192,18 @@ def build_weigh(module: ir.Module, block: Blocking, itemsize: int, kind: int | N
         n = b.select(b.icmp_signed("<", left, chunk), left, chunk)
 
         def wide(x, _):
-            in_blocks(code, heads, HEADS, lambda h, count: several(r0, n, x, h, count, code.vecs))
+            def all_columns(h, count: int) -> None:
+                vecs = min(code.vecs, 16 // count)
+                for v in range(0, code.vecs, vecs):
+                    several(r0, n, code.b.add(x, ir.Constant(INT, v * code.lanes)), h, count, vecs)
+
+            in_blocks(code, heads, 2 * HEADS, all_columns)
             return []
 
         def one_vector(at, _):
             x = b.add(whole, at)
             some = lanes_below(code, b.sub(dv, x))
-            in_blocks(code, heads, HEADS, lambda h, count: several(r0, n, x, h, count, 1, some))
+            in_blocks(code, heads, 2 * HEADS, lambda h, count: several(r0, n, x, h, count, 1, some))
             return []
 
         code.loop(whole, [], wide, by=code.width)
