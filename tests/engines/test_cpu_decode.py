@@ -95,7 +95,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(n_kv):
 
 
 @pytest.mark.parametrize(
-    ("walks", "visits", "parts"), [(1, 0, 1), (1, 7, 1), (1, 64, 8), (1, 4096, 64), (64, 4096, 1)]
+    ("walks", "visits", "parts"), [(1, 0, 1), (1, 7, 1), (1, 64, 16), (1, 4096, 64), (64, 4096, 1)]
 )
 def test_parts_keep_threads_busy_and_stay_long(walks, visits, parts):
     assert walks_decode.parts_of(walks, visits) == parts

@@ -20,7 +20,7 @@ MICRO_KERNELS = ("vector", "plain", *registers.PAIRED)
 USUAL = {
     "forward": (Tiling(128, 64), Tiling(64, 64)),
     "backward": (Tiling(64, 64), Tiling(48, 64)),
-    "decode": (Tiling(1, 128), Tiling(1, 64)),
+    "decode": (Tiling(1, 512), Tiling(1, 256), Tiling(1, 128), Tiling(1, 64)),
 }
 
 

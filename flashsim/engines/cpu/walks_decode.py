@@ -31,7 +31,7 @@ from flashsim.engines.cpu.walks import stopped
 from flashsim.schedule.schedule import MASKED
 
 #: The least visits of a part, and how many items a walk has if keys allow.
-VISITS, ITEMS = 8, 64
+VISITS, ITEMS = 4, 64
 
 
 def parts_of(walks: int, visits: int) -> int:
