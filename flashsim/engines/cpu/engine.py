@@ -59,10 +59,7 @@ ROUNDING = {"bfloat16": BFLOAT16, "float16": FLOAT16}
 def forward(job: Job) -> Outcome:
     """The forward pass."""
     engine = _CpuPass.of(job, "forward")
-    p = job.problem
     out, lse = engine.forward()
-    with np.errstate(over="ignore"):  # `run` warns, with what was given in sight
-        out = out.astype(numpy_dtype(p.dtype), copy=False)
     return engine.outcome({"out": out, "lse": lse}, {"O": out, "L": lse})
 
 
@@ -139,7 +136,8 @@ class _CpuPass:
                 job.memo[key] = known = copy(made)
                 known.job = job.given(None, None, None)
             return made
-        made = copy(known)
+        made = cls.__new__(cls)  # as `copy` makes it, which takes 0.04 ms after a pause
+        made.__dict__.update(known.__dict__)
         made.job, made.stages, made.finite = job, [], set()
         made.threads = chosen.thread_count(job.options.get("threads"))
         return made
