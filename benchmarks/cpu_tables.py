@@ -69,17 +69,17 @@ def amx() -> str:
 
 
 def decoding() -> str:
-    """Two runs of each shape."""
+    """Two runs of each shape and type."""
     rows: dict[tuple[str, ...], list[Row]] = {}
     for row in kept("cpu-decode.csv"):
-        shape = row["batch"], row["heads"], f"{int(row['keys']):,}", row["d"]
+        shape = row["type"], row["batch"], row["heads"], f"{int(row['keys']):,}", row["d"]
         rows.setdefault(shape, []).append(row)
     names = ("numba ms", "torch ms", "x torch", "GB/s", "copy GB/s", "of copy")
-    columns = "batch|heads|keys|d|numba, ms|PyTorch, ms|× PyTorch|GB/s|copy|of copy"
+    columns = "type|batch|heads|keys|d|numba, ms|PyTorch, ms|× PyTorch|GB/s|copy|of copy"
     lines = [
         [*at, *(", ".join(x[name] for x in runs) for name in names)] for at, runs in rows.items()
     ]
-    return markdown(columns.split("|"), lines)
+    return markdown(columns.split("|"), lines, "type")
 
 
 def halves() -> str:
