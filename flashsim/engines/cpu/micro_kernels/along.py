@@ -25,7 +25,7 @@ KEYS = HEADS = 4
 CHUNK = 16
 
 
-class Rows:
+class Stretch:
     """Numbers in memory, floats or 16-bit numbers in the place of floats, that are read as floats.
 
     `start` counts numbers; `kind` is `BFLOAT16`, `FLOAT16` or None.
@@ -99,7 +99,7 @@ def build_dots(module: ir.Module, block: Blocking, itemsize: int, kind: int | No
     if not code.is_new:
         return code.function
     S, ld, K, k0, d, Q, ldq, rows, heads = code.function.args
-    b, keys, most = code.b, Rows(code, K, k0, kind), HEADS
+    b, keys, most = code.b, Stretch(code, K, k0, kind), HEADS
     if block.vecs == 2:  # AVX2 has half the registers
         most = HEADS // 2
     rest = b.srem(d, ir.Constant(INT, code.lanes))
@@ -162,7 +162,7 @@ def build_weigh(module: ir.Module, block: Blocking, itemsize: int, kind: int | N
         return code.function
     O, ldo, P, ldp, V, v0, dv, keys, heads = code.function.args
     O.add_attribute("noalias")
-    b, values, chunk = code.b, Rows(code, V, v0, kind), ir.Constant(INT, CHUNK)
+    b, values, chunk = code.b, Stretch(code, V, v0, kind), ir.Constant(INT, CHUNK)
     rest = b.srem(dv, ir.Constant(INT, code.width))
     whole = b.sub(dv, rest)
 
