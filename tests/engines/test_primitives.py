@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 from numba import njit
+from numba.core.errors import TypingError
 
 from flashsim.engines.cpu import engine
-from flashsim.engines.cpu.primitives import atomics, packing
+from flashsim.engines.cpu.micro_kernels import writer
+from flashsim.engines.cpu.primitives import atomics
+from flashsim.engines.cpu.primitives.arrays import panel_array, rest
+from flashsim.engines.cpu.primitives.packing import filled
+from flashsim.engines.cpu.primitives.parts import Whole, part
 from flashsim.engines.cpu.primitives.references import borrow
+from flashsim.engines.cpu.primitives.seats import together
 
 
 @njit(nogil=True)
@@ -36,13 +43,60 @@ def pass_on(turn, number, of, total, rounds):
 
 @njit
 def panels(n, like):
-    return packing.panel_array(n, like.dtype)
+    return panel_array(n, like.dtype)
 
 
 @njit
 def sums(nested):
     number, (array, more) = borrow(nested)
     return number + array.sum() + more[0].sum()
+
+
+class Held(NamedTuple):
+    """What a walk may be handed: arrays, numbers and nothing, some of them alike."""
+
+    grid: np.ndarray
+    factor: float
+    nothing: None
+    row: np.ndarray
+    on: bool
+
+
+class Alike(NamedTuple):
+    """Of one type throughout, which Numba keeps in another way."""
+
+    first: np.ndarray
+    second: np.ndarray
+
+
+@part
+def weigh_rows(held, i):
+    """A row's sum, times what stands beside it; a part of a part's table."""
+    if held.nothing is not None:
+        return 0.0
+    return held.grid[i].sum() * held.factor + held.row[i] * held.on
+
+
+@part
+def read_tables(cpu, held, alike, nested, out):
+    """Something of everything that it is handed."""
+    (number, (array,)), total = nested, 0.0
+    for i in range(held.grid.shape[0]):
+        total += weigh_rows(held, i)
+    tail = rest(filled(5, number, out.dtype), 3)
+    out[0], out[1], out[2] = total, alike.second[1] - alike.first[0], tail.sum() + array[-1]
+
+
+@njit(pipeline_class=Whole)
+def walk_once(seats, *args):
+    return together(seats, read_tables, 0, args)
+
+
+@njit
+def rests(n, like):
+    """Of an array that nothing else holds any more."""
+    array = filled(n, 2, like.dtype)
+    return rest(array, n - 2), rest(rest(array, 1), 1)
 
 
 def in_threads(function, *arguments):
@@ -73,6 +127,40 @@ def test_borrowed_arrays_are_the_same_and_not_counted():
     assert (sys.getrefcount(a), sys.getrefcount(b)) == before
 
 
+def test_a_walk_reads_its_tables_where_they_lie():
+    grid, row = np.arange(6.0).reshape(3, 2)[::-1], np.array([5.0, 6, 7])
+    held = Held(grid, 10.0, None, row, True)
+    alike, nested, out = Alike(row, row[::-1]), (4.0, (grid[:, 1],)), np.zeros(3)
+    counts = [sys.getrefcount(x) for x in (grid, row, out)]
+    assert walk_once(np.zeros(0, np.int64), held, alike, nested, out) == 0
+    assert out.tolist() == [150 + 18, 6 - 5, 8 + 1]
+    assert [sys.getrefcount(x) for x in (grid, row, out)] == counts
+
+
+def test_a_table_has_no_other_fields():
+    @part
+    def ask(cpu, held):
+        held.missing  # noqa: B018
+
+    @njit(pipeline_class=Whole)
+    def call(seats, *args):
+        return together(seats, ask, 0, args)
+
+    held = Held(np.ones((1, 1)), 1.0, None, np.ones(1), True)
+    with pytest.raises(TypingError, match="Unknown attribute 'missing'"):
+        call(np.zeros(0, np.int64), held)
+
+
+def test_the_rest_of_an_array_holds_all_of_it():
+    end, both = rests(300, np.zeros(1))
+    keep = [rests(300, np.zeros(1)) for _ in range(50)]  # would take its place
+    assert (end == 2).all()
+    assert end.size == 2
+    assert (both == 2).all()
+    assert both.size == 298
+    assert len(keep) == 50
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_panels_begin_with_a_cache_line(dtype):
     """Where one vector register of 64 bytes lies across two lines, all do."""
@@ -80,5 +168,5 @@ def test_panels_begin_with_a_cache_line(dtype):
     arrays = [panels(n, np.zeros(1, dtype)) for n in sizes]
     assert [a.size for a in arrays] == sizes
     arrays += [engine._zeros((1, n, 3), dtype) for n in sizes]
-    assert all(a.ctypes.data % packing.LINE == 0 and a.flags.c_contiguous for a in arrays)
+    assert all(a.ctypes.data % writer.LINE == 0 and a.flags.c_contiguous for a in arrays)
     assert all((a == 0).all() for a in arrays[len(sizes) :])

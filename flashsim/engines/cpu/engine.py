@@ -24,8 +24,8 @@ import numpy as np
 from flashsim.engines.cpu import chosen, items, threads, walks_decode
 from flashsim.engines.cpu.micro_kernels import registers
 from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16, FLOAT16
+from flashsim.engines.cpu.micro_kernels.writer import LINE
 from flashsim.engines.cpu.notes import stage_trace
-from flashsim.engines.cpu.primitives.packing import LINE
 from flashsim.engines.cpu.scores import Rules
 from flashsim.engines.cpu.tables import NOTE, ODD, PLACES, Grads, Notes, Shape, Tiles, WalkInputs
 from flashsim.engines.engine import Job, Outcome
@@ -317,7 +317,7 @@ def _as_floats(flat: np.ndarray) -> np.ndarray:
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Zeros that begin with a cache line (`packing.LINE`); NumPy's may lie across two."""
+    """Zeros that begin with a cache line (`writer.LINE`); NumPy's may lie across two."""
     dtype, n = np.dtype(dtype), math.prod(shape)
     array = np.zeros(n + LINE, dtype)
     skip = -array.ctypes.data % LINE // dtype.itemsize

@@ -107,20 +107,18 @@ def finish_scores(cpu, S, s0, ld, first, last, lanes, rules, place, masked, bits
                 begin, end = -rules.left - rel, rules.right - rel + 1
             else:
                 begin, end = rel - rules.right, rel + rules.left + 1
-            for c in range(0, min(begin, lanes)):
-                S[np.uint64(s0 + r * ld + c)] = -np.inf
-            for c in range(max(end, 0), lanes):
-                S[np.uint64(s0 + r * ld + c)] = -np.inf
+            for c in range(lanes):
+                if c < begin or c >= end:
+                    S[np.uint64(s0 + r * ld + c)] = -np.inf
+    for r in range(first, last if lanes < cpu.width else first):
+        for c in range(lanes, cpu.width):
+            S[np.uint64(s0 + r * ld + c)] = -np.inf
     if place.keep >= 0:
         for r in range(first, last):
             at = place.keep + r * place.keep_row
             for c in range(lanes):
                 if bits[at + c * place.keep_lane] == 0:
                     S[np.uint64(s0 + r * ld + c)] = -np.inf
-    if lanes < cpu.width:
-        for r in range(first, last):
-            for c in range(lanes, cpu.width):
-                S[np.uint64(s0 + r * ld + c)] = -np.inf
 
 
 @part

@@ -18,7 +18,7 @@ from numba.core.event import Event, Listener, install_listener
 from flashsim.engines.cpu import team, walks, walks_backward, walks_decode
 from flashsim.engines.cpu.pairs import backward as pair_walks_backward
 from flashsim.engines.cpu.pairs import forward as pair_walks
-from flashsim.engines.cpu.primitives.references import borrow
+from flashsim.engines.cpu.primitives.parts import Whole
 from flashsim.engines.cpu.primitives.seats import together
 from flashsim.engines.cpu.tables import STOP
 from flashsim.l2.compiled import keep, kept
@@ -35,7 +35,7 @@ HEARING = 0.2
 _NOBODY = np.zeros(0, np.int64)
 
 #: No wrapper for callers in C, of whom there are none.
-_LESS: Any = {"no_cfunc_wrapper": True}
+_LESS: Any = {"no_cfunc_wrapper": True, "pipeline_class": Whole}
 
 #: What a walk is called by, and what it is.
 _ALL: dict[str, Callable] = {
@@ -57,12 +57,12 @@ def _entry(name: str, walk: Callable, sources: str) -> Any:
     Numba notices an edit of the file that holds a cached function, not of those it calls. So the
     function here has the text of all of them, `sources`, as a free variable: it is then part of
     the cache's key; its name is that of its files. The arrays among its arguments live as long as
-    the call (see `references.borrow`).
+    the call (see `references.lend`).
     """
 
     def entry(seats, cpu, *args):
         sources  # noqa: B018
-        if together(seats, walk, (cpu, *borrow(args))):
+        if together(seats, walk, cpu, args):
             raise MemoryError("no memory for the tiles of a thread")
 
     entry.__name__ = entry.__qualname__ = name

@@ -11,11 +11,12 @@ from __future__ import annotations
 import numpy as np
 
 from flashsim.engines.cpu.micro_kernels.plain import online_softmax, product_rescale, product_set
+from flashsim.engines.cpu.primitives.arrays import panel_array, rest
 from flashsim.engines.cpu.primitives.atomics import fetch_add, load_acquire
 from flashsim.engines.cpu.primitives.packing import (
+    fill,
     filled,
     pack_rows,
-    panel_array,
     panels_of,
     room_for,
     unpack_rows,
@@ -55,25 +56,26 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
     V = room_for(shape.block_k * dv, q.dtype, rules.rounding)
     rows = room_for(shape.block_q * max(d, dv), q.dtype, rules.rounding)  # of Q and of O
     inverse, scales = panel_array(height, q.dtype), filled(height, rules.scale, q.dtype)
-    at = np.empty(most, np.int64)  # the next visit of each row tile
+    at = panel_array(most, np.int64)  # the next visit of each row tile
     n_sets = tiles.set_ptr.size - 1
     while True:
         item = fetch_add(counter)
         if item >= len(tiles.runs) * n_sets or stopped(counter):
             break
         begin, end, s = tiles.runs[item // n_sets, 0], tiles.runs[item // n_sets, 1], item % n_sets
-        for h in tiles.sets[tiles.set_ptr[s] : tiles.set_ptr[s + 1]]:
+        for at_head in range(tiles.set_ptr[s], tiles.set_ptr[s + 1]):
+            h = tiles.sets[at_head]
             batch, head = h // shape.heads, h % shape.heads
             kv = (batch * shape.kv_heads + head // group) * shape.n_kv
             bias0 = batch * rules.bias_batch + head * rules.bias_head
             for i in range(begin, end):
                 q0, n, x = tiles.own[i, 0], tiles.own[i, 1] - tiles.own[i, 0], (i - begin) * height
                 start = (h * shape.n_q + q0) * d
-                pack_rows(cpu, Q[x * d :], q, start, n, d, scales, rows, rules.rounding)
+                pack_rows(cpu, rest(Q, x * d), q, start, n, d, scales, rows, rules.rounding)
                 at[i - begin] = tiles.ptr[i]
-            O[:] = 0
-            m[:] = -np.inf
-            l[:] = 0
+            fill(O, real(0))
+            fill(m, real(-np.inf))
+            fill(l, real(0))
             while True:
                 j = next_inner(tiles, at, begin, end, tiles.descending)
                 if j < 0 or stopped(counter):
@@ -84,7 +86,7 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
                 for i in range(begin, end):
                     x, now = (i - begin) * height, at[i - begin]
                     if now < tiles.ptr[i + 1] and tiles.inner[now] == j:
-                        state = (Q[x * d :], O[x * dv :], m[x:], l[x:], alpha, S)
+                        state = (rest(Q, x * d), rest(O, x * dv), rest(m, x), rest(l, x), alpha, S)
                         forward_visit(cpu, of_k, of_v, shape, tiles, rules, state, i, now, bias0)
                         at[i - begin] += 1
                         if notes.visits.size > 0:
@@ -97,7 +99,7 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
                     inverse[r] = real(1) / l[x + r] if seen else real(0)
                     lse[row0 + r] = m[x + r] + np.log(l[x + r]) if seen else -np.inf
                 unpack_rows(
-                    *(cpu, O[x * dv :], out, row0 * dv, n, dv, inverse),
+                    *(cpu, rest(O, x * dv), out, row0 * dv, n, dv, inverse),
                     *(rows, rules.rounding, counter),
                 )
                 if notes.steps.size > 0:

@@ -10,15 +10,16 @@ from flashsim.engines.cpu.micro_kernels.plain import (
     product_add,
     product_set,
 )
+from flashsim.engines.cpu.primitives.arrays import panel_array, rest
 from flashsim.engines.cpu.primitives.atomics import fetch_add, give_way, load_acquire, store_release
 from flashsim.engines.cpu.primitives.packing import (
     clear_rows,
     copy_rows,
+    fill,
     filled,
     look,
     pack,
     pack_rows,
-    panel_array,
     panels_of,
     room_for,
     unpack_rows,
@@ -67,25 +68,26 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
     )
     rows = room_for(shape.block_k * max(d, dv), t, rounding)  # of K, V and their gradients
     scales, ones = filled(shape.block_k, rules.scale, t), filled(shape.block_k, t.type(1), t)
-    at = np.empty(most, np.int64)  # the next visit of each column tile
+    at = panel_array(most, np.int64)  # the next visit of each column tile
     n_sets = tiles.set_ptr.size - 1
     while True:
         item = fetch_add(counter)
         if item >= len(tiles.runs) * n_sets or stopped(counter):
             break
         begin, end, s = tiles.runs[item // n_sets, 0], tiles.runs[item // n_sets, 1], item % n_sets
-        for kv_head in tiles.sets[tiles.set_ptr[s] : tiles.set_ptr[s + 1]]:
+        for at_head in range(tiles.set_ptr[s], tiles.set_ptr[s + 1]):
+            kv_head = tiles.sets[at_head]
             batch = kv_head // shape.kv_heads
             for j in range(begin, end):
                 x, n = (j - begin) * ld, tiles.own[j, 1] - tiles.own[j, 0]
                 col0 = kv_head * shape.n_kv + tiles.own[j, 0]
-                pack_rows(cpu, V[x * dv :], inputs.v, col0 * dv, n, dv, ones, rows, rounding)
+                pack_rows(cpu, rest(V, x * dv), inputs.v, col0 * dv, n, dv, ones, rows, rounding)
                 k, start = widened(cpu, rows, inputs.k, col0 * d, n * d, rounding)
-                pack(cpu, K[x * d :], k, start, n, d, scales)
+                pack(cpu, rest(K, x * d), k, start, n, d, scales)
                 if fused:
-                    copy_rows(K_rows[x * padded :], padded, k, start, n, d, rules.scale)
-            dK[:] = 0
-            dV[:] = 0
+                    copy_rows(rest(K_rows, x * padded), padded, k, start, n, d, rules.scale)
+            fill(dK, t.type(0))
+            fill(dV, t.type(0))
             for member in range(group):
                 h = batch * shape.heads + kv_head % shape.kv_heads * group + member
                 for j in range(begin, end):
@@ -106,7 +108,15 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
                         if now == tiles.ptr[j + 1] or tiles.inner[now] != i:
                             continue
                         at[j - begin] += 1
-                        state = (K[x * d :], V[x * dv :], dK[x * d :], dV[x * dv :], S, dS, gate)
+                        state = (
+                            rest(K, x * d),
+                            rest(V, x * dv),
+                            rest(dK, x * d),
+                            rest(dV, x * dv),
+                            S,
+                            dS,
+                            gate,
+                        )
                         key_visit(
                             *(cpu, inputs, others, grads, shape, tiles, rules, state),
                             *(j, now, h, fused),
@@ -114,7 +124,7 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
                         if fused:
                             add_to_dq(
                                 *(cpu, grads, shape, tiles, dS, ld),
-                                *(K_rows[x * padded :], j, now, h, turns, counter),
+                                *(rest(K_rows, x * padded), j, now, h, turns, counter),
                             )
                         if notes.visits.size > 0:
                             notes.visits[h, now] = n * NOTE + tiles.own[j, 1] - tiles.own[j, 0]
@@ -122,11 +132,11 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
                 x, n = (j - begin) * ld, tiles.own[j, 1] - tiles.own[j, 0]
                 col0 = kv_head * shape.n_kv + tiles.own[j, 0]
                 unpack_rows(
-                    *(cpu, dK[x * d :], grads.dk, col0 * d, n, d, scales),
+                    *(cpu, rest(dK, x * d), grads.dk, col0 * d, n, d, scales),
                     *(rows, rounding, counter),
                 )
                 unpack_rows(
-                    *(cpu, dV[x * dv :], grads.dv, col0 * dv, n, dv, ones),
+                    *(cpu, rest(dV, x * dv), grads.dv, col0 * dv, n, dv, ones),
                     *(rows, rounding, counter),
                 )
                 if notes.steps.size > 0:
@@ -210,7 +220,7 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
     Q, dO = panel_array(lanes_all * d, t), panel_array(lanes_all * dv, t)
     dQ = panel_array(lanes_all * d, t)
     S, dS = panel_array(shape.block_k * w, t), panel_array(shape.block_k * w, t)
-    L, delta = np.zeros(lanes_all, t), np.zeros(lanes_all, t)
+    L, delta = filled(lanes_all, 0, t), filled(lanes_all, 0, t)
     rounding = rules.rounding
     K, V = room_for(shape.block_k * d, t, rounding), room_for(shape.block_k * dv, t, rounding)
     room = room_for(shape.block_q * max(d, dv), t, rounding)  # of Q, dO and dQ
@@ -223,7 +233,8 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
             break
         i, s = tiles.runs[item // n_sets, 0], item % n_sets  # runs of one
         q0, rows, offset = tiles.own[i, 0], tiles.own[i, 1] - tiles.own[i, 0], tiles.own[i, 2]
-        for h in tiles.sets[tiles.set_ptr[s] : tiles.set_ptr[s + 1]]:
+        for at_head in range(tiles.set_ptr[s], tiles.set_ptr[s + 1]):
+            h = tiles.sets[at_head]
             batch, head = h // shape.heads, h % shape.heads
             kv = (batch * shape.kv_heads + head // group) * shape.n_kv
             bias0 = batch * rules.bias_batch + head * rules.bias_head
@@ -232,7 +243,7 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
             pack_rows(cpu, dO, inputs.dout, row0 * dv, rows, dv, ones, room, rounding)
             for r in range(rows):
                 L[r], delta[r] = inputs.lse[row0 + r], inputs.delta[row0 + r]
-            dQ[:] = 0
+            fill(dQ, t.type(0))
             for at in range(tiles.ptr[i], tiles.ptr[i + 1]):
                 if stopped(counter):
                     break
@@ -297,7 +308,8 @@ def delta_rows(cpu, out, dout, delta, shape, tiles, rules, notes, counter):
         if item >= len(tiles.runs) * n_sets or stopped(counter):
             break
         begin, end, s = tiles.runs[item // n_sets, 0], tiles.runs[item // n_sets, 1], item % n_sets
-        for h in tiles.sets[tiles.set_ptr[s] : tiles.set_ptr[s + 1]]:
+        for at_head in range(tiles.set_ptr[s], tiles.set_ptr[s + 1]):
+            h = tiles.sets[at_head]
             for i in range(begin, end):
                 row0, rows = h * shape.n_q + tiles.own[i, 0], tiles.own[i, 1] - tiles.own[i, 0]
                 a, a0 = widened(cpu, rooms[0], out, row0 * dv, rows * dv, rules.rounding)

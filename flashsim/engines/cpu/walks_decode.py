@@ -14,12 +14,13 @@ import numpy as np
 
 from flashsim.engines.cpu.micro_kernels.plain import dots, softmax_along, weigh, widen
 from flashsim.engines.cpu.micro_kernels.plain import narrow as narrow_numbers
+from flashsim.engines.cpu.primitives.arrays import panel_array
 from flashsim.engines.cpu.primitives.atomics import arrive, fetch_add
 from flashsim.engines.cpu.primitives.packing import (
     SIDE,
     copy_rows,
+    fill,
     look,
-    panel_array,
     room_for,
     widened,
 )
@@ -63,6 +64,7 @@ def take_parts(cpu, narrow, given, parts, shape, tiles, rules, notes, counter, o
     sums, tops, totals, arrived = parts
     d, dv, lo = shape.d, shape.dv, padded(shape.dv)
     group, heads, n = shape.heads // shape.kv_heads, tiles.sets.size, tops.size // tiles.sets.size
+    real = O.dtype.type
     begin, visits = tiles.ptr[0], tiles.ptr[1] - tiles.ptr[0]
     while True:
         item = fetch_add(counter)
@@ -73,9 +75,9 @@ def take_parts(cpu, narrow, given, parts, shape, tiles, rules, notes, counter, o
         head0 = h0 // group * shape.n_kv
         of_q, q0 = widened(cpu, floats, q, h0 * d, group * d, rules.rounding)
         copy_rows(Q, padded(d), of_q, q0, group, d, rules.scale)
-        O[:] = 0
-        m[:] = -np.inf
-        l[:] = 0
+        fill(O, real(0))
+        fill(m, real(-np.inf))
+        fill(l, real(0))
         for at in range(begin + visits * number // n, begin + visits * (number + 1) // n):
             if stopped(counter):
                 break

@@ -19,7 +19,6 @@ from flashsim.engines.cpu.pairs.operations import (
     scale_panel,
 )
 from flashsim.engines.cpu.pairs.packing import (
-    aligned,
     clear_pairs,
     left_of_columns,
     left_of_rows,
@@ -30,8 +29,9 @@ from flashsim.engines.cpu.pairs.packing import (
     unpack_bits,
 )
 from flashsim.engines.cpu.pairs.tiles import SIDE
+from flashsim.engines.cpu.primitives.arrays import panel_array, rest
 from flashsim.engines.cpu.primitives.atomics import fetch_add, give_way, load_acquire, store_release
-from flashsim.engines.cpu.primitives.packing import clear_rows, panels_of
+from flashsim.engines.cpu.primitives.packing import clear_rows, fill, filled, panels_of
 from flashsim.engines.cpu.primitives.parts import part
 from flashsim.engines.cpu.scores import (
     add_bias_gradient,
@@ -58,18 +58,18 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
     most, ld, padded = tiles.longest, panels_of(cpu, shape.block_k) * w, grads.dq_stride
     d_pairs, dv_pairs, d_rows, dv_rows = sizes_of(shape)
     k_pairs, q_pairs = pair_tiles_of(ld), pair_tiles_of(shape.block_q)
-    K, V = aligned(most * ld * d_pairs, pair), aligned(most * ld * dv_pairs, pair)
-    dK, dV = aligned(most * ld * d_rows, real), aligned(most * ld * dv_rows, real)
-    K_rows = aligned(most * k_pairs * padded if fused else 0, pair)
-    Q, dO = aligned(2 * q_pairs * d_pairs, pair), aligned(2 * q_pairs * dv_pairs, pair)
-    Q_T, dO_T = aligned(d_rows * q_pairs, pair), aligned(dv_rows * q_pairs, pair)
-    S, dS = aligned(2 * q_pairs * ld, real), aligned(2 * q_pairs * ld, real)
-    P = aligned(q_pairs * w, pair)
-    dS_left = aligned(2 * q_pairs * k_pairs if fused else 0, pair)
-    part_dq = aligned(2 * q_pairs * padded if fused else 0, real)
-    gate = aligned(S.size if rules.softcap[0] > 0 else 0, real)
-    scales, ones = np.full(shape.block_k, rules.scale, real), np.ones(shape.block_k, real)
-    at = np.empty(most, np.int64)  # the next visit of each column tile
+    K, V = panel_array(most * ld * d_pairs, pair), panel_array(most * ld * dv_pairs, pair)
+    dK, dV = panel_array(most * ld * d_rows, real), panel_array(most * ld * dv_rows, real)
+    K_rows = panel_array(most * k_pairs * padded if fused else 0, pair)
+    Q, dO = panel_array(2 * q_pairs * d_pairs, pair), panel_array(2 * q_pairs * dv_pairs, pair)
+    Q_T, dO_T = panel_array(d_rows * q_pairs, pair), panel_array(dv_rows * q_pairs, pair)
+    S, dS = panel_array(2 * q_pairs * ld, real), panel_array(2 * q_pairs * ld, real)
+    P = panel_array(q_pairs * w, pair)
+    dS_left = panel_array(2 * q_pairs * k_pairs if fused else 0, pair)
+    part_dq = panel_array(2 * q_pairs * padded if fused else 0, real)
+    gate = panel_array(S.size if rules.softcap[0] > 0 else 0, real)
+    scales, ones = filled(shape.block_k, rules.scale, real), filled(shape.block_k, 1, real)
+    at = panel_array(most, np.int64)  # the next visit of each column tile
     n_sets = tiles.set_ptr.size - 1
     begin_tiles(cpu, S)
     while True:
@@ -77,18 +77,19 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
         if item >= len(tiles.runs) * n_sets or stopped(counter):
             break
         begin, end, s = tiles.runs[item // n_sets, 0], tiles.runs[item // n_sets, 1], item % n_sets
-        for kv_head in tiles.sets[tiles.set_ptr[s] : tiles.set_ptr[s + 1]]:
+        for at_head in range(tiles.set_ptr[s], tiles.set_ptr[s + 1]):
+            kv_head = tiles.sets[at_head]
             batch = kv_head // shape.kv_heads
             for j in range(begin, end):
                 x, n = (j - begin) * ld, tiles.own[j, 1] - tiles.own[j, 0]
                 col0 = kv_head * shape.n_kv + tiles.own[j, 0]
-                right_of_rows(cpu, K[x * d_pairs :], inputs.k, col0 * d, n, d)
-                right_of_rows(cpu, V[x * dv_pairs :], inputs.v, col0 * dv, n, dv)
+                right_of_rows(cpu, rest(K, x * d_pairs), inputs.k, col0 * d, n, d)
+                right_of_rows(cpu, rest(V, x * dv_pairs), inputs.v, col0 * dv, n, dv)
                 if fused:
                     to = (j - begin) * k_pairs * padded
-                    right_of_columns(K_rows[to:], padded, inputs.k, col0 * d, n, d)
-            dK[:] = 0
-            dV[:] = 0
+                    right_of_columns(rest(K_rows, to), padded, inputs.k, col0 * d, n, d)
+            fill(dK, real(0))
+            fill(dV, real(0))
             for member in range(group):
                 h = batch * shape.heads + kv_head % shape.kv_heads * group + member
                 for j in range(begin, end):
@@ -109,8 +110,8 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
                         if now == tiles.ptr[j + 1] or tiles.inner[now] != i:
                             continue
                         at[j - begin] += 1
-                        own = (K[x * d_pairs :], V[x * dv_pairs :])
-                        sums = (dK[x * d_rows :], dV[x * dv_rows :])
+                        own = (rest(K, x * d_pairs), rest(V, x * dv_pairs))
+                        sums = (rest(dK, x * d_rows), rest(dV, x * dv_rows))
                         work = (S, dS, P, dS_left, gate)
                         key_visit(
                             *(cpu, inputs, grads, shape, tiles, rules, own, sums),
@@ -135,8 +136,10 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
                 col0 = kv_head * shape.n_kv + tiles.own[j, 0]
                 for c in range(0, n, w):
                     lanes, to = min(w, n - c), col0 + c
-                    unpack_bits(cpu, dK[(x + c) * d_rows :], grads.dk, to * d, lanes, d, scales)
-                    unpack_bits(cpu, dV[(x + c) * dv_rows :], grads.dv, to * dv, lanes, dv, ones)
+                    unpack_bits(cpu, rest(dK, (x + c) * d_rows), grads.dk, to * d, lanes, d, scales)
+                    unpack_bits(
+                        cpu, rest(dV, (x + c) * dv_rows), grads.dv, to * dv, lanes, dv, ones
+                    )
                 if notes.steps.size > 0:
                     notes.steps[kv_head, j] = n
     end_tiles(cpu, S)
@@ -225,14 +228,14 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
     group, panels = shape.heads // shape.kv_heads, panels_of(cpu, shape.block_q)
     d_pairs, dv_pairs, d_rows, _ = sizes_of(shape)
     k_pairs = pair_tiles_of(shape.block_k)
-    Q, dO = aligned(panels * w * d_pairs, pair), aligned(panels * w * dv_pairs, pair)
-    K, V = aligned(2 * k_pairs * d_pairs, pair), aligned(2 * k_pairs * dv_pairs, pair)
-    K_T, dQ = aligned(d_rows * k_pairs, pair), aligned(panels * w * d_rows, real)
-    S, dS = aligned(2 * k_pairs * w, real), aligned(2 * k_pairs * w, real)
-    P = aligned(k_pairs * w, pair)
-    L, delta = np.zeros(panels * w, real), np.zeros(panels * w, real)
-    gate = aligned(S.size if rules.softcap[0] > 0 else 0, real)
-    scales = np.full(shape.block_q, rules.scale, real)
+    Q, dO = panel_array(panels * w * d_pairs, pair), panel_array(panels * w * dv_pairs, pair)
+    K, V = panel_array(2 * k_pairs * d_pairs, pair), panel_array(2 * k_pairs * dv_pairs, pair)
+    K_T, dQ = panel_array(d_rows * k_pairs, pair), panel_array(panels * w * d_rows, real)
+    S, dS = panel_array(2 * k_pairs * w, real), panel_array(2 * k_pairs * w, real)
+    P = panel_array(k_pairs * w, pair)
+    L, delta = filled(panels * w, 0, real), filled(panels * w, 0, real)
+    gate = panel_array(S.size if rules.softcap[0] > 0 else 0, real)
+    scales = filled(shape.block_q, rules.scale, real)
     n_sets = tiles.set_ptr.size - 1
     begin_tiles(cpu, S)
     while True:
@@ -241,7 +244,8 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
             break
         i, s = tiles.runs[item // n_sets, 0], item % n_sets  # runs of one
         q0, rows, offset = tiles.own[i, 0], tiles.own[i, 1] - tiles.own[i, 0], tiles.own[i, 2]
-        for h in tiles.sets[tiles.set_ptr[s] : tiles.set_ptr[s + 1]]:
+        for at_head in range(tiles.set_ptr[s], tiles.set_ptr[s + 1]):
+            h = tiles.sets[at_head]
             batch, head = h // shape.heads, h % shape.heads
             kv = (batch * shape.kv_heads + head // group) * shape.n_kv
             bias0 = batch * rules.bias_batch + head * rules.bias_head
@@ -250,7 +254,7 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
             right_of_rows(cpu, dO, inputs.dout, row0 * dv, rows, dv)
             for r in range(rows):
                 L[r], delta[r] = inputs.lse[row0 + r], inputs.delta[row0 + r]
-            dQ[:] = 0
+            fill(dQ, real(0))
             for at in range(tiles.ptr[i], tiles.ptr[i + 1]):
                 if stopped(counter):
                     break
@@ -303,7 +307,7 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
                     notes.visits[h, at] = rows * NOTE + n
             for r in range(0, rows, w):
                 to, lanes = (row0 + r) * d, min(w, rows - r)
-                unpack_bits(cpu, dQ[r * d_rows :], grads.dq, to, lanes, d, scales)
+                unpack_bits(cpu, rest(dQ, r * d_rows), grads.dq, to, lanes, d, scales)
             if notes.steps.size > 0:
                 notes.steps[h, i] = rows
     end_tiles(cpu, S)

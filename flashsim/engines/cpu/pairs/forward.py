@@ -19,7 +19,6 @@ from flashsim.engines.cpu.pairs.operations import (
     scale_panel,
 )
 from flashsim.engines.cpu.pairs.packing import (
-    aligned,
     clear_pairs,
     left_of_columns,
     left_of_rows,
@@ -30,8 +29,9 @@ from flashsim.engines.cpu.pairs.packing import (
     unpack_bits,
 )
 from flashsim.engines.cpu.pairs.tiles import SIDE
+from flashsim.engines.cpu.primitives.arrays import panel_array, rest
 from flashsim.engines.cpu.primitives.atomics import fetch_add
-from flashsim.engines.cpu.primitives.packing import panels_of
+from flashsim.engines.cpu.primitives.packing import fill, panels_of
 from flashsim.engines.cpu.primitives.parts import part
 from flashsim.engines.cpu.scores import finish_scores, is_plain, place_of, visible_rows
 from flashsim.engines.cpu.tables import NOTE
@@ -46,15 +46,15 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
     group = shape.heads // shape.kv_heads
     panels, most = panels_of(cpu, shape.block_q), tiles.longest
     height, q_pairs, o_rows = panels * w, pair_tiles_of(d), tiles_of(dv)
-    Q, O = aligned(most * height * q_pairs, pair), aligned(most * height * o_rows, real)
+    Q, O = panel_array(most * height * q_pairs, pair), panel_array(most * height * o_rows, real)
     k_rows, v_pairs = 2 * pair_tiles_of(shape.block_k), pair_tiles_of(shape.block_k)
-    K, V = aligned(k_rows * q_pairs, pair), aligned(o_rows * v_pairs, pair)
-    S, P = aligned(k_rows * w, real), aligned(v_pairs * w, pair)
-    m, l = aligned(most * height, real), aligned(most * height, real)
-    alpha, inverse = aligned(height, real), aligned(height, real)
-    scales = aligned(2, real)  # of scores as the product leaves them, and of finished ones
+    K, V = panel_array(k_rows * q_pairs, pair), panel_array(o_rows * v_pairs, pair)
+    S, P = panel_array(k_rows * w, real), panel_array(v_pairs * w, pair)
+    m, l = panel_array(most * height, real), panel_array(most * height, real)
+    alpha, inverse = panel_array(height, real), panel_array(height, real)
+    scales = panel_array(2, real)  # of scores as the product leaves them, and of finished ones
     scales[0], scales[1] = rules.scale, 1
-    at = np.empty(most, np.int64)  # the next visit of each row tile
+    at = panel_array(most, np.int64)  # the next visit of each row tile
     n_sets = tiles.set_ptr.size - 1
     begin_tiles(cpu, S)
     while True:
@@ -62,17 +62,18 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
         if item >= len(tiles.runs) * n_sets or stopped(counter):
             break
         begin, end, s = tiles.runs[item // n_sets, 0], tiles.runs[item // n_sets, 1], item % n_sets
-        for h in tiles.sets[tiles.set_ptr[s] : tiles.set_ptr[s + 1]]:
+        for at_head in range(tiles.set_ptr[s], tiles.set_ptr[s + 1]):
+            h = tiles.sets[at_head]
             batch, head = h // shape.heads, h % shape.heads
             kv = (batch * shape.kv_heads + head // group) * shape.n_kv
             bias0 = batch * rules.bias_batch + head * rules.bias_head
             for i in range(begin, end):
                 q0, n, x = tiles.own[i, 0], tiles.own[i, 1] - tiles.own[i, 0], (i - begin) * height
-                right_of_rows(cpu, Q[x * q_pairs :], q, (h * shape.n_q + q0) * d, n, d)
+                right_of_rows(cpu, rest(Q, x * q_pairs), q, (h * shape.n_q + q0) * d, n, d)
                 at[i - begin] = tiles.ptr[i]
-            O[:] = 0
-            m[:] = -np.inf
-            l[:] = 0
+            fill(O, real(0))
+            fill(m, real(-np.inf))
+            fill(l, real(0))
             while True:
                 j = next_inner(tiles, at, begin, end, tiles.descending)
                 if j < 0 or stopped(counter):
@@ -83,7 +84,13 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
                 for i in range(begin, end):
                     x, now = (i - begin) * height, at[i - begin]
                     if now < tiles.ptr[i + 1] and tiles.inner[now] == j:
-                        state = (Q[x * q_pairs :], O[x * o_rows :], m[x:], l[x:], alpha)
+                        state = (
+                            rest(Q, x * q_pairs),
+                            rest(O, x * o_rows),
+                            rest(m, x),
+                            rest(l, x),
+                            alpha,
+                        )
                         forward_visit(
                             *(cpu, shape, tiles, rules, state, (K, V, S, P)),
                             *(scales, i, now, bias0),
@@ -100,8 +107,8 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
                     inverse[r] = real(1) / l[x + r] if seen else real(0)
                     lse[row0 + r] = m[x + r] + np.log(l[x + r]) if seen else -np.inf
                 for r in range(0, n, w):
-                    O_panel, out0 = O[(x + r) * o_rows :], (row0 + r) * dv
-                    unpack_bits(cpu, O_panel, out, out0, min(w, n - r), dv, inverse[r:])
+                    O_panel, out0 = rest(O, (x + r) * o_rows), (row0 + r) * dv
+                    unpack_bits(cpu, O_panel, out, out0, min(w, n - r), dv, rest(inverse, r))
                 look_at_bits(counter, out, row0 * dv, n * dv)
                 if notes.steps.size > 0:
                     notes.steps[h, i] = n
@@ -135,7 +142,7 @@ def forward_visit(cpu, shape, tiles, rules, state, operands, scales, i, at, bias
         )
         scale = scales
         if not is_plain(cpu, rules, masked, lanes) or rules.scale < 0:
-            scale = scales[1:]
+            scale = rest(scales, 1)
             scale_panel(cpu, S, s0, w, rows, scales)
             place = place_of(
                 *(rules, tiles, at, bias0, q0, k0),

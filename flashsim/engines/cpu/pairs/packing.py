@@ -20,14 +20,6 @@ from flashsim.engines.cpu.tables import ODD
 
 
 @part
-def aligned(n, kind):
-    """An array of n 32-bit elements that begins with a cache line: no tile's row lies in two."""
-    whole = np.empty(n + SIDE, kind)
-    start = -(whole.ctypes.data // 4) % SIDE
-    return whole[start : start + n]
-
-
-@part
 def tiles_of(n):
     """`n` rounded up to whole tiles: rows of C, or pairs along a sum."""
     return (n + SIDE - 1) // SIDE * SIDE

@@ -5,23 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from flashsim.engines.cpu.micro_kernels.plain import narrow, transpose_in, transpose_out, widen
-from flashsim.engines.cpu.micro_kernels.writer import LINE
+from flashsim.engines.cpu.primitives.arrays import panel_array
 from flashsim.engines.cpu.primitives.parts import hot_part, part
 from flashsim.engines.cpu.tables import ODD
 
 #: Rows and columns that are transposed a register at a time: multiples of every register's lanes.
 SIDE = 16
-
-
-@part
-def panel_array(n, dtype):
-    """Room for n elements, from the beginning of a cache line on.
-
-    A register that lies across two lines takes two reads; one of AVX-512 is as long as a line.
-    """
-    array = np.empty(n + LINE, dtype)
-    skip = -array.ctypes.data % LINE // array.itemsize
-    return array[skip : skip + n]
 
 
 @part
@@ -34,9 +23,15 @@ def panels_of(cpu, n):
 def filled(n, value, dtype):
     """n times a number: NumPy's `full` takes three times as long to compile."""
     array = panel_array(n, dtype)
-    for i in range(n):
-        array[i] = value
+    fill(array, array.dtype.type(value))
     return array
+
+
+@part
+def fill(X, value):
+    """Set all of X to a number of its type."""
+    for i in range(X.size):
+        X[np.uint64(i)] = value
 
 
 @part

@@ -3,7 +3,7 @@
 Numba makes of every `@njit` function that another one calls a library of its own: optimised and
 translated to machine code that nobody runs, with a wrapper for callers in Python; then its text is
 linked into each caller and optimised again, at every level. A `part` is lowered to LLVM IR and left
-at that: what links it in optimises it, together with everything else and once.
+at that: a `Whole` links in all that it calls, and what that calls, and optimises everything once.
 """
 
 from __future__ import annotations
@@ -22,32 +22,73 @@ from numba.extending import overload
 class _Text(JITCodeLibrary):
     """LLVM IR to be linked into other libraries, never into the process."""
 
+    _shared_module: Any
+    _linking_libraries: list[Any]
+
     def _optimize_functions(self, ll_module: Any) -> None:
         """Whoever links this in does it."""
         ll_module.data_layout = self._codegen._data_layout
 
-    def _optimize_final_module(self) -> None:
-        """Whoever links this in does it."""
-
-    def _get_module_for_linking(self):
-        """Its functions, which several may link in: nobody else has this module, so no copy."""
-        self._ensure_finalized()
-        for function in self._final_module.functions:
-            if not function.is_declaration and function.linkage == Linkage.external:
-                function.linkage = "linkonce_odr"
-        return self._final_module
+    def finalize(self) -> None:
+        """Without what it calls and without machine code."""
+        self._raise_if_finalized()
+        self._finalize_final_module()
 
     def _finalize_final_module(self) -> None:
-        """Without machine code."""
         self._finalize_dynamic_globals()
+        for function in self._final_module.functions:  # which several may link in
+            if not function.is_declaration and function.linkage == Linkage.external:
+                function.linkage = "linkonce_odr"
         self._finalized = True
+
+    def _get_module_for_linking(self):
+        """With what it calls, for a library of Numba's."""
+        self._ensure_finalized()
+        if self._shared_module is None:
+            self._shared_module = self._final_module.clone()
+            _link(self, self._shared_module)
+        return self._shared_module
 
 
 class _HotText(_Text):
     """The same for inner loops, which LLVM unrolls further each time that it sees them."""
 
     _optimize_functions = JITCodeLibrary._optimize_functions
-    _optimize_final_module = JITCodeLibrary._optimize_final_module
+
+    def finalize(self) -> None:
+        """Optimised, together with what it calls."""
+        _link(self, self._final_module)
+        self._linking_libraries = []
+        super(_Text, self).finalize()
+
+
+class _Whole(JITCodeLibrary):
+    """A function that Python calls and all it calls, as machine code."""
+
+    _linking_libraries: list[Any]
+    _optimize_functions = _Text._optimize_functions
+
+    def finalize(self) -> None:
+        """Every text is linked in once; Numba links in, for each function, all that it calls."""
+        _link(self, self._final_module)
+        self._linking_libraries = []
+        super().finalize()
+
+
+def _link(library: Any, module: Any) -> None:
+    """Link into a library's module all that it calls, and what that calls."""
+    seen, left = set(), list(library._linking_libraries)
+    while left:
+        one = left.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        library._reload_init.update(one._reload_init)
+        if isinstance(one, _Text):
+            module.link_in(one._final_module, preserve=True)
+            left += one._linking_libraries
+        else:
+            module.link_in(one._get_module_for_linking(), preserve=True)
 
 
 @register_pass(mutates_CFG=True, analysis_only=False)
@@ -83,7 +124,7 @@ class _LowerToHotText(_LowerToText):
 class Part(CompilerBase):
     """Numba's pipeline up to LLVM IR."""
 
-    lowering = _LowerToText
+    lowering: type[NativeLowering] = _LowerToText
 
     def define_pipelines(self) -> list[Any]:
         """The one for code without Python objects."""
@@ -94,6 +135,25 @@ class Part(CompilerBase):
         passes.passes = [each for each in passes.passes if each[0] is not NopythonRewrites]
         passes.finalize()
         return [passes]
+
+
+@register_pass(mutates_CFG=True, analysis_only=False)
+class _LowerWhole(NativeLowering):
+    """As Numba's own, into a `_Whole`."""
+
+    _name = "flashsim_lower_whole"
+
+    def run_pass(self, state: Any) -> bool:
+        """Lower one function."""
+        state.library = _Whole(state.targetctx.codegen(), state.func_id.func_qualname)
+        state.library.enable_object_caching()
+        return super().run_pass(state)
+
+
+class Whole(Part):
+    """The pipeline of a function that Python calls and that calls parts."""
+
+    lowering = _LowerWhole
 
 
 class HotPart(Part):

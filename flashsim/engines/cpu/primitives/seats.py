@@ -20,6 +20,7 @@ from numba import types
 from numba.core import cgutils
 
 from flashsim.engines.cpu.primitives.atomics import INT, intrinsic
+from flashsim.engines.cpu.primitives.references import lend, lent
 
 #: Places of a seat. STATE is FREE, GIVEN (an errand, which its caller may withdraw) or BEGUN;
 #: FAILED what the walk returned, 0 if it is whole. The thread waits at DOOR, its caller at LEFT.
@@ -90,16 +91,18 @@ def _serve() -> Any:
 
 
 @intrinsic
-def together(context, seats, walk, arguments):
-    """Do `walk(*arguments)` here and on each of `seats` (their addresses); how many failed.
+def together(context, seats, walk, cpu, arguments):
+    """Do `walk(cpu, *arguments)` here and on each of `seats` (their addresses); how many failed.
 
-    A failure is that memory gave out: nothing else in a walk raises.
+    A failure is that memory gave out: nothing else in a walk raises. The caller holds `arguments`
+    meanwhile.
     """
-    signature = walk.get_call_type(context, tuple(arguments), {})
+    signature = walk.get_call_type(context, (cpu, *map(lent, arguments)), {})
 
     def codegen(context, builder, own, args):
-        body = _body(context, builder, walk, signature, arguments)
-        values = cgutils.alloca_once_value(builder, args[2])
+        given = types.Tuple((cpu, arguments))
+        body = _body(context, builder, walk, signature, given)
+        values = cgutils.alloca_once_value(builder, context.make_tuple(builder, given, args[2:]))
         place = builder.ptrtoint(values, INT)
         array = context.make_array(own.args[0])(context, builder, args[0])
         count = cgutils.unpack_tuple(builder, array.shape)[0]
@@ -125,20 +128,24 @@ def together(context, seats, walk, arguments):
                 _count(builder, failed, _at(builder, seat, FAILED))
         return builder.load(failed)
 
-    return types.int64(seats, walk, arguments), codegen
+    return types.int64(seats, walk, cpu, arguments), codegen
 
 
-def _body(context, builder, walk, signature, arguments):
+def _body(context, builder, walk, signature, given):
     """The walk as a function of where its arguments lie; returns 0, or Numba's code of an error."""
     module = builder.module
-    kind = context.get_value_type(arguments)
+    kind = context.get_value_type(given)
     # Numba's convention: places of the result and of an error come first; an error ends it.
     error = builder.function.args[1].type
     inner = ir.FunctionType(_CODE, [_BYTES, error, kind.as_pointer()])
     walked = ir.Function(module, inner, f"{builder.function.name}.walked")
     walked.linkage = "internal"
+    walked.args[2].add_attribute("noalias")  # a walk writes to what its tables say, not to them
     inside = ir.IRBuilder(walked.append_basic_block())
-    values = cgutils.unpack_tuple(inside, inside.load(walked.args[2]))
+    values = [inside.load(cgutils.gep_inbounds(inside, walked.args[2], 0, 0))]
+    for i, one in enumerate(given[1]):
+        at = cgutils.gep_inbounds(inside, walked.args[2], 0, 1, i)
+        values.append(lend(context, inside, one, at))
     context.get_function(walk, signature)(inside, values)
     inside.ret(_CODE(0))
     body = ir.Function(module, _WALK, f"{builder.function.name}.body")
