@@ -204,3 +204,15 @@ assert np.array_equal(work(), expected)
 def test_a_fork_has_threads_of_its_own():
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], timeout=120)
     assert done.returncode == 0
+
+
+@on_linux
+def test_more_cpus_than_a_seat_can_name_are_left_to_the_system(monkeypatch):
+    monkeypatch.setattr(team, "_allowed", lambda: {0, 64 * seats.CPU_WORDS})
+    crew = team.Team()
+    with crew.seats(1):
+        pass
+    (thread,) = sleepers(crew)
+    crew.keep_off(crew.free)
+    assert os.sched_getaffinity(thread) == os.sched_getaffinity(0)
+    assert not crew.free[0].numbers[seats.CPUS :].any()

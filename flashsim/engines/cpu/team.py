@@ -64,7 +64,7 @@ class Team:
     def keep_off(self, taken: list[Seat]) -> None:
         """Leave threads that sleep all CPUs of this one's but that which it is on, for now."""
         cpus = _allowed() if taken else set()
-        if not cpus:
+        if not cpus or max(cpus) >= 64 * seats.CPU_WORDS:  # more than a seat has room to name
             return
         bits = sum(1 << cpu for cpu in cpus)
         words = np.frombuffer(bits.to_bytes(8 * seats.CPU_WORDS, "little"), np.int64)
