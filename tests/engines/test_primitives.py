@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from numba.core.errors import TypingError
 
 from flashsim.engines.cpu import engine
 from flashsim.engines.cpu.micro_kernels import writer
-from flashsim.engines.cpu.primitives import atomics
+from flashsim.engines.cpu.primitives import atomics, parts
 from flashsim.engines.cpu.primitives.arrays import panel_array, rest
 from flashsim.engines.cpu.primitives.packing import filled
 from flashsim.engines.cpu.primitives.parts import Whole, part
@@ -135,6 +136,14 @@ def test_a_walk_reads_its_tables_where_they_lie():
     assert walk_once(np.zeros(0, np.int64), held, alike, nested, out) == 0
     assert out.tolist() == [150 + 18, 6 - 5, 8 + 1]
     assert [sys.getrefcount(x) for x in (grid, row, out)] == counts
+
+
+def test_text_of_numba_0_61_is_linked():
+    """Its libraries do not say how they begin anew."""
+    other = Mock(spec=["_get_module_for_linking"])
+    library, module = Mock(spec=["_linking_libraries"], _linking_libraries=[other, other]), Mock()
+    parts._link(library, module)
+    module.link_in.assert_called_once_with(other._get_module_for_linking(), preserve=True)
 
 
 def test_a_table_has_no_other_fields():

@@ -83,7 +83,8 @@ def _link(library: Any, module: Any) -> None:
         if one in seen:
             continue
         seen.add(one)
-        library._reload_init.update(one._reload_init)
+        if hasattr(one, "_reload_init"):  # not before Numba 0.62
+            library._reload_init.update(one._reload_init)
         if isinstance(one, _Text):
             module.link_in(one._final_module, preserve=True)
             left += one._linking_libraries
