@@ -6,6 +6,10 @@
 constexpr int THREADS = 32 * FS_WARPS, WIDE = 16 / FS_BYTES;  // elements of 16 bytes
 constexpr int CHUNKS = FS_HEAD_DIM_V / WIDE;
 constexpr int LANES = CHUNKS > 16 ? 32 : CHUNKS > 8 ? 16 : CHUNKS > 4 ? 8 : CHUNKS > 2 ? 4 : CHUNKS;
+constexpr int ROWS = THREADS / LANES;
+// Loads of a thread that are under way together, of each tensor: with 8 warps most row tiles are
+// one batch, and cost one trip to memory instead of one for each row of a thread.
+constexpr int DEEP = 4;
 static_assert(FS_HEAD_DIM % WIDE == 0 && FS_HEAD_DIM_V % WIDE == 0, "rows are cut into 16 bytes");
 
 struct Elements { float x[WIDE]; };
@@ -25,10 +29,25 @@ __device__ inline Elements widen(uint4 raw) {
     return e;
 }
 
-__device__ inline char* row_of(const Args& a, const Tensor& x, int walk, int row) {
-    return x.at(walk / a.heads, walk % a.heads, row);
+// A head's rows of a tensor, found once.
+struct Rows {
+    char* data;
+    i64 step;
+
+    __device__ Rows(const Args& a, const Tensor& x, int walk)
+        : data(x.at(walk / a.heads, walk % a.heads, 0)), step(x.row * FS_BYTES) {}
+    __device__ uint4& piece(int r, int c) const {
+        return reinterpret_cast<uint4*>(data + r * step)[c];
+    }
+};
+
+__device__ inline float dot(uint4 raw_x, uint4 raw_y) {
+    const Elements x = widen(raw_x), y = widen(raw_y);
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < WIDE; ++i) sum += x.x[i] * y.x[i];
+    return sum;
 }
-__device__ inline uint4& piece(char* row, int c) { return reinterpret_cast<uint4*>(row)[c]; }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 flash_delta(const __grid_constant__ Args a) {
@@ -36,23 +55,32 @@ flash_delta(const __grid_constant__ Args a) {
     let_what_runs_next_start();  // what it reads besides is there, too
     const int i = blockIdx.x, walk = blockIdx.y, lane = threadIdx.x % LANES;
     const Range rows = row_tile(a, i);
+    const Rows out(a, a.o, walk), dout(a, a.dout, walk);
     u32* slots = a.tile_counts + (i64(walk) * a.tiles + i) * 8;
     u32 loaded = 0, stored = 0, cleared = 0;
     // Uniform: the shuffles below need every lane.
-    for (int r0 = rows.start; r0 < rows.stop; r0 += THREADS / LANES) {
-        const int r = r0 + threadIdx.x / LANES;
-        float sum = 0.0f;
-        if (r < rows.stop)
-            for (int c = lane; c < CHUNKS; c += LANES) {
-                const Elements o = widen(piece(row_of(a, a.o, walk, r), c));
-                const Elements d = widen(piece(row_of(a, a.dout, walk, r), c));
+    for (int r0 = rows.start; r0 < rows.stop; r0 += DEEP * ROWS) {
+        float sum[DEEP] = {};
+        const int first = r0 + threadIdx.x / LANES;
+        for (int c = lane; c < CHUNKS; c += LANES) {
+            uint4 x[DEEP] = {}, y[DEEP] = {};
 #pragma unroll
-                for (int x = 0; x < WIDE; ++x) sum += o.x[x] * d.x[x];
+            for (int j = 0; j < DEEP; ++j) {
+                const int r = first + j * ROWS;
+                if (r >= rows.stop) break;
+                x[j] = out.piece(r, c), y[j] = dout.piece(r, c);
                 loaded += ValueRow::bytes(c);
             }
 #pragma unroll
-        for (int w = LANES / 2; w; w /= 2) sum += __shfl_xor_sync(~0u, sum, w);
-        if (r < rows.stop && lane == 0) a.delta[i64(walk) * a.n_q + r] = sum, stored += 4;
+            for (int j = 0; j < DEEP; ++j) sum[j] += dot(x[j], y[j]);
+        }
+#pragma unroll
+        for (int j = 0; j < DEEP; ++j) {
+            const int r = first + j * ROWS;
+#pragma unroll
+            for (int w = LANES / 2; w; w /= 2) sum[j] += __shfl_xor_sync(~0u, sum[j], w);
+            if (r < rows.stop && lane == 0) a.delta[i64(walk) * a.n_q + r] = sum[j], stored += 4;
+        }
     }
 #if FS_FUSED
     const i64 first = i64(walk) * a.n_q + rows.start;
@@ -72,18 +100,31 @@ flash_convert(const __grid_constant__ Args a) {
     wait_for_what_ran_before();
     const int i = blockIdx.x, walk = blockIdx.y;
     const Range rows = row_tile(a, i);
+    const Rows dq(a, a.dq, walk);
     u32* slots = a.tile_counts + (i64(walk) * a.tiles + i) * 8;
     u32 stored = 0;
     const float4* acc =
         reinterpret_cast<const float4*>(a.dq_acc + (i64(walk) * a.n_q + rows.start) * FS_HEAD_DIM);
     constexpr int PER_ROW = FS_HEAD_DIM / 8;
-    for (int e = threadIdx.x; e < (rows.stop - rows.start) * PER_ROW; e += THREADS) {
-        const float4 x = acc[2 * e], y = acc[2 * e + 1];
-        const float s = a.scale;
-        const uint4 out = {pack(x.x * s, x.y * s), pack(x.z * s, x.w * s), pack(y.x * s, y.y * s),
-                           pack(y.z * s, y.w * s)};
-        piece(row_of(a, a.dq, walk, rows.start + e / PER_ROW), e % PER_ROW) = out;
-        stored += KeyRow::bytes(e % PER_ROW);
+    const int pieces = (rows.stop - rows.start) * PER_ROW;
+    for (int e0 = threadIdx.x; e0 < pieces; e0 += DEEP * THREADS) {
+        float4 x[DEEP], y[DEEP];
+#pragma unroll
+        for (int j = 0; j < DEEP; ++j) {
+            const int e = e0 + j * THREADS;
+            if (e < pieces) x[j] = acc[2 * e], y[j] = acc[2 * e + 1];
+        }
+#pragma unroll
+        for (int j = 0; j < DEEP; ++j) {
+            const int e = e0 + j * THREADS;
+            if (e >= pieces) break;
+            const float s = a.scale;
+            const float4 l = x[j], h = y[j];
+            dq.piece(rows.start + e / PER_ROW, e % PER_ROW) = {
+                pack(l.x * s, l.y * s), pack(l.z * s, l.w * s), pack(h.x * s, h.y * s),
+                pack(h.z * s, h.w * s)};
+            stored += KeyRow::bytes(e % PER_ROW);
+        }
     }
     report(slots, 2 * stored), report(slots + 1, stored);
 }
