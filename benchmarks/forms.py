@@ -4,9 +4,10 @@
     python benchmarks/forms.py --judge [FILE]  # what `Hopper.fuses` takes of it; no GPU
     python benchmarks/forms.py --fit [FILE]    # its constants again, from what is not held out
 
-FILE: docs/data/forms-h200.csv. `FITTED` are sequences of few lengths and heads; `held_out` are
-drawn: other lengths, heads, groups, windows, and head dimensions between. The order of additions to
-dQ is free in the fused form. Times are medians of 8 of the whole backward, in turns, behind a spin.
+FILE: docs/data/forms-h200.csv, or another GPU's, which its name ends in. `FITTED` are sequences of
+few lengths and heads; `held_out` are drawn: other lengths, heads, groups, windows, and head
+dimensions between. The order of additions to dQ is free in the fused form. Times are medians of 8
+of the whole backward, in turns, behind a spin.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ from flashsim.backends.launch.kernel import Gpu
 from flashsim.problem.hardware import Device
 
 DATA = Path(__file__).parent.parent / "docs" / "data" / "forms-h200.csv"
-GPU = Gpu.like(Device.get("H200"))
 FORMS = {"three passes": "flash2", "fused": "flash2-fused"}
 REPETITIONS, CALLS = 9, 4  # the first is thrown away
 
@@ -144,6 +144,11 @@ def turns(lab: Any, shape: Shape) -> list[list[float]]:
     return took
 
 
+def gpu_of(path: Path) -> Gpu:
+    """The GPU whose times a file has, by its name: forms-h100.csv."""
+    return Gpu.like(Device.get(path.stem.split("-")[-1].upper()))
+
+
 def read(path: Path) -> list[Row]:
     """FILE's rows."""
     with path.open(newline="") as file:
@@ -160,16 +165,16 @@ def read(path: Path) -> list[Row]:
     ]
 
 
-def lost(row: Row) -> float:
+def lost(row: Row, gpu: Gpu) -> float:
     """By how much of the faster form's time the one that is taken is slower."""
-    taken = row.fused if HOPPER.fuses(row.shape.problem, GPU) else row.three
+    taken = row.fused if HOPPER.fuses(row.shape.problem, gpu) else row.three
     return taken / min(row.three, row.fused) - 1
 
 
-def judge(rows: list[Row]) -> None:
+def judge(rows: list[Row], gpu: Gpu) -> None:
     """Print how often, and by how much, the slower form is taken."""
     for kept in (False, True):
-        found = {row: lost(row) for row in rows if row.held_out == kept}
+        found = {row: lost(row, gpu) for row in rows if row.held_out == kept}
         over = [row for row, loss in found.items() if loss > 0.01]
         mean, worst = np.mean(list(found.values())), max(found.values())
         always = [np.mean([r[i] / min(r[2:]) - 1 for r in found]) for i in (2, 3)]
@@ -185,12 +190,12 @@ def judge(rows: list[Row]) -> None:
 
 
 @cache
-def passes(shape: Shape, form: str) -> Any:
+def passes(shape: Shape, form: str, gpu: Gpu) -> Any:
     """The launches of a form."""
-    return HOPPER.backward_passes(shape.problem, None, GPU, "ascending", "", FORMS[form])
+    return HOPPER.backward_passes(shape.problem, None, gpu, "ascending", "", FORMS[form])
 
 
-def fit(rows: list[Row]) -> None:
+def fit(rows: list[Row], gpu: Gpu) -> None:
     """Print constants with which `tile_times.backward_microseconds` is nearest."""
     from scipy.optimize import least_squares
 
@@ -198,7 +203,7 @@ def fit(rows: list[Row]) -> None:
     takes = tile_times.backward_microseconds.__wrapped__
 
     def use(values: np.ndarray) -> None:
-        tile_times.CONVERTING, tile_times.CONVERTED = values[1], values[2] * 1e6
+        tile_times.CONVERTING, tile_times.CONVERTED = values[1], values[2]
         for width, of in zip(widths, values[3:].reshape(-1, 3, 2), strict=True):
             tile_times.HOPPER_BACKWARD[width] = tile_times.Backward(
                 *(tile_times.Times(*x) for x in of)
@@ -209,21 +214,20 @@ def fit(rows: list[Row]) -> None:
         found = []
         for row in rows:
             p = row.shape.problem
-            delta = values[0] + p.batch * p.heads * p.n_q * p.head_dim * 4 / (values[2] * 1e6)
-            three, fused = (
-                delta + takes(passes(row.shape, form), GPU.multiprocessors) for form in FORMS
-            )
+            read = p.batch * p.heads * p.n_q * p.head_dim * 4
+            delta = values[0] + read / (values[2] * gpu.hbm_bandwidth) * 1e6
+            three, fused = (delta + takes(passes(row.shape, form, gpu), gpu) for form in FORMS)
             found += [three / row.three - 1, fused / row.fused - 1]
             found += [2 * np.log(three / fused * row.fused / row.three)]
         return found
 
     before = list(chain.from_iterable(chain.from_iterable(tile_times.HOPPER_BACKWARD.values())))
-    begin = np.array([5.0, tile_times.CONVERTING, tile_times.CONVERTED / 1e6, *before])
+    begin = np.array([5.0, tile_times.CONVERTING, tile_times.CONVERTED, *before])
     made = least_squares(
         errors, begin, bounds=(0, 30), diff_step=1e-3, loss="soft_l1", f_scale=0.05
     )
     use(made.x)
-    print(f"delta {made.x[0]:.2f}, CONVERTING, CONVERTED = {made.x[1]:.2f}, {made.x[2]:.2f}e6")
+    print(f"delta {made.x[0]:.2f}, CONVERTING, CONVERTED = {made.x[1]:.2f}, {made.x[2]:.3f}")
     for width, times in tile_times.HOPPER_BACKWARD.items():
         print(f"{width}: " + ", ".join(f"Times({a:.2f}, {b:.2f})" for a, b in times))
 
@@ -235,9 +239,9 @@ def main() -> None:
     asked.add_argument("--fit", nargs="?", const=DATA, type=Path, metavar="FILE")
     given = asked.parse_args()
     if given.fit:
-        fit([row for row in read(given.fit) if not row.held_out])
+        fit([row for row in read(given.fit) if not row.held_out], gpu_of(given.fit))
     elif given.judge:
-        judge(read(given.judge))
+        judge(read(given.judge), gpu_of(given.judge))
     else:
         measure()
 

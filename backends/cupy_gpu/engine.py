@@ -262,7 +262,16 @@ def gpu_of(device: int) -> Gpu:
         properties["l2CacheSize"],
         properties["clockRate"],
         properties["multiProcessorCount"],
+        _hbm_bandwidth(device),
     )
+
+
+def _hbm_bandwidth(device: int) -> float:
+    """Bytes per second: two transfers a cycle of the memory's clock, over its bus."""
+    runtime = cupy.cuda.runtime
+    khz = runtime.deviceGetAttribute(runtime.cudaDevAttrMemoryClockRate, device)
+    bits = runtime.deviceGetAttribute(runtime.cudaDevAttrGlobalMemoryBusWidth, device)
+    return 2e3 * khz * bits / 8 or Gpu.hbm_bandwidth  # 0: the driver does not say
 
 
 @cache

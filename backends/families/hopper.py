@@ -141,8 +141,7 @@ class Hopper(Family):
             return False
         three, fused = (
             backward_microseconds(
-                self.backward_passes(problem, None, gpu, "ascending", "", algorithm),
-                gpu.multiprocessors,
+                self.backward_passes(problem, None, gpu, "ascending", "", algorithm), gpu
             )
             for algorithm in ("flash2", "flash2-fused")
         )

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flashsim.backends.launch.kernel import Gpu
 from flashsim.backends.launch.passes import KernelPass
 from flashsim.problem.problem import Problem
 from flashsim.schedule.schedule import Schedule
@@ -70,9 +71,9 @@ HOPPER_BACKWARD = {
 #: it takes: fitted to how far it was from 64 x 64 at twenty shapes, head_dims of 160 to 192.
 ROLES = Tiling(64, 96)
 HOPPER_FUSED_WIDE = {ROLES: Times(6.75, 2.20), Tiling(64, 64): HOPPER_BACKWARD[192].fused}
-#: What the fused form takes besides: µs of one launch more, and bytes a µs, of float32 dQ that is
-#: cleared, read again and stored.
-CONVERTING, CONVERTED = 1.1, 2.88e6
+#: What the fused form takes besides: µs of one launch more, and of float32 dQ, which is cleared,
+#: read again and stored, its bytes at this part of the bandwidth of the GPU's memory.
+CONVERTING, CONVERTED = 1.1, 0.6
 #: What it takes a cluster to begin together and to add up its blocks' shares of an item, in µs.
 ADDING_UP = {64: 3.8, 128: 5.4}
 #: Blocks of a cluster, and the share of the multiprocessors that clusters of so many keep busy.
@@ -119,19 +120,20 @@ def backward_times(problem: Problem, tiling: Tiling) -> Backward:
 
 
 @lru_cache(maxsize=512)
-def backward_microseconds(passes: tuple[KernelPass, ...], processors: int) -> float:
+def backward_microseconds(passes: tuple[KernelPass, ...], gpu: Gpu) -> float:
     """A Hopper backward, but for delta, which both of its forms begin with.
 
     A pass begins on each multiprocessor as the one before it leaves that: dQ's beside dK's and
     dV's. The conversion waits for all of them.
     """
-    p, free, more = passes[0].tables.schedule.problem, [0.0] * processors, 0.0
+    p, free, more = passes[0].tables.schedule.problem, [0.0] * gpu.multiprocessors, 0.0
     width = 64 if max(p.head_dim, p.head_dim_v) <= 64 else 128
     for one in passes:
         known = backward_times(p, one.tables.schedule.tiling)._asdict()
         if one.stage.converts:
             row = 4 * 2 + p.itemsize  # bytes for each column
-            more = CONVERTING + p.batch * p.heads * p.n_q * p.head_dim * row / CONVERTED
+            moved = p.batch * p.heads * p.n_q * p.head_dim * row
+            more = CONVERTING + moved / (CONVERTED * gpu.hbm_bandwidth) * 1e6
         elif one.stage.name in known:
             steps = one.tables.visits * (p.group if one.stage.per == "group" else 1)
             times, cluster = known[one.stage.name], one.kernel.cluster

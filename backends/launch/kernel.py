@@ -63,6 +63,8 @@ class Gpu:
     clock_khz : int
         Highest SM clock.
     multiprocessors : int
+    hbm_bandwidth : float
+        Bytes per second, as the data sheet has it.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Gpu:
     l2_bytes: int
     clock_khz: int = 1_000_000
     multiprocessors: int = 132
+    hbm_bandwidth: float = 4.8e12
 
     @classmethod
     def like(cls, device: Device) -> Gpu:
@@ -78,6 +81,7 @@ class Gpu:
         return cls(
             *(device.name, device.compute_capability, device.sram_bytes, device.l2_bytes),
             multiprocessors=device.sm_count,
+            hbm_bandwidth=device.hbm_bandwidth,
         )
 
 

@@ -521,7 +521,7 @@ def plain_times(monkeypatch):
     monkeypatch.setattr(tile_times, "HOPPER_BACKWARD", {128: tile_times.Backward(*takes)})
     monkeypatch.setattr(tile_times, "ADDING_UP", {64: 0.0, 128: 100.0})
     monkeypatch.setattr(tile_times, "CONVERTING", 5)
-    monkeypatch.setattr(tile_times, "CONVERTED", 1e9)
+    monkeypatch.setattr(tile_times, "CONVERTED", 1e9 * 1e6 / H200.hbm_bandwidth)
 
 
 def forms(problem, multiprocessors):
@@ -529,7 +529,7 @@ def forms(problem, multiprocessors):
     gpu = replace(H200, multiprocessors=multiprocessors)
     return [
         tile_times.backward_microseconds.__wrapped__(
-            HOPPER.backward_passes(problem, None, gpu, "ascending", "", algorithm), multiprocessors
+            HOPPER.backward_passes(problem, None, gpu, "ascending", "", algorithm), gpu
         )
         for algorithm in ("flash2", "flash2-fused")
     ]

@@ -26,7 +26,7 @@ from cupy_checks import (  # noqa: F401
 )
 
 import flashsim
-from flashsim import Problem, Tiling
+from flashsim import Device, Problem, Tiling
 from flashsim.backends.cupy_gpu import engine
 from flashsim.backends.families import family, hopper
 from flashsim.backends.families.hopper import Hopper
@@ -371,3 +371,10 @@ def test_views_are_read_where_they_lie():
     moved = {k: cupy.asarray(a.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3) for k, a in x.items()}
     assert not moved["q"].flags.c_contiguous
     assert (run(p, moved).out.get() == expected).all()
+
+
+def test_the_bandwidth_of_the_memory_is_the_data_sheets():
+    """Of which `Hopper.fuses` takes a part."""
+    gpu = engine.gpu_of(0)
+    name = gpu.name.split()[1]  # NVIDIA H200, NVIDIA H100 80GB HBM3
+    assert gpu.hbm_bandwidth == pytest.approx(Device.get(name).hbm_bandwidth, rel=0.1)

@@ -59,10 +59,7 @@ def launch(problem: Problem, splits: int | str, device: Device) -> decode.Decode
         p = replace(p, cu_seqlens_q=None, cu_seqlens_k=None)
         p = replace(p, n_q=queries.pop(), n_kv=max(lengths), batch=len(lengths))
     p = replace(p, page_size=None)
-    gpu = Gpu(
-        *(device.name, device.compute_capability, device.sram_bytes, device.l2_bytes),
-        multiprocessors=device.sm_count,
-    )
+    gpu = Gpu.like(device)
     given = None if splits == "auto" else int(splits)
     return decode.plan(p, lengths, gpu, given, problem.page_size or 0)
 
