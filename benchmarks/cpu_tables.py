@@ -47,23 +47,58 @@ def avx512() -> str:
     return markdown(columns.split("|"), rows, WORDS)
 
 
+def zen4() -> str:
+    """float32, and bfloat16 by AVX512-BF16, of one run each; bold reaches its aim."""
+    by_type: dict[str, list[Row]] = {}
+    for row in kept("cpu-zen4.csv"):
+        by_type.setdefault(row["type"], []).append(row)
+    rows = []
+    aims = zip(AVX512_AIMS, AMX_AIMS, strict=True)
+    for one, two, aim in zip(by_type["float32"], by_type["bfloat16"], aims, strict=True):
+        line: list[object] = [*_shape(one)]
+        for row, least in zip((one, two), aim, strict=True):
+            line += [row["numba ms"], row["torch ms"], _bold(row["x torch"], least), least]
+        rows.append([*line[:6], one["of sgemm"], *line[6:]])
+    columns = f"{WORDS}|float32: numba, ms|PyTorch, ms|× PyTorch|of sgemm|aim"
+    columns += "|bfloat16: numba, ms|PyTorch, ms|× PyTorch|aim"
+    return markdown(columns.split("|"), rows, WORDS)
+
+
+def _bold(ratio: str, aim: float) -> str:
+    return f"**{float(ratio):.2f}**" if float(ratio) >= aim else f"{float(ratio):.2f}"
+
+
+def decoding_elsewhere() -> str:
+    """Of a copy's bandwidth, and times PyTorch, by CPU, threads and type."""
+    rows: dict[tuple[str, ...], dict[str, Row]] = {}
+    runs: dict[str, None] = {}
+    for row in kept("cpu-decode-others.csv"):
+        run = f"{row['cpu']}, {row['threads']}, {row['type']}"
+        runs.setdefault(run)
+        at = row["batch"], row["heads"], f"{int(row['keys']):,}", row["d"]
+        rows.setdefault(at, {})[run] = row
+    lines = [
+        [
+            *at,
+            *(f"{float(of[run]['of copy']):.2f}, {float(of[run]['x torch']):.1f}" for run in runs),
+        ]
+        for at, of in rows.items()
+    ]
+    return markdown(["batch", "heads", "keys", "d", *runs], lines)
+
+
 def amx() -> str:
     """bfloat16 on eight CPUs and on two, and eight in an earlier run; bold reaches its aim."""
     files = ("cpu-amx.csv", "cpu-amx-before.csv", "cpu-amx-two.csv")
     eight, before, two = ({tuple(_shape(row)): row for row in kept(name)} for name in files)
 
-    def ratio(row: Row | None, aim: float) -> str:
-        found = float(row["x torch"]) if row else 0.0
-        return f"**{found:.2f}**" if found >= aim else f"{found:.2f}" if row else ""
-
     rows = []
-    for (at, last), aim in zip(two.items(), AMX_AIMS, strict=True):
-        one = eight.get(at)
-        times = [one["numba ms"], one["torch ms"]] if one else ["", ""]
-        ratios = ratio(one, aim), ratio(before[at], aim)
-        rows.append(
-            [*at, *times, *ratios, last["numba ms"], last["torch ms"], ratio(last, aim), aim]
-        )
+    for (at, one), aim in zip(eight.items(), AMX_AIMS, strict=True):
+        line: list[object] = [*at, one["numba ms"], one["torch ms"]]
+        line += [_bold(run[at]["x torch"], aim) for run in (eight, before)]
+        last = two[at]
+        line += [last["numba ms"], last["torch ms"], _bold(last["x torch"], aim), aim]
+        rows.append(line)
     columns = f"{WORDS}|eight: numba|PyTorch|× PyTorch|before|two: numba|PyTorch|× PyTorch|aim"
     return markdown(columns.split("|"), rows, WORDS)
 
@@ -123,7 +158,9 @@ def scaling() -> str:
 SECTIONS: list[tuple[str, Callable[[], str]]] = [
     ("## CPU", speed),
     ("### AVX-512", avx512),
+    ("### AVX-512", zen4),
     ("### Decoding on a CPU", decoding),
+    ("### Decoding on a CPU", decoding_elsewhere),
     ("### bfloat16 on AMX", amx),
     ("### float16 and bfloat16 without AMX", halves),
     ("### More threads than there were", queue),

@@ -55,7 +55,8 @@ FREE = {
     # Six times each: as few constants as there can be.
     ("hopper", "dkdv, wide"): ("tensor", "masked", "visit", "item", "throttle"),
     ("hopper", "dq, wide"): ("tensor", "visit", "item", "throttle"),
-    ("hopper", "fused, wide"): ("tensor", "item"),  # two times
+    ("hopper", "fused, wide"): ("tensor", "visit", "item", "throttle"),
+    ("hopper", "fused, roles"): ("tensor", "item"),  # two times
     ("portable", "forward"): ("scores", *WARPS, *COMMON),
     **{(k, s): (*WARPS, *COMMON) for k in ("portable", "python") for s in ("dkdv", "dq")},
     **{(k, "fused"): ("reduced", *WARPS, *COMMON) for k in ("portable", "python")},

@@ -25,6 +25,7 @@ from flashsim.engines.cpu.micro_kernels import registers
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
 from flashsim.engines.cpu.micro_kernels.writer import INT, VOID
 from flashsim.engines.cpu.pairs import codegen, tiles, writer
+from flashsim.l2 import compiled
 
 SMALLEST = np.finfo(np.float32).tiny
 
@@ -248,7 +249,10 @@ class TwoFmas(writer.PairCode):
 
 
 def emulate(monkeypatch) -> None:
-    """Let the engine compile for the two emulated kinds while a test lasts."""
+    """Let the engine compile for the two emulated kinds while a test lasts, and keep nothing of it:
+    to a process that has not imported this module an index that names the two is a damaged one.
+    """
+    monkeypatch.setattr(compiled._Disk, "save_overload", lambda *_: None)
     for name, callback in _CALLBACKS.items():
         llvm.add_symbol(name, ctypes.cast(callback, ctypes.c_void_p).value)
     for kind, pairs in ((EmulatedAmx, "machine"), (EmulatedBf16, "fmas")):

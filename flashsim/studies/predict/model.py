@@ -297,7 +297,9 @@ def constants_name(one: KernelPass, problem: Problem) -> str:
     """Which of a family's constants a launch has."""
     name = one.stage.name
     beyond = max(problem.head_dim, problem.head_dim_v) > 128
-    return f"{name}, wide" if one.kernel.boxes and beyond and name != "forward" else name
+    if not one.kernel.boxes or not beyond or name == "forward":
+        return name
+    return f"{name}, roles" if one.kernel.name.endswith("_roles") else f"{name}, wide"
 
 
 def durations(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray]:
