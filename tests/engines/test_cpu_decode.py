@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from helpers import Judge, tensors
+from llvmlite import ir
 from numba import njit
 from test_panels import LOWERED
 
 import flashsim
 from flashsim import Tiling
 from flashsim.engines.cpu import walks_decode
-from flashsim.engines.cpu.micro_kernels import plain, registers
+from flashsim.engines.cpu.micro_kernels import along, plain, registers
 from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16, FLOAT16
 from flashsim.engines.cpu.micro_kernels.registers import BLOCKING, Avx512, Plain
 from flashsim.problem.problem import numpy_dtype
@@ -220,3 +223,20 @@ def test_softmax_along(kind, dtype, halves, heads):
             # P rounded to 8 bits may be the next number; elsewhere the exponentials are off alike.
             off = 2.0**-8 if halves and one.size > 9 else 64 * eps
             np.testing.assert_allclose(two, one, rtol=off, atol=float(64 * eps))
+
+
+@pytest.mark.parametrize(("cpu", "locality"), [("znver4", 2), ("skylake-avx512", 3), ("", 3)])
+def test_lines_are_brought_into_the_cache_that_has_room_for_them(cpu, locality, monkeypatch):
+    """The second one on AMD's CPUs, of K's rows and of V's."""
+    monkeypatch.setattr(registers.llvm, "get_host_cpu_name", lambda: cpu)
+    registers.zen.cache_clear()
+    try:
+        for build in (along.build_dots, along.build_weigh):
+            module = ir.Module()
+            build(module, BLOCKING[Avx512], 4)
+            asked = re.findall(
+                r"call void @\"llvm.prefetch[^)]*, i32 0, i32 (\d), i32 1\)", str(module)
+            )
+            assert set(asked) == {str(locality)}
+    finally:
+        registers.zen.cache_clear()

@@ -12,12 +12,14 @@ from collections.abc import Callable
 import numpy as np
 from llvmlite import ir
 
+from flashsim.engines.cpu.micro_kernels import registers
 from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16, SHORT, as_floats, rounded
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
 from flashsim.engines.cpu.micro_kernels.writer import INT, LINE, Code
 
 #: How far ahead, in bytes, rows are brought near (docs/notebooks/cpu.md): the CPU's own prefetcher
-#: stops at each page of 4 KiB, and where a walk turns from K to V.
+#: stops at each page of 4 KiB, and where a walk turns from K to V. Into the first cache, but for
+#: AMD's CPUs, where few lines may be on their way there, and more to the second.
 AHEAD = 8 << 10
 #: Keys whose dot products are formed together, with as many heads.
 KEYS = HEADS = 4
@@ -60,9 +62,10 @@ class Stretch:
 
     def bring_near(self, at, count: int) -> None:
         """The `count` numbers that lie `AHEAD` of number `at`."""
+        cache = 2 if registers.zen() else 1
         for line in range(0, count * self.size, LINE):
             ahead = ir.Constant(INT, (AHEAD + line) // self.size)
-            self.code.prefetch(self.code.b.gep(self.first, [self.code.b.add(at, ahead)]))
+            self.code.prefetch(self.code.b.gep(self.first, [self.code.b.add(at, ahead)]), cache)
 
 
 def lanes_below(code: Code, count):

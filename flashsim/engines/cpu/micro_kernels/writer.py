@@ -86,12 +86,12 @@ class Code:
         """One vector to memory."""
         self.b.store(value, self.b.bitcast(address, value.type.as_pointer()), align=self.itemsize)
 
-    def prefetch(self, address) -> None:
-        """Bring a cache line near; any address will do."""
+    def prefetch(self, address, cache: int = 1) -> None:
+        """Bring a line into the first cache or the second; any address will do."""
         kind, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
         signature = ir.FunctionType(VOID, [kind, flag, flag, flag])
         function = self.function.module.declare_intrinsic("llvm.prefetch", [kind], signature)
-        read, near, data = (ir.Constant(flag, value) for value in (0, 3, 1))
+        read, near, data = (ir.Constant(flag, value) for value in (0, 4 - cache, 1))
         self.b.call(function, [self.b.bitcast(address, kind), read, near, data])
 
     def vectors(self, address) -> list:
