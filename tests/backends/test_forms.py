@@ -24,7 +24,7 @@ def test_of_shapes_not_fitted_to_the_faster_form_is_taken(forms, gpu):
     either = (times / times.min(axis=1, keepdims=True) - 1).mean(axis=0)
     assert len(rows) > 90
     assert lost.mean() < either.min() / 5
-    assert (lost > 0.02).mean() < 0.05
+    assert (lost > 0.02).mean() < 0.08
 
 
 def test_held_out_are_what_was_drawn(forms):

@@ -21,7 +21,7 @@ FORWARD, DKDV, PORTABLE_DQ = (
     "portable/backward_dkdv.cu",
     "portable/backward_dq.cu",
 )
-FORWARD_F32 = "portable/forward_f32.cu"
+FORWARD_F32, ROWS = "portable/forward_f32.cu", "portable/backward_rows.cu"
 FP8, QUANTIZE, FP8_TESTS = "hopper/forward_fp8.cu", "hopper/quantize.cu", "gpu/test_fp8.py"
 VALUES, COUNTS = "gpu/test_cupy.py", "gpu/test_cupy_traces.py"
 
@@ -368,6 +368,16 @@ FAULTS = {
     "portable-delta-left-out": KernelFault(
         "dS = P dP",
         *(DKDV, "(ds[i][c][x] - (x % 2 ? delta.y : delta.x))", "ds[i][c][x]"),
+        *("test_features and gqa-float16", VALUES),
+    ),
+    "portable-rows-of-a-batch-in-one": KernelFault(
+        "delta's rows that a thread loads together are added up in the first of them",
+        *(ROWS, "sum[j] += dot(x[j], y[j]);", "sum[0] += dot(x[j], y[j]);"),
+        *("test_features and gqa-float16", VALUES),
+    ),
+    "portable-half-of-dq-rounded-twice": KernelFault(
+        "of eight numbers of dQ the first four are rounded twice, the others not",
+        *(ROWS, "y[j] = acc[2 * e + 1];", "y[j] = acc[2 * e];"),
         *("test_features and gqa-float16", VALUES),
     ),
     "portable-dk-not-scaled": KernelFault(

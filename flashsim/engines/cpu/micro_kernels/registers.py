@@ -176,7 +176,6 @@ def pays(micro_kernel: str) -> bool:
     return micro_kernel == "amx" or zen()
 
 
-@cache
 def zen() -> bool:
     """Whether this is a CPU of AMD's, from Zen on."""
     return bool(llvm.get_host_cpu_name().startswith("znver"))
