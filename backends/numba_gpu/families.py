@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flashsim.backends import launch
-from flashsim.backends.families import hopper
+from flashsim.backends.families import hopper, portable_kernels
 from flashsim.backends.families.family import PLAIN
 from flashsim.backends.families.portable import Portable
 from flashsim.backends.launch.kernel import Gpu, Kernel, Variant
@@ -51,11 +51,6 @@ class PythonHopper(hopper.Hopper):
             return tuple(sorted(every, key=lambda t: t.block_q))
         return tuple(t for t in every if t.block_k <= 176)
 
-    def fused_is_faster(self, problem: Problem, gpu: Gpu) -> bool:
-        """See `Hopper`; launches do not overlap, so it is the shortest sequences that it is not."""
-        keys = -(-problem.n_kv // 128) * problem.kv_heads * problem.batch
-        return max(problem.n_q, problem.n_kv) > 256 or keys > 2 * gpu.multiprocessors
-
     def cluster(self, stage: plans.Stage, tables: Lowered, gpu: Gpu) -> int:
         """See `Family`; an item has one block."""
         return 1
@@ -81,25 +76,28 @@ class PythonHopper(hopper.Hopper):
         ordered: bool,
     ) -> Kernel:
         """See `Family`."""
+        variant = replace(variant, overlap=True)
         if stage in ("dkdv", "fused"):
             made = hopper.backward_kernel(problem, tiling, variant, fused=fused, ordered=ordered)
             d = dict(made.constants)["FS_D"]
             shared = KeysOutside(tiling.block_q, tiling.block_k, d, fused).nbytes
-            return replace(made, file="hopper_backward.py", shared_bytes=shared)
-        if stage == "dq":
+            made = replace(made, file="hopper_backward.py", shared_bytes=shared)
+        elif stage == "dq":
             made = hopper.dq_kernel(problem, tiling, variant)
             shared = DqAlone(tiling.block_q, tiling.block_k, dict(made.constants)["FS_D"]).nbytes
-            return replace(made, file="hopper_dq.py", shared_bytes=shared)
-        if stage != "forward":
-            return TENSOR.kernel(stage, problem, tiling, variant, gpu, fused=fused, ordered=ordered)
-        stages = self.stages(problem, tiling, gpu)
-        shared = self.forward_bytes(problem, tiling, stages)
-        own = {"STAGES": stages, "TURNS": hopper.take_turns(problem, tiling)}
-        return Kernel(
-            *("hopper_forward.py", "hopper_forward", 128 * (tiling.block_q // 64 + 1), shared),
-            launch.macros(launch.constants(problem, tiling, variant) | own),
-            hopper.forward_boxes(tiling),
-        )
+            made = replace(made, file="hopper_dq.py", shared_bytes=shared)
+        elif stage == "forward":
+            stages = self.stages(problem, tiling, gpu)
+            shared = self.forward_bytes(problem, tiling, stages)
+            own = {"STAGES": stages, "TURNS": hopper.take_turns(problem, tiling)}
+            made = Kernel(
+                *("hopper_forward.py", "hopper_forward", 128 * (tiling.block_q // 64 + 1), shared),
+                launch.macros(launch.constants(problem, tiling, variant) | own),
+                hopper.forward_boxes(tiling),
+            )
+        else:
+            made = portable_kernels.rows_kernel(problem, tiling, variant, stage, fused=fused)
+        return replace(made, overlaps=True)
 
 
 TENSOR = Portable("tensor", compiler.load, replace(PLAIN, python=True))

@@ -117,10 +117,14 @@ def copy_out_16(b: ir.IRBuilder, to: ir.Value, address: ir.Value) -> None:
     store_16(b, to, struct_values(b, four, 4))
 
 
-def load_16(b: ir.IRBuilder, source: ir.Value) -> Values:
-    """Load 16 bytes from HBM."""
-    text = "ld.global.v4.b32 {$0,$1,$2,$3}, [$4];"
-    four = asm(b, text, "=r,=r,=r,=r,l", [source], _FOUR_WORDS, effects=True)
+def load_16_if(b: ir.IRBuilder, source: ir.Value, condition: ir.Value) -> Values:
+    """16 bytes of HBM where `condition` holds, else zeros; no branch parts it from the next."""
+    text = (
+        "{.reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; "
+        "mov.b32 $3, 0; @p ld.global.v4.b32 {$0,$1,$2,$3}, [$4];}"
+    )
+    given = [source, b.zext(condition, I32)]
+    four = asm(b, text, "=&r,=&r,=&r,=&r,l,r", given, _FOUR_WORDS, effects=True)
     return struct_values(b, four, 4)
 
 
@@ -142,6 +146,19 @@ def add_float(b: ir.IRBuilder, to: ir.Value, values: Values) -> None:
 def add_count(b: ir.IRBuilder, to: ir.Value, count: ir.Value) -> None:
     """Add an unsigned integer in HBM."""
     asm(b, "red.global.add.u32 [$0], $1;", "l,r", [to, count], effects=True)
+
+
+# -- launches that overlap (sm_90) -----------------------------------------------------------------
+
+
+def wait_for_what_ran_before(b: ir.IRBuilder) -> None:
+    """What ran before is complete, and seen: nothing that it may have written is read earlier."""
+    asm(b, "griddepcontrol.wait;", "", [], effects=True)
+
+
+def let_what_runs_next_start(b: ir.IRBuilder) -> None:
+    """What runs next may start as far as to its own wait."""
+    asm(b, "griddepcontrol.launch_dependents;", "", [], effects=True)
 
 
 # -- within a warp, and arithmetic ----------------------------------------------------------------

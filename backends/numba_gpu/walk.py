@@ -18,7 +18,7 @@ from numba.cuda import cgutils, types
 from flashsim.backends import launch
 from flashsim.backends.launch.kernel import Kernel
 from flashsim.backends.numba_gpu import ptx
-from flashsim.backends.numba_gpu.emit import F32, I8, I32, I64, emitted, i32
+from flashsim.backends.numba_gpu.emit import I8, I32, I64, emitted, i32
 from flashsim.backends.numba_gpu.tiles import RowWidth, Tile
 
 device = cuda.jit(device=True, inline="always")
@@ -60,12 +60,6 @@ def read_int(b: ir.IRBuilder, address: ir.Value, index: ir.Value) -> ir.Value:
 def quotient(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
     """x // y of integers that are not negative, in 32 bits (Python's own is a 64-bit one)."""
     return b.udiv(x, y)
-
-
-@emitted(None, types.int64, types.int32, types.float32)
-def write_float(b: ir.IRBuilder, address: ir.Value, index: ir.Value, value: ir.Value) -> None:
-    """``float32[index] = value`` in HBM."""
-    b.store(value, _pointer(b, address, index, F32))
 
 
 @emitted(None, types.int64, types.int32, types.int64)
@@ -252,6 +246,16 @@ def _sm(b: ir.IRBuilder) -> ir.Value:
     return ptx.special(b, "smid")
 
 
+@emitted(None)
+def _wait_for_what_ran_before(b: ir.IRBuilder) -> None:
+    ptx.wait_for_what_ran_before(b)
+
+
+@emitted(None)
+def _let_what_runs_next_start(b: ir.IRBuilder) -> None:
+    ptx.let_what_runs_next_start(b)
+
+
 # -- the walk -------------------------------------------------------------------------------------
 
 
@@ -262,12 +266,13 @@ def walk_functions(c: SimpleNamespace, every: int = 1024) -> SimpleNamespace:
     ``col_tile`` a tile's (start, stop, offset); ``begin(a, outer)`` a walk: the number of its first
     visit, how many there are, and its span; ``visit(a, walk, n)`` the n-th visit's (inner tile,
     masked). ``report(slot, bytes)``, for whole warps, ``report_one``, for a single thread, and
-    ``stamp(address, slot)`` tell the host, if the kernel was built for it.
+    ``stamp(address, slot)`` tell the host, if the kernel was built for it;
+    ``wait_for_what_ran_before()`` and ``let_what_runs_next_start()`` do so if its launches overlap.
     """
     block_q, block_k, varlen = c.block_q, c.block_k, bool(c.varlen)
     spans, descending = bool(c.spans), bool(c.descending)
     counts, stamps = bool(c.trace), bool(c.timeline)
-    numbered = counts or stamps
+    numbered, overlap = counts or stamps, bool(c.overlap)
 
     @device
     def item(a, number):
@@ -336,6 +341,16 @@ def walk_functions(c: SimpleNamespace, every: int = 1024) -> SimpleNamespace:
             write_word(address, 3 if end else 1, _cycles())
             write_word(address, 4 if end else 2, _nanoseconds())
 
+    @device
+    def wait_for_what_ran_before():
+        if overlap:
+            _wait_for_what_ran_before()
+
+    @device
+    def let_what_runs_next_start():
+        if overlap:
+            _let_what_runs_next_start()
+
     return SimpleNamespace(
         item=item,
         take_work=take_work,
@@ -347,4 +362,6 @@ def walk_functions(c: SimpleNamespace, every: int = 1024) -> SimpleNamespace:
         report_one=report_one,
         stamp=stamp,
         stamp_block=stamp_block,
+        wait_for_what_ran_before=wait_for_what_ran_before,
+        let_what_runs_next_start=let_what_runs_next_start,
     )

@@ -195,8 +195,38 @@ def test_hopper_kernels_assemble_in_registers_and_asynchronously(name, report, t
     for number in range(3):  # the copy engine reads tensor maps at multiples of 64
         assert f".param .align 64 .b8 hopper_forward_param_{number}[128]" in text
     assert ".local" not in text
+    check_overlap(kernel, text, lets=False)
     # Scores and output, of the first (last) visit and of the others.
     check_hopper(kernel, text, tmp_path, 4, 32 if report else 0)
+
+
+#: A kernel of Hopper's may begin while the one before it ends: all of them wait, these let others.
+LETS_OTHERS_START = {"delta", "dkdv"}
+
+
+def check_overlap(kernel, text, *, lets):
+    """Of launches: a kernel waits once, and lets the next one start behind that, or not at all."""
+    assert kernel.overlaps
+    waits, starts = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
+    assert (text.count(waits), text.count(starts)) == (1, lets)
+    assert not lets or text.index(waits) < text.index(starts)
+
+
+@pytest.mark.parametrize("stage", ["delta", "convert"])
+def test_row_wise_kernels_wait_before_they_touch_anything(stage):
+    from flashsim.backends.numba_gpu import compiler
+
+    for family, overlaps in ((HOPPER, True), (TENSOR, False)):
+        given = PROBLEMS["bf16 128 causal"], None, GPUS["sm_90a"], "ascending", "", "flash2-fused"
+        (kernel,) = (x.kernel for x in family.backward_passes(*given) if x.stage.name == stage)
+        text = compiler.ptx(kernel, (9, 0))
+        if overlaps:
+            check_overlap(kernel, text, lets=stage in LETS_OTHERS_START)
+            first = re.search(r"(ld|st|red)\.global", text)
+            assert text.index("griddepcontrol.wait") < first.start()
+        else:
+            assert not kernel.overlaps
+            assert "griddepcontrol" not in text
 
 
 def check_hopper(kernel, text, folder, groups, limit):
@@ -239,6 +269,7 @@ def test_hoppers_backward_assembles_in_registers_and_asynchronously(name, stage,
     slices = 5 if dict(kernel.constants)["FS_BLOCK_Q"] == 80 else 4
     groups = 3 if stage == "dq" else 3 + slices + fused
     check_hopper(kernel, text, tmp_path, groups, 144 if report else 0)
+    check_overlap(kernel, text, lets=stage in LETS_OTHERS_START)
 
 
 def test_the_backwards_shared_memory_is_no_larger_than_in_cpp():
@@ -259,11 +290,8 @@ def test_the_backwards_shared_memory_is_no_larger_than_in_cpp():
                 assert mine.kernel.shared_bytes <= other.kernel.shared_bytes
                 assert mine.kernel.boxes == other.kernel.boxes
                 assert mine.kernel.threads == other.kernel.threads or not mine.kernel.boxes
-                assert (mine.grid, mine.clump, mine.tables) == (
-                    other.grid,
-                    other.clump,
-                    other.tables,
-                )
+                assert (mine.grid, mine.clump) == (other.grid, other.clump)
+                assert mine.tables.schedule == other.tables.schedule
 
 
 def test_the_backward_is_fused_where_three_passes_have_no_tile():

@@ -159,7 +159,22 @@ FAULTS = {
     ),
     "mma-delta-of-one-lane": Fault(
         "delta is not summed over the lanes that share a row",
-        *(f"{NUMBA}.tensor.backward_rows", "total = lane_sum(total)", "pass", MMA),
+        *(f"{NUMBA}.tensor.backward_rows", "sums = lane_sums(sums)", "pass", MMA),
+    ),
+    "mma-rows-of-a-batch-in-one": Fault(
+        "the rows that a thread loads together are all the first one",
+        *(f"{NUMBA}.tensor.backward_rows", "far = ir.Constant(I64, j * apart)"),
+        *("far = ir.Constant(I64, 0)", MMA),
+    ),
+    "mma-pieces-of-a-batch-in-one": Fault(
+        "the pieces of dQ that a thread rounds together are all the first one",
+        *(f"{NUMBA}.tensor.backward_rows", "numbers = [b.add(first, i32(j * apart))"),
+        *("numbers = [b.add(first, i32(0))", MMA),
+    ),
+    "hopper-delta-not-waited-for": Fault(
+        "LSE and delta are read before the kernel that makes delta has ended",
+        *(f"{NUMBA}.hopper.keys_outside", "        wait_for_what_ran_before()", "        pass"),
+        RAGGED,
     ),
 }
 

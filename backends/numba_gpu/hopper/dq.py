@@ -197,6 +197,7 @@ def _consumer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
     visit_of, report, stamp, stamp_block = w.visit, w.report, w.stamp, w.stamp_block
     get, speaks, wait, stage = hopper.get, hopper.speaks, hopper.wait, hopper.stage
     wait_full, arrive = hopper.wait_full, hopper.arrive
+    wait_for_what_ran_before = w.wait_for_what_ran_before
 
     @device
     def store(a, slot, query, dq, row_bytes, stop):
@@ -275,5 +276,9 @@ def _consumer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
             leave(shared, item, speaking)
             stamp_block(tile_stamp, True)
             item = int32(item + 1)
+        # dK and dV, which nothing here needs, are made at the same time: that pass let this one
+        # start when delta was complete (`keys_outside.statistics`). But who waits for this one
+        # waits for both.
+        wait_for_what_ran_before()
 
     return consume

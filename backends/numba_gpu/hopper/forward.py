@@ -104,6 +104,7 @@ def _producer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
     visit_of, report_one, stamp, stamp_block = w.visit, w.report_one, w.stamp, w.stamp_block
     put, get, map_address = hopper.put, hopper.get, hopper.map_address
     wait, wait_free, arrive, stage = hopper.wait, hopper.wait_free, hopper.arrive, hopper.stage
+    wait_for_what_ran_before = w.wait_for_what_ran_before
 
     @device
     def bring_q(map_q, a, shared, slot, start, item, head, batch):
@@ -122,6 +123,7 @@ def _producer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
     def produce(map_q, map_k, map_v, a, counter, shared):
         # `item` counts the block's items; K of visit n is `now` in its ring, V of n - 1 `last`.
         item, now, number = int32(0), int32(0), int32(cuda.blockIdx.x)
+        wait_for_what_ran_before()  # it may have written Q, K and V, and asked the counter
         while True:
             slot = int32(shared + items + (item & 1) * ITEM)
             wait_free(shared + item_free, item)  # every warp is done with the slot's last item

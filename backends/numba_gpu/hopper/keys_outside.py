@@ -125,7 +125,7 @@ def producer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleN
 def statistics(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleNamespace) -> Any:
     """``produce_statistics(a, shared)``: a warp brings where each visit's scores and dP start, on
     the tiles' barriers."""
-    block_q, start = c.block_q, not c.scaled
+    block_q, start, fused = c.block_q, not c.scaled, bool(c.fused)
     lse_at, delta_at = at.region("lse"), at.region("delta")
     full, free = at.barrier("full"), at.barrier("free")
     load_statistics, put_rows = gradients.load_statistics(block_q), gradients.put_rows(block_q)
@@ -134,11 +134,19 @@ def statistics(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simpl
     visit_of, report_one = w.visit, w.report_one
     get, speaks, wait_free = hopper.get, hopper.speaks, hopper.wait_free
     arrive, stage = hopper.arrive, hopper.stage
+    wait_for_what_ran_before = w.wait_for_what_ran_before
+    let_what_runs_next_start = w.let_what_runs_next_start
 
     @device
     def produce_statistics(a, shared):
         item, done, speaking = int32(0), int32(0), speaks()
         unit, kv_heads = unit_of_starts(a.scale), quotient(a.heads, a.group)
+        # Nothing else here reads or adds to what ran before has written but by way of these.
+        wait_for_what_ran_before()
+        # dQ's pass, whose blocks take a whole SM each; the conversion's would crowd on the few SMs
+        # that are idle by now.
+        if not fused:
+            let_what_runs_next_start()
         while True:
             slot = take(shared, item)
             if get(slot + WALK) < 0:

@@ -174,9 +174,10 @@ def twice(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> Values:
 
 
 def load_float_if(b: ir.IRBuilder, source: ir.Value, condition: ir.Value) -> ir.Value:
-    """A float32 of HBM where `condition` holds, else 0 ("ld")."""
+    """A float32 of HBM where `condition` holds, else 0 ("ld"), past an L1 that may be older."""
     text = (
-        "{.reg .pred p; setp.ne.b32 p, $2, 0; mov.f32 $0, 0f00000000; @p ld.global.f32 $0, [$1];}"
+        "{.reg .pred p; setp.ne.b32 p, $2, 0; mov.f32 $0, 0f00000000; "
+        "@p ld.global.cg.f32 $0, [$1];}"
     )
     return asm(b, text, "=&f,l,r", [source, b.zext(condition, I32)], F32, effects=True)
 

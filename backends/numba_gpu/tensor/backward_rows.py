@@ -15,7 +15,7 @@ from numba.cuda import types
 
 from flashsim.backends.launch.kernel import Kernel
 from flashsim.backends.numba_gpu import ptx
-from flashsim.backends.numba_gpu.emit import F32, I64, emitted, f32
+from flashsim.backends.numba_gpu.emit import F32, I32, I64, Values, emitted, f32, floats, i32
 from flashsim.backends.numba_gpu.tiles import RowWidth
 from flashsim.backends.numba_gpu.walk import (
     SLOTS,
@@ -23,52 +23,98 @@ from flashsim.backends.numba_gpu.walk import (
     piece_bytes,
     rows_of,
     walk_functions,
-    write_float,
     write_zeros,
 )
 
 int32, int64, float32 = types.int32, types.int64, types.float32
 
 
-def _dot_8(bf16: bool) -> Any:
-    """``dot_8(x, y)``: the dot product of 8 elements each at two addresses."""
-
-    @emitted(types.float32, types.int64, types.int64)
-    def dot_8(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
-        total: ir.Value = f32(0.0)
-        for left, right in zip(ptx.load_16(b, x), ptx.load_16(b, y), strict=True):
-            pairs = zip(ptx.unpack(b, bf16, left), ptx.unpack(b, bf16, right), strict=True)
-            for one, other in pairs:
-                total = b.fma(one, other, total)
-        return total
-
-    return dot_8
+#: Loads of a thread that are under way together, of each tensor, as in the C++ kernels.
+DEEP = 4
 
 
-def _round_8(bf16: bool) -> Any:
-    """``round_8(to, source, scale)``: 8 float32 times scale, rounded to 16 bits."""
+def _dots(bf16: bool, apart: int) -> Any:
+    """``dots(x, y, x_step, y_step, left) -> sums, rows``: of up to `DEEP` rows, `apart` rows apart
+    and the first one at `x` and `y`, the dot products of 8 elements each.
 
-    @emitted(None, types.int64, types.int64, types.float32)
-    def round_8(b: ir.IRBuilder, to: ir.Value, source: ir.Value, scale: ir.Value) -> None:
-        eight = [*ptx.load_16(b, source), *ptx.load_16(b, b.add(source, ir.Constant(I64, 16)))]
-        scaled = [b.fmul(b.bitcast(x, F32), scale) for x in eight]
-        ptx.store_16(b, to, [ptx.pack(b, bf16, scaled[x], scaled[x + 1]) for x in (0, 2, 4, 6)])
+    Only those fewer than `left` rows from the first are there; `rows` is how many.
+    """
 
-    return round_8
+    @emitted([floats(DEEP), int32], int64, int64, int64, int64, int32)
+    def dots(b: ir.IRBuilder, *given: ir.Value) -> list[Any]:
+        x, y, x_step, y_step, left = given
+        exists = [b.icmp_signed("<", i32(j * apart), left) for j in range(DEEP)]
+        pieces = []
+        for j, there in enumerate(exists):
+            far = ir.Constant(I64, j * apart)
+            for first, step in ((x, x_step), (y, y_step)):
+                pieces.append(ptx.load_16_if(b, b.add(first, b.mul(far, step)), there))
+        sums, rows = [], i32(0)
+        for j, there in enumerate(exists):
+            total: ir.Value = f32(0.0)
+            for pair in zip(*pieces[2 * j : 2 * j + 2], strict=True):
+                for one, other in zip(*(ptx.unpack(b, bf16, word) for word in pair), strict=True):
+                    total = b.fma(one, other, total)
+            sums.append(total)
+            rows = b.add(rows, b.zext(there, I32))
+        return [sums, rows]
+
+    return dots
 
 
-def _lane_sum(lanes: int) -> Any:
-    """``lane_sum(x)``: the sum over `lanes` neighbouring lanes, a power of two."""
+def _lane_sums(lanes: int) -> Any:
+    """``lane_sums(sums)``: each of them, over `lanes` neighbouring lanes, a power of two."""
 
-    @emitted(types.float32, types.float32)
-    def lane_sum(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    @emitted(floats(DEEP), floats(DEEP))
+    def lane_sums(b: ir.IRBuilder, sums: Values) -> Values:
         mask = lanes // 2
         while mask:
-            x = b.fadd(x, ptx.shuffle_xor(b, x, mask))
+            sums = [b.fadd(x, ptx.shuffle_xor(b, x, mask)) for x in sums]
             mask //= 2
-        return x
+        return sums
 
-    return lane_sum
+    return lane_sums
+
+
+def _write_rows(apart: int) -> Any:
+    """``write_rows(to, sums, left)``: float32 of rows `apart` rows apart, of the first `left`."""
+
+    @emitted(None, int64, floats(DEEP), int32)
+    def write_rows(b: ir.IRBuilder, to: ir.Value, sums: Values, left: ir.Value) -> None:
+        place = b.inttoptr(to, ir.PointerType(F32, 1))
+        for j, total in enumerate(sums):
+            with b.if_then(b.icmp_signed("<", i32(j * apart), left)):
+                b.store(total, b.gep(place, [i32(j * apart)]))
+
+    return write_rows
+
+
+def _convert(bf16: bool, row: RowWidth, per_row: int, apart: int) -> Any:
+    """``convert(to, step, source, first, pieces, scale) -> bytes``: of `pieces`, `per_row` of 8
+    elements in each row, up to `DEEP` that are `apart` pieces apart: float32 times scale, rounded
+    to 16 bits. Returns what it stored."""
+
+    @emitted(int32, int64, int64, int64, int32, int32, float32)
+    def convert(b: ir.IRBuilder, *given: ir.Value) -> ir.Value:
+        to, step, source, first, pieces, scale = given
+        numbers = [b.add(first, i32(j * apart)) for j in range(DEEP)]
+        exists = [b.icmp_signed("<", number, pieces) for number in numbers]
+        loaded, stored = [], i32(0)
+        for number, there in zip(numbers, exists, strict=True):
+            at = b.add(source, b.mul(b.sext(number, I64), ir.Constant(I64, 32)))
+            half = b.add(at, ir.Constant(I64, 16))
+            loaded.append(ptx.load_16_if(b, at, there) + ptx.load_16_if(b, half, there))
+        for number, there, eight in zip(numbers, exists, loaded, strict=True):
+            r, piece = b.udiv(number, i32(per_row)), b.urem(number, i32(per_row))
+            x = [b.fmul(b.bitcast(word, F32), scale) for word in eight]
+            four = [ptx.pack(b, bf16, x[e], x[e + 1]) for e in (0, 2, 4, 6)]
+            at = b.add(b.add(to, b.mul(b.sext(r, I64), step)), b.sext(b.shl(piece, i32(4)), I64))
+            with b.if_then(there):
+                ptx.store_16(b, at, four)
+            stored = b.add(stored, b.select(there, row.piece_bytes(b, piece), i32(0)))
+        return stored
+
+    return convert
 
 
 def zeros_bytes(row: RowWidth) -> Any:
@@ -90,29 +136,32 @@ def flash_delta_kernel(kernel: Kernel) -> Any:
     key_row, value_row = rows_of(c)
     value_bytes, cleared_bytes = piece_bytes(value_row), zeros_bytes(key_row)
     chunks = c.head_dim_v // 8
-    lanes = next(n for n in (1, 2, 4, 8, 16, 32) if n >= min(chunks, 32))  # that share a row
-    per_step = threads // lanes
-    dot_8, lane_sum = _dot_8(bool(c.bf16)), _lane_sum(lanes)
+    lanes = next(n for n in (1, 2, 4, 8, 16, 32) if n >= chunks)  # that share a row
+    apart = threads // lanes
+    dots, lane_sums, write_rows = _dots(bool(c.bf16), apart), _lane_sums(lanes), _write_rows(apart)
+    wait_for_what_ran_before = w.wait_for_what_ran_before
+    let_what_runs_next_start = w.let_what_runs_next_start
 
     def flash_delta(a):
+        wait_for_what_ran_before()
+        let_what_runs_next_start()  # what it reads besides is there, too
         i, walk, thread = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y), int32(cuda.threadIdx.x)
         batch, head, lane = walk // a.heads, walk % a.heads, thread % lanes
         start, stop, _ = row_tile(a, i)
         slot = a.tile_counts + (int64(walk) * a.tiles + i) * (SLOTS * 4)
-        o = a.o_data + (batch * a.o_batch + head * a.o_head) * 2
-        dout = a.dout_data + (batch * a.dout_batch + head * a.dout_head) * 2
+        o = a.o_data + (batch * a.o_batch + head * a.o_head) * 2 + lane * 16
+        dout = a.dout_data + (batch * a.dout_batch + head * a.dout_head) * 2 + lane * 16
+        o_row, dout_row = a.o_row * 2, a.dout_row * 2
         loaded, stored, cleared = 0, 0, 0
-        for r0 in range(start, stop, per_step):  # uniform: the sums below need every lane
-            r, total = r0 + thread // lanes, float32(0.0)
-            if r < stop:
-                for chunk in range(lane, chunks, lanes):
-                    at = r * a.o_row * 2 + chunk * 16
-                    total += dot_8(o + at, dout + r * a.dout_row * 2 + chunk * 16)
-                    loaded += value_bytes(chunk)
-            total = lane_sum(total)
-            if r < stop and lane == 0:
-                write_float(a.delta + (int64(walk) * a.n_q) * 4, r, total)
-                stored += 4
+        for r0 in range(start, stop, DEEP * apart):  # uniform: the sums below need every lane
+            r = int32(r0 + thread // lanes)
+            left = int32(stop - r if lane < chunks else 0)
+            sums, rows = dots(o + r * o_row, dout + r * dout_row, o_row, dout_row, left)
+            sums = lane_sums(sums)
+            if lane == 0:
+                write_rows(a.delta + (int64(walk) * a.n_q + r) * 4, sums, left)
+                stored += rows * 4
+            loaded += rows * value_bytes(lane)
         if fused:
             to = a.dq_acc + (int64(walk) * a.n_q + start) * (head_dim * 4)
             for at in range(thread, (stop - start) * (head_dim // 4), threads):
@@ -132,20 +181,22 @@ def flash_convert_kernel(kernel: Kernel) -> Any:
     w = walk_functions(c)
     row_tile, report = w.row_tile, w.report
     head_dim, threads = c.head_dim, kernel.threads
-    per_row, round_8 = c.head_dim // 8, _round_8(bool(c.bf16))
-    key_bytes = piece_bytes(rows_of(c)[0])
+    per_row, key_row = c.head_dim // 8, rows_of(c)[0]
+    convert = _convert(bool(c.bf16), key_row, per_row, threads)
+    wait_for_what_ran_before = w.wait_for_what_ran_before
 
     def flash_convert(a):
+        wait_for_what_ran_before()
         i, walk, thread = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y), int32(cuda.threadIdx.x)
         start, stop, _ = row_tile(a, i)
         slot = a.tile_counts + (int64(walk) * a.tiles + i) * (SLOTS * 4)
         source = a.dq_acc + (int64(walk) * a.n_q + start) * (head_dim * 4)
+        step = a.dq_row * 2
         to = a.dq_data + (walk // a.heads * a.dq_batch + walk % a.heads * a.dq_head) * 2
-        stored = 0
-        for at in range(thread, (stop - start) * per_row, threads):
-            row = to + (start + at // per_row) * a.dq_row * 2
-            round_8(row + at % per_row * 16, source + at * 32, a.scale)
-            stored += key_bytes(at % per_row)
+        to += start * step
+        pieces, stored = int32((stop - start) * per_row), 0
+        for first in range(thread, pieces, DEEP * threads):
+            stored += convert(to, step, source, first, pieces, a.scale)
         report(slot, 2 * stored)
         report(slot + 4, stored)
 
