@@ -6,17 +6,19 @@ import re
 
 import numpy as np
 import pytest
+import tile_machine
 from helpers import Judge, tensors
 from llvmlite import ir
 from numba import njit
 from test_panels import LOWERED
+from tile_machine import EmulatedBf16
 
 import flashsim
 from flashsim import Tiling
-from flashsim.engines.cpu import walks_decode
+from flashsim.engines.cpu import chosen, walks_decode
 from flashsim.engines.cpu.micro_kernels import along, plain, registers
 from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16, FLOAT16
-from flashsim.engines.cpu.micro_kernels.registers import BLOCKING, Avx512, Plain
+from flashsim.engines.cpu.micro_kernels.registers import BLOCKING, Avx512, Avx512Bf16, Plain
 from flashsim.problem.problem import numpy_dtype
 
 WAYS = {
@@ -70,8 +72,8 @@ def test_bias_of_each_head(bias):
     agree(tensors(1, 300, 16, heads=6, kv_heads=2, batch=2, bias=bias))
 
 
-def test_one_query_needs_no_pairs(monkeypatch):
-    """Where the CPU has them: decoding's own walk, both its kinds of panel."""
+def test_one_query_needs_no_amx(monkeypatch):
+    """Where the CPU has it: decoding's own walk, both its kinds of panel."""
     monkeypatch.setattr(registers, "pays", lambda name: True)
     monkeypatch.setattr(registers, "without", lambda name: None)
     monkeypatch.setattr(registers, "paired", pytest.fail)
@@ -81,6 +83,51 @@ def test_one_query_needs_no_pairs(monkeypatch):
     assert result.kernel.startswith(f"numba {kind},")
     expected = flashsim.run(x.q, x.k, x.v, backend="numba", micro_kernel="vector")
     np.testing.assert_array_equal(result.out, expected.out)
+
+
+HERE = registers.without("avx512_bf16") is None
+PAIRS = pytest.mark.skipif(not HERE, reason="needs a CPU with AVX512-BF16")
+
+
+@PAIRS
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("way", WAYS)
+def test_results_of_pairs(way, heads):
+    x = tensors(1, 420, 40, dtype="bfloat16", **HEADS[heads])
+    agree(x, own={"micro_kernel": "avx512_bf16"}, **WAYS[way])
+
+
+@PAIRS
+@pytest.mark.parametrize("kind", ["rising", "falling", "heavy"])
+@pytest.mark.parametrize("n_kv", [1, 2, 63, 300])
+def test_kinds_and_lengths_of_pairs(n_kv, kind):
+    x = tensors(1, n_kv, 70, kind=kind, dtype="bfloat16", heads=6, kv_heads=2)
+    result = agree(x, own={"micro_kernel": "avx512_bf16"})
+    assert result.kernel.startswith("numba avx512bf16,")
+
+
+def test_a_score_beyond_float32_stays_one_where_the_scale_brings_it_back():
+    """Q takes the scale's power of two before K."""
+    x = tensors(1, 50, 16, heads=2)
+    given = x.q * np.float32(2.0**68), x.k * np.float32(2.0**60), x.v
+    with np.errstate(over="ignore", invalid="ignore"):
+        assert np.isinf(given[0] @ given[1].swapaxes(2, 3)).any()
+    ours = flashsim.run(*given, backend="numba", scale=2.0**-125)
+    exact = flashsim.run(*(a.astype(np.float64) for a in given), scale=2.0**-125)
+    np.testing.assert_allclose(ours.out, exact.out, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(ours.lse, exact.lse, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("group", "d", "limits"),
+    [
+        *((1, 128, False), (2, 64, False), (4, 128, False), (4, 256, False)),
+        *((3, 64, True), (4, 64, True), (6, 128, True), (8, 128, True), (16, 256, True)),
+    ],
+)
+def test_heads_that_share_keys_make_arithmetic_of_decoding(group, d, limits):
+    p = flashsim.Problem(1, 4096, d, heads=2 * group, kv_heads=2, dtype="bfloat16")
+    assert chosen.arithmetic_limits(p) is limits
 
 
 @pytest.mark.thorough  # walks of plain definitions take long to compile
@@ -123,6 +170,11 @@ def dots(cpu, *args):
 
 
 @njit
+def side_by_side(cpu, *args):
+    plain.side_by_side(cpu, *args)
+
+
+@njit
 def softmax_along(cpu, *args):
     plain.softmax_along(cpu, *args)
 
@@ -142,7 +194,22 @@ READINGS = [
     for kind, dtype in [getattr(case, "values", case)]
     for halves in ((None, *HALVES) if dtype == "float32" else (None,))
 ]
-SIZES = [(1, 1, 1), (3, 2, 5), (8, 4, 32), (7, 5, 40), (65, 11, 80)]
+#: And bfloat16 in pairs, whose instruction is an emulated one as well.
+PAIRED = [
+    pytest.param(EmulatedBf16, "float32", "bfloat16"),
+    pytest.param(Avx512Bf16, "float32", "bfloat16", marks=PAIRS),
+]
+SIZES = [(1, 1, 1), (3, 2, 5), (8, 4, 32), (7, 5, 40), (65, 11, 80), (17, 9, 33), (40, 3, 130)]
+
+
+@pytest.fixture(autouse=True)
+def _emulated(request, monkeypatch):
+    """Of tests that ask for an instruction which any CPU shall have."""
+    if (
+        getattr(request.node, "callspec", None)
+        and EmulatedBf16 in request.node.callspec.params.values()
+    ):
+        tile_machine.emulate(monkeypatch)
 
 
 def code_of(kind, dtype):
@@ -159,7 +226,12 @@ def among_nan(x, dtype, halves):
     return array.view(dtype), exact
 
 
-@pytest.mark.parametrize(("kind", "dtype", "halves"), READINGS)
+def kept(x, kind):
+    """Numbers that floats shall hold: where pairs are multiplied those of bfloat16."""
+    return x.astype(numpy_dtype("bfloat16")) if kind in (EmulatedBf16, Avx512Bf16) else x
+
+
+@pytest.mark.parametrize(("kind", "dtype", "halves"), [*READINGS, *PAIRED])
 @pytest.mark.parametrize(("rows", "heads", "d"), SIZES)
 def test_dots(kind, dtype, halves, rows, heads, d):
     """Every sum in its place; nothing beside K is read, and nothing beyond four rows written."""
@@ -167,12 +239,14 @@ def test_dots(kind, dtype, halves, rows, heads, d):
     ldq, ld = -(-d // 16) * 16, 80
     K, of_k = among_nan(rng.standard_normal((rows, d)), dtype, halves)
     Q = np.zeros((heads, ldq), dtype)
-    Q[:, :d] = rng.standard_normal((heads, d))
+    Q[:, :d] = kept(rng.standard_normal((heads, d)), kind)
+    taken, factor, cpu = Q.reshape(-1).copy(), np.array([-0.7], dtype), code_of(kind, dtype)
     S = np.full((heads + 1, ld), 7, dtype)
     which = HALVES.get(halves)
-    args = 3, d, np.concatenate([np.full(2, np.nan, dtype), Q.reshape(-1)]), 2, ldq, rows, heads
-    dots(code_of(kind, dtype), S.reshape(-1), ld, K, *args, which)
-    exact = Q[:, :d].astype(np.longdouble) @ of_k.T
+    side_by_side(cpu, taken, ldq, heads, which)
+    args = 3, d, np.concatenate([np.full(2, np.nan, dtype), taken]), 2, ldq, rows, heads, factor
+    dots(cpu, S.reshape(-1), ld, K, *args, which)
+    exact = factor.astype(np.longdouble) * (Q[:, :d].astype(np.longdouble) @ of_k.T)
     size = d * np.finfo(dtype).eps * np.abs(of_k).max() * np.abs(Q).max()
     np.testing.assert_allclose(S[:heads, :rows], exact.astype(dtype), rtol=0, atol=float(size))
     assert np.isfinite(S).all()  # of fewer than four rows the last one's, not of what lies behind
@@ -180,14 +254,15 @@ def test_dots(kind, dtype, halves, rows, heads, d):
     assert (S[heads] == 7).all()
 
 
-@pytest.mark.parametrize(("kind", "dtype", "halves"), READINGS)
+@pytest.mark.parametrize(("kind", "dtype", "halves"), [*READINGS, *PAIRED])
 @pytest.mark.parametrize(("keys", "heads", "dv"), SIZES)
 def test_weigh(kind, dtype, halves, keys, heads, dv):
     """O grows by P V; nothing beside V is read, and what stands beside O stays."""
     rng = np.random.default_rng(dv)
     ldo = -(-dv // 16) * 16
     V, of_v = among_nan(rng.standard_normal((keys, dv)), dtype, halves)
-    P, O = rng.random((heads, 80)).astype(dtype), np.full((heads + 1, ldo), 7, dtype)
+    P, O = kept(rng.random((heads, 80)), kind).astype(dtype), np.full((heads + 1, ldo), 7, dtype)
+    P[:, keys:] = 0
     O[:heads, :dv] = rng.standard_normal((heads, dv))
     grown = O.reshape(-1).copy()
     which = HALVES.get(halves)

@@ -21,10 +21,10 @@ import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 
-from flashsim.engines.cpu.micro_kernels import registers
+from flashsim.engines.cpu.micro_kernels import pair_writer, registers
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
 from flashsim.engines.cpu.micro_kernels.writer import INT, VOID
-from flashsim.engines.cpu.pairs import codegen, tiles, writer
+from flashsim.engines.cpu.pairs import codegen, tiles
 from flashsim.l2 import compiled
 
 SMALLEST = np.finfo(np.float32).tiny
@@ -223,7 +223,7 @@ def _once(name: str):
     return build
 
 
-class TwoFmas(writer.PairCode):
+class TwoFmas(pair_writer.PairCode):
     """VDPBF16PS in portable code."""
 
     def step(self, left, right, total):
@@ -257,11 +257,12 @@ def emulate(monkeypatch) -> None:
         llvm.add_symbol(name, ctypes.cast(callback, ctypes.c_void_p).value)
     for kind, pairs in ((EmulatedAmx, "machine"), (EmulatedBf16, "fmas")):
         monkeypatch.setitem(registers.BLOCKING, kind, Blocking(64, 4, pairs=pairs))
-        monkeypatch.setitem(writer.NATIVE, pairs, False)
+        monkeypatch.setitem(pair_writer.NATIVE, pairs, False)
     products = {
         "machine": partial(codegen.build_tile_product, lower=_lower),
         "fmas": partial(codegen.build_vector_product, writer=TwoFmas),
     }
+    monkeypatch.setitem(pair_writer.WRITERS, "fmas", TwoFmas)
     for pairs, build in products.items():
         monkeypatch.setitem(codegen.PRODUCTS, pairs, build)
     monkeypatch.setitem(codegen.TILES, "machine", (_once("configure"), _once("release")))

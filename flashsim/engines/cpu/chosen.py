@@ -57,27 +57,37 @@ def thread_count(given: Any) -> int:
     return int(given)
 
 
-def cpu(
-    micro_kernel: Any, problem: Problem, *, one: bool = False, narrow: bool = False
-) -> registers.Cpu:
-    """What carries out a pass; of `one` query a head no product in pairs unless it is asked for:
-    memory is what limits it, and `walks_decode` reads memory faster (docs/notebooks/cpu.md).
+def cpu(micro_kernel: Any, problem: Problem, *, one: bool = False) -> registers.Cpu:
+    """What carries out a pass; of `one` query a head no product in pairs that it gains nothing by,
+    unless it is asked for: `walks_decode` has memory for a limit (docs/notebooks/cpu.md).
     """
     if micro_kernel is not None:
         checks.one_of("micro_kernel", micro_kernel, MICRO_KERNELS)
     if micro_kernel in registers.PAIRED:
         return _paired(micro_kernel, problem.dtype)
-    if micro_kernel is None and problem.dtype == "bfloat16" and not one:
+    if micro_kernel is None and problem.dtype == "bfloat16":
         for name in registers.PAIRED:
+            if one and (name == "amx" or not arithmetic_limits(problem)):
+                continue
             if registers.pays(name) and registers.without(name) is None:
                 return registers.paired(name)
-    best = registers.best(problem.compute_dtype, plain=micro_kernel == "plain", narrow=narrow)
+    best = registers.best(problem.compute_dtype, plain=micro_kernel == "plain")
     if micro_kernel == "vector" and isinstance(best, registers.Plain):
         raise BackendUnavailable(
             "micro_kernel='vector' needs a CPU with AVX2 and FMA, AVX-512 or NEON; "
             "micro_kernel='plain' runs on any"
         )
     return best
+
+
+def arithmetic_limits(problem: Problem) -> bool:
+    """Whether decoding on floats would wait for arithmetic, and not for memory.
+
+    Each number of K and V takes a product for each of the heads that read it, and a score what 96
+    columns do; more than seven products a number take longer than to bring it.
+    """
+    heads, d = problem.group, min(problem.head_dim, problem.head_dim_v)
+    return heads * (d + 96) > 7 * d
 
 
 def _paired(micro_kernel: str, dtype: str) -> registers.Cpu:

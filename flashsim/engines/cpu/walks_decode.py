@@ -10,9 +10,11 @@ many there are follows from the shape alone, and with it every result.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
-from flashsim.engines.cpu.micro_kernels.plain import dots, softmax_along, weigh, widen
+from flashsim.engines.cpu.micro_kernels.plain import dots, side_by_side, softmax_along, weigh, widen
 from flashsim.engines.cpu.micro_kernels.plain import narrow as narrow_numbers
 from flashsim.engines.cpu.primitives.arrays import panel_array
 from flashsim.engines.cpu.primitives.atomics import arrive, fetch_add
@@ -52,7 +54,8 @@ def decode(cpu, narrow, q, k, v, out, lse, parts, shape, tiles, rules, notes, co
     S = panel_array(narrow.width * padded(shape.block_k), t)
     m, l, alpha = panel_array(group, t), panel_array(group, t), panel_array(group, t)
     floats = room_for(group * max(d, shape.dv), t, rules.rounding)  # of Q and of O
-    own, given = (Q, O, m, l, alpha, S, floats), (q, k, v, out, lse)
+    factor = panel_array(1, t)
+    own, given = (Q, O, m, l, alpha, S, floats, factor), (q, k, v, out, lse)
     take_parts(cpu, narrow, given, parts, shape, tiles, rules, notes, counter, own)
 
 
@@ -60,11 +63,13 @@ def decode(cpu, narrow, q, k, v, out, lse, parts, shape, tiles, rules, notes, co
 def take_parts(cpu, narrow, given, parts, shape, tiles, rules, notes, counter, own):
     """Walk parts until none is left; whoever ends the last one of a walk puts them together."""
     state = borrow(own)  # which the caller holds
-    (q, k, v, out, lse), (Q, O, m, l, _, _, floats) = given, state
+    (q, k, v, out, lse), (Q, O, m, l, _, _, floats, factor) = given, state
     sums, tops, totals, arrived = parts
     d, dv, lo = shape.d, shape.dv, padded(shape.dv)
     group, heads, n = shape.heads // shape.kv_heads, tiles.sets.size, tops.size // tiles.sets.size
     real = O.dtype.type
+    # Q takes a power of two of the scale, which rounds nothing and keeps scores in range.
+    factor[0], power = math.frexp(rules.scale)
     begin, visits = tiles.ptr[0], tiles.ptr[1] - tiles.ptr[0]
     while True:
         item = fetch_add(counter)
@@ -74,7 +79,8 @@ def take_parts(cpu, narrow, given, parts, shape, tiles, rules, notes, counter, o
         h0 = tiles.sets[tiles.set_ptr[walk]]
         head0 = h0 // group * shape.n_kv
         of_q, q0 = widened(cpu, floats, q, h0 * d, group * d, rules.rounding)
-        copy_rows(Q, padded(d), of_q, q0, group, d, rules.scale)
+        copy_rows(Q, padded(d), of_q, q0, group, d, real(math.ldexp(1.0, power)))
+        side_by_side(cpu, Q, padded(d), group, rules.rounding)
         fill(O, real(0))
         fill(m, real(-np.inf))
         fill(l, real(0))
@@ -126,7 +132,7 @@ def put_together(out, o0, lse, sums, tops, totals, parts, heads, h0, group, dv):
 @part
 def decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, at, h0, group, head0):
     """One tile of keys for the `group` of heads that reads it, whose keys begin at row `head0`."""
-    Q, O, m, l, alpha, S, _ = state
+    Q, O, m, l, alpha, S, _, factor = state
     w, d, dv, j = narrow.width, shape.d, shape.dv, tiles.inner[at]
     lq, lo, ld = padded(d), padded(dv), padded(shape.block_k)
     k0, k1 = tiles.other[j, 0], tiles.other[j, 1]
@@ -140,7 +146,7 @@ def decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, at, h0, group, h
     plain = rules.softcap[0] == 0 and rules.bias.size == 0 and tiles.keep_at[at] < 0
     for h in range(0, group, w):
         heads = min(w, group - h)
-        dots(cpu, S, ld, k, key0 * d, d, Q, h * lq, lq, rows, heads, rules.rounding)
+        dots(cpu, S, ld, k, key0 * d, d, Q, h * lq, lq, rows, heads, factor, rules.rounding)
         for c in range(0, 0 if plain else lanes, w):
             head = h0 + h
             bias = head // shape.heads * rules.bias_batch + head % shape.heads * rules.bias_head

@@ -3,6 +3,9 @@
 Such a walk is as fast as memory. So every line of K and V goes through the registers once, 16-bit
 numbers become floats there, and each row brings near what lies `AHEAD` further on in its array.
 Scores lie by head, keys in the lanes: as many exponentials as there are scores.
+
+Where an instruction adds up the products of bfloat16 pairs (`Blocking.pairs`), that is what
+`along_pairs` has it do.
 """
 
 from __future__ import annotations
@@ -12,100 +15,34 @@ from collections.abc import Callable
 import numpy as np
 from llvmlite import ir
 
-from flashsim.engines.cpu.micro_kernels import registers
-from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16, SHORT, as_floats, rounded
+from flashsim.engines.cpu.micro_kernels.along_pairs import weigh_pairs
+from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16, rounded
+from flashsim.engines.cpu.micro_kernels.pair_writer import PairCode
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
-from flashsim.engines.cpu.micro_kernels.writer import INT, LINE, Code
-
-#: How far ahead, in bytes, rows are brought near (docs/notebooks/cpu.md): the CPU's own prefetcher
-#: stops at each page of 4 KiB, and where a walk turns from K to V. Into the first cache, but for
-#: AMD's CPUs, where few lines may be on their way there, and more to the second.
-AHEAD = 8 << 10
-#: Keys whose dot products are formed together, with as many heads.
-KEYS = HEADS = 4
-#: Keys after which a product goes on with other heads or columns: their rows stay near.
-CHUNK = 16
-
-
-class Stretch:
-    """Numbers in memory, floats or 16-bit numbers in the place of floats, that are read as floats.
-
-    `start` counts numbers; `kind` is `BFLOAT16`, `FLOAT16` or None.
-    """
-
-    def __init__(self, code: Code, base, start, kind: int | None) -> None:
-        self.code, self.kind = code, kind
-        self.element = SHORT if kind else code.element
-        self.size = 2 if kind else code.itemsize
-        self.first = code.b.gep(code.b.bitcast(base, self.element.as_pointer()), [start])
-
-    def load(self, at, some=None):
-        """The vector from number `at` on; of lanes that are not `some` (all are) nothing is read,
-        and they are 0.
-        """
-        code, b = self.code, self.code.b
-        vector = ir.VectorType(self.element, code.lanes)
-        address = b.bitcast(b.gep(self.first, [at]), vector.as_pointer())
-        if some is None:
-            value = b.load(address, align=self.size)
-        else:
-            letter = "i" if self.kind else "f"
-            name = f"llvm.masked.load.v{code.lanes}{letter}{8 * self.size}.p0"
-            kinds = [address.type, ir.IntType(32), some.type, vector]
-            module = code.function.module
-            function = module.globals.get(name) or ir.Function(
-                module, ir.FunctionType(vector, kinds), name
-            )
-            nothing = ir.Constant(vector, [0] * code.lanes)
-            value = b.call(function, [address, ir.Constant(kinds[1], self.size), some, nothing])
-        return as_floats(code, value, self.kind == BFLOAT16) if self.kind else value
-
-    def bring_near(self, at, count: int) -> None:
-        """The `count` numbers that lie `AHEAD` of number `at`."""
-        cache = 2 if registers.zen() else 1
-        for line in range(0, count * self.size, LINE):
-            ahead = ir.Constant(INT, (AHEAD + line) // self.size)
-            self.code.prefetch(self.code.b.gep(self.first, [self.code.b.add(at, ahead)]), cache)
-
-
-def lanes_below(code: Code, count):
-    """The lanes of a vector whose number is below `count`."""
-    b, undefined = code.b, ir.Constant(ir.VectorType(INT, code.lanes), ir.Undefined)
-    one = b.insert_element(undefined, count, ir.Constant(ir.IntType(32), 0))
-    zeros = ir.Constant(ir.VectorType(ir.IntType(32), code.lanes), [0] * code.lanes)
-    numbers = ir.Constant(undefined.type, list(range(code.lanes)))
-    return b.icmp_signed("<", numbers, b.shuffle_vector(one, undefined, zeros))
-
-
-def in_blocks(code: Code, heads, most: int, body: Callable) -> None:
-    """``body(h, count)`` for blocks of heads: as many of `most` as there are, then halves of it."""
-    size = most
-    while size:
-        count = code.b.sdiv(heads, ir.Constant(INT, size))
-        if size < most:
-            count = code.b.srem(count, ir.Constant(INT, 2))
-            first = code.b.sub(heads, code.b.srem(heads, ir.Constant(INT, 2 * size)))
-        else:
-            first = ir.Constant(INT, 0)
-
-        def block(i, _, first=first, size=size):
-            body(code.b.add(first, code.times(i, size)), size)
-            return []
-
-        code.loop(count, [], block)
-        size //= 2
+from flashsim.engines.cpu.micro_kernels.stretch import (
+    CHUNK,
+    HEADS,
+    KEYS,
+    Stretch,
+    in_blocks,
+    lanes_below,
+    numbers_of,
+    writer_of,
+)
+from flashsim.engines.cpu.micro_kernels.writer import INT, Code
 
 
 def build_dots(module: ir.Module, block: Blocking, itemsize: int, kind: int | None = None):
-    """S, ld, K, k0, d, Q, ldq, rows, heads: see `plain.dots`."""
-    code = Code(module, f"dots_{kind}", block, itemsize, "pipiipiii")
+    """S, ld, K, k0, d, Q, ldq, rows, heads, factor: see `plain.dots`."""
+    code = writer_of(module, "dots", block, itemsize, "pipiipiiip", kind)
     if not code.is_new:
         return code.function
-    S, ld, K, k0, d, Q, ldq, rows, heads = code.function.args
+    S, ld, K, k0, d, Q, ldq, rows, heads, factor = code.function.args
     b, keys, most = code.b, Stretch(code, K, k0, kind), HEADS
+    numbers = numbers_of(code)
     if block.vecs == 2:  # AVX2 has half the registers
         most = HEADS // 2
-    rest = b.srem(d, ir.Constant(INT, code.lanes))
+    rest, times = b.srem(d, ir.Constant(INT, numbers)), code.spread(factor)
     whole, some = b.sub(d, rest), lanes_below(code, rest)
     # The last rows are taken with some before them; where there are fewer, each as if it were all.
     enough = b.icmp_signed(">=", rows, ir.Constant(INT, KEYS))
@@ -126,19 +63,20 @@ def build_dots(module: ir.Module, block: Blocking, itemsize: int, kind: int | No
             k_rows = [b.add(first, code.times(stride, k)) for k in range(KEYS)]
 
             def products(x, sums, some=None):
-                keys.bring_near(b.add(first, code.times(x, KEYS)), KEYS * code.lanes)
+                keys.bring_near(b.add(first, code.times(x, KEYS)), KEYS * numbers)
                 left = [keys.load(b.add(k, x), some) for k in k_rows]
-                right = [code.load(code.at(q, x)) for q in q_rows]
-                pairs = [(k, q) for q in right for k in left]
-                return [code.fma(k, q, s) for (k, q), s in zip(pairs, sums, strict=True)]
+                at = b.sdiv(x, ir.Constant(INT, numbers // code.lanes))
+                right = [code.load(code.at(q, at)) for q in q_rows]
+                both = [(k, q) for q in right for k in left]
+                return [code.step(k, q, s) for (k, q), s in zip(both, sums, strict=True)]
 
-            sums = code.loop(d, [code.const(0)] * (KEYS * count), products, by=code.lanes)
+            sums = code.loop(d, [code.const(0)] * (KEYS * count), products, by=numbers)
             left_over = b.zext(b.icmp_signed("!=", rest, ir.Constant(INT, 0)), INT)
             sums = code.loop(left_over, sums, lambda _, x: products(whole, x, some))
             together = min(code.lanes, len(sums))
             width = min(KEYS, together)
             for begin in range(0, len(sums), together):
-                total = code.summed(sums[begin : begin + together])
+                total = b.fmul(code.summed(sums[begin : begin + together]), times)
                 for lane in range(0, together, width):
                     head, key = divmod(begin + lane, KEYS)
                     lanes = list(range(lane, lane + width))
@@ -160,9 +98,11 @@ def build_dots(module: ir.Module, block: Blocking, itemsize: int, kind: int | No
 
 def build_weigh(module: ir.Module, block: Blocking, itemsize: int, kind: int | None = None):
     """O, ldo, P, ldp, V, v0, dv, keys, heads: see `plain.weigh`."""
-    code = Code(module, f"weigh_{kind}", block, itemsize, "pipipiiii")
+    code = writer_of(module, "weigh", block, itemsize, "pipipiiii", kind)
     if not code.is_new:
         return code.function
+    if isinstance(code, PairCode):
+        return weigh_pairs(code)
     O, ldo, P, ldp, V, v0, dv, keys, heads = code.function.args
     O.add_attribute("noalias")
     b, values, chunk = code.b, Stretch(code, V, v0, kind), ir.Constant(INT, CHUNK)

@@ -142,9 +142,19 @@ def soft_cap_gated(cpu, S, s0, ld, rows, c, gate, g0):
             gate[g0 + x] = 1 - t * t
 
 
+@operation(vector.side_by_side)
+def side_by_side(cpu, Q, ld, rows, kind):
+    """Q (rows, ld), as `dots` takes it: as it is.
+
+    Where a CPU multiplies pairs of bfloat16, and Q's numbers are such, vector code moves them
+    together: a row's lie in its first half, and zeros in the other.
+    """
+
+
 @operation(vector.dots)
-def dots(cpu, S, ld, K, k0, d, Q, q0, ldq, rows, heads, kind):
-    """S (heads, rows) = Q K^T of Q (heads, d) and K (rows, d), which may be of 16-bit numbers.
+def dots(cpu, S, ld, K, k0, d, Q, q0, ldq, rows, heads, factor, kind):
+    """S (heads, rows) = factor[0] Q K^T of Q (heads, d), by `side_by_side`, and K (rows, d), which
+    may be of 16-bit numbers.
 
     Vector code reads Q up to a multiple of `packing.SIDE` columns, where it is 0, and writes S up
     to one of 4 rows.
@@ -154,7 +164,7 @@ def dots(cpu, S, ld, K, k0, d, Q, q0, ldq, rows, heads, kind):
             total = S.dtype.type(0)
             for x in range(d):
                 total += number_at(K, k0 + r * d + x, kind) * Q[q0 + h * ldq + x]
-            S[h * ld + r] = total
+            S[h * ld + r] = factor[0] * total
 
 
 @operation(vector.softmax_along)
@@ -182,7 +192,8 @@ def softmax_along(cpu, S, ld, heads, n, m, l, alpha, at, kind):
 
 @operation(vector.weigh)
 def weigh(cpu, O, o0, ldo, P, ldp, V, v0, dv, keys, heads, kind):
-    """O (heads, dv) += P V of P (heads, keys) and V (keys, dv), which may be of 16-bit numbers.
+    """O (heads, dv) += P V of P (heads, keys) and V (keys, dv), which may be of 16-bit numbers, and
+    P's are then such numbers, too.
 
     Vector code adds zeros to O up to a multiple of `packing.SIDE` columns.
     """

@@ -11,6 +11,7 @@ from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
 from flashsim.engines.cpu.micro_kernels.along import build_dots, build_softmax_along, build_weigh
+from flashsim.engines.cpu.micro_kernels.along_pairs import build_side_by_side
 from flashsim.engines.cpu.micro_kernels.codegen import (
     build_grad_scores,
     build_online_softmax,
@@ -85,9 +86,10 @@ _by_row = vector_intrinsic("a o0 a o1 i i a a o2,3", build_grad_scores, by_row=T
 _cap = vector_intrinsic("a o0 i i a", build_soft_cap, gated=False)
 _cap_gated = vector_intrinsic("a o0 i i a a o2", build_soft_cap, gated=True)
 _dots, _dots_bfloat16, _dots_float16 = (
-    vector_intrinsic("a i a i i a o2 i i i", build_dots, kind=kind)
+    vector_intrinsic("a i a i i a o2 i i i a", build_dots, kind=kind)
     for kind in (None, BFLOAT16, FLOAT16)
 )
+_side_by_side = vector_intrinsic("a i i", build_side_by_side, kind=BFLOAT16)
 _weigh, _weigh_bfloat16, _weigh_float16 = (
     vector_intrinsic("a o0 i a i a i i i i", build_weigh, kind=kind)
     for kind in (None, BFLOAT16, FLOAT16)
@@ -148,14 +150,20 @@ def soft_cap_gated(cpu, S, s0, ld, rows, c, gate, g0):
     _cap_gated(cpu, (S, s0, ld, rows, c, gate, g0))
 
 
-def dots(cpu, S, ld, K, k0, d, Q, q0, ldq, rows, heads, kind):
+def side_by_side(cpu, Q, ld, rows, kind):
+    """`plain.side_by_side`."""
+    if kind == BFLOAT16:
+        _side_by_side(cpu, (Q, ld, rows))
+
+
+def dots(cpu, S, ld, K, k0, d, Q, q0, ldq, rows, heads, factor, kind):
     """`plain.dots`."""
     if kind is None:
-        _dots(cpu, (S, ld, K, k0, d, Q, q0, ldq, rows, heads))
+        _dots(cpu, (S, ld, K, k0, d, Q, q0, ldq, rows, heads, factor))
     elif kind == BFLOAT16:
-        _dots_bfloat16(cpu, (S, ld, K, k0, d, Q, q0, ldq, rows, heads))
+        _dots_bfloat16(cpu, (S, ld, K, k0, d, Q, q0, ldq, rows, heads, factor))
     else:
-        _dots_float16(cpu, (S, ld, K, k0, d, Q, q0, ldq, rows, heads))
+        _dots_float16(cpu, (S, ld, K, k0, d, Q, q0, ldq, rows, heads, factor))
 
 
 def softmax_along(cpu, S, ld, heads, n, m, l, alpha, at, kind):

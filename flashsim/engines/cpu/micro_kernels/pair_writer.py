@@ -1,4 +1,4 @@
-"""Writes LLVM IR over vectors of floats and of pairs of bfloat16: see `micro_kernels.writer`."""
+"""Writes LLVM IR over vectors of floats and of pairs of bfloat16: see `writer`."""
 
 from __future__ import annotations
 
@@ -86,3 +86,7 @@ class PairCode(Code):
         if name not in module.globals:
             ir.Function(module, ir.FunctionType(result, [v.type for v in values]), name)
         return self.b.call(module.globals[name], values)
+
+
+#: What writes code over pairs, by `Blocking.pairs`.
+WRITERS: dict[str, type[PairCode]] = dict.fromkeys(NATIVE, PairCode)

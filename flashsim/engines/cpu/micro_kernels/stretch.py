@@ -1,0 +1,108 @@
+"""K and V as they lie in memory, for `along`: floats, 16-bit numbers or pairs of these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llvmlite import ir
+
+from flashsim.engines.cpu.micro_kernels import registers
+from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16, SHORT, as_floats
+from flashsim.engines.cpu.micro_kernels.pair_writer import WRITERS, PairCode
+from flashsim.engines.cpu.micro_kernels.registers import Blocking
+from flashsim.engines.cpu.micro_kernels.writer import INT, LINE, Code
+
+#: How far ahead, in bytes, rows are brought near (docs/notebooks/cpu.md): the CPU's own prefetcher
+#: stops at each page of 4 KiB, and where a walk turns from K to V. Into the first cache, but for
+#: AMD's CPUs, where few lines may be on their way there, and more to the second.
+AHEAD = 8 << 10
+#: Keys whose dot products are formed together, with as many heads.
+KEYS = HEADS = 4
+#: Keys after which a product goes on with other heads or columns: their rows stay near.
+CHUNK = 16
+
+
+class Stretch:
+    """Numbers in memory, floats or 16-bit numbers in the place of floats, that are read as floats.
+
+    `start` counts numbers; `kind` is `BFLOAT16`, `FLOAT16` or None. A `PairCode` reads pairs.
+    """
+
+    def __init__(self, code: Code, base, start, kind: int | None) -> None:
+        self.code, self.kind, self.pairs = code, kind, isinstance(code, PairCode)
+        self.numbers = numbers_of(code)
+        self.element = SHORT if kind else code.element
+        self.size = 2 if kind else code.itemsize
+        self.first = code.b.gep(code.b.bitcast(base, self.element.as_pointer()), [start])
+
+    def load(self, at, some=None):
+        """The vector from number `at` on; of lanes that are not `some` (all are) nothing is read,
+        and they are 0.
+        """
+        code, b = self.code, self.code.b
+        vector = ir.VectorType(self.element, self.numbers)
+        address = b.bitcast(b.gep(self.first, [at]), vector.as_pointer())
+        if some is None:
+            value = b.load(address, align=self.size)
+        else:
+            letter = "i" if self.kind else "f"
+            name = f"llvm.masked.load.v{self.numbers}{letter}{8 * self.size}.p0"
+            kinds = [address.type, ir.IntType(32), some.type, vector]
+            module = code.function.module
+            function = module.globals.get(name) or ir.Function(
+                module, ir.FunctionType(vector, kinds), name
+            )
+            nothing = ir.Constant(vector, [0] * self.numbers)
+            value = b.call(function, [address, ir.Constant(kinds[1], self.size), some, nothing])
+        if self.pairs:
+            return value
+        return as_floats(code, value, self.kind == BFLOAT16) if self.kind else value
+
+    def bring_near(self, at, count: int) -> None:
+        """The `count` numbers that lie `AHEAD` of number `at`."""
+        cache = 2 if registers.zen() else 1
+        for line in range(0, count * self.size, LINE):
+            ahead = ir.Constant(INT, (AHEAD + line) // self.size)
+            self.code.prefetch(self.code.b.gep(self.first, [self.code.b.add(at, ahead)]), cache)
+
+
+def writer_of(
+    module: ir.Module, name: str, block: Blocking, itemsize: int, args: str, kind: int | None
+) -> Code:
+    """What writes code for numbers of a kind: of bfloat16, where pairs are multiplied, pairs."""
+    write = WRITERS[block.pairs] if block.pairs and kind == BFLOAT16 else Code
+    return write(module, f"{name}_{kind}", block, itemsize, args)
+
+
+def numbers_of(code: Code) -> int:
+    """How many numbers of a `Stretch` a vector has."""
+    return code.lanes * (2 if isinstance(code, PairCode) else 1)
+
+
+def lanes_below(code: Code, count):
+    """The numbers of a vector from a `Stretch` that stand before the `count`-th."""
+    b, lanes = code.b, numbers_of(code)
+    undefined = ir.Constant(ir.VectorType(INT, lanes), ir.Undefined)
+    one = b.insert_element(undefined, count, ir.Constant(ir.IntType(32), 0))
+    zeros = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes)
+    numbers = ir.Constant(undefined.type, list(range(lanes)))
+    return b.icmp_signed("<", numbers, b.shuffle_vector(one, undefined, zeros))
+
+
+def in_blocks(code: Code, heads, most: int, body: Callable) -> None:
+    """``body(h, count)`` for blocks of heads: as many of `most` as there are, then halves of it."""
+    size = most
+    while size:
+        count = code.b.sdiv(heads, ir.Constant(INT, size))
+        if size < most:
+            count = code.b.srem(count, ir.Constant(INT, 2))
+            first = code.b.sub(heads, code.b.srem(heads, ir.Constant(INT, 2 * size)))
+        else:
+            first = ir.Constant(INT, 0)
+
+        def block(i, _, first=first, size=size):
+            body(code.b.add(first, code.times(i, size)), size)
+            return []
+
+        code.loop(count, [], block)
+        size //= 2
