@@ -30,6 +30,8 @@ from flashsim.studies.verify import Case, Record, passes_of, record, verify
 
 TOKENS, WIDTH = 16_384, 2048
 KERNELS = ("hopper", "portable", "numba_cuda")
+#: By `deterministic` of `Result.backward`, what the table calls it.
+PASSES = {None: "flash2", False: "flash2-fused", True: "in-order"}
 
 
 def shapes():
@@ -96,10 +98,15 @@ def fits(case):
     return live(case.problem, "flash2-fused") <= Device.get(case.device).l2_bytes
 
 
-def names(case):
-    """What the table calls the case's passes."""
-    called = {None: "flash2", False: "flash2-fused", True: "in-order"}
-    return "forward", *(called[form] for form in case.backward)
+def named(case, passes):
+    """What the table calls the case's passes, and each; of passes that ran alike, the first.
+
+    With dQ in any order, `backward` may take three passes, too, where they are faster.
+    """
+    called = {"forward": passes[0]}
+    for form, one in zip(case.backward, passes[1:], strict=True):
+        called.setdefault(PASSES[True] if form else one.traffic.algorithm, one)
+    return called.items()
 
 
 def write(path, kept, model):
@@ -107,7 +114,7 @@ def write(path, kept, model):
     with path.open("w", newline="") as stream:
         writer = csv.writer(stream, lineterminator="\n")
         for number, (case, passes) in enumerate(zip(kept.cases, passes_of(kept), strict=True)):
-            for name, one in zip(names(case), passes, strict=True):
+            for name, one in named(case, passes):
                 table = verify([one], str(case), l2=model).table()
                 if number == 0 and name == "forward":
                     writer.writerow(("shape", "in L2", "kernels", "pass", "tile", *table.columns))
@@ -124,7 +131,7 @@ def compile_first(wanted, jobs):
     kernels = []
     for case in wanted:
         family = "python" if case.backend == "numba_cuda" else case.kernel
-        for name in names(case):
+        for name in ("forward", *(PASSES[form] for form in case.backward)):
             for report in ("", "counts"):
                 passes = passes_of(family, case.problem, name, report)
                 kernels += [(family, one.kernel) for one in passes]

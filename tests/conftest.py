@@ -12,6 +12,8 @@ import zlib
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# JAX would take three quarters of a GPU's memory, and other tests and processes find none.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import faults
 import hypothesis

@@ -197,9 +197,9 @@ def key_of(
         return (
             *(q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, type(q), type(k), type(v)),
             *plain,
-            *(type(causal), type(window), type(softcap), type(scale), type(trace)),
+            *map(type, (causal, window, softcap, scale, trace)),
             *options.items(),
-            *(type(x) for x in options.values()),
+            *map(type, options.values()),
         )
     except AttributeError:  # no array
         return None

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -188,7 +189,23 @@ def test_the_cases_are_those_that_the_target_names(measurement):
     in_order = [case for case in cases if True in case.backward]
     assert {case.kernel for case in in_order} == {"hopper"}
     assert {measurement.fits(case) for case in in_order} == {True, False}
-    assert measurement.names(in_order[0]) == ("forward", "flash2", "flash2-fused", "in-order")
+
+
+def test_a_pass_is_called_by_what_ran(measurement):
+    """In any order of additions a backward may be three passes: the same as without a word."""
+    cases = measurement.cases("H200", measurement.KERNELS)
+    case = next(case for case in cases if case.backward == (None, False, True))
+
+    def passes(*algorithms):
+        return [SimpleNamespace(traffic=SimpleNamespace(algorithm=name)) for name in algorithms]
+
+    four = passes("flash2", "flash2", "flash2-fused", "flash2-fused")
+    names = "forward", "flash2", "flash2-fused", "in-order"
+    assert list(measurement.named(case, four)) == list(zip(names, four, strict=True))
+    four = passes("flash2", "flash2", "flash2", "flash2-fused")
+    three = four[0], four[1], four[3]
+    names = "forward", "flash2", "in-order"
+    assert list(measurement.named(case, four)) == list(zip(names, three, strict=True))
 
 
 def test_what_was_kept_becomes_a_table(measurement, tmp_path, monkeypatch):
