@@ -15,6 +15,9 @@ from flashsim.problem.problem import Problem
 
 DIRECTIONS = ("forward", "backward", "both", "decode", "all")
 ALGORITHMS = ("flash2", "flash2-fused")
+#: Heads that share keys: a CPU with AVX512-BF16 multiplies pairs where there are many of them,
+#: which is other code (below 16 columns one is many).
+DECODED = (1, 8)
 
 
 @own_errors
@@ -55,15 +58,15 @@ def warm(
     """Compile what `backend="numba"` needs, and keep it on disk.
 
     One compilation serves every shape, mask and option, of one type; float16 and bfloat16 share
-    theirs, but on a CPU with AMX or AVX512-BF16 bfloat16 has its own. Small passes are run to see
-    it work.
+    theirs, but on a CPU with AMX or AVX512-BF16 bfloat16 has its own, and where it decodes with
+    AVX512-BF16 both. Small passes are run to see it work.
 
     Parameters
     ----------
     dtype : str
         Of q, k and v.
     head_dim : int
-        Of the passes that are run.
+        Of the passes that are run; of decoding's at least 16.
     direction : str
         "forward", "backward" or "both"; a backward pass needs a forward pass, so the last two
         compile the same. "decode": a forward pass of one query, which has a walk of its own.
@@ -87,8 +90,10 @@ def warm(
         result = run(q, k, v, backend="numba", algorithm=algorithm)
         if direction != "forward":
             result.backward(dout)
-    if direction in ("decode", "all"):
-        result = run(q[:, :, :1], k, v, backend="numba", algorithm=algorithm)
+    for group in DECODED if direction in ("decode", "all") else ():
+        one = Problem(1, 64, max(head_dim, 16), heads=group, kv_heads=1, dtype=dtype)
+        q, k, v, _ = random_inputs(one)
+        result = run(q, k, v, backend="numba", algorithm=algorithm)
     took = time.perf_counter() - wall, time.process_time() - cpu
     compiled = tuple(name for name, times in threads.compiled().items() if times > before[name])
     return Warmed(dtype, algorithm, direction, compiled, *took, folder, result.kernel)

@@ -47,13 +47,14 @@ def test_a_direction_names_what_it_compiled(direction, walks, monkeypatch):
     assert set(flashsim.warm(direction=direction).compiled) == walks
 
 
-def test_a_later_process_decodes_without_compiling():
-    """One query runs on a walk of its own, which is on disk as well."""
-    flashsim.warm("float16", direction="decode")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_later_process_decodes_without_compiling(dtype):
+    """One query runs on a walk of its own, which is on disk as well, for few heads and for many."""
+    flashsim.warm(dtype, direction="decode")
     code = (
-        "import numpy as np, flashsim; from flashsim.engines.cpu import threads;"
-        "x = np.ones((1, 2, 64, 16), np.float16);"
-        "flashsim.run(x[:, :, :1], x, x, backend='numba');"
+        "import numpy as np, flashsim, ml_dtypes; from flashsim.engines.cpu import threads;"
+        f"x = np.ones((1, 16, 64, 64), '{dtype}');"
+        "[flashsim.run(x[:, :, :1], x[:, :n], x[:, :n], backend='numba') for n in (16, 4, 2, 1)];"
         "assert not any(threads.compiled().values()), threads.compiled()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
