@@ -112,6 +112,10 @@ class Family(ABC):
         """Whether the fused backward can add to dQ in a fixed order, faster than three passes."""
         return False
 
+    def stores_dq(self, problem: Problem, gpu: Gpu) -> bool:
+        """Whether "flash2-once" is there for this problem, which is deterministic, and fastest."""
+        return False
+
     def fuses(self, problem: Problem, gpu: Gpu) -> bool:
         """Whether the fused backward, dQ added in any order, is faster than three passes."""
         return True
@@ -183,8 +187,8 @@ def _passes(
     ordered: bool,
 ) -> tuple[KernelPass, ...]:
     tiling = family.choose(problem, tiling, gpu, direction, algorithm, ordered)
-    fused = algorithm == "flash2-fused"
-    if ordered and not (fused and family.orders_dq(problem)):
+    fused = algorithm != "flash2"
+    if ordered and not (algorithm == "flash2-fused" and family.orders_dq(problem)):
         raise UnsupportedError(
             f"the {family.name} kernels do not add to dQ in a fixed order here; the three passes "
             'of algorithm="flash2" need none'
@@ -200,6 +204,7 @@ def _passes(
             descending=tables.descending,
             counts=report != "",
             timeline=report == "timeline",
+            once=stage.once,
         )
         if not (ordered or variant.timeline):
             variant = replace(variant, cluster=family.cluster(stage, tables, gpu))

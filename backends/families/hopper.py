@@ -31,12 +31,15 @@ from flashsim.errors import UnsupportedError
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
 from flashsim.schedule.clump import held
+from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.tiling import Tiling
 
 CAPABILITY = (9, 0)
 
 #: Bytes of the item slots (struct Items in kernels/hopper/work.cuh) and of one mbarrier.
 _ITEMS, _BARRIER = 160, 8
+#: The head_dim up to which the fused kernel stores dQ after one visit.
+_WIDEST_ONCE = 128
 _CHUNK = 64  # columns of a shared-memory chunk: 128 bytes of 16-bit elements
 
 
@@ -70,6 +73,11 @@ class Hopper(Family):
         if max(problem.head_dim, problem.head_dim_v) > launch.MAX_HEAD_DIM:
             return f"they take a head_dim up to {launch.MAX_HEAD_DIM}"
         possible = self.tilings(problem, gpu, direction, algorithm)
+        if direction == "backward" and algorithm == "flash2-once":
+            if max(problem.head_dim, problem.head_dim_v) > _WIDEST_ONCE or problem.softcap:
+                return f"they store dQ at once up to a head_dim of {_WIDEST_ONCE}, without a softcap"
+            if not possible:
+                return "of their tiles of 128 keys a row tile has several visits, or none"
         if tiling is None:
             if not any(t.divides(problem.block_mask) for t in possible):
                 return "their tiles do not divide the block mask's"
@@ -83,6 +91,9 @@ class Hopper(Family):
         """The tilings that the kernels are built for, the best first (docs/reference/hopper.md)."""
         d = max(problem.head_dim, problem.head_dim_v)
         if direction == "backward":
+            if algorithm == "flash2-once":
+                tile = Tiling(128, 128) if d <= 64 else Tiling(64, 128)
+                return (tile,) if Schedule(problem, tile).visited_once else ()
             if d <= 64:
                 return (Tiling(128, 128),)
             if d > 128:
@@ -124,6 +135,10 @@ class Hopper(Family):
     def orders_dq(self, problem: Problem) -> bool:
         """See `Family`."""
         return max(problem.head_dim, problem.head_dim_v) <= 128
+
+    def stores_dq(self, problem: Problem, gpu: Gpu) -> bool:
+        """See `Family`. It has fewer launches, moves less, and makes fewer products than three."""
+        return self.refusal(problem, None, gpu, "backward", "flash2-once") is None
 
     def fuses(self, problem: Problem, gpu: Gpu) -> bool:
         """See `Family`."""
@@ -289,15 +304,18 @@ def backward_kernel(
         tiles += 2 * 2 * stages * bq * bk  # P and dS
         tiles += 4 * bq * d if staged else 0
     elif fused:
-        tiles += 2 * stages * bq * bk + 4 * bq * d  # dS and dQ
-    shared = _on_chip(tiles + 4 * stages * 2 * bq, 2 + 2 * stages)
+        tiles += 2 * stages * bq * bk + (2 if variant.once else 4) * bq * d  # dS and dQ
+    # Log-sum-exp and delta of each stage; or delta, and what it is the sum of, of 8 warps.
+    rows = stages + 2 * 8 if variant.once else 2 * stages
+    shared = _on_chip(tiles + 4 * rows * bq, 2 + 2 * stages)
     values = launch.constants(problem, tiling, variant)
     boxes: tuple[Box, ...] = (
         *(Box("q", bq, _CHUNK), Box("k", bk, _CHUNK), Box("v", bk, _CHUNK)),
         Box("dout", bq, _CHUNK),
     )
     rows = bq // 2 if d == 64 else bq  # of a warpgroup's piece of dQ
-    boxes += (Box("dq_acc", rows, 32) if staged else boxes[0],)
+    leaving = Box("dq", rows, _CHUNK) if variant.once else Box("dq_acc", rows, 32)
+    boxes += (leaving if staged else boxes[0],)
     name = "backward_wide" if wide else "backward"
     return Kernel(
         f"hopper/{name}.cu",
@@ -307,7 +325,7 @@ def backward_kernel(
         launch.macros(
             values
             | {"SMEM_BYTES": shared, "D": d, "FUSED": fused, "ORDERED": ordered}
-            | {"CLUSTER": variant.cluster, "IN_STEP": variant.in_step}
+            | {"CLUSTER": variant.cluster, "IN_STEP": variant.in_step, "ONCE": variant.once}
         ),
         boxes,
         variant.cluster,
@@ -323,7 +341,7 @@ def roles_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
     values = launch.constants(problem, tiling, variant) | {"SMEM_BYTES": shared, "D": d}
     return Kernel(
         *("hopper/backward_roles.cu", "hopper_backward_roles", 512, shared),
-        launch.macros(values | {"FUSED": True, "ORDERED": False, "IN_STEP": variant.in_step}),
+        launch.macros(values | {"FUSED": True, "ORDERED": False, "IN_STEP": variant.in_step, "ONCE": False}),
         (
             *(Box("q", bq, _CHUNK), Box("k", bk, _CHUNK), Box("v", bk, _CHUNK)),
             *(Box("dout", bq, _CHUNK), Box("dq_acc", bq, 32)),

@@ -94,7 +94,8 @@ class Variant:
     pass, and its row sums are in registers whatever it costs. `cluster` thread blocks share an item
     of the Hopper backward. With `overlap` a kernel lets the next one start before it has ended, and
     itself waits for the one before, where that matters. `in_step` is how items of the Hopper
-    backward go through row tiles (kernels/hopper/keys_outside.cuh).
+    backward go through row tiles (kernels/hopper/keys_outside.cuh). With `once` each row tile has
+    one visit.
     """
 
     spans: bool
@@ -106,6 +107,7 @@ class Variant:
     cluster: int = 1
     overlap: bool = False
     in_step: bool = False
+    once: bool = False
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,8 @@ class PythonHopper(hopper.Hopper):
         widest = max(problem.head_dim, problem.head_dim_v)
         if direction == "backward" and widest > WIDEST_BACKWARD:
             return f"their backward takes a head_dim up to {WIDEST_BACKWARD}"
+        if direction == "backward" and algorithm == "flash2-once":
+            return "they add dQ up in memory"
         return super().refusal(problem, tiling, gpu, direction, algorithm)
 
     def tilings(

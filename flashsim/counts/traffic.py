@@ -19,7 +19,7 @@ from flashsim.errors import own_errors
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
-from flashsim.schedule.schedule import Schedule
+from flashsim.schedule.schedule import Schedule, check_visits
 from flashsim.schedule.split import WHOLE, Split
 from flashsim.schedule.tensors import SCALES, whole_bytes
 from flashsim.schedule.tiling import Tiling
@@ -209,8 +209,11 @@ def count_schedule(
     ------
     SramOverflow
         If a stage does not fit on the device's chip.
+    TilingError
+        If a row tile has several visits, or none, and the algorithm is for one.
     """
     tiling.check(problem, device, algorithm, direction, split)
+    check_visits(plans.stages(problem, algorithm, direction, split), problem, tiling)
     return Traffic(problem, tiling, algorithm, direction, device, key_order, split)
 
 
@@ -290,7 +293,7 @@ def live(problem: Problem, algorithm: str) -> int:
     p = problem
     outputs = p.batch * p.heads * p.n_q * (p.head_dim + p.head_dim_v)  # dq and dout
     outputs += p.batch * p.kv_heads * p.n_kv * (p.head_dim + p.head_dim_v)  # dk and dv
-    if algorithm == "standard":  # out is not needed again, but the caller still has it
+    if "O" not in _kept(p, algorithm):  # out is not needed again, but the caller still has it
         outputs += p.batch * p.heads * p.n_q * p.head_dim_v
     held = saved(p, algorithm) + workspace(p, algorithm, "backward")
     return held + outputs * p.result_itemsize

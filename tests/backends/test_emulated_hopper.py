@@ -73,21 +73,50 @@ ALIKE = {
 }
 
 
-def compare(problem, tiling=ROLES):
+#: Row tiles that have one visit, of all keys that they see.
+ONCE = {
+    "groups 64": Problem(300, 120, 64, heads=2, kv_heads=1, dtype="bfloat16"),
+    "causal 64": Problem(100, 100, 40, 60, batch=2, heads=2, dtype="float16", causal=True),
+    "upright 32": Problem(150, 128, 32, 20, batch=2, dtype="float16", window=(60, 10)),
+    "128": Problem(150, 120, 128, heads=2, kv_heads=1, dtype="bfloat16", causal=True),
+    "values 128": Problem(70, 128, 50, 128, heads=2, dtype="bfloat16", scale=-0.1),
+    "96": Problem(90, 90, 91, dtype="float16", causal=True),
+    "varlen": Problem(
+        *(170, 200, 64),
+        dtype="float16",
+        causal=True,
+        cu_seqlens_q=(0, 70, 71, 170),
+        cu_seqlens_k=(0, 100, 103, 200),
+    ),
+    "varlen 128": Problem(
+        *(170, 200, 120),
+        dtype="bfloat16",
+        cu_seqlens_q=(0, 70, 71, 170),
+        cu_seqlens_k=(0, 100, 103, 200),
+    ),
+}
+
+
+#: One block gets all items: with few, on more multiprocessors, a cluster would share them.
+ALONE = replace(H200, multiprocessors=1)
+
+
+def compare(problem, tiling=ROLES, algorithm="flash2-fused", gpu=GPU):
     """Gradients within the budget of their type, events the simulator's."""
     p, x, machine = problem, make(problem), test_emulated.HOPPER
-    forward = PORTABLE.forward_passes(p, None, GPU, "ascending", "counts")
+    forward = PORTABLE.forward_passes(p, None, gpu, "ascending", "counts")
     arrays, _ = emulator.run_forward(machine, forward, p, x)
-    passes = HOPPER.backward_passes(p, tiling, GPU, "ascending", "counts", "flash2-fused")
-    arrays, stages = emulator.run_backward(machine, passes, p, arrays, x["dout"], fused=True)
+    passes = HOPPER.backward_passes(p, tiling, gpu, "ascending", "counts", algorithm)
+    adds = algorithm == "flash2-fused"
+    arrays, stages = emulator.run_backward(machine, passes, p, arrays, x["dout"], fused=adds)
     inputs = [x[name] for name in "qkv"]
     true = oracle.gradients(*inputs, x["dout"], p)
     rough = oracle.gradients(*inputs, x["dout"], p, dtype=p.dtype)
     for name in ("dq", "dk", "dv"):
         got = arrays[name][..., : true[name].shape[-1]].astype(np.float64)
         assert np.abs(got - true[name]).max() <= budget(true[name], rough[name], p), name
-    result = flashsim.run(*inputs, device=ROOMY, trace=True, **options(p))
-    simulated = result.backward(x["dout"], tiling=tiling, deterministic=False).trace
+    how = {"device": ROOMY, "trace": True, "algorithm": algorithm, **options(p)}
+    simulated = flashsim.run(*inputs, **how).backward(x["dout"], tiling=passes[0].tables.schedule.tiling).trace
     for stage, expected in zip(stages, simulated.stages, strict=True):
         np.testing.assert_array_equal(stage.events, expected.events, stage.name)
 
@@ -103,3 +132,8 @@ def test_gradients_and_counts(name):
 def test_gradients_and_counts_where_warpgroups_are_alike(name):
     tiling, problem = ALIKE[name]
     compare(problem, tiling)
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_gradients_and_counts_of_one_visit(name):
+    compare(ONCE[name], None, "flash2-once", ALONE)

@@ -67,6 +67,7 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
     [[maybe_unused]] u32 dout_parity = 0;
     const int kv_heads = a.heads / a.group;
     const int items = a.walks * a.tiles;
+    if (FS_ONCE) wait_for_what_ran_before();  // no delta did, which would have waited
     for (int w = first_work();; w = next_work(counter, items)) {
         const Item& it = s.items.write(slot, a, w, items, false);
         if (it.walk < 0) return;
@@ -160,8 +161,10 @@ __device__ void produce_statistics(OnChip& s, const Args& a) {
                 const bool exists = x < BLOCK_Q && first + x < it.end;
                 const i64 row = i64(walk) * a.n_q + first + x;
                 lse[i] = exists ? a.lse[row] : NEG_INF;
+                report(counts + 2, 4 * exists);
+                if (FS_ONCE) continue;
                 delta[i] = exists ? a.delta[row] : 0.0f;
-                report(counts + 2, 4 * exists), report(counts + 3, 4 * exists);
+                report(counts + 3, 4 * exists);
             }
             wait(&s.empty[ring.stage], ring.parity ^ 1);  // its last readers are done
 #pragma unroll
@@ -169,7 +172,9 @@ __device__ void produce_statistics(OnChip& s, const Args& a) {
                 const int x = lane + 32 * i;
                 if (x < BLOCK_Q) {
                     s.lse[ring.stage][x] = lse[i] == NEG_INF ? NEG_INF : lse[i] * unit;
+#if !FS_ONCE
                     s.delta[ring.stage][x] = -delta[i];
+#endif
                 }
             }
             arrive(&s.full[ring.stage]);  // every lane for what it wrote
@@ -212,8 +217,8 @@ __device__ __forceinline__ void stage_columns(float (*boxes)[DQ_ROWS * 32], cons
             }
 }
 
-// A warp for each warpgroup g: its piece of dQ, once staged, is added to the accumulator. DQ_FREE +
-// g and DQ_FULL + g pass the piece to and fro between the two.
+// A warp for each warpgroup g: its piece of dQ, once staged, is added to the accumulator; or, if it
+// is all of it, stored. DQ_FREE + g and DQ_FULL + g pass the piece to and fro between the two.
 __device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g) {
     const bool leads = threadIdx.x % 32 == 0;
     Ring slot;
@@ -239,13 +244,15 @@ __device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g
                 for (int c = 0; c < DQ_BOXES; ++c) {
                     const int column = dq_column(g, c);
                     if (column >= FS_HEAD_DIM) continue;
-                    reduce_box(map_dq, s.dq[g][c], column, to.row, walk % a.heads, to.batch);
-                    columns += min(32, FS_COUNTED - column);
+                    (FS_ONCE ? store_box : reduce_box)(map_dq, s.dq[g][c], column, to.row,
+                                                       walk % a.heads, to.batch);
+                    columns += min(FS_ONCE ? 64 : 32, FS_COUNTED - column);
                 }
                 reduce_commit();
                 const i64 number = i64(walk) * a.n_visits + it.visits.first + step.v;
                 const int rows = max(0, min(DQ_ROWS, it.end - row));
-                report_one(a.visit_counts + number * 8 + 4, rows * columns * 4);
+                report_one(a.visit_counts + number * 8 + (FS_ONCE ? 3 : 4),
+                           rows * columns * (FS_ONCE ? 2 : 4));
                 reduce_wait_read();
             }
             __syncwarp();
