@@ -87,9 +87,16 @@ def orders_dq(job: Job, saved: Mapping[str, Any]) -> bool:
 
 
 def stores_dq(job: Job, saved: Mapping[str, Any]) -> bool:
-    """Whether "flash2-once", which is deterministic, is there for this backward, and fastest."""
+    """Whether "flash2-once", which is deterministic, is the fastest backward here.
+
+    Parameters
+    ----------
+    job : Job
+        A backward pass, as it would be otherwise; "flash2": it is to be deterministic.
+    """
     gpu = gpu_of(saved["space"].device)
-    return _family(job, gpu, "backward").stores_dq(job.problem, gpu)
+    family, ordered = _family(job, gpu, "backward"), job.algorithm == "flash2"
+    return family.stores_dq(job.problem, gpu, ordered=ordered)
 
 
 def fuses(job: Job, saved: Mapping[str, Any]) -> bool:

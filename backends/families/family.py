@@ -112,8 +112,8 @@ class Family(ABC):
         """Whether the fused backward can add to dQ in a fixed order, faster than three passes."""
         return False
 
-    def stores_dq(self, problem: Problem, gpu: Gpu) -> bool:
-        """Whether "flash2-once" is there for this problem, which is deterministic, and fastest."""
+    def stores_dq(self, problem: Problem, gpu: Gpu, *, ordered: bool) -> bool:
+        """Whether "flash2-once" runs here and is fastest; `ordered`: faster than dQ in order."""
         return False
 
     def fuses(self, problem: Problem, gpu: Gpu) -> bool:

@@ -75,7 +75,9 @@ class Hopper(Family):
         possible = self.tilings(problem, gpu, direction, algorithm)
         if direction == "backward" and algorithm == "flash2-once":
             if max(problem.head_dim, problem.head_dim_v) > _WIDEST_ONCE or problem.softcap:
-                return f"they store dQ at once up to a head_dim of {_WIDEST_ONCE}, without a softcap"
+                return (
+                    f"they store dQ at once up to a head_dim of {_WIDEST_ONCE}, without a softcap"
+                )
             if not possible:
                 return "of their tiles of 128 keys a row tile has several visits, or none"
         if tiling is None:
@@ -136,9 +138,20 @@ class Hopper(Family):
         """See `Family`."""
         return max(problem.head_dim, problem.head_dim_v) <= 128
 
-    def stores_dq(self, problem: Problem, gpu: Gpu) -> bool:
-        """See `Family`. It has fewer launches, moves less, and makes fewer products than three."""
-        return self.refusal(problem, None, gpu, "backward", "flash2-once") is None
+    def stores_dq(self, problem: Problem, gpu: Gpu, *, ordered: bool) -> bool:
+        """See `Family`. By the time model: for a few items dQ's own pass beside another is faster.
+
+        Additions in order never are, with a delta before them and a conversion behind.
+        """
+        if self.refusal(problem, None, gpu, "backward", "flash2-once"):
+            return False
+        once, *others = (
+            backward_microseconds(
+                self.backward_passes(problem, None, gpu, "ascending", "", algorithm), gpu
+            )
+            for algorithm in ("flash2-once", "flash2", "flash2-fused")
+        )
+        return ordered or once < min(others)
 
     def fuses(self, problem: Problem, gpu: Gpu) -> bool:
         """See `Family`."""
@@ -341,7 +354,9 @@ def roles_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
     values = launch.constants(problem, tiling, variant) | {"SMEM_BYTES": shared, "D": d}
     return Kernel(
         *("hopper/backward_roles.cu", "hopper_backward_roles", 512, shared),
-        launch.macros(values | {"FUSED": True, "ORDERED": False, "IN_STEP": variant.in_step, "ONCE": False}),
+        launch.macros(
+            values | {"FUSED": True, "ORDERED": False, "IN_STEP": variant.in_step, "ONCE": False}
+        ),
         (
             *(Box("q", bq, _CHUNK), Box("k", bk, _CHUNK), Box("v", bk, _CHUNK)),
             *(Box("dout", bq, _CHUNK), Box("dq_acc", bq, 32)),

@@ -71,6 +71,11 @@ HOPPER_BACKWARD = {
 #: it takes: fitted to how far it was from 64 x 64 at twenty shapes, head_dims of 160 to 192.
 ROLES = Tiling(64, 96)
 HOPPER_FUSED_WIDE = {ROLES: Times(6.75, 2.20), Tiling(64, 64): HOPPER_BACKWARD[192].fused}
+#: What the fused kernel takes where each row tile has one visit ("flash2-once"), by the widest of
+#: head_dim and head_dim_v: fitted to 1, 8 and 64 sequences of 64 to 128 tokens. And what its pass
+#: takes besides, in µs, less than the others do: no delta, which hides how their kernels begin.
+HOPPER_ONCE = {64: Times(3.4, 2.0), 128: Times(2.0, 2.5)}
+WITHOUT_DELTA = -1.0
 #: What the fused form takes besides: µs of one launch more, and of float32 dQ, which is cleared,
 #: read again and stored, its bytes at this part of the bandwidth of the GPU's memory.
 CONVERTING, CONVERTED = 1.1, 0.6
@@ -121,7 +126,7 @@ def backward_times(problem: Problem, tiling: Tiling) -> Backward:
 
 @lru_cache(maxsize=512)
 def backward_microseconds(passes: tuple[KernelPass, ...], gpu: Gpu) -> float:
-    """A Hopper backward, but for delta, which both of its forms begin with.
+    """A Hopper backward, but for delta, which its forms begin with, but for "flash2-once".
 
     A pass begins on each multiprocessor as the one before it leaves that: dQ's beside dK's and
     dV's. The conversion waits for all of them.
@@ -130,6 +135,8 @@ def backward_microseconds(passes: tuple[KernelPass, ...], gpu: Gpu) -> float:
     width = 64 if max(p.head_dim, p.head_dim_v) <= 64 else 128
     for one in passes:
         known = backward_times(p, one.tables.schedule.tiling)._asdict()
+        if one.stage.once:
+            known["fused"], more = HOPPER_ONCE[width], WITHOUT_DELTA
         if one.stage.converts:
             row = 4 * 2 + p.itemsize  # bytes for each column
             moved = p.batch * p.heads * p.n_q * p.head_dim * row

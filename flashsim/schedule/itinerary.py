@@ -166,8 +166,8 @@ _FUSED_BACKWARD = (
     _convert("dQ"),
     _CONVERT_DBIAS,
 )
-# Where a row tile has one visit, all its P and dP are there at once: delta is a sum of theirs, and dQ
-# is complete. So nothing runs before or after.
+# Where a row tile has one visit, all its P and dP are there at once: delta is a sum of theirs, and
+# dQ is complete. So nothing runs before or after.
 _ONCE_BACKWARD = (
     _CLEAR_DBIAS,
     Itinerary(

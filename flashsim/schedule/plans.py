@@ -24,6 +24,10 @@ from flashsim.schedule.tensors import BIASES, COL, INPUTS, ROW, TILE, rows_a_sca
 ALGORITHMS = tuple(itinerary.ALGORITHMS)
 #: Those with a backward pass.
 TRAINING = tuple(name for name, one in itinerary.ALGORITHMS.items() if one.backward)
+#: Of these, those whose backward pass takes any schedule.
+GENERAL = tuple(
+    name for name in TRAINING if not any(x.once for x in itinerary.ALGORITHMS[name].backward)
+)
 DIRECTIONS = ("forward", "backward")
 
 

@@ -351,7 +351,7 @@ class Schedule(Grid):
 
 
 def check_visits(stages: Iterable[Stage], problem: Problem, tiling: Tiling) -> None:
-    """Raise `TilingError` if a stage is for one visit of each row tile, and there are more or none."""
+    """Raise `TilingError` if a stage is for one visit of each row tile, and one has others."""
     if any(stage.once for stage in stages) and not Schedule(problem, tiling).visited_once:
         longest = max(s.k_stop - s.k_start for s in problem.sequences)
         raise TilingError(

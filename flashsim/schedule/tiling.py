@@ -178,15 +178,18 @@ class Tiling:
 
         def merit(tiling: Tiling) -> tuple[int, ...]:
             q, k = tiling.block_q, tiling.block_k
+            if whole:  # keys beyond a sequence's are none
+                return q, -k
             if len(outers) == 2:
                 return min(q, k), q * k, q
             return (q, k) if outers == {"queries"} else (k, q)
 
         blocks = problem.scales if isinstance(problem.scales, tuple) else ()
-        for candidates in (_tilings((*SIDES, *blocks)), _tilings((1, 2, 4, 8, 16))):
+        own = (fewest_keys,) if whole else ()
+        for sides in ((*SIDES, *blocks, *own), (1, 2, 4, 8, 16, *own)):
             fitting = [
                 tiling
-                for tiling in candidates
+                for tiling in _tilings(sides)
                 if fewest_keys <= tiling.block_k <= most_keys
                 and tiling.keeps_scales(problem)
                 and tiling.footprint(problem, algorithm, direction, split) <= device.sram_bytes

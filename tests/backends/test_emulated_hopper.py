@@ -101,9 +101,14 @@ ONCE = {
 ALONE = replace(H200, multiprocessors=1)
 
 
-def compare(problem, tiling=ROLES, algorithm="flash2-fused", gpu=GPU):
+def compare_once(name, machine=test_emulated.HOPPER):
+    """The same of `ONCE`."""
+    compare(ONCE[name], None, "flash2-once", ALONE, machine)
+
+
+def compare(problem, tiling=ROLES, algorithm="flash2-fused", gpu=GPU, machine=test_emulated.HOPPER):
     """Gradients within the budget of their type, events the simulator's."""
-    p, x, machine = problem, make(problem), test_emulated.HOPPER
+    p, x = problem, make(problem)
     forward = PORTABLE.forward_passes(p, None, gpu, "ascending", "counts")
     arrays, _ = emulator.run_forward(machine, forward, p, x)
     passes = HOPPER.backward_passes(p, tiling, gpu, "ascending", "counts", algorithm)
@@ -116,7 +121,8 @@ def compare(problem, tiling=ROLES, algorithm="flash2-fused", gpu=GPU):
         got = arrays[name][..., : true[name].shape[-1]].astype(np.float64)
         assert np.abs(got - true[name]).max() <= budget(true[name], rough[name], p), name
     how = {"device": ROOMY, "trace": True, "algorithm": algorithm, **options(p)}
-    simulated = flashsim.run(*inputs, **how).backward(x["dout"], tiling=passes[0].tables.schedule.tiling).trace
+    tiling = passes[0].tables.schedule.tiling
+    simulated = flashsim.run(*inputs, **how).backward(x["dout"], tiling=tiling).trace
     for stage, expected in zip(stages, simulated.stages, strict=True):
         np.testing.assert_array_equal(stage.events, expected.events, stage.name)
 
@@ -136,4 +142,14 @@ def test_gradients_and_counts_where_warpgroups_are_alike(name):
 
 @pytest.mark.parametrize("name", ONCE)
 def test_gradients_and_counts_of_one_visit(name):
-    compare(ONCE[name], None, "flash2-once", ALONE)
+    compare_once(name)
+
+
+def test_sums_over_keys_that_nobody_waits_for_show():
+    piece = "named_sync(SUMS_READY, 128 * WARPGROUPS);"
+    faults = {"early": (piece, f"if (!FAULT) {piece}")}
+    machine = emulator.Faulty(900, faults, "hopper/backward.cu")
+    compare_once("128", machine)
+    machine.seeded = "early"
+    with pytest.raises(AssertionError):
+        compare_once("128", machine)

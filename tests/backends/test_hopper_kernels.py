@@ -24,7 +24,7 @@ from flashsim.backends.families.portable import PORTABLE
 from flashsim.backends.families.tile_times import ROLES
 from flashsim.backends.launch.kernel import Box, Variant
 from flashsim.engines.engine import Job
-from flashsim.errors import OptionError, UnsupportedError
+from flashsim.errors import OptionError, TilingError, UnsupportedError
 from flashsim.problem.masks import BlockMask
 
 #: Bytes a thread may spill to local memory: a few values used once an item.
@@ -708,3 +708,26 @@ def test_warpgroups_take_turns_but_at_128_columns_and_many_keys(d, d_v, keys, tu
     problem = Problem(256, keys, d, head_dim_v=d_v, dtype="bfloat16")
     (one,) = HOPPER.forward_passes(problem, None, H200, "ascending", "")
     assert dict(one.kernel.constants)["FS_TURNS"] == int(turns)
+
+
+def test_dq_is_stored_after_one_visit_where_that_is_faster():
+    """By the time model; in order of its additions it never is."""
+    few = Problem(128, 128, 64, heads=12, dtype="bfloat16")
+    assert [HOPPER.stores_dq(few, H200, ordered=x) for x in (False, True)] == [False, True]
+    many = replace(few, batch=8)
+    assert HOPPER.stores_dq(many, H200, ordered=False)
+    (only,) = HOPPER.backward_passes(many, None, H200, "ascending", "", "flash2-once")
+    assert only.kernel.boxes[-1].tensor == "dq"
+    for other in (
+        replace(many, n_kv=129),  # two visits
+        replace(many, n_kv=100, causal=True, n_q=300),  # the first row tile has none
+        replace(many, head_dim=136),
+        replace(many, softcap=2.0),
+    ):
+        assert HOPPER.refusal(other, None, H200, "backward", "flash2-once")
+        assert not HOPPER.stores_dq(other, H200, ordered=True)
+        with pytest.raises(UnsupportedError, match=r"visit|at once"):
+            HOPPER.backward_passes(other, None, H200, "ascending", "", "flash2-once")
+    assert not PORTABLE.stores_dq(many, H200, ordered=True)
+    with pytest.raises(TilingError, match="flash2-fused"):
+        PORTABLE.backward_passes(many, None, H200, "ascending", "", "flash2-once")

@@ -41,6 +41,28 @@ class KernelFault:
 
 
 FAULTS = {
+    # -- Hopper's backward in one visit -----------------------------------------------------------
+    "once-delta-of-half-the-keys": KernelFault(
+        "delta is summed over one warpgroup's keys",
+        BACKWARD,
+        "w < 4 * WARPGROUPS; ++w) sum",
+        "w < 4; ++w) sum",
+        "test_where_row_tiles_have_one_visit and packed",
+    ),
+    "once-scale-left-out": KernelFault(
+        "dQ is stored without the scores' scale",
+        BACKWARD,
+        "stage_rounded(s.dq[g][0], dQ, a.scale);",
+        "stage_rounded(s.dq[g][0], dQ, 1.0f);",
+        "test_where_row_tiles_have_one_visit and packed",
+    ),
+    "once-staged-without-swizzle": KernelFault(
+        "rows of dQ are laid down as if their pieces were not permuted",
+        BACKWARD,
+        "(piece ^ lane % 8) * 16;",
+        "piece * 16;",
+        "test_where_row_tiles_have_one_visit and packed",
+    ),
     # -- FP8 --------------------------------------------------------------------------------------
     "fp8-scale-left-out": KernelFault(
         "scores are not multiplied by K's scale",
