@@ -318,8 +318,8 @@ def backward_kernel(
         tiles += 4 * bq * d if staged else 0
     elif fused:
         tiles += 2 * stages * bq * bk + (2 if variant.once else 4) * bq * d  # dS and dQ
-    # Log-sum-exp and delta of each stage; or delta, and what it is the sum of, of 8 warps.
-    rows = stages + 2 * 8 if variant.once else 2 * stages
+    # Log-sum-exp and delta of each stage; or 8 warps' sums instead, and each one's delta.
+    rows = stages + (stages + 1) * 8 if variant.once else 2 * stages
     shared = _on_chip(tiles + 4 * rows * bq, 2 + 2 * stages)
     values = launch.constants(problem, tiling, variant)
     boxes: tuple[Box, ...] = (

@@ -224,7 +224,8 @@ def compulsory(problem: Problem, direction: str = "forward") -> int:
     """Bytes that any algorithm must move: each input read once, each output written once.
 
     Forward: q, k, v (and bias) in, out and LSE out. Backward: those inputs, out, dout and LSE in;
-    dq, dk, dv (and the bias's gradient) out.
+    dq, dk, dv (and the bias's gradient) out. "flash2-once" alone does without out, which follows
+    from the others, and so may move less.
     """
     f = Forms(problem)
     inputs, results = (f.q(item) + f.k(item) + f.v(item) for item in (f.e, f.r))
@@ -253,7 +254,7 @@ def saved(problem: Problem, algorithm: str) -> int:
     """Bytes of HBM kept from forward to backward, the inputs included.
 
     Standard attention keeps P (and, with a softcap, its derivative): O(N^2). FlashAttention-1 keeps
-    out, l and m, FlashAttention-2 keeps out and LSE: O(N).
+    out, l and m, FlashAttention-2 keeps out and LSE: O(N); "flash2-once" has no use for out.
     """
     return sum(whole_bytes(problem, name) for name in _kept(problem, algorithm))
 

@@ -61,7 +61,7 @@ struct OnChip {
     alignas(1024) u16 ds[STAGES][BLOCK_Q / DS_WIDE][BLOCK_K * DS_WIDE];  // dS^T
 #if FS_ONCE
     alignas(1024) u16 dq[WARPGROUPS][DQ_BOXES][DQ_ROWS * 64];    // leaving for dQ
-    float sums[4 * WARPGROUPS][BLOCK_Q], delta[4 * WARPGROUPS][BLOCK_Q];  // a row for each warp
+    float sums[STAGES][4 * WARPGROUPS][BLOCK_Q], delta[4 * WARPGROUPS][BLOCK_Q];  // of each warp
 #else
     alignas(1024) float dq[WARPGROUPS][DQ_BOXES][DQ_ROWS * 32];  // leaving for the accumulator
 #endif
@@ -145,20 +145,22 @@ __device__ __forceinline__ void sum_keys(float* sums, const float (&PdP)[BLOCK_Q
 }
 
 // dS^T = P^T (dP^T - delta), of P and P dP. Each warp adds all warps' sums up for itself, in order.
-__device__ __forceinline__ void subtract_delta(OnChip& s, float (&dP)[BLOCK_Q / 2],
-                                               const float (&P)[BLOCK_Q / 2]) {
-    const int warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32;
+__device__ __forceinline__ void subtract_delta(float (&dP)[BLOCK_Q / 2],
+                                               const float (&P)[BLOCK_Q / 2],
+                                               const float (&sums)[4 * WARPGROUPS][BLOCK_Q],
+                                               float* total) {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int x = lane; x < BLOCK_Q; x += 32) {
-        float sum = s.sums[0][x];
+        float sum = sums[0][x];
 #pragma unroll
-        for (int w = 1; w < 4 * WARPGROUPS; ++w) sum += s.sums[w][x];
-        s.delta[warp][x] = sum;
+        for (int w = 1; w < 4 * WARPGROUPS; ++w) sum += sums[w][x];
+        total[x] = sum;
     }
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < BLOCK_Q / 8; ++j) {
-        const float2 delta = query_pair(s.delta[warp], j);
+        const float2 delta = query_pair(total, j);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             dP[4 * j + 2 * r] -= P[4 * j + 2 * r] * delta.x;
@@ -323,9 +325,12 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #pragma unroll
             for (int e = HALFWAY ? BLOCK_Q / 4 : 0; e < BLOCK_Q / 2; ++e) dP[e] *= S[e];
 #if FS_ONCE
-            sum_keys(s.sums[threadIdx.x / 32 - 4], dP);
-            named_sync(SUMS_READY, 128 * WARPGROUPS);  // and the last visit's have been read: DS_READY
-            subtract_delta(s, dP, S);
+            const int warp = threadIdx.x / 32 - 4;
+            sum_keys(s.sums[stage][warp], dP);
+            // All warps' are written. Those of the visit before the last, which lay here, were read
+            // before anybody came to the last one's barrier.
+            named_sync(SUMS_READY, 128 * WARPGROUPS);
+            subtract_delta(dP, S, s.sums[stage], s.delta[warp]);
 #endif
             round_operand(dS, dP);
 #if FS_FUSED
