@@ -149,6 +149,22 @@ def test_the_backward_in_a_fixed_order_compiles(name):
         check(in_order(problem, tiling), SPILL_BYTES[bool(problem.softcap)])
 
 
+#: Row tiles that have one visit, and 64 columns: S, dP, P, dK and dV are 224 registers.
+ONE_VISIT = Problem(200, 128, 64, heads=2, batch=99, dtype="bfloat16")
+ONCE_SPILLS = 96
+
+
+@pytest.mark.parametrize(
+    "case", some(((64, False),), (), product((32, 64, 96, 128), (False, True)))
+)
+def test_the_backward_in_one_visit_compiles(case):
+    d, causal = case
+    problem = replace(ONE_VISIT, head_dim=d, head_dim_v=d, causal=causal, n_kv=128 - 28 * causal)
+    problem = replace(problem, n_q=problem.n_kv) if causal else problem
+    (one,) = HOPPER.backward_passes(problem, None, H200, "ascending", "", "flash2-once")
+    check(one.kernel, ONCE_SPILLS)
+
+
 @pytest.mark.parametrize("name", some((), ("64 causal",), ("128", "64 causal", "192")))
 def test_tilings_that_are_no_default_compile(name):
     problem = PROBLEMS[name]

@@ -119,7 +119,7 @@ __device__ __forceinline__ void issue_grad(float (&acc)[COLUMNS / 2],
 }
 
 #if FS_ONCE
-// The sums of a visit's P dP over this warp's keys, a query each. Eight lanes have the same queries:
+// The sums of a visit's P dP over this warp's keys, one a query. Eight lanes have the same queries:
 // in three steps each gives half of its sums away and gets the other lane's of what it keeps.
 __device__ __forceinline__ void sum_keys(float* sums, const float (&PdP)[BLOCK_Q / 2]) {
     const int lane = threadIdx.x % 32;

@@ -154,7 +154,8 @@ __device__ void produce_statistics(OnChip& s, const Args& a) {
             const int walk = it.walk * a.group + step.member;  // of the query head
             const int first = it.base + it.visits(a, step.v).tile * BLOCK_Q;
             u32* counts = a.visit_counts + (i64(walk) * a.n_visits + it.visits.first + step.v) * 8;
-            float lse[PER_LANE], delta[PER_LANE];
+            float lse[PER_LANE];
+            [[maybe_unused]] float delta[PER_LANE];
 #pragma unroll
             for (int i = 0; i < PER_LANE; ++i) {  // before the wait, to hide their latency
                 const int x = lane + 32 * i;
