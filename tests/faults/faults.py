@@ -76,6 +76,21 @@ DECODING, MERGE = "flashsim.algorithms.decode", "flashsim.algorithms.merge"
 AMX = "flashsim.engines.cpu.pairs.tiles"
 
 FAULTS = {
+    # -- One visit ------------------------------------------------------------------------------
+    "once-anywhere": Fault(
+        "a backward for one visit of each row tile takes any schedule",
+        SCHEDULE,
+        "any(stage.once for stage in stages) and not Schedule(problem, tiling).visited_once:",
+        "False:",
+        ("engines/test_one_visit.py::test_other_schedules_are_refused",),
+    ),
+    "once-delta-without-p": Fault(
+        "delta made on chip is a sum of dP, not of P dP",
+        TILES,
+        "np.sum(P_ij * dP_ij, axis=-1, out=delta_i)",
+        "np.sum(dP_ij, axis=-1, out=delta_i)",
+        ("engines/test_one_visit.py::test_kinds_and_types", "-k", "normal-float32"),
+    ),
     # -- AMX tiles ------------------------------------------------------------------------------
     "tile-of-b-for-two": Fault(
         "both columns of a block are multiplied with the first one's tile",
