@@ -129,6 +129,17 @@ class Family(ABC):
         room = {"l2_bytes": gpu.l2_bytes, "processors": gpu.multiprocessors}
         return clump_size(stage, tables.schedule.problem, tables.tiles, **room)
 
+    def remainder(
+        self, stage: plans.Stage, tables: Lowered, cluster: int, gpu: Gpu
+    ) -> tuple[tuple[int, int], ...]:
+        """(blocks of a cluster, items) of launches that take a pass's first items; `cluster` is of
+        those that take the others."""
+        return ()
+
+    def defers(self, stage: plans.Stage, tables: Lowered, cluster: int) -> bool:
+        """Whether a fused pass computes dQ of a visit in the next one."""
+        return False
+
     def in_step(self, stage: plans.Stage, tables: Lowered, clump: int, gpu: Gpu) -> bool:
         """Whether a pass with keys outside makes a visit for every head of a group in turn."""
         return False
@@ -211,17 +222,25 @@ def _passes(
         clump = family.clump(stage, tables, gpu)
         if variant.cluster == 1:
             variant = replace(variant, in_step=family.in_step(stage, tables, clump, gpu))
-        kernel = family.kernel(
-            stage.name, problem, tiling, variant, gpu, fused=fused, ordered=ordered
-        )
         walks, _ = plans.heads_of(stage, problem)
-        if not kernel.shared_bytes:  # row by row: no visits
-            passes.append(KernelPass(stage, tables, kernel, (tables.tiles, walks), walks, 1))
-            continue
-        items = tables.tiles * walks
-        # A persistent kernel gets one block a multiprocessor, and takes its items itself.
-        blocks = min(items, gpu.multiprocessors) if kernel.boxes else items
-        if kernel.cluster > 1:  # each has an item, and no second
-            blocks = items * kernel.cluster
-        passes.append(KernelPass(stage, tables, kernel, (blocks,), walks, clump))
+        items, first, launches = tables.tiles * walks, 0, []
+        shares = () if report or ordered else family.remainder(stage, tables, variant.cluster, gpu)
+        for cluster, count in (*shares, (variant.cluster, items - sum(n for _, n in shares))):
+            more, late = first + count < items, family.defers(stage, tables, cluster)
+            one = replace(variant, cluster=cluster, after=first > 0, more=more)
+            one = replace(one, deferred=late and not ordered)
+            kernel = family.kernel(
+                stage.name, problem, tiling, one, gpu, fused=fused, ordered=ordered
+            )
+            grid: tuple[int, ...] = (count,)
+            if not kernel.shared_bytes:  # row by row: no visits
+                grid, clump = (tables.tiles, walks), 1
+            elif kernel.cluster > 1:  # each has an item, and no second
+                grid = (count * kernel.cluster,)
+            elif kernel.boxes:  # one block a multiprocessor, which takes its items itself
+                grid = (min(count, gpu.multiprocessors),)
+            taken = range(first, first + count)
+            launches.append(KernelPass(stage, tables, kernel, grid, walks, clump, taken))
+            first += count
+        passes.append(replace(launches[-1], before=tuple(launches[:-1])))
     return tuple(passes)

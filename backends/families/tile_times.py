@@ -83,6 +83,8 @@ CONVERTING, CONVERTED = 1.1, 0.6
 ADDING_UP = {64: 3.8, 128: 5.4}
 #: Blocks of a cluster, and the share of the multiprocessors that clusters of so many keep busy.
 CLUSTERS = {1: 1.0, 2: 1.0, 4: 0.8, 8: 0.75}
+#: What a launch more should save at least, in µs: of those that saved less, some lost.
+_LAUNCHED = 12.0
 #: Of two times this much apart, relatively, either may be the shorter one.
 _DOUBT = 0.02
 _LONG = 150.0  # µs
@@ -143,8 +145,12 @@ def backward_microseconds(passes: tuple[KernelPass, ...], gpu: Gpu) -> float:
             more = CONVERTING + moved / (CONVERTED * gpu.hbm_bandwidth) * 1e6
         elif one.stage.name in known:
             steps = one.tables.visits * (p.group if one.stage.per == "group" else 1)
-            times, cluster = known[one.stage.name], one.kernel.cluster
-            free = shared_out(one.walks, steps, times, ADDING_UP[width], cluster, free)
+            times = known[one.stage.name], ADDING_UP[width]
+            for part in (*one.before, one):
+                walks, each = one.walks, steps
+                if one.before:  # all items are alike
+                    walks, each = len(part.items), steps[:1]
+                free = shared_out(walks, each, *times, part.kernel.cluster, free)
     return max(free) + more
 
 
@@ -179,6 +185,45 @@ def shared_out(
     else:
         begun = ends(np.sort(items)[::-1].tolist(), walks, walks, begun)
     return [*begun * cluster, *idle]
+
+
+def remainder(
+    items: int, steps: int, times: Times, adding_up: float, gpu: Gpu
+) -> tuple[tuple[int, int], ...]:
+    """(blocks of a cluster, items): what clusters take of items that are all alike, at first.
+
+    After whole rounds a few are left, and most multiprocessors would wait for these: so they come
+    first, shared by clusters, of one size or as many as possible of two blocks and the others of
+    more. None where that does not save `_LAUNCHED` for each launch.
+
+    Parameters
+    ----------
+    items : int
+    steps : int
+        Visits of each.
+    times : Times
+    adding_up : float
+        µs of an item that only a cluster takes.
+    gpu : Gpu
+    """
+
+    def takes(cluster: int) -> float:
+        return times.item + times.visit * -(-steps // cluster) + adding_up * (cluster > 1)
+
+    places = {c: int(gpu.multiprocessors * CLUSTERS[c]) // c for c in CLUSTERS if c > 1}
+    rounds, rest = divmod(items, gpu.multiprocessors)
+    if not rest or not rounds:
+        return ()
+    pairs = places[2]
+    found: dict[tuple[tuple[int, int], ...], float]
+    found = {((c, rest),): takes(c) for c in places if rest <= places[c]}
+    found |= {
+        ((c, rest - pairs), (2, pairs)): takes(c) + takes(2)
+        for c in places
+        if c > 2 and 0 < rest - pairs <= places[c]
+    }
+    best = min(found, key=lambda shares: found[shares] + _LAUNCHED * len(shares), default=())
+    return best if best and takes(1) - found[best] > _LAUNCHED * len(best) else ()
 
 
 def fastest_cluster(

@@ -57,6 +57,16 @@ class PythonHopper(hopper.Hopper):
         """See `Family`; an item has one block."""
         return 1
 
+    def remainder(
+        self, stage: plans.Stage, tables: Lowered, cluster: int, gpu: Gpu
+    ) -> tuple[tuple[int, int], ...]:
+        """See `Family`; without clusters there is none."""
+        return ()
+
+    def defers(self, stage: plans.Stage, tables: Lowered, cluster: int) -> bool:
+        """See `Family`; it is computed where its dS is."""
+        return False
+
     def in_step(self, stage: plans.Stage, tables: Lowered, clump: int, gpu: Gpu) -> bool:
         """See `Family`; they go through a group's heads one after the other."""
         return False

@@ -10,7 +10,8 @@ import pytest
 
 import flashsim
 from flashsim import Problem
-from flashsim.backends.families.hopper import HOPPER
+from flashsim.backends.families import family
+from flashsim.backends.families.hopper import HOPPER, Hopper
 from flashsim.backends.families.portable import PORTABLE
 from flashsim.backends.families.tile_times import ROLES
 from flashsim.problem import oracle
@@ -73,6 +74,18 @@ ALIKE = {
 }
 
 
+@pytest.fixture
+def choose(monkeypatch):
+    """Sets what a method of `Hopper` answers; `_passes` has none of it after."""
+
+    def of(method, answer):
+        monkeypatch.setattr(Hopper, method, lambda *_: answer)
+        family._passes.cache_clear()
+
+    yield of
+    family._passes.cache_clear()
+
+
 #: Row tiles that have one visit, of all keys that they see.
 ONCE = {
     "groups 64": Problem(300, 120, 64, heads=2, kv_heads=1, dtype="bfloat16"),
@@ -106,12 +119,19 @@ def compare_once(name, machine=test_emulated.HOPPER):
     compare(ONCE[name], None, "flash2-once", ALONE, machine)
 
 
-def compare(problem, tiling=ROLES, algorithm="flash2-fused", gpu=GPU, machine=test_emulated.HOPPER):
-    """Gradients within the budget of their type, events the simulator's."""
+def compare(
+    problem,
+    tiling=ROLES,
+    algorithm="flash2-fused",
+    gpu=GPU,
+    machine=test_emulated.HOPPER,
+    report="counts",
+):
+    """Gradients within the budget of their type, events, if there are any, the simulator's."""
     p, x = problem, make(problem)
     forward = PORTABLE.forward_passes(p, None, gpu, "ascending", "counts")
     arrays, _ = emulator.run_forward(machine, forward, p, x)
-    passes = HOPPER.backward_passes(p, tiling, gpu, "ascending", "counts", algorithm)
+    passes = HOPPER.backward_passes(p, tiling, gpu, "ascending", report, algorithm)
     adds = algorithm == "flash2-fused"
     arrays, stages = emulator.run_backward(machine, passes, p, arrays, x["dout"], fused=adds)
     inputs = [x[name] for name in "qkv"]
@@ -120,11 +140,14 @@ def compare(problem, tiling=ROLES, algorithm="flash2-fused", gpu=GPU, machine=te
     for name in ("dq", "dk", "dv"):
         got = arrays[name][..., : true[name].shape[-1]].astype(np.float64)
         assert np.abs(got - true[name]).max() <= budget(true[name], rough[name], p), name
+    if not report:
+        return passes
     how = {"device": ROOMY, "trace": True, "algorithm": algorithm, **options(p)}
     tiling = passes[0].tables.schedule.tiling
     simulated = flashsim.run(*inputs, **how).backward(x["dout"], tiling=tiling).trace
     for stage, expected in zip(stages, simulated.stages, strict=True):
         np.testing.assert_array_equal(stage.events, expected.events, stage.name)
+    return passes
 
 
 @pytest.mark.parametrize(
@@ -137,7 +160,35 @@ def test_gradients_and_counts(name):
 @pytest.mark.parametrize("name", ALIKE)
 def test_gradients_and_counts_where_warpgroups_are_alike(name):
     tiling, problem = ALIKE[name]
-    compare(problem, tiling)
+    _, fused, _ = compare(problem, tiling)
+    assert dict(fused.kernel.constants)["FS_DEFERRED"] == 0
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_dq_of_a_visit_computed_in_the_next_one(name, choose):
+    """Also where walks are so short that it would not be."""
+    choose("defers", True)
+    tiling, problem = ALIKE[name]
+    _, fused, _ = compare(problem, tiling)
+    assert dict(fused.kernel.constants)["FS_DEFERRED"] == 1
+
+
+@pytest.mark.parametrize("name", ["carried 128", "varlen"])
+def test_a_pass_in_several_launches(name, choose):
+    """Which take its items between them; of clusters, which there are none here, of one block."""
+    choose("remainder", ((1, 1), (1, 1)))
+    tiling, problem = ALIKE[name]
+    problem = problem if name == "varlen" else replace(problem, batch=2)
+    _, fused, _ = compare(problem, tiling, report="")
+    launches = (*fused.before, fused)
+    taken = [item for one in launches for item in one.items]
+    assert taken == [*range(fused.walks * fused.tables.tiles)]
+    found = [dict(one.kernel.constants) for one in launches]
+    assert [(one["FS_AFTER"], one["FS_MORE"]) for one in found] == [(0, 1), (1, 1), (1, 0)]
+    _, counted, _ = HOPPER.backward_passes(
+        *(problem, tiling, GPU, "ascending", "counts", "flash2-fused")
+    )
+    assert not counted.before
 
 
 @pytest.mark.parametrize("name", ONCE)

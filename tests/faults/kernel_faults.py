@@ -52,7 +52,7 @@ FAULTS = {
     "once-scale-left-out": KernelFault(
         "dQ is stored without the scores' scale",
         BACKWARD,
-        "stage_rounded(s.dq[g][0], dQ, a.scale);",
+        "stage_rounded(s.dq[g][0], dQ, scale);",
         "stage_rounded(s.dq[g][0], dQ, 1.0f);",
         "test_where_row_tiles_have_one_visit and packed",
     ),
@@ -226,6 +226,11 @@ FAULTS = {
         "dQ starts before the other warpgroup has written its dS",
         *(BACKWARD, "named_sync(DS_READY, 128 * WARPGROUPS);", "", "test_features and ragged"),
     ),
+    "deferred-ds-not-awaited": KernelFault(
+        "dQ of the last visit starts though the other warpgroup may not have written its dS",
+        *(BACKWARD, "if (due) wait(&s.ds_full[of], stage ? ring.parity : ring.parity ^ 1);", ""),
+        "test_dq_of_a_visit and many and 64",
+    ),
     "wide-scores-not-awaited": KernelFault(
         "dV starts before the other warpgroup has written its P",
         *(WIDE, "named_sync(SCORES_READY, 128 * WARPGROUPS);", ""),
@@ -348,6 +353,10 @@ FAULTS = {
         "every block of a cluster counts K and V as loaded",
         *(SHARED, "cluster_rank() ? 0 : it.own.stop", "it.own.stop"),
         "test_every_cluster and causal and 64",
+    ),
+    "items-taken-twice": KernelFault(
+        "the launch behind clusters begins with their items, not with the others",
+        *(SHARED, "w = a.first + first_work();", "w = first_work();", "test_clusters_take"),
     ),
     # -- Hopper's backward: grouped heads in step -------------------------------------------------
     "never-back": KernelFault(

@@ -159,6 +159,41 @@ def test_many_keys(name):
     check(p, HOPPER)
 
 
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
+@pytest.mark.parametrize("name", FEATURES)
+def test_dq_of_a_visit_computed_in_the_next_one(name, head_dim, choose):
+    """Also where walks are so short that it would not be."""
+    choose("defers", lambda self, stage, tables, *_: stage.name == "fused")
+    p = Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name])
+    check(p, HOPPER)
+    check_counts(p, HOPPER)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize(
+    ("problem", "clusters"),
+    [
+        (Problem(2048, 2048, 128, heads=17, dtype="bfloat16"), (2, 1)),  # 272 items, of 132 SMs
+        (Problem(1000, 1900, 64, batch=2, heads=9, dtype="float16"), (8, 1)),  # 270
+        (Problem(1100, 1280, 128, heads=40, kv_heads=20, dtype="bfloat16"), (8, 2, 1)),  # 200
+    ],
+)
+def test_clusters_take_what_whole_rounds_leave(problem, clusters, deferred, choose):
+    """Also where that does not save as much time as it should."""
+    if engine.gpu_of(0).multiprocessors != 132:
+        pytest.skip("these shapes are made for 132 multiprocessors")
+    visits = -(-problem.n_kv // 128) * problem.batch * problem.kv_heads
+    rest = visits % 132
+    shares = ((8, rest - 66), (2, 66)) if len(clusters) == 3 else ((clusters[0], rest),)
+    choose("cluster", lambda *_: 1)
+    choose("defers", lambda self, stage, *_: deferred and stage.name == "fused")
+    choose("remainder", lambda self, stage, *_: shares if stage.name == "fused" else ())
+    given = problem, None, engine.gpu_of(0), "ascending", "", "flash2-fused"
+    one = hopper.HOPPER.backward_passes(*given)[1]
+    assert tuple(x.kernel.cluster for x in (*one.before, one)) == clusters
+    check(problem, HOPPER)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize(
     "name", ["1 x 1", "causal", "more queries", "window", "varlen", "blocks", "many items"]

@@ -28,6 +28,11 @@ constexpr int SLICE = BLOCK_Q == 128 ? 32 : 16, SLICES = BLOCK_Q / SLICE;
 constexpr bool HALFWAY = BLOCK_Q == 128 && !FS_ONCE;
 // dK of a visit is waited for in the next one, where registers allow for that.
 constexpr bool CARRY = D == 128 && BLOCK_Q == 64 && !FS_SOFTCAP;
+// Where the next visit's scores start is loaded while this one's last products run: of so many rows
+// that takes long. (Where dP starts, too, has no registers, or at 32 columns is slower.)
+constexpr bool EARLY = FS_FUSED && START && BLOCK_Q == 128 && !FS_ONCE;
+// dQ of a visit is computed in the next one, so that no warpgroup waits for the other's dS.
+[[maybe_unused]] constexpr bool DEFERRED = FS_DEFERRED;
 // dQ^T, D x BLOCK_Q, is shared out in pieces of 64 columns of dQ by DQ_ROWS queries: at D = 128 a
 // warpgroup takes half of the columns, at 64 half of the queries. It leaves in boxes of 128 bytes a
 // row: 32 columns, or 64 if they are rounded.
@@ -71,6 +76,7 @@ struct OnChip {
     float delta[STAGES][BLOCK_Q];                          // negative
 #endif
     u64 kv_full, k_empty, v_empty;                         // of k and v
+    u64 ds_full[STAGES], ds_free[STAGES];                  // of ds, where dQ is deferred
     u64 full[STAGES], empty[STAGES];                       // of q, dout, lse and (loaded) delta
     Items items;
 };
@@ -200,7 +206,16 @@ __device__ __forceinline__ void issue_dq(float (&dQ)[DQ_FLOATS], const u16* k, c
     wgmma_commit();
 }
 
-#if !FS_ONCE
+#if FS_ONCE
+// Stages this warpgroup's piece of dQ and lets the warp know that sends it off.
+__device__ __forceinline__ void hand_over_dq(OnChip& s, const float (&dQ)[DQ_FLOATS], int g,
+                                             float scale) {
+    named_sync(DQ_FREE + g, 160);  // the piece before it is sent off
+    stage_rounded(s.dq[g][0], dQ, scale);
+    fence_async_shared();
+    named_arrive(DQ_FULL + g, 160);
+}
+#else
 // Lays a piece of dQ^T down; `first` is where this thread's first element goes.
 __device__ __forceinline__ void stage_transposed(u32 first, const float (&dQ)[DQ_FLOATS]) {
 #pragma unroll
@@ -214,6 +229,16 @@ __device__ __forceinline__ void stage_transposed(u32 first, const float (&dQ)[DQ
 #pragma unroll
         for (int j = 0; j < DQ_FLOATS / 4; ++j) store_float(at + 128 * (8 * j + p), dQ[4 * j + x]);
     }
+}
+
+// Stages this warpgroup's piece of dQ and lets the warp know that sends it off.
+__device__ __forceinline__ void hand_over_dq(OnChip& s, const float (&dQ)[DQ_FLOATS], int g,
+                                             u32 dq_at, bool dq_sent) {
+    named_sync(DQ_FREE + g, 160);  // the piece before it is sent off
+    if (UPRIGHT) stage_columns(&s.dq[g][0], dQ);
+    else if (D - FS_HEAD_DIM < 32 || dq_sent) stage_transposed(dq_at, dQ);
+    fence_async_shared();
+    named_arrive(DQ_FULL + g, 160);
 }
 #endif
 #endif
@@ -253,21 +278,26 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         kv_parity ^= 1;
         Step step;
         const int steps = step.begin(a, it, visits.count);
+        float S[BLOCK_Q / 2];
+        if (EARLY) {
+            if (steps > 0) wait(&s.full[ring.stage], ring.parity);
+            load_rows(S, s.lse[ring.stage]);
+        }
 #pragma unroll 1
         for (int left = steps; left; --left) {
             const Visit visit = visits(a, step.v);
             const int stage = ring.stage;
             const int walk = it.walk * a.group + step.member;  // of the query head
             u64* stamps = visit_stamps(a, i64(walk) * a.n_visits + it.visits.first + step.v);
-            float S[BLOCK_Q / 2], dP[BLOCK_Q / 2];
+            float dP[BLOCK_Q / 2];
             u32 P[BLOCK_Q / 16][4], dS[BLOCK_Q / 16][4];
             // -- S^T = K Q^T - lse / scale and dP^T = V dO^T - delta ------------------------------
             // The statistics are where the accumulators start, so they take no registers. Both are
             // loaded before either product starts: ptxas would make the second wait for the first.
             stamp(stamps, 0);
-            wait(&s.full[stage], ring.parity);
+            if (!EARLY) wait(&s.full[stage], ring.parity);
             stamp(stamps, 1);
-            if (START) load_rows(S, s.lse[stage]);
+            if (START && !EARLY) load_rows(S, s.lse[stage]);
 #if !FS_ONCE
             load_rows(dP, s.delta[stage]);
 #endif
@@ -334,6 +364,8 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #endif
             round_operand(dS, dP);
 #if FS_FUSED
+            // Both warpgroups' dQ of the visit before the last has read what was here.
+            if (DEFERRED) wait(&s.ds_free[stage], ring.parity ^ 1);
 #pragma unroll
             for (int x = 0; x < BLOCK_Q / 16; ++x) {
                 const u32 at = ds_at + stage * sizeof(s.ds[0]);
@@ -341,32 +373,47 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 else store_matrices((at ^ x % 4 * 32) + x / 4 * BLOCK_K * 128, dS[x]);
             }
             fence_async_shared();
-            // All of dS is written. The other stage's is free from here on: both warpgroups waited
-            // for the last visit's products before they came here.
-            named_sync(DS_READY, 128 * WARPGROUPS);
             // -- dQ^T = K^T dS^T, dK += dS^T Q ----------------------------------------------------
+            // Deferred, dQ is the last visit's. In an item's first visit its product is computed of
+            // what is there, and not used: ptxas gives up asynchronous products behind a branch.
+            const int of = DEFERRED ? stage ^ 1 : stage;
+            const bool due = !DEFERRED || left < steps;
+            if (DEFERRED) {
+                __syncwarp();
+                if (speaks) arrive(&s.ds_full[stage]);
+                if (due) wait(&s.ds_full[of], stage ? ring.parity : ring.parity ^ 1);
+            } else {
+                // All of dS is written. The other stage's is free from here on: both warpgroups
+                // waited for the last visit's products before they came here.
+                named_sync(DS_READY, 128 * WARPGROUPS);
+            }
             float dQ[DQ_FLOATS];
             issue_dq(dQ, s.k[SPLIT_COLUMNS ? g : 0],
-                     s.ds[stage][SPLIT_COLUMNS ? 0 : g * DQ_ROWS / DS_WIDE]);
+                     s.ds[of][SPLIT_COLUMNS ? 0 : g * DQ_ROWS / DS_WIDE]);
             issue_grad(dK, dS, s.q[stage][0], 0, BLOCK_Q);
             wgmma_wait<1>();  // dV and dQ are complete
             pin(dQ);
-            if (speaks && left == 1) arrive(&s.k_empty);  // the next item's K may come
+            if (!DEFERRED && speaks && left == 1) arrive(&s.k_empty);  // the next item's K may come
             // -- dQ leaves under dK: staged, to be sent off by another warp -----------------------
-            named_sync(DQ_FREE + g, 160);  // the last visit's piece is sent off
+            if (due) {
+                if (DEFERRED && speaks) arrive(&s.ds_free[of]);
 #if FS_ONCE
-            stage_rounded(s.dq[g][0], dQ, a.scale);
+                hand_over_dq(s, dQ, g, a.scale);
 #else
-            if (UPRIGHT) stage_columns(&s.dq[g][0], dQ);
-            else if (D - FS_HEAD_DIM < 32 || dq_sent) stage_transposed(dq_at, dQ);
+                hand_over_dq(s, dQ, g, dq_at, dq_sent);
 #endif
-            fence_async_shared();
-            named_arrive(DQ_FULL + g, 160);
+            }
 #else
             issue_grad(dK, dS, s.q[stage][0], 0, BLOCK_Q);
             wgmma_wait<1>();  // dV is complete
             if (speaks && left == 1) arrive(&s.k_empty);
 #endif
+            if (EARLY) {  // where no visit follows, of what is there
+                Ring next = ring;
+                next.next(STAGES);
+                if (left > 1) wait(&s.full[next.stage], next.parity);
+                load_rows(S, s.lse[next.stage]);
+            }
             if (!CARRY) {
                 wgmma_wait<0>();
                 pin(dK);
@@ -376,9 +423,31 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             step.next(a, it, visits.count);
             stamp(stamps, 4);
         }
+#if FS_FUSED
+        float dQ[DQ_FLOATS];
+        const int last = ring.stage ^ 1;
+        if (DEFERRED) {  // the last visit's dQ
+            if (steps > 0) wait(&s.ds_full[last], ring.stage ? ring.parity : ring.parity ^ 1);
+            issue_dq(dQ, s.k[SPLIT_COLUMNS ? g : 0],
+                     s.ds[last][SPLIT_COLUMNS ? 0 : g * DQ_ROWS / DS_WIDE]);
+        }
+#endif
         wgmma_wait<0>();
         pin(dK), pin(dV);
         if (CARRY && speaks && steps > 0) arrive(&s.empty[ring.stage ^ 1]);
+#if FS_FUSED
+        if (DEFERRED) {
+            pin(dQ);
+            if (steps > 0) {
+                if (speaks) arrive(&s.ds_free[last]), arrive(&s.k_empty);
+#if FS_ONCE
+                hand_over_dq(s, dQ, g, a.scale);
+#else
+                hand_over_dq(s, dQ, g, dq_at, dq_sent);
+#endif
+            }
+        }
+#endif
         if (speaks && steps == 0) arrive(&s.v_empty), arrive(&s.k_empty);
         // -- dK and dV, straight from registers ---------------------------------------------------
         const int kv_head = it.walk % kv_heads, batch = it.walk / kv_heads;

@@ -43,6 +43,10 @@ __device__ __forceinline__ void begin_barriers(OnChip& s, int senders) {
         barrier_init(&s.full[i], 1 + 32);  // the copies, and the lanes with the statistics
         barrier_init(&s.empty[i], 4 * WARPGROUPS);
     }
+#if FS_DEFERRED
+    for (int i = 0; i < STAGES; ++i)
+        barrier_init(&s.ds_full[i], 4 * WARPGROUPS), barrier_init(&s.ds_free[i], 4 * WARPGROUPS);
+#endif
     s.items.init(4 * WARPGROUPS + 1 + senders);
     barrier_init_fence();
 }
@@ -66,10 +70,9 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
     u32 kv_parity = 0;
     [[maybe_unused]] u32 dout_parity = 0;
     const int kv_heads = a.heads / a.group;
-    const int items = a.walks * a.tiles;
     if (FS_ONCE) wait_for_what_ran_before();  // no delta did, which would have waited
-    for (int w = first_work();; w = next_work(counter, items)) {
-        const Item& it = s.items.write(slot, a, w, items, false);
+    for (int w = a.first + first_work();; w = a.first + next_work(counter, a.stop - a.first)) {
+        const Item& it = s.items.write(slot, a, w, a.stop, false);
         if (it.walk < 0) return;
         const int kv_head = it.walk % kv_heads, batch = it.walk / kv_heads;
         stamp_item(a, it.walk, it.outer, false);
@@ -133,6 +136,9 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
     }
 }
 
+// Of what ran before: a launch that does not wait for it itself reads past the L1.
+__device__ inline float seen(const float* from) { return FS_AFTER ? __ldcg(from) : *from; }
+
 // A warp: where the scores and dP of each visit's rows start, on the tiles' barriers. A row past
 // the end, or one that sees no key, gets -inf, so that its P is exactly 0.
 __device__ void produce_statistics(OnChip& s, const Args& a) {
@@ -141,13 +147,13 @@ __device__ void produce_statistics(OnChip& s, const Args& a) {
     const float unit = START ? -1.0f / a.scale : -LOG2E;
     Ring ring, slot;
     // Nothing else here reads or adds to what ran before has written but by way of these.
-    wait_for_what_ran_before();
+    if (!FS_AFTER) wait_for_what_ran_before();
     // dQ's pass, whose blocks take a whole SM each; the conversion's would crowd on the few SMs
     // that are idle by now.
-    if (!FS_FUSED) let_what_runs_next_start();
+    if (!FS_FUSED || FS_MORE) let_what_runs_next_start();
     while (true) {
         const Item it = s.items.read(slot);
-        if (it.walk < 0) return;
+        if (it.walk < 0) break;
         Step step;
 #pragma unroll 1
         for (int left = step.begin(a, it, it.visits.count); left; --left) {
@@ -161,10 +167,10 @@ __device__ void produce_statistics(OnChip& s, const Args& a) {
                 const int x = lane + 32 * i;
                 const bool exists = x < BLOCK_Q && first + x < it.end;
                 const i64 row = i64(walk) * a.n_q + first + x;
-                lse[i] = exists ? a.lse[row] : NEG_INF;
+                lse[i] = exists ? seen(a.lse + row) : NEG_INF;
                 report(counts + 2, 4 * exists);
                 if (FS_ONCE) continue;
-                delta[i] = exists ? a.delta[row] : 0.0f;
+                delta[i] = exists ? seen(a.delta + row) : 0.0f;
                 report(counts + 3, 4 * exists);
             }
             wait(&s.empty[ring.stage], ring.parity ^ 1);  // its last readers are done
@@ -183,6 +189,7 @@ __device__ void produce_statistics(OnChip& s, const Args& a) {
             step.next(a, it, it.visits.count);
         }
     }
+    if (FS_AFTER) wait_for_what_ran_before();
 }
 
 #ifdef STAGES_DQ
