@@ -434,6 +434,27 @@ def test_whole_tiles_on_an_emulated_cpu(emulated, kind):
     judged(x, "flash2-fused", tiling=Tiling(64, 32), causal=True)
 
 
+@pytest.mark.parametrize("kind", ["normal", "rising"])
+def test_a_wide_column_tile_takes_several_panels_of_scores(emulated, kind):
+    """P of all of them waits for one product with V, unless a largest score grows in between."""
+    x = tensors(70, 300, 16, dtype="bfloat16", kind=kind, heads=1)
+    for options in ({}, {"causal": True}, {"window": (90, 40)}):
+        judged(x, "flash2", traces=True, tiling=Tiling(32, 160), **options)
+
+
+@pytest.mark.parametrize(("block_k", "visits"), [(64, 5), (128, 3), (320, 1)])
+def test_sums_are_stored_once_a_column_tile(emulated, block_k, visits):
+    """Of equal scores, whose largest one never grows: 20 x 4 tiles of S, and 2 x 4 of O a visit."""
+    x = tensors(64, 320, 16, dtype="bfloat16", heads=1, dv=32)
+    x.k[:] = 0
+    stores = sum(machine.counts["Store"] for machine in tile_machine.ALL)
+    out = flashsim.run(x.q, x.k, x.v, backend="numba", tiling=Tiling(64, block_k)).out
+    ran = sum(machine.counts["Store"] for machine in tile_machine.ALL) - stores
+    assert ran == (20 * 4 + 2 * 4 * visits if emulated is EmulatedAmx else 0)
+    mean = x.v.astype(np.float32).mean(axis=2, keepdims=True)
+    np.testing.assert_allclose(out.astype(np.float32), np.broadcast_to(mean, out.shape), atol=2e-3)
+
+
 @pytest.mark.parametrize("largest", [-1, 1])
 def test_a_row_of_the_largest_finite_scores_is_a_mean(emulated, largest):
     """As model code pads: a whole row of bias at finfo.min."""

@@ -33,10 +33,15 @@ from flashsim.engines.cpu.primitives.arrays import panel_array, rest
 from flashsim.engines.cpu.primitives.atomics import fetch_add
 from flashsim.engines.cpu.primitives.packing import fill, panels_of
 from flashsim.engines.cpu.primitives.parts import part
-from flashsim.engines.cpu.scores import finish_scores, is_plain, place_of, visible_rows
+from flashsim.engines.cpu.scores import finish_scores, hides, is_plain, place_of, visible_rows
 from flashsim.engines.cpu.tables import NOTE
 from flashsim.engines.cpu.walks import next_inner, stopped
 from flashsim.schedule.schedule import MASKED
+
+#: Keys whose scores exist at a time: a panel of them, P and Q leave room in the first-level cache.
+#: A wider column tile is walked in so many, and P is kept until a maximum moves or the tile ends, so
+#: that O is loaded and stored once for all of them.
+CHUNK = 64
 
 
 @part
@@ -49,7 +54,7 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
     Q, O = panel_array(most * height * q_pairs, pair), panel_array(most * height * o_rows, real)
     k_rows, v_pairs = 2 * pair_tiles_of(shape.block_k), pair_tiles_of(shape.block_k)
     K, V = panel_array(k_rows * q_pairs, pair), panel_array(o_rows * v_pairs, pair)
-    S, P = panel_array(k_rows * w, real), panel_array(v_pairs * w, pair)
+    S, P = panel_array(min(k_rows, CHUNK) * w, real), panel_array(v_pairs * w, pair)
     m, l = panel_array(most * height, real), panel_array(most * height, real)
     alpha, inverse = panel_array(height, real), panel_array(height, real)
     scales = panel_array(2, real)  # of scores as the product leaves them, and of finished ones
@@ -127,32 +132,56 @@ def forward_visit(cpu, shape, tiles, rules, state, operands, scales, i, at, bias
     masked = tiles.kind[at] == MASKED
     for p in range(panels_of(cpu, q1 - q0)):
         lanes, first, last = min(w, q1 - q0 - p * w), 0, k1 - k0
+        rel = k0 - (q0 + p * w + offset)
         if masked and rules.banded:
-            rel = k0 - (q0 + p * w + offset)
             first, last = visible_rows(rules, rel, 1, last, lanes)
             if last <= first:
                 continue
             first -= first % (2 * SIDE)  # whole tiles of pairs; the mask hides what comes before
-        rows = last - first
-        pairs, start, s0 = pair_tiles_of(rows), first // 2, first * w
         Q0, O0 = p * q_pairs * w, p * o_rows * w
-        pairs_set(
-            *(cpu, S, s0, w, K, first * q_pairs, q_pairs),
-            *(Q, Q0, w, tiles_of(rows), q_pairs),
-        )
-        scale = scales
-        if not is_plain(cpu, rules, masked, lanes) or rules.scale < 0:
-            scale = rest(scales, 1)
-            scale_panel(cpu, S, s0, w, rows, scales)
-            place = place_of(
-                *(rules, tiles, at, bias0, q0, k0),
-                *(shape.n_kv, offset, k1 - k0, True, 0, p * w),
+        begin, end = first // 2, first // 2  # pairs of P that wait for their product
+        for c in range(first, last, CHUNK):
+            rows = min(CHUNK, last - c)
+            pairs_set(
+                *(cpu, S, 0, w, K, c * q_pairs, q_pairs),
+                *(Q, Q0, w, tiles_of(rows), q_pairs),
             )
-            finish_scores(cpu, S, 0, w, first, last, lanes, rules, place, masked, tiles.keep, None)
-        online_softmax_pairs(
-            *(cpu, S, s0, rows, m, l, alpha, p * w),
-            *(scale, P, start * w),
-        )
-        clear_pairs(cpu, P, start * w, w, (rows + 1) // 2, pairs)
-        scale_lanes(cpu, O, O0, w, o_rows, alpha, p * w)
-        pairs_add(cpu, O, O0, w, V, start, v_pairs, P, start * w, w, o_rows, pairs)
+            scale, hidden = scales, masked
+            if masked and rules.banded:
+                hidden = hides(rules, rel + c, rows, lanes)
+            if not is_plain(cpu, rules, hidden, lanes) or rules.scale < 0:
+                scale = rest(scales, 1)
+                scale_panel(cpu, S, 0, w, rows, scales)
+                place = place_of(
+                    *(rules, tiles, at, bias0, q0, k0),
+                    *(shape.n_kv, offset, k1 - k0, True, c, p * w),
+                )
+                finish_scores(cpu, S, 0, w, 0, rows, lanes, rules, place, hidden, tiles.keep, None)
+            online_softmax_pairs(
+                *(cpu, S, 0, rows, m, l, alpha, p * w),
+                *(scale, P, end * w),
+            )
+            clear_pairs(cpu, P, end * w, w, (rows + 1) // 2, pair_tiles_of(rows))
+            if moved(cpu, alpha, p * w):
+                if begin < end:
+                    weigh(cpu, O, O0, V, P, begin, end, v_pairs, o_rows)
+                begin = end
+                scale_lanes(cpu, O, O0, w, o_rows, alpha, p * w)
+            end += pair_tiles_of(rows)
+        weigh(cpu, O, O0, V, P, begin, end, v_pairs, o_rows)
+
+
+@part
+def weigh(cpu, O, O0, V, P, begin, end, v_pairs, o_rows):
+    """O^T += V^T P^T, by pairs of keys begin .. end - 1 of a column tile."""
+    w = cpu.width
+    pairs_add(cpu, O, O0, w, V, begin, v_pairs, P, begin * w, w, o_rows, end - begin)
+
+
+@part
+def moved(cpu, alpha, at):
+    """Whether any lane's sums have to be scaled anew."""
+    found = False
+    for c in range(cpu.width):
+        found |= alpha[np.uint64(at + c)] != 1
+    return found
