@@ -38,11 +38,11 @@ from flashsim.engines.cpu.tables import NOTE
 from flashsim.engines.cpu.walks import next_inner, stopped
 from flashsim.schedule.schedule import MASKED
 
-#: Keys whose scores exist at a time: a panel of them, P and Q leave room in the first-level cache.
+#: Keys whose scores exist at a time: a panel of them, P and Q fit the first-level cache.
 CHUNK = 64
-#: Keys whose P is kept: a row tile takes as many column tiles, one after the other, and multiplies P
-#: of all of them with V at once, unless a maximum moves in between. So O, which is larger than what
-#: is multiplied, is loaded and stored less often.
+#: Keys whose P is kept: a row tile takes as many, of several column tiles, and multiplies P of all
+#: of them with V at once, unless a maximum moves in between. So O, which is larger than what is
+#: multiplied, is loaded and stored once for eight tiles along the sum in place of two.
 KEPT = 256
 
 
@@ -100,7 +100,9 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
                         *(cpu, shape, tiles, rules, state, (K, V, S, P)),
                         *(scales, i, visits, near, bias0),
                     )
-                    for now in range(at[i - begin], then[i - begin] if notes.visits.size > 0 else 0):
+                    for now in range(
+                        at[i - begin], then[i - begin] if notes.visits.size > 0 else 0
+                    ):
                         keys = tiles.other[tiles.inner[now], 1] - tiles.other[tiles.inner[now], 0]
                         notes.visits[h, now] = (tiles.own[i, 1] - tiles.own[i, 0]) * NOTE + keys
                     at[i - begin] = then[i - begin]
@@ -141,7 +143,7 @@ def next_tiles(tiles, at, then, begin, end, near):
 
 @part
 def forward_visits(cpu, shape, tiles, rules, state, operands, scales, i, visits, near, bias0):
-    """Tiles of a row: S = scale Q K^T, its softmax, O = alpha O + P V, a panel of queries at a time.
+    """Some tiles of a row: S = scale Q K^T, its softmax, O = alpha O + P V, panel by panel.
 
     `near` says in which slot of K and V each column tile is.
     """
