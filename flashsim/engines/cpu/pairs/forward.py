@@ -54,8 +54,9 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
     panels, most = panels_of(cpu, shape.block_q), tiles.longest
     height, q_pairs, o_rows = panels * w, pair_tiles_of(d), tiles_of(dv)
     Q, O = panel_array(most * height * q_pairs, pair), panel_array(most * height * o_rows, real)
-    v_pairs, slots = pair_tiles_of(shape.block_k), max(1, KEPT // shape.block_k)
-    all_pairs = slots * v_pairs  # of keys in V and P: of all slots, where each has a column tile
+    v_pairs = pair_tiles_of(shape.block_k)
+    slots = max(1, KEPT // (2 * v_pairs))  # each has room for a column tile
+    all_pairs = slots * v_pairs
     K, V = panel_array(2 * all_pairs * q_pairs, pair), panel_array(o_rows * all_pairs, pair)
     S, P = panel_array(min(2 * v_pairs, CHUNK) * w, real), panel_array(all_pairs * w, pair)
     m, l = panel_array(most * height, real), panel_array(most * height, real)
@@ -100,12 +101,12 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
                         *(cpu, shape, tiles, rules, state, (K, V, S, P)),
                         *(scales, i, visits, near, bias0),
                     )
-                    for now in range(
-                        at[i - begin], then[i - begin] if notes.visits.size > 0 else 0
-                    ):
-                        keys = tiles.other[tiles.inner[now], 1] - tiles.other[tiles.inner[now], 0]
-                        notes.visits[h, now] = (tiles.own[i, 1] - tiles.own[i, 0]) * NOTE + keys
                     at[i - begin] = then[i - begin]
+                    if notes.visits.size > 0:
+                        for now in range(visits[0], visits[1]):
+                            j = tiles.inner[now]
+                            note = (tiles.own[i, 1] - tiles.own[i, 0]) * NOTE
+                            notes.visits[h, now] = note + tiles.other[j, 1] - tiles.other[j, 0]
             for i in range(begin, end):
                 q0, n, x = tiles.own[i, 0], tiles.own[i, 1] - tiles.own[i, 0], (i - begin) * height
                 row0 = h * shape.n_q + q0
