@@ -21,7 +21,7 @@ import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 
-from flashsim.engines.cpu.micro_kernels import pair_writer, registers
+from flashsim.engines.cpu.micro_kernels import along_tiles, pair_writer, registers
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
 from flashsim.engines.cpu.micro_kernels.writer import INT, VOID
 from flashsim.engines.cpu.pairs import codegen, tiles
@@ -263,6 +263,8 @@ def emulate(monkeypatch) -> None:
         "fmas": partial(codegen.build_vector_product, writer=TwoFmas),
     }
     monkeypatch.setitem(pair_writer.WRITERS, "fmas", TwoFmas)
+    monkeypatch.setitem(pair_writer.WRITERS, "machine", pair_writer.PairCode)
+    monkeypatch.setitem(along_tiles.TILED, "machine", _lower)
     for pairs, build in products.items():
         monkeypatch.setitem(codegen.PRODUCTS, pairs, build)
     monkeypatch.setitem(codegen.TILES, "machine", (_once("configure"), _once("release")))

@@ -152,7 +152,7 @@ class _CpuPass:
         self.threads = chosen.thread_count(job.options.get("threads"))
         self.cpu = _cpu(job, self.direction)
         pairs, kernel = registers.BLOCKING[type(self.cpu)].pairs, job.options.get("micro_kernel")
-        alone = _is_one(p, self.direction) and pairs != "amx"
+        alone = _is_one(p, self.direction)
         self.pairs = bool(pairs) and not alone
         #: What a walk writes: its results, or numbers to be rounded.
         self.result = numpy_dtype(p.dtype if p.dtype in ROUNDING else p.compute_dtype)

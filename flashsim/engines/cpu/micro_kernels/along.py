@@ -16,6 +16,7 @@ import numpy as np
 from llvmlite import ir
 
 from flashsim.engines.cpu.micro_kernels.along_pairs import weigh_pairs
+from flashsim.engines.cpu.micro_kernels.along_tiles import dots_in_tiles, tiled, weigh_in_tiles
 from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16, rounded
 from flashsim.engines.cpu.micro_kernels.pair_writer import PairCode
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
@@ -29,11 +30,13 @@ from flashsim.engines.cpu.micro_kernels.stretch import (
     numbers_of,
     writer_of,
 )
-from flashsim.engines.cpu.micro_kernels.writer import INT, Code
+from flashsim.engines.cpu.micro_kernels.writer import INT
 
 
 def build_dots(module: ir.Module, block: Blocking, itemsize: int, kind: int | None = None):
     """S, ld, K, k0, d, Q, ldq, rows, heads, factor: see `plain.dots`."""
+    if tiled(block, kind):
+        return dots_in_tiles(module, block, itemsize)
     code = writer_of(module, "dots", block, itemsize, "pipiipiiip", kind)
     if not code.is_new:
         return code.function
@@ -98,6 +101,8 @@ def build_dots(module: ir.Module, block: Blocking, itemsize: int, kind: int | No
 
 def build_weigh(module: ir.Module, block: Blocking, itemsize: int, kind: int | None = None):
     """O, ldo, P, ldp, V, v0, dv, keys, heads: see `plain.weigh`."""
+    if tiled(block, kind):
+        return weigh_in_tiles(module, block, itemsize)
     code = writer_of(module, "weigh", block, itemsize, "pipipiiii", kind)
     if not code.is_new:
         return code.function
@@ -160,11 +165,13 @@ def build_weigh(module: ir.Module, block: Blocking, itemsize: int, kind: int | N
 
 def build_softmax_along(module: ir.Module, block: Blocking, itemsize: int, kind: int | None = None):
     """S, ld, heads, n, m, l, alpha: see `plain.softmax_along`."""
-    code = Code(module, f"softmax_along_{kind}", block, itemsize, "piiippp")
+    code = writer_of(module, "softmax_along", block, itemsize, "piiippp", kind)
     if not code.is_new:
         return code.function
     S, ld, heads, n, m, l, alpha = code.function.args
     b, minus_inf = code.b, code.const(-np.inf)
+    pairs = code if isinstance(code, PairCode) else None
+    at_once = 2 if pairs else 1  # vectors of a row, which make one of pairs
     most = HEADS if block.register != 32 else 1  # AVX2 has half the registers
 
     def folded(value, operation: Callable):
@@ -174,6 +181,9 @@ def build_softmax_along(module: ir.Module, block: Blocking, itemsize: int, kind:
             value = operation(value, code.pick(value, value, [x ^ size for x in range(code.lanes)]))
             size *= 2
         return value
+
+    def power(xs: list) -> list:
+        return [pairs.power(x) for x in xs] if pairs else code.exp(xs)
 
     def put(values, places) -> None:
         for value, place in zip(values, places, strict=True):
@@ -197,15 +207,22 @@ def build_softmax_along(module: ir.Module, block: Blocking, itemsize: int, kind:
 
         def exponentials(x, sums):
             places = [code.at(row, x) for row in rows]
-            scores = [code.load(place) for place in places]
-            ps = code.exp([b.fsub(s, base) for s, base in zip(scores, bases, strict=True)])
-            for p, place in zip(ps, places, strict=True):
-                code.store(rounded(code, p, kind == BFLOAT16) if kind else p, place)
+            scores = [code.load(code.at(p, i * code.lanes)) for p in places for i in range(at_once)]
+            each = [base for base in bases for _ in range(at_once)]
+            ps = power([b.fsub(s, base) for s, base in zip(scores, each, strict=True)])
+            if pairs:  # never ahead of what is read
+                for row, two in zip(rows, zip(ps[::2], ps[1::2], strict=True), strict=True):
+                    place = code.at(row, b.lshr(x, ir.Constant(INT, 1)))
+                    code.store(pairs.in_a_row(*two), place)
+                ps = [b.fadd(one, other) for one, other in zip(ps[::2], ps[1::2], strict=True)]
+            else:
+                for p, place in zip(ps, places, strict=True):
+                    code.store(rounded(code, p, kind == BFLOAT16) if kind else p, place)
             return [b.fadd(total, p) for total, p in zip(sums, ps, strict=True)]
 
-        sums = code.loop(n, [code.const(0)] * count, exponentials, by=code.lanes)
+        sums = code.loop(n, [code.const(0)] * count, exponentials, by=at_once * code.lanes)
         sums = [folded(total, b.fadd) for total in sums]
-        alphas = code.exp([b.fsub(old, base) for old, base in zip(before, bases, strict=True)])
+        alphas = power([b.fsub(old, base) for old, base in zip(before, bases, strict=True)])
         sums = [code.fma(a, code.spread(x), s) for a, x, s in zip(alphas, at_l, sums, strict=True)]
         for values, places in ((tops, at_m), (sums, at_l), (alphas, at_alpha)):
             put(values, places)

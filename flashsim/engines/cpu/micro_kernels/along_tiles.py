@@ -1,0 +1,239 @@
+"""What `along` does otherwise where AMX's tiles multiply pairs (`pairs.tiles`): 16 heads at a time.
+
+Rows of K are a left operand as they lie in memory, and Q a right one, so scores come with keys for
+rows and heads for columns, and are turned over. P is a left operand as softmax leaves it; two rows
+of V, merged, are a row of the right one. Heads beyond the last have columns, and rows, of their
+own: nobody asks what becomes of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llvmlite import ir
+
+from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16
+from flashsim.engines.cpu.micro_kernels.pair_writer import PairCode
+from flashsim.engines.cpu.micro_kernels.registers import Blocking
+from flashsim.engines.cpu.micro_kernels.stretch import HEADS, Stretch, in_blocks, lanes_below
+from flashsim.engines.cpu.micro_kernels.writer import INT, LINE
+from flashsim.engines.cpu.pairs import tiles
+from flashsim.engines.cpu.pairs.tiles import SIDE
+
+#: What writes a product of tiles, by `Blocking.pairs`.
+TILED: dict[str, Callable] = {"amx": tiles.lower}
+#: Numbers of a row of a tile, and keys whose scores are made at a time.
+NUMBERS = KEYS = 2 * SIDE
+#: 32-bit words of merged rows of V, which the first cache has room for beside what is read.
+MERGED = 4096
+
+
+def tiled(block: Blocking, kind: int | None) -> bool:
+    """Whether numbers of this kind are multiplied by tiles."""
+    return kind == BFLOAT16 and block.pairs in TILED
+
+
+def side_by_side_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> ir.Function:
+    """`along_pairs.build_side_by_side`: each 16 rows become a right operand, 16 words a pair."""
+    code = PairCode(module, "side_by_side_in_tiles", block, itemsize, "pii")
+    if not code.is_new:
+        return code.function
+    Q, ld, rows = code.function.args
+    b = code.b
+    words = code.times(ld, SIDE // 2)
+    turned = _scratch(code, words)
+
+    def heads(h, _):
+        first = code.at(Q, b.mul(h, ld))
+
+        def square(x, _):
+            places = [code.at(first, b.mul(ld, ir.Constant(INT, r)), x) for r in range(SIDE)]
+            pairs = [code.in_a_row(code.load(p), code.load(code.at(p, SIDE))) for p in places]
+            for r, row in enumerate(code.transposed(pairs)):
+                code.store(row, code.at(turned, code.times(x, SIDE // 2), r * SIDE))
+            return []
+
+        def back(x, _):
+            code.store(code.load(code.at(turned, x)), code.at(first, x))
+            return []
+
+        code.loop(ld, [], square, by=NUMBERS)
+        code.loop(words, [], back, by=SIDE)
+        return []
+
+    code.loop(b.add(rows, ir.Constant(INT, SIDE - 1)), [], heads, by=SIDE)
+    return code.done()
+
+
+def dots_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> ir.Function:
+    """`along.build_dots`. A tile has rows of 32 numbers, so other rows, and fewer, are copied."""
+    code = PairCode(module, "dots_in_tiles", block, itemsize, "pipiipiiip")
+    if not code.is_new:
+        return code.function
+    S, ld, K, k0, d, Q, ldq, rows, heads, factor = code.function.args
+    b, keys, most = code.b, Stretch(code, K, k0, BFLOAT16), ir.Constant(INT, KEYS)
+    zero, times = ir.Constant(INT, 0), code.spread(factor)
+    pairs, rest = b.lshr(ldq, ir.Constant(INT, 1)), b.srem(d, ir.Constant(INT, NUMBERS))
+    some, whole = lanes_below(code, rest), b.sub(d, rest)
+    enough = b.icmp_signed(">=", rows, most)
+    as_it_lies = b.and_(b.icmp_signed("==", rest, zero), enough)
+    copied = b.select(as_it_lies, zero, most)
+    room, scores = _scratch(code, code.times(pairs, KEYS)), _scratch(code, (KEYS + 1) * SIDE)
+    stride = b.select(as_it_lies, b.lshr(d, ir.Constant(INT, 1)), pairs)
+    # The last rows are taken with some before them.
+    last = b.select(enough, b.sub(rows, most), zero)
+    product = TILED[block.pairs](module, block, "set", KEYS // SIDE, 1)
+
+    def turned_over(r, h, count: int) -> None:
+        """Scores of `count` heads up to 4: four keys' in each 16 bytes, and these transposed."""
+        for half in range(0, KEYS, SIDE):
+            quarters = [_four(code, scores, (half + row) * SIDE, h) for row in range(SIDE)]
+            vectors = [_joined(code, quarters[i::4]) for i in range(4)]
+            for k, value in enumerate(_turned(code, vectors)[:count]):
+                row = code.at(S, b.mul(b.add(h, ir.Constant(INT, k)), ld), r, half)
+                code.store(b.fmul(value, times), row)
+
+    def body(i, _):
+        r = code.times(i, KEYS)
+        r = b.select(b.icmp_signed("<", r, last), r, last)
+        first = b.mul(r, d)
+
+        def near(x, _):
+            keys.bring_near(b.add(first, x), NUMBERS)
+            return []
+
+        def copy(row, _):
+            at = b.add(r, row)
+            below = b.sub(rows, ir.Constant(INT, 1))
+            at = b.mul(b.select(b.icmp_signed("<", at, below), at, below), d)
+            to = code.at(room, b.mul(row, pairs))
+
+            def numbers(x, _):
+                place = code.at(to, b.lshr(x, ir.Constant(INT, 1)))
+                code.store(keys.load(b.add(at, x)), place)
+                return []
+
+            code.loop(whole, [], numbers, by=NUMBERS)
+            with b.if_then(b.icmp_signed("!=", rest, zero)):
+                place = code.at(to, b.lshr(whole, ir.Constant(INT, 1)))
+                code.store(keys.load(b.add(at, whole), some), place)
+            return []
+
+        code.loop(code.times(d, KEYS), [], near, by=NUMBERS)
+        code.loop(copied, [], copy)
+        lies = b.bitcast(b.gep(keys.first, [first]), code.element.as_pointer())
+        left = b.select(as_it_lies, lies, room)
+        b.call(product, [scores, _side(), left, stride, Q, _side(), pairs])
+        in_blocks(code, heads, HEADS, lambda h, count: turned_over(r, h, count))
+        return []
+
+    code.loop(b.sdiv(b.add(rows, ir.Constant(INT, KEYS - 1)), most), [], body)
+    return code.done()
+
+
+def weigh_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> ir.Function:
+    """`along.build_weigh`: rows of V are merged in pairs, and then multiplied."""
+    code = PairCode(module, "weigh_in_tiles", block, itemsize, "pipipiiii")
+    if not code.is_new:
+        return code.function
+    O, ldo, P, ldp, V, v0, dv, keys, _heads = code.function.args
+    b, values, one = code.b, Stretch(code, V, v0, BFLOAT16), ir.Constant(INT, 1)
+    rest = b.srem(dv, ir.Constant(INT, NUMBERS))
+    whole, some = b.sub(dv, rest), lanes_below(code, rest)
+    sides = b.sdiv(ir.Constant(INT, MERGED // SIDE), ldo)
+    most = code.times(b.select(b.icmp_signed(">", sides, one), sides, one), SIDE)
+    merged = _scratch(code, b.mul(most, ldo))
+    product = TILED[block.pairs](module, block, "add", 1, NUMBERS // SIDE)
+
+    def chunk(r0) -> list:
+        """Rows r0 .. of V, two times `most` of them if there are."""
+        left = b.lshr(b.add(b.sub(keys, r0), one), one)
+        pairs = b.select(b.icmp_signed("<", left, most), left, most)
+        up = ir.Constant(INT, SIDE - 1)
+        lines = b.and_(b.add(pairs, up), ir.Constant(INT, -SIDE))
+
+        def pair(i, _):
+            r = b.add(r0, code.times(i, 2))
+            last = b.sub(keys, one)
+            # An odd row is paired with itself: its second weight is 0.
+            below = b.select(b.icmp_signed("<", r, last), b.add(r, one), last)
+            rows, to = [b.mul(row, dv) for row in (r, below)], code.at(merged, b.mul(i, ldo))
+
+            def numbers(x, some=None):
+                upper, lower = (values.load(b.add(row, x), some) for row in rows)
+                for half in range(0, NUMBERS, SIDE):
+                    lanes = [n for x in range(half, half + SIDE) for n in (x, NUMBERS + x)]
+                    both = b.bitcast(code.pick(upper, lower, lanes), code.vector)
+                    code.store(both, code.at(to, x, half))
+
+            def near(x, _):
+                values.bring_near(b.add(rows[0], x), NUMBERS)
+                return []
+
+            def columns(x, _):
+                numbers(x)
+                return []
+
+            code.loop(code.times(dv, 2), [], near, by=NUMBERS)
+            code.loop(whole, [], columns, by=NUMBERS)
+            with b.if_then(b.icmp_signed("!=", rest, ir.Constant(INT, 0))):
+                numbers(whole, some)
+            return []
+
+        def nothing(x, _):
+            code.store(code.const(0), code.at(merged, b.mul(pairs, ldo), x))
+            return []
+
+        def product_of(x, _):
+            left = code.at(P, b.lshr(r0, one))
+            b.call(product, [code.at(O, x), ldo, left, ldp, code.at(merged, x), ldo, lines])
+            return []
+
+        code.loop(pairs, [], pair)
+        code.loop(b.mul(b.sub(lines, pairs), ldo), [], nothing, by=SIDE)
+        return code.loop(ldo, [], product_of, by=NUMBERS)
+
+    rows = code.times(most, 2)
+    chunks = b.sdiv(b.sub(b.add(keys, rows), one), rows)
+    code.loop(chunks, [], lambda i, _: chunk(b.mul(i, rows)))
+    return code.done()
+
+
+def _side() -> ir.Constant:
+    return ir.Constant(INT, SIDE)
+
+
+def _scratch(code: PairCode, words):
+    """Room for 32-bit words as long as the function runs, from the beginning of a line on."""
+    count = ir.Constant(INT, words) if isinstance(words, int) else words
+    place = code.b.alloca(code.element, count)
+    place.align = LINE
+    return place
+
+
+def _four(code: PairCode, base, at: int, h):
+    """Four floats."""
+    kind = ir.VectorType(code.element, 4).as_pointer()
+    return code.b.load(code.b.bitcast(code.at(base, h, at), kind), align=4)
+
+
+def _joined(code: PairCode, parts: list):
+    """Vectors one after another."""
+    while len(parts) > 1:
+        lanes = list(range(2 * parts[0].type.count))
+        parts = [code.pick(x, y, lanes) for x, y in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def _turned(code: PairCode, rows: list) -> list:
+    """Of four vectors, each 16 bytes' 4 x 4 floats transposed."""
+    groups = range(0, code.lanes, 4)
+
+    def mixed(x, y, lanes):
+        return code.pick(x, y, [group + lane for group in groups for lane in lanes])
+
+    n = code.lanes
+    low = [mixed(*rows[i : i + 2], (0, n, 1, n + 1)) for i in (0, 2)]
+    high = [mixed(*rows[i : i + 2], (2, n + 2, 3, n + 3)) for i in (0, 2)]
+    ends = (0, 1, n, n + 1), (2, 3, n + 2, n + 3)
+    return [mixed(*pair, lanes) for pair in (low, high) for lanes in ends]
