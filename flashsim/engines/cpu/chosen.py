@@ -49,7 +49,7 @@ def thread_count(given: Any) -> int:
         return threads.available()
     if not checks.is_int(given) or given < 1:
         raise OptionError(f"threads must be a positive integer, got {shown(given)}")
-    if given > threads.most():
+    if given > threads.ALWAYS and given > threads.most():
         raise OptionError(
             f"threads must be at most {threads.most()}, got {given}: this process may use "
             f"{threads.available()} CPUs, and more threads than CPUs gain nothing"

@@ -11,8 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import lru_cache
 
 import numpy as np
@@ -25,6 +24,7 @@ class Seat:
 
     def __init__(self) -> None:
         self.numbers, self.thread = seats.new_seat(), 0
+        self.address = self.numbers.ctypes.data
 
     def sit(self) -> None:
         """What its thread does, for ever."""
@@ -40,20 +40,24 @@ class Team:
         self.free: list[Seat] = []
         self.lock = threading.Lock()
 
-    @contextmanager
-    def seats(self, count: int) -> Iterator[np.ndarray]:
+    def seats(self, count: int) -> Taken:
         """Addresses of `count` seats whose threads are this caller's for the time."""
+        return Taken(self, count)
+
+    def take(self, count: int) -> list[Seat]:
+        """Seats that are free, or new."""
         with self.lock:
             while len(self.free) < count:
                 self._join()
             split = len(self.free) - count
             taken, self.free = self.free[split:], self.free[:split]
         self.keep_off(taken)
-        try:
-            yield np.array([seat.numbers.ctypes.data for seat in taken], np.int64)
-        finally:
-            with self.lock:
-                self.free += taken
+        return taken
+
+    def give_back(self, taken: list[Seat]) -> None:
+        """They are free again."""
+        with self.lock:
+            self.free += taken
 
     def _join(self) -> None:
         seat = Seat()
@@ -66,13 +70,32 @@ class Team:
         cpus = _allowed() if taken else set()
         if not cpus or max(cpus) >= 64 * seats.CPU_WORDS:  # more than a seat has room to name
             return
-        bits = sum(1 << cpu for cpu in cpus)
-        words = np.frombuffer(bits.to_bytes(8 * seats.CPU_WORDS, "little"), np.int64)
-        others = cpus - {_here()}
+        words, others = _words(frozenset(cpus)), cpus - {_here()}
         for seat in taken:
             seat.numbers[seats.CPUS :] = words
             if others and seat.thread:
                 _allow(seat.thread, others)
+
+
+class Taken:
+    """What `Team.seats` gives; a generator would do, and take longer."""
+
+    def __init__(self, team: Team, count: int) -> None:
+        self.team, self.count = team, count
+
+    def __enter__(self) -> np.ndarray:
+        self.taken = self.team.take(self.count)
+        return np.array([seat.address for seat in self.taken], np.int64)
+
+    def __exit__(self, *_: object) -> None:
+        self.team.give_back(self.taken)
+
+
+@lru_cache(maxsize=4)
+def _words(cpus: frozenset[int]) -> np.ndarray:
+    """A set of CPUs, a bit each."""
+    bits = sum(1 << cpu for cpu in cpus)
+    return np.frombuffer(bits.to_bytes(8 * seats.CPU_WORDS, "little"), np.int64)
 
 
 def _allowed() -> set[int]:

@@ -120,17 +120,17 @@ def put_together(out, o0, lse, sums, tops, totals, parts, heads, h0, group, dv):
         base, total, o = tops[h], totals.dtype.type(0), o0 + (h - h0) * dv
         for row in range(h, parts * heads, heads):
             base = max(base, tops[row])
-        for x in range(dv):
-            out[np.uint64(o + x)] = 0
-        for row in range(h, parts * heads, heads):
-            weight = np.exp(tops[row] - base) if totals[row] != 0 else totals.dtype.type(0)
-            total += weight * totals[row]
-            for x in range(dv):
-                out[np.uint64(o + x)] += weight * sums[np.uint64(row * dv + x)]
+        for row in range(h, parts * heads, heads):  # tops become weights
+            tops[row] = np.exp(tops[row] - base) if totals[row] != 0 else totals.dtype.type(0)
+            total += tops[row] * totals[row]
         seen = total != 0  # no key seen: out = 0, lse = -inf
         lse[h] = base + np.log(total) if seen else -np.inf
         for x in range(dv):
-            out[np.uint64(o + x)] /= total if seen else totals.dtype.type(1)
+            out[np.uint64(o + x)] = 0
+        for row in range(h, parts * heads, heads):
+            weight = tops[row] / total if seen else total
+            for x in range(dv):
+                out[np.uint64(o + x)] += weight * sums[np.uint64(row * dv + x)]
 
 
 @part

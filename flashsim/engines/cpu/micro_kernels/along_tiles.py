@@ -227,13 +227,12 @@ def _joined(code: PairCode, parts: list):
 
 def _turned(code: PairCode, rows: list) -> list:
     """Of four vectors, each 16 bytes' 4 x 4 floats transposed."""
-    groups = range(0, code.lanes, 4)
+    n, groups = code.lanes, range(0, code.lanes, 4)
 
-    def mixed(x, y, lanes):
-        return code.pick(x, y, [group + lane for group in groups for lane in lanes])
+    def mixed(pair: list, lanes: tuple[int, ...]):
+        return code.pick(*pair, [group + lane for group in groups for lane in lanes])
 
-    n = code.lanes
-    low = [mixed(*rows[i : i + 2], (0, n, 1, n + 1)) for i in (0, 2)]
-    high = [mixed(*rows[i : i + 2], (2, n + 2, 3, n + 3)) for i in (0, 2)]
+    halves = (0, n, 1, n + 1), (2, n + 2, 3, n + 3)
+    pairs = [[mixed(two, lanes) for two in (rows[:2], rows[2:])] for lanes in halves]
     ends = (0, 1, n, n + 1), (2, 3, n + 2, n + 3)
-    return [mixed(*pair, lanes) for pair in (low, high) for lanes in ends]
+    return [mixed(pair, lanes) for pair in pairs for lanes in ends]
