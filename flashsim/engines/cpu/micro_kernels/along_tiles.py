@@ -230,7 +230,7 @@ def _turned(code: PairCode, rows: list) -> list:
     n, groups = code.lanes, range(0, code.lanes, 4)
 
     def mixed(pair: list, lanes: tuple[int, ...]):
-        return code.pick(*pair, [group + lane for group in groups for lane in lanes])
+        return code.pick(pair[0], pair[1], [group + lane for group in groups for lane in lanes])
 
     halves = (0, n, 1, n + 1), (2, n + 2, 3, n + 3)
     pairs = [[mixed(two, lanes) for two in (rows[:2], rows[2:])] for lanes in halves]
