@@ -45,6 +45,10 @@ PAGES = ("counts/test_flash_decode.py::test_pages_hold_what_a_contiguous_cache_d
 CASCADE = ("counts/test_cascade.py::test_it_is_attention_over_all_keys_and_counted",)
 PARTS = ("counts/test_flash_decode.py::test_parts_cover_the_walk_once_and_evenly",)
 WORK = ("counts/test_work.py", "-k", "flash2-plain")
+TILES_DOTS, TILES_WEIGH = (
+    (f"engines/test_cpu_decode.py::{test}", "-k", "EmulatedAmx")
+    for test in ("test_dots", "test_weigh")
+)
 TILE_MACHINE = ("engines/test_pairs.py::test_the_machine_multiplies", "-k", "add")
 
 
@@ -74,6 +78,7 @@ QUANTIZE, NUMBERS = "flashsim.api.quantize", "flashsim.problem.precision"
 DECODING, MERGE = "flashsim.algorithms.decode", "flashsim.algorithms.merge"
 
 AMX = "flashsim.engines.cpu.pairs.tiles"
+ALONG = "flashsim.engines.cpu.micro_kernels.along_tiles"
 
 FAULTS = {
     # -- AMX tiles ------------------------------------------------------------------------------
@@ -85,6 +90,24 @@ FAULTS = {
     "tile-sums-begin-anew": Fault(
         "what is added to begins as zero",
         *(AMX, 'if mode == "set" else Load', 'if mode != "none" else Load', TILE_MACHINE),
+    ),
+    "tile-rows-beyond-the-last": Fault(
+        "a last odd row of V is paired with what lies behind it",
+        *(
+            ALONG,
+            'below = b.select(b.icmp_signed("<", r, last), b.add(r, one), last)',
+            "below = b.add(r, one)",
+            TILES_WEIGH,
+        ),
+    ),
+    "tile-of-the-keys-before": Fault(
+        "tiles that V's last rows do not fill keep rows of those before",
+        *(ALONG, "b.mul(b.sub(lines, pairs), ldo), [], nothing", "INT(0), [], nothing"),
+        TILES_WEIGH,
+    ),
+    "tile-of-short-rows": Fault(
+        "rows of K that a tile does not divide are read as if it did",
+        *(ALONG, 'b.and_(b.icmp_signed("==", rest, zero), enough)', "enough", TILES_DOTS),
     ),
     # -- parts of the keys ----------------------------------------------------------------------
     "split-lost": Fault(

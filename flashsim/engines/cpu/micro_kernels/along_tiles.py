@@ -79,7 +79,6 @@ def dots_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> ir.Funct
     as_it_lies = b.and_(b.icmp_signed("==", rest, zero), enough)
     copied = b.select(as_it_lies, zero, most)
     room, scores = _scratch(code, code.times(pairs, KEYS)), _scratch(code, (KEYS + 1) * SIDE)
-    stride = b.select(as_it_lies, b.lshr(d, ir.Constant(INT, 1)), pairs)
     # The last rows are taken with some before them.
     last = b.select(enough, b.sub(rows, most), zero)
     product = TILED[block.pairs](module, block, "set", KEYS // SIDE, 1)
@@ -123,7 +122,7 @@ def dots_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> ir.Funct
         code.loop(copied, [], copy)
         lies = b.bitcast(b.gep(keys.first, [first]), code.element.as_pointer())
         left = b.select(as_it_lies, lies, room)
-        b.call(product, [scores, _side(), left, stride, Q, _side(), pairs])
+        b.call(product, [scores, _side(), left, pairs, Q, _side(), pairs])
         in_blocks(code, heads, HEADS, lambda h, count: turned_over(r, h, count))
         return []
 
