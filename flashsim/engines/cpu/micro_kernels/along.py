@@ -5,7 +5,7 @@ numbers become floats there, and each row brings near what lies `AHEAD` further 
 Scores lie by head, keys in the lanes: as many exponentials as there are scores.
 
 Where an instruction adds up the products of bfloat16 pairs (`Blocking.pairs`), that is what
-`along_pairs` has it do.
+`along_pairs` has it do, and `along_tiles` AMX's.
 """
 
 from __future__ import annotations
