@@ -209,7 +209,8 @@ def _external(module: ir.Module, name: str, kinds: list) -> ir.Function:
     return found or ir.Function(module, ir.FunctionType(VOID, kinds), name)
 
 
-def _lower(module, block: Blocking, mode: str, rows: int, columns: int):
+def _lower(module, block: Blocking, mode: str, rows: int, columns: int, near: str = ""):
+    del near
     address = ir.FloatType().as_pointer()
     kinds = [address, INT, address, INT, address, INT, INT]
     return _external(module, f"flashsim_machine_{mode}_{rows}x{columns}", kinds)

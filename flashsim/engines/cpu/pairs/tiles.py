@@ -17,7 +17,8 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
-from flashsim.engines.cpu.micro_kernels.writer import VOID, Code
+from flashsim.engines.cpu.micro_kernels.stretch import AHEAD
+from flashsim.engines.cpu.micro_kernels.writer import INT, VOID, Code
 
 #: Rows of a tile, and its 32-bit columns: float32 sums, or pairs of bfloat16.
 SIDE = 16
@@ -99,12 +100,15 @@ def program(mode: str, rows: int, columns: int) -> Program:
     return Program(tuple(start), tuple(each), tuple(Store(t, "C", r, c) for t, r, c in cells))
 
 
-def lower(module: ir.Module, block: Blocking, mode: str, rows: int, columns: int) -> ir.Function:
+def lower(
+    module: ir.Module, block: Blocking, mode: str, rows: int, columns: int, near: str = ""
+) -> ir.Function:
     """The program of a block as a function of C, ldc, A, lda, B, ldb and the pairs along the sum.
 
-    Addresses are of 32-bit elements, leading dimensions count such elements.
+    Addresses are of 32-bit elements, leading dimensions count such elements. Of the operand `near`
+    each tile's rows bring near what lies `stretch.AHEAD` of them.
     """
-    code = Code(module, f"tiles_{mode}_{rows}x{columns}", block, 4, "pipipii")
+    code = Code(module, f"tiles_{mode}_{rows}x{columns}{near}", block, 4, "pipipii")
     if not code.is_new:
         return code.function
     C, ldc, A, lda, B, ldb, n = code.function.args
@@ -132,6 +136,10 @@ def lower(module: ir.Module, block: Blocking, mode: str, rows: int, columns: int
             place = address(name, instruction.row, instruction.column, x)
             kind = "tileloadd64" if isinstance(instruction, Load) else "tilestored64"
             call(code, kind, numbers[0], place, bytes_a_row[name])
+            if name == near:
+                for row in range(SIDE):
+                    ahead = code.b.gep(place, [ir.Constant(INT, AHEAD)])
+                    code.prefetch(code.b.gep(ahead, [code.times(bytes_a_row[name], row)]))
 
     def round_(x, _):
         for instruction in each:
