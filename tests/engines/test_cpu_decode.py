@@ -128,29 +128,31 @@ def test_kinds_and_lengths_of_tiles(n_kv, d, kind):
     assert result.kernel.startswith("numba amx,")
 
 
-#: Heads, key heads, keys, d, dv: whole tiles and others, one key, more heads than a tile has.
+#: Heads, key heads, keys, d, dv, keys of a visit: whole tiles and others, one key, more heads than
+#: a tile has, more keys than are turned over together.
 EMULATED = [
-    (1, 1, 70, 64, 64),
-    (8, 2, 64, 32, 96),
-    (6, 1, 33, 40, 40),
-    (18, 1, 45, 64, 32),
-    (3, 1, 1, 7, 5),
+    (1, 1, 70, 64, 64, 48),
+    (8, 2, 64, 32, 96, 48),
+    (6, 1, 33, 40, 40, 48),
+    (18, 1, 45, 64, 32, 48),
+    (3, 1, 1, 7, 5, 48),
+    (2, 1, 300, 32, 32, 256),
 ]
 
 
 @pytest.mark.parametrize("shape", EMULATED)
 def test_tiles_decode_on_an_emulated_cpu(shape, monkeypatch):
-    heads, kv_heads, keys, d, dv = shape
+    heads, kv_heads, keys, d, dv, tile = shape
     tile_machine.emulate(monkeypatch)
     monkeypatch.setattr(chosen, "cpu", lambda *_, **__: EmulatedAmx(64))
     x = tensors(1, keys, d, dtype="bfloat16", heads=heads, kv_heads=kv_heads, dv=dv)
     before = [dict(machine.counts) for machine in tile_machine.ALL]
-    result = agree(x, tiling=Tiling(1, 48))
+    result = agree(x, tiling=Tiling(1, tile))
     assert result.kernel.startswith("numba emulatedamx,")
     counts = [machine.counts for machine in tile_machine.ALL]
     assert all(x["Configure"] == x["Release"] for x in counts)
     dots = sum(x["Dot"] for x in counts) - sum(x["Dot"] for x in before)
-    visits = [min(48, keys - at) for at in range(0, keys, 48)]
+    visits = [min(tile, keys - at) for at in range(0, keys, tile)]
     tiles_of = lambda n: -(-n // 32)  # noqa: E731
     of_one = sum(2 * tiles_of(n) * tiles_of(d) + 2 * -(-n // 16) * tiles_of(dv) for n in visits)
     assert dots == kv_heads * -(-heads // kv_heads // 16) * of_one

@@ -19,7 +19,13 @@ from llvmlite import ir
 from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16, SHORT
 from flashsim.engines.cpu.micro_kernels.pair_writer import PairCode
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
-from flashsim.engines.cpu.micro_kernels.stretch import HEADS, Stretch, in_blocks, lanes_below
+from flashsim.engines.cpu.micro_kernels.stretch import (
+    AHEAD,
+    HEADS,
+    Stretch,
+    in_blocks,
+    lanes_below,
+)
 from flashsim.engines.cpu.micro_kernels.writer import INT, LINE
 from flashsim.engines.cpu.pairs import tiles
 from flashsim.engines.cpu.pairs.tiles import SIDE
@@ -116,7 +122,7 @@ def dots_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> ir.Funct
     room, scores = _scratch(code, code.times(pairs, KEYS)), _scratch(code, (TOGETHER + 1) * SIDE)
     # The last rows are taken with some before them.
     last = b.select(enough, b.sub(rows, most), zero)
-    product = TILED[block.pairs](module, block, "set", KEYS // SIDE, 1, near="A")
+    product = TILED[block.pairs](module, block, "set", KEYS // SIDE, 1, near=KEYS // SIDE)
     blocks = b.sdiv(b.add(rows, _int(KEYS - 1)), most)
 
     def products(r, i) -> None:
@@ -126,9 +132,9 @@ def dots_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> ir.Funct
             return []
 
         code.loop(b.select(as_it_lies, zero, most), [], copy)
-        left = b.select(as_it_lies, _words(code, keys, b.mul(r, d)), room)
-        to = code.at(scores, code.times(i, KEYS * SIDE))
-        b.call(product, [to, _side(), left, pairs, Q, _side(), pairs])
+        lies, to = _words(code, keys, b.mul(r, d)), code.at(scores, code.times(i, KEYS * SIDE))
+        left, ahead = b.select(as_it_lies, lies, room), code.at(lies, AHEAD // 4)
+        b.call(product, [to, _side(), left, pairs, Q, _side(), pairs, ahead])
 
     def turned_over(r, i, h, count: int) -> None:
         """Scores of `count` heads up to 4: four keys' in each 16 bytes, and these transposed."""
@@ -172,16 +178,17 @@ def weigh_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> ir.Func
     whole = _whole(code, dv)
     weights, room = _scratch(code, 2 * SIDE * CHUNK), _scratch(code, code.times(half, SIDE))
     wide, narrow = (
-        TILED[block.pairs](module, block, "add", 2, columns, near="B") for columns in (2, 1)
+        TILED[block.pairs](module, block, "add", 2, columns, near=columns) for columns in (2, 1)
     )
     shorts = ir.VectorType(SHORT, SIDE)
 
-    def multiply(left, right, n) -> None:
-        """O += P V of n keys, whole tiles of them."""
+    def multiply(left, right, n, begin) -> None:
+        """O += P V of n keys, whole tiles of them, from `begin` on."""
+        ahead = code.at(_words(code, values, b.mul(begin, dv)), AHEAD // 4)
 
         def columns(x, _, product=wide):
-            right_tile = code.at(right, x)
-            b.call(product, [code.at(O, x), half, left, _int(CHUNK), right_tile, half, n])
+            more = code.at(right, x), half, n, code.at(ahead, b.mul(n, x))
+            b.call(product, [code.at(O, x), half, left, _int(CHUNK), *more])
             return []
 
         code.loop(half, [], columns, by=2 * SIDE)
@@ -221,12 +228,12 @@ def weigh_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> ir.Func
 
             code.loop(count, [], row)
             code.loop(b.mul(b.sub(_side(), count), half), [], nothing, by=SIDE)
-            multiply(code.at(weights, at), room, _side())
+            multiply(code.at(weights, at), room, _side(), b.add(r0, at))
             return []
 
         code.loop(heads, [], words_of_head)
         with b.if_then(b.icmp_signed(">", lie, zero)):
-            multiply(weights, _words(code, values, b.mul(r0, dv)), lie)
+            multiply(weights, _words(code, values, b.mul(r0, dv)), lie, r0)
         code.loop(b.add(b.sub(n, lie), _int(SIDE - 1)), [], copied, by=SIDE)
         return []
 
@@ -281,9 +288,8 @@ def _row_copier(code: PairCode, numbers: Stretch, d) -> Callable:
         first = b.mul(r, d)
 
         def vector(x, which=None) -> list:
-            at = b.add(first, x)
-            numbers.bring_near(at, NUMBERS)
-            code.store(numbers.load(at, which), code.at(to, b.lshr(x, _int(1))))
+            value = numbers.load(b.add(first, x), which)
+            code.store(value, code.at(to, b.lshr(x, _int(1))))
             return []
 
         code.loop(whole, [], lambda x, _: vector(x), by=NUMBERS)

@@ -17,8 +17,7 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
-from flashsim.engines.cpu.micro_kernels.stretch import AHEAD
-from flashsim.engines.cpu.micro_kernels.writer import INT, VOID, Code
+from flashsim.engines.cpu.micro_kernels.writer import VOID, Code
 
 #: Rows of a tile, and its 32-bit columns: float32 sums, or pairs of bfloat16.
 SIDE = 16
@@ -101,17 +100,22 @@ def program(mode: str, rows: int, columns: int) -> Program:
 
 
 def lower(
-    module: ir.Module, block: Blocking, mode: str, rows: int, columns: int, near: str = ""
+    module: ir.Module, block: Blocking, mode: str, rows: int, columns: int, near: int = 0
 ) -> ir.Function:
     """The program of a block as a function of C, ldc, A, lda, B, ldb and the pairs along the sum.
 
-    Addresses are of 32-bit elements, leading dimensions count such elements. Of the operand `near`
-    each tile's rows bring near what lies `stretch.AHEAD` of them.
+    Addresses are of 32-bit elements, leading dimensions count such elements. If `near` is not 0,
+    one more address says from where on each round brings near as many tiles' bytes, in the order of
+    memory.
     """
-    code = Code(module, f"tiles_{mode}_{rows}x{columns}{near}", block, 4, "pipipii")
+    args, name = (
+        "pipipii" + "p" * bool(near),
+        f"tiles_{mode}_{rows}x{columns}" + "_near" * bool(near),
+    )
+    code = Code(module, name, block, 4, args)
     if not code.is_new:
         return code.function
-    C, ldc, A, lda, B, ldb, n = code.function.args
+    C, ldc, A, lda, B, ldb, n, *ahead = code.function.args
     base, leading = {"C": C, "A": A, "B": B}, {"C": ldc, "A": lda, "B": ldb}
     bytes_a_row = {name: code.times(ld, 4) for name, ld in leading.items()}
     start, each, after = program(mode, rows, columns)
@@ -136,12 +140,11 @@ def lower(
             place = address(name, instruction.row, instruction.column, x)
             kind = "tileloadd64" if isinstance(instruction, Load) else "tilestored64"
             call(code, kind, numbers[0], place, bytes_a_row[name])
-            if name == near:
-                for row in range(SIDE):
-                    ahead = code.b.gep(place, [ir.Constant(INT, AHEAD)])
-                    code.prefetch(code.b.gep(ahead, [code.times(bytes_a_row[name], row)]))
 
     def round_(x, _):
+        for address in ahead:
+            for line in range(near * SIDE):
+                code.prefetch(code.at(address, code.times(x, near * SIDE), line * SIDE))
         for instruction in each:
             emit(instruction, x)
         return []
