@@ -46,6 +46,7 @@ CASCADE = ("counts/test_cascade.py::test_it_is_attention_over_all_keys_and_count
 PARTS = ("counts/test_flash_decode.py::test_parts_cover_the_walk_once_and_evenly",)
 WORK = ("counts/test_work.py", "-k", "flash2-plain")
 TILE_MACHINE = ("engines/test_pairs.py::test_the_machine_multiplies", "-k", "add")
+KEPT = ("engines/test_pairs.py", "-k", "wide_column_tile and rising")
 
 
 class FaultError(Exception):
@@ -73,9 +74,24 @@ COUNTS = "flashsim.counts.forms"
 QUANTIZE, NUMBERS = "flashsim.api.quantize", "flashsim.problem.precision"
 DECODING, MERGE = "flashsim.algorithms.decode", "flashsim.algorithms.merge"
 
-AMX = "flashsim.engines.cpu.pairs.tiles"
+AMX, PAIRS = "flashsim.engines.cpu.pairs.tiles", "flashsim.engines.cpu.pairs.forward"
 
 FAULTS = {
+    # -- One visit ------------------------------------------------------------------------------
+    "once-anywhere": Fault(
+        "a backward for one visit of each row tile takes any schedule",
+        SCHEDULE,
+        "any(stage.once for stage in stages) and not Schedule(problem, tiling).visited_once:",
+        "False:",
+        ("engines/test_one_visit.py::test_other_schedules_are_refused",),
+    ),
+    "once-delta-without-p": Fault(
+        "delta made on chip is a sum of dP, not of P dP",
+        TILES,
+        "np.sum(P_ij * dP_ij, axis=-1, out=delta_i)",
+        "np.sum(dP_ij, axis=-1, out=delta_i)",
+        ("engines/test_one_visit.py::test_kinds_and_types", "-k", "normal-float32"),
+    ),
     # -- AMX tiles ------------------------------------------------------------------------------
     "tile-of-b-for-two": Fault(
         "both columns of a block are multiplied with the first one's tile",
@@ -85,6 +101,20 @@ FAULTS = {
     "tile-sums-begin-anew": Fault(
         "what is added to begins as zero",
         *(AMX, 'if mode == "set" else Load', 'if mode != "none" else Load', TILE_MACHINE),
+    ),
+    "kept-over-a-new-maximum": Fault(
+        "P that waits for its product is multiplied after the sums have been scaled",
+        *(
+            PAIRS,
+            "weigh(cpu, O, O0, of_o, begin, end)\n                    begin = end\n",
+            "pass\n",
+        ),
+        KEPT,
+    ),
+    "kept-over-a-gap": Fault(
+        "P that waits is multiplied with the keys between two tiles that a row visits, too",
+        *(PAIRS, "if end != slot * v_pairs + first // 2:", "if begin == end:"),
+        ("engines/test_pairs.py", "-k", "between_two_tiles"),
     ),
     # -- parts of the keys ----------------------------------------------------------------------
     "split-lost": Fault(

@@ -21,10 +21,11 @@ from flashsim.engines.cpu.primitives import seats
 
 
 class Seat:
-    """Where one thread waits; `thread` is its number in the operating system."""
+    """Where a thread waits; `thread` is its number in the operating system, `cpus` its caller's."""
 
     def __init__(self) -> None:
         self.numbers, self.thread = seats.new_seat(), 0
+        self.address, self.cpus = self.numbers.ctypes.data, frozenset[int]()
 
     def sit(self) -> None:
         """What its thread does, for ever."""
@@ -50,7 +51,7 @@ class Team:
             taken, self.free = self.free[split:], self.free[:split]
         self.keep_off(taken)
         try:
-            yield np.array([seat.numbers.ctypes.data for seat in taken], np.int64)
+            yield np.array([seat.address for seat in taken], np.int64)
         finally:
             with self.lock:
                 self.free += taken
@@ -63,27 +64,28 @@ class Team:
 
     def keep_off(self, taken: list[Seat]) -> None:
         """Leave threads that sleep all CPUs of this one's but that which it is on, for now."""
-        cpus = _allowed() if taken else set()
+        cpus = _allowed() if taken else frozenset[int]()
         if not cpus or max(cpus) >= 64 * seats.CPU_WORDS:  # more than a seat has room to name
             return
-        bits = sum(1 << cpu for cpu in cpus)
-        words = np.frombuffer(bits.to_bytes(8 * seats.CPU_WORDS, "little"), np.int64)
-        others = cpus - {_here()}
         for seat in taken:
-            seat.numbers[seats.CPUS :] = words
-            if others and seat.thread:
-                _allow(seat.thread, others)
+            if seat.cpus != cpus:
+                bits = sum(1 << cpu for cpu in cpus).to_bytes(8 * seats.CPU_WORDS, "little")
+                seat.numbers[seats.CPUS :], seat.cpus = np.frombuffer(bits, np.int64), cpus
+        others = cpus - {_here()}
+        if others:
+            _allow([seat.thread for seat in taken if seat.thread], others)
 
 
-def _allowed() -> set[int]:
+def _allowed() -> frozenset[int]:
     """The CPUs that this thread may use; none where the system does not say."""
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ())
 
 
-def _allow(thread: int, cpus: set[int]) -> None:
-    """Let it use these CPUs only; where a sandbox forbids that, it wakes where the system likes."""
+def _allow(threads: list[int], cpus: frozenset[int]) -> None:
+    """Let them use these CPUs only; if a sandbox forbids it, they wake where the system likes."""
     with suppress(OSError):
-        os.sched_setaffinity(thread, cpus)
+        for thread in threads:
+            os.sched_setaffinity(thread, cpus)
 
 
 def _here() -> int:
