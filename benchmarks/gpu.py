@@ -7,16 +7,18 @@ Implementations: flashsim's GPU backends; torch's FlashAttention-2, cuDNN, memor
 kernels through `scaled_dot_product_attention`; and, where it imports, flash-attention's CuTe-DSL
 kernels (docs/guides/performance.md says how to bring them). Times are medians of interleaved
 repetitions between CUDA events, after warm-up; each repetition makes several calls back to back
-behind a spinning kernel, which takes twice as long as these calls have taken the host since the
-repetition that warms up, so that the host runs ahead and the GPU's time alone is measured, and
-behind a call that is not timed. Their order is another one in each repetition: what runs hot or
-leaves the clocks low comes before everyone alike. FLOPs are the papers': 4 B H N^2 d forward (half
-for causal; under a window what it keeps), 2.5 times that backward. Peaks are memory in use beyond
-the inputs, MiB; saved activations what the forward pass keeps for the backward beside the output.
-Every configuration runs, whatever fails; what remains of a shape after a failure that may have
-spoilt the process is measured in another. `status` says ok; OOM, unsupported or error, where
-nothing was timed; OOM(backward) and so on where that befell the backward pass of a forward that
-was. Without a torch that sees the GPU, flashsim's kernels run on CuPy arrays (float16 and float32).
+behind a spinning kernel, which takes twice as long as such calls have taken the slowest contender's
+host, so that each host runs ahead and the GPU's time alone is measured, and behind a call that is
+not timed. All of a shape spin equally long: a chip that spins draws little power, and afterwards,
+for some milliseconds, its clocks are higher. Their order is another one in each repetition: what
+runs hot or leaves the clocks low comes before everyone alike. FLOPs are the papers': 4 B H N^2 d
+forward (half for causal; under a window what it keeps), 2.5 times that backward. Peaks are memory
+in use beyond the inputs, MiB; saved activations what the forward pass keeps for the backward beside
+the output. Every configuration runs, whatever fails; what remains of a shape after a failure that
+may have spoilt the process is measured in another. `status` says ok; OOM, unsupported or error,
+where nothing was timed; OOM(backward) and so on where that befell the backward pass of a forward
+that was. Without a torch that sees the GPU, flashsim's kernels run on CuPy arrays (float16 and
+float32).
 """
 
 from __future__ import annotations
@@ -51,6 +53,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 DIRECTIONS = {"forward": 1.0, "backward": 2.5}  # FLOPs, of the forward pass's
 #: A repetition's spinning kernel, over what its calls take the host.
 MARGIN = 2.0
+#: Repetitions that do not count: the first takes the hosts' times, the next spins as all later do.
+WARM_UPS = 2
 #: The status of a row that a new process is to measure again.
 AGAIN = "again"
 
@@ -197,13 +201,15 @@ class Contender:
         self.times.clear()
         self.hosts.clear()
 
-    def time(self, lab: Lab, *, flush: bool) -> None:
-        """One repetition: the mean of a few calls behind another, or one behind a flushed cache."""
+    def time(self, lab: Lab, spin: float, *, flush: bool) -> None:
+        """One repetition behind `spin` seconds: the mean of a few calls behind another, or one
+        behind a flushed cache.
+        """
         assert self.work is not None
         calls = 1 if flush else 3
         if flush:
             lab.flush()
-        lab.spin(MARGIN * min(self.hosts, default=0.0))  # the least: none waited for the GPU
+        lab.spin(spin)
         began = time.perf_counter()
         if not flush:
             self.work()  # the chip as this kernel leaves it, not the last one
@@ -215,8 +221,8 @@ class Contender:
         self.times.append(lab.milliseconds(start, end) / calls)
 
     def report(self, direction: str, flops: float) -> None:
-        """Write the median into the row; the first repetition warmed up."""
-        ms = statistics.median(self.times[1:])
+        """Write the median into the row, of those that did not warm up."""
+        ms = statistics.median(self.times[WARM_UPS:])
         self.row[f"{direction}_ms"] = ms
         self.row[f"{direction}_tflops"] = flops / ms / 1e9
 
@@ -261,9 +267,11 @@ def measure(
         for direction, factor in DIRECTIONS.items():
             each(direction, partial(prepare, direction))
             shuffled = random.Random(0)
-            for _ in range(1 + repetitions):
+            for _ in range(WARM_UPS + repetitions):
                 order = shuffled.sample(everyone, len(everyone))
-                each(direction, lambda c: c.time(lab, flush=flush), order)
+                # Of each the least, which did not wait for the GPU.
+                spin = MARGIN * max(min(c.hosts, default=0.0) for c in everyone)
+                each(direction, lambda c, s=spin: c.time(lab, s, flush=flush), order)
             for c in everyone:
                 if c.row["status"] == "ok":
                     c.report(direction, factor * s.flops)

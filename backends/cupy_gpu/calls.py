@@ -151,7 +151,9 @@ class ReadyPass:
             overlap=kernel.overlaps,
         )
         self._lock = Lock()  # the buffer is one, threads may be several
-        self._needs_counter = bool(boxes) and one.grid[0] < one.walks * one.tables.tiles
+        self._needs_counter = (
+            bool(boxes) and one.kernel.cluster == 1 and one.grid[0] < len(one.items)
+        )
         # By stream: a launch leaves its counter as it found it, at 0, for the next one there.
         self._counters: dict[int, cupy.ndarray] = {}
         # By what tensor maps are made of: allocators give the same addresses again and again.
@@ -181,6 +183,7 @@ class ReadyPass:
         values = {
             **{"walks": one.walks, "tiles": one.tables.tiles, "clump": one.clump},
             "n_visits": one.tables.n_visits,
+            **{"first": one.items.start, "stop": one.items.stop},
         }
         for name in (*launch.INTEGERS, "scale", "softcap"):
             record[name] = values[name] if name in values else getattr(p, name)
@@ -247,7 +250,8 @@ class Plan:
         self.name, self.passes, self.gpu = name, passes, gpu
         self.tiling: Tiling = passes[0].tables.schedule.tiling
         self.sizes = NewArrays.of(passes[0].tables.schedule.problem)
-        self.launches = tuple(ReadyPass(one, device, load) for one in passes)
+        each = (x for one in passes for x in (*one.before, one))
+        self.launches = tuple(ReadyPass(x, device, load) for x in each)
 
     def run(
         self, call: Call, trace: bool | str

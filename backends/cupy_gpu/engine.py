@@ -28,6 +28,7 @@ _FP8 = ("scales", "scale_block", "v_transposed")
 OPTIONS: frozenset[str] = frozenset({"kernel", "allow_tf32", *DECODING, *_FP8})
 #: Kernel families by the names of the option `kernel`.
 KERNELS: dict[str, Family] = {"portable": PORTABLE, "hopper": HOPPER}
+ALGORITHMS = ("flash2", "flash2-fused", "flash2-once")
 OLDEST = (8, 0)
 #: What picks a family for a job without arrays: ``(job, gpu, direction)``.
 FamilyOf = Callable[[Job, Gpu, str], Family]
@@ -83,6 +84,19 @@ def orders_dq(job: Job, saved: Mapping[str, Any]) -> bool:
     """
     family = _family(job, gpu_of(saved["space"].device), "backward")
     return family.orders_dq(job.problem)
+
+
+def stores_dq(job: Job, saved: Mapping[str, Any]) -> bool:
+    """Whether "flash2-once", which is deterministic, is the fastest backward here.
+
+    Parameters
+    ----------
+    job : Job
+        A backward pass, as it would be otherwise; "flash2": it is to be deterministic.
+    """
+    gpu = gpu_of(saved["space"].device)
+    family, ordered = _family(job, gpu, "backward"), job.algorithm == "flash2"
+    return family.stores_dq(job.problem, gpu, ordered=ordered)
 
 
 def fuses(job: Job, saved: Mapping[str, Any]) -> bool:
@@ -169,8 +183,10 @@ def backward_with(family_of: FamilyOf, job: Job, saved: Mapping[str, Any], dout:
             # One array for dQ's accumulator and, behind it, delta: each takes the host a µs or two.
             fused, narrow = job.algorithm == "flash2-fused", p.dtype != "float32"
             summed = sizes.rows * sizes.dq.width if fused and narrow else 0
-            scratch = space.empty((summed + sizes.rows,))
-            at, dq_at, turns = space.pointer(scratch), space.pointer(dq), 0
+            at, dq_at, turns = 0, space.pointer(dq), 0
+            if job.algorithm != "flash2-once":
+                scratch = space.empty((summed + sizes.rows,))
+                at = space.pointer(scratch)
             if fused and job.deterministic:
                 with space.active():
                     counters = space.zeros((sizes.rows, 2), "uint32")
@@ -298,9 +314,9 @@ def _check(job: Job) -> None:
             raise OptionError(
                 f"{option} belongs to algorithm={DECODE!r}, got algorithm={job.algorithm!r}"
             )
-    if job.algorithm not in ("flash2", "flash2-fused"):
+    if job.algorithm not in ALGORITHMS:
         raise UnsupportedError(
-            f"backend='cupy' runs 'flash2' and 'flash2-fused', not {job.algorithm!r}; "
+            f"backend='cupy' runs {', '.join(map(repr, ALGORITHMS))}, not {job.algorithm!r}; "
             "backend='numpy' simulates it"
         )
     if p.dtype == "float64":

@@ -112,6 +112,10 @@ class Family(ABC):
         """Whether the fused backward can add to dQ in a fixed order, faster than three passes."""
         return False
 
+    def stores_dq(self, problem: Problem, gpu: Gpu, *, ordered: bool) -> bool:
+        """Whether "flash2-once" runs here and is fastest; `ordered`: faster than dQ in order."""
+        return False
+
     def fuses(self, problem: Problem, gpu: Gpu) -> bool:
         """Whether the fused backward, dQ added in any order, is faster than three passes."""
         return True
@@ -124,6 +128,17 @@ class Family(ABC):
         """How many walks are worked on together."""
         room = {"l2_bytes": gpu.l2_bytes, "processors": gpu.multiprocessors}
         return clump_size(stage, tables.schedule.problem, tables.tiles, **room)
+
+    def remainder(
+        self, stage: plans.Stage, tables: Lowered, cluster: int, gpu: Gpu
+    ) -> tuple[tuple[int, int], ...]:
+        """(blocks of a cluster, items) of launches that take a pass's first items; `cluster` is of
+        those that take the others."""
+        return ()
+
+    def defers(self, stage: plans.Stage, tables: Lowered, cluster: int) -> bool:
+        """Whether a fused pass computes dQ of a visit in the next one."""
+        return False
 
     def in_step(self, stage: plans.Stage, tables: Lowered, clump: int, gpu: Gpu) -> bool:
         """Whether a pass with keys outside makes a visit for every head of a group in turn."""
@@ -183,8 +198,8 @@ def _passes(
     ordered: bool,
 ) -> tuple[KernelPass, ...]:
     tiling = family.choose(problem, tiling, gpu, direction, algorithm, ordered)
-    fused = algorithm == "flash2-fused"
-    if ordered and not (fused and family.orders_dq(problem)):
+    fused = algorithm != "flash2"
+    if ordered and not (algorithm == "flash2-fused" and family.orders_dq(problem)):
         raise UnsupportedError(
             f"the {family.name} kernels do not add to dQ in a fixed order here; the three passes "
             'of algorithm="flash2" need none'
@@ -200,23 +215,32 @@ def _passes(
             descending=tables.descending,
             counts=report != "",
             timeline=report == "timeline",
+            once=stage.once,
         )
         if not (ordered or variant.timeline):
             variant = replace(variant, cluster=family.cluster(stage, tables, gpu))
         clump = family.clump(stage, tables, gpu)
         if variant.cluster == 1:
             variant = replace(variant, in_step=family.in_step(stage, tables, clump, gpu))
-        kernel = family.kernel(
-            stage.name, problem, tiling, variant, gpu, fused=fused, ordered=ordered
-        )
         walks, _ = plans.heads_of(stage, problem)
-        if not kernel.shared_bytes:  # row by row: no visits
-            passes.append(KernelPass(stage, tables, kernel, (tables.tiles, walks), walks, 1))
-            continue
-        items = tables.tiles * walks
-        # A persistent kernel gets one block a multiprocessor, and takes its items itself.
-        blocks = min(items, gpu.multiprocessors) if kernel.boxes else items
-        if kernel.cluster > 1:  # each has an item, and no second
-            blocks = items * kernel.cluster
-        passes.append(KernelPass(stage, tables, kernel, (blocks,), walks, clump))
+        items, first, launches = tables.tiles * walks, 0, []
+        shares = () if report or ordered else family.remainder(stage, tables, variant.cluster, gpu)
+        for cluster, count in (*shares, (variant.cluster, items - sum(n for _, n in shares))):
+            more, late = first + count < items, family.defers(stage, tables, cluster)
+            one = replace(variant, cluster=cluster, after=first > 0, more=more)
+            one = replace(one, deferred=late and not ordered)
+            kernel = family.kernel(
+                stage.name, problem, tiling, one, gpu, fused=fused, ordered=ordered
+            )
+            grid: tuple[int, ...] = (count,)
+            if not kernel.shared_bytes:  # row by row: no visits
+                grid, clump = (tables.tiles, walks), 1
+            elif kernel.cluster > 1:  # each has an item, and no second
+                grid = (count * kernel.cluster,)
+            elif kernel.boxes:  # one block a multiprocessor, which takes its items itself
+                grid = (min(count, gpu.multiprocessors),)
+            taken = range(first, first + count)
+            launches.append(KernelPass(stage, tables, kernel, grid, walks, clump, taken))
+            first += count
+        passes.append(replace(launches[-1], before=tuple(launches[:-1])))
     return tuple(passes)

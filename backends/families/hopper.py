@@ -22,6 +22,7 @@ from flashsim.backends.families.tile_times import (
     fastest_cluster,
     fastest_first,
     microseconds_by_keys,
+    remainder,
     sooner_at_once,
 )
 from flashsim.backends.kernels import nvrtc
@@ -31,12 +32,18 @@ from flashsim.errors import UnsupportedError
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
 from flashsim.schedule.clump import held
+from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.tiling import Tiling
 
 CAPABILITY = (9, 0)
 
+#: Query rows of a walk, on average, from which on dQ is deferred.
+_LONG_WALK = 1024
+
 #: Bytes of the item slots (struct Items in kernels/hopper/work.cuh) and of one mbarrier.
 _ITEMS, _BARRIER = 160, 8
+#: The head_dim up to which the fused kernel stores dQ after one visit.
+_WIDEST_ONCE = 128
 _CHUNK = 64  # columns of a shared-memory chunk: 128 bytes of 16-bit elements
 
 
@@ -70,6 +77,13 @@ class Hopper(Family):
         if max(problem.head_dim, problem.head_dim_v) > launch.MAX_HEAD_DIM:
             return f"they take a head_dim up to {launch.MAX_HEAD_DIM}"
         possible = self.tilings(problem, gpu, direction, algorithm)
+        if direction == "backward" and algorithm == "flash2-once":
+            if max(problem.head_dim, problem.head_dim_v) > _WIDEST_ONCE or problem.softcap:
+                return (
+                    f"they store dQ at once up to a head_dim of {_WIDEST_ONCE}, without a softcap"
+                )
+            if not possible:
+                return "of their tiles of 128 keys a row tile has several visits, or none"
         if tiling is None:
             if not any(t.divides(problem.block_mask) for t in possible):
                 return "their tiles do not divide the block mask's"
@@ -83,6 +97,9 @@ class Hopper(Family):
         """The tilings that the kernels are built for, the best first (docs/reference/hopper.md)."""
         d = max(problem.head_dim, problem.head_dim_v)
         if direction == "backward":
+            if algorithm == "flash2-once":
+                tile = Tiling(128, 128) if d <= 64 else Tiling(64, 128)
+                return (tile,) if Schedule(problem, tile).visited_once else ()
             if d <= 64:
                 return (Tiling(128, 128),)
             if d > 128:
@@ -125,6 +142,21 @@ class Hopper(Family):
         """See `Family`."""
         return max(problem.head_dim, problem.head_dim_v) <= 128
 
+    def stores_dq(self, problem: Problem, gpu: Gpu, *, ordered: bool) -> bool:
+        """See `Family`. By the time model: for a few items dQ's own pass beside another is faster.
+
+        Additions in order never are, with a delta before them and a conversion behind.
+        """
+        if self.refusal(problem, None, gpu, "backward", "flash2-once"):
+            return False
+        once, *others = (
+            backward_microseconds(
+                self.backward_passes(problem, None, gpu, "ascending", "", algorithm), gpu
+            )
+            for algorithm in ("flash2-once", "flash2", "flash2-fused")
+        )
+        return ordered or once < min(others)
+
     def fuses(self, problem: Problem, gpu: Gpu) -> bool:
         """See `Family`."""
         if self.refusal(problem, None, gpu, "backward"):
@@ -163,6 +195,27 @@ class Hopper(Family):
             free = int(free - beside) if beside + walks * len(tables.visits) <= free else free
         return fastest_cluster(walks, p.group * tables.visits, *times, free)
 
+    def remainder(
+        self, stage: plans.Stage, tables: Lowered, cluster: int, gpu: Gpu
+    ) -> tuple[tuple[int, int], ...]:
+        """See `Family`. Where all items are equally long, clusters take what whole rounds leave."""
+        p, visits = tables.schedule.problem, tables.visits
+        wide = max(p.head_dim, p.head_dim_v)
+        if stage.name != "fused" or stage.once or cluster > 1 or wide > 128:
+            return ()
+        if (visits != visits[0]).any():
+            return ()
+        items, steps = plans.heads_of(stage, p)[0] * len(visits), p.group * int(visits[0])
+        times = backward_times(p, tables.schedule.tiling).fused
+        return remainder(items, steps, times, ADDING_UP[64 if wide <= 64 else 128], gpu)
+
+    def defers(self, stage: plans.Stage, tables: Lowered, cluster: int) -> bool:
+        """See `Family`. Where a block's walk is long: its end takes longer."""
+        p, rows = tables.schedule.problem, tables.schedule.tiling.block_q * tables.visits.mean()
+        narrow = max(p.head_dim, p.head_dim_v) <= 128
+        added = stage.name == "fused" and not stage.once
+        return added and narrow and p.group * rows >= _LONG_WALK * cluster
+
     def clump(self, stage: plans.Stage, tables: Lowered, gpu: Gpu) -> int:
         """See `Family`. Where no item is shorter than another, one head's (or one group's, which
         shares K and V) are worked on at a time: nothing is gained by taking long ones first, and
@@ -180,6 +233,8 @@ class Hopper(Family):
             return p.group if stage.per == "head" else 1
         size, few = super().clump(stage, tables, gpu), gpu.multiprocessors // 8
         if _drifts(stage, tables):
+            if self.in_step(stage, tables, 1, gpu):
+                size = _whole_rounds(plans.heads_of(stage, p)[0], tables.tiles, gpu) or size
             times = getattr(backward_times(p, tables.schedule.tiling), stage.name)
             walks, places = plans.heads_of(stage, p)[0], gpu.multiprocessors
             if sooner_at_once(walks, times.items(p.group * visits), places, size):
@@ -251,6 +306,20 @@ def _drifts(stage: plans.Stage, tables: Lowered) -> bool:
     return stage.outer == "keys" and group > 1 and uneven
 
 
+def _whole_rounds(walks: int, tiles: int, gpu: Gpu) -> int:
+    """Walks of a clump, four at most, whose items are about whole rounds; 0 if none are.
+
+    In step, the items of a round go the same way; of a round that two clumps share, they do not.
+    """
+    most = gpu.multiprocessors
+
+    def beside(size: int) -> int:
+        return abs(size * tiles - most * max(1, round(size * tiles / most)))
+
+    best = min(range(1, min(walks, 4) + 1), key=beside)
+    return best if 6 * beside(best) <= most else 0
+
+
 # -- kernels: threads, shared memory (struct OnChip of each), boxes --------------------------------
 
 
@@ -289,15 +358,18 @@ def backward_kernel(
         tiles += 2 * 2 * stages * bq * bk  # P and dS
         tiles += 4 * bq * d if staged else 0
     elif fused:
-        tiles += 2 * stages * bq * bk + 4 * bq * d  # dS and dQ
-    shared = _on_chip(tiles + 4 * stages * 2 * bq, 2 + 2 * stages)
+        tiles += 2 * stages * bq * bk + (2 if variant.once else 4) * bq * d  # dS and dQ
+    # Log-sum-exp and delta of each stage; or 8 warps' sums instead, and each one's delta.
+    rows = stages + (stages + 1) * 8 if variant.once else 2 * stages
+    shared = _on_chip(tiles + 4 * rows * bq, 2 + 2 * stages + (0 if wide else 4))
     values = launch.constants(problem, tiling, variant)
     boxes: tuple[Box, ...] = (
         *(Box("q", bq, _CHUNK), Box("k", bk, _CHUNK), Box("v", bk, _CHUNK)),
         Box("dout", bq, _CHUNK),
     )
     rows = bq // 2 if d == 64 else bq  # of a warpgroup's piece of dQ
-    boxes += (Box("dq_acc", rows, 32) if staged else boxes[0],)
+    leaving = Box("dq", rows, _CHUNK) if variant.once else Box("dq_acc", rows, 32)
+    boxes += (leaving if staged else boxes[0],)
     name = "backward_wide" if wide else "backward"
     return Kernel(
         f"hopper/{name}.cu",
@@ -307,7 +379,8 @@ def backward_kernel(
         launch.macros(
             values
             | {"SMEM_BYTES": shared, "D": d, "FUSED": fused, "ORDERED": ordered}
-            | {"CLUSTER": variant.cluster, "IN_STEP": variant.in_step}
+            | {"CLUSTER": variant.cluster, "IN_STEP": variant.in_step, "ONCE": variant.once}
+            | {"AFTER": variant.after, "MORE": variant.more, "DEFERRED": variant.deferred}
         ),
         boxes,
         variant.cluster,
@@ -323,7 +396,11 @@ def roles_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
     values = launch.constants(problem, tiling, variant) | {"SMEM_BYTES": shared, "D": d}
     return Kernel(
         *("hopper/backward_roles.cu", "hopper_backward_roles", 512, shared),
-        launch.macros(values | {"FUSED": True, "ORDERED": False, "IN_STEP": variant.in_step}),
+        launch.macros(
+            values
+            | {"FUSED": True, "ORDERED": False, "IN_STEP": variant.in_step, "ONCE": False}
+            | {"AFTER": False, "MORE": False, "DEFERRED": False}
+        ),
         (
             *(Box("q", bq, _CHUNK), Box("k", bk, _CHUNK), Box("v", bk, _CHUNK)),
             *(Box("dout", bq, _CHUNK), Box("dq_acc", bq, 32)),

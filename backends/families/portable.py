@@ -26,6 +26,11 @@ class Portable(Family):
         algorithm: str = "flash2",
     ) -> str | None:
         """See `Family`."""
+        if direction == "backward" and algorithm == "flash2-once":
+            return (
+                "the portable kernels add dQ up in memory; Hopper's store it after one visit "
+                "(float16 and bfloat16, head_dim up to 128), and algorithm='flash2-fused' runs here"
+            )
         given = problem, gpu, direction, algorithm
         what = f"{direction} at head_dim={problem.head_dim}, {problem.dtype}"
         if tiling is None:

@@ -71,6 +71,11 @@ HOPPER_BACKWARD = {
 #: it takes: fitted to how far it was from 64 x 64 at twenty shapes, head_dims of 160 to 192.
 ROLES = Tiling(64, 96)
 HOPPER_FUSED_WIDE = {ROLES: Times(6.75, 2.20), Tiling(64, 64): HOPPER_BACKWARD[192].fused}
+#: What the fused kernel takes where each row tile has one visit ("flash2-once"), by the widest of
+#: head_dim and head_dim_v: fitted to 1, 8 and 64 sequences of 64 to 128 tokens. And what its pass
+#: takes besides, in µs, less than the others do: no delta, which hides how their kernels begin.
+HOPPER_ONCE = {64: Times(3.4, 2.0), 128: Times(2.0, 2.5)}
+WITHOUT_DELTA = -1.0
 #: What the fused form takes besides: µs of one launch more, and of float32 dQ, which is cleared,
 #: read again and stored, its bytes at this part of the bandwidth of the GPU's memory.
 CONVERTING, CONVERTED = 1.1, 0.6
@@ -78,6 +83,8 @@ CONVERTING, CONVERTED = 1.1, 0.6
 ADDING_UP = {64: 3.8, 128: 5.4}
 #: Blocks of a cluster, and the share of the multiprocessors that clusters of so many keep busy.
 CLUSTERS = {1: 1.0, 2: 1.0, 4: 0.8, 8: 0.75}
+#: What a launch more should save at least, in µs: of those that saved less, some lost.
+_LAUNCHED = 12.0
 #: Of two times this much apart, relatively, either may be the shorter one.
 _DOUBT = 0.02
 _LONG = 150.0  # µs
@@ -121,7 +128,7 @@ def backward_times(problem: Problem, tiling: Tiling) -> Backward:
 
 @lru_cache(maxsize=512)
 def backward_microseconds(passes: tuple[KernelPass, ...], gpu: Gpu) -> float:
-    """A Hopper backward, but for delta, which both of its forms begin with.
+    """A Hopper backward, but for delta, which its forms begin with, but for "flash2-once".
 
     A pass begins on each multiprocessor as the one before it leaves that: dQ's beside dK's and
     dV's. The conversion waits for all of them.
@@ -130,14 +137,20 @@ def backward_microseconds(passes: tuple[KernelPass, ...], gpu: Gpu) -> float:
     width = 64 if max(p.head_dim, p.head_dim_v) <= 64 else 128
     for one in passes:
         known = backward_times(p, one.tables.schedule.tiling)._asdict()
+        if one.stage.once:
+            known["fused"], more = HOPPER_ONCE[width], WITHOUT_DELTA
         if one.stage.converts:
             row = 4 * 2 + p.itemsize  # bytes for each column
             moved = p.batch * p.heads * p.n_q * p.head_dim * row
             more = CONVERTING + moved / (CONVERTED * gpu.hbm_bandwidth) * 1e6
         elif one.stage.name in known:
             steps = one.tables.visits * (p.group if one.stage.per == "group" else 1)
-            times, cluster = known[one.stage.name], one.kernel.cluster
-            free = shared_out(one.walks, steps, times, ADDING_UP[width], cluster, free)
+            times = known[one.stage.name], ADDING_UP[width]
+            for part in (*one.before, one):
+                walks, each = one.walks, steps
+                if one.before:  # all items are alike
+                    walks, each = len(part.items), steps[:1]
+                free = shared_out(walks, each, *times, part.kernel.cluster, free)
     return max(free) + more
 
 
@@ -172,6 +185,45 @@ def shared_out(
     else:
         begun = ends(np.sort(items)[::-1].tolist(), walks, walks, begun)
     return [*begun * cluster, *idle]
+
+
+def remainder(
+    items: int, steps: int, times: Times, adding_up: float, gpu: Gpu
+) -> tuple[tuple[int, int], ...]:
+    """(blocks of a cluster, items): what clusters take of items that are all alike, at first.
+
+    After whole rounds a few are left, and most multiprocessors would wait for these: so they come
+    first, shared by clusters, of one size or as many as possible of two blocks and the others of
+    more. None where that does not save `_LAUNCHED` for each launch.
+
+    Parameters
+    ----------
+    items : int
+    steps : int
+        Visits of each.
+    times : Times
+    adding_up : float
+        µs of an item that only a cluster takes.
+    gpu : Gpu
+    """
+
+    def takes(cluster: int) -> float:
+        return times.item + times.visit * -(-steps // cluster) + adding_up * (cluster > 1)
+
+    places = {c: int(gpu.multiprocessors * CLUSTERS[c]) // c for c in CLUSTERS if c > 1}
+    rounds, rest = divmod(items, gpu.multiprocessors)
+    if not rest or not rounds:
+        return ()
+    pairs = places[2]
+    found: dict[tuple[tuple[int, int], ...], float]
+    found = {((c, rest),): takes(c) for c in places if rest <= places[c]}
+    found |= {
+        ((c, rest - pairs), (2, pairs)): takes(c) + takes(2)
+        for c in places
+        if c > 2 and 0 < rest - pairs <= places[c]
+    }
+    best = min(found, key=lambda shares: found[shares] + _LAUNCHED * len(shares), default=())
+    return best if best and takes(1) - found[best] > _LAUNCHED * len(best) else ()
 
 
 def fastest_cluster(

@@ -36,6 +36,7 @@ struct Args {
     u32 *visit_counts, *tile_counts;  // bytes moved: (query heads, n_visits, 8), (walks, tiles, 8)
     u64 *visit_stamps, *tile_stamps;  // (query heads, n_visits, 5), (walks, tiles, 5)
     int n_q, n_kv, heads, group, walks, tiles, clump, n_visits, left, right;
+    int first, stop;               // items of this launch (hopper_backward)
     float scale, softcap;
 };  // batch * heads always counts query heads; `walks` counts what this pass's blocks own
 static_assert(sizeof(Args) == FS_ARGS_BYTES, "launch.ARGS and Args must agree");

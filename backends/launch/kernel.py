@@ -23,6 +23,7 @@ SCRATCH = ("lse", "delta", "dq_acc", "turns", "q_scale", "k_scale", "v_scale")
 POINTERS = (*SCRATCH, *TABLES, *REPORTS)
 INTEGERS = (
     *("n_q", "n_kv", "heads", "group", "walks", "tiles", "clump", "n_visits", "left", "right"),
+    *("first", "stop"),
 )
 #: The kernels' one argument, by value: ``struct Args`` of kernels/common.cuh.
 ARGS = np.dtype(
@@ -94,7 +95,10 @@ class Variant:
     pass, and its row sums are in registers whatever it costs. `cluster` thread blocks share an item
     of the Hopper backward. With `overlap` a kernel lets the next one start before it has ended, and
     itself waits for the one before, where that matters. `in_step` is how items of the Hopper
-    backward go through row tiles (kernels/hopper/keys_outside.cuh).
+    backward go through row tiles (kernels/hopper/keys_outside.cuh), `deferred` whether it computes
+    dQ of a visit in the next one (kernels/hopper/backward.cu). Of a pass in several launches, one
+    runs `after` the one before it has begun, and lets the next one begin if there is `more`. With
+    `once` each row tile has one visit.
     """
 
     spans: bool
@@ -106,6 +110,10 @@ class Variant:
     cluster: int = 1
     overlap: bool = False
     in_step: bool = False
+    once: bool = False
+    deferred: bool = False
+    after: bool = False
+    more: bool = False
 
 
 @dataclass(frozen=True)

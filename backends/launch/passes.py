@@ -1,4 +1,4 @@
-"""One launch: a stage's walk over the schedule, and the kernel that makes it."""
+"""One launch, or a few: a stage's walk over the schedule, and the kernel that makes it."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ class KernelPass:
         How many times the walk is made: query heads, or key heads with keys outside.
     clump : int
         Heads whose tensors are worked on together, to stay in L2 (`take_work` in common.cuh).
+    items : range
+        Outer tiles of all walks, by number in the order in which blocks take them: this launch's.
+    before : tuple of KernelPass
+        Launches of the same stage that come first and take the other items; none where anything is
+        reported.
     """
 
     stage: plans.Stage
@@ -32,3 +37,5 @@ class KernelPass:
     grid: tuple[int, ...]
     walks: int
     clump: int
+    items: range
+    before: tuple[KernelPass, ...] = ()

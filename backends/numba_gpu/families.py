@@ -40,6 +40,8 @@ class PythonHopper(hopper.Hopper):
         widest = max(problem.head_dim, problem.head_dim_v)
         if direction == "backward" and widest > WIDEST_BACKWARD:
             return f"their backward takes a head_dim up to {WIDEST_BACKWARD}"
+        if direction == "backward" and algorithm == "flash2-once":
+            return "they add dQ up in memory"
         return super().refusal(problem, tiling, gpu, direction, algorithm)
 
     def tilings(
@@ -54,6 +56,16 @@ class PythonHopper(hopper.Hopper):
     def cluster(self, stage: plans.Stage, tables: Lowered, gpu: Gpu) -> int:
         """See `Family`; an item has one block."""
         return 1
+
+    def remainder(
+        self, stage: plans.Stage, tables: Lowered, cluster: int, gpu: Gpu
+    ) -> tuple[tuple[int, int], ...]:
+        """See `Family`; without clusters there is none."""
+        return ()
+
+    def defers(self, stage: plans.Stage, tables: Lowered, cluster: int) -> bool:
+        """See `Family`; it is computed where its dS is."""
+        return False
 
     def in_step(self, stage: plans.Stage, tables: Lowered, clump: int, gpu: Gpu) -> bool:
         """See `Family`; they go through a group's heads one after the other."""

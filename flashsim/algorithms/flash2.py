@@ -8,6 +8,7 @@ axes (batch * key heads, group) ride along: every head makes the same walk.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
 import numpy as np
 
@@ -93,7 +94,7 @@ def backward(machine: Machine) -> None:
     delta_pass(machine)
     clear_dbias(machine)
     with machine.stage("dkdv") as sram:
-        _keys_outside(machine, sram, fused=False)
+        _keys_outside(machine, sram, dq="")
     _dq_pass(machine)
     convert(machine, "dBias_acc", "dBias")
 
@@ -104,15 +105,27 @@ def backward_fused(machine: Machine) -> None:
     5 products, 10 N^2 d FLOPs, each tile's dQ added by atomics: on a GPU their order, and so the
     last bits of dQ, change from run to run.
     """
-    delta_pass(machine)
+    delta_pass(machine, clears_dq=True)
     clear_dbias(machine)
     with machine.stage("fused") as sram:
-        _keys_outside(machine, sram, fused=True)
+        _keys_outside(machine, sram, dq="reduce")
     convert(machine, "dQ_acc", "dQ")
     convert(machine, "dBias_acc", "dBias")
 
 
-def delta_pass(machine: Machine) -> None:
+def backward_once(machine: Machine) -> None:
+    """Algorithm 2 where each row tile has one visit: in one pass, and nothing is added up in HBM.
+
+    All P and dP of a row are on chip at once. So delta = rowsum(P o dP) needs neither O nor a pass
+    of its own, and dQ is complete: it is stored in its own type. Deterministic.
+    """
+    clear_dbias(machine)
+    with machine.stage("fused") as sram:
+        _keys_outside(machine, sram, dq="store")
+    convert(machine, "dBias_acc", "dBias")
+
+
+def delta_pass(machine: Machine, *, clears_dq: bool = False) -> None:
     """delta = rowsum(dO o O) (the paper's D); the fused form clears dQ's accumulator as well."""
     hbm = machine.hbm
     with machine.stage("delta") as sram:
@@ -123,12 +136,15 @@ def delta_pass(machine: Machine) -> None:
                 delta_i = sram.alloc("delta", O_i.shape[-2:-1])
                 np.sum(dO_i * O_i, axis=-1, out=delta_i)                                  # 4
                 sram.store(hbm.delta, rows, delta_i)
-                if machine.has("fused"):
+                if clears_dq:
                     sram.store(hbm.tensors[accumulator_name(machine, "dQ")], rows, 0.0)   # 3
 
 
-def _keys_outside(machine: Machine, sram: Sram, *, fused: bool) -> None:
-    """dK and dV (and, fused, dQ): a block owns column tile j of one key head, and its group."""
+def _keys_outside(machine: Machine, sram: Sram, *, dq: Literal["", "reduce", "store"]) -> None:
+    """dK and dV: a block owns column tile j of one key head, and its group.
+
+    If dQ is made as well, a visit's is added up in HBM, or is complete and stored.
+    """
     hbm, p, schedule = machine.hbm, machine.problem, sram.schedule
     for j in schedule.outer_order():                                                      # 5
         cols = schedule.col_slice(j)
@@ -143,7 +159,9 @@ def _keys_outside(machine: Machine, sram: Sram, *, fused: bool) -> None:
                         Q_i = sram.load(hbm.Q, rows, member=g)                            # 9
                         dO_i = sram.load(hbm.dO, rows, member=g)
                         L_i = sram.load(hbm.L, rows, member=g)
-                        delta_i = sram.load(hbm.delta, rows, member=g)
+                        delta_i = None
+                        if dq != "store":
+                            delta_i = sram.load(hbm.delta, rows, member=g)
                         S_ij, gate = score_tile(
                             sram, hbm, Q_i, K_j, visit, member=g, gated=True              # 10
                         )
@@ -154,12 +172,15 @@ def _keys_outside(machine: Machine, sram: Sram, *, fused: bool) -> None:
                             sram, P_ij, dO_i, V_j, delta_i, gate
                         )
                         dS_ij = sram.rounded("dS", dS_ij)
-                        if fused:
+                        if dq:
                             dQ_i = sram.alloc("dQ", Q_i.shape[-2:])
                             np.matmul(dS_ij, K_j, out=dQ_i)
                             dQ_i *= p.scale
-                            dQ = hbm.tensors[accumulator_name(machine, "dQ")]
-                            sram.reduce(dQ, rows, dQ_i, member=g)                         # 15
+                            if dq == "store":
+                                sram.store(hbm.dQ, rows, dQ_i, member=g)
+                            else:
+                                dQ = hbm.tensors[accumulator_name(machine, "dQ")]
+                                sram.reduce(dQ, rows, dQ_i, member=g)                     # 15
                             _reduce_dbias(machine, sram, visit, dbias_ij, g)
                         dK_j += dS_ij.mT @ Q_i                                            # 16
             sram.store(hbm.dK, cols, dK_j * p.scale)                                      # 18
@@ -195,4 +216,8 @@ def _reduce_dbias(machine: Machine, sram: Sram, visit, tile: np.ndarray, member)
         sram.reduce(dbias, visit.rows, tile, visit.cols, member=member)
 
 
-ALGORITHMS = {"flash2": (forward, backward), "flash2-fused": (forward, backward_fused)}
+ALGORITHMS = {
+    "flash2": (forward, backward),
+    "flash2-fused": (forward, backward_fused),
+    "flash2-once": (forward, backward_once),
+}

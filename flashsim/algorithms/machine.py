@@ -14,7 +14,7 @@ from flashsim.problem.hardware import Device
 from flashsim.problem.precision import Precision, Roundings
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
-from flashsim.schedule.schedule import KeyOrder, Schedule
+from flashsim.schedule.schedule import KeyOrder, Schedule, check_visits
 from flashsim.schedule.split import WHOLE, Split
 from flashsim.schedule.tiling import Tiling
 from flashsim.trace.events import StageTrace
@@ -56,6 +56,7 @@ class Machine:
         self.hbm = Hbm(problem)
         self.stages: list[StageTrace] = []
         planned = plans.stages(problem, algorithm, direction, split)
+        check_visits(planned, problem, tiling)
         self._plan = {stage.name: stage for stage in planned}
 
         #: Log-sum-exp of each row for the caller, from algorithms that do not store it in HBM.

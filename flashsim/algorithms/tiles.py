@@ -57,10 +57,12 @@ def score_gradient(
     P_ij: np.ndarray,
     dO_i: np.ndarray,
     V_j: np.ndarray,
-    delta_i: np.ndarray,
+    delta_i: np.ndarray | None,
     gate: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """dS_ij = P_ij (dP_ij - delta_i) with dP_ij = dO_i V_j^T, in dP's tile.
+
+    Without `delta_i` it is made here, of all keys that its rows see: rowsum(P o dP).
 
     Returns
     -------
@@ -71,6 +73,9 @@ def score_gradient(
     """
     dP_ij = sram.alloc("dP", P_ij.shape[-2:])
     np.matmul(dO_i, V_j.mT, out=dP_ij)
+    if delta_i is None:
+        delta_i = sram.alloc("delta", P_ij.shape[-2:-1])
+        np.sum(P_ij * dP_ij, axis=-1, out=delta_i)
     dS_ij = np.multiply(P_ij, dP_ij - delta_i[..., None], out=dP_ij)
     if gate is None:
         return dS_ij, dS_ij

@@ -67,6 +67,9 @@ class Checked:
             trace=mine.trace if trace is None else trace,
             memo={},
         )
+        one_visit = deterministic is not None and mine.algorithm == "flash2" and tiling is None
+        if one_visit and hasattr(engine, "stores_dq") and engine.stores_dq(job, saved):
+            return replace(job, algorithm="flash2-once")
         free = deterministic is False and mine.algorithm == "flash2" and tiling is None
         if free and hasattr(engine, "fuses") and not engine.fuses(job, saved):
             job = replace(job, algorithm="flash2")

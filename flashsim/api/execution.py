@@ -53,8 +53,9 @@ def run(
         bfloat16. On the CPU, arrays of
         NumPy, torch, or any library that speaks DLPack (JAX); what goes in comes out, and is not
         copied on its way in.
-    algorithm : {"flash2", "flash2-fused", "flash1", "standard", "flash-decode"}
-        "flash1" and "standard" hold what the first papers describe; "flash2-fused" differs from
+    algorithm : {"flash2", "flash2-fused", "flash2-once", "flash1", "standard", "flash-decode"}
+        "flash1" and "standard" hold what the first papers describe; "flash2-fused" and
+        "flash2-once", which takes schedules with one visit of each row tile alone, differ from
         "flash2" in the backward pass only; "flash-decode" divides the keys as well, for few queries
         of a long cache, and has no backward pass.
     causal, window, softcap, scale, mask, cu_seqlens_q, cu_seqlens_k

@@ -150,6 +150,8 @@ class Result(_Pass):
             that can and where that is faster, the fused one with dQ's additions in a fixed order;
             False runs the fused one or, on a backend that knows where that is faster and chooses
             the tiling, the three passes (after ``algorithm="flash2-fused"`` always the fused one).
+            Either runs "flash2-once", which adds nothing up, where a backend knows that it is
+            faster: on a Hopper GPU, of short sequences. A trace says what ran.
             Default: what `algorithm` says ("flash2": True,
             "flash2-fused": False).
         trace : bool or "timeline", optional

@@ -120,7 +120,8 @@ def predict(
         str,
         typer.Option(
             *("--algorithm", "-a"),
-            help="flash2; flash2-fused: backward in one pass; flash-decode; standard: a library's.",
+            help="flash2; flash2-fused, flash2-once: backward in one pass; flash-decode; standard: "
+            "a library's.",
         ),
     ] = "flash2",
     splits: Annotated[

@@ -195,6 +195,8 @@ class Forms:
         }
         if stage == "dkdv":
             return {**shared, **stats}
+        if algorithm == "flash2-once":  # every row has one visit
+            return {**shared, **dbias, ("load", "L"): self.stat(), ("store", "dQ"): self.q(r)}
         if stage == "fused":
             return {**shared, **stats, **dbias, ("reduce", dq_acc): rows * d * a}
         return {  # FlashAttention-1

@@ -19,7 +19,7 @@ from flashsim.errors import own_errors
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
-from flashsim.schedule.schedule import Schedule
+from flashsim.schedule.schedule import Schedule, check_visits
 from flashsim.schedule.split import WHOLE, Split
 from flashsim.schedule.tensors import SCALES, whole_bytes
 from flashsim.schedule.tiling import Tiling
@@ -209,8 +209,11 @@ def count_schedule(
     ------
     SramOverflow
         If a stage does not fit on the device's chip.
+    TilingError
+        If a row tile has several visits, or none, and the algorithm is for one.
     """
     tiling.check(problem, device, algorithm, direction, split)
+    check_visits(plans.stages(problem, algorithm, direction, split), problem, tiling)
     return Traffic(problem, tiling, algorithm, direction, device, key_order, split)
 
 
@@ -221,7 +224,8 @@ def compulsory(problem: Problem, direction: str = "forward") -> int:
     """Bytes that any algorithm must move: each input read once, each output written once.
 
     Forward: q, k, v (and bias) in, out and LSE out. Backward: those inputs, out, dout and LSE in;
-    dq, dk, dv (and the bias's gradient) out.
+    dq, dk, dv (and the bias's gradient) out. "flash2-once" alone does without out, which follows
+    from the others, and so may move less.
     """
     f = Forms(problem)
     inputs, results = (f.q(item) + f.k(item) + f.v(item) for item in (f.e, f.r))
@@ -250,7 +254,7 @@ def saved(problem: Problem, algorithm: str) -> int:
     """Bytes of HBM kept from forward to backward, the inputs included.
 
     Standard attention keeps P (and, with a softcap, its derivative): O(N^2). FlashAttention-1 keeps
-    out, l and m, FlashAttention-2 keeps out and LSE: O(N).
+    out, l and m, FlashAttention-2 keeps out and LSE: O(N); "flash2-once" has no use for out.
     """
     return sum(whole_bytes(problem, name) for name in _kept(problem, algorithm))
 
@@ -290,7 +294,7 @@ def live(problem: Problem, algorithm: str) -> int:
     p = problem
     outputs = p.batch * p.heads * p.n_q * (p.head_dim + p.head_dim_v)  # dq and dout
     outputs += p.batch * p.kv_heads * p.n_kv * (p.head_dim + p.head_dim_v)  # dk and dv
-    if algorithm == "standard":  # out is not needed again, but the caller still has it
+    if "O" not in _kept(p, algorithm):  # out is not needed again, but the caller still has it
         outputs += p.batch * p.heads * p.n_q * p.head_dim_v
     held = saved(p, algorithm) + workspace(p, algorithm, "backward")
     return held + outputs * p.result_itemsize

@@ -199,6 +199,11 @@ def _backward(p: Problem, d: int, dv: int, algorithm: str) -> dict[str, StageWor
         "dq": StageWork((*recompute, *grad_s, dq_op), (scale_dq,)),
         "fused": StageWork((*recompute, dv_op, *grad_s, dk_op, to_reduce), (scale_dk,)),
     }
+    if algorithm == "flash2-once":
+        cost = {"multiply": scores(1), "add": scores(1)}
+        here = TileOp("delta = rowsum(P dP)", "S dP", "delta", cost)
+        visit = (*recompute, dv_op, grad_s[0], here, *grad_s[1:], dk_op, to_reduce)
+        table["fused"] = StageWork(visit, (scale_dk,))
     if algorithm == "flash1":
         row_sum = TileOp("D = rowsum(dO O)", "O dO", "", delta)
         visit = (*recompute, dv_op, row_sum, *grad_s, dk_op, added_dq)

@@ -118,7 +118,8 @@ class Engine(Protocol):
     """The functions of an engine module.
 
     One may have more: `orders_dq(job, saved)` (see `Job.deterministic`), `fuses(job, saved)`
-    (whether the fused backward is the fastest one where dQ may be summed in any order), and
+    (whether the fused backward is the fastest one where dQ may be summed in any order),
+    `stores_dq(job, saved)` (whether "flash2-once" is faster than what the job asks for), and
     `adopt(name, array)`, which makes of an array that speaks DLPack only one of a kind that the
     engine knows.
     """

@@ -177,18 +177,37 @@ class L2Model:
             return _grid(np.arange(walks), tile_order, walk_outside=False)
         longest = tile_order[np.argsort(-visits[tile_order], kind="stable")]
         longest = longest if columns is None else columns
-        size = walks
-        if self.launch in ("grouped", "in-turns"):
-            size = self.heads_in_group or clump_size(
-                *(stage, schedule.problem, tiles),
-                l2_bytes=device.l2_bytes,
-                processors=device.sm_count,
-            )
+        size = self._together(stage, schedule, tiles, device)
         groups = [
             _grid(np.arange(first, min(first + size, walks)), longest, walk_outside=False)
             for first in range(0, walks, size)
         ]
         return np.concatenate([g[0] for g in groups]), np.concatenate([g[1] for g in groups])
+
+    def waves(
+        self, stage: plans.Stage, schedule: Schedule, tiles: int, device: Device, blocks: int
+    ) -> np.ndarray:
+        """Of `blocks` thread blocks, in the order they start: in which wave each is.
+
+        In step, every group of heads has as many waves, whole ones (kernels/hopper/work.cuh).
+        """
+        at_once = max(min(self.slots(stage, schedule, device), blocks), 1)
+        block = np.arange(blocks)
+        if self.walk != "in-step":
+            return block // at_once
+        whole = tiles * self._together(stage, schedule, tiles, device)
+        each = max(1, (2 * whole + at_once) // (2 * at_once))
+        return block // whole * each + block % whole // at_once
+
+    def _together(self, stage: plans.Stage, schedule: Schedule, tiles: int, device: Device) -> int:
+        """Walks of a group."""
+        if self.launch not in ("grouped", "in-turns"):
+            return heads_of(stage, schedule.problem)[0]
+        return self.heads_in_group or clump_size(
+            *(stage, schedule.problem, tiles),
+            l2_bytes=device.l2_bytes,
+            processors=device.sm_count,
+        )
 
 
 def _grid(

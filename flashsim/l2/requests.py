@@ -185,7 +185,7 @@ def stream(
         waiting = p.batch * p.heads, schedule.t_r
     walks, outers = model.order(stage, schedule, np.diff(ptr), device, columns)
     slots = min(model.slots(stage, schedule, device), len(walks))
-    wave = np.arange(len(walks)) // max(slots, 1)
+    wave = model.waves(stage, schedule, len(ptr) - 1, device, len(walks))
     in_step = model.walk == "in-step" and stage.outer == "keys" and not len(ranks)
     flipped = (wave % 2 == (not in_step)) & (in_step or model.walk == "sawtooth")
     timed = stage, schedule, device, algorithm, direction

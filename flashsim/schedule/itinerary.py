@@ -48,6 +48,9 @@ class Itinerary(NamedTuple):
         How it goes about parts of the keys (`Split`). "walks": an outer step for each part of a row
         tile, which stores `O_part` and `L_part`, or O and L where the keys are one part. "merges":
         an outer step for each row tile of several parts; `visit` is then what it moves of each.
+    once : bool
+        Only for schedules in which each row tile has exactly one visit (`Schedule.visited_once`):
+        what a visit makes of its rows is complete.
     """
 
     name: str
@@ -60,6 +63,7 @@ class Itinerary(NamedTuple):
     whole_rows: bool = False
     converts: bool = False
     parts: Literal["", "walks", "merges"] = ""
+    once: bool = False
 
 
 class Algorithm(NamedTuple):
@@ -162,6 +166,18 @@ _FUSED_BACKWARD = (
     _convert("dQ"),
     _CONVERT_DBIAS,
 )
+# Where a row tile has one visit, all its P and dP are there at once: delta is a sum of theirs, and
+# dQ is complete. So nothing runs before or after.
+_ONCE_BACKWARD = (
+    _CLEAR_DBIAS,
+    Itinerary(
+        *("fused", "keys", "load K V, alloc dK dV"),
+        "load Q dO L, alloc S gate, load bias, alloc dP delta dQ, store dQ, reduce dBias_acc",
+        *("store dK dV", "group"),
+        once=True,
+    ),
+    _CONVERT_DBIAS,
+)
 
 # -- FlashDecoding: the keys of a row tile in parts, then merged -----------------------------------
 
@@ -181,5 +197,6 @@ ALGORITHMS = {
     "flash1": Algorithm("FlashAttention-1", _FLASH1_FORWARD, _FLASH1_BACKWARD),
     "flash2": Algorithm("FlashAttention-2", _FLASH2_FORWARD, _FLASH2_BACKWARD),
     "flash2-fused": Algorithm("FlashAttention-2 fused", _FLASH2_FORWARD, _FUSED_BACKWARD),
+    "flash2-once": Algorithm("FlashAttention-2 in one visit", _FLASH2_FORWARD, _ONCE_BACKWARD),
     "flash-decode": Algorithm("FlashDecoding", _DECODE, ()),
 }

@@ -24,6 +24,10 @@ from flashsim.schedule.tensors import BIASES, COL, INPUTS, ROW, TILE, rows_a_sca
 ALGORITHMS = tuple(itinerary.ALGORITHMS)
 #: Those with a backward pass.
 TRAINING = tuple(name for name, one in itinerary.ALGORITHMS.items() if one.backward)
+#: Of these, those whose backward pass takes any schedule.
+GENERAL = tuple(
+    name for name in TRAINING if not any(x.once for x in itinerary.ALGORITHMS[name].backward)
+)
 DIRECTIONS = ("forward", "backward")
 
 
@@ -76,7 +80,7 @@ class Stage:
 
     Attributes
     ----------
-    name, outer, dense, per, whole_rows, converts, parts
+    name, outer, dense, per, whole_rows, converts, parts, once
         As in `Itinerary`; with packed heads, a walk belongs to a group.
     buffers : tuple of Buffer
         What it holds on chip. ``visit=False`` buffers are held while the inner loop runs.
@@ -92,6 +96,7 @@ class Stage:
     whole_rows: bool = False
     converts: bool = False
     parts: str = ""
+    once: bool = False
     before: tuple[Move, ...] = ()
     visit: tuple[Move, ...] = ()
     after: tuple[Move, ...] = ()
@@ -157,7 +162,7 @@ def _stage(p: Problem, one: Itinerary) -> Stage:
     if one.whole_rows:  # a buffer is as long as the longest row of scores
         longest = max(s.k_stop - s.k_start for s in p.sequences) if one.per != "bias" else p.n_kv
         each = [Buffer(tile.name, tile.per_score * longest) for tile in each]
-    how = one.dense, one.per, one.whole_rows, one.converts, one.parts
+    how = one.dense, one.per, one.whole_rows, one.converts, one.parts, one.once
     return Stage(one.name, one.outer, (*held, *each), *how, before, visit, after)
 
 

@@ -17,19 +17,19 @@ tile of a causal or windowed problem, score (q, k) is kept iff
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from flashsim.errors import MaskError, OptionError, own_errors
+from flashsim.errors import MaskError, OptionError, TilingError, own_errors
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem
 from flashsim.schedule import tables
 from flashsim.schedule.grid import Grid
-from flashsim.schedule.plans import Outer
+from flashsim.schedule.plans import Outer, Stage
 from flashsim.schedule.savedmask import Csr, SavedMask
 from flashsim.schedule.split import WHOLE, Split
 from flashsim.schedule.tables import FULL, MASKED
@@ -206,6 +206,11 @@ class Schedule(Grid):
         return np.diff(self.row_csr[0]).astype(np.int64)
 
     @cached_property
+    def visited_once(self) -> bool:
+        """Whether each row tile has exactly one visit, of a column tile with all that it sees."""
+        return self.sums.visits == self.t_r and bool((self.visit_counts == 1).all())
+
+    @cached_property
     def part_counts(self) -> np.ndarray:
         """int64 (T_r,): into how many parts the keys of each row tile are divided, at least 1."""
         visits = self.visit_counts
@@ -343,6 +348,17 @@ class Schedule(Grid):
             if some.any():
                 largest[some] = np.maximum.reduceat(sizes[inner], ptr[:-1][some])
         return (own[:, 1] - own[:, 0]).astype(np.int64), largest
+
+
+def check_visits(stages: Iterable[Stage], problem: Problem, tiling: Tiling) -> None:
+    """Raise `TilingError` if a stage is for one visit of each row tile, and one has others."""
+    if any(stage.once for stage in stages) and not Schedule(problem, tiling).visited_once:
+        longest = max(s.k_stop - s.k_start for s in problem.sequences)
+        raise TilingError(
+            f"this algorithm is for row tiles that have exactly one visit, with all keys that they "
+            f"see; of {tiling} tiles one has another number of visits: give a block_k of at least "
+            f"{longest} where every query sees a key, or take algorithm='flash2-fused'"
+        )
 
 
 def _band(problem: Problem) -> Problem:

@@ -161,30 +161,36 @@ class Tiling:
         Algorithm 1 in arXiv:2205.14135, B_c = ceil(M / 4d), leaves the score tile out and so can
         overshoot M. An algorithm that divides keys into parts deals them out in tiles of at most
         128, so that the parts come out alike; how many blocks of that tile fill the device, and
-        into how many parts the keys must go for it, says `flashsim.schedule.splitting.fill`.
+        into how many parts the keys must go for it, says `flashsim.schedule.splitting.fill`. One
+        that visits each row tile once has the keys of a sequence in one tile.
 
         Raises
         ------
         SramOverflow
-            If not even a 1 x 1 tile fits.
+            If not even a tile of 1 x 1, or of one query and all keys, fits.
         """
         device = Device.get(device)
         stages = plans.stages(problem, algorithm, direction, split)
         most_keys = 128 if any(stage.parts for stage in stages) else SIDES[-1]
+        whole = any(stage.once for stage in stages)
+        fewest_keys = max(s.k_stop - s.k_start for s in problem.sequences) if whole else 1
         outers = {stage.outer for stage in stages if any(buffer.visit for buffer in stage.buffers)}
 
         def merit(tiling: Tiling) -> tuple[int, ...]:
             q, k = tiling.block_q, tiling.block_k
+            if whole:  # keys beyond a sequence's are none
+                return q, -k
             if len(outers) == 2:
                 return min(q, k), q * k, q
             return (q, k) if outers == {"queries"} else (k, q)
 
         blocks = problem.scales if isinstance(problem.scales, tuple) else ()
-        for candidates in (_tilings((*SIDES, *blocks)), _tilings((1, 2, 4, 8, 16))):
+        own = (fewest_keys,) if whole else ()
+        for sides in ((*SIDES, *blocks, *own), (1, 2, 4, 8, 16, *own)):
             fitting = [
                 tiling
-                for tiling in candidates
-                if tiling.block_k <= most_keys
+                for tiling in _tilings(sides)
+                if fewest_keys <= tiling.block_k <= most_keys
                 and tiling.keeps_scales(problem)
                 and tiling.footprint(problem, algorithm, direction, split) <= device.sram_bytes
             ]
@@ -192,10 +198,11 @@ class Tiling:
                 best = max(fitting, key=merit)
                 trimmed = _trim(best, problem, split)
                 return trimmed if trimmed.keeps_scales(problem) else best
-        smallest = cls(1, 1).footprint(problem, algorithm, direction, split)
+        least = cls(1, fewest_keys)
+        smallest = least.footprint(problem, algorithm, direction, split)
         raise SramOverflow(
             f"{algorithm} {direction} at head_dim={problem.head_dim}, n_kv={problem.n_kv}, "
-            f"{problem.dtype} needs {smallest:,} B on chip even with a 1 x 1 tile, but "
+            f"{problem.dtype} needs {smallest:,} B on chip even with a {least} tile, but "
             f"{device.name} gives a block {device.sram_bytes:,} B; use a device with more SRAM"
             + (
                 " or a flash algorithm (standard attention's softmax holds a whole row)"

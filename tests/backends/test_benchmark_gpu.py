@@ -135,35 +135,43 @@ def test_nobody_always_follows_the_same_one(bench, worker, monkeypatch):
 
     five = {str(n): Noted(at=n) for n in range(5)}
     rows_of(worker, bench, monkeypatch, five, repetitions=30)
-    start = len(ran) - 5 * 31 * 6  # behind the forward passes, and a warm-up and memory call each
+    times = bench.WARM_UPS + 30
+    start = len(ran) - 5 * times * 6  # behind forward passes, and a warm-up and memory call each
     repetitions = [ran[at : at + 6] for at in range(start, len(ran), 6)]
     order = [repetition[0] for repetition in repetitions]
     # The first call is not timed, the next three are.
     assert repetitions == [[n, "event", n, n, n, "event"] for n in order]
-    assert Counter(order) == {n: 31 for n in range(5)}
+    assert Counter(order) == {n: times for n in range(5)}
     followed = Counter(pairwise(order))
     for n in range(5):
         before = [followed[m, n] for m in range(5) if m != n]
         assert max(before) < sum(before) / 2
 
 
-def test_the_gpu_is_kept_busy_for_longer_than_the_host_needs(bench, worker, monkeypatch):
-    """A call takes the host 2 ms: four of them, behind the kernel that spins."""
-    spun = []
+def test_the_gpu_is_kept_busy_for_longer_than_the_slowest_host_needs(bench, worker, monkeypatch):
+    """A call of one takes the host 2 ms, of the other nothing; both spin for four of these."""
+    spun = {"slow": [], "fast": []}
 
-    class Slow(Fake):
+    class Noted(Fake):
+        def __init__(self, name, seconds):
+            super().__init__()
+            self.name, self.seconds = name, seconds
+
         def forward(self, x):
-            spun.append(FakeLab.spun)
-            time.sleep(2e-3)
+            spun[self.name].append(FakeLab.spun)
+            time.sleep(self.seconds)
             return x.q
 
         inference = forward
 
     monkeypatch.setattr(FakeLab, "spun", None, raising=False)
-    rows_of(worker, bench, monkeypatch, {"slow": Slow()}, repetitions=2)
-    repetitions = spun[2:-1:4]  # behind what compiles and what is asked for its memory
-    assert repetitions[0] == 0
-    assert min(repetitions[1:]) >= bench.MARGIN * 4 * 2e-3
+    both = {"slow": Noted("slow", 2e-3), "fast": Noted("fast", 0)}
+    rows_of(worker, bench, monkeypatch, both, repetitions=3)
+    # Behind what compiles and what is asked for its memory, four calls a repetition.
+    slow, fast = (spun[name][2:-1:4] for name in ("slow", "fast"))
+    assert slow[0] == fast[0] == 0
+    assert min(slow[1:]) >= bench.MARGIN * 4 * 2e-3
+    assert fast[bench.WARM_UPS :] == slow[bench.WARM_UPS :]
 
 
 def test_the_inputs_of_the_shape_before_are_let_go_first(bench, worker, monkeypatch):

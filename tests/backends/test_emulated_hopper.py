@@ -1,5 +1,5 @@
-"""The Hopper backwards with keys outside, their own sources run on a CPU: gradients are
-attention's, and bytes the simulator's. What is late on a GPU (copies, products of matrices) is
+"""The Hopper forward and the backwards with keys outside, their own sources run on a CPU: results
+are attention's, and bytes the simulator's. What is late on a GPU (copies, products of matrices) is
 never late here; the GPU tests have that.
 """
 
@@ -10,7 +10,8 @@ import pytest
 
 import flashsim
 from flashsim import Problem
-from flashsim.backends.families.hopper import HOPPER
+from flashsim.backends.families import family
+from flashsim.backends.families.hopper import HOPPER, Hopper
 from flashsim.backends.families.portable import PORTABLE
 from flashsim.backends.families.tile_times import ROLES
 from flashsim.problem import oracle
@@ -20,7 +21,7 @@ pytest.importorskip("cupy")  # as test_emulated
 import emulator
 import test_emulated
 from compiled import thorough
-from cupy_checks import ROOMY, budget, make, options
+from cupy_checks import ROOMY, budget, check_lse, make, options
 from test_cuda_kernels import H200
 
 pytestmark = test_emulated.pytestmark
@@ -73,23 +74,114 @@ ALIKE = {
 }
 
 
-def compare(problem, tiling=ROLES):
-    """Gradients within the budget of their type, events the simulator's."""
-    p, x, machine = problem, make(problem), test_emulated.HOPPER
-    forward = PORTABLE.forward_passes(p, None, GPU, "ascending", "counts")
+#: Three warpgroups and two, O rescaled where it is there or late, masks, an item of one visit.
+FORWARD = {
+    "64": Problem(200, 300, 64, heads=2, kv_heads=1, dtype="bfloat16", causal=True),
+    "128": Problem(150, 420, 128, dtype="float16", window=(100, 30)),
+    "192": Problem(150, 300, 192, 136, heads=2, dtype="bfloat16", causal=True),
+    "softcap": Problem(100, 150, 96, dtype="bfloat16", softcap=5.0),
+}
+
+
+def compare_forward(name, kind="normal"):
+    """O and LSE within the budget of their type, events the simulator's."""
+    p, x = FORWARD[name], make(FORWARD[name], kind=kind)
+    passes = HOPPER.forward_passes(p, None, GPU, "ascending", "counts")
+    arrays, stages = emulator.run_forward(test_emulated.HOPPER, passes, p, x)
+    inputs = [x[name] for name in "qkv"]
+    (true, lse), (rough, _) = (oracle.attention(*inputs, p, dtype=t) for t in ("float64", p.dtype))
+    got = arrays["o"][..., : p.head_dim_v].astype(np.float64)
+    assert np.abs(got - true).max() <= budget(true, rough, p)
+    check_lse(arrays["lse"], lse, lse)
+    schedule = passes[0].tables.schedule
+    given = {"device": ROOMY, "trace": True, "tiling": schedule.tiling, **options(p)}
+    (simulated,) = flashsim.run(*inputs, **given).trace.stages
+    np.testing.assert_array_equal(stages[0].events, simulated.events)
+
+
+@pytest.mark.parametrize("name", [n if n == "64" else thorough(n) for n in FORWARD])
+def test_forward_and_counts(name):
+    compare_forward(name)
+
+
+def test_forward_of_scores_that_are_all_below_0():
+    compare_forward("64", "below")
+
+
+@pytest.fixture
+def choose(monkeypatch):
+    """Sets what a method of `Hopper` answers; `_passes` has none of it after."""
+
+    def of(method, answer):
+        monkeypatch.setattr(Hopper, method, lambda *_: answer)
+        family._passes.cache_clear()
+
+    yield of
+    family._passes.cache_clear()
+
+
+#: Row tiles that have one visit, of all keys that they see.
+ONCE = {
+    "groups 64": Problem(300, 120, 64, heads=2, kv_heads=1, dtype="bfloat16"),
+    "causal 64": Problem(100, 100, 40, 60, batch=2, heads=2, dtype="float16", causal=True),
+    "upright 32": Problem(150, 128, 32, 20, batch=2, dtype="float16", window=(60, 10)),
+    "128": Problem(150, 120, 128, heads=2, kv_heads=1, dtype="bfloat16", causal=True),
+    "values 128": Problem(70, 128, 50, 128, heads=2, dtype="bfloat16", scale=-0.1),
+    "96": Problem(90, 90, 91, dtype="float16", causal=True),
+    "varlen": Problem(
+        *(170, 200, 64),
+        dtype="float16",
+        causal=True,
+        cu_seqlens_q=(0, 70, 71, 170),
+        cu_seqlens_k=(0, 100, 103, 200),
+    ),
+    "varlen 128": Problem(
+        *(170, 200, 120),
+        dtype="bfloat16",
+        cu_seqlens_q=(0, 70, 71, 170),
+        cu_seqlens_k=(0, 100, 103, 200),
+    ),
+}
+
+
+#: One block gets all items: with few, on more multiprocessors, a cluster would share them.
+ALONE = replace(H200, multiprocessors=1)
+
+
+def compare_once(name, machine=test_emulated.HOPPER):
+    """The same of `ONCE`."""
+    compare(ONCE[name], None, "flash2-once", ALONE, machine)
+
+
+def compare(
+    problem,
+    tiling=ROLES,
+    algorithm="flash2-fused",
+    gpu=GPU,
+    machine=test_emulated.HOPPER,
+    report="counts",
+):
+    """Gradients within the budget of their type, events, if there are any, the simulator's."""
+    p, x = problem, make(problem)
+    forward = PORTABLE.forward_passes(p, None, gpu, "ascending", "counts")
     arrays, _ = emulator.run_forward(machine, forward, p, x)
-    passes = HOPPER.backward_passes(p, tiling, GPU, "ascending", "counts", "flash2-fused")
-    arrays, stages = emulator.run_backward(machine, passes, p, arrays, x["dout"], fused=True)
+    passes = HOPPER.backward_passes(p, tiling, gpu, "ascending", report, algorithm)
+    adds = algorithm == "flash2-fused"
+    arrays, stages = emulator.run_backward(machine, passes, p, arrays, x["dout"], fused=adds)
     inputs = [x[name] for name in "qkv"]
     true = oracle.gradients(*inputs, x["dout"], p)
     rough = oracle.gradients(*inputs, x["dout"], p, dtype=p.dtype)
     for name in ("dq", "dk", "dv"):
         got = arrays[name][..., : true[name].shape[-1]].astype(np.float64)
         assert np.abs(got - true[name]).max() <= budget(true[name], rough[name], p), name
-    result = flashsim.run(*inputs, device=ROOMY, trace=True, **options(p))
-    simulated = result.backward(x["dout"], tiling=tiling, deterministic=False).trace
+    if not report:
+        return passes
+    how = {"device": ROOMY, "trace": True, "algorithm": algorithm, **options(p)}
+    tiling = passes[0].tables.schedule.tiling
+    simulated = flashsim.run(*inputs, **how).backward(x["dout"], tiling=tiling).trace
     for stage, expected in zip(stages, simulated.stages, strict=True):
         np.testing.assert_array_equal(stage.events, expected.events, stage.name)
+    return passes
 
 
 @pytest.mark.parametrize(
@@ -102,4 +194,47 @@ def test_gradients_and_counts(name):
 @pytest.mark.parametrize("name", ALIKE)
 def test_gradients_and_counts_where_warpgroups_are_alike(name):
     tiling, problem = ALIKE[name]
-    compare(problem, tiling)
+    _, fused, _ = compare(problem, tiling)
+    assert dict(fused.kernel.constants)["FS_DEFERRED"] == 0
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_dq_of_a_visit_computed_in_the_next_one(name, choose):
+    """Also where walks are so short that it would not be."""
+    choose("defers", True)
+    tiling, problem = ALIKE[name]
+    _, fused, _ = compare(problem, tiling)
+    assert dict(fused.kernel.constants)["FS_DEFERRED"] == 1
+
+
+@pytest.mark.parametrize("name", ["carried 128", "varlen"])
+def test_a_pass_in_several_launches(name, choose):
+    """Which take its items between them; of clusters, which there are none here, of one block."""
+    choose("remainder", ((1, 1), (1, 1)))
+    tiling, problem = ALIKE[name]
+    problem = problem if name == "varlen" else replace(problem, batch=2)
+    _, fused, _ = compare(problem, tiling, report="")
+    launches = (*fused.before, fused)
+    taken = [item for one in launches for item in one.items]
+    assert taken == [*range(fused.walks * fused.tables.tiles)]
+    found = [dict(one.kernel.constants) for one in launches]
+    assert [(one["FS_AFTER"], one["FS_MORE"]) for one in found] == [(0, 1), (1, 1), (1, 0)]
+    _, counted, _ = HOPPER.backward_passes(
+        *(problem, tiling, GPU, "ascending", "counts", "flash2-fused")
+    )
+    assert not counted.before
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_gradients_and_counts_of_one_visit(name):
+    compare_once(name)
+
+
+def test_sums_over_keys_that_nobody_waits_for_show():
+    piece = "named_sync(SUMS_READY, 128 * WARPGROUPS);"
+    faults = {"early": (piece, f"if (!FAULT) {piece}")}
+    machine = emulator.Faulty(900, faults, "hopper/backward.cu")
+    compare_once("128", machine)
+    machine.seeded = "early"
+    with pytest.raises(AssertionError):
+        compare_once("128", machine)

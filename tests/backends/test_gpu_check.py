@@ -35,8 +35,9 @@ def watched(name, family):
         given = (p, sanitize.WAYS[name].both.get("tiling"), H200, "ascending", "")
         for form in forms:
             # As the api picks them: Hopper's dQ comes from the fused kernel where that is faster.
-            ordered = bool(form) and family.orders_dq(p)
+            ordered = form is True and family.orders_dq(p)
             algorithm = "flash2-fused" if ordered or form is False else "flash2"
+            algorithm = form if isinstance(form, str) else algorithm
             extra = {"ordered": True} if ordered else {}
             yield from family.backward_passes(*given, algorithm, **extra)
 
@@ -61,7 +62,7 @@ def test_the_sanitizer_sees_every_form_of_hoppers_kernels():
     seen = set()
     for one in watched("hopper", HOPPER):
         values, tiling = dict(one.kernel.constants), one.tables.schedule.tiling
-        form = values.get("FS_FUSED", 0), values.get("FS_ORDERED", 0)
+        form = values.get("FS_FUSED", 0), values.get("FS_ORDERED", 0) + 2 * values.get("FS_ONCE", 0)
         seen.add((one.kernel.name, str(tiling), values["FS_D"], *form))
     sides = {(name, tiling) for name, tiling, *_ in seen}
     chosen = {str(t) for times in HOPPER_FORWARD.values() for t in times}
@@ -72,6 +73,7 @@ def test_the_sanitizer_sees_every_form_of_hoppers_kernels():
         assert {s for s in seen if s[0] == "hopper_backward" and s[2] == d} == {
             ("hopper_backward", tiling, d, 0, 0),
             ("hopper_backward", tiling, d, 1, 0),
+            ("hopper_backward", tiling, d, 1, 2),  # one visit
             ("hopper_backward", in_order, d, 1, 1),
         }
     assert ("hopper_backward_roles", "64 x 96", 192, 1, 0) in seen

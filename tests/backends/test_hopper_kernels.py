@@ -24,7 +24,7 @@ from flashsim.backends.families.portable import PORTABLE
 from flashsim.backends.families.tile_times import ROLES
 from flashsim.backends.launch.kernel import Box, Variant
 from flashsim.engines.engine import Job
-from flashsim.errors import OptionError, UnsupportedError
+from flashsim.errors import OptionError, TilingError, UnsupportedError
 from flashsim.problem.masks import BlockMask
 
 #: Bytes a thread may spill to local memory: a few values used once an item.
@@ -60,7 +60,7 @@ def every_kernel(problem, report=""):
     passes = list(HOPPER.forward_passes(problem, None, H200, "ascending", report))
     for algorithm in ("flash2", "flash2-fused"):
         passes += HOPPER.backward_passes(problem, None, H200, "ascending", report, algorithm)
-    return [one.kernel for one in passes]
+    return [x.kernel for one in passes for x in (*one.before, one)]
 
 
 def kernels(problem, report=""):
@@ -111,13 +111,13 @@ def test_output_is_waited_for_between_the_maxima_and_the_exponentials(name):
     _, cubin = compiled(kernel, kernel.options)
     seen = []  # maxima, exponentials, waits for all products but the last so many
     for low, high in instructions(cubin):
-        kind = {0x009: "max", 0x108: "exp"}.get(low & 0x1FF)
+        kind = {0x00F: "max", 0x108: "exp"}.get(low & 0x1FF)  # VIMNMX3, MUFU
         seen.append(f"wait {high >> 8 & 7}" if low & 0xFFF == 0x9C5 else kind)
     scores = seen.index("wait 1")
     output = seen.index("wait 0", scores)
-    maxima = dict(kernel.constants)["FS_BLOCK_K"] // 2
-    assert seen[scores:output].count("max") > 0.9 * maxima
-    assert 0 < seen[scores:output].count("exp") < maxima / 2
+    scores_a_thread = dict(kernel.constants)["FS_BLOCK_K"] // 2
+    assert seen[scores:output].count("max") > 0.9 * scores_a_thread / 2  # each takes in two more
+    assert 0 < seen[scores:output].count("exp") < scores_a_thread / 2
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -147,6 +147,22 @@ def test_the_backward_in_a_fixed_order_compiles(name):
     problem = PROBLEMS[name]
     for tiling in HOPPER.tilings(problem, H200, "backward", "flash2-fused"):
         check(in_order(problem, tiling), SPILL_BYTES[bool(problem.softcap)])
+
+
+#: Row tiles that have one visit, and 64 columns: S, dP, P, dK and dV are 224 registers.
+ONE_VISIT = Problem(200, 128, 64, heads=2, batch=99, dtype="bfloat16")
+ONCE_SPILLS = 96
+
+
+@pytest.mark.parametrize(
+    "case", some(((64, False),), (), product((32, 64, 96, 128), (False, True)))
+)
+def test_the_backward_in_one_visit_compiles(case):
+    d, causal = case
+    problem = replace(ONE_VISIT, head_dim=d, head_dim_v=d, causal=causal, n_kv=128 - 28 * causal)
+    problem = replace(problem, n_q=problem.n_kv) if causal else problem
+    (one,) = HOPPER.backward_passes(problem, None, H200, "ascending", "", "flash2-once")
+    check(one.kernel, ONCE_SPILLS)
 
 
 @pytest.mark.parametrize("name", some((), ("64 causal",), ("128", "64 causal", "192")))
@@ -223,8 +239,10 @@ def test_a_launch_begins_while_the_one_before_it_ends():
             assert kernel.overlaps
             assert dict(kernel.constants)["FS_OVERLAP"] == 1
             text = source(kernel)
-            waits = text.index("    wait_for_what_ran_before();")
-            assert text.find("    let_what_runs_next_start();") in (-1, *range(waits, len(text)))
+            waits = re.search(r"^ +(if \(!FS_AFTER\) )?wait_for_what_ran_before\(\);", text, re.M)
+            lets = re.search(r"^ +(if \(.*\) )?let_what_runs_next_start\(\);", text, re.M)
+            assert waits
+            assert not lets or lets.start() > waits.start()
     for algorithm in ("flash2", "flash2-fused"):
         for one in PORTABLE.backward_passes(p, None, A100, "ascending", "", algorithm):
             assert not one.kernel.overlaps
@@ -236,11 +254,86 @@ def test_dq_runs_beside_the_pass_that_lets_it_start():
     _, dkdv, dq = HOPPER.backward_passes(PROBLEMS["128"], None, H200, "ascending", "", "flash2")
     before, text = source(dkdv.kernel), source(dq.kernel)
     assert dict(dkdv.kernel.constants)["FS_FUSED"] == 0
-    assert "if (!FS_FUSED) let_what_runs_next_start();" in before
+    assert "if (!FS_FUSED || FS_MORE) let_what_runs_next_start();" in before
     waits = text.index("    wait_for_what_ran_before();")
     assert waits > text.index("store_row<KeyRow>(a.dq")  # and reads delta past the L1, in between
     assert "__ldcg(&a.lse[at])" in text
     assert "__ldcg(&a.delta[at])" in text
+
+
+def launches(problem, **more):
+    """Of the fused backward's pass with keys outside."""
+    one = HOPPER.backward_passes(problem, None, H200, "ascending", "", "flash2-fused", **more)[1]
+    return (*one.before, one)
+
+
+def test_clusters_take_what_whole_rounds_of_items_leave():
+    """Of items that are all alike, if that saves enough time; they come first."""
+    p = Problem(16_384, 16_384, 128, heads=16, dtype="bfloat16")  # 2048 items: 15 rounds and 68
+    pieces = [(x.kernel.cluster, len(x.items), x.grid) for x in launches(p)]
+    assert pieces == [(8, 2, (16,)), (2, 66, (132,)), (1, 1980, (132,))]
+    narrow = replace(p, head_dim=64, head_dim_v=64, heads=32, kv_heads=32)  # 31 rounds and 4
+    assert [(x.kernel.cluster, len(x.items)) for x in launches(narrow)] == [(8, 4), (1, 4092)]
+    for one in (p, narrow):
+        each = launches(one)
+        assert [x.items.stop for x in each[:-1]] == [x.items.start for x in each[1:]]
+        constants = [dict(x.kernel.constants) for x in each]
+        assert [x["FS_AFTER"] for x in constants] == [0] + [1] * (len(each) - 1)
+        assert [x["FS_MORE"] for x in constants] == [1] * (len(each) - 1) + [0]
+        assert {x.tables for x in each} == {each[0].tables}
+    assert len(launches(replace(p, causal=True))) == 1
+    assert len(launches(replace(p, n_q=512, n_kv=512, batch=32))) == 1  # items are short
+    assert len(launches(replace(p, heads=33, kv_heads=33, n_q=4096, n_kv=4096, batch=4))) == 1
+    assert len(launches(p, ordered=True)) == 1
+    counted = HOPPER.backward_passes(p, None, H200, "ascending", "counts", "flash2-fused")[1]
+    assert not counted.before
+
+
+@pytest.mark.parametrize("steps", [1, 7, 64, 256])
+@pytest.mark.parametrize("items", [1, 131, 132, 133, 200, 264, 300, 2048, 4096])
+def test_a_remainder_is_shared_only_where_all_end_sooner(items, steps):
+    """By a launch simulated block by block, clusters first."""
+    known = tile_times.HOPPER_BACKWARD[128].fused, tile_times.ADDING_UP[128]
+    shares = tile_times.remainder(items, steps, *known, H200)
+    assert sum(n for _, n in shares) in (0, items % H200.multiprocessors)
+    free, each = [0.0] * H200.multiprocessors, np.array([steps])
+    alone = tile_times.shared_out(items, each, *known, 1, free)
+    for cluster, n in (*shares, (1, items - sum(n for _, n in shares))):
+        free = tile_times.shared_out(n, each, *known, cluster, free) if n else free
+    saved = max(alone) - max(free)
+    assert not shares or saved > 0 or items > 12 * H200.multiprocessors  # spread evenly from there
+
+
+@pytest.mark.parametrize(
+    ("changed", "deferred"),
+    [
+        ({}, True),
+        ({"n_q": 1024, "n_kv": 1024}, True),  # eight query heads of 576 rows on average
+        ({"n_q": 1024, "n_kv": 1024, "heads": 8}, False),
+        ({"n_q": 1024, "n_kv": 1024, "heads": 8, "causal": False}, True),
+        ({"head_dim": 192, "head_dim_v": 192}, False),
+    ],
+)
+def test_dq_is_deferred_where_walks_are_long(changed, deferred):
+    p = replace(GROUPED, batch=8, **changed)
+    (one,) = launches(p)
+    assert dict(one.kernel.constants)["FS_DEFERRED"] == deferred
+    (ordered,) = launches(p, ordered=True) if HOPPER.orders_dq(p) else [None]
+    assert ordered is None or dict(ordered.kernel.constants)["FS_DEFERRED"] == 0
+    _, dkdv, _ = HOPPER.backward_passes(p, None, H200, "ascending", "", "flash2")
+    assert dict(dkdv.kernel.constants)["FS_DEFERRED"] == 0
+
+
+def test_statistics_of_the_next_visit_are_loaded_under_the_last_products():
+    """At 128 rows those of the scores: a pair a load, between the waits for dQ and for dK."""
+    (*_, one) = launches(PROBLEMS["64"])
+    _, cubin = compiled(one.kernel, one.kernel.options)
+    seen = []
+    for low, high in instructions(cubin):
+        kind = "load" if low & 0xFFF == 0x984 else None
+        seen.append(f"wait {high >> 8 & 7}" if low & 0xFFF == 0x9C5 else kind)
+    dq = len(seen) - 1 - seen[::-1].index("wait 1")
+    assert seen[dq : seen.index("wait 0", dq)].count("load") == 128 // 8
 
 
 def test_passes_that_have_room_at_once_are_not_made_to_fill_the_gpu():
@@ -284,6 +377,19 @@ def test_grouped_heads_are_in_step_where_l2_does_not_hold_them(changed, in_step)
     assert steps("flash2") == 0
     if HOPPER.orders_dq(p):
         assert steps("flash2-fused", ordered=True) == 0
+
+
+@pytest.mark.parametrize(
+    ("n", "clump"),
+    [(32_768, 1), (24_576, 2), (20_480, 4), (16_384, 1), (12_800, 4), (8192, 2)],
+)
+def test_grouped_heads_in_step_come_in_whole_rounds(n, clump):
+    """Else the items that clumps share rounds of would go against the others."""
+    (one,) = launches(replace(GROUPED, n_q=n, n_kv=n))
+    assert dict(one.kernel.constants)["FS_IN_STEP"]
+    assert one.clump == clump
+    beside = clump * one.tables.tiles % H200.multiprocessors
+    assert min(beside, H200.multiprocessors - beside) <= H200.multiprocessors / 6
 
 
 def test_all_grouped_heads_come_at_once_where_that_ends_sooner():
@@ -422,7 +528,7 @@ def test_two_stages_and_all_tiles_lie_in_shared_memory():
 
 def test_a_producer_and_each_consumer_warpgroup_stamp_the_time():
     assert [k.roles for k in kernels(PROBLEMS["64"])] == [4, 3, 3, 3]
-    assert [k.roles for k in kernels(PROBLEMS["128"])] == [3, 3, 3, 3]
+    assert {k.roles for k in kernels(PROBLEMS["128"])} == {3}
     passes = PORTABLE.forward_passes(PROBLEMS["64"], None, H200, "ascending", "timeline")
     assert passes[0].kernel.roles == 1
 
@@ -708,3 +814,26 @@ def test_warpgroups_take_turns_but_at_128_columns_and_many_keys(d, d_v, keys, tu
     problem = Problem(256, keys, d, head_dim_v=d_v, dtype="bfloat16")
     (one,) = HOPPER.forward_passes(problem, None, H200, "ascending", "")
     assert dict(one.kernel.constants)["FS_TURNS"] == int(turns)
+
+
+def test_dq_is_stored_after_one_visit_where_that_is_faster():
+    """By the time model; in order of its additions it never is."""
+    few = Problem(128, 128, 64, heads=12, dtype="bfloat16")
+    assert [HOPPER.stores_dq(few, H200, ordered=x) for x in (False, True)] == [False, True]
+    many = replace(few, batch=8)
+    assert HOPPER.stores_dq(many, H200, ordered=False)
+    (only,) = HOPPER.backward_passes(many, None, H200, "ascending", "", "flash2-once")
+    assert only.kernel.boxes[-1].tensor == "dq"
+    for other in (
+        replace(many, n_kv=129),  # two visits
+        replace(many, n_kv=100, causal=True, n_q=300),  # the first row tile has none
+        replace(many, head_dim=136),
+        replace(many, softcap=2.0),
+    ):
+        assert HOPPER.refusal(other, None, H200, "backward", "flash2-once")
+        assert not HOPPER.stores_dq(other, H200, ordered=True)
+        with pytest.raises(UnsupportedError, match=r"visit|at once"):
+            HOPPER.backward_passes(other, None, H200, "ascending", "", "flash2-once")
+    assert not PORTABLE.stores_dq(many, H200, ordered=True)
+    with pytest.raises(TilingError, match="flash2-fused"):
+        PORTABLE.backward_passes(many, None, H200, "ascending", "", "flash2-once")

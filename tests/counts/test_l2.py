@@ -7,7 +7,7 @@ from l2_cases import small_device
 import flashsim
 from flashsim import OptionError, Problem, Tiling, UnsupportedError, l2
 from flashsim.schedule.plans import DIRECTIONS
-from flashsim.schedule.plans import TRAINING as ALGORITHMS
+from flashsim.schedule.plans import GENERAL as ALGORITHMS
 
 RUNS = [(a, d) for a in ALGORITHMS for d in DIRECTIONS]
 LONG = Problem(1024, head_dim=16, heads=2)

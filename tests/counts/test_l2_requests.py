@@ -10,7 +10,7 @@ from flashsim.l2 import requests
 from flashsim.l2.launch import SIDE
 from flashsim.schedule.names import OPS, TENSORS, TRANSFERS
 from flashsim.schedule.plans import DIRECTIONS
-from flashsim.schedule.plans import TRAINING as ALGORITHMS
+from flashsim.schedule.plans import GENERAL as ALGORITHMS
 from flashsim.schedule.splitting import occupancy
 
 PROBLEMS = {

@@ -20,7 +20,7 @@ from flashsim.counts import bounds
 from flashsim.counts.work import KINDS
 from flashsim.errors import DTypeError, ShapeError
 from flashsim.problem.problem import numpy_dtype
-from flashsim.schedule.plans import TRAINING as ALGORITHMS
+from flashsim.schedule.plans import GENERAL as ALGORITHMS
 
 DIRECTIONS = ("forward", "backward")
 ANSWERS = ("bytes", "flops", "on_chip", "peak_sram", "compulsory", "intensity", "by_tensor")

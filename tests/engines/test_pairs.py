@@ -249,7 +249,7 @@ def test_operands_are_packed(kind, n, d, monkeypatch):
     panels = right(whole.T[: up(d, 32)])
     for walk, size, args, expected in (
         (left_of_rows, by_rows.shape, (up(d, 32) // 2,), by_rows),
-        (left_of_columns, (up(d, 16), up(n, 32) // 2), (up(n, 32) // 2,), by_columns),
+        (left_of_columns, (up(d, 16), up(n, 32) // 2), (up(n, 32) // 2,) * 2, by_columns),
         (right_of_columns, (up(n, 32) // 2, 64), (64,), right(whole[: up(n, 32), :64])),
         (right_of_rows, panels.shape, (), panels.reshape(len(panels), -1, 64).swapaxes(0, 1)),
     ):
@@ -434,6 +434,38 @@ def test_whole_tiles_on_an_emulated_cpu(emulated, kind):
     judged(x, "flash2-fused", tiling=Tiling(64, 32), causal=True)
 
 
+@pytest.mark.parametrize("kind", ["normal", "rising"])
+def test_a_wide_column_tile_takes_several_panels_of_scores(emulated, kind):
+    """P of all of them waits for one product with V, unless a largest score grows in between."""
+    x = tensors(70, 300, 16, dtype="bfloat16", kind=kind, heads=1)
+    for options in ({}, {"causal": True}, {"window": (90, 40)}):
+        judged(x, "flash2", traces=True, tiling=Tiling(32, 160), **options)
+
+
+def alternate(q, k):
+    """Every second row tile of 16 sees every second column tile of 32, the others see all."""
+    return (q // 16 % 2 == 0) | (k // 32 % 2 == 0)
+
+
+def test_keys_between_two_tiles_of_a_row_are_left_out(emulated):
+    """Row tiles walked together need not visit the same column tiles."""
+    x = tensors(160, 200, 16, dtype="bfloat16", heads=1)
+    judged(x, "flash2", tiling=Tiling(16, 32), mask=alternate, threads=1)
+
+
+@pytest.mark.parametrize(("block_k", "products"), [(64, 2), (128, 2), (320, 1)])
+def test_sums_are_stored_once_for_all_the_keys_that_are_kept(emulated, block_k, products):
+    """Of equal scores, whose largest one never grows: 20 x 4 tiles of S, 2 x 4 of O a product."""
+    x = tensors(64, 320, 16, dtype="bfloat16", heads=1, dv=32)
+    x.k[:] = 0
+    stores = sum(machine.counts["Store"] for machine in tile_machine.ALL)
+    out = flashsim.run(x.q, x.k, x.v, backend="numba", tiling=Tiling(64, block_k)).out
+    ran = sum(machine.counts["Store"] for machine in tile_machine.ALL) - stores
+    assert ran == (20 * 4 + 2 * 4 * products if emulated is EmulatedAmx else 0)
+    mean = x.v.astype(np.float32).mean(axis=2, keepdims=True)
+    np.testing.assert_allclose(out.astype(np.float32), np.broadcast_to(mean, out.shape), atol=2e-3)
+
+
 @pytest.mark.parametrize("largest", [-1, 1])
 def test_a_row_of_the_largest_finite_scores_is_a_mean(emulated, largest):
     """As model code pads: a whole row of bias at finfo.min."""
@@ -543,10 +575,9 @@ def test_bfloat16_takes_what_this_process_may_use(
         chosen.cpu(None, flashsim.Problem(1, dtype=dtype, heads=heads, kv_heads=1), one=one)
     )
     assert choose("bfloat16") is kind
-    # One query a head: pairs where they come as they lie in memory, and arithmetic is the limit.
-    along = Avx512Bf16 if "znver" in name and kind in (Amx, Avx512Bf16) else choose("float32")
+    # One query a head: pairs where arithmetic is the limit.
     assert choose("bfloat16", one=True) is choose("float32")
-    assert choose("bfloat16", one=True, heads=8) is along
+    assert choose("bfloat16", one=True, heads=8) is kind
     assert choose("float32") not in (Amx, Avx512Bf16)
     if refused:
         with pytest.raises(BackendUnavailable, match="Linux refuses"):

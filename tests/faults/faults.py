@@ -50,6 +50,7 @@ TILES_DOTS, TILES_WEIGH = (
     for test in ("test_dots", "test_weigh")
 )
 TILE_MACHINE = ("engines/test_pairs.py::test_the_machine_multiplies", "-k", "add")
+KEPT = ("engines/test_pairs.py", "-k", "wide_column_tile and rising")
 
 
 class FaultError(Exception):
@@ -77,10 +78,25 @@ COUNTS = "flashsim.counts.forms"
 QUANTIZE, NUMBERS = "flashsim.api.quantize", "flashsim.problem.precision"
 DECODING, MERGE = "flashsim.algorithms.decode", "flashsim.algorithms.merge"
 
-AMX = "flashsim.engines.cpu.pairs.tiles"
+AMX, PAIRS = "flashsim.engines.cpu.pairs.tiles", "flashsim.engines.cpu.pairs.forward"
 ALONG = "flashsim.engines.cpu.micro_kernels.along_tiles"
 
 FAULTS = {
+    # -- One visit ------------------------------------------------------------------------------
+    "once-anywhere": Fault(
+        "a backward for one visit of each row tile takes any schedule",
+        SCHEDULE,
+        "any(stage.once for stage in stages) and not Schedule(problem, tiling).visited_once:",
+        "False:",
+        ("engines/test_one_visit.py::test_other_schedules_are_refused",),
+    ),
+    "once-delta-without-p": Fault(
+        "delta made on chip is a sum of dP, not of P dP",
+        TILES,
+        "np.sum(P_ij * dP_ij, axis=-1, out=delta_i)",
+        "np.sum(dP_ij, axis=-1, out=delta_i)",
+        ("engines/test_one_visit.py::test_kinds_and_types", "-k", "normal-float32"),
+    ),
     # -- AMX tiles ------------------------------------------------------------------------------
     "tile-of-b-for-two": Fault(
         "both columns of a block are multiplied with the first one's tile",
@@ -91,23 +107,31 @@ FAULTS = {
         "what is added to begins as zero",
         *(AMX, 'if mode == "set" else Load', 'if mode != "none" else Load', TILE_MACHINE),
     ),
-    "tile-rows-beyond-the-last": Fault(
-        "a last odd row of V is paired with what lies behind it",
+    "kept-over-a-new-maximum": Fault(
+        "P that waits for its product is multiplied after the sums have been scaled",
         *(
-            ALONG,
-            'below = b.select(b.icmp_signed("<", r, last), b.add(r, one), last)',
-            "below = b.add(r, one)",
-            TILES_WEIGH,
+            PAIRS,
+            "weigh(cpu, O, O0, of_o, begin, end)\n                    begin = end\n",
+            "pass\n",
         ),
+        KEPT,
     ),
-    "tile-of-the-keys-before": Fault(
-        "tiles that V's last rows do not fill keep rows of those before",
-        *(ALONG, "b.mul(b.sub(lines, pairs), ldo), [], nothing", "INT(0), [], nothing"),
-        TILES_WEIGH,
+    "kept-over-a-gap": Fault(
+        "P that waits is multiplied with the keys between two tiles that a row visits, too",
+        *(PAIRS, "if end != slot * v_pairs + first // 2:", "if begin == end:"),
+        ("engines/test_pairs.py", "-k", "between_two_tiles"),
+    ),
+    "tile-rows-beyond-the-last": Fault(
+        "with V's last rows a tile has what lies behind them",
+        *(ALONG, "count = _smaller(code, b.sub(n, at), _side())", "count = _side()", TILES_WEIGH),
+    ),
+    "tile-columns-swapped": Fault(
+        "even columns of O are taken for odd ones",
+        *(ALONG, "for side in (_int(0), _side()))", "for side in (_side(), _int(0)))", TILES_WEIGH),
     ),
     "tile-of-short-rows": Fault(
         "rows of K that a tile does not divide are read as if it did",
-        *(ALONG, 'b.and_(b.icmp_signed("==", rest, zero), enough)', "enough", TILES_DOTS),
+        *(ALONG, "b.and_(_whole(code, d), enough)", "enough", TILES_DOTS),
     ),
     # -- parts of the keys ----------------------------------------------------------------------
     "split-lost": Fault(

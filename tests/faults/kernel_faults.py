@@ -41,6 +41,28 @@ class KernelFault:
 
 
 FAULTS = {
+    # -- Hopper's backward in one visit -----------------------------------------------------------
+    "once-delta-of-half-the-keys": KernelFault(
+        "delta is summed over one warpgroup's keys",
+        BACKWARD,
+        "w < 4 * WARPGROUPS; ++w) sum",
+        "w < 4; ++w) sum",
+        "test_where_row_tiles_have_one_visit and packed",
+    ),
+    "once-scale-left-out": KernelFault(
+        "dQ is stored without the scores' scale",
+        BACKWARD,
+        "stage_rounded(s.dq[g][0], dQ, scale);",
+        "stage_rounded(s.dq[g][0], dQ, 1.0f);",
+        "test_where_row_tiles_have_one_visit and packed",
+    ),
+    "once-staged-without-swizzle": KernelFault(
+        "rows of dQ are laid down as if their pieces were not permuted",
+        BACKWARD,
+        "(piece ^ lane % 8) * 16;",
+        "piece * 16;",
+        "test_where_row_tiles_have_one_visit and packed",
+    ),
     # -- FP8 --------------------------------------------------------------------------------------
     "fp8-scale-left-out": KernelFault(
         "scores are not multiplied by K's scale",
@@ -120,6 +142,11 @@ FAULTS = {
     "o-not-rescaled": KernelFault(
         "O keeps the scale of an older maximum",
         *(HOPPER_FORWARD, "O[e] *= alpha[e / 2 % 2];", ";", "test_kinds and rising and 64"),
+    ),
+    "hopper-largest-as-integers": KernelFault(
+        "of scores that are all below 0 the smallest is taken for the largest",
+        *(HOPPER_FORWARD, "if (__builtin_expect(below, false)) {", "if (false) {"),
+        "test_kinds and below and 64",
     ),
     "lse-without-log": KernelFault(
         "LSE is the maximum",
@@ -203,6 +230,11 @@ FAULTS = {
     "ds-not-awaited": KernelFault(
         "dQ starts before the other warpgroup has written its dS",
         *(BACKWARD, "named_sync(DS_READY, 128 * WARPGROUPS);", "", "test_features and ragged"),
+    ),
+    "deferred-ds-not-awaited": KernelFault(
+        "dQ of the last visit starts though the other warpgroup may not have written its dS",
+        *(BACKWARD, "if (due) wait(&s.ds_full[of], stage ? ring.parity : ring.parity ^ 1);", ""),
+        "test_dq_of_a_visit and many and 64",
     ),
     "wide-scores-not-awaited": KernelFault(
         "dV starts before the other warpgroup has written its P",
@@ -326,6 +358,10 @@ FAULTS = {
         "every block of a cluster counts K and V as loaded",
         *(SHARED, "cluster_rank() ? 0 : it.own.stop", "it.own.stop"),
         "test_every_cluster and causal and 64",
+    ),
+    "items-taken-twice": KernelFault(
+        "the launch behind clusters begins with their items, not with the others",
+        *(SHARED, "w = a.first + first_work();", "w = first_work();", "test_clusters_take"),
     ),
     # -- Hopper's backward: grouped heads in step -------------------------------------------------
     "never-back": KernelFault(

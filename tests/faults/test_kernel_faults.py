@@ -160,6 +160,19 @@ def test_one_of_the_backward_by_roles_shows_on_a_cpu(name, monkeypatch):
         test_emulated_hopper.compare(test_emulated_hopper.PROBLEMS["groups"])
 
 
+@pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
+def test_one_of_hoppers_forward_shows_on_a_cpu(monkeypatch):
+    with seeded("hopper-largest-as-integers", monkeypatch), pytest.raises(AssertionError):
+        test_emulated_hopper.compare_forward("64", "below")
+
+
+@pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
+@pytest.mark.parametrize("name", [name for name in FAULTS if name.startswith("once")])
+def test_one_of_the_backward_in_one_visit_shows_on_a_cpu(name, monkeypatch):
+    with seeded(name, monkeypatch), pytest.raises((AssertionError, TraceError)):
+        test_emulated_hopper.compare_once("varlen")
+
+
 def test_a_fragment_that_is_gone_is_an_error():
     gone = dataclasses.replace(FAULTS["mask-skipped"], old="no such line")
     with pytest.raises(kernel_faults.KernelFaultError, match="'no such line' 0 times"):

@@ -42,6 +42,16 @@ RNG = np.random.default_rng(0)
 FEATURES = {
     "causal": dict(n_q=700, n_kv=700, heads=4, kv_heads=2, causal=True),
     "one tile": dict(n_q=128, n_kv=128),
+    "one visit": dict(n_q=333, n_kv=120, batch=3, heads=4, kv_heads=2),
+    "one visit, causal": dict(n_q=100, n_kv=100, batch=80, heads=4, causal=True),
+    "one visit, packed": dict(
+        n_q=170,
+        n_kv=200,
+        heads=2,
+        causal=True,
+        cu_seqlens_q=(0, 70, 71, 170),
+        cu_seqlens_k=(0, 100, 103, 200),
+    ),
     "1 x 1": dict(n_q=1, n_kv=1),
     "ragged": dict(n_q=333, n_kv=517, batch=2, heads=2),
     "more queries": dict(n_q=700, n_kv=300, heads=4, kv_heads=1, causal=True),
@@ -88,9 +98,32 @@ def choose(monkeypatch):
     forget()
 
 
+@pytest.mark.parametrize("head_dims", [(32, 20), (50, 128), (64, 64), (91, 91), (128, 128)])
+@pytest.mark.parametrize("name", [name for name in FEATURES if name.startswith("one ")])
+def test_where_row_tiles_have_one_visit(name, head_dims):
+    d, dv = head_dims
+    p = Problem(head_dim=d, head_dim_v=dv, dtype="float16", **FEATURES[name])
+    assert cupy_checks.ONCE in HOPPER.forms_of(p)
+    check(p, HOPPER)
+    check_timelines(p, HOPPER)
+    check_bits(p, HOPPER, runs=20, forms=(cupy_checks.ONCE,))
+
+
+def test_the_fastest_form_of_short_sequences():
+    """Three passes for a few items; and if bits shall be the same, none is added in order."""
+    few = Problem(128, 128, 64, heads=12, dtype="bfloat16")
+    for p, expected in ((few, "flash2"), (replace(few, batch=8), "flash2-once")):
+        result, dout = run(p, make(p), trace=True), make(p)["dout"]
+        assert result.backward(dout, deterministic=False).trace.algorithm == expected
+        assert result.backward(dout, deterministic=True).trace.algorithm == "flash2-once"
+        assert result.backward(dout).trace.algorithm == "flash2"
+
+
 @pytest.mark.parametrize("blocks", CLUSTERS)
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("name", ["1 x 1", "ragged", "causal", "window", "varlen", "blocks"])
+@pytest.mark.parametrize(
+    "name", ["1 x 1", "ragged", "causal", "window", "varlen", "blocks", "one visit"]
+)
 def test_every_cluster(name, head_dim, blocks, choose):
     choose("cluster", lambda self, stage, *_: blocks if stage.outer == "keys" else 1)
     p = Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name])
@@ -124,6 +157,41 @@ def test_many_keys(name):
     (one,) = hopper.HOPPER.forward_passes(p, None, engine.gpu_of(0), "ascending", "")
     assert dict(one.kernel.constants)["FS_TURNS"] == 0
     check(p, HOPPER)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
+@pytest.mark.parametrize("name", FEATURES)
+def test_dq_of_a_visit_computed_in_the_next_one(name, head_dim, choose):
+    """Also where walks are so short that it would not be."""
+    choose("defers", lambda self, stage, tables, *_: stage.name == "fused")
+    p = Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name])
+    check(p, HOPPER)
+    check_counts(p, HOPPER)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize(
+    ("problem", "clusters"),
+    [
+        (Problem(2048, 2048, 128, heads=17, dtype="bfloat16"), (2, 1)),  # 272 items, of 132 SMs
+        (Problem(1000, 1900, 64, batch=2, heads=9, dtype="float16"), (8, 1)),  # 270
+        (Problem(1100, 1280, 128, heads=40, kv_heads=20, dtype="bfloat16"), (8, 2, 1)),  # 200
+    ],
+)
+def test_clusters_take_what_whole_rounds_leave(problem, clusters, deferred, choose):
+    """Also where that does not save as much time as it should."""
+    if engine.gpu_of(0).multiprocessors != 132:
+        pytest.skip("these shapes are made for 132 multiprocessors")
+    visits = -(-problem.n_kv // 128) * problem.batch * problem.kv_heads
+    rest = visits % 132
+    shares = ((8, rest - 66), (2, 66)) if len(clusters) == 3 else ((clusters[0], rest),)
+    choose("cluster", lambda *_: 1)
+    choose("defers", lambda self, stage, *_: deferred and stage.name == "fused")
+    choose("remainder", lambda self, stage, *_: shares if stage.name == "fused" else ())
+    given = problem, None, engine.gpu_of(0), "ascending", "", "flash2-fused"
+    one = hopper.HOPPER.backward_passes(*given)[1]
+    assert tuple(x.kernel.cluster for x in (*one.before, one)) == clusters
+    check(problem, HOPPER)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
@@ -210,7 +278,7 @@ def test_head_dims(head_dims, dtype):
     check(Problem(300, 500, *head_dims, heads=2, dtype=dtype, causal=True), HOPPER)
 
 
-@pytest.mark.parametrize("kind", ["rising", "falling", "outliers"])
+@pytest.mark.parametrize("kind", ["rising", "falling", "below", "outliers"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_kinds_of_scores(head_dim, kind):
     check(Problem(333, 517, head_dim, heads=2, dtype="bfloat16"), HOPPER, kind=kind)

@@ -12,7 +12,7 @@ from flashsim.errors import OptionError
 from flashsim.schedule import itinerary, plans
 from flashsim.schedule.names import ALLOC, CODES, TENSORS, TRANSFERS
 from flashsim.schedule.plans import DIRECTIONS
-from flashsim.schedule.plans import TRAINING as ALGORITHMS
+from flashsim.schedule.plans import GENERAL as ALGORITHMS
 from flashsim.schedule.tensors import AXES, whole_bytes
 from flashsim.trace.assembly import assemble, assemble_rows, tile_bytes
 
@@ -39,13 +39,13 @@ PROBLEMS = {
 }
 
 
-def from_the_itinerary(stage, schedule):
+def from_the_itinerary(stage, schedule, device=SMALL):
     """A stage's events by its itinerary alone, of every tile that the schedule lists."""
     heights, widths = (
         np.diff(x[:, :2])[:, 0].astype(np.int64) for x in (schedule.rows, schedule.cols)
     )
     if stage.whole_rows:
-        return assemble_rows(stage, schedule, heights, strip_rows(stage, schedule, SMALL))
+        return assemble_rows(stage, schedule, heights, strip_rows(stage, schedule, device))
     by_row = stage.outer == "queries"
     ptr, inner, _ = schedule.row_csr if by_row else schedule.col_csr
     outer = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr))
@@ -58,20 +58,22 @@ def from_the_itinerary(stage, schedule):
 
 
 @pytest.mark.parametrize("case", PROBLEMS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS, "flash2-once"])
 def test_the_pages_move_what_the_itinerary_says_in_its_order(algorithm, case):
     shape, options = PROBLEMS[case]
+    once = algorithm == "flash2-once"
+    tiling, device = (Tiling(32, 90), Device.get("H100")) if once else (TILING, SMALL)
     x = tensors(70, 90, 8, **shape)
     result = flashsim.run(
         x.q, x.k, x.v, bias=x.bias,
-        algorithm=algorithm, tiling=TILING, device=SMALL, trace=True, **options,
+        algorithm=algorithm, tiling=tiling, device=device, trace=True, **options,
     )  # fmt: skip
-    for trace in (result.trace, result.backward(x.dout, tiling=TILING).trace):
+    for trace in (result.trace, result.backward(x.dout, tiling=tiling).trace):
         assert [s.stage for s in trace.stages] == list(
             plans.stages(trace.problem, algorithm, trace.direction)
         )
         for ran in trace.stages:
-            expected = from_the_itinerary(ran.stage, ran.schedule)
+            expected = from_the_itinerary(ran.stage, ran.schedule, device)
             assert (ran.repeat, ran.stride) == (expected.repeat, expected.stride)
             np.testing.assert_array_equal(ran.events, expected.events, err_msg=ran.name)
 

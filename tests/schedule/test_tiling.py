@@ -12,7 +12,7 @@ from flashsim.schedule.presets import PRESETS
 from flashsim.schedule.splitting import fill
 from flashsim.schedule.tiling import SIDES
 
-ALL = [(a, d) for a in plans.TRAINING for d in plans.DIRECTIONS]
+ALL = [(a, d) for a in plans.GENERAL for d in plans.DIRECTIONS]
 
 
 @pytest.mark.parametrize(("d", "nbytes"), [(64, 81_920), (128, 147_456), (256, 278_528)])

@@ -489,6 +489,16 @@ def test_cases_are_run_twice_and_their_table_read(tmp_path, monkeypatch):
     expected = flashsim.count(Problem(32, head_dim=8, causal=True), tiling=Tiling(16, 16))
     assert cases[0][0].counted == cases[0][0].traffic.transfers == expected.transfers
     assert [x.kernel for x in cases[0][1].launches["dkdv"]] == ["hopper_backward"]
+    # A pass may be several launches in a row, whose counters add up.
+    several = long_csv(
+        [
+            (kernel, {READ: ("10", "sector"), "launch__occupancy_limit_registers": ("1", "block")})
+            for kernel in [*kernels[:3], *kernels[2:]]
+        ]
+    )
+    (one,) = passes_of(replace(kept, text=several))[0][1].launches["dkdv"]
+    assert one.counters["reads at L2"] == 2 * 10 * 32
+    assert one.blocks_per_sm == 1
     for wrong, message in (
         (kernels[:-1], "no launch where stage 'forward'"),
         ([kernels[1], *kernels[1:]], "flash_delta where stage 'forward'"),

@@ -379,7 +379,8 @@ void ptx_mbarrier_try_wait_parity_shared_cta_b64(u32& done, u32 at, u32 parity) 
 // The copy engine, which is done at once. emulator.py makes the maps: strides in bytes.
 struct Map { char* data; long shape[4], step[4]; int columns, rows, bytes; };
 static u32 swizzled(u32 at) { return at ^ (at >> 7 & 7) << 4; }  // rows of 128 bytes
-template <bool ADD>
+enum Way { LOAD, ADD, STORE };
+template <Way WAY>
 static u32 move_box(const Map& m, u32 at, int column, int row, int head, int batch, int stop) {
     for (int y = 0; y < m.rows; ++y)
         for (int x = 0; x < m.columns; ++x) {
@@ -387,16 +388,17 @@ static u32 move_box(const Map& m, u32 at, int column, int row, int head, int bat
             char* there = m.data + (column + x) * m.step[0] + (row + y) * m.step[1] +
                           head * m.step[2] + batch * m.step[3];
             const bool exists = column + x < m.shape[0] && row + y < stop;
-            if (ADD && exists) *(float*)there += *(float*)here;
-            if (!ADD && exists) memcpy(here, there, m.bytes);
-            if (!ADD && !exists) memset(here, 0, m.bytes);
+            if (WAY == ADD && exists) *(float*)there += *(float*)here;
+            if (WAY == STORE && exists) memcpy(there, here, m.bytes);
+            if (WAY == LOAD && exists) memcpy(here, there, m.bytes);
+            if (WAY == LOAD && !exists) memset(here, 0, m.bytes);
         }
     return m.rows * m.columns * m.bytes;
 }
 static void load_box(u32 to, const void* map, u32 bar, int column, int row, int head, int batch,
                      int stop) {
     const Map& m = *static_cast<const Map*>(map);
-    barrier(bar).bytes -= move_box<false>(m, to, column, row, head, batch, stop);
+    barrier(bar).bytes -= move_box<LOAD>(m, to, column, row, head, batch, stop);
     settle(barrier(bar));
 }
 static long rows_of(const void* map) { return static_cast<const Map*>(map)->shape[1]; }
@@ -411,11 +413,20 @@ void ptx_cp_async_bulk_tensor_5d_shared_cluster_global_mbarrier_complete_tx_byte
 }
 void ptx_cp_reduce_async_bulk_tensor_4d_global_shared_cta_add_tile_bulk_group(
     const void* map, u32 from, int column, int row, int head, int batch, int) {
-    move_box<true>(*static_cast<const Map*>(map), from, column, row, head, batch, rows_of(map));
+    move_box<ADD>(*static_cast<const Map*>(map), from, column, row, head, batch, rows_of(map));
 }
 void ptx_cp_reduce_async_bulk_tensor_5d_global_shared_cta_add_tile_bulk_group(
     const void* map, u32 from, int column, int row, int head, int stop, int round) {
-    move_box<true>(*static_cast<const Map*>(map), from, column, row - round + stop, head, 0, stop);
+    move_box<ADD>(*static_cast<const Map*>(map), from, column, row - round + stop, head, 0, stop);
+}
+void ptx_cp_async_bulk_tensor_4d_global_shared_cta_tile_bulk_group(
+    const void* map, u32 from, int column, int row, int head, int batch, int) {
+    move_box<STORE>(*static_cast<const Map*>(map), from, column, row, head, batch, rows_of(map));
+}
+void ptx_cp_async_bulk_tensor_5d_global_shared_cta_tile_bulk_group(
+    const void* map, u32 from, int column, int row, int head, int stop, int round) {
+    const Map& m = *static_cast<const Map*>(map);
+    move_box<STORE>(m, from, column, row - round + stop, head, 0, stop);
 }
 void ptx_st_shared_f32(u32 to, float x) { memcpy(shared + to, &x, 4); }
 void ptx_st_shared_v2_f32(u32 to, float x, float y) {

@@ -38,23 +38,36 @@ MARKS = [pytest.mark.gpu, pytest.mark.skipif(not gpus(), reason="no NVIDIA GPU")
 ON_HOPPER = [pytest.mark.gpu, pytest.mark.skipif(not hoppers(), reason="no Hopper GPU")]
 
 
+#: The backward in which each row tile has one visit.
+ONCE = "flash2-once"
+
+
 @dataclass(frozen=True)
 class Family:
     """Kernels that are tested alike.
 
     `forms` are the backwards they have, as `deterministic` names them: None, the three passes of
     "flash2"; True, the fastest whose bits are always the same; False, fused, dQ added in any order.
-    They have them up to a head_dim of `widest`.
+    They have them up to a head_dim of `widest`. Besides, where row tiles have one visit, `ONCE`.
     """
 
     backend: str
     kernel: str
-    forms: tuple[bool | None, ...] = (True, False)
+    forms: tuple[bool | str | None, ...] = (True, False)
     widest: int = 256
 
     def forms_of(self, problem):
         """The backwards that they have of a problem."""
-        return self.forms if max(problem.head_dim, problem.head_dim_v) <= self.widest else ()
+        forms = self.forms if max(problem.head_dim, problem.head_dim_v) <= self.widest else ()
+        return (*forms, ONCE) if self is HOPPER and stores_dq(problem) else forms
+
+
+def stores_dq(problem):
+    """Whether Hopper's kernels have "flash2-once" for a problem."""
+    from flashsim.backends.cupy_gpu.engine import gpu_of
+    from flashsim.backends.families import hopper
+
+    return not hopper.HOPPER.refusal(problem, None, gpu_of(0), "backward", ONCE)
 
 
 PORTABLE = Family("cupy", "portable")
@@ -178,7 +191,9 @@ def poison_shared_memory():
 
 
 def make(problem, seed=0, kind="normal"):
-    """q, k, v and dout; scores rise or fall along the keys, or a few are huge ("outliers")."""
+    """q, k, v and dout; scores rise or fall along the keys, are all negative and fall far
+    ("below"), or a few are huge ("outliers").
+    """
     p, rng = problem, np.random.default_rng(seed)
     shapes = {
         "q": (p.batch, p.heads, p.n_q, p.head_dim),
@@ -191,6 +206,9 @@ def make(problem, seed=0, kind="normal"):
         slope = np.linspace(-2, 2, p.n_kv)[:, None] * (1 if kind == "rising" else -1)
         x["q"] = np.abs(x["q"])
         x["k"] = 0.1 * x["k"] + slope
+    if kind == "below":
+        x["q"] = np.abs(x["q"])
+        x["k"] = -0.1 * np.abs(x["k"]) - np.linspace(0.1, 20, p.n_kv)[:, None]
     if kind == "outliers":
         x["k"] *= np.where(rng.random(shapes["k"][:-1]) < 0.02, 8, 1)[..., None]
     return {name: array.astype(numpy_dtype(p.dtype)) for name, array in x.items()}
@@ -225,9 +243,11 @@ def run(problem, x, family, **more):
 
 
 def gradients(result, dout, form, **more):
-    """A backward in one of `Family.forms`; False is fused even where three passes are faster."""
-    if form is False:
-        result = replace(result, _job=replace(result._job, algorithm="flash2-fused"))
+    """A backward in one of `Family.forms_of`; False is fused even where others are faster."""
+    if form in (False, ONCE):
+        algorithm = "flash2-fused" if form is False else ONCE
+        result = replace(result, _job=replace(result._job, algorithm=algorithm))
+        return result.backward(dout, **more | ({"tiling": None} if form == ONCE else {}))
     return result.backward(dout, deterministic=form, **more)
 
 
@@ -318,8 +338,8 @@ def same_counts(problem, x, trace):
 
 def same_backward_counts(simulated, x, trace):
     """Compare a backward pass's counts with those that follow from a simulated forward pass."""
-    three_passes = trace.algorithm == "flash2"
-    grads = simulated.backward(x["dout"], deterministic=three_passes, tiling=trace.tiling)
+    job = replace(simulated._job, algorithm=trace.algorithm)
+    grads = replace(simulated, _job=job).backward(x["dout"], tiling=trace.tiling)
     _same(trace, grads.trace)
 
 

@@ -156,6 +156,8 @@ class Emulator:
 
     def launch(self, one: KernelPass, arrays: dict[str, np.ndarray]) -> StageTrace | None:
         """One pass over arrays by their names in ``struct Args``; what it reports, if it does."""
+        for first in one.before:
+            self.launch(first, arrays)
         p, tables = one.tables.schedule.problem, one.tables
         record = np.zeros((), launch.ARGS)
         reports = {
@@ -170,7 +172,7 @@ class Emulator:
             elif array is not None:
                 record[name] = array.ctypes.data
         values = {"walks": one.walks, "tiles": tables.tiles, "clump": one.clump}
-        values["n_visits"] = tables.n_visits
+        values |= {"n_visits": tables.n_visits, "first": one.items.start, "stop": one.items.stop}
         for name in (*launch.INTEGERS, "scale", "softcap"):
             record[name] = values[name] if name in values else getattr(p, name)
         if one.kernel.boxes:
@@ -197,7 +199,7 @@ def _with_maps(one: KernelPass, arrays: dict[str, np.ndarray], args: np.ndarray)
         to["step"] = array.strides[::-1]
         to["columns"], to["rows"], to["bytes"] = box.columns, box.rows, array.itemsize
     record["a"] = args
-    if one.grid[0] < one.walks * one.tables.tiles:
+    if one.kernel.cluster == 1 and one.grid[0] < len(one.items):
         record["counter"] = room.ctypes.data + passed.fields["work"][1]
     return room
 

@@ -12,7 +12,7 @@ import pytest
 import flashsim
 from flashsim.problem import oracle
 from flashsim.problem.problem import Problem, numpy_dtype
-from flashsim.schedule.plans import TRAINING as ALGORITHMS
+from flashsim.schedule.plans import GENERAL as ALGORITHMS
 
 KINDS = ("normal", "rising", "falling", "heavy")
 DTYPES = ("float64", "float32", "float16", "bfloat16")

@@ -13,6 +13,10 @@ void ptx_cp_reduce_async_bulk_tensor_4d_global_shared_cta_add_tile_bulk_group(
     const void* map, u32 from, int column, int row, int head, int batch, int round);
 void ptx_cp_reduce_async_bulk_tensor_5d_global_shared_cta_add_tile_bulk_group(
     const void* map, u32 from, int column, int row, int head, int stop, int round);
+void ptx_cp_async_bulk_tensor_4d_global_shared_cta_tile_bulk_group(
+    const void* map, u32 from, int column, int row, int head, int batch, int round);
+void ptx_cp_async_bulk_tensor_5d_global_shared_cta_tile_bulk_group(
+    const void* map, u32 from, int column, int row, int head, int stop, int round);
 void ptx_stmatrix_sync_aligned_m8n8_x4_shared_cta_b16(u32 at, u32 a, u32 b, u32 c, u32 d);
 void ptx_stmatrix_sync_aligned_m8n8_x4_trans_shared_cta_b16(u32 at, u32 a, u32 b, u32 c, u32 d);
 void ptx_movmatrix_sync_aligned_m8n8_trans_b16(u32& y, u32 x);

@@ -36,6 +36,8 @@ SHAPES = (
 WIDEST = (256, 256, {})
 #: So many items that the fused backward takes its tile of more keys.
 MANY = (160, 128, dict(n_kv=96, heads=140, kv_heads=70))
+#: Row tiles that have one visit.
+ONE_VISIT = ((48, 64, dict(n_kv=120)), (128, 100, dict(n_kv=120)))
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Way:
 
     `both` is what forward and backward take, `how` what is for `run` alone; `forms` are the
     backwards of `shapes`, by `deterministic`; of `tiles`, head_dims each with a tiling, the forward
-    alone is run. The last problem is traced.
+    alone is run, of `once` besides it "flash2-once". The last problem is traced.
     """
 
     dtypes: tuple[str, ...]
@@ -52,6 +54,7 @@ class Way:
     both: dict[str, Any] = field(default_factory=dict)
     shapes: tuple[tuple[int, int, dict[str, Any]], ...] = SHAPES
     tiles: tuple[tuple[int, Tiling | None], ...] = ()
+    once: tuple[tuple[int, int, dict[str, Any]], ...] = ()
     forms: tuple[bool | None, ...] = (True, False)
     trace: bool | str = "timeline"
 
@@ -67,6 +70,7 @@ WAYS = {
         *(("float16",), _CUPY),
         shapes=(WIDEST, MANY, *SHAPES),
         tiles=tuple((d, t) for d, times in HOPPER_FORWARD.items() for t in times),
+        once=ONE_VISIT,
         forms=(None, True, False),
     ),
     "python": Way(("bfloat16",), {**_NUMBA, "kernel": "tensor"}, _SMALL),
@@ -101,12 +105,13 @@ DECODED = (
 FAMILIES = (*WAYS, "fp8", "decode", "latent", "softmax-matmul")
 
 
-def problems(family: str) -> list[tuple[Problem, tuple[bool | None, ...], Tiling | None]]:
+def problems(family: str) -> list[tuple[Problem, tuple[bool | str | None, ...], Tiling | None]]:
     """What a family is run on, the forms of the backward for each, and a tiling if not its own."""
     way = WAYS[family]
     sizes = {"n_q": 150, "n_kv": 190, "heads": 2, "kv_heads": 1}
     cases = [
         *((d, d, {}, (), tiling) for d, tiling in way.tiles),
+        *((*shape, ("flash2-once",), None) for shape in way.once),
         *((*shape, way.forms, way.both.get("tiling")) for shape in way.shapes),
     ]
     return [

@@ -5,7 +5,7 @@ from functools import cache
 import numpy as np
 
 import flashsim
-from flashsim.schedule.plans import TRAINING as ALGORITHMS
+from flashsim.schedule.plans import GENERAL as ALGORITHMS
 from flashsim.trace.events import PHASES, TIMELINE
 from flashsim.trace.trace import Trace
 

@@ -9,7 +9,7 @@ from helpers import tensors
 import flashsim
 from flashsim import OptionError, Tiling, Trace, TraceError
 from flashsim.schedule.names import OPS, TENSORS
-from flashsim.schedule.plans import TRAINING as ALGORITHMS
+from flashsim.schedule.plans import GENERAL as ALGORITHMS
 from flashsim.trace.events import EVENT
 
 TRANSFERS = ("load", "store", "reduce")

@@ -7,6 +7,9 @@
 // order of the key tiles. One producer thread loads tiles, a second warp the rows' log-sum-exp and
 // delta, two more send dQ off. Which row tiles are visited is read from the schedule's tables.
 // Without FS_FUSED there is no dQ: the three-pass form leaves it to hopper_dq.
+//
+// With FS_ONCE a row tile has one visit, and its keys are all here. So delta is a sum of what this
+// block has, P dP over keys, and nobody ran before; and dQ is complete: it is rounded, and stored.
 #include "work.cuh"
 
 constexpr int D = FS_D, BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K;  // D: both head dims, padded
@@ -22,16 +25,22 @@ constexpr bool START = !FS_SCALED;
 // since wgmma_wait counts up to 7 groups.
 constexpr int SLICE = BLOCK_Q == 128 ? 32 : 16, SLICES = BLOCK_Q / SLICE;
 // Where a visit's exponentials take longer than dP, which is then waited for in their middle.
-constexpr bool HALFWAY = BLOCK_Q == 128;
+constexpr bool HALFWAY = BLOCK_Q == 128 && !FS_ONCE;
 // dK of a visit is waited for in the next one, where registers allow for that.
 constexpr bool CARRY = D == 128 && BLOCK_Q == 64 && !FS_SOFTCAP;
+// Where the next visit's scores start is loaded while this one's last products run: of so many rows
+// that takes long. (Where dP starts, too, has no registers, or at 32 columns is slower.)
+constexpr bool EARLY = FS_FUSED && START && BLOCK_Q == 128 && !FS_ONCE;
+// dQ of a visit is computed in the next one, so that no warpgroup waits for the other's dS.
+[[maybe_unused]] constexpr bool DEFERRED = FS_DEFERRED;
 // dQ^T, D x BLOCK_Q, is shared out in pieces of 64 columns of dQ by DQ_ROWS queries: at D = 128 a
-// warpgroup takes half of the columns, at 64 half of the queries. It leaves in boxes of 32 columns.
+// warpgroup takes half of the columns, at 64 half of the queries. It leaves in boxes of 128 bytes a
+// row: 32 columns, or 64 if they are rounded.
 constexpr bool SPLIT_COLUMNS = D == 128;
 // Up to 32 columns it is dQ that is computed: dQ^T would have 64 rows, the least of a product.
 [[maybe_unused]] constexpr bool UPRIGHT = COLUMNS <= 32;
 constexpr int DQ_ROWS = SPLIT_COLUMNS ? BLOCK_Q : BLOCK_Q / 2;
-[[maybe_unused]] constexpr int DQ_BOXES = 2;
+[[maybe_unused]] constexpr int DQ_BOXES = FS_ONCE ? 1 : 2;
 [[maybe_unused]] constexpr int DQ_FLOATS = UPRIGHT ? 16 : DQ_ROWS / 2;
 __device__ inline int dq_row(int g) { return SPLIT_COLUMNS ? 0 : DQ_ROWS * g; }
 __device__ inline int dq_column(int g, int box) { return (SPLIT_COLUMNS ? 64 * g : 0) + 32 * box; }
@@ -45,6 +54,7 @@ constexpr int DS_WIDE = BLOCK_Q % 64 ? 16 : 64;
 // others where k, v, q and dout are.
 [[maybe_unused]] constexpr int ROW_OF_THREADS = 128 * WARPGROUPS * 4;
 static_assert(FS_CLUSTER == 1 || !(FS_ORDERED || FS_TIMELINE), "items have one block there");
+static_assert(!FS_ONCE || (FS_FUSED && !FS_ORDERED && !FS_SOFTCAP && BLOCK_Q % 32 == 0), "");
 static_assert(D * ROW_OF_THREADS <= 2 * (2 * BLOCK_K + 2 * STAGES * BLOCK_Q) * D, "room for both");
 
 struct OnChip {
@@ -54,18 +64,27 @@ struct OnChip {
     alignas(1024) u16 dout[STAGES][CHUNKS][BLOCK_Q * 64];  // ring, one visit each
 #if FS_FUSED
     alignas(1024) u16 ds[STAGES][BLOCK_Q / DS_WIDE][BLOCK_K * DS_WIDE];  // dS^T
+#if FS_ONCE
+    alignas(1024) u16 dq[WARPGROUPS][DQ_BOXES][DQ_ROWS * 64];    // leaving for dQ
+    float sums[STAGES][4 * WARPGROUPS][BLOCK_Q], delta[4 * WARPGROUPS][BLOCK_Q];  // of each warp
+#else
     alignas(1024) float dq[WARPGROUPS][DQ_BOXES][DQ_ROWS * 32];  // leaving for the accumulator
 #endif
-    float lse[STAGES][BLOCK_Q], delta[STAGES][BLOCK_Q];    // negative; lse in the scores' unit
+#endif
+    float lse[STAGES][BLOCK_Q];                            // negative, in the scores' unit
+#if !FS_ONCE
+    float delta[STAGES][BLOCK_Q];                          // negative
+#endif
     u64 kv_full, k_empty, v_empty;                         // of k and v
-    u64 full[STAGES], empty[STAGES];                       // of q, dout, lse and delta
+    u64 ds_full[STAGES], ds_free[STAGES];                  // of ds, where dQ is deferred
+    u64 full[STAGES], empty[STAGES];                       // of q, dout, lse and (loaded) delta
     Items items;
 };
 static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "families/hopper.py and OnChip must agree");
 
 // Named barriers; 0 is __syncthreads. dS is written; a warpgroup's piece of dQ is sent off, and is
-// staged; no product of an item that a cluster shares needs a tile any more.
-enum NamedBarrier { DS_READY = 1, DQ_FREE = 2, DQ_FULL = 4, TILES_READ = 6 };
+// staged; no product of an item that a cluster shares needs a tile any more; sums are written.
+enum NamedBarrier { DS_READY = 1, DQ_FREE = 2, DQ_FULL = 4, TILES_READ = 6, SUMS_READY = 7 };
 
 #if FS_FUSED
 #define STAGES_DQ
@@ -105,6 +124,75 @@ __device__ __forceinline__ void issue_grad(float (&acc)[COLUMNS / 2],
     wgmma_commit();
 }
 
+#if FS_ONCE
+// The sums of a visit's P dP over this warp's keys, one a query. Eight lanes have the same queries:
+// in three steps each gives half of its sums away and gets the other lane's of what it keeps.
+__device__ __forceinline__ void sum_keys(float* sums, const float (&PdP)[BLOCK_Q / 2]) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int x = 0; x < BLOCK_Q / 32; ++x) {
+        float sum[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const int e = 16 * x + i / 2 * 4 + i % 2;  // two keys of a query
+            sum[i] = PdP[e] + PdP[e + 2];
+        }
+#pragma unroll
+        for (int half = 4; half; half /= 2) {
+            const bool upper = lane & 4 * half;
+#pragma unroll
+            for (int i = 0; i < half; ++i) {
+                const float given = upper ? sum[i] : sum[i + half];
+                sum[i] = (upper ? sum[i + half] : sum[i]) + __shfl_xor_sync(~0u, given, 4 * half);
+            }
+        }
+        sums[32 * x + lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2] = sum[0];
+    }
+}
+
+// dS^T = P^T (dP^T - delta), of P and P dP. Each warp adds all warps' sums up for itself, in order.
+__device__ __forceinline__ void subtract_delta(float (&dP)[BLOCK_Q / 2],
+                                               const float (&P)[BLOCK_Q / 2],
+                                               const float (&sums)[4 * WARPGROUPS][BLOCK_Q],
+                                               float* total) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int x = lane; x < BLOCK_Q; x += 32) {
+        float sum = sums[0][x];
+#pragma unroll
+        for (int w = 1; w < 4 * WARPGROUPS; ++w) sum += sums[w][x];
+        total[x] = sum;
+    }
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < BLOCK_Q / 8; ++j) {
+        const float2 delta = query_pair(total, j);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            dP[4 * j + 2 * r] -= P[4 * j + 2 * r] * delta.x;
+            dP[4 * j + 2 * r + 1] -= P[4 * j + 2 * r + 1] * delta.y;
+        }
+    }
+}
+
+// Lays a piece of dQ^T, or of dQ, down as rows of dQ, rounded and swizzled.
+__device__ __forceinline__ void stage_rounded(u16* to, const float (&dQ)[DQ_FLOATS], float scale) {
+    const int lane = threadIdx.x % 32, first = threadIdx.x / 32 % 4 * 2, high = lane / 8 % 2;
+    const int row = UPRIGHT ? 8 * (first + high) : lane / 16 * 8;
+    const int piece = UPRIGHT ? lane / 16 : first + high;
+    const u32 at = shared_address(to) + (row + lane % 8) * 128 + (piece ^ lane % 8) * 16;
+#pragma unroll
+    for (int x = 0; x < DQ_FLOATS / 8; ++x) {
+        u32 part[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            part[i] = pack(dQ[8 * x + 2 * i] * scale, dQ[8 * x + 2 * i + 1] * scale);
+        if (UPRIGHT) store_matrices(at ^ 32 * x, part);  // sixteen columns further on
+        else store_transposed(at + 2048 * x, part);      // sixteen queries
+    }
+}
+#endif
+
 #if FS_FUSED
 // This warpgroup's piece of dQ^T = K^T dS^T, or of dQ = dS K, issued and committed.
 __device__ __forceinline__ void issue_dq(float (&dQ)[DQ_FLOATS], const u16* k, const u16* ds) {
@@ -118,6 +206,16 @@ __device__ __forceinline__ void issue_dq(float (&dQ)[DQ_FLOATS], const u16* k, c
     wgmma_commit();
 }
 
+#if FS_ONCE
+// Stages this warpgroup's piece of dQ and lets the warp know that sends it off.
+__device__ __forceinline__ void hand_over_dq(OnChip& s, const float (&dQ)[DQ_FLOATS], int g,
+                                             float scale) {
+    named_sync(DQ_FREE + g, 160);  // the piece before it is sent off
+    stage_rounded(s.dq[g][0], dQ, scale);
+    fence_async_shared();
+    named_arrive(DQ_FULL + g, 160);
+}
+#else
 // Lays a piece of dQ^T down; `first` is where this thread's first element goes.
 __device__ __forceinline__ void stage_transposed(u32 first, const float (&dQ)[DQ_FLOATS]) {
 #pragma unroll
@@ -132,6 +230,17 @@ __device__ __forceinline__ void stage_transposed(u32 first, const float (&dQ)[DQ
         for (int j = 0; j < DQ_FLOATS / 4; ++j) store_float(at + 128 * (8 * j + p), dQ[4 * j + x]);
     }
 }
+
+// Stages this warpgroup's piece of dQ and lets the warp know that sends it off.
+__device__ __forceinline__ void hand_over_dq(OnChip& s, const float (&dQ)[DQ_FLOATS], int g,
+                                             u32 dq_at, bool dq_sent) {
+    named_sync(DQ_FREE + g, 160);  // the piece before it is sent off
+    if (UPRIGHT) stage_columns(&s.dq[g][0], dQ);
+    else if (D - FS_HEAD_DIM < 32 || dq_sent) stage_transposed(dq_at, dQ);
+    fence_async_shared();
+    named_arrive(DQ_FULL + g, 160);
+}
+#endif
 #endif
 
 __device__ void consume(OnChip& s, const Args& a, int g) {
@@ -146,11 +255,13 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
     const int ds_turn = DS_WIDE == 16 ? ds_row / 4 % 2 : ds_row % 8;
     const u32 ds_at =
         shared_address(s.ds[0][0]) + ds_row * DS_WIDE * 2 + (lane / 16 ^ ds_turn) * 16;
+#if !FS_ONCE
     // Where its part of dQ^T is staged (rows are queries), if those columns exist.
     const int dq_row = lane % 4 * 2, dq_piece = threadIdx.x / 32 % 2 * 4 + lane / 16;
     const bool dq_sent = dq_column(g, threadIdx.x / 64 % 2) < FS_HEAD_DIM;
     const u32 dq_at = shared_address(&s.dq[g][threadIdx.x / 64 % 2][dq_row * 32]) +
                       (dq_piece ^ dq_row) * 16 + lane / 4 % 4 * 4;
+#endif
 #endif
     Ring ring, slot;
     u32 kv_parity = 0;
@@ -167,28 +278,36 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         kv_parity ^= 1;
         Step step;
         const int steps = step.begin(a, it, visits.count);
+        float S[BLOCK_Q / 2];
+        if (EARLY) {
+            if (steps > 0) wait(&s.full[ring.stage], ring.parity);
+            load_rows(S, s.lse[ring.stage]);
+        }
 #pragma unroll 1
         for (int left = steps; left; --left) {
             const Visit visit = visits(a, step.v);
             const int stage = ring.stage;
             const int walk = it.walk * a.group + step.member;  // of the query head
             u64* stamps = visit_stamps(a, i64(walk) * a.n_visits + it.visits.first + step.v);
-            float S[BLOCK_Q / 2], dP[BLOCK_Q / 2];
+            float dP[BLOCK_Q / 2];
             u32 P[BLOCK_Q / 16][4], dS[BLOCK_Q / 16][4];
             // -- S^T = K Q^T - lse / scale and dP^T = V dO^T - delta ------------------------------
             // The statistics are where the accumulators start, so they take no registers. Both are
             // loaded before either product starts: ptxas would make the second wait for the first.
             stamp(stamps, 0);
-            wait(&s.full[stage], ring.parity);
+            if (!EARLY) wait(&s.full[stage], ring.parity);
             stamp(stamps, 1);
-            if (START) load_rows(S, s.lse[stage]);
+            if (START && !EARLY) load_rows(S, s.lse[stage]);
+#if !FS_ONCE
             load_rows(dP, s.delta[stage]);
+#endif
             if (CARRY) wgmma_wait<0>(), pin(dK);  // ptxas would wait here anyway
+            else if (FS_ONCE) pin(S);
             else pin(S), pin(dP);  // all of dP is loaded here, none of it behind S
             wgmma_fence();
             issue_scores<START>(S, &s.k[0][64 * g * 64], s.q[stage][0]);
             wgmma_fence();
-            issue_scores<true>(dP, &s.v[0][64 * g * 64], s.dout[stage][0]);
+            issue_scores<!FS_ONCE>(dP, &s.v[0][64 * g * 64], s.dout[stage][0]);
             if (CARRY && speaks && left < steps) arrive(&s.empty[stage ^ 1]);
             wgmma_wait<1>();
             pin(S);
@@ -235,8 +354,18 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             stamp(stamps, 3);
 #pragma unroll
             for (int e = HALFWAY ? BLOCK_Q / 4 : 0; e < BLOCK_Q / 2; ++e) dP[e] *= S[e];
+#if FS_ONCE
+            const int warp = threadIdx.x / 32 - 4;
+            sum_keys(s.sums[stage][warp], dP);
+            // All warps' are written. Those of the visit before the last, which lay here, were read
+            // before anybody came to the last one's barrier.
+            named_sync(SUMS_READY, 128 * WARPGROUPS);
+            subtract_delta(dP, S, s.sums[stage], s.delta[warp]);
+#endif
             round_operand(dS, dP);
 #if FS_FUSED
+            // Both warpgroups' dQ of the visit before the last has read what was here.
+            if (DEFERRED) wait(&s.ds_free[stage], ring.parity ^ 1);
 #pragma unroll
             for (int x = 0; x < BLOCK_Q / 16; ++x) {
                 const u32 at = ds_at + stage * sizeof(s.ds[0]);
@@ -244,28 +373,47 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 else store_matrices((at ^ x % 4 * 32) + x / 4 * BLOCK_K * 128, dS[x]);
             }
             fence_async_shared();
-            // All of dS is written. The other stage's is free from here on: both warpgroups waited
-            // for the last visit's products before they came here.
-            named_sync(DS_READY, 128 * WARPGROUPS);
             // -- dQ^T = K^T dS^T, dK += dS^T Q ----------------------------------------------------
+            // Deferred, dQ is the last visit's. In an item's first visit its product is computed of
+            // what is there, and not used: ptxas gives up asynchronous products behind a branch.
+            const int of = DEFERRED ? stage ^ 1 : stage;
+            const bool due = !DEFERRED || left < steps;
+            if (DEFERRED) {
+                __syncwarp();
+                if (speaks) arrive(&s.ds_full[stage]);
+                if (due) wait(&s.ds_full[of], stage ? ring.parity : ring.parity ^ 1);
+            } else {
+                // All of dS is written. The other stage's is free from here on: both warpgroups
+                // waited for the last visit's products before they came here.
+                named_sync(DS_READY, 128 * WARPGROUPS);
+            }
             float dQ[DQ_FLOATS];
             issue_dq(dQ, s.k[SPLIT_COLUMNS ? g : 0],
-                     s.ds[stage][SPLIT_COLUMNS ? 0 : g * DQ_ROWS / DS_WIDE]);
+                     s.ds[of][SPLIT_COLUMNS ? 0 : g * DQ_ROWS / DS_WIDE]);
             issue_grad(dK, dS, s.q[stage][0], 0, BLOCK_Q);
             wgmma_wait<1>();  // dV and dQ are complete
             pin(dQ);
-            if (speaks && left == 1) arrive(&s.k_empty);  // the next item's K may come
+            if (!DEFERRED && speaks && left == 1) arrive(&s.k_empty);  // the next item's K may come
             // -- dQ leaves under dK: staged, to be sent off by another warp -----------------------
-            named_sync(DQ_FREE + g, 160);  // the last visit's piece is sent off
-            if (UPRIGHT) stage_columns(&s.dq[g][0], dQ);
-            else if (D - FS_HEAD_DIM < 32 || dq_sent) stage_transposed(dq_at, dQ);
-            fence_async_shared();
-            named_arrive(DQ_FULL + g, 160);
+            if (due) {
+                if (DEFERRED && speaks) arrive(&s.ds_free[of]);
+#if FS_ONCE
+                hand_over_dq(s, dQ, g, a.scale);
+#else
+                hand_over_dq(s, dQ, g, dq_at, dq_sent);
+#endif
+            }
 #else
             issue_grad(dK, dS, s.q[stage][0], 0, BLOCK_Q);
             wgmma_wait<1>();  // dV is complete
             if (speaks && left == 1) arrive(&s.k_empty);
 #endif
+            if (EARLY) {  // where no visit follows, of what is there
+                Ring next = ring;
+                next.next(STAGES);
+                if (left > 1) wait(&s.full[next.stage], next.parity);
+                load_rows(S, s.lse[next.stage]);
+            }
             if (!CARRY) {
                 wgmma_wait<0>();
                 pin(dK);
@@ -275,9 +423,31 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             step.next(a, it, visits.count);
             stamp(stamps, 4);
         }
+#if FS_FUSED
+        float dQ[DQ_FLOATS];
+        const int last = ring.stage ^ 1;
+        if (DEFERRED) {  // the last visit's dQ
+            if (steps > 0) wait(&s.ds_full[last], ring.stage ? ring.parity : ring.parity ^ 1);
+            issue_dq(dQ, s.k[SPLIT_COLUMNS ? g : 0],
+                     s.ds[last][SPLIT_COLUMNS ? 0 : g * DQ_ROWS / DS_WIDE]);
+        }
+#endif
         wgmma_wait<0>();
         pin(dK), pin(dV);
         if (CARRY && speaks && steps > 0) arrive(&s.empty[ring.stage ^ 1]);
+#if FS_FUSED
+        if (DEFERRED) {
+            pin(dQ);
+            if (steps > 0) {
+                if (speaks) arrive(&s.ds_free[last]), arrive(&s.k_empty);
+#if FS_ONCE
+                hand_over_dq(s, dQ, g, a.scale);
+#else
+                hand_over_dq(s, dQ, g, dq_at, dq_sent);
+#endif
+            }
+        }
+#endif
         if (speaks && steps == 0) arrive(&s.v_empty), arrive(&s.k_empty);
         // -- dK and dV, straight from registers ---------------------------------------------------
         const int kv_head = it.walk % kv_heads, batch = it.walk / kv_heads;

@@ -43,6 +43,10 @@ __device__ __forceinline__ void begin_barriers(OnChip& s, int senders) {
         barrier_init(&s.full[i], 1 + 32);  // the copies, and the lanes with the statistics
         barrier_init(&s.empty[i], 4 * WARPGROUPS);
     }
+#if FS_DEFERRED
+    for (int i = 0; i < STAGES; ++i)
+        barrier_init(&s.ds_full[i], 4 * WARPGROUPS), barrier_init(&s.ds_free[i], 4 * WARPGROUPS);
+#endif
     s.items.init(4 * WARPGROUPS + 1 + senders);
     barrier_init_fence();
 }
@@ -66,9 +70,9 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
     u32 kv_parity = 0;
     [[maybe_unused]] u32 dout_parity = 0;
     const int kv_heads = a.heads / a.group;
-    const int items = a.walks * a.tiles;
-    for (int w = first_work();; w = next_work(counter, items)) {
-        const Item& it = s.items.write(slot, a, w, items, false);
+    if (FS_ONCE) wait_for_what_ran_before();  // no delta did, which would have waited
+    for (int w = a.first + first_work();; w = a.first + next_work(counter, a.stop - a.first)) {
+        const Item& it = s.items.write(slot, a, w, a.stop, false);
         if (it.walk < 0) return;
         const int kv_head = it.walk % kv_heads, batch = it.walk / kv_heads;
         stamp_item(a, it.walk, it.outer, false);
@@ -132,6 +136,9 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
     }
 }
 
+// Of what ran before: a launch that does not wait for it itself reads past the L1.
+__device__ inline float seen(const float* from) { return FS_AFTER ? __ldcg(from) : *from; }
+
 // A warp: where the scores and dP of each visit's rows start, on the tiles' barriers. A row past
 // the end, or one that sees no key, gets -inf, so that its P is exactly 0.
 __device__ void produce_statistics(OnChip& s, const Args& a) {
@@ -140,28 +147,31 @@ __device__ void produce_statistics(OnChip& s, const Args& a) {
     const float unit = START ? -1.0f / a.scale : -LOG2E;
     Ring ring, slot;
     // Nothing else here reads or adds to what ran before has written but by way of these.
-    wait_for_what_ran_before();
+    if (!FS_AFTER) wait_for_what_ran_before();
     // dQ's pass, whose blocks take a whole SM each; the conversion's would crowd on the few SMs
     // that are idle by now.
-    if (!FS_FUSED) let_what_runs_next_start();
+    if (!FS_FUSED || FS_MORE) let_what_runs_next_start();
     while (true) {
         const Item it = s.items.read(slot);
-        if (it.walk < 0) return;
+        if (it.walk < 0) break;
         Step step;
 #pragma unroll 1
         for (int left = step.begin(a, it, it.visits.count); left; --left) {
             const int walk = it.walk * a.group + step.member;  // of the query head
             const int first = it.base + it.visits(a, step.v).tile * BLOCK_Q;
             u32* counts = a.visit_counts + (i64(walk) * a.n_visits + it.visits.first + step.v) * 8;
-            float lse[PER_LANE], delta[PER_LANE];
+            float lse[PER_LANE];
+            [[maybe_unused]] float delta[PER_LANE];
 #pragma unroll
             for (int i = 0; i < PER_LANE; ++i) {  // before the wait, to hide their latency
                 const int x = lane + 32 * i;
                 const bool exists = x < BLOCK_Q && first + x < it.end;
                 const i64 row = i64(walk) * a.n_q + first + x;
-                lse[i] = exists ? a.lse[row] : NEG_INF;
-                delta[i] = exists ? a.delta[row] : 0.0f;
-                report(counts + 2, 4 * exists), report(counts + 3, 4 * exists);
+                lse[i] = exists ? seen(a.lse + row) : NEG_INF;
+                report(counts + 2, 4 * exists);
+                if (FS_ONCE) continue;
+                delta[i] = exists ? seen(a.delta + row) : 0.0f;
+                report(counts + 3, 4 * exists);
             }
             wait(&s.empty[ring.stage], ring.parity ^ 1);  // its last readers are done
 #pragma unroll
@@ -169,7 +179,9 @@ __device__ void produce_statistics(OnChip& s, const Args& a) {
                 const int x = lane + 32 * i;
                 if (x < BLOCK_Q) {
                     s.lse[ring.stage][x] = lse[i] == NEG_INF ? NEG_INF : lse[i] * unit;
+#if !FS_ONCE
                     s.delta[ring.stage][x] = -delta[i];
+#endif
                 }
             }
             arrive(&s.full[ring.stage]);  // every lane for what it wrote
@@ -177,6 +189,7 @@ __device__ void produce_statistics(OnChip& s, const Args& a) {
             step.next(a, it, it.visits.count);
         }
     }
+    if (FS_AFTER) wait_for_what_ran_before();
 }
 
 #ifdef STAGES_DQ
@@ -212,8 +225,8 @@ __device__ __forceinline__ void stage_columns(float (*boxes)[DQ_ROWS * 32], cons
             }
 }
 
-// A warp for each warpgroup g: its piece of dQ, once staged, is added to the accumulator. DQ_FREE +
-// g and DQ_FULL + g pass the piece to and fro between the two.
+// A warp for each warpgroup g: its piece of dQ, once staged, is added to the accumulator; or, if it
+// is all of it, stored. DQ_FREE + g and DQ_FULL + g pass the piece to and fro between the two.
 __device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g) {
     const bool leads = threadIdx.x % 32 == 0;
     Ring slot;
@@ -239,13 +252,15 @@ __device__ void send_dq(OnChip& s, const Args& a, const TensorMap* map_dq, int g
                 for (int c = 0; c < DQ_BOXES; ++c) {
                     const int column = dq_column(g, c);
                     if (column >= FS_HEAD_DIM) continue;
-                    reduce_box(map_dq, s.dq[g][c], column, to.row, walk % a.heads, to.batch);
-                    columns += min(32, FS_COUNTED - column);
+                    (FS_ONCE ? store_box : reduce_box)(map_dq, s.dq[g][c], column, to.row,
+                                                       walk % a.heads, to.batch);
+                    columns += min(FS_ONCE ? 64 : 32, FS_COUNTED - column);
                 }
                 reduce_commit();
                 const i64 number = i64(walk) * a.n_visits + it.visits.first + step.v;
                 const int rows = max(0, min(DQ_ROWS, it.end - row));
-                report_one(a.visit_counts + number * 8 + 4, rows * columns * 4);
+                report_one(a.visit_counts + number * 8 + (FS_ONCE ? 3 : 4),
+                           rows * columns * (FS_ONCE ? 2 : 4));
                 reduce_wait_read();
             }
             __syncwarp();

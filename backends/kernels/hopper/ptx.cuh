@@ -111,6 +111,19 @@ __device__ inline void reduce_box(const TensorMap* map, const void* from, int co
                  :: "l"(map), "r"(shared_address(from)), "r"(column), "r"(row), "r"(head),
                     "r"(batch), "r"(ROUND) : "memory");
 }
+// Stores one box instead; what is outside the tensor stays as it is.
+__device__ inline void store_box(const TensorMap* map, const void* from, int column, int row,
+                                 int head, int batch) {
+#if FS_VARLEN
+    asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group"
+                 " [%0, {%2, %3, %4, %6, %5}], [%1];"
+#else
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group"
+                 " [%0, {%2, %3, %4, %5}], [%1];"
+#endif
+                 :: "l"(map), "r"(shared_address(from)), "r"(column), "r"(row), "r"(head),
+                    "r"(batch), "r"(ROUND) : "memory");
+}
 __device__ inline void reduce_commit() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }

@@ -51,10 +51,16 @@ __device__ inline Item make_item(const Args& a, int w, bool by_row) {
     const int whole = a.clump * a.tiles;
     const int first = w / whole * a.clump, size = min(a.clump, a.walks - first), rest = w % whole;
     const int outer = a.order[rest / size];
+#if FS_IN_STEP
+    // By rounds, of which every clump has as many: what its items leave of a round, or take of one
+    // more, would else turn the next clump's items round among themselves.
+    const int blocks = gridDim.x, rounds = max(1, (2 * whole + blocks) / (2 * blocks));
+    const int round = w / whole * rounds + rest / blocks;
+#endif
     Item it{first + rest % size, outer, 0, by_row ? a.n_kv : a.n_q,
             by_row ? row_tile(a, outer) : col_tile(a, outer),
 #if FS_IN_STEP
-            w / int(gridDim.x) % 2 ? 1 : -1,  // by rounds
+            round % 2 ? 1 : -1,
 #endif
             Walk(a, outer)};
 #if FS_VARLEN
@@ -76,7 +82,7 @@ __device__ inline Item make_item(const Args& a, int w, bool by_row) {
 #endif
 __device__ inline int first_work() { return blockIdx.x / FS_CLUSTER; }
 __device__ inline int next_work(u32* counter, int items) {
-    return counter ? gridDim.x + atomicInc(counter, items - 1) : 0x7fffffff;
+    return counter ? gridDim.x + atomicInc(counter, items - 1) : 1 << 30;
 }
 // This block's number in its cluster.
 [[maybe_unused]] __device__ inline int cluster_rank() { return blockIdx.x % FS_CLUSTER; }

@@ -7,8 +7,8 @@ on the number of threads.
 
 Options of `run`: ``threads`` (default: the CPUs this process may use) and ``micro_kernel``:
 "vector" or "plain" (see `micro_kernels`; default: "vector" where the CPU's registers are known) or,
-for bfloat16, "amx" or "avx512_bf16" (see `pairs`; the default where they can run and pay, which is
-not with one query a head).
+for bfloat16, "amx" or "avx512_bf16" (see `pairs`; the default where they can run and pay: with one
+query a head where many of them share keys).
 """
 
 from __future__ import annotations

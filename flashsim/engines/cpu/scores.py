@@ -83,6 +83,12 @@ def visible_rows(rules, rel, rel_row, rows, lanes):
 
 
 @part
+def hides(rules, rel, rows, lanes):
+    """Whether the band hides any score of a panel whose rows are keys, from `rel` on."""
+    return rel - (lanes - 1) < -rules.left or rel + rows - 1 > rules.right
+
+
+@part
 def finish_scores(cpu, S, s0, ld, first, last, lanes, rules, place, masked, bits, gate):
     """Scores of rows first .. last - 1: softcap, bias, mask; lanes that do not exist see nothing.
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 
 import numpy as np
@@ -20,11 +21,11 @@ from flashsim.engines.cpu.primitives import seats
 
 
 class Seat:
-    """Where one thread waits; `thread` is its number in the operating system."""
+    """Where a thread waits; `thread` is its number in the operating system, `cpus` its caller's."""
 
     def __init__(self) -> None:
         self.numbers, self.thread = seats.new_seat(), 0
-        self.address = self.numbers.ctypes.data
+        self.address, self.cpus = self.numbers.ctypes.data, frozenset[int]()
 
     def sit(self) -> None:
         """What its thread does, for ever."""
@@ -40,24 +41,20 @@ class Team:
         self.free: list[Seat] = []
         self.lock = threading.Lock()
 
-    def seats(self, count: int) -> Taken:
+    @contextmanager
+    def seats(self, count: int) -> Iterator[np.ndarray]:
         """Addresses of `count` seats whose threads are this caller's for the time."""
-        return Taken(self, count)
-
-    def take(self, count: int) -> list[Seat]:
-        """Seats that are free, or new."""
         with self.lock:
             while len(self.free) < count:
                 self._join()
             split = len(self.free) - count
             taken, self.free = self.free[split:], self.free[:split]
         self.keep_off(taken)
-        return taken
-
-    def give_back(self, taken: list[Seat]) -> None:
-        """They are free again."""
-        with self.lock:
-            self.free += taken
+        try:
+            yield np.array([seat.address for seat in taken], np.int64)
+        finally:
+            with self.lock:
+                self.free += taken
 
     def _join(self) -> None:
         seat = Seat()
@@ -67,46 +64,28 @@ class Team:
 
     def keep_off(self, taken: list[Seat]) -> None:
         """Leave threads that sleep all CPUs of this one's but that which it is on, for now."""
-        cpus = _allowed() if taken else set()
+        cpus = _allowed() if taken else frozenset[int]()
         if not cpus or max(cpus) >= 64 * seats.CPU_WORDS:  # more than a seat has room to name
             return
-        words, others = _words(frozenset(cpus)), cpus - {_here()}
         for seat in taken:
-            seat.numbers[seats.CPUS :] = words
-            if others and seat.thread:
-                _allow(seat.thread, others)
+            if seat.cpus != cpus:
+                bits = sum(1 << cpu for cpu in cpus).to_bytes(8 * seats.CPU_WORDS, "little")
+                seat.numbers[seats.CPUS :], seat.cpus = np.frombuffer(bits, np.int64), cpus
+        others = cpus - {_here()}
+        if others:
+            _allow([seat.thread for seat in taken if seat.thread], others)
 
 
-class Taken:
-    """What `Team.seats` gives; a generator would do, and take longer."""
-
-    def __init__(self, team: Team, count: int) -> None:
-        self.team, self.count = team, count
-
-    def __enter__(self) -> np.ndarray:
-        self.taken = self.team.take(self.count)
-        return np.array([seat.address for seat in self.taken], np.int64)
-
-    def __exit__(self, *_: object) -> None:
-        self.team.give_back(self.taken)
-
-
-@lru_cache(maxsize=4)
-def _words(cpus: frozenset[int]) -> np.ndarray:
-    """A set of CPUs, a bit each."""
-    bits = sum(1 << cpu for cpu in cpus)
-    return np.frombuffer(bits.to_bytes(8 * seats.CPU_WORDS, "little"), np.int64)
-
-
-def _allowed() -> set[int]:
+def _allowed() -> frozenset[int]:
     """The CPUs that this thread may use; none where the system does not say."""
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ())
 
 
-def _allow(thread: int, cpus: set[int]) -> None:
-    """Let it use these CPUs only; where a sandbox forbids that, it wakes where the system likes."""
+def _allow(threads: list[int], cpus: frozenset[int]) -> None:
+    """Let them use these CPUs only; if a sandbox forbids it, they wake where the system likes."""
     with suppress(OSError):
-        os.sched_setaffinity(thread, cpus)
+        for thread in threads:
+            os.sched_setaffinity(thread, cpus)
 
 
 def _here() -> int:

@@ -78,7 +78,8 @@ def predict(
     problem : Problem
         Of FP8 inputs, the forward alone, with the constants of the 16-bit one.
     direction : {"forward", "backward"}
-    algorithm : {"flash2", "flash2-fused", "flash-decode", "standard"}
+    algorithm : {"flash2", "flash2-fused", "flash2-once", "flash-decode", "standard"}
+        "flash2-once", of Hopper's kernels, has the constants of "flash2-fused", untested.
         "standard" takes no kernels, tiling, constants or heads_in_group.
     kernels : {"hopper", "portable", "python"}, optional
         The kernel family; default: the one made for the device. "python" are the kernels of
@@ -206,10 +207,10 @@ def _prepare(
     device: Device,
 ) -> tuple[tuple[KernelPass, ...], Traffic]:
     """What would be launched, and its traffic."""
-    if algorithm not in ("flash2", "flash2-fused"):
+    if algorithm not in ("flash2", "flash2-fused", "flash2-once"):
         raise OptionError(
-            f"times of flash2, flash2-fused, flash-decode and standard are predicted, not of "
-            f"{algorithm!r}"
+            f"times of flash2, flash2-fused, flash2-once, flash-decode and standard are predicted, "
+            f"not of {algorithm!r}"
         )
     family = _in_python(direction) if kernels == "python" else FAMILIES[kernels]
     family = HOPPER_FP8 if problem.fp8 else family  # with the constants of the 16-bit forward

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -106,7 +106,7 @@ def passes_of(measured: Record) -> list[list[MeasuredPass]]:
     TraceError
         If the kernels that ran are not those of the cases.
     """
-    launches = iter([x for x in parse(measured.text) if stage_of(x.kernel) is not None])
+    launches = iter(_whole(x for x in parse(measured.text) if stage_of(x.kernel) is not None))
     found = []
     for case, one in zip(measured.cases, measured.counted, strict=True):
         forms = (None, *case.backward)  # the forward pass, then each backward one's
@@ -134,7 +134,7 @@ def assign(traffics: Iterable[Traffic], launches: Sequence[MeasuredLaunch]) -> l
     traffics = list(traffics)
     known = {stage.name for traffic in traffics for stage in traffic.stages}
     by_stage: dict[str, list[MeasuredLaunch]] = {}
-    for launch in launches:
+    for launch in _whole(launches):
         stage = stage_of(launch.kernel)
         if stage == "dkdv" and "fused" in known:
             stage = "fused"
@@ -146,6 +146,24 @@ def assign(traffics: Iterable[Traffic], launches: Sequence[MeasuredLaunch]) -> l
             f"a stage that was predicted ({', '.join(sorted(known))}); do the options say what ran?"
         )
     return [MeasuredPass(traffic, by_stage) for traffic in traffics]
+
+
+def _whole(launches: Iterable[MeasuredLaunch]) -> list[MeasuredLaunch]:
+    """Counters of launches in a row of Hopper's pass with keys outside, added up: they are one
+    pass's (`KernelPass.before`), since other kernels run before and after it."""
+    found: list[MeasuredLaunch] = []
+    for one in launches:
+        known = one.kernel.startswith("hopper_backward")
+        if not known or not found or found[-1].kernel != one.kernel:
+            found.append(one)
+            continue
+        both = {
+            name: max(n, one.counters[name]) if "an SM" in name else n + one.counters[name]
+            for name, n in found[-1].counters.items()
+            if name in one.counters
+        }
+        found[-1] = replace(one, counters=both)
+    return found
 
 
 def _pass(

@@ -102,8 +102,8 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
                     row0 += tiles.other[i, 0]
                     left_of_rows(cpu, Q, d_pairs, inputs.q, row0 * d, rows, d)
                     left_of_rows(cpu, dO, dv_pairs, inputs.dout, row0 * dv, rows, dv)
-                    left_of_columns(cpu, Q_T, q_pairs, inputs.q, row0 * d, rows, d)
-                    left_of_columns(cpu, dO_T, q_pairs, inputs.dout, row0 * dv, rows, dv)
+                    left_of_columns(cpu, Q_T, q_pairs, q_pairs, inputs.q, row0 * d, rows, d)
+                    left_of_columns(cpu, dO_T, q_pairs, q_pairs, inputs.dout, row0 * dv, rows, dv)
                     for place in range(end - begin):
                         j = end - 1 - place if tiles.descending else begin + place
                         x, now = (j - begin) * ld, at[j - begin]
@@ -263,7 +263,7 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
                 masked = tiles.kind[at] == MASKED
                 left_of_rows(cpu, K, d_pairs, inputs.k, (kv + k0) * d, n, d)
                 left_of_rows(cpu, V, dv_pairs, inputs.v, (kv + k0) * dv, n, dv)
-                left_of_columns(cpu, K_T, k_pairs, inputs.k, (kv + k0) * d, n, d)
+                left_of_columns(cpu, K_T, k_pairs, k_pairs, inputs.k, (kv + k0) * d, n, d)
                 for p in range(panels_of(cpu, rows)):
                     lanes, first, last = min(w, rows - p * w), 0, n
                     if masked and rules.banded:

@@ -33,10 +33,17 @@ from flashsim.engines.cpu.primitives.arrays import panel_array, rest
 from flashsim.engines.cpu.primitives.atomics import fetch_add
 from flashsim.engines.cpu.primitives.packing import fill, panels_of
 from flashsim.engines.cpu.primitives.parts import part
-from flashsim.engines.cpu.scores import finish_scores, is_plain, place_of, visible_rows
+from flashsim.engines.cpu.scores import finish_scores, hides, is_plain, place_of, visible_rows
 from flashsim.engines.cpu.tables import NOTE
 from flashsim.engines.cpu.walks import next_inner, stopped
 from flashsim.schedule.schedule import MASKED
+
+#: Keys whose scores exist at a time: a panel of them, P and Q fit the first-level cache.
+CHUNK = 64
+#: Keys whose P is kept: a row tile takes as many, of several column tiles, and multiplies P of all
+#: of them with V at once, unless a maximum moves in between. So O, which is larger than what is
+#: multiplied, is loaded and stored once for eight tiles along the sum in place of two.
+KEPT = 256
 
 
 @part
@@ -47,14 +54,17 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
     panels, most = panels_of(cpu, shape.block_q), tiles.longest
     height, q_pairs, o_rows = panels * w, pair_tiles_of(d), tiles_of(dv)
     Q, O = panel_array(most * height * q_pairs, pair), panel_array(most * height * o_rows, real)
-    k_rows, v_pairs = 2 * pair_tiles_of(shape.block_k), pair_tiles_of(shape.block_k)
-    K, V = panel_array(k_rows * q_pairs, pair), panel_array(o_rows * v_pairs, pair)
-    S, P = panel_array(k_rows * w, real), panel_array(v_pairs * w, pair)
+    v_pairs = pair_tiles_of(shape.block_k)
+    slots = max(1, KEPT // (2 * v_pairs))  # each has room for a column tile
+    all_pairs = slots * v_pairs
+    K, V = panel_array(2 * all_pairs * q_pairs, pair), panel_array(o_rows * all_pairs, pair)
+    S, P = panel_array(min(2 * v_pairs, CHUNK) * w, real), panel_array(all_pairs * w, pair)
     m, l = panel_array(most * height, real), panel_array(most * height, real)
     alpha, inverse = panel_array(height, real), panel_array(height, real)
     scales = panel_array(2, real)  # of scores as the product leaves them, and of finished ones
     scales[0], scales[1] = rules.scale, 1
-    at = panel_array(most, np.int64)  # the next visit of each row tile
+    at, then = panel_array(most, np.int64), panel_array(most, np.int64)  # visits of each row tile
+    near = panel_array(slots, np.int64)  # the column tile in each slot
     n_sets = tiles.set_ptr.size - 1
     begin_tiles(cpu, S)
     while True:
@@ -75,30 +85,28 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
             fill(m, real(-np.inf))
             fill(l, real(0))
             while True:
-                j = next_inner(tiles, at, begin, end, tiles.descending)
-                if j < 0 or stopped(counter):
+                count = next_tiles(tiles, at, then, begin, end, near)
+                if count == 0 or stopped(counter):
                     break
-                k0, keys = tiles.other[j, 0], tiles.other[j, 1] - tiles.other[j, 0]
-                left_of_rows(cpu, K, q_pairs, k, (kv + k0) * d, keys, d)
-                left_of_columns(cpu, V, v_pairs, v, (kv + k0) * dv, keys, dv)
+                for slot in range(count):
+                    k0, n = tiles.other[near[slot], 0], tiles.other[near[slot], 1]
+                    n -= k0
+                    K_slot, V_slot = rest(K, 2 * slot * v_pairs * q_pairs), rest(V, slot * v_pairs)
+                    left_of_rows(cpu, K_slot, q_pairs, k, (kv + k0) * d, n, d)
+                    left_of_columns(cpu, V_slot, all_pairs, v_pairs, v, (kv + k0) * dv, n, dv)
                 for i in range(begin, end):
-                    x, now = (i - begin) * height, at[i - begin]
-                    if now < tiles.ptr[i + 1] and tiles.inner[now] == j:
-                        state = (
-                            rest(Q, x * q_pairs),
-                            rest(O, x * o_rows),
-                            rest(m, x),
-                            rest(l, x),
-                            alpha,
-                        )
-                        forward_visit(
-                            *(cpu, shape, tiles, rules, state, (K, V, S, P)),
-                            *(scales, i, now, bias0),
-                        )
-                        at[i - begin] += 1
-                        if notes.visits.size > 0:
+                    x, visits = (i - begin) * height, (at[i - begin], then[i - begin])
+                    state = rest(Q, x * q_pairs), rest(O, x * o_rows), rest(m, x), rest(l, x), alpha
+                    forward_visits(
+                        *(cpu, shape, tiles, rules, state, (K, V, S, P)),
+                        *(scales, i, visits, near, bias0),
+                    )
+                    at[i - begin] = then[i - begin]
+                    if notes.visits.size > 0:
+                        for now in range(visits[0], visits[1]):
+                            j = tiles.inner[now]
                             note = (tiles.own[i, 1] - tiles.own[i, 0]) * NOTE
-                            notes.visits[h, now] = note + keys
+                            notes.visits[h, now] = note + tiles.other[j, 1] - tiles.other[j, 0]
             for i in range(begin, end):
                 q0, n, x = tiles.own[i, 0], tiles.own[i, 1] - tiles.own[i, 0], (i - begin) * height
                 row0 = h * shape.n_q + q0
@@ -116,43 +124,98 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
 
 
 @part
-def forward_visit(cpu, shape, tiles, rules, state, operands, scales, i, at, bias0):
-    """One tile: S = scale Q K^T, its softmax, O = alpha O + P V, a panel of queries at a time."""
+def next_tiles(tiles, at, then, begin, end, near):
+    """The column tiles that come next for a run at visits `at`, into `near`: how many there are.
+
+    `then` is where each row tile is after them.
+    """
+    for i in range(end - begin):
+        then[i] = at[i]
+    for slot in range(near.size):
+        j = next_inner(tiles, then, begin, end, tiles.descending)
+        if j < 0:
+            return slot
+        near[slot] = j
+        for i in range(begin, end):
+            if then[i - begin] < tiles.ptr[i + 1] and tiles.inner[then[i - begin]] == j:
+                then[i - begin] += 1
+    return near.size
+
+
+@part
+def forward_visits(cpu, shape, tiles, rules, state, operands, scales, i, visits, near, bias0):
+    """Some tiles of a row: S = scale Q K^T, its softmax, O = alpha O + P V, panel by panel.
+
+    `near` says in which slot of K and V each column tile is.
+    """
     Q, O, m, l, alpha = state
     K, V, S, P = operands
     w, q_pairs, o_rows = cpu.width, pair_tiles_of(shape.d), tiles_of(shape.dv)
     v_pairs = pair_tiles_of(shape.block_k)
+    of_o = V, P, near.size * v_pairs, o_rows
     q0, q1, offset = tiles.own[i, 0], tiles.own[i, 1], tiles.own[i, 2]
-    k0, k1 = tiles.other[tiles.inner[at], 0], tiles.other[tiles.inner[at], 1]
-    masked = tiles.kind[at] == MASKED
     for p in range(panels_of(cpu, q1 - q0)):
-        lanes, first, last = min(w, q1 - q0 - p * w), 0, k1 - k0
-        if masked and rules.banded:
-            rel = k0 - (q0 + p * w + offset)
-            first, last = visible_rows(rules, rel, 1, last, lanes)
-            if last <= first:
-                continue
-            first -= first % (2 * SIDE)  # whole tiles of pairs; the mask hides what comes before
-        rows = last - first
-        pairs, start, s0 = pair_tiles_of(rows), first // 2, first * w
-        Q0, O0 = p * q_pairs * w, p * o_rows * w
-        pairs_set(
-            *(cpu, S, s0, w, K, first * q_pairs, q_pairs),
-            *(Q, Q0, w, tiles_of(rows), q_pairs),
-        )
-        scale = scales
-        if not is_plain(cpu, rules, masked, lanes) or rules.scale < 0:
-            scale = rest(scales, 1)
-            scale_panel(cpu, S, s0, w, rows, scales)
-            place = place_of(
-                *(rules, tiles, at, bias0, q0, k0),
-                *(shape.n_kv, offset, k1 - k0, True, 0, p * w),
-            )
-            finish_scores(cpu, S, 0, w, first, last, lanes, rules, place, masked, tiles.keep, None)
-        online_softmax_pairs(
-            *(cpu, S, s0, rows, m, l, alpha, p * w),
-            *(scale, P, start * w),
-        )
-        clear_pairs(cpu, P, start * w, w, (rows + 1) // 2, pairs)
-        scale_lanes(cpu, O, O0, w, o_rows, alpha, p * w)
-        pairs_add(cpu, O, O0, w, V, start, v_pairs, P, start * w, w, o_rows, pairs)
+        lanes, O0 = min(w, q1 - q0 - p * w), p * o_rows * w
+        slot, begin, end = 0, 0, 0  # pairs of keys begin .. end - 1: their P waits for its product
+        for at in range(visits[0], visits[1]):
+            while near[slot] != tiles.inner[at]:
+                slot += 1
+            k0, k1, masked = tiles.other[near[slot], 0], tiles.other[near[slot], 1], tiles.kind[at]
+            first, last, rel = 0, k1 - k0, k0 - (q0 + p * w + offset)
+            banded = masked == MASKED and rules.banded
+            if banded:
+                first, last = visible_rows(rules, rel, 1, last, lanes)
+                if last <= first:
+                    continue
+                first -= first % (2 * SIDE)  # whole tiles of pairs; the mask hides what is before
+            if end != slot * v_pairs + first // 2:
+                weigh(cpu, O, O0, of_o, begin, end)
+                begin = end = slot * v_pairs + first // 2
+            for c in range(first, last, CHUNK):
+                rows = min(CHUNK, last - c)
+                pairs_set(
+                    *(cpu, S, 0, w, K, (2 * slot * v_pairs + c) * q_pairs, q_pairs),
+                    *(Q, p * q_pairs * w, w, tiles_of(rows), q_pairs),
+                )
+                scale = scales
+                hidden = hides(rules, rel + c, rows, lanes) if banded else masked == MASKED
+                if not is_plain(cpu, rules, hidden, lanes) or rules.scale < 0:
+                    scale = rest(scales, 1)
+                    scale_panel(cpu, S, 0, w, rows, scales)
+                    place = place_of(
+                        *(rules, tiles, at, bias0, q0, k0),
+                        *(shape.n_kv, offset, k1 - k0, True, c, p * w),
+                    )
+                    finish_scores(
+                        *(cpu, S, 0, w, 0, rows, lanes, rules, place),
+                        *(hidden, tiles.keep, None),
+                    )
+                online_softmax_pairs(
+                    *(cpu, S, 0, rows, m, l, alpha, p * w),
+                    *(scale, P, end * w),
+                )
+                clear_pairs(cpu, P, end * w, w, (rows + 1) // 2, pair_tiles_of(rows))
+                if moved(cpu, alpha, p * w):
+                    weigh(cpu, O, O0, of_o, begin, end)
+                    begin = end
+                    scale_lanes(cpu, O, O0, w, o_rows, alpha, p * w)
+                end += pair_tiles_of(rows)
+        weigh(cpu, O, O0, of_o, begin, end)
+
+
+@part
+def weigh(cpu, O, O0, operands, begin, end):
+    """O^T += V^T P^T, by pairs of keys begin .. end - 1, if there are any."""
+    V, P, row, o_rows = operands
+    w = cpu.width
+    if begin < end:
+        pairs_add(cpu, O, O0, w, V, begin, row, P, begin * w, w, o_rows, end - begin)
+
+
+@part
+def moved(cpu, alpha, at):
+    """Whether any lane's sums have to be scaled anew."""
+    found = False
+    for c in range(cpu.width):
+        found |= alpha[np.uint64(at + c)] != 1
+    return found

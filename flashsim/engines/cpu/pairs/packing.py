@@ -50,22 +50,25 @@ def left_of_rows(cpu, out, row, X, x0, n, d):
 
 
 @hot_part
-def left_of_columns(cpu, out, row, X, x0, n, d):
-    """Columns of X as a left operand, for a sum over rows: `out`'s row x pairs X's rows."""
+def left_of_columns(cpu, out, row, pairs, X, x0, n, d):
+    """Columns of X as a left operand, for a sum over rows: `out`'s row x pairs X's rows.
+
+    `pairs` of them, whole tiles; rows of `out` are `row` pairs apart.
+    """
     full, begin = n // 2, 0
-    if n == 2 * row and d % SIDE == 0:  # whole tiles
-        transpose_columns(cpu, out, 0, row, X, x0, d, row, d)
+    if n == 2 * pairs and d % SIDE == 0:  # whole tiles
+        transpose_columns(cpu, out, 0, row, X, x0, d, pairs, d)
         begin = d
     for x in range(begin, tiles_of(d)):
         to = x * row
         if x >= d:
-            for r in range(row):
+            for r in range(pairs):
                 out[to + r] = 0
             continue
         for r in range(full):
             at = x0 + 2 * r * d + x
             out[to + r] = X[at] | np.uint32(X[at + d]) << np.uint32(16)
-        for r in range(full, row):
+        for r in range(full, pairs):
             out[to + r] = X[x0 + (n - 1) * d + x] if 2 * r < n else 0
 
 
