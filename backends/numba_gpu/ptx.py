@@ -175,6 +175,15 @@ def warp_sum(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return asm(b, "redux.sync.add.s32 $0, $1, -1;", "=r,r", [value], I32, effects=True)
 
 
+def any_lane(b: ir.IRBuilder, condition: ir.Value) -> ir.Value:
+    """Whether a condition holds in some lane of the warp ("vote.sync")."""
+    text = (
+        "{.reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, -1; selp.b32 $0, 1, 0, p;}"
+    )
+    made = asm(b, text, "=r,r", [b.zext(condition, I32)], I32, effects=True, together=True)
+    return b.icmp_unsigned("!=", made, i32(0))
+
+
 def maximum(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
     """The larger of two floats; a NaN loses."""
     return asm(b, "max.f32 $0, $1, $2;", "=f,f,f", [x, y], F32)

@@ -1,5 +1,5 @@
-"""The Hopper backwards with keys outside, their own sources run on a CPU: gradients are
-attention's, and bytes the simulator's. What is late on a GPU (copies, products of matrices) is
+"""The Hopper forward and the backwards with keys outside, their own sources run on a CPU: results
+are attention's, and bytes the simulator's. What is late on a GPU (copies, products of matrices) is
 never late here; the GPU tests have that.
 """
 
@@ -21,7 +21,7 @@ pytest.importorskip("cupy")  # as test_emulated
 import emulator
 import test_emulated
 from compiled import thorough
-from cupy_checks import ROOMY, budget, make, options
+from cupy_checks import ROOMY, budget, check_lse, make, options
 from test_cuda_kernels import H200
 
 pytestmark = test_emulated.pytestmark
@@ -72,6 +72,40 @@ ALIKE = {
         ),
     ),
 }
+
+
+#: Three warpgroups and two, O rescaled where it is there or late, masks, an item of one visit.
+FORWARD = {
+    "64": Problem(200, 300, 64, heads=2, kv_heads=1, dtype="bfloat16", causal=True),
+    "128": Problem(150, 420, 128, dtype="float16", window=(100, 30)),
+    "192": Problem(150, 300, 192, 136, heads=2, dtype="bfloat16", causal=True),
+    "softcap": Problem(100, 150, 96, dtype="bfloat16", softcap=5.0),
+}
+
+
+def compare_forward(name, kind="normal"):
+    """O and LSE within the budget of their type, events the simulator's."""
+    p, x = FORWARD[name], make(FORWARD[name], kind=kind)
+    passes = HOPPER.forward_passes(p, None, GPU, "ascending", "counts")
+    arrays, stages = emulator.run_forward(test_emulated.HOPPER, passes, p, x)
+    inputs = [x[name] for name in "qkv"]
+    (true, lse), (rough, _) = (oracle.attention(*inputs, p, dtype=t) for t in ("float64", p.dtype))
+    got = arrays["o"][..., : p.head_dim_v].astype(np.float64)
+    assert np.abs(got - true).max() <= budget(true, rough, p)
+    check_lse(arrays["lse"], lse, lse)
+    schedule = passes[0].tables.schedule
+    given = {"device": ROOMY, "trace": True, "tiling": schedule.tiling, **options(p)}
+    (simulated,) = flashsim.run(*inputs, **given).trace.stages
+    np.testing.assert_array_equal(stages[0].events, simulated.events)
+
+
+@pytest.mark.parametrize("name", [n if n == "64" else thorough(n) for n in FORWARD])
+def test_forward_and_counts(name):
+    compare_forward(name)
+
+
+def test_forward_of_scores_that_are_all_below_0():
+    compare_forward("64", "below")
 
 
 @pytest.fixture

@@ -143,6 +143,11 @@ FAULTS = {
         "O keeps the scale of an older maximum",
         *(HOPPER_FORWARD, "O[e] *= alpha[e / 2 % 2];", ";", "test_kinds and rising and 64"),
     ),
+    "hopper-largest-as-integers": KernelFault(
+        "of scores that are all below 0 the smallest is taken for the largest",
+        *(HOPPER_FORWARD, "if (__builtin_expect(below, false)) {", "if (false) {"),
+        "test_kinds and below and 64",
+    ),
     "lse-without-log": KernelFault(
         "LSE is the maximum",
         *(HOPPER_FORWARD, " + __logf(l);", ";", "test_features and ragged and 64"),

@@ -58,7 +58,7 @@ def test_head_dims(head_dims, dtype):
     check(Problem(300, 500, *head_dims, heads=2, dtype=dtype, causal=True), PYTHON_HOPPER)
 
 
-@pytest.mark.parametrize("kind", ["rising", "falling", "outliers"])
+@pytest.mark.parametrize("kind", ["rising", "falling", "below", "outliers"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_kinds_of_scores(head_dim, kind):
     check(Problem(333, 517, head_dim, heads=2, dtype="bfloat16"), PYTHON_HOPPER, kind=kind)

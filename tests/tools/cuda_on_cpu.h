@@ -39,8 +39,10 @@ To bits(From x) {
 }
 inline float __uint_as_float(u32 x) { return bits<float>(x); }
 inline float __int_as_float(int x) { return bits<float>(x); }
+inline int __float_as_int(float x) { return bits<int>(x); }
 inline u32 __float_as_uint(float x) { return bits<u32>(x); }
 inline float __fdividef(float x, float y) { return x / y; }
+#define __logf logf  // glibc has one of this name of its own
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 inline u32 atomicInc(u32* to, u32 last) {
@@ -58,6 +60,9 @@ void __syncwarp();
 u32 __reduce_add_sync(u32, u32 x);
 float __shfl_xor_sync(u32, float x, int mask);
 u32 __shfl_xor_sync(u32, u32 x, int mask);
+inline int __shfl_xor_sync(u32 all, int x, int mask) {
+    return int(__shfl_xor_sync(all, u32(x), mask));
+}
 int __shfl_sync(u32, int x, int lane);
 u32 __shfl_sync(u32, u32 x, int lane);
 float __shfl_sync(u32, float x, int lane);

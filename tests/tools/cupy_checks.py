@@ -191,7 +191,9 @@ def poison_shared_memory():
 
 
 def make(problem, seed=0, kind="normal"):
-    """q, k, v and dout; scores rise or fall along the keys, or a few are huge ("outliers")."""
+    """q, k, v and dout; scores rise or fall along the keys, are all negative and fall far
+    ("below"), or a few are huge ("outliers").
+    """
     p, rng = problem, np.random.default_rng(seed)
     shapes = {
         "q": (p.batch, p.heads, p.n_q, p.head_dim),
@@ -204,6 +206,9 @@ def make(problem, seed=0, kind="normal"):
         slope = np.linspace(-2, 2, p.n_kv)[:, None] * (1 if kind == "rising" else -1)
         x["q"] = np.abs(x["q"])
         x["k"] = 0.1 * x["k"] + slope
+    if kind == "below":
+        x["q"] = np.abs(x["q"])
+        x["k"] = -0.1 * np.abs(x["k"]) - np.linspace(0.1, 20, p.n_kv)[:, None]
     if kind == "outliers":
         x["k"] *= np.where(rng.random(shapes["k"][:-1]) < 0.02, 8, 1)[..., None]
     return {name: array.astype(numpy_dtype(p.dtype)) for name, array in x.items()}

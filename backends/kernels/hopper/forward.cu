@@ -25,6 +25,10 @@ constexpr bool RELEASE_EARLY = DV <= 64 || WARPGROUPS == 3;
 // in step by themselves, and the turns would only be instructions.
 constexpr bool TURNS = FS_TURNS;
 
+// Beyond 128 columns O takes long to multiply: there it is done under the next visit's scores,
+// elsewhere as soon as O is there, between the exponentials.
+constexpr bool RESCALE_LATE = DV > 128;
+
 struct OnChip {
     alignas(1024) u16 q[WARPGROUPS][CHUNKS][64 * 64];     // lives for one item
     alignas(1024) u16 k[STAGES][CHUNKS][BLOCK_K * 64];    // ring, one visit each
@@ -111,6 +115,12 @@ __device__ __forceinline__ void issue_output(float (&O)[DV / 2], const u32 (&P)[
     wgmma_commit();
 }
 
+// By the factor of each of the thread's two rows.
+__device__ __forceinline__ void rescale(float (&O)[DV / 2], const float (&alpha)[2]) {
+#pragma unroll
+    for (int e = 0; e < DV / 2; ++e) O[e] *= alpha[e / 2 % 2];
+}
+
 // Scales and caps the scores (where the exponent cannot take the scale), masks them (where asked).
 __device__ __forceinline__ void shape_scores(float (&S)[BLOCK_K / 2], const Args& a, const Item& it,
                                              int v, int query) {
@@ -184,6 +194,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 float S[BLOCK_K / 2];
                 if (TURNS) named_sync(turn, 256);  // the warpgroup before has queued its products
                 issue_scores(S, s.q[g][0], dk);
+                if (RESCALE_LATE) rescale(O, alpha);
                 wait(&s.v_full[ring_v.stage], ring_v.parity);
                 issue_output(O, P, s.v[ring_v.stage][0]);
                 if (TURNS) named_arrive(next_turn, 256);
@@ -197,10 +208,10 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 // O is waited for behind both maxima and the first exponentials, when it is about
                 // there; the other exponentials run between the multiplications of O. Left alone
                 // ptxas waits before the maxima. It keeps an arrival in front of the wait: so that
-                // is made to look as if it depended on alpha, which is never negative.
+                // is made to look as if it depended on row 1's alpha, which is never negative.
                 // (Where K is gone already, it is one at Q's barrier, whose address costs nothing,
                 // and it never happens.)
-                const bool never = alpha[0] < 0.0f || alpha[1] < 0.0f;
+                const bool never = alpha[1] < 0.0f;
                 if (RELEASE_EARLY && never) arrive(&s.q_empty[g]);
                 if (!RELEASE_EARLY && speaks && !never) arrive(&s.k_empty[ring_k.stage]);
                 ring_k.next(STAGES);
@@ -211,8 +222,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 if (speaks) arrive(&s.v_empty[ring_v.stage]);
                 ring_v.next(STAGES);
                 round_operand(P, S);
-#pragma unroll
-                for (int e = 0; e < DV / 2; ++e) O[e] *= alpha[e / 2 % 2];
+                if (!RESCALE_LATE) rescale(O, alpha);
                 if (FS_TIMELINE && v < last) stamp(visit_stamps(a, first + v + 1), 0);
                 // Behind the last visit there is no K to wait for. A branch would keep the wait
                 // from running under the rescaling, so it is for V then, which comes next anyway.
@@ -222,6 +232,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 if (FS_TIMELINE && v < last) stamp(visit_stamps(a, first + v + 1), 1);
                 dk = descriptor(s.k[ring_k.stage][0], 0);
             }
+            if (RESCALE_LATE) rescale(O, alpha);
             wait(&s.v_full[ring_v.stage], ring_v.parity);
             issue_output(O, P, s.v[ring_v.stage][0]);
             wgmma_wait<0>();

@@ -43,26 +43,48 @@ struct Softmax {
     // P; returns in alpha what O must be multiplied by.
     __device__ __forceinline__ void operator()(float (&S)[BLOCK_K / 2], float (&alpha)[2],
                                                float to_log2) {
-        row<0>(S, alpha[0], to_log2);
-        row<1>(S, alpha[1], to_log2);
+        // As integers floats have the same order, unless both are below 0; and of integers three go
+        // to an instruction. Where a thread has seen none that is not below 0 it is done again.
+        const int bits[2] = {largest<0>(S), largest<1>(S)};
+        const bool below = __any_sync(~0u, (bits[0] | bits[1]) < 0);
+        float top[2] = {__int_as_float(quad_max(bits[0])), __int_as_float(quad_max(bits[1]))};
+        if (__builtin_expect(below, false)) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) top[r] = VARIES ? NEG_INF : m[r];
+#pragma unroll
+            for (int e = 0; e < BLOCK_K / 2; ++e) top[e / 2 % 2] = fmaxf(top[e / 2 % 2], S[e]);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) top[r] = quad_max(top[r]);
+        }
+        row<0>(S, top[0], alpha[0], to_log2);
+        row<1>(S, top[1], alpha[1], to_log2);
     }
 
-    // Exponentials take longest, so they should begin early and never wait: row 0's as soon as its
-    // maximum is known, row 1's maximum in the gaps between them. ptxas schedules what has the
-    // longest chain ahead of it first, so row 0's maximum is one chain and row 1's two, and it is
-    // the other way round with the sums. Two neighbours first: half the length of a chain.
+    // The largest bits of row R and, where units do not vary, of its m.
     template <int R>
-    __device__ __forceinline__ void row(float (&S)[BLOCK_K / 2], float& alpha, float to_log2) {
-        constexpr int PAIRS = BLOCK_K / 8;
-        float top = VARIES ? NEG_INF : m[R], top1 = fmaxf(S[2 * R], S[2 * R + 1]);
+    __device__ __forceinline__ int largest(const float (&S)[BLOCK_K / 2]) const {
+        constexpr int LEAST = 0x80000000;
+        int chain[2] = {VARIES ? LEAST : __float_as_int(m[R]), LEAST};
 #pragma unroll
-        for (int e = 1; e < PAIRS; ++e) {
-            float& chain = R == 0 || e % 2 == 0 ? top : top1;
-            chain = fmaxf(chain, fmaxf(S[4 * e + 2 * R], S[4 * e + 2 * R + 1]));
+        for (int e = 2 * R; e < BLOCK_K / 2; e += 4) {
+            int& top = chain[e / 4 % 2];
+            top = max(max(top, __float_as_int(S[e])), __float_as_int(S[e + 1]));
         }
-        top = fmaxf(top, top1);
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+        return max(chain[0], chain[1]);
+    }
+
+    // Of the four threads that share a row.
+    template <class T> static __device__ __forceinline__ T quad_max(T x) {
+        x = max(x, __shfl_xor_sync(~0u, x, 1));
+        return max(x, __shfl_xor_sync(~0u, x, 2));
+    }
+
+    // Exponentials take longest, so they should begin early and never wait. ptxas schedules what has
+    // the longest chain ahead of it first: row 0's sums are two chains, row 1's one.
+    template <int R>
+    __device__ __forceinline__ void row(float (&S)[BLOCK_K / 2], float top, float& alpha,
+                                        float to_log2) {
+        constexpr int PAIRS = BLOCK_K / 8;
         if (VARIES) top = fmaxf(top * to_log2, m[R]);
         const float unit = VARIES ? 1.0f : to_log2;
         const float base = top == NEG_INF ? 0.0f : top * unit;  // no key yet: no inf - inf

@@ -200,6 +200,7 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
     # Whether a visit's K is waited for at the end of the visit before, where the wait, and finding
     # K's address, hide behind arithmetic. Beyond 96 columns that loses 2 to 3 % without turns.
     ahead = max(d, dv) <= 96
+    late = dv > 128  # as RESCALE_LATE of kernels/hopper/forward.cu
     q_bytes, k_bytes, v_bytes = at.q_bytes, at.k_bytes, at.v_bytes
     k_at, v_at = at.region("k"), at.region("v")
     q_full, q_free = at.barrier("q_full"), at.barrier("q_free")
@@ -217,6 +218,7 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
     scale_scores = softmax.scale_scores(1, block_k, softcap)
     mask = softmax.mask_rows(1, block_k, bool(c.left), bool(c.right))
     row_max, softmax_base = softmax.row_max(1, block_k), softmax.softmax_base(1)
+    row_max_of_bits = softmax.row_max_of_bits(block_k)
     rescaling, scale_o = softmax.rescaling(1), softmax.scale_rows(1, dv)
     exponentials, finish_rows = softmax.exponentials(1, block_k), softmax.finish_rows(1)
     round_operand = hopper.round_operand(bf16, block_k)
@@ -279,6 +281,7 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
             visit_stamp = visit_stamps(a, walk, first, 1 + group)
             stamp_block(tile_stamp, False)
             o, m, l = new_o(), new_max(), new_sum()
+            alpha = l
             wait(shared + q_full + group * 8, item & 1)
             if count > 0:
                 # -- The first visit: scores and softmax ----------------------------------------
@@ -313,6 +316,8 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
                     if turns:
                         my_turn(turn)  # the warpgroup before has queued its products
                     queued = queue_scores(q, shared + k_at + place(now) * k_bytes)
+                    if late:
+                        o = scale_o(o, alpha)
                     wait_full(shared + v_full, last)
                     growing = queue_output(o, p, shared + v_at + place(last) * v_bytes)
                     if turns:
@@ -321,7 +326,9 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
                     arrive(shared + q_free + group * 8, speaking and n == count - 1)
                     stamp(visit_stamp, n * visit_words + 2)
                     s = shaped(s, a, slot, steps, n, query)
-                    top = row_max(m, s)
+                    top, again = row_max_of_bits(m, s)
+                    if again:
+                        top = row_max(m, s)
                     base = softmax_base(top, to_log2)
                     alpha = rescaling(m, base, to_log2)
                     m = top
@@ -332,7 +339,8 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
                     stamp(visit_stamp, (n - 1) * visit_words + 4)
                     arrive(stage(shared + v_free, last), speaking)
                     p = round_operand(s)
-                    o = scale_o(o, alpha)
+                    if not late:
+                        o = scale_o(o, alpha)
                     n = int32(n + 1)
                     if ahead:
                         more = n < count
@@ -351,6 +359,8 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
                         if more:
                             stamp(visit_stamp, n * visit_words + 1)
                 # -- The last visit's output ----------------------------------------------------
+                if late:
+                    o = scale_o(o, alpha)
                 wait_full(shared + v_full, now)
                 o = output_done(queue_output(o, p, shared + v_at + place(now) * v_bytes))
                 stamp(visit_stamp, (count - 1) * visit_words + 4)

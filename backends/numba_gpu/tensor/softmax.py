@@ -8,7 +8,7 @@ from llvmlite import ir
 from numba.cuda import types
 
 from flashsim.backends.numba_gpu import ptx
-from flashsim.backends.numba_gpu.emit import Values, emitted, f32, floats, i32
+from flashsim.backends.numba_gpu.emit import F32, I32, Values, emitted, f32, floats, i32
 from flashsim.backends.numba_gpu.tiles import elements, lane_of
 
 LOG2E = 1.4426950408889634
@@ -93,6 +93,36 @@ def row_max(blocks: int, n: int) -> Any:
         return top
 
     return row_max_
+
+
+def row_max_of_bits(n: int) -> Any:
+    """``row_max_of_bits(m, s) -> m, again``: as `row_max` of one block, unless `again` says no.
+
+    As integers floats have the same order, unless both are below 0; and of integers three go to an
+    instruction (from sm_90 on). Where a lane has seen none that is not below 0, the warp is to take
+    `row_max`.
+    """
+
+    @emitted([floats(2), types.boolean], floats(2), floats(n // 2))
+    def row_max_of_bits_(b: ir.IRBuilder, m: Values, s: Values) -> list[Any]:
+        def larger(x: ir.Value, y: ir.Value) -> ir.Value:
+            return b.select(b.icmp_signed(">", x, y), x, y)
+
+        top = []
+        for row in range(2):
+            chains = [b.bitcast(m[row], I32), i32(-(1 << 31))]
+            scores = [b.bitcast(s[at], I32) for at, _, _, x in elements(1, n) if x // 2 == row]
+            for c in range(0, len(scores), 2):
+                chain = larger(larger(chains[c // 2 % 2], scores[c]), scores[c + 1])
+                chains[c // 2 % 2] = chain
+            top.append(larger(*chains))
+        again = ptx.any_lane(b, b.icmp_signed("<", b.or_(*top), i32(0)))
+        for mask in (1, 2):  # the quad's four lanes share the row
+            others = [ptx.shuffle_xor(b, b.bitcast(t, F32), mask) for t in top]
+            top = [larger(t, b.bitcast(o, I32)) for t, o in zip(top, others, strict=True)]
+        return [[b.bitcast(t, F32) for t in top], again]
+
+    return row_max_of_bits_
 
 
 def softmax_base(blocks: int) -> Any:
