@@ -15,9 +15,9 @@ from flashsim.problem.problem import Problem
 
 DIRECTIONS = ("forward", "backward", "both", "decode", "all")
 ALGORITHMS = ("flash2", "flash2-fused")
-#: Heads that share keys: a CPU with AVX512-BF16 multiplies pairs where there are many of them,
-#: which is other code (below 16 columns one is many).
-DECODED = (1, 8)
+#: Heads that share keys: a CPU with AMX or AVX512-BF16 multiplies pairs where there are many of
+#: them, which is other code (below 16 columns one is many).
+DECODED = (1, 16)
 
 
 @own_errors
@@ -58,8 +58,8 @@ def warm(
     """Compile what `backend="numba"` needs, and keep it on disk.
 
     One compilation serves every shape, mask and option, of one type; float16 and bfloat16 share
-    theirs, but on a CPU with AMX or AVX512-BF16 bfloat16 has its own, and where it decodes with
-    AVX512-BF16 both. Small passes are run to see it work.
+    theirs, but on a CPU with AMX or AVX512-BF16 bfloat16 has its own, and decoding both. Small
+    passes are run to see it work.
 
     Parameters
     ----------

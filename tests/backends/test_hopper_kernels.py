@@ -324,6 +324,13 @@ def test_dq_is_deferred_where_walks_are_long(changed, deferred):
     assert dict(dkdv.kernel.constants)["FS_DEFERRED"] == 0
 
 
+def test_dq_that_is_stored_at_once_is_not_deferred_and_has_one_launch():
+    p = Problem(5000, 128, 64, heads=32, kv_heads=2, batch=70, dtype="bfloat16")  # 140 items
+    (one,) = HOPPER.backward_passes(p, None, H200, "ascending", "", "flash2-once")
+    assert dict(one.kernel.constants)["FS_DEFERRED"] == 0
+    assert not one.before
+
+
 def test_statistics_of_the_next_visit_are_loaded_under_the_last_products():
     """At 128 rows those of the scores: a pair a load, between the waits for dQ and for dK."""
     (*_, one) = launches(PROBLEMS["64"])

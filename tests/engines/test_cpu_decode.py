@@ -11,14 +11,15 @@ from helpers import Judge, tensors
 from llvmlite import ir
 from numba import njit
 from test_panels import LOWERED
-from tile_machine import EmulatedBf16
+from tile_machine import EmulatedAmx, EmulatedBf16
 
 import flashsim
 from flashsim import Tiling
 from flashsim.engines.cpu import chosen, walks_decode
 from flashsim.engines.cpu.micro_kernels import along, plain, registers
 from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16, FLOAT16
-from flashsim.engines.cpu.micro_kernels.registers import BLOCKING, Avx512, Avx512Bf16, Plain
+from flashsim.engines.cpu.micro_kernels.registers import BLOCKING, Amx, Avx512, Avx512Bf16, Plain
+from flashsim.engines.cpu.pairs.operations import begin_tiles, end_tiles
 from flashsim.problem.problem import numpy_dtype
 
 WAYS = {
@@ -85,8 +86,10 @@ def test_one_query_needs_no_amx(monkeypatch):
     np.testing.assert_array_equal(result.out, expected.out)
 
 
-HERE = registers.without("avx512_bf16") is None
-PAIRS = pytest.mark.skipif(not HERE, reason="needs a CPU with AVX512-BF16")
+PAIRS, TILES = (
+    pytest.mark.skipif(registers.without(name) is not None, reason=f"needs a CPU with {what}")
+    for name, what in (("avx512_bf16", "AVX512-BF16"), ("amx", "AMX"))
+)
 
 
 @PAIRS
@@ -106,6 +109,56 @@ def test_kinds_and_lengths_of_pairs(n_kv, kind):
     assert result.kernel.startswith("numba avx512bf16,")
 
 
+@TILES
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("way", WAYS)
+def test_results_of_tiles(way, heads):
+    x = tensors(1, 420, 40, dtype="bfloat16", **HEADS[heads])
+    agree(x, own={"micro_kernel": "amx"}, **WAYS[way])
+
+
+@TILES
+@pytest.mark.parametrize("kind", ["normal", "rising", "falling", "heavy"])
+@pytest.mark.parametrize(
+    ("n_kv", "d"), [(1, 64), (31, 64), (33, 64), (700, 128), (90, 96), (63, 7)]
+)
+def test_kinds_and_lengths_of_tiles(n_kv, d, kind):
+    x = tensors(1, n_kv, d, kind=kind, dtype="bfloat16", heads=6, kv_heads=2)
+    result = agree(x, own={"micro_kernel": "amx"}, tiling=Tiling(1, 256))
+    assert result.kernel.startswith("numba amx,")
+
+
+#: Heads, key heads, keys, d, dv, keys of a visit: whole tiles and others, one key, more heads than
+#: a tile has, more keys than are turned over together.
+EMULATED = [
+    (1, 1, 70, 64, 64, 48),
+    (8, 2, 64, 32, 96, 48),
+    (6, 1, 33, 40, 40, 48),
+    (18, 1, 45, 64, 32, 48),
+    (3, 1, 1, 7, 5, 48),
+    (2, 1, 300, 32, 32, 256),
+]
+
+
+@pytest.mark.parametrize("shape", EMULATED)
+def test_tiles_decode_on_an_emulated_cpu(shape, monkeypatch):
+    heads, kv_heads, keys, d, dv, tile = shape
+    tile_machine.emulate(monkeypatch)
+    monkeypatch.setattr(chosen, "cpu", lambda *_, **__: EmulatedAmx(64))
+    x = tensors(1, keys, d, dtype="bfloat16", heads=heads, kv_heads=kv_heads, dv=dv)
+    before = [dict(machine.counts) for machine in tile_machine.ALL]
+    result = agree(x, tiling=Tiling(1, tile))
+    assert result.kernel.startswith("numba emulatedamx,")
+    counts = [machine.counts for machine in tile_machine.ALL]
+    assert all(x["Configure"] == x["Release"] for x in counts)
+    dots = sum(x["Dot"] for x in counts) - sum(x["Dot"] for x in before)
+    visits = [min(tile, keys - at) for at in range(0, keys, tile)]
+    tiles_of = lambda n: -(-n // 32)  # noqa: E731
+    of_one = sum(2 * tiles_of(n) * tiles_of(d) + 2 * -(-n // 16) * tiles_of(dv) for n in visits)
+    assert dots == kv_heads * -(-heads // kv_heads // 16) * of_one
+    assert tile_machine.ERRORS == []
+
+
 def test_a_score_beyond_float32_stays_one_where_the_scale_brings_it_back():
     """Q takes the scale's power of two before K."""
     x = tensors(1, 50, 16, heads=2)
@@ -119,15 +172,19 @@ def test_a_score_beyond_float32_stays_one_where_the_scale_brings_it_back():
 
 
 @pytest.mark.parametrize(
-    ("group", "d", "limits"),
+    ("group", "d", "pairs", "tiles"),
     [
-        *((1, 128, False), (2, 64, False), (4, 128, False), (4, 256, False)),
-        *((3, 64, True), (4, 64, True), (6, 128, True), (8, 128, True), (16, 256, True)),
+        *((1, 128, False, False), (2, 64, False, False), (4, 128, False, False)),
+        *((4, 256, False, False), (3, 64, True, False), (4, 64, True, False)),
+        *((6, 128, True, False), (6, 64, True, True), (8, 128, True, True)),
+        *((8, 256, True, False), (16, 256, True, True), (16, 576, True, True)),
     ],
 )
-def test_heads_that_share_keys_make_arithmetic_of_decoding(group, d, limits):
+def test_heads_that_share_keys_make_arithmetic_of_decoding(group, d, pairs, tiles):
+    """As measured on a CPU with either: more work is hidden behind memory where it has AMX."""
     p = flashsim.Problem(1, 4096, d, heads=2 * group, kv_heads=2, dtype="bfloat16")
-    assert chosen.arithmetic_limits(p) is limits
+    for name, limits in (("avx512_bf16", pairs), ("amx", tiles)):
+        assert chosen.arithmetic_limits(p, chosen.PRODUCTS[name]) is limits
 
 
 @pytest.mark.thorough  # walks of plain definitions take long to compile
@@ -165,8 +222,10 @@ def test_parts_without_a_key_count_for_nothing():
 
 
 @njit
-def dots(cpu, *args):
-    plain.dots(cpu, *args)
+def dots(cpu, S, *args):
+    begin_tiles(cpu, S)
+    plain.dots(cpu, S, *args)
+    end_tiles(cpu, S)
 
 
 @njit
@@ -180,8 +239,13 @@ def softmax_along(cpu, *args):
 
 
 @njit
-def weigh(cpu, *args):
-    plain.weigh(cpu, *args)
+def weigh(cpu, O, o0, ldo, alpha, P, ldp, V, v0, dv, keys, heads, kind):
+    begin_tiles(cpu, O)
+    plain.weigh(cpu, O, o0, ldo, P, ldp, V, v0, dv, keys, heads, kind)
+    plain.rescale(cpu, O, o0, ldo, alpha, 1, heads, kind)
+    plain.weigh(cpu, O, o0, ldo, P, ldp, V, v0, dv, keys, heads, kind)
+    plain.in_order(cpu, O, ldo, heads, kind)
+    end_tiles(cpu, O)
 
 
 HALVES = {"bfloat16": BFLOAT16, "float16": FLOAT16}
@@ -198,18 +262,29 @@ READINGS = [
 PAIRED = [
     pytest.param(EmulatedBf16, "float32", "bfloat16"),
     pytest.param(Avx512Bf16, "float32", "bfloat16", marks=PAIRS),
+    pytest.param(EmulatedAmx, "float32", "bfloat16"),
+    pytest.param(Amx, "float32", "bfloat16", marks=TILES),
 ]
+#: Kinds of CPU that multiply pairs, and those of them that do so by 16 heads at a time.
+MULTIPLY_PAIRS = EmulatedBf16, Avx512Bf16, EmulatedAmx, Amx
+BY_TILES = EmulatedAmx, Amx
 SIZES = [(1, 1, 1), (3, 2, 5), (8, 4, 32), (7, 5, 40), (65, 11, 80), (17, 9, 33), (40, 3, 130)]
 
 
 @pytest.fixture(autouse=True)
 def _emulated(request, monkeypatch):
     """Of tests that ask for an instruction which any CPU shall have."""
-    if (
-        getattr(request.node, "callspec", None)
-        and EmulatedBf16 in request.node.callspec.params.values()
-    ):
+    asked = getattr(request.node, "callspec", None)
+    if asked and {EmulatedBf16, EmulatedAmx} & {*map(_kind, asked.params.values())}:
         tile_machine.emulate(monkeypatch)
+        yield
+        assert tile_machine.ERRORS == []
+    else:
+        yield
+
+
+def _kind(given):
+    return given if isinstance(given, type) else None
 
 
 def code_of(kind, dtype):
@@ -228,7 +303,15 @@ def among_nan(x, dtype, halves):
 
 def kept(x, kind):
     """Numbers that floats shall hold: where pairs are multiplied those of bfloat16."""
-    return x.astype(numpy_dtype("bfloat16")) if kind in (EmulatedBf16, Avx512Bf16) else x
+    return x.astype(numpy_dtype("bfloat16")) if kind in MULTIPLY_PAIRS else x
+
+
+def weights_of(P, kind):
+    """P as `weigh` takes it: where pairs are multiplied, they stand first in each row."""
+    if kind in MULTIPLY_PAIRS:
+        halves = P.astype(numpy_dtype("bfloat16")).view(np.float32)
+        P = np.concatenate([halves, np.full_like(halves, np.nan)], axis=1)
+    return P.reshape(-1)
 
 
 @pytest.mark.parametrize(("kind", "dtype", "halves"), [*READINGS, *PAIRED])
@@ -236,49 +319,54 @@ def kept(x, kind):
 def test_dots(kind, dtype, halves, rows, heads, d):
     """Every sum in its place; nothing beside K is read, and nothing beyond four rows written."""
     rng = np.random.default_rng(d)
-    ldq, ld = -(-d // 16) * 16, 80
+    ldq, ld = -(-d // 32) * 32, 80
     K, of_k = among_nan(rng.standard_normal((rows, d)), dtype, halves)
-    Q = np.zeros((heads, ldq), dtype)
-    Q[:, :d] = kept(rng.standard_normal((heads, d)), kind)
+    Q = np.full((16, ldq), np.nan, dtype)
+    Q[:heads] = 0
+    Q[:heads, :d] = kept(rng.standard_normal((heads, d)), kind)
     taken, factor, cpu = Q.reshape(-1).copy(), np.array([-0.7], dtype), code_of(kind, dtype)
     S = np.full((heads + 1, ld), 7, dtype)
     which = HALVES.get(halves)
     side_by_side(cpu, taken, ldq, heads, which)
     args = 3, d, np.concatenate([np.full(2, np.nan, dtype), taken]), 2, ldq, rows, heads, factor
     dots(cpu, S.reshape(-1), ld, K, *args, which)
-    exact = factor.astype(np.longdouble) * (Q[:, :d].astype(np.longdouble) @ of_k.T)
-    size = d * np.finfo(dtype).eps * np.abs(of_k).max() * np.abs(Q).max()
+    exact = factor.astype(np.longdouble) * (Q[:heads, :d].astype(np.longdouble) @ of_k.T)
+    size = d * np.finfo(dtype).eps * np.abs(of_k).max() * np.abs(Q[:heads]).max()
     np.testing.assert_allclose(S[:heads, :rows], exact.astype(dtype), rtol=0, atol=float(size))
-    assert np.isfinite(S).all()  # of fewer than four rows the last one's, not of what lies behind
-    assert (S[:heads, max(4, rows) + 3 :] == 7).all()
+    # Of fewer than four rows, or 32, the last one's, not of what lies behind.
+    at_least = 32 if kind in BY_TILES else 4
+    assert np.isfinite(S).all()
+    assert (S[:heads, max(at_least, rows) + 3 :] == 7).all()
     assert (S[heads] == 7).all()
 
 
 @pytest.mark.parametrize(("kind", "dtype", "halves"), [*READINGS, *PAIRED])
 @pytest.mark.parametrize(("keys", "heads", "dv"), SIZES)
 def test_weigh(kind, dtype, halves, keys, heads, dv):
-    """O grows by P V; nothing beside V is read, and what stands beside O stays."""
+    """O = P V, scaled, and P V; nothing beside V is read, and what stands beside O stays."""
     rng = np.random.default_rng(dv)
-    ldo = -(-dv // 16) * 16
+    ldo, ldp, beyond = -(-dv // 32) * 32, 96, 16 if kind in BY_TILES else heads
     V, of_v = among_nan(rng.standard_normal((keys, dv)), dtype, halves)
-    P, O = kept(rng.random((heads, 80)), kind).astype(dtype), np.full((heads + 1, ldo), 7, dtype)
-    P[:, keys:] = 0
-    O[:heads, :dv] = rng.standard_normal((heads, dv))
-    grown = O.reshape(-1).copy()
-    which = HALVES.get(halves)
-    weigh(code_of(kind, dtype), grown, 0, ldo, P.reshape(-1), 80, V, 3, dv, keys, heads, which)
-    exact = O.astype(np.longdouble)
-    exact[:heads, :dv] += P[:, :keys].astype(np.longdouble) @ of_v
-    size = (keys + 1) * np.finfo(dtype).eps * max(np.abs(of_v).max(), np.abs(O).max())
-    np.testing.assert_allclose(grown.reshape(O.shape), exact.astype(dtype), 0, float(size))
+    P, O = kept(rng.random((16, ldp)), kind).astype(dtype), np.full((beyond + 1, ldo), 7, dtype)
+    P[heads:], P[:heads, keys:] = np.nan, 0
+    O[:beyond] = 0
+    grown, alpha = O.reshape(-1).copy(), np.array([np.nan, *rng.integers(0, 3, heads)], dtype)
+    which, cpu = HALVES.get(halves), code_of(kind, dtype)
+    weigh(cpu, grown, 0, ldo, alpha, weights_of(P, kind), ldp, V, 3, dv, keys, heads, which)
+    grown, exact = grown.reshape(O.shape), np.zeros((heads, ldo), np.longdouble)
+    exact[:, :dv] = P[:heads, :keys].astype(np.longdouble) @ of_v
+    exact *= 1 + alpha[1:, None].astype(np.longdouble)
+    size = 4 * (keys + 1) * np.finfo(dtype).eps * np.abs(of_v).max()
+    np.testing.assert_allclose(grown[:heads], exact.astype(dtype), 0, float(size))
+    assert (grown[beyond:] == 7).all()  # before them are heads that nobody has
 
 
-@pytest.mark.parametrize(("kind", "dtype", "halves"), READINGS)
+@pytest.mark.parametrize(("kind", "dtype", "halves"), [*READINGS, *PAIRED])
 @pytest.mark.parametrize("heads", [1, 6])
 def test_softmax_along(kind, dtype, halves, heads):
     """As the definition: a first step and a second, rows without a key, and one with NaN."""
     rng = np.random.default_rng(heads)
-    n, ld, cpu, eps = 48, 50, code_of(kind, dtype), np.finfo(dtype).eps
+    n, ld, cpu, eps = 96, 98, code_of(kind, dtype), np.finfo(dtype).eps
     m, l, alpha = np.full(3 + heads, -np.inf, dtype), np.zeros(3 + heads, dtype), np.zeros(9, dtype)
     results = [[x.copy() for x in (m, l, alpha)] for _ in range(2)]
     for step in range(2):
@@ -291,6 +379,9 @@ def test_softmax_along(kind, dtype, halves, heads):
         ):
             P = S.reshape(-1).copy()
             run(code, P, ld, heads, n, *given[:3], 3, HALVES.get(halves))
+            if kind in MULTIPLY_PAIRS and code is cpu:
+                halved = P.reshape(heads, ld)[:, : n // 2].copy().view(numpy_dtype("bfloat16"))
+                P.reshape(heads, ld)[:, :n] = halved
             stored = P.reshape(heads, ld)[:, :n].astype(numpy_dtype(halves or dtype))
             np.testing.assert_array_equal(P.reshape(heads, ld)[:, :n], stored.astype(dtype))
             given.append(P)

@@ -576,10 +576,9 @@ def test_bfloat16_takes_what_this_process_may_use(
         chosen.cpu(None, flashsim.Problem(1, dtype=dtype, heads=heads, kv_heads=1), one=one)
     )
     assert choose("bfloat16") is kind
-    # One query a head: pairs where they come as they lie in memory, and arithmetic is the limit.
-    along = Avx512Bf16 if "znver" in name and kind in (Amx, Avx512Bf16) else choose("float32")
+    # One query a head: pairs where arithmetic is the limit.
     assert choose("bfloat16", one=True) is choose("float32")
-    assert choose("bfloat16", one=True, heads=8) is along
+    assert choose("bfloat16", one=True, heads=8) is kind
     assert choose("float32") not in (Amx, Avx512Bf16)
     if refused:
         with pytest.raises(BackendUnavailable, match="Linux refuses"):

@@ -45,6 +45,10 @@ PAGES = ("counts/test_flash_decode.py::test_pages_hold_what_a_contiguous_cache_d
 CASCADE = ("counts/test_cascade.py::test_it_is_attention_over_all_keys_and_counted",)
 PARTS = ("counts/test_flash_decode.py::test_parts_cover_the_walk_once_and_evenly",)
 WORK = ("counts/test_work.py", "-k", "flash2-plain")
+TILES_DOTS, TILES_WEIGH = (
+    (f"engines/test_cpu_decode.py::{test}", "-k", "EmulatedAmx")
+    for test in ("test_dots", "test_weigh")
+)
 TILE_MACHINE = ("engines/test_pairs.py::test_the_machine_multiplies", "-k", "add")
 KEPT = ("engines/test_pairs.py", "-k", "wide_column_tile and rising")
 
@@ -75,6 +79,7 @@ QUANTIZE, NUMBERS = "flashsim.api.quantize", "flashsim.problem.precision"
 DECODING, MERGE = "flashsim.algorithms.decode", "flashsim.algorithms.merge"
 
 AMX, PAIRS = "flashsim.engines.cpu.pairs.tiles", "flashsim.engines.cpu.pairs.forward"
+ALONG = "flashsim.engines.cpu.micro_kernels.along_tiles"
 
 FAULTS = {
     # -- One visit ------------------------------------------------------------------------------
@@ -115,6 +120,18 @@ FAULTS = {
         "P that waits is multiplied with the keys between two tiles that a row visits, too",
         *(PAIRS, "if end != start or moved", "if moved"),
         ("engines/test_pairs.py", "-k", "between_two_tiles"),
+    ),
+    "tile-rows-beyond-the-last": Fault(
+        "with V's last rows a tile has what lies behind them",
+        *(ALONG, "count = _smaller(code, b.sub(n, at), _side())", "count = _side()", TILES_WEIGH),
+    ),
+    "tile-columns-swapped": Fault(
+        "even columns of O are taken for odd ones",
+        *(ALONG, "for side in (_int(0), _side()))", "for side in (_side(), _int(0)))", TILES_WEIGH),
+    ),
+    "tile-of-short-rows": Fault(
+        "rows of K that a tile does not divide are read as if it did",
+        *(ALONG, "b.and_(_whole(code, d), enough)", "enough", TILES_DOTS),
     ),
     # -- parts of the keys ----------------------------------------------------------------------
     "split-lost": Fault(

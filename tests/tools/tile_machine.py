@@ -21,7 +21,7 @@ import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 
-from flashsim.engines.cpu.micro_kernels import pair_writer, registers
+from flashsim.engines.cpu.micro_kernels import along_tiles, pair_writer, registers
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
 from flashsim.engines.cpu.micro_kernels.writer import INT, VOID
 from flashsim.engines.cpu.pairs import codegen, tiles
@@ -174,6 +174,9 @@ ERRORS: list[Exception] = []
 _machines = Machines()
 
 _STEP = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p, ctypes.c_int64] * 3, ctypes.c_int64)
+_STEP_NEAR = ctypes.CFUNCTYPE(
+    None, *[ctypes.c_void_p, ctypes.c_int64] * 3, ctypes.c_int64, ctypes.c_void_p
+)
 _ONCE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
@@ -187,7 +190,7 @@ def _callback(kind, function):
     return kind(guarded)
 
 
-def _step(program, C, ldc, A, lda, B, ldb, n):
+def _step(program, C, ldc, A, lda, B, ldb, n, _near=None):
     strides = {"C": ldc, "A": lda, "B": ldb}
     _machines.own.run(program, {"C": C, "A": A, "B": B}, strides, n)
 
@@ -196,10 +199,11 @@ _CALLBACKS = {
     "flashsim_machine_configure": _callback(_ONCE, lambda _: _machines.own.configure(tiles.CONFIG)),
     "flashsim_machine_release": _callback(_ONCE, lambda _: _machines.own.release()),
     **{
-        f"flashsim_machine_{mode}_{rows}x{columns}": _callback(
-            _STEP, partial(_step, tiles.program(mode, rows, columns))
+        f"flashsim_machine_{mode}_{rows}x{columns}{near}": _callback(
+            kind, partial(_step, tiles.program(mode, rows, columns))
         )
         for mode, rows, columns in itertools.product(("set", "add"), (1, 2), (1, 2))
+        for near, kind in (("", _STEP), ("_near", _STEP_NEAR))
     },
 }
 
@@ -209,10 +213,12 @@ def _external(module: ir.Module, name: str, kinds: list) -> ir.Function:
     return found or ir.Function(module, ir.FunctionType(VOID, kinds), name)
 
 
-def _lower(module, block: Blocking, mode: str, rows: int, columns: int):
+def _lower(module, block: Blocking, mode: str, rows: int, columns: int, near: int = 0):
     address = ir.FloatType().as_pointer()
-    kinds = [address, INT, address, INT, address, INT, INT]
-    return _external(module, f"flashsim_machine_{mode}_{rows}x{columns}", kinds)
+    kinds = [address, INT, address, INT, address, INT, INT, *[address] * bool(near)]
+    return _external(
+        module, f"flashsim_machine_{mode}_{rows}x{columns}" + "_near" * bool(near), kinds
+    )
 
 
 def _once(name: str):
@@ -263,6 +269,8 @@ def emulate(monkeypatch) -> None:
         "fmas": partial(codegen.build_vector_product, writer=TwoFmas),
     }
     monkeypatch.setitem(pair_writer.WRITERS, "fmas", TwoFmas)
+    monkeypatch.setitem(pair_writer.WRITERS, "machine", pair_writer.PairCode)
+    monkeypatch.setitem(along_tiles.TILED, "machine", _lower)
     for pairs, build in products.items():
         monkeypatch.setitem(codegen.PRODUCTS, pairs, build)
     monkeypatch.setitem(codegen.TILES, "machine", (_once("configure"), _once("release")))

@@ -44,9 +44,12 @@ struct Softmax {
     __device__ __forceinline__ void operator()(float (&S)[BLOCK_K / 2], float (&alpha)[2],
                                                float to_log2) {
         // As integers floats have the same order, unless both are below 0; and of integers three go
-        // to an instruction. Where a thread has seen none that is not below 0 it is done again.
+        // to an instruction. Where a thread has seen none that is not below 0 it is done again, but
+        // not where m is not below 0: m is then the largest, whatever these are.
         const int bits[2] = {largest<0>(S), largest<1>(S)};
-        const bool below = __any_sync(~0u, (bits[0] | bits[1]) < 0);
+        const int m0 = __float_as_int(m[0]), m1 = __float_as_int(m[1]);
+        const int signs = VARIES ? bits[0] & m0 | bits[1] & m1 : bits[0] | bits[1];
+        const bool below = __any_sync(~0u, signs < 0);
         float top[2] = {__int_as_float(quad_max(bits[0])), __int_as_float(quad_max(bits[1]))};
         if (__builtin_expect(below, false)) {
 #pragma unroll
@@ -79,8 +82,8 @@ struct Softmax {
         return max(x, __shfl_xor_sync(~0u, x, 2));
     }
 
-    // Exponentials take longest, so they should begin early and never wait. ptxas schedules what has
-    // the longest chain ahead of it first: row 0's sums are two chains, row 1's one.
+    // Exponentials take longest, so they should begin early and never wait. ptxas schedules what
+    // has the longest chain ahead of it first: row 0's sums are two chains, row 1's one.
     template <int R>
     __device__ __forceinline__ void row(float (&S)[BLOCK_K / 2], float top, float& alpha,
                                         float to_log2) {

@@ -23,6 +23,10 @@ USUAL = {
     "decode": (Tiling(1, 512), Tiling(1, 256), Tiling(1, 128), Tiling(1, 64)),
 }
 
+#: Products of floats for a number of K and V that take as long as a micro-kernel for bfloat16 does
+#: with one query a head (docs/notebooks/cpu.md).
+PRODUCTS = {"amx": 12, "avx512_bf16": 7}
+
 
 @lru_cache(maxsize=64)
 def tiling(
@@ -49,7 +53,7 @@ def thread_count(given: Any) -> int:
         return threads.available()
     if not checks.is_int(given) or given < 1:
         raise OptionError(f"threads must be a positive integer, got {shown(given)}")
-    if given > threads.most():
+    if given > threads.ALWAYS and given > threads.most():
         raise OptionError(
             f"threads must be at most {threads.most()}, got {given}: this process may use "
             f"{threads.available()} CPUs, and more threads than CPUs gain nothing"
@@ -59,7 +63,7 @@ def thread_count(given: Any) -> int:
 
 def cpu(micro_kernel: Any, problem: Problem, *, one: bool = False) -> registers.Cpu:
     """What carries out a pass; of `one` query a head no product in pairs that it gains nothing by,
-    unless it is asked for: `walks_decode` has memory for a limit (docs/notebooks/cpu.md).
+    unless it is asked for: where few heads share keys memory is the limit of `walks_decode`.
     """
     if micro_kernel is not None:
         checks.one_of("micro_kernel", micro_kernel, MICRO_KERNELS)
@@ -67,7 +71,7 @@ def cpu(micro_kernel: Any, problem: Problem, *, one: bool = False) -> registers.
         return _paired(micro_kernel, problem.dtype)
     if micro_kernel is None and problem.dtype == "bfloat16":
         for name in registers.PAIRED:
-            if one and (name == "amx" or not arithmetic_limits(problem)):
+            if one and not arithmetic_limits(problem, PRODUCTS[name]):
                 continue
             if registers.pays(name) and registers.without(name) is None:
                 return registers.paired(name)
@@ -80,14 +84,14 @@ def cpu(micro_kernel: Any, problem: Problem, *, one: bool = False) -> registers.
     return best
 
 
-def arithmetic_limits(problem: Problem) -> bool:
+def arithmetic_limits(problem: Problem, most: int) -> bool:
     """Whether decoding on floats would wait for arithmetic, and not for memory.
 
     Each number of K and V takes a product for each of the heads that read it, and a score what 96
-    columns do; more than seven products a number take longer than to bring it.
+    columns do; more than `most` products a number take longer than to bring it.
     """
     heads, d = problem.group, min(problem.head_dim, problem.head_dim_v)
-    return heads * (d + 96) > 7 * d
+    return heads * (d + 96) > most * d
 
 
 def _paired(micro_kernel: str, dtype: str) -> registers.Cpu:

@@ -7,8 +7,8 @@ on the number of threads.
 
 Options of `run`: ``threads`` (default: the CPUs this process may use) and ``micro_kernel``:
 "vector" or "plain" (see `micro_kernels`; default: "vector" where the CPU's registers are known) or,
-for bfloat16, "amx" or "avx512_bf16" (see `pairs`; the default where they can run and pay, which is
-not with one query a head).
+for bfloat16, "amx" or "avx512_bf16" (see `pairs`; the default where they can run and pay: with one
+query a head where many of them share keys).
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class _CpuPass:
         self.threads = chosen.thread_count(job.options.get("threads"))
         self.cpu = _cpu(job, self.direction)
         pairs, kernel = registers.BLOCKING[type(self.cpu)].pairs, job.options.get("micro_kernel")
-        alone = _is_one(p, self.direction) and pairs != "amx"
+        alone = _is_one(p, self.direction)
         self.pairs = bool(pairs) and not alone
         #: What a walk writes: its results, or numbers to be rounded.
         self.result = numpy_dtype(p.dtype if p.dtype in ROUNDING else p.compute_dtype)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from numba import njit
-from numba.core.event import Event, Listener, install_listener
+from numba.core.event import Event, Listener, register
 
 from flashsim.engines.cpu import team, walks, walks_backward, walks_decode
 from flashsim.engines.cpu.pairs import backward as pair_walks_backward
@@ -30,6 +30,10 @@ LONG = 1 << 30
 
 #: Seconds between two looks for an interrupt, where waiting does not end with it.
 HEARING = 0.2
+
+#: Threads that can be asked for on any machine: more than CPUs gain nothing, but show that nothing
+#: changes.
+ALWAYS = 64
 
 #: No other threads.
 _NOBODY = np.zeros(0, np.int64)
@@ -98,8 +102,8 @@ def available() -> int:
 
 
 def most() -> int:
-    """Threads that can be asked for: more than CPUs gain nothing, but show that nothing changes."""
-    return max(available(), 64)
+    """Threads that can be asked for."""
+    return max(available(), ALWAYS)
 
 
 def run(
@@ -113,13 +117,12 @@ def run(
     not begun when no items are left is not waited for.
     """
     walk = _WALKS[name]
-    with install_listener("numba:compile", _Notice()):
-        if not long or counter is None:
-            _walk(walk, threads, args)
-            return
-        counter[STOP] = 1
-        walk(_NOBODY, *args)  # compiled here, where an interrupt is heard
-        counter[:] = 0
+    if not long or counter is None:
+        _walk(walk, threads, args)
+        return
+    counter[STOP] = 1
+    walk(_NOBODY, *args)  # compiled here, where an interrupt is heard
+    counter[:] = 0
     raised: list[BaseException] = []
     mine = walk, threads, args, raised
     caller = threading.Thread(target=_walk, args=mine, name="flashsim walk", daemon=True)
@@ -147,15 +150,15 @@ def _walk(walk: Any, threads: int, args: Any, raised: list[BaseException] | None
 
 def frozen(array: np.ndarray) -> np.ndarray:
     """A flat read-only view: one type, so one compilation, wherever an array came from."""
-    view = np.ascontiguousarray(array).reshape(-1)
-    if not view.flags.aligned or view.__array_interface__["data"][0] % 4:
+    view = array.reshape(-1)[:]
+    floats = view[: view.size // 2 * 2].view(np.float32) if view.itemsize == 2 else view
+    if not floats.flags.aligned:
         view = view.copy()  # halves are taken as floats
-    view = view.view()
     view.setflags(write=False)
     return view
 
 
-class _Notice(Listener):
+class _Notice(threading.local, Listener):
     """Says on a terminal that a walk is being compiled, if that takes longer than `PATIENCE`.
 
     What Numba makes meanwhile lives as long as compiling takes, so looking for garbage among it is
@@ -181,6 +184,9 @@ class _Notice(Listener):
             gc.enable()
         if hasattr(self, "timer"):
             self.timer.cancel()
+
+
+register("numba:compile", _Notice())
 
 
 def _say_compiling(on_disk: bool) -> None:

@@ -14,8 +14,17 @@ import math
 
 import numpy as np
 
-from flashsim.engines.cpu.micro_kernels.plain import dots, side_by_side, softmax_along, weigh, widen
+from flashsim.engines.cpu.micro_kernels.plain import (
+    dots,
+    in_order,
+    rescale,
+    side_by_side,
+    softmax_along,
+    weigh,
+    widen,
+)
 from flashsim.engines.cpu.micro_kernels.plain import narrow as narrow_numbers
+from flashsim.engines.cpu.pairs.operations import begin_tiles, end_tiles
 from flashsim.engines.cpu.primitives.arrays import panel_array
 from flashsim.engines.cpu.primitives.atomics import arrive, fetch_add
 from flashsim.engines.cpu.primitives.packing import (
@@ -49,9 +58,10 @@ def decode(cpu, narrow, q, k, v, out, lse, parts, shape, tiles, rules, notes, co
     `parts` are O (parts, heads, dv), m and l (parts, heads) of every part, flat, and how many parts
     have ended, (walks,), 0 at first. The heads that read one key head are one walk.
     """
-    group, d, t = shape.heads // shape.kv_heads, shape.d, q.dtype
-    Q, O = panel_array(group * padded(d), t), panel_array(group * padded(shape.dv), t)
-    S = panel_array(narrow.width * padded(shape.block_k), t)
+    group, d, t, w = shape.heads // shape.kv_heads, shape.d, q.dtype, narrow.width
+    rows = (group + w - 1) // w * w
+    Q, O = panel_array(rows * padded(d), t), panel_array(rows * padded(shape.dv), t)
+    S = panel_array(w * padded(shape.block_k), t)
     m, l, alpha = panel_array(group, t), panel_array(group, t), panel_array(group, t)
     floats = room_for(group * max(d, shape.dv), t, rules.rounding)  # of Q and of O
     factor = panel_array(1, t)
@@ -71,6 +81,7 @@ def take_parts(cpu, narrow, given, parts, shape, tiles, rules, notes, counter, o
     # Q takes a power of two of the scale, which rounds nothing and keeps scores in range.
     factor[0], power = math.frexp(rules.scale)
     begin, visits = tiles.ptr[0], tiles.ptr[1] - tiles.ptr[0]
+    begin_tiles(cpu, Q)
     while True:
         item = fetch_add(counter)
         if item >= arrived.size * n or stopped(counter):
@@ -92,6 +103,7 @@ def take_parts(cpu, narrow, given, parts, shape, tiles, rules, notes, counter, o
                 j = tiles.inner[at]
                 for h in range(h0, h0 + group):
                     notes.visits[h, at] = NOTE + tiles.other[j, 1] - tiles.other[j, 0]
+        in_order(cpu, O, lo, group, rules.rounding)
         for c in range(group):
             row = number * heads + h0 + c
             tops[row], totals[row] = m[c], l[c]
@@ -107,6 +119,7 @@ def take_parts(cpu, narrow, given, parts, shape, tiles, rules, notes, counter, o
             narrow_numbers(cpu, floats, 0, out, h0 * dv, group * dv, rules.rounding)
             widen(cpu, floats, 0, out, h0 * dv, group * dv, rules.rounding)
         look(counter, to, first, group * dv)
+    end_tiles(cpu, Q)
 
 
 @part
@@ -116,17 +129,17 @@ def put_together(out, o0, lse, sums, tops, totals, parts, heads, h0, group, dv):
         base, total, o = tops[h], totals.dtype.type(0), o0 + (h - h0) * dv
         for row in range(h, parts * heads, heads):
             base = max(base, tops[row])
-        for x in range(dv):
-            out[np.uint64(o + x)] = 0
-        for row in range(h, parts * heads, heads):
-            weight = np.exp(tops[row] - base) if totals[row] != 0 else totals.dtype.type(0)
-            total += weight * totals[row]
-            for x in range(dv):
-                out[np.uint64(o + x)] += weight * sums[np.uint64(row * dv + x)]
+        for row in range(h, parts * heads, heads):  # tops become weights
+            tops[row] = np.exp(tops[row] - base) if totals[row] != 0 else totals.dtype.type(0)
+            total += tops[row] * totals[row]
         seen = total != 0  # no key seen: out = 0, lse = -inf
         lse[h] = base + np.log(total) if seen else -np.inf
         for x in range(dv):
-            out[np.uint64(o + x)] /= total if seen else totals.dtype.type(1)
+            out[np.uint64(o + x)] = 0
+        for row in range(h, parts * heads, heads):
+            weight = tops[row] / total if seen else total
+            for x in range(dv):
+                out[np.uint64(o + x)] += weight * sums[np.uint64(row * dv + x)]
 
 
 @part
@@ -147,7 +160,7 @@ def decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, at, h0, group, h
     for h in range(0, group, w):
         heads = min(w, group - h)
         dots(cpu, S, ld, k, key0 * d, d, Q, h * lq, lq, rows, heads, factor, rules.rounding)
-        for c in range(0, 0 if plain else lanes, w):
+        for c in range(0, 0 if plain else rows, w):
             head = h0 + h
             bias = head // shape.heads * rules.bias_batch + head % shape.heads * rules.bias_head
             keep = -1 if tiles.keep_at[at] < 0 else tiles.keep_at[at] + first + c
@@ -159,14 +172,12 @@ def decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, at, h0, group, h
         for r in range(heads):
             for c in range(rows, lanes):
                 S[r * ld + c] = -np.inf
-        softmax_along(narrow, S, ld, heads, lanes, m, l, alpha, h, rules.rounding)
-        for r in range(h, h + heads):
-            for x in range(r * lo, r * lo + lo):
-                O[np.uint64(x)] *= alpha[r]
+        softmax_along(cpu, S, ld, heads, lanes, m, l, alpha, h, rules.rounding)
+        rescale(cpu, O, h * lo, lo, alpha, h, heads, rules.rounding)
         weigh(cpu, O, h * lo, lo, S, ld, v, key0 * dv, dv, rows, heads, rules.rounding)
 
 
 @part
 def padded(n):
-    """n up to whole registers."""
-    return (n + SIDE - 1) // SIDE * SIDE
+    """n up to whole registers, of pairs as well."""
+    return (n + 2 * SIDE - 1) // (2 * SIDE) * (2 * SIDE)

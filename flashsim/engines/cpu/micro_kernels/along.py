@@ -5,7 +5,7 @@ numbers become floats there, and each row brings near what lies `AHEAD` further 
 Scores lie by head, keys in the lanes: as many exponentials as there are scores.
 
 Where an instruction adds up the products of bfloat16 pairs (`Blocking.pairs`), that is what
-`along_pairs` has it do.
+`along_pairs` has it do, and `along_tiles` AMX's.
 """
 
 from __future__ import annotations
@@ -16,6 +16,12 @@ import numpy as np
 from llvmlite import ir
 
 from flashsim.engines.cpu.micro_kernels.along_pairs import weigh_pairs
+from flashsim.engines.cpu.micro_kernels.along_tiles import (
+    dots_in_tiles,
+    in_order_in_tiles,
+    tiled,
+    weigh_in_tiles,
+)
 from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16, rounded
 from flashsim.engines.cpu.micro_kernels.pair_writer import PairCode
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
@@ -30,10 +36,13 @@ from flashsim.engines.cpu.micro_kernels.stretch import (
     writer_of,
 )
 from flashsim.engines.cpu.micro_kernels.writer import INT, Code
+from flashsim.engines.cpu.pairs import tiles
 
 
 def build_dots(module: ir.Module, block: Blocking, itemsize: int, kind: int | None = None):
     """S, ld, K, k0, d, Q, ldq, rows, heads, factor: see `plain.dots`."""
+    if tiled(block, kind):
+        return dots_in_tiles(module, block, itemsize)
     code = writer_of(module, "dots", block, itemsize, "pipiipiiip", kind)
     if not code.is_new:
         return code.function
@@ -98,6 +107,8 @@ def build_dots(module: ir.Module, block: Blocking, itemsize: int, kind: int | No
 
 def build_weigh(module: ir.Module, block: Blocking, itemsize: int, kind: int | None = None):
     """O, ldo, P, ldp, V, v0, dv, keys, heads: see `plain.weigh`."""
+    if tiled(block, kind):
+        return weigh_in_tiles(module, block, itemsize)
     code = writer_of(module, "weigh", block, itemsize, "pipipiiii", kind)
     if not code.is_new:
         return code.function
@@ -158,13 +169,56 @@ def build_weigh(module: ir.Module, block: Blocking, itemsize: int, kind: int | N
     return code.done()
 
 
+def build_rescale(module: ir.Module, block: Blocking, itemsize: int, kind: int | None = None):
+    """O, ldo, alpha, heads: see `plain.rescale`."""
+    in_tiles = tiled(block, kind)
+    code = Code(module, f"rescale_{in_tiles}", block, itemsize, "pipi")
+    if not code.is_new:
+        return code.function
+    O, ldo, alpha, heads = code.function.args
+    b, parts = code.b, 2 if in_tiles else 1  # even and odd columns
+    length = b.sdiv(ldo, ir.Constant(INT, parts))
+
+    def head(h, _):
+        factor = code.at(alpha, h)
+
+        def part(i, _):
+            row = b.add(h, code.times(i, tiles.SIDE))
+
+            def columns(x, _):
+                place = code.at(O, b.mul(row, length), x)
+                code.store(b.fmul(code.load(place), code.spread(factor)), place)
+                return []
+
+            code.loop(length, [], columns, by=code.lanes)
+            return []
+
+        one = ir.Constant(code.element, 1)
+        with b.if_then(b.fcmp_unordered("!=", b.load(factor), one)):
+            code.loop(ir.Constant(INT, parts), [], part)
+        return []
+
+    code.loop(heads, [], head)
+    return code.done()
+
+
+def build_in_order(module: ir.Module, block: Blocking, itemsize: int, kind: int | None = None):
+    """O, ldo, rows: see `plain.in_order`."""
+    if tiled(block, kind):
+        return in_order_in_tiles(module, block, itemsize)
+    code = Code(module, "in_order", block, itemsize, "pii")
+    return code.done() if code.is_new else code.function
+
+
 def build_softmax_along(module: ir.Module, block: Blocking, itemsize: int, kind: int | None = None):
     """S, ld, heads, n, m, l, alpha: see `plain.softmax_along`."""
-    code = Code(module, f"softmax_along_{kind}", block, itemsize, "piiippp")
+    code = writer_of(module, "softmax_along", block, itemsize, "piiippp", kind)
     if not code.is_new:
         return code.function
     S, ld, heads, n, m, l, alpha = code.function.args
     b, minus_inf = code.b, code.const(-np.inf)
+    pairs = code if isinstance(code, PairCode) else None
+    at_once = 2 if pairs else 1  # vectors of a row, which make one of pairs
     most = HEADS if block.register != 32 else 1  # AVX2 has half the registers
 
     def folded(value, operation: Callable):
@@ -174,6 +228,9 @@ def build_softmax_along(module: ir.Module, block: Blocking, itemsize: int, kind:
             value = operation(value, code.pick(value, value, [x ^ size for x in range(code.lanes)]))
             size *= 2
         return value
+
+    def power(xs: list) -> list:
+        return [pairs.power(x) for x in xs] if pairs else code.exp(xs)
 
     def put(values, places) -> None:
         for value, place in zip(values, places, strict=True):
@@ -197,15 +254,22 @@ def build_softmax_along(module: ir.Module, block: Blocking, itemsize: int, kind:
 
         def exponentials(x, sums):
             places = [code.at(row, x) for row in rows]
-            scores = [code.load(place) for place in places]
-            ps = code.exp([b.fsub(s, base) for s, base in zip(scores, bases, strict=True)])
-            for p, place in zip(ps, places, strict=True):
-                code.store(rounded(code, p, kind == BFLOAT16) if kind else p, place)
+            scores = [code.load(code.at(p, i * code.lanes)) for p in places for i in range(at_once)]
+            each = [base for base in bases for _ in range(at_once)]
+            ps = power([b.fsub(s, base) for s, base in zip(scores, each, strict=True)])
+            if pairs:  # never ahead of what is read
+                for row, two in zip(rows, zip(ps[::2], ps[1::2], strict=True), strict=True):
+                    place = code.at(row, b.lshr(x, ir.Constant(INT, 1)))
+                    code.store(pairs.in_a_row(*two), place)
+                ps = [b.fadd(one, other) for one, other in zip(ps[::2], ps[1::2], strict=True)]
+            else:
+                for p, place in zip(ps, places, strict=True):
+                    code.store(rounded(code, p, kind == BFLOAT16) if kind else p, place)
             return [b.fadd(total, p) for total, p in zip(sums, ps, strict=True)]
 
-        sums = code.loop(n, [code.const(0)] * count, exponentials, by=code.lanes)
+        sums = code.loop(n, [code.const(0)] * count, exponentials, by=at_once * code.lanes)
         sums = [folded(total, b.fadd) for total in sums]
-        alphas = code.exp([b.fsub(old, base) for old, base in zip(before, bases, strict=True)])
+        alphas = power([b.fsub(old, base) for old, base in zip(before, bases, strict=True)])
         sums = [code.fma(a, code.spread(x), s) for a, x, s in zip(alphas, at_l, sums, strict=True)]
         for values, places in ((tops, at_m), (sums, at_l), (alphas, at_alpha)):
             put(values, places)

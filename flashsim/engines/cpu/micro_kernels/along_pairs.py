@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
+from flashsim.engines.cpu.micro_kernels.along_tiles import side_by_side_in_tiles, tiled
 from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16, SHORT
 from flashsim.engines.cpu.micro_kernels.pair_writer import WORD, PairCode
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
@@ -24,6 +25,8 @@ from flashsim.engines.cpu.micro_kernels.writer import INT
 
 def build_side_by_side(module: ir.Module, block: Blocking, itemsize: int, kind: int | None = None):
     """Q, ld, rows: see `plain.side_by_side`."""
+    if tiled(block, kind):
+        return side_by_side_in_tiles(module, block, itemsize)
     code = writer_of(module, "side_by_side", block, itemsize, "pii", kind)
     if not code.is_new:
         return code.function
@@ -61,8 +64,6 @@ def weigh_pairs(code: PairCode) -> ir.Function:
     numbers, one, quarter = values.numbers, ir.Constant(INT, 1), code.lanes // 4
     rest = b.srem(dv, ir.Constant(INT, code.width))
     whole = b.sub(dv, rest)
-    room = ir.ArrayType(code.element, 2 * HEADS * CHUNK // 2)
-    weights = b.bitcast(b.alloca(room), code.element.as_pointer())
     # Merging goes by 16 bytes: of 8 columns each, 4 come into the first vector, 4 into the second.
     starts = [8 * part + x for part in range(quarter) for x in range(4)]
     merged = [
@@ -74,24 +75,13 @@ def weigh_pairs(code: PairCode) -> ir.Function:
     ]
     ordered = [[lane for part in two for lane in part] for two in parts]
 
-    def pairs_of_weights(r0, h, count: int) -> None:
-        """P of a chunk of keys, which has 16 bits: those of two keys in one word."""
-        lanes = range(0, CHUNK, 2)
-        for k in range(count):
-            words = b.bitcast(
-                code.load(code.at(P, b.mul(b.add(h, ir.Constant(INT, k)), ldp), r0)),
-                ir.VectorType(WORD, code.lanes),
-            )
-            even, odd = (code.pick(words, words, [x + side for x in lanes]) for side in (0, 1))
-            shift = ir.Constant(even.type, [16] * len(lanes))
-            word = b.bitcast(
-                b.or_(b.lshr(even, shift), odd), ir.VectorType(code.element, CHUNK // 2)
-            )
-            code.store(word, code.at(weights, k * CHUNK // 2))
-
     def several(r0, n, x, h, count: int, vecs: int, some=None) -> None:
         """O of `count` heads, `vecs` times as many columns as a vector has numbers."""
         columns = [code.at(O, b.mul(b.add(h, ir.Constant(INT, k)), ldo), x) for k in range(count)]
+        first = b.lshr(r0, one)
+        weights = [
+            code.at(P, b.mul(b.add(h, ir.Constant(INT, k)), ldp), first) for k in range(count)
+        ]
         top, near = b.add(b.mul(r0, dv), x), b.add(b.mul(r0, dv), b.mul(x, n))
         last = b.sub(n, one)
 
@@ -106,7 +96,7 @@ def weigh_pairs(code: PairCode) -> ir.Function:
                 at = ir.Constant(INT, v * numbers)
                 upper, lower = (values.load(b.add(row, at), some) for row in rows)
                 right += [b.bitcast(code.pick(upper, lower, to), code.vector) for to in merged]
-            left = [code.spread(code.at(weights, k * CHUNK // 2, i)) for k in range(count)]
+            left = [code.spread(code.at(row, i)) for row in weights]
             both = [(p, v) for p in left for v in right]
             return [code.step(p, v, s) for (p, v), s in zip(both, sums, strict=True)]
 
@@ -143,7 +133,6 @@ def weigh_pairs(code: PairCode) -> ir.Function:
                 several(r0, n, x, h, count, 1, lanes_below(code, b.sub(dv, x)))
                 return []
 
-            pairs_of_weights(r0, h, count)
             code.loop(whole, [], wide, by=code.width)
             code.loop(b.add(rest, ir.Constant(INT, numbers - 1)), [], one_vector, by=numbers)
 

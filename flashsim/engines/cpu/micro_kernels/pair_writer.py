@@ -52,6 +52,16 @@ class PairCode(Code):
         low, high = (self.b.zext(self.halves(value), self.ints(0).type) for value in (x, y))
         return self.b.bitcast(self.b.or_(low, self.b.shl(high, self.ints(16))), self.vector)
 
+    def in_a_row(self, x, y):
+        """The same numbers, y's after x's."""
+        if self.native:
+            kind = ir.VectorType(SHORT, 2 * self.lanes)
+            both = self._call("x86.avx512bf16.cvtne2ps2bf16.512", kind, y, x)
+        else:
+            lanes = list(range(2 * self.lanes))
+            both = self.pick(self.halves(x), self.halves(y), lanes)
+        return self.b.bitcast(both, self.vector)
+
     def exp2(self, x):
         """2^x, x < 128, as 2^floor(x) 2^f with 0 <= f < 1; exactly 0 below 2^-126, NaN stays NaN.
 

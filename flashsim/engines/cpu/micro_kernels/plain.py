@@ -147,7 +147,8 @@ def side_by_side(cpu, Q, ld, rows, kind):
     """Q (rows, ld), as `dots` takes it: as it is.
 
     Where a CPU multiplies pairs of bfloat16, and Q's numbers are such, vector code moves them
-    together: a row's lie in its first half, and zeros in the other.
+    together: a row's lie in its first half, and zeros in the other; for tiles those of 16 rows side
+    by side.
     """
 
 
@@ -156,8 +157,8 @@ def dots(cpu, S, ld, K, k0, d, Q, q0, ldq, rows, heads, factor, kind):
     """S (heads, rows) = factor[0] Q K^T of Q (heads, d), by `side_by_side`, and K (rows, d), which
     may be of 16-bit numbers.
 
-    Vector code reads Q up to a multiple of `packing.SIDE` columns, where it is 0, and writes S up
-    to one of 4 rows.
+    Vector code reads Q up to a multiple of 32 columns, where it is 0, and writes S up to one of 4
+    rows, tiles up to 32; these have room for 16 heads in Q.
     """
     for h in range(heads):
         for r in range(rows):
@@ -169,9 +170,10 @@ def dots(cpu, S, ld, K, k0, d, Q, q0, ldq, rows, heads, factor, kind):
 
 @operation(vector.softmax_along)
 def softmax_along(cpu, S, ld, heads, n, m, l, alpha, at, kind):
-    """`online_softmax` along the rows of S (heads, n), one head each; n a multiple of the width.
+    """`online_softmax` along the rows of S (heads, n), one head each; n a multiple of 32.
 
-    P, but not what is added up, is rounded to the 16-bit numbers that inputs are, if such.
+    P, but not what is added up, is rounded to the 16-bit numbers that inputs are, if such. Where
+    pairs are multiplied it becomes these: two neighbours are a pair, in the first half of a row.
     """
     log2e = S.dtype.type(LOG2E)
     for h in range(heads):
@@ -190,12 +192,29 @@ def softmax_along(cpu, S, ld, heads, n, m, l, alpha, at, kind):
         l[at + h] = alpha[at + h] * l[at + h] + total
 
 
+@operation(vector.rescale)
+def rescale(cpu, O, o0, ldo, alpha, a0, heads, kind):
+    """O (heads, ldo), as `weigh` leaves it, times a factor for each row."""
+    for h in range(heads):
+        for x in range(ldo):
+            O[o0 + h * ldo + x] *= alpha[a0 + h]
+
+
+@operation(vector.in_order)
+def in_order(cpu, O, ldo, rows, kind):
+    """O (rows, ldo), as `weigh` left it, one row after another: as it is.
+
+    Tiles leave the even columns of 16 rows, and then the odd ones.
+    """
+
+
 @operation(vector.weigh)
 def weigh(cpu, O, o0, ldo, P, ldp, V, v0, dv, keys, heads, kind):
     """O (heads, dv) += P V of P (heads, keys) and V (keys, dv), which may be of 16-bit numbers, and
-    P's are then such numbers, too.
+    P's are then such numbers, too, as `softmax_along` leaves them.
 
-    Vector code adds zeros to O up to a multiple of `packing.SIDE` columns.
+    Vector code adds zeros to O up to a multiple of 32 columns; tiles have room for 16 heads in O,
+    and in P.
     """
     for h in range(heads):
         for x in range(dv):
