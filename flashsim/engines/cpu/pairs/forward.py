@@ -89,8 +89,8 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
                 if count == 0 or stopped(counter):
                     break
                 for slot in range(count):
-                    k0, n = tiles.other[near[slot], 0], tiles.other[near[slot], 1]
-                    n -= k0
+                    j = near[slot]
+                    k0, n = tiles.other[j, 0], tiles.other[j, 1] - tiles.other[j, 0]
                     K_slot, V_slot = rest(K, 2 * slot * v_pairs * q_pairs), rest(V, slot * v_pairs)
                     left_of_rows(cpu, K_slot, q_pairs, k, (kv + k0) * d, n, d)
                     left_of_columns(cpu, V_slot, all_pairs, v_pairs, v, (kv + k0) * dv, n, dv)
@@ -131,15 +131,18 @@ def next_tiles(tiles, at, then, begin, end, near):
     """
     for i in range(end - begin):
         then[i] = at[i]
-    for slot in range(near.size):
+    count = 0
+    while count < near.size:
         j = next_inner(tiles, then, begin, end, tiles.descending)
         if j < 0:
-            return slot
-        near[slot] = j
-        for i in range(begin, end):
-            if then[i - begin] < tiles.ptr[i + 1] and tiles.inner[then[i - begin]] == j:
-                then[i - begin] += 1
-    return near.size
+            break
+        near[count] = j
+        count += 1
+        for i in range(end - begin):
+            now = then[i]
+            if now < tiles.ptr[begin + i + 1] and tiles.inner[now] == j:
+                then[i] = now + 1
+    return count
 
 
 @part
@@ -158,27 +161,25 @@ def forward_visits(cpu, shape, tiles, rules, state, operands, scales, i, visits,
         lanes, O0 = min(w, q1 - q0 - p * w), p * o_rows * w
         slot, begin, end = 0, 0, 0  # pairs of keys begin .. end - 1: their P waits for its product
         for at in range(visits[0], visits[1]):
-            while near[slot] != tiles.inner[at]:
+            j, masked = tiles.inner[at], tiles.kind[at] == MASKED
+            while near[slot] != j:
                 slot += 1
-            k0, k1, masked = tiles.other[near[slot], 0], tiles.other[near[slot], 1], tiles.kind[at]
+            k0, k1 = tiles.other[j, 0], tiles.other[j, 1]
             first, last, rel = 0, k1 - k0, k0 - (q0 + p * w + offset)
-            banded = masked == MASKED and rules.banded
+            banded = masked and rules.banded
             if banded:
                 first, last = visible_rows(rules, rel, 1, last, lanes)
                 if last <= first:
                     continue
                 first -= first % (2 * SIDE)  # whole tiles of pairs; the mask hides what is before
-            if end != slot * v_pairs + first // 2:
-                weigh(cpu, O, O0, of_o, begin, end)
-                begin = end = slot * v_pairs + first // 2
             for c in range(first, last, CHUNK):
-                rows = min(CHUNK, last - c)
+                rows, start = min(CHUNK, last - c), slot * v_pairs + c // 2
                 pairs_set(
                     *(cpu, S, 0, w, K, (2 * slot * v_pairs + c) * q_pairs, q_pairs),
                     *(Q, p * q_pairs * w, w, tiles_of(rows), q_pairs),
                 )
                 scale = scales
-                hidden = hides(rules, rel + c, rows, lanes) if banded else masked == MASKED
+                hidden = hides(rules, rel + c, rows, lanes) if banded else masked
                 if not is_plain(cpu, rules, hidden, lanes) or rules.scale < 0:
                     scale = rest(scales, 1)
                     scale_panel(cpu, S, 0, w, rows, scales)
@@ -192,14 +193,14 @@ def forward_visits(cpu, shape, tiles, rules, state, operands, scales, i, visits,
                     )
                 online_softmax_pairs(
                     *(cpu, S, 0, rows, m, l, alpha, p * w),
-                    *(scale, P, end * w),
+                    *(scale, P, start * w),
                 )
-                clear_pairs(cpu, P, end * w, w, (rows + 1) // 2, pair_tiles_of(rows))
-                if moved(cpu, alpha, p * w):
+                clear_pairs(cpu, P, start * w, w, (rows + 1) // 2, pair_tiles_of(rows))
+                if end != start or moved(cpu, alpha, p * w):
                     weigh(cpu, O, O0, of_o, begin, end)
-                    begin = end
+                    begin = start
                     scale_lanes(cpu, O, O0, w, o_rows, alpha, p * w)
-                end += pair_tiles_of(rows)
+                end = start + pair_tiles_of(rows)
         weigh(cpu, O, O0, of_o, begin, end)
 
 
