@@ -154,7 +154,7 @@ def test_tiles_decode_on_an_emulated_cpu(shape, monkeypatch):
     dots = sum(x["Dot"] for x in counts) - sum(x["Dot"] for x in before)
     visits = [min(tile, keys - at) for at in range(0, keys, tile)]
     tiles_of = lambda n: -(-n // 32)  # noqa: E731
-    of_one = sum(2 * tiles_of(n) * tiles_of(d) + 2 * -(-n // 16) * tiles_of(dv) for n in visits)
+    of_one = sum(2 * tiles_of(n) * tiles_of(d) + 2 * tiles_of(n) * tiles_of(dv) for n in visits)
     assert dots == kv_heads * -(-heads // kv_heads // 16) * of_one
     assert tile_machine.ERRORS == []
 
@@ -239,12 +239,9 @@ def softmax_along(cpu, *args):
 
 
 @njit
-def weigh(cpu, O, o0, ldo, alpha, P, ldp, V, v0, dv, keys, heads, kind):
+def weigh(cpu, O, *args):
     begin_tiles(cpu, O)
-    plain.weigh(cpu, O, o0, ldo, P, ldp, V, v0, dv, keys, heads, kind)
-    plain.rescale(cpu, O, o0, ldo, alpha, 1, heads, kind)
-    plain.weigh(cpu, O, o0, ldo, P, ldp, V, v0, dv, keys, heads, kind)
-    plain.in_order(cpu, O, ldo, heads, kind)
+    plain.weigh(cpu, O, *args)
     end_tiles(cpu, O)
 
 
@@ -343,22 +340,21 @@ def test_dots(kind, dtype, halves, rows, heads, d):
 @pytest.mark.parametrize(("kind", "dtype", "halves"), [*READINGS, *PAIRED])
 @pytest.mark.parametrize(("keys", "heads", "dv"), SIZES)
 def test_weigh(kind, dtype, halves, keys, heads, dv):
-    """O = P V, scaled, and P V; nothing beside V is read, and what stands beside O stays."""
+    """O grows by P V; nothing beside V is read, and what stands beside O stays."""
     rng = np.random.default_rng(dv)
     ldo, ldp, beyond = -(-dv // 32) * 32, 96, 16 if kind in BY_TILES else heads
     V, of_v = among_nan(rng.standard_normal((keys, dv)), dtype, halves)
     P, O = kept(rng.random((16, ldp)), kind).astype(dtype), np.full((beyond + 1, ldo), 7, dtype)
     P[heads:], P[:heads, keys:] = np.nan, 0
-    O[:beyond] = 0
-    grown, alpha = O.reshape(-1).copy(), np.array([np.nan, *rng.integers(0, 3, heads)], dtype)
+    O[:heads, :dv] = rng.standard_normal((heads, dv))
+    grown = O.reshape(-1).copy()
     which, cpu = HALVES.get(halves), code_of(kind, dtype)
-    weigh(cpu, grown, 0, ldo, alpha, weights_of(P, kind), ldp, V, 3, dv, keys, heads, which)
-    grown, exact = grown.reshape(O.shape), np.zeros((heads, ldo), np.longdouble)
-    exact[:, :dv] = P[:heads, :keys].astype(np.longdouble) @ of_v
-    exact *= 1 + alpha[1:, None].astype(np.longdouble)
-    size = 4 * (keys + 1) * np.finfo(dtype).eps * np.abs(of_v).max()
-    np.testing.assert_allclose(grown[:heads], exact.astype(dtype), 0, float(size))
-    assert (grown[beyond:] == 7).all()  # before them are heads that nobody has
+    weigh(cpu, grown, 0, ldo, weights_of(P, kind), ldp, V, 3, dv, keys, heads, which)
+    exact, P = O.astype(np.longdouble), P[:heads]
+    grown.reshape(O.shape)[heads:beyond] = 7  # heads that nobody has
+    exact[:heads, :dv] += P[:, :keys].astype(np.longdouble) @ of_v
+    size = (keys + 1) * np.finfo(dtype).eps * max(np.abs(of_v).max(), np.abs(O).max())
+    np.testing.assert_allclose(grown.reshape(O.shape), exact.astype(dtype), 0, float(size))
 
 
 @pytest.mark.parametrize(("kind", "dtype", "halves"), [*READINGS, *PAIRED])

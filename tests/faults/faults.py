@@ -122,16 +122,17 @@ FAULTS = {
         ("engines/test_pairs.py", "-k", "between_two_tiles"),
     ),
     "tile-rows-beyond-the-last": Fault(
-        "with V's last rows a tile has what lies behind them",
-        *(ALONG, "count = _smaller(code, b.sub(n, at), _side())", "count = _side()", TILES_WEIGH),
-    ),
-    "tile-columns-swapped": Fault(
-        "even columns of O are taken for odd ones",
-        *(ALONG, "for side in (_int(0), _side()))", "for side in (_side(), _int(0)))", TILES_WEIGH),
+        "a last odd row of V is paired with what lies behind it",
+        *(
+            ALONG,
+            'below = b.select(b.icmp_signed("<", r, last), b.add(r, one), last)',
+            "below = b.add(r, one)",
+            TILES_WEIGH,
+        ),
     ),
     "tile-of-short-rows": Fault(
         "rows of K that a tile does not divide are read as if it did",
-        *(ALONG, "b.and_(_whole(code, d), enough)", "enough", TILES_DOTS),
+        *(ALONG, 'b.and_(b.icmp_signed("==", rest, zero), enough)', "enough", TILES_DOTS),
     ),
     # -- parts of the keys ----------------------------------------------------------------------
     "split-lost": Fault(

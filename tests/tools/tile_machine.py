@@ -174,9 +174,6 @@ ERRORS: list[Exception] = []
 _machines = Machines()
 
 _STEP = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p, ctypes.c_int64] * 3, ctypes.c_int64)
-_STEP_NEAR = ctypes.CFUNCTYPE(
-    None, *[ctypes.c_void_p, ctypes.c_int64] * 3, ctypes.c_int64, ctypes.c_void_p
-)
 _ONCE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
@@ -190,7 +187,7 @@ def _callback(kind, function):
     return kind(guarded)
 
 
-def _step(program, C, ldc, A, lda, B, ldb, n, _near=None):
+def _step(program, C, ldc, A, lda, B, ldb, n):
     strides = {"C": ldc, "A": lda, "B": ldb}
     _machines.own.run(program, {"C": C, "A": A, "B": B}, strides, n)
 
@@ -199,11 +196,10 @@ _CALLBACKS = {
     "flashsim_machine_configure": _callback(_ONCE, lambda _: _machines.own.configure(tiles.CONFIG)),
     "flashsim_machine_release": _callback(_ONCE, lambda _: _machines.own.release()),
     **{
-        f"flashsim_machine_{mode}_{rows}x{columns}{near}": _callback(
-            kind, partial(_step, tiles.program(mode, rows, columns))
+        f"flashsim_machine_{mode}_{rows}x{columns}": _callback(
+            _STEP, partial(_step, tiles.program(mode, rows, columns))
         )
         for mode, rows, columns in itertools.product(("set", "add"), (1, 2), (1, 2))
-        for near, kind in (("", _STEP), ("_near", _STEP_NEAR))
     },
 }
 
@@ -213,12 +209,10 @@ def _external(module: ir.Module, name: str, kinds: list) -> ir.Function:
     return found or ir.Function(module, ir.FunctionType(VOID, kinds), name)
 
 
-def _lower(module, block: Blocking, mode: str, rows: int, columns: int, near: int = 0):
+def _lower(module, block: Blocking, mode: str, rows: int, columns: int):
     address = ir.FloatType().as_pointer()
-    kinds = [address, INT, address, INT, address, INT, INT, *[address] * bool(near)]
-    return _external(
-        module, f"flashsim_machine_{mode}_{rows}x{columns}" + "_near" * bool(near), kinds
-    )
+    kinds = [address, INT, address, INT, address, INT, INT]
+    return _external(module, f"flashsim_machine_{mode}_{rows}x{columns}", kinds)
 
 
 def _once(name: str):

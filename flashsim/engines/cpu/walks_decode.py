@@ -14,15 +14,7 @@ import math
 
 import numpy as np
 
-from flashsim.engines.cpu.micro_kernels.plain import (
-    dots,
-    in_order,
-    rescale,
-    side_by_side,
-    softmax_along,
-    weigh,
-    widen,
-)
+from flashsim.engines.cpu.micro_kernels.plain import dots, side_by_side, softmax_along, weigh, widen
 from flashsim.engines.cpu.micro_kernels.plain import narrow as narrow_numbers
 from flashsim.engines.cpu.pairs.operations import begin_tiles, end_tiles
 from flashsim.engines.cpu.primitives.arrays import panel_array
@@ -103,7 +95,6 @@ def take_parts(cpu, narrow, given, parts, shape, tiles, rules, notes, counter, o
                 j = tiles.inner[at]
                 for h in range(h0, h0 + group):
                     notes.visits[h, at] = NOTE + tiles.other[j, 1] - tiles.other[j, 0]
-        in_order(cpu, O, lo, group, rules.rounding)
         for c in range(group):
             row = number * heads + h0 + c
             tops[row], totals[row] = m[c], l[c]
@@ -173,7 +164,10 @@ def decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, at, h0, group, h
             for c in range(rows, lanes):
                 S[r * ld + c] = -np.inf
         softmax_along(cpu, S, ld, heads, lanes, m, l, alpha, h, rules.rounding)
-        rescale(cpu, O, h * lo, lo, alpha, h, heads, rules.rounding)
+        for r in range(h, h + heads):
+            if alpha[r] != 1:
+                for x in range(r * lo, r * lo + lo):
+                    O[np.uint64(x)] *= alpha[r]
         weigh(cpu, O, h * lo, lo, S, ld, v, key0 * dv, dv, rows, heads, rules.rounding)
 
 

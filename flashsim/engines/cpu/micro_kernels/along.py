@@ -16,12 +16,7 @@ import numpy as np
 from llvmlite import ir
 
 from flashsim.engines.cpu.micro_kernels.along_pairs import weigh_pairs
-from flashsim.engines.cpu.micro_kernels.along_tiles import (
-    dots_in_tiles,
-    in_order_in_tiles,
-    tiled,
-    weigh_in_tiles,
-)
+from flashsim.engines.cpu.micro_kernels.along_tiles import dots_in_tiles, tiled, weigh_in_tiles
 from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16, rounded
 from flashsim.engines.cpu.micro_kernels.pair_writer import PairCode
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
@@ -35,8 +30,7 @@ from flashsim.engines.cpu.micro_kernels.stretch import (
     numbers_of,
     writer_of,
 )
-from flashsim.engines.cpu.micro_kernels.writer import INT, Code
-from flashsim.engines.cpu.pairs import tiles
+from flashsim.engines.cpu.micro_kernels.writer import INT
 
 
 def build_dots(module: ir.Module, block: Blocking, itemsize: int, kind: int | None = None):
@@ -167,47 +161,6 @@ def build_weigh(module: ir.Module, block: Blocking, itemsize: int, kind: int | N
     chunks = b.sdiv(b.add(keys, ir.Constant(INT, CHUNK - 1)), chunk)
     code.loop(chunks, [], body)
     return code.done()
-
-
-def build_rescale(module: ir.Module, block: Blocking, itemsize: int, kind: int | None = None):
-    """O, ldo, alpha, heads: see `plain.rescale`."""
-    in_tiles = tiled(block, kind)
-    code = Code(module, f"rescale_{in_tiles}", block, itemsize, "pipi")
-    if not code.is_new:
-        return code.function
-    O, ldo, alpha, heads = code.function.args
-    b, parts = code.b, 2 if in_tiles else 1  # even and odd columns
-    length = b.sdiv(ldo, ir.Constant(INT, parts))
-
-    def head(h, _):
-        factor = code.at(alpha, h)
-
-        def part(i, _):
-            row = b.add(h, code.times(i, tiles.SIDE))
-
-            def columns(x, _):
-                place = code.at(O, b.mul(row, length), x)
-                code.store(b.fmul(code.load(place), code.spread(factor)), place)
-                return []
-
-            code.loop(length, [], columns, by=code.lanes)
-            return []
-
-        one = ir.Constant(code.element, 1)
-        with b.if_then(b.fcmp_unordered("!=", b.load(factor), one)):
-            code.loop(ir.Constant(INT, parts), [], part)
-        return []
-
-    code.loop(heads, [], head)
-    return code.done()
-
-
-def build_in_order(module: ir.Module, block: Blocking, itemsize: int, kind: int | None = None):
-    """O, ldo, rows: see `plain.in_order`."""
-    if tiled(block, kind):
-        return in_order_in_tiles(module, block, itemsize)
-    code = Code(module, "in_order", block, itemsize, "pii")
-    return code.done() if code.is_new else code.function
 
 
 def build_softmax_along(module: ir.Module, block: Blocking, itemsize: int, kind: int | None = None):

@@ -1,13 +1,9 @@
 """What `along` does otherwise where AMX's tiles multiply pairs (`pairs.tiles`): 16 heads at a time.
 
-Neither K nor V is rearranged. Rows of K are a left operand as they lie in memory, and Q a right
-one, so scores come with keys for rows and heads for columns, and are turned over. Rows of V are a
-right operand as they lie, whose pairs are columns 2 i and 2 i + 1 of one key: with P in the lower
-halves of its words and zeros in the upper ones, a product has the even columns of O, and the odd
-ones with P in the upper halves. So each P is multiplied with a zero as well; merging rows of V in
-registers, which this spares, takes longer.
-
-Heads beyond the last have columns, and rows, of their own: nobody asks what becomes of these.
+Rows of K are a left operand as they lie in memory, and Q a right one, so scores come with keys for
+rows and heads for columns, and are turned over. P is a left operand as softmax leaves it; two rows
+of V, merged, are a row of the right one. Heads beyond the last have columns, and rows, of their
+own: nobody asks what becomes of these.
 """
 
 from __future__ import annotations
@@ -16,28 +12,20 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
-from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16, SHORT
+from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16
 from flashsim.engines.cpu.micro_kernels.pair_writer import PairCode
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
-from flashsim.engines.cpu.micro_kernels.stretch import (
-    AHEAD,
-    HEADS,
-    Stretch,
-    in_blocks,
-    lanes_below,
-)
+from flashsim.engines.cpu.micro_kernels.stretch import HEADS, Stretch, in_blocks, lanes_below
 from flashsim.engines.cpu.micro_kernels.writer import INT, LINE
 from flashsim.engines.cpu.pairs import tiles
 from flashsim.engines.cpu.pairs.tiles import SIDE
 
 #: What writes a product of tiles, by `Blocking.pairs`.
 TILED: dict[str, Callable] = {"amx": tiles.lower}
-#: Numbers of a row of a tile, and keys whose scores are one product.
+#: Numbers of a row of a tile, and keys whose scores are made at a time.
 NUMBERS = KEYS = 2 * SIDE
-#: Keys whose scores are turned over together, so that no store is waited for; a multiple of `KEYS`.
-TOGETHER = 128
-#: Keys after which a product with V goes on with other columns: their rows stay near.
-CHUNK = 128
+#: 32-bit words of merged rows of V, which the first cache has room for beside what is read.
+MERGED = 4096
 
 
 def tiled(block: Blocking, kind: int | None) -> bool:
@@ -65,43 +53,12 @@ def side_by_side_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> 
                 code.store(row, code.at(turned, code.times(x, SIDE // 2), r * SIDE))
             return []
 
-        code.loop(ld, [], square, by=NUMBERS)
-        _copy(code, first, turned, words)
-        return []
-
-    code.loop(b.add(rows, ir.Constant(INT, SIDE - 1)), [], heads, by=SIDE)
-    return code.done()
-
-
-def in_order_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> ir.Function:
-    """`along.build_in_order`: each 16 rows' even columns come first, and then their odd ones."""
-    code = PairCode(module, "in_order_in_tiles", block, itemsize, "pii")
-    if not code.is_new:
-        return code.function
-    O, ld, rows = code.function.args
-    b, half = code.b, code.b.lshr(ld, ir.Constant(INT, 1))
-    words = code.times(ld, SIDE)
-    ordered = _scratch(code, words)
-
-    def heads(h, _):
-        first = code.at(O, b.mul(h, ld))
-
-        def row(r, _):
-            even, odd = (code.at(first, b.mul(b.add(r, side), half)) for side in (_int(0), _side()))
-
-            def columns(x, _):
-                two = code.load(code.at(even, x)), code.load(code.at(odd, x))
-                to = code.at(ordered, b.mul(r, ld), code.times(x, 2))
-                for first in (0, SIDE // 2):
-                    lanes = [n for x in range(first, first + SIDE // 2) for n in (x, SIDE + x)]
-                    code.store(code.pick(*two, lanes), code.at(to, 2 * first))
-                return []
-
-            code.loop(half, [], columns, by=SIDE)
+        def back(x, _):
+            code.store(code.load(code.at(turned, x)), code.at(first, x))
             return []
 
-        code.loop(_side(), [], row)
-        _copy(code, first, ordered, words)
+        code.loop(ld, [], square, by=NUMBERS)
+        code.loop(words, [], back, by=SIDE)
         return []
 
     code.loop(b.add(rows, ir.Constant(INT, SIDE - 1)), [], heads, by=SIDE)
@@ -114,189 +71,143 @@ def dots_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> ir.Funct
     if not code.is_new:
         return code.function
     S, ld, K, k0, d, Q, ldq, rows, heads, factor = code.function.args
-    b, keys, most = code.b, Stretch(code, K, k0, BFLOAT16), _int(KEYS)
-    zero, times, pairs = _int(0), code.spread(factor), b.lshr(ldq, _int(1))
+    b, keys, most = code.b, Stretch(code, K, k0, BFLOAT16), ir.Constant(INT, KEYS)
+    zero, times = ir.Constant(INT, 0), code.spread(factor)
+    pairs, rest = b.lshr(ldq, ir.Constant(INT, 1)), b.srem(d, ir.Constant(INT, NUMBERS))
+    some, whole = lanes_below(code, rest), b.sub(d, rest)
     enough = b.icmp_signed(">=", rows, most)
-    as_it_lies = b.and_(_whole(code, d), enough)
-    put = _row_copier(code, keys, d)
-    room, scores = _scratch(code, code.times(pairs, KEYS)), _scratch(code, (TOGETHER + 1) * SIDE)
+    as_it_lies = b.and_(b.icmp_signed("==", rest, zero), enough)
+    copied = b.select(as_it_lies, zero, most)
+    room, scores = _scratch(code, code.times(pairs, KEYS)), _scratch(code, (KEYS + 1) * SIDE)
     # The last rows are taken with some before them.
     last = b.select(enough, b.sub(rows, most), zero)
-    product = TILED[block.pairs](module, block, "set", KEYS // SIDE, 1, near=KEYS // SIDE)
-    blocks = b.sdiv(b.add(rows, _int(KEYS - 1)), most)
+    product = TILED[block.pairs](module, block, "set", KEYS // SIDE, 1)
 
-    def products(r, i) -> None:
-        def copy(row, _):
-            at = _smaller(code, b.add(r, row), b.sub(rows, _int(1)))
-            put(at, code.at(room, b.mul(row, pairs)))
-            return []
-
-        code.loop(b.select(as_it_lies, zero, most), [], copy)
-        lies, to = _words(code, keys, b.mul(r, d)), code.at(scores, code.times(i, KEYS * SIDE))
-        left, ahead = b.select(as_it_lies, lies, room), code.at(lies, AHEAD // 4)
-        b.call(product, [to, _side(), left, pairs, Q, _side(), pairs, ahead])
-
-    def turned_over(r, i, h, count: int) -> None:
+    def turned_over(r, h, count: int) -> None:
         """Scores of `count` heads up to 4: four keys' in each 16 bytes, and these transposed."""
-        first = code.at(scores, code.times(i, KEYS * SIDE))
         for half in range(0, KEYS, SIDE):
-            quarters = [_four(code, first, (half + row) * SIDE, h) for row in range(SIDE)]
+            quarters = [_four(code, scores, (half + row) * SIDE, h) for row in range(SIDE)]
             vectors = [_joined(code, quarters[i::4]) for i in range(4)]
             for k, value in enumerate(_turned(code, vectors)[:count]):
-                row = code.at(S, b.mul(b.add(h, _int(k)), ld), r, half)
+                row = code.at(S, b.mul(b.add(h, ir.Constant(INT, k)), ld), r, half)
                 code.store(b.fmul(value, times), row)
 
-    def body(first, _):
-        n = _smaller(code, b.sub(blocks, first), _int(TOGETHER // KEYS))
+    def body(i, _):
+        r = code.times(i, KEYS)
+        r = b.select(b.icmp_signed("<", r, last), r, last)
+        first = b.mul(r, d)
 
-        def each(do: Callable) -> None:
-            def block(i, _):
-                do(_smaller(code, code.times(b.add(first, i), KEYS), last), i)
+        def near(x, _):
+            keys.bring_near(b.add(first, x), NUMBERS)
+            return []
+
+        def copy(row, _):
+            at = b.add(r, row)
+            below = b.sub(rows, ir.Constant(INT, 1))
+            at = b.mul(b.select(b.icmp_signed("<", at, below), at, below), d)
+            to = code.at(room, b.mul(row, pairs))
+
+            def numbers(x, _):
+                place = code.at(to, b.lshr(x, ir.Constant(INT, 1)))
+                code.store(keys.load(b.add(at, x)), place)
                 return []
 
-            code.loop(n, [], block)
+            code.loop(whole, [], numbers, by=NUMBERS)
+            with b.if_then(b.icmp_signed("!=", rest, zero)):
+                place = code.at(to, b.lshr(whole, ir.Constant(INT, 1)))
+                code.store(keys.load(b.add(at, whole), some), place)
+            return []
 
-        each(products)
-        each(
-            lambda r, i: in_blocks(code, heads, HEADS, lambda h, count: turned_over(r, i, h, count))
-        )
+        code.loop(code.times(d, KEYS), [], near, by=NUMBERS)
+        code.loop(copied, [], copy)
+        lies = b.bitcast(b.gep(keys.first, [first]), code.element.as_pointer())
+        left = b.select(as_it_lies, lies, room)
+        b.call(product, [scores, _side(), left, pairs, Q, _side(), pairs])
+        in_blocks(code, heads, HEADS, lambda h, count: turned_over(r, h, count))
         return []
 
-    step = TOGETHER // KEYS
-    code.loop(b.add(blocks, _int(step - 1)), [], body, by=step)
+    code.loop(b.sdiv(b.add(rows, ir.Constant(INT, KEYS - 1)), most), [], body)
     return code.done()
 
 
 def weigh_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> ir.Function:
-    """`along.build_weigh`: of each 16 heads' O the even columns come first, then the odd ones."""
+    """`along.build_weigh`: rows of V are merged in pairs, and then multiplied."""
     code = PairCode(module, "weigh_in_tiles", block, itemsize, "pipipiiii")
     if not code.is_new:
         return code.function
-    O, ldo, P, ldp, V, v0, dv, keys, heads = code.function.args
-    b, values, zero = code.b, Stretch(code, V, v0, BFLOAT16), _int(0)
-    half, put = b.lshr(ldo, _int(1)), _row_copier(code, values, dv)
-    whole = _whole(code, dv)
-    weights, room = _scratch(code, 2 * SIDE * CHUNK), _scratch(code, code.times(half, SIDE))
-    wide, narrow = (
-        TILED[block.pairs](module, block, "add", 2, columns, near=columns) for columns in (2, 1)
-    )
-    shorts = ir.VectorType(SHORT, SIDE)
+    O, ldo, P, ldp, V, v0, dv, keys, _heads = code.function.args
+    b, values, one = code.b, Stretch(code, V, v0, BFLOAT16), ir.Constant(INT, 1)
+    rest = b.srem(dv, ir.Constant(INT, NUMBERS))
+    whole, some = b.sub(dv, rest), lanes_below(code, rest)
+    sides = b.sdiv(ir.Constant(INT, MERGED // SIDE), ldo)
+    most = code.times(b.select(b.icmp_signed(">", sides, one), sides, one), SIDE)
+    merged = _scratch(code, b.mul(most, ldo))
+    product = TILED[block.pairs](module, block, "add", 1, NUMBERS // SIDE)
 
-    def multiply(left, right, n, begin) -> None:
-        """O += P V of n keys, whole tiles of them, from `begin` on."""
-        ahead = code.at(_words(code, values, b.mul(begin, dv)), AHEAD // 4)
+    def chunk(r0) -> list:
+        """Rows r0 .. of V, two times `most` of them if there are."""
+        left = b.lshr(b.add(b.sub(keys, r0), one), one)
+        pairs = b.select(b.icmp_signed("<", left, most), left, most)
+        up = ir.Constant(INT, SIDE - 1)
+        lines = b.and_(b.add(pairs, up), ir.Constant(INT, -SIDE))
 
-        def columns(x, _, product=wide):
-            more = code.at(right, x), half, n, code.at(ahead, b.mul(n, x))
-            b.call(product, [code.at(O, x), half, left, _int(CHUNK), *more])
-            return []
+        def pair(i, _):
+            r = b.add(r0, code.times(i, 2))
+            last = b.sub(keys, one)
+            # An odd row is paired with itself: its second weight is 0.
+            below = b.select(b.icmp_signed("<", r, last), b.add(r, one), last)
+            rows, to = [b.mul(row, dv) for row in (r, below)], code.at(merged, b.mul(i, ldo))
 
-        code.loop(half, [], columns, by=2 * SIDE)
-        with b.if_then(b.icmp_signed("!=", b.and_(half, _side()), zero)):
-            columns(b.sub(half, _side()), None, narrow)
+            def numbers(x, some=None):
+                upper, lower = (values.load(b.add(row, x), some) for row in rows)
+                for half in range(0, NUMBERS, SIDE):
+                    lanes = [n for x in range(half, half + SIDE) for n in (x, NUMBERS + x)]
+                    both = b.bitcast(code.pick(upper, lower, lanes), code.vector)
+                    code.store(both, code.at(to, x, half))
 
-    def chunk(r0, _):
-        n = _smaller(code, b.sub(keys, r0), _int(CHUNK))
-        lie = b.select(whole, b.and_(n, _int(-SIDE)), zero)
-
-        def words_of_head(h, _):
-            row = code.at(P, b.mul(h, ldp), b.lshr(r0, _int(1)))
-            to = code.at(weights, code.times(h, CHUNK))
-
-            def words(x, _):
-                place = b.bitcast(code.at(row, b.lshr(x, _int(1))), shorts.as_pointer())
-                low = b.zext(b.load(place, align=4), code.ints(0).type)
-                for value, at in ((low, 0), (b.shl(low, code.ints(16)), SIDE * CHUNK)):
-                    code.store(b.bitcast(value, code.vector), code.at(to, x, at))
+            def near(x, _):
+                values.bring_near(b.add(rows[0], x), NUMBERS)
                 return []
 
-            code.loop(b.add(n, _int(SIDE - 1)), [], words, by=SIDE)
-            return []
-
-        def copied(x, _):
-            """16 rows and fewer, or rows that a tile does not divide, with zeros below them."""
-            at = b.add(lie, x)
-            count = _smaller(code, b.sub(n, at), _side())
-
-            def row(i, _):
-                put(b.add(b.add(r0, at), i), code.at(room, b.mul(i, half)))
+            def columns(x, _):
+                numbers(x)
                 return []
 
-            def nothing(i, _):
-                code.store(code.const(0), code.at(room, b.mul(count, half), i))
-                return []
-
-            code.loop(count, [], row)
-            code.loop(b.mul(b.sub(_side(), count), half), [], nothing, by=SIDE)
-            multiply(code.at(weights, at), room, _side(), b.add(r0, at))
+            code.loop(code.times(dv, 2), [], near, by=NUMBERS)
+            code.loop(whole, [], columns, by=NUMBERS)
+            with b.if_then(b.icmp_signed("!=", rest, ir.Constant(INT, 0))):
+                numbers(whole, some)
             return []
 
-        code.loop(heads, [], words_of_head)
-        with b.if_then(b.icmp_signed(">", lie, zero)):
-            multiply(weights, _words(code, values, b.mul(r0, dv)), lie, r0)
-        code.loop(b.add(b.sub(n, lie), _int(SIDE - 1)), [], copied, by=SIDE)
-        return []
+        def nothing(x, _):
+            code.store(code.const(0), code.at(merged, b.mul(pairs, ldo), x))
+            return []
 
-    code.loop(b.add(keys, _int(CHUNK - 1)), [], chunk, by=CHUNK)
+        def product_of(x, _):
+            left = code.at(P, b.lshr(r0, one))
+            b.call(product, [code.at(O, x), ldo, left, ldp, code.at(merged, x), ldo, lines])
+            return []
+
+        code.loop(pairs, [], pair)
+        code.loop(b.mul(b.sub(lines, pairs), ldo), [], nothing, by=SIDE)
+        return code.loop(ldo, [], product_of, by=NUMBERS)
+
+    rows = code.times(most, 2)
+    chunks = b.sdiv(b.sub(b.add(keys, rows), one), rows)
+    code.loop(chunks, [], lambda i, _: chunk(b.mul(i, rows)))
     return code.done()
 
 
-def _int(value: int) -> ir.Constant:
-    return ir.Constant(INT, value)
-
-
 def _side() -> ir.Constant:
-    return _int(SIDE)
-
-
-def _smaller(code: PairCode, x, y):
-    return code.b.select(code.b.icmp_signed("<", x, y), x, y)
-
-
-def _whole(code: PairCode, d):
-    """Whether tiles divide rows of d numbers."""
-    return code.b.icmp_signed("==", code.b.and_(d, _int(NUMBERS - 1)), _int(0))
-
-
-def _words(code: PairCode, numbers: Stretch, at):
-    """Where number `at` of a stretch lies, which begins a word."""
-    return code.b.bitcast(code.b.gep(numbers.first, [at]), code.element.as_pointer())
+    return ir.Constant(INT, SIDE)
 
 
 def _scratch(code: PairCode, words):
     """Room for 32-bit words as long as the function runs, from the beginning of a line on."""
-    place = code.b.alloca(code.element, _int(words) if isinstance(words, int) else words)
+    count = ir.Constant(INT, words) if isinstance(words, int) else words
+    place = code.b.alloca(code.element, count)
     place.align = LINE
     return place
-
-
-def _copy(code: PairCode, to, source, words) -> None:
-    def body(x, _):
-        code.store(code.load(code.at(source, x)), code.at(to, x))
-        return []
-
-    code.loop(words, [], body, by=SIDE)
-
-
-def _row_copier(code: PairCode, numbers: Stretch, d) -> Callable:
-    """``put(r, to)`` copies row r of d numbers, with zeros up to whole tiles."""
-    b = code.b
-    rest = b.and_(d, _int(NUMBERS - 1))
-    whole, some = b.sub(d, rest), lanes_below(code, rest)
-
-    def put(r, to) -> None:
-        first = b.mul(r, d)
-
-        def vector(x, which=None) -> list:
-            value = numbers.load(b.add(first, x), which)
-            code.store(value, code.at(to, b.lshr(x, _int(1))))
-            return []
-
-        code.loop(whole, [], lambda x, _: vector(x), by=NUMBERS)
-        with b.if_then(b.icmp_signed("!=", rest, _int(0))):
-            vector(whole, some)
-
-    return put
 
 
 def _four(code: PairCode, base, at: int, h):

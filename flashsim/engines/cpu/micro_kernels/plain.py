@@ -192,22 +192,6 @@ def softmax_along(cpu, S, ld, heads, n, m, l, alpha, at, kind):
         l[at + h] = alpha[at + h] * l[at + h] + total
 
 
-@operation(vector.rescale)
-def rescale(cpu, O, o0, ldo, alpha, a0, heads, kind):
-    """O (heads, ldo), as `weigh` leaves it, times a factor for each row."""
-    for h in range(heads):
-        for x in range(ldo):
-            O[o0 + h * ldo + x] *= alpha[a0 + h]
-
-
-@operation(vector.in_order)
-def in_order(cpu, O, ldo, rows, kind):
-    """O (rows, ldo), as `weigh` left it, one row after another: as it is.
-
-    Tiles leave the even columns of 16 rows, and then the odd ones.
-    """
-
-
 @operation(vector.weigh)
 def weigh(cpu, O, o0, ldo, P, ldp, V, v0, dv, keys, heads, kind):
     """O (heads, dv) += P V of P (heads, keys) and V (keys, dv), which may be of 16-bit numbers, and

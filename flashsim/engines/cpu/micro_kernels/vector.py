@@ -10,13 +10,7 @@ from numba.core import cgutils
 from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
-from flashsim.engines.cpu.micro_kernels.along import (
-    build_dots,
-    build_in_order,
-    build_rescale,
-    build_softmax_along,
-    build_weigh,
-)
+from flashsim.engines.cpu.micro_kernels.along import build_dots, build_softmax_along, build_weigh
 from flashsim.engines.cpu.micro_kernels.along_pairs import build_side_by_side
 from flashsim.engines.cpu.micro_kernels.codegen import (
     build_grad_scores,
@@ -96,10 +90,6 @@ _dots, _dots_bfloat16, _dots_float16 = (
     for kind in (None, BFLOAT16, FLOAT16)
 )
 _side_by_side = vector_intrinsic("a i i", build_side_by_side, kind=BFLOAT16)
-_rescale_rows, _rescale_bfloat16 = (
-    vector_intrinsic("a o0 i a o1 i", build_rescale, kind=kind) for kind in (None, BFLOAT16)
-)
-_in_order = vector_intrinsic("a i i", build_in_order, kind=BFLOAT16)
 _weigh, _weigh_bfloat16, _weigh_float16 = (
     vector_intrinsic("a o0 i a i a i i i i", build_weigh, kind=kind)
     for kind in (None, BFLOAT16, FLOAT16)
@@ -184,20 +174,6 @@ def softmax_along(cpu, S, ld, heads, n, m, l, alpha, at, kind):
         _along_bfloat16(cpu, (S, ld, heads, n, m, l, alpha, at))
     else:
         _along_float16(cpu, (S, ld, heads, n, m, l, alpha, at))
-
-
-def rescale(cpu, O, o0, ldo, alpha, a0, heads, kind):
-    """`plain.rescale`."""
-    if kind == BFLOAT16:
-        _rescale_bfloat16(cpu, (O, o0, ldo, alpha, a0, heads))
-    else:
-        _rescale_rows(cpu, (O, o0, ldo, alpha, a0, heads))
-
-
-def in_order(cpu, O, ldo, rows, kind):
-    """`plain.in_order`."""
-    if kind == BFLOAT16:
-        _in_order(cpu, (O, ldo, rows))
 
 
 def weigh(cpu, O, o0, ldo, P, ldp, V, v0, dv, keys, heads, kind):

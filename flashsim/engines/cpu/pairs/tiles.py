@@ -99,23 +99,15 @@ def program(mode: str, rows: int, columns: int) -> Program:
     return Program(tuple(start), tuple(each), tuple(Store(t, "C", r, c) for t, r, c in cells))
 
 
-def lower(
-    module: ir.Module, block: Blocking, mode: str, rows: int, columns: int, near: int = 0
-) -> ir.Function:
+def lower(module: ir.Module, block: Blocking, mode: str, rows: int, columns: int) -> ir.Function:
     """The program of a block as a function of C, ldc, A, lda, B, ldb and the pairs along the sum.
 
-    Addresses are of 32-bit elements, leading dimensions count such elements. If `near` is not 0,
-    one more address says from where on each round brings near as many tiles' bytes, in the order of
-    memory.
+    Addresses are of 32-bit elements, leading dimensions count such elements.
     """
-    args, name = (
-        "pipipii" + "p" * bool(near),
-        f"tiles_{mode}_{rows}x{columns}" + "_near" * bool(near),
-    )
-    code = Code(module, name, block, 4, args)
+    code = Code(module, f"tiles_{mode}_{rows}x{columns}", block, 4, "pipipii")
     if not code.is_new:
         return code.function
-    C, ldc, A, lda, B, ldb, n, *ahead = code.function.args
+    C, ldc, A, lda, B, ldb, n = code.function.args
     base, leading = {"C": C, "A": A, "B": B}, {"C": ldc, "A": lda, "B": ldb}
     bytes_a_row = {name: code.times(ld, 4) for name, ld in leading.items()}
     start, each, after = program(mode, rows, columns)
@@ -142,9 +134,6 @@ def lower(
             call(code, kind, numbers[0], place, bytes_a_row[name])
 
     def round_(x, _):
-        for address in ahead:
-            for line in range(near * SIDE):
-                code.prefetch(code.at(address, code.times(x, near * SIDE), line * SIDE))
         for instruction in each:
             emit(instruction, x)
         return []
