@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flashsim.backends import launch
-from flashsim.backends.families import portable_kernels
+from flashsim.backends.families import hopper_kernels, portable_kernels
 from flashsim.backends.families.family import Family
 from flashsim.backends.families.tile_times import (
     ADDING_UP,
@@ -26,7 +26,7 @@ from flashsim.backends.families.tile_times import (
     sooner_at_once,
 )
 from flashsim.backends.kernels import nvrtc
-from flashsim.backends.launch.kernel import Box, Gpu, Kernel, Variant
+from flashsim.backends.launch.kernel import Gpu, Kernel, Variant
 from flashsim.backends.launch.lowering import Lowered
 from flashsim.errors import UnsupportedError
 from flashsim.problem.problem import Problem
@@ -40,11 +40,8 @@ CAPABILITY = (9, 0)
 #: Query rows of a walk, on average, from which on dQ is deferred.
 _LONG_WALK = 1024
 
-#: Bytes of the item slots (struct Items in kernels/hopper/work.cuh) and of one mbarrier.
-_ITEMS, _BARRIER = 160, 8
 #: The head_dim up to which the fused kernel stores dQ after one visit.
 _WIDEST_ONCE = 128
-_CHUNK = 64  # columns of a shared-memory chunk: 128 bytes of 16-bit elements
 
 
 @dataclass(frozen=True)
@@ -263,9 +260,9 @@ class Hopper(Family):
     def forward_bytes(self, problem: Problem, tiling: Tiling, stages: int = 2) -> int:
         """Shared memory of the forward's blocks."""
         groups = tiling.block_q // 64
-        d, dv = tile_columns("forward", problem)
+        d, dv = hopper_kernels.tile_columns("forward", problem)
         q, kv = tiling.block_q * d, tiling.block_k * (d + dv)
-        return _on_chip(2 * (q + stages * kv), 2 * groups + 4 * stages)
+        return hopper_kernels.on_chip(2 * (q + stages * kv), 2 * groups + 4 * stages)
 
     def kernel(
         self,
@@ -283,14 +280,18 @@ class Hopper(Family):
         if stage == "forward":
             stages = self.stages(problem, tiling, gpu)
             shared = self.forward_bytes(problem, tiling, stages)
-            turns = take_turns(problem, tiling)
-            made = _forward_kernel(problem, tiling, variant, shared, stages, turns=turns)
+            turns = hopper_kernels.take_turns(problem, tiling)
+            made = hopper_kernels.forward_kernel(
+                problem, tiling, variant, shared, stages, turns=turns
+            )
         elif stage == "fused" and tiling == ROLES:
-            made = roles_kernel(problem, tiling, variant)
+            made = hopper_kernels.roles_kernel(problem, tiling, variant)
         elif stage in ("dkdv", "fused"):
-            made = backward_kernel(problem, tiling, variant, fused=fused, ordered=ordered)
+            made = hopper_kernels.backward_kernel(
+                problem, tiling, variant, fused=fused, ordered=ordered
+            )
         elif stage == "dq":
-            made = dq_kernel(problem, tiling, variant)
+            made = hopper_kernels.dq_kernel(problem, tiling, variant)
         else:
             made = portable_kernels.rows_kernel(problem, tiling, variant, stage, fused=fused)
         return replace(made, overlaps=True)
@@ -318,153 +319,3 @@ def _whole_rounds(walks: int, tiles: int, gpu: Gpu) -> int:
 
     best = min(range(1, min(walks, 4) + 1), key=beside)
     return best if 6 * beside(best) <= most else 0
-
-
-# -- kernels: threads, shared memory (struct OnChip of each), boxes --------------------------------
-
-
-def _forward_kernel(
-    problem: Problem, tiling: Tiling, variant: Variant, shared: int, stages: int, *, turns: bool
-) -> Kernel:
-    values = launch.constants(problem, tiling, variant)
-    return Kernel(
-        *("hopper/forward.cu", "hopper_forward", 128 * (tiling.block_q // 64 + 1), shared),
-        launch.macros(values | {"SMEM_BYTES": shared, "STAGES": stages, "TURNS": turns}),
-        forward_boxes(tiling),
-    )
-
-
-def take_turns(problem: Problem, tiling: Tiling) -> bool:
-    """Whether the forward's warpgroups queue their products in turn: see TURNS in forward.cu."""
-    wide = problem.head_dim == problem.head_dim_v == 128
-    return not (wide and problem.n_kv > 16 * tiling.block_k)
-
-
-def forward_boxes(tiling: Tiling) -> tuple[Box, ...]:
-    """What the forward orders of the copy engine."""
-    k = tiling.block_k
-    return Box("q", 64, _CHUNK), Box("k", k, _CHUNK), Box("v", k, _CHUNK)
-
-
-def backward_kernel(
-    problem: Problem, tiling: Tiling, variant: Variant, *, fused: bool, ordered: bool
-) -> Kernel:
-    """The pass with keys outside; `fused`, it makes dQ as well."""
-    d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
-    wide = d > 128
-    staged = fused and d <= 192  # dQ on its way out
-    tiles = 2 * (2 * bk * d + stages * 2 * bq * d)
-    if wide:
-        tiles += 2 * 2 * stages * bq * bk  # P and dS
-        tiles += 4 * bq * d if staged else 0
-    elif fused:
-        tiles += 2 * stages * bq * bk + (2 if variant.once else 4) * bq * d  # dS and dQ
-    # Log-sum-exp and delta of each stage; or 8 warps' sums instead, and each one's delta.
-    rows = stages + (stages + 1) * 8 if variant.once else 2 * stages
-    shared = _on_chip(tiles + 4 * rows * bq, 2 + 2 * stages + (0 if wide else 4))
-    values = launch.constants(problem, tiling, variant)
-    boxes: tuple[Box, ...] = (
-        *(Box("q", bq, _CHUNK), Box("k", bk, _CHUNK), Box("v", bk, _CHUNK)),
-        Box("dout", bq, _CHUNK),
-    )
-    rows = bq // 2 if d == 64 else bq  # of a warpgroup's piece of dQ
-    leaving = Box("dq", rows, _CHUNK) if variant.once else Box("dq_acc", rows, 32)
-    boxes += (leaving if staged else boxes[0],)
-    name = "backward_wide" if wide else "backward"
-    return Kernel(
-        f"hopper/{name}.cu",
-        f"hopper_{name}",
-        384,
-        shared,
-        launch.macros(
-            values
-            | {"SMEM_BYTES": shared, "D": d, "FUSED": fused, "ORDERED": ordered}
-            | {"CLUSTER": variant.cluster, "IN_STEP": variant.in_step, "ONCE": variant.once}
-            | {"AFTER": variant.after, "MORE": variant.more, "DEFERRED": variant.deferred}
-        ),
-        boxes,
-        variant.cluster,
-    )
-
-
-def roles_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
-    """The fused pass of 129 to 192 columns, whose consumers make different products."""
-    d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
-    # K, V, Q and dO, P and dS; dQ on its way out.
-    tiles = 2 * (2 * bk * d + (stages + 1) * bq * d + 2 * bq * bk) + 4 * bq * d
-    shared = _on_chip(tiles + 4 * stages * 2 * bq, 3 + 2 * stages + 2 * d // _CHUNK)
-    values = launch.constants(problem, tiling, variant) | {"SMEM_BYTES": shared, "D": d}
-    return Kernel(
-        *("hopper/backward_roles.cu", "hopper_backward_roles", 512, shared),
-        launch.macros(
-            values
-            | {"FUSED": True, "ORDERED": False, "IN_STEP": variant.in_step, "ONCE": False}
-            | {"AFTER": False, "MORE": False, "DEFERRED": False}
-        ),
-        (
-            *(Box("q", bq, _CHUNK), Box("k", bk, _CHUNK), Box("v", bk, _CHUNK)),
-            *(Box("dout", bq, _CHUNK), Box("dq_acc", bq, 32)),
-        ),
-    )
-
-
-def dq_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
-    """dQ alone, the last of three passes."""
-    d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
-    partial = 4 * 128 * (32 if bq == 64 else 1)
-    shared = _on_chip(2 * (2 * bq * d + stages * 2 * bk * d) + partial, 2 * bq // 64 + 2 * stages)
-    values = launch.constants(problem, tiling, variant)
-    return Kernel(
-        "hopper/dq.cu",
-        "hopper_dq",
-        384,
-        shared,
-        launch.macros(values | {"SMEM_BYTES": shared, "D": d}),
-        (
-            *(Box("q", 64, _CHUNK), Box("k", bk, _CHUNK), Box("v", bk, _CHUNK)),
-            Box("dout", 64, _CHUNK),
-        ),
-    )
-
-
-def _on_chip(data: int, barriers: int) -> int:
-    """Bytes of a ``struct OnChip``: tiles and rows, mbarriers, item slots; a multiple of 1024."""
-    items = -(-(data + barriers * _BARRIER) // 16) * 16
-    return -(-(items + _ITEMS) // 1024) * 1024
-
-
-def _wide(head_dim: int) -> int:
-    """Columns of a tile in shared memory: whole chunks."""
-    return -(-head_dim // _CHUNK) * _CHUNK
-
-
-def tile_columns(stage: str, problem: Problem) -> tuple[int, int]:
-    """Columns of a tile of Q or K, and of V or dO, that the copy engine delivers: whole boxes."""
-    if stage == "forward":
-        return _wide(problem.head_dim), _wide(problem.head_dim_v)
-    return _shared_dim(problem), _shared_dim(problem)
-
-
-def _shared_dim(problem: Problem) -> int:
-    """The head_dim that the backward kernels compute with, for Q and K as for V and dO."""
-    return _wide(max(problem.head_dim, problem.head_dim_v))
-
-
-def product_columns(
-    stage: str, problem: Problem, tiling: Tiling, cluster: int = 1
-) -> tuple[int, int]:
-    """Columns that a backward's products take: of both head dims, and beyond them, all products'.
-
-    Whole sixteens, or thirty-twos where a cluster shares an item. A tile's whole columns are taken
-    by dQ^T, whose rows they are (up to 32 columns dQ itself is computed), and beyond a head_dim of
-    128, where warpgroups share them out, by dK and dV too. With one warpgroup for dQ it takes
-    thirty-twos.
-    """
-    step = 32 if cluster > 1 else 16
-    d = max(problem.head_dim, problem.head_dim_v)
-    taken, whole = -(-d // step) * step, _shared_dim(problem)
-    products = (stage == "fused" and taken > 32) + (2 if stage != "dq" and whole > 128 else 0)
-    beyond = products * (whole - taken)
-    if stage == "fused" and tiling == ROLES:
-        beyond -= whole - -(-d // 32) * 32
-    return taken, beyond

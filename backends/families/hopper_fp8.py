@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashsim.backends import launch
-from flashsim.backends.families import hopper
+from flashsim.backends.families import hopper, hopper_kernels
 from flashsim.backends.families.family import Family
 from flashsim.backends.families.tile_times import makespan
 from flashsim.backends.kernels import nvrtc
@@ -146,7 +146,7 @@ def shared_bytes(problem: Problem, tiling: Tiling, stages: int) -> int:
     d, dv = -(-problem.head_dim // 128) * 128, problem.head_dim_v
     groups = tiling.block_q // 64
     tiles = tiling.block_q * d + stages * tiling.block_k * (d + dv)
-    return hopper._on_chip(tiles, 3 * groups + 5 * stages)
+    return hopper_kernels.on_chip(tiles, 3 * groups + 5 * stages)
 
 
 def _scales(problem: Problem) -> tuple[int, tuple[int, int]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flashsim.backends import launch
-from flashsim.backends.families import hopper, portable_kernels
+from flashsim.backends.families import hopper, hopper_kernels, portable_kernels
 from flashsim.backends.families.family import PLAIN
 from flashsim.backends.families.portable import Portable
 from flashsim.backends.launch.kernel import Gpu, Kernel, Variant
@@ -90,22 +90,24 @@ class PythonHopper(hopper.Hopper):
         """See `Family`."""
         variant = replace(variant, overlap=True)
         if stage in ("dkdv", "fused"):
-            made = hopper.backward_kernel(problem, tiling, variant, fused=fused, ordered=ordered)
+            made = hopper_kernels.backward_kernel(
+                problem, tiling, variant, fused=fused, ordered=ordered
+            )
             d = dict(made.constants)["FS_D"]
             shared = KeysOutside(tiling.block_q, tiling.block_k, d, fused).nbytes
             made = replace(made, file="hopper_backward.py", shared_bytes=shared)
         elif stage == "dq":
-            made = hopper.dq_kernel(problem, tiling, variant)
+            made = hopper_kernels.dq_kernel(problem, tiling, variant)
             shared = DqAlone(tiling.block_q, tiling.block_k, dict(made.constants)["FS_D"]).nbytes
             made = replace(made, file="hopper_dq.py", shared_bytes=shared)
         elif stage == "forward":
             stages = self.stages(problem, tiling, gpu)
             shared = self.forward_bytes(problem, tiling, stages)
-            own = {"STAGES": stages, "TURNS": hopper.take_turns(problem, tiling)}
+            own = {"STAGES": stages, "TURNS": hopper_kernels.take_turns(problem, tiling)}
             made = Kernel(
                 *("hopper_forward.py", "hopper_forward", 128 * (tiling.block_q // 64 + 1), shared),
                 launch.macros(launch.constants(problem, tiling, variant) | own),
-                hopper.forward_boxes(tiling),
+                hopper_kernels.forward_boxes(tiling),
             )
         else:
             made = portable_kernels.rows_kernel(problem, tiling, variant, stage, fused=fused)

@@ -524,3 +524,14 @@ def test_an_interrupt_is_heard_within_a_second():
     assert list(heard) == ["forward", "fused", "dq"]
     for what, seconds in heard.items():
         assert float(seconds) < 1, what
+
+
+def test_a_column_of_a_wider_array_is_read_by_its_own_steps():
+    """Flat, such a view keeps the steps that it has: NumPy makes no copy of it."""
+    q, k, wide = np.random.default_rng(5).standard_normal((3, 2, 12, 4))
+    v = wide[..., :1]
+    assert not v.flags.c_contiguous
+    one, other = (
+        flashsim.run(q, k, x, causal=True, backend="numba") for x in (v, np.ascontiguousarray(v))
+    )
+    np.testing.assert_array_equal(one.out, other.out)

@@ -45,7 +45,7 @@ FAULTS = {
     # -- Hopper's forward: what is computed -----------------------------------------------------
     "hopper-o-not-rescaled": Fault(
         "O keeps the scale of an older maximum",
-        *(FORWARD, "o = scale_o(o, alpha)", "pass", RAGGED),
+        *(FORWARD, "if not late:", "if False:", RAGGED),
     ),
     "hopper-maximum-not-carried": Fault(
         "each tile starts from a maximum of -inf",

@@ -150,7 +150,7 @@ def _walk(walk: Any, threads: int, args: Any, raised: list[BaseException] | None
 
 def frozen(array: np.ndarray) -> np.ndarray:
     """A flat read-only view: one type, so one compilation, wherever an array came from."""
-    view = array.reshape(-1)[:]
+    view = np.ascontiguousarray(array).reshape(-1)[:]  # of a column, flat alone has its steps
     floats = view[: view.size // 2 * 2].view(np.float32) if view.itemsize == 2 else view
     if not floats.flags.aligned:
         view = view.copy()  # halves are taken as floats

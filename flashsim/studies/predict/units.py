@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flashsim.backends.families import hopper
+from flashsim.backends.families import hopper_kernels
 from flashsim.backends.launch import padded_dims, row_elements
 from flashsim.backends.launch.passes import KernelPass
 from flashsim.counts.traffic import Traffic
@@ -86,7 +86,7 @@ def work_of(one: KernelPass, traffic: Traffic) -> Work:
     l2 = device.sm_count / device.l2_bandwidth if device.l2_bandwidth else 0.0
     dims, beyond = padded_dims(p), 0
     if one.kernel.boxes and stage.name != "forward":
-        taken, beyond = hopper.product_columns(stage.name, p, tiling, one.kernel.cluster)
+        taken, beyond = hopper_kernels.product_columns(stage.name, p, tiling, one.kernel.cluster)
         dims = taken, taken
     wide = replace(p, head_dim=dims[0], head_dim_v=dims[1])
     turns = bool(one.kernel.boxes) and stage.name == "forward"  # on the tensor cores

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from flashsim.backends.families import hopper as family
+from flashsim.backends.families import hopper_kernels
 from flashsim.backends.families.family import PLAIN
 from flashsim.backends.families.portable_kernels import dkdv_kernel
 from flashsim.backends.launch.kernel import Gpu, padded_dims, row_elements
@@ -59,7 +59,7 @@ def crossing(
         if op != "load":
             total += rows * width
         elif hopper and tensor in BOXED:
-            columns = family.tile_columns(stage.name, p)[BOXED[tensor]]
+            columns = hopper_kernels.tile_columns(stage.name, p)[BOXED[tensor]]
             boxes = _box_rows(traffic, stage, tensor) * columns * its.itemsize
             boxes += rows * _split_sectors(width) * SECTOR // 2
             total += boxes * (cluster if tensor in own else 1)
@@ -70,7 +70,7 @@ def crossing(
             total += rows * (width + uneven)
     if op == "load" and cluster > 1:  # parts of dK and dV, float32
         keys = _box_rows(traffic, stage, "K")
-        columns, _ = family.product_columns(stage.name, p, traffic.tiling, cluster)
+        columns, _ = hopper_kernels.product_columns(stage.name, p, traffic.tiling, cluster)
         total += (cluster - 1) * keys * 2 * columns * 4
     return total
 
@@ -115,9 +115,9 @@ def tensor_flops(
     (d, dv), beyond = padded_dims(p), 0
     if hopper and stage.name != "forward":
         if python:
-            d, dv = family.tile_columns(stage.name, p)
+            d, dv = hopper_kernels.tile_columns(stage.name, p)
         else:
-            d, beyond = family.product_columns(stage.name, p, tiling, cluster)
+            d, beyond = hopper_kernels.product_columns(stage.name, p, tiling, cluster)
             dv = d
     wide = replace(p, head_dim=d, head_dim_v=dv)
     visit = stage_work(wide, traffic.algorithm, traffic.direction, stage.name).visit
