@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 
 import pytest
@@ -240,6 +241,12 @@ def test_a_model_that_computes_with_its_mask_is_told_so(compute):
     assert not hasattr(hugging_face.mask(1, 6, 6), "dtype")
 
 
+def cache_word(model):
+    """What a model calls the keys and values of tokens before, which transformers renamed."""
+    given = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in given else "past_key_values"
+
+
 def test_a_cache_with_room_in_it():
     """A static cache has keys behind the last that was written; none may be seen."""
     model, inputs = made(llama)
@@ -247,8 +254,9 @@ def test_a_cache_with_room_in_it():
     for implementation in ("eager", "flashsim"):
         model.set_attn_implementation(implementation)
         cache = transformers.StaticCache(model.config, max_cache_len=40)
-        first = model(inputs["input_ids"], past_key_values=cache).logits
-        then = model(inputs["input_ids"][:, :3], past_key_values=cache).logits
+        given = {cache_word(model): cache}
+        first = model(inputs["input_ids"], **given).logits
+        then = model(inputs["input_ids"][:, :3], **given).logits
         told.append((first, then))
     for x, y in zip(*told, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-3)
@@ -287,7 +295,8 @@ def test_speech_is_written_down_with_its_caches():
         words, steps = inputs["decoder_input_ids"], []
         states = model.get_encoder()(sound)
         for part in (words[:, :5], words[:, 5:6], words[:, 6:9]):
-            step = model(encoder_outputs=states, decoder_input_ids=part, past_key_values=cache)
+            given = {cache_word(model): cache}
+            step = model(encoder_outputs=states, decoder_input_ids=part, **given)
             cache = step.past_key_values
             steps.append(step.logits)
         told.append(torch.cat(steps, dim=1))
