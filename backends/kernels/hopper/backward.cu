@@ -80,7 +80,7 @@ struct OnChip {
     u64 full[STAGES], empty[STAGES];                       // of q, dout, lse and (loaded) delta
     Items items;
 };
-static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "families/hopper.py and OnChip must agree");
+static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "hopper_kernels.py and OnChip must agree");
 
 // Named barriers; 0 is __syncthreads. dS is written; a warpgroup's piece of dQ is sent off, and is
 // staged; no product of an item that a cluster shares needs a tile any more; sums are written.
@@ -306,7 +306,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             step.next(a, it, visits.count);
             stamp(stamps, 4);
         }
-#if FS_FUSED
+#if FS_FUSED && !FS_ONCE
         float dQ[DQ_FLOATS];
         const int last = ring.stage ^ 1;
         if (DEFERRED) {  // the last visit's dQ
@@ -318,16 +318,12 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         wgmma_wait<0>();
         pin(dK), pin(dV);
         if (CARRY && speaks && steps > 0) arrive(&s.empty[ring.stage ^ 1]);
-#if FS_FUSED
+#if FS_FUSED && !FS_ONCE
         if (DEFERRED) {
             pin(dQ);
             if (steps > 0) {
                 if (speaks) arrive(&s.ds_free[last]), arrive(&s.k_empty);
-#if FS_ONCE
-                hand_over_dq(s, dQ, g, a.scale);
-#else
                 hand_over_dq(s, dQ, g, dq_at, dq_sent);
-#endif
             }
         }
 #endif

@@ -31,7 +31,7 @@ struct OnChip {
     u64 dout_full[CHUNKS], dout_empty[CHUNKS];
     Items items;
 };
-static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "families/hopper.py and OnChip must agree");
+static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "hopper_kernels.py and OnChip must agree");
 
 // Named barriers: P or dS is written, and read by its sum; dS is written, for dQ; dQ is sent off,
 // and staged.

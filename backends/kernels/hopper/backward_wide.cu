@@ -41,7 +41,7 @@ struct OnChip {
     u64 full[STAGES], empty[STAGES];                       // of q, dout, lse and delta
     Items items;
 };
-static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "families/hopper.py and OnChip must agree");
+static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "hopper_kernels.py and OnChip must agree");
 
 // Named barriers: P and dS are written; a warpgroup's piece of dQ is sent off, and is staged.
 enum NamedBarrier { SCORES_READY = 1, DQ_FREE = 2, DQ_FULL = 4 };
