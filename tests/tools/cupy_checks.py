@@ -151,14 +151,14 @@ def poisoned(monkeypatch):
 def without_turns(monkeypatch):
     """No forward of Hopper's takes turns; by default those of many visits at 128 columns do not."""
     from flashsim.backends.cupy_gpu import engine
-    from flashsim.backends.families import family, hopper
+    from flashsim.backends.families import family, hopper_kernels
 
     def forget():
         family._passes.cache_clear()
         engine._planned.cache_clear()
 
     forget()
-    monkeypatch.setattr(hopper, "take_turns", lambda problem, tiling: False)
+    monkeypatch.setattr(hopper_kernels, "take_turns", lambda problem, tiling: False)
     yield
     forget()
 

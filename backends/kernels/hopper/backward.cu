@@ -29,8 +29,10 @@ constexpr bool HALFWAY = BLOCK_Q == 128 && !FS_ONCE;
 // dK of a visit is waited for in the next one, where registers allow for that.
 constexpr bool CARRY = D == 128 && BLOCK_Q == 64 && !FS_SOFTCAP;
 // Where the next visit's scores start is loaded while this one's last products run: of so many rows
-// that takes long. (Where dP starts, too, has no registers, or at 32 columns is slower.)
-constexpr bool EARLY = FS_FUSED && START && BLOCK_Q == 128 && !FS_ONCE;
+// that takes long. (Where dP starts, too, has no registers, or at 32 columns is slower; so is this
+// there, of the fewer visits that a mask leaves.)
+constexpr bool EARLY =
+    FS_FUSED && START && BLOCK_Q == 128 && !FS_ONCE && (COLUMNS > 32 || !FS_RIGHT);
 // dQ of a visit is computed in the next one, so that no warpgroup waits for the other's dS.
 [[maybe_unused]] constexpr bool DEFERRED = FS_DEFERRED;
 // dQ^T, D x BLOCK_Q, is shared out in pieces of 64 columns of dQ by DQ_ROWS queries: at D = 128 a
