@@ -108,20 +108,14 @@ def h100() -> str:
 
 
 def short() -> str:
-    """Ratios at N = 128 to 768, of one, 8 and 64 sequences; in italics of the run before."""
+    """Ratios at N = 128 to 768, of one, 8 and 64 sequences."""
     columns = ["d", "causal", "N", "forward, 1", "8", "64 sequences", "backward, 1", "8", "64"]
     rows: dict[tuple, list[object]] = {}
-    found, before = (
-        {(s.d, s.causal, s.n, s.batch): s for s in shapes(name, lambda s: (s.d, s.causal, s.n))}
-        for name in ("gpu-short-h200.csv", "gpu-short-h200-before.csv")
-    )
-    for d, causal, n, _ in sorted(before):
-        rows.setdefault((d, causal, n), [d, "yes" if causal else "no", n])
+    found = shapes("gpu-short-h200.csv", lambda s: (s.d, s.causal, s.n, s.batch))
     for direction in ("forward", "backward"):
-        for where in sorted(before):
-            one = found.get(where)
-            said = f"*{before[where].of_the_best(direction)}*"
-            rows[where[:3]].append(one.of_the_best(direction) if one else said)
+        for one in found:
+            line = rows.setdefault((one.d, one.causal, one.n), [one.d, _mask(one), one.n])
+            line.append(one.of_the_best(direction))
     return markdown(columns, [*rows.values()], "causal")
 
 

@@ -75,12 +75,16 @@ def test_the_guides_sentences_are_of_the_kept_measurements(tables):
     cudnn = of("gpu-papers-h200.csv", lambda x, way: x.ms(way, "torch cudnn") / x.ms(way))
     assert f"behind in all, forward {ends(cudnn[0])} times, backward {ends(cudnn[1])}." in WORDS
     short = of("gpu-short-h200.csv", tables.Shape.ratio)
-    assert [len(way) for way in short] == [39, 39]
-    assert [sum(x >= 1 for x in way) for way in short] == [38, 39]
-    assert (
-        f"38 are at least as fast forward, the other makes {short[0][0]:.2f} (one sequence" in WORDS
-    )
-    assert f"and all 39 backward, by {ends(short[1])}." in WORDS
+    assert [len(way) for way in short] == [72, 72]
+    assert [sum(x >= 1 for x in way) for way in short] == [70, 68]
+    assert f"70 are at least as fast forward, and 68 backward, by up to {short[1][-1]:.2f}." in WORDS
+    assert {f"{x:.2f}" for x in short[0][:2]} == {"0.97"}
+    behind = f"{short[1][0]:.2f} to {short[1][3]:.2f}"
+    assert f"of 256, 0.97 each; backward 64 of 256 to 768, {behind} of FA-CuTe." in WORDS
+    serving = of("gpu-serving-h200.csv", tables.Shape.ratio)
+    assert [sum(x >= 1 for x in way) for way in serving] == [13, 12]
+    last = f"32 heads on 8 at 32,768 tokens make {serving[1][0]:.3f}."
+    assert f"Forward all thirteen are at least as fast, backward twelve; {last}" in WORDS
     widths = of("gpu-widths-h200.csv", tables.Shape.ratio)
     assert [sum(x >= 1 for x in way) for way in widths] == [16, 14]
     none, causal = (f"{x:.3f}" for x in widths[1] if x < 1)
