@@ -32,7 +32,7 @@ from flashsim.studies.predict.calibration import (
     STREAMED,
     DecodeConstants,
 )
-from flashsim.studies.predict.units import once_bytes, work_of
+from flashsim.studies.predict.units import once_bytes
 
 DATA = Path(__file__).parent.parent / "docs" / "data"
 H200 = Device.get("H200")
@@ -41,17 +41,21 @@ EVENT = 10e-6
 #: What they add to a stage, a third of what they add to Hopper's fused passes in the middle, s.
 MIDDLE = 5.5e-6
 PASSES = {"forward": ("forward", "flash2"), "flash2": ("backward", "flash2")}
-PASSES["flash2-fused"] = ("backward", "flash2-fused")
+PASSES |= {name: ("backward", name) for name in ("flash2-fused", "flash2-once")}
 SETS = {"fitted": frozenset(time_shapes.CALIBRATION), "held out": frozenset(time_shapes.HELD_OUT)}
 #: Which constants a stage's times decide on; the others stay 0.
 LASTING = ("masked", "own", "item", "launch", "throttle")
 COMMON = (*LASTING, "changeover")
+SHORT = tuple(name for name in COMMON if name != "throttle")
 WARPS = ("tensor", "waits", "shared", "pieces", "visit")
 FREE = {
     ("python", "forward"): ("tensor", "scores", "waits", "visit", *COMMON),
     ("hopper", "forward"): ("scores", "waits", "visit", *LASTING),
     **{("hopper", s): ("tensor", "scores", "visit", *COMMON) for s in ("dkdv", "dq")},
-    ("hopper", "fused"): ("tensor", "scores", "reduced", "visit", *COMMON),
+    # Up to 1,024 rows a walk, which lasts too short a time for a throttle; longer ones; one visit.
+    ("hopper", "fused"): ("tensor", "scores", "reduced", "visit", *SHORT),
+    ("hopper", "fused, deferred"): ("tensor", "scores", "reduced", "visit", *COMMON),
+    ("hopper", "fused, once"): ("scores", "masked", "visit", "item", "launch"),
     # Six times each: as few constants as there can be.
     ("hopper", "dkdv, wide"): ("tensor", "masked", "visit", "item", "throttle"),
     ("hopper", "dq, wide"): ("tensor", "visit", "item", "throttle"),
@@ -186,8 +190,9 @@ def errors_table(found):
             cells = [kernels, name]
             for where in SETS:
                 known = [100 * wrong for wrong, _ in found.get((kernels, name, where), ())]
-                cells += [len(known), _mean(known), _worst(known)]
-            table.rows.append(cells)
+                cells += [len(known), _mean(known), _worst(known)] if known else [0, None, None]
+            if any(cells[2:]):
+                table.rows.append(cells)
     return table
 
 
@@ -335,7 +340,7 @@ class Point(NamedTuple):
     """A stage that the fit sees."""
 
     one: object
-    work: object
+    works: object
     traffic: object
     seconds: float
 
@@ -353,13 +358,13 @@ def points(everything, kernels, name):
         for each in passes:
             if each.kernel.shared_bytes and model.constants_name(each, one.problem) == name:
                 seconds = one.stages[each.stage.name]
-                found.append(Point(each, work_of(each, traffic), traffic, seconds))
+                found.append(Point(each, model.works_of(each, traffic), traffic, seconds))
     return found
 
 
 def stage_seconds(point, constants):
     """What the model says of a point."""
-    return model.launch_seconds(point.one, point.work, point.traffic, constants)[0]
+    return model.stage_seconds(point.one, point.works, point.traffic, constants)[0]
 
 
 def fit(those, free, ships=None):
@@ -520,8 +525,9 @@ def main():
             print(f'    "{kernels}": {{')
             for (family, name), free in FREE.items():
                 if family == kernels:
-                    ships = CALIBRATED[kernels][name]
-                    best = fit(points(everything, kernels, name), free, ships=ships)
+                    best, those = CALIBRATED[kernels][name], points(everything, kernels, name)
+                    if those:  # else of no such kernel was a time taken: what ships remains
+                        best = fit(those, free, ships=best)
                     print(as_code(name, best), flush=True)
             print("    },")
         return

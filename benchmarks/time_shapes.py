@@ -3,7 +3,10 @@
 `CALIBRATION` has the kernels' forms (which head_dim chooses), long and short sequences, without and
 with a causal mask, few blocks and many. `HELD_OUT` is all else: other head dimensions, lengths from
 197 to 131,072, grouped heads, windows, ragged and packed sequences. No shape is in both
-(tests/studies/test_agreement.py), and `benchmarks/predict.py --fit` reads the first alone.
+(tests/studies/test_agreement.py), and `benchmarks/predict.py --fit` reads the first alone. Both
+end with shapes for forms that Hopper's fused backward alone has, and of which these are timed alone
+(`FUSED_ALONE`): up to 128 keys, one visit; and walks of less than 1,024 rows, where dQ waits for no
+visit. Clusters take what whole rounds of items leave where lengths are even, without a mask.
 """
 
 from __future__ import annotations
@@ -60,6 +63,44 @@ def _calibration() -> Iterator[Problem]:
     yield problem(n_q=2048, head_dim=64, batch=4, heads=16, kv_heads=1)
 
 
+def _one_visit() -> Iterator[Problem]:
+    """To fit to: few heads and many, one visit an item and several."""
+    for d, heads in ((64, 12), (128, 16)):
+        yield problem(n_q=128, head_dim=d, batch=1, heads=heads)
+        yield problem(n_q=128, head_dim=d, batch=16, heads=heads, causal=True)
+        yield problem(n_q=100, head_dim=d, batch=32, heads=heads)
+        yield problem(n_q=64, head_dim=d, batch=64, heads=heads)
+        yield problem(n_q=128, head_dim=d, batch=16, heads=32, kv_heads=8)
+        yield problem(n_q=1024, n_kv=128, head_dim=d, batch=16, heads=heads)
+    yield problem(n_q=128, head_dim=128, batch=64, heads=16)
+    yield problem(n_q=128, head_dim=64, batch=256, heads=12, causal=True)
+
+
+def _short_walks() -> Iterator[Problem]:
+    """To fit to."""
+    yield from both(n_q=512, head_dim=96, batch=16, heads=16)
+    yield problem(n_q=256, head_dim=64, batch=32, heads=12)
+    yield problem(n_q=768, head_dim=128, batch=8, heads=16, causal=True)
+
+
+def _one_visit_held_out() -> Iterator[Problem]:
+    for d, heads in ((64, 12), (128, 16)):
+        yield from both(n_q=128, head_dim=d, batch=8, heads=heads)
+        yield problem(n_q=64, head_dim=d, batch=8, heads=heads)
+        yield problem(n_q=100, head_dim=d, batch=64, heads=heads, causal=True)
+        yield problem(n_q=128, head_dim=d, batch=64, heads=heads, causal=True)
+        yield problem(n_q=577, n_kv=77, head_dim=d, batch=8, heads=heads)
+    yield problem(n_q=120, head_dim=80, batch=32, heads=16)
+    yield problem(n_q=96, head_dim=96, batch=4, heads=16, causal=True)
+    yield problem(n_q=128, head_dim=128, batch=8, heads=32, kv_heads=8, causal=True)
+
+
+def _short_walks_held_out() -> Iterator[Problem]:
+    yield problem(n_q=384, head_dim=64, batch=32, heads=12, causal=True)
+    yield problem(n_q=300, head_dim=128, batch=16, heads=16)
+    yield problem(n_q=640, head_dim=80, batch=8, heads=16)
+
+
 def _held_out() -> Iterator[Problem]:
     for d in (112, 160, 224):
         yield from both(n_q=4096, head_dim=d, heads=WIDTH // d)
@@ -95,11 +136,24 @@ def _held_out() -> Iterator[Problem]:
             yield problem(head_dim=d, packed=packed, causal=packed != "many")
 
 
-CALIBRATION = tuple(_calibration())
-HELD_OUT = tuple(p for p in _held_out() if p not in CALIBRATION)
+FUSED_ALONE = frozenset(
+    p
+    for each in (_one_visit, _short_walks, _one_visit_held_out, _short_walks_held_out)
+    for p in each()
+)
+CALIBRATION = (*_calibration(), *_one_visit(), *_short_walks())
+HELD_OUT = (
+    *(p for p in _held_out() if p not in CALIBRATION),
+    *_one_visit_held_out(),
+    *_short_walks_held_out(),
+)
 #: What the kernels in Python run: compiling those takes longest.
 IN_PYTHON = tuple(
     p
     for p in (*CALIBRATION, *HELD_OUT)
-    if p.head_dim in (64, 128) and p.cu_seqlens_q is None and p.window is None and p.n_q <= 16_384
+    if p.head_dim in (64, 128)
+    and p.cu_seqlens_q is None
+    and p.window is None
+    and p.n_q <= 16_384
+    and p not in FUSED_ALONE
 )

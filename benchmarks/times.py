@@ -1,11 +1,14 @@
 """How long the kernels take, pass by pass and stage by stage, for the time model: needs a GPU.
 
     python benchmarks/times.py --csv docs/data/times-h200.csv [--jobs 14] [--seconds 160]
+    python benchmarks/times.py --csv docs/data/times-h200.csv --families hopper
 
-The shapes are `time_shapes.py`'s, in bfloat16. Kernels are compiled first, by several processes.
+The shapes are `time_shapes.py`'s, in bfloat16. Rows that the file has of other families than those
+asked for stay in it. Kernels are compiled first, by several processes.
 At each shape all passes run by turns, in an order that is shuffled each time, behind a spinning
 kernel that hides the host; a figure is a median. One row a pass (`stage` is empty) and one a stage,
-which is timed between events of its own, so a little longer. A backward's pass is the form that it
+which is timed between events of its own, so a little longer; if it has several launches, these
+follow each other with no event between. A backward's pass is the form that it
 is named after, at the tile that this form takes by itself, whichever form `deterministic=False`
 would take. `host us` is how long the host is at work on a call. The kernels "library" are standard
 attention's: two products and a softmax, through torch. Joules: power.py.
@@ -20,9 +23,10 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +53,9 @@ MMA = "python mma"
 #: Passes by the `deterministic` of `Result.backward`; "in-order" is the Hopper family's alone.
 #: False leaves the choice to a rule, unless a tile is named (`tile_of`).
 BACKWARD: dict[str, bool | None] = {"flash2": None, "flash2-fused": False, "in-order": True}
+#: The form of one visit, which is asked for as the algorithm from the start; Hopper's alone.
+ONCE = "flash2-once"
+LIBRARY = "library"
 ROUNDS = 5
 
 
@@ -68,7 +75,7 @@ def passes_of(
     given = p, None, gpu, "ascending", report
     if name == "forward":
         return chosen.forward_passes(*given)
-    algorithm = "flash2" if name == "flash2" else "flash2-fused"
+    algorithm = name if name in ("flash2", ONCE) else "flash2-fused"
     return chosen.backward_passes(*given, algorithm, name == "in-order")
 
 
@@ -109,10 +116,23 @@ def wanted(p: Problem, families: list[str]) -> list[tuple[str, str]]:
         if family == "python" and p not in time_shapes.IN_PYTHON:
             continue
         names = ["forward", "flash2", "flash2-fused"]
+        if p in time_shapes.FUSED_ALONE:
+            names = ["flash2-fused"] if family == "hopper" else []
+        if family == "hopper" and visited_once(p):
+            names.append(ONCE)
         if family == "hopper" and p.n_q == 4096 and p.head_dim in (64, 128):
             names.append("in-order")
         found += [(family, name) for name in names]
     return found
+
+
+def visited_once(p: Problem) -> bool:
+    """Whether Hopper's kernels run "flash2-once" here."""
+    from flashsim.backends.families.hopper import HOPPER
+    from flashsim.backends.launch.kernel import Gpu
+
+    gpu = Gpu.like(flashsim.Device.get("H200"))
+    return HOPPER.refusal(p, None, gpu, "backward", ONCE) is None
 
 
 def compile_all(shapes: list[Problem], families: list[str], jobs: int) -> None:
@@ -122,7 +142,8 @@ def compile_all(shapes: list[Problem], families: list[str], jobs: int) -> None:
         for family, name in wanted(p, families):
             timed = MMA if family == "python" and name != "forward" else family
             try:
-                kernels += [(family, one.kernel) for one in passes_of(timed, p, name)]
+                passes = passes_of(timed, p, name)
+                kernels += [(family, x.kernel) for one in passes for x in (*one.before, one)]
             except (FlashSimError, StopIteration) as error:
                 print(f"{family} {name} {p}: {error}"[:200])
     gpu_compile.compile_all(kernels, jobs)
@@ -145,6 +166,13 @@ class Timed:
     host: list[float] = field(default_factory=list)
 
 
+def by_stage(passes: tuple[Any, ...], launches: Iterable[Any]) -> Iterator[list[Any]]:
+    """The launches of each of a call's stages, of which one may have several."""
+    each = iter(launches)
+    for one in passes:
+        yield list(islice(each, len(one.before) + 1))
+
+
 class Split:
     """Events between the launches of a call, while one is asked for."""
 
@@ -160,15 +188,16 @@ class Split:
                 return whole(plan, call, trace)
             self.names = [one.stage.name for one in plan.passes]
             self.events = [lab.event()]
-            for launch in plan.launches:
-                launch(call, {})
+            for launches in by_stage(plan.passes, plan.launches):
+                for launch in launches:
+                    launch(call, {})
                 self.events.append(lab.event())
             return None, None
 
         Plan.run = run  # type: ignore[method-assign]
 
     def stages(self, call: Callable[[], Any]) -> dict[str, float]:
-        """Seconds of each launch of a call."""
+        """Seconds of each stage of a call."""
         self.at_work = True
         try:
             self.lab.spin()
@@ -197,12 +226,12 @@ def contenders(lab: Lab, p: Problem, families: list[str], standard: bool) -> Ite
                 call = partial(flashsim.run, q, k, v, **options)
                 results[family] = call()
             else:
-                result = results.get(family)
+                way = {"kernel": "tensor"} if family == "python" else {}
+                way |= {"algorithm": ONCE} if name == ONCE else {}
+                result = None if way else results.get(family)
                 if result is None:
-                    continue
-                if family == "python":
-                    result = flashsim.run(q, k, v, **options, kernel="tensor")
-                form = {"deterministic": BACKWARD[name], "tiling": tile_of(family, p, name)}
+                    result = flashsim.run(q, k, v, **options, **way)
+                form = {"deterministic": BACKWARD.get(name), "tiling": tile_of(family, p, name)}
                 call = partial(result.backward, dout, **form)
                 call()
         except FlashSimError as error:
@@ -231,8 +260,8 @@ def _standard(lab: Lab, p: Problem, q: Any, k: Any, v: Any, dout: Any) -> Iterat
         ds = torch.ops.aten._softmax_backward_data(dp, kept, -1, kept.dtype)
         return dv, ds @ k, ds.mT @ scaled
 
-    yield Timed("library", "forward", forward)
-    yield Timed("library", "backward", backward)
+    yield Timed(LIBRARY, "forward", forward)
+    yield Timed(LIBRARY, "backward", backward)
 
 
 def measure(lab: Lab, split: Split, clock: Callable[[], int] | None, everyone: list[Timed]) -> None:
@@ -248,7 +277,7 @@ def measure(lab: Lab, split: Split, clock: Callable[[], int] | None, everyone: l
         one.call()
         took = min(took, lab.milliseconds(start, lab.event()) / 1e3)
         calls[id(one)] = 3 if took < 5e-3 else 1
-        one.tile = split.tile if one.kernels != "library" else ""
+        one.tile = split.tile if one.kernels != LIBRARY else ""
         slowest = max(slowest, took)
     for _ in range(ROUNDS if slowest < 30e-3 else 3):
         shuffled.shuffle(order)
@@ -266,7 +295,7 @@ def measure(lab: Lab, split: Split, clock: Callable[[], int] | None, everyone: l
             if clock is not None:
                 one.hertz.append(clock())
             one.times.append(lab.milliseconds(start, end) / n / 1e3)
-            if one.kernels != "library" and len(one.stages.get("delta", ())) < 3:
+            if one.kernels != LIBRARY and len(one.stages.get("delta", ())) < 3:
                 for name, seconds in split.stages(one.call).items():
                     one.stages.setdefault(name, []).append(seconds)
 
@@ -296,6 +325,14 @@ def _packed(p: Problem) -> str:
     return " ".join(str(s.q_stop - s.q_start) for s in p.sequences)
 
 
+def kept(path: Path, families: list[str]) -> list[dict[str, str]]:
+    """Rows of a file, if there is one, that are not of these families."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as stream:
+        return [row for row in csv.DictReader(stream) if row["kernels"] not in families]
+
+
 def sm_clock() -> Callable[[], int] | None:
     """Reads the SM clock in MHz; None where NVML is not to be had, which is said."""
     try:
@@ -312,7 +349,7 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, required=True)
     parser.add_argument("--jobs", type=int, default=14)
     parser.add_argument("--seconds", type=float, default=160, help="begin no shape after that")
-    parser.add_argument("--families", default="hopper,portable,python")
+    parser.add_argument("--families", default=f"hopper,portable,python,{LIBRARY}")
     parser.add_argument("--few", type=int, help="only so many shapes of each set")
     chosen = parser.parse_args()
     begin, families = time.monotonic(), chosen.families.split(",")
@@ -322,6 +359,8 @@ def main() -> None:
         except Exception as error:
             print(f"no kernels in Python: {error}")
             families.remove("python")
+    others, standard = kept(chosen.csv, families), LIBRARY in families
+    families = [name for name in families if name != LIBRARY]
     scores = lambda p: p.batch * p.heads * p.n_q * p.n_kv * p.head_dim  # noqa: E731
     cost = lambda p: (p.cu_seqlens_q is not None, scores(p))  # noqa: E731
     shapes = [
@@ -335,11 +374,12 @@ def main() -> None:
     with chosen.csv.open("w", newline="") as stream:
         writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
         writer.writeheader()
+        writer.writerows(others)
         for number, p in enumerate(shapes):
             if time.monotonic() - begin > chosen.seconds:
                 print(f"time is over: {len(shapes) - number} shapes were not measured")
                 break
-            everyone = list(contenders(lab, p, families, standard=True))
+            everyone = list(contenders(lab, p, families, standard=standard))
             if everyone:
                 measure(lab, split, clock, everyone)
             for one in everyone:

@@ -105,7 +105,7 @@ def test_what_dq_adds_beside_dk_and_dv():
     gained = {}
     few = Problem(128, head_dim=128, batch=4, heads=16, dtype="bfloat16")
     for name, shape in (("some", p), ("few", few)):
-        alone = model.launch_seconds(*_launch(shape, "dq"), c)[0]
+        alone = model.stage_seconds(*_launch(shape, "dq"), c)[0]
         _, dkdv, dq = predict(shape, direction="backward").stages
         idle = dkdv.tail * dkdv.seconds - c.launch
         gained[name] = (alone - dq.seconds) / max(idle, 1e-7)
@@ -117,7 +117,7 @@ def _launch(p, stage):
     """A launch of Hopper's three passes, its work and traffic."""
     passes, traffic = model._prepare(p, "backward", "flash2", "hopper", None, Device.get("H200"))
     one = next(one for one in passes if one.stage.name == stage)
-    return one, work_of(one, traffic), traffic
+    return one, model.works_of(one, traffic), traffic
 
 
 def test_blocks_that_share_an_sm_wait_side_by_side():

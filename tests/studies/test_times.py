@@ -16,7 +16,7 @@ from flashsim.engines.engine import Job
 
 GPU = Gpu.like(flashsim.Device.get("H200"))
 #: Of these, Hopper's rule takes the three passes.
-SHORT = Problem(128, 128, 64, heads=12, dtype="bfloat16")
+SHORT = Problem(128, 128, 64, heads=10, dtype="bfloat16")
 WIDE = Problem(512, 512, 256, heads=4, dtype="bfloat16")
 
 
@@ -33,13 +33,20 @@ def asked(times, monkeypatch, problem, family):
     found = []
 
     class Result:
-        def backward(self, dout, **options):
-            found.append(options)
+        def __init__(self, algorithm=None):
+            self.algorithm = algorithm
 
-    monkeypatch.setattr(flashsim, "run", lambda *arrays, **options: Result())
+        def backward(self, dout, **options):
+            found.append(options | ({"after": self.algorithm} if self.algorithm else {}))
+
+    def run(*arrays, **options):
+        return Result(options.get("algorithm"))
+
+    monkeypatch.setattr(flashsim, "run", run)
     lab = SimpleNamespace(array=lambda shape, dtype: np.zeros(1))
     timed = [one.name for one in times.contenders(lab, problem, [family], standard=False)]
-    return dict(zip(timed[1:], found, strict=True))
+    backward = [name for name in timed if name != "forward"]
+    return dict(zip(backward, found, strict=True))
 
 
 @pytest.mark.parametrize("family", ["hopper", "portable"])
@@ -48,7 +55,8 @@ def test_the_fused_form_is_timed_where_the_rule_takes_the_other(
     times, monkeypatch, problem, family
 ):
     forms = asked(times, monkeypatch, problem, family)
-    assert set(forms) == {"flash2", "flash2-fused"}
+    once = {"flash2-once"} if family == "hopper" and problem is SHORT else set()
+    assert set(forms) == {"flash2", "flash2-fused"} | once
     assert forms["flash2"] == {"deterministic": None, "tiling": None}
     fused = forms["flash2-fused"]
     assert fused["deterministic"] is False
@@ -73,5 +81,54 @@ def test_the_rule_takes_three_passes_there():
 
 def test_a_form_that_no_kernel_has_is_said(times, monkeypatch, capsys):
     monkeypatch.setattr(times, "kernel_families", lambda family: ())
-    assert set(asked(times, monkeypatch, SHORT, "hopper")) == {"flash2"}
-    assert "hopper flash2-fused 64 128: no kernels of 'hopper' run this" in capsys.readouterr().out
+    assert set(asked(times, monkeypatch, WIDE, "hopper")) == {"flash2"}
+    assert "hopper flash2-fused 256 512: no kernels of 'hopper' run this" in capsys.readouterr().out
+
+
+def test_the_form_of_one_visit_is_asked_for_as_an_algorithm(times, monkeypatch):
+    """Its rule would take the three passes here."""
+    form = asked(times, monkeypatch, SHORT, "hopper")["flash2-once"]
+    assert form == {"deterministic": None, "tiling": None, "after": "flash2-once"}
+    (one,) = times.passes_of("hopper", SHORT, "flash2-once")
+    assert one.stage.once
+    assert not times.visited_once(Problem(128, 129, 64, dtype="bfloat16"))
+
+
+def test_shapes_for_fused_forms_are_timed_in_these_alone(times):
+    short = {name for p in times.time_shapes.FUSED_ALONE for name in times.wanted(p, ["hopper"])}
+    assert short == {("hopper", "flash2-fused"), ("hopper", "flash2-once")}
+    for p in times.time_shapes.FUSED_ALONE:
+        assert not times.wanted(p, ["portable", "python"])
+        once = ("hopper", "flash2-once") in times.wanted(p, ["hopper"])
+        assert once == (p.n_kv <= 128)
+
+
+@pytest.fixture
+def in_three():
+    """A fused pass of three launches, between two others."""
+    p = Problem(4096, head_dim=128, batch=4, heads=16, dtype="bfloat16")
+    passes = HOPPER.backward_passes(p, None, GPU, "ascending", "", "flash2-fused")
+    assert [len(one.before) for one in passes] == [0, 2, 0]
+    return p, passes
+
+
+def test_launches_of_a_stage_are_timed_together(times, in_three):
+    _, passes = in_three
+    assert [*times.by_stage(passes, "abcde")] == [["a"], ["b", "c", "d"], ["e"]]
+
+
+def test_all_launches_of_a_stage_are_compiled(times, monkeypatch, in_three):
+    p, passes = in_three
+    found = []
+    monkeypatch.setattr(times.gpu_compile, "compile_all", lambda jobs, count: found.extend(jobs))
+    times.compile_all([p], ["hopper"], 1)
+    every = {x.kernel for one in passes for x in (*one.before, one)}
+    assert {kernel.cluster for kernel in every} == {1, 2, 8}
+    assert every <= {kernel for _, kernel in found}
+
+
+def test_rows_of_other_families_stay_in_the_file(times, tmp_path):
+    file = tmp_path / "times.csv"
+    assert times.kept(file, ["hopper"]) == []
+    file.write_text("kernels,us\nhopper,1\nlibrary,2\nportable,3\n")
+    assert [row["us"] for row in times.kept(file, ["hopper", "portable"])] == ["2"]

@@ -6,6 +6,8 @@ import heapq
 import itertools
 from collections.abc import Sequence
 
+from flashsim.backends.families import tile_times
+
 
 def makespan(
     work: Sequence[float],
@@ -63,6 +65,31 @@ def makespan(
         on[slot % processors].append((end, work[tile], latency[tile]))
     ends = [_alone(sorted(blocks), share) for blocks in on]
     return max(ends), sum(ends) / processors
+
+
+def in_launches(
+    launches: Sequence[tuple[float, int, int, int]], processors: int
+) -> tuple[float, float]:
+    """`makespan` of items that several launches take: each begins as the one before runs out.
+
+    An SM takes blocks of the next launch as soon as none of its own is left to begin; a cluster's
+    begin together, on SMs that are free at about the same time.
+
+    Parameters
+    ----------
+    launches : sequence of (float, int, int, int)
+        Seconds of each item, how many there are, how many SMs share one, and how many items can be
+        under way at a time.
+    processors : int
+        SMs.
+    """
+    free = [0.0] * processors
+    for seconds, items, cluster, places in launches:
+        free.sort()
+        begun = free[cluster - 1 : cluster * places : cluster]  # with the last of a cluster's SMs
+        done = tile_times.ends([seconds], items, items, begun)
+        free = done * cluster + free[cluster * places :]
+    return max(free), sum(free) / processors
 
 
 def _alone(blocks: list[tuple[float, float, float]], share: int) -> float:

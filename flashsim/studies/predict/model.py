@@ -27,7 +27,7 @@ from flashsim.schedule.split import check_splits
 from flashsim.schedule.tiling import Tiling
 from flashsim.studies.energy import joules
 from flashsim.studies.predict import decode
-from flashsim.studies.predict.blocks import makespan
+from flashsim.studies.predict.blocks import in_launches, makespan
 from flashsim.studies.predict.calibration import (
     AGAIN,
     CALIBRATED,
@@ -79,8 +79,8 @@ def predict(
         Of FP8 inputs, the forward alone, with the constants of the 16-bit one.
     direction : {"forward", "backward"}
     algorithm : {"flash2", "flash2-fused", "flash2-once", "flash-decode", "standard"}
-        "flash2-once", of Hopper's kernels, has the constants of "flash2-fused", untested.
-        "standard" takes no kernels, tiling, constants or heads_in_group.
+        "flash2-once" is of Hopper's kernels alone; "standard" takes no kernels, tiling, constants
+        or heads_in_group.
     kernels : {"hopper", "portable", "python"}, optional
         The kernel family; default: the one made for the device. "python" are the kernels of
         `backend="numba_cuda"` on a Hopper GPU, backward ``kernel="tensor"``, and needs numba-cuda.
@@ -246,27 +246,42 @@ def _stage(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]
         use = use_of(one, traffic, {})
         busy = {"HBM": streamed}
         return StageTime(name, seconds, busy, 1.0, 0.0, use, joules(use, seconds, device))
-    work = work_of(one, traffic)
+    works = works_of(one, traffic)
     if (named := constants_name(one, traffic.problem)) not in constants:
         raise OptionError(f"no constants for {named!r}; there are some for {', '.join(constants)}")
-    seconds, last, mean, hbm = launch_seconds(one, work, traffic, constants[named])
-    items = len(work.visits) * one.walks * one.kernel.cluster
-    total = int(work.visits.sum()) * one.walks
-    units = {unit: work.visit[unit] * total / device.sm_count for unit in UNITS} | {"HBM": hbm}
-    waves = items / (work.blocks * device.sm_count)
+    seconds, last, mean, hbm = stage_seconds(one, works, traffic, constants[named])
+    launches, visits = (*one.before, one), float(works[-1].visits.mean()) / device.sm_count
+    units = {
+        unit: sum(w.visit[unit] * len(x.items) for w, x in zip(works, launches, strict=True))
+        for unit in UNITS
+    }
+    units = {unit: each * visits for unit, each in units.items()} | {"HBM": hbm}
+    started = sum(len(x.items) * x.kernel.cluster for x in launches)
+    waves = started / (works[-1].blocks * device.sm_count)
     use = use_of(one, traffic, units)
     tail = 1 - mean / last if last else 0.0
     energy = None if traffic.problem.fp8 else joules(use, seconds, device)  # none was measured
     return StageTime(name, seconds, units, waves, tail, use, energy)
 
 
-def launch_seconds(
-    one: KernelPass, work: Work, traffic: Traffic, c: Constants
+def works_of(one: KernelPass, traffic: Traffic) -> tuple[Work, ...]:
+    """`work_of` each of a stage's launches, in their order."""
+    return tuple(work_of(each, traffic) for each in (*one.before, one))
+
+
+def stage_seconds(
+    one: KernelPass, works: tuple[Work, ...], traffic: Traffic, c: Constants
 ) -> tuple[float, float, float, float]:
-    """Seconds of a launch; when its last tile ends; for how long an SM is at work; and HBM."""
-    device = traffic.device
+    """Seconds of a stage's launches; when the last tile ends; how long an SM is at work; and HBM.
+
+    `works` is `works_of`'s, the constants are of the launch that takes most items, the last.
+    """
+    device, work = traffic.device, works[-1]
     shared, waiting, grid, places = _blocks(one, work, traffic, c)
-    last, mean = makespan(shared.tolist(), waiting.tolist(), *grid, places, work.blocks)
+    if one.before:
+        last, mean = in_launches(_alike(one, works, traffic, c), device.sm_count)
+    else:
+        last, mean = makespan(shared.tolist(), waiting.tolist(), *grid, places, work.blocks)
     lost = changeover(c, grid[0] * len(work.visits), places * work.blocks)
     last, mean = last + lost, mean + lost  # by all alike: no tail
     once, again = once_bytes(traffic, one.stage.name), bytes_again(one, traffic)
@@ -278,6 +293,19 @@ def launch_seconds(
         hbm += again
         seconds = (seconds**AGAIN + hbm**AGAIN) ** (1 / AGAIN)
     return _throttled(seconds, c.throttle) + c.launch, last, mean, hbm
+
+
+def _alike(
+    one: KernelPass, works: tuple[Work, ...], traffic: Traffic, c: Constants
+) -> list[tuple[float, int, int, int]]:
+    """What `in_launches` wants to know of a stage whose items are all equally long."""
+    found = []
+    for each, work in zip((*one.before, one), works, strict=True):
+        shared, waiting, _, places = _blocks(each, work, traffic, c)
+        cluster = each.kernel.cluster
+        seconds = float(shared[0] + waiting[0])
+        found.append((seconds, len(each.items), cluster, places // cluster))
+    return found
 
 
 def _blocks(
@@ -297,10 +325,14 @@ def _blocks(
 def constants_name(one: KernelPass, problem: Problem) -> str:
     """Which of a family's constants a launch has."""
     name = one.stage.name
-    beyond = max(problem.head_dim, problem.head_dim_v) > 128
-    if not one.kernel.boxes or not beyond or name == "forward":
+    if not one.kernel.boxes or name == "forward":
         return name
-    return f"{name}, roles" if one.kernel.name.endswith("_roles") else f"{name}, wide"
+    if max(problem.head_dim, problem.head_dim_v) > 128:
+        return f"{name}, roles" if one.kernel.name.endswith("_roles") else f"{name}, wide"
+    if one.stage.once:
+        return f"{name}, once"
+    deferred = dict(one.kernel.constants).get("FS_DEFERRED")
+    return f"{name}, deferred" if deferred else name
 
 
 def durations(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray]:

@@ -1,0 +1,76 @@
+"""The time model of Hopper's fused backward: several launches, deferred dQ, one visit."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flashsim import OptionError, Problem
+from flashsim.backends.families import tile_times
+from flashsim.studies.predict import Constants, predict
+from flashsim.studies.predict.blocks import in_launches
+from flashsim.studies.predict.calibration import CALIBRATED
+
+PROBLEM = Problem(4096, head_dim=128, batch=4, heads=16, dtype="bfloat16")
+NOTEBOOK = Path(__file__).parents[2] / "docs" / "notebooks" / "hopper.md"
+
+
+def test_a_launch_begins_where_the_one_before_has_run_out():
+    """Four SMs, two of which share an item of 3 at first."""
+    assert in_launches([(3.0, 1, 2, 2), (2.0, 4, 1, 4)], 4) == (4.0, 3.5)  # 2 2 | 2 2 | 3 | 3
+    assert in_launches([(3.0, 1, 2, 2), (2.0, 5, 1, 4)], 4) == (5.0, 4.0)  # 2 2 | 2 2 | 3 2 | 3
+    assert in_launches([(3.0, 1, 2, 1), (1.0, 1, 4, 1)], 4) == (4.0, 4.0)  # all four together
+    assert in_launches([(3.0, 1, 2, 1), (1.0, 2, 2, 1)], 4) == (3.0, 2.5)  # on those that are free
+
+
+def test_clusters_take_what_whole_rounds_leave():
+    """2,048 items are 15 rounds of 132 SMs, and 68: two by clusters of 8, 66 by clusters of 2."""
+    visits = Constants(tensor=1.0, visit=1e-6, launch=0.0)
+    options = {"direction": "backward", "algorithm": "flash2-fused"}
+    found = predict(PROBLEM, **options, constants={"fused, deferred": visits}).stages[1]
+    product = 5 * 2 * 64 * 128 * 128 / (989.4e12 / 132)  # of S, dP, dV, dK and dQ
+    item = 64 * (product + 1e-6)  # 4,096 queries, 64 at a time
+    adding_up = 1e-6 * tile_times.ADDING_UP[128]
+    # 58 pairs begin at once, the 8 others where the two clusters of 8 were.
+    last = item / 8 + adding_up + item / 2 + adding_up
+    assert found.seconds == pytest.approx(15 * item + last, rel=1e-9)
+    assert found.seconds < 16 * item
+    assert found.waves == pytest.approx((1980 + 2 * 66 + 8 * 2) / 132)
+    assert found.units["tensor cores"] == pytest.approx(2048 * 64 * product / 132)
+
+
+def test_fused_kernels_that_work_otherwise_have_constants_of_their_own():
+    """Long walks compute dQ of a visit in the next one; of one visit there is no next one."""
+    short = replace(PROBLEM, n_q=512, n_kv=512)
+    asked = {
+        "flash2-fused": {"fused": short, "fused, deferred": PROBLEM},
+        "flash2-once": {"fused, once": replace(PROBLEM, n_q=128, n_kv=128)},
+    }
+    for algorithm, each in asked.items():
+        for name, problem in each.items():
+            options = {"direction": "backward", "algorithm": algorithm}
+            with pytest.raises(OptionError, match=f"no constants for '{name}'"):
+                predict(problem, **options, constants={"other": Constants()})
+            later = {name: CALIBRATED["hopper"][name]._replace(launch=1.0)}
+            assert predict(problem, **options, constants=later).seconds > 1
+
+
+def test_a_backward_of_one_visit_takes_what_was_measured():
+    """Fourteen passes, 7.5 to 74 us: docs/notebooks/hopper.md."""
+    text = NOTEBOOK.read_text(encoding="utf-8")
+    row = r"\| (\d+)(, causal)? \| (\d+) \| (\d+) × (\d+) \| \S+ \| \**([\d.]+)\** \|"
+    table = text.partition("| before | one visit |")[2].partition('"Before" is')[0]
+    errors = []
+    for d, causal, n, batch, heads, us in re.findall(row, table):
+        p = Problem(
+            *(int(n), int(n), int(d)),
+            batch=int(batch), heads=int(heads), causal=bool(causal), dtype="bfloat16",
+        )  # fmt: skip
+        found = predict(p, direction="backward", algorithm="flash2-once")
+        assert [stage.name for stage in found.stages] == ["fused"]
+        errors.append(1e6 * found.seconds / float(us) - 1)
+    assert len(errors) == 14
+    assert np.mean(np.abs(errors)) < 0.05
+    assert np.max(np.abs(errors)) < 0.17  # one sequence, d = 128
