@@ -35,6 +35,12 @@ CAUSAL = ("gpu/test_numba_hopper.py::test_features", "-k", "causal-64")
 VARLEN = ("gpu/test_numba_hopper.py::test_features", "-k", "varlen-64")
 COUNTS = ("gpu/test_numba_hopper.py::test_counts_are_the_simulators", "-k", "ragged-ascending")
 BITS = ("gpu/test_numba_hopper.py::test_two_hundred_runs_give_the_same_bits", "-k", "64-False")
+DEFERRED = (
+    "gpu/test_numba_hopper.py::test_dq_of_a_visit_computed_in_the_next_one",
+    *("-k", "causal-64"),
+)
+#: Blocks of several items, whose warpgroups come to a dS at different times.
+MANY_DEFERRED = (DEFERRED[0], "-k", "many")
 MMA = (
     "gpu/test_gpu_grid.py::test_shapes",
     "-k",
@@ -136,10 +142,20 @@ FAULTS = {
         *(BACKWARD, "rows = max(0, min(dq_rows, get(slot + END) - query - below))"),
         *("rows = dq_rows", COUNTS),
     ),
+    "hopper-deferred-dq-of-the-wrong-visit": Fault(
+        "deferred, dQ takes this visit's dS for the last one's",
+        *(BACKWARD, "queue_piece(shared, group, done - 1 if deferred else done)"),
+        *("queue_piece(shared, group, done)", DEFERRED),
+    ),
     # -- Hopper's backward: when ----------------------------------------------------------------
     "hopper-ds-not-awaited": Fault(
         "dQ is made before the other warpgroup has written its dS",
         *(BACKWARD, "ds_ready(int32(_DS_READY))", "pass", BITS),
+    ),
+    "hopper-deferred-ds-not-awaited": Fault(
+        "dQ of the last visit is made before the other warpgroup has written its dS",
+        *(BACKWARD, "if due:  # both warpgroups' dS of the last visit is written"),
+        *("if False:", MANY_DEFERRED),
     ),
     "hopper-out-of-turn": Fault(
         "dQ is added in any order where a fixed one is asked for",
