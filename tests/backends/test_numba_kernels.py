@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from compiled import kernels_only, thorough
+from compiled import kernels_only, loads_under_the_last_products, thorough
 from gpus import A100, H200, ODD
 
 import flashsim
@@ -133,6 +133,7 @@ HOPPER_PROBLEMS = {
     "64 causal": Problem(4096, 4096, 64, heads=64, dtype="bfloat16", causal=True),
     "256": Problem(4096, 4096, 256, heads=64, dtype="bfloat16", causal=True),
     "odd": PROBLEMS["fp16 odd"],
+    "64 softcap": Problem(512, 512, 64, dtype="float16", softcap=3.0, causal=True),
     "128 softcap": Problem(512, 512, 128, dtype="bfloat16", softcap=3.0, causal=True),
     "negative": Problem(512, 512, 128, dtype="bfloat16", scale=-0.2),
     "128 blocks": Problem(
@@ -266,7 +267,7 @@ def check_hopper(kernel, text, folder, groups, limit):
         *(kernels_only("128", "fused", ""), kernels_only("64 causal", "deferred", "")),
         *(
             thorough(name, stage, "")
-            for name in ("128", "80", "64 causal", "odd", "negative", "128 softcap")
+            for name in ("128", "80", "64 causal", "odd", "negative", "64 softcap", "128 softcap")
             for stage in (*FUSED, "dkdv", "dq")
             if (name, stage) not in (("128", "fused"), ("64 causal", "dq"))
             and (name, stage) not in (("128", "deferred"), ("64 causal", "deferred"))
@@ -292,6 +293,19 @@ def test_hoppers_backward_assembles_in_registers_and_asynchronously(name, stage,
     groups = 3 if stage == "dq" else 3 + slices + fused + deferred
     check_hopper(kernel, text, tmp_path, groups, 144 if report else 0)
     check_overlap(kernel, text, lets=stage in LETS_OTHERS_START)
+
+
+@pytest.mark.parametrize(
+    ("name", "loads"),
+    [("64 causal", 128 // 8), kernels_only("128", 0), kernels_only("64 softcap", 0)],
+)
+def test_statistics_of_the_next_visit_are_loaded_under_the_last_products(name, loads, tmp_path):
+    """At 128 rows those of the scores, unless a softcap needs these without them."""
+    from flashsim.backends.numba_gpu import compiler
+
+    kernel = hopper_kernel(HOPPER_PROBLEMS[name], "", "deferred")
+    ptxas(compiler.ptx(kernel, (9, 0)), tmp_path)
+    assert loads_under_the_last_products((tmp_path / "kernel.cubin").read_bytes()) == loads
 
 
 def test_dq_is_deferred_where_cpps_is():

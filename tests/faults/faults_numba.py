@@ -147,6 +147,10 @@ FAULTS = {
         *(BACKWARD, "queue_piece(shared, group, done - 1 if deferred else done)"),
         *("queue_piece(shared, group, done)", DEFERRED),
     ),
+    "hopper-scores-start-at-this-visits-statistics": Fault(
+        "at 128 rows scores start where those of the visit before did",
+        *(BACKWARD, "s = load_starts(shared, done + 1)", "s = load_starts(shared, done)", CAUSAL),
+    ),
     # -- Hopper's backward: when ----------------------------------------------------------------
     "hopper-ds-not-awaited": Fault(
         "dQ is made before the other warpgroup has written its dS",

@@ -166,6 +166,10 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
     start = not scaled  # the scores' accumulators start at the statistics
     # dK of a visit is waited for in the next one, where registers allow for that.
     carry = d == 128 and block_q == 64 and start
+    # Where the next visit's scores start is loaded while this one's last products run: of so many
+    # rows that takes long.
+    early = fused and start and block_q == 128
+    late = start and not early
     # dV is queued in slices of queries, few of them: a wait counts up to 7 groups.
     slices = 4 if block_q == 128 else block_q // 16
     k_at, v_at, q_at, dout_at, ds_at, dq_at, lse_at, delta_at = map(at.region, at.regions)
@@ -226,6 +230,11 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
         report(tile_count + 12, store_dv(to, a.dv_row * 2, dv, ones, key, stop))
 
     @device
+    def load_starts(shared, number):
+        """Where the scores of the block's visit of that number start."""
+        return start_columns(load_columns(shared + lse_at + (number & 1) * (block_q * 4)))
+
+    @device
     def queue_piece(shared, group, number):
         """A warpgroup's piece of dQ^T = K^T dS^T, of the block's visit of that number."""
         ds = int32(shared + ds_at + (number & 1) * ds_bytes + group * ds_part)
@@ -263,6 +272,10 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
             left = total
             dk, dv = new_grad(), new_grad()
             wait(shared + kv_full, item & 1)
+            if early:
+                if total > 0:
+                    wait_full(shared + full, done)
+                s = load_starts(shared, done)
             while left > 0:
                 visit_stamp = visit_stamps(a, member, get(slot + FIRST) + n, 1 + group)
                 tile, masked = visit_of(a, visits_of(slot), n)
@@ -273,14 +286,15 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
                 # Both are loaded before either product is queued: the assembler would make the
                 # second wait for the first.
                 stamp(visit_stamp, 0)
-                wait_full(shared + full, done)
+                if not early:
+                    wait_full(shared + full, done)
                 stamp(visit_stamp, 1)
-                if start:
+                if late:
                     starts = load_columns(lse)
                 deltas = load_columns(shared + delta_at + now)
                 if carry:
                     dk = grad_done(dk)
-                if start:
+                if late:
                     s = start_columns(starts)
                 dp = start_columns(deltas)
                 if start:
@@ -338,6 +352,10 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
                     dk = queue_dk(dk, ds, shared + q_at + shift)
                     dv = dv_done(dv)
                     arrive(shared + k_free, speaking & (left == 1))
+                if early:  # where no visit follows, of what is there
+                    if left > 1:
+                        wait_full(shared + full, done + 1)
+                    s = load_starts(shared, done + 1)
                 if not carry:
                     dk = grad_done(dk)
                     arrive(stage(shared + free, done), speaking)
