@@ -63,10 +63,6 @@ class PythonHopper(hopper.Hopper):
         """See `Family`; without clusters there is none."""
         return ()
 
-    def defers(self, stage: plans.Stage, tables: Lowered, cluster: int) -> bool:
-        """See `Family`; it is computed where its dS is."""
-        return False
-
     def in_step(self, stage: plans.Stage, tables: Lowered, clump: int, gpu: Gpu) -> bool:
         """See `Family`; they go through a group's heads one after the other."""
         return False
@@ -94,7 +90,8 @@ class PythonHopper(hopper.Hopper):
                 problem, tiling, variant, fused=fused, ordered=ordered
             )
             d = dict(made.constants)["FS_D"]
-            shared = KeysOutside(tiling.block_q, tiling.block_k, d, fused).nbytes
+            sides = tiling.block_q, tiling.block_k, d
+            shared = KeysOutside(*sides, fused=fused, deferred=variant.deferred).nbytes
             made = replace(made, file="hopper_backward.py", shared_bytes=shared)
         elif stage == "dq":
             made = hopper_kernels.dq_kernel(problem, tiling, variant)

@@ -4,14 +4,22 @@ products, the launch arithmetic is theirs, and what they do not take they refuse
 
 import ctypes
 import re
-import struct
 from dataclasses import replace
 from importlib import resources
 from itertools import pairwise, product
 
 import numpy as np
 import pytest
-from compiled import compiled, costs_nothing_when_off, errors, kernels_only, some, source
+from compiled import (
+    compiled,
+    costs_nothing_when_off,
+    errors,
+    instructions,
+    kernels_only,
+    loads_under_the_last_products,
+    some,
+    source,
+)
 from gpus import A100, H200, ODD
 
 import flashsim
@@ -74,16 +82,6 @@ def compile_log(kernel, **changed):
     options += [f"-DFS_{name}={value}" for name, value in changed.items()]
     log, cubin = compiled(kernel, tuple(options))
     return log if cubin else "failed: " + log
-
-
-def instructions(cubin):
-    """The 128-bit instructions of a cubin's (64-bit ELF) only kernel, in order."""
-    start, size, count, names = struct.unpack_from("<Q10xHHH", cubin, 0x28)
-    headers = [struct.unpack_from("<IIQQQQ", cubin, start + size * x) for x in range(count)]
-    for name, _, _, _, offset, length in headers:
-        if cubin.startswith(b".text.", headers[names][4] + name):
-            return [*struct.iter_unpack("<QQ", cubin[offset : offset + length])]
-    raise ValueError("no code")
 
 
 def check(kernel, limit):
@@ -335,12 +333,7 @@ def test_statistics_of_the_next_visit_are_loaded_under_the_last_products():
     """At 128 rows those of the scores: a pair a load, between the waits for dQ and for dK."""
     (*_, one) = launches(PROBLEMS["64"])
     _, cubin = compiled(one.kernel, one.kernel.options)
-    seen = []
-    for low, high in instructions(cubin):
-        kind = "load" if low & 0xFFF == 0x984 else None
-        seen.append(f"wait {high >> 8 & 7}" if low & 0xFFF == 0x9C5 else kind)
-    dq = len(seen) - 1 - seen[::-1].index("wait 1")
-    assert seen[dq : seen.index("wait 0", dq)].count("load") == 128 // 8
+    assert loads_under_the_last_products(cubin) == 128 // 8
 
 
 def test_passes_that_have_room_at_once_are_not_made_to_fill_the_gpu():

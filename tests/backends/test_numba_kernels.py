@@ -6,12 +6,12 @@ import shutil
 import subprocess
 import sys
 import types
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from compiled import kernels_only, thorough
+from compiled import kernels_only, loads_under_the_last_products, thorough
 from gpus import A100, H200, ODD
 
 import flashsim
@@ -23,7 +23,8 @@ from flashsim.errors import BackendUnavailable, OptionError, TilingError, Unsupp
 from flashsim.problem.masks import BlockMask
 
 try:
-    from flashsim.backends.numba_gpu.families import HOPPER, TENSOR
+    from flashsim.backends.numba_gpu.families import HOPPER, TENSOR, PythonHopper
+    from flashsim.backends.numba_gpu.hopper.onchip import KeysOutside
     from flashsim.backends.numba_gpu.teaching import run as teaching_run
     from flashsim.backends.numba_gpu import engine as numba_engine  # isort: skip
 except BackendUnavailable as error:
@@ -128,9 +129,11 @@ def test_kernels_that_report_assemble_in_registers(stage, report):
 
 HOPPER_PROBLEMS = {
     "128": Problem(4096, 4096, 128, heads=64, dtype="bfloat16"),
+    "80": Problem(4096, 4096, 80, heads=64, dtype="bfloat16"),
     "64 causal": Problem(4096, 4096, 64, heads=64, dtype="bfloat16", causal=True),
     "256": Problem(4096, 4096, 256, heads=64, dtype="bfloat16", causal=True),
     "odd": PROBLEMS["fp16 odd"],
+    "64 softcap": Problem(512, 512, 64, dtype="float16", softcap=3.0, causal=True),
     "128 softcap": Problem(512, 512, 128, dtype="bfloat16", softcap=3.0, causal=True),
     "negative": Problem(512, 512, 128, dtype="bfloat16", scale=-0.2),
     "128 blocks": Problem(
@@ -141,17 +144,34 @@ HOPPER_PROBLEMS = {
 }
 
 
+@dataclass(frozen=True)
+class Deferring(PythonHopper):
+    """Defers dQ, or does not, whether walks are long or short."""
+
+    deferred: bool = True
+
+    def defers(self, stage, tables, cluster):
+        return self.deferred and stage.name == "fused"
+
+
 def hopper_kernel(problem, report="", stage="forward"):
-    """The kernel of a stage; "in order" is the fused one that adds to dQ so."""
+    """The kernel of a stage; "in order" is the fused one that adds to dQ so, "deferred" the one
+    that computes it a visit later."""
     given = problem, None, GPUS["sm_90a"], "ascending", report
+    family = Deferring(**vars(HOPPER), deferred=stage in ("deferred", "in order"))
     if stage == "forward":
-        passes = HOPPER.forward_passes(*given)
+        passes = family.forward_passes(*given)
     else:
         algorithm = "flash2" if stage in ("dkdv", "dq") else "flash2-fused"
-        passes = HOPPER.backward_passes(*given, algorithm, ordered=stage == "in order")
-    stage = "fused" if stage == "in order" else stage
-    (kernel,) = (one.kernel for one in passes if one.stage.name == stage)
+        passes = family.backward_passes(*given, algorithm, ordered=stage == "in order")
+    name = "fused" if stage in FUSED else stage
+    (kernel,) = (one.kernel for one in passes if one.stage.name == name)
+    assert dict(kernel.constants).get("FS_DEFERRED", 0) == (stage == "deferred")
     return kernel
+
+
+#: Stages with a dQ that is added up.
+FUSED = ("fused", "deferred", "in order")
 
 
 def ptxas(text, folder):
@@ -243,17 +263,19 @@ def check_hopper(kernel, text, folder, groups, limit):
 @pytest.mark.parametrize(
     ("name", "stage", "report"),
     [
-        *(("128", "fused", ""), kernels_only("64 causal", "dq", "")),
+        *(("128", "deferred", ""), kernels_only("64 causal", "dq", "")),
+        *(kernels_only("128", "fused", ""), kernels_only("64 causal", "deferred", "")),
         *(
             thorough(name, stage, "")
-            for name in ("128", "64 causal", "odd", "negative", "128 softcap")
-            for stage in ("fused", "in order", "dkdv", "dq")
+            for name in ("128", "80", "64 causal", "odd", "negative", "64 softcap", "128 softcap")
+            for stage in (*FUSED, "dkdv", "dq")
             if (name, stage) not in (("128", "fused"), ("64 causal", "dq"))
+            and (name, stage) not in (("128", "deferred"), ("64 causal", "deferred"))
             # 80 rows and statistics outside the accumulators: too few registers, in C++ as well.
             and (name, stage) != ("negative", "in order")
         ),
-        *(thorough("64 causal", stage, "timeline") for stage in ("fused", "in order", "dkdv")),
-        *(thorough("128", stage, "timeline") for stage in ("fused", "in order", "dq")),
+        *(thorough("64 causal", stage, "timeline") for stage in (*FUSED, "dkdv")),
+        *(thorough("128", stage, "timeline") for stage in (*FUSED, "dq")),
     ],
 )
 def test_hoppers_backward_assembles_in_registers_and_asynchronously(name, stage, report, tmp_path):
@@ -262,14 +284,53 @@ def test_hoppers_backward_assembles_in_registers_and_asynchronously(name, stage,
     kernel = hopper_kernel(HOPPER_PROBLEMS[name], report, stage)
     text = compiler.ptx(kernel, (9, 0))
     assert ".local" not in text
-    fused = stage in ("fused", "in order")
+    fused, deferred = stage in FUSED, stage == "deferred"
     assert ("cp.reduce.async.bulk.tensor" in text) == fused
     assert ("red.release" in text) == (stage == "in order")
-    # S, dP, dK and dV, this one in slices of queries; and dQ. Alone, it takes S and dP as well.
+    # S, dP, dK and dV, this one in slices of queries; and dQ, deferred an item's last one, too.
+    # Alone, it takes S and dP as well.
     slices = 5 if dict(kernel.constants)["FS_BLOCK_Q"] == 80 else 4
-    groups = 3 if stage == "dq" else 3 + slices + fused
+    groups = 3 if stage == "dq" else 3 + slices + fused + deferred
     check_hopper(kernel, text, tmp_path, groups, 144 if report else 0)
     check_overlap(kernel, text, lets=stage in LETS_OTHERS_START)
+
+
+@pytest.mark.parametrize(
+    ("name", "loads"),
+    [("64 causal", 128 // 8), kernels_only("128", 0), kernels_only("64 softcap", 0)],
+)
+def test_statistics_of_the_next_visit_are_loaded_under_the_last_products(name, loads, tmp_path):
+    """At 128 rows those of the scores, unless a softcap needs these without them."""
+    from flashsim.backends.numba_gpu import compiler
+
+    kernel = hopper_kernel(HOPPER_PROBLEMS[name], "", "deferred")
+    ptxas(compiler.ptx(kernel, (9, 0)), tmp_path)
+    assert loads_under_the_last_products((tmp_path / "kernel.cubin").read_bytes()) == loads
+
+
+def test_dq_is_deferred_where_cpps_is():
+    from flashsim.backends.families.hopper import HOPPER as CPP
+
+    def deferred(family, problem, ordered=False):
+        given = problem, None, GPUS["sm_90a"], "ascending", "", "flash2-fused", ordered
+        return [
+            dict(one.kernel.constants).get("FS_DEFERRED") for one in family.backward_passes(*given)
+        ]
+
+    long, short = HOPPER_PROBLEMS["64 causal"], replace(HOPPER_PROBLEMS["64 causal"], n_q=1024)
+    for problem, late in ((long, 1), (short, 0)):
+        assert deferred(HOPPER, problem)[1] == deferred(CPP, problem)[1] == late
+        assert deferred(HOPPER, problem, ordered=True)[1] == 0
+
+
+def test_a_ds_that_is_waited_for_later_has_barriers_of_its_own():
+    """Every warp writes and reads it; without them the layout is as it was."""
+    now, later = (KeysOutside(128, 128, 64, fused=True, deferred=x) for x in (False, True))
+    assert later.nbytes == now.nbytes + 2 * 2 * 8
+    assert later.regions == now.regions
+    more = {kind: later.arrivals[kind] for kind in later.arrivals.keys() - now.arrivals.keys()}
+    assert more == {"ds_full": (2, 8), "ds_free": (2, 8)}
+    assert len(later.barrier_arrivals) == len(now.barrier_arrivals) + 4  # none on another
 
 
 def test_the_backwards_shared_memory_is_no_larger_than_in_cpp():

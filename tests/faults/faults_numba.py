@@ -35,6 +35,12 @@ CAUSAL = ("gpu/test_numba_hopper.py::test_features", "-k", "causal-64")
 VARLEN = ("gpu/test_numba_hopper.py::test_features", "-k", "varlen-64")
 COUNTS = ("gpu/test_numba_hopper.py::test_counts_are_the_simulators", "-k", "ragged-ascending")
 BITS = ("gpu/test_numba_hopper.py::test_two_hundred_runs_give_the_same_bits", "-k", "64-False")
+DEFERRED = (
+    "gpu/test_numba_hopper.py::test_dq_of_a_visit_computed_in_the_next_one",
+    *("-k", "causal-64"),
+)
+#: A block's roles on a CPU, in an order drawn by lot: what on a GPU would show by luck.
+ROLES = ("backends/test_numba_barriers.py::test_every_role_finds_what_it_waits_for",)
 MMA = (
     "gpu/test_gpu_grid.py::test_shapes",
     "-k",
@@ -136,10 +142,32 @@ FAULTS = {
         *(BACKWARD, "rows = max(0, min(dq_rows, get(slot + END) - query - below))"),
         *("rows = dq_rows", COUNTS),
     ),
+    "hopper-deferred-dq-of-the-wrong-visit": Fault(
+        "deferred, dQ takes this visit's dS for the last one's",
+        *(BACKWARD, "queue_piece(shared, group, done - 1 if deferred else done)"),
+        *("queue_piece(shared, group, done)", DEFERRED),
+    ),
+    "hopper-scores-start-at-this-visits-statistics": Fault(
+        "at 128 rows scores start where those of the visit before did",
+        *(BACKWARD, "s = load_starts(shared, done + 1)", "s = load_starts(shared, done)", CAUSAL),
+    ),
     # -- Hopper's backward: when ----------------------------------------------------------------
     "hopper-ds-not-awaited": Fault(
         "dQ is made before the other warpgroup has written its dS",
         *(BACKWARD, "ds_ready(int32(_DS_READY))", "pass", BITS),
+    ),
+    "hopper-deferred-ds-not-awaited": Fault(
+        "dQ of the last visit is made before the other warpgroup has written its dS",
+        *(BACKWARD, "if due:  # both warpgroups' dS of the last visit is written"),
+        *("if False:", ROLES),
+    ),
+    "hopper-deferred-ds-not-free": Fault(
+        "dS is written over that of the visit before the last, which may still be read",
+        *(BACKWARD, "wait_free(shared + ds_free, done)", "pass", ROLES),
+    ),
+    "hopper-next-visit-not-awaited": Fault(
+        "at 128 rows the next visit's statistics are read before they are there",
+        *(BACKWARD, "wait_full(shared + full, done + 1)", "pass", ROLES),
     ),
     "hopper-out-of-turn": Fault(
         "dQ is added in any order where a fixed one is asked for",

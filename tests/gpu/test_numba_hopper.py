@@ -11,6 +11,7 @@ import pytest
 from cupy_checks import (  # noqa: F401
     ON_HOPPER,
     PYTHON_HOPPER,
+    Truth,
     check,
     check_bits,
     check_counts,
@@ -19,9 +20,10 @@ from cupy_checks import (  # noqa: F401
     gradients,
     make,
     poisoned,
+    within,
     without_turns,
 )
-from test_hopper import FEATURES, MANY_KEYS
+from test_hopper import FEATURES, MANY_KEYS, choose  # noqa: F401
 
 from flashsim import Problem, Tiling
 from flashsim.errors import BackendUnavailable, UnsupportedError
@@ -39,6 +41,48 @@ run = partial(cupy_checks.run, family=PYTHON_HOPPER)
 @pytest.mark.parametrize("name", FEATURES)
 def test_features(name, head_dim):
     check(Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name]), PYTHON_HOPPER)
+
+
+@pytest.fixture
+def deferring(choose):  # noqa: F811
+    """Also where walks are so short that it would not be."""
+    choose("defers", lambda self, stage, *_: stage.name == "fused")
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
+@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.usefixtures("deferring")
+def test_dq_of_a_visit_computed_in_the_next_one(name, head_dim):
+    p = Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name])
+    check(p, PYTHON_HOPPER)
+    check_counts(p, PYTHON_HOPPER)
+
+
+@pytest.mark.parametrize("name", ["causal", "ragged", "varlen", "many items"])
+@pytest.mark.usefixtures("deferring")
+def test_dq_deferred_in_rows_of_80(name):
+    """Which no rule takes in Python."""
+    p = Problem(head_dim=128, dtype="float16", **FEATURES[name])
+    truth = Truth(p, "normal", tf32=False)
+    grads = gradients(run(p, truth.x), truth.x["dout"], False, tiling=Tiling(80, 128))
+    assert grads.kernel == "hopper"
+    for which, (exact, plain) in truth.gradients.items():
+        within(getattr(grads, which), exact, plain, p, which)
+
+
+@pytest.mark.parametrize(("name", "head_dim"), [("causal", 128), ("window", 64), ("varlen", 96)])
+@pytest.mark.usefixtures("deferring")
+def test_timelines_where_dq_is_deferred(name, head_dim):
+    check_timelines(Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name]), PYTHON_HOPPER)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_fused_form_gives_the_same_bits(head_dim, deferred, choose):  # noqa: F811
+    """Long walks and several items a block, with dQ deferred and not."""
+    choose("defers", lambda self, stage, *_: deferred and stage.name == "fused")
+    p = Problem(1024, 1024, head_dim, heads=40, dtype="bfloat16", causal=True)
+    check_bits(p, PYTHON_HOPPER, runs=60, forms=(False,))
 
 
 @pytest.mark.parametrize("name", FEATURES)

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import struct
 from functools import lru_cache
 
 import pytest
@@ -104,3 +105,24 @@ def costs_nothing_when_off(kernel, *options):
     code = compiled(kernel, (*kernel.options, *options), text)[1]
     assert code
     return compiled(kernel, (*kernel.options, *options), bare)[1] == code
+
+
+def instructions(cubin):
+    """The 128-bit instructions of a cubin's (64-bit ELF) only kernel, in order."""
+    start, size, count, names = struct.unpack_from("<Q10xHHH", cubin, 0x28)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, start + size * x) for x in range(count)]
+    for name, _, _, _, offset, length in headers:
+        if cubin.startswith(b".text.", headers[names][4] + name):
+            return [*struct.iter_unpack("<QQ", cubin[offset : offset + length])]
+    raise ValueError("no code")
+
+
+def loads_under_the_last_products(cubin):
+    """Of the fused backward for Hopper: loads from shared memory between the waits for dQ and for
+    dK, of which the first leaves one group of products under way."""
+    seen = []
+    for low, high in instructions(cubin):
+        kind = "load" if low & 0xFFF == 0x984 else None
+        seen.append(f"wait {high >> 8 & 7}" if low & 0xFFF == 0x9C5 else kind)
+    dq = len(seen) - 1 - seen[::-1].index("wait 1")
+    return seen[dq : seen.index("wait 0", dq)].count("load")

@@ -4,9 +4,10 @@ The structure is that of kernels/hopper/backward.cu. A block owns one tile of ke
 each of two consumer warpgroups owns 64 of its keys and keeps their dK and dV in registers. Scores
 are computed transposed, so that P^T and dS^T already are the left operands of dV = P^T dO and
 dK = dS^T Q. Only for dQ^T = K^T dS^T, which needs all keys of the tile, does dS pass through shared
-memory; dQ is added into a float32 accumulator by the copy engine, with ORDERED in the order of the
-key tiles. One producer thread loads tiles, a second warp the rows' log-sum-exp and delta, two more
-send dQ off. Without FUSED there is no dQ: the three-pass form leaves it to `hopper_dq`.
+memory; with DEFERRED dQ of a visit is computed in the next one, so that no warpgroup waits for the
+other's dS. dQ is added into a float32 accumulator by the copy engine, with ORDERED in the order of
+the key tiles. One producer thread loads tiles, a second warp the rows' log-sum-exp and delta, two
+more send dQ off. Without FUSED there is no dQ: the three-pass form leaves it to `hopper_dq`.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ from flashsim.backends.numba_gpu.walk import (
 )
 
 int32, int64, float32 = types.int32, types.int64, types.float32
-#: Named barriers, 0 being syncthreads: dS is written; each warpgroup's piece of dQ may be, and is.
+#: Named barriers, 0 being syncthreads: dS is written (deferred, mbarriers say so); each warpgroup's
+#: piece of dQ may be, and is.
 _DS_READY, _DQ_FREE, _DQ_FULL = 1, 2, 4
 
 
@@ -63,7 +65,7 @@ def hopper_backward_kernel(kernel: Kernel) -> Any:
     block gets more than one item.
     """
     c = constants(kernel)
-    at = KeysOutside(c.block_q, c.block_k, c.d, bool(c.fused))
+    at = KeysOutside(c.block_q, c.block_k, c.d, bool(c.fused), bool(c.deferred))
     w = walk_functions(c, every=128)  # a thread of each warpgroup
     items = item_functions(c, at, w, by_row=False)
     produce, produce_statistics = producer(c, at, w, items), statistics(c, at, w, items)
@@ -160,9 +162,14 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
     item, and its share of dQ."""
     block_q, block_k, d = c.block_q, c.block_k, c.d
     bf16, fused, scaled, softcap = bool(c.bf16), bool(c.fused), bool(c.scaled), bool(c.softcap)
+    deferred = at.deferred  # dQ of a visit is computed in the next one
     start = not scaled  # the scores' accumulators start at the statistics
     # dK of a visit is waited for in the next one, where registers allow for that.
     carry = d == 128 and block_q == 64 and start
+    # Where the next visit's scores start is loaded while this one's last products run: of so many
+    # rows that takes long.
+    early = fused and start and block_q == 128
+    late = start and not early
     # dV is queued in slices of queries, few of them: a wait counts up to 7 groups.
     slices = 4 if block_q == 128 else block_q // 16
     k_at, v_at, q_at, dout_at, ds_at, dq_at, lse_at, delta_at = map(at.region, at.regions)
@@ -173,6 +180,11 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
     ds_part = 0 if at.split_columns else dq_rows * block_k * 2
     kv_full, k_free, v_free = at.barrier("kv_full"), at.barrier("k_free"), at.barrier("v_free")
     full, free = at.barrier("full"), at.barrier("free")
+    # Where dQ is deferred: all keys of a visit's dS are written, and may be read in the next visit;
+    # both warpgroups' products have read them, and the visit after that may write there. A phase of
+    # each ends once a visit of its stage, as each dS is read once, an item's last one at its end:
+    # so `done`, which counts on from item to item, says which phase.
+    ds_full, ds_free = (at.barrier(x) if deferred else 0 for x in ("ds_full", "ds_free"))
 
     # -- Fragments
     new_grad, load_columns = tiles.zeros(d // 2), tensor_gradients.load_columns(block_q)
@@ -190,6 +202,7 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
     queue_dk = hopper.queue_output(bf16, d, block_q)
     dq_done = hopper.product_wait(1, dq_rows)  # and dV; dK is queued behind them
     dv_done, grad_done = hopper.product_wait(1, d), hopper.product_wait(0, d)
+    last_dq_done = hopper.product_wait(0, dq_rows)
     key_row, value_row = rows_of(c)
     store_dk = hopper.store_output(bf16, d, key_row)
     store_dv = hopper.store_output(bf16, d, value_row)
@@ -197,7 +210,8 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
     visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
     visit_of, report, stamp, stamp_block = w.visit, w.report, w.stamp, w.stamp_block
     get, speaks, wait, stage = hopper.get, hopper.speaks, hopper.wait, hopper.stage
-    wait_full, arrive, fence_shared = hopper.wait_full, hopper.arrive, gradients.fence_shared
+    wait_full, wait_free, arrive = hopper.wait_full, hopper.wait_free, hopper.arrive
+    fence_shared = gradients.fence_shared
     ds_ready = hopper.named_sync(128 * at.groups)
     piece_free, piece_full = hopper.named_sync(160), hopper.named_arrive(160)
 
@@ -214,6 +228,25 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
         to = a.dv_data + (batch * a.dv_batch + head * a.dv_head) * 2
         ones = float32(1.0), float32(1.0)
         report(tile_count + 12, store_dv(to, a.dv_row * 2, dv, ones, key, stop))
+
+    @device
+    def load_starts(shared, number):
+        """Where the scores of the block's visit of that number start."""
+        return start_columns(load_columns(shared + lse_at + (number & 1) * (block_q * 4)))
+
+    @device
+    def queue_piece(shared, group, number):
+        """A warpgroup's piece of dQ^T = K^T dS^T, of the block's visit of that number."""
+        ds = int32(shared + ds_at + (number & 1) * ds_bytes + group * ds_part)
+        return queue_dq(shared + k_at + group * k_part, ds)
+
+    @device
+    def hand_over(group, dq_mine, dq):
+        """A piece of dQ, staged, to the warp that sends it off."""
+        piece_free(_DQ_FREE + group)  # the piece before it is sent off
+        stage_dq(dq_mine, dq)
+        fence_shared()
+        piece_full(_DQ_FULL + group)
 
     @device
     def consume(a, shared, group):
@@ -239,6 +272,10 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
             left = total
             dk, dv = new_grad(), new_grad()
             wait(shared + kv_full, item & 1)
+            if early:
+                if total > 0:
+                    wait_full(shared + full, done)
+                s = load_starts(shared, done)
             while left > 0:
                 visit_stamp = visit_stamps(a, member, get(slot + FIRST) + n, 1 + group)
                 tile, masked = visit_of(a, visits_of(slot), n)
@@ -249,14 +286,15 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
                 # Both are loaded before either product is queued: the assembler would make the
                 # second wait for the first.
                 stamp(visit_stamp, 0)
-                wait_full(shared + full, done)
+                if not early:
+                    wait_full(shared + full, done)
                 stamp(visit_stamp, 1)
-                if start:
+                if late:
                     starts = load_columns(lse)
                 deltas = load_columns(shared + delta_at + now)
                 if carry:
                     dk = grad_done(dk)
-                if start:
+                if late:
                     s = start_columns(starts)
                 dp = start_columns(deltas)
                 if start:
@@ -282,28 +320,42 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
                 # -- dS^T = P^T dP^T, under dV ----------------------------------------------------
                 ds = score_gradients(p, dp)
                 if fused:
-                    ds_now = int32((done & 1) * ds_bytes)
-                    store_ds(ds_mine + ds_now, ds)
+                    if deferred:  # both warpgroups' dQ of the visit before the last has read it
+                        wait_free(shared + ds_free, done)
+                    store_ds(ds_mine + (done & 1) * ds_bytes, ds)
                     fence_shared()
-                    # All of dS is written. The other stage's is free from here on: both warpgroups
-                    # waited for the last visit's products before they came here.
-                    ds_ready(int32(_DS_READY))
                     # -- dQ^T = K^T dS^T, dK += dS^T Q --------------------------------------------
-                    dq = queue_dq(
-                        shared + k_at + group * k_part, shared + ds_at + ds_now + group * ds_part
-                    )
+                    # Deferred, dQ is the last visit's. In an item's first visit its product is
+                    # computed of what is there, and not used: the assembler gives up asynchronous
+                    # products behind a branch.
+                    due = left < total if deferred else True
+                    if deferred:
+                        cuda.syncwarp()  # all lanes have written dS, and read the statistics
+                        arrive(stage(shared + ds_full, done), speaking)
+                        if due:  # both warpgroups' dS of the last visit is written
+                            wait_full(shared + ds_full, done - 1)
+                    else:
+                        # All of dS is written. The other stage's is free from here on: both
+                        # warpgroups waited for the last visit's products before they came here.
+                        ds_ready(int32(_DS_READY))
+                    dq = queue_piece(shared, group, done - 1 if deferred else done)
                     dk = queue_dk(dk, ds, shared + q_at + shift)
                     dq = dq_done(dq)
+                    if not deferred:  # the next item's K may come
+                        arrive(shared + k_free, speaking & (left == 1))
+                    # -- dQ leaves under dK: staged, to be sent off by another warp ---------------
+                    if due:
+                        if deferred:  # this warpgroup has read the last visit's dS
+                            arrive(stage(shared + ds_free, done + 1), speaking)
+                        hand_over(group, dq_mine, dq)
                 else:
                     dk = queue_dk(dk, ds, shared + q_at + shift)
                     dv = dv_done(dv)
-                arrive(shared + k_free, speaking & (left == 1))  # the next item's K may come
-                if fused:
-                    # -- dQ leaves under dK: staged, to be sent off by another warp ---------------
-                    piece_free(_DQ_FREE + group)  # the last visit's piece is sent off
-                    stage_dq(dq_mine, dq)
-                    fence_shared()
-                    piece_full(_DQ_FULL + group)
+                    arrive(shared + k_free, speaking & (left == 1))
+                if early:  # where no visit follows, of what is there
+                    if left > 1:
+                        wait_full(shared + full, done + 1)
+                    s = load_starts(shared, done + 1)
                 if not carry:
                     dk = grad_done(dk)
                     arrive(stage(shared + free, done), speaking)
@@ -312,9 +364,16 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
                 if n == count:
                     member, n = int32(member + 1), int32(0)
             if total > 0:
+                if deferred:  # the last visit's dQ
+                    wait_full(shared + ds_full, done - 1)
+                    dq = last_dq_done(queue_piece(shared, group, done - 1))
                 dk, dv = grad_done(dk), grad_done(dv)
                 if carry:
                     arrive(stage(shared + free, done + 1), speaking)
+                if deferred:
+                    arrive(stage(shared + ds_free, done + 1), speaking)
+                    arrive(shared + k_free, speaking)
+                    hand_over(group, dq_mine, dq)
             else:
                 arrive(shared + v_free, speaking)
                 arrive(shared + k_free, speaking)

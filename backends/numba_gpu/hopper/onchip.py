@@ -132,9 +132,11 @@ class KeysOutside(Layout):
     K and V live for one item; Q, dO and their rows' statistics (where a row's scores and its dP
     start) are rings of two stages, one visit each, and so is dS^T, a key to a row. Of dQ each
     warpgroup has a piece that leaves, 64 columns of `dq_rows` queries in two boxes of 32 columns.
+    `deferred`, dS^T is waited for in the next visit, at barriers of its own.
     """
 
     fused: bool
+    deferred: bool
 
     @property
     def groups(self) -> int:
@@ -188,12 +190,16 @@ class KeysOutside(Layout):
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """See `Layout`. Full takes the copies, and each lane of the warp with the statistics."""
+        """See `Layout`. Full takes the copies, and each lane of the warp with the statistics.
+
+        Every warp writes a part of dS^T, and its warpgroup reads all keys of it.
+        """
         warps = 4 * self.groups
         readers = warps + 1 + (self.groups if self.fused else 0)  # of an item
+        ds = {"ds_full": (2, warps), "ds_free": (2, warps)} if self.deferred else {}
         return {
             **{"kv_full": (1, 1), "k_free": (1, warps), "v_free": (1, warps)},
-            **{"full": (2, 1 + 32), "free": (2, warps)},
+            **{"full": (2, 1 + 32), "free": (2, warps), **ds},
             **{"item_full": (2, 1), "item_free": (2, readers)},
         }
 
