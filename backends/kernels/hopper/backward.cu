@@ -57,6 +57,7 @@ constexpr int DS_WIDE = BLOCK_Q % 64 ? 16 : 64;
 [[maybe_unused]] constexpr int ROW_OF_THREADS = 128 * WARPGROUPS * 4;
 static_assert(FS_CLUSTER == 1 || !(FS_ORDERED || FS_TIMELINE), "items have one block there");
 static_assert(!FS_ONCE || (FS_FUSED && !FS_ORDERED && !FS_SOFTCAP && BLOCK_Q % 32 == 0), "");
+static_assert(!FS_ONCE || !FS_DEFERRED, "no visit follows in which dQ would be computed");
 static_assert(D * ROW_OF_THREADS <= 2 * (2 * BLOCK_K + 2 * STAGES * BLOCK_Q) * D, "room for both");
 
 struct OnChip {
