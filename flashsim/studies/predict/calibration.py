@@ -100,78 +100,71 @@ DECODING = DecodeConstants(
 #: By kernel family and stage; "wide" are the Hopper kernels with keys outside, and dQ, for a
 #: head_dim beyond 128, which are other kernels. "roles" is the fused one up to 192 columns, whose
 #: warpgroups have different roles: two times to be fitted to. "deferred" makes dQ of a visit in the
-#: next one; docs/data/times-h200.csv is from before that, and so are its constants, those of the
-#: kernel that does not. "once" has one visit a row tile: docs/notebooks/hopper.md's table of it is
-#: what it is fitted to, its times not being in that file yet.
+#: next one, "once" has one visit a row tile.
 CALIBRATED: dict[str, dict[str, Constants]] = {
     "hopper": {
         "forward": Constants(
-            scores=8.764,
-            masked=5.055,
-            own=1.634,
-            waits=0.631,
-            visit=0.11e-6,
-            launch=3.36e-6,
-            throttle=0.010,
+            scores=9.100,
+            masked=4.691,
+            own=1.740,
+            waits=0.647,
+            visit=0.02e-6,
+            launch=3.19e-6,
+            throttle=0.098,
         ),
         "dkdv": Constants(
-            tensor=0.542,
-            scores=4.655,
-            masked=6.990,
-            own=1.671,
-            visit=0.61e-6,
-            item=0.21e-6,
-            launch=1.98e-6,
-            changeover=1.22e-6,
-            throttle=0.062,
+            tensor=0.568,
+            scores=3.798,
+            masked=7.527,
+            own=1.380,
+            visit=0.65e-6,
+            item=0.37e-6,
+            launch=2.07e-6,
+            changeover=1.66e-6,
+            throttle=0.172,
         ),
         "dq": Constants(
-            tensor=0.481,
-            scores=1.988,
-            masked=0.948,
+            tensor=0.517,
+            scores=1.889,
+            masked=1.196,
             visit=0.64e-6,
-            item=2.12e-6,
-            launch=2.27e-6,
-            changeover=3.34e-6,
-            throttle=0.065,
+            item=1.99e-6,
+            launch=2.29e-6,
+            changeover=3.19e-6,
+            throttle=0.165,
         ),
         "fused": Constants(
-            tensor=0.080,
-            scores=10.507,
-            masked=3.425,
-            reduced=1.767,
-            own=2.067,
+            tensor=0.899,
+            scores=6.003,
+            masked=6.174,
+            reduced=0.125,
+            own=1.731,
             visit=0.65e-6,
-            item=0.68e-6,
-            launch=1.37e-6,
-            changeover=6.44e-6,
-            throttle=0.018,
+            launch=2.42e-6,
+            changeover=1.84e-6,
         ),
         "fused, deferred": Constants(
-            tensor=0.080,
-            scores=10.507,
-            masked=3.425,
-            reduced=1.767,
-            own=2.067,
-            visit=0.65e-6,
-            item=0.68e-6,
-            launch=1.37e-6,
-            changeover=6.44e-6,
-            throttle=0.018,
+            tensor=0.000,
+            scores=7.329,
+            reduced=2.362,
+            own=0.000,
+            visit=0.64e-6,
+            item=2.56e-6,
+            launch=6.00e-6,
+            changeover=10.29e-6,
+            throttle=0.124,
         ),
-        "fused, once": Constants(
-            scores=40.333, masked=2.276, visit=2.72e-6, item=0.51e-6, launch=2.97e-6
-        ),
+        "fused, once": Constants(scores=23.094, visit=2.35e-6, item=1.85e-6, launch=2.70e-6),
         "dkdv, wide": Constants(
-            tensor=0.933, visit=0.72e-6, item=3.73e-6, launch=2.00e-6, throttle=0.033
+            tensor=0.896, visit=0.77e-6, item=3.52e-6, launch=2.00e-6, throttle=0.033
         ),
         "dq, wide": Constants(
-            tensor=1.291, visit=0.08e-6, item=3.91e-6, launch=2.00e-6, throttle=0.100
+            tensor=1.282, visit=0.08e-6, item=3.97e-6, launch=2.00e-6, throttle=0.100
         ),
         "fused, wide": Constants(
-            tensor=2.556, visit=0.51e-6, item=5.42e-6, launch=2.00e-6, throttle=0.002
+            tensor=0.675, visit=3.12e-6, item=5.42e-6, launch=2.00e-6, throttle=0.024
         ),
-        "fused, roles": Constants(tensor=1.496, item=4.06e-6, launch=2.00e-6),
+        "fused, roles": Constants(tensor=1.488, item=4.12e-6, launch=2.00e-6),
     },
     "portable": {
         "forward": Constants(
@@ -287,8 +280,8 @@ CALIBRATED: dict[str, dict[str, Constants]] = {
 POWER_AFTER = 3e-3
 #: Kernels that only stream: seconds for the launch, and the share of the nominal HBM bandwidth, by
 #: whether a launch begins while the one before it ends (`Kernel.overlaps`), fitted likewise; and
-#: what the shortest takes.
-STREAMED = {False: (2.22e-6, 0.844), True: (0.44e-6, 0.892)}
+#: what the shortest takes of those that do not.
+STREAMED = {False: (2.22e-6, 0.844), True: (1.00e-6, 0.915)}
 STREAMED_LEAST = 4e-6
 #: Of a copy: its share of the nominal HBM bandwidth, and the seconds of any launch.
 HBM_SHARE, LAUNCH = 0.85, 3e-6

@@ -242,7 +242,9 @@ def _stage(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]
         bytes_once = once_bytes(traffic, name)
         begun, share = STREAMED[one.kernel.overlaps]
         streamed = bytes_once / (device.hbm_bandwidth * share)
-        seconds = max(STREAMED_LEAST, begun + streamed)
+        seconds = begun + streamed
+        if not one.kernel.overlaps:
+            seconds = max(STREAMED_LEAST, seconds)
         use = use_of(one, traffic, {})
         busy = {"HBM": streamed}
         return StageTime(name, seconds, busy, 1.0, 0.0, use, joules(use, seconds, device))
