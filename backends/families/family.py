@@ -137,7 +137,7 @@ class Family(ABC):
         return ()
 
     def defers(self, stage: plans.Stage, tables: Lowered, cluster: int) -> bool:
-        """Whether a fused pass computes dQ of a visit in the next one."""
+        """Whether a fused pass computes dQ of a visit in the next one, where it can."""
         return False
 
     def in_step(self, stage: plans.Stage, tables: Lowered, clump: int, gpu: Gpu) -> bool:
@@ -226,9 +226,10 @@ def _passes(
         items, first, launches = tables.tiles * walks, 0, []
         shares = () if report or ordered else family.remainder(stage, tables, variant.cluster, gpu)
         for cluster, count in (*shares, (variant.cluster, items - sum(n for _, n in shares))):
-            more, late = first + count < items, family.defers(stage, tables, cluster)
-            one = replace(variant, cluster=cluster, after=first > 0, more=more)
-            one = replace(one, deferred=late and not ordered)
+            more = first + count < items
+            # In order, each addition has its turn; of one visit, there is no next one.
+            late = not (ordered or stage.once) and family.defers(stage, tables, cluster)
+            one = replace(variant, cluster=cluster, after=first > 0, more=more, deferred=late)
             kernel = family.kernel(
                 stage.name, problem, tiling, one, gpu, fused=fused, ordered=ordered
             )

@@ -210,8 +210,7 @@ class Hopper(Family):
         """See `Family`. Where a block's walk is long: its end takes longer."""
         p, rows = tables.schedule.problem, tables.schedule.tiling.block_q * tables.visits.mean()
         narrow = max(p.head_dim, p.head_dim_v) <= 128
-        added = stage.name == "fused" and not stage.once
-        return added and narrow and p.group * rows >= _LONG_WALK * cluster
+        return stage.name == "fused" and narrow and p.group * rows >= _LONG_WALK * cluster
 
     def clump(self, stage: plans.Stage, tables: Lowered, gpu: Gpu) -> int:
         """See `Family`. Where no item is shorter than another, one head's (or one group's, which

@@ -4,7 +4,7 @@ products, the launch arithmetic is theirs, and what they do not take they refuse
 
 import ctypes
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import resources
 from itertools import pairwise, product
 
@@ -27,7 +27,7 @@ from flashsim import Problem, Tiling
 from flashsim.backends import launch
 from flashsim.backends.cupy_gpu import tensor_maps
 from flashsim.backends.families import tile_times
-from flashsim.backends.families.hopper import HOPPER
+from flashsim.backends.families.hopper import HOPPER, Hopper
 from flashsim.backends.families.portable import PORTABLE
 from flashsim.backends.families.tile_times import ROLES
 from flashsim.backends.launch.kernel import Box, Variant
@@ -322,9 +322,18 @@ def test_dq_is_deferred_where_walks_are_long(changed, deferred):
     assert dict(dkdv.kernel.constants)["FS_DEFERRED"] == 0
 
 
-def test_dq_that_is_stored_at_once_is_not_deferred_and_has_one_launch():
+@dataclass(frozen=True)
+class Deferring(Hopper):
+    """Would defer every dQ."""
+
+    def defers(self, stage, tables, cluster):
+        return True
+
+
+@pytest.mark.parametrize("family", [HOPPER, Deferring(**vars(HOPPER))], ids=["rule", "always"])
+def test_dq_that_is_stored_at_once_is_not_deferred_and_has_one_launch(family):
     p = Problem(5000, 128, 64, heads=32, kv_heads=2, batch=70, dtype="bfloat16")  # 140 items
-    (one,) = HOPPER.backward_passes(p, None, H200, "ascending", "", "flash2-once")
+    (one,) = family.backward_passes(p, None, H200, "ascending", "", "flash2-once")
     assert dict(one.kernel.constants)["FS_DEFERRED"] == 0
     assert not one.before
 

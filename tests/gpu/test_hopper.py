@@ -163,7 +163,7 @@ def test_many_keys(name):
 @pytest.mark.parametrize("name", FEATURES)
 def test_dq_of_a_visit_computed_in_the_next_one(name, head_dim, choose):
     """Also where walks are so short that it would not be."""
-    choose("defers", lambda self, stage, *_: stage.name == "fused" and not stage.once)
+    choose("defers", lambda self, stage, *_: stage.name == "fused")
     p = Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name])
     check(p, HOPPER)
     check_counts(p, HOPPER)

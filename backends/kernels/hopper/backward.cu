@@ -30,7 +30,7 @@ constexpr bool HALFWAY = BLOCK_Q == 128 && !FS_ONCE;
 constexpr bool CARRY = D == 128 && BLOCK_Q == 64 && !FS_SOFTCAP;
 // Where the next visit's scores start is loaded while this one's last products run: of so many rows
 // that takes long. (Where dP starts, too, has no registers, or at 32 columns is slower; so is this
-// there, of the fewer visits that a mask leaves.)
+// there under a mask.)
 constexpr bool EARLY =
     FS_FUSED && START && BLOCK_Q == 128 && !FS_ONCE && (COLUMNS > 32 || !FS_RIGHT);
 // dQ of a visit is computed in the next one, so that no warpgroup waits for the other's dS.
