@@ -3,6 +3,7 @@
 Its inputs, error budget and list of features are used; outputs and shared memory begin as NaN.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import cupy_checks
@@ -35,6 +36,8 @@ except BackendUnavailable as error:
 
 pytestmark = ON_HOPPER
 run = partial(cupy_checks.run, family=PYTHON_HOPPER)
+#: The form whose dQ may be deferred.
+FUSED = replace(PYTHON_HOPPER, forms=(False,))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -54,8 +57,8 @@ def deferring(choose):  # noqa: F811
 @pytest.mark.usefixtures("deferring")
 def test_dq_of_a_visit_computed_in_the_next_one(name, head_dim):
     p = Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name])
-    check(p, PYTHON_HOPPER)
-    check_counts(p, PYTHON_HOPPER)
+    check(p, FUSED)
+    check_counts(p, FUSED)
 
 
 @pytest.mark.parametrize("name", ["causal", "ragged", "varlen", "many items"])
@@ -73,7 +76,7 @@ def test_dq_deferred_in_rows_of_80(name):
 @pytest.mark.parametrize(("name", "head_dim"), [("causal", 128), ("window", 64), ("varlen", 96)])
 @pytest.mark.usefixtures("deferring")
 def test_timelines_where_dq_is_deferred(name, head_dim):
-    check_timelines(Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name]), PYTHON_HOPPER)
+    check_timelines(Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name]), FUSED)
 
 
 @pytest.mark.parametrize("deferred", [False, True])
@@ -82,7 +85,7 @@ def test_a_fused_form_gives_the_same_bits(head_dim, deferred, choose):  # noqa: 
     """Long walks and several items a block, with dQ deferred and not."""
     choose("defers", lambda self, stage, *_: deferred and stage.name == "fused")
     p = Problem(1024, 1024, head_dim, heads=40, dtype="bfloat16", causal=True)
-    check_bits(p, PYTHON_HOPPER, runs=60, forms=(False,))
+    check_bits(p, FUSED, runs=60)
 
 
 @pytest.mark.parametrize("name", FEATURES)
