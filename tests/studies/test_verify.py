@@ -33,7 +33,7 @@ from flashsim.studies.verify import (
     verify,
     workload,
 )
-from flashsim.studies.verify.crossing import crossing, tensor_flops
+from flashsim.studies.verify.crossing import crossing, products_unused, tensor_flops
 from flashsim.studies.verify.sectors import sectors_written
 from flashsim.studies.verify.soak import compare, draw
 from flashsim.studies.verify.soak import table as table_of_worst
@@ -378,6 +378,34 @@ def test_hoppers_backwards_multiply_whole_sixteens(d, dv, stage, columns):
     products, chunks = {"fused": 5, "dkdv": 4, "dq": 3}[stage], -(-max(d, dv) // 64)
     in_python = tensor_flops(traffic, found, hopper=True, python=True)
     assert in_python == 2 * 64 * 64 * products * 64 * chunks
+
+
+@pytest.mark.parametrize(
+    ("n", "d", "batch", "causal", "products"),
+    [
+        (16_384, 128, 1, True, 2048),  # one for each of its items
+        (4096, 128, 4, False, 2048 - 64 + 2 * 64),  # clusters of two share 64 of them
+        (16_384, 64, 1, False, 4096 - 4 + 8 * 4),  # of eight, 4
+        (4096, 64, 4, False, 4096 - 4),  # whose blocks have so few visits that dQ is not deferred
+        (1024, 64, 16, True, 0),
+    ],
+)
+def test_where_dq_is_deferred_an_item_has_one_product_more(n, d, batch, causal, products):
+    """As an H200's tensor cores count them; of dQ, whose product in the first visit is not used."""
+    p = Problem(n, head_dim=d, batch=batch, heads=2048 // d, dtype="bfloat16", causal=causal)
+    tiling = Tiling(128 if d == 64 else 64, 128)
+    traffic = cases.predict(p, "flash2-fused", "backward", tiling, "H200")
+    fused = next(s for s in traffic.stages if s.name == "fused")
+    assert products_unused(traffic, fused, python=False) == products
+    in_python = products_unused(traffic, fused, python=True)
+    assert in_python == (p.batch * p.heads * n // 128 if products else 0)
+    launch = MeasuredLaunch("hopper_backward", 0, {"tensor FLOPs, bf16": 1.0})
+    by_turns = {
+        turns: verify([MeasuredPass(traffic, {"fused": [launch]}, in_turns=turns)], "title")
+        for turns in (False, True)  # in a fixed order it is never deferred
+    }
+    free, ordered = (found.rows[0].predicted for found in by_turns.values())
+    assert free - ordered == products * 2 * tiling.block_q * tiling.block_k * d
 
 
 def test_what_the_blocks_of_a_cluster_send_each_other():

@@ -18,8 +18,10 @@ import numpy as np
 
 from flashsim.backends.families import hopper_kernels
 from flashsim.backends.families.family import PLAIN
+from flashsim.backends.families.hopper import HOPPER
 from flashsim.backends.families.portable_kernels import dkdv_kernel
 from flashsim.backends.launch.kernel import Gpu, padded_dims, row_elements
+from flashsim.backends.launch.lowering import lower
 from flashsim.counts.traffic import Traffic
 from flashsim.counts.work import stage_work, total_flops
 from flashsim.schedule import plans
@@ -106,10 +108,12 @@ def tensor_flops(
     hopper: bool,
     cluster: int = 1,
     python: bool = False,
+    unused: int = 0,
 ) -> int:
     """FLOPs of the matrix products on tensor cores: whole tiles, masked and ragged ones as well.
 
-    Hopper's backward in Python takes whole chunks of 64 columns.
+    Hopper's backward in Python takes whole chunks of 64 columns. Of dQ's products `unused` come on
+    top of one a visit (`products_unused`).
     """
     p, tiling = traffic.problem, traffic.tiling
     (d, dv), beyond = padded_dims(p), 0
@@ -127,7 +131,27 @@ def tensor_flops(
     each = total_flops(visit, *sides)["matmul"] + (2 * sides[2] * beyond if visit else 0)
     if stage.name == "fused" and not hopper and p.itemsize == 2:
         each += 2 * sides[2] * (_columns_of_dq(traffic) - d)
-    return each * traffic.schedule(stage).sums.visits * walks * members
+    idle = unused * 2 * sides[2] * (d + beyond)  # dQ's products alone have columns beyond d there
+    return each * traffic.schedule(stage).sums.visits * walks * members + idle
+
+
+def products_unused(traffic: Traffic, stage: plans.Stage, *, python: bool) -> int:
+    """Products of dQ that Hopper's kernels make and do not use, of all items.
+
+    Where dQ is computed a visit later, a block makes one more than an item of its has visits: in the
+    first there is none to compute, but the tensor cores work as in the others.
+    """
+    gpu = Gpu.like(traffic.device)
+    tables = lower(traffic.schedule(stage), "col")
+    cluster, shares = 1, ()
+    if not python:
+        cluster = HOPPER.cluster(stage, tables, gpu)
+        shares = HOPPER.remainder(stage, tables, cluster, gpu)
+    items = plans.heads_of(stage, traffic.problem)[0] * tables.tiles
+    launches = (*shares, (cluster, items - sum(count for _, count in shares)))
+    return sum(
+        blocks * count for blocks, count in launches if HOPPER.defers(stage, tables, blocks)
+    )
 
 
 def _columns_of_dq(traffic: Traffic) -> int:
