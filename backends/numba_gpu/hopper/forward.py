@@ -219,7 +219,7 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
     mask = softmax.mask_rows(1, block_k, bool(c.left), bool(c.right))
     row_max, softmax_base = softmax.row_max(1, block_k), softmax.softmax_base(1)
     row_max_of_bits = softmax.row_max_of_bits(block_k)
-    rescaling, scale_o = softmax.rescaling(1), softmax.scale_rows(1, dv)
+    row_by_row, scale_o = softmax.row_by_row(block_k), softmax.scale_rows(1, dv)
     exponentials, finish_rows = softmax.exponentials(1, block_k), softmax.finish_rows(1)
     round_operand = hopper.round_operand(bf16, block_k)
     store_lse = output.store_rows(1)
@@ -329,11 +329,9 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
                     top, again = row_max_of_bits(m, s)
                     if again:
                         top = row_max(m, s)
-                    base = softmax_base(top, to_log2)
-                    alpha = rescaling(m, base, to_log2)
+                    s, l, alpha = row_by_row(m, top, s, l, to_log2)
                     m = top
-                    s, l = exponentials(s, base, l, alpha, to_log2)
-                    arrive_behind(stage(shared + k_free, now), speaking, alpha)
+                    arrive_behind(stage(shared + k_free, now), speaking, alpha[1])
                     stamp(visit_stamp, n * visit_words + 3)
                     o = output_done(growing)
                     stamp(visit_stamp, (n - 1) * visit_words + 4)
