@@ -11,10 +11,10 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 from compiled import (
+    between_scores_and_output,
     compiled,
     costs_nothing_when_off,
     errors,
-    instructions,
     kernels_only,
     loads_under_the_last_products,
     some,
@@ -107,15 +107,10 @@ def test_output_is_waited_for_between_the_maxima_and_the_exponentials(name):
     """Of a visit: ptxas likes to move this wait in front of the maxima, or all exponentials."""
     (kernel,) = (k for k in kernels(PROBLEMS[name]) if k.name == "hopper_forward")
     _, cubin = compiled(kernel, kernel.options)
-    seen = []  # maxima, exponentials, waits for all products but the last so many
-    for low, high in instructions(cubin):
-        kind = {0x00F: "max", 0x108: "exp"}.get(low & 0x1FF)  # VIMNMX3, MUFU
-        seen.append(f"wait {high >> 8 & 7}" if low & 0xFFF == 0x9C5 else kind)
-    scores = seen.index("wait 1")
-    output = seen.index("wait 0", scores)
+    maxima, exponentials = between_scores_and_output(cubin)
     scores_a_thread = dict(kernel.constants)["FS_BLOCK_K"] // 2
-    assert seen[scores:output].count("max") > 0.9 * scores_a_thread / 2  # each takes in two more
-    assert 0 < seen[scores:output].count("exp") < scores_a_thread / 2
+    assert maxima > 0.9 * scores_a_thread / 2  # each takes in two more
+    assert 0 < exponentials < scores_a_thread / 2
 
 
 @pytest.mark.parametrize("name", PROBLEMS)

@@ -11,7 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from compiled import kernels_only, loads_under_the_last_products, thorough
+from compiled import (
+    between_scores_and_output,
+    kernels_only,
+    loads_under_the_last_products,
+    thorough,
+)
 from gpus import A100, H200, ODD
 
 import flashsim
@@ -384,6 +389,19 @@ def test_rings_and_turns_of_the_forward_are_cpps(name, stages, turns):
         made = dict(one.kernel.constants)
         assert (made["FS_STAGES"], made["FS_TURNS"]) == (stages, turns)
         assert one.kernel.shared_bytes <= GPUS["sm_90a"].shared_bytes
+
+
+@pytest.mark.parametrize("name", [kernels_only("128"), kernels_only("64 causal")])
+def test_output_is_waited_for_between_the_maxima_and_the_exponentials(name, tmp_path):
+    """Of a visit, as in C++."""
+    from flashsim.backends.numba_gpu import compiler
+
+    kernel = hopper_kernel(HOPPER_PROBLEMS[name])
+    ptxas(compiler.ptx(kernel, (9, 0)), tmp_path)
+    maxima, exponentials = between_scores_and_output((tmp_path / "kernel.cubin").read_bytes())
+    scores_a_thread = dict(kernel.constants)["FS_BLOCK_K"] // 2
+    assert maxima > 0.9 * scores_a_thread / 2  # each takes in two more
+    assert 0 < exponentials < scores_a_thread / 2
 
 
 @pytest.mark.kernels

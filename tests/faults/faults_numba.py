@@ -41,6 +41,9 @@ DEFERRED = (
 )
 #: A block's roles on a CPU, in an order drawn by lot: what on a GPU would show by luck.
 ROLES = ("backends/test_numba_barriers.py::test_every_role_finds_what_it_waits_for",)
+FORWARD_ROLES = (
+    "backends/test_numba_forward_barriers.py::test_every_role_finds_what_it_waits_for",
+)
 MMA = (
     "gpu/test_gpu_grid.py::test_shapes",
     "-k",
@@ -102,6 +105,14 @@ FAULTS = {
         "a full stage is taken for the next lap's",
         *(TILES, "barrier_of(b, barriers, position), lap_of(b, position)"),
         *("barrier_of(b, barriers, position), i32(0)", BITS),
+    ),
+    "hopper-next-k-not-awaited": Fault(
+        "a visit's scores are queued before its K is there",
+        *(FORWARD, "which = following", "which = now", FORWARD_ROLES),
+    ),
+    "hopper-k-of-no-visit-awaited": Fault(
+        "behind an item's last visit the next K is waited for, which may be the next item's",
+        *(FORWARD, "more = n < count", "more = True", FORWARD_ROLES),
     ),
     # -- Hopper's backward: what is computed ----------------------------------------------------
     "hopper-dk-of-the-last-queries-only": Fault(

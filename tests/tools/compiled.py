@@ -126,3 +126,15 @@ def loads_under_the_last_products(cubin):
         seen.append(f"wait {high >> 8 & 7}" if low & 0xFFF == 0x9C5 else kind)
     dq = len(seen) - 1 - seen[::-1].index("wait 1")
     return seen[dq : seen.index("wait 0", dq)].count("load")
+
+
+def between_scores_and_output(cubin):
+    """Of a Hopper forward's visit: maxima of three and exponentials between the waits for its
+    scores, which leaves one group of products under way, and for the output."""
+    seen = []
+    for low, high in instructions(cubin):
+        kind = {0x00F: "max", 0x108: "exp"}.get(low & 0x1FF)  # VIMNMX3, MUFU
+        seen.append(f"wait {high >> 8 & 7}" if low & 0xFFF == 0x9C5 else kind)
+    scores = seen.index("wait 1")
+    output = seen.index("wait 0", scores)
+    return [seen[scores:output].count(kind) for kind in ("max", "exp")]

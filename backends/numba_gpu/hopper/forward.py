@@ -197,9 +197,6 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
     block_k, d, dv, groups = c.block_k, c.d, c.dv, at.groups
     bf16, scaled, softcap = bool(c.bf16), bool(c.scaled), bool(c.softcap)
     turns = bool(c.turns)  # as TURNS of kernels/hopper/forward.cu
-    # Whether a visit's K is waited for at the end of the visit before, where the wait, and finding
-    # K's address, hide behind arithmetic. Beyond 96 columns that loses 2 to 3 % without turns.
-    ahead = max(d, dv) <= 96
     late = dv > 128  # as RESCALE_LATE of kernels/hopper/forward.cu
     q_bytes, k_bytes, v_bytes = at.q_bytes, at.k_bytes, at.v_bytes
     k_at, v_at = at.region("k"), at.region("v")
@@ -219,7 +216,7 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
     mask = softmax.mask_rows(1, block_k, bool(c.left), bool(c.right))
     row_max, softmax_base = softmax.row_max(1, block_k), softmax.softmax_base(1)
     row_max_of_bits = softmax.row_max_of_bits(block_k)
-    rescaling, scale_o = softmax.rescaling(1), softmax.scale_rows(1, dv)
+    row_by_row, scale_o = softmax.row_by_row(block_k), softmax.scale_rows(1, dv)
     exponentials, finish_rows = softmax.exponentials(1, block_k), softmax.finish_rows(1)
     round_operand = hopper.round_operand(bf16, block_k)
     store_lse = output.store_rows(1)
@@ -300,7 +297,9 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
                 p = round_operand(s)
                 stamp(visit_stamp, 3)
                 n = int32(1)
-                if ahead and count > 1:
+                # A visit's K is waited for at the end of the visit before, where the wait, and
+                # finding K's address, hide behind arithmetic.
+                if count > 1:
                     stamp(visit_stamp, visit_words)
                     wait_full(shared + k_full, after(now))
                     stamp(visit_stamp, visit_words + 1)
@@ -309,10 +308,6 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
                     # softmax of n then runs while the tensor cores work on the output and, turn
                     # and turn about, on the other warpgroups' products.
                     last, now = now, after(now)
-                    if not ahead:
-                        stamp(visit_stamp, n * visit_words)
-                        wait_full(shared + k_full, now)
-                        stamp(visit_stamp, n * visit_words + 1)
                     if turns:
                         my_turn(turn)  # the warpgroup before has queued its products
                     queued = queue_scores(q, shared + k_at + place(now) * k_bytes)
@@ -329,11 +324,9 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
                     top, again = row_max_of_bits(m, s)
                     if again:
                         top = row_max(m, s)
-                    base = softmax_base(top, to_log2)
-                    alpha = rescaling(m, base, to_log2)
+                    s, l, alpha = row_by_row(m, top, s, l, to_log2)
                     m = top
-                    s, l = exponentials(s, base, l, alpha, to_log2)
-                    arrive_behind(stage(shared + k_free, now), speaking, alpha)
+                    arrive_behind(stage(shared + k_free, now), speaking, alpha[1])
                     stamp(visit_stamp, n * visit_words + 3)
                     o = output_done(growing)
                     stamp(visit_stamp, (n - 1) * visit_words + 4)
@@ -342,22 +335,21 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
                     if not late:
                         o = scale_o(o, alpha)
                     n = int32(n + 1)
-                    if ahead:
-                        more = n < count
-                        if more:
-                            stamp(visit_stamp, n * visit_words)
-                        # Behind the last visit it is V that is waited for, which comes next anyway.
-                        # (K's barrier may be a lap ahead by then: that wait could hang.) Written
-                        # so LLVM selects; of `x if more else y` it makes a branch, behind which P
-                        # is rounded in one piece.
-                        following, full, which = after(now), int32(shared + v_full), now
-                        if more:
-                            full = int32(shared + k_full)
-                        if more:
-                            which = following
-                        wait_full(full, which)
-                        if more:
-                            stamp(visit_stamp, n * visit_words + 1)
+                    more = n < count
+                    if more:
+                        stamp(visit_stamp, n * visit_words)
+                    # Behind the last visit it is V that is waited for, which comes next anyway.
+                    # (K's barrier may be a lap ahead by then: that wait could hang.) Written so
+                    # LLVM selects; of `x if more else y` it makes a branch, behind which P is
+                    # rounded in one piece.
+                    following, full, which = after(now), int32(shared + v_full), now
+                    if more:
+                        full = int32(shared + k_full)
+                    if more:
+                        which = following
+                    wait_full(full, which)
+                    if more:
+                        stamp(visit_stamp, n * visit_words + 1)
                 # -- The last visit's output ----------------------------------------------------
                 if late:
                     o = scale_o(o, alpha)

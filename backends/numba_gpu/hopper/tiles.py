@@ -159,16 +159,15 @@ _TWO = Ring(2)
 stage, wait_full, wait_free = _TWO.stage, _TWO.wait_full, _TWO.wait_free
 
 
-@emitted(None, int32, types.boolean, floats(2))
-def arrive_behind(b: ir.IRBuilder, barrier: ir.Value, condition: ir.Value, alpha: Values) -> None:
-    """Arrive, where `condition` holds, once it is known what O must be multiplied by.
+@emitted(None, int32, types.boolean, types.float32)
+def arrive_behind(b: ir.IRBuilder, barrier: ir.Value, condition: ir.Value, alpha: ir.Value) -> None:
+    """Arrive, where `condition` holds, once it is known what O's row 1 must be multiplied by.
 
     Powers are never negative: the test only ties the arrival, and with it the wait behind it, to
     the maxima and the first exponentials, which the assembler would otherwise sort behind the wait.
     """
-    for x in alpha:
-        condition = b.and_(condition, b.not_(b.fcmp_ordered("<", x, ir.Constant(x.type, 0.0))))
-    ptx_hopper.barrier_arrive(b, barrier, condition)
+    never = b.fcmp_ordered("<", alpha, ir.Constant(alpha.type, 0.0))
+    ptx_hopper.barrier_arrive(b, barrier, b.and_(condition, b.not_(never)))
 
 
 @emitted(None, int32)

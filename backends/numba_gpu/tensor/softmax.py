@@ -185,6 +185,40 @@ def exponentials(blocks: int, n: int) -> Any:
     return exponentials_
 
 
+def row_by_row(n: int) -> Any:
+    """``row_by_row(m, top, s, l, to_log2) -> p, l, alpha``: of one block, row 0 and then row 1.
+
+    What `softmax_base`, `rescaling` and `exponentials` make of the maxima `m` before this visit and
+    `top` after it. ptxas schedules what has the longest chain ahead of it first, and exponentials,
+    which take longest, should begin early and never wait: row 0's sums are two chains, row 1's one.
+    """
+    s_kind, pair = floats(n // 2), floats(2)
+
+    @emitted([s_kind, pair, pair], pair, pair, s_kind, pair, types.float32)
+    def row_by_row_(
+        b: ir.IRBuilder, m: Values, top: Values, s: Values, l: Values, to_log2: ir.Value
+    ) -> list[Values]:
+        p, sums, alphas = list(s), [], []
+        for row in range(2):
+            none = b.fcmp_ordered("==", top[row], f32(NEG_INF))
+            base = b.select(none, f32(0.0), b.fmul(top[row], to_log2))
+            minus = b.fsub(f32(-0.0), base)
+            alpha = ptx.exp2(b, b.fma(m[row], to_log2, minus))
+            chains = [b.fmul(l[row], alpha), f32(0.0)]
+            for at, _, c, x in elements(1, n):
+                if x // 2 != row:
+                    continue
+                p[at] = ptx.exp2(b, b.fma(s[at], to_log2, minus))
+                if x % 2:  # two neighbours first: half the length of the chain
+                    chain = 0 if row else c % 2
+                    chains[chain] = b.fadd(chains[chain], b.fadd(p[at - 1], p[at]))
+            sums.append(chains[0] if row else b.fadd(*chains))
+            alphas.append(alpha)
+        return [p, sums, alphas]
+
+    return row_by_row_
+
+
 def finish_rows(blocks: int) -> Any:
     """``finish_rows(m, l, to_natural) -> 1 / l, lse``; a row without a key gives 0 and -inf."""
     kind = floats(2 * blocks)
