@@ -7,11 +7,6 @@ import gc
 import os
 import zlib
 
-# Before anything imports NumPy: of several test processes each takes one BLAS thread. With one a
-# core in each process they fight over the cores, and float64 references take many times as long.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # JAX would take three quarters of a GPU's memory, and other tests and processes find none.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
@@ -47,6 +42,12 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    # Of several test processes each takes one BLAS thread: with one a core in each they fight over
+    # the cores, and float64 references take many times as long. Set before those processes begin, as
+    # another plugin of theirs may import NumPy before this file is read.
+    if getattr(config.option, "numprocesses", None):
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     if config.getoption("--covered"):
         from covered import Covered
 

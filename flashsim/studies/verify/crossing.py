@@ -149,9 +149,7 @@ def products_unused(traffic: Traffic, stage: plans.Stage, *, python: bool) -> in
         shares = HOPPER.remainder(stage, tables, cluster, gpu)
     items = plans.heads_of(stage, traffic.problem)[0] * tables.tiles
     launches = (*shares, (cluster, items - sum(count for _, count in shares)))
-    return sum(
-        blocks * count for blocks, count in launches if HOPPER.defers(stage, tables, blocks)
-    )
+    return sum(blocks * count for blocks, count in launches if HOPPER.defers(stage, tables, blocks))
 
 
 def _columns_of_dq(traffic: Traffic) -> int:
