@@ -43,7 +43,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     # Of several test processes each takes one BLAS thread: with one a core in each they fight over
-    # the cores, and float64 references take many times as long. Set before those processes begin, as
+    # the cores, and float64 references take many times as long. Set before those processes begin:
     # another plugin of theirs may import NumPy before this file is read.
     if getattr(config.option, "numprocesses", None):
         os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -138,15 +138,13 @@ def tensor_flops(
 def products_unused(traffic: Traffic, stage: plans.Stage, *, python: bool) -> int:
     """Products of dQ that Hopper's kernels make and do not use, of all items.
 
-    Where dQ is computed a visit later, a block makes one more than an item of its has visits: in the
-    first there is none to compute, but the tensor cores work as in the others.
+    Where dQ is computed a visit later, a block makes one more than it makes visits to an item: in
+    the first there is none to compute, but the tensor cores work as in the others.
     """
     gpu = Gpu.like(traffic.device)
     tables = lower(traffic.schedule(stage), "col")
-    cluster, shares = 1, ()
-    if not python:
-        cluster = HOPPER.cluster(stage, tables, gpu)
-        shares = HOPPER.remainder(stage, tables, cluster, gpu)
+    cluster = 1 if python else HOPPER.cluster(stage, tables, gpu)
+    shares = () if python else HOPPER.remainder(stage, tables, cluster, gpu)
     items = plans.heads_of(stage, traffic.problem)[0] * tables.tiles
     launches = (*shares, (cluster, items - sum(count for _, count in shares)))
     return sum(blocks * count for blocks, count in launches if HOPPER.defers(stage, tables, blocks))
