@@ -20,6 +20,8 @@ from pathlib import Path
 import cpu_tables
 import power
 import predict
+import predict_decode
+import predict_times
 import ring_table
 import speed_tables
 from speed_tables import kept
@@ -56,7 +58,7 @@ def rewrite(text: str, section: str, table: str) -> str:
 
 
 def main() -> None:
-    found = predict.errors(predict.measured())
+    found = predict.errors(predict_times.measured())
     requested, dram, conflicts, _ = _summary("verify-h200.csv")
     widths, *_ = _summary("verify-widths-h200.csv")
     worst, inside = soaked()
@@ -77,7 +79,7 @@ def main() -> None:
             ("## Time", predict.fp8_table()),
             ("## Time", predict.chip_table()),
             ("## Time", predict.others_table()),
-            ("### Decoding's time", predict.decode_table(predict.decode_cases())),
+            ("### Decoding's time", predict_decode.decode_table(predict_decode.decode_cases())),
             ("## Power", joules[0]),
             ("## Power", joules[1]),
         ],

@@ -294,15 +294,26 @@ def benchmark():
 
 
 @pytest.fixture(scope="module")
-def errors(benchmark):
-    return benchmark.errors(benchmark.measured())
+def times(benchmark):
+    return script("predict_times")
+
+
+@pytest.fixture(scope="module")
+def fitting(benchmark):
+    return script("predict_fit")
+
+
+@pytest.fixture(scope="module")
+def errors(benchmark, times):
+    return benchmark.errors(times.measured())
 
 
 def test_docs_print_the_errors_of_predicted_times(benchmark, errors):
     assert benchmark.errors_table(errors).markdown() in GUIDE
     assert benchmark.library_table().markdown() in GUIDE
     assert benchmark.others_table().markdown() in GUIDE
-    assert benchmark.decode_table(benchmark.decode_cases()).markdown() in GUIDE
+    decoding = script("predict_decode")
+    assert decoding.decode_table(decoding.decode_cases()).markdown() in GUIDE
     least = [float(row[3]) for row in benchmark.library_table().rows]
     assert min(least) > 1  # standard attention is never faster than it could be
 
@@ -338,62 +349,60 @@ def test_a_chip_and_a_type_that_nothing_was_fitted_to_are_predicted(benchmark):
     assert all(abs(float(row["worst"])) < 10 for row in forward)
 
 
-def test_the_fit_sees_the_calibration_set_alone(benchmark):
+def test_the_fit_sees_the_calibration_set_alone(times, fitting):
     """Times of other shapes may be anything."""
-    everything = benchmark.measured()
+    everything = times.measured()
     spoilt = [
         x if x.where == "fitted" else x._replace(seconds=1.0, stages=dict.fromkeys(x.stages, 1.0))
         for x in everything
     ]
     for kernels, name in (("hopper", "dkdv"), ("portable", "forward")):
         of, instead = (
-            [(p.one.tables.schedule.problem, p.seconds) for p in benchmark.points(x, kernels, name)]
+            [(p.one.tables.schedule.problem, p.seconds) for p in fitting.points(x, kernels, name)]
             for x in (everything, spoilt)
         )
         assert of == instead
-        assert {p for p, _ in of} <= benchmark.SETS["fitted"]
-    assert not benchmark.SETS["fitted"] & benchmark.SETS["held out"]
-    every = benchmark.SETS["fitted"] | benchmark.SETS["held out"]
+        assert {p for p, _ in of} <= times.SETS["fitted"]
+    assert not times.SETS["fitted"] & times.SETS["held out"]
+    every = times.SETS["fitted"] | times.SETS["held out"]
     unknown = every - {x.problem for x in everything}
     assert unknown == set()
 
 
-def test_a_form_of_which_times_come_is_fitted_to_them(benchmark):
+def test_a_form_of_which_times_come_is_fitted_to_them(benchmark, times, fitting):
     """Of one visit: as a run of benchmarks/times.py will have them."""
-    made = benchmark.Constants(scores=30.0, masked=4.0, visit=2e-6, item=1e-6, launch=3e-6)
+    made = fitting.Constants(scores=30.0, masked=4.0, visit=2e-6, item=1e-6, launch=3e-6)
     everything = []
-    for p in benchmark.time_shapes.FUSED_ALONE & benchmark.SETS["fitted"]:
+    for p in times.time_shapes.FUSED_ALONE & times.SETS["fitted"]:
         if p.n_kv <= 128:
             found = benchmark.predict(
                 p, direction="backward", algorithm="flash2-once", constants={"fused, once": made}
             )
             took, tile = found.seconds, found.traffic.tiling
             everything.append(
-                benchmark.Measured(p, "hopper", "flash2-once", tile, took, {"fused": took})
+                times.Measured(p, "hopper", "flash2-once", tile, took, {"fused": took})
             )
-    those = benchmark.points(everything, "hopper", "fused, once")
+    those = fitting.points(everything, "hopper", "fused, once")
     assert len(those) == 14
-    found = benchmark.fit(those, benchmark.FREE["hopper", "fused, once"])
+    found = fitting.fit(those, fitting.FREE["hopper", "fused, once"])
     assert found == pytest.approx(made, rel=0.02)
     (row,) = benchmark.errors_table(benchmark.errors(everything)).rows
     assert list(row)[:3] == ["hopper", "flash2-once", 14]
     assert list(row)[5:] == [0, None, None]
 
 
-def test_constants_that_made_the_times_are_found_again(benchmark):
+def test_constants_that_made_the_times_are_found_again(times, fitting):
     """A fit to times that the model itself gave."""
-    several = [x for x in benchmark.measured() if x.problem.head_dim == 64]
-    those = benchmark.points(several, "hopper", "dkdv")
-    made = benchmark.Constants(tensor=1.2, masked=3.0, item=2e-6, launch=2e-6)
+    several = [x for x in times.measured() if x.problem.head_dim == 64]
+    those = fitting.points(several, "hopper", "dkdv")
+    made = fitting.Constants(tensor=1.2, masked=3.0, item=2e-6, launch=2e-6)
     made_up = [
-        p._replace(seconds=benchmark.stage_seconds(p, made))
-        for p in those
-        if len(p.one.items) < 600
+        p._replace(seconds=fitting.stage_seconds(p, made)) for p in those if len(p.one.items) < 600
     ]
-    found = benchmark.fit(made_up, ("tensor", "masked", "item", "launch"))
+    found = fitting.fit(made_up, ("tensor", "masked", "item", "launch"))
     for p in made_up:
-        again = benchmark.stage_seconds(p, found)
+        again = fitting.stage_seconds(p, found)
         assert again == pytest.approx(p.seconds, rel=1e-3)
     assert "Constants(tensor=1.200, masked=3.000, item=2.00e-6, launch=2.00e-6)" in (
-        benchmark.as_code("dkdv", made)
+        fitting.as_code("dkdv", made)
     )

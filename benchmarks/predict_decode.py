@@ -1,0 +1,78 @@
+"""The time model's decode kernel beside what was measured: `predict.py --decode [--fit]`."""
+
+import csv
+
+import numpy as np
+from predict_times import DATA, H200
+
+from flashsim import Problem
+from flashsim.report import Table
+from flashsim.studies.predict import decode
+from flashsim.studies.predict.calibration import DECODING, DecodeConstants
+
+
+def decode_cases():
+    """(row, launch, whether it was fitted) of each call in docs/data/decode-h200.csv."""
+    with (DATA / "decode-h200.csv").open(newline="") as stream:
+        rows = [r for r in csv.DictReader(stream) if r["implementation"].startswith("flashsim")]
+    found = []
+    for row in rows:
+        batch, keys = int(row["batch"]), int(row["keys"])
+        p = Problem(
+            *(int(row["n_q"]), keys, int(row["head_dim"])),
+            batch=batch, heads=32, kv_heads=8, dtype="bfloat16", page_size=page_of(row) or None,
+        )  # fmt: skip
+        made = decode.launch(p, int(row["splits"]), H200)  # measured; "auto" may choose others now
+        swept = (batch, keys) in ((8, 4096), (1, 131072))
+        chosen = swept if "splits=" in row["implementation"] else batch in (1, 32)
+        found.append((row, made, chosen))
+    return found
+
+
+def page_of(row):
+    """Keys of a page; 0 of a contiguous cache."""
+    return int(row["implementation"].partition("pages of ")[2] or 0)
+
+
+def decode_error(row, made, constants=DECODING):
+    """Predicted over measured, minus 1."""
+    stages = decode.stages(made, page_of(row), H200, constants)
+    return 1e6 * sum(s.seconds for s in stages) / float(row["us"]) - 1
+
+
+def decode_table(cases):
+    """Mean absolute and largest error, of the fitted calls, of the others, of all."""
+    kinds = {
+        "table, contiguous": lambda r: r["implementation"] == "flashsim",
+        "table, pages": lambda r: "pages" in r["implementation"],
+        "sweep over splits": lambda r: "splits=" in r["implementation"],
+        "all": lambda r: True,
+    }
+    table = Table(
+        "Predicted time of decode calls on an H200: predicted / measured - 1, %",
+        ("calls", *(f"{g}, {x}" for g in ("fitted", "held out", "all") for x in ("mean", "worst"))),
+        note="mean: of absolute values",
+    )
+    for kind, chosen in kinds.items():
+        errors = [(decode_error(r, made), fitted) for r, made, fitted in cases if chosen(r)]
+        cells = [f"{kind}: {len(errors)}"]
+        for group in (True, False, None):
+            some = [100 * e for e, fitted in errors if group in (None, fitted)]
+            worst = max(some, key=abs, default=0.0)
+            cells += [f"{np.mean(np.abs(some)):.1f}", f"{worst:+.1f}"] if some else [None, None]
+        table.rows.append(cells)
+    return table
+
+
+def fit_decode(cases):
+    """Constants that make the squares of the fitted calls' relative errors least."""
+    from scipy.optimize import least_squares
+
+    unit = np.array(DECODING)
+    fitted = [(row, made) for row, made, chosen in cases if chosen]
+
+    def errors(x):
+        return [decode_error(row, made, DecodeConstants(*x * unit)) for row, made in fitted]
+
+    best = least_squares(errors, np.ones(len(unit)), bounds=(0, np.inf)).x
+    return DecodeConstants(*(float(f"{x:.3g}") for x in best * unit))

@@ -1,0 +1,149 @@
+"""Fits the time model's constants to measured times again: `predict.py --fit`.
+
+It sees the stages of the shapes in `time_shapes.CALIBRATION` and nothing else.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from predict_times import H200, PASSES
+
+from flashsim.studies.predict import Constants, model
+from flashsim.studies.predict.units import once_bytes
+
+#: Which constants a stage's times decide on; the others stay 0.
+LASTING = ("masked", "own", "item", "launch", "throttle")
+COMMON = (*LASTING, "changeover")
+SHORT = tuple(name for name in COMMON if name != "throttle")
+WARPS = ("tensor", "waits", "shared", "pieces", "visit")
+FREE = {
+    ("python", "forward"): ("tensor", "scores", "waits", "visit", *COMMON),
+    ("hopper", "forward"): ("scores", "waits", "visit", *LASTING),
+    **{("hopper", s): ("tensor", "scores", "visit", *COMMON) for s in ("dkdv", "dq")},
+    # Up to 1,024 rows a walk, which lasts too short a time for a throttle; longer ones; one visit.
+    ("hopper", "fused"): ("tensor", "scores", "reduced", "visit", *SHORT),
+    ("hopper", "fused, deferred"): ("tensor", "scores", "reduced", "visit", *COMMON),
+    ("hopper", "fused, once"): ("scores", "masked", "visit", "item", "launch"),
+    # Six times each: as few constants as there can be.
+    ("hopper", "dkdv, wide"): ("tensor", "masked", "visit", "item", "throttle"),
+    ("hopper", "dq, wide"): ("tensor", "visit", "item", "throttle"),
+    ("hopper", "fused, wide"): ("tensor", "visit", "item", "throttle"),
+    ("hopper", "fused, roles"): ("tensor", "item"),  # two times
+    ("portable", "forward"): ("scores", *WARPS, *COMMON),
+    **{(k, s): (*WARPS, *COMMON) for k in ("portable", "python") for s in ("dkdv", "dq")},
+    **{(k, "fused"): ("reduced", *WARPS, *COMMON) for k in ("portable", "python")},
+}
+SECONDS = ("visit", "item", "launch", "changeover")
+BEGIN = {
+    "own": 2.0,
+    "pieces": 3.0,
+    "tensor": 1.3,
+    "scores": 2.0,
+    "shared": 0.5,
+    "visit": 0.4,
+    "item": 0.5,
+    "launch": 2.5,
+    "changeover": 3.0,
+}
+MOST = {"throttle": 0.25, "launch": 6.0}
+
+
+class Point(NamedTuple):
+    """A stage that the fit sees."""
+
+    one: object
+    works: object
+    traffic: object
+    seconds: float
+
+
+def points(everything, kernels, name):
+    """The calibration set's stages that have these constants."""
+    found = []
+    for one in everything:
+        if one.kernels != kernels or one.where != "fitted":
+            continue
+        direction, algorithm = PASSES[one.name]
+        passes, traffic = model._prepare(
+            one.problem, direction, algorithm, kernels, one.tiling, H200
+        )
+        for each in passes:
+            if each.kernel.shared_bytes and model.constants_name(each, one.problem) == name:
+                seconds = one.stages[each.stage.name]
+                found.append(Point(each, model.works_of(each, traffic), traffic, seconds))
+    return found
+
+
+def stage_seconds(point, constants):
+    """What the model says of a point."""
+    return model.stage_seconds(point.one, point.works, point.traffic, constants)[0]
+
+
+def fit(those, free, ships=None):
+    """Constants that make the errors of the stages' times small, large ones counting less.
+
+    There are several such minima: the search begins at rough values, and at those that ship.
+    """
+    from scipy.optimize import least_squares
+
+    def constants(x):
+        scaled = {n: v * 1e-6 if n in SECONDS else v for n, v in zip(free, x, strict=True)}
+        return Constants(**scaled)
+
+    def wrong(x):
+        c = constants(x)
+        return np.array([np.log(stage_seconds(p, c) / p.seconds) for p in those])
+
+    limits = 0.0, [MOST.get(n, np.inf) for n in free]
+    options = {
+        "loss": "soft_l1",
+        "f_scale": 0.05,
+        "diff_step": 1e-3,
+        "max_nfev": 80,
+        "x_scale": "jac",
+    }
+    starts = [[BEGIN.get(n, 0.1) for n in free], [BEGIN.get(n, 0.1) / 3 for n in free]]
+    if ships is not None:
+        units = [1e6 if n in SECONDS else 1.0 for n in free]
+        found = [getattr(ships, n) * unit for n, unit in zip(free, units, strict=True)]
+        starts.append(
+            [min(max(x, 1e-3), MOST.get(n, np.inf)) for n, x in zip(free, found, strict=True)]
+        )
+    found = [least_squares(wrong, x, bounds=limits, **options) for x in starts]
+    return constants(min(found, key=lambda x: x.cost).x)
+
+
+def fit_streams(everything):
+    """Seconds of a launch and share of HBM's bandwidth of kernels that only stream, by overlap."""
+    from scipy.optimize import least_squares
+
+    found = {False: [], True: []}
+    for one in everything:
+        if one.where != "fitted" or one.name == "forward":
+            continue
+        passes, traffic = model._prepare(
+            one.problem, *PASSES[one.name], one.kernels, one.tiling, H200
+        )
+        for each in passes:
+            if not each.kernel.shared_bytes and one.kernels != "python":
+                name = each.stage.name
+                least = once_bytes(traffic, name) / H200.hbm_bandwidth
+                found[each.kernel.overlaps].append((least, one.stages[name]))
+
+    def best(those):
+        least, took = np.array(those).T
+        wrong = lambda x: np.log((x[0] * 1e-6 + least / x[1]) / took)  # noqa: E731
+        seconds, share = least_squares(wrong, (3.0, 0.8), loss="soft_l1", f_scale=0.05).x
+        return f"({seconds:.2f}e-6, {share:.3f})"
+
+    return {overlaps: best(those) for overlaps, those in found.items()}
+
+
+def as_code(name, c):
+    """A line of calibration.py."""
+    parts = []
+    for field, value in c._asdict().items():
+        if abs(value) > 1e-9 or field == "launch":
+            text = f"{value * 1e6:.2f}e-6" if field in SECONDS else f"{value:.3f}"
+            parts.append(f"{field}={text}")
+    return f'        "{name}": Constants({", ".join(parts)}),'
