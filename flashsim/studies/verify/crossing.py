@@ -12,7 +12,9 @@ off counters (docs/notebooks/counters.md).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,8 +37,46 @@ SECTOR, PIECE = 32, 16
 WALKS = ("forward", "dkdv", "dq", "fused")
 
 
+class Launched(NamedTuple):
+    """A launch of a Hopper kernel with keys outside.
+
+    Attributes
+    ----------
+    blocks : int
+        That share an item: of a cluster.
+    items : int
+    deferred : bool
+        Whether dQ is computed a visit later.
+    """
+
+    blocks: int
+    items: int
+    deferred: bool
+
+
+def launched(traffic: Traffic, stage: plans.Stage, *, python: bool = False) -> list[Launched]:
+    """The launches of a pass with keys outside that adds to dQ in any order.
+
+    Clusters may take what whole rounds of items leave, in launches of their own; of those only the
+    long walks defer dQ. The kernels in Python have no clusters.
+    """
+    gpu, tables = Gpu.like(traffic.device), lower(traffic.schedule(stage), "col")
+    items = plans.heads_of(stage, traffic.problem)[0] * tables.tiles
+    cluster = 1 if python else HOPPER.cluster(stage, tables, gpu)
+    shares = () if python else HOPPER.remainder(stage, tables, cluster, gpu)
+    return [
+        Launched(blocks, count, not stage.once and HOPPER.defers(stage, tables, blocks))
+        for blocks, count in (*shares, (cluster, items - sum(count for _, count in shares)))
+    ]
+
+
 def crossing(
-    traffic: Traffic, stage: plans.Stage, op: str, *, hopper: bool, cluster: int = 1
+    traffic: Traffic,
+    stage: plans.Stage,
+    op: str,
+    *,
+    hopper: bool,
+    launches: Sequence[Launched] = (),
 ) -> int:
     """Bytes of an operation that a stage's kernel moves, all heads.
 
@@ -45,11 +85,13 @@ def crossing(
     op : {"load", "store", "reduce"}
     hopper : bool
         Whether the kernel is of the Hopper family, which loads through the copy engine.
-    cluster : int
-        How many blocks share an outer tile.
+    launches : sequence of Launched
+        None: a block has an item of its own.
     """
     p, total = traffic.problem, 0
     own = {move.tensor for move in stage.before}
+    items = sum(one.items for one in launches) or 1
+    more = sum((one.blocks - 1) * one.items for one in launches)  # blocks than items
     for (name, kind, tensor), nbytes in traffic.transfers.items():
         if (name, kind) != (stage.name, op):
             continue
@@ -64,16 +106,15 @@ def crossing(
             columns = hopper_kernels.tile_columns(stage.name, p)[BOXED[tensor]]
             boxes = _box_rows(traffic, stage, tensor) * columns * its.itemsize
             boxes += rows * _split_sectors(width) * SECTOR // 2
-            total += boxes * (cluster if tensor in own else 1)
+            total += boxes + (boxes * more // items if tensor in own else 0)
         else:
             pieces = width // PIECE
             # By twos, in one sector where the row begins with one, else in two.
             uneven = SECTOR // 4 * (pieces + 1) if width % SECTOR and stage.name in WALKS else 0
             total += rows * (width + uneven)
-    if op == "load" and cluster > 1:  # parts of dK and dV, float32
-        keys = _box_rows(traffic, stage, "K")
-        columns, _ = hopper_kernels.product_columns(stage.name, p, traffic.tiling, cluster)
-        total += (cluster - 1) * keys * 2 * columns * 4
+    if op == "load" and more:  # parts of dK and dV, float32
+        columns, _ = hopper_kernels.product_columns(stage.name, p, traffic.tiling, cluster=2)
+        total += more * traffic.tiling.block_k * 2 * columns * 4
     return total
 
 
@@ -106,48 +147,40 @@ def tensor_flops(
     stage: plans.Stage,
     *,
     hopper: bool,
-    cluster: int = 1,
+    launches: Sequence[Launched] = (),
     python: bool = False,
-    unused: int = 0,
 ) -> int:
     """FLOPs of the matrix products on tensor cores: whole tiles, masked and ragged ones as well.
 
-    Hopper's backward in Python takes whole chunks of 64 columns. Of dQ's products `unused` come on
-    top of one a visit (`products_unused`).
+    Hopper's backward in Python takes whole chunks of 64 columns. Where dQ is computed a visit
+    later, a block makes one product of dQ more than it makes visits to an item: in the first there
+    is none to compute, but the tensor cores work as in the others.
     """
     p, tiling = traffic.problem, traffic.tiling
-    (d, dv), beyond = padded_dims(p), 0
-    if hopper and stage.name != "forward":
-        if python:
-            d, dv = hopper_kernels.tile_columns(stage.name, p)
-        else:
-            d, beyond = hopper_kernels.product_columns(stage.name, p, tiling, cluster)
-            dv = d
-    wide = replace(p, head_dim=d, head_dim_v=dv)
-    visit = stage_work(wide, traffic.algorithm, traffic.direction, stage.name).visit
-    sides = tiling.block_q, tiling.block_k, tiling.block_q * tiling.block_k
     walks, _ = plans.heads_of(stage, p)
-    members = p.group if stage.per == "group" else 1
-    each = total_flops(visit, *sides)["matmul"] + (2 * sides[2] * beyond if visit else 0)
-    if stage.name == "fused" and not hopper and p.itemsize == 2:
-        each += 2 * sides[2] * (_columns_of_dq(traffic) - d)
-    idle = unused * 2 * sides[2] * (d + beyond)  # dQ's products alone have columns beyond d there
-    return each * traffic.schedule(stage).sums.visits * walks * members + idle
-
-
-def products_unused(traffic: Traffic, stage: plans.Stage, *, python: bool) -> int:
-    """Products of dQ that Hopper's kernels make and do not use, of all items.
-
-    Where dQ is computed a visit later, a block makes one more than it makes visits to an item: in
-    the first there is none to compute, but the tensor cores work as in the others.
-    """
-    gpu = Gpu.like(traffic.device)
-    tables = lower(traffic.schedule(stage), "col")
-    cluster = 1 if python else HOPPER.cluster(stage, tables, gpu)
-    shares = () if python else HOPPER.remainder(stage, tables, cluster, gpu)
-    items = plans.heads_of(stage, traffic.problem)[0] * tables.tiles
-    launches = (*shares, (cluster, items - sum(count for _, count in shares)))
-    return sum(blocks * count for blocks, count in launches if HOPPER.defers(stage, tables, blocks))
+    visits = traffic.schedule(stage).sums.visits * walks * (p.group if stage.per == "group" else 1)
+    scores = tiling.block_q * tiling.block_k
+    those, total = launches or [Launched(1, 1, deferred=False)], 0
+    items = sum(one.items for one in those)
+    for one in those:
+        (d, dv), beyond = padded_dims(p), 0
+        if hopper and stage.name != "forward":
+            if python:
+                d, dv = hopper_kernels.tile_columns(stage.name, p)
+            else:
+                d, beyond = hopper_kernels.product_columns(stage.name, p, tiling, one.blocks)
+                dv = d
+        wide = replace(p, head_dim=d, head_dim_v=dv)
+        visit = stage_work(wide, traffic.algorithm, traffic.direction, stage.name).visit
+        each = total_flops(visit, tiling.block_q, tiling.block_k, scores)["matmul"]
+        each += 2 * scores * beyond if visit else 0
+        if stage.name == "fused" and not hopper and p.itemsize == 2:
+            each += 2 * scores * (_columns_of_dq(traffic) - d)
+        # Several launches there are only of items that have equally many visits.
+        total += each * visits * one.items // items
+        if one.deferred:
+            total += one.blocks * one.items * 2 * scores * (d + beyond)  # only dQ has those beyond
+    return total
 
 
 def _columns_of_dq(traffic: Traffic) -> int:
