@@ -18,7 +18,7 @@ from flashsim.problem import checks
 from flashsim.report import Cell, Table
 from flashsim.schedule import plans
 from flashsim.studies.verify.cases import MeasuredPass, predict
-from flashsim.studies.verify.crossing import crossing, products_unused, tensor_flops
+from flashsim.studies.verify.crossing import crossing, shares, tensor_flops
 from flashsim.studies.verify.ncu import MeasuredLaunch
 from flashsim.studies.verify.sectors import sectors_written
 
@@ -163,19 +163,15 @@ def _predicted(
     """Everything but DRAM."""
     traffic, hopper = one.traffic, "hopper_" in launch.kernel
     how: dict[str, Any] = {"hopper": hopper}
-    if hopper and stage.outer == "keys" and not (one.in_turns or one.python):
-        how["cluster"] = HOPPER.cluster(stage, _lowered(traffic, stage), Gpu.like(traffic.device))
+    if hopper:
+        how["launches"] = shares(traffic, stage, in_turns=one.in_turns, python=one.python)
     requested = {name: crossing(traffic, stage, op, **how) for name, op in _OPS.items()}
-    if hopper and stage.name == "fused" and not (one.in_turns or stage.once):
-        unused = products_unused(traffic, stage, python=one.python)
-    else:
-        unused = 0
     return requested | {
         _SECTORS: sectors_written(traffic, stage, hopper=hopper),
         "reads at L2": crossing(traffic, stage, "load", hopper=False),
         "local memory writes": 0,
         "shared bank conflicts": 0,
-        "tensor FLOPs": tensor_flops(traffic, stage, **how, python=one.python, unused=unused),
+        "tensor FLOPs": tensor_flops(traffic, stage, **how, python=one.python),
     }
 
 
