@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +13,12 @@ from flashsim.api import dispatch, hosts, inputs, scales
 from flashsim.api.arrays import expand, only_dlpack, require_numpy
 from flashsim.api.caches import CACHES, check_alike, live_problem
 from flashsim.engines.engine import Engine, Job
-from flashsim.errors import UnsupportedError, reject_unknown
+from flashsim.errors import (
+    BackendUnavailable,
+    UnknownArgumentError,
+    UnsupportedError,
+    reject_unknown,
+)
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.precision import Precision
@@ -107,12 +113,10 @@ def ask(
                 f"backend {backend!r} rounds as its kernels do; precision is for backend='numpy'"
             )
         options["precision"].check(plans.check_algorithm(algorithm))
-    if options:
-        reject_unknown(
-            (name for name in options if name not in engine.OPTIONS),
-            [*names, *engine.OPTIONS],
-            "run",
-        )
+    unknown = [name for name in options if name not in engine.OPTIONS]
+    if unknown:
+        _refuse_of_other_backends(unknown, backend)
+        reject_unknown(unknown, [*names, *engine.OPTIONS], "run")
     plans.check_algorithm(algorithm)
     inputs.check_decoding(algorithm, options)
     inputs.check_tiling(tiling)
@@ -154,6 +158,18 @@ def ask(
     )
     bias_shape = None if given_bias is None else tuple(given_bias.shape)
     return Checked(engine, backend, host, job, given.ndim, bias_shape)
+
+
+def _refuse_of_other_backends(unknown: Iterable[str], backend: str) -> None:
+    """Raise `UnknownArgumentError` for the first option that another backend has, if it is here."""
+    for name in unknown:
+        for other in dispatch.BACKENDS:
+            with suppress(BackendUnavailable):
+                if name in dispatch.engine(other).OPTIONS:
+                    raise UnknownArgumentError(
+                        f"run() has no argument {name!r} with backend={backend!r}; "
+                        f"backend={other!r} has it"
+                    )
 
 
 def adopted(engine: Any, name: str, x: Any) -> Any:

@@ -17,7 +17,7 @@ from flashsim import report
 from flashsim.api import counting, execution
 from flashsim.api.compare import compare as run_comparison
 from flashsim.api.sweep import sweep as run_sweep
-from flashsim.api.warm import DIRECTIONS
+from flashsim.api.warm import ALGORITHMS, DIRECTIONS
 from flashsim.api.warm import warm as compile_ahead
 from flashsim.cli import options as opt
 from flashsim.cli import pictures, values
@@ -265,7 +265,9 @@ def warm(
     dtype: Annotated[str, typer.Option(help="Of q, k and v.")] = "float32",
     head_dim: Annotated[int, typer.Option("--head-dim", "-d", help="Of the pass run.")] = 64,
     direction: Annotated[str, typer.Option(help=f"{', '.join(DIRECTIONS)}.")] = "all",
-    algorithm: opt.Algorithm = "flash2-fused",
+    algorithm: Annotated[
+        str, typer.Option("--algorithm", "-a", help=f"{', '.join(ALGORITHMS)}.")
+    ] = "flash2-fused",
 ) -> None:
     """Compile the CPU engine (backend numba) ahead of time, and say where the code is kept."""
     with working("compiling the CPU engine"):

@@ -408,6 +408,12 @@ BAD = {
         TypeError,
         ["run() has no argument 'casual'", "did you mean 'causal'?"],
     ),
+    "option of another backend": (
+        lambda: run(threads=2),
+        "UnknownArgumentError",
+        TypeError,
+        ["run() has no argument 'threads' with backend='numpy'; backend='numba' has it"],
+    ),
     "dropout": (
         lambda: run(dropout_p=0.1),
         "UnknownArgumentError",

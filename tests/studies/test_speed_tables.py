@@ -172,7 +172,9 @@ def test_the_sentence_of_float32_on_a_cpu_is_of_the_kept_measurements(bench):
     for table in (tables.speed(), tables.avx512()):
         head, _, *rows = (line.split(" | ") for line in table.replace(" |\n", "\n").splitlines())
         ratios += [float(row[head.index("× PyTorch")]) for row in rows]
-    assert len(ratios) == 24
+    others = tables.kept("cpu-zen4.csv") + tables.kept("cpu-amx-float32.csv")
+    ratios += [float(row["x torch"]) for row in others if row.get("type", "float32") == "float32"]
+    assert len(ratios) == 48
     assert f"in float32 {min(ratios)} to {max(ratios)} × PyTorch's attention" in WORDS
 
 

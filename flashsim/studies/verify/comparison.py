@@ -18,7 +18,7 @@ from flashsim.problem import checks
 from flashsim.report import Cell, Table
 from flashsim.schedule import plans
 from flashsim.studies.verify.cases import MeasuredPass, predict
-from flashsim.studies.verify.crossing import crossing, launched, tensor_flops
+from flashsim.studies.verify.crossing import crossing, shares, tensor_flops
 from flashsim.studies.verify.ncu import MeasuredLaunch
 from flashsim.studies.verify.sectors import sectors_written
 
@@ -163,8 +163,8 @@ def _predicted(
     """Everything but DRAM."""
     traffic, hopper = one.traffic, "hopper_" in launch.kernel
     how: dict[str, Any] = {"hopper": hopper}
-    if hopper and stage.outer == "keys" and not one.in_turns:
-        how["launches"] = launched(traffic, stage, python=one.python)
+    if hopper:
+        how["launches"] = shares(traffic, stage, in_turns=one.in_turns, python=one.python)
     requested = {name: crossing(traffic, stage, op, **how) for name, op in _OPS.items()}
     return requested | {
         _SECTORS: sectors_written(traffic, stage, hopper=hopper),

@@ -5,9 +5,9 @@ before it is launched on. L2 sends sectors of 32 bytes; of rows with an odd numb
 every other one begins in the middle of a sector, and what is asked for together lies in one more.
 Hopper's copy engine delivers whole boxes: columns that a row does not have, rows that a sequence
 does not have; they are zeros that no memory is asked for, but they arrive at the SM. Where a
-cluster shares a tile of keys, K and V arrive at each of its blocks, and so do the others' parts of
-dK and dV. And products are made of whole tiles, of whole steps of the head_dim. Each rule was read
-off counters (docs/notebooks/counters.md).
+cluster shares a tile of keys (all of a launch, or those that whole rounds leave), K and V arrive at
+each of its blocks, and so do the others' parts of dK and dV. And products are made of whole tiles,
+of whole steps of the head_dim. Each rule was read off counters (docs/notebooks/counters.md).
 """
 
 from __future__ import annotations
@@ -37,37 +37,48 @@ SECTOR, PIECE = 32, 16
 WALKS = ("forward", "dkdv", "dq", "fused")
 
 
-class Launched(NamedTuple):
-    """A launch of a Hopper kernel with keys outside.
+class SharedItems(NamedTuple):
+    """Tiles of keys, all heads, of one launch of a Hopper backward with keys outside.
 
-    Attributes
-    ----------
-    blocks : int
-        That share an item: of a cluster.
-    items : int
-    deferred : bool
-        Whether dQ is computed a visit later.
+    Each has so many `blocks`; `unused` are the products of dQ that all of them make and do not use.
     """
 
-    blocks: int
     items: int
-    deferred: bool
+    blocks: int = 1
+    unused: int = 0
 
 
-def launched(traffic: Traffic, stage: plans.Stage, *, python: bool = False) -> list[Launched]:
-    """The launches of a pass with keys outside that adds to dQ in any order.
+def shares(
+    traffic: Traffic, stage: plans.Stage, *, in_turns: bool = False, python: bool = False
+) -> tuple[SharedItems, ...]:
+    """The launches of a stage of Hopper's kernels; none, where queries are outside.
 
-    Clusters may take what whole rounds of items leave, in launches of their own; of those only the
-    long walks defer dQ. The kernels in Python have no clusters.
+    Where dQ is computed a visit later, a block makes one product more than it makes visits to an
+    item: in the first there is none to compute, but the tensor cores work as in the others. In C++
+    that is so of an item without visits, too.
+
+    Parameters
+    ----------
+    in_turns : bool
+        Whether dQ is added to in a fixed order.
+    python : bool
+        Whether the kernels are those in Python.
     """
+    if stage.outer != "keys":
+        return ()
     gpu, tables = Gpu.like(traffic.device), lower(traffic.schedule(stage), "col")
-    items = plans.heads_of(stage, traffic.problem)[0] * tables.tiles
-    cluster = 1 if python else HOPPER.cluster(stage, tables, gpu)
-    shares = () if python else HOPPER.remainder(stage, tables, cluster, gpu)
-    return [
-        Launched(blocks, count, not stage.once and HOPPER.defers(stage, tables, blocks))
-        for blocks, count in (*shares, (cluster, items - sum(count for _, count in shares)))
-    ]
+    walks, _ = plans.heads_of(stage, traffic.problem)
+    alone, late = in_turns or python, not (in_turns or stage.once)
+    cluster = 1 if alone else HOPPER.cluster(stage, tables, gpu)
+    parts = () if alone else HOPPER.remainder(stage, tables, cluster, gpu)
+    visited = walks * int(np.count_nonzero(tables.visits))
+    rest = walks * tables.tiles - sum(items for _, items in parts)
+    found = []
+    for blocks, items in (*parts, (cluster, rest)):
+        products = visited if python else int(blocks * items)
+        unused = products if late and HOPPER.defers(stage, tables, blocks) else 0
+        found.append(SharedItems(int(items), int(blocks), unused))
+    return tuple(found)
 
 
 def crossing(
@@ -76,7 +87,7 @@ def crossing(
     op: str,
     *,
     hopper: bool,
-    launches: Sequence[Launched] = (),
+    launches: Sequence[SharedItems] = (),
 ) -> int:
     """Bytes of an operation that a stage's kernel moves, all heads.
 
@@ -85,13 +96,13 @@ def crossing(
     op : {"load", "store", "reduce"}
     hopper : bool
         Whether the kernel is of the Hopper family, which loads through the copy engine.
-    launches : sequence of Launched
-        None: a block has an item of its own.
+    launches : sequence of SharedItems
+        Of `shares`. Default: an outer tile has one block.
     """
     p, total = traffic.problem, 0
     own = {move.tensor for move in stage.before}
-    items = sum(one.items for one in launches) or 1
-    more = sum((one.blocks - 1) * one.items for one in launches)  # blocks than items
+    items = sum(one.items for one in launches)
+    more = sum((one.blocks - 1) * one.items for one in launches)  # blocks than outer tiles
     for (name, kind, tensor), nbytes in traffic.transfers.items():
         if (name, kind) != (stage.name, op):
             continue
@@ -106,15 +117,16 @@ def crossing(
             columns = hopper_kernels.tile_columns(stage.name, p)[BOXED[tensor]]
             boxes = _box_rows(traffic, stage, tensor) * columns * its.itemsize
             boxes += rows * _split_sectors(width) * SECTOR // 2
-            total += boxes + (boxes * more // items if tensor in own else 0)
+            total += boxes + (boxes * more // items if tensor in own and more else 0)
         else:
             pieces = width // PIECE
             # By twos, in one sector where the row begins with one, else in two.
             uneven = SECTOR // 4 * (pieces + 1) if width % SECTOR and stage.name in WALKS else 0
             total += rows * (width + uneven)
-    if op == "load" and more:  # parts of dK and dV, float32
-        columns, _ = hopper_kernels.product_columns(stage.name, p, traffic.tiling, cluster=2)
-        total += more * traffic.tiling.block_k * 2 * columns * 4
+    if op == "load":  # parts of dK and dV, float32
+        for n, blocks, _ in launches:
+            columns, _ = hopper_kernels.product_columns(stage.name, p, traffic.tiling, blocks)
+            total += (blocks - 1) * n * traffic.tiling.block_k * 2 * columns * 4
     return total
 
 
@@ -147,39 +159,36 @@ def tensor_flops(
     stage: plans.Stage,
     *,
     hopper: bool,
-    launches: Sequence[Launched] = (),
+    launches: Sequence[SharedItems] = (),
     python: bool = False,
 ) -> int:
     """FLOPs of the matrix products on tensor cores: whole tiles, masked and ragged ones as well.
 
-    Hopper's backward in Python takes whole chunks of 64 columns. Where dQ is computed a visit
-    later, a block makes one product of dQ more than it makes visits to an item: in the first there
-    is none to compute, but the tensor cores work as in the others.
+    Hopper's backward in Python takes whole chunks of 64 columns. `launches`: as of `crossing`; dQ's
+    products that they make and do not use come on top of one a visit.
     """
     p, tiling = traffic.problem, traffic.tiling
+    (d, dv), beyond = padded_dims(p), 0
+    sides = tiling.block_q, tiling.block_k, tiling.block_q * tiling.block_k
     walks, _ = plans.heads_of(stage, p)
-    visits = traffic.schedule(stage).sums.visits * walks * (p.group if stage.per == "group" else 1)
-    scores = tiling.block_q * tiling.block_k
-    those, total = launches or [Launched(1, 1, deferred=False)], 0
-    items = sum(one.items for one in those)
-    for one in those:
-        (d, dv), beyond = padded_dims(p), 0
+    members = p.group if stage.per == "group" else 1
+    visits, total = traffic.schedule(stage).sums.visits * walks * members, 0
+    items = sum(one.items for one in launches) or 1
+    for n, blocks, unused in launches or [SharedItems(1)]:
         if hopper and stage.name != "forward":
             if python:
                 d, dv = hopper_kernels.tile_columns(stage.name, p)
             else:
-                d, beyond = hopper_kernels.product_columns(stage.name, p, tiling, one.blocks)
+                d, beyond = hopper_kernels.product_columns(stage.name, p, tiling, blocks)
                 dv = d
         wide = replace(p, head_dim=d, head_dim_v=dv)
         visit = stage_work(wide, traffic.algorithm, traffic.direction, stage.name).visit
-        each = total_flops(visit, tiling.block_q, tiling.block_k, scores)["matmul"]
-        each += 2 * scores * beyond if visit else 0
+        each = total_flops(visit, *sides)["matmul"] + (2 * sides[2] * beyond if visit else 0)
         if stage.name == "fused" and not hopper and p.itemsize == 2:
-            each += 2 * scores * (_columns_of_dq(traffic) - d)
-        # Several launches there are only of items that have equally many visits.
-        total += each * visits * one.items // items
-        if one.deferred:
-            total += one.blocks * one.items * 2 * scores * (d + beyond)  # only dQ has those beyond
+            each += 2 * sides[2] * (_columns_of_dq(traffic) - d)
+        # Where launches differ, all items are equally long (`Hopper.remainder`). Where dQ may be
+        # deferred, its products alone have columns beyond d.
+        total += each * (visits * n // items) + unused * 2 * sides[2] * (d + beyond)
     return total
 
 
