@@ -400,6 +400,10 @@ def main() -> None:
     parser.add_argument("--micro-kernel", help="of the table 'speed'")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    for name in ("threads", "rounds"):
+        given = getattr(options, name)
+        if given is not None and given < 1:
+            parser.error(f"--{name} must be at least 1, got {given}")
     clock = time.process_time if options.cpu_time else time.perf_counter
     if options.child:
         method, n, rounds = options.child
