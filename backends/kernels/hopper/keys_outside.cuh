@@ -117,13 +117,15 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
                 step.next(a, it, it.visits.count);
             }
             // The last item is done with a stage before it is done with V, and then with K: so the
-            // first visit's tiles come first.
+            // first visit's tiles come first. A cluster has one item, and no last one. Its blocks
+            // bring each other's tiles: so one without visits may be done with both before it comes
+            // to the wait, which would take that for the phase before, and wait for ever.
             if (left == steps) {
-                wait(&s.v_empty, kv_parity ^ 1);
+                if (FS_CLUSTER == 1) wait(&s.v_empty, kv_parity ^ 1);
                 arrive_expect(&s.kv_full, sizeof(s.k) + sizeof(s.v));
                 const Place own = place(it.own.start, it.own.stop, batch);
                 copy_own_tile(s.v, map_v, &s.kv_full, own, kv_head);
-                wait(&s.k_empty, kv_parity ^ 1);
+                if (FS_CLUSTER == 1) wait(&s.k_empty, kv_parity ^ 1);
                 copy_own_tile(s.k, map_k, &s.kv_full, own, kv_head);
                 kv_parity ^= 1;
                 u32* counts = a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8;
