@@ -117,13 +117,19 @@ def instructions(cubin):
     raise ValueError("no code")
 
 
+def _with_waits(cubin, kind):
+    """A word an instruction: "wait N", for all groups of products but N, or the `kind` of its low
+    half."""
+    return [
+        f"wait {high >> 8 & 7}" if low & 0xFFF == 0x9C5 else kind(low)
+        for low, high in instructions(cubin)
+    ]
+
+
 def loads_under_the_last_products(cubin):
     """Of the fused backward for Hopper: loads from shared memory between the waits for dQ and for
     dK, of which the first leaves one group of products under way."""
-    seen = []
-    for low, high in instructions(cubin):
-        kind = "load" if low & 0xFFF == 0x984 else None
-        seen.append(f"wait {high >> 8 & 7}" if low & 0xFFF == 0x9C5 else kind)
+    seen = _with_waits(cubin, lambda low: "load" if low & 0xFFF == 0x984 else None)
     dq = len(seen) - 1 - seen[::-1].index("wait 1")
     return seen[dq : seen.index("wait 0", dq)].count("load")
 
@@ -131,10 +137,8 @@ def loads_under_the_last_products(cubin):
 def between_scores_and_output(cubin):
     """Of a Hopper forward's visit: maxima of three and exponentials between the waits for its
     scores, which leaves one group of products under way, and for the output."""
-    seen = []
-    for low, high in instructions(cubin):
-        kind = {0x00F: "max", 0x108: "exp"}.get(low & 0x1FF)  # VIMNMX3, MUFU
-        seen.append(f"wait {high >> 8 & 7}" if low & 0xFFF == 0x9C5 else kind)
+    kinds = {0x00F: "max", 0x108: "exp"}  # VIMNMX3, MUFU
+    seen = _with_waits(cubin, lambda low: kinds.get(low & 0x1FF))
     scores = seen.index("wait 1")
     output = seen.index("wait 0", scores)
     return [seen[scores:output].count(kind) for kind in ("max", "exp")]
