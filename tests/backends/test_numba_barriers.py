@@ -39,7 +39,7 @@ SHAPES = {"early": (128, 64), "carried": (64, 128), "neither": (80, 128)}
 
 
 ROWS = 1 << 20  # of a query head
-DATA = 1 << 40  # where dK is, and dV after as much again
+DATA = 1 << 40  # where dV is; dK is at 0
 
 #: Roles of a block, a warp or a warpgroup each: name, warpgroup (of senders: whose dQ they send),
 #: and their first thread.
