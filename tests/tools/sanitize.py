@@ -25,12 +25,13 @@ from flashsim.backends.families.tile_times import HOPPER_FORWARD
 from flashsim.problem.masks import BlockMask
 
 #: (head_dim, head_dim_v, what else): padded rows; scores that cross warps, halves of a wide row; a
-#: walk that is listed tile by tile. Ragged all of them, and with two query heads to a key head.
+#: walk that is listed tile by tile. Ragged all of them, and with two query heads to a key head;
+#: some row tiles have two visits, or "flash2-once" would be taken.
 SHAPES = (
     (37, 24, dict(causal=True, cu_seqlens_q=(0, 30, 30, 150), cu_seqlens_k=(0, 50, 61, 190))),
     (80, 128, dict(causal=True)),
     (160, 128, dict(window=(20, 3), softcap=2.0)),
-    (64, 64, dict(block_mask=BlockMask(np.eye(2, dtype=bool), 128, 128))),
+    (64, 64, dict(block_mask=BlockMask(np.tri(2, dtype=bool), 128, 128))),
 )
 #: What else Hopper's kernels have: the widest rows, whose backward is another kernel's, too.
 WIDEST = (256, 256, {})
