@@ -43,6 +43,7 @@ _HOPPER_PTX = "8.0"
 _VERSION = re.compile(r"^\.version .*$", re.MULTILINE)
 #: Bytes of the checksum at the head of a file that is kept.
 _DIGEST = 32
+_BOUNDS = re.compile(r"^\.maxntid ", re.MULTILINE)  # the first of an entry's directives
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)")
 
 
@@ -77,6 +78,9 @@ def ptx(kernel: Kernel, capability: tuple[int, int]) -> str:
     )
     (entry,) = set(_ENTRY.findall(text))
     text = text.replace(entry, kernel.name)
+    if kernel.cluster > 1:
+        cluster = f".explicitcluster\n.reqnctapercluster {kernel.cluster}, 1, 1\n"
+        text = _BOUNDS.sub(cluster + r"\g<0>", text, count=1)
     if maps:  # any assembler that knows the instructions will do, however new numba-cuda's PTX is
         text = _VERSION.sub(f".version {_HOPPER_PTX}", text, count=1)
     for one in maps:  # the copy engine reads a tensor map at a multiple of 64

@@ -53,16 +53,6 @@ class PythonHopper(hopper.Hopper):
             return tuple(sorted(every, key=lambda t: t.block_q))
         return tuple(t for t in every if t.block_k <= 176)
 
-    def cluster(self, stage: plans.Stage, tables: Lowered, gpu: Gpu) -> int:
-        """See `Family`; an item has one block."""
-        return 1
-
-    def remainder(
-        self, stage: plans.Stage, tables: Lowered, cluster: int, gpu: Gpu
-    ) -> tuple[tuple[int, int], ...]:
-        """See `Family`; without clusters there is none."""
-        return ()
-
     def in_step(self, stage: plans.Stage, tables: Lowered, clump: int, gpu: Gpu) -> bool:
         """See `Family`; they go through a group's heads one after the other."""
         return False

@@ -43,7 +43,7 @@ def watched(name, family):
 
 
 def test_the_sanitizer_sees_every_kernel():
-    families = (("portable", PORTABLE), ("tf32", TF32), ("hopper", HOPPER))
+    families = (("portable", PORTABLE), ("tf32", TF32), ("hopper", HOPPER), ("hopper-once", HOPPER))
     seen = {(p.kernel.file, p.kernel.name) for name, f in families for p in watched(name, f)}
     for case in sanitize.DECODED:
         made = planned(case, H200)
@@ -60,7 +60,7 @@ def test_the_sanitizer_sees_every_kernel():
 def test_the_sanitizer_sees_every_form_of_hoppers_kernels():
     """Every tile that the forward chooses from, and all that the backward's constants make."""
     seen = set()
-    for one in watched("hopper", HOPPER):
+    for one in (*watched("hopper", HOPPER), *watched("hopper-once", HOPPER)):
         values, tiling = dict(one.kernel.constants), one.tables.schedule.tiling
         form = values.get("FS_FUSED", 0), values.get("FS_ORDERED", 0) + 2 * values.get("FS_ONCE", 0)
         seen.add((one.kernel.name, str(tiling), values["FS_D"], *form))

@@ -1,13 +1,15 @@
 """The barriers of Hopper's fused backward in Python, without a GPU: its roles run on a CPU.
 
-The kernel's own functions run as they are, each role a thread; what they call is played. Tiles and
-sums are the visits that they are of, products read what is in shared memory from when they are
-queued until they are waited for, and who goes on at each step is drawn by lot. So a barrier that
-waits for the wrong phase shows, as does one that is left out; of the memory model nothing does.
+The kernel runs as it is, in each role a thread, of one block or of a cluster's; what it calls is
+played. Tiles and sums are the visits that they are of, products read what is in shared memory from
+when they are queued until they are waited for, and who goes on at each step is drawn by lot. So a
+barrier that waits for the wrong phase shows, as does one that is left out; of the memory model
+nothing does.
 """
 
 import random
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -30,11 +32,25 @@ from flashsim.backends.numba_gpu.hopper.onchip import (
 
 #: Visits of each item of a block, for each query head of its group.
 ITEMS = {1: (2, 0, 1, 3, 1, 0, 0, 5, 2, 1, 4), 2: (1, 0, 2, 3, 0, 1)}
+#: The same of items that a cluster has, one at a time.
+SHARED = {1: (0, 1, 3, 9), 2: (1, 5)}
 #: Tiles by rows and head_dim: scores' starts a visit early, dK a visit late, neither.
 SHAPES = {"early": (128, 64), "carried": (64, 128), "neither": (80, 128)}
 
 
 ROWS = 1 << 20  # of a query head
+DATA = 1 << 40  # where dV is; dK is at 0
+
+#: Roles of a block, a warp or a warpgroup each: name, warpgroup (of senders: whose dQ they send),
+#: and their first thread.
+ROLES = {
+    **{("producer", 0): 0, ("statistics", 0): 32, ("sender", 0): 64, ("sender", 1): 96},
+    **{("consumer", 0): 128, ("consumer", 1): 256},
+}
+#: What a block waits for besides mbarriers, by what `ignored` calls it: the number of a named
+#: barrier, or which of the cluster's it is.
+NAMED = {"tiles read": 6}
+OF_CLUSTER = ("begun", "laid down", "added up")
 
 
 class Stuck(Exception):
@@ -96,20 +112,60 @@ class Lots:
         self.turn.notify_all()
 
 
+class Cluster:
+    """Its blocks, and its barrier: a phase ends once all threads that have not ended have come."""
+
+    def __init__(self, lots, ignored):
+        self.lots, self.ignored, self.blocks = lots, ignored, []
+        self.came, self.phase, self.times = set(), 0, {}
+
+    def sync(self):
+        role = self.lots.mine.role
+        time = self.times[role] = self.times.get(role, -1) + 1
+        if OF_CLUSTER[time] in self.ignored:
+            return
+        self.came.add(role)
+        now = self.phase
+        self.lots.step(lambda: self.complete() or self.phase > now)
+
+    def complete(self):
+        done = bool(self.came) and self.came >= self.lots.ready.keys()
+        if done:
+            self.phase += 1
+            self.came.clear()
+        return done
+
+    def lives(self, rank):
+        """Whether a block has not ended, and its shared memory with it."""
+        return any(role[2] == rank for role in self.lots.ready)
+
+
 class Block:
     """What a block's roles share: tiles in shared memory, barriers, products under way.
 
     `heads` query heads have a key head; the barriers of kinds that are `ignored` nobody waits for.
+    Without a `cluster` its roles run alone, and not the kernel around them.
     """
 
-    def __init__(self, at, lots, heads, ignored):
+    def __init__(self, at, lots, heads, ignored, cluster=None):
         self.at, self.lots, self.heads, self.memory, self.words = at, lots, heads, {}, {}
+        self.cluster, self.begun, self.laid = cluster, cluster is None, {}
+        if cluster:
+            self.rank = len(cluster.blocks)
+            cluster.blocks.append(self)
         self.left = dict(at.barrier_arrivals)  # arrivals that end each mbarrier's phase
         self.phase, self.named, self.waiting = dict.fromkeys(self.left, 0), {}, {}
-        self.ignored = [at.barrier(kind) + 8 * x for kind in ignored for x in range(2)]
+        kinds = [kind for kind in ignored if kind in at.arrivals]
+        self.ignored = [at.barrier(kind) + 8 * x for kind in kinds for x in range(2)]
+        self.passed = [NAMED[kind] for kind in ignored if kind in NAMED]
         self.flying = {0: [], 1: []}  # of each warpgroup: what a group of products reads
-        self.owed = {}  # copies of each mbarrier
+        self.owed = dict.fromkeys(self.left, 0)  # bytes of copies of each mbarrier
         self.sent, self.stored = [], []
+
+    @property
+    def thread(self):
+        """The first one of the role."""
+        return ROLES[self.lots.mine.role[:2]]
 
     @property
     def group(self):
@@ -124,12 +180,18 @@ class Block:
                 return name, 0 if name in "kv" else (address - first) // (size // 2)
         raise ValueError(address)
 
+    def begin(self, shared):
+        self.begun = True
+        self.lots.step()
+
     def wait(self, barrier, parity):
+        assert self.begun, "a barrier that does not exist yet"
         if barrier not in self.ignored:
             self.lots.step(lambda: self.phase[barrier] % 2 != parity)
 
     def arrive(self, barrier, condition):
         """Of a warp, as a rule; of a whole warpgroup; or of all lanes with statistics."""
+        assert self.begun, "a barrier that does not exist yet"
         if condition:
             role, full = self.lots.mine.role[0], self.at.barrier("full")
             lanes = role == "statistics" and barrier in (full, full + 8)
@@ -140,10 +202,13 @@ class Block:
                 self.phase[barrier] += 1
         self.lots.step()
 
-    def landed(self, barrier):
-        """One of two copies; the producer arrives with the second."""
-        self.owed[barrier] -= 1
+    def expect(self, barrier, nbytes):
+        """The producer arrives with the last of so many bytes, some of which may be there."""
+        self.owed[barrier] += nbytes
         self.arrive(barrier, not self.owed[barrier])
+
+    def landed(self, barrier, nbytes):
+        self.expect(barrier, -nbytes)
 
     def named_arrive(self, barrier, threads):
         count, laps = self.named.get(barrier, (0, 0))
@@ -151,7 +216,15 @@ class Block:
         self.named[barrier] = (count % threads, laps + count // threads)
         return laps
 
+    def sync_all(self):
+        """As many threads as roles."""
+        count, laps = self.named.get(0, (0, 0))
+        self.named[0] = ((count + 1) % len(ROLES), laps + (count + 1) // len(ROLES))
+        self.lots.step(lambda: self.named[0][1] > laps)
+
     def named_sync(self, barrier, threads):
+        if barrier in self.passed:
+            return
         laps = self.named_arrive(barrier, threads)
         self.lots.step(lambda: self.named[barrier][1] > laps)
 
@@ -177,7 +250,8 @@ class Block:
 
 def played(block):
     """What the kernel's modules call, by module."""
-    memory, ring = block.memory, lambda barriers, n: barriers + 8 * (n & 1)
+    memory, at = block.memory, block.at
+    ring = lambda barriers, n: barriers + 8 * (n & 1)  # noqa: E731
 
     def passed(pending):
         return lambda value: block.done(pending) or value
@@ -227,16 +301,63 @@ def played(block):
     def put_rows(address, values):
         memory[block.where(address)] = values
 
-    def copy(to, tensor_map, barrier, row, head, last):
-        name = block.where(to)
-        memory[name] = head if name[0] in "kv" else (head, row)
-        block.landed(barrier)
+    def copy_tile(rows, chunks, packed):
+        def copy(to, tensor_map, barrier, row, head, last):
+            name = block.where(to)
+            memory[name] = head if name[0] in "kv" else (head, row)
+            block.landed(barrier, rows * chunks * 128)
+
+        return copy
+
+    def copy_tile_to_all(rows, chunks, blocks, packed):
+        def copy(to, tensor_map, barrier, row, head, last):
+            for _ in range(block.rank, chunks, blocks):
+                for other in block.cluster.blocks:
+                    assert other.begun, "a barrier that does not exist yet"
+                    other.memory[other.where(to)] = head
+                    other.landed(barrier, rows * 128)
+
+        return copy
+
+    def lay_down(n, apart):
+        def lay(place, sums):
+            for name in "k", "v", "q", "dout":
+                for stage in range(2):
+                    memory.pop((name, stage), None)
+            block.laid[place] = sums
+            block.lots.step()
+
+        return lay
+
+    def add_from(n, apart):
+        def add(sums, place, rank):
+            there, own = block.cluster.blocks[rank], at.region("k") + 128 * block.group * 4
+            which, column = divmod((place - own) // apart, at.d // 2)
+            assert block.cluster.lives(rank), "a block that has ended"
+            assert own + which * at.d // 2 * apart in there.laid, "nothing is there yet"
+            assert column % (n // 2) == 0
+            block.lots.step()
+            return (*sums, (rank, there.laid[own + which * at.d // 2 * apart]))
+
+        return add
+
+    def store_output(bf16, n, row_of, later=False):
+        def store(to, row_bytes, sums, factors, key, stop, column=0):
+            block.stored.append((to // DATA, block.group, column, sums))
+            return 0
+
+        return store
 
     def statistics(lse, delta, rows, unit):
         visit = divmod(lse // 4, ROWS)
         return visit, visit
 
     hopper = SimpleNamespace(
+        warpgroup=lambda: block.thread // 128,
+        warp=lambda: block.thread // 32,
+        registers=lambda *_, **__: lambda: None,
+        barriers_begin=lambda counts: block.begin,
+        cluster_sync=block.cluster.sync,
         named_arrive=lambda n: lambda barrier: block.named_arrive(barrier, n) and None,
         named_sync=lambda n: lambda barrier: block.named_sync(barrier, n),
         get=lambda address: block.words[address],
@@ -249,12 +370,13 @@ def played(block):
         wait_free=lambda b, n: block.wait(ring(b, n), n >> 1 & 1 ^ 1),
         arrive=block.arrive,
         stage=ring,
-        expect=lambda count: lambda barrier: block.owed.update({barrier: 2}),
-        copy_tile=lambda *_, **__: copy,
+        expect=lambda count: lambda barrier: block.expect(barrier, count),
+        copy_tile=copy_tile,
+        copy_tile_to_all=copy_tile_to_all,
         queue_scores=scores,
         product_wait=lambda pending, n: passed(pending),
         queue_output=lambda *_: queue_dk,
-        store_output=lambda *_: lambda to, row, sums, *_: block.stored.append(sums) or 0,
+        store_output=store_output,
     )
     gradients = SimpleNamespace(
         load_statistics=lambda n: statistics,
@@ -274,6 +396,8 @@ def played(block):
         pass_turn=None,
         mask_columns=lambda *_: None,
         fence_shared=lambda: None,
+        lay_down=lay_down,
+        add_from=add_from,
     )
     zeros = SimpleNamespace(zeros=lambda n: tuple)
     columns = SimpleNamespace(load_columns=lambda n: lambda at: memory.get(block.where(at)))
@@ -287,9 +411,10 @@ class Arguments(SimpleNamespace):
         return 0
 
 
-def item_functions(block, counts):
-    """Those of `items` and `walk`, of a block's only items, which are `counts`."""
-    at, numbers = block.at, iter(range(1, len(counts) + 1))
+def item_functions(block, counts, numbers):
+    """Those of `items` and `walk`, of items of which `counts` says how many visits they have; after
+    its first one a block gets those of `numbers`."""
+    at = block.at
     full, free = at.barrier("item_full"), at.barrier("item_free")
 
     def take(shared, item):
@@ -307,7 +432,9 @@ def item_functions(block, counts):
         take=take,
         leave=lambda shared, item, speaking: block.arrive(free + 8 * (item & 1), speaking),
         write=write,
-        after=lambda a, counter: next(numbers),
+        first=lambda a: a.first,
+        stop=lambda a: a.stop,
+        after=lambda a, counter: next(numbers, a.stop),
         visits=nothing,
         place=lambda row, stop, batch: (row, batch),
         visit_stamps=nothing,
@@ -322,58 +449,101 @@ def item_functions(block, counts):
     return items, walk
 
 
+class Cuda:
+    """Numba's `cuda`, of whichever role runs."""
+
+    def __init__(self, cluster):
+        self._cluster = cluster
+
+    @property
+    def _block(self):
+        return self._cluster.blocks[self._cluster.lots.mine.role[2]]
+
+    @property
+    def threadIdx(self):
+        return SimpleNamespace(x=self._block.thread)
+
+    @property
+    def blockIdx(self):
+        return SimpleNamespace(x=self._block.rank)
+
+    def syncthreads(self):
+        self._block.sync_all()
+
+    def syncwarp(self):
+        pass
+
+
 @pytest.fixture
 def run(monkeypatch):
-    """``run(shape, heads, seed)``: a block's roles run to their end; what they read is asserted."""
+    """``run(shape, heads, seed)``: all roles of a block, which has all items, run to their end; or
+    (`item`) of a cluster of so many `blocks`, which has that one. What they read is asserted."""
 
-    def of(shape, heads, seed, *, deferred, ignored=()):
-        block_q, d = SHAPES[shape]
-        at = KeysOutside(block_q, 128, d, fused=True, deferred=deferred)
-        lots, counts = Lots(seed), ITEMS[heads]
-        block = Block(at, lots, heads, ignored)
+    def kernel_of(block, c, items, walk):
         hopper, gradients, zeros, columns = played(block)
-        thread = SimpleNamespace(x=0)
-        played_cuda = SimpleNamespace(threadIdx=thread, blockIdx=thread, syncwarp=lambda: None)
         for module in (backward, keys_outside):
             for name in ("int32", "int64"):
                 monkeypatch.setattr(module, name, int)
             for name, value in {
-                **{"cuda": played_cuda, "hopper": hopper, "gradients": gradients},
+                **{"hopper": hopper, "gradients": gradients},
                 **{"device": lambda f: f, "quotient": lambda x, y: x // y},
             }.items():
                 monkeypatch.setattr(module, name, value)
-        monkeypatch.setattr(backward, "float32", float)
-        monkeypatch.setattr(backward, "tiles", zeros)
-        monkeypatch.setattr(backward, "tensor_gradients", columns)
-        yes = dict.fromkeys(("bf16", "fused"), 1) | {"deferred": int(deferred)}
-        no = dict.fromkeys(("scaled", "softcap", "ordered", "varlen", "left", "right"), 0)
+        for name, value in {
+            **{"float32": float, "tiles": zeros, "tensor_gradients": columns},
+            **{"shared_base": lambda: 0, "constants": lambda kernel: kernel},
+            **{"walk_functions": lambda *_, **__: walk, "item_functions": lambda *_, **__: items},
+        }.items():
+            monkeypatch.setattr(backward, name, value)
+        return backward.hopper_backward_kernel(c)
+
+    def of(shape, heads, seed, *, deferred, ignored=(), blocks=1, item=None):
+        block_q, d = SHAPES[shape]
+        at = KeysOutside(block_q, 128, d, fused=True, deferred=deferred)
+        lots, counts = Lots(seed), (ITEMS if item is None else SHARED)[heads]
+        cluster, mine = Cluster(lots, ignored), range(len(counts)) if item is None else (item,)
+        for module in (backward, keys_outside):
+            monkeypatch.setattr(module, "cuda", Cuda(cluster))
+        yes = dict.fromkeys(("bf16", "fused", "after"), 1) | {"deferred": int(deferred)}
+        no = ("scaled", "softcap", "ordered", "varlen", "left", "right", "timeline", "more")
         sides = dict.fromkeys(("d", "head_dim", "head_dim_v", "counted", "counted_v"), d)
-        c = SimpleNamespace(block_q=block_q, block_k=128, **yes, **no, **sides)
-        items, walk = item_functions(block, counts)
-        given = c, at, walk, items
+        c = SimpleNamespace(
+            block_q=block_q, block_k=128, cluster=blocks, **yes, **dict.fromkeys(no, 0), **sides
+        )
         a = Arguments(
-            heads=heads * len(counts), group=heads, walks=len(counts), tiles=1, n_q=ROWS, scale=1.0
+            **{"heads": heads * len(counts), "group": heads, "walks": len(counts), "tiles": 1},
+            **{"n_q": ROWS, "scale": 1.0, "dk_data": 0, "dv_data": DATA},
+            **{"first": mine[0], "stop": mine[-1] + 1},
         )
-        consume, send = backward._consumer(*given), backward._sender(*given)
-        produce, statistics = keys_outside.producer(*given), keys_outside.statistics(*given)
-        lots.run(
-            {
-                ("producer", 0): lambda: produce(0, 0, 0, 0, a, 1, 0),
-                ("statistics", 0): lambda: statistics(a, 0),
-                **{("sender", g): lambda g=g: send(0, a, 0, g) for g in range(2)},
-                **{("consumer", g): lambda g=g: consume(a, 0, g) for g in range(2)},
-            }
-        )
-        visits = [
-            tuple((item * heads + h, n * block_q) for h in range(heads) for n in range(count))
-            for item, count in enumerate(counts)
-        ]
-        every = [visit for item in visits for visit in item]
+        roles = {}
+        for rank in range(blocks):
+            block = Block(at, lots, heads, ignored, cluster)
+            kernel = kernel_of(block, c, *item_functions(block, counts, iter(mine[1:])))
+            roles |= {(*role, rank): partial(kernel, *[0] * 5, a, 1) for role in ROLES}
+        lots.run(roles)
+        visits = {
+            x: tuple((x * heads + h, n * block_q) for h in range(heads) for n in range(counts[x]))
+            for x in mine
+        }
+        every = [visit for x in mine for visit in visits[x]]
         for g in range(2):
-            assert [x[1:] for x in block.sent if x[0] == g] == every
+            sent = [x for block in cluster.blocks for x in block.sent]
+            assert [x[1:] for x in sent if x[0] == g] == every
         # Of both warpgroups, dK and dV of each item have all its visits.
-        assert sorted(block.stored) == sorted(visits * 4)
-        assert not any(block.flying.values())
+        stored = sorted(x for block in cluster.blocks for x in block.stored)
+        if blocks == 1:
+            assert stored == sorted(
+                (w, g, 0, visits[x]) for w in (0, 1) for g in (0, 1) for x in mine
+            )
+        else:
+            places = [(w, g, x) for w in (0, 1) for g in (0, 1) for x in range(0, d, 32)]
+            assert [x[:3] for x in stored] == places
+            for *_, sums in stored:  # always in the same order
+                assert [rank for rank, _ in sums] == list(range(blocks))
+                assert [visit for _, share in sums for visit in share] == every
+                shares = [len(share) for _, share in sums]
+                assert max(shares) <= min(shares) + 1
+        assert not any(any(block.flying.values()) for block in cluster.blocks)
 
     return of
 
@@ -395,6 +565,27 @@ def test_without_a_barrier_some_do_not(run, shape, kind):
     def twenty_times():
         for seed in range(20):
             run(shape, 1, seed, deferred=True, ignored=(kind,))
+
+    with pytest.raises((AssertionError, Stuck)):
+        twenty_times()
+
+
+@pytest.mark.parametrize("blocks", [2, 8])
+@pytest.mark.parametrize("heads", SHARED)
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_role_of_a_cluster_finds_what_it_waits_for(run, shape, deferred, heads, blocks):
+    """Blocks with a visit, with several and with none share an item, and add up dK and dV."""
+    for item in range(len(SHARED[heads])):
+        run(shape, heads, item, deferred=deferred, blocks=blocks, item=item)
+
+
+@pytest.mark.parametrize("kind", [*NAMED, *OF_CLUSTER])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_without_a_barrier_some_of_a_cluster_do_not(run, shape, kind):
+    def twenty_times():
+        for seed in range(20):
+            run(shape, 1, seed, deferred=True, ignored=(kind,), blocks=2, item=3)
 
     with pytest.raises((AssertionError, Stuck)):
         twenty_times()

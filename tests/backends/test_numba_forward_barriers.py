@@ -87,7 +87,7 @@ def played(block):
     def copy(to, tensor_map, barrier, row, head, last):
         name = block.where(to)
         block.memory[name] = head if name[0] == "q" else (head, row // BLOCK_K)
-        block.landed(barrier)
+        block.landed(barrier, 1)
 
     def queue_scores(q, k):
         item, visit = block.read(q, k).values
@@ -117,7 +117,7 @@ def played(block):
         put=block.words.__setitem__,
         speaks=lambda: True,
         map_address=lambda x: x,
-        expect=lambda count: lambda barrier: block.owed.update({barrier: 1}),
+        expect=lambda count: lambda barrier: block.expect(barrier, 1),
         copy_tile=lambda *_, **__: copy,
         queue_scores=lambda *_: queue_scores,
         queue_output=lambda *_: queue_output,
@@ -162,7 +162,7 @@ def run(monkeypatch):
         sides = dict.fromkeys(("d", "dv", "counted", "counted_v"), d)
         no = dict.fromkeys(("scaled", "softcap", "varlen", "left", "right"), 0)
         c = SimpleNamespace(block_q=block_q, block_k=BLOCK_K, bf16=1, turns=turns, **no, **sides)
-        items, walk = item_functions(block, ITEMS)
+        items, walk = item_functions(block, ITEMS, iter(range(1, len(ITEMS) + 1)))
         items.visits, items.visit_words = lambda slot: (0, block.words[slot + COUNT]), 0
         a = Arguments(heads=len(ITEMS), group=1, walks=len(ITEMS), tiles=1, scale=1.0)
         produce = forward._producer(c, at, walk, items)

@@ -367,14 +367,127 @@ def test_the_backward_is_fused_where_three_passes_have_no_tile():
     assert HOPPER.fuses(p, GPUS["sm_90a"])
 
 
-def test_an_item_has_one_block_where_cpps_is_shared_out_to_a_cluster():
+#: Of the pass with keys outside: blocks of a cluster, items and blocks of each of its launches.
+LAUNCHES = {
+    "few": (
+        Problem(512, head_dim=64, heads=12, dtype="bfloat16", causal=True),
+        [(2, 48, 96)],  # tiles of 128 keys of 12 heads
+    ),
+    "64": (
+        Problem(4096, head_dim=64, heads=32, batch=4, dtype="bfloat16"),
+        [(8, 4, 32), (1, 4092, 132)],  # 31 rounds, and 4
+    ),
+    "128": (
+        Problem(16_384, head_dim=128, heads=16, dtype="bfloat16"),
+        [(8, 2, 16), (2, 66, 132), (1, 1980, 132)],  # 15 rounds, and 68
+    ),
+    "short": (Problem(512, head_dim=128, heads=16, batch=32, dtype="bfloat16"), [(1, 2048, 132)]),
+    "causal": (
+        Problem(4096, head_dim=64, heads=32, batch=4, dtype="bfloat16", causal=True),
+        [(1, 4096, 132)],
+    ),
+}
+
+
+def launches(family, problem, report="", *, algorithm="flash2-fused", ordered=False):
+    """Of the backward's pass with keys outside."""
+    given = problem, None, GPUS["sm_90a"], "ascending", report, algorithm, ordered
+    one = family.backward_passes(*given)[1]
+    return (*one.before, one)
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_clusters_share_what_they_share_in_cpp(name):
+    """Few items; and of items that are all alike what whole rounds leave, in launches that come
+    first, but where anything is reported or added in order."""
     from flashsim.backends.families.hopper import HOPPER as CPP
 
-    few = Problem(512, head_dim=64, heads=12, dtype="bfloat16", causal=True)
-    given = few, None, GPUS["sm_90a"], "ascending", "", "flash2-fused"
-    (_, cpp, _), (_, ours, _) = CPP.backward_passes(*given), HOPPER.backward_passes(*given)
-    assert (cpp.kernel.cluster, cpp.grid) == (2, (96,))
-    assert (ours.kernel.cluster, ours.grid) == (1, (48,))  # tiles of 128 keys of 12 heads
+    problem, expected = LAUNCHES[name]
+    for family in (HOPPER, CPP):
+        found = launches(family, problem)
+        assert [(x.kernel.cluster, len(x.items), x.grid[0]) for x in found] == expected
+        assert [x.items.stop for x in found[:-1]] == [x.items.start for x in found[1:]]
+        constants, last = [dict(x.kernel.constants) for x in found], len(found) - 1
+        assert [x["FS_AFTER"] for x in constants] == [0] + [1] * last
+        assert [x["FS_MORE"] for x in constants] == [1] * last + [0]
+        assert len(launches(family, problem, "counts")) == 1
+        (timed,) = launches(family, problem, "timeline")
+        (ordered,) = launches(family, problem, ordered=True)
+        assert timed.kernel.cluster == ordered.kernel.cluster == 1
+        (alone,) = launches(family, problem, algorithm="flash2")
+        assert dict(alone.kernel.constants)["FS_CLUSTER"] == alone.kernel.cluster
+    for mine, other in zip(launches(HOPPER, problem), launches(CPP, problem), strict=True):
+        assert mine.kernel.shared_bytes <= other.kernel.shared_bytes
+        assert mine.clump == other.clump
+        late = "FS_DEFERRED"
+        assert dict(mine.kernel.constants)[late] == dict(other.kernel.constants)[late]
+
+
+def check_cluster(kernel, folder):
+    """A launch of a pass in several, or one whose items clusters share."""
+    from flashsim.backends.numba_gpu import compiler
+
+    text, c = compiler.ptx(kernel, (9, 0)), dict(kernel.constants)
+    assert ".local" not in text
+    blocks, late = kernel.cluster, c["FS_DEFERRED"]
+    directives = f"\n.explicitcluster\n.reqnctapercluster {blocks}, 1, 1\n"
+    assert (directives in text) == ("explicitcluster" in text) == (blocks > 1)
+    # Barriers exist, all dK and dV are laid down, and read.
+    for way in ("arrive.release", "wait.acquire"):
+        assert text.count(f"barrier.cluster.{way}.aligned") == 3 * (blocks > 1)
+    boxes = 2 * c["FS_D"] // 64  # of K and V
+    assert text.count("multicast::cluster") == boxes * (blocks > 1)
+    assert text.count("ld.shared::cluster.f32") == 32 // 2 * (blocks > 1)  # 64 rows, 128 threads
+    check_hopper(kernel, text, folder, 3 + 4 + c["FS_FUSED"] + late, 0)
+    waits, lets = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
+    assert (text.count(waits), text.count(lets)) == (1, c["FS_MORE"] or not c["FS_FUSED"])
+    if lets in text:  # after another launch a kernel waits when it ends
+        assert (text.index(waits) > text.index(lets)) == c["FS_AFTER"]
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        *(("64", 0), kernels_only("64", 1), kernels_only("128", 1), kernels_only("few", 0)),
+        *(thorough("128", 0), thorough("128", 2)),
+    ],
+)
+def test_the_launches_of_a_pass_assemble_in_registers_and_asynchronously(name, number, tmp_path):
+    kernel = launches(HOPPER, LAUNCHES[name][0])[number].kernel
+    check_cluster(kernel, tmp_path)
+
+
+@dataclass(frozen=True)
+class Sharing(Deferring):
+    """Clusters of so many blocks share every item, however many there are."""
+
+    blocks: int = 2
+
+    def cluster(self, stage, tables, gpu):
+        return self.blocks if stage.outer == "keys" else 1
+
+
+@pytest.mark.parametrize("blocks", [2, 4, 8])
+@pytest.mark.parametrize("stage", ["fused", "deferred", "dkdv"])
+@pytest.mark.parametrize(
+    "name", ["128", "80", "64 causal", "odd", "negative", "64 softcap", "128 softcap"]
+)
+@pytest.mark.thorough
+def test_every_cluster_assembles_in_registers_and_asynchronously(name, stage, blocks, tmp_path):
+    family = Sharing(**vars(HOPPER), deferred=stage == "deferred", blocks=blocks)
+    algorithm = "flash2" if stage == "dkdv" else "flash2-fused"
+    (one,) = launches(family, HOPPER_PROBLEMS[name], algorithm=algorithm)
+    assert one.kernel.cluster == blocks
+    check_cluster(one.kernel, tmp_path)
+
+
+def test_an_item_that_is_timed_has_one_block():
+    from flashsim.backends.numba_gpu import compiler
+
+    kernel = launches(HOPPER, LAUNCHES["few"][0])[0].kernel
+    timed = replace(kernel, constants=(*kernel.constants, ("FS_TIMELINE", 1)))
+    with pytest.raises(AssertionError, match="items have one block there"):
+        compiler.python_kernel(timed, (9, 0))
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,10 @@ from faults import Fault
 
 NUMBA = "flashsim.backends.numba_gpu"
 FORWARD, TILES = f"{NUMBA}.hopper.forward", f"{NUMBA}.hopper.tiles"
+KEYS = f"{NUMBA}.hopper.keys_outside"
 BACKWARD, GRADIENTS = f"{NUMBA}.hopper.backward", f"{NUMBA}.hopper.gradients"
 SOFTMAX = f"{NUMBA}.tensor.softmax"
+INDENT = " " * 20  # of a visit's lines in the forward
 RAGGED = ("gpu/test_numba_hopper.py::test_kinds_of_scores", "-k", "128-rising")
 #: One key: the weight of one more is as large as its own. Among hundreds it drowns in rounding.
 ONE_KEY = ("gpu/test_gpu_grid.py::test_shapes[python-hopper-64-full-1x1]",)
@@ -41,6 +43,9 @@ DEFERRED = (
 )
 #: A block's roles on a CPU, in an order drawn by lot: what on a GPU would show by luck.
 ROLES = ("backends/test_numba_barriers.py::test_every_role_finds_what_it_waits_for",)
+CLUSTER_ROLES = (
+    "backends/test_numba_barriers.py::test_every_role_of_a_cluster_finds_what_it_waits_for",
+)
 FORWARD_ROLES = (
     "backends/test_numba_forward_barriers.py::test_every_role_finds_what_it_waits_for",
 )
@@ -60,7 +65,11 @@ FAULTS = {
         "each tile starts from a maximum of -inf",
         # O and l stay right, as alpha takes them from any maximum to any other, but LSE is -inf for
         # a row whose last tile is all masked.
-        *(FORWARD, "top = row_max(m, s)", "top = row_max(new_max(), s)", EMPTY_TILES),
+        FORWARD,
+        f"top, again = row_max_of_bits(m, s)\n{INDENT}if again:\n{INDENT}    top = row_max(m, s)",
+        f"top, again = row_max_of_bits(new_max(), s)\n{INDENT}if again:\n"
+        f"{INDENT}    top = row_max(new_max(), s)",
+        EMPTY_TILES,
     ),
     "hopper-mask-of-later-visits-ignored": Fault(
         "only a row's first tile is masked",
@@ -162,6 +171,16 @@ FAULTS = {
         "at 128 rows scores start where those of the visit before did",
         *(BACKWARD, "s = load_starts(shared, done + 1)", "s = load_starts(shared, done)", CAUSAL),
     ),
+    "hopper-shares-from-the-start": Fault(
+        "every block of a cluster begins with the item's first visit",
+        *(KEYS, "return member, int32(first - member * count), int32(stop - first)"),
+        *("return int32(0), int32(0), int32(stop - first)", CLUSTER_ROLES),
+    ),
+    "hopper-items-taken-twice": Fault(
+        "the launch behind clusters begins with their items, not with the others",
+        *(f"{NUMBA}.hopper.items", "return a.first if part else int32(0)", "return int32(0)"),
+        ("gpu/test_numba_hopper.py::test_clusters_take_what_whole_rounds_leave",),
+    ),
     # -- Hopper's backward: when ----------------------------------------------------------------
     "hopper-ds-not-awaited": Fault(
         "dQ is made before the other warpgroup has written its dS",
@@ -179,6 +198,19 @@ FAULTS = {
     "hopper-next-visit-not-awaited": Fault(
         "at 128 rows the next visit's statistics are read before they are there",
         *(BACKWARD, "wait_full(shared + full, done + 1)", "pass", ROLES),
+    ),
+    "hopper-a-cluster-waits-for-no-item": Fault(
+        "a block of a cluster waits until K of an item before it is free, of which there is none",
+        *(KEYS, "        if again:\n            wait(shared + k_free, parity)"),
+        *("        wait(shared + k_free, parity)", CLUSTER_ROLES),
+    ),
+    "hopper-sums-laid-over-tiles": Fault(
+        "a block lays dK and dV down over tiles that its other warpgroup still reads",
+        *(BACKWARD, "tiles_read(int32(_TILES_READ))", "pass", CLUSTER_ROLES),
+    ),
+    "hopper-a-block-of-a-cluster-ends-early": Fault(
+        "a block of a cluster ends while others read its dK and dV",
+        *(BACKWARD, "cluster_sync()  # the others have read what is ours", "pass", CLUSTER_ROLES),
     ),
     "hopper-out-of-turn": Fault(
         "dQ is added in any order where a fixed one is asked for",
@@ -222,11 +254,13 @@ STOPPED = (
     "an illegal instruction was encountered",
     "misaligned address",
 )
+#: What test_numba_barriers.py says where every role waits.
+WAITS = "Stuck: "
 
 
 def shows(returncode: int, said: str) -> bool:
     """Whether pytest's exit status and output are those of a test that a running kernel failed."""
-    return returncode == 1 and any(sign in said for sign in ("AssertionError", *STOPPED))
+    return returncode == 1 and any(sign in said for sign in ("AssertionError", WAITS, *STOPPED))
 
 
 def noticed(name: str) -> str:

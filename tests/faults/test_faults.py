@@ -34,6 +34,7 @@ def test_fits_the_source_and_compiles(name):
     ("returncode", "said", "shows"),
     [
         (1, "E   AssertionError: out", True),
+        (1, "E   test_numba_barriers.Stuck: [('consumer', 0, 0), ('producer', 0, 0)]", True),
         (1, "E   CUDARuntimeError: cudaErrorLaunchFailure: unspecified launch failure", True),
         (1, "E   AcceleratorError: CUDA error: an illegal memory access was encountered", True),
         (1, "E   BackendUnavailable: a kernel does not compile: ptxas error : ...", False),

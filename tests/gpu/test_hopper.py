@@ -170,22 +170,28 @@ def test_dq_of_a_visit_computed_in_the_next_one(name, head_dim, choose):
     check_counts(p, fused)
 
 
-@pytest.mark.parametrize("deferred", [False, True])
-@pytest.mark.parametrize(
-    ("problem", "clusters"),
-    [
-        (Problem(2048, 2048, 128, heads=17, dtype="bfloat16"), (2, 1)),  # 272 items, of 132 SMs
-        (Problem(1000, 1900, 64, batch=2, heads=9, dtype="float16"), (8, 1)),  # 270
-        (Problem(1100, 1280, 128, heads=40, kv_heads=20, dtype="bfloat16"), (8, 2, 1)),  # 200
-    ],
-)
-def test_clusters_take_what_whole_rounds_leave(problem, clusters, deferred, choose):
-    """Also where that does not save as much time as it should."""
+#: Problems, and blocks of a cluster of each of the launches that make the pass with keys outside.
+REMAINDERS = [
+    (Problem(2048, 2048, 128, heads=17, dtype="bfloat16"), (2, 1)),  # 272 items, of 132 SMs
+    (Problem(1000, 1900, 64, batch=2, heads=9, dtype="float16"), (8, 1)),  # 270
+    (Problem(1100, 1280, 128, heads=40, kv_heads=20, dtype="bfloat16"), (8, 2, 1)),  # 200
+]
+
+
+def shares_of(problem, clusters):
+    """What `Hopper.remainder` says, for such launches."""
     if engine.gpu_of(0).multiprocessors != 132:
         pytest.skip("these shapes are made for 132 multiprocessors")
     visits = -(-problem.n_kv // 128) * problem.batch * problem.kv_heads
     rest = visits % 132
-    shares = ((8, rest - 66), (2, 66)) if len(clusters) == 3 else ((clusters[0], rest),)
+    return ((8, rest - 66), (2, 66)) if len(clusters) == 3 else ((clusters[0], rest),)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize(("problem", "clusters"), REMAINDERS)
+def test_clusters_take_what_whole_rounds_leave(problem, clusters, deferred, choose):
+    """Also where that does not save as much time as it should."""
+    shares = shares_of(problem, clusters)
     choose("cluster", lambda *_: 1)
     choose("defers", lambda self, stage, *_: deferred and stage.name == "fused")
     choose("remainder", lambda self, stage, *_: shares if stage.name == "fused" else ())

@@ -24,13 +24,16 @@ from cupy_checks import (  # noqa: F401
     within,
     without_turns,
 )
-from test_hopper import FEATURES, MANY_KEYS, choose  # noqa: F401
+from test_hopper import FEATURES, MANY_KEYS, REMAINDERS, choose, shares_of  # noqa: F401
 
 from flashsim import Problem, Tiling
+from flashsim.backends.cupy_gpu import engine
+from flashsim.backends.families.tile_times import CLUSTERS
 from flashsim.errors import BackendUnavailable, UnsupportedError
 
 try:
     import flashsim.backends.numba_gpu.engine  # noqa: F401
+    from flashsim.backends.numba_gpu import families
 except BackendUnavailable as error:
     pytest.skip(str(error), allow_module_level=True)
 
@@ -86,6 +89,41 @@ def test_a_fused_form_gives_the_same_bits(head_dim, deferred, choose):  # noqa: 
     choose("defers", lambda self, stage, *_: deferred and stage.name == "fused")
     p = Problem(1024, 1024, head_dim, heads=40, dtype="bfloat16", causal=True)
     check_bits(p, FUSED, runs=60)
+
+
+@pytest.mark.parametrize("blocks", CLUSTERS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", ["1 x 1", "ragged", "causal", "window", "varlen", "blocks"])
+def test_every_cluster(name, head_dim, blocks, choose):  # noqa: F811
+    choose("cluster", lambda self, stage, *_: blocks if stage.outer == "keys" else 1)
+    p = Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name])
+    check(p, PYTHON_HOPPER)
+    check_counts(p, PYTHON_HOPPER)
+
+
+@pytest.mark.parametrize("blocks", [2, 4, 8])
+@pytest.mark.parametrize("head_dims", [(32, 20), (59, 111), (80, 80)])
+def test_clusters_of_other_head_dims(head_dims, blocks, choose):  # noqa: F811
+    """Of whose columns a cluster's blocks take 32 at a time."""
+    choose("cluster", lambda self, stage, *_: blocks if stage.outer == "keys" else 1)
+    p = Problem(300, 500, *head_dims, heads=4, kv_heads=2, dtype="float16", causal=True)
+    check(p, PYTHON_HOPPER)
+    check_counts(p, PYTHON_HOPPER)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize(("problem", "clusters"), REMAINDERS)
+def test_clusters_take_what_whole_rounds_leave(problem, clusters, deferred, choose):  # noqa: F811
+    """Also where that does not save as much time as it should; always the same bits."""
+    shares = shares_of(problem, clusters)
+    choose("cluster", lambda *_: 1)
+    choose("defers", lambda self, stage, *_: deferred and stage.name == "fused")
+    choose("remainder", lambda self, stage, *_: shares if stage.name == "fused" else ())
+    given = problem, None, engine.gpu_of(0), "ascending", "", "flash2-fused"
+    one = families.HOPPER.backward_passes(*given)[1]
+    assert tuple(x.kernel.cluster for x in (*one.before, one)) == clusters
+    check(problem, PYTHON_HOPPER)
+    check_bits(problem, FUSED, runs=20)
 
 
 @pytest.mark.parametrize("name", FEATURES)

@@ -30,19 +30,18 @@ def test_every_pass_that_was_soaked_agreed(tables):
 
 @pytest.mark.thorough  # replays every case
 def test_random_shapes_under_the_counters(tables):
-    """Counts and FLOPs equal, DRAM within 5 %, and nine of the reads beyond 0.1 %; but for what the
-    kernels measured did not do yet."""
+    """Counts and FLOPs equal, DRAM within 5 % but once, and eight of the reads beyond 0.1 %."""
     worst, inside = tables.soaked()
     assert worst.markdown() in PAGE
     assert inside.markdown() in PAGE
     missed = {row["quantity"]: row["of"] - row["within its target"] for row in inside.records()}
-    assert missed.pop("requested read") == 9
-    assert missed.pop("tensor FLOPs") == 4
+    assert missed.pop("requested read") == 8
+    assert missed.pop("DRAM read") == 1
     assert set(missed.values()) == {0}
     assert sum(row["of"] for row in inside.records()) > 800
 
 
-def test_flops_of_the_soak_are_those_of_kernels_that_did_not_defer_dq(tables):
+def test_the_soak_has_kernels_that_defer_dq_and_their_flops_are_equal():
     kept, late = verify.Record.load(ROOT / "docs" / "data" / "soak-h200.csv"), 0
     for one in (x for those in verify.passes_of(kept) for x in those):
         for stage in one.traffic.stages:
@@ -51,9 +50,8 @@ def test_flops_of_the_soak_are_those_of_kernels_that_did_not_defer_dq(tables):
                     continue
                 how = {"in_turns": one.in_turns, "python": one.python}
                 launches = shares(one.traffic, stage, **how)
-                before = [share._replace(unused=0) for share in launches]
                 measured = [n for name, n in launch.counters.items() if "tensor FLOPs" in name]
-                given = {"hopper": True, "python": one.python, "launches": before}
+                given = {"hopper": True, "python": one.python, "launches": launches}
                 assert tensor_flops(one.traffic, stage, **given) == sum(measured)
-                late += launches != tuple(before)
+                late += any(share.unused for share in launches)
     assert late == 4

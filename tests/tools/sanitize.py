@@ -3,8 +3,8 @@
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/tools/sanitize.py portable
 
 Families: portable, tf32, python, teaching, decode, softmax-matmul, and what a Hopper GPU runs by
-default, hopper, python-hopper, fp8 and latent; all of them if none is named. Each array is an
-allocation of its own (no memory pool), so that a step past its end is seen.
+default, hopper, hopper-once, python-hopper, fp8 and latent; all of them if none is named. Each
+array is an allocation of its own (no memory pool), so that a step past its end is seen.
 `tests/tools/gpu_check.py sanitize` runs every family under every tool.
 """
 
@@ -25,12 +25,13 @@ from flashsim.backends.families.tile_times import HOPPER_FORWARD
 from flashsim.problem.masks import BlockMask
 
 #: (head_dim, head_dim_v, what else): padded rows; scores that cross warps, halves of a wide row; a
-#: walk that is listed tile by tile. Ragged all of them, and with two query heads to a key head.
+#: walk that is listed tile by tile. Ragged all of them, and with two query heads to a key head;
+#: some row tiles have two visits, or "flash2-once" would be taken.
 SHAPES = (
     (37, 24, dict(causal=True, cu_seqlens_q=(0, 30, 30, 150), cu_seqlens_k=(0, 50, 61, 190))),
     (80, 128, dict(causal=True)),
     (160, 128, dict(window=(20, 3), softcap=2.0)),
-    (64, 64, dict(block_mask=BlockMask(np.eye(2, dtype=bool), 128, 128))),
+    (64, 64, dict(block_mask=BlockMask(np.tri(2, dtype=bool), 128, 128))),
 )
 #: What else Hopper's kernels have: the widest rows, whose backward is another kernel's, too.
 WIDEST = (256, 256, {})
@@ -45,8 +46,8 @@ class Way:
     """How a family is run.
 
     `both` is what forward and backward take, `how` what is for `run` alone; `forms` are the
-    backwards of `shapes`, by `deterministic`; of `tiles`, head_dims each with a tiling, the forward
-    alone is run, of `once` besides it "flash2-once". The last problem is traced.
+    backwards of `shapes`, by `deterministic` or by name; of `tiles`, head_dims each with a tiling,
+    the forward alone is run. The last problem is traced.
     """
 
     dtypes: tuple[str, ...]
@@ -54,8 +55,7 @@ class Way:
     both: dict[str, Any] = field(default_factory=dict)
     shapes: tuple[tuple[int, int, dict[str, Any]], ...] = SHAPES
     tiles: tuple[tuple[int, Tiling | None], ...] = ()
-    once: tuple[tuple[int, int, dict[str, Any]], ...] = ()
-    forms: tuple[bool | None, ...] = (True, False)
+    forms: tuple[bool | str | None, ...] = (True, False)
     trace: bool | str = "timeline"
 
 
@@ -70,9 +70,9 @@ WAYS = {
         *(("float16",), _CUPY),
         shapes=(WIDEST, MANY, *SHAPES),
         tiles=tuple((d, t) for d, times in HOPPER_FORWARD.items() for t in times),
-        once=ONE_VISIT,
         forms=(None, True, False),
     ),
+    "hopper-once": Way(("float16",), _CUPY, shapes=ONE_VISIT, forms=("flash2-once",)),
     "python": Way(("bfloat16",), {**_NUMBA, "kernel": "tensor"}, _SMALL),
     # Of wide rows the backward is python's, at the default tiles.
     "python-hopper": Way(
@@ -111,7 +111,6 @@ def problems(family: str) -> list[tuple[Problem, tuple[bool | str | None, ...], 
     sizes = {"n_q": 150, "n_kv": 190, "heads": 2, "kv_heads": 1}
     cases = [
         *((d, d, {}, (), tiling) for d, tiling in way.tiles),
-        *((*shape, ("flash2-once",), None) for shape in way.once),
         *((*shape, way.forms, way.both.get("tiling")) for shape in way.shapes),
     ]
     return [

@@ -7,7 +7,9 @@ dK = dS^T Q. Only for dQ^T = K^T dS^T, which needs all keys of the tile, does dS
 memory; with DEFERRED dQ of a visit is computed in the next one, so that no warpgroup waits for the
 other's dS. dQ is added into a float32 accumulator by the copy engine, with ORDERED in the order of
 the key tiles. One producer thread loads tiles, a second warp the rows' log-sum-exp and delta, two
-more send dQ off. Without FUSED there is no dQ: the three-pass form leaves it to `hopper_dq`.
+more send dQ off. Without FUSED there is no dQ: the three-pass form leaves it to `hopper_dq`. The
+blocks of a CLUSTER share the visits of an item, and add up dK and dV through each other's shared
+memory.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from flashsim.backends.numba_gpu import tiles
 from flashsim.backends.numba_gpu.hopper import gradients
 from flashsim.backends.numba_gpu.hopper import tiles as hopper
 from flashsim.backends.numba_gpu.hopper.items import item_functions
-from flashsim.backends.numba_gpu.hopper.keys_outside import producer, statistics
+from flashsim.backends.numba_gpu.hopper.keys_outside import producer, share_of, statistics
 from flashsim.backends.numba_gpu.hopper.onchip import (
     BASE,
     COUNT,
@@ -53,8 +55,8 @@ from flashsim.backends.numba_gpu.walk import (
 
 int32, int64, float32 = types.int32, types.int64, types.float32
 #: Named barriers, 0 being syncthreads: dS is written (deferred, mbarriers say so); each warpgroup's
-#: piece of dQ may be, and is.
-_DS_READY, _DQ_FREE, _DQ_FULL = 1, 2, 4
+#: piece of dQ may be, and is; no product of an item that a cluster shares needs a tile any more.
+_DS_READY, _DQ_FREE, _DQ_FULL, _TILES_READ = 1, 2, 4, 6
 
 
 def hopper_backward_kernel(kernel: Kernel) -> Any:
@@ -66,8 +68,9 @@ def hopper_backward_kernel(kernel: Kernel) -> Any:
     """
     c = constants(kernel)
     at = KeysOutside(c.block_q, c.block_k, c.d, bool(c.fused), bool(c.deferred))
+    assert c.cluster == 1 or not (c.ordered or c.timeline), "items have one block there"
     w = walk_functions(c, every=128)  # a thread of each warpgroup
-    items = item_functions(c, at, w, by_row=False)
+    items = item_functions(c, at, w, by_row=False, part=bool(c.after or c.more))
     produce, produce_statistics = producer(c, at, w, items), statistics(c, at, w, items)
     send_dq, consume = _sender(c, at, w, items), _consumer(c, at, w, items)
     barriers_begin = hopper.barriers_begin(at.barrier_arrivals)
@@ -75,11 +78,14 @@ def hopper_backward_kernel(kernel: Kernel) -> Any:
     give_registers = hopper.registers(give, more=False)
     take_registers = hopper.registers(take, more=True)
     warpgroup, warp_of, fused = hopper.warpgroup, hopper.warp, bool(c.fused)
+    clustered, cluster_sync = c.cluster > 1, hopper.cluster_sync
 
     def hopper_backward(map_q, map_k, map_v, map_dout, map_dq, a, counter):
         shared = shared_base()
         if cuda.threadIdx.x == 0:
             barriers_begin(shared)
+        if clustered:
+            cluster_sync()  # nobody copies to a block whose barriers do not exist
         cuda.syncthreads()  # nobody touches a barrier before it exists
         role = warpgroup()
         if role == 0:
@@ -106,7 +112,7 @@ def _sender(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleNa
     dq_at, dq_bytes, counted = at.region("dq"), at.dq_bytes, c.counted
     reduce_dq = gradients.reduce_dq(dq_rows, packed=bool(c.varlen))
     reduce_wait = gradients.reduce_wait_read
-    wait_turn, pass_turn = gradients.wait_turn, gradients.pass_turn
+    wait_turn, pass_turn, share = gradients.wait_turn, gradients.pass_turn, share_of(c)
     piece_free, piece_full = hopper.named_arrive(160), hopper.named_sync(160)
     take, leave, visits_of, place = i.take, i.leave, i.visits, i.place
     visit_of, report_one = w.visit, w.report_one
@@ -126,7 +132,8 @@ def _sender(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleNa
             batch, count = quotient(get(slot + WALK), kv_heads), get(slot + COUNT)
             kv_head = int32(get(slot + WALK) - batch * kv_heads)
             head = int32(kv_head * a.group)
-            n, left = int32(0), int32(a.group * count)
+            member, n, left = share(a.group, count)
+            head = int32(head + member)
             while left > 0:
                 tile, _ = visit_of(a, visits_of(slot), n)
                 query = int32(get(slot + BASE) + tile * block_q)
@@ -206,6 +213,15 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
     key_row, value_row = rows_of(c)
     store_dk = hopper.store_output(bf16, d, key_row)
     store_dv = hopper.store_output(bf16, d, value_row)
+    # Of a cluster: its blocks share out what columns exist of dK and of dV, in pieces of 32.
+    blocks, share, across = c.cluster, share_of(c), at.row_of_threads
+    assert blocks == 1 or d * across <= at.region("ds"), "room for both"
+    pieces = -(-max(c.head_dim, c.head_dim_v) // 32)
+    lay_down, add_from = gradients.lay_down(d, across), gradients.add_from(32, across)
+    new_piece, uncounted = tiles.zeros(16), hopper.uncounted
+    store_piece_dk = hopper.store_output(bf16, 32, key_row, later=True)
+    store_piece_dv = hopper.store_output(bf16, 32, value_row, later=True)
+    tiles_read, cluster_sync = hopper.named_sync(128 * at.groups), hopper.cluster_sync
     take, leave, visits_of = i.take, i.leave, i.visits
     visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
     visit_of, report, stamp, stamp_block = w.visit, w.report, w.stamp, w.stamp_block
@@ -216,7 +232,7 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
     piece_free, piece_full = hopper.named_sync(160), hopper.named_arrive(160)
 
     @device
-    def store(a, slot, kv_heads, row0, dk, dv):
+    def store(a, shared, slot, kv_heads, row0, dk, dv):
         """dK scale and dV, straight from registers."""
         walk, stop = get(slot + WALK), get(slot + STOP)
         batch = quotient(walk, kv_heads)
@@ -228,6 +244,44 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
         to = a.dv_data + (batch * a.dv_batch + head * a.dv_head) * 2
         ones = float32(1.0), float32(1.0)
         report(tile_count + 12, store_dv(to, a.dv_row * 2, dv, ones, key, stop))
+
+    @device
+    def add_up(a, shared, slot, kv_heads, row0, dk, dv):
+        """The same of a cluster: every block lays its own down where tiles were, and takes some
+        columns of all blocks', to add them up in the blocks' order."""
+        mine = int32(shared + k_at + (int32(cuda.threadIdx.x) - 128) * 4)
+        tiles_read(int32(_TILES_READ))  # no product needs one any more
+        lay_down(mine, dk)
+        lay_down(mine + d // 2 * across, dv)
+        cluster_sync()  # all blocks' are there
+        walk, stop = get(slot + WALK), get(slot + STOP)
+        batch = quotient(walk, kv_heads)
+        head, key = int32(walk - batch * kv_heads), int32(get(slot + START) + row0)
+        to_dk = a.dk_data + (batch * a.dk_batch + head * a.dk_head) * 2
+        to_dv = a.dv_data + (batch * a.dv_batch + head * a.dv_head) * 2
+        scales, ones = (a.scale, a.scale), (float32(1.0), float32(1.0))
+        piece, dk_bytes, dv_bytes = int32(cuda.blockIdx.x & (blocks - 1)), int32(0), int32(0)
+        while piece < 2 * pieces:
+            which = quotient(piece, pieces)  # 0: of dK, 1: of dV
+            column = int32((piece - which * pieces) * 32)
+            place = int32(mine + (which * d + column) // 2 * across)
+            sums, block = new_piece(), int32(0)
+            while block < blocks:
+                sums = add_from(sums, place, block)
+                block = uncounted(block + 1)
+            if which == 0:
+                row_bytes = a.dk_row * 2
+                dk_bytes += store_piece_dk(to_dk, row_bytes, sums, scales, key, stop, column)
+            else:
+                row_bytes = a.dv_row * 2
+                dv_bytes += store_piece_dv(to_dv, row_bytes, sums, ones, key, stop, column)
+            piece = uncounted(piece + blocks)
+        cluster_sync()  # the others have read what is ours
+        tile_count = a.tile_counts + (int64(walk) * a.tiles + get(slot + OUTER)) * (SLOTS * 4)
+        report(tile_count + 8, dk_bytes)
+        report(tile_count + 12, dv_bytes)
+
+    put_gradients = store if blocks == 1 else add_up
 
     @device
     def load_starts(shared, number):
@@ -267,8 +321,9 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
             count = get(slot + COUNT)
             tile_stamp = tile_stamps(a, walk, get(slot + OUTER), 1 + group)
             stamp_block(tile_stamp, False)
-            member, n = int32(walk * a.group), int32(0)  # the query head's walk
-            total = int32(a.group * count)
+            member = int32(walk * a.group)  # the query head's walk
+            further, n, total = share(a.group, count)
+            member = int32(member + further)
             left = total
             dk, dv = new_grad(), new_grad()
             wait(shared + kv_full, item & 1)
@@ -377,7 +432,7 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
             else:
                 arrive(shared + v_free, speaking)
                 arrive(shared + k_free, speaking)
-            store(a, slot, kv_heads, row0, dk, dv)
+            put_gradients(a, shared, slot, kv_heads, row0, dk, dv)
             leave(shared, item, speaking)
             stamp_block(tile_stamp, True)
             item = int32(item + 1)

@@ -370,6 +370,35 @@ def fence_shared(b: ir.IRBuilder) -> None:
     ptx_hopper.fence_async(b, "shared::cta")
 
 
+# -- dK and dV of a cluster: through each other's shared memory -----------------------------------
+
+
+def lay_down(n: int, apart: int) -> Any:
+    """``lay_down(place, sums)``: a thread's of 64 x n, so many bytes `apart`, for `add_from`."""
+
+    @emitted(None, int32, floats(n // 2))
+    def lay_down_(b: ir.IRBuilder, place: ir.Value, sums: Values) -> None:
+        for e, x in enumerate(sums):
+            ptx_hopper.store_float(b, b.add(place, i32(e * apart)), x)
+
+    return lay_down_
+
+
+def add_from(n: int, apart: int) -> Any:
+    """``add_from(sums, place, block) -> sums``: plus n columns of those that a block of the cluster
+    has laid down."""
+    kind = floats(n // 2)
+
+    @emitted(kind, kind, int32, int32)
+    def add_from_(b: ir.IRBuilder, sums: Values, place: ir.Value, block: ir.Value) -> Values:
+        there = ptx_hopper.address_in(b, place, block)
+        return [
+            b.fadd(x, ptx_hopper.load_float_from(b, there, e * apart)) for e, x in enumerate(sums)
+        ]
+
+    return add_from_
+
+
 def unit_of_starts(start: bool) -> Any:
     """``unit(scale)``: what a log-sum-exp is multiplied by: -1 / scale where accumulators `start`
     at it, else -log2 e, for the exponent."""

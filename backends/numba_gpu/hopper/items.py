@@ -42,18 +42,19 @@ int32, int64 = types.int32, types.int64
 
 
 def item_functions(
-    c: SimpleNamespace, at: Layout, w: SimpleNamespace, *, by_row: bool = True
+    c: SimpleNamespace, at: Layout, w: SimpleNamespace, *, by_row: bool = True, part: bool = False
 ) -> SimpleNamespace:
     """Device functions on item slots, for one kernel's constants `c`, layout and walk `w`.
 
     Each role, the producer's warpgroup and then every consumer's, has time stamps of its own.
 
-    ``write(a, slot, number)`` puts an item into a slot; ``after(a, counter)`` asks for the number
-    of the next. ``take(shared, item)`` waits for an item and returns its slot;
-    ``leave(shared, item, speaking)`` is a warp's word that it is done with it. ``visits(slot)``
-    gives its walk, as ``walk.begin`` does; ``place(row, stop, batch)`` says where rows lie in a
-    tensor map; ``visit_stamps(a, walk, first, role)`` and ``tile_stamps(a, walk, outer, role)``
-    where a role stamps.
+    ``first(a)`` and ``stop(a)`` are the numbers of the launch's first item and of the one behind
+    its last: all that there are, but for `part` of a pass. ``write(a, slot, number)`` puts an item
+    into a slot; ``after(a, counter)`` asks for the number of the next. ``take(shared, item)`` waits
+    for an item and returns its slot; ``leave(shared, item, speaking)`` is a warp's word that it is
+    done with it. ``visits(slot)`` gives its walk, as ``walk.begin`` does; ``place(row, stop,
+    batch)`` says where rows lie in a tensor map; ``visit_stamps(a, walk, first, role)`` and
+    ``tile_stamps(a, walk, outer, role)`` where a role stamps.
     """
     block, varlen = c.block_k if by_row else c.block_q, bool(c.varlen)  # of the side visited
     item_of, begin, visit_of = w.item, w.begin, w.visit
@@ -79,6 +80,14 @@ def item_functions(
         if varlen:
             return int32(ROUND - stop + row), stop
         return row, batch
+
+    @device
+    def first(a):
+        return a.first if part else int32(0)
+
+    @device
+    def stop(a):
+        return a.stop if part else a.walks * a.tiles
 
     @device
     def write(a, slot, number):
@@ -114,8 +123,8 @@ def item_functions(
     def after(a, counter):
         number = int32(0x7FFFFFFF)
         if counter != 0:  # else no block gets a second item
-            last = int32(a.walks * a.tiles - 1)  # asking for it sets the counter to 0 again
-            number = int32(cuda.gridDim.x + fetch_count(counter, last))
+            last = int32(stop(a) - first(a) - 1)  # asking for it sets the counter to 0 again
+            number = int32(first(a) + cuda.gridDim.x + fetch_count(counter, last))
         return number
 
     @device
@@ -130,6 +139,8 @@ def item_functions(
         arrive(stage(shared + free, item), speaking)
 
     return SimpleNamespace(
+        first=first,
+        stop=stop,
         after=after,
         take=take,
         leave=leave,

@@ -27,6 +27,29 @@ from flashsim.backends.numba_gpu.walk import SLOTS, device, quotient
 int32, int64 = types.int32, types.int64
 
 
+def share_of(c: SimpleNamespace) -> Any:
+    """``share(group, count) -> member, n, left``: which visits of an item its block makes.
+
+    An item has `count` visits for each query head of its group, one head after the other. The
+    blocks of a cluster share them out, each takes some in a row: `left`, from visit n of the
+    group's head `member` on.
+    """
+    blocks = c.cluster
+
+    @device
+    def whole(group, count):
+        return int32(0), int32(0), int32(group * count)
+
+    @device
+    def share(group, count):
+        steps, rank = int32(group * count), int32(cuda.blockIdx.x & (blocks - 1))
+        first, stop = quotient(steps * rank, blocks), quotient(steps * (rank + 1), blocks)
+        member = quotient(first, max(count, 1))
+        return member, int32(first - member * count), int32(stop - first)
+
+    return whole if blocks == 1 else share
+
+
 def producer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleNamespace) -> Any:
     """``produce(map_q, map_k, map_v, map_dout, a, counter, shared)``: a thread takes items, brings
     tiles."""
@@ -38,9 +61,15 @@ def producer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleN
     full, free = at.barrier("full"), at.barrier("free")
     item_full, item_free, items = at.barrier("item_full"), at.barrier("item_free"), at.items
     expect_kv, expect_q = hopper.expect(2 * at.key_bytes), hopper.expect(2 * query_bytes)
-    copy_k = hopper.copy_tile(c.block_k, at.chunks, packed=packed)
+    blocks, share = c.cluster, share_of(c)
+    again = blocks == 1  # a block may have several items
+    if again:
+        copy_k = hopper.copy_tile(c.block_k, at.chunks, packed=packed)
+    else:
+        copy_k = hopper.copy_tile_to_all(c.block_k, at.chunks, blocks, packed=packed)
     copy_q = hopper.copy_tile(block_q, at.chunks, packed=packed)
-    write_item, after, visits_of, place = i.write, i.after, i.visits, i.place
+    first_of, stop_of, write_item, after = i.first, i.stop, i.write, i.after
+    visits_of, place = i.visits, i.place
     visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
     visit_of, report_one, stamp, stamp_block = w.visit, w.report_one, w.stamp, w.stamp_block
     put, get, map_address = hopper.put, hopper.get, hopper.map_address
@@ -71,29 +100,40 @@ def producer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleN
 
     @device
     def bring_keys(map_k, map_v, a, shared, slot, item, head, batch):
-        """An item's V, then its K: in this order the last item is done with them."""
+        """An item's V, then its K: in this order the last item is done with them.
+
+        A cluster has one item, and no last one to wait for. Its blocks bring each other's tiles: so
+        one without visits may be done with both before its producer comes to the wait, which would
+        take that for the phase before, and wait for ever.
+        """
         start, stop = get(slot + START), get(slot + STOP)
         barrier, parity = int32(shared + kv_full), int32((item & 1) ^ 1)
         row, last = place(start, stop, batch)
-        wait(shared + v_free, parity)
+        if again:
+            wait(shared + v_free, parity)
         expect_kv(barrier)
         copy_k(shared + v_at, map_address(map_v), barrier, row, head, last)
-        wait(shared + k_free, parity)
+        if again:
+            wait(shared + k_free, parity)
         copy_k(shared + k_at, map_address(map_k), barrier, row, head, last)
         number = int64(get(slot + WALK)) * a.tiles + get(slot + OUTER)
         tile_count = a.tile_counts + number * (SLOTS * 4)
-        report_one(tile_count, int32((stop - start) * row_bytes))
-        report_one(tile_count + 4, int32((stop - start) * row_bytes_v))
+        keys = int32(stop - start)
+        if blocks > 1 and cuda.blockIdx.x & (blocks - 1) > 0:  # a cluster reads them once
+            keys = int32(0)
+        report_one(tile_count, int32(keys * row_bytes))
+        report_one(tile_count + 4, int32(keys * row_bytes_v))
 
     @device
     def produce(map_q, map_k, map_v, map_dout, a, counter, shared):
         # `item` counts the block's items, `done` their visits so far.
-        item, done, number = int32(0), int32(0), int32(cuda.blockIdx.x)
-        kv_heads = quotient(a.heads, a.group)
+        item, done = int32(0), int32(0)
+        number, kv_heads = int32(cuda.blockIdx.x), quotient(a.heads, a.group)
+        number = int32(first_of(a) + quotient(number, blocks))
         while True:
             slot = int32(shared + items + (item & 1) * ITEM)
             wait_free(shared + item_free, item)  # every warp is done with the slot's last item
-            if number >= a.walks * a.tiles:
+            if number >= stop_of(a):
                 put(slot + WALK, int32(-1))
                 arrive(stage(shared + item_full, item), True)
                 break
@@ -106,7 +146,9 @@ def producer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleN
             stamp_block(tile_stamp, False)
             # The last item is done with a stage before it is done with V, and then with K: so the
             # first visit's tiles come first.
-            head, n, left, first = int32(kv_head * a.group), int32(0), int32(a.group * count), True
+            head = int32(kv_head * a.group)
+            member, n, left = share(a.group, count)
+            head, first = int32(head + member), True
             while first or left > 0:
                 if left > 0:
                     bring_queries(map_q, map_dout, a, shared, slot, done, n, head, batch)
@@ -125,7 +167,10 @@ def producer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleN
 def statistics(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleNamespace) -> Any:
     """``produce_statistics(a, shared)``: a warp brings where each visit's scores and dP start, on
     the tiles' barriers."""
-    block_q, start, fused = c.block_q, not c.scaled, bool(c.fused)
+    block_q, start, fused, share = c.block_q, not c.scaled, bool(c.fused), share_of(c)
+    # Of a pass in several launches none needs anything of another: each lets the next one begin,
+    # and waits for the one before it, through which for all that ran before, when it ends.
+    first, lets = not c.after, not fused or bool(c.more)
     lse_at, delta_at = at.region("lse"), at.region("delta")
     full, free = at.barrier("full"), at.barrier("free")
     load_statistics, put_rows = gradients.load_statistics(block_q), gradients.put_rows(block_q)
@@ -142,10 +187,11 @@ def statistics(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simpl
         item, done, speaking = int32(0), int32(0), speaks()
         unit, kv_heads = unit_of_starts(a.scale), quotient(a.heads, a.group)
         # Nothing else here reads or adds to what ran before has written but by way of these.
-        wait_for_what_ran_before()
+        if first:
+            wait_for_what_ran_before()
         # dQ's pass, whose blocks take a whole SM each; the conversion's would crowd on the few SMs
         # that are idle by now.
-        if not fused:
+        if lets:
             let_what_runs_next_start()
         while True:
             slot = take(shared, item)
@@ -154,7 +200,8 @@ def statistics(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simpl
             batch, count = quotient(get(slot + WALK), kv_heads), get(slot + COUNT)
             kv_head = int32(get(slot + WALK) - batch * kv_heads)
             walk = int32(batch * a.heads + kv_head * a.group)  # of the query head
-            n, left = int32(0), int32(a.group * count)
+            member, n, left = share(a.group, count)
+            walk = int32(walk + member)
             while left > 0:
                 tile, _ = visit_of(a, visits_of(slot), n)
                 query = int32(get(slot + BASE) + tile * block_q)
@@ -176,5 +223,7 @@ def statistics(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simpl
                     walk, n = int32(walk + 1), int32(0)
             leave(shared, item, speaking)
             item = int32(item + 1)
+        if not first:
+            wait_for_what_ran_before()
 
     return produce_statistics

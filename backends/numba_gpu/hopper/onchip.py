@@ -179,6 +179,12 @@ class KeysOutside(Layout):
         return self.dq_rows * 64 * 4 if self.fused else 0
 
     @property
+    def row_of_threads(self) -> int:
+        """Bytes between two of a thread's floats of dK and dV where a block of a cluster lays them
+        down for the others, in the place of k, v, q and dout."""
+        return 128 * self.groups * 4
+
+    @property
     def regions(self) -> dict[str, int]:
         """See `Layout`."""
         return {

@@ -70,6 +70,27 @@ def named_arrive(b: ir.IRBuilder, number: ir.Value, threads: int) -> None:
     asm(b, f"bar.arrive $0, {threads};", "r", [number], effects=True, together=True)
 
 
+# -- clusters of blocks ---------------------------------------------------------------------------
+
+
+def cluster_sync(b: ir.IRBuilder) -> None:
+    """Wait for all threads of the cluster that have not ended: what each wrote to shared memory is
+    seen ("barrier.cluster")."""
+    text = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
+    asm(b, text, "", [], effects=True, together=True)
+
+
+def address_in(b: ir.IRBuilder, address: ir.Value, block: ir.Value) -> ir.Value:
+    """Where a block of the cluster, by its number, has what is at this address in ours ("mapa")."""
+    return asm(b, "mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", [address, block], I32)
+
+
+def load_float_from(b: ir.IRBuilder, address: ir.Value, further: int) -> ir.Value:
+    """A float32 of a block of the cluster, so many bytes behind an `address_in` ("ld")."""
+    text = f"ld.shared::cluster.f32 $0, [$1+{further}];"
+    return asm(b, text, "=f,r", [address], F32, effects=True)
+
+
 # -- the copy engine ------------------------------------------------------------------------------
 
 
@@ -80,18 +101,27 @@ def parameter_address(b: ir.IRBuilder, name: str) -> ir.Value:
 
 
 def copy_box(
-    b: ir.IRBuilder, to: ir.Value, tensor_map: ir.Value, barrier: ir.Value, place: Values
+    b: ir.IRBuilder,
+    to: ir.Value,
+    tensor_map: ir.Value,
+    barrier: ir.Value,
+    place: Values,
+    blocks: int = 1,
 ) -> None:
     """Copy the box at `place` (column, row, head, batch) of a tensor ("cp.async.bulk.tensor").
 
-    What lies outside the tensor arrives as zeros; the box's bytes are credited to `barrier`.
+    What lies outside the tensor arrives as zeros; the box's bytes are credited to `barrier`. For a
+    cluster of `blocks` it is copied to this place in each, and credited to the barrier in each.
     """
     rank = len(place)
     where = ", ".join(f"${3 + axis}" for axis in range(rank))
-    text = (
-        f"cp.async.bulk.tensor.{rank}d.shared::cluster.global.mbarrier::complete_tx::bytes "
-        f"[$0], [$1, {{{where}}}], [$2];"
-    )
+    copy = f"cp.async.bulk.tensor.{rank}d.shared::cluster.global.mbarrier::complete_tx::bytes"
+    text = f"{copy} [$0], [$1, {{{where}}}], [$2];"
+    if blocks > 1:
+        text = (
+            f"{{.reg .b16 all; mov.b16 all, {(1 << blocks) - 1}; "
+            f"{copy}.multicast::cluster [$0], [$1, {{{where}}}], [$2], all;}}"
+        )
     asm(b, text, "r,l,r" + ",r" * rank, [to, tensor_map, barrier, *place], effects=True)
 
 

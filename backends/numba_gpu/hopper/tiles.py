@@ -202,6 +202,12 @@ def named_arrive(threads: int) -> Any:
     return named_arrive_
 
 
+@emitted(None)
+def cluster_sync(b: ir.IRBuilder) -> None:
+    """Wait for all threads of the cluster that have not ended, and see what each wrote."""
+    ptx_hopper.cluster_sync(b)
+
+
 # -- items: what the producer tells the consumers -------------------------------------------------
 
 
@@ -255,6 +261,25 @@ def copy_tile(rows: int, chunks: int, *, packed: bool) -> Any:
             ptx_hopper.copy_box(b, at, tensor_map, barrier, where)
 
     return copy_tile_
+
+
+def copy_tile_to_all(rows: int, chunks: int, blocks: int, *, packed: bool) -> Any:
+    """The same to every block of a cluster: each fetches some of the boxes, for all."""
+    back = [i32(ROUND)] if packed else []
+
+    @emitted(None, int32, int64, int32, int32, int32, int32)
+    def copy_tile_to_all_(
+        b: ir.IRBuilder, to: ir.Value, tensor_map: ir.Value, barrier: ir.Value, *place: ir.Value
+    ) -> None:
+        row, head, batch = place
+        rank = b.and_(ptx.special(b, "ctaid.x"), i32(blocks - 1))
+        for chunk in range(chunks):
+            with b.if_then(b.icmp_unsigned("==", rank, i32(chunk % blocks))):
+                at = b.add(to, i32(chunk * rows * 128))
+                where = [i32(chunk * ptx_hopper.CHUNK), row, head, *back, batch]
+                ptx_hopper.copy_box(b, at, tensor_map, barrier, where, blocks)
+
+    return copy_tile_to_all_
 
 
 @emitted(int32, int32)
@@ -348,15 +373,15 @@ def rounded(b: ir.IRBuilder, bf16: bool, s: Values) -> Values:
 # -- output ---------------------------------------------------------------------------------------
 
 
-def store_output(bf16: bool, n: int, row_of: RowWidth) -> Any:
+def store_output(bf16: bool, n: int, row_of: RowWidth, *, later: bool = False) -> Any:
     """``store_output(address, row_bytes, o, factors, row, stop) -> bytes``: 64 rows, rounded.
 
     `row` is the warp's first row and `address` that of row 0; rows from `stop` on and columns past
     `row_of`'s width are left out. A lane holds pairs of columns; quads trade them for 16 bytes in
-    a row.
+    a row. `later`, one parameter more says from which column on o's are.
     """
 
-    @emitted(int32, int64, int32, floats(n // 2), floats(2), int32, int32)
+    @emitted(int32, int64, int32, floats(n // 2), floats(2), *[int32] * (3 if later else 2))
     def store_output_(
         b: ir.IRBuilder,
         address: ir.Value,
@@ -365,9 +390,12 @@ def store_output(bf16: bool, n: int, row_of: RowWidth) -> Any:
         factors: Values,
         row: ir.Value,
         stop: ir.Value,
+        *begin: ir.Value,
     ) -> ir.Value:
         lane, stored = lane_of(b), i32(0)
         column = b.shl(b.and_(lane, i32(3)), i32(3))
+        for first in begin:
+            column = b.add(column, first)
         odd, high = b.trunc(lane, I1), b.trunc(b.lshr(lane, i32(1)), I1)
         for half in range(2):
             mine = b.add(row, b.add(b.lshr(lane, i32(2)), i32(8 * half)))
@@ -382,7 +410,7 @@ def store_output(bf16: bool, n: int, row_of: RowWidth) -> Any:
                     four.append(ptx.pack(b, bf16, *pair) if pair else i32(0))
                 four = _transposed(b, four, odd, high)
                 inside = exists
-                if first + 32 > row_of.width:
+                if later or first + 32 > row_of.width:
                     fits = b.icmp_unsigned("<", b.add(column, i32(first)), i32(row_of.width))
                     inside = b.and_(exists, fits)
                 with b.if_then(inside):

@@ -55,7 +55,7 @@ def shares(
 
     Where dQ is computed a visit later, a block makes one product more than it makes visits to an
     item: in the first there is none to compute, but the tensor cores work as in the others. In C++
-    that is so of an item without visits, too.
+    that is so of a block without visits, too.
 
     Parameters
     ----------
@@ -68,14 +68,16 @@ def shares(
         return ()
     gpu, tables = Gpu.like(traffic.device), lower(traffic.schedule(stage), "col")
     walks, _ = plans.heads_of(stage, traffic.problem)
-    alone, late = in_turns or python, not (in_turns or stage.once)
-    cluster = 1 if alone else HOPPER.cluster(stage, tables, gpu)
-    parts = () if alone else HOPPER.remainder(stage, tables, cluster, gpu)
-    visited = walks * int(np.count_nonzero(tables.visits))
+    late = not (in_turns or stage.once)
+    cluster = 1 if in_turns else HOPPER.cluster(stage, tables, gpu)
+    parts = () if in_turns else HOPPER.remainder(stage, tables, cluster, gpu)
+    steps = tables.visits * (traffic.problem.group if stage.per == "group" else 1)
     rest = walks * tables.tiles - sum(items for _, items in parts)
     found = []
     for blocks, items in (*parts, (cluster, rest)):
-        products = visited if python else int(blocks * items)
+        # Of each tile of keys; where launches differ, all are equally long (`Hopper.remainder`).
+        working = np.minimum(steps, blocks) if python else np.full_like(steps, blocks)
+        products = int(working.sum()) * int(items) // tables.tiles
         unused = products if late and HOPPER.defers(stage, tables, blocks) else 0
         found.append(SharedItems(int(items), int(blocks), unused))
     return tuple(found)
