@@ -80,7 +80,8 @@ def ptx(kernel: Kernel, capability: tuple[int, int]) -> str:
     text = text.replace(entry, kernel.name)
     if kernel.cluster > 1:
         cluster = f".explicitcluster\n.reqnctapercluster {kernel.cluster}, 1, 1\n"
-        text = _BOUNDS.sub(cluster + r"\g<0>", text, count=1)
+        text, found = _BOUNDS.subn(cluster + r"\g<0>", text, count=1)
+        assert found == 1, "a cluster's size stands in front of an entry's bounds"
     if maps:  # any assembler that knows the instructions will do, however new numba-cuda's PTX is
         text = _VERSION.sub(f".version {_HOPPER_PTX}", text, count=1)
     for one in maps:  # the copy engine reads a tensor map at a multiple of 64

@@ -399,7 +399,7 @@ def launches(family, problem, report="", *, algorithm="flash2-fused", ordered=Fa
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_clusters_share_what_they_share_in_cpp(name):
     """Few items; and of items that are all alike what whole rounds leave, in launches that come
-    first, but where anything is reported or added in order."""
+    first, but where anything is reported or added in order. Tiles are the same here."""
     from flashsim.backends.families.hopper import HOPPER as CPP
 
     problem, expected = LAUNCHES[name]

@@ -91,12 +91,19 @@ def test_a_fused_form_gives_the_same_bits(head_dim, deferred, choose):  # noqa: 
     check_bits(p, FUSED, runs=60)
 
 
+def clusters_of(p):
+    """How many blocks share an item of the fused backward."""
+    given = p, None, engine.gpu_of(0), "ascending", "", "flash2-fused"
+    return families.HOPPER.backward_passes(*given)[1].kernel.cluster
+
+
 @pytest.mark.parametrize("blocks", CLUSTERS)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", ["1 x 1", "ragged", "causal", "window", "varlen", "blocks"])
 def test_every_cluster(name, head_dim, blocks, choose):  # noqa: F811
     choose("cluster", lambda self, stage, *_: blocks if stage.outer == "keys" else 1)
     p = Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name])
+    assert clusters_of(p) == blocks
     check(p, PYTHON_HOPPER)
     check_counts(p, PYTHON_HOPPER)
 
@@ -107,8 +114,21 @@ def test_clusters_of_other_head_dims(head_dims, blocks, choose):  # noqa: F811
     """Of whose columns a cluster's blocks take 32 at a time."""
     choose("cluster", lambda self, stage, *_: blocks if stage.outer == "keys" else 1)
     p = Problem(300, 500, *head_dims, heads=4, kv_heads=2, dtype="float16", causal=True)
+    assert clusters_of(p) == blocks
     check(p, PYTHON_HOPPER)
     check_counts(p, PYTHON_HOPPER)
+
+
+@pytest.mark.parametrize("blocks", [2, 8])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", ["1 x 1", "causal", "softcap", "negative scale", "more keys"])
+@pytest.mark.usefixtures("deferring")
+def test_clusters_that_compute_dq_a_visit_later(name, head_dim, blocks, choose):  # noqa: F811
+    """With blocks that have no visit among them."""
+    choose("cluster", lambda self, stage, *_: blocks if stage.outer == "keys" else 1)
+    p = Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name])
+    assert clusters_of(p) == blocks
+    check(p, FUSED)
 
 
 @pytest.mark.parametrize("deferred", [False, True])

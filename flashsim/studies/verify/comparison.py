@@ -214,7 +214,8 @@ def _filled(traffic: Traffic) -> Traffic:
 def _together(traffic: Traffic, stage: plans.Stage) -> tuple[int, bool]:
     """How many heads the Hopper kernels work on together, and whether in step.
 
-    The others have the L2 model's rule.
+    The others have the L2 model's rule. Of those in Python, which are never in step, it is C++'s
+    that is predicted, too.
     """
     tables, gpu = _lowered(traffic, stage), Gpu.like(traffic.device)
     heads = HOPPER.clump(stage, tables, gpu)
