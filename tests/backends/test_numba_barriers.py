@@ -301,23 +301,20 @@ def played(block):
     def put_rows(address, values):
         memory[block.where(address)] = values
 
-    def copy_tile(rows, chunks, packed):
+    def copy_tile(rows, chunks, packed, blocks=1):
         def copy(to, tensor_map, barrier, row, head, last):
             name = block.where(to)
             memory[name] = head if name[0] in "kv" else (head, row)
             block.landed(barrier, rows * chunks * 128)
 
-        return copy
-
-    def copy_tile_to_all(rows, chunks, blocks, packed):
-        def copy(to, tensor_map, barrier, row, head, last):
+        def copy_to_all(to, tensor_map, barrier, row, head, last):
             for _ in range(block.rank, chunks, blocks):
                 for other in block.cluster.blocks:
                     assert other.begun, "a barrier that does not exist yet"
                     other.memory[other.where(to)] = head
                     other.landed(barrier, rows * 128)
 
-        return copy
+        return copy if blocks == 1 else copy_to_all
 
     def lay_down(n, apart):
         def lay(place, sums):
@@ -372,7 +369,6 @@ def played(block):
         stage=ring,
         expect=lambda count: lambda barrier: block.expect(barrier, count),
         copy_tile=copy_tile,
-        copy_tile_to_all=copy_tile_to_all,
         queue_scores=scores,
         product_wait=lambda pending, n: passed(pending),
         queue_output=lambda *_: queue_dk,

@@ -187,17 +187,27 @@ def shares_of(problem, clusters):
     return ((8, rest - 66), (2, 66)) if len(clusters) == 3 else ((clusters[0], rest),)
 
 
-@pytest.mark.parametrize("deferred", [False, True])
-@pytest.mark.parametrize(("problem", "clusters"), REMAINDERS)
-def test_clusters_take_what_whole_rounds_leave(problem, clusters, deferred, choose):
-    """Also where that does not save as much time as it should."""
+def clusters_of(family, problem):
+    """How many blocks share an item, of each launch of the fused backward with keys outside."""
+    given = problem, None, engine.gpu_of(0), "ascending", "", "flash2-fused"
+    one = family.backward_passes(*given)[1]
+    return tuple(x.kernel.cluster for x in (*one.before, one))
+
+
+def choose_launches(choose, problem, clusters, *, deferred):
+    """That clusters of so many blocks take what whole rounds leave."""
     shares = shares_of(problem, clusters)
     choose("cluster", lambda *_: 1)
     choose("defers", lambda self, stage, *_: deferred and stage.name == "fused")
     choose("remainder", lambda self, stage, *_: shares if stage.name == "fused" else ())
-    given = problem, None, engine.gpu_of(0), "ascending", "", "flash2-fused"
-    one = hopper.HOPPER.backward_passes(*given)[1]
-    assert tuple(x.kernel.cluster for x in (*one.before, one)) == clusters
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize(("problem", "clusters"), REMAINDERS)
+def test_clusters_take_what_whole_rounds_leave(problem, clusters, deferred, choose):
+    """Also where that does not save as much time as it should."""
+    choose_launches(choose, problem, clusters, deferred=deferred)
+    assert clusters_of(hopper.HOPPER, problem) == clusters
     check(problem, HOPPER)
 
 

@@ -24,10 +24,16 @@ from cupy_checks import (  # noqa: F401
     within,
     without_turns,
 )
-from test_hopper import FEATURES, MANY_KEYS, REMAINDERS, choose, shares_of  # noqa: F401
+from test_hopper import (  # noqa: F401
+    FEATURES,
+    MANY_KEYS,
+    REMAINDERS,
+    choose,
+    choose_launches,
+    clusters_of,
+)
 
 from flashsim import Problem, Tiling
-from flashsim.backends.cupy_gpu import engine
 from flashsim.backends.families.tile_times import CLUSTERS
 from flashsim.errors import BackendUnavailable, UnsupportedError
 
@@ -91,19 +97,13 @@ def test_a_fused_form_gives_the_same_bits(head_dim, deferred, choose):  # noqa: 
     check_bits(p, FUSED, runs=60)
 
 
-def clusters_of(p):
-    """How many blocks share an item of the fused backward."""
-    given = p, None, engine.gpu_of(0), "ascending", "", "flash2-fused"
-    return families.HOPPER.backward_passes(*given)[1].kernel.cluster
-
-
 @pytest.mark.parametrize("blocks", CLUSTERS)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", ["1 x 1", "ragged", "causal", "window", "varlen", "blocks"])
 def test_every_cluster(name, head_dim, blocks, choose):  # noqa: F811
     choose("cluster", lambda self, stage, *_: blocks if stage.outer == "keys" else 1)
     p = Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name])
-    assert clusters_of(p) == blocks
+    assert clusters_of(families.HOPPER, p) == (blocks,)
     check(p, PYTHON_HOPPER)
     check_counts(p, PYTHON_HOPPER)
 
@@ -114,7 +114,7 @@ def test_clusters_of_other_head_dims(head_dims, blocks, choose):  # noqa: F811
     """Of whose columns a cluster's blocks take 32 at a time."""
     choose("cluster", lambda self, stage, *_: blocks if stage.outer == "keys" else 1)
     p = Problem(300, 500, *head_dims, heads=4, kv_heads=2, dtype="float16", causal=True)
-    assert clusters_of(p) == blocks
+    assert clusters_of(families.HOPPER, p) == (blocks,)
     check(p, PYTHON_HOPPER)
     check_counts(p, PYTHON_HOPPER)
 
@@ -127,7 +127,7 @@ def test_clusters_that_compute_dq_a_visit_later(name, head_dim, blocks, choose):
     """With blocks that have no visit among them."""
     choose("cluster", lambda self, stage, *_: blocks if stage.outer == "keys" else 1)
     p = Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name])
-    assert clusters_of(p) == blocks
+    assert clusters_of(families.HOPPER, p) == (blocks,)
     check(p, FUSED)
 
 
@@ -135,13 +135,8 @@ def test_clusters_that_compute_dq_a_visit_later(name, head_dim, blocks, choose):
 @pytest.mark.parametrize(("problem", "clusters"), REMAINDERS)
 def test_clusters_take_what_whole_rounds_leave(problem, clusters, deferred, choose):  # noqa: F811
     """Also where that does not save as much time as it should; always the same bits."""
-    shares = shares_of(problem, clusters)
-    choose("cluster", lambda *_: 1)
-    choose("defers", lambda self, stage, *_: deferred and stage.name == "fused")
-    choose("remainder", lambda self, stage, *_: shares if stage.name == "fused" else ())
-    given = problem, None, engine.gpu_of(0), "ascending", "", "flash2-fused"
-    one = families.HOPPER.backward_passes(*given)[1]
-    assert tuple(x.kernel.cluster for x in (*one.before, one)) == clusters
+    choose_launches(choose, problem, clusters, deferred=deferred)
+    assert clusters_of(families.HOPPER, problem) == clusters
     check(problem, PYTHON_HOPPER)
     check_bits(problem, FUSED, runs=20)
 

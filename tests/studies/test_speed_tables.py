@@ -133,44 +133,34 @@ def test_the_sentences_of_kernels_in_python_are_of_the_kept_measurements(tables)
 
 
 def test_the_sentences_of_second_runs_are_of_the_kept_measurements(tables):
-    """Of the fastest library's time, and of C++'s, by Python's."""
-
-    def runs(name):
-        found = {}
-        for row in tables.kept(name):
-            shape = [row[x] for x in ("head_dim", "causal", "batch", "seq_len")]
-            shape += [row[x] for x in ("heads", "kv_heads", "window")]
-            found.setdefault(tuple(shape), {})[row["implementation"]] = row
-        return found
-
-    def by_ours(of, what, ours, others):
-        times = [float(of[name][what]) for name in others if name in of and of[name][what]]
-        return min(times) / float(of[ours][what]) if of.get(ours, {}).get(what) else None
-
-    libraries = ("flash-attn cute", "torch cudnn", "torch flash2")
-    python = ("flashsim numba_cuda", ("flashsim cupy",))
+    """Of the fastest library's time by ours, and of ours by Python's."""
+    runs = {}
     for name, count in (("short", 37), ("serving", 9)):
-        whole = runs(f"gpu-{name}-h200-second.csv")
-        for what in ("forward_ms", "backward_ms"):
-            found = [by_ours(of, what, "flashsim cupy", libraries) for of in whole.values()]
-            found = [x for x in found if x]
+        runs[name] = tables.shapes(f"gpu-{name}-h200-second.csv", lambda s: s.n)
+        for way in ("forward", "backward"):
+            found = [x for one in runs[name] if (x := one.ratio(way))]
             assert (len(found), min(found) >= 1) == (count, True)
             if name == "short":
-                assert f"{what[:-3]} by {min(found):.2f}" in WORDS
-    (long,) = (of for shape, of in whole.items() if shape[3] == "32768")
-    last = by_ours(long, "backward_ms", "flashsim cupy", libraries)
-    assert f"and all nine are faster, that one by {last:.2f}." in WORDS
-    grouped = [by_ours(of, "backward_ms", *python) for of in whole.values()]
-    grouped = [x for x in grouped if x]
-    assert f"32 or 64 heads on 8, causal, {min(grouped):.2f} to {max(grouped):.2f}" in WORDS
-    short = runs("gpu-short-h200-second.csv")
-    once = [
-        by_ours(of, "backward_ms", *python)
-        for shape, of in short.items()
-        if shape[2] in ("8", "64") and shape[3] == "128" and shape[0] == "64"
-    ]
-    share = f"{min(once):.2f} to {max(once):.2f} of C++'s"
-    assert f"at d = 64, N = 128 the backward of 8 and of 64 sequences makes {share}" in WORDS
+                assert f"{way} by {min(found):.2f}" in WORDS
+
+    def python(shapes):
+        times = [
+            [x.ms("backward", f"flashsim {b}") for b in ("cupy", "numba_cuda")] for x in shapes
+        ]
+        found = [ours / python for ours, python in times if ours and python]
+        return f"{min(found):.2f} to {max(found):.2f}"
+
+    (long,) = (one for one in runs["serving"] if one.n == 32_768)
+    assert f"and all nine are faster, that one by {long.ratio('backward'):.2f}." in WORDS
+    assert f"32 or 64 heads on 8, causal, {python(runs['serving'])}" in WORDS
+    narrow = [one for one in runs["short"] if one.d == 64]
+    once = python(one for one in narrow if one.n == 128 and one.batch > 1)
+    assert (
+        f"at d = 64, N = 128 the backward of 8 and of 64 sequences makes {once} of C++'s" in WORDS
+    )
+    others = python(one for one in narrow if one.n > 128)
+    notebook = (ROOT / "docs/notebooks/python_kernels.md").read_text(encoding="utf-8")
+    assert f"d = 64, from N = 197 to 768, Python's make {others} of C++'s" in notebook
 
 
 def test_the_sentences_since_then_are_of_the_kept_measurements(tables):

@@ -63,10 +63,7 @@ def producer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleN
     expect_kv, expect_q = hopper.expect(2 * at.key_bytes), hopper.expect(2 * query_bytes)
     blocks, share = c.cluster, share_of(c)
     again = blocks == 1  # a block may have several items
-    if again:
-        copy_k = hopper.copy_tile(c.block_k, at.chunks, packed=packed)
-    else:
-        copy_k = hopper.copy_tile_to_all(c.block_k, at.chunks, blocks, packed=packed)
+    copy_k = hopper.copy_tile(c.block_k, at.chunks, packed=packed, blocks=blocks)
     copy_q = hopper.copy_tile(block_q, at.chunks, packed=packed)
     first_of, stop_of, write_item, after = i.first, i.stop, i.write, i.after
     visits_of, place = i.visits, i.place

@@ -242,10 +242,11 @@ def map_address(typing_context, tensor_map):
     return types.int64(tensor_map), generate
 
 
-def copy_tile(rows: int, chunks: int, *, packed: bool) -> Any:
+def copy_tile(rows: int, chunks: int, *, packed: bool, blocks: int = 1) -> Any:
     """``copy_tile(to, map, barrier, row, head, batch)``: a tile, box by box, chunk after chunk.
 
-    A map of `packed` sequences has an axis more, on which every box is at `ROUND`.
+    A map of `packed` sequences has an axis more, on which every box is at `ROUND`. To a cluster of
+    `blocks` the tile comes in all of them, and each fetches some of the boxes.
     """
     back = [i32(ROUND)] if packed else []
 
@@ -254,32 +255,23 @@ def copy_tile(rows: int, chunks: int, *, packed: bool) -> Any:
         b: ir.IRBuilder, to: ir.Value, tensor_map: ir.Value, barrier: ir.Value, *place: ir.Value
     ) -> None:
         row, head, batch = place
-        for chunk in range(chunks):
+
+        def copy(chunk: int) -> None:
             at = b.add(to, i32(chunk * rows * 128))
             column = i32(chunk * ptx_hopper.CHUNK)
             where = [column, row, head, *back, batch]
-            ptx_hopper.copy_box(b, at, tensor_map, barrier, where)
+            ptx_hopper.copy_box(b, at, tensor_map, barrier, where, blocks)
+
+        if blocks > 1:
+            rank = b.and_(ptx.special(b, "ctaid.x"), i32(blocks - 1))
+        for chunk in range(chunks):
+            if blocks == 1:
+                copy(chunk)
+            else:
+                with b.if_then(b.icmp_unsigned("==", rank, i32(chunk % blocks))):
+                    copy(chunk)
 
     return copy_tile_
-
-
-def copy_tile_to_all(rows: int, chunks: int, blocks: int, *, packed: bool) -> Any:
-    """The same to every block of a cluster: each fetches some of the boxes, for all."""
-    back = [i32(ROUND)] if packed else []
-
-    @emitted(None, int32, int64, int32, int32, int32, int32)
-    def copy_tile_to_all_(
-        b: ir.IRBuilder, to: ir.Value, tensor_map: ir.Value, barrier: ir.Value, *place: ir.Value
-    ) -> None:
-        row, head, batch = place
-        rank = b.and_(ptx.special(b, "ctaid.x"), i32(blocks - 1))
-        for chunk in range(chunks):
-            with b.if_then(b.icmp_unsigned("==", rank, i32(chunk % blocks))):
-                at = b.add(to, i32(chunk * rows * 128))
-                where = [i32(chunk * ptx_hopper.CHUNK), row, head, *back, batch]
-                ptx_hopper.copy_box(b, at, tensor_map, barrier, where, blocks)
-
-    return copy_tile_to_all_
 
 
 @emitted(int32, int32)
