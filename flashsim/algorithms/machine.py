@@ -11,7 +11,7 @@ from flashsim.algorithms.hbm import Hbm
 from flashsim.algorithms.sram import Sram
 from flashsim.counts.traffic import strip_rows
 from flashsim.problem.hardware import Device
-from flashsim.problem.precision import Precision, Roundings
+from flashsim.problem.precision import USUAL, Precision, Roundings
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
 from flashsim.schedule.schedule import KeyOrder, Schedule, check_visits
@@ -47,7 +47,7 @@ class Machine:
         key_order: KeyOrder = "ascending",
         split: Split = WHOLE,
         record: bool = False,
-        precision: Precision = Precision(),  # noqa: B008  # frozen
+        precision: Precision = USUAL,
     ) -> None:
         tiling.check(problem, device, algorithm, direction, split)
         self.problem, self.tiling, self.device = problem, tiling, device

@@ -13,7 +13,7 @@ from flashsim.algorithms.hbm import Hbm
 from flashsim.algorithms.machine import Machine
 from flashsim.engines.engine import Job, Outcome
 from flashsim.errors import UnsupportedError
-from flashsim.problem.precision import Precision, round_to
+from flashsim.problem.precision import USUAL, round_to
 from flashsim.problem.problem import Problem, numpy_dtype
 from flashsim.schedule import plans
 from flashsim.schedule.split import WHOLE, Split
@@ -74,7 +74,7 @@ def backward(job: Job, saved: Mapping[str, Any], dout: np.ndarray) -> Outcome:
     hbm = machine.hbm
     for name, array in saved.items():
         hbm.put(name, array, dtype_of(job.problem, name))
-    inputs = job.options.get("precision", Precision()).inputs
+    inputs = job.options.get("precision", USUAL).inputs
     dout = dout if inputs is None else round_to(dout, inputs)
     hbm.put("dO", dout, job.problem.result_dtype)
     made = _room(job, "backward", hbm)
@@ -85,8 +85,8 @@ def backward(job: Job, saved: Mapping[str, Any], dout: np.ndarray) -> Outcome:
 
 
 def _machine(job: Job, direction: str, tiling: Tiling, split: Split = WHOLE) -> Machine:
-    p, precision = job.problem, job.options.get("precision", Precision())
-    if job.trace and precision != Precision():
+    p, precision = job.problem, job.options.get("precision", USUAL)
+    if job.trace and precision != USUAL:
         raise UnsupportedError(
             "precision changes numbers, not what moves: a trace would count the bytes of the "
             "types that the inputs have; leave out trace, or precision"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -164,6 +165,9 @@ class Precision:
         return replace(given, **types)
 
 
+#: Every rounding point as the algorithm has it.
+USUAL = Precision()
+
 #: Published kernels: what they round, with "float16" for the inputs' type, and where it says so.
 PRESETS: dict[str, tuple[Precision, str]] = {
     "standard": (
@@ -213,6 +217,7 @@ class Roundings(NamedTuple):
     flush: int | None = None
 
     @classmethod
+    @lru_cache(maxsize=64)
     def of(
         cls, problem: Problem, algorithm: str, direction: str, stage: str, precision: Precision
     ) -> Roundings:

@@ -122,6 +122,11 @@ def stages(
     checks.instance("problem", problem, Problem, "flashsim.Problem")
     check_algorithm(algorithm)
     checks.one_of("direction", direction, DIRECTIONS)
+    return _stages(problem, algorithm, direction, split.pack_gqa)
+
+
+@lru_cache(maxsize=256)
+def _stages(problem: Problem, algorithm: str, direction: str, packed: bool) -> tuple[Stage, ...]:
     if problem.page_size is not None and not splits_keys(algorithm):
         raise UnsupportedError(
             f"{algorithm!r} reads no pages; algorithm='flash-decode' does, or leave page_size out"
@@ -142,11 +147,6 @@ def stages(
         )
     if direction == "backward":
         check_backward(algorithm)
-    return _stages(problem, algorithm, direction, split.pack_gqa)
-
-
-@lru_cache(maxsize=64)
-def _stages(problem: Problem, algorithm: str, direction: str, packed: bool) -> tuple[Stage, ...]:
     wide = problem.itemsize == problem.compute_itemsize
     listed: tuple[Itinerary, ...] = getattr(itinerary.ALGORITHMS[algorithm], direction)
     if packed:

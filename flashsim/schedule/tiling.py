@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 
 from flashsim.errors import OptionError, SramOverflow, TilingError, own_errors
@@ -169,47 +170,7 @@ class Tiling:
         SramOverflow
             If not even a tile of 1 x 1, or of one query and all keys, fits.
         """
-        device = Device.get(device)
-        stages = plans.stages(problem, algorithm, direction, split)
-        most_keys = 128 if any(stage.parts for stage in stages) else SIDES[-1]
-        whole = any(stage.once for stage in stages)
-        fewest_keys = max(s.k_stop - s.k_start for s in problem.sequences) if whole else 1
-        outers = {stage.outer for stage in stages if any(buffer.visit for buffer in stage.buffers)}
-
-        def merit(tiling: Tiling) -> tuple[int, ...]:
-            q, k = tiling.block_q, tiling.block_k
-            if whole:  # keys beyond a sequence's are none
-                return q, -k
-            if len(outers) == 2:
-                return min(q, k), q * k, q
-            return (q, k) if outers == {"queries"} else (k, q)
-
-        blocks = problem.scales if isinstance(problem.scales, tuple) else ()
-        own = (fewest_keys,) if whole else ()
-        for sides in ((*SIDES, *blocks, *own), (1, 2, 4, 8, 16, *own)):
-            fitting = [
-                tiling
-                for tiling in _tilings(sides)
-                if fewest_keys <= tiling.block_k <= most_keys
-                and tiling.keeps_scales(problem)
-                and tiling.footprint(problem, algorithm, direction, split) <= device.sram_bytes
-            ]
-            if fitting:
-                best = max(fitting, key=merit)
-                trimmed = _trim(best, problem, split)
-                return trimmed if trimmed.keeps_scales(problem) else best
-        least = cls(1, fewest_keys)
-        smallest = least.footprint(problem, algorithm, direction, split)
-        raise SramOverflow(
-            f"{algorithm} {direction} at head_dim={problem.head_dim}, n_kv={problem.n_kv}, "
-            f"{problem.dtype} needs {smallest:,} B on chip even with a {least} tile, but "
-            f"{device.name} gives a block {device.sram_bytes:,} B; use a device with more SRAM"
-            + (
-                " or a flash algorithm (standard attention's softmax holds a whole row)"
-                if any(s.whole_rows and s.per == "head" for s in stages)
-                else ""
-            )
-        )
+        return _fit(problem, Device.get(device), algorithm, direction, split)
 
     @classmethod
     def preset(cls, name: str, head_dim: int, *, causal: bool = False) -> Tiling:
@@ -230,6 +191,51 @@ class Tiling:
         raise OptionError(
             f"{name} has no tile for head_dim={head_dim}; its largest is {max(table)}"
         )
+
+
+@lru_cache(maxsize=256)
+def _fit(problem: Problem, device: Device, algorithm: str, direction: str, split: Split) -> Tiling:
+    """`Tiling.fit`, which depends on nothing else and tries up to 72 candidates."""
+    stages = plans.stages(problem, algorithm, direction, split)
+    most_keys = 128 if any(stage.parts for stage in stages) else SIDES[-1]
+    whole = any(stage.once for stage in stages)
+    fewest_keys = max(s.k_stop - s.k_start for s in problem.sequences) if whole else 1
+    outers = {stage.outer for stage in stages if any(buffer.visit for buffer in stage.buffers)}
+
+    def merit(tiling: Tiling) -> tuple[int, ...]:
+        q, k = tiling.block_q, tiling.block_k
+        if whole:  # keys beyond a sequence's are none
+            return q, -k
+        if len(outers) == 2:
+            return min(q, k), q * k, q
+        return (q, k) if outers == {"queries"} else (k, q)
+
+    blocks = problem.scales if isinstance(problem.scales, tuple) else ()
+    own = (fewest_keys,) if whole else ()
+    for sides in ((*SIDES, *blocks, *own), (1, 2, 4, 8, 16, *own)):
+        fitting = [
+            tiling
+            for tiling in _tilings(sides)
+            if fewest_keys <= tiling.block_k <= most_keys
+            and tiling.keeps_scales(problem)
+            and tiling.footprint(problem, algorithm, direction, split) <= device.sram_bytes
+        ]
+        if fitting:
+            best = max(fitting, key=merit)
+            trimmed = _trim(best, problem, split)
+            return trimmed if trimmed.keeps_scales(problem) else best
+    least = Tiling(1, fewest_keys)
+    smallest = least.footprint(problem, algorithm, direction, split)
+    raise SramOverflow(
+        f"{algorithm} {direction} at head_dim={problem.head_dim}, n_kv={problem.n_kv}, "
+        f"{problem.dtype} needs {smallest:,} B on chip even with a {least} tile, but "
+        f"{device.name} gives a block {device.sram_bytes:,} B; use a device with more SRAM"
+        + (
+            " or a flash algorithm (standard attention's softmax holds a whole row)"
+            if any(s.whole_rows and s.per == "head" for s in stages)
+            else ""
+        )
+    )
 
 
 def _tilings(sides: tuple[int, ...]) -> Iterator[Tiling]:
