@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -81,6 +82,17 @@ def event_table(trace: Trace, limit: int) -> report.Table:
     return table
 
 
+#: What a command gives to be printed: for people and for programs, or the same for both.
+Tables = report.Table | list[report.Table] | tuple[list[report.Table], list[report.Table]]
+
+
+def show(found: Tables, form: Format) -> None:
+    """Print what a command gave."""
+    both = found if isinstance(found, tuple) else (found, found)
+    people, full = ([each] if isinstance(each, report.Table) else each for each in both)
+    show_tables(people, full, form)
+
+
 def show_tables(
     people: list[report.Table], full: list[report.Table], form: Format | None = None
 ) -> None:
@@ -116,6 +128,33 @@ def working(
         return
     with Console(stderr=True).status(text):
         yield
+
+
+def viz() -> Any:
+    """`flashsim.viz`, which commands load only to draw; it shows no window."""
+    import matplotlib as mpl
+
+    from flashsim import viz as drawing
+
+    mpl.use("Agg")
+    return drawing
+
+
+def draw(kind: str, data: Any, out: Path, options: dict[str, Any], **how: Any) -> None:
+    """Draw one plot, and say where it is."""
+    plot = getattr(viz(), kind.replace("-", "_"))
+    axes = plot(*data, **options) if kind == "diff" else plot(data, **options)
+    viz().save_figure(axes, out, **how)
+    say(f"plot in {out}")
+
+
+def ready_to_draw(path: Path | None) -> None:
+    """See before the work that a plot can be written."""
+    if path is not None:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+        types = FigureCanvasAgg.get_supported_filetypes()
+        ready(path, sorted("." + ending for ending in types))
 
 
 def ready(path: Path | None, endings: Sequence[str] = ()) -> None:

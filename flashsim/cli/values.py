@@ -221,67 +221,41 @@ def parse_list(name: str, text: str, convert: Callable[[str], T]) -> list[T]:
         raise
     except ValueError:
         raise OptionError(
-            f"--{name} takes values separated by commas, e.g. 1024,2048; got {text!r}"
+            f"{flags([name])} takes values separated by commas, e.g. 1024,2048; got {text!r}"
         ) from None
-
-
-def parse_range(name: str, text: str) -> tuple[int, int]:
-    """``FIRST:LAST``; an error names the option."""
-    return _sides(text, int, f"--{name} takes FIRST:LAST, e.g. 0:3")
-
-
-def parse_times(text: str) -> tuple[float, float]:
-    """``FIRST:LAST`` in microseconds."""
-    return _sides(text, float, "--times takes FIRST:LAST in µs, e.g. 0:40")
-
-
-def _sides(text: str, convert: Callable[[str], T], takes: str) -> tuple[T, T]:
-    """Both sides of a colon; else an error that begins with what the option takes."""
-    try:
-        first, last = (convert(side) for side in text.split(":"))
-    except ValueError:
-        raise OptionError(f"{takes}, got {text!r}") from None
-    return first, last
 
 
 def parse_size(text: str) -> tuple[float, float]:
     """``WIDTHxHEIGHT`` in inches."""
-    try:
-        width, height = (float(side) for side in text.lower().split("x"))
-    except ValueError:
-        width = height = 0.0
-    if not (1 <= width <= 100 and 1 <= height <= 100):
-        raise OptionError(f"--size takes WIDTHxHEIGHT, 1 to 100 inches, e.g. 9.6x5.4, got {text!r}")
-    return width, height
+    takes = "--size takes WIDTHxHEIGHT, 1 to 100 inches, e.g. 9.6x5.4"
+    size = opt.pair(text, "x", float, takes)
+    if not all(1 <= side <= 100 for side in size):
+        raise OptionError(f"{takes}, got {text!r}")
+    return size
 
 
 def parse_window(text: str) -> tuple[int, int] | None:
     """``LEFT:RIGHT``, or "none"."""
     if text == "none":
         return None
-    return _sides(text, int, "--window takes LEFT:RIGHT, e.g. 128:0 (-1 is unlimited)")
+    return opt.pair(text, ":", int, "--window takes LEFT:RIGHT, e.g. 128:0 (-1 is unlimited)")
+
+
+def parse_mask(text: str) -> bool:
+    """Whether the mask is causal."""
+    masks = {"full": False, "causal": True}
+    if text not in masks:
+        raise OptionError(f"unknown mask {text!r}; {choices(text, masks)}")
+    return masks[text]
 
 
 def parse_tiling(text: str) -> Tiling | str:
     """``128x64`` as a Tiling; "fit" and the names of presets as they are."""
     if text == "fit" or text in PRESETS:
         return text
-    try:
-        block_q, block_k = (int(side) for side in text.lower().split("x"))
-    except ValueError:
-        raise OptionError(
-            f"--tiling takes QUERIESxKEYS, e.g. 128x64, or a name, got {text!r}; "
-            + choices(text, ("fit", *PRESETS))
-        ) from None
-    return Tiling(block_q, block_k)
-
-
-def parse_yes(text: str) -> bool:
-    """Yes or no."""
-    words = {"yes": True, "true": True, "no": False, "false": False}
-    if text.lower() not in words:
-        raise OptionError(f"expected yes or no, got {text!r}")
-    return words[text.lower()]
+    takes = "--tiling takes QUERIESxKEYS, e.g. 128x64, or a name"
+    hint = choices(text, ("fit", *PRESETS))
+    return Tiling(*opt.pair(text, "x", int, f"{takes} ({hint})"))
 
 
 def tiling(text: str, head_dim: int, causal: bool) -> Tiling | None:

@@ -5,19 +5,18 @@ import json
 from pathlib import Path
 
 import pytest
-import typer
 import viz_cases as cases
-from commands import invoke
+from commands import found, invoke
 from matplotlib import pyplot as plt
 from PIL import Image
 
 import flashsim
 from flashsim import viz
 from flashsim.cli import pictures
-from flashsim.cli.app import app
 from flashsim.cli.pictures import KINDS
 
 SMALL = ("-n", "64", "-d", "8")
+BACK = ("--direction", "backward")
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +111,7 @@ def test_an_option_that_a_figure_cannot_use_is_an_error(words, message, tmp_path
 
 def test_every_plot_is_drawn_by_a_command():
     """By `plot`, or by the command whose table it shows; the last three by none."""
-    # By the commands banks, blocks, precision, reproduce pallas.
+    # By the studies banks, blocks, precision, reproduce pallas.
     elsewhere = {"banks", "block_sizes", "precision", "roofline_series"}
     elsewhere |= {"predicted_against_measured", "rank_timeline", "scaling"}
     plots = {name for room, names in viz._ROOMS.items() if "plots." in room for name in names}
@@ -122,7 +121,7 @@ def test_every_plot_is_drawn_by_a_command():
 def test_a_mask_is_drawn_of_the_lengths_and_the_mask_given(monkeypatch, tmp_path):
     drawn = {}
     monkeypatch.setattr(
-        pictures, "_draw", lambda kind, data, out, options, *_: drawn.update(data=data, **options)
+        pictures, "draw", lambda kind, data, out, options, **_: drawn.update(data=data, **options)
     )
     words = ("-n", 48, "--n-kv", 64, "--causal", "--window", "9:0", "-t", "16x8")
     assert invoke("plot", "mask", *words, "-o", tmp_path / "x.png").exit_code == 0
@@ -132,11 +131,11 @@ def test_a_mask_is_drawn_of_the_lengths_and_the_mask_given(monkeypatch, tmp_path
     assert invoke("plot", "mask", "--causal", "-o", tmp_path / "x.png").exit_code == 0
     assert (drawn["data"].n_q, drawn["tiling"]) == (512, None)  # few enough scores to draw
     refused = invoke("plot", "mask", "-a", "flash1", "-o", tmp_path / "x.png")
-    assert (refused.exit_code, "--algorithms: not for mask" in refused.output) == (2, True)
+    assert (refused.exit_code, "--algorithm: not for mask" in refused.output) == (2, True)
 
 
 def test_every_kind_says_what_it_uses():
-    taken = {p.name for p in typer.main.get_command(app).commands["plot"].params}
+    taken = {p.name for p in found(["plot"])[0].params}
     assert all(uses <= taken for uses in pictures._USES.values())
     assert taken - {"kind", "out", "theme", "dpi", "size", "help"} == set.union(
         *pictures._USES.values()
@@ -154,7 +153,7 @@ def test_size_and_resolution(tmp_path):
 def test_a_roofline_plots_what_the_table_says(monkeypatch, tmp_path):
     drawn = {}
     monkeypatch.setattr(
-        pictures, "_draw", lambda kind, data, out, options, *_: drawn.update(data=data, **options)
+        pictures, "draw", lambda kind, data, out, options, **_: drawn.update(data=data, **options)
     )
     words = ("-n", 512, "--heads", 2)
     assert invoke("plot", "roofline", *words, "-o", tmp_path / "x.png").exit_code == 0
@@ -195,7 +194,7 @@ def test_animate_and_page(tmp_path):
         assert image.n_frames == 3
     assert invoke("page", *words, "-o", html).exit_code == 0
     assert '"row":63' in html.read_text()
-    back = invoke("page", *SMALL, "-t", "16x16", "--backward", "-a", "flash1,flash2", "-o", html)
+    back = invoke("page", *SMALL, "-t", "16x16", *BACK, "-a", "flash1,flash2", "-o", html)
     assert back.exit_code == 0, back.output
     assert '"statistics":null' in html.read_text()
 
@@ -211,7 +210,7 @@ def test_animate_and_page(tmp_path):
             ("plot", "tile-map", *SMALL, "--times", "0:1"),
             "--times: not for tile-map, but for gpu-timeline",
         ),
-        (("plot", "traffic", "-T", "h200-forward", "--backward"), "tensors; leave out --backward"),
+        (("plot", "traffic", "-T", "h200-forward", *BACK), "tensors; leave out --direction"),
         (("page", "-T", "h200-forward", "--window", "8:0"), "tensors; leave out --window"),
         (("plot", "io-curve", "--over", "time"), "unknown axis 'time'; possible: n_q"),
         (("plot", "io-curve", "--over", ""), "unknown axis ''; possible: n_q"),
