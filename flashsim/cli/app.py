@@ -144,6 +144,13 @@ class _Group(TyperGroup):
         group.entries = where
         return group
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if self.entries is COMMANDS and args[:1] == ["--version"]:
+            # Typer would load Pydantic first, to read a flag.
+            typer.echo(f"flashsim {__version__}")
+            raise typer.Exit
+        return super().parse_args(ctx, args)
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if self.entries is COMMANDS and args[0] in MOVED:
             _moved(f"flashsim {args[0]}", f"flashsim {MOVED[args[0]]}")
@@ -174,7 +181,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Watch FlashAttention move its tiles, and count every byte.",
 )
 
 
@@ -187,6 +193,4 @@ def main() -> None:
 def _root(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
-    if version:
-        typer.echo(f"flashsim {__version__}")
-        raise typer.Exit
+    """Watch FlashAttention move its tiles, and count every byte."""
