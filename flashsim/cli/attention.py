@@ -86,20 +86,19 @@ def compare(
     how: opt.Simulated,
     decoding: opt.Decoding,
     scale: float | None = _SCALE,
-    algorithm: opt.Algorithms = "standard,flash1,flash2",
+    algorithm: list[str] = opt.algorithms("standard,flash1,flash2"),
 ) -> Tables:
     """Run several algorithms on the same tensors, side by side."""
     arrays = values.arrays(sizes, tensors, decoding.shared_prefix)
     tile, backward_tile = values.tilings(how, arrays.q.shape[-1], scores.causal)
-    names = values.parse_list("algorithm", algorithm, str)
     tiles = {"forward": tile, **({"backward": backward_tile} if how.backward else {})}
-    cost = values.foresee(arrays, scores, names, tiles, values.device(how))
+    cost = values.foresee(arrays, scores, algorithm, tiles, values.device(how))
     with working("simulating", cost):
         q, k, v, cache = values.cache(arrays, decoding)
         asked = _asked(scores, how, decoding) | cache | {"scale": scale, "tiling": tile}
         dout = arrays.gradient(tensors.seed + 1) if how.backward else None
         comparison = run_comparison(
-            *(q, k, v), algorithms=names, dout=dout, backward_tiling=backward_tile, **asked
+            *(q, k, v), algorithms=algorithm, dout=dout, backward_tiling=backward_tile, **asked
         )
     return comparison.table()
 
@@ -131,39 +130,27 @@ def count(
     return [c.table() for c in counts], [figures(c) for c in counts]
 
 
-#: Axes of a sweep: the option, how its values are read, and what `flashsim.sweep` calls it.
-_AXES: dict[str, tuple[Any, str]] = {
-    "n_q": (int, "n"),
-    "head_dim": (int, "head_dim"),
-    "batch": (int, "batch"),
-    "heads": (int, "heads"),
-    "kv_heads": (int, "kv_heads"),
-    "dtype": (str, "dtype"),
-    "mask": (values.parse_mask, "causal"),
-    "window": (values.parse_window, "window"),
-    "algorithm": (str, "algorithm"),
-    "direction": (str, "direction"),
-    "tiling": (values.parse_tiling, "tiling"),
-    "device": (str, "device"),
-    "sram": (int, "sram_bytes"),
-}
-
-
 def sweep(
-    n_q: str = opt.option(opt.REQUIRED, "Queries and keys, e.g. 1024,2048,4096.", "-n"),
-    head_dim: str = opt.option("64", "Width of a row of Q and K.", "-d"),
-    batch: str = opt.option("1", "Batch size.", "-b"),
-    heads: str = opt.option("1", "Query heads.", "-h"),
-    kv_heads: str | None = opt.option(None, "Key heads. Default: as many as query heads."),
-    dtype: str = opt.option("float32", f"Of {', '.join(DTYPES)}."),
+    n_q: list[int] = opt.option(opt.REQUIRED, "Queries and keys, e.g. 1024,2048,4096.", "-n"),
+    head_dim: list[int] = opt.option("64", "Width of a row of Q and K.", "-d"),
+    batch: list[int] = opt.option("1", "Batch size.", "-b"),
+    heads: list[int] = opt.option("1", "Query heads.", "-h"),
+    kv_heads: list[int] | None = opt.option(None, "Key heads. Default: as many as query heads."),
+    dtype: list[str] = opt.option("float32", f"Of {', '.join(DTYPES)}."),
     causal: bool = opt.option(False, "Causal mask; short for --mask causal."),
-    mask: str = opt.option("full", "full, causal or full,causal."),
-    window: str = opt.option("none", "LEFT:RIGHT keys that each query sees, or none."),
-    algorithm: opt.Algorithms = "flash2",
-    direction: str = opt.option("forward", "Which pass: forward, backward or both."),
-    tiling: str = opt.option("fit", "E.g. 64x64,128x64,fit,fa2-forward.", "-t"),
-    device: str = opt.option("H100", "GPUs of `flashsim study devices`."),
-    sram: str | None = opt.option(None, "Bytes on chip, instead of the device's."),
+    mask: list[bool] = opt.option(
+        "full", "full, causal or full,causal.", read=opt.each(values.parse_mask)
+    ),
+    window: list[tuple[int, int] | None] = opt.option(
+        "none", "LEFT:RIGHT keys that each query sees, or none.", read=opt.each(values.parse_window)
+    ),
+    algorithm: list[str] = opt.algorithms("flash2"),
+    direction: list[str] = opt.option("forward", "Which pass: forward, backward or both."),
+    tiling: list[Any] = opt.option(
+        "fit", "E.g. 64x64,128x64,fit,fa2-forward.", "-t", opt.each(values.parse_tiling)
+    ),
+    device: list[str] = opt.option("H100", "GPUs of `flashsim study devices`."),
+    sram: list[int] | None = opt.option(None, "Bytes on chip, instead of the device's."),
     method: str = opt.option("count", "count (by formula) or run (simulate)."),
     workers: int = opt.option(0, "Processes, at most one per point; 0: this one.", min=0, max=256),
     out: Path | None = opt.option(
@@ -171,14 +158,13 @@ def sweep(
     ),
 ) -> Tables:
     """Count, or simulate, every combination of values; an option takes several, with commas."""
-    if causal and mask != "full":
-        raise OptionError(f"--causal is --mask causal, and --mask is {mask!r}; give one of them")
-    given = {**locals(), "mask": "causal" if causal else mask}
-    if direction == "both":
-        given["direction"] = "forward,backward"
+    if causal and True in mask:
+        raise OptionError("--causal is short for --mask causal; give one of them")
     axes: dict[str, Any] = {
-        called: None if given[name] is None else values.parse_list(name, given[name], convert)
-        for name, (convert, called) in _AXES.items()
+        **{"n": n_q, "head_dim": head_dim, "batch": batch, "heads": heads, "kv_heads": kv_heads},
+        **{"dtype": dtype, "causal": [True] if causal else mask, "window": window},
+        **{"algorithm": algorithm, "tiling": tiling, "device": device, "sram_bytes": sram},
+        "direction": ["forward", "backward"] if direction == ["both"] else direction,
     }
     # Fresh processes: forking one that has threads (the progress bar's) is unsafe.
     context = multiprocessing.get_context("spawn")

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
 from flashsim.api.samples import SAMPLES, TRACES
-from flashsim.errors import OptionError, choices
+from flashsim.errors import FlashSimError, OptionError, choices
 from flashsim.l2 import L2Model
 from flashsim.l2.launch import ORDERS, WALKS
 from flashsim.problem.checks import DTYPES
@@ -37,26 +37,83 @@ class _Option:
 
     default: Any
     help: str
-    short: str
-    more: dict[str, Any]
+    short: str = ""
+    read: Callable[[str, str], Any] | None = None
+    more: dict[str, Any] = field(default_factory=dict)
 
     def parameter(self, name: str, kind: Any, default: Any, panel: str | None) -> Any:
         """As Typer reads it."""
-        names = ("--" + name.strip("_").replace("_", "-"), *self.short.split())
-        about = typer.Option(*names, help=self.help, **{"rich_help_panel": panel, **self.more})
+        about = typer.Option(
+            *(flag(name), *self.short.split()),
+            help=self.help,
+            **{"rich_help_panel": panel, **self.more},
+        )
         needed = {} if default is REQUIRED else {"default": default}
         keyword = inspect.Parameter.KEYWORD_ONLY
         return inspect.Parameter(name, keyword, annotation=Annotated[kind, about], **needed)
 
 
-def option(default: Any, help: str, short: str = "", panel: str | None = None, **more: Any) -> Any:
-    """The default of a command's parameter: an option called as the parameter is."""
-    return _Option(default, help, short, {**({"rich_help_panel": panel} if panel else {}), **more})
+def option(
+    default: Any,
+    help: str,
+    short: str = "",
+    read: Callable[[str, str], Any] | None = None,
+    panel: str | None = None,
+    **more: Any,
+) -> Any:
+    """The default of a command's parameter: an option called as the parameter is.
+
+    `read`, given the option's name and its text, makes the value; a list is read from text with
+    commas. `more` is `typer.Option`'s.
+    """
+    return _Option(default, help, short, read, more | ({"rich_help_panel": panel} if panel else {}))
 
 
 def _option(default: Any, help: str, short: str = "") -> Any:
     """The default of a bundle's field: an option called as the field is."""
-    return field(default=default, metadata={"option": _Option(default, help, short, {})})
+    return field(default=default, metadata={"option": _Option(default, help, short)})
+
+
+def flag(name: str) -> str:
+    """An option as it is typed."""
+    return "--" + name.strip("_").replace("_", "-")
+
+
+def each(convert: Callable[[str], Any]) -> Callable[[str, str], list[Any]]:
+    """Reads the values of ``a,b,c``."""
+
+    def read(name: str, text: str) -> list[Any]:
+        try:
+            return [convert(part.strip()) for part in text.split(",")]
+        except FlashSimError:
+            raise
+        except ValueError:
+            raise OptionError(
+                f"{name} takes values separated by commas, e.g. 1024,2048; got {text!r}"
+            ) from None
+
+    return read
+
+
+def _lists(kind: Any) -> Callable[[str, str], list[Any]] | None:
+    """What reads a list, if `kind` is one."""
+    one = next((x for x in (kind, *get_args(kind)) if get_origin(x) is list), None)
+    return None if one is None else each(get_args(one)[0])
+
+
+def pair(
+    between: str, convert: Callable[[str], T], takes: str
+) -> Callable[[str, str], tuple[T, T]]:
+    """Reads both sides of a separator; `takes` says in an error what the option takes."""
+
+    def read(name: str, text: str) -> tuple[T, T]:
+        try:
+            first, last = (convert(side) for side in text.lower().split(between))
+        except ValueError:
+            raise OptionError(f"{name} takes {takes}, got {text!r}") from None
+        return first, last
+
+    return read
 
 
 def spread(command: Callable[..., Any], show: Callable[..., None]) -> Callable[..., None]:
@@ -68,6 +125,7 @@ def spread(command: Callable[..., Any], show: Callable[..., None]) -> Callable[.
     hints: dict[str, Any] = get_type_hints(command, include_extras=True)
     parameters = inspect.signature(command).parameters
     bundles: dict[str, Any] = {}
+    readers: dict[str, Callable[[str, str], Any]] = {}
     flat: dict[str, inspect.Parameter] = {}
     for name, parameter in parameters.items():
         kind, default = hints[name], parameter.default
@@ -75,6 +133,8 @@ def spread(command: Callable[..., Any], show: Callable[..., None]) -> Callable[.
             bundles[name] = kind() if default is parameter.empty else default  # type: ignore[operator]
             flat |= _leaves(bundles[name])
         elif isinstance(default, _Option):
+            if read := default.read or _lists(kind):
+                readers[name], kind = read, str if default.default is not None else str | None
             flat[name] = default.parameter(name, kind, default.default, None)
         else:
             flat[name] = parameter.replace(annotation=kind, kind=inspect.Parameter.KEYWORD_ONLY)
@@ -86,6 +146,9 @@ def spread(command: Callable[..., Any], show: Callable[..., None]) -> Callable[.
     def gathered(**given: Any) -> None:
         form = _gather(Format(), given) if shown else None
         own = {name: given.pop(name) for name in parameters if name in given}
+        for name, read in readers.items():
+            if own[name] is not None:
+                own[name] = read(flag(name), own[name])
         own |= {name: _gather(defaults, given) for name, defaults in bundles.items()}
         found = command(**own)
         if shown:
@@ -120,15 +183,13 @@ def _gather(defaults: Any, given: dict[str, Any]) -> Any:
     )
 
 
-def changed(bundle: Any, defaults: Any) -> list[str]:
-    """Names of the options, also of bundles inside, that are not the default."""
+def written(typed: typer.Context) -> list[str]:
+    """Names of the options on the command line."""
     found = []
-    for name in get_type_hints(type(bundle)):
-        value, default = getattr(bundle, name), getattr(defaults, name)
-        if is_dataclass(value):
-            found += changed(value, default)
-        elif value != default:
-            found.append(name)
+    for option in typed.command.params:
+        source = typed.get_parameter_source(option.name or "")  # an enum, of click's or of Typer's
+        if source is not None and source.name == "COMMANDLINE" and option.opts[0].startswith("--"):
+            found.append(option.name or "")
     return found
 
 
@@ -148,17 +209,10 @@ def refuse_unused(
     OptionError
     """
     never, only = set(never), None if only is None else {*only, "json", "csv"}
-    idle = []
-    for option in typed.command.params:
-        name, first = option.name or "", option.opts[0]
-        source = typed.get_parameter_source(name)  # an enum, of click's or of Typer's own
-        if source is None or source.name != "COMMANDLINE" or not first.startswith("--"):
-            continue
-        if name in never or (only is not None and name not in only):
-            idle.append(first)
+    idle = [n for n in written(typed) if n in never or (only is not None and n not in only)]
     if idle:
         them = "it" if len(idle) == 1 else "them"
-        raise OptionError(f"{', '.join(idle)}: not for {where}; leave {them} out")
+        raise OptionError(f"{', '.join(map(flag, idle))}: not for {where}; leave {them} out")
 
 
 # -- what is computed -----------------------------------------------------------------------------
@@ -207,17 +261,8 @@ class Scaling:
         """As `Problem.scales` has it."""
         if self.scales is None or self.scales in ("tensor", "head"):
             return self.scales
-        takes = "--scales takes tensor, head or QUERIESxKEYS, e.g. 128x128"
-        return pair(self.scales, "x", int, takes)
-
-
-def pair(text: str, between: str, convert: Callable[[str], T], takes: str) -> tuple[T, T]:
-    """Both sides of a separator; the error of any other text begins with what the option takes."""
-    try:
-        first, last = (convert(side) for side in text.lower().split(between))
-    except ValueError:
-        raise OptionError(f"{takes}, got {text!r}") from None
-    return first, last
+        blocks = pair("x", int, "tensor, head or QUERIESxKEYS, e.g. 128x128")
+        return blocks("--scales", self.scales)
 
 
 @dataclass(frozen=True)
@@ -363,12 +408,13 @@ Algorithm = Annotated[
     str,
     typer.Option("--algorithm", "-a", help=f"{', '.join(ALGORITHMS)}.", rich_help_panel=_HOW),
 ]
-Algorithms = Annotated[
-    str,
-    typer.Option(
-        *("--algorithm", "-a"), help=f"Some of {', '.join(ALGORITHMS)}.", rich_help_panel=_HOW
-    ),
-]
+
+
+def algorithms(default: Any) -> Any:
+    """Several algorithms, separated by commas."""
+    return option(default, f"Some of {', '.join(ALGORITHMS)}.", "-a", panel=_HOW)
+
+
 Backend = Annotated[
     str, typer.Option(help="What executes it; numpy is the simulator.", rich_help_panel=_HOW)
 ]
@@ -431,6 +477,10 @@ class Source:
     algorithm: str = _option("flash2", "One or several, separated by commas.", "-a")
     how: One = One(tiling="64x64")
 
+    def names(self) -> list[str]:
+        """The algorithms."""
+        return [name.strip() for name in self.algorithm.split(",")]
+
     def last(self) -> Source:
         """Its last algorithm alone, for what shows one."""
-        return replace(self, algorithm=self.algorithm.split(",")[-1])
+        return replace(self, algorithm=self.names()[-1])

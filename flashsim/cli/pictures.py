@@ -47,8 +47,8 @@ _USES = {
     "mask": {"n_q", "n_kv", "causal", "window", "tiling"},
 }
 KINDS = tuple(_USES)
+_ALWAYS = {"out", "theme", "dpi", "size"}
 _THREE = opt.Source(algorithm="standard,flash1,flash2", how=opt.One())
-_WATCHED = opt.Source()
 _ROW = opt.option(None, "Query row whose m and l are followed.")
 
 
@@ -88,11 +88,21 @@ def plot(
     color: str | None = opt.option(
         None, "tile-map: order, bytes, flops or block; gpu-timeline: phase or block."
     ),
-    sms: str | None = opt.option(None, "gpu-timeline: FIRST:LAST SM shown."),
-    times: str | None = opt.option(None, "gpu-timeline: FIRST:LAST µs shown."),
+    sms: tuple[int, int] | None = opt.option(
+        None, "gpu-timeline: FIRST:LAST SM shown.", read=opt.pair(":", int, "FIRST:LAST, e.g. 0:3")
+    ),
+    times: tuple[float, float] | None = opt.option(
+        None,
+        "gpu-timeline: FIRST:LAST µs shown.",
+        read=opt.pair(":", float, "FIRST:LAST in µs, e.g. 0:40"),
+    ),
     theme: opt.Theme = "light",
     dpi: float = opt.option(150, "Pixels per inch, for pixel formats.", panel=opt.OUTPUT, min=1),
-    size: str = opt.option("9.6x5.4", "WIDTHxHEIGHT in inches.", panel=opt.OUTPUT),
+    size: tuple[float, float] = opt.option(
+        "9.6x5.4", "WIDTHxHEIGHT in inches.", read=values.parse_size, panel=opt.OUTPUT
+    ),
+    *,
+    typed: typer.Context,
 ) -> None:
     """Draw one plot: .png, .svg, .pdf or another format of Matplotlib's.
 
@@ -105,21 +115,19 @@ def plot(
             "gpu-timeline is drawn from what a GPU recorded; give --trace FILE, or a bundled "
             f"one: {', '.join(TRACES)}"
         )
-    own = {"over": over, "seconds": seconds, "color": color, "sms": sms, "times": times}
-    given = opt.changed(source, _THREE) + [name for name, x in own.items() if x is not None]
+    given = [name for name in opt.written(typed) if name not in _ALWAYS]
     axis = "n_q" if over is None else over
     _refuse_unused(kind, given, axis)
     ready_to_draw(out)
-    inches = values.parse_size(size)
     if kind == "io-curve":
         data: Any = _io_sweep(source, axis)
         options: dict[str, Any] = {"x": axis}
     elif kind == "roofline":
-        data, options = _roofline(source, seconds)
+        data, options = _roofline(source, seconds, given)
     elif kind == "memory-footprint":
         shape = {"n_q": 4096, "head_dim": 64, **source.sizes.given()}
         data = Problem(**shape)
-        options = {"algorithms": values.parse_list("algorithm", source.algorithm, str)}
+        options = {"algorithms": source.names()}
         options["device"] = source.how.device if "device" in given else None
     elif kind == "mask":
         data = values.problem(
@@ -133,25 +141,17 @@ def plot(
             data, options = l2.curves(counted), {"devices": (source.how.device,)}
     else:
         one = kind in ("tile-map", "sram-timeline") and not source.trace
-        data = _recorded(source.last() if one else source, _THREE).traces
+        data = _recorded(source.last() if one else source, given).traces
         options = {"color": "order" if color is None else color} if kind == "tile-map" else {}
         if kind == "gpu-timeline":
-            options = {
-                "color": color,
-                "sms": None
-                if sms is None
-                else opt.pair(sms, ":", int, "--sms takes FIRST:LAST, e.g. 0:3"),
-                "times": None
-                if times is None
-                else opt.pair(times, ":", float, "--times takes FIRST:LAST in µs, e.g. 0:40"),
-            }
+            options = {"color": color, "sms": sms, "times": times}
     needed = {"diff": 2, "tile-map": 1, "sram-timeline": 1, "gpu-timeline": 1}.get(kind)
     if needed and len(data) != needed:
         takes = "takes two traces or algorithms" if kind == "diff" else "shows one trace"
         raise OptionError(f"{kind} {takes}, got {len(data)}")
     if needed == 1:
         data = data[0]
-    draw(kind, data, out, {"theme": theme, **options}, dpi=dpi, size=inches)
+    draw(kind, data, out, {"theme": theme, **options}, dpi=dpi, size=size)
 
 
 def animate(
@@ -162,10 +162,12 @@ def animate(
     max_frames: int = opt.option(320, "A longer trace skips steps.", panel=opt.OUTPUT),
     clock: str = opt.option("steps", "What two traces share: steps or bytes.", panel=opt.OUTPUT),
     theme: opt.Theme = "light",
+    *,
+    typed: typer.Context,
 ) -> None:
     """Animate one trace, or two side by side, as .gif, .mp4 or .html."""
     ready(out, (".gif", ".mp4", ".html"))
-    found = _recorded(source, _WATCHED)
+    found = _recorded(source, opt.written(typed))
     if row is not None and len(found.traces) != 1:
         raise OptionError(f"--row follows m and l of one trace, got {len(found.traces)}")
     with working("drawing frames"):
@@ -186,10 +188,12 @@ def page(
     source: opt.Source,
     row: int | None = _ROW,
     theme: str = opt.option("auto", "auto, light or dark.", panel=opt.OUTPUT),
+    *,
+    typed: typer.Context,
 ) -> None:
     """Write a page that plays one trace, or two side by side: one file, no network."""
     ready(out, (".html", ".htm"))
-    found = _recorded(source, _WATCHED)
+    found = _recorded(source, opt.written(typed))
     viz().page(found.traces, out, theme=theme, statistics=found.statistics(row))
     say(f"page in {out}")
 
@@ -226,19 +230,18 @@ def _refuse_unused(kind: str, given: list[str], over: str) -> None:
         )
 
 
-def _recorded(source: opt.Source, defaults: opt.Source) -> Recorded:
-    """Saved traces, or those of running the simulator now."""
+def _recorded(source: opt.Source, typed: list[str]) -> Recorded:
+    """Saved traces, or those of running the simulator now; and which options were `typed`."""
     mask, how = source.mask, source.how
     if source.trace:
-        given = [name for name in opt.changed(source, defaults) if name != "trace"]
-        if given:
+        if given := [name for name in typed if name in _RUN - {"trace"}]:
             raise OptionError(
                 f"a saved trace has its own sizes and tensors; leave out {values.flags(given)}"
             )
         return Recorded([values.load_trace(file) for file in source.trace])
     arrays = values.arrays(source.sizes, source.tensors)
     tile = values.tiling(how.tiling, arrays.q.shape[-1], mask.causal)
-    names = values.parse_list("algorithm", source.algorithm, str)
+    names = source.names()
     backward = how.direction == "backward"
     tiles = {"forward": None, how.direction: tile}
     cost = values.foresee(arrays, mask, names, tiles, Device.get(how.device))
@@ -279,7 +282,7 @@ def _io_sweep(source: opt.Source, over: str) -> Sweep:
         **shape,
         causal=mask.causal,
         window=values.window(mask),
-        algorithm=values.parse_list("algorithm", source.algorithm, str),
+        algorithm=source.names(),
         direction=how.direction,
         tiling=tile,
         device=how.device,
@@ -298,17 +301,19 @@ def _counts(source: opt.Source, defaults: opt.Sizes) -> list[Traffic]:
             tiling=values.tiling(how.tiling, problem.head_dim, mask.causal),
             device=how.device,
         )
-        for name in values.parse_list("algorithm", source.algorithm, str)
+        for name in source.names()
     ]
 
 
-def _roofline(source: opt.Source, seconds: float | None) -> tuple[Any, dict[str, Any]]:
+def _roofline(
+    source: opt.Source, seconds: float | None, typed: list[str]
+) -> tuple[Any, dict[str, Any]]:
     """What `flashsim roofline` tabulates, or saved traces at the time that a GPU took."""
     if source.trace:
-        traces = _recorded(source, _THREE).traces
+        traces = _recorded(source, typed).traces
         took = {t.algorithm: s for t in traces if (s := values.duration(t)) is not None}
     else:
-        if source.algorithm == _THREE.algorithm:
+        if "algorithm" not in typed:
             source = replace(source, algorithm="standard,flash2")
         traces, took = _counts(source, opt.LAYER), {}  # type: ignore[assignment]
     if seconds is not None:

@@ -35,15 +35,14 @@ def roofline(
     how: opt.One,
     decoding: opt.Decoding,
     sizes: opt.Sizes = opt.LAYER,
-    algorithm: opt.Algorithms = "standard,flash2",
+    algorithm: list[str] = opt.algorithms("standard,flash2"),
     seconds: opt.Seconds = None,
 ) -> Tables:
     """Compare intensity with a GPU's ridge points, for each way of counting bytes."""
     from flashsim.studies import roofline as rooflines
 
     problem = values.problem(sizes, mask)
-    names = values.parse_list("algorithm", algorithm, str)
-    splitting = [name for name in names if plans.splits_keys(plans.check_algorithm(name))]
+    splitting = [name for name in algorithm if plans.splits_keys(plans.check_algorithm(name))]
     counted = [  # options of decoding go to those that divide the keys, or to all
         _count(
             problem,
@@ -51,7 +50,7 @@ def roofline(
             how,
             opt.Decoding() if splitting and name not in splitting else decoding,
         )
-        for name in names
+        for name in algorithm
     ]
     with working(_REPLAYING, replay_cost(counted), "tile requests"):
         tables = [rooflines.roofline(one, seconds=seconds).table() for one in counted]
@@ -100,7 +99,7 @@ def dram(
     decoding: opt.Decoding,
     sizes: opt.Sizes = opt.LAYER,
     algorithm: opt.Algorithm = "flash2",
-    l2_sizes: str | None = opt.option(
+    l2_sizes: list[float] | None = opt.option(
         None, "MiB, e.g. 10,20,50: DRAM bytes at each size.", panel="L2 cache"
     ),
 ) -> Tables:
@@ -113,8 +112,7 @@ def dram(
         if l2_sizes is None:
             table = l2.dram(requested, cache.model()).table()
         else:
-            given = values.parse_list("l2-sizes", l2_sizes, float)
-            table = _at_sizes(l2.curves(requested, cache.model()), given)
+            table = _at_sizes(l2.curves(requested, cache.model()), l2_sizes)
     return table
 
 

@@ -54,7 +54,7 @@ def demo(
 
 def walkthrough(
     name: str | None = typer.Argument(None, help="Leave out to list names."),
-    logits: str | None = opt.option(None, "softmax: your own, with commas; 70,80,90."),
+    logits: list[float] | None = opt.option(None, "softmax: your own, with commas; 70,80,90."),
     chunk: int | None = opt.option(None, "softmax: online, this many at a time; 1."),
     subnormals: bool = opt.option(False, "softmax: keep them, as NumPy does."),
     n_q: int | None = opt.option(None, "All but softmax: queries and keys.", "-n"),
@@ -72,8 +72,7 @@ def walkthrough(
 
     if name is None:
         opt.refuse_unused(typed, "the list of walkthroughs", only=())
-        table = report.Table("Walkthroughs", ("name", "what"), [*walks.NAMES.items()])
-        return table
+        return report.Table("Walkthroughs", ("name", "what"), [*walks.NAMES.items()])
     if name not in walks.NAMES:
         raise OptionError(f"no walkthrough {name!r}; {choices(name, walks.NAMES)}")
     walk: Callable[..., report.Table] = getattr(walks, name)
@@ -82,20 +81,19 @@ def walkthrough(
         typed, f"the walkthrough {name}", only={"n_q" if x == "n" else x for x in takes}
     )
     given: dict[str, Any] = {
-        "logits": values.parse_list("logits", "70,80,90" if logits is None else logits, float),
+        "logits": [70.0, 80.0, 90.0] if logits is None else logits,
         "tiling": None if tiling is None else values.tiling(tiling, head_dim or 64, causal),
         **{"n": n_q, "head_dim": head_dim, "chunk": chunk, "subnormals": subnormals, "row": row},
         **{"causal": causal, "dtype": dtype, "seed": seed},
     }
-    table = walk(**{key: x for key, x in given.items() if key in takes and x is not None})
-    return table
+    return walk(**{key: x for key, x in given.items() if key in takes and x is not None})
 
 
 def ladder(
     sizes: opt.Lengths = _ONE_HEAD,
     tiling: str = opt.option("32x64", "QUERIESxKEYS.", "-t"),
     device: opt.Device = "H100",
-    rungs: str | None = opt.option(None, "Names, with commas. Default: all."),
+    rungs: list[str] | None = opt.option(None, "Names, with commas. Default: all."),
     magnify: float = opt.option(1.0, "Multiplies Q: large scores."),
     seed: int = opt.option(0, "Of the random tensors."),
 ) -> Tables:
@@ -103,7 +101,7 @@ def ladder(
     from flashsim.studies import ladder as rungs_of
 
     asked = sizes.given()
-    names = [*rungs_of.RUNGS] if rungs is None else values.parse_list("rungs", rungs, str)
+    names = [*rungs_of.RUNGS] if rungs is None else rungs
     one = counting.count(Problem(**asked), device=device)
     with working("climbing", cost([one] * len(names))):
         climb = rungs_of.climb(
@@ -114,8 +112,7 @@ def ladder(
             magnify=magnify,
             seed=seed,
         )
-    table = climb.table()
-    return table
+    return climb.table()
 
 
 def softmax_matmul(
@@ -150,11 +147,11 @@ def softmax_matmul(
 
 
 def precision(
-    n_q: str = opt.option("256,1024", "Queries and keys.", "-n"),
+    n_q: list[int] = opt.option("256,1024", "Queries and keys.", "-n"),
     head_dim: int = opt.option(64, "Width of a row of Q and K.", "-d"),
     dtype: str = opt.option("bfloat16", "What points are lowered to."),
-    kinds: str | None = opt.option(None, "Of inputs, with commas. Default: all."),
-    points: str | None = opt.option(None, "Of rounding, with commas. Default: all."),
+    kinds: list[str] | None = opt.option(None, "Of inputs, with commas. Default: all."),
+    points: list[str] | None = opt.option(None, "Of rounding, with commas. Default: all."),
     algorithm: opt.Algorithm = "flash2",
     causal: opt.Causal = False,
     seed: int = opt.option(0, "Of the random tensors."),
@@ -166,23 +163,18 @@ def precision(
     """What each rounding costs: every point lowered alone, against float64."""
     from flashsim.studies import precision as lab
 
-    if plot is not None:
-        ready_to_draw(plot)
-    lengths = values.parse_list("n_q", n_q, int)
+    ready_to_draw(plot)
     if published:
         never = ("kinds", "points", "algorithm", "causal", "plot")
         opt.refuse_unused(typed, "--published, which lowers no points alone", never=never)
         with working("rounding"):
-            tables = [
-                lab.presets(each, dtype=dtype, head_dim=head_dim, seed=seed) for each in lengths
-            ]
-        return tables
+            return [lab.presets(n, dtype=dtype, head_dim=head_dim, seed=seed) for n in n_q]
     with working("rounding"):
         found = lab.laboratory(
-            lengths,
+            n_q,
             dtype=dtype,
-            kinds=None if kinds is None else values.parse_list("kinds", kinds, str),
-            points=None if points is None else values.parse_list("points", points, str),
+            kinds=kinds,
+            points=points,
             algorithm=algorithm,
             head_dim=head_dim,
             causal=causal,
@@ -204,9 +196,8 @@ def banks(
     """Bank conflicts and sectors: what a warp's request costs in each layout of a tile."""
     from flashsim.studies import banks as on_chip
 
-    if plot is not None:
-        ready_to_draw(plot)
-    elif theme is not None:
+    ready_to_draw(plot)
+    if plot is None and theme is not None:
         raise OptionError("--theme is of the picture; give --plot as well")
     sizes: dict[str, Any] = {"dtype": dtype, "columns": columns, "pad": pad}
     table = on_chip.table(pattern=pattern, **sizes)
@@ -221,7 +212,7 @@ def banks(
 def blocks(
     mask: opt.Mask,
     sizes: opt.Sizes = opt.BATCH,
-    sides: str = opt.option("32,64,128", "Rows and columns of tiles; all pairs are tried."),
+    sides: list[int] = opt.option("32,64,128", "Rows and columns of tiles; all pairs are tried."),
     algorithm: opt.Algorithm = "flash2",
     direction: opt.Direction = "forward",
     stages: str | None = opt.option(None, "Backward, one tile per stage: dkdv=64x128,dq=128x64."),
@@ -234,9 +225,8 @@ def blocks(
     """Tile sizes: iterations, blocks per SM, bytes and predicted time of each stage."""
     from flashsim.studies import blocks as tiles
 
-    if plot is not None:
-        ready_to_draw(plot)
-    elif stage is not None:
+    ready_to_draw(plot)
+    if plot is None and stage is not None:
         raise OptionError("--stage says what to draw; give --plot as well")
     problem = values.problem(sizes, mask)
     if stages is not None:
@@ -251,7 +241,7 @@ def blocks(
     else:
         found = tiles.sizes(
             problem,
-            values.parse_list("sides", sides, int),
+            sides,
             algorithm=algorithm,
             direction=opt.one_pass(direction),
             device=device,
@@ -264,8 +254,9 @@ def blocks(
 def when(
     mask: opt.Mask,
     sizes: opt.Sizes = opt.BATCH,
-    n_q: str = opt.option(
-        "128,256,512,1024,2048,4096,8192,16384", "Queries and keys.", "-n", panel="Sizes"
+    n_q: list[int] = opt.option(
+        *("128,256,512,1024,2048,4096,8192,16384", "Queries and keys.", "-n"),
+        *(opt.each(int), "Sizes"),
     ),
     direction: opt.Direction = "forward",
     device: opt.Device = "H200",
@@ -276,13 +267,8 @@ def when(
     from flashsim.studies import predict
 
     opt.refuse_unused(typed, "this: keys are as many as queries", never=["n_kv"])
-    table = predict.when(
-        values.problem(sizes, mask),
-        values.parse_list("n_q", n_q, int),
-        direction=opt.one_pass(direction),
-        device=device,
-    )
-    return table
+    problem, direction = values.problem(sizes, mask), opt.one_pass(direction)
+    return predict.when(problem, n_q, direction=direction, device=device)
 
 
 def versions(
@@ -293,8 +279,7 @@ def versions(
     """FlashAttention-1, -2 and -3 beside standard attention: bytes, memory, times, OOM."""
     from flashsim.studies import predict
 
-    table = predict.versions(values.problem(sizes, mask), device=device)
-    return table
+    return predict.versions(values.problem(sizes, mask), device=device)
 
 
 def devices(sizes: opt.Sizes, decoding: opt.Decoding, *, typed: typer.Context) -> Tables:
@@ -382,7 +367,7 @@ def warm(
     """Compile the CPU engine (backend numba) ahead of time, and say where the code is kept."""
     with working("compiling the CPU engine"):
         done = compile_ahead(dtype, head_dim, direction, algorithm)
-    table = report.Table(
+    return report.Table(
         "CPU engine",
         ("dtype", "algorithm", "direction", "kernel", "compiled", "s", "CPU s", "folder"),
         [
@@ -394,7 +379,6 @@ def warm(
         ],
         note="compiled: kernels; nothing where all lay on disk",
     )
-    return table
 
 
 def _filled(sizes: opt.Sizes, decoding: opt.Decoding) -> report.Table:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,8 +25,6 @@ from flashsim.problem.problem import Problem, numpy_dtype
 from flashsim.schedule.presets import PRESETS
 from flashsim.schedule.tiling import Tiling
 from flashsim.trace.trace import Trace
-
-T = TypeVar("T")
 
 
 class Arrays(NamedTuple):
@@ -192,7 +190,7 @@ def window(mask: opt.Mask) -> tuple[int, int] | None:
 
 def flags(names: Iterable[str]) -> str:
     """Options as they are typed, for an error."""
-    return ", ".join("--" + name.replace("_", "-") for name in names)
+    return ", ".join(map(opt.flag, names))
 
 
 def _read_file(file: Path) -> Arrays:
@@ -213,24 +211,12 @@ def _read_file(file: Path) -> Arrays:
     return Arrays(found["q"], found["k"], found["v"], found.get("dout"))
 
 
-def parse_list(name: str, text: str, convert: Callable[[str], T]) -> list[T]:
-    """The values of ``a,b,c``; an error names the option."""
-    try:
-        return [convert(part.strip()) for part in text.split(",")]
-    except FlashSimError:
-        raise
-    except ValueError:
-        raise OptionError(
-            f"{flags([name])} takes values separated by commas, e.g. 1024,2048; got {text!r}"
-        ) from None
-
-
-def parse_size(text: str) -> tuple[float, float]:
+def parse_size(name: str, text: str) -> tuple[float, float]:
     """``WIDTHxHEIGHT`` in inches."""
-    takes = "--size takes WIDTHxHEIGHT, 1 to 100 inches, e.g. 9.6x5.4"
-    size = opt.pair(text, "x", float, takes)
+    takes = "WIDTHxHEIGHT, 1 to 100 inches, e.g. 9.6x5.4"
+    size = opt.pair("x", float, takes)(name, text)
     if not all(1 <= side <= 100 for side in size):
-        raise OptionError(f"{takes}, got {text!r}")
+        raise OptionError(f"{name} takes {takes}, got {text!r}")
     return size
 
 
@@ -238,7 +224,7 @@ def parse_window(text: str) -> tuple[int, int] | None:
     """``LEFT:RIGHT``, or "none"."""
     if text == "none":
         return None
-    return opt.pair(text, ":", int, "--window takes LEFT:RIGHT, e.g. 128:0 (-1 is unlimited)")
+    return opt.pair(":", int, "LEFT:RIGHT, e.g. 128:0 (-1 is unlimited)")("--window", text)
 
 
 def parse_mask(text: str) -> bool:
@@ -253,9 +239,8 @@ def parse_tiling(text: str) -> Tiling | str:
     """``128x64`` as a Tiling; "fit" and the names of presets as they are."""
     if text == "fit" or text in PRESETS:
         return text
-    takes = "--tiling takes QUERIESxKEYS, e.g. 128x64, or a name"
-    hint = choices(text, ("fit", *PRESETS))
-    return Tiling(*opt.pair(text, "x", int, f"{takes} ({hint})"))
+    takes = f"QUERIESxKEYS, e.g. 128x64, or a name ({choices(text, ('fit', *PRESETS))})"
+    return Tiling(*opt.pair("x", int, takes)("--tiling", text))
 
 
 def tiling(text: str, head_dim: int, causal: bool) -> Tiling | None:
