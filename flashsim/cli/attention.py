@@ -17,7 +17,7 @@ from flashsim.api.compare import compare as run_comparison
 from flashsim.api.sweep import sweep as run_sweep
 from flashsim.cli import options as opt
 from flashsim.cli import values
-from flashsim.cli.output import Tables, add, figures, ready, say, show_tables, working
+from flashsim.cli.output import Tables, add, figures, ready, say, show, working
 from flashsim.errors import OptionError
 from flashsim.problem.checks import DTYPES
 from flashsim.report import beside
@@ -66,7 +66,7 @@ def run(
         difference = float(np.abs(result.out.astype(np.float64) - arrays.out).max())
         add(every[0], traces[0], "difference from the model", "largest of out", difference)
         tables[0].note += f" · largest difference from the model's output {difference:.2e}"
-    show_tables(tables, every, form)
+    show((tables, every), form)
     if save is not None:
         for trace in traces:
             _save(trace, save if trace.direction == "forward" else _backward_name(save))

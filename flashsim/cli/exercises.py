@@ -10,7 +10,7 @@ import typer
 
 from flashsim import report
 from flashsim.cli import options as opt
-from flashsim.cli.output import Tables, ready, say, show_tables, viz
+from flashsim.cli.output import Tables, ready, say, show, viz
 from flashsim.errors import OptionError
 from flashsim.exercises import apart, shelf
 from flashsim.exercises.exercise import Exercise
@@ -94,7 +94,7 @@ def predict(
         table.rows.append((what, said, right, said / right))
     exact = (loaded, stored) == tuple(measured.values())
     table.note = "to the byte!" if exact else "where they are, tensor by tensor, is below"
-    show_tables([table, trace.table()], [table])
+    show([table, trace.table()])
     if plot is not None:
         _draw({"the reference": trace}, one, plot)
 

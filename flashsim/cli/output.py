@@ -86,25 +86,16 @@ def event_table(trace: Trace, limit: int) -> report.Table:
 Tables = report.Table | list[report.Table] | tuple[list[report.Table], list[report.Table]]
 
 
-def show(found: Tables, form: Format) -> None:
-    """Print what a command gave."""
-    both = found if isinstance(found, tuple) else (found, found)
-    people, full = ([each] if isinstance(each, report.Table) else each for each in both)
-    show_tables(people, full, form)
-
-
-def show_tables(
-    people: list[report.Table], full: list[report.Table], form: Format | None = None
-) -> None:
-    """Print tables for people, or everything there is as one JSON array or one CSV."""
-    form = form or Format()
-    if not form.json and not form.csv:
+def show(found: Tables, form: Format | None = None) -> None:
+    """Print what a command gave: tables for people, or one JSON array or one CSV of everything."""
+    people, full = found if isinstance(found, tuple) else (found, found)
+    if form is None or not (form.json or form.csv):
         to = console()
-        for n, table in enumerate(people):
+        for n, table in enumerate([people] if isinstance(people, report.Table) else people):
             to.print(*[""] * (n > 0), table.rich(to.width), sep="\n")
         return
-    rows = [row for table in full for row in table.rows]
-    table = report.Table("", full[0].columns, rows)
+    tables = [full] if isinstance(full, report.Table) else full
+    table = report.Table("", tables[0].columns, [row for each in tables for row in each.rows])
     typer.echo(table.json() if form.json else table.csv(), nl=form.json)
 
 

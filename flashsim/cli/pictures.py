@@ -10,7 +10,7 @@ import numpy as np
 import typer
 
 from flashsim import l2
-from flashsim.api import counting, execution
+from flashsim.api import execution
 from flashsim.api.compare import Comparison
 from flashsim.api.samples import TRACES, load_sample
 from flashsim.api.sweep import Sweep, sweep
@@ -290,19 +290,9 @@ def _io_sweep(source: opt.Source, over: str) -> Sweep:
 
 
 def _counts(source: opt.Source, defaults: opt.Sizes) -> list[Traffic]:
-    """Closed forms of the algorithms, of these sizes where none are given."""
-    how, mask = source.how, source.mask
-    problem = values.problem(replace(defaults, **source.sizes.given()), mask)
-    return [
-        counting.count(
-            problem,
-            algorithm=name,
-            direction=how.direction,
-            tiling=values.tiling(how.tiling, problem.head_dim, mask.causal),
-            device=how.device,
-        )
-        for name in source.names()
-    ]
+    """By formula, of the default sizes where none are given."""
+    sizes = replace(defaults, **source.sizes.given())
+    return [values.counted(sizes, source.mask, name, source.how) for name in source.names()]
 
 
 def _roofline(

@@ -9,16 +9,13 @@ from typing import Any
 
 import typer
 
-from flashsim.api import counting
 from flashsim.api.cost import replay_cost
 from flashsim.cli import options as opt
 from flashsim.cli import values
-from flashsim.cli.output import Tables, show_tables, working
-from flashsim.counts.traffic import Traffic
+from flashsim.cli.output import Tables, show, working
 from flashsim.errors import OptionError, TraceError
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
-from flashsim.problem.problem import Problem
 from flashsim.report import Table
 from flashsim.schedule import plans
 
@@ -41,20 +38,13 @@ def roofline(
     """Compare intensity with a GPU's ridge points, for each way of counting bytes."""
     from flashsim.studies import roofline as rooflines
 
-    problem = values.problem(sizes, mask)
     splitting = [name for name in algorithm if plans.splits_keys(plans.check_algorithm(name))]
-    counted = [  # options of decoding go to those that divide the keys, or to all
-        _count(
-            problem,
-            name,
-            how,
-            opt.Decoding() if splitting and name not in splitting else decoding,
-        )
-        for name in algorithm
-    ]
+    counted = []
+    for name in algorithm:  # options of decoding go to those that divide the keys, or to all
+        its = opt.Decoding() if splitting and name not in splitting else decoding
+        counted.append(values.counted(sizes, mask, name, how, its))
     with working(_REPLAYING, replay_cost(counted), "tile requests"):
-        tables = [rooflines.roofline(one, seconds=seconds).table() for one in counted]
-    return tables
+        return [rooflines.roofline(one, seconds=seconds).table() for one in counted]
 
 
 def predict(
@@ -80,7 +70,7 @@ def predict(
     from flashsim.studies import predict as model
 
     problem = replace(values.problem(sizes, mask), page_size=parts.page_size)
-    table = model.predict(
+    return model.predict(
         problem,
         direction=how.direction,
         algorithm=algorithm,
@@ -89,7 +79,6 @@ def predict(
         device=how.device,
         **parts.options(),
     ).table()
-    return table
 
 
 def dram(
@@ -106,14 +95,12 @@ def dram(
     """Predict DRAM bytes: a model of the L2 cache answers the tile requests of a run."""
     from flashsim import l2
 
-    requested = _count(values.problem(sizes, mask), algorithm, how, decoding)
+    requested = values.counted(sizes, mask, algorithm, how, decoding)
     takes = replay_cost([requested], at_every_size=l2_sizes is not None)
     with working(_REPLAYING, takes, "tile requests"):
         if l2_sizes is None:
-            table = l2.dram(requested, cache.model()).table()
-        else:
-            table = _at_sizes(l2.curves(requested, cache.model()), l2_sizes)
-    return table
+            return l2.dram(requested, cache.model()).table()
+        return _at_sizes(l2.curves(requested, cache.model()), l2_sizes)
 
 
 def verify(
@@ -153,12 +140,18 @@ def verify(
     if summary is not None:
         opt.refuse_unused(typed, "--summary", only=["summary"])
         tables = verification.summary(values.read_text(summary))
-        show_tables(tables, tables[-1:], form)
+        show((tables, tables[-1:]), form)
         return
     if soak is not None:
         drawn = ["seed", "device", "kernel", "save"] if from_ is None else ["from_"]
         opt.refuse_unused(typed, "--soak", only=["soak", *drawn])
-        _soak(soak, seed, how.device, kernel, from_, save, form)
+        kernels = ("hopper", "portable") if kernel is None else (kernel,)
+        cases = verification.draw(soak, seed=seed, device=how.device, kernels=kernels)
+        kept = _measured(cases, save) if from_ is None else verification.Record.load(from_)
+        compared = verification.compare(kept.cases, verification.passes_of(kept))
+        show(verification.table(compared), form)
+        if any(one.misses for one in compared):
+            raise typer.Exit(1)
         return
     model = cache.model()
     if from_ is not None and from_.is_file() and verification.counts_beside(from_).exists():
@@ -168,7 +161,7 @@ def verify(
             verification.verify(each, str(one), l2=model).table()
             for one, each in zip(kept.cases, verification.passes_of(kept), strict=True)
         ]
-        show_tables(found, found, form)
+        show(found, form)
         return
     if from_ is not None:
         opt.refuse_unused(typed, "--from, which measures nothing", never=["save"])
@@ -193,41 +186,19 @@ def verify(
         ]
         passes = verification.assign(predictions, launches)
     else:
-        with working("measuring"):
-            kept = verification.record([case])
-        if save is not None:
-            kept.save(save)
-        (passes,) = verification.passes_of(kept)
-    table = verification.verify(passes, str(case), l2=model).table()
-    show_tables([table], [table], form)
+        (passes,) = verification.passes_of(_measured([case], save))
+    show(verification.verify(passes, str(case), l2=model).table(), form)
 
 
-def _soak(
-    count: int,
-    seed: int,
-    device: str,
-    kernel: str | None,
-    file: Path | None,
-    save: Path | None,
-    form: opt.Format,
-) -> None:
-    """Measure random shapes, or read what was measured of them, and say which are worst."""
+def _measured(cases: Any, save: Path | None) -> Any:
+    """The record of these cases, measured now, and saved if asked."""
     from flashsim.studies import verify as verification
 
-    if file is not None:
-        kept = verification.Record.load(file)
-    else:
-        kernels = ("hopper", "portable") if kernel is None else (kernel,)
-        cases = verification.draw(count, seed=seed, device=device, kernels=kernels)
-        with working("measuring"):
-            kept = verification.record(cases)
-        if save is not None:
-            kept.save(save)
-    found = verification.compare(kept.cases, verification.passes_of(kept))
-    table = verification.table(found)
-    show_tables([table], [table], form)
-    if any(one.misses for one in found):
-        raise typer.Exit(1)
+    with working("measuring"):
+        kept = verification.record(cases)
+    if save is not None:
+        kept.save(save)
+    return kept
 
 
 def calibrate(
@@ -276,17 +247,6 @@ def calibrate(
         ("Device.l2_bandwidth", made.l2_bandwidth, "B/s"),
     ]
     return [table, figures]
-
-
-def _count(problem: Problem, algorithm: str, how: opt.One, decoding: opt.Decoding) -> Traffic:
-    return counting.count(
-        decoding.posed(problem),
-        algorithm=algorithm,
-        direction=how.direction,
-        tiling=values.tiling(how.tiling, problem.head_dim, problem.causal),
-        device=how.device,
-        **decoding.options(),
-    )
 
 
 def _at_sizes(curves: dict[str, Any], sizes: list[float]) -> Table:

@@ -18,7 +18,7 @@ from flashsim.api.warm import ALGORITHMS, DIRECTIONS
 from flashsim.api.warm import warm as compile_ahead
 from flashsim.cli import options as opt
 from flashsim.cli import values
-from flashsim.cli.output import Tables, draw, ready_to_draw, say, show_tables, working
+from flashsim.cli.output import Tables, draw, ready_to_draw, say, show, working
 from flashsim.counts import questions
 from flashsim.errors import MemoryModelError, OptionError, choices
 from flashsim.problem.hardware import PRESETS
@@ -40,7 +40,7 @@ def demo(
     with working("simulating a real model's attention"):
         layers = run_demo(out)
     for layer in layers:
-        show_tables([layer.comparison.table(), layer.agreement()], [])
+        show([layer.comparison.table(), layer.agreement()])
         for path in layer.files:
             say(f"trace in {path}")
     with working("drawing"):
@@ -330,7 +330,7 @@ def reproduce(
 
     if name is None:
         tables = pages.listing()
-        show_tables(tables, tables[:1], form)
+        show((tables, tables[:1]), form)
         return
     found: list[report.Table] = []
     for each in pages.NAMES if name == "all" else (name,):
@@ -339,9 +339,9 @@ def reproduce(
         if form.json or form.csv:  # programs get one array, or one header
             found += tables
         else:
-            show_tables(tables, [])
+            show(tables)
     if found:
-        show_tables([], found, form)
+        show(found, form)
     if plot is not None:
         pallas = pages.pallas
         options = {"device": pallas.DEVICE, "dtype": pallas.DTYPE}

@@ -16,7 +16,7 @@ from flashsim.api.counting import count
 from flashsim.api.quantize import quantize
 from flashsim.api.samples import TRACES, load_sample, load_sample_trace, random_inputs
 from flashsim.cli import options as opt
-from flashsim.counts.traffic import compulsory
+from flashsim.counts.traffic import Traffic, compulsory
 from flashsim.errors import FlashSimError, OptionError, ShapeError, choices
 from flashsim.problem import checks
 from flashsim.problem.checks import FP8
@@ -181,6 +181,26 @@ def problem(sizes: opt.Lengths, mask: opt.Mask) -> Problem:
     """The problem of these sizes."""
     softcap = mask.softcap if isinstance(mask, opt.Scores) else 0.0
     return Problem(**sizes.given(), causal=mask.causal, window=window(mask), softcap=softcap)
+
+
+def counted(
+    sizes: opt.Lengths,
+    mask: opt.Mask,
+    algorithm: str,
+    how: opt.One,
+    decoding: opt.Decoding | None = None,
+) -> Traffic:
+    """What one pass moves, by formula."""
+    decoding = decoding or opt.Decoding()
+    whole = decoding.posed(problem(sizes, mask))
+    return count(
+        whole,
+        algorithm=algorithm,
+        direction=how.direction,
+        tiling=tiling(how.tiling, whole.head_dim, whole.causal),
+        device=how.device,
+        **decoding.options(),
+    )
 
 
 def window(mask: opt.Mask) -> tuple[int, int] | None:

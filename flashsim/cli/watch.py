@@ -13,7 +13,7 @@ from unittest import mock
 import typer
 
 from flashsim.cli import options as opt
-from flashsim.cli.output import say, show_tables
+from flashsim.cli.output import say, show
 from flashsim.problem.hardware import Device
 
 
@@ -49,6 +49,6 @@ def watch(
             traceback.print_exc()
             code = 1
     seen.model = script.name
-    show_tables([seen.table(device=where)], [seen.full_table(device=where)], form)
+    show(([seen.table(device=where)], [seen.full_table(device=where)]), form)
     if code:
         raise typer.Exit(code)

@@ -545,7 +545,7 @@ def test_a_broken_pipe_is_left_to_click(monkeypatch):
     def broken(*_):
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
-    monkeypatch.setattr(cli_output, "show_tables", broken)
+    monkeypatch.setattr(cli_output, "show", broken)
 
     result = invoke("study devices")
 

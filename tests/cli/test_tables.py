@@ -36,15 +36,15 @@ COMMANDS = {
 
 def printed(command, width, monkeypatch, tmp_path):
     """What a command prints on a terminal of `width` columns, and the tables it shows."""
-    tables, print_tables = [], output.show_tables
+    tables, show = [], output.show
 
-    def show(people, full, form=None):
-        tables.extend(people)
-        print_tables(people, full, form)
+    def seen(found, form=None):
+        people = found[0] if isinstance(found, tuple) else found
+        tables.extend([people] if isinstance(people, Table) else people)
+        show(found, form)
 
-    for module in (attention, predictions, studies):
-        monkeypatch.setattr(module, "show_tables", show)
-    monkeypatch.setattr(output, "show_tables", show)
+    for module in (attention, output, predictions, studies):
+        monkeypatch.setattr(module, "show", seen)
     monkeypatch.setattr(pictures, "demo_figures", lambda *_: ["a", "b", "c"])
     monkeypatch.setattr(demo, "SAMPLES", ("layer0",))  # tables of one layer are like the other's
     monkeypatch.setattr(output, "WIDTH", width)
