@@ -375,64 +375,6 @@ def test_a_trace_is_saved_and_shown(tmp_path):
 # -- errors ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (("run", "--algorithm", "flash3"), "unknown algorithm 'flash3'"),
-        (("run", "--device", "H1000"), "did you mean 'H100'"),
-        (("run", "--backend", "abacus"), "unknown backend 'abacus'"),
-        (("run", "-n", "0"), "n_q must be at least 1, got 0"),
-        (("run", "--tiling", "4000x4000"), "the largest tiling that fits is Tiling("),
-        (("run", "--tiling", "64"), "--tiling takes QUERIESxKEYS, e.g. 128x64, or a name"),
-        (("run", "--tiling", "fa2-foward"), "did you mean 'fa2-forward'"),
-        (("run", "--window", "8"), "--window takes LEFT:RIGHT, e.g. 128:0"),
-        (("count", "--window", ""), "(-1 is unlimited), got ''"),
-        (("sweep", "-n", "64", "--kv-heads", ""), "--kv-heads takes values separated by commas"),
-        (("sweep", "-n", "64", "--sram", ""), "--sram takes values separated by commas"),
-        (
-            ("study walkthrough", "softmax", "--logits", ""),
-            "--logits takes values separated by commas",
-        ),
-        (("run", "--demo-data", "layer1"), "unknown sample 'layer1'"),
-        (("run", "--demo-data", "layer0", "-n", "9"), "leave out --n-q"),
-        (("run", "--demo-data", "layer0", "--input", "x"), "give one of them"),
-        (("run", "--input", "nowhere.npz"), "No such file"),
-        (("compare", "--algorithm", ""), "unknown algorithm ''"),
-        (("count", "--heads", "6", "--kv-heads", "4"), "query heads must be a multiple"),
-        (("count", "--json", "--csv"), "two formats"),
-        (("count", "--backward-tiling", "8x8"), "give --backward as well"),
-        (("run", "-a", "flash-decode", "--page-size", 10**12), "smaller pages"),
-        (("run", "--save", "a.npz", "--out", "./a.npz"), "name two files"),
-        (
-            ("run", "--backward", "--save", "a.npz", "--out", "a-backward.npz"),
-            "both write 'a-backward.npz'; name two files",
-        ),
-        (
-            ("study devices", "--latent", "--splits", "2"),
-            "--splits, --latent: not for the list alone",
-        ),
-        (("trace", "show", "h200-forward", "--limit", "3"), "--limit: not for totals"),
-        (("sweep", "-n", "64,many"), "--n-q takes values separated by commas"),
-        (
-            ("sweep", "-n", "64", "--mask", "perhaps"),
-            "unknown mask 'perhaps'; possible: full, causal",
-        ),
-        (("sweep", "-n", "64", "--method", "guess"), "unknown method 'guess'"),
-        (("trace", "show", "nowhere.npz"), "nowhere.npz"),
-    ],
-)
-def test_an_error_is_one_message_and_exit_code_2(arguments, text, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-    result = invoke(*arguments)
-
-    assert result.exit_code == 2
-    assert result.stderr.startswith("flashsim: ")
-    assert text in result.stderr
-    assert "Traceback" not in result.output
-    assert result.stdout == ""
-
-
 @pytest.mark.parametrize("kind", ["text", "array", "missing", "pickle"])
 def test_a_file_that_does_not_serve_is_refused(kind, tmp_path):
     file = tmp_path / "bad.npz"

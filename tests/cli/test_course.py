@@ -30,31 +30,6 @@ def test_walkthroughs_are_listed_and_unknown_ones_refused():
     assert "did you mean 'tiles'" in invoke("study walkthrough", "tile").output
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("study walkthrough --seed 0", "--seed: not for the list of walkthroughs; leave it out"),
-        (
-            "study walkthrough softmax -n 4 --causal",
-            "--n-q, --causal: not for the walkthrough softmax",
-        ),
-        ("study walkthrough tiles --logits 1,2", "--logits: not for the walkthrough tiles"),
-        ("study banks --theme dark", "give --plot as well"),
-        ("study banks --columns 999999999999999", "columns must be at most 2,147,483,648"),
-        ("study banks --pad 99999999999999999999999", "pad must be at most"),
-        ("study blocks --stage dq", "give --plot as well"),
-        ("study blocks --stages dkdv=64x64,dq=64x64 --sides 32", "--sides: not for --stages"),
-        ("study when -n 64 --n-kv 32", "--n-kv: not for this: keys are as many as queries"),
-        ("study precision --published --kinds normal", "--kinds: not for --published"),
-    ],
-)
-def test_what_would_say_nothing_is_refused(arguments, message):
-    result = invoke(*arguments.split())
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith("flashsim: ")
-    assert message in result.stderr
-
-
 def test_banks_prints_every_layout_and_draws_one_pattern(tmp_path):
     assert rows("study banks") == banks.table().records()
     out = tmp_path / "banks.svg"

@@ -89,26 +89,6 @@ def test_io_curve_over(over, tmp_path):
     assert held in out.read_text()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("io-curve", "-n", 999), "runs over n_q: leave out --n-q"),
-        (("io-curve", "--over", "head_dim", "-d", 77), "runs over head_dim: leave out --head-dim"),
-        (("memory-footprint", "-n", 999), "--n-q: not for memory-footprint"),
-        (("roofline", "--seed", 4, "--color", "bytes", "--sms", "0:1"), "--seed, --color, --sms"),
-        (("traffic", "--over", "head_dim"), "--over: not for traffic, but for io-curve"),
-        (("tile-map", "--seconds", 1), "--seconds: not for tile-map, but for roofline"),
-        (("traffic", "-T", "h200-forward", "-t", "8x8"), "leave out --tiling"),
-        (("roofline", "--seconds", 1), "--seconds is the time of one algorithm, got 2"),
-        (("traffic", "--size", "wide"), "--size takes WIDTHxHEIGHT"),
-    ],
-)
-def test_an_option_that_a_figure_cannot_use_is_an_error(words, message, tmp_path):
-    result = invoke("plot", *words, "-o", tmp_path / "x.png")
-    assert (result.exit_code, message in result.output) == (2, True), result.output
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_every_plot_is_drawn_by_a_command():
     """By `plot`, or by the command whose table it shows; the last three by none."""
     # By the studies banks, blocks, precision, reproduce pallas.
@@ -197,42 +177,6 @@ def test_animate_and_page(tmp_path):
     back = invoke("page", *SMALL, "-t", "16x16", *BACK, "-a", "flash1,flash2", "-o", html)
     assert back.exit_code == 0, back.output
     assert '"statistics":null' in html.read_text()
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("plot", "pie"), "unknown kind of plot 'pie'; possible: traffic"),
-        (("plot", "diff", *SMALL), "diff takes two traces or algorithms, got 3"),
-        (("plot", "traffic", *SMALL, "--theme", "blue"), "unknown theme 'blue'"),
-        (("plot", "gpu-timeline", *SMALL), "or a bundled one: h200-forward, h200-backward"),
-        (
-            ("plot", "tile-map", *SMALL, "--times", "0:1"),
-            "--times: not for tile-map, but for gpu-timeline",
-        ),
-        (("plot", "traffic", "-T", "h200-forward", *BACK), "tensors; leave out --direction"),
-        (("page", "-T", "h200-forward", "--window", "8:0"), "tensors; leave out --window"),
-        (("plot", "io-curve", "--over", "time"), "unknown axis 'time'; possible: n_q"),
-        (("plot", "io-curve", "--over", ""), "unknown axis ''; possible: n_q"),
-        (("plot", "tile-map", *SMALL, "--color", ""), "unknown color ''"),
-        (("plot", "gpu-timeline", "-T", "h200-forward", "--sms", ""), "--sms takes FIRST:LAST"),
-        (("plot", "gpu-timeline", "-T", "h200-forward", "--times", ""), "--times takes FIRST:LAST"),
-        (("plot", "io-curve", "-T", "x.npz"), "--trace: not for io-curve, but for traffic"),
-        (("plot", "traffic", "-T", "x.npz", "-n", "5"), "has its own sizes and tensors"),
-        (("animate", *SMALL, "--clock", "sun"), "unknown clock 'sun'"),
-        (
-            ("animate", *SMALL, "-a", "flash1,flash2", "--row", "1"),
-            "--row follows m and l of one trace, got 2",
-        ),
-        (("page", *SMALL, "-a", "standard", "--row", "1"), "this trace is standard forward"),
-    ],
-)
-def test_errors(words, message, tmp_path):
-    out = {"animate": "out.gif", "page": "out.html"}.get(words[0], "x.png")
-    result = invoke(*words, "-o", tmp_path / out)
-    assert result.exit_code == 2
-    assert message in result.output
-    assert "Traceback" not in result.output
 
 
 def test_more_errors(tmp_path):

@@ -141,39 +141,6 @@ def test_verify_reads_a_saved_table(counters):
     ]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("study reproduce", "rings"), "did you mean 'ring'"),
-        (("study ladder", "-n", 8, "--rungs", "onlin"), "did you mean 'online'"),
-        (("study dram", "--launch", "random"), "possible: head-first"),
-        (("verify",), "Nsight Compute"),
-        (("verify", "--seed", "3"), "--seed: not for this: it is of --soak"),
-        (("verify", "--soak", "3", "-n", "5"), "--n-q: not for --soak; leave it out"),
-        (("verify", "--summary", "x", "-n", "5", "--causal"), "--causal, --n-q: not for --summary"),
-        (("verify", "--from", "x", "--save", "y"), "--save: not for --from"),
-        (("study calibrate", "--device", "T4"), "--device says whose figures --units holds"),
-        (("predict", "-a", "standard", "--splits", "2"), "splits is FlashAttention's"),
-        (
-            ("study dram", "-n", 8, "--l2-sizes", "1,nan"),
-            "--l2-sizes must be finite and at least 0",
-        ),
-        (("study dram", "-n", 8, "--l2-sizes", "inf"), "--l2-sizes must be finite and at least 0"),
-        (
-            ("study calibrate", "--units", __file__),
-            "is no table of units: lines of name, value and",
-        ),
-        (("verify", "-n", 64, "-t", "16x16", "--from", ""), "cannot read '.': Is a directory"),
-    ],
-)
-def test_errors_are_one_line(arguments, message, monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    result = invoke(*arguments)
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
-
-
 def test_a_saved_table_needs_the_tiles_that_ran(counters):
     result = invoke("verify", "--from", counters)
     assert result.exit_code == 2
