@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: demo test test-all test-torch thorough-torch outside lint modules walks unit kernels thorough wheel bench gpu gallery lessons slides site links look lite reproduce clean
 
 demo: $(VENV)/.installed
-	$(BIN)/flashsim demo --out out
+	$(BIN)/flashsim study demo --out out
 
 # Format, lint, types, the wheel installed elsewhere, and the suite with coverage. Lint takes a core:
 # meanwhile another builds the wheel and compiles what tests would wait for, the modules that both of
@@ -35,7 +35,7 @@ modules: $(VENV)/.dev
 	$(BIN)/python -m pytest --collect-only -qq > $(VENV)/modules.log || { cat $(VENV)/modules.log; exit 1; }
 
 walks: $(VENV)/.dev
-	$(BIN)/flashsim warm > $(VENV)/walks.log
+	$(BIN)/flashsim study warm > $(VENV)/walks.log
 
 # One BLAS thread for each of the $(JOBS) test processes: more of them fight over the cores. They take
 # whole files, the longest first (tests/conftest.py).
@@ -85,7 +85,7 @@ gpu:
 
 # Published numbers, recomputed: paper, ours, why they differ.
 reproduce: $(VENV)/.installed
-	$(BIN)/flashsim reproduce all
+	$(BIN)/flashsim study reproduce all
 
 $(VENV)/.installed: setup.cfg pyproject.toml
 	$(PYTHON) -m venv --upgrade-deps $(VENV)

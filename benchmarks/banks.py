@@ -1,4 +1,4 @@
-"""What `flashsim banks` predicts, beside a GPU's own counters.
+"""What `flashsim study banks` predicts, beside a GPU's own counters.
 
     python benchmarks/banks.py [--csv banks.csv]
 

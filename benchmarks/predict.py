@@ -76,7 +76,8 @@ def chip_table(name="H100"):
     table = Table(
         f"Predicted time of a pass on an {name}: predicted / measured - 1, %",
         ("kernels", "pass", "passes", *(f"by {c}, {x}" for c in chips for x in ("mean", "worst"))),
-        note="mean: of absolute values; sheet: the data sheet's figures; units: flashsim calibrate",
+        note="mean: of absolute values; sheet: the data sheet's figures; "
+        "units: flashsim study calibrate",
     )
     found = {}
     for one in measured(DATA / f"times-{name.lower()}.csv"):

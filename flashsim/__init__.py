@@ -1,42 +1,18 @@
-"""flashsim: watch FlashAttention move its tiles, and count every byte."""
+"""flashsim: watch FlashAttention move its tiles, and count every byte.
+
+Every name is loaded when it is first used, so that `flashsim --version` need not wait for NumPy.
+"""
+# ruff: noqa: F403, F405 - names are those of flashsim.api
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flashsim.api.compare import Comparison, compare
-from flashsim.api.counting import count
-from flashsim.api.execution import Gradients, Result, backward, run
-from flashsim.api.merge import merge
-from flashsim.api.quantize import Quantized, quantize
-from flashsim.api.samples import load_sample, load_sample_trace, random_inputs
-from flashsim.api.simulate import simulate
-from flashsim.api.sweep import Sweep, sweep
-from flashsim.api.warm import Warmed, warm
-from flashsim.counts.traffic import Traffic
-from flashsim.errors import (
-    BackendUnavailable,
-    DTypeError,
-    FlashSimError,
-    MaskError,
-    MemoryModelError,
-    OptionError,
-    ShapeError,
-    SramOverflow,
-    TilingError,
-    TraceError,
-    UnknownArgumentError,
-    UnsupportedError,
-)
-from flashsim.problem.hardware import Device
-from flashsim.problem.masks import BlockMask
-from flashsim.problem.precision import Precision
-from flashsim.problem.problem import Problem
-from flashsim.schedule.schedule import Schedule
-from flashsim.schedule.tiling import Tiling
-from flashsim.trace.trace import Trace
 from flashsim.version import __version__
+
+if TYPE_CHECKING:
+    from flashsim.api import *
 
 #: Rooms that are imported when first asked for, by the room in which they lie.
 _LATE = {
@@ -107,10 +83,18 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module(f"{_LATE[name]}.{name}")
+    if name in __all__:
+        found = getattr(importlib.import_module("flashsim.api"), name)
+    else:
+        try:
+            found = importlib.import_module(f"{_LATE.get(name, __name__)}.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{name}":  # of one of its own imports
+                raise
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    globals()[name] = found
+    return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATE})
+    return sorted({*globals(), *__all__, *_LATE})

@@ -143,7 +143,7 @@ def course() -> dict[str, str]:
             f"# {number} · {title.rstrip('.')}\n\n{said}\n\n{one.sizes}. {machine}\n\n"
             f"## The file\n\n`flashsim exercise start {name}` writes it, below the statement:\n\n"
             f"```python\n{one.skeleton.strip()}\n```\n\n"
-            f"`flashsim grade FILE` judges what was made of it; in a notebook, "
+            f"`flashsim exercise grade FILE` judges what was made of it; in a notebook, "
             f'`exercises.grade(solution, exercises.get("{name}"))` does. [What the machine\nhas]'
             f"(../docs/guides/your_own_algorithm.md#what-the-machine-has) is one table.\n\n"
             f"## Hints\n\n{hints}"

@@ -1,22 +1,74 @@
-"""What users call."""
+"""What users call: the public names of `flashsim`, which loads them from here."""
 
 from flashsim.api.compare import Comparison, compare
 from flashsim.api.counting import count
 from flashsim.api.execution import Gradients, Result, backward, run
+from flashsim.api.merge import merge
+from flashsim.api.quantize import Quantized, quantize
 from flashsim.api.samples import load_sample, load_sample_trace, random_inputs
+from flashsim.api.simulate import simulate
 from flashsim.api.sweep import Sweep, sweep
+from flashsim.api.warm import Warmed, warm
+from flashsim.counts.traffic import Traffic
+from flashsim.errors import (
+    BackendUnavailable,
+    DTypeError,
+    FlashSimError,
+    MaskError,
+    MemoryModelError,
+    OptionError,
+    ShapeError,
+    SramOverflow,
+    TilingError,
+    TraceError,
+    UnknownArgumentError,
+    UnsupportedError,
+)
+from flashsim.problem.hardware import Device
+from flashsim.problem.masks import BlockMask
+from flashsim.problem.precision import Precision
+from flashsim.problem.problem import Problem
+from flashsim.schedule.schedule import Schedule
+from flashsim.schedule.tiling import Tiling
+from flashsim.trace.trace import Trace
 
 __all__ = [
+    "BackendUnavailable",
+    "BlockMask",
     "Comparison",
+    "DTypeError",
+    "Device",
+    "FlashSimError",
     "Gradients",
+    "MaskError",
+    "MemoryModelError",
+    "OptionError",
+    "Precision",
+    "Problem",
+    "Quantized",
     "Result",
+    "Schedule",
+    "ShapeError",
+    "SramOverflow",
     "Sweep",
+    "Tiling",
+    "TilingError",
+    "Trace",
+    "TraceError",
+    "Traffic",
+    "UnknownArgumentError",
+    "UnsupportedError",
+    "Warmed",
     "backward",
     "compare",
     "count",
     "load_sample",
     "load_sample_trace",
+    "merge",
+    "quantize",
     "random_inputs",
     "run",
+    "simulate",
     "sweep",
+    "warm",
 ]

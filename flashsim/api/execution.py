@@ -66,7 +66,7 @@ def run(
     tiling : Tiling, optional
         Default: the tiling that fits `device` and moves the fewest bytes.
     device : str or Device
-        The machine that is simulated; see ``flashsim devices`` for names.
+        The machine that is simulated; see ``flashsim study devices`` for names.
     backend : str
         "numpy": the simulator. "numba": the same tiles as fast as this CPU can (FlashAttention-2
         only), with the same trace; compiled at the first call, then cached on disk. "cupy": CUDA

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +10,7 @@ import typer
 
 from flashsim import report
 from flashsim.cli import options as opt
-from flashsim.cli.output import ready, say, show_tables
+from flashsim.cli.output import Tables, ready, say, show, viz
 from flashsim.errors import OptionError
 from flashsim.exercises import apart, shelf
 from flashsim.exercises.exercise import Exercise
@@ -22,25 +21,26 @@ from flashsim.trace.trace import Trace
 _Name = Annotated[str, typer.Argument(help="Of `flashsim exercise list`, or a .py file.")]
 
 
-def listed(form: opt.Format) -> None:
+def listed() -> Tables:
     """List the exercises, in the order of the course."""
     table = report.Table(
         "Exercises",
         ("name", "what", "full marks B", "SRAM B", "hints"),
-        note="flashsim exercise start NAME writes a file to fill in; flashsim grade FILE grades it",
+        note="flashsim exercise start NAME writes a file to fill in; flashsim exercise grade FILE "
+        "grades it",
     )
     for name in shelf.names():
         one = shelf.get(name)
         sram = None if one.questions else one.task.sram_bytes
         full = None if one.questions else one.full_marks_bytes
         table.rows.append((name, one.title, full, sram, len(one.hints)))
-    show_tables([table], [table], form)
+    return table
 
 
 def start(
     name: _Name,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Default: NAME.py, here.")] = None,
-    force: Annotated[bool, typer.Option(help="Overwrite a file that is there.")] = False,
+    out: Path | None = opt.option(None, "File to write. Default: NAME.py, here.", "-o"),
+    force: bool = opt.option(False, "Overwrite a file that is there."),
 ) -> None:
     """Write the file to fill in: the statement, and a skeleton."""
     one = shelf.get(name)
@@ -50,13 +50,15 @@ def start(
     ready(path, (".py",))
     with beside(path) as part:
         part.write_text(one.file_text, encoding="utf-8")
-    grading = f"flashsim grade {path}" + (f" --exercise {name}" if name.endswith(".py") else "")
+    grading = f"flashsim exercise grade {path}" + (
+        f" --exercise {name}" if name.endswith(".py") else ""
+    )
     typer.echo(f"{path}: fill it in, then `{grading}`; `flashsim exercise hint {name}` helps")
 
 
 def hint(
     name: _Name,
-    number: Annotated[int, typer.Option("--number", "-n", min=1, help="Which one.")] = 1,
+    number: int = opt.option(1, "Which one.", min=1),
 ) -> None:
     """Show a hint: 1 is a nudge, the last nearly everything."""
     hints = shelf.get(name).hints
@@ -73,13 +75,13 @@ def reveal(name: _Name) -> None:
 
 def predict(
     name: _Name,
-    loaded: Annotated[int | None, typer.Option(help="Your bytes; asked for if left out.")] = None,
-    stored: Annotated[int | None, typer.Option(help="Your bytes; asked for if left out.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Draw what moved, to this file.")] = None,
+    loaded: int | None = opt.option(None, "Your bytes. Default: you are asked."),
+    stored: int | None = opt.option(None, "Your bytes. Default: you are asked."),
+    plot: opt.Plot = None,
 ) -> None:
-    """Say first how many bytes move; then see. For the lecture hall."""
+    """Guess how many bytes move, then see. For the lecture hall."""
     one = shelf.get(name)
-    ready(picture)
+    ready(plot)
     typer.echo(f"{textwrap.dedent(one.statement).strip()}\n\n{one.sizes}\n")
     loaded = typer.prompt("bytes loaded, in digits", type=int) if loaded is None else loaded
     stored = typer.prompt("bytes stored, in digits", type=int) if stored is None else stored
@@ -92,38 +94,31 @@ def predict(
         table.rows.append((what, said, right, said / right))
     exact = (loaded, stored) == tuple(measured.values())
     table.note = "to the byte!" if exact else "where they are, tensor by tensor, is below"
-    show_tables([table, trace.table()], [table])
-    if picture is not None:
-        _draw({"the reference": trace}, one, picture)
+    show([table, trace.table()])
+    if plot is not None:
+        _draw({"the reference": trace}, one, plot)
 
 
 def grade(
     file: Annotated[Path, typer.Argument(help="What `flashsim exercise start` wrote, filled in.")],
-    exercise: Annotated[
-        str | None, typer.Option(help="A name or a .py file; default: what the file says.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
-    gradescope: Annotated[
-        Path | None, typer.Option(help="Also write a results.json as Gradescope reads it.")
-    ] = None,
-    picture: Annotated[
-        Path | None, typer.Option(help="Draw where the bytes went, to this file.")
-    ] = None,
-    save: Annotated[Path | None, typer.Option(help="Write the trace to this .npz file.")] = None,
-    limit: Annotated[float, typer.Option(min=0.1, help="Seconds that it may take.")] = apart.LIMIT,
-    memory: Annotated[
-        int | None,
-        typer.Option(min=1, help=f"MiB that it may take (Linux); default {apart.MEMORY:,}."),
-    ] = None,
+    exercise: str | None = opt.option(None, "A name or a .py file. Default: what the file says."),
+    json: bool = opt.option(False, "Print JSON instead of tables."),
+    gradescope: Path | None = opt.option(None, "Also write a results.json as Gradescope reads it."),
+    plot: opt.Plot = None,
+    save: Path | None = opt.option(None, "Save the trace (.npz)."),
+    timeout: float = opt.option(apart.LIMIT, "Seconds that it may take.", min=0.1),
+    memory: int | None = opt.option(
+        None, f"MiB that it may take (Linux). Default: {apart.MEMORY:,}.", min=1
+    ),
 ) -> None:
     """Grade a solution: results, room on chip, bytes; in words, and in points of 100."""
-    for path in (gradescope, picture, save):
+    for path in (gradescope, plot, save):
         ready(path)
     if gradescope is not None and exercise is not None and not file.is_file():
         marks, trace = apart.missing(file, exercise), None  # a student's fault: points, no error
     else:
-        marks, trace = apart.grade_file(file, exercise, limit=limit, memory=memory)
-    typer.echo(marks.json() if as_json else marks.text())
+        marks, trace = apart.grade_file(file, exercise, limit=timeout, memory=memory)
+    typer.echo(marks.json() if json else marks.text())
     if gradescope is not None:
         with beside(gradescope) as part:
             part.write_text(marks.gradescope(), encoding="utf-8")
@@ -133,26 +128,12 @@ def grade(
     if save is not None:
         trace.save(save)
         say(f"trace in {save}")
-    if picture is not None:
+    if plot is not None:
         one = shelf.get(exercise or apart.exercise_of(apart.text_of(file)) or "")
-        _draw({"yours": trace, "full marks": one.executed.trace}, one, picture)
+        _draw({"yours": trace, "full marks": one.executed.trace}, one, plot)
 
 
 def _draw(traces: dict[str, Trace], one: Exercise, path: Path) -> None:
     """A picture of where the bytes went."""
-    import matplotlib as mpl
-
-    from flashsim import viz
-
-    mpl.use("Agg")
-    viz.save_figure(draw(traces, one), path)
-    say(f"picture in {path}")
-
-
-COMMANDS: dict[str, Callable[..., None]] = {
-    "list": listed,
-    "start": start,
-    "hint": hint,
-    "predict": predict,
-    "reveal": reveal,
-}
+    viz().save_figure(draw(traces, one), path)
+    say(f"plot in {path}")

@@ -1,7 +1,8 @@
-"""The options of the commands, in bundles: a command takes one dataclass for each topic.
+"""The options of the commands, alone or in bundles: a dataclass for each topic.
 
-`spread` turns a parameter that is such a bundle into one option a field. The parameter's
-default, if it has one, holds the command's own defaults: ``sizes: opt.Sizes = opt.LAYER``.
+A command takes a bundle as one parameter, and `spread` turns it into one option per field. The
+parameter's default, if it has one, holds the command's own defaults: ``sizes: Sizes = LAYER``.
+An option of one command alone is a parameter with ``option(default, help)`` as its default.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
 from flashsim.api.samples import SAMPLES, TRACES
-from flashsim.errors import OptionError
+from flashsim.errors import FlashSimError, OptionError, choices
 from flashsim.l2 import L2Model
 from flashsim.l2.launch import ORDERS, WALKS
 from flashsim.problem.checks import DTYPES
@@ -24,82 +25,171 @@ from flashsim.problem.problem import Problem
 from flashsim.schedule.plans import ALGORITHMS
 from flashsim.schedule.presets import PRESETS
 
-_SIZES, _MASK, _HOW, _OUTPUT, _L2 = "Sizes", "Mask and scores", "How", "Output", "L2 cache"
+T = TypeVar("T")
+_SIZES, _MASK, _HOW, OUTPUT, _L2 = "Sizes", "Mask and scores", "How", "Output", "L2 cache"
+#: The default of an option that must be given.
+REQUIRED: Any = ...
+
+
+@dataclass(frozen=True)
+class _Option:
+    """An option whose name is that of the parameter or field that holds it."""
+
+    default: Any
+    help: str
+    short: str = ""
+    read: Callable[[str, str], Any] | None = None
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def parameter(self, name: str, kind: Any, default: Any, panel: str | None) -> Any:
+        """As Typer reads it."""
+        about = typer.Option(
+            *(flag(name), *self.short.split()),
+            help=self.help,
+            **{"rich_help_panel": panel, **self.more},
+        )
+        needed = {} if default is REQUIRED else {"default": default}
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        return inspect.Parameter(name, keyword, annotation=Annotated[kind, about], **needed)
+
+
+def option(
+    default: Any,
+    help: str,
+    short: str = "",
+    read: Callable[[str, str], Any] | None = None,
+    panel: str | None = None,
+    **more: Any,
+) -> Any:
+    """The default of a command's parameter: an option called as the parameter is.
+
+    `read`, given the option's name and its text, makes the value; a list is read from text with
+    commas. `more` is `typer.Option`'s.
+    """
+    return _Option(default, help, short, read, more | ({"rich_help_panel": panel} if panel else {}))
 
 
 def _option(default: Any, help: str, short: str = "") -> Any:
-    """A field of a bundle; the option is called as the field is."""
-    return field(default=default, metadata={"help": help, "short": short})
+    """The default of a bundle's field: an option called as the field is."""
+    return field(default=default, metadata={"option": _Option(default, help, short)})
 
 
-def spread(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` as Typer reads it: each bundle among its parameters spread into its fields."""
+def flag(name: str) -> str:
+    """An option as it is typed."""
+    return "--" + name.strip("_").replace("_", "-")
+
+
+def each(convert: Callable[[str], Any]) -> Callable[[str, str], list[Any]]:
+    """Reads the values of ``a,b,c``."""
+
+    def read(name: str, text: str) -> list[Any]:
+        try:
+            return [convert(part.strip()) for part in text.split(",")]
+        except FlashSimError:
+            raise
+        except ValueError:
+            raise OptionError(
+                f"{name} takes values separated by commas, e.g. 1024,2048; got {text!r}"
+            ) from None
+
+    return read
+
+
+def _lists(kind: Any) -> Callable[[str, str], list[Any]] | None:
+    """What reads a list, if `kind` is one."""
+    one = next((x for x in (kind, *get_args(kind)) if get_origin(x) is list), None)
+    return None if one is None else each(get_args(one)[0])
+
+
+def pair(
+    between: str, convert: Callable[[str], T], takes: str
+) -> Callable[[str, str], tuple[T, T]]:
+    """Reads both sides of a separator; `takes` says in an error what the option takes."""
+
+    def read(name: str, text: str) -> tuple[T, T]:
+        try:
+            first, last = (convert(side) for side in text.lower().split(between))
+        except ValueError:
+            raise OptionError(f"{name} takes {takes}, got {text!r}") from None
+        return first, last
+
+    return read
+
+
+def spread(command: Callable[..., Any], show: Callable[..., None]) -> Callable[..., None]:
+    """`command` as Typer reads it: each bundle among its parameters spread into its fields.
+
+    A parameter that is called as a field takes the place of that field's option. What the command
+    returns is shown, in the `Format` asked for.
+    """
     hints: dict[str, Any] = get_type_hints(command, include_extras=True)
+    parameters = inspect.signature(command).parameters
     bundles: dict[str, Any] = {}
+    readers: dict[str, Callable[[str, str], Any]] = {}
     flat: dict[str, inspect.Parameter] = {}
-    for name, parameter in inspect.signature(command).parameters.items():
-        kind = hints[name]
+    for name, parameter in parameters.items():
+        kind, default = hints[name], parameter.default
         if is_dataclass(kind):
-            given = parameter.default is not parameter.empty
-            bundles[name] = kind
-            flat |= _leaves(kind, parameter.default if given else bundles[name]())
+            bundles[name] = kind() if default is parameter.empty else default  # type: ignore[operator]
+            flat |= _leaves(bundles[name])
+        elif isinstance(default, _Option):
+            if read := default.read or _lists(kind):
+                readers[name], kind = read, str if default.default is not None else str | None
+            flat[name] = default.parameter(name, kind, default.default, None)
         else:
             flat[name] = parameter.replace(annotation=kind, kind=inspect.Parameter.KEYWORD_ONLY)
 
+    if shown := hints["return"] is not type(None):
+        flat |= _leaves(Format())
+
     @wraps(command)
     def gathered(**given: Any) -> None:
-        for name, kind in bundles.items():
-            given[name] = _gather(kind, given)
-        command(**given)
+        form = _gather(Format(), given) if shown else None
+        own = {name: given.pop(name) for name in parameters if name in given}
+        for name, read in readers.items():
+            if own[name] is not None:
+                own[name] = read(flag(name), own[name])
+        own |= {name: _gather(defaults, given) for name, defaults in bundles.items()}
+        found = command(**own)
+        if shown:
+            show(found, form)
 
     gathered.__signature__ = inspect.Signature([*flat.values()])  # type: ignore[attr-defined]
     gathered.__annotations__ = {name: parameter.annotation for name, parameter in flat.items()}
     return gathered
 
 
-def _leaves(kind: Any, defaults: Any) -> dict[str, inspect.Parameter]:
-    """One parameter a field; a field may be a bundle itself."""
+def _leaves(bundle: Any) -> dict[str, inspect.Parameter]:
+    """One parameter per field; a field may be a bundle itself."""
     found: dict[str, inspect.Parameter] = {}
-    for name, each in get_type_hints(kind).items():
-        default = getattr(defaults, name)
-        if is_dataclass(each):
-            found |= _leaves(each, default)
-            continue
-        about = kind.__dataclass_fields__[name].metadata
-        option = typer.Option(
-            *("--" + name.replace("_", "-"), *about["short"].split()),
-            help=about["help"],
-            rich_help_panel=kind.panel,
-        )
-        found[name] = inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=default,
-            annotation=Annotated[each, option],
-        )
+    for name, kind in get_type_hints(type(bundle)).items():
+        default = getattr(bundle, name)
+        if is_dataclass(kind):
+            found |= _leaves(default)
+        else:
+            about: _Option = bundle.__dataclass_fields__[name].metadata["option"]
+            found[name] = about.parameter(name, kind, default, bundle.panel)
     return found
 
 
-def _gather(kind: Any, given: dict[str, Any]) -> Any:
-    """The bundle of the values given, which are taken out."""
-    types = get_type_hints(kind)
-    return kind(
+def _gather(defaults: Any, given: dict[str, Any]) -> Any:
+    """The bundle of the given values, which are taken out of `given`; else of `defaults`."""
+    return type(defaults)(
         **{
-            name: _gather(t, given) if is_dataclass(t) else given.pop(name)
-            for name, t in types.items()
+            name: _gather(default, given) if is_dataclass(default) else given.pop(name, default)
+            for name in get_type_hints(type(defaults))
+            for default in [getattr(defaults, name)]
         }
     )
 
 
-def changed(bundle: Any, defaults: Any) -> list[str]:
-    """Names of the options, also of bundles inside, that are not the default."""
+def written(typed: typer.Context) -> list[str]:
+    """Names of the options on the command line."""
     found = []
-    for name in get_type_hints(type(bundle)):
-        value, default = getattr(bundle, name), getattr(defaults, name)
-        if is_dataclass(value):
-            found += changed(value, default)
-        elif value != default:
-            found.append(name)
+    for option in typed.command.params:
+        source = typed.get_parameter_source(option.name or "")  # an enum, of click's or of Typer's
+        if source is not None and source.name == "COMMANDLINE" and option.opts[0].startswith("--"):
+            found.append(option.name or "")
     return found
 
 
@@ -110,29 +200,22 @@ def refuse_unused(
     only: Iterable[str] | None = None,
     never: Iterable[str] = (),
 ) -> None:
-    """Refuse options that were typed and would say nothing there.
+    """Refuse options that were typed and have no effect in this case.
 
-    Those called `never`; or, given `only`, all the others, except for a format.
+    These are the ones in `never`; or, if `only` is given, all except those and the formats.
 
     Raises
     ------
     OptionError
     """
     never, only = set(never), None if only is None else {*only, "json", "csv"}
-    idle = []
-    for option in typed.command.params:
-        name, first = option.name or "", option.opts[0]
-        source = typed.get_parameter_source(name)  # an enum, of click's or of Typer's own
-        if source is None or source.name != "COMMANDLINE" or not first.startswith("--"):
-            continue
-        if name in never or (only is not None and name not in only):
-            idle.append(first)
+    idle = [n for n in written(typed) if n in never or (only is not None and n not in only)]
     if idle:
         them = "it" if len(idle) == 1 else "them"
-        raise OptionError(f"{', '.join(idle)}: not for {where}; leave {them} out")
+        raise OptionError(f"{', '.join(map(flag, idle))}: not for {where}; leave {them} out")
 
 
-# -- what is asked --------------------------------------------------------------------------------
+# -- what is computed -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -141,8 +224,8 @@ class Lengths:
 
     panel = _SIZES
     n_q: int | None = _option(None, "Queries.", "-n")
-    n_kv: int | None = _option(None, "Keys; as many as queries.")
-    head_dim: int | None = _option(None, "Width of q and k rows.", "-d")
+    n_kv: int | None = _option(None, "Keys. Default: as many as queries.")
+    head_dim: int | None = _option(None, "Width of a row of Q and K.", "-d")
     dtype: str | None = _option(None, f"One of {', '.join(DTYPES)}.")
 
     def given(self) -> dict[str, Any]:
@@ -154,10 +237,10 @@ class Lengths:
 class Sizes(Lengths):
     """Sizes of a problem."""
 
-    head_dim_v: int | None = _option(None, "Width of v rows; as q.")
+    head_dim_v: int | None = _option(None, "Width of a row of V. Default: as Q.")
     batch: int | None = _option(None, "Batch size.", "-b")
     heads: int | None = _option(None, "Query heads.", "-h")
-    kv_heads: int | None = _option(None, "Key heads; as query heads.")
+    kv_heads: int | None = _option(None, "Key heads. Default: as many as query heads.")
 
 
 HEAD = Sizes(n_q=4096, head_dim=64, batch=1, heads=1, dtype="float32")
@@ -171,20 +254,15 @@ class Scaling:
 
     panel = _SIZES
     scales: str | None = _option(
-        None, "FP8: a scale for each tensor, head or block (QUERIESxKEYS, e.g. 128x128)."
+        None, "FP8: one scale per tensor, head or block (QUERIESxKEYS, e.g. 128x128)."
     )
 
     def kind(self) -> str | tuple[int, int] | None:
         """As `Problem.scales` has it."""
         if self.scales is None or self.scales in ("tensor", "head"):
             return self.scales
-        try:
-            rows, keys = (int(side) for side in self.scales.lower().split("x"))
-        except ValueError:
-            raise OptionError(
-                f"--scales takes tensor, head or QUERIESxKEYS, e.g. 128x128, got {self.scales!r}"
-            ) from None
-        return rows, keys
+        blocks = pair("x", int, "tensor, head or QUERIESxKEYS, e.g. 128x128")
+        return blocks("--scales", self.scales)
 
 
 @dataclass(frozen=True)
@@ -206,8 +284,8 @@ class Mask:
     """Which keys a query sees."""
 
     panel = _MASK
-    causal: bool = _option(False, "Key k <= query + n_kv - n_q.")
-    window: str | None = _option(None, "LEFT:RIGHT keys each query sees; -1 unlimited.")
+    causal: bool = _option(False, "Causal mask: key k <= query + n_kv - n_q.")
+    window: str | None = _option(None, "LEFT:RIGHT keys that each query sees; -1 is unlimited.")
 
 
 @dataclass(frozen=True)
@@ -221,6 +299,7 @@ class Scores(Mask):
 
 
 _TILE = f"QUERIESxKEYS, e.g. 128x64; fit; or a kernel's: {', '.join(PRESETS)}."
+_GPU = "A GPU of `flashsim study devices`."
 
 
 @dataclass(frozen=True)
@@ -228,14 +307,26 @@ class One:
     """One pass, forward or backward."""
 
     panel = _HOW
-    backward: bool = _option(False, "The backward pass instead of the forward.")
+    direction: str = _option("forward", "Which pass: forward or backward.")
     tiling: str = _option("fit", _TILE, "-t")
-    device: str = _option("H100", "See `flashsim devices`.")
+    device: str = _option("H100", _GPU)
 
-    @property
-    def direction(self) -> str:
-        """As the library calls it."""
-        return "backward" if self.backward else "forward"
+    def __post_init__(self) -> None:
+        one_pass(self.direction)
+
+
+def one_pass(direction: str) -> str:
+    """The pass, if there is one of that name.
+
+    Raises
+    ------
+    OptionError
+    """
+    if direction not in ("forward", "backward"):
+        raise OptionError(
+            f"unknown --direction {direction!r}; {choices(direction, ('forward', 'backward'))}"
+        )
+    return direction
 
 
 @dataclass(frozen=True)
@@ -245,8 +336,8 @@ class Passes:
     panel = _HOW
     backward: bool = _option(False, "The backward pass as well.")
     tiling: str = _option("fit", f"{_TILE} Forward pass.", "-t")
-    backward_tiling: str = _option("fit", "The same for the backward.")
-    device: str = _option("H100", "See `flashsim devices`.")
+    backward_tiling: str = _option("fit", "The same for the backward pass.")
+    device: str = _option("H100", _GPU)
 
 
 @dataclass(frozen=True)
@@ -254,31 +345,39 @@ class Simulated(Passes):
     """Passes on a device that can be changed."""
 
     sram: int | None = _option(None, "Bytes on chip, instead of the device's.")
-    key_order: str = _option("ascending", "ascending or descending.")
+    key_order: str = _option("ascending", "Order of key tiles: ascending or descending.")
 
 
 @dataclass(frozen=True)
-class Decoding:
-    """How flash-decode divides the keys."""
+class Parts:
+    """Into how many parts flash-decode divides the keys, and how they lie."""
 
     panel = _HOW
     splits: str | None = _option(None, "flash-decode: parts of the keys; a number, auto or fa3.")
-    no_pack_gqa: bool = _option(False, "flash-decode: grouped query heads do not share a tile.")
+    page_size: int | None = _option(None, "flash-decode: keys per page of the cache.")
 
-    page_size: int | None = _option(None, "flash-decode: keys a page of the cache.")
+    def options(self) -> dict[str, Any]:
+        """How keys are divided, of what is given, as the library takes them."""
+        if self.splits is None:
+            return {}
+        return {"splits": int(self.splits) if self.splits.lstrip("-").isdecimal() else self.splits}
+
+
+@dataclass(frozen=True)
+class Decoding(Parts):
+    """How flash-decode reads the cache."""
+
+    no_pack_gqa: bool = _option(False, "flash-decode: grouped query heads do not share a tile.")
     shared_prefix: int | None = _option(None, "flash-decode: keys that all entries begin with.")
     latent: bool = _option(False, "flash-decode: V is the first head_dim_v columns of K (MLA).")
 
     def posed(self, problem: Problem) -> Problem:
-        """The problem of a cache that lies as is said here."""
+        """The problem with a cache that lies as is said here."""
         return replace(problem, page_size=self.page_size, latent=self.latent)
 
     def options(self) -> dict[str, Any]:
         """How keys are divided, of what is given, as the library takes them."""
-        splits: int | str | None = self.splits
-        if self.splits is not None and self.splits.lstrip("-").isdecimal():
-            splits = int(self.splits)
-        found: dict[str, Any] = {} if splits is None else {"splits": splits}
+        found = super().options()
         if self.shared_prefix is not None:
             found["shared_prefix"] = self.shared_prefix
         return {**found, **({"pack_gqa": False} if self.no_pack_gqa else {})}
@@ -289,11 +388,11 @@ class L2:
     """The model of the L2 cache."""
 
     panel = _L2
-    launch: str = _option("head-first", f"Order of blocks: {', '.join(ORDERS)}.")
-    walk: str = _option("straight", f"Order of a block's visits: {', '.join(WALKS)}.")
-    blocks_per_sm: int | None = _option(None, "Blocks an SM; what fits.")
-    partitions: int | None = _option(None, "1 or 2; the device's.")
-    jitter: float = _option(L2Model.jitter * 1e6, "How far a visit's time strays, in µs.")
+    launch: str = _option("head-first", f"Order of thread blocks: {', '.join(ORDERS)}.")
+    walk: str = _option("straight", f"Order of a block's tile pairs: {', '.join(WALKS)}.")
+    blocks_per_sm: int | None = _option(None, "Thread blocks per SM. Default: as many as fit.")
+    partitions: int | None = _option(None, "1 or 2. Default: the device's.")
+    jitter: float = _option(L2Model.jitter * 1e6, "How far a tile pair's time varies, in µs.")
     warm: bool = _option(False, "A stage finds in L2 what the last one left.")
 
     def model(self) -> L2Model:
@@ -309,13 +408,24 @@ Algorithm = Annotated[
     str,
     typer.Option("--algorithm", "-a", help=f"{', '.join(ALGORITHMS)}.", rich_help_panel=_HOW),
 ]
-Algorithms = Annotated[
-    str,
-    typer.Option("--algorithms", "-a", help=f"Of {', '.join(ALGORITHMS)}.", rich_help_panel=_HOW),
-]
+
+
+def algorithms(default: Any) -> Any:
+    """Several algorithms, separated by commas."""
+    return option(default, f"Some of {', '.join(ALGORITHMS)}.", "-a", panel=_HOW)
+
+
 Backend = Annotated[
-    str,
-    typer.Option(help="What executes it; numpy is the simulator.", rich_help_panel=_HOW),
+    str, typer.Option(help="What executes it; numpy is the simulator.", rich_help_panel=_HOW)
+]
+Device = Annotated[str, typer.Option(help=_GPU, rich_help_panel=_HOW)]
+Causal = Annotated[bool, typer.Option("--causal", help="Causal mask.", rich_help_panel=_MASK)]
+Direction = Annotated[
+    str, typer.Option(help="Which pass: forward or backward.", rich_help_panel=_HOW)
+]
+Seconds = Annotated[
+    float | None,
+    typer.Option(help="Measured time of one algorithm.", rich_help_panel=_HOW),
 ]
 
 
@@ -326,13 +436,25 @@ Backend = Annotated[
 class Format:
     """Tables for people, or one format for programs."""
 
-    panel = _OUTPUT
+    panel = OUTPUT
     json: bool = _option(False, "Print JSON instead of tables.")
     csv: bool = _option(False, "Print CSV instead of tables.")
 
     def __post_init__(self) -> None:
         if self.json and self.csv:
             raise OptionError("--json and --csv are two formats; give one of them")
+
+
+Out = Annotated[
+    Path,
+    typer.Option(
+        "--out", "-o", help="File to write; its ending is the format.", rich_help_panel=OUTPUT
+    ),
+]
+Plot = Annotated[
+    Path | None, typer.Option(help="Also draw it, in this file.", rich_help_panel=OUTPUT)
+]
+Theme = Annotated[str, typer.Option(help="light or dark.", rich_help_panel=OUTPUT)]
 
 
 # -- pictures -------------------------------------------------------------------------------------
@@ -352,10 +474,13 @@ class Source:
     sizes: Sizes = Sizes()
     tensors: Tensors = Tensors()
     mask: Mask = Mask()
-    algorithms: str = _option("flash2", "Separated by commas; run on the same tensors.", "-a")
+    algorithm: str = _option("flash2", "One or several, separated by commas.", "-a")
     how: One = One(tiling="64x64")
 
+    def names(self) -> list[str]:
+        """The algorithms."""
+        return [name.strip() for name in self.algorithm.split(",")]
 
-Out = Annotated[Path, typer.Option("--out", "-o", help="File to write; its ending is the format.")]
-Theme = Annotated[str, typer.Option(help="light or dark.")]
-Row = Annotated[int | None, typer.Option(help="Query row whose m and l are followed.")]
+    def last(self) -> Source:
+        """Its last algorithm alone, for what shows one."""
+        return replace(self, algorithm=self.names()[-1])

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -81,18 +82,20 @@ def event_table(trace: Trace, limit: int) -> report.Table:
     return table
 
 
-def show_tables(
-    people: list[report.Table], full: list[report.Table], form: Format | None = None
-) -> None:
-    """Print tables for people, or everything there is as one JSON array or one CSV."""
-    form = form or Format()
-    if not form.json and not form.csv:
+#: What a command gives to be printed: for people and for programs, or the same for both.
+Tables = report.Table | list[report.Table] | tuple[list[report.Table], list[report.Table]]
+
+
+def show(found: Tables, form: Format | None = None) -> None:
+    """Print what a command gave: tables for people, or one JSON array or one CSV of everything."""
+    people, full = found if isinstance(found, tuple) else (found, found)
+    if form is None or not (form.json or form.csv):
         to = console()
-        for n, table in enumerate(people):
+        for n, table in enumerate([people] if isinstance(people, report.Table) else people):
             to.print(*[""] * (n > 0), table.rich(to.width), sep="\n")
         return
-    rows = [row for table in full for row in table.rows]
-    table = report.Table("", full[0].columns, rows)
+    tables = [full] if isinstance(full, report.Table) else full
+    table = report.Table("", tables[0].columns, [row for each in tables for row in each.rows])
     typer.echo(table.json() if form.json else table.csv(), nl=form.json)
 
 
@@ -116,6 +119,33 @@ def working(
         return
     with Console(stderr=True).status(text):
         yield
+
+
+def viz() -> Any:
+    """`flashsim.viz`, which commands load only to draw; it shows no window."""
+    import matplotlib as mpl
+
+    from flashsim import viz as drawing
+
+    mpl.use("Agg")
+    return drawing
+
+
+def draw(kind: str, data: Any, out: Path, options: dict[str, Any], **how: Any) -> None:
+    """Draw one plot, and say where it is."""
+    plot = getattr(viz(), kind.replace("-", "_"))
+    axes = plot(*data, **options) if kind == "diff" else plot(data, **options)
+    viz().save_figure(axes, out, **how)
+    say(f"plot in {out}")
+
+
+def ready_to_draw(path: Path | None) -> None:
+    """See before the work that a plot can be written."""
+    if path is not None:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+        types = FigureCanvasAgg.get_supported_filetypes()
+        ready(path, sorted("." + ending for ending in types))
 
 
 def ready(path: Path | None, endings: Sequence[str] = ()) -> None:

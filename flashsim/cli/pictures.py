@@ -10,13 +10,13 @@ import numpy as np
 import typer
 
 from flashsim import l2
-from flashsim.api import counting, execution
+from flashsim.api import execution
 from flashsim.api.compare import Comparison
 from flashsim.api.samples import TRACES, load_sample
 from flashsim.api.sweep import Sweep, sweep
 from flashsim.cli import options as opt
 from flashsim.cli import values
-from flashsim.cli.output import ready, say, working
+from flashsim.cli.output import draw, ready, ready_to_draw, say, viz, working
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import FlashSimError, OptionError, choices
 from flashsim.problem.hardware import Device
@@ -33,7 +33,7 @@ _OVER = {
     "sram_bytes": (24576, 49152, 98304, 166912, 232448),
 }
 _SIZES = {"n_q", "n_kv", "head_dim", "head_dim_v", "batch", "heads", "kv_heads", "dtype"}
-_COUNTED = _SIZES | {"causal", "window", "algorithms", "backward", "tiling", "device"}
+_COUNTED = _SIZES | {"causal", "window", "algorithm", "direction", "tiling", "device"}
 _RUN = _COUNTED | {"seed", "input", "demo_data", "trace"}
 #: The kinds of plots, and the options that each can use; any other one is an error.
 _USES = {
@@ -42,13 +42,14 @@ _USES = {
     "gpu-timeline": {"trace", "color", "sms", "times"},
     "io-curve": _COUNTED | {"over"},
     "roofline": _COUNTED | {"trace", "seconds"},
-    "memory-footprint": (_SIZES - {"n_q", "n_kv"}) | {"algorithms", "device"},
+    "memory-footprint": (_SIZES - {"n_q", "n_kv"}) | {"algorithm", "device"},
     "l2-curve": _COUNTED,
     "mask": {"n_q", "n_kv", "causal", "window", "tiling"},
 }
 KINDS = tuple(_USES)
-_THREE = opt.Source(algorithms="standard,flash1,flash2", how=opt.One())
-_WATCHED = opt.Source()
+_ALWAYS = {"out", "theme", "dpi", "size"}
+_THREE = opt.Source(algorithm="standard,flash1,flash2", how=opt.One())
+_ROW = opt.option(None, "Query row whose m and l are followed.")
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Recorded:
                 )
             return None
         try:
-            return _viz().row_statistics(self.traces[0], self.q, self.k, row=row)
+            return viz().row_statistics(self.traces[0], self.q, self.k, row=row)
         except FlashSimError:
             if row is None:  # nobody asked for it
                 return None
@@ -80,27 +81,32 @@ def plot(
     kind: Annotated[str, typer.Argument(help=f"One of {', '.join(KINDS)}.")],
     out: opt.Out,
     source: opt.Source = _THREE,
-    over: Annotated[
-        str | None, typer.Option(help=f"io-curve: one of {', '.join(_OVER)}; n_q.")
-    ] = None,
-    seconds: Annotated[
-        float | None,
-        typer.Option(help="roofline: measured time of one algorithm; of a GPU's trace its own."),
-    ] = None,
-    color: Annotated[
-        str | None,
-        typer.Option(help="tile-map: order, bytes, flops or block; gpu-timeline: phase or block."),
-    ] = None,
-    sms: Annotated[str | None, typer.Option(help="gpu-timeline: FIRST:LAST SM shown.")] = None,
-    times: Annotated[str | None, typer.Option(help="gpu-timeline: FIRST:LAST µs shown.")] = None,
+    over: str | None = opt.option(None, f"io-curve: one of {', '.join(_OVER)}; n_q."),
+    seconds: float | None = opt.option(
+        None, "roofline: measured time of one algorithm; a GPU's trace has its own."
+    ),
+    color: str | None = opt.option(
+        None, "tile-map: order, bytes, flops or block; gpu-timeline: phase or block."
+    ),
+    sms: tuple[int, int] | None = opt.option(
+        None, "gpu-timeline: FIRST:LAST SM shown.", read=opt.pair(":", int, "FIRST:LAST, e.g. 0:3")
+    ),
+    times: tuple[float, float] | None = opt.option(
+        None,
+        "gpu-timeline: FIRST:LAST µs shown.",
+        read=opt.pair(":", float, "FIRST:LAST in µs, e.g. 0:40"),
+    ),
     theme: opt.Theme = "light",
-    dpi: Annotated[float, typer.Option(min=1, help="Pixels an inch, of pixel formats.")] = 150,
-    size: Annotated[str, typer.Option(help="WIDTHxHEIGHT in inches.")] = "9.6x5.4",
+    dpi: float = opt.option(150, "Pixels per inch, for pixel formats.", panel=opt.OUTPUT, min=1),
+    size: tuple[float, float] = opt.option(
+        "9.6x5.4", "WIDTHxHEIGHT in inches.", read=values.parse_size, panel=opt.OUTPUT
+    ),
+    *,
+    typed: typer.Context,
 ) -> None:
-    """Draw one figure: .png, .svg, .pdf or what else Matplotlib writes.
+    """Draw one plot: .png, .svg, .pdf or another format of Matplotlib's.
 
-    From one trace, or one algorithm, come tile-map, sram-timeline, l2-curve and gpu-timeline; diff
-    needs two.
+    tile-map, sram-timeline, l2-curve and gpu-timeline show one trace or algorithm; diff shows two.
     """
     if kind not in KINDS:
         raise OptionError(f"unknown kind of plot {kind!r}; {choices(kind, KINDS)}")
@@ -109,21 +115,19 @@ def plot(
             "gpu-timeline is drawn from what a GPU recorded; give --trace FILE, or a bundled "
             f"one: {', '.join(TRACES)}"
         )
-    own = {"over": over, "seconds": seconds, "color": color, "sms": sms, "times": times}
-    given = opt.changed(source, _THREE) + [name for name, x in own.items() if x is not None]
+    given = [name for name in opt.written(typed) if name not in _ALWAYS]
     axis = "n_q" if over is None else over
     _refuse_unused(kind, given, axis)
-    ready(out, _formats())
-    inches = values.parse_size(size)
+    ready_to_draw(out)
     if kind == "io-curve":
         data: Any = _io_sweep(source, axis)
         options: dict[str, Any] = {"x": axis}
     elif kind == "roofline":
-        data, options = _roofline(source, seconds)
+        data, options = _roofline(source, seconds, given)
     elif kind == "memory-footprint":
         shape = {"n_q": 4096, "head_dim": 64, **source.sizes.given()}
         data = Problem(**shape)
-        options = {"algorithms": values.parse_list("algorithms", source.algorithms, str)}
+        options = {"algorithms": source.names()}
         options["device"] = source.how.device if "device" in given else None
     elif kind == "mask":
         data = values.problem(
@@ -132,39 +136,42 @@ def plot(
         tiling = values.tiling(source.how.tiling, data.head_dim, source.mask.causal)
         options = {"tiling": tiling}
     elif kind == "l2-curve":
-        (counted,) = _counts(_last(source), opt.HEAD)
+        (counted,) = _counts(source.last(), opt.HEAD)
         with working("replaying (the first time compiles the model)"):
             data, options = l2.curves(counted), {"devices": (source.how.device,)}
     else:
         one = kind in ("tile-map", "sram-timeline") and not source.trace
-        data = _recorded(_last(source) if one else source, _THREE).traces
+        data = _recorded(source.last() if one else source, given).traces
         options = {"color": "order" if color is None else color} if kind == "tile-map" else {}
         if kind == "gpu-timeline":
-            options = {
-                "color": color,
-                "sms": None if sms is None else values.parse_range("sms", sms),
-                "times": None if times is None else values.parse_times(times),
-            }
-    _draw(kind, data, out, {"theme": theme, **options}, dpi, inches)
-    say(f"plot in {out}")
+            options = {"color": color, "sms": sms, "times": times}
+    needed = {"diff": 2, "tile-map": 1, "sram-timeline": 1, "gpu-timeline": 1}.get(kind)
+    if needed and len(data) != needed:
+        takes = "takes two traces or algorithms" if kind == "diff" else "shows one trace"
+        raise OptionError(f"{kind} {takes}, got {len(data)}")
+    if needed == 1:
+        data = data[0]
+    draw(kind, data, out, {"theme": theme, **options}, dpi=dpi, size=size)
 
 
 def animate(
     out: opt.Out,
     source: opt.Source,
-    row: opt.Row = None,
-    fps: Annotated[float, typer.Option(help="Frames a second.")] = 15,
-    max_frames: Annotated[int, typer.Option(help="A longer walk skips steps.")] = 320,
-    clock: Annotated[str, typer.Option(help="What two traces share: steps or bytes.")] = "steps",
+    row: int | None = _ROW,
+    fps: float = opt.option(15, "Frames per second.", panel=opt.OUTPUT),
+    max_frames: int = opt.option(320, "A longer trace skips steps.", panel=opt.OUTPUT),
+    clock: str = opt.option("steps", "What two traces share: steps or bytes.", panel=opt.OUTPUT),
     theme: opt.Theme = "light",
+    *,
+    typed: typer.Context,
 ) -> None:
     """Animate one trace, or two side by side, as .gif, .mp4 or .html."""
     ready(out, (".gif", ".mp4", ".html"))
-    found = _recorded(source, _WATCHED)
+    found = _recorded(source, opt.written(typed))
     if row is not None and len(found.traces) != 1:
         raise OptionError(f"--row follows m and l of one trace, got {len(found.traces)}")
     with working("drawing frames"):
-        _viz().animate(
+        viz().animate(
             found.traces,
             out,
             statistics=found.statistics(row) if len(found.traces) == 1 else None,
@@ -179,64 +186,33 @@ def animate(
 def page(
     out: opt.Out,
     source: opt.Source,
-    row: opt.Row = None,
-    theme: Annotated[str, typer.Option(help="auto, light or dark.")] = "auto",
+    row: int | None = _ROW,
+    theme: str = opt.option("auto", "auto, light or dark.", panel=opt.OUTPUT),
+    *,
+    typed: typer.Context,
 ) -> None:
     """Write a page that plays one trace, or two side by side: one file, no network."""
     ready(out, (".html", ".htm"))
-    found = _recorded(source, _WATCHED)
-    _viz().page(found.traces, out, theme=theme, statistics=found.statistics(row))
+    found = _recorded(source, opt.written(typed))
+    viz().page(found.traces, out, theme=theme, statistics=found.statistics(row))
     say(f"page in {out}")
-
-
-def ready_to_draw(out: Path) -> None:
-    """See before the work that a figure can be written."""
-    ready(out, _formats())
-
-
-def draw(kind: str, data: Any, out: Path, options: dict[str, Any] | None = None) -> None:
-    """Draw one figure of another command's, and say where."""
-    _draw(kind, data, out, options)
-    say(f"plot in {out}")
 
 
 def demo_figures(name: str, comparison: Comparison, out: Path) -> list[Path]:
     """One plot, one animation and one page of a bundled layer; returns where they are."""
-    viz = _viz()
+    drawing = viz()
     sample = load_sample(name)
     # Small tiles, so that there is something to watch: 16 x 16 of them.
     result = execution.run(sample.q, sample.k, sample.v, tiling=Tiling(32, 32), trace=True)
-    rows = viz.row_statistics(result.trace, sample.q, sample.k)
+    rows = drawing.row_statistics(result.trace, sample.q, sample.k)
     paths = [out / f"{name}-{what}" for what in ("traffic.png", "flash2.gif", "flash2.html")]
-    _draw("traffic", comparison.traces[: len(comparison.results)], paths[0])
-    viz.animate(result, paths[1], statistics=rows, max_frames=136)
-    viz.page(result, paths[2], statistics=rows)
+    drawing.save_figure(drawing.traffic(comparison.traces[: len(comparison.results)]), paths[0])
+    drawing.animate(result, paths[1], statistics=rows, max_frames=136)
+    drawing.page(result, paths[2], statistics=rows)
     return paths
 
 
-COMMANDS = (plot, animate, page)
-
-
-def _formats() -> list[str]:
-    """Endings that Matplotlib writes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    return sorted("." + ending for ending in FigureCanvasAgg.get_supported_filetypes())
-
-
-def _viz() -> Any:
-    """`flashsim.viz`, which other commands never load."""
-    from flashsim import viz
-
-    return viz
-
-
 # -- where the data come from ---------------------------------------------------------------------
-
-
-def _last(source: opt.Source) -> opt.Source:
-    """Its last algorithm alone, for what shows one."""
-    return replace(source, algorithms=source.algorithms.split(",")[-1])
 
 
 def _refuse_unused(kind: str, given: list[str], over: str) -> None:
@@ -254,20 +230,20 @@ def _refuse_unused(kind: str, given: list[str], over: str) -> None:
         )
 
 
-def _recorded(source: opt.Source, defaults: opt.Source) -> Recorded:
-    """Saved traces, or those of running the simulator now."""
+def _recorded(source: opt.Source, typed: list[str]) -> Recorded:
+    """Saved traces, or those of running the simulator now; and which options were `typed`."""
     mask, how = source.mask, source.how
     if source.trace:
-        given = [name for name in opt.changed(source, defaults) if name != "trace"]
-        if given:
+        if given := [name for name in typed if name in _RUN - {"trace"}]:
             raise OptionError(
                 f"a saved trace has its own sizes and tensors; leave out {values.flags(given)}"
             )
         return Recorded([values.load_trace(file) for file in source.trace])
     arrays = values.arrays(source.sizes, source.tensors)
     tile = values.tiling(how.tiling, arrays.q.shape[-1], mask.causal)
-    names = values.parse_list("algorithms", source.algorithms, str)
-    tiles = {how.direction: tile, **({"forward": None} if how.backward else {})}
+    names = source.names()
+    backward = how.direction == "backward"
+    tiles = {"forward": None, how.direction: tile}
     cost = values.foresee(arrays, mask, names, tiles, Device.get(how.device))
     traces = []
     with working("simulating", cost):
@@ -277,11 +253,11 @@ def _recorded(source: opt.Source, defaults: opt.Source) -> Recorded:
                 algorithm=name,
                 causal=mask.causal,
                 window=values.window(mask),
-                tiling=None if how.backward else tile,
+                tiling=None if backward else tile,
                 device=how.device,
-                trace=not how.backward,
+                trace=not backward,
             )
-            if not how.backward:
+            if not backward:
                 traces.append(forward.trace)
                 continue
             dout = arrays.gradient(source.tensors.seed + 1)
@@ -306,7 +282,7 @@ def _io_sweep(source: opt.Source, over: str) -> Sweep:
         **shape,
         causal=mask.causal,
         window=values.window(mask),
-        algorithm=values.parse_list("algorithms", source.algorithms, str),
+        algorithm=source.names(),
         direction=how.direction,
         tiling=tile,
         device=how.device,
@@ -314,34 +290,26 @@ def _io_sweep(source: opt.Source, over: str) -> Sweep:
 
 
 def _counts(source: opt.Source, defaults: opt.Sizes) -> list[Traffic]:
-    """Closed forms of the algorithms, of these sizes where none are given."""
-    how, mask = source.how, source.mask
-    problem = values.problem(replace(defaults, **source.sizes.given()), mask)
-    return [
-        counting.count(
-            problem,
-            algorithm=name,
-            direction=how.direction,
-            tiling=values.tiling(how.tiling, problem.head_dim, mask.causal),
-            device=how.device,
-        )
-        for name in values.parse_list("algorithms", source.algorithms, str)
-    ]
+    """By formula, of the default sizes where none are given."""
+    sizes = replace(defaults, **source.sizes.given())
+    return [values.counted(sizes, source.mask, name, source.how) for name in source.names()]
 
 
-def _roofline(source: opt.Source, seconds: float | None) -> tuple[Any, dict[str, Any]]:
+def _roofline(
+    source: opt.Source, seconds: float | None, typed: list[str]
+) -> tuple[Any, dict[str, Any]]:
     """What `flashsim roofline` tabulates, or saved traces at the time that a GPU took."""
     if source.trace:
-        traces = _recorded(source, _THREE).traces
+        traces = _recorded(source, typed).traces
         took = {t.algorithm: s for t in traces if (s := values.duration(t)) is not None}
     else:
-        if source.algorithms == _THREE.algorithms:
-            source = replace(source, algorithms="standard,flash2")
+        if "algorithm" not in typed:
+            source = replace(source, algorithm="standard,flash2")
         traces, took = _counts(source, opt.LAYER), {}  # type: ignore[assignment]
     if seconds is not None:
         if len(traces) != 1:
             raise OptionError(
-                f"--seconds is the time of one algorithm, got {len(traces)}; give one --algorithms"
+                f"--seconds is the time of one algorithm, got {len(traces)}; give one --algorithm"
             )
         took = {traces[0].algorithm: seconds}
     with working("replaying (the first time compiles the model)"):
@@ -349,28 +317,3 @@ def _roofline(source: opt.Source, seconds: float | None) -> tuple[Any, dict[str,
         counts = [t.predicted() if isinstance(t, Trace) else t for t in built_in]
         left = {c.algorithm: l2.dram(c).bytes() for c in counts}
     return traces, {"seconds": took, "dram_bytes": left}
-
-
-def _draw(
-    kind: str,
-    data: Any,
-    out: Path,
-    options: dict[str, Any] | None = None,
-    dpi: float = 150,
-    inches: tuple[float, float] | None = None,
-) -> None:
-    import matplotlib as mpl
-
-    viz, options = _viz(), options or {}
-    mpl.use("Agg")  # a command shows no window
-    if kind in ("tile-map", "sram-timeline", "gpu-timeline"):
-        if len(data) != 1:
-            raise OptionError(f"{kind} shows one trace, got {len(data)}")
-        data = data[0]
-    if kind == "diff":
-        if len(data) != 2:
-            raise OptionError(f"diff takes two traces or algorithms, got {len(data)}")
-        axes = viz.diff(*data, **options)
-    else:
-        axes = getattr(viz, kind.replace("-", "_"))(data, **options)
-    viz.save_figure(axes, out, dpi=dpi, size=inches)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from flashsim.api.counting import count
 from flashsim.api.quantize import quantize
 from flashsim.api.samples import TRACES, load_sample, load_sample_trace, random_inputs
 from flashsim.cli import options as opt
-from flashsim.counts.traffic import compulsory
+from flashsim.counts.traffic import Traffic, compulsory
 from flashsim.errors import FlashSimError, OptionError, ShapeError, choices
 from flashsim.problem import checks
 from flashsim.problem.checks import FP8
@@ -25,8 +25,6 @@ from flashsim.problem.problem import Problem, numpy_dtype
 from flashsim.schedule.presets import PRESETS
 from flashsim.schedule.tiling import Tiling
 from flashsim.trace.trace import Trace
-
-T = TypeVar("T")
 
 
 class Arrays(NamedTuple):
@@ -185,6 +183,26 @@ def problem(sizes: opt.Lengths, mask: opt.Mask) -> Problem:
     return Problem(**sizes.given(), causal=mask.causal, window=window(mask), softcap=softcap)
 
 
+def counted(
+    sizes: opt.Lengths,
+    mask: opt.Mask,
+    algorithm: str,
+    how: opt.One,
+    decoding: opt.Decoding | None = None,
+) -> Traffic:
+    """What one pass moves, by formula."""
+    decoding = decoding or opt.Decoding()
+    whole = decoding.posed(problem(sizes, mask))
+    return count(
+        whole,
+        algorithm=algorithm,
+        direction=how.direction,
+        tiling=tiling(how.tiling, whole.head_dim, whole.causal),
+        device=how.device,
+        **decoding.options(),
+    )
+
+
 def window(mask: opt.Mask) -> tuple[int, int] | None:
     """The window, if there is one."""
     return None if mask.window is None else parse_window(mask.window)
@@ -192,7 +210,7 @@ def window(mask: opt.Mask) -> tuple[int, int] | None:
 
 def flags(names: Iterable[str]) -> str:
     """Options as they are typed, for an error."""
-    return ", ".join("--" + name.replace("_", "-") for name in names)
+    return ", ".join(map(opt.flag, names))
 
 
 def _read_file(file: Path) -> Arrays:
@@ -213,75 +231,36 @@ def _read_file(file: Path) -> Arrays:
     return Arrays(found["q"], found["k"], found["v"], found.get("dout"))
 
 
-def parse_list(name: str, text: str, convert: Callable[[str], T]) -> list[T]:
-    """The values of ``a,b,c``; an error names the option."""
-    try:
-        return [convert(part.strip()) for part in text.split(",")]
-    except FlashSimError:
-        raise
-    except ValueError:
-        raise OptionError(
-            f"--{name} takes values separated by commas, e.g. 1024,2048; got {text!r}"
-        ) from None
-
-
-def parse_range(name: str, text: str) -> tuple[int, int]:
-    """``FIRST:LAST``; an error names the option."""
-    return _sides(text, int, f"--{name} takes FIRST:LAST, e.g. 0:3")
-
-
-def parse_times(text: str) -> tuple[float, float]:
-    """``FIRST:LAST`` in microseconds."""
-    return _sides(text, float, "--times takes FIRST:LAST in µs, e.g. 0:40")
-
-
-def _sides(text: str, convert: Callable[[str], T], takes: str) -> tuple[T, T]:
-    """Both sides of a colon; else an error that begins with what the option takes."""
-    try:
-        first, last = (convert(side) for side in text.split(":"))
-    except ValueError:
-        raise OptionError(f"{takes}, got {text!r}") from None
-    return first, last
-
-
-def parse_size(text: str) -> tuple[float, float]:
+def parse_size(name: str, text: str) -> tuple[float, float]:
     """``WIDTHxHEIGHT`` in inches."""
-    try:
-        width, height = (float(side) for side in text.lower().split("x"))
-    except ValueError:
-        width = height = 0.0
-    if not (1 <= width <= 100 and 1 <= height <= 100):
-        raise OptionError(f"--size takes WIDTHxHEIGHT, 1 to 100 inches, e.g. 9.6x5.4, got {text!r}")
-    return width, height
+    takes = "WIDTHxHEIGHT, 1 to 100 inches, e.g. 9.6x5.4"
+    size = opt.pair("x", float, takes)(name, text)
+    if not all(1 <= side <= 100 for side in size):
+        raise OptionError(f"{name} takes {takes}, got {text!r}")
+    return size
 
 
 def parse_window(text: str) -> tuple[int, int] | None:
     """``LEFT:RIGHT``, or "none"."""
     if text == "none":
         return None
-    return _sides(text, int, "--window takes LEFT:RIGHT, e.g. 128:0 (-1 is unlimited)")
+    return opt.pair(":", int, "LEFT:RIGHT, e.g. 128:0 (-1 is unlimited)")("--window", text)
+
+
+def parse_mask(text: str) -> bool:
+    """Whether the mask is causal."""
+    masks = {"full": False, "causal": True}
+    if text not in masks:
+        raise OptionError(f"unknown mask {text!r}; {choices(text, masks)}")
+    return masks[text]
 
 
 def parse_tiling(text: str) -> Tiling | str:
     """``128x64`` as a Tiling; "fit" and the names of presets as they are."""
     if text == "fit" or text in PRESETS:
         return text
-    try:
-        block_q, block_k = (int(side) for side in text.lower().split("x"))
-    except ValueError:
-        raise OptionError(
-            f"--tiling takes QUERIESxKEYS, e.g. 128x64, or a name, got {text!r}; "
-            + choices(text, ("fit", *PRESETS))
-        ) from None
-    return Tiling(block_q, block_k)
-
-
-def parse_yes(text: str) -> bool:
-    """Yes or no."""
-    words = {"yes": True, "true": True, "no": False, "false": False}
-    if text.lower() not in words:
-        raise OptionError(f"expected yes or no, got {text!r}")
-    return words[text.lower()]
+    takes = f"QUERIESxKEYS, e.g. 128x64, or a name ({choices(text, ('fit', *PRESETS))})"
+    return Tiling(*opt.pair("x", int, takes)("--tiling", text))
 
 
 def tiling(text: str, head_dim: int, causal: bool) -> Tiling | None:

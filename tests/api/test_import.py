@@ -36,11 +36,23 @@ def loaded_by(statement):
     return set(done.stdout.split())
 
 
-def test_importing_loads_numpy_and_nothing_heavier():
-    loaded = loaded_by("import flashsim")
+def test_importing_loads_nothing_else():
+    assert not loaded_by("import flashsim") & {"numpy", *HEAVY}
+
+
+def test_public_names_load_numpy_and_nothing_heavier():
+    loaded = loaded_by("from flashsim import *; run")
 
     assert {"flashsim", "numpy"} <= loaded
     assert not loaded & set(HEAVY)
+
+
+def test_names_are_those_of_the_api():
+    names = {name for name in flashsim.__all__ if name != "__version__"}
+    assert names == {*flashsim.api.__all__}
+    assert names <= {*dir(flashsim)}
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        flashsim.nothing  # noqa: B018
 
 
 @pytest.mark.parametrize("heavy", ["numba", "rich", "ml_dtypes"])

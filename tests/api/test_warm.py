@@ -61,7 +61,7 @@ def test_a_later_process_decodes_without_compiling(dtype):
 
 
 def test_the_command_says_seconds_and_folder():
-    done = CliRunner().invoke(app, ["warm", "--direction", "forward", "--json"])
+    done = CliRunner().invoke(app, ["study", "warm", "--direction", "forward", "--json"])
     assert done.exit_code == 0, done.output
     (row,) = json.loads(done.output)
     assert isinstance(row["s"], float)  # 0.0 where this process has compiled it before

@@ -1,4 +1,4 @@
-"""`flashsim walkthrough`: what is asked reaches the study."""
+"""`flashsim study ...`: what is asked reaches the study."""
 
 import pytest
 from commands import invoke, rows
@@ -21,70 +21,47 @@ from flashsim.studies import predict
     ],
 )
 def test_walkthroughs_print_what_the_library_gives(arguments, table):
-    found = invoke("walkthrough", *arguments.split(), "--csv")
+    found = invoke("study walkthrough", *arguments.split(), "--csv")
     assert found.stdout == table.csv()
 
 
 def test_walkthroughs_are_listed_and_unknown_ones_refused():
-    assert [row["name"] for row in rows("walkthrough")] == list(walkthrough.NAMES)
-    assert "did you mean 'tiles'" in invoke("walkthrough", "tile").output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("walkthrough --seed 0", "--seed: not for the list of walkthroughs; leave it out"),
-        ("walkthrough softmax -n 4 --causal", "--n, --causal: not for the walkthrough softmax"),
-        ("walkthrough tiles --logits 1,2", "--logits: not for the walkthrough tiles"),
-        ("banks --theme dark", "give --plot as well"),
-        ("banks --columns 999999999999999", "columns must be at most 2,147,483,648"),
-        ("banks --pad 99999999999999999999999", "pad must be at most"),
-        ("blocks --stage dq", "give --plot as well"),
-        ("blocks --stages dkdv=64x64,dq=64x64 --sides 32", "--sides: not for --stages"),
-        ("when -n 64 --n-kv 32", "--n-q, --n-kv: not for this: its lengths are --lengths"),
-        ("precision --kernels --kinds normal", "--kinds: not for --kernels"),
-    ],
-)
-def test_what_would_say_nothing_is_refused(arguments, message):
-    result = invoke(*arguments.split())
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith("flashsim: ")
-    assert message in result.stderr
+    assert [row["name"] for row in rows("study walkthrough")] == list(walkthrough.NAMES)
+    assert "did you mean 'tiles'" in invoke("study walkthrough", "tile").output
 
 
 def test_banks_prints_every_layout_and_draws_one_pattern(tmp_path):
-    assert rows("banks") == banks.table().records()
+    assert rows("study banks") == banks.table().records()
     out = tmp_path / "banks.svg"
-    found = rows("banks", "column", "--columns", 64, "--plot", out)
+    found = rows("study banks", "column", "--columns", 64, "--plot", out)
     assert found == banks.table(pattern="column", columns=64).records()
     assert "xor: 1 wavefront" in out.read_text()
 
 
 LAYER = Problem(512, head_dim=64, heads=4, dtype="bfloat16", causal=True)
+BACK = ("--direction", "backward")
 ASKED = ("-n", 512, "-d", 64, "--batch", 1, "--heads", 4, "--causal")
 
 
 def test_blocks_prints_stages_and_draws_one(tmp_path):
     out = tmp_path / "blocks.svg"
-    found = rows(
-        "blocks", *ASKED, "--sides", "64,128", "--backward", "--plot", out, "--stage", "dq"
-    )
+    found = rows("study blocks", *ASKED, "--sides", "64,128", *BACK, "--plot", out, "--stage", "dq")
     assert found == blocks.sizes(LAYER, (64, 128), direction="backward").table().records()
     assert "stage dq" in out.read_text()
-    found = rows("blocks", *ASKED, "--stages", "dkdv=64x128,dq=128x64")
+    found = rows("study blocks", *ASKED, "--stages", "dkdv=64x128,dq=128x64")
     tiles = {"dkdv": Tiling(64, 128), "dq": Tiling(128, 64)}
     assert found == blocks.mixed(LAYER, tiles).table().records()
-    assert "STAGE=QUERIESxKEYS" in invoke("blocks", "--stages", "dq=fit").output
+    assert "STAGE=QUERIESxKEYS" in invoke("study blocks", "--stages", "dq=fit").output
 
 
 def test_when_and_versions_print_predictions():
-    found = rows("when", *ASKED[2:], "--lengths", "512,1024", "--backward", "--device", "A100")
+    found = rows("study when", *ASKED[2:], "-n", "512,1024", *BACK, "--device", "A100")
     expected = predict.when(LAYER, (512, 1024), direction="backward", device="A100")
     assert found == expected.records()
-    assert rows("versions", *ASKED) == predict.versions(LAYER).records()
+    assert rows("study versions", *ASKED) == predict.versions(LAYER).records()
 
 
-SMALL = ("softmax-matmul", "--batch", 2, "--d1", 40, "--d2", 70, "--d3", 8, "--block", 16)
+SMALL = ("study softmax-matmul", "--batch", 2, "--d1", 40, "--d2", 70, "--d3", 8, "--block", 16)
 
 
 @pytest.mark.parametrize("more", [(), ("--run",)])

@@ -32,9 +32,7 @@ def test_run_moves_what_count_counts(more):
 def test_a_real_models_keys_lie_in_pages_too(tmp_path):
     for page_size in (None, 48):
         pages = () if page_size is None else ("--page-size", page_size)
-        rows(
-            "run", "--demo-data", "layer0", "-a", "flash-decode", *pages, "--output", tmp_path / "o"
-        )
+        rows("run", "--demo-data", "layer0", "-a", "flash-decode", *pages, "--out", tmp_path / "o")
         with np.load(tmp_path / "o") as stored:
             out = stored["out"].reshape(12, 512, 32)
         if page_size is None:
@@ -66,11 +64,11 @@ def test_titles_say_how_many_splits():
 
 
 def test_devices_say_how_many_blocks_fill_them():
-    found = rows("devices", *SIZES[2:], "--splits", "fa3")
+    found = rows("study devices", *SIZES[2:], "--splits", "fa3")
     for row, device in zip(found, PRESETS.values(), strict=True):
         f = fill(P, device, splits="fa3")
         assert (row["blocks to fill it"], row["blocks"]) == (f.needed, f.blocks)
-    shared = rows("devices", *SIZES[2:], "--shared-prefix", 32)
+    shared = rows("study devices", *SIZES[2:], "--shared-prefix", 32)
     assert len(shared) == len(PRESETS)
     assert shared[0]["row tiles"] > found[0]["row tiles"] // 2
 
@@ -79,7 +77,7 @@ def test_the_models_know_it():
     how = (*SIZES, "--dtype", "bfloat16", "-d", 64, "--device", "H200")
     narrow = Problem(1, 64, 64, batch=2, heads=4, kv_heads=2, dtype="bfloat16", page_size=8)
     counted = flashsim.count(narrow, algorithm="flash-decode", device="H200", splits=2)
-    found = rows("dram", *how, "--splits", 2, "--page-size", 8)
+    found = rows("study dram", *how, "--splits", 2, "--page-size", 8)
     model = l2.L2Model()
     assert found == l2.dram(counted, model).table().records()
     points = rows("roofline", "-a", "flash2,flash-decode", *how[2:], "--splits", 1)
@@ -87,6 +85,6 @@ def test_the_models_know_it():
     took = rows("predict", *how, "--splits", 2, "--page-size", 8)
     expected = predict.predict(narrow, algorithm="flash-decode", splits=2)
     assert took == expected.table().records()
-    refused = invoke("dram", "-n", 64, "--splits", 2)
+    refused = invoke("study dram", "-n", 64, "--splits", 2)
     assert refused.exit_code == 2
     assert "'flash2' takes no splits" in " ".join(refused.output.split())

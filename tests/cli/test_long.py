@@ -15,7 +15,7 @@ from commands import invoke
 import flashsim
 from flashsim import l2
 from flashsim.api import cost, point
-from flashsim.cli import measure
+from flashsim.cli import attention, options, values
 from flashsim.errors import OptionError
 from flashsim.report import beside
 from flashsim.studies import roofline
@@ -28,8 +28,8 @@ def began(monkeypatch):
     def stop(*_, **__):
         raise OptionError("work began")
 
-    monkeypatch.setattr(measure.execution, "run", stop)
-    monkeypatch.setattr(measure, "run_comparison", stop)
+    monkeypatch.setattr(attention.execution, "run", stop)
+    monkeypatch.setattr(attention, "run_comparison", stop)
 
 
 @pytest.mark.parametrize("command", ["run", "compare", "page"])
@@ -44,7 +44,7 @@ def test_minutes_are_said_before_the_work(command, began, tmp_path):
     assert short.stderr == "flashsim: work began\n"
 
 
-@pytest.mark.parametrize("command", ["dram", "roofline"])
+@pytest.mark.parametrize("command", ["study dram", "roofline"])
 def test_minutes_of_replaying_are_said_before_they_pass(command, monkeypatch):
     def stop(*_, **__):
         raise OptionError("work began")
@@ -56,7 +56,7 @@ def test_minutes_of_replaying_are_said_before_they_pass(command, monkeypatch):
     long, short = invoke(*words), invoke(command, "-n", 64)
     requests = 8 * 256 * (2 + 2 * 256)  # Q, O and, a visit, K and V; LSE of each row tile
     minutes = (requests + 8 * 256) * 1e-3 / 60
-    if command == "dram":
+    if command == "study dram":
         assert f"about {minutes:.0f} min by the number of its tile requests" in long.stderr
     assert re.search(r"about \d+ min by the number of its tile requests", long.stderr)
     assert short.stderr == "flashsim: work began\n"
@@ -86,9 +86,9 @@ def test_a_point_of_a_sweep_beyond_the_machines_memory_is_not_begun(monkeypatch)
 
 def test_the_estimate_grows_with_visits_and_products():
     fine, coarse, wide = (
-        measure.counting.count(
-            measure.values.problem(measure.opt.Sizes(n_q=4096, head_dim=d), measure.opt.Mask()),
-            tiling=measure.values.tiling(t, d, False),
+        attention.counting.count(
+            values.problem(options.Sizes(n_q=4096, head_dim=d), options.Mask()),
+            tiling=values.tiling(t, d, False),
         )
         for t, d in (("16x16", 8), ("64x64", 8), ("64x64", 128))
     )
@@ -107,7 +107,7 @@ def test_the_estimate_grows_with_visits_and_products():
         ("run", "-n", 100_000),
         ("compare", "-n", 4096),
         ("plot", "traffic", "-n", 4096, "-o", "x.png"),
-        ("ladder", "-n", 4096, "--rungs", "naive"),
+        ("study ladder", "-n", 4096, "--rungs", "naive"),
     ],
 )
 def test_what_memory_does_not_hold_is_refused(words, monkeypatch, began):
@@ -118,7 +118,7 @@ def test_what_memory_does_not_hold_is_refused(words, monkeypatch, began):
 
 
 def test_a_rung_refuses_before_it_builds_what_judges_it():
-    result = invoke("ladder", "-n", 100_000, "--rungs", "whole-row-attention")  # S: 74.5 GiB
+    result = invoke("study ladder", "-n", 100_000, "--rungs", "whole-row-attention")  # S: 74.5 GiB
     assert result.exit_code == 2
     assert "53,888 at block_q=1" in result.stderr
 
@@ -126,7 +126,7 @@ def test_a_rung_refuses_before_it_builds_what_judges_it():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("run", "--output", "{}"), "is a folder"),
+        (("run", "--out", "{}"), "is a folder"),
         (("run", "--save", "{}/file/x.npz"), "cannot write"),
         (("page", "-o", "{}/x.txt"), "cannot write 'x.txt'; possible: .html"),
         (("animate", "-o", "{}/x.png"), "cannot write 'x.png'; possible: .gif, .mp4, .html"),
@@ -174,13 +174,13 @@ def test_commands_write_beside(command, tmp_path, monkeypatch):
     words = {
         "plot": ("plot", "traffic", "-n", 64, "-o", out),
         "perfetto": ("trace", "perfetto", "h200-forward", "-o", out),
-        "run": ("run", "-n", 64, "--output", out),
+        "run": ("run", "-n", 64, "--out", out),
     }[command]
     monkeypatch.setattr(Figure, "savefig", tear)
     if command == "perfetto":
         monkeypatch.setattr(Path, "write_bytes", _torn)
     if command == "run":
-        monkeypatch.setattr(measure.np, "savez", lambda stream, **_: tear(None, stream))
+        monkeypatch.setattr(attention.np, "savez", lambda stream, **_: tear(None, stream))
     invoke(*words)
     assert out.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == [out.name]

@@ -1,11 +1,10 @@
 """Every command's table on narrow terminals: nothing is cut."""
 
 import pytest
-from typer.testing import CliRunner
+from commands import ok
 
 import flashsim
-from flashsim.cli import counters, measure, output, ranks, saved, truth
-from flashsim.cli.app import app
+from flashsim.cli import attention, output, pictures, predictions, studies
 from flashsim.report import Table, format_cell
 from flashsim.studies import demo
 
@@ -17,41 +16,40 @@ COMMANDS = {
     "compare": ("compare", *SMALL, "--backward", "-a", "standard,flash1,flash2,flash2-fused"),
     "sweep": ("sweep", "-n", "1024,65536,1048576", "-d", "64,128", "-a", "standard,flash1,flash2"),
     "sweep that fails": ("sweep", "-n", "64,128", "-t", "16x16,4000x4000"),
-    "devices": ("devices",),
+    "devices": ("study devices",),
     "events": ("trace", "show", "h200-forward", "--events", "--limit", "4"),
     "trace": ("trace", "show", "h200-backward"),
-    "dram": ("dram", *SMALL, "--backward", "--kv-heads", "1"),
-    "dram over sizes": ("dram", *SMALL, "--l2-sizes", "0.01,1,50"),
+    "dram": ("study dram", *SMALL, "--direction", "backward", "--kv-heads", "1"),
+    "dram over sizes": ("study dram", *SMALL, "--l2-sizes", "0.01,1,50"),
     "roofline": ("roofline", *SMALL, "--seconds", "0.001"),
-    "ladder": ("ladder", "-n", "64"),
-    "predict": ("predict", *BIG, "--backward"),
-    "reproduce": ("reproduce",),
-    "tiles": ("reproduce", "tiles"),
-    "ring": ("reproduce", "ring"),
-    "many GPUs": ("ring", "--causal", "-n", 8192, "--ranks", 4, "--scheme", "ring"),
-    "a rank": ("ring", "-n", 8192, "--ranks", 4, "--scheme", "usp", "--rank", 1, "--backward"),
+    "ladder": ("study ladder", "-n", "64"),
+    "predict": ("predict", *BIG, "--direction", "backward"),
+    "reproduce": ("study reproduce",),
+    "tiles": ("study reproduce", "tiles"),
+    "ring": ("study reproduce", "ring"),
+    "many GPUs": ("study ring", "--causal", "-n", 8192, "--ranks", 4, "--scheme", "ring"),
+    "a rank": ("study ring", "-n", 8192, "--ranks", 4, "--scheme", "usp", "--rank", 1),
     "summary": ("verify", "--summary", "docs/data/verify-h200.csv"),
-    "demo": ("demo",),
+    "demo": ("study demo",),
 }
 
 
 def printed(command, width, monkeypatch, tmp_path):
     """What a command prints on a terminal of `width` columns, and the tables it shows."""
-    tables = []
+    tables, show = [], output.show
 
-    def show(people, full, form=None):
-        tables.extend(people)
-        output.show_tables(people, full, form)
+    def seen(found, form=None):
+        people = found[0] if isinstance(found, tuple) else found
+        tables.extend([people] if isinstance(people, Table) else people)
+        show(found, form)
 
-    for module in (counters, measure, ranks, saved, truth):
-        monkeypatch.setattr(module, "show_tables", show)
-    monkeypatch.setattr(measure.pictures, "demo_figures", lambda *_: ["a", "b", "c"])
+    for module in (attention, output, predictions, studies):
+        monkeypatch.setattr(module, "show", seen)
+    monkeypatch.setattr(pictures, "demo_figures", lambda *_: ["a", "b", "c"])
     monkeypatch.setattr(demo, "SAMPLES", ("layer0",))  # tables of one layer are like the other's
     monkeypatch.setattr(output, "WIDTH", width)
-    more = ("--out", tmp_path) if command == ("demo",) else ()
-    result = CliRunner().invoke(app, [str(x) for x in (*command, *more)])
-    assert result.exit_code == 0, result.output
-    return result.stdout, tables
+    more = ("--out", tmp_path) if command == ("study demo",) else ()
+    return ok(*command, *more), tables
 
 
 def tokens(text):
@@ -122,7 +120,7 @@ def test_grouped_heads_are_said_and_change_what_is_compulsory():
     assert "1 x 16 / 4 heads" in tables[4].title
     assert tables[16].note != tables[4].note
     titles = [
-        CliRunner().invoke(app, [*words.split(), "--heads", "16", "--kv-heads", "4"]).stdout
-        for words in ("compare -n 64", "dram -n 64", "predict -n 256", "roofline -n 64")
+        ok(command, "-n", 256, "-d", 16, "--heads", 16, "--kv-heads", 4)
+        for command in ("compare", "study dram", "predict", "roofline")
     ]
     assert all("16 / 4 heads" in " ".join(text.split()) for text in titles)

@@ -365,7 +365,7 @@ def test_list():
 
 def test_start_hint_reveal(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert "flashsim grade flash2_forward.py" in ok("exercise", "start", "flash2-forward")
+    assert "flashsim exercise grade flash2_forward.py" in ok("exercise", "start", "flash2-forward")
     assert Path("flash2_forward.py").read_text() == FLASH2.file_text
     assert "is there already; --force" in fails("exercise", "start", "flash2-forward")
     ok("exercise", "start", "flash2-forward", "--force")
@@ -374,14 +374,14 @@ def test_start_hint_reveal(tmp_path, monkeypatch):
     shown = ok("exercise", "reveal", "dq")
     assert shown.endswith(get("dq").solution_source)
     Path("shown.py").write_text(shown)
-    assert "dq: 100 of 100 points" in ok("grade", "shown.py")
+    assert "dq: 100 of 100 points" in ok("exercise", "grade", "shown.py")
 
 
 def test_predict(tmp_path):
     text = ok("exercise", "predict", "naive-softmax", input="6144\n0\n")
     assert "32 queries, 48 keys" in text
     assert text.index("bytes loaded") < text.index("said and measured") < text.index("compulsory")
-    right = ("--loaded", 6144, "--stored", 6144, "--picture", tmp_path / "p.svg")
+    right = ("--loaded", 6144, "--stored", 6144, "--plot", tmp_path / "p.svg")
     assert "to the byte!" in ok("exercise", "predict", "naive-softmax", *right)
     assert "compulsory 12.3 kB" in (tmp_path / "p.svg").read_text()
 
@@ -393,8 +393,8 @@ def test_grade_writes_what_is_asked_for(tmp_path, monkeypatch):
     source = seeded(one.solution_source, "*16", "12")
     path.write_text(f"# flashsim exercise: fewest-bytes\n{source}")
     scope, picture, trace = (tmp_path / name for name in ("results.json", "p.svg", "t.npz"))
-    text = ok("grade", path, "--gradescope", scope, "--picture", picture, "--save", trace)
-    marks = Marks.from_json(ok("grade", path, "--json"))
+    text = ok("exercise", "grade", path, "--gradescope", scope, "--plot", picture, "--save", trace)
+    marks = Marks.from_json(ok("exercise", "grade", path, "--json"))
     assert text.startswith(f"fewest-bytes: {marks.points} of 100 points\n")
     assert "K was loaded 16 times; 12 would do" in text
     assert "lower bound" in text
@@ -433,7 +433,7 @@ def test_the_guides_autograder(tmp_path):
 
 def test_grade_without_a_trace(tmp_path):
     (tmp_path / "x.py").write_text("# flashsim exercise: dq\nx = (\n")
-    text = ok("grade", tmp_path / "x.py", "--picture", tmp_path / "p.png")
+    text = ok("exercise", "grade", tmp_path / "x.py", "--plot", tmp_path / "p.png")
     assert "Python cannot read the file" in text
     assert not (tmp_path / "p.png").exists()
 

@@ -62,7 +62,7 @@ def test_float16_scores_overflow_and_say_so_in_the_table():
 
 
 def test_the_command(tmp_path):
-    invoke = lambda *words: CliRunner().invoke(app, ["precision", *words])  # noqa: E731
+    invoke = lambda *words: CliRunner().invoke(app, ["study", "precision", *words])  # noqa: E731
     words = ("-n", "32,64", "-d", "16", "--kinds", "normal,heavy", "--points", "lse,ds")
     plot = tmp_path / "precision.png"
     done = invoke(*words, "--plot", str(plot))
@@ -73,6 +73,6 @@ def test_the_command(tmp_path):
     rows = json.loads(invoke(*words, "--json").stdout)
     assert len(rows) == 2 * 2 * 3
     assert {row["lowered"] for row in rows} == {"float32", "lse", "ds"}
-    kernels = invoke("-n", "32", "-d", "16", "--kernels")
+    kernels = invoke("-n", "32", "-d", "16", "--published")
     assert "flash-attention-2" in kernels.stdout
-    assert invoke("--kernels", "--plot", str(plot)).exit_code == 2
+    assert invoke("--published", "--plot", str(plot)).exit_code == 2

@@ -20,7 +20,7 @@ OMIT = (
     *(f"backends/cupy_gpu/{name}.py" for name in ("arrays", "calls", "engine", "fp8")),
     *(f"backends/cupy_gpu/{name}.py" for name in ("launching", "quantize", "units")),
     # `make test-torch`.
-    *("flashsim/torch/*", "flashsim/jax/*", "flashsim/cli/models.py"),
+    *("flashsim/torch/*", "flashsim/jax/*", "flashsim/cli/watch.py"),
 )
 #: Only kernels on the emulator come here: where it cannot be built, these files are no part of it.
 EMULATED = (

@@ -7,7 +7,7 @@ what can come and go?
 
 Full marks are what the reference moves; fewer bytes earn a place on the board. No algorithm that
 adds up 16 products a score moves less than 97,920 B with so little room: docs/reference/model.md
-has the proof, and `flashsim grade FILE --picture p.png` draws that line.
+has the proof, and `flashsim exercise grade FILE --plot p.png` draws that line.
 """
 
 import numpy as np

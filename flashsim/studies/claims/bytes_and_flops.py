@@ -108,7 +108,7 @@ def _whole_row() -> Finding:
         ", ".join(f"{name} {longest:,}" for name, longest in fits.items()),
         fits["T4"] == said,
         "one float32 row in all of a block's memory: 16,384 for 64 KiB, more where there is more; "
-        "`flashsim ladder --rungs whole-row` says where it stops",
+        "`flashsim study ladder --rungs whole-row` says where it stops",
     )
 
 

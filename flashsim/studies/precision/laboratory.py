@@ -193,7 +193,8 @@ def laboratory(
     return Laboratory(dtype, algorithm, head_dim, tuple(found))
 
 
-#: Which algorithm a published kernel carries out. FP8's needs scales: `flashsim reproduce fp8`.
+#: Which algorithm a published kernel carries out. FP8's needs scales (`flashsim study reproduce
+#: fp8`).
 KERNELS = {
     "standard": "standard",
     "flash-attention-1": "flash1",

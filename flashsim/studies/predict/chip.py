@@ -66,5 +66,5 @@ def calibrated(gpu: Device, units: Mapping[str, float]) -> Device:
         cuda_flops={k: v * share["float32"] * sms for k, v in sheet.cuda_flops.items()},
         hbm_bandwidth=sheet.hbm_bandwidth * share["HBM"],
         l2_bandwidth=sheet.l2_bandwidth * share["L2"],
-        source="flashsim calibrate: units measured, in shares of an H200's",
+        source="flashsim study calibrate: units measured, in shares of an H200's",
     )

@@ -185,7 +185,7 @@ def _speeds() -> Table:
         f"Per cent of peak, {peak / 1e12:g} TFLOP/s, {DEVICE}, d = 64, from its printed times",
         f"its shares are met with {heads()} heads in all, which it does not print. Each kernel is "
         "credited with its own products, so a backward pass in two kernels (14 T^2 d) looks "
-        "faster than cuDNN's (10 T^2 d) while it takes longer: see `flashsim claims`",
+        "faster than cuDNN's (10 T^2 d) while it takes longer: see `flashsim study claims`",
     )
     for direction, kernel, n, at in _cells():
         ours = speed(direction, kernel, at)
@@ -220,7 +220,7 @@ def _overflow() -> Table:
 def _scores_on_chip() -> Table:
     table = page(
         "Do T x T scores fit on chip? KiB in bfloat16",
-        "it says yes at 128 only; a block's capacity by device: `flashsim devices`",
+        "it says yes at 128 only; a block's capacity by device: `flashsim study devices`",
     )
     for n, printed in SCORES_KIB.items():
         size = n * n * Problem(n, dtype=DTYPE).itemsize

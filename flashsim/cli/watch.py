@@ -13,26 +13,21 @@ from unittest import mock
 import typer
 
 from flashsim.cli import options as opt
-from flashsim.cli.output import say, show_tables
+from flashsim.cli.output import say, show
 from flashsim.problem.hardware import Device
 
 
 def watch(
     form: opt.Format,
     script: Annotated[Path, typer.Argument(help="A Python program.", exists=True, dir_okay=False)],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(help="The program's own, after --.")
-    ] = None,
-    device: Annotated[str, typer.Option(help="See `flashsim devices`.")] = "H100",
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Time the calls, too, with torch's profiler.")
-    ] = False,
+    arguments: list[str] | None = typer.Argument(None, help="The program's own, after --."),
+    device: opt.Device = "H100",
+    measure: bool = opt.option(False, "Also time the calls, with torch's profiler."),
 ) -> None:
     """Run a program that uses PyTorch, and count every attention call that it makes.
 
-    What the program prints goes to the error stream if --csv or --json is asked for. After an
-    error of the program's, or Ctrl-C, what was seen until then is printed, and the exit code is the
-    program's.
+    With --csv or --json, the program's own output goes to stderr. If the program fails, or is
+    stopped by Ctrl-C, the calls seen until then are printed. The exit code is the program's.
     """
     from flashsim.torch import watch as watching
 
@@ -54,6 +49,6 @@ def watch(
             traceback.print_exc()
             code = 1
     seen.model = script.name
-    show_tables([seen.table(device=where)], [seen.full_table(device=where)], form)
+    show(([seen.table(device=where)], [seen.full_table(device=where)]), form)
     if code:
         raise typer.Exit(code)

@@ -1,0 +1,209 @@
+"""Commands that run or count attention: run, compare, count, sweep."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flashsim.api import counting, execution
+from flashsim.api.compare import compare as run_comparison
+from flashsim.api.sweep import sweep as run_sweep
+from flashsim.cli import options as opt
+from flashsim.cli import values
+from flashsim.cli.output import Tables, add, figures, ready, say, show, working
+from flashsim.errors import OptionError
+from flashsim.problem.checks import DTYPES
+from flashsim.report import beside
+from flashsim.trace.trace import Trace
+
+_SCALE = opt.option(None, "On Q K^T. Default: 1 / sqrt(head_dim).", panel="Mask and scores")
+
+
+def run(
+    sizes: opt.Sizes,
+    tensors: opt.Tensors,
+    scores: opt.Scores,
+    how: opt.Simulated,
+    form: opt.Format,
+    decoding: opt.Decoding,
+    scaling: opt.Scaling,
+    rotate: bool = opt.option(False, "FP8: a Hadamard rotation before scaling.", panel="Sizes"),
+    scale: float | None = _SCALE,
+    algorithm: opt.Algorithm = "flash2",
+    backend: opt.Backend = "numpy",
+    save: Path | None = opt.option(
+        None, "Save the trace (.npz); a backward trace as NAME-backward.npz.", panel=opt.OUTPUT
+    ),
+    out: Path | None = opt.option(
+        None, "Write out and lse (and dq, dk, dv) to this .npz file.", "-o", panel=opt.OUTPUT
+    ),
+) -> None:
+    """Run attention tile by tile and show what it moved."""
+    _ready_apart(save, out, how.backward)
+    wide = {} if scaling.scales is None else {"dtype": "float32"}
+    arrays = values.arrays(sizes, tensors, decoding.shared_prefix, **wide)
+    arrays, scales = values.quantized(arrays, scaling, rotate, sizes.dtype)
+    tile, backward_tile = values.tilings(how, arrays.q.shape[-1], scores.causal)
+    tiles = {"forward": tile, **({"backward": backward_tile} if how.backward else {})}
+    cost = values.foresee(arrays, scores, [algorithm], tiles, values.device(how), backend)
+    with working("simulating", cost):
+        q, k, v, cache = values.cache(arrays, decoding)
+        asked = _asked(scores, how, decoding) | cache | scales | {"scale": scale, "tiling": tile}
+        result = execution.run(q, k, v, algorithm=algorithm, backend=backend, trace=True, **asked)
+        grads = None
+        if how.backward:
+            grads = result.backward(arrays.gradient(tensors.seed + 1), tiling=backward_tile)
+    traces = [one.trace for one in (result, grads) if one is not None]
+    tables, every = [trace.table() for trace in traces], [figures(trace) for trace in traces]
+    if arrays.out is not None:
+        difference = float(np.abs(result.out.astype(np.float64) - arrays.out).max())
+        add(every[0], traces[0], "difference from the model", "largest of out", difference)
+        tables[0].note += f" · largest difference from the model's output {difference:.2e}"
+    show((tables, every), form)
+    if save is not None:
+        for trace in traces:
+            _save(trace, save if trace.direction == "forward" else _backward_name(save))
+    if out is not None:
+        found = {"out": result.out, "lse": result.lse}
+        if grads is not None:
+            found |= {"dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
+        with beside(out) as part, part.open("wb") as stream:  # given a name, savez appends .npz
+            np.savez(stream, allow_pickle=False, **found)
+        say(f"results in {out}")
+
+
+def compare(
+    sizes: opt.Sizes,
+    tensors: opt.Tensors,
+    scores: opt.Scores,
+    how: opt.Simulated,
+    decoding: opt.Decoding,
+    scale: float | None = _SCALE,
+    algorithm: list[str] = opt.algorithms("standard,flash1,flash2"),
+) -> Tables:
+    """Run several algorithms on the same tensors, side by side."""
+    arrays = values.arrays(sizes, tensors, decoding.shared_prefix)
+    tile, backward_tile = values.tilings(how, arrays.q.shape[-1], scores.causal)
+    tiles = {"forward": tile, **({"backward": backward_tile} if how.backward else {})}
+    cost = values.foresee(arrays, scores, algorithm, tiles, values.device(how))
+    with working("simulating", cost):
+        q, k, v, cache = values.cache(arrays, decoding)
+        asked = _asked(scores, how, decoding) | cache | {"scale": scale, "tiling": tile}
+        dout = arrays.gradient(tensors.seed + 1) if how.backward else None
+        comparison = run_comparison(
+            *(q, k, v), algorithms=algorithm, dout=dout, backward_tiling=backward_tile, **asked
+        )
+    return comparison.table()
+
+
+def count(
+    scores: opt.Scores,
+    how: opt.Simulated,
+    decoding: opt.Decoding,
+    scaling: opt.Scaling,
+    sizes: opt.Sizes = opt.HEAD,
+    algorithm: opt.Algorithm = "flash2",
+) -> Tables:
+    """Count by formula what a run would move: no tensors, any size."""
+    problem = replace(decoding.posed(values.problem(sizes, scores)), scales=scaling.kind())
+    tiles = values.tilings(how, problem.head_dim, scores.causal)
+    wanted = list(zip(("forward", "backward"), tiles, strict=True))[: 1 + how.backward]
+    counts = [
+        counting.count(
+            problem,
+            algorithm=algorithm,
+            direction=direction,
+            tiling=tile,
+            device=values.device(how),
+            key_order=how.key_order,
+            **decoding.options(),
+        )
+        for direction, tile in wanted
+    ]
+    return [c.table() for c in counts], [figures(c) for c in counts]
+
+
+def sweep(
+    n_q: list[int] = opt.option(opt.REQUIRED, "Queries and keys, e.g. 1024,2048,4096.", "-n"),
+    head_dim: list[int] = opt.option("64", "Width of a row of Q and K.", "-d"),
+    batch: list[int] = opt.option("1", "Batch size.", "-b"),
+    heads: list[int] = opt.option("1", "Query heads.", "-h"),
+    kv_heads: list[int] | None = opt.option(None, "Key heads. Default: as many as query heads."),
+    dtype: list[str] = opt.option("float32", f"Of {', '.join(DTYPES)}."),
+    causal: bool = opt.option(False, "Causal mask; short for --mask causal."),
+    mask: list[bool] = opt.option(
+        "full", "full, causal or full,causal.", read=opt.each(values.parse_mask)
+    ),
+    window: list[tuple[int, int] | None] = opt.option(
+        "none", "LEFT:RIGHT keys that each query sees, or none.", read=opt.each(values.parse_window)
+    ),
+    algorithm: list[str] = opt.algorithms("flash2"),
+    direction: list[str] = opt.option("forward", "Which pass: forward, backward or both."),
+    tiling: list[Any] = opt.option(
+        "fit", "E.g. 64x64,128x64,fit,fa2-forward.", "-t", opt.each(values.parse_tiling)
+    ),
+    device: list[str] = opt.option("H100", "GPUs of `flashsim study devices`."),
+    sram: list[int] | None = opt.option(None, "Bytes on chip, instead of the device's."),
+    method: str = opt.option("count", "count (by formula) or run (simulate)."),
+    workers: int = opt.option(0, "Processes, at most one per point; 0: this one.", min=0, max=256),
+    out: Path | None = opt.option(
+        None, "CSV file that rows go to as they come; a sweep that was stopped resumes.", "-o"
+    ),
+) -> Tables:
+    """Count, or simulate, every combination of values; an option takes several, with commas."""
+    if causal and True in mask:
+        raise OptionError("--causal is short for --mask causal; give one of them")
+    axes: dict[str, Any] = {
+        **{"n": n_q, "head_dim": head_dim, "batch": batch, "heads": heads, "kv_heads": kv_heads},
+        **{"dtype": dtype, "causal": [True] if causal else mask, "window": window},
+        **{"algorithm": algorithm, "tiling": tiling, "device": device, "sram_bytes": sram},
+        "direction": ["forward", "backward"] if direction == ["both"] else direction,
+    }
+    # Fresh processes: forking one that has threads (the progress bar's) is unsafe.
+    context = multiprocessing.get_context("spawn")
+    workers = min(workers, math.prod(len(axis) for axis in axes.values() if axis))
+    pool = ProcessPoolExecutor(workers, mp_context=context) if workers else nullcontext()
+    with pool as executor:
+        try:
+            result = run_sweep(**axes, method=method, executor=executor, path=out)
+        except KeyboardInterrupt:  # leaving the pool would wait for the points that have begun
+            for worker in multiprocessing.active_children():
+                worker.terminate()
+            raise
+    if out is not None:
+        say(f"rows in {out}")
+    return [result.table()], [result.full_table()]
+
+
+def _asked(scores: opt.Scores, how: opt.Simulated, decoding: opt.Decoding) -> dict[str, Any]:
+    """Options of a run, as the library takes them."""
+    return {
+        **{"causal": scores.causal, "window": values.window(scores), "softcap": scores.softcap},
+        **{"device": values.device(how), "key_order": how.key_order},
+        **decoding.options(),
+    }
+
+
+def _save(trace: Trace, path: Path) -> None:
+    trace.save(path)
+    say(f"trace in {path}")
+
+
+def _ready_apart(save: Path | None, out: Path | None, backward: bool) -> None:
+    """See that the files can be written, and are not one."""
+    ready(save)
+    ready(out)
+    traces = [] if save is None else [save, *([_backward_name(save)] if backward else [])]
+    if out is not None and out.resolve() in [path.resolve() for path in traces]:
+        raise OptionError(f"--save and --out would both write {str(out)!r}; name two files")
+
+
+def _backward_name(path: Path) -> Path:
+    return path.with_name(f"{path.stem}-backward{path.suffix}")

@@ -1,0 +1,265 @@
+"""Commands that predict: roofline, predict, dram; and that measure for it: verify, calibrate."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from flashsim.api.cost import replay_cost
+from flashsim.cli import options as opt
+from flashsim.cli import values
+from flashsim.cli.output import Tables, show, working
+from flashsim.errors import OptionError, TraceError
+from flashsim.problem import checks
+from flashsim.problem.hardware import Device
+from flashsim.report import Table
+from flashsim.schedule import plans
+
+_KERNELS = opt.One(device="H200")
+_AUTO = opt.Parts(splits="auto")
+_H200 = opt.Passes(device="H200")
+_GROUPED = opt.L2(launch="grouped")
+#: The seconds that compiling takes come once, before any table.
+_REPLAYING = "replaying (the first time compiles the model, for some seconds)"
+
+
+def roofline(
+    mask: opt.Mask,
+    how: opt.One,
+    decoding: opt.Decoding,
+    sizes: opt.Sizes = opt.LAYER,
+    algorithm: list[str] = opt.algorithms("standard,flash2"),
+    seconds: opt.Seconds = None,
+) -> Tables:
+    """Compare intensity with a GPU's ridge points, for each way of counting bytes."""
+    from flashsim.studies import roofline as rooflines
+
+    splitting = [name for name in algorithm if plans.splits_keys(plans.check_algorithm(name))]
+    counted = []
+    for name in algorithm:  # options of decoding go to those that divide the keys, or to all
+        its = opt.Decoding() if splitting and name not in splitting else decoding
+        counted.append(values.counted(sizes, mask, name, how, its))
+    with working(_REPLAYING, replay_cost(counted), "tile requests"):
+        return [rooflines.roofline(one, seconds=seconds).table() for one in counted]
+
+
+def predict(
+    mask: opt.Mask,
+    how: opt.One = _KERNELS,
+    sizes: opt.Sizes = opt.BATCH,
+    algorithm: str = opt.option(
+        "flash2",
+        "flash2; flash2-fused, flash2-once: backward in one pass; flash-decode; standard: a "
+        "library's.",
+        "-a",
+    ),
+    parts: opt.Parts = _AUTO,
+    kernel: str | None = opt.option(
+        None, "Kernels of backend cupy: hopper or portable. Default: what suits the device."
+    ),
+) -> Tables:
+    """Predict how long the kernels of backend cupy take: units, overlap, waves and tails.
+
+    Needs no GPU. With --tiling fit the kernels choose the tiling. The model is calibrated on one
+    H200; docs/guides/truth.md compares it with measurements.
+    """
+    from flashsim.studies import predict as model
+
+    problem = replace(values.problem(sizes, mask), page_size=parts.page_size)
+    return model.predict(
+        problem,
+        direction=how.direction,
+        algorithm=algorithm,
+        kernels=kernel,
+        tiling=values.tiling(how.tiling, problem.head_dim, mask.causal),
+        device=how.device,
+        **parts.options(),
+    ).table()
+
+
+def dram(
+    mask: opt.Mask,
+    how: opt.One,
+    cache: opt.L2,
+    decoding: opt.Decoding,
+    sizes: opt.Sizes = opt.LAYER,
+    algorithm: opt.Algorithm = "flash2",
+    l2_sizes: list[float] | None = opt.option(
+        None, "MiB, e.g. 10,20,50: DRAM bytes at each size.", panel="L2 cache"
+    ),
+) -> Tables:
+    """Predict DRAM bytes: a model of the L2 cache answers the tile requests of a run."""
+    from flashsim import l2
+
+    requested = values.counted(sizes, mask, algorithm, how, decoding)
+    takes = replay_cost([requested], at_every_size=l2_sizes is not None)
+    with working(_REPLAYING, takes, "tile requests"):
+        if l2_sizes is None:
+            return l2.dram(requested, cache.model()).table()
+        return _at_sizes(l2.curves(requested, cache.model()), l2_sizes)
+
+
+def verify(
+    mask: opt.Mask,
+    form: opt.Format,
+    from_: Path | None = opt.option(None, "A saved Nsight Compute CSV."),
+    summary: Path | None = opt.option(
+        None, "Only sum up a table like docs/data/verify-h200.csv (benchmarks/verify.py)."
+    ),
+    sizes: opt.Sizes = opt.BATCH,
+    algorithm: opt.Algorithm = "flash2",
+    how: opt.Passes = _H200,
+    cache: opt.L2 = _GROUPED,
+    backend: opt.Backend = "cupy",
+    kernel: str | None = opt.option(
+        None,
+        "cupy: hopper or portable; numba_cuda: hopper, tensor or teaching. Default: the best "
+        "that runs.",
+    ),
+    save: Path | None = opt.option(
+        None, "Save Nsight Compute's CSV, and beside it what the kernels counted."
+    ),
+    soak: int | None = opt.option(
+        None, "Run this many random shapes and show the worst; exit status 1 past targets."
+    ),
+    seed: int = opt.option(0, "Of --soak's shapes."),
+    *,
+    typed: typer.Context,
+) -> None:
+    """Compare predictions with hardware counters, kernel by kernel.
+
+    Runs the kernels under Nsight Compute, or reads with --from what it printed elsewhere. A file
+    that --save wrote also says what ran; for other tables give the same options as for the run.
+    """
+    from flashsim.studies import verify as verification
+
+    if summary is not None:
+        opt.refuse_unused(typed, "--summary", only=["summary"])
+        tables = verification.summary(values.read_text(summary))
+        show((tables, tables[-1:]), form)
+        return
+    if soak is not None:
+        drawn = ["seed", "device", "kernel", "save"] if from_ is None else ["from_"]
+        opt.refuse_unused(typed, "--soak", only=["soak", *drawn])
+        kernels = ("hopper", "portable") if kernel is None else (kernel,)
+        cases = verification.draw(soak, seed=seed, device=how.device, kernels=kernels)
+        kept = _measured(cases, save) if from_ is None else verification.Record.load(from_)
+        compared = verification.compare(kept.cases, verification.passes_of(kept))
+        show(verification.table(compared), form)
+        if any(one.misses for one in compared):
+            raise typer.Exit(1)
+        return
+    model = cache.model()
+    if from_ is not None and from_.is_file() and verification.counts_beside(from_).exists():
+        opt.refuse_unused(typed, "a table that says itself what ran", only=["from_", *vars(cache)])
+        kept = verification.Record.load(from_)
+        found = [
+            verification.verify(each, str(one), l2=model).table()
+            for one, each in zip(kept.cases, verification.passes_of(kept), strict=True)
+        ]
+        show(found, form)
+        return
+    if from_ is not None:
+        opt.refuse_unused(typed, "--from, which measures nothing", never=["save"])
+    opt.refuse_unused(typed, "this: it is of --soak", never=["seed"])
+    problem = values.problem(sizes, mask)
+    tiles = values.tilings(how, problem.head_dim, mask.causal)
+    case = verification.Case(
+        *(problem, algorithm, backend, how.device, kernel, tiles),
+        backward=(None,) if how.backward else (),
+    )
+    if from_ is not None:
+        directions = ("forward", "backward") if how.backward else ("forward",)
+        if None in tiles[: len(directions)]:
+            raise OptionError(
+                "--from needs the tiles that ran: give --tiling and --backward-tiling (a table of "
+                "benchmarks/verify.py is read by --summary)"
+            )
+        launches = verification.parse(values.read_text(from_))
+        predictions = [
+            verification.predict(problem, algorithm, d, t, how.device)
+            for d, t in zip(directions, tiles, strict=False)
+        ]
+        passes = verification.assign(predictions, launches)
+    else:
+        (passes,) = verification.passes_of(_measured([case], save))
+    show(verification.verify(passes, str(case), l2=model).table(), form)
+
+
+def _measured(cases: Any, save: Path | None) -> Any:
+    """The record of these cases, measured now, and saved if asked."""
+    from flashsim.studies import verify as verification
+
+    with working("measuring"):
+        kept = verification.record(cases)
+    if save is not None:
+        kept.save(save)
+    return kept
+
+
+def calibrate(
+    units: Path | None = opt.option(
+        None, "Read what benchmarks/units.py wrote, instead of measuring."
+    ),
+    device: str | None = opt.option(
+        None, "With --units: the GPU that they were measured on; H200."
+    ),
+) -> Tables:
+    """Measure what each unit of this GPU does: the chip's part of `flashsim predict`, in seconds.
+
+    The last table has the speeds of a `flashsim.Device` to predict with. In Python,
+    `flashsim.studies.predict.chip.calibrated` makes that device.
+    """
+    from flashsim.studies.predict import chip
+
+    if units is None and device is not None:
+        raise OptionError(
+            "--device says whose figures --units holds; without it, this machine's GPU is measured"
+        )
+    base = Device.get("H200" if device is None else device)
+    if units is None:
+        from flashsim.backends.cupy_gpu import units as bench
+
+        with working("measuring"):
+            measured = [(x.name, x.value, x.unit) for x in bench.measure()]
+            base = bench.described(base)
+    else:
+        lines = csv.reader(values.read_text(units).splitlines()[1:])
+        try:
+            measured = [(name, float(value), unit) for name, value, unit in lines]
+        except (ValueError, csv.Error):
+            raise TraceError(
+                f"{str(units)!r} is no table of units: lines of name, value and unit, as "
+                "benchmarks/units.py and `flashsim study calibrate --csv` write them"
+            ) from None
+    table = Table("Units, each measured alone", ("unit", "value", "in"))
+    table.rows += measured
+    made = chip.calibrated(base, {name: value for name, value, _ in measured})
+    figures = Table(f"{made.name}: figures to predict with", table.columns, note=made.source)
+    figures.rows += [
+        ("Device.tensor_flops, bfloat16", made.peak("bfloat16"), "FLOP/s"),
+        ("Device.cuda_flops, float32", made.peak("float32", tensor_cores=False), "FLOP/s"),
+        ("Device.hbm_bandwidth", made.hbm_bandwidth, "B/s"),
+        ("Device.l2_bandwidth", made.l2_bandwidth, "B/s"),
+    ]
+    return [table, figures]
+
+
+def _at_sizes(curves: dict[str, Any], sizes: list[float]) -> Table:
+    table = Table(
+        "DRAM bytes over the size of L2 (textbook cache: fully associative, LRU)",
+        ("stage", "L2 MiB", "DRAM read B", "DRAM write B"),
+        note="; ".join(
+            f"{name}: {curve.enough():,} B of L2 leave first reads only"
+            for name, curve in curves.items()
+        ),
+    )
+    for name, curve in curves.items():
+        for size in sizes:
+            nbytes = checks.number("--l2-sizes", size, low=0.0) * 2**20
+            table.rows.append((name, size, curve.reads(nbytes), curve.writes(nbytes)))
+    return table

@@ -1,0 +1,60 @@
+"""The command about many GPUs: `flashsim study ring`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flashsim import distributed
+from flashsim.cli import options as opt
+from flashsim.cli import values
+from flashsim.cli.output import Tables, ready, say, viz, working
+from flashsim.distributed.group import SCHEMES
+from flashsim.problem.links import LINKS
+
+_LAYER = opt.Sizes(n_q=65536, head_dim=128, batch=1, heads=32, kv_heads=8, dtype="bfloat16")
+_HOW = "How"
+
+
+def ring(
+    sizes: opt.Sizes = _LAYER,
+    causal: opt.Causal = False,
+    ranks: int = opt.option(8, "GPUs.", "-r", panel=_HOW),
+    scheme: str = opt.option("zigzag", f"One of {', '.join(SCHEMES)}.", panel=_HOW),
+    ulysses: int | None = opt.option(None, "usp: ranks that exchange heads.", panel=_HOW),
+    direction: opt.Direction = "forward",
+    algorithm: opt.Algorithm = "flash2-fused",
+    rank: int | None = opt.option(None, "Show this rank step by step.", panel=opt.OUTPUT),
+    device: opt.Device = "H200",
+    link: str | None = opt.option(
+        None, f"In a host. Default: the device's. {', '.join(LINKS)}.", panel=_HOW
+    ),
+    network: str = opt.option("InfiniBand NDR", "Between hosts; a link, too.", panel=_HOW),
+    host: int = opt.option(8, "GPUs per host.", panel=_HOW),
+    out: Path | None = opt.option(
+        None, "Animation to write: .gif, .mp4 or .html.", "-o", panel=opt.OUTPUT
+    ),
+) -> Tables:
+    """Spread attention over GPUs: what each holds, sends and computes, and how long it takes."""
+    from flashsim.studies.predict import spread
+
+    ready(out, (".gif", ".mp4", ".html"))
+    problem = values.problem(sizes, opt.Scores(causal=causal))
+    found = spread(
+        problem,
+        ranks=ranks,
+        scheme=scheme,
+        ulysses=ulysses,
+        direction=opt.one_pass(direction),
+        algorithm=algorithm,
+        device=device,
+        link=link,
+        network=network,
+        host=host,
+    )
+    account: distributed.Account = found.account
+    tables = [account.table() if rank is None else account.rank_table(rank), found.table()]
+    if out is not None:
+        with working("drawing frames"):
+            viz().animate_ranks(account, out)
+        say(f"animation in {out}")
+    return tables, tables[:1]  # programs get what was counted

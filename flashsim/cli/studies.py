@@ -1,0 +1,403 @@
+"""Commands of `flashsim study`: each runs one study of `flashsim.studies`, and prints its table."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import typer
+
+from flashsim import report
+from flashsim.api import counting
+from flashsim.api.caches import live_problem
+from flashsim.api.cost import cost, fits
+from flashsim.api.warm import ALGORITHMS, DIRECTIONS
+from flashsim.api.warm import warm as compile_ahead
+from flashsim.cli import options as opt
+from flashsim.cli import values
+from flashsim.cli.output import Tables, draw, ready_to_draw, say, show, working
+from flashsim.counts import questions
+from flashsim.errors import MemoryModelError, OptionError, choices
+from flashsim.problem.hardware import PRESETS
+from flashsim.problem.links import Link
+from flashsim.problem.problem import Problem
+from flashsim.schedule.splitting import fill
+
+_ONE_HEAD = opt.Lengths(n_q=512, head_dim=64, dtype="float32")
+
+
+def demo(
+    out: Path = opt.option(Path("out"), "Folder for the files.", "-o"),
+) -> None:
+    """Run a real model's tensors, check the output against the model's, compare algorithms."""
+    from flashsim.cli.pictures import demo_figures
+    from flashsim.studies.demo import LIMIT
+    from flashsim.studies.demo import demo as run_demo
+
+    with working("simulating a real model's attention"):
+        layers = run_demo(out)
+    for layer in layers:
+        show([layer.comparison.table(), layer.agreement()])
+        for path in layer.files:
+            say(f"trace in {path}")
+    with working("drawing"):
+        paths = demo_figures(layers[0].name, layers[0].comparison, out)
+        for kind, path in zip(("plot", "animation", "page"), paths, strict=True):
+            say(f"{kind} in {path}")
+    if not all(layer.passed for layer in layers):
+        say(f"the output differs from the model's by {LIMIT:g} or more")
+        raise typer.Exit(1)
+
+
+def walkthrough(
+    name: str | None = typer.Argument(None, help="Leave out to list names."),
+    logits: list[float] | None = opt.option(None, "softmax: your own, with commas; 70,80,90."),
+    chunk: int | None = opt.option(None, "softmax: online, this many at a time; 1."),
+    subnormals: bool = opt.option(False, "softmax: keep them, as NumPy does."),
+    n_q: int | None = opt.option(None, "All but softmax: queries and keys.", "-n"),
+    head_dim: int | None = opt.option(None, "All but softmax: width of a row.", "-d"),
+    tiling: str | None = opt.option(None, "tiles, corrections: QUERIESxKEYS.", "-t"),
+    row: int | None = opt.option(None, "tiles: which query. Default: the last."),
+    causal: bool = opt.option(False, "tiles: causal mask."),
+    dtype: str | None = opt.option(None, "reread: element type of P; float32."),
+    seed: int | None = opt.option(None, "tiles, delta: of the random tensors; 0."),
+    *,
+    typed: typer.Context,
+) -> Tables:
+    """Follow small numbers through softmax and FlashAttention, step by step."""
+    from flashsim.studies import walkthrough as walks
+
+    if name is None:
+        opt.refuse_unused(typed, "the list of walkthroughs", only=())
+        return report.Table("Walkthroughs", ("name", "what"), [*walks.NAMES.items()])
+    if name not in walks.NAMES:
+        raise OptionError(f"no walkthrough {name!r}; {choices(name, walks.NAMES)}")
+    walk: Callable[..., report.Table] = getattr(walks, name)
+    takes = inspect.signature(walk).parameters
+    opt.refuse_unused(
+        typed, f"the walkthrough {name}", only={"n_q" if x == "n" else x for x in takes}
+    )
+    given: dict[str, Any] = {
+        "logits": [70.0, 80.0, 90.0] if logits is None else logits,
+        "tiling": None if tiling is None else values.tiling(tiling, head_dim or 64, causal),
+        **{"n": n_q, "head_dim": head_dim, "chunk": chunk, "subnormals": subnormals, "row": row},
+        **{"causal": causal, "dtype": dtype, "seed": seed},
+    }
+    return walk(**{key: x for key, x in given.items() if key in takes and x is not None})
+
+
+def ladder(
+    sizes: opt.Lengths = _ONE_HEAD,
+    tiling: str = opt.option("32x64", "QUERIESxKEYS.", "-t"),
+    device: opt.Device = "H100",
+    rungs: list[str] | None = opt.option(None, "Names, with commas. Default: all."),
+    magnify: float = opt.option(1.0, "Multiplies Q: large scores."),
+    seed: int = opt.option(0, "Of the random tensors."),
+) -> Tables:
+    """Climb from a naive softmax to FlashAttention: each rung executed, counted, predicted."""
+    from flashsim.studies import ladder as rungs_of
+
+    asked = sizes.given()
+    names = [*rungs_of.RUNGS] if rungs is None else rungs
+    one = counting.count(Problem(**asked), device=device)
+    with working("climbing", cost([one] * len(names))):
+        climb = rungs_of.climb(
+            **{"n_kv": asked["n_q"], **asked},
+            tiling=values.tiling(tiling, asked["head_dim"], False),
+            device=device,
+            rungs=names,
+            magnify=magnify,
+            seed=seed,
+        )
+    return climb.table()
+
+
+def softmax_matmul(
+    batch: int = opt.option(16, "Matrices.", "-b"),
+    d1: int = opt.option(2048, "Rows of X."),
+    d2: int = opt.option(1024, "Columns of X, along which softmax runs."),
+    d3: int = opt.option(512, "Columns of V, up to 512."),
+    block: int = opt.option(64, "Rows of X in a block."),
+    block_2: int | None = opt.option(None, "Columns of X in a block. Default: as many as rows."),
+    run: bool = opt.option(False, "Simulate it on random matrices, beside the formula."),
+) -> Tables:
+    """softmax(X) V, fused into one kernel and in two: what each moves."""
+    from flashsim.studies import softmax_matmul as operation
+
+    shape, blocks_of = (batch, d1, d2, d3), dict[str, Any](block=block, block_2=block_2)
+    found = [operation.count(*shape, **blocks_of, fused=fused) for fused in (True, False)]
+    if run:
+        size = 4 * batch * (d1 * d2 + d2 * d3 + d1 * d3)
+        fits(size, "without --run it is counted without arrays")
+        rng = np.random.default_rng(0)
+        x, v = (rng.standard_normal(s, np.float32) for s in ((batch, d1, d2), (batch, d2, d3)))
+        with working("simulating"):
+            executed = operation.run(x, v, **blocks_of)
+        if executed.moved != found[0].moved:
+            raise MemoryModelError("the simulator moved other bytes than the closed form says")
+        found[0] = executed
+    tables = [one.table() for one in found]
+    every = report.Table("", ("kernels", *tables[0].columns))
+    for one, table in zip(found, tables, strict=True):
+        every.rows += [("fused" if one.fused else "two", *row) for row in table.rows]
+    return tables, [every]
+
+
+def precision(
+    n_q: list[int] = opt.option("256,1024", "Queries and keys.", "-n"),
+    head_dim: int = opt.option(64, "Width of a row of Q and K.", "-d"),
+    dtype: str = opt.option("bfloat16", "What points are lowered to."),
+    kinds: list[str] | None = opt.option(None, "Of inputs, with commas. Default: all."),
+    points: list[str] | None = opt.option(None, "Of rounding, with commas. Default: all."),
+    algorithm: opt.Algorithm = "flash2",
+    causal: opt.Causal = False,
+    seed: int = opt.option(0, "Of the random tensors."),
+    published: bool = opt.option(False, "What published kernels round, instead."),
+    plot: opt.Plot = None,
+    *,
+    typed: typer.Context,
+) -> Tables:
+    """What each rounding costs: every point lowered alone, against float64."""
+    from flashsim.studies import precision as lab
+
+    ready_to_draw(plot)
+    if published:
+        never = ("kinds", "points", "algorithm", "causal", "plot")
+        opt.refuse_unused(typed, "--published, which lowers no points alone", never=never)
+        with working("rounding"):
+            return [lab.presets(n, dtype=dtype, head_dim=head_dim, seed=seed) for n in n_q]
+    with working("rounding"):
+        found = lab.laboratory(
+            n_q,
+            dtype=dtype,
+            kinds=kinds,
+            points=points,
+            algorithm=algorithm,
+            head_dim=head_dim,
+            causal=causal,
+            seed=seed,
+        )
+    if plot is not None:
+        draw("precision", found, plot, {})
+    return found.tables(), [found.table()]
+
+
+def banks(
+    pattern: str | None = typer.Argument(None, help="Default: all; --plot draws column."),
+    dtype: str | None = opt.option(None, "float32; with ldmatrix bfloat16."),
+    columns: int | None = opt.option(None, "Elements per row. Default: those of 128 bytes."),
+    pad: int | None = opt.option(None, "Elements that padding adds per row; 1, or 16 bytes."),
+    plot: opt.Plot = None,
+    theme: str | None = opt.option(None, "--plot: light or dark; light."),
+) -> Tables:
+    """Bank conflicts and sectors: what a warp's request costs in each layout of a tile."""
+    from flashsim.studies import banks as on_chip
+
+    ready_to_draw(plot)
+    if plot is None and theme is not None:
+        raise OptionError("--theme is of the picture; give --plot as well")
+    sizes: dict[str, Any] = {"dtype": dtype, "columns": columns, "pad": pad}
+    table = on_chip.table(pattern=pattern, **sizes)
+    if plot is not None:
+        name = pattern or "column"
+        layouts = [str(row["layout"]) for row in table.records() if row["pattern"] == name]
+        requests = [on_chip.access(name, layout, **sizes) for layout in layouts]
+        draw("banks", requests, plot, {"theme": "light" if theme is None else theme})
+    return table
+
+
+def blocks(
+    mask: opt.Mask,
+    sizes: opt.Sizes = opt.BATCH,
+    sides: list[int] = opt.option("32,64,128", "Rows and columns of tiles; all pairs are tried."),
+    algorithm: opt.Algorithm = "flash2",
+    direction: opt.Direction = "forward",
+    stages: str | None = opt.option(None, "Backward, one tile per stage: dkdv=64x128,dq=128x64."),
+    device: opt.Device = "H200",
+    plot: opt.Plot = None,
+    stage: str | None = opt.option(None, "--plot: which stage. Default: the first."),
+    *,
+    typed: typer.Context,
+) -> Tables:
+    """Tile sizes: iterations, blocks per SM, bytes and predicted time of each stage."""
+    from flashsim.studies import blocks as tiles
+
+    ready_to_draw(plot)
+    if plot is None and stage is not None:
+        raise OptionError("--stage says what to draw; give --plot as well")
+    problem = values.problem(sizes, mask)
+    if stages is not None:
+        opt.refuse_unused(typed, "--stages, which has its own tiles", never=["sides"])
+        given = {}
+        for name, _, text in (part.partition("=") for part in stages.split(",")):
+            tile = values.tiling(text or "fit", problem.head_dim, problem.causal)
+            if tile is None:
+                raise OptionError(f"--stages takes STAGE=QUERIESxKEYS, got {stages!r}")
+            given[name] = tile
+        found = tiles.mixed(problem, given, algorithm=algorithm, device=device)
+    else:
+        found = tiles.sizes(
+            problem,
+            sides,
+            algorithm=algorithm,
+            direction=opt.one_pass(direction),
+            device=device,
+        )
+    if plot is not None:
+        draw("block-sizes", found, plot, {"stage": stage})
+    return found.table()
+
+
+def when(
+    mask: opt.Mask,
+    sizes: opt.Sizes = opt.BATCH,
+    n_q: list[int] = opt.option(
+        *("128,256,512,1024,2048,4096,8192,16384", "Queries and keys.", "-n"),
+        *(opt.each(int), "Sizes"),
+    ),
+    direction: opt.Direction = "forward",
+    device: opt.Device = "H200",
+    *,
+    typed: typer.Context,
+) -> Tables:
+    """When does FlashAttention win? Predicted times beside standard attention's, over N."""
+    from flashsim.studies import predict
+
+    opt.refuse_unused(typed, "this: keys are as many as queries", never=["n_kv"])
+    problem, direction = values.problem(sizes, mask), opt.one_pass(direction)
+    return predict.when(problem, n_q, direction=direction, device=device)
+
+
+def versions(
+    mask: opt.Mask,
+    sizes: opt.Sizes = opt.BATCH,
+    device: opt.Device = "H200",
+) -> Tables:
+    """FlashAttention-1, -2 and -3 beside standard attention: bytes, memory, times, OOM."""
+    from flashsim.studies import predict
+
+    return predict.versions(values.problem(sizes, mask), device=device)
+
+
+def devices(sizes: opt.Sizes, decoding: opt.Decoding, *, typed: typer.Context) -> Tables:
+    """List the GPUs that can be simulated, with the source of each figure.
+
+    Given sizes: how many thread blocks fill each GPU (SMs x blocks per SM), how many flash-decode
+    launches, and into how many parts it divides the keys.
+    """
+    if sizes.given():
+        return _filled(sizes, decoding)
+    opt.refuse_unused(typed, "the list alone: give sizes as well", only=())
+    table = report.Table(
+        "Devices",
+        (
+            *("name", "SRAM B/block", "SRAM B/SM", "registers B/SM", "SMs", "L2 B", "HBM B"),
+            *("HBM GB/s", "L2 GB/s", "float16 TFLOP/s", "float32 TFLOP/s"),
+            *("link", "link GB/s", "source"),
+        ),
+        note="float16: dense, on tensor cores; float32: CUDA cores; L2 empty: not published; "
+        "link: a direction",
+    )
+    for d in PRESETS.values():
+        table.rows.append(
+            (
+                *(d.name, d.sram_bytes, d.sram_per_sm, d.registers_per_sm, d.sm_count),
+                *(d.l2_bytes, d.hbm_bytes, d.hbm_bandwidth / 1e9, d.l2_bandwidth / 1e9 or None),
+                *(d.peak("float16") / 1e12, d.cuda_flops["float32"] / 1e12),
+                *(d.link, Link.get(d.link).bandwidth / 1e9, d.source),
+            )
+        )
+    return table
+
+
+def reproduce(
+    form: opt.Format,
+    name: str | None = typer.Argument(None, help="Leave out to list names; or `all`."),
+    plot: Path | None = opt.option(None, "pallas: also draw its roofline, in this file."),
+) -> None:
+    """Recompute published numbers: paper, ours, and why they differ."""
+    from flashsim.studies import reproduce as pages
+
+    if plot is not None:
+        if name != "pallas":
+            raise OptionError(
+                "--plot draws the series of one page: flashsim study reproduce pallas"
+            )
+        ready_to_draw(plot)
+
+    if name is None:
+        tables = pages.listing()
+        show((tables, tables[:1]), form)
+        return
+    found: list[report.Table] = []
+    for each in pages.NAMES if name == "all" else (name,):
+        with working(f"recomputing {each}"):
+            tables = pages.tables(each)
+        if form.json or form.csv:  # programs get one array, or one header
+            found += tables
+        else:
+            show(tables)
+    if found:
+        show(found, form)
+    if plot is not None:
+        pallas = pages.pallas
+        options = {"device": pallas.DEVICE, "dtype": pallas.DTYPE}
+        draw("roofline-series", pallas.series(), plot, options)
+
+
+def claims(
+    names: list[str] | None = typer.Argument(None, help="Default: all."),
+) -> Tables:
+    """Recompute statements of well-known texts: right or wrong, and why."""
+    from flashsim.studies import claims as all_claims
+
+    table = all_claims.table(*(names or ()))
+    return [table if names else all_claims.overview(table)], [table]
+
+
+def warm(
+    dtype: str = opt.option("float32", "Of Q, K and V."),
+    head_dim: int = opt.option(64, "Width of a row of Q and K.", "-d"),
+    direction: str = opt.option("all", f"Which pass: {', '.join(DIRECTIONS)}."),
+    algorithm: str = opt.option("flash2-fused", f"{', '.join(ALGORITHMS)}.", "-a"),
+) -> Tables:
+    """Compile the CPU engine (backend numba) ahead of time, and say where the code is kept."""
+    with working("compiling the CPU engine"):
+        done = compile_ahead(dtype, head_dim, direction, algorithm)
+    return report.Table(
+        "CPU engine",
+        ("dtype", "algorithm", "direction", "kernel", "compiled", "s", "CPU s", "folder"),
+        [
+            (
+                *(done.dtype, done.algorithm, done.direction, done.kernel),
+                ", ".join(done.compiled) or "nothing",
+                *(round(done.seconds, 2), round(done.cpu_seconds, 2), str(done.folder)),
+            )
+        ],
+        note="compiled: kernels; nothing where all lay on disk",
+    )
+
+
+def _filled(sizes: opt.Sizes, decoding: opt.Decoding) -> report.Table:
+    problem = decoding.posed(Problem(**{"n_q": 1, **sizes.given()}))
+    how = decoding.options()
+    if (prefix := how.pop("shared_prefix", None)) is not None:
+        problem, _ = live_problem(problem, {"shared_prefix": prefix})
+    table = report.Table(
+        f"flash-decode, {questions.in_words(problem)}: blocks that fill a device",
+        (
+            *("name", "SMs", "tile", "blocks/SM", "blocks to fill it", "row tiles"),
+            *("splits", "blocks"),
+        ),
+        note="row tiles: blocks, were no keys divided; a block an SM is enough for the splits auto",
+    )
+    for d in PRESETS.values():
+        f = fill(problem, d, **how)
+        splits = f.split.splits
+        table.rows.append(
+            (d.name, d.sm_count, str(f.tiling), f.per_sm, f.needed, f.whole, splits, f.blocks)
+        )
+    return table

@@ -1,0 +1,43 @@
+"""Commands that read saved traces: show, perfetto."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from flashsim.cli import options as opt
+from flashsim.cli import values
+from flashsim.cli.output import Tables, add, event_table, figures, ready, say
+
+
+def show(
+    file: Path,
+    events: bool = opt.option(False, "List the events instead of totals."),
+    limit: int = opt.option(100, "At most this many events.", min=1),
+    *,
+    typed: typer.Context,
+) -> Tables:
+    """Show what a saved trace holds."""
+    if not events:
+        opt.refuse_unused(typed, "totals: give --events as well", never=["limit"])
+    trace = values.load_trace(file)
+    table = event_table(trace, limit) if events else figures(trace)
+    people = table if events else trace.table()
+    took = values.duration(trace)
+    if took is not None and not events:
+        rate = trace.flops("matmul") / took / 1e12
+        people.note += f" · from first to last span {took * 1e6:.4g} µs, {rate:.4g} TFLOP/s"
+        add(table, trace, "duration", "first to last span", took, "s")
+        add(table, trace, "matmul rate", "all stages", rate, "TFLOP/s")
+    return [people], [table]
+
+
+def perfetto(
+    file: Path,
+    out: Path = opt.option(opt.REQUIRED, "A .json or .json.gz file.", "-o"),
+    heads: int = opt.option(1, "Of a simulated trace: how many heads.", min=1),
+) -> None:
+    """Write a saved trace as Chrome trace events, for https://ui.perfetto.dev."""
+    ready(out, (".json", ".gz"))
+    say(f"events in {values.load_trace(file).to_perfetto(out, heads=heads)}")

@@ -1,0 +1,115 @@
+"""What the command line refuses: one clear line on stderr, exit code 2, nothing on stdout."""
+
+import shlex
+
+import pytest
+from commands import invoke
+
+#: Command lines, and a part of what is said about them; HERE is this file.
+REFUSED = [
+    ("run --algorithm flash3", "unknown algorithm 'flash3'"),
+    ("run --device H1000", "did you mean 'H100'"),
+    ("run --backend abacus", "unknown backend 'abacus'"),
+    ("run -n 0", "n_q must be at least 1, got 0"),
+    ("run --tiling 4000x4000", "the largest tiling that fits is Tiling("),
+    ("run --tiling 64", "--tiling takes QUERIESxKEYS, e.g. 128x64, or a name"),
+    ("run --tiling fa2-foward", "did you mean 'fa2-forward'"),
+    ("run --window 8", "--window takes LEFT:RIGHT, e.g. 128:0"),
+    ("count --window ''", "(-1 is unlimited), got ''"),
+    ("sweep -n 64 --kv-heads ''", "--kv-heads takes values separated by commas"),
+    ("sweep -n 64 --sram ''", "--sram takes values separated by commas"),
+    ("study walkthrough softmax --logits ''", "--logits takes values separated by commas"),
+    ("run --demo-data layer1", "unknown sample 'layer1'"),
+    ("run --demo-data layer0 -n 9", "leave out --n-q"),
+    ("run --demo-data layer0 --input x", "give one of them"),
+    ("run --input nowhere.npz", "No such file"),
+    ("compare --algorithm ''", "unknown algorithm ''"),
+    ("count --heads 6 --kv-heads 4", "query heads must be a multiple"),
+    ("count --json --csv", "two formats"),
+    ("count --backward-tiling 8x8", "give --backward as well"),
+    ("run -a flash-decode --page-size 1000000000000", "smaller pages"),
+    ("run --save a.npz --out ./a.npz", "name two files"),
+    (
+        "run --backward --save a.npz --out a-backward.npz",
+        "both write 'a-backward.npz'; name two files",
+    ),
+    ("study devices --latent --splits 2", "--splits, --latent: not for the list alone"),
+    ("trace show h200-forward --limit 3", "--limit: not for totals"),
+    ("sweep -n 64,many", "--n-q takes values separated by commas"),
+    ("sweep -n 64 --mask perhaps", "unknown mask 'perhaps'; possible: full, causal"),
+    ("sweep -n 64 --method guess", "unknown method 'guess'"),
+    ("trace show nowhere.npz", "nowhere.npz"),
+    ("study walkthrough --seed 0", "--seed: not for the list of walkthroughs; leave it out"),
+    ("study walkthrough softmax -n 4 --causal", "--n-q, --causal: not for the walkthrough softmax"),
+    ("study walkthrough tiles --logits 1,2", "--logits: not for the walkthrough tiles"),
+    ("study banks --theme dark", "give --plot as well"),
+    ("study banks --columns 999999999999999", "columns must be at most 2,147,483,648"),
+    ("study banks --pad 99999999999999999999999", "pad must be at most"),
+    ("study blocks --stage dq", "give --plot as well"),
+    ("study blocks --stages dkdv=64x64,dq=64x64 --sides 32", "--sides: not for --stages"),
+    ("study when -n 64 --n-kv 32", "--n-kv: not for this: keys are as many as queries"),
+    ("study precision --published --kinds normal", "--kinds: not for --published"),
+    ("study reproduce rings", "did you mean 'ring'"),
+    ("study ladder -n 8 --rungs onlin", "did you mean 'online'"),
+    ("study dram --launch random", "possible: head-first"),
+    ("verify", "Nsight Compute"),
+    ("verify --seed 3", "--seed: not for this: it is of --soak"),
+    ("verify --soak 3 -n 5", "--n-q: not for --soak; leave it out"),
+    ("verify --summary x -n 5 --causal", "--causal, --n-q: not for --summary"),
+    ("verify --from x --save y", "--save: not for --from"),
+    ("study calibrate --device T4", "--device says whose figures --units holds"),
+    ("predict -a standard --splits 2", "splits is FlashAttention's"),
+    ("study dram -n 8 --l2-sizes 1,nan", "--l2-sizes must be finite and at least 0"),
+    ("study dram -n 8 --l2-sizes inf", "--l2-sizes must be finite and at least 0"),
+    ("study calibrate --units HERE", "is no table of units: lines of name, value and"),
+    ("verify -n 64 -t 16x16 --from ''", "cannot read '.': Is a directory"),
+    ("plot pie -o x.png", "unknown kind of plot 'pie'; possible: traffic"),
+    ("plot diff -n 64 -d 8 -o x.png", "diff takes two traces or algorithms, got 3"),
+    ("plot traffic -n 64 -d 8 --theme blue -o x.png", "unknown theme 'blue'"),
+    ("plot gpu-timeline -n 64 -d 8 -o x.png", "or a bundled one: h200-forward, h200-backward"),
+    (
+        "plot tile-map -n 64 -d 8 --times 0:1 -o x.png",
+        "--times: not for tile-map, but for gpu-timeline",
+    ),
+    (
+        "plot traffic -T h200-forward --direction backward -o x.png",
+        "tensors; leave out --direction",
+    ),
+    ("page -T h200-forward --window 8:0 -o x.html", "tensors; leave out --window"),
+    ("plot io-curve --over time -o x.png", "unknown axis 'time'; possible: n_q"),
+    ("plot io-curve --over '' -o x.png", "unknown axis ''; possible: n_q"),
+    ("plot tile-map -n 64 -d 8 --color '' -o x.png", "unknown color ''"),
+    ("plot gpu-timeline -T h200-forward --sms '' -o x.png", "--sms takes FIRST:LAST"),
+    ("plot gpu-timeline -T h200-forward --times '' -o x.png", "--times takes FIRST:LAST"),
+    ("plot io-curve -T x.npz -o x.png", "--trace: not for io-curve, but for traffic"),
+    ("plot traffic -T x.npz -n 5 -o x.png", "has its own sizes and tensors"),
+    ("animate -n 64 -d 8 --clock sun -o x.gif", "unknown clock 'sun'"),
+    (
+        "animate -n 64 -d 8 -a flash1,flash2 --row 1 -o x.gif",
+        "--row follows m and l of one trace, got 2",
+    ),
+    ("page -n 64 -d 8 -a standard --row 1 -o x.html", "this trace is standard forward"),
+    ("plot io-curve -n 999 -o x.png", "runs over n_q: leave out --n-q"),
+    ("plot io-curve --over head_dim -d 77 -o x.png", "runs over head_dim: leave out --head-dim"),
+    ("plot memory-footprint -n 999 -o x.png", "--n-q: not for memory-footprint"),
+    ("plot roofline --seed 4 --color bytes --sms 0:1 -o x.png", "--seed, --color, --sms"),
+    ("plot traffic --over head_dim -o x.png", "--over: not for traffic, but for io-curve"),
+    ("plot tile-map --seconds 1 -o x.png", "--seconds: not for tile-map, but for roofline"),
+    ("plot traffic -T h200-forward -t 8x8 -o x.png", "leave out --tiling"),
+    ("plot roofline --seconds 1 -o x.png", "--seconds is the time of one algorithm, got 2"),
+    ("plot traffic --size wide -o x.png", "--size takes WIDTHxHEIGHT"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), REFUSED)
+def test_an_error_is_one_message_and_exit_code_2(line, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "")  # no ncu
+
+    result = invoke(*shlex.split(line.replace("HERE", __file__)))
+
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("flashsim: ")
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
