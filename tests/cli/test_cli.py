@@ -443,6 +443,15 @@ def test_version_and_help():
         assert command in text
 
 
+def test_python_runs_the_same_command():
+    command = [sys.executable, "-m", "flashsim"]
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == ok("--version")
+    bad = subprocess.run([*command, "trafic"], capture_output=True, text=True, check=False)
+    assert bad.returncode == 2
+    assert "No such command 'trafic'" in bad.stderr
+
+
 def test_the_installed_command_runs_and_fails_cleanly():
     command = Path(sysconfig.get_path("scripts")) / "flashsim"
     call = lambda *a: subprocess.run([command, *a], capture_output=True, text=True)  # noqa: E731
