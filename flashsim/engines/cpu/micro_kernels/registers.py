@@ -5,6 +5,9 @@ A product keeps `ROWS` rows by ``vecs`` vectors of accumulators in registers. Si
 six by four suit the 32 registers of AVX-512 and NEON. Both keep two multiply-adds a cycle busy,
 which needs at least 8 (AVX2: latency 4) to 16 independent sums.
 
+The registers are those that Numba compiles for: NUMBA_CPU_NAME and NUMBA_CPU_FEATURES can name a
+CPU with fewer than this one has.
+
 The classes carry no code: their type tells the compiler which operations to use (`plain.py`), and
 is part of the key of Numba's on-disk cache.
 """
