@@ -7,7 +7,7 @@ JOBS ?= 2
 # .dev), and each of some hundred processes would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-torch thorough-torch outside lint modules walks unit kernels thorough wheel bench gpu gallery lessons slides site links look lite reproduce clean
+.PHONY: demo test test-all test-torch thorough-torch outside lint modules walks unit avx2 kernels thorough wheel bench gpu gallery lessons slides site links look lite reproduce clean
 
 demo: $(VENV)/.installed
 	$(BIN)/flashsim study demo --out out
@@ -44,6 +44,13 @@ PYTEST = OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(J
 
 unit: $(VENV)/.dev
 	$(PYTEST) --covered 98
+
+# All tests that run the CPU engine, as on a CPU with AVX2 alone, on an x86 that has more.
+HASWELL = NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx,+avx2,+fma,+f16c
+avx2: $(VENV)/.dev
+	$(HASWELL) $(BIN)/flashsim warm > $(VENV)/avx2.log
+	$(HASWELL) $(PYTEST) tests/engines tests/api tests/problem/test_precision.py \
+	  tests/studies/test_agreement.py tests/studies/test_softmax_matmul.py
 
 kernels: $(VENV)/.dev
 	$(PYTEST) -m kernels tests/backends tests/engines

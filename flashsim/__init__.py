@@ -7,6 +7,9 @@ Every name is loaded when it is first used, so that `flashsim --version` need no
 from __future__ import annotations
 
 import importlib
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flashsim.version import __version__
@@ -14,7 +17,7 @@ from flashsim.version import __version__
 if TYPE_CHECKING:
     from flashsim.api import *
 
-#: Rooms that are imported when first asked for, by the room in which they lie.
+#: Modules that are imported when first asked for, and the package that each lies in.
 _LATE = {
     **dict.fromkeys(("oracle",), "flashsim.problem"),
     **dict.fromkeys(
@@ -94,6 +97,36 @@ def __getattr__(name: str) -> Any:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
     globals()[name] = found
     return found
+
+
+class _Late:
+    """Lets import statements name a module of `_LATE` as attributes do.
+
+    `import flashsim.predict` gives the module `flashsim.studies.predict` itself, no copy of it; and
+    so it is with the modules inside.
+    """
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """How to import `flashsim.X`, where X lies in another package."""
+        package, _, rest = name.partition(".")
+        where = _LATE.get(rest.partition(".")[0], __name__)
+        if package != __name__ or where == __name__:
+            return None
+        return ModuleSpec(name, self, origin=f"{where}.{rest}")  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """The module that has another name, too."""
+        module = importlib.import_module(str(spec.origin))
+        spec.loader_state = module.__spec__  # Python gives the module the spec of its second name
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing is left to run; the module keeps the spec of its first name."""
+        if module.__spec__ is not None:
+            module.__spec__ = module.__spec__.loader_state
+
+
+sys.meta_path.insert(0, _Late())  # before Python's own, which would make copies of modules inside
 
 
 def __dir__() -> list[str]:

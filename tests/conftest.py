@@ -120,7 +120,56 @@ def pytest_xdist_make_scheduler(config, log):
             file = nodeid.split("::")[0]
             return "walks" if nodeid.startswith(WALKS) else SHARING.get(file, file)
 
+        def remove_node(self, node):
+            """Return the test that a process crashed in, if any; its other tests are handed on.
+
+            pytest-xdist 3.8 also hands on finished tests, and then waits forever for a process to
+            finish them (pytest-xdist #1323). It also repeats the test that crashed.
+            """
+            units = self.assigned_work.pop(node).items()
+            left = {
+                scope: {nodeid: False for nodeid, done in unit.items() if not done}
+                for scope, unit in units
+            }
+            crashed = next((nodeid for unit in left.values() for nodeid in unit), None)
+            for unit in left.values():
+                unit.pop(crashed, None)
+            self.workqueue.update({scope: unit for scope, unit in left.items() if unit})
+            self.schedule()
+            return crashed
+
+        def schedule(self):
+            super().schedule()
+            # A process starts a test only when it knows the next one, or that there is none. So a
+            # replacement needs two units of work, as every process does at the start.
+            for node in self.nodes:
+                self._reschedule(node)
+
+        def _reschedule(self, node):
+            if node in self.registered_collections:  # else it asks again when it has collected
+                super()._reschedule(node)
+
     return ByFile(config, log)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    """End the run when a test process crashes, as a failure that names the test.
+
+    On a GPU the other tests go on: a faulty kernel ends its test process (`lost_context`).
+    """
+    if error in (None, "keyboard-interrupt") or _on_gpu(node.config):
+        return
+    session = node.config.pluginmanager.getplugin("dsession")
+    units = session.sched.assigned_work.get(node, {}).values()
+    tests = [test for unit in units for test in unit.items()]
+    running = [nodeid for nodeid, done in tests if not done]
+    if running:
+        session.handle_crashitem(running[0], node)
+        when = f"in {running[0]}"
+    else:
+        when = f"after {tests[-1][0]}" if tests else "before its first test"
+    pytest.exit(f"test process {node.gateway.id} crashed {when}: {error}", 1)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -188,7 +188,8 @@ def test_the_parser_sees_every_kind_of_import(source, found):
     ("folder", "most"), [("flashsim", 18), ("backends", 12), ("viz", 12), ("tests", 15)]
 )
 def test_a_floor_plan_can_be_taken_in_at_a_glance(folder, most):
-    names = {p.name for p in (ROOT / folder).iterdir()} - {"__init__.py", "py.typed", "__pycache__"}
+    every = {"__init__.py", "__main__.py", "py.typed", "__pycache__"}
+    names = {p.name for p in (ROOT / folder).iterdir()} - every
     assert len(names) <= most, sorted(names)
 
 
@@ -219,6 +220,40 @@ def test_rooms_are_there_when_first_named():
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert [line.split(".")[-1] for line in done.stdout.splitlines()] == [*ROOMS]
+
+
+#: Each module is imported, in a process of its own, by a statement that names it first.
+IMPORTED = """
+import importlib, os, sys, flashsim
+for name in sys.argv[1:]:
+    if not os.fork():
+        exec(f"import flashsim.{name} as module")
+        assert module is getattr(flashsim, name)
+        assert module is importlib.import_module(f"{flashsim._LATE[name]}.{name}")
+        assert module.__spec__.name == module.__name__
+        for public in getattr(module, "__all__", [])[:1]:
+            exec(f"from flashsim.{name} import {public}")
+        os._exit(0)
+    assert os.wait()[1] == 0, name
+"""
+
+
+def test_import_statements_name_every_room():
+    rooms = [name for name in flashsim._LATE if name not in ("torch", "jax")]
+    assert {*rooms} > {"predict", "oracle", "viz"}
+    command = [sys.executable, "-c", IMPORTED, *rooms]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_import_statements_make_no_copies_of_modules_inside():
+    import flashsim.predict.model
+    from flashsim.studies.predict import model
+
+    assert flashsim.predict.model is model
+    assert model.__spec__.name == model.__name__ == "flashsim.studies.predict.model"
+    with pytest.raises(ModuleNotFoundError, match=r"flashsim\.studies\.predict\.nothing"):
+        import flashsim.predict.nothing
 
 
 def test_what_is_no_room_is_an_attribute_error():

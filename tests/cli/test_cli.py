@@ -469,6 +469,15 @@ def test_a_version_and_a_list_of_commands_need_no_numpy(option):
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+def test_python_runs_the_same_command():
+    command = [sys.executable, "-m", "flashsim"]
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == ok("--version")
+    bad = subprocess.run([*command, "trafic"], capture_output=True, text=True, check=False)
+    assert bad.returncode == 2
+    assert "No such command 'trafic'" in bad.stderr
+
+
 def test_the_installed_command_runs_and_fails_cleanly():
     command = Path(sysconfig.get_path("scripts")) / "flashsim"
     call = lambda *a: subprocess.run([command, *a], capture_output=True, text=True)  # noqa: E731

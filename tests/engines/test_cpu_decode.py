@@ -14,7 +14,7 @@ from test_panels import LOWERED
 from tile_machine import EmulatedAmx, EmulatedBf16
 
 import flashsim
-from flashsim import Tiling
+from flashsim import BackendUnavailable, Tiling
 from flashsim.engines.cpu import chosen, walks_decode
 from flashsim.engines.cpu.micro_kernels import along, plain, registers
 from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16, FLOAT16
@@ -157,6 +157,33 @@ def test_tiles_decode_on_an_emulated_cpu(shape, monkeypatch):
     of_one = sum(2 * tiles_of(n) * tiles_of(d) + 2 * tiles_of(n) * tiles_of(dv) for n in visits)
     assert dots == kv_heads * -(-heads // kv_heads // 16) * of_one
     assert tile_machine.ERRORS == []
+
+
+def test_panels_that_do_not_hold_the_heads_of_a_tile_are_refused(monkeypatch):
+    """Decoding would write beyond the end of O."""
+    tile_machine.emulate(monkeypatch)
+    monkeypatch.setattr(chosen, "cpu", lambda *_, **__: EmulatedAmx(64))
+    monkeypatch.setitem(registers.NARROW, EmulatedAmx, registers.Avx2Narrow)
+    x = tensors(1, 70, 64, dtype="bfloat16")
+    with pytest.raises(BackendUnavailable, match=r"16 heads at a time, and panels of 8 lanes"):
+        flashsim.run(x.q, x.k, x.v, backend="numba")
+
+
+@pytest.mark.parametrize("host", [registers.Avx2, Avx512, registers.Neon, Plain])
+@pytest.mark.parametrize(
+    ("cpu", "lanes"),
+    [
+        (Amx(64), 16),
+        (Avx512Bf16(64), 16),
+        (Avx512(64), 16),
+        (registers.Avx2(16), 8),
+        (Plain(64), 4),
+    ],
+)
+def test_panels_of_one_register_are_those_of_the_chosen_cpu(cpu, lanes, host, monkeypatch):
+    """Also where another CPU's code was chosen than this one's, as tests do."""
+    monkeypatch.setattr(registers, "_host", lambda: host)
+    assert chosen.narrow(cpu, "float32").width == lanes
 
 
 def test_a_score_beyond_float32_stays_one_where_the_scale_brings_it_back():

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
+import platform
 import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
 
+import llvmlite.binding as llvm
 import numpy as np
 import pytest
 from helpers import Judge, Target, run_both, tensors
@@ -381,19 +384,61 @@ def test_vector_code_is_refused_where_registers_are_unknown(monkeypatch):
     assert registers.best("float32") == registers.Plain(16)
 
 
+OLD = dict.fromkeys(("avx", "avx2", "fma"), True)
+NEW = {**OLD, "avx512f": True, "avx512vl": True}
+
+
 @pytest.mark.parametrize(
     ("features", "machine", "kind"),
     [
-        ({"avx2": True, "fma": True}, "x86_64", registers.Avx2),
-        ({"avx2": True, "fma": True, "avx512f": True, "avx512vl": True}, "", registers.Avx512),
-        ({"avx2": True, "fma": False}, "x86_64", registers.Plain),
+        (OLD, "x86_64", registers.Avx2),
+        (NEW, "", registers.Avx512),
+        ({**OLD, "fma": False}, "x86_64", registers.Plain),
         ({}, "aarch64", registers.Neon),
     ],
 )
 def test_registers_are_chosen_by_what_the_cpu_has(features, machine, kind, monkeypatch):
-    monkeypatch.setattr(registers.llvm, "get_host_cpu_features", lambda: features)
+    assert chosen_on(monkeypatch, features, None, None, machine) is kind
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "kind"),
+    [
+        (None, "-avx512f", registers.Avx2),
+        (None, "-avx512vl", registers.Avx2),
+        (None, "+avx2,+fma", registers.Avx512),  # LLVM knows what this CPU has besides
+        (None, "-avx2", registers.Plain),  # AVX-512 needs it
+        ("haswell", "+avx,+avx2,+fma", registers.Avx2),
+        ("haswell", None, registers.Avx512),  # Numba gives LLVM all that this CPU has
+        ("generic", "", registers.Plain),
+    ],
+)
+def test_registers_are_those_that_numba_compiles_for(name, given, kind, monkeypatch):
+    assert chosen_on(monkeypatch, NEW, name, given, "x86_64") is kind
+
+
+def chosen_on(monkeypatch, features, name, given, machine):
+    """The kind of code on a CPU with `features`; `name` and `given` are Numba's settings."""
+    has = llvm.FeatureMap(features)
+    monkeypatch.setattr(registers.llvm, "get_host_cpu_features", lambda: has)
     monkeypatch.setattr(registers.platform, "machine", lambda: machine)
-    assert registers._host.__wrapped__() is kind
+    monkeypatch.setattr(registers.config, "CPU_NAME", name)
+    monkeypatch.setattr(registers.config, "CPU_FEATURES", given)
+    monkeypatch.setattr(registers.config, "ENABLE_AVX", True)
+    return registers._host.__wrapped__()
+
+
+def test_the_environment_says_what_numba_compiles_for():
+    code = "import flashsim.engines.cpu.micro_kernels.registers as r; print(r.best('float32'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    # On Arm even the generic CPU has its vectors.
+    assert done.stdout.startswith("Neon" if platform.machine() in ("aarch64", "arm64") else "Plain")
 
 
 # -- compilation ----------------------------------------------------------------------------------
@@ -452,17 +497,21 @@ def test_threads_are_a_positive_integer(given):
         flashsim.run(x.q, x.k, x.v, backend="numba", threads=given)
 
 
+#: Prints how long the main thread takes to hear an interrupt of each kind of walk: CPU seconds of
+#: the process, divided by the walk's threads. An idle machine's clock shows about the same. On a
+#: busy one the clock goes on while the process waits for a CPU.
 INTERRUPTED = """
 import dataclasses, os, signal, threading, time
 import numpy as np, flashsim
 from flashsim.engines.cpu import engine, team, threads
 from flashsim.engines.cpu.tables import Tiles
 from flashsim.engines.engine import Job
+WALKERS = 2
 walked, real = [], threads.run
-def run(*args, counter, long):
-    if long:
+def run(name, *args, counter, long):
+    if long and name != "delta":  # which is over at once
         walked[:] = counter, next(x for x in args if isinstance(x, Tiles))
-    real(*args, counter=counter, long=long)
+    real(name, *args, counter=counter, long=long)
 threads.run = run
 signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
 q = np.random.default_rng(0).standard_normal((1, 40_000, 16), dtype=np.float32)
@@ -470,7 +519,8 @@ small = q[:, :64]
 result = flashsim.run(small, small, small, backend="numba")
 # A walk that has begun is interrupted: the forward pass itself, or a backward of made-up results.
 problem = flashsim.Problem(40_000, head_dim=16)
-big = Job(problem, *(a[None] for a in (q, q, q)), algorithm="flash2-fused")
+given = {"algorithm": "flash2-fused", "options": {"threads": WALKERS}}
+big = Job(problem, *(a[None] for a in (q, q, q)), **given)
 saved = {"O": q[None], "L": np.full((1, 1, 40_000), 11, np.float32)}
 def forward():
     return flashsim.run(small, small, small, backend="numba").out
@@ -480,24 +530,25 @@ def dq():
     return result.backward(small, deterministic=True).dq
 def interrupted(what, work, long):
     expected = work()  # compiled
-    others, at, ready = [], [], threading.Event()
+    others, at, ended = [], [], threading.Event()
+    walked.clear()
     def other():
-        while not at or time.monotonic() < at[0] + 0.5:
+        while not ended.is_set() and (not at or time.process_time() < at[0] + 0.5):
             others.append(np.array_equal(work(), expected))
     def interrupt():
-        ready.wait()  # starting a thread may take as long
-        time.sleep(0.4)
-        at.append(time.monotonic())
+        while not (walked and walked[0][0] > 3 * WALKERS):  # they are under way
+            time.sleep(0.01)
+        at.append(time.process_time())
         os.kill(os.getpid(), signal.SIGINT)
     beside = threading.Thread(target=other)
     beside.start()
-    threading.Thread(target=interrupt).start()
+    threading.Thread(target=interrupt, daemon=True).start()
     try:
-        ready.set()
         long()
-        print(what, "was not interrupted")
+        ended.set()
+        raise SystemExit(f"{what} was not interrupted")
     except KeyboardInterrupt:
-        took = time.monotonic() - at[0]
+        took = (time.process_time() - at[0]) / WALKERS
         beside.join()
         assert np.array_equal(work(), expected)
         assert others and all(others)

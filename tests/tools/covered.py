@@ -87,7 +87,7 @@ class Covered:
         return self.seen["summary"]["percent_covered"]
 
     def pytest_terminal_summary(self, terminalreporter):
-        if hasattr(self.config, "workeroutput"):
+        if hasattr(self.config, "workeroutput") or isinstance(self.seen, list):  # or was broken off
             return
         terminalreporter.section("covered")
         slipcover.print_coverage(self.seen, outfile=terminalreporter, skip_covered=True)

@@ -257,6 +257,7 @@ def emulate(monkeypatch) -> None:
         llvm.add_symbol(name, ctypes.cast(callback, ctypes.c_void_p).value)
     for kind, pairs in ((EmulatedAmx, "machine"), (EmulatedBf16, "fmas")):
         monkeypatch.setitem(registers.BLOCKING, kind, Blocking(64, 4, pairs=pairs))
+        monkeypatch.setitem(registers.NARROW, kind, registers.NARROW[registers.Amx])
         monkeypatch.setitem(pair_writer.NATIVE, pairs, False)
     products = {
         "machine": partial(codegen.build_tile_product, lower=_lower),

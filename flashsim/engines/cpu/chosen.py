@@ -6,7 +6,8 @@ from functools import lru_cache
 from typing import Any
 
 from flashsim.engines.cpu import threads
-from flashsim.engines.cpu.micro_kernels import registers
+from flashsim.engines.cpu.micro_kernels import along_tiles, registers
+from flashsim.engines.cpu.pairs.tiles import SIDE
 from flashsim.errors import BackendUnavailable, OptionError, shown
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
@@ -78,10 +79,26 @@ def cpu(micro_kernel: Any, problem: Problem, *, one: bool = False) -> registers.
     best = registers.best(problem.compute_dtype, plain=micro_kernel == "plain")
     if micro_kernel == "vector" and isinstance(best, registers.Plain):
         raise BackendUnavailable(
-            "micro_kernel='vector' needs a CPU with AVX2 and FMA, AVX-512 or NEON; "
-            "micro_kernel='plain' runs on any"
+            "micro_kernel='vector' needs a CPU with AVX2 and FMA, AVX-512 or NEON, which "
+            "NUMBA_CPU_NAME and NUMBA_CPU_FEATURES let Numba use; micro_kernel='plain' runs on any"
         )
     return best
+
+
+def narrow(cpu: registers.Cpu, dtype: str) -> registers.Cpu:
+    """Panels of one register, with which one query a head is decoded on the chosen `cpu`.
+
+    Where tiles multiply, a panel must hold the 16 heads that they write.
+    """
+    panel = registers.narrow(cpu, dtype)
+    tiles = registers.BLOCKING[type(cpu)].pairs in along_tiles.TILED
+    if tiles and panel.width % SIDE:
+        raise BackendUnavailable(
+            f"{type(cpu).__name__} decodes {SIDE} heads at a time, and panels of {panel.width} "
+            f"lanes ({type(panel).__name__}) do not hold them; its entry in registers.NARROW must "
+            f"have a multiple of {SIDE} lanes"
+        )
+    return panel
 
 
 def arithmetic_limits(problem: Problem, most: int) -> bool:

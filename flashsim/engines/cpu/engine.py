@@ -151,15 +151,12 @@ class _CpuPass:
             )
         self.threads = chosen.thread_count(job.options.get("threads"))
         self.cpu = _cpu(job, self.direction)
-        pairs, kernel = registers.BLOCKING[type(self.cpu)].pairs, job.options.get("micro_kernel")
         alone = _is_one(p, self.direction)
-        self.pairs = bool(pairs) and not alone
+        self.pairs = bool(registers.BLOCKING[type(self.cpu)].pairs) and not alone
         #: What a walk writes: its results, or numbers to be rounded.
         self.result = numpy_dtype(p.dtype if p.dtype in ROUNDING else p.compute_dtype)
         #: Panels of one register, of a forward pass of one query a head, which has its own walk.
-        self.narrow = (
-            registers.best(p.compute_dtype, plain=kernel == "plain", narrow=True) if alone else None
-        )
+        self.narrow = chosen.narrow(self.cpu, p.compute_dtype) if alone else None
         usual = chosen.USUAL["decode" if alone else self.direction]
         self.tiling = chosen.tiling(p, job.tiling, job.device, job.algorithm, self.direction, usual)
         tile = self.tiling.clip(p)

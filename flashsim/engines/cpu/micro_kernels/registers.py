@@ -5,6 +5,9 @@ A product keeps `ROWS` rows by ``vecs`` vectors of accumulators in registers. Si
 six by four suit the 32 registers of AVX-512 and NEON. Both keep two multiply-adds a cycle busy,
 which needs at least 8 (AVX2: latency 4) to 16 independent sums.
 
+The registers are those that Numba compiles for: NUMBA_CPU_NAME and NUMBA_CPU_FEATURES can name a
+CPU with fewer than this one has.
+
 The classes carry no code: their type tells the compiler which operations to use (`plain.py`), and
 is part of the key of Numba's on-disk cache.
 """
@@ -120,9 +123,12 @@ BLOCKING: dict[type, Blocking] = {
     NeonNarrow: Blocking(16, 1),
 }
 
+#: The kind with panels of one register, for the same CPU.
 NARROW: dict[type[Cpu], type[Cpu]] = {
     Avx2: Avx2Narrow,
     Avx512: Avx512Narrow,
+    Avx512Bf16: Avx512Narrow,
+    Amx: Avx512Narrow,
     Neon: NeonNarrow,
     Plain: Plain,
 }
@@ -135,28 +141,50 @@ PAIRED: dict[str, tuple[type[Amx] | type[Avx512Bf16], tuple[str, ...]]] = {
 }
 
 
-def best(dtype: str, *, plain: bool = False, narrow: bool = False) -> Cpu:
+def best(dtype: str, *, plain: bool = False) -> Cpu:
     """The kind of code for this CPU, with the panel width for this accumulator type.
 
-    `plain` asks for the definitions, at the same width as the vector code would have; `narrow` for
-    panels of one register.
+    `plain` asks for the definitions, at the same width as the vector code would have.
     """
-    kind: type[Cpu] = NARROW[_host()] if narrow else _host()
-    block = BLOCKING[(NeonNarrow if narrow else Neon) if kind is Plain else kind]
+    kind = _host()
+    block = BLOCKING[Neon if kind is Plain else kind]
     width = block.lanes(np.dtype(dtype).itemsize) * block.vecs
     return (Plain if plain else kind)(width)
 
 
+def narrow(cpu: Cpu, dtype: str) -> Cpu:
+    """The same kind of code as `cpu`, with panels of one register for this accumulator type."""
+    kind = NARROW[type(cpu)]
+    block = BLOCKING[NeonNarrow if kind is Plain else kind]
+    return kind(block.lanes(np.dtype(dtype).itemsize))
+
+
+#: What each kind of code needs, widest registers first. An LLVM feature needs those before it.
+_VECTORS: dict[type[Cpu], tuple[str, ...]] = {
+    Avx512: ("avx", "avx2", "fma", "avx512f", "avx512vl"),
+    Avx2: ("avx", "avx2", "fma"),
+}
+
+
 @cache
 def _host() -> type[Cpu]:
-    features = llvm.get_host_cpu_features()
-    if features.get("avx512f") and features.get("avx512vl"):
-        return Avx512
-    if features.get("avx2") and features.get("fma"):
-        return Avx2
+    """What the CPU has and NUMBA_CPU_NAME and NUMBA_CPU_FEATURES let Numba compile for."""
+    has, given = llvm.get_host_cpu_features(), _given()
+    # Without NUMBA_CPU_NAME LLVM takes this CPU's features, less those that are switched off.
+    own = getattr(config, "CPU_NAME") is None  # noqa: B009
+    usable = {x for x in has if has[x] and (f"+{x}" in given or (own and f"-{x}" not in given))}
+    for kind, needs in _VECTORS.items():
+        if usable.issuperset(needs):
+            return kind
     if platform.machine() in ("aarch64", "arm64"):
         return Neon
     return Plain
+
+
+def _given() -> list[str]:
+    """What Numba tells LLVM about the CPU's features: "+avx2" switches one on, "-avx2" off."""
+    given: str | None = getattr(config, "CPU_FEATURES")  # noqa: B009 (Numba sets it as it loads)
+    return (codegen.get_host_cpu_features() if given is None else given).split(",")
 
 
 def paired(micro_kernel: str) -> Cpu:
@@ -195,8 +223,10 @@ def without(micro_kernel: str) -> str | None:
 
 @cache
 def _lacks(micro_kernel: str) -> list[str]:
-    """Features that the CPU has not, or that Numba does not let LLVM use."""
-    given: str | None = getattr(config, "CPU_FEATURES")  # noqa: B009 (Numba sets it as it loads)
-    compiled = (codegen.get_host_cpu_features() if given is None else given).split(",")
-    has = llvm.get_host_cpu_features()
-    return [x for x in PAIRED[micro_kernel][1] if not (has.get(x) and f"+{x}" in compiled)]
+    return lacking(PAIRED[micro_kernel][1])
+
+
+def lacking(features: tuple[str, ...]) -> list[str]:
+    """Those of `features` that the CPU has not, or that Numba does not let LLVM use."""
+    has, given = llvm.get_host_cpu_features(), _given()
+    return [x for x in features if not (has.get(x) and f"+{x}" in given)]

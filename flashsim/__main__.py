@@ -1,0 +1,8 @@
+"""`python -m flashsim`: the `flashsim` command."""
+
+from __future__ import annotations
+
+from flashsim.cli import main
+
+if __name__ == "__main__":
+    main()
