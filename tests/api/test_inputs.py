@@ -577,6 +577,21 @@ def test_a_transposed_array_is_called_one(arrays, message):
         flashsim.run(*arrays)
 
 
+def test_a_transposed_bias_or_lse_is_told_its_own_axes():
+    bias = np.zeros((16, 8), np.float32).T
+    with pytest.raises(
+        flashsim.ShapeError, match=r"bias of .* transposed .* axes must be \(n_q, n_kv\)"
+    ):
+        flashsim.run(X, np.zeros((16, 16), np.float32), np.zeros((16, 16), np.float32), bias=bias)
+    r = flashsim.run(X3, X3, X3)
+    aside = np.asfortranarray(r.lse)
+    message = r"lse\w* of .* transposed .* axes must be \(heads, n_q\)"
+    with pytest.raises(flashsim.ShapeError, match=message):
+        flashsim.backward(X3, X3, X3, r.out, aside, X3)
+    with pytest.raises(flashsim.ShapeError, match=message):
+        flashsim.merge(r.out, r.lse, r.out, aside)
+
+
 @pytest.mark.parametrize("backend", ["numpy", "numba"])
 def test_a_matrix_is_an_array(backend):
     matrix = X.view(np.matrix)
