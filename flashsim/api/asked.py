@@ -15,6 +15,7 @@ from flashsim.api.caches import CACHES, check_alike, live_problem
 from flashsim.engines.engine import Engine, Job
 from flashsim.errors import (
     BackendUnavailable,
+    OptionError,
     UnknownArgumentError,
     UnsupportedError,
     reject_unknown,
@@ -131,6 +132,8 @@ def ask(
     else:
         q, k, v = (adopted(engine, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     scaled, block = options.pop("scales", None), options.pop("scale_block", None)
+    unsaid = scaled is None
+    scaled = None if unsaid else scales.said(scaled)
     if scaled is not None or block is not None:
         question["scales"] = scales.granularity(scaled, block, len(q.shape), tiling)
     question |= {"latent": latent, "block_table": table}
@@ -140,6 +143,12 @@ def ask(
         raise UnsupportedError(
             f"backend {backend!r} takes no {problem.dtype}; backend='numpy' does, or convert q, k "
             "and v"
+        )
+    if problem.fp8 and unsaid:
+        scales.require(problem.dtype)
+    if not problem.fp8 and not unsaid and scaled is None:
+        raise OptionError(
+            f"scales={scales.UNSCALED!r} is of FP8 inputs; these are {problem.dtype}: leave it out"
         )
     if problem.scales is not None:
         options["scales"] = scales.checked(problem, scaled, values=on_cpu)

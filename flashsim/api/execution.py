@@ -92,8 +92,9 @@ def run(
         entries begin with so many keys, which are walked once for the queries of all (cascade
         attention), or in so many keys' pages, whole ones; with v=None,
         `head_dim_v`: V is k's first columns, as many, and one load serves both (latent attention).
-        "numpy" and "cupy", for FP8 inputs: `scales`, three float32 arrays that q, k and v are
-        multiplied by, each () for a whole tensor, (batch, heads) or (batch, heads, blocks), and
+        "numpy" and "cupy", for FP8 inputs, which must say what they stand for: `scales`, three
+        float32 arrays that q, k and v are multiplied by, each () (or a number) for a whole tensor,
+        (batch, heads) or (batch, heads, blocks), or "unscaled", if they stand for themselves; and
         `scale_block`, (query rows, key rows) of a block (default: a tile's); "cupy" also
         `v_transposed`, V as its kernel takes it; see `flashsim.quantize`. "numpy":
         `precision`, a `flashsim.Precision`, for every type that numbers are rounded to on the way

@@ -149,6 +149,7 @@ def compare(
             key_order=how.key_order,
             **decoding.options(),
             **cache,
+            **values.unscaled(arrays),
         )
     show_tables([comparison.table()], [comparison.table()], form)
 

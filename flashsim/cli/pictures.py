@@ -280,6 +280,7 @@ def _recorded(source: opt.Source, defaults: opt.Source) -> Recorded:
                 tiling=None if how.backward else tile,
                 device=how.device,
                 trace=not how.backward,
+                **values.unscaled(arrays),
             )
             if not how.backward:
                 traces.append(forward.trace)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flashsim.api import inputs
+from flashsim.api import inputs, scales
 from flashsim.api.dispatch import BACKENDS
 from flashsim.errors import DTypeError, UnsupportedError, reject_unknown
 from flashsim.jax.foreign import BACKWARD, FORWARD, OFFSETS
@@ -102,6 +102,7 @@ def attention(
     if deterministic is not None:
         deterministic = checks.flag("deterministic", deterministic)
     q, k, v = taken("q", q), taken("k", k), taken("v", v)
+    scales.refuse(q.dtype.name, "flashsim.jax.attention")
     bias = None if bias is None else taken("bias", bias)
     offsets = {"cu_seqlens_q": _known(cu_seqlens_q), "cu_seqlens_k": _known(cu_seqlens_k)}
     traced = {name: x for name, x in offsets.items() if isinstance(x, jax.core.Tracer)}

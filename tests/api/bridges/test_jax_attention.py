@@ -191,6 +191,12 @@ def test_what_cannot_be_done_is_said_while_it_is_traced():
         jax.grad(lambda x: jax.grad(lambda y: call(y, k, v).sum())(x).sum())(q)
 
 
+def test_fp8_has_no_scales_here():
+    q, k, v = tensors(dtype="float8_e4m3fn")
+    with pytest.raises(UnsupportedError, match=r"jax.attention has no scales.*run\(q, k, v, sca"):
+        attention(q, k, v, backend="numpy")
+
+
 def test_what_only_the_engine_can_tell_is_said_when_it_runs():
     pytest.importorskip("cupy")
     q, k, v = tensors()

@@ -308,6 +308,14 @@ def test_what_has_no_numbers_is_checked_like_what_has(device, sizes, question, t
         attention(q, k, v, bias=bias[0] if bias else None, **question)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("backend", ["numpy", "numba", None])
+def test_fp8_has_no_scales_here(device, backend):
+    q, k, v = (x.detach().to(torch.float8_e4m3fn).to(device) for x in tensors(dv=4))
+    with pytest.raises(UnsupportedError, match=r"torch.attention has no scales.*run\(q, k, v, sca"):
+        attention(q, k, v, backend=backend)
+
+
 def test_tensors_of_another_kind_are_refused():
     q, k, v = (x.detach() for x in tensors())
     with pytest.raises(DTypeError, match="one device, got q on meta, k on cpu, v on cpu"):
