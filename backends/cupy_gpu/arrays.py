@@ -39,15 +39,16 @@ class Space:
 
     Beside what is below, a space has `view` (an array for a kernel; a copy only if it cannot be
     read as it is), `vector` (the same for one float32 a row), `empty` (a new array of `like`'s
-    type, float32 without), `prototype` (an empty array of a type by name), `pointer` (the address
-    of one of its arrays), `stream` (the address of the current stream) and `active` (makes its
-    device and stream CuPy's current ones).
+    type, float32 without), `duplicate` (a contiguous copy), `prototype` (an empty array of a type
+    by name), `pointer` (the address of one of its arrays), `stream` (the address of the current
+    stream) and `active` (makes its device and stream CuPy's current ones).
     """
 
     device: int
     view: Callable[..., Any]
     vector: Callable[[Any], Any]
     empty: Callable[..., Any]
+    duplicate: Callable[[Any], Any]
     prototype: Callable[[str], Any]
     pointer: Callable[[Any], int]
     stream: Callable[[], int]
@@ -92,6 +93,10 @@ class CupySpace(Space):
     def empty(self, shape: tuple[int, ...], like: Any = None) -> Any:
         """See `Space`."""
         return _empty(shape, np.dtype(np.float32) if like is None else like.dtype)
+
+    def duplicate(self, array: Any) -> Any:
+        """See `Space`."""
+        return array.copy(order="C")
 
     def prototype(self, dtype: str) -> Any:
         """See `Space`."""
@@ -169,6 +174,10 @@ class TorchSpace(Space):
         made = (self._float32 if like is None else like).new_empty
         return made(*shape) if shape else made(())
 
+    def duplicate(self, array: Any) -> Any:
+        """See `Space`."""
+        return array.clone(memory_format=self.torch.contiguous_format)
+
     def prototype(self, dtype: str) -> Any:
         """See `Space`."""
         return self._float32.new_empty(0, dtype=getattr(self.torch, dtype))
@@ -239,6 +248,18 @@ def adopt(name: str, array: Any) -> cupy.ndarray:
             f"{what} cannot be taken through DLPack by CuPy {cupy.__version__}: {error}; torch "
             "CUDA tensors and NumPy arrays need no DLPack"
         ) from error
+
+
+def download(array: Any) -> np.ndarray:
+    """A CuPy array, of any type, in the CPU's memory."""
+    raw = _RAW.get(array.itemsize)
+    return cupy.asnumpy(array if raw is None else array.view(raw)).view(array.dtype)
+
+
+def upload(array: np.ndarray) -> cupy.ndarray:
+    """A NumPy array, of any type, on CuPy's current device."""
+    raw = _RAW.get(array.itemsize)
+    return cupy.asarray(array if raw is None else array.view(raw)).view(array.dtype)
 
 
 def check_space(name: str, array: Any, dtype: str, space: Space) -> None:

@@ -35,8 +35,10 @@ def bits(x):
     """The numbers of an array, NumPy's, JAX's or torch's, as NumPy can compare them."""
     if str(x.dtype) == "torch.bfloat16":
         x = x.view(sys.modules["torch"].int16)
+    if str(x.dtype).startswith("torch.float8"):
+        x = x.view(sys.modules["torch"].uint8)
     x = np.asarray(x)
-    return x.view(np.uint16) if x.dtype.itemsize == 2 else x
+    return x.view(f"u{x.itemsize}") if x.itemsize <= 2 else x
 
 
 # -- backward from what was kept ------------------------------------------------------------------
@@ -207,6 +209,102 @@ def test_tensors_of_other_strides_and_signs_are_taken_or_refused_by_name():
         flashsim.run(q.clone().requires_grad_(), k, v)
     with pytest.raises(ShapeError, match=r"q of shape .* looks transposed.*q.contiguous\(\)"):
         flashsim.run(*[torch.zeros(1, 2, 8, 12).mT] * 3)
+
+
+# -- every function that takes arrays -------------------------------------------------------------
+
+
+def as_jax(a):
+    jax = pytest.importorskip("jax")
+    return jax.numpy.asarray(a)
+
+
+LIBRARIES = {"torch": as_torch, "jaxlib": as_jax}
+
+
+def merges(q, k, v, dout, scores):
+    r = flashsim.run(q, k, v)
+    return flashsim.merge(r.out, r.lse, r.out, r.lse)
+
+
+def distributes(q, k, v, dout, scores):
+    spread = flashsim.distributed.simulate(q, k, v, ranks=2)
+    grads = spread.backward(dout)
+    return spread.out, spread.lse, grads.dq, grads.dk, grads.dv
+
+
+def quantizes(q, k, v, dout, scores):
+    x = flashsim.quantize(q, k, v, granularity="block", block=(8, 8), rotate="hadamard")
+    r = flashsim.run(x.q, x.k, x.v, **x.options)
+    grads = r.backward(r.out)
+    return (
+        *(x.q, x.k, x.v, *x.scales, *x.dequantized()),
+        *(r.out, r.lse, x.unrotated(grads.dq), grads.dv),
+    )
+
+
+def compares(q, k, v, dout, scores):
+    compared = flashsim.compare(q, k, v, dout=dout)
+    compared.table()  # sets results side by side
+    pages = [x.reshape(2, 4, 8, 8).swapaxes(0, 1) for x in (k, v)]
+    table = np.arange(4, dtype=np.int32)[None]
+    paged = flashsim.compare(
+        *(q[:1], *pages), algorithms=["flash2", "flash-decode"], block_table=table
+    )
+    return compared.results["flash1"].out, paged.results["flash2"].out
+
+
+def multiplies(q, k, v, dout, scores):
+    return [flashsim.softmax_matmul.run(scores, v[0], backend=b).out for b in ("numpy", "numba")]
+
+
+FUNCTIONS = (merges, distributes, quantizes, compares, multiplies)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_what_goes_in_comes_out_of_every_function(library, dtype, function):
+    there = LIBRARIES[library]
+    x = tensors(32, 32, 8, heads=2, dtype=dtype)
+    scores = np.random.default_rng(0).standard_normal((2, 5, 32)).astype(np.float32)
+    v = x.v.astype(np.float32) if function is multiplies else x.v
+    given = x.q, x.k, v, x.dout, scores
+    expected = function(*given)
+    got = function(*map(there, given))
+    assert len(got) == len(expected)
+    for mine, plain in zip(got, expected, strict=True):
+        assert type(mine).__module__.partition(".")[0] == library
+        assert str(mine.dtype).removeprefix("torch.") == plain.dtype.name
+        np.testing.assert_array_equal(bits(mine), bits(plain))
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_what_judges_reads_any_library(library):
+    there = LIBRARIES[library]
+    x = tensors(12, 8, 8, dtype="bfloat16", bias=(1, 1))
+    given = x.q, x.k, x.v, x.dout
+    p = flashsim.Problem(12, 8, 8, heads=2, dtype="bfloat16", bias=(1, 1))
+    for judge, arrays in (
+        (flashsim.oracle.attention, given[:3]),
+        (flashsim.oracle.gradients, given),
+        (flashsim.oracle.finite_difference, given),
+    ):
+        got = judge(*map(there, arrays), p, bias=there(x.bias))
+        expected = judge(*arrays, p, bias=x.bias)
+        np.testing.assert_equal(got, expected)
+    grid = np.array([[True, False]])
+    assert flashsim.BlockMask(there(grid), 16, 4) == flashsim.BlockMask(grid, 16, 4)
+
+
+def test_a_tensor_that_requires_a_gradient_is_read_where_none_is_recorded():
+    torch = pytest.importorskip("torch")
+    x = tensors(12, 8, 8)
+    given = [as_torch(a).requires_grad_() for a in (x.q, x.k, x.v)]
+    out, _ = flashsim.oracle.attention(*given, flashsim.Problem(12, 8, 8, heads=2))
+    assert type(out) is np.ndarray
+    with pytest.raises(DTypeError, match="out_a requires a gradient, which this function does not"):
+        flashsim.merge(given[0], torch.zeros(1, 2, 12), given[0], torch.zeros(1, 2, 12))
 
 
 # -- JAX ------------------------------------------------------------------------------------------
