@@ -39,7 +39,8 @@ class Space:
 
     Beside what is below, a space has `view` (an array for a kernel; a copy only if it cannot be
     read as it is), `vector` (the same for one float32 a row), `empty` (a new array of `like`'s
-    type, float32 without), `duplicate` (a contiguous copy), `prototype` (an empty array of a type
+    type, float32 without), `duplicate` (a contiguous copy), `full` (a
+    caller's array of one value, of a type by name), `prototype` (an empty array of a type
     by name), `pointer` (the address of one of its arrays), `stream` (the address of the current
     stream) and `active` (makes its device and stream CuPy's current ones).
     """
@@ -49,6 +50,7 @@ class Space:
     vector: Callable[[Any], Any]
     empty: Callable[..., Any]
     duplicate: Callable[[Any], Any]
+    full: Callable[[tuple[int, ...], str, float], Any]
     prototype: Callable[[str], Any]
     pointer: Callable[[Any], int]
     stream: Callable[[], int]
@@ -98,6 +100,10 @@ class CupySpace(Space):
         """See `Space`."""
         return array.copy(order="C")
 
+    def full(self, shape: tuple[int, ...], dtype: str, value: float) -> Any:
+        """See `Space`."""
+        return upload(np.full(shape, value, numpy_dtype(dtype)))
+
     def prototype(self, dtype: str) -> Any:
         """See `Space`."""
         return _empty((0,), numpy_dtype(dtype))
@@ -129,6 +135,10 @@ class NumpySpace(CupySpace):
             bits = array if raw is None else array.view(raw)
             array = cupy.asarray(np.ascontiguousarray(bits))
         return super().view(array)
+
+    def full(self, shape: tuple[int, ...], dtype: str, value: float) -> Any:
+        """See `Space`."""
+        return np.full(shape, value, numpy_dtype(dtype))
 
     def prototype(self, dtype: str) -> Any:
         """See `Space`."""
@@ -177,6 +187,10 @@ class TorchSpace(Space):
     def duplicate(self, array: Any) -> Any:
         """See `Space`."""
         return array.clone(memory_format=self.torch.contiguous_format)
+
+    def full(self, shape: tuple[int, ...], dtype: str, value: float) -> Any:
+        """See `Space`."""
+        return self._float32.new_full(shape, value, dtype=getattr(self.torch, dtype))
 
     def prototype(self, dtype: str) -> Any:
         """See `Space`."""

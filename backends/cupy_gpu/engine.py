@@ -68,6 +68,22 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
     return backward_with(_family, job, saved, dout)
 
 
+def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
+    """An array of one value, of the kind and where the job's are; no kernel runs."""
+    require_gpu()
+    decode.check(job) if job.algorithm == DECODE else _check(job)
+    return constant_of(job, shape, dtype, value)
+
+
+def constant_of(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
+    """The same for a job that was checked."""
+    require_gpu()
+    given = {"q": job.q, "k": job.k, "v": job.v}
+    space = arrays.space_of(given, job.problem.result_dtype)
+    with space.on_device():
+        return space.full(shape, dtype, value)
+
+
 def adopt(name: str, array: Any) -> Any:
     """An array that speaks DLPack only, as one that a job can hold."""
     require_gpu()

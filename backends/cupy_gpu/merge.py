@@ -86,9 +86,8 @@ def held(given: dict[str, Any]) -> dict[str, Any]:
     engine.require_gpu()
     space = arrays.space_of(given, "float32")
     for name, x in given.items():
-        dtype, may_be = str(x.dtype).removeprefix("torch."), ("float32",)
-        if name.startswith("out"):
-            may_be = tuple(_TYPES)
+        dtype = str(x.dtype).removeprefix("torch.")
+        may_be = [*_TYPES] if name.startswith("out") else ["float32"]
         if dtype not in may_be:
             raise DTypeError(
                 f"on a GPU {name} is merged in {' or '.join(may_be)}, got {dtype}; convert it, or "

@@ -41,7 +41,8 @@ def run(
 ) -> Result:
     """Attention, tile by tile.
 
-    Computes ``softmax(mask(softcap(scale q k^T) + bias)) v``.
+    Computes ``softmax(mask(softcap(scale q k^T) + bias)) v``. If the batch, the queries or the keys
+    are empty, out and gradients are zeros and the LSE is -inf; nothing is traced.
 
     Parameters
     ----------
@@ -218,7 +219,7 @@ def backward(
     else:
         job = asked.again(q, k, v)
     p = job.problem
-    rows = (p.batch, p.heads, p.n_q)[4 - asked.ndim :]
+    rows = tuple(job.q.shape[4 - asked.ndim : 3])
     out, lse = hosts.take(asked.host, out=out, lse=lse)
     check_kept("out", out, (*rows, p.head_dim_v), p.result_dtype)
     check_kept("lse", lse, rows, p.compute_dtype)
