@@ -21,6 +21,7 @@ from flashsim.backends.launch import lowering
 from flashsim.backends.launch.kernel import Gpu
 from flashsim.engines.engine import Job, Outcome
 from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError, choices
+from flashsim.problem.hardware import Device, reported
 from flashsim.problem.problem import Problem
 
 #: Of FP8 inputs: what they are multiplied by, and V as `quantize` lays it out.
@@ -295,6 +296,27 @@ def gpu_of(device: int) -> Gpu:
         properties["clockRate"],
         properties["multiProcessorCount"],
         _hbm_bandwidth(device),
+    )
+
+
+def preset() -> Device:
+    """The preset of the current GPU.
+
+    Raises
+    ------
+    BackendUnavailable
+        If there is no GPU.
+    OptionError
+        If it is none of the presets.
+    """
+    require_gpu()
+    runtime = cupy.cuda.runtime
+    found = runtime.getDeviceProperties(runtime.getDevice())
+    return reported(
+        found["name"].decode(),
+        (found["major"], found["minor"]),
+        found["multiProcessorCount"],
+        found["totalGlobalMem"],
     )
 
 

@@ -15,7 +15,9 @@ from flashsim.errors import OptionError, TraceError
 from flashsim.problem.hardware import Device
 from flashsim.report import Table
 
-_H200 = opt.Passes(device="H200")
+#: `verification.HERE`, which is loaded only when it is needed.
+_HERE = "this GPU"
+_AT_HAND = opt.Passes(device=_HERE)
 _GROUPED = opt.L2(launch="grouped")
 
 
@@ -80,7 +82,7 @@ def verify(
     ] = None,
     sizes: opt.Sizes = opt.BATCH,
     algorithm: opt.Algorithm = "flash2",
-    how: opt.Passes = _H200,
+    how: opt.Passes = _AT_HAND,
     cache: opt.L2 = _GROUPED,
     backend: opt.Backend = "cupy",
     kernel: Annotated[
@@ -104,7 +106,8 @@ def verify(
 ) -> None:
     """Compare predictions with hardware counters, kernel by kernel.
 
-    Runs the kernels under Nsight Compute, or with --from reads what it printed elsewhere. What
+    Runs the kernels under Nsight Compute, and predicts for this machine's GPU unless --device names
+    another; or with --from reads what it printed elsewhere. What
     --save kept says itself what ran; for other tables the options must. A table of many shapes is
     summed up by --summary.
     """
@@ -147,6 +150,11 @@ def verify(
                 "benchmarks/verify.py is read by --summary)"
             )
         launches = verification.parse(values.read_text(file))
+        if how.device == _HERE:
+            raise OptionError(
+                "--from needs --device: this table does not say on which GPU it was measured (what "
+                "--save keeps does)"
+            )
         predictions = [
             verification.predict(problem, algorithm, d, t, how.device)
             for d, t in zip(directions, tiles, strict=False)
@@ -157,7 +165,7 @@ def verify(
             kept = verification.record([case])
         if save is not None:
             kept.save(save)
-        (passes,) = verification.passes_of(kept)
+        (case,), (passes,) = kept.cases, verification.passes_of(kept)
     table = verification.verify(passes, str(case), l2=model).table()
     show_tables([table], [table], form)
 
