@@ -356,6 +356,12 @@ def check(job: Job) -> None:
             "decoding on a GPU has one kernel for each call: leave kernel out, got "
             f"kernel={job.options['kernel']!r}"
         )
+    packs = checks.flag("pack_gqa", job.options.get("pack_gqa", True))
+    if not packs and job.problem.group > 1:
+        raise UnsupportedError(
+            "on a GPU the query heads of a key head always share a tile, which loads K and V once "
+            "for all: leave pack_gqa out, or give True; backend='numpy' simulates False"
+        )
     workspace = job.options.get("workspace")
     if workspace is not None and not isinstance(workspace, Workspace):
         raise DTypeError(

@@ -179,15 +179,19 @@ def ask(
 
 
 def _refuse_of_other_backends(unknown: Iterable[str], backend: str) -> None:
-    """Raise `UnknownArgumentError` for the first option that another backend has, if it is here."""
+    """Raise `UnknownArgumentError` for the first option that other backends have, if these are
+    here."""
     for name in unknown:
+        having = []
         for other in dispatch.BACKENDS:
             with suppress(BackendUnavailable):
                 if name in dispatch.engine(other).OPTIONS:
-                    raise UnknownArgumentError(
-                        f"run() has no argument {name!r} with backend={backend!r}; "
-                        f"backend={other!r} has it"
-                    )
+                    having.append(f"backend={other!r}")
+        if having:
+            raise UnknownArgumentError(
+                f"run() has no argument {name!r} with backend={backend!r}; "
+                f"{' and '.join(having)} {'has' if len(having) == 1 else 'have'} it"
+            )
 
 
 def adopted(engine: Any, name: str, x: Any) -> Any:

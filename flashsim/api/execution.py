@@ -107,9 +107,10 @@ def run(
         float32 products on tensor cores, every operand rounded to tf32, which is off by at most
         2**-11 of itself (default: False, float32 throughout). With ``algorithm="flash-decode"``, a
         few queries against a cache whose keys are split over blocks: `splits` ("auto" or how many),
-        `cache_seqlens` (batch,), how many keys of each sequence are live, `block_table` (batch,
-        pages of a sequence), int32, with k and v in pages, (pages, kv_heads, rows of a page,
-        head_dim), and `workspace` (`flashsim.backends.cupy_gpu.decode.Workspace`). "numba_cuda":
+        `pack_gqa` (True, what its kernels do), `cache_seqlens` (batch,), how many keys of each
+        sequence are live, `block_table` (batch, pages of a sequence), int32, with k and v in pages,
+        (pages, kv_heads, rows of a page, head_dim), and `workspace`
+        (`flashsim.backends.cupy_gpu.decode.Workspace`). "numba_cuda":
         `kernel`, "hopper" (backward up to a head_dim of 128, "tensor" above), "tensor" (both:
         float16 and bfloat16) or "teaching" (float16 and float32); default: the first of them that
         runs the problem.

@@ -35,10 +35,10 @@ BAD = {
     ),
     "1-D": (lambda: run(X[0], X[0], X[0]), "ShapeError", ValueError, ["got q (16,)"]),
     "empty": (
-        lambda: run(X[:0], X, X),
+        lambda: run(X[:, :0], X[:, :0], X),
         "ShapeError",
         ValueError,
-        ["must not be empty", "q (0, 16)"],
+        ["must have heads and columns", "q (8, 0)"],
     ),
     "batch": (
         lambda: run(X4, X4[:1], X4),
@@ -413,6 +413,12 @@ BAD = {
         "UnknownArgumentError",
         TypeError,
         ["run() has no argument 'threads' with backend='numpy'; backend='numba' has it"],
+    ),
+    "option of other backends": (
+        lambda: run(backend="numba", scales=(1, 1, 1)),
+        "UnknownArgumentError",
+        TypeError,
+        ["run() has no argument 'scales' with backend='numba'; backend='numpy'"],
     ),
     "dropout": (
         lambda: run(dropout_p=0.1),
