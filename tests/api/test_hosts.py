@@ -1,6 +1,7 @@
 """Arrays of other libraries on the CPU engines, and `flashsim.backward`, which keeps no job."""
 
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -305,6 +306,80 @@ def test_a_tensor_that_requires_a_gradient_is_read_where_none_is_recorded():
     assert type(out) is np.ndarray
     with pytest.raises(DTypeError, match="out_a requires a gradient, which this function does not"):
         flashsim.merge(given[0], torch.zeros(1, 2, 12), given[0], torch.zeros(1, 2, 12))
+
+
+class OnGpu:
+    """An array of a library called cupy: its numbers are to be had by `download` only."""
+
+    __module__ = "cupy"
+
+    def __init__(self, array):
+        self._array = array
+        self.shape, self.dtype, self.reshape = array.shape, array.dtype, array.reshape
+
+    def __dlpack_device__(self):
+        return 2, 0
+
+    def __lt__(self, other):
+        return self._array < other
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    """What CuPy's part of the package does, done by NumPy."""
+    pytest.importorskip("cupy")
+    from types import SimpleNamespace
+
+    from flashsim.algorithms.merge import merged
+    from flashsim.api import dispatch
+    from flashsim.backends.cupy_gpu import arrays, merge
+
+    def merges(**given):
+        return tuple(map(OnGpu, merged(*(x._array for x in given.values()))))
+
+    real, fake = dispatch.engine, SimpleNamespace(adopt=lambda _, x: x)
+    monkeypatch.setattr(dispatch, "engine", lambda name: fake if name == "cupy" else real(name))
+    monkeypatch.setattr(merge, "held", lambda given: given)
+    monkeypatch.setattr(merge, "merged", merges)
+    monkeypatch.setattr(arrays, "download", lambda x: x._array)
+    monkeypatch.setattr(arrays, "upload", OnGpu)
+
+
+def test_arrays_on_a_gpu_are_merged_there(fake_gpu):
+    x = tensors(12, 8, 8)
+    r = flashsim.run(x.q, x.k, x.v)
+    out, lse = flashsim.merge(*map(OnGpu, (r.out, r.lse, r.out, r.lse)))
+    expected = flashsim.merge(r.out, r.lse, r.out, r.lse)
+    for got, want in zip((out, lse), expected, strict=True):
+        assert type(got) is OnGpu
+        np.testing.assert_array_equal(got._array, want)
+    wrong = r.lse.copy()
+    wrong[0, 0, 0] = np.nan
+    with pytest.raises(flashsim.OptionError, match="lse_a holds 1 values that are no LSE"):
+        flashsim.merge(*map(OnGpu, (r.out, wrong, r.out, r.lse)))
+
+
+def test_arrays_on_a_gpu_are_dequantised_beside_them(fake_gpu):
+    x = tensors(12, 8, 8)
+    here = flashsim.quantize(x.q, x.k, x.v, rotate="hadamard")
+    names = ("q", "k", "v", "q_scale", "k_scale", "v_scale")
+    there = replace(here, **{name: OnGpu(getattr(here, name)) for name in names})
+    for got, want in zip(there.dequantized(), here.dequantized(), strict=True):
+        assert type(got) is OnGpu
+        np.testing.assert_array_equal(got._array, want)
+    turned = there.unrotated(OnGpu(x.q))
+    np.testing.assert_array_equal(turned._array, here.unrotated(x.q))
+
+
+def test_what_lies_on_another_device_is_refused():
+    class Elsewhere(OnGpu):
+        __module__ = "other"
+
+    x = tensors(12, 8, 8)
+    here = flashsim.quantize(x.q, x.k, x.v)
+    there = replace(here, q=Elsewhere(here.q), q_scale=Elsewhere(here.q_scale))
+    with pytest.raises(DTypeError, match="takes arrays in the CPU's memory, got q as other"):
+        there.dequantized()
 
 
 # -- JAX ------------------------------------------------------------------------------------------
