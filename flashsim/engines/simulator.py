@@ -84,6 +84,11 @@ def backward(job: Job, saved: Mapping[str, Any], dout: np.ndarray) -> Outcome:
     return Outcome(arrays, machine.tiling, stages, "simulator")
 
 
+def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> np.ndarray:
+    """An array of one value."""
+    return np.full(shape, value, numpy_dtype(dtype))
+
+
 def _machine(job: Job, direction: str, tiling: Tiling, split: Split = WHOLE) -> Machine:
     p, precision = job.problem, job.options.get("precision", USUAL)
     if job.trace and precision != USUAL:

@@ -212,8 +212,8 @@ def test_what_was_kept_becomes_a_table(measurement, tmp_path, monkeypatch):
     """Counters that a GPU might give, for cases that the simulator counts."""
     problem = Problem(64, head_dim=8, dtype="bfloat16", causal=True)
     cases = (
-        Case(problem, backend="numpy", kernel="hopper", backward=(None, False)),
-        Case(replace(problem, n_q=65, n_kv=65), backend="numpy"),
+        Case(problem, backend="numpy", device="H200", kernel="hopper", backward=(None, False)),
+        Case(replace(problem, n_q=65, n_kv=65), backend="numpy", device="H200"),
     )
     counted = tuple(tuple(run_case(replace(case, kernel=None), counting=True)) for case in cases)
     kernels = ["forward", "delta", "dkdv", "dq", "delta", "dkdv", "convert", "forward"]

@@ -99,6 +99,20 @@ def backward(job: Job, saved: Mapping[str, Any], dout: np.ndarray) -> Outcome:
     return engine.outcome(arrays)
 
 
+def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> np.ndarray:
+    """An array of one value, for a job that is taken."""
+    _check(job)
+    return np.full(shape, value, numpy_dtype(dtype))
+
+
+def _check(job: Job) -> None:
+    if job.algorithm not in ALGORITHMS:
+        raise UnsupportedError(
+            f"backend 'numba' runs {' and '.join(ALGORITHMS)}, not {job.algorithm!r}; "
+            "backend='numpy' simulates every algorithm"
+        )
+
+
 class _Stage(NamedTuple):
     """What a stage walks: its schedule, by so many `walks` of outer `tiles` with so many `visits`;
     whether that takes `long` enough to be interrupted; tables, if they hold for the next call, too.
@@ -144,11 +158,7 @@ class _CpuPass:
 
     def __post_init__(self) -> None:
         job, p = self.job, self.job.problem
-        if job.algorithm not in ALGORITHMS:
-            raise UnsupportedError(
-                f"backend 'numba' runs {' and '.join(ALGORITHMS)}, not {job.algorithm!r}; "
-                "backend='numpy' simulates every algorithm"
-            )
+        _check(job)
         self.threads = chosen.thread_count(job.options.get("threads"))
         self.cpu = _cpu(job, self.direction)
         alone = _is_one(p, self.direction)
@@ -325,4 +335,4 @@ _NO_NOTES = Notes(np.zeros((0, 0), np.int64), np.zeros((0, 0), np.int64))
 _NO_TURNS = np.zeros(0, np.int64)
 
 
-__all__ = ["NOTE", "OPTIONS", "backward", "forward", "recall"]
+__all__ = ["NOTE", "OPTIONS", "backward", "constant", "forward", "recall"]
