@@ -253,7 +253,8 @@ def attend(
     else:
         band, added = Band(causal=False), _added(attention_mask, query)
     if position_bias is not None:
-        added = position_bias if added is None else added + position_bias
+        bias = _added(position_bias, query)
+        added = bias if added is None else added + bias
     options: dict[str, Any] = {
         "causal": band.causal,
         "window": band.window,
@@ -276,11 +277,19 @@ def attend(
 
 
 def _added(mask: Tensor, query: Tensor) -> Tensor:
-    """A mask as what eager attention adds to the scores: nothing, or the least number there is."""
-    if mask.dtype != torch.bool:
-        return mask
-    zero = torch.zeros((), dtype=query.dtype, device=query.device)
-    return torch.where(mask, zero, torch.finfo(query.dtype).min)
+    """A mask as a bias: -inf where a key is masked, so that a row without keys gives zeros.
+
+    A float mask masks by a number near the lowest of its type, or by any that leaves no digit of
+    the score it is added to (-1e9 in float32). A row of such sums has lost the scores, and its LSE
+    has lost log n, so a backward pass would recompute P = 1 where it is 1 / n.
+    """
+    if mask.dtype == torch.bool:
+        zero = torch.zeros((), dtype=query.dtype, device=query.device)
+        return torch.where(mask, zero, -torch.inf)
+    computed = torch.float64 if query.dtype == torch.float64 else torch.float32
+    no_digit = -2 / torch.finfo(computed).eps
+    lowest = max(torch.finfo(mask.dtype).min / 2, no_digit)
+    return mask.masked_fill(mask <= lowest, -torch.inf)
 
 
 def _without_padding(
@@ -291,7 +300,11 @@ def _without_padding(
     q, rows, cu_q = _packed(query, band.queries)
     k, _, cu_k = _packed(key, band.keys)
     v, _, _ = _packed(value, band.keys)
-    out = attention(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **options)
+    if cu_q[-1] and cu_k[-1]:
+        out = attention(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **options)
+    else:  # nothing but padding: a sum over no keys, zeros with gradients of zeros
+        group = heads // key.shape[1]
+        out = q @ (k.mT @ v).repeat_interleave(group, dim=1)
     out = out[0].transpose(0, 1)
     full = out.new_zeros(batch * n_q, heads, value.shape[-1]).index_copy(0, rows, out)
     return full.reshape(batch, n_q, heads, -1)
