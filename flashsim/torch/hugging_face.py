@@ -9,7 +9,8 @@ is taken: of layers for eager attention alone, some say `is_causal` wrongly, or 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import FunctionType
 from typing import Any, ClassVar, NoReturn
 
@@ -64,12 +65,15 @@ class Band:
         As in `flashsim.Problem`: bottom-right aligned, once padding is taken out.
     keys, queries : Tensor of bool, (batch, n_kv) and (batch, n_q), or None
         Which tokens are no padding; None: all. Rows of padding get zeros.
+    whole : function without arguments, optional
+        The same as a boolean tensor, for a model that lays out its mask anew or cuts it.
     """
 
     causal: bool
     window: tuple[int, int] | None = None
     keys: Tensor | None = None
     queries: Tensor | None = None
+    whole: Callable[[], Tensor] | None = None
 
     # For a static cache, `generate` makes the mask itself and gives it to the model, which hands it
     # back to `mask`: as long as it looks like a mask of four axes.
@@ -87,13 +91,42 @@ class Band:
             "does not spell out; model.set_attn_implementation('eager') gives it a tensor"
         )
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # protocols that are asked after, of copies and the like
             raise AttributeError(name)
-        self.__torch_function__()
+        if self.whole is None or name not in _LAYOUT:
+            self.__torch_function__()
+        return getattr(self.whole().as_subclass(_Spelled), name)
 
-    def __getitem__(self, _: Any) -> NoReturn:
-        self.__torch_function__()
+    def __getitem__(self, which: Any) -> Tensor:
+        if self.whole is None:
+            self.__torch_function__()
+        return self.whole().as_subclass(_Spelled)[which]
+
+
+#: Methods that move the numbers of a mask about, and those functions that choose by a mask.
+_LAYOUT = frozenset(("repeat", "expand", "reshape", "view", "unsqueeze", "squeeze"))
+_CHOOSING = frozenset(
+    (
+        *(torch.where, Tensor.where, torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_),
+        torch.nn.functional.scaled_dot_product_attention,
+    )
+)
+
+
+class _Spelled(Tensor):
+    """A boolean mask that a model may lay out and choose by, but not add to scores.
+
+    A model that was written for eager attention alone would add it as the floats it gets there, and
+    torch would take True for 1.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if not isinstance(result, Tensor) or result.dtype == torch.bool:
+            return result
+        return result.as_subclass(Tensor) if func in _CHOOSING else Band.__torch_function__()
 
 
 class _NoTensor(UnsupportedError, AttributeError):
@@ -122,18 +155,8 @@ def mask(
     """
     if isinstance(attention_mask, Band):
         return attention_mask
-    known = None
-    # Nothing may depend on numbers then.
-    tracing = torch.compiler.is_compiling() or not _readable(attention_mask, q_offset)
-    if not tracing or (attention_mask is None and isinstance(q_offset, int)):
-        known = _band(mask_function, local_size)
-    if known is not None:
-        start = int(q_offset) - kv_offset  # where the queries stand among the keys
-        keys = _no_padding(attention_mask, kv_length, kv_offset)
-        band = _narrowed(known, keys, start, q_length, kv_length)
-        if band is not None and not _wanted_whole(known, rest, start, q_length, kv_length):
-            return band
-    return masking_utils.sdpa_mask(
+    whole = partial(
+        masking_utils.sdpa_mask,
         **{
             **rest,
             "batch_size": batch_size,
@@ -146,8 +169,21 @@ def mask(
             "local_size": local_size,
             "allow_is_causal_skip": False,
             "allow_is_bidirectional_skip": False,
-        }
+        },
     )
+    known = None
+    # Nothing may depend on numbers then.
+    tracing = torch.compiler.is_compiling() or not _readable(attention_mask, q_offset)
+    if not tracing or (attention_mask is None and isinstance(q_offset, int)):
+        known = _band(mask_function, local_size)
+    if known is not None:
+        start = int(q_offset) - kv_offset  # where the queries stand among the keys
+        keys = _no_padding(attention_mask, kv_length, kv_offset)
+        band = _narrowed(known, keys, start, q_length, kv_length)
+        if band is not None and not _wanted_whole(known, rest, start, q_length, kv_length):
+            # A cache may move its own offset on before the model asks.
+            return replace(band, whole=partial(whole, q_offset=start + kv_offset))
+    return whole()
 
 
 def _wanted_whole(band: Band, rest: dict[str, Any], start: int, n_q: int, n_kv: int) -> bool:

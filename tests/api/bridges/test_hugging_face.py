@@ -229,8 +229,11 @@ def test_generation_with_a_cache(maker, padding):
     "compute",
     [
         lambda mask: torch.ones(1, 1, 6, 6) + mask,
+        lambda mask: torch.ones(1, 1, 6, 3) + mask[..., :3],
+        lambda mask: torch.ones(6, 1, 6, 6).add_(mask.repeat(6, 1, 1, 1)),
+        lambda mask: mask.reshape(6, 6) * -1e9,
+        lambda mask: mask[:, :, 0].float(),
         lambda mask: torch.where(mask, 0, 1),
-        lambda mask: mask[:, :, :, :3],
         lambda mask: mask.dtype,
         lambda mask: mask.to(torch.float32),
     ],
@@ -240,6 +243,64 @@ def test_a_model_that_computes_with_its_mask_is_told_so(compute):
         compute(hugging_face.mask(1, 6, 6))
     assert copy.deepcopy(hugging_face.mask(1, 6, 6)).causal
     assert not hasattr(hugging_face.mask(1, 6, 6), "dtype")
+
+
+@pytest.mark.parametrize("padding", ["none", "right"])
+@pytest.mark.parametrize("which", ["causal", "all"])
+def test_a_mask_can_be_laid_out_and_chosen_by(which, padding):
+    """As a model does that knows SDPA's masks: it gets one of booleans."""
+    function, _ = interfaces()[which]
+    keys = torch.ones(2, 6, dtype=torch.bool)
+    keys[1, 4:] = padding == "none"
+    asked = {"mask_function": function, "attention_mask": keys}
+    mask = hugging_face.mask(2, 6, 6, **asked)
+    assert isinstance(mask, Band)
+    exact = transformers.masking_utils.sdpa_mask(2, 6, 6, **asked, allow_is_causal_skip=False)
+    x = torch.randn(2, 4, 6, 6)
+    for lay_out in (
+        lambda mask: mask[:, :, :, :3],
+        lambda mask: mask.repeat(1, 4, 1, 1).reshape(8, 6, 6),
+        lambda mask: ~mask.expand(2, 4, 6, 6),
+        lambda mask: torch.where(mask.expand(2, 4, 6, 6), x, -1),
+        lambda mask: x.masked_fill(~mask[:, :], -torch.inf).softmax(-1),
+        lambda mask: torch.nn.functional.scaled_dot_product_attention(x, x, x, mask[:, :]),
+    ):
+        got, expected = lay_out(mask), lay_out(exact)
+        assert torch.equal(got, expected)
+        assert got.dtype == torch.bool or type(got) is torch.Tensor
+    q, k, v = torch.randn(3, 2, 4, 6, 8)
+    for given in (mask, mask[:, :, :6, :6]):  # layers may cut it before they hand it on
+        got, _ = hugging_face.attend(torch.nn.Module(), q, k, v, given)
+        sdpa = torch.nn.functional.scaled_dot_product_attention(q, k, v, exact).transpose(1, 2)
+        kept = keys if which == "causal" else torch.ones_like(keys)
+        torch.testing.assert_close(got[kept], sdpa[kept])
+
+
+def siglip2():
+    config = transformers.Siglip2VisionConfig(**SMALL, num_patches=16, patch_size=4)
+    return transformers.Siglip2VisionModel(config)
+
+
+@pytest.mark.parametrize("tokens", [16, 12])
+def test_a_model_whose_head_lays_out_its_own_mask(tokens):
+    """SigLIP 2 pools by torch's attention, whose mask it makes of the interface's."""
+    torch.manual_seed(0)
+    model, mask = siglip2().eval(), torch.ones(2, 16, dtype=torch.long)
+    mask[1, tokens:] = 0
+    inputs = {
+        "pixel_values": torch.randn(2, 16, 48),
+        "pixel_attention_mask": mask,
+        "spatial_shapes": torch.tensor([[4, 4], [tokens // 4, 4]]),
+    }
+    found = []
+    for implementation in ("sdpa", "flashsim"):
+        model.zero_grad()
+        model.set_attn_implementation(implementation)
+        given = model(**inputs)
+        (given.pooler_output.square().sum() + given.last_hidden_state[0].sum()).backward()
+        found.append([given.pooler_output.detach(), *(p.grad for p in model.parameters())])
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(y, x, rtol=1e-4, atol=1e-5 * float(x.abs().max()) + 1e-6)
 
 
 def cache_word(model):
