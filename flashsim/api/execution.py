@@ -62,7 +62,8 @@ def run(
     causal, window, softcap, scale, mask, cu_seqlens_q, cu_seqlens_k
         See `Problem`.
     bias : array, (1 or batch, 1 or heads, n_q, n_kv), optional
-        Added to the scores, in q's dtype; leading axes may be left out.
+        Added to the scores, in q's dtype; leading axes may be left out. -inf masks a score, as
+        does a number near the lowest of the type that scores are computed in.
     block_mask : BlockMask, or a boolean grid with one value a tile (then give `tiling`), optional
     tiling : Tiling, optional
         Default: the tiling that fits `device` and moves the fewest bytes.

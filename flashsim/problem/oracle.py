@@ -14,6 +14,7 @@ import numpy as np
 
 from flashsim.errors import ShapeError, own_errors
 from flashsim.problem import checks
+from flashsim.problem.masks import masked_score
 from flashsim.problem.problem import Problem, numpy_dtype
 
 
@@ -172,7 +173,8 @@ def _probabilities(
         S, gate = _round(p.softcap * tanh, dtype), 1 - tanh * tanh
     if bias is not None:
         S = _round(S + bias.astype(np.float64), dtype)
-    S = np.where(keep_matrix(p), S, -np.inf)
+    low = masked_score(p.compute_dtype)
+    S = np.where(keep_matrix(p) & ~np.less_equal(S, low), S, -np.inf)
     m = S.max(axis=-1, keepdims=True)
     base = np.where(np.isneginf(m), 0, m)
     E = _round(np.exp(S - base), dtype)

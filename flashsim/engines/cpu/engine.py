@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flashsim.algorithms.tiles import finite
 from flashsim.engines.cpu import chosen, items, threads, walks_decode
 from flashsim.engines.cpu.micro_kernels import registers
 from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16, FLOAT16
@@ -73,7 +74,7 @@ def backward(job: Job, saved: Mapping[str, Any], dout: np.ndarray) -> Outcome:
     engine = _CpuPass.of(job, "backward")
     p, real = job.problem, job.problem.compute_dtype
     out, dout, q, k, v = engine.operands(saved["O"], dout, job.q, job.k, job.v)
-    lse = threads.frozen(np.where(np.isneginf(saved["L"]), 0, saved["L"]))
+    lse = threads.frozen(finite(saved["L"]))
     delta = np.empty(p.batch * p.heads * p.n_q, real)
     engine.walk("delta", _as_floats(out), _as_floats(dout), delta)
     inputs = WalkInputs(q, k, v, dout, lse, threads.frozen(delta))
