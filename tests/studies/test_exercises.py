@@ -2,6 +2,7 @@
 
 import functools
 import json
+import pickle
 import re
 import subprocess
 import sys
@@ -327,6 +328,9 @@ def test_a_workspace_in_words():
 
 
 def test_kinds_of_errors():
+    assert words.kind_of(flashsim.MemoryModelError("x", "freed")) == "freed"
+    kept = pickle.loads(pickle.dumps(flashsim.MemoryModelError("x", "freed")))
+    assert (str(kept), kept.kind) == ("x", "freed")
     assert words.kind_of(ValueError("x")) == "error"
     assert words.kind_of(flashsim.OptionError("x")) == "machine"
 
