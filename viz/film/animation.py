@@ -25,10 +25,10 @@ from PIL import Image
 
 from flashsim.errors import BackendUnavailable, OptionError, choices, own_errors, shown
 from flashsim.report import whole
+from flashsim.trace.steps import Steps
 from flashsim.viz import palette
 from flashsim.viz.data import sources
 from flashsim.viz.data.statistics import RowStatistics
-from flashsim.viz.data.steps import Steps
 from flashsim.viz.film.panels import Counters, Moves, StatisticsPanel
 from flashsim.viz.film.scene import Scene
 from flashsim.viz.player.html import embedded

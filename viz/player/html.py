@@ -23,12 +23,12 @@ from flashsim.errors import OptionError, own_errors
 from flashsim.problem import checks
 from flashsim.report import whole
 from flashsim.schedule.names import OPS
+from flashsim.trace.steps import Steps
 from flashsim.trace.trace import Trace
 from flashsim.viz.data import sources
 from flashsim.viz.data.diagram import SYMBOLS, key_side, matrices, one_grid, sides, tile_kinds
 from flashsim.viz.data.parts import page_edges, part_edges
 from flashsim.viz.data.statistics import RowStatistics
-from flashsim.viz.data.steps import Steps
 from flashsim.viz.palette import THEMES, tint
 
 _SCRIPTS = ("decode.js", "diagram.js", "player.js")

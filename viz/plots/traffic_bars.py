@@ -15,9 +15,9 @@ from flashsim.counts.questions import OPS
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import OptionError, choices
 from flashsim.schedule.names import CODES, COMPUTE
+from flashsim.trace.steps import Steps
 from flashsim.trace.trace import Trace
 from flashsim.viz.data import sources
-from flashsim.viz.data.steps import Steps
 from flashsim.viz.palette import Theme, is_gradient, tint
 from flashsim.viz.style import DASHES, HATCH, MARKERS, heading, human, ink_on, themed, unit_axis
 
