@@ -142,6 +142,12 @@ def heading(ax: Axes, theme: Theme, title: str, about: str = "") -> None:
         )  # fmt: skip
 
 
+def series_style(theme: Theme, n: int) -> dict[str, Any]:
+    """Colour, dash and marker of line `n` of a plot, for ``Axes.plot``."""
+    looks = {"color": theme.cycle, "ls": DASHES, "marker": MARKERS}
+    return {name: each[n % len(each)] for name, each in looks.items()}
+
+
 def ramp(theme: Theme) -> LinearSegmentedColormap:
     """One hue from the background's side to the text's: readable in print and for all eyes."""
     light = ("#d5e3fb", "#0953dc", "#06204f")

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from flashsim.errors import OptionError, own_errors
+from flashsim.errors import own_errors
 from flashsim.problem import checks
 from flashsim.report import whole
 from flashsim.schedule.names import OPS
@@ -108,8 +108,7 @@ def page(
         For more than two traces, an unknown theme, or a title that no file can hold.
     """
     chosen = sources.panes("a page", data, statistics)
-    if theme not in ("auto", *THEMES):
-        raise OptionError(f"unknown theme {theme!r}; possible: auto, {', '.join(THEMES)}")
+    checks.one_of("theme", theme, ("auto", *THEMES))
     traces = [trace for trace, _ in chosen.values()]
     names = list(dict.fromkeys(name for trace in traces for name in trace.tensors))
     payload = {

@@ -13,7 +13,7 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.patheffects import Normal, Stroke
 from matplotlib.ticker import MaxNLocator
 
-from flashsim.errors import DTypeError, OptionError, choices, shown
+from flashsim.errors import DTypeError, OptionError, shown
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem
 from flashsim.schedule.schedule import Schedule
@@ -56,8 +56,7 @@ def tile_map(
     ax, theme
         See `themed`.
     """
-    if color not in QUANTITIES:
-        raise OptionError(f"unknown color {color!r}; {choices(color, QUANTITIES)}")
+    checks.one_of("color", color, QUANTITIES)
     trace = sources.one_trace(data)
     part = trace.main_stage if stage is None else trace.stage(stage)
     walk, schedule = Steps(trace), part.schedule

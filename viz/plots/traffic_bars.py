@@ -13,7 +13,8 @@ from matplotlib.patheffects import withStroke
 from flashsim import l2
 from flashsim.counts.questions import OPS
 from flashsim.counts.traffic import Traffic
-from flashsim.errors import OptionError, choices
+from flashsim.errors import OptionError
+from flashsim.problem import checks
 from flashsim.schedule.names import CODES, COMPUTE
 from flashsim.trace.steps import Steps
 from flashsim.trace.trace import Trace
@@ -178,10 +179,7 @@ def cumulative(
     ax, theme
         See `themed`.
     """
-    if quantity not in ("both", "bytes", "flops"):
-        raise OptionError(
-            f"unknown quantity {quantity!r}; {choices(quantity, ('both', 'bytes', 'flops'))}"
-        )
+    checks.one_of("quantity", quantity, ("both", "bytes", "flops"))
     right = ax.twinx() if quantity == "both" else ax
     groups = {label: sources.one_trace(source) for label, source in sources.labelled(data).items()}
     place = sources.places(trace.algorithm for trace in groups.values())
