@@ -26,8 +26,6 @@ def block_sizes(data: Any, *, stage: str | None = None, ax: Axes, theme: Theme) 
         What `flashsim.blocks.sizes` gives.
     stage : str, optional
         Default: the first.
-    ax, theme
-        See `themed`.
 
     Raises
     ------

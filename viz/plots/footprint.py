@@ -37,8 +37,6 @@ def memory_footprint(
     algorithms : sequence of str
     device : str or Device, optional
         Draw its HBM capacity.
-    ax, theme
-        See `themed`.
     """
     if isinstance(data, Problem):
         rows: list[dict[str, Any]] = [

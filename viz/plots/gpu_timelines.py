@@ -57,8 +57,6 @@ def gpu_timeline(
         First and last SM shown; default: all.
     times : (float, float), optional
         Microseconds since the stage's first span; default: all.
-    ax, theme
-        See `themed`.
 
     Raises
     ------

@@ -41,8 +41,6 @@ def io_curve(data: Any, *, x: str | None = None, ax: Axes, theme: Theme) -> None
     data : Sweep, DataFrame, list of rows, or a list of Traffic or Trace
     x : str, optional
         One of `AXES`; default: the first of them that varies.
-    ax, theme
-        See `themed`.
 
     Raises
     ------

@@ -32,8 +32,6 @@ def precision(
         Of input; default: the first.
     n : int, optional
         Default: the longest.
-    ax, theme
-        See `themed`.
 
     Raises
     ------

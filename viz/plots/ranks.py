@@ -28,8 +28,6 @@ def rank_timeline(accounts: Any, *, ax: Axes, theme: Theme) -> None:
     ----------
     accounts : Account, or a list of them
         From `flashsim.distributed.count` or `simulate`.
-    ax, theme
-        See `themed`.
 
     Raises
     ------
@@ -92,8 +90,6 @@ def scaling(times: Mapping[str, Sequence[Any]], *, ax: Axes, theme: Theme) -> No
     ----------
     times : mapping of str to list of SpreadTime
         By label, from `flashsim.predict.spread`.
-    ax, theme
-        See `themed`.
 
     Raises
     ------

@@ -51,8 +51,6 @@ def roofline(
         Measured time by label (of `data`'s dict, or an algorithm's name).
     dram_bytes : dict, optional
         DRAM bytes by label or algorithm: measured, or what `flashsim.l2` predicts.
-    ax, theme
-        See `themed`.
     """
     rows = sources.rows(data)
     machine = Device.get(device or rows[0]["device"])
@@ -213,8 +211,6 @@ def roofline_series(
         Whose roof: HBM bandwidth, and the peak for `dtype`; the axis at the right has per cent of
         that peak.
     dtype : str
-    ax, theme
-        See `themed`.
 
     Raises
     ------

@@ -53,8 +53,6 @@ def tile_map(
         belong to no tile); FLOPs; which thread block of one walk works on it.
     stage : str, optional
         Default: the one with the most visits.
-    ax, theme
-        See `themed`.
     """
     checks.one_of("color", color, QUANTITIES)
     trace = sources.one_trace(data)
@@ -144,8 +142,6 @@ def mask(
         Default: 32 x 32.
     bias : array_like of float, shape (n_q, n_kv), optional
         What is added to each score: the stronger a kept score's shade, the larger.
-    ax, theme
-        See `themed`.
 
     Raises
     ------

@@ -39,8 +39,6 @@ def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme
     dram : bool
         Also replay the requests through the device's L2 (`flashsim.l2.dram`) and draw what DRAM
         reads and writes, a dotted line.
-    ax, theme
-        See `themed`.
     """
     groups = sources.labelled(data)
     ops = [op for op in OPS if any(s.bytes(op) for s in groups.values())]
@@ -176,8 +174,6 @@ def cumulative(
         excluded from the legend.
     log : bool
         Logarithmic steps, for walks of very different lengths.
-    ax, theme
-        See `themed`.
     """
     checks.one_of("quantity", quantity, ("both", "bytes", "flops"))
     right = ax.twinx() if quantity == "both" else ax
@@ -229,6 +225,10 @@ def sram_timeline(
 ) -> None:
     """What one thread block keeps on chip, event by event, stacked by buffer.
 
+    The dashed line is the device's capacity for one block; where the tiles fill little of it, it is
+    written at the top instead. A GPU's kernel may hold more: registers come on top of the shared
+    memory that a block gets.
+
     Parameters
     ----------
     data : Trace, Result or Gradients
@@ -237,10 +237,6 @@ def sram_timeline(
     steps : (int, int)
         First and last step shown; a step ends where a tile was computed. Events within a step are
         spread evenly: the axis is order, not time.
-    ax, theme
-        See `themed`. The dashed line is the device's capacity for one block; where the tiles fill
-        little of it, it is written at the top instead. A GPU's kernel may hold more: registers come
-        on top of the shared memory that a block gets.
     """
     trace = sources.one_trace(data)
     part = trace.main_stage if stage is None else trace.stage(stage)
@@ -303,8 +299,6 @@ def diff(first: Any, second: Any = None, *, ax: Axes, theme: Theme) -> None:
     ----------
     first, second : Trace, Traffic, Result or Gradients
         Or, alone, what holds two of them: a Comparison, a list or a dict by label.
-    ax, theme
-        See `themed`.
 
     Raises
     ------
