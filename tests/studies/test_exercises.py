@@ -27,6 +27,35 @@ FLASH2 = get("flash2-forward")
 PAGE = (Path(__file__).parents[2] / "docs/guides/course.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("name", names())
+def test_a_skeleton_is_the_reference_with_marked_lines_left_out(name):
+    one = get(name)
+    compile(one.skeleton, name, "exec")  # also where a block's only line is a TODO
+    assert not re.search("# (END|LEFT OUT)", one.skeleton)
+    assert not re.search("# (TODO|END|LEFT OUT)", one.solution_source)
+    assert one.questions or "TODO" in one.skeleton
+    assert grade(one.skeleton, one)[0].points < 100
+
+
+def test_lines_are_left_out_block_by_block():
+    def reference(machine):
+        """Not shown."""
+        for n in range(2):
+            # TODO: add
+            machine += n
+            # END
+        # LEFT OUT
+        machine += 1
+        # END
+        return machine
+
+    one = replace(FLASH2, reference=reference, skeleton="")
+    assert one.skeleton == (
+        "import numpy as np\n\n\ndef solution(machine):\n    for n in range(2):\n"
+        "        pass  # TODO: add\n    return machine\n"
+    )
+
+
 def test_there_is_a_course():
     assert len(names()) >= 12
     assert names()[0] == "count-a-product"
