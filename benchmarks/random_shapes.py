@@ -32,16 +32,8 @@ _MOST = 4e12  # FLOPs of a pass: a launch is repeated for each group of counters
 
 
 def draw(count: int, *, seed: int = 0, device: str = "H200", kernels: Sequence[str]) -> list[Case]:
-    """Random cases: lengths, widths, heads, groups, masks; forward, three passes and fused.
-
-    Parameters
-    ----------
-    count : int
-    seed : int
-        The same seed gives the same cases.
-    device : str
-    kernels : sequence of str
-        Families of backend "cupy" to choose from.
+    """Random cases, the same for a seed: lengths, widths, heads, groups, masks; forward, three
+    passes and fused; `kernels` are families of backend "cupy" to choose from.
     """
     rng = np.random.default_rng(seed)
     pick = lambda values: values[rng.integers(len(values))]  # noqa: E731
@@ -88,11 +80,7 @@ class Apart:
 def compare(cases: Sequence[Case], passes: Iterable[Sequence[MeasuredPass]]) -> list[Apart]:
     """Every quantity with a target; the furthest off first, in units of its target.
 
-    Parameters
-    ----------
-    cases : sequence of Case
-    passes : iterable
-        The measured passes of each case, from `passes_of`.
+    `passes` are the measured ones of each case, from `passes_of`.
     """
     found = []
     for case, those in zip(cases, passes, strict=True):

@@ -1,7 +1,7 @@
 """Pictures of tables that benchmarks wrote with --csv.
 
-    python benchmarks/pictures.py gpu gpu.csv gpu.png          # of benchmarks/gpu.py
-    python benchmarks/pictures.py ring 2.csv 4.csv out.png     # of benchmarks/ring.py
+    python benchmarks/gpu_plot.py gpu gpu.csv gpu.png          # of benchmarks/gpu.py
+    python benchmarks/gpu_plot.py ring 2.csv 4.csv out.png     # of benchmarks/ring.py
 
 Forward above, backward below; a panel for each column's shape, a group of bars for each sequence
 length, or number of GPUs. "gpu" draws flashsim's fastest form and whoever of FA-CuTe, cuDNN and
