@@ -17,13 +17,11 @@ import csv
 import sys
 from pathlib import Path
 
-import agreement
 import cpu_tables
 import power
 import predict
 import predict_decode
 import predict_times
-import random_shapes
 import ring_table
 import speed_tables
 from speed_tables import kept
@@ -208,17 +206,17 @@ def soaked_counts() -> Table:
 def soaked() -> tuple[Table, Table]:
     """What is furthest off on random shapes, and how many figures are within their targets."""
     kept = verify.Record.load(DOCS / "data" / "soak-h200.csv")
-    found = random_shapes.compare(kept.cases, verify.passes_of(kept))
+    found = verify.compare(kept.cases, verify.passes_of(kept))
     inside = Table("", ("quantity", "within its target", "of"))
     for quantity in dict.fromkeys(one.quantity for one in found):
         those = [one for one in found if one.quantity == quantity]
         inside.rows.append((quantity, sum(not one.misses for one in those), len(those)))
     inside.rows.sort()
-    return random_shapes.table(found, 4), inside
+    return verify.table(found, 4), inside
 
 
 def _summary(name: str) -> list:
-    return agreement.summary((DOCS / "data" / name).read_text("utf-8"))
+    return verify.summary((DOCS / "data" / name).read_text("utf-8"))
 
 
 if __name__ == "__main__":

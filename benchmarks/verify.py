@@ -3,16 +3,14 @@
     python benchmarks/verify.py --out docs/data/verify-h200.csv [--keep FOLDER]
     python benchmarks/verify.py --keep FOLDER                              # only measure
     python benchmarks/verify.py --from FOLDER --out docs/data/verify-h200.csv   # anywhere
-    python benchmarks/verify.py --summary docs/data/verify-h200.csv             # sum it up
-    python benchmarks/verify.py --soak 14 --seed 1 [--keep FOLDER]              # random shapes
-    python benchmarks/verify.py --soak-from docs/data/soak-h200.csv             # the same, kept
 
 Forward, three-pass and fused backward, both families of backend "cupy"; 16 Ki tokens a batch, 2048
 / d heads: d 64 and 128, N 1 Ki to 16 Ki, causal and not, then grouped heads, a window and ragged
 lengths, which all exceed L2, and two shapes that fit. The Hopper family's fused backward in a fixed
 order ("in-order") on shapes of N = 4096, backend "numba_cuda" on two shapes. One row a kernel and
 quantity. Two processes measure (one counts, one is profiled); --keep saves what they gave, --from
-reads it again. What the quantities are: docs/guides/truth.md.
+reads it again. `flashsim verify --summary FILE` sums the table up. What the quantities are:
+docs/guides/truth.md.
 
 `--shapes widths` measures other head dimensions instead, small: those that no chunk of 64 columns
 divides, values narrower than keys, ragged lengths.
@@ -23,9 +21,6 @@ import csv
 import json
 import sys
 from pathlib import Path
-
-import agreement
-import random_shapes
 
 from flashsim import FlashSimError, Problem
 from flashsim.counts.traffic import live
@@ -143,27 +138,6 @@ def compile_first(wanted, jobs):
     gpu_compile.compile_all(kernels, jobs)
 
 
-def soak(chosen):
-    """Measure random shapes, or read what was measured; 1 if any figure is past its target."""
-    try:
-        if chosen.soak_from:
-            kept = Record.load(chosen.soak_from)
-        else:
-            kernels = [name for name in chosen.kernels.split(",") if name != "numba_cuda"]
-            drawn = random_shapes.draw(
-                chosen.soak, seed=chosen.seed, device=chosen.device, kernels=kernels
-            )
-            kept = record(drawn)
-            if chosen.keep:
-                chosen.keep.mkdir(parents=True, exist_ok=True)
-                kept.save(chosen.keep / "ncu.csv")
-        found = random_shapes.compare(kept.cases, passes_of(kept))
-    except (FlashSimError, OSError) as error:
-        sys.exit(str(error))
-    print(random_shapes.table(found).text(width=120))
-    return int(any(one.misses for one in found))
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="H200")
@@ -175,25 +149,12 @@ def main():
     parser.add_argument("--shapes", choices=("all", "widths"), default="all")
     parser.add_argument("--jobs", type=int, help="compile first, in so many processes")
     parser.add_argument("--cases", action="store_true", help="only print the cases, as JSON")
-    parser.add_argument("--summary", type=Path, help="only sum up this table")
-    parser.add_argument("--soak", type=int, help="random shapes: exit status 1 past a target")
-    parser.add_argument("--soak-from", type=Path, help="the same, of what was kept")
-    parser.add_argument("--seed", type=int, default=0, help="of --soak's shapes")
     chosen = parser.parse_args()
-    if chosen.summary:
-        try:
-            tables = agreement.summary(chosen.summary.read_text(encoding="utf-8"))
-        except (FlashSimError, OSError) as error:
-            sys.exit(str(error))
-        print(*(table.text(width=120) for table in tables), sep="\n")
-        return 0
     those = cases if chosen.shapes == "all" else narrow
     wanted = list(those(chosen.device, chosen.kernels.split(",")))
     if chosen.cases:
         print(json.dumps([case.to_dict() for case in wanted]))
-        return 0
-    if chosen.soak or chosen.soak_from:
-        return soak(chosen)
+        return
     if not (chosen.out or chosen.keep):
         parser.error("nothing to do: give --out FILE, --keep FOLDER or both")
     try:
@@ -208,8 +169,7 @@ def main():
             write(chosen.out, kept, L2Model("grouped", **jitter))
     except (FlashSimError, OSError) as error:
         sys.exit(str(error))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -72,6 +72,12 @@ def verify(
     mask: opt.Mask,
     form: opt.Format,
     file: Annotated[Path | None, typer.Option("--from", help="A saved Nsight Compute CSV.")] = None,
+    summary: Annotated[
+        Path | None,
+        typer.Option(
+            help="Only sum up a table like docs/data/verify-h200.csv (benchmarks/verify.py)."
+        ),
+    ] = None,
     sizes: opt.Sizes = opt.BATCH,
     algorithm: opt.Algorithm = "flash2",
     how: opt.Passes = _H200,
@@ -88,16 +94,32 @@ def verify(
         Path | None,
         typer.Option(help="Keep Nsight Compute's CSV here, with what the kernels counted beside."),
     ] = None,
+    soak: Annotated[
+        int | None,
+        typer.Option(help="So many random shapes instead: the worst, exit status 1 past targets."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of --soak's shapes.")] = 0,
     *,
     typed: typer.Context,
 ) -> None:
     """Compare predictions with hardware counters, kernel by kernel.
 
     Runs the kernels under Nsight Compute, or with --from reads what it printed elsewhere. What
-    --save kept says itself what ran; for other tables the options must.
+    --save kept says itself what ran; for other tables the options must. A table of many shapes is
+    summed up by --summary.
     """
     from flashsim.studies import verify as verification
 
+    if summary is not None:
+        opt.refuse_unused(typed, "--summary", only=["summary"])
+        tables = verification.summary(values.read_text(summary))
+        show_tables(tables, tables[-1:], form)
+        return
+    if soak is not None:
+        drawn = ["seed", "device", "kernel", "save"] if file is None else ["file"]
+        opt.refuse_unused(typed, "--soak", only=["soak", *drawn])
+        _soak(soak, seed, how.device, kernel, file, save, form)
+        return
     model = cache.model()
     if file is not None and file.is_file() and verification.counts_beside(file).exists():
         opt.refuse_unused(typed, "a table that says itself what ran", only=["file", *vars(cache)])
@@ -110,6 +132,7 @@ def verify(
         return
     if file is not None:
         opt.refuse_unused(typed, "--from, which measures nothing", never=["save"])
+    opt.refuse_unused(typed, "this: it is of --soak", never=["seed"])
     problem = values.problem(sizes, mask)
     tiles = values.tilings(how, problem.head_dim, mask.causal)
     case = verification.Case(
@@ -120,8 +143,8 @@ def verify(
         directions = ("forward", "backward") if how.backward else ("forward",)
         if None in tiles[: len(directions)]:
             raise OptionError(
-                "--from needs the tiles that ran: give --tiling and --backward-tiling (of a table "
-                "that benchmarks/verify.py wrote: give it to that program's --summary)"
+                "--from needs the tiles that ran: give --tiling and --backward-tiling (a table of "
+                "benchmarks/verify.py is read by --summary)"
             )
         launches = verification.parse(values.read_text(file))
         predictions = [
@@ -137,6 +160,34 @@ def verify(
         (passes,) = verification.passes_of(kept)
     table = verification.verify(passes, str(case), l2=model).table()
     show_tables([table], [table], form)
+
+
+def _soak(
+    count: int,
+    seed: int,
+    device: str,
+    kernel: str | None,
+    file: Path | None,
+    save: Path | None,
+    form: opt.Format,
+) -> None:
+    """Measure random shapes, or read what was measured of them, and say which are worst."""
+    from flashsim.studies import verify as verification
+
+    if file is not None:
+        kept = verification.Record.load(file)
+    else:
+        kernels = ("hopper", "portable") if kernel is None else (kernel,)
+        cases = verification.draw(count, seed=seed, device=device, kernels=kernels)
+        with working("measuring"):
+            kept = verification.record(cases)
+        if save is not None:
+            kept.save(save)
+    found = verification.compare(kept.cases, verification.passes_of(kept))
+    table = verification.table(found)
+    show_tables([table], [table], form)
+    if any(one.misses for one in found):
+        raise typer.Exit(1)
 
 
 COMMANDS = (calibrate, verify)

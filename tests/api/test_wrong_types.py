@@ -69,6 +69,8 @@ CALLS = {
         "problem": Problem(32, head_dim=16),
     },
     "oracle.keep_matrix": {"problem": SMALL},
+    "verify.draw": {"count": 1, "kernels": ["portable"]},
+    "verify.table": {"found": []},
     "verify.counts_beside": {"path": "x"},
     "verify.parse": {"text": ""},
     "verify.Case": {"problem": SMALL},
@@ -215,6 +217,8 @@ def test_values_of_the_right_type_that_cannot_be_are_errors_too():
         flashsim.precision.draw("normal", 8, heads=-1)
     with pytest.raises(OptionError, match="memory does not hold q, k, v and dout of 1 x 4611"):
         flashsim.precision.draw("normal", huge)
+    with pytest.raises(OptionError, match="count must be at most 10,000"):
+        flashsim.verify.draw(huge, kernels=["portable"])
     with pytest.raises(OptionError, match="size of L2 must be at least 0 B, got nan"):
         CURVE.reads(float("nan"))
     with pytest.raises(OptionError, match="rank must be from 0 to 3, got -1"):

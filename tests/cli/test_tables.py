@@ -30,6 +30,7 @@ COMMANDS = {
     "ring": ("reproduce", "ring"),
     "many GPUs": ("ring", "--causal", "-n", 8192, "--ranks", 4, "--scheme", "ring"),
     "a rank": ("ring", "-n", 8192, "--ranks", 4, "--scheme", "usp", "--rank", 1, "--backward"),
+    "summary": ("verify", "--summary", "docs/data/verify-h200.csv"),
     "demo": ("demo",),
 }
 

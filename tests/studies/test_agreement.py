@@ -1,8 +1,9 @@
 """Summing up tables of counters; the tables of docs/ are what the kept measurement says."""
 
 import csv
-import importlib
+import importlib.util
 import io
+import json
 import sys
 from dataclasses import replace
 from operator import itemgetter
@@ -12,10 +13,9 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-import flashsim
-from flashsim import Problem, Tiling, TraceError
+from flashsim import Problem, TraceError
 from flashsim.cli.app import app
-from flashsim.studies.verify import METRICS, Case, MeasuredLaunch, MeasuredPass, Record
+from flashsim.studies.verify import METRICS, Case, Record, summary
 from flashsim.studies.verify.workload import run_case
 
 ROOT = Path(__file__).parents[2]
@@ -25,25 +25,6 @@ GUIDE, TABLES = (
     for page in ("guides/truth.md", "notebooks/counters.md")
 )
 COLUMNS = ("shape", "kernels", "pass", "tile", "kernel", "quantity", "predicted", "measured")
-
-
-def script(name):
-    """A module of benchmarks/."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    return importlib.import_module(name)
-
-
-summary = script("agreement").summary
-
-
-@pytest.fixture(scope="module")
-def measurement():
-    return script("verify")
-
-
-@pytest.fixture(scope="module")
-def shapes():
-    return script("random_shapes")
 
 
 def table(*rows):
@@ -171,22 +152,26 @@ def test_kernels_counted_what_was_predicted():
     assert f"{len(different)} figures of Hopper reads" in TABLES
 
 
-def test_the_program_sums_up_and_says_what_is_no_table(measurement, tmp_path, monkeypatch, capsys):
+def test_the_command_sums_up_and_says_what_is_no_table(tmp_path):
     file = tmp_path / "table.csv"
     file.write_text(ROWS)
-    monkeypatch.setattr(sys, "argv", ["verify", "--summary", str(file)])
-    assert measurement.main() == 0
-    shown = capsys.readouterr().out
-    assert "DRAM reads: difference" in shown
-    assert sum("b" in line.split() for line in shown.splitlines()) == 3  # beyond their targets
-    monkeypatch.setattr(sys, "argv", ["verify", "--summary", str(tmp_path / "absent.csv")])
-    with pytest.raises(SystemExit, match="No such file"):
-        measurement.main()
+    shown = CliRunner().invoke(app, ["verify", "--summary", str(file)])
+    assert shown.exit_code == 0, shown.output
+    assert "DRAM reads" in shown.stdout
+    missed = CliRunner().invoke(app, ["verify", "--summary", str(file), "--json"])
+    assert [row["shape"] for row in json.loads(missed.stdout)] == ["b"] * 3
+    absent = CliRunner().invoke(app, ["verify", "--summary", str(tmp_path / "absent.csv")])
+    assert "cannot read" in absent.stderr
     wrong = CliRunner().invoke(app, ["verify", "--from", str(file), "--tiling", "64x64"])
     assert "no table of Nsight Compute" in wrong.stderr
 
 
 # -- benchmarks/verify.py --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def measurement():
+    return script("verify")
 
 
 def test_the_cases_are_those_that_the_target_names(measurement):
@@ -293,63 +278,13 @@ def test_other_head_dimensions_are_predicted_as_closely():
 # -- time: benchmarks/predict.py -------------------------------------------------------------------
 
 
-# -- random shapes ---------------------------------------------------------------------------------
-
-
-def test_random_cases_are_the_seeds(shapes):
-    first, again, other = (shapes.draw(6, seed=n, kernels=("hopper",)) for n in (1, 1, 2))
-    assert first == again != other
-    assert {case.kernel for case in first} == {"hopper"}
-    assert all(case.backward == (None, False) for case in first)
-    assert len({case.problem for case in first}) > 3
-
-
-SMALL = Problem(256, head_dim=32, heads=2, dtype="bfloat16", causal=True)
-
-
-def soaked(read, flops, counted):
-    """A forward pass of `SMALL` whose counters and counts are as given, beside the predicted."""
-    case = Case(SMALL, kernel="portable")
-    traffic = flashsim.count(SMALL, tiling=Tiling(64, 64))
-    loads = sum(n for (_, op, _), n in traffic.transfers.items() if op == "load")
-    tiles = 2 * 10 * 2 * (2 * 64 * 64 * 32)  # as in tests/studies/test_verify.py
-    counters = {"bytes into SMs": loads * read, "tensor FLOPs, bf16": tiles * flops}
-    launch = MeasuredLaunch("flash_forward", 0, counters)
-    theirs = {key: n + counted for key, n in traffic.transfers.items()}
-    return [case], [[MeasuredPass(traffic, {"forward": [launch]}, theirs)]]
-
-
-def test_what_is_furthest_beyond_its_target_stands_first(shapes):
-    found = shapes.compare(*soaked(1.0009, 1.0, 0))
-    assert not any(one.misses for one in found)
-    assert found[0].quantity == "requested read"
-    assert found[0].difference == pytest.approx(0.0009)
-    found = shapes.compare(*soaked(1.003, 1.0005, 0))
-    assert [one.quantity for one in found if one.misses] == ["requested read", "tensor FLOPs"]
-    text = str(shapes.table(found, 2))
-    assert "requested read: 0 of 1" in text
-    assert "counted by the kernels: 5 of 5" in text
-    assert "+0.300" in text
-    assert all(
-        one.misses
-        for one in shapes.compare(*soaked(1.0, 1.0, 16))
-        if one.quantity == "counted by the kernels"
-    )
-
-
-@pytest.mark.parametrize(("counted", "status"), [(0, 0), (16, 1)])
-def test_a_soak_that_misses_a_target_fails(
-    measurement, counted, status, monkeypatch, tmp_path, capsys
-):
-    drawn, (measured,) = soaked(1.0, 1.0, counted)
-    kept = Record(tuple(drawn), "", ())
-    monkeypatch.setattr(measurement, "record", lambda cases: kept)
-    monkeypatch.setattr(measurement, "passes_of", lambda record: [measured])
-    monkeypatch.setattr(sys, "argv", ["verify", "--soak", "1", "--keep", str(tmp_path)])
-    assert measurement.main() == status
-    assert "1 random cases" in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", ["verify", "--soak-from", str(tmp_path / "ncu.csv")])
-    assert measurement.main() == status
+def script(name):
+    """A module of benchmarks/."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="module")

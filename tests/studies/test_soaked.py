@@ -41,7 +41,7 @@ def test_random_shapes_under_the_counters(tables):
     assert set(missed.values()) == {0}
     assert sum(row["of"] for row in inside.records()) > 800
     kept = verify.Record.load(ROOT / "docs" / "data" / "soak-h200.csv")
-    found = tables.random_shapes.compare(kept.cases, verify.passes_of(kept))
+    found = verify.compare(kept.cases, verify.passes_of(kept))
     exceeding = sorted(
         100 * abs(one.difference)
         for one in found

@@ -35,6 +35,8 @@ from flashsim.studies.verify import (
 )
 from flashsim.studies.verify.crossing import crossing, shares, tensor_flops
 from flashsim.studies.verify.sectors import sectors_written
+from flashsim.studies.verify.soak import compare, draw
+from flashsim.studies.verify.soak import table as table_of_worst
 
 PROBLEM = Problem(256, head_dim=32, heads=2, dtype="bfloat16", causal=True)
 HEADER = ["ID", "Process ID", "Kernel Name", "Grid Size", "Section Name"]
@@ -641,3 +643,58 @@ def test_a_profiler_that_fails_is_quoted(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(BackendUnavailable, match="exit code 1: ERR_NVGPUCTRPERM"):
         record(CASES)
+
+
+# -- random shapes ---------------------------------------------------------------------------------
+
+
+def test_random_cases_are_the_seeds():
+    first, again, other = (draw(6, seed=n, kernels=("hopper",)) for n in (1, 1, 2))
+    assert first == again != other
+    assert {case.kernel for case in first} == {"hopper"}
+    assert all(case.backward == (None, False) for case in first)
+    assert len({case.problem for case in first}) > 3
+
+
+def soaked(read, flops, counted):
+    """A forward pass of `PROBLEM` whose counters and counts are as given, beside the predicted."""
+    case = Case(PROBLEM, kernel="portable")
+    traffic = predictions()[0]
+    loads = sum(n for (_, op, _), n in traffic.transfers.items() if op == "load")
+    tiles = 2 * 10 * 2 * (2 * 64 * 64 * 32)  # as in test_tensor_flops_are_those_of_whole_tiles
+    counters = {"bytes into SMs": loads * read, "tensor FLOPs, bf16": tiles * flops}
+    launch = MeasuredLaunch("flash_forward", 0, counters)
+    theirs = {key: n + counted for key, n in traffic.transfers.items()}
+    return [case], [[MeasuredPass(traffic, {"forward": [launch]}, theirs)]]
+
+
+def test_what_is_furthest_beyond_its_target_stands_first():
+    found = compare(*soaked(1.0009, 1.0, 0))
+    assert not any(one.misses for one in found)
+    assert found[0].quantity == "requested read"
+    assert found[0].difference == pytest.approx(0.0009)
+    found = compare(*soaked(1.003, 1.0005, 0))
+    assert [one.quantity for one in found if one.misses] == ["requested read", "tensor FLOPs"]
+    text = str(table_of_worst(found, 2))
+    assert "requested read: 0 of 1" in text
+    assert "counted by the kernels: 5 of 5" in text
+    assert "+0.300" in text
+    assert all(
+        one.misses
+        for one in compare(*soaked(1.0, 1.0, 16))
+        if one.quantity == "counted by the kernels"
+    )
+
+
+@pytest.mark.parametrize(("counted", "status"), [(0, 0), (16, 1)])
+def test_a_soak_that_misses_a_target_fails(counted, status, monkeypatch, tmp_path):
+    drawn, (measured,) = soaked(1.0, 1.0, counted)
+    kept = Record(tuple(drawn), "", ())
+    monkeypatch.setattr("flashsim.studies.verify.record", lambda cases: kept)
+    monkeypatch.setattr("flashsim.studies.verify.passes_of", lambda record: [measured])
+    path = tmp_path / "kept.csv"
+    result = CliRunner().invoke(app, ["verify", "--soak", "1", "--save", str(path)])
+    assert result.exit_code == status, result.output
+    assert "1 random cases" in result.output
+    again = CliRunner().invoke(app, ["verify", "--soak", "1", "--from", str(path)])
+    assert again.exit_code == status, again.output

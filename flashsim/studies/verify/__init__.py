@@ -1,9 +1,11 @@
 """Predictions against hardware counters: what Nsight Compute measured, kernel by kernel."""
 
+from flashsim.studies.verify.agreement import summary
 from flashsim.studies.verify.cases import Case, Counted, MeasuredPass, predict
 from flashsim.studies.verify.comparison import Row, Verification, verify
 from flashsim.studies.verify.measure import Record, assign, counts_beside, passes_of, record
 from flashsim.studies.verify.ncu import METRICS, MeasuredLaunch, command, parse
+from flashsim.studies.verify.soak import compare, draw, table
 
 __all__ = [
     "METRICS",
@@ -16,10 +18,14 @@ __all__ = [
     "Verification",
     "assign",
     "command",
+    "compare",
     "counts_beside",
+    "draw",
     "parse",
     "passes_of",
     "predict",
     "record",
+    "summary",
+    "table",
     "verify",
 ]

@@ -1,4 +1,4 @@
-"""Random shapes against the counters, and which are furthest off: `verify.py --soak COUNT`."""
+"""Random shapes against the hardware's counters: what is furthest off, and is it too far."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import agreement
 import numpy as np
 
 from flashsim.counts.traffic import live
+from flashsim.errors import OptionError, own_errors, shown
+from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.report import Table
-from flashsim.studies.verify import Case, MeasuredPass, verify
+from flashsim.studies.verify import agreement
+from flashsim.studies.verify.cases import Case, MeasuredPass
+from flashsim.studies.verify.comparison import verify
 
 #: Quantities and what is asked of each, as a share of what was predicted.
 TARGETS = {
@@ -29,15 +32,23 @@ FITTING = {"DRAM read": agreement.DRAM_WITHIN}
 _LENGTHS = (256, 1000, 1024, 2048, 2500, 4096, 6000, 8192)
 _WIDTHS = (32, 40, 64, 72, 80, 96, 112, 128, 160, 200, 256)
 _MOST = 4e12  # FLOPs of a pass: a launch is repeated for each group of counters
+MOST_CASES = 10_000  # drawn at once
 
 
+@own_errors
 def draw(count: int, *, seed: int = 0, device: str = "H200", kernels: Sequence[str]) -> list[Case]:
     """Random cases, the same for a seed: lengths, widths, heads, groups, masks; forward, three
     passes and fused; `kernels` are families of backend "cupy" to choose from.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(checks.seed(seed))
     pick = lambda values: values[rng.integers(len(values))]  # noqa: E731
     cases: list[Case] = []
+    kernels = [checks.one_of("kernels", name, ("hopper", "portable")) for name in kernels]
+    if checks.positive_int("count", count) > MOST_CASES or not kernels:
+        raise OptionError(
+            f"count must be at most {MOST_CASES:,}, and kernels not empty; got {shown(count)} and "
+            f"{shown(kernels)}"
+        )
     while len(cases) < count:
         shape: dict[str, Any] = {"n_q": pick(_LENGTHS), "head_dim": pick(_WIDTHS)}
         kv_heads, group = int(rng.integers(1, 9)), pick((1, 1, 1, 2, 4, 8))
@@ -77,6 +88,7 @@ class Apart:
         return abs(self.difference) > self.target
 
 
+@own_errors
 def compare(cases: Sequence[Case], passes: Iterable[Sequence[MeasuredPass]]) -> list[Apart]:
     """Every quantity with a target; the furthest off first, in units of its target.
 
@@ -107,6 +119,7 @@ def _counts(case: Case, one: MeasuredPass) -> list[Apart]:
     return found
 
 
+@own_errors
 def table(found: Sequence[Apart], most: int = 20) -> Table:
     """The worst of them, and how many of each quantity are where they should be."""
     parts = []

@@ -1,4 +1,4 @@
-"""How far predictions are from counters, by a table of verify.py: `verify.py --summary FILE`.
+"""What a table of `benchmarks/verify.py` says: how far predictions are from counters.
 
 Predictions and counters are read as they stand in the table; nothing is measured or replayed.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from flashsim.errors import TraceError
+from flashsim.errors import TraceError, own_errors
 from flashsim.report import Cell, Table
 
 #: What agreement is asked for, as relative differences: requested bytes, DRAM reads where the
@@ -56,7 +56,7 @@ def read(text: str) -> list[Difference]:
     if missing:
         raise TraceError(
             f"this is no table of benchmarks/verify.py: it has no column {missing[0]!r}; "
-            "`flashsim verify --from` reads what Nsight Compute printed"
+            "what Nsight Compute printed is read with --from"
         )
     found = []
     for row in rows:
@@ -68,6 +68,7 @@ def read(text: str) -> list[Difference]:
     return found
 
 
+@own_errors
 def summary(text: str) -> list[Table]:
     """Tables of the requested bytes, DRAM reads and bank conflicts, and of what misses its target.
 
