@@ -403,6 +403,5 @@ def test_constants_that_made_the_times_are_found_again(times, fitting):
     for p in made_up:
         again = fitting.stage_seconds(p, found)
         assert again == pytest.approx(p.seconds, rel=1e-3)
-    assert "Constants(tensor=1.200, masked=3.000, item=2.00e-6, launch=2.00e-6)" in (
-        fitting.as_code("dkdv", made)
-    )
+    line = fitting.as_line("hopper", "dkdv, wide", made)
+    assert line == 'hopper,"dkdv, wide",1.200,,3.000,,,,,,,2.00e-6,2.00e-6,,'

@@ -101,11 +101,7 @@ class Apart:
 def compare(cases: Sequence[Case], passes: Iterable[Sequence[MeasuredPass]]) -> list[Apart]:
     """Every quantity with a target; the furthest off first, in units of its target.
 
-    Parameters
-    ----------
-    cases : sequence of Case
-    passes : iterable
-        The measured passes of each case, from `passes_of`.
+    `passes` are the measured ones of each case, from `passes_of`.
     """
     found = []
     for case, those in zip(cases, passes, strict=True):
