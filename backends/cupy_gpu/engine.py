@@ -286,7 +286,7 @@ def gpu_of(device: int) -> Gpu:
     if capability < OLDEST:
         raise BackendUnavailable(
             f"{name} has compute capability {capability[0]}.{capability[1]}; the kernels need "
-            f"{OLDEST[0]}.{OLDEST[1]} (Ampere) or later: use backend='numpy' or 'numba'"
+            f"{OLDEST[0]}.{OLDEST[1]} (Ampere) or later: use backend='simulator' or 'numba'"
         )
     return Gpu(
         name,
@@ -355,12 +355,12 @@ def _check(job: Job) -> None:
     if job.algorithm not in ALGORITHMS:
         raise UnsupportedError(
             f"backend='cupy' runs {', '.join(map(repr, ALGORITHMS))}, not {job.algorithm!r}; "
-            "backend='numpy' simulates it"
+            "backend='simulator' simulates it"
         )
     if p.dtype == "float64":
         raise UnsupportedError(
             "backend='cupy' takes float16, bfloat16 and float32, not float64; convert the arrays, "
-            "or use backend='numpy'"
+            "or use backend='simulator'"
         )
     for name in ("head_dim", "head_dim_v"):
         if getattr(p, name) > launch.MAX_HEAD_DIM:
@@ -378,7 +378,8 @@ def _check(job: Job) -> None:
 def _no_fp8_gradients(job: Job) -> None:
     if job.problem.fp8:
         raise UnsupportedError(
-            "FP8 inputs have no backward pass on a GPU; backend='numpy' has one, or give bfloat16"
+            "FP8 inputs have no backward pass on a GPU; backend='simulator' has one, or give "
+            "bfloat16"
         )
 
 

@@ -150,7 +150,7 @@ def _kernel(job: Job) -> str:
     if job.algorithm not in ("flash2", "flash2-fused"):
         raise UnsupportedError(
             f"backend='numba_cuda' runs 'flash2' and 'flash2-fused', not {job.algorithm!r}; "
-            "backend='numpy' simulates it"
+            "backend='simulator' simulates it"
         )
     simulated = teaching_run.simulated()
     narrow = p.dtype in ("float16", "bfloat16")
@@ -163,7 +163,7 @@ def _kernel(job: Job) -> str:
     if p.dtype not in takes:
         raise UnsupportedError(
             f"backend='numba_cuda', kernel={name!r} takes {' and '.join(takes)}, not {p.dtype}; "
-            "convert the arrays, or use backend='numpy'"
+            "convert the arrays, or use backend='simulator'"
         )
     if name != "teaching" and simulated:
         raise UnsupportedError(

@@ -33,7 +33,7 @@ def run(
     cu_seqlens_k: Sequence[int] | None = None,
     tiling: Tiling | None = None,
     device: str | Device = "H100",
-    backend: str = "numpy",
+    backend: str = "simulator",
     key_order: str = "ascending",
     nan_policy: str = "propagate",
     trace: bool | str = False,
@@ -50,7 +50,7 @@ def run(
     k, v : array, (batch, kv_heads, n_kv, head_dim) and (batch, kv_heads, n_kv, head_dim_v)
         `heads` must be a multiple of `kv_heads`; v may be None where an option `head_dim_v` says
         which of k's columns it is. float64, float32, float16 or bfloat16 (on a GPU not float64),
-        "numpy" and, forward on Hopper, "cupy" also float8_e4m3fn or float8_e5m2, whose out is
+        "simulator" and, forward on Hopper, "cupy" also float8_e4m3fn or float8_e5m2, whose out is
         bfloat16. On the CPU, arrays of
         NumPy, torch, or any library that speaks DLPack (JAX); what goes in comes out, and is not
         copied on its way in.
@@ -70,12 +70,12 @@ def run(
     device : str or Device
         The machine that is simulated; see ``flashsim study devices`` for names.
     backend : str
-        "numpy": the simulator. "numba": the same tiles as fast as this CPU can (FlashAttention-2
-        only), with the same trace; compiled at the first call, then cached on disk. "cupy": CUDA
-        C++ kernels on the NVIDIA GPU that holds the arrays (NumPy arrays are copied there and
-        back); "numba_cuda": kernels in Python there. What goes in comes out: NumPy, CuPy or torch;
-        another library's GPU arrays, by ``__cuda_array_interface__`` or ``__dlpack__``, come out
-        as CuPy's over memory that it can take back through DLPack.
+        "simulator" (its older name "numpy" means the same). "numba": the same tiles as fast as
+        this CPU can (FlashAttention-2 only), with the same trace; compiled at the first call, then
+        cached on disk. "cupy": CUDA C++ kernels on the NVIDIA GPU that holds the arrays (NumPy
+        arrays are copied there and back); "numba_cuda": kernels in Python there. What goes in comes
+        out: NumPy, CuPy or torch; another library's GPU arrays, by ``__cuda_array_interface__`` or
+        ``__dlpack__``, come out as CuPy's over memory that it can take back through DLPack.
     key_order : {"ascending", "descending"}
         In which order key tiles are taken.
     nan_policy : {"propagate", "raise"}
@@ -84,21 +84,21 @@ def run(
         Record what moves. "timeline" also records where and when: on a GPU, by any kernels but the
         "teaching" ones of "numba_cuda", so by that backend not for float32.
     **options
-        Options of the backend, where it has any. "numpy", for "flash-decode": `splits`, into how
-        many parts the keys are divided: an integer, "auto" (default: as many as occupy `device`'s
-        SMs once) or "fa3" (FlashAttention-3's rule), and `pack_gqa` (default: True), whether the
-        query heads of a key head share a tile, so that K and V are loaded once for
+        Options of the backend, where it has any. "simulator", for "flash-decode": `splits`, into
+        how many parts the keys are divided: an integer, "auto" (default: as many as occupy
+        `device`'s SMs once) or "fa3" (FlashAttention-3's rule), and `pack_gqa` (default: True),
+        whether the query heads of a key head share a tile, so that K and V are loaded once for
         them; `cache_seqlens`, (batch,): how many keys of each entry are live (causal is aligned to
         their end); `block_table`, integers (batch, max_pages): k and v are (pages, kv_heads,
         page_size, head_dim), and entry b's keys lie in the pages of its row; `shared_prefix`: all
         entries begin with so many keys, which are walked once for the queries of all (cascade
         attention), or in so many keys' pages, whole ones; with v=None,
         `head_dim_v`: V is k's first columns, as many, and one load serves both (latent attention).
-        "numpy" and "cupy", for FP8 inputs, which must say what they stand for: `scales`, three
+        "simulator" and "cupy", for FP8 inputs, which must say what they stand for: `scales`, three
         float32 arrays that q, k and v are multiplied by, each () (or a number) for a whole tensor,
         (batch, heads) or (batch, heads, blocks), or "unscaled", if they stand for themselves; and
         `scale_block`, (query rows, key rows) of a block (default: a tile's); "cupy" also
-        `v_transposed`, V as its kernel takes it; see `flashsim.quantize`. "numpy":
+        `v_transposed`, V as its kernel takes it; see `flashsim.quantize`. "simulator":
         `precision`, a `flashsim.Precision`, for every type that numbers are rounded to on the way
         (without a trace, since it changes no size).
         "numba": `threads`, how many (default: every CPU this process may use), and `micro_kernel`,
@@ -161,14 +161,14 @@ def run(
         job = asked.again(q, k, v)
     give = asked.host.give
     outcome = asked.engine.forward(job)
-    if backend in dispatch.ON_CPU:
+    if asked.backend in dispatch.ON_CPU:
         warn_of_overflow(outcome.unseen("out"), job.arrays)
     ndim = asked.ndim
     return made(
         Result,
         out=give(squeeze(outcome.arrays["out"], ndim)),
         lse=give(squeeze(outcome.arrays["lse"], ndim - 1)),
-        _trace=recorded(job, outcome, "forward", backend),
+        _trace=recorded(job, outcome, "forward", asked.backend),
         kernel=outcome.kernel,
         tiling=outcome.tiling,
         _job=job,

@@ -416,7 +416,10 @@ def algorithms(default: Any) -> Any:
 
 
 Backend = Annotated[
-    str, typer.Option(help="What executes it; numpy is the simulator.", rich_help_panel=_HOW)
+    str,
+    typer.Option(
+        help="What executes it; simulator, numba, cupy or numba_cuda.", rich_help_panel=_HOW
+    ),
 ]
 Device = Annotated[str, typer.Option(help=_GPU, rich_help_panel=_HOW)]
 Causal = Annotated[bool, typer.Option("--causal", help="Causal mask.", rich_help_panel=_MASK)]

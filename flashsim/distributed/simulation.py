@@ -9,7 +9,7 @@ import numpy as np
 
 from flashsim import report
 from flashsim.algorithms.merge import merged
-from flashsim.api import execution, hosts, inputs
+from flashsim.api import dispatch, execution, hosts, inputs
 from flashsim.api.arrays import check_like, require_numpy
 from flashsim.distributed.account import Account
 from flashsim.distributed.exchange import Rank, Ranks
@@ -61,7 +61,7 @@ class Spread:
         """
         (dout,) = hosts.take(self._run.host, dout=dout)
         check_like("dout", dout, self.out, "out")
-        require_numpy("numpy", dout=dout)
+        require_numpy("simulator", dout=dout)
         return self._run.backward(dout)
 
 
@@ -95,7 +95,7 @@ def simulate(
     algorithm: str = "flash2",
     tiling: Tiling | None = None,
     device: str | Device = "H100",
-    backend: str = "numpy",
+    backend: str = "simulator",
 ) -> Spread:
     """Attention over several ranks, each of which has arrays of its own; all in this process.
 
@@ -110,7 +110,7 @@ def simulate(
     ranks, scheme, ulysses
         See `Group`.
     causal, softcap, scale, algorithm, tiling, device, backend
-        As in `flashsim.run`; the backend is "numpy" or "numba".
+        As in `flashsim.run`; the backend is "simulator" or "numba".
 
     Returns
     -------
@@ -124,6 +124,7 @@ def simulate(
     host = hosts.host_of(q)
     q, k, v = hosts.take(host, q=q, k=k, v=v)
     asked = inputs.prepare(q, k, v, tiling=tiling, causal=causal, softcap=softcap, scale=scale)
+    backend = dispatch.backend_name(backend)
     require_numpy(backend, q=asked.q, k=asked.k, v=asked.v)
     group = Group(asked.problem, ranks, scheme, ulysses)  # type: ignore[arg-type]  # None: filled in
     how = {"algorithm": algorithm, "tiling": tiling, "device": device, "backend": backend}

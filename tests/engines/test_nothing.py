@@ -25,11 +25,11 @@ SHAPES = {
     "nothing": ((0, 4, 0, 8), (0, 2, 0, 8), (0, 2, 0, 6)),
 }
 ALGORITHMS = [
-    ("numpy", "flash2"),
-    ("numpy", "flash2-fused"),
-    ("numpy", "flash2-once"),
-    ("numpy", "flash1"),
-    ("numpy", "standard"),
+    ("simulator", "flash2"),
+    ("simulator", "flash2-fused"),
+    ("simulator", "flash2-once"),
+    ("simulator", "flash1"),
+    ("simulator", "standard"),
     ("numba", "flash2"),
     ("numba", "flash2-fused"),
 ]
