@@ -59,8 +59,12 @@ def recall(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
     return recall_of(job, out, lse)
 
 
-def backward(job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
+def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) -> Outcome:
     """Run the backward pass: three deterministic passes, or fused with reductions into dQ."""
+    if dlse is not None:
+        raise UnsupportedError(
+            "the GPU kernels take no gradient of the LSE; backend='numpy' or 'numba' does"
+        )
     if job.algorithm == DECODE:
         raise UnsupportedError(f"{DECODE!r} has no backward pass; 'flash2' has")
     if not job.memo:

@@ -68,14 +68,17 @@ def recall(job: Job, out: np.ndarray, lse: np.ndarray) -> Mapping[str, Any]:
     return {"O": out, "L": lse}
 
 
-def backward(job: Job, saved: Mapping[str, Any], dout: np.ndarray) -> Outcome:
+def backward(
+    job: Job, saved: Mapping[str, Any], dout: np.ndarray, dlse: np.ndarray | None = None
+) -> Outcome:
     """The backward pass: in three passes ("flash2"), or fused, with dQ summed up in memory."""
     engine = _CpuPass.of(job, "backward")
     p, real = job.problem, job.problem.compute_dtype
     out, dout, q, k, v = engine.operands(saved["O"], dout, job.q, job.k, job.v)
     lse = threads.frozen(np.where(np.isneginf(saved["L"]), 0, saved["L"]))
     delta = np.empty(p.batch * p.heads * p.n_q, real)
-    engine.walk("delta", _as_floats(out), _as_floats(dout), delta)
+    (less,) = engine.wide(np.zeros(0) if dlse is None else dlse)
+    engine.walk("delta", _as_floats(out), _as_floats(dout), less, delta)
     inputs = WalkInputs(q, k, v, dout, lse, threads.frozen(delta), *engine.along())
 
     dk = np.empty((p.batch, p.kv_heads, p.n_kv, p.head_dim), engine.result)

@@ -324,8 +324,11 @@ def row_dot(a, a0, b, b0, n):
 
 
 @part
-def delta_rows(cpu, out, dout, delta, shape, tiles, rules, notes, counter):
-    """delta = rowsum(dO o O), the first stage of a backward pass."""
+def delta_rows(cpu, out, dout, dlse, delta, shape, tiles, rules, notes, counter):
+    """delta = rowsum(dO o O), the first stage of a backward pass; less `dlse`, if it has elements.
+
+    That is the gradient of the LSE, whose derivative by the scores is P: dS = P (dP - delta).
+    """
     n_sets, dv, size = tiles.set_ptr.size - 1, shape.dv, shape.block_q * shape.dv
     rooms = (
         room_for(size, delta.dtype, rules.rounding),
@@ -344,5 +347,7 @@ def delta_rows(cpu, out, dout, delta, shape, tiles, rules, notes, counter):
                 b, b0 = widened(cpu, rooms[1], dout, row0 * dv, rows * dv, rules.rounding)
                 for r in range(rows):
                     delta[row0 + r] = row_dot(a, a0 + r * dv, b, b0 + r * dv, dv)
+                    if dlse.size > 0:
+                        delta[row0 + r] -= dlse[row0 + r]
                 if notes.steps.size > 0:
                     notes.steps[h, i] = tiles.own[i, 1] - tiles.own[i, 0]
