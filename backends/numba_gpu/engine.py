@@ -73,13 +73,9 @@ def recall(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
 
 def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) -> Outcome:
     """Run the backward pass: three deterministic passes, or fused with reductions into dQ."""
-    if dlse is not None:
-        raise UnsupportedError(
-            "the GPU kernels take no gradient of the LSE; backend='numpy' or 'numba' does"
-        )
     if _kernel(job) == "teaching":
-        return teaching_run.backward(job, saved, dout)
-    return _launcher().backward_with(_family, job, saved, dout)
+        return teaching_run.backward(job, saved, dout, dlse)
+    return _launcher().backward_with(_family, job, saved, dout, dlse)
 
 
 def orders_dq(job: Job, saved: Mapping[str, Any]) -> bool:

@@ -161,9 +161,9 @@ def _check(
         shape = (p.batch, heads, rows, p.head_dim if name in "qk" else p.head_dim_v)
         if x.shape != shape:
             raise ShapeError(f"{name} must be {shape}, as the problem says, got {x.shape}")
-    shape = (p.batch, p.heads, p.n_q)
-    if dlse is not None and dlse.shape != shape:
-        raise ShapeError(f"dlse must be {shape}, as the problem says, got {dlse.shape}")
+    of_lse = (p.batch, p.heads, p.n_q)
+    if dlse is not None and dlse.shape != of_lse:
+        raise ShapeError(f"dlse must be {of_lse}, as the problem says, got {dlse.shape}")
     shape = (p.batch, p.heads, p.n_q, p.n_kv)
     if bias is not None and any(
         have not in (1, full) for have, full in zip_longest(bias.shape, shape)
