@@ -69,15 +69,18 @@ def recall(job: Job, out: np.ndarray, lse: np.ndarray) -> Mapping[str, Any]:
     return {"O": out, "L": lse}
 
 
-def backward(job: Job, saved: Mapping[str, Any], dout: np.ndarray) -> Outcome:
+def backward(
+    job: Job, saved: Mapping[str, Any], dout: np.ndarray, dlse: np.ndarray | None = None
+) -> Outcome:
     """The backward pass: in three passes ("flash2"), or fused, with dQ summed up in memory."""
     engine = _CpuPass.of(job, "backward")
     p, real = job.problem, job.problem.compute_dtype
     out, dout, q, k, v = engine.operands(saved["O"], dout, job.q, job.k, job.v)
     lse = threads.frozen(finite(saved["L"]))
     delta = np.empty(p.batch * p.heads * p.n_q, real)
-    engine.walk("delta", _as_floats(out), _as_floats(dout), delta)
-    inputs = WalkInputs(q, k, v, dout, lse, threads.frozen(delta))
+    (less,) = engine.wide(np.zeros(0) if dlse is None else dlse)
+    engine.walk("delta", _as_floats(out), _as_floats(dout), less, delta)
+    inputs = WalkInputs(q, k, v, dout, lse, threads.frozen(delta), *engine.along())
 
     dk = np.empty((p.batch, p.kv_heads, p.n_kv, p.head_dim), engine.result)
     dv = np.empty((p.batch, p.kv_heads, p.n_kv, p.head_dim_v), engine.result)
@@ -222,6 +225,20 @@ class _CpuPass:
             self.walk("forward", self.narrow, *arrays, self._parts(), decode=True)
         return out, lse
 
+    def along(self) -> tuple[np.ndarray, np.ndarray]:
+        """Q and a factor as `walks_decode.decode` multiplies them by K; no Q where it did not run.
+
+        Where pairs are multiplied, rounding dS to bfloat16 costs far more than another order does.
+        """
+        p, real = self.job.problem, self.job.problem.compute_dtype
+        mantissa, power = math.frexp(self.rules.scale)
+        factor = threads.frozen(np.array([mantissa], real))
+        if not _one_query(p) or self.pairs:
+            return threads.frozen(np.zeros(0, real)), factor
+        rows = np.zeros((p.batch * p.heads, walks_decode.padded(p.head_dim)), real)
+        rows[:, : p.head_dim] = self.job.q.reshape(-1, p.head_dim)
+        return threads.frozen(rows * np.dtype(real).type(math.ldexp(1.0, power))), factor
+
     def _parts(self) -> tuple[np.ndarray, ...]:
         """Room for what `walks_decode.decode` knows of each part."""
         p, walks = self.job.problem, self.job.problem.batch * self.job.problem.kv_heads
@@ -306,7 +323,12 @@ class _CpuPass:
 
 def _is_one(p: Problem, direction: str) -> bool:
     """Whether there is one query a head, in a forward pass."""
-    return direction == "forward" and p.n_q == 1 and not p.cu_seqlens_q
+    return direction == "forward" and _one_query(p)
+
+
+def _one_query(p: Problem) -> bool:
+    """Whether there is one query a head, whose forward pass `walks_decode` makes."""
+    return p.n_q == 1 and not p.cu_seqlens_q
 
 
 def _cpu(job: Job, direction: str) -> registers.Cpu:

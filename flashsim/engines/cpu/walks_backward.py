@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from flashsim.engines.cpu.micro_kernels.plain import (
+    dots,
     grad_scores_by_lane,
     grad_scores_by_row,
     product_add,
@@ -37,6 +38,7 @@ from flashsim.engines.cpu.scores import (
 )
 from flashsim.engines.cpu.tables import NOTE
 from flashsim.engines.cpu.walks import next_inner, stopped
+from flashsim.engines.cpu.walks_decode import padded
 from flashsim.schedule.schedule import MASKED
 
 
@@ -149,6 +151,7 @@ def key_visit(cpu, inputs, others, grads, shape, tiles, rules, state, j, at, h, 
     K, V, dK, dV, S, dS, gate = state
     (q, q_start), (dout, dout_start) = others
     w, d, dv, i = cpu.width, shape.d, shape.dv, tiles.inner[at]
+    group = shape.heads // shape.kv_heads
     k0, n, offset = tiles.own[j, 0], tiles.own[j, 1] - tiles.own[j, 0], tiles.own[j, 2]
     q0, rows = tiles.other[i, 0], tiles.other[i, 1] - tiles.other[i, 0]
     ld, masked = panels_of(cpu, shape.block_k) * w, tiles.kind[at] == MASKED
@@ -165,7 +168,12 @@ def key_visit(cpu, inputs, others, grads, shape, tiles, rules, state, j, at, h, 
             continue
         x0, row0, kept = first * ld + p * w, h * shape.n_q + q0 + first, last - first
         q0_kept, dout0 = q_start + first * d, dout_start + first * dv
-        product_set(cpu, S, x0, ld, q, q0_kept, d, 1, K, p * d * w, w, kept, d)
+        if inputs.along.size > 0:
+            key0 = h // shape.heads * shape.kv_heads + h % shape.heads // group
+            key0 = key0 * shape.n_kv + k0 + p * w
+            scores_of_one(cpu, rest(S, x0), inputs, key0, lanes, h, shape, rules)
+        else:
+            product_set(cpu, S, x0, ld, q, q0_kept, d, 1, K, p * d * w, w, kept, d)
         place = place_of(
             *(rules, tiles, at, bias0, q0, k0),
             *(shape.n_kv, offset, n, False, 0, p * w),
@@ -185,6 +193,20 @@ def key_visit(cpu, inputs, others, grads, shape, tiles, rules, state, j, at, h, 
         round_panel(cpu, dS, x0, ld, kept, rules.rounding)
         product_add(cpu, dV, p * dv * w, w, dout, dout0, 1, dv, S, x0, ld, dv, kept)
         product_add(cpu, dK, p * d * w, w, q, q0_kept, 1, d, dS, x0, ld, d, kept)
+
+
+@part
+def scores_of_one(cpu, S, inputs, key0, keys, h, shape, rules):
+    """Scores of a head's only query with `keys` keys, in S[0], S[1], ..: summed as `decode` does.
+
+    Another order of summing gives other last bits. P would then not sum to 1, and what all keys
+    have in common would no longer cancel in dQ.
+    """
+    d, ld = shape.d, padded(shape.d)
+    dots(
+        *(cpu, S, shape.block_k, inputs.k, key0 * d, d, inputs.along, h * ld, ld, keys, 1),
+        *(inputs.factor, rules.rounding),
+    )
 
 
 @part
@@ -226,6 +248,7 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
     room = room_for(shape.block_q * max(d, dv), t, rounding)  # of Q, dO and dQ
     gate = panel_array(S.size if rules.softcap[0] > 0 else 0, t)
     scales, ones = filled(shape.block_q, rules.scale, t), filled(shape.block_q, t.type(1), t)
+    scores = panel_array(padded(shape.block_k) if inputs.along.size > 0 else 0, t)
     n_sets = tiles.set_ptr.size - 1
     while True:
         item = fetch_add(counter)
@@ -260,7 +283,12 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
                         if last <= first:
                             continue
                     x0, kept, k_kept = first * w, last - first, k_start + first * d
-                    product_set(cpu, S, x0, w, k, k_kept, d, 1, Q, p * d * w, w, kept, d)
+                    if inputs.along.size > 0:
+                        scores_of_one(cpu, scores, inputs, key0 + first, kept, h, shape, rules)
+                        for r in range(kept):  # its lane; the others see nothing
+                            S[np.uint64(x0 + r * w)] = scores[np.uint64(r)]
+                    else:
+                        product_set(cpu, S, x0, w, k, k_kept, d, 1, Q, p * d * w, w, kept, d)
                     place = place_of(
                         *(rules, tiles, at, bias0, q0, k0),
                         *(shape.n_kv, offset, n, True, 0, p * w),
@@ -296,8 +324,11 @@ def row_dot(a, a0, b, b0, n):
 
 
 @part
-def delta_rows(cpu, out, dout, delta, shape, tiles, rules, notes, counter):
-    """delta = rowsum(dO o O), the first stage of a backward pass."""
+def delta_rows(cpu, out, dout, dlse, delta, shape, tiles, rules, notes, counter):
+    """delta = rowsum(dO o O), the first stage of a backward pass; less `dlse`, if it has elements.
+
+    That is the gradient of the LSE, whose derivative by the scores is P: dS = P (dP - delta).
+    """
     n_sets, dv, size = tiles.set_ptr.size - 1, shape.dv, shape.block_q * shape.dv
     rooms = (
         room_for(size, delta.dtype, rules.rounding),
@@ -316,5 +347,7 @@ def delta_rows(cpu, out, dout, delta, shape, tiles, rules, notes, counter):
                 b, b0 = widened(cpu, rooms[1], dout, row0 * dv, rows * dv, rules.rounding)
                 for r in range(rows):
                     delta[row0 + r] = row_dot(a, a0 + r * dv, b, b0 + r * dv, dv)
+                    if dlse.size > 0:
+                        delta[row0 + r] -= dlse[row0 + r]
                 if notes.steps.size > 0:
                     notes.steps[h, i] = tiles.own[i, 1] - tiles.own[i, 0]
