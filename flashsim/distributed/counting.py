@@ -31,7 +31,7 @@ def count(
 ) -> Account:
     """What attention over several ranks moves, in closed form.
 
-    Equal, integer by integer, to what `simulate` executes.
+    Equal, integer by integer, to what `run` executes.
 
     Parameters
     ----------

@@ -1,7 +1,8 @@
-"""`simulate`: attention over several ranks, executed with real arrays in one process."""
+"""`run`: attention over several ranks, executed with real arrays in one process."""
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,7 @@ from flashsim.schedule.tiling import Tiling
 @own_errors
 @dataclass(frozen=True, eq=False)
 class Spread:
-    """What `simulate` returns: results in the sequence's order, and what every rank did.
+    """What `run` returns: results in the sequence's order, and what every rank did.
 
     Attributes
     ----------
@@ -81,7 +82,7 @@ class SpreadGradients:
 
 
 @own_errors
-def simulate(
+def run(
     q: Any,
     k: Any,
     v: Any,
@@ -129,6 +130,17 @@ def simulate(
     group = Group(asked.problem, ranks, scheme, ulysses)  # type: ignore[arg-type]  # None: filled in
     how = {"algorithm": algorithm, "tiling": tiling, "device": device, "backend": backend}
     return _Run(group, how, host).forward(asked.q, asked.k, asked.v)
+
+
+def simulate(*args: Any, **kwargs: Any) -> Spread:
+    """`run` by its older name, for one version more: `flashsim.simulate` is something else."""
+    warnings.warn(
+        "flashsim.distributed.simulate is now flashsim.distributed.run; flashsim.simulate runs an "
+        "algorithm of your own",
+        FutureWarning,
+        stacklevel=2,
+    )
+    return run(*args, **kwargs)
 
 
 class _Run(Ranks):

@@ -234,7 +234,7 @@ def merges(q, k, v, dout, scores):
 
 
 def distributes(q, k, v, dout, scores):
-    spread = flashsim.distributed.simulate(q, k, v, ranks=2)
+    spread = flashsim.distributed.run(q, k, v, ranks=2)
     grads = spread.backward(dout)
     return spread.out, spread.lse, grads.dq, grads.dk, grads.dv
 

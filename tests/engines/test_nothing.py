@@ -181,7 +181,7 @@ def test_what_is_wrong_is_refused_all_the_same():
         r.backward(np.ones((2, 4, 5, 8), np.float32))
     for asks in (
         lambda: flashsim.quantize(q, k, v),
-        lambda: flashsim.distributed.simulate(q, k, v, ranks=1),
+        lambda: flashsim.distributed.run(q, k, v, ranks=1),
         lambda: flashsim.simulate(lambda machine: None, q, k, v),
     ):
         with pytest.raises(ShapeError, match="must not be empty"):
