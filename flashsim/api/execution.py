@@ -55,10 +55,11 @@ def run(
         NumPy, torch, or any library that speaks DLPack (JAX); what goes in comes out, and is not
         copied on its way in.
     algorithm : {"flash2", "flash2-fused", "flash2-once", "flash1", "standard", "flash-decode"}
-        "flash1" and "standard" hold what the first papers describe; "flash2-fused" and
-        "flash2-once", which takes schedules with one visit of each row tile alone, differ from
-        "flash2" in the backward pass only; "flash-decode" divides the keys as well, for few queries
-        of a long cache, and has no backward pass.
+        "flash1" and "standard" hold what the first papers describe. Three differ in the backward
+        pass only: "flash2" runs three passes, without atomics; "flash2-fused" is the one of
+        FlashAttention-2's authors (their Algorithm 2: one pass, KV-outer, dQ added by atomics);
+        "flash2-once" takes schedules with one visit of each row tile alone. "flash-decode"
+        divides the keys as well, for few queries of a long cache, and has no backward pass.
     causal, window, softcap, scale, mask, cu_seqlens_q, cu_seqlens_k
         See `Problem`.
     bias : array, (1 or batch, 1 or heads, n_q, n_kv), optional

@@ -406,7 +406,13 @@ class L2:
 
 Algorithm = Annotated[
     str,
-    typer.Option("--algorithm", "-a", help=f"{', '.join(ALGORITHMS)}.", rich_help_panel=_HOW),
+    typer.Option(
+        "--algorithm",
+        "-a",
+        help=f"{', '.join(ALGORITHMS)}. Backward, flash2 runs three passes; flash2-fused is the "
+        "one-pass form of FlashAttention-2's authors (dQ by atomics).",
+        rich_help_panel=_HOW,
+    ),
 ]
 
 
