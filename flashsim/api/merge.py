@@ -9,7 +9,7 @@ import numpy as np
 from flashsim.algorithms.merge import merged
 from flashsim.api import dispatch, hosts
 from flashsim.api.arrays import check_like, dtype_name
-from flashsim.api.asked import adopted
+from flashsim.api.request import adopted
 from flashsim.errors import OptionError, ShapeError, own_errors
 from flashsim.problem import checks
 

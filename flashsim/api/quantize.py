@@ -10,7 +10,7 @@ import numpy as np
 from flashsim import report
 from flashsim.api import dispatch, hosts, inputs
 from flashsim.api.arrays import require_numpy, squeeze
-from flashsim.api.asked import adopted
+from flashsim.api.request import adopted
 from flashsim.errors import DTypeError, OptionError, ShapeError, own_errors, shown
 from flashsim.problem import checks
 from flashsim.problem.problem import numpy_dtype

@@ -19,7 +19,7 @@ from flashsim.api.arrays import (
     squeeze,
     warn_of_overflow,
 )
-from flashsim.api.asked import Checked, adopted
+from flashsim.api.request import Checked, adopted
 from flashsim.engines.engine import Job, Outcome
 from flashsim.errors import TraceError, UnsupportedError, own_errors
 from flashsim.problem.problem import Problem

@@ -124,7 +124,8 @@ def run(
     """
     host = hosts.host_of(q)
     q, k, v = hosts.take(host, q=q, k=k, v=v)
-    asked = inputs.prepare(q, k, v, tiling=tiling, causal=causal, softcap=softcap, scale=scale)
+    request = inputs.Request(causal=causal, softcap=softcap, scale=scale, tiling=tiling)
+    asked = inputs.prepare(q, k, v, request)
     backend = dispatch.backend_name(backend)
     require_numpy(backend, q=asked.q, k=asked.k, v=asked.v)
     group = Group(asked.problem, ranks, scheme, ulysses)  # type: ignore[arg-type]  # None: filled in
