@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flashsim.api import dispatch, hosts
+from flashsim.api import array_libraries, dispatch
 from flashsim.api.arrays import check_kept, expand, squeeze, warn_of_overflow
 from flashsim.api.inputs import Request
 from flashsim.api.request import ask
@@ -195,7 +195,7 @@ def backward(
     asked, job = ask(request, q, k, v, bias)
     p = job.problem
     rows = tuple(job.q.shape[4 - asked.ndim : 3])
-    out, lse = hosts.take(asked.host, out=out, lse=lse)
+    out, lse = array_libraries.take(asked.host, out=out, lse=lse)
     check_kept("out", out, (*rows, p.head_dim_v), p.result_dtype)
     check_kept("lse", lse, rows, p.compute_dtype)
     saved = asked.engine.recall(job, expand(out), expand(lse, 3))

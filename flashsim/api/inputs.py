@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flashsim.api.arrays import check_finite, expand, name_of, shape_of
-from flashsim.api.caches import paged_shapes
 from flashsim.api.dispatch import BACKENDS, ON_CPU
+from flashsim.api.kv_cache import paged_shapes
 from flashsim.errors import (
     DTypeError,
     MaskError,

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from flashsim.api import dispatch, hosts, inputs, scales
+from flashsim.api import array_libraries, dispatch, inputs, scales
 from flashsim.api.arrays import expand, only_dlpack, require_numpy
-from flashsim.api.caches import CACHES, check_alike, live_lengths, live_problem
 from flashsim.api.inputs import Request
+from flashsim.api.kv_cache import CACHES, check_alike, live_lengths, live_problem
 from flashsim.engines.engine import Engine, Job
 from flashsim.engines.nothing import Nothing
 from flashsim.errors import (
@@ -41,7 +41,7 @@ class Checked:
 
     engine: Engine
     backend: str
-    host: hosts.Host
+    host: array_libraries.Host
     job: Job
     ndim: int
     bias_shape: tuple[int, ...] | None
@@ -120,12 +120,12 @@ def ask(request: Request, q: Any, k: Any, v: Any, bias: Any = None) -> tuple[Che
     """A request, checked now or known from an earlier call, and its job on these arrays."""
     if request.backend == "numpy":
         request = request._replace(backend="simulator")
-    host = hosts.ANY
+    host = array_libraries.ANY
     if request.backend in dispatch.ON_CPU:
-        host = hosts.NUMPY
+        host = array_libraries.NUMPY
         if not type(q) is type(k) is type(v) is np.ndarray or bias is not None:
-            host = hosts.host_of(q)
-            q, k, v, bias = hosts.take(host, q=q, k=k, v=v, bias=bias)
+            host = array_libraries.host_of(q)
+            q, k, v, bias = array_libraries.take(host, q=q, k=k, v=v, bias=bias)
     if not request.cu_seqlens_q is request.cu_seqlens_k is None:
         of_q, of_k = map(inputs.offsets, (request.cu_seqlens_q, request.cu_seqlens_k))
         request = request._replace(cu_seqlens_q=of_q, cu_seqlens_k=of_k)
@@ -146,7 +146,7 @@ def ask(request: Request, q: Any, k: Any, v: Any, bias: Any = None) -> tuple[Che
 
 
 def _key(
-    request: Request, host: hosts.Host, q: Any, k: Any, v: Any, bias: Any
+    request: Request, host: array_libraries.Host, q: Any, k: Any, v: Any, bias: Any
 ) -> tuple[Any, ...] | None:
     """Where a request on arrays like these is kept, or None for one that is checked each time.
 
@@ -179,7 +179,9 @@ def _options(request: Request) -> dict[str, Any]:
     return {name: x for name, x in request.options if x is not None or name not in _OR_NONE}
 
 
-def _check(request: Request, host: hosts.Host, q: Any, k: Any, v: Any, bias: Any) -> Checked:
+def _check(
+    request: Request, host: array_libraries.Host, q: Any, k: Any, v: Any, bias: Any
+) -> Checked:
     """A request that passes every check."""
     backend, algorithm, options = request.backend, request.algorithm, _options(request)
     engine = dispatch.engine(backend)

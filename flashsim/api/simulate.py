@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from flashsim.api import dispatch, hosts, inputs
+from flashsim.api import array_libraries, dispatch, inputs
 from flashsim.api.arrays import require_numpy, squeeze
 from flashsim.api.inputs import Request
 from flashsim.api.request import Checked
@@ -195,11 +195,11 @@ def _problem(
     v: Any,
     given: Mapping[str, Any],
     request: Request,
-) -> tuple[Problem, dict[str, np.ndarray], int, hosts.Host]:
+) -> tuple[Problem, dict[str, np.ndarray], int, array_libraries.Host]:
     """The problem, copies of the arrays by the papers' names (4-D), and what they came as."""
     inputs.check_tiling(request.tiling)
-    host = hosts.host_of(q)
-    q, k, v = hosts.take(host, q=q, k=k, v=v)
+    host = array_libraries.host_of(q)
+    q, k, v = array_libraries.take(host, q=q, k=k, v=v)
     made = inputs.prepare(q, k, v, request)
     require_numpy("simulator", q=made.q, k=made.k, v=made.v)
     if made.problem.fp8:
@@ -209,7 +209,7 @@ def _problem(
         )
     p, ndim = made.problem, made.ndim
     arrays = {"Q": made.q, "K": made.k, "V": made.v}
-    for name, x in zip(given, hosts.take(host, **given), strict=True):
+    for name, x in zip(given, array_libraries.take(host, **given), strict=True):
         want = _size(p, name)
         x = np.asarray(x)
         full = x.reshape((1,) * (len(want) - x.ndim) + x.shape) if x.ndim <= len(want) else x
