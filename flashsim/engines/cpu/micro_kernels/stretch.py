@@ -56,7 +56,7 @@ class Stretch:
             value = b.call(function, [address, ir.Constant(kinds[1], self.size), some, nothing])
         if self.pairs:
             return value
-        return as_floats(code, value, self.kind == BFLOAT16) if self.kind else value
+        return as_floats(code, value, self.kind) if self.kind else value
 
     def bring_near(self, at, count: int) -> None:
         """The `count` numbers that lie `AHEAD` of number `at`."""

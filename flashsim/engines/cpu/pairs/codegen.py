@@ -192,23 +192,6 @@ def build_pairs_of_lanes(module: ir.Module, block: Blocking, itemsize: int):
     return code.done()
 
 
-def transposed(code: PairCode, rows: list) -> list:
-    """A square of 32-bit elements, lanes for rows: bit by bit, row and lane swap their numbers."""
-    b, lanes = code.b, len(rows)
-    index = ir.VectorType(ir.IntType(32), lanes)
-    bit = 1
-    while bit < lanes:
-        low = [at if not at & bit else lanes + at - bit for at in range(lanes)]
-        high = [at + bit if not at & bit else lanes + at for at in range(lanes)]
-        for r in range(lanes):
-            if not r & bit:
-                one, two = rows[r], rows[r | bit]
-                rows[r] = b.shuffle_vector(one, two, ir.Constant(index, low))
-                rows[r | bit] = b.shuffle_vector(one, two, ir.Constant(index, high))
-        bit *= 2
-    return rows
-
-
 def _squares(name: str, args: str, fetch: Callable, put: Callable) -> Callable:
     """A function that transposes a panel square by square: `across` of them beside `down`.
 
@@ -224,7 +207,7 @@ def _squares(name: str, args: str, fetch: Callable, put: Callable) -> Callable:
 
         def row(y, _):
             def square(x, _):
-                values = transposed(code, [fetch(code, given, y, x, r) for r in range(code.lanes)])
+                values = code.transposed([fetch(code, given, y, x, r) for r in range(code.lanes)])
                 for r, value in enumerate(values):
                     put(code, given, y, x, r, value)
                 return []
