@@ -84,7 +84,7 @@ def cap_gated(cpu, *args):
 
 @njit
 def round_(cpu, *args):
-    scores.round_panel(cpu, *args)
+    plain.round_panel(cpu, *args)
 
 
 @njit

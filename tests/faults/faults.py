@@ -78,7 +78,7 @@ COUNTS = "flashsim.counts.forms"
 QUANTIZE, NUMBERS = "flashsim.api.quantize", "flashsim.problem.precision"
 DECODING, MERGE = "flashsim.algorithms.decode", "flashsim.algorithms.merge"
 
-AMX, PAIRS = "flashsim.engines.cpu.pairs.tiles", "flashsim.engines.cpu.pairs.forward"
+AMX, STEPS = "flashsim.engines.cpu.pairs.tiles", "flashsim.engines.cpu.pairs.steps"
 ALONG = "flashsim.engines.cpu.micro_kernels.along_tiles"
 
 FAULTS = {
@@ -110,15 +110,15 @@ FAULTS = {
     "kept-over-a-new-maximum": Fault(
         "P that waits for its product is multiplied after the sums have been scaled",
         *(
-            PAIRS,
-            "weigh(cpu, O, O0, of_o, begin, end)\n                    begin = start",
+            STEPS,
+            "weigh(cpu, O, P, V, panel, dv, (begin, end))\n        begin = start",
             "pass",
         ),
         KEPT,
     ),
     "kept-over-a-gap": Fault(
         "P that waits is multiplied with the keys between two tiles that a row visits, too",
-        *(PAIRS, "if end != start or moved", "if moved"),
+        *(STEPS, "if end != start or moved", "if moved"),
         ("engines/test_pairs.py", "-k", "between_two_tiles"),
     ),
     "tile-rows-beyond-the-last": Fault(

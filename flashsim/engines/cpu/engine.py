@@ -236,8 +236,8 @@ class _CpuPass:
             seen = np.zeros((p.batch * p.heads, stage.visits), np.int64)
             notes = Notes(np.zeros((stage.walks, stage.tiles), np.int64), seen)
         turns = items.first_turns(stage.schedule) if fused else _NO_TURNS
-        walk = "decode" if decode else "pairs_" * self.pairs + WALKS[name]
-        odd = p.dtype in ROUNDING and walk not in ("pairs_forward", "decode")
+        walk = "decode" if decode else WALKS[name]
+        odd = p.dtype in ROUNDING and not decode and not (self.pairs and name == "forward")
         parts = stage.parts or items.tiles(stage.schedule, name, self.threads, one=decode)
         for tiles in parts:
             counter = np.zeros(PLACES, np.int64)

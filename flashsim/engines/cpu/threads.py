@@ -15,9 +15,7 @@ import numpy as np
 from numba import njit
 from numba.core.event import Event, Listener, register
 
-from flashsim.engines.cpu import team, walks, walks_backward, walks_decode
-from flashsim.engines.cpu.pairs import backward as pair_walks_backward
-from flashsim.engines.cpu.pairs import forward as pair_walks
+from flashsim.engines.cpu import kernels_backward, kernels_forward, team, walks_decode
 from flashsim.engines.cpu.primitives.parts import Whole
 from flashsim.engines.cpu.primitives.seats import together
 from flashsim.engines.cpu.tables import STOP
@@ -43,15 +41,11 @@ _LESS: Any = {"no_cfunc_wrapper": True, "pipeline_class": Whole}
 
 #: What a walk is called by, and what it is.
 _ALL: dict[str, Callable] = {
-    "forward": walks.forward,
+    "forward": kernels_forward.forward,
     "decode": walks_decode.decode,
-    "delta": walks_backward.delta_rows,
-    "grad_keys": walks_backward.grad_keys,
-    "grad_queries": walks_backward.grad_queries,
-    "pairs_forward": pair_walks.forward,
-    "pairs_delta": walks_backward.delta_rows,
-    "pairs_grad_keys": pair_walks_backward.grad_keys,
-    "pairs_grad_queries": pair_walks_backward.grad_queries,
+    "delta": kernels_backward.delta_rows,
+    "grad_keys": kernels_backward.grad_keys,
+    "grad_queries": kernels_backward.grad_queries,
 }
 
 

@@ -14,6 +14,7 @@ import math
 
 import numpy as np
 
+from flashsim.engines.cpu.kernels_forward import stopped
 from flashsim.engines.cpu.micro_kernels.plain import dots, side_by_side, softmax_along, weigh, widen
 from flashsim.engines.cpu.micro_kernels.plain import narrow as narrow_numbers
 from flashsim.engines.cpu.pairs.operations import begin_tiles, end_tiles
@@ -31,7 +32,6 @@ from flashsim.engines.cpu.primitives.parts import part
 from flashsim.engines.cpu.primitives.references import borrow
 from flashsim.engines.cpu.scores import Place, finish_scores, visible_rows
 from flashsim.engines.cpu.tables import NOTE
-from flashsim.engines.cpu.walks import stopped
 from flashsim.schedule.schedule import MASKED
 
 #: The least visits of a part, and how many items a walk has if keys allow.

@@ -48,8 +48,8 @@ def as_floats(code: Code, value, kind: int):
     return b.bitcast(b.shl(b.zext(value, code.ints(0).type), code.ints(16)), code.vector)
 
 
-def build_round(module: ir.Module, block: Blocking, itemsize: int, kind: int):
-    """X, ld, rows: see `plain.round_to_bfloat16` and `round_to_float16`."""
+def build_round(module: ir.Module, block: Blocking, itemsize: int, kind: int | None):
+    """X, ld, rows: see `plain.round_panel`."""
     code = Code(module, f"round_{kind}", block, itemsize, "pii")
     if not code.is_new:
         return code.function
@@ -60,7 +60,7 @@ def build_round(module: ir.Module, block: Blocking, itemsize: int, kind: int):
             code.store(rounded(code, code.load(x), kind), x)
         return []
 
-    if itemsize == 4:  # 16-bit inputs are computed in float32
+    if kind:
         code.loop(rows, [], body)
     return code.done()
 

@@ -30,19 +30,23 @@ from flashsim.engines.cpu.micro_kernels.codegen import (
 )
 from flashsim.engines.cpu.micro_kernels.halves import (
     BFLOAT16,
-    FLOAT16,
     build_convert,
     build_round,
 )
 from flashsim.engines.cpu.micro_kernels.vector import operation, operation_by_kind
+from flashsim.engines.cpu.pairs.codegen import build_any_product
 from flashsim.engines.cpu.primitives.parts import part
 
 LOG2E = 1.4426950408889634
 
 
-@operation("a o0 i a o1 i i a o2 i i i", build_product, mode="set")
+@operation("a o0 i a o1 i i a o2 i i i", build_any_product, mode="set")
 def product_set(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n):
-    """C = A B: C (rows, width), A (rows, n) with strides `row` and `step`, B (n, width)."""
+    """C = A B: C (rows, width), A (rows, n) with strides `row` and `step`, B (n, width).
+
+    Where a CPU multiplies pairs of bfloat16 (`Blocking.pairs`), elements of A and B are such pairs,
+    each product is that of two pairs, and neighbours in a row of A lie side by side.
+    """
     for r in range(rows):
         for c in range(cpu.width):
             total = C.dtype.type(0)
@@ -51,7 +55,7 @@ def product_set(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n):
             C[c0 + r * ldc + c] = total
 
 
-@operation("a o0 i a o1 i i a o2 i i i", build_product, mode="add")
+@operation("a o0 i a o1 i i a o2 i i i", build_any_product, mode="add")
 def product_add(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n):
     """C += A B; as `product_set`."""
     for r in range(rows):
@@ -222,33 +226,17 @@ def transpose_out(cpu, panels, X, x0, rows, cols, d, factors):
             X[x0 + row * d + x] = panels[(row // w * d + x) * w + row % w] * factors[row]
 
 
-@operation("a o0 i i", build_round, kind=BFLOAT16)
-def round_to_bfloat16(cpu, X, x0, ld, rows):
-    """Round to the nearest bfloat16 (ties to even), staying in float32; NaN and infinity stay.
+@operation_by_kind("a o0 i i", build_round)
+def round_panel(cpu, X, x0, ld, rows, kind):
+    """Round to the nearest 16-bit number (ties to even), if inputs are such, staying in float32.
 
-    On the bits, since Numba has no 16-bit floats on CPUs.
+    Infinity from 65520 on for float16; NaN stays.
     """
-    bits = X.view(np.uint32)
+    if kind is None:
+        return
     for r in range(rows):
         for at in range(x0 + r * ld, x0 + r * ld + cpu.width):
-            if abs(X[at]) < np.inf:
-                bits[at] = _drop(bits[at], np.uint32(16))
-
-
-@operation("a o0 i i", build_round, kind=FLOAT16)
-def round_to_float16(cpu, X, x0, ld, rows):
-    """The same to the nearest float16; infinity from 65520 on."""
-    bits = X.view(np.uint32)
-    for r in range(rows):
-        for at in range(x0 + r * ld, x0 + r * ld + cpu.width):
-            size = abs(X[at])
-            if size < 2.0**-14:  # subnormal in float16: a multiple of 2^-24, the ulp of 1/2
-                half = np.copysign(np.float32(0.5), np.float32(X[at]))
-                X[at] = (np.float32(X[at]) + half) - half
-            elif size < np.inf:
-                bits[at] = _drop(bits[at], np.uint32(13))
-                if abs(X[at]) > 65504:
-                    X[at] = np.copysign(np.inf, X[at])
+            X[at] = rounded_number(X[at], kind)
 
 
 @operation_by_kind("a o0 a i i", build_convert, narrow=False)

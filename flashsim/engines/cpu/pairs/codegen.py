@@ -16,8 +16,10 @@ from flashsim.engines.cpu.micro_kernels.writer import INT, Code
 from flashsim.engines.cpu.pairs import tiles
 
 
-def build_pair_product(module: ir.Module, block: Blocking, itemsize: int, mode: str):
-    """C, ldc, A, row, B, ldb, rows, n: see `operations.pairs_set` and `pairs_add`."""
+def build_any_product(module: ir.Module, block: Blocking, itemsize: int, mode: str):
+    """C, ldc, A, row, step, B, ldb, rows, n: see `plain.product_set` and `product_add`."""
+    if not block.pairs:
+        return build_product(module, block, itemsize, mode)
     return PRODUCTS[block.pairs](module, block, mode)
 
 
@@ -25,11 +27,11 @@ def build_vector_product(
     module: ir.Module, block: Blocking, mode: str, writer: type[Code] = PairCode
 ):
     """A product as `codegen.build_product` makes it, where an element is a pair."""
-    code = PairCode(module, f"product_{mode}", block, 4, "pipipiii")
+    code = PairCode(module, f"product_{mode}", block, 4, "pipiipiii")
     if code.is_new:
-        C, ldc, A, row, B, ldb, rows, n = code.function.args
+        C, ldc, A, row, _, *rest = code.function.args
         whole = build_product(module, block, 4, mode, writer)
-        code.b.call(whole, [C, ldc, A, row, ir.Constant(INT, 1), B, ldb, rows, n])
+        code.b.call(whole, [C, ldc, A, row, ir.Constant(INT, 1), *rest])
         code.done()
     return code.function
 
@@ -38,10 +40,10 @@ def build_tile_product(
     module: ir.Module, block: Blocking, mode: str, lower: Callable = tiles.lower
 ):
     """A product by blocks of up to 2 x 2 tiles of C; `rows` and `n` are multiples of a tile's."""
-    code = PairCode(module, f"product_{mode}", block, 4, "pipipiii")
+    code = PairCode(module, f"product_{mode}", block, 4, "pipiipiii")
     if not code.is_new:
         return code.function
-    C, ldc, A, row, B, ldb, rows, n = code.function.args
+    C, ldc, A, row, _, B, ldb, rows, n = code.function.args
     b, columns = code.b, code.width // tiles.SIDE
     steps = [(at, min(tiles.BLOCK, columns - at)) for at in range(0, columns, tiles.BLOCK)]
 

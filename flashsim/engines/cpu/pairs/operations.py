@@ -23,7 +23,6 @@ from flashsim.engines.cpu.pairs.codegen import (
     build_add_scaled,
     build_configure,
     build_copy_pairs,
-    build_pair_product,
     build_pair_softmax,
     build_pairs_of_lanes,
     build_pairs_of_rows,
@@ -33,38 +32,6 @@ from flashsim.engines.cpu.pairs.codegen import (
     build_transpose_panel,
     build_transpose_rows,
 )
-from flashsim.engines.cpu.primitives.parts import part
-
-
-@part
-def dot(total, a, b):
-    """Total + the products of two pairs: of their upper numbers first, as VDPBF16PS has it."""
-    upper = np.uint32(0xFFFF0000)
-    high = np.uint32(a & upper).view(np.float32) * np.uint32(b & upper).view(np.float32)
-    left, right = np.uint32(a << np.uint32(16)), np.uint32(b << np.uint32(16))
-    return (total + high) + left.view(np.float32) * right.view(np.float32)
-
-
-@operation("a o0 i a o1 i a o2 i i i", build_pair_product, mode="set")
-def pairs_set(cpu, C, c0, ldc, A, a0, row, B, b0, ldb, rows, n):
-    """C = A B: C (rows, width) floats, A (rows, n) pairs, B (n, width) pairs."""
-    for r in range(rows):
-        for c in range(cpu.width):
-            total = np.float32(0)
-            for x in range(n):
-                total = dot(total, A[a0 + r * row + x], B[b0 + x * ldb + c])
-            C[c0 + r * ldc + c] = total
-
-
-@operation("a o0 i a o1 i a o2 i i i", build_pair_product, mode="add")
-def pairs_add(cpu, C, c0, ldc, A, a0, row, B, b0, ldb, rows, n):
-    """C += A B; as `pairs_set`."""
-    for r in range(rows):
-        for c in range(cpu.width):
-            total = C[c0 + r * ldc + c]
-            for x in range(n):
-                total = dot(total, A[a0 + r * row + x], B[b0 + x * ldb + c])
-            C[c0 + r * ldc + c] = total
 
 
 @operation("a o0 i a a a o1,2,3 a a o5", build_pair_softmax)
