@@ -402,15 +402,16 @@ def test_registers_are_chosen_by_what_the_cpu_has(features, machine, kind, monke
 @pytest.mark.parametrize(("terminal", "patience", "told"), [(1, 0.01, 1), (0, 0.01, 0), (1, 99, 0)])
 def test_long_compilation_is_announced_on_a_terminal(terminal, patience, told, monkeypatch, capsys):
     @njit
-    def walk(seats, x):
-        return len(seats) + x
+    def walk(x, counter):
+        return x
 
     monkeypatch.setitem(threads._WALKS, "forward", walk)
     monkeypatch.setattr(threads, "PATIENCE", patience)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: bool(terminal))
-    threads.run("forward", 1, 1)
+    counter = np.zeros(3, np.int64)
+    threads.run("forward", 1, 1, counter, counter=counter)
     assert ("compiling the CPU kernels" in capsys.readouterr().err) == bool(told)
-    threads.run("forward", 1, 1)  # compiled by now
+    threads.run("forward", 1, 1, counter, counter=counter)  # compiled by now
     assert not capsys.readouterr().err
 
 
@@ -455,7 +456,7 @@ def test_threads_are_a_positive_integer(given):
 INTERRUPTED = """
 import dataclasses, os, signal, threading, time
 import numpy as np, flashsim
-from flashsim.engines.cpu import engine, team, threads
+from flashsim.engines.cpu import engine, thread_pool, threads
 from flashsim.engines.cpu.tables import Tiles
 from flashsim.engines.engine import Job
 walked, real = [], threads.run
@@ -501,10 +502,8 @@ def interrupted(what, work, long):
         beside.join()
         assert np.array_equal(work(), expected)
         assert others and all(others)
-        for thread in threading.enumerate():
-            if thread.name == "flashsim walk":
-                thread.join(60)
-        assert len(team.here().free) == team.here().size
+        pool = thread_pool.pool()
+        assert len(pool.free) == pool.size
         counter, tiles = walked
         assert counter[0] < len(tiles.runs) * (len(tiles.set_ptr) - 1)  # they were told to leave
         print(what, took)

@@ -217,7 +217,7 @@ def build_softmax_along(module: ir.Module, block: Blocking, itemsize: int, kind:
                 ps = [b.fadd(one, other) for one, other in zip(ps[::2], ps[1::2], strict=True)]
             else:
                 for p, place in zip(ps, places, strict=True):
-                    code.store(rounded(code, p, kind) if kind else p, place)
+                    code.store(rounded(code, p, kind), place)
             return [b.fadd(total, p) for total, p in zip(sums, ps, strict=True)]
 
         sums = code.loop(n, [code.const(0)] * count, exponentials, by=at_once * code.lanes)

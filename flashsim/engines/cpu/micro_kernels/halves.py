@@ -32,9 +32,11 @@ def rounded_bits(code: Code, x):
     return b.select(b.fcmp_unordered("uno", x, x), quiet, rounded)
 
 
-def rounded(code: Code, x, kind: int):
-    """Floats as the nearest numbers of a 16-bit type, as floats."""
+def rounded(code: Code, x, kind: int | None):
+    """Floats as the nearest numbers of a 16-bit type, if there is one, as floats."""
     b = code.b
+    if kind is None:
+        return x
     if kind == BFLOAT16:
         return b.bitcast(b.and_(rounded_bits(code, x), code.ints(0xFFFF0000)), code.vector)
     return b.fpext(b.fptrunc(x, ir.VectorType(ir.HalfType(), code.lanes)), code.vector)
