@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import Mock
 
+import numba
 import numpy as np
 import pytest
 from numba import njit
@@ -135,6 +138,19 @@ def test_a_walk_reads_its_tables_where_they_lie():
     walk_once(held, alike, nested, out)
     assert out.tolist() == [150 + 18, 6 - 5, 8 + 1]
     assert [sys.getrefcount(x) for x in (grid, row, out)] == counts
+
+
+def test_numba_is_of_a_version_that_is_tried():
+    """The engine builds on classes of its compiler that any release may change."""
+    root = Path(__file__).parents[2]
+    allowed = re.search(r"numba >= (\S+), < (\S+)", (root / "setup.cfg").read_text())
+    tried = re.search(r"NUMBA := (\S+) (\S+)", (root / "Makefile").read_text())
+    low, high, oldest, newest, here = (
+        tuple(map(int, version.split(".")[:2]))
+        for version in (*allowed.groups(), *tried.groups(), numba.__version__)
+    )
+    assert low <= here < high, f"Numba {numba.__version__} is outside of what setup.cfg allows"
+    assert (oldest, newest) == (low, (high[0], high[1] - 1)), "`make numba` tries other versions"
 
 
 def test_text_of_numba_0_61_is_linked():
