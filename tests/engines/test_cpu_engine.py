@@ -18,7 +18,7 @@ from test_engines import OPTION_CASES, SIZES, check, precise_longdouble
 import flashsim
 from flashsim import BackendUnavailable, Device, OptionError, SramOverflow, Tiling, UnsupportedError
 from flashsim.engines.cpu import engine as cpu
-from flashsim.engines.cpu import items, notes, threads
+from flashsim.engines.cpu import notes, threads, work_tiles
 from flashsim.engines.cpu.micro_kernels import registers
 from flashsim.engines.cpu.tables import NOTE
 from flashsim.engines.engine import Job
@@ -188,20 +188,20 @@ RUNS = {
 def test_tiles_walked_together_keep_their_bits_and_traces(algorithm, case, monkeypatch):
     x = tensors(113, 170, 16, heads=8, kv_heads=4)
     options = {"tiling": Tiling(16, 16), "threads": 1, "trace": True, **RUNS[case]}
-    real, longest = items.runs, {}
+    real, longest = work_tiles.runs, {}
 
     def noted(*args, **more):
         runs = real(*args, **more)
-        longest.setdefault(items.TOGETHER, []).append(np.diff(runs).max())
+        longest.setdefault(work_tiles.TOGETHER, []).append(np.diff(runs).max())
         return runs
 
-    monkeypatch.setattr(items, "runs", noted)
+    monkeypatch.setattr(work_tiles, "runs", noted)
     runs = []
     for together in (1 << 18, 0):
-        items._known.cache_clear()  # tables of an earlier test
-        monkeypatch.setattr(items, "TOGETHER", together)
+        work_tiles._known.cache_clear()  # tables of an earlier test
+        monkeypatch.setattr(work_tiles, "TOGETHER", together)
         runs.append(both(x, algorithm, **options))
-    items._known.cache_clear()
+    work_tiles._known.cache_clear()
     grouped, alone = runs
     assert sum(n > 1 for n in longest[1 << 18]) == 2  # forward, and keys outside
     assert set(longest[0]) == {1}
@@ -219,7 +219,7 @@ def test_the_last_run_is_handed_out_tile_by_tile(fused, order):
     schedule = Schedule(problem, Tiling(64, 64), outer, key_order=order)
     csr = schedule.col_csr if fused else schedule.row_csr
     (even, spread) = (
-        [(int(a), int(b)) for a, b in items.runs(schedule, csr, fused, 4, spread=spread)]
+        [(int(a), int(b)) for a, b in work_tiles.runs(schedule, csr, fused, 4, spread=spread)]
         for spread in (False, True)
     )
     last = even[-1]
@@ -270,7 +270,7 @@ def test_what_is_called_finite_is(algorithm, dtype):
 def test_heads_that_share_a_bias_gradient_belong_to_one_thread(by_row, bias):
     """Threads that race for a gradient's tile seldom show it, so this looks at who takes what."""
     problem = flashsim.Problem(8, batch=2, heads=4, kv_heads=2, bias=bias)
-    ptr, members = items.sets(problem, by_row, shares=True)
+    ptr, members = work_tiles.sets(problem, by_row, shares=True)
     heads = 4 if by_row else 2
     assert sorted(members) == list(range(2 * heads))
     batch, matrices = bias or (2, 4)
@@ -288,7 +288,7 @@ def test_masks_evaluated_in_pieces_change_nothing(algorithm, monkeypatch):
     x = tensors(113, 203, 8)
     options = {"tiling": Tiling(32, 48), "mask": lambda q, k: (q * k) % 3 != 1, "causal": True}
     whole = both(x, algorithm, **options)[2]
-    monkeypatch.setattr(items, "MASK_CHUNK", 1)
+    monkeypatch.setattr(work_tiles, "MASK_CHUNK", 1)
     assert_same_bits(whole, both(x, algorithm, **options)[2])
 
 

@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import njit
 
 from flashsim.engines.cpu import scores
-from flashsim.engines.cpu.micro_kernels import codegen, halves, plain, registers
+from flashsim.engines.cpu.micro_kernels import codegen, float16, plain, registers
 from flashsim.engines.cpu.micro_kernels.registers import BLOCKING, ROWS, Avx2, Avx512, Neon, Plain
 from flashsim.engines.cpu.primitives import packing
 from flashsim.problem.problem import numpy_dtype
@@ -251,7 +251,7 @@ def every_case(dtype):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rounding"), [("float16", halves.FLOAT16), ("bfloat16", halves.BFLOAT16)]
+    ("dtype", "rounding"), [("float16", float16.FLOAT16), ("bfloat16", float16.BFLOAT16)]
 )
 def test_rounding_to_16_bits(dtype, rounding):
     """Every 16-bit number, what lies halfway to its neighbour, and what lies beside that."""
@@ -285,7 +285,7 @@ def test_conversion_of_16_bits(dtype, kind):
     `None` is Python, of one number in 37; `Plain` is the same code, compiled.
     """
     step = 37 if kind is None else 1
-    code = halves.FLOAT16 if dtype == "float16" else halves.BFLOAT16
+    code = float16.FLOAT16 if dtype == "float16" else float16.BFLOAT16
     block = BLOCKING[HOST if kind in (None, Plain) else kind]
     cpu = (kind or Plain)(block.lanes(4) * block.vecs)
     there, back = (plain.widen, plain.narrow) if kind is None else (widen, narrow)

@@ -17,11 +17,11 @@ from numba.core.errors import TypingError
 
 from flashsim.engines.cpu import engine
 from flashsim.engines.cpu.micro_kernels import writer
-from flashsim.engines.cpu.primitives import atomics, parts
+from flashsim.engines.cpu.primitives import atomics, inline_jit
 from flashsim.engines.cpu.primitives.arrays import panel_array, rest
+from flashsim.engines.cpu.primitives.borrowed_args import borrow, call_with_lent
+from flashsim.engines.cpu.primitives.inline_jit import Whole, part
 from flashsim.engines.cpu.primitives.packing import filled
-from flashsim.engines.cpu.primitives.parts import Whole, part
-from flashsim.engines.cpu.primitives.references import borrow, call_with_lent
 
 
 @njit(nogil=True)
@@ -157,7 +157,7 @@ def test_text_of_numba_0_61_is_linked():
     """Its libraries do not say how they begin anew."""
     other = Mock(spec=["_get_module_for_linking"])
     library, module = Mock(spec=["_linking_libraries"], _linking_libraries=[other, other]), Mock()
-    parts._link(library, module)
+    inline_jit._link(library, module)
     module.link_in.assert_called_once_with(other._get_module_for_linking(), preserve=True)
 
 

@@ -15,7 +15,7 @@ import pytest
 import flashsim
 from flashsim.engines.cpu import thread_pool, threads
 from flashsim.engines.cpu.primitives.atomics import fetch_add, load_acquire
-from flashsim.engines.cpu.primitives.parts import part
+from flashsim.engines.cpu.primitives.inline_jit import part
 
 on_linux = pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity") or threads.available() < 2,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from flashsim.engines.cpu.bf16_dot.operations import begin_tiles, end_tiles
 from flashsim.engines.cpu.kernels_forward import next_inner, next_item, stopped
 from flashsim.engines.cpu.micro_kernels.plain import grad_scores_by_lane, grad_scores_by_row
 from flashsim.engines.cpu.operands import (
@@ -28,9 +29,9 @@ from flashsim.engines.cpu.operands import (
     wide_room,
     write_rows,
 )
-from flashsim.engines.cpu.pairs.operations import begin_tiles, end_tiles
 from flashsim.engines.cpu.primitives.arrays import panel_array, rest
 from flashsim.engines.cpu.primitives.atomics import give_way, load_acquire, store_release
+from flashsim.engines.cpu.primitives.inline_jit import part
 from flashsim.engines.cpu.primitives.packing import (
     clear_rows,
     fill,
@@ -39,7 +40,6 @@ from flashsim.engines.cpu.primitives.packing import (
     room_for,
     widened,
 )
-from flashsim.engines.cpu.primitives.parts import part
 from flashsim.engines.cpu.scores import (
     add_bias_gradient,
     apply_gate,

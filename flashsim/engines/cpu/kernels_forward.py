@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from flashsim.engines.cpu.bf16_dot.operations import begin_tiles, end_tiles
 from flashsim.engines.cpu.operands import (
     Sums,
     aligned,
@@ -32,11 +33,10 @@ from flashsim.engines.cpu.operands import (
     wide_room,
     write_rows,
 )
-from flashsim.engines.cpu.pairs.operations import begin_tiles, end_tiles
 from flashsim.engines.cpu.primitives.arrays import panel_array, rest
 from flashsim.engines.cpu.primitives.atomics import fetch_add, load_acquire
+from flashsim.engines.cpu.primitives.inline_jit import part
 from flashsim.engines.cpu.primitives.packing import fill, filled, panels_of
-from flashsim.engines.cpu.primitives.parts import part
 from flashsim.engines.cpu.scores import finish_scores, hides, is_plain, place_of, visible_rows
 from flashsim.engines.cpu.tables import NOTE, STOP
 from flashsim.schedule.schedule import MASKED

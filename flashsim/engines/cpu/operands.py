@@ -5,7 +5,7 @@ follows from the CPU's kind, so a kernel is written once. Floats are read where 
 numbers after they were widened; pairs are packed in whole tiles, with zeros where numbers end.
 
 A left operand gives one scalar (or pair) per row and term of the sum, a right one a row of lanes
-per term: see `micro_kernels.plain` and `pairs.operations`.
+per term: see `micro_kernels.plain` and `bf16_dot.operations`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flashsim.engines.cpu.bf16_dot import packing, steps
+from flashsim.engines.cpu.bf16_dot.operations import scale_panel
+from flashsim.engines.cpu.bf16_dot.packing import Left, pair_tiles_of
+from flashsim.engines.cpu.bf16_dot.tiles import SIDE
 from flashsim.engines.cpu.micro_kernels.plain import (
     online_softmax,
     product_add,
@@ -23,11 +27,8 @@ from flashsim.engines.cpu.micro_kernels.plain import (
     round_panel,
 )
 from flashsim.engines.cpu.micro_kernels.registers import BLOCKING
-from flashsim.engines.cpu.pairs import packing, steps
-from flashsim.engines.cpu.pairs.operations import scale_panel
-from flashsim.engines.cpu.pairs.packing import Left, pair_tiles_of
-from flashsim.engines.cpu.pairs.tiles import SIDE
 from flashsim.engines.cpu.primitives.arrays import panel_array, rest
+from flashsim.engines.cpu.primitives.inline_jit import HotPart, Part, part, using
 from flashsim.engines.cpu.primitives.packing import (
     copy_rows,
     look,
@@ -36,7 +37,6 @@ from flashsim.engines.cpu.primitives.packing import (
     unpack_rows,
     widened,
 )
-from flashsim.engines.cpu.primitives.parts import HotPart, Part, part, using
 
 #: Keys whose scores exist at a time: a panel of them, P and Q fit the first-level cache.
 CHUNK = 64

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flashsim.engines.cpu.micro_kernels.plain import soft_cap, soft_cap_gated
-from flashsim.engines.cpu.primitives.parts import part
+from flashsim.engines.cpu.primitives.inline_jit import part
 
 
 class Rules(NamedTuple):
@@ -28,7 +28,7 @@ class Rules(NamedTuple):
     banded : bool
         Whether the band alone decides; otherwise MASKED tiles bring their own bits.
     rounding : int
-        What inputs of 16 bits are, `halves.BFLOAT16` or `FLOAT16`; None of others.
+        What inputs of 16 bits are, `float16.BFLOAT16` or `FLOAT16`; None of others.
     bias : ndarray, flat, accumulator type
         Of (batch, head) it starts at ``batch * bias_batch + head * bias_head``; empty without bias.
     """

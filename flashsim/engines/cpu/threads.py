@@ -17,8 +17,8 @@ from numba import njit
 from numba.core.event import Event, Listener, register
 
 from flashsim.engines.cpu import kernels_backward, kernels_forward, thread_pool, walks_decode
-from flashsim.engines.cpu.primitives.parts import Whole
-from flashsim.engines.cpu.primitives.references import call_with_lent
+from flashsim.engines.cpu.primitives.borrowed_args import call_with_lent
+from flashsim.engines.cpu.primitives.inline_jit import Whole
 from flashsim.engines.cpu.tables import STOP
 from flashsim.l2.compiled import keep, kept
 

@@ -17,7 +17,7 @@ from llvmlite import ir
 
 from flashsim.engines.cpu.micro_kernels.along_pairs import weigh_pairs
 from flashsim.engines.cpu.micro_kernels.along_tiles import dots_in_tiles, tiled, weigh_in_tiles
-from flashsim.engines.cpu.micro_kernels.halves import rounded
+from flashsim.engines.cpu.micro_kernels.float16 import rounded
 from flashsim.engines.cpu.micro_kernels.pair_writer import PairCode
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
 from flashsim.engines.cpu.micro_kernels.stretch import (

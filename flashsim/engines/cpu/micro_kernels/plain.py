@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from flashsim.engines.cpu.bf16_dot.codegen import build_any_product
 from flashsim.engines.cpu.micro_kernels.along import build_dots, build_softmax_along, build_weigh
 from flashsim.engines.cpu.micro_kernels.along_pairs import build_side_by_side
 from flashsim.engines.cpu.micro_kernels.codegen import (
@@ -28,14 +29,13 @@ from flashsim.engines.cpu.micro_kernels.codegen import (
     build_soft_cap,
     build_transpose,
 )
-from flashsim.engines.cpu.micro_kernels.halves import (
+from flashsim.engines.cpu.micro_kernels.float16 import (
     BFLOAT16,
     build_convert,
     build_round,
 )
 from flashsim.engines.cpu.micro_kernels.vector import operation, operation_by_kind
-from flashsim.engines.cpu.pairs.codegen import build_any_product
-from flashsim.engines.cpu.primitives.parts import part
+from flashsim.engines.cpu.primitives.inline_jit import part
 
 LOG2E = 1.4426950408889634
 
@@ -241,7 +241,7 @@ def round_panel(cpu, X, x0, ld, rows, kind):
 
 @operation_by_kind("a o0 a i i", build_convert, narrow=False)
 def widen(cpu, floats, f0, halves, h0, n, kind):
-    """n 16-bit numbers, BFLOAT16 or FLOAT16, as floats, exactly; see `halves` for their array."""
+    """n 16-bit numbers, BFLOAT16 or FLOAT16, as floats, exactly; see `float16` for their array."""
     bits = halves.view(np.uint16)
     for i in range(n):
         value = number_of(bits[h0 + i])

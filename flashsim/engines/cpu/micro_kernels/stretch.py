@@ -7,7 +7,7 @@ from collections.abc import Callable
 from llvmlite import ir
 
 from flashsim.engines.cpu.micro_kernels import registers
-from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16, SHORT, as_floats
+from flashsim.engines.cpu.micro_kernels.float16 import BFLOAT16, SHORT, as_floats
 from flashsim.engines.cpu.micro_kernels.pair_writer import WRITERS, PairCode
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
 from flashsim.engines.cpu.micro_kernels.writer import INT, LINE, Code

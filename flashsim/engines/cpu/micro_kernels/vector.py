@@ -10,9 +10,9 @@ from numba.core import cgutils
 from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
-from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16, FLOAT16
+from flashsim.engines.cpu.micro_kernels.float16 import BFLOAT16, FLOAT16
 from flashsim.engines.cpu.micro_kernels.registers import BLOCKING, Plain
-from flashsim.engines.cpu.primitives.parts import HotPart, using
+from flashsim.engines.cpu.primitives.inline_jit import HotPart, using
 
 
 def operation(layout: str, build: Callable, **options) -> Callable:

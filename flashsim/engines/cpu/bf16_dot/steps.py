@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flashsim.engines.cpu.micro_kernels.plain import product_add, product_set
-from flashsim.engines.cpu.pairs.operations import (
+from flashsim.engines.cpu.bf16_dot.operations import (
     add_scaled,
     online_softmax_pairs,
     pairs_of_lanes,
@@ -13,9 +12,10 @@ from flashsim.engines.cpu.pairs.operations import (
     scale_lanes,
     scale_panel,
 )
-from flashsim.engines.cpu.pairs.packing import pair_tiles_of, tiles_of
+from flashsim.engines.cpu.bf16_dot.packing import pair_tiles_of, tiles_of
+from flashsim.engines.cpu.micro_kernels.plain import product_add, product_set
 from flashsim.engines.cpu.primitives.arrays import rest
-from flashsim.engines.cpu.primitives.parts import part
+from flashsim.engines.cpu.primitives.inline_jit import part
 
 
 def scaled(cpu, S, rows, plain, scales):

@@ -21,10 +21,10 @@ import flashsim
 from flashsim import BackendUnavailable, OptionError, Tiling
 from flashsim.api import arrays
 from flashsim.engines.cpu import chosen, engine, operands
+from flashsim.engines.cpu.bf16_dot import codegen, operations, packing, tiles
 from flashsim.engines.cpu.micro_kernels import amx, pair_writer, plain, registers
 from flashsim.engines.cpu.micro_kernels.registers import BLOCKING, PAIRED, ROWS, Amx, Avx512Bf16
 from flashsim.engines.cpu.micro_kernels.vector import vector_intrinsic
-from flashsim.engines.cpu.pairs import codegen, operations, packing, tiles
 from flashsim.engines.engine import Job
 from flashsim.problem.problem import numpy_dtype
 

@@ -16,10 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flashsim.engines.cpu.micro_kernels.exponential import SLACK
-from flashsim.engines.cpu.micro_kernels.plain import LOG2E, bits_of
-from flashsim.engines.cpu.micro_kernels.vector import operation
-from flashsim.engines.cpu.pairs.codegen import (
+from flashsim.engines.cpu.bf16_dot.codegen import (
     build_add_scaled,
     build_configure,
     build_copy_pairs,
@@ -32,6 +29,9 @@ from flashsim.engines.cpu.pairs.codegen import (
     build_transpose_panel,
     build_transpose_rows,
 )
+from flashsim.engines.cpu.micro_kernels.exponential import SLACK
+from flashsim.engines.cpu.micro_kernels.plain import LOG2E, bits_of
+from flashsim.engines.cpu.micro_kernels.vector import operation
 
 
 @operation("a o0 i a a a o1,2,3 a a o5", build_pair_softmax)

@@ -8,12 +8,12 @@ from collections.abc import Callable
 import numpy as np
 from llvmlite import ir
 
+from flashsim.engines.cpu.bf16_dot import tiles
 from flashsim.engines.cpu.micro_kernels.codegen import build_product
 from flashsim.engines.cpu.micro_kernels.exponential import SLACK
 from flashsim.engines.cpu.micro_kernels.pair_writer import PairCode
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
 from flashsim.engines.cpu.micro_kernels.writer import INT, Code
-from flashsim.engines.cpu.pairs import tiles
 
 
 def build_any_product(module: ir.Module, block: Blocking, itemsize: int, mode: str):
