@@ -11,7 +11,6 @@ from compiled import kernels_only, thorough
 from llvmlite import ir
 from numba import njit
 
-from flashsim.engines.cpu import scores
 from flashsim.engines.cpu.micro_kernels import codegen, float16, plain, registers
 from flashsim.engines.cpu.micro_kernels.registers import BLOCKING, ROWS, Avx2, Avx512, Neon, Plain
 from flashsim.engines.cpu.primitives import packing
@@ -263,7 +262,7 @@ def test_rounding_to_16_bits(dtype, rounding):
     every = range(len(x))
     some = [*every[::37], every[-1]]  # in Python: slow, and the same as `Plain` is compiled from
     for walk, kind, panels in (
-        (scores.round_panel, Plain, some),
+        (plain.round_panel, Plain, some),
         (round_, Plain, every),
         (round_, HOST, every),
     ):

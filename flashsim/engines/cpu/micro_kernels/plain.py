@@ -280,10 +280,10 @@ def rounded_number(x, kind):
 def bits_of(x):
     """The bits of the bfloat16 nearest to a float32 (ties to even), as 32 bits."""
     bits = np.float32(x).view(np.uint32)
+    if x != x:  # rounding could carry a NaN into a number
+        return np.uint32((bits | np.uint32(1 << 22)) >> np.uint32(16))
     odd = (bits >> np.uint32(16)) & np.uint32(1)
-    rounded = np.uint32(bits + np.uint32(0x7FFF) + odd)
-    quiet = np.uint32(bits | np.uint32(1 << 22))  # rounding could carry a NaN into a number
-    return np.uint32((rounded if x == x else quiet) >> np.uint32(16))
+    return np.uint32(np.uint32(bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
 
 
 @part
