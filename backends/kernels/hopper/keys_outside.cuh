@@ -146,7 +146,6 @@ __device__ inline float seen(const float* from) { return FS_AFTER ? __ldcg(from)
 // delta yet, only, with FS_DLSE, what it will be less.
 __device__ void produce_statistics(OnChip& s, const Args& a) {
     constexpr int PER_LANE = (BLOCK_Q + 31) / 32;
-    [[maybe_unused]] const float* second = FS_DLSE ? a.dlse : a.delta;
     const int lane = threadIdx.x % 32;
     const float unit = START ? -1.0f / a.scale : -LOG2E;
     Ring ring, slot;
@@ -174,7 +173,7 @@ __device__ void produce_statistics(OnChip& s, const Args& a) {
                 lse[i] = exists ? seen(a.lse + row) : NEG_INF;
                 report(counts + 2, 4 * exists);
                 if (FS_ONCE && !FS_DLSE) continue;
-                delta[i] = exists ? seen(second + row) : 0.0f;
+                delta[i] = exists ? seen((FS_DLSE ? a.dlse : a.delta) + row) : 0.0f;
                 report(counts + 3, 4 * exists);
             }
             wait(&s.empty[ring.stage], ring.parity ^ 1);  // its last readers are done
