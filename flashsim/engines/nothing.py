@@ -56,4 +56,4 @@ class Nothing:
 
 
 def _outcome(job: Job, arrays: dict[str, Any]) -> Outcome:
-    return Outcome(arrays, job.tiling or Tiling(1, 1), None, KERNEL)
+    return Outcome(arrays, job.tiling or Tiling(1, 1), None, KERNEL, {})
