@@ -76,7 +76,7 @@ class Latent(Bench):
 def _splits(n_q: int, batch: int, keys: int) -> int:
     from flashsim import Problem
     from flashsim.backends.cupy_gpu.engine import gpu_of
-    from flashsim.backends.families import latent
+    from flashsim.backends.launch_policy import latent
 
     p = Problem(
         *(n_q, keys, WIDTH, VALUES),

@@ -22,11 +22,10 @@ import numpy as np
 from flashsim.backends import launch
 from flashsim.backends.cupy_gpu import arrays, tensor_maps
 from flashsim.backends.cupy_gpu.launching import Launcher
+from flashsim.backends.launch.device_tables import Lowered
 from flashsim.backends.launch.kernel import Gpu, Kernel
-from flashsim.backends.launch.lowering import Lowered
 from flashsim.backends.launch.passes import KernelPass
-from flashsim.backends.reports import counts
-from flashsim.backends.reports import stamps as timeline
+from flashsim.backends.reports import counts, timeline
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 from flashsim.trace.events import StageTrace

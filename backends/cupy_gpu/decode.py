@@ -16,9 +16,9 @@ import numpy as np
 from flashsim.backends import failures, launch
 from flashsim.backends.cupy_gpu import arrays
 from flashsim.backends.cupy_gpu.launching import Launcher
-from flashsim.backends.families import cascade, decode, decode_kernels, latent
 from flashsim.backends.kernels import nvrtc
 from flashsim.backends.launch.kernel import Gpu
+from flashsim.backends.launch_policy import cascade, decode, decode_kernels, latent
 from flashsim.backends.reports import decode as traces
 from flashsim.engines.engine import Job, Outcome
 from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError, shown

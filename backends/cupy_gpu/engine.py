@@ -11,14 +11,14 @@ from functools import cache, lru_cache
 from typing import Any
 
 from flashsim.backends import failures, launch
-from flashsim.backends.families.decode import ALGORITHM as DECODE
-from flashsim.backends.families.decode import OPTIONS as DECODING
-from flashsim.backends.families.family import Family
-from flashsim.backends.families.hopper import HOPPER
-from flashsim.backends.families.hopper_fp8 import HOPPER_FP8
-from flashsim.backends.families.portable import PORTABLE, TF32
-from flashsim.backends.launch import lowering
+from flashsim.backends.launch import device_tables
 from flashsim.backends.launch.kernel import Gpu
+from flashsim.backends.launch_policy.decode import ALGORITHM as DECODE
+from flashsim.backends.launch_policy.decode import OPTIONS as DECODING
+from flashsim.backends.launch_policy.family import Family
+from flashsim.backends.launch_policy.hopper import HOPPER
+from flashsim.backends.launch_policy.hopper_fp8 import HOPPER_FP8
+from flashsim.backends.launch_policy.portable import PORTABLE, TF32
 from flashsim.engines.engine import Job, Outcome
 from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError, choices
 from flashsim.problem.problem import Problem
@@ -329,7 +329,7 @@ def _check(job: Job) -> None:
             raise UnsupportedError(
                 f"backend='cupy' takes {name} up to {launch.MAX_HEAD_DIM}, got {getattr(p, name)}"
             )
-    lowering.refuse(p)
+    device_tables.refuse(p)
     name, tf32 = job.options.get("kernel", "auto"), job.options.get("allow_tf32", False)
     if name not in ("auto", *KERNELS):
         raise OptionError(f"unknown kernel {name!r}; {choices(name, ('auto', *KERNELS))}")

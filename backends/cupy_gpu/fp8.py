@@ -11,9 +11,9 @@ import cupy
 import numpy as np
 
 from flashsim.backends.cupy_gpu import arrays
-from flashsim.backends.families import quantize as family
 from flashsim.backends.kernels import nvrtc
 from flashsim.backends.launch.kernel import Kernel, whole_sixteens
+from flashsim.backends.launch_policy import quantize as family
 from flashsim.engines.engine import Job
 from flashsim.errors import ShapeError
 
@@ -75,7 +75,7 @@ def launch(
     others : dict
         Arrays of ``struct Args`` by name.
     q, k : (batch, heads, n, d)
-        Shapes; q may be None (`families.quantize.sizes`).
+        Shapes; q may be None (`launch_policy.quantize.sizes`).
     """
     record = np.zeros((), family.ARGS)
     for name, view in inputs.items():

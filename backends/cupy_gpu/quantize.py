@@ -11,8 +11,8 @@ import numpy as np
 
 from flashsim.backends import failures
 from flashsim.backends.cupy_gpu import arrays, engine, fp8
-from flashsim.backends.families import quantize as family
 from flashsim.backends.launch.kernel import whole_sixteens
+from flashsim.backends.launch_policy import quantize as family
 from flashsim.errors import DTypeError
 
 

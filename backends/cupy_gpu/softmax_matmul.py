@@ -10,9 +10,9 @@ import numpy as np
 
 from flashsim.backends import failures
 from flashsim.backends.cupy_gpu import arrays, engine
-from flashsim.backends.families import softmax_matmul as family
 from flashsim.backends.kernels import nvrtc
 from flashsim.backends.launch.kernel import row_elements
+from flashsim.backends.launch_policy import softmax_matmul as family
 
 
 def forward(

@@ -95,7 +95,7 @@ class Variant:
     pass, and its row sums are in registers whatever it costs. `cluster` thread blocks share an item
     of the Hopper backward. With `overlap` a kernel lets the next one start before it has ended, and
     itself waits for the one before, where that matters. `in_step` is how items of the Hopper
-    backward go through row tiles (kernels/hopper/keys_outside.cuh), `deferred` whether it computes
+    backward go through row tiles (kernels/hopper/kv_outer.cuh), `deferred` whether it computes
     dQ of a visit in the next one (kernels/hopper/backward.cu). Of a pass in several launches, one
     runs `after` the one before it has begun, and lets the next one begin if there is `more`. With
     `once` each row tile has one visit.

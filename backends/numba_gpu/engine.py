@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from flashsim.backends import failures
-from flashsim.backends.families.family import Family
 from flashsim.backends.launch.kernel import Gpu
+from flashsim.backends.launch_policy.family import Family
 from flashsim.engines.engine import Job, Outcome
 from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError, choices
 
@@ -115,7 +115,7 @@ def _family(job: Job, gpu: Gpu, direction: str) -> Family:
 
     Of a head_dim for which Hopper's have no backward it is `TENSOR`'s, whatever was asked for.
     """
-    from flashsim.backends.numba_gpu.families import HOPPER, TENSOR, WIDEST_BACKWARD
+    from flashsim.backends.numba_gpu.launch_policy import HOPPER, TENSOR, WIDEST_BACKWARD
 
     asked, p = job.options.get("kernel", "auto"), job.problem
     if direction == "backward" and max(p.head_dim, p.head_dim_v) > WIDEST_BACKWARD:

@@ -13,8 +13,8 @@ from itertools import accumulate
 
 import numpy as np
 
-from flashsim.backends.families.decode import ALGORITHM, ITEM_SLOTS, VISIT_SLOTS, Decode
-from flashsim.backends.reports import stamps
+from flashsim.backends.launch_policy.decode import ALGORITHM, ITEM_SLOTS, VISIT_SLOTS, Decode
+from flashsim.backends.reports import timeline as stamps
 from flashsim.backends.reports.counts import one_walk
 from flashsim.errors import UnsupportedError
 from flashsim.schedule import plans

@@ -23,8 +23,8 @@ from test_emulated_decode import AMPERE, CASCADES, CASES, H200
 
 from flashsim.api import inputs
 from flashsim.backends.cupy_gpu import arrays, decode, launching
-from flashsim.backends.families import cascade, decode_kernels
-from flashsim.backends.families import decode as family
+from flashsim.backends.launch_policy import cascade, decode_kernels
+from flashsim.backends.launch_policy import decode as family
 
 needs_gcc = pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
 

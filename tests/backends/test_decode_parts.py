@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashsim import Problem
-from flashsim.backends.families import cascade, decode, latent
+from flashsim.backends.launch_policy import cascade, decode, latent
 from flashsim.errors import OptionError, ShapeError, UnsupportedError
 
 pytest.importorskip("cupy")

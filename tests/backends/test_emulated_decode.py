@@ -10,7 +10,7 @@ import pytest
 
 import flashsim
 from flashsim import Problem, TraceError, UnsupportedError
-from flashsim.backends.families import decode, decode_kernels
+from flashsim.backends.launch_policy import decode, decode_kernels
 from flashsim.backends.reports import decode as traces
 
 pytest.importorskip("cupy")  # test_cuda_kernels wants it; nothing here does

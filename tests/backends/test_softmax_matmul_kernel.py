@@ -24,8 +24,8 @@ from test_decode_launch import Space
 
 from flashsim.backends.cupy_gpu import arrays, engine
 from flashsim.backends.cupy_gpu import softmax_matmul as gpu
-from flashsim.backends.families import softmax_matmul as family
 from flashsim.backends.kernels import nvrtc
+from flashsim.backends.launch_policy import softmax_matmul as family
 
 needs_gcc = pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
 

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashsim import Device, Problem, l2
-from flashsim.backends.families.hopper import HOPPER
-from flashsim.backends.families.portable import PORTABLE
 from flashsim.backends.launch.kernel import Gpu
+from flashsim.backends.launch_policy.hopper import HOPPER
+from flashsim.backends.launch_policy.portable import PORTABLE
 from flashsim.schedule import plans
 from flashsim.schedule.clump import clump_size
 from flashsim.studies.predict import predict

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import flashsim
 from flashsim import BackendUnavailable, Device, Problem, Tiling, TraceError, UnsupportedError, l2
-from flashsim.backends.families.hopper_kernels import product_columns
+from flashsim.backends.launch_policy.hopper_kernels import product_columns
 from flashsim.cli.app import app
 from flashsim.problem.masks import BlockMask
 from flashsim.studies.verify import (

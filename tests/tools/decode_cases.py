@@ -10,9 +10,9 @@ import numpy as np
 
 import flashsim
 from flashsim import Device, Tiling
-from flashsim.backends.families import cascade, decode, latent
-from flashsim.backends.families.decode import Decode
 from flashsim.backends.launch.kernel import Gpu
+from flashsim.backends.launch_policy import cascade, decode, latent
+from flashsim.backends.launch_policy.decode import Decode
 from flashsim.problem import oracle
 from flashsim.problem.problem import Problem, numpy_dtype
 

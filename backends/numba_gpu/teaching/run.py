@@ -13,7 +13,7 @@ import numpy as np
 from numba import config, cuda
 
 from flashsim.backends import failures, launch
-from flashsim.backends.launch.lowering import Lowered, check, lower
+from flashsim.backends.launch.device_tables import Lowered, check, lower
 from flashsim.backends.numba_gpu.teaching import kernels as teaching
 from flashsim.backends.numba_gpu.teaching.kernels import TeachingShape
 from flashsim.backends.reports import counts

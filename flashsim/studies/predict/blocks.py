@@ -6,7 +6,7 @@ import heapq
 import itertools
 from collections.abc import Sequence
 
-from flashsim.backends.families import tile_times
+from flashsim.backends.launch_policy import cost_model
 
 
 def makespan(
@@ -87,7 +87,7 @@ def in_launches(
     for seconds, items, cluster, places in launches:
         free.sort()
         begun = free[cluster - 1 : cluster * places : cluster]  # with the last of a cluster's SMs
-        done = tile_times.ends([seconds], items, items, begun)
+        done = cost_model.ends([seconds], items, items, begun)
         free = done * cluster + free[cluster * places :]
     return max(free), sum(free) / processors
 

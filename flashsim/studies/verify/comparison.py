@@ -8,9 +8,9 @@ from statistics import fmean
 from typing import Any
 
 from flashsim import report
-from flashsim.backends.families.hopper import HOPPER
+from flashsim.backends.launch.device_tables import Lowered, lower
 from flashsim.backends.launch.kernel import Gpu, row_elements
-from flashsim.backends.launch.lowering import Lowered, lower
+from flashsim.backends.launch_policy.hopper import HOPPER
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import DTypeError, TraceError, own_errors, shown
 from flashsim.l2 import L2Model, dram

@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flashsim.backends.families import hopper_kernels
-from flashsim.backends.families.family import PLAIN
-from flashsim.backends.families.hopper import HOPPER
-from flashsim.backends.families.portable_kernels import dkdv_kernel
+from flashsim.backends.launch.device_tables import lower
 from flashsim.backends.launch.kernel import Gpu, padded_dims, row_elements
-from flashsim.backends.launch.lowering import lower
+from flashsim.backends.launch_policy import hopper_kernels
+from flashsim.backends.launch_policy.family import PLAIN
+from flashsim.backends.launch_policy.hopper import HOPPER
+from flashsim.backends.launch_policy.portable_kernels import dkdv_kernel
 from flashsim.counts.traffic import Traffic
 from flashsim.counts.work import stage_work, total_flops
 from flashsim.schedule import plans

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashsim.backends import launch
-from flashsim.backends.families import hopper, hopper_kernels
-from flashsim.backends.families.family import Family
-from flashsim.backends.families.tile_times import makespan
 from flashsim.backends.kernels import nvrtc
+from flashsim.backends.launch.device_tables import Lowered
 from flashsim.backends.launch.kernel import Box, Gpu, Kernel, Variant
-from flashsim.backends.launch.lowering import Lowered
+from flashsim.backends.launch_policy import hopper, hopper_kernels
+from flashsim.backends.launch_policy.cost_model import makespan
+from flashsim.backends.launch_policy.family import Family
 from flashsim.errors import UnsupportedError
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans

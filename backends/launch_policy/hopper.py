@@ -9,9 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flashsim.backends import launch
-from flashsim.backends.families import hopper_kernels, portable_kernels
-from flashsim.backends.families.family import Family
-from flashsim.backends.families.tile_times import (
+from flashsim.backends.kernels import nvrtc
+from flashsim.backends.launch.device_tables import Lowered
+from flashsim.backends.launch.kernel import Gpu, Kernel, Variant
+from flashsim.backends.launch_policy import hopper_kernels, portable_kernels
+from flashsim.backends.launch_policy.cost_model import (
     ADDING_UP,
     HOPPER_FORWARD,
     HOPPER_FUSED_WIDE,
@@ -25,9 +27,7 @@ from flashsim.backends.families.tile_times import (
     remainder,
     sooner_at_once,
 )
-from flashsim.backends.kernels import nvrtc
-from flashsim.backends.launch.kernel import Gpu, Kernel, Variant
-from flashsim.backends.launch.lowering import Lowered
+from flashsim.backends.launch_policy.family import Family
 from flashsim.errors import UnsupportedError
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
@@ -161,7 +161,7 @@ class Hopper(Family):
         return self.fused_is_faster(problem, gpu)
 
     def fused_is_faster(self, problem: Problem, gpu: Gpu) -> bool:
-        """Than three passes, if these run: by the time model (`tile_times`).
+        """Than three passes, if these run: by the time model (`cost_model`).
 
         The three passes have more products, but no float32 dQ to clear and to convert, and dQ's
         runs beside dK's and dV's. Above 192 the fused kernel has no room to send dQ off.

@@ -1,17 +1,17 @@
 """The Hopper kernels' launches: threads, shared memory (struct OnChip of each), boxes, columns.
 
-`families.hopper` says which of them runs a stage.
+`launch_policy.hopper` says which of them runs a stage.
 """
 
 from __future__ import annotations
 
 from flashsim.backends import launch
-from flashsim.backends.families.tile_times import ROLES
 from flashsim.backends.launch.kernel import Box, Kernel, Variant
+from flashsim.backends.launch_policy.cost_model import ROLES
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 
-#: Bytes of the item slots (struct Items in kernels/hopper/work.cuh) and of one mbarrier.
+#: Bytes of the item slots (struct Items in kernels/hopper/tile_scheduler.cuh) and of one mbarrier.
 _ITEMS, _BARRIER = 160, 8
 _CHUNK = 64  # columns of a shared-memory chunk: 128 bytes of 16-bit elements
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from flashsim.backends.families import decode, decode_kernels, decode_splits
 from flashsim.backends.launch.kernel import (
     Gpu,
     Kernel,
@@ -14,6 +13,7 @@ from flashsim.backends.launch.kernel import (
     constants,
     macros,
 )
+from flashsim.backends.launch_policy import decode, decode_kernels, decode_splits
 from flashsim.errors import UnsupportedError
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling

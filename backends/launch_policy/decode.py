@@ -11,8 +11,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from flashsim.backends.families import decode_kernels as kernels
-from flashsim.backends.families import decode_splits
 from flashsim.backends.launch.kernel import (
     MAX_HEAD_DIM,
     Gpu,
@@ -21,6 +19,8 @@ from flashsim.backends.launch.kernel import (
     padded_dims,
     row_elements,
 )
+from flashsim.backends.launch_policy import decode_kernels as kernels
+from flashsim.backends.launch_policy import decode_splits
 from flashsim.errors import OptionError, UnsupportedError
 from flashsim.problem.problem import Problem
 

@@ -1,7 +1,7 @@
 """What a family of kernels is: which tiles it takes, and which kernel runs each stage of a pass.
 
-`families.portable` has two, `families.hopper` one, and `numba_gpu.families` the same in Python. The
-engine (`cupy_gpu.engine`) owns arrays, errors and traces; the predictor needs no GPU.
+`launch_policy.portable` has two, `launch_policy.hopper` one, and `numba_gpu.launch_policy` the same
+in Python. The engine (`cupy_gpu.engine`) owns arrays, errors and traces; none of this needs a GPU.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
+from flashsim.backends.launch.device_tables import Lowered, in_turns, lower
 from flashsim.backends.launch.kernel import Gpu, Kernel, Variant
-from flashsim.backends.launch.lowering import Lowered, in_turns, lower
 from flashsim.backends.launch.passes import KernelPass
 from flashsim.errors import FlashSimError, TilingError, UnsupportedError
 from flashsim.problem.problem import Problem
@@ -178,7 +178,7 @@ class Family(ABC):
         ----------
         ordered : bool
             "flash2-fused" only, and where `orders_dq`: add to dQ in a fixed order
-            (`lowering.in_turns`).
+            (`device_tables.in_turns`).
         """
         return _passes(
             self, "backward", problem, tiling, gpu, key_order, report, algorithm, ordered

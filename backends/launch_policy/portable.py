@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from flashsim.backends.families import portable_kernels as kernels
-from flashsim.backends.families.family import PLAIN, Family
 from flashsim.backends.kernels import nvrtc
 from flashsim.backends.launch.kernel import Gpu, Kernel, Variant
+from flashsim.backends.launch_policy import portable_kernels as kernels
+from flashsim.backends.launch_policy.family import PLAIN, Family
 from flashsim.errors import TilingError
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flashsim.backends import launch
-from flashsim.backends.families import hopper, hopper_kernels, portable_kernels
-from flashsim.backends.families.family import PLAIN
-from flashsim.backends.families.portable import Portable
+from flashsim.backends.launch.device_tables import Lowered
 from flashsim.backends.launch.kernel import Gpu, Kernel, Variant
-from flashsim.backends.launch.lowering import Lowered
+from flashsim.backends.launch_policy import hopper, hopper_kernels, portable_kernels
+from flashsim.backends.launch_policy.family import PLAIN
+from flashsim.backends.launch_policy.portable import Portable
 from flashsim.backends.numba_gpu import compiler
-from flashsim.backends.numba_gpu.hopper.onchip import DqAlone, KeysOutside, OnChip
+from flashsim.backends.numba_gpu.hopper.smem_layout import DqAlone, KeysOutside, OnChip
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
 from flashsim.schedule.tiling import Tiling

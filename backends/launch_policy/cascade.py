@@ -11,8 +11,8 @@ from itertools import accumulate
 
 import numpy as np
 
-from flashsim.backends.families import decode, decode_kernels, decode_splits
 from flashsim.backends.launch.kernel import Gpu, Variant, padded_dims
+from flashsim.backends.launch_policy import decode, decode_kernels, decode_splits
 from flashsim.errors import OptionError, UnsupportedError
 from flashsim.problem.problem import Problem
 
