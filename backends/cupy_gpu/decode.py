@@ -18,7 +18,7 @@ from flashsim.backends.cupy_gpu import arrays
 from flashsim.backends.cupy_gpu.launching import Launcher
 from flashsim.backends.kernels import nvrtc
 from flashsim.backends.launch.kernel import Gpu
-from flashsim.backends.launch_policy import cascade, decode, decode_kernels, latent
+from flashsim.backends.launch_policy import decode, decode_kernels
 from flashsim.backends.reports import decode as traces
 from flashsim.engines.engine import Job, Outcome
 from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError, shown
@@ -158,19 +158,14 @@ def _forward(
     if table is not None:
         page = int(job.k.shape[2])
         check_table(table, lengths, page, int(job.k.shape[0]))
-    how = (gpu, _splits(options.get("splits", "auto")), page, counts)
     prefix, timed = _prefix(job, table, page), job.trace == "timeline"
     if timed and (prefix or p.latent):
         raise UnsupportedError(
             "a shared prefix has no timeline on a GPU, nor has latent attention: leave it out, or "
             "give trace=True"
         )
-    if prefix:
-        made = cascade.plan(p, lengths, prefix, *how)
-    elif p.latent:
-        made = latent.plan(p, lengths, *how)
-    else:
-        made = decode.plan(p, lengths, *how, timed)
+    splits = _splits(options.get("splits", "auto"))
+    made = decode.plan(p, lengths, gpu, splits, page, counts, timed, prefix)
     walk = traces.walk_of(made, lengths, page) if job.trace else None
     with failures.Explaining(), space.on_device():
         with space.active():

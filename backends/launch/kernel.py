@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flashsim.errors import UnsupportedError
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
@@ -179,6 +180,15 @@ def row_elements(head_dim: int) -> int:
 def whole_sixteens(n: int) -> int:
     """Keys of a row of V^T: 16-byte accesses of single bytes."""
     return -(-n // 16) * 16
+
+
+def check_head_dims(problem: Problem, what: str) -> None:
+    """Raise `UnsupportedError` for head dims that the kernels are not built for."""
+    for name in ("head_dim", "head_dim_v"):
+        if getattr(problem, name) > MAX_HEAD_DIM:
+            raise UnsupportedError(
+                f"{what} takes {name} up to {MAX_HEAD_DIM}, got {getattr(problem, name)}"
+            )
 
 
 # -- parts ----------------------------------------------------------------------------------------

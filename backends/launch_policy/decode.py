@@ -1,28 +1,32 @@
 """Decoding (kernels/portable/decode.cu): which blocks a call has, and how they are launched.
 
 The keys of a sequence are split over blocks, as many as the live lengths of the whole batch and the
-GPU's multiprocessors ask for. Needs no GPU.
+GPU's multiprocessors ask for (`flashsim.schedule.split` has the rules). Latent attention has a
+kernel of its own (kernels/hopper/decode_latent.cu). A prefix that all sequences share (cascade
+attention) is walked once, with the queries of all of them in its row tiles. Needs no GPU.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
 from flashsim.backends.launch.kernel import (
-    MAX_HEAD_DIM,
     Gpu,
     Kernel,
     Variant,
+    check_head_dims,
     padded_dims,
     row_elements,
 )
 from flashsim.backends.launch_policy import decode_kernels as kernels
-from flashsim.backends.launch_policy import decode_splits
 from flashsim.errors import OptionError, UnsupportedError
 from flashsim.problem.problem import Problem
+from flashsim.schedule.split import Split, cut, longest_part
 
 ALGORITHM = "flash-decode"
 #: What `run` takes for it besides `splits`: lengths, pages, memory that calls share.
@@ -72,6 +76,8 @@ class Decode:
         Keys of a tile.
     n_visits : int
         Key tiles of the longest sequence.
+    split : Split
+        The rule by which the keys were divided; `splits` is what it gives.
     merge : Kernel, optional
         What merges the splits, launched behind `kernel` where there are any; otherwise it does.
     prefix, prefix_splits : int
@@ -86,6 +92,7 @@ class Decode:
     row_tiles: int
     block_k: int
     n_visits: int
+    split: Split
     merge: Kernel | None = None
     prefix: int = 0
     prefix_splits: int = 0
@@ -175,8 +182,32 @@ def record(made: Decode, table_row: int = 0, pages: int = 0) -> np.ndarray:
     return packed
 
 
-def check_type(problem: Problem) -> None:
-    """Raise `UnsupportedError` for types and masks that no kernel here decodes."""
+def live(problem: Problem, lengths: tuple[int, ...], page: int, prefix: int = 0) -> Problem:
+    """What a batch of these lengths poses, of which the first `prefix` keys are shared: its live
+    keys, packed.
+
+    Raises
+    ------
+    OptionError, UnsupportedError
+        If a sequence is shorter than the prefix, or a query does not see all of it, or it is not
+        whole pages.
+    """
+    p = problem
+    for b, length in enumerate(lengths):
+        if length < prefix:
+            raise OptionError(
+                f"shared_prefix is {prefix:,} keys, and entry {b} of the batch has {length:,}"
+            )
+    own = (length - prefix for length in lengths)
+    return replace(
+        p, batch=1, n_q=p.n_q * p.batch, n_kv=sum(lengths) - prefix * (p.batch - 1),
+        cu_seqlens_q=tuple(range(0, p.n_q * p.batch + 1, p.n_q)), page_size=page or None,
+        cu_seqlens_k=tuple(accumulate(own, initial=prefix)), shared_prefix=prefix,
+    )  # fmt: skip
+
+
+def check(problem: Problem, gpu: Gpu) -> None:
+    """Raise `UnsupportedError` for what no kernel decodes on this GPU."""
     p = problem
     if p.dtype not in ("float16", "bfloat16"):
         raise UnsupportedError(
@@ -188,24 +219,10 @@ def check_type(problem: Problem) -> None:
                 f"decoding on a GPU takes no {name}; causal, window and softcap it does, and "
                 "cache_seqlens says how long each sequence is"
             )
-
-
-def check(problem: Problem) -> None:
-    """Raise `UnsupportedError` for what the kernel does not decode."""
-    check_type(problem)
-    for name in ("head_dim", "head_dim_v"):
-        if getattr(problem, name) > MAX_HEAD_DIM:
-            raise UnsupportedError(
-                f"decoding on a GPU takes {name} up to {MAX_HEAD_DIM}, got {getattr(problem, name)}"
-            )
-
-
-def check_numbers(problem: Problem, lengths: tuple[int, ...]) -> None:
-    """Raise `UnsupportedError` for more keys than the kernels number."""
-    if max(problem.n_kv, *lengths) > _INT32:
-        raise UnsupportedError(
-            f"the decode kernel numbers keys in 32 bits, up to {_INT32:,}, got {problem.n_kv:,}"
-        )
+    if p.latent:
+        kernels.check_latent(p, gpu)
+    else:
+        check_head_dims(p, "decoding on a GPU")
 
 
 @lru_cache(maxsize=256)
@@ -217,17 +234,13 @@ def plan(
     page: int = 0,
     counts: bool = False,
     timeline: bool = False,
+    prefix: int = 0,
 ) -> Decode:
     """The launch for a batch of these live lengths.
 
-    Without `splits`, a sequence gets so many that the blocks fill the multiprocessors once: where
-    they must be split for that, blocks of 8 warps, one on each multiprocessor; where the batch has
-    more blocks than there are multiprocessors, blocks of 4 warps, two on each, of which no one is
-    longer than the average load. Where clusters merge, short sequences alike in length get 8, or as
-    many of these as they have key tiles. Contiguous sequences alike in length, whose blocks are
-    `_ENOUGH` by themselves, stay whole, since a split would cost a merge for nothing: with up to
-    128 columns of keys and values; with more where no cluster merges, or from `_LONG` tiles on.
-    (Measured on an H200; docs/notebooks/decoding.md and benchmarks/decode.py have the sweeps.)
+    Without `splits`, a sequence gets so many that the blocks fill the multiprocessors once. With
+    `splits`, a sequence of fewer key tiles gets one per tile. With a `prefix`, so many are the
+    parts of the row tile that visits the most key tiles; another has parts in proportion.
 
     Parameters
     ----------
@@ -236,48 +249,76 @@ def plan(
     lengths : tuple of int
         Keys of each sequence that are read.
     splits : int, optional
-        Of every sequence; a sequence of fewer key tiles has one a tile.
+        Of every sequence.
     page : int
         Rows of a page; 0: the cache is contiguous.
     counts, timeline : bool
         Whether the kernel reports what it moves, and when.
+    prefix : int
+        Keys that all sequences share.
 
     Raises
     ------
     UnsupportedError, OptionError
-        If the kernel cannot merge so many splits.
+        If the kernel does not decode this, or cannot merge so many splits.
     """
-    check(problem)
-    check_numbers(problem, lengths)
-    p, hopper = problem, gpu.compute_capability >= (9, 0)
-    rows = p.n_q * p.group
-    d, dv = padded_dims(p)
+    check(problem, gpu)
+    if max(problem.n_kv, *lengths) > _INT32:
+        raise UnsupportedError(
+            f"the decode kernel numbers keys in 32 bits, up to {_INT32:,}, got {problem.n_kv:,}"
+        )
+    variant = Variant(True, False, counts=counts, timeline=timeline)
+    asked = _Asked(problem, lengths, gpu, splits, page, variant, prefix)
+    return (_behind_prefix if prefix else _latent if problem.latent else _plain)(asked)
+
+
+class _Asked(NamedTuple):
+    """`plan`'s parameters."""
+
+    problem: Problem
+    lengths: tuple[int, ...]
+    gpu: Gpu
+    splits: int | None
+    page: int
+    variant: Variant
+    prefix: int
+
+
+def _plain(asked: _Asked) -> Decode:
+    """Blocks of 8 warps, one on each multiprocessor, where sequences must be split to fill these.
+
+    Where the batch has more blocks than there are multiprocessors: blocks of 4 warps, two on each,
+    of which no one is longer than the average load. Where clusters merge, short sequences alike in
+    length get 8 splits, or as many of these as they have key tiles. Contiguous sequences alike in
+    length, whose blocks are `_ENOUGH` by themselves, stay whole, since a split would cost a merge
+    for nothing: with up to 128 columns of keys and values; with more where no cluster merges, or
+    from `_LONG` tiles on. (Measured on an H200; docs/notebooks/decoding.md and benchmarks/decode.py
+    have the sweeps.)
+    """
+    p, lengths, gpu, splits, page, variant, _ = asked
+    hopper, rows, (d, dv) = gpu.compute_capability >= (9, 0), p.n_q * p.group, padded_dims(p)
     block_q = kernels.block_q_of(rows, d, dv)
-    row_tiles = -(-rows // block_q)
-    alone = sum(n > 0 for n in lengths) * p.kv_heads * row_tiles
-    wide = alone <= gpu.multiprocessors
+    each = p.kv_heads * -(-rows // block_q)  # blocks of a part of a sequence
+    wide = sum(n > 0 for n in lengths) * each <= gpu.multiprocessors
     warps = kernels.on_chip(block_q, d, dv, gpu, wide=wide)[0]
-    ranges = [decode_splits.key_tiles(p, length, kernels.KEYS * warps) for length in lengths]
-    tiles = [hi - lo for lo, hi in ranges]
-    capacity = gpu.multiprocessors * (1 if wide else 2) // (p.kv_heads * row_tiles)
-    longest = decode_splits.longest_split(tiles, capacity)
+    tiles = [hi - lo for lo, hi in _ranges(p, lengths, kernels.KEYS * warps)]
+    capacity = gpu.multiprocessors * (1 if wide else 2) // each
+    longest = longest_part(tiles, capacity)
     whole = wide and not page and (not hopper or d + dv <= 128 or max(tiles) >= _LONG)
-    busy = sum(tiles) * p.kv_heads * row_tiles  # blocks of one key tile
-    if whole and busy >= _ENOUGH * max(tiles) * gpu.multiprocessors:
+    if whole and sum(tiles) * each >= _ENOUGH * max(tiles) * gpu.multiprocessors:
         longest = max(longest, *tiles)
     clusters, alike, most = hopper and wide, len({*tiles}) == 1, max(_CLUSTERS)
     if clusters and alike and p.batch * most <= capacity and 1 < tiles[0] <= most * _CLUSTERED:
         splits = splits or max(n for n in _CLUSTERS if n <= tiles[0])
-    made = decode_splits.divided(tiles, splits, longest)
+    split = _packed(splits, longest)
+    made = split.parts(tiles).tolist()
     short = page or not wide or -(-max(tiles) // max(made)) <= _SHORT
-    chip = kernels.on_chip(
-        block_q, d, dv, gpu, wide=wide, ring=kernels.SHORT_RING if short else kernels.RING
-    )
-    most = chip[3]
-    if max(made) > most:
+    ring = kernels.SHORT_RING if short else kernels.RING
+    chip = kernels.on_chip(block_q, d, dv, gpu, wide=wide, ring=ring)
+    if max(made) > chip[3]:
         raise OptionError(
-            f"splits must be at most {most} here, whose weights fit a block's shared memory, got "
-            f"{max(made)}"
+            f"splits must be at most {chip[3]} here, whose weights fit a block's shared memory, "
+            f"got {max(made)}"
         )
     cluster = made[0] if clusters and made[0] in _CLUSTERS and len({*made}) == 1 else 1
     exchanged = kernels.exchanged(cluster, block_q, row_elements(p.head_dim_v))
@@ -285,30 +326,101 @@ def plan(
         cluster, exchanged = 1, 0
     read = sum(lengths) * p.kv_heads * (p.head_dim + p.head_dim_v) * p.itemsize
     at_once = not wide and sum(made) <= capacity
-    variant = Variant(True, False, counts=counts, timeline=timeline)
     kernel = kernels.walking_kernel(
-        *(p, variant, block_q, (*chip[:2], chip[2] + exchanged, most)),
+        *(p, variant, block_q, (*chip[:2], chip[2] + exchanged, chip[3])),
         page=page,
         overlap=hopper and not (at_once and read > _OVERLAPPED),
         cluster=cluster,
     )
-    return launch(p, kernel, lengths, ranges, made, row_tiles)
+    return _launch(p, kernel, lengths, split)
 
 
-def launch(
-    problem: Problem,
+def _latent(asked: _Asked) -> Decode:
+    """V is columns of K, one key head serves all; a block holds all of a multiprocessor's shared
+    memory, and a second kernel merges."""
+    p, lengths, gpu, splits, page, variant, _ = asked
+    kernel = kernels.latent_kernel(p, variant, page)
+    merge = kernels.merge_kernel(p, kernels.LATENT_ROWS, counts=variant.counts, overlap=True)
+    tiles = [hi - lo for lo, hi in _ranges(p, lengths, kernels.LATENT_KEYS)]
+    capacity = gpu.multiprocessors // (p.kv_heads * -(-p.n_q * p.group // kernels.LATENT_ROWS))
+    split = _packed(splits, longest_part(tiles, capacity, kernels.LATENT_TILES))
+    return _launch(p, kernel, lengths, split, merge)
+
+
+def _behind_prefix(asked: _Asked) -> Decode:
+    """The prefix is walked once, and a second kernel merges its parts with each sequence's own.
+
+    Without `splits`, as many as make a part no longer than what all of them are to a
+    multiprocessor.
+    """
+    p, lengths, gpu, splits, page, variant, prefix = asked
+    if p.latent:
+        raise UnsupportedError("on a GPU latent attention has no shared_prefix; leave it out")
+    live(p, lengths, page, prefix)
+    rows, (d, dv) = p.n_q * p.group, padded_dims(p)
+    block_q = kernels.block_q_of(rows * p.batch, d, dv)
+    ring = kernels.SHORT_RING if page else kernels.RING
+    chip = kernels.on_chip(block_q, d, dv, gpu, wide=True, ring=ring)
+    block_k, overlap = kernels.KEYS * chip[0], gpu.compute_capability >= (9, 0)
+    if splits is None:
+        own = sum(-(-(length - prefix) // block_k) for length in lengths) * -(-rows // block_q)
+        shared = -(-prefix // block_k)
+        visits = p.kv_heads * (shared * -(-rows * p.batch // block_q) + own)
+        longest = max(shared, *(-(-(length - prefix) // block_k) for length in lengths))
+        splits = -(-longest // longest_part([visits], gpu.multiprocessors))
+    kernel = kernels.walking_kernel(
+        p, variant, block_q, chip, page=page, overlap=overlap, cascade=True
+    )
+    merge = kernels.merge_kernel(p, block_q, counts=variant.counts, overlap=overlap, cascade=True)
+    return _launch(p, kernel, lengths, Split(splits, pack_gqa=True), merge, prefix)
+
+
+def _packed(splits: int | None, longest: int) -> Split:
+    """So many parts, or for None parts of at most `longest` key tiles."""
+    return Split(pack_gqa=True, part_tiles=longest) if splits is None else Split(splits, True)
+
+
+def _ranges(p: Problem, lengths: tuple[int, ...], block_k: int) -> list[tuple[int, int]]:
+    """The key tiles that each sequence's queries see: a window leaves out the first ones."""
+    ends = [-(-length // block_k) for length in lengths]
+    first = (max(0, length - p.n_q - p.left) // block_k for length in lengths)
+    return [(min(lo, hi), hi) for lo, hi in zip(first, ends, strict=True)]
+
+
+def _launch(
+    p: Problem,
     kernel: Kernel,
     lengths: tuple[int, ...],
-    ranges: list[tuple[int, int]],
-    splits: list[int],
-    row_tiles: int,
+    split: Split,
     merge: Kernel | None = None,
+    prefix: int = 0,
 ) -> Decode:
-    """The launch of a kernel on sequences whose key tiles, ``range(*ranges[b])``, are so split."""
-    values = dict(kernel.constants)
-    listed = decode_splits.items(lengths, ranges, splits, together=values["FS_CLUSTER"] > 1)
-    rows, n_visits = problem.n_q * problem.group, max(1, *(hi for _, hi in ranges))
+    """The launch of a kernel on sequences, and maybe a prefix, whose key tiles are so split."""
+    values, rows = dict(kernel.constants), p.n_q * p.group
+    block_q, block_k = values["FS_BLOCK_Q"], values["FS_BLOCK_K"]
+    own = tuple(length - prefix for length in lengths)
+    shared, ranges = -(-prefix // block_k), _ranges(p, own, block_k)
+    tiles = [shared, *(hi - lo for lo, hi in ranges)]
+    shared_parts, *made = split.parts(tiles, alike=bool(prefix)).tolist()
+    listed, row_tiles = [], -(-rows // block_q)
+    slot = shared_parts * p.batch if prefix else 0
+    for tile in range(-(-rows * p.batch // block_q) if prefix else 0):
+        for i in range(shared_parts):  # a part takes a slot of each sequence
+            keys = cut(0, shared, i, shared_parts)
+            listed.append((-1, *keys, i * p.batch, 0, shared_parts, prefix, tile))
+    for b, (length, (lo, hi), n) in enumerate(zip(own, ranges, made, strict=True)):
+        kept = n > 1 or prefix > 0
+        for tile in range(row_tiles if prefix else 1):
+            for i in range(n):
+                keys = cut(lo, hi, i, n)
+                listed.append((b, *keys, slot + i if kept else 0, slot, n, length, tile))
+        slot += n if kept else 0
+    if values["FS_CLUSTER"] > 1:  # a sequence's stay together
+        listed.sort(key=lambda item: ranges[item[0]][0] - ranges[item[0]][1])
+    else:
+        listed.sort(key=lambda item: item[1] - item[2])
     return Decode(
-        *(problem, kernel, listed, tuple(splits), rows, row_tiles, values["FS_BLOCK_K"], n_visits),
-        merge=merge,
+        *(p, kernel, np.array(listed, np.int32), tuple(made), rows, row_tiles, block_k),
+        *(max(1, shared, *(hi for _, hi in ranges)), split, merge),
+        *(prefix, shared_parts if prefix else 0),
     )

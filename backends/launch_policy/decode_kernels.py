@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from flashsim.backends.launch.kernel import ARGS, Gpu, Kernel, Variant, constants, macros
+from flashsim.errors import UnsupportedError
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 
@@ -36,6 +37,12 @@ _HELD = 192
 #: two blocks', of pages, of short ranges.
 RING, SHORT_RING = 192 << 10, 128 << 10
 _STAGES = 6  # at most
+#: Of latent attention: rows and keys of a tile, stages of the ring, threads.
+LATENT_ROWS, LATENT_KEYS, _LATENT_STAGES, _LATENT_THREADS = 64, 64, 2, 384
+#: Columns of a chunk of a tile; values fill chunks of both consumer warpgroups alike.
+_CHUNK = 64
+#: Key tiles that a split has at least there.
+LATENT_TILES = 4
 
 
 def walking_kernel(
@@ -58,6 +65,35 @@ def walking_kernel(
         **{"CLUSTER": cluster, "OVERLAP": overlap, "CASCADE": cascade},
     }
     return Kernel("portable/decode.cu", "flash_decode", 32 * warps, shared, macros(values))
+
+
+def latent_kernel(problem: Problem, variant: Variant, page: int) -> Kernel:
+    """kernels/hopper/decode_latent.cu."""
+    p, chunks = problem, -(-problem.head_dim // _CHUNK)
+    tiles = 2 * _CHUNK * ((1 + _LATENT_STAGES) * chunks * LATENT_KEYS + LATENT_KEYS)
+    shared = -(-(tiles + 2 * 4 * LATENT_ROWS + 2 * 8 * _LATENT_STAGES + 4) // 1024) * 1024
+    values = constants(p, Tiling(LATENT_ROWS, LATENT_KEYS), variant)
+    values |= {
+        **{"D": chunks * _CHUNK, "DV": p.head_dim_v, "SMEM_BYTES": shared, "PAGE": page},
+        **{"DECODE_ARGS_BYTES": RECORD.itemsize, "OVERLAP": True, "CLUSTER": 1},
+    }
+    return Kernel(
+        *("hopper/decode_latent.cu", "flash_decode_latent", _LATENT_THREADS, shared), macros(values)
+    )
+
+
+def check_latent(problem: Problem, gpu: Gpu) -> None:
+    """Raise `UnsupportedError` for latent attention that its kernel does not decode."""
+    if gpu.compute_capability != (9, 0):
+        raise UnsupportedError(
+            f"latent attention is decoded on Hopper (sm_90), not on {gpu.name}; give v as well, "
+            "or use backend='numpy'"
+        )
+    if problem.head_dim_v % (2 * _CHUNK):
+        raise UnsupportedError(
+            f"latent attention on a GPU takes head_dim_v in multiples of {2 * _CHUNK}, got "
+            f"{problem.head_dim_v}"
+        )
 
 
 def block_q_of(rows: int, d: int, dv: int) -> int:
