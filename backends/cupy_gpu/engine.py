@@ -10,8 +10,9 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
-from flashsim.backends import failures, launch
+from flashsim.backends import failures
 from flashsim.backends.launch import device_tables
+from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Gpu
 from flashsim.backends.launch_policy.decode import ALGORITHM as DECODE
 from flashsim.backends.launch_policy.decode import OPTIONS as DECODING

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from functools import cache
 from typing import Any
@@ -11,7 +10,7 @@ import cupy
 import numpy as np
 
 from flashsim.backends.cupy_gpu import arrays
-from flashsim.backends.kernels import nvrtc
+from flashsim.backends.cupy_gpu.launching import launch_once
 from flashsim.backends.launch.kernel import Kernel, whole_sixteens
 from flashsim.backends.launch_policy import quantize as family
 from flashsim.engines.engine import Job
@@ -86,13 +85,7 @@ def launch(
     for name, value in integers.items():
         record[name] = value
     for kernel in kernels:
-        with space.active():
-            function = nvrtc.load(kernel, space.device)
-        parameters = (ctypes.c_void_p * 1)(record.ctypes.data)
-        cupy.cuda.driver.launchKernel(
-            *(function.ptr, blocks, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes),
-            *(space.stream(), ctypes.addressof(parameters), 0),
-        )
+        launch_once(kernel, (blocks, 1), record, space)
 
 
 @cache

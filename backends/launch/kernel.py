@@ -99,7 +99,8 @@ class Variant:
     backward go through row tiles (kernels/hopper/kv_outer.cuh), `deferred` whether it computes
     dQ of a visit in the next one (kernels/hopper/backward.cu). Of a pass in several launches, one
     runs `after` the one before it has begun, and lets the next one begin if there is `more`. With
-    `once` each row tile has one visit.
+    `once` each row tile has one visit. `fused` kernels are of a backward that makes dQ in one pass
+    with dK and dV, in a fixed order if `ordered`.
     """
 
     spans: bool
@@ -115,6 +116,8 @@ class Variant:
     deferred: bool = False
     after: bool = False
     more: bool = False
+    fused: bool = False
+    ordered: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from flashsim.backends.launch.device_tables import Lowered, in_turns, lower
 from flashsim.backends.launch.kernel import Gpu, Kernel, Variant
@@ -26,6 +26,87 @@ from flashsim.schedule.tiling import Tiling
 PLAIN = Variant(spans=True, descending=False)
 
 
+class Asked(NamedTuple):
+    """A pass that is asked for, without its tiling.
+
+    Attributes
+    ----------
+    problem : Problem
+    gpu : Gpu
+    direction : {"forward", "backward"}
+    algorithm : str
+        Of the backward pass.
+    ordered : bool
+        "flash2-fused" only: whether dQ is added to in a fixed order.
+    """
+
+    problem: Problem
+    gpu: Gpu
+    direction: str
+    algorithm: str = "flash2"
+    ordered: bool = False
+
+    @property
+    def wide(self) -> int:
+        """The wider of head_dim and head_dim_v."""
+        return widest(self.problem)
+
+    @property
+    def fused(self) -> bool:
+        """Whether it is the backward that adds dQ up in memory."""
+        return self.direction == "backward" and self.algorithm == "flash2-fused"
+
+
+class Walked(NamedTuple):
+    """A stage with the tables of its walk, on a GPU."""
+
+    stage: plans.Stage
+    tables: Lowered
+    gpu: Gpu
+
+    @property
+    def problem(self) -> Problem:
+        """What the walk is over."""
+        return self.tables.schedule.problem
+
+    @property
+    def walks(self) -> int:
+        """How many times the walk is made: query heads, or key heads with keys outside."""
+        return plans.heads_of(self.stage, self.problem)[0]
+
+    @property
+    def alike(self) -> bool:
+        """Whether all outer tiles have as many visits."""
+        return bool((self.tables.visits == self.tables.visits[0]).all())
+
+
+class Shared(NamedTuple):
+    """A launch's items: blocks of the cluster that shares one, how many there are, and whether dQ
+    of a visit is computed in the next one."""
+
+    cluster: int
+    items: int
+    deferred: bool
+
+
+class HandOut(NamedTuple):
+    """How the items of a stage are handed out to thread blocks.
+
+    Attributes
+    ----------
+    clump : int
+        Walks that are worked on together.
+    in_step : bool
+        Whether a pass with keys outside makes a visit for every head of a group in turn.
+    launches : tuple of Shared
+        In their order; most often one.
+    """
+
+    clump: int
+    in_step: bool
+    launches: tuple[Shared, ...]
+
+
 @dataclass(frozen=True)
 class Family(ABC):
     """Kernels for all stages of FlashAttention-2, or for the forward alone.
@@ -38,75 +119,63 @@ class Family(ABC):
         The compiler: ``load(kernel, device)`` is the function on CuPy's current device, ready to
         launch.
     like : Variant
-        What the kernels are compiled for, but for what a walk and a report ask.
+        What the kernels are compiled for, except for what a walk and a report ask.
     """
 
     name: str
     load: Callable[[Kernel, int], Any]
     like: Variant = PLAIN
 
+    # -- which tiles ----------------------------------------------------------------------------
+
     @abstractmethod
-    def refusal(
-        self,
-        problem: Problem,
-        tiling: Tiling | None,
-        gpu: Gpu,
-        direction: str,
-        algorithm: str = "flash2",
-    ) -> str | None:
+    def why_not(self, asked: Asked, tiling: Tiling | None) -> str | None:
         """Why these kernels do not run this, with a default tiling for None; None if they do."""
 
     @abstractmethod
-    def tilings(
-        self, problem: Problem, gpu: Gpu, direction: str, algorithm: str = "flash2"
-    ) -> tuple[Tiling, ...]:
+    def possible(self, asked: Asked) -> tuple[Tiling, ...]:
         """Every tiling that the kernels run on this GPU."""
 
     @abstractmethod
-    def default(
-        self, problem: Problem, gpu: Gpu, direction: str, algorithm: str, ordered: bool = False
-    ) -> Tiling | None:
-        """The fastest tiling of those measured on an H200; None where `refusal` has a reason."""
+    def fastest(self, asked: Asked) -> Tiling | None:
+        """The fastest tiling of those measured on an H200; None where `why_not` has a reason."""
 
     def refused(self, reason: str) -> FlashSimError:
-        """The error that gives `refusal`'s reason."""
+        """The error that gives `why_not`'s reason."""
         return TilingError(reason)
 
-    def choose(
-        self,
-        problem: Problem,
-        tiling: Tiling | None,
-        gpu: Gpu,
-        direction: str,
-        algorithm: str = "flash2",
-        ordered: bool = False,
-    ) -> Tiling:
-        """The tiling given, or for None the default.
+    def refusal(self, problem: Problem, tiling: Tiling | None, *asked: Any) -> str | None:
+        """`why_not`, of ``Asked(problem, *asked)``."""
+        return self.why_not(Asked(problem, *asked), tiling)
+
+    def tilings(self, *asked: Any) -> tuple[Tiling, ...]:
+        """`possible`, of ``Asked(*asked)``."""
+        return self.possible(Asked(*asked))
+
+    def choose(self, problem: Problem, tiling: Tiling | None, *asked: Any) -> Tiling:
+        """The tiling, or for None the fastest one, for ``Asked(problem, *asked)``.
 
         Raises
         ------
         TilingError, UnsupportedError
             As `refused` says it.
         """
-        if reason := self.refusal(problem, tiling, gpu, direction, algorithm):
+        question = Asked(problem, *asked)
+        if reason := self.why_not(question, tiling):
             raise self.refused(reason)
-        chosen = tiling or self.default(problem, gpu, direction, algorithm, ordered)
+        chosen = tiling or self.fastest(question)
         assert chosen is not None  # else refused
         return chosen
 
+    # -- which kernel ---------------------------------------------------------------------------
+
     @abstractmethod
     def kernel(
-        self,
-        stage: str,
-        problem: Problem,
-        tiling: Tiling,
-        variant: Variant,
-        gpu: Gpu,
-        *,
-        fused: bool,
-        ordered: bool,
+        self, stage: str, problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu
     ) -> Kernel:
-        """The kernel of a stage; `fused` and `ordered` are its pass's."""
+        """The kernel of a stage."""
+
+    # -- which backward -------------------------------------------------------------------------
 
     def orders_dq(self, problem: Problem) -> bool:
         """Whether the fused backward can add to dQ in a fixed order, faster than three passes."""
@@ -120,29 +189,54 @@ class Family(ABC):
         """Whether the fused backward, dQ added in any order, is faster than three passes."""
         return True
 
-    def cluster(self, stage: plans.Stage, tables: Lowered, gpu: Gpu) -> int:
-        """How many thread blocks share an item; never several in a fixed order or a timeline."""
+    # -- how its items are handed out -----------------------------------------------------------
+
+    def clump(self, walk: Walked) -> int:
+        """How many walks are worked on together."""
+        room = {"l2_bytes": walk.gpu.l2_bytes, "processors": walk.gpu.multiprocessors}
+        return clump_size(walk.stage, walk.problem, walk.tables.tiles, **room)
+
+    def cluster(self, walk: Walked) -> int:
+        """How many thread blocks share an item."""
         return 1
 
-    def clump(self, stage: plans.Stage, tables: Lowered, gpu: Gpu) -> int:
-        """How many walks are worked on together."""
-        room = {"l2_bytes": gpu.l2_bytes, "processors": gpu.multiprocessors}
-        return clump_size(stage, tables.schedule.problem, tables.tiles, **room)
-
-    def remainder(
-        self, stage: plans.Stage, tables: Lowered, cluster: int, gpu: Gpu
-    ) -> tuple[tuple[int, int], ...]:
+    def remainder(self, walk: Walked, cluster: int) -> tuple[tuple[int, int], ...]:
         """(blocks of a cluster, items) of launches that take a pass's first items; `cluster` is of
         those that take the others."""
         return ()
 
-    def defers(self, stage: plans.Stage, tables: Lowered, cluster: int) -> bool:
+    def defers(self, walk: Walked, cluster: int) -> bool:
         """Whether a fused pass computes dQ of a visit in the next one, where it can."""
         return False
 
-    def in_step(self, stage: plans.Stage, tables: Lowered, clump: int, gpu: Gpu) -> bool:
+    def in_step(self, walk: Walked, clump: int) -> bool:
         """Whether a pass with keys outside makes a visit for every head of a group in turn."""
         return False
+
+    def hand_out(
+        self,
+        stage: plans.Stage,
+        tables: Lowered,
+        gpu: Gpu,
+        *,
+        ordered: bool = False,
+        report: str = "",
+    ) -> HandOut:
+        """How a stage's items are handed out: in a fixed order, or in a timeline, each to a block
+        of its own, and never in several launches where anything is reported."""
+        walk = Walked(stage, tables, gpu)
+        cluster = 1 if ordered or report == "timeline" else self.cluster(walk)
+        clump = self.clump(walk)
+        shares = () if report or ordered else self.remainder(walk, cluster)
+        rest = walk.walks * tables.tiles - sum(items for _, items in shares)
+        late = not (ordered or stage.once)  # in order each addition has its turn; once: no next one
+        launches = (
+            Shared(blocks, items, late and self.defers(walk, blocks))
+            for blocks, items in (*shares, (cluster, rest))
+        )
+        return HandOut(clump, cluster == 1 and self.in_step(walk, clump), tuple(launches))
+
+    # -- launches -------------------------------------------------------------------------------
 
     def forward_passes(
         self, problem: Problem, tiling: Tiling | None, gpu: Gpu, key_order: KeyOrder, report: str
@@ -160,7 +254,7 @@ class Family(ABC):
         ------
         TilingError, UnsupportedError
         """
-        return _passes(self, "forward", problem, tiling, gpu, key_order, report, "flash2", False)
+        return _passes(self, Asked(problem, gpu, "forward"), tiling, key_order, report)
 
     def backward_passes(
         self,
@@ -180,25 +274,21 @@ class Family(ABC):
             "flash2-fused" only, and where `orders_dq`: add to dQ in a fixed order
             (`device_tables.in_turns`).
         """
-        return _passes(
-            self, "backward", problem, tiling, gpu, key_order, report, algorithm, ordered
-        )
+        asked = Asked(problem, gpu, "backward", algorithm, ordered)
+        return _passes(self, asked, tiling, key_order, report)
+
+
+def widest(problem: Problem) -> int:
+    """The wider of head_dim and head_dim_v."""
+    return max(problem.head_dim, problem.head_dim_v)
 
 
 @lru_cache(maxsize=512)
 def _passes(
-    family: Family,
-    direction: str,
-    problem: Problem,
-    tiling: Tiling | None,
-    gpu: Gpu,
-    key_order: KeyOrder,
-    report: str,
-    algorithm: str,
-    ordered: bool,
+    family: Family, asked: Asked, tiling: Tiling | None, key_order: KeyOrder, report: str
 ) -> tuple[KernelPass, ...]:
-    tiling = family.choose(problem, tiling, gpu, direction, algorithm, ordered)
-    fused = algorithm != "flash2"
+    problem, gpu, direction, algorithm, ordered = asked
+    tiling = family.choose(problem, tiling, *asked[1:])
     if ordered and not (algorithm == "flash2-fused" and family.orders_dq(problem)):
         raise UnsupportedError(
             f"the {family.name} kernels do not add to dQ in a fixed order here; the three passes "
@@ -209,30 +299,24 @@ def _passes(
         by: Literal["row", "col"] = "row" if stage.outer == "queries" else "col"
         tables = lower(Schedule(problem, tiling, stage.outer, key_order), by)
         tables = in_turns(tables) if ordered and by == "col" else tables
+        how = family.hand_out(stage, tables, gpu, ordered=ordered, report=report)
         variant = replace(
             family.like,
             spans=tables.spans is not None,
             descending=tables.descending,
             counts=report != "",
             timeline=report == "timeline",
+            in_step=how.in_step,
             once=stage.once,
+            fused=algorithm != "flash2",
+            ordered=ordered,
         )
-        if not (ordered or variant.timeline):
-            variant = replace(variant, cluster=family.cluster(stage, tables, gpu))
-        clump = family.clump(stage, tables, gpu)
-        if variant.cluster == 1:
-            variant = replace(variant, in_step=family.in_step(stage, tables, clump, gpu))
         walks, _ = plans.heads_of(stage, problem)
-        items, first, launches = tables.tiles * walks, 0, []
-        shares = () if report or ordered else family.remainder(stage, tables, variant.cluster, gpu)
-        for cluster, count in (*shares, (variant.cluster, items - sum(n for _, n in shares))):
-            more = first + count < items
-            # In order, each addition has its turn; of one visit, there is no next one.
-            late = not (ordered or stage.once) and family.defers(stage, tables, cluster)
-            one = replace(variant, cluster=cluster, after=first > 0, more=more, deferred=late)
-            kernel = family.kernel(
-                stage.name, problem, tiling, one, gpu, fused=fused, ordered=ordered
-            )
+        first, launches, clump = 0, list[KernelPass](), how.clump
+        for n, (cluster, count, deferred) in enumerate(how.launches, 1):
+            more = n < len(how.launches)
+            one = replace(variant, cluster=cluster, after=n > 1, more=more, deferred=deferred)
+            kernel = family.kernel(stage.name, problem, tiling, one, gpu)
             grid: tuple[int, ...] = (count,)
             if not kernel.shared_bytes:  # row by row: no visits
                 grid, clump = (tables.tiles, walks), 1

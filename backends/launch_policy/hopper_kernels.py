@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from flashsim.backends import launch
+from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Box, Kernel, Variant
 from flashsim.backends.launch_policy.cost_model import ROLES
 from flashsim.problem.problem import Problem
@@ -17,14 +17,16 @@ _CHUNK = 64  # columns of a shared-memory chunk: 128 bytes of 16-bit elements
 
 
 def forward_kernel(
-    problem: Problem, tiling: Tiling, variant: Variant, shared: int, stages: int, *, turns: bool
+    problem: Problem, tiling: Tiling, variant: Variant, shared: int, stages: int
 ) -> Kernel:
-    """The forward, with rings of so many stages; `turns`: see TURNS in forward.cu."""
+    """The forward, with rings of so many stages."""
+    turns = take_turns(problem, tiling)
     values = launch.constants(problem, tiling, variant)
+    k = tiling.block_k
     return Kernel(
         *("hopper/forward.cu", "hopper_forward", 128 * (tiling.block_q // 64 + 1), shared),
         launch.macros(values | {"SMEM_BYTES": shared, "STAGES": stages, "TURNS": turns}),
-        forward_boxes(tiling),
+        (Box("q", 64, _CHUNK), Box("k", k, _CHUNK), Box("v", k, _CHUNK)),
     )
 
 
@@ -34,16 +36,16 @@ def take_turns(problem: Problem, tiling: Tiling) -> bool:
     return not (wide and problem.n_kv > 16 * tiling.block_k)
 
 
-def forward_boxes(tiling: Tiling) -> tuple[Box, ...]:
-    """What the forward orders of the copy engine."""
-    k = tiling.block_k
-    return Box("q", 64, _CHUNK), Box("k", k, _CHUNK), Box("v", k, _CHUNK)
+def forward_bytes(problem: Problem, tiling: Tiling, stages: int) -> int:
+    """Shared memory of the forward's blocks."""
+    d, dv = tile_columns("forward", problem)
+    q, kv = tiling.block_q * d, tiling.block_k * (d + dv)
+    return on_chip(2 * (q + stages * kv), 2 * (tiling.block_q // 64) + 4 * stages)
 
 
-def backward_kernel(
-    problem: Problem, tiling: Tiling, variant: Variant, *, fused: bool, ordered: bool
-) -> Kernel:
-    """The pass with keys outside; `fused`, it makes dQ as well."""
+def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
+    """The pass with keys outside, which in a fused backward makes dQ as well."""
+    fused = variant.fused
     d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
     wide = d > 128
     staged = fused and d <= 192  # dQ on its way out
@@ -72,7 +74,7 @@ def backward_kernel(
         shared,
         launch.macros(
             values
-            | {"SMEM_BYTES": shared, "D": d, "FUSED": fused, "ORDERED": ordered}
+            | {"SMEM_BYTES": shared, "D": d, "FUSED": fused, "ORDERED": variant.ordered}
             | {"CLUSTER": variant.cluster, "IN_STEP": variant.in_step, "ONCE": variant.once}
             | {"AFTER": variant.after, "MORE": variant.more, "DEFERRED": variant.deferred}
         ),

@@ -13,7 +13,7 @@ SIDES = (16, 32, 48, 64, 80, 96, 112, 128)
 _ACCUMULATORS = 192
 
 
-def forward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
+def forward_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) -> Kernel:
     """`flash_forward` for a problem.
 
     Raises
@@ -48,10 +48,9 @@ def forward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel
     )
 
 
-def dkdv_kernel(
-    problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu, *, fused: bool
-) -> Kernel:
-    """`flash_dkdv`, which with `fused` makes dQ as well; as `forward_kernel`."""
+def dkdv_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) -> Kernel:
+    """`flash_dkdv`, which in a fused backward makes dQ as well; as `forward_kernel`."""
+    fused = variant.fused
     bq, bk, d, dv = _sides(problem, tiling)
     if _plain(problem, variant):
         held = bk // 16 * (d + dv) // 16 + 2 * bq * bk // 256 + fused * bq // 16 * d // 16
@@ -125,14 +124,20 @@ def dq_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) -> K
     )
 
 
-def rows_kernel(
-    problem: Problem, tiling: Tiling, variant: Variant, stage: str, *, fused: bool
-) -> Kernel:
+def rows_kernel(stage: str, problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
     """`flash_delta` or `flash_convert`, by its stage: row by row, no shared memory."""
-    f32, name = int(problem.dtype == "float32"), f"flash_{stage}"
-    return _kernel(
-        "portable/backward_rows.cu", name, 8, 0, problem, tiling, variant, fused=int(fused), f32=f32
-    )
+    more = {"fused": int(variant.fused), "f32": int(problem.dtype == "float32")}
+    file = "portable/backward_rows.cu"
+    return _kernel(file, f"flash_{stage}", 8, 0, problem, tiling, variant, **more)
+
+
+#: What makes the kernel of each stage that visits tiles; the others go row by row.
+WALKING = {
+    "forward": forward_kernel,
+    "dkdv": dkdv_kernel,
+    "fused": dkdv_kernel,
+    "dq": dq_kernel,
+}
 
 
 def _sides(problem: Problem, tiling: Tiling) -> tuple[int, int, int, int]:

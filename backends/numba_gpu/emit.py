@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
-from flashsim.backends import launch
+from flashsim.backends.launch import kernel as launch
 
 I1, I8, I32, I64, F32 = ir.IntType(1), ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 Values = list[ir.Value]

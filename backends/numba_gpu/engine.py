@@ -173,7 +173,7 @@ def _kernel(job: Job) -> str:
 
 
 def _check_head_dims(problem: Any) -> None:
-    from flashsim.backends import launch
+    from flashsim.backends.launch import kernel as launch
 
     for name in ("head_dim", "head_dim_v"):
         if getattr(problem, name) > launch.MAX_HEAD_DIM:

@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import cuda
 from numba.cuda import cgutils, types
 
-from flashsim.backends import launch
+from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Kernel
 from flashsim.backends.numba_gpu import ptx
 from flashsim.backends.numba_gpu.emit import I8, I32, I64, emitted, i32

@@ -18,8 +18,9 @@ from gpus import H200
 
 import flashsim
 from flashsim import Problem
-from flashsim.backends import failures, launch
+from flashsim.backends import failures
 from flashsim.backends.kernels import nvrtc
+from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch_policy.portable import PORTABLE
 from flashsim.engines.engine import Job
 from flashsim.errors import BackendUnavailable

@@ -24,8 +24,8 @@ from gpus import A100, H200, ODD
 
 import flashsim
 from flashsim import Problem, Tiling
-from flashsim.backends import launch
 from flashsim.backends.cupy_gpu import tensor_maps
+from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Box, Variant
 from flashsim.backends.launch_policy import cost_model
 from flashsim.backends.launch_policy.cost_model import ROLES
@@ -187,9 +187,8 @@ def test_the_backward_compiles_in_every_cluster(case):
     problem = PROBLEMS[name]
     for stage, fused in (("fused", True), ("dkdv", False)):
         tiling = HOPPER.choose(problem, None, H200, "backward", "flash2-fused")
-        variant = Variant(spans=True, descending=False, cluster=blocks)
-        given = stage, problem, tiling, variant, H200
-        kernel = HOPPER.kernel(*given, fused=fused, ordered=False)
+        variant = Variant(spans=True, descending=False, cluster=blocks, fused=fused)
+        kernel = HOPPER.kernel(stage, problem, tiling, variant, H200)
         assert kernel.cluster == blocks
         check(kernel, SPILL_BYTES[bool(problem.softcap)])
         assert "have one block" in compile_log(kernel, TIMELINE=1) or blocks == 1
@@ -465,7 +464,7 @@ def test_the_fused_backward_of_wide_rows_takes_the_faster_tile(n, heads, kv_head
     assert HOPPER.tilings(p, H200, "backward", "flash2-fused")[0] == tile
     cells = BlockMask(np.eye(n // 128, dtype=bool), 128, 128)
     p = replace(p, causal=False, block_mask=cells)  # 96 keys do not divide them
-    assert HOPPER.default(p, H200, "backward", "flash2-fused") == Tiling(64, 64)
+    assert HOPPER.choose(p, None, H200, "backward", "flash2-fused") == Tiling(64, 64)
 
 
 def test_a_cluster_takes_what_its_blocks_have_left_each():

@@ -13,7 +13,7 @@ pytest.importorskip("numba_cuda")
 
 from llvmlite import ir  # noqa: E402
 
-from flashsim.backends import launch  # noqa: E402
+from flashsim.backends.launch import kernel as launch  # noqa: E402
 from flashsim.backends.numba_gpu import ptx, traversal  # noqa: E402
 from flashsim.backends.numba_gpu.emit import F32, I32, I64, i32  # noqa: E402
 from flashsim.backends.numba_gpu.hopper import tiles as hopper_tiles  # noqa: E402

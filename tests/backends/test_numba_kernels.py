@@ -21,7 +21,7 @@ from gpus import A100, H200, ODD
 
 import flashsim
 from flashsim import Problem, Tiling
-from flashsim.backends import launch
+from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Kernel
 from flashsim.engines.engine import Job
 from flashsim.errors import BackendUnavailable, OptionError, TilingError, UnsupportedError

@@ -45,7 +45,7 @@ struct OnChip {
     float2 kv_scale[STAGES], q_scale[WARPGROUPS];  // with K: its scale and V's; with Q: x is its
     Items items;
 };
-static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "launch_policy/hopper_fp8.py and OnChip must agree");
+static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "hopper_fp8.py and OnChip must agree");
 
 // How an input's scales lie: one for the tensor, for each head, for each ROWS rows of a head; or
 // none.

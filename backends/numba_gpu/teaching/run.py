@@ -12,7 +12,8 @@ from typing import Any, Literal
 import numpy as np
 from numba import config, cuda
 
-from flashsim.backends import failures, launch
+from flashsim.backends import failures
+from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.device_tables import Lowered, check, lower
 from flashsim.backends.numba_gpu.teaching import kernels as teaching
 from flashsim.backends.numba_gpu.teaching.kernels import TeachingShape

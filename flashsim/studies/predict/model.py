@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from flashsim.api import counting, inputs
-from flashsim.backends.launch import Gpu
+from flashsim.backends.launch.kernel import Gpu
 from flashsim.backends.launch.passes import KernelPass
 from flashsim.backends.launch_policy import cost_model
 from flashsim.backends.launch_policy.family import Family

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flashsim.backends.launch import padded_dims, row_elements
+from flashsim.backends.launch.kernel import padded_dims, row_elements
 from flashsim.backends.launch.passes import KernelPass
 from flashsim.backends.launch_policy import hopper_kernels
 from flashsim.counts.traffic import Traffic
