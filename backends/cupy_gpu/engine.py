@@ -21,7 +21,7 @@ from flashsim.backends.launch_policy.hopper import HOPPER
 from flashsim.backends.launch_policy.hopper_fp8 import HOPPER_FP8
 from flashsim.backends.launch_policy.portable import PORTABLE, TF32
 from flashsim.engines.engine import Job, Outcome
-from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError, choices
+from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError
 from flashsim.problem.problem import Problem
 
 #: Of FP8 inputs: what they are multiplied by, and V as `quantize` lays it out.
@@ -315,25 +315,15 @@ def _check(job: Job) -> None:
             raise OptionError(
                 f"{option} belongs to algorithm={DECODE!r}, got algorithm={job.algorithm!r}"
             )
-    if job.algorithm not in ALGORITHMS:
-        raise UnsupportedError(
-            f"backend='cupy' runs {', '.join(map(repr, ALGORITHMS))}, not {job.algorithm!r}; "
-            "backend='numpy' simulates it"
-        )
+    launch.check_asked("cupy", job, ALGORITHMS, KERNELS)
     if p.dtype == "float64":
         raise UnsupportedError(
             "backend='cupy' takes float16, bfloat16 and float32, not float64; convert the arrays, "
             "or use backend='numpy'"
         )
-    for name in ("head_dim", "head_dim_v"):
-        if getattr(p, name) > launch.MAX_HEAD_DIM:
-            raise UnsupportedError(
-                f"backend='cupy' takes {name} up to {launch.MAX_HEAD_DIM}, got {getattr(p, name)}"
-            )
+    launch.check_head_dims(p, "backend='cupy'")
     device_tables.refuse(p)
-    name, tf32 = job.options.get("kernel", "auto"), job.options.get("allow_tf32", False)
-    if name not in ("auto", *KERNELS):
-        raise OptionError(f"unknown kernel {name!r}; {choices(name, ('auto', *KERNELS))}")
+    tf32 = job.options.get("allow_tf32", False)
     if not isinstance(tf32, bool):
         raise OptionError(f"allow_tf32 must be True or False, got {tf32!r}")
 

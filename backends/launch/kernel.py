@@ -7,14 +7,19 @@ static_assert that `Kernel.shared_bytes` and `ARGS` equal what they declare.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flashsim.errors import UnsupportedError
+from flashsim.errors import OptionError, UnsupportedError, choices
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
+
+if TYPE_CHECKING:
+    from flashsim.engines.engine import Job
 
 _TENSOR = [("data", "<u8"), ("batch", "<i8"), ("head", "<i8"), ("row", "<i8")]
 TENSORS = ("q", "k", "v", "o", "dout", "dq", "dk", "dv")
@@ -183,6 +188,27 @@ def row_elements(head_dim: int) -> int:
 def whole_sixteens(n: int) -> int:
     """Keys of a row of V^T: 16-byte accesses of single bytes."""
     return -(-n // 16) * 16
+
+
+def check_asked(
+    backend: str, asked: Job, algorithms: tuple[str, ...], kernels: Iterable[str]
+) -> str:
+    """The option `kernel`, "auto" without it, if a backend has these algorithms and kernels.
+
+    Raises
+    ------
+    UnsupportedError, OptionError
+        If it has not what a job asks for.
+    """
+    if asked.algorithm not in algorithms:
+        raise UnsupportedError(
+            f"backend={backend!r} runs {', '.join(map(repr, algorithms))}, not "
+            f"{asked.algorithm!r}; backend='numpy' simulates it"
+        )
+    name, known = asked.options.get("kernel", "auto"), ("auto", *kernels)
+    if name not in known:
+        raise OptionError(f"unknown kernel {name!r}; {choices(name, known)}")
+    return name
 
 
 def check_head_dims(problem: Problem, what: str) -> None:

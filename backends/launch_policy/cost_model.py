@@ -269,13 +269,25 @@ def ends(takes: Sequence[float], walks: int, clump: int, free: Sequence[float]) 
     free : sequence of float
         When each place is free to begin.
     """
-    until = list(free)
-    heapq.heapify(until)
+    return [end for end, _, _ in last_items(takes, walks, clump, free)]
+
+
+def last_items(
+    takes: Sequence[float], walks: int, clump: int, free: Sequence[float]
+) -> list[tuple[float, int, int]]:
+    """Of each place its last item: when it ends, the place's number, the item's in `takes`.
+
+    The parameters are those of `ends`. An item goes to the place that is free first; a place
+    without items has number -1.
+    """
+    held = [(end, place, -1) for place, end in enumerate(free)]
+    heapq.heapify(held)
     for first in range(0, walks, clump):
-        for item in takes:
+        for number, item in enumerate(takes):
             for _ in range(min(clump, walks - first)):
-                heapq.heapreplace(until, until[0] + item)
-    return until
+                end, place, _ = held[0]
+                heapq.heapreplace(held, (end + item, place, number))
+    return held
 
 
 def makespan(items: np.ndarray, walks: int, places: int, clump: int | None = None) -> float:

@@ -103,16 +103,8 @@ def mask_columns(n: int, left: bool, right: bool) -> Any:
     kind = floats(n // 2)
 
     @emitted(kind, kind, *[int32] * 6)
-    def mask_columns_(
-        b: ir.IRBuilder,
-        s: Values,
-        key: ir.Value,
-        query: ir.Value,
-        offset: ir.Value,
-        key_stop: ir.Value,
-        window_left: ir.Value,
-        window_right: ir.Value,
-    ) -> Values:
+    def mask_columns_(b: ir.IRBuilder, s: Values, *place: ir.Value) -> Values:
+        key, query, offset, key_stop, window_left, window_right = place
         lane, limits = lane_of(b), []
         first = b.add(query, b.shl(b.and_(lane, i32(3)), i32(1)))
         for half in range(2):

@@ -74,16 +74,9 @@ def barriers_begin(counts: dict[int, int]) -> Any:
     return barriers_begin_
 
 
-@emitted(None, int32, int32)
-def wait(b: ir.IRBuilder, barrier: ir.Value, parity: ir.Value) -> None:
-    """Wait until the barrier's phase of that parity is over."""
-    ptx_hopper.barrier_wait(b, barrier, parity)
-
-
-@emitted(None, int32, types.boolean)
-def arrive(b: ir.IRBuilder, barrier: ir.Value, condition: ir.Value) -> None:
-    """Arrive, where `condition` holds."""
-    ptx_hopper.barrier_arrive(b, barrier, condition)
+#: ``wait(barrier, parity)``, ``arrive(barrier, condition)``: as their instructions.
+wait = emitted(None, int32, int32)(ptx_hopper.barrier_wait)
+arrive = emitted(None, int32, types.boolean)(ptx_hopper.barrier_arrive)
 
 
 def expect(count: int) -> Any:
@@ -202,19 +195,14 @@ def named_arrive(threads: int) -> Any:
     return named_arrive_
 
 
-@emitted(None)
-def cluster_sync(b: ir.IRBuilder) -> None:
-    """Wait for all threads of the cluster that have not ended, and see what each wrote."""
-    ptx_hopper.cluster_sync(b)
+cluster_sync = emitted(None)(ptx_hopper.cluster_sync)
 
 
 # -- items: what the producer tells the consumers -------------------------------------------------
 
 
-@emitted(None, int32, int32)
-def put(b: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
-    """An integer to shared memory."""
-    ptx.store_shared(b, address, value)
+#: ``put(address, integer)``, to shared memory.
+put = emitted(None, int32, int32)(ptx.store_shared)
 
 
 @emitted(int32, int32)
@@ -223,10 +211,8 @@ def get(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
     return ptx.asm(b, "ld.shared.b32 $0, [$1];", "=r,r", [address], I32, effects=True)
 
 
-@emitted(int32, int64, int32)
-def fetch_count(b: ir.IRBuilder, address: ir.Value, last: ir.Value) -> ir.Value:
-    """Count on from an integer in HBM, 0 after `last`, and get what it was."""
-    return ptx_hopper.fetch_count(b, address, last)
+#: ``fetch_count(address, last) -> int32``: count on from an integer in HBM, 0 after `last`.
+fetch_count = emitted(int32, int64, int32)(ptx_hopper.fetch_count)
 
 
 # -- the copy engine ------------------------------------------------------------------------------
@@ -274,10 +260,8 @@ def copy_tile(rows: int, chunks: int, *, packed: bool, blocks: int = 1) -> Any:
     return copy_tile_
 
 
-@emitted(int32, int32)
-def uncounted(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """A loop's counter, unchanged; LLVM, which cannot know so, does not unroll the loop."""
-    return ptx.again(b, value)
+#: ``uncounted(value)``: a loop's counter, unchanged; LLVM, which cannot know so, does not unroll.
+uncounted = emitted(int32, int32)(ptx.again)
 
 
 # -- products -------------------------------------------------------------------------------------
