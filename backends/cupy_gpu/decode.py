@@ -272,7 +272,7 @@ def check_table(table: Any, lengths: tuple[int, ...], page: int, pages: int) -> 
     ------
     ShapeError, DTypeError
     """
-    if str(table.dtype).removeprefix("torch.") != "int32":
+    if arrays.dtype_name(table) != "int32":
         raise DTypeError(f"block_table must be int32, got {table.dtype}")
     if not isinstance(table, np.ndarray):
         return

@@ -52,7 +52,7 @@ def merge_into(out: Any, lse: Any, part: Any, part_lse: Any) -> None:
         Likewise.
     part, part_lse : torch.Tensor, contiguous, of the same shapes
     """
-    names = (str(x.dtype).removeprefix("torch.") for x in (out, part))
+    names = (arrays.dtype_name(x) for x in (out, part))
     batch, heads, rows, width = out.shape
     made = kernel(width, *names)
     space = arrays.space_of({"out": out, "part": part}, "float32")

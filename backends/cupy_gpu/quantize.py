@@ -67,7 +67,7 @@ def quantize(
             "the GPU's quantiser takes arrays that are on the GPU, got NumPy's; move them there, "
             "or use backend='numpy'"
         )
-    kind = str(q.dtype).removeprefix("torch.")
+    kind = arrays.dtype_name(q)
     space = arrays.space_of({"q": q, "k": k, "v": v}, kind)
     family.check_gpu(engine.gpu_of(space.device))
     rotate = {"rotate": signs is not None, "e5m2": dtype == "float8_e5m2"}

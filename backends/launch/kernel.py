@@ -264,3 +264,18 @@ def constants(problem: Problem, tiling: Tiling, variant: Variant) -> dict[str, i
 def macros(values: dict[str, int]) -> tuple[tuple[str, int], ...]:
     """Constants as the macros of `Kernel.constants`."""
     return tuple((f"FS_{name}", int(value)) for name, value in values.items())
+
+
+def built(
+    file: str,
+    name: str,
+    threads: int,
+    shared: int,
+    made_for: tuple[Problem, Tiling, Variant],
+    more: dict[str, int],
+    boxes: tuple[Box, ...] = (),
+    cluster: int = 1,
+) -> Kernel:
+    """The kernel `name` of a file, compiled for these `constants` and some more."""
+    values = constants(*made_for) | {"SMEM_BYTES": shared} | more
+    return Kernel(file, name, threads, shared, macros(values), boxes, cluster)

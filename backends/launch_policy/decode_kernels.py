@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flashsim.backends.launch.kernel import ARGS, Gpu, Kernel, Variant, constants, macros
+from flashsim.backends.launch.kernel import ARGS, Gpu, Kernel, Variant, built
 from flashsim.errors import UnsupportedError
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
@@ -28,6 +28,7 @@ RECORD = np.dtype(
         ("softcap", "<f4"),
     ]
 )
+_ARGS = {"DECODE_ARGS_BYTES": RECORD.itemsize}
 #: Rows that a block of the merging kernel takes, one a warp.
 MERGE_WARPS = 4
 KEYS = 16  # of a warp's part of a key tile
@@ -58,13 +59,12 @@ def walking_kernel(
 ) -> Kernel:
     """kernels/portable/decode.cu for row tiles of `block_q` rows and what `on_chip` says."""
     warps, stages, shared, most = chip
-    values = constants(problem, Tiling(block_q, KEYS * warps), variant)
-    values |= {
-        **{"SMEM_BYTES": shared, "DECODE_ARGS_BYTES": RECORD.itemsize},
-        **{"WARPS": warps, "STAGES": stages, "PAGE": page, "SPLITS": most},
-        **{"CLUSTER": cluster, "OVERLAP": overlap, "CASCADE": cascade},
-    }
-    return Kernel("portable/decode.cu", "flash_decode", 32 * warps, shared, macros(values))
+    return built(
+        *("portable/decode.cu", "flash_decode", 32 * warps, shared),
+        (problem, Tiling(block_q, KEYS * warps), variant),
+        {"WARPS": warps, "STAGES": stages, "PAGE": page, "SPLITS": most, **_ARGS}
+        | {"CLUSTER": cluster, "OVERLAP": overlap, "CASCADE": cascade},
+    )
 
 
 def latent_kernel(problem: Problem, variant: Variant, page: int) -> Kernel:
@@ -72,13 +72,11 @@ def latent_kernel(problem: Problem, variant: Variant, page: int) -> Kernel:
     p, chunks = problem, -(-problem.head_dim // _CHUNK)
     tiles = 2 * _CHUNK * ((1 + _LATENT_STAGES) * chunks * LATENT_KEYS + LATENT_KEYS)
     shared = -(-(tiles + 2 * 4 * LATENT_ROWS + 2 * 8 * _LATENT_STAGES + 4) // 1024) * 1024
-    values = constants(p, Tiling(LATENT_ROWS, LATENT_KEYS), variant)
-    values |= {
-        **{"D": chunks * _CHUNK, "DV": p.head_dim_v, "SMEM_BYTES": shared, "PAGE": page},
-        **{"DECODE_ARGS_BYTES": RECORD.itemsize, "OVERLAP": True, "CLUSTER": 1},
-    }
-    return Kernel(
-        *("hopper/decode_latent.cu", "flash_decode_latent", _LATENT_THREADS, shared), macros(values)
+    return built(
+        *("hopper/decode_latent.cu", "flash_decode_latent", _LATENT_THREADS, shared),
+        (p, Tiling(LATENT_ROWS, LATENT_KEYS), variant),
+        {"D": chunks * _CHUNK, "DV": p.head_dim_v, "PAGE": page, "OVERLAP": True, "CLUSTER": 1}
+        | _ARGS,
     )
 
 
@@ -108,11 +106,12 @@ def merge_kernel(
     problem: Problem, block_q: int, *, counts: bool, overlap: bool, cascade: bool = False
 ) -> Kernel:
     """The second stage as a kernel of its own, behind one whose row tiles have `block_q` rows."""
-    values = constants(problem, Tiling(block_q, 1), Variant(True, False, counts=counts))
-    values |= {"DECODE_ARGS_BYTES": RECORD.itemsize, "SMEM_BYTES": 0, "WARPS": MERGE_WARPS}
-    values |= {"OVERLAP": overlap, "CASCADE": cascade}
-    threads = 32 * MERGE_WARPS
-    return Kernel("portable/decode_merge.cu", "flash_decode_merge", threads, 0, macros(values))
+    variant = Variant(True, False, counts=counts)
+    return built(
+        *("portable/decode_merge.cu", "flash_decode_merge", 32 * MERGE_WARPS, 0),
+        (problem, Tiling(block_q, 1), variant),
+        {"WARPS": MERGE_WARPS, "OVERLAP": overlap, "CASCADE": cascade, **_ARGS},
+    )
 
 
 def on_chip(

@@ -91,28 +91,18 @@ class HopperFp8(Family):
         self, stage: str, problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu
     ) -> Kernel:
         """See `Family`."""
-        p, bq, bk = problem, tiling.block_q, tiling.block_k
+        p = problem
         stages = next(n for n in _STAGES if shared_bytes(p, tiling, n) <= gpu.shared_bytes)
         shared = shared_bytes(p, tiling, stages)
         kind, (queries, keys) = _scales(p)
-        values = launch.constants(p, tiling, variant) | {
-            "BYTES": p.result_itemsize,
-            "BF16": True,
-            "E5M2": p.dtype == "float8_e5m2",
-            "SMEM_BYTES": shared,
-            "STAGES": stages,
-            "SLICE": 128 if p.head_dim_v <= 128 else 64,
-            "SCALES": kind,
-            "SCALE_QUERIES": queries,
-            "SCALE_KEYS": keys,
-        }
-        return Kernel(
-            *("hopper/forward_fp8.cu", "hopper_forward_fp8", 128 * (bq // 64 + 1), shared),
-            launch.macros(values),
-            (
-                *(Box("q", 64, 128), Box("k", bk, 128)),
-                Box("v", p.head_dim_v, 128, transposed=True),
-            ),
+        threads, made_for = 128 * (tiling.block_q // 64 + 1), (p, tiling, variant)
+        v = Box("v", p.head_dim_v, 128, transposed=True)
+        return launch.built(
+            *("hopper/forward_fp8.cu", "hopper_forward_fp8", threads, shared, made_for),
+            {"BYTES": p.result_itemsize, "BF16": True, "E5M2": p.dtype == "float8_e5m2"}
+            | {"STAGES": stages, "SLICE": 128 if p.head_dim_v <= 128 else 64}
+            | {"SCALES": kind, "SCALE_QUERIES": queries, "SCALE_KEYS": keys},
+            (Box("q", 64, 128), Box("k", tiling.block_k, 128), v),
         )
 
 

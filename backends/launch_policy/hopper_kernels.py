@@ -20,13 +20,11 @@ def forward_kernel(
     problem: Problem, tiling: Tiling, variant: Variant, shared: int, stages: int
 ) -> Kernel:
     """The forward, with rings of so many stages."""
-    turns = take_turns(problem, tiling)
-    values = launch.constants(problem, tiling, variant)
-    k = tiling.block_k
-    return Kernel(
-        *("hopper/forward.cu", "hopper_forward", 128 * (tiling.block_q // 64 + 1), shared),
-        launch.macros(values | {"SMEM_BYTES": shared, "STAGES": stages, "TURNS": turns}),
-        (Box("q", 64, _CHUNK), Box("k", k, _CHUNK), Box("v", k, _CHUNK)),
+    threads, bk = 128 * (tiling.block_q // 64 + 1), tiling.block_k
+    return launch.built(
+        *("hopper/forward.cu", "hopper_forward", threads, shared, (problem, tiling, variant)),
+        {"STAGES": stages, "TURNS": take_turns(problem, tiling)},
+        _boxes(("q", 64), ("k", bk), ("v", bk)),
     )
 
 
@@ -58,26 +56,16 @@ def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kerne
     # Log-sum-exp and delta of each stage; or 8 warps' sums instead, and each one's delta.
     rows = stages + (stages + 1) * 8 if variant.once else 2 * stages
     shared = on_chip(tiles + 4 * rows * bq, 2 + 2 * stages + (0 if wide else 4))
-    values = launch.constants(problem, tiling, variant)
-    boxes: tuple[Box, ...] = (
-        *(Box("q", bq, _CHUNK), Box("k", bk, _CHUNK), Box("v", bk, _CHUNK)),
-        Box("dout", bq, _CHUNK),
-    )
+    boxes = _boxes(("q", bq), ("k", bk), ("v", bk), ("dout", bq))
     rows = bq // 2 if d == 64 else bq  # of a warpgroup's piece of dQ
     leaving = Box("dq", rows, _CHUNK) if variant.once else Box("dq_acc", rows, 32)
     boxes += (leaving if staged else boxes[0],)
     name = "backward_wide" if wide else "backward"
-    return Kernel(
-        f"hopper/{name}.cu",
-        f"hopper_{name}",
-        384,
-        shared,
-        launch.macros(
-            values
-            | {"SMEM_BYTES": shared, "D": d, "FUSED": fused, "ORDERED": variant.ordered}
-            | {"CLUSTER": variant.cluster, "IN_STEP": variant.in_step, "ONCE": variant.once}
-            | {"AFTER": variant.after, "MORE": variant.more, "DEFERRED": variant.deferred}
-        ),
+    return launch.built(
+        *(f"hopper/{name}.cu", f"hopper_{name}", 384, shared, (problem, tiling, variant)),
+        {"D": d, "FUSED": fused, "ORDERED": variant.ordered, "CLUSTER": variant.cluster}
+        | {"IN_STEP": variant.in_step, "ONCE": variant.once, "AFTER": variant.after}
+        | {"MORE": variant.more, "DEFERRED": variant.deferred},
         boxes,
         variant.cluster,
     )
@@ -89,18 +77,13 @@ def roles_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
     # K, V, Q and dO, P and dS; dQ on its way out.
     tiles = 2 * (2 * bk * d + (stages + 1) * bq * d + 2 * bq * bk) + 4 * bq * d
     shared = on_chip(tiles + 4 * stages * 2 * bq, 3 + 2 * stages + 2 * d // _CHUNK)
-    values = launch.constants(problem, tiling, variant) | {"SMEM_BYTES": shared, "D": d}
-    return Kernel(
+    never = dict.fromkeys(("ORDERED", "ONCE", "AFTER", "MORE", "DEFERRED"), 0)
+    boxes = _boxes(("q", bq), ("k", bk), ("v", bk), ("dout", bq))
+    return launch.built(
         *("hopper/backward_roles.cu", "hopper_backward_roles", 512, shared),
-        launch.macros(
-            values
-            | {"FUSED": True, "ORDERED": False, "IN_STEP": variant.in_step, "ONCE": False}
-            | {"AFTER": False, "MORE": False, "DEFERRED": False}
-        ),
-        (
-            *(Box("q", bq, _CHUNK), Box("k", bk, _CHUNK), Box("v", bk, _CHUNK)),
-            *(Box("dout", bq, _CHUNK), Box("dq_acc", bq, 32)),
-        ),
+        (problem, tiling, variant),
+        {"D": d, "FUSED": 1, "IN_STEP": variant.in_step, **never},
+        (*boxes, Box("dq_acc", bq, 32)),
     )
 
 
@@ -109,18 +92,15 @@ def dq_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
     d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
     partial = 4 * 128 * (32 if bq == 64 else 1)
     shared = on_chip(2 * (2 * bq * d + stages * 2 * bk * d) + partial, 2 * bq // 64 + 2 * stages)
-    values = launch.constants(problem, tiling, variant)
-    return Kernel(
-        "hopper/dq.cu",
-        "hopper_dq",
-        384,
-        shared,
-        launch.macros(values | {"SMEM_BYTES": shared, "D": d}),
-        (
-            *(Box("q", 64, _CHUNK), Box("k", bk, _CHUNK), Box("v", bk, _CHUNK)),
-            Box("dout", 64, _CHUNK),
-        ),
+    boxes = _boxes(("q", 64), ("k", bk), ("v", bk), ("dout", 64))
+    return launch.built(
+        "hopper/dq.cu", "hopper_dq", 384, shared, (problem, tiling, variant), {"D": d}, boxes
     )
+
+
+def _boxes(*rows: tuple[str, int]) -> tuple[Box, ...]:
+    """What one order brings of each tensor: so many rows, a chunk wide."""
+    return tuple(Box(tensor, n, _CHUNK) for tensor, n in rows)
 
 
 def on_chip(data: int, barriers: int) -> int:

@@ -72,7 +72,8 @@ def emitted(returns: Any, *parameters: Any) -> Callable[[Callable[..., Any]], An
         def typer(typing_context: Any, *args: Any) -> Any:
             return result(*args), generate
 
-        typer.__name__, typer.__doc__ = function.__name__, function.__doc__
+        whole = getattr(function, "func", function)  # of a partial one
+        typer.__name__, typer.__doc__ = whole.__name__, whole.__doc__
         names = ["typing_context", *(f"x{n}" for n in range(len(parameters)))]
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         typer.__signature__ = inspect.Signature(  # Numba folds arguments by it

@@ -8,6 +8,7 @@ says which rows of the warpgroup's 64 those are.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -51,12 +52,7 @@ def speaks(b: ir.IRBuilder) -> ir.Value:
 
 def registers(count: int, *, more: bool) -> Any:
     """``registers()``: from here on the warpgroup's threads have `count` registers."""
-
-    @emitted(None)
-    def registers_(b: ir.IRBuilder) -> None:
-        ptx_hopper.registers(b, count, more=more)
-
-    return registers_
+    return emitted(None)(partial(ptx_hopper.registers, count=count, more=more))
 
 
 # -- barriers -------------------------------------------------------------------------------------
@@ -81,12 +77,7 @@ arrive = emitted(None, int32, types.boolean)(ptx_hopper.barrier_arrive)
 
 def expect(count: int) -> Any:
     """``expect(barrier)``: arrive, and let the phase wait for `count` bytes of copies."""
-
-    @emitted(None, int32)
-    def expect_(b: ir.IRBuilder, barrier: ir.Value) -> None:
-        ptx_hopper.barrier_expect(b, barrier, count)
-
-    return expect_
+    return emitted(None, int32)(partial(ptx_hopper.barrier_expect, count=count))
 
 
 class Ring:
@@ -163,36 +154,19 @@ def arrive_behind(b: ir.IRBuilder, barrier: ir.Value, condition: ir.Value, alpha
     ptx_hopper.barrier_arrive(b, barrier, b.and_(condition, b.not_(never)))
 
 
-@emitted(None, int32)
-def my_turn(b: ir.IRBuilder, barrier: ir.Value) -> None:
-    """Wait until the warpgroup before has queued its products (a named barrier of two)."""
-    ptx_hopper.named_sync(b, barrier, 256)
-
-
-@emitted(None, int32)
-def pass_turn(b: ir.IRBuilder, barrier: ir.Value) -> None:
-    """Let the next warpgroup queue its products."""
-    ptx_hopper.named_arrive(b, barrier, 256)
-
-
 def named_sync(threads: int) -> Any:
     """``named_sync(barrier)``: wait until `threads` have come to a named barrier or arrived."""
-
-    @emitted(None, int32)
-    def named_sync_(b: ir.IRBuilder, barrier: ir.Value) -> None:
-        ptx_hopper.named_sync(b, barrier, threads)
-
-    return named_sync_
+    return emitted(None, int32)(partial(ptx_hopper.named_sync, threads=threads))
 
 
 def named_arrive(threads: int) -> Any:
     """``named_arrive(barrier)``: come to a named barrier of `threads`, and go on."""
+    return emitted(None, int32)(partial(ptx_hopper.named_arrive, threads=threads))
 
-    @emitted(None, int32)
-    def named_arrive_(b: ir.IRBuilder, barrier: ir.Value) -> None:
-        ptx_hopper.named_arrive(b, barrier, threads)
 
-    return named_arrive_
+#: ``my_turn(barrier)``: wait until the warpgroup before has queued its products, by a named barrier
+#: of two; ``pass_turn(barrier)``: let the next warpgroup queue its own.
+my_turn, pass_turn = named_sync(256), named_arrive(256)
 
 
 cluster_sync = emitted(None)(ptx_hopper.cluster_sync)
@@ -323,25 +297,15 @@ def queue_output(bf16: bool, n: int, depth: int, *, of: int = 0) -> Any:
 
 def product_wait(pending: int, n: int) -> Any:
     """``product_wait(c) -> c``: its sums are complete, as are all groups but the last `pending`."""
-
-    @emitted(floats(n // 2), floats(n // 2))
-    def product_wait_(b: ir.IRBuilder, c: Values) -> Values:
-        return ptx_hopper.wgmma_wait(b, pending, c)
-
-    return product_wait_
+    return emitted(floats(n // 2), floats(n // 2))(partial(ptx_hopper.wgmma_wait, pending=pending))
 
 
 def round_operand(bf16: bool, n: int) -> Any:
     """``round_operand(s) -> p``: sums as a left operand, two neighbours to a register."""
-
-    @emitted(words(n // 4), floats(n // 2))
-    def round_operand_(b: ir.IRBuilder, s: Values) -> Values:
-        return rounded(b, bf16, s)
-
-    return round_operand_
+    return emitted(words(n // 4), floats(n // 2))(partial(rounded, bf16=bf16))
 
 
-def rounded(b: ir.IRBuilder, bf16: bool, s: Values) -> Values:
+def rounded(b: ir.IRBuilder, s: Values, *, bf16: bool) -> Values:
     """Emit neighbours rounded to 16 bits, two to a register."""
     return [ptx.pack(b, bf16, s[x], s[x + 1]) for x in range(0, len(s), 2)]
 

@@ -209,11 +209,9 @@ class _Gpu:
 
     def taken(self, array: Any) -> Any:
         """See `_Simulator`."""
-        import cupy
+        from flashsim.backends.cupy_gpu import arrays
 
-        if type(array).__module__.partition(".")[0] == "torch":
-            return cupy.from_dlpack(array.detach())
-        return cupy.asarray(array)
+        return arrays.as_cupy(array)
 
     def new(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """See `_Simulator`."""
@@ -223,13 +221,9 @@ class _Gpu:
 
     def given(self, array: Any, like: Any) -> Any:
         """See `_Simulator`."""
-        if isinstance(like, np.ndarray):
-            return array.get()
-        if type(like).__module__.partition(".")[0] == "torch":
-            import torch
+        from flashsim.backends.cupy_gpu import arrays
 
-            return torch.from_dlpack(array)
-        return array
+        return arrays.as_library_of(like, array)
 
     def host(self, array: Any) -> np.ndarray:
         """See `_Simulator`."""
