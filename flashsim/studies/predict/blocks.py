@@ -71,10 +71,7 @@ def in_launches(
     """
     free = [0.0] * processors
     for seconds, items, cluster, places in launches:
-        free.sort()
-        begun = free[cluster - 1 : cluster * places : cluster]  # with the last of a cluster's SMs
-        done = cost_model.ends([seconds], items, items, begun)
-        free = done * cluster + free[cluster * places :]
+        free = cost_model.ends_of_launch([seconds], items, cluster, places, free)
     return max(free), sum(free) / processors
 
 
