@@ -44,7 +44,8 @@ class Split:
     Raises
     ------
     OptionError, DTypeError
-        For less than one part, or other types.
+        For less than one part, or one tile in it; for both `splits` and `part_tiles`; for other
+        types.
     """
 
     splits: int = 1
@@ -60,8 +61,11 @@ class Split:
         object.__setattr__(self, "splits", int(self.splits))
         object.__setattr__(self, "pack_gqa", checks.flag("pack_gqa", self.pack_gqa))
         if self.part_tiles is not None:
-            part_tiles = checks.positive_int("part_tiles", self.part_tiles)
-            object.__setattr__(self, "part_tiles", part_tiles)
+            if not checks.is_int(self.part_tiles) or self.part_tiles < 1:
+                raise OptionError(
+                    f"part_tiles must be an integer of at least 1, got {shown(self.part_tiles)}"
+                )
+            object.__setattr__(self, "part_tiles", int(self.part_tiles))
             if self.splits != 1:
                 raise OptionError(
                     f"give splits or part_tiles, not both: got {self.splits} and {self.part_tiles}"
