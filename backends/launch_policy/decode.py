@@ -301,7 +301,7 @@ def _plain(asked: _Asked) -> Decode:
     each = p.kv_heads * -(-rows // block_q)  # blocks of a part of a sequence
     wide = sum(n > 0 for n in lengths) * each <= gpu.multiprocessors
     warps = kernels.on_chip(block_q, d, dv, gpu, wide=wide)[0]
-    tiles = [hi - lo for lo, hi in _ranges(p, lengths, kernels.KEYS * warps)]
+    ranges, tiles = _ranges(p, lengths, kernels.KEYS * warps)
     capacity = gpu.multiprocessors * (1 if wide else 2) // each
     longest = longest_part(tiles, capacity)
     whole = wide and not page and (not hopper or d + dv <= 128 or max(tiles) >= _LONG)
@@ -332,7 +332,7 @@ def _plain(asked: _Asked) -> Decode:
         overlap=hopper and not (at_once and read > _OVERLAPPED),
         cluster=cluster,
     )
-    return _launch(p, kernel, lengths, split)
+    return _launch(p, kernel, lengths, split, ranges, made)
 
 
 def _latent(asked: _Asked) -> Decode:
@@ -341,10 +341,10 @@ def _latent(asked: _Asked) -> Decode:
     p, lengths, gpu, splits, page, variant, _ = asked
     kernel = kernels.latent_kernel(p, variant, page)
     merge = kernels.merge_kernel(p, kernels.LATENT_ROWS, counts=variant.counts, overlap=True)
-    tiles = [hi - lo for lo, hi in _ranges(p, lengths, kernels.LATENT_KEYS)]
+    ranges, tiles = _ranges(p, lengths, kernels.LATENT_KEYS)
     capacity = gpu.multiprocessors // (p.kv_heads * -(-p.n_q * p.group // kernels.LATENT_ROWS))
     split = _packed(splits, longest_part(tiles, capacity, kernels.LATENT_TILES))
-    return _launch(p, kernel, lengths, split, merge)
+    return _launch(p, kernel, lengths, split, ranges, split.parts(tiles).tolist(), merge)
 
 
 def _behind_prefix(asked: _Asked) -> Decode:
@@ -362,29 +362,35 @@ def _behind_prefix(asked: _Asked) -> Decode:
     ring = kernels.SHORT_RING if page else kernels.RING
     chip = kernels.on_chip(block_q, d, dv, gpu, wide=True, ring=ring)
     block_k, overlap = kernels.KEYS * chip[0], gpu.compute_capability >= (9, 0)
+    own = tuple(length - prefix for length in lengths)
+    shared, (ranges, tiles) = -(-prefix // block_k), _ranges(p, own, block_k)
     if splits is None:
-        own = sum(-(-(length - prefix) // block_k) for length in lengths) * -(-rows // block_q)
-        shared = -(-prefix // block_k)
-        visits = p.kv_heads * (shared * -(-rows * p.batch // block_q) + own)
-        longest = max(shared, *(-(-(length - prefix) // block_k) for length in lengths))
-        splits = -(-longest // longest_part([visits], gpu.multiprocessors))
+        visits = shared * -(-rows * p.batch // block_q) + sum(tiles) * -(-rows // block_q)
+        longest = longest_part([p.kv_heads * visits], gpu.multiprocessors)
+        splits = -(-max(shared, *tiles) // longest)
+    split = Split(splits, pack_gqa=True)
+    parts = split.parts([*tiles, shared], alike=True).tolist()
     kernel = kernels.walking_kernel(
         p, variant, block_q, chip, page=page, overlap=overlap, cascade=True
     )
     merge = kernels.merge_kernel(p, block_q, counts=variant.counts, overlap=overlap, cascade=True)
-    return _launch(p, kernel, lengths, Split(splits, pack_gqa=True), merge, prefix)
+    return _launch(p, kernel, own, split, ranges, parts, merge, prefix)
 
 
+@lru_cache(maxsize=256)
 def _packed(splits: int | None, longest: int) -> Split:
     """So many parts, or for None parts of at most `longest` key tiles."""
     return Split(pack_gqa=True, part_tiles=longest) if splits is None else Split(splits, True)
 
 
-def _ranges(p: Problem, lengths: tuple[int, ...], block_k: int) -> list[tuple[int, int]]:
-    """The key tiles that each sequence's queries see: a window leaves out the first ones."""
+def _ranges(
+    p: Problem, lengths: tuple[int, ...], block_k: int
+) -> tuple[list[tuple[int, int]], list[int]]:
+    """The key tiles that each sequence's queries see, and how many: a window leaves out some."""
     ends = [-(-length // block_k) for length in lengths]
-    first = (max(0, length - p.n_q - p.left) // block_k for length in lengths)
-    return [(min(lo, hi), hi) for lo, hi in zip(first, ends, strict=True)]
+    first = [max(0, length - p.n_q - p.left) // block_k for length in lengths]
+    ranges = [(min(lo, hi), hi) for lo, hi in zip(first, ends, strict=True)]
+    return ranges, [hi - lo for lo, hi in ranges]
 
 
 def _launch(
@@ -392,23 +398,26 @@ def _launch(
     kernel: Kernel,
     lengths: tuple[int, ...],
     split: Split,
+    ranges: list[tuple[int, int]],
+    parts: list[int],
     merge: Kernel | None = None,
     prefix: int = 0,
 ) -> Decode:
-    """The launch of a kernel on sequences, and maybe a prefix, whose key tiles are so split."""
+    """The launch of a kernel on sequences whose key tiles are ``range(*ranges[b])``.
+
+    `parts` are what `split` makes of these; with a prefix, whose keys the lengths are without, its
+    own come last.
+    """
     values, rows = dict(kernel.constants), p.n_q * p.group
     block_q, block_k = values["FS_BLOCK_Q"], values["FS_BLOCK_K"]
-    own = tuple(length - prefix for length in lengths)
-    shared, ranges = -(-prefix // block_k), _ranges(p, own, block_k)
-    tiles = [shared, *(hi - lo for lo, hi in ranges)]
-    shared_parts, *made = split.parts(tiles, alike=bool(prefix)).tolist()
-    listed, row_tiles = [], -(-rows // block_q)
-    slot = shared_parts * p.batch if prefix else 0
+    listed, shared, row_tiles = [], -(-prefix // block_k), -(-rows // block_q)
+    *made, shared_parts = parts if prefix else (*parts, 0)
     for tile in range(-(-rows * p.batch // block_q) if prefix else 0):
         for i in range(shared_parts):  # a part takes a slot of each sequence
             keys = cut(0, shared, i, shared_parts)
             listed.append((-1, *keys, i * p.batch, 0, shared_parts, prefix, tile))
-    for b, (length, (lo, hi), n) in enumerate(zip(own, ranges, made, strict=True)):
+    slot = shared_parts * p.batch
+    for b, (length, (lo, hi), n) in enumerate(zip(lengths, ranges, made, strict=True)):
         kept = n > 1 or prefix > 0
         for tile in range(row_tiles if prefix else 1):
             for i in range(n):
@@ -421,6 +430,5 @@ def _launch(
         listed.sort(key=lambda item: item[1] - item[2])
     return Decode(
         *(p, kernel, np.array(listed, np.int32), tuple(made), rows, row_tiles, block_k),
-        *(max(1, shared, *(hi for _, hi in ranges)), split, merge),
-        *(prefix, shared_parts if prefix else 0),
+        *(max(1, shared, *(hi for _, hi in ranges)), split, merge, prefix, shared_parts),
     )
