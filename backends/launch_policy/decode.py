@@ -268,11 +268,11 @@ def plan(
             f"the decode kernel numbers keys in 32 bits, up to {_INT32:,}, got {problem.n_kv:,}"
         )
     variant = Variant(True, False, counts=counts, timeline=timeline)
-    asked = _Asked(problem, lengths, gpu, splits, page, variant, prefix)
+    asked = _DecodeRequest(problem, lengths, gpu, splits, page, variant, prefix)
     return (_behind_prefix if prefix else _latent if problem.latent else _plain)(asked)
 
 
-class _Asked(NamedTuple):
+class _DecodeRequest(NamedTuple):
     """`plan`'s parameters."""
 
     problem: Problem
@@ -284,7 +284,7 @@ class _Asked(NamedTuple):
     prefix: int
 
 
-def _plain(asked: _Asked) -> Decode:
+def _plain(asked: _DecodeRequest) -> Decode:
     """Blocks of 8 warps, one on each multiprocessor, where sequences must be split to fill these.
 
     Where the batch has more blocks than there are multiprocessors: blocks of 4 warps, two on each,
@@ -335,7 +335,7 @@ def _plain(asked: _Asked) -> Decode:
     return _launch(p, kernel, lengths, split, ranges, made)
 
 
-def _latent(asked: _Asked) -> Decode:
+def _latent(asked: _DecodeRequest) -> Decode:
     """V is columns of K, one key head serves all; a block holds all of a multiprocessor's shared
     memory, and a second kernel merges."""
     p, lengths, gpu, splits, page, variant, _ = asked
@@ -347,7 +347,7 @@ def _latent(asked: _Asked) -> Decode:
     return _launch(p, kernel, lengths, split, ranges, split.parts(tiles).tolist(), merge)
 
 
-def _behind_prefix(asked: _Asked) -> Decode:
+def _behind_prefix(asked: _DecodeRequest) -> Decode:
     """The prefix is walked once, and a second kernel merges its parts with each sequence's own.
 
     Without `splits`, as many as make a part no longer than what all of them are to a

@@ -26,7 +26,7 @@ from flashsim.schedule.tiling import Tiling
 PLAIN = Variant(spans=True, descending=False)
 
 
-class Asked(NamedTuple):
+class PassRequest(NamedTuple):
     """A pass that is asked for, without its tiling.
 
     Attributes
@@ -129,15 +129,15 @@ class Family(ABC):
     # -- which tiles ----------------------------------------------------------------------------
 
     @abstractmethod
-    def why_not(self, asked: Asked, tiling: Tiling | None) -> str | None:
+    def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
         """Why these kernels do not run this, with a default tiling for None; None if they do."""
 
     @abstractmethod
-    def possible(self, asked: Asked) -> tuple[Tiling, ...]:
+    def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
         """Every tiling that the kernels run on this GPU."""
 
     @abstractmethod
-    def fastest(self, asked: Asked) -> Tiling | None:
+    def fastest(self, asked: PassRequest) -> Tiling | None:
         """The fastest tiling of those measured on an H200; None where `why_not` has a reason."""
 
     def refused(self, reason: str) -> FlashSimError:
@@ -145,22 +145,22 @@ class Family(ABC):
         return TilingError(reason)
 
     def refusal(self, problem: Problem, tiling: Tiling | None, *asked: Any) -> str | None:
-        """`why_not`, of ``Asked(problem, *asked)``."""
-        return self.why_not(Asked(problem, *asked), tiling)
+        """`why_not`, of ``PassRequest(problem, *asked)``."""
+        return self.why_not(PassRequest(problem, *asked), tiling)
 
     def tilings(self, *asked: Any) -> tuple[Tiling, ...]:
-        """`possible`, of ``Asked(*asked)``."""
-        return self.possible(Asked(*asked))
+        """`possible`, of ``PassRequest(*asked)``."""
+        return self.possible(PassRequest(*asked))
 
     def choose(self, problem: Problem, tiling: Tiling | None, *asked: Any) -> Tiling:
-        """The tiling, or for None the fastest one, for ``Asked(problem, *asked)``.
+        """The tiling, or for None the fastest one, for ``PassRequest(problem, *asked)``.
 
         Raises
         ------
         TilingError, UnsupportedError
             As `refused` says it.
         """
-        question = Asked(problem, *asked)
+        question = PassRequest(problem, *asked)
         if reason := self.why_not(question, tiling):
             raise self.refused(reason)
         chosen = tiling or self.fastest(question)
@@ -254,7 +254,7 @@ class Family(ABC):
         ------
         TilingError, UnsupportedError
         """
-        return _passes(self, Asked(problem, gpu, "forward"), tiling, key_order, report)
+        return _passes(self, PassRequest(problem, gpu, "forward"), tiling, key_order, report)
 
     def backward_passes(
         self,
@@ -274,7 +274,7 @@ class Family(ABC):
             "flash2-fused" only, and where `orders_dq`: add to dQ in a fixed order
             (`device_tables.in_turns`).
         """
-        asked = Asked(problem, gpu, "backward", algorithm, ordered)
+        asked = PassRequest(problem, gpu, "backward", algorithm, ordered)
         return _passes(self, asked, tiling, key_order, report)
 
 
@@ -285,7 +285,7 @@ def widest(problem: Problem) -> int:
 
 @lru_cache(maxsize=512)
 def _passes(
-    family: Family, asked: Asked, tiling: Tiling | None, key_order: KeyOrder, report: str
+    family: Family, asked: PassRequest, tiling: Tiling | None, key_order: KeyOrder, report: str
 ) -> tuple[KernelPass, ...]:
     problem, gpu, direction, algorithm, ordered = asked
     tiling = family.choose(problem, tiling, *asked[1:])

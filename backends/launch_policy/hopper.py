@@ -27,7 +27,7 @@ from flashsim.backends.launch_policy.cost_model import (
     remainder,
     sooner_at_once,
 )
-from flashsim.backends.launch_policy.family import Asked, Family, Walked, widest
+from flashsim.backends.launch_policy.family import Family, PassRequest, Walked, widest
 from flashsim.errors import UnsupportedError
 from flashsim.problem.problem import Problem
 from flashsim.schedule.clump import held
@@ -55,7 +55,7 @@ class Hopper(Family):
 
     instead: str = "portable"
 
-    def why_not(self, asked: Asked, tiling: Tiling | None) -> str | None:
+    def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
         """See `Family`."""
         problem, gpu, direction, algorithm, _ = asked
         if gpu.compute_capability != CAPABILITY:
@@ -81,7 +81,7 @@ class Hopper(Family):
             return f"{tiling} tiles are none of theirs ({', '.join(map(str, possible))})"
         return None
 
-    def possible(self, asked: Asked) -> tuple[Tiling, ...]:
+    def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
         """The tilings that the kernels are built for, the best first (docs/reference/hopper.md)."""
         problem, gpu, d = asked.problem, asked.gpu, asked.wide
         if asked.direction == "backward":
@@ -110,7 +110,7 @@ class Hopper(Family):
         best += [Tiling(128, 64)]  # divides common block masks
         return tuple(t for t in best if self.forward_bytes(problem, t) <= gpu.shared_bytes)
 
-    def fastest(self, asked: Asked) -> Tiling | None:
+    def fastest(self, asked: PassRequest) -> Tiling | None:
         """See `Family`."""
         possible = [t for t in self.possible(asked) if t.divides(asked.problem.block_mask)]
         # In order: the fewer row tiles, the fewer turns to wait.

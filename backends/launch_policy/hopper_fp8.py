@@ -9,7 +9,7 @@ from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Box, Gpu, Kernel, Variant
 from flashsim.backends.launch_policy import hopper, hopper_kernels
 from flashsim.backends.launch_policy.cost_model import makespan
-from flashsim.backends.launch_policy.family import Asked, Family, Walked
+from flashsim.backends.launch_policy.family import Family, PassRequest, Walked
 from flashsim.errors import UnsupportedError
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
@@ -29,7 +29,7 @@ _TENSOR, _HEAD, _BLOCK, _NONE = range(4)
 class HopperFp8(Family):
     """FlashAttention-3's forward in FP8; there is no backward."""
 
-    def why_not(self, asked: Asked, tiling: Tiling | None) -> str | None:
+    def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
         """See `Family`."""
         p, gpu = asked.problem, asked.gpu
         if gpu.compute_capability != hopper.CAPABILITY:
@@ -59,11 +59,11 @@ class HopperFp8(Family):
             )
         return None
 
-    def possible(self, asked: Asked) -> tuple[Tiling, ...]:
+    def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
         """See `Family`."""
         return TILINGS[asked.problem.head_dim]
 
-    def fastest(self, asked: Asked) -> Tiling | None:
+    def fastest(self, asked: PassRequest) -> Tiling | None:
         """See `Family`."""
         p = asked.problem
         fit = (t for t in self.possible(asked) if t.divides(p.block_mask))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from flashsim.backends.kernels import nvrtc
 from flashsim.backends.launch.kernel import Gpu, Kernel, Variant
 from flashsim.backends.launch_policy import portable_kernels as kernels
-from flashsim.backends.launch_policy.family import PLAIN, Asked, Family
+from flashsim.backends.launch_policy.family import PLAIN, Family, PassRequest
 from flashsim.errors import TilingError
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
@@ -17,7 +17,7 @@ from flashsim.schedule.tiling import Tiling
 class Portable(Family):
     """The family whose kernels are compiled for `like`, except for what a walk and a report ask."""
 
-    def why_not(self, asked: Asked, tiling: Tiling | None) -> str | None:
+    def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
         """See `Family`."""
         problem, gpu, direction, algorithm, _ = asked
         if direction == "backward" and algorithm == "flash2-once":
@@ -45,12 +45,12 @@ class Portable(Family):
             why += f" that divides the block mask's {problem.block_mask!r}"
         return why
 
-    def possible(self, asked: Asked) -> tuple[Tiling, ...]:
+    def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
         """Every tiling that the kernels run on this GPU, smallest first."""
         every = (Tiling(q, k) for q in kernels.SIDES for k in kernels.SIDES)
         return tuple(t for t in every if self._runs(asked, t))
 
-    def fastest(self, asked: Asked) -> Tiling | None:
+    def fastest(self, asked: PassRequest) -> Tiling | None:
         """See `Family`; docs/guides/performance.md."""
         preferred = (Tiling(*sides) for sides in self._preferred(asked))
         mask = asked.problem.block_mask
@@ -64,7 +64,7 @@ class Portable(Family):
             return kernels.WALKING[stage](problem, tiling, variant, gpu)
         return kernels.rows_kernel(stage, problem, tiling, variant)
 
-    def _preferred(self, asked: Asked) -> tuple[tuple[int, int], ...]:
+    def _preferred(self, asked: PassRequest) -> tuple[tuple[int, int], ...]:
         d, tf32 = asked.wide, self.like.tf32
         if asked.problem.dtype == "float32" and not tf32:
             return ((64, 64), (32, 32), (16, 16))
@@ -77,11 +77,11 @@ class Portable(Family):
             return ((128, 96), (128, 64), (64, 64), (32, 32), (16, 16))
         return ((128, 64), (128, 32), (64, 32), (32, 32), (16, 16))
 
-    def _runs(self, asked: Asked, tiling: Tiling) -> bool:
+    def _runs(self, asked: PassRequest, tiling: Tiling) -> bool:
         need = self._shared_need(asked, tiling)
         return need is not None and need <= asked.gpu.shared_bytes
 
-    def _shared_need(self, asked: Asked, tiling: Tiling) -> int | None:
+    def _shared_need(self, asked: PassRequest, tiling: Tiling) -> int | None:
         """Shared memory of the largest kernel of a pass, in bytes; None: not built for the tile."""
         if asked.direction == "forward":
             stages: tuple[str, ...] = ("forward",)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Gpu, Kernel, Variant
 from flashsim.backends.launch_policy import hopper
-from flashsim.backends.launch_policy.family import PLAIN, Asked, Walked
+from flashsim.backends.launch_policy.family import PLAIN, PassRequest, Walked
 from flashsim.backends.launch_policy.portable import Portable
 from flashsim.backends.numba_gpu import compiler
 from flashsim.backends.numba_gpu.hopper.smem_layout import DqAlone, KeysOutside, OnChip
@@ -26,7 +26,7 @@ WIDEST_BACKWARD = 128
 class PythonHopper(hopper.Hopper):
     """There is no backward above `WIDEST_BACKWARD`; row-wise kernels are `TENSOR`'s."""
 
-    def why_not(self, asked: Asked, tiling: Tiling | None) -> str | None:
+    def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
         """See `Family`."""
         if asked.direction == "backward" and asked.wide > WIDEST_BACKWARD:
             return f"their backward takes a head_dim up to {WIDEST_BACKWARD}"
@@ -34,7 +34,7 @@ class PythonHopper(hopper.Hopper):
             return "they add dQ up in memory"
         return super().why_not(asked, tiling)
 
-    def possible(self, asked: Asked) -> tuple[Tiling, ...]:
+    def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
         """See `Family`; of the C++ kernel's those that were tried in Python."""
         every = super().possible(asked)
         if asked.direction == "backward":  # products take no fewer columns at 80 than at 128
