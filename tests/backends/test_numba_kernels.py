@@ -155,8 +155,8 @@ class Deferring(PythonHopper):
 
     deferred: bool = True
 
-    def defers(self, stage, tables, cluster):
-        return self.deferred and stage.name == "fused"
+    def defers(self, walk, cluster):
+        return self.deferred and walk.stage.name == "fused"
 
 
 def hopper_kernel(problem, report="", stage="forward"):

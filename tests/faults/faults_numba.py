@@ -219,7 +219,7 @@ FAULTS = {
     # -- the mma.sync kernels -------------------------------------------------------------------
     "mma-copies-not-waited-for": Fault(
         "tiles are read before their copies have arrived",
-        *(f"{NUMBA}.walk", "    ptx.cp_async_wait(b)", "    pass", MMA),
+        *(f"{NUMBA}.ptx", 'asm(b, "cp.async.wait_all;", "", [], effects=True)', "pass", MMA),
     ),
     "mma-bank-swizzle-of-reads": Fault(
         "a tile is read without the permutation with which it was written",
