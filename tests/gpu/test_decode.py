@@ -338,10 +338,15 @@ def test_a_trace_is_the_simulators(name, splits, page):
     assert trace.same_events(simulated_one)
 
 
-def test_what_has_no_trace():
+def test_sequences_that_are_divided_differently_have_a_trace():
     case = ragged(2, 9000)  # lengths 9,000 and 4,500: other numbers of splits
-    with pytest.raises(UnsupportedError, match="give splits="):
-        run(case, case.make(), trace=True)
+    trace = run(case, case.make(), trace=True).trace
+    assert trace.stages[0].schedule.split.part_tiles is not None
+    assert trace.diff(trace.predicted()) == {}
+
+
+def test_what_has_no_timeline():
+    case = ragged(2, 9000)
     with pytest.raises(UnsupportedError, match="has no timeline"):
         run(case, case.make(), shared_prefix=16, trace="timeline")
 
