@@ -48,7 +48,7 @@ unit: $(VENV)/.dev
 # All tests that run the CPU engine, as on a CPU with AVX2 alone, on an x86 that has more.
 HASWELL = NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx,+avx2,+fma,+f16c
 avx2: $(VENV)/.dev
-	$(HASWELL) $(BIN)/flashsim warm > $(VENV)/avx2.log
+	$(HASWELL) $(BIN)/flashsim study warm > $(VENV)/avx2.log
 	$(HASWELL) $(PYTEST) tests/engines tests/api tests/problem/test_precision.py \
 	  tests/studies/test_agreement.py tests/studies/test_softmax_matmul.py
 
