@@ -2,7 +2,7 @@
 
     python benchmarks/predict.py                    # errors of the constants that ship
     python benchmarks/predict.py --worst 10         # and the passes that are worst
-    python benchmarks/predict.py --fit              # fit them again and print them; ten minutes
+    python benchmarks/predict.py --fit              # fit again: time_model.csv's lines; ten minutes
     python benchmarks/predict.py --plot FILE.png
     python benchmarks/predict.py --decode [--fit]   # the same of the decode kernel
 
@@ -223,15 +223,13 @@ def main():
     if chosen.fit:
         print("STREAMED", predict_fit.fit_streams(everything))
         for kernels in chosen.kernels.split(","):
-            print(f'    "{kernels}": {{')
             for (family, name), free in predict_fit.FREE.items():
                 if family == kernels:
                     best = CALIBRATED[kernels][name]
                     those = predict_fit.points(everything, kernels, name)
                     if those:  # else of no such kernel was a time taken: what ships remains
                         best = predict_fit.fit(those, free, ships=best)
-                    print(predict_fit.as_code(name, best), flush=True)
-            print("    },")
+                    print(predict_fit.as_line(kernels, name, best), flush=True)
         return
     found = errors(everything)
     print(errors_table(found).text(width=120))

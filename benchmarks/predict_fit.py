@@ -3,6 +3,8 @@
 It sees the stages of the shapes in `time_shapes.CALIBRATION` and nothing else.
 """
 
+import csv
+import io
 from typing import NamedTuple
 
 import numpy as np
@@ -139,11 +141,12 @@ def fit_streams(everything):
     return {overlaps: best(those) for overlaps, those in found.items()}
 
 
-def as_code(name, c):
-    """A line of calibration.py."""
-    parts = []
+def as_line(kernels, name, c):
+    """A line of flashsim/data/time_model.csv; what is 0 is left empty, but for a launch."""
+    cells = [kernels, name]
     for field, value in c._asdict().items():
-        if abs(value) > 1e-9 or field == "launch":
-            text = f"{value * 1e6:.2f}e-6" if field in SECONDS else f"{value:.3f}"
-            parts.append(f"{field}={text}")
-    return f'        "{name}": Constants({", ".join(parts)}),'
+        text = f"{value * 1e6:.2f}e-6" if field in SECONDS else f"{value:.3f}"
+        cells.append(text if abs(value) > 1e-9 or field == "launch" else "")
+    line = io.StringIO()
+    csv.writer(line, lineterminator="").writerow(cells)
+    return line.getvalue()

@@ -26,7 +26,7 @@ from flashsim import FlashSimError, Problem
 from flashsim.counts.traffic import live
 from flashsim.l2 import L2Model
 from flashsim.problem.hardware import Device
-from flashsim.studies.verify import Case, Record, passes_of, record, verify
+from flashsim.studies.verify import HERE, Case, Record, passes_of, record, verify
 
 TOKENS, WIDTH = 16_384, 2048
 KERNELS = ("hopper", "portable", "numba_cuda")
@@ -140,7 +140,7 @@ def compile_first(wanted, jobs):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="H200")
+    parser.add_argument("--device", default=HERE, help="to predict for")
     parser.add_argument("--kernels", default=",".join(KERNELS))
     parser.add_argument("--out", type=Path, help="the table, CSV")
     parser.add_argument("--keep", type=Path, help="a folder for what was measured")

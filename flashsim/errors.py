@@ -50,7 +50,17 @@ class SramOverflow(TilingError):
 
 
 class MemoryModelError(FlashSimError, RuntimeError):
-    """An algorithm broke the rules of the simulated memory (a bug in the algorithm)."""
+    """An algorithm broke the rules of the simulated memory (a bug in the algorithm).
+
+    `kind` says in a word which rule: a tile used after it was "freed", numbers from "outside" the
+    machine, numbers taken "off chip", HBM that was not loaded ("unloaded") or never written
+    ("unstored"), steps and visits in the wrong "scope", an "operation" that there is none of, or
+    another rule of the "machine". Grading reads it.
+    """
+
+    def __init__(self, text: str, kind: str = "machine") -> None:
+        super().__init__(text)
+        self.kind = kind
 
 
 class TraceError(FlashSimError, ValueError):

@@ -16,7 +16,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from flashsim.errors import OptionError, choices, own_errors
+from flashsim.errors import own_errors
+from flashsim.problem import checks
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,7 @@ def theme(name: str) -> Theme:
     OptionError
         If it is neither "light" nor "dark".
     """
-    if name not in THEMES:
-        raise OptionError(f"unknown theme {name!r}; {choices(name, THEMES)}")
-    return THEMES[name]
+    return THEMES[checks.one_of("theme", name, THEMES)]
 
 
 @own_errors
@@ -116,9 +115,7 @@ def color(tensor: str, name: str = "light") -> str:
     """
     tensors = theme(name).tensors
     key = tensor.removesuffix("_acc").removesuffix("_scale")
-    if key not in tensors:
-        raise OptionError(f"unknown tensor {tensor!r}; {choices(tensor, tensors)}")
-    return tensors[key]
+    return tensors[checks.one_of("tensor", key, tensors)]
 
 
 #: Colours of tensors of one's own, which choose among them by their names.

@@ -72,8 +72,7 @@ def theme_of(ax: Axes) -> Theme:
 def themed(draw: Callable[..., None]) -> Callable[..., Axes]:
     """Make an axes-level plot function of one that draws: it gets `ax` and `theme`, returns `ax`.
 
-    ``ax=None`` makes a new figure of a slide's shape in `theme` ("light" or "dark"); an Axes that
-    is given keeps its own background, and the theme that fits it is used.
+    Its docstring's parameters are those besides the two, which are described here for all plots.
     """
 
     @functools.wraps(draw)
@@ -106,8 +105,24 @@ def themed(draw: Callable[..., None]) -> Callable[..., Axes]:
     plot.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=shown, return_annotation="Axes"
     )
+    if draw.__doc__:  # there is none under python -OO
+        plot.__doc__ = _described(draw.__doc__)
     plot.__annotations__ = {**draw.__annotations__, **given, "return": "Axes"}
     return own_errors(plot)
+
+
+_AX_AND_THEME = """
+ax : Axes, optional
+    Where to draw; it keeps its own background. Default: a new figure of a slide's shape.
+theme : {"light", "dark"}, optional
+    Default: the one that fits the background of `ax`, of a new figure "light".
+"""
+
+
+def _described(doc: str) -> str:
+    """A docstring whose parameters end with `ax` and `theme`."""
+    parameters, raises, rest = inspect.cleandoc(doc).partition("\n\nRaises\n")
+    return parameters + _AX_AND_THEME + raises.removeprefix("\n") + rest
 
 
 @functools.cache
@@ -140,6 +155,12 @@ def heading(ax: Axes, theme: Theme, title: str, about: str = "") -> None:
             about, (0, 1), (0, 9), xycoords="axes fraction", textcoords="offset points",
             fontsize=11, color=theme.muted,
         )  # fmt: skip
+
+
+def series_style(theme: Theme, n: int) -> dict[str, Any]:
+    """Colour, dash and marker of line `n` of a plot, for ``Axes.plot``."""
+    looks = {"color": theme.cycle, "ls": DASHES, "marker": MARKERS}
+    return {name: each[n % len(each)] for name, each in looks.items()}
 
 
 def ramp(theme: Theme) -> LinearSegmentedColormap:

@@ -39,15 +39,18 @@ class Space:
 
     Beside what is below, a space has `view` (an array for a kernel; a copy only if it cannot be
     read as it is), `vector` (the same for one float32 a row), `empty` (a new array of `like`'s
-    type, float32 without), `prototype` (an empty array of a type by name), `pointer` (the address
-    of one of its arrays), `stream` (the address of the current stream) and `active` (makes its
-    device and stream CuPy's current ones).
+    type, float32 without), `duplicate` (a contiguous copy), `full` (a
+    caller's array of one value, of a type by name), `prototype` (an empty array of a type
+    by name), `pointer` (the address of one of its arrays), `stream` (the address of the current
+    stream) and `active` (makes its device and stream CuPy's current ones).
     """
 
     device: int
     view: Callable[..., Any]
     vector: Callable[[Any], Any]
     empty: Callable[..., Any]
+    duplicate: Callable[[Any], Any]
+    full: Callable[[tuple[int, ...], str, float], Any]
     prototype: Callable[[str], Any]
     pointer: Callable[[Any], int]
     stream: Callable[[], int]
@@ -93,6 +96,14 @@ class CupySpace(Space):
         """See `Space`."""
         return _empty(shape, np.dtype(np.float32) if like is None else like.dtype)
 
+    def duplicate(self, array: Any) -> Any:
+        """See `Space`."""
+        return array.copy(order="C")
+
+    def full(self, shape: tuple[int, ...], dtype: str, value: float) -> Any:
+        """See `Space`."""
+        return upload(np.full(shape, value, numpy_dtype(dtype)))
+
     def prototype(self, dtype: str) -> Any:
         """See `Space`."""
         return _empty((0,), numpy_dtype(dtype))
@@ -124,6 +135,10 @@ class NumpySpace(CupySpace):
             bits = array if raw is None else array.view(raw)
             array = cupy.asarray(np.ascontiguousarray(bits))
         return super().view(array)
+
+    def full(self, shape: tuple[int, ...], dtype: str, value: float) -> Any:
+        """See `Space`."""
+        return np.full(shape, value, numpy_dtype(dtype))
 
     def prototype(self, dtype: str) -> Any:
         """See `Space`."""
@@ -168,6 +183,14 @@ class TorchSpace(Space):
         # Integers one by one take torch half the time of a tuple.
         made = (self._float32 if like is None else like).new_empty
         return made(*shape) if shape else made(())
+
+    def duplicate(self, array: Any) -> Any:
+        """See `Space`."""
+        return array.clone(memory_format=self.torch.contiguous_format)
+
+    def full(self, shape: tuple[int, ...], dtype: str, value: float) -> Any:
+        """See `Space`."""
+        return self._float32.new_full(shape, value, dtype=getattr(self.torch, dtype))
 
     def prototype(self, dtype: str) -> Any:
         """See `Space`."""
@@ -239,6 +262,18 @@ def adopt(name: str, array: Any) -> cupy.ndarray:
             f"{what} cannot be taken through DLPack by CuPy {cupy.__version__}: {error}; torch "
             "CUDA tensors and NumPy arrays need no DLPack"
         ) from error
+
+
+def download(array: Any) -> np.ndarray:
+    """A CuPy array, of any type, in the CPU's memory."""
+    raw = _RAW.get(array.itemsize)
+    return cupy.asnumpy(array if raw is None else array.view(raw)).view(array.dtype)
+
+
+def upload(array: np.ndarray) -> cupy.ndarray:
+    """A NumPy array, of any type, on CuPy's current device."""
+    raw = _RAW.get(array.itemsize)
+    return cupy.asarray(array if raw is None else array.view(raw)).view(array.dtype)
 
 
 def check_space(name: str, array: Any, dtype: str, space: Space) -> None:

@@ -151,7 +151,7 @@ def counted(job: Job, gpu: Gpu, space: arrays.Space) -> dict[str, int]:
 def _forward(
     job: Job, gpu: Gpu, space: arrays.Space, *, counts: bool
 ) -> tuple[Outcome, dict[str, int]]:
-    _check(job)
+    check(job)
     p, options = job.problem, job.options
     table, page = options.get("block_table"), 0
     lengths = lengths_of(p, options.get("cache_seqlens"))
@@ -344,7 +344,8 @@ def _splits(given: Any) -> int | None:
     return n
 
 
-def _check(job: Job) -> None:
+def check(job: Job) -> None:
+    """Raise unless decoding takes a job's options."""
     if job.tiling is not None or job.key_order != "ascending":
         raise UnsupportedError(
             "decoding on a GPU takes no tiling and goes through the keys in ascending order; "
@@ -354,6 +355,12 @@ def _check(job: Job) -> None:
         raise UnsupportedError(
             "decoding on a GPU has one kernel for each call: leave kernel out, got "
             f"kernel={job.options['kernel']!r}"
+        )
+    packs = checks.flag("pack_gqa", job.options.get("pack_gqa", True))
+    if not packs and job.problem.group > 1:
+        raise UnsupportedError(
+            "on a GPU the query heads of a key head always share a tile, which loads K and V once "
+            "for all: leave pack_gqa out, or give True; backend='numpy' simulates False"
         )
     workspace = job.options.get("workspace")
     if workspace is not None and not isinstance(workspace, Workspace):

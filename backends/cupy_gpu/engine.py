@@ -21,6 +21,7 @@ from flashsim.backends.launch import lowering
 from flashsim.backends.launch.kernel import Gpu
 from flashsim.engines.engine import Job, Outcome
 from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError, choices
+from flashsim.problem.hardware import Device, reported
 from flashsim.problem.problem import Problem
 
 #: Of FP8 inputs: what they are multiplied by, and V as `quantize` lays it out.
@@ -66,6 +67,22 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
     if not job.memo:
         _no_fp8_gradients(job)
     return backward_with(_family, job, saved, dout)
+
+
+def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
+    """An array of one value, of the kind and where the job's are; no kernel runs."""
+    require_gpu()
+    decode.check(job) if job.algorithm == DECODE else _check(job)
+    return constant_of(job, shape, dtype, value)
+
+
+def constant_of(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
+    """The same for a job that was checked."""
+    require_gpu()
+    given = {"q": job.q, "k": job.k, "v": job.v}
+    space = arrays.space_of(given, job.problem.result_dtype)
+    with space.on_device():
+        return space.full(shape, dtype, value)
 
 
 def adopt(name: str, array: Any) -> Any:
@@ -279,6 +296,27 @@ def gpu_of(device: int) -> Gpu:
         properties["clockRate"],
         properties["multiProcessorCount"],
         _hbm_bandwidth(device),
+    )
+
+
+def preset() -> Device:
+    """The preset of the current GPU.
+
+    Raises
+    ------
+    BackendUnavailable
+        If there is no GPU.
+    OptionError
+        If it is none of the presets.
+    """
+    require_gpu()
+    runtime = cupy.cuda.runtime
+    found = runtime.getDeviceProperties(runtime.getDevice())
+    return reported(
+        found["name"].decode(),
+        (found["major"], found["minor"]),
+        found["multiProcessorCount"],
+        found["totalGlobalMem"],
     )
 
 

@@ -53,6 +53,10 @@ def scales(space: arrays.Space, job: Job) -> dict[str, Any]:
     given = job.options.get("scales") or ()
     found = {}
     for name, one in zip(_SCALES, given, strict=False):
+        if isinstance(one, np.ndarray) and one.size == 1:  # a number, wherever the arrays are
+            with space.active():
+                found[name] = cupy.asarray(one)
+            continue
         arrays.check_space(name, one, job.problem.result_dtype, space)
         found[name] = space.vector(one)
     return found

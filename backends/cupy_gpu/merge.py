@@ -1,16 +1,18 @@
-"""Merging partial attention on a GPU: one kernel, in place (kernels/portable/merge.cu)."""
+"""Merging partial attention on a GPU: one kernel (kernels/portable/merge.cu)."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 from typing import Any
 
+import cupy
 import numpy as np
 
 from flashsim.backends import failures
-from flashsim.backends.cupy_gpu import arrays
+from flashsim.backends.cupy_gpu import arrays, engine
 from flashsim.backends.kernels import nvrtc
 from flashsim.backends.launch.kernel import Kernel
+from flashsim.errors import DTypeError
 
 THREADS = 256
 _TYPES = {"float32": "float", "float16": "u16", "bfloat16": "u16"}
@@ -52,14 +54,63 @@ def merge_into(out: Any, lse: Any, part: Any, part_lse: Any) -> None:
         Likewise.
     part, part_lse : torch.Tensor, contiguous, of the same shapes
     """
-    names = (str(x.dtype).removeprefix("torch.") for x in (out, part))
-    batch, heads, rows, width = out.shape
-    made = kernel(width, *names)
     space = arrays.space_of({"out": out, "part": part}, "float32")
-    per_block = THREADS // dict(made.constants)["FS_LANES"]
     with failures.Explaining(), space.on_device(), space.active():
-        function = nvrtc.load(made, space.device)
-        pointers = [x.data_ptr() for x in (out, lse, part, part_lse)]
-        grid = -(-rows // per_block), batch * heads, 1
-        arguments = (*pointers, out.stride(1), lse.stride(1), np.int32(rows))
-        function(grid, (THREADS, 1, 1), arguments)
+        _launch(space, (out, lse, part, part_lse), (out.stride(1), lse.stride(1)))
+
+
+def _launch(space: arrays.Space, given: tuple[Any, ...], strides: tuple[int, int]) -> None:
+    """Start the kernel; `strides` are from head to head of out and of the LSE, in elements."""
+    names = (str(x.dtype).removeprefix("torch.") for x in (given[0], given[2]))
+    batch, heads, rows, width = given[0].shape
+    made = kernel(width, *names)
+    per_block = THREADS // dict(made.constants)["FS_LANES"]
+    grid = -(-rows // per_block), batch * heads, 1
+    pointers = map(space.pointer, given)
+    function = nvrtc.load(made, space.device)
+    function(grid, (THREADS, 1, 1), (*pointers, *strides, np.int32(rows)))
+
+
+#: Most blocks along a grid's second axis.
+_MOST_HEADS = 65535
+
+
+def held(given: dict[str, Any]) -> dict[str, Any]:
+    """Arrays that `merged` takes: torch's as they are, others as CuPy's over the same memory.
+
+    Raises
+    ------
+    BackendUnavailable, DTypeError
+        If they do not all live on one GPU, or are of types that no kernel merges.
+    """
+    engine.require_gpu()
+    space = arrays.space_of(given, "float32")
+    for name, x in given.items():
+        dtype = str(x.dtype).removeprefix("torch.")
+        may_be = [*_TYPES] if name.startswith("out") else ["float32"]
+        if dtype not in may_be:
+            raise DTypeError(
+                f"on a GPU {name} is merged in {' or '.join(may_be)}, got {dtype}; convert it, or "
+                "move the arrays to the CPU"
+            )
+    if isinstance(space, arrays.TorchSpace):
+        return given
+    return {name: cupy.asarray(x) for name, x in given.items()}
+
+
+def merged(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
+    """out and LSE over the keys of both, new arrays like `out_a` and `lse_a`, which are `held`."""
+    space = arrays.space_of({"out_a": out_a}, "float32")
+    with failures.Explaining(), space.on_device(), space.active():
+        out, lse = (space.duplicate(x) for x in (out_a, lse_a))
+        if 0 in out.shape:
+            return out, lse
+        part, part_lse = (space.duplicate(x) for x in (out_b, lse_b))
+        rows, width = out.shape[-2:]
+        whole = [x.reshape(1, -1, rows, width) for x in (out, part)]
+        sums = [x.reshape(1, -1, rows) for x in (lse, part_lse)]
+        for first in range(0, whole[0].shape[1], _MOST_HEADS):
+            some = slice(first, first + _MOST_HEADS)
+            given = tuple(x[:, some] for pair in zip(whole, sums, strict=True) for x in pair)
+            _launch(space, given, (rows * width, rows))
+        return out, lse

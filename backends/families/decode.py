@@ -26,7 +26,10 @@ from flashsim.problem.problem import Problem
 
 ALGORITHM = "flash-decode"
 #: What `run` takes for it besides `splits`: lengths, pages, memory that calls share.
-OPTIONS = ("splits", "cache_seqlens", "block_table", "workspace", "head_dim_v", "shared_prefix")
+OPTIONS = (
+    *("splits", "pack_gqa", "cache_seqlens", "block_table", "workspace", "head_dim_v"),
+    "shared_prefix",
+)
 #: Slots of a count record: of a visit, and of a block. See `Decode.expected`.
 VISIT_SLOTS = ("K", "V", "table")
 ITEM_SLOTS = ("Q", "O_part", "L_part", "O", "L", "O_part read", "L_part read")

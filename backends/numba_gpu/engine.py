@@ -78,6 +78,14 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
     return _launcher().backward_with(_family, job, saved, dout)
 
 
+def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
+    """An array of one value, of the kind and where the job's are; no kernel runs."""
+    _kernel(job)  # or say what is not taken
+    if teaching_run.simulated():
+        return teaching_run.constant(job, shape, dtype, value)
+    return _launcher().constant_of(job, shape, dtype, value)
+
+
 def orders_dq(job: Job, saved: Mapping[str, Any]) -> bool:
     """Whether the fastest deterministic backward here is the fused one, dQ added in a fixed order.
 

@@ -20,6 +20,7 @@ from flashsim.algorithms.tiles import (
     clear_dbias,
     convert,
     finite,
+    log_sum_exp,
     score_gradient,
     score_tile,
 )
@@ -82,7 +83,7 @@ def normalised(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Lines 12 and 13: out and LSE of the keys seen; none seen: out = 0, lse = -inf."""
     l_safe = np.where(l_i == 0, 1, l_i)
-    return O_i / l_safe[..., None], m_i + np.log(l_safe)
+    return O_i / l_safe[..., None], log_sum_exp(m_i, l_i)
 
 
 def backward(machine: Machine) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from flashsim.algorithms.machine import Machine
-from flashsim.algorithms.tiles import clear_dbias, convert, finite, score_tile
+from flashsim.algorithms.tiles import clear_dbias, convert, finite, log_sum_exp, score_tile
 
 
 def forward(machine: Machine) -> None:
@@ -64,7 +64,7 @@ def _softmax(machine: Machine) -> None:
                         l_i = P_i.sum(axis=-1)
                         P_i /= np.where(l_i == 0, 1, l_i)[..., None]
                         sram.store(hbm.P, rows, P_i, keys)
-                        machine.note_lse(rows, m_i + np.log(np.where(l_i == 0, 1, l_i)))
+                        machine.note_lse(rows, log_sum_exp(m_i, l_i))
 
 
 def backward(machine: Machine) -> None:

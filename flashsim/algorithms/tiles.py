@@ -7,12 +7,26 @@ import numpy as np
 from flashsim.algorithms.hbm import Hbm, Tensor
 from flashsim.algorithms.machine import Machine
 from flashsim.algorithms.sram import Sram
+from flashsim.problem.masks import masked_score
 from flashsim.schedule.schedule import Visit
 
 
+def unseen(m: np.ndarray) -> np.ndarray:
+    """Where a row maximum (or LSE) says that no key was seen: only masked scores, or none."""
+    return m <= masked_score(m.dtype)
+
+
 def finite(m: np.ndarray) -> np.ndarray:
-    """A row maximum (or LSE) fit for subtraction: 0 where no key was seen, so no inf - inf."""
-    return np.where(np.isneginf(m), 0, m)
+    """A row maximum (or LSE) fit for subtraction: 0 where no key was seen, so no inf - inf.
+
+    Scores that count as masked are so low that their exponential is 0 then.
+    """
+    return np.where(unseen(m), 0, m)
+
+
+def log_sum_exp(m: np.ndarray, l: np.ndarray) -> np.ndarray:
+    """LSE of rows with maximum m and sum l; -inf where no key was seen."""
+    return np.where(unseen(m), -np.inf, m + np.log(np.where(l == 0, 1, l)))
 
 
 def score_tile(

@@ -32,6 +32,15 @@ def only_dlpack(x: Any) -> bool:
     return hasattr(x, "__dlpack__") and not hasattr(x, "__cuda_array_interface__")
 
 
+def last_axes(name: str) -> str:
+    """What the last two axes of an argument of that name are: those of q's kind, unless it is a
+    bias or an LSE.
+    """
+    if "lse" in name:
+        return "(heads, n_q)"
+    return "(n_q, n_kv)" if "bias" in name else "(n, head_dim)"
+
+
 def shape_of(name: str, x: Any) -> tuple[int, ...]:
     """The shape of an array, if it is one."""
     try:
@@ -51,8 +60,8 @@ def shape_of(name: str, x: Any) -> tuple[int, ...]:
         if len(shape) > 1 and x.strides[-2] == x.itemsize:
             raise ShapeError(
                 f"{name} of shape {shape} looks transposed (strides {x.strides} B): its last two "
-                f"axes must be (n, head_dim), as they lie in memory; give {name} without .T, or "
-                f"np.ascontiguousarray({name}) (in torch {name}.contiguous()) if it is meant so"
+                f"axes must be {last_axes(name)}, as they lie in memory; give {name} without .T, "
+                f"or np.ascontiguousarray({name}) (in torch {name}.contiguous()) if it is meant so"
             )
         raise ShapeError(
             f"{name}'s last axis must be contiguous, got strides {x.strides} B for shape "

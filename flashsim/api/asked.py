@@ -11,10 +11,12 @@ import numpy as np
 
 from flashsim.api import dispatch, hosts, inputs, scales
 from flashsim.api.arrays import expand, only_dlpack, require_numpy
-from flashsim.api.caches import CACHES, check_alike, live_problem
+from flashsim.api.caches import CACHES, check_alike, live_lengths, live_problem
 from flashsim.engines.engine import Engine, Job
+from flashsim.engines.nothing import Nothing
 from flashsim.errors import (
     BackendUnavailable,
+    OptionError,
     UnknownArgumentError,
     UnsupportedError,
     reject_unknown,
@@ -31,7 +33,10 @@ _OR_NONE = {*CACHES, "precision"}
 
 @dataclass(frozen=True)
 class Checked:
-    """A question that passed every check: the job, who runs it, and what its arrays came as."""
+    """A question that passed every check: the job, who runs it, and what its arrays came as.
+
+    `empty`: there is no batch, no query or no key, and the engine is `Nothing`.
+    """
 
     engine: Engine
     backend: str
@@ -39,13 +44,15 @@ class Checked:
     job: Job
     ndim: int
     bias_shape: tuple[int, ...] | None
+    empty: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the engine, a module, which is found again by its name: a `Result` pickles."""
         return {name: x for name, x in self.__dict__.items() if name != "engine"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, engine=dispatch.engine(state["backend"]))
+        engine = dispatch.engine(state["backend"])
+        self.__dict__.update(state, engine=Nothing(engine) if state["empty"] else engine)
 
     def again(self, q: Any, k: Any, v: Any) -> Job:
         """The same job with other arrays, which look like those that were checked."""
@@ -131,21 +138,31 @@ def ask(
     else:
         q, k, v = (adopted(engine, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     scaled, block = options.pop("scales", None), options.pop("scale_block", None)
+    unsaid = scaled is None
+    scaled = None if unsaid else scales.said(scaled)
     if scaled is not None or block is not None:
         question["scales"] = scales.granularity(scaled, block, len(q.shape), tiling)
     question |= {"latent": latent, "block_table": table}
-    given = inputs.prepare(q, k, v, bias=bias, tiling=tiling, **question)
-    problem = given.problem
+    given = inputs.prepare(q, k, v, bias=bias, tiling=tiling, may_be_empty=True, **question)
+    problem, empty = given.problem, given.empty
     if problem.fp8 and "scales" not in engine.OPTIONS:
         raise UnsupportedError(
             f"backend {backend!r} takes no {problem.dtype}; backend='numpy' does, or convert q, k "
             "and v"
         )
-    if problem.scales is not None:
+    if problem.fp8 and unsaid:
+        scales.require(problem.dtype)
+    if not problem.fp8 and not unsaid and scaled is None:
+        raise OptionError(
+            f"scales={scales.UNSCALED!r} is of FP8 inputs; these are {problem.dtype}: leave it out"
+        )
+    if problem.scales is not None and not empty:
         options["scales"] = scales.checked(problem, scaled, values=on_cpu)
     if on_cpu:  # on a GPU, what lives of a cache is the launcher's to say, when lengths are known
         require_numpy(backend, q=given.q, k=given.k, v=given.v, bias=given.bias)
-        if options.keys() & CACHES:
+        if not empty and options.keys() & CACHES:
+            empty = not any(live_lengths(problem, options))
+        if not empty and options.keys() & CACHES:
             problem, options = live_problem(problem, options, tuple(k.shape))
             if table is None:
                 check_alike(problem.shared_prefix, k=given.k, v=given.v)
@@ -157,19 +174,24 @@ def ask(
         options,
     )
     bias_shape = None if given_bias is None else tuple(given_bias.shape)
-    return Checked(engine, backend, host, job, given.ndim, bias_shape)
+    runs = Nothing(engine) if empty else engine
+    return Checked(runs, backend, host, job, given.ndim, bias_shape, empty)
 
 
 def _refuse_of_other_backends(unknown: Iterable[str], backend: str) -> None:
-    """Raise `UnknownArgumentError` for the first option that another backend has, if it is here."""
+    """Raise `UnknownArgumentError` for the first option that other backends have, if these are
+    here."""
     for name in unknown:
+        having = []
         for other in dispatch.BACKENDS:
             with suppress(BackendUnavailable):
                 if name in dispatch.engine(other).OPTIONS:
-                    raise UnknownArgumentError(
-                        f"run() has no argument {name!r} with backend={backend!r}; "
-                        f"backend={other!r} has it"
-                    )
+                    having.append(f"backend={other!r}")
+        if having:
+            raise UnknownArgumentError(
+                f"run() has no argument {name!r} with backend={backend!r}; "
+                f"{' and '.join(having)} {'has' if len(having) == 1 else 'have'} it"
+            )
 
 
 def adopted(engine: Any, name: str, x: Any) -> Any:

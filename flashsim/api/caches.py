@@ -43,7 +43,7 @@ def paged_shapes(shapes: Shapes, block_table: Any) -> Shapes:
             "block_table must be integers (batch, max_pages) for a q of (batch, heads, n_q, d), "
             f"got {table} for q {q}"
         )
-    if len(k) != 4 or k[:3] != v[:3] or 0 in k or 0 in table:
+    if len(k) != 4 or k[:3] != v[:3] or 0 in k[1:] or (not k[0] and 0 not in table):
         raise ShapeError(
             "with a block_table, k and v are (pages, kv_heads, page_size, width) with the same "
             f"pages, got k {k}, v {v}, block_table {table}"
@@ -72,6 +72,34 @@ def live_problem(
     ShapeError, OptionError, UnsupportedError
         Naming the entry.
     """
+    lengths = live_lengths(whole, options)
+    if not any(lengths):
+        raise OptionError("cache_seqlens are all 0: there is no key to attend to")
+    found = {**options, "cache_seqlens": lengths}
+    fields = {name: getattr(whole, name) for name in _SAME}
+    prefix = _checked_prefix(found.pop("shared_prefix", 0), lengths)
+    if "block_table" in options:
+        fields["page_size"] = pool[2]
+        found["block_table"] = _checked_table(options["block_table"], lengths, pool, prefix)
+    own = (n - prefix for n in lengths)
+    problem = Problem(
+        **fields,
+        n_q=whole.n_q * whole.batch,
+        n_kv=sum(lengths) - prefix * (whole.batch - 1),
+        cu_seqlens_q=tuple(range(0, whole.n_q * whole.batch + 1, whole.n_q)),
+        cu_seqlens_k=tuple(accumulate(own, initial=prefix)),
+        shared_prefix=prefix,
+    )
+    return problem, found
+
+
+def live_lengths(whole: Problem, options: Mapping[str, Any]) -> tuple[int, ...]:
+    """How many keys of each entry are live, as `live_problem` takes them.
+
+    Raises
+    ------
+    ShapeError, OptionError, UnsupportedError
+    """
     every = [whole.n_kv] * whole.batch
     given = checks.as_array("cache_seqlens", options.get("cache_seqlens", every))
     if given.shape != (whole.batch,) or given.dtype.kind not in "iu":
@@ -92,24 +120,7 @@ def live_problem(
             raise OptionError(
                 f"cache_seqlens[{b}] is {n}, not from 0 to the {whole.n_kv} keys of {where}"
             )
-    if not any(lengths):
-        raise OptionError("cache_seqlens are all 0: there is no key to attend to")
-    found = {**options, "cache_seqlens": lengths}
-    fields = {name: getattr(whole, name) for name in _SAME}
-    prefix = _checked_prefix(found.pop("shared_prefix", 0), lengths)
-    if "block_table" in options:
-        fields["page_size"] = pool[2]
-        found["block_table"] = _checked_table(options["block_table"], lengths, pool, prefix)
-    own = (n - prefix for n in lengths)
-    problem = Problem(
-        **fields,
-        n_q=whole.n_q * whole.batch,
-        n_kv=sum(lengths) - prefix * (whole.batch - 1),
-        cu_seqlens_q=tuple(range(0, whole.n_q * whole.batch + 1, whole.n_q)),
-        cu_seqlens_k=tuple(accumulate(own, initial=prefix)),
-        shared_prefix=prefix,
-    )
-    return problem, found
+    return lengths
 
 
 def _checked_prefix(prefix: Any, lengths: tuple[int, ...]) -> int:

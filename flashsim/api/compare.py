@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from flashsim import report
-from flashsim.api import inputs
+from flashsim.api import hosts, inputs
 from flashsim.api.execution import Gradients, Result, run
 from flashsim.counts import questions
 from flashsim.errors import OptionError, UnknownArgumentError, choices, own_errors, shown
+from flashsim.problem import checks
 from flashsim.schedule import plans
 from flashsim.schedule.tiling import Tiling
 from flashsim.trace.trace import Trace
@@ -75,10 +76,12 @@ class Comparison:
         else:
             g, f = self.gradients[algorithm], next(iter(self.gradients.values()))
             pairs = [(g.dq, f.dq), (g.dk, f.dk), (g.dv, f.dv)]
-        return max(
-            float(np.abs(mine.astype(np.float64) - first.astype(np.float64)).max())
-            for mine, first in pairs
-        )
+        found = []
+        for mine, first in pairs:
+            _, (a, b) = hosts.take_anywhere(mine=mine, first=first)
+            apart = np.abs(a.astype(np.float64) - b.astype(np.float64))
+            found.append(float(apart.max()))
+        return max(found)
 
     __str__ = report.text
     __repr__ = report.titled
@@ -160,8 +163,10 @@ def _without_cache(k: Any, v: Any, decoding: dict[str, Any]) -> tuple[Any, Any]:
     if v is None:
         v = k[..., : decoding["head_dim_v"]]
     if (table := decoding.get("block_table")) is not None:
-        pools = (np.asarray(x)[np.asarray(table)].swapaxes(1, 2) for x in (k, v))
-        k, v = (x.reshape(*x.shape[:2], -1, x.shape[-1]) for x in pools)
+        host, (k, v) = hosts.take_anywhere(k=k, v=v)
+        pages = checks.as_array("block_table", table)
+        pools = (x[pages].swapaxes(1, 2) for x in (k, v))
+        k, v = (host.give(x.reshape(*x.shape[:2], -1, x.shape[-1])) for x in pools)
     lengths = {int(n) for n in decoding.get("cache_seqlens", ())}
     if len(lengths) > 1:
         raise OptionError(

@@ -41,7 +41,8 @@ def run(
 ) -> Result:
     """Attention, tile by tile.
 
-    Computes ``softmax(mask(softcap(scale q k^T) + bias)) v``.
+    Computes ``softmax(mask(softcap(scale q k^T) + bias)) v``. If the batch, the queries or the keys
+    are empty, out and gradients are zeros and the LSE is -inf; nothing is traced.
 
     Parameters
     ----------
@@ -61,7 +62,8 @@ def run(
     causal, window, softcap, scale, mask, cu_seqlens_q, cu_seqlens_k
         See `Problem`.
     bias : array, (1 or batch, 1 or heads, n_q, n_kv), optional
-        Added to the scores, in q's dtype; leading axes may be left out.
+        Added to the scores, in q's dtype; leading axes may be left out. -inf masks a score, as
+        does a number near the lowest of the type that scores are computed in.
     block_mask : BlockMask, or a boolean grid with one value a tile (then give `tiling`), optional
     tiling : Tiling, optional
         Default: the tiling that fits `device` and moves the fewest bytes.
@@ -92,8 +94,9 @@ def run(
         entries begin with so many keys, which are walked once for the queries of all (cascade
         attention), or in so many keys' pages, whole ones; with v=None,
         `head_dim_v`: V is k's first columns, as many, and one load serves both (latent attention).
-        "numpy" and "cupy", for FP8 inputs: `scales`, three float32 arrays that q, k and v are
-        multiplied by, each () for a whole tensor, (batch, heads) or (batch, heads, blocks), and
+        "numpy" and "cupy", for FP8 inputs, which must say what they stand for: `scales`, three
+        float32 arrays that q, k and v are multiplied by, each () (or a number) for a whole tensor,
+        (batch, heads) or (batch, heads, blocks), or "unscaled", if they stand for themselves; and
         `scale_block`, (query rows, key rows) of a block (default: a tile's); "cupy" also
         `v_transposed`, V as its kernel takes it; see `flashsim.quantize`. "numpy":
         `precision`, a `flashsim.Precision`, for every type that numbers are rounded to on the way
@@ -105,9 +108,10 @@ def run(
         float32 products on tensor cores, every operand rounded to tf32, which is off by at most
         2**-11 of itself (default: False, float32 throughout). With ``algorithm="flash-decode"``, a
         few queries against a cache whose keys are split over blocks: `splits` ("auto" or how many),
-        `cache_seqlens` (batch,), how many keys of each sequence are live, `block_table` (batch,
-        pages of a sequence), int32, with k and v in pages, (pages, kv_heads, rows of a page,
-        head_dim), and `workspace` (`flashsim.backends.cupy_gpu.decode.Workspace`). "numba_cuda":
+        `pack_gqa` (True, what its kernels do), `cache_seqlens` (batch,), how many keys of each
+        sequence are live, `block_table` (batch, pages of a sequence), int32, with k and v in pages,
+        (pages, kv_heads, rows of a page, head_dim), and `workspace`
+        (`flashsim.backends.cupy_gpu.decode.Workspace`). "numba_cuda":
         `kernel`, "hopper" (backward up to a head_dim of 128, "tensor" above), "tensor" (both:
         float16 and bfloat16) or "teaching" (float16 and float32); default: the first of them that
         runs the problem.
@@ -217,7 +221,7 @@ def backward(
     else:
         job = asked.again(q, k, v)
     p = job.problem
-    rows = (p.batch, p.heads, p.n_q)[4 - asked.ndim :]
+    rows = tuple(job.q.shape[4 - asked.ndim : 3])
     out, lse = hosts.take(asked.host, out=out, lse=lse)
     check_kept("out", out, (*rows, p.head_dim_v), p.result_dtype)
     check_kept("lse", lse, rows, p.compute_dtype)

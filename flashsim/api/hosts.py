@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flashsim.api.arrays import require_numpy
 from flashsim.errors import DTypeError
 from flashsim.problem.checks import DTYPES, FP8
 from flashsim.problem.problem import numpy_dtype
@@ -82,6 +83,27 @@ def take(host: Host, **arrays: Any) -> list[Any]:
     return [None if x is None else host.take(name, x) for name, x in arrays.items()]
 
 
+def take_anywhere(**arrays: Any) -> tuple[Host, list[np.ndarray]]:
+    """Arrays as NumPy's, those on a GPU copied, and how results go back to where they lay.
+
+    For what has no kernel of its own; all by the first one's host.
+    """
+    host = host_of(next(iter(arrays.values())))
+    taken = take(host, **arrays)
+    if all(isinstance(x, np.ndarray) for x in taken):
+        return host, taken
+    device = getattr(taken[0], "device", None)
+    if host.library == "torch":
+        there = host._replace(give=lambda x: _to_torch(x).to(device))
+        return there, [_from_torch(name, x.cpu()) for name, x in arrays.items()]
+    if host.library == "cupy":
+        from flashsim.backends.cupy_gpu.arrays import download, upload
+
+        return host._replace(give=upload), [download(x) for x in taken]
+    require_numpy("numpy", **dict(zip(arrays, taken, strict=True)))
+    raise AssertionError
+
+
 def _from_torch(name: str, x: Any) -> Any:
     import torch
 
@@ -99,7 +121,7 @@ def _from_torch(name: str, x: Any) -> Any:
         )
     if x.requires_grad and torch.is_grad_enabled():
         raise DTypeError(
-            f"{name} requires a gradient, which flashsim.run does not record for torch; "
+            f"{name} requires a gradient, which this function does not record for torch; "
             f"flashsim.torch.attention does, or give {name}.detach()"
         )
     kind = str(x.dtype).removeprefix("torch.")
@@ -119,9 +141,12 @@ def _from_torch(name: str, x: Any) -> Any:
 def _to_torch(x: np.ndarray) -> Any:
     import torch
 
-    if x.dtype.kind == "f":
-        return torch.from_numpy(x)
-    return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    kind = x.dtype.name
+    if kind in FP8:
+        return torch.from_numpy(x.view(np.uint8)).view(getattr(torch, kind))
+    if kind == "bfloat16":
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(x)
 
 
 def _traced(name: str, x: Any) -> Any:
@@ -135,8 +160,10 @@ def _from_dlpack(name: str, x: Any) -> Any:
     if x.__dlpack_device__()[0] != _DLPACK_CPU:
         return x  # refused with the other kinds of array
     try:
-        # NumPy's DLPack knows no bfloat16; a library that does has __array__, which copies nothing.
-        return np.asarray(x) if str(getattr(x, "dtype", "")) == "bfloat16" else np.from_dlpack(x)
+        # NumPy's DLPack knows no bfloat16 nor FP8; a library that does has __array__, which copies
+        # nothing.
+        foreign = str(getattr(x, "dtype", "")) in ("bfloat16", *FP8)
+        return np.asarray(x) if foreign else np.from_dlpack(x)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise DTypeError(
             f"{name}, {type(x).__module__}.{type(x).__name__}, cannot be taken through DLPack: "

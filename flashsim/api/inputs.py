@@ -33,7 +33,11 @@ DECODING = ("splits", "pack_gqa", "cache_seqlens", "block_table", "shared_prefix
 
 
 class Inputs(NamedTuple):
-    """Validated arrays, 4-D, and the problem they pose; `ndim` is what the user gave."""
+    """Validated arrays, 4-D, and the problem they pose; `ndim` is what the user gave.
+
+    `empty` says that the batch, the queries or the keys are none: then the problem has 1 there, and
+    neither offsets nor a block mask.
+    """
 
     problem: Problem
     q: Any
@@ -41,6 +45,7 @@ class Inputs(NamedTuple):
     v: Any
     bias: Any
     ndim: int
+    empty: bool = False
 
 
 def offsets(cu_seqlens: Any) -> Any:
@@ -98,8 +103,11 @@ def prepare(
     cu_seqlens_k: Any = None,
     latent: bool = False,
     scales: Any = None,
+    may_be_empty: bool = False,
 ) -> Inputs:
     """Check arrays against each other and build the problem they pose.
+
+    `may_be_empty` says whether there may be no batch, no query or no key.
 
     Raises
     ------
@@ -123,10 +131,11 @@ def prepare(
     cu_seqlens_q, cu_seqlens_k = offsets(cu_seqlens_q), offsets(cu_seqlens_k)
     scales = tuple(scales) if isinstance(scales, list) else scales
     fields = (causal, window, softcap, scale, mask, cu_seqlens_q, cu_seqlens_k, latent, scales)
+    asked = (shapes, dtypes, added, block_mask, *fields, may_be_empty)
     try:
-        problem, ndim, bias_shape = _same_problem(shapes, dtypes, added, block_mask, *fields)
+        problem, ndim, bias_shape, empty = _same_problem(*asked)
     except TypeError:  # an unhashable argument, such as a window given as a list; or an error
-        problem, ndim, bias_shape = _problem(shapes, dtypes, added, block_mask, *fields)
+        problem, ndim, bias_shape, empty = _problem(*asked)
     if bias is not None:
         bias = bias.reshape(bias_shape)
     arrays = {"q": q, "k": k, "v": v}
@@ -136,7 +145,7 @@ def prepare(
     if nan_policy == "raise":
         for name, x in {**arrays, **({} if bias is None else {"bias": bias})}.items():
             check_finite(name, x)
-    return Inputs(problem, q, k, v, bias, ndim)
+    return Inputs(problem, q, k, v, bias, ndim, empty)
 
 
 def values_in_keys(k: Any, v: Any, options: dict[str, Any]) -> tuple[Any, bool]:
@@ -185,9 +194,12 @@ def _problem(
     cu_seqlens_k: Any,
     latent: bool,
     scales: Any,
-) -> tuple[Problem, int, tuple[int, ...] | None]:
-    """The problem that arrays of these shapes and types pose, their ndim, and the bias in 4-D."""
-    ndim = _same_ndim(shapes)
+    may_be_empty: bool,
+) -> tuple[Problem, int, tuple[int, ...] | None, bool]:
+    """The problem that arrays of these shapes and types pose, their ndim, the bias in 4-D, and
+    whether there is nothing to compute (see `Inputs`).
+    """
+    ndim = _same_ndim(shapes, may_be_empty)
     names = [name_of(dtype) for dtype in dtypes]
     if len(set(names)) > 1:
         raise DTypeError(
@@ -202,9 +214,18 @@ def _problem(
         bias_shape = _bias_shape(
             *bias, "bfloat16" if names[0] in checks.FP8 else names[0], (batch, heads, n_q, k[2])
         )
+    n_kv, leading = k[2], None if bias_shape is None else (bias_shape[0], bias_shape[1])
+    empty = 0 in (batch, n_q, n_kv)
+    if empty:
+        if cu_seqlens_q is not None and cu_seqlens_k is not None:
+            _check_offsets(cu_seqlens_q, cu_seqlens_k, batch, n_q, n_kv)
+            cu_seqlens_q = cu_seqlens_k = None
+        block_mask = None
+        batch, n_q, n_kv = (max(n, 1) for n in (batch, n_q, n_kv))
+        leading = None if leading is None else (max(leading[0], 1), leading[1])
     problem = Problem(
         n_q=n_q,
-        n_kv=k[2],
+        n_kv=n_kv,
         head_dim=d,
         head_dim_v=v[3],
         batch=batch,
@@ -217,28 +238,47 @@ def _problem(
         scale=scale,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
-        bias=None if bias_shape is None else (bias_shape[0], bias_shape[1]),
+        bias=leading,
         block_mask=block_mask,
         mask=mask,
         latent=latent,
         scales=scales,
     )
-    return problem, ndim, bias_shape
+    return problem, ndim, bias_shape, empty
 
 
 #: Validated once for the same arguments: short GPU calls feel the difference.
 _same_problem = lru_cache(maxsize=256, typed=True)(_problem)
 
 
-def _same_ndim(shapes: tuple[tuple[int, ...], ...]) -> int:
+def _same_ndim(shapes: tuple[tuple[int, ...], ...], may_be_empty: bool) -> int:
     ndims = {len(shape) for shape in shapes}
     if len(ndims) > 1 or not ndims <= set(AXES):
         raise ShapeError(
             f"q, k and v must all be {', '.join(AXES.values())} arrays alike, got {_named(shapes)}"
         )
-    if any(0 in shape for shape in shapes):
+    if not may_be_empty and any(0 in shape for shape in shapes):
         raise ShapeError(f"q, k and v must not be empty, got {_named(shapes)}")
+    if any(0 in (*shape[-3:-2], shape[-1]) for shape in shapes):
+        raise ShapeError(f"q, k and v must have heads and columns, got {_named(shapes)}")
     return ndims.pop()
+
+
+def _check_offsets(of_q: Any, of_k: Any, batch: int, n_q: int, n_kv: int) -> None:
+    """Raise `ShapeError` unless these are offsets of packed sequences without a query or a key."""
+    if batch != 1:
+        raise ShapeError(
+            f"cu_seqlens packs the sequences of a batch into one: batch must be 1, got {batch}"
+        )
+    q, k = (
+        checks.cu_seqlens("cu_seqlens_q", of_q, n_q),
+        checks.cu_seqlens("cu_seqlens_k", of_k, n_kv),
+    )
+    if len(q) != len(k):
+        raise ShapeError(
+            f"cu_seqlens_q and cu_seqlens_k must name the same number of sequences, got "
+            f"{len(q) - 1} and {len(k) - 1}"
+        )
 
 
 def _check_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> None:

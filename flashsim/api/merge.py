@@ -7,38 +7,48 @@ from typing import Any
 import numpy as np
 
 from flashsim.algorithms.merge import merged
-from flashsim.api.arrays import check_like, dtype_name, require_numpy
-from flashsim.errors import ShapeError, own_errors
+from flashsim.api import dispatch, hosts
+from flashsim.api.arrays import check_like, dtype_name
+from flashsim.api.asked import adopted
+from flashsim.errors import OptionError, ShapeError, own_errors
 from flashsim.problem import checks
 
 WIDE = ("float64", "float32", "float16", "bfloat16")
 
 
 @own_errors
-def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[np.ndarray, np.ndarray]:
+def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
     """Attention over the keys of both, where a and b are the same queries over disjoint keys.
 
     ``lse = log(exp(lse_a) + exp(lse_b))``, and ``out = exp(lse_a - lse) out_a + exp(lse_b - lse)
     out_b``: what FlashDecoding's second step does with two parts. A row that saw no key on one side
     (lse = -inf, out = 0) is the other's.
 
+    An LSE is a natural logarithm. Some libraries (FlashInfer) return one to base 2: multiply it by
+    ``math.log(2)``.
+
     Parameters
     ----------
-    out_a, out_b : ndarray, (.., n_q, head_dim_v)
-    lse_a, lse_b : ndarray, (.., n_q)
-        `Result.out` and `Result.lse`.
+    out_a, out_b : array, (.., n_q, head_dim_v)
+    lse_a, lse_b : array, (.., n_q)
+        `Result.out` and `Result.lse`: of any library, on the CPU or a GPU, as `run` returns them;
+        what goes in comes out.
 
     Returns
     -------
-    out : ndarray, of out_a's shape and type
-    lse : ndarray, of lse_a's
+    out : array, of out_a's shape and type
+    lse : array, of lse_a's
 
     Raises
     ------
-    ShapeError, DTypeError, OptionError
+    ShapeError, DTypeError
         If they do not fit each other.
+    OptionError
+        If an LSE is NaN or +inf. To look for one, a GPU is waited for.
     """
-    require_numpy("numpy", out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    host = hosts.host_of(out_a)
+    given = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+    out_a, lse_a, out_b, lse_b = hosts.take(host, **given)
     check_like("out_b", out_b, out_a, "out_a")
     check_like("lse_b", lse_b, lse_a, "lse_a")
     if lse_a.shape != out_a.shape[:-1]:
@@ -48,5 +58,31 @@ def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[np.ndarray, n
         )
     for name, x in (("out_a", out_a), ("lse_a", lse_a)):
         checks.one_of(f"dtype of {name}", dtype_name(x), WIDE)
+    if not all(isinstance(x, np.ndarray) for x in (out_a, lse_a, out_b, lse_b)):
+        return _on_gpu(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    _check_lse(lse_a=lse_a, lse_b=lse_b)
     out, lse = merged(out_a.astype(lse_a.dtype), lse_a, out_b.astype(lse_a.dtype), lse_b)
-    return out.astype(out_a.dtype), lse
+    return host.give(out.astype(out_a.dtype)), host.give(lse)
+
+
+def _on_gpu(**given: Any) -> tuple[Any, Any]:
+    """By `flashsim.backends.cupy_gpu.merge`, where the arrays lie."""
+    engine = dispatch.engine("cupy")  # or say what is missing
+    from flashsim.backends.cupy_gpu import merge as gpu
+
+    arrays = gpu.held({name: adopted(engine, name, x) for name, x in given.items()})
+    _check_lse(lse_a=arrays["lse_a"], lse_b=arrays["lse_b"])
+    return gpu.merged(**arrays)
+
+
+def _check_lse(**given: Any) -> None:
+    """Raise `OptionError` for what is no log of a sum of exponentials."""
+    for name, lse in given.items():
+        with np.errstate(invalid="ignore"):
+            bad = int((~(lse < np.inf)).sum())
+        if bad:
+            raise OptionError(
+                f"{name} holds {bad:,} values that are no LSE (NaN or +inf): it is the natural log "
+                "of a row's sum of exponentials, -inf for a row that sees no key; a base-2 LSE "
+                "times math.log(2) is one"
+            )

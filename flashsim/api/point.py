@@ -13,6 +13,7 @@ import numpy as np
 from flashsim.api import counting, execution
 from flashsim.api.cost import Estimate, cost
 from flashsim.api.samples import random_inputs
+from flashsim.api.scales import UNSCALED
 from flashsim.api.sweepfile import Row
 from flashsim.counts import traffic
 from flashsim.counts.traffic import Traffic
@@ -158,6 +159,7 @@ def _run(point: SweepPoint, problem: Problem, tiling: Tiling) -> Trace | None:
     forward = point.direction == "forward"
     _cost(point, problem, tiling)  # an error, if it is more than there is memory for
     q, k, v, dout = random_inputs(problem)
+    meant: dict[str, Any] = {"scales": UNSCALED} if problem.fp8 else {}  # numbers as drawn
     result = execution.run(
         q,
         k,
@@ -170,6 +172,7 @@ def _run(point: SweepPoint, problem: Problem, tiling: Tiling) -> Trace | None:
         device=point.machine,
         key_order=point.key_order,
         trace=forward,
+        **meant,
     )
     return result.trace if forward else result.backward(dout, tiling=tiling, trace=True).trace
 

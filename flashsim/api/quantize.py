@@ -10,6 +10,7 @@ import numpy as np
 from flashsim import report
 from flashsim.api import dispatch, hosts, inputs
 from flashsim.api.arrays import require_numpy, squeeze
+from flashsim.api.asked import adopted
 from flashsim.errors import DTypeError, OptionError, ShapeError, own_errors, shown
 from flashsim.problem import checks
 from flashsim.problem.problem import numpy_dtype
@@ -28,8 +29,8 @@ class Quantized:
 
     Attributes
     ----------
-    q, k, v : ndarray of an FP8 type, shaped as they were given
-    q_scale, k_scale, v_scale : ndarray of float32
+    q, k, v : array of an FP8 type, of the library and shape of those that were given
+    q_scale, k_scale, v_scale : array of float32, of the same library
         Shaped () for a tensor; for a head, as q (k, v) without its last two axes; for a block, with
         one axis more, of ceil(n / rows of a block).
     granularity : {"tensor", "head", "block"}
@@ -44,12 +45,12 @@ class Quantized:
         it, so that `run` need not transpose V.
     """
 
-    q: np.ndarray
-    k: np.ndarray
-    v: np.ndarray
-    q_scale: np.ndarray
-    k_scale: np.ndarray
-    v_scale: np.ndarray
+    q: Any
+    k: Any
+    v: Any
+    q_scale: Any
+    k_scale: Any
+    v_scale: Any
     granularity: str
     block: tuple[int, int] | None
     rotate: str | None
@@ -60,7 +61,7 @@ class Quantized:
     _repr_html_ = report.card
 
     @property
-    def scales(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def scales(self) -> tuple[Any, Any, Any]:
         """Of q, k and v."""
         return self.q_scale, self.k_scale, self.v_scale
 
@@ -71,19 +72,28 @@ class Quantized:
         extra = {} if self.v_transposed is None else {"v_transposed": self.v_transposed}
         return {"scales": self.scales, **block, **extra}
 
-    def dequantized(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def dequantized(self) -> tuple[Any, Any, Any]:
         """What q, k and v stand for, float32, not rotated."""
         rows = self.block or (1, 1)
-        sides = rows[0], rows[1], rows[1]
-        q, k, v = (
-            x.astype(np.float32) * _spread(scale, x, side)
-            for x, scale, side in zip((self.q, self.k, self.v), self.scales, sides, strict=True)
-        )
-        return self.unrotated(q), self.unrotated(k), v
+        sides = {"q": rows[0], "k": rows[1], "v": rows[1]}
+        found = []
+        for name, side in sides.items():
+            scale = f"{name}_scale"
+            given = {name: getattr(self, name), scale: getattr(self, scale)}
+            host, (x, factors) = hosts.take_anywhere(**given)
+            wide = x.astype(np.float32) * _spread(factors, x, side)
+            if self.signs is not None and name != "v":
+                wide = unrotated(wide, self.signs)
+            found.append(host.give(wide))
+        q, k, v = found
+        return q, k, v
 
-    def unrotated(self, x: np.ndarray) -> np.ndarray:
+    def unrotated(self, x: Any) -> Any:
         """Rows of q or k, or of their gradients, turned back; out and dv never were turned."""
-        return x if self.signs is None else unrotated(x, self.signs)
+        if self.signs is None:
+            return x
+        host, (here,) = hosts.take_anywhere(x=x)
+        return host.give(unrotated(here, self.signs))
 
 
 @own_errors
@@ -105,8 +115,8 @@ def quantize(
     ----------
     q : array, (batch, heads, n_q, head_dim); leading axes may be left out
     k, v : array, (batch, kv_heads, n_kv, head_dim or head_dim_v)
-        On the CPU, float64, float32, float16 or bfloat16; on a GPU (Hopper or later), of the last
-        two and head_dim 64, 128 or 256.
+        On the CPU, float64, float32, float16 or bfloat16, of any library that `run` takes; on a
+        GPU (Hopper or later), of the last two and head_dim 64, 128 or 256. What goes in comes out.
     granularity : {"tensor", "head", "block"}
         What has a scale of its own: each of q, k and v; each of their heads; each block of rows of
         a head, as FlashAttention-3 has it (arXiv:2407.08608, section 3.3).
@@ -137,8 +147,12 @@ def quantize(
     if not isinstance(block, (tuple, list)) or len(block) != 2:
         raise ShapeError(f"block must be (query rows, key rows), got {shown(block)}")
     rows, keys = (checks.positive_int("rows of a block", x) for x in block)
+    host = hosts.host_of(q)
     if backend == "numpy":
-        q, k, v = hosts.take(hosts.host_of(q), q=q, k=k, v=v)
+        q, k, v = hosts.take(host, q=q, k=k, v=v)
+    else:
+        engine = dispatch.engine(backend)  # or say what is missing
+        q, k, v = (adopted(engine, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     given = inputs.prepare(q, k, v)
     if given.problem.fp8:
         raise DTypeError(f"q, k and v are {given.problem.dtype} already; give wider ones")
@@ -162,8 +176,8 @@ def quantize(
         wide |= {name: rotated(wide[name], about["signs"]) for name in "qk"}
     sides = {"q": rows, "k": keys, "v": keys}
     made = {name: _quantized(x, granularity, sides[name], dtype) for name, x in wide.items()}
-    arrays: dict[str, Any] = {name: x for name, (x, _) in made.items()}
-    scales: dict[str, Any] = {f"{name}_scale": scale for name, (_, scale) in made.items()}
+    arrays: dict[str, Any] = {name: host.give(x) for name, (x, _) in made.items()}
+    scales = {f"{name}_scale": host.give(scale) for name, (_, scale) in made.items()}
     return Quantized(**arrays, **scales, **about)
 
 
@@ -171,7 +185,6 @@ def _on_gpu(
     given: inputs.Inputs, about: dict[str, Any], block: tuple[int, int], dtype: str
 ) -> Quantized:
     """By `flashsim.backends.cupy_gpu.quantize`, in arrays of as many axes as were given."""
-    dispatch.engine("cupy")  # or say what is missing
     import flashsim.backends.cupy_gpu.quantize as gpu
 
     p = given.problem

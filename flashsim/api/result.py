@@ -21,7 +21,7 @@ from flashsim.api.arrays import (
 )
 from flashsim.api.asked import Checked, adopted
 from flashsim.engines.engine import Job, Outcome
-from flashsim.errors import TraceError, own_errors
+from flashsim.errors import TraceError, UnsupportedError, own_errors
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 from flashsim.trace.trace import Trace
@@ -48,7 +48,10 @@ class _Pass:
             If the pass ran without ``trace=True``.
         """
         if self._trace is None:
-            raise TraceError("nothing was recorded; run with trace=True (or backward with it)")
+            raise TraceError(
+                "nothing was recorded; run with trace=True (or backward with it), on arrays with a "
+                "batch, queries and keys"
+            )
         return self._trace
 
 
@@ -114,7 +117,18 @@ class Result(_Pass):
 
     @property
     def problem(self) -> Problem:
-        """The problem that was solved."""
+        """The problem that was solved.
+
+        Raises
+        ------
+        UnsupportedError
+            If there was none: no batch, no query or no key.
+        """
+        if self._asked.empty:
+            raise UnsupportedError(
+                "a call without a batch, queries or keys poses no flashsim.Problem, whose extents "
+                "are at least 1"
+            )
         return self._job.problem
 
     @property

@@ -1,4 +1,4 @@
-"""Scales of FP8 inputs, as `run` takes them."""
+"""Scales of FP8 inputs, as `run` takes them: given, or said not to be there."""
 
 from __future__ import annotations
 
@@ -6,10 +6,60 @@ from typing import Any
 
 import numpy as np
 
-from flashsim.errors import DTypeError, OptionError, ShapeError, shown
+from flashsim.api import hosts
+from flashsim.api.arrays import require_numpy
+from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError, shown
+from flashsim.problem import checks
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tensors import INPUTS, rows_a_scale
 from flashsim.schedule.tiling import Tiling
+
+#: What ``scales=`` is where FP8 elements stand for themselves.
+UNSCALED = "unscaled"
+
+
+def said(scales: Any) -> Any:
+    """`scales` without the word that there are none; Python's numbers as float32.
+
+    Raises
+    ------
+    DTypeError
+        If these are not three.
+    """
+    if isinstance(scales, str) and scales == UNSCALED:
+        return None
+    if not isinstance(scales, (tuple, list)) or len(scales) != 3:
+        raise DTypeError(
+            f"scales must be three arrays or numbers, of q, k and v, or {UNSCALED!r}, got "
+            f"{shown(scales)}; those of flashsim.quantize are x.scales"
+        )
+    return tuple(map(_number, scales))
+
+
+def _number(one: Any) -> Any:
+    """A number of Python's or NumPy's as an array (), float32; anything else as it is."""
+    if not checks.is_int(one) and not isinstance(one, (float, np.floating)):
+        return one
+    with np.errstate(over="ignore"):  # refused by its value
+        return np.asarray(one, np.float32)
+
+
+def require(dtype: str) -> None:
+    """Raise `OptionError`: FP8 elements without scales would be taken for what they stand for."""
+    raise OptionError(
+        f"q, k and v are {dtype}, and nothing says what their elements stand for: give "
+        "scales=(q_scale, k_scale, v_scale), which flashsim.quantize has in x.options (run(x.q, "
+        f"x.k, x.v, **x.options)), or scales={UNSCALED!r} if they stand for themselves"
+    )
+
+
+def refuse(dtype: str, who: str) -> None:
+    """Raise `UnsupportedError` for FP8 inputs of `who`, which has no word for their scales."""
+    if dtype in checks.FP8:
+        raise UnsupportedError(
+            f"{who} has no scales, without which {dtype} would stand for other numbers; give "
+            "bfloat16, or call flashsim.run(q, k, v, scales=...)"
+        )
 
 
 def granularity(
@@ -26,11 +76,6 @@ def granularity(
         if block is not None:
             raise OptionError("scale_block says how many rows share a scale; give scales as well")
         return None
-    if not isinstance(scales, (tuple, list)) or len(scales) != 3:
-        raise DTypeError(
-            f"scales must be three arrays, of q, k and v, got {shown(scales)}; those of "
-            "flashsim.quantize are x.scales"
-        )
     kinds = {len(np.shape(one)) - (ndim - 2) for one in scales}
     if all(len(np.shape(one)) == 0 for one in scales) and ndim > 2:
         kind: str | tuple[int, int] = "tensor"
@@ -59,7 +104,7 @@ def granularity(
 def checked(problem: Problem, scales: Any, *, values: bool) -> tuple[Any, ...]:
     """The three arrays, (), (batch, heads) or (batch, heads, blocks), if they fit the problem.
 
-    `values` says whether numbers are looked at, too.
+    `values` says whether they are read on the CPU, and their numbers looked at; any library's.
 
     Raises
     ------
@@ -74,6 +119,9 @@ def checked(problem: Problem, scales: Any, *, values: bool) -> tuple[Any, ...]:
         dtype = str(getattr(one, "dtype", type(one).__name__)).removeprefix("torch.")
         if dtype != "float32":
             raise DTypeError(f"the scale of {name.lower()} must be a float32 array, got {dtype}")
+        if values:
+            (one,) = hosts.take(hosts.host_of(one), **{f"scale of {name.lower()}": one})
+            require_numpy("numpy", **{f"scale of {name.lower()}": one})
         given = tuple(one.shape)
         if (1,) * (len(shape) - len(given)) + given != shape:
             raise ShapeError(f"the scale of {name.lower()} must have shape {shape}, got {given}")

@@ -243,7 +243,9 @@ def _run(algorithm: Callable[[OpenMachine], None], name: str, machine: OpenMachi
         if at is None or at[0] == __file__:
             raise
         text = f", `{at[2]}`" if at[2] else ""  # what was typed at a prompt is not always kept
-        raise type(error)(f"{name}, line {at[1]}{text}: {error}") from None
+        told = type(error)(f"{name}, line {at[1]}{text}: {error}")
+        vars(told).update(vars(error))  # its kind
+        raise told from None
     except Exception as error:
         at = deepest(error.__traceback__)
         if at is not None and at[0] != __file__:
@@ -254,13 +256,16 @@ def _run(algorithm: Callable[[OpenMachine], None], name: str, machine: OpenMachi
 def _check_stored(name: str, machine: OpenMachine, asked: list[str]) -> None:
     code = getattr(machine, "stages", ())
     if not code:
-        raise MemoryModelError(f"{name} ran no stage; open one with machine.stage(name)")
+        raise MemoryModelError(
+            f"{name} ran no stage; open one with machine.stage(name)", "unstored"
+        )
     for one in asked:
         state = machine.hbm._stored(one)
         if state != "all":
             what = "nothing of it was stored" if state == "none" else f"{state} were never stored"
             raise MemoryModelError(
-                f"{name} ended, and {one} is not there: {what}; sram.store(hbm.{one}, rows, tile)"
+                f"{name} ended, and {one} is not there: {what}; sram.store(hbm.{one}, rows, tile)",
+                "unstored",
             )
     if not any((stage.events["bytes"] > 0).any() for stage in machine.stages):
         raise MemoryModelError(f"{name} moved nothing")
@@ -301,7 +306,8 @@ def _check_outsiders(function: Any, name: str, arrays: Mapping[str, Any]) -> Non
                 if both and np.may_share_memory(one, array):
                     raise MemoryModelError(
                         f"{name} uses {label}, which is the {which} that was given to simulate: "
-                        "inside the function it lies in machine.hbm; load it with sram.load"
+                        "inside the function it lies in machine.hbm; load it with sram.load",
+                        "outside",
                     )
 
 

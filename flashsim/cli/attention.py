@@ -95,7 +95,8 @@ def compare(
     cost = values.foresee(arrays, scores, algorithm, tiles, values.device(how))
     with working("simulating", cost):
         q, k, v, cache = values.cache(arrays, decoding)
-        asked = _asked(scores, how, decoding) | cache | {"scale": scale, "tiling": tile}
+        asked = _asked(scores, how, decoding) | cache | values.unscaled(arrays)
+        asked |= {"scale": scale, "tiling": tile}
         dout = arrays.gradient(tensors.seed + 1) if how.backward else None
         comparison = run_comparison(
             *(q, k, v), algorithms=algorithm, dout=dout, backward_tiling=backward_tile, **asked

@@ -256,6 +256,7 @@ def _recorded(source: opt.Source, typed: list[str]) -> Recorded:
                 tiling=None if backward else tile,
                 device=how.device,
                 trace=not backward,
+                **values.unscaled(arrays),
             )
             if not backward:
                 traces.append(forward.trace)

@@ -21,7 +21,9 @@ from flashsim.schedule import plans
 
 _KERNELS = opt.One(device="H200")
 _AUTO = opt.Parts(splits="auto")
-_H200 = opt.Passes(device="H200")
+#: `verification.HERE`, which is loaded only when it is needed.
+_HERE = "this GPU"
+_AT_HAND = opt.Passes(device=_HERE)
 _GROUPED = opt.L2(launch="grouped")
 #: The seconds that compiling takes come once, before any table.
 _REPLAYING = "replaying (the first time compiles the model, for some seconds)"
@@ -112,7 +114,7 @@ def verify(
     ),
     sizes: opt.Sizes = opt.BATCH,
     algorithm: opt.Algorithm = "flash2",
-    how: opt.Passes = _H200,
+    how: opt.Passes = _AT_HAND,
     cache: opt.L2 = _GROUPED,
     backend: opt.Backend = "cupy",
     kernel: str | None = opt.option(
@@ -132,8 +134,9 @@ def verify(
 ) -> None:
     """Compare predictions with hardware counters, kernel by kernel.
 
-    Runs the kernels under Nsight Compute, or reads with --from what it printed elsewhere. A file
-    that --save wrote also says what ran; for other tables give the same options as for the run.
+    Runs the kernels under Nsight Compute and predicts for this machine's GPU unless --device names
+    another; or reads with --from what it printed elsewhere. A file that --save wrote also says what
+    ran; for other tables give the same options as for the run.
     """
     from flashsim.studies import verify as verification
 
@@ -180,13 +183,19 @@ def verify(
                 "benchmarks/verify.py is read by --summary)"
             )
         launches = verification.parse(values.read_text(from_))
+        if how.device == _HERE:
+            raise OptionError(
+                "--from needs --device: this table does not say on which GPU it was measured (what "
+                "--save keeps does)"
+            )
         predictions = [
             verification.predict(problem, algorithm, d, t, how.device)
             for d, t in zip(directions, tiles, strict=False)
         ]
         passes = verification.assign(predictions, launches)
     else:
-        (passes,) = verification.passes_of(_measured([case], save))
+        kept = _measured([case], save)
+        (case,), (passes,) = kept.cases, verification.passes_of(kept)
     show(verification.verify(passes, str(case), l2=model).table(), form)
 
 

@@ -15,6 +15,7 @@ from flashsim.api.cost import Estimate, cost, fits
 from flashsim.api.counting import count
 from flashsim.api.quantize import quantize
 from flashsim.api.samples import TRACES, load_sample, load_sample_trace, random_inputs
+from flashsim.api.scales import UNSCALED
 from flashsim.cli import options as opt
 from flashsim.counts.traffic import Traffic, compulsory
 from flashsim.errors import FlashSimError, OptionError, ShapeError, choices
@@ -84,6 +85,11 @@ def arrays(
     return made
 
 
+def unscaled(arrays: Arrays) -> dict[str, Any]:
+    """The option that says of FP8 arrays, which were drawn as such, that they have no scales."""
+    return {"scales": UNSCALED} if arrays.q.dtype.name in FP8 else {}
+
+
 def quantized(
     arrays: Arrays, scaling: opt.Scaling, rotate: bool, dtype: str | None
 ) -> tuple[Arrays, dict[str, Any]]:
@@ -94,7 +100,7 @@ def quantized(
             raise OptionError(
                 "--rotate turns q and k before they are scaled; give --scales as well"
             )
-        return arrays, {}
+        return arrays, unscaled(arrays)
     made = quantize(
         *arrays[:3],
         granularity=kind if isinstance(kind, str) else "block",

@@ -91,10 +91,9 @@ class Group:
         self._check_problem()
         parts = math.lcm(ranks, 2 * self.ring if self.order == "zigzag" else 1)
         if p.n_q % parts:
-            cut = f", or cut it to {p.n_q // parts * parts:,}" if p.n_q > parts else ""
             raise ShapeError(
                 f"scheme {self.scheme!r} over {ranks} ranks needs a sequence that {parts} divides, "
-                f"got {p.n_q:,} rows; pad it to {-(-p.n_q // parts) * parts:,}{cut}"
+                f"got {p.n_q:,} rows; {self._whole_parts(parts)}"
             )
         if p.heads % self.ulysses or p.kv_heads % self.ulysses:
             raise ShapeError(
@@ -102,6 +101,21 @@ class Group:
                 f"heads={p.heads}, kv_heads={p.kv_heads}; 'usp' exchanges among fewer "
                 f"(ulysses={math.gcd(ranks, p.kv_heads)}), 'zigzag' among none"
             )
+
+    def _whole_parts(self, parts: int) -> str:
+        """How to make the sequence one that so many parts divide, without changing the result.
+
+        Only a causal mask hides rows that are padded at the end from the rows before them.
+        """
+        n = self.problem.n_q
+        padded, cut = f"{-(-n // parts) * parts:,}", f"{n // parts * parts:,}"
+        if self.problem.causal:
+            return f"pad it at its end to {padded}" + f", or cut it to {cut}" * (n > parts)
+        return (
+            (f"cut it to {cut}" if n > parts else "take fewer ranks")
+            + f"; padding it at its end to {padded} is right with a causal mask only: without one, "
+            "every row would attend to the padding"
+        )
 
     def _team_size(self, ranks: int) -> int:
         if self.scheme != "usp":

@@ -9,7 +9,7 @@ import numpy as np
 
 from flashsim import report
 from flashsim.algorithms.merge import merged
-from flashsim.api import execution, inputs
+from flashsim.api import execution, hosts, inputs
 from flashsim.api.arrays import check_like, require_numpy
 from flashsim.distributed.account import Account
 from flashsim.distributed.exchange import Rank, Ranks
@@ -27,14 +27,14 @@ class Spread:
 
     Attributes
     ----------
-    out : ndarray, (batch, heads, n, head_dim_v)
-    lse : ndarray, (batch, heads, n)
+    out : array, (batch, heads, n, head_dim_v)
+    lse : array, (batch, heads, n)
     account : Account
         What was executed; equal to `count`.
     """
 
-    out: np.ndarray
-    lse: np.ndarray
+    out: Any
+    lse: Any
     account: Account
     _run: _Run = field(repr=False)
 
@@ -48,19 +48,20 @@ class Spread:
         """Who held what."""
         return self.account.group
 
-    def backward(self, dout: np.ndarray) -> SpreadGradients:
+    def backward(self, dout: Any) -> SpreadGradients:
         """Gradients, by the same scheme.
 
         Parameters
         ----------
-        dout : ndarray, like `out`
+        dout : array, like `out`
 
         Raises
         ------
         ShapeError, DTypeError
         """
-        require_numpy("numpy", dout=dout)
+        (dout,) = hosts.take(self._run.host, dout=dout)
         check_like("dout", dout, self.out, "out")
+        require_numpy("numpy", dout=dout)
         return self._run.backward(dout)
 
 
@@ -68,9 +69,9 @@ class Spread:
 class SpreadGradients:
     """Gradients in the sequence's order, shaped and typed like the inputs; what every rank did."""
 
-    dq: np.ndarray
-    dk: np.ndarray
-    dv: np.ndarray
+    dq: Any
+    dk: Any
+    dv: Any
     account: Account
 
     __repr__ = report.short
@@ -81,9 +82,9 @@ class SpreadGradients:
 
 @own_errors
 def simulate(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
+    q: Any,
+    k: Any,
+    v: Any,
     *,
     ranks: int,
     scheme: str = "zigzag",
@@ -103,8 +104,9 @@ def simulate(
 
     Parameters
     ----------
-    q, k, v : ndarray, (batch, heads, n, head_dim), (batch, kv_heads, n, ..)
-        The whole sequence, in its own order.
+    q, k, v : array, (batch, heads, n, head_dim), (batch, kv_heads, n, ..)
+        The whole sequence, in its own order. Arrays in the CPU's memory, as in `flashsim.run`; what
+        goes in comes out.
     ranks, scheme, ulysses
         See `Group`.
     causal, softcap, scale, algorithm, tiling, device, backend
@@ -119,19 +121,21 @@ def simulate(
     ------
     FlashSimError
     """
+    host = hosts.host_of(q)
+    q, k, v = hosts.take(host, q=q, k=k, v=v)
     asked = inputs.prepare(q, k, v, tiling=tiling, causal=causal, softcap=softcap, scale=scale)
     require_numpy(backend, q=asked.q, k=asked.k, v=asked.v)
     group = Group(asked.problem, ranks, scheme, ulysses)  # type: ignore[arg-type]  # None: filled in
     how = {"algorithm": algorithm, "tiling": tiling, "device": device, "backend": backend}
-    return _Run(group, how).forward(asked.q, asked.k, asked.v)
+    return _Run(group, how, host).forward(asked.q, asked.k, asked.v)
 
 
 class _Run(Ranks):
     """Both passes of one question: ranks keep from the first what the second wants."""
 
-    def __init__(self, group: Group, how: dict[str, Any]) -> None:
+    def __init__(self, group: Group, how: dict[str, Any], host: hosts.Host) -> None:
         super().__init__(group)
-        self.how = how
+        self.how, self.host = how, host
         # Two members merge once, straight to the result.
         self.merges_wide = group.ring > 2 and numpy_dtype(group.problem.dtype) != self.wide
 
@@ -163,7 +167,7 @@ class _Run(Ranks):
         for rank in self.ranks:
             kept = {name: rank[name] for name in ("q", "k", "v", "lse")}
             rank.arrays = {**kept, "out": rank.arrays.get("heads_out", rank["out"])}
-        return Spread(out, lse, account, self)
+        return Spread(self.host.give(out), self.host.give(lse), account, self)
 
     def _forward_step(self, number: int, rank: Rank, step: int) -> None:
         block = self.group.block(number, step)
@@ -212,7 +216,10 @@ class _Run(Ranks):
             self._come_home(number, rank)
         self.now += 1
         self._to_rows({"dq": "dQ", "dk": "dK", "dv": "dV"})
-        dq, dk, dv = (self.gather(name, group.rows, heads=False) for name in ("dq", "dk", "dv"))
+        dq, dk, dv = (
+            self.host.give(self.gather(name, group.rows, heads=False))
+            for name in ("dq", "dk", "dv")
+        )
         return SpreadGradients(dq, dk, dv, self.account("backward"))
 
     def _backward_step(self, number: int, rank: Rank, step: int) -> None:

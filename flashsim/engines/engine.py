@@ -140,3 +140,9 @@ class Engine(Protocol):
 
     def backward(self, job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
         """Run the backward pass; `job.tiling`, `algorithm` and `trace` are the backward's."""
+
+    def constant(self, job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
+        """An array of one value, of the kind and where the job's are, for `engines.nothing`.
+
+        Raises what `forward` raises for a job that the engine does not take.
+        """

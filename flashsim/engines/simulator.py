@@ -11,6 +11,7 @@ import numpy as np
 from flashsim.algorithms import PASSES
 from flashsim.algorithms.hbm import Hbm
 from flashsim.algorithms.machine import Machine
+from flashsim.algorithms.tiles import log_sum_exp
 from flashsim.engines.engine import Job, Outcome
 from flashsim.errors import UnsupportedError
 from flashsim.problem.precision import USUAL, round_to
@@ -82,6 +83,11 @@ def backward(job: Job, saved: Mapping[str, Any], dout: np.ndarray) -> Outcome:
     _run(PASSES[job.algorithm][1], machine)
     stages = tuple(machine.stages) if job.trace else None
     return Outcome(arrays, machine.tiling, stages, "simulator")
+
+
+def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> np.ndarray:
+    """An array of one value."""
+    return np.full(shape, value, numpy_dtype(dtype))
 
 
 def _machine(job: Job, direction: str, tiling: Tiling, split: Split = WHOLE) -> Machine:
@@ -205,7 +211,6 @@ def _lse(machine: Machine, saved: Mapping[str, Any]) -> np.ndarray:
         return saved["L"]
     p = machine.problem
     if "l" in saved:
-        total = np.where(saved["l"] == 0, 1, saved["l"])
-        return saved["m"] + np.log(total)
+        return log_sum_exp(saved["m"], saved["l"])
     shape = (p.batch, p.heads, p.n_q)
     return machine.noted_lse.reshape(shape).astype(p.compute_dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -136,8 +137,10 @@ class Exercise:
     truth : function of (arrays, problem, dtype)
         The outputs by name, in plain NumPy of that dtype ("float64" judges, "float32" is the
         yardstick).
-    skeleton : str
-        The student's function, to be filled in; its name is ``solution``.
+    skeleton : str, optional
+        The student's function, to be filled in; its name is ``solution``. Default: the reference,
+        in which a line ``# TODO: ...`` stands for the lines from it to ``# END``, and nothing for
+        those from ``# LEFT OUT``; of questions, ANSWERS with zeros.
     hints : tuple of str
         From a nudge to nearly everything.
     terms : function of (arrays, problem), optional
@@ -163,8 +166,8 @@ class Exercise:
     task: Task
     reference: Callable[..., None]
     truth: Callable[[Arrays, Problem, str], Arrays]
-    skeleton: str
     hints: tuple[str, ...]
+    skeleton: str = ""
     terms: Callable[[Arrays, Problem], Arrays] | None = None
     budget: Callable[[Task], int] | None = None
     at_most: tuple[tuple[str, str], ...] = ()
@@ -180,6 +183,8 @@ class Exercise:
                 "one at the file's top, and run without python -OO (PYTHONOPTIMIZE=2), which drops "
                 "them"
             )
+        if not self.skeleton:
+            object.__setattr__(self, "skeleton", self._skeleton())
 
     @property
     def title(self) -> str:
@@ -203,9 +208,24 @@ class Exercise:
             answers = [q.answer(self.executed.trace) for q in self.questions]
             lines = (f"    {q.ask!r}: {n},\n" for q, n in zip(self.questions, answers, strict=True))
             return f"ANSWERS = {{\n{''.join(lines)}}}\n"
+        return re.sub(r"^ *# (TODO.*|LEFT OUT|END)\n", "", self._marked, flags=re.M)
+
+    @property
+    def _marked(self) -> str:
+        """The reference under the name of a solution, with the marks of what is left out."""
         text = textwrap.dedent(inspect.getsource(self.reference))
         name = self.reference.__name__
         return f"import numpy as np\n\n\n{text.replace(f'def {name}(', 'def solution(', 1)}"
+
+    def _skeleton(self) -> str:
+        if self.questions:
+            zeros = "".join(f'    "{q.ask}": 0,\n' for q in self.questions)
+            return f"ANSWERS = {{\n{zeros}}}\n"
+        text = re.sub(r'^    """.*?"""\n', "", self._marked, count=1, flags=re.M | re.S)
+        text = re.sub(r"^( *)# LEFT OUT\n.*?^\1# END\n", "", text, flags=re.M | re.S)
+        text = re.sub(r"^( *)(# TODO.*\n)(?s:.*?)^\1# END\n", r"\1\2", text, flags=re.M)
+        # Where nothing else is left of a block, Python wants a statement.
+        return re.sub(r"(:(?:  #.*)?\n *)(# TODO.*\n)", r"\1pass  \2", text)
 
     @property
     def sizes(self) -> str:

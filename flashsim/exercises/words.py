@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 
 from flashsim.counts.questions import OPS
-from flashsim.errors import FlashSimError, ShapeError, SramOverflow
+from flashsim.errors import FlashSimError, MemoryModelError, ShapeError, SramOverflow
 from flashsim.exercises.exercise import KINDS, Arrays, Exercise
 from flashsim.schedule.names import CODES
 from flashsim.schedule.tensors import whole_bytes
@@ -21,30 +19,17 @@ FALLING = (
 #: Likewise, that a part of an input never came on chip.
 UNREAD = "a part of {} was never loaded"
 _DONE = {"load": "was loaded", "store": "was stored", "reduce": "was added to"}
-#: What a machine's error is about, by its words.
-_ABOUT = {
-    "freed": r"after its memory was given back|has ended|lies in another stage",
-    "outside": r"from outside the machine|no array reaches HBM|which is the \w+ that was given",
-    "off chip": r"stay on chip|outside the chip|a branch on the numbers",
-    "unloaded": r"lies in HBM: load",
-    "unstored": r"was never stored|is not there|ran no stage",
-    "scope": r"works in steps|inside a step|inside a visit|in the step of|reach over tiles",
-    "operation": r"not an operation of the machine|is an input|is cut by slices",
-}
 
 
 def kind_of(error: BaseException) -> str:
-    """What an error is about, in one word."""
-    if isinstance(error, SramOverflow):
-        return "overflow"
-    if isinstance(error, MemoryError):
-        return "memory"
-    if isinstance(error, ShapeError):
-        return "shape"
-    if isinstance(error, FlashSimError):
-        text = str(error)
-        return next((kind for kind, words in _ABOUT.items() if re.search(words, text)), "machine")
-    return "error"
+    """What an error is about, in one word; of the machine's own, the rule that was broken."""
+    if isinstance(error, MemoryModelError):
+        return error.kind
+    kinds = {SramOverflow: "overflow", MemoryError: "memory", ShapeError: "shape"}
+    return next(
+        (kind for known, kind in kinds.items() if isinstance(error, known)),
+        "machine" if isinstance(error, FlashSimError) else "error",
+    )
 
 
 def of_error(error: BaseException) -> str:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flashsim.api import inputs
+from flashsim.api import inputs, scales
 from flashsim.api.dispatch import BACKENDS
 from flashsim.errors import DTypeError, UnsupportedError, reject_unknown
 from flashsim.jax.foreign import BACKWARD, FORWARD, OFFSETS
@@ -102,12 +102,13 @@ def attention(
     if deterministic is not None:
         deterministic = checks.flag("deterministic", deterministic)
     q, k, v = taken("q", q), taken("k", k), taken("v", v)
+    scales.refuse(q.dtype.name, "flashsim.jax.attention")
     bias = None if bias is None else taken("bias", bias)
     offsets = {"cu_seqlens_q": _known(cu_seqlens_q), "cu_seqlens_k": _known(cu_seqlens_k)}
     traced = {name: x for name, x in offsets.items() if isinstance(x, jax.core.Tracer)}
     told: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
     told |= {name: None if name in traced else x for name, x in offsets.items()}
-    given = inputs.prepare(q, k, v, bias=bias, **told)
+    given = inputs.prepare(q, k, v, bias=bias, may_be_empty=True, **told)
     p = given.problem
     question = Asked(
         *(p.causal, p.window, p.softcap, p.scale, algorithm, deterministic, backend),
@@ -117,7 +118,10 @@ def attention(
     if given.bias is not None:
         operands["bias"] = given.bias
     axes = _axes(operands)
-    out, lse = _attention(question, {name: _spread(x, axes) for name, x in operands.items()})
+    if given.empty:
+        out, lse = (_spread(x, axes) for x in _of_nothing(given.q, given.v))
+    else:
+        out, lse = _attention(question, {name: _spread(x, axes) for name, x in operands.items()})
     out, lse = (x.reshape(x.shape[4 - given.ndim :]) for x in (out, lse))
     return (out, jax.lax.stop_gradient(lse)) if return_lse else out
 
@@ -179,12 +183,22 @@ def _call(
     return [_spread(x, axes) for x in found]
 
 
+def _results(q: Any, v: Any) -> list[tuple[tuple[int, ...], Any]]:
+    """Shapes and types of out and LSE."""
+    wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
+    return [((*q.shape[:-1], v.shape[-1]), q.dtype), (q.shape[:-1], wide)]
+
+
+def _of_nothing(q: Any, v: Any) -> tuple[Any, Any]:
+    """out and LSE where there is no batch, no query or no key: XLA calls nothing."""
+    (shape, dtype), (rows, wide) = _results(q, v)
+    return jnp.zeros(shape, dtype), jnp.full(rows, -jnp.inf, wide)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(question: Asked, operands: dict[str, Any]) -> tuple[Any, Any]:
     """out (batch, heads, n_q, head_dim_v), lse (batch, heads, n_q)."""
-    q, v = operands["q"], operands["v"]
-    wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
-    results = [((*q.shape[:-1], v.shape[-1]), q.dtype), (q.shape[:-1], wide)]
+    results = _results(operands["q"], operands["v"])
     out, lse = _call(FORWARD, question, operands, results)
     return out, lse
 

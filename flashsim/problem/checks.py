@@ -96,15 +96,20 @@ def seed(value: Any) -> int:
 
 
 def as_array(name: str, values: Any) -> np.ndarray:
-    """Anything NumPy can read as an array."""
+    """Anything that can be read as an array, on a GPU too; torch's 16 and 8 bits as float32."""
     if isinstance(values, np.ma.MaskedArray):
         raise DTypeError(
             f"{name} is a masked array, whose mask would be lost; "
             f"{name}.filled(...) makes a plain one"
         )
+    library = type(values).__module__.partition(".")[0]
     try:
-        return np.asarray(values)
-    except (TypeError, ValueError) as error:  # ragged lists, arrays on a GPU
+        if hasattr(values, "requires_grad"):  # torch's, also of a subclass
+            values = values.detach().cpu()
+            narrow = values.is_floating_point() and values.itemsize < 4
+            return np.asarray(values.float() if narrow else values)
+        return np.asarray(values.get() if library == "cupy" else values)
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors without numbers
         raise DTypeError(f"{name} cannot be read as a NumPy array: {error}") from error
 
 

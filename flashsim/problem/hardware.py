@@ -38,6 +38,7 @@ has no such unit. Bandwidth 0 means that no figure is published.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -198,6 +199,46 @@ class Device:
                 "or build your own with flashsim.Device(...)"
             )
         return found
+
+
+@own_errors
+def reported(
+    name: str, compute_capability: tuple[int, int], sm_count: int, hbm_bytes: int
+) -> Device:
+    """The preset of a GPU that its driver describes so: by its name, and by figures that agree.
+
+    A part of a GPU (MIG), or another model of the same name, has other figures.
+
+    Parameters
+    ----------
+    name : str
+        As CUDA has it, "NVIDIA H100 80GB HBM3".
+    compute_capability : tuple of int
+    sm_count : int
+    hbm_bytes : int
+        Drivers keep some of it back.
+
+    Raises
+    ------
+    OptionError
+        If no preset describes it.
+    """
+    words = " ".join(re.split(r"[^A-Za-z0-9]+", name))
+    for preset in PRESETS.values():
+        model = re.sub(r"-\d+GB$", "", preset.name)
+        if (
+            re.search(rf"\b{model}\b", words)
+            and preset.compute_capability == tuple(compute_capability)
+            and preset.sm_count == sm_count
+            and abs(hbm_bytes / preset.hbm_bytes - 1) < 0.1
+        ):
+            return preset
+    major, minor = compute_capability
+    raise OptionError(
+        f"this machine's GPU is {name!r} (compute capability {major}.{minor}, {sm_count} SMs, "
+        f"{hbm_bytes / 2**30:.0f} GiB), which no preset describes; name the device to predict for: "
+        f"{', '.join(PRESETS)}"
+    )
 
 
 def _peaks(field: str, peaks: Any) -> Mapping[str, float]:

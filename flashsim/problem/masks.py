@@ -1,4 +1,4 @@
-"""Block-sparse masks, and what a mask function may return."""
+"""Block-sparse masks, what a mask function may return, and which scores count as masked."""
 
 from __future__ import annotations
 
@@ -9,6 +9,16 @@ import numpy as np
 
 from flashsim.errors import FlashSimError, MaskError, own_errors
 from flashsim.problem import checks
+
+
+def masked_score(dtype: Any) -> float:
+    """The largest score that counts as masked: half the lowest finite number of `dtype`, in which
+    scores are computed.
+
+    Model code masks by the lowest number of a type. A row of such scores, finite as they are, has
+    no keys: their differences and the log n of their LSE are lost in rounding.
+    """
+    return float(np.finfo(dtype).min) / 2
 
 
 @own_errors

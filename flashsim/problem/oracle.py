@@ -1,17 +1,20 @@
 """What is true: attention and its gradients in float64, and plain attention as a yardstick.
 
 Nothing here is tiled or shared with an engine; masks are built from `Problem.keep`, whole. These
-functions use N x N arrays: they are for judging, not for running.
+functions use N x N arrays: they are for judging, not for running. They take arrays of any library,
+and return NumPy's.
 """
 
 from __future__ import annotations
 
 from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 
 from flashsim.errors import ShapeError, own_errors
 from flashsim.problem import checks
+from flashsim.problem.masks import masked_score
 from flashsim.problem.problem import Problem, numpy_dtype
 
 
@@ -28,12 +31,12 @@ def keep_matrix(problem: Problem) -> np.ndarray:
 
 @own_errors
 def attention(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
+    q: Any,
+    k: Any,
+    v: Any,
     problem: Problem,
     *,
-    bias: np.ndarray | None = None,
+    bias: Any = None,
     dtype: str = "float64",
 ) -> tuple[np.ndarray, np.ndarray]:
     """Plain attention with every intermediate rounded to `dtype`, an element type or "tf32".
@@ -52,20 +55,20 @@ def attention(
     out : ndarray, (batch, heads, n_q, d_v)
     lse : ndarray, (batch, heads, n_q)
     """
-    _check(problem, dtype, bias, q=q, k=k, v=v)
+    q, k, v, bias = _checked(problem, dtype, bias, q=q, k=k, v=v)
     P, lse, _ = _probabilities(q, k, problem, bias, dtype)
     return _round(P @ _per_head(v, problem), dtype), lse
 
 
 @own_errors
 def gradients(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    dout: np.ndarray,
+    q: Any,
+    k: Any,
+    v: Any,
+    dout: Any,
     problem: Problem,
     *,
-    bias: np.ndarray | None = None,
+    bias: Any = None,
     dtype: str = "float64",
 ) -> dict[str, np.ndarray]:
     """Gradients of ``sum(out * dout)``: "dq", "dk", "dv" and, with a bias, "dbias".
@@ -74,7 +77,7 @@ def gradients(
     dV = P^T dO, dP = dO V^T, dS = P (dP - rowsum(P dP)), dQ = scale dS K, dK = scale dS^T Q.
     """
     p = problem
-    _check(p, dtype, bias, q=q, k=k, v=v, dout=dout)
+    q, k, v, dout, bias = _checked(p, dtype, bias, q=q, k=k, v=v, dout=dout)
     P, _, gate = _probabilities(q, k, p, bias, dtype)
     dO = dout.astype(np.float64)
     q64 = q.astype(np.float64)
@@ -93,13 +96,13 @@ def gradients(
 
 @own_errors
 def finite_difference(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    dout: np.ndarray,
+    q: Any,
+    k: Any,
+    v: Any,
+    dout: Any,
     problem: Problem,
     *,
-    bias: np.ndarray | None = None,
+    bias: Any = None,
     step: float = 1e-5,
     seed: int = 0,
 ) -> dict[str, tuple[float, float]]:
@@ -110,6 +113,7 @@ def finite_difference(
     dict
         ``{"dq": (by differences, by gradient), ...}``; the two agree to about ``step ** 2``.
     """
+    q, k, v, dout, bias = _checked(problem, "float64", bias, q=q, k=k, v=v, dout=dout)
     rng = np.random.default_rng(seed)
     inputs = {"dq": q, "dk": k, "dv": v, **({} if bias is None else {"dbias": bias})}
     inputs = {name: x.astype(np.float64) for name, x in inputs.items()}
@@ -140,9 +144,11 @@ def tf32(x: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(x), rounded.view(np.float32), x).astype(np.float32)
 
 
-def _check(p: Problem, dtype: str, bias: np.ndarray | None, **arrays: np.ndarray) -> None:
-    """Raise unless the arrays are the problem's."""
+def _checked(p: Problem, dtype: str, bias: Any, **given: Any) -> tuple[Any, ...]:
+    """The arrays and the bias as NumPy's; an error unless they are the problem's."""
     checks.one_of("dtype", dtype, (*checks.DTYPES, "tf32"))
+    arrays = {name: checks.as_array(name, x) for name, x in given.items()}
+    bias = None if bias is None else checks.as_array("bias", bias)
     for name, x in arrays.items():
         heads, rows = (p.heads, p.n_q) if name in ("q", "dout") else (p.kv_heads, p.n_kv)
         shape = (p.batch, heads, rows, p.head_dim if name in "qk" else p.head_dim_v)
@@ -153,6 +159,7 @@ def _check(p: Problem, dtype: str, bias: np.ndarray | None, **arrays: np.ndarray
         have not in (1, full) for have, full in zip_longest(bias.shape, shape)
     ):
         raise ShapeError(f"bias must be {shape}, or 1 in place of a length, got {bias.shape}")
+    return (*arrays.values(), bias)
 
 
 def _probabilities(
@@ -166,7 +173,8 @@ def _probabilities(
         S, gate = _round(p.softcap * tanh, dtype), 1 - tanh * tanh
     if bias is not None:
         S = _round(S + bias.astype(np.float64), dtype)
-    S = np.where(keep_matrix(p), S, -np.inf)
+    low = masked_score(p.compute_dtype)
+    S = np.where(keep_matrix(p) & ~np.less_equal(S, low), S, -np.inf)
     m = S.max(axis=-1, keepdims=True)
     base = np.where(np.isneginf(m), 0, m)
     E = _round(np.exp(S - base), dtype)

@@ -2,7 +2,8 @@
 
 Conventions (docs/reference/model.md): arrays are (batch, heads, sequence, head_dim); causal is
 bottom-right aligned; `window=(left, right)` is inclusive, -1 unlimited; scores are
-``softcap(scale * q @ k.T) + bias``, masked last; a row that sees no key gives out = 0, lse = -inf.
+``softcap(scale * q @ k.T) + bias``, masked last; a score near the lowest finite number counts as
+masked (`masks.masked_score`); a row that sees no key gives out = 0, lse = -inf.
 """
 
 from __future__ import annotations

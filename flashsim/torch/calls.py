@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flashsim import report
 from flashsim.api import cost, execution, samples
+from flashsim.api.scales import UNSCALED
 from flashsim.counts.questions import in_words
 from flashsim.errors import FlashSimError, OptionError, UnsupportedError
 from flashsim.problem.problem import Problem, numpy_dtype
@@ -151,6 +152,8 @@ class AttentionCall:
             options.setdefault(name, getattr(p, name))
         if p.cu_seqlens_q is not None:
             options |= {"cu_seqlens_q": p.cu_seqlens_q, "cu_seqlens_k": p.cu_seqlens_k}
+        if p.fp8:  # what its numbers stand for changes no size
+            options.setdefault("scales", UNSCALED)
         options |= {"algorithm": algorithm, "trace": True}
         trace = execution.run(q, k, v, **options).trace
         assert trace is not None

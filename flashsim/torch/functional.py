@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashsim.api import scales
+from flashsim.api.arrays import last_axes, name_of
 from flashsim.api.dispatch import BACKENDS
 from flashsim.errors import DTypeError, ShapeError, UnsupportedError, reject_unknown, shown
 from flashsim.problem import checks
@@ -73,6 +75,7 @@ def attention(
     """
     reject_unknown(unknown, attention.__kwdefaults__ or (), "attention")
     q, k, v, *given = taken(q=q, k=k, v=v, **({} if bias is None else {"bias": bias}))
+    scales.refuse(name_of(q.dtype), "flashsim.torch.attention")
     if algorithm not in ALGORITHMS:
         raise UnsupportedError(
             f"flashsim.torch.attention runs {' and '.join(ALGORITHMS)}, not {algorithm!r}; "
@@ -137,7 +140,7 @@ def taken(**tensors: Any) -> list[Tensor]:
             )
         if not 2 <= x.ndim <= 4:
             raise ShapeError(
-                f"{name} must be (batch, heads, n, head_dim), leading axes optional, got "
+                f"{name} must be (batch, heads, {last_axes(name)[1:]}, leading axes optional, got "
                 f"{tuple(x.shape)}"
             )
     first, *others = tensors.values()

@@ -9,7 +9,8 @@ is taken: of layers for eager attention alone, some say `is_causal` wrongly, or 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import FunctionType
 from typing import Any, ClassVar, NoReturn
 
@@ -64,12 +65,15 @@ class Band:
         As in `flashsim.Problem`: bottom-right aligned, once padding is taken out.
     keys, queries : Tensor of bool, (batch, n_kv) and (batch, n_q), or None
         Which tokens are no padding; None: all. Rows of padding get zeros.
+    whole : function without arguments, optional
+        The same as a boolean tensor, for a model that lays out its mask anew or cuts it.
     """
 
     causal: bool
     window: tuple[int, int] | None = None
     keys: Tensor | None = None
     queries: Tensor | None = None
+    whole: Callable[[], Tensor] | None = None
 
     # For a static cache, `generate` makes the mask itself and gives it to the model, which hands it
     # back to `mask`: as long as it looks like a mask of four axes.
@@ -87,13 +91,42 @@ class Band:
             "does not spell out; model.set_attn_implementation('eager') gives it a tensor"
         )
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # protocols that are asked after, of copies and the like
             raise AttributeError(name)
-        self.__torch_function__()
+        if self.whole is None or name not in _LAYOUT:
+            self.__torch_function__()
+        return getattr(self.whole().as_subclass(_Spelled), name)
 
-    def __getitem__(self, _: Any) -> NoReturn:
-        self.__torch_function__()
+    def __getitem__(self, which: Any) -> Tensor:
+        if self.whole is None:
+            self.__torch_function__()
+        return self.whole().as_subclass(_Spelled)[which]
+
+
+#: Methods that move the numbers of a mask about, and those functions that choose by a mask.
+_LAYOUT = frozenset(("repeat", "expand", "reshape", "view", "unsqueeze", "squeeze"))
+_CHOOSING = frozenset(
+    (
+        *(torch.where, Tensor.where, torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_),
+        torch.nn.functional.scaled_dot_product_attention,
+    )
+)
+
+
+class _Spelled(Tensor):
+    """A boolean mask that a model may lay out and choose by, but not add to scores.
+
+    A model that was written for eager attention alone would add it as the floats it gets there, and
+    torch would take True for 1.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if not isinstance(result, Tensor) or result.dtype == torch.bool:
+            return result
+        return result.as_subclass(Tensor) if func in _CHOOSING else Band.__torch_function__()
 
 
 class _NoTensor(UnsupportedError, AttributeError):
@@ -122,18 +155,8 @@ def mask(
     """
     if isinstance(attention_mask, Band):
         return attention_mask
-    known = None
-    # Nothing may depend on numbers then.
-    tracing = torch.compiler.is_compiling() or not _readable(attention_mask, q_offset)
-    if not tracing or (attention_mask is None and isinstance(q_offset, int)):
-        known = _band(mask_function, local_size)
-    if known is not None:
-        start = int(q_offset) - kv_offset  # where the queries stand among the keys
-        keys = _no_padding(attention_mask, kv_length, kv_offset)
-        band = _narrowed(known, keys, start, q_length, kv_length)
-        if band is not None and not _wanted_whole(known, rest, start, q_length, kv_length):
-            return band
-    return masking_utils.sdpa_mask(
+    whole = partial(
+        masking_utils.sdpa_mask,
         **{
             **rest,
             "batch_size": batch_size,
@@ -146,8 +169,21 @@ def mask(
             "local_size": local_size,
             "allow_is_causal_skip": False,
             "allow_is_bidirectional_skip": False,
-        }
+        },
     )
+    known = None
+    # Nothing may depend on numbers then.
+    tracing = torch.compiler.is_compiling() or not _readable(attention_mask, q_offset)
+    if not tracing or (attention_mask is None and isinstance(q_offset, int)):
+        known = _band(mask_function, local_size)
+    if known is not None:
+        start = int(q_offset) - kv_offset  # where the queries stand among the keys
+        keys = _no_padding(attention_mask, kv_length, kv_offset)
+        band = _narrowed(known, keys, start, q_length, kv_length)
+        if band is not None and not _wanted_whole(known, rest, start, q_length, kv_length):
+            # A cache may move its own offset on before the model asks.
+            return replace(band, whole=partial(whole, q_offset=start + kv_offset))
+    return whole()
 
 
 def _wanted_whole(band: Band, rest: dict[str, Any], start: int, n_q: int, n_kv: int) -> bool:
@@ -253,7 +289,8 @@ def attend(
     else:
         band, added = Band(causal=False), _added(attention_mask, query)
     if position_bias is not None:
-        added = position_bias if added is None else added + position_bias
+        bias = _added(position_bias, query)
+        added = bias if added is None else added + bias
     options: dict[str, Any] = {
         "causal": band.causal,
         "window": band.window,
@@ -276,11 +313,19 @@ def attend(
 
 
 def _added(mask: Tensor, query: Tensor) -> Tensor:
-    """A mask as what eager attention adds to the scores: nothing, or the least number there is."""
-    if mask.dtype != torch.bool:
-        return mask
-    zero = torch.zeros((), dtype=query.dtype, device=query.device)
-    return torch.where(mask, zero, torch.finfo(query.dtype).min)
+    """A mask as a bias: -inf where a key is masked, so that a row without keys gives zeros.
+
+    A float mask masks by a number near the lowest of its type, or by any that leaves no digit of
+    the score it is added to (-1e9 in float32). A row of such sums has lost the scores, and its LSE
+    has lost log n, so a backward pass would recompute P = 1 where it is 1 / n.
+    """
+    if mask.dtype == torch.bool:
+        zero = torch.zeros((), dtype=query.dtype, device=query.device)
+        return torch.where(mask, zero, -torch.inf)
+    computed = torch.float64 if query.dtype == torch.float64 else torch.float32
+    no_digit = -2 / torch.finfo(computed).eps
+    lowest = max(torch.finfo(mask.dtype).min / 2, no_digit)
+    return mask.masked_fill(mask <= lowest, -torch.inf)
 
 
 def _without_padding(
@@ -291,7 +336,11 @@ def _without_padding(
     q, rows, cu_q = _packed(query, band.queries)
     k, _, cu_k = _packed(key, band.keys)
     v, _, _ = _packed(value, band.keys)
-    out = attention(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **options)
+    if cu_q[-1] and cu_k[-1]:
+        out = attention(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **options)
+    else:  # nothing but padding: a sum over no keys, zeros with gradients of zeros
+        group = heads // key.shape[1]
+        out = q @ (k.mT @ v).repeat_interleave(group, dim=1)
     out = out[0].transpose(0, 1)
     full = out.new_zeros(batch * n_q, heads, value.shape[-1]).index_copy(0, rows, out)
     return full.reshape(batch, n_q, heads, -1)

@@ -68,22 +68,35 @@ def read(mask: Tensor, n_q: int, n_kv: int, batch: int, heads: int) -> Pattern:
     """The pattern of a mask that broadcasts to (batch, heads, n_q, n_kv).
 
     Boolean, True keeps; or additive. An additive mask that only adds 0 or a number as low as
-    numbers get is boolean.
+    numbers get is boolean. One of each head that cannot be read is a bias: masks rarely differ
+    between heads.
     """
+    bias = added(mask, batch, heads)
+    of_heads = mask.dtype != torch.bool and bias[1] > 1
     if not has_values(mask):
+        if of_heads:
+            return Pattern(bias=bias, note="a bias without values: what it masks is not counted")
         return Pattern(note="a mask without values: counted as dense", known=False)
     if mask.numel() > READ:
-        return Pattern(note=f"a mask of {mask.numel():,} values, not read: counted as dense")
+        what = f"{mask.numel():,} values, not read"
+        if of_heads:
+            return Pattern(bias=bias, note=f"a bias of {what}: what it masks is not counted")
+        return Pattern(note=f"a mask of {what}: counted as dense")
     with torch.no_grad(), unset_fake_temporarily():
         mask = mask.detach()
         kept = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
         if mask.dtype != torch.bool and bool(torch.where(kept, mask, 0).any()):
-            lead = (1, 1, *mask.shape)[-4:-2]
             return Pattern(
-                bias=(batch if lead[0] > 1 else 1, heads if lead[1] > 1 else 1),
+                bias=bias,
                 note="" if bool(kept.all()) else "a bias that masks scores too: counted as dense",
             )
         return _boolean(kept.reshape(-1, *kept.shape[-2:]), n_q, n_kv)
+
+
+def added(x: Tensor, batch: int, heads: int) -> tuple[int, int]:
+    """How many matrices x adds to the scores of a batch and its heads, as `Problem.bias` says."""
+    lead = (1, 1, *x.shape)[-4:-2]
+    return batch if lead[0] > 1 else 1, heads if lead[1] > 1 else 1
 
 
 def _boolean(kept: Tensor, n_q: int, n_kv: int) -> Pattern:

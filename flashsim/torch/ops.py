@@ -124,7 +124,7 @@ def forward_shapes(
     operator itself looks, when it runs.
     """
     if all(type(n) is int for x in (q, k, v) for n in x.shape) and cu_seqlens_q is None:
-        inputs.prepare(q, k, v, bias=bias, **_keywords(**question))
+        inputs.prepare(q, k, v, bias=bias, may_be_empty=True, **_keywords(**question))
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     return (
         q.new_empty((*q.shape[:-1], v.shape[-1])),
@@ -307,17 +307,17 @@ backward.register_vmap(partial(backward_folded, backward))
 def _fold(x: Tensor, dim: int | None, size: int) -> Tensor:
     """(batch, ...) mapped over `dim`, or the same for all, as (size * batch, ...)."""
     x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-    return x.reshape(-1, *x.shape[2:])
+    return x.flatten(0, 1)
 
 
 def _fold_bias(bias: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
     """A bias (1 or batch, ...) likewise, one for each entry of the larger batch."""
     bias = bias.expand(size, *bias.shape) if dim is None else bias.movedim(dim, 0)
-    return bias.expand(size, batch, *bias.shape[2:]).reshape(-1, *bias.shape[2:])
+    return bias.expand(size, batch, *bias.shape[2:]).flatten(0, 1)
 
 
 def _unfold(x: Tensor, size: int) -> Tensor:
-    return x.reshape(size, -1, *x.shape[1:])
+    return x.unflatten(0, (size, len(x) // size))
 
 
 def _refuse_packed(offsets: Any) -> None:

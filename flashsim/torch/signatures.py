@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from flashsim.torch.calls import AttentionCall, Extents
-from flashsim.torch.masks import READ, Pattern, diagonal, has_values, read
+from flashsim.torch.masks import READ, Pattern, added, diagonal, has_values, read
 
 Arguments = dict[str, Any]
 Reader = Callable[[Arguments], AttentionCall]
@@ -348,9 +349,11 @@ def layer(
             pattern = said(module, sizes, rest)
     elif attention_mask is not None or "flash" in name:  # those take padding, and say the rest
         pattern = said(module, sizes, rest)
+    if rest.get("position_bias") is not None:  # added to the mask, if that is a bias as well
+        lead = added(rest["position_bias"], batch, heads)
+        batches, of_heads = (max(pair) for pair in zip(lead, pattern.bias or lead, strict=True))
+        pattern = replace(pattern, bias=(batches, of_heads))
     notes = []
-    if rest.get("position_bias") is not None:
-        notes.append("position_bias: not counted")
     if rest.get("s_aux") is not None:
         notes.append("attention sinks: not counted")
     return AttentionCall(

@@ -1,23 +1,17 @@
-"""Reading an ``.npz`` archive that nobody vouches for: sizes first, then bytes, then the checksum.
+"""Reading an ``.npz`` archive that nobody vouches for, with NumPy's own reader of arrays.
 
 NumPy allocates what an array's header declares, and does not look at a member's checksum unless it
-happens to read up to its end. Here nothing is allocated before what the zip directory and the
-array's own header say agrees with what the caller expects, and every checksum is checked.
+happens to read up to its end. So before NumPy reads a member, the zip directory and the array's own
+header must agree with what the caller expects; and afterwards its end is read, for the checksum.
 """
 
 from __future__ import annotations
 
-import ast
 import math
 import zipfile
 from typing import Any
 
 import numpy as np
-
-_MAGIC = b"\x93NUMPY\x01\x00"
-#: An array's header: what NumPy writes for our types is below 1 KiB.
-_HEADER_BYTES = 1 << 14
-_CHUNK = 1 << 24
 
 
 class Archive:
@@ -25,7 +19,7 @@ class Archive:
 
     Raises
     ------
-    ValueError, and whatever zipfile and zlib raise for damage
+    ValueError, and whatever zipfile, zlib and NumPy raise for damage
     """
 
     def __init__(self, file: Any) -> None:
@@ -45,41 +39,26 @@ class Archive:
     def shape(self, name: str, dtype: np.dtype, ndim: int = 1) -> tuple[int, ...]:
         """The shape of an array that must be of this type and have `ndim` axes; reads only that."""
         with self._zip.open(self._infos[name]) as member:
-            return self._shape(member, name, np.dtype(dtype), ndim)
-
-    def read(self, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-        """The array, which must be of this type and shape."""
-        dtype = np.dtype(dtype)
-        with self._zip.open(self._infos[name]) as member:
-            found = self._shape(member, name, dtype, len(shape))
-            if found != tuple(shape):
-                raise ValueError(f"{name} has shape {found}, not {tuple(shape)}")
-            data = np.empty(math.prod(shape) * dtype.itemsize, np.uint8)
-            at = 0
-            while at < data.size:
-                piece = member.read(min(_CHUNK, data.size - at))
-                if not piece:
-                    raise EOFError(f"{name} ends after {at} of {data.size} B")
-                data[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
-                at += len(piece)
-            if member.read(1):  # its end is where zipfile compares the checksum
-                raise ValueError(f"{name} is longer than it says")
-        return data.view(dtype).reshape(shape)
-
-    def _shape(self, member: Any, name: str, dtype: np.dtype, ndim: int) -> tuple[int, ...]:
-        start = member.read(len(_MAGIC) + 2)
-        length = int.from_bytes(start[-2:], "little")
-        if start[:-2] != _MAGIC or length > _HEADER_BYTES:
-            raise ValueError(f"{name} is not an array as NumPy writes them")
-        header = ast.literal_eval(member.read(length).decode("latin1").strip())
-        descr, shape = header["descr"], header["shape"]
-        if descr != np.lib.format.dtype_to_descr(dtype) or header["fortran_order"] is not False:
-            raise ValueError(f"{name} has dtype {descr}, not {dtype}")
-        if not isinstance(shape, tuple) or len(shape) != ndim:
-            raise ValueError(f"{name} has shape {shape}, not {ndim} axes")
-        if not all(type(n) is int and n >= 0 for n in shape):
-            raise ValueError(f"{name} has shape {shape}")
-        size = len(start) + length + math.prod(shape) * dtype.itemsize
+            version = np.lib.format.read_magic(member)
+            if version != (1, 0):  # what NumPy writes for our types
+                raise ValueError(f"{name} has version {version} of NumPy's format")
+            shape, fortran, found = np.lib.format.read_array_header_1_0(member)
+            if found != dtype or fortran:
+                raise ValueError(f"{name} has dtype {found}, not {dtype}, or Fortran's order")
+            if len(shape) != ndim or min(shape) < 0:
+                raise ValueError(f"{name} has shape {shape}, not {ndim} axes")
+            size = member.tell() + math.prod(shape) * found.itemsize
         if self._infos[name].file_size != size:
             raise ValueError(f"{name} has {self._infos[name].file_size} B, its header says {size}")
         return shape
+
+    def read(self, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+        """The array, which must be of this type and shape."""
+        found = self.shape(name, dtype, len(shape))
+        if found != tuple(shape):
+            raise ValueError(f"{name} has shape {found}, not {tuple(shape)}")
+        with self._zip.open(self._infos[name]) as member:
+            array = np.lib.format.read_array(member, allow_pickle=False)
+            if member.read(1):  # its end is where zipfile compares the checksum
+                raise ValueError(f"{name} is longer than it says")
+        return array

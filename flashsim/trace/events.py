@@ -81,21 +81,23 @@ class StageTrace:
         """The stage's name."""
         return self.stage.name
 
-    def extent(self, tiles: np.ndarray) -> tuple[int, int, int]:
-        """Sums of rows, columns and scores over executed visits, or over outer steps.
+    def sides(self, i: np.ndarray, j: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Rows and columns of visits, or of outer steps, of which one side's number is -1.
 
         A step with queries outside spans its sequence's keys (standard attention's softmax does
         work on whole rows); one with keys outside has columns alone.
         """
-        schedule, i, j = self.schedule, tiles["i"], tiles["j"]
-        if (i < 0).any():
-            return 0, int((schedule.cols[j, 1] - schedule.cols[j, 0]).sum()), 0
-        r = (schedule.rows[i, 1] - schedule.rows[i, 0]).astype(np.int64)
+        schedule = self.schedule
+        rows = np.where(i < 0, 0, schedule.rows[i, 1] - schedule.rows[i, 0]).astype(np.int64)
+        cols = np.where(j < 0, schedule.key_counts[i], schedule.cols[j, 1] - schedule.cols[j, 0])
         if self.stage.parts == "merges":  # a step works on the rows of each part
-            r *= schedule.slots[i, 1]
-        whole = j < 0
-        c = np.where(whole, schedule.key_counts[i], schedule.cols[j, 1] - schedule.cols[j, 0])
-        return int(r.sum()), int(c.sum()), int((r * c).sum())
+            rows *= schedule.slots[i, 1]
+        return rows, cols.astype(np.int64)
+
+    def extent(self, tiles: np.ndarray) -> tuple[int, int, int]:
+        """Sums of rows, columns and scores over executed visits, or over outer steps."""
+        rows, cols = self.sides(tiles["i"], tiles["j"])
+        return int(rows.sum()), int(cols.sum()), int((rows * cols).sum())
 
     def expand(self, number: int) -> np.ndarray:
         """The events of every head; `number` is the stage's place in the trace."""

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from flashsim.errors import TraceError, shown
+from flashsim.problem.hardware import Device
 from flashsim.problem.masks import BlockMask
 from flashsim.report import beside
 from flashsim.schedule.names import OPS, TENSORS
@@ -238,14 +239,13 @@ def _unpack(header: dict[str, Any], archive: Archive) -> Recording:
     names, algorithm, direction = header["names"], header["algorithm"], header["direction"]
     stages, walks = [], []
     for n, entry in enumerate(header["stages"]):
-        if own is None:
-            walk, tiling, repeat, stride = soundness.stage(entry, problem, algorithm, direction)
-        else:
-            walk, tiling, repeat, stride = soundness.own_stage(entry, problem)
+        mine = own is not None
+        walk, tiling, repeat, stride = soundness.stage(
+            entry, problem, algorithm, direction, own=mine
+        )
         if "mask" in masks and tiling not in masks["mask"].tables:
             raise ValueError(f"stage {walk.name!r}: the mask was not saved for {tiling} tiles")
-        length, mine = shapes[f"events_{n}"][0], own is not None
-        soundness.length_of_events(length, walk, problem, tiling, own=mine)
+        soundness.length_of_events(shapes[f"events_{n}"][0], walk, problem, tiling, own=mine)
         how = walk.outer, entry["key_order"], walk.dense, soundness.split(entry)
         schedule = Schedule(problem, tiling, *how)
         table = _recoded(read(f"events_{n}"), names, tensors)
@@ -264,7 +264,7 @@ def _unpack(header: dict[str, Any], archive: Archive) -> Recording:
         soundness.timeline(timeline, walks, problem)
     return Recording(
         problem,
-        soundness.device(header["device"]),
+        Device(**header["device"]),
         algorithm,
         direction,
         header["backend"],

@@ -270,11 +270,7 @@ class _Clock:
 
     def _duration(self, op: TileOp, stage: StageTrace, e: np.void) -> int:
         """Nanoseconds of one tile operation."""
-        schedule, i, j = stage.schedule, int(e["i"]), int(e["j"])
-        # As `Trace.flops`: with keys outside, the end of an outer step has columns alone.
-        rows = 0 if i < 0 else int(schedule.rows[i, 1] - schedule.rows[i, 0])
-        span = schedule.key_counts[i] if j < 0 else schedule.cols[j, 1] - schedule.cols[j, 0]
-        cols = int(span)
+        rows, cols = (int(x) for x in stage.sides(e["i"], e["j"]))
         flops = total_flops((op,), rows, cols, rows * cols)
         matmul = flops.pop("matmul")
         return self._ticks(matmul, sum(flops.values()))

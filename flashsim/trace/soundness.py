@@ -8,13 +8,12 @@ who ask the trace questions.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
 from flashsim.counts.work import KINDS
-from flashsim.problem.hardware import Device
+from flashsim.errors import shown
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
 from flashsim.schedule.names import COMPUTE, OPS, TENSORS, TRANSFERS
@@ -30,7 +29,6 @@ MOST_NAMES, MOST_STAGES, MOST_EVENTS = 64, 64, 1 << 22
 SIDES = (ROW, COL, TILE)
 #: Indices are int32 wherever tables hold them.
 INDEX = 1 << 31
-_NUMBER = (int, float)
 _STAGE = {
     **{"name": str, "outer": str, "buffers": list, "dense": bool, "per": str},
     **{"tiling": list, "key_order": str, "repeat": int, "stride": int},
@@ -40,22 +38,22 @@ _STAGE = {
 def typed(what: str, given: Any, kinds: Mapping[str, Any]) -> dict[str, Any]:
     """A JSON object with at least these keys, each of its kind."""
     if not isinstance(given, dict):
-        raise ValueError(f"{what} is {_shown(given)}, not an object")
+        raise ValueError(f"{what} is {shown(given)}, not an object")
     for key, kind in kinds.items():
         value = given[key]
         of_kind = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
         if not of_kind:
-            raise ValueError(f"{what}: {key} is {_shown(value)}")
+            raise ValueError(f"{what}: {key} is {shown(value)}")
     return given
 
 
 def integers(what: str, given: Any, n: int, low: int = 0) -> list[int]:
     """A list of n integers from `low` up to what an index can be."""
     if not isinstance(given, list) or len(given) != n:
-        raise ValueError(f"{what} is {_shown(given)}, not {n} integers")
+        raise ValueError(f"{what} is {shown(given)}, not {n} integers")
     for value in given:
         if type(value) is not int or not low <= value < INDEX:
-            raise ValueError(f"{what} is {_shown(given)}: not from {low} up to {INDEX - 1}")
+            raise ValueError(f"{what} is {shown(given)}: not from {low} up to {INDEX - 1}")
     return given
 
 
@@ -68,11 +66,11 @@ def header(given: dict[str, Any], tensors: Sequence[str] = TENSORS) -> None:
     typed("the header", given, kinds)
     for name, value in given["provenance"].items():
         if not isinstance(value, str):
-            raise ValueError(f"provenance: {name} is {_shown(value)}")
+            raise ValueError(f"provenance: {name} is {shown(value)}")
     for field, ours in (("op", OPS), ("tensor", tensors), ("phase", PHASES), ("role", ROLES)):
         names = given["names"].get(field, [] if field in ("phase", "role") else None)
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise ValueError(f"names: {field} is {_shown(names)}")
+            raise ValueError(f"names: {field} is {shown(names)}")
         if unknown := set(names) - set(ours):
             raise ValueError(f"unknown {field} {', '.join(map(repr, sorted(unknown)))}")
     if not given["stages"]:
@@ -90,10 +88,10 @@ def own(given: Any) -> Own | None:
     tensors: dict[str, int] = {}
     for pair in entry["tensors"]:
         if not isinstance(pair, list) or len(pair) != 2 or not own_name(pair[0]):
-            raise ValueError(f"a tensor of one's own is {_shown(pair)}")
+            raise ValueError(f"a tensor of one's own is {shown(pair)}")
         name, axis = pair
         if name in TENSORS or name in tensors or type(axis) is not int or axis not in SIDES:
-            raise ValueError(f"a tensor of one's own is {_shown(pair)}")
+            raise ValueError(f"a tensor of one's own is {shown(pair)}")
         tensors[name] = axis
     if len(tensors) > MOST_NAMES:
         raise ValueError(f"there are {len(tensors)} tensors of one's own")
@@ -108,19 +106,6 @@ def own_name(name: Any) -> bool:
     return isinstance(name, str) and name.isidentifier() and len(name) <= 24
 
 
-def own_stage(given: Any, of: Problem) -> tuple[plans.Stage, Tiling, int, int]:
-    """As `stage`, of an algorithm of one's own: it is what the file says."""
-    entry = typed("a stage", given, _STAGE)
-    known = entry["outer"] in ("queries", "keys") and entry["per"] in ("head", "group")
-    if not known or entry["dense"] or entry["buffers"] or len(entry["name"]) > 60:
-        raise ValueError(f"a stage is {_shown(entry)}")
-    plan = plans.Stage(entry["name"], entry["outer"], per=entry["per"])
-    heads = plans.heads_of(plan, of)
-    if (entry["repeat"], entry["stride"]) != heads:
-        raise ValueError(f"stage {plan.name!r}: repeat and stride are not {heads}")
-    return plan, Tiling(*integers("a tiling", entry["tiling"], 2, 1)), *heads
-
-
 def own_costs(costs: np.ndarray, events: np.ndarray) -> None:
     """One row of work for each computation, of amounts that add up."""
     if costs.shape != (int((events["op"] == COMPUTE).sum()), len(KINDS) + 2):
@@ -128,33 +113,15 @@ def own_costs(costs: np.ndarray, events: np.ndarray) -> None:
     within("work", costs.ravel(), 0, (1 << 62) // max(len(costs), 1))
 
 
-def device(given: dict[str, Any]) -> Device:
-    """The device, each field of the type that a device's has."""
-    kinds = {
-        name: {int: int, float: _NUMBER, tuple: list}.get(type(value), type(value))
-        for name, value in Device.get("H100").to_dict().items()
-        if name in given
-    }
-    typed("device", given, kinds)
-    peaks = [given.get("tensor_flops", {}), given.get("cuda_flops", {})]
-    for value in (value for table in peaks for value in table.values()):
-        if not isinstance(value, _NUMBER) or isinstance(value, bool):
-            raise ValueError(f"device: a peak is {_shown(value)}")
-    integers("device: compute_capability", given.get("compute_capability", [0, 0]), 2)
-    return Device(**given)
-
-
 def problem(given: dict[str, Any], **masks: Any) -> Problem:
     """The problem; its lengths are such as tables can hold."""
-    for name in ("n_q", "n_kv", "batch", "heads", "kv_heads", "shared_prefix"):
-        if isinstance(given.get(name), int) and given[name] >= INDEX:
-            raise ValueError(f"problem: {name} is {given[name]}: no table holds that many")
-    known = {field.name for field in fields(Problem)} - {"mask", "block_mask"}
-    if unknown := set(given) - known:
-        raise ValueError(f"problem: unknown {', '.join(map(repr, sorted(unknown)))}")
+    if own_masks := {"mask", "block_mask"} & given.keys():
+        raise ValueError(f"problem: a header holds no {', '.join(sorted(own_masks))}")
     made = Problem(**given, **masks)
-    if made.batch * made.heads >= INDEX:
-        raise ValueError(f"problem: {made.batch} x {made.heads} heads: no table holds that many")
+    sizes = {n: getattr(made, n) for n in ("n_q", "n_kv", "batch", "kv_heads", "shared_prefix")}
+    for name, size in {**sizes, "batch * heads": made.batch * made.heads}.items():
+        if size and size >= INDEX:
+            raise ValueError(f"problem: {name} is {size}: no table holds that many")
     return made
 
 
@@ -162,29 +129,38 @@ def split(entry: Mapping[str, Any]) -> Split:
     """Parts of the keys and packed heads of a stage; older files say nothing of them."""
     given = entry.get("split", [1, False])
     if not isinstance(given, list) or len(given) != 2:
-        raise ValueError(f"a split is {_shown(given)}, not parts and whether heads are packed")
+        raise ValueError(f"a split is {shown(given)}, not parts and whether heads are packed")
     integers("a split", given[:1], 1, 1)
     return Split(*given)
 
 
 def stage(
-    given: Any, of: Problem, algorithm: str, direction: str
+    given: Any, of: Problem, algorithm: str, direction: str, *, own: bool = False
 ) -> tuple[plans.Stage, Tiling, int, int]:
-    """A stage of the algorithm, its tiling, how often its walk is made, and how far apart."""
+    """A stage, its tiling, how often its walk is made, and how far apart.
+
+    Of one's `own` algorithm it is what the file says, else what the algorithm's plan says.
+    """
     entry = typed("a stage", given, _STAGE)
-    planned = {s.name: s for s in plans.stages(of, algorithm, direction, split(entry))}
     name = entry["name"]
-    if name not in planned:
-        raise ValueError(f"{algorithm} {direction} has no stage {name!r}")
-    plan = planned[name]
-    for key in ("outer", "dense", "per"):
-        if entry[key] != getattr(plan, key):
-            raise ValueError(f"stage {name!r}: {key} is {entry[key]!r}, not {getattr(plan, key)!r}")
+    if own:
+        known = entry["outer"] in ("queries", "keys") and entry["per"] in ("head", "group")
+        if not known or entry["dense"] or entry["buffers"] or len(name) > 60:
+            raise ValueError(f"a stage is {shown(entry)}")
+        plan = plans.Stage(name, entry["outer"], per=entry["per"])
+    else:
+        planned = {s.name: s for s in plans.stages(of, algorithm, direction, split(entry))}
+        if name not in planned:
+            raise ValueError(f"{algorithm} {direction} has no stage {name!r}")
+        plan = planned[name]
+        for key in ("outer", "dense", "per"):
+            if entry[key] != getattr(plan, key):
+                raise ValueError(f"stage {name!r}: {key} is not {getattr(plan, key)!r}")
+        _check_buffers(entry["buffers"])
     heads = plans.heads_of(plan, of)
     if (entry["repeat"], entry["stride"]) != heads:
-        given = entry["repeat"], entry["stride"]
-        raise ValueError(f"stage {name!r}: repeat and stride are {given}, not {heads}")
-    _check_buffers(entry["buffers"])
+        made = entry["repeat"], entry["stride"]
+        raise ValueError(f"stage {name!r}: repeat and stride are {made}, not {heads}")
     return plan, Tiling(*integers("a tiling", entry["tiling"], 2, 1)), *heads
 
 
@@ -194,10 +170,10 @@ def _check_buffers(given: list[Any]) -> None:
         raise ValueError(f"a stage has {len(given)} buffers")
     for entry in given:
         if not isinstance(entry, list) or len(entry) != 5 or entry[0] not in TENSORS:
-            raise ValueError(f"a buffer is {_shown(entry)}")
+            raise ValueError(f"a buffer is {shown(entry)}")
         integers("a buffer", entry[1:4], 3)
         if not isinstance(entry[4], bool):
-            raise ValueError(f"a buffer is {_shown(entry)}")
+            raise ValueError(f"a buffer is {shown(entry)}")
 
 
 # -- how long tables can be ---------------------------------------------------------------------
@@ -339,8 +315,3 @@ def mask_table(table: Csr, of: Problem, tiling: Tiling, rows_each: int) -> None:
     rising[ptr[1:-1][(ptr[1:-1] > 0) & (ptr[1:-1] < len(col))] - 1] = True  # a new row begins
     if not rising.all():
         raise ValueError("a mask's tiles are not in ascending order")
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."

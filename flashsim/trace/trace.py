@@ -15,7 +15,7 @@ import numpy as np
 from flashsim import report
 from flashsim.counts import questions, traffic
 from flashsim.counts.traffic import Traffic
-from flashsim.counts.work import KINDS, StageWork, on_chip_bytes, stage_work, total_flops
+from flashsim.counts.work import KINDS, on_chip_bytes, stage_work, total_flops
 from flashsim.errors import (
     DTypeError,
     OptionError,
@@ -29,10 +29,9 @@ from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.schedule.names import COMPUTE, OPS, TRANSFERS
 from flashsim.schedule.schedule import Schedule
-from flashsim.trace import frames
 from flashsim.trace.events import EVENT, StageTrace, buffer_of, gain
-from flashsim.trace.frames import Frame
 from flashsim.trace.recording import Recording
+from flashsim.trace.steps import Frame, Steps
 
 if TYPE_CHECKING:
     from flashsim.l2 import Dram, L2Model
@@ -173,24 +172,18 @@ class Trace(Recording):
     # -- work -----------------------------------------------------------------------------------
 
     @cached_property
-    def _works(self) -> list[StageWork]:
-        if self.own is not None:  # it has counted its own
-            return [StageWork()] * len(self.stages)
-        given = self.problem, self.algorithm, self.direction
-        return [stage_work(*given, stage.name) for stage in self.stages]
-
-    @cached_property
     def _work(self) -> tuple[dict[str, int], dict[str, int]]:
         """FLOPs by kind and on-chip bytes, priced from the visits and steps that were executed."""
         flops: dict[str, int] = {}
         chip: dict[str, int] = {}
-        for stage, work in zip(self.stages, self._works, strict=True):
+        for stage in self.stages:
             if stage.costs is not None:
                 sums = (stage.costs.sum(axis=0) * stage.repeat).tolist()
                 for total, names in ((flops, KINDS), (chip, ("read", "write"))):
                     for name in names:
                         total[name] = total.get(name, 0) + sums.pop(0)
                 continue
+            work = stage_work(self.problem, self.algorithm, self.direction, stage.name)
             done = stage.events[stage.events["op"] == COMPUTE]
             visited = done[done["visit"] >= 0]
             outer = done[done["visit"] < 0]
@@ -262,20 +255,15 @@ class Trace(Recording):
         return np.cumsum(np.concatenate(per_visit))
 
     @cached_property
-    def _steps(self) -> list[tuple[int, int]]:
-        """(stage, position of the visit's compute event) of each visit, in order."""
-        return [
-            (number, int(position))
-            for number, stage in enumerate(self.stages)
-            for position in np.flatnonzero(
-                (stage.events["op"] == COMPUTE) & (stage.events["visit"] >= 0)
-            )
-        ]
+    def _walk(self) -> Steps:
+        return Steps(self)
 
     @property
     def n_visits(self) -> int:
         """Visits in one walk of every stage: the steps of an animation."""
-        return len(self._steps)
+        return sum(
+            int(((s.events["op"] == COMPUTE) & (s.events["visit"] >= 0)).sum()) for s in self.stages
+        )
 
     def frame(self, step: int = -1, head: int = 0) -> Frame:
         """The state right after visit `step` (negative counts from the end) of one head.
@@ -285,15 +273,12 @@ class Trace(Recording):
         TraceError
             If there is no such step, or no such head.
         """
-        steps, p = self._steps, self.problem
-        if not checks.is_int(step) or not -len(steps) <= step < len(steps):
-            raise TraceError(f"step must be between 0 and {len(steps) - 1}, got {shown(step)}")
-        if not checks.is_int(head) or not 0 <= head < p.batch * p.heads:
-            raise TraceError(
-                f"head must be between 0 and {p.batch * p.heads - 1}, got {shown(head)}"
-            )
-        step %= len(steps)
-        return frames.frame(self.stages, self._works, step, *steps[step], head, self.tensors)
+        heads, visits = self.problem.batch * self.problem.heads, self.n_visits
+        if not checks.is_int(step) or not -visits <= step < visits:
+            raise TraceError(f"step must be between 0 and {visits - 1}, got {shown(step)}")
+        if not checks.is_int(head) or not 0 <= head < heads:
+            raise TraceError(f"head must be between 0 and {heads - 1}, got {shown(head)}")
+        return self._walk.frame(step % visits, head)
 
     # -- against others -------------------------------------------------------------------------
 

@@ -216,8 +216,19 @@ def test_tables_of_ranks_and_of_steps():
     ("problem", "how", "error", "text"),
     [
         (Problem(30), {"ranks": 4}, ShapeError, "that 8 divides, got 30 rows; .* 24"),
-        (Problem(3), {"ranks": 4, "scheme": "ring"}, ShapeError, "got 3 rows; pad it to 4$"),
-        (Problem(9), {"ranks": 4, "scheme": "ring"}, ShapeError, "pad it to 12, or cut it to 8"),
+        (
+            Problem(3, causal=True), {"ranks": 4, "scheme": "ring"}, ShapeError,
+            "got 3 rows; pad it at its end to 4$",
+        ),
+        (
+            Problem(9, causal=True), {"ranks": 4, "scheme": "ring"}, ShapeError,
+            "got 9 rows; pad it at its end to 12, or cut it to 8$",
+        ),
+        (
+            Problem(9), {"ranks": 4, "scheme": "ring"}, ShapeError,
+            "got 9 rows; cut it to 8; padding .* to 12 is right with a causal mask only",
+        ),
+        (Problem(3), {"ranks": 4, "scheme": "ring"}, ShapeError, "3 rows; take fewer ranks; padd"),
         (Problem(32, heads=6), {"ranks": 4, "scheme": "ulysses"}, ShapeError, r"ulysses=2"),
         (Problem(32, heads=4, kv_heads=2), {"ranks": 4, "scheme": "ulysses"}, ShapeError, "usp"),
         (Problem(32), {"ranks": 4, "scheme": "usp", "ulysses": 3}, OptionError, "got 3 of 4"),
@@ -235,6 +246,27 @@ def test_tables_of_ranks_and_of_steps():
 def test_what_cannot_be_spread_says_why(problem, how, error, text):
     with pytest.raises(error, match=text):
         count(problem, **how)
+
+
+def test_padding_at_the_end_is_what_the_error_says_it_is():
+    """Right with a causal mask, forward and backward; without one, only the advice to cut is."""
+    q, k, v, dout = arrays(48)
+    n, padded = 45, 48
+    pad = lambda x: np.concatenate([x[:, :, :n], 0 * x[:, :, : padded - n]], 2)  # noqa: E731
+    whole = [pad(x) for x in (q, k, v)]
+    want = flashsim.run(*(x[:, :, :n] for x in (q, k, v)), causal=True)
+    with pytest.raises(ShapeError, match=f"pad it at its end to {padded}"):
+        simulate(*(x[:, :, :n] for x in (q, k, v)), ranks=4, causal=True)
+    spread = simulate(*whole, ranks=4, causal=True)
+    np.testing.assert_allclose(spread.out[:, :, :n], want.out, atol=1e-5)
+    grads, expected = spread.backward(pad(dout)), want.backward(dout[:, :, :n])
+    for name in ("dq", "dk", "dv"):
+        got = getattr(grads, name)[:, :, :n]
+        np.testing.assert_allclose(got, getattr(expected, name), atol=2e-5)
+    open_to_all = simulate(*whole, ranks=4).out[:, :, :n]
+    assert np.abs(open_to_all - flashsim.run(*(x[:, :, :n] for x in (q, k, v))).out).max() > 1e-3
+    with pytest.raises(ShapeError, match=r"cut it to 40; .* every row would attend to the padding"):
+        simulate(*(x[:, :, :n] for x in (q, k, v)), ranks=4)
 
 
 def test_simulate_checks_what_it_is_given():

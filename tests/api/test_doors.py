@@ -7,6 +7,7 @@ by name; everything else must be refused with a `FlashSimError` that is also a b
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -427,7 +428,23 @@ def test_what_cannot_be_done_is_said_at_once(call, message):
         call()
 
 
-def test_an_infinite_lse_merges_to_nan_without_a_warning():
-    out, lse = flashsim.merge(R.out, np.full_like(R.lse, np.inf), R.out, R.lse)
-    assert np.isnan(out).all()
-    assert not np.isfinite(lse).any()
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+@pytest.mark.parametrize("side", [0, 1])
+def test_what_is_no_lse_is_not_merged(value, side):
+    wrong = R.lse.copy()
+    wrong[0] = value
+    sides = [(R.out, R.lse), (R.out, R.lse)]
+    sides[side] = R.out, wrong
+    text = rf"lse_{'ab'[side]} holds 1 values that are no LSE .*base-2 LSE times math.log\(2\)"
+    with pytest.raises(flashsim.OptionError, match=text):
+        flashsim.merge(*sides[0], *sides[1])
+
+
+def test_a_base_2_lse_is_converted_as_the_error_says():
+    halves = [flashsim.run(X, x, x) for x in (X[:4], X[4:])]
+    base_2 = [r.lse / np.float32(math.log(2)) for r in halves]  # log2 of the sum of exponentials
+    a, b = (lse * np.float32(math.log(2)) for lse in base_2)
+    out, lse = flashsim.merge(halves[0].out, a, halves[1].out, b)
+    whole = flashsim.run(X, X, X)
+    np.testing.assert_allclose(out, whole.out, atol=1e-6)
+    np.testing.assert_allclose(lse, whole.lse, atol=1e-6)

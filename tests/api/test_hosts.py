@@ -1,6 +1,7 @@
 """Arrays of other libraries on the CPU engines, and `flashsim.backward`, which keeps no job."""
 
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -35,8 +36,10 @@ def bits(x):
     """The numbers of an array, NumPy's, JAX's or torch's, as NumPy can compare them."""
     if str(x.dtype) == "torch.bfloat16":
         x = x.view(sys.modules["torch"].int16)
+    if str(x.dtype).startswith("torch.float8"):
+        x = x.view(sys.modules["torch"].uint8)
     x = np.asarray(x)
-    return x.view(np.uint16) if x.dtype.itemsize == 2 else x
+    return x.view(f"u{x.itemsize}") if x.itemsize <= 2 else x
 
 
 # -- backward from what was kept ------------------------------------------------------------------
@@ -207,6 +210,176 @@ def test_tensors_of_other_strides_and_signs_are_taken_or_refused_by_name():
         flashsim.run(q.clone().requires_grad_(), k, v)
     with pytest.raises(ShapeError, match=r"q of shape .* looks transposed.*q.contiguous\(\)"):
         flashsim.run(*[torch.zeros(1, 2, 8, 12).mT] * 3)
+
+
+# -- every function that takes arrays -------------------------------------------------------------
+
+
+def as_jax(a):
+    jax = pytest.importorskip("jax")
+    return jax.numpy.asarray(a)
+
+
+LIBRARIES = {"torch": as_torch, "jaxlib": as_jax}
+
+
+def merges(q, k, v, dout, scores):
+    r = flashsim.run(q, k, v)
+    return flashsim.merge(r.out, r.lse, r.out, r.lse)
+
+
+def distributes(q, k, v, dout, scores):
+    spread = flashsim.distributed.simulate(q, k, v, ranks=2)
+    grads = spread.backward(dout)
+    return spread.out, spread.lse, grads.dq, grads.dk, grads.dv
+
+
+def quantizes(q, k, v, dout, scores):
+    x = flashsim.quantize(q, k, v, granularity="block", block=(8, 8), rotate="hadamard")
+    r = flashsim.run(x.q, x.k, x.v, **x.options)
+    grads = r.backward(r.out)
+    return (
+        *(x.q, x.k, x.v, *x.scales, *x.dequantized()),
+        *(r.out, r.lse, x.unrotated(grads.dq), grads.dv),
+    )
+
+
+def compares(q, k, v, dout, scores):
+    compared = flashsim.compare(q, k, v, dout=dout)
+    compared.table()  # sets results side by side
+    pages = [x.reshape(2, 4, 8, 8).swapaxes(0, 1) for x in (k, v)]
+    table = np.arange(4, dtype=np.int32)[None]
+    paged = flashsim.compare(
+        *(q[:1], *pages), algorithms=["flash2", "flash-decode"], block_table=table
+    )
+    return compared.results["flash1"].out, paged.results["flash2"].out
+
+
+def multiplies(q, k, v, dout, scores):
+    return [flashsim.softmax_matmul.run(scores, v[0], backend=b).out for b in ("numpy", "numba")]
+
+
+FUNCTIONS = (merges, distributes, quantizes, compares, multiplies)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_what_goes_in_comes_out_of_every_function(library, dtype, function):
+    there = LIBRARIES[library]
+    x = tensors(32, 32, 8, heads=2, dtype=dtype)
+    scores = np.random.default_rng(0).standard_normal((2, 5, 32)).astype(np.float32)
+    v = x.v.astype(np.float32) if function is multiplies else x.v
+    given = x.q, x.k, v, x.dout, scores
+    expected = function(*given)
+    got = function(*map(there, given))
+    assert len(got) == len(expected)
+    for mine, plain in zip(got, expected, strict=True):
+        assert type(mine).__module__.partition(".")[0] == library
+        assert str(mine.dtype).removeprefix("torch.") == plain.dtype.name
+        np.testing.assert_array_equal(bits(mine), bits(plain))
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_what_judges_reads_any_library(library):
+    there = LIBRARIES[library]
+    x = tensors(12, 8, 8, dtype="bfloat16", bias=(1, 1))
+    given = x.q, x.k, x.v, x.dout
+    p = flashsim.Problem(12, 8, 8, heads=2, dtype="bfloat16", bias=(1, 1))
+    for judge, arrays in (
+        (flashsim.oracle.attention, given[:3]),
+        (flashsim.oracle.gradients, given),
+        (flashsim.oracle.finite_difference, given),
+    ):
+        got = judge(*map(there, arrays), p, bias=there(x.bias))
+        expected = judge(*arrays, p, bias=x.bias)
+        np.testing.assert_equal(got, expected)
+    grid = np.array([[True, False]])
+    assert flashsim.BlockMask(there(grid), 16, 4) == flashsim.BlockMask(grid, 16, 4)
+
+
+def test_a_tensor_that_requires_a_gradient_is_read_where_none_is_recorded():
+    torch = pytest.importorskip("torch")
+    x = tensors(12, 8, 8)
+    given = [as_torch(a).requires_grad_() for a in (x.q, x.k, x.v)]
+    out, _ = flashsim.oracle.attention(*given, flashsim.Problem(12, 8, 8, heads=2))
+    assert type(out) is np.ndarray
+    with pytest.raises(DTypeError, match="out_a requires a gradient, which this function does not"):
+        flashsim.merge(given[0], torch.zeros(1, 2, 12), given[0], torch.zeros(1, 2, 12))
+
+
+class OnGpu:
+    """An array of a library called cupy: its numbers are to be had by `download` only."""
+
+    __module__ = "cupy"
+
+    def __init__(self, array):
+        self._array = array
+        self.shape, self.dtype, self.reshape = array.shape, array.dtype, array.reshape
+
+    def __dlpack_device__(self):
+        return 2, 0
+
+    def __lt__(self, other):
+        return self._array < other
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    """What CuPy's part of the package does, done by NumPy."""
+    pytest.importorskip("cupy")
+    from types import SimpleNamespace
+
+    from flashsim.algorithms.merge import merged
+    from flashsim.api import dispatch
+    from flashsim.backends.cupy_gpu import arrays, merge
+
+    def merges(**given):
+        return tuple(map(OnGpu, merged(*(x._array for x in given.values()))))
+
+    real, fake = dispatch.engine, SimpleNamespace(adopt=lambda _, x: x)
+    monkeypatch.setattr(dispatch, "engine", lambda name: fake if name == "cupy" else real(name))
+    monkeypatch.setattr(merge, "held", lambda given: given)
+    monkeypatch.setattr(merge, "merged", merges)
+    monkeypatch.setattr(arrays, "download", lambda x: x._array)
+    monkeypatch.setattr(arrays, "upload", OnGpu)
+
+
+def test_arrays_on_a_gpu_are_merged_there(fake_gpu):
+    x = tensors(12, 8, 8)
+    r = flashsim.run(x.q, x.k, x.v)
+    out, lse = flashsim.merge(*map(OnGpu, (r.out, r.lse, r.out, r.lse)))
+    expected = flashsim.merge(r.out, r.lse, r.out, r.lse)
+    for got, want in zip((out, lse), expected, strict=True):
+        assert type(got) is OnGpu
+        np.testing.assert_array_equal(got._array, want)
+    wrong = r.lse.copy()
+    wrong[0, 0, 0] = np.nan
+    with pytest.raises(flashsim.OptionError, match="lse_a holds 1 values that are no LSE"):
+        flashsim.merge(*map(OnGpu, (r.out, wrong, r.out, r.lse)))
+
+
+def test_arrays_on_a_gpu_are_dequantised_beside_them(fake_gpu):
+    x = tensors(12, 8, 8)
+    here = flashsim.quantize(x.q, x.k, x.v, rotate="hadamard")
+    names = ("q", "k", "v", "q_scale", "k_scale", "v_scale")
+    there = replace(here, **{name: OnGpu(getattr(here, name)) for name in names})
+    for got, want in zip(there.dequantized(), here.dequantized(), strict=True):
+        assert type(got) is OnGpu
+        np.testing.assert_array_equal(got._array, want)
+    turned = there.unrotated(OnGpu(x.q))
+    np.testing.assert_array_equal(turned._array, here.unrotated(x.q))
+
+
+def test_what_lies_on_another_device_is_refused():
+    class Elsewhere(OnGpu):
+        __module__ = "other"
+
+    x = tensors(12, 8, 8)
+    here = flashsim.quantize(x.q, x.k, x.v)
+    there = replace(here, q=Elsewhere(here.q), q_scale=Elsewhere(here.q_scale))
+    with pytest.raises(DTypeError, match="takes arrays in the CPU's memory, got q as other"):
+        there.dequantized()
 
 
 # -- JAX ------------------------------------------------------------------------------------------

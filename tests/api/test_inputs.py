@@ -35,10 +35,10 @@ BAD = {
     ),
     "1-D": (lambda: run(X[0], X[0], X[0]), "ShapeError", ValueError, ["got q (16,)"]),
     "empty": (
-        lambda: run(X[:0], X, X),
+        lambda: run(X[:, :0], X[:, :0], X),
         "ShapeError",
         ValueError,
-        ["must not be empty", "q (0, 16)"],
+        ["must have heads and columns", "q (8, 0)"],
     ),
     "batch": (
         lambda: run(X4, X4[:1], X4),
@@ -414,6 +414,12 @@ BAD = {
         TypeError,
         ["run() has no argument 'threads' with backend='numpy'; backend='numba' has it"],
     ),
+    "option of other backends": (
+        lambda: run(backend="numba", scales=(1, 1, 1)),
+        "UnknownArgumentError",
+        TypeError,
+        ["run() has no argument 'scales' with backend='numba'; backend='numpy'"],
+    ),
     "dropout": (
         lambda: run(dropout_p=0.1),
         "UnknownArgumentError",
@@ -575,6 +581,21 @@ def test_masked_arrays_are_refused_where_masks_and_offsets_are_said():
 def test_a_transposed_array_is_called_one(arrays, message):
     with pytest.raises(flashsim.ShapeError, match=message):
         flashsim.run(*arrays)
+
+
+def test_a_transposed_bias_or_lse_is_told_its_own_axes():
+    bias = np.zeros((16, 8), np.float32).T
+    with pytest.raises(
+        flashsim.ShapeError, match=r"bias of .* transposed .* axes must be \(n_q, n_kv\)"
+    ):
+        flashsim.run(X, np.zeros((16, 16), np.float32), np.zeros((16, 16), np.float32), bias=bias)
+    r = flashsim.run(X3, X3, X3)
+    aside = np.asfortranarray(r.lse)
+    message = r"lse\w* of .* transposed .* axes must be \(heads, n_q\)"
+    with pytest.raises(flashsim.ShapeError, match=message):
+        flashsim.backward(X3, X3, X3, r.out, aside, X3)
+    with pytest.raises(flashsim.ShapeError, match=message):
+        flashsim.merge(r.out, r.lse, r.out, aside)
 
 
 @pytest.mark.parametrize("backend", ["numpy", "numba"])

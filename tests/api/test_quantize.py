@@ -157,11 +157,48 @@ def test_rotation_lowers_the_error_that_outliers_make():
 def test_inputs_without_scales_stand_for_themselves():
     x = tensors(40, 40, 16, dtype="float8_e4m3fn")
     one = np.float32(1).reshape(())
-    plain = flashsim.run(x.q, x.k, x.v)
+    plain = flashsim.run(x.q, x.k, x.v, scales="unscaled")
     scaled = flashsim.run(x.q, x.k, x.v, scales=(one, one, one))
     np.testing.assert_array_equal(plain.out, scaled.out)
-    decoded = flashsim.run(x.q, x.k, x.v, algorithm="flash-decode", splits=2)
+    decoded = flashsim.run(x.q, x.k, x.v, algorithm="flash-decode", splits=2, scales="unscaled")
     np.testing.assert_allclose(decoded.lse, plain.lse, rtol=1e-6)
+
+
+def test_numbers_are_scales_of_whole_tensors():
+    x = flashsim.quantize(*inputs(), granularity="tensor")
+    expected = flashsim.run(x.q, x.k, x.v, scales=x.scales)
+    numbers = tuple(float(one) for one in x.scales)
+    for scales in (numbers, [*map(np.float64, numbers)], (*numbers[:2], x.v_scale)):
+        result = flashsim.run(x.q, x.k, x.v, scales=scales)
+        np.testing.assert_array_equal(result.out, expected.out)
+        assert result.problem.scales == "tensor"
+    flat = [a[0, 0] for a in (x.q, x.k, x.v)]
+    got = flashsim.run(*flat, scales=numbers, causal=True)
+    want = flashsim.run(x.q[:, :1], x.k[:, :1], x.v[:, :1], scales=numbers, causal=True)
+    np.testing.assert_array_equal(got.out, want.out[0, 0])
+    two = flashsim.run(x.q, x.k, x.v, scales=(2, 1, 1)).lse
+    np.testing.assert_array_equal(two, flashsim.run(x.q, x.k, x.v, scales=(2.0, 1.0, 1.0)).lse)
+    for wrong, text in ((0.0, "positive and finite"), (1e300, "positive"), (True, "got bool")):
+        with pytest.raises(flashsim.FlashSimError, match=text):
+            flashsim.run(x.q, x.k, x.v, scales=(1.0, wrong, 1.0))
+
+
+@pytest.mark.parametrize("algorithm", ["flash2", "standard", "flash-decode"])
+def test_fp8_says_what_its_elements_stand_for(algorithm):
+    """Without their scales, arrays of `quantize` would be taken for other numbers, silently."""
+    x = flashsim.quantize(*inputs())
+    text = r"q, k and v are float8_e4m3fn, .*run\(x.q, .*x.options\)\), or scales='unscaled'"
+    with pytest.raises(OptionError, match=text):
+        flashsim.run(x.q, x.k, x.v, algorithm=algorithm)
+    with pytest.raises(OptionError, match="nothing says what their elements"):
+        flashsim.run(x.q, x.k, x.v, algorithm=algorithm, scales=None)
+    with pytest.raises(OptionError, match="nothing says what their elements"):
+        flashsim.compare(x.q, x.k, x.v, algorithms=[algorithm])
+    r = flashsim.run(x.q, x.k, x.v, scales="unscaled")
+    with pytest.raises(OptionError, match="nothing says what their elements"):
+        flashsim.backward(x.q, x.k, x.v, r.out, r.lse, np.zeros_like(r.out))
+    g = flashsim.backward(x.q, x.k, x.v, r.out, r.lse, r.out, scales="unscaled")
+    np.testing.assert_array_equal(g.dv, r.backward(r.out).dv)
 
 
 def test_fewer_axes_have_fewer_in_their_scales():
@@ -212,8 +249,12 @@ def test_scales_that_fit_no_inputs():
     run = lambda **options: flashsim.run(x.q, x.k, x.v, **options)  # noqa: E731
     with pytest.raises(OptionError, match="scales belong to FP8 inputs"):
         flashsim.run(q, k, v, scales=x.scales)
+    with pytest.raises(OptionError, match="'unscaled' is of FP8 inputs; these are float32"):
+        flashsim.run(q, k, v, scales="unscaled")
     with pytest.raises(DTypeError, match="scales must be three arrays"):
         run(scales=x.q_scale)
+    with pytest.raises(DTypeError, match="or 'unscaled', got 'none'"):
+        run(scales="none")
     with pytest.raises(ShapeError, match=r"must all be \(\)"):
         run(scales=(x.q_scale, x.k_scale, x.v_scale[0]))
     with pytest.raises(ShapeError, match=r"scale of q must have shape \(2, 4\), got \(2, 2\)"):

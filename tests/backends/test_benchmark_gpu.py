@@ -386,12 +386,12 @@ def test_torch_kernels_without_windows_say_so(bench):
 def test_the_picture_shows_the_table(monkeypatch):
     root = Path(__file__).parents[2]
     monkeypatch.syspath_prepend(str(root / "benchmarks"))
-    draw = importlib.import_module("gpu_plot").draw
+    draw = importlib.import_module("gpu_plot").gpu
     with (root / "docs/data/gpu-papers-h200.csv").open(newline="") as stream:
         rows = list(csv.DictReader(stream))
     axes = draw(rows).axes
     drawn = sorted(bar.get_height() for ax in axes for bar in ax.patches)
-    named = [r for r in rows if r["implementation"] in sys.modules["gpu_plot"].BARS]
+    named = [r for r in rows if r["implementation"] in sys.modules["gpu_plot"].GPU]
     figures = [float(r[f"{way}_tflops"]) for r in named for way in ("forward", "backward")]
     assert drawn == pytest.approx(sorted(figures))
     assert axes[0].get_title() == "d = 128, no mask"

@@ -23,6 +23,7 @@ from test_emulated_decode import AMPERE, CASCADES, CASES, H200
 
 from flashsim.api import inputs
 from flashsim.backends.cupy_gpu import arrays, decode, launching
+from flashsim.backends.cupy_gpu import engine as cupy_engine
 from flashsim.backends.families import cascade, decode_kernels
 from flashsim.backends.families import decode as family
 
@@ -242,12 +243,22 @@ def test_splits_that_cannot_be(splits):
 def test_what_a_decode_does_not_take():
     def refused(error, message, **more):
         with pytest.raises(error, match=message):
-            decode._check(Job(**{"problem": P, "q": None, "k": None, "v": None} | more))
+            decode.check(Job(**{"problem": P, "q": None, "k": None, "v": None} | more))
 
     refused(UnsupportedError, "takes no tiling", tiling=Tiling(16, 16))
     refused(UnsupportedError, "in ascending order", key_order="descending")
     refused(UnsupportedError, "leave kernel out", options={"kernel": "hopper"})
     refused(DTypeError, "workspace must be a .*Workspace, got 3", options={"workspace": 3})
+    refused(DTypeError, "pack_gqa must be True or False, got 1", options={"pack_gqa": 1})
+    text = "always share a tile, .*: leave pack_gqa out, or give True; backend='numpy' simulates"
+    refused(UnsupportedError, text, options={"pack_gqa": False})
+
+
+def test_packed_heads_may_be_said():
+    """What the kernels do anyway; of heads that share nothing, that they are not packed."""
+    for problem, packs in ((P, True), (replace(P, heads=2, kv_heads=2), False)):
+        decode.check(Job(problem, None, None, None, options={"pack_gqa": packs}))
+    assert "pack_gqa" in cupy_engine.OPTIONS
 
 
 class OnGpu:

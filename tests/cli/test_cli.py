@@ -475,7 +475,7 @@ def test_python_runs_the_same_command():
     assert done.stdout == ok("--version")
     bad = subprocess.run([*command, "trafic"], capture_output=True, text=True, check=False)
     assert bad.returncode == 2
-    assert "No such command 'trafic'" in bad.stderr
+    assert "no command 'trafic'" in bad.stderr
 
 
 def test_the_installed_command_runs_and_fails_cleanly():

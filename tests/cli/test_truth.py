@@ -128,7 +128,7 @@ def counters(tmp_path):
 
 
 def test_verify_reads_a_saved_table(counters):
-    found = rows("verify", "--from", counters, *SIZES, "--batch", 1)
+    found = rows("verify", "--from", counters, *SIZES, "--batch", 1, "--device", "A100")
     assert found == [
         {
             "kernel": "forward",
@@ -145,6 +145,12 @@ def test_a_saved_table_needs_the_tiles_that_ran(counters):
     result = invoke("verify", "--from", counters)
     assert result.exit_code == 2
     assert "give --tiling" in result.stderr
+
+
+def test_a_saved_table_needs_the_gpu_that_ran(counters):
+    result = invoke("verify", "--from", counters, *SIZES)
+    assert result.exit_code == 2
+    assert "--from needs --device" in result.stderr
 
 
 def test_a_missing_table_is_named(tmp_path):

@@ -42,7 +42,7 @@ def arrays_for(p: Problem, seed=0):
 def scales_for(p: Problem):
     """The keywords that give `run` scales as the problem says."""
     if p.scales is None:
-        return {}
+        return {"scales": "unscaled"} if p.fp8 else {}
     sides = ((p.heads, p.n_q, 0), (p.kv_heads, p.n_kv, 1), (p.kv_heads, p.n_kv, 1))
     if not isinstance(p.scales, tuple):
         each = [(p.batch, h) if p.scales == "head" else () for h, _, _ in sides]

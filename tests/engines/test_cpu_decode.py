@@ -20,6 +20,7 @@ from flashsim.engines.cpu.micro_kernels import along, plain, registers
 from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16, FLOAT16
 from flashsim.engines.cpu.micro_kernels.registers import BLOCKING, Amx, Avx512, Avx512Bf16, Plain
 from flashsim.engines.cpu.pairs.operations import begin_tiles, end_tiles
+from flashsim.problem.masks import masked_score
 from flashsim.problem.problem import numpy_dtype
 
 WAYS = {
@@ -412,6 +413,19 @@ def test_softmax_along(kind, dtype, halves, heads):
             # P rounded to 8 bits may be the next number; elsewhere the exponentials are off alike.
             off = 2.0**-8 if halves and one.size > 9 else 64 * eps
             np.testing.assert_allclose(two, one, rtol=off, atol=float(64 * eps))
+
+
+@pytest.mark.parametrize(("kind", "dtype", "halves"), [*READINGS, *PAIRED])
+def test_softmax_along_of_scores_that_count_as_masked(kind, dtype, halves):
+    """A head of the least number there is, and one of what is just too large to count."""
+    n, low = 32, masked_score(dtype)
+    S, m = np.zeros((3, n), dtype), np.array([-np.inf, -np.inf, 0], dtype)
+    S[0], S[1] = np.finfo(dtype).min, np.nextafter(np.array(low, dtype), np.array(0, dtype))
+    with np.errstate(over="ignore"):
+        for run, cpu in ((plain.softmax_along, Plain(8)), (softmax_along, code_of(kind, dtype))):
+            top, l, alpha = m.copy(), np.zeros(3, dtype), np.zeros(3, dtype)
+            run(cpu, S.reshape(-1).copy(), n, 3, n, top, l, alpha, 0, HALVES.get(halves))
+            np.testing.assert_array_equal(l, [0, n, n])
 
 
 @pytest.mark.parametrize(("cpu", "locality"), [("znver4", 2), ("skylake-avx512", 3), ("", 3)])

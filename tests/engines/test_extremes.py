@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import ml_dtypes
 import numpy as np
 import pytest
 from helpers import DTYPES, ENGINES, Judge, run_both, tensors
@@ -9,6 +12,7 @@ from helpers import DTYPES, ENGINES, Judge, run_both, tensors
 import flashsim
 from flashsim import Tiling
 from flashsim.problem import oracle
+from flashsim.problem.problem import numpy_dtype
 
 LARGEST = float(np.finfo(np.float32).max)
 
@@ -39,8 +43,7 @@ def test_a_small_softcap_is_derived_as_precisely_as_plain_attention_does(target,
         assert error <= 1.2 * np.abs(plain[name] - exact[name]).max(), name
 
 
-@pytest.mark.parametrize("value", [-LARGEST, LARGEST])
-@pytest.mark.parametrize(
+BACKENDS = pytest.mark.parametrize(
     ("backend", "options"),
     [
         ("numpy", {}),
@@ -49,15 +52,103 @@ def test_a_small_softcap_is_derived_as_precisely_as_plain_attention_does(target,
     ],
     ids=["numpy", "vector", "plain"],
 )
-def test_a_row_of_the_largest_finite_scores_is_a_mean(backend, options, value):
-    """As model code pads: a whole row of bias at finfo.min, in which every score is the same.
+
+
+@BACKENDS
+def test_a_row_of_the_largest_finite_scores_is_a_mean(backend, options):
+    """Of their differences nothing is left, so every score is the same.
 
     Walks of plain definitions take long to compile; test_panels.py has each of these.
     """
     x = tensors(20, 37, 8, bias=(1, 1))
-    x.bias[..., 3, :] = value
+    x.bias[..., 3, :] = LARGEST
     result = flashsim.run(
         x.q, x.k, x.v, bias=x.bias, backend=backend, tiling=Tiling(16, 16), **options
     )
     np.testing.assert_allclose(result.out[:, :, 3], x.v.mean(axis=2), atol=1e-6)
-    np.testing.assert_array_equal(result.lse[:, :, 3], np.float32(value))
+    np.testing.assert_array_equal(result.lse[:, :, 3], np.float32(LARGEST))
+
+
+def least(dtype: str) -> float:
+    """The lowest finite number of a type."""
+    return float(ml_dtypes.finfo(numpy_dtype(dtype)).min)
+
+
+def pad(bias: np.ndarray, dtype: str) -> list[int]:
+    """Mask as model code does, by the least number of a type; which rows have no keys then.
+
+    Rows are masked whole; by numbers near the least; some keys by it and the others by -inf. Or
+    only the first keys are, in whole tiles, or the last ones, or every second.
+    """
+    low = least(dtype)
+    bias[..., 3, :] = low
+    bias[..., 4, :] = low * np.linspace(0.6, 1, bias.shape[-1])
+    bias[..., 5, ::2], bias[..., 5, 1::2] = low, -np.inf
+    bias[..., 6, :20] = bias[..., 7, 20:] = bias[..., 8, ::2] = low
+    return [3, 4, 5]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize(("target", "algorithm"), ENGINES)
+def test_a_row_of_the_least_finite_scores_has_no_keys(target, algorithm, dtype):
+    x = tensors(20, 40, 16, dtype=dtype, bias=(1, 2), heads=2)
+    without = pad(x.bias, dtype)
+    result, gradients, got = run_both(x, target, algorithm, tiling=Tiling(16, 16))
+    assert (result.out[:, :, without] == 0).all()
+    assert np.isneginf(result.lse[:, :, without]).all()
+    assert (gradients.dq[:, :, without] == 0).all()
+    assert (gradients.dbias[:, :, without] == 0).all()
+    Judge.of(x, result.problem).check(got)
+    masked = SimpleNamespace(**vars(x))
+    masked.bias = np.where(x.bias <= x.bias.dtype.type(least(dtype) / 2), -np.inf, x.bias)
+    masked.bias = masked.bias.astype(x.bias.dtype)
+    _, _, same = run_both(masked, target, algorithm, tiling=Tiling(16, 16))
+    for name, array in got.items():
+        np.testing.assert_array_equal(array, same[name], err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n_q", [20, 1])
+@pytest.mark.parametrize(("target", "algorithm"), ENGINES)
+def test_both_passes_have_one_p_where_scores_are_the_least_there_are(target, algorithm, n_q, dtype):
+    """With V = 1 out is P, and dV is P^T dO. float16's least number leaves a score 3 digits."""
+    x = tensors(20, 40, 40, dtype=dtype, bias=(1, 1), heads=1)
+    pad(x.bias, dtype)
+    if n_q == 1:
+        x.q, x.dout, x.bias = x.q[..., 3:4, :], x.dout[..., 3:4, :], x.bias[..., 3:4, :]
+    x.v = np.eye(40, dtype=x.v.dtype)[None, None]
+    result, gradients, _ = run_both(x, target, algorithm, tiling=Tiling(16, 16))
+    P, dO, dV = (a.astype(np.float64)[0, 0] for a in (result.out, x.dout, gradients.dv))
+    eps = float(ml_dtypes.finfo(numpy_dtype(dtype)).eps)
+    off = 3 * 2**-23 * -least("float16") if dtype == "float16" else 40 * eps
+    assert (np.abs(P.T @ dO - dV) <= off * (P.T @ np.abs(dO)) + eps).all()
+
+
+@pytest.mark.parametrize(("target", "algorithm"), ENGINES)
+def test_gradients_are_differences_where_scores_are_the_least_there_are(target, algorithm):
+    """Of an engine's own forward pass, in float64, along one direction for each input."""
+    x = tensors(20, 40, 16, dtype="float64", bias=(1, 1), heads=1)
+    pad(x.bias, "float64")
+    how = {"backend": target.backend, "algorithm": algorithm, "tiling": Tiling(16, 16)}
+    _, _, got = run_both(x, target, algorithm, tiling=Tiling(16, 16))
+    rng = np.random.default_rng(1)
+    for name in ("q", "k", "v", "bias"):
+        given = getattr(x, name)
+        step = 1e-5 * rng.standard_normal(given.shape)
+        loss = [
+            float((flashsim.run(y.q, y.k, y.v, bias=y.bias, **how).out * x.dout).sum())
+            for y in (SimpleNamespace(**vars(x) | {name: given + s * step}) for s in (1, -1))
+        ]
+        expected = float((got[f"d{name}"] * step).sum())
+        assert (loss[0] - loss[1]) / 2 == pytest.approx(expected, rel=1e-6), name
+
+
+def test_parts_of_the_keys_that_are_masked_by_the_least_number_weigh_nothing():
+    x = tensors(20, 40, 16, bias=(1, 2), heads=2)
+    without = pad(x.bias, "float32")
+    how = {"tiling": Tiling(16, 16), "algorithm": "flash-decode", "splits": 3}
+    result = flashsim.run(x.q, x.k, x.v, bias=x.bias, **how)
+    assert (result.out[:, :, without] == 0).all()
+    assert np.isneginf(result.lse[:, :, without]).all()
+    exact, _ = oracle.attention(x.q, x.k, x.v, result.problem, bias=x.bias)
+    np.testing.assert_allclose(result.out, exact, atol=1e-6)

@@ -467,15 +467,29 @@ def test_sums_are_stored_once_for_all_the_keys_that_are_kept(emulated, block_k, 
     np.testing.assert_allclose(out.astype(np.float32), np.broadcast_to(mean, out.shape), atol=2e-3)
 
 
-@pytest.mark.parametrize("largest", [-1, 1])
-def test_a_row_of_the_largest_finite_scores_is_a_mean(emulated, largest):
-    """As model code pads: a whole row of bias at finfo.min."""
+def test_a_row_of_the_largest_finite_scores_is_a_mean(emulated):
     x = tensors(20, 37, 8, bias=(1, 1), dtype="bfloat16")
-    value = x.bias[..., 3, :] = largest * ml_dtypes.finfo(ml_dtypes.bfloat16).max
+    value = x.bias[..., 3, :] = ml_dtypes.finfo(ml_dtypes.bfloat16).max
     result = flashsim.run(x.q, x.k, x.v, bias=x.bias, backend="numba", **TILING)
     mean = x.v.astype(np.float32).mean(axis=2)
     np.testing.assert_allclose(result.out[:, :, 3].astype(np.float32), mean, atol=2**-8)
     np.testing.assert_array_equal(result.lse[:, :, 3], np.float32(value))
+
+
+def test_a_row_of_the_least_finite_scores_has_no_keys(emulated):
+    """As model code masks: a whole row of bias at finfo.min, and whole tiles of another row."""
+    x = tensors(20, 96, 8, bias=(1, 1), dtype="bfloat16")
+    low = ml_dtypes.finfo(ml_dtypes.bfloat16).min
+    x.bias[..., 0, :] = x.bias[..., 10, :40] = low
+    result = flashsim.run(x.q, x.k, x.v, bias=x.bias, backend="numba", **TILING)
+    gradients = result.backward(x.dout)
+    assert (result.out[:, :, 0] == 0).all()
+    assert np.isneginf(result.lse[:, :, 0]).all()
+    assert (gradients.dq[:, :, 0] == 0).all()
+    masked = np.where(x.bias == low, -np.inf, x.bias).astype(x.bias.dtype)
+    same = flashsim.run(x.q, x.k, x.v, bias=masked, backend="numba", **TILING)
+    np.testing.assert_array_equal(result.out, same.out)
+    np.testing.assert_array_equal(gradients.dv, same.backward(x.dout).dv)
 
 
 def test_sums_of_scores_that_rise_overflow_no_sooner(emulated):

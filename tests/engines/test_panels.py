@@ -15,6 +15,7 @@ from flashsim.engines.cpu import scores
 from flashsim.engines.cpu.micro_kernels import codegen, halves, plain, registers
 from flashsim.engines.cpu.micro_kernels.registers import BLOCKING, ROWS, Avx2, Avx512, Neon, Plain
 from flashsim.engines.cpu.primitives import packing
+from flashsim.problem.masks import masked_score
 from flashsim.problem.problem import numpy_dtype
 
 HOST = type(registers.best("float32"))
@@ -141,6 +142,29 @@ def test_online_softmax(rows, dtype):
     l[2:] = 1 + rng.random(w)
     m[3], l[3] = -np.inf, 0
     compare(plain.online_softmax, softmax, dtype, first, 64)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_online_softmax_of_scores_that_count_as_masked(dtype):
+    """The least number there is in one lane, and what is just too large to count in another."""
+    w, low = registers.best(dtype).width, masked_score(dtype)
+    S, m, l, alpha = (
+        np.zeros(2 * w, dtype),
+        np.zeros(w, dtype),
+        np.zeros(w, dtype),
+        np.ones(w, dtype),
+    )
+    m[:2], S[::w], S[1::w] = (
+        -np.inf,
+        np.finfo(dtype).min,
+        np.nextafter(np.array(low, dtype), np.array(0, dtype)),
+    )
+    with np.errstate(over="ignore"):
+        for run, cpu in ((plain.online_softmax, Plain(w)), (softmax, registers.best(dtype))):
+            P, *sums = (x.copy() for x in (S, m, l, alpha))
+            run(cpu, P, 0, 2, *sums, 0)
+            np.testing.assert_array_equal(P.reshape(2, w)[:, :3], [[0, 1, 1]] * 2)
+            np.testing.assert_array_equal(sums[1][:3], [0, 2, 2])
 
 
 @pytest.mark.parametrize(("kind", "dtype"), LOWERED)

@@ -27,6 +27,9 @@ KINDS_STANDARD = (
     "numpy-standard and float32",
 )
 OPTIONS = ("engines/test_engines.py::test_options", "-k", "numpy-flash2- and float32")
+LEAST = (
+    "engines/test_extremes.py::test_both_passes_have_one_p_where_scores_are_the_least_there_are",
+)
 BIAS, SHARED_BIAS, SOFTCAP = (
     (f"engines/test_engines.py::test_options[numpy-flash2-{case}-float32]",)
     for case in ("bias", "bias-shared", "softcap")
@@ -207,11 +210,15 @@ FAULTS = {
     ),
     "lse-without-log": Fault(
         "LSE is m + l",
-        *(FLASH2, "m_i + np.log(l_safe)", "m_i + l_safe", KINDS_2),
+        *(TILES, "m + np.log(np.where(l == 0, 1, l))", "m + np.where(l == 0, 1, l)", KINDS_2),
     ),
     "empty-row-is-nan": Fault(
         "a row that has seen no key subtracts -inf from -inf",
         *(FLASH2, "S_ij -= finite(m_new)[..., None]", "S_ij -= m_new[..., None]", OPTIONS),
+    ),
+    "masked-row-is-a-mean": Fault(
+        "a row whose scores are all the lowest finite number has keys, and P = 1 going back",
+        *(TILES, "m <= masked_score(m.dtype)", "np.isneginf(m)", LEAST),
     ),
     "flash1-beta-left-out": Fault(
         "FlashAttention-1 adds a tile at its own maximum's scale",

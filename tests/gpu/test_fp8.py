@@ -320,6 +320,10 @@ def test_cupys_arrays():
     scales = tuple(cupy.asarray(x) for x in x8.scales)
     result = flashsim.run(q, k, v, backend="cupy", scales=scales, scale_block=BLOCK)
     assert isinstance(result.out, cupy.ndarray)
+    three = flashsim.run(q, k, v, backend="cupy", scales=(0.5, 0.25, 2))  # numbers, anywhere
+    ones = tuple(cupy.asarray(x, "float32") for x in (0.5, 0.25, 2))
+    as_arrays = flashsim.run(q, k, v, backend="cupy", scales=ones)
+    cupy.testing.assert_array_equal(three.lse, as_arrays.lse)
     same = run(p, x8)
     assert result.out.view(cupy.uint16).get().tobytes() == same.out.tobytes()
 
@@ -357,8 +361,9 @@ def test_rows_apart(torch):
 def test_what_is_not_taken_is_said():
     p = Problem(200, 300, 128, heads=2, dtype="bfloat16")
     _, x8 = make(p)
+    narrow = [x[..., :80].copy() for x in (x8.q, x8.k, x8.v)]
     with pytest.raises(UnsupportedError, match="head_dim of 64, 128, 256"):
-        flashsim.run(*(x[..., :80].copy() for x in (x8.q, x8.k, x8.v)), backend="cupy")
+        flashsim.run(*narrow, backend="cupy", scales="unscaled")
     with pytest.raises(UnsupportedError, match="portable kernels take no FP8"):
         run(p, x8, kernel="portable")
     with pytest.raises(UnsupportedError, match="no backward pass on a GPU"):

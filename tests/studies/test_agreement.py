@@ -212,8 +212,8 @@ def test_what_was_kept_becomes_a_table(measurement, tmp_path, monkeypatch):
     """Counters that a GPU might give, for cases that the simulator counts."""
     problem = Problem(64, head_dim=8, dtype="bfloat16", causal=True)
     cases = (
-        Case(problem, backend="numpy", kernel="hopper", backward=(None, False)),
-        Case(replace(problem, n_q=65, n_kv=65), backend="numpy"),
+        Case(problem, backend="numpy", device="H200", kernel="hopper", backward=(None, False)),
+        Case(replace(problem, n_q=65, n_kv=65), backend="numpy", device="H200"),
     )
     counted = tuple(tuple(run_case(replace(case, kernel=None), counting=True)) for case in cases)
     kernels = ["forward", "delta", "dkdv", "dq", "delta", "dkdv", "convert", "forward"]
@@ -403,6 +403,5 @@ def test_constants_that_made_the_times_are_found_again(times, fitting):
     for p in made_up:
         again = fitting.stage_seconds(p, found)
         assert again == pytest.approx(p.seconds, rel=1e-3)
-    assert "Constants(tensor=1.200, masked=3.000, item=2.00e-6, launch=2.00e-6)" in (
-        fitting.as_code("dkdv", made)
-    )
+    line = fitting.as_line("hopper", "dkdv, wide", made)
+    assert line == 'hopper,"dkdv, wide",1.200,,3.000,,,,,,,2.00e-6,2.00e-6,,'

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import pickle
 import re
 import subprocess
 import sys
@@ -24,6 +25,35 @@ from flashsim.exercises.source import Refused, checked
 mpl.use("Agg")
 FLASH2 = get("flash2-forward")
 PAGE = (Path(__file__).parents[2] / "docs/guides/course.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_skeleton_is_the_reference_with_marked_lines_left_out(name):
+    one = get(name)
+    compile(one.skeleton, name, "exec")  # also where a block's only line is a TODO
+    assert not re.search("# (END|LEFT OUT)", one.skeleton)
+    assert not re.search("# (TODO|END|LEFT OUT)", one.solution_source)
+    assert one.questions or "TODO" in one.skeleton
+    assert grade(one.skeleton, one)[0].points < 100
+
+
+def test_lines_are_left_out_block_by_block():
+    def reference(machine):
+        """Not shown."""
+        for n in range(2):
+            # TODO: add
+            machine += n
+            # END
+        # LEFT OUT
+        machine += 1
+        # END
+        return machine
+
+    one = replace(FLASH2, reference=reference, skeleton="")
+    assert one.skeleton == (
+        "import numpy as np\n\n\ndef solution(machine):\n    for n in range(2):\n"
+        "        pass  # TODO: add\n    return machine\n"
+    )
 
 
 def test_there_is_a_course():
@@ -327,6 +357,9 @@ def test_a_workspace_in_words():
 
 
 def test_kinds_of_errors():
+    assert words.kind_of(flashsim.MemoryModelError("x", "freed")) == "freed"
+    kept = pickle.loads(pickle.dumps(flashsim.MemoryModelError("x", "freed")))
+    assert (str(kept), kept.kind) == ("x", "freed")
     assert words.kind_of(ValueError("x")) == "error"
     assert words.kind_of(flashsim.OptionError("x")) == "machine"
 

@@ -6,15 +6,26 @@ import json
 import stat
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 import flashsim
-from flashsim import BackendUnavailable, Device, Problem, Tiling, TraceError, UnsupportedError, l2
+from flashsim import (
+    BackendUnavailable,
+    Device,
+    OptionError,
+    Problem,
+    Tiling,
+    TraceError,
+    UnsupportedError,
+    l2,
+)
 from flashsim.backends.families.hopper_kernels import product_columns
 from flashsim.cli.app import app
+from flashsim.problem.hardware import PRESETS, reported
 from flashsim.problem.masks import BlockMask
 from flashsim.studies.verify import (
     METRICS,
@@ -27,6 +38,7 @@ from flashsim.studies.verify import (
     cases,
     command,
     counts_beside,
+    measure,
     parse,
     passes_of,
     record,
@@ -502,10 +514,11 @@ def test_without_ncu_the_error_says_what_to_do(monkeypatch):
 
 
 TILES = (Tiling(16, 16), Tiling(16, 16))
+SIMULATED = {"backend": "numpy", "device": "H200"}
 CASES = [
-    Case(Problem(32, head_dim=8, causal=True), backend="numpy", tilings=TILES, backward=(None,)),
-    Case(Problem(48, head_dim=8, heads=2, kv_heads=1, window=(9, 0)), "flash2", "numpy"),
-    Case(Problem(40, 24, 8, 16, softcap=2.5), backend="numpy", backward=(True, False)),
+    Case(Problem(32, head_dim=8, causal=True), tilings=TILES, backward=(None,), **SIMULATED),
+    Case(Problem(48, head_dim=8, heads=2, kv_heads=1, window=(9, 0)), "flash2", **SIMULATED),
+    Case(Problem(40, 24, 8, 16, softcap=2.5), backward=(True, False), **SIMULATED),
 ]
 
 
@@ -589,6 +602,82 @@ def test_cases_are_run_twice_and_their_table_read(tmp_path, monkeypatch):
             passes_of(replace(kept, text=table_of))
 
 
+GPUS = {
+    "H100": ("NVIDIA H100 80GB HBM3", (9, 0), 132, 85_017_755_648),
+    "H200": ("NVIDIA H200", (9, 0), 132, 150_109_880_320),
+    "A100": ("NVIDIA A100-SXM4-40GB", (8, 0), 108, 42_297_786_368),
+    "A100-80GB": ("NVIDIA A100-SXM4-80GB", (8, 0), 108, 84_987_740_160),
+    "RTX 3090": ("NVIDIA GeForce RTX 3090", (8, 6), 82, 25_438_126_080),
+    "RTX 4000 Ada": ("NVIDIA RTX 4000 Ada Generation", (8, 9), 48, 20_881_670_144),
+    "T4": ("Tesla T4", (7, 5), 40, 15_828_320_256),
+    "V100": ("Tesla V100-SXM2-32GB", (7, 0), 80, 34_089_730_048),
+}
+OTHERS = [
+    ("NVIDIA H100 PCIe", (9, 0), 114, 85_021_163_520),
+    ("NVIDIA H100 NVL", (9, 0), 132, 100_043_194_368),
+    ("NVIDIA GH200 480GB", (9, 0), 132, 101_468_602_368),
+    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", (9, 0), 16, 10_468_982_784),
+    ("NVIDIA GeForce RTX 3090 Ti", (8, 6), 84, 25_438_126_080),
+    ("NVIDIA RTX 4000 SFF Ada Generation", (8, 9), 48, 20_881_670_144),
+]
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_a_gpu_is_known_by_its_name_and_figures(name):
+    assert reported(*GPUS[name]) is PRESETS[name]
+
+
+@pytest.mark.parametrize("gpu", OTHERS, ids=lambda gpu: gpu[0])
+def test_a_gpu_that_no_preset_describes_is_named(gpu):
+    with pytest.raises(OptionError, match=rf"'{gpu[0]}' \(compute .* {gpu[2]} SMs, .*name the dev"):
+        reported(*gpu)
+
+
+def test_it_is_predicted_for_the_gpu_that_is_measured(tmp_path, monkeypatch):
+    """Also by the command; and where there is none to ask, that is said."""
+    text = long_csv([("flash_forward", {READ: ("10", "sector")})])
+    stand_in(tmp_path, f"print({text!r})")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    counted = [[Counted("flash2", "forward", Tiling(64, 64), {}).to_dict()]]
+    real = measure._run
+
+    def run(arguments):
+        """What counts runs on a GPU, of which there is none here."""
+        if arguments[0] != sys.executable:
+            return real(arguments)
+        Path(arguments[-1]).write_text(json.dumps(counted))
+        return ""
+
+    monkeypatch.setattr(measure, "_run", run)
+    unnamed = Case(PROBLEM)
+    for gpu in ("H100", "H200"):
+        monkeypatch.setattr(cases, "here", lambda gpu=gpu: gpu)
+        kept = record([unnamed])
+        assert [case.device for case in kept.cases] == [gpu]
+        (one,) = passes_of(kept)[0]
+        assert one.traffic.device.l2_bytes == PRESETS[gpu].l2_bytes
+        shown = CliRunner().invoke(app, ["verify", "-n", "64", "-d", "16", "--heads", "1"])
+        assert shown.exit_code == 0, shown.output
+        assert f"on {gpu}" in " ".join(shown.output.split())
+        named = CliRunner().invoke(app, ["verify", "-n", "64", "--device", "A100", "--heads", "1"])
+        assert "on A100" in " ".join(named.output.split())
+    with pytest.raises(OptionError, match="backend 'numpy' runs on no GPU: name the device"):
+        record([replace(unnamed, backend="numpy")])
+
+
+def test_without_a_gpu_nothing_is_predicted_for_one_by_default(monkeypatch, tmp_path):
+    stand_in(tmp_path, "pass")
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    def fails(*_):
+        raise BackendUnavailable("no NVIDIA GPU is visible")
+
+    monkeypatch.setattr(cases, "require_cupy", fails)
+    with pytest.raises(BackendUnavailable, match="no NVIDIA GPU"):
+        record([Case(PROBLEM)])
+    assert "no NVIDIA GPU" in CliRunner().invoke(app, ["verify", "--soak", "1"]).output
+
+
 def test_the_workload_counts_only_where_it_is_told_to(tmp_path):
     wanted = json.dumps([case.to_dict() for case in CASES[:2]])
     workload.main([wanted])
@@ -607,6 +696,7 @@ def test_the_command_measures_and_keeps_the_table(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     kept = tmp_path / "kept.csv"
     arguments = ["-n", "64", "-d", "16", "--heads", "1", "--batch", "1", "--backend", "numpy"]
+    arguments += ["--device", "H200"]
     result = CliRunner().invoke(app, ["verify", *arguments, "--save", str(kept), "--json"])
     assert result.exit_code == 0, result.output
     (row,) = json.loads(result.stdout)
@@ -627,6 +717,7 @@ def test_what_was_saved_says_what_ran_and_what_was_counted(tmp_path, monkeypatch
     monkeypatch.setenv("PATH", str(tmp_path))
     kept = tmp_path / "kept.csv"
     arguments = ["-n", "64", "-d", "16", "--heads", "1", "--batch", "1", "--backend", "numpy"]
+    arguments += ["--device", "H200"]
     first = CliRunner().invoke(app, ["verify", *arguments, "--causal", "--save", str(kept)])
     assert first.exit_code == 0, first.output
     second = CliRunner().invoke(app, ["verify", "--from", str(kept)])
@@ -658,7 +749,7 @@ def test_random_cases_are_the_seeds():
 
 def soaked(read, flops, counted):
     """A forward pass of `PROBLEM` whose counters and counts are as given, beside the predicted."""
-    case = Case(PROBLEM, kernel="portable")
+    case = Case(PROBLEM, kernel="portable", device="H200")
     traffic = predictions()[0]
     loads = sum(n for (_, op, _), n in traffic.transfers.items() if op == "load")
     tiles = 2 * 10 * 2 * (2 * 64 * 64 * 32)  # as in test_tensor_flops_are_those_of_whole_tiles

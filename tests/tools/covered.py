@@ -18,7 +18,7 @@ OMIT = (
     # These run on a GPU, or compile for one: `pytest -m gpu`.
     "backends/numba_gpu/*",
     *(f"backends/cupy_gpu/{name}.py" for name in ("arrays", "calls", "engine", "fp8")),
-    *(f"backends/cupy_gpu/{name}.py" for name in ("launching", "quantize", "units")),
+    *(f"backends/cupy_gpu/{name}.py" for name in ("launching", "merge", "quantize", "units")),
     # `make test-torch`.
     *("flashsim/torch/*", "flashsim/jax/*", "flashsim/cli/watch.py"),
 )

@@ -138,7 +138,7 @@ def plain(x, p: Problem, work, times=np.matmul, late=False) -> dict[str, np.ndar
         z = c * np.tanh(z / c)
     if x.bias is not None:
         z = z + x.bias.astype(work)
-    kept = brute_force_mask(p)
+    kept = brute_force_mask(p) & ~(z <= np.finfo(p.compute_dtype).min / 2)
     top = np.where(kept, z, -np.inf).max(axis=-1, keepdims=True, initial=-np.inf)
     top = np.where(np.isinf(top), work(0), top)
     weights = np.where(kept, np.exp(np.where(kept, z - top, 0)), work(0))

@@ -27,6 +27,7 @@ where = pathlib.Path(flashsim.__file__).resolve()
 assert sys.prefix in str(where), where
 for package, source, pattern in (
     ("flashsim", "flashsim", "data/*.npz"),
+    ("flashsim", "flashsim", "data/*.csv"),
     ("flashsim", "flashsim", "py.typed"),
     ("flashsim.backends", "backends", "**/*.cu*"),
     ("flashsim.viz", "viz", "**/*.html"),

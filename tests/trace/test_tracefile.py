@@ -313,13 +313,13 @@ def test_a_newer_format_says_so(trace, path):
     [
         ({"header": lambda h: h.pop("device")}, "KeyError: 'device'"),
         ({"header": lambda h: h["problem"].update(n_q=-1)}, "n_q must be at least 1, got -1"),
-        ({"header": lambda h: h["problem"].update(colour=1)}, "unknown 'colour'"),
+        ({"header": lambda h: h["problem"].update(colour=1)}, "argument 'colour'"),
         ({"header": lambda h: h["names"]["tensor"].append("X")}, "ValueError: unknown tensor 'X'"),
         ({"header": lambda h: h.update(version="x")}, "ValueError"),
         ({"drop": ["events_0"]}, r"it lacks \['events_0'\]"),
         ({"add": {"events_1": np.zeros(3)}}, r"holds \['events_1'\] besides"),
-        ({"add": {"events_0": np.zeros(3)}}, "events_0 has dtype <f8"),
-        ({"add": {"events_0": np.array([None])}}, r"events_0 has dtype \|O"),
+        ({"add": {"events_0": np.zeros(3)}}, "events_0 has dtype float64"),
+        ({"add": {"events_0": np.array([None])}}, r"events_0 has dtype object"),
         ({"add": {"header": np.frombuffer(b"{", np.uint8)}}, "JSONDecodeError"),
     ],
 )
@@ -340,7 +340,7 @@ def test_no_pickle_is_ever_run(path):
     np.lib.format.write_array(buffer, np.array([Bomb()]), allow_pickle=True)
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("header.npy", buffer.getvalue())
-    refused(path, r"header has dtype \|O")
+    refused(path, r"header has dtype object")
 
 
 # -- writing ------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from PIL import Image
 import flashsim
 from flashsim import viz
 from flashsim.errors import BackendUnavailable, OptionError
+from flashsim.trace.steps import Steps
 from flashsim.viz import palette
-from flashsim.viz.data.steps import Steps
 from flashsim.viz.film.animation import Film, frame_steps
 
 

@@ -9,9 +9,9 @@ import viz_cases as cases
 import flashsim
 from flashsim import Tiling, viz
 from flashsim.errors import UnsupportedError
+from flashsim.trace.steps import Steps
 from flashsim.trace.trace import Trace
 from flashsim.viz.data.parts import page_edges, part_edges, part_numbers
-from flashsim.viz.data.steps import Steps
 from flashsim.viz.film.animation import Film
 
 

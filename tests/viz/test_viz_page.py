@@ -16,10 +16,10 @@ import viz_cases as cases
 import flashsim
 from flashsim import viz
 from flashsim.errors import OptionError
+from flashsim.trace.steps import Steps
 from flashsim.trace.trace import Trace
 from flashsim.viz import palette
 from flashsim.viz.data.diagram import tile_kinds
-from flashsim.viz.data.steps import Steps
 from flashsim.viz.player.html import embedded_json
 from flashsim.viz.style import human
 

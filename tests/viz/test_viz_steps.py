@@ -8,9 +8,9 @@ import flashsim
 from flashsim import Tiling, viz
 from flashsim.errors import OptionError, ShapeError, TraceError, UnsupportedError
 from flashsim.problem import oracle
+from flashsim.trace.steps import Steps
 from flashsim.trace.trace import Trace
 from flashsim.viz.data.diagram import first_touch, sides
-from flashsim.viz.data.steps import Steps
 
 
 @pytest.mark.parametrize(("algorithm", "direction"), cases.PASSES)

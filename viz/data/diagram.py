@@ -13,8 +13,8 @@ from flashsim.errors import UnsupportedError
 from flashsim.schedule.names import TRANSFERS
 from flashsim.schedule.schedule import MASKED, Schedule
 from flashsim.schedule.tensors import COL, TILE
+from flashsim.trace.steps import Steps
 from flashsim.trace.trace import Trace
-from flashsim.viz.data.steps import Steps
 
 #: How names too long for a strip are written beside it.
 SYMBOLS = {"delta": "δ", "dBias": "dB", "bias": "B", "O_part": "O′", "L_part": "L′", "table": "tbl"}

@@ -9,8 +9,8 @@ import numpy as np
 from flashsim import report
 from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError, own_errors, shown
 from flashsim.problem import checks
+from flashsim.trace.steps import Steps
 from flashsim.trace.trace import Trace
-from flashsim.viz.data.steps import Steps
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
-from flashsim.errors import BackendUnavailable, OptionError, choices, own_errors, shown
+from flashsim.errors import BackendUnavailable, OptionError, own_errors, shown
+from flashsim.problem import checks
 from flashsim.report import whole
+from flashsim.trace.steps import Steps
 from flashsim.viz import palette
 from flashsim.viz.data import sources
 from flashsim.viz.data.statistics import RowStatistics
-from flashsim.viz.data.steps import Steps
 from flashsim.viz.film.panels import Counters, Moves, StatisticsPanel
 from flashsim.viz.film.scene import Scene
 from flashsim.viz.player.html import embedded
@@ -163,8 +164,7 @@ class Film:
         max_frames: int = 320,
     ) -> None:
         chosen = sources.panes("an animation", data, statistics)
-        if clock not in CLOCKS:
-            raise OptionError(f"unknown clock {clock!r}; {choices(clock, CLOCKS)}")
+        checks.one_of("clock", clock, CLOCKS)
         walks = [Steps(trace) for trace, _ in chosen.values()]
         self.schedule = frame_steps(walks, clock, max_frames)
         look = self.theme = palette.theme(theme)

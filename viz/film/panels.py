@@ -12,10 +12,10 @@ from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 
 from flashsim.schedule.names import LOAD, OPS
+from flashsim.trace.steps import Steps
 from flashsim.viz.data import sources
 from flashsim.viz.data.diagram import SYMBOLS
 from flashsim.viz.data.statistics import RowStatistics
-from flashsim.viz.data.steps import Steps
 from flashsim.viz.palette import Theme, tint
 from flashsim.viz.style import human
 

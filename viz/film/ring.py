@@ -114,15 +114,8 @@ class RanksFilm:
         backward = account.direction == "backward"
         block = group.gradient_block if backward else group.block
         self.steps = group.ring + backward
-        self.lit = np.array(
-            [
-                [
-                    lit(group, block(member * group.ulysses, step), cells)
-                    for step in range(self.steps)
-                ]
-                for member in range(group.ring)
-            ]
-        )
+        ranks, steps = range(0, group.ranks, group.ulysses), range(self.steps)
+        self.lit = np.array([[lit(group, block(r, s), cells) for s in steps] for r in ranks])
         shades = ramp(self.theme)(np.linspace(0.05, 0.85, group.ring))[:, :3]
         self.shade = [tuple(color) for color in shades]
         self._build()
@@ -143,43 +136,26 @@ class RanksFilm:
         self.place = np.stack([np.cos(angle), np.sin(angle)], axis=1)
         left.add_patch(Circle((0, 0), 1, fill=False, ec=look.grid, lw=3, zorder=1))
         size = min(0.3, 1.3 / ring + 0.1)
+        middle: dict[str, Any] = {"ha": "center", "va": "center"}
         self.says = []
         for member, (x, y) in enumerate(self.place):
             left.add_patch(
                 Circle((x, y), size, fc=look.background, ec=self.shade[member], lw=4, zorder=2)
             )
-            left.text(
-                x,
-                y + size * 0.38,
-                str(member),
-                ha="center",
-                va="center",
-                zorder=4,
-                fontsize=12,
-                color=look.text,
-            )
+            name: dict[str, Any] = {"zorder": 4, "fontsize": 12, "color": look.text}
+            left.text(x, y + size * 0.38, str(member), **middle, **name)
             out = 1 + size + 0.1
-            self.says.append(
-                left.text(
-                    x * out, y * out, "", ha="center", va="center", fontsize=9, color=look.accent
-                )
-            )
+            says: dict[str, Any] = {"fontsize": 9, "color": look.accent}
+            self.says.append(left.text(x * out, y * out, "", **middle, **says))
         self.chips, width = [], size * 1.15
         for member in range(ring):
             chip = FancyBboxPatch(
                 (0, 0), width, width * 0.42, boxstyle="round,pad=0.01", fc=self.shade[member],
                 ec=look.text, lw=0.8, zorder=6,
             )  # fmt: skip
-            ink = ink_on(self.shade[member])
+            label: dict[str, Any] = {"zorder": 7, "fontsize": 8 if ring > 8 else 9.5}
             text = left.text(
-                0,
-                0,
-                f"KV {member}",
-                ha="center",
-                va="center",
-                zorder=7,
-                fontsize=8 if ring > 8 else 9.5,
-                color=ink,
+                0, 0, f"KV {member}", color=ink_on(self.shade[member]), **middle, **label
             )
             left.add_patch(chip)
             self.chips.append((chip, text, width))

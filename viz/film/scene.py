@@ -13,6 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
 from flashsim.schedule.names import LOAD, TRANSFERS
+from flashsim.trace.steps import Steps
 from flashsim.viz.data.diagram import (
     SYMBOLS,
     corners,
@@ -23,7 +24,6 @@ from flashsim.viz.data.diagram import (
     tile_kinds,
 )
 from flashsim.viz.data.parts import page_edges, part_edges
-from flashsim.viz.data.steps import Steps
 from flashsim.viz.film.mosaic import Mosaic
 from flashsim.viz.palette import Theme, is_gradient, mix, rgb, tint
 from flashsim.viz.style import HATCH

@@ -19,16 +19,16 @@ from typing import Any
 
 import numpy as np
 
-from flashsim.errors import OptionError, own_errors
+from flashsim.errors import own_errors
 from flashsim.problem import checks
 from flashsim.report import whole
 from flashsim.schedule.names import OPS
+from flashsim.trace.steps import Steps
 from flashsim.trace.trace import Trace
 from flashsim.viz.data import sources
 from flashsim.viz.data.diagram import SYMBOLS, key_side, matrices, one_grid, sides, tile_kinds
 from flashsim.viz.data.parts import page_edges, part_edges
 from flashsim.viz.data.statistics import RowStatistics
-from flashsim.viz.data.steps import Steps
 from flashsim.viz.palette import THEMES, tint
 
 _SCRIPTS = ("decode.js", "diagram.js", "player.js")
@@ -108,8 +108,7 @@ def page(
         For more than two traces, an unknown theme, or a title that no file can hold.
     """
     chosen = sources.panes("a page", data, statistics)
-    if theme not in ("auto", *THEMES):
-        raise OptionError(f"unknown theme {theme!r}; possible: auto, {', '.join(THEMES)}")
+    checks.one_of("theme", theme, ("auto", *THEMES))
     traces = [trace for trace, _ in chosen.values()]
     names = list(dict.fromkeys(name for trace in traces for name in trace.tensors))
     payload = {

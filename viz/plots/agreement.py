@@ -34,8 +34,6 @@ def predicted_against_measured(
         Of both.
     targets : tuple of float
         Shares; a band is drawn for each.
-    ax, theme
-        See `themed`.
 
     Raises
     ------

@@ -30,8 +30,6 @@ def banks(data: Any, *, ax: Axes, theme: Theme) -> None:
     ----------
     data : Access or sequence of Access
         What `flashsim.banks.access` gives.
-    ax, theme
-        See `themed`.
 
     Raises
     ------

@@ -11,7 +11,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from flashsim.errors import OptionError, shown
 from flashsim.viz.data import sources
 from flashsim.viz.palette import Theme
-from flashsim.viz.style import DASHES, MARKERS, heading, human, themed
+from flashsim.viz.style import heading, human, series_style, themed
 
 
 @themed
@@ -26,8 +26,6 @@ def block_sizes(data: Any, *, stage: str | None = None, ax: Axes, theme: Theme) 
         What `flashsim.blocks.sizes` gives.
     stage : str, optional
         Default: the first.
-    ax, theme
-        See `themed`.
 
     Raises
     ------
@@ -53,10 +51,10 @@ def block_sizes(data: Any, *, stage: str | None = None, ax: Axes, theme: Theme) 
             continue
         least = min(known)
         over = [value / least for value in values]
-        style: dict[str, Any] = {"color": theme.cycle[n], "marker": MARKERS[n], "zorder": 3}
-        ax.plot(at, over, ls=DASHES[n], label=f"{name}, 1 = {written(least)}", **style)
-        hollow = {**style, "mfc": theme.background, "mew": 2}
-        ax.plot(large, [over[x] for x in large], ls="none", **hollow)
+        style = {**series_style(theme, n), "zorder": 3}
+        ax.plot(at, over, label=f"{name}, 1 = {written(least)}", **style)
+        hollow = {**style, "mfc": theme.background, "mew": 2, "ls": "none"}
+        ax.plot(large, [over[x] for x in large], **hollow)
     ax.set_yscale("log", base=2)
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
     ax.yaxis.set_minor_locator(NullLocator())

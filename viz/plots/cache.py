@@ -32,8 +32,6 @@ def l2_curve(
         What `flashsim.l2.curves` gives (by stage), or curves under names of your own.
     devices : tuple of str or Device
         Marked at the sizes of their L2.
-    ax, theme
-        See `themed`.
 
     Raises
     ------

@@ -14,7 +14,7 @@ from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.viz.data import sources
 from flashsim.viz.palette import Theme
-from flashsim.viz.style import DASHES, MARKERS, count_axis, heading, human, themed, unit_axis
+from flashsim.viz.style import count_axis, heading, human, series_style, themed, unit_axis
 
 
 @themed
@@ -37,8 +37,6 @@ def memory_footprint(
     algorithms : sequence of str
     device : str or Device, optional
         Draw its HBM capacity.
-    ax, theme
-        See `themed`.
     """
     if isinstance(data, Problem):
         rows: list[dict[str, Any]] = [
@@ -63,8 +61,8 @@ def memory_footprint(
         points = {r["n_q"]: r["saved_bytes"] for r in rows if r["algorithm"] == name}
         sizes = sorted(points)
         ax.plot(
-            sizes, [points[size] for size in sizes], marker=MARKERS[number],
-            ls=DASHES[number], color=theme.cycle[number], label=sources.title(name),
+            sizes, [points[size] for size in sizes], label=sources.title(name),
+            **series_style(theme, number),
         )  # fmt: skip
         ends.append((sizes[-1], points[sizes[-1]]))
     for close in _close(ends):

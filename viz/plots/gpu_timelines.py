@@ -9,7 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.patches import Patch
 
-from flashsim.errors import OptionError, TraceError, choices
+from flashsim.errors import OptionError, TraceError
+from flashsim.problem import checks
 from flashsim.trace import timeline
 from flashsim.trace.events import PHASES
 from flashsim.trace.timeline import Rows
@@ -56,8 +57,6 @@ def gpu_timeline(
         First and last SM shown; default: all.
     times : (float, float), optional
         Microseconds since the stage's first span; default: all.
-    ax, theme
-        See `themed`.
 
     Raises
     ------
@@ -66,8 +65,8 @@ def gpu_timeline(
     OptionError
         For an unknown colour, or if nothing is shown.
     """
-    if color is not None and color not in COLORS:
-        raise OptionError(f"unknown color {color!r}; {choices(color, COLORS)}")
+    if color is not None:
+        checks.one_of("color", color, COLORS)
     trace = sources.one_trace(data)
     if trace.timeline is None:
         raise TraceError(

@@ -9,19 +9,12 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from flashsim.counts import bounds
-from flashsim.errors import OptionError, choices
+from flashsim.errors import OptionError
+from flashsim.problem import checks
 from flashsim.problem.problem import numpy_dtype
 from flashsim.viz.data import sources
 from flashsim.viz.palette import Theme
-from flashsim.viz.style import (
-    DASHES,
-    MARKERS,
-    binary_axis,
-    count_axis,
-    heading,
-    themed,
-    unit_axis,
-)
+from flashsim.viz.style import binary_axis, count_axis, heading, series_style, themed, unit_axis
 
 #: What an IO curve can run over: columns of a sweep, and what to call them.
 AXES = {
@@ -48,8 +41,6 @@ def io_curve(data: Any, *, x: str | None = None, ax: Axes, theme: Theme) -> None
     data : Sweep, DataFrame, list of rows, or a list of Traffic or Trace
     x : str, optional
         One of `AXES`; default: the first of them that varies.
-    ax, theme
-        See `themed`.
 
     Raises
     ------
@@ -57,16 +48,13 @@ def io_curve(data: Any, *, x: str | None = None, ax: Axes, theme: Theme) -> None
         If `x` is unknown, or nothing varies.
     """
     rows = sources.rows(data)
-    x = _varying(rows) if x is None else x
-    if x not in AXES:
-        raise OptionError(f"unknown x {x!r}; {choices(x, AXES)}")
+    x = checks.one_of("x", _varying(rows) if x is None else x, AXES)
     series = _series(rows, x)
     place = sources.places(points[0]["algorithm"] for points in series.values())
     for n, (label, points) in sorted(zip(place, series.items(), strict=True)):
         ax.plot(
-            [p[x] for p in points], [p["requested_bytes"] for p in points], label=label,
-            color=theme.cycle[n % len(theme.cycle)], marker=MARKERS[n % len(MARKERS)],
-            ls=DASHES[n % len(DASHES)], zorder=3,
+            [p[x] for p in points], [p["requested_bytes"] for p in points], label=label, zorder=3,
+            **series_style(theme, n),
         )  # fmt: skip
     reference = next(
         (points for points in series.values() if points[0]["algorithm"] != "standard"),

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from flashsim.errors import OptionError, shown
 from flashsim.viz.data import sources
 from flashsim.viz.palette import Theme
-from flashsim.viz.style import MARKERS, heading, themed
+from flashsim.viz.style import heading, series_style, themed
 
 _RESULTS = ("out", "dq", "dk", "dv")
 
@@ -32,8 +32,6 @@ def precision(
         Of input; default: the first.
     n : int, optional
         Default: the longest.
-    ax, theme
-        See `themed`.
 
     Raises
     ------
@@ -54,9 +52,9 @@ def precision(
         value = np.clip(
             np.where(np.isfinite(errors[:, column]), errors[:, column], high), low, high
         )
-        style: dict[str, Any] = {"color": theme.cycle[column], "marker": MARKERS[column]}
+        style = {**series_style(theme, column), "ls": "none"}
         ax.vlines(at, low, value, color=style["color"], lw=1.2, alpha=0.5)
-        ax.plot(at, value, ls="none", label=name, zorder=3, **style)
+        ax.plot(at, value, label=name, zorder=3, **style)
     ax.set_yscale("log")
     ax.set_xticks(range(len(found)), [one.point for one in found])
     ax.set(ylim=(low, high * 1.3), xlabel="lowered alone", ylabel="error over the result's size")

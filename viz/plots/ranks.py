@@ -14,7 +14,7 @@ from flashsim.counts.questions import in_words
 from flashsim.errors import OptionError
 from flashsim.viz.data import sources
 from flashsim.viz.palette import Theme
-from flashsim.viz.style import DASHES, MARKERS, heading, themed
+from flashsim.viz.style import heading, series_style, themed
 
 
 @themed
@@ -28,8 +28,6 @@ def rank_timeline(accounts: Any, *, ax: Axes, theme: Theme) -> None:
     ----------
     accounts : Account, or a list of them
         From `flashsim.distributed.count` or `simulate`.
-    ax, theme
-        See `themed`.
 
     Raises
     ------
@@ -92,8 +90,6 @@ def scaling(times: Mapping[str, Sequence[Any]], *, ax: Axes, theme: Theme) -> No
     ----------
     times : mapping of str to list of SpreadTime
         By label, from `flashsim.predict.spread`.
-    ax, theme
-        See `themed`.
 
     Raises
     ------
@@ -107,8 +103,7 @@ def scaling(times: Mapping[str, Sequence[Any]], *, ax: Axes, theme: Theme) -> No
     for n, (label, found) in enumerate(times.items()):
         ax.plot(
             [t.account.group.ranks for t in found], [100 * t.efficiency for t in found],
-            label=label, color=theme.cycle[n % len(theme.cycle)], ls=DASHES[n % len(DASHES)],
-            marker=MARKERS[n % len(MARKERS)], zorder=3,
+            label=label, zorder=3, **series_style(theme, n),
         )  # fmt: skip
     ranks = sorted({t.account.group.ranks for found in times.values() for t in found})
     ax.set_xscale("log", base=2)

@@ -17,7 +17,7 @@ from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.viz.data import sources
 from flashsim.viz.palette import Theme
-from flashsim.viz.style import DASHES, MARKERS, heading, human, themed, unit_axis
+from flashsim.viz.style import heading, human, series_style, themed, unit_axis
 
 _BAR = 0.07  # of a roofline's height, for each bar without one
 
@@ -51,8 +51,6 @@ def roofline(
         Measured time by label (of `data`'s dict, or an algorithm's name).
     dram_bytes : dict, optional
         DRAM bytes by label or algorithm: measured, or what `flashsim.l2` predicts.
-    ax, theme
-        See `themed`.
     """
     rows = sources.rows(data)
     machine = Device.get(device or rows[0]["device"])
@@ -99,10 +97,7 @@ def roofline(
         height = [min(intensity * machine.hbm_bandwidth, peak) for intensity in spot]
         if took is not None:
             height = [row["matmul_flops"] / took] * 2
-        style: dict[str, Any] = {
-            "color": theme.cycle[place % len(theme.cycle)], "marker": MARKERS[place % len(MARKERS)],
-            "ls": "none", "zorder": 4,
-        }  # fmt: skip
+        style = {**series_style(theme, place), "ls": "none", "zorder": 4}
         hollow = {**style, "mfc": theme.background, "mew": 2, "ms": 10}
         ax.plot(spot[:1], height[:1], **hollow)
         # Perfect caches often give all algorithms one point: marks shrink, so each is seen.
@@ -216,8 +211,6 @@ def roofline_series(
         Whose roof: HBM bandwidth, and the peak for `dtype`; the axis at the right has per cent of
         that peak.
     dtype : str
-    ax, theme
-        See `themed`.
 
     Raises
     ------
@@ -240,13 +233,9 @@ def roofline_series(
     )  # fmt: skip
     for n, (label, series) in enumerate(data.items()):
         at, achieved = [p[1] for p in series], [p[2] for p in series]
-        shade = theme.cycle[n % len(theme.cycle)]
         name, _, last = series[-1]
         text = f"{label}\n{name}: {100 * last / peak:.3g} % of peak"
-        ax.plot(
-            at, achieved, label=text, color=shade, marker=MARKERS[n % len(MARKERS)],
-            ls=DASHES[n % len(DASHES)], lw=1.8, zorder=3,
-        )  # fmt: skip
+        ax.plot(at, achieved, label=text, lw=1.8, zorder=3, **series_style(theme, n))
     _axes(ax, (low, high), peak * 2, "FLOP")
     to_share: Any = (lambda y: 100 * y / peak, lambda share: share * peak / 100)
     shares = ax.secondary_yaxis("right", functions=to_share)

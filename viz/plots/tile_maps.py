@@ -13,15 +13,15 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.patheffects import Normal, Stroke
 from matplotlib.ticker import MaxNLocator
 
-from flashsim.errors import DTypeError, OptionError, choices, shown
+from flashsim.errors import DTypeError, OptionError, shown
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem
 from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.tiling import Tiling
+from flashsim.trace.steps import Steps
 from flashsim.viz.data import sources
 from flashsim.viz.data.diagram import CUT, corners, tile_kinds
 from flashsim.viz.data.parts import page_edges, part_edges, part_numbers
-from flashsim.viz.data.steps import Steps
 from flashsim.viz.palette import Theme
 from flashsim.viz.style import HATCH, heading, human, ink_on, ramp, themed, unit_axis
 
@@ -53,11 +53,8 @@ def tile_map(
         belong to no tile); FLOPs; which thread block of one walk works on it.
     stage : str, optional
         Default: the one with the most visits.
-    ax, theme
-        See `themed`.
     """
-    if color not in QUANTITIES:
-        raise OptionError(f"unknown color {color!r}; {choices(color, QUANTITIES)}")
+    checks.one_of("color", color, QUANTITIES)
     trace = sources.one_trace(data)
     part = trace.main_stage if stage is None else trace.stage(stage)
     walk, schedule = Steps(trace), part.schedule
@@ -145,8 +142,6 @@ def mask(
         Default: 32 x 32.
     bias : array_like of float, shape (n_q, n_kv), optional
         What is added to each score: the stronger a kept score's shade, the larger.
-    ax, theme
-        See `themed`.
 
     Raises
     ------

@@ -13,11 +13,12 @@ from matplotlib.patheffects import withStroke
 from flashsim import l2
 from flashsim.counts.questions import OPS
 from flashsim.counts.traffic import Traffic
-from flashsim.errors import OptionError, choices
+from flashsim.errors import OptionError
+from flashsim.problem import checks
 from flashsim.schedule.names import CODES, COMPUTE
+from flashsim.trace.steps import Steps
 from flashsim.trace.trace import Trace
 from flashsim.viz.data import sources
-from flashsim.viz.data.steps import Steps
 from flashsim.viz.palette import Theme, is_gradient, tint
 from flashsim.viz.style import DASHES, HATCH, MARKERS, heading, human, ink_on, themed, unit_axis
 
@@ -38,8 +39,6 @@ def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme
     dram : bool
         Also replay the requests through the device's L2 (`flashsim.l2.dram`) and draw what DRAM
         reads and writes, a dotted line.
-    ax, theme
-        See `themed`.
     """
     groups = sources.labelled(data)
     ops = [op for op in OPS if any(s.bytes(op) for s in groups.values())]
@@ -175,13 +174,8 @@ def cumulative(
         excluded from the legend.
     log : bool
         Logarithmic steps, for walks of very different lengths.
-    ax, theme
-        See `themed`.
     """
-    if quantity not in ("both", "bytes", "flops"):
-        raise OptionError(
-            f"unknown quantity {quantity!r}; {choices(quantity, ('both', 'bytes', 'flops'))}"
-        )
+    checks.one_of("quantity", quantity, ("both", "bytes", "flops"))
     right = ax.twinx() if quantity == "both" else ax
     groups = {label: sources.one_trace(source) for label, source in sources.labelled(data).items()}
     place = sources.places(trace.algorithm for trace in groups.values())
@@ -231,6 +225,10 @@ def sram_timeline(
 ) -> None:
     """What one thread block keeps on chip, event by event, stacked by buffer.
 
+    The dashed line is the device's capacity for one block; where the tiles fill little of it, it is
+    written at the top instead. A GPU's kernel may hold more: registers come on top of the shared
+    memory that a block gets.
+
     Parameters
     ----------
     data : Trace, Result or Gradients
@@ -239,10 +237,6 @@ def sram_timeline(
     steps : (int, int)
         First and last step shown; a step ends where a tile was computed. Events within a step are
         spread evenly: the axis is order, not time.
-    ax, theme
-        See `themed`. The dashed line is the device's capacity for one block; where the tiles fill
-        little of it, it is written at the top instead. A GPU's kernel may hold more: registers come
-        on top of the shared memory that a block gets.
     """
     trace = sources.one_trace(data)
     part = trace.main_stage if stage is None else trace.stage(stage)
@@ -305,8 +299,6 @@ def diff(first: Any, second: Any = None, *, ax: Axes, theme: Theme) -> None:
     ----------
     first, second : Trace, Traffic, Result or Gradients
         Or, alone, what holds two of them: a Comparison, a list or a dict by label.
-    ax, theme
-        See `themed`.
 
     Raises
     ------

@@ -19,7 +19,7 @@ from flashsim.backends.numba_gpu.teaching.kernels import TeachingShape
 from flashsim.backends.reports import counts
 from flashsim.engines.engine import Job, Outcome
 from flashsim.errors import TilingError, UnsupportedError
-from flashsim.problem.problem import Problem
+from flashsim.problem.problem import Problem, numpy_dtype
 from flashsim.schedule import plans
 from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.tiling import Tiling
@@ -130,6 +130,12 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any) -> Outcome:
         made = {"dq": dq, "dk": dk, "dv": dv}
         given = {name: place.given(array, job.q) for name, array in made.items()}
         return Outcome(given, tiling, call.stages(), NAME)
+
+
+def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> np.ndarray:
+    """An array of one value, of the simulator's."""
+    _Simulator(job)  # or say what it takes
+    return np.full(shape, value, numpy_dtype(dtype))
 
 
 class _Simulator:

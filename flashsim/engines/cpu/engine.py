@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flashsim.algorithms.tiles import finite
 from flashsim.engines.cpu import chosen, items, threads, walks_decode
 from flashsim.engines.cpu.micro_kernels import registers
 from flashsim.engines.cpu.micro_kernels.halves import BFLOAT16, FLOAT16
@@ -73,7 +74,7 @@ def backward(job: Job, saved: Mapping[str, Any], dout: np.ndarray) -> Outcome:
     engine = _CpuPass.of(job, "backward")
     p, real = job.problem, job.problem.compute_dtype
     out, dout, q, k, v = engine.operands(saved["O"], dout, job.q, job.k, job.v)
-    lse = threads.frozen(np.where(np.isneginf(saved["L"]), 0, saved["L"]))
+    lse = threads.frozen(finite(saved["L"]))
     delta = np.empty(p.batch * p.heads * p.n_q, real)
     engine.walk("delta", _as_floats(out), _as_floats(dout), delta)
     inputs = WalkInputs(q, k, v, dout, lse, threads.frozen(delta))
@@ -97,6 +98,20 @@ def backward(job: Job, saved: Mapping[str, Any], dout: np.ndarray) -> Outcome:
     with np.errstate(over="ignore"):
         arrays = {name: np.ascontiguousarray(x, dtype) for name, x in arrays.items()}
     return engine.outcome(arrays)
+
+
+def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> np.ndarray:
+    """An array of one value, for a job that is taken."""
+    _check(job)
+    return np.full(shape, value, numpy_dtype(dtype))
+
+
+def _check(job: Job) -> None:
+    if job.algorithm not in ALGORITHMS:
+        raise UnsupportedError(
+            f"backend 'numba' runs {' and '.join(ALGORITHMS)}, not {job.algorithm!r}; "
+            "backend='numpy' simulates every algorithm"
+        )
 
 
 class _Stage(NamedTuple):
@@ -144,11 +159,7 @@ class _CpuPass:
 
     def __post_init__(self) -> None:
         job, p = self.job, self.job.problem
-        if job.algorithm not in ALGORITHMS:
-            raise UnsupportedError(
-                f"backend 'numba' runs {' and '.join(ALGORITHMS)}, not {job.algorithm!r}; "
-                "backend='numpy' simulates every algorithm"
-            )
+        _check(job)
         self.threads = chosen.thread_count(job.options.get("threads"))
         self.cpu = _cpu(job, self.direction)
         alone = _is_one(p, self.direction)
@@ -325,4 +336,4 @@ _NO_NOTES = Notes(np.zeros((0, 0), np.int64), np.zeros((0, 0), np.int64))
 _NO_TURNS = np.zeros(0, np.int64)
 
 
-__all__ = ["NOTE", "OPTIONS", "backward", "forward", "recall"]
+__all__ = ["NOTE", "OPTIONS", "backward", "constant", "forward", "recall"]

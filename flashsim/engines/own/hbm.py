@@ -38,7 +38,8 @@ class Remote:
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise MemoryModelError(
             f"{self.name} lies in HBM: load a tile of it into SRAM before computing with it, "
-            f"sram.load(hbm.{self.name}, rows)"
+            f"sram.load(hbm.{self.name}, rows)",
+            "unloaded",
         )
 
     __array__ = __array_ufunc__ = __array_function__ = __getitem__ = __len__ = __iter__ = _refuse
@@ -160,7 +161,8 @@ class OpenHbm:
             outputs = ", ".join(self._written)
             raise MemoryModelError(
                 f"{tensor.name} is an input; an algorithm writes to {outputs}, or to a workspace: "
-                "machine.hbm.new(name, rows, width)"
+                "machine.hbm.new(name, rows, width)",
+                "operation",
             )
 
     def _require_written(
@@ -171,7 +173,8 @@ class OpenHbm:
         if part is not None and not part.all():
             raise MemoryModelError(
                 f"{tensor.name}, rows {rows.start}:{rows.stop}, was never stored: there are no "
-                f"numbers to read or to add to; sram.store(hbm.{tensor.name}, rows, 0.0) clears it"
+                f"numbers to read or to add to; sram.store(hbm.{tensor.name}, rows, 0.0) clears it",
+                "unstored",
             )
 
     def _mark_written(self, tensor: Remote, rows: slice, cols: slice, member: int | None) -> None:

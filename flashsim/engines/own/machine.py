@@ -79,7 +79,8 @@ class OpenMachine:
         if self._open:
             raise MemoryModelError(
                 f"stage {name!r} begins before {self._open!r} has ended: stages run one after "
-                "another, and share HBM alone"
+                "another, and share HBM alone",
+                "scope",
             )
         checks.instance("a stage's name", name, str, "a word")
         if name in (stage.name for stage in self._stages) or not 0 < len(name) <= 60:

@@ -81,7 +81,8 @@ class OpenSram:
         """
         if self._scopes:
             raise MemoryModelError(
-                "a step inside a step: a thread block has one; sram.strip() is a scope within it"
+                "a step inside a step: a thread block has one; sram.strip() is a scope within it",
+                "scope",
             )
         n = self._tile(outer, self._stage.outer)
         place = (n, -1) if self._stage.outer == "queries" else (-1, n)
@@ -106,7 +107,8 @@ class OpenSram:
         _, i, j, at = self._here()
         if at >= 0:
             raise MemoryModelError(
-                "a visit inside a visit: sram.strip() is a scope within one, for smaller tiles"
+                "a visit inside a visit: sram.strip() is a scope within one, for smaller tiles",
+                "scope",
             )
         if isinstance(visit, Visit):
             own = visit.i, visit.j
@@ -118,7 +120,8 @@ class OpenSram:
             side = "query" if i >= 0 else "key"
             raise MemoryModelError(
                 f"a visit of {side} tile {own[i < 0]} in the step of {side} tile {max(i, j)}: open "
-                "a step for each"
+                "a step for each",
+                "scope",
             )
         self._visits += 1
         with self._scope((member, *own, self._visits - 1), computes=True):
@@ -150,14 +153,16 @@ class OpenSram:
         if not self._scopes:
             raise MemoryModelError(
                 f"stage {self._stage.name!r} works in steps, one a thread block, which share no "
-                "SRAM: open one with `with sram.step(rows):`"
+                "SRAM: open one with `with sram.step(rows):`",
+                "scope",
             )
         return self._scopes[-1]
 
     def _check_open(self) -> None:
         if self._over:
             raise MemoryModelError(
-                f"stage {self._stage.name!r} has ended, and its SRAM with it; open another"
+                f"stage {self._stage.name!r} has ended, and its SRAM with it; open another",
+                "freed",
             )
 
     def _tile(self, which: int | slice, side: str) -> int:
@@ -368,7 +373,7 @@ class OpenSram:
         self._check_heads(tensor, member)
         if isinstance(tile, SramTile):
             if tile._alive().sram is not self:
-                raise MemoryModelError(f"{tile!r} lies in another stage's SRAM")
+                raise MemoryModelError(f"{tile!r} lies in another stage's SRAM", "freed")
             shape = self._hbm._behind(tensor).view(rows, cols, member).shape
             if tile.shape != shape[2:]:
                 raise ShapeError(
@@ -380,7 +385,8 @@ class OpenSram:
             return rows, cols, float(tile)
         raise MemoryModelError(
             f"{tensor.name} takes tiles that were computed on chip, or a number, got "
-            f"{type(tile).__name__}: no array reaches HBM from outside the machine"
+            f"{type(tile).__name__}: no array reaches HBM from outside the machine",
+            "outside",
         )
 
     def _check_heads(self, tensor: Remote, member: int | None) -> None:

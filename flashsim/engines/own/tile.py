@@ -87,7 +87,8 @@ class SramTile(NDArrayOperatorsMixin):
             if not basic or isinstance(part, bool):
                 raise MemoryModelError(
                     f"a tile is cut by slices, integers, None and ..., got {type(part).__name__}; "
-                    "to choose by a condition, np.where(condition, one, other)"
+                    "to choose by a condition, np.where(condition, one, other)",
+                    "operation",
                 )
         return self._seen(self._view[(*_LEAD, *parts)])
 
@@ -135,12 +136,13 @@ class SramTile(NDArrayOperatorsMixin):
             if not how and where is True:
                 return reduced(given[0], name, axis, keepdims, outs)
         if method != "__call__" or (ufunc is not np.matmul and ufunc not in COSTS) or how:
-            raise MemoryModelError(_unknown(ufunc.__name__, method, how))
+            raise MemoryModelError(_unknown(ufunc.__name__, method, how), "operation")
         for out in outs:
             if not isinstance(out, SramTile):
                 raise MemoryModelError(
                     f"np.{ufunc.__name__}(..., out=...) would write a tile outside the chip; give "
-                    "a tile: sram.alloc(name, shape)"
+                    "a tile: sram.alloc(name, shape)",
+                    "off chip",
                 )
         out = outs[0] if outs else None
         if ufunc is np.matmul:
@@ -149,7 +151,7 @@ class SramTile(NDArrayOperatorsMixin):
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if function not in FUNCTIONS:
-            raise MemoryModelError(_unknown(function.__name__, "__call__", {}))
+            raise MemoryModelError(_unknown(function.__name__, "__call__", {}), "operation")
         return FUNCTIONS[function](*args, **kwargs)
 
     def sum(self, axis: Any = None, *, keepdims: bool = False) -> SramTile:
@@ -159,7 +161,7 @@ class SramTile(NDArrayOperatorsMixin):
     def max(self, axis: Any = None, *, keepdims: bool = False, initial: Any = None) -> SramTile:
         """The largest along an axis, or of all; a tile."""
         if initial not in (None, -np.inf):
-            raise MemoryModelError(_unknown("max", "__call__", ["initial"]))
+            raise MemoryModelError(_unknown("max", "__call__", ["initial"]), "operation")
         return reduced(self, "max", axis, keepdims)
 
     def min(self, axis: Any = None, *, keepdims: bool = False) -> SramTile:
@@ -209,7 +211,8 @@ class SramTile(NDArrayOperatorsMixin):
             raise MemoryModelError(
                 f"the tile {room.name!r} made at {room.made} is used after its memory was given "
                 f"back ({room.gone}); what a later visit needs is written into a tile made before "
-                "the loop: O[:] = ..., m[:] = ..."
+                "the loop: O[:] = ..., m[:] = ...",
+                "freed",
             )
         return room
 
@@ -217,7 +220,8 @@ class SramTile(NDArrayOperatorsMixin):
         raise MemoryModelError(
             f"the numbers of the tile {self._lease.room.name!r} stay on chip: they cannot become a "
             "Python number, a list, or an array elsewhere; compute with tiles, "
-            "sram.store what is to leave, sram.show(tile) to look at it"
+            "sram.store what is to leave, sram.show(tile) to look at it",
+            "off chip",
         )
 
     __float__ = __int__ = __index__ = __complex__ = __iter__ = __contains__ = _refuse
@@ -226,7 +230,8 @@ class SramTile(NDArrayOperatorsMixin):
     def __bool__(self) -> NoReturn:
         raise MemoryModelError(
             f"a branch on the numbers of the tile {self._lease.room.name!r}: every head takes the "
-            "same steps; choose with np.where(condition, one, other)"
+            "same steps; choose with np.where(condition, one, other)",
+            "off chip",
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -363,7 +368,9 @@ def _operand(what: str, x: Any, room: Room, ndim: int) -> Any:
 def _held(tile: SramTile, room: Room) -> SramTile:
     if tile._alive().sram is not room.sram:
         raise MemoryModelError(
-            f"the tile {tile._lease.room.name!r} lies in another stage's SRAM; store it and load it"
+            f"the tile {tile._lease.room.name!r} lies in another stage's SRAM; store it and load "
+            "it",
+            "freed",
         )
     return tile
 
@@ -380,7 +387,8 @@ def _outsider(what: str, x: Any) -> Any:
     raise MemoryModelError(
         f"{what} meets {kind} from outside the machine: only tiles, numbers and boolean masks take "
         "part; load what lies in HBM with sram.load(hbm.Q, rows), make the positions of rows with "
-        "sram.positions(rows)"
+        "sram.positions(rows)",
+        "outside",
     )
 
 

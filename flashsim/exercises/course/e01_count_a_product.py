@@ -28,16 +28,6 @@ def reference(machine):
                         sram.store(hbm.S, rows, S, cols)
 
 
-SKELETON = """
-ANSWERS = {
-    "bytes of Q loaded": 0,
-    "bytes of K loaded": 0,
-    "bytes of S stored": 0,
-    "FLOPs of the product": 0,
-}
-"""
-
-
 def _slips(tensor, op="load"):
     def slips(trace):
         right, rows, cols = trace.bytes(op, tensor), trace.schedule.t_r, trace.schedule.t_c
@@ -58,7 +48,6 @@ EXERCISE = Exercise(
     task=Task(Problem(40, n_kv=48, head_dim=16), Tiling(8, 16), 4096, outputs=("S",)),
     reference=reference,
     truth=scores,
-    skeleton=SKELETON,
     hints=(
         "How many steps are there? What does each of them load, and how often?",
         "There are 40 / 8 = 5 steps. Each loads 8 rows of Q and, tile by tile, all of K.",

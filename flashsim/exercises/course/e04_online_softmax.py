@@ -27,12 +27,15 @@ def reference(machine):
                 for cols in machine.key_tiles():
                     with sram.visit(rows, cols):
                         S = sram.load(hbm.S, rows, cols)
+                        # TODO: bring m and l up to date: m[:] = ..., l[:] = ...
                         m_new = np.maximum(m, S.max(axis=1))
                         l *= np.exp(m - m_new)
                         S -= m_new[:, None]
                         np.exp(S, out=S)
                         l += S.sum(axis=1)
                         m[:] = m_new
+                        # END
+                # TODO: the second pass, which ends with sram.store(hbm.P, rows, tile, cols)
                 for cols in machine.key_tiles():
                     with sram.visit(rows, cols):
                         S = sram.load(hbm.S, rows, cols)
@@ -40,26 +43,7 @@ def reference(machine):
                         np.exp(S, out=S)
                         S /= l[:, None]
                         sram.store(hbm.P, rows, S, cols)
-
-
-SKELETON = """
-import numpy as np
-
-
-def solution(machine):
-    hbm = machine.hbm
-    with machine.stage("softmax") as sram:
-        for rows in machine.row_tiles():
-            with sram.step(rows):
-                n = rows.stop - rows.start
-                m = sram.alloc("m", n, fill=-np.inf)
-                l = sram.alloc("l", n, fill=0.0)
-                for cols in machine.key_tiles():
-                    with sram.visit(rows, cols):
-                        S = sram.load(hbm.S, rows, cols)
-                        # TODO: bring m and l up to date: m[:] = ..., l[:] = ...
-                # TODO: the second pass, which ends with sram.store(hbm.P, rows, tile, cols)
-"""
+                # END
 
 
 def budget(task):
@@ -73,7 +57,6 @@ EXERCISE = Exercise(
     task=Task(Problem(32, n_kv=48, head_dim=8), Tiling(8, 16), 1024, ("S",), ("P",)),
     reference=reference,
     truth=softmax,
-    skeleton=SKELETON,
     hints=(
         "When the maximum grows from m to m_new, what was summed is too large by exp(m_new - m).",
         "l[:] = l * exp(m - m_new) + the row sums of exp(S - m_new).",

@@ -22,11 +22,14 @@ def reference(machine):
         for rows in machine.row_tiles():
             with sram.step(rows):
                 Q = sram.load(hbm.Q, rows)
+                # TODO: O, m and l
                 O = sram.alloc("O", Q.shape, fill=0.0)
                 m = sram.alloc("m", len(Q), fill=-np.inf)
                 l = sram.alloc("l", len(Q), fill=0.0)
+                # END
                 for cols in machine.key_tiles():
                     keep = machine.keep(rows, cols)
+                    # TODO: leave out what is empty; mask what is cut: S[~keep] = -np.inf
                     if keep is not None and not keep.any():
                         continue
                     with sram.visit(rows, cols):
@@ -43,26 +46,11 @@ def reference(machine):
                         O *= alpha[:, None]
                         sram.accumulate(O, S, sram.load(hbm.V, cols))
                         m[:] = m_new
+                    # END
+                # TODO: divide, and store O
                 O /= l[:, None]
                 sram.store(hbm.O, rows, O)
-
-
-SKELETON = """
-import numpy as np
-
-
-def solution(machine):
-    hbm, p = machine.hbm, machine.problem
-    with machine.stage("forward") as sram:
-        for rows in machine.row_tiles():
-            with sram.step(rows):
-                Q = sram.load(hbm.Q, rows)
-                # TODO: O, m and l
-                for cols in machine.key_tiles():
-                    keep = machine.keep(rows, cols)
-                    # TODO: leave out what is empty; mask what is cut: S[~keep] = -np.inf
-                # TODO: divide, and store O
-"""
+                # END
 
 
 def budget(task):
@@ -77,7 +65,6 @@ EXERCISE = Exercise(
     task=Task(Problem(48, n_kv=48, head_dim=12, causal=True), Tiling(8, 8), 2560),
     reference=reference,
     truth=attention,
-    skeleton=SKELETON,
     terms=output_terms,
     hints=(
         "keep is computed from positions: it costs no bytes to ask before you load.",

@@ -24,14 +24,17 @@ def reference(machine):
         for rows in machine.row_tiles():
             with sram.step(rows):
                 sram.store(hbm.O, rows, 0.0)
+                # TODO: l and m
                 sram.store(hbm.l, rows, 0.0)
                 sram.store(hbm.m, rows, -np.inf)
+                # END
     with machine.stage("forward", outer="keys") as sram:
         for cols in machine.key_tiles():
             with sram.step(cols):
                 K, V = sram.load(hbm.K, cols), sram.load(hbm.V, cols)
                 for rows in machine.row_tiles():
                     with sram.visit(rows, cols):
+                        # TODO: load O, l and m of these rows, update them, store them
                         O, l = sram.load(hbm.O, rows), sram.load(hbm.l, rows)
                         m = sram.load(hbm.m, rows)
                         S = sram.load(hbm.Q, rows) @ K.T
@@ -47,28 +50,7 @@ def reference(machine):
                         sram.store(hbm.O, rows, O)
                         sram.store(hbm.l, rows, l)
                         sram.store(hbm.m, rows, m_new)
-
-
-SKELETON = """
-import numpy as np
-
-
-def solution(machine):
-    hbm, p = machine.hbm, machine.problem
-    with machine.stage("init") as sram:
-        for rows in machine.row_tiles():
-            with sram.step(rows):
-                sram.store(hbm.O, rows, 0.0)
-                # TODO: l and m
-    with machine.stage("forward", outer="keys") as sram:
-        for cols in machine.key_tiles():
-            with sram.step(cols):
-                K, V = sram.load(hbm.K, cols), sram.load(hbm.V, cols)
-                for rows in machine.row_tiles():
-                    with sram.visit(rows, cols):
-                        # TODO: load what there is of these rows, bring it up to date, store it
-                        pass
-"""
+                        # END
 
 
 def truth(arrays, p, dtype):
@@ -85,7 +67,6 @@ EXERCISE = Exercise(
     task=Task(Problem(32, n_kv=48, head_dim=12), Tiling(8, 16), 4096, outputs=("O", "l", "m")),
     reference=reference,
     truth=truth,
-    skeleton=SKELETON,
     terms=output_terms,
     hints=(
         "O in HBM is divided by the l of the keys seen so far: multiply by l to go on.",

@@ -13,26 +13,15 @@ from flashsim.schedule.tiling import Tiling
 
 def reference(machine):
     """FlashAttention-2's Algorithm 2, line 4."""
-    hbm = machine.hbm
-    with machine.stage("delta") as sram:
-        for rows in machine.row_tiles():
-            with sram.step(rows):
-                O = sram.load(hbm.O, rows)
-                O *= sram.load(hbm.dO, rows)
-                sram.store(hbm.delta, rows, O.sum(axis=1))
-
-
-SKELETON = """
-import numpy as np
-
-
-def solution(machine):
     hbm = machine.hbm  # hbm.O and hbm.dO, (32, 12); hbm.delta, (32,)
     with machine.stage("delta") as sram:
         for rows in machine.row_tiles():
             with sram.step(rows):
-                pass  # TODO
-"""
+                # TODO
+                O = sram.load(hbm.O, rows)
+                O *= sram.load(hbm.dO, rows)
+                sram.store(hbm.delta, rows, O.sum(axis=1))
+                # END
 
 
 def budget(task):
@@ -46,7 +35,6 @@ EXERCISE = Exercise(
     task=Task(Problem(32, n_kv=48, head_dim=12), Tiling(8, 16), 896, ("O", "dO"), ("delta",)),
     reference=reference,
     truth=delta,
-    skeleton=SKELETON,
     hints=(
         "Element by element, then a sum along the row: axis=1.",
         "O *= dO works in place, and takes no third tile.",

@@ -23,6 +23,7 @@ def reference(machine):
             with sram.step(rows):
                 Q, dO = sram.load(hbm.Q, rows), sram.load(hbm.dO, rows)
                 L, delta = sram.load(hbm.L, rows), sram.load(hbm.delta, rows)
+                # TODO
                 dQ = sram.alloc("dQ", Q.shape, fill=0.0)
                 for cols in machine.key_tiles():
                     with sram.visit(rows, cols):
@@ -37,21 +38,7 @@ def reference(machine):
                         sram.accumulate(dQ, P, K)
                 dQ *= p.scale
                 sram.store(hbm.dQ, rows, dQ)
-
-
-SKELETON = """
-import numpy as np
-
-
-def solution(machine):
-    hbm, p = machine.hbm, machine.problem
-    with machine.stage("dq") as sram:
-        for rows in machine.row_tiles():
-            with sram.step(rows):
-                Q, dO = sram.load(hbm.Q, rows), sram.load(hbm.dO, rows)
-                L, delta = sram.load(hbm.L, rows), sram.load(hbm.delta, rows)
-                # TODO
-"""
+                # END
 
 
 def budget(task):
@@ -70,7 +57,6 @@ EXERCISE = Exercise(
     ),
     reference=reference,
     truth=gradients,
-    skeleton=SKELETON,
     hints=(
         "K is needed twice in a visit, for S and for dQ: load it once, under a name.",
         "S and dP are made again; in the last exercise they were made for dK and dV.",

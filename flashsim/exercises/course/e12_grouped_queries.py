@@ -26,13 +26,16 @@ def reference(machine):
                 heads = []
                 for g in range(p.group):
                     Q = sram.load(hbm.Q, rows, member=g)
+                    # TODO: O, m and l of this head; keep them together with Q
                     O = sram.alloc("O", Q.shape, fill=0.0)
                     m = sram.alloc("m", len(Q), fill=-np.inf)
                     l = sram.alloc("l", len(Q), fill=0.0)
                     heads.append((Q, O, m, l))
+                    # END
                 for cols in machine.key_tiles():
                     with sram.visit(rows, cols):
                         K, V = sram.load(hbm.K, cols), sram.load(hbm.V, cols)
+                        # TODO: for each head
                         for Q, O, m, l in heads:
                             with sram.strip():
                                 S = Q @ K.T
@@ -46,30 +49,12 @@ def reference(machine):
                                 O *= alpha[:, None]
                                 sram.accumulate(O, S, V)
                                 m[:] = m_new
+                        # END
+                # TODO: sram.store(hbm.O, rows, O, member=g)
                 for g, (_, O, _, l) in enumerate(heads):
                     O /= l[:, None]
                     sram.store(hbm.O, rows, O, member=g)
-
-
-SKELETON = """
-import numpy as np
-
-
-def solution(machine):
-    hbm, p = machine.hbm, machine.problem
-    with machine.stage("forward", per="group") as sram:
-        for rows in machine.row_tiles():
-            with sram.step(rows):
-                heads = []
-                for g in range(p.group):
-                    Q = sram.load(hbm.Q, rows, member=g)
-                    # TODO: O, m and l of this head; keep them together with Q
-                for cols in machine.key_tiles():
-                    with sram.visit(rows, cols):
-                        K, V = sram.load(hbm.K, cols), sram.load(hbm.V, cols)
-                        # TODO: for each head
-                # TODO: sram.store(hbm.O, rows, O, member=g)
-"""
+                # END
 
 
 def budget(task):
@@ -85,7 +70,6 @@ EXERCISE = Exercise(
     task=Task(Problem(16, n_kv=48, head_dim=12, heads=4, kv_heads=1), Tiling(8, 16), 7168),
     reference=reference,
     truth=attention,
-    skeleton=SKELETON,
     terms=output_terms,
     hints=(
         "A Python list of tiles is fine, as long as they were made before the loop over keys.",

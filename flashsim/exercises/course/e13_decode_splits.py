@@ -24,12 +24,13 @@ PARTS = 4
 def reference(machine):
     """Flash-Decoding's two steps: each part of the keys is one tile."""
     hbm, p = machine.hbm, machine.problem
-    query, parts = slice(0, 1), machine.key_tiles()
+    query, parts = slice(0, 1), machine.key_tiles()  # four slices of 24 keys
     O_split = hbm.new("O_split", len(parts), p.head_dim_v)
     L_split = hbm.new("L_split", len(parts))
     with machine.stage("split") as sram:
         for at, cols in enumerate(parts):
             with sram.step(query), sram.visit(query, cols):
+                # TODO: attention over these keys, into row `at` of the workspaces
                 S = sram.load(hbm.Q, query) @ sram.load(hbm.K, cols).T
                 S *= p.scale
                 m = S.max(axis=1)
@@ -40,7 +41,9 @@ def reference(machine):
                 O /= l[:, None]
                 sram.store(O_split, slice(at, at + 1), O)
                 sram.store(L_split, slice(at, at + 1), m + np.log(l))
+                # END
     with machine.stage("combine") as sram, sram.step(query):
+        # TODO: merge
         L_s = sram.load(L_split, slice(0, len(parts)))
         m = L_s.max(keepdims=True)
         L = m + np.log(np.exp(L_s - m).sum(keepdims=True))
@@ -48,24 +51,7 @@ def reference(machine):
         O = weights[None] @ sram.load(O_split, slice(0, len(parts)))
         sram.store(hbm.O, query, O)
         sram.store(hbm.L, query, L)
-
-
-SKELETON = """
-import numpy as np
-
-
-def solution(machine):
-    hbm, p = machine.hbm, machine.problem
-    query, parts = slice(0, 1), machine.key_tiles()  # four slices of 24 keys
-    O_split = hbm.new("O_split", len(parts), p.head_dim_v)
-    L_split = hbm.new("L_split", len(parts))
-    with machine.stage("split") as sram:
-        for at, cols in enumerate(parts):
-            with sram.step(query), sram.visit(query, cols):
-                pass  # TODO: attention over these keys, into row `at` of the workspaces
-    with machine.stage("combine") as sram, sram.step(query):
-        pass  # TODO: merge
-"""
+        # END
 
 
 def budget(task):
@@ -98,7 +84,6 @@ EXERCISE = Exercise(
     task=Task(Problem(1, n_kv=96, head_dim=12), Tiling(1, 24), 2560, outputs=("O", "L")),
     reference=reference,
     truth=attention,
-    skeleton=SKELETON,
     terms=output_terms,
     hints=(
         "Each part is the forward pass of a tile: no running maximum is needed, it has one tile.",

@@ -50,6 +50,18 @@ class Bench:
                 self.transfers[key] = self.transfers.get(key, 0) + int(event["bytes"])
         self.peak = max(self.peak, sram.peak)
 
+    def steps(self, sram: Sram) -> Iterator[tuple[int, slice]]:
+        """Each row tile's number and rows; what is made between two of them ends with its step."""
+        for i in range(self.schedule.t_r):
+            with sram.step(i):
+                yield i, self.schedule.row_slice(i)
+
+    def visits(self, sram: Sram, i: int) -> Iterator[slice]:
+        """The columns of each score tile of a row tile, likewise for a visit."""
+        for visit in self.schedule.visits(i):
+            with sram.visit(visit):
+                yield visit.cols
+
     def require_row(self, what: str, score: int, per_row: int = 0, per_tile: int = 0) -> None:
         """Raise unless `block_q` whole rows fit on chip.
 

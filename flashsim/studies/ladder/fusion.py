@@ -13,15 +13,12 @@ def softmax_then_product(bench: Bench) -> None:
     softmax.online(bench)
     hbm, p = bench.hbm, bench.problem
     with bench.kernel("P V") as sram:
-        for i in range(bench.schedule.t_r):
-            rows = bench.schedule.row_slice(i)
-            with sram.step(i):
-                O_i = sram.alloc("O", (rows.stop - rows.start, p.head_dim_v), fill=0.0)
-                for visit in bench.schedule.visits(i):
-                    with sram.visit(visit):
-                        P_ij = sram.load(hbm.P, rows, visit.cols)
-                        O_i += P_ij @ sram.load(hbm.V, visit.cols)
-                sram.store(hbm.O, rows, O_i)
+        for i, rows in bench.steps(sram):
+            O_i = sram.alloc("O", (rows.stop - rows.start, p.head_dim_v), fill=0.0)
+            for cols in bench.visits(sram, i):
+                P_ij = sram.load(hbm.P, rows, cols)
+                O_i += P_ij @ sram.load(hbm.V, cols)
+            sram.store(hbm.O, rows, O_i)
 
 
 def softmax_product(bench: Bench) -> None:
@@ -31,27 +28,24 @@ def softmax_product(bench: Bench) -> None:
     """
     hbm, p = bench.hbm, bench.problem
     with bench.kernel("softmax V") as sram:
-        for i in range(bench.schedule.t_r):
-            rows = bench.schedule.row_slice(i)
+        for i, rows in bench.steps(sram):
             n = rows.stop - rows.start
-            with sram.step(i):
-                O_i = sram.alloc("O", (n, p.head_dim_v), fill=0.0)
-                m_i = sram.alloc("m", (n,), fill=-np.inf)
-                l_i = sram.alloc("l", (n,), fill=0.0)
-                for visit in bench.schedule.visits(i):
-                    with sram.visit(visit):
-                        S_ij = sram.load(hbm.S, rows, visit.cols)
-                        V_j = sram.load(hbm.V, visit.cols)
-                        m_new = np.maximum(m_i, S_ij.max(axis=-1))
-                        base = np.where(np.isneginf(m_new), 0, m_new)  # -inf alone: no inf - inf
-                        S_ij -= base[..., None]
-                        P_ij = np.exp(S_ij, out=S_ij)
-                        alpha = np.exp(m_i - base)
-                        l_i[:] = alpha * l_i + P_ij.sum(axis=-1)
-                        O_i *= alpha[..., None]
-                        O_i += p.rounded(P_ij) @ V_j
-                        m_i[:] = m_new
-                sram.store(hbm.O, rows, O_i / l_i[..., None])
+            O_i = sram.alloc("O", (n, p.head_dim_v), fill=0.0)
+            m_i = sram.alloc("m", (n,), fill=-np.inf)
+            l_i = sram.alloc("l", (n,), fill=0.0)
+            for cols in bench.visits(sram, i):
+                S_ij = sram.load(hbm.S, rows, cols)
+                V_j = sram.load(hbm.V, cols)
+                m_new = np.maximum(m_i, S_ij.max(axis=-1))
+                base = np.where(np.isneginf(m_new), 0, m_new)  # -inf alone: no inf - inf
+                S_ij -= base[..., None]
+                P_ij = np.exp(S_ij, out=S_ij)
+                alpha = np.exp(m_i - base)
+                l_i[:] = alpha * l_i + P_ij.sum(axis=-1)
+                O_i *= alpha[..., None]
+                O_i += p.rounded(P_ij) @ V_j
+                m_i[:] = m_new
+            sram.store(hbm.O, rows, O_i / l_i[..., None])
 
 
 def without_softmax(bench: Bench) -> None:
@@ -62,20 +56,17 @@ def without_softmax(bench: Bench) -> None:
     """
     hbm, p = bench.hbm, bench.problem
     with bench.kernel("Q K^T V") as sram:
-        for i in range(bench.schedule.t_r):
-            rows = bench.schedule.row_slice(i)
+        for i, rows in bench.steps(sram):
             n = rows.stop - rows.start
-            with sram.step(i):
-                Q_i = sram.load(hbm.Q, rows)
-                O_i = sram.alloc("O", (n, p.head_dim_v), fill=0.0)
-                for visit in bench.schedule.visits(i):
-                    with sram.visit(visit):
-                        K_j, V_j = sram.load(hbm.K, visit.cols), sram.load(hbm.V, visit.cols)
-                        S_ij = sram.alloc("S", (n, K_j.shape[-2]))
-                        np.matmul(Q_i, K_j.mT, out=S_ij)
-                        S_ij *= p.scale
-                        O_i += p.rounded(S_ij) @ V_j
-                sram.store(hbm.O, rows, O_i)
+            Q_i = sram.load(hbm.Q, rows)
+            O_i = sram.alloc("O", (n, p.head_dim_v), fill=0.0)
+            for cols in bench.visits(sram, i):
+                K_j, V_j = sram.load(hbm.K, cols), sram.load(hbm.V, cols)
+                S_ij = sram.alloc("S", (n, K_j.shape[-2]))
+                np.matmul(Q_i, K_j.mT, out=S_ij)
+                S_ij *= p.scale
+                O_i += p.rounded(S_ij) @ V_j
+            sram.store(hbm.O, rows, O_i)
 
 
 def whole_row_attention(bench: Bench) -> None:
@@ -92,22 +83,18 @@ def whole_row_attention(bench: Bench) -> None:
         per_tile=block_k * max(p.head_dim, p.head_dim_v) * p.itemsize,
     )
     with bench.kernel("whole-row attention") as sram:
-        for i in range(bench.schedule.t_r):
-            rows = bench.schedule.row_slice(i)
+        for i, rows in bench.steps(sram):
             n = rows.stop - rows.start
-            with sram.step(i):
-                Q_i = sram.load(hbm.Q, rows)
-                S_i = sram.alloc("S", (n, p.n_kv))
-                O_i = sram.alloc("O", (n, p.head_dim_v), fill=0.0)
-                for visit in bench.schedule.visits(i):
-                    with sram.visit(visit):
-                        K_j = sram.load(hbm.K, visit.cols)
-                        S_i[..., visit.cols] = p.scale * (Q_i @ K_j.mT)
-                S_i -= S_i.max(axis=-1, keepdims=True)
-                P_i = np.exp(S_i, out=S_i)
-                P_i /= P_i.sum(axis=-1, keepdims=True)
-                for visit in bench.schedule.visits(i):
-                    with sram.visit(visit):
-                        V_j = sram.load(hbm.V, visit.cols)
-                        O_i += p.rounded(P_i[..., visit.cols]) @ V_j
-                sram.store(hbm.O, rows, O_i)
+            Q_i = sram.load(hbm.Q, rows)
+            S_i = sram.alloc("S", (n, p.n_kv))
+            O_i = sram.alloc("O", (n, p.head_dim_v), fill=0.0)
+            for cols in bench.visits(sram, i):
+                K_j = sram.load(hbm.K, cols)
+                S_i[..., cols] = p.scale * (Q_i @ K_j.mT)
+            S_i -= S_i.max(axis=-1, keepdims=True)
+            P_i = np.exp(S_i, out=S_i)
+            P_i /= P_i.sum(axis=-1, keepdims=True)
+            for cols in bench.visits(sram, i):
+                V_j = sram.load(hbm.V, cols)
+                O_i += p.rounded(P_i[..., cols]) @ V_j
+            sram.store(hbm.O, rows, O_i)

@@ -11,20 +11,17 @@ import numpy as np
 
 from flashsim import report
 from flashsim.api.cost import fits
+from flashsim.api.execution import run
 from flashsim.counts import traffic
-from flashsim.engines import simulator
-from flashsim.engines.engine import Job
 from flashsim.errors import OptionError, UnsupportedError, choices, own_errors, shown
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem, numpy_dtype
 from flashsim.report import Table
-from flashsim.schedule import plans
 from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.tiling import Tiling
 from flashsim.studies.ladder import fusion, softmax
 from flashsim.studies.ladder.bench import Bench
-from flashsim.trace.trace import Trace
 
 Moves = dict[tuple[str, str], int]
 
@@ -348,14 +345,12 @@ def _execute(
 def _simulate(
     algorithm: str, x: _Inputs, tiling: Tiling, device: Device
 ) -> tuple[np.ndarray, Moves, int]:
-    job = Job(x.problem, x.q, x.k, x.v, None, tiling, device, algorithm, trace=True)
-    outcome = simulator.forward(job)
-    assert outcome.stages is not None
-    trace = Trace(x.problem, device, algorithm, plans.DIRECTIONS[0], "numpy", outcome.stages)
+    result = run(x.q, x.k, x.v, algorithm=algorithm, tiling=tiling, device=device, trace=True)
+    trace = result.trace
     moved = {
         (op, tensor): nbytes
         for tensor, row in trace.by_tensor().items()
         for op, nbytes in row.items()
         if nbytes
     }
-    return outcome.arrays["out"][0, 0], moved, trace.peak_sram()
+    return result.out[0, 0], moved, trace.peak_sram()

@@ -18,42 +18,33 @@ def naive(bench: Bench) -> None:
     """
     hbm = bench.hbm
     with bench.kernel("naive softmax") as sram:
-        for i in range(bench.schedule.t_r):
-            rows = bench.schedule.row_slice(i)
-            with sram.step(i):
-                l_i = sram.alloc("l", (rows.stop - rows.start,), fill=0.0)
-                for visit in bench.schedule.visits(i):
-                    with sram.visit(visit):
-                        l_i += np.exp(sram.load(hbm.S, rows, visit.cols)).sum(axis=-1)
-                for visit in bench.schedule.visits(i):
-                    with sram.visit(visit):
-                        S_ij = sram.load(hbm.S, rows, visit.cols)
-                        sram.store(hbm.P, rows, np.exp(S_ij) / l_i[..., None], visit.cols)
+        for i, rows in bench.steps(sram):
+            l_i = sram.alloc("l", (rows.stop - rows.start,), fill=0.0)
+            for cols in bench.visits(sram, i):
+                l_i += np.exp(sram.load(hbm.S, rows, cols)).sum(axis=-1)
+            for cols in bench.visits(sram, i):
+                S_ij = sram.load(hbm.S, rows, cols)
+                sram.store(hbm.P, rows, np.exp(S_ij) / l_i[..., None], cols)
 
 
 def stable(bench: Bench) -> None:
     """Algorithm 2: maximum, then sum, then divide. 3 loads and 1 store an element."""
     hbm = bench.hbm
     with bench.kernel("stable softmax") as sram:
-        for i in range(bench.schedule.t_r):
-            rows = bench.schedule.row_slice(i)
+        for i, rows in bench.steps(sram):
             n = rows.stop - rows.start
-            with sram.step(i):
-                m_i = sram.alloc("m", (n,), fill=-np.inf)
-                l_i = sram.alloc("l", (n,), fill=0.0)
-                for visit in bench.schedule.visits(i):
-                    with sram.visit(visit):
-                        S_ij = sram.load(hbm.S, rows, visit.cols)
-                        np.maximum(m_i, S_ij.max(axis=-1), out=m_i)
-                for visit in bench.schedule.visits(i):
-                    with sram.visit(visit):
-                        S_ij = sram.load(hbm.S, rows, visit.cols)
-                        l_i += np.exp(S_ij - m_i[..., None]).sum(axis=-1)
-                for visit in bench.schedule.visits(i):
-                    with sram.visit(visit):
-                        S_ij = sram.load(hbm.S, rows, visit.cols)
-                        P_ij = np.exp(S_ij - m_i[..., None]) / l_i[..., None]
-                        sram.store(hbm.P, rows, P_ij, visit.cols)
+            m_i = sram.alloc("m", (n,), fill=-np.inf)
+            l_i = sram.alloc("l", (n,), fill=0.0)
+            for cols in bench.visits(sram, i):
+                S_ij = sram.load(hbm.S, rows, cols)
+                np.maximum(m_i, S_ij.max(axis=-1), out=m_i)
+            for cols in bench.visits(sram, i):
+                S_ij = sram.load(hbm.S, rows, cols)
+                l_i += np.exp(S_ij - m_i[..., None]).sum(axis=-1)
+            for cols in bench.visits(sram, i):
+                S_ij = sram.load(hbm.S, rows, cols)
+                P_ij = np.exp(S_ij - m_i[..., None]) / l_i[..., None]
+                sram.store(hbm.P, rows, P_ij, cols)
 
 
 def online(bench: Bench) -> None:
@@ -63,24 +54,20 @@ def online(bench: Bench) -> None:
     """
     hbm = bench.hbm
     with bench.kernel("online softmax") as sram:
-        for i in range(bench.schedule.t_r):
-            rows = bench.schedule.row_slice(i)
+        for i, rows in bench.steps(sram):
             n = rows.stop - rows.start
-            with sram.step(i):
-                m_i = sram.alloc("m", (n,), fill=-np.inf)
-                l_i = sram.alloc("l", (n,), fill=0.0)
-                for visit in bench.schedule.visits(i):
-                    with sram.visit(visit):
-                        S_ij = sram.load(hbm.S, rows, visit.cols)
-                        m_new = np.maximum(m_i, S_ij.max(axis=-1))
-                        l_i *= np.exp(m_i - m_new)
-                        l_i += np.exp(S_ij - m_new[..., None]).sum(axis=-1)
-                        m_i[:] = m_new
-                for visit in bench.schedule.visits(i):
-                    with sram.visit(visit):
-                        S_ij = sram.load(hbm.S, rows, visit.cols)
-                        P_ij = np.exp(S_ij - m_i[..., None]) / l_i[..., None]
-                        sram.store(hbm.P, rows, P_ij, visit.cols)
+            m_i = sram.alloc("m", (n,), fill=-np.inf)
+            l_i = sram.alloc("l", (n,), fill=0.0)
+            for cols in bench.visits(sram, i):
+                S_ij = sram.load(hbm.S, rows, cols)
+                m_new = np.maximum(m_i, S_ij.max(axis=-1))
+                l_i *= np.exp(m_i - m_new)
+                l_i += np.exp(S_ij - m_new[..., None]).sum(axis=-1)
+                m_i[:] = m_new
+            for cols in bench.visits(sram, i):
+                S_ij = sram.load(hbm.S, rows, cols)
+                P_ij = np.exp(S_ij - m_i[..., None]) / l_i[..., None]
+                sram.store(hbm.P, rows, P_ij, cols)
 
 
 def whole_row(bench: Bench) -> None:
@@ -88,11 +75,9 @@ def whole_row(bench: Bench) -> None:
     hbm = bench.hbm
     bench.require_row("softmax of whole rows", score=bench.problem.itemsize)
     with bench.kernel("whole-row softmax") as sram:
-        for i in range(bench.schedule.t_r):
-            rows = bench.schedule.row_slice(i)
-            with sram.step(i):
-                S_i = sram.load(hbm.S, rows)
-                S_i -= S_i.max(axis=-1, keepdims=True)
-                P_i = np.exp(S_i, out=S_i)
-                P_i /= P_i.sum(axis=-1, keepdims=True)
-                sram.store(hbm.P, rows, P_i)
+        for _, rows in bench.steps(sram):
+            S_i = sram.load(hbm.S, rows)
+            S_i -= S_i.max(axis=-1, keepdims=True)
+            P_i = np.exp(S_i, out=S_i)
+            P_i /= P_i.sum(axis=-1, keepdims=True)
+            sram.store(hbm.P, rows, P_i)

@@ -7,6 +7,8 @@ these kernels: docs/data/units-h200.csv.
 
 from __future__ import annotations
 
+import csv
+from importlib.resources import files
 from typing import NamedTuple
 
 from flashsim.errors import own_errors
@@ -97,184 +99,22 @@ DECODING = DecodeConstants(
     table=3.84e-07,
 )
 
-#: By kernel family and stage; "wide" are the Hopper kernels with keys outside, and dQ, for a
-#: head_dim beyond 128, which are other kernels. "roles" is the fused one up to 192 columns, whose
-#: warpgroups have different roles: two times to be fitted to. "deferred" makes dQ of a visit in the
-#: next one, "once" has one visit a row tile.
-CALIBRATED: dict[str, dict[str, Constants]] = {
-    "hopper": {
-        "forward": Constants(
-            scores=9.100,
-            masked=4.691,
-            own=1.740,
-            waits=0.647,
-            visit=0.02e-6,
-            launch=3.19e-6,
-            throttle=0.098,
-        ),
-        "dkdv": Constants(
-            tensor=0.568,
-            scores=3.798,
-            masked=7.527,
-            own=1.380,
-            visit=0.65e-6,
-            item=0.37e-6,
-            launch=2.07e-6,
-            changeover=1.66e-6,
-            throttle=0.172,
-        ),
-        "dq": Constants(
-            tensor=0.517,
-            scores=1.889,
-            masked=1.196,
-            visit=0.64e-6,
-            item=1.99e-6,
-            launch=2.29e-6,
-            changeover=3.19e-6,
-            throttle=0.165,
-        ),
-        "fused": Constants(
-            tensor=0.899,
-            scores=6.003,
-            masked=6.174,
-            reduced=0.125,
-            own=1.731,
-            visit=0.65e-6,
-            launch=2.42e-6,
-            changeover=1.84e-6,
-        ),
-        "fused, deferred": Constants(
-            tensor=0.000,
-            scores=7.329,
-            reduced=2.362,
-            own=0.000,
-            visit=0.64e-6,
-            item=2.56e-6,
-            launch=6.00e-6,
-            changeover=10.29e-6,
-            throttle=0.124,
-        ),
-        "fused, once": Constants(scores=23.094, visit=2.35e-6, item=1.85e-6, launch=2.70e-6),
-        "dkdv, wide": Constants(
-            tensor=0.896, visit=0.77e-6, item=3.52e-6, launch=2.00e-6, throttle=0.033
-        ),
-        "dq, wide": Constants(
-            tensor=1.282, visit=0.08e-6, item=3.97e-6, launch=2.00e-6, throttle=0.100
-        ),
-        "fused, wide": Constants(
-            tensor=0.675, visit=3.12e-6, item=5.42e-6, launch=2.00e-6, throttle=0.024
-        ),
-        "fused, roles": Constants(tensor=1.488, item=4.12e-6, launch=2.00e-6),
-    },
-    "portable": {
-        "forward": Constants(
-            tensor=1.483,
-            scores=0.014,
-            masked=2.009,
-            shared=0.281,
-            pieces=19.075,
-            own=1.573,
-            waits=0.001,
-            visit=0.89e-6,
-            item=1.43e-6,
-            launch=3.67e-6,
-            changeover=7.17e-6,
-            throttle=0.130,
-        ),
-        "dkdv": Constants(
-            tensor=1.835,
-            masked=0.003,
-            shared=0.446,
-            pieces=29.232,
-            own=1.960,
-            waits=0.259,
-            visit=0.43e-6,
-            item=0.01e-6,
-            launch=1.96e-6,
-            changeover=4.78e-6,
-            throttle=0.014,
-        ),
-        "dq": Constants(
-            tensor=1.560,
-            masked=0.107,
-            shared=0.656,
-            pieces=69.035,
-            own=2.304,
-            waits=0.105,
-            visit=0.26e-6,
-            item=0.48e-6,
-            launch=3.30e-6,
-            changeover=5.20e-6,
-            throttle=0.054,
-        ),
-        "fused": Constants(
-            tensor=1.271,
-            masked=0.000,
-            shared=0.524,
-            pieces=40.848,
-            reduced=1.391,
-            own=2.562,
-            waits=0.123,
-            visit=0.92e-6,
-            item=0.07e-6,
-            launch=1.98e-6,
-            changeover=7.89e-6,
-            throttle=0.000,
-        ),
-    },
-    "python": {
-        "forward": Constants(
-            tensor=0.757,
-            scores=4.697,
-            masked=1.303,
-            own=0.148,
-            visit=0.32e-6,
-            item=1.12e-6,
-            launch=4.49e-6,
-            changeover=0.65e-6,
-            throttle=0.151,
-        ),
-        "dkdv": Constants(
-            tensor=1.219,
-            masked=0.001,
-            shared=0.363,
-            pieces=13.629,
-            own=1.284,
-            waits=0.001,
-            visit=1.46e-6,
-            item=1.82e-6,
-            launch=2.00e-6,
-            changeover=5.64e-6,
-            throttle=0.097,
-        ),
-        "dq": Constants(
-            tensor=1.883,
-            masked=0.001,
-            shared=0.405,
-            pieces=24.822,
-            own=4.124,
-            waits=0.494,
-            visit=0.00e-6,
-            launch=2.70e-6,
-            changeover=4.75e-6,
-            throttle=0.119,
-        ),
-        "fused": Constants(
-            tensor=1.736,
-            masked=3.382,
-            shared=0.135,
-            pieces=2.113,
-            reduced=0.416,
-            own=3.105,
-            waits=0.031,
-            visit=1.68e-6,
-            item=0.08e-6,
-            launch=1.88e-6,
-            changeover=7.55e-6,
-            throttle=0.037,
-        ),
-    },
-}
+
+def _read() -> dict[str, dict[str, Constants]]:
+    text = files("flashsim").joinpath("data", "time_model.csv").read_text(encoding="utf-8")
+    found: dict[str, dict[str, Constants]] = {}
+    for row in csv.DictReader(text.splitlines()):
+        kernels, stage = row.pop("kernels"), row.pop("stage")
+        constants = Constants(**{name: float(text) for name, text in row.items() if text})
+        found.setdefault(kernels, {})[stage] = constants
+    return found
+
+
+#: By kernel family and stage, from flashsim/data/time_model.csv. "wide" are the Hopper kernels with
+#: keys outside, and dQ, for a head_dim beyond 128, which are other kernels. "roles" is the fused
+#: one up to 192 columns, whose warpgroups have different roles: two times to be fitted to.
+#: "deferred" makes dQ of a visit in the next one, "once" has one visit a row tile.
+CALIBRATED = _read()
 
 #: Seconds for which the chip keeps its highest clock under these kernels' load.
 POWER_AFTER = 3e-3

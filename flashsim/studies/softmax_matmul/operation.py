@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from flashsim import report
+from flashsim.api import hosts
+from flashsim.api.arrays import require_numpy
 from flashsim.errors import DTypeError, ShapeError, own_errors
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
@@ -106,7 +108,8 @@ def run(
     block_2 : int, optional
     backend : {"numpy", "numba", "cupy"}
         The simulator, which counts; the same walk compiled, on every core, which does not; or one
-        CUDA kernel, for NumPy, CuPy and torch CUDA arrays, with blocks of 16, 32 or 64.
+        CUDA kernel, for NumPy, CuPy and torch CUDA arrays, with blocks of 16, 32 or 64. On the CPU
+        arrays of any library; what goes in comes out.
     device : str or Device
         Of the simulator: a block's tiles must fit in its shared memory and an SM's registers,
         where kernels keep O.
@@ -133,22 +136,24 @@ def run(
         out, counted = gpu.forward(x, v, tiling.block_q, tiling.block_k, counts=bool(trace))
         moved = {(op, name): n for key, n in counted.items() for op, name in [key.split()]}
         return SoftmaxProduct(out, shape, tiling, True, moved)
+    host = hosts.host_of(x)
+    x, v = hosts.take(host, x=x, v=v)
+    require_numpy(backend, x=x, v=v)
     if backend == "numba":
         from flashsim.studies.softmax_matmul import compiled
 
-        out = compiled.forward(np.asarray(x), np.asarray(v), tiling.block_q, tiling.block_k)
-        return SoftmaxProduct(out, shape, tiling, True)
+        out = compiled.forward(x, v, tiling.block_q, tiling.block_k)
+        return SoftmaxProduct(host.give(out), shape, tiling, True)
     machine = Device.get(device)
     room = replace(machine, sram_bytes=machine.sram_bytes + machine.registers_per_sm)
     bench = Bench(_problem(shape), tiling, room)
-    bench.hbm.put("S", np.asarray(x)[:, None])
-    bench.hbm.put("V", np.asarray(v)[:, None])
+    bench.hbm.put("S", x[:, None])
+    bench.hbm.put("V", v[:, None])
     out = bench.hbm.new("O", shape[1], shape[3], "float32")
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         fusion.softmax_product(bench)
-    return SoftmaxProduct(
-        out[:, 0], shape, tiling, True, _of_all(bench.transfers, shape[0]), bench.peak
-    )
+    moved = _of_all(bench.transfers, shape[0])
+    return SoftmaxProduct(host.give(out[:, 0]), shape, tiling, True, moved, bench.peak)
 
 
 @own_errors

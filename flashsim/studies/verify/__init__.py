@@ -1,13 +1,14 @@
 """Predictions against hardware counters: what Nsight Compute measured, kernel by kernel."""
 
 from flashsim.studies.verify.agreement import summary
-from flashsim.studies.verify.cases import Case, Counted, MeasuredPass, predict
+from flashsim.studies.verify.cases import HERE, Case, Counted, MeasuredPass, here, predict
 from flashsim.studies.verify.comparison import Row, Verification, verify
 from flashsim.studies.verify.measure import Record, assign, counts_beside, passes_of, record
 from flashsim.studies.verify.ncu import METRICS, MeasuredLaunch, command, parse
 from flashsim.studies.verify.soak import compare, draw, table
 
 __all__ = [
+    "HERE",
     "METRICS",
     "Case",
     "Counted",
@@ -21,6 +22,7 @@ __all__ = [
     "compare",
     "counts_beside",
     "draw",
+    "here",
     "parse",
     "passes_of",
     "predict",

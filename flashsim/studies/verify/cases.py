@@ -7,9 +7,11 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from flashsim.api import counting
+from flashsim.api.dispatch import ON_CPU
+from flashsim.backends.failures import require_cupy
 from flashsim.counts.traffic import Traffic
-from flashsim.errors import UnsupportedError, own_errors
-from flashsim.problem.hardware import Device
+from flashsim.errors import OptionError, UnsupportedError, own_errors
+from flashsim.problem.hardware import PRESETS, Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 from flashsim.studies.verify.ncu import MeasuredLaunch
@@ -21,6 +23,27 @@ _SHAPE = (
 )
 
 
+#: The device of a case that is predicted for the GPU on which it is measured.
+HERE = "this GPU"
+
+
+@own_errors
+def here() -> str:
+    """The preset's name of the GPU of this machine.
+
+    Raises
+    ------
+    BackendUnavailable
+        If there is none, or no CuPy to ask.
+    OptionError
+        If no preset describes it.
+    """
+    require_cupy("cupy")
+    from flashsim.backends.cupy_gpu import engine
+
+    return engine.preset().name
+
+
 @own_errors
 @dataclass(frozen=True)
 class Case:
@@ -30,7 +53,10 @@ class Case:
     ----------
     problem : Problem
         Dense, causal or windowed, with or without a softcap.
-    algorithm, backend, device : str
+    algorithm, backend : str
+    device : str
+        For which it is predicted. Default: `HERE`, for which `record` puts the preset of the GPU
+        that it measures.
     kernel : str or None
         Passed on to `run` where given: "hopper" or "portable".
     tilings : (Tiling or None, Tiling or None)
@@ -47,7 +73,7 @@ class Case:
     problem: Problem
     algorithm: str = "flash2"
     backend: str = "cupy"
-    device: str = "H200"
+    device: str = HERE
     kernel: str | None = None
     tilings: tuple[Tiling | None, Tiling | None] = (None, None)
     backward: tuple[bool | None, ...] = ()
@@ -60,6 +86,23 @@ class Case:
                     f"{name} cannot be verified yet, and the problem has one that is not the "
                     f"default; a case carries {', '.join(_SHAPE)}"
                 )
+
+    def placed(self) -> Case:
+        """The case itself or, where its device is `HERE`, the same for this machine's GPU.
+
+        Raises
+        ------
+        BackendUnavailable, OptionError
+            As `here`; also for a backend that runs on no GPU.
+        """
+        if self.device != HERE:
+            return self
+        if self.backend in ON_CPU:
+            raise OptionError(
+                f"backend {self.backend!r} runs on no GPU: name the device to predict for, "
+                f"{', '.join(PRESETS)}"
+            )
+        return replace(self, device=here())
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -78,14 +78,20 @@ def counts_beside(path: Path) -> Path:
 def record(cases: Sequence[Case]) -> Record:
     """Run the cases and keep what comes out: two processes, whatever the number of cases.
 
+    Cases that name no device are those of this machine's GPU from then on.
+
     Raises
     ------
     BackendUnavailable
         If there is no ``ncu``, or a run fails; the message ends with what it printed last.
+    OptionError
+        If a case names no device, and no preset describes this GPU.
     """
+    command([sys.executable])  # first, so that a missing ncu is said at once
+    cases = [case.placed() for case in cases]
     wanted = json.dumps([case.to_dict() for case in cases])
     program = [sys.executable, "-m", "flashsim.studies.verify.workload", wanted]
-    profiled = command(program)  # first, so that a missing ncu is said at once
+    profiled = command(program)
     with TemporaryDirectory() as folder:
         kept = Path(folder) / "counted.json"
         _run([*program, str(kept)])

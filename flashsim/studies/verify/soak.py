@@ -15,7 +15,7 @@ from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.report import Table
 from flashsim.studies.verify import agreement
-from flashsim.studies.verify.cases import Case, MeasuredPass
+from flashsim.studies.verify.cases import HERE, Case, MeasuredPass
 from flashsim.studies.verify.comparison import verify
 
 #: Quantities and what is asked of each, as a share of what was predicted.
@@ -36,7 +36,7 @@ MOST_CASES = 10_000  # drawn at once
 
 
 @own_errors
-def draw(count: int, *, seed: int = 0, device: str = "H200", kernels: Sequence[str]) -> list[Case]:
+def draw(count: int, *, seed: int = 0, device: str = HERE, kernels: Sequence[str]) -> list[Case]:
     """Random cases: lengths, widths, heads, groups, masks; forward, three passes and fused.
 
     Parameters
@@ -45,6 +45,7 @@ def draw(count: int, *, seed: int = 0, device: str = "H200", kernels: Sequence[s
     seed : int
         The same seed gives the same cases.
     device : str
+        Default: that of the GPU on which they are measured.
     kernels : sequence of str
         Families of backend "cupy" to choose from.
     """
@@ -100,11 +101,7 @@ class Apart:
 def compare(cases: Sequence[Case], passes: Iterable[Sequence[MeasuredPass]]) -> list[Apart]:
     """Every quantity with a target; the furthest off first, in units of its target.
 
-    Parameters
-    ----------
-    cases : sequence of Case
-    passes : iterable
-        The measured passes of each case, from `passes_of`.
+    `passes` are the measured ones of each case, from `passes_of`.
     """
     found = []
     for case, those in zip(cases, passes, strict=True):

@@ -25,7 +25,7 @@ DRAWN = 1 << 20
 
 def main(arguments: list[str]) -> None:
     """Run all cases, one after the other."""
-    cases = [Case.from_dict(values) for values in json.loads(arguments[0])]
+    cases = [Case.from_dict(values).placed() for values in json.loads(arguments[0])]
     counting = len(arguments) > 1
     counted = [[x.to_dict() for x in run_case(case, counting=counting)] for case in cases]
     if counting:

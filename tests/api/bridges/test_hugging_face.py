@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+from itertools import product
 
 import pytest
 
@@ -228,8 +229,11 @@ def test_generation_with_a_cache(maker, padding):
     "compute",
     [
         lambda mask: torch.ones(1, 1, 6, 6) + mask,
+        lambda mask: torch.ones(1, 1, 6, 3) + mask[..., :3],
+        lambda mask: torch.ones(6, 1, 6, 6).add_(mask.repeat(6, 1, 1, 1)),
+        lambda mask: mask.reshape(6, 6) * -1e9,
+        lambda mask: mask[:, :, 0].float(),
         lambda mask: torch.where(mask, 0, 1),
-        lambda mask: mask[:, :, :, :3],
         lambda mask: mask.dtype,
         lambda mask: mask.to(torch.float32),
     ],
@@ -239,6 +243,64 @@ def test_a_model_that_computes_with_its_mask_is_told_so(compute):
         compute(hugging_face.mask(1, 6, 6))
     assert copy.deepcopy(hugging_face.mask(1, 6, 6)).causal
     assert not hasattr(hugging_face.mask(1, 6, 6), "dtype")
+
+
+@pytest.mark.parametrize("padding", ["none", "right"])
+@pytest.mark.parametrize("which", ["causal", "all"])
+def test_a_mask_can_be_laid_out_and_chosen_by(which, padding):
+    """As a model does that knows SDPA's masks: it gets one of booleans."""
+    function, _ = interfaces()[which]
+    keys = torch.ones(2, 6, dtype=torch.bool)
+    keys[1, 4:] = padding == "none"
+    asked = {"mask_function": function, "attention_mask": keys}
+    mask = hugging_face.mask(2, 6, 6, **asked)
+    assert isinstance(mask, Band)
+    exact = transformers.masking_utils.sdpa_mask(2, 6, 6, **asked, allow_is_causal_skip=False)
+    x = torch.randn(2, 4, 6, 6)
+    for lay_out in (
+        lambda mask: mask[:, :, :, :3],
+        lambda mask: mask.repeat(1, 4, 1, 1).reshape(8, 6, 6),
+        lambda mask: ~mask.expand(2, 4, 6, 6),
+        lambda mask: torch.where(mask.expand(2, 4, 6, 6), x, -1),
+        lambda mask: x.masked_fill(~mask[:, :], -torch.inf).softmax(-1),
+        lambda mask: torch.nn.functional.scaled_dot_product_attention(x, x, x, mask[:, :]),
+    ):
+        got, expected = lay_out(mask), lay_out(exact)
+        assert torch.equal(got, expected)
+        assert got.dtype == torch.bool or type(got) is torch.Tensor
+    q, k, v = torch.randn(3, 2, 4, 6, 8)
+    for given in (mask, mask[:, :, :6, :6]):  # layers may cut it before they hand it on
+        got, _ = hugging_face.attend(torch.nn.Module(), q, k, v, given)
+        sdpa = torch.nn.functional.scaled_dot_product_attention(q, k, v, exact).transpose(1, 2)
+        kept = keys if which == "causal" else torch.ones_like(keys)
+        torch.testing.assert_close(got[kept], sdpa[kept])
+
+
+def siglip2():
+    config = transformers.Siglip2VisionConfig(**SMALL, num_patches=16, patch_size=4)
+    return transformers.Siglip2VisionModel(config)
+
+
+@pytest.mark.parametrize("tokens", [16, 12])
+def test_a_model_whose_head_lays_out_its_own_mask(tokens):
+    """SigLIP 2 pools by torch's attention, whose mask it makes of the interface's."""
+    torch.manual_seed(0)
+    model, mask = siglip2().eval(), torch.ones(2, 16, dtype=torch.long)
+    mask[1, tokens:] = 0
+    inputs = {
+        "pixel_values": torch.randn(2, 16, 48),
+        "pixel_attention_mask": mask,
+        "spatial_shapes": torch.tensor([[4, 4], [tokens // 4, 4]]),
+    }
+    found = []
+    for implementation in ("sdpa", "flashsim"):
+        model.zero_grad()
+        model.set_attn_implementation(implementation)
+        given = model(**inputs)
+        (given.pooler_output.square().sum() + given.last_hidden_state[0].sum()).backward()
+        found.append([given.pooler_output.detach(), *(p.grad for p in model.parameters())])
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(y, x, rtol=1e-4, atol=1e-5 * float(x.abs().max()) + 1e-6)
 
 
 def cache_word(model):
@@ -420,6 +482,152 @@ def test_a_position_bias_has_a_gradient_and_meets_padding():
     (mine,) = torch.autograd.grad(got.square().sum(), bias)
     (theirs,) = torch.autograd.grad(expected.square().sum(), bias)
     torch.testing.assert_close(mine, theirs)
+
+
+# -- rows without keys -----------------------------------------------------------------------------
+
+
+TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *product(["bool", "least", "bias", "-inf"], TYPES),
+        ("-1e9", torch.float32),  # float16 has no such number, float64 digits for scores beside it
+        ("-1e9", torch.bfloat16),
+    ],
+)
+def test_a_row_that_a_mask_tensor_leaves_without_keys_is_zeros(kind, dtype):
+    """Forward and backward: one row of a mask, and all rows of one batch entry."""
+    q, k, v = (torch.randn(2, 2, 8, 8, dtype=dtype, requires_grad=True) for _ in range(3))
+    keep = torch.rand(2, 1, 8, 8) < 0.7
+    keep[..., 0] = True
+    keep[0, :, 2] = keep[1] = False
+    least = {"-1e9": -1e9, "-inf": -torch.inf}.get(kind, torch.finfo(dtype).min)
+    mask = (
+        keep if kind == "bool" else torch.zeros(keep.shape, dtype=dtype).masked_fill(~keep, least)
+    )
+    given = {"attention_mask": mask}
+    if kind == "bias":  # of a model that adds its mask to it
+        given = {"attention_mask": torch.ones(8, dtype=torch.bool), "position_bias": mask}
+    got, _ = hugging_face.attend(torch.nn.Module(), q, k, v, **given, scaling=0.25)
+    assert (got[0, 2] == 0).all()
+    assert (got[1] == 0).all()
+
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    exact = torch.nn.functional.scaled_dot_product_attention(*wide, attn_mask=keep, scale=0.25)
+    weight = torch.randn(got.shape, dtype=torch.float64)  # rows without keys as well
+    mine = torch.autograd.grad((got.double() * weight).sum(), (q, k, v))
+    theirs = torch.autograd.grad((exact.transpose(1, 2) * weight).sum(), wide)
+    near = {"rtol": 0, "atol": 40 * torch.finfo(dtype).eps}
+    for x, y in zip((got, *mine), (exact.transpose(1, 2), *theirs), strict=True):
+        torch.testing.assert_close(x.double(), y, **near)
+
+
+def gemma3():
+    sizes = {**TEXT, "head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 8}
+    sight = {**SMALL, "image_size": 8, "patch_size": 4}
+    config = transformers.Gemma3Config(
+        text_config=sizes, vision_config=sight, mm_tokens_per_image=4,
+        image_token_id=60, boi_token_id=61, eoi_token_id=62,
+    )  # fmt: skip
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+def padded_left(model):
+    """A batch of two; of the second entry all but the last tokens are padding."""
+    attention_mask = torch.ones(2, 40, dtype=torch.long)
+    attention_mask[1, :24] = 0
+    words = torch.randint(3, 60, (2, 40))
+    inputs = {"input_ids": words, "attention_mask": attention_mask, "use_cache": False}
+    if isinstance(model, transformers.Gemma3ForConditionalGeneration):
+        words[:, 30:34] = 60  # one image, which is seen whole
+        inputs["token_type_ids"] = (words == 60).long()
+        inputs["pixel_values"] = torch.randn(2, 3, 8, 8)
+    return inputs
+
+
+def own_mask(inputs):
+    """The same padding as a float mask of the caller's own, (batch, 1, n, n)."""
+    least = torch.finfo(torch.float32).min
+    keys = inputs["attention_mask"].bool()[:, None, None]
+    causal = torch.ones(40, 40, dtype=torch.bool).tril()
+    mask = torch.zeros(2, 1, 40, 40).masked_fill(~(keys & causal), least)
+    return inputs | {"attention_mask": mask}
+
+
+def length_of_gradient(model, implementation, inputs, labels):
+    model.zero_grad()
+    model.set_attn_implementation(implementation)
+    model(**inputs, labels=labels).loss.backward()
+    gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    return torch.cat(gradients).norm().item()
+
+
+@pytest.mark.parametrize("padding_in_loss", [False, True], ids=["tokens", "padding too"])
+@pytest.mark.parametrize("way", ["llama4", "gemma3", "own mask", "compiled"])
+def test_padding_on_the_left_adds_nothing_to_gradients(way, padding_in_loss):
+    """Where the mask is a tensor. A label is what the token before it predicts, so one row of
+    padding is in the loss even where padding's labels are left out. Eager has means in such rows.
+    """
+    torch.manual_seed(0)
+    model = {"llama4": llama4, "gemma3": gemma3}.get(way, llama)().train()
+    inputs = padded_left(model)
+    labels = inputs["input_ids"].clone()
+    if not padding_in_loss:
+        labels[inputs["attention_mask"] == 0] = -100
+    sdpa, eager = (length_of_gradient(model, x, inputs, labels) for x in ("sdpa", "eager"))
+    if way == "own mask":
+        inputs = own_mask(inputs)
+    if way == "compiled":
+        model.forward = torch.compile(model.forward, backend="aot_eager")
+    got = length_of_gradient(model, "flashsim", inputs, labels)
+    assert got == pytest.approx(sdpa, rel=1e-4)
+    assert padding_in_loss or got == pytest.approx(eager, rel=1e-2)
+
+
+@pytest.mark.parametrize("maker", [llama, gpt2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_a_batch_of_padding_alone(maker, tokens):
+    """All of it, or all of one entry: zeros, as SDPA has them, and gradients."""
+    model, inputs = made(maker)
+    inputs["attention_mask"] = torch.zeros(2, N, dtype=torch.long)
+    inputs["attention_mask"][0, N - tokens :] = 1
+    found = []
+    for implementation in ("sdpa", "flashsim"):
+        model.zero_grad()
+        model.set_attn_implementation(implementation)
+        logits = model(**inputs).logits
+        logits.square().sum().backward()
+        found.append([logits.detach(), *(p.grad for p in model.parameters())])
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(y, x, rtol=1e-3, atol=1e-3 * float(x.abs().max()) + 1e-6)
+
+
+@pytest.mark.parametrize("side", ["both", "keys"])
+def test_padding_alone_gives_zeros_and_a_gradient_of_zeros(side):
+    """Decoders leave out their own queries with the keys; encoders' all ask."""
+    q, k, v = (torch.randn(2, h, 6, 8, requires_grad=True) for h in (4, 2, 2))
+    nothing = torch.zeros(2, 6, dtype=torch.bool)
+    band = Band(side == "both", keys=nothing, queries=nothing if side == "both" else None)
+    got, _ = hugging_face.attend(torch.nn.Module(), q, k, v, band)
+    assert got.shape == (2, 6, 4, 8)
+    assert (got == 0).all()
+    for x in torch.autograd.grad(got.sum(), (q, k, v)):
+        assert (x == 0).all()
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_generation_begins_with_chunks_of_padding_alone(chunk):
+    model, inputs = made(llama)
+    inputs["attention_mask"] = torch.tensor([[0] * 6 + [1] * (N - 6), [0] * 9 + [1] * (N - 9)])
+    told = []
+    for implementation in ("sdpa", "flashsim"):
+        model.set_attn_implementation(implementation)
+        how = {"prefill_chunk_size": chunk, "max_new_tokens": 6, "min_new_tokens": 6}
+        told.append(model.generate(**inputs, **how, do_sample=False, pad_token_id=0))
+    assert told[0].tolist() == told[1].tolist()
 
 
 @pytest.mark.parametrize(

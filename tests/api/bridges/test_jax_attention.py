@@ -191,6 +191,42 @@ def test_what_cannot_be_done_is_said_while_it_is_traced():
         jax.grad(lambda x: jax.grad(lambda y: call(y, k, v).sum())(x).sum())(q)
 
 
+NOTHING = {"no batch": {"batch": 0}, "no queries": {"n_q": 0}, "no keys": {"n_kv": 0}}
+
+
+@pytest.mark.parametrize("backend", ["numpy", "numba"])
+@pytest.mark.parametrize("sizes", NOTHING.values(), ids=NOTHING)
+def test_of_nothing_zeros(sizes, backend):
+    inputs = tensors(**sizes, bias=(1, 2))
+    both = lambda *x: call(*x, backend=backend, return_lse=True)  # noqa: E731
+    for function in (both, jax.jit(both)):
+        out, lse = function(*inputs)
+        close((out, lse), (jnp.zeros((*inputs[0].shape[:-1], 3)), lse), rtol=0)
+        assert out.dtype == inputs[0].dtype
+        assert lse.shape == inputs[0].shape[:-1]
+        assert jnp.isneginf(lse).all()
+    gradients = jax.grad(lambda *x: call(*x, backend=backend).sum(), (0, 1, 2, 3))(*inputs)
+    close(gradients, tuple(map(jnp.zeros_like, inputs)), rtol=0)
+    mapped = jax.vmap(lambda q: call(q, *inputs[1:]))(jnp.stack([inputs[0]] * 3))
+    assert mapped.shape == (3, *out.shape)
+    by_token = [jnp.swapaxes(x, 1, 2) for x in inputs[:3]]
+    assert not dot_product_attention(*by_token, backend=backend).any()
+
+
+def test_of_nothing_packed():
+    q, k, v = tensors(batch=1, n_q=0)
+    cuts = jnp.array([0, 0]), jnp.array([0, 9])
+    ask = lambda a, b: call(q, k, v, cu_seqlens_q=a, cu_seqlens_k=b)  # noqa: E731
+    for function in (ask, jax.jit(ask)):
+        assert function(*cuts).shape == (1, 2, 0, 3)
+
+
+def test_fp8_has_no_scales_here():
+    q, k, v = tensors(dtype="float8_e4m3fn")
+    with pytest.raises(UnsupportedError, match=r"jax.attention has no scales.*run\(q, k, v, sca"):
+        attention(q, k, v, backend="numpy")
+
+
 def test_what_only_the_engine_can_tell_is_said_when_it_runs():
     pytest.importorskip("cupy")
     q, k, v = tensors()

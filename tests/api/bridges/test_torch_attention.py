@@ -297,7 +297,7 @@ def test_a_wrong_argument_is_named(question, kind, text):
     ("sizes", "question", "text"),
     [
         ({"heads": 3}, {}, "query heads must be a multiple of key heads, got heads=3"),
-        ({"n_q": 0}, {}, "must not be empty"),
+        ({"d": 0}, {}, "must have heads and columns"),
         ({"bias": (3, 1)}, {}, "bias is given by its leading shape"),
         ({}, {"window": (-3, 0)}, "window sides must be -1"),
     ],
@@ -306,6 +306,54 @@ def test_what_has_no_numbers_is_checked_like_what_has(device, sizes, question, t
     q, k, v, *bias = (x.detach().to(device) for x in tensors(**sizes))
     with pytest.raises(FlashSimError, match=text):
         attention(q, k, v, bias=bias[0] if bias else None, **question)
+
+
+NOTHING = {"no batch": {"batch": 0}, "no queries": {"n_q": 0}, "no keys": {"n_kv": 0}}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("backend", ["numpy", "numba"])
+@pytest.mark.parametrize("sizes", NOTHING.values(), ids=NOTHING)
+def test_of_nothing_zeros_as_torchs_own(sizes, backend, compiled):
+    """Gradients, too: those of the inputs there are, and of a bias."""
+    inputs = tensors(**sizes, bias=(1, 2))
+    theirs = torch.nn.functional.scaled_dot_product_attention(*inputs[:3], attn_mask=inputs[3])
+    wanted = torch.autograd.grad(theirs.sum(), inputs, allow_unused=True)
+
+    def both(*x):
+        return call(*x, backend=backend, return_lse=True)
+
+    out, lse = (torch.compile(both, backend="eager", fullgraph=True) if compiled else both)(*inputs)
+    torch.testing.assert_close(out, theirs, rtol=0, atol=0)
+    assert lse.shape == inputs[0].shape[:-1]
+    assert torch.isneginf(lse).all()
+    for got, want, x in zip(torch.autograd.grad(out.sum(), inputs), wanted, inputs, strict=True):
+        want = torch.zeros_like(x) if want is None else want
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("sizes", NOTHING.values(), ids=NOTHING)
+def test_of_nothing_on_the_meta_device_and_under_vmap(sizes):
+    inputs = [x.detach() for x in tensors(**sizes)]
+    on_meta = attention(*(x.to("meta") for x in inputs))
+    assert on_meta.shape == (*inputs[0].shape[:-1], 3)
+    mapped = torch.func.vmap(call)(*(torch.stack([x, x, x]) for x in inputs))
+    torch.testing.assert_close(mapped, inputs[0].new_zeros((3, *on_meta.shape)), rtol=0, atol=0)
+    three = [x.flatten(0, 1)[..., :3] for x in inputs]  # heads are its batch
+    three = [x.requires_grad_() for x in three]
+    out = FlashAttention.apply(*three)
+    assert not out.any()
+    gradients = torch.autograd.grad(out.sum(), three)
+    assert [x.shape for x in gradients] == [x.shape for x in three]
+    assert not any(x.any() for x in gradients)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("backend", ["numpy", "numba", None])
+def test_fp8_has_no_scales_here(device, backend):
+    q, k, v = (x.detach().to(torch.float8_e4m3fn).to(device) for x in tensors(dv=4))
+    with pytest.raises(UnsupportedError, match=r"torch.attention has no scales.*run\(q, k, v, sca"):
+        attention(q, k, v, backend=backend)
 
 
 def test_tensors_of_another_kind_are_refused():

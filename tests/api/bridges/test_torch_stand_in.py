@@ -184,3 +184,26 @@ def test_what_flash_attention_cannot_do_here_is_said():
     rest = (None, None, 20, 20, 0.0, True, False)
     with pytest.raises(UnsupportedError, match=r"takes no alibi_slopes; .*restore_flash"):
         stand_in._flash_forward(q, k, v, *rest, alibi_slopes=torch.ones(3))
+
+
+@pytest.mark.parametrize("sizes", [(0, 5, 7), (2, 0, 7), (2, 5, 0)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_of_nothing_zeros_as_torchs_own(calls, sizes, masked):
+    """By torch's choice of a kernel, and by the functions that stand in for its own."""
+    batch, n_q, n_kv = sizes
+    shapes = (batch, 2, n_q, 8), (batch, 2, n_kv, 8), (batch, 2, n_kv, 8)
+    q, k, v = (torch.ones(shape, requires_grad=True) for shape in shapes)
+    mask = torch.ones(n_q, n_kv, dtype=torch.bool) if masked else None
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    assert out.shape == q.shape
+    assert not out.any()
+    given = [x.detach() for x in (q, k, v)]
+    mine, lse = stand_in._cpu_forward(*given, attn_mask=mask)
+    torch.testing.assert_close(mine, out.detach(), rtol=0, atol=0)
+    assert torch.isneginf(lse).all()
+    gradients = stand_in._cpu_backward(
+        *(torch.ones_like(mine), *given, mine, lse, 0.0, False), attn_mask=mask
+    )
+    for got, like in zip(gradients, given, strict=True):
+        torch.testing.assert_close(got, torch.zeros_like(like), rtol=0, atol=0)
+    assert calls[-2:] == ["run", "backward"]

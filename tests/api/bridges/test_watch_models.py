@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
+import flashsim.torch  # noqa: E402
 from flashsim.torch import watch  # noqa: E402
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
@@ -167,6 +168,28 @@ def test_seventy_billion_parameters_in_seconds(implementation):
     assert flash2["ms by"] == "predict"
     assert flash2["ms"] < standard["ms"]
     assert seconds < 60, "seconds on a laptop; this much on a busy machine"
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "flashsim"])
+def test_a_bias_for_each_head_is_counted_where_it_has_no_values(implementation):
+    """T5 adds one to the scores: on the meta device as many bytes as on the CPU."""
+    flashsim.torch.install()
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4}
+    counted = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            config = transformers.T5Config(**sizes, vocab_size=64, dropout_rate=0.0)
+            model = transformers.T5ForConditionalGeneration(config).eval()
+            words = torch.zeros(2, 33, dtype=torch.long)
+        model.set_attn_implementation(implementation)
+        with watch(model) as seen:
+            model(input_ids=words, decoder_input_ids=words)
+        calls = [seen[f"{side}.block.0.layer.0.SelfAttention"] for side in ("encoder", "decoder")]
+        counted.append([(flashsim.count(c.problem).compulsory(), c.pattern.bias) for c in calls])
+    assert counted[0] == counted[1]
+    for compulsory, bias in counted[0]:
+        assert bias == (1, 4)
+        assert compulsory == 4 * (4 * 2 * 4 * 33 * 8 + 2 * 4 * 33 + 4 * 33 * 33)  # q, k, v, o; L; S
 
 
 def test_a_model_under_fake_tensors():

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 from llvmlite import ir
 
 from flashsim.engines.cpu.micro_kernels.along_pairs import weigh_pairs
@@ -169,7 +168,7 @@ def build_softmax_along(module: ir.Module, block: Blocking, itemsize: int, kind:
     if not code.is_new:
         return code.function
     S, ld, heads, n, m, l, alpha = code.function.args
-    b, minus_inf = code.b, code.const(-np.inf)
+    b, masked = code.b, code.masked()
     pairs = code if isinstance(code, PairCode) else None
     at_once = 2 if pairs else 1  # vectors of a row, which make one of pairs
     most = HEADS if block.register != 32 else 1  # AVX2 has half the registers
@@ -202,7 +201,7 @@ def build_softmax_along(module: ir.Module, block: Blocking, itemsize: int, kind:
         before = [code.spread(x) for x in at_m]
         tops = code.loop(n, before, largest, by=code.lanes)
         tops = [folded(top, code.larger) for top in tops]
-        seen = [b.fcmp_ordered("!=", top, minus_inf) for top in tops]
+        seen = [b.fcmp_ordered(">", top, masked) for top in tops]
         bases = [b.select(s, top, code.const(0)) for s, top in zip(seen, tops, strict=True)]
 
         def exponentials(x, sums):

@@ -119,7 +119,7 @@ def build_online_softmax(module: ir.Module, block: Blocking, itemsize: int):
     if not code.is_new:
         return code.function
     S, rows, m, l, alpha = code.function.args
-    b, minus_inf = code.b, code.const(-np.inf)
+    b, minus_inf, masked = code.b, code.const(-np.inf), code.masked()
 
     def in_turn(body: Callable, carried: list) -> list:
         """``sums = body(addresses, sums)`` for every row, two at a time, each with sums of its own.
@@ -148,7 +148,7 @@ def build_online_softmax(module: ir.Module, block: Blocking, itemsize: int):
     tops = [code.larger(x, y) for x, y in zip(tops, tops[code.vecs :], strict=False)]
     before = [code.load(x) for x in code.vectors(m)]
     tops = [code.larger(t, old) for t, old in zip(tops, before, strict=True)]
-    seen = [b.fcmp_ordered("!=", top, minus_inf) for top in tops]
+    seen = [b.fcmp_ordered(">", top, masked) for top in tops]
     bases = [b.select(s, top, code.const(0)) for s, top in zip(seen, tops, strict=True)]
     steps = [b.fsub(old, base) for old, base in zip(before, bases, strict=True)]
     alphas = code.exp(steps)

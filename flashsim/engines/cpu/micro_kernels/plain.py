@@ -83,15 +83,15 @@ def online_softmax(cpu, S, s0, rows, m, l, alpha, at):
 
     `S` has stride `width`. Every exponential is a power of 2, P = 2^((S - m) log2 e): the
     difference first, since S log2 e overflows where S is the largest finite number, or the
-    smallest, as padding often is. A lane that has seen no key keeps m = -inf, and subtracts 0 (no
-    inf - inf).
+    smallest, as padding often is. A lane that has seen no key, or only scores so low that they
+    count as masked, subtracts 0 (no inf - inf): then P and l are 0.
     """
     log2e = S.dtype.type(LOG2E)
     for c in range(cpu.width):
         top = m[at + c]
         for r in range(rows):
             top = max(top, S[s0 + r * cpu.width + c])
-        base = top if top > -np.inf else S.dtype.type(0)
+        base = top if top > np.finfo(S.dtype).min / 2 else S.dtype.type(0)
         alpha[at + c] = np.exp2((m[at + c] - base) * log2e)
         m[at + c] = top
         even = odd = S.dtype.type(0)  # a sum of its own for every other row: less is rounded off
@@ -180,7 +180,7 @@ def softmax_along(cpu, S, ld, heads, n, m, l, alpha, at, kind):
         top = m[at + h]
         for x in range(h * ld, h * ld + n):
             top = max(top, S[x])
-        base = top if top > -np.inf else S.dtype.type(0)
+        base = top if top > np.finfo(S.dtype).min / 2 else S.dtype.type(0)
         alpha[at + h] = np.exp2((m[at + h] - base) * log2e)
         m[at + h] = top
         total = S.dtype.type(0)

@@ -14,6 +14,7 @@ from llvmlite import ir
 
 from flashsim.engines.cpu.micro_kernels.exponential import Exponential
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
+from flashsim.problem.masks import masked_score
 
 INT = ir.IntType(64)
 VOID = ir.VoidType()
@@ -59,6 +60,10 @@ class Code:
     def const(self, value: float) -> ir.Constant:
         """A vector with `value` in every lane."""
         return ir.Constant(self.vector, [float(value)] * self.lanes)
+
+    def masked(self) -> ir.Constant:
+        """The largest score that counts as masked, in every lane."""
+        return self.const(masked_score(np.float32 if self.itemsize == 4 else np.float64))
 
     def ints(self, value: int) -> ir.Constant:
         """A vector of integers as wide as the elements."""

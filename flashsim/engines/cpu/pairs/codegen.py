@@ -97,6 +97,7 @@ def build_pair_softmax(module: ir.Module, block: Blocking, itemsize: int):
         return code.function
     S, rows, m, l, alpha, factor, P = code.function.args
     b, minus_inf, one = code.b, code.const(-np.inf), ir.Constant(INT, 1)
+    masked = code.masked()
     scale, last = code.spread(factor), b.sub(rows, one)
 
     def scores(r, extra: int = 0) -> list:
@@ -115,7 +116,7 @@ def build_pair_softmax(module: ir.Module, block: Blocking, itemsize: int):
         b.select(b.fcmp_ordered(">", new, old), b.fadd(new, code.const(SLACK)), old)
         for new, old in zip(needed, before, strict=True)
     ]
-    seen = [b.fcmp_ordered("!=", x, minus_inf) for x in after]
+    seen = [b.fcmp_ordered(">", x, masked) for x in after]
     bases = [b.select(s, x, code.const(0)) for s, x in zip(seen, after, strict=True)]
     alphas = [code.power(b.fsub(old, base)) for old, base in zip(before, bases, strict=True)]
     for values, address in ((after, m), (alphas, alpha)):

@@ -20,6 +20,10 @@ from flashsim.engines.cpu.micro_kernels.exponential import SLACK
 from flashsim.engines.cpu.micro_kernels.plain import LOG2E, bits_of, operation
 from flashsim.engines.cpu.pairs import vector
 from flashsim.engines.cpu.primitives.parts import part
+from flashsim.problem.masks import masked_score
+
+#: The largest score that counts as masked.
+MASKED = np.float32(masked_score(np.float32))
 
 
 @part
@@ -69,7 +73,7 @@ def online_softmax_pairs(cpu, S, s0, rows, m, l, alpha, at, factor, P, p0):
         old, needed = m[at + c], top * factor[0]
         if needed > old:
             m[at + c] = needed + np.float32(SLACK)
-        base = m[at + c] if m[at + c] > -np.inf else np.float32(0)
+        base = m[at + c] if m[at + c] > MASKED else np.float32(0)
         alpha[at + c] = np.exp2((old - base) * log2e)
         total = np.float32(0)
         for r in range(rows):

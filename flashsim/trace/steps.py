@@ -1,24 +1,49 @@
 """`Steps`: one head's way through a trace, step by step, computed once for all steps.
 
 A step ends where something was computed: at each visit of a score tile, and at the end of each
-outer step (where FlashAttention-2 divides by l and stores O). `Trace.frame` answers the same for
-one step at a cost that grows with the trace; animations and pages need every step.
+outer step (where FlashAttention-2 divides by l and stores O). Animations and pages need every step;
+`Trace.frame` reads one visit's off as a `Frame`.
 """
 
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from flashsim import report
 from flashsim.counts.work import KINDS, stage_work
 from flashsim.errors import TraceError
-from flashsim.schedule.names import COMPUTE, FREE, TRANSFERS
-from flashsim.trace.events import EVENT, StageTrace, buffer_of, gain
-from flashsim.trace.trace import Trace
+from flashsim.schedule.names import COMPUTE, FREE, OPS, TRANSFERS
+from flashsim.trace.events import EVENT, buffer_of, gain
+from flashsim.trace.recording import Recording
+
+_Trace = TypeVar("_Trace", bound=Recording)
 
 
-class Steps:
+class Frame(NamedTuple):
+    """The state of a walk right after visit `step`, for drawing. Tile grids are (T_r, T_c)."""
+
+    step: int
+    stage: str
+    i: int
+    j: int
+    head: int
+    order: np.ndarray  # visit number of each tile seen so far in this stage; NaN elsewhere
+    hbm_bytes: int  # moved by this head's walk up to and including this visit, all stages
+    moved: dict[str, int]  # the same by "op tensor", e.g. {"load K": ...}
+    on_chip: dict[str, int]  # what SRAM holds during the visit: bytes by buffer
+    flops: int  # of the visits so far
+
+    def __repr__(self) -> str:
+        return report.short(self)
+
+    def _repr_html_(self) -> str:
+        return report.card(self)
+
+
+class Steps(Generic[_Trace]):
     """The steps of one walk of each stage of a trace, in order.
 
     Attributes
@@ -32,7 +57,7 @@ class Steps:
         -1 where a step has no such number: j with queries outside, at the end of a row.
     """
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: _Trace) -> None:
         self.trace = trace
         parts = [stage.events.copy() for stage in trace.stages]
         for number, part in enumerate(parts):
@@ -93,25 +118,13 @@ class Steps:
                 (work.outer, (self.stage == number) & (self.visit < 0)),
             ):
                 costs = [cost for op in ops for cost in op.flops.values()]
-                rows, cols = self._extent(stage, chosen)
+                rows, cols = stage.sides(self.i[chosen], self.j[chosen])
                 done[chosen] = (
                     sum(c.row for c in costs) * rows
                     + sum(c.col for c in costs) * cols
                     + sum(c.score for c in costs) * rows * cols
                 )
         return done
-
-    def _extent(self, stage: StageTrace, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Rows and columns of some steps.
-
-        The end of an outer step spans its sequence's keys, or with keys outside columns alone.
-        """
-        schedule, i, j = stage.schedule, self.i[chosen], self.j[chosen]
-        rows = np.where(i < 0, 0, schedule.rows[i, 1] - schedule.rows[i, 0]).astype(np.int64)
-        cols = np.where(j < 0, schedule.key_counts[i], schedule.cols[j, 1] - schedule.cols[j, 0])
-        if stage.stage.parts == "merges":  # a step works on the rows of each part
-            rows *= schedule.slots[i, 1]
-        return rows, cols
 
     @cached_property
     def notes(self) -> list[str]:
@@ -169,3 +182,31 @@ class Steps:
         before = np.concatenate([[0], seen[:-1]])
         first = np.searchsorted(self.stage, np.arange(len(self.trace.stages)))
         return before - before[np.minimum(first, len(self) - 1)][self.stage]
+
+    @cached_property
+    def visits(self) -> np.ndarray:
+        """The steps that are visits of score tiles."""
+        return np.flatnonzero(self.visit >= 0)
+
+    def frame(self, visit: int, head: int) -> Frame:
+        """The state after a visit, of the walk that begins with a query head."""
+        at = self.visits[visit]
+        stage = self.trace.stages[self.stage[at]]
+        order = np.full((stage.schedule.t_r, stage.schedule.t_c), np.nan)
+        seen = self.visits[: visit + 1]
+        seen = seen[self.stage[seen] == self.stage[at]]
+        order[self.i[seen], self.j[seen]] = self.order[seen]
+        moved: dict[str, int] = {}
+        events = self.events[: self.ends[at] + 1]
+        for op in TRANSFERS:
+            those = events[events["op"] == op]
+            for code in np.unique(those["tensor"]):
+                nbytes = int(those["bytes"][those["tensor"] == code].sum())
+                moved[f"{OPS[op]} {self.trace.tensors[code]}"] = nbytes
+        held = zip(self.buffers, self.on_chip[at].tolist(), strict=True)
+        return Frame(
+            *(visit, stage.name, int(self.i[at]), int(self.j[at])),
+            *(head + int(events[-1]["head"]), order, int(self.hbm_bytes[at].sum()), moved),
+            on_chip={name: size for name, size in held if size},
+            flops=int(self.step_flops[self.visits[: visit + 1]].sum()),
+        )

@@ -1,0 +1,188 @@
+"""No batch, no query or no key: zeros and an LSE of -inf on every engine, and nothing launched."""
+
+import pickle
+
+import numpy as np
+import pytest
+
+import flashsim
+from flashsim import (
+    BlockMask,
+    OptionError,
+    Problem,
+    ShapeError,
+    Tiling,
+    TraceError,
+    UnsupportedError,
+)
+from flashsim.problem.problem import numpy_dtype
+
+#: q, k and v of (batch, heads, n, d): nothing of one kind each, and of several.
+SHAPES = {
+    "no batch": ((0, 4, 5, 8), (0, 2, 7, 8), (0, 2, 7, 6)),
+    "no queries": ((2, 4, 0, 8), (2, 2, 7, 8), (2, 2, 7, 6)),
+    "no keys": ((2, 4, 5, 8), (2, 2, 0, 8), (2, 2, 0, 6)),
+    "nothing": ((0, 4, 0, 8), (0, 2, 0, 8), (0, 2, 0, 6)),
+}
+ALGORITHMS = [
+    ("numpy", "flash2"),
+    ("numpy", "flash2-fused"),
+    ("numpy", "flash2-once"),
+    ("numpy", "flash1"),
+    ("numpy", "standard"),
+    ("numba", "flash2"),
+    ("numba", "flash2-fused"),
+]
+
+
+def arrays(name, dtype="float32"):
+    return [np.ones(shape, numpy_dtype(dtype)) for shape in SHAPES[name]]
+
+
+def check(x, shape, dtype, value):
+    assert type(x) is np.ndarray
+    assert x.shape == shape
+    assert x.dtype == numpy_dtype(dtype)
+    assert (x == value).all()
+
+
+@pytest.mark.parametrize(("backend", "algorithm"), ALGORITHMS)
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_zeros_and_an_lse_of_minus_infinity(name, dtype, backend, algorithm):
+    q, k, v = arrays(name, dtype)
+    bias = np.zeros((1, 4, q.shape[2], k.shape[2]), q.dtype)
+    how = {"backend": backend, "algorithm": algorithm, "bias": bias, "causal": True}
+    r = flashsim.run(q, k, v, **how)
+    wide = "float64" if dtype == "float64" else "float32"
+    check(r.out, (*q.shape[:3], 6), dtype, 0)
+    check(r.lse, q.shape[:3], wide, -np.inf)
+    dout = np.ones_like(r.out)
+    passes = [r.backward(dout)]
+    if algorithm != "standard":
+        passes.append(flashsim.backward(q, k, v, r.out, r.lse, dout, **how))
+    for g in passes:
+        for x, like in ((g.dq, q), (g.dk, k), (g.dv, v), (g.dbias, bias)):
+            check(x, like.shape, dtype, 0)
+
+
+def test_it_is_what_the_oracle_says_of_rows_that_see_no_key():
+    """The same rows beside others, behind a mask that leaves them no key."""
+    q, k, v = (np.ones((1, 2, 5, 8), np.float32) for _ in range(3))
+    masked = flashsim.run(q, k, v, mask=lambda i, j: (i < 0) & (j < 0))
+    r = flashsim.run(q, k[:, :, :0], v[:, :, :0])
+    np.testing.assert_array_equal(r.out, masked.out)
+    np.testing.assert_array_equal(r.lse, masked.lse)
+    np.testing.assert_array_equal(r.backward(q).dq, masked.backward(q).dq)
+
+
+def test_with_fewer_axes_and_again():
+    q, k = np.ones((5, 8), np.float32), np.ones((0, 8), np.float32)
+    for _ in range(2):  # the second is known from the first
+        r = flashsim.run(q, k, k)
+        check(r.out, (5, 8), "float32", 0)
+        check(r.lse, (5,), "float32", -np.inf)
+        check(r.backward(q).dk, (0, 8), "float32", 0)
+    again = pickle.loads(pickle.dumps(r))
+    check(again.backward(q).dq, (5, 8), "float32", 0)
+    r = flashsim.run(q[None, :0], q[None], q[None], nan_policy="raise", softcap=2.0, window=(3, 0))
+    check(r.lse, (1, 0), "float32", -np.inf)
+
+
+def test_packed_sequences_without_a_token():
+    q, k = np.ones((4, 5, 8), np.float32), np.ones((4, 7, 8), np.float32)
+    nothing = (0, 0, 0)
+    r = flashsim.run(q[:, :0], k, k, cu_seqlens_q=nothing, cu_seqlens_k=(0, 3, 7))
+    check(r.out, (4, 0, 8), "float32", 0)
+    r = flashsim.run(q, k[:, :0], k[:, :0], cu_seqlens_q=(0, 5, 5), cu_seqlens_k=nothing)
+    check(r.out, (4, 5, 8), "float32", 0)
+    how = {"cu_seqlens_q": (0, 5), "cu_seqlens_k": nothing}
+    with pytest.raises(ShapeError, match="same number of sequences, got 1 and 2"):
+        flashsim.run(q, k[:, :0], k[:, :0], **how)
+    with pytest.raises(ShapeError, match=r"must start at 0, .* length 5"):
+        flashsim.run(q, k[:, :0], k[:, :0], cu_seqlens_q=(0, 4), cu_seqlens_k=(0, 0))
+    with pytest.raises(ShapeError, match="must be given together"):
+        flashsim.run(q, k[:, :0], k[:, :0], cu_seqlens_q=(0, 5))
+    none = np.ones((0, 4, 5, 8), np.float32)
+    with pytest.raises(ShapeError, match="batch must be 1, got 0"):
+        flashsim.run(none, none, none, cu_seqlens_q=(0, 5), cu_seqlens_k=(0, 5))
+
+
+def test_a_mask_of_nothing():
+    q, k = np.ones((4, 5, 8), np.float32), np.ones((4, 0, 8), np.float32)
+    never = lambda i, j: 1 / 0  # noqa: E731  # nor is it asked
+    cells = BlockMask([[True]], 8, 8)
+    for how in ({"mask": never}, {"block_mask": cells}, {"tiling": Tiling(4, 4)}):
+        check(flashsim.run(q, k, k, **how).out, (4, 5, 8), "float32", 0)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_decoding_without_keys(name):
+    q, k, v = arrays(name)
+    how = {"algorithm": "flash-decode"}
+    check(flashsim.run(q, k, v, **how).out, (*q.shape[:3], 6), "float32", 0)
+    check(flashsim.run(q, k, None, head_dim_v=6, **how).lse, q.shape[:3], "float32", -np.inf)
+    lengths = np.full(q.shape[0], k.shape[2])
+    check(flashsim.run(q, k, v, cache_seqlens=lengths, **how).lse, q.shape[:3], "float32", -np.inf)
+    with pytest.raises(UnsupportedError, match="no backward pass"):
+        flashsim.run(q, k, v, **how).backward(np.ones((*q.shape[:3], 6), np.float32))
+
+
+def test_a_cache_of_which_no_key_is_live():
+    q, k = np.ones((2, 4, 3, 8), np.float32), np.ones((2, 2, 7, 8), np.float32)
+    how = {"algorithm": "flash-decode", "cache_seqlens": [0, 0]}
+    r = flashsim.run(q, k, k, **how)
+    check(r.out, q.shape, "float32", 0)
+    check(r.lse, q.shape[:3], "float32", -np.inf)
+    pages, table = np.ones((6, 2, 4, 8), np.float32), np.arange(6).reshape(2, 3)
+    check(flashsim.run(q, pages, pages, block_table=table, **how).out, q.shape, "float32", 0)
+    check(
+        flashsim.run(
+            *(q[:0], pages[:0], pages[:0]), block_table=table[:0], algorithm="flash-decode"
+        ).out,
+        *((0, 4, 3, 8), "float32", 0),
+    )
+    with pytest.raises(OptionError, match="cache_seqlens are all 0"):
+        flashsim.count(
+            Problem(3, 7, 8, heads=4, kv_heads=2, batch=2), **how
+        )  # there are no bytes to count
+
+
+def test_fp8():
+    e4m3 = numpy_dtype("float8_e4m3fn")
+    q, k, v = (np.ones(shape, e4m3) for shape in SHAPES["no keys"])
+    one = np.ones((2, 4), np.float32), np.ones((2, 2), np.float32), np.ones((2, 2), np.float32)
+    for scales in ("unscaled", one, (1.0, 2.0, 3.0)):
+        r = flashsim.run(q, k, v, scales=scales)
+        check(r.out, (2, 4, 5, 6), "bfloat16", 0)
+        check(r.backward(r.out).dq, (2, 4, 5, 8), "bfloat16", 0)
+
+
+def test_what_is_wrong_is_refused_all_the_same():
+    q, k, v = arrays("no keys")
+    with pytest.raises(ShapeError, match="multiple of key heads"):
+        flashsim.run(q[:, :3], k, v)
+    with pytest.raises(ShapeError, match="same batch size"):
+        flashsim.run(q[:0], k, v)
+    with pytest.raises(ShapeError, match=r"bias must be .*, 5, 0\)"):
+        flashsim.run(q, k, v, bias=np.zeros((5, 7), np.float32))
+    with pytest.raises(ShapeError, match="must have heads and columns"):
+        flashsim.run(q[:, :0], k[:, :0], v[:, :0])
+    with pytest.raises(ShapeError, match="must have heads and columns"):
+        flashsim.run(q[..., :0], k[..., :0], v[..., :0])
+    with pytest.raises(UnsupportedError, match="backend 'numba' runs flash2"):
+        flashsim.run(q, k, v, backend="numba", algorithm="standard")
+    r = flashsim.run(q, k, v, trace=True)
+    with pytest.raises(TraceError, match="on arrays with a batch, queries"):
+        _ = r.trace
+    with pytest.raises(UnsupportedError, match="poses no flashsim"):
+        _ = r.problem
+    with pytest.raises(ShapeError, match="dout must have out's shape"):
+        r.backward(np.ones((2, 4, 5, 8), np.float32))
+    for asks in (
+        lambda: flashsim.quantize(q, k, v),
+        lambda: flashsim.distributed.simulate(q, k, v, ranks=1),
+        lambda: flashsim.simulate(lambda machine: None, q, k, v),
+    ):
+        with pytest.raises(ShapeError, match="must not be empty"):
+            asks()
