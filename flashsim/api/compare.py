@@ -41,7 +41,7 @@ class Comparison:
         return [r.trace for r in runs if r.traced]
 
     def table(self) -> report.Table:
-        """One row an algorithm and direction."""
+        """One row per algorithm and direction."""
         traces = self.traces
         first = traces[0]
         table = report.Table(

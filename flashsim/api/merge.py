@@ -1,4 +1,4 @@
-"""`merge`: attention over two sets of keys, from attention over each."""
+"""`merge`: combine attention over two sets of keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDE = ("float64", "float32", "float16", "bfloat16")
 
 @own_errors
 def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
-    """Attention over the keys of both, where a and b are the same queries over disjoint keys.
+    """Combine attention of the same queries over two disjoint sets of keys, a and b.
 
     ``lse = log(exp(lse_a) + exp(lse_b))``, and ``out = exp(lse_a - lse) out_a + exp(lse_b - lse)
     out_b``: what FlashDecoding's second step does with two parts. A row that saw no key on one side

@@ -1,4 +1,4 @@
-"""`quantize`: q, k and v in FP8, each block with a scale of its own."""
+"""`quantize`: round q, k and v to FP8, with scales."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROTATIONS = ("hadamard",)
 @own_errors
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """Attention inputs in FP8: an element stands for itself times its scale.
+    """Attention inputs in FP8; each element is multiplied by its scale.
 
     ``flashsim.run(x.q, x.k, x.v, **x.options)`` runs on them.
 
@@ -62,18 +62,18 @@ class Quantized:
 
     @property
     def scales(self) -> tuple[Any, Any, Any]:
-        """Of q, k and v."""
+        """The scales of q, k and v."""
         return self.q_scale, self.k_scale, self.v_scale
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keywords of `run` that say how the numbers are meant."""
+        """The keywords with which `run` uses these scales."""
         block = {} if self.block is None else {"scale_block": self.block}
         extra = {} if self.v_transposed is None else {"v_transposed": self.v_transposed}
         return {"scales": self.scales, **block, **extra}
 
     def dequantized(self) -> tuple[Any, Any, Any]:
-        """What q, k and v stand for, float32, not rotated."""
+        """q, k and v in float32, with scales applied and the rotation undone."""
         rows = self.block or (1, 1)
         sides = {"q": rows[0], "k": rows[1], "v": rows[1]}
         found = []
@@ -89,7 +89,7 @@ class Quantized:
         return q, k, v
 
     def unrotated(self, x: Any) -> Any:
-        """Rows of q or k, or of their gradients, turned back; out and dv never were turned."""
+        """Undo the rotation of q or k, or of their gradients; out and dv are never rotated."""
         if self.signs is None:
             return x
         host, (here,) = hosts.take_anywhere(x=x)

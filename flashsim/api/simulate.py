@@ -1,4 +1,4 @@
-"""`simulate`: an algorithm of one's own, run on the simulated machine."""
+"""`simulate`: run your own algorithm on the simulated machine."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ NAMES = tuple(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class OwnResult(Result):
-    """What `simulate` returns: a `Result` of an algorithm of one's own.
+    """The result of `simulate`: a `Result` of your own algorithm.
 
     Attributes
     ----------
@@ -64,7 +64,7 @@ class OwnResult(Result):
     tensors: Mapping[str, Any] = field(default_factory=dict)
 
     def backward(self, *_: Any, **__: Any) -> Any:
-        """There is none: an algorithm of one's own has the passes that one writes."""
+        """Raise `UnsupportedError`: your own algorithm has only the passes that you write."""
         raise UnsupportedError(
             "the backward pass of an algorithm of your own is an algorithm of your own: "
             "flashsim.simulate(my_backward, q, k, v, inputs={'dO': dout, ...}, outputs=['dQ'])"
@@ -88,7 +88,7 @@ def simulate(
     scale: float | None = None,
     mask: Callable[..., Any] | None = None,
 ) -> OwnResult:
-    """Run an algorithm of your own on the simulated machine, where no byte is free.
+    """Run your own algorithm on the simulated machine, and count every byte.
 
     It is a function of one argument, the machine, and moves tiles between HBM and SRAM as the
     built-in pages do (`flashsim/algorithms/`). `docs/guides/your_own_algorithm.md` has examples.

@@ -1,4 +1,4 @@
-"""`sweep`: one question asked of many problems, tilings and machines; the answers as one table.
+"""`sweep`: count many problems, tilings and machines into one table.
 
 A sweep is a Cartesian product of axes. Each point is independent of every other one, so any
 `concurrent.futures` executor may run them, on one machine or many.
@@ -64,7 +64,7 @@ class Sweep:
         return iter(self.rows)
 
     def table(self) -> report.Table:
-        """For people: the parameters that vary, and the figures; the title says the others.
+        """The table for people: the parameters that vary, and the figures.
 
         `csv`, `json`, `rows` and `dataframe` hold every column, and the whole text of each status.
         """
@@ -88,7 +88,7 @@ class Sweep:
         return table
 
     def full_table(self) -> report.Table:
-        """Every column of every row: what `csv` and `json` write."""
+        """Every column of every row, as `csv` and `json` write them."""
         return report.Table("sweep", COLUMNS, [[row[c] for c in COLUMNS] for row in self.rows])
 
     def csv(self) -> str:
@@ -159,7 +159,7 @@ def sweep(
     progress: bool = True,
     **unknown: Any,
 ) -> Sweep:
-    """What every combination of some sizes, tiles, algorithms and machines moves and computes.
+    """Count every combination of sizes, tiles, algorithms and machines.
 
     Every argument down to `key_order` is one value or a list of them (a range, an array); the
     sweep is their Cartesian product. A point that cannot be had, for example because its tiles do

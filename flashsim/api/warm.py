@@ -23,7 +23,7 @@ DECODED = (1, 16)
 @own_errors
 @dataclass(frozen=True)
 class Warmed:
-    """What `warm` did.
+    """The result of `warm`: which kernels it compiled, and where they are kept.
 
     Attributes
     ----------
@@ -55,7 +55,7 @@ def warm(
     direction: str = "all",
     algorithm: str = "flash2-fused",
 ) -> Warmed:
-    """Compile what `backend="numba"` needs, and keep it on disk.
+    """Compile the code of `backend="numba"` ahead of time, and keep it on disk.
 
     One compilation serves every shape, mask and option, of one type; float16 and bfloat16 share
     theirs, but on a CPU with AMX or AVX512-BF16 bfloat16 has its own, and decoding both. Small
