@@ -23,10 +23,12 @@ test: $(VENV)/.dev
 # it has the time.
 test-all: test kernels thorough
 
-# mypy sees the packages as they are installed: backends and viz inside flashsim.
+# mypy sees the packages as they are installed: backends and viz inside flashsim. prose.py reads pages
+# and docstrings: long sentences, banned phrases, terms without a link to the glossary.
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python tests/tools/prose.py
 	rm -rf build/types && mkdir -p build/types/flashsim
 	ln -s $(CURDIR)/flashsim/* $(CURDIR)/backends $(CURDIR)/viz build/types/flashsim/
 	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml

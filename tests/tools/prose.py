@@ -1,16 +1,15 @@
 """`make lint`'s check of prose: long sentences, banned phrases, terms that nobody has explained.
 
-    python tests/tools/prose.py [FILE ...]     # default: the files of PAGES
+    python tests/tools/prose.py [FILE ...]     # default: the files of PAGES, except NOT_YET
 
-Markdown pages and the docstrings of modules are read sentence by sentence. A finding names the
-file, the line, the rule and the words. There are three rules:
+Markdown pages, and docstrings of modules, are read sentence by sentence. There are three rules:
 
 - A sentence has at most 35 words.
 - A phrase of BANNED does not occur.
-- A guide or a lesson links a term of docs/guides/glossary.md where it first uses it, if the glossary
-  has the term in bold. A page that defines the term itself, in bold or italics, needs no link.
+- A guide or a lesson links a term of the glossary at first use, if the glossary has it in bold. A
+  page that sets the term itself in bold or italics defines it, and needs no link.
 
-Code, tables, headings and link targets are left out.
+Code, tables, headings and link targets are not read.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ NOT_YET = {
     *("docs/reference/hopper.md", "docs/reference/numba_tensor_cores.md"),
     "docs/reference/design.md",
 }
-#: Pages that link terms: those that a newcomer reads.
+#: Pages that newcomers read: they link terms.
 TEACH = ("docs/guides/", "docs/lessons/")
 
 #: Pattern, and what to write instead.
@@ -53,7 +52,7 @@ BANNED = {
     r"\b(keys|queries) outside\b": "KV-outer, or Q-outer",
     r"\bin step\b": "co-scheduled",
     r"\b[Ss]ome (\d|two|three|ten|half|hundred|thousand)": "about",
-    r"\bmakes? \d": "reaches",
+    r"\bmakes? \d+\.\d": "reaches",
     r"\bof the best\b": "say what is divided by what",
     r"\bto be had\b": "available",
     r"\b(FLOPs|bytes?|blocks|tiles|rounding|time) an? \w": "per",
@@ -62,7 +61,7 @@ BANNED = {
     r"\bof (yours|ours)\b": "your, our",
     r"\bone's own\b": "your own",
     r"\bbut for\b": "except",
-    r"^What (?!(is|are|does|do|did|was|were|if|to|happens)\b)[^?]*$": "start with the subject",
+    r"^What [^?]*$": "start with the subject",
     r"\b(the day before|kernels of before)\b": "history belongs in a notebook",
 }
 
@@ -127,7 +126,7 @@ def _docstrings(text: str) -> Iterator[tuple[int, str]]:
 
 
 def glossary() -> dict[str, str]:
-    """Terms that pages link, each with its pattern: those in bold in the glossary's first column."""
+    """The terms in bold in the glossary's first column, each with its pattern."""
     rows = re.findall(r"^\|([^|]*)\|", (ROOT / GLOSSARY).read_text(encoding="utf-8"), re.M)
     terms = [term for row in rows for term in re.findall(r"\*\*([^*]+)\*\*", row)]
     plain = {term: term[1:].removesuffix("s").replace(" ", r"\s+") for term in terms}
