@@ -151,7 +151,7 @@ class Precision:
 
     @classmethod
     def preset(cls, name: str, dtype: str = "bfloat16") -> Precision:
-        """What a published kernel rounds; `dtype` is its inputs', float16 or bfloat16.
+        """The roundings of a published kernel; `dtype` is its inputs', float16 or bfloat16.
 
         Raises
         ------
@@ -199,11 +199,11 @@ PRESETS: dict[str, tuple[Precision, str]] = {
 
 
 class Roundings(NamedTuple):
-    """What one stage rounds, by the papers' names of tensors.
+    """The roundings of one stage, by the papers' names of tensors.
 
     Attributes
     ----------
-    operands : what is rounded where it is computed, or enters a product
+    operands : tensors that are rounded where they are computed, or enter a product
     held : accumulators, at the end of each visit
     stored : what is written to HBM, or added there
     tensor_cores : whether products are summed as FP8's are on Hopper
@@ -270,10 +270,10 @@ TERMS, FRACTION = 32, 13
 def tensor_core_sum(into: np.ndarray, a: np.ndarray, b: np.ndarray) -> None:
     """``into += a @ b``, summed as Hopper's tensor cores sum products of FP8 operands.
 
-    Of 32 products and the sum so far, each is shifted to the largest one's exponent and cut off
-    after 14 bits, the leading one and 13 more (DeepSeek-V3, arXiv:2412.19437, section 3.5.2); what
-    is kept of the sum has as many. Cut off means towards zero, as in tensor cores before (Fasi et
-    al., PeerJ Computer Science 2021). Products of FP8 numbers are exact.
+    The core adds 32 products and the sum so far. Each is shifted to the largest one's exponent and
+    cut off after 14 bits: the leading one and 13 more (DeepSeek-V3, arXiv:2412.19437, section
+    3.5.2). The new sum has as many bits. Cutting off rounds towards zero, as in older tensor cores
+    (Fasi et al., PeerJ Computer Science 2021). Products of FP8 numbers are exact.
 
     Parameters
     ----------

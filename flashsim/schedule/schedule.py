@@ -10,7 +10,7 @@ tables that kernels read:
     which full_lo .. full_hi - 1 are FULL; None where the tiles of a row are not contiguous
 ``row_csr``         (ptr (T_r + 1,), col (n,), kind (n,)): the same for any mask, in visit order
 
-`col_spans` and `col_csr` say the same by column, for passes with keys outside. Within a visited
+`col_spans` and `col_csr` say the same by column, for KV-outer loops. Within a visited
 tile of a causal or windowed problem, score (q, k) is kept iff
 ``-left <= k - (q + offset) <= right`` and k lies in the tile's sequence.
 """
@@ -145,8 +145,8 @@ class Schedule(Grid):
     def col_csr(self) -> Csr:
         """``(ptr (T_c + 1,), row (n,), kind (n,))``: the same tiles by column, rows ascending.
 
-        Column tiles are numbered from the first key whatever `key_order` says; a walk with keys
-        outside and descending order takes the columns from the last to the first.
+        Column tiles are numbered from the first key, whatever `key_order` is. A KV-outer loop in
+        descending order takes the columns from the last to the first.
         """
         if self.col_spans is not None:
             return tables.frozen(*tables.expand(self.col_spans))
@@ -243,7 +243,7 @@ class Schedule(Grid):
         return self.part_counts > 1
 
     def visits(self, outer: int, part: int | None = None) -> Iterator[Visit]:
-        """The visits of one outer step: of row tile i, or with keys outside of column tile j.
+        """The visits of one outer step: of row tile i, or in a KV-outer loop of column tile j.
 
         `part` picks one part of a row tile's keys: of n visits in P parts, the p-th has those from
         ``n p // P`` up to ``n (p + 1) // P``.
